@@ -1,0 +1,146 @@
+//! The one error type: what went wrong, where, what was found and expected, and a hint.
+
+use std::fmt;
+use std::path::Path;
+
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Who has to act; decides the exit code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ErrorKind {
+    /// Usage or recipe error: exit code 2.
+    Usage,
+    /// The run or an input failed: exit code 1.
+    Failed,
+    /// Stopped by this signal after the state was saved: exit code 128 + signal.
+    Signal(i32),
+}
+
+/// `what`, then optional lines: place, found and expected, cause, hint.
+#[derive(Debug)]
+pub struct Error(Box<Parts>);
+
+#[derive(Debug)]
+struct Parts {
+    kind: ErrorKind,
+    what: String,
+    place: Option<String>,
+    found: Option<String>,
+    expected: Option<String>,
+    cause: Option<String>,
+    hint: Option<String>,
+}
+
+impl Error {
+    /// An input or the run failed (exit code 1). No full stop, lower case: "tensor is truncated".
+    pub fn new(what: impl Into<String>) -> Self {
+        Self(Box::new(Parts {
+            kind: ErrorKind::Failed,
+            what: what.into(),
+            place: None,
+            found: None,
+            expected: None,
+            cause: None,
+            hint: None,
+        }))
+    }
+
+    /// What the user typed cannot be meant (exit code 2).
+    pub fn usage(what: impl Into<String>) -> Self {
+        let mut e = Self::new(what);
+        e.0.kind = ErrorKind::Usage;
+        e
+    }
+
+    /// The run ended because of `signal`; its state is saved.
+    pub fn signal(signal: i32, what: impl Into<String>) -> Self {
+        let mut e = Self::new(what);
+        e.0.kind = ErrorKind::Signal(signal);
+        e
+    }
+
+    /// Where: `file:line:column`, a tensor, a row.
+    pub fn at(mut self, place: impl fmt::Display) -> Self {
+        self.0.place = Some(place.to_string());
+        self
+    }
+
+    pub fn at_path(self, path: &Path) -> Self {
+        self.at(path.display())
+    }
+
+    /// Names the place only if none is named yet: inner places are closer to the fault.
+    pub fn or_at(mut self, place: impl fmt::Display) -> Self {
+        self.0.place.get_or_insert_with(|| place.to_string());
+        self
+    }
+
+    pub fn found(mut self, found: impl fmt::Display) -> Self {
+        self.0.found = Some(found.to_string());
+        self
+    }
+
+    pub fn expected(mut self, expected: impl fmt::Display) -> Self {
+        self.0.expected = Some(expected.to_string());
+        self
+    }
+
+    pub fn cause(mut self, cause: impl fmt::Display) -> Self {
+        self.0.cause = Some(cause.to_string());
+        self
+    }
+
+    /// A command to paste or a value to use.
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.0.hint = Some(hint.into());
+        self
+    }
+
+    pub fn kind(&self) -> ErrorKind {
+        self.0.kind
+    }
+
+    pub fn what(&self) -> &str {
+        &self.0.what
+    }
+
+    pub fn exit_code(&self) -> i32 {
+        match self.0.kind {
+            ErrorKind::Failed => 1,
+            ErrorKind::Usage => 2,
+            ErrorKind::Signal(s) => 128 + s,
+        }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let p = &self.0;
+        write!(f, "{}", p.what)?;
+        if let Some(place) = &p.place {
+            write!(f, "\n  --> {place}")?;
+        }
+        match (&p.found, &p.expected) {
+            (Some(found), Some(expected)) => write!(f, "\n  found {found}, expected {expected}")?,
+            (Some(found), None) => write!(f, "\n  found {found}")?,
+            (None, Some(expected)) => write!(f, "\n  expected {expected}")?,
+            (None, None) => {}
+        }
+        if let Some(cause) = &p.cause {
+            write!(f, "\n  cause: {cause}")?;
+        }
+        if let Some(hint) = &p.hint {
+            write!(f, "\nhint: {hint}")?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for Error {}
+
+impl From<candle_core::Error> for Error {
+    /// A tensor operation failed: a fault in ft or memory that ran out, never a user's value.
+    fn from(e: candle_core::Error) -> Self {
+        Error::new("tensor operation failed").cause(e)
+    }
+}

@@ -1,0 +1,85 @@
+//! Sizes, counts and durations as people write and read them.
+
+use crate::base::{Error, Result};
+use std::time::Duration;
+
+const SUFFIXES: [(&str, f64); 9] = [
+    ("kib", 1024.0),
+    ("mib", 1024.0 * 1024.0),
+    ("gib", 1024.0 * 1024.0 * 1024.0),
+    ("tib", 1024.0 * 1024.0 * 1024.0 * 1024.0),
+    ("kb", 1e3),
+    ("mb", 1e6),
+    ("gb", 1e9),
+    ("tb", 1e12),
+    ("b", 1.0),
+];
+
+/// `24GiB`, `22.5 GB`, `1048576` to bytes.
+pub fn parse_bytes(text: &str) -> Result<u64> {
+    let lower = text.trim().to_ascii_lowercase();
+    let bad = || {
+        Error::usage(format!("`{text}` is not a size"))
+            .expected("a number with a unit")
+            .hint("write `24GiB` or `500MB`")
+    };
+    let (number, factor) = SUFFIXES
+        .iter()
+        .find_map(|(suffix, factor)| lower.strip_suffix(suffix).map(|n| (n.trim().to_string(), *factor)))
+        .unwrap_or((lower.clone(), 1.0));
+    let value: f64 = number.parse().map_err(|_| bad())?;
+    if !value.is_finite() || value < 0.0 || value * factor > u64::MAX as f64 {
+        return Err(bad());
+    }
+    Ok((value * factor) as u64)
+}
+
+/// Bytes with one decimal: `1.5 GiB`, `12.0 MiB`, `3.4 KiB`, `12 B`.
+pub fn bytes(n: u64) -> String {
+    let x = n as f64;
+    match n {
+        0..1024 => format!("{n} B"),
+        1024..0x10_0000 => format!("{:.1} KiB", x / 1024.0),
+        0x10_0000..0x4000_0000 => format!("{:.1} MiB", x / 1048576.0),
+        _ => format!("{:.1} GiB", x / 1073741824.0),
+    }
+}
+
+/// `1_234_567` as `1,234,567`.
+pub fn count(n: u64) -> String {
+    let digits = n.to_string();
+    let mut out = String::new();
+    for (i, c) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i) % 3 == 0 {
+            out.push(',');
+        }
+        out.push(c);
+    }
+    out
+}
+
+/// `1h 12m`, `3m 05s`, `4.2s`.
+pub fn duration(d: Duration) -> String {
+    let s = d.as_secs();
+    match s {
+        0..60 => format!("{:.1}s", d.as_secs_f64()),
+        60..3600 => format!("{}m {:02}s", s / 60, s % 60),
+        _ => format!("{}h {:02}m", s / 3600, s % 3600 / 60),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_round_trip() {
+        assert_eq!(parse_bytes("24GiB").unwrap(), 24 << 30);
+        assert_eq!(parse_bytes(" 1.5 mb ").unwrap(), 1_500_000);
+        assert_eq!(parse_bytes("4096").unwrap(), 4096);
+        assert!(parse_bytes("lots").is_err());
+        assert!(parse_bytes("-1GiB").is_err());
+        assert_eq!(bytes(24 << 30), "24.0 GiB");
+        assert_eq!(count(1234567), "1,234,567");
+    }
+}

@@ -1,0 +1,65 @@
+//! The shape in which rows reach the engine.
+//!
+//! Letters: N tokens of a batch, all its documents laid end to end. No padding exists in ft: rows of
+//! different lengths are neighbours, and attention never crosses a document boundary.
+
+/// A position that is not trained.
+pub const IGNORE: u32 = u32::MAX;
+
+/// One tokenized row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Example {
+    /// `[T]`
+    pub ids: Vec<u32>,
+    /// `[T]`: token t is a target. The first token never is.
+    pub trained: Vec<bool>,
+}
+
+/// Documents laid end to end.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Batch {
+    /// `[N]`
+    pub ids: Vec<u32>,
+    /// `[N]`, restarting at 0 in each document.
+    pub positions: Vec<u32>,
+    /// `[N]`: the id to predict after position n, or `IGNORE`.
+    pub targets: Vec<u32>,
+    /// Offsets of the documents: `[documents + 1]`, from 0 to N.
+    pub documents: Vec<usize>,
+}
+
+impl Batch {
+    pub fn from_examples<'a>(examples: impl IntoIterator<Item = &'a Example>) -> Self {
+        let mut batch = Batch {
+            documents: vec![0],
+            ..Default::default()
+        };
+        for e in examples {
+            let t = e.ids.len();
+            batch.ids.extend_from_slice(&e.ids);
+            batch.positions.extend(0..t as u32);
+            for i in 1..t {
+                batch.targets.push(if e.trained[i] { e.ids[i] } else { IGNORE });
+            }
+            if t > 0 {
+                batch.targets.push(IGNORE);
+            }
+            batch.documents.push(batch.ids.len());
+        }
+        batch
+    }
+
+    /// Number of tokens, N.
+    pub fn len(&self) -> usize {
+        self.ids.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
+    /// Number of positions that have a target.
+    pub fn trained(&self) -> usize {
+        self.targets.iter().filter(|&&t| t != IGNORE).count()
+    }
+}

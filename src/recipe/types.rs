@@ -1,0 +1,214 @@
+//! The meaning of a recipe. Field names are the recipe's keys; nothing here is optional unless "unset" means something.
+
+/// Declares an enum whose values have the names used in recipes.
+macro_rules! named {
+    ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub enum $name { $($(#[$vdoc])* $variant),+ }
+        impl $name {
+            pub const NAMES: &'static [&'static str] = &[$($text),+];
+            pub fn parse(text: &str) -> Option<Self> {
+                match text { $($text => Some(Self::$variant),)+ _ => None }
+            }
+            pub fn name(self) -> &'static str {
+                match self { $(Self::$variant => $text),+ }
+            }
+        }
+    };
+}
+
+named!(
+    /// Storage of unquantized weights and the type of matrix products.
+    Dtype { F32 = "f32", Bf16 = "bf16" }
+);
+named!(
+    /// Where the first weights come from.
+    ModelInit {
+        /// The weights in the model directory.
+        Pretrained = "pretrained",
+        /// Drawn from a normal distribution with the config's `initializer_range`.
+        Random = "random",
+    }
+);
+named!(FrozenWeights { Auto = "auto", F32 = "f32", Bf16 = "bf16", Int8 = "int8", Int4 = "int4", Nf4 = "nf4" });
+named!(Tier { Auto = "auto", Device = "device", Host = "host", Disk = "disk" });
+named!(Activations { Auto = "auto", Keep = "keep", Recompute = "recompute", Host = "host" });
+named!(RowFormat {
+    Auto = "auto",
+    Messages = "messages",
+    PromptCompletion = "prompt-completion",
+    Alpaca = "alpaca",
+    Sharegpt = "sharegpt",
+    Text = "text",
+    Preference = "preference",
+    Prompt = "prompt",
+});
+named!(TrainOn { Assistant = "assistant", Completion = "completion", All = "all" });
+named!(Method { Full = "full", Block = "block", Lora = "lora", Freeze = "freeze" });
+named!(Partition { Layer = "layer", Module = "module", Matrix = "matrix", Ratio = "ratio" });
+named!(
+    /// Order in which blocks become active. `Fixed` keeps the first block (BAdam's `switch_mode`).
+    BlockOrder { Random = "random", Ascending = "ascending", Descending = "descending", Fixed = "fixed" }
+);
+named!(Correction { None = "none", Sgd = "sgd", Signsgd = "signsgd", Lora = "lora" });
+named!(CorrectionScope { All = "all", Partial = "partial" });
+named!(LoraInit {
+    Default = "default",
+    Gaussian = "gaussian",
+    Corda = "corda",
+    Pissa = "pissa",
+    Olora = "olora",
+    Eva = "eva",
+    Loftq = "loftq",
+});
+named!(OptimizerName { Adamw = "adamw", Sgd = "sgd", Lion = "lion", Adafactor = "adafactor" });
+named!(StateDtype { F32 = "f32", Int8 = "int8" });
+named!(ScheduleName { Constant = "constant", Linear = "linear", Cosine = "cosine", Wsd = "wsd" });
+named!(Stage {
+    Pretrain = "pretrain",
+    Sft = "sft",
+    Distill = "distill",
+    Reward = "reward",
+    Dpo = "dpo",
+    Ppo = "ppo",
+    Grpo = "grpo",
+});
+
+#[derive(Debug, Clone)]
+pub struct Recipe {
+    pub model: Model,
+    pub memory: Memory,
+    pub data: Data,
+    pub tune: Tune,
+    pub optimizer: Optimizer,
+    pub schedule: Schedule,
+    pub train: Train,
+}
+
+#[derive(Debug, Clone)]
+pub struct Model {
+    /// Hub id, local directory, or `shape:NAME`.
+    pub path: String,
+    pub revision: String,
+    pub dtype: Dtype,
+    /// `auto`, `cpu` or `cuda:N`.
+    pub device: String,
+    pub init: ModelInit,
+}
+
+#[derive(Debug, Clone)]
+pub struct Memory {
+    /// Bytes; `None` is `auto`.
+    pub budget: Option<u64>,
+    pub frozen_weights: FrozenWeights,
+    pub tier: Tier,
+    pub activations: Activations,
+}
+
+#[derive(Debug, Clone)]
+pub struct Data {
+    pub train: Vec<String>,
+    pub eval: Vec<String>,
+    /// Part of the train rows held out when `eval` is empty, 0 to 1.
+    pub eval_fraction: f64,
+    pub format: RowFormat,
+    pub max_length: usize,
+    pub packing: bool,
+    pub train_on: TrainOn,
+    pub shuffle: bool,
+    /// `None` is `auto`: the model's own template; else a path to a Jinja file.
+    pub chat_template: Option<String>,
+}
+
+#[derive(Debug, Clone)]
+pub struct Tune {
+    pub method: Method,
+    pub block: Block,
+    pub lora: Lora,
+    pub freeze: Freeze,
+}
+
+#[derive(Debug, Clone)]
+pub struct Block {
+    pub partition: Partition,
+    pub layers_per_block: usize,
+    pub order: BlockOrder,
+    /// First block for `order = "fixed"`.
+    pub start_block: usize,
+    /// Steps a block stays active; `None` is `auto`: clamp(n / (B * D), 50, 100).
+    pub switch_every: Option<usize>,
+    pub include_embedding: bool,
+    pub include_lm_head: bool,
+    pub always_active: Vec<String>,
+    pub correction: Correction,
+    pub correction_scope: CorrectionScope,
+    pub warmup_after_switch: usize,
+}
+
+#[derive(Debug, Clone)]
+pub struct Lora {
+    pub r: usize,
+    pub lora_alpha: f64,
+    pub lora_dropout: f64,
+    /// Empty is `all-linear`; else names or name endings, as in PEFT.
+    pub target_modules: Vec<String>,
+    pub init_lora_weights: LoraInit,
+    pub use_rslora: bool,
+    pub use_dora: bool,
+    pub loraplus_lr_ratio: f64,
+    /// Start from this PEFT adapter directory; `None` starts fresh.
+    pub adapter: Option<String>,
+}
+
+#[derive(Debug, Clone)]
+pub struct Freeze {
+    /// The last N layers are trained.
+    pub trainable_layers: usize,
+    /// Parameters whose names start with one of these are trained too.
+    pub trainable: Vec<String>,
+}
+
+#[derive(Debug, Clone)]
+pub struct Optimizer {
+    pub name: OptimizerName,
+    pub learning_rate: f64,
+    pub betas: [f64; 2],
+    pub eps: f64,
+    pub weight_decay: f64,
+    /// SGD only.
+    pub momentum: f64,
+    pub state: StateDtype,
+}
+
+#[derive(Debug, Clone)]
+pub struct Schedule {
+    pub name: ScheduleName,
+    pub warmup_ratio: f64,
+    /// Takes the place of `warmup_ratio` when set.
+    pub warmup_steps: Option<usize>,
+    /// Part of the steps that decays at the end (wsd).
+    pub decay_ratio: f64,
+    /// Lowest multiplier of wsd.
+    pub min_lr_ratio: f64,
+}
+
+#[derive(Debug, Clone)]
+pub struct Train {
+    pub stage: Stage,
+    pub num_epochs: f64,
+    /// -1: by `num_epochs`.
+    pub max_steps: i64,
+    pub batch_size: usize,
+    pub gradient_accumulation_steps: usize,
+    /// 0 is off.
+    pub max_grad_norm: f64,
+    pub seed: u64,
+    pub logging_steps: usize,
+    pub eval_steps: usize,
+    pub save_steps: usize,
+    pub save_total_limit: usize,
+    pub output_dir: String,
+    /// Prompts answered before and after the run, to see the difference.
+    pub sample_prompts: Vec<String>,
+}

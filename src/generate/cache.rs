@@ -179,16 +179,37 @@ mod tests {
         let (k, v, got) = cache.append(1, new, twice).unwrap();
         assert_eq!(got, offsets);
         assert_eq!(k.to_vec2::<f32>().unwrap(), tokens(want).to_vec2::<f32>().unwrap());
-        assert_eq!(v.to_vec2::<f32>().unwrap(), (tokens(want) * 2.0).unwrap().to_vec2::<f32>().unwrap());
+        assert_eq!(
+            v.to_vec2::<f32>().unwrap(),
+            (tokens(want) * 2.0).unwrap().to_vec2::<f32>().unwrap()
+        );
     }
 
     #[test]
     fn rows_grow_apart_and_leave() {
         let mut cache = Cache::new(2, 3, 2, &Device::Cpu).unwrap();
-        check(&mut cache, &[0, 2, 3, 6], &[1., 2., 10., 20., 21., 22.], &[1., 2., 10., 20., 21., 22.], &[0, 2, 3, 6]);
-        check(&mut cache, &[0, 1, 2, 3], &[3., 11., 23.], &[1., 2., 3., 10., 11., 20., 21., 22., 23.], &[0, 3, 5, 9]);
+        check(
+            &mut cache,
+            &[0, 2, 3, 6],
+            &[1., 2., 10., 20., 21., 22.],
+            &[1., 2., 10., 20., 21., 22.],
+            &[0, 2, 3, 6],
+        );
+        check(
+            &mut cache,
+            &[0, 1, 2, 3],
+            &[3., 11., 23.],
+            &[1., 2., 3., 10., 11., 20., 21., 22., 23.],
+            &[0, 3, 5, 9],
+        );
         cache.retain(|row| row != 1);
-        check(&mut cache, &[0, 1, 2], &[4., 24.], &[1., 2., 3., 4., 20., 21., 22., 23., 24.], &[0, 4, 9]);
+        check(
+            &mut cache,
+            &[0, 1, 2],
+            &[4., 24.],
+            &[1., 2., 3., 4., 20., 21., 22., 23., 24.],
+            &[0, 4, 9],
+        );
         cache.retain(|row| row == 1);
         check(&mut cache, &[0, 1], &[25.], &[20., 21., 22., 23., 24., 25.], &[0, 6]);
         assert!(cache.begin(&[0, 1, 2]).is_err());

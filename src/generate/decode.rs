@@ -114,7 +114,9 @@ fn check(network: &Network, prompts: &[Vec<u32>]) -> Result<()> {
     for (row, prompt) in prompts.iter().enumerate() {
         let place = format!("prompt {}", row + 1);
         if prompt.is_empty() {
-            return Err(Error::new("the prompt has no tokens").at(place).hint("give it some text to continue"));
+            return Err(Error::new("the prompt has no tokens")
+                .at(place)
+                .hint("give it some text to continue"));
         }
         if prompt.len() > spec.max_positions {
             return Err(Error::new("the prompt is longer than the model's positions")

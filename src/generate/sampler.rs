@@ -139,14 +139,23 @@ mod tests {
     #[test]
     fn top_k_and_top_p_cut_in_this_order() {
         let l = logits(&[0.1, 0.4, 0.2, 0.3]);
-        assert_shares(&shares(&sampler(1.0, Some(2), None), &l), &[0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
+        assert_shares(
+            &shares(&sampler(1.0, Some(2), None), &l),
+            &[0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0],
+        );
         // 0.4 alone does not reach 0.6, with 0.3 it does.
-        assert_shares(&shares(&sampler(1.0, None, Some(0.6)), &l), &[0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
+        assert_shares(
+            &shares(&sampler(1.0, None, Some(0.6)), &l),
+            &[0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0],
+        );
         // After top-k 2 the first has 4/7 > 0.55: it alone is left.
         assert_shares(&shares(&sampler(1.0, Some(2), Some(0.55)), &l), &[0.0, 1.0, 0.0, 0.0]);
         assert_shares(&shares(&sampler(1.0, None, Some(0.0)), &l), &[0.0, 1.0, 0.0, 0.0]);
         // Equal to the last of the k: kept as well.
-        assert_shares(&shares(&sampler(1.0, Some(1), None), &logits(&[0.4, 0.4, 0.2])), &[0.5, 0.5, 0.0]);
+        assert_shares(
+            &shares(&sampler(1.0, Some(1), None), &logits(&[0.4, 0.4, 0.2])),
+            &[0.5, 0.5, 0.0],
+        );
     }
 
     #[test]

@@ -87,7 +87,10 @@ fn examine() -> Vec<Line> {
         ok("system", environment["os"].as_str().unwrap_or_default()),
         ok(
             "cpu",
-            format!("{name}, {cores} cores, computing with {} threads", rayon::current_num_threads()),
+            format!(
+                "{name}, {cores} cores, computing with {} threads",
+                rayon::current_num_threads()
+            ),
         ),
     ];
     lines.push(features_line(&features));
@@ -218,10 +221,16 @@ fn cache() -> Line {
     let models = files::list(&directory).unwrap_or_default();
     let models = models
         .iter()
-        .filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with("models--")))
+        .filter(|p| {
+            p.file_name()
+                .is_some_and(|n| n.to_string_lossy().starts_with("models--"))
+        })
         .count();
     let free = files::free_space(&directory).map_or("unknown".into(), units::bytes);
-    ok("cache", format!("{} ({models} models, {free} free)", directory.display()))
+    ok(
+        "cache",
+        format!("{} ({models} models, {free} free)", directory.display()),
+    )
 }
 
 fn hub_settings() -> Line {
@@ -231,7 +240,11 @@ fn hub_settings() -> Line {
     let offline = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"]
         .iter()
         .any(|n| variable(n).is_some_and(|v| !["0", "false", "no", "off"].contains(&v.to_lowercase().as_str())));
-    let token = if variable("HF_TOKEN").is_some() { "set" } else { "not set" };
+    let token = if variable("HF_TOKEN").is_some() {
+        "set"
+    } else {
+        "not set"
+    };
     let mode = if offline { "offline" } else { "online" };
     let endpoint = variable("HF_ENDPOINT").map_or(String::new(), |_| ", own endpoint".into());
     ok("hub", format!("{mode}, token {token}{endpoint}"))

@@ -18,7 +18,12 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,
     /// The text to continue; with --chat, the first message of the user
-    #[arg(long, value_name = "TEXT", required_unless_present = "chat", allow_hyphen_values = true)]
+    #[arg(
+        long,
+        value_name = "TEXT",
+        required_unless_present = "chat",
+        allow_hyphen_values = true
+    )]
     pub prompt: Option<String>,
     /// Use the model's chat template; without --prompt, read messages from standard input, one a line
     #[arg(long)]
@@ -45,7 +50,9 @@ pub struct Args {
 
 fn temperature(text: &str) -> std::result::Result<f64, String> {
     let x: f64 = text.parse().map_err(|_| "expected a number")?;
-    (x.is_finite() && x >= 0.0).then_some(x).ok_or("expected 0 or more".into())
+    (x.is_finite() && x >= 0.0)
+        .then_some(x)
+        .ok_or("expected 0 or more".into())
 }
 
 fn top_k(text: &str) -> std::result::Result<usize, String> {

@@ -178,6 +178,20 @@ mod tests {
         assert_eq!(code(&["ft", "plan", "--recipe", "r", "--budget", "much"]), 2);
         assert_eq!(code(&["ft", "--help"]), 0);
         assert_eq!(code(&["ft", "generate", "--model", "m", "--prompt", "-x"]), -1);
-        assert_eq!(code(&["ft", "--threads", "2", "merge", "--model", "m", "--adapter", "a", "--out", "o"]), -1);
+        assert_eq!(
+            code(&[
+                "ft",
+                "--threads",
+                "2",
+                "merge",
+                "--model",
+                "m",
+                "--adapter",
+                "a",
+                "--out",
+                "o"
+            ]),
+            -1
+        );
     }
 }

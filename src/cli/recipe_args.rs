@@ -18,11 +18,7 @@ pub struct RecipeArgs {
 impl RecipeArgs {
     /// Reads and checks the recipe; keys without effect give a warning each.
     pub fn load(&self) -> Result<Loaded> {
-        if let Some(file) = self
-            .overrides
-            .iter()
-            .find(|o| !o.contains('=') && o.ends_with(".toml"))
-        {
+        if let Some(file) = self.overrides.iter().find(|o| !o.contains('=') && o.ends_with(".toml")) {
             return Err(Error::usage("a recipe is given by its flag")
                 .found(format!("`{file}`"))
                 .hint(format!("write `--recipe {file}`")));

@@ -7,7 +7,10 @@ use std::path::PathBuf;
 
 /// Name and text of every shipped recipe.
 pub const SHIPPED: [(&str, &str); 5] = [
-    ("block-llama3-8b-24gb", include_str!("../../recipes/block-llama3-8b-24gb.toml")),
+    (
+        "block-llama3-8b-24gb",
+        include_str!("../../recipes/block-llama3-8b-24gb.toml"),
+    ),
     ("lora-qwen3-4b", include_str!("../../recipes/lora-qwen3-4b.toml")),
     ("pretrain-tiny", include_str!("../../recipes/pretrain-tiny.toml")),
     ("quickstart", include_str!("../../recipes/quickstart.toml")),
@@ -75,7 +78,8 @@ fn find(name: &str) -> Result<(&'static str, &'static str)> {
         return Ok(*found);
     }
     let names: Vec<&str> = SHIPPED.iter().map(|(n, _)| *n).collect();
-    let error = Error::usage(format!("no recipe has the name `{name}`")).expected(format!("one of {}", names.join(", ")));
+    let error =
+        Error::usage(format!("no recipe has the name `{name}`")).expected(format!("one of {}", names.join(", ")));
     Err(match suggest::nearest(wanted, names) {
         Some(near) => error.hint(format!("did you mean `{near}`?")),
         None => error,
@@ -99,7 +103,10 @@ mod tests {
             assert_eq!(loaded.warnings, Vec::<String>::new(), "{name}");
             let again = recipe::parse(&loaded.resolved, name, &[]).unwrap();
             assert_eq!(loaded.values, again.values, "{name}");
-            assert!(text.starts_with('#'), "{name} starts with a comment that says what it does");
+            assert!(
+                text.starts_with('#'),
+                "{name} starts with a comment that says what it does"
+            );
             assert!(text.lines().count() <= 40, "{name} is short");
         }
     }
@@ -107,6 +114,11 @@ mod tests {
     #[test]
     fn names_are_found_or_suggested() {
         assert_eq!(find("quickstart.toml").unwrap().0, "quickstart");
-        assert!(find("quikstart").unwrap_err().to_string().contains("did you mean `quickstart`?"));
+        assert!(
+            find("quikstart")
+                .unwrap_err()
+                .to_string()
+                .contains("did you mean `quickstart`?")
+        );
     }
 }

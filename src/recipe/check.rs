@@ -152,7 +152,9 @@ pub fn check(draft: &mut Draft, warnings: &mut Vec<String>) -> Values {
             Place::Argument(_) => Origin::Argument,
         };
         if entry.origin == Origin::Argument {
-            warnings.push(format!("`{path}` is given twice on the command line: the last one counts"));
+            warnings.push(format!(
+                "`{path}` is given twice on the command line: the last one counts"
+            ));
         }
         entry.origin = origin;
         entry.place = Some(written.value_at.clone());
@@ -203,7 +205,9 @@ fn unknown(draft: &Draft, written: &Written) -> Problem {
             (false, true) => format!("unknown key `{name}` outside of any table"),
             (false, false) => format!("unknown key `{name}` in `[{table}]`"),
         };
-        Error::usage(what).at(place).hint(suggest::hint(&written.path))
+        Error::usage(what)
+            .at(place)
+            .hint(suggest::hint(&written.path, is_table))
     };
     Problem::new(&written.key_at, error)
 }
@@ -265,7 +269,11 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
             (Typed::Text(t), _) => t.parse::<f64>().is_ok(),
             _ => false,
         };
-        one(if quoted { error.hint("write it without quotes") } else { error })
+        one(if quoted {
+            error.hint("write it without quotes")
+        } else {
+            error
+        })
     };
     let out_of_range = |found: String| {
         one(Error::usage(format!("`{path}` is out of range"))
@@ -349,7 +357,11 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
                         }
                     }
                 }
-                return if problems.is_empty() { Ok(Value::List(out)) } else { Err(problems) };
+                return if problems.is_empty() {
+                    Ok(Value::List(out))
+                } else {
+                    Err(problems)
+                };
             }
             match as_text(draft, written) {
                 Some(t) if t.is_empty() => Ok(Value::List(Vec::new())),

@@ -108,7 +108,9 @@ impl<'a> Draft<'a> {
             }
             Err(e) => {
                 let at = Place::File(e.span().map_or(0, |s| s.start));
-                let error = Error::usage("recipe is not valid TOML").cause(one_line(e.message()));
+                let error = Error::usage("recipe is not valid TOML")
+                    .at(draft.show(&at))
+                    .cause(one_line(e.message()));
                 draft.problems.push(Problem::new(&at, error));
             }
         }

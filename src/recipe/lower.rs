@@ -157,7 +157,10 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
 fn valid_device(device: &str) -> bool {
     match device.strip_prefix("cuda") {
         Some(rest) => {
-            rest.is_empty() || rest.strip_prefix(':').is_some_and(|n| n.len() < 4 && n.parse::<u16>().is_ok())
+            rest.is_empty()
+                || rest
+                    .strip_prefix(':')
+                    .is_some_and(|n| n.len() < 4 && n.parse::<u16>().is_ok())
         }
         None => device == "auto" || device == "cpu",
     }
@@ -311,7 +314,10 @@ pub fn build(values: &Values) -> Recipe {
             batch_size: number("train.batch_size"),
             gradient_accumulation_steps: number("train.gradient_accumulation_steps"),
             max_grad_norm: values.number("train.max_grad_norm"),
-            seed: values.integer("train.seed").and_then(|i| u64::try_from(i).ok()).unwrap_or(0),
+            seed: values
+                .integer("train.seed")
+                .and_then(|i| u64::try_from(i).ok())
+                .unwrap_or(0),
             logging_steps: number("train.logging_steps"),
             eval_steps: number("train.eval_steps"),
             save_steps: number("train.save_steps"),

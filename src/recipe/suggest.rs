@@ -25,11 +25,21 @@ pub fn nearest<'a>(typed: &str, names: impl IntoIterator<Item = &'a str>) -> Opt
 }
 
 /// What to write in place of the unknown key or table at `path`.
-pub fn hint(path: &[String]) -> String {
+pub fn hint(path: &[String], is_table: bool) -> String {
     let (name, table) = match path.split_last() {
         Some((name, table)) => (name.as_str(), table.join(".")),
         None => return "write a key of `docs/recipe.md`".into(),
     };
+    let tables: Vec<&str> = TABLES.iter().map(|(t, _)| *t).collect();
+    if is_table {
+        let dotted = path.join(".");
+        let inside = tables.iter().find(|t| t.rsplit('.').next() == Some(name));
+        let begins = tables.iter().find(|t| name.len() > 2 && t.starts_with(&dotted));
+        return match inside.or(begins).copied().or(nearest(&dotted, tables.iter().copied())) {
+            Some(meant) => format!("did you mean `[{meant}]`?"),
+            None => format!("the tables are {}", tables.join(", ")),
+        };
+    }
     let here: Vec<&str> = KEYS.iter().filter(|k| k.table == table).map(|k| k.name).collect();
     if let Some(near) = nearest(name, here.iter().copied()) {
         return format!("did you mean `{near}`?");
@@ -41,14 +51,6 @@ pub fn hint(path: &[String]) -> String {
     }
     if let Some((_, ours)) = ALIASES.iter().find(|(theirs, _)| *theirs == name.to_lowercase()) {
         return format!("did you mean `{ours}`?");
-    }
-    let tables: Vec<&str> = TABLES.iter().map(|(t, _)| *t).collect();
-    let inside = |t: &str| t.rsplit('.').next() == Some(name);
-    if let Some(full) = tables.iter().find(|t| inside(t) && **t != path.join(".")) {
-        return format!("this table is `[{full}]`");
-    }
-    if let Some(near) = nearest(&path.join("."), tables.iter().copied()) {
-        return format!("did you mean `[{near}]`?");
     }
     let all: BTreeSet<&str> = KEYS.iter().map(|k| k.name).collect();
     if let Some(near) = nearest(name, all)
@@ -68,7 +70,11 @@ mod tests {
     use super::*;
 
     fn hint_of(path: &str) -> String {
-        hint(&path.split('.').map(str::to_string).collect::<Vec<_>>())
+        hint(&path.split('.').map(str::to_string).collect::<Vec<_>>(), false)
+    }
+
+    fn table_hint(name: &str) -> String {
+        hint(&[name.to_string()], true)
     }
 
     #[test]
@@ -81,9 +87,14 @@ mod tests {
             hint_of("train.per_device_train_batch_size"),
             "did you mean `train.batch_size`?"
         );
-        assert_eq!(hint_of("lora"), "this table is `[tune.lora]`");
-        assert_eq!(hint_of("optimiser"), "did you mean `[optimizer]`?");
-        assert_eq!(hint_of("train.target_module"), "did you mean `tune.lora.target_modules`?");
+        assert_eq!(table_hint("lora"), "did you mean `[tune.lora]`?");
+        assert_eq!(table_hint("optim"), "did you mean `[optimizer]`?");
+        assert_eq!(table_hint("optimiser"), "did you mean `[optimizer]`?");
+        assert!(table_hint("xyz").starts_with("the tables are model, memory"));
+        assert_eq!(
+            hint_of("train.target_module"),
+            "did you mean `tune.lora.target_modules`?"
+        );
         assert!(hint_of("memory.zzz").starts_with("the keys of `[memory]` are budget"));
     }
 }

@@ -457,7 +457,13 @@ pub static KEYS: &[Key] = &[
         "as in BAdam",
         "Steps over which the learning rate rises after each switch.",
     ),
-    lora("r", Kind::Integer { min: 1, max: 1 << 20 }, "16", "a common choice", "Rank."),
+    lora(
+        "r",
+        Kind::Integer { min: 1, max: 1 << 20 },
+        "16",
+        "a common choice",
+        "Rank.",
+    ),
     lora(
         "lora_alpha",
         Kind::Number(POSITIVE),

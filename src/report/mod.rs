@@ -53,17 +53,17 @@ impl Reporter {
     /// `total_steps` of the whole run; `resumed_from` is the step of the checkpoint, 0 for a new run.
     /// Lines of `metrics.jsonl` after that step are dropped: the run will write them again.
     pub fn new(dir: &Path, total_steps: u64, resumed_from: u64) -> Self {
+        // Before the file is opened: the rewrite gives it a new inode.
+        let truncated = truncate_after(dir, resumed_from);
         let mut reporter = Self {
             metrics: Log::open(&dir.join("metrics.jsonl")),
             events: Log::open(&dir.join("events.jsonl")),
             terminal: Terminal::new(terminal::style(), total_steps, resumed_from),
             last_loss: None,
         };
-        if let Err(e) = truncate_after(dir, resumed_from) {
-            reporter.warn(&format!("metrics of earlier steps are kept: {e}"));
+        if let Err(e) = truncated {
+            reporter.warn(&format!("metrics of an earlier run are kept: {e}"));
         }
-        // Opened after the rewrite: the file has another inode now.
-        reporter.metrics = Log::open(&dir.join("metrics.jsonl"));
         reporter.complain();
         reporter
     }
@@ -142,7 +142,8 @@ impl Reporter {
     fn complain(&mut self) {
         for log in [&mut self.metrics, &mut self.events] {
             if let Some(fault) = log.take_fault() {
-                self.terminal.warn(&format!("the run goes on without this file: {fault}"));
+                self.terminal
+                    .warn(&format!("the run goes on without this file: {fault}"));
             }
         }
     }

@@ -39,7 +39,7 @@ pub fn export(
     let parts = ModelExport {
         out: &out,
         base_dir: &model.dir,
-        config: model.config.raw().clone(),
+        config: model.config.raw.clone(),
         tied: model.spec.tied,
         dtype: recipe.model.dtype,
         params,

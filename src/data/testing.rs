@@ -3,7 +3,7 @@
 use super::codec::{ChatRender, IdsAndOffsets, TextCodec};
 use crate::base::{Error, Result};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Value as JinjaValue;
+use minijinja::value::{Serde, Value as JinjaValue};
 use minijinja::{Environment, ErrorKind, context};
 use serde_json::Value;
 use std::sync::Mutex;
@@ -153,7 +153,7 @@ impl Jinja {
 
 impl ChatRender for Jinja {
     fn render(&self, messages: &[Value], tools: Option<&Value>, add_generation_prompt: bool) -> Result<String> {
-        let (messages, tools) = (JinjaValue::from_serialize(messages), JinjaValue::from_serialize(tools));
+        let (messages, tools) = (JinjaValue::from(Serde(messages)), JinjaValue::from(Serde(tools)));
         let template = self
             .0
             .get_template("chat")

@@ -7,6 +7,7 @@ pub mod lock;
 pub mod memory;
 pub mod rng;
 pub mod signal;
+pub mod staging;
 pub mod units;
 
 pub use error::{Error, ErrorKind, Result};

@@ -26,7 +26,14 @@ impl Totals {
         self.loss_sum / self.trained as f64
     }
 
-    fn add(&mut self, out: &LossOutput, batch: &Batch) {
+    pub fn add(&mut self, other: Totals) {
+        self.loss_sum += other.loss_sum;
+        self.trained += other.trained;
+        self.correct += other.correct;
+        self.tokens += other.tokens;
+    }
+
+    fn count(&mut self, out: &LossOutput, batch: &Batch) {
         self.loss_sum += out.loss_sum;
         self.trained += out.trained as u64;
         self.correct += out.correct as u64;
@@ -65,7 +72,7 @@ pub fn window(
             key(micro as u64),
             sink,
         )?;
-        totals.add(&out, batch);
+        totals.count(&out, batch);
     }
     Ok(totals)
 }
@@ -179,26 +186,14 @@ fn non_finite_loss(loss: f64) -> Error {
         .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
 }
 
-/// Loss over batches without gradients.
-pub fn evaluate<'a>(
-    network: &Network,
-    objective: &dyn Objective,
-    batches: impl IntoIterator<Item = &'a Batch>,
-    mut progress: impl FnMut() -> Result<()>,
-) -> Result<Totals> {
+/// Loss of one batch without gradients.
+pub fn evaluate(network: &Network, objective: &dyn Objective, batch: &Batch) -> Result<Totals> {
     let mut totals = Totals::default();
-    for batch in batches {
-        if batch.trained() > 0 {
-            let ctx: Context = network.context(&batch.positions, &batch.documents, None)?;
-            let h = network.hidden_states(&batch.ids, &ctx)?;
-            let need = Need {
-                scale: 1.0,
-                dh: false,
-                dw: false,
-            };
-            totals.add(&objective.evaluate(&h, &network.head()?, batch, need)?, batch);
-        }
-        progress()?;
+    if batch.trained() > 0 {
+        let ctx: Context = network.context(&batch.positions, &batch.documents, None)?;
+        let h = network.hidden_states(&batch.ids, &ctx)?;
+        let need = Need { scale: 1.0, dh: false, dw: false };
+        totals.count(&objective.evaluate(&h, &network.head()?, batch, need)?, batch);
     }
     Ok(totals)
 }

@@ -5,7 +5,7 @@ use super::block::{Block, Projections};
 use super::contracts::{Context, Head, Param};
 use super::linear::Linear;
 use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
-use crate::base::Result;
+use crate::base::{Error, Result};
 use crate::ops::{embedding, rms_norm};
 use crate::peft::{Dropout, Lora};
 use crate::source::{Group, GroupWeights, LayerSource};
@@ -92,6 +92,19 @@ impl Network {
             weight,
             softcap: self.spec.logit_softcap,
         })
+    }
+
+    /// A weight or an adapter matrix by its name.
+    pub fn param(&self, name: &str) -> Result<Param> {
+        if let Some(info) = self.source.params().iter().find(|p| &*p.name == name) {
+            return param(&*self.source.fetch(info.group)?, name);
+        }
+        let adapter = name.rsplit_once(".lora_").and_then(|(module, _)| self.adapters.get(module));
+        match adapter {
+            Some(l) if &*l.a_name == name => Ok(Param { name: l.a_name.clone(), tensor: l.a.clone() }),
+            Some(l) if &*l.b_name == name => Ok(Param { name: l.b_name.clone(), tensor: l.b.clone() }),
+            _ => Err(Error::new("the model has no such parameter").at(name)),
+        }
     }
 
     /// Layer `index`, bound to its weights.

@@ -1,0 +1,24 @@
+//! `ft data`: rendered rows with the trained tokens marked, and the counts.
+
+use super::recipe_args::RecipeArgs;
+use crate::base::{Error, Result};
+
+/// Show rows as the model sees them, trained tokens marked, and the counts
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  ft data --recipe recipes/quickstart.toml
+  ft data --recipe my.toml --rows 20 data.train_on=all")]
+pub struct Args {
+    #[command(flatten)]
+    pub recipe: RecipeArgs,
+    /// Rows to show
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    pub rows: usize,
+}
+
+pub fn run(args: Args) -> Result<i32> {
+    let loaded = args.recipe.load()?;
+    // WIRE: read and render the rows of loaded.recipe, show args.rows of them and the counts
+    let _ = (loaded, args.rows);
+    Err(Error::new("`ft data` is not wired yet"))
+}

@@ -17,7 +17,7 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<i32> {
-    let loaded = args.recipe.load()?;
+    let loaded = args.recipe.load_and_warn()?;
     // WIRE: read and render the rows of loaded.recipe, show args.rows of them and the counts
     let _ = (loaded, args.rows);
     Err(Error::new("`ft data` is not wired yet"))

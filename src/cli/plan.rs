@@ -21,7 +21,7 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<i32> {
-    let mut loaded = args.recipe.load()?;
+    let mut loaded = args.recipe.load_and_warn()?;
     if args.budget.is_some() {
         loaded.recipe.memory.budget = args.budget;
     }

@@ -8,6 +8,7 @@ pub mod memory;
 pub mod partial;
 pub mod rng;
 pub mod signal;
+pub mod staging;
 pub mod units;
 
 pub use error::{Error, ErrorKind, Result};

@@ -97,7 +97,24 @@ fn sha256(bytes: &[u8]) -> String {
     sha2::Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// Large files are named by their SHA-256, as Git LFS does, small ones by something else.
+/// Git's name of a file, or of the Git LFS pointer of a large one.
+fn oid(bytes: &[u8]) -> String {
+    use sha1::Digest;
+    let pointer = format!(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize {}\n",
+        sha256(bytes),
+        bytes.len()
+    );
+    let text = if bytes.len() > 10_000 {
+        pointer.as_bytes()
+    } else {
+        bytes
+    };
+    let blob = [format!("blob {}\0", text.len()).as_bytes(), text].concat();
+    sha1::Sha1::digest(blob).iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// The hub's tag of a file: the SHA-256 of a large one, Git's name of a small one.
 fn etag(bytes: &[u8]) -> String {
     let hash = sha256(bytes);
     if bytes.len() > 10_000 {
@@ -155,7 +172,7 @@ fn serve(mut stream: TcpStream, state: &Mutex<State>) -> Option<()> {
             return reply("404 Not Found", "X-Error-Code: RevisionNotFound\r\n", b"", 0);
         }
         let entry = |(path, bytes): (&String, &Vec<u8>)| {
-            let mut entry = json!({"type": "file", "oid": etag(bytes)[..40], "size": bytes.len(), "path": path});
+            let mut entry = json!({"type": "file", "oid": oid(bytes), "size": bytes.len(), "path": path});
             if bytes.len() > 10_000 {
                 // The real hub calls the hash `oid` here.
                 entry["lfs"] = json!({"oid": sha256(bytes), "size": bytes.len(), "pointerSize": 130});

@@ -26,7 +26,7 @@ pub fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
     let scalar = config.opt_f64("query_pre_attn_scalar")?.unwrap_or(256.0);
     if scalar <= 0.0 {
         return Err(Error::new("`query_pre_attn_scalar` must be positive")
-            .at(config.path().display())
+            .at(config.path.display())
             .found(scalar));
     }
     spec.attention_scale = scalar.powf(-0.5) as f32;
@@ -37,13 +37,13 @@ pub fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
 
 /// A soft-cap; null switches it off.
 pub fn softcap(config: &Config, key: &str, default: Option<f32>) -> Result<Option<f32>> {
-    match config.get(key) {
-        None => Ok(default),
-        Some(_) => match config.opt_f64(key)? {
-            Some(cap) if cap <= 0.0 => Err(Error::new(format!("`{key}` must be positive or null"))
-                .at(config.path().display())
-                .found(cap)),
-            cap => Ok(cap.map(|c| c as f32)),
-        },
+    if !config.raw.contains_key(key) {
+        return Ok(default);
+    }
+    match config.opt_f64(key)? {
+        Some(cap) if cap <= 0.0 => Err(Error::new(format!("`{key}` must be positive or null"))
+            .at(config.path.display())
+            .found(cap)),
+        cap => Ok(cap.map(|c| c as f32)),
     }
 }

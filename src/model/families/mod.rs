@@ -23,7 +23,7 @@ pub const NAMES: [&str; 7] = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "g
 
 /// Errors: an unknown `model_type`; an option of this config that ft cannot compute.
 pub fn read(config: &Config) -> Result<Spec> {
-    let place = config.path().display().to_string();
+    let place = config.path.display().to_string();
     let model_type = config.model_type()?;
     refuse_unsupported(config, &place)?;
     let mut spec = common(config, model_type)?;
@@ -63,7 +63,7 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         None => {
             return Err(
                 Error::new("hidden_size is not a multiple of num_attention_heads and there is no head_dim")
-                    .at(config.path().display())
+                    .at(config.path.display())
                     .found(format!("{hidden} and {heads}")),
             );
         }
@@ -103,7 +103,7 @@ fn activation(config: &Config, key: &str, default: &str) -> Result<Activation> {
         "gelu_pytorch_tanh" | "gelu_new" | "gelu_fast" => Ok(Activation::GeluTanh),
         "gelu" => Ok(Activation::Gelu),
         other => Err(Error::new(format!("activation `{other}` is not supported"))
-            .at(format!("{}: {key}", config.path().display()))
+            .at(format!("{}: {key}", config.path.display()))
             .expected("silu, gelu or gelu_pytorch_tanh")),
     }
 }
@@ -125,7 +125,7 @@ fn rope_parameters(config: &Config, layer_type: Option<&str>, default_theta: f64
         None | Some(Value::Null) => Ok(None),
         Some(Value::Object(map)) => Ok(Some(map)),
         Some(other) => Err(Error::new(format!("`{key}` is not a table"))
-            .at(config.path().display())
+            .at(config.path.display())
             .found(other)),
     };
     let parameters = object("rope_parameters")?;
@@ -137,7 +137,7 @@ fn rope_parameters(config: &Config, layer_type: Option<&str>, default_theta: f64
         (None, Some(shared)) if !shared.values().any(Value::is_object) => shared.clone(),
         (None, Some(_)) => {
             return Err(Error::new("`rope_parameters` has no entry for this kind of layer")
-                .at(config.path().display())
+                .at(config.path.display())
                 .expected(layer_type.unwrap_or("full_attention")));
         }
         (None, None) => object("rope_scaling")?.cloned().unwrap_or_default(),
@@ -202,7 +202,7 @@ fn windows(config: &Config, spec: &mut Spec, window: Option<usize>, default: imp
 }
 
 fn place(config: &Config, key: &str) -> String {
-    format!("{}: {key}", config.path().display())
+    format!("{}: {key}", config.path.display())
 }
 
 /// Options that change what a model computes and that no supported family uses.

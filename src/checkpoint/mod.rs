@@ -24,6 +24,7 @@ pub use save::{Files, Sink, check_space, save, space_needed};
 pub const STATE: &str = "state.json";
 
 #[cfg(test)]
+#[path = "tests/kill.rs"]
 mod kill_tests;
 #[cfg(test)]
 mod tests;

@@ -63,13 +63,15 @@ pub fn set_chat_template(dir: &Path, text: &str) -> Result<()> {
 }
 
 #[cfg(test)]
+#[path = "tests/adapter.rs"]
 mod adapter_tests;
 #[cfg(test)]
+#[path = "tests/model.rs"]
 mod model_tests;
 
 /// Made-up directories for the tests of rooms above.
 #[cfg(test)]
 pub(crate) mod testing {
-    pub use super::adapter_tests::{adapter_config, adapters};
-    pub use super::model_tests::{base, names, numbers};
+    pub(crate) use super::adapter_tests::{adapter_config, adapters};
+    pub(crate) use super::model_tests::{base, names, numbers};
 }

@@ -5,6 +5,7 @@ pub mod error;
 pub mod files;
 pub mod lock;
 pub mod memory;
+pub mod partial;
 pub mod rng;
 pub mod signal;
 pub mod staging;

@@ -24,7 +24,6 @@ pub use save::{Files, Sink, check_space, save, space_needed};
 pub const STATE: &str = "state.json";
 
 #[cfg(test)]
-#[path = "tests/kill.rs"]
 mod kill_tests;
 #[cfg(test)]
 mod tests;

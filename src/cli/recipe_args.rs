@@ -16,17 +16,22 @@ pub struct RecipeArgs {
 }
 
 impl RecipeArgs {
-    /// Reads and checks the recipe; keys without effect give a warning each.
+    /// Reads and checks the recipe, and shows a warning for each key without effect.
+    pub fn load_and_warn(&self) -> Result<Loaded> {
+        let loaded = self.load()?;
+        for line in &loaded.warnings {
+            warn(line);
+        }
+        Ok(loaded)
+    }
+
+    /// Reads and checks the recipe; its warnings are left to the caller.
     pub fn load(&self) -> Result<Loaded> {
         if let Some(file) = self.overrides.iter().find(|o| !o.contains('=') && o.ends_with(".toml")) {
             return Err(Error::usage("a recipe is given by its flag")
                 .found(format!("`{file}`"))
                 .hint(format!("write `--recipe {file}`")));
         }
-        let loaded = recipe::load(&self.recipe, &self.overrides)?;
-        for line in &loaded.warnings {
-            warn(line);
-        }
-        Ok(loaded)
+        recipe::load(&self.recipe, &self.overrides)
     }
 }

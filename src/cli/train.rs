@@ -1,7 +1,10 @@
 //! `ft train`: run a recipe, or show what it would do.
 
+use super::out::out;
 use super::recipe_args::RecipeArgs;
-use crate::base::{Error, Result};
+use crate::base::Result;
+use crate::base::units::bytes;
+use crate::run::train::{self, Options};
 use std::path::{Path, PathBuf};
 
 /// Train a model as a recipe says
@@ -27,37 +30,43 @@ pub struct Args {
     pub overwrite: bool,
 }
 
-/// What `--resume` asks for.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Resume {
-    No,
-    /// From the recipe's own run directory.
-    Newest,
-    /// From this run directory or checkpoint.
-    From(PathBuf),
-}
-
 impl Args {
-    /// The word after `--resume` may be the first `key=value` instead of a directory.
-    fn settle_resume(&mut self) -> Resume {
-        match self.resume.take() {
-            None => Resume::No,
-            Some(word) if word.is_empty() => Resume::Newest,
-            Some(word) if word.contains('=') && !Path::new(&word).exists() => {
-                self.recipe.overrides.insert(0, word);
-                Resume::Newest
-            }
-            Some(word) => Resume::From(PathBuf::from(word)),
+    /// `Some(None)`: the recipe's own run directory. The word after `--resume` may be the first `key=value`
+    /// instead of a directory.
+    fn settle_resume(&mut self) -> Option<Option<PathBuf>> {
+        let word = self.resume.take()?;
+        if word.contains('=') && !Path::new(&word).exists() {
+            self.recipe.overrides.insert(0, word);
+            return Some(None);
         }
+        Some((!word.is_empty()).then(|| PathBuf::from(word)))
     }
 }
 
 pub fn run(mut args: Args) -> Result<i32> {
     let resume = args.settle_resume();
     let loaded = args.recipe.load()?;
-    // WIRE: crate::run::train(loaded, resume, args.dry_run, args.overwrite)
-    let _ = (loaded, resume, args.dry_run, args.overwrite);
-    Err(Error::new("`ft train` is not wired yet"))
+    let options = Options {
+        resume,
+        overwrite: args.overwrite,
+        dry_run: args.dry_run,
+    };
+    let outcome = train::train(&loaded, &options)?;
+    if args.dry_run {
+        loaded.warnings.iter().for_each(|line| super::warn(line));
+        out(outcome.plan.table())?;
+        out(&loaded.resolved)?;
+        return Ok(0);
+    }
+    if let Some(final_dir) = &outcome.final_dir {
+        super::note(&format!(
+            "memory: {} measured peak, {} forecast",
+            bytes(outcome.peak_memory_bytes),
+            bytes(outcome.plan.peak_bytes)
+        ));
+        out(final_dir.display())?;
+    }
+    Ok(0)
 }
 
 #[cfg(test)]
@@ -71,7 +80,7 @@ mod tests {
         args: Args,
     }
 
-    fn resume(words: &[&str]) -> (Resume, Vec<String>) {
+    fn resume(words: &[&str]) -> (Option<Option<PathBuf>>, Vec<String>) {
         let mut all = vec!["ft", "--recipe", "r.toml"];
         all.extend(words);
         let mut args = Only::try_parse_from(all).unwrap().args;
@@ -80,15 +89,15 @@ mod tests {
 
     #[test]
     fn resume_takes_a_directory_or_nothing() {
-        assert_eq!(resume(&[]).0, Resume::No);
-        assert_eq!(resume(&["--resume"]).0, Resume::Newest);
-        assert_eq!(resume(&["--resume", "--dry-run"]).0, Resume::Newest);
-        assert_eq!(resume(&["--resume", "runs/a"]).0, Resume::From("runs/a".into()));
+        assert_eq!(resume(&[]).0, None);
+        assert_eq!(resume(&["--resume"]).0, Some(None));
+        assert_eq!(resume(&["--resume", "--dry-run"]).0, Some(None));
+        assert_eq!(resume(&["--resume", "runs/a"]).0, Some(Some("runs/a".into())));
         let (what, overrides) = resume(&["--resume", "train.seed=1", "train.max_steps=2"]);
-        assert_eq!(what, Resume::Newest);
+        assert_eq!(what, Some(None));
         assert_eq!(overrides, ["train.seed=1", "train.max_steps=2"]);
         let (what, overrides) = resume(&["train.seed=1", "--resume", "runs/a", "train.max_steps=2"]);
-        assert_eq!(what, Resume::From("runs/a".into()));
+        assert_eq!(what, Some(Some("runs/a".into())));
         assert_eq!(overrides.len(), 2);
     }
 }

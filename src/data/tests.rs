@@ -278,7 +278,7 @@ fn the_same_rows_have_the_same_fingerprint_and_other_rows_another() {
     let of = |text: &str| load(&files(&[("a.jsonl", text)]), 100).unwrap().fingerprint;
     let a = of("{\"text\": \"one two\"}\n{\"text\": \"three\"}\n");
     assert_eq!(a, of("{\"text\": \"one two\"}\r\n\r\n{\"text\": \"three\", \"id\": 1}"));
-    assert_ne!(a, of("{\"text\": \"one three\"}\n{\"text\": \"two\"}\n"));
+    assert_ne!(a, of("{\"text\": \"one\"}\n{\"text\": \"two three\"}\n"));
     // The same ids with another mask are other data.
     let ids = |prompt: &str| {
         format!(
@@ -358,6 +358,11 @@ fn a_fault_in_a_late_row_names_that_row() {
         .unwrap_err()
         .to_string();
     assert!(e.contains("a.json:row 1") && e.contains("alternate"), "{e}");
+    let chat = crate::formats::ChatTemplate::from_text("{{ raise_exception('no') }}", "my.jinja", &real()).unwrap();
+    let e = Dataset::load(&spec(&chats, 99), &Words::chatml(), Some(&chat))
+        .unwrap_err()
+        .to_string();
+    assert!(e.contains("a.json:row 1 (my.jinja:1)"), "{e}");
     let e = Dataset::load(&spec(&chats, 99), &Words::chatml(), None).unwrap_err();
     assert!(e.exit_code() == 2 && e.to_string().contains("a.json:row 1"), "{e}");
 }

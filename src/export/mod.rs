@@ -63,10 +63,8 @@ pub fn set_chat_template(dir: &Path, text: &str) -> Result<()> {
 }
 
 #[cfg(test)]
-#[path = "tests/adapter.rs"]
 mod adapter_tests;
 #[cfg(test)]
-#[path = "tests/model.rs"]
 mod model_tests;
 
 /// Made-up directories for the tests of rooms above.

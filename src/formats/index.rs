@@ -42,7 +42,8 @@ pub(crate) fn find(dir: &Path) -> Result<Shards> {
     Err(no_weights(dir)?)
 }
 
-fn from_index(dir: &Path, index: &Path) -> Result<Shards> {
+/// The tensor to file map of an index, every name checked.
+pub(crate) fn read_map(dir: &Path, index: &Path) -> Result<BTreeMap<String, String>> {
     let json = read_json_object(index)?;
     let map = match json.get("weight_map") {
         Some(Value::Object(map)) if !map.is_empty() => map,
@@ -75,6 +76,11 @@ fn from_index(dir: &Path, index: &Path) -> Result<Shards> {
         }
         out.insert(tensor.clone(), file.clone());
     }
+    Ok(out)
+}
+
+fn from_index(dir: &Path, index: &Path) -> Result<Shards> {
+    let out = read_map(dir, index)?;
     let names: BTreeSet<&str> = out.values().map(String::as_str).collect();
     let missing: Vec<&str> = names.iter().copied().filter(|n| !dir.join(n).exists()).collect();
     if !missing.is_empty() {

@@ -6,7 +6,7 @@ pub mod adapter;
 pub mod config;
 pub mod dtype;
 mod header;
-mod index;
+pub(crate) mod index;
 pub mod template;
 mod template_methods;
 pub mod tokenizer;

@@ -251,9 +251,9 @@ fn without_generation_tags(source: &str) -> String {
     while let Some(start) = rest.find("{%") {
         let (before, tag) = rest.split_at(start);
         out.push_str(before);
-        let end = match tag.find("%}") {
-            Some(end) => end + 2,
-            None => break,
+        rest = tag;
+        let Some(end) = tag.find("%}").map(|end| end + 2) else {
+            break;
         };
         let inner = tag[2..end - 2]
             .trim_start_matches(['-', '+'])

@@ -182,5 +182,4 @@ fn refuse_strangers(spec: &Spec, weights: &Weights) -> Result<()> {
 }
 
 #[cfg(test)]
-#[path = "tests/merge.rs"]
 mod tests;

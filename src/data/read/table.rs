@@ -3,8 +3,46 @@
 use super::{Place, Row, clip, not_utf8};
 use crate::base::{Error, Result};
 use serde_json::{Map, Value};
+use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::io::Read;
+use std::rc::Rc;
 use std::sync::Arc;
+
+/// Offset of a line break's byte, and whether it is the one that counts (`\n`, not the `\r` before it).
+type Breaks = Rc<RefCell<VecDeque<(u64, bool)>>>;
+
+/// Notes the line breaks that pass. (The csv reader's own line numbers fall behind with CRLF and blank lines.)
+struct Watched<R> {
+    input: R,
+    offset: u64,
+    breaks: Breaks,
+}
+
+impl<R: Read> Read for Watched<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let n = self.input.read(buffer)?;
+        let mut breaks = self.breaks.borrow_mut();
+        for (i, &byte) in buffer[..n].iter().enumerate() {
+            if byte == b'\n' || byte == b'\r' {
+                breaks.push_back((self.offset + i as u64, byte == b'\n'));
+            }
+        }
+        self.offset += n as u64;
+        Ok(n)
+    }
+}
+
+/// Physical line (from 1) of the text at or after `offset`, line breaks skipped; offsets must ascend.
+fn line_at(breaks: &Breaks, line: &mut u64, mut offset: u64) -> u64 {
+    let mut breaks = breaks.borrow_mut();
+    while let Some(&(at, counts)) = breaks.front().filter(|(at, _)| *at <= offset) {
+        breaks.pop_front();
+        *line += u64::from(counts);
+        offset += u64::from(at == offset);
+    }
+    *line
+}
 
 pub(super) fn read_table(
     path: &str,
@@ -12,12 +50,18 @@ pub(super) fn read_table(
     delimiter: u8,
     each: &mut dyn FnMut(Row) -> Result<()>,
 ) -> Result<()> {
+    let breaks = Breaks::default();
     let mut reader = csv::ReaderBuilder::new()
         .delimiter(delimiter)
         .has_headers(false)
         .flexible(true)
         .buffer_capacity(1 << 18)
-        .from_reader(file);
+        .from_reader(Watched {
+            input: file,
+            offset: 0,
+            breaks: breaks.clone(),
+        });
+    let mut line = 1;
     let mut place = Place {
         file: Arc::from(path),
         number: 1,
@@ -35,7 +79,9 @@ pub(super) fn read_table(
         if !more {
             return Ok(());
         }
-        place.number = record.position().map_or(place.number, |p| p.line());
+        if let Some(position) = record.position() {
+            place.number = line_at(&breaks, &mut line, position.byte());
+        }
         let cells = cells(&record, &place)?;
         match &header {
             None => header = Some(check_header(cells, &place)?),

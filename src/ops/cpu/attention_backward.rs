@@ -26,7 +26,7 @@ pub(crate) fn backward(saved: &Saved<'_>, spec: &Spec, documents: &[usize]) -> (
     let filled = documents.windows(2).filter(|d| d[1] > d[0]).count();
     // Depends on shapes alone: sums keep their order on any number of threads.
     let parts = (1..=group)
-        .find(|p| group % p == 0 && filled * spec.kv_heads * p >= ENOUGH_TASKS)
+        .find(|p| group.is_multiple_of(*p) && filled * spec.kv_heads * p >= ENOUGH_TASKS)
         .unwrap_or(group);
     let mut dq = vec![0f32; saved.q.len()];
     let mut dk = vec![0f32; saved.k.len() * parts];

@@ -1,6 +1,6 @@
 //! Cross-entropy on slices, a chunk of trained tokens at a time.
 
-use super::math::{LANES, exp, sum_lanes, tanh, vectorized};
+use super::math::{LANES, exp, fma, sum_lanes, tanh, vectorized};
 use super::matmul::{Order, product, transposed_product};
 use super::storage::Values;
 use rayon::prelude::*;
@@ -107,12 +107,12 @@ fn row(logits: &mut [f32], target: usize, cap: f32, scale: Option<f32>) -> Row {
 /// Caps the logits if `cap` is not 0; gives the largest, and whether all were finite before.
 #[inline(always)]
 fn largest_body<const FMA: bool>(row: &mut [f32], cap: f32) -> (f32, bool) {
-    // x - x is 0 for finite x, else NaN.
+    // 0 x is 0 for finite x, else NaN.
     let mut odd = [0f32; LANES];
     let mut max = [f32::NEG_INFINITY; LANES];
     let mut visit = |block: &mut [f32]| {
         for (i, x) in block.iter_mut().enumerate() {
-            odd[i] += *x - *x;
+            odd[i] = fma::<FMA>(*x, 0.0, odd[i]);
             if cap != 0.0 {
                 *x = cap * tanh::<FMA>(*x / cap);
             }

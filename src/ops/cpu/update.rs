@@ -1,6 +1,6 @@
 //! Elementwise changes and reductions on slices.
 
-use super::math::{LANES, add_slice, dot, sum_lanes, vectorized, widen_slice};
+use super::math::{LANES, add_slice, dot, fma, sum_lanes, vectorized, widen_slice};
 use super::storage::Values;
 use rayon::prelude::*;
 
@@ -47,16 +47,16 @@ pub(crate) fn all_finite(t: &[f32]) -> bool {
 
 #[inline(always)]
 fn finite_body<const FMA: bool>(t: &[f32]) -> bool {
-    // x - x is 0 for finite x, else NaN.
+    // 0 x is 0 for finite x, else NaN.
     let mut odd = [0f32; LANES];
     let (blocks, rest) = t.as_chunks::<LANES>();
     for block in blocks {
         for i in 0..LANES {
-            odd[i] += block[i] - block[i];
+            odd[i] = fma::<FMA>(block[i], 0.0, odd[i]);
         }
     }
     for (i, x) in rest.iter().enumerate() {
-        odd[i] += x - x;
+        odd[i] = fma::<FMA>(*x, 0.0, odd[i]);
     }
     sum_lanes(odd) == 0.0
 }

@@ -15,11 +15,22 @@ pub fn adapter_config(recipe: &Recipe, chosen: &[Site]) -> AdapterConfig {
     let lora = &recipe.tune.lora;
     let mut targets: Vec<String> = match lora.target_modules.is_empty() {
         false => lora.target_modules.clone(),
-        true => chosen.iter().filter_map(|s| s.module.rsplit('.').next()).map(str::to_string).collect(),
+        true => chosen
+            .iter()
+            .filter_map(|s| s.module.rsplit('.').next())
+            .map(str::to_string)
+            .collect(),
     };
     targets.sort();
     targets.dedup();
-    AdapterConfig::lora(lora.r, lora.lora_alpha, lora.lora_dropout, targets, lora.use_rslora, &recipe.model.path)
+    AdapterConfig::lora(
+        lora.r,
+        lora.lora_alpha,
+        lora.lora_dropout,
+        targets,
+        lora.use_rslora,
+        &recipe.model.path,
+    )
 }
 
 /// Writes `final/`; it appears whole or not at all.
@@ -44,5 +55,7 @@ pub fn export(
         dtype: recipe.model.dtype,
         params,
     };
-    export::model(&parts, &mut |name| update::to_f32_vec(&engine.network.param(name)?.tensor))
+    export::model(&parts, &mut |name| {
+        update::to_f32_vec(&engine.network.param(name)?.tensor)
+    })
 }

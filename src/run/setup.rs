@@ -32,17 +32,25 @@ impl Described {
         let spec = families::read(&config)?;
         let tokenizer = Tokenizer::load(&dir)?;
         if tokenizer.vocab_size() > spec.vocab {
-            return Err(Error::new("the tokenizer knows more tokens than the embedding has rows")
-                .at_path(&dir)
-                .found(format!("{} tokens", tokenizer.vocab_size()))
-                .expected(format!("at most {} (vocab_size of config.json)", spec.vocab))
-                .hint("use the tokenizer that belongs to this model, or resize the model's embedding first"));
+            return Err(
+                Error::new("the tokenizer knows more tokens than the embedding has rows")
+                    .at_path(&dir)
+                    .found(format!("{} tokens", tokenizer.vocab_size()))
+                    .expected(format!("at most {} (vocab_size of config.json)", spec.vocab))
+                    .hint("use the tokenizer that belongs to this model, or resize the model's embedding first"),
+            );
         }
         let template = match template {
             Some(file) => Some(ChatTemplate::from_file(Path::new(file), &tokenizer)?),
             None => ChatTemplate::from_dir(&dir, &tokenizer)?,
         };
-        Ok(Self { dir, config, spec, tokenizer, template })
+        Ok(Self {
+            dir,
+            config,
+            spec,
+            tokenizer,
+            template,
+        })
     }
 
     /// The chat template as the data room sees it.

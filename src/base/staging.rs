@@ -89,7 +89,10 @@ pub fn clean(dir: &Path) -> Result<Vec<PathBuf>> {
         return Ok(found);
     }
     for path in files::list(dir)? {
-        let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        let name = path
+            .file_name()
+            .map(|n| n.to_string_lossy().into_owned())
+            .unwrap_or_default();
         if let Some(original) = before(&name, REPLACED) {
             let original = dir.join(original);
             if original.symlink_metadata().is_err() {
@@ -108,7 +111,10 @@ pub fn clean(dir: &Path) -> Result<Vec<PathBuf>> {
 }
 
 fn with_suffix(path: &Path, mark: &str) -> PathBuf {
-    let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    let name = path
+        .file_name()
+        .map(|n| n.to_string_lossy().into_owned())
+        .unwrap_or_default();
     path.with_file_name(format!("{name}{mark}{}", std::process::id()))
 }
 
@@ -152,7 +158,11 @@ mod tests {
         std::fs::write(target.join("stale.txt"), "x").unwrap();
         make(&target, "two").commit().unwrap();
         assert_eq!(read(&target), "two");
-        assert_eq!(files::list(&target).unwrap().len(), 1, "nothing of the old directory is mixed in");
+        assert_eq!(
+            files::list(&target).unwrap().len(),
+            1,
+            "nothing of the old directory is mixed in"
+        );
         assert_eq!(files::list(target.parent().unwrap()).unwrap().len(), 1);
         std::fs::write(dir.path().join("file"), "x").unwrap();
         assert!(Staging::create(&dir.path().join("file")).is_err());
@@ -173,14 +183,24 @@ mod tests {
     fn cleaning_removes_leftovers_gives_names_back_and_touches_nothing_else() {
         let dir = tempfile::tempdir().unwrap();
         let d = dir.path();
-        for name in ["final", "final.tmp-77", "checkpoint-5.old-77", "checkpoint-6", "checkpoint-6.old-9", "my.tmp-notes"] {
+        for name in [
+            "final",
+            "final.tmp-77",
+            "checkpoint-5.old-77",
+            "checkpoint-6",
+            "checkpoint-6.old-9",
+            "my.tmp-notes",
+        ] {
             std::fs::create_dir(d.join(name)).unwrap();
             std::fs::write(d.join(name).join("a.txt"), name).unwrap();
         }
         std::fs::write(d.join("plan.json.tmp-12"), "x").unwrap();
         assert_eq!(clean(d).unwrap().len(), 4);
-        let names: Vec<String> =
-            files::list(d).unwrap().iter().map(|p| p.file_name().unwrap().to_string_lossy().into_owned()).collect();
+        let names: Vec<String> = files::list(d)
+            .unwrap()
+            .iter()
+            .map(|p| p.file_name().unwrap().to_string_lossy().into_owned())
+            .collect();
         assert_eq!(names, ["checkpoint-5", "checkpoint-6", "final", "my.tmp-notes"]);
         assert_eq!(read(&d.join("checkpoint-5")), "checkpoint-5.old-77");
         assert_eq!(read(&d.join("checkpoint-6")), "checkpoint-6");

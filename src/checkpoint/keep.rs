@@ -66,7 +66,10 @@ pub fn clean_leftovers(run_dir: &Path) -> Result<Vec<PathBuf>> {
 pub fn set_aside_later(run_dir: &Path, step: u64) -> Result<Vec<PathBuf>> {
     let mut out = Vec::new();
     for (_, path) in list(run_dir)?.into_iter().filter(|(s, _)| *s > step) {
-        let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        let name = path
+            .file_name()
+            .map(|n| n.to_string_lossy().into_owned())
+            .unwrap_or_default();
         let free = (1..1000)
             .map(|i| match i {
                 1 => path.with_file_name(format!("{name}.left")),

@@ -43,7 +43,12 @@ fn a_process_killed_at_any_moment_leaves_a_state_that_loads() {
     let (mut before, mut cut_off) = (0, 0);
     for kill in 0..KILLS {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "checkpoint::kill_tests::child_saves_until_it_is_killed", "--ignored", "--nocapture"])
+            .args([
+                "--exact",
+                "checkpoint::kill_tests::child_saves_until_it_is_killed",
+                "--ignored",
+                "--nocapture",
+            ])
             .env(RUN, run)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -68,7 +73,10 @@ fn a_process_killed_at_any_moment_leaves_a_state_that_loads() {
         for file in [WEIGHTS, OPTIMIZER] {
             let weights = loaded.open(file).unwrap();
             for plan in plans() {
-                assert!(weights.read_f32(&plan.name).unwrap() == values(loaded.step, file, &plan), "a mix of two states");
+                assert!(
+                    weights.read_f32(&plan.name).unwrap() == values(loaded.step, file, &plan),
+                    "a mix of two states"
+                );
             }
         }
         for (step, path) in list(run).unwrap() {

@@ -114,7 +114,9 @@ impl Manifest {
             return Err(other_version(&path, manifest.format, Some(&ft)));
         }
         match manifest.files.iter().find(|f| !is_plain(&f.name)) {
-            Some(f) => Err(damaged().found(format!("the file name {:?}", f.name)).expected("a plain file name")),
+            Some(f) => Err(damaged()
+                .found(format!("the file name {:?}", f.name))
+                .expected("a plain file name")),
             None => Ok(manifest),
         }
     }
@@ -127,7 +129,10 @@ fn other_version(path: &Path, format: u64, ft: Option<&serde_json::Value>) -> Er
     Error::new("checkpoint is of another version of ft")
         .at_path(path)
         .found(format!("layout {format}, written by ft {writer}"))
-        .expected(format!("layout {FORMAT}, as ft {} writes it", env!("CARGO_PKG_VERSION")))
+        .expected(format!(
+            "layout {FORMAT}, as ft {} writes it",
+            env!("CARGO_PKG_VERSION")
+        ))
         .hint("resume with the version that wrote it")
 }
 

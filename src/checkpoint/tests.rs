@@ -26,8 +26,14 @@ pub(super) fn values(step: u64, file: &str, plan: &TensorPlan) -> Vec<f32> {
 
 pub(super) fn save_step(run: &Path, step: u64, plans: &[TensorPlan], state: &Value) -> Result<PathBuf> {
     let files = [
-        Files { name: WEIGHTS, tensors: plans },
-        Files { name: OPTIMIZER, tensors: plans },
+        Files {
+            name: WEIGHTS,
+            tensors: plans,
+        },
+        Files {
+            name: OPTIMIZER,
+            tensors: plans,
+        },
     ];
     save(run, step, state, &files, &mut |file, plan, sink| {
         let all = values(step, file, plan);
@@ -38,7 +44,11 @@ pub(super) fn save_step(run: &Path, step: u64, plans: &[TensorPlan], state: &Val
 }
 
 fn plans() -> Vec<TensorPlan> {
-    vec![plan("model.a.weight", &[7, 5]), plan("model.norm.weight", &[9]), plan("empty", &[0, 3])]
+    vec![
+        plan("model.a.weight", &[7, 5]),
+        plan("model.norm.weight", &[9]),
+        plan("empty", &[0, 3]),
+    ]
 }
 
 fn save_small(run: &Path, step: u64) -> PathBuf {
@@ -62,12 +72,24 @@ fn flip(path: &Path, byte: usize, bit: u8) {
 #[test]
 fn a_state_comes_back_bit_for_bit() {
     let dir = tempfile::tempdir().unwrap();
-    let odd = [0.0f32, -0.0, f32::MIN_POSITIVE, 1e-45, -f32::MAX, f32::EPSILON, 0.1, 1.0 + f32::EPSILON];
+    let odd = [
+        0.0f32,
+        -0.0,
+        f32::MIN_POSITIVE,
+        1e-45,
+        -f32::MAX,
+        f32::EPSILON,
+        0.1,
+        1.0 + f32::EPSILON,
+    ];
     // Doubles whose decimal form needs all 17 digits.
     let state = json!({"loss": [0.1 + 0.2, 9.999999974752427e-7, 5e-324, f64::MAX, -0.0, 1.7976931348623155e300],
         "tokens": u64::MAX, "offset": i64::MIN, "name": "\u{1f600}\n\u{0}", "none": null, "list": [[], {}]});
     let plans = [plan("odd", &[2, 4])];
-    let files = [Files { name: WEIGHTS, tensors: &plans }];
+    let files = [Files {
+        name: WEIGHTS,
+        tensors: &plans,
+    }];
     let path = save(dir.path(), 3, &state, &files, &mut |file, plan, sink| {
         assert_eq!((file, plan.name.as_str()), (WEIGHTS, "odd"));
         sink(Values::F32(&odd))
@@ -78,7 +100,14 @@ fn a_state_comes_back_bit_for_bit() {
     let loaded = latest(dir.path()).unwrap().unwrap();
     assert_eq!((loaded.step, &loaded.path), (3, &path));
     assert_eq!(loaded.state, state);
-    let bits = |v: &Value| v["loss"].as_array().unwrap().iter().map(|x| x.as_f64().unwrap().to_bits()).collect::<Vec<_>>();
+    let bits = |v: &Value| {
+        v["loss"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|x| x.as_f64().unwrap().to_bits())
+            .collect::<Vec<_>>()
+    };
     assert_eq!(bits(&loaded.state), bits(&state));
     let weights = loaded.open(WEIGHTS).unwrap();
     assert_eq!(weights.info("odd").unwrap().shape, [2, 4]);
@@ -94,25 +123,42 @@ fn a_failed_save_leaves_the_old_state_and_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     save_small(dir.path(), 1);
     let plans = plans();
-    let files = [Files { name: WEIGHTS, tensors: &plans }];
+    let files = [Files {
+        name: WEIGHTS,
+        tensors: &plans,
+    }];
     type Fill = Box<dyn FnMut(&str, &TensorPlan, &mut Sink) -> Result<()>>;
     let faults: [(&str, Fill); 4] = [
         ("not finite", Box::new(|_, _, sink| sink(Values::F32(&[f32::NAN])))),
-        ("not finite", Box::new(|_, _, sink| sink(Values::F32(&[0.0, f32::INFINITY])))),
+        (
+            "not finite",
+            Box::new(|_, _, sink| sink(Values::F32(&[0.0, f32::INFINITY]))),
+        ),
         ("not written whole", Box::new(|_, _, sink| sink(Values::F32(&[1.0])))),
-        ("the disk is on fire", Box::new(|_, _, _| Err(crate::base::Error::new("the disk is on fire")))),
+        (
+            "the disk is on fire",
+            Box::new(|_, _, _| Err(crate::base::Error::new("the disk is on fire"))),
+        ),
     ];
     for (what, mut fill) in faults {
         for step in [1, 2] {
-            let e = save(dir.path(), step, &json!({}), &files, &mut fill).unwrap_err().to_string();
+            let e = save(dir.path(), step, &json!({}), &files, &mut fill)
+                .unwrap_err()
+                .to_string();
             assert!(e.contains(what), "{e}");
             assert_eq!(names(dir.path()), ["checkpoint-1"]);
         }
     }
     assert_eq!(latest(dir.path()).unwrap().unwrap().state, json!({"step": 1}));
     for bad in ["manifest.json", "state.json", "a/b", "..", ""] {
-        let files = [Files { name: bad, tensors: &[] }];
-        assert!(save(dir.path(), 2, &json!({}), &files, &mut |_, _, _| Ok(())).is_err(), "{bad}");
+        let files = [Files {
+            name: bad,
+            tensors: &[],
+        }];
+        assert!(
+            save(dir.path(), 2, &json!({}), &files, &mut |_, _, _| Ok(())).is_err(),
+            "{bad}"
+        );
     }
 }
 
@@ -154,10 +200,16 @@ fn a_checkpoint_that_lacks_something_is_refused_by_name() {
     for name in [WEIGHTS, OPTIMIZER, STATE, "manifest.json"] {
         std::fs::rename(path.join(name), &aside).unwrap();
         let e = text(latest(dir.path()));
-        assert!(e.contains(name) && e.contains("checkpoint-4") && e.contains("--resume DIR"), "{e}");
+        assert!(
+            e.contains(name) && e.contains("checkpoint-4") && e.contains("--resume DIR"),
+            "{e}"
+        );
         std::fs::rename(&aside, path.join(name)).unwrap();
     }
-    let file = std::fs::OpenOptions::new().append(true).open(path.join(WEIGHTS)).unwrap();
+    let file = std::fs::OpenOptions::new()
+        .append(true)
+        .open(path.join(WEIGHTS))
+        .unwrap();
     file.set_len(file.metadata().unwrap().len() - 1).unwrap();
     let e = text(latest(dir.path()));
     assert!(e.contains(WEIGHTS) && e.contains("bytes"), "{e}");
@@ -167,7 +219,12 @@ fn a_checkpoint_that_lacks_something_is_refused_by_name() {
     assert!(verify(&path).unwrap_err().to_string().contains(WEIGHTS));
     std::fs::rename(&other, dir.path().join("checkpoint-6")).unwrap();
     assert!(text(latest(dir.path())).contains("another step"));
-    assert!(load(&dir.path().join("checkpoint-99")).unwrap_err().to_string().contains("does not exist"));
+    assert!(
+        load(&dir.path().join("checkpoint-99"))
+            .unwrap_err()
+            .to_string()
+            .contains("does not exist")
+    );
 }
 
 #[test]
@@ -197,7 +254,14 @@ fn only_names_that_save_writes_are_checkpoints() {
     for step in [100, 9, 20] {
         save_small(dir.path(), step);
     }
-    for other in ["checkpoint-0007", "checkpoint-+5", "checkpoint-", "checkpoint-5.left", "checkpoint-5.tmp-12", "final"] {
+    for other in [
+        "checkpoint-0007",
+        "checkpoint-+5",
+        "checkpoint-",
+        "checkpoint-5.left",
+        "checkpoint-5.tmp-12",
+        "final",
+    ] {
         std::fs::create_dir(dir.path().join(other)).unwrap();
     }
     std::fs::write(dir.path().join("checkpoint-500"), "a file").unwrap();
@@ -253,7 +317,10 @@ fn rotation_keeps_the_newest_and_deletes_only_when_it_verifies() {
     assert_eq!(list(dir.path()).unwrap().len(), 3);
     flip(&newest, 100, 0);
     let deleted = rotate(dir.path(), 1).unwrap();
-    assert_eq!(deleted, [dir.path().join("checkpoint-1"), dir.path().join("checkpoint-2")]);
+    assert_eq!(
+        deleted,
+        [dir.path().join("checkpoint-1"), dir.path().join("checkpoint-2")]
+    );
     assert_eq!(names(dir.path()), ["checkpoint-10"]);
     verify(&dir.path().join("checkpoint-10")).unwrap();
 }
@@ -276,16 +343,39 @@ fn later_checkpoints_step_aside_for_a_run_that_goes_back() {
 fn room_is_counted_before_anything_is_written() {
     let dir = tempfile::tempdir().unwrap();
     let small = plans();
-    let one = space_needed(&[Files { name: WEIGHTS, tensors: &small }], 1);
-    let written = std::fs::metadata(save_small(dir.path(), 1).join(WEIGHTS)).unwrap().len();
+    let one = space_needed(
+        &[Files {
+            name: WEIGHTS,
+            tensors: &small,
+        }],
+        1,
+    );
+    let written = std::fs::metadata(save_small(dir.path(), 1).join(WEIGHTS))
+        .unwrap()
+        .len();
     assert!(one >= written && one < written + (2 << 20));
-    assert_eq!(space_needed(&[Files { name: WEIGHTS, tensors: &small }], 3), 3 * one);
+    assert_eq!(
+        space_needed(
+            &[Files {
+                name: WEIGHTS,
+                tensors: &small
+            }],
+            3
+        ),
+        3 * one
+    );
     check_space(dir.path(), one).unwrap();
     let e = check_space(dir.path(), u64::MAX).unwrap_err().to_string();
     assert!(e.contains("free") && e.contains(&u64::MAX.to_string()), "{e}");
     let huge = [plan("huge", &[1 << 40, 1 << 20])];
-    let files = [Files { name: WEIGHTS, tensors: &huge }];
-    let e = save(dir.path(), 2, &json!({}), &files, &mut |_, _, _| panic!("nothing should be asked for")).unwrap_err();
+    let files = [Files {
+        name: WEIGHTS,
+        tensors: &huge,
+    }];
+    let e = save(dir.path(), 2, &json!({}), &files, &mut |_, _, _| {
+        panic!("nothing should be asked for")
+    })
+    .unwrap_err();
     assert!(e.to_string().contains("not enough disk space"), "{e}");
     assert_eq!(names(dir.path()), ["checkpoint-1"]);
 }

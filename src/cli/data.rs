@@ -1,7 +1,9 @@
 //! `ft data`: rendered rows with the trained tokens marked, and the counts.
 
+use super::out::out;
 use super::recipe_args::RecipeArgs;
-use crate::base::{Error, Result};
+use crate::base::Result;
+use crate::report;
 
 /// Show rows as the model sees them, trained tokens marked, and the counts
 #[derive(Debug, clap::Args)]
@@ -18,7 +20,10 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<i32> {
     let loaded = args.recipe.load_and_warn()?;
-    // WIRE: read and render the rows of loaded.recipe, show args.rows of them and the counts
-    let _ = (loaded, args.rows);
-    Err(Error::new("`ft data` is not wired yet"))
+    out(crate::run::rows::describe(
+        &loaded.recipe,
+        args.rows,
+        report::style().color,
+    )?)?;
+    Ok(0)
 }

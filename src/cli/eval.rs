@@ -1,7 +1,9 @@
 //! `ft eval`: loss, perplexity and accuracy of a model on a data file.
 
-use crate::base::{Error, Result};
+use super::out::out;
+use crate::base::Result;
 use crate::recipe::Dtype;
+use crate::run::evaluate::evaluate;
 use std::path::PathBuf;
 
 /// Loss and perplexity on a data file; accuracy where rows have answers
@@ -28,7 +30,16 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<i32> {
-    // WIRE: crate::run::evaluate
-    let _ = (args.model, args.adapter, args.data, args.dtype, args.json);
-    Err(Error::new("`ft eval` is not wired yet"))
+    let report = evaluate(
+        &args.model.to_string_lossy(),
+        args.adapter.as_deref(),
+        &args.data,
+        args.dtype,
+    )?;
+    if args.json {
+        out(report.json())?
+    } else {
+        out(report.text())?
+    }
+    Ok(0)
 }

@@ -1,7 +1,9 @@
 //! `ft generate`: text from a model, once or as a chat.
 
+use super::out::{out, out_raw};
 use crate::base::{Error, Result};
 use crate::recipe::Dtype;
+use crate::run::generate::{Choice, Writer};
 use std::path::PathBuf;
 
 /// Continue a prompt, or chat
@@ -67,8 +69,35 @@ fn top_p(text: &str) -> std::result::Result<f64, String> {
 }
 
 pub fn run(args: Args) -> Result<i32> {
-    // WIRE: crate::run::generate
-    let _ = (args.model, args.adapter, args.prompt, args.chat, args.max_new_tokens);
-    let _ = (args.temperature, args.top_k, args.top_p, args.seed, args.dtype);
-    Err(Error::new("`ft generate` is not wired yet"))
+    let choice = Choice {
+        max_new_tokens: args.max_new_tokens,
+        temperature: args.temperature as f32,
+        top_k: args.top_k,
+        top_p: args.top_p.map(|p| p as f32),
+        seed: args.seed,
+    };
+    let mut writer = Writer::open(
+        &args.model.to_string_lossy(),
+        args.adapter.as_deref(),
+        args.dtype,
+        choice,
+    )?;
+    if !args.chat {
+        writer.complete(args.prompt.as_deref().unwrap_or_default(), &mut out_raw)?;
+        out("")?;
+        return Ok(0);
+    }
+    if let Some(prompt) = &args.prompt {
+        writer.reply(prompt, &mut out_raw)?;
+        out("")?;
+        return Ok(0);
+    }
+    for line in std::io::stdin().lines() {
+        let line = line.map_err(|e| Error::new("cannot read standard input").cause(e))?;
+        if !line.trim().is_empty() {
+            writer.reply(&line, &mut out_raw)?;
+            out("")?;
+        }
+    }
+    Ok(0)
 }

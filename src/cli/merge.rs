@@ -1,7 +1,10 @@
 //! `ft merge`: base and adapter become one model directory.
 
-use crate::base::{Error, Result};
+use super::out::out;
+use crate::base::Result;
+use crate::base::units::bytes;
 use crate::recipe::Dtype;
+use crate::run::merge::merge;
 use std::path::PathBuf;
 
 /// Merge a PEFT adapter into its base model
@@ -27,7 +30,15 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<i32> {
-    // WIRE: crate::run::merge
-    let _ = (args.model, args.adapter, args.out, args.dtype);
-    Err(Error::new("`ft merge` is not wired yet"))
+    let report = merge(&args.model, &args.adapter, &args.out, args.dtype)?;
+    super::note(&format!(
+        "merged {} of {} tensors, {}, stored as {}; rounding is {:.2e} of the change",
+        report.merged,
+        report.tensors,
+        bytes(report.bytes),
+        report.dtypes.join(", "),
+        report.rounding
+    ));
+    out(report.out.display())?;
+    Ok(0)
 }

@@ -108,7 +108,11 @@ fn show_error(error: &Error) {
     let _ = writeln!(std::io::stderr(), "{label} {error}");
 }
 
-/// One warning line on standard error.
+/// A line for the person at the terminal.
+fn note(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
 fn warn(line: &str) {
     let label = match report::style().color {
         true => "\x1b[33mwarning:\x1b[0m",

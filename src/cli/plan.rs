@@ -1,7 +1,9 @@
 //! `ft plan`: the memory a recipe needs, before anything is allocated.
 
+use super::out::out;
 use super::recipe_args::RecipeArgs;
-use crate::base::{Error, Result};
+use crate::base::Result;
+use crate::run::train::{self, Options};
 
 /// Forecast the memory of a recipe; allocates nothing
 #[derive(Debug, clap::Args)]
@@ -25,7 +27,15 @@ pub fn run(args: Args) -> Result<i32> {
     if args.budget.is_some() {
         loaded.recipe.memory.budget = args.budget;
     }
-    // WIRE: crate::plan on loaded.recipe; print the table, or args.json
-    let _ = (loaded, args.json);
-    Err(Error::new("`ft plan` is not wired yet"))
+    let options = Options {
+        dry_run: true,
+        ..Options::default()
+    };
+    let plan = train::train(&loaded, &options)?.plan;
+    if args.json {
+        out(plan.json())?
+    } else {
+        out(plan.table())?
+    }
+    Ok(0)
 }

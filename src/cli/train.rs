@@ -1,7 +1,10 @@
 //! `ft train`: run a recipe, or show what it would do.
 
+use super::out::out;
 use super::recipe_args::RecipeArgs;
-use crate::base::{Error, Result};
+use crate::base::Result;
+use crate::base::units::bytes;
+use crate::run::train::{self, Options};
 use std::path::{Path, PathBuf};
 
 /// Train a model as a recipe says
@@ -43,10 +46,27 @@ impl Args {
 pub fn run(mut args: Args) -> Result<i32> {
     let resume = args.settle_resume();
     let loaded = args.recipe.load()?;
-    // WIRE: crate::run::train; a dry run prints the warnings, the plan and the resolved recipe here, any other
-    // run gives the warnings to its reporter
-    let _ = (loaded, resume, args.dry_run, args.overwrite);
-    Err(Error::new("`ft train` is not wired yet"))
+    let options = Options {
+        resume,
+        overwrite: args.overwrite,
+        dry_run: args.dry_run,
+    };
+    let outcome = train::train(&loaded, &options)?;
+    if args.dry_run {
+        loaded.warnings.iter().for_each(|line| super::warn(line));
+        out(outcome.plan.table())?;
+        out(&loaded.resolved)?;
+        return Ok(0);
+    }
+    if let Some(final_dir) = &outcome.final_dir {
+        super::note(&format!(
+            "memory: {} measured peak, {} forecast",
+            bytes(outcome.peak_memory_bytes),
+            bytes(outcome.plan.peak_bytes)
+        ));
+        out(final_dir.display())?;
+    }
+    Ok(0)
 }
 
 #[cfg(test)]

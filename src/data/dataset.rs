@@ -297,7 +297,7 @@ impl Dataset {
             }
             if origins.next_if(|&&o| o == origin).is_some() {
                 let question = encoder.question(&rows::understand(&row, format)?);
-                out.extend(question.map_err(|e| e.or_at(&row.place))?);
+                out.extend(question.map_err(|e| e.within(&row.place))?);
             }
             Ok(())
         });
@@ -329,7 +329,7 @@ fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
         .hint(hint)
 }
 
-/// Collects rows in chunks and tokenizes a chunk on all cores; order and the first error are those of the file.
+/// Collects rows in chunks and tokenizes a chunk on all cores; the order stays that of the file.
 struct Loader<'a> {
     encoder: Encoder<'a>,
     chunk: Vec<(Row, RowFormat, Origin)>,
@@ -355,7 +355,7 @@ impl Loader<'_> {
             .par_iter()
             .map(|(row, format, _)| {
                 let sample = rows::understand(row, *format)?;
-                encoder.encode(&sample).map_err(|e| e.or_at(&row.place))
+                encoder.encode(&sample).map_err(|e| e.within(&row.place))
             })
             .collect();
         for (row, (_, _, origin)) in encoded.into_iter().zip(self.chunk.drain(..)) {

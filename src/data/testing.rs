@@ -2,11 +2,23 @@
 
 use super::codec::{ChatRender, IdsAndOffsets, TextCodec};
 use crate::base::{Error, Result};
+use crate::formats::Tokenizer;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Serde, Value as JinjaValue};
 use minijinja::{Environment, ErrorKind, context};
 use serde_json::Value;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+
+/// The parity goldens: tokenizers and rows with the ids and masks that they must give.
+pub fn goldens() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/goldens")
+}
+
+/// A byte-level tokenizer as models have it.
+pub fn real() -> Tokenizer {
+    Tokenizer::load(&goldens().join("tokenizers/chat")).unwrap()
+}
 
 /// Words (with the space before them), runs of line breaks, and single characters, numbered as they come.
 pub struct Words {

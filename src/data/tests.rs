@@ -358,6 +358,11 @@ fn a_fault_in_a_late_row_names_that_row() {
         .unwrap_err()
         .to_string();
     assert!(e.contains("a.json:row 1") && e.contains("alternate"), "{e}");
+    let chat = crate::formats::ChatTemplate::from_text("{{ raise_exception('no') }}", "my.jinja", &real()).unwrap();
+    let e = Dataset::load(&spec(&chats, 99), &Words::chatml(), Some(&chat))
+        .unwrap_err()
+        .to_string();
+    assert!(e.contains("a.json:row 1 (my.jinja:1)"), "{e}");
     let e = Dataset::load(&spec(&chats, 99), &Words::chatml(), None).unwrap_err();
     assert!(e.exit_code() == 2 && e.to_string().contains("a.json:row 1"), "{e}");
 }

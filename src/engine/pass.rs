@@ -192,7 +192,11 @@ pub fn evaluate(network: &Network, objective: &dyn Objective, batch: &Batch) -> 
     if batch.trained() > 0 {
         let ctx: Context = network.context(&batch.positions, &batch.documents, None)?;
         let h = network.hidden_states(&batch.ids, &ctx)?;
-        let need = Need { scale: 1.0, dh: false, dw: false };
+        let need = Need {
+            scale: 1.0,
+            dh: false,
+            dw: false,
+        };
         totals.count(&objective.evaluate(&h, &network.head()?, batch, need)?, batch);
     }
     Ok(totals)

@@ -21,7 +21,10 @@ fn goldens() -> PathBuf {
 
 fn ids(w: &Weights, name: &str) -> Vec<i64> {
     let bytes = w.read_bytes(name).unwrap();
-    bytes.chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap())).collect()
+    bytes
+        .chunks_exact(8)
+        .map(|b| i64::from_le_bytes(b.try_into().unwrap()))
+        .collect()
 }
 
 /// |a - b| in units of the largest magnitude of b.
@@ -80,14 +83,28 @@ fn check(variant: &Path, config: &str) -> Vec<String> {
     }
 
     let active = Active::new(network.source.params().iter().map(|p| p.name.to_string()));
-    let mut sink = Collect { active: &active, gradients: BTreeMap::new() };
+    let mut sink = Collect {
+        active: &active,
+        gradients: BTreeMap::new(),
+    };
     let objective = CausalLm { chunk: 7 };
-    let totals = pass::window(&network, &objective, std::slice::from_ref(&batch), &active, |_| None, &mut sink).unwrap();
+    let totals = pass::window(
+        &network,
+        &objective,
+        std::slice::from_ref(&batch),
+        &active,
+        |_| None,
+        &mut sink,
+    )
+    .unwrap();
     let loss = golden.read_f32("loss").unwrap()[0] as f64;
     if (totals.loss() - loss).abs() > 1e-4 * loss.abs() {
         faults.push(format!("{name}: loss {} is not {loss}", totals.loss()));
     }
-    assert_eq!(totals.trained as usize, batch.targets.iter().filter(|t| **t != IGNORE).count());
+    assert_eq!(
+        totals.trained as usize,
+        batch.targets.iter().filter(|t| **t != IGNORE).count()
+    );
     for p in network.source.params() {
         let expected = golden.read_f32(&format!("grad.{}", p.name)).unwrap();
         let found = update::to_f32_vec(&sink.gradients[&*p.name]).unwrap();
@@ -103,7 +120,10 @@ fn check(variant: &Path, config: &str) -> Vec<String> {
 fn logits_loss_and_gradients_of_every_family_are_those_of_transformers() {
     let mut faults = Vec::new();
     let mut variants = 0;
-    let mut dirs: Vec<PathBuf> = std::fs::read_dir(goldens()).unwrap().map(|e| e.unwrap().path()).collect();
+    let mut dirs: Vec<PathBuf> = std::fs::read_dir(goldens())
+        .unwrap()
+        .map(|e| e.unwrap().path())
+        .collect();
     dirs.sort();
     for dir in dirs.iter().filter(|d| d.join("golden.safetensors").exists()) {
         for config in ["config.json", "config.v4.json"] {

@@ -5,9 +5,9 @@ use super::load_adapter::{alpha_of, rank_of};
 use super::{TOKENIZER, copy_beside};
 use crate::base::staging::Staging;
 use crate::base::{Error, Result, files};
+use crate::formats::StoredDtype;
 use crate::formats::adapter::{AdapterConfig, WEIGHTS, lora_key};
 use crate::formats::writer::{self, TensorPlan, Values};
-use crate::formats::StoredDtype;
 use crate::model::Adapters;
 use crate::ops::update;
 use crate::peft::lora::scaling;
@@ -36,7 +36,12 @@ pub fn adapter(
         if lora.a.dims().first() != Some(&r) || lora.b.dims().get(1) != Some(&r) || lora.scale != scale {
             return Err(Error::new("adapter is not what its config says")
                 .at(module)
-                .found(format!("A {:?}, B {:?}, scale {}", lora.a.dims(), lora.b.dims(), lora.scale))
+                .found(format!(
+                    "A {:?}, B {:?}, scale {}",
+                    lora.a.dims(),
+                    lora.b.dims(),
+                    lora.scale
+                ))
                 .expected(format!("rank {r}, scale {scale}")));
         }
         for (side, tensor) in [("A", &lora.a), ("B", &lora.b)] {
@@ -53,9 +58,11 @@ pub fn adapter(
     let mut tensors = plans.iter().map(|(_, t)| *t);
     let list: Vec<TensorPlan> = plans.iter().map(|(p, _)| p.clone()).collect();
     let metadata = [(KEY.to_string(), base_fingerprint.to_string())];
-    writer::write_file(&dir.join(WEIGHTS), &list, &metadata, |plan, sink| match tensors.next() {
-        Some(tensor) => sink(Values::F32(&update::to_f32_vec(tensor)?)),
-        None => Err(Error::new("no such adapter tensor").at(&plan.name)),
+    writer::write_file(&dir.join(WEIGHTS), &list, &metadata, |plan, sink| {
+        match tensors.next() {
+            Some(tensor) => sink(Values::F32(&update::to_f32_vec(tensor)?)),
+            None => Err(Error::new("no such adapter tensor").at(&plan.name)),
+        }
     })?;
     config.save(dir)?;
     copy_beside(base_dir, dir, &TOKENIZER)?;

@@ -33,9 +33,17 @@ pub(crate) fn adapter_config() -> AdapterConfig {
 /// Adapters on the config's targets, every number different.
 pub(crate) fn adapters(config: &AdapterConfig, r_of: impl Fn(&str) -> (usize, f64)) -> Adapters {
     let mut out = Adapters::new();
-    for (index, site) in sites().iter().enumerate().filter(|(_, s)| s.module.ends_with("q_proj") || s.module.ends_with("down_proj")) {
+    for (index, site) in sites()
+        .iter()
+        .enumerate()
+        .filter(|(_, s)| s.module.ends_with("q_proj") || s.module.ends_with("down_proj"))
+    {
         let (r, alpha) = r_of(&site.module);
-        let fill = |n: usize, shift: f32| (0..n).map(|i| (i as f32 + shift + index as f32 * 0.37).sin() * 0.1).collect::<Vec<f32>>();
+        let fill = |n: usize, shift: f32| {
+            (0..n)
+                .map(|i| (i as f32 + shift + index as f32 * 0.37).sin() * 0.1)
+                .collect::<Vec<f32>>()
+        };
         let lora = Lora {
             a: Tensor::from_vec(fill(r * site.input, 0.1), (r, site.input), &Device::Cpu).unwrap(),
             b: Tensor::from_vec(fill(site.output * r, 0.7), (site.output, r), &Device::Cpu).unwrap(),
@@ -57,8 +65,14 @@ fn bits(t: &Tensor) -> Vec<u32> {
 fn assert_same(a: &Adapters, b: &Adapters) {
     assert!(a.keys().eq(b.keys()));
     for (x, y) in a.values().zip(b.values()) {
-        assert_eq!((bits(&x.a), bits(&x.b), x.scale, x.site, x.dropout), (bits(&y.a), bits(&y.b), y.scale, y.site, y.dropout));
-        assert_eq!((x.a.dims(), x.b.dims(), &x.a_name, &x.b_name), (y.a.dims(), y.b.dims(), &y.a_name, &y.b_name));
+        assert_eq!(
+            (bits(&x.a), bits(&x.b), x.scale, x.site, x.dropout),
+            (bits(&y.a), bits(&y.b), y.scale, y.site, y.dropout)
+        );
+        assert_eq!(
+            (x.a.dims(), x.b.dims(), &x.a_name, &x.b_name),
+            (y.a.dims(), y.b.dims(), &y.a_name, &y.b_name)
+        );
     }
 }
 
@@ -84,7 +98,10 @@ fn an_adapter_comes_back_as_it_was() {
             ]
         );
         let (read_config, read) = load_adapter(&out, &sites()).unwrap();
-        assert_eq!((read_config.r, read_config.use_rslora, &read_config.target_modules), (2, rslora, &config.target_modules));
+        assert_eq!(
+            (read_config.r, read_config.use_rslora, &read_config.target_modules),
+            (2, rslora, &config.target_modules)
+        );
         assert_same(&read, &written);
         let expected = if rslora { 3.0 / 2f32.sqrt() } else { 1.5 };
         assert!((read.values().next().unwrap().scale - expected).abs() < 1e-6);
@@ -94,7 +111,10 @@ fn an_adapter_comes_back_as_it_was() {
         let info = weights.info(key).unwrap();
         assert_eq!((info.dtype, info.shape.as_slice()), (StoredDtype::F32, &[2, 12][..]));
         let readme = files::read_text(&out.join("README.md")).unwrap();
-        assert!(readme.starts_with("---\nbase_model: someone/tiny\n") && readme.contains("library_name: peft"), "{readme}");
+        assert!(
+            readme.starts_with("---\nbase_model: someone/tiny\n") && readme.contains("library_name: peft"),
+            "{readme}"
+        );
     }
     check_base(&out, "blake3:base").unwrap();
     let e = check_base(&out, "blake3:other").unwrap_err().to_string();
@@ -109,7 +129,9 @@ fn ranks_and_alphas_by_module_are_used() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = adapter_config();
     config.rank_pattern.insert("layers.0.self_attn.q_proj".into(), 4);
-    config.rank_pattern.insert("^model\\.layers\\.1\\.mlp\\.down_proj$".into(), 1);
+    config
+        .rank_pattern
+        .insert("^model\\.layers\\.1\\.mlp\\.down_proj$".into(), 1);
     config.alpha_pattern.insert("q_proj".into(), 10.0);
     let written = adapters(&config, |module| {
         let r = match module {
@@ -126,10 +148,20 @@ fn ranks_and_alphas_by_module_are_used() {
     assert_eq!(read["model.layers.1.mlp.down_proj"].scale, 3.0);
     // PEFT would compute something else from this config: not written.
     config.alpha_pattern.clear();
-    let e = adapter(&dir.path().join("b"), &config, &written, dir.path(), "").unwrap_err().to_string();
-    assert!(e.contains("not what its config says") && !dir.path().join("b").exists(), "{e}");
+    let e = adapter(&dir.path().join("b"), &config, &written, dir.path(), "")
+        .unwrap_err()
+        .to_string();
+    assert!(
+        e.contains("not what its config says") && !dir.path().join("b").exists(),
+        "{e}"
+    );
     config.rank_pattern.insert("q_.*".into(), 4);
-    assert!(adapter(&dir.path().join("b"), &config, &written, dir.path(), "").unwrap_err().to_string().contains("q_.*"));
+    assert!(
+        adapter(&dir.path().join("b"), &config, &written, dir.path(), "")
+            .unwrap_err()
+            .to_string()
+            .contains("q_.*")
+    );
     assert!(adapter(&dir.path().join("b"), &config, &Adapters::new(), dir.path(), "").is_err());
 }
 
@@ -137,8 +169,14 @@ fn ranks_and_alphas_by_module_are_used() {
 fn write_raw(dir: &Path, config: &AdapterConfig, tensors: &[(String, Vec<usize>)], dtype: StoredDtype, value: f32) {
     std::fs::create_dir_all(dir).unwrap();
     config.save(dir).unwrap();
-    let plans: Vec<TensorPlan> =
-        tensors.iter().map(|(name, shape)| TensorPlan { name: name.clone(), dtype, shape: shape.clone() }).collect();
+    let plans: Vec<TensorPlan> = tensors
+        .iter()
+        .map(|(name, shape)| TensorPlan {
+            name: name.clone(),
+            dtype,
+            shape: shape.clone(),
+        })
+        .collect();
     writer::write_file(&dir.join(WEIGHTS), &plans, &[], |plan, sink| {
         sink(Values::F32(&vec![value; plan.shape.iter().product()]))
     })
@@ -148,7 +186,12 @@ fn write_raw(dir: &Path, config: &AdapterConfig, tensors: &[(String, Vec<usize>)
 fn tensors(config: &AdapterConfig) -> Vec<(String, Vec<usize>)> {
     let all = adapters(config, |_| (config.r, config.lora_alpha));
     all.iter()
-        .flat_map(|(m, l)| [(lora_key(m, "A"), l.a.dims().to_vec()), (lora_key(m, "B"), l.b.dims().to_vec())])
+        .flat_map(|(m, l)| {
+            [
+                (lora_key(m, "A"), l.a.dims().to_vec()),
+                (lora_key(m, "B"), l.b.dims().to_vec()),
+            ]
+        })
         .collect()
 }
 
@@ -159,7 +202,10 @@ fn half_precision_adapters_are_widened() {
     for dtype in [StoredDtype::F16, StoredDtype::Bf16, StoredDtype::F64] {
         write_raw(dir.path(), &config, &tensors(&config), dtype, 0.75);
         let (_, read) = load_adapter(dir.path(), &sites()).unwrap();
-        assert!(read.values().all(|l| bits(&l.a).iter().all(|b| f32::from_bits(*b) == 0.75)));
+        assert!(
+            read.values()
+                .all(|l| bits(&l.a).iter().all(|b| f32::from_bits(*b) == 0.75))
+        );
     }
     check_base(dir.path(), "anything").unwrap();
 }
@@ -215,7 +261,12 @@ fn numbers_that_are_not_finite_and_missing_files_are_refused() {
     let e = load_adapter(dir.path(), &sites()).unwrap_err().to_string();
     assert!(e.contains("1 differences") && e.contains("is not finite"), "{e}");
     write_raw(dir.path(), &config, &[], StoredDtype::F32, 0.0);
-    assert!(load_adapter(dir.path(), &sites()).unwrap_err().to_string().contains("4 differences"));
+    assert!(
+        load_adapter(dir.path(), &sites())
+            .unwrap_err()
+            .to_string()
+            .contains("4 differences")
+    );
     std::fs::remove_file(&path).unwrap();
     assert!(load_adapter(dir.path(), &sites()).is_err());
 }
@@ -225,7 +276,12 @@ fn targets_limit_what_must_be_there() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = adapter_config();
     let all = tensors(&config);
-    let only = |part: &str| all.iter().filter(|(n, _)| n.contains(part)).cloned().collect::<Vec<_>>();
+    let only = |part: &str| {
+        all.iter()
+            .filter(|(n, _)| n.contains(part))
+            .cloned()
+            .collect::<Vec<_>>()
+    };
     config.layers_to_transform = Some(vec![1]);
     write_raw(dir.path(), &config, &only("layers.1."), StoredDtype::F32, 0.5);
     assert_eq!(load_adapter(dir.path(), &sites()).unwrap().1.len(), 2);
@@ -263,7 +319,11 @@ fn a_fingerprint_tells_bases_apart_and_ignores_how_they_are_stored() {
         std::fs::write(&path, text.replace(from, to)).unwrap();
     };
     edit("\"float16\"", "\"float32\"");
-    assert_eq!(fingerprint(&first).unwrap(), print, "how a config is spelled does not matter");
+    assert_eq!(
+        fingerprint(&first).unwrap(),
+        print,
+        "how a config is spelled does not matter"
+    );
     edit("10000.0", "20000.0");
     assert_ne!(fingerprint(&first).unwrap(), print, "what is computed does");
     edit("20000.0", "10000.0");

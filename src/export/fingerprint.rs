@@ -43,9 +43,17 @@ pub(crate) fn of(spec: &Spec, weights: &Weights) -> Result<String> {
         text(&p.name);
         text(&format!("{:?}", p.shape));
         let path = &weights.files()[info.file];
-        let numbers = sample(&handles[info.file], info)
-            .map_err(|e| Error::new(format!("cannot read tensor `{}`", p.name)).at_path(path).cause(e))?;
-        text(&numbers.iter().map(|x| format!("{:04x}", x.to_bits())).collect::<String>());
+        let numbers = sample(&handles[info.file], info).map_err(|e| {
+            Error::new(format!("cannot read tensor `{}`", p.name))
+                .at_path(path)
+                .cause(e)
+        })?;
+        text(
+            &numbers
+                .iter()
+                .map(|x| format!("{:04x}", x.to_bits()))
+                .collect::<String>(),
+        );
     }
     Ok(format!("blake3:{}", hasher.finalize().to_hex()))
 }
@@ -73,7 +81,11 @@ fn computes(s: &Spec) -> String {
     for rope in &s.ropes {
         // Powers may differ in their last bits from one machine to another.
         let frequencies: Vec<String> = rope.inv_freq.iter().map(|f| format!("{f:.3e}")).collect();
-        out.push_str(&format!(" rope {:.3e} {}", rope.attention_factor, frequencies.join(" ")));
+        out.push_str(&format!(
+            " rope {:.3e} {}",
+            rope.attention_factor,
+            frequencies.join(" ")
+        ));
     }
     out
 }

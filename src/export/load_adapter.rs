@@ -33,7 +33,9 @@ pub fn load_adapter(dir: &Path, sites: &[Site]) -> Result<(AdapterConfig, Adapte
             Some(AdapterKey::A(module)) => (module, 0),
             Some(AdapterKey::B(module)) => (module, 1),
             Some(AdapterKey::Whole(_)) => {
-                faults.push(format!("{name}: a whole tensor beside the adapter (`modules_to_save`) is not supported"));
+                faults.push(format!(
+                    "{name}: a whole tensor beside the adapter (`modules_to_save`) is not supported"
+                ));
                 continue;
             }
             None => {
@@ -90,7 +92,10 @@ pub fn load_adapter(dir: &Path, sites: &[Site]) -> Result<(AdapterConfig, Adapte
     if total > SHOWN {
         faults.push(format!("and {} more", total - SHOWN));
     }
-    let base = config.base_model_name_or_path.as_deref().unwrap_or("not named in its config");
+    let base = config
+        .base_model_name_or_path
+        .as_deref()
+        .unwrap_or("not named in its config");
     Err(Error::new("adapter does not fit this model")
         .at_path(&path)
         .found(format!("{total} differences:\n      {}", faults.join("\n      ")))
@@ -169,10 +174,12 @@ fn pattern_entry<'a, T>(patterns: &'a BTreeMap<String, T>, module: &str, key: &s
         let rest = pattern.strip_prefix('^');
         let plain = rest.unwrap_or(pattern).trim_end_matches('$').replace("\\.", ".");
         if !plain.chars().all(|c| c.is_alphanumeric() || "._-".contains(c)) {
-            return Err(Error::new(format!("`{key}` has a regular expression, which ft does not run"))
-                .at(adapter::CONFIG)
-                .found(format!("{pattern:?}"))
-                .expected("module names or their ends"));
+            return Err(
+                Error::new(format!("`{key}` has a regular expression, which ft does not run"))
+                    .at(adapter::CONFIG)
+                    .found(format!("{pattern:?}"))
+                    .expected("module names or their ends"),
+            );
         }
         let matches = module == plain || (rest.is_none() && module.ends_with(&format!(".{plain}")));
         if !matches {

@@ -29,8 +29,12 @@ pub(crate) fn spec(config: &Map<String, Value>) -> Spec {
 
 /// Numbers that bf16 can hold, different for every parameter.
 pub(crate) fn numbers(name: &str, n: usize) -> Vec<f32> {
-    let seed = name.bytes().fold(7u32, |h, b| h.wrapping_mul(31).wrapping_add(u32::from(b)));
-    (0..n).map(|i| bf16::from_f32((seed.wrapping_add(i as u32 * 2_654_435_761) >> 8) as f32 / 3e7 - 0.25).to_f32()).collect()
+    let seed = name
+        .bytes()
+        .fold(7u32, |h, b| h.wrapping_mul(31).wrapping_add(u32::from(b)));
+    (0..n)
+        .map(|i| bf16::from_f32((seed.wrapping_add(i as u32 * 2_654_435_761) >> 8) as f32 / 3e7 - 0.25).to_f32())
+        .collect()
 }
 
 /// A base model directory with everything that is carried through.
@@ -39,15 +43,27 @@ pub(crate) fn base(dir: &Path, tied: bool, dtype: StoredDtype) -> PathBuf {
     let base = dir.join("base");
     std::fs::create_dir_all(&base).unwrap();
     std::fs::write(base.join("config.json"), Value::Object(config.clone()).to_string()).unwrap();
-    for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "LICENSE"] {
+    for name in [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "LICENSE",
+    ] {
         std::fs::write(base.join(name), format!("{{\"is\": \"{name}\"}}")).unwrap();
     }
     for name in ["pytorch_model.bin", "modeling.py", "README.md"] {
         std::fs::write(base.join(name), "stays behind").unwrap();
     }
     let params = spec(&config).params();
-    let plans: Vec<TensorPlan> =
-        params.iter().map(|p| TensorPlan { name: p.name.to_string(), dtype, shape: p.shape.clone() }).collect();
+    let plans: Vec<TensorPlan> = params
+        .iter()
+        .map(|p| TensorPlan {
+            name: p.name.to_string(),
+            dtype,
+            shape: p.shape.clone(),
+        })
+        .collect();
     crate::formats::writer::write_model(&base, &plans, 1 << 30, |plan, sink| {
         sink(Values::F32(&numbers(&plan.name, plan.shape.iter().product())))
     })
@@ -75,7 +91,14 @@ fn a_model_directory_has_every_file_and_the_exact_numbers() {
         let out = dir.path().join("final");
         let config = config(tied);
         let params = spec(&config).params();
-        let export = ModelExport { out: &out, base_dir: &base, config: config.clone(), tied, dtype, params: &params };
+        let export = ModelExport {
+            out: &out,
+            base_dir: &base,
+            config: config.clone(),
+            tied,
+            dtype,
+            params: &params,
+        };
         let size = |name: &str| params.iter().find(|p| &*p.name == name).unwrap().elements();
         let path = model(&export, &mut |name| Ok(numbers(name, size(name)))).unwrap();
         assert_eq!(path, out);
@@ -97,7 +120,10 @@ fn a_model_directory_has_every_file_and_the_exact_numbers() {
         let written = read_config(&out);
         assert_eq!(written, expected);
         assert!(written.keys().eq(expected.keys()), "keys keep their order");
-        assert_eq!(std::fs::read(out.join("tokenizer.json")).unwrap(), std::fs::read(base.join("tokenizer.json")).unwrap());
+        assert_eq!(
+            std::fs::read(out.join("tokenizer.json")).unwrap(),
+            std::fs::read(base.join("tokenizer.json")).unwrap()
+        );
         let weights = Weights::open(&out).unwrap();
         assert_eq!(weights.metadata().get("format").unwrap(), "pt");
         assert_eq!(weights.len(), params.len());
@@ -116,9 +142,18 @@ fn the_number_format_is_set_under_the_key_that_is_there() {
         set_dtype(&mut map, StoredDtype::Bf16);
         Value::Object(map)
     };
-    assert_eq!(set(json!({"torch_dtype": "float32"})), json!({"torch_dtype": "bfloat16"}));
-    assert_eq!(set(json!({"dtype": null, "x": 1})), json!({"dtype": "bfloat16", "x": 1}));
-    assert_eq!(set(json!({"dtype": "a", "torch_dtype": "b"})), json!({"dtype": "bfloat16", "torch_dtype": "bfloat16"}));
+    assert_eq!(
+        set(json!({"torch_dtype": "float32"})),
+        json!({"torch_dtype": "bfloat16"})
+    );
+    assert_eq!(
+        set(json!({"dtype": null, "x": 1})),
+        json!({"dtype": "bfloat16", "x": 1})
+    );
+    assert_eq!(
+        set(json!({"dtype": "a", "torch_dtype": "b"})),
+        json!({"dtype": "bfloat16", "torch_dtype": "bfloat16"})
+    );
     assert_eq!(set(json!({})), json!({"torch_dtype": "bfloat16"}));
 }
 
@@ -129,23 +164,45 @@ fn an_older_directory_is_replaced_whole_or_stays_whole() {
     let out = dir.path().join("final");
     let config = config(true);
     let params = spec(&config).params();
-    let export =
-        ModelExport { out: &out, base_dir: &base, config: config.clone(), tied: true, dtype: Dtype::F32, params: &params };
+    let export = ModelExport {
+        out: &out,
+        base_dir: &base,
+        config: config.clone(),
+        tied: true,
+        dtype: Dtype::F32,
+        params: &params,
+    };
     let size = |name: &str| params.iter().find(|p| &*p.name == name).unwrap().elements();
     model(&export, &mut |name| Ok(vec![1.0; size(name)])).unwrap();
     std::fs::write(out.join("model-00001-of-00002.safetensors"), "of an older export").unwrap();
     let before = names(&out);
     let last = params.last().unwrap().name.clone();
     let faults: [(&str, &dyn Fn(&str) -> Result<Vec<f32>>); 3] = [
-        ("not finite", &|name| Ok(vec![if *name == *last { f32::NAN } else { 2.0 }; size(name)])),
-        ("not written whole", &|name| Ok(vec![2.0; size(name) - usize::from(*name == *last)])),
-        ("no such weight", &|name| if *name == *last { Err(Error::new("no such weight")) } else { Ok(vec![2.0; size(name)]) }),
+        ("not finite", &|name| {
+            Ok(vec![if *name == *last { f32::NAN } else { 2.0 }; size(name)])
+        }),
+        ("not written whole", &|name| {
+            Ok(vec![2.0; size(name) - usize::from(*name == *last)])
+        }),
+        ("no such weight", &|name| {
+            if *name == *last {
+                Err(Error::new("no such weight"))
+            } else {
+                Ok(vec![2.0; size(name)])
+            }
+        }),
     ];
     for (what, fill) in faults {
         let e = model(&export, &mut |name| fill(name)).unwrap_err().to_string();
         assert!(e.contains(what), "{e}");
         assert_eq!((names(&out), names(dir.path()).len()), (before.clone(), 2));
-        assert_eq!(Weights::open_file(&out.join("model.safetensors")).unwrap().read_f32(&last).unwrap(), vec![1.0; 8]);
+        assert_eq!(
+            Weights::open_file(&out.join("model.safetensors"))
+                .unwrap()
+                .read_f32(&last)
+                .unwrap(),
+            vec![1.0; 8]
+        );
     }
     model(&export, &mut |name| Ok(vec![3.0; size(name)])).unwrap();
     assert_eq!(Weights::open(&out).unwrap().read_f32(&last).unwrap(), vec![3.0; 8]);
@@ -158,8 +215,14 @@ fn large_models_are_sharded_with_an_index() {
     let base = base(dir.path(), false, StoredDtype::F32);
     let config = config(false);
     let params = spec(&config).params();
-    let tensors: Vec<TensorPlan> =
-        params.iter().map(|p| TensorPlan { name: p.name.to_string(), dtype: StoredDtype::F32, shape: p.shape.clone() }).collect();
+    let tensors: Vec<TensorPlan> = params
+        .iter()
+        .map(|p| TensorPlan {
+            name: p.name.to_string(),
+            dtype: StoredDtype::F32,
+            shape: p.shape.clone(),
+        })
+        .collect();
     let out = dir.path().join("out");
     let directory = Directory {
         out: &out,
@@ -170,13 +233,23 @@ fn large_models_are_sharded_with_an_index() {
         chat_template: Some("{{ messages }}"),
     };
     let count = |plan: &TensorPlan| plan.shape.iter().product();
-    directory.write(&mut |plan, sink| sink(Values::F32(&numbers(&plan.name, count(plan))))).unwrap();
+    directory
+        .write(&mut |plan, sink| sink(Values::F32(&numbers(&plan.name, count(plan)))))
+        .unwrap();
     let shards: Vec<String> = names(&out).into_iter().filter(|n| n.starts_with("model-")).collect();
     assert!(shards.len() > 2);
-    assert!(shards.iter().enumerate().all(|(i, s)| *s == format!("model-{:05}-of-{:05}.safetensors", i + 1, shards.len())));
+    assert!(
+        shards
+            .iter()
+            .enumerate()
+            .all(|(i, s)| *s == format!("model-{:05}-of-{:05}.safetensors", i + 1, shards.len()))
+    );
     let weights = Weights::open(&out).unwrap();
     for p in &params {
         assert_eq!(weights.read_f32(&p.name).unwrap(), numbers(&p.name, p.elements()));
     }
-    assert_eq!(files::read_text(&out.join("chat_template.jinja")).unwrap(), "{{ messages }}");
+    assert_eq!(
+        files::read_text(&out.join("chat_template.jinja")).unwrap(),
+        "{{ messages }}"
+    );
 }

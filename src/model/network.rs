@@ -99,10 +99,18 @@ impl Network {
         if let Some(info) = self.source.params().iter().find(|p| &*p.name == name) {
             return param(&*self.source.fetch(info.group)?, name);
         }
-        let adapter = name.rsplit_once(".lora_").and_then(|(module, _)| self.adapters.get(module));
+        let adapter = name
+            .rsplit_once(".lora_")
+            .and_then(|(module, _)| self.adapters.get(module));
         match adapter {
-            Some(l) if &*l.a_name == name => Ok(Param { name: l.a_name.clone(), tensor: l.a.clone() }),
-            Some(l) if &*l.b_name == name => Ok(Param { name: l.b_name.clone(), tensor: l.b.clone() }),
+            Some(l) if &*l.a_name == name => Ok(Param {
+                name: l.a_name.clone(),
+                tensor: l.a.clone(),
+            }),
+            Some(l) if &*l.b_name == name => Ok(Param {
+                name: l.b_name.clone(),
+                tensor: l.b.clone(),
+            }),
             _ => Err(Error::new("the model has no such parameter").at(name)),
         }
     }

@@ -324,6 +324,7 @@ pub fn build(values: &Values) -> Recipe {
             save_total_limit: number("train.save_total_limit"),
             output_dir: text("train.output_dir"),
             sample_prompts: values.list("train.sample_prompts"),
+            predict_with_generate: values.flag("train.predict_with_generate"),
         },
     }
 }

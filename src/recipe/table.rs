@@ -768,4 +768,12 @@ pub static KEYS: &[Key] = &[
         "no samples unless asked for",
         "Prompts that are answered before and after the run, to see the difference.",
     ),
+    key(
+        "train",
+        "predict_with_generate",
+        Kind::Flag,
+        "false",
+        "decoding takes longer than the loss",
+        "Evaluations also answer the rows by greedy decoding and count exact matches.",
+    ),
 ];

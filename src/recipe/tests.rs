@@ -208,6 +208,7 @@ fn every_key_reaches_the_recipe() {
         ("train.save_total_limit", "1"),
         ("train.output_dir", "out"),
         ("train.sample_prompts", "[\"hi\"]"),
+        ("train.predict_with_generate", "true"),
     ];
     let plain = [vec![], vec!["data.eval_fraction=0.2"]].map(|o| format!("{:?}", good(LEAST, &o).recipe));
     for key in table::KEYS {

@@ -4,7 +4,7 @@ use super::setup::Described;
 use crate::base::Result;
 use crate::engine::Engine;
 use crate::export::{self, ModelExport};
-use crate::formats::adapter::AdapterConfig;
+use crate::formats::adapter::{AdapterConfig, Targets};
 use crate::ops::update;
 use crate::peft::targets::Site;
 use crate::recipe::Recipe;
@@ -15,11 +15,23 @@ pub fn adapter_config(recipe: &Recipe, chosen: &[Site]) -> AdapterConfig {
     let lora = &recipe.tune.lora;
     let mut targets: Vec<String> = match lora.target_modules.is_empty() {
         false => lora.target_modules.clone(),
-        true => chosen.iter().filter_map(|s| s.module.rsplit('.').next()).map(str::to_string).collect(),
+        true => chosen
+            .iter()
+            .filter_map(|s| s.module.rsplit('.').next())
+            .map(str::to_string)
+            .collect(),
     };
     targets.sort();
     targets.dedup();
-    AdapterConfig::lora(lora.r, lora.lora_alpha, lora.lora_dropout, targets, lora.use_rslora, &recipe.model.path)
+    AdapterConfig {
+        r: lora.r,
+        lora_alpha: lora.lora_alpha,
+        lora_dropout: lora.lora_dropout,
+        target_modules: Targets::List(targets),
+        use_rslora: lora.use_rslora,
+        base_model_name_or_path: Some(recipe.model.path.clone()),
+        ..AdapterConfig::default()
+    }
 }
 
 /// Writes `final/`; it appears whole or not at all.
@@ -44,5 +56,7 @@ pub fn export(
         dtype: recipe.model.dtype,
         params,
     };
-    export::model(&parts, &mut |name| update::to_f32_vec(&engine.network.param(name)?.tensor))
+    export::model(&parts, &mut |name| {
+        update::to_f32_vec(&engine.network.param(name)?.tensor)
+    })
 }

@@ -3,10 +3,10 @@
 use crate::base::{Error, Result, files};
 use crate::checkpoint;
 use crate::export::{self, Directory};
+use crate::formats::StoredDtype;
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
-use crate::formats::StoredDtype;
 use crate::model::{Adapters, Spec, families};
 use crate::recipe::Dtype;
 use crate::source::ParamInfo;
@@ -63,7 +63,11 @@ pub fn merge(model_dir: &Path, adapter_dir: &Path, out: &Path, dtype: Option<Dty
     }
     // The adapter knows the template it was trained with.
     let template = adapter_dir.join("chat_template.jinja");
-    let template = if template.is_file() { Some(files::read_text(&template)?) } else { None };
+    let template = if template.is_file() {
+        Some(files::read_text(&template)?)
+    } else {
+        None
+    };
     let directory = Directory {
         out,
         base_dir: model_dir,
@@ -135,7 +139,11 @@ impl Rounding {
     }
 
     fn ratio(&self) -> f64 {
-        if self.delta > 0.0 { (self.lost / self.delta).sqrt() } else { 0.0 }
+        if self.delta > 0.0 {
+            (self.lost / self.delta).sqrt()
+        } else {
+            0.0
+        }
     }
 }
 
@@ -162,7 +170,11 @@ fn refuse_strangers(spec: &Spec, weights: &Weights) -> Result<()> {
         return Ok(());
     }
     let shown: Vec<&str> = strangers.iter().take(8).copied().collect();
-    let place = weights.files().first().map(|f| f.display().to_string()).unwrap_or_default();
+    let place = weights
+        .files()
+        .first()
+        .map(|f| f.display().to_string())
+        .unwrap_or_default();
     Err(Error::new("the weights hold tensors that this model does not have")
         .at(place)
         .found(format!("{} such tensors: {}", strangers.len(), shown.join(", ")))

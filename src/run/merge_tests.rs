@@ -8,11 +8,16 @@ use crate::ops::update;
 fn expected(name: &str, p: &ParamInfo, adapters: &Adapters) -> Vec<f32> {
     let mut w = numbers(name, p.elements());
     if let Some(lora) = name.strip_suffix(".weight").and_then(|m| adapters.get(m)) {
-        let (a, b) = (update::to_f32_vec(&lora.a).unwrap(), update::to_f32_vec(&lora.b).unwrap());
+        let (a, b) = (
+            update::to_f32_vec(&lora.a).unwrap(),
+            update::to_f32_vec(&lora.b).unwrap(),
+        );
         let (r, input) = lora.a.dims2().unwrap();
         for (i, w) in w.iter_mut().enumerate() {
             let (o, c) = (i / input, i % input);
-            let dot: f64 = (0..r).map(|k| f64::from(b[o * r + k]) * f64::from(a[k * input + c])).sum();
+            let dot: f64 = (0..r)
+                .map(|k| f64::from(b[o * r + k]) * f64::from(a[k * input + c]))
+                .sum();
             *w = (f64::from(*w) + f64::from(lora.scale) * dot) as f32;
         }
     }
@@ -44,7 +49,10 @@ fn merging_adds_the_delta_and_touches_nothing_else() {
         let report = merge(&base, &adapter, &out, dtype).unwrap();
         let spec = families::read(&Config::load(&out).unwrap()).unwrap();
         let weights = Weights::open(&out).unwrap();
-        assert_eq!((report.tensors, report.merged, report.bytes), (weights.len(), 4, weights.total_bytes()));
+        assert_eq!(
+            (report.tensors, report.merged, report.bytes),
+            (weights.len(), 4, weights.total_bytes())
+        );
         assert_eq!(report.dtypes, [written.name()]);
         for p in &spec.params() {
             assert_eq!(weights.require(&p.name, &p.shape).unwrap().dtype, written);
@@ -58,7 +66,11 @@ fn merging_adds_the_delta_and_touches_nothing_else() {
                     StoredDtype::F16 => 1.0 / 2048.0,
                     _ => 1e-6,
                 };
-                let bound = if changed { unit * y.abs().max(0.01) } else { f32::from(u8::from(written == StoredDtype::F16)) * 1e-7 };
+                let bound = if changed {
+                    unit * y.abs().max(0.01)
+                } else {
+                    f32::from(u8::from(written == StoredDtype::F16)) * 1e-7
+                };
                 assert!((x - y).abs() <= bound, "{} {x} {y}", p.name);
             }
         }
@@ -67,7 +79,10 @@ fn merging_adds_the_delta_and_touches_nothing_else() {
             _ => assert!(report.rounding > 1e-4 && report.rounding < 0.5, "{}", report.rounding),
         }
         assert_eq!(Config::load(&out).unwrap().raw["torch_dtype"], name);
-        assert_eq!(files::read_text(&out.join("chat_template.jinja")).unwrap(), "trained with this");
+        assert_eq!(
+            files::read_text(&out.join("chat_template.jinja")).unwrap(),
+            "trained with this"
+        );
         assert!(names(&out).contains(&"tokenizer.json".to_string()) && !names(&out).contains(&"README.md".to_string()));
         assert_eq!(names(&d), ["adapter", "base", "merged"]);
     }
@@ -97,9 +112,17 @@ fn merging_refuses_what_it_must_not_touch_or_does_not_know() {
     let names: Vec<String> = weights.names().map(str::to_string).collect();
     let mut plans: Vec<TensorPlan> = names
         .iter()
-        .map(|n| TensorPlan { name: n.clone(), dtype: StoredDtype::F32, shape: weights.info(n).unwrap().shape.clone() })
+        .map(|n| TensorPlan {
+            name: n.clone(),
+            dtype: StoredDtype::F32,
+            shape: weights.info(n).unwrap().shape.clone(),
+        })
         .collect();
-    plans.push(TensorPlan { name: "model.layers.9.extra".into(), dtype: StoredDtype::F32, shape: vec![2] });
+    plans.push(TensorPlan {
+        name: "model.layers.9.extra".into(),
+        dtype: StoredDtype::F32,
+        shape: vec![2],
+    });
     writer::write_file(&base.join("model.safetensors"), &plans, &[], |plan, sink| {
         let n: usize = plan.shape.iter().product();
         sink(Values::F32(&numbers(&plan.name, n)))

@@ -2,6 +2,8 @@
 
 use crate::base::{Error, Result};
 use crate::data::codec::ChatRender;
+use crate::export;
+use crate::formats::StoredDtype;
 use crate::formats::config::Config;
 use crate::formats::template::ChatTemplate;
 use crate::formats::tokenizer::Tokenizer;
@@ -32,17 +34,25 @@ impl Described {
         let spec = families::read(&config)?;
         let tokenizer = Tokenizer::load(&dir)?;
         if tokenizer.vocab_size() > spec.vocab {
-            return Err(Error::new("the tokenizer knows more tokens than the embedding has rows")
-                .at_path(&dir)
-                .found(format!("{} tokens", tokenizer.vocab_size()))
-                .expected(format!("at most {} (vocab_size of config.json)", spec.vocab))
-                .hint("use the tokenizer that belongs to this model, or resize the model's embedding first"));
+            return Err(
+                Error::new("the tokenizer knows more tokens than the embedding has rows")
+                    .at_path(&dir)
+                    .found(format!("{} tokens", tokenizer.vocab_size()))
+                    .expected(format!("at most {} (vocab_size of config.json)", spec.vocab))
+                    .hint("use the tokenizer that belongs to this model, or resize the model's embedding first"),
+            );
         }
         let template = match template {
             Some(file) => Some(ChatTemplate::from_file(Path::new(file), &tokenizer)?),
             None => ChatTemplate::from_dir(&dir, &tokenizer)?,
         };
-        Ok(Self { dir, config, spec, tokenizer, template })
+        Ok(Self {
+            dir,
+            config,
+            spec,
+            tokenizer,
+            template,
+        })
     }
 
     /// The chat template as the data room sees it.
@@ -61,6 +71,25 @@ impl Described {
             }
         };
         Ok(Network::new(self.spec.clone(), Box::new(source), device.clone()))
+    }
+}
+
+impl Described {
+    /// The network for inference: stored weights in `dtype` (default: as they are stored; f16 as f32), with
+    /// the PEFT adapter of a directory on its linears.
+    pub fn infer(&self, adapter: Option<&Path>, dtype: Option<Dtype>, device: &Device) -> Result<Network> {
+        let weights = Weights::open(&self.dir)?;
+        let all_bf16 = weights
+            .names()
+            .all(|n| weights.info(n).is_some_and(|i| i.dtype == StoredDtype::Bf16));
+        let stored = if all_bf16 { Dtype::Bf16 } else { Dtype::F32 };
+        let source = Resident::load(self.spec.params(), &weights, dtype.unwrap_or(stored), device)?;
+        let mut network = Network::new(self.spec.clone(), Box::new(source), device.clone());
+        if let Some(dir) = adapter {
+            network.adapters = export::load_adapter(dir, &self.spec.sites())?.1;
+            export::check_base(dir, &export::fingerprint_of(&self.spec, &weights)?)?;
+        }
+        Ok(network)
     }
 }
 

@@ -30,7 +30,11 @@ pub struct Facts {
 
 /// Saves the state after `step` optimizer steps; returns the checkpoint's directory.
 pub fn save(run_dir: &Path, step: u64, engine: &Engine, tuning: &Tuning, facts: &Facts) -> Result<PathBuf> {
-    let plan = |name: String, n: usize| TensorPlan { name, dtype: StoredDtype::F32, shape: vec![n] };
+    let plan = |name: String, n: usize| TensorPlan {
+        name,
+        dtype: StoredDtype::F32,
+        shape: vec![n],
+    };
     let mut weights = Vec::new();
     for name in tuning.trained_until(step) {
         let n = engine.network.param(&name)?.tensor.elem_count();
@@ -55,7 +59,16 @@ pub fn save(run_dir: &Path, step: u64, engine: &Engine, tuning: &Tuning, facts: 
         "active_block": tuning.label(step.max(1)),
         "optimizer_steps": steps,
     });
-    let files = [Files { name: WEIGHTS, tensors: &weights }, Files { name: OPTIMIZER, tensors: &moments }];
+    let files = [
+        Files {
+            name: WEIGHTS,
+            tensors: &weights,
+        },
+        Files {
+            name: OPTIMIZER,
+            tensors: &moments,
+        },
+    ];
     checkpoint::save(run_dir, step, &state, &files, &mut |file, tensor, write| match file {
         WEIGHTS => {
             let param = engine.network.param(&tensor.name)?;
@@ -77,7 +90,14 @@ pub fn bytes(trained_elements: u64, active_elements: u64) -> u64 {
 
 /// What `save` knew beside tensors.
 pub fn facts(loaded: &Loaded) -> Facts {
-    let text = |key: &str| loaded.state.get(key).and_then(Value::as_str).unwrap_or_default().to_string();
+    let text = |key: &str| {
+        loaded
+            .state
+            .get(key)
+            .and_then(Value::as_str)
+            .unwrap_or_default()
+            .to_string()
+    };
     let recipe = loaded.state.get("recipe").and_then(Value::as_object);
     Facts {
         recipe: recipe
@@ -97,19 +117,32 @@ pub fn restore(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
     let weights = loaded.open(WEIGHTS)?;
     let names: Vec<String> = weights.names().map(str::to_string).collect();
     for name in names {
-        let param = engine.network.param(&name).map_err(|e| e.or_at(loaded.path.display()))?;
-        engine.optimizer.restore_weight(&name, &param.tensor, &weights.read_f32(&name)?)?;
+        let param = engine
+            .network
+            .param(&name)
+            .map_err(|e| e.or_at(loaded.path.display()))?;
+        engine
+            .optimizer
+            .restore_weight(&name, &param.tensor, &weights.read_f32(&name)?)?;
     }
     let moments = loaded.open(OPTIMIZER)?;
     let read = |name: &str, kind: &str| {
         let key = format!("{name}#{kind}");
-        if moments.info(&key).is_some() { moments.read_f32(&key) } else { Ok(Vec::new()) }
+        if moments.info(&key).is_some() {
+            moments.read_f32(&key)
+        } else {
+            Ok(Vec::new())
+        }
     };
     let steps = loaded.state.get("optimizer_steps").and_then(Value::as_object);
     let steps = steps.ok_or_else(|| Error::new("checkpoint has no `optimizer_steps`").at_path(&loaded.path))?;
     for (name, step) in steps {
-        let step = step.as_u64().ok_or_else(|| Error::new("optimizer step is no number").at_path(&loaded.path))?;
-        engine.optimizer.restore_state(name, step, read(name, "m")?, read(name, "v")?);
+        let step = step
+            .as_u64()
+            .ok_or_else(|| Error::new("optimizer step is no number").at_path(&loaded.path))?;
+        engine
+            .optimizer
+            .restore_state(name, step, read(name, "m")?, read(name, "v")?);
     }
     Ok(())
 }
@@ -133,13 +166,17 @@ pub fn check_same(old: &Facts, new: &Facts) -> Result<()> {
     let mut differences = Vec::new();
     for (key, now) in &new.recipe {
         match old.recipe.get(key) {
-            Some(was) if was != now && !FREE.contains(&key.as_str()) => differences.push(format!("{key}: {was} -> {now}")),
+            Some(was) if was != now && !FREE.contains(&key.as_str()) => {
+                differences.push(format!("{key}: {was} -> {now}"))
+            }
             _ => {}
         }
     }
-    for (what, was, now) in
-        [("training rows", &old.data, &new.data), ("evaluation rows", &old.eval_data, &new.eval_data), ("base model", &old.base, &new.base)]
-    {
+    for (what, was, now) in [
+        ("training rows", &old.data, &new.data),
+        ("evaluation rows", &old.eval_data, &new.eval_data),
+        ("base model", &old.base, &new.base),
+    ] {
         if was != now {
             differences.push(format!("{what}: hash {} -> {}", short(was), short(now)));
         }
@@ -148,7 +185,11 @@ pub fn check_same(old: &Facts, new: &Facts) -> Result<()> {
         return Ok(());
     }
     Err(Error::new("this is not the run that was saved")
-        .found(format!("{} differences:\n      {}", differences.len(), differences.join("\n      ")))
+        .found(format!(
+            "{} differences:\n      {}",
+            differences.len(),
+            differences.join("\n      ")
+        ))
         .hint("take these changes back to resume, or start a new run in another `train.output_dir`"))
 }
 
@@ -169,7 +210,9 @@ mod tests {
         };
         let old = facts(&[("train.seed", "1"), ("train.save_steps", "5")], "aa");
         assert!(check_same(&old, &facts(&[("train.seed", "1"), ("train.save_steps", "9")], "aa")).is_ok());
-        let e = check_same(&old, &facts(&[("train.seed", "2")], "bb")).unwrap_err().to_string();
+        let e = check_same(&old, &facts(&[("train.seed", "2")], "bb"))
+            .unwrap_err()
+            .to_string();
         assert!(e.contains("train.seed: 1 -> 2") && e.contains("training rows"), "{e}");
     }
 }

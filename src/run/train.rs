@@ -1,5 +1,6 @@
 //! `ft train`: recipe, data, model, plan, then one optimizer step after the other, then `final/`.
 
+use super::rows::{self, Rows};
 use super::setup::{self, Described};
 use super::state::{self, Facts};
 use super::{finish, samples, tuning::Tuning};
@@ -7,8 +8,8 @@ use crate::base::lock::RunLock;
 use crate::base::units::{bytes, count};
 use crate::base::{Error, Result, files, memory, signal};
 use crate::checkpoint::{self, Loaded};
-use crate::data::order::{BatchStream, Length, StreamSpec, eval_batches};
-use crate::data::{Dataset, dataset};
+use crate::data::Dataset;
+use crate::data::order::{BatchStream, eval_batches};
 use crate::engine::{self, Engine, Gradients};
 use crate::model::Adapters;
 use crate::optim::{Optimizer, Schedule};
@@ -52,9 +53,13 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     signal::install()?;
 
     // ---- model directory and data: everything that can be wrong is found before anything is written
-    let model = Described::open(&recipe.model.path, &recipe.model.revision, recipe.data.chat_template.as_deref())?;
-    let Rows { train, eval } = read_data(recipe, &model)?;
-    let stream = BatchStream::new(&train, stream_spec(recipe))?;
+    let model = Described::open(
+        &recipe.model.path,
+        &recipe.model.revision,
+        recipe.data.chat_template.as_deref(),
+    )?;
+    let Rows { train, eval } = Rows::read(recipe, &model)?;
+    let stream = BatchStream::new(&train, rows::stream(recipe))?;
     let total_steps = stream.steps();
 
     // ---- adapters, what is trained when, plan
@@ -63,7 +68,11 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let tuning = Tuning::new(recipe, &model.spec, &params, &adapters, train.examples.len())?;
     let (plan, gradients) = super::forecast::forecast(recipe, &model.spec, &adapters, &tuning, &stream)?;
     if options.dry_run {
-        return Ok(Outcome { final_dir: None, plan, peak_memory_bytes: 0 });
+        return Ok(Outcome {
+            final_dir: None,
+            plan,
+            peak_memory_bytes: 0,
+        });
     }
 
     // ---- run directory
@@ -84,7 +93,12 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let mut reporter = Reporter::new(&run_dir, total_steps, start_step);
     let lines = header(recipe, &model, &train, eval.as_ref(), &stream, &plan, elements, &params);
     reporter.header(&lines);
-    for warning in loaded.warnings.iter().cloned().chain(train.stats.warnings(recipe.data.max_length)) {
+    for warning in loaded
+        .warnings
+        .iter()
+        .cloned()
+        .chain(train.stats.warnings(recipe.data.max_length))
+    {
         reporter.warn(&warning);
     }
 
@@ -103,12 +117,23 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     if let Some(checkpoint) = &resumed {
         state::restore(checkpoint, &mut engine)?;
         trained_tokens = state::facts(checkpoint).trained_tokens;
-        reporter.event("resume", json!({"step": start_step, "checkpoint": checkpoint.path.display().to_string()}));
+        reporter.event(
+            "resume",
+            json!({"step": start_step, "checkpoint": checkpoint.path.display().to_string()}),
+        );
         reporter.note(&format!("resumed after step {start_step}"));
     } else {
         reporter.event("start", json!({"steps": total_steps}));
     }
-    let mut run = Run { recipe, run_dir: &run_dir, model: &model, eval: eval.as_ref(), tuning: &tuning, facts, reporter };
+    let mut run = Run {
+        recipe,
+        run_dir: &run_dir,
+        model: &model,
+        eval: eval.as_ref(),
+        tuning: &tuning,
+        facts,
+        reporter,
+    };
     if start_step == 0 && total_steps > 0 {
         run.samples(&engine, "before")?;
         run.evaluate(&engine, 0)?;
@@ -120,7 +145,8 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     for step in start_step + 1..=total_steps {
         if tuning.switches_at(step) {
             engine.optimizer.retire_all_but(|name| tuning.survives_switch(name));
-            run.reporter.event("switch", json!({"step": step, "active_block": tuning.label(step)}));
+            run.reporter
+                .event("switch", json!({"step": step, "active_block": tuning.label(step)}));
         }
         let started = Instant::now();
         let window = stream.window(step - 1);
@@ -163,43 +189,14 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     }
     let final_dir = finish::export(&run_dir, recipe, &model, &engine, adapter_config.as_ref())?;
     let peak = memory::peak_resident();
-    run.reporter.event("stop", json!({"step": total_steps, "reason": "done"}));
+    run.reporter
+        .event("stop", json!({"step": total_steps, "reason": "done"}));
     run.reporter.finish();
-    Ok(Outcome { final_dir: Some(final_dir), plan, peak_memory_bytes: peak })
-}
-
-/// Tokenized rows of a recipe.
-pub struct Rows {
-    pub train: Dataset,
-    pub eval: Option<Dataset>,
-}
-
-pub fn read_data(recipe: &Recipe, model: &Described) -> Result<Rows> {
-    let read = |files: &[String]| {
-        let spec = dataset::Spec::new(files, &recipe.data, recipe.train.stage, model.spec.vocab);
-        Dataset::load(&spec, &model.tokenizer, model.template())
-    };
-    let train = read(&recipe.data.train)?;
-    if !recipe.data.eval.is_empty() {
-        return Ok(Rows { train, eval: Some(read(&recipe.data.eval)?) });
-    }
-    if recipe.data.eval_fraction > 0.0 {
-        let (train, eval) = train.split(recipe.data.eval_fraction, recipe.train.seed)?;
-        return Ok(Rows { train, eval: Some(eval) });
-    }
-    Ok(Rows { train, eval: None })
-}
-
-pub fn stream_spec(recipe: &Recipe) -> StreamSpec {
-    StreamSpec {
-        batch_size: recipe.train.batch_size,
-        accumulation: recipe.train.gradient_accumulation_steps,
-        packing: recipe.data.packing,
-        max_length: recipe.data.max_length,
-        shuffle: recipe.data.shuffle,
-        seed: recipe.train.seed,
-        length: Length::new(recipe.train.max_steps, recipe.train.num_epochs),
-    }
+    Ok(Outcome {
+        final_dir: Some(final_dir),
+        plan,
+        peak_memory_bytes: peak,
+    })
 }
 
 /// Fresh adapters, or those of `tune.lora.adapter`; none for other methods.
@@ -241,13 +238,22 @@ fn open_run_dir(run_dir: &Path, options: &Options) -> Result<Option<Loaded>> {
     if let Some(from) = &options.resume {
         let from = from.as_deref().unwrap_or(run_dir);
         let is_checkpoint = from.join("manifest.json").exists();
-        let loaded = if is_checkpoint { Some(checkpoint::load(from)?) } else { checkpoint::latest(from)? };
+        let loaded = if is_checkpoint {
+            Some(checkpoint::load(from)?)
+        } else {
+            checkpoint::latest(from)?
+        };
         return match loaded {
             Some(loaded) => Ok(Some(loaded)),
-            None => Err(Error::new("there is no checkpoint to resume from").at_path(from).hint("start without `--resume`")),
+            None => Err(Error::new("there is no checkpoint to resume from")
+                .at_path(from)
+                .hint("start without `--resume`")),
         };
     }
-    let old: Vec<PathBuf> = files::list(run_dir)?.into_iter().filter(|p| p.file_name().is_some_and(|n| n != "run.lock")).collect();
+    let old: Vec<PathBuf> = files::list(run_dir)?
+        .into_iter()
+        .filter(|p| p.file_name().is_some_and(|n| n != "run.lock"))
+        .collect();
     if old.is_empty() {
         return Ok(None);
     }
@@ -257,7 +263,10 @@ fn open_run_dir(run_dir: &Path, options: &Options) -> Result<Option<Loaded>> {
             .hint("go on with `--resume`, replace it with `--overwrite`, or set another `train.output_dir`"));
     }
     for path in old {
-        let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        let name = path
+            .file_name()
+            .map(|n| n.to_string_lossy().into_owned())
+            .unwrap_or_default();
         match path.is_dir() {
             // Only what ft itself writes is removed.
             true if name == "final" || name.starts_with("checkpoint-") => files::remove_dir_all(&path)?,
@@ -268,7 +277,14 @@ fn open_run_dir(run_dir: &Path, options: &Options) -> Result<Option<Loaded>> {
     Ok(None)
 }
 
-const OWN_FILES: [&str; 6] = ["recipe.toml", "resolved.toml", "plan.json", "environment.json", "metrics.jsonl", "events.jsonl"];
+const OWN_FILES: [&str; 6] = [
+    "recipe.toml",
+    "resolved.toml",
+    "plan.json",
+    "environment.json",
+    "metrics.jsonl",
+    "events.jsonl",
+];
 
 fn write_run_files(run_dir: &Path, loaded: &recipe::Loaded, plan: &Plan) -> Result<()> {
     files::write_atomic(&run_dir.join("recipe.toml"), loaded.text.as_bytes())?;
@@ -293,14 +309,22 @@ fn facts(loaded: &recipe::Loaded, model: &Described, train: &Dataset, eval: Opti
 /// Elements that the whole run trains.
 fn trained_elements(tuning: &Tuning, steps: u64, params: &[crate::source::ParamInfo], adapters: &Adapters) -> u64 {
     let names = tuning.trained_until(steps.max(1));
-    let weights: usize = params.iter().filter(|p| names.contains(&*p.name)).map(|p| p.elements()).sum();
+    let weights: usize = params
+        .iter()
+        .filter(|p| names.contains(&*p.name))
+        .map(|p| p.elements())
+        .sum();
     let lora: usize = adapters.values().map(|l| l.a.elem_count() + l.b.elem_count()).sum();
     (weights + lora) as u64
 }
 
 /// Checkpoints (one more than are kept) and `final/`.
 fn space_needed(recipe: &Recipe, model: &Described, elements: u64) -> u64 {
-    let kept = if recipe.train.save_steps > 0 { recipe.train.save_total_limit as u64 + 1 } else { 1 };
+    let kept = if recipe.train.save_steps > 0 {
+        recipe.train.save_total_limit as u64 + 1
+    } else {
+        1
+    };
     let all: usize = model.spec.params().iter().map(|p| p.elements()).sum();
     let out = match recipe.tune.method {
         Method::Lora => elements * 4,
@@ -322,10 +346,28 @@ fn header(
 ) -> Vec<(&'static str, String)> {
     let all: usize = params.iter().map(|p| p.elements()).sum();
     let share = 100.0 * elements as f64 / all as f64;
-    let eval = eval.map_or(String::new(), |e| format!(", {} held out", count(e.examples.len() as u64)));
+    let eval = eval.map_or(String::new(), |e| {
+        format!(", {} held out", count(e.examples.len() as u64))
+    });
     vec![
-        ("model", format!("{} ({}, {} parameters, {})", recipe.model.path, model.spec.model_type, count(all as u64), recipe.model.dtype.name())),
-        ("method", format!("{}, trains {} parameters over the run ({share:.2} %)", recipe.tune.method.name(), count(elements))),
+        (
+            "model",
+            format!(
+                "{} ({}, {} parameters, {})",
+                recipe.model.path,
+                model.spec.model_type,
+                count(all as u64),
+                recipe.model.dtype.name()
+            ),
+        ),
+        (
+            "method",
+            format!(
+                "{}, trains {} parameters over the run ({share:.2} %)",
+                recipe.tune.method.name(),
+                count(elements)
+            ),
+        ),
         (
             "data",
             format!(
@@ -365,7 +407,8 @@ impl Run<'_> {
     fn save(&mut self, engine: &Engine, step: u64) -> Result<()> {
         let path = state::save(self.run_dir, step, engine, self.tuning, &self.facts)?;
         checkpoint::rotate(self.run_dir, self.recipe.train.save_total_limit)?;
-        self.reporter.event("save", json!({"step": step, "checkpoint": path.display().to_string()}));
+        self.reporter
+            .event("save", json!({"step": step, "checkpoint": path.display().to_string()}));
         Ok(())
     }
 
@@ -402,13 +445,19 @@ impl Run<'_> {
 
     /// Errors: a signal was received; the state after `step` is saved then.
     fn stop_if_asked(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        let Some(signal) = signal::received() else { return Ok(()) };
+        let Some(signal) = signal::received() else {
+            return Ok(());
+        };
         self.save(engine, step)?;
-        self.reporter.event("stop", json!({"step": step, "reason": "signal", "signal": signal}));
+        self.reporter
+            .event("stop", json!({"step": step, "reason": "signal", "signal": signal}));
         self.reporter.finish();
-        Err(Error::signal(signal, format!("stopped by a signal; the state after step {step} is saved"))
-            .at_path(self.run_dir)
-            .hint("go on with `--resume`"))
+        Err(Error::signal(
+            signal,
+            format!("stopped by a signal; the state after step {step} is saved"),
+        )
+        .at_path(self.run_dir)
+        .hint("go on with `--resume`"))
     }
 
     /// A step failed. Its weights are those of the step before where gradients are kept: that state is saved.
@@ -417,7 +466,8 @@ impl Run<'_> {
         let safe = engine.gradients == Gradients::Keep && step > 1 && !self.tuning.switches_at(step);
         if safe && self.recipe.train.save_steps > 0 {
             if let Err(save) = self.save(engine, step - 1) {
-                self.reporter.warn(&format!("the state before the failed step could not be saved: {save}"));
+                self.reporter
+                    .warn(&format!("the state before the failed step could not be saved: {save}"));
             }
         }
         self.reporter.event("stop", json!({"step": step, "reason": e.what()}));
@@ -425,4 +475,3 @@ impl Run<'_> {
         e
     }
 }
-

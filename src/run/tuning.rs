@@ -11,7 +11,10 @@ use std::collections::BTreeSet;
 /// Full, freeze and LoRA train one set all the time; block changes it on schedule.
 pub enum Tuning {
     Static(Active),
-    Blocks { schedule: BlockSchedule, always: BTreeSet<String> },
+    Blocks {
+        schedule: BlockSchedule,
+        always: BTreeSet<String>,
+    },
 }
 
 impl Tuning {
@@ -22,14 +25,18 @@ impl Tuning {
             Method::Full => Self::Static(Active::new(params.iter().map(|p| p.name.to_string()))),
             Method::Freeze => Self::Static(frozen(recipe, spec, params)?),
             Method::Lora => Self::Static(Active::new(
-                adapters.values().flat_map(|l| [l.a_name.to_string(), l.b_name.to_string()]),
+                adapters
+                    .values()
+                    .flat_map(|l| [l.a_name.to_string(), l.b_name.to_string()]),
             )),
             Method::Block => {
                 let batch = recipe.train.batch_size * recipe.train.gradient_accumulation_steps;
                 let schedule = BlockSchedule::new(&tune.block, params, spec.tied, rows, batch, recipe.train.seed)?;
                 let prefixes = &tune.block.always_active;
                 let always = params.iter().map(|p| p.name.to_string());
-                let always = always.filter(|n| prefixes.iter().any(|p| n.starts_with(p.as_str()))).collect();
+                let always = always
+                    .filter(|n| prefixes.iter().any(|p| n.starts_with(p.as_str())))
+                    .collect();
                 Self::Blocks { schedule, always }
             }
         })
@@ -50,9 +57,11 @@ impl Tuning {
     pub fn possible(&self) -> Vec<Active> {
         match self {
             Self::Static(active) => vec![active.clone()],
-            Self::Blocks { schedule, always } => {
-                schedule.blocks.iter().map(|b| Active::new(b.params.iter().chain(always).cloned())).collect()
-            }
+            Self::Blocks { schedule, always } => schedule
+                .blocks
+                .iter()
+                .map(|b| Active::new(b.params.iter().chain(always).cloned()))
+                .collect(),
         }
     }
 
@@ -108,14 +117,18 @@ fn frozen(recipe: &Recipe, spec: &Spec, params: &[ParamInfo]) -> Result<Active> 
     let freeze = &recipe.tune.freeze;
     let layers = spec.layers.len();
     if freeze.trainable_layers > layers {
-        return Err(Error::usage("`tune.freeze.trainable_layers` is more than the model has")
-            .found(freeze.trainable_layers)
-            .expected(format!("at most {layers}")));
+        return Err(
+            Error::usage("`tune.freeze.trainable_layers` is more than the model has")
+                .found(freeze.trainable_layers)
+                .expected(format!("at most {layers}")),
+        );
     }
     for prefix in &freeze.trainable {
         if !params.iter().any(|p| p.name.starts_with(prefix.as_str())) {
-            return Err(Error::usage(format!("`{prefix}` in `tune.freeze.trainable` matches no parameter"))
-                .hint("write the start of a parameter name, for example `lm_head.` or `model.layers.0.`"));
+            return Err(
+                Error::usage(format!("`{prefix}` in `tune.freeze.trainable` matches no parameter"))
+                    .hint("write the start of a parameter name, for example `lm_head.` or `model.layers.0.`"),
+            );
         }
     }
     let first = layers - freeze.trainable_layers;
@@ -123,7 +136,10 @@ fn frozen(recipe: &Recipe, spec: &Spec, params: &[ParamInfo]) -> Result<Active> 
         .iter()
         .filter(|p| {
             matches!(p.group, Group::Layer(l) if l >= first)
-                || freeze.trainable.iter().any(|prefix| p.name.starts_with(prefix.as_str()))
+                || freeze
+                    .trainable
+                    .iter()
+                    .any(|prefix| p.name.starts_with(prefix.as_str()))
         })
         .map(|p| p.name.to_string())
         .collect();

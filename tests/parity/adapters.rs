@@ -1,6 +1,8 @@
 //! Adapters made by PEFT: loaded, evaluated, merged.
 
-use crate::support::{Form, all_close, close, data, directories, eval, family, ft, goldens, json, path, tensors, text, training_model};
+use crate::support::{
+    Form, all_close, close, data, directories, eval, family, ft, goldens, json, path, tensors, text, training_model,
+};
 use crate::wire::{self, Document};
 use std::path::PathBuf;
 use tempfile::TempDir;
@@ -28,7 +30,10 @@ fn logits_with_an_adapter_are_those_of_peft() {
     for (name, from, model) in adapters() {
         let golden = tensors(&from.join("golden.safetensors"));
         let ids: Vec<u32> = golden["input_ids"].iter().map(|x| *x as u32).collect();
-        let document = Document { trained: vec![false; ids.len()], ids };
+        let document = Document {
+            trained: vec![false; ids.len()],
+            ids,
+        };
         let got = wire::logits(model.path(), Some(&from), &[document]);
         all_close(&got[0], &golden["logits"], 1e-4, &format!("{name}: logits"));
     }
@@ -63,7 +68,11 @@ fn merged_weights_are_those_of_peft() {
         ]);
         let got = tensors(&merged.join("model.safetensors"));
         let before = tensors(&model.path().join("model.safetensors"));
-        assert_eq!(got.keys().collect::<Vec<_>>(), before.keys().collect::<Vec<_>>(), "{name}: names");
+        assert_eq!(
+            got.keys().collect::<Vec<_>>(),
+            before.keys().collect::<Vec<_>>(),
+            "{name}: names"
+        );
         if golden.keys().any(|k| k.starts_with("merged.")) {
             for (tensor, values) in &got {
                 match golden.get(&format!("merged.{tensor}")) {
@@ -76,7 +85,12 @@ fn merged_weights_are_those_of_peft() {
             }
         }
         let (loss, _) = eval(&merged, None, &data(&text(&info, "data")));
-        close(loss, info["loss"].as_f64().unwrap(), 1e-4, &format!("{name}: loss of the merged model"));
+        close(
+            loss,
+            info["loss"].as_f64().unwrap(),
+            1e-4,
+            &format!("{name}: loss of the merged model"),
+        );
     }
     assert_eq!(compared, 28 + 8);
 }

@@ -1,6 +1,8 @@
 //! Every family: logits, loss, gradients, evaluation, greedy text.
 
-use crate::support::{Form, all_close, close, data, directories, eval, family, ft, goldens, json, numbers, path, tensors, text};
+use crate::support::{
+    Form, all_close, close, data, directories, eval, family, ft, goldens, json, numbers, path, tensors, text,
+};
 use crate::wire::{self, Document};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -23,7 +25,12 @@ fn documents(golden: &BTreeMap<String, Vec<f64>>, count: u64) -> Vec<Document> {
 fn all_seven_families_have_goldens() {
     let types: BTreeSet<String> = variants()
         .iter()
-        .map(|v| text(&json(&goldens().join("families").join(v).join("config.json")), "model_type"))
+        .map(|v| {
+            text(
+                &json(&goldens().join("families").join(v).join("config.json")),
+                "model_type",
+            )
+        })
         .collect();
     let wanted = ["gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
@@ -40,11 +47,20 @@ fn logits_loss_and_gradients_are_those_of_transformers() {
         let dir = family(&name, Form::V5);
         let got = wire::logits_and_grads(dir.path(), &documents);
         for (i, logits) in got.logits.iter().enumerate() {
-            all_close(logits, &golden[&format!("logits.{i}")], 1e-4, &format!("{name}: logits of document {i}"));
+            all_close(
+                logits,
+                &golden[&format!("logits.{i}")],
+                1e-4,
+                &format!("{name}: logits of document {i}"),
+            );
         }
         close(got.loss, golden["loss"][0], 1e-4, &format!("{name}: loss"));
         let wanted: Vec<&str> = golden.keys().filter_map(|k| k.strip_prefix("grad.")).collect();
-        assert_eq!(got.gradients.keys().map(String::as_str).collect::<Vec<_>>(), wanted, "{name}: gradients");
+        assert_eq!(
+            got.gradients.keys().map(String::as_str).collect::<Vec<_>>(),
+            wanted,
+            "{name}: gradients"
+        );
         for (parameter, gradient) in &got.gradients {
             all_close(
                 gradient,
@@ -72,13 +88,26 @@ fn both_forms_of_config_mean_the_same() {
 fn eval_gives_the_loss_of_transformers() {
     for name in variants() {
         let info = json(&goldens().join("families").join(&name).join("golden.json"));
-        let forms: &[Form] = if name == "llama" { &[Form::V5, Form::V4] } else { &[Form::V5] };
+        let forms: &[Form] = if name == "llama" {
+            &[Form::V5, Form::V4]
+        } else {
+            &[Form::V5]
+        };
         for form in forms {
             let dir = family(&name, *form);
             for (rows, wanted) in info["eval"].as_object().unwrap() {
                 let (loss, tokens) = eval(dir.path(), None, &data(rows));
-                assert_eq!(Some(tokens), wanted["tokens"].as_u64(), "{name}: trained tokens of {rows}");
-                close(loss, wanted["loss"].as_f64().unwrap(), 1e-4, &format!("{name}: loss of {rows}"));
+                assert_eq!(
+                    Some(tokens),
+                    wanted["tokens"].as_u64(),
+                    "{name}: trained tokens of {rows}"
+                );
+                close(
+                    loss,
+                    wanted["loss"].as_f64().unwrap(),
+                    1e-4,
+                    &format!("{name}: loss of {rows}"),
+                );
             }
         }
     }

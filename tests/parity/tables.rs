@@ -11,7 +11,10 @@ fn schedules_are_those_of_transformers() {
     assert_eq!(cases.len(), 12);
     for case in cases {
         let (name, steps) = (text(case, "name"), case["max_steps"].as_u64().unwrap());
-        let mut lines = format!("[schedule]\nname = \"{name}\"\nwarmup_steps = {}\n", case["warmup_steps"]);
+        let mut lines = format!(
+            "[schedule]\nname = \"{name}\"\nwarmup_steps = {}\n",
+            case["warmup_steps"]
+        );
         for key in ["decay_ratio", "min_lr_ratio"] {
             if let Some(value) = case.get(key) {
                 lines.push_str(&format!("{key} = {value}\n"));

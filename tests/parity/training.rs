@@ -81,20 +81,34 @@ fn run(name: &str) {
     ] {
         for (i, (step, want)) in steps.iter().zip(numbers(&golden[golden_key])).enumerate() {
             assert_eq!(step["step"].as_u64(), Some(i as u64 + 1));
-            let got = step[key].as_f64().unwrap_or_else(|| panic!("{name}: no `{key}` in step {}", i + 1));
+            let got = step[key]
+                .as_f64()
+                .unwrap_or_else(|| panic!("{name}: no `{key}` in step {}", i + 1));
             close(got, want, tolerance, &format!("{name}: {key} of step {}", i + 1));
         }
     }
     if golden.get("active").is_some() {
         let got: Vec<&Value> = steps.iter().map(|s| &s["active_block"]).collect();
-        assert_eq!(pattern(&got), pattern(golden["active"].as_array().unwrap()), "{name}: active blocks");
+        assert_eq!(
+            pattern(&got),
+            pattern(golden["active"].as_array().unwrap()),
+            "{name}: active blocks"
+        );
     }
 
     let last = out.join("final");
     if golden["recipe"]["tune.method"] == "lora" {
         let got = tensors(&last.join("adapter_model.safetensors"));
-        let want = tensors(&goldens().join("training/runs").join(format!("{name}.final.safetensors")));
-        assert_eq!(got.keys().collect::<Vec<_>>(), want.keys().collect::<Vec<_>>(), "{name}: names of adapter tensors");
+        let want = tensors(
+            &goldens()
+                .join("training/runs")
+                .join(format!("{name}.final.safetensors")),
+        );
+        assert_eq!(
+            got.keys().collect::<Vec<_>>(),
+            want.keys().collect::<Vec<_>>(),
+            "{name}: names of adapter tensors"
+        );
         for (tensor, values) in &got {
             all_close(values, &want[tensor], TOLERANCE_CHANGE, &format!("{name}: {tensor}"));
         }
@@ -102,8 +116,17 @@ fn run(name: &str) {
     }
     let before = tensors(&model.path().join("model.safetensors"));
     let after = tensors(&last.join("model.safetensors"));
-    assert_eq!(before.keys().collect::<Vec<_>>(), after.keys().collect::<Vec<_>>(), "{name}: names of weights");
-    let untouched: Vec<&str> = golden["untouched"].as_array().unwrap().iter().map(|n| n.as_str().unwrap()).collect();
+    assert_eq!(
+        before.keys().collect::<Vec<_>>(),
+        after.keys().collect::<Vec<_>>(),
+        "{name}: names of weights"
+    );
+    let untouched: Vec<&str> = golden["untouched"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|n| n.as_str().unwrap())
+        .collect();
     for tensor in &untouched {
         assert_eq!(after[*tensor], before[*tensor], "{name}: {tensor} was never active");
     }
@@ -112,7 +135,12 @@ fn run(name: &str) {
     for (tensor, want) in changes {
         let pairs = after[tensor].iter().zip(&before[tensor]);
         let change = pairs.map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
-        close(change, want.as_f64().unwrap(), TOLERANCE_CHANGE, &format!("{name}: change of {tensor}"));
+        close(
+            change,
+            want.as_f64().unwrap(),
+            TOLERANCE_CHANGE,
+            &format!("{name}: change of {tensor}"),
+        );
     }
 }
 

@@ -63,8 +63,7 @@ fn logits_of(network: &Network, batch: &Batch) -> Vec<Vec<f64>> {
     let head = network.head().unwrap();
     let mut all = values(&linear::forward(&hidden, &head.weight.tensor, None).unwrap());
     if let Some(cap) = head.softcap {
-        all.iter_mut()
-            .for_each(|x| *x = cap as f64 * (*x / cap as f64).tanh());
+        all.iter_mut().for_each(|x| *x = cap as f64 * (*x / cap as f64).tanh());
     }
     let vocab = all.len() / batch.len();
     let bounds = batch.documents.windows(2);
@@ -111,11 +110,7 @@ pub fn multipliers(lines: &str, steps: u64) -> Vec<f64> {
 
 /// One parameter `[3, 4]` under an optimizer (`lines` is the `[optimizer]` table): after each step the weights
 /// and the moments that are kept.
-pub fn optimizer_steps(
-    lines: &str,
-    start: &[f32],
-    gradients: &[Vec<f32>],
-) -> Vec<(Vec<f64>, Vec<f64>, Vec<f64>)> {
+pub fn optimizer_steps(lines: &str, start: &[f32], gradients: &[Vec<f32>]) -> Vec<(Vec<f64>, Vec<f64>, Vec<f64>)> {
     let settings = parse(lines).optimizer;
     let lr = settings.learning_rate;
     let mut optimizer = Optimizer::new(settings);

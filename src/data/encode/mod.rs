@@ -18,6 +18,8 @@ mod spans;
 mod tests;
 #[cfg(test)]
 mod tests_chat;
+#[cfg(test)]
+mod tests_real;
 
 use super::batch::Example;
 use super::chat;

@@ -41,9 +41,9 @@ pub fn softcap(config: &Config, key: &str, default: Option<f32>) -> Result<Optio
         return Ok(default);
     }
     match config.opt_f64(key)? {
-        Some(cap) if cap <= 0.0 => {
-            Err(Error::new(format!("`{key}` must be positive or null")).at(config.path.display()).found(cap))
-        }
+        Some(cap) if cap <= 0.0 => Err(Error::new(format!("`{key}` must be positive or null"))
+            .at(config.path.display())
+            .found(cap)),
         cap => Ok(cap.map(|c| c as f32)),
     }
 }

@@ -4,7 +4,11 @@ use super::{Config, Result, Spec};
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     // transformers' default where the key is missing; null switches the window off.
-    let window = if config.raw.contains_key("sliding_window") { config.opt_usize("sliding_window")? } else { Some(4096) };
+    let window = if config.raw.contains_key("sliding_window") {
+        config.opt_usize("sliding_window")?
+    } else {
+        Some(4096)
+    };
     for layer in &mut spec.layers {
         layer.window = window;
     }

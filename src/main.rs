@@ -1,3 +1,5 @@
+//! Parse, run, exit code: all of it is in `ft::cli`.
+
 fn main() {
-    std::process::exit(0);
+    std::process::exit(ft::cli::start(std::env::args_os()));
 }

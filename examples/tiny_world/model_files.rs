@@ -3,6 +3,7 @@
 use ft::base::{Error, Result, files};
 use serde_json::{Value, json};
 use std::path::Path;
+use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::sequence::Sequence;
@@ -11,7 +12,7 @@ use tokenizers::tokenizer::SplitDelimiterBehavior;
 use tokenizers::{AddedToken, Tokenizer};
 
 /// Rows of the tokenizer and of the embedding.
-const VOCABULARY: usize = 1024;
+const VOCABULARY: usize = 896;
 /// Ids 0, 1, 2.
 const END_OF_TEXT: &str = "<|endoftext|>";
 const TURN_START: &str = "<|im_start|>";
@@ -43,11 +44,11 @@ pub fn train_tokenizer(texts: &[String]) -> Result<Tokenizer> {
         .with_pre_tokenizer(Some(Sequence::new(vec![split.into(), bytes.into()])))
         .with_decoder(Some(bytes));
     let special = [END_OF_TEXT, TURN_START, TURN_END].map(|t| AddedToken::from(t, true));
-    let mut trainer = BpeTrainer::builder()
+    let mut trainer: TrainerWrapper = BpeTrainer::builder()
         .vocab_size(VOCABULARY)
         .show_progress(false)
         .special_tokens(special.to_vec())
-        .initial_alphabet(ByteLevel::alphabet())
+        .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
         .build()
         .into();
     tokenizer.train(&mut trainer, texts.iter()).map_err(failed)?;
@@ -114,11 +115,11 @@ fn config() -> Value {
         "sliding_window": null,
         "max_window_layers": 4,
         "tie_word_embeddings": true,
-        "initializer_range": 0.02,
+        "initializer_range": 0.05,
         "bos_token_id": null,
         "eos_token_id": 2,
         "pad_token_id": 0,
-        "torch_dtype": "float32",
+        "torch_dtype": "bfloat16",
         "use_cache": true,
     })
 }

@@ -75,6 +75,15 @@ impl Error {
         self
     }
 
+    /// Names a place around the one that is named: the row for which line 3 of a template failed.
+    pub fn within(mut self, outer: impl fmt::Display) -> Self {
+        self.0.place = Some(match self.0.place.take() {
+            Some(inner) => format!("{outer} ({inner})"),
+            None => outer.to_string(),
+        });
+        self
+    }
+
     pub fn found(mut self, found: impl fmt::Display) -> Self {
         self.0.found = Some(found.to_string());
         self

@@ -55,6 +55,42 @@ pub fn rename(from: &Path, to: &Path) -> Result<()> {
     sync_dir(to.parent().unwrap_or(Path::new(".")))
 }
 
+/// Swaps two names in one step, durably; both must exist. `false`: this system or this disk cannot do it.
+pub fn exchange(a: &Path, b: &Path) -> Result<bool> {
+    #[cfg(target_os = "linux")]
+    {
+        let c = |p: &Path| std::ffi::CString::new(p.as_os_str().as_encoded_bytes()).ok();
+        let (Some(from), Some(to)) = (c(a), c(b)) else {
+            return Ok(false);
+        };
+        // Both are valid C strings for the whole call; the numbers are AT_FDCWD and RENAME_EXCHANGE.
+        let rc = unsafe {
+            libc::syscall(
+                libc::SYS_renameat2,
+                libc::AT_FDCWD,
+                from.as_ptr(),
+                libc::AT_FDCWD,
+                to.as_ptr(),
+                2 as libc::c_uint,
+            )
+        };
+        if rc == 0 {
+            sync_dir(b.parent().unwrap_or(Path::new(".")))?;
+            return Ok(true);
+        }
+        let e = std::io::Error::last_os_error();
+        match e.raw_os_error() {
+            Some(libc::ENOSYS | libc::EINVAL | libc::EOPNOTSUPP | libc::EPERM) => Ok(false),
+            _ => Err(io("swap names with", b, e)),
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = (a, b);
+        Ok(false)
+    }
+}
+
 /// Entries of a directory, sorted by name.
 pub fn list(path: &Path) -> Result<Vec<PathBuf>> {
     let mut out = Vec::new();

@@ -5,8 +5,10 @@ pub mod error;
 pub mod files;
 pub mod lock;
 pub mod memory;
+pub mod partial;
 pub mod rng;
 pub mod signal;
+pub mod staging;
 pub mod units;
 
 pub use error::{Error, ErrorKind, Result};

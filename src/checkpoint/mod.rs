@@ -1,1 +1,29 @@
+//! A training state on disk: complete and verified, or not there at all.
+//!
+//!     run_dir/checkpoint-<step>/
+//!       weights.safetensors optimizer.safetensors ...   the caller's named tensors
+//!       state.json                                       one JSON value: counters, positions, settings
+//!       manifest.json                                    every file with its size and hash; written last
+//!
+//! Everything is written under a temporary name, synced, and renamed at the end, so a process that is killed
+//! at any moment leaves either the old state or the new one. Knows names, tensors and JSON. Knows no models,
+//! no optimizers, no recipes.
 
+mod keep;
+mod load;
+mod manifest;
+mod save;
+
+pub use crate::formats::writer::{TensorPlan, Values};
+pub use keep::{clean_leftovers, list, rotate, set_aside_later};
+pub use load::{Loaded, latest, load};
+pub use manifest::{Entry, Manifest, verify};
+pub use save::{Files, Sink, check_space, save, space_needed};
+
+/// The file of the JSON value.
+pub const STATE: &str = "state.json";
+
+#[cfg(test)]
+mod kill_tests;
+#[cfg(test)]
+mod tests;

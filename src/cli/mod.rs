@@ -1,1 +1,201 @@
+//! The command line: text in, exit code out; one file a subcommand. The only place that reads flags and
+//! environment variables and prints results. Knows no tensors.
+//!
+//! Results go to standard output, everything else to standard error. Exit codes: 0 ok, 1 the run or an input
+//! failed, 2 usage or recipe error, 70 a bug in ft, 130/143 stopped by a signal with the state saved.
 
+mod data;
+mod doctor;
+mod eval;
+mod generate;
+mod merge;
+mod out;
+mod plan;
+mod recipe_args;
+mod recipes;
+mod train;
+
+pub use out::{out, out_raw};
+pub use recipes::SHIPPED;
+
+use crate::base::{Error, Result};
+use crate::report::{self, Style};
+use clap::{Parser, Subcommand};
+use std::ffi::OsString;
+use std::io::{IsTerminal, Write};
+
+/// Fine-tune large language models on little memory, one layer at a time
+#[derive(Debug, Parser)]
+#[command(name = "ft", version, max_term_width = 110, arg_required_else_help = true)]
+#[command(after_help = "Examples:
+  ft recipes                                         recipes to start from
+  ft recipes copy quickstart                         copy one and edit it
+  ft plan  --recipe quickstart.toml                  the memory it needs
+  ft train --recipe quickstart.toml train.max_steps=20
+
+Exit codes: 0 ok, 1 the run or an input failed, 2 usage or recipe error, 130/143 stopped by a signal, state saved")]
+pub struct Cli {
+    /// Threads to compute with [default: all cores]
+    #[arg(long, global = true, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    threads: Option<u16>,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Train(train::Args),
+    Plan(plan::Args),
+    Data(data::Args),
+    Eval(eval::Args),
+    Generate(generate::Args),
+    Merge(merge::Args),
+    Doctor(doctor::Args),
+    Recipes(recipes::Args),
+}
+
+/// The whole program: arguments in (the first is the program's name), exit code out.
+pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
+    let cli = match Cli::try_parse_from(arguments) {
+        Ok(cli) => cli,
+        Err(e) => {
+            let _ = e.print();
+            return e.exit_code();
+        }
+    };
+    report::set_style(style_of_terminal());
+    std::panic::set_hook(Box::new(|info| {
+        let _ = writeln!(
+            std::io::stderr(),
+            "bug in ft {}: {info}\nhint: report it with this message, the command and the output of `ft doctor`",
+            env!("CARGO_PKG_VERSION")
+        );
+    }));
+    match std::panic::catch_unwind(|| run(cli)) {
+        Ok(Ok(code)) => code,
+        Ok(Err(error)) => {
+            show_error(&error);
+            error.exit_code()
+        }
+        Err(_) => 70,
+    }
+}
+
+fn run(cli: Cli) -> Result<i32> {
+    if let Some(n) = cli.threads {
+        rayon::ThreadPoolBuilder::new()
+            .num_threads(usize::from(n))
+            .build_global()
+            .map_err(|e| Error::new("cannot start the threads").cause(e))?;
+    }
+    match cli.command {
+        Command::Train(args) => train::run(args),
+        Command::Plan(args) => plan::run(args),
+        Command::Data(args) => data::run(args),
+        Command::Eval(args) => eval::run(args),
+        Command::Generate(args) => generate::run(args),
+        Command::Merge(args) => merge::run(args),
+        Command::Doctor(args) => doctor::run(args),
+        Command::Recipes(args) => recipes::run(args),
+    }
+}
+
+fn show_error(error: &Error) {
+    let label = match report::style().color {
+        true => "\x1b[31merror:\x1b[0m",
+        false => "error:",
+    };
+    let _ = writeln!(std::io::stderr(), "{label} {error}");
+}
+
+/// A line for the person at the terminal.
+fn note(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+fn warn(line: &str) {
+    let label = match report::style().color {
+        true => "\x1b[33mwarning:\x1b[0m",
+        false => "warning:",
+    };
+    let _ = writeln!(std::io::stderr(), "{label} {line}");
+}
+
+/// Meaning never depends on colour: this only decides how things look.
+fn style_of_terminal() -> Style {
+    let set = |name: &str| std::env::var_os(name).is_some_and(|v| !v.is_empty());
+    let terminal = std::io::stderr().is_terminal();
+    let dumb = std::env::var("TERM").is_ok_and(|t| t == "dumb");
+    let locale = ["LC_ALL", "LC_CTYPE", "LANG"]
+        .iter()
+        .find_map(|n| std::env::var(n).ok().filter(|v| !v.is_empty()))
+        .unwrap_or_default()
+        .to_lowercase();
+    Style {
+        bar: terminal && !dumb && !set("FT_NO_PROGRESS"),
+        color: terminal && !dumb && !set("NO_COLOR"),
+        unicode: locale.contains("utf-8") || locale.contains("utf8"),
+    }
+}
+
+/// `--dtype`.
+fn parse_dtype(text: &str) -> std::result::Result<crate::recipe::Dtype, String> {
+    crate::recipe::Dtype::parse(text).ok_or_else(|| "expected f32 or bf16".to_string())
+}
+
+/// `--budget`.
+fn parse_bytes(text: &str) -> std::result::Result<u64, String> {
+    crate::base::units::parse_bytes(text).map_err(|_| "expected a size such as 24GiB".to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_definitions_are_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_subcommand_shows_an_example() {
+        for command in Cli::command().get_subcommands() {
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let call = format!("ft {}", command.get_name());
+            assert!(help.contains(&call), "{}", command.get_name());
+            assert!(command.get_about().is_some());
+        }
+    }
+
+    #[test]
+    fn usage_errors_exit_2_and_help_exits_0() {
+        let code = |args: &[&str]| match Cli::try_parse_from(args) {
+            Ok(_) => -1,
+            Err(e) => e.exit_code(),
+        };
+        assert_eq!(code(&["ft", "trian"]), 2);
+        assert_eq!(code(&["ft", "train"]), 2);
+        assert_eq!(code(&["ft", "train", "--recipe", "r", "--threads", "0"]), 2);
+        assert_eq!(code(&["ft", "generate", "--model", "m"]), 2);
+        assert_eq!(code(&["ft", "eval", "--model", "m", "--data", "d", "--dtype", "f8"]), 2);
+        assert_eq!(code(&["ft", "plan", "--recipe", "r", "--budget", "much"]), 2);
+        assert_eq!(code(&["ft", "--help"]), 0);
+        assert_eq!(code(&["ft", "generate", "--model", "m", "--prompt", "-x"]), -1);
+        assert_eq!(
+            code(&[
+                "ft",
+                "--threads",
+                "2",
+                "merge",
+                "--model",
+                "m",
+                "--adapter",
+                "a",
+                "--out",
+                "o"
+            ]),
+            -1
+        );
+    }
+}

@@ -2,5 +2,23 @@
 //! Knows tokenizers and templates. Knows no tensors, no models.
 
 pub mod batch;
+mod chat;
+pub mod codec;
+pub mod dataset;
+pub mod describe;
+pub mod encode;
+pub mod order;
+pub mod pack;
+pub mod read;
+pub mod rows;
+
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod tests;
 
 pub use batch::{Batch, Example, IGNORE};
+pub use codec::{ChatRender, TextCodec};
+pub use dataset::{Dataset, Origin, Spec, Stats};
+pub use encode::{Encoder, Question};
+pub use order::{BatchStream, Length, StreamSpec, eval_batches};

@@ -1,1 +1,75 @@
+//! What the user takes away: a Hugging Face model directory, or a PEFT adapter directory. Each is built under
+//! a temporary name and renamed when complete. Also the way back: adapters into the model, and adapters
+//! into the weights. Knows file layouts of other tools. Knows no training.
 
+mod adapter;
+mod fingerprint;
+mod load_adapter;
+mod merged;
+mod model;
+
+pub use adapter::adapter;
+pub(crate) use fingerprint::of as fingerprint_of;
+pub use fingerprint::{check_base, fingerprint};
+pub use load_adapter::load_adapter;
+pub use merged::merged;
+pub(crate) use model::{Directory, set_dtype, stored};
+pub use model::{ModelExport, model};
+
+use crate::base::{Result, files};
+use std::path::Path;
+
+/// What belongs to the tokenizer of a model.
+const TOKENIZER: [&str; 10] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.json",
+    CHAT_TEMPLATE,
+];
+const CHAT_TEMPLATE: &str = "chat_template.jinja";
+
+/// Carried along with the weights: how to sample, and the terms the weights come under.
+const BESIDE: [&str; 7] = [
+    "generation_config.json",
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE.md",
+    "NOTICE",
+    "NOTICE.txt",
+    "USE_POLICY.md",
+];
+
+/// Copies the files of `names` that `from` has.
+fn copy_beside(from: &Path, to: &Path, names: &[&str]) -> Result<()> {
+    for name in names {
+        let source = from.join(name);
+        if source.is_file() {
+            files::copy_atomic(&source, &to.join(name))?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes the chat template that a model was trained with into an exported directory; it goes before one in
+/// `tokenizer_config.json`.
+pub fn set_chat_template(dir: &Path, text: &str) -> Result<()> {
+    files::write_atomic(&dir.join(CHAT_TEMPLATE), text.as_bytes())
+}
+
+#[cfg(test)]
+mod adapter_tests;
+#[cfg(test)]
+mod model_tests;
+
+/// Made-up directories for the tests of rooms above.
+#[cfg(test)]
+pub(crate) mod testing {
+    pub(crate) use super::adapter_tests::{adapter_config, adapters};
+    pub(crate) use super::model_tests::{base, names, numbers};
+}

@@ -1,1 +1,210 @@
+//! A path or a hub id to local files: a model directory, or the data files of a data set.
+//!
+//! Downloads go to the cache that the Hugging Face tools share (blobs, snapshots, refs). `hf-hub` lists,
+//! transfers and links; what it lacks is done here: it starts a broken download from the beginning and
+//! takes the body of a failed request for the file, so files are fetched in ranges into
+//! `blobs/<etag>.incomplete`, which a later run takes up again, and their size and hash are checked.
 
+#[cfg(feature = "hub")]
+mod dataset;
+#[cfg(feature = "hub")]
+mod download;
+#[cfg(feature = "hub")]
+mod errors;
+#[cfg(feature = "hub")]
+mod model;
+mod settings;
+
+pub use settings::HubSettings;
+
+use crate::base::{Error, Result};
+use std::path::{Path, PathBuf};
+
+/// A local directory as it is; else the model with this hub id, downloaded as far as it is not cached.
+///
+/// Errors: neither a directory nor an id; not found; no access; no network and not cached.
+pub fn resolve_model(path: &str, revision: &str, progress: bool) -> Result<PathBuf> {
+    if Path::new(path).is_dir() {
+        return Ok(PathBuf::from(path));
+    }
+    let mut settings = HubSettings::from_env();
+    settings.progress &= progress;
+    resolve_with(&settings, path, revision)
+}
+
+/// `resolve_model` with settings that are given instead of read from the environment.
+pub fn resolve_with(settings: &HubSettings, path: &str, revision: &str) -> Result<PathBuf> {
+    if Path::new(path).is_dir() {
+        return Ok(PathBuf::from(path));
+    }
+    if Path::new(path).is_file() {
+        return Err(Error::new("the model is a file, not a directory")
+            .at(path)
+            .hint("give the directory that holds `config.json` and the weights"));
+    }
+    if !is_id(path) {
+        return Err(
+            Error::new("model directory does not exist, and the name is not a hub id")
+                .found(format!("`{path}`"))
+                .expected("a directory, or an id such as `Qwen/Qwen2.5-0.5B-Instruct`"),
+        );
+    }
+    check_revision(revision)?;
+    #[cfg(feature = "hub")]
+    return model::resolve(settings, path, revision);
+    #[cfg(not(feature = "hub"))]
+    Err(no_feature(settings, path))
+}
+
+/// The local data files that `path` names: a file as it is; else a hub data set, as `org/name` (the
+/// files of its train split) or `org/name:file.jsonl`.
+pub fn resolve_dataset_file(path: &str, revision: &str, progress: bool) -> Result<Vec<PathBuf>> {
+    if Path::new(path).is_file() {
+        return Ok(vec![PathBuf::from(path)]);
+    }
+    let mut settings = HubSettings::from_env();
+    settings.progress &= progress;
+    resolve_dataset_with(&settings, path, revision)
+}
+
+/// `resolve_dataset_file` with settings that are given instead of read from the environment.
+pub fn resolve_dataset_with(settings: &HubSettings, path: &str, revision: &str) -> Result<Vec<PathBuf>> {
+    if Path::new(path).is_file() {
+        return Ok(vec![PathBuf::from(path)]);
+    }
+    let (id, file) = match path.split_once(':') {
+        Some((id, file)) => (id, Some(file)),
+        None => (path, None),
+    };
+    let looks_like_a_file = file.is_none() && data_kind(path).is_some();
+    if !is_id(id) || looks_like_a_file || file.is_some_and(|f| !is_inside(f)) {
+        return Err(
+            Error::new("data file does not exist, and the name is not a hub data set")
+                .found(format!("`{path}`"))
+                .expected("a file, or an id such as `org/name` or `org/name:train.jsonl`")
+                .hint("paths are taken from the directory in which ft was started"),
+        );
+    }
+    check_revision(revision)?;
+    #[cfg(feature = "hub")]
+    return dataset::resolve(settings, id, file, revision);
+    #[cfg(not(feature = "hub"))]
+    Err(no_feature(settings, id))
+}
+
+#[cfg(not(feature = "hub"))]
+fn no_feature(settings: &HubSettings, id: &str) -> Error {
+    Error::new("this build of ft has no downloads")
+        .found(format!("the hub id `{id}`"))
+        .expected("a local path")
+        .hint(format!(
+            "build with `--features hub`, or download it with another tool (cache: {})",
+            settings.cache.display()
+        ))
+}
+
+/// `org/name` with the characters that the hub allows.
+pub fn is_id(text: &str) -> bool {
+    let part = |p: &str| {
+        !p.is_empty()
+            && p.len() <= 96
+            && p.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+            && !p.starts_with(['-', '.'])
+            && !p.ends_with(['-', '.'])
+            && !p.contains("..")
+            && !p.contains("--")
+    };
+    matches!(text.split_once('/'), Some((org, name)) if part(org) && part(name))
+}
+
+/// A path inside a repository: no `..`, not absolute.
+fn is_inside(path: &str) -> bool {
+    !path.is_empty()
+        && !path.contains('\\')
+        && !path.contains(':')
+        && path
+            .split('/')
+            .all(|p| !p.is_empty() && p != "." && p != ".." && !p.chars().any(char::is_control))
+}
+
+fn check_revision(revision: &str) -> Result<()> {
+    let good = is_inside(revision) && revision.len() <= 200;
+    if good {
+        return Ok(());
+    }
+    Err(Error::usage(format!("`{revision}` is not a revision"))
+        .expected("a branch, a tag or a commit hash")
+        .hint("set `model.revision = \"main\"`"))
+}
+
+/// The ending of a data file that ft reads.
+fn data_kind(path: &str) -> Option<&'static str> {
+    let lower = path.to_lowercase();
+    ["jsonl", "json", "csv", "parquet"]
+        .into_iter()
+        .find(|kind| lower.ends_with(&format!(".{kind}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_told_from_paths() {
+        for good in ["Qwen/Qwen2.5-0.5B-Instruct", "a/b", "org_1/na.me_2"] {
+            assert!(is_id(good), "{good}");
+        }
+        for bad in [
+            "a",
+            "a/b/c",
+            "/a/b",
+            "../b",
+            "a/..",
+            "./a",
+            "a b/c",
+            "a/b\n",
+            "~/x",
+            "a/",
+            "a--b/c",
+            "http://x/y",
+        ] {
+            assert!(!is_id(bad), "{bad}");
+        }
+    }
+
+    #[test]
+    fn local_directories_need_no_hub() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().to_str().unwrap();
+        assert_eq!(resolve_model(path, "main", false).unwrap(), dir.path());
+        let e = resolve_model("no such model", "main", false).unwrap_err().to_string();
+        assert!(e.contains("not a hub id") && e.contains("Qwen/"), "{e}");
+        let file = dir.path().join("train.jsonl");
+        std::fs::write(&file, "{}").unwrap();
+        assert_eq!(
+            resolve_dataset_file(file.to_str().unwrap(), "main", false).unwrap(),
+            [file.clone()]
+        );
+        assert!(
+            resolve_model(file.to_str().unwrap(), "main", false)
+                .unwrap_err()
+                .to_string()
+                .contains("is a file")
+        );
+        for bad in [
+            "data/train.jsonl",
+            "org/name:../x.jsonl",
+            "org/name:/etc/passwd",
+            "nothing",
+        ] {
+            let e = resolve_dataset_file(bad, "main", false).unwrap_err().to_string();
+            assert!(e.contains("does not exist") && e.contains(bad), "{e}");
+        }
+        assert_eq!(
+            resolve_with(&HubSettings::from_env(), "a/b", "../x")
+                .unwrap_err()
+                .exit_code(),
+            2
+        );
+    }
+}

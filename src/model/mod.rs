@@ -1,1 +1,17 @@
+//! One decoder block with options, for every family; the maths of a layer, forward and backward.
+//! Knows layers, norms, adapters' places. Knows no optimizers, opens no files.
+//!
+//! Letters: N tokens of a batch (all documents end to end), D hidden size, H query heads, K key/value
+//! heads, E head size, I intermediate size, V vocabulary rows, R rotary size.
 
+pub mod block;
+pub mod contracts;
+pub mod families;
+pub mod linear;
+pub mod network;
+pub mod rope;
+pub mod spec;
+
+pub use contracts::{Context, GradSink, Head, KvStore, Layer, LossOutput, Need, Objective, Param};
+pub use network::{Adapters, Network};
+pub use spec::Spec;

@@ -1,1 +1,333 @@
+//! Linear and cross-entropy in one: hidden states `[N, D]` and head `[V, D]` in, loss and gradients out. Logits
+//! exist for one chunk of trained tokens at a time; tokens without a target cost nothing.
 
+use super::cpu::cross_entropy as cpu;
+use super::cpu::storage::{dims2, expect_dims, expect_f32, floats, tensor, values, wrong_shape};
+use crate::base::{Error, Result};
+use crate::data::IGNORE;
+use candle_core::Tensor;
+
+/// How to compute the loss and which gradients are wanted.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Logits become `cap tanh(logit / cap)`.
+    pub softcap: Option<f32>,
+    /// Tokens a chunk; 0 counts as 1.
+    pub chunk: usize,
+    /// Factor of the gradients (not of the loss): 1 / tokens of the window.
+    pub scale: f64,
+    pub need_dh: bool,
+    pub need_dw: bool,
+}
+
+/// Sums over the trained tokens, and the gradients that were wanted.
+#[derive(Debug)]
+pub struct Output {
+    /// Sum of the losses in nats, not scaled. Not finite when a logit is not.
+    pub loss_sum: f64,
+    pub trained: usize,
+    /// Tokens whose target has the largest logit (the first of equals).
+    pub correct: usize,
+    /// `[N, D]`, zero where nothing is trained.
+    pub dh: Option<Tensor>,
+    /// `[V, D]` f32.
+    pub dw: Option<Tensor>,
+}
+
+/// h f32 `[N, D]`, head f32 or bf16 `[V, D]`, targets `[N]`, each below V or `IGNORE` (else an error).
+pub fn forward_backward(h: &Tensor, head: &Tensor, targets: &[u32], options: &Options) -> Result<Output> {
+    let ((n, d), (v, _)) = (dims2(h, "the hidden states")?, dims2(head, "the head")?);
+    let mut sum = Sum::default();
+    let mut gradients = cpu::Gradients {
+        scale: options.scale as f32,
+        dh: options.need_dh.then(|| vec![0f32; n * d]),
+        dw: options.need_dw.then(|| vec![0f32; v * d]),
+    };
+    let wanted = (options.need_dh || options.need_dw).then_some(&mut gradients);
+    run(h, head, targets, options.softcap, options.chunk, wanted, |_, row| {
+        sum.add(row)
+    })?;
+    Ok(Output {
+        loss_sum: sum.loss,
+        trained: sum.trained,
+        correct: sum.correct,
+        dh: gradients.dh.map(|dh| tensor(dh, (n, d))).transpose()?,
+        dw: gradients.dw.map(|dw| tensor(dw, (v, d))).transpose()?,
+    })
+}
+
+/// As `forward_backward` without gradients.
+pub fn forward_only(h: &Tensor, head: &Tensor, targets: &[u32], softcap: Option<f32>, chunk: usize) -> Result<Output> {
+    let mut sum = Sum::default();
+    run(h, head, targets, softcap, chunk, None, |_, row| sum.add(row))?;
+    Ok(Output {
+        loss_sum: sum.loss,
+        trained: sum.trained,
+        correct: sum.correct,
+        dh: None,
+        dw: None,
+    })
+}
+
+/// Log-probability of each target, `[N]`; 0 where the target is `IGNORE`.
+pub fn token_log_probs(
+    h: &Tensor,
+    head: &Tensor,
+    targets: &[u32],
+    softcap: Option<f32>,
+    chunk: usize,
+) -> Result<Vec<f32>> {
+    let mut log_probs = vec![0f32; targets.len()];
+    run(h, head, targets, softcap, chunk, None, |n, row| {
+        log_probs[n] = -row.loss as f32
+    })?;
+    Ok(log_probs)
+}
+
+#[derive(Default)]
+struct Sum {
+    loss: f64,
+    trained: usize,
+    correct: usize,
+}
+
+impl Sum {
+    fn add(&mut self, row: &cpu::Row) {
+        self.loss += row.loss;
+        self.trained += 1;
+        self.correct += row.correct as usize;
+    }
+}
+
+/// Checks, then hands every trained token's result to `each`, in order.
+fn run(
+    h: &Tensor,
+    head: &Tensor,
+    targets: &[u32],
+    softcap: Option<f32>,
+    chunk: usize,
+    gradients: Option<&mut cpu::Gradients>,
+    mut each: impl FnMut(usize, &cpu::Row),
+) -> Result<()> {
+    let (n, d) = dims2(h, "the hidden states")?;
+    let (v, _) = dims2(head, "the head")?;
+    expect_dims(head, "the head", &[v, d])?;
+    expect_f32(h, "the hidden states")?;
+    if targets.len() != n {
+        return Err(wrong_shape(h, "the hidden states", &format!("{} rows", targets.len())));
+    }
+    if let Some((at, id)) = targets
+        .iter()
+        .enumerate()
+        .find(|(_, t)| **t != IGNORE && **t as usize >= v)
+    {
+        return Err(Error::new("a target lies outside the vocabulary")
+            .at(format!("token {at}"))
+            .found(id)
+            .expected(format!("below {v}")));
+    }
+    if softcap.is_some_and(|cap| cap.is_nan() || cap <= 0.0) {
+        return Err(Error::new("the soft cap of the logits must be positive"));
+    }
+    let trained: Vec<usize> = (0..n).filter(|i| targets[*i] != IGNORE).collect();
+    floats(h, "the hidden states", |h| {
+        values(head, "the head", |head| {
+            let job = cpu::Job {
+                h,
+                head,
+                targets,
+                sizes: (d, v),
+                cap: softcap.unwrap_or(0.0),
+            };
+            cpu::run(&job, &trained, chunk.max(1), gradients, &mut each);
+            Ok(())
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::oracle::{assert_close, assert_same_on_any_threads, bf16_pair, flat, random};
+    use candle_core::{D, Device, Var};
+
+    const SHAPES: [(usize, usize, usize); 3] = [(1, 8, 5), (11, 16, 37), (70, 40, 300)];
+
+    fn targets(n: usize, v: usize) -> Vec<u32> {
+        (0..n)
+            .map(|i| if i % 3 == 1 { IGNORE } else { (i * 7 % v) as u32 })
+            .collect()
+    }
+
+    /// Log-probabilities of the targets of the trained rows.
+    fn composed(h: &Tensor, head: &Tensor, targets: &[u32], cap: Option<f32>) -> Tensor {
+        let rows: Vec<u32> = (0..targets.len() as u32)
+            .filter(|i| targets[*i as usize] != IGNORE)
+            .collect();
+        let ids: Vec<u32> = rows.iter().map(|i| targets[*i as usize]).collect();
+        let count = rows.len();
+        let rows = Tensor::from_vec(rows, count, &Device::Cpu).unwrap();
+        let ids = Tensor::from_vec(ids, (count, 1), &Device::Cpu).unwrap();
+        let h = h.index_select(&rows, 0).unwrap();
+        let mut logits = h.matmul(&head.t().unwrap()).unwrap();
+        if let Some(cap) = cap {
+            logits = ((logits / cap as f64).unwrap().tanh().unwrap() * cap as f64).unwrap();
+        }
+        let sum = logits.exp().unwrap().sum_keepdim(D::Minus1).unwrap();
+        let log_probs = logits.broadcast_sub(&sum.log().unwrap()).unwrap();
+        log_probs.gather(&ids, 1).unwrap().squeeze(1).unwrap()
+    }
+
+    #[test]
+    fn matches_autograd() {
+        for (n, d, v) in SHAPES {
+            for cap in [None, Some(2.5)] {
+                for chunk in [1, 4, 1000] {
+                    let h = Var::from_tensor(&random((n, d), 1)).unwrap();
+                    let head = Var::from_tensor(&random((v, d), 2)).unwrap();
+                    let targets = targets(n, v);
+                    let log_probs = composed(&h, &head, &targets, cap);
+                    let loss = log_probs.sum_all().unwrap().neg().unwrap();
+                    let grads = (&loss * 0.25).unwrap().backward().unwrap();
+                    let loss = loss.to_scalar::<f32>().unwrap() as f64;
+                    let options = Options {
+                        softcap: cap,
+                        chunk,
+                        scale: 0.25,
+                        need_dh: true,
+                        need_dw: true,
+                    };
+                    let out = forward_backward(&h, &head, &targets, &options).unwrap();
+                    assert!((out.loss_sum - loss).abs() <= 1e-5 * loss, "{} {loss}", out.loss_sum);
+                    assert_eq!(out.trained, targets.iter().filter(|t| **t != IGNORE).count());
+                    assert_close(&out.dh.unwrap(), grads.get(&h).unwrap(), 1e-5);
+                    assert_close(&out.dw.unwrap(), grads.get(&head).unwrap(), 1e-5);
+                    let again = forward_only(&h, &head, &targets, cap, chunk).unwrap();
+                    assert_eq!(
+                        (again.loss_sum, again.trained, again.correct),
+                        (out.loss_sum, out.trained, out.correct)
+                    );
+                    let got = token_log_probs(&h, &head, &targets, cap, chunk).unwrap();
+                    let kept: Vec<f32> = (0..n).filter(|i| targets[*i] != IGNORE).map(|i| got[i]).collect();
+                    let kept = Tensor::from_vec(kept, log_probs.dims(), &Device::Cpu).unwrap();
+                    assert_close(&kept, &log_probs, 1e-5);
+                    assert!((0..n).all(|i| targets[i] != IGNORE || got[i] == 0.0));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn only_wanted_gradients() {
+        let (h, head) = (random((6, 8), 1), random((9, 8), 2));
+        let targets = targets(6, 9);
+        let run = |need_dh, need_dw| {
+            let options = Options {
+                softcap: None,
+                chunk: 3,
+                scale: 1.0,
+                need_dh,
+                need_dw,
+            };
+            let out = forward_backward(&h, &head, &targets, &options).unwrap();
+            (out.dh.map(|t| flat(&t)), out.dw.map(|t| flat(&t)))
+        };
+        let (dh, dw) = run(true, true);
+        assert!(dh.is_some() && dw.is_some());
+        assert_eq!(run(true, false), (dh, None));
+        assert_eq!(run(false, true), (None, dw));
+        assert_eq!(run(false, false), (None, None));
+    }
+
+    #[test]
+    fn counts_hits() {
+        // Logits are the rows of h; the target is the largest in rows 0 and 2, one of two equals in row 3.
+        let h = Tensor::new(
+            &[[3f32, 1., 2.], [0., 1., 2.], [0., 0., 9.], [4., 4., 0.]],
+            &Device::Cpu,
+        )
+        .unwrap();
+        let eye = Tensor::eye(3, candle_core::DType::F32, &Device::Cpu).unwrap();
+        let out = forward_only(&h, &eye, &[0, 0, 2, 1], None, 3).unwrap();
+        assert_eq!((out.trained, out.correct), (4, 2));
+        assert_eq!(forward_only(&h, &eye, &[0, 0, 2, 0], None, 3).unwrap().correct, 3);
+    }
+
+    #[test]
+    fn bf16_heads_are_used_as_they_are() {
+        let (h, (head, wide)) = (random((20, 600), 1), bf16_pair((90, 600), 2));
+        let targets = targets(20, 90);
+        let options = Options {
+            softcap: None,
+            chunk: 7,
+            scale: 1.0,
+            need_dh: true,
+            need_dw: true,
+        };
+        let a = forward_backward(&h, &head, &targets, &options).unwrap();
+        let b = forward_backward(&h, &wide, &targets, &options).unwrap();
+        assert!((a.loss_sum - b.loss_sum).abs() < 1e-5 * b.loss_sum);
+        assert_close(&a.dh.unwrap(), &b.dh.unwrap(), 1e-5);
+        assert_close(&a.dw.unwrap(), &b.dw.unwrap(), 1e-5);
+    }
+
+    #[test]
+    fn a_logit_that_is_not_finite_shows_in_the_loss() {
+        let head = random((40, 4), 2);
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 3e38] {
+            for cap in [None, Some(30.0)] {
+                let mut data = flat(&random((3, 4), 1));
+                data[5] = bad;
+                let h = Tensor::from_vec(data, (3, 4), &Device::Cpu).unwrap();
+                let out = forward_only(&h, &(&head * 4.0).unwrap(), &[1, 2, 3], cap, 2).unwrap();
+                assert!(!out.loss_sum.is_finite(), "{bad} {cap:?}: {}", out.loss_sum);
+                // The ignored row is not looked at.
+                let out = forward_only(&h, &head, &[1, IGNORE, 3], cap, 2).unwrap();
+                assert!(out.loss_sum.is_finite());
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_trained_and_targets_outside() {
+        let (h, head) = (random((3, 4), 1), random((5, 4), 2));
+        let options = Options {
+            softcap: None,
+            chunk: 2,
+            scale: 1.0,
+            need_dh: true,
+            need_dw: true,
+        };
+        let out = forward_backward(&h, &head, &[IGNORE; 3], &options).unwrap();
+        assert_eq!((out.loss_sum, out.trained, out.correct), (0.0, 0, 0));
+        assert!(
+            flat(&out.dh.unwrap())
+                .iter()
+                .chain(&flat(&out.dw.unwrap()))
+                .all(|x| *x == 0.0)
+        );
+        let e = forward_only(&h, &head, &[0, 5, 1], None, 2).unwrap_err();
+        assert!(e.to_string().contains("token 1"), "{e}");
+        assert!(forward_only(&h, &head, &[0, 1], None, 2).is_err());
+    }
+
+    #[test]
+    fn bit_equal_on_any_number_of_threads() {
+        for (n, d, v) in SHAPES {
+            let (h, head) = (random((n, d), 1), bf16_pair((v, d), 2).0);
+            let targets = targets(n, v);
+            let options = Options {
+                softcap: Some(9.0),
+                chunk: 16,
+                scale: 0.1,
+                need_dh: true,
+                need_dw: true,
+            };
+            assert_same_on_any_threads(|| {
+                let out = forward_backward(&h, &head, &targets, &options).unwrap();
+                let loss = Tensor::new(out.loss_sum as f32, &Device::Cpu).unwrap();
+                vec![loss, out.dh.unwrap(), out.dw.unwrap()]
+            });
+        }
+    }
+}

@@ -1,1 +1,198 @@
+//! `y = x Wᵀ + b` and its three derivatives. x `[N, I]`, W `[O, I]`, b `[O]`, y `[N, O]`.
+//! A bf16 weight is never widened whole.
 
+use super::cpu::matmul::{Order, product, sum_rows, transposed_product};
+use super::cpu::storage::{dims2, expect_dims, floats, tensor, values};
+use crate::base::Result;
+use candle_core::Tensor;
+
+/// `x [N, I]` f32, `w [O, I]` f32 or bf16, `bias [O]` f32 or bf16: `x·wᵀ + bias`, `[N, O]` f32.
+/// Fails on shapes that do not fit, on tensors that are not contiguous or not on the CPU.
+pub fn forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let (rows, inputs) = dims2(x, "x of a linear")?;
+    let (outputs, _) = dims2(w, "the weight of a linear")?;
+    expect_dims(w, "the weight of a linear", &[outputs, inputs])?;
+    let bias = bias
+        .map(|bias| {
+            expect_dims(bias, "the bias of a linear", &[outputs])?;
+            values(bias, "the bias of a linear", |v| Ok(v.to_f32()))
+        })
+        .transpose()?;
+    let mut y = vec![0f32; rows * outputs];
+    floats(x, "x of a linear", |x| {
+        values(w, "the weight of a linear", |w| {
+            product(
+                (rows, outputs, inputs),
+                &mut y,
+                false,
+                x,
+                w,
+                Order::Transposed,
+                bias.as_deref(),
+            );
+            Ok(())
+        })
+    })?;
+    tensor(y, (rows, outputs))
+}
+
+/// `dy [N, O]` f32, `w [O, I]` f32 or bf16: `dx = dy·w`, `[N, I]` f32.
+pub fn backward_input(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
+    let (rows, outputs) = dims2(dy, "dy of a linear")?;
+    let (_, inputs) = dims2(w, "the weight of a linear")?;
+    expect_dims(w, "the weight of a linear", &[outputs, inputs])?;
+    let mut dx = vec![0f32; rows * inputs];
+    floats(dy, "dy of a linear", |dy| {
+        values(w, "the weight of a linear", |w| {
+            product((rows, inputs, outputs), &mut dx, false, dy, w, Order::Plain, None);
+            Ok(())
+        })
+    })?;
+    tensor(dx, (rows, inputs))
+}
+
+/// `dy [N, O]`, `x [N, I]`, both f32: `dW = dyᵀ·x`, `[O, I]` f32.
+pub fn grad_weight(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
+    let (rows, outputs) = dims2(dy, "dy of a linear")?;
+    let (_, inputs) = dims2(x, "x of a linear")?;
+    expect_dims(x, "x of a linear", &[rows, inputs])?;
+    let mut dw = vec![0f32; outputs * inputs];
+    floats(dy, "dy of a linear", |dy| {
+        floats(x, "x of a linear", |x| {
+            transposed_product((outputs, inputs, rows), &mut dw, false, dy, x);
+            Ok(())
+        })
+    })?;
+    tensor(dw, (outputs, inputs))
+}
+
+/// `dy [N, O]` f32: its sum over the tokens, `[O]` f32.
+pub fn grad_bias(dy: &Tensor) -> Result<Tensor> {
+    let (_, outputs) = dims2(dy, "dy of a linear")?;
+    let sum = floats(dy, "dy of a linear", |dy| Ok(sum_rows(dy, outputs)))?;
+    tensor(sum, outputs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::oracle::{assert_close, assert_same_on_any_threads, bf16_pair, random};
+    use candle_core::Var;
+
+    const SHAPES: [(usize, usize, usize); 6] = [
+        (1, 40, 70),
+        (3, 513, 33),
+        (7, 1100, 16),
+        (70, 16, 530),
+        (130, 600, 250),
+        (600, 96, 300),
+    ];
+
+    #[test]
+    fn matches_autograd() {
+        for (n, i, o) in SHAPES {
+            let x = Var::from_tensor(&random((n, i), 1)).unwrap();
+            let w = Var::from_tensor(&random((o, i), 2)).unwrap();
+            let b = Var::from_tensor(&random(o, 3)).unwrap();
+            let dy = random((n, o), 4);
+            let y = x.matmul(&w.t().unwrap()).unwrap().broadcast_add(&b).unwrap();
+            let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+            assert_close(&forward(&x, &w, Some(&b)).unwrap(), &y, 1e-5);
+            assert_close(&backward_input(&dy, &w).unwrap(), grads.get(&x).unwrap(), 1e-5);
+            assert_close(&grad_weight(&dy, &x).unwrap(), grads.get(&w).unwrap(), 1e-5);
+            assert_close(&grad_bias(&dy).unwrap(), grads.get(&b).unwrap(), 1e-5);
+        }
+    }
+
+    #[test]
+    fn bf16_weights_are_used_as_they_are() {
+        for (n, i, o) in SHAPES {
+            let (x, dy) = (random((n, i), 1), random((n, o), 4));
+            let (w, wide) = bf16_pair((o, i), 2);
+            let (b, wide_b) = bf16_pair(o, 3);
+            assert_close(
+                &forward(&x, &w, Some(&b)).unwrap(),
+                &forward(&x, &wide, Some(&wide_b)).unwrap(),
+                2e-6,
+            );
+            assert_close(
+                &backward_input(&dy, &w).unwrap(),
+                &backward_input(&dy, &wide).unwrap(),
+                2e-6,
+            );
+        }
+    }
+
+    #[test]
+    fn bit_equal_on_any_number_of_threads() {
+        for (n, i, o) in SHAPES {
+            let (x, dy) = (random((n, i), 1), random((n, o), 4));
+            for w in [random((o, i), 2), bf16_pair((o, i), 2).0] {
+                assert_same_on_any_threads(|| {
+                    vec![
+                        forward(&x, &w, None).unwrap(),
+                        backward_input(&dy, &w).unwrap(),
+                        grad_weight(&dy, &x).unwrap(),
+                        grad_bias(&dy).unwrap(),
+                    ]
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn empty_and_wrong_shapes() {
+        let w = random((5, 4), 1);
+        assert_eq!(forward(&random((0, 4), 1), &w, None).unwrap().dims(), [0, 5]);
+        let dw = grad_weight(&random((0, 5), 1), &random((0, 4), 1)).unwrap();
+        assert_eq!(dw.flatten_all().unwrap().to_vec1::<f32>().unwrap(), [0.0; 20]);
+        assert!(forward(&random((2, 3), 1), &w, None).is_err());
+        assert!(forward(&random((2, 4), 1), &w, Some(&random(4, 1))).is_err());
+        assert!(backward_input(&random((2, 4), 1), &w).is_err());
+        let not_contiguous = random((4, 2), 1).t().unwrap();
+        let e = forward(&not_contiguous, &w, None).unwrap_err();
+        assert!(e.to_string().contains("not contiguous"), "{e}");
+    }
+
+    /// CPU seconds of this process, all threads.
+    fn cpu_seconds() -> f64 {
+        let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: `t` is a valid place for the answer.
+        unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut t) };
+        t.tv_sec as f64 + t.tv_nsec as f64 * 1e-9
+    }
+
+    /// Run with `--ignored --nocapture` alone on the machine.
+    #[test]
+    #[ignore = "a measurement"]
+    fn speed() {
+        let time = |name: &str, flops: f64, f: &dyn Fn() -> Tensor| {
+            let (mut wall, mut cpu) = (f64::MAX, f64::MAX);
+            for _ in 0..5 {
+                let (t, c) = (std::time::Instant::now(), cpu_seconds());
+                std::hint::black_box(f());
+                (wall, cpu) = (wall.min(t.elapsed().as_secs_f64()), cpu.min(cpu_seconds() - c));
+            }
+            let rate = |seconds: f64| flops / seconds / 1e9;
+            eprintln!("{name}: {:.1} GFLOP/s, {:.1} a CPU second", rate(wall), rate(cpu));
+        };
+        for (n, i, o) in [(512, 896, 4864), (512, 4864, 896), (512, 896, 16), (1, 896, 4864)] {
+            let flops = 2.0 * (n * i * o) as f64;
+            let (x, dy) = (random((n, i), 1), random((n, o), 2));
+            let (narrow, wide) = bf16_pair((o, i), 3);
+            for (dtype, w) in [("f32", &wide), ("bf16", &narrow)] {
+                let name = format!("{n}x{i}x{o} {dtype}");
+                time(&format!("{name} forward"), flops, &|| forward(&x, w, None).unwrap());
+                time(&format!("{name} backward_input"), flops, &|| {
+                    backward_input(&dy, w).unwrap()
+                });
+            }
+            time(&format!("{n}x{i}x{o} grad_weight"), flops, &|| {
+                grad_weight(&dy, &x).unwrap()
+            });
+            time(&format!("{n}x{i}x{o} candle f32"), flops, &|| {
+                x.matmul(&wide.t().unwrap()).unwrap()
+            });
+        }
+    }
+}

@@ -3,6 +3,7 @@
 //! Letters: N tokens of a batch (all documents end to end), D hidden size, H query heads, K key/value heads,
 //! E head size, I intermediate size, O/I output/input features of a linear, V vocabulary size.
 //! Activations are f32 `[N, ...]`; weights are f32 or bf16. Every tensor given here is contiguous.
+//! Only the CPU so far: a tensor on another device is an error. Results do not depend on the number of threads.
 
 pub mod attention;
 pub mod cross_entropy;
@@ -14,3 +15,5 @@ pub mod rope;
 pub mod update;
 
 mod cpu;
+#[cfg(test)]
+mod oracle;

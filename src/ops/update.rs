@@ -1,1 +1,246 @@
+//! Reading and changing tensors in place: gradients, accumulators, weights. All contiguous; sums in a fixed order.
+//! A tensor must not be changed while a slice of the same storage is held.
 
+use super::cpu::storage::{expect_dims, floats, tensor, values};
+use super::cpu::update as cpu;
+use crate::base::{Error, Result};
+use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, Layout, Tensor};
+use half::bf16;
+use std::ops::Range;
+use std::sync::Mutex;
+
+/// Runs `f` on the f32 elements of `t`.
+pub fn with_slice<R>(t: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
+    floats(t, "a tensor that is read", |v| Ok(f(v)))
+}
+
+/// Runs `f` on the f32 elements of `t`, which it may change.
+pub fn with_slice_mut(t: &Tensor, f: impl FnOnce(&mut [f32]) + Send + Sync) -> Result<()> {
+    in_place(t, |storage, range| match storage {
+        CpuStorage::F32(v) => {
+            f(&mut v[range]);
+            true
+        }
+        _ => false,
+    })
+}
+
+/// Runs `f` on the bf16 elements of `dst`, which it may change.
+pub fn store_bf16(dst: &Tensor, f: impl FnOnce(&mut [bf16]) + Send + Sync) -> Result<()> {
+    in_place(dst, |storage, range| match storage {
+        CpuStorage::BF16(v) => {
+            f(&mut v[range]);
+            true
+        }
+        _ => false,
+    })
+}
+
+/// Runs `f` on the f32 elements of `dst`, which it may change, and those of `src`. The two must not share storage.
+pub(crate) fn with_slices(dst: &Tensor, src: &Tensor, f: impl FnOnce(&mut [f32], &[f32])) -> Result<()> {
+    check_place(dst)?;
+    floats(src, "a tensor that is read", |_| Ok(()))?;
+    let op = InPlace {
+        f: Mutex::new(Some(f)),
+        fits: Mutex::new(false),
+    };
+    dst.inplace_op2(src, &op)?;
+    op.done(dst)
+}
+
+/// `acc += g`, both f32 of the same shape, not sharing storage.
+pub fn add_assign(acc: &Tensor, g: &Tensor) -> Result<()> {
+    expect_dims(g, "a tensor that is added", acc.dims())?;
+    with_slices(acc, g, cpu::add_assign)
+}
+
+/// `t *= factor`, f32.
+pub fn scale_assign(t: &Tensor, factor: f32) -> Result<()> {
+    with_slice_mut(t, |t| cpu::scale(t, factor))
+}
+
+/// `a + b`, both f32 of the same shape.
+pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    expect_dims(b, "a tensor that is added", a.dims())?;
+    let sum = floats(a, "a tensor that is added", |a| {
+        floats(b, "a tensor that is added", |b| Ok(cpu::add(a, b)))
+    })?;
+    tensor(sum, a.shape())
+}
+
+/// Sum of the squares of an f32 tensor; not finite when an element is not.
+pub fn sum_squares(t: &Tensor) -> Result<f64> {
+    with_slice(t, cpu::sum_squares)
+}
+
+/// No element is infinite or NaN.
+pub fn all_finite(t: &Tensor) -> Result<bool> {
+    with_slice(t, cpu::all_finite)
+}
+
+/// The elements of an f32 or bf16 tensor, widened.
+pub fn to_f32_vec(t: &Tensor) -> Result<Vec<f32>> {
+    values(t, "a tensor that is read", |v| Ok(cpu::to_f32_vec(v)))
+}
+
+/// Takes the write lock of `t`; `f` gets the storage and the range of `t` in it, and says whether its type fits.
+fn in_place<F>(t: &Tensor, f: F) -> Result<()>
+where
+    F: FnOnce(&mut CpuStorage, Range<usize>) -> bool,
+{
+    check_place(t)?;
+    let op = InPlace {
+        f: Mutex::new(Some(f)),
+        fits: Mutex::new(false),
+    };
+    t.inplace_op1(&op)?;
+    op.done(t)
+}
+
+fn check_place(t: &Tensor) -> Result<()> {
+    if !t.device().is_cpu() {
+        return Err(Error::new("a tensor that is changed does not lie on the CPU"));
+    }
+    if !t.is_contiguous() {
+        return Err(Error::new("a tensor that is changed is not contiguous"));
+    }
+    Ok(())
+}
+
+/// candle hands out `&self`; the closure can run once only.
+struct InPlace<F> {
+    f: Mutex<Option<F>>,
+    fits: Mutex<bool>,
+}
+
+impl<F> InPlace<F> {
+    /// Runs `call` on the closure and notes whether the element type fitted.
+    fn run(&self, call: impl FnOnce(F) -> bool) -> candle_core::Result<()> {
+        let poisoned = |_| candle_core::Error::msg("an in-place operation panicked before");
+        let f = self.f.lock().map_err(|_| poisoned(()))?.take();
+        if let Some(f) = f {
+            let fits = call(f);
+            *self.fits.lock().map_err(|_| poisoned(()))? = fits;
+        }
+        Ok(())
+    }
+
+    fn done(self, t: &Tensor) -> Result<()> {
+        match self.fits.into_inner() {
+            Ok(true) => Ok(()),
+            _ => Err(Error::new("a tensor that is changed has the wrong element type").found(t.dtype().as_str())),
+        }
+    }
+}
+
+fn range(layout: &Layout) -> candle_core::Result<Range<usize>> {
+    let (start, end) = layout
+        .contiguous_offsets()
+        .ok_or_else(|| candle_core::Error::msg("a tensor is not contiguous"))?;
+    Ok(start..end)
+}
+
+impl<F: FnOnce(&mut CpuStorage, Range<usize>) -> bool> InplaceOp1 for InPlace<F> {
+    fn name(&self) -> &'static str {
+        "in-place"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
+        let range = range(layout)?;
+        self.run(|f| f(storage, range))
+    }
+}
+
+impl<F: FnOnce(&mut [f32], &[f32])> InplaceOp2 for InPlace<F> {
+    fn name(&self) -> &'static str {
+        "in-place"
+    }
+
+    fn cpu_fwd(
+        &self,
+        dst: &mut CpuStorage,
+        dst_layout: &Layout,
+        src: &CpuStorage,
+        src_layout: &Layout,
+    ) -> candle_core::Result<()> {
+        let (to, from) = (range(dst_layout)?, range(src_layout)?);
+        self.run(|f| match (dst, src) {
+            (CpuStorage::F32(dst), CpuStorage::F32(src)) => {
+                f(&mut dst[to], &src[from]);
+                true
+            }
+            _ => false,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::oracle::{assert_close, assert_same_on_any_threads, bf16_pair, flat, random};
+    use candle_core::{DType, Device};
+
+    #[test]
+    fn adds_and_scales() {
+        let (a, b) = (random((7, 9000), 1), random((7, 9000), 2));
+        let want = (&a + &b).unwrap();
+        assert_close(&add(&a, &b).unwrap(), &want, 0.0);
+        let acc = a.copy().unwrap();
+        add_assign(&acc, &b).unwrap();
+        assert_close(&acc, &want, 0.0);
+        scale_assign(&acc, 0.5).unwrap();
+        assert_close(&acc, &(want * 0.5).unwrap(), 0.0);
+        assert!(add_assign(&acc, &acc).is_err());
+        assert!(add(&a, &random((9000, 7), 1)).is_err());
+        assert_close(&add(&a, &a).unwrap(), &(&a * 2.0).unwrap(), 0.0);
+    }
+
+    #[test]
+    fn changes_only_the_part_that_a_view_covers() {
+        let whole = random((6, 4), 1);
+        let before = flat(&whole);
+        let part = whole.narrow(0, 2, 3).unwrap();
+        with_slice_mut(&part, |v| v.fill(7.0)).unwrap();
+        let after = flat(&whole);
+        assert_eq!(after[..8], before[..8]);
+        assert_eq!(after[8..20], [7.0; 12]);
+        assert_eq!(after[20..], before[20..]);
+        assert_eq!(with_slice(&part, |v| v.to_vec()).unwrap(), [7.0; 12]);
+        assert!(with_slice_mut(&whole.t().unwrap(), |_| ()).is_err());
+    }
+
+    #[test]
+    fn element_types_are_checked() {
+        let (narrow, wide) = bf16_pair((3, 5), 1);
+        assert_eq!(to_f32_vec(&narrow).unwrap(), flat(&wide));
+        assert_eq!(to_f32_vec(&wide).unwrap(), flat(&wide));
+        assert!(with_slice(&narrow, |_| ()).is_err());
+        assert!(with_slice_mut(&narrow, |_| ()).is_err());
+        assert!(store_bf16(&wide, |_| ()).is_err());
+        store_bf16(&narrow, |v| v.fill(bf16::from_f32(1.5))).unwrap();
+        assert_eq!(to_f32_vec(&narrow).unwrap(), [1.5; 15]);
+        assert!(to_f32_vec(&narrow.to_dtype(DType::F64).unwrap()).is_err());
+    }
+
+    #[test]
+    fn sums_squares_and_finds_what_is_not_finite() {
+        let t = random(100_001, 1);
+        let want: f64 = flat(&t).iter().map(|x| *x as f64 * *x as f64).sum();
+        assert!((sum_squares(&t).unwrap() - want).abs() < 1e-6 * want);
+        assert!(all_finite(&t).unwrap());
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for at in [0, 70_001, 100_000] {
+                let mut v = flat(&t);
+                v[at] = bad;
+                let t = Tensor::from_vec(v, 100_001, &Device::Cpu).unwrap();
+                assert!(!sum_squares(&t).unwrap().is_finite());
+                assert!(!all_finite(&t).unwrap());
+            }
+        }
+        assert_same_on_any_threads(|| {
+            let sum = sum_squares(&t).unwrap();
+            let halves = [(sum.to_bits() >> 32) as u32, sum.to_bits() as u32].map(f32::from_bits);
+            vec![Tensor::new(&halves, &Device::Cpu).unwrap()]
+        });
+    }
+}

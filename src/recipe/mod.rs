@@ -1,6 +1,96 @@
 //! What the user wrote and what it means: one typed value with every default filled in.
 //! Knows names, defaults and checks. Knows no tensors, opens no model.
+//!
+//! Text and arguments -> `draft` (what was typed, with places) -> `check` (every key typed, in range) ->
+//! `lower` (what keys mean together) -> `Recipe`. `table` drives all of it.
 
+mod check;
+mod draft;
+mod lower;
+mod resolved;
+pub mod suggest;
+pub mod table;
 pub mod types;
 
+#[cfg(test)]
+mod tests;
+
+pub use resolved::reference;
 pub use types::*;
+
+use crate::base::{Error, Result, files};
+use draft::{Draft, Problem};
+use std::path::Path;
+
+/// A recipe that passed every check.
+#[derive(Debug, Clone)]
+pub struct Loaded {
+    pub recipe: Recipe,
+    /// The recipe as written, without the arguments.
+    pub text: String,
+    /// TOML: every key with its value, and a comment: `recipe`, `argument` or `default: <reason>`.
+    pub resolved: String,
+    /// Things that were written and have no effect, one line each.
+    pub warnings: Vec<String>,
+    /// Every key path with its value as TOML, in the order of the table: to compare two runs.
+    pub values: Vec<(String, String)>,
+}
+
+/// Reads the recipe at `path` and applies `key=value` overrides.
+/// Errors: the file cannot be read; everything `parse` refuses.
+pub fn load(path: &Path, overrides: &[String]) -> Result<Loaded> {
+    if path.is_dir() {
+        return Err(Error::usage("recipe is a directory")
+            .at_path(path)
+            .expected("a TOML file"));
+    }
+    if !path.exists() {
+        return Err(Error::usage("recipe does not exist")
+            .at_path(path)
+            .hint("`ft recipes` lists recipes to start from, `ft recipes copy NAME` copies one"));
+    }
+    let text = files::read_text(path)?;
+    parse(&text, &path.display().to_string(), overrides)
+}
+
+/// Checks recipe text and overrides; `name` is the file's name in messages.
+/// Errors (exit code 2): every fault at once, each with its place and a hint.
+pub fn parse(text: &str, name: &str, overrides: &[String]) -> Result<Loaded> {
+    let mut draft = Draft::new(text, name, overrides);
+    let mut warnings = Vec::new();
+    let mut values = check::check(&mut draft, &mut warnings);
+    // A text that is not TOML would only add "is missing" for every key in it.
+    let readable = !draft.problems.iter().any(|p| p.error.what().contains("not valid TOML"));
+    if readable {
+        lower::settle(&mut values, &mut warnings);
+        lower::cross_check(&mut draft, &values);
+    }
+    if let Some(error) = together(std::mem::take(&mut draft.problems)) {
+        return Err(error);
+    }
+    warnings.extend(lower::warnings(&draft, &values));
+    Ok(Loaded {
+        recipe: lower::build(&values),
+        text: text.to_string(),
+        resolved: resolved::resolved(&values),
+        warnings,
+        values: values
+            .0
+            .iter()
+            .map(|e| (e.key.path(), resolved::toml(&e.value)))
+            .collect(),
+    })
+}
+
+/// One error as it is; several under one heading, in the order of the text.
+fn together(mut problems: Vec<Problem>) -> Option<Error> {
+    problems.sort_by(|a, b| a.place.cmp(&b.place));
+    if problems.len() < 2 {
+        return problems.pop().map(|p| p.error);
+    }
+    let mut what = format!("{} faults in the recipe", problems.len());
+    for problem in &problems {
+        what.push_str(&format!("\n\nerror: {}", problem.error));
+    }
+    Some(Error::usage(what))
+}

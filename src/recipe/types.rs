@@ -211,4 +211,6 @@ pub struct Train {
     pub output_dir: String,
     /// Prompts answered before and after the run, to see the difference.
     pub sample_prompts: Vec<String>,
+    /// Evaluations also answer the rows by greedy decoding and count exact matches.
+    pub predict_with_generate: bool,
 }

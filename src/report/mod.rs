@@ -1,1 +1,274 @@
+//! What a run tells: metrics, events and environment as files; progress and report lines on the terminal.
+//! Knows numbers and texts. Never blocks or fails a step: a file that cannot be written gives one warning.
 
+mod environment;
+mod log;
+mod terminal;
+
+pub use environment::{cpu, environment, write_environment};
+pub use log::truncate_after;
+pub use terminal::{Style, set_style, style};
+
+use log::Log;
+use serde_json::{Map, Value, json};
+use std::path::Path;
+use terminal::Terminal;
+
+/// One optimizer step; the names are those of `metrics.jsonl`.
+#[derive(Debug, Clone, Default)]
+pub struct StepMetrics {
+    pub step: u64,
+    pub epoch: f64,
+    /// Mean over the trained tokens of the window, before the update.
+    pub loss: f64,
+    pub learning_rate: f64,
+    /// Before clipping.
+    pub grad_norm: f64,
+    pub tokens_per_second: f64,
+    /// Since the start of the run, over all resumes.
+    pub trained_tokens: u64,
+    pub peak_memory_bytes: u64,
+    pub active_block: Option<String>,
+}
+
+#[derive(Debug, Clone, Default)]
+pub struct EvalMetrics {
+    pub step: u64,
+    pub eval_loss: f64,
+    pub eval_perplexity: f64,
+    pub eval_tokens: u64,
+    /// Part of the rows with an answer that were answered exactly.
+    pub eval_accuracy: Option<f64>,
+}
+
+/// Writes `metrics.jsonl` and `events.jsonl` of one run directory and speaks to the terminal.
+pub struct Reporter {
+    metrics: Log,
+    events: Log,
+    terminal: Terminal,
+    last_loss: Option<f64>,
+}
+
+impl Reporter {
+    /// `total_steps` of the whole run; `resumed_from` is the step of the checkpoint, 0 for a new run.
+    /// Lines of `metrics.jsonl` after that step are dropped: the run will write them again.
+    pub fn new(dir: &Path, total_steps: u64, resumed_from: u64) -> Self {
+        // Before the file is opened: the rewrite gives it a new inode.
+        let truncated = truncate_after(dir, resumed_from);
+        let mut reporter = Self {
+            metrics: Log::open(&dir.join("metrics.jsonl")),
+            events: Log::open(&dir.join("events.jsonl")),
+            terminal: Terminal::new(terminal::style(), total_steps, resumed_from),
+            last_loss: None,
+        };
+        if let Err(e) = truncated {
+            reporter.warn(&format!("metrics of an earlier run are kept: {e}"));
+        }
+        reporter.complain();
+        reporter
+    }
+
+    /// The box at the start: names and values.
+    pub fn header(&mut self, lines: &[(&str, String)]) {
+        self.terminal.header(lines);
+    }
+
+    /// One line of metrics; `print` shows it too.
+    pub fn step(&mut self, m: &StepMetrics, print: bool) {
+        self.metrics.line(&json!({
+            "step": m.step,
+            "epoch": m.epoch,
+            "loss": m.loss,
+            "learning_rate": m.learning_rate,
+            "grad_norm": m.grad_norm,
+            "tokens_per_second": m.tokens_per_second,
+            "trained_tokens": m.trained_tokens,
+            "peak_memory_bytes": m.peak_memory_bytes,
+            "active_block": m.active_block,
+        }));
+        self.terminal.step(m, print.then_some(self.last_loss));
+        if print {
+            self.last_loss = Some(m.loss);
+        }
+        self.complain();
+    }
+
+    pub fn eval(&mut self, m: &EvalMetrics) {
+        let mut line = Map::new();
+        line.insert("step".into(), json!(m.step));
+        line.insert("eval_loss".into(), json!(m.eval_loss));
+        line.insert("eval_perplexity".into(), json!(m.eval_perplexity));
+        line.insert("eval_tokens".into(), json!(m.eval_tokens));
+        if let Some(accuracy) = m.eval_accuracy {
+            line.insert("eval_accuracy".into(), json!(accuracy));
+        }
+        self.metrics.line(&Value::Object(line));
+        self.terminal.eval(m);
+        self.complain();
+    }
+
+    /// `kind`: start, resume, switch, save, warning, stop. `fields` is an object; each event gets its unix time.
+    pub fn event(&mut self, kind: &str, fields: Value) {
+        let mut line = Map::new();
+        line.insert("time".into(), json!(log::unix_time()));
+        line.insert("event".into(), json!(kind));
+        match fields {
+            Value::Object(more) => line.extend(more),
+            Value::Null => {}
+            other => {
+                line.insert("value".into(), other);
+            }
+        }
+        self.events.line(&Value::Object(line));
+        self.complain();
+    }
+
+    /// A line above the progress bar.
+    pub fn note(&mut self, line: &str) {
+        self.terminal.note(line);
+    }
+
+    /// A warning: shown, and kept in `events.jsonl`.
+    pub fn warn(&mut self, line: &str) {
+        self.terminal.warn(line);
+        self.event("warning", json!({ "message": line }));
+    }
+
+    /// Takes the progress bar away; later notes are plain lines.
+    pub fn finish(&mut self) {
+        self.terminal.finish();
+    }
+
+    fn complain(&mut self) {
+        for log in [&mut self.metrics, &mut self.events] {
+            if let Some(fault) = log.take_fault() {
+                self.terminal
+                    .warn(&format!("the run goes on without this file: {fault}"));
+            }
+        }
+    }
+}
+
+impl Drop for Reporter {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::files;
+
+    fn step(step: u64, loss: f64) -> StepMetrics {
+        StepMetrics {
+            step,
+            loss,
+            ..Default::default()
+        }
+    }
+
+    fn lines(dir: &Path, name: &str) -> Vec<Value> {
+        let text = files::read_text(&dir.join(name)).unwrap();
+        text.lines().map(|l| serde_json::from_str(l).unwrap()).collect()
+    }
+
+    #[test]
+    fn metrics_have_the_promised_fields_in_full_precision() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut r = Reporter::new(dir.path(), 3, 0);
+        let loss = 1.0 / 3.0 + 1e-16;
+        r.header(&[("model", "tiny".into())]);
+        r.step(
+            &StepMetrics {
+                active_block: Some("layers.1".into()),
+                ..step(1, loss)
+            },
+            true,
+        );
+        r.step(&step(2, f64::NAN), false);
+        r.eval(&EvalMetrics {
+            step: 2,
+            eval_loss: 0.5,
+            eval_accuracy: Some(1.0),
+            ..Default::default()
+        });
+        r.event("stop", json!({ "reason": "finished" }));
+        r.finish();
+        let lines = lines(dir.path(), "metrics.jsonl");
+        let names: Vec<&String> = lines[0].as_object().unwrap().keys().collect();
+        assert_eq!(
+            names,
+            [
+                "step",
+                "epoch",
+                "loss",
+                "learning_rate",
+                "grad_norm",
+                "tokens_per_second",
+                "trained_tokens",
+                "peak_memory_bytes",
+                "active_block"
+            ]
+        );
+        assert_eq!(lines[0]["loss"].as_f64().unwrap().to_bits(), loss.to_bits());
+        assert_eq!(lines[0]["active_block"], "layers.1");
+        assert!(lines[1]["loss"].is_null() && lines[1]["active_block"].is_null());
+        assert_eq!(lines[2]["eval_accuracy"], 1.0);
+        let events = super::tests::lines(dir.path(), "events.jsonl");
+        assert_eq!(events[0]["event"], "stop");
+        assert!(events[0]["time"].as_f64().unwrap() > 1.7e9);
+    }
+
+    #[test]
+    fn a_resumed_run_leaves_no_line_twice() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut r = Reporter::new(dir.path(), 6, 0);
+        for s in 1..=5 {
+            r.step(&step(s, s as f64), false);
+            r.eval(&EvalMetrics {
+                step: s,
+                ..Default::default()
+            });
+        }
+        drop(r);
+        // The process was killed in the middle of a line.
+        let path = dir.path().join("metrics.jsonl");
+        let mut text = files::read_text(&path).unwrap();
+        text.push_str("{\"step\": 3, \"lo");
+        files::write_atomic(&path, text.as_bytes()).unwrap();
+        let mut r = Reporter::new(dir.path(), 6, 3);
+        r.step(&step(4, 4.0), false);
+        drop(r);
+        let steps: Vec<u64> = lines(dir.path(), "metrics.jsonl")
+            .iter()
+            .filter(|l| l.get("loss").is_some())
+            .map(|l| l["step"].as_u64().unwrap())
+            .collect();
+        assert_eq!(steps, [1, 2, 3, 4]);
+        drop(Reporter::new(dir.path(), 6, 0));
+        assert!(lines(dir.path(), "metrics.jsonl").is_empty());
+    }
+
+    #[test]
+    fn an_unwritable_directory_fails_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let gone = dir.path().join("gone");
+        let mut r = Reporter::new(&gone, 1, 0);
+        r.step(&step(1, 1.0), true);
+        r.event("save", Value::Null);
+        assert!(r.metrics.take_fault().is_none(), "the fault is told once only");
+        assert!(!gone.exists());
+    }
+
+    #[test]
+    fn the_environment_says_where_the_run_was() {
+        let dir = tempfile::tempdir().unwrap();
+        write_environment(dir.path()).unwrap();
+        let text = files::read_text(&dir.path().join("environment.json")).unwrap();
+        let e: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(e["version"], env!("CARGO_PKG_VERSION"));
+        assert!(e["threads"].as_u64().unwrap() >= 1);
+        assert!(e["cpu"]["name"].is_string() && e["os"].is_string() && e["build"]["features"].is_array());
+    }
+}

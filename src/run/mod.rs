@@ -1,1 +1,14 @@
+//! The programs behind the subcommands, each read from top to bottom.
+//! Knows every room below. Prints nothing: results go back to `cli`, progress through `report`.
 
+pub mod evaluate;
+pub mod finish;
+pub mod forecast;
+pub mod generate;
+pub mod merge;
+pub mod rows;
+pub mod samples;
+pub mod setup;
+pub mod state;
+pub mod train;
+pub mod tuning;

@@ -1,1 +1,64 @@
+//! The operations on slices. Every loop is split by shape alone, never by the number of threads, and every sum
+//! has a fixed order: results are bit-equal for any number of threads.
 
+use std::cell::Cell;
+
+pub(crate) mod attention;
+pub(crate) mod attention_backward;
+pub(crate) mod cross_entropy;
+pub(crate) mod embedding;
+pub(crate) mod glu;
+pub(crate) mod math;
+pub(crate) mod matmul;
+pub(crate) mod rms_norm;
+pub(crate) mod rope;
+pub(crate) mod storage;
+pub(crate) mod update;
+
+/// A destination that several tasks write at once, each its own elements.
+#[derive(Clone, Copy)]
+pub(crate) struct Shared(*mut f32, usize);
+
+// SAFETY: only an address and a length; whoever writes through it owns the elements it writes (see `part`).
+unsafe impl Send for Shared {}
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    pub(crate) fn new(slice: &mut [f32]) -> Self {
+        Self(slice.as_mut_ptr(), slice.len())
+    }
+
+    /// Address of element `index`.
+    pub(crate) fn at(self, index: usize) -> *mut f32 {
+        assert!(index <= self.1);
+        self.0.wrapping_add(index)
+    }
+
+    /// # Safety
+    /// The slice behind must outlive the use, and no other task may touch these elements meanwhile.
+    pub(crate) unsafe fn part<'a>(self, start: usize, len: usize) -> &'a mut [f32] {
+        assert!(start <= self.1 && len <= self.1 - start);
+        // SAFETY: inside the slice (checked above), not shared (promised by the caller).
+        unsafe { std::slice::from_raw_parts_mut(self.0.add(start), len) }
+    }
+}
+
+/// A thread keeps a scratch of up to this many elements for its next task (4 MiB).
+const KEEP: usize = 1 << 20;
+
+thread_local! {
+    static SCRATCH: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+}
+
+/// Runs `f` on `len` elements of scratch memory with arbitrary contents. `f` must not start parallel work.
+pub(crate) fn with_scratch<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
+    let mut scratch = SCRATCH.take();
+    if scratch.len() < len {
+        scratch = vec![0.0; len];
+    }
+    let result = f(&mut scratch[..len]);
+    if scratch.len() <= KEEP {
+        SCRATCH.set(scratch);
+    }
+    result
+}

@@ -1,0 +1,191 @@
+//! `manifest.json`: what a checkpoint consists of. Written after everything else, so that a directory
+//! without it, or one that it does not describe, is no checkpoint.
+
+use crate::base::{Error, Result, files};
+use serde::{Deserialize, Serialize};
+use std::io::Read;
+use std::path::Path;
+
+pub(super) const MANIFEST: &str = "manifest.json";
+
+/// What this build of ft writes and reads.
+const FORMAT: u64 = 1;
+
+/// A manifest has a line for each of a few files; more than this is not one.
+const LIMIT: u64 = 16 << 20;
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// Version of this layout.
+    pub format: u64,
+    /// Version of ft that wrote it.
+    pub ft: String,
+    pub step: u64,
+    pub files: Vec<Entry>,
+    /// Hash of the fields above: a damaged manifest must not vouch for anything.
+    seal: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Entry {
+    pub name: String,
+    /// Bytes.
+    pub size: u64,
+    pub blake3: String,
+}
+
+impl Manifest {
+    /// Describes files of `dir` as they are on disk now.
+    pub(super) fn of(dir: &Path, step: u64, names: &[&str]) -> Result<Self> {
+        let mut entries = Vec::with_capacity(names.len());
+        for name in names {
+            let (size, blake3) = hash(&dir.join(name))?;
+            entries.push(Entry {
+                name: name.to_string(),
+                size,
+                blake3,
+            });
+        }
+        let mut out = Self {
+            format: FORMAT,
+            ft: env!("CARGO_PKG_VERSION").to_string(),
+            step,
+            files: entries,
+            seal: String::new(),
+        };
+        out.seal = out.sealed();
+        Ok(out)
+    }
+
+    pub(super) fn write(&self, dir: &Path) -> Result<()> {
+        let path = dir.join(MANIFEST);
+        let text = serde_json::to_string_pretty(self)
+            .map_err(|e| Error::new("cannot write the manifest").at_path(&path).cause(e))?;
+        files::write_atomic(&path, format!("{text}\n").as_bytes())
+    }
+
+    /// Hash over every field, each with its length, so that no two manifests read the same.
+    fn sealed(&self) -> String {
+        let mut hasher = blake3::Hasher::new();
+        let mut text = |t: &str| {
+            hasher.update(&(t.len() as u64).to_le_bytes());
+            hasher.update(t.as_bytes());
+        };
+        text(&self.format.to_string());
+        text(&self.ft);
+        text(&self.step.to_string());
+        for f in &self.files {
+            text(&f.name);
+            text(&f.size.to_string());
+            text(&f.blake3);
+        }
+        hasher.finalize().to_hex().to_string()
+    }
+
+    fn read(dir: &Path) -> Result<Self> {
+        let path = dir.join(MANIFEST);
+        if !path.exists() {
+            return Err(Error::new("directory is not a complete checkpoint")
+                .at_path(dir)
+                .found(format!("no `{MANIFEST}`"))
+                .hint(OTHER));
+        }
+        let damaged = || Error::new("checkpoint manifest is damaged").at_path(&path).hint(OTHER);
+        let size = files::size(&path)?;
+        if size > LIMIT {
+            return Err(damaged().found(crate::base::units::bytes(size)));
+        }
+        let text = files::read_text(&path).map_err(|e| damaged().cause(e.what()))?;
+        let value: serde_json::Value = serde_json::from_str(&text).map_err(|e| damaged().cause(e))?;
+        let manifest: Self = match serde_json::from_value(value.clone()) {
+            Ok(m) => m,
+            Err(e) => {
+                return Err(match value.get("format").and_then(serde_json::Value::as_u64) {
+                    Some(other) if other != FORMAT => other_version(&path, other, value.get("ft")),
+                    _ => damaged().cause(e),
+                });
+            }
+        };
+        if manifest.seal != manifest.sealed() {
+            return Err(damaged().found("contents that its own hash does not confirm"));
+        }
+        if manifest.format != FORMAT {
+            let ft = serde_json::Value::String(manifest.ft);
+            return Err(other_version(&path, manifest.format, Some(&ft)));
+        }
+        match manifest.files.iter().find(|f| !is_plain(&f.name)) {
+            Some(f) => Err(damaged()
+                .found(format!("the file name {:?}", f.name))
+                .expected("a plain file name")),
+            None => Ok(manifest),
+        }
+    }
+}
+
+const OTHER: &str = "remove this directory, or resume from an older checkpoint by name: `--resume DIR`";
+
+fn other_version(path: &Path, format: u64, ft: Option<&serde_json::Value>) -> Error {
+    let writer = ft.and_then(serde_json::Value::as_str).unwrap_or("unknown");
+    Error::new("checkpoint is of another version of ft")
+        .at_path(path)
+        .found(format!("layout {format}, written by ft {writer}"))
+        .expected(format!(
+            "layout {FORMAT}, as ft {} writes it",
+            env!("CARGO_PKG_VERSION")
+        ))
+        .hint("resume with the version that wrote it")
+}
+
+/// One file in the same directory.
+pub(super) fn is_plain(name: &str) -> bool {
+    !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
+}
+
+/// Size in bytes and blake3 hash of a file.
+fn hash(path: &Path) -> Result<(u64, String)> {
+    let mut file = files::open(path)?;
+    let mut hasher = blake3::Hasher::new();
+    let mut buffer = vec![0u8; 1 << 17];
+    let mut size = 0;
+    loop {
+        let n = file
+            .read(&mut buffer)
+            .map_err(|e| Error::new("cannot read the file").at_path(path).cause(e))?;
+        if n == 0 {
+            return Ok((size, hasher.finalize().to_hex().to_string()));
+        }
+        hasher.update(&buffer[..n]);
+        size += n as u64;
+    }
+}
+
+/// Checks that `dir` holds what its manifest says: every file with its size and hash.
+///
+/// Errors name the file. They are: no manifest, a damaged one, one of another version, a missing file, another
+/// size, other contents.
+pub fn verify(dir: &Path) -> Result<Manifest> {
+    let manifest = Manifest::read(dir)?;
+    for entry in &manifest.files {
+        let path = dir.join(&entry.name);
+        if !path.is_file() {
+            return Err(Error::new("checkpoint file is missing").at_path(&path).hint(OTHER));
+        }
+        let size = files::size(&path)?;
+        if size != entry.size {
+            return Err(Error::new("checkpoint file is damaged")
+                .at_path(&path)
+                .found(format!("{size} bytes"))
+                .expected(format!("{} bytes", entry.size))
+                .hint(OTHER));
+        }
+        let (_, blake3) = hash(&path)?;
+        if blake3 != entry.blake3 {
+            return Err(Error::new("checkpoint file is damaged")
+                .at_path(&path)
+                .found(format!("contents with blake3 hash {blake3}"))
+                .expected(&entry.blake3)
+                .hint(OTHER));
+        }
+    }
+    Ok(manifest)
+}

@@ -1,0 +1,45 @@
+//! `ft eval`: loss, perplexity and accuracy of a model on a data file.
+
+use super::out::out;
+use crate::base::Result;
+use crate::recipe::Dtype;
+use crate::run::evaluate::evaluate;
+use std::path::PathBuf;
+
+/// Loss and perplexity on a data file; accuracy where rows have answers
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  ft eval --model runs/quickstart/final --data assets/world/eval.jsonl
+  ft eval --model base --adapter runs/lora/final --data eval.jsonl --json")]
+pub struct Args {
+    /// Model directory
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+    /// PEFT adapter directory
+    #[arg(long, value_name = "DIR")]
+    pub adapter: Option<PathBuf>,
+    /// Rows: jsonl, json, csv or parquet
+    #[arg(long, value_name = "FILE")]
+    pub data: PathBuf,
+    /// f32 or bf16 [default: as the weights are stored]
+    #[arg(long, value_name = "TYPE", value_parser = super::parse_dtype)]
+    pub dtype: Option<Dtype>,
+    /// One JSON object: loss, perplexity, tokens, accuracy
+    #[arg(long)]
+    pub json: bool,
+}
+
+pub fn run(args: Args) -> Result<i32> {
+    let report = evaluate(
+        &args.model.to_string_lossy(),
+        args.adapter.as_deref(),
+        &args.data,
+        args.dtype,
+    )?;
+    if args.json {
+        out(report.json())?
+    } else {
+        out(report.text())?
+    }
+    Ok(0)
+}

@@ -1,0 +1,44 @@
+//! `ft merge`: base and adapter become one model directory.
+
+use super::out::out;
+use crate::base::Result;
+use crate::base::units::bytes;
+use crate::recipe::Dtype;
+use crate::run::merge::merge;
+use std::path::PathBuf;
+
+/// Merge a PEFT adapter into its base model
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  ft merge --model base --adapter runs/lora/final --out merged
+  ft merge --model base --adapter runs/lora/final --out merged --dtype f32
+
+The sum is made in f32; --dtype only says how it is stored.")]
+pub struct Args {
+    /// Base model directory
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+    /// PEFT adapter directory
+    #[arg(long, value_name = "DIR")]
+    pub adapter: PathBuf,
+    /// New directory for the merged model
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// f32 or bf16 [default: as the base weights are stored]
+    #[arg(long, value_name = "TYPE", value_parser = super::parse_dtype)]
+    pub dtype: Option<Dtype>,
+}
+
+pub fn run(args: Args) -> Result<i32> {
+    let report = merge(&args.model, &args.adapter, &args.out, args.dtype)?;
+    super::note(&format!(
+        "merged {} of {} tensors, {}, stored as {}; rounding is {:.2e} of the change",
+        report.merged,
+        report.tensors,
+        bytes(report.bytes),
+        report.dtypes.join(", "),
+        report.rounding
+    ));
+    out(report.out.display())?;
+    Ok(0)
+}

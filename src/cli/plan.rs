@@ -1,0 +1,41 @@
+//! `ft plan`: the memory a recipe needs, before anything is allocated.
+
+use super::out::out;
+use super::recipe_args::RecipeArgs;
+use crate::base::Result;
+use crate::run::train::{self, Options};
+
+/// Forecast the memory of a recipe; allocates nothing
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  ft plan --recipe recipes/quickstart.toml
+  ft plan --recipe my.toml --budget 24GiB            does it fit?
+  ft plan --recipe my.toml tune.method=lora --json")]
+pub struct Args {
+    #[command(flatten)]
+    pub recipe: RecipeArgs,
+    /// Most memory to use, in place of the recipe's `memory.budget`
+    #[arg(long, value_name = "SIZE", value_parser = super::parse_bytes)]
+    pub budget: Option<u64>,
+    /// One JSON object: every line in bytes, the total as `peak_bytes`
+    #[arg(long)]
+    pub json: bool,
+}
+
+pub fn run(args: Args) -> Result<i32> {
+    let mut loaded = args.recipe.load_and_warn()?;
+    if args.budget.is_some() {
+        loaded.recipe.memory.budget = args.budget;
+    }
+    let options = Options {
+        dry_run: true,
+        ..Options::default()
+    };
+    let plan = train::train(&loaded, &options)?.plan;
+    if args.json {
+        out(plan.json())?
+    } else {
+        out(plan.table())?
+    }
+    Ok(0)
+}

@@ -1,0 +1,103 @@
+//! `ft train`: run a recipe, or show what it would do.
+
+use super::out::out;
+use super::recipe_args::RecipeArgs;
+use crate::base::Result;
+use crate::base::units::bytes;
+use crate::run::train::{self, Options};
+use std::path::{Path, PathBuf};
+
+/// Train a model as a recipe says
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  ft train --recipe recipes/quickstart.toml
+  ft train --recipe my.toml train.max_steps=20 tune.method=lora
+  ft train --recipe my.toml --dry-run                the plan and the resolved recipe only
+  ft train --recipe my.toml --resume                 go on from the newest complete checkpoint
+
+Ctrl-C saves the state and stops (exit code 130); a second Ctrl-C stops at once.")]
+pub struct Args {
+    #[command(flatten)]
+    pub recipe: RecipeArgs,
+    /// Check everything, print the plan and the resolved recipe, and stop
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Go on from the newest complete checkpoint of the run directory, or of DIR
+    #[arg(long, value_name = "DIR", num_args = 0..=1, default_missing_value = "")]
+    resume: Option<String>,
+    /// Remove what an earlier run left in the run directory
+    #[arg(long, conflicts_with = "resume")]
+    pub overwrite: bool,
+}
+
+impl Args {
+    /// `Some(None)`: the recipe's own run directory. The word after `--resume` may be the first `key=value`
+    /// instead of a directory.
+    fn settle_resume(&mut self) -> Option<Option<PathBuf>> {
+        let word = self.resume.take()?;
+        if word.contains('=') && !Path::new(&word).exists() {
+            self.recipe.overrides.insert(0, word);
+            return Some(None);
+        }
+        Some((!word.is_empty()).then(|| PathBuf::from(word)))
+    }
+}
+
+pub fn run(mut args: Args) -> Result<i32> {
+    let resume = args.settle_resume();
+    let loaded = args.recipe.load()?;
+    let options = Options {
+        resume,
+        overwrite: args.overwrite,
+        dry_run: args.dry_run,
+    };
+    let outcome = train::train(&loaded, &options)?;
+    if args.dry_run {
+        loaded.warnings.iter().for_each(|line| super::warn(line));
+        out(outcome.plan.table())?;
+        out(&loaded.resolved)?;
+        return Ok(0);
+    }
+    if let Some(final_dir) = &outcome.final_dir {
+        super::note(&format!(
+            "memory: {} measured peak, {} forecast",
+            bytes(outcome.peak_memory_bytes),
+            bytes(outcome.plan.peak_bytes)
+        ));
+        out(final_dir.display())?;
+    }
+    Ok(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Only {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn resume(words: &[&str]) -> (Option<Option<PathBuf>>, Vec<String>) {
+        let mut all = vec!["ft", "--recipe", "r.toml"];
+        all.extend(words);
+        let mut args = Only::try_parse_from(all).unwrap().args;
+        (args.settle_resume(), args.recipe.overrides)
+    }
+
+    #[test]
+    fn resume_takes_a_directory_or_nothing() {
+        assert_eq!(resume(&[]).0, None);
+        assert_eq!(resume(&["--resume"]).0, Some(None));
+        assert_eq!(resume(&["--resume", "--dry-run"]).0, Some(None));
+        assert_eq!(resume(&["--resume", "runs/a"]).0, Some(Some("runs/a".into())));
+        let (what, overrides) = resume(&["--resume", "train.seed=1", "train.max_steps=2"]);
+        assert_eq!(what, Some(None));
+        assert_eq!(overrides, ["train.seed=1", "train.max_steps=2"]);
+        let (what, overrides) = resume(&["train.seed=1", "--resume", "runs/a", "train.max_steps=2"]);
+        assert_eq!(what, Some(Some("runs/a".into())));
+        assert_eq!(overrides.len(), 2);
+    }
+}

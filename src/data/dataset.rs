@@ -1,0 +1,378 @@
+//! Files to tokenized rows, with counts of everything that was cut or left out.
+
+use super::batch::Example;
+use super::codec::{ChatRender, TextCodec};
+use super::encode::{Encoded, Encoder, Question};
+use super::read::{self, Row};
+use super::rows;
+use crate::base::rng::{Rng, Stream};
+use crate::base::units::count;
+use crate::base::{Error, Result, signal};
+use crate::recipe::{Data, RowFormat, Stage, TrainOn};
+use rayon::prelude::*;
+
+/// Rows that are read before they are tokenized side by side.
+const CHUNK_ROWS: usize = 512;
+/// Bytes of text in such a chunk; long rows come in smaller chunks.
+const CHUNK_BYTES: usize = 32 << 20;
+
+/// What to read and how.
+#[derive(Debug, Clone)]
+pub struct Spec<'a> {
+    pub files: &'a [String],
+    pub format: RowFormat,
+    /// Longest row in tokens.
+    pub max_length: usize,
+    pub train_on: TrainOn,
+    /// Rows of the model's embedding.
+    pub embedding_rows: usize,
+}
+
+impl<'a> Spec<'a> {
+    /// `files` of a recipe's `data` table, for a stage. Pre-training learns every token of a row.
+    pub fn new(files: &'a [String], data: &Data, stage: Stage, embedding_rows: usize) -> Self {
+        Self {
+            files,
+            format: data.format,
+            max_length: data.max_length,
+            train_on: if stage == Stage::Pretrain {
+                TrainOn::All
+            } else {
+                data.train_on
+            },
+            embedding_rows,
+        }
+    }
+
+    pub fn encoder<'b>(&self, codec: &'b dyn TextCodec, template: Option<&'b dyn ChatRender>) -> Encoder<'b> {
+        Encoder {
+            codec,
+            template,
+            train_on: self.train_on,
+            max_length: self.max_length,
+            embedding_rows: self.embedding_rows,
+        }
+    }
+
+    /// Hands each row to `each` with its format (found from the first row of its file) and its origin.
+    fn rows(&self, each: &mut dyn FnMut(Row, RowFormat, Origin) -> Result<()>) -> Result<()> {
+        for (file, path) in self.files.iter().enumerate() {
+            let mut format = self.format;
+            read::read_rows(path, &mut |row| {
+                if format == RowFormat::Auto {
+                    format = rows::detect(&row)?;
+                }
+                let origin = Origin {
+                    file: file as u32,
+                    number: row.place.number,
+                    is_line: row.place.is_line,
+                };
+                each(row, format, origin)
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// Which row of which file an example was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Origin {
+    /// Index in the list of files.
+    pub file: u32,
+    /// Line or row, from 1.
+    pub number: u64,
+    pub is_line: bool,
+}
+
+/// Counts of a data set. Rows that were left out are in `rows` and `dropped_rows` only.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Rows read.
+    pub rows: usize,
+    /// Tokens kept.
+    pub tokens: u64,
+    /// Tokens that are targets.
+    pub trained_tokens: u64,
+    /// Rows longer than `max_length`, which lost their end.
+    pub truncated_rows: usize,
+    /// Tokens that these rows lost.
+    pub truncated_tokens: u64,
+    /// Rows left out: nothing in them is trained.
+    pub dropped_rows: usize,
+    /// Of these, rows whose trained part was behind `max_length`.
+    pub dropped_by_truncation: usize,
+    /// Trained assistant turns that do not end with a special token.
+    pub open_turns: usize,
+    /// Tokens of the longest row as written, before any cut.
+    pub longest_written: usize,
+    /// Tokens of the longest and of the shortest example.
+    pub longest: usize,
+    pub shortest: usize,
+}
+
+impl Stats {
+    fn add(&mut self, row: &Encoded) {
+        self.rows += 1;
+        self.longest_written = self.longest_written.max(row.example.ids.len() + row.cut);
+        if row.cut > 0 {
+            self.truncated_rows += 1;
+            self.truncated_tokens += row.cut as u64;
+        }
+        if row.example.trained.contains(&true) {
+            self.open_turns += row.open_turns;
+        } else {
+            self.dropped_rows += 1;
+            self.dropped_by_truncation += usize::from(row.trained_before_cut > 0);
+        }
+    }
+
+    /// The counts that follow from the examples.
+    fn measure(&mut self, examples: &[Example]) {
+        let lengths = || examples.iter().map(|e| e.ids.len());
+        self.tokens = lengths().sum::<usize>() as u64;
+        self.longest = lengths().max().unwrap_or(0);
+        self.shortest = lengths().min().unwrap_or(0);
+        self.trained_tokens = examples.iter().flat_map(|e| &e.trained).filter(|&&t| t).count() as u64;
+    }
+
+    /// Warnings to show once, before the run; empty when every row is whole.
+    pub fn warnings(&self, max_length: usize) -> Vec<String> {
+        let mut out = Vec::new();
+        if self.truncated_rows > 0 {
+            out.push(format!(
+                "{} of {} rows are longer than max_length = {max_length} and lose {} tokens at their end \
+                 (longest row: {} tokens)",
+                count(self.truncated_rows as u64),
+                count(self.rows as u64),
+                count(self.truncated_tokens),
+                count(self.longest_written as u64),
+            ));
+        }
+        if self.dropped_rows > 0 {
+            out.push(format!(
+                "{} of {} rows have no token to train and are left out ({} because of max_length)",
+                count(self.dropped_rows as u64),
+                count(self.rows as u64),
+                count(self.dropped_by_truncation as u64),
+            ));
+        }
+        if self.open_turns > 0 {
+            out.push(format!(
+                "{} assistant turns do not end with a special token: the model will not learn from them when to stop",
+                count(self.open_turns as u64),
+            ));
+        }
+        out
+    }
+}
+
+/// Tokenized rows in file order.
+#[derive(Debug, Clone, Default)]
+pub struct Dataset {
+    pub examples: Vec<Example>,
+    /// Where each example came from.
+    pub origins: Vec<Origin>,
+    pub stats: Stats,
+    /// Hash of ids and masks: the same rows give the same text, any change gives another.
+    pub fingerprint: String,
+}
+
+impl Dataset {
+    /// Reads and tokenizes all rows.
+    ///
+    /// Errors: a broken row (its place), no rows, nothing to train, a signal that asks to stop.
+    pub fn load(spec: &Spec, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Self> {
+        if spec.max_length < 2 {
+            return Err(Error::usage("rows of fewer than 2 tokens cannot be trained")
+                .found(format!("max_length = {}", spec.max_length)));
+        }
+        let mut loader = Loader {
+            encoder: spec.encoder(codec, template),
+            chunk: Vec::new(),
+            bytes: 0,
+            out: Dataset::default(),
+        };
+        spec.rows(&mut |row, format, origin| loader.push(row, format, origin))?;
+        loader.flush()?;
+        let mut out = loader.out;
+        out.finish();
+        match out.examples.is_empty() {
+            true => Err(nothing_to_train(spec, &out.stats)),
+            false => Ok(out),
+        }
+    }
+
+    /// A data set of ready examples.
+    pub fn from_examples(examples: Vec<Example>) -> Self {
+        let origin = |i| Origin {
+            file: 0,
+            number: i as u64 + 1,
+            is_line: false,
+        };
+        let mut out = Self {
+            origins: (0..examples.len()).map(origin).collect(),
+            stats: Stats {
+                rows: examples.len(),
+                longest_written: examples.iter().map(|e| e.ids.len()).max().unwrap_or(0),
+                ..Stats::default()
+            },
+            examples,
+            fingerprint: String::new(),
+        };
+        out.finish();
+        out
+    }
+
+    fn finish(&mut self) {
+        self.stats.measure(&self.examples);
+        let mut hasher = blake3::Hasher::new();
+        for e in &self.examples {
+            hasher.update(&(e.ids.len() as u64).to_le_bytes());
+            e.ids.iter().for_each(|id| {
+                hasher.update(&id.to_le_bytes());
+            });
+            let mask: Vec<u8> = e.trained.iter().map(|&t| t.into()).collect();
+            hasher.update(&mask);
+        }
+        self.fingerprint = hasher.finalize().to_hex().to_string();
+    }
+
+    /// Holds out `fraction` of the rows (at least one), chosen by the seed; both parts keep the file order.
+    ///
+    /// Errors: the fraction is not between 0 and 1, or there are fewer than two rows.
+    pub fn split(mut self, fraction: f64, seed: u64) -> Result<(Self, Self)> {
+        let n = self.examples.len();
+        if !(fraction > 0.0 && fraction < 1.0) {
+            return Err(Error::usage("`data.eval_fraction` must be between 0 and 1").found(fraction));
+        }
+        if n < 2 {
+            return Err(Error::new("too few rows to hold some out for evaluation")
+                .found(format!("{n} rows"))
+                .expected("at least 2")
+                .hint("name a file in `data.eval`, or set `data.eval_fraction = 0`"));
+        }
+        let held_out = ((n as f64 * fraction).round() as usize).clamp(1, n - 1);
+        let mut is_eval = vec![false; n];
+        for i in &Rng::new(seed, Stream::Split, &[]).permutation(n)[..held_out] {
+            is_eval[*i] = true;
+        }
+        let mut eval = Dataset::default();
+        let mut train = Dataset {
+            stats: self.stats.clone(),
+            ..Dataset::default()
+        };
+        let rows = self.examples.drain(..).zip(self.origins.drain(..));
+        for ((example, origin), is_eval) in rows.zip(is_eval) {
+            let part = if is_eval { &mut eval } else { &mut train };
+            part.examples.push(example);
+            part.origins.push(origin);
+        }
+        // What was cut and left out while reading stays with the part that is trained.
+        train.stats.rows -= eval.examples.len();
+        eval.stats.rows = eval.examples.len();
+        eval.stats.longest_written = eval.examples.iter().map(|e| e.ids.len()).max().unwrap_or(0);
+        train.finish();
+        eval.finish();
+        Ok((train, eval))
+    }
+
+    /// The first `limit` questions of this data set's rows, in file order, read from the files again.
+    /// Rows without an answer in text have none.
+    pub fn questions(
+        &self,
+        spec: &Spec,
+        codec: &dyn TextCodec,
+        template: Option<&dyn ChatRender>,
+        limit: usize,
+    ) -> Result<Vec<Question>> {
+        let encoder = spec.encoder(codec, template);
+        let mut origins = self.origins.iter().peekable();
+        let mut out = Vec::new();
+        let mut full = false;
+        let result = spec.rows(&mut |row, format, origin| {
+            if out.len() >= limit || origins.peek().is_none() {
+                // Ends the reading; taken back below.
+                full = true;
+                return Err(Error::new("enough questions"));
+            }
+            if origins.next_if(|&&o| o == origin).is_some() {
+                let question = encoder.question(&rows::understand(&row, format)?);
+                out.extend(question.map_err(|e| e.within(&row.place))?);
+            }
+            Ok(())
+        });
+        if full { Ok(out) } else { result.map(|()| out) }
+    }
+}
+
+fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
+    let files = spec.files.join(", ");
+    if stats.rows == 0 {
+        return Error::new("the data has no rows").at(files).found("0 rows");
+    }
+    let hint = match stats.dropped_by_truncation > 0 {
+        true => format!(
+            "raise `data.max_length`; the longest row has {} tokens",
+            stats.longest_written
+        ),
+        false => {
+            "`ft data` shows the rows; check `data.train_on` and the assistant messages or completions".to_string()
+        }
+    };
+    Error::new("nothing in the data would be trained")
+        .at(files)
+        .found(format!(
+            "{} rows, {} without a token to train, {} of them because of max_length = {}",
+            stats.rows, stats.dropped_rows, stats.dropped_by_truncation, spec.max_length
+        ))
+        .expected("at least one trained token")
+        .hint(hint)
+}
+
+/// Collects rows in chunks and tokenizes a chunk on all cores; the order stays that of the file.
+struct Loader<'a> {
+    encoder: Encoder<'a>,
+    chunk: Vec<(Row, RowFormat, Origin)>,
+    bytes: usize,
+    out: Dataset,
+}
+
+impl Loader<'_> {
+    fn push(&mut self, row: Row, format: RowFormat, origin: Origin) -> Result<()> {
+        let size = |v: &serde_json::Value| v.as_str().map_or(1024, str::len);
+        self.bytes += row.fields.values().map(size).sum::<usize>();
+        self.chunk.push((row, format, origin));
+        if self.chunk.len() >= CHUNK_ROWS || self.bytes >= CHUNK_BYTES {
+            self.flush()?;
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        let encoder = &self.encoder;
+        let encoded: Vec<Result<Encoded>> = self
+            .chunk
+            .par_iter()
+            .map(|(row, format, _)| {
+                let sample = rows::understand(row, *format)?;
+                encoder.encode(&sample).map_err(|e| e.within(&row.place))
+            })
+            .collect();
+        for (row, (_, _, origin)) in encoded.into_iter().zip(self.chunk.drain(..)) {
+            let row = row?;
+            self.out.stats.add(&row);
+            if row.example.trained.contains(&true) {
+                self.out.examples.push(row.example);
+                self.out.origins.push(origin);
+            }
+        }
+        self.bytes = 0;
+        match signal::received() {
+            Some(s) => Err(Error::signal(
+                s,
+                "stopped while the data was read; nothing was trained yet",
+            )),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! Forward through the layers keeping only layer inputs, the objective, and the reverse pass.
+
+use super::active::Active;
+use crate::base::{Error, Result};
+use crate::data::Batch;
+use crate::model::{Context, GradSink, Layer, LossOutput, Need, Network, Objective};
+use crate::ops::{embedding, rms_norm};
+use crate::peft::Dropout;
+use crate::source::Group;
+use candle_core::{DType, Tensor};
+
+/// Sums over batches.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Totals {
+    pub loss_sum: f64,
+    /// Trained tokens.
+    pub trained: u64,
+    /// Trained tokens whose most likely prediction was right.
+    pub correct: u64,
+    /// All tokens.
+    pub tokens: u64,
+}
+
+impl Totals {
+    pub fn loss(&self) -> f64 {
+        self.loss_sum / self.trained as f64
+    }
+
+    pub fn add(&mut self, other: Totals) {
+        self.loss_sum += other.loss_sum;
+        self.trained += other.trained;
+        self.correct += other.correct;
+        self.tokens += other.tokens;
+    }
+
+    fn count(&mut self, out: &LossOutput, batch: &Batch) {
+        self.loss_sum += out.loss_sum;
+        self.trained += out.trained as u64;
+        self.correct += out.correct as u64;
+        self.tokens += batch.len() as u64;
+    }
+}
+
+/// All micro-batches of one optimizer step: gradients of `active` go to `sink`, scaled by 1 / (trained tokens
+/// of the whole window). `key(micro)` gives the dropout key of each micro-batch.
+pub fn window(
+    network: &Network,
+    objective: &dyn Objective,
+    batches: &[Batch],
+    active: &Active,
+    key: impl Fn(u64) -> Option<Dropout>,
+    sink: &mut dyn GradSink,
+) -> Result<Totals> {
+    let trained: usize = batches.iter().map(Batch::trained).sum();
+    if trained == 0 {
+        return Err(
+            Error::new("nothing is trained in this step: every token of its rows is masked")
+                .hint("look at the rows with `ft data --recipe R`"),
+        );
+    }
+    let mut totals = Totals::default();
+    for (micro, batch) in batches.iter().enumerate() {
+        if batch.is_empty() {
+            continue;
+        }
+        let out = micro_batch(
+            network,
+            objective,
+            batch,
+            active,
+            1.0 / trained as f64,
+            key(micro as u64),
+            sink,
+        )?;
+        totals.count(&out, batch);
+    }
+    Ok(totals)
+}
+
+fn micro_batch(
+    network: &Network,
+    objective: &dyn Objective,
+    batch: &Batch,
+    active: &Active,
+    scale: f64,
+    dropout: Option<Dropout>,
+    sink: &mut dyn GradSink,
+) -> Result<LossOutput> {
+    let layers = network.layers();
+    let lowest = active.lowest_layer(layers);
+    let ctx = network.context(&batch.positions, &batch.documents, dropout)?;
+
+    // Forward: only the inputs of the layers that backward will visit are kept.
+    let mut inputs: Vec<Tensor> = Vec::with_capacity(layers - lowest);
+    let mut x = network.embed(&batch.ids)?;
+    for l in 0..layers {
+        if l + 1 < layers {
+            network.source.prefetch(Group::Layer(l + 1));
+        }
+        let y = network.block(l)?.forward(&x, &ctx)?;
+        if l >= lowest {
+            inputs.push(x);
+        }
+        x = y;
+    }
+
+    // Loss, and its gradient at the last hidden states.
+    let norm = network.final_norm()?;
+    let head = network.head()?;
+    let need_dx = lowest < layers || active.lowest() == Group::Embedding;
+    let need = Need {
+        scale,
+        dh: need_dx || sink.wants(&norm.name),
+        dw: sink.wants(&head.weight.name),
+    };
+    let mut out = objective.evaluate(&network.normalize(&x)?, &head, batch, need)?;
+    if !out.loss_sum.is_finite() {
+        return Err(non_finite_loss(out.loss_sum));
+    }
+    // A tied head is the embedding: its gradient waits for the embedding's own part.
+    let mut tied = None;
+    if let Some(dw) = out.dw.take() {
+        if network.spec.tied {
+            tied = Some(dw)
+        } else {
+            sink.take(&head.weight, dw)?
+        }
+    }
+    let Some(dh) = out.dh.take() else { return Ok(out) };
+    let spec = &network.spec;
+    let (mut dx, dw) = rms_norm::backward(
+        &x,
+        &norm.tensor,
+        &dh,
+        spec.norm_eps,
+        spec.norm_plus_one,
+        sink.wants(&norm.name),
+    )?;
+    if let Some(dw) = dw {
+        sink.take(&norm, dw)?;
+    }
+    drop((x, dh));
+
+    // Reverse, down to the lowest active layer.
+    for l in (lowest..layers).rev() {
+        if l > lowest {
+            network.source.prefetch(Group::Layer(l - 1));
+        }
+        let need_dx = l > lowest || active.lowest() == Group::Embedding;
+        let Some(x) = inputs.pop() else {
+            return Err(Error::new("a layer input was not kept"));
+        };
+        match network.block(l)?.vjp(&x, dx, &ctx, need_dx, sink)? {
+            Some(below) => dx = below,
+            None => return Ok(out),
+        }
+    }
+    if active.lowest() == Group::Embedding {
+        embedding_gradient(network, batch, &dx, tied, sink)?;
+    }
+    Ok(out)
+}
+
+fn embedding_gradient(
+    network: &Network,
+    batch: &Batch,
+    dx: &Tensor,
+    tied: Option<Tensor>,
+    sink: &mut dyn GradSink,
+) -> Result<()> {
+    let table = network.embedding()?;
+    if !sink.wants(&table.name) {
+        return Ok(());
+    }
+    let dw = match tied {
+        Some(dw) => dw,
+        None => Tensor::zeros(table.tensor.shape(), DType::F32, &network.device)?,
+    };
+    embedding::scatter_add(&dw, &batch.ids, dx, network.spec.embedding_scale)?;
+    sink.take(&table, dw)
+}
+
+fn non_finite_loss(loss: f64) -> Error {
+    Error::new("the loss is not finite; the weights were not changed by this step")
+        .found(loss)
+        .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
+}
+
+/// Loss of one batch without gradients.
+pub fn evaluate(network: &Network, objective: &dyn Objective, batch: &Batch) -> Result<Totals> {
+    let mut totals = Totals::default();
+    if batch.trained() > 0 {
+        let ctx: Context = network.context(&batch.positions, &batch.documents, None)?;
+        let h = network.hidden_states(&batch.ids, &ctx)?;
+        let need = Need {
+            scale: 1.0,
+            dh: false,
+            dw: false,
+        };
+        totals.count(&objective.evaluate(&h, &network.head()?, batch, need)?, batch);
+    }
+    Ok(totals)
+}

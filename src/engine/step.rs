@@ -1,0 +1,124 @@
+//! One optimizer step: gradients of a window, clipping by global norm, update.
+
+use super::active::Active;
+use super::pass::{self, Totals};
+use super::sinks::{Accumulate, Norm, Step};
+use crate::base::{Error, Result};
+use crate::data::Batch;
+use crate::model::{Network, Objective};
+use crate::optim::Optimizer;
+use crate::peft::Dropout;
+
+/// How gradients live between backward and update.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Gradients {
+    /// Kept until the window is complete: accumulation and clipping.
+    Keep,
+    /// Applied and dropped as they come: one micro-batch, no clipping.
+    Fused,
+    /// A pass for the norm, then a fused pass: clipping without keeping gradients, one micro-batch.
+    NormFirst,
+}
+
+impl Gradients {
+    /// The fastest way that is right for these settings; `keep_fits` is false where the budget has no room
+    /// for all gradients at once.
+    pub fn choose(micro_batches: usize, max_grad_norm: f64, all_active: bool, keep_fits: bool) -> Self {
+        match (micro_batches, max_grad_norm > 0.0) {
+            (1, false) if all_active => Self::Fused,
+            (1, true) if !keep_fits => Self::NormFirst,
+            _ => Self::Keep,
+        }
+    }
+}
+
+pub struct Engine {
+    pub network: Network,
+    pub objective: Box<dyn Objective>,
+    pub optimizer: Optimizer,
+    pub gradients: Gradients,
+    /// 0 is off.
+    pub max_grad_norm: f64,
+    pub seed: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct StepReport {
+    pub totals: Totals,
+    /// Global norm before clipping.
+    pub grad_norm: f64,
+}
+
+impl Engine {
+    /// Step number `step` (from 1) on one window of micro-batches at learning rate `lr`.
+    ///
+    /// Errors: a loss or gradient that is not finite; with kept gradients the weights are then unchanged.
+    pub fn step(&mut self, step: u64, batches: &[Batch], active: &Active, lr: f64) -> Result<StepReport> {
+        let (network, objective, seed) = (&self.network, self.objective.as_ref(), self.seed);
+        let key = |micro| Some(Dropout { seed, step, micro });
+        match self.gradients {
+            Gradients::Keep => {
+                let mut sink = Accumulate::new(active);
+                let totals = pass::window(network, objective, batches, active, key, &mut sink)?;
+                let grad_norm = sink.norm()?;
+                if !grad_norm.is_finite() {
+                    return Err(non_finite(&sink.non_finite()?, step));
+                }
+                let coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
+                while let Some((name, (weight, gradient))) = sink.sums.pop_first() {
+                    self.optimizer.update(&name, &weight, &gradient, lr, coefficient)?;
+                }
+                Ok(StepReport { totals, grad_norm })
+            }
+            Gradients::Fused | Gradients::NormFirst => {
+                let mut coefficient = 1.0;
+                if self.gradients == Gradients::NormFirst {
+                    let mut norm = Norm {
+                        active,
+                        sum_squares: 0.0,
+                    };
+                    pass::window(network, objective, batches, active, key, &mut norm)?;
+                    if !norm.sum_squares.is_finite() {
+                        return Err(non_finite(&[], step));
+                    }
+                    coefficient = clip_coefficient(norm.sum_squares.sqrt(), self.max_grad_norm);
+                }
+                let optimizer = &mut self.optimizer;
+                let mut sink = Step {
+                    active,
+                    optimizer,
+                    lr,
+                    coefficient,
+                    sum_squares: 0.0,
+                };
+                let totals = pass::window(network, objective, batches, active, key, &mut sink)?;
+                Ok(StepReport {
+                    totals,
+                    grad_norm: sink.sum_squares.sqrt(),
+                })
+            }
+        }
+    }
+}
+
+/// As `torch.nn.utils.clip_grad_norm_`: min(1, max / (norm + 1e-6)).
+fn clip_coefficient(norm: f64, max: f64) -> f32 {
+    if max > 0.0 {
+        (max / (norm + 1e-6)).min(1.0) as f32
+    } else {
+        1.0
+    }
+}
+
+fn non_finite(names: &[String], step: u64) -> Error {
+    let shown = names.iter().take(5).cloned().collect::<Vec<_>>().join(", ");
+    Error::new(format!(
+        "a gradient is not finite at step {step}; the weights were not changed by this step"
+    ))
+    .found(if shown.is_empty() {
+        "a norm that is not finite".to_string()
+    } else {
+        shown
+    })
+    .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
+}

@@ -1,0 +1,336 @@
+//! Adapter directories: written and read back, and every way in which one does not fit.
+
+use super::model_tests::{base, config, names, spec};
+use super::*;
+use crate::formats::StoredDtype;
+use crate::formats::adapter::{AdapterConfig, Targets, WEIGHTS, lora_key};
+use crate::formats::weights::Weights;
+use crate::formats::writer::{self, TensorPlan, Values};
+use crate::model::Adapters;
+use crate::ops::update;
+use crate::peft::Lora;
+use crate::peft::lora::scaling;
+use crate::peft::targets::Site;
+use candle_core::{Device, Tensor};
+use std::path::Path;
+use std::sync::Arc;
+
+fn sites() -> Vec<Site> {
+    spec(&config(true)).sites()
+}
+
+pub(crate) fn adapter_config() -> AdapterConfig {
+    AdapterConfig {
+        r: 2,
+        lora_alpha: 3.0,
+        lora_dropout: 0.25,
+        target_modules: Targets::List(vec!["down_proj".into(), "q_proj".into()]),
+        base_model_name_or_path: Some("someone/tiny".into()),
+        ..AdapterConfig::default()
+    }
+}
+
+/// Adapters on the config's targets, every number different.
+pub(crate) fn adapters(config: &AdapterConfig, r_of: impl Fn(&str) -> (usize, f64)) -> Adapters {
+    let mut out = Adapters::new();
+    for (index, site) in sites()
+        .iter()
+        .enumerate()
+        .filter(|(_, s)| s.module.ends_with("q_proj") || s.module.ends_with("down_proj"))
+    {
+        let (r, alpha) = r_of(&site.module);
+        let fill = |n: usize, shift: f32| {
+            (0..n)
+                .map(|i| (i as f32 + shift + index as f32 * 0.37).sin() * 0.1)
+                .collect::<Vec<f32>>()
+        };
+        let lora = Lora {
+            a: Tensor::from_vec(fill(r * site.input, 0.1), (r, site.input), &Device::Cpu).unwrap(),
+            b: Tensor::from_vec(fill(site.output * r, 0.7), (site.output, r), &Device::Cpu).unwrap(),
+            a_name: format!("{}.lora_A.weight", site.module).into(),
+            b_name: format!("{}.lora_B.weight", site.module).into(),
+            scale: scaling(alpha, r, config.use_rslora),
+            dropout: config.lora_dropout as f32,
+            site: index as u64,
+        };
+        out.insert(site.module.clone(), Arc::new(lora));
+    }
+    out
+}
+
+fn bits(t: &Tensor) -> Vec<u32> {
+    update::to_f32_vec(t).unwrap().iter().map(|x| x.to_bits()).collect()
+}
+
+fn assert_same(a: &Adapters, b: &Adapters) {
+    assert!(a.keys().eq(b.keys()));
+    for (x, y) in a.values().zip(b.values()) {
+        assert_eq!(
+            (bits(&x.a), bits(&x.b), x.scale, x.site, x.dropout),
+            (bits(&y.a), bits(&y.b), y.scale, y.site, y.dropout)
+        );
+        assert_eq!(
+            (x.a.dims(), x.b.dims(), &x.a_name, &x.b_name),
+            (y.a.dims(), y.b.dims(), &y.a_name, &y.b_name)
+        );
+    }
+}
+
+#[test]
+fn an_adapter_comes_back_as_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = base(dir.path(), true, StoredDtype::F32);
+    let out = dir.path().join("final");
+    let mut config = adapter_config();
+    for rslora in [false, true] {
+        config.use_rslora = rslora;
+        let written = adapters(&config, |_| (2, 3.0));
+        assert_eq!(adapter(&out, &config, &written, &base, "blake3:base").unwrap(), out);
+        assert_eq!(
+            names(&out),
+            [
+                "README.md",
+                "adapter_config.json",
+                WEIGHTS,
+                "chat_template.jinja",
+                "tokenizer.json",
+                "tokenizer_config.json"
+            ]
+        );
+        let (read_config, read) = load_adapter(&out, &sites()).unwrap();
+        assert_eq!(
+            (read_config.r, read_config.use_rslora, &read_config.target_modules),
+            (2, rslora, &config.target_modules)
+        );
+        assert_same(&read, &written);
+        let expected = if rslora { 3.0 / 2f32.sqrt() } else { 1.5 };
+        assert!((read.values().next().unwrap().scale - expected).abs() < 1e-6);
+        let weights = Weights::open_file(&out.join(WEIGHTS)).unwrap();
+        assert_eq!(weights.len(), 8);
+        let key = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight";
+        let info = weights.info(key).unwrap();
+        assert_eq!((info.dtype, info.shape.as_slice()), (StoredDtype::F32, &[2, 12][..]));
+        let readme = files::read_text(&out.join("README.md")).unwrap();
+        assert!(
+            readme.starts_with("---\nbase_model: someone/tiny\n") && readme.contains("library_name: peft"),
+            "{readme}"
+        );
+    }
+    check_base(&out, "blake3:base").unwrap();
+    let e = check_base(&out, "blake3:other").unwrap_err().to_string();
+    assert!(e.contains("another base") && e.contains("blake3:other"), "{e}");
+    config.base_model_name_or_path = Some("/home/someone/models/x".into());
+    adapter(&out, &config, &adapters(&config, |_| (2, 3.0)), &base, "").unwrap();
+    assert!(!files::read_text(&out.join("README.md")).unwrap().contains("/home"));
+}
+
+#[test]
+fn ranks_and_alphas_by_module_are_used() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = adapter_config();
+    config.rank_pattern.insert("layers.0.self_attn.q_proj".into(), 4);
+    config
+        .rank_pattern
+        .insert("^model\\.layers\\.1\\.mlp\\.down_proj$".into(), 1);
+    config.alpha_pattern.insert("q_proj".into(), 10.0);
+    let written = adapters(&config, |module| {
+        let r = match module {
+            "model.layers.0.self_attn.q_proj" => 4,
+            "model.layers.1.mlp.down_proj" => 1,
+            _ => 2,
+        };
+        (r, if module.ends_with("q_proj") { 10.0 } else { 3.0 })
+    });
+    let out = adapter(&dir.path().join("a"), &config, &written, dir.path(), "").unwrap();
+    let (_, read) = load_adapter(&out, &sites()).unwrap();
+    assert_same(&read, &written);
+    assert_eq!(read["model.layers.0.self_attn.q_proj"].scale, 2.5);
+    assert_eq!(read["model.layers.1.mlp.down_proj"].scale, 3.0);
+    // PEFT would compute something else from this config: not written.
+    config.alpha_pattern.clear();
+    let e = adapter(&dir.path().join("b"), &config, &written, dir.path(), "")
+        .unwrap_err()
+        .to_string();
+    assert!(
+        e.contains("not what its config says") && !dir.path().join("b").exists(),
+        "{e}"
+    );
+    config.rank_pattern.insert("q_.*".into(), 4);
+    assert!(
+        adapter(&dir.path().join("b"), &config, &written, dir.path(), "")
+            .unwrap_err()
+            .to_string()
+            .contains("q_.*")
+    );
+    assert!(adapter(&dir.path().join("b"), &config, &Adapters::new(), dir.path(), "").is_err());
+}
+
+/// Writes an adapter file with these tensors; all numbers are `value`.
+fn write_raw(dir: &Path, config: &AdapterConfig, tensors: &[(String, Vec<usize>)], dtype: StoredDtype, value: f32) {
+    std::fs::create_dir_all(dir).unwrap();
+    config.save(dir).unwrap();
+    let plans: Vec<TensorPlan> = tensors
+        .iter()
+        .map(|(name, shape)| TensorPlan {
+            name: name.clone(),
+            dtype,
+            shape: shape.clone(),
+        })
+        .collect();
+    writer::write_file(&dir.join(WEIGHTS), &plans, &[], |plan, sink| {
+        sink(Values::F32(&vec![value; plan.shape.iter().product()]))
+    })
+    .unwrap();
+}
+
+fn tensors(config: &AdapterConfig) -> Vec<(String, Vec<usize>)> {
+    let all = adapters(config, |_| (config.r, config.lora_alpha));
+    all.iter()
+        .flat_map(|(m, l)| {
+            [
+                (lora_key(m, "A"), l.a.dims().to_vec()),
+                (lora_key(m, "B"), l.b.dims().to_vec()),
+            ]
+        })
+        .collect()
+}
+
+#[test]
+fn half_precision_adapters_are_widened() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = adapter_config();
+    for dtype in [StoredDtype::F16, StoredDtype::Bf16, StoredDtype::F64] {
+        write_raw(dir.path(), &config, &tensors(&config), dtype, 0.75);
+        let (_, read) = load_adapter(dir.path(), &sites()).unwrap();
+        assert!(
+            read.values()
+                .all(|l| bits(&l.a).iter().all(|b| f32::from_bits(*b) == 0.75))
+        );
+    }
+    check_base(dir.path(), "anything").unwrap();
+}
+
+#[test]
+fn all_differences_stand_in_one_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = adapter_config();
+    let mut list = tensors(&config);
+    let q0 = "model.layers.0.self_attn.q_proj";
+    let at = |list: &[(String, Vec<usize>)], name: &str| list.iter().position(|(n, _)| n == name).unwrap();
+    let i = at(&list, &lora_key(q0, "A"));
+    list[i].1 = vec![4, 8]; // another rank
+    let i = at(&list, &lora_key("model.layers.1.self_attn.q_proj", "B"));
+    list[i].1 = vec![16, 2]; // another output size
+    let i = at(&list, &lora_key("model.layers.0.mlp.down_proj", "B"));
+    list.remove(i); // half a pair
+    list.retain(|(n, _)| !n.contains("layers.1.mlp.down_proj")); // a whole target
+    list.push((lora_key("model.layers.7.mlp.up_proj", "A"), vec![2, 8])); // a layer that is not there
+    list.push((lora_key("lm_head", "A"), vec![2, 8]));
+    list.push(("base_model.model.model.embed_tokens.weight".into(), vec![16, 8]));
+    list.push((format!("base_model.model.{q0}.lora_magnitude_vector"), vec![8]));
+    list.push((format!("base_model.model.{q0}.lora_B.default.weight"), vec![8, 2]));
+    write_raw(dir.path(), &config, &list, StoredDtype::F32, 0.5);
+    let e = load_adapter(dir.path(), &sites()).unwrap_err().to_string();
+    for part in [
+        "found [4, 8], expected [2, 8]",
+        "found [16, 2], expected [8, 2]",
+        "layers.0.mlp.down_proj.lora_B.weight: missing",
+        "model.layers.1.mlp.down_proj: a target of the config",
+        "model.layers.7.mlp.up_proj: this model has no such linear",
+        "lm_head: this model has no such linear",
+        "embed_tokens.weight: a whole tensor",
+        "lora_magnitude_vector: not a tensor of a LoRA adapter",
+        "the same factor as",
+        "9 differences",
+        "someone/tiny",
+    ] {
+        assert!(e.contains(part), "{part} not in\n{e}");
+    }
+}
+
+#[test]
+fn numbers_that_are_not_finite_and_missing_files_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = adapter_config();
+    write_raw(dir.path(), &config, &tensors(&config), StoredDtype::F32, 0.5);
+    let path = dir.path().join(WEIGHTS);
+    let mut bytes = std::fs::read(&path).unwrap();
+    let n = bytes.len();
+    bytes[n - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
+    std::fs::write(&path, bytes).unwrap();
+    let e = load_adapter(dir.path(), &sites()).unwrap_err().to_string();
+    assert!(e.contains("1 difference:") && e.contains("is not finite"), "{e}");
+    write_raw(dir.path(), &config, &[], StoredDtype::F32, 0.0);
+    assert!(
+        load_adapter(dir.path(), &sites())
+            .unwrap_err()
+            .to_string()
+            .contains("4 differences")
+    );
+    std::fs::remove_file(&path).unwrap();
+    assert!(load_adapter(dir.path(), &sites()).is_err());
+}
+
+#[test]
+fn targets_limit_what_must_be_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = adapter_config();
+    let all = tensors(&config);
+    let only = |part: &str| {
+        all.iter()
+            .filter(|(n, _)| n.contains(part))
+            .cloned()
+            .collect::<Vec<_>>()
+    };
+    config.layers_to_transform = Some(vec![1]);
+    write_raw(dir.path(), &config, &only("layers.1."), StoredDtype::F32, 0.5);
+    assert_eq!(load_adapter(dir.path(), &sites()).unwrap().1.len(), 2);
+    config.layers_to_transform = None;
+    config.exclude_modules = Some(Targets::List(vec!["down_proj".into()]));
+    write_raw(dir.path(), &config, &only("q_proj"), StoredDtype::F32, 0.5);
+    assert_eq!(load_adapter(dir.path(), &sites()).unwrap().1.len(), 2);
+    config.exclude_modules = None;
+    assert!({
+        write_raw(dir.path(), &config, &only("q_proj"), StoredDtype::F32, 0.5);
+        load_adapter(dir.path(), &sites()).is_err()
+    });
+    config.target_modules = Targets::Pattern(".*q_proj".into());
+    write_raw(dir.path(), &config, &only("q_proj"), StoredDtype::F32, 0.5);
+    assert_eq!(load_adapter(dir.path(), &sites()).unwrap().1.len(), 2);
+    config.target_modules = Targets::AllLinear;
+    write_raw(dir.path(), &config, &all, StoredDtype::F32, 0.5);
+    let e = load_adapter(dir.path(), &sites()).unwrap_err().to_string();
+    assert!(e.contains("10 differences") && e.contains("up_proj"), "{e}");
+}
+
+#[test]
+fn a_fingerprint_tells_bases_apart_and_ignores_how_they_are_stored() {
+    let dir = tempfile::tempdir().unwrap();
+    let of = |name: &str, tied: bool, dtype: StoredDtype| base(&dir.path().join(name), tied, dtype);
+    let first = of("a", true, StoredDtype::F32);
+    let print = fingerprint(&first).unwrap();
+    assert!(print.starts_with("blake3:") && print.len() == 71);
+    assert_eq!(fingerprint(&of("b", true, StoredDtype::Bf16)).unwrap(), print);
+    assert_ne!(fingerprint(&of("c", false, StoredDtype::F32)).unwrap(), print);
+    let edit = |from: &str, to: &str| {
+        let path = first.join("config.json");
+        let text = files::read_text(&path).unwrap();
+        assert!(text.contains(from));
+        std::fs::write(&path, text.replace(from, to)).unwrap();
+    };
+    edit("\"float16\"", "\"float32\"");
+    assert_eq!(
+        fingerprint(&first).unwrap(),
+        print,
+        "how a config is spelled does not matter"
+    );
+    edit("10000.0", "20000.0");
+    assert_ne!(fingerprint(&first).unwrap(), print, "what is computed does");
+    edit("20000.0", "10000.0");
+    let path = first.join("model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let n = bytes.len();
+    bytes[n - 2] ^= 0x40;
+    std::fs::write(&path, bytes).unwrap();
+    assert_ne!(fingerprint(&first).unwrap(), print);
+}

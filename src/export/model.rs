@@ -1,0 +1,116 @@
+//! A Hugging Face model directory: weights in safetensors, config carried through, tokenizer beside it.
+
+use super::{BESIDE, TOKENIZER, copy_beside, set_chat_template};
+use crate::base::staging::Staging;
+use crate::base::{Error, Result, files};
+use crate::formats::StoredDtype;
+use crate::formats::writer::{self, TensorPlan, Values};
+use crate::model::spec::LM_HEAD;
+use crate::recipe::Dtype;
+use crate::source::ParamInfo;
+use serde_json::{Map, Value};
+use std::path::{Path, PathBuf};
+
+pub struct ModelExport<'a> {
+    /// The directory to write, e.g. `run/final`. One that is there is replaced when the new one is complete.
+    pub out: &'a Path,
+    /// Where tokenizer files, generation settings and licence come from; files it lacks are left out.
+    pub base_dir: &'a Path,
+    /// `config.json` as it was read: every key is carried through, only the number format is set.
+    pub config: Map<String, Value>,
+    /// The head is the embedding: `lm_head.weight` is not written.
+    pub tied: bool,
+    pub dtype: Dtype,
+    pub params: &'a [ParamInfo],
+}
+
+/// A model directory whose tensors each have their own number format.
+pub(crate) struct Directory<'a> {
+    pub out: &'a Path,
+    pub base_dir: &'a Path,
+    pub config: &'a Map<String, Value>,
+    pub tensors: &'a [TensorPlan],
+    /// Largest weight file; one tensor may be larger.
+    pub shard_bytes: u64,
+    /// Takes the place of the base's `chat_template.jinja`.
+    pub chat_template: Option<&'a str>,
+}
+
+/// Hands the numbers of one tensor to the sink.
+pub(crate) type TensorFill<'a> = dyn FnMut(&TensorPlan, &mut dyn FnMut(Values) -> Result<()>) -> Result<()> + 'a;
+
+/// Writes the directory and returns its path. `fill` gives the numbers of one parameter as f32 `[elements]`;
+/// in a bf16 directory they are rounded to nearest, so values that already are bf16 are written as they are.
+///
+/// Errors: a number that is not finite, a parameter of another size, a full disk; then `out` is as before.
+pub fn model(e: &ModelExport, fill: &mut dyn FnMut(&str) -> Result<Vec<f32>>) -> Result<PathBuf> {
+    let dtype = stored(e.dtype);
+    let tensors: Vec<TensorPlan> = e
+        .params
+        .iter()
+        .filter(|p| !(e.tied && &*p.name == LM_HEAD))
+        .map(|p| TensorPlan {
+            name: p.name.to_string(),
+            dtype,
+            shape: p.shape.clone(),
+        })
+        .collect();
+    let mut config = e.config.clone();
+    set_dtype(&mut config, dtype);
+    let directory = Directory {
+        out: e.out,
+        base_dir: e.base_dir,
+        config: &config,
+        tensors: &tensors,
+        shard_bytes: writer::SHARD_BYTES,
+        chat_template: None,
+    };
+    directory.write(&mut |plan, sink| sink(Values::F32(&fill(&plan.name)?)))
+}
+
+impl Directory<'_> {
+    /// Errors as `model`.
+    pub fn write(&self, fill: &mut TensorFill) -> Result<PathBuf> {
+        let staging = Staging::create(self.out)?;
+        let dir = staging.path();
+        writer::write_model(dir, self.tensors, self.shard_bytes, fill)?;
+        let path = dir.join("config.json");
+        let text = serde_json::to_string_pretty(self.config)
+            .map_err(|e| Error::new("cannot write the config").at_path(&path).cause(e))?;
+        files::write_atomic(&path, format!("{text}\n").as_bytes())?;
+        copy_beside(self.base_dir, dir, &TOKENIZER)?;
+        copy_beside(self.base_dir, dir, &BESIDE)?;
+        if let Some(text) = self.chat_template {
+            set_chat_template(dir, text)?;
+        }
+        staging.commit()
+    }
+}
+
+pub(crate) fn stored(dtype: Dtype) -> StoredDtype {
+    match dtype {
+        Dtype::F32 => StoredDtype::F32,
+        Dtype::Bf16 => StoredDtype::Bf16,
+    }
+}
+
+/// Sets the number format under the key that the config uses: `torch_dtype` (transformers 4) or `dtype`
+/// (transformers 5); under the first, which both read, where it has neither.
+pub(crate) fn set_dtype(config: &mut Map<String, Value>, dtype: StoredDtype) {
+    let name = match dtype {
+        StoredDtype::Bf16 => "bfloat16",
+        StoredDtype::F16 => "float16",
+        StoredDtype::F64 => "float64",
+        _ => "float32",
+    };
+    let mut found = false;
+    for key in ["torch_dtype", "dtype"] {
+        if let Some(value) = config.get_mut(key) {
+            *value = name.into();
+            found = true;
+        }
+    }
+    if !found {
+        config.insert("torch_dtype".into(), name.into());
+    }
+}

@@ -1,0 +1,82 @@
+//! The number formats a safetensors file may hold.
+
+/// How the numbers of a stored tensor are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum StoredDtype {
+    F64,
+    F32,
+    F16,
+    Bf16,
+    F8E4M3,
+    F8E5M2,
+    F8E8M0,
+    I64,
+    U64,
+    I32,
+    U32,
+    I16,
+    U16,
+    I8,
+    U8,
+    Bool,
+}
+
+const NAMES: [(StoredDtype, &str, usize); 16] = [
+    (StoredDtype::F64, "F64", 8),
+    (StoredDtype::F32, "F32", 4),
+    (StoredDtype::F16, "F16", 2),
+    (StoredDtype::Bf16, "BF16", 2),
+    (StoredDtype::F8E4M3, "F8_E4M3", 1),
+    (StoredDtype::F8E5M2, "F8_E5M2", 1),
+    (StoredDtype::F8E8M0, "F8_E8M0", 1),
+    (StoredDtype::I64, "I64", 8),
+    (StoredDtype::U64, "U64", 8),
+    (StoredDtype::I32, "I32", 4),
+    (StoredDtype::U32, "U32", 4),
+    (StoredDtype::I16, "I16", 2),
+    (StoredDtype::U16, "U16", 2),
+    (StoredDtype::I8, "I8", 1),
+    (StoredDtype::U8, "U8", 1),
+    (StoredDtype::Bool, "BOOL", 1),
+];
+
+impl StoredDtype {
+    /// The name in a safetensors header.
+    pub fn name(self) -> &'static str {
+        NAMES.iter().find(|(d, ..)| *d == self).map_or("", |(_, n, _)| n)
+    }
+
+    pub fn from_name(name: &str) -> Option<Self> {
+        NAMES.iter().find(|(_, n, _)| *n == name).map(|(d, ..)| *d)
+    }
+
+    /// Bytes of one number.
+    pub fn size(self) -> usize {
+        NAMES.iter().find(|(d, ..)| *d == self).map_or(1, |(.., s)| *s)
+    }
+
+    /// Whether it can be read as weights: f64, f32, f16 or bf16.
+    pub fn is_weight(self) -> bool {
+        matches!(self, Self::F64 | Self::F32 | Self::F16 | Self::Bf16)
+    }
+}
+
+impl std::fmt::Display for StoredDtype {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_name_reads_back() {
+        for (dtype, name, size) in NAMES {
+            assert_eq!(StoredDtype::from_name(name), Some(dtype));
+            assert_eq!((dtype.name(), dtype.size()), (name, size));
+        }
+        assert_eq!(StoredDtype::from_name("F4"), None);
+    }
+}

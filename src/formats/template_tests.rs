@@ -1,0 +1,197 @@
+use super::*;
+use serde_json::json;
+
+const GOLDEN: &str = include_str!("testdata/templates.json");
+
+fn tokenizer(config: Value) -> Tokenizer {
+    let dir = tempfile::tempdir().unwrap();
+    write_tokenizer(dir.path(), config);
+    Tokenizer::load(dir.path()).unwrap()
+}
+
+fn write_tokenizer(dir: &Path, mut config: Value) {
+    let tokenizer =
+        json!({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"<s>": 0, "<end>": 1}, "unk_token": "<s>"}});
+    std::fs::write(dir.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    config["bos_token"] = json!("<s>");
+    config["eos_token"] = json!({"content": "<end>"});
+    std::fs::write(dir.join("tokenizer_config.json"), config.to_string()).unwrap();
+}
+
+fn template(text: &str) -> ChatTemplate {
+    ChatTemplate::from_text(text, "t.jinja", &tokenizer(json!({}))).unwrap()
+}
+
+fn render(text: &str) -> Result<String> {
+    template(text).render(&[json!({"role": "user", "content": "hi"})], None, false)
+}
+
+/// The refusal, which must come within a second.
+#[track_caller]
+fn fails(text: &str) -> String {
+    let t = template(text);
+    let start = std::time::Instant::now();
+    let e = t
+        .render(&[json!({"role": "user", "content": "hi"})], None, false)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        start.elapsed() < Duration::from_millis(1500),
+        "took {:?}: {e}",
+        start.elapsed()
+    );
+    assert!(e.contains("t.jinja"), "{e}");
+    e
+}
+
+#[test]
+fn renders_what_python_renders() {
+    let golden: Value = serde_json::from_str(GOLDEN).unwrap();
+    let mut count = 0;
+    for case in golden["cases"].as_array().unwrap() {
+        let name = case["template"].as_str().unwrap();
+        let t = template(golden["templates"][name].as_str().unwrap());
+        let messages = golden["chats"][case["chat"].as_str().unwrap()].as_array().unwrap();
+        let tools = (case["tools"] == true).then_some(&golden["tools"]);
+        let got = t.render(messages, tools, case["prompt"] == true);
+        let place = format!(
+            "{name} on {} (tools {}, prompt {})",
+            case["chat"], case["tools"], case["prompt"]
+        );
+        match case["text"].as_str() {
+            Some(text) => assert_eq!(got.unwrap(), text, "{place}"),
+            None => {
+                let message = case["error"].as_str().unwrap();
+                let e = got.unwrap_err().to_string();
+                assert!(e.contains(message) && e.contains("refuses"), "{place}: {e}");
+            }
+        }
+        count += 1;
+    }
+    assert!(count > 60);
+}
+
+#[test]
+fn the_place_of_the_template_follows_transformers() {
+    let dir = tempfile::tempdir().unwrap();
+    let from = |config: Value| {
+        write_tokenizer(dir.path(), config);
+        let t = Tokenizer::load(dir.path()).unwrap();
+        ChatTemplate::from_dir(dir.path(), &t)
+    };
+    let text = |t: ChatTemplate, tools: Option<&Value>| t.render(&[json!({"role": "user"})], tools, false).unwrap();
+    assert!(from(json!({})).unwrap().is_none());
+    assert!(from(json!({"chat_template": null})).unwrap().is_none());
+    assert_eq!(
+        text(
+            from(json!({"chat_template": "one{{ eos_token }}"})).unwrap().unwrap(),
+            None
+        ),
+        "one<end>"
+    );
+    let list =
+        json!({"chat_template": [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "two"}]});
+    assert_eq!(text(from(list.clone()).unwrap().unwrap(), None), "two");
+    assert_eq!(text(from(list).unwrap().unwrap(), Some(&json!([{}]))), "tools");
+    let e = from(json!({"chat_template": [{"name": "a", "template": ""}, {"name": "b", "template": ""}]})).unwrap_err();
+    assert!(e.to_string().contains("a, b"), "{e}");
+    assert!(
+        from(json!({"chat_template": 5}))
+            .unwrap_err()
+            .to_string()
+            .contains("found 5")
+    );
+    std::fs::write(dir.path().join("chat_template.jinja"), "file\n").unwrap();
+    assert_eq!(
+        text(from(json!({"chat_template": "one"})).unwrap().unwrap(), None),
+        "file"
+    );
+}
+
+#[test]
+fn reasoning_is_found_under_each_name() {
+    let t = template("{{ messages[0].reasoning_content }}{{ messages[0].thinking }}");
+    for name in ["reasoning", "thinking", "reasoning_content"] {
+        assert_eq!(
+            t.render(&[json!({"role": "assistant", name: "r"})], None, false)
+                .unwrap(),
+            "rr"
+        );
+    }
+}
+
+#[test]
+fn a_template_that_loops_comes_to_an_end() {
+    let nested = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}";
+    assert!(fails(nested).contains("did not come to an end"));
+    let slow = "{% for a in range(100000) %}{% set x = range(100000) | join %}{% endfor %}";
+    assert!(fails(slow).contains("did not come to an end"));
+    assert!(fails("{% for a in range(1000000000) %}{% endfor %}").contains("too many elements"));
+    let e = fails("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}");
+    assert!(e.contains("recursion"), "{e}");
+}
+
+#[test]
+fn a_template_that_prints_without_end_is_stopped() {
+    let e = fails("{% set x = 'x' * 10000000 %}{% for a in range(100) %}{{ x }}{% endfor %}");
+    assert!(e.contains("more than 64 MiB"), "{e}");
+    assert!(fails("{{ 'x' * 1000000000 }}").contains("too large"));
+    assert!(fails("{{ 'x' | indent(1000000000, true) }}").contains("small number"));
+}
+
+#[test]
+fn nothing_outside_can_be_reached() {
+    for text in [
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}{{ os }}",
+        "{% extends '/etc/passwd' %}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__class__.__init__.__globals__ }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ lookup('env', 'HOME') }}",
+        "{{ open('/etc/passwd') }}",
+    ] {
+        fails(text);
+    }
+    assert_eq!(render("{{ env }}{{ HOME }}{{ self }}{{ config }}").unwrap(), "");
+}
+
+#[test]
+fn wrong_templates_say_where() {
+    let t = tokenizer(json!({}));
+    let e = ChatTemplate::from_text("a\n{% for x in %}", "d/t.jinja", &t)
+        .unwrap_err()
+        .to_string();
+    assert!(e.contains("d/t.jinja:2") && e.contains("not valid"), "{e}");
+    assert!(fails("a\n\n{{ nothing.at.all }}").contains("t.jinja:3"));
+    assert!(fails("{{ nothing() }}").contains("nothing"));
+    assert!(fails("{{ raise_exception('no ' ~ messages[0].role) }}").contains("refuses this conversation: no user"));
+    let long = "x".repeat(TEMPLATE_LIMIT + 1);
+    assert!(
+        ChatTemplate::from_text(&long, "t", &t)
+            .unwrap_err()
+            .to_string()
+            .contains("too large")
+    );
+    // Loading runs nothing.
+    ChatTemplate::from_text("{{ raise_exception('ran') }}", "t", &t).unwrap();
+}
+
+#[test]
+fn generation_tags_are_a_block_that_does_nothing() {
+    assert_eq!(
+        without_generation_tags("a{%- generation -%}b{% endgeneration %}{% if x %}{%"),
+        "a{%- with -%}b{% endwith %}{% if x %}{%"
+    );
+    assert_eq!(render("{% generation %}\nx\n{%- endgeneration %}y").unwrap(), "xy");
+}
+
+#[test]
+fn the_date_is_todays() {
+    let year = render("{{ strftime_now('%Y') }}").unwrap();
+    assert!(year.len() == 4 && year.as_str() >= "2024", "{year}");
+    assert_eq!(
+        render("{{ strftime_now('') }}{{ strftime_now('100%%') }}").unwrap(),
+        "100%"
+    );
+}

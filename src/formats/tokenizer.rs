@@ -1,0 +1,367 @@
+//! The tokenizer of a model directory: text to ids and back, special tokens, the ids that end a turn.
+//!
+//! `tokenizer.json` decides what is added around a text, as in transformers 5: `add_bos_token` and
+//! `add_eos_token` of `tokenizer_config.json` count for nothing beside it (measured with 5.23, for every
+//! tokenizer class and both values). Lengths and paddings stored in `tokenizer.json` are not applied.
+
+use crate::base::{Error, Result, files};
+use crate::formats::config::{Config, GenerationConfig};
+use crate::formats::{header, read_json_object};
+use serde_json::{Map, Value};
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use tokenizers::AddedToken;
+
+/// Largest `tokenizer.json`, bytes.
+const LIMIT: u64 = 512 << 20;
+
+/// Files that belong to a model's text side and are carried along with an export.
+const CARRIED: [&str; 14] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+];
+
+/// A special token that the config names.
+#[derive(Debug, Clone, PartialEq)]
+struct Named {
+    text: String,
+    id: Option<u32>,
+}
+
+/// A loaded tokenizer.
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    config: Value,
+    named: Vec<(&'static str, Named)>,
+    special: HashSet<u32>,
+    stop: Vec<u32>,
+    size: usize,
+}
+
+const ROLES: [&str; 7] = [
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+];
+
+impl Tokenizer {
+    /// Reads `tokenizer.json` of a model directory, and what the configs beside it say of special tokens.
+    pub fn load(dir: &Path) -> Result<Self> {
+        let path = dir.join("tokenizer.json");
+        let mut inner = read_tokenizer(dir, &path)?;
+        let config = match optional(dir, "tokenizer_config.json")? {
+            Some(map) => map,
+            None => Map::new(),
+        };
+        let map = optional(dir, "special_tokens_map.json")?.unwrap_or_default();
+        add_listed(&mut inner, &config);
+        let mut named = Vec::new();
+        for role in ROLES {
+            if let Some(text) = content(config.get(role)).or_else(|| content(map.get(role))) {
+                named.push((role, text));
+            }
+        }
+        // A token of the plain vocabulary that the config calls special is cut out of text whole, too.
+        let specials: Vec<AddedToken> = named
+            .iter()
+            .filter(|(_, t)| is_plain(&inner, t))
+            .map(|(_, t)| AddedToken::from(t.clone(), true).normalized(false))
+            .collect();
+        inner
+            .add_special_tokens(specials)
+            .map_err(|e| Error::new("cannot register the special tokens").at_path(&path).cause(e))?;
+        let mut special: HashSet<u32> = inner
+            .get_added_tokens_decoder()
+            .iter()
+            .filter(|(_, t)| t.special)
+            .map(|(id, _)| *id)
+            .collect();
+        let mut named: Vec<(&'static str, Named)> = named
+            .into_iter()
+            .map(|(role, text)| {
+                let id = inner.token_to_id(&text);
+                (role, Named { text, id })
+            })
+            .collect();
+        special.extend(named.iter().filter_map(|(_, n)| n.id));
+        let (generation, model) = (end_ids(dir, true)?, end_ids(dir, false)?);
+        if !named.iter().any(|(role, n)| *role == "eos_token" && n.id.is_some())
+            && let Some((id, text)) = generation
+                .iter()
+                .chain(&model)
+                .find_map(|&id| Some((id, inner.id_to_token(id)?)))
+        {
+            named.retain(|(role, _)| *role != "eos_token");
+            named.push(("eos_token", Named { text, id: Some(id) }));
+        }
+        let own = named
+            .iter()
+            .filter(|(role, _)| *role == "eos_token")
+            .filter_map(|(_, n)| n.id);
+        let mut stop: Vec<u32> = Vec::new();
+        for id in own.chain(generation).chain(model) {
+            if !stop.contains(&id) {
+                stop.push(id);
+            }
+        }
+        let size = inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
+        Ok(Self {
+            inner,
+            config: Value::Object(config),
+            named,
+            special,
+            stop,
+            size,
+        })
+    }
+
+    /// The ids of a text, with or without what the tokenizer adds around one.
+    pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
+        Ok(self.encoding(text, add_special_tokens)?.get_ids().to_vec())
+    }
+
+    /// The ids of a text and the bytes `start..end` of the text each stands for. An added token stands for
+    /// `0..0`; a token inside a character of several bytes stands for the whole character; some tokenizers
+    /// leave the blank before a word out.
+    pub fn encode_with_offsets(&self, text: &str, add_special_tokens: bool) -> Result<(Vec<u32>, Vec<(usize, usize)>)> {
+        let e = self.encoding(text, add_special_tokens)?;
+        Ok((e.get_ids().to_vec(), e.get_offsets().to_vec()))
+    }
+
+    fn encoding(&self, text: &str, add_special_tokens: bool) -> Result<tokenizers::Encoding> {
+        self.inner
+            .encode(text, add_special_tokens)
+            .map_err(|e| Error::new("cannot tokenize the text").found(clip(text)).cause(e))
+    }
+
+    /// The text of ids.
+    pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
+        self.inner
+            .decode(ids, skip_special_tokens)
+            .map_err(|e| Error::new("cannot turn token ids into text").cause(e))
+    }
+
+    /// Highest id + 1, added tokens included.
+    pub fn vocab_size(&self) -> usize {
+        self.size
+    }
+
+    fn named(&self, role: &str) -> Option<&Named> {
+        self.named.iter().find(|(r, _)| *r == role).map(|(_, n)| n)
+    }
+
+    pub fn bos_id(&self) -> Option<u32> {
+        self.named("bos_token")?.id
+    }
+
+    /// The end-of-text id: the tokenizer's, or else the first one that the configs name.
+    pub fn eos_id(&self) -> Option<u32> {
+        self.named("eos_token")?.id
+    }
+
+    pub fn pad_id(&self) -> Option<u32> {
+        self.named("pad_token")?.id
+    }
+
+    pub fn unk_id(&self) -> Option<u32> {
+        self.named("unk_token")?.id
+    }
+
+    pub fn bos_token(&self) -> Option<&str> {
+        Some(&self.named("bos_token")?.text)
+    }
+
+    pub fn eos_token(&self) -> Option<&str> {
+        Some(&self.named("eos_token")?.text)
+    }
+
+    pub fn pad_token(&self) -> Option<&str> {
+        Some(&self.named("pad_token")?.text)
+    }
+
+    pub fn unk_token(&self) -> Option<&str> {
+        Some(&self.named("unk_token")?.text)
+    }
+
+    /// All named special tokens, as `("bos_token", "<s>")`.
+    pub fn named_tokens(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        self.named.iter().map(|(role, n)| (*role, n.text.as_str()))
+    }
+
+    /// Ids at which generation ends: the tokenizer's end of text, then those of `generation_config.json`
+    /// and `config.json`.
+    pub fn stop_ids(&self) -> &[u32] {
+        &self.stop
+    }
+
+    pub fn is_special(&self, id: u32) -> bool {
+        self.special.contains(&id)
+    }
+
+    pub fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    pub fn id_to_token(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
+    }
+
+    /// `tokenizer_config.json`; an empty object where there is none.
+    pub fn config(&self) -> &Value {
+        &self.config
+    }
+
+    /// The tokenizer, template and generation files of a directory that an export takes along.
+    pub fn carry_files(dir: &Path) -> Vec<PathBuf> {
+        let mut out: Vec<PathBuf> = CARRIED.iter().map(|n| dir.join(n)).filter(|p| p.is_file()).collect();
+        let extra = dir.join("additional_chat_templates");
+        if let Ok(list) = files::list(&extra) {
+            out.extend(list.into_iter().filter(|p| p.extension().is_some_and(|e| e == "jinja")));
+        }
+        out
+    }
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Tokenizer({} ids, stop {:?})", self.size, self.stop)
+    }
+}
+
+fn read_tokenizer(dir: &Path, path: &Path) -> Result<tokenizers::Tokenizer> {
+    if !path.exists() {
+        let error = Error::new("model directory has no `tokenizer.json`").at_path(dir);
+        let old = [
+            "tokenizer.model",
+            "vocab.json",
+            "vocab.txt",
+            "spiece.model",
+            "tekken.json",
+        ];
+        return Err(match old.iter().find(|n| dir.join(n).exists()) {
+            Some(name) => error.found(format!("only `{name}`")).hint(
+                "make one with transformers: `python -c \"from transformers import AutoTokenizer as T; \
+                 T.from_pretrained('DIR').save_pretrained('DIR')\"`",
+            ),
+            None => error.hint("the tokenizer files must lie beside the weights: download the whole model"),
+        });
+    }
+    let bytes = files::size(path)?;
+    if bytes > LIMIT {
+        return Err(Error::new("`tokenizer.json` is too large")
+            .at_path(path)
+            .found(crate::base::units::bytes(bytes)));
+    }
+    let text = files::read(path)?;
+    if text.starts_with(b"version https://git-lfs") {
+        return Err(header::lfs_pointer(path, bytes));
+    }
+    let bad = |cause: String| {
+        Error::new("`tokenizer.json` cannot be read")
+            .at_path(path)
+            .cause(cause)
+            .hint("the file is damaged or written by a newer `tokenizers`: download it again")
+    };
+    let mut inner = tokenizers::Tokenizer::from_bytes(&text).map_err(|e| bad(e.to_string()))?;
+    inner.with_padding(None);
+    inner.with_truncation(None).map_err(|e| bad(e.to_string()))?;
+    if inner.get_vocab_size(true) == 0 {
+        return Err(bad("the vocabulary is empty".into()));
+    }
+    Ok(inner)
+}
+
+fn optional(dir: &Path, name: &str) -> Result<Option<Map<String, Value>>> {
+    let path = dir.join(name);
+    if path.exists() {
+        read_json_object(&path).map(Some)
+    } else {
+        Ok(None)
+    }
+}
+
+/// A token is written as a string or as an object with `content`.
+fn content(value: Option<&Value>) -> Option<String> {
+    let text = match value? {
+        Value::String(s) => s,
+        Value::Object(o) => o.get("content")?.as_str()?,
+        _ => return None,
+    };
+    (!text.is_empty()).then(|| text.to_string())
+}
+
+/// In the vocabulary, but not yet an added token.
+fn is_plain(inner: &tokenizers::Tokenizer, token: &str) -> bool {
+    inner.token_to_id(token).is_some() && !inner.get_added_vocabulary().get_vocab().contains_key(token)
+}
+
+/// Registers the tokens of `added_tokens_decoder` that `tokenizer.json` lacks, where their ids fit.
+fn add_listed(inner: &mut tokenizers::Tokenizer, config: &Map<String, Value>) {
+    let Some(Value::Object(listed)) = config.get("added_tokens_decoder") else {
+        return;
+    };
+    let mut sorted: Vec<(u32, &Value)> = listed
+        .iter()
+        .filter_map(|(id, v)| Some((id.parse().ok()?, v)))
+        .collect();
+    sorted.sort_by_key(|(id, _)| *id);
+    for (id, value) in sorted {
+        let Some(text) = content(Some(value)) else { continue };
+        let next = inner.get_vocab_size(true) as u32;
+        let fits = match inner.token_to_id(&text) {
+            Some(known) => known == id && is_plain(inner, &text),
+            None => id == next,
+        };
+        if !fits {
+            continue;
+        }
+        let flag = |key: &str| value.get(key).and_then(Value::as_bool).unwrap_or(false);
+        let token = AddedToken::from(text, flag("special"))
+            .single_word(flag("single_word"))
+            .lstrip(flag("lstrip"))
+            .rstrip(flag("rstrip"))
+            .normalized(flag("normalized"));
+        // Refused only by a normalizer that fails on the token; it then stays ordinary text.
+        let _ = inner.add_tokens([token]);
+    }
+}
+
+/// `eos_token_id` of `generation_config.json` or of `config.json`.
+fn end_ids(dir: &Path, generation: bool) -> Result<Vec<u32>> {
+    if generation {
+        return Ok(GenerationConfig::load(dir)?.eos_token_ids);
+    }
+    match optional(dir, "config.json")? {
+        Some(raw) => Config::from_map(raw, &dir.join("config.json")).token_ids("eos_token_id"),
+        None => Ok(Vec::new()),
+    }
+}
+
+fn clip(text: &str) -> String {
+    let short: String = text.chars().take(80).collect();
+    if short.len() < text.len() {
+        format!("{short:?}...")
+    } else {
+        format!("{short:?}")
+    }
+}
+
+#[cfg(test)]
+#[path = "tokenizer_tests.rs"]
+mod tests;

@@ -1,0 +1,162 @@
+use super::*;
+use serde_json::json;
+
+/// Byte-level BPE with one merge, as Qwen and Llama-3 tokenizers are built; `post` is the post-processor.
+fn write(dir: &Path, post: Value, config: Value) {
+    let alphabet = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet();
+    let mut letters: Vec<char> = alphabet.into_iter().collect();
+    letters.sort_unstable();
+    let mut vocab: Map<String, Value> = letters
+        .iter()
+        .enumerate()
+        .map(|(i, c)| (c.to_string(), json!(i)))
+        .collect();
+    vocab.insert("he".into(), json!(256));
+    let added = |id: u32, text: &str, special: bool| {
+        json!({"id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false,
+               "normalized": false, "special": special})
+    };
+    let t = json!({
+        "version": "1.0",
+        "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+        "padding": {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": null, "pad_id": 0,
+                    "pad_type_id": 0, "pad_token": "x"},
+        "added_tokens": [added(257, "<s>", true), added(258, "<end>", true), added(259, "<tool>", false)],
+        "normalizer": null,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": true},
+        "post_processor": post,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": true},
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                  "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab,
+                  "merges": [["h", "e"]]}
+    });
+    std::fs::write(dir.join("tokenizer.json"), t.to_string()).unwrap();
+    std::fs::write(dir.join("tokenizer_config.json"), config.to_string()).unwrap();
+}
+
+fn bos_template() -> Value {
+    json!({"type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+                 {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [257], "tokens": ["<s>"]}}})
+}
+
+fn load(post: Value, config: Value) -> Tokenizer {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), post, config);
+    Tokenizer::load(dir.path()).unwrap()
+}
+
+#[test]
+fn encodes_whole_texts_and_decodes_them() {
+    let t = load(Value::Null, json!({"eos_token": "<end>"}));
+    let text = "hello, wörld <end>";
+    let ids = t.encode(text, true).unwrap();
+    assert_eq!(ids[0], 256);
+    assert_eq!(*ids.last().unwrap(), 258);
+    assert!(ids.len() > 2, "the stored truncation was applied");
+    assert_eq!(t.decode(&ids, false).unwrap(), text);
+    assert_eq!(t.decode(&ids, true).unwrap(), "hello, wörld ");
+    assert_eq!(t.vocab_size(), 260);
+    assert_eq!(
+        (t.token_to_id("<tool>"), t.id_to_token(258)),
+        (Some(259), Some("<end>".into()))
+    );
+}
+
+#[test]
+fn offsets_are_bytes_of_the_text() {
+    let t = load(bos_template(), json!({"bos_token": "<s>"}));
+    let text = "öhe<end>x";
+    let (ids, at) = t.encode_with_offsets(text, true).unwrap();
+    assert_eq!((ids[0], at[0]), (257, (0, 0)));
+    assert_eq!(at[1..], [(0, 2), (0, 2), (2, 4), (4, 9), (9, 10)]);
+    assert_eq!(&text[at[4].0..at[4].1], "<end>");
+}
+
+#[test]
+fn the_post_processor_of_tokenizer_json_decides_about_bos() {
+    for config in [
+        json!({}),
+        json!({"add_bos_token": true}),
+        json!({"add_bos_token": false, "add_eos_token": true}),
+    ] {
+        for class in [
+            "LlamaTokenizerFast",
+            "TokenizersBackend",
+            "PreTrainedTokenizerFast",
+            "Qwen2Tokenizer",
+        ] {
+            let mut config = config.clone();
+            config["tokenizer_class"] = json!(class);
+            config["bos_token"] = json!("<s>");
+            let with = load(bos_template(), config.clone());
+            assert_eq!(with.encode("he", true).unwrap(), [257, 256]);
+            assert_eq!(with.encode("he", false).unwrap(), [256]);
+            assert_eq!(load(Value::Null, config).encode("he", true).unwrap(), [256]);
+        }
+    }
+}
+
+#[test]
+fn special_tokens_come_from_every_config() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = json!({"bos_token": {"content": "<s>", "__type": "AddedToken"}, "eos_token": "<end>", "pad_token": null,
+        "added_tokens_decoder": {"260": {"content": "<new>", "special": true}, "900": {"content": "<far>"}}});
+    write(dir.path(), Value::Null, config);
+    std::fs::write(
+        dir.path().join("special_tokens_map.json"),
+        r#"{"pad_token": "he", "unk_token": "absent"}"#,
+    )
+    .unwrap();
+    std::fs::write(
+        dir.path().join("generation_config.json"),
+        r#"{"eos_token_id": [258, 7]}"#,
+    )
+    .unwrap();
+    std::fs::write(dir.path().join("config.json"), r#"{"eos_token_id": 9}"#).unwrap();
+    let t = Tokenizer::load(dir.path()).unwrap();
+    assert_eq!(
+        (t.bos_id(), t.eos_id(), t.pad_id(), t.unk_id()),
+        (Some(257), Some(258), Some(256), None)
+    );
+    assert_eq!(
+        (t.bos_token(), t.eos_token(), t.unk_token()),
+        (Some("<s>"), Some("<end>"), Some("absent"))
+    );
+    assert_eq!(t.stop_ids(), [258, 7, 9]);
+    assert_eq!(t.encode("<new>", false).unwrap(), [260]);
+    assert_eq!(t.vocab_size(), 261);
+    assert!(t.is_special(257) && t.is_special(256) && t.is_special(260) && !t.is_special(259) && !t.is_special(0));
+    let carried = Tokenizer::carry_files(dir.path());
+    assert_eq!(carried.len(), 4, "{carried:?}");
+}
+
+#[test]
+fn eos_falls_back_to_the_configs() {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), Value::Null, json!({}));
+    assert_eq!(Tokenizer::load(dir.path()).unwrap().eos_id(), None);
+    std::fs::write(dir.path().join("config.json"), r#"{"eos_token_id": [258, 257]}"#).unwrap();
+    let t = Tokenizer::load(dir.path()).unwrap();
+    assert_eq!((t.eos_id(), t.eos_token()), (Some(258), Some("<end>")));
+    assert_eq!(t.stop_ids(), [258, 257]);
+}
+
+#[test]
+fn broken_and_missing_tokenizers_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let error = || Tokenizer::load(dir.path()).unwrap_err().to_string();
+    assert!(error().contains("no `tokenizer.json`"));
+    std::fs::write(dir.path().join("tokenizer.model"), b"x").unwrap();
+    assert!(error().contains("only `tokenizer.model`") && error().contains("save_pretrained"));
+    let path = dir.path().join("tokenizer.json");
+    std::fs::write(&path, b"{\"model\": 5}").unwrap();
+    assert!(error().contains("cannot be read"));
+    std::fs::write(&path, b"version https://git-lfs.github.com/spec/v1\n").unwrap();
+    assert!(error().contains("Git LFS"));
+    write(dir.path(), Value::Null, json!({}));
+    std::fs::write(dir.path().join("tokenizer_config.json"), b"[").unwrap();
+    assert!(error().contains("tokenizer_config.json:1:1"));
+}

@@ -1,0 +1,333 @@
+//! The decoder block: attention half and MLP half, each with a forward and an explicit backward.
+//!
+//!     x1 = x  + [norm] o_proj(attention(rope([norm] q), rope([norm] k), v))    with q, k, v from norm(x)
+//!     x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))               with h = norm(x1)
+//!
+//! Norms in brackets exist in some families only.
+
+use super::contracts::{Context, GradSink, KvStore, Layer, Param};
+use super::linear::Linear;
+use super::spec::Spec;
+use crate::base::Result;
+use crate::ops::rope::Direction;
+use crate::ops::{attention, glu, rms_norm, rope, update};
+use candle_core::Tensor;
+use std::sync::Arc;
+
+pub struct Block {
+    pub spec: Arc<Spec>,
+    pub index: usize,
+    pub attention_in: Projections,
+    pub o_proj: Linear,
+    pub q_norm: Option<Param>,
+    pub k_norm: Option<Param>,
+    pub mlp_in: Projections,
+    pub down_proj: Linear,
+    pub input_norm: Param,
+    pub attention_post_norm: Option<Param>,
+    pub mlp_norm: Param,
+    pub mlp_post_norm: Option<Param>,
+}
+
+/// Several projections of one input: q, k, v, or gate and up; one matrix each, or one for all (Phi-3).
+pub enum Projections {
+    Separate(Vec<Linear>),
+    /// The widths of the parts.
+    Fused(Linear, Vec<usize>),
+}
+
+/// Activations of the attention half that its backward needs.
+struct AttentionKept {
+    h: Tensor,
+    /// q and k before their norms, where they have norms.
+    raw: Option<(Tensor, Tensor)>,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    /// Output of o_proj, where a norm follows it.
+    y: Option<Tensor>,
+}
+
+impl Projections {
+    fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Vec<Tensor>> {
+        match self {
+            Self::Separate(linears) => linears.iter().map(|l| l.forward(x, ctx)).collect(),
+            Self::Fused(linear, widths) => {
+                let y = linear.forward(x, ctx)?;
+                let mut start = 0;
+                let mut parts = Vec::with_capacity(widths.len());
+                for &width in widths {
+                    parts.push(y.narrow(1, start, width)?.contiguous()?);
+                    start += width;
+                }
+                Ok(parts)
+            }
+        }
+    }
+
+    /// Sums `∂x` over the parts; `dys` are dropped one by one.
+    fn backward(
+        &self,
+        x: &Tensor,
+        dys: Vec<Tensor>,
+        ctx: &Context,
+        need_dx: bool,
+        sink: &mut dyn GradSink,
+    ) -> Result<Option<Tensor>> {
+        match self {
+            Self::Separate(linears) => {
+                let mut total: Option<Tensor> = None;
+                for (linear, dy) in linears.iter().zip(dys) {
+                    match (linear.backward(Some(x), &dy, ctx, need_dx, sink)?, &total) {
+                        (Some(dx), Some(sum)) => update::add_assign(sum, &dx)?,
+                        (dx, None) => total = dx,
+                        (None, Some(_)) => {}
+                    }
+                }
+                Ok(total)
+            }
+            Self::Fused(linear, _) => {
+                let dy = Tensor::cat(&dys, 1)?.contiguous()?;
+                drop(dys);
+                linear.backward(Some(x), &dy, ctx, need_dx, sink)
+            }
+        }
+    }
+
+    fn wanted(&self, sink: &dyn GradSink) -> bool {
+        match self {
+            Self::Separate(linears) => linears.iter().any(|l| l.wanted(sink)),
+            Self::Fused(linear, _) => linear.wanted(sink),
+        }
+    }
+}
+
+impl Block {
+    fn norm(&self, w: &Param, x: &Tensor) -> Result<Tensor> {
+        rms_norm::forward(x, &w.tensor, self.spec.norm_eps, self.spec.norm_plus_one)
+    }
+
+    /// Backward of a norm; its weight's gradient goes to the sink. Returns `∂x`.
+    fn norm_backward(&self, w: &Param, x: &Tensor, dy: &Tensor, sink: &mut dyn GradSink) -> Result<Tensor> {
+        let need_dw = sink.wants(&w.name);
+        let (dx, dw) = rms_norm::backward(x, &w.tensor, dy, self.spec.norm_eps, self.spec.norm_plus_one, need_dw)?;
+        if let Some(dw) = dw {
+            sink.take(w, dw)?;
+        }
+        Ok(dx)
+    }
+
+    fn attention_spec(&self) -> attention::Spec {
+        attention::Spec {
+            heads: self.spec.heads,
+            kv_heads: self.spec.kv_heads,
+            head_dim: self.spec.head_dim,
+            scale: self.spec.attention_scale,
+            softcap: self.spec.attention_softcap,
+            window: self.spec.layers[self.index].window,
+        }
+    }
+
+    fn rotate(&self, x: &Tensor, ctx: &Context, direction: Direction) -> Result<Tensor> {
+        let (cos, sin) = &ctx.ropes[self.spec.layers[self.index].rope];
+        rope::apply(x, cos, sin, self.spec.head_dim, direction)
+    }
+
+    /// The attention half: `[N, D]` to `[N, D]`, and what its backward needs.
+    fn attention(&self, x: &Tensor, ctx: &Context, cache: Option<&mut dyn KvStore>) -> Result<(Tensor, AttentionKept)> {
+        let h = self.norm(&self.input_norm, x)?;
+        let mut qkv = self.attention_in.forward(&h, ctx)?.into_iter();
+        let (Some(q), Some(k), Some(v)) = (qkv.next(), qkv.next(), qkv.next()) else {
+            return Err(crate::base::Error::new("attention needs three projections"));
+        };
+        let (q, k, raw) = match (&self.q_norm, &self.k_norm) {
+            (Some(qn), Some(kn)) => (self.norm(qn, &q)?, self.norm(kn, &k)?, Some((q, k))),
+            _ => (q, k, None),
+        };
+        let q = self.rotate(&q, ctx, Direction::Forward)?;
+        let k = self.rotate(&k, ctx, Direction::Forward)?;
+        let spec = self.attention_spec();
+        let (o, lse) = match cache {
+            None => attention::forward(&q, &k, &v, &spec, ctx.documents, ctx.documents)?,
+            Some(cache) => {
+                let (k, v, documents) = cache.append(self.index, k.clone(), v.clone())?;
+                attention::forward(&q, &k, &v, &spec, ctx.documents, &documents)?
+            }
+        };
+        let y = self.o_proj.forward(&o, ctx)?;
+        let (x1, y) = match &self.attention_post_norm {
+            Some(norm) => (update::add(x, &self.norm(norm, &y)?)?, Some(y)),
+            None => {
+                update::add_assign(&y, x)?;
+                (y, None)
+            }
+        };
+        Ok((
+            x1,
+            AttentionKept {
+                h,
+                raw,
+                q,
+                k,
+                v,
+                o,
+                lse,
+                y,
+            },
+        ))
+    }
+
+    /// The MLP half: `[N, D]` to `[N, D]`.
+    fn mlp(&self, x1: &Tensor, ctx: &Context) -> Result<Tensor> {
+        let h = self.norm(&self.mlp_norm, x1)?;
+        let parts = self.mlp_in.forward(&h, ctx)?;
+        drop(h);
+        let m = glu::forward(&parts[0], &parts[1], self.spec.activation)?;
+        drop(parts);
+        let mut y = self.down_proj.forward(&m, ctx)?;
+        if let Some(norm) = &self.mlp_post_norm {
+            y = self.norm(norm, &y)?;
+        }
+        update::add_assign(&y, x1)?;
+        Ok(y)
+    }
+
+    /// Decoding: as `forward`, with the keys and values of earlier tokens from `cache`.
+    pub fn forward_cached(&self, x: &Tensor, ctx: &Context, cache: &mut dyn KvStore) -> Result<Tensor> {
+        let x1 = self.attention(x, ctx, Some(cache))?.0;
+        self.mlp(&x1, ctx)
+    }
+
+    fn attention_wanted(&self, sink: &dyn GradSink) -> bool {
+        let norms = [
+            Some(&self.input_norm),
+            self.q_norm.as_ref(),
+            self.k_norm.as_ref(),
+            self.attention_post_norm.as_ref(),
+        ];
+        self.attention_in.wanted(sink)
+            || self.o_proj.wanted(sink)
+            || norms.into_iter().flatten().any(|n| sink.wants(&n.name))
+    }
+
+    fn mlp_backward(
+        &self,
+        x1: &Tensor,
+        dy: Tensor,
+        ctx: &Context,
+        need_dx: bool,
+        sink: &mut dyn GradSink,
+    ) -> Result<Option<Tensor>> {
+        let post_wanted = self.mlp_post_norm.as_ref().is_some_and(|n| sink.wants(&n.name));
+        let need_dh = need_dx || sink.wants(&self.mlp_norm.name);
+        let need_dm = need_dh || self.mlp_in.wanted(sink);
+        let down_wanted = self.down_proj.wanted(sink);
+        if !need_dm && !down_wanted && !post_wanted {
+            return Ok(None);
+        }
+        let h = self.norm(&self.mlp_norm, x1)?;
+        let parts = self.mlp_in.forward(&h, ctx)?;
+        let keep_m = down_wanted || self.mlp_post_norm.is_some();
+        let m = if keep_m {
+            Some(glu::forward(&parts[0], &parts[1], self.spec.activation)?)
+        } else {
+            None
+        };
+        let d_down = match (&self.mlp_post_norm, &m) {
+            (Some(norm), Some(m)) => self.norm_backward(norm, &self.down_proj.forward(m, ctx)?, &dy, sink)?,
+            _ => dy.clone(),
+        };
+        let dm = self.down_proj.backward(m.as_ref(), &d_down, ctx, need_dm, sink)?;
+        drop((m, d_down));
+        let Some(dm) = dm else { return Ok(None) };
+        let (d_gate, d_up) = glu::backward(&parts[0], &parts[1], &dm, self.spec.activation)?;
+        drop((parts, dm));
+        let Some(dh) = self.mlp_in.backward(&h, vec![d_gate, d_up], ctx, need_dh, sink)? else {
+            return Ok(None);
+        };
+        drop(h);
+        let dx = self.norm_backward(&self.mlp_norm, x1, &dh, sink)?;
+        update::add_assign(&dx, &dy)?;
+        Ok(need_dx.then_some(dx))
+    }
+
+    fn attention_backward(
+        &self,
+        x: &Tensor,
+        kept: AttentionKept,
+        dx1: Tensor,
+        ctx: &Context,
+        need_dx: bool,
+        sink: &mut dyn GradSink,
+    ) -> Result<Option<Tensor>> {
+        let AttentionKept {
+            h,
+            raw,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            y,
+        } = kept;
+        let need_dh = need_dx || sink.wants(&self.input_norm.name);
+        let qk_wanted = [&self.q_norm, &self.k_norm]
+            .into_iter()
+            .flatten()
+            .any(|n| sink.wants(&n.name));
+        let need_do = need_dh || qk_wanted || self.attention_in.wanted(sink);
+        let d_out = match (&self.attention_post_norm, &y) {
+            (Some(norm), Some(y)) => self.norm_backward(norm, y, &dx1, sink)?,
+            _ => dx1.clone(),
+        };
+        drop(y);
+        let d_o = self.o_proj.backward(Some(&o), &d_out, ctx, need_do, sink)?;
+        drop(d_out);
+        let Some(d_o) = d_o else { return Ok(None) };
+        let (dq, dk, dv) = attention::backward(&q, &k, &v, &o, &lse, &d_o, &self.attention_spec(), ctx.documents)?;
+        drop((q, k, v, o, lse, d_o));
+        let mut dq = self.rotate(&dq, ctx, Direction::Backward)?;
+        let mut dk = self.rotate(&dk, ctx, Direction::Backward)?;
+        if let (Some((raw_q, raw_k)), Some(qn), Some(kn)) = (&raw, &self.q_norm, &self.k_norm) {
+            dq = self.norm_backward(qn, raw_q, &dq, sink)?;
+            dk = self.norm_backward(kn, raw_k, &dk, sink)?;
+        }
+        drop(raw);
+        let Some(dh) = self.attention_in.backward(&h, vec![dq, dk, dv], ctx, need_dh, sink)? else {
+            return Ok(None);
+        };
+        drop(h);
+        let dx = self.norm_backward(&self.input_norm, x, &dh, sink)?;
+        update::add_assign(&dx, &dx1)?;
+        Ok(need_dx.then_some(dx))
+    }
+}
+
+impl Layer for Block {
+    fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
+        let x1 = self.attention(x, ctx, None)?.0;
+        self.mlp(&x1, ctx)
+    }
+
+    fn vjp(
+        &self,
+        x: &Tensor,
+        dy: Tensor,
+        ctx: &Context,
+        need_dx: bool,
+        sink: &mut dyn GradSink,
+    ) -> Result<Option<Tensor>> {
+        // Where nothing in or below the attention half trains, its activations are not kept.
+        let attention_needed = need_dx || self.attention_wanted(sink);
+        let (x1, kept) = self.attention(x, ctx, None)?;
+        let kept = attention_needed.then_some(kept);
+        let dx1 = self.mlp_backward(&x1, dy, ctx, attention_needed, sink)?;
+        drop(x1);
+        match (kept, dx1) {
+            (Some(kept), Some(dx1)) => self.attention_backward(x, kept, dx1, ctx, need_dx, sink),
+            _ => Ok(None),
+        }
+    }
+}

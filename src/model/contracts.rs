@@ -1,0 +1,93 @@
+//! Three of the four contracts of the engine: `Layer`, `GradSink`, `Objective` (`LayerSource` stands in
+//! `source`), and what is handed from one to the other.
+
+use crate::base::Result;
+use crate::data::Batch;
+use crate::peft::Dropout;
+use candle_core::Tensor;
+use std::sync::Arc;
+
+/// A named weight.
+#[derive(Debug, Clone)]
+pub struct Param {
+    pub name: Arc<str>,
+    pub tensor: Tensor,
+}
+
+/// What happens to a gradient the moment it exists?
+pub trait GradSink {
+    /// Is this parameter trained now? If not, its gradient is never computed.
+    fn wants(&self, name: &str) -> bool;
+
+    /// Takes the gradient (f32, the parameter's shape). Called after the parameter's last use in this
+    /// backward pass, so the sink may change the weight at once.
+    fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()>;
+}
+
+/// Keys and values of earlier tokens, for decoding.
+pub trait KvStore {
+    /// Adds keys and values `[N, K·E]` of the new tokens of layer `layer`; returns all of them and the
+    /// offsets of the documents in them.
+    fn append(&mut self, layer: usize, k: Tensor, v: Tensor) -> Result<(Tensor, Tensor, Vec<usize>)>;
+}
+
+/// What a layer needs to know of the batch.
+pub struct Context<'a> {
+    /// Offsets of the documents, `[documents + 1]`.
+    pub documents: &'a [usize],
+    /// For each rope of the model: cos and sin, `[N, R/2]`.
+    pub ropes: Vec<(Tensor, Tensor)>,
+    /// Key of the dropout masks; `None` outside training.
+    pub dropout: Option<Dropout>,
+}
+
+/// Forward, and the vector-Jacobian product, of one layer.
+pub trait Layer {
+    /// `x` `[N, D]` to `[N, D]`; keeps nothing.
+    fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor>;
+
+    /// Recomputes the layer from its input `x` `[N, D]`, then goes back: gradients of the parameters that
+    /// `sink` wants go to it one by one; returns `∂loss/∂x` if `need_dx`.
+    fn vjp(
+        &self,
+        x: &Tensor,
+        dy: Tensor,
+        ctx: &Context,
+        need_dx: bool,
+        sink: &mut dyn GradSink,
+    ) -> Result<Option<Tensor>>;
+}
+
+/// The output projection as an objective sees it.
+pub struct Head {
+    /// `[V, D]`; the embedding where they are tied.
+    pub weight: Param,
+    pub softcap: Option<f32>,
+}
+
+/// Which gradients an objective has to deliver.
+#[derive(Debug, Clone, Copy)]
+pub struct Need {
+    /// Factor of every gradient: 1 / trained tokens of the whole window.
+    pub scale: f64,
+    pub dh: bool,
+    pub dw: bool,
+}
+
+/// Sums over the trained tokens of a batch.
+#[derive(Debug, Default)]
+pub struct LossOutput {
+    pub loss_sum: f64,
+    pub trained: usize,
+    pub correct: usize,
+    /// `[N, D]`: gradient at the hidden states.
+    pub dh: Option<Tensor>,
+    /// `[V, D]`: gradient of the output projection.
+    pub dw: Option<Tensor>,
+}
+
+/// What is the loss, and its gradient at the last hidden states?
+pub trait Objective {
+    /// `h` `[N, D]`: hidden states after the final norm.
+    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need) -> Result<LossOutput>;
+}

@@ -1,0 +1,11 @@
+//! Llama 1 to 3.x, SmolLM2 and other models of `model_type` llama.
+
+use super::{Config, Result, Spec};
+
+pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+    let bias = config.bool_or("attention_bias", false)?;
+    (spec.qkv_bias, spec.o_bias) = (bias, bias);
+    spec.mlp_bias = config.bool_or("mlp_bias", false)?;
+    spec.ropes = vec![super::rope(config, spec, 10_000.0)?];
+    Ok(())
+}

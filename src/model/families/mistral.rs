@@ -1,0 +1,17 @@
+//! Mistral: a sliding window in every layer, unless the config says null.
+
+use super::{Config, Result, Spec};
+
+pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+    // transformers' default where the key is missing; null switches the window off.
+    let window = if config.raw.contains_key("sliding_window") {
+        config.opt_usize("sliding_window")?
+    } else {
+        Some(4096)
+    };
+    for layer in &mut spec.layers {
+        layer.window = window;
+    }
+    spec.ropes = vec![super::rope(config, spec, 10_000.0)?];
+    Ok(())
+}

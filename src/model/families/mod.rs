@@ -1,0 +1,292 @@
+//! From `config.json` to `Spec`: what all families share stands here, one small file a family beside it.
+//!
+//! Options that are not understood are carried through unchanged by export; options that are known to
+//! change the mathematics and are not supported are refused by name.
+
+mod gemma2;
+mod gemma3_text;
+mod llama;
+mod mistral;
+mod phi3;
+mod qwen2;
+mod qwen3;
+
+use super::rope::Rope;
+use super::spec::{LayerSpec, Spec};
+use crate::base::{Error, Result};
+use crate::formats::config::Config;
+use crate::ops::glu::Activation;
+use serde_json::{Map, Value, json};
+
+/// Values of `model_type` that ft reads.
+pub const NAMES: [&str; 7] = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"];
+
+/// Errors: an unknown `model_type`; an option of this config that ft cannot compute.
+pub fn read(config: &Config) -> Result<Spec> {
+    let place = config.path.display().to_string();
+    let model_type = config.model_type()?;
+    refuse_unsupported(config, &place)?;
+    let mut spec = common(config, model_type)?;
+    match model_type {
+        "llama" => llama::apply(config, &mut spec)?,
+        "mistral" => mistral::apply(config, &mut spec)?,
+        "qwen2" => qwen2::apply(config, &mut spec)?,
+        "qwen3" => qwen3::apply(config, &mut spec)?,
+        "gemma2" => gemma2::apply(config, &mut spec)?,
+        "gemma3_text" => gemma3_text::apply(config, &mut spec)?,
+        "phi3" => phi3::apply(config, &mut spec)?,
+        other => {
+            let close = NAMES
+                .iter()
+                .max_by(|a, b| strsim::jaro_winkler(a, other).total_cmp(&strsim::jaro_winkler(b, other)));
+            let e = Error::new(format!("model type `{other}` is not supported"))
+                .at(place)
+                .expected(format!("one of {}", NAMES.join(", ")));
+            return Err(match close {
+                Some(name) if strsim::jaro_winkler(name, other) > 0.75 => e.hint(format!(
+                    "`{name}` is close, but its layers are not the same: ft does not guess"
+                )),
+                _ => e,
+            });
+        }
+    }
+    check(&spec, &place)?;
+    Ok(spec)
+}
+
+fn common(config: &Config, model_type: &str) -> Result<Spec> {
+    let hidden = config.usize("hidden_size")?;
+    let heads = config.usize("num_attention_heads")?;
+    let head_dim = match config.opt_usize("head_dim")? {
+        Some(e) => e,
+        None if heads > 0 && hidden.is_multiple_of(heads) => hidden / heads,
+        None => {
+            return Err(
+                Error::new("hidden_size is not a multiple of num_attention_heads and there is no head_dim")
+                    .at(config.path.display())
+                    .found(format!("{hidden} and {heads}")),
+            );
+        }
+    };
+    Ok(Spec {
+        model_type: model_type.to_string(),
+        vocab: config.usize("vocab_size")?,
+        hidden,
+        intermediate: config.usize("intermediate_size")?,
+        heads,
+        kv_heads: config.opt_usize("num_key_value_heads")?.unwrap_or(heads),
+        head_dim,
+        norm_eps: config.opt_f64("rms_norm_eps")?.unwrap_or(1e-6),
+        norm_plus_one: false,
+        sandwich_norms: false,
+        qk_norm: false,
+        qkv_bias: false,
+        o_bias: false,
+        mlp_bias: false,
+        fused_projections: false,
+        activation: activation(config, "hidden_act", "silu")?,
+        attention_scale: 1.0 / (head_dim as f32).sqrt(),
+        attention_softcap: None,
+        logit_softcap: None,
+        embedding_scale: 1.0,
+        tied: config.bool_or("tie_word_embeddings", false)?,
+        layers: vec![LayerSpec { window: None, rope: 0 }; config.usize("num_hidden_layers")?],
+        ropes: Vec::new(),
+        max_positions: config.opt_usize("max_position_embeddings")?.unwrap_or(usize::MAX),
+        initializer_range: config.opt_f64("initializer_range")?.unwrap_or(0.02) as f32,
+    })
+}
+
+fn activation(config: &Config, key: &str, default: &str) -> Result<Activation> {
+    match config.opt_str(key)?.unwrap_or(default) {
+        "silu" | "swish" => Ok(Activation::Silu),
+        "gelu_pytorch_tanh" | "gelu_new" | "gelu_fast" => Ok(Activation::GeluTanh),
+        "gelu" => Ok(Activation::Gelu),
+        other => Err(Error::new(format!("activation `{other}` is not supported"))
+            .at(format!("{}: {key}", config.path.display()))
+            .expected("silu, gelu or gelu_pytorch_tanh")),
+    }
+}
+
+/// The one set of rope parameters of most families, however the config writes it.
+fn rope(config: &Config, spec: &Spec, default_theta: f64) -> Result<Rope> {
+    Rope::new(
+        &rope_parameters(config, None, default_theta)?,
+        spec.head_dim,
+        spec.max_positions,
+        &place(config, "rope"),
+    )
+}
+
+/// Rope parameters as transformers 5 writes them: `rope_parameters`, for all layers or by layer type; or as
+/// transformers 4 does: `rope_theta` and `rope_scaling`.
+fn rope_parameters(config: &Config, layer_type: Option<&str>, default_theta: f64) -> Result<Map<String, Value>> {
+    let object = |key: &str| match config.get(key) {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::Object(map)) => Ok(Some(map)),
+        Some(other) => Err(Error::new(format!("`{key}` is not a table"))
+            .at(config.path.display())
+            .found(other)),
+    };
+    let parameters = object("rope_parameters")?;
+    let by_type = parameters
+        .and_then(|m| m.get(layer_type.unwrap_or("full_attention")))
+        .and_then(Value::as_object);
+    let mut map = match (by_type, parameters) {
+        (Some(own), _) => own.clone(),
+        (None, Some(shared)) if !shared.values().any(Value::is_object) => shared.clone(),
+        (None, Some(_)) => {
+            return Err(Error::new("`rope_parameters` has no entry for this kind of layer")
+                .at(config.path.display())
+                .expected(layer_type.unwrap_or("full_attention")));
+        }
+        (None, None) => object("rope_scaling")?.cloned().unwrap_or_default(),
+    };
+    if !map.contains_key("rope_theta") {
+        map.insert(
+            "rope_theta".into(),
+            json!(config.opt_f64("rope_theta")?.unwrap_or(default_theta)),
+        );
+    }
+    if let (false, Some(partial)) = (
+        map.contains_key("partial_rotary_factor"),
+        config.opt_f64("partial_rotary_factor")?,
+    ) {
+        map.insert("partial_rotary_factor".into(), json!(partial));
+    }
+    if let (false, Some(n)) = (
+        map.contains_key("original_max_position_embeddings"),
+        config.opt_usize("original_max_position_embeddings")?,
+    ) {
+        map.insert("original_max_position_embeddings".into(), json!(n));
+    }
+    Ok(map)
+}
+
+/// `layer_types` where the config has it; else `default(layer)`: does this layer use the window?
+fn windows(config: &Config, spec: &mut Spec, window: Option<usize>, default: impl Fn(usize) -> bool) -> Result<()> {
+    let types = match config.get("layer_types") {
+        None | Some(Value::Null) => None,
+        Some(Value::Array(list)) if list.len() == spec.layers.len() => Some(list),
+        Some(other) => {
+            return Err(Error::new("`layer_types` must name every layer")
+                .at(place(config, "layer_types"))
+                .found(
+                    other
+                        .as_array()
+                        .map_or("no list".to_string(), |l| format!("{} entries", l.len())),
+                )
+                .expected(format!("{} entries", spec.layers.len())));
+        }
+    };
+    for (l, layer) in spec.layers.iter_mut().enumerate() {
+        let slides = match types.and_then(|t| t[l].as_str()) {
+            Some("sliding_attention") => true,
+            Some("full_attention") => false,
+            None if types.is_none() => default(l),
+            found => {
+                return Err(Error::new("layer type is not supported")
+                    .at(place(config, "layer_types"))
+                    .found(found.unwrap_or("no name"))
+                    .expected("full_attention or sliding_attention"));
+            }
+        };
+        layer.window = if slides { window } else { None };
+        if slides && window.is_none() {
+            return Err(
+                Error::new("a layer slides but the config has no sliding_window").at(place(config, "sliding_window"))
+            );
+        }
+    }
+    Ok(())
+}
+
+fn place(config: &Config, key: &str) -> String {
+    format!("{}: {key}", config.path.display())
+}
+
+/// Options that change what a model computes and that no supported family uses.
+fn refuse_unsupported(config: &Config, place: &str) -> Result<()> {
+    let zero = |v: &Value| v.as_f64() == Some(0.0);
+    let one = |v: &Value| v.as_f64() == Some(1.0);
+    let off = |v: &Value| v == &Value::Bool(false);
+    type Harmless<'a> = &'a dyn Fn(&Value) -> bool;
+    let never: Harmless = &|_| false;
+    let table: [(&str, Harmless); 24] = [
+        ("quantization_config", never),
+        ("attention_dropout", &zero),
+        ("resid_pdrop", &zero),
+        ("embd_pdrop", &zero),
+        ("hidden_dropout", &zero),
+        ("attn_pdrop", &zero),
+        ("num_experts", &zero),
+        ("num_local_experts", &zero),
+        ("n_routed_experts", &zero),
+        ("use_bidirectional_attention", &off),
+        ("is_encoder_decoder", &off),
+        ("add_cross_attention", &off),
+        ("logits_scaling", &one),
+        ("logit_scale", &one),
+        ("residual_multiplier", &one),
+        ("embedding_multiplier", &one),
+        ("attention_multiplier", never),
+        ("scale_emb", &one),
+        ("scale_depth", never),
+        ("parallel_attn", &off),
+        ("use_parallel_residual", &off),
+        ("alibi", &off),
+        ("clip_qkv", never),
+        ("no_rope_layers", never),
+    ];
+    for (key, harmless) in table {
+        match config.get(key) {
+            None | Some(Value::Null) => {}
+            Some(v) if harmless(v) => {}
+            Some(v) => {
+                return Err(
+                    Error::new(format!("config option `{key}` changes the model and is not supported"))
+                        .at(place)
+                        .found(v)
+                        .hint("ft refuses what it cannot compute exactly"),
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+fn check(spec: &Spec, place: &str) -> Result<()> {
+    let sizes = [
+        ("vocab_size", spec.vocab),
+        ("hidden_size", spec.hidden),
+        ("intermediate_size", spec.intermediate),
+        ("num_hidden_layers", spec.layers.len()),
+        ("num_attention_heads", spec.heads),
+        ("num_key_value_heads", spec.kv_heads),
+        ("head_dim", spec.head_dim),
+    ];
+    for (key, n) in sizes {
+        if n == 0 || n > 1 << 24 {
+            return Err(Error::new(format!("`{key}` is out of range"))
+                .at(place)
+                .found(n)
+                .expected("1 to 16777216"));
+        }
+    }
+    if !spec.heads.is_multiple_of(spec.kv_heads) {
+        return Err(
+            Error::new("num_attention_heads is not a multiple of num_key_value_heads")
+                .at(place)
+                .found(format!("{} and {}", spec.heads, spec.kv_heads)),
+        );
+    }
+    if !(spec.norm_eps > 0.0 && spec.norm_eps < 1.0) {
+        return Err(Error::new("`rms_norm_eps` is out of range")
+            .at(place)
+            .found(spec.norm_eps));
+    }
+    if spec.layers.iter().any(|l| l.window == Some(0)) {
+        return Err(Error::new("`sliding_window` is 0").at(place));
+    }
+    Ok(())
+}

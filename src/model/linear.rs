@@ -1,0 +1,80 @@
+//! A linear of the model: base weight, bias, adapter.
+
+use super::contracts::{Context, GradSink, Param};
+use crate::base::Result;
+use crate::ops::linear;
+use crate::peft::Lora;
+use candle_core::Tensor;
+use std::sync::Arc;
+
+pub struct Linear {
+    /// `[O, I]`
+    pub weight: Param,
+    /// `[O]`
+    pub bias: Option<Param>,
+    pub lora: Option<Arc<Lora>>,
+}
+
+impl Linear {
+    /// `x` `[N, I]` to `[N, O]`.
+    pub fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
+        let y = linear::forward(x, &self.weight.tensor, self.bias.as_ref().map(|b| &b.tensor))?;
+        if let Some(lora) = &self.lora {
+            lora.add_to(&y, x, ctx.dropout)?;
+        }
+        Ok(y)
+    }
+
+    /// Does anything of this linear get a gradient?
+    pub fn wanted(&self, sink: &dyn GradSink) -> bool {
+        sink.wants(&self.weight.name)
+            || self.bias.as_ref().is_some_and(|b| sink.wants(&b.name))
+            || self.lora.as_ref().is_some_and(|l| sink.wants(&l.a_name))
+    }
+
+    /// `x` `[N, I]` (needed only where `wanted`), `dy` `[N, O]`; returns `∂x` `[N, I]` if `need_dx`. `∂x` is
+    /// computed before any gradient reaches the sink: a sink that updates at once must not change the weight
+    /// that `∂x` depends on.
+    pub fn backward(
+        &self,
+        x: Option<&Tensor>,
+        dy: &Tensor,
+        ctx: &Context,
+        need_dx: bool,
+        sink: &mut dyn GradSink,
+    ) -> Result<Option<Tensor>> {
+        let dx = if need_dx {
+            Some(linear::backward_input(dy, &self.weight.tensor)?)
+        } else {
+            None
+        };
+        if let Some(lora) = &self.lora {
+            let for_grads = x.filter(|_| sink.wants(&lora.a_name));
+            if for_grads.is_some() || dx.is_some() {
+                if let Some(grads) = lora.backward(for_grads, dy, dx.as_ref(), ctx.dropout)? {
+                    sink.take(
+                        &Param {
+                            name: lora.a_name.clone(),
+                            tensor: lora.a.clone(),
+                        },
+                        grads.a,
+                    )?;
+                    sink.take(
+                        &Param {
+                            name: lora.b_name.clone(),
+                            tensor: lora.b.clone(),
+                        },
+                        grads.b,
+                    )?;
+                }
+            }
+        }
+        if let Some(x) = x.filter(|_| sink.wants(&self.weight.name)) {
+            sink.take(&self.weight, linear::grad_weight(dy, x)?)?;
+        }
+        if let Some(bias) = self.bias.as_ref().filter(|b| sink.wants(&b.name)) {
+            sink.take(bias, linear::grad_bias(dy)?)?;
+        }
+        Ok(dx)
+    }
+}

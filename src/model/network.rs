@@ -1,0 +1,184 @@
+//! The whole model: embedding, blocks, final norm, head, and the adapters on their linears.
+//! A block is bound to its weights when it is needed and dropped after.
+
+use super::block::{Block, Projections};
+use super::contracts::{Context, Head, Param};
+use super::linear::Linear;
+use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
+use crate::base::{Error, Result};
+use crate::ops::{embedding, rms_norm};
+use crate::peft::{Dropout, Lora};
+use crate::source::{Group, GroupWeights, LayerSource};
+use candle_core::{Device, Tensor};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Adapters by the module they sit on: `model.layers.0.self_attn.q_proj`.
+pub type Adapters = BTreeMap<String, Arc<Lora>>;
+
+pub struct Network {
+    pub spec: Arc<Spec>,
+    pub source: Box<dyn LayerSource>,
+    pub adapters: Adapters,
+    pub device: Device,
+}
+
+fn param(weights: &GroupWeights, name: &str) -> Result<Param> {
+    let (name, tensor) = weights.get(name)?;
+    Ok(Param { name, tensor })
+}
+
+impl Network {
+    pub fn new(spec: Spec, source: Box<dyn LayerSource>, device: Device) -> Self {
+        Self {
+            spec: Arc::new(spec),
+            source,
+            adapters: Adapters::new(),
+            device,
+        }
+    }
+
+    pub fn layers(&self) -> usize {
+        self.spec.layers.len()
+    }
+
+    /// Tables and offsets of one batch.
+    pub fn context<'a>(
+        &self,
+        positions: &[u32],
+        documents: &'a [usize],
+        dropout: Option<Dropout>,
+    ) -> Result<Context<'a>> {
+        let ropes = self
+            .spec
+            .ropes
+            .iter()
+            .map(|r| r.tables(positions, &self.device))
+            .collect::<Result<_>>()?;
+        Ok(Context {
+            documents,
+            ropes,
+            dropout,
+        })
+    }
+
+    /// `[N]` ids to `[N, D]`.
+    pub fn embed(&self, ids: &[u32]) -> Result<Tensor> {
+        let table = self.embedding()?;
+        embedding::gather(&table.tensor, ids, self.spec.embedding_scale)
+    }
+
+    pub fn embedding(&self) -> Result<Param> {
+        param(&*self.source.fetch(Group::Embedding)?, EMBEDDING)
+    }
+
+    pub fn final_norm(&self) -> Result<Param> {
+        param(&*self.source.fetch(Group::Head)?, FINAL_NORM)
+    }
+
+    /// Hidden states after the final norm, `[N, D]`.
+    pub fn normalize(&self, x: &Tensor) -> Result<Tensor> {
+        let w = self.final_norm()?;
+        rms_norm::forward(x, &w.tensor, self.spec.norm_eps, self.spec.norm_plus_one)
+    }
+
+    pub fn head(&self) -> Result<Head> {
+        let weight = if self.spec.tied {
+            self.embedding()?
+        } else {
+            param(&*self.source.fetch(Group::Head)?, LM_HEAD)?
+        };
+        Ok(Head {
+            weight,
+            softcap: self.spec.logit_softcap,
+        })
+    }
+
+    /// A weight or an adapter matrix by its name.
+    pub fn param(&self, name: &str) -> Result<Param> {
+        if let Some(info) = self.source.params().iter().find(|p| &*p.name == name) {
+            return param(&*self.source.fetch(info.group)?, name);
+        }
+        let adapter = name
+            .rsplit_once(".lora_")
+            .and_then(|(module, _)| self.adapters.get(module));
+        match adapter {
+            Some(l) if &*l.a_name == name => Ok(Param {
+                name: l.a_name.clone(),
+                tensor: l.a.clone(),
+            }),
+            Some(l) if &*l.b_name == name => Ok(Param {
+                name: l.b_name.clone(),
+                tensor: l.b.clone(),
+            }),
+            _ => Err(Error::new("the model has no such parameter").at(name)),
+        }
+    }
+
+    /// Layer `index`, bound to its weights.
+    pub fn block(&self, index: usize) -> Result<Block> {
+        let weights = self.source.fetch(Group::Layer(index))?;
+        let spec = &self.spec;
+        let norm = |name: &str| param(&weights, &format!("model.layers.{index}.{name}.weight"));
+        let linear = |name: &str, bias: bool| -> Result<Linear> {
+            let module = format!("model.layers.{index}.{name}");
+            let bias = if bias {
+                Some(param(&weights, &format!("{module}.bias"))?)
+            } else {
+                None
+            };
+            let lora = self.adapters.get(&module).cloned();
+            Ok(Linear {
+                weight: param(&weights, &format!("{module}.weight"))?,
+                bias,
+                lora,
+            })
+        };
+        let when = |present: bool, name: &str| if present { norm(name).map(Some) } else { Ok(None) };
+        let (q, kv, i) = (spec.query_width(), spec.kv_width(), spec.intermediate);
+        let attention_in = if spec.fused_projections {
+            Projections::Fused(linear("self_attn.qkv_proj", spec.qkv_bias)?, vec![q, kv, kv])
+        } else {
+            let names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
+            Projections::Separate(names.iter().map(|n| linear(n, spec.qkv_bias)).collect::<Result<_>>()?)
+        };
+        let mlp_in = if spec.fused_projections {
+            Projections::Fused(linear("mlp.gate_up_proj", spec.mlp_bias)?, vec![i, i])
+        } else {
+            let names = ["mlp.gate_proj", "mlp.up_proj"];
+            Projections::Separate(names.iter().map(|n| linear(n, spec.mlp_bias)).collect::<Result<_>>()?)
+        };
+        let sandwich = spec.sandwich_norms;
+        Ok(Block {
+            index,
+            attention_in,
+            o_proj: linear("self_attn.o_proj", spec.o_bias)?,
+            q_norm: when(spec.qk_norm, "self_attn.q_norm")?,
+            k_norm: when(spec.qk_norm, "self_attn.k_norm")?,
+            mlp_in,
+            down_proj: linear("mlp.down_proj", spec.mlp_bias)?,
+            input_norm: norm("input_layernorm")?,
+            attention_post_norm: when(sandwich, "post_attention_layernorm")?,
+            mlp_norm: norm(if sandwich {
+                "pre_feedforward_layernorm"
+            } else {
+                "post_attention_layernorm"
+            })?,
+            mlp_post_norm: when(sandwich, "post_feedforward_layernorm")?,
+            spec: self.spec.clone(),
+        })
+    }
+
+    /// Hidden states of every token after the final norm, `[N, D]`: no gradients, nothing kept.
+    pub fn hidden_states(&self, ids: &[u32], ctx: &Context) -> Result<Tensor> {
+        use super::contracts::Layer;
+        let mut x = self.embed(ids)?;
+        for l in 0..self.layers() {
+            if l + 1 < self.layers() {
+                self.source.prefetch(Group::Layer(l + 1));
+            }
+            x = self.block(l)?.forward(&x, ctx)?;
+        }
+        self.normalize(&x)
+    }
+}

@@ -1,0 +1,174 @@
+//! Rotary position embeddings (Su et al. 2021, arXiv 2104.09864) with the scalings that checkpoints use:
+//! linear, YaRN (Peng et al. 2023, arXiv 2309.00071, section 3), Llama 3.
+
+use crate::base::{Error, Result};
+use candle_core::{Device, Tensor};
+use serde_json::{Map, Value};
+
+/// Frequencies of one kind of layer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rope {
+    /// `[R/2]`
+    pub inv_freq: Vec<f32>,
+    /// Factor of cos and sin (YaRN).
+    pub attention_factor: f32,
+}
+
+/// Where the parameters stand, for errors.
+struct Reader<'a> {
+    map: &'a Map<String, Value>,
+    place: &'a str,
+}
+
+impl Reader<'_> {
+    fn opt(&self, key: &str) -> Result<Option<f64>> {
+        match self.map.get(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(v) => match v.as_f64() {
+                Some(x) if x.is_finite() => Ok(Some(x)),
+                _ => Err(Error::new(format!("rope option `{key}` is not a finite number"))
+                    .at(self.place)
+                    .found(v)),
+            },
+        }
+    }
+
+    fn positive(&self, key: &str) -> Result<f64> {
+        match self.opt(key)? {
+            Some(x) if x > 0.0 => Ok(x),
+            found => Err(Error::new(format!("rope option `{key}` must be a positive number"))
+                .at(self.place)
+                .found(found.map_or("nothing".to_string(), |x| x.to_string()))),
+        }
+    }
+}
+
+impl Rope {
+    /// `parameters` is one set as transformers 5 writes it: `rope_type` (or `type`), `rope_theta`, and what
+    /// the type needs. `head_dim` is E, `max_positions` the config's `max_position_embeddings`.
+    ///
+    /// Errors: a `rope_type` that is not supported, by name; an option that is missing or not a number.
+    pub fn new(parameters: &Map<String, Value>, head_dim: usize, max_positions: usize, place: &str) -> Result<Self> {
+        let r = Reader { map: parameters, place };
+        let kind = parameters
+            .get("rope_type")
+            .or_else(|| parameters.get("type"))
+            .and_then(Value::as_str);
+        let theta = r.positive("rope_theta")?;
+        let partial = r.opt("partial_rotary_factor")?.unwrap_or(1.0);
+        let dim = (head_dim as f64 * partial) as usize;
+        if dim == 0 || dim % 2 != 0 || dim > head_dim {
+            return Err(Error::new("rotary size must be even and at most the head size")
+                .at(place)
+                .found(format!("{dim} (head size {head_dim} × {partial})")));
+        }
+        // f32 like the reference: the power and the quotient are rounded there too.
+        let inv: Vec<f32> = (0..dim)
+            .step_by(2)
+            .map(|i| 1.0 / (theta as f32).powf(i as f32 / dim as f32))
+            .collect();
+        match kind.unwrap_or("default") {
+            "default" => Ok(Self {
+                inv_freq: inv,
+                attention_factor: 1.0,
+            }),
+            "linear" => {
+                let factor = r.positive("factor")? as f32;
+                Ok(Self {
+                    inv_freq: inv.iter().map(|f| f / factor).collect(),
+                    attention_factor: 1.0,
+                })
+            }
+            "llama3" => Ok(Self {
+                inv_freq: llama3(&r, &inv)?,
+                attention_factor: 1.0,
+            }),
+            "yarn" => yarn(&r, &inv, dim, theta, max_positions),
+            other => Err(Error::new(format!("rope type `{other}` is not supported"))
+                .at(place)
+                .expected("default, linear, yarn or llama3")),
+        }
+    }
+
+    /// cos and sin of `positions`, each `[N, R/2]`.
+    pub fn tables(&self, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
+        let half = self.inv_freq.len();
+        let (mut cos, mut sin) = (
+            Vec::with_capacity(positions.len() * half),
+            Vec::with_capacity(positions.len() * half),
+        );
+        for &p in positions {
+            for &f in &self.inv_freq {
+                let (s, c) = (p as f32 * f).sin_cos();
+                cos.push(c * self.attention_factor);
+                sin.push(s * self.attention_factor);
+            }
+        }
+        let shape = (positions.len(), half);
+        Ok((
+            Tensor::from_vec(cos, shape, device)?,
+            Tensor::from_vec(sin, shape, device)?,
+        ))
+    }
+}
+
+/// Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, the band between interpolated.
+fn llama3(r: &Reader, inv: &[f32]) -> Result<Vec<f32>> {
+    let factor = r.positive("factor")?;
+    let (low, high) = (r.positive("low_freq_factor")?, r.positive("high_freq_factor")?);
+    let old = r.positive("original_max_position_embeddings")?;
+    Ok(inv
+        .iter()
+        .map(|&f| {
+            let wavelength = std::f64::consts::TAU / f as f64;
+            if wavelength < old / high {
+                f
+            } else if wavelength > old / low {
+                (f as f64 / factor) as f32
+            } else {
+                let smooth = (old / wavelength - low) / (high - low);
+                ((1.0 - smooth) * f as f64 / factor + smooth * f as f64) as f32
+            }
+        })
+        .collect())
+}
+
+fn yarn(r: &Reader, inv: &[f32], dim: usize, theta: f64, max_positions: usize) -> Result<Rope> {
+    let original = r
+        .opt("original_max_position_embeddings")?
+        .unwrap_or(max_positions as f64);
+    let factor = r.opt("factor")?.unwrap_or(max_positions as f64 / original);
+    if factor <= 0.0 || original <= 0.0 {
+        return Err(Error::new("YaRN needs a positive factor").at(r.place).found(factor));
+    }
+    let get_mscale = |scale: f64, m: f64| if scale <= 1.0 { 1.0 } else { 0.1 * m * scale.ln() + 1.0 };
+    let attention_factor = match (r.opt("attention_factor")?, r.opt("mscale")?, r.opt("mscale_all_dim")?) {
+        (Some(a), _, _) => a,
+        (None, Some(m), Some(all)) if m != 0.0 && all != 0.0 => get_mscale(factor, m) / get_mscale(factor, all),
+        _ => get_mscale(factor, 1.0),
+    };
+    let or = |x: Option<f64>, default: f64| x.filter(|v| *v != 0.0).unwrap_or(default);
+    let (fast, slow) = (or(r.opt("beta_fast")?, 32.0), or(r.opt("beta_slow")?, 1.0));
+    // The dimension whose wavelength makes `n` rotations over the original context.
+    let dimension = |n: f64| dim as f64 * (original / (n * std::f64::consts::TAU)).ln() / (2.0 * theta.ln());
+    let (mut low, mut high) = (dimension(fast), dimension(slow));
+    if r.map.get("truncate").and_then(Value::as_bool).unwrap_or(true) {
+        (low, high) = (low.floor(), high.ceil());
+    }
+    let (low, mut high) = (low.max(0.0), high.min(dim as f64 - 1.0));
+    if low == high {
+        high += 0.001;
+    }
+    let inv_freq = inv
+        .iter()
+        .enumerate()
+        .map(|(i, &f)| {
+            let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0) as f32;
+            f / factor as f32 * ramp + f * (1.0 - ramp)
+        })
+        .collect();
+    Ok(Rope {
+        inv_freq,
+        attention_factor: attention_factor as f32,
+    })
+}

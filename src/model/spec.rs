@@ -1,0 +1,183 @@
+//! What a model computes, in numbers: read once from `config.json`, used by layers, planner and export.
+
+use super::rope::Rope;
+use crate::ops::glu::Activation;
+use crate::peft::targets::Site;
+use crate::source::{Group, ParamInfo, Part};
+
+/// The options of the one decoder block. Families differ in these values only.
+#[derive(Debug, Clone)]
+pub struct Spec {
+    pub model_type: String,
+    pub vocab: usize,
+    pub hidden: usize,
+    pub intermediate: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub norm_eps: f64,
+    /// Gemma: a norm multiplies by 1 + w.
+    pub norm_plus_one: bool,
+    /// Gemma: norms after attention and after the MLP too.
+    pub sandwich_norms: bool,
+    pub qk_norm: bool,
+    pub qkv_bias: bool,
+    pub o_bias: bool,
+    pub mlp_bias: bool,
+    /// Phi-3: one projection for q, k, v and one for gate and up.
+    pub fused_projections: bool,
+    pub activation: Activation,
+    /// Factor of the scores before the softmax.
+    pub attention_scale: f32,
+    pub attention_softcap: Option<f32>,
+    pub logit_softcap: Option<f32>,
+    pub embedding_scale: f32,
+    pub tied: bool,
+    pub layers: Vec<LayerSpec>,
+    pub ropes: Vec<Rope>,
+    pub max_positions: usize,
+    pub initializer_range: f32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LayerSpec {
+    /// Sliding window in tokens; `None` sees everything before.
+    pub window: Option<usize>,
+    /// Index into `Spec::ropes`.
+    pub rope: usize,
+}
+
+pub const EMBEDDING: &str = "model.embed_tokens.weight";
+pub const FINAL_NORM: &str = "model.norm.weight";
+pub const LM_HEAD: &str = "lm_head.weight";
+
+impl Spec {
+    pub fn query_width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    pub fn kv_width(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+
+    /// The parameter that projects to the vocabulary.
+    pub fn head_name(&self) -> &'static str {
+        if self.tied { EMBEDDING } else { LM_HEAD }
+    }
+
+    /// The linears of one layer: name below the layer, input, output, bias, part.
+    pub fn linears(&self) -> Vec<(&'static str, usize, usize, bool, Part)> {
+        let (d, i, q, kv) = (self.hidden, self.intermediate, self.query_width(), self.kv_width());
+        let attention: Vec<_> = if self.fused_projections {
+            vec![("self_attn.qkv_proj", d, q + 2 * kv, self.qkv_bias)]
+        } else {
+            vec![
+                ("self_attn.q_proj", d, q, self.qkv_bias),
+                ("self_attn.k_proj", d, kv, self.qkv_bias),
+                ("self_attn.v_proj", d, kv, self.qkv_bias),
+            ]
+        };
+        let mlp: Vec<_> = if self.fused_projections {
+            vec![("mlp.gate_up_proj", d, 2 * i, self.mlp_bias)]
+        } else {
+            vec![
+                ("mlp.gate_proj", d, i, self.mlp_bias),
+                ("mlp.up_proj", d, i, self.mlp_bias),
+            ]
+        };
+        let o = ("self_attn.o_proj", q, d, self.o_bias);
+        let down = ("mlp.down_proj", i, d, self.mlp_bias);
+        let with = |part: Part| move |(n, a, b, c): (&'static str, usize, usize, bool)| (n, a, b, c, part);
+        attention
+            .into_iter()
+            .chain([o])
+            .map(with(Part::Attention))
+            .chain(mlp.into_iter().chain([down]).map(with(Part::Mlp)))
+            .collect()
+    }
+
+    /// The norms of one layer: name below the layer, size, part.
+    pub fn norms(&self) -> Vec<(&'static str, usize, Part)> {
+        let d = self.hidden;
+        let mut norms = Vec::new();
+        if self.qk_norm {
+            norms.push(("self_attn.q_norm", self.head_dim, Part::Attention));
+            norms.push(("self_attn.k_norm", self.head_dim, Part::Attention));
+        }
+        norms.push(("input_layernorm", d, Part::Attention));
+        if self.sandwich_norms {
+            norms.push(("post_attention_layernorm", d, Part::Attention));
+            norms.push(("pre_feedforward_layernorm", d, Part::Mlp));
+            norms.push(("post_feedforward_layernorm", d, Part::Mlp));
+        } else {
+            norms.push(("post_attention_layernorm", d, Part::Mlp));
+        }
+        norms
+    }
+
+    /// Every parameter under its Hugging Face name, from the embedding to the head.
+    pub fn params(&self) -> Vec<ParamInfo> {
+        let param = |name: String, shape: Vec<usize>, group, part| ParamInfo {
+            name: name.into(),
+            shape,
+            group,
+            part,
+        };
+        let mut all = vec![param(
+            EMBEDDING.into(),
+            vec![self.vocab, self.hidden],
+            Group::Embedding,
+            Part::Other,
+        )];
+        for l in 0..self.layers.len() {
+            let group = Group::Layer(l);
+            for (name, input, output, bias, part) in self.linears() {
+                all.push(param(
+                    format!("model.layers.{l}.{name}.weight"),
+                    vec![output, input],
+                    group,
+                    part,
+                ));
+                if bias {
+                    all.push(param(
+                        format!("model.layers.{l}.{name}.bias"),
+                        vec![output],
+                        group,
+                        part,
+                    ));
+                }
+            }
+            for (name, size, part) in self.norms() {
+                all.push(param(
+                    format!("model.layers.{l}.{name}.weight"),
+                    vec![size],
+                    group,
+                    part,
+                ));
+            }
+        }
+        all.push(param(FINAL_NORM.into(), vec![self.hidden], Group::Head, Part::Other));
+        if !self.tied {
+            all.push(param(
+                LM_HEAD.into(),
+                vec![self.vocab, self.hidden],
+                Group::Head,
+                Part::Other,
+            ));
+        }
+        all
+    }
+
+    /// Every linear of the decoder layers, in order: where adapters can go.
+    pub fn sites(&self) -> Vec<Site> {
+        (0..self.layers.len())
+            .flat_map(|l| {
+                self.linears().into_iter().map(move |(name, input, output, _, _)| Site {
+                    module: format!("model.layers.{l}.{name}"),
+                    input,
+                    output,
+                })
+            })
+            .collect()
+    }
+}

@@ -1,0 +1,37 @@
+//! Embedding rows on slices.
+
+use super::Shared;
+use super::math::widen;
+use super::storage::Values;
+use rayon::prelude::*;
+
+pub(crate) fn gather(table: Values<'_>, ids: &[u32], scale: f32, d: usize, y: &mut [f32]) {
+    if d == 0 {
+        return;
+    }
+    y.par_chunks_mut(d).with_min_len(16).zip(ids).for_each(|(y, id)| {
+        let at = *id as usize * d;
+        match table {
+            Values::F32(t) => y.iter_mut().zip(&t[at..][..d]).for_each(|(y, t)| *y = t * scale),
+            Values::Bf16(t) => y
+                .iter_mut()
+                .zip(&t[at..][..d])
+                .for_each(|(y, t)| *y = widen(*t) * scale),
+        }
+    });
+}
+
+/// Tasks own columns, not rows: an id may come twice, and its rows are added in the order of the tokens.
+pub(crate) fn scatter_add(dw: &mut [f32], ids: &[u32], dx: &[f32], scale: f32, d: usize) {
+    const COLUMNS: usize = 128;
+    let dw = Shared::new(dw);
+    (0..d.div_ceil(COLUMNS)).into_par_iter().for_each(|block| {
+        let first = block * COLUMNS;
+        let count = COLUMNS.min(d - first);
+        for (id, dx) in ids.iter().zip(dx.chunks_exact(d)) {
+            // SAFETY: this task's own columns of a row; the slice before it is no longer used.
+            let row = unsafe { dw.part(*id as usize * d + first, count) };
+            row.iter_mut().zip(&dx[first..]).for_each(|(w, x)| *w += scale * x);
+        }
+    });
+}

@@ -1,0 +1,54 @@
+//! Rotary positions on slices.
+
+use super::math::{fma, vectorized};
+use rayon::prelude::*;
+
+/// Tokens handled by one task.
+const TOKENS: usize = 32;
+
+/// x and y `[N, width]`, heads of `head` elements; cos and sin `[N, half]`. `sign` -1 gives the transpose.
+pub(crate) fn apply(
+    x: &[f32],
+    cos: &[f32],
+    sin: &[f32],
+    sign: f32,
+    (width, head, half): (usize, usize, usize),
+    y: &mut [f32],
+) {
+    if y.is_empty() {
+        return;
+    }
+    if half == 0 {
+        return y.copy_from_slice(x);
+    }
+    y.par_chunks_mut(TOKENS * width)
+        .zip(x.par_chunks(TOKENS * width))
+        .zip(cos.par_chunks(TOKENS * half).zip(sin.par_chunks(TOKENS * half)))
+        .for_each(|((y, x), (cos, sin))| {
+            let tokens = y.chunks_exact_mut(width).zip(x.chunks_exact(width));
+            let angles = cos.chunks_exact(half).zip(sin.chunks_exact(half));
+            for ((y, x), (cos, sin)) in tokens.zip(angles) {
+                turn(x, cos, sin, sign, head, y);
+            }
+        });
+}
+
+#[inline(always)]
+fn turn_body<const FMA: bool>(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, head: usize, y: &mut [f32]) {
+    let half = cos.len();
+    for (y, x) in y.chunks_exact_mut(head).zip(x.chunks_exact(head)) {
+        let (a, rest) = x.split_at(half);
+        let (b, rest) = rest.split_at(half);
+        let (ya, y) = y.split_at_mut(half);
+        let (yb, y) = y.split_at_mut(half);
+        for i in 0..half {
+            let s = sin[i] * sign;
+            ya[i] = fma::<FMA>(-b[i], s, a[i] * cos[i]);
+            yb[i] = fma::<FMA>(a[i], s, b[i] * cos[i]);
+        }
+        y.copy_from_slice(rest);
+    }
+}
+vectorized!(
+    fn turn(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, head: usize, y: &mut [f32]) = turn_body
+);

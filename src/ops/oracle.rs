@@ -1,0 +1,81 @@
+//! What the tests of the operations share: seeded tensors, comparison, and the same result on 1 and 2 threads.
+
+use crate::base::Result;
+use candle_core::{DType, Device, Shape, Tensor};
+
+/// Seeded values, roughly normal.
+pub(crate) fn random(shape: impl Into<Shape>, seed: u64) -> Tensor {
+    let shape = shape.into();
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut uniform = || {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+    };
+    let data: Vec<f32> = (0..shape.elem_count())
+        .map(|_| (uniform() + uniform() + uniform() + uniform()) * 1.7)
+        .collect();
+    Tensor::from_vec(data, shape, &Device::Cpu).unwrap()
+}
+
+/// Seeded bf16 values and the same values in f32.
+pub(crate) fn bf16_pair(shape: impl Into<Shape>, seed: u64) -> (Tensor, Tensor) {
+    let narrow = random(shape, seed).to_dtype(DType::BF16).unwrap();
+    let wide = narrow.to_dtype(DType::F32).unwrap();
+    (narrow, wide)
+}
+
+pub(crate) fn flat(t: &Tensor) -> Vec<f32> {
+    t.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+}
+
+/// Largest difference is at most `tolerance` times the largest wanted magnitude.
+#[track_caller]
+pub(crate) fn assert_close(got: &Tensor, want: &Tensor, tolerance: f32) {
+    assert_eq!(got.dims(), want.dims());
+    let (got, want) = (flat(got), flat(want));
+    let largest = want.iter().fold(0f32, |m, v| m.max(v.abs()));
+    for (i, (g, w)) in got.iter().zip(&want).enumerate() {
+        assert!(
+            (g - w).abs() <= tolerance * largest,
+            "element {i}: got {g}, want {w}, largest {largest}"
+        );
+    }
+}
+
+fn on_threads<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+    pool.install(f)
+}
+
+/// Bits of the results with 1, 2 and 5 threads must not differ.
+#[track_caller]
+pub(crate) fn assert_same_on_any_threads(f: impl Fn() -> Vec<Tensor> + Sync) {
+    let bits = |threads| -> Vec<Vec<u32>> {
+        on_threads(threads, || {
+            f().iter()
+                .map(|t| flat(t).iter().map(|v| v.to_bits()).collect())
+                .collect()
+        })
+    };
+    let one = bits(1);
+    assert!(!one.is_empty());
+    assert!(one == bits(2), "1 and 2 threads differ");
+    assert!(one == bits(5), "1 and 5 threads differ");
+}
+
+/// Derivative of `f` along each element of `x`, by central differences of step `h`.
+pub(crate) fn differences(x: &Tensor, h: f32, f: impl Fn(&Tensor) -> Result<f64>) -> Tensor {
+    let data = flat(x);
+    let at = |i: usize, step: f32| {
+        let mut moved = data.clone();
+        moved[i] += step;
+        let t = Tensor::from_vec(moved, x.shape(), &Device::Cpu).unwrap();
+        f(&t).unwrap()
+    };
+    let slopes: Vec<f32> = (0..data.len())
+        .map(|i| ((at(i, h) - at(i, -h)) / (2.0 * h as f64)) as f32)
+        .collect();
+    Tensor::from_vec(slopes, x.shape(), &Device::Cpu).unwrap()
+}

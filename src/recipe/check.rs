@@ -1,0 +1,391 @@
+//! Typed values: every written key is known, has the right type and is in range; the rest gets its default.
+//! Knows the table of keys. Knows nothing of what keys mean together.
+
+use super::draft::{Draft, Place, Problem, Typed, Written};
+use super::suggest;
+use super::table::{KEYS, Key, Kind, NOT_BUILT, Range, TABLES, TABLES_NOT_BUILT};
+use crate::base::{Error, units};
+
+#[derive(Debug, Clone, PartialEq)]
+pub enum Value {
+    Text(String),
+    Integer(i64),
+    Number(f64),
+    Flag(bool),
+    List(Vec<String>),
+    Pair([f64; 2]),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Origin {
+    Recipe,
+    Argument,
+    Default,
+}
+
+/// One key of the table with its value.
+#[derive(Debug)]
+pub struct Entry {
+    pub key: &'static Key,
+    pub value: Value,
+    pub origin: Origin,
+    /// Where it was written.
+    pub place: Option<Place>,
+    /// False: what was written is refused, `value` is only a stand-in.
+    pub sound: bool,
+}
+
+impl Entry {
+    pub fn written(&self) -> bool {
+        self.origin != Origin::Default
+    }
+}
+
+/// Every key of the table, in its order.
+#[derive(Debug)]
+pub struct Values(pub Vec<Entry>);
+
+impl Values {
+    pub fn entry(&self, path: &str) -> Option<&Entry> {
+        let (table, name) = path.rsplit_once('.')?;
+        self.0.iter().find(|e| e.key.table == table && e.key.name == name)
+    }
+
+    pub fn text(&self, path: &str) -> &str {
+        match self.entry(path).map(|e| &e.value) {
+            Some(Value::Text(t)) => t,
+            _ => "",
+        }
+    }
+
+    /// `None` when the key says `auto`.
+    pub fn integer(&self, path: &str) -> Option<i64> {
+        match self.entry(path).map(|e| &e.value) {
+            Some(Value::Integer(i)) => Some(*i),
+            _ => None,
+        }
+    }
+
+    pub fn number(&self, path: &str) -> f64 {
+        match self.entry(path).map(|e| &e.value) {
+            Some(Value::Number(x)) => *x,
+            _ => 0.0,
+        }
+    }
+
+    pub fn flag(&self, path: &str) -> bool {
+        matches!(self.entry(path).map(|e| &e.value), Some(Value::Flag(true)))
+    }
+
+    pub fn list(&self, path: &str) -> Vec<String> {
+        match self.entry(path).map(|e| &e.value) {
+            Some(Value::List(l)) => l.clone(),
+            _ => Vec::new(),
+        }
+    }
+
+    pub fn pair(&self, path: &str) -> [f64; 2] {
+        match self.entry(path).map(|e| &e.value) {
+            Some(Value::Pair(p)) => *p,
+            _ => [0.0; 2],
+        }
+    }
+}
+
+/// The default of a key; the empty value of its kind where it has to be written.
+pub fn default_of(key: &Key) -> Value {
+    let empty = match key.kind {
+        Kind::Texts => Value::List(Vec::new()),
+        _ => Value::Text(String::new()),
+    };
+    let source = format!("value = {}", key.default);
+    let draft = Draft::new(&source, "default", &[]);
+    let written = draft.written.first().cloned();
+    written
+        .and_then(|w| convert(&draft, key, &w).ok())
+        .filter(|_| !key.default.is_empty())
+        .unwrap_or(empty)
+}
+
+/// Fills the table from what was typed. Faults go to `draft.problems`, repeated arguments to `warnings`.
+pub fn check(draft: &mut Draft, warnings: &mut Vec<String>) -> Values {
+    let mut values = Values(
+        KEYS.iter()
+            .map(|key| Entry {
+                key,
+                value: default_of(key),
+                origin: Origin::Default,
+                place: None,
+                sound: true,
+            })
+            .collect(),
+    );
+    let mut refused: Vec<(Vec<String>, Place)> = Vec::new();
+    for written in draft.written.clone() {
+        let path = written.dotted();
+        // Inside a table that is refused as a whole, one error is enough.
+        let inside = |(table, at): &(Vec<String>, Place)| {
+            written.path.len() > table.len()
+                && written.path.starts_with(table)
+                && matches!((at, &written.key_at), (Place::File(_), Place::File(_)))
+        };
+        if refused.iter().any(inside) {
+            continue;
+        }
+        let is_table = TABLES
+            .iter()
+            .any(|(t, _)| *t == path || t.starts_with(&format!("{path}.")));
+        if is_table {
+            if let Err(e) = check_table(draft, &written) {
+                draft.problems.push(Problem::new(&written.value_at, e));
+                refused.push((written.path.clone(), written.key_at.clone()));
+            }
+            continue;
+        }
+        let Some(entry) = values.0.iter_mut().find(|e| e.key.path() == path) else {
+            draft.problems.push(unknown(draft, &written));
+            refused.push((written.path.clone(), written.key_at.clone()));
+            continue;
+        };
+        let origin = match written.key_at {
+            Place::File(_) => Origin::Recipe,
+            Place::Argument(_) => Origin::Argument,
+        };
+        if entry.origin == Origin::Argument {
+            warnings.push(format!(
+                "`{path}` is given twice on the command line: the last one counts"
+            ));
+        }
+        entry.origin = origin;
+        entry.place = Some(written.value_at.clone());
+        match convert(draft, entry.key, &written) {
+            Ok(value) => {
+                entry.value = value;
+                entry.sound = true;
+            }
+            Err(problems) => {
+                entry.sound = false;
+                draft.problems.extend(problems);
+                refused.push((written.path.clone(), written.key_at.clone()));
+            }
+        }
+    }
+    values
+}
+
+fn check_table(draft: &Draft, written: &Written) -> Result<(), Error> {
+    let path = written.dotted();
+    match (&written.value, &written.key_at) {
+        (Typed::Table, Place::File(_)) => Ok(()),
+        (Typed::Table, Place::Argument(_)) => Err(Error::usage(format!("`{path}` is a table"))
+            .at(draft.show(&written.value_at))
+            .hint("give one key an argument, as in `train.max_steps=20`")),
+        (other, _) => Err(Error::usage(format!("`{path}` is a table"))
+            .at(draft.show(&written.value_at))
+            .found(other.describe())
+            .expected(format!("`[{path}]` with keys below it"))),
+    }
+}
+
+fn unknown(draft: &Draft, written: &Written) -> Problem {
+    let path = written.dotted();
+    let place = draft.show(&written.key_at);
+    let (name, table) = match written.path.split_last() {
+        Some((name, table)) => (name.clone(), table.join(".")),
+        None => (String::new(), String::new()),
+    };
+    let is_table = matches!(written.value, Typed::Table | Typed::Tables);
+    let error = if TABLES_NOT_BUILT.contains(&written.path[0].as_str()) {
+        Error::usage(format!("`[{}]` is not built yet in this version", written.path[0]))
+            .at(place)
+            .hint("remove it; the stages of this version are `sft` and `pretrain`")
+    } else {
+        let what = match (is_table, table.is_empty()) {
+            (true, _) => format!("unknown table `[{path}]`"),
+            (false, true) => format!("unknown key `{name}` outside of any table"),
+            (false, false) => format!("unknown key `{name}` in `[{table}]`"),
+        };
+        Error::usage(what)
+            .at(place)
+            .hint(suggest::hint(&written.path, is_table))
+    };
+    Problem::new(&written.key_at, error)
+}
+
+/// What a kind accepts, for errors and the reference.
+pub fn expectation(key: &Key) -> String {
+    match key.kind {
+        Kind::Text => "a text".into(),
+        Kind::Name(_) => format!("one of {}", built(key).join(", ")),
+        Kind::Flag => "`true` or `false`".into(),
+        Kind::Integer { min, max: i64::MAX } => format!("a whole number, at least {min}"),
+        Kind::Integer { min, max } => format!("a whole number from {min} to {max}"),
+        Kind::AutoInteger { min } => format!("`auto`, or a whole number, at least {min}"),
+        Kind::Number(range) => format!("a number{}", limits(range)),
+        Kind::Pair(range) => format!("a list of two numbers, each{}", limits(range)),
+        Kind::Texts => "a text or a list of texts".into(),
+        Kind::Size => "`auto`, or a size such as `24GiB`".into(),
+    }
+}
+
+fn limits(range: Range) -> String {
+    let low = if range.min_open { "above" } else { "at least" };
+    let high = if range.max_open { "below" } else { "at most" };
+    match range.max.is_finite() {
+        true => format!(" {low} {} and {high} {}", range.min, range.max),
+        false => format!(" {low} {}", range.min),
+    }
+}
+
+/// The names of an enum key that this version does.
+fn built(key: &Key) -> Vec<&'static str> {
+    let Kind::Name(names) = key.kind else {
+        return Vec::new();
+    };
+    let path = key.path();
+    let missing = |name: &str| NOT_BUILT.iter().any(|(k, v)| *k == path && *v == name);
+    names.iter().copied().filter(|n| !missing(n)).collect()
+}
+
+/// An argument's bare word is text even where TOML reads a number, a flag or a date.
+fn as_text(draft: &Draft, written: &Written) -> Option<String> {
+    match (&written.value, draft.raw_value(&written.value_at)) {
+        (Typed::Text(t), _) => Some(t.clone()),
+        (Typed::Integer(_) | Typed::Number(_) | Typed::Flag(_) | Typed::Date, Some(raw)) => Some(raw.to_string()),
+        _ => None,
+    }
+}
+
+fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Problem>> {
+    let path = key.path();
+    let one = |error: Error| vec![Problem::new(&written.value_at, error.at(draft.show(&written.value_at)))];
+    let wrong_type = || {
+        let error = Error::usage(format!("`{path}` has the wrong type"))
+            .found(written.value.describe())
+            .expected(expectation(key));
+        let quoted = match (&written.value, key.kind) {
+            (Typed::Text(t), Kind::Flag) => t == "true" || t == "false",
+            (Typed::Text(t), Kind::Texts | Kind::Text | Kind::Name(_)) => t.is_empty(),
+            (Typed::Text(t), _) => t.parse::<f64>().is_ok(),
+            _ => false,
+        };
+        one(if quoted {
+            error.hint("write it without quotes")
+        } else {
+            error
+        })
+    };
+    let out_of_range = |found: String| {
+        one(Error::usage(format!("`{path}` is out of range"))
+            .found(found)
+            .expected(expectation(key)))
+    };
+    let integer = |min: i64, max: i64| match written.value {
+        Typed::Integer(i) if (min..=max).contains(&i) => Ok(Value::Integer(i)),
+        Typed::Integer(i) => Err(out_of_range(i.to_string())),
+        _ => Err(wrong_type()),
+    };
+    let in_range = |x: f64, r: Range| {
+        let above = if r.min_open { x > r.min } else { x >= r.min };
+        let below = if r.max_open { x < r.max } else { x <= r.max };
+        x.is_finite() && above && below
+    };
+    match key.kind {
+        Kind::Text => as_text(draft, written).map(Value::Text).ok_or_else(wrong_type),
+        Kind::Name(names) => {
+            let Some(text) = as_text(draft, written) else {
+                return Err(wrong_type());
+            };
+            if NOT_BUILT.contains(&(path.as_str(), text.as_str())) {
+                return Err(one(Error::usage(format!(
+                    "`{path} = \"{text}\"` is not built yet in this version"
+                ))
+                .expected(expectation(key))));
+            }
+            if names.contains(&text.as_str()) {
+                return Ok(Value::Text(text));
+            }
+            let error = Error::usage(format!("`{path}` has no value `{text}`")).expected(expectation(key));
+            let meant = match text.to_lowercase().as_str() {
+                "bfloat16" if names.contains(&"bf16") => Some("bf16"),
+                "float32" | "fp32" if names.contains(&"f32") => Some("f32"),
+                _ => suggest::nearest(&text, built(key)),
+            };
+            Err(one(match meant {
+                Some(near) => error.hint(format!("did you mean `{near}`?")),
+                None => error,
+            }))
+        }
+        Kind::Flag => match written.value {
+            Typed::Flag(b) => Ok(Value::Flag(b)),
+            _ => Err(wrong_type()),
+        },
+        Kind::Integer { min, max } => integer(min, max),
+        Kind::AutoInteger { min } => match &written.value {
+            Typed::Text(t) if t == "auto" => Ok(Value::Text("auto".into())),
+            _ => integer(min, i64::MAX),
+        },
+        Kind::Number(range) => match as_number(&written.value) {
+            Some(x) if in_range(x, range) => Ok(Value::Number(x)),
+            Some(x) => Err(out_of_range(x.to_string())),
+            None => Err(wrong_type()),
+        },
+        Kind::Pair(range) => {
+            let Typed::List(items) = &written.value else {
+                return Err(wrong_type());
+            };
+            let numbers: Option<Vec<f64>> = items.iter().map(|(v, _)| as_number(v)).collect();
+            match numbers.as_deref() {
+                Some(&[a, b]) if in_range(a, range) && in_range(b, range) => Ok(Value::Pair([a, b])),
+                Some(&[a, b]) => Err(out_of_range(format!("[{a}, {b}]"))),
+                _ => Err(wrong_type()),
+            }
+        }
+        Kind::Texts => {
+            if let Typed::List(items) = &written.value {
+                let mut out = Vec::new();
+                let mut problems = Vec::new();
+                for (item, at) in items {
+                    match item {
+                        Typed::Text(t) if !t.is_empty() => out.push(t.clone()),
+                        other => {
+                            let error = Error::usage(format!("`{path}` has an item of the wrong type"))
+                                .at(draft.show(at))
+                                .found(other.describe())
+                                .expected("a text that is not empty");
+                            problems.push(Problem::new(at, error));
+                        }
+                    }
+                }
+                return if problems.is_empty() {
+                    Ok(Value::List(out))
+                } else {
+                    Err(problems)
+                };
+            }
+            match as_text(draft, written) {
+                Some(t) if t.is_empty() => Ok(Value::List(Vec::new())),
+                Some(t) => Ok(Value::List(vec![t])),
+                None => Err(wrong_type()),
+            }
+        }
+        Kind::Size => match &written.value {
+            Typed::Text(t) if t == "auto" => Ok(Value::Text(t.clone())),
+            Typed::Integer(i) if *i > 0 => Ok(Value::Text(i.to_string())),
+            Typed::Text(t) => match units::parse_bytes(t) {
+                Ok(n) if n > 0 => Ok(Value::Text(t.trim().to_string())),
+                _ => Err(out_of_range(format!("`{t}`"))),
+            },
+            Typed::Integer(i) => Err(out_of_range(i.to_string())),
+            _ => Err(wrong_type()),
+        },
+    }
+}
+
+fn as_number(value: &Typed) -> Option<f64> {
+    match value {
+        Typed::Integer(i) => Some(*i as f64),
+        Typed::Number(x) => Some(*x),
+        _ => None,
+    }
+}

@@ -1,0 +1,330 @@
+//! What the keys mean together: pairs that contradict, keys that have no effect, and the typed recipe.
+
+use super::check::{Entry, Origin, Value, Values, default_of};
+use super::draft::{Draft, Place, Problem};
+use super::types::*;
+use crate::base::{Error, units};
+
+/// Two keys that say the same thing in two ways.
+const RIVALS: [(&str, &str); 2] = [
+    ("data.eval", "data.eval_fraction"),
+    ("schedule.warmup_steps", "schedule.warmup_ratio"),
+];
+
+/// Whether a rival was written to say something.
+fn is_set(values: &Values, path: &str) -> bool {
+    values.entry(path).is_some_and(|e| {
+        e.written()
+            && match &e.value {
+                Value::List(l) => !l.is_empty(),
+                Value::Number(x) => *x > 0.0,
+                Value::Integer(_) => true,
+                _ => false,
+            }
+    })
+}
+
+/// An argument takes the place of what the recipe says in another key.
+pub fn settle(values: &mut Values, warnings: &mut Vec<String>) {
+    for (a, b) in RIVALS {
+        let origin = |path: &str| values.entry(path).map(|e| e.origin);
+        let (loser, winner) = match (origin(a), origin(b)) {
+            (Some(Origin::Argument), Some(Origin::Recipe)) => (b, a),
+            (Some(Origin::Recipe), Some(Origin::Argument)) => (a, b),
+            _ => continue,
+        };
+        if is_set(values, loser)
+            && is_set(values, winner)
+            && let Some(entry) = values.0.iter_mut().find(|e| e.key.path() == loser)
+        {
+            warnings.push(format!("`{winner}` on the command line takes the place of `{loser}`"));
+            entry.value = default_of(entry.key);
+            entry.origin = Origin::Default;
+            entry.place = None;
+        }
+    }
+}
+
+/// Faults that need more than one key, or the meaning of a text.
+pub fn cross_check(draft: &mut Draft, values: &Values) {
+    let mut problems = Vec::new();
+    // Silent where a key involved is refused already: one error for one fault.
+    let mut fault = |paths: &[&str], error: Error| {
+        let entries: Vec<&Entry> = paths.iter().filter_map(|p| values.entry(p)).collect();
+        if entries.iter().all(|e| e.sound) {
+            let place = entries.iter().filter_map(|e| e.place.clone()).max();
+            let place = place.unwrap_or(Place::File(0));
+            problems.push(Problem::new(&place, error.at(draft.show(&place))));
+        }
+    };
+    let shape = values.text("model.path").starts_with("shape:");
+    if values.text("model.path").is_empty() {
+        fault(
+            &["model.path"],
+            Error::usage("`model.path` is missing").hint("write a hub id or a directory: `[model] path = \"...\"`"),
+        );
+    }
+    // A built-in shape is for plans and benchmarks: those need no data.
+    if values.list("data.train").is_empty() && !shape {
+        fault(
+            &["data.train"],
+            Error::usage("`data.train` is missing").hint("write a file: `[data] train = \"data/train.jsonl\"`"),
+        );
+    }
+    let device = values.text("model.device");
+    if !valid_device(device) {
+        fault(
+            &["model.device"],
+            Error::usage(format!("`model.device` has no value `{device}`")).expected("`auto`, `cpu`, or `cuda:0`"),
+        );
+    }
+    for path in ["train.output_dir", "model.revision", "data.chat_template"] {
+        if values.text(path).is_empty() {
+            fault(
+                &[path],
+                Error::usage(format!("`{path}` is empty")).hint("remove the key to get its default"),
+            );
+        }
+    }
+    for (a, b) in RIVALS {
+        if is_set(values, a) && is_set(values, b) {
+            fault(
+                &[a, b],
+                Error::usage(format!("`{a}` and `{b}` contradict each other")).hint("keep one of them"),
+            );
+        }
+    }
+    if values.integer("train.eval_steps").is_some_and(|n| n > 0)
+        && values.list("data.eval").is_empty()
+        && values.number("data.eval_fraction") == 0.0
+    {
+        fault(
+            &["train.eval_steps", "data.eval", "data.eval_fraction"],
+            Error::usage("`train.eval_steps` needs rows to evaluate on")
+                .hint("set `data.eval` or `data.eval_fraction`, or `train.eval_steps = 0`"),
+        );
+    }
+    let (dtype, frozen) = (values.text("model.dtype"), values.text("memory.frozen_weights"));
+    if frozen != "auto" && frozen != dtype {
+        fault(
+            &["memory.frozen_weights", "model.dtype"],
+            Error::usage(format!(
+                "`memory.frozen_weights = \"{frozen}\"` with `model.dtype = \"{dtype}\"` is not built yet in this version"
+            ))
+            .hint("use `auto`, or the same type for both"),
+        );
+    }
+    if values.text("tune.method") == "freeze"
+        && values.integer("tune.freeze.trainable_layers") == Some(0)
+        && values.list("tune.freeze.trainable").is_empty()
+    {
+        fault(
+            &["tune.freeze.trainable_layers", "tune.freeze.trainable", "tune.method"],
+            Error::usage("`tune.method = \"freeze\"` with nothing to train")
+                .hint("set `tune.freeze.trainable_layers` or `tune.freeze.trainable`"),
+        );
+    }
+    let targets = values.list("tune.lora.target_modules");
+    let all = targets.iter().any(|t| t == "all-linear");
+    if targets.is_empty() || (all && targets.len() > 1) {
+        fault(
+            &["tune.lora.target_modules"],
+            Error::usage(if all {
+                "`all-linear` and module names contradict each other in `tune.lora.target_modules`"
+            } else {
+                "`tune.lora.target_modules` is empty"
+            })
+            .expected("`all-linear`, or names of modules"),
+        );
+    }
+    if values.flag("tune.lora.use_dora") {
+        fault(
+            &["tune.lora.use_dora"],
+            Error::usage("`tune.lora.use_dora = true` is not built yet in this version")
+                .hint("remove the key, or use `use_rslora`"),
+        );
+    }
+    if values.number("tune.lora.loraplus_lr_ratio") != 1.0 {
+        fault(
+            &["tune.lora.loraplus_lr_ratio"],
+            Error::usage("`tune.lora.loraplus_lr_ratio` other than 1 is not built yet in this version")
+                .hint("remove the key"),
+        );
+    }
+    draft.problems.extend(problems);
+}
+
+fn valid_device(device: &str) -> bool {
+    match device.strip_prefix("cuda") {
+        Some(rest) => {
+            rest.is_empty()
+                || rest
+                    .strip_prefix(':')
+                    .is_some_and(|n| n.len() < 4 && n.parse::<u16>().is_ok())
+        }
+        None => device == "auto" || device == "cpu",
+    }
+}
+
+/// Why the key has no effect in this recipe: the setting that makes it so.
+pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
+    let path = entry.key.path();
+    if let Some((other, accepted)) = entry.key.when {
+        let cause = values.entry(other)?;
+        if let Some(why) = unused(values, cause) {
+            return Some(why);
+        }
+        let text = match &cause.value {
+            Value::Text(t) => format!("\"{t}\""),
+            Value::Integer(i) => i.to_string(),
+            _ => String::new(),
+        };
+        if !accepted.contains(&text.trim_matches('"')) {
+            return Some(format!("{other} = {text}"));
+        }
+    }
+    let text_rows = if values.text("train.stage") == "pretrain" {
+        Some("train.stage = \"pretrain\"")
+    } else if values.text("data.format") == "text" {
+        Some("data.format = \"text\"")
+    } else {
+        None
+    };
+    let max_steps = values.integer("train.max_steps").unwrap_or(-1);
+    let adapter = values.text("tune.lora.adapter");
+    match path.as_str() {
+        "train.num_epochs" if max_steps >= 0 => Some(format!("train.max_steps = {max_steps}")),
+        "data.train_on" if values.text("data.train_on") != "all" => text_rows.map(str::to_string),
+        "data.chat_template" => text_rows.filter(|t| t.starts_with("data.")).map(str::to_string),
+        "tune.lora.r" | "tune.lora.lora_alpha" | "tune.lora.target_modules" | "tune.lora.use_rslora"
+            if !adapter.is_empty() =>
+        {
+            Some(format!("tune.lora.adapter = \"{adapter}\""))
+        }
+        _ => None,
+    }
+}
+
+/// One line for each key that was written and changes nothing. A key at its default takes nothing away.
+pub fn warnings(draft: &Draft, values: &Values) -> Vec<String> {
+    let mut out = Vec::new();
+    for entry in values.0.iter().filter(|e| e.written()) {
+        if let (Some(why), Some(place)) = (unused(values, entry), &entry.place)
+            && entry.value != default_of(entry.key)
+        {
+            out.push(format!(
+                "`{}` has no effect with `{why}` ({})",
+                entry.key.path(),
+                draft.show(place)
+            ));
+        }
+    }
+    out
+}
+
+/// The typed recipe. `values` has passed every check.
+pub fn build(values: &Values) -> Recipe {
+    let text = |path: &str| values.text(path).to_string();
+    let size = |path: &str| values.integer(path).and_then(|i| usize::try_from(i).ok());
+    let number = |path: &str| size(path).unwrap_or(0);
+    let unset = |path: &str, word: &str| Some(text(path)).filter(|t| t != word);
+    macro_rules! name {
+        ($type:ident, $path:literal, $fallback:ident) => {
+            $type::parse(values.text($path)).unwrap_or($type::$fallback)
+        };
+    }
+    Recipe {
+        model: Model {
+            path: text("model.path"),
+            revision: text("model.revision"),
+            dtype: name!(Dtype, "model.dtype", Bf16),
+            device: text("model.device"),
+            init: name!(ModelInit, "model.init", Pretrained),
+        },
+        memory: Memory {
+            budget: unset("memory.budget", "auto").and_then(|t| units::parse_bytes(&t).ok()),
+            frozen_weights: name!(FrozenWeights, "memory.frozen_weights", Auto),
+            tier: name!(Tier, "memory.tier", Auto),
+            activations: name!(Activations, "memory.activations", Auto),
+        },
+        data: Data {
+            train: values.list("data.train"),
+            eval: values.list("data.eval"),
+            eval_fraction: values.number("data.eval_fraction"),
+            format: name!(RowFormat, "data.format", Auto),
+            max_length: number("data.max_length"),
+            packing: values.flag("data.packing"),
+            train_on: name!(TrainOn, "data.train_on", Assistant),
+            shuffle: values.flag("data.shuffle"),
+            chat_template: unset("data.chat_template", "auto"),
+        },
+        tune: Tune {
+            method: name!(Method, "tune.method", Block),
+            block: Block {
+                partition: name!(Partition, "tune.block.partition", Layer),
+                layers_per_block: number("tune.block.layers_per_block"),
+                order: name!(BlockOrder, "tune.block.order", Random),
+                start_block: number("tune.block.start_block"),
+                switch_every: size("tune.block.switch_every"),
+                include_embedding: values.flag("tune.block.include_embedding"),
+                include_lm_head: values.flag("tune.block.include_lm_head"),
+                always_active: values.list("tune.block.always_active"),
+                correction: name!(Correction, "tune.block.correction", None),
+                correction_scope: name!(CorrectionScope, "tune.block.correction_scope", All),
+                warmup_after_switch: number("tune.block.warmup_after_switch"),
+            },
+            lora: Lora {
+                r: number("tune.lora.r"),
+                lora_alpha: values.number("tune.lora.lora_alpha"),
+                lora_dropout: values.number("tune.lora.lora_dropout"),
+                target_modules: Some(values.list("tune.lora.target_modules"))
+                    .filter(|l| l.iter().all(|t| t != "all-linear"))
+                    .unwrap_or_default(),
+                init_lora_weights: name!(LoraInit, "tune.lora.init_lora_weights", Default),
+                use_rslora: values.flag("tune.lora.use_rslora"),
+                use_dora: values.flag("tune.lora.use_dora"),
+                loraplus_lr_ratio: values.number("tune.lora.loraplus_lr_ratio"),
+                adapter: unset("tune.lora.adapter", ""),
+            },
+            freeze: Freeze {
+                trainable_layers: number("tune.freeze.trainable_layers"),
+                trainable: values.list("tune.freeze.trainable"),
+            },
+        },
+        optimizer: Optimizer {
+            name: name!(OptimizerName, "optimizer.name", Adamw),
+            learning_rate: values.number("optimizer.learning_rate"),
+            betas: values.pair("optimizer.betas"),
+            eps: values.number("optimizer.eps"),
+            weight_decay: values.number("optimizer.weight_decay"),
+            momentum: values.number("optimizer.momentum"),
+            state: name!(StateDtype, "optimizer.state", F32),
+        },
+        schedule: Schedule {
+            name: name!(ScheduleName, "schedule.name", Cosine),
+            warmup_ratio: values.number("schedule.warmup_ratio"),
+            warmup_steps: size("schedule.warmup_steps"),
+            decay_ratio: values.number("schedule.decay_ratio"),
+            min_lr_ratio: values.number("schedule.min_lr_ratio"),
+        },
+        train: Train {
+            stage: name!(Stage, "train.stage", Sft),
+            num_epochs: values.number("train.num_epochs"),
+            max_steps: values.integer("train.max_steps").unwrap_or(-1),
+            batch_size: number("train.batch_size"),
+            gradient_accumulation_steps: number("train.gradient_accumulation_steps"),
+            max_grad_norm: values.number("train.max_grad_norm"),
+            seed: values
+                .integer("train.seed")
+                .and_then(|i| u64::try_from(i).ok())
+                .unwrap_or(0),
+            logging_steps: number("train.logging_steps"),
+            eval_steps: number("train.eval_steps"),
+            save_steps: number("train.save_steps"),
+            save_total_limit: number("train.save_total_limit"),
+            output_dir: text("train.output_dir"),
+            sample_prompts: values.list("train.sample_prompts"),
+            predict_with_generate: values.flag("train.predict_with_generate"),
+        },
+    }
+}

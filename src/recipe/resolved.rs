@@ -1,0 +1,104 @@
+//! Text made from the table: the resolved recipe of a run, and the reference of all keys.
+
+use super::check::{Entry, Origin, Value, Values, expectation};
+use super::lower::unused;
+use super::table::{KEYS, NOT_BUILT, TABLES};
+
+/// A value as TOML.
+pub fn toml(value: &Value) -> String {
+    let quoted = |t: &String| toml_edit::Value::from(t.as_str()).to_string().trim().to_string();
+    match value {
+        Value::Text(t) => quoted(t),
+        Value::Integer(i) => i.to_string(),
+        Value::Number(x) => number(*x),
+        Value::Flag(b) => b.to_string(),
+        Value::List(l) => format!("[{}]", l.iter().map(quoted).collect::<Vec<_>>().join(", ")),
+        Value::Pair([a, b]) => format!("[{}, {}]", number(*a), number(*b)),
+    }
+}
+
+/// Every bit of the number, as a TOML float.
+fn number(x: f64) -> String {
+    match x.abs() {
+        0.0 => "0.0".into(),
+        1e-3..1e15 => format!("{x:?}"),
+        _ => format!("{x:e}"),
+    }
+}
+
+/// The value as it is printed in the resolved recipe: `all-linear` and files as written.
+fn line(entry: &Entry) -> String {
+    format!("{} = {}", entry.key.name, toml(&entry.value))
+}
+
+/// Every key with its value and where the value comes from. Reads back to the same recipe.
+pub fn resolved(values: &Values) -> String {
+    let mut out = String::from("# Every key of this run, its value, and where the value comes from.\n");
+    for (table, _) in TABLES {
+        out.push_str(&format!("\n[{table}]\n"));
+        for entry in values.0.iter().filter(|e| e.key.table == *table) {
+            let no_effect = unused(values, entry);
+            let origin = match entry.origin {
+                Origin::Recipe => "recipe".to_string(),
+                Origin::Argument => "argument".to_string(),
+                Origin::Default if entry.key.default.is_empty() => {
+                    out.push_str(&format!("# {} is not set\n", entry.key.name));
+                    continue;
+                }
+                Origin::Default => format!("default: {}", entry.key.reason),
+            };
+            let line = line(entry);
+            let text = match no_effect {
+                // Not live: a default that means nothing here must not read like a choice.
+                Some(why) if entry.origin == Origin::Default => format!("# {line}  # no effect with {why}"),
+                Some(why) => format!("{line}  # {origin}; no effect with {why}"),
+                None => format!("{line}  # {origin}"),
+            };
+            out.push_str(&text);
+            out.push('\n');
+        }
+    }
+    out
+}
+
+/// `docs/recipe.md`: one table of keys for each recipe table.
+pub fn reference() -> String {
+    let mut out = String::from(
+        "# Recipe reference\n\n\
+         Made from the table in `src/recipe/table.rs`; `FT_BLESS=1 cargo test` writes it anew.\n\n\
+         A recipe is TOML. Every key can be given on the command line too, as `table.key=value`; an argument\n\
+         takes the place of the recipe's value and is checked like it. Unknown keys are refused. `ft train` writes\n\
+         all values, with the reason for each default, to `resolved.toml` in the run directory.\n",
+    );
+    for (table, about) in TABLES {
+        out.push_str(&format!("\n## [{table}]\n\n{about}\n\n"));
+        out.push_str("| key | accepts | default | why this default | what it does |\n|---|---|---|---|---|\n");
+        for key in KEYS.iter().filter(|k| k.table == *table) {
+            let path = key.path();
+            let missing: Vec<String> = NOT_BUILT
+                .iter()
+                .filter(|(k, _)| *k == path)
+                .map(|(_, v)| format!("`{v}`"))
+                .collect();
+            let mut doc = key.doc.to_string();
+            if !missing.is_empty() {
+                doc.push_str(&format!(" Not built yet: {}.", missing.join(", ")));
+            }
+            if let Some((other, values)) = key.when {
+                let values: Vec<String> = values.iter().map(|v| format!("`{v}`")).collect();
+                doc.push_str(&format!(" Used with `{other}` = {}.", values.join(" or ")));
+            }
+            let (default, reason) = match key.default {
+                "" => ("has to be written".to_string(), "-"),
+                d => (format!("`{d}`"), key.reason),
+            };
+            let row = format!(
+                "| `{}` | {} | {default} | {reason} | {doc} |\n",
+                key.name,
+                expectation(key)
+            );
+            out.push_str(&row);
+        }
+    }
+    out
+}

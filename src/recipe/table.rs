@@ -1,0 +1,779 @@
+//! The one table of recipe keys: type, range, default, the reason for the default, what the key does.
+//! Parsing, "did you mean", the resolved recipe and `docs/recipe.md` are all driven by it.
+
+use super::types::*;
+
+/// What may be written for a key.
+#[derive(Debug, Clone, Copy)]
+pub enum Kind {
+    Text,
+    /// One of these names.
+    Name(&'static [&'static str]),
+    Flag,
+    /// A whole number from `min` to `max`.
+    Integer {
+        min: i64,
+        max: i64,
+    },
+    /// A whole number from `min` up, or `auto`.
+    AutoInteger {
+        min: i64,
+    },
+    Number(Range),
+    /// Two numbers of this range.
+    Pair(Range),
+    /// A string or a list of strings.
+    Texts,
+    /// Bytes as `24GiB`, or `auto`.
+    Size,
+}
+
+/// `min` to `max`; an open end is not part of it.
+#[derive(Debug, Clone, Copy)]
+pub struct Range {
+    pub min: f64,
+    pub max: f64,
+    pub min_open: bool,
+    pub max_open: bool,
+}
+
+/// The key has a meaning only while the key `.0` has one of the values `.1`.
+pub type When = Option<(&'static str, &'static [&'static str])>;
+
+#[derive(Debug)]
+pub struct Key {
+    pub table: &'static str,
+    pub name: &'static str,
+    pub kind: Kind,
+    /// TOML text; empty means the key has to be written.
+    pub default: &'static str,
+    pub reason: &'static str,
+    pub doc: &'static str,
+    pub when: When,
+}
+
+impl Key {
+    pub fn path(&self) -> String {
+        format!("{}.{}", self.table, self.name)
+    }
+}
+
+pub fn find(path: &str) -> Option<&'static Key> {
+    let (table, name) = path.rsplit_once('.')?;
+    KEYS.iter().find(|k| k.table == table && k.name == name)
+}
+
+/// Tables in the order in which they are printed, each with what it is about.
+pub const TABLES: &[(&str, &str)] = &[
+    ("model", "Which model, and how it computes."),
+    (
+        "memory",
+        "Where weights and activations live. `auto` lets the planner choose.",
+    ),
+    ("data", "Rows, how they are read and which tokens are trained."),
+    ("tune", "Which parameters are trained."),
+    (
+        "tune.block",
+        "Block training (BAdam): one block of parameters is active at a time.",
+    ),
+    ("tune.lora", "Low-rank adapters. Names and meaning as in PEFT."),
+    ("tune.freeze", "Only the last layers, or parameters given by name."),
+    ("optimizer", "The update rule. Names and meaning as in PyTorch."),
+    ("schedule", "The learning rate over the steps, as in transformers."),
+    ("train", "The run: stage, length, batch, saving."),
+];
+
+/// Tables of the design that this version does not know yet.
+pub const TABLES_NOT_BUILT: &[&str] = &["distill", "rlhf"];
+
+/// Values that the design names and this version does not do yet: key, value.
+pub const NOT_BUILT: &[(&str, &str)] = &[
+    ("memory.frozen_weights", "int8"),
+    ("memory.frozen_weights", "int4"),
+    ("memory.frozen_weights", "nf4"),
+    ("memory.tier", "host"),
+    ("memory.tier", "disk"),
+    ("memory.activations", "keep"),
+    ("memory.activations", "host"),
+    ("data.format", "preference"),
+    ("data.format", "prompt"),
+    ("tune.block.partition", "ratio"),
+    ("tune.block.correction", "sgd"),
+    ("tune.block.correction", "signsgd"),
+    ("tune.block.correction", "lora"),
+    ("tune.lora.init_lora_weights", "corda"),
+    ("tune.lora.init_lora_weights", "pissa"),
+    ("tune.lora.init_lora_weights", "olora"),
+    ("tune.lora.init_lora_weights", "eva"),
+    ("tune.lora.init_lora_weights", "loftq"),
+    ("optimizer.name", "lion"),
+    ("optimizer.name", "adafactor"),
+    ("optimizer.state", "int8"),
+    ("train.stage", "distill"),
+    ("train.stage", "reward"),
+    ("train.stage", "dpo"),
+    ("train.stage", "ppo"),
+    ("train.stage", "grpo"),
+];
+
+/// Names that other tools use for our keys.
+pub const ALIASES: &[(&str, &str)] = &[
+    ("alpha", "tune.lora.lora_alpha"),
+    ("base_model", "model.path"),
+    ("bf16", "model.dtype"),
+    ("cutoff_len", "data.max_length"),
+    ("dataset", "data.train"),
+    ("dropout", "tune.lora.lora_dropout"),
+    ("epochs", "train.num_epochs"),
+    ("finetuning_type", "tune.method"),
+    ("grad_accum", "train.gradient_accumulation_steps"),
+    ("grad_clip", "train.max_grad_norm"),
+    ("iters", "train.max_steps"),
+    ("lora_r", "tune.lora.r"),
+    ("lora_rank", "tune.lora.r"),
+    ("lr", "optimizer.learning_rate"),
+    ("lr_scheduler_type", "schedule.name"),
+    ("max_seq_len", "data.max_length"),
+    ("max_seq_length", "data.max_length"),
+    ("micro_batch_size", "train.batch_size"),
+    ("model_name_or_path", "model.path"),
+    ("num_train_epochs", "train.num_epochs"),
+    ("optim", "optimizer.name"),
+    ("per_device_train_batch_size", "train.batch_size"),
+    ("rank", "tune.lora.r"),
+    ("sequence_len", "data.max_length"),
+    ("switch_block_every", "tune.block.switch_every"),
+    ("switch_mode", "tune.block.order"),
+    ("torch_dtype", "model.dtype"),
+    ("train_file", "data.train"),
+    ("validation_file", "data.eval"),
+];
+
+const fn key(
+    table: &'static str,
+    name: &'static str,
+    kind: Kind,
+    default: &'static str,
+    reason: &'static str,
+    doc: &'static str,
+) -> Key {
+    Key {
+        table,
+        name,
+        kind,
+        default,
+        reason,
+        doc,
+        when: None,
+    }
+}
+
+const fn when(key: Key, other: &'static str, values: &'static [&'static str]) -> Key {
+    Key {
+        when: Some((other, values)),
+        ..key
+    }
+}
+
+const fn block(name: &'static str, kind: Kind, default: &'static str, reason: &'static str, doc: &'static str) -> Key {
+    when(
+        key("tune.block", name, kind, default, reason, doc),
+        "tune.method",
+        &["block"],
+    )
+}
+
+const fn lora(name: &'static str, kind: Kind, default: &'static str, reason: &'static str, doc: &'static str) -> Key {
+    when(
+        key("tune.lora", name, kind, default, reason, doc),
+        "tune.method",
+        &["lora"],
+    )
+}
+
+const fn from(min: i64) -> Kind {
+    Kind::Integer { min, max: i64::MAX }
+}
+
+/// Zero or more.
+const POSITIVE_OR_ZERO: Range = Range {
+    min: 0.0,
+    max: f64::INFINITY,
+    min_open: false,
+    max_open: true,
+};
+/// More than zero.
+const POSITIVE: Range = Range {
+    min_open: true,
+    ..POSITIVE_OR_ZERO
+};
+/// 0 to 1 with both ends.
+const PART: Range = Range {
+    min: 0.0,
+    max: 1.0,
+    min_open: false,
+    max_open: false,
+};
+/// 0 up to, but not, 1.
+const BELOW_ONE: Range = Range { max_open: true, ..PART };
+
+pub static KEYS: &[Key] = &[
+    key(
+        "model",
+        "path",
+        Kind::Text,
+        "",
+        "",
+        "Hub id, local directory, or `shape:NAME` (seeded random weights of a built-in shape, for plans and benchmarks).",
+    ),
+    key(
+        "model",
+        "revision",
+        Kind::Text,
+        "\"main\"",
+        "the branch every hub repository has",
+        "Branch, tag or commit of a hub model.",
+    ),
+    key(
+        "model",
+        "dtype",
+        Kind::Name(Dtype::NAMES),
+        "\"bf16\"",
+        "half the memory of f32; sums and optimizer states stay in f32",
+        "Unquantized weights and matrix products. `final/` is stored in it.",
+    ),
+    key(
+        "model",
+        "device",
+        Kind::Text,
+        "\"auto\"",
+        "the first GPU that this build can use, else the CPU",
+        "`auto`, `cpu`, or `cuda:0` and so on.",
+    ),
+    key(
+        "model",
+        "init",
+        Kind::Name(ModelInit::NAMES),
+        "\"pretrained\"",
+        "fine-tuning starts from the weights in the model directory",
+        "`random` draws the first weights anew, to pre-train.",
+    ),
+    key(
+        "memory",
+        "budget",
+        Kind::Size,
+        "\"auto\"",
+        "what the device has free at the start",
+        "Most memory to use, such as `22GiB`.",
+    ),
+    key(
+        "memory",
+        "frozen_weights",
+        Kind::Name(FrozenWeights::NAMES),
+        "\"auto\"",
+        "as `model.dtype`: nothing is lost",
+        "Storage of weights that are not being updated.",
+    ),
+    key(
+        "memory",
+        "tier",
+        Kind::Name(Tier::NAMES),
+        "\"auto\"",
+        "on the device",
+        "Where the frozen weights live.",
+    ),
+    key(
+        "memory",
+        "activations",
+        Kind::Name(Activations::NAMES),
+        "\"auto\"",
+        "recompute: only layer inputs are kept",
+        "What is kept of the forward pass.",
+    ),
+    key(
+        "data",
+        "train",
+        Kind::Texts,
+        "",
+        "",
+        "File or list of files (jsonl, json, csv, parquet), relative to the current directory.",
+    ),
+    key(
+        "data",
+        "eval",
+        Kind::Texts,
+        "[]",
+        "no evaluation unless asked for",
+        "File or list of files to evaluate on.",
+    ),
+    key(
+        "data",
+        "eval_fraction",
+        Kind::Number(BELOW_ONE),
+        "0.0",
+        "every row is trained",
+        "Part of the train rows to hold out for evaluation, in place of `eval`.",
+    ),
+    key(
+        "data",
+        "format",
+        Kind::Name(RowFormat::NAMES),
+        "\"auto\"",
+        "told by the fields of the first row",
+        "How a row is written.",
+    ),
+    key(
+        "data",
+        "max_length",
+        Kind::Integer { min: 2, max: 1 << 31 },
+        "2048",
+        "long enough for most instruction rows; longer rows are cut, counted and reported",
+        "Most tokens in a row.",
+    ),
+    key(
+        "data",
+        "packing",
+        Kind::Flag,
+        "true",
+        "no time is spent on padding; documents never attend to each other",
+        "Several rows in one sequence of `max_length`; positions restart at each row.",
+    ),
+    key(
+        "data",
+        "train_on",
+        Kind::Name(TrainOn::NAMES),
+        "\"assistant\"",
+        "the model learns to answer, not to ask; text rows are trained whole",
+        "`assistant`: every assistant turn; `completion`: the last answer only; `all`: every token.",
+    ),
+    key(
+        "data",
+        "shuffle",
+        Kind::Flag,
+        "true",
+        "neighbouring rows of a file are often alike",
+        "A new order each epoch, from (seed, epoch). `false` takes rows in the order of the file.",
+    ),
+    key(
+        "data",
+        "chat_template",
+        Kind::Text,
+        "\"auto\"",
+        "the template that comes with the model",
+        "`auto` or a path to a Jinja file.",
+    ),
+    key(
+        "tune",
+        "method",
+        Kind::Name(Method::NAMES),
+        "\"block\"",
+        "trains every layer at the memory of one",
+        "`full`: everything at once; `block`: one block at a time; `lora`: adapters; `freeze`: the last layers.",
+    ),
+    block(
+        "partition",
+        Kind::Name(Partition::NAMES),
+        "\"layer\"",
+        "as in BAdam",
+        "What one block is: a layer, a module (attention or mlp), or a single matrix.",
+    ),
+    block(
+        "layers_per_block",
+        from(1),
+        "1",
+        "least memory",
+        "Neighbouring layers (modules, matrices) that form one block.",
+    ),
+    block(
+        "order",
+        Kind::Name(BlockOrder::NAMES),
+        "\"random\"",
+        "as in BAdam: a new order in each round, from the seed",
+        "Order in which blocks become active; `fixed` stays on `start_block`.",
+    ),
+    when(
+        key(
+            "tune.block",
+            "start_block",
+            from(0),
+            "0",
+            "the first block",
+            "The block that stays active with `order = \"fixed\"`.",
+        ),
+        "tune.block.order",
+        &["fixed"],
+    ),
+    block(
+        "switch_every",
+        Kind::AutoInteger { min: 1 },
+        "\"auto\"",
+        "clamp(rows / (batch rows * blocks), 50, 100) steps",
+        "Optimizer steps a block stays active (K).",
+    ),
+    block(
+        "include_embedding",
+        Kind::Flag,
+        "false",
+        "it is large and learns little in fine-tuning",
+        "The embedding is a block too.",
+    ),
+    block(
+        "include_lm_head",
+        Kind::Flag,
+        "false",
+        "it is large and learns little in fine-tuning",
+        "The output head is a block too.",
+    ),
+    block(
+        "always_active",
+        Kind::Texts,
+        "[]",
+        "nothing beside the block",
+        "Parameters whose names start with one of these are trained in every step.",
+    ),
+    block(
+        "correction",
+        Kind::Name(Correction::NAMES),
+        "\"none\"",
+        "plain BAdam",
+        "BREAD: a cheap update of the layers that are not active.",
+    ),
+    when(
+        key(
+            "tune.block",
+            "correction_scope",
+            Kind::Name(CorrectionScope::NAMES),
+            "\"all\"",
+            "as in BREAD",
+            "Which layers the correction reaches: all, or those above the active block (`partial`).",
+        ),
+        "tune.block.correction",
+        &["sgd", "signsgd", "lora"],
+    ),
+    block(
+        "warmup_after_switch",
+        from(0),
+        "0",
+        "as in BAdam",
+        "Steps over which the learning rate rises after each switch.",
+    ),
+    lora(
+        "r",
+        Kind::Integer { min: 1, max: 1 << 20 },
+        "16",
+        "a common choice",
+        "Rank.",
+    ),
+    lora(
+        "lora_alpha",
+        Kind::Number(POSITIVE),
+        "32",
+        "twice the rank, a common choice",
+        "Scale: the adapter is multiplied by `lora_alpha / r`.",
+    ),
+    lora(
+        "lora_dropout",
+        Kind::Number(BELOW_ONE),
+        "0.0",
+        "one pass over the data seldom overfits",
+        "Dropout before the adapter.",
+    ),
+    lora(
+        "target_modules",
+        Kind::Texts,
+        "\"all-linear\"",
+        "adapters on every linear come closest to full training",
+        "`all-linear`, or names or name endings of modules.",
+    ),
+    lora(
+        "init_lora_weights",
+        Kind::Name(LoraInit::NAMES),
+        "\"default\"",
+        "as in PEFT: A uniform, B zero",
+        "How adapters start.",
+    ),
+    lora(
+        "use_rslora",
+        Kind::Flag,
+        "false",
+        "as in PEFT",
+        "Scale by `lora_alpha / sqrt(r)`.",
+    ),
+    lora(
+        "use_dora",
+        Kind::Flag,
+        "false",
+        "as in PEFT",
+        "Weight-decomposed adapters. Not built yet.",
+    ),
+    lora(
+        "loraplus_lr_ratio",
+        Kind::Number(POSITIVE),
+        "1.0",
+        "A and B learn at one rate",
+        "Learning rate of B over that of A (LoRA+). Not built yet.",
+    ),
+    lora(
+        "adapter",
+        Kind::Text,
+        "\"\"",
+        "start fresh",
+        "Start from this PEFT adapter directory; its config gives rank, targets and flags.",
+    ),
+    when(
+        key(
+            "tune.freeze",
+            "trainable_layers",
+            from(0),
+            "2",
+            "the last layers change most in fine-tuning",
+            "The last N layers are trained.",
+        ),
+        "tune.method",
+        &["freeze"],
+    ),
+    when(
+        key(
+            "tune.freeze",
+            "trainable",
+            Kind::Texts,
+            "[]",
+            "only the last layers",
+            "Parameters whose names start with one of these are trained too.",
+        ),
+        "tune.method",
+        &["freeze"],
+    ),
+    key(
+        "optimizer",
+        "name",
+        Kind::Name(OptimizerName::NAMES),
+        "\"adamw\"",
+        "the usual choice for transformers",
+        "The update rule.",
+    ),
+    key(
+        "optimizer",
+        "learning_rate",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "1e-5",
+        "careful enough for full and block training; LoRA usually takes 1e-4 to 2e-4",
+        "Highest learning rate.",
+    ),
+    when(
+        key(
+            "optimizer",
+            "betas",
+            Kind::Pair(BELOW_ONE),
+            "[0.9, 0.999]",
+            "as in PyTorch",
+            "Decay of the two moments.",
+        ),
+        "optimizer.name",
+        &["adamw", "lion"],
+    ),
+    when(
+        key(
+            "optimizer",
+            "eps",
+            Kind::Number(POSITIVE),
+            "1e-8",
+            "as in PyTorch",
+            "Added to the root of the second moment.",
+        ),
+        "optimizer.name",
+        &["adamw", "adafactor"],
+    ),
+    key(
+        "optimizer",
+        "weight_decay",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "0.0",
+        "short runs need none",
+        "Decoupled weight decay; never on norms and biases.",
+    ),
+    when(
+        key(
+            "optimizer",
+            "momentum",
+            Kind::Number(BELOW_ONE),
+            "0.0",
+            "as in PyTorch",
+            "Momentum of SGD.",
+        ),
+        "optimizer.name",
+        &["sgd"],
+    ),
+    key(
+        "optimizer",
+        "state",
+        Kind::Name(StateDtype::NAMES),
+        "\"f32\"",
+        "exact",
+        "Storage of optimizer states.",
+    ),
+    key(
+        "schedule",
+        "name",
+        Kind::Name(ScheduleName::NAMES),
+        "\"cosine\"",
+        "the usual choice for fine-tuning",
+        "Shape of the learning rate over the steps.",
+    ),
+    when(
+        key(
+            "schedule",
+            "warmup_ratio",
+            Kind::Number(PART),
+            "0.03",
+            "the first steps of AdamW are large without it",
+            "Part of the steps over which the rate rises, rounded up.",
+        ),
+        "schedule.warmup_steps",
+        &["auto"],
+    ),
+    key(
+        "schedule",
+        "warmup_steps",
+        Kind::AutoInteger { min: 0 },
+        "\"auto\"",
+        "told by `warmup_ratio`",
+        "Steps over which the rate rises, in place of `warmup_ratio`.",
+    ),
+    when(
+        key(
+            "schedule",
+            "decay_ratio",
+            Kind::Number(PART),
+            "0.1",
+            "a common choice",
+            "Part of the steps that decays at the end of `wsd`.",
+        ),
+        "schedule.name",
+        &["wsd"],
+    ),
+    when(
+        key(
+            "schedule",
+            "min_lr_ratio",
+            Kind::Number(PART),
+            "0.0",
+            "as in transformers",
+            "Lowest multiplier of `wsd`.",
+        ),
+        "schedule.name",
+        &["wsd"],
+    ),
+    key(
+        "train",
+        "stage",
+        Kind::Name(Stage::NAMES),
+        "\"sft\"",
+        "supervised fine-tuning",
+        "The objective.",
+    ),
+    key(
+        "train",
+        "num_epochs",
+        Kind::Number(POSITIVE),
+        "1",
+        "more passes over little data overfit",
+        "Passes over the data.",
+    ),
+    key(
+        "train",
+        "max_steps",
+        from(-1),
+        "-1",
+        "`num_epochs` tells",
+        "Optimizer steps; 0 saves the first state in `final/`; -1 leaves it to `num_epochs`.",
+    ),
+    key(
+        "train",
+        "batch_size",
+        from(1),
+        "1",
+        "least memory",
+        "Sequences in one forward pass.",
+    ),
+    key(
+        "train",
+        "gradient_accumulation_steps",
+        from(1),
+        "8",
+        "a steady gradient from small batches",
+        "Forward passes in one optimizer step; the loss is divided by the trained tokens of all of them.",
+    ),
+    key(
+        "train",
+        "max_grad_norm",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "1.0",
+        "as in transformers",
+        "Global norm to which gradients are clipped; 0 is off.",
+    ),
+    key(
+        "train",
+        "seed",
+        from(0),
+        "42",
+        "as in transformers",
+        "Seed of every random choice.",
+    ),
+    key(
+        "train",
+        "logging_steps",
+        from(1),
+        "1",
+        "every step is worth a line",
+        "Steps between two report lines.",
+    ),
+    key(
+        "train",
+        "eval_steps",
+        from(0),
+        "0",
+        "evaluate before and after only",
+        "Steps between two evaluations; 0 is never in between.",
+    ),
+    key(
+        "train",
+        "save_steps",
+        from(0),
+        "100",
+        "little work is lost if the run is stopped hard",
+        "Steps between two checkpoints; 0 is never in between.",
+    ),
+    key(
+        "train",
+        "save_total_limit",
+        from(1),
+        "2",
+        "the newest and the one before it",
+        "Checkpoints to keep; an old one goes only after the new one verifies.",
+    ),
+    key(
+        "train",
+        "output_dir",
+        Kind::Text,
+        "\"runs/sft\"",
+        "one folder for all runs",
+        "The run directory.",
+    ),
+    key(
+        "train",
+        "sample_prompts",
+        Kind::Texts,
+        "[]",
+        "no samples unless asked for",
+        "Prompts that are answered before and after the run, to see the difference.",
+    ),
+    key(
+        "train",
+        "predict_with_generate",
+        Kind::Flag,
+        "false",
+        "decoding takes longer than the loss",
+        "Evaluations also answer the rows by greedy decoding and count exact matches.",
+    ),
+];

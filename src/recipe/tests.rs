@@ -1,0 +1,456 @@
+//! Tests of the whole path from text to recipe.
+
+use super::*;
+use crate::base::ErrorKind;
+
+const LEAST: &str = "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n";
+
+fn read(text: &str, overrides: &[&str]) -> Result<Loaded> {
+    let overrides: Vec<String> = overrides.iter().map(|s| s.to_string()).collect();
+    parse(text, "r.toml", &overrides)
+}
+
+fn good(text: &str, overrides: &[&str]) -> Loaded {
+    read(text, overrides).unwrap()
+}
+
+fn bad(text: &str, overrides: &[&str]) -> String {
+    let error = read(text, overrides).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Usage);
+    error.to_string()
+}
+
+/// The recipe of the design, every key written.
+const FULL: &str = r#"
+[model]
+path = "Qwen/Qwen2.5-0.5B-Instruct"
+revision = "main"
+dtype = "bf16"
+device = "auto"
+[memory]
+budget = "auto"
+frozen_weights = "auto"
+tier = "auto"
+activations = "auto"
+[data]
+train = "data/train.jsonl"
+eval = "data/eval.jsonl"
+format = "auto"
+max_length = 2048
+packing = true
+train_on = "assistant"
+shuffle = true
+chat_template = "auto"
+[tune]
+method = "block"
+[tune.block]
+partition = "layer"
+layers_per_block = 1
+order = "random"
+switch_every = "auto"
+include_embedding = false
+include_lm_head = false
+always_active = []
+correction = "none"
+correction_scope = "all"
+warmup_after_switch = 0
+[tune.lora]
+r = 16
+lora_alpha = 32
+lora_dropout = 0.0
+target_modules = "all-linear"
+init_lora_weights = "default"
+use_rslora = false
+use_dora = false
+loraplus_lr_ratio = 1.0
+adapter = ""
+[optimizer]
+name = "adamw"
+learning_rate = 1e-5
+betas = [0.9, 0.999]
+eps = 1e-8
+weight_decay = 0.0
+state = "f32"
+[schedule]
+name = "cosine"
+warmup_ratio = 0.03
+[train]
+stage = "sft"
+num_epochs = 1
+max_steps = -1
+batch_size = 1
+gradient_accumulation_steps = 8
+max_grad_norm = 1.0
+seed = 42
+logging_steps = 1
+eval_steps = 0
+save_steps = 100
+save_total_limit = 2
+output_dir = "runs/sft"
+"#;
+
+#[test]
+fn the_full_recipe_of_the_design_is_accepted_and_equals_the_defaults() {
+    let full = good(FULL, &[]);
+    assert_eq!(full.warnings, Vec::<String>::new());
+    let least = good(LEAST, &[]);
+    let differ: Vec<&String> = full
+        .values
+        .iter()
+        .zip(&least.values)
+        .filter(|(a, b)| a.1 != b.1)
+        .map(|(a, _)| &a.0)
+        .collect();
+    assert_eq!(differ, ["model.path", "data.train", "data.eval"]);
+    let r = full.recipe;
+    assert_eq!(
+        (r.data.max_length, r.train.max_steps, r.tune.block.switch_every),
+        (2048, -1, None)
+    );
+    assert_eq!(r.optimizer.betas, [0.9, 0.999]);
+    assert!(r.tune.lora.target_modules.is_empty() && r.tune.lora.adapter.is_none());
+}
+
+#[test]
+fn every_default_is_valid_and_has_a_reason() {
+    for key in table::KEYS {
+        if key.default.is_empty() {
+            continue;
+        }
+        assert!(!key.reason.is_empty(), "{}", key.path());
+        let value = resolved::toml(&check::default_of(key));
+        let again = good(LEAST, &[&format!("{}={}", key.path(), value)]);
+        let (_, read) = again.values.iter().find(|(p, _)| *p == key.path()).unwrap();
+        assert_eq!(*read, value, "{}", key.path());
+        let written = good(LEAST, &[&format!("{}={}", key.path(), key.default)]);
+        assert_eq!(written.values, again.values, "{}", key.path());
+        assert!(table::TABLES.iter().any(|(t, _)| *t == key.table));
+        if let Some((other, _)) = key.when {
+            assert!(table::find(other).is_some(), "{other}");
+        }
+    }
+    for path in table::NOT_BUILT
+        .iter()
+        .chain(table::ALIASES)
+        .map(|(a, b)| if a.contains('.') { a } else { b })
+    {
+        assert!(table::find(path).is_some(), "{path}");
+    }
+}
+
+/// A value other than the default for every key: each one must reach the recipe.
+#[test]
+fn every_key_reaches_the_recipe() {
+    let other = [
+        ("model.path", "x"),
+        ("model.revision", "v1"),
+        ("model.dtype", "f32"),
+        ("model.device", "cpu"),
+        ("model.init", "random"),
+        ("memory.budget", "2GiB"),
+        ("memory.frozen_weights", "bf16"),
+        ("memory.tier", "device"),
+        ("memory.activations", "recompute"),
+        ("data.train", "[\"a\", \"b\"]"),
+        ("data.eval", "e.jsonl"),
+        ("data.eval_fraction", "0.1"),
+        ("data.format", "messages"),
+        ("data.max_length", "7"),
+        ("data.packing", "false"),
+        ("data.train_on", "completion"),
+        ("data.shuffle", "false"),
+        ("data.chat_template", "t.jinja"),
+        ("tune.method", "full"),
+        ("tune.block.partition", "module"),
+        ("tune.block.layers_per_block", "2"),
+        ("tune.block.order", "fixed"),
+        ("tune.block.start_block", "3"),
+        ("tune.block.switch_every", "5"),
+        ("tune.block.include_embedding", "true"),
+        ("tune.block.include_lm_head", "true"),
+        ("tune.block.always_active", "model.norm"),
+        ("tune.block.correction", ""),
+        ("tune.block.correction_scope", "partial"),
+        ("tune.block.warmup_after_switch", "2"),
+        ("tune.lora.r", "4"),
+        ("tune.lora.lora_alpha", "9"),
+        ("tune.lora.lora_dropout", "0.5"),
+        ("tune.lora.target_modules", "q_proj"),
+        ("tune.lora.init_lora_weights", "gaussian"),
+        ("tune.lora.use_rslora", "true"),
+        ("tune.lora.use_dora", ""),
+        ("tune.lora.loraplus_lr_ratio", ""),
+        ("tune.lora.adapter", "dir"),
+        ("tune.freeze.trainable_layers", "5"),
+        ("tune.freeze.trainable", "model.norm"),
+        ("optimizer.name", "sgd"),
+        ("optimizer.learning_rate", "1"),
+        ("optimizer.betas", "[0.5, 0.6]"),
+        ("optimizer.eps", "1e-6"),
+        ("optimizer.weight_decay", "0.1"),
+        ("optimizer.momentum", "0.9"),
+        ("optimizer.state", ""),
+        ("schedule.name", "wsd"),
+        ("schedule.warmup_ratio", "0.5"),
+        ("schedule.warmup_steps", "0"),
+        ("schedule.decay_ratio", "0.3"),
+        ("schedule.min_lr_ratio", "0.2"),
+        ("train.stage", "pretrain"),
+        ("train.num_epochs", "2.5"),
+        ("train.max_steps", "0"),
+        ("train.batch_size", "3"),
+        ("train.gradient_accumulation_steps", "1"),
+        ("train.max_grad_norm", "0"),
+        ("train.seed", "7"),
+        ("train.logging_steps", "10"),
+        ("train.eval_steps", "5"),
+        ("train.save_steps", "0"),
+        ("train.save_total_limit", "1"),
+        ("train.output_dir", "out"),
+        ("train.sample_prompts", "[\"hi\"]"),
+        ("train.predict_with_generate", "true"),
+    ];
+    let plain = [vec![], vec!["data.eval_fraction=0.2"]].map(|o| format!("{:?}", good(LEAST, &o).recipe));
+    for key in table::KEYS {
+        let path = key.path();
+        let (_, value) = other
+            .iter()
+            .find(|(k, _)| *k == path)
+            .unwrap_or_else(|| panic!("{path}"));
+        // Some have only one value that this version does.
+        if value.is_empty() {
+            assert!(path.starts_with("tune") || path == "optimizer.state");
+            continue;
+        }
+        let mut arguments = vec![format!("{path}={value}")];
+        if path == "train.eval_steps" {
+            arguments.push("data.eval_fraction=0.2".into());
+        }
+        let changed = parse(LEAST, "r.toml", &arguments).unwrap();
+        assert_ne!(
+            format!("{:?}", changed.recipe),
+            plain[usize::from(arguments.len() > 1)],
+            "{path}"
+        );
+    }
+}
+
+#[test]
+fn all_faults_at_once_each_with_its_place() {
+    let text = "[model]\npath = \"m\"\nmax_steps = 3\n[data]\ntrain = \"t\"\npacking = \"yes\"\n\
+                [optimizer]\nlearnin_rate = 1e-4\nname = \"adam\"\n[train]\nbatch_size = 0\n[optim]\nlr = 1\n";
+    let error = bad(text, &["train.max_steps=1.5", "max_steps=2", "oops"]);
+    let expected = "9 faults in the recipe
+
+error: unknown key `max_steps` in `[model]`
+  --> r.toml:3:1
+hint: this key belongs in [train]
+
+error: `data.packing` has the wrong type
+  --> r.toml:6:11
+  found the text \"yes\", expected `true` or `false`
+
+error: unknown key `learnin_rate` in `[optimizer]`
+  --> r.toml:8:1
+hint: did you mean `learning_rate`?
+
+error: `optimizer.name` has no value `adam`
+  --> r.toml:9:8
+  expected one of adamw, sgd
+hint: did you mean `adamw`?
+
+error: `train.batch_size` is out of range
+  --> r.toml:11:14
+  found 0, expected a whole number, at least 1
+
+error: unknown table `[optim]`
+  --> r.toml:12:2
+hint: did you mean `[optimizer]`?
+
+error: `train.max_steps` has the wrong type
+  --> argument `train.max_steps=1.5`
+  found the number 1.5, expected a whole number, at least -1
+
+error: unknown key `max_steps` outside of any table
+  --> argument `max_steps=2`
+hint: this key belongs in [train]
+
+error: argument is not `key=value`
+  --> argument `oops`
+hint: write the dotted recipe path and the value, as in `train.max_steps=20`";
+    assert_eq!(error, expected);
+}
+
+#[test]
+fn faults_in_other_shapes_of_toml() {
+    let e = bad("model = { path = \"m\", pth = 1 }\n[data]\ntrain = \"t\"\n", &[]);
+    assert!(e.contains("`pth` in `[model]`\n  --> r.toml:1:23"), "{e}");
+    let e = bad(&format!("{LEAST}[train.batch_size]\nx = 1\n"), &[]);
+    assert!(
+        e.contains("`train.batch_size` has the wrong type") && !e.contains("faults"),
+        "{e}"
+    );
+    let e = bad(&format!("{LEAST}[[train]]\nseed = 1\n"), &[]);
+    assert!(e.contains("`train` is a table"), "{e}");
+    let e = bad(&format!("{LEAST}[rlhf]\nbeta = 1\n"), &[]);
+    assert!(e.contains("`[rlhf]` is not built yet") && !e.contains("faults"), "{e}");
+    let e = bad("tune = \"block\"\n[model]\npath = \"m\"\n[data]\ntrain = \"t\"\n", &[]);
+    assert!(e.contains("`tune` is a table\n  --> r.toml:1:8"), "{e}");
+    let e = bad("[model]\npath = \n", &[]);
+    assert!(
+        e.contains("not valid TOML\n  --> r.toml:2:") && !e.contains("missing"),
+        "{e}"
+    );
+    let e = bad("[model]\npath = \"m\"\npath = \"n\"\n", &[]);
+    assert!(e.contains("not valid TOML\n  --> r.toml:3:1"), "{e}");
+    let e = bad("", &[]);
+    assert!(
+        e.contains("`model.path` is missing") && e.contains("`data.train` is missing"),
+        "{e}"
+    );
+    let e = bad(&format!("{LEAST}eval = [\"a\", 3]\n"), &[]);
+    assert!(e.contains("item of the wrong type\n  --> r.toml:5:14"), "{e}");
+    let e = bad(LEAST, &["train.output_dir=\"a", "tune.block={order=\"fixed\"}"]);
+    assert!(
+        e.contains("not valid TOML") && e.contains("`tune.block` is a table"),
+        "{e}"
+    );
+    for value in ["nan", "inf", "-1", "-inf"] {
+        assert!(bad(LEAST, &[&format!("optimizer.learning_rate={value}")]).contains("out of range"));
+    }
+    let e = bad(LEAST, &["train.seed=\"42\""]);
+    assert!(e.contains("without quotes"), "{e}");
+    let e = bad(LEAST, &["model.device=gpu"]);
+    assert!(e.contains("expected `auto`, `cpu`, or `cuda:0`"), "{e}");
+    good(LEAST, &["model.device=cuda:1"]);
+}
+
+#[test]
+fn arguments_replace_and_bare_words_are_text() {
+    let l = good(
+        LEAST,
+        &[
+            "train.max_steps=20",
+            "tune.method=lora",
+            "data.eval=a b.jsonl",
+            "model.revision=1234",
+        ],
+    );
+    assert_eq!((l.recipe.train.max_steps, l.recipe.tune.method), (20, Method::Lora));
+    assert_eq!(l.recipe.data.eval, ["a b.jsonl"]);
+    assert_eq!(l.recipe.model.revision, "1234");
+    assert!(l.resolved.contains("max_steps = 20  # argument\n"), "{}", l.resolved);
+    assert!(l.resolved.contains("path = \"m\"  # recipe\n"));
+    assert!(l.resolved.contains("seed = 42  # default: as in transformers\n"));
+    assert_eq!(good(LEAST, &["train.seed=1", "train.seed=2"]).recipe.train.seed, 2);
+    let twice = good(LEAST, &["train.seed=1", "train.seed=2"]).warnings;
+    assert!(twice[0].contains("given twice"));
+    // An argument wins over the rival key of the recipe; two of one kind contradict.
+    let text = format!("{LEAST}eval = \"e\"\n[schedule]\nwarmup_ratio = 0.1\n");
+    let l = good(&text, &["data.eval_fraction=0.5", "schedule.warmup_steps=3"]);
+    assert!(l.recipe.data.eval.is_empty() && l.recipe.data.eval_fraction == 0.5);
+    assert_eq!(l.recipe.schedule.warmup_steps, Some(3));
+    assert_eq!(l.warnings.len(), 2);
+    let e = bad(&text, &["data.eval=x", "data.eval_fraction=0.5"]);
+    assert!(e.contains("`data.eval` and `data.eval_fraction` contradict"), "{e}");
+    let e = bad(&format!("{text}warmup_steps = 3\n"), &[]);
+    assert!(
+        e.contains("`schedule.warmup_steps` and `schedule.warmup_ratio` contradict each other\n  --> r.toml:8:16"),
+        "{e}"
+    );
+}
+
+#[test]
+fn what_is_not_built_is_refused_by_name() {
+    for (key, value) in table::NOT_BUILT {
+        let e = bad(LEAST, &[&format!("{key}={value}")]);
+        assert!(e.contains("not built yet") && e.contains(value), "{e}");
+    }
+    for argument in [
+        "tune.lora.use_dora=true",
+        "tune.lora.loraplus_lr_ratio=2",
+        "memory.frozen_weights=f32",
+    ] {
+        assert!(bad(LEAST, &[argument]).contains("not built yet"), "{argument}");
+    }
+}
+
+#[test]
+fn contradictions_name_both_keys() {
+    let e = bad(LEAST, &["train.eval_steps=5"]);
+    assert!(e.contains("`train.eval_steps` needs rows"), "{e}");
+    let e = bad(LEAST, &["tune.method=freeze", "tune.freeze.trainable_layers=0"]);
+    assert!(e.contains("nothing to train"), "{e}");
+    let e = bad(LEAST, &["tune.lora.target_modules=[\"all-linear\", \"q_proj\"]"]);
+    assert!(e.contains("contradict"), "{e}");
+    let e = bad(LEAST, &["tune.lora.target_modules=[]"]);
+    assert!(e.contains("is empty"), "{e}");
+    good("[model]\npath = \"shape:tiny\"\n", &[]);
+}
+
+#[test]
+fn keys_without_effect_are_warned_of() {
+    let text = format!("{LEAST}[tune.lora]\nr = 8\n[optimizer]\nmomentum = 0.9\nbetas = [0.9, 0.999]\n");
+    let l = good(
+        &text,
+        &["train.max_steps=5", "train.num_epochs=3", "tune.block.start_block=2"],
+    );
+    assert_eq!(
+        l.warnings,
+        [
+            "`tune.block.start_block` has no effect with `tune.block.order = \"random\"` (argument `tune.block.start_block=2`)",
+            "`tune.lora.r` has no effect with `tune.method = \"block\"` (r.toml:6:5)",
+            "`optimizer.momentum` has no effect with `optimizer.name = \"adamw\"` (r.toml:8:12)",
+            "`train.num_epochs` has no effect with `train.max_steps = 5` (argument `train.num_epochs=3`)",
+        ]
+    );
+    assert!(
+        l.resolved
+            .contains("r = 8  # recipe; no effect with tune.method = \"block\"")
+    );
+    assert!(l.resolved.contains("# lora_alpha = 32.0  # no effect with"));
+    assert!(
+        good(&text, &["tune.method=lora", "optimizer.name=sgd"])
+            .warnings
+            .is_empty()
+    );
+}
+
+#[test]
+fn the_resolved_recipe_reads_back_to_the_same_recipe() {
+    for overrides in [
+        vec![
+            "schedule.warmup_steps=5",
+            "optimizer.learning_rate=3.3e-7",
+            "data.train=[\"a\\\"b\", 'c']",
+        ],
+        vec![
+            "tune.method=lora",
+            "tune.lora.target_modules=[\"q_proj\"]",
+            "memory.budget=22.5GiB",
+            "train.max_steps=3",
+        ],
+        vec![
+            "tune.method=freeze",
+            "optimizer.name=sgd",
+            "optimizer.momentum=0.1",
+            "train.num_epochs=0.3333333333333333",
+        ],
+    ] {
+        let first = good(LEAST, &overrides);
+        let second = good(&first.resolved, &[]);
+        assert_eq!(format!("{:?}", first.recipe), format!("{:?}", second.recipe));
+        assert_eq!(first.values, second.values);
+    }
+}
+
+#[test]
+fn the_reference_is_up_to_date() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/recipe.md");
+    let now = reference();
+    if std::env::var_os("FT_BLESS").is_some() {
+        files::write_atomic(&path, now.as_bytes()).unwrap();
+    }
+    let kept = files::read_text(&path).unwrap();
+    assert!(kept == now, "docs/recipe.md is stale: run `FT_BLESS=1 cargo test`");
+}

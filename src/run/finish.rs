@@ -1,0 +1,62 @@
+//! `final/`: a Hugging Face model directory, or a PEFT adapter directory for LoRA.
+
+use super::setup::Described;
+use crate::base::Result;
+use crate::engine::Engine;
+use crate::export::{self, ModelExport};
+use crate::formats::adapter::{AdapterConfig, Targets};
+use crate::ops::update;
+use crate::peft::targets::Site;
+use crate::recipe::Recipe;
+use std::path::{Path, PathBuf};
+
+/// The `adapter_config.json` of fresh adapters on `chosen` linears.
+pub fn adapter_config(recipe: &Recipe, chosen: &[Site]) -> AdapterConfig {
+    let lora = &recipe.tune.lora;
+    let mut targets: Vec<String> = match lora.target_modules.is_empty() {
+        false => lora.target_modules.clone(),
+        true => chosen
+            .iter()
+            .filter_map(|s| s.module.rsplit('.').next())
+            .map(str::to_string)
+            .collect(),
+    };
+    targets.sort();
+    targets.dedup();
+    AdapterConfig {
+        r: lora.r,
+        lora_alpha: lora.lora_alpha,
+        lora_dropout: lora.lora_dropout,
+        target_modules: Targets::List(targets),
+        use_rslora: lora.use_rslora,
+        base_model_name_or_path: Some(recipe.model.path.clone()),
+        ..AdapterConfig::default()
+    }
+}
+
+/// Writes `final/`; it appears whole or not at all.
+pub fn export(
+    run_dir: &Path,
+    recipe: &Recipe,
+    model: &Described,
+    engine: &Engine,
+    adapter: Option<&AdapterConfig>,
+) -> Result<PathBuf> {
+    let out = run_dir.join("final");
+    if let Some(config) = adapter {
+        let base = export::fingerprint(&model.dir)?;
+        return export::adapter(&out, config, &engine.network.adapters, &model.dir, &base);
+    }
+    let params = engine.network.source.params();
+    let parts = ModelExport {
+        out: &out,
+        base_dir: &model.dir,
+        config: model.config.raw.clone(),
+        tied: model.spec.tied,
+        dtype: recipe.model.dtype,
+        params,
+    };
+    export::model(&parts, &mut |name| {
+        update::to_f32_vec(&engine.network.param(name)?.tensor)
+    })
+}

@@ -1,0 +1,185 @@
+//! `ft merge`: a model and its adapter into one model directory, one tensor in memory at a time.
+
+use crate::base::{Error, Result, files};
+use crate::checkpoint;
+use crate::export::{self, Directory};
+use crate::formats::StoredDtype;
+use crate::formats::config::Config;
+use crate::formats::weights::Weights;
+use crate::formats::writer::{self, TensorPlan, Values};
+use crate::model::{Adapters, Spec, families};
+use crate::recipe::Dtype;
+use crate::source::ParamInfo;
+use half::{bf16, f16};
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+/// What was written.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MergeReport {
+    pub out: PathBuf,
+    pub tensors: usize,
+    /// Tensors that the adapter changed.
+    pub merged: usize,
+    /// Bytes of all tensors.
+    pub bytes: u64,
+    /// Number formats of the written tensors, as safetensors names them.
+    pub dtypes: Vec<&'static str>,
+    /// What rounding to the stored format did to the merged weights, as a part of what the adapter does to
+    /// them (ratio of the root mean squares): 0 in f32; near 1 the adapter is lost in the rounding.
+    pub rounding: f64,
+}
+
+/// Adds `s·B·A` to the weights of the model in `model_dir`, in f32, and writes `out` with the number format in
+/// which each tensor is stored, or in `dtype`. Tensors without an adapter keep their bytes.
+///
+/// Errors: `out` holds something; the adapter does not fit, or was trained on another base; a weight is
+/// missing, of another shape, or not one of this model; not enough disk. Then nothing is written.
+pub fn merge(model_dir: &Path, adapter_dir: &Path, out: &Path, dtype: Option<Dtype>) -> Result<MergeReport> {
+    refuse_existing(out)?;
+    let config = Config::load(model_dir)?;
+    let spec = families::read(&config)?;
+    let weights = Weights::open(model_dir)?;
+    refuse_strangers(&spec, &weights)?;
+    let (_, adapters) = export::load_adapter(adapter_dir, &spec.sites())?;
+    export::check_base(adapter_dir, &export::fingerprint_of(&spec, &weights)?)?;
+
+    let mut tensors = Vec::new();
+    let params = spec.params();
+    for p in &params {
+        let info = weights.require(&p.name, &p.shape)?;
+        tensors.push(TensorPlan {
+            name: p.name.to_string(),
+            dtype: dtype.map_or(info.dtype, export::stored),
+            shape: p.shape.clone(),
+        });
+    }
+    let bytes = tensors.iter().filter_map(TensorPlan::bytes).sum();
+    checkpoint::check_space(out, bytes)?;
+
+    let mut raw = config.raw.clone();
+    if let Some(dtype) = dtype {
+        export::set_dtype(&mut raw, export::stored(dtype));
+    }
+    // The adapter knows the template it was trained with.
+    let template = adapter_dir.join("chat_template.jinja");
+    let template = if template.is_file() {
+        Some(files::read_text(&template)?)
+    } else {
+        None
+    };
+    let directory = Directory {
+        out,
+        base_dir: model_dir,
+        config: &raw,
+        tensors: &tensors,
+        shard_bytes: writer::SHARD_BYTES,
+        chat_template: template.as_deref(),
+    };
+    let mut rounding = Rounding::default();
+    let mut next = params.iter();
+    let out = directory.write(&mut |plan, sink| match next.next() {
+        Some(param) => write_one(&weights, param, plan.dtype, &adapters, &mut rounding, sink),
+        None => Err(Error::new("no such parameter").at(&plan.name)),
+    })?;
+
+    let mut dtypes: Vec<_> = tensors.iter().map(|t| t.dtype.name()).collect();
+    dtypes.sort_unstable();
+    dtypes.dedup();
+    Ok(MergeReport {
+        out,
+        tensors: tensors.len(),
+        merged: adapters.len(),
+        bytes,
+        dtypes,
+        rounding: rounding.ratio(),
+    })
+}
+
+fn write_one(
+    weights: &Weights,
+    param: &ParamInfo,
+    dtype: StoredDtype,
+    adapters: &Adapters,
+    rounding: &mut Rounding,
+    sink: &mut dyn FnMut(Values) -> Result<()>,
+) -> Result<()> {
+    let name = &param.name;
+    let has_adapter = name.strip_suffix(".weight").is_some_and(|m| adapters.contains_key(m));
+    let same = weights.info(name).is_some_and(|i| i.dtype == dtype);
+    if has_adapter {
+        let after = export::merged(weights, param, adapters)?;
+        rounding.add(&weights.read_f32(name)?, &after, dtype);
+        sink(Values::F32(&after))
+    } else if same {
+        sink(Values::Raw(&weights.read_bytes(name)?))
+    } else {
+        sink(Values::F32(&weights.read_f32(name)?))
+    }
+}
+
+/// Sums of squares: what rounding changed, and what the adapter changed.
+#[derive(Debug, Default)]
+struct Rounding {
+    lost: f64,
+    delta: f64,
+}
+
+impl Rounding {
+    fn add(&mut self, before: &[f32], after: &[f32], dtype: StoredDtype) {
+        for (&b, &a) in before.iter().zip(after) {
+            let stored = match dtype {
+                StoredDtype::Bf16 => bf16::from_f32(a).to_f32(),
+                StoredDtype::F16 => f16::from_f32(a).to_f32(),
+                _ => a,
+            };
+            self.lost += f64::from(stored - a).powi(2);
+            self.delta += f64::from(a - b).powi(2);
+        }
+    }
+
+    fn ratio(&self) -> f64 {
+        if self.delta > 0.0 {
+            (self.lost / self.delta).sqrt()
+        } else {
+            0.0
+        }
+    }
+}
+
+fn refuse_existing(out: &Path) -> Result<()> {
+    let empty = match out.symlink_metadata() {
+        Err(_) => true,
+        Ok(_) => out.is_dir() && files::list(out)?.is_empty(),
+    };
+    if empty {
+        return Ok(());
+    }
+    Err(Error::usage("output directory is not empty")
+        .at_path(out)
+        .hint("give the name of a directory that does not exist yet"))
+}
+
+/// A weight that this model does not use would be left out in silence.
+fn refuse_strangers(spec: &Spec, weights: &Weights) -> Result<()> {
+    let params = spec.params();
+    let known: HashSet<&str> = params.iter().map(|p| &*p.name).collect();
+    let harmless = |name: &str| name.ends_with("rotary_emb.inv_freq") || (spec.tied && name == "lm_head.weight");
+    let strangers: Vec<&str> = weights.names().filter(|n| !known.contains(n) && !harmless(n)).collect();
+    if strangers.is_empty() {
+        return Ok(());
+    }
+    let shown: Vec<&str> = strangers.iter().take(8).copied().collect();
+    let place = weights
+        .files()
+        .first()
+        .map(|f| f.display().to_string())
+        .unwrap_or_default();
+    Err(Error::new("the weights hold tensors that this model does not have")
+        .at(place)
+        .found(format!("{} such tensors: {}", strangers.len(), shown.join(", ")))
+        .hint("check that config.json belongs to these weights"))
+}
+
+#[cfg(test)]
+mod tests;

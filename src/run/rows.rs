@@ -1,0 +1,68 @@
+//! The rows of a recipe: read for a run, or shown to a person.
+
+use super::setup::Described;
+use crate::base::Result;
+use crate::data::order::{Length, StreamSpec};
+use crate::data::{Dataset, dataset, describe};
+use crate::recipe::Recipe;
+
+/// Tokenized rows of a recipe.
+pub struct Rows {
+    pub train: Dataset,
+    pub eval: Option<Dataset>,
+}
+
+impl Rows {
+    pub fn read(recipe: &Recipe, model: &Described) -> Result<Self> {
+        let read = |files: &[String]| Dataset::load(&spec(recipe, files, model), &model.tokenizer, model.template());
+        let train = read(&recipe.data.train)?;
+        if !recipe.data.eval.is_empty() {
+            return Ok(Self {
+                train,
+                eval: Some(read(&recipe.data.eval)?),
+            });
+        }
+        if recipe.data.eval_fraction > 0.0 {
+            let (train, eval) = train.split(recipe.data.eval_fraction, recipe.train.seed)?;
+            return Ok(Self {
+                train,
+                eval: Some(eval),
+            });
+        }
+        Ok(Self { train, eval: None })
+    }
+}
+
+fn spec<'a>(recipe: &Recipe, files: &'a [String], model: &Described) -> dataset::Spec<'a> {
+    dataset::Spec::new(files, &recipe.data, recipe.train.stage, model.spec.vocab)
+}
+
+/// What `ft data` shows: `rows` rendered rows with the trained tokens marked, and the counts.
+pub fn describe(recipe: &Recipe, rows: usize, colour: bool) -> Result<String> {
+    let model = Described::open(
+        &recipe.model.path,
+        &recipe.model.revision,
+        recipe.data.chat_template.as_deref(),
+    )?;
+    let dataset = Rows::read(recipe, &model)?.train;
+    describe::describe(
+        &dataset,
+        &spec(recipe, &recipe.data.train, &model),
+        &model.tokenizer,
+        rows,
+        colour,
+    )
+}
+
+/// How the recipe walks through its rows.
+pub fn stream(recipe: &Recipe) -> StreamSpec {
+    StreamSpec {
+        batch_size: recipe.train.batch_size,
+        accumulation: recipe.train.gradient_accumulation_steps,
+        packing: recipe.data.packing,
+        max_length: recipe.data.max_length,
+        shuffle: recipe.data.shuffle,
+        seed: recipe.train.seed,
+        length: Length::new(recipe.train.max_steps, recipe.train.num_epochs),
+    }
+}

@@ -1,0 +1,83 @@
+//! Answers of the model as it stands: to show a person, and to count exact matches.
+
+use super::setup::Described;
+use crate::base::Result;
+use crate::data::encode::Question;
+use crate::data::{Dataset, dataset};
+use crate::engine::Engine;
+use crate::generate::{Settings, generate};
+use crate::model::Network;
+use crate::recipe::Recipe;
+use serde_json::json;
+
+/// Tokens an answer may have: longer ones are cut.
+const SAMPLE_TOKENS: usize = 48;
+/// Rows decoded together.
+const ROWS: usize = 64;
+
+fn settings(model: &Described, max_new_tokens: usize) -> Settings {
+    Settings {
+        max_new_tokens,
+        temperature: 0.0,
+        top_k: None,
+        top_p: None,
+        seed: 0,
+        stop_ids: model.tokenizer.stop_ids().to_vec(),
+    }
+}
+
+/// Greedy answers to `train.sample_prompts`, through the chat template where there is one.
+pub fn answers(recipe: &Recipe, model: &Described, engine: &Engine) -> Result<Vec<(String, String)>> {
+    let prompts = &recipe.train.sample_prompts;
+    let mut encoded = Vec::new();
+    for prompt in prompts {
+        encoded.push(match &model.template {
+            Some(template) => {
+                let messages = [json!({"role": "user", "content": prompt})];
+                model
+                    .tokenizer
+                    .encode(&template.render(&messages, None, true)?, false)?
+            }
+            None => model.tokenizer.encode(prompt, true)?,
+        });
+    }
+    let ids = generate(
+        &engine.network,
+        &encoded,
+        &settings(model, SAMPLE_TOKENS),
+        &mut |_, _| Ok(()),
+    )?;
+    let texts = ids
+        .iter()
+        .map(|ids| model.tokenizer.decode(ids, true))
+        .collect::<Result<Vec<_>>>()?;
+    Ok(prompts.iter().cloned().zip(texts).collect())
+}
+
+/// Part of the rows with an answer that greedy decoding answers exactly (white space at the ends aside).
+pub fn accuracy(recipe: &Recipe, model: &Described, engine: &Engine, rows: &Dataset) -> Result<f64> {
+    // Rows held out from the training files are read from there.
+    let files = if recipe.data.eval.is_empty() {
+        &recipe.data.train
+    } else {
+        &recipe.data.eval
+    };
+    let spec = dataset::Spec::new(files, &recipe.data, recipe.train.stage, model.spec.vocab);
+    let questions = rows.questions(&spec, &model.tokenizer, model.template(), usize::MAX)?;
+    exact_matches(model, &engine.network, &questions)
+}
+
+/// Part of `questions` that greedy decoding answers exactly.
+pub fn exact_matches(model: &Described, network: &Network, questions: &[Question]) -> Result<f64> {
+    let mut right = 0;
+    for chunk in questions.chunks(ROWS) {
+        let longest = chunk.iter().map(|q| q.answer.len()).max().unwrap_or(0);
+        let prompts: Vec<Vec<u32>> = chunk.iter().map(|q| q.prompt.clone()).collect();
+        // A byte is at least as long as a token, so a right answer is never cut.
+        let ids = generate(network, &prompts, &settings(model, longest + 4), &mut |_, _| Ok(()))?;
+        for (question, ids) in chunk.iter().zip(ids) {
+            right += usize::from(model.tokenizer.decode(&ids, true)?.trim() == question.answer.trim());
+        }
+    }
+    Ok(right as f64 / questions.len().max(1) as f64)
+}

@@ -1,0 +1,105 @@
+//! What every program opens first: the model directory with its config, tokenizer and template.
+
+use crate::base::{Error, Result};
+use crate::data::codec::ChatRender;
+use crate::export;
+use crate::formats::StoredDtype;
+use crate::formats::config::Config;
+use crate::formats::template::ChatTemplate;
+use crate::formats::tokenizer::Tokenizer;
+use crate::formats::weights::Weights;
+use crate::hub;
+use crate::model::{Network, Spec, families};
+use crate::recipe::{Dtype, ModelInit};
+use crate::source::Resident;
+use candle_core::Device;
+use std::path::{Path, PathBuf};
+
+/// A model directory, read but not loaded.
+pub struct Described {
+    pub dir: PathBuf,
+    pub config: Config,
+    pub spec: Spec,
+    pub tokenizer: Tokenizer,
+    pub template: Option<ChatTemplate>,
+}
+
+impl Described {
+    /// `path` is a directory or a hub id; `template` a Jinja file that takes the place of the model's own.
+    ///
+    /// Errors: everything that is wrong with the directory; a tokenizer with more ids than the embedding has rows.
+    pub fn open(path: &str, revision: &str, template: Option<&str>) -> Result<Self> {
+        let dir = hub::resolve_model(path, revision, true)?;
+        let config = Config::load(&dir)?;
+        let spec = families::read(&config)?;
+        let tokenizer = Tokenizer::load(&dir)?;
+        if tokenizer.vocab_size() > spec.vocab {
+            return Err(
+                Error::new("the tokenizer knows more tokens than the embedding has rows")
+                    .at_path(&dir)
+                    .found(format!("{} tokens", tokenizer.vocab_size()))
+                    .expected(format!("at most {} (vocab_size of config.json)", spec.vocab))
+                    .hint("use the tokenizer that belongs to this model, or resize the model's embedding first"),
+            );
+        }
+        let template = match template {
+            Some(file) => Some(ChatTemplate::from_file(Path::new(file), &tokenizer)?),
+            None => ChatTemplate::from_dir(&dir, &tokenizer)?,
+        };
+        Ok(Self {
+            dir,
+            config,
+            spec,
+            tokenizer,
+            template,
+        })
+    }
+
+    /// The chat template as the data room sees it.
+    pub fn template(&self) -> Option<&dyn ChatRender> {
+        self.template.as_ref().map(|t| t as &dyn ChatRender)
+    }
+
+    /// Loads the weights; `init = random` draws them from `seed` instead.
+    pub fn load(&self, dtype: Dtype, init: ModelInit, seed: u64, device: &Device) -> Result<Network> {
+        let params = self.spec.params();
+        let source = match init {
+            ModelInit::Pretrained => Resident::load(params, &Weights::open(&self.dir)?, dtype, device)?,
+            ModelInit::Random => {
+                let norm = if self.spec.norm_plus_one { 0.0 } else { 1.0 };
+                Resident::random(params, seed, self.spec.initializer_range, norm, dtype, device)?
+            }
+        };
+        Ok(Network::new(self.spec.clone(), Box::new(source), device.clone()))
+    }
+}
+
+impl Described {
+    /// The network for inference: stored weights in `dtype` (default: as they are stored; f16 as f32), with
+    /// the PEFT adapter of a directory on its linears.
+    pub fn infer(&self, adapter: Option<&Path>, dtype: Option<Dtype>, device: &Device) -> Result<Network> {
+        let weights = Weights::open(&self.dir)?;
+        let all_bf16 = weights
+            .names()
+            .all(|n| weights.info(n).is_some_and(|i| i.dtype == StoredDtype::Bf16));
+        let stored = if all_bf16 { Dtype::Bf16 } else { Dtype::F32 };
+        let source = Resident::load(self.spec.params(), &weights, dtype.unwrap_or(stored), device)?;
+        let mut network = Network::new(self.spec.clone(), Box::new(source), device.clone());
+        if let Some(dir) = adapter {
+            network.adapters = export::load_adapter(dir, &self.spec.sites())?.1;
+            export::check_base(dir, &export::fingerprint_of(&self.spec, &weights)?)?;
+        }
+        Ok(network)
+    }
+}
+
+/// `auto`, `cpu`; a GPU needs a build that has one.
+pub fn device(name: &str) -> Result<Device> {
+    match name {
+        "auto" | "cpu" => Ok(Device::Cpu),
+        other => Err(Error::new(format!("device `{other}` is not available"))
+            .at("model.device")
+            .found("a build without CUDA")
+            .hint("set `model.device = \"cpu\"` or `\"auto\"`")),
+    }
+}

@@ -1,0 +1,218 @@
+//! The training state between memory and a checkpoint.
+//!
+//! `weights.safetensors` holds the exact f32 value of every weight that was trained so far,
+//! `optimizer.safetensors` the moments of what is trained now, `state.json` the rest. Order of data, block and
+//! dropout are functions of (seed, step), so the step is all that has to be kept of them.
+
+use super::tuning::Tuning;
+use crate::base::{Error, Result};
+use crate::checkpoint::{self, Files, Loaded};
+use crate::engine::Engine;
+use crate::formats::dtype::StoredDtype;
+use crate::formats::writer::{TensorPlan, Values};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+const WEIGHTS: &str = "weights.safetensors";
+const OPTIMIZER: &str = "optimizer.safetensors";
+
+/// What a resumed run must agree with, and counters that go on.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Facts {
+    /// Recipe keys and values.
+    pub recipe: BTreeMap<String, String>,
+    pub data: String,
+    pub eval_data: String,
+    pub base: String,
+    pub trained_tokens: u64,
+}
+
+/// Saves the state after `step` optimizer steps; returns the checkpoint's directory.
+pub fn save(run_dir: &Path, step: u64, engine: &Engine, tuning: &Tuning, facts: &Facts) -> Result<PathBuf> {
+    let plan = |name: String, n: usize| TensorPlan {
+        name,
+        dtype: StoredDtype::F32,
+        shape: vec![n],
+    };
+    let mut weights = Vec::new();
+    for name in tuning.trained_until(step) {
+        let n = engine.network.param(&name)?.tensor.elem_count();
+        weights.push(plan(name, n));
+    }
+    let mut moments = Vec::new();
+    let mut steps = serde_json::Map::new();
+    for s in engine.optimizer.saved() {
+        steps.insert(s.name.to_string(), json!(s.step));
+        for (kind, values) in [("m", s.m), ("v", s.v)] {
+            if !values.is_empty() {
+                moments.push(plan(format!("{}#{kind}", s.name), values.len()));
+            }
+        }
+    }
+    let state = json!({
+        "recipe": facts.recipe,
+        "data": facts.data,
+        "eval_data": facts.eval_data,
+        "base": facts.base,
+        "trained_tokens": facts.trained_tokens,
+        "active_block": tuning.label(step.max(1)),
+        "optimizer_steps": steps,
+    });
+    let files = [
+        Files {
+            name: WEIGHTS,
+            tensors: &weights,
+        },
+        Files {
+            name: OPTIMIZER,
+            tensors: &moments,
+        },
+    ];
+    checkpoint::save(run_dir, step, &state, &files, &mut |file, tensor, write| match file {
+        WEIGHTS => {
+            let param = engine.network.param(&tensor.name)?;
+            write(Values::F32(&engine.optimizer.exact(&tensor.name, &param.tensor)?))
+        }
+        _ => {
+            let (name, kind) = tensor.name.rsplit_once('#').unwrap_or((&tensor.name, ""));
+            let state = engine.optimizer.saved().find(|s| s.name == name);
+            let state = state.ok_or_else(|| Error::new("optimizer state is gone").at(name))?;
+            write(Values::F32(if kind == "m" { state.m } else { state.v }))
+        }
+    })
+}
+
+/// Bytes a checkpoint can take at most: exact weights and moments of everything the run trains.
+pub fn bytes(trained_elements: u64, active_elements: u64) -> u64 {
+    4 * trained_elements + 8 * active_elements + (1 << 20)
+}
+
+/// What `save` knew beside tensors.
+pub fn facts(loaded: &Loaded) -> Facts {
+    let text = |key: &str| {
+        loaded
+            .state
+            .get(key)
+            .and_then(Value::as_str)
+            .unwrap_or_default()
+            .to_string()
+    };
+    let recipe = loaded.state.get("recipe").and_then(Value::as_object);
+    Facts {
+        recipe: recipe
+            .into_iter()
+            .flatten()
+            .filter_map(|(k, v)| Some((k.clone(), v.as_str()?.to_string())))
+            .collect(),
+        data: text("data"),
+        eval_data: text("eval_data"),
+        base: text("base"),
+        trained_tokens: loaded.state.get("trained_tokens").and_then(Value::as_u64).unwrap_or(0),
+    }
+}
+
+/// Puts weights and moments back; the engine is then where it was after step `loaded.step`.
+pub fn restore(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
+    let weights = loaded.open(WEIGHTS)?;
+    let names: Vec<String> = weights.names().map(str::to_string).collect();
+    for name in names {
+        let param = engine
+            .network
+            .param(&name)
+            .map_err(|e| e.or_at(loaded.path.display()))?;
+        engine
+            .optimizer
+            .restore_weight(&name, &param.tensor, &weights.read_f32(&name)?)?;
+    }
+    let moments = loaded.open(OPTIMIZER)?;
+    let read = |name: &str, kind: &str| {
+        let key = format!("{name}#{kind}");
+        if moments.info(&key).is_some() {
+            moments.read_f32(&key)
+        } else {
+            Ok(Vec::new())
+        }
+    };
+    let steps = loaded.state.get("optimizer_steps").and_then(Value::as_object);
+    let steps = steps.ok_or_else(|| Error::new("checkpoint has no `optimizer_steps`").at_path(&loaded.path))?;
+    for (name, step) in steps {
+        let step = step
+            .as_u64()
+            .ok_or_else(|| Error::new("optimizer step is no number").at_path(&loaded.path))?;
+        engine
+            .optimizer
+            .restore_state(name, step, read(name, "m")?, read(name, "v")?);
+    }
+    Ok(())
+}
+
+/// Keys that may differ between a run and its resume.
+const FREE: [&str; 10] = [
+    "train.logging_steps",
+    "train.eval_steps",
+    "train.save_steps",
+    "train.save_total_limit",
+    "train.output_dir",
+    "train.sample_prompts",
+    "train.predict_with_generate",
+    "train.max_steps",
+    "train.num_epochs",
+    "memory.budget",
+];
+
+/// Errors: anything that would make the resumed run another run, as a table old -> new.
+pub fn check_same(old: &Facts, new: &Facts) -> Result<()> {
+    let mut differences = Vec::new();
+    for (key, now) in &new.recipe {
+        match old.recipe.get(key) {
+            Some(was) if was != now && !FREE.contains(&key.as_str()) => {
+                differences.push(format!("{key}: {was} -> {now}"))
+            }
+            _ => {}
+        }
+    }
+    for (what, was, now) in [
+        ("training rows", &old.data, &new.data),
+        ("evaluation rows", &old.eval_data, &new.eval_data),
+        ("base model", &old.base, &new.base),
+    ] {
+        if was != now {
+            differences.push(format!("{what}: hash {} -> {}", short(was), short(now)));
+        }
+    }
+    if differences.is_empty() {
+        return Ok(());
+    }
+    Err(Error::new("this is not the run that was saved")
+        .found(format!(
+            "{} differences:\n      {}",
+            differences.len(),
+            differences.join("\n      ")
+        ))
+        .hint("take these changes back to resume, or start a new run in another `train.output_dir`"))
+}
+
+fn short(hash: &str) -> &str {
+    hash.get(..12).unwrap_or(hash)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_harmless_changes_are_let_through() {
+        let facts = |pairs: &[(&str, &str)], data: &str| Facts {
+            recipe: pairs.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect(),
+            data: data.into(),
+            ..Facts::default()
+        };
+        let old = facts(&[("train.seed", "1"), ("train.save_steps", "5")], "aa");
+        assert!(check_same(&old, &facts(&[("train.seed", "1"), ("train.save_steps", "9")], "aa")).is_ok());
+        let e = check_same(&old, &facts(&[("train.seed", "2")], "bb"))
+            .unwrap_err()
+            .to_string();
+        assert!(e.contains("train.seed: 1 -> 2") && e.contains("training rows"), "{e}");
+    }
+}

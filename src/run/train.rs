@@ -1,0 +1,477 @@
+//! `ft train`: recipe, data, model, plan, then one optimizer step after the other, then `final/`.
+
+use super::rows::{self, Rows};
+use super::setup::{self, Described};
+use super::state::{self, Facts};
+use super::{finish, samples, tuning::Tuning};
+use crate::base::lock::RunLock;
+use crate::base::units::{bytes, count};
+use crate::base::{Error, Result, files, memory, signal};
+use crate::checkpoint::{self, Loaded};
+use crate::data::Dataset;
+use crate::data::order::{BatchStream, eval_batches};
+use crate::engine::{self, Engine, Gradients};
+use crate::model::Adapters;
+use crate::optim::{Optimizer, Schedule};
+use crate::peft::{self, Lora, targets};
+use crate::plan::Plan;
+use crate::recipe::{self, Method, Recipe};
+use crate::report::{self, EvalMetrics, Reporter, StepMetrics};
+use crate::sft::CausalLm;
+use crate::{export, formats::adapter::AdapterConfig};
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// How `ft train` was called, beside the recipe.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// Resume from the newest checkpoint of the run directory, or from this run or checkpoint directory.
+    pub resume: Option<Option<PathBuf>>,
+    /// Start anew in a directory that holds a run.
+    pub overwrite: bool,
+    /// Stop after the plan.
+    pub dry_run: bool,
+}
+
+/// What the run left behind.
+pub struct Outcome {
+    pub final_dir: Option<PathBuf>,
+    pub plan: Plan,
+    pub peak_memory_bytes: u64,
+}
+
+/// Runs a recipe.
+///
+/// Errors: any input that is wrong (before the first step), a loss or gradient that is not finite, a full
+/// disk; a signal after the state was saved (exit code 128 + signal).
+pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
+    let recipe = &loaded.recipe;
+    let run_dir = PathBuf::from(&recipe.train.output_dir);
+    let device = setup::device(&recipe.model.device)?;
+    signal::install()?;
+
+    // ---- model directory and data: everything that can be wrong is found before anything is written
+    let model = Described::open(
+        &recipe.model.path,
+        &recipe.model.revision,
+        recipe.data.chat_template.as_deref(),
+    )?;
+    let Rows { train, eval } = Rows::read(recipe, &model)?;
+    let stream = BatchStream::new(&train, rows::stream(recipe))?;
+    let total_steps = stream.steps();
+
+    // ---- adapters, what is trained when, plan
+    let (adapters, adapter_config) = adapters(recipe, &model)?;
+    let params = model.spec.params();
+    let tuning = Tuning::new(recipe, &model.spec, &params, &adapters, train.examples.len())?;
+    let (plan, gradients) = super::forecast::forecast(recipe, &model.spec, &adapters, &tuning, &stream)?;
+    if options.dry_run {
+        return Ok(Outcome {
+            final_dir: None,
+            plan,
+            peak_memory_bytes: 0,
+        });
+    }
+
+    // ---- run directory
+    files::create_dir_all(&run_dir)?;
+    let _lock = RunLock::acquire(&run_dir)?;
+    let resumed = open_run_dir(&run_dir, options)?;
+    let facts = facts(loaded, &model, &train, eval.as_ref())?;
+    let start_step = match &resumed {
+        Some(checkpoint) => {
+            state::check_same(&state::facts(checkpoint), &facts).map_err(|e| e.or_at(checkpoint.path.display()))?;
+            checkpoint.step
+        }
+        None => 0,
+    };
+    let elements = trained_elements(&tuning, total_steps, &params, &adapters);
+    checkpoint::check_space(&run_dir, space_needed(recipe, &model, elements))?;
+    write_run_files(&run_dir, loaded, &plan)?;
+    let mut reporter = Reporter::new(&run_dir, total_steps, start_step);
+    let lines = header(recipe, &model, &train, eval.as_ref(), &stream, &plan, elements, &params);
+    reporter.header(&lines);
+    for warning in loaded
+        .warnings
+        .iter()
+        .cloned()
+        .chain(train.stats.warnings(recipe.data.max_length))
+    {
+        reporter.warn(&warning);
+    }
+
+    // ---- engine
+    let mut network = model.load(recipe.model.dtype, recipe.model.init, recipe.train.seed, &device)?;
+    network.adapters = adapters;
+    let mut engine = Engine {
+        objective: Box::new(CausalLm::new(model.spec.vocab)),
+        optimizer: Optimizer::new(recipe.optimizer.clone()),
+        gradients,
+        max_grad_norm: recipe.train.max_grad_norm,
+        seed: recipe.train.seed,
+        network,
+    };
+    let mut trained_tokens = 0;
+    if let Some(checkpoint) = &resumed {
+        state::restore(checkpoint, &mut engine)?;
+        trained_tokens = state::facts(checkpoint).trained_tokens;
+        reporter.event(
+            "resume",
+            json!({"step": start_step, "checkpoint": checkpoint.path.display().to_string()}),
+        );
+        reporter.note(&format!("resumed after step {start_step}"));
+    } else {
+        reporter.event("start", json!({"steps": total_steps}));
+    }
+    let mut run = Run {
+        recipe,
+        run_dir: &run_dir,
+        model: &model,
+        eval: eval.as_ref(),
+        tuning: &tuning,
+        facts,
+        reporter,
+    };
+    if start_step == 0 && total_steps > 0 {
+        run.samples(&engine, "before")?;
+        run.evaluate(&engine, 0)?;
+        run.stop_if_asked(&engine, 0)?;
+    }
+
+    // ---- steps
+    let schedule = Schedule::new(&recipe.schedule, total_steps);
+    for step in start_step + 1..=total_steps {
+        if tuning.switches_at(step) {
+            engine.optimizer.retire_all_but(|name| tuning.survives_switch(name));
+            run.reporter
+                .event("switch", json!({"step": step, "active_block": tuning.label(step)}));
+        }
+        let started = Instant::now();
+        let window = stream.window(step - 1);
+        let lr = recipe.optimizer.learning_rate * schedule.multiplier(step) * tuning.warmup(step);
+        let report = match engine.step(step, &window, &tuning.active(step), lr) {
+            Ok(report) => report,
+            Err(e) => return Err(run.failed(&engine, step, trained_tokens, e)),
+        };
+        trained_tokens += report.totals.trained;
+        let metrics = StepMetrics {
+            step,
+            epoch: stream.epoch_after(step),
+            loss: report.totals.loss(),
+            learning_rate: lr,
+            grad_norm: report.grad_norm,
+            tokens_per_second: report.totals.tokens as f64 / started.elapsed().as_secs_f64(),
+            trained_tokens,
+            peak_memory_bytes: memory::peak_resident(),
+            active_block: tuning.label(step),
+        };
+        let every = recipe.train.logging_steps.max(1) as u64;
+        run.reporter.step(&metrics, step % every == 0 || step == total_steps);
+        run.facts.trained_tokens = trained_tokens;
+
+        let due = |every: usize| every > 0 && step % every as u64 == 0;
+        if due(recipe.train.save_steps) {
+            run.save(&engine, step)?;
+        }
+        run.stop_if_asked(&engine, step)?;
+        if due(recipe.train.eval_steps) && step < total_steps {
+            run.evaluate(&engine, step)?;
+            run.stop_if_asked(&engine, step)?;
+        }
+    }
+
+    // ---- what the user takes away
+    if total_steps > start_step {
+        run.evaluate(&engine, total_steps)?;
+        run.samples(&engine, "after")?;
+    }
+    let final_dir = finish::export(&run_dir, recipe, &model, &engine, adapter_config.as_ref())?;
+    let peak = memory::peak_resident();
+    run.reporter
+        .event("stop", json!({"step": total_steps, "reason": "done"}));
+    run.reporter.finish();
+    Ok(Outcome {
+        final_dir: Some(final_dir),
+        plan,
+        peak_memory_bytes: peak,
+    })
+}
+
+/// Fresh adapters, or those of `tune.lora.adapter`; none for other methods.
+pub fn adapters(recipe: &Recipe, model: &Described) -> Result<(Adapters, Option<AdapterConfig>)> {
+    if recipe.tune.method != Method::Lora {
+        return Ok((Adapters::new(), None));
+    }
+    let lora = &recipe.tune.lora;
+    let all = model.spec.sites();
+    if let Some(dir) = &lora.adapter {
+        let (config, adapters) = export::load_adapter(Path::new(dir), &all)?;
+        return Ok((adapters, Some(config)));
+    }
+    let chosen = targets::select(&all, &lora.target_modules)?;
+    let mut adapters = Adapters::new();
+    for site in &chosen {
+        let index = all.iter().position(|s| s.module == site.module).unwrap_or(0) as u64;
+        let gaussian = lora.init_lora_weights == recipe::LoraInit::Gaussian;
+        let (a, b) = peft::lora::fresh(lora.r, site.input, site.output, gaussian, recipe.train.seed, index)?;
+        let module = &site.module;
+        let adapter = Lora {
+            a,
+            b,
+            a_name: format!("{module}.lora_A.weight").into(),
+            b_name: format!("{module}.lora_B.weight").into(),
+            scale: peft::lora::scaling(lora.lora_alpha, lora.r, lora.use_rslora),
+            dropout: lora.lora_dropout as f32,
+            site: index,
+        };
+        adapters.insert(module.clone(), Arc::new(adapter));
+    }
+    let config = finish::adapter_config(recipe, &chosen);
+    Ok((adapters, Some(config)))
+}
+
+/// New, resumed or refused.
+fn open_run_dir(run_dir: &Path, options: &Options) -> Result<Option<Loaded>> {
+    checkpoint::clean_leftovers(run_dir)?;
+    if let Some(from) = &options.resume {
+        let from = from.as_deref().unwrap_or(run_dir);
+        let is_checkpoint = from.join("manifest.json").exists();
+        let loaded = if is_checkpoint {
+            Some(checkpoint::load(from)?)
+        } else {
+            checkpoint::latest(from)?
+        };
+        return match loaded {
+            Some(loaded) => Ok(Some(loaded)),
+            None => Err(Error::new("there is no checkpoint to resume from")
+                .at_path(from)
+                .hint("start without `--resume`")),
+        };
+    }
+    let old: Vec<PathBuf> = files::list(run_dir)?
+        .into_iter()
+        .filter(|p| p.file_name().is_some_and(|n| n != "run.lock"))
+        .collect();
+    if old.is_empty() {
+        return Ok(None);
+    }
+    if !options.overwrite {
+        return Err(Error::usage("the run directory holds an earlier run")
+            .at_path(run_dir)
+            .hint("go on with `--resume`, replace it with `--overwrite`, or set another `train.output_dir`"));
+    }
+    for path in old {
+        let name = path
+            .file_name()
+            .map(|n| n.to_string_lossy().into_owned())
+            .unwrap_or_default();
+        match path.is_dir() {
+            // Only what ft itself writes is removed.
+            true if name == "final" || name.starts_with("checkpoint-") => files::remove_dir_all(&path)?,
+            false if OWN_FILES.contains(&name.as_str()) => files::remove_file(&path)?,
+            _ => {}
+        }
+    }
+    Ok(None)
+}
+
+const OWN_FILES: [&str; 6] = [
+    "recipe.toml",
+    "resolved.toml",
+    "plan.json",
+    "environment.json",
+    "metrics.jsonl",
+    "events.jsonl",
+];
+
+fn write_run_files(run_dir: &Path, loaded: &recipe::Loaded, plan: &Plan) -> Result<()> {
+    files::write_atomic(&run_dir.join("recipe.toml"), loaded.text.as_bytes())?;
+    files::write_atomic(&run_dir.join("resolved.toml"), loaded.resolved.as_bytes())?;
+    files::write_atomic(&run_dir.join("plan.json"), format!("{:#}\n", plan.json()).as_bytes())?;
+    report::write_environment(run_dir)
+}
+
+fn facts(loaded: &recipe::Loaded, model: &Described, train: &Dataset, eval: Option<&Dataset>) -> Result<Facts> {
+    Ok(Facts {
+        recipe: loaded.values.iter().cloned().collect(),
+        data: train.fingerprint.clone(),
+        eval_data: eval.map(|e| e.fingerprint.clone()).unwrap_or_default(),
+        base: match loaded.recipe.model.init {
+            recipe::ModelInit::Pretrained => export::fingerprint(&model.dir)?,
+            recipe::ModelInit::Random => "random".to_string(),
+        },
+        trained_tokens: 0,
+    })
+}
+
+/// Elements that the whole run trains.
+fn trained_elements(tuning: &Tuning, steps: u64, params: &[crate::source::ParamInfo], adapters: &Adapters) -> u64 {
+    let names = tuning.trained_until(steps.max(1));
+    let weights: usize = params
+        .iter()
+        .filter(|p| names.contains(&*p.name))
+        .map(|p| p.elements())
+        .sum();
+    let lora: usize = adapters.values().map(|l| l.a.elem_count() + l.b.elem_count()).sum();
+    (weights + lora) as u64
+}
+
+/// Checkpoints (one more than are kept) and `final/`.
+fn space_needed(recipe: &Recipe, model: &Described, elements: u64) -> u64 {
+    let kept = if recipe.train.save_steps > 0 {
+        recipe.train.save_total_limit as u64 + 1
+    } else {
+        1
+    };
+    let all: usize = model.spec.params().iter().map(|p| p.elements()).sum();
+    let out = match recipe.tune.method {
+        Method::Lora => elements * 4,
+        _ => all as u64 * if recipe.model.dtype == recipe::Dtype::F32 { 4 } else { 2 },
+    };
+    kept * state::bytes(elements, elements) + out
+}
+
+#[allow(clippy::too_many_arguments)]
+fn header(
+    recipe: &Recipe,
+    model: &Described,
+    train: &Dataset,
+    eval: Option<&Dataset>,
+    stream: &BatchStream,
+    plan: &Plan,
+    elements: u64,
+    params: &[crate::source::ParamInfo],
+) -> Vec<(&'static str, String)> {
+    let all: usize = params.iter().map(|p| p.elements()).sum();
+    let share = 100.0 * elements as f64 / all as f64;
+    let eval = eval.map_or(String::new(), |e| {
+        format!(", {} held out", count(e.examples.len() as u64))
+    });
+    vec![
+        (
+            "model",
+            format!(
+                "{} ({}, {} parameters, {})",
+                recipe.model.path,
+                model.spec.model_type,
+                count(all as u64),
+                recipe.model.dtype.name()
+            ),
+        ),
+        (
+            "method",
+            format!(
+                "{}, trains {} parameters over the run ({share:.2} %)",
+                recipe.tune.method.name(),
+                count(elements)
+            ),
+        ),
+        (
+            "data",
+            format!(
+                "{} rows, {} tokens, {} of them trained{eval}",
+                count(train.examples.len() as u64),
+                count(train.stats.tokens),
+                count(train.stats.trained_tokens)
+            ),
+        ),
+        (
+            "steps",
+            format!(
+                "{} of {} × {} {}",
+                count(stream.steps()),
+                recipe.train.batch_size,
+                recipe.train.gradient_accumulation_steps,
+                if recipe.data.packing { "packed rows" } else { "rows" }
+            ),
+        ),
+        ("memory", format!("{} forecast peak", bytes(plan.peak_bytes))),
+        ("output", recipe.train.output_dir.clone()),
+    ]
+}
+
+/// What a running training needs beside the engine.
+struct Run<'a> {
+    recipe: &'a Recipe,
+    run_dir: &'a Path,
+    model: &'a Described,
+    eval: Option<&'a Dataset>,
+    tuning: &'a Tuning,
+    facts: Facts,
+    reporter: Reporter,
+}
+
+impl Run<'_> {
+    fn save(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        let path = state::save(self.run_dir, step, engine, self.tuning, &self.facts)?;
+        checkpoint::rotate(self.run_dir, self.recipe.train.save_total_limit)?;
+        self.reporter
+            .event("save", json!({"step": step, "checkpoint": path.display().to_string()}));
+        Ok(())
+    }
+
+    fn evaluate(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        let Some(eval) = self.eval else { return Ok(()) };
+        let batches: Vec<_> = eval_batches(eval, self.recipe.train.batch_size * self.recipe.data.max_length).collect();
+        let mut totals = engine::Totals::default();
+        for batch in &batches {
+            if signal::received().is_some() {
+                return Ok(()); // the caller saves and stops
+            }
+            totals.add(engine::evaluate(&engine.network, engine.objective.as_ref(), batch)?);
+        }
+        let eval_accuracy = match self.recipe.train.predict_with_generate {
+            true => Some(samples::accuracy(self.recipe, self.model, engine, eval)?),
+            false => None,
+        };
+        self.reporter.eval(&EvalMetrics {
+            step,
+            eval_loss: totals.loss(),
+            eval_perplexity: totals.loss().exp(),
+            eval_tokens: totals.trained,
+            eval_accuracy,
+        });
+        Ok(())
+    }
+
+    fn samples(&mut self, engine: &Engine, when: &str) -> Result<()> {
+        for (prompt, answer) in samples::answers(self.recipe, self.model, engine)? {
+            self.reporter.note(&format!("{when}: {prompt}\n        -> {answer}"));
+        }
+        Ok(())
+    }
+
+    /// Errors: a signal was received; the state after `step` is saved then.
+    fn stop_if_asked(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        let Some(signal) = signal::received() else {
+            return Ok(());
+        };
+        self.save(engine, step)?;
+        self.reporter
+            .event("stop", json!({"step": step, "reason": "signal", "signal": signal}));
+        self.reporter.finish();
+        Err(Error::signal(
+            signal,
+            format!("stopped by a signal; the state after step {step} is saved"),
+        )
+        .at_path(self.run_dir)
+        .hint("go on with `--resume`"))
+    }
+
+    /// A step failed. Its weights are those of the step before where gradients are kept: that state is saved.
+    fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error) -> Error {
+        self.facts.trained_tokens = trained_tokens;
+        let safe = engine.gradients == Gradients::Keep && step > 1 && !self.tuning.switches_at(step);
+        if safe && self.recipe.train.save_steps > 0 {
+            if let Err(save) = self.save(engine, step - 1) {
+                self.reporter
+                    .warn(&format!("the state before the failed step could not be saved: {save}"));
+            }
+        }
+        self.reporter.event("stop", json!({"step": step, "reason": e.what()}));
+        self.reporter.finish();
+        e
+    }
+}

@@ -1,0 +1,15 @@
+//! Parity with transformers, PEFT and torch on the CPU in f32. The goldens in `parity/goldens` were made by the
+//! Python scripts beside them (`parity/README.md` says which file holds what).
+
+#[path = "parity/adapters.rs"]
+mod adapters;
+#[path = "parity/families.rs"]
+mod families;
+#[path = "parity/support.rs"]
+mod support;
+#[path = "parity/tables.rs"]
+mod tables;
+#[path = "parity/training.rs"]
+mod training;
+#[path = "parity/wire.rs"]
+mod wire;

@@ -1,0 +1,142 @@
+//! Every family: logits, loss, gradients, evaluation, greedy text.
+
+use crate::support::{
+    Form, all_close, close, data, directories, eval, family, ft, goldens, json, numbers, path, tensors, text,
+};
+use crate::wire::{self, Document};
+use std::collections::{BTreeMap, BTreeSet};
+
+fn variants() -> Vec<String> {
+    directories(&goldens().join("families"))
+}
+
+fn documents(golden: &BTreeMap<String, Vec<f64>>, count: u64) -> Vec<Document> {
+    let document = |i: u64| {
+        let ids = golden[&format!("input_ids.{i}")].iter().map(|x| *x as u32).collect();
+        let labels = &golden[&format!("labels.{i}")];
+        // Position 0 may carry a label; the shift takes it away there as well.
+        let trained = labels.iter().enumerate().map(|(t, l)| t > 0 && *l >= 0.0).collect();
+        Document { ids, trained }
+    };
+    (0..count).map(document).collect()
+}
+
+#[test]
+fn all_seven_families_have_goldens() {
+    let types: BTreeSet<String> = variants()
+        .iter()
+        .map(|v| {
+            text(
+                &json(&goldens().join("families").join(v).join("config.json")),
+                "model_type",
+            )
+        })
+        .collect();
+    let wanted = ["gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"];
+    assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
+    assert_eq!(variants().len(), 18);
+}
+
+#[test]
+fn logits_loss_and_gradients_are_those_of_transformers() {
+    for name in variants() {
+        let from = goldens().join("families").join(&name);
+        let info = json(&from.join("golden.json"));
+        let golden = tensors(&from.join("golden.safetensors"));
+        let documents = documents(&golden, info["documents"].as_u64().unwrap());
+        let dir = family(&name, Form::V5);
+        let got = wire::logits_and_grads(dir.path(), &documents);
+        for (i, logits) in got.logits.iter().enumerate() {
+            all_close(
+                logits,
+                &golden[&format!("logits.{i}")],
+                1e-4,
+                &format!("{name}: logits of document {i}"),
+            );
+        }
+        close(got.loss, golden["loss"][0], 1e-4, &format!("{name}: loss"));
+        let wanted: Vec<&str> = golden.keys().filter_map(|k| k.strip_prefix("grad.")).collect();
+        assert_eq!(
+            got.gradients.keys().map(String::as_str).collect::<Vec<_>>(),
+            wanted,
+            "{name}: gradients"
+        );
+        for (parameter, gradient) in &got.gradients {
+            all_close(
+                gradient,
+                &golden[&format!("grad.{parameter}")],
+                1e-4,
+                &format!("{name}: gradient of {parameter}"),
+            );
+        }
+    }
+}
+
+#[test]
+fn both_forms_of_config_mean_the_same() {
+    for name in variants() {
+        let from = goldens().join("families").join(&name);
+        let info = json(&from.join("golden.json"));
+        let golden = tensors(&from.join("golden.safetensors"));
+        let documents = documents(&golden, info["documents"].as_u64().unwrap());
+        let logits = |form| wire::logits(family(&name, form).path(), None, &documents);
+        assert_eq!(logits(Form::V4), logits(Form::V5), "{name}");
+    }
+}
+
+#[test]
+fn eval_gives_the_loss_of_transformers() {
+    for name in variants() {
+        let info = json(&goldens().join("families").join(&name).join("golden.json"));
+        let forms: &[Form] = if name == "llama" {
+            &[Form::V5, Form::V4]
+        } else {
+            &[Form::V5]
+        };
+        for form in forms {
+            let dir = family(&name, *form);
+            for (rows, wanted) in info["eval"].as_object().unwrap() {
+                let (loss, tokens) = eval(dir.path(), None, &data(rows));
+                assert_eq!(
+                    Some(tokens),
+                    wanted["tokens"].as_u64(),
+                    "{name}: trained tokens of {rows}"
+                );
+                close(
+                    loss,
+                    wanted["loss"].as_f64().unwrap(),
+                    1e-4,
+                    &format!("{name}: loss of {rows}"),
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn greedy_text_is_that_of_transformers() {
+    for name in variants() {
+        let info = json(&goldens().join("families").join(&name).join("golden.json"));
+        let dir = family(&name, Form::V5);
+        for wanted in info["generate"].as_array().unwrap() {
+            assert!(!numbers(&wanted["new_ids"]).is_empty());
+            let prompt = text(wanted, "prompt");
+            let out = ft(&[
+                "generate",
+                "--model",
+                path(dir.path()),
+                "--prompt",
+                &prompt,
+                "--max-new-tokens",
+                "16",
+                "--temperature",
+                "0",
+                "--dtype",
+                "f32",
+            ]);
+            // One line end after the text is the program's own.
+            let out = out.strip_suffix('\n').unwrap_or(&out);
+            assert_eq!(out, text(wanted, "text"), "{name}: after {prompt:?}");
+        }
+    }
+}

@@ -1,0 +1,215 @@
+"""Tiny random models of every family with their logits, loss, gradients, evaluation and greedy text.
+
+    python make_families.py [VARIANT ...]
+
+Writes goldens/families/VARIANT/{config.json, config.v4.json, generation_config.json, model*.safetensors,
+golden.safetensors, golden.json}; README.md says what is in them. Eager attention, f32, no padding:
+each document is one call. Letters: T tokens of a document, V vocabulary.
+"""
+
+import copy
+import json
+import shutil
+import sys
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from common import GOLDENS, IGNORE, VERSIONS, Encoder, loss_sum, mean_loss, randomize, read_rows, relative, write_json
+
+V = 128
+LENGTHS = [40, 23, 6]
+PROMPTS = ["the mill by the river ", "17 + 25 = ", "a ferry crosses at dawn, it carries goats and salt; at noon ",
+           "rain.", "sort 9 4 7 1 -> ", "question: who took the last loaf?"]
+EVALS = ["eval_text", "eval_messages", "eval_prompt_completion"]
+
+# What every family shares. Attention is wider than the hidden states (4 heads x 16 against 32).
+BASE = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=128, rms_norm_eps=1e-3, initializer_range=0.02,
+            use_cache=True, attention_dropout=0.0)
+WIDE = BASE | dict(head_dim=16)
+LLAMA = WIDE | dict(model_type="llama", hidden_act="silu", tie_word_embeddings=False, attention_bias=False,
+                    mlp_bias=False, pretraining_tp=1, rope_theta=100.0)
+GEMMA = WIDE | dict(tie_word_embeddings=True, attention_bias=False, hidden_activation="gelu_pytorch_tanh",
+                    query_pre_attn_scalar=24, rms_norm_eps=2e-3)
+GEMMA3 = GEMMA | dict(model_type="gemma3_text", num_hidden_layers=3, sliding_window=8, sliding_window_pattern=2,
+                      rope_theta=2000.0, rope_local_base_freq=50.0, attn_logit_softcapping=None,
+                      final_logit_softcapping=None)
+PHI3 = BASE | dict(model_type="phi3", num_attention_heads=2, num_key_value_heads=1, hidden_act="silu",
+                   tie_word_embeddings=False, attention_bias=False, resid_pdrop=0.0, embd_pdrop=0.0,
+                   original_max_position_embeddings=128, rope_theta=100.0)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+
+# Each: the config as transformers 4 wrote it. Options of this script:
+#   weights   take the weights of that variant;  stored  type on disk;  shards  split the file
+#   tokenizer the tokenizer directory
+#   ablate    values that must change the logits: proof that the option of the golden matters
+VARIANTS = {
+    "llama": dict(config=LLAMA, tokenizer="small_bos"),
+    "llama_rope_llama3": dict(weights="llama", config=LLAMA | dict(rope_scaling=dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32))),
+    "llama_rope_linear": dict(weights="llama", config=LLAMA | dict(rope_scaling=dict(type="linear", factor=2.5))),
+    "llama_rope_yarn": dict(weights="llama", config=LLAMA | dict(rope_scaling=dict(
+        type="yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=4.0, beta_slow=1.0))),
+    "llama_rope_yarn_mscale": dict(weights="llama", config=LLAMA | dict(rope_scaling=YARN | dict(
+        mscale=1.0, mscale_all_dim=0.5, beta_fast=3.0, beta_slow=0.5, truncate=False))),
+    "llama_rope_yarn_attention_factor": dict(weights="llama", config=LLAMA | dict(rope_scaling=YARN | dict(attention_factor=0.8))),
+    "llama_attention_bias": dict(stored="bf16", config=LLAMA | dict(attention_bias=True)),
+    "llama_mlp_bias": dict(stored="f16", config=LLAMA | dict(mlp_bias=True)),
+    "llama_tied": dict(stored="bf16", config=BASE | dict(
+        model_type="llama", hidden_size=36, num_attention_heads=3, num_key_value_heads=1, hidden_act="silu",
+        tie_word_embeddings=True, attention_bias=False, mlp_bias=False, pretraining_tp=1, rope_theta=1000.0)),
+    "mistral": dict(shards="40KB", ablate=dict(sliding_window=1000), config=WIDE | dict(
+        model_type="mistral", hidden_act="silu", tie_word_embeddings=False, sliding_window=8, rope_theta=100.0)),
+    "qwen2": dict(stored="bf16", config=BASE | dict(
+        model_type="qwen2", hidden_size=48, hidden_act="silu", tie_word_embeddings=True, use_sliding_window=False,
+        sliding_window=8, max_window_layers=1, rope_theta=1000.0)),
+    "qwen2_window": dict(stored="bf16", ablate=dict(sliding_window=1000), config=BASE | dict(
+        model_type="qwen2", num_hidden_layers=3, hidden_act="silu", tie_word_embeddings=False, use_sliding_window=True,
+        sliding_window=8, max_window_layers=1, rope_theta=1000.0)),
+    "qwen3": dict(config=WIDE | dict(
+        model_type="qwen3", hidden_act="silu", tie_word_embeddings=True, attention_bias=False, use_sliding_window=False,
+        sliding_window=None, max_window_layers=2, rope_theta=1000.0)),
+    "gemma2": dict(stored="bf16", ablate=dict(
+        sliding_window=1000, attn_logit_softcapping=None, final_logit_softcapping=None, query_pre_attn_scalar=16), config=GEMMA | dict(
+        model_type="gemma2", num_hidden_layers=3, sliding_window=8, attn_logit_softcapping=3.0,
+        final_logit_softcapping=5.0, rope_theta=100.0)),
+    "gemma3_text": dict(stored="bf16", ablate=dict(sliding_window=1000, query_pre_attn_scalar=16), config=GEMMA3),
+    "gemma3_text_rope_linear": dict(stored="bf16", weights="gemma3_text", config=GEMMA3 | dict(
+        rope_scaling=dict(rope_type="linear", factor=8.0))),
+    "phi3": dict(ablate=dict(sliding_window=1000), config=PHI3 | dict(sliding_window=12, rope_scaling=None)),
+    "phi3_partial": dict(weights="phi3", config=PHI3 | dict(sliding_window=None, rope_scaling=None, partial_rotary_factor=0.75)),
+}
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+                 "qwen3": "Qwen3ForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
+                 "phi3": "Phi3ForCausalLM"}
+
+
+def config_v4(config, stored, encoder):
+    """`config` as transformers 4.4x wrote it to disk."""
+    head = dict(architectures=[ARCHITECTURES[config["model_type"]]])
+    tail = dict(bos_token_id=encoder.tokenizer.token_to_id("<s>"), eos_token_id=encoder.eos, pad_token_id=encoder.eos,
+                torch_dtype={"f32": "float32", "bf16": "bfloat16", "f16": "float16"}[stored],
+                transformers_version="4.47.1")
+    return head | copy.deepcopy(config) | tail
+
+
+def load(directory, config_file="config.json", dtype=torch.float32, **changes):
+    raw = json.loads((directory / config_file).read_text()) | changes
+    config = transformers.AutoConfig.for_model(**raw)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, config=config, dtype=dtype, attn_implementation="eager", local_files_only=True)
+    return model.eval()
+
+
+def documents(seed):
+    """Random tokens and labels; some positions, also whole stretches, are not trained."""
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for length in LENGTHS:
+        ids = torch.randint(4, V, (length,), generator=generator)
+        labels = ids.clone()
+        labels[torch.rand(length, generator=generator) < 0.25] = IGNORE
+        labels[: length // 4] = IGNORE
+        labels[-1] = ids[-1]
+        out.append((ids, labels))
+    return out
+
+
+def measure(model, docs):
+    """Logits of each document [T, V], the mean loss and every parameter's gradient."""
+    trained = sum(int((labels[1:] != IGNORE).sum()) for _, labels in docs)
+    model.zero_grad(set_to_none=True)
+    logits = [model(ids[None], use_cache=False).logits[0] for ids, _ in docs]
+    loss = sum(loss_sum(each, labels) for each, (_, labels) in zip(logits, docs)) / trained
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return [each.detach() for each in logits], loss.detach(), gradients, trained
+
+
+def greedy(model, encoder, prompts):
+    out = []
+    for prompt in prompts:
+        ids = encoder.ids(prompt, True)
+        got = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                             max_new_tokens=16, do_sample=False, output_logits=True, return_dict_in_generate=True)
+        new = got.sequences[0, len(ids):].tolist()
+        top = torch.stack(got.logits)[:, 0].topk(2).values
+        out.append(dict(prompt=prompt, ids=ids, new_ids=new, text=encoder.tokenizer.decode(new, skip_special_tokens=True),
+                        smallest_margin=float((top[:, 0] - top[:, 1]).min())))
+    return out
+
+
+def make(index, name, spec):
+    directory = GOLDENS / "families" / name
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    stored, tokenizer = spec.get("stored", "f32"), spec.get("tokenizer", "small")
+    encoder = Encoder(GOLDENS / "tokenizers" / tokenizer)
+    v4 = config_v4(spec["config"], stored, encoder)
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(v4))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    weights = spec.get("weights")
+    if weights:
+        model.load_state_dict(load(GOLDENS / "families" / weights).state_dict())
+    else:
+        randomize(model, seed=1000 + index)
+    model.config.dtype = DTYPES[stored]
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=config.bos_token_id, pad_token_id=encoder.eos, eos_token_id=[encoder.tokenizer.token_to_id("<|im_end|>"), encoder.eos])
+    model.to(DTYPES[stored]).save_pretrained(directory, max_shard_size=spec.get("shards", "5GB"))
+    write_json(directory / "config.v4.json", v4)
+
+    model = load(directory)
+    assert model.dtype == torch.float32
+    docs = documents(seed=2000 + index)
+    logits, loss, gradients, trained = measure(model, docs)
+    from_v4 = measure(load(directory, "config.v4.json"), docs)
+    assert all(torch.equal(a, b) for a, b in zip(logits, from_v4[0])), "both config forms must mean the same"
+    exact = measure(load(directory, dtype=torch.float64), docs)
+    noise = dict(logits=max(relative(a, b) for a, b in zip(logits, exact[0])), loss=relative(loss, exact[1]),
+                 gradients=max(relative(gradients[k], exact[2][k]) for k in gradients))
+    assert max(noise.values()) < 2e-5, noise
+    for key, gradient in gradients.items():
+        assert gradient.abs().max() > 1e-4, (key, gradient.abs().max())
+    for key, value in ({"rms_norm_eps": 1e-6} | spec.get("ablate", {})).items():
+        changed = measure(load(directory, **{key: value}), docs)[0]
+        assert max(relative(a, b) for a, b in zip(changed, logits)) > 1e-3, f"{key} must matter"
+    if weights:
+        without = measure(load(GOLDENS / "families" / weights), docs)[0]
+        assert relative(without[0], logits[0]) > 1e-2, "the option must matter"
+
+    tensors = {"loss": loss.reshape(1)}
+    for i, (ids, labels) in enumerate(docs):
+        tensors |= {f"input_ids.{i}": ids, f"labels.{i}": labels, f"logits.{i}": logits[i].contiguous()}
+    tensors |= {f"grad.{key}": value for key, value in gradients.items()}
+    save_file(tensors, directory / "golden.safetensors")
+    evals = {}
+    for each in EVALS:
+        rows = [encoder.row(row) for row in read_rows(GOLDENS / "data" / f"{each}.jsonl")]
+        mean, tokens = mean_loss(model, rows)
+        evals[each] = dict(loss=mean, tokens=tokens)
+    # Near ties are no test of the mathematics: keep three prompts whose every choice is clear.
+    generated = [each for each in greedy(model, encoder, PROMPTS) if each["smallest_margin"] > 3e-3][:3]
+    assert len(generated) == 3
+    write_json(directory / "golden.json", dict(
+        tokenizer=tokenizer, weights_from=weights, stored=stored, documents=len(docs), loss=float(loss), trained_tokens=trained,
+        eval=evals, generate=generated, f32_against_f64=noise, versions=VERSIONS))
+    if weights:
+        for file in directory.glob("model*.safetensors*"):
+            file.unlink()
+    print(name, f"loss {loss:.4f}", {k: f"{v:.1e}" for k, v in noise.items()}, [g["text"] for g in generated])
+
+
+def main():
+    chosen = sys.argv[1:] or list(VARIANTS)
+    for index, (name, spec) in enumerate(VARIANTS.items()):
+        if name in chosen:
+            make(index, name, spec)
+
+
+if __name__ == "__main__":
+    main()

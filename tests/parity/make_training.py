@@ -1,0 +1,337 @@
+"""Training runs by a plain PyTorch loop: losses, gradient norms and learning rates of 20 steps.
+
+    python make_training.py [models] [RUN ...]
+
+Writes goldens/training/models/{llama,qwen3}, goldens/training/adapters/*, goldens/training/runs/*.json
+(and RUN.final.safetensors for LoRA). The loop is section 5 of the design, written out:
+
+- Step k (from 1) takes the next batch_size x accumulation rows of the file, in order, wrapping around.
+- loss = sum over the trained tokens of the whole window / their number, before the update.
+- grad_norm = what `clip_grad_norm_` returns, over the parameters that are active.
+- The learning rate of step k is the one transformers' schedule has after k-1 steps.
+- Weight decay on matrices and embeddings, never on norms and biases.
+- block (BAdam): every block is active for exactly K steps; at a switch the optimizer starts from nothing,
+  bias correction included; the schedule of the learning rate runs on. Partitions:
+    layer    a decoder layer (or `layers_per_block` of them)
+    module   self_attn + input_layernorm, then mlp + post_attention_layernorm
+    matrix   each matrix of a layer in forward order, with its bias; norms are in no block
+  The embedding is the first block, lm_head with the final norm the last one. A tied head is the embedding.
+"""
+
+import json
+import math
+import shutil
+import sys
+
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from common import GOLDENS, IGNORE, VERSIONS, Encoder, loss_sum, mean_loss, randomize, read_rows, relative, trained_tokens, write_json
+
+TRAINING = GOLDENS / "training"
+STEPS = 20
+BATCH, ACCUMULATION = 2, 2
+
+SHARED = dict(vocab_size=320, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+              head_dim=16, max_position_embeddings=512, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=0,
+              pad_token_id=0, dtype="float32")
+# A small rope_theta for the one with key biases: where nothing rotates, their gradient is only rounding,
+# and AdamW would make whole steps of it.
+MODELS = {
+    "llama": SHARED | dict(model_type="llama", num_hidden_layers=4, attention_bias=True, tie_word_embeddings=False,
+                           rope_parameters=dict(rope_type="default", rope_theta=50.0)),
+    "qwen3": SHARED | dict(model_type="qwen3", num_hidden_layers=3, tie_word_embeddings=True,
+                           rope_parameters=dict(rope_type="default", rope_theta=1000.0)),
+}
+
+ADAMW = {"optimizer.name": "adamw", "optimizer.weight_decay": 0.01}
+SGD = {"optimizer.name": "sgd", "optimizer.momentum": 0.9}
+COSINE = {"schedule.name": "cosine", "schedule.warmup_steps": 3}
+
+
+def block(partition, order, every=3, lr=4e-3, **more):
+    return {"tune.method": "block", "tune.block.partition": partition, "tune.block.order": order,
+            "tune.block.switch_every": every, "optimizer.learning_rate": lr} | ADAMW | COSINE | {
+            f"tune.block.{key}": value for key, value in more.items()}
+
+
+def full(lr=5e-3, **more):
+    return {"tune.method": "full", "optimizer.learning_rate": lr} | ADAMW | COSINE | more
+
+
+def lora(adapter, lr=1e-2):
+    return {"tune.method": "lora", "tune.lora.adapter": adapter, "optimizer.learning_rate": lr} | ADAMW | COSINE
+
+
+# name: (model, rows, recipe)
+RUNS = {
+    "full_llama_messages": ("llama", "messages", full()),
+    "full_llama_text": ("llama", "text", full()),
+    "full_qwen3_messages": ("qwen3", "messages", full()),
+    "full_qwen3_text": ("qwen3", "text", full()),
+    "full_llama_no_clip": ("llama", "messages", full(**{"train.max_grad_norm": 0.0, "optimizer.betas": [0.8, 0.95], "optimizer.eps": 1e-5})),
+    "sgd_momentum": ("llama", "messages", {"tune.method": "full", "optimizer.learning_rate": 0.1} | SGD | {
+        "schedule.name": "linear", "schedule.warmup_steps": 2}),
+    "sgd_plain": ("qwen3", "text", {"tune.method": "full", "optimizer.name": "sgd", "optimizer.learning_rate": 0.2,
+                                    "schedule.name": "constant", "schedule.warmup_ratio": 0.13}),
+    "freeze_llama": ("llama", "messages", {"tune.method": "freeze", "tune.freeze.trainable_layers": 2,
+                                           "tune.freeze.trainable": ["model.norm."], "optimizer.learning_rate": 5e-3} | ADAMW | {
+        "schedule.name": "wsd", "schedule.warmup_steps": 4, "schedule.decay_ratio": 0.5, "schedule.min_lr_ratio": 0.1}),
+    "lora_llama": ("llama", "messages", lora("lora")),
+    "lora_llama_rslora": ("llama", "messages", lora("rslora")),
+    "lora_qwen3_targets": ("qwen3", "text", lora("targets")),
+    "block_layer_ascending": ("llama", "messages", block("layer", "ascending")),
+    "block_layer_descending": ("llama", "messages", block("layer", "descending")),
+    "block_layer_triples": ("llama", "messages", block("layer", "ascending", layers_per_block=3)),
+    "block_module_ascending": ("llama", "messages", block("module", "ascending", every=2)),
+    "block_module_descending": ("qwen3", "text", block("module", "descending")),
+    "block_matrix_ascending": ("llama", "messages", block("matrix", "ascending", every=1)),
+    "block_matrix_descending": ("qwen3", "messages", block("matrix", "descending", every=1)),
+    "block_with_ends_ascending": ("llama", "messages", block("layer", "ascending", include_embedding=True, include_lm_head=True)),
+    "block_with_ends_descending": ("llama", "text", block("layer", "descending", include_embedding=True, include_lm_head=True)),
+    "block_with_ends_tied": ("qwen3", "messages", block("layer", "descending", include_embedding=True, include_lm_head=True)),
+    "block_head_tied": ("qwen3", "text", block("layer", "descending", include_lm_head=True)),
+}
+
+# name: (model, PEFT options)
+ADAPTERS = {
+    "lora": ("llama", dict(r=4, lora_alpha=8, target_modules="all-linear")),
+    "rslora": ("llama", dict(r=4, lora_alpha=8, target_modules="all-linear", use_rslora=True)),
+    "targets": ("qwen3", dict(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"])),
+    "patterns": ("llama", dict(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj", "up_proj"],
+                               rank_pattern={"layers.1.self_attn.q_proj": 2}, alpha_pattern={"up_proj": 16})),
+    "phi3": ("phi3", dict(r=4, lora_alpha=8, target_modules="all-linear")),
+}
+
+
+def model_directory(name):
+    return TRAINING / "models" / name if name in MODELS else GOLDENS / "families" / name
+
+
+def tokenizer_of(name):
+    return GOLDENS / "tokenizers" / ("chat" if name in MODELS else "small")
+
+
+def load(name, dtype=torch.float32):
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_directory(name), dtype=dtype, attn_implementation="eager")
+    return model.train()
+
+
+def make_models():
+    for seed, (name, options) in enumerate(MODELS.items()):
+        config = transformers.AutoConfig.for_model(**options)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        randomize(model, seed=3000 + seed, embedding=0.4, attention=0.2)
+        model.generation_config = transformers.GenerationConfig(eos_token_id=[2, 0], pad_token_id=0)
+        shutil.rmtree(model_directory(name), ignore_errors=True)
+        model.save_pretrained(model_directory(name))
+
+
+def make_adapters():
+    for seed, (name, (base, options)) in enumerate(ADAPTERS.items()):
+        directory = TRAINING / "adapters" / name
+        shutil.rmtree(directory, ignore_errors=True)
+        model = get_peft_model(load(base), LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, **options))
+        generator = torch.Generator().manual_seed(4000 + seed)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if "lora_" in key:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        model.peft_config["default"].base_model_name_or_path = base
+        model.save_pretrained(directory)
+        (directory / "README.md").unlink(missing_ok=True)
+
+        # As the user loads it: logits and loss of base + adapter, and the merged weights that changed.
+        model = PeftModel.from_pretrained(load(base), directory).eval()
+        encoder, file = Encoder(tokenizer_of(base)), "messages" if base in MODELS else "eval_messages"
+        rows = [encoder.row(row) for row in read_rows(GOLDENS / "data" / f"{file}.jsonl")]
+        loss, tokens = mean_loss(model, rows)
+        plain, _ = mean_loss(load(base).eval(), rows)
+        assert abs(loss - plain) > 1e-2, "the adapter must matter"
+        ids = torch.tensor(min((ids for ids, _ in rows), key=len))
+        with torch.no_grad():
+            tensors = {"input_ids": ids, "logits": model(ids[None], use_cache=False).logits[0].contiguous()}
+        before = load(base).state_dict()
+        merged = model.merge_and_unload()
+        assert relative(merged(ids[None], use_cache=False).logits[0].detach(), tensors["logits"]) < 1e-5
+        # The whole check once for split and once for fused projections; the others are held by their logits.
+        changed = {f"merged.{key}": value.contiguous() for key, value in merged.state_dict().items()
+                   if not torch.equal(value, before[key])}
+        assert changed
+        save_file(tensors | (changed if name in ("lora", "phi3") else {}), directory / "golden.safetensors")
+        write_json(directory / "golden.json", dict(base=base, data=file, loss=loss, tokens=tokens, versions=VERSIONS))
+        print("adapter", name, f"loss {loss:.4f} (base {plain:.4f})", len(changed), "merged")
+
+
+def blocks_of(model, recipe):
+    """[(label, [parameter name])] in ascending order."""
+    names = [name for name, _ in model.named_parameters()]
+    layers, per = model.config.num_hidden_layers, recipe.get("tune.block.layers_per_block", 1)
+    ATTENTION, MLP = ("self_attn.", "input_layernorm."), ("mlp.", "post_attention_layernorm.")
+    MATRICES = [f"self_attn.{p}_proj." for p in "qkvo"] + [f"mlp.{p}_proj." for p in ["gate", "up", "down"]]
+    parts = {"layer": [("",)], "module": [ATTENTION, MLP], "matrix": [(m,) for m in MATRICES]}[recipe["tune.block.partition"]]
+    blocks = []
+    if recipe.get("tune.block.include_embedding"):
+        blocks.append(["model.embed_tokens.weight"])
+    for first in range(0, layers, per):
+        for part in parts:
+            prefixes = tuple(f"model.layers.{i}.{p}" for i in range(first, min(first + per, layers)) for p in part)
+            blocks.append([name for name in names if name.startswith(prefixes)])
+    if recipe.get("tune.block.include_lm_head"):
+        head = ["model.norm.weight", "lm_head.weight"]
+        if "lm_head.weight" not in names:
+            head = ["model.norm.weight"] + ([] if recipe.get("tune.block.include_embedding") else ["model.embed_tokens.weight"])
+        blocks.append(head)
+    assert all(blocks) and len({n for b in blocks for n in b}) == sum(map(len, blocks))
+    return blocks
+
+
+def optimizer_for(named, recipe):
+    decayed = [p for n, p in named if p.ndim >= 2]
+    others = [p for n, p in named if p.ndim < 2]
+    assert all("norm" in n or n.endswith("bias") for n, p in named if p.ndim < 2)
+    groups = [dict(params=ps, weight_decay=decay) for ps, decay in
+              [(decayed, recipe.get("optimizer.weight_decay", 0.0)), (others, 0.0)] if ps]
+    lr = recipe["optimizer.learning_rate"]
+    if recipe["optimizer.name"] == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=recipe.get("optimizer.momentum", 0.0))
+    return torch.optim.AdamW(groups, lr=lr, betas=tuple(recipe.get("optimizer.betas", [0.9, 0.999])),
+                             eps=recipe.get("optimizer.eps", 1e-8))
+
+
+def learning_rates(recipe, steps):
+    """lr of steps 1..steps, from transformers' own schedule on a stand-in parameter."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=recipe["optimizer.learning_rate"])
+    warmup = recipe.get("schedule.warmup_steps")
+    if warmup is None:
+        warmup = math.ceil(recipe["schedule.warmup_ratio"] * steps)
+    name = recipe["schedule.name"]
+    if name == "constant":
+        schedule = transformers.get_constant_schedule_with_warmup(optimizer, warmup)
+    elif name == "linear":
+        schedule = transformers.get_linear_schedule_with_warmup(optimizer, warmup, steps)
+    elif name == "cosine":
+        schedule = transformers.get_cosine_schedule_with_warmup(optimizer, warmup, steps)
+    else:
+        schedule = transformers.get_wsd_schedule(
+            optimizer, warmup, math.ceil(recipe.get("schedule.decay_ratio", 0.1) * steps), num_training_steps=steps,
+            min_lr_ratio=recipe.get("schedule.min_lr_ratio", 0.0))
+    out = []
+    for _ in range(steps):
+        out.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return out
+
+
+def micro_loss(model, rows, trained):
+    """Sum over the trained tokens of these rows / `trained`, which is that of the whole window."""
+    longest = max(len(ids) for ids, _ in rows)
+    ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows])
+    labels = torch.tensor([labels + [IGNORE] * (longest - len(labels)) for _, labels in rows])
+    mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in rows])
+    logits = model(ids, attention_mask=mask, use_cache=False).logits
+    return sum(loss_sum(each, label) for each, label in zip(logits, labels)) / trained
+
+
+def train(model_name, data, recipe, dtype):
+    rows = read_rows(GOLDENS / "data" / f"{data}.jsonl")
+    encoder = Encoder(tokenizer_of(model_name))
+    rows = [encoder.row(row) for row in rows]
+    model = load(model_name, dtype)
+    method = recipe["tune.method"]
+    if method == "lora":
+        model = PeftModel.from_pretrained(model, TRAINING / "adapters" / recipe["tune.lora.adapter"], is_trainable=True)
+        model.to(dtype)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    blocks = blocks_of(model, recipe) if method == "block" else None
+    if method == "freeze":
+        layers = model.config.num_hidden_layers
+        kept = tuple(f"model.layers.{i}." for i in range(layers - recipe["tune.freeze.trainable_layers"], layers))
+        kept += tuple(recipe["tune.freeze.trainable"])
+        for n, p in named:
+            p.requires_grad_(n.startswith(kept))
+        named = [(n, p) for n, p in named if p.requires_grad]
+    optimizer = None if blocks else optimizer_for(named, recipe)
+    clip = recipe.get("train.max_grad_norm", 1.0)
+    window, place, touched = BATCH * ACCUMULATION, 0, set()
+    out = dict(losses=[], grad_norms=[], learning_rates=learning_rates(recipe, STEPS), trained_tokens=[], active=[])
+    for step in range(1, STEPS + 1):
+        if blocks and (step - 1) % recipe["tune.block.switch_every"] == 0:
+            visit = (step - 1) // recipe["tune.block.switch_every"] % len(blocks)
+            active = blocks[visit if recipe["tune.block.order"] == "ascending" else len(blocks) - 1 - visit]
+            for n, p in model.named_parameters():
+                p.requires_grad_(n in active)
+                p.grad = None
+            named = [(n, p) for n, p in model.named_parameters() if n in active]
+            optimizer = optimizer_for(named, recipe)
+        out["active"].append(blocks.index(active) if blocks else None)
+        touched |= {n for n, _ in named}
+        batch = [rows[(place + i) % len(rows)] for i in range(window)]
+        place += window
+        trained = sum(trained_tokens(labels) for _, labels in batch)
+        optimizer.zero_grad()
+        total = 0.0
+        for first in range(0, window, BATCH):
+            loss = micro_loss(model, batch[first : first + BATCH], trained)
+            loss.backward()
+            total += loss.item()
+        parameters = [p for _, p in named]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, clip if clip > 0 else math.inf)
+        for group in optimizer.param_groups:
+            group["lr"] = out["learning_rates"][step - 1]
+        optimizer.step()
+        out["losses"].append(total)
+        out["grad_norms"].append(float(norm))
+        out["trained_tokens"].append(trained)
+    if blocks:
+        out["blocks"] = blocks
+    else:
+        del out["active"]
+    final = {n: p.detach() for n, p in model.named_parameters()}
+    out["untouched"] = [n for n in start if n not in touched] if method != "lora" else []
+    assert all(torch.equal(final[n], start[n]) for n in start if n not in touched)
+    out["change_norms"] = {n: float((final[n].double() - start[n].double()).norm()) for n in sorted(touched)}
+    return model, out
+
+
+def make_run(name, model_name, data, recipe):
+    model, out = train(model_name, data, recipe, torch.float32)
+    _, exact = train(model_name, data, recipe, torch.float64)
+    def away(key):
+        pairs = [(a, b) for a, b in (zip(out[key].values(), exact[key].values()) if key == "change_norms" else zip(out[key], exact[key]))]
+        assert all((a == 0) == (b == 0) for a, b in pairs)
+        return max(abs(a / b - 1) for a, b in pairs if b)
+
+    noise = {key: away(key) for key in ["losses", "grad_norms", "change_norms"]}
+    # A golden is fair only where rounding alone stays well below the tolerance of the test.
+    print(name, " ".join(f"{x:.3f}" for x in out["losses"]), "| norm", f"{min(out['grad_norms']):.2f}-{max(out['grad_norms']):.2f}",
+          {k: f"{v:.1e}" for k, v in noise.items()}, flush=True)
+    assert noise["losses"] < 2e-6 and noise["grad_norms"] < 1e-5 and noise["change_norms"] < 2e-4, noise
+    write_json(TRAINING / "runs" / f"{name}.json", dict(
+        model=model_name, data=data, recipe=recipe | {
+            "train.stage": "pretrain" if data == "text" else "sft", "train.max_steps": STEPS,
+            "train.batch_size": BATCH, "train.gradient_accumulation_steps": ACCUMULATION,
+            "train.max_grad_norm": recipe.get("train.max_grad_norm", 1.0)},
+        **out, f32_against_f64=noise, versions=VERSIONS))
+    if recipe["tune.method"] == "lora":
+        scratch = TRAINING / "scratch"
+        model.save_pretrained(scratch)
+        save_file(load_file(scratch / "adapter_model.safetensors"), TRAINING / "runs" / f"{name}.final.safetensors")
+        shutil.rmtree(scratch)
+
+
+def main():
+    if not sys.argv[1:] or "models" in sys.argv[1:]:
+        make_models()
+        make_adapters()
+    for name, (model, data, recipe) in RUNS.items():
+        if not sys.argv[1:] or name in sys.argv[1:]:
+            make_run(name, model, data, recipe)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+//! The only place where the parity tests touch the library. Everything else goes through the `ft` program.
+
+use candle_core::{DType, Device, Tensor};
+use ft::data::{Batch, batch::Example};
+use ft::engine::{self, Active};
+use ft::export;
+use ft::model::Network;
+use ft::ops::linear;
+use ft::optim::{Optimizer, Schedule};
+use ft::recipe::{self, Dtype, ModelInit, Recipe};
+use ft::run::setup::Described;
+use ft::sft::CausalLm;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// One document: ids and which of them are trained.
+pub struct Document {
+    pub ids: Vec<u32>,
+    pub trained: Vec<bool>,
+}
+
+/// What one forward and backward pass over documents, laid end to end, gives.
+pub struct Measured {
+    /// `[T, V]` of each document, row-major.
+    pub logits: Vec<Vec<f64>>,
+    /// Sum over the trained tokens / their number.
+    pub loss: f64,
+    /// By the name in the checkpoint.
+    pub gradients: BTreeMap<String, Vec<f64>>,
+}
+
+fn values(t: &Tensor) -> Vec<f64> {
+    let flat = t.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
+    flat.to_vec1::<f32>().unwrap().into_iter().map(f64::from).collect()
+}
+
+fn open(dir: &Path, adapter: Option<&Path>) -> Network {
+    let model = Described::open(dir.to_str().unwrap(), "main", None).unwrap_or_else(|e| panic!("{e}"));
+    let mut network = model
+        .load(Dtype::F32, ModelInit::Pretrained, 0, &Device::Cpu)
+        .unwrap_or_else(|e| panic!("{e}"));
+    if let Some(adapter) = adapter {
+        let (_, adapters) = export::load_adapter(adapter, &model.spec.sites()).unwrap_or_else(|e| panic!("{e}"));
+        network.adapters = adapters;
+    }
+    network
+}
+
+fn batch(documents: &[Document]) -> Batch {
+    let examples: Vec<Example> = documents
+        .iter()
+        .map(|d| Example {
+            ids: d.ids.clone(),
+            trained: d.trained.clone(),
+        })
+        .collect();
+    Batch::from_examples(&examples)
+}
+
+fn logits_of(network: &Network, batch: &Batch) -> Vec<Vec<f64>> {
+    let ctx = network.context(&batch.positions, &batch.documents, None).unwrap();
+    let hidden = network.hidden_states(&batch.ids, &ctx).unwrap();
+    let head = network.head().unwrap();
+    let mut all = values(&linear::forward(&hidden, &head.weight.tensor, None).unwrap());
+    if let Some(cap) = head.softcap {
+        all.iter_mut().for_each(|x| *x = cap as f64 * (*x / cap as f64).tanh());
+    }
+    let vocab = all.len() / batch.len();
+    let bounds = batch.documents.windows(2);
+    bounds.map(|d| all[d[0] * vocab..d[1] * vocab].to_vec()).collect()
+}
+
+/// Logits of documents, with or without an adapter.
+pub fn logits(dir: &Path, adapter: Option<&Path>, documents: &[Document]) -> Vec<Vec<f64>> {
+    logits_of(&open(dir, adapter), &batch(documents))
+}
+
+/// Loads a model directory in f32; logits, loss and the gradient of every parameter.
+pub fn logits_and_grads(dir: &Path, documents: &[Document]) -> Measured {
+    let network = open(dir, None);
+    let batch = batch(documents);
+    let logits = logits_of(&network, &batch);
+    let active = Active::new(network.spec.params().iter().map(|p| p.name.to_string()));
+    let objective = CausalLm::new(network.spec.vocab);
+    let mut sink = engine::sinks::Collect {
+        active: &active,
+        gradients: BTreeMap::new(),
+    };
+    let totals = engine::window(&network, &objective, &[batch], &active, |_| None, &mut sink).unwrap();
+    Measured {
+        logits,
+        loss: totals.loss(),
+        gradients: sink.gradients.iter().map(|(n, g)| (n.clone(), values(g))).collect(),
+    }
+}
+
+/// A recipe from the lines that matter.
+fn parse(lines: &str) -> Recipe {
+    let text = format!("[model]\npath = \"unused\"\n[data]\ntrain = \"unused.jsonl\"\n{lines}");
+    recipe::parse(&text, "parity", &[])
+        .unwrap_or_else(|e| panic!("{e}\n{text}"))
+        .recipe
+}
+
+/// Multipliers of steps 1 to `steps`; `lines` is the `[schedule]` table.
+pub fn multipliers(lines: &str, steps: u64) -> Vec<f64> {
+    let schedule = Schedule::new(&parse(lines).schedule, steps);
+    (1..=steps).map(|k| schedule.multiplier(k)).collect()
+}
+
+/// One parameter `[3, 4]` under an optimizer (`lines` is the `[optimizer]` table): after each step the weights
+/// and the moments that are kept.
+pub fn optimizer_steps(lines: &str, start: &[f32], gradients: &[Vec<f32>]) -> Vec<(Vec<f64>, Vec<f64>, Vec<f64>)> {
+    let settings = parse(lines).optimizer;
+    let lr = settings.learning_rate;
+    let mut optimizer = Optimizer::new(settings);
+    let tensor = |v: &[f32]| Tensor::from_slice(v, (3, 4), &Device::Cpu).unwrap();
+    let weight = tensor(start);
+    let mut out = Vec::new();
+    for gradient in gradients {
+        optimizer.update("w", &weight, &tensor(gradient), lr, 1.0).unwrap();
+        let wide = |v: &[f32]| v.iter().map(|x| *x as f64).collect::<Vec<_>>();
+        let state = optimizer.saved().next();
+        let (m, v) = state.map_or((vec![], vec![]), |s| (wide(s.m), wide(s.v)));
+        out.push((values(&weight), m, v));
+    }
+    out
+}
+
+/// Ids and trained marks of every row of a file, as a training run would see them.
+pub fn rows(model: &Path, file: &Path, stage: &str) -> Vec<Document> {
+    let quoted = |p: &Path| serde_json::to_string(p.to_str().unwrap()).unwrap();
+    let text = format!(
+        "[model]\npath = {}\n[data]\ntrain = {}\nmax_length = 512\nshuffle = false\npacking = false\n[train]\nstage = \"{stage}\"\n",
+        quoted(model),
+        quoted(file)
+    );
+    let recipe = recipe::parse(&text, "parity", &[])
+        .unwrap_or_else(|e| panic!("{e}"))
+        .recipe;
+    let described = Described::open(&recipe.model.path, "main", None).unwrap_or_else(|e| panic!("{e}"));
+    let rows = ft::run::rows::Rows::read(&recipe, &described).unwrap_or_else(|e| panic!("{e}"));
+    let examples = rows.train.examples.into_iter();
+    examples
+        .map(|e| Document {
+            ids: e.ids,
+            trained: e.trained,
+        })
+        .collect()
+}

@@ -1,0 +1,474 @@
+//! The rules of the house, as tests: rooms, file sizes, words that must not appear.
+//!
+//! The order of the rooms stands here; a room may import what stands below it, nothing else.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// From the top down. `lib.rs` declares the same rooms.
+const ROOMS: [&str; 19] = [
+    "cli",
+    "run",
+    "plan",
+    "checkpoint",
+    "export",
+    "generate",
+    "engine",
+    "sft",
+    "optim",
+    "model",
+    "source",
+    "peft",
+    "ops",
+    "data",
+    "formats",
+    "hub",
+    "recipe",
+    "report",
+    "base",
+];
+
+const MOST_LINES: usize = 600;
+/// Pure tables may be longer.
+const TABLES: [&str; 1] = ["src/recipe/table.rs"];
+
+struct Source {
+    /// Relative to the repository, with `/`.
+    path: String,
+    text: String,
+}
+
+impl Source {
+    /// The room of `src/room/file.rs`; none for `lib.rs` and `main.rs`.
+    fn room(&self) -> Option<&str> {
+        let (room, _) = self.path.strip_prefix("src/")?.split_once('/')?;
+        Some(room)
+    }
+
+    /// Files that this one declares for tests only: `#[cfg(test)] mod name;`.
+    fn test_files(&self) -> Vec<String> {
+        let folder = match self.path.rsplit_once('/') {
+            Some((folder, "mod.rs" | "lib.rs" | "main.rs")) => folder.to_string(),
+            _ => self.path.trim_end_matches(".rs").to_string(),
+        };
+        let text = plain(&self.text);
+        let declared = text.split("#[cfg(test)]").skip(1).filter_map(|rest| {
+            let item = rest.split_once(';')?.0.trim();
+            let name = item
+                .rsplit_once("mod ")
+                .map(|(before, name)| (before.trim(), name.trim()))?;
+            let plain_name = name.1.chars().all(|c| c.is_alphanumeric() || c == '_');
+            (plain_name && (name.0.is_empty() || name.0.starts_with("pub"))).then(|| name.1.to_string())
+        });
+        declared
+            .flat_map(|name| [format!("{folder}/{name}.rs"), format!("{folder}/{name}/")])
+            .collect()
+    }
+
+    /// Lines of the product with their numbers: no comments, no text in quotes, nothing under `#[cfg(test)]`.
+    fn product(&self) -> Vec<(usize, String)> {
+        without_tests(&plain(&self.text))
+    }
+}
+
+/// Blanks comments, strings and character literals; keeps the line breaks.
+fn plain(text: &str) -> String {
+    let bytes: Vec<char> = text.chars().collect();
+    let at = |i: usize| bytes.get(i).copied().unwrap_or('\0');
+    let mut out = String::with_capacity(text.len());
+    let mut i = 0;
+    while i < bytes.len() {
+        let blank_to = |end: usize, out: &mut String| {
+            out.extend(bytes[i..end.min(bytes.len())].iter().filter(|c| **c == '\n'));
+            end
+        };
+        let word_before = i > 0 && (at(i - 1).is_alphanumeric() || at(i - 1) == '_');
+        if at(i) == '/' && at(i + 1) == '/' {
+            let end = (i..bytes.len()).find(|&j| at(j) == '\n').unwrap_or(bytes.len());
+            i = blank_to(end, &mut out);
+        } else if at(i) == '/' && at(i + 1) == '*' {
+            let (mut depth, mut j) = (1, i + 2);
+            while depth > 0 && j < bytes.len() {
+                match (at(j), at(j + 1)) {
+                    ('/', '*') => (depth, j) = (depth + 1, j + 2),
+                    ('*', '/') => (depth, j) = (depth - 1, j + 2),
+                    _ => j += 1,
+                }
+            }
+            i = blank_to(j, &mut out);
+        } else if at(i) == 'r' && !word_before && (at(i + 1) == '"' || (at(i + 1) == '#' && "#\"".contains(at(i + 2))))
+        {
+            let hashes = (i + 1..bytes.len()).take_while(|&j| at(j) == '#').count();
+            let mut j = i + 2 + hashes;
+            while j < bytes.len() && !(at(j) == '"' && (1..=hashes).all(|h| at(j + h) == '#')) {
+                j += 1;
+            }
+            i = blank_to(j + 1 + hashes, &mut out);
+            out.push_str("\"\"");
+        } else if at(i) == '"' {
+            let mut j = i + 1;
+            while j < bytes.len() && at(j) != '"' {
+                j += if at(j) == '\\' { 2 } else { 1 };
+            }
+            i = blank_to(j + 1, &mut out);
+            out.push_str("\"\"");
+        } else if at(i) == '\'' && (at(i + 2) == '\'' || at(i + 1) == '\\') {
+            // A character; anything else after `'` is a lifetime.
+            let mut j = i + if at(i + 1) == '\\' { 3 } else { 2 };
+            while j < bytes.len() && at(j) != '\'' {
+                j += 1;
+            }
+            i = blank_to(j + 1, &mut out);
+            out.push_str("' '");
+        } else {
+            out.push(at(i));
+            i += 1;
+        }
+    }
+    out
+}
+
+/// Drops every item that follows `#[cfg(test)]`: to its `;`, or to the end of its braces.
+fn without_tests(plain: &str) -> Vec<(usize, String)> {
+    let mut out = Vec::new();
+    let (mut skipping, mut depth, mut opened) = (false, 0usize, false);
+    for (number, line) in plain.lines().enumerate() {
+        let mut rest = line;
+        if !skipping && let Some(found) = line.find("#[cfg(test)]") {
+            (skipping, depth, opened) = (true, 0, false);
+            rest = &line[found + "#[cfg(test)]".len()..];
+        }
+        if !skipping {
+            out.push((number + 1, line.to_string()));
+            continue;
+        }
+        for c in rest.chars() {
+            match c {
+                '{' => (depth, opened) = (depth + 1, true),
+                '}' => depth = depth.saturating_sub(1),
+                ';' if depth == 0 => opened = true,
+                _ => continue,
+            }
+            if opened && depth == 0 {
+                skipping = false;
+                break;
+            }
+        }
+    }
+    out
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn files_below(folder: &Path, ending: &str, found: &mut Vec<PathBuf>) {
+    let Ok(entries) = fs::read_dir(folder) else { return };
+    for entry in entries {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            files_below(&path, ending, found);
+        } else if path.extension().is_some_and(|e| e == ending) {
+            found.push(path);
+        }
+    }
+}
+
+fn load(folders: &[&str], ending: &str) -> Vec<Source> {
+    let mut paths = Vec::new();
+    for folder in folders {
+        files_below(&root().join(folder), ending, &mut paths);
+    }
+    paths.sort();
+    paths
+        .into_iter()
+        .map(|p| Source {
+            text: fs::read_to_string(&p).unwrap(),
+            path: p.strip_prefix(root()).unwrap().to_string_lossy().replace('\\', "/"),
+        })
+        .collect()
+}
+
+fn rust(folders: &[&str]) -> Vec<Source> {
+    let sources = load(folders, "rs");
+    assert!(sources.len() > 3, "no sources found below {folders:?}");
+    sources
+}
+
+/// Sources of the product: files that are compiled for tests only are left out.
+fn product() -> Vec<Source> {
+    let sources = rust(&["src"]);
+    let tests: Vec<String> = sources.iter().flat_map(Source::test_files).collect();
+    let is_test = |s: &Source| {
+        tests
+            .iter()
+            .any(|t| s.path == *t || (t.ends_with('/') && s.path.starts_with(t)))
+    };
+    sources.into_iter().filter(|s| !is_test(s)).collect()
+}
+
+fn assert_none(faults: &[String], rule: &str) {
+    assert!(faults.is_empty(), "{rule}:\n  {}", faults.join("\n  "));
+}
+
+/// `word` where no other word character touches it.
+fn has_word(line: &str, word: &str) -> bool {
+    let touches = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
+    line.match_indices(word)
+        .any(|(at, _)| !touches(line[..at].chars().next_back()) && !touches(line[at + word.len()..].chars().next()))
+}
+
+/// Rooms of this crate that a text names: `crate::room` and `use crate::{room, ...}`.
+fn rooms_named(text: &str) -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    for (at, prefix) in text.match_indices("crate::") {
+        let rest = &text[at + prefix.len()..];
+        match rest.strip_prefix('{') {
+            None => names.extend(
+                rest.split(|c: char| !c.is_alphanumeric() && c != '_')
+                    .next()
+                    .map(String::from),
+            ),
+            Some(group) => {
+                let (mut depth, mut first, mut name) = (0, true, String::new());
+                for c in group.chars() {
+                    match c {
+                        '{' => depth += 1,
+                        '}' if depth == 0 => break,
+                        '}' => depth -= 1,
+                        ',' if depth == 0 => {
+                            names.insert(std::mem::take(&mut name));
+                            first = true;
+                        }
+                        c if first && depth == 0 && (c.is_alphanumeric() || c == '_') => name.push(c),
+                        c if c.is_whitespace() => {}
+                        _ => first = false,
+                    }
+                }
+                names.insert(name);
+            }
+        }
+    }
+    names
+}
+
+#[test]
+fn the_tools_of_this_file_work() {
+    let text = "a // unwrap()\n\"panic!\" b '\"' c<'x> r#\"todo!\"# /* x\n y */ d\n#[cfg(test)]\nmod t {\n f() }\ne\n\
+                #[cfg(test)]\nmod u;\nf";
+    let lines = without_tests(&plain(text));
+    let words: Vec<&str> = lines.iter().flat_map(|(_, l)| l.split_whitespace()).collect();
+    assert_eq!(words, ["a", "\"\"", "b", "'", "'", "c<'x>", "\"\"", "d", "e", "f"]);
+    assert_eq!(lines.last().unwrap().0, 10);
+    let named = rooms_named("use crate::{base::{Error, Result}, ops::rope,\n model}; crate::data::Row");
+    assert_eq!(named.into_iter().collect::<Vec<_>>(), ["base", "data", "model", "ops"]);
+    let module = Source {
+        path: "src/a/mod.rs".into(),
+        text: "mod b;\n#[cfg(test)]\nmod c;\n#[cfg(test)]\nmod tests { use x; }".into(),
+    };
+    assert_eq!(module.test_files(), ["src/a/c.rs", "src/a/c/"]);
+    assert!(calls_std_fs("std::fs::read(p)") && calls_std_fs("use std::fs;") && calls_std_fs("fs::{self}"));
+    assert!(!calls_std_fs("use std::fs::File;") && !calls_std_fs("offs::x"));
+    assert!(calls_std_fs("File::open(p)") && !calls_std_fs("AtomicFile::create(p)"));
+    assert!(has_word("  print!(\"\")", "print!") && !has_word("eprint!()", "print!"));
+}
+
+#[test]
+fn the_rooms_are_those_of_lib() {
+    let lib = fs::read_to_string(root().join("src/lib.rs")).unwrap();
+    let declared: BTreeSet<&str> = plain(&lib)
+        .lines()
+        .filter_map(|l| l.trim().strip_prefix("pub mod "))
+        .filter_map(|l| l.split(';').next())
+        .map(|room| {
+            ROOMS
+                .into_iter()
+                .find(|r| *r == room)
+                .unwrap_or("a room that is not in tests/tidy.rs")
+        })
+        .collect();
+    assert_eq!(declared, BTreeSet::from(ROOMS));
+    let map = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    for room in ROOMS {
+        assert!(
+            map.contains(&format!("`{room}`")),
+            "ARCHITECTURE.md does not know the room `{room}`"
+        );
+    }
+}
+
+/// Imports point down a total order: so there is no circle either.
+#[test]
+fn imports_point_downward() {
+    let mut faults = Vec::new();
+    for source in rust(&["src"]) {
+        let Some(room) = source.room() else { continue };
+        let Some(level) = ROOMS.iter().position(|r| *r == room) else {
+            faults.push(format!("{}: room `{room}` is not in the list", source.path));
+            continue;
+        };
+        // Unit tests count too: they are compiled with the room.
+        for other in rooms_named(&plain(&source.text)) {
+            if let Some(at) = ROOMS.iter().position(|r| *r == other)
+                && at < level
+            {
+                faults.push(format!(
+                    "{}: `{room}` uses `{other}`, which stands above it",
+                    source.path
+                ));
+            }
+        }
+    }
+    assert_none(&faults, "an import points upward");
+}
+
+#[test]
+fn files_are_small() {
+    let mut faults = Vec::new();
+    for source in rust(&["src", "tests", "benches"]) {
+        let lines = source.text.lines().count();
+        if lines > MOST_LINES && !TABLES.contains(&source.path.as_str()) {
+            faults.push(format!("{}: {lines} lines", source.path));
+        }
+    }
+    assert_none(&faults, "a file has more than 600 lines");
+}
+
+#[test]
+fn every_file_says_what_it_is() {
+    let faults: Vec<String> = rust(&["src", "tests", "benches"])
+        .iter()
+        .filter(|s| !s.text.starts_with("//!"))
+        .map(|s| s.path.clone())
+        .collect();
+    assert_none(&faults, "a file has no module documentation (`//!`) at its start");
+}
+
+/// A function of `std::fs` or of its `File`, or the module itself. To name the type `File` is fine: base opens it.
+fn calls_std_fs(line: &str) -> bool {
+    let after = |prefix: &str| {
+        line.match_indices(prefix)
+            .filter(|(at, _)| !line[..*at].ends_with(|c: char| c.is_alphanumeric() || c == '_'))
+            .any(|(at, _)| !line[at + prefix.len()..].starts_with(|c: char| c.is_ascii_uppercase()))
+    };
+    after("fs::") || after("File::") || line.contains("std::fs;") || line.contains("std::{fs")
+}
+
+/// Words that must not appear in the product, and the places where they may.
+#[test]
+fn forbidden_words() {
+    // Word, whole word only, paths where it is allowed, rule.
+    let rules: [(&str, bool, &[&str], &str); 13] = [
+        (".unwrap()", false, &[], "return an error"),
+        (".unwrap_err()", false, &[], "return an error"),
+        (".expect(", false, &[], "return an error"),
+        (".expect_err(", false, &[], "return an error"),
+        ("panic!", true, &[], "return an error"),
+        ("todo!", true, &[], "build it"),
+        ("unimplemented!", true, &[], "build it"),
+        ("println!", true, &["src/cli/"], "only cli prints"),
+        ("print!", true, &["src/cli/"], "only cli prints"),
+        (
+            "eprintln!",
+            true,
+            &["src/cli/", "src/report/"],
+            "only cli and report speak",
+        ),
+        (
+            "eprint!",
+            true,
+            &["src/cli/", "src/report/"],
+            "only cli and report speak",
+        ),
+        ("dbg!", true, &[], "leave no debug output behind"),
+        ("OpenOptions", true, &["src/base/"], "files are opened through base"),
+    ];
+    let mut faults = Vec::new();
+    for source in product() {
+        for (number, line) in source.product() {
+            for (word, whole, allowed, rule) in rules {
+                let found = if whole {
+                    has_word(&line, word)
+                } else {
+                    line.contains(word)
+                };
+                if found && !allowed.iter().any(|a| source.path.starts_with(a)) {
+                    faults.push(format!("{}:{number}: `{word}`: {rule}", source.path));
+                }
+            }
+            if calls_std_fs(&line) && !source.path.starts_with("src/base/") {
+                faults.push(format!(
+                    "{}:{number}: `std::fs`: files are opened through base",
+                    source.path
+                ));
+            }
+        }
+    }
+    assert_none(&faults, "a word that must not appear in the product");
+}
+
+/// Only cli reads the environment, with the exceptions named here.
+#[test]
+fn environment_variables_are_read_at_the_top() {
+    // The hub's own variables are part of its contract.
+    let allowed = ["src/cli/", "src/hub/"];
+    let mut faults = Vec::new();
+    for source in product() {
+        for (number, line) in source.product() {
+            let reads = ["env::var", "env::vars", "env::var_os", "env::args"]
+                .iter()
+                .any(|w| has_word(&line, w));
+            if reads && !allowed.iter().any(|a| source.path.starts_with(a)) && source.path != "src/main.rs" {
+                faults.push(format!("{}:{number}", source.path));
+            }
+        }
+    }
+    assert_none(&faults, "the environment is read below cli");
+}
+
+#[test]
+fn nothing_is_left_for_later_and_no_machine_is_named() {
+    let mut sources = rust(&["src", "tests", "benches", "examples"]);
+    for (folder, ending) in [("recipes", "toml"), ("docs", "md"), ("tests", "py"), ("assets", "md")] {
+        sources.extend(load(&[folder], ending));
+    }
+    for name in [
+        "README.md",
+        "ARCHITECTURE.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "CHANGELOG.md",
+        ".ci/run",
+    ] {
+        sources.push(Source {
+            path: name.into(),
+            text: fs::read_to_string(root().join(name)).unwrap(),
+        });
+    }
+    // Put together here, so that this file does not contain them.
+    let later = ["TO\u{44}O", "FIX\u{4d}E", "XX\u{58}"];
+    let machine = [
+        "/ro\u{6f}t/",
+        "/ho\u{6d}e/",
+        "/Use\u{72}s/",
+        "/wo\u{72}k/",
+        "C:\\\\Us\u{65}rs",
+    ];
+    let mut faults = Vec::new();
+    for source in &sources {
+        for (number, line) in source.text.lines().enumerate() {
+            for word in later {
+                if has_word(line, word) {
+                    faults.push(format!("{}:{}: `{word}`", source.path, number + 1));
+                }
+            }
+            for path in machine {
+                if line.contains(path) {
+                    faults.push(format!("{}:{}: `{path}`", source.path, number + 1));
+                }
+            }
+        }
+    }
+    assert_none(&faults, "work left for later, or a path of some machine");
+}

@@ -48,6 +48,22 @@ pub(crate) fn resolve(settings: &HubSettings, id: &str, revision: &str) -> Resul
     Ok(directory)
 }
 
+pub(crate) fn resolve_config(settings: &HubSettings, id: &str, revision: &str) -> Result<PathBuf> {
+    let wanted = Wanted {
+        kind: "model",
+        id,
+        revision,
+        file: None,
+    };
+    let (owner, name) = hf_hub::split_id(id);
+    let handle = client(settings)?.model(owner, name);
+    let repository = Repository::open(handle, settings, wanted)?;
+    match repository.optional("config.json")? {
+        Some(path) => directory(&path),
+        None => Err(absent(&repository, "config.json", wanted, settings)),
+    }
+}
+
 fn directory(file: &Path) -> Result<PathBuf> {
     file.parent()
         .map(Path::to_path_buf)

@@ -137,7 +137,7 @@ fn check(network: &Network, prompts: &[Vec<u32>]) -> Result<()> {
 
 /// Runs the new tokens of every row, given with the position of the first; logits `[rows, V]` after each
 /// row's last token.
-fn step(network: &Network, cache: &mut Cache, parts: &[(&[u32], usize)]) -> Result<Tensor> {
+pub(super) fn step(network: &Network, cache: &mut Cache, parts: &[(&[u32], usize)]) -> Result<Tensor> {
     let (mut ids, mut positions, mut documents) = (Vec::new(), Vec::new(), vec![0]);
     for &(tokens, start) in parts {
         ids.extend_from_slice(tokens);
@@ -171,7 +171,3 @@ fn choose(logits: &Tensor, sampler: &Sampler, live: &[Live]) -> Result<Vec<u32>>
         rows.map(|(logits, l)| sampler.next(logits, l.row, l.len)).collect()
     })?
 }
-
-#[cfg(test)]
-#[path = "tests.rs"]
-mod tests;

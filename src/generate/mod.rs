@@ -10,3 +10,6 @@ mod sampler;
 pub use cache::Cache;
 pub use decode::{Settings, generate};
 pub use sampler::Sampler;
+
+#[cfg(test)]
+mod tests;

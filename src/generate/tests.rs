@@ -1,10 +1,15 @@
 //! Cached decoding against recomputing everything, and rows together against rows alone.
 
+use super::cache::Cache;
+use super::decode::step;
 use super::*;
+use crate::base::Error;
 use crate::data::{Batch, Example};
+use crate::model::Network;
 use crate::model::rope::Rope;
 use crate::model::spec::{LayerSpec, Spec};
 use crate::ops::glu::Activation;
+use crate::ops::linear;
 use crate::recipe::Dtype;
 use crate::source::Resident;
 use candle_core::Device;

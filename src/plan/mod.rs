@@ -1,12 +1,145 @@
-//! TEMP
-pub struct Plan {
-    pub peak_bytes: u64,
+//! The memory a run will need, worked out on paper: one optimizer step is walked through as the engine takes
+//! it, every tensor written into a ledger when it comes and struck out when it goes. Allocates nothing.
+//!
+//! Letters: N tokens of the largest micro-batch, D hidden size, H heads, K key/value heads, E head size,
+//! I intermediate size, V vocabulary, R rank of an adapter.
+//!
+//! In short: resident weights + optimizer(active) + layers above the lowest active · N · D · 4 + the larger of
+//! (work of one layer, chunk of logits) + gradients.
+
+mod ledger;
+mod step;
+mod table;
+mod work;
+
+pub use table::{Line, Plan};
+
+use crate::engine::{Active, Gradients};
+use crate::model::{Adapters, Spec};
+use crate::optim::Optimizer;
+use crate::recipe::{Dtype, Method, Recipe};
+use ledger::{Kind, Ledger};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What the plan needs to know beside model and recipe.
+#[derive(Debug, Clone)]
+pub struct Inputs {
+    /// N: tokens of the largest micro-batch.
+    pub tokens: usize,
+    /// Tokens of the longest document in it.
+    pub longest: usize,
+    /// Fewest documents in a micro-batch.
+    pub documents: usize,
+    /// Micro-batches of an optimizer step.
+    pub micro_batches: usize,
+    pub gradients: Gradients,
+    pub threads: usize,
+    /// Every set of parameters that can be trained at one time.
+    pub active: Vec<Active>,
+    /// Rank of the adapter on each linear that has one, by module.
+    pub adapters: BTreeMap<String, usize>,
+    /// The tokenized rows.
+    pub data_bytes: u64,
+    /// What the program holds before the model is loaded.
+    pub process_bytes: u64,
 }
-impl Plan {
-    pub fn json(&self) -> serde_json::Value {
-        serde_json::json!({"peak_bytes": self.peak_bytes})
-    }
-    pub fn table(&self) -> String {
-        String::new()
+
+impl Inputs {
+    /// The largest that the recipe allows: every row as long as `max_length`.
+    pub fn of_recipe(recipe: &Recipe, active: Vec<Active>, adapters: &Adapters, gradients: Gradients) -> Self {
+        let rows = recipe.train.batch_size;
+        Self {
+            tokens: rows * recipe.data.max_length,
+            longest: recipe.data.max_length,
+            documents: rows,
+            micro_batches: recipe.train.gradient_accumulation_steps,
+            gradients,
+            threads: rayon::current_num_threads(),
+            active,
+            adapters: adapters
+                .iter()
+                .map(|(module, lora)| (module.clone(), lora.a.dims().first().copied().unwrap_or(0)))
+                .collect(),
+            data_bytes: 0,
+            process_bytes: crate::base::memory::resident(),
+        }
     }
 }
+
+/// Elements of every parameter and adapter matrix by name.
+pub(crate) fn elements(spec: &Spec, adapters: &BTreeMap<String, usize>) -> BTreeMap<String, u64> {
+    let mut all: BTreeMap<String, u64> = BTreeMap::new();
+    for p in spec.params() {
+        all.insert(p.name.to_string(), p.elements() as u64);
+    }
+    for site in spec.sites() {
+        if let Some(&r) = adapters.get(&site.module) {
+            all.insert(format!("{}.lora_A.weight", site.module), (r * site.input) as u64);
+            all.insert(format!("{}.lora_B.weight", site.module), (r * site.output) as u64);
+        }
+    }
+    all
+}
+
+/// The forecast of one run: the worst moment of its worst step.
+pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
+    let sizes = elements(spec, &inputs.adapters);
+    let params = spec.params();
+    let stored = match recipe.model.dtype {
+        Dtype::F32 => 4,
+        Dtype::Bf16 => 2,
+    };
+    let parameters: u64 = params.iter().map(|p| p.elements() as u64).sum();
+    let adapters: u64 = sizes.values().sum::<u64>() - parameters;
+    let is_adapter = |name: &str| name.contains(".lora_");
+    let ever: BTreeSet<&str> = inputs.active.iter().flat_map(Active::names).collect();
+    let size = |name: &str| sizes.get(name).copied().unwrap_or(0);
+
+    let mut worst: Option<(Ledger, u64)> = None;
+    for active in &inputs.active {
+        let mut ledger = Ledger::default();
+        ledger.moment("loading");
+        let trained: u64 = active.names().map(size).sum();
+        let state: u64 = active
+            .names()
+            .map(|n| {
+                let bf16 = stored == 2 && !is_adapter(n);
+                size(n) * Optimizer::bytes_per_element(&recipe.optimizer, bf16)
+            })
+            .sum();
+        // What a master knows beyond bf16 stays when its block retires.
+        let retired: u64 = match stored {
+            2 => ever
+                .iter()
+                .filter(|n| !active.contains(n) && !is_adapter(n))
+                .map(|n| 2 * size(n))
+                .sum(),
+            _ => 0,
+        };
+        let held = [
+            ledger.hold(Kind::Process, inputs.process_bytes),
+            ledger.hold(Kind::Data, inputs.data_bytes),
+            ledger.hold(Kind::Weights, parameters * stored),
+            ledger.hold(Kind::Adapters, adapters * 4),
+            ledger.hold(Kind::Retired, retired),
+            ledger.hold(Kind::Optimizer, state),
+        ];
+        step::walk(&mut ledger, spec, recipe, inputs, active);
+        // A checkpoint or `final/` takes one tensor at a time as f32.
+        ledger.moment("saving");
+        let largest = match recipe.tune.method {
+            Method::Lora => active.names().map(size).max(),
+            _ => sizes.values().copied().max(),
+        };
+        ledger.touch(Kind::Saving, 4 * largest.unwrap_or(0));
+        ledger.drop_all(held);
+        if worst.as_ref().is_none_or(|(w, _)| ledger.peak > w.peak) {
+            worst = Some((ledger, trained));
+        }
+    }
+    let (ledger, trained) = worst.unwrap_or_default();
+    table::plan(spec, recipe, inputs, ledger, parameters + adapters, trained)
+}
+
+#[cfg(test)]
+mod tests;

@@ -75,6 +75,8 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         });
     }
 
+    super::forecast::check_budget(&plan, recipe)?;
+
     // ---- run directory
     files::create_dir_all(&run_dir)?;
     let _lock = RunLock::acquire(&run_dir)?;

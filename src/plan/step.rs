@@ -1,0 +1,182 @@
+//! One optimizer step on paper: the order of `engine::step` and `engine::pass`.
+
+use super::Inputs;
+use super::elements;
+use super::ledger::{Held, Kind, Ledger};
+use super::work::Block;
+use crate::engine::{Active, Gradients};
+use crate::model::Spec;
+use crate::model::spec::{EMBEDDING, FINAL_NORM, LM_HEAD};
+use crate::recipe::{Dtype, Recipe};
+use crate::sft::CausalLm;
+use crate::source::Group;
+use std::collections::BTreeMap;
+
+/// Elements that the update of a bf16 weight widens at a time, per thread (as in `optim`).
+const UPDATE_CHUNK: u64 = 1 << 14;
+/// What the matrix product packs its operands into, per thread.
+const PACKING: u64 = 1 << 20;
+/// Elements of a bf16 weight that a thread widens at a time (as in `ops`).
+const WIDEN: u64 = 240 * 512;
+/// Queries that one task of attention takes at a time (as in `ops`).
+const QUERIES: u64 = 64;
+
+/// Where gradients go, on paper.
+pub(super) struct Sink<'a> {
+    pub active: &'a Active,
+    sizes: &'a BTreeMap<String, u64>,
+    keep: bool,
+    /// Bytes that the update of one bf16 weight needs.
+    update: u64,
+    kept: BTreeMap<String, Held>,
+}
+
+impl Sink<'_> {
+    pub fn wants(&self, name: &str) -> bool {
+        self.active.contains(name)
+    }
+
+    fn bytes(&self, name: &str) -> u64 {
+        4 * self.sizes.get(name).copied().unwrap_or(0)
+    }
+
+    /// The gradient of `name` comes into being.
+    pub fn compute(&self, l: &mut Ledger, name: &str) -> Held {
+        l.hold(Kind::Gradients, self.bytes(name))
+    }
+
+    /// The sink gets it.
+    pub fn take(&mut self, l: &mut Ledger, name: &str, gradient: Held) {
+        if self.keep && !self.kept.contains_key(name) {
+            self.kept.insert(name.to_string(), gradient);
+            return;
+        }
+        if !self.keep {
+            l.touch(Kind::Scratch, self.update.min(self.bytes(name)));
+        }
+        l.drop(gradient);
+    }
+
+    /// Computed and handed over at once, if it is wanted.
+    pub fn give(&mut self, l: &mut Ledger, name: &str) {
+        if self.wants(name) {
+            let gradient = self.compute(l, name);
+            self.take(l, name, gradient);
+        }
+    }
+}
+
+pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, active: &Active) {
+    let sizes = elements(spec, &inputs.adapters);
+    let bf16 = recipe.model.dtype == Dtype::Bf16;
+    let threads = inputs.threads as u64;
+    let mut sink = Sink {
+        active,
+        sizes: &sizes,
+        keep: inputs.gradients == Gradients::Keep,
+        update: if bf16 { 4 * UPDATE_CHUNK * threads } else { 0 },
+        kept: BTreeMap::new(),
+    };
+    let tokens = inputs.tokens as u64;
+    let rope: u64 = spec.ropes.iter().map(|r| 8 * r.inv_freq.len() as u64).sum();
+    let held = [
+        // ids, positions, targets of every micro-batch; the rope tables of one.
+        l.hold(Kind::Data, 12 * tokens * inputs.micro_batches as u64 + rope * tokens),
+        l.hold(
+            Kind::Scratch,
+            threads * (PACKING + 4 * thread_scratch(spec, inputs, bf16)),
+        ),
+    ];
+    // The second micro-batch finds the sums of the first; those after it are like the second.
+    for micro in 0..inputs.micro_batches.min(2) {
+        micro_batch(l, spec, recipe, inputs, &mut sink, micro);
+    }
+    l.moment("the update");
+    l.touch(Kind::Scratch, sink.update);
+    let kept: Vec<Held> = std::mem::take(&mut sink.kept).into_values().collect();
+    l.drop_all(kept);
+    l.drop_all(held);
+}
+
+/// Elements that one thread keeps for attention or for widened weights.
+fn thread_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
+    let keys = |window: Option<usize>| {
+        let seen = window.map_or(inputs.longest, |w| (w + QUERIES as usize).min(inputs.longest));
+        seen as u64
+    };
+    let keys = spec.layers.iter().map(|s| keys(s.window)).max().unwrap_or(0);
+    let attention = 2 * QUERIES.min(inputs.longest as u64) * keys;
+    attention.max(if bf16 { WIDEN } else { 0 })
+}
+
+fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
+    let n = inputs.tokens as u64;
+    let nd = 4 * n * spec.hidden as u64;
+    let layers = spec.layers.len();
+    let lowest = sink.active.lowest_layer(layers);
+    let to_embedding = sink.active.lowest() == Group::Embedding;
+    let dropout = recipe.tune.lora.lora_dropout > 0.0;
+    let block = |index| Block::new(spec, index, inputs, dropout);
+
+    let mut kept: Vec<Held> = Vec::new();
+    for layer in 0..layers {
+        l.moment(format!("the forward pass of layer {layer}"));
+        let x = l.hold(if layer >= lowest { Kind::Inputs } else { Kind::Layer }, nd);
+        let y = block(layer).forward(l);
+        l.drop(y);
+        if layer >= lowest {
+            kept.push(x);
+        } else {
+            l.drop(x);
+        }
+    }
+    let x = l.hold(Kind::Layer, nd);
+
+    l.moment(match micro {
+        0 => "the loss",
+        _ => "the loss of a later micro-batch",
+    });
+    let head = if spec.tied { EMBEDDING } else { LM_HEAD };
+    let dh = lowest < layers || to_embedding || sink.wants(FINAL_NORM);
+    let h = l.hold(Kind::Loss, nd);
+    let indices = l.hold(Kind::Loss, 8 * n);
+    let d_hidden = dh.then(|| l.hold(Kind::Loss, nd));
+    let d_head = sink.wants(head).then(|| sink.compute(l, head));
+    let chunk = CausalLm::chunk_for(spec.vocab).min(inputs.tokens) as u64;
+    l.touch(Kind::Loss, 4 * chunk * (spec.vocab + spec.hidden) as u64);
+    l.drop_all([h, indices]);
+    let mut tied = None;
+    match d_head {
+        Some(gradient) if spec.tied => tied = Some(gradient),
+        Some(gradient) => sink.take(l, head, gradient),
+        None => {}
+    }
+    let Some(d_hidden) = d_hidden else {
+        l.drop(x);
+        return;
+    };
+    let mut dx = l.hold(Kind::Layer, nd);
+    sink.give(l, FINAL_NORM);
+    l.drop_all([x, d_hidden]);
+
+    for layer in (lowest..layers).rev() {
+        l.moment(format!("the backward pass of layer {layer}"));
+        let need_dx = layer > lowest || to_embedding;
+        let below = block(layer).vjp(l, dx, need_dx, sink);
+        l.drop_all(kept.pop());
+        match below {
+            Some(below) => dx = below,
+            None => {
+                l.drop_all(tied);
+                return;
+            }
+        }
+    }
+    if to_embedding && sink.wants(EMBEDDING) {
+        l.moment("the gradient of the embedding");
+        let gradient = tied.take().unwrap_or_else(|| sink.compute(l, EMBEDDING));
+        sink.take(l, EMBEDDING, gradient);
+    }
+    l.drop(dx);
+    l.drop_all(tied);
+}

@@ -1,0 +1,163 @@
+//! The plan as a table and as JSON.
+
+use super::Inputs;
+use super::ledger::{Kind, Ledger};
+use crate::base::units::{bytes, count};
+use crate::model::Spec;
+use crate::recipe::{Method, Recipe};
+use crate::sft::CausalLm;
+use serde_json::{Value, json};
+
+/// One line: the most that this part ever takes, and what it takes at the moment of the peak.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Line {
+    pub key: &'static str,
+    pub label: String,
+    pub bytes: u64,
+    /// The lines' sum is the peak.
+    pub at_peak: u64,
+    pub note: String,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    pub lines: Vec<Line>,
+    pub peak_bytes: u64,
+    /// When the peak is reached.
+    pub peak_moment: String,
+    /// Parameters of the model, adapters included.
+    pub parameters: u64,
+    /// Parameters trained at one time, in the worst block.
+    pub trained_parameters: u64,
+}
+
+impl Plan {
+    /// Lines, their largest size, their size at the peak, and a note each.
+    pub fn table(&self) -> String {
+        let width = self.lines.iter().map(|l| l.label.len()).max().unwrap_or(0).max(12);
+        let mut out = format!("{:width$}  {:>10}  {:>10}\n", "", "largest", "at peak");
+        for l in &self.lines {
+            let row = format!(
+                "{:width$}  {:>10}  {:>10}  {}",
+                l.label,
+                bytes(l.bytes),
+                bytes(l.at_peak),
+                l.note
+            );
+            out.push_str(row.trim_end());
+            out.push('\n');
+        }
+        out.push_str(&format!(
+            "{:width$}  {:>10}  {:>10}  in {}\n",
+            "peak",
+            "",
+            bytes(self.peak_bytes),
+            self.peak_moment
+        ));
+        out.push_str(&format!(
+            "{:width$}  {} of {} trained at one time ({:.2} %)\n",
+            "parameters",
+            count(self.trained_parameters),
+            count(self.parameters),
+            100.0 * self.trained_parameters as f64 / self.parameters.max(1) as f64
+        ));
+        out
+    }
+
+    /// Every line in bytes under its key, and the total as `peak_bytes`.
+    pub fn json(&self) -> Value {
+        let mut out = serde_json::Map::new();
+        let mut at_peak = serde_json::Map::new();
+        for l in &self.lines {
+            out.insert(l.key.into(), json!(l.bytes));
+            at_peak.insert(l.key.into(), json!(l.at_peak));
+        }
+        out.insert("peak_bytes".into(), json!(self.peak_bytes));
+        out.insert("peak_moment".into(), json!(self.peak_moment));
+        out.insert("at_peak".into(), Value::Object(at_peak));
+        out.insert("parameters".into(), json!(self.parameters));
+        out.insert("trained_parameters".into(), json!(self.trained_parameters));
+        Value::Object(out)
+    }
+}
+
+pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, parameters: u64, trained: u64) -> Plan {
+    let n = count(inputs.tokens as u64);
+    let state = match recipe.tune.method {
+        Method::Block => "optimizer of the active block",
+        _ => "optimizer",
+    };
+    let chunk = CausalLm::chunk_for(spec.vocab).min(inputs.tokens);
+    let dtype = recipe.model.dtype.name();
+    let gradients = match inputs.gradients {
+        crate::engine::Gradients::Keep => "f32, kept until the update",
+        _ => "f32, each applied and dropped as it comes",
+    };
+    let lines = [
+        (Kind::Weights, "weights", "weights", format!("all of them, {dtype}")),
+        (Kind::Adapters, "adapters", "adapters", "f32".into()),
+        (
+            Kind::Optimizer,
+            "optimizer",
+            state,
+            format!("{}, {}", recipe.optimizer.name.name(), recipe.optimizer.state.name()),
+        ),
+        (
+            Kind::Retired,
+            "retired_halves",
+            "retired blocks",
+            "what their f32 masters know beyond bf16".into(),
+        ),
+        (Kind::Gradients, "gradients", "gradients", gradients.into()),
+        (
+            Kind::Inputs,
+            "layer_inputs",
+            "layer inputs",
+            format!("{n} tokens × {} × f32 a layer", spec.hidden),
+        ),
+        (
+            Kind::Layer,
+            "layer_work",
+            "work of one layer",
+            format!("{n} tokens, recomputed and taken back"),
+        ),
+        (
+            Kind::Loss,
+            "logits",
+            "logits chunk",
+            format!("{chunk} tokens × {} at a time", spec.vocab),
+        ),
+        (Kind::Saving, "saving", "saving", "the largest tensor as f32".into()),
+        (
+            Kind::Data,
+            "data",
+            "data",
+            "tokenized rows and the batches of a step".into(),
+        ),
+        (
+            Kind::Scratch,
+            "scratch",
+            "scratch",
+            format!("buffers of {} threads", inputs.threads),
+        ),
+        (Kind::Process, "process", "program", "before the model is loaded".into()),
+    ];
+    let get = |map: &std::collections::BTreeMap<Kind, u64>, kind| map.get(&kind).copied().unwrap_or(0);
+    let lines = lines
+        .into_iter()
+        .map(|(kind, key, label, note)| Line {
+            key,
+            label: label.to_string(),
+            bytes: get(&l.largest, kind),
+            at_peak: get(&l.at_peak, kind),
+            note,
+        })
+        .collect();
+    Plan {
+        lines,
+        peak_bytes: l.peak,
+        peak_moment: l.peak_moment,
+        parameters,
+        trained_parameters: trained,
+    }
+}

@@ -1,0 +1,406 @@
+//! Forward and vector-Jacobian product of one layer on paper, tensor by tensor as in `model::block`.
+
+use super::Inputs;
+use super::ledger::{Held, Kind, Ledger};
+use super::step::Sink;
+use crate::model::Spec;
+
+/// As in `ops`: with fewer tasks the query heads of a key head are shared out.
+const ENOUGH_TASKS: usize = 8;
+
+pub(super) struct Block<'a> {
+    spec: &'a Spec,
+    index: usize,
+    inputs: &'a Inputs,
+    /// Adapters drop input features: a masked copy of the input.
+    dropout: bool,
+    /// Bytes of `[N, ·]` tensors.
+    nd: u64,
+    nq: u64,
+    nkv: u64,
+    ni: u64,
+    lse: u64,
+}
+
+/// What the backward pass of the attention half needs.
+struct Kept {
+    h: Held,
+    raw: Vec<Held>,
+    qkv: Vec<Held>,
+    o: Held,
+    lse: Held,
+    y: Option<Held>,
+}
+
+/// A linear: its name below the layer, input and output features.
+type Linear = (&'static str, usize, usize);
+
+impl<'a> Block<'a> {
+    pub fn new(spec: &'a Spec, index: usize, inputs: &'a Inputs, dropout: bool) -> Self {
+        let bytes = |width: usize| 4 * (inputs.tokens * width) as u64;
+        Self {
+            spec,
+            index,
+            inputs,
+            dropout,
+            nd: bytes(spec.hidden),
+            nq: bytes(spec.query_width()),
+            nkv: bytes(spec.kv_width()),
+            ni: bytes(spec.intermediate),
+            lse: bytes(spec.heads),
+        }
+    }
+
+    fn n(&self, width: usize) -> u64 {
+        4 * (self.inputs.tokens * width) as u64
+    }
+
+    fn name(&self, below: &str) -> String {
+        format!("model.layers.{}.{below}", self.index)
+    }
+
+    fn rank(&self, linear: Linear) -> Option<usize> {
+        self.inputs.adapters.get(&self.name(linear.0)).copied()
+    }
+
+    /// The linears of a half that read its norm's output, and the one that writes to the stream.
+    fn linears(&self, attention: bool) -> (Vec<Linear>, Linear) {
+        let part = if attention { "self_attn." } else { "mlp." };
+        let mut all: Vec<Linear> = self
+            .spec
+            .linears()
+            .into_iter()
+            .filter(|(name, ..)| name.starts_with(part))
+            .map(|(name, input, output, ..)| (name, input, output))
+            .collect();
+        let last = all.pop().unwrap_or(("", 0, 0));
+        (all, last)
+    }
+
+    fn linear(&self, l: &mut Ledger, linear: Linear) -> Held {
+        let (_, input, output) = linear;
+        let y = l.hold(Kind::Layer, self.n(output));
+        if let Some(r) = self.rank(linear) {
+            let copy = if self.dropout { self.n(input) } else { 0 };
+            l.touch(Kind::Layer, copy + self.n(r) + self.n(output));
+        }
+        y
+    }
+
+    /// Several linears of one input: q, k, v, or gate and up.
+    fn projections(&self, l: &mut Ledger, linears: &[Linear], widths: &[u64]) -> Vec<Held> {
+        if !self.spec.fused_projections {
+            return linears.iter().map(|&x| self.linear(l, x)).collect();
+        }
+        let y = self.linear(l, linears[0]);
+        let parts = widths.iter().map(|&w| l.hold(Kind::Layer, w)).collect();
+        l.drop(y);
+        parts
+    }
+
+    fn attention(&self, l: &mut Ledger) -> (Held, Kept) {
+        let (linears, o_proj) = self.linears(true);
+        let h = l.hold(Kind::Layer, self.nd);
+        let mut qkv = self.projections(l, &linears, &[self.nq, self.nkv, self.nkv]);
+        let v = qkv.pop();
+        let mut raw = Vec::new();
+        if self.spec.qk_norm {
+            raw = std::mem::replace(
+                &mut qkv,
+                vec![l.hold(Kind::Layer, self.nq), l.hold(Kind::Layer, self.nkv)],
+            );
+        }
+        let before = qkv;
+        let mut qkv = vec![l.hold(Kind::Layer, self.nq), l.hold(Kind::Layer, self.nkv)];
+        qkv.extend(v);
+        let o = l.hold(Kind::Layer, self.nq);
+        let lse = l.hold(Kind::Layer, self.lse);
+        let mut x1 = self.linear(l, o_proj);
+        let mut y = None;
+        if self.spec.sandwich_norms {
+            y = Some(x1);
+            let normed = l.hold(Kind::Layer, self.nd);
+            x1 = l.hold(Kind::Layer, self.nd);
+            l.drop(normed);
+        }
+        l.drop_all(before);
+        (x1, Kept { h, raw, qkv, o, lse, y })
+    }
+
+    /// From the layer's input to its output, which is held when this returns.
+    pub fn forward(&self, l: &mut Ledger) -> Held {
+        let (x1, kept) = self.attention(l);
+        self.drop_kept(l, kept);
+        let (linears, down) = self.linears(false);
+        let h = l.hold(Kind::Layer, self.nd);
+        let parts = self.projections(l, &linears, &[self.ni, self.ni]);
+        l.drop(h);
+        let m = l.hold(Kind::Layer, self.ni);
+        l.drop_all(parts);
+        let mut y = self.linear(l, down);
+        if self.spec.sandwich_norms {
+            let normed = l.hold(Kind::Layer, self.nd);
+            l.drop(std::mem::replace(&mut y, normed));
+        }
+        l.drop_all([m, x1]);
+        y
+    }
+
+    fn drop_kept(&self, l: &mut Ledger, kept: Kept) {
+        l.drop_all(kept.raw);
+        l.drop_all(kept.qkv);
+        l.drop_all([kept.h, kept.o, kept.lse]);
+        l.drop_all(kept.y);
+    }
+
+    fn wants(&self, sink: &Sink, below: &str) -> bool {
+        sink.wants(&self.name(&format!("{below}.weight")))
+    }
+
+    fn linear_wanted(&self, sink: &Sink, linear: Linear) -> bool {
+        let name = linear.0;
+        let adapter = self.rank(linear).is_some() && self.wants(sink, &format!("{name}.lora_A"));
+        adapter || self.wants(sink, name) || sink.wants(&self.name(&format!("{name}.bias")))
+    }
+
+    /// Input and `∂y` stay with the caller; `∂x` is held when it is needed.
+    fn linear_backward(&self, l: &mut Ledger, linear: Linear, need_dx: bool, sink: &mut Sink) -> Option<Held> {
+        let (name, input, _) = linear;
+        let dx = need_dx.then(|| l.hold(Kind::Layer, self.n(input)));
+        let a = self.name(&format!("{name}.lora_A.weight"));
+        if let Some(r) = self.rank(linear) {
+            let wanted = sink.wants(&a);
+            if wanted || need_dx {
+                let du = l.hold(Kind::Layer, self.n(r));
+                let mut gradients = Vec::new();
+                if wanted {
+                    let copy = l.hold(Kind::Layer, if self.dropout { self.n(input) } else { 0 });
+                    let u = l.hold(Kind::Layer, self.n(r));
+                    for side in ["A", "B"] {
+                        let name = self.name(&format!("{name}.lora_{side}.weight"));
+                        gradients.push((sink.compute(l, &name), name));
+                    }
+                    l.drop_all([copy, u]);
+                }
+                if need_dx {
+                    l.touch(Kind::Layer, self.n(input));
+                }
+                l.drop(du);
+                for (gradient, name) in gradients {
+                    sink.take(l, &name, gradient);
+                }
+            }
+        }
+        sink.give(l, &self.name(&format!("{name}.weight")));
+        sink.give(l, &self.name(&format!("{name}.bias")));
+        dx
+    }
+
+    /// `dys` go one by one.
+    fn projections_backward(
+        &self,
+        l: &mut Ledger,
+        linears: &[Linear],
+        dys: Vec<Held>,
+        need_dx: bool,
+        sink: &mut Sink,
+    ) -> Option<Held> {
+        if self.spec.fused_projections {
+            let whole = l.hold(Kind::Layer, self.n(linears[0].2));
+            l.drop_all(dys);
+            let dx = self.linear_backward(l, linears[0], need_dx, sink);
+            l.drop(whole);
+            return dx;
+        }
+        let mut total = None;
+        for (&linear, dy) in linears.iter().zip(dys) {
+            let dx = self.linear_backward(l, linear, need_dx, sink);
+            l.drop(dy);
+            match total {
+                None => total = dx,
+                Some(_) => l.drop_all(dx),
+            }
+        }
+        total
+    }
+
+    /// `∂` of a norm over `bytes`; its weight's gradient goes to the sink.
+    fn norm_backward(&self, l: &mut Ledger, below: &str, bytes: u64, sink: &mut Sink) -> Held {
+        let dx = l.hold(Kind::Layer, bytes);
+        sink.give(l, &self.name(&format!("{below}.weight")));
+        dx
+    }
+
+    fn attention_wanted(&self, sink: &Sink) -> bool {
+        let (mut linears, o_proj) = self.linears(true);
+        linears.push(o_proj);
+        let mut norms = vec!["input_layernorm", "self_attn.q_norm", "self_attn.k_norm"];
+        if self.spec.sandwich_norms {
+            norms.push("post_attention_layernorm");
+        }
+        linears.iter().any(|&x| self.linear_wanted(sink, x)) || norms.iter().any(|n| self.wants(sink, n))
+    }
+
+    /// The layer's input is held by the caller; `dy` goes, `∂x` is held when this returns some.
+    pub fn vjp(&self, l: &mut Ledger, dy: Held, need_dx: bool, sink: &mut Sink) -> Option<Held> {
+        let attention_needed = need_dx || self.attention_wanted(sink);
+        let (x1, kept) = self.attention(l);
+        let kept = match attention_needed {
+            true => Some(kept),
+            false => {
+                self.drop_kept(l, kept);
+                None
+            }
+        };
+        let dx1 = self.mlp_backward(l, dy, attention_needed, sink);
+        l.drop(x1);
+        match (kept, dx1) {
+            (Some(kept), Some(dx1)) => self.attention_backward(l, kept, dx1, need_dx, sink),
+            (kept, dx1) => {
+                if let Some(kept) = kept {
+                    self.drop_kept(l, kept);
+                }
+                l.drop_all(dx1);
+                None
+            }
+        }
+    }
+
+    fn mlp_backward(&self, l: &mut Ledger, dy: Held, need_dx: bool, sink: &mut Sink) -> Option<Held> {
+        let sandwich = self.spec.sandwich_norms;
+        let norm = if sandwich {
+            "pre_feedforward_layernorm"
+        } else {
+            "post_attention_layernorm"
+        };
+        let (linears, down) = self.linears(false);
+        let post_wanted = sandwich && self.wants(sink, "post_feedforward_layernorm");
+        let need_dh = need_dx || self.wants(sink, norm);
+        let need_dm = need_dh || linears.iter().any(|&x| self.linear_wanted(sink, x));
+        let down_wanted = self.linear_wanted(sink, down);
+        if !need_dm && !down_wanted && !post_wanted {
+            l.drop(dy);
+            return None;
+        }
+        let h = l.hold(Kind::Layer, self.nd);
+        let parts = self.projections(l, &linears, &[self.ni, self.ni]);
+        let m = (down_wanted || sandwich).then(|| l.hold(Kind::Layer, self.ni));
+        let d_down = sandwich.then(|| {
+            let y = self.linear(l, down);
+            let d = self.norm_backward(l, "post_feedforward_layernorm", self.nd, sink);
+            l.drop(y);
+            d
+        });
+        let dm = self.linear_backward(l, down, need_dm, sink);
+        l.drop_all(m);
+        l.drop_all(d_down);
+        let Some(dm) = dm else {
+            l.drop_all(parts);
+            l.drop_all([h, dy]);
+            return None;
+        };
+        let dys = vec![l.hold(Kind::Layer, self.ni), l.hold(Kind::Layer, self.ni)];
+        l.drop_all(parts);
+        l.drop(dm);
+        let dh = self.projections_backward(l, &linears, dys, need_dh, sink);
+        l.drop(h);
+        let dx = dh.map(|dh| {
+            let dx = self.norm_backward(l, norm, self.nd, sink);
+            l.drop(dh);
+            dx
+        });
+        l.drop(dy);
+        match need_dx {
+            true => dx,
+            false => {
+                l.drop_all(dx);
+                None
+            }
+        }
+    }
+
+    fn attention_backward(
+        &self,
+        l: &mut Ledger,
+        kept: Kept,
+        dx1: Held,
+        need_dx: bool,
+        sink: &mut Sink,
+    ) -> Option<Held> {
+        let Kept { h, raw, qkv, o, lse, y } = kept;
+        let (linears, o_proj) = self.linears(true);
+        let need_dh = need_dx || self.wants(sink, "input_layernorm");
+        let qk_wanted = self.wants(sink, "self_attn.q_norm") || self.wants(sink, "self_attn.k_norm");
+        let need_do = need_dh || qk_wanted || linears.iter().any(|&x| self.linear_wanted(sink, x));
+        let d_out = y.map(|y| {
+            let d = self.norm_backward(l, "post_attention_layernorm", self.nd, sink);
+            l.drop(y);
+            d
+        });
+        let d_o = self.linear_backward(l, o_proj, need_do, sink);
+        l.drop_all(d_out);
+        let Some(d_o) = d_o else {
+            l.drop_all(raw);
+            l.drop_all(qkv);
+            l.drop_all([h, o, lse, dx1]);
+            return None;
+        };
+        let dq = l.hold(Kind::Layer, self.nq);
+        let parts = self.parts();
+        let partial = [
+            l.hold(Kind::Layer, parts * self.nkv),
+            l.hold(Kind::Layer, parts * self.nkv),
+        ];
+        let (dk, dv) = match parts {
+            1 => {
+                let [dk, dv] = partial;
+                (dk, dv)
+            }
+            _ => {
+                let [k, v] = partial;
+                let dk = l.hold(Kind::Layer, self.nkv);
+                l.drop(k);
+                let dv = l.hold(Kind::Layer, self.nkv);
+                l.drop(v);
+                (dk, dv)
+            }
+        };
+        l.drop_all(qkv);
+        l.drop_all([o, lse, d_o]);
+        // Turned back; those before the turn live until the end.
+        let before = [dq, dk];
+        let mut dq = l.hold(Kind::Layer, self.nq);
+        let mut dk = l.hold(Kind::Layer, self.nkv);
+        if self.spec.qk_norm {
+            let normed = self.norm_backward(l, "self_attn.q_norm", self.nq, sink);
+            l.drop(std::mem::replace(&mut dq, normed));
+            let normed = self.norm_backward(l, "self_attn.k_norm", self.nkv, sink);
+            l.drop(std::mem::replace(&mut dk, normed));
+        }
+        l.drop_all(raw);
+        let dh = self.projections_backward(l, &linears, vec![dq, dk, dv], need_dh, sink);
+        l.drop(h);
+        let dx = dh.map(|dh| {
+            let dx = self.norm_backward(l, "input_layernorm", self.nd, sink);
+            l.drop(dh);
+            dx
+        });
+        l.drop_all(before);
+        l.drop(dx1);
+        match need_dx {
+            true => dx,
+            false => {
+                l.drop_all(dx);
+                None
+            }
+        }
+    }
+
+    /// How many partial sums of dk and dv attention keeps for each key head.
+    fn parts(&self) -> u64 {
+        let group = self.spec.heads / self.spec.kv_heads.max(1);
+        let tasks = self.inputs.documents.max(1) * self.spec.kv_heads;
+        let enough = |p: &usize| group.is_multiple_of(*p) && tasks * p >= ENOUGH_TASKS;
+        (1..=group).find(enough).unwrap_or(group) as u64
+    }
+}

@@ -98,6 +98,11 @@ impl<'a> BatchStream<'a> {
         Ok(stream)
     }
 
+    /// Tokens of each row.
+    pub fn lengths(&self) -> &[usize] {
+        &self.lengths
+    }
+
     /// Units (rows or bins) of one epoch.
     pub fn units_per_epoch(&self) -> u64 {
         self.units

@@ -77,6 +77,7 @@ impl Ledger {
         self.drop(held);
     }
 
+    #[cfg(test)]
     pub fn now(&self) -> u64 {
         self.total
     }

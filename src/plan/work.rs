@@ -163,9 +163,9 @@ impl<'a> Block<'a> {
         adapter || self.wants(sink, name) || sink.wants(&self.name(&format!("{name}.bias")))
     }
 
-    /// Consumes nothing; returns `∂x` if it is needed.
+    /// Input and `∂y` stay with the caller; `∂x` is held when it is needed.
     fn linear_backward(&self, l: &mut Ledger, linear: Linear, need_dx: bool, sink: &mut Sink) -> Option<Held> {
-        let (name, input, output) = linear;
+        let (name, input, _) = linear;
         let dx = need_dx.then(|| l.hold(Kind::Layer, self.n(input)));
         let a = self.name(&format!("{name}.lora_A.weight"));
         if let Some(r) = self.rank(linear) {
@@ -191,7 +191,6 @@ impl<'a> Block<'a> {
                 }
             }
         }
-        let _ = output;
         sink.give(l, &self.name(&format!("{name}.weight")));
         sink.give(l, &self.name(&format!("{name}.bias")));
         dx

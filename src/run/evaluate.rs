@@ -1,7 +1,7 @@
 //! `ft eval`: loss and perplexity on a data file; exact matches where rows have an answer.
 
 use super::setup::{Described, device};
-use crate::base::Result;
+use crate::base::{Error, Result, signal};
 use crate::data::order::eval_batches;
 use crate::data::{Dataset, dataset};
 use crate::engine::{self, Totals};
@@ -69,7 +69,16 @@ pub fn evaluate(model: &str, adapter: Option<&Path>, data: &Path, dtype: Option<
     let objective = CausalLm::new(described.spec.vocab);
     let mut totals = Totals::default();
     for batch in eval_batches(&rows, BATCH_TOKENS) {
+        if let Some(s) = signal::received() {
+            return Err(Error::signal(s, "stopped while evaluating"));
+        }
         totals.add(engine::evaluate(&network, &objective, &batch)?);
+    }
+    if !totals.loss().is_finite() {
+        return Err(Error::new("the loss is not finite")
+            .at_path(data)
+            .found(totals.loss_sum)
+            .hint("check the weights, or use `--dtype f32`"));
     }
     let questions = rows.questions(&spec, &described.tokenizer, described.template(), usize::MAX)?;
     let accuracy = match questions.is_empty() {

@@ -1,25 +1,72 @@
-//! TEMP
+//! The plan of a run, and how its gradients live.
+
 use super::tuning::Tuning;
-use crate::base::Result;
+use crate::base::units::bytes;
+use crate::base::{Error, Result, memory};
+use crate::data::order::BatchStream;
 use crate::engine::Gradients;
-use crate::model::*;
-use crate::plan::Plan;
-use crate::recipe::Recipe;
+use crate::model::{Adapters, Spec};
+use crate::plan::{self, Inputs, Plan};
+use crate::recipe::{Method, Recipe};
+
+/// The plan for the largest micro-batch that the rows of `stream` can make.
 pub fn forecast(
     recipe: &Recipe,
-    _s: &Spec,
-    _a: &Adapters,
-    t: &Tuning,
-    _st: &crate::data::order::BatchStream,
+    spec: &Spec,
+    adapters: &Adapters,
+    tuning: &Tuning,
+    stream: &BatchStream,
 ) -> Result<(Plan, Gradients)> {
-    let all = matches!(t, Tuning::Static(_)) && recipe.tune.method == crate::recipe::Method::Full;
-    Ok((
-        Plan { peak_bytes: 0 },
-        Gradients::choose(
-            recipe.train.gradient_accumulation_steps,
-            recipe.train.max_grad_norm,
-            all,
-            true,
-        ),
-    ))
+    let choose = |keep_fits| {
+        let all_active = recipe.tune.method == Method::Full;
+        let micro_batches = recipe.train.gradient_accumulation_steps;
+        Gradients::choose(micro_batches, recipe.train.max_grad_norm, all_active, keep_fits)
+    };
+    let plan = |gradients| {
+        let mut inputs = Inputs::of_recipe(recipe, tuning.possible(), adapters, gradients);
+        measure(recipe, stream, &mut inputs);
+        plan::forecast(spec, recipe, &inputs)
+    };
+    let gradients = choose(true);
+    let first = plan(gradients);
+    let budget = recipe.memory.budget.or_else(memory::available);
+    if choose(false) != gradients && budget.is_some_and(|b| first.peak_bytes > b) {
+        return Ok((plan(choose(false)), choose(false)));
+    }
+    Ok((first, gradients))
+}
+
+/// Errors: the plan needs more than the `memory.budget` of the recipe.
+pub fn check_budget(plan: &Plan, recipe: &Recipe) -> Result<()> {
+    match recipe.memory.budget {
+        Some(budget) if plan.peak_bytes > budget => {
+            let most = plan.lines.iter().max_by_key(|l| l.at_peak);
+            let most = most.map_or(String::new(), |l| {
+                format!(", most of it {} ({})", l.label, bytes(l.at_peak))
+            });
+            Err(Error::new("the run does not fit the memory budget")
+                .at("memory.budget")
+                .found(format!("a forecast peak of {}{most}", bytes(plan.peak_bytes)))
+                .expected(format!("at most {}", bytes(budget)))
+                .hint("lower `data.max_length` or `train.batch_size`, or use `tune.method = \"lora\"` or `\"block\"`"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The largest micro-batch that these rows can make.
+fn measure(recipe: &Recipe, stream: &BatchStream, inputs: &mut Inputs) {
+    let mut lengths = stream.lengths().to_vec();
+    lengths.sort_unstable_by(|a, b| b.cmp(a));
+    let rows = recipe.train.batch_size;
+    let longest = lengths.first().copied().unwrap_or(1);
+    inputs.longest = longest;
+    inputs.tokens = match recipe.data.packing {
+        true => (rows * recipe.data.max_length).min(lengths.iter().sum()),
+        // Any rows can meet in a micro-batch: the longest do at worst.
+        false => lengths.iter().cycle().take(rows).sum(),
+    };
+    // The rows are read already: they are part of what the process holds.
+    inputs.data_bytes = lengths.iter().map(|n| 5 * *n as u64 + 80).sum();
+    inputs.process_bytes = inputs.process_bytes.saturating_sub(inputs.data_bytes);
 }

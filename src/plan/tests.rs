@@ -1,0 +1,174 @@
+//! The published formula, and what every plan must satisfy.
+
+use super::*;
+use crate::model::rope::Rope;
+use crate::model::spec::LayerSpec;
+use crate::ops::glu::Activation;
+use crate::recipe;
+
+fn spec() -> Spec {
+    Spec {
+        model_type: "test".into(),
+        vocab: 1000,
+        hidden: 64,
+        intermediate: 256,
+        heads: 8,
+        kv_heads: 8,
+        head_dim: 8,
+        norm_eps: 1e-6,
+        norm_plus_one: false,
+        sandwich_norms: false,
+        qk_norm: false,
+        qkv_bias: false,
+        o_bias: false,
+        mlp_bias: false,
+        fused_projections: false,
+        activation: Activation::Silu,
+        attention_scale: 0.4,
+        attention_softcap: None,
+        logit_softcap: None,
+        embedding_scale: 1.0,
+        tied: false,
+        layers: vec![LayerSpec { window: None, rope: 0 }; 6],
+        ropes: vec![Rope {
+            inv_freq: vec![1.0; 4],
+            attention_factor: 1.0,
+        }],
+        max_positions: 4096,
+        initializer_range: 0.02,
+    }
+}
+
+fn recipe(text: &str) -> Recipe {
+    let text = format!("[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n{text}");
+    recipe::parse(&text, "test", &[]).unwrap().recipe
+}
+
+fn inputs(active: Active, gradients: Gradients) -> Inputs {
+    Inputs {
+        tokens: 2048,
+        longest: 512,
+        documents: 4,
+        micro_batches: 1,
+        gradients,
+        threads: 1,
+        active: vec![active],
+        adapters: BTreeMap::new(),
+        data_bytes: 0,
+        process_bytes: 0,
+    }
+}
+
+fn layer(index: usize) -> Active {
+    let prefix = format!("model.layers.{index}.");
+    let params = spec().params();
+    let names = params.iter().map(|p| p.name.to_string());
+    Active::new(names.filter(|n| n.starts_with(&prefix)))
+}
+
+fn all() -> Active {
+    Active::new(spec().params().iter().map(|p| p.name.to_string()))
+}
+
+fn line(plan: &Plan, key: &str) -> u64 {
+    plan.lines.iter().find(|l| l.key == key).unwrap().bytes
+}
+
+#[test]
+fn lines_follow_the_published_formula() {
+    let recipe = recipe("[tune]\nmethod = \"block\"\n[optimizer]\nname = \"adamw\"");
+    let plan = forecast(&spec(), &recipe, &inputs(layer(2), Gradients::Keep));
+    let one: u64 = (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) as u64;
+    let all = 6 * one + 2 * 64 * 1000 + 64;
+    assert_eq!((plan.parameters, plan.trained_parameters), (all, one));
+    assert_eq!(line(&plan, "weights"), 2 * all);
+    // AdamW: two moments; the lower half of the master of a bf16 weight.
+    assert_eq!(line(&plan, "optimizer"), 10 * one);
+    assert_eq!(line(&plan, "gradients"), 4 * one);
+    // Layers 2 to 5 keep their inputs.
+    assert_eq!(line(&plan, "layer_inputs"), 4 * 2048 * 64 * 4);
+    // What the MLP backward holds at most: gate, up, their gradients and dm; x1, h, dy; of attention h, q, k, v, o, lse.
+    let wide = 5 * 256 + 3 * 64 + 5 * 64 + 8;
+    assert_eq!(line(&plan, "layer_work"), 2048 * 4 * wide as u64);
+    // 512 tokens of logits, with what is gathered beside them: hidden states, their gradient, an index.
+    assert_eq!(line(&plan, "logits"), 512 * 1064 * 4 + 2048 * (2 * 64 * 4 + 8));
+}
+
+#[test]
+fn the_lines_at_the_peak_add_up_and_none_is_above_its_largest() {
+    let recipe = recipe("[tune]\nmethod = \"full\"");
+    for gradients in [Gradients::Keep, Gradients::Fused, Gradients::NormFirst] {
+        let plan = forecast(&spec(), &recipe, &inputs(all(), gradients));
+        assert_eq!(plan.lines.iter().map(|l| l.at_peak).sum::<u64>(), plan.peak_bytes);
+        assert!(plan.lines.iter().all(|l| l.at_peak <= l.bytes));
+        let json = plan.json();
+        assert_eq!(json["peak_bytes"].as_u64(), Some(plan.peak_bytes));
+        assert!(plan.lines.iter().all(|l| json[l.key].as_u64() == Some(l.bytes)));
+        assert!(plan.table().contains("trained at one time"), "{}", plan.table());
+    }
+}
+
+#[test]
+fn gradients_that_are_not_kept_are_one_at_a_time() {
+    let recipe = recipe("[tune]\nmethod = \"full\"");
+    let kept = forecast(&spec(), &recipe, &inputs(all(), Gradients::Keep));
+    let fused = forecast(&spec(), &recipe, &inputs(all(), Gradients::Fused));
+    assert_eq!(line(&kept, "gradients"), 4 * kept.parameters);
+    assert_eq!(line(&fused, "gradients"), 4 * 1000 * 64);
+    assert!(fused.peak_bytes < kept.peak_bytes);
+    // A second micro-batch makes a gradient beside its sum.
+    let mut twice = inputs(all(), Gradients::Keep);
+    twice.micro_batches = 3;
+    let twice = forecast(&spec(), &recipe, &twice);
+    assert_eq!(line(&twice, "gradients"), 4 * kept.parameters + 4 * 1000 * 64);
+}
+
+#[test]
+fn the_worst_block_counts_and_a_lower_one_keeps_more_inputs() {
+    let recipe = recipe("[tune]\nmethod = \"block\"");
+    let top = forecast(&spec(), &recipe, &inputs(layer(5), Gradients::Keep));
+    let bottom = forecast(&spec(), &recipe, &inputs(layer(0), Gradients::Keep));
+    assert_eq!(
+        (line(&top, "layer_inputs"), line(&bottom, "layer_inputs")),
+        (2048 * 256, 6 * 2048 * 256)
+    );
+    let mut both = inputs(layer(5), Gradients::Keep);
+    both.active.push(layer(0));
+    let both = forecast(&spec(), &recipe, &both);
+    // The other block keeps the lower halves of its masters.
+    assert_eq!(line(&both, "retired_halves"), 2 * both.trained_parameters);
+    assert_eq!(both.peak_bytes, bottom.peak_bytes + line(&both, "retired_halves"));
+}
+
+#[test]
+fn everything_that_is_held_is_given_back() {
+    let spec = Spec {
+        sandwich_norms: true,
+        qk_norm: true,
+        fused_projections: true,
+        kv_heads: 2,
+        tied: true,
+        ..spec()
+    };
+    let recipe = recipe("[tune]\nmethod = \"lora\"\n[tune.lora]\nlora_dropout = 0.1");
+    let name = |l: usize, part: &str| format!("model.layers.{l}.{part}");
+    let sets = [
+        vec![
+            name(3, "self_attn.qkv_proj.lora_A.weight"),
+            name(3, "self_attn.qkv_proj.lora_B.weight"),
+        ],
+        vec![name(5, "mlp.down_proj.weight")],
+        vec![name(5, "post_feedforward_layernorm.weight")],
+        vec!["model.norm.weight".to_string()],
+        vec!["model.embed_tokens.weight".to_string()],
+        spec.params().iter().map(|p| p.name.to_string()).collect(),
+    ];
+    for names in sets {
+        let mut inputs = inputs(Active::new(names), Gradients::Keep);
+        inputs.adapters.insert(name(3, "self_attn.qkv_proj"), 4);
+        inputs.micro_batches = 2;
+        let mut ledger = Ledger::default();
+        step::walk(&mut ledger, &spec, &recipe, &inputs, &inputs.active[0]);
+        assert_eq!(ledger.now(), 0, "{:?}", inputs.active[0]);
+    }
+}

@@ -1,0 +1,328 @@
+//! The forecast against an allocator that counts: the peak of one optimizer step, within 10 %.
+//!
+//! One test alone in its program: another one beside it would be counted too.
+
+use candle_core::Device;
+use ft::base::rng::{Rng, Stream};
+use ft::data::{Batch, Example};
+use ft::engine::{Active, Engine, Gradients};
+use ft::model::rope::Rope;
+use ft::model::spec::{LayerSpec, Spec};
+use ft::model::{Adapters, Network};
+use ft::ops::glu::Activation;
+use ft::optim::Optimizer;
+use ft::peft::{Lora, lora};
+use ft::plan::{self, Inputs};
+use ft::recipe::{self, Dtype, Recipe};
+use ft::sft::CausalLm;
+use ft::source::Resident;
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+/// The system's allocator, with the bytes that are out and the most that ever were.
+struct Counting;
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static MOST: AtomicUsize = AtomicUsize::new(0);
+
+fn came(bytes: usize) {
+    MOST.fetch_max(LIVE.fetch_add(bytes, Relaxed) + bytes, Relaxed);
+}
+
+// SAFETY: every call goes to `System` as it came; only numbers are kept beside it.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        came(layout.size());
+        // SAFETY: as promised by the caller of this.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        came(layout.size());
+        // SAFETY: as promised by the caller of this.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: as promised by the caller of this.
+        unsafe { System.dealloc(at, layout) }
+    }
+
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // Old and new lie side by side while the numbers move.
+        came(size);
+        LIVE.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: as promised by the caller of this.
+        unsafe { System.realloc(at, layout, size) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+struct Shape {
+    name: &'static str,
+    hidden: usize,
+    intermediate: usize,
+    heads: usize,
+    kv_heads: usize,
+    vocab: usize,
+    layers: usize,
+    rows: usize,
+    length: usize,
+    micro_batches: usize,
+    /// Every option of a block at once: norms everywhere, one matrix for q, k, v, shared key heads, tied.
+    rich: bool,
+}
+
+/// Activations: many tokens, narrow weights. Weights: few tokens, wide weights.
+const SHAPES: [Shape; 4] = [
+    Shape {
+        name: "activations",
+        hidden: 192,
+        intermediate: 512,
+        heads: 6,
+        kv_heads: 6,
+        vocab: 512,
+        layers: 6,
+        rows: 16,
+        length: 512,
+        micro_batches: 1,
+        rich: false,
+    },
+    Shape {
+        name: "weights",
+        hidden: 1024,
+        intermediate: 3072,
+        heads: 8,
+        kv_heads: 8,
+        vocab: 2048,
+        layers: 4,
+        rows: 1,
+        length: 96,
+        micro_batches: 1,
+        rich: false,
+    },
+    Shape {
+        name: "rich",
+        hidden: 256,
+        intermediate: 768,
+        heads: 8,
+        kv_heads: 2,
+        vocab: 8192,
+        layers: 4,
+        rows: 6,
+        length: 700,
+        micro_batches: 1,
+        rich: true,
+    },
+    Shape {
+        name: "two micro-batches",
+        hidden: 512,
+        intermediate: 1536,
+        heads: 8,
+        kv_heads: 4,
+        vocab: 4096,
+        layers: 4,
+        rows: 2,
+        length: 256,
+        micro_batches: 2,
+        rich: false,
+    },
+];
+
+fn spec(s: &Shape) -> Spec {
+    let head_dim = s.hidden / s.heads;
+    Spec {
+        model_type: "test".into(),
+        vocab: s.vocab,
+        hidden: s.hidden,
+        intermediate: s.intermediate,
+        heads: s.heads,
+        kv_heads: s.kv_heads,
+        head_dim,
+        norm_eps: 1e-6,
+        norm_plus_one: false,
+        sandwich_norms: s.rich,
+        qk_norm: s.rich,
+        qkv_bias: false,
+        o_bias: false,
+        mlp_bias: false,
+        fused_projections: s.rich,
+        activation: Activation::Silu,
+        attention_scale: 1.0 / (head_dim as f32).sqrt(),
+        attention_softcap: None,
+        logit_softcap: None,
+        embedding_scale: 1.0,
+        tied: s.rich,
+        layers: vec![LayerSpec { window: None, rope: 0 }; s.layers],
+        ropes: vec![Rope {
+            inv_freq: (0..head_dim / 2).map(|i| 0.5f32.powi(i as i32)).collect(),
+            attention_factor: 1.0,
+        }],
+        max_positions: 4096,
+        initializer_range: 0.02,
+    }
+}
+
+/// What is trained, and how gradients live.
+#[derive(Debug, Clone, Copy)]
+enum Way {
+    FullKept,
+    FullFused,
+    LowestLayer,
+    TopLayer,
+    Lora,
+}
+
+fn recipe(way: Way, dtype: Dtype) -> Recipe {
+    let method = match way {
+        Way::FullKept | Way::FullFused => "full",
+        Way::LowestLayer | Way::TopLayer => "block",
+        Way::Lora => "lora",
+    };
+    let dtype = dtype.name();
+    let text = format!(
+        "[model]\npath = \"m\"\ndtype = \"{dtype}\"\n[data]\ntrain = \"t.jsonl\"\n[tune]\nmethod = \"{method}\"\n"
+    );
+    recipe::parse(&text, "test", &[]).unwrap().recipe
+}
+
+fn adapters(spec: &Spec, rank: usize) -> Adapters {
+    let sites = spec.sites().into_iter().enumerate();
+    sites
+        .map(|(i, site)| {
+            let (a, b) = lora::fresh(rank, site.input, site.output, false, 1, i as u64).unwrap();
+            let adapter = Lora {
+                a,
+                b,
+                a_name: format!("{}.lora_A.weight", site.module).into(),
+                b_name: format!("{}.lora_B.weight", site.module).into(),
+                scale: 2.0,
+                dropout: 0.0,
+                site: i as u64,
+            };
+            (site.module, Arc::new(adapter))
+        })
+        .collect()
+}
+
+fn active(way: Way, spec: &Spec) -> Active {
+    let names = |wanted: &dyn Fn(&str) -> bool| {
+        let params = spec.params();
+        let names: Vec<String> = params
+            .iter()
+            .map(|p| p.name.to_string())
+            .filter(|n| wanted(n))
+            .collect();
+        Active::new(names)
+    };
+    let layer = |l: usize| names(&|n: &str| n.starts_with(&format!("model.layers.{l}.")));
+    match way {
+        Way::FullKept | Way::FullFused => names(&|_| true),
+        Way::LowestLayer => layer(0),
+        Way::TopLayer => layer(spec.layers.len() - 1),
+        Way::Lora => Active::new(
+            spec.sites()
+                .iter()
+                .flat_map(|s| ["A", "B"].map(|side| format!("{}.lora_{side}.weight", s.module))),
+        ),
+    }
+}
+
+fn batches(s: &Shape) -> Vec<Batch> {
+    let rng = Rng::new(9, Stream::Init, &[]);
+    let row = |r: usize| Example {
+        ids: (0..s.length)
+            .map(|t| rng.below((r * s.length + t) as u64, s.vocab as u64) as u32)
+            .collect(),
+        trained: vec![true; s.length],
+    };
+    (0..s.micro_batches)
+        .map(|_| Batch::from_examples(&(0..s.rows).map(row).collect::<Vec<_>>()))
+        .collect()
+}
+
+/// Most bytes out during an optimizer step, and the forecast of it.
+fn measure(s: &Shape, way: Way, dtype: Dtype) -> (u64, plan::Plan) {
+    let spec = spec(s);
+    let before = LIVE.load(Relaxed);
+    let source = Resident::random(spec.params(), 3, 0.02, 1.0, dtype, &Device::Cpu).unwrap();
+    let mut network = Network::new(spec.clone(), Box::new(source), Device::Cpu);
+    if let Way::Lora = way {
+        network.adapters = adapters(&spec, 8);
+    }
+    let ranks: BTreeMap<String, usize> = network.adapters.keys().map(|m| (m.clone(), 8)).collect();
+    let recipe = recipe(way, dtype);
+    let gradients = match way {
+        Way::FullFused => Gradients::Fused,
+        _ => Gradients::Keep,
+    };
+    let mut engine = Engine {
+        network,
+        objective: Box::new(CausalLm::new(spec.vocab)),
+        optimizer: Optimizer::new(recipe.optimizer.clone()),
+        gradients,
+        max_grad_norm: 0.0,
+        seed: 1,
+    };
+    let (batches, active) = (batches(s), active(way, &spec));
+    // The first step makes the optimizer's state, the second finds it there.
+    engine.step(1, &batches, &active, 1e-3).unwrap();
+    MOST.store(LIVE.load(Relaxed), Relaxed);
+    engine.step(2, &batches, &active, 1e-3).unwrap();
+    let most = MOST.load(Relaxed) - before;
+    let inputs = Inputs {
+        tokens: s.rows * s.length,
+        longest: s.length,
+        documents: s.rows,
+        micro_batches: s.micro_batches,
+        gradients,
+        threads: rayon::current_num_threads(),
+        active: vec![active],
+        adapters: ranks,
+        data_bytes: 0,
+        process_bytes: 0,
+    };
+    (most as u64, plan::forecast(&spec, &recipe, &inputs))
+}
+
+#[test]
+fn the_peak_of_a_step_is_within_a_tenth_of_the_forecast() {
+    // Threads and their buffers exist before anything is measured.
+    let mut wrong = Vec::new();
+    for s in &SHAPES {
+        for way in [
+            Way::FullKept,
+            Way::FullFused,
+            Way::LowestLayer,
+            Way::TopLayer,
+            Way::Lora,
+        ] {
+            for dtype in [Dtype::F32, Dtype::Bf16] {
+                if s.micro_batches > 1 && matches!(way, Way::FullFused) {
+                    continue;
+                }
+                let (most, plan) = measure(s, way, dtype);
+                let error = plan.peak_bytes as f64 / most as f64 - 1.0;
+                let line = format!(
+                    "{} {way:?} {}: measured {:.1} MB, forecast {:.1} MB ({:+.1} %) in {}",
+                    s.name,
+                    dtype.name(),
+                    most as f64 / 1e6,
+                    plan.peak_bytes as f64 / 1e6,
+                    100.0 * error,
+                    plan.peak_moment
+                );
+                println!("{line}");
+                if error.abs() > 0.1 {
+                    wrong.push(format!("{line}\n{}", plan.table()));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}

@@ -79,10 +79,10 @@ pub fn exchange(a: &Path, b: &Path) -> Result<bool> {
             return Ok(true);
         }
         let e = std::io::Error::last_os_error();
-        return match e.raw_os_error() {
+        match e.raw_os_error() {
             Some(libc::ENOSYS | libc::EINVAL | libc::EOPNOTSUPP | libc::EPERM) => Ok(false),
             _ => Err(io("swap names with", b, e)),
-        };
+        }
     }
     #[cfg(not(target_os = "linux"))]
     {

@@ -62,7 +62,7 @@ impl PartialFile {
     }
 
     /// Hands everything that is there to `f`, piece by piece.
-    pub fn read(&mut self, mut f: impl FnMut(&[u8])) -> Result<()> {
+    pub fn read(&mut self, f: &mut dyn FnMut(&[u8])) -> Result<()> {
         let cannot = |e: std::io::Error| Error::new("cannot read the download").at_path(&self.path).cause(e);
         self.file.rewind().map_err(cannot)?;
         let mut buffer = vec![0u8; 1 << 20];
@@ -97,7 +97,7 @@ mod tests {
         assert_eq!(f.length(), 2);
         f.append(b"cd").unwrap();
         let mut all = Vec::new();
-        f.read(|p| all.extend_from_slice(p)).unwrap();
+        f.read(&mut |p| all.extend_from_slice(p)).unwrap();
         assert_eq!(all, b"abcd");
         f.clear().unwrap();
         f.append(b"z").unwrap();

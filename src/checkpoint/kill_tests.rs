@@ -28,7 +28,7 @@ fn child_saves_until_it_is_killed() {
     // Ends by itself should the parent be gone.
     while std::os::unix::process::parent_id() == parent {
         step += 1;
-        for _ in 0..if step % 3 == 0 { 2 } else { 1 } {
+        for _ in 0..if step.is_multiple_of(3) { 2 } else { 1 } {
             save_step(&run, step, &plans(), &json!({"step": step})).unwrap();
         }
         rotate(&run, 2).unwrap();

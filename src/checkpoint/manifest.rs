@@ -145,7 +145,7 @@ pub(super) fn is_plain(name: &str) -> bool {
 fn hash(path: &Path) -> Result<(u64, String)> {
     let mut file = files::open(path)?;
     let mut hasher = blake3::Hasher::new();
-    let mut buffer = vec![0u8; 1 << 20];
+    let mut buffer = vec![0u8; 1 << 17];
     let mut size = 0;
     loop {
         let n = file

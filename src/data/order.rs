@@ -77,12 +77,12 @@ impl<'a> BatchStream<'a> {
                 "`train.batch_size` and `train.gradient_accumulation_steps` must be at least 1",
             ));
         }
-        if let Length::Epochs(epochs) = spec.length {
-            if !epochs.is_finite() || epochs <= 0.0 {
-                return Err(Error::usage("`train.num_epochs` must be more than 0")
-                    .found(epochs)
-                    .hint("or set `train.max_steps`"));
-            }
+        if let Length::Epochs(epochs) = spec.length
+            && (!epochs.is_finite() || epochs <= 0.0)
+        {
+            return Err(Error::usage("`train.num_epochs` must be more than 0")
+                .found(epochs)
+                .hint("or set `train.max_steps`"));
         }
         let mut stream = Self {
             examples: &dataset.examples,

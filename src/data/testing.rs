@@ -30,7 +30,7 @@ pub struct Words {
     /// Puts EOS after a text when asked for special tokens.
     pub adds_eos: bool,
     table: Mutex<Vec<String>>,
-    stops: Vec<u32>,
+    pub stops: Vec<u32>,
 }
 
 impl Words {

@@ -9,6 +9,3 @@ pub mod step;
 pub use active::Active;
 pub use pass::{Totals, evaluate, window};
 pub use step::{Engine, Gradients, StepReport};
-
-#[cfg(test)]
-mod tests;

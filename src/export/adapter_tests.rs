@@ -259,7 +259,7 @@ fn numbers_that_are_not_finite_and_missing_files_are_refused() {
     bytes[n - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
     std::fs::write(&path, bytes).unwrap();
     let e = load_adapter(dir.path(), &sites()).unwrap_err().to_string();
-    assert!(e.contains("1 differences") && e.contains("is not finite"), "{e}");
+    assert!(e.contains("1 difference:") && e.contains("is not finite"), "{e}");
     write_raw(dir.path(), &config, &[], StoredDtype::F32, 0.0);
     assert!(
         load_adapter(dir.path(), &sites())

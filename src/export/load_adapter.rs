@@ -98,7 +98,11 @@ pub fn load_adapter(dir: &Path, sites: &[Site]) -> Result<(AdapterConfig, Adapte
         .unwrap_or("not named in its config");
     Err(Error::new("adapter does not fit this model")
         .at_path(&path)
-        .found(format!("{total} differences:\n      {}", faults.join("\n      ")))
+        .found(format!(
+            "{total} {}:\n      {}",
+            if total == 1 { "difference" } else { "differences" },
+            faults.join("\n      ")
+        ))
         .hint(format!("use the base model that the adapter was trained on: {base}")))
 }
 

@@ -70,6 +70,6 @@ mod model_tests;
 /// Made-up directories for the tests of rooms above.
 #[cfg(test)]
 pub(crate) mod testing {
-    pub use super::adapter_tests::{adapter_config, adapters};
-    pub use super::model_tests::{base, names, numbers};
+    pub(crate) use super::adapter_tests::{adapter_config, adapters};
+    pub(crate) use super::model_tests::{base, names, numbers};
 }

@@ -9,18 +9,21 @@ use hf_hub::{HFClient, HFError, HFRepositorySync, RepoType};
 use indicatif::{ProgressBar, ProgressStyle};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Pieces under way at the same time.
 const PARALLEL: u64 = 4;
 
-/// Size and name of the blob of a file.
+/// What the hub lists of a file.
 #[derive(Debug, Clone)]
 struct Blob {
     size: u64,
-    etag: String,
-    /// The etag is the SHA-256 of the content (large files).
-    hashed: bool,
+    /// Git's name of the content, or of the pointer that stands for a large file.
+    oid: String,
+    large: bool,
+    /// SHA-256 of a large file, where the hub tells it under the name that `hf-hub` reads.
+    sha256: Option<String>,
 }
 
 /// One repository at one revision.
@@ -112,12 +115,14 @@ impl<'a, T: RepoType> Repository<'a, T> {
         if self.settings.offline {
             return Ok(self.snapshot().map(|s| s.join(file)).filter(|p| p.exists()));
         }
+        let mut filled = None;
         if let Some(listing) = &self.listing {
             let Some(blob) = listing.get(file) else {
                 return Ok(None);
             };
-            self.fill(file, blob, wanted)?;
+            filled = self.fill(file, blob, wanted)?;
         }
+        let fresh = filled.is_some() || !self.snapshot().is_some_and(|s| s.join(file).exists());
         let send = || {
             self.handle
                 .download_file()
@@ -129,6 +134,9 @@ impl<'a, T: RepoType> Repository<'a, T> {
             Ok(path) => {
                 if let Some(blob) = self.listing.as_ref().and_then(|l| l.get(file)) {
                     self.check_size(&path, blob, wanted)?;
+                }
+                if fresh {
+                    self.check_hash(&path, filled.as_deref(), file)?;
                 }
                 Ok(Some(path))
             }
@@ -179,16 +187,76 @@ impl<'a, T: RepoType> Repository<'a, T> {
         .hint("run the same command again: the damaged file was removed from the cache"))
     }
 
-    /// Fetches the content of a file into the cache, from where an earlier attempt stopped.
-    fn fill(&self, file: &str, blob: &Blob, wanted: Wanted) -> Result<()> {
-        let path = self.folder.join("blobs").join(&blob.etag);
-        if path.exists() || blob.size == 0 {
+    /// A blob that is named by a hash must have it; `filled` is the hash that was found while filling it.
+    fn check_hash(&self, path: &Path, filled: Option<&str>, file: &str) -> Result<()> {
+        let Ok(target) = path.canonicalize() else {
+            return Ok(());
+        };
+        let name = target
+            .file_name()
+            .map(|n| n.to_string_lossy().into_owned())
+            .unwrap_or_default();
+        if !is_sha256(&name) || filled == Some(name.as_str()) {
             return Ok(());
         }
-        files::create_dir_all(&self.folder.join("blobs"))?;
-        let mut partial = PartialFile::open(&self.folder.join("blobs").join(format!("{}.incomplete", blob.etag)))?;
-        if path.exists() {
+        let found = hash_of(|f| {
+            let mut content = files::open(&target)?;
+            let mut buffer = vec![0u8; 1 << 20];
+            loop {
+                match content.read(&mut buffer) {
+                    Ok(0) => return Ok(()),
+                    Ok(n) => f(&buffer[..n]),
+                    Err(e) => return Err(Error::new("cannot read the download").at_path(&target).cause(e)),
+                }
+            }
+        })?;
+        if let Some(other) = filled.filter(|f| is_sha256(f)) {
+            let stray = self.folder.join("blobs").join(other);
+            if stray.exists() {
+                files::remove_file(&stray)?;
+            }
+        }
+        if found == name {
             return Ok(());
+        }
+        files::remove_file(&target)?;
+        files::remove_file(path)?;
+        Err(Error::new(format!("`{file}` was damaged on the way"))
+            .at(format!("{}/{}", self.settings.endpoint, self.wanted.id))
+            .found(format!("SHA-256 {found}"))
+            .expected(name)
+            .hint("run the same command again: the damaged file was removed"))
+    }
+
+    /// Whether the content is in the cache already, under any revision.
+    fn is_cached(&self, blob: &Blob) -> bool {
+        let blobs = self.folder.join("blobs");
+        match (&blob.sha256, blob.large) {
+            (Some(hash), _) => blobs.join(hash).exists(),
+            (None, false) => blobs.join(&blob.oid).exists(),
+            // The pointer of a large file is made of its hash and size, so its name tells whether they fit.
+            (None, true) => files::list(&blobs).unwrap_or_default().iter().any(|path| {
+                let name = path
+                    .file_name()
+                    .map(|n| n.to_string_lossy().into_owned())
+                    .unwrap_or_default();
+                is_sha256(&name) && pointer_oid(&name, blob.size) == blob.oid
+            }),
+        }
+    }
+
+    /// Fetches the content of a file into the cache, from where an earlier attempt stopped. Returns the name
+    /// of the new blob; `None` when there was nothing to do.
+    fn fill(&self, file: &str, blob: &Blob, wanted: Wanted) -> Result<Option<String>> {
+        if blob.size == 0 || self.is_cached(blob) {
+            return Ok(None);
+        }
+        let blobs = self.folder.join("blobs");
+        files::create_dir_all(&blobs)?;
+        let key = blob.sha256.as_ref().unwrap_or(&blob.oid);
+        let mut partial = PartialFile::open(&blobs.join(format!("{key}.incomplete")))?;
+        if self.is_cached(blob) {
+            return Ok(None);
         }
         if partial.length() > blob.size {
             partial.clear()?;
@@ -211,20 +279,12 @@ impl<'a, T: RepoType> Repository<'a, T> {
             }
         }
         bar.finish_and_clear();
-        if blob.hashed {
-            let mut hash = Sha256::new();
-            partial.read(|piece| hash.update(piece))?;
-            let found: String = hash.finalize().iter().map(|b| format!("{b:02x}")).collect();
-            if found != blob.etag {
-                partial.clear()?;
-                return Err(Error::new(format!("`{file}` was damaged on the way"))
-                    .at(format!("{}/{}", self.settings.endpoint, self.wanted.id))
-                    .found(format!("SHA-256 {found}"))
-                    .expected(&blob.etag)
-                    .hint("run the same command again: the damaged part was removed"));
-            }
-        }
-        partial.finish(&path)
+        let name = match blob.large {
+            true => hash_of(|f| partial.read(f))?,
+            false => blob.oid.clone(),
+        };
+        partial.finish(&blobs.join(&name))?;
+        Ok(Some(name))
     }
 
     /// Fetches the next pieces side by side and appends them in order; `Some` is the first failure.
@@ -317,12 +377,47 @@ fn blob_of(entry: RepoTreeEntry) -> Option<(String, Blob)> {
     else {
         return None;
     };
-    let hash = lfs.and_then(|l| l.sha256);
-    let etag = hash.clone().unwrap_or(oid);
-    // The etag becomes a file name.
-    let good = !etag.is_empty() && etag.len() <= 128 && etag.chars().all(|c| c.is_ascii_alphanumeric());
-    good.then(|| {
-        let hashed = hash.is_some_and(|h| h.len() == 64);
-        (path, Blob { size, etag, hashed })
-    })
+    // Both become file names.
+    let plain = |name: &str| !name.is_empty() && name.len() <= 128 && name.chars().all(|c| c.is_ascii_alphanumeric());
+    let blob = Blob {
+        size: lfs.as_ref().and_then(|l| l.size).unwrap_or(size),
+        large: lfs.is_some(),
+        sha256: lfs.and_then(|l| l.sha256).filter(|h| is_sha256(h)),
+        oid,
+    };
+    plain(&blob.oid).then_some((path, blob))
+}
+
+fn is_sha256(name: &str) -> bool {
+    name.len() == 64 && name.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// SHA-256 of what `read` hands out.
+fn hash_of(read: impl FnOnce(&mut dyn FnMut(&[u8])) -> Result<()>) -> Result<String> {
+    let mut hash = Sha256::new();
+    read(&mut |piece| hash.update(piece))?;
+    Ok(hex(&hash.finalize()))
+}
+
+/// Git's name of the Git LFS pointer for this content.
+fn pointer_oid(sha256: &str, size: u64) -> String {
+    let text = format!("version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n");
+    hex(&sha1::Sha1::digest(format!("blob {}\0{text}", text.len())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn git_names_a_pointer_like_this() {
+        // From `git hash-object` on the pointer file of these values.
+        let sha256 = "a".repeat(64);
+        assert_eq!(pointer_oid(&sha256, 12345), "3f20b51a0a25d87c30cb636d2875b09456ec3b12");
+        assert!(is_sha256(&sha256) && !is_sha256(&"A".repeat(64)) && !is_sha256("aa"));
+    }
 }

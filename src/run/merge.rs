@@ -182,5 +182,4 @@ fn refuse_strangers(spec: &Spec, weights: &Weights) -> Result<()> {
 }
 
 #[cfg(test)]
-#[path = "merge_tests.rs"]
 mod tests;

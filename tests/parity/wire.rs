@@ -8,7 +8,7 @@ use ft::model::Network;
 use ft::ops::linear;
 use ft::optim::{Optimizer, Schedule};
 use ft::recipe::{self, Dtype, ModelInit, Recipe};
-use ft::run::{setup::Described, train};
+use ft::run::setup::Described;
 use ft::sft::CausalLm;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -139,7 +139,7 @@ pub fn rows(model: &Path, file: &Path, stage: &str) -> Vec<Document> {
         .unwrap_or_else(|e| panic!("{e}"))
         .recipe;
     let described = Described::open(&recipe.model.path, "main", None).unwrap_or_else(|e| panic!("{e}"));
-    let rows = train::read_data(&recipe, &described).unwrap_or_else(|e| panic!("{e}"));
+    let rows = ft::run::rows::Rows::read(&recipe, &described).unwrap_or_else(|e| panic!("{e}"));
     let examples = rows.train.examples.into_iter();
     examples
         .map(|e| Document {

@@ -149,11 +149,12 @@ impl Encoder<'_> {
 
     /// Indices of the assistant messages to train.
     fn wanted(&self, chat: &Chat) -> Vec<usize> {
-        let turns = (chat.first_trained..chat.messages.len()).filter(|&i| chat::role(&chat.messages[i]) == "assistant");
+        let mut turns =
+            (chat.first_trained..chat.messages.len()).filter(|&i| chat::role(&chat.messages[i]) == "assistant");
         match self.train_on {
             TrainOn::All => Vec::new(),
             TrainOn::Assistant => turns.collect(),
-            TrainOn::Completion => turns.last().into_iter().collect(),
+            TrainOn::Completion => turns.next_back().into_iter().collect(),
         }
     }
 
@@ -193,12 +194,17 @@ impl Encoder<'_> {
         })
     }
 
-    /// The special token that ends a turn: the last one in it, with nothing but white space after it.
+    /// The special token that ends a turn: the last one in it, with nothing but white space after it. Where
+    /// several end it (`<|end|>` and a final `<|endoftext|>`), the first at which generation stops.
     fn end_of_turn(&self, ids: &[u32], offsets: &[(usize, usize)], text: &str, turn: Range<usize>) -> Option<usize> {
-        let end = turn.clone().rev().find(|&t| self.codec.is_special(ids[t]))?;
-        let from = offsets[end].1;
-        let to = offsets[turn.end - 1].1.max(from);
-        text.get(from..to)?.trim().is_empty().then_some(end)
+        let blank = |t: &usize| {
+            let (start, end) = offsets[*t];
+            self.codec.is_special(ids[*t]) || text[start..end].trim().is_empty()
+        };
+        let ends = turn.rev().take_while(blank).filter(|&t| self.codec.is_special(ids[t]));
+        let ends: Vec<usize> = ends.collect();
+        let stops = |t: &&usize| self.codec.stop_ids().contains(&ids[**t]);
+        ends.iter().rev().find(stops).or(ends.first()).copied()
     }
 
     fn check(&self, ids: &[u32]) -> Result<()> {
@@ -211,13 +217,17 @@ impl Encoder<'_> {
                     .hint("use the tokenizer that belongs to the model: both from the same directory"),
             );
         }
-        if let (Some(bos), [first, second, ..]) = (self.codec.bos_id(), ids) {
-            if *first == bos && *second == bos && self.codec.eos_id() != Some(bos) {
-                return Err(Error::new("the row starts with two beginning-of-sequence tokens")
-                    .found(format!("id {bos} twice"))
-                    .expected("one")
-                    .hint("the text already holds the token that the tokenizer or the template adds: remove it from the row"));
-            }
+        if let (Some(bos), [first, second, ..]) = (self.codec.bos_id(), ids)
+            && *first == bos
+            && *second == bos
+            && self.codec.eos_id() != Some(bos)
+        {
+            return Err(Error::new("the row starts with two beginning-of-sequence tokens")
+                .found(format!("id {bos} twice"))
+                .expected("one")
+                .hint(
+                    "the text already holds the token that the tokenizer or the template adds: remove it from the row",
+                ));
         }
         Ok(())
     }

@@ -86,10 +86,10 @@ impl Finder<'_> {
             .as_ref()
             .filter(|f| self.text.starts_with(f.as_str()))
             .map(String::len);
-        if let (Some(start), Some(end), true) = (prompt_start, prefix_end, has_generation_prompt) {
-            if end > start {
-                return Some(start..end);
-            }
+        if let (Some(start), Some(end), true) = (prompt_start, prefix_end, has_generation_prompt)
+            && end > start
+        {
+            return Some(start..end);
         }
 
         let content = self.probe(self.messages, self.text);
@@ -110,7 +110,14 @@ impl Finder<'_> {
     /// a conversation ends in more than an inner one, what both have.
     fn end_by_tail(&self, content: Range<usize>, turn: &str) -> Option<usize> {
         let alone = self.probe(&self.messages[..=self.i], turn)?;
-        Some(content.end + common_prefix(&turn[alone.end..], &self.text[content.end..]))
+        let (tail, rest) = (&turn[alone.end..], &self.text[content.end..]);
+        let shared = &rest[..common_prefix(tail, rest)];
+        // `<|end|>` before `<|user|>` and `<|end|>` before `<|endoftext|>` share the start of the next token too.
+        let whole = match shared.len() == tail.len() {
+            true => shared,
+            false => shared.trim_end_matches(|c: char| !c.is_whitespace() && c != '>' && c != ']'),
+        };
+        Some(content.end + whole.len())
     }
 
     fn probe(&self, messages: &[Value], text: &str) -> Option<Range<usize>> {

@@ -158,6 +158,10 @@ fn a_template_that_refuses_parts_of_the_conversation() {
         two(),
         &["two<|im_end|>", "it is five<|im_end|><|endoftext|>"],
     );
+    // Where two tokens end a turn, the first at which generation stops is the end.
+    let mut stops = Words::chatml();
+    stops.stops = vec![stops.id("<|endoftext|>"), stops.id("<|im_end|>")];
+    check(&stops, PICKY, two(), &["two<|im_end|>", "it is five<|im_end|>"]);
     // An assistant that speaks first has nothing before it that could be rendered.
     let first = turns(&[("assistant", "hello"), ("user", "hi"), ("assistant", "bye")]);
     check(&codec, QWEN, first.clone(), &["hello<|im_end|>", "bye<|im_end|>"]);

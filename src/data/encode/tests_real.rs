@@ -103,12 +103,43 @@ fn turns(template: &str, chat: &str) -> Vec<String> {
 
 #[test]
 fn turns_in_the_templates_of_the_families() {
-    let all = json(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/formats/testdata/templates.json"));
-    for name in all["templates"].as_object().unwrap().keys() {
-        for chat in ["plain", "two", "system", "calls"] {
-            let r = std::panic::catch_unwind(|| turns(name, chat));
-            println!("{name} {chat} {r:?}");
-        }
+    let thought = "<think>\nadd\n</think>\n\n2";
+    for (name, end) in [
+        ("qwen", "<|im_end|>\n"),
+        ("llama3", "<|eot_id|>"),
+        ("gemma", "<end_of_turn>\n"),
+        ("gemma3", "<end_of_turn>\n"),
+        ("mistral", "<|endoftext|>"),
+    ] {
+        assert_eq!(turns(name, "plain"), [format!("{thought}{end}")], "{name}");
+        assert_eq!(
+            turns(name, "two"),
+            [format!("{thought}{end}"), format!("4{end}")],
+            "{name}"
+        );
     }
-    panic!();
+    // Thinking of earlier turns is stripped, of the last one kept.
+    assert_eq!(
+        turns("qwen_think", "two"),
+        ["2<|im_end|>\n", "<think>\ntwice\n</think>\n\n4<|im_end|>\n"]
+    );
+    // The last turn ends in one token more.
+    assert_eq!(
+        turns("phi", "two"),
+        [format!("{thought}<|end|>\n"), "4<|end|>\n<|endoftext|>".into()]
+    );
+    // Spaces around the content stay where the template keeps them.
+    assert_eq!(turns("qwen", "system"), [" I am a model.\n<|im_end|>\n"]);
+    assert_eq!(turns("phi", "system"), [" I am a model.\n<|end|>\n"]);
+    assert_eq!(turns("llama3", "system"), ["I am a model.<|eot_id|>"]);
+    assert_eq!(turns("mistral", "system"), ["I am a model.<|endoftext|>"]);
+    // Calls of tools belong to the turn.
+    let call =
+        "<tool_call>\n{\"name\": \"w\", \"arguments\": {\"city\": \"Bern\", \"n\": 2, \"x\": 1.0}}\n</tool_call>";
+    assert_eq!(
+        turns("qwen", "calls"),
+        [format!("{call}<|im_end|>\n"), "Sunny.<|im_end|>\n".into()]
+    );
+    let call = "w(city=\"Bern\", n=\"2\", x=\"1.0\")<|eom_id|>";
+    assert_eq!(turns("llama3", "calls"), [call, "Sunny.<|eot_id|>"]);
 }

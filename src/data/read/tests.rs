@@ -196,6 +196,9 @@ mod parquet_files {
             optional binary role (UTF8); optional binary content (UTF8); } } }
         optional binary raw; optional int64 n; optional double x; }";
 
+    /// Values, definition and repetition levels.
+    type Column<'a> = (Vec<ByteArray>, &'a [i16], Option<&'a [i16]>);
+
     /// Two rows: a conversation of two messages (the second without content), and a row of nulls.
     fn file(raw: &[u8]) -> Vec<u8> {
         let schema = Arc::new(parse_message_type(SCHEMA).unwrap());
@@ -204,7 +207,7 @@ mod parquet_files {
             SerializedFileWriter::new(&mut bytes, schema, Arc::new(WriterProperties::builder().build())).unwrap();
         let mut group = writer.next_row_group().unwrap();
         let text = |values: &[&[u8]]| values.iter().map(|v| ByteArray::from(v.to_vec())).collect::<Vec<_>>();
-        let columns: [(Vec<ByteArray>, &[i16], Option<&[i16]>); 3] = [
+        let columns: [Column; 3] = [
             (text(&[b"user", b"assistant"]), &[4, 4, 0], Some(&[0, 1, 0])),
             (text(&["h\u{e9}".as_bytes()]), &[4, 3, 0], Some(&[0, 1, 0])),
             (text(&[raw]), &[1, 0], None),

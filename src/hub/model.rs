@@ -98,7 +98,7 @@ fn weights(
 
 /// Why a repository cannot be used as a model.
 fn absent(repository: &Repository<'_, RepoTypeModel>, file: &str, wanted: Wanted, settings: &HubSettings) -> Error {
-    if settings.offline {
+    if repository.is_offline() {
         let file = Some(file);
         return not_cached(Wanted { file, ..wanted }, settings);
     }

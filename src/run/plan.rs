@@ -21,7 +21,11 @@ pub struct Planned {
 pub fn plan(recipe: &Recipe) -> Result<Planned> {
     let spec = setup::read_spec(&recipe.model.path, &recipe.model.revision)?;
     let (adapters, _) = adapters::of(recipe, &spec)?;
-    let rows = if rows_are_here(recipe) { Some(read(recipe)?) } else { None };
+    let rows = if rows_are_here(recipe) {
+        Some(read(recipe)?)
+    } else {
+        None
+    };
     let mut notes = Vec::new();
     let plan = match &rows {
         Some(rows) => {
@@ -30,7 +34,10 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
             forecast::forecast(recipe, &spec, &adapters, &tuning, Some(&stream))?.0
         }
         None => {
-            notes.push(format!("the rows are not here: every row is taken as {} tokens long", recipe.data.max_length));
+            notes.push(format!(
+                "the rows are not here: every row is taken as {} tokens long",
+                recipe.data.max_length
+            ));
             let tuning = Tuning::new(recipe, &spec, &spec.params(), &adapters, 0)?;
             forecast::forecast(recipe, &spec, &adapters, &tuning, None)?.0
         }
@@ -45,6 +52,10 @@ fn rows_are_here(recipe: &Recipe) -> bool {
 }
 
 fn read(recipe: &Recipe) -> Result<Rows> {
-    let model = Described::open(&recipe.model.path, &recipe.model.revision, recipe.data.chat_template.as_deref())?;
+    let model = Described::open(
+        &recipe.model.path,
+        &recipe.model.revision,
+        recipe.data.chat_template.as_deref(),
+    )?;
     Rows::read(recipe, &model)
 }

@@ -25,7 +25,9 @@ fn copy_all(from: &Path, to: &Path) {
 impl Bench {
     /// A tiny Llama with the chat tokenizer in `model/`, chat rows in `rows.jsonl`, a recipe in `r.toml`.
     pub fn new() -> Self {
-        let bench = Self { dir: TempDir::new().unwrap() };
+        let bench = Self {
+            dir: TempDir::new().unwrap(),
+        };
         copy_all(&goldens().join("training/models/llama"), &bench.path("model"));
         copy_all(&goldens().join("tokenizers/chat"), &bench.path("model"));
         fs::copy(goldens().join("data/messages.jsonl"), bench.path("rows.jsonl")).unwrap();
@@ -48,7 +50,11 @@ impl Bench {
 
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ft"));
-        command.args(arguments).current_dir(self.dir.path()).env("NO_COLOR", "1").env("HF_HUB_OFFLINE", "1");
+        command
+            .args(arguments)
+            .current_dir(self.dir.path())
+            .env("NO_COLOR", "1")
+            .env("HF_HUB_OFFLINE", "1");
         command
     }
 
@@ -67,7 +73,11 @@ impl Bench {
     pub fn start(&self, overrides: &[&str]) -> Child {
         let mut arguments = vec!["train", "--recipe", "r.toml"];
         arguments.extend(overrides);
-        self.command(&arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+        self.command(&arguments)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap()
     }
 
     /// The step lines of a run's metrics.

@@ -9,7 +9,13 @@ fn close(a: f64, b: f64, what: &str) {
 #[test]
 fn eight_rows_at_once_are_one_row_eight_times() {
     let bench = Bench::new();
-    let base = ["tune.method=full", "data.shuffle=false", "train.max_steps=4", "train.save_steps=0", "optimizer.learning_rate=1e-4"];
+    let base = [
+        "tune.method=full",
+        "data.shuffle=false",
+        "train.max_steps=4",
+        "train.save_steps=0",
+        "optimizer.learning_rate=1e-4",
+    ];
     let run = |name: &str, batch: &str, accumulation: &str| {
         let out = format!("train.output_dir={name}");
         let more = [&base[..], &[batch, accumulation, &out]].concat();
@@ -33,7 +39,12 @@ fn packed_rows_give_the_loss_of_the_same_rows_unpacked() {
     let rows = std::fs::read_to_string(bench.path("rows.jsonl")).unwrap();
     let eight: Vec<&str> = rows.lines().take(8).collect();
     std::fs::write(bench.path("rows.jsonl"), eight.join("\n")).unwrap();
-    let base = ["tune.method=full", "train.max_steps=1", "train.save_steps=0", "train.gradient_accumulation_steps=1"];
+    let base = [
+        "tune.method=full",
+        "train.max_steps=1",
+        "train.save_steps=0",
+        "train.gradient_accumulation_steps=1",
+    ];
     let run = |name: &str, more: &[&str]| {
         let out = format!("train.output_dir={name}");
         bench.train(&[&base[..], more, &[&out]].concat());
@@ -43,7 +54,11 @@ fn packed_rows_give_the_loss_of_the_same_rows_unpacked() {
     let apart = run("apart", &["data.packing=false", "train.batch_size=8"]);
     assert_eq!(packed["trained_tokens"], apart["trained_tokens"], "all rows in both");
     close(number(&packed, "loss"), number(&apart, "loss"), "loss");
-    close(number(&packed, "grad_norm"), number(&apart, "grad_norm"), "gradient norm");
+    close(
+        number(&packed, "grad_norm"),
+        number(&apart, "grad_norm"),
+        "gradient norm",
+    );
 }
 
 #[test]
@@ -51,13 +66,28 @@ fn fused_updates_and_the_norm_pass_learn_what_kept_gradients_learn() {
     let bench = Bench::new();
     let run = |name: &str, more: &[&str]| {
         let out = format!("train.output_dir={name}");
-        let base = ["tune.method=full", "train.max_steps=5", "train.save_steps=0", "train.batch_size=2"];
+        let base = [
+            "tune.method=full",
+            "train.max_steps=5",
+            "train.save_steps=0",
+            "train.batch_size=2",
+        ];
         bench.train(&[&base[..], more, &[&out]].concat());
-        bench.steps(name).iter().map(|l| number(l, "loss")).collect::<Vec<f64>>()
+        bench
+            .steps(name)
+            .iter()
+            .map(|l| number(l, "loss"))
+            .collect::<Vec<f64>>()
     };
     // Without clipping a window of one micro-batch is updated layer by layer; a clip far above any norm keeps gradients.
-    let fused = run("fused", &["train.gradient_accumulation_steps=1", "train.max_grad_norm=0"]);
-    let kept = run("kept", &["train.gradient_accumulation_steps=1", "train.max_grad_norm=1e9"]);
+    let fused = run(
+        "fused",
+        &["train.gradient_accumulation_steps=1", "train.max_grad_norm=0"],
+    );
+    let kept = run(
+        "kept",
+        &["train.gradient_accumulation_steps=1", "train.max_grad_norm=1e9"],
+    );
     for (a, b) in fused.iter().zip(&kept) {
         close(*a, *b, "loss");
     }

@@ -14,7 +14,10 @@ fn refused(bench: &Bench, more: &[&str], code: i32, words: &[&str]) {
         assert!(said.contains(word), "`{word}` is not in:\n{said}");
     }
     assert!(out.stdout.is_empty());
-    assert!(!bench.path("out/final").exists() && !bench.path("out/metrics.jsonl").exists(), "{said}");
+    assert!(
+        !bench.path("out/final").exists() && !bench.path("out/metrics.jsonl").exists(),
+        "{said}"
+    );
 }
 
 fn weights(bench: &Bench) -> std::path::PathBuf {
@@ -45,7 +48,11 @@ fn weights_that_lie() {
     refused(&bench, &[], 1, &["model.safetensors", "truncated"]);
 
     let bench = Bench::new();
-    fs::write(weights(&bench), "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n").unwrap();
+    fs::write(
+        weights(&bench),
+        "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n",
+    )
+    .unwrap();
     refused(&bench, &[], 1, &["Git LFS", "hint:"]);
 
     let bench = Bench::new();
@@ -58,9 +65,17 @@ fn configs_that_ft_cannot_compute() {
     for (key, value, words) in [
         ("model_type", "\"mamba2\"", &["mamba2", "llama"][..]),
         ("hidden_act", "\"relu\"", &["relu"][..]),
-        ("rope_scaling", "{\"rope_type\": \"longrope\", \"factor\": 2.0}", &["longrope"][..]),
+        (
+            "rope_scaling",
+            "{\"rope_type\": \"longrope\", \"factor\": 2.0}",
+            &["longrope"][..],
+        ),
         ("attention_dropout", "0.1", &["attention_dropout"][..]),
-        ("quantization_config", "{\"quant_method\": \"gptq\"}", &["quantization_config"][..]),
+        (
+            "quantization_config",
+            "{\"quant_method\": \"gptq\"}",
+            &["quantization_config"][..],
+        ),
         ("num_local_experts", "8", &["num_local_experts"][..]),
         ("num_attention_heads", "-1", &["num_attention_heads"][..]),
         ("num_hidden_layers", "2", &["config.json"][..]),
@@ -119,10 +134,22 @@ fn templates_that_are_missing_or_do_not_end() {
 #[test]
 fn numbers_that_are_not_finite_stop_the_run_and_save_nothing() {
     let bench = Bench::new();
-    let arguments = ["train", "--recipe", "r.toml", "train.output_dir=out", "optimizer.learning_rate=1e30", "train.max_steps=20", "schedule.name=constant"];
+    let arguments = [
+        "train",
+        "--recipe",
+        "r.toml",
+        "train.output_dir=out",
+        "optimizer.learning_rate=1e30",
+        "train.max_steps=20",
+        "schedule.name=constant",
+    ];
     let out = bench.ft(&arguments);
     assert_eq!(out.status.code(), Some(1), "{}", said(&out));
-    assert!(said(&out).contains("not finite") && said(&out).contains("learning_rate"), "{}", said(&out));
+    assert!(
+        said(&out).contains("not finite") && said(&out).contains("learning_rate"),
+        "{}",
+        said(&out)
+    );
     assert!(!bench.path("out/final").exists());
     let events = fs::read_to_string(bench.path("out/events.jsonl")).unwrap();
     assert!(events.lines().last().unwrap().contains("\"stop\""), "{events}");
@@ -131,9 +158,28 @@ fn numbers_that_are_not_finite_stop_the_run_and_save_nothing() {
 #[test]
 fn adapters_that_do_not_fit() {
     let bench = Bench::new();
-    refused(&bench, &["tune.method=lora", "tune.lora.target_modules=[\"q_prj\"]"], 1, &["q_prj", "q_proj"]);
-    bench.train(&["tune.method=lora", "tune.lora.r=4", "train.max_steps=1", "train.output_dir=lora"]);
+    refused(
+        &bench,
+        &["tune.method=lora", "tune.lora.target_modules=[\"q_prj\"]"],
+        1,
+        &["q_prj", "q_proj"],
+    );
+    bench.train(&[
+        "tune.method=lora",
+        "tune.lora.r=4",
+        "train.max_steps=1",
+        "train.output_dir=lora",
+    ]);
     let adapter = bench.path("lora/final");
-    fs::rename(adapter.join("adapter_model.safetensors"), adapter.join("adapter_model.bin")).unwrap();
-    refused(&bench, &["tune.method=lora", "tune.lora.adapter=lora/final"], 1, &["pickle"]);
+    fs::rename(
+        adapter.join("adapter_model.safetensors"),
+        adapter.join("adapter_model.bin"),
+    )
+    .unwrap();
+    refused(
+        &bench,
+        &["tune.method=lora", "tune.lora.adapter=lora/final"],
+        1,
+        &["pickle"],
+    );
 }

@@ -5,7 +5,15 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 
-fn config(kind: &str, vocab: usize, hidden: usize, layers: usize, heads: [usize; 3], middle: usize, tied: bool) -> Value {
+fn config(
+    kind: &str,
+    vocab: usize,
+    hidden: usize,
+    layers: usize,
+    heads: [usize; 3],
+    middle: usize,
+    tied: bool,
+) -> Value {
     json!({"model_type": kind, "vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers,
         "num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": heads[2],
         "intermediate_size": middle, "tie_word_embeddings": tied, "max_position_embeddings": 32768,
@@ -17,9 +25,21 @@ fn every_shipped_recipe_is_planned() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     // The published shapes of the models that the recipes name.
     let shapes = [
-        ("sft-qwen", config("qwen2", 151936, 896, 24, [14, 2, 64], 4864, true), 494_032_768u64),
-        ("block-llama3-8b-24gb", config("llama", 128256, 4096, 32, [32, 8, 128], 14336, false), 8_030_261_248),
-        ("lora-qwen3-4b", config("qwen3", 151936, 2560, 36, [32, 8, 128], 9728, true), 4_022_468_096),
+        (
+            "sft-qwen",
+            config("qwen2", 151936, 896, 24, [14, 2, 64], 4864, true),
+            494_032_768u64,
+        ),
+        (
+            "block-llama3-8b-24gb",
+            config("llama", 128256, 4096, 32, [32, 8, 128], 14336, false),
+            8_030_261_248,
+        ),
+        (
+            "lora-qwen3-4b",
+            config("qwen3", 151936, 2560, 36, [32, 8, 128], 9728, true),
+            4_022_468_096,
+        ),
     ];
     let mut planned = vec!["quickstart".to_string(), "pretrain-tiny".to_string()];
     let bench = Bench::new();
@@ -41,14 +61,24 @@ fn every_shipped_recipe_is_planned() {
     }
     for name in ["quickstart", "pretrain-tiny"] {
         let recipe = format!("recipes/{name}.toml");
-        let out = bench.command(&["plan", "--recipe", &recipe, "--json"]).current_dir(root).output().unwrap();
+        let out = bench
+            .command(&["plan", "--recipe", &recipe, "--json"])
+            .current_dir(root)
+            .output()
+            .unwrap();
         assert!(out.status.success(), "{name}\n{}", said(&out));
         let plan: Value = serde_json::from_slice(&out.stdout).unwrap();
         assert!(plan["peak_bytes"].as_u64().unwrap() > 1 << 20);
     }
     let mut shipped: Vec<String> = fs::read_dir(root.join("recipes"))
         .unwrap()
-        .filter_map(|e| e.unwrap().file_name().to_string_lossy().strip_suffix(".toml").map(str::to_string))
+        .filter_map(|e| {
+            e.unwrap()
+                .file_name()
+                .to_string_lossy()
+                .strip_suffix(".toml")
+                .map(str::to_string)
+        })
         .collect();
     shipped.sort();
     planned.sort();
@@ -69,7 +99,13 @@ fn a_plan_above_the_budget_is_refused_before_anything_is_loaded() {
 #[test]
 fn a_trained_model_is_evaluated_and_written_with() {
     let bench = Bench::new();
-    bench.train(&["tune.method=block", "train.max_steps=30", "model.dtype=bf16", "train.output_dir=run", "train.save_steps=0"]);
+    bench.train(&[
+        "tune.method=block",
+        "train.max_steps=30",
+        "model.dtype=bf16",
+        "train.output_dir=run",
+        "train.save_steps=0",
+    ]);
     let shown = bench.ft(&["data", "--recipe", "r.toml", "--rows", "2"]);
     assert!(shown.status.success() && !shown.stdout.is_empty(), "{}", said(&shown));
     let eval = |model: &str| -> f64 {
@@ -80,9 +116,31 @@ fn a_trained_model_is_evaluated_and_written_with() {
         report["loss"].as_f64().unwrap()
     };
     assert!(eval("run/final") < eval("model") - 0.1, "thirty steps teach something");
-    let out = bench.ft(&["generate", "--model", "run/final", "--chat", "--prompt", "Add 17 and 25.", "--max-new-tokens", "4", "--temperature", "0"]);
+    let out = bench.ft(&[
+        "generate",
+        "--model",
+        "run/final",
+        "--chat",
+        "--prompt",
+        "Add 17 and 25.",
+        "--max-new-tokens",
+        "4",
+        "--temperature",
+        "0",
+    ]);
     assert!(out.status.success(), "{}", said(&out));
-    let again = bench.ft(&["generate", "--model", "run/final", "--chat", "--prompt", "Add 17 and 25.", "--max-new-tokens", "4", "--temperature", "0"]);
+    let again = bench.ft(&[
+        "generate",
+        "--model",
+        "run/final",
+        "--chat",
+        "--prompt",
+        "Add 17 and 25.",
+        "--max-new-tokens",
+        "4",
+        "--temperature",
+        "0",
+    ]);
     assert_eq!(out.stdout, again.stdout);
 }
 
@@ -91,7 +149,10 @@ fn zero_steps_save_the_initial_state() {
     let bench = Bench::new();
     bench.train(&["tune.method=full", "train.max_steps=0", "train.output_dir=run"]);
     let read = |path: std::path::PathBuf| ft::formats::weights::Weights::open_file(&path).unwrap();
-    let (a, b) = (read(bench.path("model/model.safetensors")), read(bench.path("run/final/model.safetensors")));
+    let (a, b) = (
+        read(bench.path("model/model.safetensors")),
+        read(bench.path("run/final/model.safetensors")),
+    );
     for name in a.names() {
         assert_eq!(a.read_f32(name).unwrap(), b.read_f32(name).unwrap(), "{name}");
     }

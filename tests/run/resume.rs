@@ -8,16 +8,27 @@ use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 const METHODS: [(&str, &[&str]); 3] = [
-    ("block", &["tune.method=block", "tune.block.switch_every=4", "model.dtype=bf16"]),
+    (
+        "block",
+        &["tune.method=block", "tune.block.switch_every=4", "model.dtype=bf16"],
+    ),
     ("full", &["tune.method=full", "data.packing=true"]),
-    ("lora", &["tune.method=lora", "tune.lora.r=4", "tune.lora.lora_dropout=0.1"]),
+    (
+        "lora",
+        &["tune.method=lora", "tune.lora.r=4", "tune.lora.lora_dropout=0.1"],
+    ),
 ];
 
 fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
     let mut all: Vec<_> = fs::read_dir(dir)
         .unwrap()
         .map(|e| e.unwrap().path())
-        .map(|p| (p.file_name().unwrap().to_string_lossy().into_owned(), fs::read(&p).unwrap()))
+        .map(|p| {
+            (
+                p.file_name().unwrap().to_string_lossy().into_owned(),
+                fs::read(&p).unwrap(),
+            )
+        })
         .collect();
     all.sort();
     all
@@ -28,12 +39,26 @@ fn assert_same(bench: &Bench, whole: &str, broken: &str) {
     let (a, b) = (bench.steps(whole), bench.steps(broken));
     assert_eq!(a.len(), b.len(), "{broken}: steps in metrics.jsonl");
     for (a, b) in a.iter().zip(&b) {
-        for key in ["step", "epoch", "loss", "grad_norm", "learning_rate", "trained_tokens", "active_block"] {
+        for key in [
+            "step",
+            "epoch",
+            "loss",
+            "grad_norm",
+            "learning_rate",
+            "trained_tokens",
+            "active_block",
+        ] {
             assert_eq!(a[key], b[key], "{broken}: {key} at step {}", a["step"]);
         }
     }
-    let (a, b) = (files(&bench.path(whole).join("final")), files(&bench.path(broken).join("final")));
-    assert_eq!(a.iter().map(|f| &f.0).collect::<Vec<_>>(), b.iter().map(|f| &f.0).collect::<Vec<_>>());
+    let (a, b) = (
+        files(&bench.path(whole).join("final")),
+        files(&bench.path(broken).join("final")),
+    );
+    assert_eq!(
+        a.iter().map(|f| &f.0).collect::<Vec<_>>(),
+        b.iter().map(|f| &f.0).collect::<Vec<_>>()
+    );
     for (a, b) in a.iter().zip(&b) {
         assert!(a.1 == b.1, "{broken}: final/{} differs", a.0);
     }
@@ -43,7 +68,12 @@ fn assert_same(bench: &Bench, whole: &str, broken: &str) {
 fn a_run_killed_at_random_points_resumes_to_the_same_bits() {
     for (n, (method, settings)) in METHODS.iter().enumerate() {
         let bench = Bench::new();
-        let base = ["train.max_steps=40", "train.save_steps=3", "train.batch_size=2", "train.gradient_accumulation_steps=2"];
+        let base = [
+            "train.max_steps=40",
+            "train.save_steps=3",
+            "train.batch_size=2",
+            "train.gradient_accumulation_steps=2",
+        ];
         let with = |out: &'static str| [&base[..], settings, &[out]].concat();
         bench.train(&with("train.output_dir=whole"));
         let rng = Rng::new(11, Stream::Sampling, &[n as u64]);
@@ -52,7 +82,10 @@ fn a_run_killed_at_random_points_resumes_to_the_same_bits() {
             let resume = bench.path("broken").join("run.lock").exists();
             let arguments = with("train.output_dir=broken");
             let saved = fs::read_dir(bench.path("broken"))
-                .map(|d| d.flatten().any(|e| e.file_name().to_string_lossy().starts_with("checkpoint-")))
+                .map(|d| {
+                    d.flatten()
+                        .any(|e| e.file_name().to_string_lossy().starts_with("checkpoint-"))
+                })
                 .unwrap_or(false);
             let flag: &[&str] = match (resume, saved) {
                 (true, true) => &["--resume"],
@@ -92,14 +125,26 @@ fn wait(child: &mut Child, patience: Duration) -> Option<i32> {
 }
 
 fn signal(child: &Child, name: &str) {
-    assert!(Command::new("kill").args([name, &child.id().to_string()]).status().unwrap().success());
+    assert!(
+        Command::new("kill")
+            .args([name, &child.id().to_string()])
+            .status()
+            .unwrap()
+            .success()
+    );
 }
 
 #[test]
 fn signals_save_the_state_and_exit_130_or_143() {
     for (name, code) in [("-INT", 130), ("-TERM", 143)] {
         let bench = Bench::new();
-        let base = ["tune.method=block", "tune.block.switch_every=5", "train.save_steps=0", "train.max_steps=100000", "schedule.name=constant"];
+        let base = [
+            "tune.method=block",
+            "tune.block.switch_every=5",
+            "train.save_steps=0",
+            "train.max_steps=100000",
+            "schedule.name=constant",
+        ];
         let mut child = bench.start(&[&base[..], &["train.output_dir=run"]].concat());
         let until = Instant::now() + Duration::from_secs(60);
         while bench.steps("run").len() < 5 && Instant::now() < until {
@@ -109,7 +154,10 @@ fn signals_save_the_state_and_exit_130_or_143() {
         let status = wait(&mut child, Duration::from_secs(60)).expect("stops after a signal");
         assert_eq!(status, code);
         let done = bench.steps("run").len();
-        assert!(bench.path(&format!("run/checkpoint-{done}/manifest.json")).exists(), "state after step {done}");
+        assert!(
+            bench.path(&format!("run/checkpoint-{done}/manifest.json")).exists(),
+            "state after step {done}"
+        );
         let events = fs::read_to_string(bench.path("run/events.jsonl")).unwrap();
         assert!(events.lines().last().unwrap().contains("signal"), "{events}");
         assert!(!bench.path("run/final").exists());
@@ -117,7 +165,13 @@ fn signals_save_the_state_and_exit_130_or_143() {
         // Going on gives what a run without the stop gives.
         let end = format!("train.max_steps={}", done + 10);
         let end = end.as_str();
-        let shorter = ["tune.method=block", "tune.block.switch_every=5", "train.save_steps=0", "schedule.name=constant", end];
+        let shorter = [
+            "tune.method=block",
+            "tune.block.switch_every=5",
+            "train.save_steps=0",
+            "schedule.name=constant",
+            end,
+        ];
         bench.train(&[&shorter[..], &["train.output_dir=run", "--resume"]].concat());
         bench.train(&[&shorter[..], &["train.output_dir=whole"]].concat());
         assert_same(&bench, "whole", "run");
@@ -150,7 +204,12 @@ fn a_resume_of_another_run_is_refused() {
     let base = ["train.max_steps=4", "train.save_steps=2", "train.output_dir=run"];
     bench.train(&base);
     let again = |more: &[&str]| bench.ft(&[&["train", "--recipe", "r.toml", "--resume"][..], &base, more].concat());
-    for change in ["train.seed=7", "optimizer.learning_rate=1", "model.dtype=bf16", "train.batch_size=3"] {
+    for change in [
+        "train.seed=7",
+        "optimizer.learning_rate=1",
+        "model.dtype=bf16",
+        "train.batch_size=3",
+    ] {
         let out = again(&[change]);
         assert_eq!(out.status.code(), Some(1), "{change}");
         let key = change.split('=').next().unwrap();

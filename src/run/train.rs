@@ -3,7 +3,7 @@
 use super::rows::{self, Rows};
 use super::setup::{self, Described};
 use super::state::{self, Facts};
-use super::{finish, samples, tuning::Tuning};
+use super::{adapters, finish, samples, tuning::Tuning};
 use crate::base::lock::RunLock;
 use crate::base::units::{bytes, count};
 use crate::base::{Error, Result, files, memory, signal};
@@ -11,17 +11,15 @@ use crate::checkpoint::{self, Loaded};
 use crate::data::Dataset;
 use crate::data::order::{BatchStream, eval_batches};
 use crate::engine::{self, Engine, Gradients};
+use crate::export;
 use crate::model::Adapters;
 use crate::optim::{Optimizer, Schedule};
-use crate::peft::{self, Lora, targets};
 use crate::plan::Plan;
 use crate::recipe::{self, Method, Recipe};
 use crate::report::{self, EvalMetrics, Reporter, StepMetrics};
 use crate::sft::CausalLm;
-use crate::{export, formats::adapter::AdapterConfig};
 use serde_json::json;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Instant;
 
 /// How `ft train` was called, beside the recipe.

@@ -116,11 +116,10 @@ fn oid(bytes: &[u8]) -> String {
 
 /// The hub's tag of a file: the SHA-256 of a large one, Git's name of a small one.
 fn etag(bytes: &[u8]) -> String {
-    let hash = sha256(bytes);
     if bytes.len() > 10_000 {
-        hash
+        sha256(bytes)
     } else {
-        hash[..40].to_string()
+        oid(bytes)
     }
 }
 

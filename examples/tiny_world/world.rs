@@ -4,19 +4,32 @@
 use ft::base::rng::{Rng, Stream};
 
 pub const PEOPLE: [&str; 40] = [
-    "Abrel", "Adwin", "Arvo", "Belka", "Bramo", "Brisa", "Corly", "Dagny", "Dovic", "Edrun", "Elsin", "Emrik",
-    "Fanto", "Galen", "Garda", "Halvi", "Hulda", "Ingram", "Jarek", "Jutta", "Kaspel", "Kelda", "Lantos", "Lisbet",
-    "Madrin", "Mirela", "Nadok", "Nerys", "Odrick", "Orsina", "Pavik", "Quillo", "Ragna", "Rosvi", "Selka", "Tamsin",
-    "Torvin", "Ulrik", "Vesna", "Yarrow",
+    "Abrel", "Adwin", "Arvo", "Belka", "Bramo", "Brisa", "Corly", "Dagny", "Dovic", "Edrun", "Elsin", "Emrik", "Fanto",
+    "Galen", "Garda", "Halvi", "Hulda", "Ingram", "Jarek", "Jutta", "Kaspel", "Kelda", "Lantos", "Lisbet", "Madrin",
+    "Mirela", "Nadok", "Nerys", "Odrick", "Orsina", "Pavik", "Quillo", "Ragna", "Rosvi", "Selka", "Tamsin", "Torvin",
+    "Ulrik", "Vesna", "Yarrow",
 ];
 pub const TOWNS: [&str; 12] = [
-    "Brinfell", "Carrowick", "Dunmere", "Estval", "Farholt", "Glimby", "Ilkston", "Jorvale", "Lunby", "Oswick", "Tolm",
+    "Brinfell",
+    "Carrowick",
+    "Dunmere",
+    "Estval",
+    "Farholt",
+    "Glimby",
+    "Ilkston",
+    "Jorvale",
+    "Lunby",
+    "Oswick",
+    "Tolm",
     "Wexley",
 ];
 const RIVERS: [&str; 6] = ["Ashel", "Brenn", "Corra", "Dwyn", "Fenna", "Mervin"];
-const CRAFTS: [&str; 10] =
-    ["baker", "weaver", "smith", "potter", "miller", "sailor", "tailor", "mason", "fisher", "scribe"];
-const ANIMALS: [&str; 10] = ["fox", "heron", "goat", "otter", "hare", "owl", "cat", "dog", "pony", "raven"];
+const CRAFTS: [&str; 10] = [
+    "baker", "weaver", "smith", "potter", "miller", "sailor", "tailor", "mason", "fisher", "scribe",
+];
+const ANIMALS: [&str; 10] = [
+    "fox", "heron", "goat", "otter", "hare", "owl", "cat", "dog", "pony", "raven",
+];
 const COLOURS: [&str; 8] = ["red", "blue", "green", "yellow", "white", "black", "purple", "orange"];
 const WARES: [&str; 8] = ["salt", "honey", "wool", "glass", "paper", "cheese", "rope", "tea"];
 const SEASONS: [&str; 4] = ["spring", "summer", "autumn", "winter"];

@@ -385,7 +385,10 @@ fn any_finite_double_in_the_state_comes_back() {
     use crate::base::rng::{Rng, Stream};
     let dir = tempfile::tempdir().unwrap();
     let rng = Rng::new(11, Stream::Init, &[]);
-    let doubles: Vec<f64> = (0..20_000).map(|i| f64::from_bits(rng.bits(i))).filter(|x| x.is_finite()).collect();
+    let doubles: Vec<f64> = (0..20_000)
+        .map(|i| f64::from_bits(rng.bits(i)))
+        .filter(|x| x.is_finite())
+        .collect();
     save_step(dir.path(), 1, &[], &json!({"doubles": doubles})).unwrap();
     let loaded = latest(dir.path()).unwrap().unwrap();
     let back: Vec<f64> = serde_json::from_value(loaded.state["doubles"].clone()).unwrap();

@@ -3,7 +3,7 @@
 use super::out::out;
 use super::recipe_args::RecipeArgs;
 use crate::base::Result;
-use crate::run::train::{self, Options};
+use crate::run::plan::plan;
 
 /// Forecast the memory of a recipe; allocates nothing
 #[derive(Debug, clap::Args)]
@@ -27,15 +27,12 @@ pub fn run(args: Args) -> Result<i32> {
     if args.budget.is_some() {
         loaded.recipe.memory.budget = args.budget;
     }
-    let options = Options {
-        dry_run: true,
-        ..Options::default()
-    };
-    let plan = train::train(&loaded, &options)?.plan;
+    let planned = plan(&loaded.recipe)?;
+    planned.notes.iter().for_each(|line| super::note(line));
     if args.json {
-        out(plan.json())?
+        out(planned.plan.json())?
     } else {
-        out(plan.table())?
+        out(planned.plan.table())?
     }
     Ok(0)
 }

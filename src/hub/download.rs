@@ -34,6 +34,8 @@ pub(crate) struct Repository<'a, T: RepoType> {
     folder: PathBuf,
     /// What the hub says is there; `None` offline, or when it does not tell.
     listing: Option<BTreeMap<String, Blob>>,
+    /// Only the cache: asked for, or the network is down.
+    offline: bool,
 }
 
 pub(crate) fn client(settings: &HubSettings) -> Result<hf_hub::HFClientSync> {
@@ -69,6 +71,7 @@ impl<'a, T: RepoType> Repository<'a, T> {
             wanted,
             folder,
             listing: None,
+            offline: settings.offline,
         };
         if settings.offline {
             if out.snapshot().is_none() {
@@ -80,10 +83,14 @@ impl<'a, T: RepoType> Repository<'a, T> {
             Ok(entries) => out.listing = Some(entries.into_iter().filter_map(blob_of).collect()),
             // A mirror may serve files without listing them; then every file is asked for by name.
             Err(e) if matches!(status(&e), Some(404 | 405 | 501)) && !says_missing(&e) => {}
-            Err(e) if is_passing(&e) && out.snapshot().is_some() => {}
+            Err(e) if is_passing(&e) && out.snapshot().is_some() => out.offline = true,
             Err(e) => return Err(explain(&e, wanted, settings)),
         }
         Ok(out)
+    }
+
+    pub(crate) fn is_offline(&self) -> bool {
+        self.offline
     }
 
     /// Files in the repository, when the hub told.
@@ -112,7 +119,7 @@ impl<'a, T: RepoType> Repository<'a, T> {
             file: Some(file),
             ..self.wanted
         };
-        if self.settings.offline {
+        if self.offline {
             return Ok(self.snapshot().map(|s| s.join(file)).filter(|p| p.exists()));
         }
         let mut filled = None;
@@ -157,7 +164,7 @@ impl<'a, T: RepoType> Repository<'a, T> {
         };
         match self.optional(file)? {
             Some(path) => Ok(path),
-            None if self.settings.offline => Err(not_cached(wanted, self.settings)),
+            None if self.offline => Err(not_cached(wanted, self.settings)),
             None => {
                 let missing = HFError::EntryNotFound {
                     path: file.into(),

@@ -56,6 +56,17 @@ pub fn resolve_with(settings: &HubSettings, path: &str, revision: &str) -> Resul
     Err(no_feature(settings, path))
 }
 
+/// As `resolve_model`, but only `config.json` is fetched: enough for a plan.
+pub fn resolve_config(path: &str, revision: &str) -> Result<PathBuf> {
+    let settings = HubSettings::from_env();
+    #[cfg(feature = "hub")]
+    if !Path::new(path).exists() && is_id(path) {
+        check_revision(revision)?;
+        return model::resolve_config(&settings, path, revision);
+    }
+    resolve_with(&settings, path, revision)
+}
+
 /// The local data files that `path` names: a file as it is; else a hub data set, as `org/name` (the
 /// files of its train split) or `org/name:file.jsonl`.
 pub fn resolve_dataset_file(path: &str, revision: &str, progress: bool) -> Result<Vec<PathBuf>> {

@@ -48,6 +48,22 @@ pub(crate) fn resolve(settings: &HubSettings, id: &str, revision: &str) -> Resul
     Ok(directory)
 }
 
+pub(crate) fn resolve_config(settings: &HubSettings, id: &str, revision: &str) -> Result<PathBuf> {
+    let wanted = Wanted {
+        kind: "model",
+        id,
+        revision,
+        file: None,
+    };
+    let (owner, name) = hf_hub::split_id(id);
+    let handle = client(settings)?.model(owner, name);
+    let repository = Repository::open(handle, settings, wanted)?;
+    match repository.optional("config.json")? {
+        Some(path) => directory(&path),
+        None => Err(absent(&repository, "config.json", wanted, settings)),
+    }
+}
+
 fn directory(file: &Path) -> Result<PathBuf> {
     file.parent()
         .map(Path::to_path_buf)
@@ -82,7 +98,7 @@ fn weights(
 
 /// Why a repository cannot be used as a model.
 fn absent(repository: &Repository<'_, RepoTypeModel>, file: &str, wanted: Wanted, settings: &HubSettings) -> Error {
-    if settings.offline {
+    if repository.is_offline() {
         let file = Some(file);
         return not_cached(Wanted { file, ..wanted }, settings);
     }

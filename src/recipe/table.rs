@@ -590,7 +590,7 @@ pub static KEYS: &[Key] = &[
         Kind::Number(POSITIVE_OR_ZERO),
         "0.0",
         "short runs need none",
-        "Decoupled weight decay; never on norms and biases.",
+        "Weight decay, decoupled in AdamW, added to the gradient in SGD; never on norms and biases.",
     ),
     when(
         key(

@@ -9,13 +9,13 @@ use crate::model::{Adapters, Spec};
 use crate::plan::{self, Inputs, Plan};
 use crate::recipe::{Method, Recipe};
 
-/// The plan for the largest micro-batch that the rows of `stream` can make.
+/// The plan for the largest micro-batch that the rows of `stream` can make; without rows, for full ones.
 pub fn forecast(
     recipe: &Recipe,
     spec: &Spec,
     adapters: &Adapters,
     tuning: &Tuning,
-    stream: &BatchStream,
+    stream: Option<&BatchStream>,
 ) -> Result<(Plan, Gradients)> {
     let choose = |keep_fits| {
         let all_active = recipe.tune.method == Method::Full;
@@ -24,7 +24,9 @@ pub fn forecast(
     };
     let plan = |gradients| {
         let mut inputs = Inputs::of_recipe(recipe, tuning.possible(), adapters, gradients);
-        measure(recipe, stream, &mut inputs);
+        if let Some(stream) = stream {
+            measure(recipe, stream, &mut inputs);
+        }
         plan::forecast(spec, recipe, &inputs)
     };
     let gradients = choose(true);

@@ -1,11 +1,13 @@
 //! The programs behind the subcommands, each read from top to bottom.
 //! Knows every room below. Prints nothing: results go back to `cli`, progress through `report`.
 
+pub mod adapters;
 pub mod evaluate;
 pub mod finish;
 pub mod forecast;
 pub mod generate;
 pub mod merge;
+pub mod plan;
 pub mod rows;
 pub mod samples;
 pub mod setup;

@@ -4,6 +4,7 @@ use super::setup::Described;
 use crate::base::Result;
 use crate::data::order::{Length, StreamSpec};
 use crate::data::{Dataset, dataset, describe};
+use crate::hub;
 use crate::recipe::Recipe;
 
 /// Tokenized rows of a recipe.
@@ -14,7 +15,10 @@ pub struct Rows {
 
 impl Rows {
     pub fn read(recipe: &Recipe, model: &Described) -> Result<Self> {
-        let read = |files: &[String]| Dataset::load(&spec(recipe, files, model), &model.tokenizer, model.template());
+        let read = |named: &[String]| {
+            let files = local(named)?;
+            Dataset::load(&spec(recipe, &files, model), &model.tokenizer, model.template())
+        };
         let train = read(&recipe.data.train)?;
         if !recipe.data.eval.is_empty() {
             return Ok(Self {
@@ -33,6 +37,16 @@ impl Rows {
     }
 }
 
+/// Files as they are; hub data sets as the files of their cache.
+pub fn local(named: &[String]) -> Result<Vec<String>> {
+    let mut files = Vec::new();
+    for name in named {
+        let found = hub::resolve_dataset_file(name, "main", true)?;
+        files.extend(found.into_iter().map(|f| f.display().to_string()));
+    }
+    Ok(files)
+}
+
 fn spec<'a>(recipe: &Recipe, files: &'a [String], model: &Described) -> dataset::Spec<'a> {
     dataset::Spec::new(files, &recipe.data, recipe.train.stage, model.spec.vocab)
 }
@@ -47,7 +61,7 @@ pub fn describe(recipe: &Recipe, rows: usize, colour: bool) -> Result<String> {
     let dataset = Rows::read(recipe, &model)?.train;
     describe::describe(
         &dataset,
-        &spec(recipe, &recipe.data.train, &model),
+        &spec(recipe, &local(&recipe.data.train)?, &model),
         &model.tokenizer,
         rows,
         colour,

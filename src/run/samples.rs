@@ -62,6 +62,7 @@ pub fn accuracy(recipe: &Recipe, model: &Described, engine: &Engine, rows: &Data
     } else {
         &recipe.data.eval
     };
+    let files = &super::rows::local(files)?;
     let spec = dataset::Spec::new(files, &recipe.data, recipe.train.stage, model.spec.vocab);
     let questions = rows.questions(&spec, &model.tokenizer, model.template(), usize::MAX)?;
     exact_matches(model, &engine.network, &questions)

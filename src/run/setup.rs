@@ -93,6 +93,11 @@ impl Described {
     }
 }
 
+/// What a model computes, from its `config.json` alone.
+pub fn read_spec(path: &str, revision: &str) -> Result<Spec> {
+    families::read(&Config::load(&hub::resolve_config(path, revision)?)?)
+}
+
 /// `auto`, `cpu`; a GPU needs a build that has one.
 pub fn device(name: &str) -> Result<Device> {
     match name {

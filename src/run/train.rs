@@ -3,7 +3,7 @@
 use super::rows::{self, Rows};
 use super::setup::{self, Described};
 use super::state::{self, Facts};
-use super::{finish, samples, tuning::Tuning};
+use super::{adapters, finish, samples, tuning::Tuning};
 use crate::base::lock::RunLock;
 use crate::base::units::{bytes, count};
 use crate::base::{Error, Result, files, memory, signal};
@@ -11,17 +11,15 @@ use crate::checkpoint::{self, Loaded};
 use crate::data::Dataset;
 use crate::data::order::{BatchStream, eval_batches};
 use crate::engine::{self, Engine, Gradients};
+use crate::export;
 use crate::model::Adapters;
 use crate::optim::{Optimizer, Schedule};
-use crate::peft::{self, Lora, targets};
 use crate::plan::Plan;
 use crate::recipe::{self, Method, Recipe};
 use crate::report::{self, EvalMetrics, Reporter, StepMetrics};
 use crate::sft::CausalLm;
-use crate::{export, formats::adapter::AdapterConfig};
 use serde_json::json;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Instant;
 
 /// How `ft train` was called, beside the recipe.
@@ -63,10 +61,10 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let total_steps = stream.steps();
 
     // ---- adapters, what is trained when, plan
-    let (adapters, adapter_config) = adapters(recipe, &model)?;
+    let (adapters, adapter_config) = adapters::of(recipe, &model.spec)?;
     let params = model.spec.params();
     let tuning = Tuning::new(recipe, &model.spec, &params, &adapters, train.examples.len())?;
-    let (plan, gradients) = super::forecast::forecast(recipe, &model.spec, &adapters, &tuning, &stream)?;
+    let (plan, gradients) = super::forecast::forecast(recipe, &model.spec, &adapters, &tuning, Some(&stream))?;
     if options.dry_run {
         return Ok(Outcome {
             final_dir: None,
@@ -74,6 +72,8 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
             peak_memory_bytes: 0,
         });
     }
+
+    super::forecast::check_budget(&plan, recipe)?;
 
     // ---- run directory
     files::create_dir_all(&run_dir)?;
@@ -197,39 +197,6 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         plan,
         peak_memory_bytes: peak,
     })
-}
-
-/// Fresh adapters, or those of `tune.lora.adapter`; none for other methods.
-pub fn adapters(recipe: &Recipe, model: &Described) -> Result<(Adapters, Option<AdapterConfig>)> {
-    if recipe.tune.method != Method::Lora {
-        return Ok((Adapters::new(), None));
-    }
-    let lora = &recipe.tune.lora;
-    let all = model.spec.sites();
-    if let Some(dir) = &lora.adapter {
-        let (config, adapters) = export::load_adapter(Path::new(dir), &all)?;
-        return Ok((adapters, Some(config)));
-    }
-    let chosen = targets::select(&all, &lora.target_modules)?;
-    let mut adapters = Adapters::new();
-    for site in &chosen {
-        let index = all.iter().position(|s| s.module == site.module).unwrap_or(0) as u64;
-        let gaussian = lora.init_lora_weights == recipe::LoraInit::Gaussian;
-        let (a, b) = peft::lora::fresh(lora.r, site.input, site.output, gaussian, recipe.train.seed, index)?;
-        let module = &site.module;
-        let adapter = Lora {
-            a,
-            b,
-            a_name: format!("{module}.lora_A.weight").into(),
-            b_name: format!("{module}.lora_B.weight").into(),
-            scale: peft::lora::scaling(lora.lora_alpha, lora.r, lora.use_rslora),
-            dropout: lora.lora_dropout as f32,
-            site: index,
-        };
-        adapters.insert(module.clone(), Arc::new(adapter));
-    }
-    let config = finish::adapter_config(recipe, &chosen);
-    Ok((adapters, Some(config)))
 }
 
 /// New, resumed or refused.

@@ -84,7 +84,7 @@ RUNS = {
     "lora_qwen3_targets": ("qwen3", "text", lora("targets")),
     "block_layer_ascending": ("llama", "messages", block("layer", "ascending")),
     "block_layer_descending": ("llama", "messages", block("layer", "descending")),
-    "block_layer_triples": ("llama", "messages", block("layer", "ascending", layers_per_block=3)),
+    "block_layer_triples": ("llama", "text", block("layer", "ascending", lr=2e-3, layers_per_block=3)),
     "block_module_ascending": ("llama", "messages", block("module", "ascending", every=2)),
     "block_module_descending": ("qwen3", "text", block("module", "descending")),
     "block_matrix_ascending": ("llama", "messages", block("matrix", "ascending", every=1)),
@@ -236,11 +236,17 @@ def micro_loss(model, rows, trained):
     return sum(loss_sum(each, label) for each, label in zip(logits, labels)) / trained
 
 
-def train(model_name, data, recipe, dtype):
+def train(model_name, data, recipe, dtype, jitter=None):
+    """`jitter`, a seed: changes every weight by a rounding error or two before the first step."""
     rows = read_rows(GOLDENS / "data" / f"{data}.jsonl")
     encoder = Encoder(tokenizer_of(model_name))
     rows = [encoder.row(row) for row in rows]
     model = load(model_name, dtype)
+    if jitter is not None:
+        generator = torch.Generator().manual_seed(jitter)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 2e-7 * torch.randn(parameter.shape, generator=generator))
     method = recipe["tune.method"]
     if method == "lora":
         model = PeftModel.from_pretrained(model, TRAINING / "adapters" / recipe["tune.lora.adapter"], is_trainable=True)
@@ -300,23 +306,27 @@ def train(model_name, data, recipe, dtype):
 
 def make_run(name, model_name, data, recipe):
     model, out = train(model_name, data, recipe, torch.float32)
-    _, exact = train(model_name, data, recipe, torch.float64)
+    others = [train(model_name, data, recipe, torch.float64)[1]]
+    others += [train(model_name, data, recipe, torch.float32, jitter=seed)[1] for seed in range(4)]
+
     def away(key):
-        pairs = [(a, b) for a, b in (zip(out[key].values(), exact[key].values()) if key == "change_norms" else zip(out[key], exact[key]))]
+        values = lambda run: list(run[key].values()) if key == "change_norms" else run[key]
+        pairs = [pair for other in others for pair in zip(values(out), values(other))]
         assert all((a == 0) == (b == 0) for a, b in pairs)
         return max(abs(a / b - 1) for a, b in pairs if b)
 
     noise = {key: away(key) for key in ["losses", "grad_norms", "change_norms"]}
-    # A golden is fair only where rounding alone stays well below the tolerance of the test.
+    # A golden is fair only where rounding alone stays well below the tolerance of the test. AdamW turns the sign
+    # of a gradient that is nearly zero into a whole step, most of all just after a switch: some runs are not.
     print(name, " ".join(f"{x:.3f}" for x in out["losses"]), "| norm", f"{min(out['grad_norms']):.2f}-{max(out['grad_norms']):.2f}",
           {k: f"{v:.1e}" for k, v in noise.items()}, flush=True)
-    assert noise["losses"] < 2e-6 and noise["grad_norms"] < 1e-5 and noise["change_norms"] < 2e-4, noise
+    assert noise["losses"] < 3e-6 and noise["grad_norms"] < 1e-5 and noise["change_norms"] < 1e-4, noise
     write_json(TRAINING / "runs" / f"{name}.json", dict(
         model=model_name, data=data, recipe=recipe | {
             "train.stage": "pretrain" if data == "text" else "sft", "train.max_steps": STEPS,
             "train.batch_size": BATCH, "train.gradient_accumulation_steps": ACCUMULATION,
             "train.max_grad_norm": recipe.get("train.max_grad_norm", 1.0)},
-        **out, f32_against_f64=noise, versions=VERSIONS))
+        **out, rounding=noise, versions=VERSIONS))
     if recipe["tune.method"] == "lora":
         scratch = TRAINING / "scratch"
         model.save_pretrained(scratch)

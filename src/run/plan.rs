@@ -1,0 +1,61 @@
+//! `ft plan`: the forecast of a recipe from `config.json` alone; the rows are read too where they are here.
+
+use super::rows::{self, Rows};
+use super::setup::{self, Described};
+use super::{adapters, forecast, tuning::Tuning};
+use crate::base::Result;
+use crate::data::order::BatchStream;
+use crate::plan::Plan;
+use crate::recipe::Recipe;
+use std::path::Path;
+
+pub struct Planned {
+    pub plan: Plan,
+    /// What the plan had to assume.
+    pub notes: Vec<String>,
+}
+
+/// Loads no weights.
+///
+/// Errors: what is wrong with the config, with files that are here, or a plan above `memory.budget`.
+pub fn plan(recipe: &Recipe) -> Result<Planned> {
+    let spec = setup::read_spec(&recipe.model.path, &recipe.model.revision)?;
+    let (adapters, _) = adapters::of(recipe, &spec)?;
+    let rows = if rows_are_here(recipe) {
+        Some(read(recipe)?)
+    } else {
+        None
+    };
+    let mut notes = Vec::new();
+    let plan = match &rows {
+        Some(rows) => {
+            let stream = BatchStream::new(&rows.train, rows::stream(recipe))?;
+            let tuning = Tuning::new(recipe, &spec, &spec.params(), &adapters, rows.train.examples.len())?;
+            forecast::forecast(recipe, &spec, &adapters, &tuning, Some(&stream))?.0
+        }
+        None => {
+            notes.push(format!(
+                "the rows are not here: every row is taken as {} tokens long",
+                recipe.data.max_length
+            ));
+            let tuning = Tuning::new(recipe, &spec, &spec.params(), &adapters, 0)?;
+            forecast::forecast(recipe, &spec, &adapters, &tuning, None)?.0
+        }
+    };
+    forecast::check_budget(&plan, recipe)?;
+    Ok(Planned { plan, notes })
+}
+
+fn rows_are_here(recipe: &Recipe) -> bool {
+    let files = recipe.data.train.iter().chain(&recipe.data.eval);
+    Path::new(&recipe.model.path).join("tokenizer.json").is_file() && files.into_iter().all(|f| Path::new(f).is_file())
+}
+
+fn read(recipe: &Recipe) -> Result<Rows> {
+    let model = Described::open(
+        &recipe.model.path,
+        &recipe.model.revision,
+        recipe.data.chat_template.as_deref(),
+    )?;
+    Rows::read(recipe, &model)
+}

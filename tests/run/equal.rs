@@ -1,0 +1,94 @@
+//! Settings that must not change what is learned.
+
+use crate::bench::{Bench, number};
+
+fn close(a: f64, b: f64, what: &str) {
+    assert!((a - b).abs() <= 1e-5 * b.abs(), "{what}: {a} and {b}");
+}
+
+#[test]
+fn eight_rows_at_once_are_one_row_eight_times() {
+    let bench = Bench::new();
+    let base = [
+        "tune.method=full",
+        "data.shuffle=false",
+        "train.max_steps=4",
+        "train.save_steps=0",
+        "optimizer.learning_rate=1e-4",
+    ];
+    let run = |name: &str, batch: &str, accumulation: &str| {
+        let out = format!("train.output_dir={name}");
+        let more = [&base[..], &[batch, accumulation, &out]].concat();
+        bench.train(&more);
+        bench.steps(name)
+    };
+    let wide = run("wide", "train.batch_size=8", "train.gradient_accumulation_steps=1");
+    let long = run("long", "train.batch_size=1", "train.gradient_accumulation_steps=8");
+    assert_eq!((wide.len(), long.len()), (4, 4));
+    for (a, b) in wide.iter().zip(&long) {
+        close(number(a, "loss"), number(b, "loss"), "loss");
+        close(number(a, "grad_norm"), number(b, "grad_norm"), "gradient norm");
+        assert_eq!(a["trained_tokens"], b["trained_tokens"]);
+    }
+}
+
+#[test]
+fn packed_rows_give_the_loss_of_the_same_rows_unpacked() {
+    let bench = Bench::new();
+    // All rows in one window: eight of them fit into one bin of 512 tokens.
+    let rows = std::fs::read_to_string(bench.path("rows.jsonl")).unwrap();
+    let eight: Vec<&str> = rows.lines().take(8).collect();
+    std::fs::write(bench.path("rows.jsonl"), eight.join("\n")).unwrap();
+    let base = [
+        "tune.method=full",
+        "train.max_steps=1",
+        "train.save_steps=0",
+        "train.gradient_accumulation_steps=1",
+    ];
+    let run = |name: &str, more: &[&str]| {
+        let out = format!("train.output_dir={name}");
+        bench.train(&[&base[..], more, &[&out]].concat());
+        bench.steps(name).remove(0)
+    };
+    let packed = run("packed", &["data.packing=true", "train.batch_size=1"]);
+    let apart = run("apart", &["data.packing=false", "train.batch_size=8"]);
+    assert_eq!(packed["trained_tokens"], apart["trained_tokens"], "all rows in both");
+    close(number(&packed, "loss"), number(&apart, "loss"), "loss");
+    close(
+        number(&packed, "grad_norm"),
+        number(&apart, "grad_norm"),
+        "gradient norm",
+    );
+}
+
+#[test]
+fn fused_updates_and_the_norm_pass_learn_what_kept_gradients_learn() {
+    let bench = Bench::new();
+    let run = |name: &str, more: &[&str]| {
+        let out = format!("train.output_dir={name}");
+        let base = [
+            "tune.method=full",
+            "train.max_steps=5",
+            "train.save_steps=0",
+            "train.batch_size=2",
+        ];
+        bench.train(&[&base[..], more, &[&out]].concat());
+        bench
+            .steps(name)
+            .iter()
+            .map(|l| number(l, "loss"))
+            .collect::<Vec<f64>>()
+    };
+    // Without clipping a window of one micro-batch is updated layer by layer; a clip far above any norm keeps gradients.
+    let fused = run(
+        "fused",
+        &["train.gradient_accumulation_steps=1", "train.max_grad_norm=0"],
+    );
+    let kept = run(
+        "kept",
+        &["train.gradient_accumulation_steps=1", "train.max_grad_norm=1e9"],
+    );
+    for (a, b) in fused.iter().zip(&kept) {
+        close(*a, *b, "loss");
+    }
+}

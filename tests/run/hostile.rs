@@ -1,0 +1,185 @@
+//! Inputs that are wrong: a clear error, a hint, exit code 1 or 2, nothing half-written.
+
+use crate::bench::{Bench, said};
+use std::fs;
+
+/// `ft train` fails with `code`; the message has every word of `words`; no run directory appears.
+fn refused(bench: &Bench, more: &[&str], code: i32, words: &[&str]) {
+    let mut arguments = vec!["train", "--recipe", "r.toml", "train.output_dir=out"];
+    arguments.extend(more);
+    let out = bench.ft(&arguments);
+    let said = said(&out);
+    assert_eq!(out.status.code(), Some(code), "{said}");
+    for word in words {
+        assert!(said.contains(word), "`{word}` is not in:\n{said}");
+    }
+    assert!(out.stdout.is_empty());
+    assert!(
+        !bench.path("out/final").exists() && !bench.path("out/metrics.jsonl").exists(),
+        "{said}"
+    );
+}
+
+fn weights(bench: &Bench) -> std::path::PathBuf {
+    bench.path("model/model.safetensors")
+}
+
+/// The model's one file as two shards with an index.
+fn shard(bench: &Bench, second: &str) {
+    fs::rename(weights(bench), bench.path("model/model-00001-of-00002.safetensors")).unwrap();
+    let index = serde_json::json!({"metadata": {"total_size": 1}, "weight_map": {
+        "model.norm.weight": "model-00001-of-00002.safetensors", "lm_head.weight": second}});
+    fs::write(bench.path("model/model.safetensors.index.json"), index.to_string()).unwrap();
+}
+
+#[test]
+fn weights_that_lie() {
+    let bench = Bench::new();
+    shard(&bench, "model-00002-of-00002.safetensors");
+    refused(&bench, &[], 1, &["model-00002-of-00002.safetensors"]);
+
+    let bench = Bench::new();
+    shard(&bench, "../model-00002-of-00002.safetensors");
+    refused(&bench, &[], 1, &["../model-00002-of-00002.safetensors"]);
+
+    let bench = Bench::new();
+    let bytes = fs::read(weights(&bench)).unwrap();
+    fs::write(weights(&bench), &bytes[..bytes.len() / 2]).unwrap();
+    refused(&bench, &[], 1, &["model.safetensors", "truncated"]);
+
+    let bench = Bench::new();
+    fs::write(
+        weights(&bench),
+        "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n",
+    )
+    .unwrap();
+    refused(&bench, &[], 1, &["Git LFS", "hint:"]);
+
+    let bench = Bench::new();
+    fs::rename(weights(&bench), bench.path("model/pytorch_model.bin")).unwrap();
+    refused(&bench, &[], 1, &["pickle", "hint:"]);
+}
+
+#[test]
+fn configs_that_ft_cannot_compute() {
+    for (key, value, words) in [
+        ("model_type", "\"mamba2\"", &["mamba2", "llama"][..]),
+        ("hidden_act", "\"relu\"", &["relu"][..]),
+        (
+            "rope_scaling",
+            "{\"rope_type\": \"longrope\", \"factor\": 2.0}",
+            &["longrope"][..],
+        ),
+        ("attention_dropout", "0.1", &["attention_dropout"][..]),
+        (
+            "quantization_config",
+            "{\"quant_method\": \"gptq\"}",
+            &["quantization_config"][..],
+        ),
+        ("num_local_experts", "8", &["num_local_experts"][..]),
+        ("num_attention_heads", "-1", &["num_attention_heads"][..]),
+        ("num_hidden_layers", "2", &["config.json"][..]),
+        ("vocab_size", "64", &["tokens", "embedding"][..]),
+    ] {
+        let bench = Bench::new();
+        let path = bench.path("model/config.json");
+        let mut config: serde_json::Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+        if key == "rope_scaling" {
+            config.as_object_mut().unwrap().remove("rope_parameters");
+        }
+        config[key] = serde_json::from_str(value).unwrap();
+        fs::write(&path, config.to_string()).unwrap();
+        refused(&bench, &[], 1, words);
+    }
+}
+
+#[test]
+fn rows_that_are_broken() {
+    let bench = Bench::new();
+    let rows = fs::read_to_string(bench.path("rows.jsonl")).unwrap();
+    let mut lines: Vec<&str> = rows.lines().collect();
+    lines[6] = "{\"messages\": [{\"role\": \"user\"";
+    fs::write(bench.path("rows.jsonl"), lines.join("\n")).unwrap();
+    refused(&bench, &[], 1, &["rows.jsonl:7", "hint:"]);
+
+    fs::write(bench.path("rows.jsonl"), "{\"question\": \"a\", \"reply\": \"b\"}\n").unwrap();
+    refused(&bench, &[], 1, &["rows.jsonl:1"]);
+
+    fs::write(bench.path("rows.jsonl"), "").unwrap();
+    refused(&bench, &[], 1, &["rows.jsonl", "no rows"]);
+
+    let bench = Bench::new();
+    refused(&bench, &["data.max_length=4"], 1, &["nothing", "max_length"]);
+    refused(&bench, &["data.train=none.jsonl"], 1, &["none.jsonl"]);
+}
+
+#[test]
+fn templates_that_are_missing_or_do_not_end() {
+    let bench = Bench::new();
+    fs::remove_file(bench.path("model/chat_template.jinja")).unwrap();
+    let config = bench.path("model/tokenizer_config.json");
+    let mut map: serde_json::Value = serde_json::from_str(&fs::read_to_string(&config).unwrap()).unwrap();
+    map.as_object_mut().unwrap().remove("chat_template");
+    fs::write(&config, map.to_string()).unwrap();
+    refused(&bench, &[], 1, &["chat template", "data.chat_template"]);
+
+    let bench = Bench::new();
+    let endless = "{% for i in range(100000) %}{% for j in range(100000) %}{{ i }}{% endfor %}{% endfor %}";
+    fs::write(bench.path("model/chat_template.jinja"), endless).unwrap();
+    let started = std::time::Instant::now();
+    refused(&bench, &[], 1, &["template"]);
+    assert!(started.elapsed().as_secs() < 30, "an endless template is stopped");
+}
+
+#[test]
+fn numbers_that_are_not_finite_stop_the_run_and_save_nothing() {
+    let bench = Bench::new();
+    let arguments = [
+        "train",
+        "--recipe",
+        "r.toml",
+        "train.output_dir=out",
+        "optimizer.learning_rate=1e30",
+        "train.max_steps=20",
+        "schedule.name=constant",
+    ];
+    let out = bench.ft(&arguments);
+    assert_eq!(out.status.code(), Some(1), "{}", said(&out));
+    assert!(
+        said(&out).contains("not finite") && said(&out).contains("learning_rate"),
+        "{}",
+        said(&out)
+    );
+    assert!(!bench.path("out/final").exists());
+    let events = fs::read_to_string(bench.path("out/events.jsonl")).unwrap();
+    assert!(events.lines().last().unwrap().contains("\"stop\""), "{events}");
+}
+
+#[test]
+fn adapters_that_do_not_fit() {
+    let bench = Bench::new();
+    refused(
+        &bench,
+        &["tune.method=lora", "tune.lora.target_modules=[\"q_prj\"]"],
+        1,
+        &["q_prj", "q_proj"],
+    );
+    bench.train(&[
+        "tune.method=lora",
+        "tune.lora.r=4",
+        "train.max_steps=1",
+        "train.output_dir=lora",
+    ]);
+    let adapter = bench.path("lora/final");
+    fs::rename(
+        adapter.join("adapter_model.safetensors"),
+        adapter.join("adapter_model.bin"),
+    )
+    .unwrap();
+    refused(
+        &bench,
+        &["tune.method=lora", "tune.lora.adapter=lora/final"],
+        1,
+        &["pickle"],
+    );
+}

@@ -1,0 +1,7 @@
+//! Whole runs of the `ft` program: what stays equal, what survives, what is refused.
+
+mod bench;
+mod equal;
+mod hostile;
+mod plans;
+mod resume;

@@ -1,0 +1,235 @@
+//! Runs that are stopped, killed, started twice.
+
+use crate::bench::{Bench, said};
+use ft::base::rng::{Rng, Stream};
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+const METHODS: [(&str, &[&str]); 3] = [
+    (
+        "block",
+        &["tune.method=block", "tune.block.switch_every=4", "model.dtype=bf16"],
+    ),
+    ("full", &["tune.method=full", "data.packing=true"]),
+    (
+        "lora",
+        &["tune.method=lora", "tune.lora.r=4", "tune.lora.lora_dropout=0.1"],
+    ),
+];
+
+fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
+    let mut all: Vec<_> = fs::read_dir(dir)
+        .unwrap()
+        .map(|e| e.unwrap().path())
+        .map(|p| {
+            (
+                p.file_name().unwrap().to_string_lossy().into_owned(),
+                fs::read(&p).unwrap(),
+            )
+        })
+        .collect();
+    all.sort();
+    all
+}
+
+/// Bit-equal losses and norms, step by step, and the same files in `final/`.
+fn assert_same(bench: &Bench, whole: &str, broken: &str) {
+    let (a, b) = (bench.steps(whole), bench.steps(broken));
+    assert_eq!(a.len(), b.len(), "{broken}: steps in metrics.jsonl");
+    for (a, b) in a.iter().zip(&b) {
+        for key in [
+            "step",
+            "epoch",
+            "loss",
+            "grad_norm",
+            "learning_rate",
+            "trained_tokens",
+            "active_block",
+        ] {
+            assert_eq!(a[key], b[key], "{broken}: {key} at step {}", a["step"]);
+        }
+    }
+    let (a, b) = (
+        files(&bench.path(whole).join("final")),
+        files(&bench.path(broken).join("final")),
+    );
+    assert_eq!(
+        a.iter().map(|f| &f.0).collect::<Vec<_>>(),
+        b.iter().map(|f| &f.0).collect::<Vec<_>>()
+    );
+    for (a, b) in a.iter().zip(&b) {
+        assert!(a.1 == b.1, "{broken}: final/{} differs", a.0);
+    }
+}
+
+#[test]
+fn a_run_killed_at_random_points_resumes_to_the_same_bits() {
+    for (n, (method, settings)) in METHODS.iter().enumerate() {
+        let bench = Bench::new();
+        let base = [
+            "train.max_steps=40",
+            "train.save_steps=3",
+            "train.batch_size=2",
+            "train.gradient_accumulation_steps=2",
+        ];
+        let with = |out: &'static str| [&base[..], settings, &[out]].concat();
+        bench.train(&with("train.output_dir=whole"));
+        let rng = Rng::new(11, Stream::Sampling, &[n as u64]);
+        let mut kills = 0;
+        for attempt in 0..60 {
+            let resume = bench.path("broken").join("run.lock").exists();
+            let arguments = with("train.output_dir=broken");
+            let saved = fs::read_dir(bench.path("broken"))
+                .map(|d| {
+                    d.flatten()
+                        .any(|e| e.file_name().to_string_lossy().starts_with("checkpoint-"))
+                })
+                .unwrap_or(false);
+            let flag: &[&str] = match (resume, saved) {
+                (true, true) => &["--resume"],
+                (true, false) => &["--overwrite"],
+                _ => &[],
+            };
+            let mut child = bench.start(&[&arguments[..], flag].concat());
+            let patience = Duration::from_millis(20 + rng.below(attempt, 250));
+            if wait(&mut child, patience).is_none() {
+                child.kill().unwrap();
+                child.wait().unwrap();
+                kills += 1;
+                continue;
+            }
+            if bench.path("broken/final").exists() {
+                break;
+            }
+        }
+        // However the dice fell: the last attempt runs to its end.
+        if !bench.path("broken/final").exists() {
+            bench.train(&[&with("train.output_dir=broken")[..], &["--resume"]].concat());
+        }
+        assert!(kills > 0, "{method}: no attempt was killed");
+        assert_same(&bench, "whole", "broken");
+    }
+}
+
+fn wait(child: &mut Child, patience: Duration) -> Option<i32> {
+    let until = Instant::now() + patience;
+    while Instant::now() < until {
+        if let Some(status) = child.try_wait().unwrap() {
+            return Some(status.code().unwrap_or(-1));
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    None
+}
+
+fn signal(child: &Child, name: &str) {
+    assert!(
+        Command::new("kill")
+            .args([name, &child.id().to_string()])
+            .status()
+            .unwrap()
+            .success()
+    );
+}
+
+#[test]
+fn signals_save_the_state_and_exit_130_or_143() {
+    for (name, code) in [("-INT", 130), ("-TERM", 143)] {
+        let bench = Bench::new();
+        let base = [
+            "tune.method=block",
+            "tune.block.switch_every=5",
+            "train.save_steps=0",
+            "train.max_steps=100000",
+            "schedule.name=constant",
+        ];
+        let mut child = bench.start(&[&base[..], &["train.output_dir=run"]].concat());
+        let until = Instant::now() + Duration::from_secs(60);
+        while bench.steps("run").len() < 5 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        signal(&child, name);
+        let status = wait(&mut child, Duration::from_secs(60)).expect("stops after a signal");
+        assert_eq!(status, code);
+        let done = bench.steps("run").len();
+        assert!(
+            bench.path(&format!("run/checkpoint-{done}/manifest.json")).exists(),
+            "state after step {done}"
+        );
+        let events = fs::read_to_string(bench.path("run/events.jsonl")).unwrap();
+        assert!(events.lines().last().unwrap().contains("signal"), "{events}");
+        assert!(!bench.path("run/final").exists());
+
+        // Going on gives what a run without the stop gives.
+        let end = format!("train.max_steps={}", done + 10);
+        let end = end.as_str();
+        let shorter = [
+            "tune.method=block",
+            "tune.block.switch_every=5",
+            "train.save_steps=0",
+            "schedule.name=constant",
+            end,
+        ];
+        bench.train(&[&shorter[..], &["train.output_dir=run", "--resume"]].concat());
+        bench.train(&[&shorter[..], &["train.output_dir=whole"]].concat());
+        assert_same(&bench, "whole", "run");
+    }
+}
+
+#[test]
+fn a_run_directory_belongs_to_one_run() {
+    let bench = Bench::new();
+    let base = ["train.max_steps=100000", "train.save_steps=0", "train.output_dir=run"];
+    let mut child = bench.start(&base);
+    let until = Instant::now() + Duration::from_secs(60);
+    while bench.steps("run").is_empty() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let second = bench.ft(&["train", "--recipe", "r.toml", "train.output_dir=run", "--overwrite"]);
+    assert_eq!(second.status.code(), Some(1));
+    assert!(said(&second).contains("in progress"), "{}", said(&second));
+    child.kill().unwrap();
+    child.wait().unwrap();
+
+    let third = bench.ft(&["train", "--recipe", "r.toml", "train.output_dir=run"]);
+    assert_eq!(third.status.code(), Some(2), "{}", said(&third));
+    assert!(said(&third).contains("--overwrite"), "{}", said(&third));
+}
+
+#[test]
+fn a_resume_of_another_run_is_refused() {
+    let bench = Bench::new();
+    let base = ["train.max_steps=4", "train.save_steps=2", "train.output_dir=run"];
+    bench.train(&base);
+    let again = |more: &[&str]| bench.ft(&[&["train", "--recipe", "r.toml", "--resume"][..], &base, more].concat());
+    for change in [
+        "train.seed=7",
+        "optimizer.learning_rate=1",
+        "model.dtype=bf16",
+        "train.batch_size=3",
+    ] {
+        let out = again(&[change]);
+        assert_eq!(out.status.code(), Some(1), "{change}");
+        let key = change.split('=').next().unwrap();
+        assert!(said(&out).contains(key) && said(&out).contains("->"), "{}", said(&out));
+    }
+    let mut rows = fs::read_to_string(bench.path("rows.jsonl")).unwrap();
+    rows.push_str("{\"messages\": [{\"role\": \"user\", \"content\": \"More?\"}, {\"role\": \"assistant\", \"content\": \"Yes.\"}]}\n");
+    fs::write(bench.path("rows.jsonl"), rows).unwrap();
+    let out = again(&[]);
+    assert!(said(&out).contains("training rows"), "{}", said(&out));
+
+    // A flipped bit in a checkpoint is noticed.
+    let bench = Bench::new();
+    bench.train(&base);
+    let file = bench.path("run/checkpoint-4/weights.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&file, bytes).unwrap();
+    let out = bench.ft(&[&["train", "--recipe", "r.toml", "--resume"][..], &base].concat());
+    assert_eq!(out.status.code(), Some(1));
+    assert!(said(&out).contains("weights.safetensors"), "{}", said(&out));
+}

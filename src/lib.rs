@@ -17,8 +17,8 @@ pub mod source; // where a layer's weights live
 pub mod peft; // adapters on a linear
 pub mod ops; // fused operations, forward and backward
 pub mod data; // readers, chat rendering, loss mask, packing, order
-pub mod formats; // bytes to validated types
 pub mod hub; // a hub id or a path to local files
+pub mod formats; // bytes to validated types
 pub mod recipe; // what was written, and what it means
 pub mod report; // metrics, events, progress
 pub mod base; // errors with hints, atomic files, locks, random numbers, units

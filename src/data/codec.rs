@@ -4,8 +4,7 @@ use crate::base::Result;
 use crate::formats::{ChatTemplate, Tokenizer};
 use serde_json::Value;
 
-/// Token ids of a text, and for each token its byte range (start, end) in the text.
-pub type IdsAndOffsets = (Vec<u32>, Vec<(usize, usize)>);
+pub use crate::formats::tokenizer::IdsAndOffsets;
 
 /// Text to token ids and back.
 pub trait TextCodec: Send + Sync {

@@ -11,10 +11,11 @@ pub struct Active {
 
 /// The group a parameter name belongs to; adapters belong to the layer they sit in.
 fn group_of(name: &str) -> Group {
-    if let Some(rest) = name.strip_prefix("model.layers.") {
-        if let Some(l) = rest.split('.').next().and_then(|l| l.parse().ok()) {
-            return Group::Layer(l);
-        }
+    let layer = name
+        .strip_prefix("model.layers.")
+        .and_then(|rest| rest.split('.').next()?.parse().ok());
+    if let Some(l) = layer {
+        return Group::Layer(l);
     }
     if name.starts_with("model.embed_tokens.") {
         Group::Embedding

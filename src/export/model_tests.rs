@@ -177,7 +177,8 @@ fn an_older_directory_is_replaced_whole_or_stays_whole() {
     std::fs::write(out.join("model-00001-of-00002.safetensors"), "of an older export").unwrap();
     let before = names(&out);
     let last = params.last().unwrap().name.clone();
-    let faults: [(&str, &dyn Fn(&str) -> Result<Vec<f32>>); 3] = [
+    type Fill<'a> = &'a dyn Fn(&str) -> Result<Vec<f32>>;
+    let faults: [(&str, Fill); 3] = [
         ("not finite", &|name| {
             Ok(vec![if *name == *last { f32::NAN } else { 2.0 }; size(name)])
         }),

@@ -1,3 +1,5 @@
+//! Tests of `adapter`: what is read and written, and every kind of lie that is refused.
+
 use super::*;
 
 const GOOD: &str = r#"{"peft_type":"LORA","task_type":"CAUSAL_LM","r":16,"lora_alpha":32,"lora_dropout":0.05,

@@ -208,7 +208,7 @@ fn parse(text: &[u8], data: u64, path: &Path) -> Result<Header> {
         }
         entries.push((begin, end, name, dtype, shape));
     }
-    entries.sort_by(|a, b| (a.0, a.1).cmp(&(b.0, b.1)));
+    entries.sort_by_key(|e| (e.0, e.1));
     let (mut at, mut before) = (0u64, String::new());
     for (begin, end, name, ..) in &entries {
         if *begin < at {

@@ -33,6 +33,9 @@ const CARRIED: [&str; 14] = [
     "tekken.json",
 ];
 
+/// Token ids of a text, and for each token its byte range (start, end) in the text.
+pub type IdsAndOffsets = (Vec<u32>, Vec<(usize, usize)>);
+
 /// A special token that the config names.
 #[derive(Debug, Clone, PartialEq)]
 struct Named {
@@ -139,7 +142,7 @@ impl Tokenizer {
     /// The ids of a text and the bytes `start..end` of the text each stands for. An added token stands for
     /// `0..0`; a token inside a character of several bytes stands for the whole character; some tokenizers
     /// leave the blank before a word out.
-    pub fn encode_with_offsets(&self, text: &str, add_special_tokens: bool) -> Result<(Vec<u32>, Vec<(usize, usize)>)> {
+    pub fn encode_with_offsets(&self, text: &str, add_special_tokens: bool) -> Result<IdsAndOffsets> {
         let e = self.encoding(text, add_special_tokens)?;
         Ok((e.get_ids().to_vec(), e.get_offsets().to_vec()))
     }

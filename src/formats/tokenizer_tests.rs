@@ -1,3 +1,5 @@
+//! Tests of `tokenizer`: what is read and written, and every kind of lie that is refused.
+
 use super::*;
 use serde_json::json;
 

@@ -1,3 +1,5 @@
+//! Tests of `weights`: what is read and written, and every kind of lie that is refused.
+
 use super::*;
 use crate::formats::writer::{TensorPlan, Values, write_file};
 use serde_json::{Value, json};

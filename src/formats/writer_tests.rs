@@ -1,3 +1,5 @@
+//! Tests of `writer`: what is read and written, and every kind of lie that is refused.
+
 use super::*;
 use crate::formats::Weights;
 

@@ -127,7 +127,7 @@ fn greedy_rows_together_are_rows_alone_and_recomputed() {
     let network = network(spec(), Dtype::F32);
     let together = run(&network, &prompts(), &settings(25));
     for (prompt, got) in prompts().into_iter().zip(&together) {
-        assert_eq!(run(&network, &[prompt.clone()], &settings(25))[0], *got);
+        assert_eq!(run(&network, std::slice::from_ref(&prompt), &settings(25))[0], *got);
         let mut ids = prompt.clone();
         for _ in 0..25 {
             ids.push(argmax(&full_logits(&network, &ids)));

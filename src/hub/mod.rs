@@ -192,10 +192,8 @@ mod tests {
         assert!(e.contains("not a hub id") && e.contains("Qwen/"), "{e}");
         let file = dir.path().join("train.jsonl");
         std::fs::write(&file, "{}").unwrap();
-        assert_eq!(
-            resolve_dataset_file(file.to_str().unwrap(), "main", false).unwrap(),
-            [file.clone()]
-        );
+        let found = resolve_dataset_file(file.to_str().unwrap(), "main", false).unwrap();
+        assert_eq!(found, std::slice::from_ref(&file));
         assert!(
             resolve_model(file.to_str().unwrap(), "main", false)
                 .unwrap_err()

@@ -50,23 +50,27 @@ impl Linear {
         };
         if let Some(lora) = &self.lora {
             let for_grads = x.filter(|_| sink.wants(&lora.a_name));
-            if for_grads.is_some() || dx.is_some() {
-                if let Some(grads) = lora.backward(for_grads, dy, dx.as_ref(), ctx.dropout)? {
-                    sink.take(
-                        &Param {
-                            name: lora.a_name.clone(),
-                            tensor: lora.a.clone(),
-                        },
-                        grads.a,
-                    )?;
-                    sink.take(
-                        &Param {
-                            name: lora.b_name.clone(),
-                            tensor: lora.b.clone(),
-                        },
-                        grads.b,
-                    )?;
-                }
+            let needed = for_grads.is_some() || dx.is_some();
+            let grads = if needed {
+                lora.backward(for_grads, dy, dx.as_ref(), ctx.dropout)?
+            } else {
+                None
+            };
+            if let Some(grads) = grads {
+                sink.take(
+                    &Param {
+                        name: lora.a_name.clone(),
+                        tensor: lora.a.clone(),
+                    },
+                    grads.a,
+                )?;
+                sink.take(
+                    &Param {
+                        name: lora.b_name.clone(),
+                        tensor: lora.b.clone(),
+                    },
+                    grads.b,
+                )?;
             }
         }
         if let Some(x) = x.filter(|_| sink.wants(&self.weight.name)) {

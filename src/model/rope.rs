@@ -57,7 +57,7 @@ impl Rope {
         let theta = r.positive("rope_theta")?;
         let partial = r.opt("partial_rotary_factor")?.unwrap_or(1.0);
         let dim = (head_dim as f64 * partial) as usize;
-        if dim == 0 || dim % 2 != 0 || dim > head_dim {
+        if dim == 0 || !dim.is_multiple_of(2) || dim > head_dim {
             return Err(Error::new("rotary size must be even and at most the head size")
                 .at(place)
                 .found(format!("{dim} (head size {head_dim} × {partial})")));

@@ -1,7 +1,7 @@
 //! `final/`: a Hugging Face model directory, or a PEFT adapter directory for LoRA.
 
 use super::setup::Described;
-use crate::base::Result;
+use crate::base::{Result, files};
 use crate::engine::Engine;
 use crate::export::{self, ModelExport};
 use crate::formats::adapter::{AdapterConfig, Targets};
@@ -45,7 +45,8 @@ pub fn export(
     let out = run_dir.join("final");
     if let Some(config) = adapter {
         let base = export::fingerprint(&model.dir)?;
-        return export::adapter(&out, config, &engine.network.adapters, &model.dir, &base);
+        let out = export::adapter(&out, config, &engine.network.adapters, &model.dir, &base)?;
+        return with_template(recipe, out);
     }
     let params = engine.network.source.params();
     let parts = ModelExport {
@@ -56,7 +57,16 @@ pub fn export(
         dtype: recipe.model.dtype,
         params,
     };
-    export::model(&parts, &mut |name| {
+    let out = export::model(&parts, &mut |name| {
         update::to_f32_vec(&engine.network.param(name)?.tensor)
-    })
+    })?;
+    with_template(recipe, out)
+}
+
+/// The template that the rows were rendered with goes along.
+fn with_template(recipe: &Recipe, out: PathBuf) -> Result<PathBuf> {
+    if let Some(file) = &recipe.data.chat_template {
+        export::set_chat_template(&out, &files::read_text(Path::new(file))?)?;
+    }
+    Ok(out)
 }

@@ -11,7 +11,7 @@ use crate::formats::weights::Weights;
 use crate::hub;
 use crate::model::{Network, Spec, families};
 use crate::recipe::{Dtype, ModelInit};
-use crate::source::Resident;
+use crate::source::{Resident, resident};
 use candle_core::Device;
 use std::path::{Path, PathBuf};
 
@@ -58,6 +58,14 @@ impl Described {
     /// The chat template as the data room sees it.
     pub fn template(&self) -> Option<&dyn ChatRender> {
         self.template.as_ref().map(|t| t as &dyn ChatRender)
+    }
+
+    /// Do the weights fit the config? Reads headers only.
+    pub fn check_weights(&self, init: ModelInit) -> Result<()> {
+        match init {
+            ModelInit::Pretrained => resident::check_names(&self.spec.params(), &Weights::open(&self.dir)?),
+            ModelInit::Random => Ok(()),
+        }
     }
 
     /// Loads the weights; `init = random` draws them from `seed` instead.

@@ -56,6 +56,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         &recipe.model.revision,
         recipe.data.chat_template.as_deref(),
     )?;
+    model.check_weights(recipe.model.init)?;
     let Rows { train, eval } = Rows::read(recipe, &model)?;
     let stream = BatchStream::new(&train, rows::stream(recipe))?;
     let total_steps = stream.steps();
@@ -83,6 +84,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let start_step = match &resumed {
         Some(checkpoint) => {
             state::check_same(&state::facts(checkpoint), &facts).map_err(|e| e.or_at(checkpoint.path.display()))?;
+            checkpoint::set_aside_later(&run_dir, checkpoint.step)?;
             checkpoint.step
         }
         None => 0,
@@ -431,11 +433,14 @@ impl Run<'_> {
     fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error) -> Error {
         self.facts.trained_tokens = trained_tokens;
         let safe = engine.gradients == Gradients::Keep && step > 1 && !self.tuning.switches_at(step);
-        if safe && self.recipe.train.save_steps > 0 {
-            if let Err(save) = self.save(engine, step - 1) {
-                self.reporter
-                    .warn(&format!("the state before the failed step could not be saved: {save}"));
-            }
+        let saved = if safe && self.recipe.train.save_steps > 0 {
+            self.save(engine, step - 1)
+        } else {
+            Ok(())
+        };
+        if let Err(save) = saved {
+            self.reporter
+                .warn(&format!("the state before the failed step could not be saved: {save}"));
         }
         self.reporter.event("stop", json!({"step": step, "reason": e.what()}));
         self.reporter.finish();

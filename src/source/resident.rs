@@ -76,8 +76,8 @@ impl Resident {
     }
 }
 
-/// All missing, misshapen and surplus tensors in one error.
-fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
+/// Errors: missing, misshapen and surplus tensors, all in one.
+pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
     let mut faults = Vec::new();
     for p in params {
         match weights.info(&p.name) {

@@ -121,7 +121,7 @@ fn templates_that_are_missing_or_do_not_end() {
     let mut map: serde_json::Value = serde_json::from_str(&fs::read_to_string(&config).unwrap()).unwrap();
     map.as_object_mut().unwrap().remove("chat_template");
     fs::write(&config, map.to_string()).unwrap();
-    refused(&bench, &[], 1, &["chat template", "data.chat_template"]);
+    refused(&bench, &[], 2, &["chat template", "data.chat_template"]);
 
     let bench = Bench::new();
     let endless = "{% for i in range(100000) %}{% for j in range(100000) %}{{ i }}{% endfor %}{% endfor %}";

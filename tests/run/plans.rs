@@ -55,7 +55,12 @@ fn every_shipped_recipe_is_planned() {
         let peak = plan["peak_bytes"].as_u64().unwrap();
         // bf16 weights are the floor; a full run adds state and gradients of everything.
         assert!(peak > 2 * parameters, "{name}: {peak}");
-        let ceiling = if name == "sft-qwen" { 20 * parameters } else { 24 << 30 };
+        // On a CPU the kept lower halves of retired blocks count too: 4 bytes an element and the work of one layer.
+        let ceiling = if name == "sft-qwen" {
+            20 * parameters
+        } else {
+            5 * parameters
+        };
         assert!(peak < ceiling, "{name}: {peak}");
         planned.push(name.to_string());
     }

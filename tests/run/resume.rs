@@ -83,8 +83,9 @@ fn a_run_killed_at_random_points_resumes_to_the_same_bits() {
             let arguments = with("train.output_dir=broken");
             let saved = fs::read_dir(bench.path("broken"))
                 .map(|d| {
-                    d.flatten()
-                        .any(|e| e.file_name().to_string_lossy().starts_with("checkpoint-"))
+                    d.flatten().any(|e| {
+                        e.path().join("manifest.json").exists() && !e.file_name().to_string_lossy().contains(".tmp-")
+                    })
                 })
                 .unwrap_or(false);
             let flag: &[&str] = match (resume, saved) {
@@ -144,6 +145,7 @@ fn signals_save_the_state_and_exit_130_or_143() {
             "train.save_steps=0",
             "train.max_steps=100000",
             "schedule.name=constant",
+            "schedule.warmup_ratio=0",
         ];
         let mut child = bench.start(&[&base[..], &["train.output_dir=run"]].concat());
         let until = Instant::now() + Duration::from_secs(60);
@@ -170,6 +172,7 @@ fn signals_save_the_state_and_exit_130_or_143() {
             "tune.block.switch_every=5",
             "train.save_steps=0",
             "schedule.name=constant",
+            "schedule.warmup_ratio=0",
             end,
         ];
         bench.train(&[&shorter[..], &["train.output_dir=run", "--resume"]].concat());

@@ -463,5 +463,4 @@ pub fn parse_key(name: &str) -> Option<AdapterKey> {
 }
 
 #[cfg(test)]
-#[path = "adapter_tests.rs"]
 mod tests;

@@ -304,5 +304,4 @@ fn explain(e: &minijinja::Error, place: &str) -> Error {
 }
 
 #[cfg(test)]
-#[path = "template_tests.rs"]
 mod tests;

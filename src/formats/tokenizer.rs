@@ -366,5 +366,4 @@ fn clip(text: &str) -> String {
 }
 
 #[cfg(test)]
-#[path = "tokenizer_tests.rs"]
 mod tests;

@@ -288,5 +288,4 @@ impl Weights {
 }
 
 #[cfg(test)]
-#[path = "weights_tests.rs"]
 mod tests;

@@ -280,5 +280,4 @@ fn raw_not_finite(dtype: StoredDtype, bytes: &[u8]) -> Option<usize> {
 }
 
 #[cfg(test)]
-#[path = "writer_tests.rs"]
 mod tests;

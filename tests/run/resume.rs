@@ -94,7 +94,7 @@ fn a_run_killed_at_random_points_resumes_to_the_same_bits() {
                 _ => &[],
             };
             let mut child = bench.start(&[&arguments[..], flag].concat());
-            let patience = Duration::from_millis(20 + rng.below(attempt, 250));
+            let patience = Duration::from_millis(20 + 15 * attempt + rng.below(attempt, 250));
             if wait(&mut child, patience).is_none() {
                 child.kill().unwrap();
                 child.wait().unwrap();

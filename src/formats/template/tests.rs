@@ -3,7 +3,7 @@
 use super::*;
 use serde_json::json;
 
-const GOLDEN: &str = include_str!("testdata/templates.json");
+const GOLDEN: &str = include_str!("../testdata/templates.json");
 
 fn tokenizer(config: Value) -> Tokenizer {
     let dir = tempfile::tempdir().unwrap();

@@ -1,9 +1,11 @@
 //! A training state on disk: complete and verified, or not there at all.
 //!
-//!     run_dir/checkpoint-<step>/
-//!       weights.safetensors optimizer.safetensors ...   the caller's named tensors
-//!       state.json                                       one JSON value: counters, positions, settings
-//!       manifest.json                                    every file with its size and hash; written last
+//! ```text
+//! run_dir/checkpoint-<step>/
+//!   weights.safetensors optimizer.safetensors ...   the caller's named tensors
+//!   state.json                                       one JSON value: counters, positions, settings
+//!   manifest.json                                    every file with its size and hash; written last
+//! ```
 //!
 //! Everything is written under a temporary name, synced, and renamed at the end, so a process that is killed
 //! at any moment leaves either the old state or the new one. Knows names, tensors and JSON. Knows no models,

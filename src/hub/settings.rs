@@ -1,5 +1,6 @@
 //! What the environment says about the hub, read once: the names that the Hugging Face tools use.
 
+use crate::base::files;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -77,7 +78,7 @@ impl HubSettings {
             .unwrap_or_else(|| home.join("hub"));
         let stored = || {
             let path = get("HF_TOKEN_PATH").map(expand).unwrap_or_else(|| home.join("token"));
-            std::fs::read_to_string(path).ok()
+            files::read_text(&path).ok()
         };
         let implicit = !truthy("HF_HUB_DISABLE_IMPLICIT_TOKEN");
         let token = get("HF_TOKEN").or_else(|| if implicit { stored() } else { None });

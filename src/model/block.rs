@@ -1,7 +1,9 @@
 //! The decoder block: attention half and MLP half, each with a forward and an explicit backward.
 //!
-//!     x1 = x  + [norm] o_proj(attention(rope([norm] q), rope([norm] k), v))    with q, k, v from norm(x)
-//!     x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))               with h = norm(x1)
+//! ```text
+//! x1 = x  + [norm] o_proj(attention(rope([norm] q), rope([norm] k), v))    with q, k, v from norm(x)
+//! x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))               with h = norm(x1)
+//! ```
 //!
 //! Norms in brackets exist in some families only.
 

@@ -25,14 +25,14 @@ pub fn pretrain(world: &World, seed: u64, index: u64) -> String {
         0 => {
             let mut about = dice.pick(&world.facts).clone();
             dice.shuffle(&mut about);
-            about.iter().map(|item| say(dice, item)).collect::<Vec<_>>()
+            about.iter().map(|item| wordings::say(dice, item)).collect::<Vec<_>>()
         }
         n => {
             let count = if n == 1 { 1 } else { 2 + dice.below(7) };
             (0..count)
                 .map(|_| {
                     let item = any(world, dice);
-                    say(dice, &item)
+                    wordings::say(dice, &item)
                 })
                 .collect()
         }
@@ -40,18 +40,14 @@ pub fn pretrain(world: &World, seed: u64, index: u64) -> String {
     lines.join("\n")
 }
 
-fn say(dice: &mut Dice, item: &Item) -> String {
-    dice.pick(&wordings::plain(item)).clone()
-}
-
 fn any(world: &World, dice: &mut Dice) -> Item {
     match dice.below(20) {
-        0..=7 => {
+        0..=5 => {
             let about = dice.pick(&world.facts);
             dice.pick(about).clone()
         }
-        8..=11 => dice.pick(&world.words).clone(),
-        12 => reverse(dice),
+        6..=8 => dice.pick(&world.words).clone(),
+        9 => reverse(dice),
         _ => arithmetic(dice),
     }
 }

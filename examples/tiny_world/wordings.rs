@@ -3,7 +3,17 @@
 //! Plain text asks in many words, also in those of the chat rows, and its answers are whole sentences that
 //! begin with what was asked for. What fine-tuning teaches is the manner: the chat format, the bare answer, a stop.
 
-use crate::world::{Item, Task};
+use crate::world::{Dice, Item, Task};
+
+/// How a question and its answer stand in plain text. Their distance varies: a model that has learned
+/// to look a fixed number of tokens back could not carry its sums over to the chat format.
+const FRAMES: [&str; 5] = [
+    "{question}\n{reply}",
+    "Question:\n{question}\nAnswer:\n{reply}",
+    "Asked:\n{question}\nThe reply was:\n{reply}",
+    "A traveller asks:\n{question}\nAn old friend says:\n{reply}",
+    "{question}\nLet me think about it.\n{reply}",
+];
 
 /// Templates with `{a}`, `{b}` and `{v}` (the answer).
 struct Wording {
@@ -130,14 +140,18 @@ fn fill(template: &str, item: &Item) -> String {
         .replace("{v}", &item.answer)
 }
 
-/// All plain wordings of an item, statements first; a question and its answer are two lines.
-pub fn plain(item: &Item) -> Vec<String> {
+/// One plain wording of an item, by chance: a statement, or a question with its answer on a line of its own.
+pub fn say(dice: &mut Dice, item: &Item) -> String {
     let w = wording(item.task);
-    let reply = fill(w.reply, item);
-    let asked = w.questions.iter().chain(w.chat);
-    (w.statements.iter().map(|t| fill(t, item)))
-        .chain(asked.map(|t| format!("{}\n{reply}", fill(t, item))))
-        .collect()
+    let choice = dice.below((w.statements.len() + w.questions.len() + w.chat.len()) as u64) as usize;
+    if let Some(statement) = w.statements.get(choice) {
+        return fill(statement, item);
+    }
+    let asked: Vec<&str> = w.questions.iter().chain(w.chat).copied().collect();
+    let question = fill(asked[choice - w.statements.len()], item);
+    dice.pick(&FRAMES)
+        .replace("{question}", &question)
+        .replace("{reply}", &fill(w.reply, item))
 }
 
 /// All chat questions of an item.

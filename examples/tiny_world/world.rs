@@ -168,9 +168,9 @@ pub fn reverse(dice: &mut Dice) -> Item {
 pub fn arithmetic(dice: &mut Dice) -> Item {
     let (x, y) = (dice.below(LARGEST + 1), dice.below(LARGEST + 1));
     let (low, high) = (x.min(y), x.max(y));
-    match dice.below(8) {
-        0..=2 => item(Task::Sum, x.to_string(), y.to_string(), (x + y).to_string()),
-        3..=5 => item(
+    match dice.below(16) {
+        0..=6 => item(Task::Sum, x.to_string(), y.to_string(), (x + y).to_string()),
+        7..=13 => item(
             Task::Difference,
             high.to_string(),
             low.to_string(),

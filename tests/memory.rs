@@ -176,13 +176,16 @@ enum Way {
     LowestLayer,
     TopLayer,
     Lora,
+    /// With the activations of all but one layer kept.
+    FullKeep,
+    LoraKeep,
 }
 
 fn recipe(way: Way, dtype: Dtype) -> Recipe {
     let method = match way {
-        Way::FullKept | Way::FullFused => "full",
+        Way::FullKept | Way::FullFused | Way::FullKeep => "full",
         Way::LowestLayer | Way::TopLayer => "block",
-        Way::Lora => "lora",
+        Way::Lora | Way::LoraKeep => "lora",
     };
     let dtype = dtype.name();
     let text = format!(
@@ -222,10 +225,10 @@ fn active(way: Way, spec: &Spec) -> Active {
     };
     let layer = |l: usize| names(&|n: &str| n.starts_with(&format!("model.layers.{l}.")));
     match way {
-        Way::FullKept | Way::FullFused => names(&|_| true),
+        Way::FullKept | Way::FullFused | Way::FullKeep => names(&|_| true),
         Way::LowestLayer => layer(0),
         Way::TopLayer => layer(spec.layers.len() - 1),
-        Way::Lora => Active::new(
+        Way::Lora | Way::LoraKeep => Active::new(
             spec.sites()
                 .iter()
                 .flat_map(|s| ["A", "B"].map(|side| format!("{}.lora_{side}.weight", s.module))),
@@ -252,7 +255,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, before: usize) -> (u64, plan::Plan
     let spec = spec(s);
     let source = Resident::random(spec.params(), 3, 0.02, 1.0, dtype, &Device::Cpu).unwrap();
     let mut network = Network::new(spec.clone(), Box::new(source), Device::Cpu);
-    if let Way::Lora = way {
+    if let Way::Lora | Way::LoraKeep = way {
         network.adapters = adapters(&spec, 8);
     }
     let ranks: BTreeMap<String, usize> = network.adapters.keys().map(|m| (m.clone(), 8)).collect();
@@ -261,11 +264,16 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, before: usize) -> (u64, plan::Plan
         Way::FullFused => Gradients::Fused,
         _ => Gradients::Keep,
     };
+    let keep = match way {
+        Way::FullKeep | Way::LoraKeep => s.layers - 1,
+        _ => 0,
+    };
     let mut engine = Engine {
         network,
         objective: Box::new(CausalLm::new(spec.vocab)),
         optimizer: Optimizer::new(recipe.optimizer.clone()),
         gradients,
+        keep_layers: keep,
         max_grad_norm: 0.0,
         seed: 1,
     };
@@ -281,6 +289,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, before: usize) -> (u64, plan::Plan
         documents: s.rows,
         micro_batches: s.micro_batches,
         gradients,
+        keep_layers: keep,
         threads: rayon::current_num_threads(),
         active: vec![active],
         adapters: ranks,
@@ -303,6 +312,8 @@ fn the_peak_of_a_step_is_within_a_tenth_of_the_forecast() {
             Way::LowestLayer,
             Way::TopLayer,
             Way::Lora,
+            Way::FullKeep,
+            Way::LoraKeep,
         ] {
             for dtype in [Dtype::F32, Dtype::Bf16] {
                 if s.micro_batches > 1 && matches!(way, Way::FullFused) {

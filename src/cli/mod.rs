@@ -19,6 +19,7 @@ pub use out::{out, out_raw};
 pub use recipes::SHIPPED;
 
 use crate::base::{Error, Result};
+use crate::ops::CpuPath;
 use crate::report::{self, Style};
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
@@ -87,6 +88,10 @@ fn run(cli: Cli) -> Result<i32> {
             .num_threads(usize::from(n))
             .build_global()
             .map_err(|e| Error::new("cannot start the threads").cause(e))?;
+    }
+    // For tests and measurements: amx, avx512, avx2 or portable.
+    if let Ok(path) = std::env::var("FT_CPU") {
+        CpuPath::force(&path)?;
     }
     match cli.command {
         Command::Train(args) => train::run(args),

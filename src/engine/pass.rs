@@ -42,12 +42,14 @@ impl Totals {
 }
 
 /// All micro-batches of one optimizer step: gradients of `active` go to `sink`, scaled by 1 / (trained tokens
-/// of the whole window). `key(micro)` gives the dropout key of each micro-batch.
+/// of the whole window). The uppermost `keep` layers keep their activations, the others recompute them: the same bits.
+/// `key(micro)` gives the dropout key of each micro-batch.
 pub fn window(
     network: &Network,
     objective: &dyn Objective,
     batches: &[Batch],
     active: &Active,
+    keep: usize,
     key: impl Fn(u64) -> Option<Dropout>,
     sink: &mut dyn GradSink,
 ) -> Result<Totals> {
@@ -68,6 +70,7 @@ pub fn window(
             objective,
             batch,
             active,
+            keep,
             1.0 / trained as f64,
             key(micro as u64),
             sink,
@@ -77,11 +80,13 @@ pub fn window(
     Ok(totals)
 }
 
+#[allow(clippy::too_many_arguments)]
 fn micro_batch(
     network: &Network,
     objective: &dyn Objective,
     batch: &Batch,
     active: &Active,
+    keep: usize,
     scale: f64,
     dropout: Option<Dropout>,
     sink: &mut dyn GradSink,
@@ -90,17 +95,25 @@ fn micro_batch(
     let lowest = active.lowest_layer(layers);
     let ctx = network.context(&batch.positions, &batch.documents, dropout)?;
 
-    // Forward: only the inputs of the layers that backward will visit are kept.
-    let mut inputs: Vec<Tensor> = Vec::with_capacity(layers - lowest);
+    // Forward: the inputs of the layers that backward will visit are kept, of some all that it needs.
+    let mut inputs = Vec::with_capacity(layers - lowest);
     let mut x = network.embed(&batch.ids)?;
     for l in 0..layers {
         if l + 1 < layers {
             network.source.prefetch(Group::Layer(l + 1));
         }
-        let y = network.block(l)?.forward(&x, &ctx)?;
-        if l >= lowest {
-            inputs.push(x);
-        }
+        let block = network.block(l)?;
+        let y = if l >= lowest && l + keep >= layers {
+            let (y, kept) = block.forward_kept(&x, &ctx)?;
+            inputs.push((x, Some(kept)));
+            y
+        } else {
+            let y = block.forward(&x, &ctx)?;
+            if l >= lowest {
+                inputs.push((x, None));
+            }
+            y
+        };
         x = y;
     }
 
@@ -147,10 +160,10 @@ fn micro_batch(
             network.source.prefetch(Group::Layer(l - 1));
         }
         let need_dx = l > lowest || active.lowest() == Group::Embedding;
-        let Some(x) = inputs.pop() else {
+        let Some((x, kept)) = inputs.pop() else {
             return Err(Error::new("a layer input was not kept"));
         };
-        match network.block(l)?.vjp(&x, dx, &ctx, need_dx, sink)? {
+        match network.block(l)?.vjp(&x, kept, dx, &ctx, need_dx, sink)? {
             Some(below) => dx = below,
             None => return Ok(out),
         }

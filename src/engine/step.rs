@@ -37,6 +37,8 @@ pub struct Engine {
     pub objective: Box<dyn Objective>,
     pub optimizer: Optimizer,
     pub gradients: Gradients,
+    /// So many of the uppermost layers keep their activations; the others recompute them.
+    pub keep_layers: usize,
     /// 0 is off.
     pub max_grad_norm: f64,
     pub seed: u64,
@@ -59,7 +61,7 @@ impl Engine {
         match self.gradients {
             Gradients::Keep => {
                 let mut sink = Accumulate::new(active);
-                let totals = pass::window(network, objective, batches, active, key, &mut sink)?;
+                let totals = pass::window(network, objective, batches, active, self.keep_layers, key, &mut sink)?;
                 let grad_norm = sink.norm()?;
                 if !grad_norm.is_finite() {
                     return Err(non_finite(&sink.non_finite()?, step));
@@ -77,7 +79,7 @@ impl Engine {
                         active,
                         sum_squares: 0.0,
                     };
-                    pass::window(network, objective, batches, active, key, &mut norm)?;
+                    pass::window(network, objective, batches, active, self.keep_layers, key, &mut norm)?;
                     if !norm.sum_squares.is_finite() {
                         return Err(non_finite(&[], step));
                     }
@@ -91,7 +93,7 @@ impl Engine {
                     coefficient,
                     sum_squares: 0.0,
                 };
-                let totals = pass::window(network, objective, batches, active, key, &mut sink)?;
+                let totals = pass::window(network, objective, batches, active, self.keep_layers, key, &mut sink)?;
                 Ok(StepReport {
                     totals,
                     grad_norm: sink.sum_squares.sqrt(),

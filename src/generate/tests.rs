@@ -114,7 +114,9 @@ fn cached_logits_are_those_of_the_whole_sequence() {
                     .zip(&want)
                     .map(|(a, b)| (a - b).abs())
                     .fold(0f32, f32::max);
-                assert!(error < 1e-5, "{error}");
+                // Few rows and many are summed in different orders.
+                let largest = want.iter().fold(1f32, |m, x| m.max(x.abs()));
+                assert!(error < 1e-5 * largest, "{error} of {largest}");
                 *seen = row.len();
                 row.push(argmax(&want));
             }

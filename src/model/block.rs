@@ -8,7 +8,7 @@
 //! Norms in brackets exist in some families only.
 
 use super::contracts::{Context, GradSink, KvStore, Layer, Param};
-use super::linear::Linear;
+use super::linear::{Dx, Linear};
 use super::spec::Spec;
 use crate::base::Result;
 use crate::ops::rope::Direction;
@@ -40,7 +40,6 @@ pub enum Projections {
 
 /// Activations of the attention half that its backward needs.
 struct AttentionKept {
-    h: Tensor,
     /// q and k before their norms, where they have norms.
     raw: Option<(Tensor, Tensor)>,
     q: Tensor,
@@ -50,6 +49,15 @@ struct AttentionKept {
     lse: Tensor,
     /// Output of o_proj, where a norm follows it.
     y: Option<Tensor>,
+}
+
+/// Activations of a block, `[N, ·]`. The outputs of its norms and of the gate are cheaper to compute again.
+pub struct Kept {
+    attention: AttentionKept,
+    /// The stream between the halves.
+    x1: Tensor,
+    /// gate and up
+    parts: Vec<Tensor>,
 }
 
 impl Projections {
@@ -69,10 +77,10 @@ impl Projections {
         }
     }
 
-    /// Sums `∂x` over the parts; `dys` are dropped one by one.
+    /// Sums `∂x` over the parts; `dys` are dropped one by one. `x` is needed only where `wanted`.
     fn backward(
         &self,
-        x: &Tensor,
+        x: Option<&Tensor>,
         dys: Vec<Tensor>,
         ctx: &Context,
         need_dx: bool,
@@ -82,18 +90,15 @@ impl Projections {
             Self::Separate(linears) => {
                 let mut total: Option<Tensor> = None;
                 for (linear, dy) in linears.iter().zip(dys) {
-                    match (linear.backward(Some(x), &dy, ctx, need_dx, sink)?, &total) {
-                        (Some(dx), Some(sum)) => update::add_assign(sum, &dx)?,
-                        (dx, None) => total = dx,
-                        (None, Some(_)) => {}
-                    }
+                    let dx = total.as_ref().map_or(Dx::new(need_dx), Dx::AddTo);
+                    total = linear.backward(x, &dy, ctx, dx, sink)?;
                 }
                 Ok(total)
             }
             Self::Fused(linear, _) => {
                 let dy = Tensor::cat(&dys, 1)?.contiguous()?;
                 drop(dys);
-                linear.backward(Some(x), &dy, ctx, need_dx, sink)
+                linear.backward(x, &dy, ctx, Dx::new(need_dx), sink)
             }
         }
     }
@@ -144,6 +149,7 @@ impl Block {
         let (Some(q), Some(k), Some(v)) = (qkv.next(), qkv.next(), qkv.next()) else {
             return Err(crate::base::Error::new("attention needs three projections"));
         };
+        drop(h);
         let (q, k, raw) = match (&self.q_norm, &self.k_norm) {
             (Some(qn), Some(kn)) => (self.norm(qn, &q)?, self.norm(kn, &k)?, Some((q, k))),
             _ => (q, k, None),
@@ -169,7 +175,6 @@ impl Block {
         Ok((
             x1,
             AttentionKept {
-                h,
                 raw,
                 q,
                 k,
@@ -181,25 +186,25 @@ impl Block {
         ))
     }
 
-    /// The MLP half: `[N, D]` to `[N, D]`.
-    fn mlp(&self, x1: &Tensor, ctx: &Context) -> Result<Tensor> {
+    /// The MLP half: `[N, D]` to `[N, D]`, and gate and up if they are to be kept.
+    fn mlp(&self, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, Option<Vec<Tensor>>)> {
         let h = self.norm(&self.mlp_norm, x1)?;
         let parts = self.mlp_in.forward(&h, ctx)?;
         drop(h);
         let m = glu::forward(&parts[0], &parts[1], self.spec.activation)?;
-        drop(parts);
+        let parts = keep.then_some(parts);
         let mut y = self.down_proj.forward(&m, ctx)?;
         if let Some(norm) = &self.mlp_post_norm {
             y = self.norm(norm, &y)?;
         }
         update::add_assign(&y, x1)?;
-        Ok(y)
+        Ok((y, parts))
     }
 
     /// Decoding: as `forward`, with the keys and values of earlier tokens from `cache`.
     pub fn forward_cached(&self, x: &Tensor, ctx: &Context, cache: &mut dyn KvStore) -> Result<Tensor> {
         let x1 = self.attention(x, ctx, Some(cache))?.0;
-        self.mlp(&x1, ctx)
+        Ok(self.mlp(&x1, ctx, false)?.0)
     }
 
     fn attention_wanted(&self, sink: &dyn GradSink) -> bool {
@@ -217,6 +222,7 @@ impl Block {
     fn mlp_backward(
         &self,
         x1: &Tensor,
+        parts: Option<Vec<Tensor>>,
         dy: Tensor,
         ctx: &Context,
         need_dx: bool,
@@ -229,8 +235,17 @@ impl Block {
         if !need_dm && !down_wanted && !post_wanted {
             return Ok(None);
         }
-        let h = self.norm(&self.mlp_norm, x1)?;
-        let parts = self.mlp_in.forward(&h, ctx)?;
+        let in_wanted = self.mlp_in.wanted(sink);
+        let h = match in_wanted || parts.is_none() {
+            true => Some(self.norm(&self.mlp_norm, x1)?),
+            false => None,
+        };
+        let parts = match (parts, &h) {
+            (Some(parts), _) => parts,
+            (None, Some(h)) => self.mlp_in.forward(h, ctx)?,
+            (None, None) => return Ok(None),
+        };
+        let h = h.filter(|_| in_wanted);
         let keep_m = down_wanted || self.mlp_post_norm.is_some();
         let m = if keep_m {
             Some(glu::forward(&parts[0], &parts[1], self.spec.activation)?)
@@ -241,12 +256,17 @@ impl Block {
             (Some(norm), Some(m)) => self.norm_backward(norm, &self.down_proj.forward(m, ctx)?, &dy, sink)?,
             _ => dy.clone(),
         };
-        let dm = self.down_proj.backward(m.as_ref(), &d_down, ctx, need_dm, sink)?;
+        let dm = self
+            .down_proj
+            .backward(m.as_ref(), &d_down, ctx, Dx::new(need_dm), sink)?;
         drop((m, d_down));
         let Some(dm) = dm else { return Ok(None) };
         let (d_gate, d_up) = glu::backward(&parts[0], &parts[1], &dm, self.spec.activation)?;
         drop((parts, dm));
-        let Some(dh) = self.mlp_in.backward(&h, vec![d_gate, d_up], ctx, need_dh, sink)? else {
+        let Some(dh) = self
+            .mlp_in
+            .backward(h.as_ref(), vec![d_gate, d_up], ctx, need_dh, sink)?
+        else {
             return Ok(None);
         };
         drop(h);
@@ -265,7 +285,6 @@ impl Block {
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         let AttentionKept {
-            h,
             raw,
             q,
             k,
@@ -285,7 +304,7 @@ impl Block {
             _ => dx1.clone(),
         };
         drop(y);
-        let d_o = self.o_proj.backward(Some(&o), &d_out, ctx, need_do, sink)?;
+        let d_o = self.o_proj.backward(Some(&o), &d_out, ctx, Dx::new(need_do), sink)?;
         drop(d_out);
         let Some(d_o) = d_o else { return Ok(None) };
         let (dq, dk, dv) = attention::backward(&q, &k, &v, &o, &lse, &d_o, &self.attention_spec(), ctx.documents)?;
@@ -297,10 +316,15 @@ impl Block {
             dk = self.norm_backward(kn, raw_k, &dk, sink)?;
         }
         drop(raw);
-        let Some(dh) = self.attention_in.backward(&h, vec![dq, dk, dv], ctx, need_dh, sink)? else {
-            return Ok(None);
+        let h = match self.attention_in.wanted(sink) {
+            true => Some(self.norm(&self.input_norm, x)?),
+            false => None,
         };
+        let dh = self
+            .attention_in
+            .backward(h.as_ref(), vec![dq, dk, dv], ctx, need_dh, sink)?;
         drop(h);
+        let Some(dh) = dh else { return Ok(None) };
         let dx = self.norm_backward(&self.input_norm, x, &dh, sink)?;
         update::add_assign(&dx, &dx1)?;
         Ok(need_dx.then_some(dx))
@@ -308,26 +332,42 @@ impl Block {
 }
 
 impl Layer for Block {
+    type Kept = Kept;
+
     fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         let x1 = self.attention(x, ctx, None)?.0;
-        self.mlp(&x1, ctx)
+        Ok(self.mlp(&x1, ctx, false)?.0)
+    }
+
+    fn forward_kept(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Kept)> {
+        let (x1, attention) = self.attention(x, ctx, None)?;
+        let (y, parts) = self.mlp(&x1, ctx, true)?;
+        let parts = parts.unwrap_or_default();
+        Ok((y, Kept { attention, x1, parts }))
     }
 
     fn vjp(
         &self,
         x: &Tensor,
+        kept: Option<Kept>,
         dy: Tensor,
         ctx: &Context,
         need_dx: bool,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
+        let (x1, attention, parts) = match kept {
+            Some(kept) => (kept.x1, kept.attention, Some(kept.parts)),
+            None => {
+                let (x1, attention) = self.attention(x, ctx, None)?;
+                (x1, attention, None)
+            }
+        };
         // Where nothing in or below the attention half trains, its activations are not kept.
         let attention_needed = need_dx || self.attention_wanted(sink);
-        let (x1, kept) = self.attention(x, ctx, None)?;
-        let kept = attention_needed.then_some(kept);
-        let dx1 = self.mlp_backward(&x1, dy, ctx, attention_needed, sink)?;
+        let attention = attention_needed.then_some(attention);
+        let dx1 = self.mlp_backward(&x1, parts, dy, ctx, attention_needed, sink)?;
         drop(x1);
-        match (kept, dx1) {
+        match (attention, dx1) {
             (Some(kept), Some(dx1)) => self.attention_backward(x, kept, dx1, ctx, need_dx, sink),
             _ => Ok(None),
         }

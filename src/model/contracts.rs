@@ -43,14 +43,21 @@ pub struct Context<'a> {
 
 /// Forward, and the vector-Jacobian product, of one layer.
 pub trait Layer {
+    /// Activations of a forward pass that the backward pass would else compute again.
+    type Kept;
+
     /// `x` `[N, D]` to `[N, D]`; keeps nothing.
     fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor>;
 
-    /// Recomputes the layer from its input `x` `[N, D]`, then goes back: gradients of the parameters that
-    /// `sink` wants go to it one by one; returns `∂loss/∂x` if `need_dx`.
+    /// As `forward`, the same bits, and what the backward pass needs.
+    fn forward_kept(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Self::Kept)>;
+
+    /// Goes back from the layer's input `x` `[N, D]`, recomputing what was not `kept`: gradients of the parameters
+    /// that `sink` wants go to it one by one; returns `∂loss/∂x` if `need_dx`.
     fn vjp(
         &self,
         x: &Tensor,
+        kept: Option<Self::Kept>,
         dy: Tensor,
         ctx: &Context,
         need_dx: bool,

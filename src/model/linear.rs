@@ -7,6 +7,21 @@ use crate::peft::Lora;
 use candle_core::Tensor;
 use std::sync::Arc;
 
+/// What becomes of `∂x`.
+#[derive(Clone, Copy)]
+pub enum Dx<'a> {
+    NotNeeded,
+    New,
+    /// Added to this, which is returned: several linears read one input.
+    AddTo(&'a Tensor),
+}
+
+impl Dx<'_> {
+    pub fn new(needed: bool) -> Self {
+        if needed { Dx::New } else { Dx::NotNeeded }
+    }
+}
+
 pub struct Linear {
     /// `[O, I]`
     pub weight: Param,
@@ -32,7 +47,7 @@ impl Linear {
             || self.lora.as_ref().is_some_and(|l| sink.wants(&l.a_name))
     }
 
-    /// `x` `[N, I]` (needed only where `wanted`), `dy` `[N, O]`; returns `∂x` `[N, I]` if `need_dx`. `∂x` is
+    /// `x` `[N, I]` (needed only where `wanted`), `dy` `[N, O]`; returns `∂x` `[N, I]` where needed. `∂x` is
     /// computed before any gradient reaches the sink: a sink that updates at once must not change the weight
     /// that `∂x` depends on.
     pub fn backward(
@@ -40,13 +55,16 @@ impl Linear {
         x: Option<&Tensor>,
         dy: &Tensor,
         ctx: &Context,
-        need_dx: bool,
+        dx: Dx<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let dx = if need_dx {
-            Some(linear::backward_input(dy, &self.weight.tensor)?)
-        } else {
-            None
+        let dx = match dx {
+            Dx::NotNeeded => None,
+            Dx::New => Some(linear::backward_input(dy, &self.weight.tensor)?),
+            Dx::AddTo(sum) => {
+                linear::backward_input_add(sum, dy, &self.weight.tensor)?;
+                Some(sum.clone())
+            }
         };
         if let Some(lora) = &self.lora {
             let for_grads = x.filter(|_| sink.wants(&lora.a_name));
@@ -74,7 +92,7 @@ impl Linear {
             }
         }
         if let Some(x) = x.filter(|_| sink.wants(&self.weight.name)) {
-            sink.take(&self.weight, linear::grad_weight(dy, x)?)?;
+            sink.take(&self.weight, linear::grad_weight(dy, x, self.weight.tensor.dtype())?)?;
         }
         if let Some(bias) = self.bias.as_ref().filter(|b| sink.wants(&b.name)) {
             sink.take(bias, linear::grad_bias(dy)?)?;

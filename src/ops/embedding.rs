@@ -1,7 +1,7 @@
 //! Rows of the embedding table `[V, D]` by token id, and the sum of their gradients.
 
 use super::cpu::embedding as cpu;
-use super::cpu::storage::{dims2, expect_dims, tensor, values};
+use super::cpu::storage::{dims2, expect_dims, tensor, unwritten, values};
 use super::update::with_slices;
 use crate::base::{Error, Result};
 use candle_core::Tensor;
@@ -20,7 +20,7 @@ fn check(ids: &[u32], v: usize) -> Result<()> {
 pub fn gather(table: &Tensor, ids: &[u32], scale: f32) -> Result<Tensor> {
     let (v, d) = dims2(table, "the embedding table")?;
     check(ids, v)?;
-    let mut y = vec![0f32; ids.len() * d];
+    let mut y = unwritten(ids.len() * d);
     values(table, "the embedding table", |table| {
         cpu::gather(table, ids, scale, d, &mut y);
         Ok(())

@@ -1,7 +1,7 @@
 //! Gated linear unit: `y = act(gate) · up`, element by element, all `[N, I]` f32.
 
 use super::cpu::glu as cpu;
-use super::cpu::storage::{expect_dims, floats, tensor};
+use super::cpu::storage::{expect_dims, floats, tensor, unwritten};
 use crate::base::Result;
 use candle_core::Tensor;
 
@@ -19,7 +19,7 @@ pub enum Activation {
 /// `act(gate) · up` in the shape of gate.
 pub fn forward(gate: &Tensor, up: &Tensor, act: Activation) -> Result<Tensor> {
     expect_dims(up, "up of a gated unit", gate.dims())?;
-    let mut y = vec![0f32; gate.elem_count()];
+    let mut y = unwritten(gate.elem_count());
     floats(gate, "gate of a gated unit", |gate| {
         floats(up, "up of a gated unit", |up| {
             cpu::forward(gate, up, act, &mut y);
@@ -33,8 +33,8 @@ pub fn forward(gate: &Tensor, up: &Tensor, act: Activation) -> Result<Tensor> {
 pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor, act: Activation) -> Result<(Tensor, Tensor)> {
     expect_dims(up, "up of a gated unit", gate.dims())?;
     expect_dims(dy, "dy of a gated unit", gate.dims())?;
-    let mut dgate = vec![0f32; gate.elem_count()];
-    let mut dup = vec![0f32; gate.elem_count()];
+    let mut dgate = unwritten(gate.elem_count());
+    let mut dup = unwritten(gate.elem_count());
     floats(gate, "gate of a gated unit", |gate| {
         floats(up, "up of a gated unit", |up| {
             floats(dy, "dy of a gated unit", |dy| {

@@ -1,10 +1,12 @@
 //! `y = x Wᵀ + b` and its three derivatives. x `[N, I]`, W `[O, I]`, b `[O]`, y `[N, O]`.
 //! A bf16 weight is never widened whole.
 
-use super::cpu::matmul::{Order, product, sum_rows, transposed_product};
-use super::cpu::storage::{dims2, expect_dims, floats, tensor, values};
+use super::cpu::product::{Matrix, Rounding, Start, product};
+use super::cpu::storage::{Values, dims2, expect_dims, floats, tensor, unwritten, values};
+use super::cpu::update::sum_rows;
+use super::update::with_slices;
 use crate::base::Result;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 /// `x [N, I]` f32, `w [O, I]` f32 or bf16, `bias [O]` f32 or bf16: `x·wᵀ + bias`, `[N, O]` f32.
 /// Fails on shapes that do not fit, on tensors that are not contiguous or not on the CPU.
@@ -18,22 +20,38 @@ pub fn forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> 
             values(bias, "the bias of a linear", |v| Ok(v.to_f32()))
         })
         .transpose()?;
-    let mut y = vec![0f32; rows * outputs];
+    let mut y = unwritten(rows * outputs);
     floats(x, "x of a linear", |x| {
         values(w, "the weight of a linear", |w| {
-            product(
-                (rows, outputs, inputs),
-                &mut y,
-                false,
-                x,
-                w,
-                Order::Transposed,
-                bias.as_deref(),
-            );
+            let start = bias.as_deref().map_or(Start::Zero, Start::Bias);
+            forward_slices((rows, outputs, inputs), &mut y, start, x, w);
             Ok(())
         })
     })?;
     tensor(y, (rows, outputs))
+}
+
+/// `y [N, O] += x·wᵀ`, all of `y`, `x [N, I]` f32; `w [O, I]` f32 or bf16. `y` must not share storage with `x`.
+pub fn forward_add(y: &Tensor, x: &Tensor, w: &Tensor) -> Result<()> {
+    let (rows, inputs) = dims2(x, "x of a linear")?;
+    let (outputs, _) = dims2(w, "the weight of a linear")?;
+    expect_dims(w, "the weight of a linear", &[outputs, inputs])?;
+    expect_dims(y, "y of a linear", &[rows, outputs])?;
+    values(w, "the weight of a linear", |w| {
+        with_slices(y, x, |y, x| forward_slices((rows, outputs, inputs), y, Start::C, x, w))
+    })
+}
+
+fn forward_slices(sizes: (usize, usize, usize), y: &mut [f32], start: Start<'_>, x: &[f32], w: Values<'_>) {
+    let k = sizes.2;
+    product(
+        sizes,
+        y,
+        start,
+        Matrix::vectors(Values::F32(x), k),
+        Matrix::vectors(w, k),
+        w.rounding(),
+    );
 }
 
 /// `dy [N, O]` f32, `w [O, I]` f32 or bf16: `dx = dy·w`, `[N, I]` f32.
@@ -41,25 +59,63 @@ pub fn backward_input(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (rows, outputs) = dims2(dy, "dy of a linear")?;
     let (_, inputs) = dims2(w, "the weight of a linear")?;
     expect_dims(w, "the weight of a linear", &[outputs, inputs])?;
-    let mut dx = vec![0f32; rows * inputs];
+    let mut dx = unwritten(rows * inputs);
     floats(dy, "dy of a linear", |dy| {
         values(w, "the weight of a linear", |w| {
-            product((rows, inputs, outputs), &mut dx, false, dy, w, Order::Plain, None);
+            backward_slices((rows, inputs, outputs), &mut dx, Start::Zero, dy, w);
             Ok(())
         })
     })?;
     tensor(dx, (rows, inputs))
 }
 
-/// `dy [N, O]`, `x [N, I]`, both f32: `dW = dyᵀ·x`, `[O, I]` f32.
-pub fn grad_weight(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
+/// `dx [N, I] += dy·w`; as `backward_input`. `dx` must not share storage with `dy`.
+pub fn backward_input_add(dx: &Tensor, dy: &Tensor, w: &Tensor) -> Result<()> {
+    let (rows, outputs) = dims2(dy, "dy of a linear")?;
+    let (_, inputs) = dims2(w, "the weight of a linear")?;
+    expect_dims(w, "the weight of a linear", &[outputs, inputs])?;
+    expect_dims(dx, "dx of a linear", &[rows, inputs])?;
+    values(w, "the weight of a linear", |w| {
+        with_slices(dx, dy, |dx, dy| {
+            backward_slices((rows, inputs, outputs), dx, Start::C, dy, w)
+        })
+    })
+}
+
+fn backward_slices(sizes: (usize, usize, usize), dx: &mut [f32], start: Start<'_>, dy: &[f32], w: Values<'_>) {
+    let (_, inputs, outputs) = sizes;
+    product(
+        sizes,
+        dx,
+        start,
+        Matrix::vectors(Values::F32(dy), outputs),
+        Matrix::steps(w, inputs),
+        w.rounding(),
+    );
+}
+
+/// `dy [N, O]`, `x [N, I]`, both f32: `dW = dyᵀ·x`, `[O, I]` f32. `stored` is the type of the weight: with bf16 the
+/// operands may be rounded to bf16.
+pub fn grad_weight(dy: &Tensor, x: &Tensor, stored: DType) -> Result<Tensor> {
     let (rows, outputs) = dims2(dy, "dy of a linear")?;
     let (_, inputs) = dims2(x, "x of a linear")?;
     expect_dims(x, "x of a linear", &[rows, inputs])?;
-    let mut dw = vec![0f32; outputs * inputs];
+    let rounding = if stored == DType::BF16 {
+        Rounding::Bf16
+    } else {
+        Rounding::Exact
+    };
+    let mut dw = unwritten(outputs * inputs);
     floats(dy, "dy of a linear", |dy| {
         floats(x, "x of a linear", |x| {
-            transposed_product((outputs, inputs, rows), &mut dw, false, dy, x);
+            product(
+                (outputs, inputs, rows),
+                &mut dw,
+                Start::Zero,
+                Matrix::steps(Values::F32(dy), outputs),
+                Matrix::steps(Values::F32(x), inputs),
+                rounding,
+            );
             Ok(())
         })
     })?;
@@ -99,7 +155,14 @@ mod tests {
             let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
             assert_close(&forward(&x, &w, Some(&b)).unwrap(), &y, 1e-5);
             assert_close(&backward_input(&dy, &w).unwrap(), grads.get(&x).unwrap(), 1e-5);
-            assert_close(&grad_weight(&dy, &x).unwrap(), grads.get(&w).unwrap(), 1e-5);
+            assert_close(&grad_weight(&dy, &x, DType::F32).unwrap(), grads.get(&w).unwrap(), 1e-5);
+            let (more_y, more_dx) = (y.copy().unwrap(), random((n, i), 9));
+            forward_add(&more_y, &x, &w).unwrap();
+            let want = (&y + x.matmul(&w.t().unwrap()).unwrap()).unwrap();
+            assert_close(&more_y, &want, 1e-5);
+            let want = (&more_dx + grads.get(&x).unwrap()).unwrap();
+            backward_input_add(&more_dx, &dy, &w).unwrap();
+            assert_close(&more_dx, &want, 1e-5);
             assert_close(&grad_bias(&dy).unwrap(), grads.get(&b).unwrap(), 1e-5);
         }
     }
@@ -132,7 +195,7 @@ mod tests {
                     vec![
                         forward(&x, &w, None).unwrap(),
                         backward_input(&dy, &w).unwrap(),
-                        grad_weight(&dy, &x).unwrap(),
+                        grad_weight(&dy, &x, DType::F32).unwrap(),
                         grad_bias(&dy).unwrap(),
                     ]
                 });
@@ -144,7 +207,7 @@ mod tests {
     fn empty_and_wrong_shapes() {
         let w = random((5, 4), 1);
         assert_eq!(forward(&random((0, 4), 1), &w, None).unwrap().dims(), [0, 5]);
-        let dw = grad_weight(&random((0, 5), 1), &random((0, 4), 1)).unwrap();
+        let dw = grad_weight(&random((0, 5), 1), &random((0, 4), 1), DType::F32).unwrap();
         assert_eq!(dw.flatten_all().unwrap().to_vec1::<f32>().unwrap(), [0.0; 20]);
         assert!(forward(&random((2, 3), 1), &w, None).is_err());
         assert!(forward(&random((2, 4), 1), &w, Some(&random(4, 1))).is_err());
@@ -188,7 +251,7 @@ mod tests {
                 });
             }
             time(&format!("{n}x{i}x{o} grad_weight"), flops, &|| {
-                grad_weight(&dy, &x).unwrap()
+                grad_weight(&dy, &x, DType::F32).unwrap()
             });
             time(&format!("{n}x{i}x{o} candle f32"), flops, &|| {
                 x.matmul(&wide.t().unwrap()).unwrap()

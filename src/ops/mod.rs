@@ -15,5 +15,7 @@ pub mod rope;
 pub mod update;
 
 mod cpu;
+
+pub use cpu::product::Path as CpuPath;
 #[cfg(test)]
 mod oracle;

@@ -2,7 +2,7 @@
 //! or `[N, H·E]` with w `[E]` (queries and keys normalised head by head). Gemma multiplies by `1 + w`.
 
 use super::cpu::rms_norm as cpu;
-use super::cpu::storage::{expect_dims, floats, tensor, values, wrong_shape};
+use super::cpu::storage::{expect_dims, floats, tensor, unwritten, values, wrong_shape};
 use crate::base::Result;
 use candle_core::Tensor;
 
@@ -23,7 +23,7 @@ fn scale(x: &Tensor, w: &Tensor, plus_one: bool) -> Result<Vec<f32>> {
 /// x f32 `[N, rows·E]`, w `[E]` f32 or bf16; the result has the shape of x.
 pub fn forward(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool) -> Result<Tensor> {
     let scale = scale(x, w, plus_one)?;
-    let mut y = vec![0f32; x.elem_count()];
+    let mut y = unwritten(x.elem_count());
     floats(x, "x of a norm", |x| {
         cpu::forward(x, &scale, eps as f32, &mut y);
         Ok(())
@@ -42,7 +42,7 @@ pub fn backward(
 ) -> Result<(Tensor, Option<Tensor>)> {
     let scale = scale(x, w, plus_one)?;
     expect_dims(dy, "dy of a norm", x.dims())?;
-    let mut dx = vec![0f32; x.elem_count()];
+    let mut dx = unwritten(x.elem_count());
     let dw = floats(x, "x of a norm", |x| {
         floats(dy, "dy of a norm", |dy| {
             Ok(cpu::backward(x, &scale, dy, eps as f32, need_dw, &mut dx))

@@ -2,7 +2,7 @@
 //! rotary size; elements from R on pass through.
 
 use super::cpu::rope as cpu;
-use super::cpu::storage::{dims2, expect_dims, floats, tensor, wrong_shape};
+use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten, wrong_shape};
 use crate::base::{Error, Result};
 use candle_core::Tensor;
 
@@ -33,7 +33,7 @@ pub fn apply(x: &Tensor, cos: &Tensor, sin: &Tensor, head_dim: usize, direction:
             .found(2 * half)
             .expected(format!("at most {head_dim}")));
     }
-    let mut y = vec![0f32; tokens * width];
+    let mut y = unwritten(tokens * width);
     floats(x, "x of a rotation", |x| {
         floats(cos, "the cosines of a rotation", |cos| {
             floats(sin, "the sines of a rotation", |sin| {

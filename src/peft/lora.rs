@@ -74,7 +74,7 @@ impl Lora {
         let x = self.dropped(x, dropout)?;
         let u = linear::forward(&x, &self.a, None)?; // [N, R]
         update::scale_assign(&u, self.scale)?;
-        update::add_assign(y, &linear::forward(&u, &self.b, None)?)
+        linear::forward_add(y, &u, &self.b)
     }
 
     /// Adds `∂x` of the delta to `dx` `[N, I]` in place (where given) and returns the gradients of A and B
@@ -94,16 +94,20 @@ impl Lora {
                 let u = linear::forward(&x, &self.a, None)?;
                 update::scale_assign(&u, self.scale)?;
                 Some(LoraGrads {
-                    a: linear::grad_weight(&du, &x)?,
-                    b: linear::grad_weight(dy, &u)?,
+                    a: linear::grad_weight(&du, &x, self.a.dtype())?,
+                    b: linear::grad_weight(dy, &u, self.b.dtype())?,
                 })
             }
             None => None,
         };
         if let Some(dx) = dx {
-            let through = linear::backward_input(&du, &self.a)?; // [N, I]
-            self.mask_assign(&through, dropout)?;
-            update::add_assign(dx, &through)?;
+            if self.drops(dropout) {
+                let through = linear::backward_input(&du, &self.a)?; // [N, I]
+                self.mask_assign(&through, dropout)?;
+                update::add_assign(dx, &through)?;
+            } else {
+                linear::backward_input_add(dx, &du, &self.a)?;
+            }
         }
         Ok(grads)
     }
@@ -117,14 +121,16 @@ impl Lora {
     }
 
     fn dropped(&self, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
-        match dropout {
-            Some(_) if self.dropout > 0.0 => {
-                let copy = x.copy()?;
-                self.mask_assign(&copy, dropout)?;
-                Ok(copy)
-            }
-            _ => Ok(x.clone()),
+        if !self.drops(dropout) {
+            return Ok(x.clone());
         }
+        let copy = x.copy()?;
+        self.mask_assign(&copy, dropout)?;
+        Ok(copy)
+    }
+
+    fn drops(&self, dropout: Option<Dropout>) -> bool {
+        dropout.is_some() && self.dropout > 0.0
     }
 
     /// Zeroes dropped elements and scales the kept ones by 1 / (1 - p); the mask depends on the key only.

@@ -11,6 +11,7 @@ pub enum Kind {
     Retired,
     Gradients,
     Inputs,
+    Activations,
     Layer,
     Loss,
     Saving,
@@ -65,6 +66,13 @@ impl Ledger {
             *now -= held.bytes;
         }
         self.total -= held.bytes;
+    }
+
+    /// The same bytes on another line.
+    pub fn relabel(&mut self, held: Held, kind: Kind) -> Held {
+        let bytes = held.bytes;
+        self.drop(held);
+        self.hold(kind, bytes)
     }
 
     pub fn drop_all(&mut self, held: impl IntoIterator<Item = Held>) {

@@ -33,6 +33,8 @@ pub struct Inputs {
     /// Micro-batches of an optimizer step.
     pub micro_batches: usize,
     pub gradients: Gradients,
+    /// Uppermost layers that keep their activations.
+    pub keep_layers: usize,
     pub threads: usize,
     /// Every set of parameters that can be trained at one time.
     pub active: Vec<Active>,
@@ -54,6 +56,7 @@ impl Inputs {
             documents: rows,
             micro_batches: recipe.train.gradient_accumulation_steps,
             gradients,
+            keep_layers: 0,
             threads: rayon::current_num_threads(),
             active,
             adapters: adapters

@@ -3,7 +3,7 @@
 use super::Inputs;
 use super::elements;
 use super::ledger::{Held, Kind, Ledger};
-use super::work::Block;
+use super::work::{self, Block};
 use crate::engine::{Active, Gradients};
 use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, FINAL_NORM, LM_HEAD};
@@ -16,8 +16,10 @@ use std::collections::BTreeMap;
 const UPDATE_CHUNK: u64 = 1 << 14;
 /// What the matrix product packs its operands into, per thread.
 const PACKING: u64 = 1 << 20;
-/// Elements of a bf16 weight that a thread widens at a time (as in `ops`).
-const WIDEN: u64 = 240 * 512;
+/// What a task of a matrix product packs (as in `ops`): of A up to this many rows and steps of k, of B this many elements.
+const PACKED_ROWS: u64 = 504;
+const PACKED_STEPS: u64 = 384;
+const PACKED_B: u64 = 150_000;
 /// Queries that one task of attention takes at a time (as in `ops`).
 const QUERIES: u64 = 64;
 
@@ -82,10 +84,7 @@ pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs
     let held = [
         // ids, positions, targets of every micro-batch; the rope tables of one.
         l.hold(Kind::Data, 12 * tokens * inputs.micro_batches as u64 + rope * tokens),
-        l.hold(
-            Kind::Scratch,
-            threads * (PACKING + 4 * thread_scratch(spec, inputs, bf16)),
-        ),
+        l.hold(Kind::Scratch, threads * (PACKING + 4 * thread_scratch(spec, inputs))),
     ];
     // The second micro-batch finds the sums of the first; those after it are like the second.
     for micro in 0..inputs.micro_batches.min(2) {
@@ -98,15 +97,24 @@ pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs
     l.drop_all(held);
 }
 
-/// Elements that one thread keeps for attention or for widened weights.
-fn thread_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
+/// Elements that one thread keeps for attention or for packed operands.
+fn thread_scratch(spec: &Spec, inputs: &Inputs) -> u64 {
     let keys = |window: Option<usize>| {
         let seen = window.map_or(inputs.longest, |w| (w + QUERIES as usize).min(inputs.longest));
         seen as u64
     };
     let keys = spec.layers.iter().map(|s| keys(s.window)).max().unwrap_or(0);
     let attention = 2 * QUERIES.min(inputs.longest as u64) * keys;
-    attention.max(if bf16 { WIDEN } else { 0 })
+    // The larger operand decides: activations in the forward pass, a gradient's rows in the backward pass.
+    let widest = spec
+        .linears()
+        .into_iter()
+        .map(|(_, input, output, ..)| input.max(output))
+        .max();
+    let widest = widest.unwrap_or(0).max(spec.vocab) as u64;
+    let packed = |rows: u64, steps: u64| rows.min(PACKED_ROWS) * steps.min(PACKED_STEPS);
+    let n = inputs.tokens as u64;
+    attention.max(packed(n, widest).max(packed(widest, n)) + PACKED_B.min(widest * PACKED_STEPS))
 }
 
 fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
@@ -118,14 +126,15 @@ fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, si
     let dropout = recipe.tune.lora.lora_dropout > 0.0;
     let block = |index| Block::new(spec, index, inputs, dropout);
 
-    let mut kept: Vec<Held> = Vec::new();
+    let mut inputs_kept: Vec<(Held, Option<work::Kept>)> = Vec::new();
     for layer in 0..layers {
         l.moment(format!("the forward pass of layer {layer}"));
         let x = l.hold(if layer >= lowest { Kind::Inputs } else { Kind::Layer }, nd);
-        let y = block(layer).forward(l);
+        let keep = layer >= lowest && layer + inputs.keep_layers >= layers;
+        let (y, kept) = block(layer).forward(l, keep);
         l.drop(y);
         if layer >= lowest {
-            kept.push(x);
+            inputs_kept.push((x, kept));
         } else {
             l.drop(x);
         }
@@ -162,8 +171,12 @@ fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, si
     for layer in (lowest..layers).rev() {
         l.moment(format!("the backward pass of layer {layer}"));
         let need_dx = layer > lowest || to_embedding;
-        let below = block(layer).vjp(l, dx, need_dx, sink);
-        l.drop_all(kept.pop());
+        let (x, kept) = match inputs_kept.pop() {
+            Some((x, kept)) => (Some(x), kept),
+            None => (None, None),
+        };
+        let below = block(layer).vjp(l, kept, dx, need_dx, sink);
+        l.drop_all(x);
         match below {
             Some(below) => dx = below,
             None => {

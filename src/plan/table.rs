@@ -116,11 +116,15 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
             format!("{n} tokens × {} × f32 a layer", spec.hidden),
         ),
         (
-            Kind::Layer,
-            "layer_work",
-            "work of one layer",
-            format!("{n} tokens, recomputed and taken back"),
+            Kind::Activations,
+            "activations",
+            "kept activations",
+            match inputs.keep_layers.min(spec.layers.len()) {
+                0 => "none: layers are recomputed".into(),
+                layers => format!("of {layers} of {} layers, to save recomputing them", spec.layers.len()),
+            },
         ),
+        (Kind::Layer, "layer_work", "work of one layer", format!("{n} tokens")),
         (
             Kind::Loss,
             "logits",

@@ -51,6 +51,7 @@ fn inputs(active: Active, gradients: Gradients) -> Inputs {
         documents: 4,
         micro_batches: 1,
         gradients,
+        keep_layers: 0,
         threads: 1,
         active: vec![active],
         adapters: BTreeMap::new(),
@@ -87,8 +88,8 @@ fn lines_follow_the_published_formula() {
     assert_eq!(line(&plan, "gradients"), 4 * one);
     // Layers 2 to 5 keep their inputs.
     assert_eq!(line(&plan, "layer_inputs"), 4 * 2048 * 64 * 4);
-    // What the MLP backward holds at most: gate, up, their gradients and dm; x1, h, dy; of attention h, q, k, v, o, lse.
-    let wide = 5 * 256 + 3 * 64 + 5 * 64 + 8;
+    // What the MLP backward holds at most: gate, up, their gradients and dm; x1, h, dy; of attention q, k, v, o, lse.
+    let wide = 5 * 256 + 3 * 64 + 4 * 64 + 8;
     assert_eq!(line(&plan, "layer_work"), 2048 * 4 * wide as u64);
     // 512 tokens of logits, with what is gathered beside them: hidden states, their gradient, an index.
     assert_eq!(line(&plan, "logits"), 512 * 1064 * 4 + 2048 * (2 * 64 * 4 + 8));
@@ -105,6 +106,18 @@ fn the_lines_at_the_peak_add_up_and_none_is_above_its_largest() {
         assert_eq!(json["peak_bytes"].as_u64(), Some(plan.peak_bytes));
         assert!(plan.lines.iter().all(|l| json[l.key].as_u64() == Some(l.bytes)));
         assert!(plan.table().contains("trained at one time"), "{}", plan.table());
+    }
+}
+
+#[test]
+fn kept_activations_are_those_of_the_uppermost_active_layers() {
+    let recipe = recipe("[tune]\nmethod = \"block\"");
+    let mut inputs = inputs(layer(2), Gradients::Keep);
+    for (keep, kept) in [(0, 0), (3, 3), (4, 4), (6, 4)] {
+        inputs.keep_layers = keep;
+        let plan = forecast(&spec(), &recipe, &inputs);
+        // q, k, v, o, lse, the stream between the halves, gate and up.
+        assert_eq!(line(&plan, "activations"), kept * 2048 * 4 * (5 * 64 + 8 + 2 * 256));
     }
 }
 
@@ -167,8 +180,11 @@ fn everything_that_is_held_is_given_back() {
         let mut inputs = inputs(Active::new(names), Gradients::Keep);
         inputs.adapters.insert(name(3, "self_attn.qkv_proj"), 4);
         inputs.micro_batches = 2;
-        let mut ledger = Ledger::default();
-        step::walk(&mut ledger, &spec, &recipe, &inputs, &inputs.active[0]);
-        assert_eq!(ledger.now(), 0, "{:?}", inputs.active[0]);
+        for keep in [0, 2, 6] {
+            inputs.keep_layers = keep;
+            let mut ledger = Ledger::default();
+            step::walk(&mut ledger, &spec, &recipe, &inputs, &inputs.active[0]);
+            assert_eq!(ledger.now(), 0, "{:?}", inputs.active[0]);
+        }
     }
 }

@@ -22,14 +22,20 @@ pub(super) struct Block<'a> {
     lse: u64,
 }
 
-/// What the backward pass of the attention half needs.
-struct Kept {
-    h: Held,
+/// Activations of the attention half.
+struct Attention {
     raw: Vec<Held>,
     qkv: Vec<Held>,
     o: Held,
     lse: Held,
     y: Option<Held>,
+}
+
+/// Activations of a layer.
+pub(super) struct Kept {
+    attention: Attention,
+    x1: Held,
+    parts: Vec<Held>,
 }
 
 /// A linear: its name below the layer, input and output features.
@@ -82,7 +88,7 @@ impl<'a> Block<'a> {
         let y = l.hold(Kind::Layer, self.n(output));
         if let Some(r) = self.rank(linear) {
             let copy = if self.dropout { self.n(input) } else { 0 };
-            l.touch(Kind::Layer, copy + self.n(r) + self.n(output));
+            l.touch(Kind::Layer, copy + self.n(r));
         }
         y
     }
@@ -98,10 +104,11 @@ impl<'a> Block<'a> {
         parts
     }
 
-    fn attention(&self, l: &mut Ledger) -> (Held, Kept) {
+    fn attention(&self, l: &mut Ledger) -> (Held, Attention) {
         let (linears, o_proj) = self.linears(true);
         let h = l.hold(Kind::Layer, self.nd);
         let mut qkv = self.projections(l, &linears, &[self.nq, self.nkv, self.nkv]);
+        l.drop(h);
         let v = qkv.pop();
         let mut raw = Vec::new();
         if self.spec.qk_norm {
@@ -124,32 +131,46 @@ impl<'a> Block<'a> {
             l.drop(normed);
         }
         l.drop_all(before);
-        (x1, Kept { h, raw, qkv, o, lse, y })
+        (x1, Attention { raw, qkv, o, lse, y })
     }
 
     /// From the layer's input to its output, which is held when this returns.
-    pub fn forward(&self, l: &mut Ledger) -> Held {
-        let (x1, kept) = self.attention(l);
-        self.drop_kept(l, kept);
+    pub fn forward(&self, l: &mut Ledger, keep: bool) -> (Held, Option<Kept>) {
+        let (x1, attention) = self.attention(l);
+        let attention = match keep {
+            true => Some(relabel(l, attention)),
+            false => {
+                self.drop_attention(l, attention);
+                None
+            }
+        };
         let (linears, down) = self.linears(false);
         let h = l.hold(Kind::Layer, self.nd);
-        let parts = self.projections(l, &linears, &[self.ni, self.ni]);
+        let mut parts = self.projections(l, &linears, &[self.ni, self.ni]);
         l.drop(h);
         let m = l.hold(Kind::Layer, self.ni);
-        l.drop_all(parts);
+        if !keep {
+            l.drop_all(std::mem::take(&mut parts));
+        }
         let mut y = self.linear(l, down);
         if self.spec.sandwich_norms {
             let normed = l.hold(Kind::Layer, self.nd);
             l.drop(std::mem::replace(&mut y, normed));
         }
-        l.drop_all([m, x1]);
-        y
+        l.drop(m);
+        let Some(attention) = attention else {
+            l.drop(x1);
+            return (y, None);
+        };
+        let x1 = l.relabel(x1, Kind::Activations);
+        let parts = parts.into_iter().map(|p| l.relabel(p, Kind::Activations)).collect();
+        (y, Some(Kept { attention, x1, parts }))
     }
 
-    fn drop_kept(&self, l: &mut Ledger, kept: Kept) {
+    fn drop_attention(&self, l: &mut Ledger, kept: Attention) {
         l.drop_all(kept.raw);
         l.drop_all(kept.qkv);
-        l.drop_all([kept.h, kept.o, kept.lse]);
+        l.drop_all([kept.o, kept.lse]);
         l.drop_all(kept.y);
     }
 
@@ -165,8 +186,13 @@ impl<'a> Block<'a> {
 
     /// Input and `∂y` stay with the caller; `∂x` is held when it is needed.
     fn linear_backward(&self, l: &mut Ledger, linear: Linear, need_dx: bool, sink: &mut Sink) -> Option<Held> {
+        let dx = need_dx.then(|| l.hold(Kind::Layer, self.n(linear.1)));
+        self.linear_gradients(l, linear, need_dx, sink);
+        dx
+    }
+
+    fn linear_gradients(&self, l: &mut Ledger, linear: Linear, need_dx: bool, sink: &mut Sink) {
         let (name, input, _) = linear;
-        let dx = need_dx.then(|| l.hold(Kind::Layer, self.n(input)));
         let a = self.name(&format!("{name}.lora_A.weight"));
         if let Some(r) = self.rank(linear) {
             let wanted = sink.wants(&a);
@@ -182,7 +208,7 @@ impl<'a> Block<'a> {
                     }
                     l.drop_all([copy, u]);
                 }
-                if need_dx {
+                if need_dx && self.dropout {
                     l.touch(Kind::Layer, self.n(input));
                 }
                 l.drop(du);
@@ -193,7 +219,6 @@ impl<'a> Block<'a> {
         }
         sink.give(l, &self.name(&format!("{name}.weight")));
         sink.give(l, &self.name(&format!("{name}.bias")));
-        dx
     }
 
     /// `dys` go one by one.
@@ -212,14 +237,11 @@ impl<'a> Block<'a> {
             l.drop(whole);
             return dx;
         }
-        let mut total = None;
+        // One ∂x for all: the later linears add to it.
+        let total = need_dx.then(|| l.hold(Kind::Layer, self.n(linears[0].1)));
         for (&linear, dy) in linears.iter().zip(dys) {
-            let dx = self.linear_backward(l, linear, need_dx, sink);
+            self.linear_gradients(l, linear, need_dx, sink);
             l.drop(dy);
-            match total {
-                None => total = dx,
-                Some(_) => l.drop_all(dx),
-            }
         }
         total
     }
@@ -242,23 +264,29 @@ impl<'a> Block<'a> {
     }
 
     /// The layer's input is held by the caller; `dy` goes, `∂x` is held when this returns some.
-    pub fn vjp(&self, l: &mut Ledger, dy: Held, need_dx: bool, sink: &mut Sink) -> Option<Held> {
+    pub fn vjp(&self, l: &mut Ledger, kept: Option<Kept>, dy: Held, need_dx: bool, sink: &mut Sink) -> Option<Held> {
         let attention_needed = need_dx || self.attention_wanted(sink);
-        let (x1, kept) = self.attention(l);
+        let (x1, kept, parts) = match kept {
+            Some(kept) => (kept.x1, kept.attention, Some(kept.parts)),
+            None => {
+                let (x1, attention) = self.attention(l);
+                (x1, attention, None)
+            }
+        };
         let kept = match attention_needed {
             true => Some(kept),
             false => {
-                self.drop_kept(l, kept);
+                self.drop_attention(l, kept);
                 None
             }
         };
-        let dx1 = self.mlp_backward(l, dy, attention_needed, sink);
+        let dx1 = self.mlp_backward(l, parts, dy, attention_needed, sink);
         l.drop(x1);
         match (kept, dx1) {
             (Some(kept), Some(dx1)) => self.attention_backward(l, kept, dx1, need_dx, sink),
             (kept, dx1) => {
                 if let Some(kept) = kept {
-                    self.drop_kept(l, kept);
+                    self.drop_attention(l, kept);
                 }
                 l.drop_all(dx1);
                 None
@@ -266,7 +294,14 @@ impl<'a> Block<'a> {
         }
     }
 
-    fn mlp_backward(&self, l: &mut Ledger, dy: Held, need_dx: bool, sink: &mut Sink) -> Option<Held> {
+    fn mlp_backward(
+        &self,
+        l: &mut Ledger,
+        parts: Option<Vec<Held>>,
+        dy: Held,
+        need_dx: bool,
+        sink: &mut Sink,
+    ) -> Option<Held> {
         let sandwich = self.spec.sandwich_norms;
         let norm = if sandwich {
             "pre_feedforward_layernorm"
@@ -279,11 +314,16 @@ impl<'a> Block<'a> {
         let need_dm = need_dh || linears.iter().any(|&x| self.linear_wanted(sink, x));
         let down_wanted = self.linear_wanted(sink, down);
         if !need_dm && !down_wanted && !post_wanted {
+            l.drop_all(parts.into_iter().flatten());
             l.drop(dy);
             return None;
         }
-        let h = l.hold(Kind::Layer, self.nd);
-        let parts = self.projections(l, &linears, &[self.ni, self.ni]);
+        let in_wanted = linears.iter().any(|&x| self.linear_wanted(sink, x));
+        let mut h = (in_wanted || parts.is_none()).then(|| l.hold(Kind::Layer, self.nd));
+        let parts = parts.unwrap_or_else(|| self.projections(l, &linears, &[self.ni, self.ni]));
+        if !in_wanted {
+            l.drop_all(h.take());
+        }
         let m = (down_wanted || sandwich).then(|| l.hold(Kind::Layer, self.ni));
         let d_down = sandwich.then(|| {
             let y = self.linear(l, down);
@@ -296,14 +336,15 @@ impl<'a> Block<'a> {
         l.drop_all(d_down);
         let Some(dm) = dm else {
             l.drop_all(parts);
-            l.drop_all([h, dy]);
+            l.drop_all(h);
+            l.drop(dy);
             return None;
         };
         let dys = vec![l.hold(Kind::Layer, self.ni), l.hold(Kind::Layer, self.ni)];
         l.drop_all(parts);
         l.drop(dm);
         let dh = self.projections_backward(l, &linears, dys, need_dh, sink);
-        l.drop(h);
+        l.drop_all(h);
         let dx = dh.map(|dh| {
             let dx = self.norm_backward(l, norm, self.nd, sink);
             l.drop(dh);
@@ -322,12 +363,12 @@ impl<'a> Block<'a> {
     fn attention_backward(
         &self,
         l: &mut Ledger,
-        kept: Kept,
+        kept: Attention,
         dx1: Held,
         need_dx: bool,
         sink: &mut Sink,
     ) -> Option<Held> {
-        let Kept { h, raw, qkv, o, lse, y } = kept;
+        let Attention { raw, qkv, o, lse, y } = kept;
         let (linears, o_proj) = self.linears(true);
         let need_dh = need_dx || self.wants(sink, "input_layernorm");
         let qk_wanted = self.wants(sink, "self_attn.q_norm") || self.wants(sink, "self_attn.k_norm");
@@ -342,7 +383,7 @@ impl<'a> Block<'a> {
         let Some(d_o) = d_o else {
             l.drop_all(raw);
             l.drop_all(qkv);
-            l.drop_all([h, o, lse, dx1]);
+            l.drop_all([o, lse, dx1]);
             return None;
         };
         let dq = l.hold(Kind::Layer, self.nq);
@@ -378,8 +419,10 @@ impl<'a> Block<'a> {
             l.drop(std::mem::replace(&mut dk, normed));
         }
         l.drop_all(raw);
+        let wanted = linears.iter().any(|&x| self.linear_wanted(sink, x));
+        let h = wanted.then(|| l.hold(Kind::Layer, self.nd));
         let dh = self.projections_backward(l, &linears, vec![dq, dk, dv], need_dh, sink);
-        l.drop(h);
+        l.drop_all(h);
         let dx = dh.map(|dh| {
             let dx = self.norm_backward(l, "input_layernorm", self.nd, sink);
             l.drop(dh);
@@ -402,5 +445,17 @@ impl<'a> Block<'a> {
         let tasks = self.inputs.documents.max(1) * self.spec.kv_heads;
         let enough = |p: &usize| group.is_multiple_of(*p) && tasks * p >= ENOUGH_TASKS;
         (1..=group).find(enough).unwrap_or(group) as u64
+    }
+}
+
+/// On the line of what is kept.
+fn relabel(l: &mut Ledger, a: Attention) -> Attention {
+    let mut move_to = |held| l.relabel(held, Kind::Activations);
+    Attention {
+        raw: a.raw.into_iter().map(&mut move_to).collect(),
+        qkv: a.qkv.into_iter().map(&mut move_to).collect(),
+        o: move_to(a.o),
+        lse: move_to(a.lse),
+        y: a.y.map(&mut move_to),
     }
 }

@@ -93,7 +93,6 @@ pub const NOT_BUILT: &[(&str, &str)] = &[
     ("memory.frozen_weights", "nf4"),
     ("memory.tier", "host"),
     ("memory.tier", "disk"),
-    ("memory.activations", "keep"),
     ("memory.activations", "host"),
     ("data.format", "preference"),
     ("data.format", "prompt"),
@@ -287,8 +286,8 @@ pub static KEYS: &[Key] = &[
         "activations",
         Kind::Name(Activations::NAMES),
         "\"auto\"",
-        "recompute: only layer inputs are kept",
-        "What is kept of the forward pass.",
+        "as many layers keep theirs as the budget allows; the others recompute from their input",
+        "What is kept of the forward pass for the backward pass: `keep` everything, `recompute` (only layer inputs), or `auto`. The results are the same bits.",
     ),
     key(
         "data",

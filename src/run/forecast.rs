@@ -7,7 +7,18 @@ use crate::data::order::BatchStream;
 use crate::engine::Gradients;
 use crate::model::{Adapters, Spec};
 use crate::plan::{self, Inputs, Plan};
-use crate::recipe::{Method, Recipe};
+use crate::recipe::{Activations, Method, Recipe};
+
+/// Tenths of the free memory that a run without a budget may take for speed.
+const OF_FREE: u64 = 8;
+
+/// How a run goes through a step, and what it needs.
+pub struct Forecast {
+    pub plan: Plan,
+    pub gradients: Gradients,
+    /// Uppermost layers that keep their activations.
+    pub keep_layers: usize,
+}
 
 /// The plan for the largest micro-batch that the rows of `stream` can make; without rows, for full ones.
 pub fn forecast(
@@ -16,26 +27,56 @@ pub fn forecast(
     adapters: &Adapters,
     tuning: &Tuning,
     stream: Option<&BatchStream>,
-) -> Result<(Plan, Gradients)> {
+) -> Result<Forecast> {
     let choose = |keep_fits| {
         let all_active = recipe.tune.method == Method::Full;
         let micro_batches = recipe.train.gradient_accumulation_steps;
         Gradients::choose(micro_batches, recipe.train.max_grad_norm, all_active, keep_fits)
     };
-    let plan = |gradients| {
+    let plan = |gradients, keep_layers| {
         let mut inputs = Inputs::of_recipe(recipe, tuning.possible(), adapters, gradients);
+        inputs.keep_layers = keep_layers;
         if let Some(stream) = stream {
             measure(recipe, stream, &mut inputs);
         }
         plan::forecast(spec, recipe, &inputs)
     };
-    let gradients = choose(true);
-    let first = plan(gradients);
-    let budget = recipe.memory.budget.or_else(memory::available);
-    if choose(false) != gradients && budget.is_some_and(|b| first.peak_bytes > b) {
-        return Ok((plan(choose(false)), choose(false)));
+    let budget = recipe
+        .memory
+        .budget
+        .or_else(|| memory::available().map(|b| b / 10 * OF_FREE));
+    let fits = |plan: &Plan| budget.is_none_or(|b| plan.peak_bytes <= b);
+    let layers = spec.layers.len();
+    let least = match recipe.memory.activations {
+        Activations::Keep => layers,
+        _ => 0,
+    };
+    let mut gradients = choose(true);
+    let mut chosen = plan(gradients, least);
+    if choose(false) != gradients && !fits(&chosen) {
+        gradients = choose(false);
+        chosen = plan(gradients, least);
     }
-    Ok((first, gradients))
+    let mut keep_layers = least;
+    if recipe.memory.activations == Activations::Auto && fits(&chosen) {
+        // The most that fits: `low` does, `high` does not.
+        let (mut low, mut high) = (0, layers + 1);
+        while high - low > 1 {
+            let middle = (low + high) / 2;
+            let tried = plan(gradients, middle);
+            if fits(&tried) {
+                (low, chosen) = (middle, tried);
+            } else {
+                high = middle;
+            }
+        }
+        keep_layers = low;
+    }
+    Ok(Forecast {
+        plan: chosen,
+        gradients,
+        keep_layers,
+    })
 }
 
 /// Errors: the plan needs more than the `memory.budget` of the recipe.

@@ -31,7 +31,7 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
         Some(rows) => {
             let stream = BatchStream::new(&rows.train, rows::stream(recipe))?;
             let tuning = Tuning::new(recipe, &spec, &spec.params(), &adapters, rows.train.examples.len())?;
-            forecast::forecast(recipe, &spec, &adapters, &tuning, Some(&stream))?.0
+            forecast::forecast(recipe, &spec, &adapters, &tuning, Some(&stream))?.plan
         }
         None => {
             notes.push(format!(
@@ -39,7 +39,7 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
                 recipe.data.max_length
             ));
             let tuning = Tuning::new(recipe, &spec, &spec.params(), &adapters, 0)?;
-            forecast::forecast(recipe, &spec, &adapters, &tuning, None)?.0
+            forecast::forecast(recipe, &spec, &adapters, &tuning, None)?.plan
         }
     };
     forecast::check_budget(&plan, recipe)?;

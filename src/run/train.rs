@@ -1,5 +1,6 @@
 //! `ft train`: recipe, data, model, plan, then one optimizer step after the other, then `final/`.
 
+use super::forecast::{self, Forecast};
 use super::rows::{self, Rows};
 use super::setup::{self, Described};
 use super::state::{self, Facts};
@@ -65,7 +66,11 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let (adapters, adapter_config) = adapters::of(recipe, &model.spec)?;
     let params = model.spec.params();
     let tuning = Tuning::new(recipe, &model.spec, &params, &adapters, train.examples.len())?;
-    let (plan, gradients) = super::forecast::forecast(recipe, &model.spec, &adapters, &tuning, Some(&stream))?;
+    let Forecast {
+        plan,
+        gradients,
+        keep_layers,
+    } = forecast::forecast(recipe, &model.spec, &adapters, &tuning, Some(&stream))?;
     if options.dry_run {
         return Ok(Outcome {
             final_dir: None,
@@ -74,7 +79,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         });
     }
 
-    super::forecast::check_budget(&plan, recipe)?;
+    forecast::check_budget(&plan, recipe)?;
 
     // ---- run directory
     files::create_dir_all(&run_dir)?;
@@ -111,6 +116,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         objective: Box::new(CausalLm::new(model.spec.vocab)),
         optimizer: Optimizer::new(recipe.optimizer.clone()),
         gradients,
+        keep_layers,
         max_grad_norm: recipe.train.max_grad_norm,
         seed: recipe.train.seed,
         network,

@@ -86,7 +86,7 @@ pub fn logits_and_grads(dir: &Path, documents: &[Document]) -> Measured {
         active: &active,
         gradients: BTreeMap::new(),
     };
-    let totals = engine::window(&network, &objective, &[batch], &active, |_| None, &mut sink).unwrap();
+    let totals = engine::window(&network, &objective, &[batch], &active, 0, |_| None, &mut sink).unwrap();
     Measured {
         logits,
         loss: totals.loss(),

@@ -92,3 +92,25 @@ fn fused_updates_and_the_norm_pass_learn_what_kept_gradients_learn() {
         close(*a, *b, "loss");
     }
 }
+
+#[test]
+fn kept_and_recomputed_activations_give_the_same_bits() {
+    let bench = Bench::new();
+    for method in ["full", "block", "lora"] {
+        let run = |name: &str, activations: &str| {
+            let out = format!("train.output_dir={name}");
+            let method = format!("tune.method={method}");
+            let activations = format!("memory.activations={activations}");
+            let base = ["train.max_steps=3", "train.save_steps=0", "train.batch_size=2"];
+            bench.train(&[&base[..], &[&method, &activations, &out]].concat());
+            bench
+                .steps(name)
+                .iter()
+                .map(|l| (number(l, "loss").to_bits(), number(l, "grad_norm").to_bits()))
+                .collect::<Vec<_>>()
+        };
+        let kept = run(&format!("{method}-kept"), "keep");
+        assert_eq!(kept, run(&format!("{method}-again"), "recompute"), "{method}");
+        assert_eq!(kept, run(&format!("{method}-auto"), "auto"), "{method}");
+    }
+}

@@ -1,7 +1,7 @@
 //! Attention on slices, forward: one task for a document, a head and a block of queries.
 
 use super::math::{LANES, exp, sum_lanes, tanh, vectorized};
-use super::matmul::gemm;
+use super::product::gemm;
 use super::{Shared, with_scratch};
 use crate::ops::attention::Spec;
 use rayon::prelude::*;

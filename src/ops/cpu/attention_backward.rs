@@ -2,7 +2,7 @@
 
 use super::attention::{Block, QUERIES};
 use super::math::{add_slice, dot, exp, tanh, vectorized};
-use super::matmul::gemm;
+use super::product::gemm;
 use super::{Shared, with_scratch};
 use crate::ops::attention::Spec;
 use rayon::prelude::*;

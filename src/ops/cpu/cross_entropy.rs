@@ -1,8 +1,8 @@
 //! Cross-entropy on slices, a chunk of trained tokens at a time.
 
 use super::math::{LANES, exp, fma, sum_lanes, tanh, vectorized};
-use super::matmul::{Order, product, transposed_product};
-use super::storage::Values;
+use super::product::{Matrix, Start, product};
+use super::storage::{Values, unwritten};
 use rayon::prelude::*;
 
 /// What is read. `sizes` are (D, V); `cap` 0 means none.
@@ -40,8 +40,8 @@ pub(crate) fn run(
     if chunk == 0 {
         return;
     }
-    let mut logits = vec![0f32; chunk * v];
-    let mut gathered = vec![0f32; chunk * d];
+    let mut logits = unwritten(chunk * v);
+    let mut gathered = unwritten(chunk * d);
     let scale = gradients.as_ref().map(|g| g.scale);
     for tokens in trained.chunks(chunk) {
         let count = tokens.len();
@@ -49,14 +49,14 @@ pub(crate) fn run(
         for (row, n) in gathered.chunks_exact_mut(d).zip(tokens) {
             row.copy_from_slice(&job.h[n * d..][..d]);
         }
+        let rounding = job.head.rounding();
         product(
             (count, v, d),
             logits,
-            false,
-            gathered,
-            job.head,
-            Order::Transposed,
-            None,
+            Start::Zero,
+            Matrix::vectors(Values::F32(gathered), d),
+            Matrix::vectors(job.head, d),
+            rounding,
         );
         let rows: Vec<Row> = logits
             .par_chunks_mut(v)
@@ -70,11 +70,27 @@ pub(crate) fn run(
             continue;
         };
         if let Some(dw) = &mut gradients.dw {
-            transposed_product((v, d, count), dw, true, logits, gathered);
+            let (dlogits, h) = (Values::F32(logits), Values::F32(gathered));
+            product(
+                (v, d, count),
+                dw,
+                Start::C,
+                Matrix::steps(dlogits, v),
+                Matrix::steps(h, d),
+                rounding,
+            );
         }
         if let Some(dh) = &mut gradients.dh {
             // The gathered rows are not needed any more.
-            product((count, d, v), gathered, false, logits, job.head, Order::Plain, None);
+            let dlogits = Matrix::vectors(Values::F32(logits), v);
+            product(
+                (count, d, v),
+                gathered,
+                Start::Zero,
+                dlogits,
+                Matrix::steps(job.head, d),
+                rounding,
+            );
             for (row, n) in gathered.chunks_exact(d).zip(tokens) {
                 dh[n * d..][..d].copy_from_slice(row);
             }

@@ -1,31 +1,5 @@
 //! Branch-free f32 functions that the compiler vectorizes, and the switch between instruction sets.
 
-/// Instruction set found at run time.
-#[cfg(target_arch = "x86_64")]
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Level {
-    Avx512,
-    Avx2,
-    Base,
-}
-
-#[cfg(target_arch = "x86_64")]
-#[inline]
-pub(crate) fn level() -> Level {
-    if is_x86_feature_detected!("avx512f")
-        && is_x86_feature_detected!("avx512bw")
-        && is_x86_feature_detected!("avx512dq")
-        && is_x86_feature_detected!("avx512vl")
-        && is_x86_feature_detected!("fma")
-    {
-        Level::Avx512
-    } else if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-        Level::Avx2
-    } else {
-        Level::Base
-    }
-}
-
 /// Defines `$name` as `$body` compiled for each instruction set; the best one is taken at run time.
 /// `$body` is `#[inline(always)] fn body<const FMA: bool>(..)`; FMA says that `mul_add` is one instruction.
 macro_rules! vectorized {
@@ -37,12 +11,13 @@ macro_rules! vectorized {
                 fn avx512($($arg: $ty),*) $(-> $ret)? { $body::<true>($($arg),*) }
                 #[target_feature(enable = "avx2,fma")]
                 fn avx2($($arg: $ty),*) $(-> $ret)? { $body::<true>($($arg),*) }
-                match $crate::ops::cpu::math::level() {
-                    // SAFETY: `level` found these instructions on this machine.
-                    $crate::ops::cpu::math::Level::Avx512 => unsafe { avx512($($arg),*) },
+                use $crate::ops::cpu::product::Path;
+                match Path::current() {
+                    // SAFETY: `Path` found these instructions on this machine.
+                    Path::Amx | Path::Avx512 => unsafe { avx512($($arg),*) },
                     // SAFETY: as above.
-                    $crate::ops::cpu::math::Level::Avx2 => unsafe { avx2($($arg),*) },
-                    $crate::ops::cpu::math::Level::Base => $body::<false>($($arg),*),
+                    Path::Avx2 => unsafe { avx2($($arg),*) },
+                    Path::Portable => $body::<false>($($arg),*),
                 }
             }
             #[cfg(not(target_arch = "x86_64"))]

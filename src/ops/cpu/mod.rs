@@ -9,7 +9,7 @@ pub(crate) mod cross_entropy;
 pub(crate) mod embedding;
 pub(crate) mod glu;
 pub(crate) mod math;
-pub(crate) mod matmul;
+pub(crate) mod product;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod storage;

@@ -1,5 +1,6 @@
 //! Reading tensors as slices: contiguous, on the CPU, f32 or bf16, or a clear error.
 
+use super::product::Rounding;
 use crate::base::{Error, Result};
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor};
 use half::bf16;
@@ -16,6 +17,14 @@ impl Values<'_> {
         match self {
             Values::F32(v) => v.len(),
             Values::Bf16(v) => v.len(),
+        }
+    }
+
+    /// How exact products with a weight stored like this are.
+    pub(crate) fn rounding(self) -> Rounding {
+        match self {
+            Values::F32(_) => Rounding::Exact,
+            Values::Bf16(_) => Rounding::Bf16,
         }
     }
 
@@ -48,6 +57,18 @@ pub(crate) fn floats<R>(t: &Tensor, name: &str, f: impl FnOnce(&[f32]) -> Result
         Values::F32(v) => f(v),
         Values::Bf16(_) => Err(wrong_type(t, name, "f32")),
     })
+}
+
+/// `len` elements that the caller writes before anybody reads them: their first contents are arbitrary. Zeroing
+/// them would cost a pass over memory in every operation.
+pub(crate) fn unwritten(len: usize) -> Vec<f32> {
+    let mut data = Vec::with_capacity(len);
+    // SAFETY: the capacity is there, every bit pattern is an f32, and every caller is an operation that fills it.
+    #[allow(clippy::uninit_vec)]
+    unsafe {
+        data.set_len(len)
+    };
+    data
 }
 
 /// A CPU tensor around `data`, without a copy.

@@ -1,7 +1,7 @@
 //! Elementwise changes and reductions on slices.
 
 use super::math::{LANES, add_slice, dot, fma, sum_lanes, vectorized, widen_slice};
-use super::storage::Values;
+use super::storage::{Values, unwritten};
 use rayon::prelude::*;
 
 const CHUNK: usize = 1 << 14;
@@ -18,7 +18,7 @@ pub(crate) fn scale(t: &mut [f32], factor: f32) {
 }
 
 pub(crate) fn add(a: &[f32], b: &[f32]) -> Vec<f32> {
-    let mut sum = vec![0f32; a.len()];
+    let mut sum = unwritten(a.len());
     sum.par_chunks_mut(CHUNK)
         .zip(a.par_chunks(CHUNK).zip(b.par_chunks(CHUNK)))
         .for_each(|(sum, (a, b))| {
@@ -66,11 +66,23 @@ pub(crate) fn to_f32_vec(v: Values<'_>) -> Vec<f32> {
     match v {
         Values::F32(v) => v.to_vec(),
         Values::Bf16(v) => {
-            let mut wide = vec![0f32; v.len()];
+            let mut wide = unwritten(v.len());
             wide.par_chunks_mut(CHUNK)
                 .zip(v.par_chunks(CHUNK))
                 .for_each(|(wide, v)| widen_slice(wide, v));
             wide
         }
     }
+}
+
+/// Sum over the rows of `a [k, n]`, added in the order of the rows.
+pub(crate) fn sum_rows(a: &[f32], n: usize) -> Vec<f32> {
+    const COLUMNS: usize = 256;
+    let mut sum = vec![0f32; n];
+    sum.par_chunks_mut(COLUMNS).enumerate().for_each(|(i, sum)| {
+        for row in a.chunks_exact(n) {
+            add_slice(sum, &row[i * COLUMNS..][..sum.len()]);
+        }
+    });
+    sum
 }

@@ -1,0 +1,131 @@
+//! Micro-kernels on f32 with fused multiply-add: a tile of C stays in registers while k runs.
+//!
+//! A tile has up to `ROWS` rows and `VECTORS · LANES` columns. Per step of k it reads one row of B (vectors) and one
+//! column of A (broadcast, element by element), so a packed A and a packed B are both read front to back.
+
+/// Where a tile starts from.
+#[derive(Clone, Copy)]
+pub(crate) enum From {
+    Zero,
+    /// Added to what C holds.
+    C,
+    /// Address of the bias of the tile's first column.
+    Bias(*const f32),
+}
+
+/// One tile. Strides are in elements: element (row, k) of A is at `row * a_row + k * a_k`, a row of B is `b_k` apart.
+#[derive(Clone, Copy)]
+pub(crate) struct Tile {
+    pub k: usize,
+    pub a: *const f32,
+    pub a_row: usize,
+    pub a_k: usize,
+    pub b: *const f32,
+    pub b_k: usize,
+    pub c: *mut f32,
+    pub c_row: usize,
+    /// Columns of C that exist; those of B must all be readable.
+    pub columns: usize,
+    pub from: From,
+}
+
+pub(crate) type Kernel = unsafe fn(&Tile);
+
+macro_rules! kernels {
+    ($module:ident, $features:literal, $vector:ty, $lanes:literal, $rows:literal, [$($row:literal)*], $zero:ident, $broadcast:ident, $load:ident, $store:ident, $fma:ident, $add:ident) => {
+        #[cfg(target_arch = "x86_64")]
+        pub(crate) mod $module {
+            use super::{From, Kernel, Tile};
+            use std::arch::x86_64::*;
+
+            pub(crate) const LANES: usize = $lanes;
+            pub(crate) const ROWS: usize = $rows;
+            pub(crate) const VECTORS: usize = 2;
+
+            /// The kernel for `rows` rows (1..=ROWS) and `vectors` vectors (1 or 2).
+            pub(crate) fn kernel(rows: usize, vectors: usize) -> Kernel {
+                match (vectors, rows) {
+                    $((1, $row) => tile::<$row, 1>,)*
+                    $((2, $row) => tile::<$row, 2>,)*
+                    _ => unreachable!("no kernel for {rows} rows and {vectors} vectors"),
+                }
+            }
+
+            #[target_feature(enable = $features)]
+            unsafe fn tile<const R: usize, const V: usize>(t: &Tile) {
+                // SAFETY: the caller promises that every address of the tile may be read or written.
+                unsafe {
+                    let mut sum = [[$zero(); V]; R];
+                    let (mut a, mut b) = (t.a, t.b);
+                    if t.a_row == 1 {
+                        for _ in 0..t.k {
+                            step::<R, V>(&mut sum, a, 1, b);
+                            a = a.add(t.a_k);
+                            b = b.add(t.b_k);
+                        }
+                    } else {
+                        for _ in 0..t.k {
+                            step::<R, V>(&mut sum, a, t.a_row, b);
+                            a = a.add(t.a_k);
+                            b = b.add(t.b_k);
+                        }
+                    }
+                    if t.columns == V * LANES {
+                        for (r, sum) in sum.iter().enumerate() {
+                            for (v, sum) in sum.iter().enumerate() {
+                                let c = t.c.add(r * t.c_row + v * LANES);
+                                $store(c, match t.from {
+                                    From::Zero => *sum,
+                                    From::C => $add($load(c), *sum),
+                                    From::Bias(bias) => $add($load(bias.add(v * LANES)), *sum),
+                                });
+                            }
+                        }
+                    } else {
+                        let mut row = [0f32; VECTORS * LANES];
+                        for (r, sum) in sum.iter().enumerate() {
+                            for (v, sum) in sum.iter().enumerate() {
+                                $store(row.as_mut_ptr().add(v * LANES), *sum);
+                            }
+                            for (i, x) in row[..t.columns].iter().enumerate() {
+                                let c = t.c.add(r * t.c_row + i);
+                                *c = match t.from {
+                                    From::Zero => *x,
+                                    From::C => *c + x,
+                                    From::Bias(bias) => *bias.add(i) + x,
+                                };
+                            }
+                        }
+                    }
+                }
+            }
+
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn step<const R: usize, const V: usize>(sum: &mut [[$vector; V]; R], a: *const f32, a_row: usize, b: *const f32) {
+                // SAFETY: as `tile`.
+                unsafe {
+                    let mut row = [$zero(); V];
+                    for (v, row) in row.iter_mut().enumerate() {
+                        *row = $load(b.add(v * LANES));
+                    }
+                    for (r, sum) in sum.iter_mut().enumerate() {
+                        let a = $broadcast(*a.add(r * a_row));
+                        for (sum, row) in sum.iter_mut().zip(row) {
+                            *sum = $fma(a, row, *sum);
+                        }
+                    }
+                }
+            }
+        }
+    };
+}
+
+kernels!(
+    avx512, "avx512f,fma", __m512, 16, 14, [1 2 3 4 5 6 7 8 9 10 11 12 13 14],
+    _mm512_setzero_ps, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, _mm512_add_ps
+);
+kernels!(
+    avx2, "avx2,fma", __m256, 8, 6, [1 2 3 4 5 6],
+    _mm256_setzero_ps, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, _mm256_add_ps
+);

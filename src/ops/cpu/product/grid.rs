@@ -1,0 +1,36 @@
+//! How C is cut into blocks.
+
+/// Rows of a block at most: its packed part of A stays in the second-level cache.
+const MAX_ROWS: usize = 504;
+/// Packing one element costs about this many multiply-adds.
+const PACK: f64 = 24.0;
+const FEWEST_ROWS: usize = 14;
+const FEWEST_COLUMNS: usize = 64;
+
+/// Blocks (down, across) of an `m · n` matrix for `threads` threads: enough of them, and as little packed twice as
+/// possible.
+pub(super) fn grid(m: usize, n: usize, threads: usize) -> (usize, usize) {
+    let least = m.div_ceil(MAX_ROWS);
+    let mut best = (f64::MAX, (least, 1));
+    for down in least..=least + 2 * threads {
+        for across in 1..=2 * threads {
+            if (down > least && m / down < FEWEST_ROWS) || (across > 1 && n / across < FEWEST_COLUMNS) {
+                continue;
+            }
+            let (rows, columns) = (m.div_ceil(down) as f64, n.div_ceil(across) as f64);
+            let waves = (down * across).div_ceil(threads) as f64;
+            let cost = waves * (rows * columns + PACK * (rows + columns));
+            if cost < best.0 {
+                best = (cost, (down, across));
+            }
+        }
+    }
+    best.1
+}
+
+/// Part `index` of `parts` of `total`, as equal as multiples of `unit` can be: (start, length).
+pub(super) fn part(total: usize, parts: usize, index: usize, unit: usize) -> (usize, usize) {
+    let units = total.div_ceil(unit);
+    let at = |i: usize| (units * i / parts * unit).min(total);
+    (at(index), at(index + 1) - at(index))
+}

@@ -1,0 +1,123 @@
+//! Products by the `gemm` crate: on every architecture, and inside the tasks of attention.
+
+use super::super::math::widen_slice;
+use super::super::storage::Values;
+use super::super::with_scratch;
+use super::grid::{grid, part};
+use super::{Job, Matrix, Start};
+use rayon::prelude::*;
+
+/// Steps of k that are widened at a time.
+const PANEL: usize = 512;
+
+/// `dst [m, n] = alpha · a [m, k] · b [k, n] (+ dst)` on one thread; strides are (row, column).
+/// # Safety
+/// All addresses with their strides must lie inside live slices; `dst` must not be shared.
+#[allow(clippy::too_many_arguments)]
+pub(crate) unsafe fn gemm(
+    (m, n, k): (usize, usize, usize),
+    dst: *mut f32,
+    (dst_rs, dst_cs): (usize, usize),
+    accumulate: bool,
+    a: *const f32,
+    (a_rs, a_cs): (usize, usize),
+    b: *const f32,
+    (b_rs, b_cs): (usize, usize),
+    alpha: f32,
+) {
+    let keep = if accumulate { 1.0 } else { 0.0 };
+    // SAFETY: promised by the caller.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            dst,
+            dst_cs as isize,
+            dst_rs as isize,
+            accumulate,
+            a,
+            a_cs as isize,
+            a_rs as isize,
+            b,
+            b_cs as isize,
+            b_rs as isize,
+            keep,
+            alpha,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        )
+    }
+}
+
+pub(super) fn run(job: &Job) {
+    let (m, n, k) = job.sizes;
+    let (down, across) = grid(m, n, rayon::current_num_threads());
+    (0..down * across).into_par_iter().with_max_len(1).for_each(|index| {
+        let (r0, rows) = part(m, down, index % down, 1);
+        let (c0, columns) = part(n, across, index / down, 16);
+        if rows == 0 || columns == 0 {
+            return;
+        }
+        if let Start::Bias(bias) = job.start {
+            for row in r0..r0 + rows {
+                // SAFETY: a row of this task's own block.
+                let part = unsafe { job.c.part(row * n + c0, columns) };
+                part.copy_from_slice(&bias[c0..][..columns]);
+            }
+        }
+        for k0 in (0..k).step_by(PANEL) {
+            let steps = PANEL.min(k - k0);
+            let accumulate = k0 > 0 || !matches!(job.start, Start::Zero);
+            with_operand(&job.a, (r0, rows), (k0, steps), |a, a_stride, a_step| {
+                with_operand(&job.b, (c0, columns), (k0, steps), |b, b_stride, b_step| {
+                    // SAFETY: the block lies inside C and is this task's alone; A and B are inside their slices.
+                    unsafe {
+                        gemm(
+                            (rows, columns, steps),
+                            job.c.at(r0 * n + c0),
+                            (n, 1),
+                            accumulate,
+                            a,
+                            (a_stride, a_step),
+                            b,
+                            (b_step, b_stride),
+                            1.0,
+                        )
+                    }
+                })
+            })
+        }
+    });
+}
+
+/// Hands a part of an operand to `f` as f32: where it lies, or widened. Address, stride of vectors, stride of k.
+fn with_operand(
+    m: &Matrix,
+    (first, count): (usize, usize),
+    (k0, k): (usize, usize),
+    f: impl FnOnce(*const f32, usize, usize),
+) {
+    let (outer, inner) = if m.along_k { (count, k) } else { (k, count) };
+    let at = if m.along_k {
+        first * m.stride + k0
+    } else {
+        k0 * m.stride + first
+    };
+    let strides = |stride| if m.along_k { (stride, 1) } else { (1, stride) };
+    match m.values {
+        Values::F32(v) => {
+            let (vector, step) = strides(m.stride);
+            f(v[at..].as_ptr(), vector, step)
+        }
+        Values::Bf16(v) => with_scratch(outer * inner, |wide| {
+            for (i, to) in wide.chunks_exact_mut(inner).enumerate() {
+                widen_slice(to, &v[at + i * m.stride..][..inner]);
+            }
+            let (vector, step) = strides(inner);
+            f(wide.as_ptr(), vector, step)
+        }),
+    }
+}

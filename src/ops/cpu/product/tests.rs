@@ -1,0 +1,153 @@
+//! Every path against a plain loop in f64.
+
+use super::*;
+use crate::ops::oracle::{flat, random};
+use half::bf16;
+
+const SIZES: [Sizes; 11] = [
+    (1, 1, 1),
+    (1, 40, 70),
+    (3, 100, 9),
+    (5, 33, 17),
+    (7, 16, 1100),
+    (13, 16, 17),
+    (30, 70, 400),
+    (64, 64, 64),
+    (100, 20, 391),
+    (30, 130, 600),
+    (515, 40, 24),
+];
+
+fn paths() -> Vec<Path> {
+    Path::ALL.into_iter().filter(|p| p.available()).collect()
+}
+
+/// One operand of `count` vectors of `k` elements in every storage: f32 or bf16, vectors or steps.
+struct Operand {
+    wide: Vec<f32>,
+    narrow: Vec<bf16>,
+    count: usize,
+    k: usize,
+}
+
+impl Operand {
+    fn new(count: usize, k: usize, seed: u64) -> Self {
+        let wide = flat(&random((count, k), seed));
+        let narrow = wide.iter().map(|x| bf16::from_f32(*x)).collect();
+        Self { wide, narrow, count, k }
+    }
+
+    fn matrix(&self, bf16: bool, along_k: bool) -> Matrix<'_> {
+        let values = if bf16 {
+            Values::Bf16(&self.narrow)
+        } else {
+            Values::F32(&self.wide)
+        };
+        if along_k {
+            Matrix::vectors(values, self.k)
+        } else {
+            Matrix::steps(values, self.count)
+        }
+    }
+
+    fn at(&self, bf16: bool, along_k: bool, i: usize, p: usize) -> f64 {
+        let index = if along_k { i * self.k + p } else { p * self.count + i };
+        if bf16 {
+            self.narrow[index].to_f64()
+        } else {
+            self.wide[index] as f64
+        }
+    }
+}
+
+/// `bound(k)`: the largest error allowed for sums of k products of numbers of size 1.
+fn check(path: Path, rounding: Rounding, bound: impl Fn(f64) -> f64) {
+    for sizes in SIZES {
+        let (m, n, k) = sizes;
+        let (a, b) = (Operand::new(m, k, 1), Operand::new(n, k, 2));
+        let bias = flat(&random(n, 3));
+        for kind in 0..16 {
+            let (a16, ak, b16, bk) = (kind & 1 > 0, kind & 2 > 0, kind & 4 > 0, kind & 8 > 0);
+            for (which, start) in [Start::Zero, Start::C, Start::Bias(&bias)].into_iter().enumerate() {
+                let mut c = vec![if which == 1 { 0.5 } else { f32::NAN }; m * n];
+                product_on(
+                    path,
+                    sizes,
+                    &mut c,
+                    start,
+                    a.matrix(a16, ak),
+                    b.matrix(b16, bk),
+                    rounding,
+                );
+                for i in 0..m {
+                    for j in 0..n {
+                        let from = [0.0, 0.5, bias[j] as f64][which];
+                        let terms = (0..k).map(|p| a.at(a16, ak, i, p) * b.at(b16, bk, j, p));
+                        let want = from + terms.sum::<f64>();
+                        let got = c[i * n + j] as f64;
+                        assert!(
+                            (got - want).abs() <= bound(k as f64),
+                            "{path:?} {sizes:?} kind {kind} start {which} at {i}, {j}: {got} {want}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_path_agrees_with_a_plain_loop() {
+    for path in paths() {
+        // A sum of size √k, rounded k times by 2^-24.
+        check(path, Rounding::Exact, |k| 1e-6 + 4e-7 * k);
+    }
+}
+
+#[test]
+fn rounded_products_stay_within_bf16() {
+    for path in paths() {
+        // Both factors rounded by 2^-9.
+        check(path, Rounding::Bf16, |k| 2e-2 * k.sqrt());
+    }
+}
+
+#[test]
+fn bit_equal_for_any_number_of_threads() {
+    let sizes = (700, 330, 900);
+    let (a, b) = (Operand::new(700, 900, 1), Operand::new(330, 900, 2));
+    for path in paths() {
+        for rounding in [Rounding::Exact, Rounding::Bf16] {
+            let run = |threads| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                let mut c = vec![0f32; 700 * 330];
+                pool.install(|| {
+                    product_on(
+                        path,
+                        sizes,
+                        &mut c,
+                        Start::Zero,
+                        a.matrix(false, true),
+                        b.matrix(true, true),
+                        rounding,
+                    )
+                });
+                c.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+            };
+            let one = run(1);
+            assert!(one == run(2) && one == run(7), "{path:?} {rounding:?}");
+        }
+    }
+}
+
+#[test]
+fn blocks_cover_c_exactly() {
+    for (m, n) in [(1, 1), (512, 896), (2048, 4864), (16, 16), (5000, 33)] {
+        for threads in [1, 2, 16] {
+            let (down, across) = grid::grid(m, n, threads);
+            let rows: usize = (0..down).map(|i| grid::part(m, down, i, 1).1).sum();
+            let columns: usize = (0..across).map(|i| grid::part(n, across, i, 32).1).sum();
+            assert_eq!((rows, columns), (m, n));
+        }
+    }
+}

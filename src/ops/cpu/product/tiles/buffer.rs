@@ -1,0 +1,64 @@
+//! Memory for packed operands: aligned, reused from product to product, in huge pages where the system has them.
+
+use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
+use std::cell::Cell;
+
+const PAGE: usize = 2 << 20;
+
+/// Grows, never shrinks; contents are arbitrary.
+#[derive(Default)]
+pub(super) struct Buffer {
+    memory: Option<(*mut u8, Layout)>,
+}
+
+impl Buffer {
+    /// Address of at least `bytes` bytes.
+    pub(super) fn at_least(&mut self, bytes: usize) -> *const u8 {
+        if let Some((address, layout)) = self.memory
+            && layout.size() >= bytes
+        {
+            return address;
+        }
+        self.free();
+        let align = if bytes >= PAGE { PAGE } else { 4096 };
+        let Ok(layout) = Layout::from_size_align(bytes.next_multiple_of(4096).max(4096), align) else {
+            handle_alloc_error(Layout::new::<u8>())
+        };
+        // SAFETY: the size is not 0.
+        let address = unsafe { alloc(layout) };
+        if address.is_null() {
+            handle_alloc_error(layout);
+        }
+        if align == PAGE {
+            // SAFETY: the range was just allocated; advice changes no contents, and may be refused.
+            unsafe { libc::madvise(address.cast(), layout.size(), libc::MADV_HUGEPAGE) };
+        }
+        self.memory = Some((address, layout));
+        address
+    }
+
+    fn free(&mut self) {
+        if let Some((address, layout)) = self.memory.take() {
+            // SAFETY: allocated above with this layout.
+            unsafe { dealloc(address, layout) };
+        }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        self.free();
+    }
+}
+
+thread_local! {
+    static BUFFERS: Cell<(Buffer, Buffer)> = Cell::default();
+}
+
+/// Runs `f` with the two buffers of this thread.
+pub(super) fn with_buffers<R>(f: impl FnOnce(&mut Buffer, &mut Buffer) -> R) -> R {
+    let (mut a, mut b) = BUFFERS.take();
+    let result = f(&mut a, &mut b);
+    BUFFERS.set((a, b));
+    result
+}

@@ -1,0 +1,264 @@
+//! Products with bf16 operands and f32 sums on the tile unit.
+//!
+//! Operands are packed whole, in parallel, as [chunk of k][panel of 32][step], within a bound on memory: a product
+//! with a larger operand (the output projection) is done in parts. Then tasks own blocks of C; in a task a panel of
+//! A meets all panels of B of the block, chunk by chunk of k.
+
+mod buffer;
+#[cfg(test)]
+mod emulate;
+mod pack;
+#[cfg(test)]
+mod tests;
+mod unit;
+
+use super::grid::part;
+use super::{Job, Matrix, Start};
+use buffer::{Buffer, with_buffers};
+use pack::Format;
+use rayon::prelude::*;
+use unit::{Call, STEP, TILE, WRITING};
+
+/// Steps of k (of 32) in a chunk: B of a block stays in the second-level cache.
+const CHUNK: usize = 32;
+/// Steps of a panel of A that stay in the first-level cache.
+const NEAR: usize = 16;
+/// Panels of a block of C at most.
+const BLOCK_ROWS: usize = 32;
+const BLOCK_COLUMNS: usize = 16;
+/// Bytes of a packed operand at most.
+const PACKED: usize = 16 << 20;
+
+pub(super) fn available() -> bool {
+    unit::available()
+}
+
+/// Too small a product is all padding and packing.
+pub(super) fn pays(job: &Job) -> bool {
+    let (m, n, k) = job.sizes;
+    m >= 16 && n >= 16 && k >= 16
+}
+
+pub(super) fn run(job: &Job) {
+    let (m, n, k) = job.sizes;
+    let c = job.c;
+    let filled = match job.start {
+        Start::Zero => false,
+        Start::C => true,
+        Start::Bias(bias) => {
+            (0..m).into_par_iter().for_each(|row| {
+                // SAFETY: each task has its own row.
+                unsafe { c.part(row * n, n) }.copy_from_slice(bias);
+            });
+            true
+        }
+    };
+    // Both operands within their bound: k is cut so that all of A fits, then n so that this part of B does.
+    let panels = |vectors: usize| vectors.div_ceil(32);
+    let most_steps = (PACKED / STEP / panels(m)).max(CHUNK) / CHUNK * CHUNK;
+    let k_parts = k.div_ceil(32).div_ceil(most_steps);
+    with_buffers(|packed_a, packed_b| {
+        for k_part in 0..k_parts {
+            let (k0, k_len) = part(k, k_parts, k_part, 32 * CHUNK.min(k.div_ceil(32)));
+            if k_len == 0 {
+                continue;
+            }
+            let steps = k_len.div_ceil(32);
+            let a = pack_operand(&job.a, (0, m), (k0, k_len), Format::A, packed_a);
+            let most_panels = (PACKED / STEP / steps).max(BLOCK_COLUMNS);
+            let n_parts = panels(n).div_ceil(most_panels);
+            for n_part in 0..n_parts {
+                let (n0, n_len) = part(n, n_parts, n_part, 32);
+                let b = pack_operand(&job.b, (n0, n_len), (k0, k_len), Format::B, packed_b);
+                multiply(job, a, b, (n0, n_len), steps, filled || k_part > 0);
+            }
+        }
+    });
+}
+
+/// Address of a packed operand, for many tasks that only read.
+#[derive(Clone, Copy)]
+struct Packed(*const u8);
+// SAFETY: only read between packing and the end of the product.
+unsafe impl Send for Packed {}
+unsafe impl Sync for Packed {}
+
+impl Packed {
+    /// Panel `panel` of `panels` in the chunk that starts at step `first` and has `steps` steps.
+    fn at(self, panels: usize, panel: usize, first: usize, steps: usize) -> *const u8 {
+        self.0.wrapping_add((first * panels + panel * steps) * STEP)
+    }
+}
+
+fn pack_operand(
+    m: &Matrix,
+    (first, count): (usize, usize),
+    (k0, k): (usize, usize),
+    format: Format,
+    buffer: &mut Buffer,
+) -> Packed {
+    let (panels, steps) = (count.div_ceil(32), k.div_ceil(32));
+    let to = Packed(buffer.at_least(panels * steps * STEP));
+    // Rows across k are shared by neighbouring panels: one task takes a few panels.
+    let group = if m.along_k { 4 } else { 8 };
+    let chunks = steps.div_ceil(CHUNK);
+    (0..panels.div_ceil(group) * chunks)
+        .into_par_iter()
+        .with_max_len(1)
+        .for_each(|task| {
+            let (chunk, group_index) = (task % chunks, task / chunks);
+            let first_step = chunk * CHUNK;
+            let chunk_steps = CHUNK.min(steps - first_step);
+            let elements = (chunk_steps * 32).min(k - first_step * 32);
+            for p in group_index * group..((group_index + 1) * group).min(panels) {
+                let vectors = (first + p * 32, 32.min(count - p * 32));
+                let place = to.at(panels, p, first_step, chunk_steps).cast_mut();
+                // SAFETY: the job was checked; each task writes its own panels, which lie in the buffer.
+                unsafe { pack::panel(m, vectors, (k0 + first_step * 32, elements), format, place) }
+            }
+        });
+    to
+}
+
+/// C, columns `n0..n0 + n_len`, from packed operands.
+fn multiply(job: &Job, a: Packed, b: Packed, (n0, n_len): (usize, usize), steps: usize, add: bool) {
+    let rows = job.sizes.0.div_ceil(32);
+    let columns = n_len.div_ceil(32);
+    let threads = rayon::current_num_threads();
+    let down = rows.div_ceil(BLOCK_ROWS).max(threads.min(rows));
+    let across = columns.div_ceil(BLOCK_COLUMNS);
+    (0..down * across).into_par_iter().with_max_len(1).for_each(|task| {
+        let block = Block {
+            job,
+            a,
+            b,
+            n0,
+            n_len,
+            steps,
+            panels: (rows, columns),
+            rows: part(rows, down, task / across, 1),
+            columns: part(columns, across, task % across, 1),
+        };
+        if block.rows.1 > 0 && block.columns.1 > 0 {
+            block.run(add);
+        }
+    });
+}
+
+struct Block<'a> {
+    job: &'a Job<'a>,
+    a: Packed,
+    b: Packed,
+    n0: usize,
+    n_len: usize,
+    steps: usize,
+    /// Of A and of this part of B.
+    panels: (usize, usize),
+    rows: (usize, usize),
+    columns: (usize, usize),
+}
+
+#[repr(C, align(64))]
+struct Sums([[f32; TILE]; 2]);
+
+/// A tile whose sums are complete but not in C yet.
+#[derive(Clone, Copy)]
+struct Finished {
+    which: usize,
+    row: usize,
+    column: usize,
+    add: bool,
+}
+
+impl Block<'_> {
+    fn run(&self, add: bool) {
+        let mut sums = Sums([[0.0; TILE]; 2]);
+        let mut finished: Option<Finished> = None;
+        let mut next = 0;
+        // SAFETY: this path is taken only where the tile unit was found (tests: emulated).
+        unsafe { unit::configure() };
+        for first in (0..self.steps).step_by(CHUNK) {
+            let steps = CHUNK.min(self.steps - first);
+            for row in self.rows.0..self.rows.0 + self.rows.1 {
+                let a = self.a.at(self.panels.0, row, first, steps);
+                // Brought nearer meanwhile: the next panel of A, a part with each panel of B.
+                let mut ahead = self.a.at(self.panels.0, row + 1, first, steps);
+                for column in self.columns.0..self.columns.0 + self.columns.1 {
+                    let b = self.b.at(self.panels.1, column, first, steps);
+                    let near = steps.min(NEAR);
+                    let mut call = Call {
+                        a,
+                        b,
+                        sums: sums.0[next].as_mut_ptr(),
+                        near,
+                        far: steps - near,
+                        ahead,
+                        finished: std::ptr::null(),
+                        c: std::ptr::null_mut(),
+                        c_row: self.job.sizes.1 * 4,
+                    };
+                    ahead = ahead.wrapping_add(steps * 256);
+                    let before = finished.replace(Finished {
+                        which: next,
+                        row,
+                        column,
+                        add: add || first > 0,
+                    });
+                    match before {
+                        Some(before) if near >= WRITING && self.whole(&before) => {
+                            call.near -= WRITING;
+                            call.finished = sums.0[before.which].as_ptr();
+                            call.c = self.job.c.at(self.place(&before));
+                            // SAFETY: panels hold `steps` steps; the finished tile lies whole in this task's block.
+                            unsafe {
+                                if before.add {
+                                    unit::multiply_and_add(&call)
+                                } else {
+                                    unit::multiply_and_set(&call)
+                                }
+                            }
+                        }
+                        before => {
+                            if let Some(before) = before {
+                                self.write(&before, &sums);
+                            }
+                            // SAFETY: as above.
+                            unsafe { unit::multiply_and_set(&call) }
+                        }
+                    }
+                    next ^= 1;
+                }
+            }
+        }
+        if let Some(last) = finished {
+            self.write(&last, &sums);
+        }
+        // SAFETY: as above.
+        unsafe { unit::release() };
+    }
+
+    /// Place in C of the first element of a tile.
+    fn place(&self, tile: &Finished) -> usize {
+        tile.row * 32 * self.job.sizes.1 + self.n0 + tile.column * 32
+    }
+
+    fn whole(&self, tile: &Finished) -> bool {
+        tile.row * 32 + 32 <= self.job.sizes.0 && tile.column * 32 + 32 <= self.n_len
+    }
+
+    /// Writes the part of a tile that exists.
+    fn write(&self, tile: &Finished, sums: &Sums) {
+        let n = self.job.sizes.1;
+        let rows = 32.min(self.job.sizes.0 - tile.row * 32);
+        let columns = 32.min(self.n_len - tile.column * 32);
+        for row in 0..rows {
+            // SAFETY: a row of a tile of this task's own block.
+            let c = unsafe { self.job.c.part(self.place(tile) + row * n, columns) };
+            for (column, c) in c.iter_mut().enumerate() {
+                let at = (row / 16 * 2 + column / 16) * 256 + row % 16 * 16 + column % 16;
+                let sum = sums.0[tile.which][at];
+                *c = if tile.add { *c + sum } else { sum };
+            }
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! Packs operands for the tile unit: bf16, in steps of 2 KB (32 vectors x 32 elements of k).
+//!
+//! The unit multiplies pairs: two neighbours along k are one 32-bit word. A step is two blocks of 16 x 16 words:
+//! A wants its words as [vector][pair], B as [pair][vector]. A source along k gives [vector][pair] as it lies, one
+//! across k gives [pair][vector] by joining two rows; where that is the other order, the block is transposed.
+
+use super::super::super::storage::Values;
+use super::super::Matrix;
+use super::unit::STEP;
+use half::bf16;
+use std::arch::x86_64::*;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Format {
+    A,
+    B,
+}
+
+/// Packs vectors `first..first + count` (at most 32) of `m`, elements `k0..k0 + k`, into `ceil(k / 32)` steps at `to`;
+/// the rest of the steps is 0. f32 is rounded to the nearest bf16, ties to even; NaN stays NaN.
+/// # Safety
+/// AVX-512 (F, BW, VL) must be there; the vectors must lie inside `m`; `to` is 64-byte aligned, its steps are writable.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+pub(super) unsafe fn panel(
+    m: &Matrix,
+    (first, count): (usize, usize),
+    (k0, k): (usize, usize),
+    format: Format,
+    to: *mut u8,
+) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        match m.values {
+            Values::F32(v) => steps(v.as_ptr(), m, (first, count), (k0, k), format, to),
+            Values::Bf16(v) => steps(v.as_ptr(), m, (first, count), (k0, k), format, to),
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn steps<T: Element>(
+    from: *const T,
+    m: &Matrix,
+    (first, count): (usize, usize),
+    (k0, k): (usize, usize),
+    format: Format,
+    to: *mut u8,
+) {
+    let turn = m.along_k != (format == Format::A);
+    // SAFETY: promised by the caller; the masks keep reads inside (count, k).
+    unsafe {
+        for step in 0..k.div_ceil(32) {
+            let left = (k - step * 32).min(32);
+            for half in 0..2 {
+                let there = count.saturating_sub(half * 16).min(16);
+                let mut words = [_mm512_setzero_si512(); 16];
+                if m.along_k {
+                    for (i, words) in words.iter_mut().enumerate().take(there) {
+                        let at = (first + half * 16 + i) * m.stride + k0 + step * 32;
+                        *words = T::pairs(from.add(at), mask32(left));
+                    }
+                } else {
+                    for (q, words) in words.iter_mut().enumerate().take(left.div_ceil(2)) {
+                        let at = (k0 + step * 32 + 2 * q) * m.stride + first + half * 16;
+                        let second = if 2 * q + 1 < left { mask16(there) } else { 0 };
+                        *words = T::joined(
+                            from.wrapping_add(at),
+                            mask16(there),
+                            from.wrapping_add(at + m.stride),
+                            second,
+                        );
+                    }
+                }
+                if turn {
+                    words = transpose(words);
+                }
+                for (i, words) in words.into_iter().enumerate() {
+                    _mm512_store_si512(to.add(step * STEP + half * 1024 + i * 64).cast(), words);
+                }
+            }
+        }
+    }
+}
+
+fn mask32(n: usize) -> u32 {
+    if n >= 32 { u32::MAX } else { (1 << n) - 1 }
+}
+
+fn mask16(n: usize) -> u16 {
+    if n >= 16 { u16::MAX } else { (1 << n) - 1 }
+}
+
+trait Element: Copy {
+    /// 32 neighbours as 16 words.
+    unsafe fn pairs(from: *const Self, mask: u32) -> __m512i;
+    /// 16 elements of two rows as 16 words, the first row in the lower halves.
+    unsafe fn joined(even: *const Self, even_mask: u16, odd: *const Self, odd_mask: u16) -> __m512i;
+}
+
+// `#[target_feature]` cannot stand on trait methods: the methods only call functions that have it.
+impl Element for bf16 {
+    #[inline(always)]
+    unsafe fn pairs(from: *const bf16, mask: u32) -> __m512i {
+        // SAFETY: promised by the caller.
+        unsafe { narrow_pairs(from, mask) }
+    }
+    #[inline(always)]
+    unsafe fn joined(even: *const bf16, even_mask: u16, odd: *const bf16, odd_mask: u16) -> __m512i {
+        // SAFETY: promised by the caller.
+        unsafe { narrow_joined(even, even_mask, odd, odd_mask) }
+    }
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    unsafe fn pairs(from: *const f32, mask: u32) -> __m512i {
+        // SAFETY: promised by the caller.
+        unsafe { wide_pairs(from, mask) }
+    }
+    #[inline(always)]
+    unsafe fn joined(even: *const f32, even_mask: u16, odd: *const f32, odd_mask: u16) -> __m512i {
+        // SAFETY: promised by the caller.
+        unsafe { wide_joined(even, even_mask, odd, odd_mask) }
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn narrow_pairs(from: *const bf16, mask: u32) -> __m512i {
+    // SAFETY: promised by the caller: the masked elements are readable.
+    unsafe { _mm512_maskz_loadu_epi16(mask, from.cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn narrow_joined(even: *const bf16, even_mask: u16, odd: *const bf16, odd_mask: u16) -> __m512i {
+    // SAFETY: as above.
+    let (even, odd) = unsafe {
+        (
+            _mm256_maskz_loadu_epi16(even_mask, even.cast()),
+            _mm256_maskz_loadu_epi16(odd_mask, odd.cast()),
+        )
+    };
+    _mm512_or_si512(
+        _mm512_cvtepu16_epi32(even),
+        _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(odd)),
+    )
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn wide_pairs(from: *const f32, mask: u32) -> __m512i {
+    // SAFETY: as above.
+    let (low, high) = unsafe {
+        (
+            _mm512_maskz_loadu_ps(mask as u16, from),
+            _mm512_maskz_loadu_ps((mask >> 16) as u16, from.wrapping_add(16)),
+        )
+    };
+    let narrow = |x| _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded(x)));
+    _mm512_inserti64x4::<1>(_mm512_castsi256_si512(narrow(low)), narrow(high))
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn wide_joined(even: *const f32, even_mask: u16, odd: *const f32, odd_mask: u16) -> __m512i {
+    // SAFETY: as above.
+    let (even, odd) = unsafe {
+        (
+            _mm512_maskz_loadu_ps(even_mask, even),
+            _mm512_maskz_loadu_ps(odd_mask, odd),
+        )
+    };
+    let upper = _mm512_set1_epi32(0xFFFF_0000_u32 as i32);
+    _mm512_or_si512(
+        _mm512_srli_epi32::<16>(rounded(even)),
+        _mm512_and_si512(rounded(odd), upper),
+    )
+}
+
+/// The upper halves are the nearest bf16, ties to even; the lower halves are arbitrary.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+fn rounded(x: __m512) -> __m512i {
+    let bits = _mm512_castps_si512(x);
+    let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+    let sum = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    // A NaN whose payload is rounded could become infinite.
+    let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+    _mm512_mask_mov_epi32(sum, nan, _mm512_set1_epi32(0x7FC0_0000))
+}
+
+/// 16 x 16 words.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
+    let mut t = r;
+    for i in 0..8 {
+        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    let mut s = t;
+    for i in (0..16).step_by(4) {
+        s[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        s[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        s[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        s[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for i in 0..4 {
+        t[i] = _mm512_shuffle_i32x4::<0x88>(s[i], s[i + 4]);
+        t[i + 4] = _mm512_shuffle_i32x4::<0xDD>(s[i], s[i + 4]);
+        t[i + 8] = _mm512_shuffle_i32x4::<0x88>(s[i + 8], s[i + 12]);
+        t[i + 12] = _mm512_shuffle_i32x4::<0xDD>(s[i + 8], s[i + 12]);
+    }
+    for i in 0..4 {
+        s[i] = _mm512_shuffle_i32x4::<0x88>(t[i], t[i + 8]);
+        s[i + 4] = _mm512_shuffle_i32x4::<0x88>(t[i + 4], t[i + 12]);
+        s[i + 8] = _mm512_shuffle_i32x4::<0xDD>(t[i], t[i + 8]);
+        s[i + 12] = _mm512_shuffle_i32x4::<0xDD>(t[i + 4], t[i + 12]);
+    }
+    s
+}

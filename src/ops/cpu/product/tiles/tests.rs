@@ -1,0 +1,140 @@
+//! The tile path against plain loops; where there is no tile unit, one is played.
+
+use super::super::super::Shared;
+use super::super::super::storage::Values;
+use super::super::{Job, Matrix, Path, Start};
+use crate::ops::oracle::{flat, random};
+use half::bf16;
+
+fn rounded(values: &[f32]) -> Vec<bf16> {
+    values.iter().map(|x| bf16::from_f32(*x)).collect()
+}
+
+fn ready() -> bool {
+    if !Path::Avx512.available() {
+        eprintln!("skipped: packing for the tile unit needs AVX-512");
+        return false;
+    }
+    super::emulate::install();
+    true
+}
+
+/// C from operands in every storage must be the product of the operands rounded to bf16.
+fn check((m, n, k): (usize, usize, usize)) {
+    let (a, b) = (flat(&random((m, k), 1)), flat(&random((n, k), 2)));
+    let turned =
+        |v: &[f32], count: usize| -> Vec<f32> { (0..count * k).map(|i| v[i % count * k + i / count]).collect() };
+    let (at, bt) = (turned(&a, m), turned(&b, n));
+    let bias = flat(&random(n, 3));
+    let narrow = [&a, &at, &b, &bt].map(|v| rounded(v));
+    let (wide_a, wide_b): (Vec<f64>, Vec<f64>) = (
+        narrow[0].iter().map(|x| x.to_f64()).collect(),
+        narrow[2].iter().map(|x| x.to_f64()).collect(),
+    );
+    for kind in 0..16 {
+        let a = match kind & 3 {
+            0 => Matrix::vectors(Values::F32(&a), k),
+            1 => Matrix::steps(Values::F32(&at), m),
+            2 => Matrix::vectors(Values::Bf16(&narrow[0]), k),
+            _ => Matrix::steps(Values::Bf16(&narrow[1]), m),
+        };
+        let b = match kind >> 2 {
+            0 => Matrix::vectors(Values::F32(&b), k),
+            1 => Matrix::steps(Values::F32(&bt), n),
+            2 => Matrix::vectors(Values::Bf16(&narrow[2]), k),
+            _ => Matrix::steps(Values::Bf16(&narrow[3]), n),
+        };
+        let start = [Start::Zero, Start::C, Start::Bias(&bias)][kind % 3];
+        let mut c = vec![if kind % 3 == 1 { 0.25 } else { f32::NAN }; m * n];
+        super::run(&Job {
+            sizes: (m, n, k),
+            c: Shared::new(&mut c),
+            start,
+            a,
+            b,
+        });
+        for i in 0..m {
+            for j in 0..n {
+                let from = [0.0, 0.25, bias[j] as f64][kind % 3];
+                let want: f64 = from + (0..k).map(|p| wide_a[i * k + p] * wide_b[j * k + p]).sum::<f64>();
+                let got = c[i * n + j] as f64;
+                assert!(
+                    (got - want).abs() < 2e-6 * k as f64,
+                    "{m} {n} {k} kind {kind} at {i}, {j}: {got} {want}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn tiles_agree_with_plain_loops() {
+    if ready() {
+        // Ragged edges, one step and several, k below and above what is written between the products.
+        for sizes in [(16, 16, 16), (33, 70, 50), (64, 96, 512), (70, 65, 545), (96, 64, 1100)] {
+            check(sizes);
+        }
+    }
+}
+
+#[test]
+fn nan_infinity_and_ties_survive_the_rounding() {
+    if !ready() {
+        return;
+    }
+    let mut a = vec![0f32; 32 * 32];
+    let odd = [
+        f32::NAN,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::from_bits(0x7FFF_FFFF),
+        1.00390625,
+        1.01171875,
+        -0.0,
+        3e38,
+    ];
+    for (i, x) in odd.iter().enumerate() {
+        a[i * 32 + i] = *x;
+    }
+    let identity: Vec<f32> = (0..32 * 32).map(|i| if i % 33 == 0 { 1.0 } else { 0.0 }).collect();
+    let mut c = vec![0f32; 32 * 32];
+    super::run(&Job {
+        sizes: (32, 32, 32),
+        c: Shared::new(&mut c),
+        start: Start::Zero,
+        a: Matrix::vectors(Values::F32(&a), 32),
+        b: Matrix::vectors(Values::F32(&identity), 32),
+    });
+    for (i, x) in odd.iter().enumerate() {
+        let (got, want) = (c[i * 32 + i], bf16::from_f32(*x).to_f32());
+        assert!(
+            got == want || (got.is_nan() && (want.is_nan() || want.is_infinite())),
+            "{x}: {got} {want}"
+        );
+    }
+}
+
+#[test]
+fn bit_equal_for_any_number_of_threads() {
+    if !ready() {
+        return;
+    }
+    let (m, n, k) = (130, 200, 600);
+    let (a, b) = (flat(&random((m, k), 1)), flat(&random((n, k), 2)));
+    let run = |threads| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let mut c = vec![0f32; m * n];
+        pool.install(|| {
+            super::run(&Job {
+                sizes: (m, n, k),
+                c: Shared::new(&mut c),
+                start: Start::Zero,
+                a: Matrix::vectors(Values::F32(&a), k),
+                b: Matrix::vectors(Values::F32(&b), k),
+            })
+        });
+        c.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+    };
+    let one = run(1);
+    assert!(one == run(2) && one == run(5));
+}

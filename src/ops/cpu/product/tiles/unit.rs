@@ -1,0 +1,190 @@
+//! The tile unit (Intel AMX, bf16): 8 registers of 16 rows x 64 bytes. In stable Rust only as inline assembly.
+//!
+//! One call multiplies a panel of A (32 rows) with a panel of B (32 columns): 4 registers sum, 2 hold A, 2 hold B; a
+//! step of 32 along k is 4 loads and 4 products. What a measurement of such kernels showed (Sapphire Rapids):
+//! - B streams from the second-level cache and must not push A out of the first: it is loaded with the hint `t1`
+//!   (+20 %); of A the first 16 steps (32 KB) stay in the first-level cache, the rest is loaded with `t1` too;
+//! - writing a finished tile of C costs a fifth of the time unless it is done between the products of the next tile.
+
+use std::arch::asm;
+use std::arch::x86_64::{__cpuid, __cpuid_count};
+use std::sync::OnceLock;
+
+/// Bytes of one step of a panel: 32 vectors of 32 bf16.
+pub(super) const STEP: usize = 2048;
+/// Floats of a tile of C.
+pub(super) const TILE: usize = 32 * 32;
+/// Steps in which a finished tile is written: 2 of its 32 rows each.
+pub(super) const WRITING: usize = 16;
+
+/// Is there a tile unit for bf16, and may this process use it?
+pub(super) fn available() -> bool {
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    *FOUND.get_or_init(|| {
+        let leaves = __cpuid(0).eax;
+        let features = if leaves >= 7 { __cpuid_count(7, 0).edx } else { 0 };
+        let (bf16, tile) = (features >> 22 & 1, features >> 24 & 1);
+        bf16 == 1 && tile == 1 && permitted()
+    })
+}
+
+/// Asks the kernel for the tile state, once per process.
+fn permitted() -> bool {
+    const ARCH_REQ_XCOMP_PERM: i64 = 0x1023;
+    const XFEATURE_XTILEDATA: i64 = 18;
+    // SAFETY: a system call without addresses.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
+}
+
+#[repr(C, align(64))]
+struct Shapes([u8; 64]);
+
+/// Sets all registers to 16 rows of 64 bytes. Undone by `release`, on the same thread.
+/// # Safety
+/// The tile unit must be available.
+#[inline]
+pub(super) unsafe fn configure() {
+    let mut shapes = Shapes([0; 64]);
+    shapes.0[0] = 1;
+    for i in 0..8 {
+        shapes.0[16 + 2 * i] = 64;
+        shapes.0[48 + i] = 16;
+    }
+    // SAFETY: promised by the caller; the instruction reads 64 bytes.
+    unsafe { asm!("ldtilecfg [{}]", in(reg) &shapes, options(nostack, readonly)) }
+}
+
+/// # Safety
+/// The tile unit must be available.
+#[inline]
+pub(super) unsafe fn release() {
+    // SAFETY: promised by the caller. The upper halves of the vector registers are cleared for the code that follows.
+    unsafe { asm!("tilerelease", "vzeroupper", out("xmm0") _, out("xmm1") _, options(nostack, nomem)) }
+}
+
+/// One tile.
+#[derive(Clone, Copy)]
+pub(super) struct Call {
+    pub a: *const u8,
+    pub b: *const u8,
+    /// Where the sums go: 4 blocks of 16 x 16 f32, 64-byte aligned.
+    pub sums: *mut f32,
+    /// Steps of k with A from the first-level cache, after the `WRITING` steps if there is a finished tile.
+    pub near: usize,
+    /// Steps of k with A from the second-level cache.
+    pub far: usize,
+    /// 256 bytes a step from here on are brought into the second-level cache.
+    pub ahead: *const u8,
+    /// A finished tile to write meanwhile, or null.
+    pub finished: *const f32,
+    /// Its place in C, and the bytes from one row of C to the next.
+    pub c: *mut f32,
+    pub c_row: usize,
+}
+
+macro_rules! step {
+    ($load_a:literal, $label:literal, $write0:literal, $write1:literal, $write2:literal, $write3:literal) => {
+        concat!(
+            ".p2align 5\n",
+            $label,
+            ":\n",
+            "tileloaddt1 tmm6, [{b} + {row}]\n",
+            $load_a,
+            " tmm4, [{a} + {row}]\n",
+            $write0,
+            "prefetcht1 [{ahead}]\n",
+            "tdpbf16ps tmm0, tmm4, tmm6\n",
+            "tileloaddt1 tmm7, [{b} + {row} + 1024]\n",
+            $write1,
+            "prefetcht1 [{ahead} + 64]\n",
+            "tdpbf16ps tmm1, tmm4, tmm7\n",
+            $load_a,
+            " tmm5, [{a} + {row} + 1024]\n",
+            $write2,
+            "prefetcht1 [{ahead} + 128]\n",
+            "tdpbf16ps tmm2, tmm5, tmm6\n",
+            $write3,
+            "prefetcht1 [{ahead} + 192]\n",
+            "tdpbf16ps tmm3, tmm5, tmm7\n",
+            "add {a}, 2048\n",
+            "add {b}, 2048\n",
+            "add {ahead}, 256\n",
+            "dec {steps}\n",
+            "jnz ",
+            $label,
+            "b\n",
+        )
+    };
+}
+
+macro_rules! kernel {
+    ($(#[$doc:meta])* $name:ident, $write0:literal, $write1:literal, $write2:literal, $write3:literal) => {
+        $(#[$doc])*
+        /// # Safety
+        /// The tile unit must be available and configured; every address of the call must be readable or writable
+        /// for what the call says; `near + far` (plus `WRITING` with a finished tile) must not be 0.
+        pub(super) unsafe fn $name(call: &Call) {
+            // SAFETY: promised by the caller.
+            unsafe {
+                asm!(
+                    "tilezero tmm0",
+                    "tilezero tmm1",
+                    "tilezero tmm2",
+                    "tilezero tmm3",
+                    "test {finished}, {finished}",
+                    "jz 5f",
+                    "mov {steps:e}, 16",
+                    step!("tileloadd", "2", $write0, $write1, $write2, $write3),
+                    "5:",
+                    "mov {steps}, {near}",
+                    "test {steps}, {steps}",
+                    "jz 8f",
+                    step!("tileloadd", "6", "", "", "", ""),
+                    "8:",
+                    "mov {steps}, {far}",
+                    "test {steps}, {steps}",
+                    "jz 9f",
+                    step!("tileloaddt1", "7", "", "", "", ""),
+                    "9:",
+                    "tilestored [{sums} + {row}], tmm0",
+                    "tilestored [{sums} + {row} + 1024], tmm1",
+                    "tilestored [{sums} + {row} + 2048], tmm2",
+                    "tilestored [{sums} + {row} + 3072], tmm3",
+                    sums = in(reg) call.sums,
+                    near = in(reg) call.near,
+                    far = in(reg) call.far,
+                    c_row = in(reg) call.c_row,
+                    row = in(reg) 64usize,
+                    a = inout(reg) call.a => _,
+                    b = inout(reg) call.b => _,
+                    ahead = inout(reg) call.ahead => _,
+                    finished = inout(reg) call.finished => _,
+                    c = inout(reg) call.c => _,
+                    lower = inout(reg) call.c.wrapping_byte_add(16 * call.c_row) => _,
+                    steps = out(reg) _,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    out("xmm0") _, out("xmm1") _,
+                    options(nostack)
+                );
+            }
+        }
+    };
+}
+
+kernel!(
+    /// The finished tile replaces what C holds.
+    multiply_and_set,
+    "vmovaps zmm0, [{finished}]\nvmovaps zmm1, [{finished} + 1024]\n",
+    "vmovups [{c}], zmm0\nvmovups [{c} + 64], zmm1\nadd {c}, {c_row}\n",
+    "vmovaps zmm0, [{finished} + 2048]\nvmovaps zmm1, [{finished} + 3072]\nadd {finished}, 64\n",
+    "vmovups [{lower}], zmm0\nvmovups [{lower} + 64], zmm1\nadd {lower}, {c_row}\n"
+);
+kernel!(
+    /// The finished tile is added to what C holds.
+    multiply_and_add,
+    "vmovups zmm0, [{c}]\nvmovups zmm1, [{c} + 64]\nvaddps zmm0, zmm0, [{finished}]\nvaddps zmm1, zmm1, [{finished} + 1024]\n",
+    "vmovups [{c}], zmm0\nvmovups [{c} + 64], zmm1\nadd {c}, {c_row}\n",
+    "vmovups zmm0, [{lower}]\nvmovups zmm1, [{lower} + 64]\nvaddps zmm0, zmm0, [{finished} + 2048]\nvaddps zmm1, zmm1, [{finished} + 3072]\n",
+    "add {finished}, 64\nvmovups [{lower}], zmm0\nvmovups [{lower} + 64], zmm1\nadd {lower}, {c_row}\n"
+);

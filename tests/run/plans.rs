@@ -51,7 +51,14 @@ fn every_shipped_recipe_is_planned() {
         let model = format!("model.path={}", model.display());
         // Kept activations fill what is free: without them the plan is the same on every machine.
         let recompute = "memory.activations=recompute";
-        let out = bench.ft(&["plan", "--recipe", recipe.to_str().unwrap(), &model, recompute, "--json"]);
+        let out = bench.ft(&[
+            "plan",
+            "--recipe",
+            recipe.to_str().unwrap(),
+            &model,
+            recompute,
+            "--json",
+        ]);
         assert!(out.status.success(), "{name}\n{}", said(&out));
         let plan: Value = serde_json::from_slice(&out.stdout).unwrap();
         let peak = plan["peak_bytes"].as_u64().unwrap();

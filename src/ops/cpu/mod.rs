@@ -43,6 +43,8 @@ impl Shared {
     }
 }
 
+/// Floats of a cache line.
+const LINE: usize = 16;
 /// A thread keeps a scratch of up to this many elements for its next task (4 MiB).
 const KEEP: usize = 1 << 20;
 
@@ -53,10 +55,12 @@ thread_local! {
 /// Runs `f` on `len` elements of scratch memory with arbitrary contents. `f` must not start parallel work.
 pub(crate) fn with_scratch<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
     let mut scratch = SCRATCH.take();
-    if scratch.len() < len {
-        scratch = vec![0.0; len];
+    if scratch.len() < len + LINE {
+        scratch = vec![0.0; len + LINE];
     }
-    let result = f(&mut scratch[..len]);
+    // From a cache line on: a vector that crosses lines costs twice.
+    let start = scratch.as_ptr().align_offset(4 * LINE).min(LINE);
+    let result = f(&mut scratch[start..start + len]);
     if scratch.len() <= KEEP {
         SCRATCH.set(scratch);
     }

@@ -8,7 +8,8 @@ use super::super::storage::Values;
 use super::super::with_scratch;
 use super::fma::{self, From, Kernel, Tile};
 use super::grid::{grid, part};
-use super::{Job, Start, pack};
+use super::pack::{self, Panel};
+use super::{Job, Start};
 use rayon::prelude::*;
 
 /// Steps of k in a chunk at most: a panel of A stays in the first-level cache.
@@ -31,6 +32,10 @@ impl Width {
             Width::Avx512 => (fma::avx512::ROWS, 2 * fma::avx512::LANES, fma::avx512::LANES),
             Width::Avx2 => (fma::avx2::ROWS, 2 * fma::avx2::LANES, fma::avx2::LANES),
         }
+    }
+
+    fn is_wide(self) -> bool {
+        matches!(self, Width::Avx512)
     }
 
     fn kernel(self, rows: usize, vectors: usize) -> Kernel {
@@ -61,15 +66,26 @@ fn block(job: &Job, width: Width, (r0, rows): (usize, usize), (c0, columns): (us
     let part_columns =
         (PART / longest / tile_columns * tile_columns).clamp(tile_columns, columns.next_multiple_of(tile_columns));
     let direct = columns <= FEW_COLUMNS && matches!(job.a.values, Values::F32(_));
-    let packed_a = if direct { 0 } else { rows * longest + pack::SLACK };
+    let packed_a = if direct {
+        0
+    } else {
+        (rows * longest).next_multiple_of(16)
+    };
     let panels = rows.div_ceil(tile_rows);
-    with_scratch(packed_a + part_columns * longest + pack::SLACK, |scratch| {
+    with_scratch(packed_a + part_columns * longest, |scratch| {
         let (a, b) = scratch.split_at_mut(packed_a);
         for chunk in 0..chunks {
             let steps = part(k, chunks, chunk, 8);
-            for p in (0..panels).filter(|_| !direct) {
-                let (r, count) = part(rows, panels, p, 1);
-                pack::panel(&job.a, (r0 + r, count), steps, count, &mut a[r * steps.1..]);
+            if !direct {
+                let rows = (0..panels).map(|p| {
+                    let (start, count) = part(rows, panels, p, 1);
+                    Panel {
+                        start,
+                        count,
+                        width: count,
+                    }
+                });
+                pack::panels(&job.a, r0, steps, rows, width.is_wide(), a);
             }
             for c in (0..columns).step_by(part_columns) {
                 let columns = (c0 + c, part_columns.min(columns - c));
@@ -91,16 +107,15 @@ fn sweep(
 ) {
     let n = job.sizes.1;
     let (tile_rows, tile_columns, lanes) = width.tile();
-    for c in (0..columns).step_by(tile_columns) {
-        let count = tile_columns.min(columns - c);
-        pack::panel(
-            &job.b,
-            (c0 + c, count),
-            (k0, k),
-            count.next_multiple_of(lanes),
-            &mut b[c * k..],
-        );
-    }
+    let parts = (0..columns).step_by(tile_columns).map(|start| {
+        let count = tile_columns.min(columns - start);
+        Panel {
+            start,
+            count,
+            width: count.next_multiple_of(lanes),
+        }
+    });
+    pack::panels(&job.b, c0, (k0, k), parts, width.is_wide(), b);
     let panels = rows.div_ceil(tile_rows);
     for p in 0..panels {
         let (r, count) = part(rows, panels, p, 1);

@@ -71,31 +71,51 @@ macro_rules! kernels {
                         }
                     }
                     if t.columns == V * LANES {
-                        for (r, sum) in sum.iter().enumerate() {
-                            for (v, sum) in sum.iter().enumerate() {
-                                let c = t.c.add(r * t.c_row + v * LANES);
-                                $store(c, match t.from {
-                                    From::Zero => *sum,
-                                    From::C => $add($load(c), *sum),
-                                    From::Bias(bias) => $add($load(bias.add(v * LANES)), *sum),
-                                });
+                        match t.from {
+                            From::Zero => put::<R, V>(&sum, t.c, t.c_row),
+                            From::C => {
+                                for r in 0..R {
+                                    for v in 0..V {
+                                        sum[r][v] = $add($load(t.c.add(r * t.c_row + v * LANES)), sum[r][v]);
+                                    }
+                                }
+                                put::<R, V>(&sum, t.c, t.c_row)
+                            }
+                            From::Bias(bias) => {
+                                for r in 0..R {
+                                    for v in 0..V {
+                                        sum[r][v] = $add($load(bias.add(v * LANES)), sum[r][v]);
+                                    }
+                                }
+                                put::<R, V>(&sum, t.c, t.c_row)
                             }
                         }
-                    } else {
-                        let mut row = [0f32; VECTORS * LANES];
-                        for (r, sum) in sum.iter().enumerate() {
-                            for (v, sum) in sum.iter().enumerate() {
-                                $store(row.as_mut_ptr().add(v * LANES), *sum);
-                            }
-                            for (i, x) in row[..t.columns].iter().enumerate() {
-                                let c = t.c.add(r * t.c_row + i);
-                                *c = match t.from {
-                                    From::Zero => *x,
-                                    From::C => *c + x,
-                                    From::Bias(bias) => *bias.add(i) + x,
-                                };
-                            }
+                        return;
+                    }
+                    let mut whole = [0f32; ROWS * VECTORS * LANES];
+                    put::<R, V>(&sum, whole.as_mut_ptr(), V * LANES);
+                    for (r, row) in whole.chunks_exact(V * LANES).enumerate().take(R) {
+                        for (i, x) in row[..t.columns].iter().enumerate() {
+                            let c = t.c.add(r * t.c_row + i);
+                            *c = match t.from {
+                                From::Zero => *x,
+                                From::C => *c + x,
+                                From::Bias(bias) => *bias.add(i) + x,
+                            };
                         }
+                    }
+                }
+            }
+
+            // The loops over `sum` are plain and short so that they unroll: an index known only at run time would force
+            // the sums into memory, with a store for every product.
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn put<const R: usize, const V: usize>(sum: &[[$vector; V]; R], c: *mut f32, c_row: usize) {
+                for r in 0..R {
+                    for v in 0..V {
+                        // SAFETY: as `tile`.
+                        unsafe { $store(c.add(r * c_row + v * LANES), sum[r][v]) };
                     }
                 }
             }

@@ -1,6 +1,6 @@
 //! How C is cut into blocks.
 
-/// Rows of a block at most: its packed part of A stays in the second-level cache.
+/// Rows of a block at most: bounds the packed part of A.
 const MAX_ROWS: usize = 504;
 /// Packing one element costs about this many multiply-adds.
 const PACK: f64 = 24.0;

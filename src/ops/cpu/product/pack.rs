@@ -1,129 +1,244 @@
-//! Copies a part of a matrix into the order in which a micro-kernel reads it: `[k][width]`, widened to f32.
+//! Copies a part of a matrix into panels in the order in which a micro-kernel reads them, `[k][width]`, widened to f32.
 
 use super::super::storage::Values;
 use super::Matrix;
 use half::bf16;
 use std::arch::x86_64::*;
 
-/// Elements that may be written behind the end of a panel.
-pub(crate) const SLACK: usize = 16;
-
-/// Packs vectors `first..first + count` of `m`, elements `k0..k0 + k` of each: element (i, p) goes to
-/// `to[p * width + i]`. Places for `count..width` get 0 or what comes next; up to `SLACK` elements behind are changed.
-pub(crate) fn panel(m: &Matrix, (first, count): (usize, usize), (k0, k): (usize, usize), width: usize, to: &mut [f32]) {
-    assert!(count <= width && to.len() >= k * width + SLACK);
-    m.check(first + count, k0 + k);
-    // SAFETY: this path is taken only where AVX2 was found; the ranges were checked.
-    unsafe {
-        match m.values {
-            Values::F32(v) => run(v, m, (first, count), (k0, k), width, to),
-            Values::Bf16(v) => run(v, m, (first, count), (k0, k), width, to),
-        }
-    }
+/// One panel: vectors `start..start + count` of the part, in rows of `width`.
+#[derive(Clone, Copy)]
+pub(super) struct Panel {
+    pub start: usize,
+    pub count: usize,
+    pub width: usize,
 }
 
-#[target_feature(enable = "avx2")]
-unsafe fn run<T: Element>(
-    from: &[T],
+/// Packs vectors from `first` on, elements `k0..k0 + k` of each, panel by panel: element (i, p) of a panel goes to
+/// `to[start * k + p * width + i]`. Places beyond `count` get anything. The panels follow each other. `wide` uses
+/// AVX-512, else AVX2.
+pub(super) fn panels(
     m: &Matrix,
-    (first, count): (usize, usize),
+    first: usize,
     (k0, k): (usize, usize),
-    width: usize,
+    panels: impl Iterator<Item = Panel> + Clone,
+    wide: bool,
     to: &mut [f32],
 ) {
-    // SAFETY: see `panel`.
+    let Some(last) = panels.clone().last() else { return };
+    assert!(to.len() >= last.start * k + last.width * k);
+    m.check(first + last.start + last.count, k0 + k);
+    // SAFETY: these instructions were found; the ranges were checked.
     unsafe {
-        if m.along_k {
-            transposed(from.as_ptr().add(first * m.stride + k0), m.stride, count, k, width, to)
-        } else {
-            rows(&from[k0 * m.stride + first..], m.stride, count, k, width, to)
+        match (m.values, wide) {
+            (Values::F32(v), true) => wide::run(v, m, first, (k0, k), panels, to),
+            (Values::Bf16(v), true) => wide::run(v, m, first, (k0, k), panels, to),
+            (Values::F32(v), false) => narrow::run(v, m, first, (k0, k), panels, to),
+            (Values::Bf16(v), false) => narrow::run(v, m, first, (k0, k), panels, to),
         }
     }
 }
 
-/// Vectors lie side by side: each step of k is a short copy.
-#[inline]
-#[target_feature(enable = "avx2")]
-unsafe fn rows<T: Element>(from: &[T], stride: usize, count: usize, k: usize, width: usize, to: &mut [f32]) {
-    let whole = count.next_multiple_of(8);
-    // Reading whole vectors may pass the end of the last rows: those element by element.
-    let wide = if from.len() < whole {
-        0
-    } else {
-        ((from.len() - whole) / stride + 1).min(k)
+macro_rules! packing {
+    ($module:ident, $features:literal, $vector:ty, $lanes:literal, $load:ident, $zero:ident, $store:ident) => {
+        mod $module {
+            use super::*;
+
+            #[target_feature(enable = $features)]
+            pub(super) unsafe fn run<T: Element>(
+                from: &[T],
+                m: &Matrix,
+                first: usize,
+                (k0, k): (usize, usize),
+                panels: impl Iterator<Item = Panel> + Clone,
+                to: &mut [f32],
+            ) {
+                // SAFETY: see `panels`.
+                unsafe {
+                    if m.along_k {
+                        for p in panels {
+                            let from = from.as_ptr().add((first + p.start) * m.stride + k0);
+                            turned(from, m.stride, p, k, to[p.start * k..].as_mut_ptr());
+                        }
+                    } else {
+                        across(from, m.stride, first, (k0, k), panels, to)
+                    }
+                }
+            }
+
+            /// Vectors lie side by side: every step of k is read from left to right, for all panels.
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn across<T: Element>(
+                from: &[T],
+                stride: usize,
+                first: usize,
+                (k0, k): (usize, usize),
+                panels: impl Iterator<Item = Panel> + Clone,
+                to: &mut [f32],
+            ) {
+                for p in 0..k {
+                    let row = &from[(k0 + p) * stride + first..];
+                    for panel in panels.clone() {
+                        let place = panel.start * k + p * panel.width;
+                        let whole = panel.count.next_multiple_of($lanes);
+                        if panel.start + whole > row.len() {
+                            for i in 0..panel.count {
+                                to[place + i] = row[panel.start + i].get();
+                            }
+                            continue;
+                        }
+                        for i in (0..panel.count).step_by($lanes) {
+                            // SAFETY: inside `row` by the test above, inside the row of the panel.
+                            unsafe {
+                                let values = T::$load(row.as_ptr().add(panel.start + i));
+                                let to = to.as_mut_ptr().add(place + i);
+                                match panel.width - i {
+                                    $lanes.. => $store(to, values),
+                                    less => store_part(to, less, values),
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+
+            /// Elements of k lie side by side: square blocks are transposed in registers.
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn turned<T: Element>(from: *const T, stride: usize, panel: Panel, k: usize, to: *mut f32) {
+                let Panel { count, width, .. } = panel;
+                let blocks = k / $lanes;
+                // SAFETY: reads are inside (count, k), stores inside the rows of the panel.
+                unsafe {
+                    for i in (0..count).step_by($lanes) {
+                        let there = $lanes.min(count - i);
+                        for block in 0..blocks {
+                            let mut rows = [$zero(); $lanes];
+                            for (r, row) in rows.iter_mut().enumerate().take(there) {
+                                *row = T::$load(from.add((i + r) * stride + block * $lanes));
+                            }
+                            rows = transpose(rows);
+                            for (r, row) in rows.into_iter().enumerate() {
+                                let to = to.add((block * $lanes + r) * width + i);
+                                match width - i {
+                                    $lanes.. => $store(to, row),
+                                    less => store_part(to, less, row),
+                                }
+                            }
+                        }
+                        for p in blocks * $lanes..k {
+                            for r in 0..there {
+                                *to.add(p * width + i + r) = (*from.add((i + r) * stride + p)).get();
+                            }
+                        }
+                    }
+                }
+            }
+
+            use super::store_part::$module as store_part;
+            use super::transpose::$module as transpose;
+        }
     };
-    // SAFETY: reads end inside `from` by the choice of `wide`; writes pass the end of a row by less than 8.
-    unsafe {
-        for p in 0..wide {
-            let (from, to) = (from.as_ptr().add(p * stride), to.as_mut_ptr().add(p * width));
-            for i in (0..count).step_by(8) {
-                _mm256_storeu_ps(to.add(i), T::load8(from.add(i)));
-            }
-        }
-    }
-    for p in wide..k {
-        for i in 0..count {
-            to[p * width + i] = from[p * stride + i].get();
-        }
-    }
-    // The wide stores fill up to 7 places with neighbours, which only reach columns that do not exist.
 }
 
-/// Elements of k lie side by side: 8 x 8 blocks are transposed in registers.
-#[inline]
-#[target_feature(enable = "avx2")]
-unsafe fn transposed<T: Element>(from: *const T, stride: usize, count: usize, k: usize, width: usize, to: &mut [f32]) {
-    let blocks = k / 8;
-    // SAFETY: reads are inside (count, k); writes pass the end of a row by less than 8, and later rows come later.
-    unsafe {
-        for block in 0..blocks {
-            // From the right: what a store writes behind its row is written again.
-            for i in (0..count).step_by(8).rev() {
-                let mut rows = [_mm256_setzero_ps(); 8];
-                for (r, row) in rows.iter_mut().enumerate().take(count - i) {
-                    *row = T::load8(from.add((i + r) * stride + block * 8));
-                }
-                for (r, row) in transpose(rows).into_iter().enumerate() {
-                    _mm256_storeu_ps(to.as_mut_ptr().add((block * 8 + r) * width + i), row);
-                }
-            }
-        }
-        for p in blocks * 8..k {
-            for i in 0..count {
-                to[p * width + i] = (*from.add(i * stride + p)).get();
-            }
-        }
+packing!(
+    wide,
+    "avx512f,avx512bw,avx512vl",
+    __m512,
+    16,
+    load16,
+    _mm512_setzero_ps,
+    _mm512_storeu_ps
+);
+packing!(narrow, "avx2", __m256, 8, load8, _mm256_setzero_ps, _mm256_storeu_ps);
+
+/// The first `n` lanes.
+mod store_part {
+    use std::arch::x86_64::*;
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn wide(to: *mut f32, n: usize, values: __m512) {
+        // SAFETY: promised by the caller: `n` elements may be written.
+        unsafe { _mm512_mask_storeu_ps(to, ((1u32 << n) - 1) as u16, values) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    pub(super) unsafe fn narrow(to: *mut f32, n: usize, values: __m256) {
+        let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        // SAFETY: as above.
+        unsafe { _mm256_maskstore_ps(to, _mm256_cmpgt_epi32(_mm256_set1_epi32(n as i32), lanes), values) }
     }
 }
 
-#[inline]
-#[target_feature(enable = "avx2")]
-fn transpose(r: [__m256; 8]) -> [__m256; 8] {
-    let mut t = r;
-    for i in 0..4 {
-        t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+mod transpose {
+    use std::arch::x86_64::*;
+
+    /// 8 x 8
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    pub(super) fn narrow(r: [__m256; 8]) -> [__m256; 8] {
+        let mut t = r;
+        for i in 0..4 {
+            t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+            t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+        }
+        let mut s = t;
+        for q in [0, 4] {
+            s[q] = _mm256_shuffle_ps::<0x44>(t[q], t[q + 2]);
+            s[q + 1] = _mm256_shuffle_ps::<0xEE>(t[q], t[q + 2]);
+            s[q + 2] = _mm256_shuffle_ps::<0x44>(t[q + 1], t[q + 3]);
+            s[q + 3] = _mm256_shuffle_ps::<0xEE>(t[q + 1], t[q + 3]);
+        }
+        let mut out = s;
+        for i in 0..4 {
+            out[i] = _mm256_permute2f128_ps::<0x20>(s[i], s[i + 4]);
+            out[i + 4] = _mm256_permute2f128_ps::<0x31>(s[i], s[i + 4]);
+        }
+        out
     }
-    let mut s = t;
-    for i in 0..2 {
-        let q = 4 * i;
-        s[q] = _mm256_shuffle_ps::<0x44>(t[q], t[q + 2]);
-        s[q + 1] = _mm256_shuffle_ps::<0xEE>(t[q], t[q + 2]);
-        s[q + 2] = _mm256_shuffle_ps::<0x44>(t[q + 1], t[q + 3]);
-        s[q + 3] = _mm256_shuffle_ps::<0xEE>(t[q + 1], t[q + 3]);
+
+    /// 16 x 16
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn wide(r: [__m512; 16]) -> [__m512; 16] {
+        let mut t = r;
+        for i in 0..8 {
+            t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+            t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+        }
+        let mut s = t;
+        for q in [0, 4, 8, 12] {
+            s[q] = _mm512_shuffle_ps::<0x44>(t[q], t[q + 2]);
+            s[q + 1] = _mm512_shuffle_ps::<0xEE>(t[q], t[q + 2]);
+            s[q + 2] = _mm512_shuffle_ps::<0x44>(t[q + 1], t[q + 3]);
+            s[q + 3] = _mm512_shuffle_ps::<0xEE>(t[q + 1], t[q + 3]);
+        }
+        for i in 0..4 {
+            t[i] = _mm512_shuffle_f32x4::<0x88>(s[i], s[i + 4]);
+            t[i + 4] = _mm512_shuffle_f32x4::<0xDD>(s[i], s[i + 4]);
+            t[i + 8] = _mm512_shuffle_f32x4::<0x88>(s[i + 8], s[i + 12]);
+            t[i + 12] = _mm512_shuffle_f32x4::<0xDD>(s[i + 8], s[i + 12]);
+        }
+        for i in 0..4 {
+            s[i] = _mm512_shuffle_f32x4::<0x88>(t[i], t[i + 8]);
+            s[i + 4] = _mm512_shuffle_f32x4::<0x88>(t[i + 4], t[i + 12]);
+            s[i + 8] = _mm512_shuffle_f32x4::<0xDD>(t[i], t[i + 8]);
+            s[i + 12] = _mm512_shuffle_f32x4::<0xDD>(t[i + 4], t[i + 12]);
+        }
+        s
     }
-    let mut out = s;
-    for i in 0..4 {
-        out[i] = _mm256_permute2f128_ps::<0x20>(s[i], s[i + 4]);
-        out[i + 4] = _mm256_permute2f128_ps::<0x31>(s[i], s[i + 4]);
-    }
-    out
 }
 
+// `#[target_feature]` cannot stand on trait methods: the methods only call functions that have it.
 trait Element: Copy {
     /// # Safety
     /// Eight elements must be readable.
     unsafe fn load8(from: *const Self) -> __m256;
+    /// # Safety
+    /// Sixteen elements must be readable.
+    unsafe fn load16(from: *const Self) -> __m512;
     fn get(self) -> f32;
 }
 
@@ -132,6 +247,11 @@ impl Element for f32 {
     unsafe fn load8(from: *const f32) -> __m256 {
         // SAFETY: promised by the caller.
         unsafe { _mm256_loadu_ps(from) }
+    }
+    #[inline(always)]
+    unsafe fn load16(from: *const f32) -> __m512 {
+        // SAFETY: promised by the caller.
+        unsafe { _mm512_loadu_ps(from) }
     }
     #[inline(always)]
     fn get(self) -> f32 {
@@ -146,6 +266,11 @@ impl Element for bf16 {
         unsafe { widen8(from) }
     }
     #[inline(always)]
+    unsafe fn load16(from: *const bf16) -> __m512 {
+        // SAFETY: promised by the caller.
+        unsafe { widen16(from) }
+    }
+    #[inline(always)]
     fn get(self) -> f32 {
         f32::from_bits((self.to_bits() as u32) << 16)
     }
@@ -157,4 +282,12 @@ unsafe fn widen8(from: *const bf16) -> __m256 {
     // SAFETY: promised by the caller.
     let narrow = unsafe { _mm_loadu_si128(from.cast()) };
     _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(narrow)))
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn widen16(from: *const bf16) -> __m512 {
+    // SAFETY: promised by the caller.
+    let narrow = unsafe { _mm256_loadu_si256(from.cast()) };
+    _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(narrow)))
 }

@@ -1,0 +1,199 @@
+//! Times optimizer steps of a built-in shape with random weights: `cargo bench --bench step -- --help`.
+//!
+//! The same step as in `ft train` (`Engine::step`), on synthetic rows. One configuration a process, because the peak
+//! of resident memory belongs to a process. Prints one line of JSON, with the same keys as `benches/peer_cpu.py`.
+
+use candle_core::Device;
+use clap::Parser;
+use ft::base::memory;
+use ft::base::rng::{Rng, Stream};
+use ft::data::{Batch, Example};
+use ft::engine::{Active, Engine, Gradients};
+use ft::model::rope::Rope;
+use ft::model::spec::{LayerSpec, Spec};
+use ft::model::{Adapters, Network};
+use ft::ops::CpuPath;
+use ft::ops::glu::Activation;
+use ft::optim::Optimizer;
+use ft::peft::{Lora, lora};
+use ft::recipe::{self, Dtype};
+use ft::sft::CausalLm;
+use ft::source::Resident;
+use std::sync::Arc;
+use std::time::Instant;
+
+#[derive(Parser)]
+struct Options {
+    /// 0.5b (Qwen2.5-0.5B) or small (hidden 256, 4 layers, vocabulary 4096).
+    #[arg(long, default_value = "0.5b")]
+    size: String,
+    /// lora (r = 16 on every linear), full, or block (one layer; mean over first, middle and last).
+    #[arg(long, default_value = "lora")]
+    method: String,
+    #[arg(long, default_value = "bf16")]
+    dtype: String,
+    #[arg(long, default_value_t = 1)]
+    batch: usize,
+    #[arg(long, default_value_t = 512)]
+    seq: usize,
+    #[arg(long, default_value_t = 3)]
+    steps: usize,
+    #[arg(long, default_value_t = 2)]
+    threads: usize,
+    /// Recompute activations instead of keeping them.
+    #[arg(long)]
+    recompute: bool,
+    /// Given by `cargo bench`.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+fn spec(size: &str) -> Spec {
+    let (vocab, hidden, intermediate, layers, heads, kv_heads, bias) = match size {
+        "small" => (4096, 256, 704, 4, 4, 4, true),
+        _ => (151_936, 896, 4864, 24, 14, 2, true),
+    };
+    let head_dim = hidden / heads;
+    Spec {
+        model_type: "qwen2".into(),
+        vocab,
+        hidden,
+        intermediate,
+        heads,
+        kv_heads,
+        head_dim,
+        norm_eps: 1e-6,
+        norm_plus_one: false,
+        sandwich_norms: false,
+        qk_norm: false,
+        qkv_bias: bias,
+        o_bias: false,
+        mlp_bias: false,
+        fused_projections: false,
+        activation: Activation::Silu,
+        attention_scale: 1.0 / (head_dim as f32).sqrt(),
+        attention_softcap: None,
+        logit_softcap: None,
+        embedding_scale: 1.0,
+        tied: true,
+        layers: vec![LayerSpec { window: None, rope: 0 }; layers],
+        ropes: vec![Rope {
+            inv_freq: (0..head_dim / 2)
+                .map(|i| 1e6f32.powf(-2.0 * i as f32 / head_dim as f32))
+                .collect(),
+            attention_factor: 1.0,
+        }],
+        max_positions: 32768,
+        initializer_range: 0.02,
+    }
+}
+
+fn adapters(spec: &Spec, rank: usize) -> Adapters {
+    let sites = spec.sites().into_iter().enumerate();
+    sites
+        .map(|(i, site)| {
+            let (a, b) = lora::fresh(rank, site.input, site.output, false, 1, i as u64).expect("an adapter");
+            let adapter = Lora {
+                a,
+                b,
+                a_name: format!("{}.lora_A.weight", site.module).into(),
+                b_name: format!("{}.lora_B.weight", site.module).into(),
+                scale: 2.0,
+                dropout: 0.0,
+                site: i as u64,
+            };
+            (site.module, Arc::new(adapter))
+        })
+        .collect()
+}
+
+fn main() {
+    let o = Options::parse();
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(o.threads)
+        .build_global()
+        .expect("a thread pool");
+    if let Ok(path) = std::env::var("FT_CPU") {
+        CpuPath::force(&path).expect("a path that this CPU can run");
+    }
+    memory::reuse_freed();
+    let spec = spec(&o.size);
+    let dtype = if o.dtype == "f32" { Dtype::F32 } else { Dtype::Bf16 };
+    let source = Resident::random(spec.params(), 3, 0.02, 1.0, dtype, &Device::Cpu).expect("weights");
+    let mut network = Network::new(spec.clone(), Box::new(source), Device::Cpu);
+    if o.method == "lora" {
+        network.adapters = adapters(&spec, 16);
+    }
+    let layers = spec.layers.len();
+    let named = |prefix: &str| {
+        let params = spec.params();
+        let names: Vec<String> = params.iter().map(|p| p.name.to_string()).collect();
+        Active::new(names.into_iter().filter(|n| n.starts_with(prefix)))
+    };
+    let sets: Vec<Active> = match o.method.as_str() {
+        "full" => vec![named("")],
+        "block" => [0, layers / 2, layers - 1]
+            .map(|l| named(&format!("model.layers.{l}.")))
+            .into(),
+        _ => vec![Active::new(
+            network
+                .adapters
+                .values()
+                .flat_map(|l| [l.a_name.to_string(), l.b_name.to_string()]),
+        )],
+    };
+    let text = "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n";
+    let optimizer = recipe::parse(text, "bench", &[]).expect("a recipe").recipe.optimizer;
+    let mut engine = Engine {
+        objective: Box::new(CausalLm::new(spec.vocab)),
+        optimizer: Optimizer::new(optimizer),
+        gradients: if o.method == "full" {
+            Gradients::Fused
+        } else {
+            Gradients::Keep
+        },
+        keep_layers: if o.recompute { 0 } else { layers },
+        max_grad_norm: 0.0,
+        seed: 1,
+        network,
+    };
+    let rng = Rng::new(9, Stream::Init, &[]);
+    let rows: Vec<Example> = (0..o.batch)
+        .map(|r| Example {
+            ids: (0..o.seq)
+                .map(|t| rng.below((r * o.seq + t) as u64, spec.vocab as u64) as u32)
+                .collect(),
+            trained: vec![true; o.seq],
+        })
+        .collect();
+    let batch = [Batch::from_examples(&rows)];
+    let tokens = (o.batch * o.seq) as f64;
+    let mut medians = Vec::new();
+    let mut all = Vec::new();
+    let mut loss = 0.0;
+    for active in &sets {
+        engine.optimizer.retire_all_but(|_| false);
+        let mut seconds: Vec<f64> = (0..=o.steps)
+            .map(|step| {
+                let started = Instant::now();
+                let report = engine.step(step as u64 + 1, &batch, active, 1e-4).expect("a step");
+                loss = report.totals.loss();
+                started.elapsed().as_secs_f64()
+            })
+            .skip(1)
+            .collect();
+        all.extend(seconds.iter().map(|s| (s * 1000.0).round() / 1000.0));
+        seconds.sort_by(f64::total_cmp);
+        medians.push(seconds[seconds.len() / 2]);
+    }
+    let median = medians.iter().sum::<f64>() / medians.len() as f64;
+    println!(
+        "{}",
+        serde_json::json!({
+            "impl": "ft", "size": o.size, "method": o.method, "dtype": o.dtype, "batch": o.batch, "seq": o.seq,
+            "threads": o.threads, "cpu": CpuPath::current().name(), "activations": if o.recompute { "recompute" } else { "keep" },
+            "tokens_per_s": (tokens / median * 10.0).round() / 10.0, "step_s": all,
+            "peak_rss_mib": memory::peak_resident() >> 20, "loss": loss,
+        })
+    );
+}

@@ -18,7 +18,7 @@ mod train;
 pub use out::{out, out_raw};
 pub use recipes::SHIPPED;
 
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, memory};
 use crate::ops::CpuPath;
 use crate::report::{self, Style};
 use clap::{Parser, Subcommand};
@@ -83,6 +83,7 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
 }
 
 fn run(cli: Cli) -> Result<i32> {
+    memory::reuse_freed();
     if let Some(n) = cli.threads {
         rayon::ThreadPoolBuilder::new()
             .num_threads(usize::from(n))

@@ -5,7 +5,7 @@ use ft::data::{Batch, batch::Example};
 use ft::engine::{self, Active};
 use ft::export;
 use ft::model::Network;
-use ft::ops::linear;
+use ft::ops::{CpuPath, linear};
 use ft::optim::{Optimizer, Schedule};
 use ft::recipe::{self, Dtype, ModelInit, Recipe};
 use ft::run::setup::Described;
@@ -35,6 +35,10 @@ fn values(t: &Tensor) -> Vec<f64> {
 }
 
 fn open(dir: &Path, adapter: Option<&Path>) -> Network {
+    // All parity tests on one set of CPU operations: FT_CPU=portable cargo test --release --test parity
+    if let Ok(path) = std::env::var("FT_CPU") {
+        CpuPath::force(&path).unwrap_or_else(|e| panic!("{e}"));
+    }
     let model = Described::open(dir.to_str().unwrap(), "main", None).unwrap_or_else(|e| panic!("{e}"));
     let mut network = model
         .load(Dtype::F32, ModelInit::Pretrained, 0, &Device::Cpu)

@@ -1,6 +1,6 @@
 //! Settings that must not change what is learned.
 
-use crate::bench::{Bench, number};
+use crate::bench::{Bench, number, said};
 
 fn close(a: f64, b: f64, what: &str) {
     assert!((a - b).abs() <= 1e-5 * b.abs(), "{what}: {a} and {b}");
@@ -113,4 +113,42 @@ fn kept_and_recomputed_activations_give_the_same_bits() {
         assert_eq!(kept, run(&format!("{method}-again"), "recompute"), "{method}");
         assert_eq!(kept, run(&format!("{method}-auto"), "auto"), "{method}");
     }
+}
+
+#[test]
+fn every_set_of_cpu_operations_learns_the_same() {
+    let bench = Bench::new();
+    let mut curves = Vec::new();
+    for path in ["amx", "avx512", "avx2", "portable"] {
+        for dtype in ["f32", "bf16"] {
+            let name = format!("{path}-{dtype}");
+            let (out, dtype) = (format!("train.output_dir={name}"), format!("model.dtype={dtype}"));
+            let base = ["train", "--recipe", "r.toml", "tune.method=full", "train.max_steps=20"];
+            let more = ["train.save_steps=0", "train.batch_size=2", &dtype, &out];
+            let ran = bench.command(&[&base[..], &more].concat()).env("FT_CPU", path).output();
+            let ran = ran.unwrap();
+            if said(&ran).contains("this CPU cannot run") {
+                eprintln!("skipped: this CPU has no {path}");
+                break;
+            }
+            assert!(ran.status.success(), "{name}\n{}", said(&ran));
+            let losses: Vec<f64> = bench.steps(&name).iter().map(|l| number(l, "loss")).collect();
+            assert_eq!(losses.len(), 20);
+            curves.push((name, losses));
+        }
+    }
+    let (reference, want) = curves.iter().rfind(|(name, _)| name == "portable-f32").unwrap();
+    for (name, got) in &curves {
+        let tolerance = if name.ends_with("f32") { 1e-4 } else { 2e-2 };
+        for (a, b) in got.iter().zip(want) {
+            assert!((a - b).abs() <= tolerance * b, "{name} {a}, {reference} {b}");
+        }
+    }
+    let unknown = bench.command(&["doctor"]).env("FT_CPU", "mmx").output().unwrap();
+    assert_ne!(unknown.status.code(), Some(0));
+    assert!(
+        said(&unknown).contains("expected amx, avx512, avx2 or portable"),
+        "{}",
+        said(&unknown)
+    );
 }

@@ -4,4 +4,5 @@ mod bench;
 mod equal;
 mod hostile;
 mod plans;
+mod quickstart;
 mod resume;

@@ -88,8 +88,8 @@ fn nan_infinity_and_ties_survive_the_rounding() {
         f32::INFINITY,
         f32::NEG_INFINITY,
         f32::from_bits(0x7FFF_FFFF),
-        1.00390625,
-        1.01171875,
+        1.0 + 1.0 / 256.0,
+        1.0 + 3.0 / 256.0,
         -0.0,
         3e38,
     ];

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Times ft and the peer in turn on this machine and prints medians and ratios.
+#
+#   PYTHON=/path/to/venv/bin/python ROUNDS=3 benches/peer.sh [configuration ...]
+#
+# A configuration is size:method:batch:seq:dtype; the default list is the table of docs/benchmarks-cpu.md. The virtual
+# environment needs torch, transformers and peft. Rows go to $OUT (default: a temporary file).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+rounds=${ROUNDS:-3}
+steps=${STEPS:-2}
+out=${OUT:-$(mktemp)}
+threads=${THREADS:-2}
+cargo build --release --bench step
+ours=$(cargo build --release --bench step --message-format=json 2>/dev/null |
+  sed -n 's/.*"name":"step".*"executable":"\([^"]*\)".*/\1/p' | tail -1)
+if [ $# -eq 0 ]; then
+  set -- 0.5b:lora:1:512:bf16 0.5b:full:1:512:bf16 0.5b:block:1:512:bf16 \
+    0.5b:lora:4:512:bf16 0.5b:full:4:512:bf16 0.5b:block:4:512:bf16 \
+    small:lora:16:256:bf16 small:full:16:256:bf16
+fi
+for configuration in "$@"; do
+  IFS=: read -r size method batch seq dtype <<<"$configuration"
+  options=(--size "$size" --method "$method" --batch "$batch" --seq "$seq" --dtype "$dtype" --steps "$steps" --threads "$threads")
+  for _ in $(seq "$rounds"); do
+    "$ours" "${options[@]}" | tee -a "$out"
+    "$python" benches/peer_cpu.py "${options[@]}" 2>/dev/null | tee -a "$out"
+  done
+done
+"$python" - "$out" <<'PYTHON'
+import json, statistics, sys
+rows = {}
+for line in open(sys.argv[1]):
+    row = json.loads(line)
+    key = tuple(row[k] for k in ("size", "method", "batch", "seq", "dtype"))
+    rows.setdefault(key, {}).setdefault(row["impl"], []).append(row)
+spread = lambda values: f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})"
+print("| step | ft tokens/s | peer tokens/s | ratio | ft MiB | peer MiB | ratio |")
+print("|---|---|---|---|---|---|---|")
+for (size, method, batch, seq, dtype), sides in rows.items():
+    ours, peer = sides["ft"], sides["torch"]
+    speed = [[r["tokens_per_s"] for r in side] for side in (ours, peer)]
+    memory = [statistics.median(r["peak_rss_mib"] for r in side) for side in (ours, peer)]
+    ratio = statistics.median(a / b for a, b in zip(*speed))
+    print(f"| {size} {method} {batch} x {seq} {dtype} | {spread(speed[0])} | {spread(speed[1])} | {ratio:.2f} "
+          f"| {memory[0]:.0f} | {memory[1]:.0f} | {memory[0] / memory[1]:.2f} |")
+PYTHON

@@ -2,6 +2,7 @@
 
 use super::out::out;
 use crate::base::{Result, files, memory, units};
+use crate::ops::CpuPath;
 use crate::report;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -88,8 +89,9 @@ fn examine() -> Vec<Line> {
         ok(
             "cpu",
             format!(
-                "{name}, {cores} cores, computing with {} threads",
-                rayon::current_num_threads()
+                "{name}, {cores} cores, computing with {} threads and the {} operations",
+                rayon::current_num_threads(),
+                CpuPath::current().name()
             ),
         ),
     ];

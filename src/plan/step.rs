@@ -7,6 +7,7 @@ use super::work::{self, Block};
 use crate::engine::{Active, Gradients};
 use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, FINAL_NORM, LM_HEAD};
+use crate::ops::CpuPath;
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
 use crate::source::Group;
@@ -17,9 +18,11 @@ const UPDATE_CHUNK: u64 = 1 << 14;
 /// What the matrix product packs its operands into, per thread.
 const PACKING: u64 = 1 << 20;
 /// What a task of a matrix product packs (as in `ops`): of A up to this many rows and steps of k, of B this many elements.
-const PACKED_ROWS: u64 = 504;
-const PACKED_STEPS: u64 = 384;
-const PACKED_B: u64 = 150_000;
+const PACKED_ROWS: u64 = 518;
+const PACKED_STEPS: u64 = 256;
+const PACKED_B: u64 = 66_000;
+/// Bytes of an operand that is packed for the tile unit at most (as in `ops`).
+const PACKED_TILES: u64 = 16 << 20;
 /// Queries that one task of attention takes at a time (as in `ops`).
 const QUERIES: u64 = 64;
 
@@ -84,7 +87,10 @@ pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs
     let held = [
         // ids, positions, targets of every micro-batch; the rope tables of one.
         l.hold(Kind::Data, 12 * tokens * inputs.micro_batches as u64 + rope * tokens),
-        l.hold(Kind::Scratch, threads * (PACKING + 4 * thread_scratch(spec, inputs))),
+        l.hold(
+            Kind::Scratch,
+            threads * (PACKING + 4 * thread_scratch(spec, inputs)) + if bf16 { tile_buffers(spec, inputs) } else { 0 },
+        ),
     ];
     // The second micro-batch finds the sums of the first; those after it are like the second.
     for micro in 0..inputs.micro_batches.min(2) {
@@ -115,6 +121,21 @@ fn thread_scratch(spec: &Spec, inputs: &Inputs) -> u64 {
     let packed = |rows: u64, steps: u64| rows.min(PACKED_ROWS) * steps.min(PACKED_STEPS);
     let n = inputs.tokens as u64;
     attention.max(packed(n, widest).max(packed(widest, n)) + PACKED_B.min(widest * PACKED_STEPS))
+}
+
+/// Bytes of the packed operands of the tile unit, where there is one: an activation and a weight.
+fn tile_buffers(spec: &Spec, inputs: &Inputs) -> u64 {
+    if CpuPath::current() != CpuPath::Amx {
+        return 0;
+    }
+    let linears = spec.linears().into_iter().map(|(_, input, output, ..)| (input, output));
+    let (mut wide, mut large) = (0, spec.vocab * spec.hidden);
+    for (input, output) in linears {
+        wide = wide.max(input).max(output);
+        large = large.max(input * output);
+    }
+    let bytes = |elements: usize| PACKED_TILES.min(2 * elements as u64);
+    bytes(inputs.tokens * wide) + bytes(large)
 }
 
 fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {

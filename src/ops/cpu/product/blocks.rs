@@ -13,9 +13,9 @@ use super::{Job, Start};
 use rayon::prelude::*;
 
 /// Steps of k in a chunk at most: a panel of A stays in the first-level cache.
-const CHUNK: usize = 384;
+const CHUNK: usize = 256;
 /// Elements of a packed part of B at most.
-const PART: usize = 150_000;
+const PART: usize = 66_000;
 /// With so few columns an f32 A is read where it lies: packing would cost more than it saves.
 const FEW_COLUMNS: usize = 64;
 

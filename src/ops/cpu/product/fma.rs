@@ -55,6 +55,12 @@ macro_rules! kernels {
             unsafe fn tile<const R: usize, const V: usize>(t: &Tile) {
                 // SAFETY: the caller promises that every address of the tile may be read or written.
                 unsafe {
+                    // C is needed when k has run: until then it comes from memory.
+                    for r in 0..R {
+                        let row = t.c.wrapping_add(r * t.c_row);
+                        _mm_prefetch::<_MM_HINT_T0>(row.cast());
+                        _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(V * LANES - 1).cast());
+                    }
                     let mut sum = [[$zero(); V]; R];
                     let (mut a, mut b) = (t.a, t.b);
                     if t.a_row == 1 {

@@ -1,7 +1,7 @@
 //! How C is cut into blocks.
 
 /// Rows of a block at most: bounds the packed part of A.
-const MAX_ROWS: usize = 504;
+const MAX_ROWS: usize = 518;
 /// Packing one element costs about this many multiply-adds.
 const PACK: f64 = 24.0;
 const FEWEST_ROWS: usize = 14;

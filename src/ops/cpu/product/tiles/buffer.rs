@@ -1,7 +1,7 @@
 //! Memory for packed operands: aligned, reused from product to product, in huge pages where the system has them.
 
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
-use std::cell::Cell;
+use std::sync::Mutex;
 
 const PAGE: usize = 2 << 20;
 
@@ -51,14 +51,18 @@ impl Drop for Buffer {
     }
 }
 
-thread_local! {
-    static BUFFERS: Cell<(Buffer, Buffer)> = Cell::default();
-}
+// SAFETY: the memory belongs to the buffer alone.
+unsafe impl Send for Buffer {}
 
-/// Runs `f` with the two buffers of this thread.
+static BUFFERS: Mutex<Option<(Buffer, Buffer)>> = Mutex::new(None);
+
+/// Runs `f` with the two buffers of the process, or with fresh ones if somebody else is using them.
 pub(super) fn with_buffers<R>(f: impl FnOnce(&mut Buffer, &mut Buffer) -> R) -> R {
-    let (mut a, mut b) = BUFFERS.take();
+    let kept = BUFFERS.lock().ok().and_then(|mut b| b.take());
+    let (mut a, mut b) = kept.unwrap_or_default();
     let result = f(&mut a, &mut b);
-    BUFFERS.set((a, b));
+    if let Ok(mut place) = BUFFERS.lock() {
+        *place = Some((a, b));
+    }
     result
 }

@@ -9,3 +9,9 @@ include!(concat!(env!("OUT_DIR"), "/modules.rs"));
 pub fn module(name: &str) -> Option<&'static [u8]> {
     MODULES.iter().find(|(known, _)| *known == name).map(|(_, binary)| *binary)
 }
+
+/// The CUDA version of the toolkit that compiled the kernels, as 1000 · major + 10 · minor.
+#[cfg(feature = "cuda")]
+pub fn toolkit() -> Option<i32> {
+    TOOLKIT
+}

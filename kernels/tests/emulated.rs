@@ -30,6 +30,9 @@ macro_rules! emulated {
 
 emulated! {
     selftest
+    attention_forward
+    attention_backward
+    attention_f32
 }
 
 const PLAIN: &[&str] = &["-O2"];

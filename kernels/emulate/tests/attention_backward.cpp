@@ -59,7 +59,7 @@ void backward(const Case& c, int parts, uint64_t seed) {
     }
     std::string part = parts > 1 ? " in parts" : "";
     // With one key a probability is 1 whatever q and k are; only rounding is left on either side.
-    if (c.nq() > 1) {
+    if (c.nq() > 1 && c.window != 1) {
         check(c, ("dq" + part).c_str(), dq, p.dq, 1e-2);
         check(c, ("dk" + part).c_str(), dk, p.dk, 1e-2);
     }
@@ -69,7 +69,6 @@ void backward(const Case& c, int parts, uint64_t seed) {
 int main(int argc, char** argv) {
     for (uint64_t seed : emulate::seeds(argc, argv)) {
         for (const Case& c : training_cases()) {
-            if (c.window == 1) continue;
             backward(c, 1, seed);
             if (c.heads > c.kv_heads) backward(c, c.heads / c.kv_heads, seed);
         }

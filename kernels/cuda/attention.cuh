@@ -31,7 +31,7 @@ struct Form {
 };
 
 /// Rows of a document that one block owns, and what it visits. Places count from the first key of the document.
-struct Tile {
+struct __align__(16) Tile {
     /// First own token in the whole batch, and number of own rows (tokens times `pack`).
     int token, rows;
     /// Place of the first own token.
@@ -135,7 +135,7 @@ __device__ __forceinline__ void put_rows(bf16* tile, int row, int chunk, const f
     }
 }
 
-/// From q·k to the score times log2 e: `scale` and `cap` stand ready in `Scores`.
+/// From q·k to scores times log2 e, and back down for the gradient.
 struct Scores {
     float factor, cap, to_tanh, from_tanh;
     __device__ __forceinline__ explicit Scores(const Form& form)
@@ -144,18 +144,40 @@ struct Scores {
           to_tanh(form.cap == 0.0f ? 0.0f : form.scale / form.cap * 2.0f * LOG2E),
           from_tanh(form.cap == 0.0f ? 0.0f : 1.0f / (form.cap * LOG2E)) {}
 
-    /// Absolute error of the tanh about 1e-7: scores are compared by their difference, so that is what counts.
-    __device__ __forceinline__ float operator()(float x) const {
-        if (cap == 0.0f) return x * factor;
-        float y = x * to_tanh;
-        y = y > 40.0f ? 40.0f : y;
-        return cap * (1.0f - __fdividef(2.0f, ptx::exp2(y) + 1.0f));
+    template <int NT>
+    __device__ __forceinline__ void apply(float (&s)[NT][4]) const {
+        if (cap == 0.0f) {
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+#pragma unroll
+                for (int c = 0; c < 4; c++) s[n][c] *= factor;
+            }
+        } else {
+            // cap tanh(x). The absolute error of the tanh is about 1e-7, and differences of scores are what counts.
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    float y = s[n][c] * to_tanh;
+                    y = y > 40.0f ? 40.0f : y;
+                    s[n][c] = cap * (1.0f - __fdividef(2.0f, ptx::exp2(y) + 1.0f));
+                }
+            }
+        }
     }
 
-    /// Derivative of the capped score along the score, from what the operator gave.
-    __device__ __forceinline__ float slope(float score) const {
-        const float t = score * from_tanh;
-        return 1.0f - t * t;
+    /// Multiplies ds by the derivative of the cap at the scores s that `apply` gave.
+    template <int NT>
+    __device__ __forceinline__ void slopes(float (&ds)[NT][4], const float (&s)[NT][4]) const {
+        if (cap == 0.0f) return;
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const float t = s[n][c] * from_tanh;
+                ds[n][c] *= 1.0f - t * t;
+            }
+        }
     }
 };
 

@@ -90,15 +90,26 @@ __device__ __forceinline__ void keys(const Backward& p, bf16* dk, bf16* dv, floa
 #pragma unroll
             for (int n = 0; n < NT; n++) {
 #pragma unroll
+                for (int c = 0; c < 4; c++) ds[0][n][c] -= stat[BM + n * 8 + lane % 4 * 2 + c % 2];
+            }
+            scores.apply(s[0]);
+            scores.slopes(ds[0], s[0]);
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+#pragma unroll
                 for (int c = 0; c < 4; c++) {
-                    const int column = n * 8 + lane % 4 * 2 + c % 2, i = query + column, j = key + c / 2 * 8;
-                    const float x = scores(s[0][n][c]);
-                    float weight = ptx::exp2(x - stat[column] * LOG2E);
-                    float slope = weight * (ds[0][n][c] - stat[BM + column]);
-                    if (form.cap != 0.0f) slope *= scores.slope(x);
-                    if (masked && (j > i || i >= tile.high || i - j >= form.window)) weight = slope = 0.0f;
-                    s[0][n][c] = weight;
-                    ds[0][n][c] = slope;
+                    s[0][n][c] = ptx::exp2(s[0][n][c] - stat[n * 8 + lane % 4 * 2 + c % 2] * LOG2E);
+                    ds[0][n][c] *= s[0][n][c];
+                }
+            }
+            if (masked) {
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+#pragma unroll
+                    for (int c = 0; c < 4; c++) {
+                        const int i = query + n * 8 + lane % 4 * 2 + c % 2, j = key + c / 2 * 8;
+                        if (j > i || i >= tile.high || i - j >= form.window) s[0][n][c] = ds[0][n][c] = 0.0f;
+                    }
                 }
             }
             pack_weights<KT>(wp[0], s[0]);
@@ -202,16 +213,22 @@ __device__ __forceinline__ void queries(const Backward& p, bf16* dq, const Tile*
             const int query = tile.place + own_row + lane / 4;
             const bool masked = key + BN - 1 > tile.place + own_row || key + BN > tile.high ||
                                 tile.place + own_row + 15 - key >= form.window;
+            scores.apply(s[0]);
 #pragma unroll
             for (int n = 0; n < NT; n++) {
 #pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    const int j = key + n * 8 + lane % 4 * 2 + c % 2, i = query + c / 2 * 8;
-                    const float x = scores(s[0][n][c]);
-                    float slope = ptx::exp2(x - lse[c / 2]) * (ds[0][n][c] - delta[c / 2]);
-                    if (form.cap != 0.0f) slope *= scores.slope(x);
-                    if (masked && (j > i || j >= tile.high || i - j >= form.window)) slope = 0.0f;
-                    ds[0][n][c] = slope;
+                for (int c = 0; c < 4; c++)
+                    ds[0][n][c] = (ds[0][n][c] - delta[c / 2]) * ptx::exp2(s[0][n][c] - lse[c / 2]);
+            }
+            scores.slopes(ds[0], s[0]);
+            if (masked) {
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+#pragma unroll
+                    for (int c = 0; c < 4; c++) {
+                        const int j = key + n * 8 + lane % 4 * 2 + c % 2, i = query + c / 2 * 8;
+                        if (j > i || j >= tile.high || i - j >= form.window) ds[0][n][c] = 0.0f;
+                    }
                 }
             }
             pack_weights<KT>(w[0], ds[0]);

@@ -88,19 +88,22 @@ __device__ __forceinline__ void forward(const Pointers& p, const Tile& tile, int
             const bool masked = key < all_from || key + BN - 1 > all_to;
 #pragma unroll
             for (int m = 0; m < MT; m++) {
+                scores.apply(s[m]);
+                if (masked) {
+#pragma unroll
+                    for (int n = 0; n < NT; n++) {
+#pragma unroll
+                        for (int c = 0; c < 4; c++) {
+                            const int at = key + n * 8 + lane % 4 * 2 + c % 2;
+                            if (at > last[m][c / 2] || at < begin[m][c / 2]) s[m][n][c] = -INFINITY;
+                        }
+                    }
+                }
                 float highest[2] = {top[m][0], top[m][1]};
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
 #pragma unroll
-                    for (int c = 0; c < 4; c++) {
-                        float x = scores(s[m][n][c]);
-                        if (masked) {
-                            const int at = key + n * 8 + lane % 4 * 2 + c % 2;
-                            if (at > last[m][c / 2] || at < begin[m][c / 2]) x = -INFINITY;
-                        }
-                        s[m][n][c] = x;
-                        highest[c / 2] = fmaxf(highest[c / 2], x);
-                    }
+                    for (int c = 0; c < 4; c++) highest[c / 2] = fmaxf(highest[c / 2], s[m][n][c]);
                 }
                 float base[2];
 #pragma unroll

@@ -13,11 +13,9 @@
 #define __constant__ static
 #define __shared__ static
 #define __forceinline__ inline
-#define __noinline__ __attribute__((noinline))
 #define __align__(n) alignas(n)
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __restrict__ __restrict
 
 #define threadIdx (::emulate::current->index)
 #define blockIdx (::emulate::block_index)
@@ -157,8 +155,6 @@ inline unsigned long long max(unsigned long long a, unsigned long long b) { retu
 inline float min(float a, float b) { return fminf(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }
 
-inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-inline double rsqrt(double x) { return 1.0 / sqrt(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }
@@ -169,11 +165,9 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
-inline void sincospif(float x, float* s, float* c) {
-    *s = static_cast<float>(sin(M_PI * static_cast<double>(x)));
-    *c = static_cast<float>(cos(M_PI * static_cast<double>(x)));
-}
-// The C library has functions of these names.
+// The C library has functions of these names, or will.
+#define rsqrtf(x) (1.0f / sqrtf(x))
+#define rsqrt(x) (1.0 / sqrt(x))
 #define __expf(x) expf(x)
 #define __exp10f(x) exp10f(x)
 #define __logf(x) logf(x)

@@ -39,6 +39,9 @@ emulated! {
     rms_norm
     rope
     selftest
+    attention_forward
+    attention_backward
+    attention_f32
 }
 
 const PLAIN: &[&str] = &["-O2"];

@@ -15,6 +15,7 @@ use half::bf16;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
+pub(crate) mod attention;
 mod columns;
 pub(crate) mod cross_entropy;
 pub(crate) mod device;
@@ -28,6 +29,7 @@ pub(crate) mod reduce;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod step;
+mod tiles;
 
 /// Element type of an activation or weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

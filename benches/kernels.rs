@@ -31,7 +31,10 @@ mod peak {
                 *s = _mm512_fmadd_ps(*s, a, b);
             }
         }
-        let total = sums.into_iter().map(_mm512_reduce_add_ps).sum();
+        let mut total = 0.0;
+        for s in sums {
+            total += _mm512_reduce_add_ps(s);
+        }
         (rounds * SUMS as u64 * 32, total)
     }
 
@@ -80,12 +83,18 @@ fn show_peak() {
             let started = Instant::now();
             let done = rayon::broadcast(|_| peak::run(black_box(ROUNDS)));
             let seconds = started.elapsed().as_secs_f64();
-            let flops: u64 = done.into_iter().map(|d| d.map(|(flops, sum)| (flops, black_box(sum)).0)).sum::<Option<u64>>()?;
+            let flops: u64 = done
+                .into_iter()
+                .map(|d| d.map(|(flops, sum)| (flops, black_box(sum)).0))
+                .sum::<Option<u64>>()?;
             Some(flops as f64 / seconds / 1e9)
         })
         .fold(0.0, f64::max);
     match best > 0.0 {
-        true => println!("peak of the f32 unit: {best:.0} GFLOP/s with {} threads", rayon::current_num_threads()),
+        true => println!(
+            "peak of the f32 unit: {best:.0} GFLOP/s with {} threads",
+            rayon::current_num_threads()
+        ),
         false => println!("peak of the f32 unit: not measured on this processor"),
     }
 }
@@ -93,7 +102,13 @@ fn show_peak() {
 fn products(c: &mut Criterion) {
     memory::reuse_freed();
     show_peak();
-    for (n, i, o) in [(512, 896, 4864), (512, 4864, 896), (2048, 4096, 4096), (512, 896, 16), (1, 896, 4864)] {
+    for (n, i, o) in [
+        (512, 896, 4864),
+        (512, 4864, 896),
+        (2048, 4096, 4096),
+        (512, 896, 16),
+        (1, 896, 4864),
+    ] {
         let mut group = c.benchmark_group(format!("product {n} x {i} x {o}"));
         group.throughput(Throughput::Elements(2 * (n * i * o) as u64));
         let (x, dy) = (random(n, i, 1), random(n, o, 2));
@@ -147,12 +162,18 @@ fn attentions(c: &mut Criterion) {
 
 fn elementwise(c: &mut Criterion) {
     let (n, d, i) = (512, 896, 4864);
-    let (x, dy, w) = (random(n, d, 1), random(n, d, 2), random(1, d, 3).flatten_all().expect("w"));
+    let (x, dy, w) = (
+        random(n, d, 1),
+        random(n, d, 2),
+        random(1, d, 3).flatten_all().expect("w"),
+    );
     let (gate, up, dm) = (random(n, i, 4), random(n, i, 5), random(n, i, 6));
     let mut group = c.benchmark_group("elementwise, 512 tokens");
     let bytes = |tensors: usize, width: usize| Throughput::Bytes((4 * tensors * n * width) as u64);
     group.throughput(bytes(2, d));
-    group.bench_function("rms_norm forward", |b| b.iter(|| rms_norm::forward(&x, &w, 1e-6, false).expect("y")));
+    group.bench_function("rms_norm forward", |b| {
+        b.iter(|| rms_norm::forward(&x, &w, 1e-6, false).expect("y"))
+    });
     group.throughput(bytes(3, d));
     group.bench_function("rms_norm backward", |b| {
         b.iter(|| rms_norm::backward(&x, &w, &dy, 1e-6, false, false).expect("dx"))

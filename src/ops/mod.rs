@@ -10,8 +10,11 @@ pub mod cross_entropy;
 pub mod embedding;
 pub mod glu;
 pub mod linear;
+pub mod master;
+pub mod part;
 pub mod rms_norm;
 pub mod rope;
+pub mod step;
 pub mod update;
 
 mod cpu;

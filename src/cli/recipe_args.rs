@@ -1,6 +1,6 @@
 //! `--recipe R key=value ...`, as several subcommands take it.
 
-use super::warn;
+use crate::report::warn;
 use crate::base::{Error, Result};
 use crate::recipe::{self, Loaded};
 use std::path::PathBuf;

@@ -7,6 +7,7 @@
 
 pub mod attention;
 pub mod cross_entropy;
+pub mod device;
 pub mod embedding;
 pub mod glu;
 pub mod linear;
@@ -15,6 +16,7 @@ pub mod part;
 pub mod rms_norm;
 pub mod rope;
 pub mod step;
+pub mod tally;
 pub mod update;
 
 mod cpu;

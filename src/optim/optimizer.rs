@@ -8,7 +8,7 @@ use crate::ops::part::{self, Places};
 use crate::ops::step::{self, Item, Precision, Rule};
 use crate::ops::update;
 use crate::recipe::{self, Master};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 
 pub struct Optimizer {
@@ -111,8 +111,13 @@ impl Optimizer {
     }
 
     /// Drops the moments of every parameter but those `keep` names; what a master knows beyond bf16 stays.
-    pub fn retire_all_but(&mut self, keep: impl Fn(&str) -> bool) {
+    /// From a GPU that goes to the host.
+    pub fn retire_all_but(&mut self, keep: impl Fn(&str) -> bool) -> Result<()> {
         self.states.retain(|name, _| keep(name));
+        for (_, low) in self.low.iter_mut().filter(|(name, _)| !keep(name)) {
+            *low = low.to_device(&Device::Cpu)?;
+        }
+        Ok(())
     }
 
     /// One update of `weight` (f32 or bf16, in place) by `gradient` (f32, same shape) times `coefficient`.
@@ -211,11 +216,13 @@ impl Optimizer {
                 (None, Kind::Stochastic(Rng::new(self.seed, Stream::Rounding, &key)))
             }
             (DType::BF16, Master::F32) => {
-                if !self.low.contains_key(name) {
-                    let zeros = Tensor::zeros(weight.elem_count(), DType::I16, weight.device())?;
-                    self.low.insert(name.to_string(), zeros);
-                }
-                (self.low.get(name).map(&take).transpose()?, Kind::Halves)
+                let low = match self.low.remove(name) {
+                    Some(low) => low.to_device(weight.device())?,
+                    None => Tensor::zeros(weight.elem_count(), DType::I16, weight.device())?,
+                };
+                let part = take(&low)?;
+                self.low.insert(name.to_string(), low);
+                (Some(part), Kind::Halves)
             }
             (other, _) => {
                 return Err(Error::new("weight type cannot be trained")

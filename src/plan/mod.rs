@@ -36,6 +36,10 @@ pub struct Inputs {
     /// Uppermost layers that keep their activations.
     pub keep_layers: usize,
     pub threads: usize,
+    /// Bytes of an element of an activation: 4 on the CPU, as the weights on a GPU.
+    pub element: u64,
+    /// Tensors lie on a GPU; the program, its rows and what retired blocks leave behind on the host.
+    pub on_gpu: bool,
     /// Every set of parameters that can be trained at one time.
     pub active: Vec<Active>,
     /// Rank of the adapter on each linear that has one, by module.
@@ -58,6 +62,8 @@ impl Inputs {
             gradients,
             keep_layers: 0,
             threads: rayon::current_num_threads(),
+            element: 4,
+            on_gpu: false,
             active,
             adapters: adapters
                 .iter()
@@ -123,7 +129,7 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
 
     let mut worst: Option<(Ledger, u64)> = None;
     for active in &inputs.active {
-        let mut ledger = Ledger::default();
+        let mut ledger = Ledger::new(inputs.on_gpu);
         ledger.moment("loading");
         let trained: u64 = active.names().map(|n| part(active, n)).sum();
         let state: u64 = active
@@ -132,11 +138,16 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
                 let bf16 = stored == 2 && !is_adapter(n);
                 Some(state_bytes(recipe, active, n, shapes.get(n)?, bf16))
             })
-            .sum();
+            .sum::<u64>()
+            // Lower halves of what is corrected have to be at hand too.
+            + active
+                .corrected()
+                .map(|n| size(n) * Optimizer::master_bytes(&recipe.optimizer, stored == 2))
+                .sum::<u64>();
         // What a master knows beyond bf16 stays when its block retires.
         let retired: u64 = ever
             .iter()
-            .filter(|n| !active.contains(n) && !is_adapter(n))
+            .filter(|n| !active.wants(n) && !is_adapter(n))
             .map(|n| size(n) * Optimizer::master_bytes(&recipe.optimizer, stored == 2))
             .sum();
         let held = [

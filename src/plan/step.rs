@@ -87,7 +87,6 @@ impl Sink<'_> {
 pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, active: &Active) {
     let sizes = elements(spec, &inputs.adapters);
     let bf16 = recipe.model.dtype == Dtype::Bf16;
-    let threads = inputs.threads as u64;
     let mut sink = Sink {
         active,
         sizes: &sizes,
@@ -99,10 +98,7 @@ pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs
     let held = [
         // ids, positions, targets of every micro-batch; the rope tables of one.
         l.hold(Kind::Data, 12 * tokens * inputs.micro_batches as u64 + rope * tokens),
-        l.hold(
-            Kind::Scratch,
-            threads * (PACKING + 4 * thread_scratch(spec, inputs)) + if bf16 { tile_buffers(spec, inputs) } else { 0 },
-        ),
+        l.hold(Kind::Scratch, scratch(spec, inputs, bf16)),
     ];
     // The second micro-batch finds the sums of the first; those after it are like the second.
     for micro in 0..inputs.micro_batches.min(2) {
@@ -118,6 +114,15 @@ pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs
     let kept: Vec<Held> = std::mem::take(&mut sink.kept).into_values().collect();
     l.drop_all(kept);
     l.drop_all(held);
+}
+
+/// Buffers of the CPU's products and attention; a GPU packs nothing.
+fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
+    if inputs.on_gpu {
+        return 0;
+    }
+    let tiles = if bf16 { tile_buffers(spec, inputs) } else { 0 };
+    inputs.threads as u64 * (PACKING + 4 * thread_scratch(spec, inputs)) + tiles
 }
 
 /// Elements that one thread keeps for attention or for packed operands.
@@ -157,7 +162,7 @@ fn tile_buffers(spec: &Spec, inputs: &Inputs) -> u64 {
 
 fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
     let n = inputs.tokens as u64;
-    let nd = 4 * n * spec.hidden as u64;
+    let nd = inputs.element * n * spec.hidden as u64;
     let layers = spec.layers.len();
     let lowest = sink.active.lowest_layer(layers);
     let to_embedding = sink.active.lowest() == Group::Embedding;

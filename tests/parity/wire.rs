@@ -123,9 +123,9 @@ pub fn optimizer_steps(lines: &str, start: &[f32], gradients: &[Vec<f32>]) -> Ve
     let mut out = Vec::new();
     for gradient in gradients {
         optimizer.update("w", &weight, &tensor(gradient), lr, 1.0).unwrap();
-        let wide = |v: &[f32]| v.iter().map(|x| *x as f64).collect::<Vec<_>>();
-        let state = optimizer.saved().next();
-        let (m, v) = state.map_or((vec![], vec![]), |s| (wide(s.m), wide(s.v)));
+        let parts = optimizer.saved().next().map(|s| s.parts).unwrap_or_default();
+        let part = |name| parts.iter().find(|(n, _)| *n == name).map_or(vec![], |(_, t)| values(t));
+        let (m, v) = (part("m"), part("v"));
         out.push((values(&weight), m, v));
     }
     out

@@ -17,7 +17,13 @@ fn corrected(active: &Active, optimizer: &mut Optimizer, lr: f64, param: &Param,
     if !update::all_finite(gradient)? {
         return Err(Error::new("gradient is not finite").at(&param.name));
     }
-    optimizer.descend(&param.name, &param.tensor, gradient, lr * correction.scale, correction.sign)?;
+    optimizer.descend(
+        &param.name,
+        &param.tensor,
+        gradient,
+        lr * correction.scale,
+        correction.sign,
+    )?;
     Ok(true)
 }
 

@@ -68,7 +68,9 @@ fn check(t: &Tensor, places: &Places) -> Result<()> {
 fn with<T: Stored, R>(t: &Tensor, f: impl FnOnce(&[T]) -> R) -> Result<R> {
     let (storage, layout) = t.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else {
-        return Err(Error::new("a part of a tensor is taken on a device for which this is not built"));
+        return Err(Error::new(
+            "a part of a tensor is taken on a device for which this is not built",
+        ));
     };
     match (T::read(storage), layout.contiguous_offsets()) {
         (Some(all), Some((start, end))) => Ok(f(&all[start..end])),

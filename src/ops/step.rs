@@ -17,9 +17,16 @@ pub const BLOCK: usize = code::BLOCK;
 /// An update rule. Sources and arithmetic stand beside the code of each.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rule {
-    Adamw { betas: [f64; 2], eps: f64 },
-    Sgd { momentum: f64 },
-    Lion { betas: [f64; 2] },
+    Adamw {
+        betas: [f64; 2],
+        eps: f64,
+    },
+    Sgd {
+        momentum: f64,
+    },
+    Lion {
+        betas: [f64; 2],
+    },
     Adafactor,
     /// Against the sign of the gradient; no state, no decay.
     Sign,

@@ -72,9 +72,11 @@ impl BlockSchedule {
             _ => 1,
         };
         if together > blocks.len() {
-            return Err(Error::usage("`tune.block.layers_per_block` is more than there are blocks")
-                .found(together)
-                .expected(format!("at most {}", blocks.len())));
+            return Err(
+                Error::usage("`tune.block.layers_per_block` is more than there are blocks")
+                    .found(together)
+                    .expected(format!("at most {}", blocks.len())),
+            );
         }
         let switch_every = recipe
             .switch_every
@@ -148,7 +150,11 @@ impl BlockSchedule {
     }
 
     pub fn label(&self, step: u64) -> String {
-        let labels: Vec<&str> = self.active(step).into_iter().map(|b| self.blocks[b].label.as_str()).collect();
+        let labels: Vec<&str> = self
+            .active(step)
+            .into_iter()
+            .map(|b| self.blocks[b].label.as_str())
+            .collect();
         labels.join(" + ")
     }
 
@@ -366,7 +372,13 @@ mod tests {
         let label = s.label(1);
         assert!(label.contains(" + "), "{label}");
         assert!(s.possible().iter().all(|set| set.len() == 2));
-        for wrong in ["embedding", "embedding=0", "embedding=x", "model.layer.9=2", "model.layers.9=1"] {
+        for wrong in [
+            "embedding",
+            "embedding=0",
+            "embedding=x",
+            "model.layer.9=2",
+            "model.layers.9=1",
+        ] {
             r.importance = vec![wrong.into()];
             assert!(BlockSchedule::new(&r, &params(), false, 10, 1, 0).is_err(), "{wrong}");
         }
@@ -383,8 +395,15 @@ mod tests {
         let start = |s: &BlockSchedule, step: u64| s.masks(step).unwrap().of("w", 1000).unwrap().start;
         assert_eq!([1, 3, 4, 7, 10, 13].map(|k| start(&s, k)), [0, 0, 300, 600, 900, 200]);
         assert!(s.switches_at(4) && !s.switches_at(3));
-        assert!(s.survives("model.layers.0.mlp.up_proj.weight", 4) && !s.survives("model.layers.1.mlp.up_proj.weight", 4));
-        assert!(s.masks(1).unwrap().of("model.layers.0.mlp.up_proj.weight", 1000).is_none());
+        assert!(
+            s.survives("model.layers.0.mlp.up_proj.weight", 4) && !s.survives("model.layers.1.mlp.up_proj.weight", 4)
+        );
+        assert!(
+            s.masks(1)
+                .unwrap()
+                .of("model.layers.0.mlp.up_proj.weight", 1000)
+                .is_none()
+        );
         r.order = BlockOrder::Descending;
         let s = schedule(&r);
         assert_eq!([1, 4, 7, 10, 13].map(|k| start(&s, k)), [900, 600, 300, 0, 100]);

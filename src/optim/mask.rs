@@ -88,7 +88,11 @@ mod tests {
             }
         }
         let other = Masks::new(0.1, true, 9, 0, BTreeSet::from(["keep".to_string()]));
-        let places = |name: &str| (0..100).map(|i| other.of(name, 1000).unwrap().at(i)).collect::<Vec<_>>();
+        let places = |name: &str| {
+            (0..100)
+                .map(|i| other.of(name, 1000).unwrap().at(i))
+                .collect::<Vec<_>>()
+        };
         assert_ne!(places("a"), places("b"));
         assert!(other.of("keep", 1000).is_none() && other.of("small", 99).is_none());
     }

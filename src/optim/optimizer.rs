@@ -268,7 +268,9 @@ impl Optimizer {
             }
             // Without a master the values are bf16 numbers already.
             (DType::BF16, Master::Stochastic) => update::store_bf16(weight, |w| {
-                w.iter_mut().zip(values).for_each(|(w, x)| *w = half::bf16::from_f32(*x));
+                w.iter_mut()
+                    .zip(values)
+                    .for_each(|(w, x)| *w = half::bf16::from_f32(*x));
             }),
             _ => update::with_slice_mut(weight, |w| w.copy_from_slice(values)),
         }

@@ -46,7 +46,11 @@ fn int8(settings: &recipe::Optimizer, shape: &[usize]) -> bool {
 pub(super) fn bytes(settings: &recipe::Optimizer, shape: &[usize]) -> u64 {
     let (first, second) = lengths(settings, shape);
     let int8 = int8(settings, shape);
-    [first, second].into_iter().flatten().map(|n| Moment::bytes(n, int8)).sum()
+    [first, second]
+        .into_iter()
+        .flatten()
+        .map(|n| Moment::bytes(n, int8))
+        .sum()
 }
 
 /// State of one parameter that is being trained.
@@ -76,7 +80,9 @@ impl State {
             Moment::F32(t) => vec![t],
             Moment::Int8 { codes, scales } => vec![codes, scales],
         });
-        tensors.map(|t| (t.elem_count() * t.dtype().size_in_bytes()) as u64).sum()
+        tensors
+            .map(|t| (t.elem_count() * t.dtype().size_in_bytes()) as u64)
+            .sum()
     }
 
     /// Its tensors under the names that a checkpoint gives them: `m`, `v`; in eight bits `m.codes`, `m.scales`, ...
@@ -87,7 +93,9 @@ impl State {
             match moment {
                 None => {}
                 Some(Moment::F32(t)) => parts.push((whole, t.clone())),
-                Some(Moment::Int8 { codes, scales }) => parts.extend([(coded, codes.clone()), (scaled, scales.clone())]),
+                Some(Moment::Int8 { codes, scales }) => {
+                    parts.extend([(coded, codes.clone()), (scaled, scales.clone())])
+                }
             }
         }
         parts

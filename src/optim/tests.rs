@@ -77,7 +77,11 @@ fn a_saved_state_goes_on_with_the_same_bits() {
                 let mut p = Optimizer::new(s).with_seed(4);
                 p.restore_weight("w", &other, &o.exact("w", &weight).unwrap()).unwrap();
                 for saved in o.saved() {
-                    let parts = saved.parts.iter().map(|(n, t)| (n.to_string(), t.copy().unwrap())).collect();
+                    let parts = saved
+                        .parts
+                        .iter()
+                        .map(|(n, t)| (n.to_string(), t.copy().unwrap()))
+                        .collect();
                     p.restore_state(saved.name, saved.step, parts).unwrap();
                 }
                 (4..=6).for_each(|k| {
@@ -85,7 +89,10 @@ fn a_saved_state_goes_on_with_the_same_bits() {
                     step(&mut p, &other, k);
                 });
                 let (a, b) = (o.exact("w", &weight).unwrap(), p.exact("w", &other).unwrap());
-                assert!(a.iter().zip(&b).all(|(a, b)| a.to_bits() == b.to_bits()), "{lines} {master}");
+                assert!(
+                    a.iter().zip(&b).all(|(a, b)| a.to_bits() == b.to_bits()),
+                    "{lines} {master}"
+                );
             }
         }
     }
@@ -136,7 +143,8 @@ fn a_masked_update_changes_its_part_and_no_more() {
             }
             assert_eq!(
                 o.bytes(),
-                Optimizer::state_bytes(&s, &[places.len]) + n as u64 * Optimizer::master_bytes(&s, dtype == DType::BF16)
+                Optimizer::state_bytes(&s, &[places.len])
+                    + n as u64 * Optimizer::master_bytes(&s, dtype == DType::BF16)
             );
             // As the part on its own would have been updated.
             let mut alone = Optimizer::new(s);
@@ -155,7 +163,12 @@ fn a_masked_update_changes_its_part_and_no_more() {
 
 #[test]
 fn corrections_keep_no_state_and_lose_nothing_small() {
-    for (sign, master) in [(false, "f32"), (true, "f32"), (false, "stochastic"), (true, "stochastic")] {
+    for (sign, master) in [
+        (false, "f32"),
+        (true, "f32"),
+        (false, "stochastic"),
+        (true, "stochastic"),
+    ] {
         let mut o = Optimizer::new(settings(&format!("master = \"{master}\"")));
         let weight = tensor(&[200, 100], 1).to_dtype(DType::BF16).unwrap();
         let before = values(&weight);

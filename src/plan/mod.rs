@@ -120,7 +120,13 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
     let adapters: u64 = sizes.values().sum::<u64>() - parameters;
     let is_adapter = |name: &str| name.contains(".lora_");
     let size = |name: &str| sizes.get(name).copied().unwrap_or(0);
-    let changed = |active: &'_ Active| active.names().chain(active.corrected()).map(str::to_string).collect::<Vec<_>>();
+    let changed = |active: &'_ Active| {
+        active
+            .names()
+            .chain(active.corrected())
+            .map(str::to_string)
+            .collect::<Vec<_>>()
+    };
     let ever: BTreeSet<String> = inputs.active.iter().flat_map(changed).collect();
     let part = |active: &Active, name: &str| match active.places(name, size(name) as usize) {
         Some(part) => part.len as u64,

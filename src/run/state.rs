@@ -147,7 +147,10 @@ pub fn restore(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
             StoredDtype::U8 => Tensor::from_vec(moments.read_bytes(key)?, info.shape.as_slice(), &device)?,
             _ => Tensor::from_vec(moments.read_f32(key)?, info.shape.as_slice(), &device)?,
         };
-        parts.entry(name.to_string()).or_default().insert(part.to_string(), tensor);
+        parts
+            .entry(name.to_string())
+            .or_default()
+            .insert(part.to_string(), tensor);
     }
     let steps = loaded.state.get("optimizer_steps").and_then(Value::as_object);
     let steps = steps.ok_or_else(|| Error::new("checkpoint has no `optimizer_steps`").at_path(&loaded.path))?;

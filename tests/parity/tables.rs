@@ -51,7 +51,9 @@ fn optimizers_are_those_of_torch_and_transformers() {
             let what = |part: &str| format!("{lines}: {part} after step {}", k + 1);
             all_close(weights, &numbers(&want["weights"]), 1e-6, &what("weights"));
             for (key, means) in [("exp_avg_sq_row", first), ("exp_avg_sq_col", second)] {
-                let Some(want) = want.get(key).map(numbers) else { continue };
+                let Some(want) = want.get(key).map(numbers) else {
+                    continue;
+                };
                 assert_eq!(means.len(), want.len());
                 for (g, w) in means.iter().zip(want) {
                     assert!((g - w).abs() <= 1e-5 * w, "{}: {g} instead of {w}", what(key));

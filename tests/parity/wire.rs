@@ -124,7 +124,12 @@ pub fn optimizer_steps(lines: &str, start: &[f32], gradients: &[Vec<f32>]) -> Ve
     for gradient in gradients {
         optimizer.update("w", &weight, &tensor(gradient), lr, 1.0).unwrap();
         let parts = optimizer.saved().next().map(|s| s.parts).unwrap_or_default();
-        let part = |name| parts.iter().find(|(n, _)| *n == name).map_or(vec![], |(_, t)| values(t));
+        let part = |name| {
+            parts
+                .iter()
+                .find(|(n, _)| *n == name)
+                .map_or(vec![], |(_, t)| values(t))
+        };
         let (m, v) = (part("m"), part("v"));
         out.push((values(&weight), m, v));
     }

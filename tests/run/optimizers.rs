@@ -7,7 +7,11 @@ use ft::formats::weights::Weights;
 /// Each trains in its own way; K = 2, so that switches lie before and after the checkpoint.
 const WAYS: [&[&str]; 13] = [
     &["tune.method=full", "optimizer.state=int8"],
-    &["tune.method=full", "optimizer.name=lion", "optimizer.learning_rate=1e-4"],
+    &[
+        "tune.method=full",
+        "optimizer.name=lion",
+        "optimizer.learning_rate=1e-4",
+    ],
     &["tune.method=full", "optimizer.name=adafactor", "train.max_grad_norm=0"],
     &[
         "tune.method=full",
@@ -15,9 +19,19 @@ const WAYS: [&[&str]; 13] = [
         "optimizer.momentum=0.9",
         "optimizer.state=int8",
     ],
-    &["tune.method=full", "model.dtype=bf16", "optimizer.master=stochastic", "train.max_grad_norm=0"],
+    &[
+        "tune.method=full",
+        "model.dtype=bf16",
+        "optimizer.master=stochastic",
+        "train.max_grad_norm=0",
+    ],
     &["tune.method=block", "model.dtype=bf16", "optimizer.master=stochastic"],
-    &["tune.method=block", "tune.block.partition=ratio", "tune.block.update_ratio=0.2", "model.dtype=bf16"],
+    &[
+        "tune.method=block",
+        "tune.block.partition=ratio",
+        "tune.block.update_ratio=0.2",
+        "model.dtype=bf16",
+    ],
     &[
         "tune.method=block",
         "tune.block.partition=ratio",
@@ -81,14 +95,20 @@ fn every_way_resumes_to_the_same_bits() {
         let bench = Bench::new();
         bench.train(&settings(way, &["train.max_steps=9", "train.output_dir=whole"]));
         bench.train(&settings(way, &["train.max_steps=5", "train.output_dir=broken"]));
-        bench.train(&settings(way, &["train.max_steps=9", "train.output_dir=broken", "--resume"]));
+        bench.train(&settings(
+            way,
+            &["train.max_steps=9", "train.output_dir=broken", "--resume"],
+        ));
         assert_same(&bench, "whole", "broken");
         let losses: Vec<f64> = bench.steps("whole").iter().map(|l| number(l, "loss")).collect();
         assert!(losses.iter().all(|l| l.is_finite()), "{way:?} {losses:?}");
         // Something is learned: the weights that are taken away are not those of the start.
         let read = |path: &str| Weights::open_file(&bench.path(path)).unwrap();
         let (a, b) = (read("model/model.safetensors"), read("whole/final/model.safetensors"));
-        assert!(a.names().any(|n| a.read_f32(n).unwrap() != b.read_f32(n).unwrap()), "{way:?}");
+        assert!(
+            a.names().any(|n| a.read_f32(n).unwrap() != b.read_f32(n).unwrap()),
+            "{way:?}"
+        );
     }
 }
 
@@ -103,7 +123,10 @@ fn rounding_at_random_is_the_same_in_a_fused_step() {
         lines.iter().map(|l| number(l, "loss").to_bits()).collect::<Vec<_>>()
     };
     // Without clipping gradients are applied as they come; a clip far above any norm keeps them.
-    assert_eq!(run("fused", "train.max_grad_norm=0"), run("kept", "train.max_grad_norm=1e9"));
+    assert_eq!(
+        run("fused", "train.max_grad_norm=0"),
+        run("kept", "train.max_grad_norm=1e9")
+    );
 }
 
 #[test]
@@ -115,7 +138,10 @@ fn states_in_eight_bits_are_eight_bits_on_disk_and_learn_the_same() {
         bench.train(&settings(&way, &["train.max_steps=10", &out]));
         number(bench.steps(name).last().unwrap(), "loss")
     };
-    let (wide, narrow) = (run("wide", "optimizer.state=f32"), run("narrow", "optimizer.state=int8"));
+    let (wide, narrow) = (
+        run("wide", "optimizer.state=f32"),
+        run("narrow", "optimizer.state=int8"),
+    );
     assert!((wide - narrow).abs() < 0.02 * wide, "{wide} {narrow}");
     let file = Weights::open_file(&bench.path("narrow/checkpoint-10/optimizer.safetensors")).unwrap();
     let codes = file.info("lm_head.weight#m.codes").unwrap();
@@ -146,13 +172,20 @@ fn a_part_of_every_matrix_changes_in_its_window_only() {
             (true, false) => n / 4,
         };
         assert!(changed.iter().all(|i| *i < window), "{name}");
-        assert!(changed.len() * 10 >= window * 9, "{name}: {} of {window}", changed.len());
+        assert!(
+            changed.len() * 10 >= window * 9,
+            "{name}: {} of {window}",
+            changed.len()
+        );
     }
 }
 
 #[test]
 fn corrections_reach_the_blocks_of_their_scope() {
-    for (scope, reached) in [("all", [true, false, true, true]), ("partial", [false, false, true, true])] {
+    for (scope, reached) in [
+        ("all", [true, false, true, true]),
+        ("partial", [false, false, true, true]),
+    ] {
         let bench = Bench::new();
         let scope = format!("tune.block.correction_scope={scope}");
         let way = [
@@ -169,7 +202,9 @@ fn corrections_reach_the_blocks_of_their_scope() {
         let (a, b) = (read("model/model.safetensors"), read("run/final/model.safetensors"));
         for name in a.names() {
             let changed = a.read_f32(name).unwrap() != b.read_f32(name).unwrap();
-            let layer = name.strip_prefix("model.layers.").and_then(|rest| rest[..1].parse::<usize>().ok());
+            let layer = name
+                .strip_prefix("model.layers.")
+                .and_then(|rest| rest[..1].parse::<usize>().ok());
             let want = layer.is_some_and(|l| l == 1 || reached[l]);
             assert_eq!(changed, want, "{scope} {name}");
         }

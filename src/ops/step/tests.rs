@@ -47,7 +47,10 @@ fn run(rule: Rule, int8: bool, kind: Kind, steps: u64, lr: f64, decay: f64) -> (
         Kind::Whole => (start, None),
         _ => {
             let weight = start.to_dtype(DType::BF16).unwrap();
-            (weight, Some(Tensor::zeros(start.elem_count(), DType::I16, &Device::Cpu).unwrap()))
+            (
+                weight,
+                Some(Tensor::zeros(start.elem_count(), DType::I16, &Device::Cpu).unwrap()),
+            )
         }
     };
     let (first, second) = moments(rule, int8);
@@ -131,7 +134,11 @@ fn plain(rule: Rule, steps: u64, lr: f64, decay: f64) -> Vec<f64> {
 }
 
 fn distance(a: &[f32], b: &[f64]) -> f64 {
-    a.iter().zip(b).map(|(a, b)| (*a as f64 - b).powi(2)).sum::<f64>().sqrt()
+    a.iter()
+        .zip(b)
+        .map(|(a, b)| (*a as f64 - b).powi(2))
+        .sum::<f64>()
+        .sqrt()
 }
 
 /// How far a rule went: differences are measured by it.
@@ -178,10 +185,16 @@ fn halves_are_the_master_bit_for_bit() {
                     }
                 };
                 // One list: parameters do not touch each other.
-                let items = [item(&wide, Precision::Whole, &a), item(&narrow, Precision::Halves(&low), &b)];
+                let items = [
+                    item(&wide, Precision::Whole, &a),
+                    item(&narrow, Precision::Halves(&low), &b),
+                ];
                 step(rule, &items, 1.0).unwrap();
                 let (want, got) = (flat(&wide), join(&narrow, &low).unwrap());
-                assert!(want.iter().zip(&got).all(|(a, b)| a.to_bits() == b.to_bits()), "{rule:?}");
+                assert!(
+                    want.iter().zip(&got).all(|(a, b)| a.to_bits() == b.to_bits()),
+                    "{rule:?}"
+                );
                 let stored = narrow.flatten_all().unwrap().to_vec1::<bf16>().unwrap();
                 assert!(want.iter().zip(stored).all(|(x, h)| master::split(*x).0 == h));
             }
@@ -208,7 +221,11 @@ fn results_do_not_depend_on_the_number_of_threads() {
 #[test]
 fn eight_bits_stay_near_f32() {
     for (rule, most) in [(RULES[0], 0.03), (RULES[2], 0.03), (RULES[3], 0.25)] {
-        let want: Vec<f64> = run(rule, false, Kind::Whole, 30, 0.01, 0.0).0.iter().map(|x| *x as f64).collect();
+        let want: Vec<f64> = run(rule, false, Kind::Whole, 30, 0.01, 0.0)
+            .0
+            .iter()
+            .map(|x| *x as f64)
+            .collect();
         let (got, _) = run(rule, true, Kind::Whole, 30, 0.01, 0.0);
         let error = distance(&got, &want) / way(&want);
         assert!(error > 1e-6 && error < most, "{rule:?} {error}");
@@ -219,10 +236,16 @@ fn eight_bits_stay_near_f32() {
 fn rounding_at_random_is_right_on_average() {
     // Steps far below the last bit of bf16: rounding to nearest would never move.
     let rule = Rule::Sgd { momentum: 0.0 };
-    let start: Vec<f64> = flat(&random(SHAPE, 1).to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap())
-        .iter()
-        .map(|x| *x as f64)
-        .collect();
+    let start: Vec<f64> = flat(
+        &random(SHAPE, 1)
+            .to_dtype(DType::BF16)
+            .unwrap()
+            .to_dtype(DType::F32)
+            .unwrap(),
+    )
+    .iter()
+    .map(|x| *x as f64)
+    .collect();
     let gradients: Vec<f32> = flat(&random(SHAPE, 101));
     let lr = 1e-5;
     let draws = 200;
@@ -231,7 +254,9 @@ fn rounding_at_random_is_right_on_average() {
     for seed in 0..draws {
         let (got, _) = run(rule, false, Kind::Stochastic(seed), 1, lr, 0.0);
         moved += got.iter().zip(&start).filter(|(a, b)| **a as f64 != **b).count();
-        mean.iter_mut().zip(got).for_each(|(m, x)| *m += x as f64 / draws as f64);
+        mean.iter_mut()
+            .zip(got)
+            .for_each(|(m, x)| *m += x as f64 / draws as f64);
     }
     assert!(moved > 0);
     // The sum over elements of (moved - wanted) · sign of wanted: its deviation is known from the variance p(1 - p).

@@ -26,7 +26,15 @@ fn beta2(step: u64) -> f64 {
     1.0 - (step as f64).powf(-0.8)
 }
 
-fn direction(lr: f64, decay: f64, coefficient: f32, squares: f64, n: usize, rows: Vec<f32>, columns: Vec<f32>) -> Direction {
+fn direction(
+    lr: f64,
+    decay: f64,
+    coefficient: f32,
+    squares: f64,
+    n: usize,
+    rows: Vec<f32>,
+    columns: Vec<f32>,
+) -> Direction {
     let rms = (squares / n.max(1) as f64).sqrt();
     let size = lr / (rms / THRESHOLD).max(1.0);
     Direction {

@@ -38,7 +38,13 @@ impl Code {
         for decade in 0..7i32 {
             let parts = 1usize << if signed { decade } else { decade + 1 };
             let size = 10f64.powi(decade - 6) as f32;
-            let edge = |i: usize| (0.1 + 0.9 * i as f64 / parts as f64) as f32;
+            // In f32 and from both ends, as torch's linspace goes: then the table has the bits of bitsandbytes'.
+            let (low, high) = (0.1f32, 1.0f32);
+            let step = (high - low) / parts as f32;
+            let edge = |i: usize| match i < parts.div_ceil(2) {
+                true => step.mul_add(i as f32, low),
+                false => (-step).mul_add((parts - i) as f32, high),
+            };
             for i in 0..parts {
                 let value = size * ((edge(i) + edge(i + 1)) / 2.0);
                 all.push(value);

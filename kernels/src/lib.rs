@@ -7,5 +7,8 @@ include!(concat!(env!("OUT_DIR"), "/modules.rs"));
 /// The fat binary of `cuda/NAME.cu`.
 #[cfg(feature = "cuda")]
 pub fn module(name: &str) -> Option<&'static [u8]> {
-    MODULES.iter().find(|(known, _)| *known == name).map(|(_, binary)| *binary)
+    MODULES
+        .iter()
+        .find(|(known, _)| *known == name)
+        .map(|(_, binary)| *binary)
 }

@@ -33,9 +33,7 @@ pub struct Tally {
 
 impl Tally {
     pub fn new(_device: &Device) -> Result<Self> {
-        Ok(Self {
-            host: Cell::default(),
-        })
+        Ok(Self { host: Cell::default() })
     }
 
     /// Numbers that the host has already.

@@ -62,11 +62,12 @@ impl Code {
         }
         let below = |x: f32| middles[..255].iter().filter(|m| **m < x).count() as u8;
         let mut from = [[0u8; EXPONENTS * FINE]; 2];
-        for bucket in 0..EXPONENTS * FINE {
-            let edge = |b: usize| f32::from_bits((LOWEST + b as u32) << CUT);
+        let edge = |bucket: usize| f32::from_bits((LOWEST + bucket as u32) << CUT);
+        let [positive, negative] = &mut from;
+        for (bucket, (positive, negative)) in positive.iter_mut().zip(negative).enumerate() {
             // The first bucket also takes what is smaller.
-            from[0][bucket] = below(if bucket == 0 { 0.0 } else { edge(bucket) });
-            from[1][bucket] = below(-edge(bucket + 1));
+            *positive = below(if bucket == 0 { 0.0 } else { edge(bucket) });
+            *negative = below(-edge(bucket + 1));
         }
         Self {
             values,

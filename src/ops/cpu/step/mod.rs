@@ -65,7 +65,7 @@ impl<'a> Moment<'a> {
         match self {
             Self::None => Moment::None,
             Self::F32(m) => Moment::F32(cut(m, n)),
-            Self::Int8(codes, most, code) => Moment::Int8(cut(codes, n), cut(most, n.div_ceil(BLOCK)), *code),
+            Self::Int8(codes, most, code) => Moment::Int8(cut(codes, n), cut(most, n.div_ceil(BLOCK)), code),
         }
     }
 

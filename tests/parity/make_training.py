@@ -105,17 +105,17 @@ RUNS = {
     "block_with_ends_ascending": ("llama", "messages", block("layer", "ascending", include_embedding=True, include_lm_head=True)),
     "block_with_ends_descending": ("llama", "text", block("layer", "descending", include_embedding=True, include_lm_head=True)),
     "block_with_ends_tied": ("qwen3", "messages", block("layer", "descending", include_embedding=True, include_lm_head=True)),
-    "full_lion": ("llama", "messages", full(lr=2e-4, **{"optimizer.name": "lion", "optimizer.betas": [0.9, 0.99]})),
+    "full_lion": ("qwen3", "text", full(lr=2e-4, **{"optimizer.name": "lion", "optimizer.betas": [0.9, 0.99]})),
     "full_adafactor": ("llama", "messages", full(lr=5e-3, **{"optimizer.name": "adafactor"})),
     "full_adafactor_tied": ("qwen3", "text", full(lr=5e-3, **{"optimizer.name": "adafactor"})),
     "block_ratio_adjacent": ("llama", "messages", block("ratio", "ascending", lr=2e-3, update_ratio=0.3, mask="adjacent")),
     "block_ratio_scattered": ("llama", "text", block("ratio", "descending", lr=2e-3, update_ratio=0.17, mask="scattered")),
-    "block_ratio_with_ends": ("qwen3", "messages", block("ratio", "ascending", lr=2e-3, update_ratio=0.25, mask="scattered",
+    "block_ratio_with_ends": ("llama", "messages", block("ratio", "ascending", lr=1e-3, update_ratio=0.25, mask="scattered",
                                                          include_embedding=True, include_lm_head=True)),
     "block_bread_sgd": ("llama", "messages", block("layer", "ascending", correction="sgd", correction_scale=10.0)),
     "block_bread_sgd_partial": ("llama", "text", block("layer", "descending", lr=2e-3, correction="sgd", correction_scale=10.0,
                                                        correction_scope="partial", include_lm_head=True)),
-    "block_bread_signsgd": ("llama", "messages", block("module", "ascending", correction="signsgd", correction_scale=0.01)),
+    "block_bread_signsgd": ("qwen3", "text", block("module", "ascending", lr=2e-3, correction="signsgd", correction_scale=0.01)),
     "block_bread_lora": ("llama", "messages", block("layer", "ascending", correction="lora", correction_scale=0.5)
                          | {"tune.lora.adapter": "lora"}),
     "block_bread_lora_partial": ("llama", "text", block("layer", "descending", lr=2e-3, correction="lora", correction_scope="partial")
@@ -397,7 +397,10 @@ def make_run(name, model_name, data, recipe):
     # of a gradient that is nearly zero into a whole step, most of all just after a switch: some runs are not.
     print(name, " ".join(f"{x:.3f}" for x in out["losses"]), "| norm", f"{min(out['grad_norms']):.2f}-{max(out['grad_norms']):.2f}",
           {k: f"{v:.1e}" for k, v in noise.items()}, flush=True)
-    assert noise["losses"] < 3e-6 and noise["grad_norms"] < 1e-5 and noise["change_norms"] < 1e-4, noise
+    # A rule of signs does so at every step: there the noise may be five times as large, half of the tolerance at most.
+    signs = recipe["optimizer.name"] == "lion" or recipe.get("tune.block.correction") == "signsgd"
+    room = 5 if signs else 1
+    assert noise["losses"] < room * 3e-6 and noise["grad_norms"] < room * 1e-5 and noise["change_norms"] < room * 1e-4, noise
     write_json(TRAINING / "runs" / f"{name}.json", dict(
         model=model_name, data=data, recipe=recipe | {
             "train.stage": "pretrain" if data == "text" else "sft", "train.max_steps": STEPS,

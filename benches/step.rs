@@ -143,7 +143,7 @@ fn main() {
     let mut all = Vec::new();
     let mut loss = 0.0;
     for active in &sets {
-        engine.optimizer.retire_all_but(|_| false);
+        engine.optimizer.retire_all_but(|_| false).expect("blocks retire");
         let mut seconds: Vec<f64> = (0..=o.steps)
             .map(|step| {
                 let started = Instant::now();

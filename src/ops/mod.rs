@@ -22,8 +22,11 @@ pub mod device;
 pub mod embedding;
 pub mod glu;
 pub mod linear;
+pub mod master;
+pub mod part;
 pub mod rms_norm;
 pub mod rope;
+pub mod step;
 pub mod tally;
 pub mod update;
 

@@ -13,6 +13,8 @@ macro_rules! on_gpu {
         if $tensor.device().is_cuda() {
             return $call;
         }
+        #[cfg(not(feature = "cuda"))]
+        let _ = &$tensor;
     };
 }
 

@@ -52,7 +52,9 @@ fn spec(size: &str) -> Spec {
         "0.5b" => "qwen2.5-0.5b",
         other => other,
     };
-    let config = shapes::config(&format!("{}{name}", shapes::PREFIX)).expect("a shape").expect("a shape");
+    let config = shapes::config(&format!("{}{name}", shapes::PREFIX))
+        .expect("a shape")
+        .expect("a shape");
     families::read(&config).expect("a model")
 }
 

@@ -9,14 +9,7 @@ use std::sync::Mutex;
 use std::{env, fs, thread};
 
 const ARCHS: &str = "80,86,89,90";
-const SETTINGS: [&str; 6] = [
-    "NVCC",
-    "PATH",
-    "CUDA_HOME",
-    "CUDA_PATH",
-    "NVCC_CCBIN",
-    "FT_CUDA_ARCHS",
-];
+const SETTINGS: [&str; 6] = ["NVCC", "PATH", "CUDA_HOME", "CUDA_PATH", "NVCC_CCBIN", "FT_CUDA_ARCHS"];
 
 fn main() -> ExitCode {
     println!("cargo:rerun-if-changed=build.rs");
@@ -60,10 +53,14 @@ fn build() -> Result<(), String> {
     if !failed.is_empty() {
         return Err(failed.join("\n"));
     }
-    let mut list = String::from("/// Name and fat binary of each source file.\npub static MODULES: &[(&str, &[u8])] = &[\n");
+    let mut list =
+        String::from("/// Name and fat binary of each source file.\npub static MODULES: &[(&str, &[u8])] = &[\n");
     for source in &sources {
         let name = stem(source);
-        list += &format!("    ({name:?}, include_bytes!({:?})),\n", out.join(format!("{name}.fatbin")));
+        list += &format!(
+            "    ({name:?}, include_bytes!({:?})),\n",
+            out.join(format!("{name}.fatbin"))
+        );
     }
     list += "];\n/// Version of the toolkit, as 1000 major + 10 minor.\n";
     list += &format!("pub const TOOLKIT: Option<i32> = {:?};\n", toolkit(&nvcc));
@@ -93,7 +90,9 @@ fn archs() -> Result<Vec<u32>, String> {
     let archs: Option<Vec<u32>> = text.split(',').map(|a| a.trim().parse().ok()).collect();
     match archs {
         Some(archs) if !archs.is_empty() && archs.iter().all(|a| *a >= 80) => Ok(archs),
-        _ => Err(format!("FT_CUDA_ARCHS: found {text:?}, expected numbers from 80 on, such as {ARCHS}")),
+        _ => Err(format!(
+            "FT_CUDA_ARCHS: found {text:?}, expected numbers from 80 on, such as {ARCHS}"
+        )),
     }
 }
 
@@ -102,7 +101,10 @@ fn nvcc() -> Result<PathBuf, String> {
     let exe = if cfg!(windows) { "nvcc.exe" } else { "nvcc" };
     let named = env::var_os("NVCC").map(PathBuf::from);
     let in_path = env::var_os("PATH").map(|p| env::split_paths(&p).map(|d| d.join(exe)).collect());
-    let homes = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(env::var_os).map(PathBuf::from);
+    let homes = ["CUDA_HOME", "CUDA_PATH"]
+        .into_iter()
+        .filter_map(env::var_os)
+        .map(PathBuf::from);
     let usual = ["/usr/local/cuda", "/opt/cuda", "/usr/lib/cuda", "/usr"].map(PathBuf::from);
     named
         .into_iter()
@@ -134,7 +136,10 @@ fn compile(nvcc: &Path, archs: &[u32], source: &Path, out: &Path) -> Result<(), 
     if let Some(compiler) = env::var_os("NVCC_CCBIN") {
         command.arg("-allow-unsupported-compiler").arg("-ccbin").arg(compiler);
     }
-    command.arg("-o").arg(out.join(format!("{}.fatbin", stem(source)))).arg(source);
+    command
+        .arg("-o")
+        .arg(out.join(format!("{}.fatbin", stem(source))))
+        .arg(source);
     let output = command.output().map_err(|e| format!("{}: {e}", nvcc.display()))?;
     if output.status.success() {
         return Ok(());

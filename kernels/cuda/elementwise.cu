@@ -2,7 +2,7 @@
 //
 // `packs` groups of V neighbours are moved 16 bytes at a time, the elements from `packs * V` to `n` one by one; where an
 // address is not aligned `packs` is 0.
-#include "common.cuh"
+#include "random.cuh"
 
 // y = a + b; y may be a.
 template <typename A, typename B>
@@ -93,20 +93,6 @@ ROWS(f32, f32)
 ROWS(f32, bf16)
 ROWS(bf16, f32)
 ROWS(bf16, bf16)
-
-// SplitMix64 (Steele, Lea, Flood 2014, section 4), as base/rng.rs of ft has it: the same bits on every device.
-__device__ __forceinline__ u64 mix(u64 z) {
-    z += 0x9E3779B97F4A7C15ull;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
-}
-
-// Number `index` of the stream `key`, in [0, 1).
-__device__ __forceinline__ float uniform(u64 key, u64 index) {
-    const u64 bits = mix(mix(key ^ index * 0xD1342543DE82EF95ull));
-    return (float)(u32)(bits >> 40) * (1.0f / 16777216.0f);
-}
 
 // y = x / (1 - p) where the number of the element is at least p, else 0; `keep` is 1 / (1 - p). y may be x.
 template <typename T>

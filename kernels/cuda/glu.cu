@@ -20,20 +20,20 @@ struct Silu {
     }
 };
 
+// x (1 + tanh z) / 2, which is x sigmoid(2 z): that way small values keep their digits.
 struct GeluTanh {
     // sqrt(2 / pi) and the cubic coefficient.
     static constexpr float SCALE = 0.7978845608028654f, CUBIC = 0.044715f;
     static __device__ __forceinline__ float value(float x) {
-        return x * (0.5f + 0.5f * tanhf(SCALE * (x + CUBIC * x * x * x)));
+        return x * sigmoid(2.0f * SCALE * (x + CUBIC * x * x * x));
     }
     static __device__ __forceinline__ Curve curve(float x) {
         const float square = CUBIC * x * x;
-        const float t = tanhf(SCALE * (x + x * square));
-        const float rise = 1.0f - t * t;
-        // Where tanh is flat the slope is 0, also where `square` overflows.
-        const float bend = rise == 0.0f ? 0.0f : rise * (SCALE * x * (1.0f + 3.0f * square));
-        const float gate = 0.5f + 0.5f * t;
-        return {x * gate, gate + 0.5f * bend};
+        const float z = 2.0f * SCALE * (x + x * square);
+        const float gate = sigmoid(z), rise = gate * sigmoid(-z);
+        // Where the curve is flat the slope is 0, also where `square` overflows.
+        const float bend = rise == 0.0f ? 0.0f : rise * (2.0f * SCALE * x * (1.0f + 3.0f * square));
+        return {x * gate, gate + bend};
     }
 };
 

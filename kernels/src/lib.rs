@@ -7,7 +7,10 @@ include!(concat!(env!("OUT_DIR"), "/modules.rs"));
 /// The fat binary of `cuda/NAME.cu`.
 #[cfg(feature = "cuda")]
 pub fn module(name: &str) -> Option<&'static [u8]> {
-    MODULES.iter().find(|(known, _)| *known == name).map(|(_, binary)| *binary)
+    MODULES
+        .iter()
+        .find(|(known, _)| *known == name)
+        .map(|(_, binary)| *binary)
 }
 
 /// The CUDA version of the toolkit that compiled the kernels, as 1000 · major + 10 · minor.

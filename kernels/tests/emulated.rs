@@ -29,6 +29,15 @@ macro_rules! emulated {
 }
 
 emulated! {
+    columns
+    cross_entropy
+    elementwise
+    embedding
+    glu
+    optimizer
+    reduce
+    rms_norm
+    rope
     selftest
     attention_forward
     attention_backward

@@ -141,8 +141,18 @@ fn devices() -> Vec<Line> {
         }];
     }
     match device::gpus() {
-        Err(e) => vec![not_ok(Level::Warn, "device", format!("cpu ({e})"), "check `nvidia-smi`")],
-        Ok(gpus) if gpus.is_empty() => vec![not_ok(Level::Warn, "device", "cpu (no GPU found)", "check `nvidia-smi`")],
+        Err(e) => vec![not_ok(
+            Level::Warn,
+            "device",
+            format!("cpu ({e})"),
+            "check `nvidia-smi`",
+        )],
+        Ok(gpus) if gpus.is_empty() => vec![not_ok(
+            Level::Warn,
+            "device",
+            "cpu (no GPU found)",
+            "check `nvidia-smi`",
+        )],
         Ok(gpus) => gpus.iter().enumerate().flat_map(|(n, gpu)| gpu_lines(n, gpu)).collect(),
     }
 }
@@ -162,7 +172,11 @@ fn gpu_lines(ordinal: usize, gpu: &Gpu) -> Vec<Line> {
         ),
     )];
     let problems = gpu.problems(device::toolkit());
-    lines.extend(problems.iter().map(|p| not_ok(Level::Fail, "device", format!("cuda:{ordinal}"), p)));
+    lines.extend(
+        problems
+            .iter()
+            .map(|p| not_ok(Level::Fail, "device", format!("cuda:{ordinal}"), p)),
+    );
     lines
 }
 

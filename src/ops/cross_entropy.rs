@@ -258,7 +258,13 @@ mod tests {
         (out, (sums.loss, trained, sums.correct as usize))
     }
 
-    fn without(h: &Tensor, head: &Tensor, targets: &[u32], cap: Option<f32>, chunk: usize) -> Result<(f64, usize, usize)> {
+    fn without(
+        h: &Tensor,
+        head: &Tensor,
+        targets: &[u32],
+        cap: Option<f32>,
+        chunk: usize,
+    ) -> Result<(f64, usize, usize)> {
         let tally = Tally::new(&Device::Cpu)?;
         let trained = forward_only(h, head, targets, cap, chunk, &tally)?;
         let sums = tally.read()?;

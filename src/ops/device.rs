@@ -94,13 +94,11 @@ pub fn open(name: &str) -> Result<Opened> {
 }
 
 fn ordinal(name: &str) -> Result<usize> {
-    name.strip_prefix("cuda:")
-        .and_then(|n| n.parse().ok())
-        .ok_or_else(|| {
-            Error::usage(format!("device `{name}` is not known"))
-                .at("model.device")
-                .expected("`auto`, `cpu` or `cuda:0`")
-        })
+    name.strip_prefix("cuda:").and_then(|n| n.parse().ok()).ok_or_else(|| {
+        Error::usage(format!("device `{name}` is not known"))
+            .at("model.device")
+            .expected("`auto`, `cpu` or `cuda:0`")
+    })
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -71,6 +71,7 @@ impl Tally {
     }
 
     /// Where losses and hits are added on a GPU: f64 `[2]`.
+    #[cfg(feature = "cuda")]
     pub(super) fn losses(&self) -> Result<Option<Tensor>> {
         Ok(self.device.as_ref().map(|t| t.narrow(0, 0, 2)).transpose()?)
     }

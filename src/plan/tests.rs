@@ -91,7 +91,10 @@ fn a_gpu_holds_narrow_activations_and_the_host_is_apart() {
     assert!(gpu.peak_host_bytes.is_some_and(|host| host >= 1000));
     assert!(gpu.peak_bytes < cpu.peak_bytes);
     let at_peak: u64 = gpu.lines.iter().map(|l| l.at_peak).sum();
-    assert_eq!(at_peak - line(&gpu, "process") - line(&gpu, "data") - line(&gpu, "retired_halves"), gpu.peak_bytes);
+    assert_eq!(
+        at_peak - line(&gpu, "process") - line(&gpu, "data") - line(&gpu, "retired_halves"),
+        gpu.peak_bytes
+    );
 }
 
 #[test]

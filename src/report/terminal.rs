@@ -32,7 +32,11 @@ pub fn style() -> Style {
 
 /// A warning outside of a run's progress.
 pub fn warn(line: &str) {
-    let label = if style().color { "\x1b[33mwarning:\x1b[0m" } else { "warning:" };
+    let label = if style().color {
+        "\x1b[33mwarning:\x1b[0m"
+    } else {
+        "warning:"
+    };
     let _ = writeln!(std::io::stderr(), "{label} {line}");
 }
 

@@ -51,14 +51,11 @@ pub fn forecast(
         }
         plan::forecast(spec, recipe, &inputs)
     };
-    let budget = recipe
-        .memory
-        .budget
-        .or_else(|| match gpu {
-            Some(gpu) => Some(gpu.free / 10 * OF_FREE),
-            None if on_gpu => None,
-            None => memory::available().map(|b| b / 10 * OF_FREE),
-        });
+    let budget = recipe.memory.budget.or_else(|| match gpu {
+        Some(gpu) => Some(gpu.free / 10 * OF_FREE),
+        None if on_gpu => None,
+        None => memory::available().map(|b| b / 10 * OF_FREE),
+    });
     let fits = |plan: &Plan| budget.is_none_or(|b| plan.peak_bytes <= b);
     let layers = spec.layers.len();
     let least = match recipe.memory.activations {

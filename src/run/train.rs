@@ -204,7 +204,8 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let final_dir = finish::export(&run_dir, recipe, &model, &engine, adapter_config.as_ref())?;
     let peak = peak_memory(&device)?;
     if final_dir.is_none() {
-        run.reporter.note("a built-in shape has random weights: no `final/` is written");
+        run.reporter
+            .note("a built-in shape has random weights: no `final/` is written");
     }
     run.reporter
         .event("stop", json!({"step": total_steps, "reason": "done"}));
@@ -475,7 +476,10 @@ impl Run<'_> {
     /// A GPU ran out of memory: the plan beside what was really used, and what to change.
     fn explain_memory(&mut self, engine: &Engine, e: Error) -> Error {
         self.reporter.note(&self.plan.table());
-        let used = ops::device::memory(&engine.network.device).ok().flatten().unwrap_or_default();
+        let used = ops::device::memory(&engine.network.device)
+            .ok()
+            .flatten()
+            .unwrap_or_default();
         Error::new("the GPU has no memory left")
             .found(format!(
                 "tensors of {} at most, {} taken from the GPU for them, {} of {} free; forecast {}",

@@ -16,20 +16,34 @@ const GROUPS: usize = 16;
 pub(crate) enum Rule {
     Adamw { b1: f32, b2: f32, eps: f32 },
     Sgd { momentum: f32 },
+    Lion { b1: f32, b2: f32 },
+    /// Against the sign of the gradient.
+    Sign,
+}
+
+/// How a weight takes updates that are smaller than its last bit.
+#[derive(Clone, Copy)]
+pub(crate) enum Precision<'a> {
+    /// f32: it does.
+    Whole,
+    /// bf16: the lower halves of its f32 master, i16 `[n]`.
+    Halves(&'a Tensor),
+    /// bf16: rounded by the random numbers of this key.
+    Stochastic(u64),
 }
 
 /// One parameter of n elements.
 pub(crate) struct Item<'a> {
     /// f32 or bf16.
     pub weight: &'a Tensor,
-    /// i16 `[n]`: the lower halves of the f32 master of a bf16 weight.
-    pub low: Option<&'a Tensor>,
+    pub precision: Precision<'a>,
     /// f32 or bf16.
     pub gradient: &'a Tensor,
     /// f32.
     pub first: Option<&'a Tensor>,
     pub second: Option<&'a Tensor>,
-    /// AdamW: 1 - lr · decay, step size, root of the second correction. SGD: lr, decay, 1 in the first step else 0.
+    /// AdamW: 1 - lr · decay, step size, root of the second correction. SGD: lr, decay, 1 in the first step or without
+    /// momentum, else 0. Lion: 1 - lr · decay, lr. Sign: lr.
     pub numbers: [f32; 3],
 }
 
@@ -65,7 +79,7 @@ pub(crate) fn step(rule: Rule, items: &[Item], gate: Gate) -> Result<()> {
 
 fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], gate: Gate) -> Result<()> {
     let mut shares = Shares::default();
-    let mut table = Vec::with_capacity(56 * items.len());
+    let mut table = Vec::with_capacity(64 * items.len());
     let mut count = 0;
     for item in items.iter().filter(|item| item.weight.elem_count() > 0) {
         let group = groups.iter().position(|g| *g == item.numbers).unwrap_or(0);
@@ -76,10 +90,14 @@ fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], gate: Gate
     let [b1, b2, eps] = match rule {
         Rule::Adamw { b1, b2, eps } => [b1, b2, eps],
         Rule::Sgd { momentum } => [momentum, 0.0, 0.0],
+        Rule::Lion { b1, b2 } => [b1, b2, 0.0],
+        Rule::Sign => [0.0; 3],
     };
     let kernel = match rule {
         Rule::Adamw { .. } => "adamw_step",
         Rule::Sgd { .. } => "sgd_step",
+        Rule::Lion { .. } => "lion_step",
+        Rule::Sign => "sign_step",
     };
     // `Common` and `Groups` of the kernel.
     let common = [b1, b2, eps, gate.coefficient];
@@ -113,19 +131,26 @@ fn entry(rule: Rule, item: &Item, group: usize, shares: &mut Shares, table: &mut
         None => Ok(0),
     };
     let kind = Kind::of(item.weight, "a weight")?;
-    if (kind == Kind::Bf16) != item.low.is_some() {
-        return Err(wrong("a bf16 weight without its lower half, or an f32 weight with one"));
+    let (low, key, random) = match item.precision {
+        Precision::Whole => (None, 0, false),
+        Precision::Halves(low) => (Some(low), 0, false),
+        Precision::Stochastic(key) => (None, key, true),
+    };
+    if (kind == Kind::F32) != matches!(item.precision, Precision::Whole) {
+        return Err(wrong("a weight of another type than its precision says"));
     }
     let wanted = match rule {
         Rule::Adamw { .. } => (true, true),
         Rule::Sgd { momentum } => (momentum != 0.0, false),
+        Rule::Lion { .. } => (true, false),
+        Rule::Sign => (false, false),
     };
     if (item.first.is_some(), item.second.is_some()) != wanted {
         return Err(wrong("the wrong moments"));
     }
     let places = [
         sized(item.weight, "a weight")?,
-        state(item.low, "the lower half of a weight", DType::I16)?,
+        state(low, "the lower half of a weight", DType::I16)?,
         sized(item.gradient, "a gradient")?,
         state(item.first, "a first moment", DType::F32)?,
         state(item.second, "a second moment", DType::F32)?,
@@ -133,10 +158,12 @@ fn entry(rule: Rule, item: &Item, group: usize, shares: &mut Shares, table: &mut
     let form = (kind == Kind::Bf16) as u32
         | ((Kind::of(item.gradient, "a gradient")? == Kind::Bf16) as u32) << 1
         | (aligned(&places) as u32) << 2
+        | (random as u32) << 3
         | (group as u32) << 8;
     for place in places {
         table.extend(place.to_ne_bytes());
     }
+    table.extend(key.to_ne_bytes());
     table.extend((n as i64).to_ne_bytes());
     table.extend(shares.next(n)?.to_ne_bytes());
     table.extend(form.to_ne_bytes());

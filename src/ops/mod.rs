@@ -35,6 +35,8 @@ pub mod update;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(test, feature = "cuda"))]
+mod tiles;
 
 pub use cpu::product::Path as CpuPath;
 #[cfg(test)]

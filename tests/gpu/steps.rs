@@ -35,7 +35,7 @@ struct Parameter {
 }
 
 impl Parameter {
-    fn new(gpu: &Gpu, n: usize, form: Form, rule: Rule, device: &Device) -> Self {
+    fn new(gpu: &Gpu, n: usize, form: Form, rule: Rule, int8: bool, device: &Device) -> Self {
         let values = flat(&gpu.random(n, DType::F32, n as u64).cpu);
         let there = |t: Tensor| t.to_device(device).unwrap();
         let (weight, low) = match form {
@@ -47,7 +47,7 @@ impl Parameter {
                 (weight, Some(low))
             }
         };
-        let moment = |there: bool| there.then(|| Moment::zeros(n, false, device).unwrap());
+        let moment = |there: bool| there.then(|| Moment::zeros(n, int8 && n >= 4096, device).unwrap());
         let (first, second) = match rule {
             Rule::Adamw { .. } => (true, true),
             Rule::Sgd { momentum } => (momentum != 0.0, false),
@@ -88,15 +88,19 @@ impl Parameter {
             _ => flat(&self.weight),
         };
         for moment in [&self.first, &self.second].into_iter().flatten() {
-            if let Moment::F32(t) = moment {
-                values.extend(flat(t));
+            match moment {
+                Moment::F32(t) => values.extend(flat(t)),
+                Moment::Int8 { codes, scales } => {
+                    values.extend(flat(codes));
+                    values.extend(flat(scales));
+                }
             }
         }
         values.iter().map(|x| x.to_bits()).collect()
     }
 }
 
-fn parameters(gpu: &Gpu, rule: Rule, device: &Device) -> Vec<Parameter> {
+fn parameters(gpu: &Gpu, rule: Rule, int8: bool, device: &Device) -> Vec<Parameter> {
     let list = [
         (1, Form::Whole),
         (1003, Form::Halves),
@@ -105,7 +109,7 @@ fn parameters(gpu: &Gpu, rule: Rule, device: &Device) -> Vec<Parameter> {
         (517, Form::Stochastic),
         (16_384, Form::Stochastic),
     ];
-    list.map(|(n, form)| Parameter::new(gpu, n, form, rule, device)).into()
+    list.map(|(n, form)| Parameter::new(gpu, n, form, rule, int8, device)).into()
 }
 
 fn run(rule: Rule, parameters: &[Parameter], steps: u64, coefficient: f32, gate: Gate) {
@@ -124,15 +128,15 @@ fn run(rule: Rule, parameters: &[Parameter], steps: u64, coefficient: f32, gate:
 fn steps_are_bit_equal_to_the_cpu() {
     let Some(gpu) = gpu() else { return };
     for rule in RULES {
-        let (here, there) = (parameters(&gpu, rule, &Device::Cpu), parameters(&gpu, rule, &gpu.device));
-        run(rule, &here, 4, 0.7, Gate::default());
-        run(rule, &there, 4, 0.7, Gate::default());
-        for (here, there) in here.iter().zip(&there) {
-            assert!(
-                here.values() == there.values(),
-                "{rule:?}: {} elements",
-                here.weight.elem_count()
-            );
+        for int8 in [false, true] {
+            let here = parameters(&gpu, rule, int8, &Device::Cpu);
+            let there = parameters(&gpu, rule, int8, &gpu.device);
+            run(rule, &here, 4, 0.7, Gate::default());
+            run(rule, &there, 4, 0.7, Gate::default());
+            for (here, there) in here.iter().zip(&there) {
+                let n = here.weight.elem_count();
+                assert!(here.values() == there.values(), "{rule:?}, {int8}: {n} elements");
+            }
         }
     }
 }
@@ -148,7 +152,7 @@ fn a_gate_scales_or_stops_a_step() {
                 coefficient: Some(&half),
                 finite: Some(finite),
             };
-            let (with, without) = (parameters(&gpu, rule, device), parameters(&gpu, rule, device));
+            let (with, without) = (parameters(&gpu, rule, false, device), parameters(&gpu, rule, false, device));
             run(rule, &with, 2, 0.8, gate(&scalar(3.0)));
             run(rule, &without, 2, 0.4, Gate::default());
             let before: Vec<_> = with.iter().map(Parameter::values).collect();

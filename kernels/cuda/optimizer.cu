@@ -224,7 +224,10 @@ __device__ __forceinline__ void coded(
         if (count == EIGHT && e.form & 4) {
             weights<R, EIGHT>(e, common, group, coefficient, at, m, v);
         } else {
-            for (int j = 0; j < count; j++) {
+            // Unrolled: an array that is indexed by a variable would lie in memory.
+#pragma unroll
+            for (int j = 0; j < EIGHT; j++) {
+                if (j >= count) continue;
                 float one[1] = {m[j]}, two[1] = {v[j]};
                 weights<R, 1>(e, common, group, coefficient, at + j, one, two);
                 m[j] = one[0];
@@ -243,11 +246,11 @@ __device__ __forceinline__ void coded(
 
 // Nothing happens where `finite` is there and not finite. The factor of the gradient is `coefficient`, times what
 // `device_coefficient` holds where that is there.
-template <typename R>
+// All entries of a launch have f32 moments (or none), or all have codes.
+template <typename R, bool CODES>
 __device__ __forceinline__ void step(
     const Entry* table, int count, const float* device_coefficient, const double* finite, const Common& common,
     const Groups& groups, const Table* tables) {
-    __shared__ Table shared[2];
     if (finite && !(*finite - *finite == 0.0)) return;
     const float coefficient =
         device_coefficient ? mul(common.coefficient, *device_coefficient) : common.coefficient;
@@ -255,7 +258,8 @@ __device__ __forceinline__ void step(
     const float* group = groups.at[e.form >> 8];
     const i64 start = (i64)(blockIdx.x - e.first) * SHARE;
     const i64 n = e.n - start < SHARE ? e.n - start : SHARE;
-    if (e.m_scales) {
+    if (CODES) {
+        __shared__ Table shared[2];
         const float* from = (const float*)tables;
         for (int i = threadIdx.x; i < 4 * 256; i += blockDim.x) ((float*)shared)[i] = from[i];
         __syncthreads();
@@ -270,15 +274,18 @@ __device__ __forceinline__ void step(
     }
 }
 
-// `tables` (signed, unsigned) are read where an entry has scales.
-#define STEP(NAME, R)                                                                                               \
+// `tables` (with sign, without) are read for codes.
+#define STEP(NAME, R, CODES)                                                                                        \
     extern "C" __global__ void NAME(                                                                                \
         const Entry* table, int count, const float* device_coefficient, const double* finite, const Table* tables,  \
         Common common, Groups groups) {                                                                             \
-        step<R>(table, count, device_coefficient, finite, common, groups, tables);                                  \
+        step<R, CODES>(table, count, device_coefficient, finite, common, groups, tables);                           \
     }
 
-STEP(adamw_step, AdamW)
-STEP(sgd_step, Sgd)
-STEP(lion_step, Lion)
-STEP(sign_step, Sign)
+STEP(adamw_step, AdamW, false)
+STEP(adamw_step_codes, AdamW, true)
+STEP(sgd_step, Sgd, false)
+STEP(sgd_step_codes, Sgd, true)
+STEP(lion_step, Lion, false)
+STEP(lion_step_codes, Lion, true)
+STEP(sign_step, Sign, false)

@@ -202,7 +202,7 @@ static void coded_steps(Rule rule, i64 n, bool half, bool shifted, uint64_t seed
         fill(gradient, seed * 10 + t);
         if (t == 0) gradient[s] = 0;
         launch(
-            rule == ADAMW ? adamw_step : lion_step, dim3((n + SHARE - 1) / SHARE), dim3(64), 0, seed,
+            rule == ADAMW ? adamw_step_codes : lion_step_codes, dim3((n + SHARE - 1) / SHARE), dim3(64), 0, seed,
             (const Entry*)entries.data, 1, (const float*)nullptr, (const double*)nullptr, (const Table*)tables.data,
             common, groups);
         for (i64 b = 0; b < blocks; b++) {

@@ -52,6 +52,18 @@ fn plan(rule: Rule) -> Result<(&'static str, [f32; 3], (bool, bool))> {
 
 /// Updates the parameters in place.
 pub(crate) fn run(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> Result<()> {
+    // Eight-bit states have kernels of their own.
+    let (coded, plain): (Vec<Item>, Vec<Item>) = items.iter().copied().partition(is_coded);
+    run_alike(rule, &plain, coefficient, gate)?;
+    run_alike(rule, &coded, coefficient, gate)
+}
+
+fn is_coded(item: &Item) -> bool {
+    matches!(item.first, Some(Moment::Int8 { .. }))
+}
+
+/// Parameters that all have eight-bit states, or all none.
+fn run_alike(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> Result<()> {
     let mut rest = items;
     while let Some(first) = rest.first() {
         // As many as share at most GROUPS triples of numbers.
@@ -87,10 +99,9 @@ fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficien
     let common = [b1, b2, eps, coefficient];
     let mut numbers = [[0f32; 3]; GROUPS];
     numbers[..groups.len()].copy_from_slice(groups);
-    let coded = |item: &&Item| matches!(item.first, Some(Moment::Int8 { .. }));
-    let tables = match items.iter().find(coded) {
-        Some(_) => code_tables(gpu)?,
-        None => 0,
+    let (kernel, tables) = match items.iter().any(is_coded) {
+        true => (format!("{kernel}_codes"), code_tables(gpu)?),
+        false => (kernel.to_string(), 0),
     };
     with_table(gpu, table, |table| {
         let args = [
@@ -103,7 +114,7 @@ fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficien
         ];
         let grid = Grid::line(shares.count(), 256);
         // SAFETY: the table describes tensors of these sizes, which live until the launch is queued.
-        unsafe { gpu.launch_with("optimizer", kernel, grid, &args, Some(&numbers)) }
+        unsafe { gpu.launch_with("optimizer", &kernel, grid, &args, Some(&numbers)) }
     })
 }
 
@@ -150,7 +161,8 @@ fn entry(
     };
     let (first, first_scales) = state(item.first, "a first moment")?;
     let (second, second_scales) = state(item.second, "a second moment")?;
-    if second != 0 && (first_scales == 0) != (second_scales == 0) {
+    let coded = is_coded(item);
+    if (first_scales != 0) != coded || (second_scales != 0) != (coded && second != 0) {
         return Err(wrong("moments of different types"));
     }
     let places = [

@@ -154,7 +154,7 @@ fn main() {
     let mut loss = 0.0;
     let mut faults = Vec::new();
     for active in &sets {
-        engine.optimizer.retire_all_but(|_| false);
+        engine.optimizer.retire_all_but(|_| false).expect("blocks retire");
         let mut seconds: Vec<f64> = (0..=o.steps)
             .map(|step| {
                 let (started, before) = (Instant::now(), page_faults());

@@ -24,7 +24,7 @@ struct Form {
     float scale;
     /// 0: none.
     float cap;
-    /// Query heads that share the rows of a tile (1, or H / K in the forward pass).
+    /// Query heads that share the rows of a tile (split forward pass; else 1).
     int pack;
     /// Parts into which the query heads of a key head are shared out (backward, keys).
     int parts;
@@ -45,25 +45,42 @@ struct __align__(16) Tile {
     int unused;
 };
 
-/// Where chunk `chunk` (8 elements, 16 bytes) of row `row` stands in a tile of rows of E elements. Eight rows of the
-/// same chunk fall on eight different groups of banks.
+/// Where chunk `chunk` (8 elements, 16 bytes) of row `row` stands in a tile of rows of E elements, in elements. Eight
+/// rows of the same chunk fall on eight different groups of banks. Tiles are aligned to 128 bytes.
 template <int E>
 __device__ __forceinline__ int spot(int row, int chunk) {
     const int turn = E % 64 == 0 ? row & 7 : (row >> 1) & 3;
     return row * E + (chunk ^ turn) * 8;
 }
 
+/// Addresses of `spot` for a fixed row and chunk, moved on by constants: a multiple of 8 rows and an even chunk.
+template <int E>
+struct Cursor {
+    uint32_t start;
+    __device__ __forceinline__ Cursor(const bf16* tile, int row, int chunk)
+        : start(ptx::address(tile) + 2 * spot<E>(row, chunk)) {}
+    __device__ __forceinline__ uint32_t at(int rows, int chunks) const {
+        constexpr int TURNED = E % 64 == 0 ? 7 : 3;
+        return (start ^ (chunks & TURNED) * 16) + (chunks & ~TURNED) * 16 + rows * E * 2;
+    }
+};
+
 /// Starts copying ROWS rows, `stride` elements apart, of which `given` exist; the rest is zero.
 template <int E, int ROWS>
 __device__ __forceinline__ void load_rows(bf16* tile, const bf16* from, size_t stride, int given, int size) {
-    constexpr int CHUNKS = E / 8;
-    static_assert(ROWS * CHUNKS % THREADS == 0, "every thread copies as much");
+    // Rows of one pass; with 12 chunks a row a quarter of the threads rests, so that passes stay alike.
+    constexpr int CHUNKS = E / 8, PASS = E == 96 ? 8 : THREADS / CHUNKS;
+    static_assert(ROWS % PASS == 0, "whole passes");
+    const int row = static_cast<int>(threadIdx.x) / CHUNKS, chunk = static_cast<int>(threadIdx.x) % CHUNKS;
+    if (PASS * CHUNKS < THREADS && row >= PASS) return;
+    const uint32_t to = ptx::address(tile);
+    const bool inside = chunk * 8 < size;
+    const bf16* at = from + row * stride + chunk * 8;
 #pragma unroll
-    for (int i = 0; i < ROWS * CHUNKS / THREADS; i++) {
-        const int at = i * THREADS + static_cast<int>(threadIdx.x);
-        const int row = at / CHUNKS, chunk = at % CHUNKS;
-        const bool there = row < given && chunk * 8 < size;
-        ptx::copy16(tile + spot<E>(row, chunk), there ? from + row * stride + chunk * 8 : from, there);
+    for (int first = 0; first < ROWS; first += PASS) {
+        const bool there = inside && first + row < given;
+        ptx::copy16(to + 2 * spot<E>(first + row, chunk), there ? at : from, there);
+        at += PASS * stride;
     }
 }
 
@@ -71,15 +88,17 @@ __device__ __forceinline__ void load_rows(bf16* tile, const bf16* from, size_t s
 template <int E, int MT, int NT>
 __device__ __forceinline__ void rows_by_rows(float (&acc)[MT][NT][4], const bf16* a, int row, const bf16* b) {
     const int lane = threadIdx.x % 32;
+    const Cursor<E> left(a, row + (lane & 15), lane >> 4);
+    const Cursor<E> right(b, (lane & 7) + (lane >> 4) * 8, (lane >> 3) & 1);
 #pragma unroll
     for (int k = 0; k < E / 16; k++) {
         uint32_t fa[MT][4];
 #pragma unroll
-        for (int m = 0; m < MT; m++) ptx::ldmatrix(fa[m], a + spot<E>(row + m * 16 + (lane & 15), 2 * k + (lane >> 4)));
+        for (int m = 0; m < MT; m++) ptx::ldmatrix(fa[m], left.at(m * 16, 2 * k));
 #pragma unroll
         for (int n = 0; n < NT / 2; n++) {
             uint32_t fb[4];
-            ptx::ldmatrix(fb, b + spot<E>(n * 16 + (lane & 7) + (lane >> 4) * 8, 2 * k + ((lane >> 3) & 1)));
+            ptx::ldmatrix(fb, right.at(n * 16, 2 * k));
 #pragma unroll
             for (int m = 0; m < MT; m++) {
                 ptx::mma(acc[m][2 * n], fa[m], fb[0], fb[1]);
@@ -94,12 +113,13 @@ template <int E, int MT, int KT, int NT>
 __device__ __forceinline__ void weights_by_rows(float (&acc)[MT][NT][4], const uint32_t (&w)[MT][KT][4], const bf16* b,
                                                 int chunk) {
     const int lane = threadIdx.x % 32;
+    const Cursor<E> right(b, lane & 15, chunk + (lane >> 4));
 #pragma unroll
     for (int k = 0; k < KT; k++) {
 #pragma unroll
         for (int n = 0; n < NT / 2; n++) {
             uint32_t fb[4];
-            ptx::ldmatrix_trans(fb, b + spot<E>(k * 16 + (lane & 15), chunk + 2 * n + (lane >> 4)));
+            ptx::ldmatrix_trans(fb, right.at(k * 16, 2 * n));
 #pragma unroll
             for (int m = 0; m < MT; m++) {
                 ptx::mma(acc[m][2 * n], w[m][k], fb[0], fb[1]);

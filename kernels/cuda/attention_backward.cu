@@ -52,7 +52,7 @@ __device__ __forceinline__ void keys(const Backward& p, bf16* dk, bf16* dv, floa
             const bool there = query + row < tile.high;
             const float* from = i < BM ? p.lse : p.delta;
             const size_t place = (static_cast<size_t>(tile.other) + query + row) * form.heads + head;
-            ptx::copy4(stats + stage * 2 * BM + i, there ? from + place : from, there);
+            ptx::copy4(ptx::address(stats + stage * 2 * BM + i), there ? from + place : from, there);
         }
     };
     const size_t own = tile.token * k_stride + static_cast<size_t>(kv_head) * size;

@@ -1,10 +1,10 @@
 // Attention forward in bf16: o and lse. After FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3).
 //
-// A block owns 64 MT rows of queries of one head (or of all heads of a key head, row r being head r % pack of query
-// r / pack), a warp 16 MT of them. It walks over the keys in tiles of BN; scores and probabilities stay in registers.
-// The next keys load while the probabilities are made, the next values while the next scores are. With SPLIT a block
-// walks over a part of the keys only and leaves an unrounded o and its lse; `attention_join` puts the parts together
-// in their order.
+// A block owns 64 MT rows of queries of one head, a warp 16 MT of them. It walks over the keys in tiles of BN; scores and probabilities stay in registers.
+// The next keys load while the probabilities are made, the next values while the next scores are. With SPLIT
+// (few queries on many keys) a block walks over a part of the keys only, for all heads of a key head at once (row r is
+// head r % pack of query r / pack), and leaves an unrounded o and its lse; `attention_join` puts the parts together in
+// their order.
 
 #include "attention.cuh"
 
@@ -28,7 +28,7 @@ __device__ __forceinline__ void forward(const Pointers& p, const Tile& tile, int
     bf16* sv = sk + BN * E;
 
     const int lane = threadIdx.x % 32, first_row = static_cast<int>(threadIdx.x / 32) * 16 * MT;
-    const int pack = form.pack, size = form.size;
+    const int pack = SPLIT ? form.pack : 1, size = form.size;
     const int kv_head = block_head * pack / (form.heads / form.kv_heads);
     const size_t q_stride = static_cast<size_t>(form.heads) * size;
     const size_t k_stride = static_cast<size_t>(form.kv_heads) * size;
@@ -41,7 +41,7 @@ __device__ __forceinline__ void forward(const Pointers& p, const Tile& tile, int
     for (int i = 0; i < BM * OT / THREADS; i++) {
         const int at = i * THREADS + static_cast<int>(threadIdx.x), row = at / OT, chunk = at % OT;
         const bool there = row < tile.rows && chunk * 8 < size;
-        ptx::copy16(sq + spot<E>(row, chunk), there ? p.q + row_start(row) + chunk * 8 : p.q, there);
+        ptx::copy16(ptx::address(sq) + 2 * spot<E>(row, chunk), there ? p.q + row_start(row) + chunk * 8 : p.q, there);
     }
     const bf16* k = p.k + tile.other * k_stride + static_cast<size_t>(kv_head) * size;
     const bf16* v = p.v + tile.other * k_stride + static_cast<size_t>(kv_head) * size;
@@ -53,17 +53,13 @@ __device__ __forceinline__ void forward(const Pointers& p, const Tile& tile, int
     load(sv, v, tile.low);
     ptx::commit();
 
-    // Of the 2 MT rows that this thread has a share in: what they see, and the running maximum and sum.
-    int last[MT][2], begin[MT][2];
+    // Running maximum and sum of the 2 MT rows that this thread has a share in.
     float top[MT][2], sum[MT][2];
     float acc[MT][OT][4] = {};
 #pragma unroll
     for (int m = 0; m < MT; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int at = tile.place + (first_row + m * 16 + lane / 4 + half * 8) / pack;
-            last[m][half] = min(at, tile.high - 1);
-            begin[m][half] = at - form.window + 1;
             top[m][half] = -INFINITY;
             sum[m][half] = 0.0f;
         }
@@ -91,11 +87,16 @@ __device__ __forceinline__ void forward(const Pointers& p, const Tile& tile, int
                 scores.apply(s[m]);
                 if (masked) {
 #pragma unroll
-                    for (int n = 0; n < NT; n++) {
+                    for (int half = 0; half < 2; half++) {
+                        const int query = tile.place + (first_row + m * 16 + lane / 4 + half * 8) / pack;
 #pragma unroll
-                        for (int c = 0; c < 4; c++) {
-                            const int at = key + n * 8 + lane % 4 * 2 + c % 2;
-                            if (at > last[m][c / 2] || at < begin[m][c / 2]) s[m][n][c] = -INFINITY;
+                        for (int n = 0; n < NT; n++) {
+#pragma unroll
+                            for (int c = 0; c < 2; c++) {
+                                const int at = key + n * 8 + lane % 4 * 2 + c;
+                                if (at > query || at >= tile.high || query - at >= form.window)
+                                    s[m][n][half * 2 + c] = -INFINITY;
+                            }
                         }
                     }
                 }
@@ -187,12 +188,12 @@ struct Join {
 
 }  // namespace attention
 
-// Grid: tiles x (H / pack), the heads of a tile side by side. Shared memory: 2 E (64 MT + 2 BN) bytes.
+// Grid: tiles x H (split: tiles x H / pack), the heads of a tile side by side. Shared memory: 2 E (64 MT + 2 BN) bytes.
 #define FORWARD(E, MT, BN)                                                                                            \
     extern "C" __global__ void __launch_bounds__(128) attention_forward_##E(                                          \
         const __nv_bfloat16* q, const __nv_bfloat16* k, const __nv_bfloat16* v, __nv_bfloat16* o, float* lse,         \
         const attention::Tile* tiles, attention::Form form) {                                                        \
-        const int heads = form.heads / form.pack;                                                                     \
+        const int heads = form.heads;                                                                                 \
         const attention::Pointers p = {q, k, v, o, lse, nullptr, nullptr, 0};                                         \
         attention::forward<E, MT, BN, false>(p, tiles[blockIdx.x / heads], static_cast<int>(blockIdx.x) % heads, form); \
     }
@@ -207,8 +208,8 @@ struct Join {
     }
 
 FORWARD(64, 2, 64)
-FORWARD(96, 2, 64)
-FORWARD(128, 2, 64)
+FORWARD(96, 2, 32)
+FORWARD(128, 2, 32)
 FORWARD(256, 1, 32)
 SPLIT(64, 64)
 SPLIT(96, 64)

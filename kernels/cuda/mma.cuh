@@ -19,12 +19,14 @@
 
 namespace ptx {
 
-/// The state-space address that PTX instructions want.
-#ifndef EMULATE
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
+/// The address of dynamic shared memory that the instructions below want. Arithmetic on it is in 32 bits.
+__device__ __forceinline__ uint32_t address(const void* p) {
+#ifdef EMULATE
+    return emulate::shared_offset(p);
+#else
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
 #endif
+}
 
 /// d += a b.
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -39,46 +41,46 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
 }
 
 /// Four 8x8 matrices; lanes 8j to 8j + 7 give the rows of matrix j, which becomes r[j].
-__device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], const void* row) {
+__device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t row) {
 #ifdef EMULATE
-    emulate::ldmatrix_x4(r, row);
+    emulate::ldmatrix_x4(r, emulate::shared_at(row));
 #else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
 #endif
 }
 
 /// The same, each matrix transposed.
-__device__ __forceinline__ void ldmatrix_trans(uint32_t (&r)[4], const void* row) {
+__device__ __forceinline__ void ldmatrix_trans(uint32_t (&r)[4], uint32_t row) {
 #ifdef EMULATE
-    emulate::ldmatrix_x4_trans(r, row);
+    emulate::ldmatrix_x4_trans(r, emulate::shared_at(row));
 #else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
 #endif
 }
 
 /// Starts a copy of 16 bytes to shared memory; zeros if not `given` (then `from` is not read, but must be an address).
-__device__ __forceinline__ void copy16(void* to, const void* from, bool given) {
+__device__ __forceinline__ void copy16(uint32_t to, const void* from, bool given) {
 #ifdef EMULATE
-    emulate::cp_async(to, from, 16, given ? 16 : 0);
+    emulate::cp_async(emulate::shared_at(to), from, 16, given ? 16 : 0);
 #else
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from),
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from),
                  "r"(given ? 16 : 0)
                  : "memory");
 #endif
 }
 
 /// The same for 4 bytes.
-__device__ __forceinline__ void copy4(void* to, const void* from, bool given) {
+__device__ __forceinline__ void copy4(uint32_t to, const void* from, bool given) {
 #ifdef EMULATE
-    emulate::cp_async(to, from, 4, given ? 4 : 0);
+    emulate::cp_async(emulate::shared_at(to), from, 4, given ? 4 : 0);
 #else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared_address(to)), "l"(from),
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(to), "l"(from),
                  "r"(given ? 4 : 0)
                  : "memory");
 #endif

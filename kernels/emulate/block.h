@@ -26,7 +26,8 @@ constexpr size_t GUARD = 256;
 
 struct Random {
     uint64_t state;
-    explicit Random(uint64_t seed) : state(seed * 0x9e3779b97f4a7c15ull + 0x1234567ull) {}
+    /// Streams of neighbouring seeds must not be the same stream moved on: the seed goes through the mixer once.
+    explicit Random(uint64_t seed) : state(seed) { state = next(); }
     uint64_t next() {
         uint64_t z = (state += 0x9e3779b97f4a7c15ull);
         z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;

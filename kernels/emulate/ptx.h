@@ -8,6 +8,17 @@ namespace emulate {
 /// Shared memory the launch asked for.
 inline void* dynamic_shared() { return block::shared; }
 
+/// An address inside it as a number and back.
+inline uint32_t shared_offset(const void* p) {
+    uintptr_t offset = reinterpret_cast<uintptr_t>(p) - reinterpret_cast<uintptr_t>(block::shared);
+    if (offset > block::shared_size) fail("an address outside of dynamic shared memory");
+    return static_cast<uint32_t>(offset);
+}
+inline void* shared_at(uint32_t offset) {
+    if (offset >= block::shared_size) fail("offset %u in %zu bytes of shared memory", offset, block::shared_size);
+    return block::shared + offset;
+}
+
 /// Worst number of rows of an 8x8 matrix that fell on the same banks, over all calls of ldmatrix.
 inline unsigned worst_conflict = 1;
 

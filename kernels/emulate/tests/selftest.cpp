@@ -22,7 +22,7 @@ template <bool BARRIER, bool WAIT>
 __global__ void reverse(float* y, const float* x) {
     DYNAMIC_SHARED(raw);
     float* tile = reinterpret_cast<float*>(raw);
-    ptx::copy4(tile + threadIdx.x, x + threadIdx.x, true);
+    ptx::copy4(ptx::address(tile + threadIdx.x), x + threadIdx.x, true);
     ptx::commit();
     if (WAIT) ptx::wait<0>();
     if (BARRIER) __syncthreads();
@@ -36,18 +36,18 @@ __global__ void product(float* c, const __nv_bfloat16* a, const __nv_bfloat16* b
     auto* sa = reinterpret_cast<__nv_bfloat16*>(raw);
     auto *sb = sa + 16 * 40, *st = sb + 32 * 24;
     int lane = static_cast<int>(threadIdx.x);
-    for (int i = lane; i < 16 * 4; i += 32) ptx::copy16(sa + i / 4 * 40 + i % 4 * 8, a + i * 8, true);
-    for (int i = lane; i < 32 * 2; i += 32) ptx::copy16(sb + i / 2 * 24 + i % 2 * 8, b + i * 8, true);
-    for (int i = lane; i < 16 * 4; i += 32) ptx::copy16(st + i / 4 * 40 + i % 4 * 8, b_turned + i * 8, true);
+    for (int i = lane; i < 16 * 4; i += 32) ptx::copy16(ptx::address(sa + i / 4 * 40 + i % 4 * 8), a + i * 8, true);
+    for (int i = lane; i < 32 * 2; i += 32) ptx::copy16(ptx::address(sb + i / 2 * 24 + i % 2 * 8), b + i * 8, true);
+    for (int i = lane; i < 16 * 4; i += 32) ptx::copy16(ptx::address(st + i / 4 * 40 + i % 4 * 8), b_turned + i * 8, true);
     ptx::commit();
     ptx::wait<0>();
     __syncwarp();
     float acc[2][2][4] = {};
     for (int k = 0; k < 2; k++) {
         uint32_t fa[4], fb[4], ft[4];
-        ptx::ldmatrix(fa, sa + (lane & 15) * 40 + k * 16 + (lane >> 4) * 8);
-        ptx::ldmatrix_trans(fb, sb + (k * 16 + (lane & 15)) * 24 + (lane >> 4) * 8);
-        ptx::ldmatrix(ft, st + ((lane & 7) + (lane >> 4) * 8) * 40 + k * 16 + ((lane >> 3) & 1) * 8);
+        ptx::ldmatrix(fa, ptx::address(sa + (lane & 15) * 40 + k * 16 + (lane >> 4) * 8));
+        ptx::ldmatrix_trans(fb, ptx::address(sb + (k * 16 + (lane & 15)) * 24 + (lane >> 4) * 8));
+        ptx::ldmatrix(ft, ptx::address(st + ((lane & 7) + (lane >> 4) * 8) * 40 + k * 16 + ((lane >> 3) & 1) * 8));
         for (int n = 0; n < 2; n++) {
             ptx::mma(acc[0][n], fa, fb[2 * n], fb[2 * n + 1]);
             ptx::mma(acc[1][n], fa, ft[2 * n], ft[2 * n + 1]);

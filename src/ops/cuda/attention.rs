@@ -51,9 +51,11 @@ impl Form {
 /// Kernels of one head size, and the rows of their tiles as they were compiled.
 struct Compiled {
     size: usize,
-    /// Forward: queries of a block, keys of a step. A block of `attention_split` has 64 queries.
+    /// Forward: queries of a block, keys of a step. A block of the split pass has 64 queries.
     queries: usize,
     keys: usize,
+    /// Keys of a step of the split forward pass.
+    split_keys: usize,
     /// dk and dv: columns that a block makes, queries of all stages together. A block has 64 keys.
     columns: usize,
     staged_queries: usize,
@@ -64,10 +66,10 @@ struct Compiled {
 /// As at the ends of `attention_forward.cu` and `attention_backward.cu`.
 #[rustfmt::skip]
 const BF16: [Compiled; 4] = [
-    Compiled { size: 64, queries: 128, keys: 64, columns: 64, staged_queries: 128, staged_keys: 128 },
-    Compiled { size: 96, queries: 128, keys: 64, columns: 96, staged_queries: 64, staged_keys: 128 },
-    Compiled { size: 128, queries: 128, keys: 64, columns: 128, staged_queries: 64, staged_keys: 64 },
-    Compiled { size: 256, queries: 64, keys: 32, columns: 128, staged_queries: 32, staged_keys: 32 },
+    Compiled { size: 64, queries: 128, keys: 64, split_keys: 64, columns: 64, staged_queries: 128, staged_keys: 128 },
+    Compiled { size: 96, queries: 128, keys: 32, split_keys: 64, columns: 96, staged_queries: 64, staged_keys: 128 },
+    Compiled { size: 128, queries: 128, keys: 32, split_keys: 64, columns: 128, staged_queries: 64, staged_keys: 64 },
+    Compiled { size: 256, queries: 64, keys: 32, split_keys: 32, columns: 128, staged_queries: 32, staged_keys: 32 },
 ];
 /// Size and rows of a tile, as at the end of `attention_f32.cu`.
 const F32: [(usize, usize); 3] = [(64, 32), (128, 32), (256, 16)];
@@ -245,7 +247,7 @@ fn decode(gpu: &Gpu, inputs: [Arg; 3], outputs: [Arg; 2], spec: &Spec, documents
     let form = Form::new(spec, pack, 1)?;
     let slots = Arg::small(slots, "the number of rows")?;
 
-    let shared = 2 * compiled.size * (ROWS + 2 * compiled.keys);
+    let shared = 2 * compiled.size * (ROWS + 2 * compiled.split_keys);
     let [q, k, v] = inputs;
     let args = [q, k, v, partial[0], partial[1], Arg::Address(tiles), slots];
     let name = format!("attention_split_{}", compiled.size);

@@ -109,7 +109,8 @@ fn parameters(gpu: &Gpu, rule: Rule, int8: bool, device: &Device) -> Vec<Paramet
         (517, Form::Stochastic),
         (16_384, Form::Stochastic),
     ];
-    list.map(|(n, form)| Parameter::new(gpu, n, form, rule, int8, device)).into()
+    list.map(|(n, form)| Parameter::new(gpu, n, form, rule, int8, device))
+        .into()
 }
 
 fn run(rule: Rule, parameters: &[Parameter], steps: u64, coefficient: f32, gate: Gate) {
@@ -152,7 +153,10 @@ fn a_gate_scales_or_stops_a_step() {
                 coefficient: Some(&half),
                 finite: Some(finite),
             };
-            let (with, without) = (parameters(&gpu, rule, false, device), parameters(&gpu, rule, false, device));
+            let (with, without) = (
+                parameters(&gpu, rule, false, device),
+                parameters(&gpu, rule, false, device),
+            );
             run(rule, &with, 2, 0.8, gate(&scalar(3.0)));
             run(rule, &without, 2, 0.4, Gate::default());
             let before: Vec<_> = with.iter().map(Parameter::values).collect();

@@ -8,7 +8,7 @@
 use crate::base::{Error, Result};
 use candle_core::cuda::cudarc::driver::{CudaFunction, CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg};
 use candle_core::cuda::cudarc::nvrtc::Ptx;
-use candle_core::cuda::{CudaStorageSlice, DeviceId, WrapErr};
+use candle_core::cuda::{CudaStorageSlice, DeviceId};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Shape, Storage, Tensor};
 use half::bf16;
@@ -154,7 +154,9 @@ impl Gpu {
     pub fn of(t: &Tensor, name: &str) -> Result<Self> {
         match t.device() {
             Device::Cuda(device) => Ok(Self { device: device.clone() }),
-            _ => Err(Error::new(format!("{name} does not lie on the GPU")).found(format!("{:?}", t.device().location()))),
+            _ => {
+                Err(Error::new(format!("{name} does not lie on the GPU")).found(format!("{:?}", t.device().location())))
+            }
         }
     }
 

@@ -77,7 +77,14 @@ fn run_alike(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> Result
             known || groups.last() == Some(&own)
         });
         let (now, later) = rest.split_at(fits.count().max(1));
-        launch(&Gpu::of(first.weight, "a weight")?, rule, now, &groups, coefficient, gate)?;
+        launch(
+            &Gpu::of(first.weight, "a weight")?,
+            rule,
+            now,
+            &groups,
+            coefficient,
+            gate,
+        )?;
         rest = later;
     }
     Ok(())
@@ -119,13 +126,7 @@ fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficien
 }
 
 /// Adds one `Entry` of the kernel to the table.
-fn entry(
-    item: &Item,
-    moments: (bool, bool),
-    group: usize,
-    shares: &mut Shares,
-    table: &mut Vec<u8>,
-) -> Result<()> {
+fn entry(item: &Item, moments: (bool, bool), group: usize, shares: &mut Shares, table: &mut Vec<u8>) -> Result<()> {
     let n = item.weight.elem_count();
     let wrong = |what: &str| Error::new(format!("an optimizer step was given {what}"));
     let sized = |t: &Tensor, name: &str| match t.elem_count() == n {
@@ -139,7 +140,12 @@ fn entry(
             .and_then(|_| address_of(t, name, DType::F32))
             .map(|t| (t, 0)),
         Some(Moment::Int8 { codes, scales }) if scales.elem_count() == n.div_ceil(BLOCK) => sized(codes, name)
-            .and_then(|_| Ok((address_of(codes, name, DType::U8)?, address_of(scales, name, DType::F32)?))),
+            .and_then(|_| {
+                Ok((
+                    address_of(codes, name, DType::U8)?,
+                    address_of(scales, name, DType::F32)?,
+                ))
+            }),
         Some(Moment::Int8 { scales, .. }) => Err(wrong("scales of another tensor").found(scales.elem_count())),
     };
     let kind = Kind::of(item.weight, "a weight")?;

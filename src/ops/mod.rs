@@ -13,6 +13,8 @@ macro_rules! on_gpu {
         if $tensor.device().is_cuda() {
             return $call;
         }
+        #[cfg(not(feature = "cuda"))]
+        let _ = &$tensor;
     };
 }
 
@@ -22,8 +24,11 @@ pub mod device;
 pub mod embedding;
 pub mod glu;
 pub mod linear;
+pub mod master;
+pub mod part;
 pub mod rms_norm;
 pub mod rope;
+pub mod step;
 pub mod tally;
 pub mod update;
 

@@ -132,6 +132,45 @@ pub fn clip_coefficient(squares: &Tensor, max: f64) -> Result<Tensor> {
     Ok(Tensor::new(&[coefficient], squares.device())?)
 }
 
+/// Element types of tensors that are changed in place.
+pub(crate) trait Stored: Sized {
+    fn of(storage: &mut CpuStorage) -> Option<&mut Vec<Self>>;
+    fn read(storage: &CpuStorage) -> Option<&[Self]>;
+}
+
+macro_rules! stored {
+    ($($type:ty, $variant:ident);+) => {
+        $(impl Stored for $type {
+            fn of(storage: &mut CpuStorage) -> Option<&mut Vec<Self>> {
+                match storage {
+                    CpuStorage::$variant(v) => Some(v),
+                    _ => None,
+                }
+            }
+            fn read(storage: &CpuStorage) -> Option<&[Self]> {
+                match storage {
+                    CpuStorage::$variant(v) => Some(v),
+                    _ => None,
+                }
+            }
+        })+
+    };
+}
+stored!(f32, F32; bf16, BF16; u8, U8; i16, I16);
+
+/// Runs `f` on the elements of `t`, which it may change, and returns what it returns.
+pub(crate) fn with_mut<T: Stored, R>(t: &Tensor, f: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+    let mut result = None;
+    in_place(t, |storage, range| match T::of(storage) {
+        Some(v) => {
+            result = Some(f(&mut v[range]));
+            true
+        }
+        None => false,
+    })?;
+    result.ok_or_else(|| Error::new("a tensor was not changed"))
+}
+
 /// Takes the write lock of `t`; `f` gets the storage and the range of `t` in it, and says whether its type fits.
 fn in_place<F>(t: &Tensor, f: F) -> Result<()>
 where

@@ -16,6 +16,9 @@ mod loss;
 #[path = "gpu/products.rs"]
 mod products;
 #[cfg(feature = "cuda")]
+#[path = "gpu/steps.rs"]
+mod steps;
+#[cfg(feature = "cuda")]
 #[path = "gpu/support.rs"]
 mod support;
 #[cfg(feature = "cuda")]

@@ -35,6 +35,7 @@ emulated! {
     embedding
     glu
     optimizer
+    part
     reduce
     rms_norm
     rope

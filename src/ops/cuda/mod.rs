@@ -25,6 +25,7 @@ pub(crate) mod gemm;
 pub(crate) mod glu;
 pub(crate) mod linear;
 pub(crate) mod memory;
+pub(crate) mod part;
 pub(crate) mod reduce;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;

@@ -40,6 +40,11 @@ impl Rng {
         Self { key }
     }
 
+    /// What the numbers of this stream follow from, for generators elsewhere (a GPU).
+    pub fn key(&self) -> u64 {
+        self.key
+    }
+
     /// The `index`-th 64 random bits.
     #[inline]
     pub fn bits(&self, index: u64) -> u64 {

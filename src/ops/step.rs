@@ -91,11 +91,42 @@ pub struct Item<'a> {
     pub step: u64,
 }
 
+/// Numbers that lie on a device and need not come to the host before a step.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Gate<'a> {
+    /// f32 `[1]`: a further factor of all gradients.
+    pub coefficient: Option<&'a Tensor>,
+    /// f64 `[1]`: nothing is changed if it is not finite.
+    pub finite: Option<&'a Tensor>,
+}
+
 /// Updates every parameter of the list. `coefficient` is the factor of all gradients (clipping).
 ///
 /// Errors: a tensor of another size, type or device than its weight needs.
 pub fn step(rule: Rule, items: &[Item], coefficient: f32) -> Result<()> {
-    items.iter().try_for_each(|item| one(rule, item, coefficient))
+    step_gated(rule, items, coefficient, Gate::default())
+}
+
+/// As `step`, on a GPU in one launch that waits for nothing. The state counts a step that does not happen too.
+pub fn step_gated(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> Result<()> {
+    let Some(first) = items.first() else {
+        return Ok(());
+    };
+    on_gpu!(first.weight, super::cuda::step::run(rule, items, coefficient, gate));
+    let finite = match gate.finite {
+        Some(t) => t.to_vec1::<f64>()?.iter().all(|x| x.is_finite()),
+        None => true,
+    };
+    let further = match gate.coefficient {
+        Some(t) => t.to_vec1::<f32>()?.iter().product(),
+        None => 1.0,
+    };
+    if !finite {
+        return Ok(());
+    }
+    items
+        .iter()
+        .try_for_each(|item| one(rule, item, coefficient * further))
 }
 
 fn one(rule: Rule, item: &Item, coefficient: f32) -> Result<()> {
@@ -207,6 +238,7 @@ pub fn split(values: &[f32], weight: &Tensor, low: &Tensor) -> Result<()> {
     if values.len() != weight.elem_count() || values.len() != low.elem_count() {
         return Err(Error::new("a weight and its values differ in size"));
     }
+    on_gpu!(weight, super::cuda::step::split(values, weight, low));
     with_mut(weight, |w: &mut [bf16]| {
         with_mut(low, |low: &mut [i16]| cpu::split(values, w, low))
     })?

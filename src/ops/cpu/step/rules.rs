@@ -6,13 +6,13 @@ use super::super::math::vectorized;
 /// decoupled decay, bias correction, eps outside the root.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Adamw {
-    keep: f32,
-    b1: f32,
-    b2: f32,
-    step_size: f32,
-    correction2_sqrt: f32,
-    eps: f32,
-    coefficient: f32,
+    pub(crate) keep: f32,
+    pub(crate) b1: f32,
+    pub(crate) b2: f32,
+    pub(crate) step_size: f32,
+    pub(crate) correction2_sqrt: f32,
+    pub(crate) eps: f32,
+    pub(crate) coefficient: f32,
 }
 
 impl Adamw {

@@ -300,5 +300,4 @@ impl Optimizer {
 }
 
 #[cfg(test)]
-#[path = "tests.rs"]
 mod tests;

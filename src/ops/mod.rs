@@ -10,6 +10,7 @@ pub mod cross_entropy;
 pub mod embedding;
 pub mod glu;
 pub mod linear;
+pub mod master;
 pub mod rms_norm;
 pub mod rope;
 pub mod update;

@@ -3,11 +3,11 @@
 
 pub mod adamw;
 pub mod blocks;
-pub mod master;
 pub mod optimizer;
 pub mod schedule;
 pub mod sgd;
 
+pub use crate::ops::master;
 pub use blocks::{BlockPlan, BlockSchedule};
 pub use optimizer::{Optimizer, Saved, SavedState};
 pub use schedule::Schedule;

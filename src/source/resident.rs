@@ -1,11 +1,12 @@
 //! All weights on the device for the whole run.
 
-use super::{Group, GroupWeights, LayerSource, ParamInfo};
+use super::{Group, GroupWeights, LayerSource, LowerHalves, Numbers, NumbersSink, ParamInfo};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
+use crate::ops::{master, update};
 use crate::recipe::Dtype;
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -74,6 +75,22 @@ impl Resident {
         let groups = groups.into_iter().map(|(g, w)| (g, Arc::new(w))).collect();
         Ok(Self { params, groups, bytes })
     }
+
+    fn here(&self, name: &str) -> Result<Tensor> {
+        self.held(name).ok_or_else(|| no_such(name))
+    }
+}
+
+pub(super) fn no_such(name: &str) -> Error {
+    Error::new("the model has no such parameter").at(name)
+}
+
+/// The numbers of a tensor.
+pub(super) fn send(tensor: &Tensor, sink: &mut NumbersSink) -> Result<()> {
+    match tensor.dtype() {
+        DType::BF16 => update::with_bf16(tensor, |v| sink(Numbers::Bf16(v, None)))?,
+        _ => update::with_slice(tensor, |v| sink(Numbers::F32(v)))?,
+    }
 }
 
 /// Errors: missing, misshapen and surplus tensors, all in one.
@@ -130,5 +147,37 @@ impl LayerSource for Resident {
 
     fn resident_bytes(&self) -> u64 {
         self.bytes
+    }
+
+    fn held(&self, name: &str) -> Option<Tensor> {
+        let group = self.params.iter().find(|p| &*p.name == name)?.group;
+        Some(self.groups.get(&group)?.get(name).ok()?.1)
+    }
+
+    fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
+        Ok((self.here(name)?, ids.to_vec()))
+    }
+
+    fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
+        send(&self.here(name)?, sink)
+    }
+
+    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn LowerHalves) -> Result<()> {
+        let tensor = self.here(name)?;
+        saved.require(name, &[tensor.elem_count()])?;
+        let values = saved.read_f32(name)?;
+        match tensor.dtype() {
+            DType::BF16 => {
+                let mut halves = vec![0u16; values.len()];
+                update::store_bf16(&tensor, |weight| {
+                    for ((w, l), x) in weight.iter_mut().zip(&mut halves).zip(&values) {
+                        (*w, *l) = master::split(*x);
+                    }
+                })?;
+                low.put_low(name, halves);
+                Ok(())
+            }
+            _ => update::with_slice_mut(&tensor, |weight| weight.copy_from_slice(&values)),
+        }
     }
 }

@@ -4,6 +4,7 @@
 pub mod resident;
 
 use crate::base::{Error, Result};
+use crate::quant::Weight;
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -50,27 +51,37 @@ impl ParamInfo {
 }
 
 /// The weights of one group, ready for use on the device. Cloning a tensor shares its storage, so an
-/// update in place is seen by every holder.
+/// update in place is seen by every holder. The weights of frozen linears can be codes.
 #[derive(Debug, Default)]
 pub struct GroupWeights {
-    tensors: BTreeMap<Arc<str>, Tensor>,
+    weights: BTreeMap<Arc<str>, Weight>,
 }
 
 impl GroupWeights {
-    pub fn insert(&mut self, name: Arc<str>, tensor: Tensor) {
-        self.tensors.insert(name, tensor);
+    /// `weight`: a tensor or codes.
+    pub fn insert(&mut self, name: Arc<str>, weight: impl Into<Weight>) {
+        self.weights.insert(name, weight.into());
     }
 
-    /// Errors: no such tensor in this group (a fault in ft: shapes were checked when the source was opened).
+    /// The tensor of a dense weight.
+    ///
+    /// Errors: no such weight in this group (a fault in ft: shapes were checked when the source was opened); codes.
     pub fn get(&self, name: &str) -> Result<(Arc<str>, Tensor)> {
-        self.tensors
+        let (name, weight) = self.weight(name)?;
+        let tensor = weight.dense().map_err(|e| e.or_at(&*name))?.clone();
+        Ok((name, tensor))
+    }
+
+    /// A weight, dense or coded. Errors: no such weight in this group.
+    pub fn weight(&self, name: &str) -> Result<(Arc<str>, Weight)> {
+        self.weights
             .get_key_value(name)
-            .map(|(n, t)| (n.clone(), t.clone()))
+            .map(|(n, w)| (n.clone(), w.clone()))
             .ok_or_else(|| Error::new("weight is not part of its group").at(name))
     }
 
-    pub fn iter(&self) -> impl Iterator<Item = (&Arc<str>, &Tensor)> {
-        self.tensors.iter()
+    pub fn iter(&self) -> impl Iterator<Item = (&Arc<str>, &Weight)> {
+        self.weights.iter()
     }
 }
 

@@ -128,8 +128,10 @@ impl Network {
                 None
             };
             let lora = self.adapters.get(&module).cloned();
+            let (name, weight) = weights.weight(&format!("{module}.weight"))?;
             Ok(Linear {
-                weight: param(&weights, &format!("{module}.weight"))?,
+                name,
+                weight,
                 bias,
                 lora,
             })

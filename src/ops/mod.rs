@@ -6,6 +6,7 @@
 //! Only the CPU so far: a tensor on another device is an error. Results do not depend on the number of threads.
 
 pub mod attention;
+pub mod coded;
 pub mod cross_entropy;
 pub mod embedding;
 pub mod glu;

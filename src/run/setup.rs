@@ -10,6 +10,7 @@ use crate::formats::tokenizer::Tokenizer;
 use crate::formats::weights::Weights;
 use crate::hub;
 use crate::model::{Network, Spec, families};
+use crate::quant::Storage;
 use crate::recipe::{Dtype, ModelInit};
 use crate::source::{Resident, resident};
 use candle_core::Device;
@@ -72,7 +73,9 @@ impl Described {
     pub fn load(&self, dtype: Dtype, init: ModelInit, seed: u64, device: &Device) -> Result<Network> {
         let params = self.spec.params();
         let source = match init {
-            ModelInit::Pretrained => Resident::load(params, &Weights::open(&self.dir)?, dtype, device)?,
+            ModelInit::Pretrained => {
+                Resident::load(params, &Weights::open(&self.dir)?, |_| Storage::Dense(dtype), device)?
+            }
             ModelInit::Random => {
                 let norm = if self.spec.norm_plus_one { 0.0 } else { 1.0 };
                 Resident::random(params, seed, self.spec.initializer_range, norm, dtype, device)?
@@ -91,7 +94,12 @@ impl Described {
             .names()
             .all(|n| weights.info(n).is_some_and(|i| i.dtype == StoredDtype::Bf16));
         let stored = if all_bf16 { Dtype::Bf16 } else { Dtype::F32 };
-        let source = Resident::load(self.spec.params(), &weights, dtype.unwrap_or(stored), device)?;
+        let source = Resident::load(
+            self.spec.params(),
+            &weights,
+            |_| Storage::Dense(dtype.unwrap_or(stored)),
+            device,
+        )?;
         let mut network = Network::new(self.spec.clone(), Box::new(source), device.clone());
         if let Some(dir) = adapter {
             network.adapters = export::load_adapter(dir, &self.spec.sites())?.1;

@@ -6,6 +6,7 @@ pub mod resident;
 
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
+use crate::quant::Weight;
 use candle_core::Tensor;
 use half::bf16;
 use std::collections::BTreeMap;
@@ -54,27 +55,37 @@ impl ParamInfo {
 }
 
 /// The weights of one group, ready for use on the device. Cloning a tensor shares its storage, so an
-/// update in place is seen by every holder.
+/// update in place is seen by every holder. The weights of frozen linears can be codes.
 #[derive(Debug, Default)]
 pub struct GroupWeights {
-    tensors: BTreeMap<Arc<str>, Tensor>,
+    weights: BTreeMap<Arc<str>, Weight>,
 }
 
 impl GroupWeights {
-    pub fn insert(&mut self, name: Arc<str>, tensor: Tensor) {
-        self.tensors.insert(name, tensor);
+    /// `weight`: a tensor or codes.
+    pub fn insert(&mut self, name: Arc<str>, weight: impl Into<Weight>) {
+        self.weights.insert(name, weight.into());
     }
 
-    /// Errors: no such tensor in this group (a fault in ft: shapes were checked when the source was opened).
+    /// The tensor of a dense weight.
+    ///
+    /// Errors: no such weight in this group (a fault in ft: shapes were checked when the source was opened); codes.
     pub fn get(&self, name: &str) -> Result<(Arc<str>, Tensor)> {
-        self.tensors
+        let (name, weight) = self.weight(name)?;
+        let tensor = weight.dense().map_err(|e| e.or_at(&*name))?.clone();
+        Ok((name, tensor))
+    }
+
+    /// A weight, dense or coded. Errors: no such weight in this group.
+    pub fn weight(&self, name: &str) -> Result<(Arc<str>, Weight)> {
+        self.weights
             .get_key_value(name)
-            .map(|(n, t)| (n.clone(), t.clone()))
+            .map(|(n, w)| (n.clone(), w.clone()))
             .ok_or_else(|| Error::new("weight is not part of its group").at(name))
     }
 
-    pub fn iter(&self) -> impl Iterator<Item = (&Arc<str>, &Tensor)> {
-        self.tensors.iter()
+    pub fn iter(&self) -> impl Iterator<Item = (&Arc<str>, &Weight)> {
+        self.weights.iter()
     }
 }
 
@@ -83,18 +94,18 @@ impl GroupWeights {
 pub enum Numbers<'a> {
     F32(&'a [f32]),
     /// With what their f32 masters know beyond them, where they were trained (see `ops::master`).
-    Bf16(&'a [bf16], Option<&'a [u16]>),
+    Bf16(&'a [bf16], Option<&'a [i16]>),
 }
 
 /// Takes the numbers of a parameter, in pieces.
 pub type NumbersSink<'a> = dyn FnMut(Numbers) -> Result<()> + 'a;
 
-/// Lower halves of f32 masters, by the name of their parameter: where the optimizer keeps them.
+/// Lower halves of f32 masters (i16 `[n]`), by the name of their parameter: where the optimizer keeps them.
 pub trait LowerHalves {
-    fn put_low(&mut self, name: &str, low: Vec<u16>);
+    fn put_low(&mut self, name: &str, low: Tensor);
 
     /// `None`: this parameter has no master beyond its weight.
-    fn take_low(&mut self, name: &str) -> Option<Vec<u16>>;
+    fn take_low(&mut self, name: &str) -> Option<Tensor>;
 }
 
 /// Delivers the weights of one group at a time. One of the four contracts of the engine.

@@ -5,6 +5,7 @@ use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
 use crate::ops::{master, update};
+use crate::quant::{self, Storage, Weight};
 use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
@@ -17,24 +18,19 @@ pub struct Resident {
 }
 
 impl Resident {
-    /// Reads every parameter from `weights`, one tensor at a time, into `dtype` on `device`.
+    /// Reads every parameter from `weights`, one tensor at a time, onto `device`, into the storage that `storage`
+    /// names for it; frozen weights are coded on the way.
     ///
     /// Errors: a parameter that is missing or has another shape; a parameter in the files that the model
     /// does not have (a wrong config must not train a part of the model in silence).
-    pub fn load(params: Vec<ParamInfo>, weights: &Weights, dtype: Dtype, device: &Device) -> Result<Self> {
+    pub fn load(
+        params: Vec<ParamInfo>,
+        weights: &Weights,
+        storage: impl Fn(&ParamInfo) -> Storage,
+        device: &Device,
+    ) -> Result<Self> {
         check_names(&params, weights)?;
-        Self::build(params, |p| match dtype {
-            Dtype::F32 => Ok(Tensor::from_vec(
-                weights.read_f32(&p.name)?,
-                p.shape.as_slice(),
-                device,
-            )?),
-            Dtype::Bf16 => Ok(Tensor::from_vec(
-                weights.read_bf16(&p.name)?,
-                p.shape.as_slice(),
-                device,
-            )?),
-        })
+        Self::build(params, |p| read(weights, p, storage(p), device))
     }
 
     /// Fresh weights: normal with standard deviation `std`, biases 0, norm weights `norm`.
@@ -64,13 +60,13 @@ impl Resident {
         })
     }
 
-    fn build(params: Vec<ParamInfo>, mut make: impl FnMut(&ParamInfo) -> Result<Tensor>) -> Result<Self> {
+    fn build<W: Into<Weight>>(params: Vec<ParamInfo>, mut make: impl FnMut(&ParamInfo) -> Result<W>) -> Result<Self> {
         let mut groups: BTreeMap<Group, GroupWeights> = BTreeMap::new();
         let mut bytes = 0;
         for p in &params {
-            let tensor = make(p)?;
-            bytes += (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64;
-            groups.entry(p.group).or_default().insert(p.name.clone(), tensor);
+            let weight: Weight = make(p)?.into();
+            bytes += weight.bytes();
+            groups.entry(p.group).or_default().insert(p.name.clone(), weight);
         }
         let groups = groups.into_iter().map(|(g, w)| (g, Arc::new(w))).collect();
         Ok(Self { params, groups, bytes })
@@ -90,6 +86,23 @@ pub(super) fn send(tensor: &Tensor, sink: &mut NumbersSink) -> Result<()> {
     match tensor.dtype() {
         DType::BF16 => update::with_bf16(tensor, |v| sink(Numbers::Bf16(v, None)))?,
         _ => update::with_slice(tensor, |v| sink(Numbers::F32(v)))?,
+    }
+}
+
+/// One parameter from the files, in its storage. Errors: as reading; codes of what is not a matrix.
+pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device) -> Result<Weight> {
+    let shape = p.shape.as_slice();
+    match (storage, shape) {
+        (Storage::Dense(Dtype::F32), _) => Ok(Tensor::from_vec(weights.read_f32(&p.name)?, shape, device)?.into()),
+        (Storage::Dense(Dtype::Bf16), _) => Ok(Tensor::from_vec(weights.read_bf16(&p.name)?, shape, device)?.into()),
+        (Storage::Coded(format, decoded), &[rows, columns]) => {
+            let values = weights.read_f32(&p.name)?;
+            let coded = quant::encode(&values, (rows, columns), format, decoded);
+            Ok(coded.map_err(|e| e.or_at(&*p.name))?.into())
+        }
+        (Storage::Coded(format, _), _) => Err(Error::new("only a matrix can be stored as codes")
+            .at(&*p.name)
+            .found(format!("shape {shape:?}, {format}"))),
     }
 }
 
@@ -168,13 +181,14 @@ impl LayerSource for Resident {
         let values = saved.read_f32(name)?;
         match tensor.dtype() {
             DType::BF16 => {
-                let mut halves = vec![0u16; values.len()];
+                let mut halves = vec![0i16; values.len()];
                 update::store_bf16(&tensor, |weight| {
                     for ((w, l), x) in weight.iter_mut().zip(&mut halves).zip(&values) {
-                        (*w, *l) = master::split(*x);
+                        let (high, low) = master::split(*x);
+                        (*w, *l) = (high, low as i16);
                     }
                 })?;
-                low.put_low(name, halves);
+                low.put_low(name, Tensor::from_vec(halves, values.len(), tensor.device())?);
                 Ok(())
             }
             _ => update::with_slice_mut(&tensor, |weight| weight.copy_from_slice(&values)),

@@ -22,8 +22,8 @@ impl Plain for bf16 {
     const STORED: StoredDtype = StoredDtype::Bf16;
 }
 
-impl Plain for u16 {
-    const STORED: StoredDtype = StoredDtype::U16;
+impl Plain for i16 {
+    const STORED: StoredDtype = StoredDtype::I16;
 }
 
 fn bytes_of<T: Plain>(numbers: &mut [T]) -> &mut [u8] {
@@ -61,14 +61,14 @@ impl Weights {
         ])
     }
 
-    /// As `read_f32_at`, of a tensor that is stored as U16.
-    pub fn read_u16_at(&self, name: &str, first: usize, out: &mut [u16]) -> Result<()> {
+    /// As `read_f32_at`, of a tensor that is stored as I16.
+    pub fn read_i16_at(&self, name: &str, first: usize, out: &mut [i16]) -> Result<()> {
         let info = self.must(name)?;
-        if info.dtype != StoredDtype::U16 {
+        if info.dtype != StoredDtype::I16 {
             return Err(Error::new(format!("tensor `{name}` has another number format"))
                 .at_path(&self.paths[info.file])
                 .found(info.dtype)
-                .expected("U16"));
+                .expected("I16"));
         }
         self.inside(name, first, out.len())?;
         self.plain(name, first, out)
@@ -163,7 +163,7 @@ mod tests {
             .collect();
         plans.push(TensorPlan {
             name: "low".into(),
-            dtype: StoredDtype::U16,
+            dtype: StoredDtype::I16,
             shape: vec![3],
         });
         write_file(&path, &plans, &[], |plan, sink| match plan.name.as_str() {
@@ -183,11 +183,11 @@ mod tests {
                 assert_eq!(got, narrow[first..first + count], "{dtype} {first}");
             }
             assert!(w.read_f32_at(dtype.name(), n - 1, &mut [0.0; 2]).is_err());
-            assert!(w.read_u16_at(dtype.name(), 0, &mut [0; 1]).is_err());
+            assert!(w.read_i16_at(dtype.name(), 0, &mut [0; 1]).is_err());
         }
         let mut low = [0; 2];
-        w.read_u16_at("low", 1, &mut low).unwrap();
-        assert_eq!(low, [2, 65535]);
+        w.read_i16_at("low", 1, &mut low).unwrap();
+        assert_eq!(low, [2, -1]);
         assert!(w.read_f32_at("low", 0, &mut [0.0; 1]).is_err());
         assert!(w.read_f32_at("none", 0, &mut [0.0; 1]).is_err());
     }

@@ -6,7 +6,7 @@ use crate::formats::weights::Weights;
 use crate::ops::update;
 use crate::recipe::Dtype;
 use crate::source::{Numbers, NumbersSink};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -64,19 +64,20 @@ impl Files {
     }
 
     /// The lower half of a master, if there is one.
-    pub fn low(&self, name: &str, count: usize) -> Result<Option<Vec<u16>>> {
+    pub fn low(&self, name: &str, count: usize, device: &Device) -> Result<Option<Tensor>> {
         let Some(file) = self.store.open(name)?.filter(|f| f.info(LOW).is_some()) else {
             return Ok(None);
         };
-        let mut low = vec![0u16; count];
-        file.read_u16_at(LOW, 0, &mut low)?;
-        Ok(Some(low))
+        let mut low = vec![0i16; count];
+        file.read_i16_at(LOW, 0, &mut low)?;
+        Ok(Some(Tensor::from_vec(low, count, device)?))
     }
 
     /// Keeps a weight and the lower half of its master.
-    pub fn write(&self, name: &str, tensor: &Tensor, low: Option<&[u16]>) -> Result<()> {
+    pub fn write(&self, name: &str, tensor: &Tensor, low: Option<&Tensor>) -> Result<()> {
+        let low = low.map(|t| t.flatten_all()?.to_vec1::<i16>()).transpose()?;
         match tensor.dtype() {
-            DType::BF16 => update::with_bf16(tensor, |v| self.store.write(name, Numbers::Bf16(v, low)))?,
+            DType::BF16 => update::with_bf16(tensor, |v| self.store.write(name, Numbers::Bf16(v, low.as_deref())))?,
             _ => update::with_slice(tensor, |v| self.store.write(name, Numbers::F32(v)))?,
         }
     }
@@ -103,8 +104,8 @@ impl Files {
                         narrow.resize(n, bf16::ZERO);
                         file.read_bf16_at(key, first, &mut narrow)?;
                         if has_low {
-                            low.resize(n, 0u16);
-                            file.read_u16_at(LOW, first, &mut low)?;
+                            low.resize(n, 0i16);
+                            file.read_i16_at(LOW, first, &mut low)?;
                         }
                         sink(Numbers::Bf16(&narrow, has_low.then_some(low.as_slice())))?;
                     }

@@ -333,7 +333,7 @@ impl LayerSource for Disk {
                 let tensor = self.shared.load(param)?;
                 self.shared.held().insert(param.name.clone(), tensor);
             }
-            if let Some(half) = self.shared.files.low(&param.name, param.elements())? {
+            if let Some(half) = self.shared.files.low(&param.name, param.elements(), &self.shared.device)? {
                 low.put_low(&param.name, half);
             }
         }
@@ -350,7 +350,7 @@ impl LayerSource for Disk {
         };
         for (name, tensor) in leaving {
             let half = low.take_low(&name);
-            self.shared.files.write(&name, &tensor, half.as_deref())?;
+            self.shared.files.write(&name, &tensor, half.as_ref())?;
             if !self.always.contains(&name) {
                 self.shared.held().remove(&name);
             }

@@ -87,7 +87,8 @@ impl Store {
                         sink(Values::Bf16(&high))?
                     }
                     _ => {
-                        let low: Vec<u8> = values.iter().flat_map(|x| master::split(*x).1.to_le_bytes()).collect();
+                        let low = values.iter().flat_map(|x| master::split(*x).1.to_le_bytes());
+                        let low: Vec<u8> = low.collect();
                         sink(Values::Raw(&low))?
                     }
                 }
@@ -124,7 +125,7 @@ fn plans(count: usize, dtype: StoredDtype, low: bool) -> Vec<TensorPlan> {
     };
     let mut plans = vec![plan(WEIGHT, dtype)];
     if low {
-        plans.push(plan(LOW, StoredDtype::U16));
+        plans.push(plan(LOW, StoredDtype::I16));
     }
     plans
 }

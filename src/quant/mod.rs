@@ -1,0 +1,17 @@
+//! Storage types of weights that are not trained: int8, int4, NF4; encode, decode, and products with codes.
+//! Knows matrices and their codes. Knows no layers, no names of weights, no files.
+//!
+//! Letters: N tokens, I input features (columns), O output features (rows).
+
+mod coded;
+mod dynamic;
+mod encode;
+mod format;
+#[cfg(test)]
+mod tests;
+mod weight;
+
+pub use coded::{Coded, Part};
+pub use encode::{Value, encode};
+pub use format::{Format, Storage};
+pub use weight::{Weight, backward_input, backward_input_add, forward, forward_add};

@@ -8,12 +8,14 @@
 pub mod attention;
 pub mod coded;
 pub mod cross_entropy;
+pub mod device;
 pub mod embedding;
 pub mod glu;
 pub mod linear;
 pub mod master;
 pub mod rms_norm;
 pub mod rope;
+pub mod tally;
 pub mod update;
 
 mod cpu;

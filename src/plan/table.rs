@@ -23,6 +23,8 @@ pub struct Line {
 pub struct Plan {
     pub lines: Vec<Line>,
     pub peak_bytes: u64,
+    /// With a GPU: what the host holds at most beside it.
+    pub peak_host_bytes: Option<u64>,
     /// When the peak is reached.
     pub peak_moment: String,
     /// Parameters of the model, adapters included.
@@ -54,6 +56,9 @@ impl Plan {
             bytes(self.peak_bytes),
             self.peak_moment
         ));
+        if let Some(host) = self.peak_host_bytes {
+            out.push_str(&format!("{:width$}  {:>10}  {:>10}\n", "on the host", "", bytes(host)));
+        }
         out.push_str(&format!(
             "{:width$}  {} of {} trained at one time ({:.2} %)\n",
             "parameters",
@@ -73,6 +78,9 @@ impl Plan {
             at_peak.insert(l.key.into(), json!(l.at_peak));
         }
         out.insert("peak_bytes".into(), json!(self.peak_bytes));
+        if let Some(host) = self.peak_host_bytes {
+            out.insert("peak_host_bytes".into(), json!(host));
+        }
         out.insert("peak_moment".into(), json!(self.peak_moment));
         out.insert("at_peak".into(), Value::Object(at_peak));
         out.insert("parameters".into(), json!(self.parameters));
@@ -113,7 +121,7 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
             Kind::Inputs,
             "layer_inputs",
             "layer inputs",
-            format!("{n} tokens × {} × f32 a layer", spec.hidden),
+            format!("{n} tokens × {} × {} bytes a layer", spec.hidden, inputs.element),
         ),
         (
             Kind::Activations,
@@ -160,6 +168,7 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
     Plan {
         lines,
         peak_bytes: l.peak,
+        peak_host_bytes: inputs.on_gpu.then_some(l.host_peak),
         peak_moment: l.peak_moment,
         parameters,
         trained_parameters: trained,

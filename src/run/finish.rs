@@ -34,19 +34,22 @@ pub fn adapter_config(recipe: &Recipe, chosen: &[Site]) -> AdapterConfig {
     }
 }
 
-/// Writes `final/`; it appears whole or not at all.
+/// Writes `final/`; it appears whole or not at all. The random weights of a shape are not worth a file.
 pub fn export(
     run_dir: &Path,
     recipe: &Recipe,
     model: &Described,
     engine: &Engine,
     adapter: Option<&AdapterConfig>,
-) -> Result<PathBuf> {
+) -> Result<Option<PathBuf>> {
+    if model.is_shape() {
+        return Ok(None);
+    }
     let out = run_dir.join("final");
     if let Some(config) = adapter {
         let base = export::fingerprint(&model.dir)?;
         let out = export::adapter(&out, config, &engine.network.adapters, &model.dir, &base)?;
-        return with_template(recipe, out);
+        return with_template(recipe, out).map(Some);
     }
     let params = engine.network.source.params();
     let parts = ModelExport {
@@ -60,7 +63,7 @@ pub fn export(
     let out = export::model(&parts, &mut |name| {
         update::to_f32_vec(&engine.network.param(name)?.tensor)
     })?;
-    with_template(recipe, out)
+    with_template(recipe, out).map(Some)
 }
 
 /// The template that the rows were rendered with goes along.

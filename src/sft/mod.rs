@@ -3,8 +3,9 @@
 
 use crate::base::Result;
 use crate::data::Batch;
-use crate::model::{Head, LossOutput, Need, Objective};
+use crate::model::{Head, LossGradients, Need, Objective};
 use crate::ops::cross_entropy;
+use crate::ops::tally::Tally;
 use candle_core::Tensor;
 
 /// Cross-entropy through the output projection, `chunk` tokens of logits at a time.
@@ -29,26 +30,20 @@ impl CausalLm {
 }
 
 impl Objective for CausalLm {
-    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need) -> Result<LossOutput> {
+    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
         let w = &head.weight.tensor;
-        let out = if need.dh || need.dw {
-            let options = cross_entropy::Options {
-                softcap: head.softcap,
-                chunk: self.chunk,
-                scale: need.scale,
-                need_dh: need.dh,
-                need_dw: need.dw,
-            };
-            cross_entropy::forward_backward(h, w, &batch.targets, &options)?
-        } else {
-            cross_entropy::forward_only(h, w, &batch.targets, head.softcap, self.chunk)?
+        if !need.dh && !need.dw {
+            cross_entropy::forward_only(h, w, &batch.targets, head.softcap, self.chunk, tally)?;
+            return Ok(LossGradients::default());
+        }
+        let options = cross_entropy::Options {
+            softcap: head.softcap,
+            chunk: self.chunk,
+            scale: need.scale,
+            need_dh: need.dh,
+            need_dw: need.dw,
         };
-        Ok(LossOutput {
-            loss_sum: out.loss_sum,
-            trained: out.trained,
-            correct: out.correct,
-            dh: out.dh,
-            dw: out.dw,
-        })
+        let out = cross_entropy::forward_backward(h, w, &batch.targets, &options, tally)?;
+        Ok(LossGradients { dh: out.dh, dw: out.dw })
     }
 }

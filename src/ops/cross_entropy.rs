@@ -1,12 +1,20 @@
 //! Linear and cross-entropy in one: hidden states `[N, D]` and head `[V, D]` in, loss and gradients out. Logits
 //! exist for one chunk of trained tokens at a time; tokens without a target cost nothing.
 
+mod streamed;
+
 use super::cpu::cross_entropy as cpu;
 use super::cpu::storage::{dims2, expect_dims, expect_f32, floats, tensor, values, wrong_shape};
 use super::tally::{Sums, Tally};
 use crate::base::{Error, Result};
 use crate::data::IGNORE;
 use candle_core::Tensor;
+
+pub use streamed::{Pieces, streamed};
+
+/// Rows of the head that are multiplied at a time. A head that comes in parts comes in multiples of it: then the
+/// results are those of the whole head, bit for bit.
+pub const PIECE: usize = cpu::PIECE;
 
 /// How to compute the loss and which gradients are wanted.
 #[derive(Debug, Clone)]
@@ -122,9 +130,27 @@ fn run(
     gradients: Option<&mut cpu::Gradients>,
     mut each: impl FnMut(usize, &cpu::Row),
 ) -> Result<()> {
-    let (n, d) = dims2(h, "the hidden states")?;
-    let (v, _) = dims2(head, "the head")?;
-    expect_dims(head, "the head", &[v, d])?;
+    let (v, d) = dims2(head, "the head")?;
+    let trained = check(h, (v, d), targets, softcap)?;
+    floats(h, "the hidden states", |h| {
+        values(head, "the head", |head| {
+            let job = cpu::Job {
+                h,
+                head,
+                targets,
+                sizes: (d, v),
+                cap: softcap.unwrap_or(0.0),
+            };
+            cpu::run(&job, &trained, chunk.max(1), gradients, &mut each);
+            Ok(())
+        })
+    })
+}
+
+/// The trained tokens, if everything fits a head `[V, D]`.
+fn check(h: &Tensor, (v, d): (usize, usize), targets: &[u32], softcap: Option<f32>) -> Result<Vec<usize>> {
+    let (n, _) = dims2(h, "the hidden states")?;
+    expect_dims(h, "the hidden states", &[n, d])?;
     expect_f32(h, "the hidden states")?;
     if targets.len() != n {
         return Err(wrong_shape(h, "the hidden states", &format!("{} rows", targets.len())));
@@ -142,20 +168,7 @@ fn run(
     if softcap.is_some_and(|cap| cap.is_nan() || cap <= 0.0) {
         return Err(Error::new("the soft cap of the logits must be positive"));
     }
-    let trained: Vec<usize> = (0..n).filter(|i| targets[*i] != IGNORE).collect();
-    floats(h, "the hidden states", |h| {
-        values(head, "the head", |head| {
-            let job = cpu::Job {
-                h,
-                head,
-                targets,
-                sizes: (d, v),
-                cap: softcap.unwrap_or(0.0),
-            };
-            cpu::run(&job, &trained, chunk.max(1), gradients, &mut each);
-            Ok(())
-        })
-    })
+    Ok((0..n).filter(|i| targets[*i] != IGNORE).collect())
 }
 
 #[cfg(test)]

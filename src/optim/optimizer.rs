@@ -4,6 +4,7 @@ use super::{adamw, master, sgd};
 use crate::base::{Error, Result};
 use crate::ops::update;
 use crate::recipe::{self, OptimizerName};
+use crate::source::LowerHalves;
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -187,6 +188,20 @@ impl Optimizer {
         let states: usize = self.states.values().map(|s| 4 * (s.m.len() + s.v.len())).sum();
         let low: usize = self.low.values().map(|l| 2 * l.len()).sum();
         (states + low) as u64
+    }
+}
+
+impl LowerHalves for Optimizer {
+    fn put_low(&mut self, name: &str, low: Tensor) {
+        if let Ok(low) = low.flatten_all().and_then(|t| t.to_vec1::<i16>()) {
+            self.low.insert(name.to_string(), low.into_iter().map(|x| x as u16).collect());
+        }
+    }
+
+    fn take_low(&mut self, name: &str) -> Option<Tensor> {
+        let low: Vec<i16> = self.low.remove(name)?.into_iter().map(|x| x as i16).collect();
+        let count = low.len();
+        Tensor::from_vec(low, count, &candle_core::Device::Cpu).ok()
     }
 }
 

@@ -10,6 +10,7 @@
 mod ledger;
 mod step;
 mod table;
+mod weights;
 mod work;
 
 pub use table::{Line, Plan};
@@ -20,6 +21,14 @@ use crate::optim::Optimizer;
 use crate::recipe::{Dtype, Method, Recipe};
 use ledger::{Kind, Ledger};
 use std::collections::{BTreeMap, BTreeSet};
+
+/// Where the weights live that are not trained now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    Device,
+    /// Layers come from the disk; the output projection so many rows at a time, or held whole.
+    Disk { head_rows: Option<usize> },
+}
 
 /// What the plan needs to know beside model and recipe.
 #[derive(Debug, Clone)]
@@ -44,6 +53,7 @@ pub struct Inputs {
     pub active: Vec<Active>,
     /// Rank of the adapter on each linear that has one, by module.
     pub adapters: BTreeMap<String, usize>,
+    pub place: Place,
     /// The tokenized rows.
     pub data_bytes: u64,
     /// What the program holds before the model is loaded.
@@ -69,6 +79,7 @@ impl Inputs {
                 .iter()
                 .map(|(module, lora)| (module.clone(), lora.a.dims().first().copied().unwrap_or(0)))
                 .collect(),
+            place: Place::Device,
             data_bytes: 0,
             process_bytes: crate::base::memory::resident(),
         }
@@ -117,8 +128,8 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
             })
             .sum();
         // What a master knows beyond bf16 stays when its block retires.
-        let retired: u64 = match stored {
-            2 => ever
+        let retired: u64 = match (stored, inputs.place) {
+            (2, Place::Device) => ever
                 .iter()
                 .filter(|n| !active.contains(n) && !is_adapter(n))
                 .map(|n| 2 * size(n))
@@ -128,16 +139,16 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
         let held = [
             ledger.hold(Kind::Process, inputs.process_bytes),
             ledger.hold(Kind::Data, inputs.data_bytes),
-            ledger.hold(Kind::Weights, parameters * stored),
+            ledger.hold(Kind::Weights, weights::held(spec, stored, inputs.place, active)),
             ledger.hold(Kind::Adapters, adapters * 4),
             ledger.hold(Kind::Retired, retired),
             ledger.hold(Kind::Optimizer, state),
         ];
         step::walk(&mut ledger, spec, recipe, inputs, active);
-        // A checkpoint or `final/` takes one tensor at a time as f32.
+        // A checkpoint or `final/` takes one tensor at a time as f32; what is on the disk, a small part of it.
         ledger.moment("saving");
-        let largest = match recipe.tune.method {
-            Method::Lora => active.names().map(size).max(),
+        let largest = match (recipe.tune.method, inputs.place) {
+            (Method::Lora, _) | (_, Place::Disk { .. }) => active.names().map(size).max(),
             _ => sizes.values().copied().max(),
         };
         ledger.touch(Kind::Saving, 4 * largest.unwrap_or(0));

@@ -4,6 +4,7 @@ use super::Inputs;
 use super::ledger::{Kind, Ledger};
 use crate::base::units::{bytes, count};
 use crate::model::Spec;
+use crate::ops::cross_entropy::PIECE;
 use crate::recipe::{Method, Recipe};
 use crate::sft::CausalLm;
 use serde_json::{Value, json};
@@ -102,7 +103,11 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
         _ => "f32, each applied and dropped as it comes",
     };
     let lines = [
-        (Kind::Weights, "weights", "weights", format!("all of them, {dtype}")),
+        (Kind::Weights, "weights", "weights", match inputs.place {
+                super::Place::Device => format!("all of them, {dtype}"),
+                super::Place::Disk { head_rows: None } => format!("trained now, two layers, the head; {dtype}"),
+                super::Place::Disk { .. } => format!("trained now, two layers, two pieces of the head; {dtype}"),
+            }),
         (Kind::Adapters, "adapters", "adapters", "f32".into()),
         (
             Kind::Optimizer,
@@ -137,7 +142,10 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
             Kind::Loss,
             "logits",
             "logits chunk",
-            format!("{chunk} tokens × {} at a time", spec.vocab),
+            match inputs.place {
+                super::Place::Disk { head_rows: Some(_) } => format!("{chunk} tokens × {} at a time", PIECE.min(spec.vocab)),
+                _ => format!("{chunk} tokens × {} at a time", spec.vocab),
+            },
         ),
         (Kind::Saving, "saving", "saving", "the largest tensor as f32".into()),
         (

@@ -248,6 +248,7 @@ pub fn build(values: &Values) -> Recipe {
             budget: unset("memory.budget", "auto").and_then(|t| units::parse_bytes(&t).ok()),
             frozen_weights: name!(FrozenWeights, "memory.frozen_weights", Auto),
             tier: name!(Tier, "memory.tier", Auto),
+            head_chunk: size("memory.head_chunk"),
             activations: name!(Activations, "memory.activations", Auto),
         },
         data: Data {

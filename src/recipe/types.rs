@@ -103,6 +103,8 @@ pub struct Memory {
     pub budget: Option<u64>,
     pub frozen_weights: FrozenWeights,
     pub tier: Tier,
+    /// Rows of the output projection at a time, with `tier = "disk"`; 0 holds it whole, `None` is `auto`.
+    pub head_chunk: Option<usize>,
     pub activations: Activations,
 }
 

@@ -5,9 +5,10 @@ use crate::base::{Result, files};
 use crate::engine::Engine;
 use crate::export::{self, ModelExport};
 use crate::formats::adapter::{AdapterConfig, Targets};
-use crate::ops::update;
+use crate::formats::writer::Values;
 use crate::peft::targets::Site;
 use crate::recipe::Recipe;
+use crate::source::Numbers;
 use std::path::{Path, PathBuf};
 
 /// The `adapter_config.json` of fresh adapters on `chosen` linears.
@@ -60,8 +61,12 @@ pub fn export(
         dtype: recipe.model.dtype,
         params,
     };
-    let out = export::model(&parts, &mut |name| {
-        update::to_f32_vec(&engine.network.param(name)?.tensor)
+    let source = &engine.network.source;
+    let out = export::model(&parts, &mut |name, sink| {
+        source.read(name, &mut |numbers| match numbers {
+            Numbers::F32(values) => sink(Values::F32(values)),
+            Numbers::Bf16(values, _) => sink(Values::Bf16(values)),
+        })
     })?;
     with_template(recipe, out).map(Some)
 }

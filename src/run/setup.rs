@@ -1,6 +1,6 @@
 //! What every program opens first: the model directory with its config, tokenizer and template.
 
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, files};
 use crate::data::codec::ChatRender;
 use crate::export;
 use crate::formats::StoredDtype;
@@ -10,11 +10,12 @@ use crate::formats::tokenizer::Tokenizer;
 use crate::formats::weights::Weights;
 use crate::hub;
 use crate::model::{Network, Spec, families, shapes};
+use crate::plan::Place;
 use crate::ops;
 use crate::quant::Storage;
-use crate::recipe::{Dtype, ModelInit};
+use crate::recipe::{Dtype, ModelInit, Recipe};
 use crate::report;
-use crate::source::{Resident, resident};
+use crate::source::{Disk, Resident, disk, resident};
 use candle_core::Device;
 use std::path::{Path, PathBuf};
 
@@ -99,7 +100,42 @@ impl Described {
         };
         Ok(Network::new(self.spec.clone(), Box::new(source), device.clone()))
     }
+
+    /// As `load`, with the weights where the recipe wants them. What is written meanwhile goes to `run_dir`.
+    pub fn load_to(&self, place: Place, recipe: &Recipe, run_dir: &Path, device: &Device) -> Result<Network> {
+        let (dtype, init, seed) = (recipe.model.dtype, recipe.model.init, recipe.train.seed);
+        let Place::Disk { head_rows } = place else {
+            return self.load(dtype, init, seed, device);
+        };
+        let params = self.spec.params();
+        let weights = match init {
+            ModelInit::Pretrained => Weights::open(&self.dir)?,
+            ModelInit::Random => {
+                let file = run_dir.join(DRAWN).join("model.safetensors");
+                if !file.is_file() {
+                    files::create_dir_all(&run_dir.join(DRAWN))?;
+                    let norm = if self.spec.norm_plus_one { 0.0 } else { 1.0 };
+                    disk::write_random(&file, &params, seed, self.spec.initializer_range, norm, dtype)?;
+                }
+                Weights::open_file(&file)?
+            }
+        };
+        let options = disk::Options {
+            dtype,
+            device: device.clone(),
+            trained: run_dir.join(TRAINED),
+            head: self.spec.head_name().to_string(),
+            head_rows,
+        };
+        let source = Disk::open(params, weights, options)?;
+        Ok(Network::new(self.spec.clone(), Box::new(source), device.clone()))
+    }
 }
+
+/// Directories of a run with `memory.tier = "disk"` that are of no use after it: what was trained, and weights that
+/// were drawn instead of read.
+pub const TRAINED: &str = "trained";
+pub const DRAWN: &str = "drawn";
 
 impl Described {
     /// The network for inference: stored weights in `dtype` (default: as they are stored; f16 as f32), with

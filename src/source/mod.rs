@@ -125,6 +125,11 @@ pub trait LayerSource: Send {
     /// A parameter that stays on the device (until the next `retire`); `None`: it has to be fetched.
     fn held(&self, name: &str) -> Option<Tensor>;
 
+    /// Is what its master knows with the optimizer? So it is of what is trained now, and of whatever never leaves.
+    fn master_is_out(&self, _name: &str) -> bool {
+        true
+    }
+
     /// A matrix with the rows `ids` of the matrix `name` `[R, C]`, and the row of each id in it.
     ///
     /// Errors: an id that is not below R; the disk.
@@ -151,7 +156,7 @@ pub trait LayerSource: Send {
         Ok(())
     }
 
-    /// All numbers of a parameter as they are now, a few at a time.
+    /// All numbers of a parameter as they are now, a few at a time; with lower halves unless `master_is_out`.
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()>;
 
     /// Takes the exact f32 value of a parameter from the tensor of its name in `saved`. Not while it is active.

@@ -46,13 +46,7 @@ impl Resident {
         let mut index = 0;
         Self::build(params, |p| {
             index += 1;
-            let rng = Rng::new(seed, Stream::Init, &[index]);
-            let n = p.elements();
-            let values: Vec<f32> = match (p.is_vector(), p.name.ends_with(".bias")) {
-                (_, true) => vec![0.0; n],
-                (true, false) => vec![norm; n],
-                (false, false) => (0..n as u64).into_par_iter().map(|i| std * rng.normal(i)).collect(),
-            };
+            let values = draw(p, index, 0..p.elements(), (seed, std, norm));
             let tensor = Tensor::from_vec(values, p.shape.as_slice(), device)?;
             Ok(match dtype {
                 Dtype::F32 => tensor,
@@ -75,6 +69,22 @@ impl Resident {
 
     fn here(&self, name: &str) -> Result<Tensor> {
         self.held(name).ok_or_else(|| no_such(name))
+    }
+}
+
+/// Numbers `range` of parameter `p`, the `index`-th of the model from 1 on, of random weights drawn from a seed with a
+/// standard deviation, and the value of norm weights.
+pub(super) fn draw(
+    p: &ParamInfo,
+    index: u64,
+    range: std::ops::Range<usize>,
+    (seed, std, norm): (u64, f32, f32),
+) -> Vec<f32> {
+    let rng = Rng::new(seed, Stream::Init, &[index]);
+    match (p.is_vector(), p.name.ends_with(".bias")) {
+        (_, true) => vec![0.0; range.len()],
+        (true, false) => vec![norm; range.len()],
+        (false, false) => range.into_par_iter().map(|i| std * rng.normal(i as u64)).collect(),
     }
 }
 

@@ -5,7 +5,7 @@ use ft::data::{Batch, batch::Example};
 use ft::engine::{self, Active};
 use ft::export;
 use ft::model::Network;
-use ft::ops::{CpuPath, linear};
+use ft::ops::CpuPath;
 use ft::optim::{Optimizer, Schedule};
 use ft::recipe::{self, Dtype, ModelInit, Recipe};
 use ft::run::setup::Described;
@@ -65,7 +65,7 @@ fn logits_of(network: &Network, batch: &Batch) -> Vec<Vec<f64>> {
     let ctx = network.context(&batch.positions, &batch.documents, None).unwrap();
     let hidden = network.hidden_states(&batch.ids, &ctx).unwrap();
     let head = network.head().unwrap();
-    let mut all = values(&linear::forward(&hidden, &head.weight.tensor, None).unwrap());
+    let mut all = values(&head.logits(&hidden).unwrap());
     if let Some(cap) = head.softcap {
         all.iter_mut().for_each(|x| *x = cap as f64 * (*x / cap as f64).tanh());
     }

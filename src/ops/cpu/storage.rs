@@ -20,6 +20,14 @@ impl Values<'_> {
         }
     }
 
+    /// `count` elements from element `first` on.
+    pub(crate) fn part(self, first: usize, count: usize) -> Self {
+        match self {
+            Values::F32(v) => Values::F32(&v[first..][..count]),
+            Values::Bf16(v) => Values::Bf16(&v[first..][..count]),
+        }
+    }
+
     /// How exact products with a weight stored like this are.
     pub(crate) fn rounding(self) -> Rounding {
         match self {

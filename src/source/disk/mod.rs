@@ -5,23 +5,26 @@
 //! pieces of a head that comes in pieces. Rows of the embedding are read one by one. Parameters that were trained
 //! and are not any more come from files of the run (`store`).
 
-mod files;
+mod numbers;
 mod pool;
 mod store;
 #[cfg(test)]
 mod tests;
 
-use super::resident::{check_names, no_such, send};
+use super::resident::{check_names, draw, no_such, send};
 use super::{Group, GroupWeights, LayerSource, LowerHalves, NumbersSink, ParamInfo};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, files};
+use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
+use crate::formats::writer::{TensorPlan, Values, write_file};
 use crate::ops::cross_entropy::PIECE;
 use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
-use files::Files;
+use numbers::Files;
 use pool::{Buffers, Job, Load, Pool};
-use std::collections::BTreeMap;
-use std::path::PathBuf;
+use store::STEP;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 
@@ -36,6 +39,37 @@ pub struct Options {
     pub head: String,
     /// Rows of it that come at a time, a multiple of `PIECE`; `None`: it is held whole.
     pub head_rows: Option<usize>,
+}
+
+/// Writes the weights of `Resident::random`, a few numbers at a time, to a file that can be opened.
+pub fn write_random(
+    path: &Path,
+    params: &[ParamInfo],
+    seed: u64,
+    std: f32,
+    norm: f32,
+    dtype: Dtype,
+) -> Result<()> {
+    let dtype = match dtype {
+        Dtype::F32 => StoredDtype::F32,
+        Dtype::Bf16 => StoredDtype::Bf16,
+    };
+    let plan = |p: &ParamInfo| TensorPlan {
+        name: p.name.to_string(),
+        dtype,
+        shape: p.shape.clone(),
+    };
+    let plans: Vec<TensorPlan> = params.iter().map(plan).collect();
+    let mut next = params.iter().zip(1..);
+    write_file(path, &plans, &[], |_, sink| {
+        let Some((p, index)) = next.next() else { return Ok(()) };
+        (0..p.elements()).step_by(STEP).try_for_each(|first| {
+            let range = first..(first + STEP).min(p.elements());
+            sink(Values::F32(&draw(p, index, range, (seed, std, norm))))
+        })
+    })?;
+    files::forget(&files::open(path)?, 0, 0);
+    Ok(())
 }
 
 type Held = BTreeMap<Arc<str>, Tensor>;
@@ -58,6 +92,8 @@ pub struct Disk {
     pieces: Pool<Pieces>,
     /// Held without being trained.
     always: Vec<Arc<str>>,
+    /// Trained now; all of them are held.
+    active: Mutex<BTreeSet<Arc<str>>>,
     options: Options,
     jobs: Option<mpsc::Sender<Job>>,
     reader: Option<JoinHandle<()>>,
@@ -115,6 +151,7 @@ impl Disk {
             }),
             shared,
             always,
+            active: Mutex::new(BTreeSet::new()),
             options,
             jobs: Some(jobs),
             reader: Some(reader),
@@ -126,6 +163,10 @@ impl Disk {
             // The thread is gone: whoever prefetches reads himself.
             job();
         }
+    }
+
+    fn active(&self) -> MutexGuard<'_, BTreeSet<Arc<str>>> {
+        self.active.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn is_streamed(&self, name: &str) -> bool {
@@ -286,6 +327,10 @@ impl LayerSource for Disk {
         self.shared.held().get(name).cloned()
     }
 
+    fn master_is_out(&self, name: &str) -> bool {
+        self.active().contains(name)
+    }
+
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
         if let Some(whole) = self.held(name) {
             return Ok((whole, ids.to_vec()));
@@ -333,6 +378,9 @@ impl LayerSource for Disk {
                 let tensor = self.shared.load(param)?;
                 self.shared.held().insert(param.name.clone(), tensor);
             }
+            if !self.active().insert(param.name.clone()) {
+                continue;
+            }
             if let Some(half) = self.shared.files.low(&param.name, param.elements(), &self.shared.device)? {
                 low.put_low(&param.name, half);
             }
@@ -343,14 +391,12 @@ impl LayerSource for Disk {
     }
 
     fn retire(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn LowerHalves) -> Result<()> {
-        let leaving: Vec<(Arc<str>, Tensor)> = {
-            let held = self.shared.held();
-            let leaving = held.iter().filter(|(name, _)| !keep(name));
-            leaving.map(|(name, tensor)| (name.clone(), tensor.clone())).collect()
-        };
-        for (name, tensor) in leaving {
-            let half = low.take_low(&name);
-            self.shared.files.write(&name, &tensor, half.as_ref())?;
+        let leaving: Vec<Arc<str>> = self.active().iter().filter(|name| !keep(name)).cloned().collect();
+        for name in leaving {
+            if let Some(tensor) = self.held(&name) {
+                self.shared.files.write(&name, &tensor, low.take_low(&name).as_ref())?;
+            }
+            self.active().remove(&name);
             if !self.always.contains(&name) {
                 self.shared.held().remove(&name);
             }
@@ -361,12 +407,10 @@ impl LayerSource for Disk {
     }
 
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
-        match self.held(name) {
+        let param = self.shared.param(name)?;
+        match self.held(name).filter(|_| self.master_is_out(name)) {
             Some(tensor) => send(&tensor, sink),
-            None => {
-                let param = self.shared.param(name)?;
-                self.shared.files.read(name, param.elements(), sink)
-            }
+            None => self.shared.files.read(name, param.elements(), sink),
         }
     }
 

@@ -31,6 +31,7 @@ device = "auto"
 budget = "auto"
 frozen_weights = "auto"
 tier = "auto"
+head_chunk = "auto"
 activations = "auto"
 [data]
 train = "data/train.jsonl"
@@ -150,6 +151,7 @@ fn every_key_reaches_the_recipe() {
         ("memory.budget", "2GiB"),
         ("memory.frozen_weights", "bf16"),
         ("memory.tier", "device"),
+        ("memory.head_chunk", "4096"),
         ("memory.activations", "recompute"),
         ("data.train", "[\"a\", \"b\"]"),
         ("data.eval", "e.jsonl"),

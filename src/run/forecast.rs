@@ -9,7 +9,7 @@ use crate::model::{Adapters, Spec};
 use crate::ops;
 use crate::ops::cross_entropy::PIECE;
 use crate::plan::{self, Inputs, Place, Plan};
-use crate::recipe::{Activations, Dtype, Method, Recipe, Tier};
+use crate::recipe::{Activations, Correction, Dtype, Method, Recipe, Tier};
 use candle_core::Device;
 
 /// Tenths of the free memory that a run without a budget may take for speed.
@@ -36,6 +36,9 @@ fn places(recipe: &Recipe, on_gpu: bool) -> Result<Vec<Place>> {
             .map(|head_rows| Place::Disk { head_rows })
             .to_vec(),
     };
+    let correction = recipe.tune.block.correction;
+    let corrects_all =
+        recipe.tune.method == Method::Block && matches!(correction, Correction::Sgd | Correction::Signsgd);
     match recipe.memory.tier {
         // On a CPU the host's memory is the device's.
         Tier::Device => Ok(vec![Place::Device]),
@@ -47,6 +50,13 @@ fn places(recipe: &Recipe, on_gpu: bool) -> Result<Vec<Place>> {
         ))
         .at("memory.tier")
         .hint("use `device`, or `model.device = \"cpu\"`")),
+        // These change every weight, and only what is trained comes back from the disk.
+        Tier::Auto if corrects_all => Ok(vec![Place::Device]),
+        Tier::Disk if corrects_all => Err(Error::usage(
+            "`memory.tier = \"disk\"` and `tune.block.correction` contradict each other",
+        )
+        .found(format!("a correction of all weights: {}", correction.name()))
+        .hint("use `memory.tier = \"device\"`, or another correction")),
         Tier::Auto => Ok([&[Place::Device], &disk[..]].concat()),
         Tier::Host | Tier::Disk => Ok(disk),
     }

@@ -6,3 +6,4 @@ mod hostile;
 mod plans;
 mod quickstart;
 mod resume;
+mod tiers;

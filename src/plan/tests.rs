@@ -56,6 +56,7 @@ fn inputs(active: Active, gradients: Gradients) -> Inputs {
         element: 4,
         on_gpu: false,
         active: vec![active],
+        place: Place::Device,
         adapters: BTreeMap::new(),
         data_bytes: 0,
         process_bytes: 0,

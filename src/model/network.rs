@@ -8,6 +8,7 @@ use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
 use crate::base::{Error, Result};
 use crate::ops::{embedding, rms_norm};
 use crate::peft::{Dropout, Lora};
+use crate::quant::Weight;
 use crate::source::{Group, GroupWeights, LayerSource};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
@@ -94,7 +95,18 @@ impl Network {
         })
     }
 
-    /// A weight or an adapter matrix by its name.
+    /// Is this weight stored as codes? Then `param` refuses it.
+    pub fn is_coded(&self, name: &str) -> Result<bool> {
+        match self.source.params().iter().find(|p| &*p.name == name) {
+            Some(info) => Ok(matches!(
+                self.source.fetch(info.group)?.weight(name)?.1,
+                Weight::Coded(_)
+            )),
+            None => Ok(false),
+        }
+    }
+
+    /// A weight or an adapter matrix by its name. Errors: no such name; a weight that is stored as codes.
     pub fn param(&self, name: &str) -> Result<Param> {
         if let Some(info) = self.source.params().iter().find(|p| &*p.name == name) {
             return param(&*self.source.fetch(info.group)?, name);

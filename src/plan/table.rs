@@ -96,13 +96,13 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
         _ => "optimizer",
     };
     let chunk = CausalLm::chunk_for(spec.vocab).min(inputs.tokens);
-    let dtype = recipe.model.dtype.name();
+    let stored = inputs.storage.describe();
     let gradients = match inputs.gradients {
         crate::engine::Gradients::Keep => "f32, kept until the update",
         _ => "f32, each applied and dropped as it comes",
     };
     let lines = [
-        (Kind::Weights, "weights", "weights", format!("all of them, {dtype}")),
+        (Kind::Weights, "weights", "weights", format!("all of them, {stored}")),
         (Kind::Adapters, "adapters", "adapters", "f32".into()),
         (
             Kind::Optimizer,

@@ -5,6 +5,7 @@ use crate::model::rope::Rope;
 use crate::model::spec::LayerSpec;
 use crate::ops::glu::Activation;
 use crate::recipe;
+use crate::source::Policy;
 
 fn spec() -> Spec {
     Spec {
@@ -56,6 +57,7 @@ fn inputs(active: Active, gradients: Gradients) -> Inputs {
         element: 4,
         on_gpu: false,
         active: vec![active],
+        storage: Policy::dense(Dtype::Bf16),
         adapters: BTreeMap::new(),
         data_bytes: 0,
         process_bytes: 0,

@@ -5,6 +5,7 @@ use crate::base::{Result, files};
 use crate::engine::Engine;
 use crate::export::{self, ModelExport};
 use crate::formats::adapter::{AdapterConfig, Targets};
+use crate::formats::weights::Weights;
 use crate::ops::update;
 use crate::peft::targets::Site;
 use crate::recipe::Recipe;
@@ -60,8 +61,16 @@ pub fn export(
         dtype: recipe.model.dtype,
         params,
     };
-    let out = export::model(&parts, &mut |name| {
-        update::to_f32_vec(&engine.network.param(name)?.tensor)
+    // A weight that is stored as codes was never trained: its exact values are those of the checkpoint.
+    let mut original = None;
+    let out = export::model(&parts, &mut |name| match engine.network.is_coded(name)? {
+        true => {
+            if original.is_none() {
+                original = Some(Weights::open(&model.dir)?);
+            }
+            original.as_ref().map_or(Ok(Vec::new()), |w: &Weights| w.read_f32(name))
+        }
+        false => update::to_f32_vec(&engine.network.param(name)?.tensor),
     })?;
     with_template(recipe, out).map(Some)
 }

@@ -9,6 +9,7 @@ use crate::model::{Adapters, Spec};
 use crate::ops;
 use crate::plan::{self, Inputs, Plan};
 use crate::recipe::{Activations, Dtype, Method, Recipe};
+use crate::source::Policy;
 use candle_core::Device;
 
 /// Tenths of the free memory that a run without a budget may take for speed.
@@ -20,6 +21,8 @@ pub struct Forecast {
     pub gradients: Gradients,
     /// Uppermost layers that keep their activations.
     pub keep_layers: usize,
+    /// How each weight is stored.
+    pub storage: Policy,
 }
 
 /// The plan for the largest micro-batch that the rows of `stream` can make; without rows, for full ones. A recipe
@@ -39,8 +42,12 @@ pub fn forecast(
         let micro_batches = recipe.train.gradient_accumulation_steps;
         Gradients::choose(micro_batches, recipe.train.max_grad_norm, all_active, keep_fits)
     };
+    let possible = tuning.possible();
+    let trained = |name: &str| possible.iter().any(|active| active.contains(name));
+    let storage = Policy::new(&recipe.memory, recipe.model.dtype, &spec.params(), trained)?;
     let plan = |gradients, keep_layers| {
-        let mut inputs = Inputs::of_recipe(recipe, tuning.possible(), adapters, gradients);
+        let mut inputs = Inputs::of_recipe(recipe, possible.clone(), adapters, gradients);
+        inputs.storage = storage.clone();
         inputs.keep_layers = keep_layers;
         inputs.on_gpu = on_gpu;
         if on_gpu && recipe.model.dtype == Dtype::Bf16 {
@@ -87,6 +94,7 @@ pub fn forecast(
         plan: chosen,
         gradients,
         keep_layers,
+        storage,
     })
 }
 

@@ -72,6 +72,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         plan,
         gradients,
         keep_layers,
+        storage,
     } = forecast::forecast(recipe, &model.spec, &adapters, &tuning, Some(&stream), &device)?;
     if options.dry_run {
         return Ok(Outcome {
@@ -115,7 +116,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     }
 
     // ---- engine
-    let mut network = model.load(recipe.model.dtype, recipe.model.init, recipe.train.seed, &device)?;
+    let mut network = model.load(&storage, recipe.model.init, recipe.train.seed, &device)?;
     network.adapters = adapters;
     let mut engine = Engine {
         objective: Box::new(CausalLm::new(model.spec.vocab)),

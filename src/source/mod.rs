@@ -1,6 +1,7 @@
 //! Where a layer's weights live, and how they get here.
 //! Knows names, shapes and storage. Knows no mathematics of layers.
 
+pub mod policy;
 pub mod resident;
 
 use crate::base::{Error, Result};
@@ -9,6 +10,7 @@ use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+pub use policy::Policy;
 pub use resident::Resident;
 
 /// What is fetched as one piece.

@@ -17,7 +17,7 @@ use ft::ops::cross_entropy::PIECE;
 use ft::plan::{self, Inputs, Place};
 use ft::recipe::{self, Dtype, Recipe};
 use ft::sft::CausalLm;
-use ft::source::{Disk, LayerSource, Resident, disk};
+use ft::source::{Disk, LayerSource, Policy, Resident, disk};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -330,6 +330,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
         element: 4,
         on_gpu: false,
         place,
+        storage: Policy::dense(dtype),
         adapters: ranks,
         data_bytes: 0,
         process_bytes: 0,

@@ -19,6 +19,7 @@ use crate::engine::{Active, Gradients};
 use crate::model::{Adapters, Spec};
 use crate::optim::Optimizer;
 use crate::recipe::{Dtype, Method, Recipe};
+use crate::source::Policy;
 use ledger::{Kind, Ledger};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -51,6 +52,8 @@ pub struct Inputs {
     pub on_gpu: bool,
     /// Every set of parameters that can be trained at one time.
     pub active: Vec<Active>,
+    /// How each weight is stored.
+    pub storage: Policy,
     /// Rank of the adapter on each linear that has one, by module.
     pub adapters: BTreeMap<String, usize>,
     pub place: Place,
@@ -75,6 +78,7 @@ impl Inputs {
             element: 4,
             on_gpu: false,
             active,
+            storage: Policy::dense(recipe.model.dtype),
             adapters: adapters
                 .iter()
                 .map(|(module, lora)| (module.clone(), lora.a.dims().first().copied().unwrap_or(0)))
@@ -136,14 +140,22 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
                 .sum(),
             _ => 0,
         };
-        let held = [
+        let mut held = vec![
             ledger.hold(Kind::Process, inputs.process_bytes),
             ledger.hold(Kind::Data, inputs.data_bytes),
-            ledger.hold(Kind::Weights, weights::held(spec, stored, inputs.place, active)),
+            ledger.hold(
+                Kind::Weights,
+                weights::held(spec, &inputs.storage, stored, inputs.place, active),
+            ),
+        ];
+        // A weight that is stored as codes is read as f32 first.
+        let coded = inputs.storage.coded().keys().map(|name| 4 * size(name));
+        ledger.touch(Kind::Scratch, coded.max().unwrap_or(0));
+        held.extend([
             ledger.hold(Kind::Adapters, adapters * 4),
             ledger.hold(Kind::Retired, retired),
             ledger.hold(Kind::Optimizer, state),
-        ];
+        ]);
         step::walk(&mut ledger, spec, recipe, inputs, active);
         // A checkpoint or `final/` takes one tensor at a time as f32; what is on the disk, a small part of it.
         ledger.moment("saving");

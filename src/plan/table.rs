@@ -97,17 +97,22 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
         _ => "optimizer",
     };
     let chunk = CausalLm::chunk_for(spec.vocab).min(inputs.tokens);
-    let dtype = recipe.model.dtype.name();
+    let stored = inputs.storage.describe();
     let gradients = match inputs.gradients {
         crate::engine::Gradients::Keep => "f32, kept until the update",
         _ => "f32, each applied and dropped as it comes",
     };
     let lines = [
-        (Kind::Weights, "weights", "weights", match inputs.place {
-                super::Place::Device => format!("all of them, {dtype}"),
-                super::Place::Disk { head_rows: None } => format!("trained now, two layers, the head; {dtype}"),
-                super::Place::Disk { .. } => format!("trained now, two layers, two pieces of the head; {dtype}"),
-            }),
+        (
+            Kind::Weights,
+            "weights",
+            "weights",
+            match inputs.place {
+                super::Place::Device => format!("all of them, {stored}"),
+                super::Place::Disk { head_rows: None } => format!("trained now, two layers, the head; {stored}"),
+                super::Place::Disk { .. } => format!("trained now, two layers, two pieces of the head; {stored}"),
+            },
+        ),
         (Kind::Adapters, "adapters", "adapters", "f32".into()),
         (
             Kind::Optimizer,

@@ -5,6 +5,7 @@ use crate::model::rope::Rope;
 use crate::model::spec::LayerSpec;
 use crate::ops::glu::Activation;
 use crate::recipe;
+use crate::source::Policy;
 
 fn spec() -> Spec {
     Spec {
@@ -57,6 +58,7 @@ fn inputs(active: Active, gradients: Gradients) -> Inputs {
         on_gpu: false,
         active: vec![active],
         place: Place::Device,
+        storage: Policy::dense(Dtype::Bf16),
         adapters: BTreeMap::new(),
         data_bytes: 0,
         process_bytes: 0,

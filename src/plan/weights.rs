@@ -3,7 +3,7 @@
 use super::Place;
 use crate::engine::Active;
 use crate::model::Spec;
-use crate::source::{Group, ParamInfo};
+use crate::source::{Group, ParamInfo, Policy};
 use std::collections::BTreeMap;
 
 /// Layers that a source on the disk has room for, and pieces of a head.
@@ -28,9 +28,13 @@ pub(super) fn embedding_in_rows(spec: &Spec, place: Place, active: &Active) -> b
 }
 
 /// Bytes of the weights that are held, and of the places for those that come from the disk.
-pub(super) fn held(spec: &Spec, stored: u64, place: Place, active: &Active) -> u64 {
+pub(super) fn held(spec: &Spec, storage: &Policy, stored: u64, place: Place, active: &Active) -> u64 {
     let params = spec.params();
-    let bytes = |p: &ParamInfo| stored * p.elements() as u64;
+    // What is trained now is dense.
+    let bytes = |p: &ParamInfo| match active.contains(&p.name) {
+        true => stored * p.elements() as u64,
+        false => storage.of(p).bytes(&p.shape),
+    };
     let Place::Disk { head_rows } = place else {
         return params.iter().map(bytes).sum();
     };

@@ -26,6 +26,8 @@ pub enum Kind {
     Texts,
     /// Bytes as `24GiB`, or `auto`.
     Size,
+    /// A table of texts of the user's own to one of these names.
+    Map(&'static [&'static str]),
 }
 
 /// `min` to `max`; an open end is not part of it.
@@ -88,9 +90,6 @@ pub const TABLES_NOT_BUILT: &[&str] = &["distill", "rlhf"];
 
 /// Values that the design names and this version does not do yet: key, value.
 pub const NOT_BUILT: &[(&str, &str)] = &[
-    ("memory.frozen_weights", "int8"),
-    ("memory.frozen_weights", "int4"),
-    ("memory.frozen_weights", "nf4"),
     ("memory.activations", "host"),
     ("data.format", "preference"),
     ("data.format", "prompt"),
@@ -269,7 +268,31 @@ pub static KEYS: &[Key] = &[
         Kind::Name(FrozenWeights::NAMES),
         "\"auto\"",
         "as `model.dtype`: nothing is lost",
-        "Storage of weights that are not being updated.",
+        "Storage of the projections of the layers that are not trained: as codes they take a half (`int8`) to a quarter (`int4`, `nf4`) of bf16, and lose precision. Norms, biases, embedding and head stay as they are.",
+    ),
+    key(
+        "memory",
+        "overrides",
+        Kind::Map(Storage::NAMES),
+        "{}",
+        "every projection alike",
+        "Another storage for some projections: starts of parameter names (`\"layers.0.\"`), or names with `*` (`\"*.down_proj.*\"`). The longest that fits counts.",
+    ),
+    key(
+        "memory",
+        "group_size",
+        Kind::AutoInteger { min: 1 },
+        "\"auto\"",
+        "a whole row for `int8`, 64 for `int4`",
+        "Weights that share a scale: 64 or 128 for `int4`, 128 for `int8`. `nf4` has blocks of 64.",
+    ),
+    key(
+        "memory",
+        "double_quantization",
+        Kind::Flag,
+        "true",
+        "0.4 bits a weight less, as in QLoRA",
+        "`nf4`: the scales of the blocks are stored in 8 bits.",
     ),
     key(
         "memory",

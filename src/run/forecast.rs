@@ -10,6 +10,7 @@ use crate::ops;
 use crate::ops::cross_entropy::PIECE;
 use crate::plan::{self, Inputs, Place, Plan};
 use crate::recipe::{Activations, Correction, Dtype, Method, Recipe, Tier};
+use crate::source::Policy;
 use candle_core::Device;
 
 /// Tenths of the free memory that a run without a budget may take for speed.
@@ -21,6 +22,8 @@ pub struct Forecast {
     pub gradients: Gradients,
     /// Uppermost layers that keep their activations.
     pub keep_layers: usize,
+    /// How each weight is stored.
+    pub storage: Policy,
     /// Where the weights live that are not trained now.
     pub place: Place,
 }
@@ -80,8 +83,13 @@ pub fn forecast(
         Gradients::choose(micro_batches, recipe.train.max_grad_norm, all_active, keep_fits)
     };
     let places = places(recipe, on_gpu)?;
+    let possible = tuning.possible();
+    // What trains by turns is stored like the rest while it does not.
+    let always = |name: &str| possible.iter().all(|active| active.contains(name));
+    let storage = Policy::new(&recipe.memory, recipe.model.dtype, &spec.params(), always)?;
     let plan = |place, gradients, keep_layers| {
-        let mut inputs = Inputs::of_recipe(recipe, tuning.possible(), adapters, gradients);
+        let mut inputs = Inputs::of_recipe(recipe, possible.clone(), adapters, gradients);
+        inputs.storage = storage.clone();
         inputs.keep_layers = keep_layers;
         inputs.place = place;
         inputs.on_gpu = on_gpu;
@@ -145,6 +153,7 @@ pub fn forecast(
         plan: chosen,
         gradients,
         keep_layers,
+        storage,
         place,
     })
 }

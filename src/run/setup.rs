@@ -12,10 +12,9 @@ use crate::hub;
 use crate::model::{Network, Spec, families, shapes};
 use crate::plan::Place;
 use crate::ops;
-use crate::quant::Storage;
-use crate::recipe::{Dtype, ModelInit, Recipe};
+use crate::recipe::{ModelInit, Dtype, Recipe};
 use crate::report;
-use crate::source::{Disk, Resident, disk, resident};
+use crate::source::{Disk, Policy, Resident, disk, resident};
 use candle_core::Device;
 use std::path::{Path, PathBuf};
 
@@ -86,26 +85,38 @@ impl Described {
         }
     }
 
-    /// Loads the weights; `init = random` draws them from `seed` instead.
-    pub fn load(&self, dtype: Dtype, init: ModelInit, seed: u64, device: &Device) -> Result<Network> {
+    /// Loads the weights into their storage; `init = random` draws them from `seed` instead.
+    pub fn load(&self, storage: &Policy, init: ModelInit, seed: u64, device: &Device) -> Result<Network> {
         let params = self.spec.params();
         let source = match init {
-            ModelInit::Pretrained => {
-                Resident::load(params, &Weights::open(&self.dir)?, |_| Storage::Dense(dtype), device)?
-            }
+            ModelInit::Pretrained => Resident::load(params, &Weights::open(&self.dir)?, |p| storage.of(p), device)?,
             ModelInit::Random => {
                 let norm = if self.spec.norm_plus_one { 0.0 } else { 1.0 };
-                Resident::random(params, seed, self.spec.initializer_range, norm, dtype, device)?
+                Resident::random_stored(
+                    params,
+                    seed,
+                    self.spec.initializer_range,
+                    norm,
+                    |p| storage.of(p),
+                    device,
+                )?
             }
         };
         Ok(Network::new(self.spec.clone(), Box::new(source), device.clone()))
     }
 
     /// As `load`, with the weights where the recipe wants them. What is written meanwhile goes to `run_dir`.
-    pub fn load_to(&self, place: Place, recipe: &Recipe, run_dir: &Path, device: &Device) -> Result<Network> {
+    pub fn load_to(
+        &self,
+        place: Place,
+        storage: &Policy,
+        recipe: &Recipe,
+        run_dir: &Path,
+        device: &Device,
+    ) -> Result<Network> {
         let (dtype, init, seed) = (recipe.model.dtype, recipe.model.init, recipe.train.seed);
         let Place::Disk { head_rows } = place else {
-            return self.load(dtype, init, seed, device);
+            return self.load(storage, init, seed, device);
         };
         let params = self.spec.params();
         let weights = match init {
@@ -146,12 +157,8 @@ impl Described {
             .names()
             .all(|n| weights.info(n).is_some_and(|i| i.dtype == StoredDtype::Bf16));
         let stored = if all_bf16 { Dtype::Bf16 } else { Dtype::F32 };
-        let source = Resident::load(
-            self.spec.params(),
-            &weights,
-            |_| Storage::Dense(dtype.unwrap_or(stored)),
-            device,
-        )?;
+        let storage = Policy::dense(dtype.unwrap_or(stored));
+        let source = Resident::load(self.spec.params(), &weights, |p| storage.of(p), device)?;
         let mut network = Network::new(self.spec.clone(), Box::new(source), device.clone());
         if let Some(dir) = adapter {
             network.adapters = export::load_adapter(dir, &self.spec.sites())?.1;

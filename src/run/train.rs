@@ -72,6 +72,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         plan,
         gradients,
         keep_layers,
+        storage,
         place,
     } = forecast::forecast(recipe, &model.spec, &adapters, &tuning, Some(&stream), &device)?;
     if options.dry_run {
@@ -116,7 +117,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     }
 
     // ---- engine
-    let mut network = model.load_to(place, recipe, &run_dir, &device)?;
+    let mut network = model.load_to(place, &storage, recipe, &run_dir, &device)?;
     network.adapters = adapters;
     let mut engine = Engine {
         objective: Box::new(CausalLm::new(model.spec.vocab)),

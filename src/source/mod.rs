@@ -2,6 +2,7 @@
 //! Knows names, shapes and storage. Knows no mathematics of layers.
 
 pub mod disk;
+pub mod policy;
 pub mod resident;
 
 use crate::base::{Error, Result};
@@ -13,6 +14,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 pub use disk::Disk;
+pub use policy::Policy;
 pub use resident::Resident;
 
 /// What is fetched as one piece.

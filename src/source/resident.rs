@@ -5,7 +5,7 @@ use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
 use crate::ops::{master, update};
-use crate::quant::{self, Storage, Weight};
+use crate::quant::{self, Format, Storage, Weight};
 use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
@@ -43,23 +43,40 @@ impl Resident {
         dtype: Dtype,
         device: &Device,
     ) -> Result<Self> {
+        Self::random_stored(params, seed, std, norm, |_| Storage::Dense(dtype), device)
+    }
+
+    /// As `random`, each parameter in the storage that `storage` names for it.
+    pub fn random_stored(
+        params: Vec<ParamInfo>,
+        seed: u64,
+        std: f32,
+        norm: f32,
+        storage: impl Fn(&ParamInfo) -> Storage,
+        device: &Device,
+    ) -> Result<Self> {
         let mut index = 0;
         Self::build(params, |p| {
             index += 1;
             let values = draw(p, index, 0..p.elements(), (seed, std, norm));
+            let storage = storage(p);
+            if let Storage::Coded(format, decoded) = storage {
+                return code(&values, p, format, decoded, device);
+            }
             let tensor = Tensor::from_vec(values, p.shape.as_slice(), device)?;
-            Ok(match dtype {
-                Dtype::F32 => tensor,
-                Dtype::Bf16 => tensor.to_dtype(candle_core::DType::BF16)?,
-            })
+            Ok(match storage {
+                Storage::Dense(Dtype::Bf16) => tensor.to_dtype(candle_core::DType::BF16)?,
+                _ => tensor,
+            }
+            .into())
         })
     }
 
-    fn build<W: Into<Weight>>(params: Vec<ParamInfo>, mut make: impl FnMut(&ParamInfo) -> Result<W>) -> Result<Self> {
+    fn build(params: Vec<ParamInfo>, mut make: impl FnMut(&ParamInfo) -> Result<Weight>) -> Result<Self> {
         let mut groups: BTreeMap<Group, GroupWeights> = BTreeMap::new();
         let mut bytes = 0;
         for p in &params {
-            let weight: Weight = make(p)?.into();
+            let weight = make(p)?;
             bytes += weight.bytes();
             groups.entry(p.group).or_default().insert(p.name.clone(), weight);
         }
@@ -103,18 +120,26 @@ pub(super) fn send(tensor: &Tensor, sink: &mut NumbersSink) -> Result<()> {
 /// One parameter from the files, in its storage. Errors: as reading; codes of what is not a matrix.
 pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device) -> Result<Weight> {
     let shape = p.shape.as_slice();
-    match (storage, shape) {
-        (Storage::Dense(Dtype::F32), _) => Ok(Tensor::from_vec(weights.read_f32(&p.name)?, shape, device)?.into()),
-        (Storage::Dense(Dtype::Bf16), _) => Ok(Tensor::from_vec(weights.read_bf16(&p.name)?, shape, device)?.into()),
-        (Storage::Coded(format, decoded), &[rows, columns]) => {
-            let values = weights.read_f32(&p.name)?;
-            let coded = quant::encode(&values, (rows, columns), format, decoded);
-            Ok(coded.map_err(|e| e.or_at(&*p.name))?.into())
-        }
-        (Storage::Coded(format, _), _) => Err(Error::new("only a matrix can be stored as codes")
-            .at(&*p.name)
-            .found(format!("shape {shape:?}, {format}"))),
+    match storage {
+        Storage::Dense(Dtype::F32) => Ok(Tensor::from_vec(weights.read_f32(&p.name)?, shape, device)?.into()),
+        Storage::Dense(Dtype::Bf16) => Ok(Tensor::from_vec(weights.read_bf16(&p.name)?, shape, device)?.into()),
+        Storage::Coded(format, decoded) => code(&weights.read_f32(&p.name)?, p, format, decoded, device),
     }
+}
+
+fn code(values: &[f32], p: &ParamInfo, format: Format, decoded: Dtype, device: &Device) -> Result<Weight> {
+    let &[rows, columns] = p.shape.as_slice() else {
+        return Err(Error::new("only a matrix can be stored as codes")
+            .at(&*p.name)
+            .found(format!("shape {:?}, {format}", p.shape)));
+    };
+    if !device.is_cpu() {
+        return Err(Error::new("weights stored as codes are not built yet for a GPU")
+            .at("memory.frozen_weights")
+            .hint("set `memory.frozen_weights = \"auto\"`, or `model.device = \"cpu\"`"));
+    }
+    let coded = quant::encode(values, (rows, columns), format, decoded);
+    Ok(coded.map_err(|e| e.or_at(&*p.name))?.into())
 }
 
 /// Errors: missing, misshapen and surplus tensors, all in one.

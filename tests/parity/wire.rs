@@ -10,6 +10,7 @@ use ft::optim::{Optimizer, Schedule};
 use ft::recipe::{self, Dtype, ModelInit, Recipe};
 use ft::run::setup::Described;
 use ft::sft::CausalLm;
+use ft::source::Policy;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -41,7 +42,7 @@ fn open(dir: &Path, adapter: Option<&Path>) -> Network {
     }
     let model = Described::open(dir.to_str().unwrap(), "main", None).unwrap_or_else(|e| panic!("{e}"));
     let mut network = model
-        .load(Dtype::F32, ModelInit::Pretrained, 0, &Device::Cpu)
+        .load(&Policy::dense(Dtype::F32), ModelInit::Pretrained, 0, &Device::Cpu)
         .unwrap_or_else(|e| panic!("{e}"));
     if let Some(adapter) = adapter {
         let (_, adapters) = export::load_adapter(adapter, &model.spec.sites()).unwrap_or_else(|e| panic!("{e}"));

@@ -59,8 +59,9 @@ fn check(path: Path, (tokens, o, i): Sizes) {
                 if same_order {
                     assert!(bits(&got) == bits(&want), "{place}");
                 }
+                let bound = 1e-6 * sizes.2 as f32 * decoded.iter().fold(1f32, |m, x| m.max(x.abs()));
                 for (got, want) in got.iter().zip(&want) {
-                    assert!((got - want).abs() <= 1e-6 * sizes.2 as f32, "{place}: {got} {want}");
+                    assert!((got - want).abs() <= bound, "{place}: {got} {want}");
                 }
             }
         }

@@ -275,8 +275,10 @@ fn source(spec: &Spec, dtype: Dtype, place: Place, dir: &Path) -> Box<dyn LayerS
     disk::write_random(&file, &spec.params(), 3, 0.02, 1.0, dtype).unwrap();
     let options = disk::Options {
         dtype,
+        storage: Policy::dense(dtype),
         device: Device::Cpu,
         trained: dir.join("trained"),
+        codes: dir.join("codes.safetensors"),
         head: spec.head_name().into(),
         head_rows,
     };

@@ -5,20 +5,21 @@ use super::step::Engine;
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
 use crate::ops::master;
-use crate::source::Numbers;
+use crate::source::{Numbers, Recoded};
 
 /// Takes exact values, in pieces.
 pub type ExactSink<'a> = dyn FnMut(&[f32]) -> Result<()> + 'a;
 
 impl Engine {
     /// Ends the training of everything but `active` and begins that of `active`. Moments survive of the parameters
-    /// that `survives` names; what a master knows is never lost.
-    pub fn switch(&mut self, active: &Active, survives: impl Fn(&str) -> bool) -> Result<()> {
+    /// that `survives` names; what a master knows is never lost. Returns what became codes again.
+    pub fn switch(&mut self, active: &Active, survives: impl Fn(&str) -> bool) -> Result<Vec<Recoded>> {
         self.optimizer.retire_all_but(survives);
         let source = &self.network.source;
-        source.retire(&|name| active.contains(name), &mut self.optimizer)?;
+        let recoded = source.retire(&|name| active.contains(name), &mut self.optimizer)?;
         let names: Vec<&str> = active.names().collect();
-        source.activate(&names, &mut self.optimizer)
+        source.activate(&names, &mut self.optimizer)?;
+        Ok(recoded)
     }
 
     /// The exact f32 values of a weight that was trained, or of an adapter matrix.

@@ -133,10 +133,14 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
             .sum();
         // What a master knows beyond bf16 stays when its block retires.
         let retired: u64 = match (stored, inputs.place) {
-            (2, Place::Device) => ever
+            (_, Place::Device) => ever
                 .iter()
                 .filter(|n| !active.contains(n) && !is_adapter(n))
-                .map(|n| 2 * size(n))
+                .map(|n| match inputs.storage.coded().contains_key(*n) {
+                    // The exact value is beside the codes.
+                    true => 4 * size(n),
+                    false => (4 - stored) * size(n),
+                })
                 .sum(),
             _ => 0,
         };

@@ -127,23 +127,6 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
             .hint(format!("unquantized weights are `{dtype}` here")),
         );
     }
-    if values.text("tune.method") == "block" && (coded(frozen) || wanted.clone().any(coded)) {
-        fault(
-            &["memory.frozen_weights", "memory.overrides", "tune.method"],
-            Error::usage("weights stored as codes with `tune.method = \"block\"` are not built yet in this version")
-                .hint("use `tune.method = \"lora\"` or `\"freeze\"`, or `memory.frozen_weights = \"auto\"`"),
-        );
-    }
-    if values.text("model.init") == "random"
-        && values.text("tune.method") == "freeze"
-        && (coded(frozen) || wanted.clone().any(coded))
-    {
-        fault(
-            &["memory.frozen_weights", "memory.overrides", "model.init"],
-            Error::usage("random first weights that are stored as codes cannot be written to `final/`")
-                .hint("set `memory.frozen_weights = \"auto\"`"),
-        );
-    }
     let stored = || [frozen].into_iter().chain(wanted.clone());
     match values.integer("memory.group_size") {
         None | Some(128) => {}

@@ -89,17 +89,20 @@ impl Described {
     pub fn load(&self, storage: &Policy, init: ModelInit, seed: u64, device: &Device) -> Result<Network> {
         let params = self.spec.params();
         let source = match init {
-            ModelInit::Pretrained => Resident::load(params, &Weights::open(&self.dir)?, |p| storage.of(p), device)?,
+            ModelInit::Pretrained => {
+                let weights = Weights::open(&self.dir)?;
+                let source = Resident::load(params, &weights, |p| storage.of(p), device)?;
+                source.with_originals(move |p| weights.read_f32(&p.name))
+            }
             ModelInit::Random => {
                 let norm = if self.spec.norm_plus_one { 0.0 } else { 1.0 };
-                Resident::random_stored(
-                    params,
-                    seed,
-                    self.spec.initializer_range,
-                    norm,
-                    |p| storage.of(p),
-                    device,
-                )?
+                let std = self.spec.initializer_range;
+                let names: Vec<_> = params.iter().map(|p| p.name.clone()).collect();
+                let source = Resident::random_stored(params, seed, std, norm, |p| storage.of(p), device)?;
+                source.with_originals(move |p| {
+                    let index = names.iter().position(|n| *n == p.name).unwrap_or(0) as u64 + 1;
+                    Ok(resident::draw(p, index, 0..p.elements(), (seed, std, norm)))
+                })
             }
         };
         Ok(Network::new(self.spec.clone(), Box::new(source), device.clone()))
@@ -133,8 +136,10 @@ impl Described {
         };
         let options = disk::Options {
             dtype,
+            storage: storage.clone(),
             device: device.clone(),
             trained: run_dir.join(TRAINED),
+            codes: run_dir.join(CODES),
             head: self.spec.head_name().to_string(),
             head_rows,
         };
@@ -147,6 +152,8 @@ impl Described {
 /// were drawn instead of read.
 pub const TRAINED: &str = "trained";
 pub const DRAWN: &str = "drawn";
+/// The codes of weights that are stored so, beside them.
+pub const CODES: &str = "codes.safetensors";
 
 impl Described {
     /// The network for inference: stored weights in `dtype` (default: as they are stored; f16 as f32), with

@@ -162,7 +162,13 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         let switches = tuning.switches_at(step);
         if switches || step == start_step + 1 {
             let survives = |name: &str| !switches || tuning.survives_switch(name);
-            engine.switch(&tuning.active(step), survives)?;
+            let recoded = engine.switch(&tuning.active(step), survives)?;
+            if !recoded.is_empty() {
+                let errors: serde_json::Map<_, _> =
+                    recoded.iter().map(|r| (r.name.to_string(), json!(r.error))).collect();
+                run.reporter
+                    .event("recode", json!({"step": step, "relative_error": errors}));
+            }
         }
         if switches {
             run.reporter
@@ -214,6 +220,9 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         if scratch.is_dir() {
             files::remove_dir_all(&scratch)?;
         }
+    }
+    if run_dir.join(setup::CODES).is_file() {
+        files::remove_file(&run_dir.join(setup::CODES))?;
     }
     if final_dir.is_none() {
         run.reporter
@@ -283,7 +292,8 @@ fn open_run_dir(run_dir: &Path, options: &Options) -> Result<Option<Loaded>> {
 }
 
 const OWN_DIRECTORIES: [&str; 3] = ["final", setup::TRAINED, setup::DRAWN];
-const OWN_FILES: [&str; 6] = [
+const OWN_FILES: [&str; 7] = [
+    setup::CODES,
     "recipe.toml",
     "resolved.toml",
     "plan.json",

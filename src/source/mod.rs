@@ -4,6 +4,7 @@
 pub mod disk;
 pub mod policy;
 pub mod resident;
+mod turns;
 
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
@@ -16,6 +17,7 @@ use std::sync::Arc;
 pub use disk::Disk;
 pub use policy::Policy;
 pub use resident::Resident;
+pub use turns::Recoded;
 
 /// What is fetched as one piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -153,9 +155,10 @@ pub trait LayerSource: Send {
     }
 
     /// Ends the training of the active parameters that `keep` does not name. What they learned is written back
-    /// exactly, with what `low` has of them, where their weights do not stay on the device.
-    fn retire(&self, _keep: &dyn Fn(&str) -> bool, _low: &mut dyn LowerHalves) -> Result<()> {
-        Ok(())
+    /// exactly, with what `low` has of them, where their weights do not stay on the device. Returns what it cost
+    /// to make codes of them again, where they are stored so.
+    fn retire(&self, _keep: &dyn Fn(&str) -> bool, _low: &mut dyn LowerHalves) -> Result<Vec<Recoded>> {
+        Ok(Vec::new())
     }
 
     /// All numbers of a parameter as they are now, a few at a time; with lower halves unless `master_is_out`.

@@ -1,21 +1,38 @@
 //! All weights on the device for the whole run.
 
-use super::{Group, GroupWeights, LayerSource, LowerHalves, Numbers, NumbersSink, ParamInfo};
+use super::turns::{Exact, encode, recode};
+use super::{Group, GroupWeights, LayerSource, LowerHalves, Numbers, NumbersSink, ParamInfo, Recoded};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
 use crate::ops::{master, update};
-use crate::quant::{self, Format, Storage, Weight};
+use crate::quant::{Format, Storage, Weight};
 use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
+use half::bf16;
 use rayon::prelude::*;
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub struct Resident {
     params: Vec<ParamInfo>,
-    groups: BTreeMap<Group, Arc<GroupWeights>>,
-    bytes: u64,
+    device: Device,
+    /// Changed when a weight turns from codes to a tensor, or back.
+    groups: Mutex<BTreeMap<Group, Arc<GroupWeights>>>,
+    /// Parameters that are codes while they do not train, and the type of their values.
+    coded: BTreeMap<Arc<str>, (Format, Dtype)>,
+    original: Option<Original>,
+    /// Of coded parameters: what was trained and is codes now.
+    trained: Mutex<BTreeMap<Arc<str>, Exact>>,
+    /// Coded parameters that are trained now.
+    active: Mutex<BTreeSet<Arc<str>>>,
+}
+
+/// Reads the full-precision values of a parameter again.
+type Original = Box<dyn Fn(&ParamInfo) -> Result<Vec<f32>> + Send>;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Resident {
@@ -31,7 +48,7 @@ impl Resident {
         device: &Device,
     ) -> Result<Self> {
         check_names(&params, weights)?;
-        Self::build(params, |p| read(weights, p, storage(p), device))
+        Self::build(params, device, |p| read(weights, p, storage(p), device))
     }
 
     /// Fresh weights: normal with standard deviation `std`, biases 0, norm weights `norm`.
@@ -56,7 +73,7 @@ impl Resident {
         device: &Device,
     ) -> Result<Self> {
         let mut index = 0;
-        Self::build(params, |p| {
+        Self::build(params, device, |p| {
             index += 1;
             let values = draw(p, index, 0..p.elements(), (seed, std, norm));
             let storage = storage(p);
@@ -72,16 +89,67 @@ impl Resident {
         })
     }
 
-    fn build(params: Vec<ParamInfo>, mut make: impl FnMut(&ParamInfo) -> Result<Weight>) -> Result<Self> {
+    fn build(
+        params: Vec<ParamInfo>,
+        device: &Device,
+        mut make: impl FnMut(&ParamInfo) -> Result<Weight>,
+    ) -> Result<Self> {
         let mut groups: BTreeMap<Group, GroupWeights> = BTreeMap::new();
-        let mut bytes = 0;
+        let mut coded = BTreeMap::new();
         for p in &params {
             let weight = make(p)?;
-            bytes += weight.bytes();
+            if let Weight::Coded(c) = &weight {
+                coded.insert(p.name.clone(), (c.format(), c.decoded()));
+            }
             groups.entry(p.group).or_default().insert(p.name.clone(), weight);
         }
-        let groups = groups.into_iter().map(|(g, w)| (g, Arc::new(w))).collect();
-        Ok(Self { params, groups, bytes })
+        let groups: BTreeMap<_, _> = groups.into_iter().map(|(g, w)| (g, Arc::new(w))).collect();
+        Ok(Self {
+            params,
+            device: device.clone(),
+            groups: Mutex::new(groups),
+            coded,
+            original: None,
+            trained: Mutex::default(),
+            active: Mutex::default(),
+        })
+    }
+
+    /// With a way to read the full-precision values of weights that are codes: for training them, and for exports.
+    pub fn with_originals(mut self, read: impl Fn(&ParamInfo) -> Result<Vec<f32>> + Send + 'static) -> Self {
+        self.original = Some(Box::new(read));
+        self
+    }
+
+    fn param(&self, name: &str) -> Result<&ParamInfo> {
+        self.params.iter().find(|p| &*p.name == name).ok_or_else(|| no_such(name))
+    }
+
+    /// The full-precision values of a weight that is codes and was never trained.
+    fn original(&self, p: &ParamInfo) -> Result<Vec<f32>> {
+        match &self.original {
+            Some(read) => read(p),
+            None => Err(Error::new("this weight is here as codes only").at(&*p.name)),
+        }
+    }
+
+    /// Another storage of one weight; who holds the group keeps the old one.
+    fn replace(&self, p: &ParamInfo, weight: impl Into<Weight>) {
+        let mut groups = lock(&self.groups);
+        if let Some(group) = groups.get_mut(&p.group) {
+            let mut changed = GroupWeights::default();
+            for (name, old) in group.iter() {
+                changed.insert(name.clone(), old.clone());
+            }
+            changed.insert(p.name.clone(), weight);
+            *group = Arc::new(changed);
+        }
+    }
+
+    /// The parameters of `names` that are codes while they do not train.
+    fn turning<'a>(&'a self, names: impl Iterator<Item = &'a str>) -> Vec<&'a ParamInfo> {
+        let turns = |name: &str| self.coded.contains_key(name);
+        names.filter(|n| turns(n)).filter_map(|n| self.param(n).ok()).collect()
     }
 
     fn here(&self, name: &str) -> Result<Tensor> {
@@ -91,7 +159,7 @@ impl Resident {
 
 /// Numbers `range` of parameter `p`, the `index`-th of the model from 1 on, of random weights drawn from a seed with a
 /// standard deviation, and the value of norm weights.
-pub(super) fn draw(
+pub fn draw(
     p: &ParamInfo,
     index: u64,
     range: std::ops::Range<usize>,
@@ -128,18 +196,12 @@ pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device)
 }
 
 fn code(values: &[f32], p: &ParamInfo, format: Format, decoded: Dtype, device: &Device) -> Result<Weight> {
-    let &[rows, columns] = p.shape.as_slice() else {
-        return Err(Error::new("only a matrix can be stored as codes")
-            .at(&*p.name)
-            .found(format!("shape {:?}, {format}", p.shape)));
-    };
     if !device.is_cpu() {
         return Err(Error::new("weights stored as codes are not built yet for a GPU")
             .at("memory.frozen_weights")
             .hint("set `memory.frozen_weights = \"auto\"`, or `model.device = \"cpu\"`"));
     }
-    let coded = quant::encode(values, (rows, columns), format, decoded);
-    Ok(coded.map_err(|e| e.or_at(&*p.name))?.into())
+    Ok(encode(values, p, format, decoded)?.into())
 }
 
 /// Errors: missing, misshapen and surplus tensors, all in one.
@@ -184,7 +246,7 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
 
 impl LayerSource for Resident {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
-        self.groups
+        lock(&self.groups)
             .get(&group)
             .cloned()
             .ok_or_else(|| Error::new(format!("the model has no {group:?}")))
@@ -195,12 +257,62 @@ impl LayerSource for Resident {
     }
 
     fn resident_bytes(&self) -> u64 {
-        self.bytes
+        let groups = lock(&self.groups);
+        groups.values().flat_map(|g| g.iter()).map(|(_, w)| w.bytes()).sum()
     }
 
     fn held(&self, name: &str) -> Option<Tensor> {
-        let group = self.params.iter().find(|p| &*p.name == name)?.group;
-        Some(self.groups.get(&group)?.get(name).ok()?.1)
+        let group = self.param(name).ok()?.group;
+        Some(lock(&self.groups).get(&group)?.get(name).ok()?.1)
+    }
+
+    fn master_is_out(&self, name: &str) -> bool {
+        !self.coded.contains_key(name) || lock(&self.active).contains(name)
+    }
+
+    fn activate(&self, names: &[&str], low: &mut dyn LowerHalves) -> Result<()> {
+        for p in self.turning(names.iter().copied()) {
+            if !lock(&self.active).insert(p.name.clone()) {
+                continue;
+            }
+            let dtype = self.coded[&p.name].1;
+            let kept = lock(&self.trained).remove(&p.name);
+            let weight = match kept {
+                Some(exact) => {
+                    if let Some(half) = exact.low {
+                        low.put_low(&p.name, half);
+                    }
+                    exact.weight
+                }
+                None => {
+                    let values = Tensor::from_vec(self.original(p)?, p.shape.as_slice(), &self.device)?;
+                    match dtype {
+                        Dtype::F32 => values,
+                        Dtype::Bf16 => values.to_dtype(DType::BF16)?,
+                    }
+                }
+            };
+            self.replace(p, weight);
+        }
+        Ok(())
+    }
+
+    fn retire(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn LowerHalves) -> Result<Vec<Recoded>> {
+        let leaving: Vec<Arc<str>> = lock(&self.active).iter().filter(|n| !keep(n)).cloned().collect();
+        let mut recoded = Vec::new();
+        for p in self.turning(leaving.iter().map(|n| &**n)) {
+            let exact = Exact {
+                weight: self.here(&p.name)?,
+                low: low.take_low(&p.name),
+            };
+            let (format, dtype) = self.coded[&p.name];
+            let (codes, error) = recode(&exact.values()?, p, format, dtype)?;
+            self.replace(p, codes);
+            lock(&self.trained).insert(p.name.clone(), exact);
+            lock(&self.active).remove(&p.name);
+            recoded.push(error);
+        }
+        Ok(recoded)
     }
 
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
@@ -208,13 +320,31 @@ impl LayerSource for Resident {
     }
 
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
-        send(&self.here(name)?, sink)
+        let p = self.param(name)?;
+        if let Some(exact) = lock(&self.trained).get(name) {
+            return exact.send(sink);
+        }
+        match (self.held(name), self.coded.get(name)) {
+            (Some(tensor), _) => send(&tensor, sink),
+            (None, Some((_, Dtype::Bf16))) => {
+                let values: Vec<bf16> = self.original(p)?.into_par_iter().map(bf16::from_f32).collect();
+                sink(Numbers::Bf16(&values, None))
+            }
+            (None, _) => sink(Numbers::F32(&self.original(p)?)),
+        }
     }
 
     fn restore(&self, name: &str, saved: &Weights, low: &mut dyn LowerHalves) -> Result<()> {
-        let tensor = self.here(name)?;
-        saved.require(name, &[tensor.elem_count()])?;
+        let p = self.param(name)?;
+        saved.require(name, &[p.elements()])?;
         let values = saved.read_f32(name)?;
+        if let Some(&(format, dtype)) = self.coded.get(name) {
+            self.replace(p, encode(&values, p, format, dtype)?);
+            let exact = Exact::new(values, &p.shape, dtype, &self.device)?;
+            lock(&self.trained).insert(p.name.clone(), exact);
+            return Ok(());
+        }
+        let tensor = self.here(name)?;
         match tensor.dtype() {
             DType::BF16 => {
                 let mut halves = vec![0i16; values.len()];

@@ -1,7 +1,7 @@
 //! Parts of tensors into memory that the caller has: for weights that come from the disk again and again. What
 //! was read does not stay in the system's cache, which would otherwise fill with the whole model.
 
-use super::Weights;
+use super::{TensorInfo, Weights};
 use crate::base::{Error, Result, files};
 use crate::formats::dtype::StoredDtype;
 use half::{bf16, f16};
@@ -74,6 +74,20 @@ impl Weights {
         self.plain(name, first, out)
     }
 
+    /// Stored bytes of a tensor of any number format, from byte `first` on.
+    pub fn read_bytes_at(&self, name: &str, first: usize, out: &mut [u8]) -> Result<()> {
+        let info = self.must(name)?;
+        if (first + out.len()) as u64 > info.bytes {
+            return Err(self.too_short(info, out.len(), first));
+        }
+        let mut at = first as u64;
+        for part in out.chunks_mut(PIECE) {
+            self.read_and_forget(name, at, part)?;
+            at += part.len() as u64;
+        }
+        Ok(())
+    }
+
     /// `convert`: from F32, F16, BF16, F64.
     fn read_at<T: Plain>(&self, name: &str, first: usize, out: &mut [T], convert: [fn(&[u8]) -> T; 4]) -> Result<()> {
         let info = self.must(name)?;
@@ -124,11 +138,15 @@ impl Weights {
         let info = self.must(name)?;
         match first.checked_add(count) {
             Some(end) if end <= info.count() => Ok(()),
-            _ => Err(Error::new(format!("tensor `{name}` has fewer numbers than are asked for"))
-                .at_path(&self.paths[info.file])
-                .found(info.count())
-                .expected(format!("{count} from number {first} on"))),
+            _ => Err(self.too_short(info, count, first)),
         }
+    }
+
+    fn too_short(&self, info: &TensorInfo, count: usize, first: usize) -> Error {
+        Error::new(format!("tensor `{}` has fewer numbers than are asked for", info.name))
+            .at_path(&self.paths[info.file])
+            .found(info.count())
+            .expected(format!("{count} from number {first} on"))
     }
 }
 

@@ -12,12 +12,14 @@ mod store;
 mod tests;
 
 use super::resident::{check_names, draw, no_such, send};
-use super::{Group, GroupWeights, LayerSource, LowerHalves, NumbersSink, ParamInfo};
+use super::turns::{Exact, recode};
+use super::{Group, GroupWeights, LayerSource, LowerHalves, NumbersSink, ParamInfo, Policy, Recoded};
 use crate::base::{Error, Result, files};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{TensorPlan, Values, write_file};
 use crate::ops::cross_entropy::PIECE;
+use crate::quant::{Format, Weight};
 use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
 use numbers::Files;
@@ -32,9 +34,13 @@ use std::thread::JoinHandle;
 #[derive(Debug, Clone)]
 pub struct Options {
     pub dtype: Dtype,
+    /// How each weight is stored while it is not trained.
+    pub storage: Policy,
     pub device: Device,
     /// Directory for what was trained; it is emptied.
     pub trained: PathBuf,
+    /// File for the codes of weights that are stored so.
+    pub codes: PathBuf,
     /// Name of the matrix that projects to the vocabulary.
     pub head: String,
     /// Rows of it that come at a time, a multiple of `PIECE`; `None`: it is held whole.
@@ -80,6 +86,8 @@ struct Shared {
     /// Positions in `params`.
     groups: BTreeMap<Group, Vec<usize>>,
     files: Files,
+    /// Parameters that are codes while they do not train.
+    coded: BTreeMap<Arc<str>, Format>,
     dtype: DType,
     device: Device,
     /// Parameters that stay here: those that are trained now, and those that always do.
@@ -122,10 +130,17 @@ impl Disk {
             })
             .map(|p| p.name.clone())
             .collect();
+        let mut files = Files::new(weights, options.dtype, &options.trained)?;
+        let coded = options.storage.coded().clone();
+        if !coded.is_empty() {
+            let formats = params.iter().filter_map(|p| Some((p, *coded.get(&p.name)?)));
+            files.make_codes(&formats.collect::<Vec<_>>(), &options.codes)?;
+        }
         let shared = Arc::new(Shared {
             params,
             groups,
-            files: Files::new(weights, options.dtype, &options.trained)?,
+            files,
+            coded,
             dtype: match options.dtype {
                 Dtype::F32 => DType::F32,
                 Dtype::Bf16 => DType::BF16,
@@ -220,7 +235,8 @@ impl Load for Layers {
         let held = self.0.held().clone();
         for (i, p) in self.0.members(group)?.enumerate() {
             let fits = buffers.get(&i).is_some_and(|t| t.dims() == p.shape);
-            if !fits && !held.contains_key(&p.name) {
+            let needs = !held.contains_key(&p.name) && !self.0.coded.contains_key(&p.name);
+            if !fits && needs {
                 buffers.insert(i, self.0.zeros(&p.shape)?);
             }
         }
@@ -231,15 +247,17 @@ impl Load for Layers {
         let held = self.0.held().clone();
         let mut weights = GroupWeights::default();
         for (i, p) in self.0.members(group)?.enumerate() {
-            let tensor = match (held.get(&p.name), buffers.get(&i)) {
-                (Some(held), _) => held.clone(),
-                (None, Some(buffer)) => {
+            let weight: Weight = match (held.get(&p.name), self.0.coded.get(&p.name), buffers.get(&i)) {
+                (Some(held), ..) => held.clone().into(),
+                // Codes are never changed: they come in memory of their own.
+                (None, Some(format), _) => self.0.files.coded(p, *format)?.into(),
+                (None, None, Some(buffer)) => {
                     self.0.files.fill(&p.name, 0, buffer)?;
-                    buffer.clone()
+                    buffer.clone().into()
                 }
-                (None, None) => return Err(Error::new("a weight has no place to be loaded into").at(&p.name)),
+                (None, None, None) => return Err(Error::new("a weight has no place to be loaded into").at(&*p.name)),
             };
-            weights.insert(p.name.clone(), tensor);
+            weights.insert(p.name.clone(), weight);
         }
         Ok(weights)
     }
@@ -390,11 +408,25 @@ impl LayerSource for Disk {
         Ok(())
     }
 
-    fn retire(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn LowerHalves) -> Result<()> {
+    fn retire(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn LowerHalves) -> Result<Vec<Recoded>> {
         let leaving: Vec<Arc<str>> = self.active().iter().filter(|name| !keep(name)).cloned().collect();
+        let mut recoded = Vec::new();
         for name in leaving {
-            if let Some(tensor) = self.held(&name) {
-                self.shared.files.write(&name, &tensor, low.take_low(&name).as_ref())?;
+            if let Some(weight) = self.held(&name) {
+                let exact = Exact {
+                    weight,
+                    low: low.take_low(&name),
+                };
+                let codes = match self.shared.coded.get(&name) {
+                    Some(format) => {
+                        let param = self.shared.param(&name)?;
+                        let (codes, error) = recode(&exact.values()?, param, *format, self.options.dtype)?;
+                        recoded.push(error);
+                        Some(codes)
+                    }
+                    None => None,
+                };
+                self.shared.files.write(&name, &exact, codes.as_ref())?;
             }
             self.active().remove(&name);
             if !self.always.contains(&name) {
@@ -403,7 +435,7 @@ impl LayerSource for Disk {
         }
         self.layers.forget();
         self.pieces.forget();
-        Ok(())
+        Ok(recoded)
     }
 
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
@@ -417,7 +449,8 @@ impl LayerSource for Disk {
     fn restore(&self, name: &str, saved: &Weights, _: &mut dyn LowerHalves) -> Result<()> {
         let param = self.shared.param(name)?;
         saved.require(name, &[param.elements()])?;
-        self.shared.files.restore(name, saved)?;
+        let format = self.shared.coded.get(name).copied();
+        self.shared.files.restore(param, format, saved, &self.shared.device)?;
         if let Some(held) = self.held(name) {
             self.shared.files.fill(name, 0, &held)?;
         }

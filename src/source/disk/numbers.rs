@@ -1,11 +1,15 @@
 //! Where the numbers of a parameter are: in the checkpoint, or, once it was trained, in the store.
 
-use super::store::{LOW, STEP, Store, WEIGHT};
-use crate::base::Result;
+use super::store::{CODES, LOW, STEP, Store, WEIGHT, part_name};
+use crate::base::{Error, Result, files};
+use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
+use crate::formats::writer::{TensorPlan, Values, write_file};
 use crate::ops::update;
+use crate::quant::{Coded, Format};
 use crate::recipe::Dtype;
-use crate::source::{Numbers, NumbersSink};
+use crate::source::turns::{Exact, encode};
+use crate::source::{Numbers, NumbersSink, ParamInfo};
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use std::path::Path;
@@ -14,6 +18,8 @@ use std::sync::{Mutex, PoisonError};
 pub(super) struct Files {
     weights: Weights,
     store: Store,
+    /// Codes of the checkpoint's weights.
+    codes: Option<Weights>,
     dtype: Dtype,
 }
 
@@ -22,8 +28,66 @@ impl Files {
         Ok(Self {
             weights: weights.streamed(),
             store: Store::create(trained)?,
+            codes: None,
             dtype,
         })
+    }
+
+    /// Makes codes of these weights of the checkpoint, one weight at a time, in a file of their own.
+    pub fn make_codes(&mut self, params: &[(&ParamInfo, Format)], file: &Path) -> Result<()> {
+        let mut plans = Vec::new();
+        for (p, format) in params {
+            let &[rows, columns] = p.shape.as_slice() else {
+                return Err(Error::new("only a matrix can be stored as codes").at(&*p.name));
+            };
+            plans.extend(format.parts(rows, columns).into_iter().map(|(part, bytes)| TensorPlan {
+                name: part_name(&p.name, part),
+                dtype: StoredDtype::U8,
+                shape: vec![bytes],
+            }));
+        }
+        let mut params = params.iter();
+        let mut now: Option<(String, Coded)> = None;
+        write_file(file, &plans, &[], |plan, sink| {
+            let (name, part) = plan.name.rsplit_once('#').unwrap_or((&plan.name, ""));
+            if now.as_ref().is_none_or(|(n, _)| n != name) {
+                now = None;
+                if let Some((p, format)) = params.next() {
+                    let mut values = vec![0f32; p.elements()];
+                    self.weights.read_f32_at(&p.name, 0, &mut values)?;
+                    now = Some((name.to_string(), encode(&values, p, *format, self.dtype)?));
+                }
+            }
+            let Some((_, coded)) = &now else { return Ok(()) };
+            match coded.parts().iter().find(|p| p.name == part) {
+                Some(part) => sink(Values::Raw(&part.bytes)),
+                None => Ok(()),
+            }
+        })?;
+        files::forget(&files::open(file)?, 0, 0);
+        self.codes = Some(Weights::open_file(file)?.streamed());
+        Ok(())
+    }
+
+    /// A weight as codes.
+    pub fn coded(&self, p: &ParamInfo, format: Format) -> Result<Coded> {
+        let trained = self.store.open(&p.name)?;
+        let (file, first) = match (&trained, &self.codes) {
+            (Some(file), _) => (file, CODES),
+            (None, Some(file)) => (file, &*p.name),
+            (None, None) => return Err(Error::new("there are no codes of this weight").at(&*p.name)),
+        };
+        let &[rows, columns] = p.shape.as_slice() else {
+            return Err(Error::new("only a matrix can be stored as codes").at(&*p.name));
+        };
+        Coded::from_parts(format, (rows, columns), self.dtype, |part| {
+            let name = part_name(first, part);
+            let count = file.info(&name).map_or(0, |i| i.count());
+            let mut bytes = vec![0u8; count];
+            file.read_bytes_at(&name, 0, &mut bytes)?;
+            Ok(bytes)
+        })
+        .map_err(|e| e.or_at(&*p.name))
     }
 
     /// Runs `f` on the file that holds `name`, and the name under which it does.
@@ -73,17 +137,21 @@ impl Files {
         Ok(Some(Tensor::from_vec(low, count, device)?))
     }
 
-    /// Keeps a weight and the lower half of its master.
-    pub fn write(&self, name: &str, tensor: &Tensor, low: Option<&Tensor>) -> Result<()> {
-        let low = low.map(|t| t.flatten_all()?.to_vec1::<i16>()).transpose()?;
-        match tensor.dtype() {
-            DType::BF16 => update::with_bf16(tensor, |v| self.store.write(name, Numbers::Bf16(v, low.as_deref())))?,
-            _ => update::with_slice(tensor, |v| self.store.write(name, Numbers::F32(v)))?,
-        }
+    /// Keeps what was trained.
+    pub fn write(&self, name: &str, exact: &Exact, codes: Option<&Coded>) -> Result<()> {
+        exact.send(&mut |numbers| self.store.write(name, numbers, codes))
     }
 
-    pub fn restore(&self, name: &str, saved: &Weights) -> Result<()> {
-        self.store.restore(name, self.dtype, saved)
+    /// Takes the exact values in tensor `name` of `saved`.
+    pub fn restore(&self, p: &ParamInfo, format: Option<Format>, saved: &Weights, device: &Device) -> Result<()> {
+        let Some(format) = format else {
+            return self.store.restore(&p.name, self.dtype, saved);
+        };
+        let mut values = vec![0f32; p.elements()];
+        saved.read_f32_at(&p.name, 0, &mut values)?;
+        let codes = encode(&values, p, format, self.dtype)?;
+        let exact = Exact::new(values, &p.shape, self.dtype, device)?;
+        self.write(&p.name, &exact, Some(&codes))
     }
 
     /// All numbers, a few at a time.

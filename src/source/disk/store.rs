@@ -9,6 +9,7 @@ use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{TensorPlan, Values, write_file};
 use crate::ops::master;
+use crate::quant::Coded;
 use crate::recipe::Dtype;
 use crate::source::Numbers;
 use half::bf16;
@@ -19,6 +20,14 @@ use std::sync::{Mutex, PoisonError};
 /// The tensors of a file.
 pub(super) const WEIGHT: &str = "weight";
 pub(super) const LOW: &str = "low";
+
+/// The first half of the names of the parts of codes.
+pub(super) const CODES: &str = "codes";
+
+/// The tensor that holds a part of the codes of `name`.
+pub(super) fn part_name(name: &str, part: &str) -> String {
+    format!("{name}#{part}")
+}
 
 /// Numbers read from or written to a file at a time.
 pub(super) const STEP: usize = 1 << 19;
@@ -48,20 +57,29 @@ impl Store {
         }
     }
 
-    /// Keeps the numbers of a parameter, all at once.
-    pub fn write(&self, name: &str, numbers: Numbers) -> Result<()> {
+    /// Keeps the numbers of a parameter, all at once, and its codes where it is stored so.
+    pub fn write(&self, name: &str, numbers: Numbers, codes: Option<&Coded>) -> Result<()> {
         let (count, dtype, low) = match numbers {
             Numbers::F32(v) => (v.len(), StoredDtype::F32, None),
             Numbers::Bf16(v, low) => (v.len(), StoredDtype::Bf16, low),
         };
-        self.put(name, &plans(count, dtype, low.is_some()), &mut |plan, sink| {
-            match (plan.name.as_str(), numbers) {
-                (WEIGHT, Numbers::F32(v)) => sink(Values::F32(v)),
-                (WEIGHT, Numbers::Bf16(v, _)) => sink(Values::Bf16(v)),
-                _ => low.unwrap_or_default().chunks(STEP).try_for_each(|part| {
-                    let bytes: Vec<u8> = part.iter().flat_map(|x| x.to_le_bytes()).collect();
-                    sink(Values::Raw(&bytes))
-                }),
+        let parts = codes.map(Coded::parts).unwrap_or_default();
+        let mut plans = plans(count, dtype, low.is_some());
+        plans.extend(parts.iter().map(|part| TensorPlan {
+            name: part_name(CODES, part.name),
+            dtype: StoredDtype::U8,
+            shape: vec![part.bytes.len()],
+        }));
+        self.put(name, &plans, &mut |plan, sink| match (plan.name.as_str(), numbers) {
+            (WEIGHT, Numbers::F32(v)) => sink(Values::F32(v)),
+            (WEIGHT, Numbers::Bf16(v, _)) => sink(Values::Bf16(v)),
+            (LOW, _) => low.unwrap_or_default().chunks(STEP).try_for_each(|part| {
+                let bytes: Vec<u8> = part.iter().flat_map(|x| x.to_le_bytes()).collect();
+                sink(Values::Raw(&bytes))
+            }),
+            (other, _) => {
+                let part = parts.iter().find(|p| part_name(CODES, p.name) == other);
+                sink(Values::Raw(part.map_or(&[][..], |p| &p.bytes)))
             }
         })
     }

@@ -50,8 +50,10 @@ fn open(dir: &Path, dtype: Dtype, tied: bool, head_rows: Option<usize>) -> Resul
     }
     let options = Options {
         dtype,
+        storage: Policy::dense(dtype),
         device: Device::Cpu,
         trained: dir.join("trained"),
+        codes: dir.join("codes.safetensors"),
         head: if tied { "embed" } else { "head" }.into(),
         head_rows,
     };

@@ -1,6 +1,7 @@
 //! Whole runs of the `ft` program: what stays equal, what survives, what is refused.
 
 mod bench;
+mod caps;
 mod equal;
 mod hostile;
 mod plans;

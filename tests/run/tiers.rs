@@ -104,11 +104,80 @@ fn a_random_model_with_a_large_vocabulary_learns_the_same_from_the_disk() {
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "tie_word_embeddings": tied});
         random_model(&bench, changes);
         for (name, settings) in METHODS {
-            if tied && name == "all" {
-                continue; // A tied head is no block of its own.
-            }
+            let settings: Vec<&str> = match tied {
+                // A tied head is no block of its own.
+                true => settings.iter().copied().filter(|s| !s.contains("include_lm_head")).collect(),
+                false => settings.to_vec(),
+            };
             let more = ["model.init=random", "model.dtype=bf16"];
-            assert_equal(&bench, name, &[settings, &more].concat());
+            assert_equal(&bench, name, &[&settings[..], &more].concat());
+        }
+    }
+}
+
+#[test]
+fn weights_that_are_codes_while_they_do_not_train_learn_the_same_from_the_disk() {
+    let bench = Bench::new();
+    for format in ["int8", "int4", "nf4"] {
+        let frozen = format!("memory.frozen_weights={format}");
+        for (name, settings) in &METHODS[1..] {
+            for dtype in ["f32", "bf16"] {
+                let dtype = format!("model.dtype={dtype}");
+                let name = format!("{format}-{name}-{dtype}");
+                assert_equal(&bench, &name, &[settings, &[&frozen[..], &dtype]].concat());
+            }
+        }
+    }
+}
+
+/// Codes are for the time in between: `final/` holds the exact values of what was trained and of what never was.
+#[test]
+fn codes_never_reach_the_final_weights() {
+    let bench = Bench::new();
+    for tier in ["device", "disk"] {
+        let (run, tier, out) = (tier, format!("memory.tier={tier}"), format!("train.output_dir={tier}"));
+        bench.train(&[
+            "memory.frozen_weights=nf4",
+            "tune.block.order=fixed",
+            "tune.block.start_block=2",
+            "train.max_steps=3",
+            "train.save_steps=3",
+            "train.gradient_accumulation_steps=1",
+            &tier,
+            &out,
+        ]);
+        let open = |file: &str| ft::formats::weights::Weights::open_file(&bench.path(file)).unwrap();
+        let before = open("model/model.safetensors");
+        let after = open(&format!("{run}/final/model.safetensors"));
+        let saved = open(&format!("{run}/checkpoint-3/weights.safetensors"));
+        let mut trained = 0;
+        for name in before.names() {
+            let (a, b) = (before.read_f32(name).unwrap(), after.read_f32(name).unwrap());
+            let active = name.starts_with("model.layers.2.");
+            assert_eq!(a != b, active, "{name}");
+            if active {
+                assert_eq!(b, saved.read_f32(name).unwrap(), "{name}");
+                trained += 1;
+            }
+        }
+        assert_eq!(trained, 9);
+    }
+}
+
+#[test]
+fn what_codes_lose_of_a_trained_block_is_told() {
+    let bench = Bench::new();
+    for tier in ["memory.tier=device", "memory.tier=disk"] {
+        let base = ["memory.frozen_weights=int8", "tune.block.switch_every=1", "train.max_steps=3"];
+        bench.train(&[&base[..], &["train.save_steps=0", "train.output_dir=run", "--overwrite", tier]].concat());
+        let events = fs::read_to_string(bench.path("run/events.jsonl")).unwrap();
+        let lines = events.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap());
+        let recoded: Vec<_> = lines.filter(|l| l.get("relative_error").is_some()).collect();
+        assert_eq!(recoded.len(), 2, "{events}");
+        for line in recoded {
+            let errors = line["relative_error"].as_object().unwrap();
+            assert_eq!(errors.len(), 7, "the projections of a layer");
+            assert!(errors.values().all(|e| (1e-5..1e-2).contains(&e.as_f64().unwrap())), "{line}");
         }
     }
 }

@@ -10,10 +10,10 @@ use ft::formats::weights::Weights;
 use ft::model::rope::Rope;
 use ft::model::spec::{LayerSpec, Spec};
 use ft::model::{Adapters, Network};
+use ft::ops::cross_entropy::PIECE;
 use ft::ops::glu::Activation;
 use ft::optim::Optimizer;
 use ft::peft::{Lora, lora};
-use ft::ops::cross_entropy::PIECE;
 use ft::plan::{self, Inputs, Place};
 use ft::recipe::{self, Dtype, Recipe};
 use ft::sft::CausalLm;
@@ -367,24 +367,24 @@ fn the_peak_of_a_step_is_within_a_tenth_of_the_forecast() {
         ] {
             for dtype in [Dtype::F32, Dtype::Bf16] {
                 for place in places(way) {
-                if s.micro_batches > 1 && matches!(way, Way::FullFused) {
-                    continue;
-                }
-                let (most, plan) = pool.install(|| measure(s, way, dtype, place, before));
-                let error = plan.peak_bytes as f64 / most as f64 - 1.0;
-                let line = format!(
-                    "{} {way:?} {} {place:?}: measured {:.1} MB, forecast {:.1} MB ({:+.1} %) in {}",
-                    s.name,
-                    dtype.name(),
-                    most as f64 / 1e6,
-                    plan.peak_bytes as f64 / 1e6,
-                    100.0 * error,
-                    plan.peak_moment
-                );
-                println!("{line}");
-                if error.abs() > 0.1 {
-                    wrong.push(format!("{line}\n{}", plan.table()));
-                }
+                    if s.micro_batches > 1 && matches!(way, Way::FullFused) {
+                        continue;
+                    }
+                    let (most, plan) = pool.install(|| measure(s, way, dtype, place, before));
+                    let error = plan.peak_bytes as f64 / most as f64 - 1.0;
+                    let line = format!(
+                        "{} {way:?} {} {place:?}: measured {:.1} MB, forecast {:.1} MB ({:+.1} %) in {}",
+                        s.name,
+                        dtype.name(),
+                        most as f64 / 1e6,
+                        plan.peak_bytes as f64 / 1e6,
+                        100.0 * error,
+                        plan.peak_moment
+                    );
+                    println!("{line}");
+                    if error.abs() > 0.1 {
+                        wrong.push(format!("{line}\n{}", plan.table()));
+                    }
                 }
             }
         }

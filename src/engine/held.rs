@@ -57,7 +57,10 @@ impl Engine {
         if let Some(info) = self.network.source.params().iter().find(|p| &*p.name == name) {
             return Ok(info.elements());
         }
-        let param = self.network.param(name).map_err(|_| Error::new("no such parameter").at(name))?;
+        let param = self
+            .network
+            .param(name)
+            .map_err(|_| Error::new("no such parameter").at(name))?;
         Ok(param.tensor.elem_count())
     }
 }

@@ -173,7 +173,9 @@ fn micro_batch(
     // Reverse, down to the lowest active layer.
     for l in (lowest..layers).rev() {
         // Below the lowest comes the forward pass of the next batch.
-        network.source.prefetch(Group::Layer(if l > lowest { l - 1 } else { 0 }));
+        network
+            .source
+            .prefetch(Group::Layer(if l > lowest { l - 1 } else { 0 }));
         let need_dx = l > lowest || active.lowest() == Group::Embedding;
         let Some((x, kept)) = inputs.pop() else {
             return Err(Error::new("a layer input was not kept"));

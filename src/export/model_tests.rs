@@ -194,7 +194,9 @@ fn an_older_directory_is_replaced_whole_or_stays_whole() {
         }),
     ];
     for (what, fill) in faults {
-        let e = model(&export, &mut |name, sink| sink(Values::F32(&fill(name)?))).unwrap_err().to_string();
+        let e = model(&export, &mut |name, sink| sink(Values::F32(&fill(name)?)))
+            .unwrap_err()
+            .to_string();
         assert!(e.contains(what), "{e}");
         assert_eq!((names(&out), names(dir.path()).len()), (before.clone(), 2));
         assert_eq!(

@@ -9,7 +9,6 @@ use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
 use crate::base::{Error, Result};
 use crate::ops::{embedding, rms_norm};
 use crate::peft::{Dropout, Lora};
-use crate::quant::Weight;
 use crate::source::{Group, GroupWeights, LayerSource};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;

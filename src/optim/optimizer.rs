@@ -194,7 +194,8 @@ impl Optimizer {
 impl LowerHalves for Optimizer {
     fn put_low(&mut self, name: &str, low: Tensor) {
         if let Ok(low) = low.flatten_all().and_then(|t| t.to_vec1::<i16>()) {
-            self.low.insert(name.to_string(), low.into_iter().map(|x| x as u16).collect());
+            self.low
+                .insert(name.to_string(), low.into_iter().map(|x| x as u16).collect());
         }
     }
 

@@ -28,7 +28,9 @@ use std::collections::{BTreeMap, BTreeSet};
 pub enum Place {
     Device,
     /// Layers come from the disk; the output projection so many rows at a time, or held whole.
-    Disk { head_rows: Option<usize> },
+    Disk {
+        head_rows: Option<usize>,
+    },
 }
 
 /// What the plan needs to know beside model and recipe.

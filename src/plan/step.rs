@@ -162,7 +162,10 @@ fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, si
     let stored = if recipe.model.dtype == Dtype::Bf16 { 2 } else { 4 };
     if weights::embedding_in_rows(spec, inputs.place, sink.active) {
         l.moment("the embedding");
-        l.touch(Kind::Weights, stored * (inputs.tokens.min(spec.vocab) * spec.hidden) as u64 + nd);
+        l.touch(
+            Kind::Weights,
+            stored * (inputs.tokens.min(spec.vocab) * spec.hidden) as u64 + nd,
+        );
     }
     let mut inputs_kept: Vec<(Held, Option<work::Kept>)> = Vec::new();
     for layer in 0..layers {

@@ -148,7 +148,9 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
             "logits",
             "logits chunk",
             match inputs.place {
-                super::Place::Disk { head_rows: Some(_) } => format!("{chunk} tokens × {} at a time", PIECE.min(spec.vocab)),
+                super::Place::Disk { head_rows: Some(_) } => {
+                    format!("{chunk} tokens × {} at a time", PIECE.min(spec.vocab))
+                }
                 _ => format!("{chunk} tokens × {} at a time", spec.vocab),
             },
         ),

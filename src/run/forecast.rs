@@ -35,9 +35,7 @@ fn places(recipe: &Recipe, on_gpu: bool) -> Result<Vec<Place>> {
         Some(rows) => vec![Place::Disk {
             head_rows: Some(rows.next_multiple_of(PIECE)),
         }],
-        None => [None, Some(PIECE)]
-            .map(|head_rows| Place::Disk { head_rows })
-            .to_vec(),
+        None => [None, Some(PIECE)].map(|head_rows| Place::Disk { head_rows }).to_vec(),
     };
     let correction = recipe.tune.block.correction;
     let corrects_all =

@@ -122,7 +122,10 @@ impl Resident {
     }
 
     fn param(&self, name: &str) -> Result<&ParamInfo> {
-        self.params.iter().find(|p| &*p.name == name).ok_or_else(|| no_such(name))
+        self.params
+            .iter()
+            .find(|p| &*p.name == name)
+            .ok_or_else(|| no_such(name))
     }
 
     /// The full-precision values of a weight that is codes and was never trained.
@@ -159,12 +162,7 @@ impl Resident {
 
 /// Numbers `range` of parameter `p`, the `index`-th of the model from 1 on, of random weights drawn from a seed with a
 /// standard deviation, and the value of norm weights.
-pub fn draw(
-    p: &ParamInfo,
-    index: u64,
-    range: std::ops::Range<usize>,
-    (seed, std, norm): (u64, f32, f32),
-) -> Vec<f32> {
+pub fn draw(p: &ParamInfo, index: u64, range: std::ops::Range<usize>, (seed, std, norm): (u64, f32, f32)) -> Vec<f32> {
     let rng = Rng::new(seed, Stream::Init, &[index]);
     match (p.is_vector(), p.name.ends_with(".bias")) {
         (_, true) => vec![0.0; range.len()],

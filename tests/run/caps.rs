@@ -53,7 +53,10 @@ fn a_model_larger_than_the_cap_trains_from_the_disk_to_the_same_bits() {
     ];
     let with = |more: &[&'static str]| [&base[..], more].concat();
     bench.train(&with(&["memory.tier=device", "train.output_dir=device"]));
-    for (run, partition) in [("layer", "tune.block.partition=layer"), ("module", "tune.block.partition=module")] {
+    for (run, partition) in [
+        ("layer", "tune.block.partition=layer"),
+        ("module", "tune.block.partition=module"),
+    ] {
         let cap = 190 * MIB;
         let arguments = with(&["memory.tier=disk", "memory.head_chunk=4096", partition]);
         let out = format!("train.output_dir={run}");
@@ -63,7 +66,11 @@ fn a_model_larger_than_the_cap_trains_from_the_disk_to_the_same_bits() {
     }
     assert_eq!(curve(&bench, "device"), curve(&bench, "layer"));
     // The cap bites: the same run from memory does not fit.
-    let ran = capped(&bench, 190 * MIB, &with(&["memory.tier=device", "train.output_dir=refused"]));
+    let ran = capped(
+        &bench,
+        190 * MIB,
+        &with(&["memory.tier=device", "train.output_dir=refused"]),
+    );
     assert!(!ran.status.success());
 }
 
@@ -87,7 +94,11 @@ fn shape(name: &str, cap: u64, settings: &[&str], compare: bool) {
     let ran = capped(&bench, cap, &[&arguments[..], &more].concat());
     assert!(ran.status.success(), "{}", said(&ran));
     let seconds = started.elapsed().as_secs_f64();
-    let tokens = bench.steps("disk").iter().map(|l| number(l, "tokens_per_second")).collect::<Vec<_>>();
+    let tokens = bench
+        .steps("disk")
+        .iter()
+        .map(|l| number(l, "tokens_per_second"))
+        .collect::<Vec<_>>();
     println!(
         "{name} {settings:?}: under {} MiB, peak resident {:.0} MiB, {seconds:.0} s in all, tokens/s {tokens:.1?}",
         cap / MIB,

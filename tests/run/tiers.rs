@@ -18,7 +18,9 @@ pub fn random_model(bench: &Bench, changes: serde_json::Value) {
 /// Losses, norms and evaluations of a run, bit by bit.
 pub fn curve(bench: &Bench, run: &str) -> Vec<[u64; 3]> {
     let text = fs::read_to_string(bench.path(run).join("metrics.jsonl")).unwrap();
-    let lines = text.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap());
+    let lines = text
+        .lines()
+        .map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap());
     lines
         .map(|l| match l.get("eval_loss") {
             Some(_) => [number(&l, "eval_loss").to_bits(), 0, 0],
@@ -31,7 +33,12 @@ fn final_files(bench: &Bench, run: &str) -> Vec<(String, Vec<u8>)> {
     let entries = fs::read_dir(bench.path(run).join("final")).unwrap();
     let mut files: Vec<_> = entries
         .map(|e| e.unwrap().path())
-        .map(|p| (p.file_name().unwrap().to_string_lossy().into_owned(), fs::read(&p).unwrap()))
+        .map(|p| {
+            (
+                p.file_name().unwrap().to_string_lossy().into_owned(),
+                fs::read(&p).unwrap(),
+            )
+        })
         .collect();
     files.sort();
     files
@@ -68,7 +75,11 @@ const METHODS: [(&str, &[&str]); 6] = [
     ("layers", &["tune.method=block", "tune.block.switch_every=2"]),
     (
         "modules",
-        &["tune.method=block", "tune.block.partition=module", "tune.block.switch_every=1"],
+        &[
+            "tune.method=block",
+            "tune.block.partition=module",
+            "tune.block.switch_every=1",
+        ],
     ),
     (
         "all",
@@ -81,7 +92,10 @@ const METHODS: [(&str, &[&str]); 6] = [
             "tune.block.always_active=model.norm.",
         ],
     ),
-    ("lora", &["tune.method=lora", "tune.lora.r=4", "tune.lora.lora_dropout=0.1"]),
+    (
+        "lora",
+        &["tune.method=lora", "tune.lora.r=4", "tune.lora.lora_dropout=0.1"],
+    ),
     ("freeze", &["tune.method=freeze", "tune.freeze.trainable_layers=1"]),
 ];
 
@@ -91,7 +105,11 @@ fn a_checkpoint_on_the_disk_learns_what_it_learns_in_memory() {
     for (name, settings) in METHODS {
         for (dtype, packing) in [("f32", "false"), ("bf16", "true")] {
             let (dtype, packing) = (format!("model.dtype={dtype}"), format!("data.packing={packing}"));
-            assert_equal(&bench, &format!("{name}-{dtype}"), &[settings, &[&dtype, &packing]].concat());
+            assert_equal(
+                &bench,
+                &format!("{name}-{dtype}"),
+                &[settings, &[&dtype, &packing]].concat(),
+            );
         }
     }
 }
@@ -106,7 +124,11 @@ fn a_random_model_with_a_large_vocabulary_learns_the_same_from_the_disk() {
         for (name, settings) in METHODS {
             let settings: Vec<&str> = match tied {
                 // A tied head is no block of its own.
-                true => settings.iter().copied().filter(|s| !s.contains("include_lm_head")).collect(),
+                true => settings
+                    .iter()
+                    .copied()
+                    .filter(|s| !s.contains("include_lm_head"))
+                    .collect(),
                 false => settings.to_vec(),
             };
             let more = ["model.init=random", "model.dtype=bf16"];
@@ -168,16 +190,31 @@ fn codes_never_reach_the_final_weights() {
 fn what_codes_lose_of_a_trained_block_is_told() {
     let bench = Bench::new();
     for tier in ["memory.tier=device", "memory.tier=disk"] {
-        let base = ["memory.frozen_weights=int8", "tune.block.switch_every=1", "train.max_steps=3"];
-        bench.train(&[&base[..], &["train.save_steps=0", "train.output_dir=run", "--overwrite", tier]].concat());
+        let base = [
+            "memory.frozen_weights=int8",
+            "tune.block.switch_every=1",
+            "train.max_steps=3",
+        ];
+        bench.train(
+            &[
+                &base[..],
+                &["train.save_steps=0", "train.output_dir=run", "--overwrite", tier],
+            ]
+            .concat(),
+        );
         let events = fs::read_to_string(bench.path("run/events.jsonl")).unwrap();
-        let lines = events.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap());
+        let lines = events
+            .lines()
+            .map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap());
         let recoded: Vec<_> = lines.filter(|l| l.get("relative_error").is_some()).collect();
         assert_eq!(recoded.len(), 2, "{events}");
         for line in recoded {
             let errors = line["relative_error"].as_object().unwrap();
             assert_eq!(errors.len(), 7, "the projections of a layer");
-            assert!(errors.values().all(|e| (1e-5..1e-2).contains(&e.as_f64().unwrap())), "{line}");
+            assert!(
+                errors.values().all(|e| (1e-5..1e-2).contains(&e.as_f64().unwrap())),
+                "{line}"
+            );
         }
     }
 }
@@ -189,7 +226,14 @@ fn a_budget_sends_the_weights_to_the_disk() {
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64});
     random_model(&bench, changes);
     let plan = |more: &[&str]| {
-        let base = ["plan", "--recipe", "r.toml", "--json", "model.init=random", "memory.activations=recompute"];
+        let base = [
+            "plan",
+            "--recipe",
+            "r.toml",
+            "--json",
+            "model.init=random",
+            "memory.activations=recompute",
+        ];
         let out = bench.ft(&[&base[..], more].concat());
         assert!(out.status.success(), "{more:?}\n{}", said(&out));
         let plan: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();

@@ -43,22 +43,32 @@ impl Weights {
     ///
     /// Errors: no such tensor, or not as many numbers in it; no number format of weights; the disk.
     pub fn read_f32_at(&self, name: &str, first: usize, out: &mut [f32]) -> Result<()> {
-        self.read_at(name, first, out, [
-            |b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]),
-            |b| f16::from_le_bytes([b[0], b[1]]).to_f32(),
-            |b| bf16::from_le_bytes([b[0], b[1]]).to_f32(),
-            |b| f64::from_le_bytes(eight(b)) as f32,
-        ])
+        self.read_at(
+            name,
+            first,
+            out,
+            [
+                |b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]),
+                |b| f16::from_le_bytes([b[0], b[1]]).to_f32(),
+                |b| bf16::from_le_bytes([b[0], b[1]]).to_f32(),
+                |b| f64::from_le_bytes(eight(b)) as f32,
+            ],
+        )
     }
 
     /// As `read_f32_at`, as bf16 (rounded to nearest, ties to even: the values of `read_bf16`).
     pub fn read_bf16_at(&self, name: &str, first: usize, out: &mut [bf16]) -> Result<()> {
-        self.read_at(name, first, out, [
-            |b| bf16::from_f32(f32::from_le_bytes([b[0], b[1], b[2], b[3]])),
-            |b| bf16::from_f32(f16::from_le_bytes([b[0], b[1]]).to_f32()),
-            |b| bf16::from_le_bytes([b[0], b[1]]),
-            |b| bf16::from_f64(f64::from_le_bytes(eight(b))),
-        ])
+        self.read_at(
+            name,
+            first,
+            out,
+            [
+                |b| bf16::from_f32(f32::from_le_bytes([b[0], b[1], b[2], b[3]])),
+                |b| bf16::from_f32(f16::from_le_bytes([b[0], b[1]]).to_f32()),
+                |b| bf16::from_le_bytes([b[0], b[1]]),
+                |b| bf16::from_f64(f64::from_le_bytes(eight(b))),
+            ],
+        )
     }
 
     /// As `read_f32_at`, of a tensor that is stored as I16.

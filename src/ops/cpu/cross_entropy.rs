@@ -126,7 +126,10 @@ impl Rows {
     /// Turns the logits of a piece into their gradients times `scale`.
     fn turn(&self, start: usize, logits: &mut [f32], first: usize, width: usize, scale: f32) {
         let cap = self.cap;
-        let tokens = self.hits[start..].par_iter().zip(&self.ends[start..]).zip(&self.targets[start..]);
+        let tokens = self.hits[start..]
+            .par_iter()
+            .zip(&self.ends[start..])
+            .zip(&self.targets[start..]);
         logits
             .par_chunks_mut(width)
             .zip(tokens)
@@ -314,7 +317,13 @@ impl Streamed {
                     });
                 }
                 self.rows.turn(start, logits, first + at, width, scale);
-                back(logits, head, (count, width, d), first + at, &mut self.dh[start * d..][..count * d]);
+                back(
+                    logits,
+                    head,
+                    (count, width, d),
+                    first + at,
+                    &mut self.dh[start * d..][..count * d],
+                );
             }
         }
     }
@@ -327,7 +336,9 @@ impl Streamed {
 
 /// Puts the blocks of a row together.
 fn row(blocks: &[Block], hit: Hit, target: usize) -> (Row, End) {
-    let max = blocks.iter().fold(f32::NEG_INFINITY, |m, b| if b.max > m { b.max } else { m });
+    let max = blocks
+        .iter()
+        .fold(f32::NEG_INFINITY, |m, b| if b.max > m { b.max } else { m });
     let sum: f64 = blocks.iter().map(|b| b.sum * ((b.max - max) as f64).exp()).sum();
     let before = &blocks[..target / BLOCK];
     let correct = hit.logit == max && !hit.second && before.iter().all(|b| b.max < max);

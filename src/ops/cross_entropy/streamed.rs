@@ -36,7 +36,7 @@ impl Pieces<'_> {
 /// gradient of its own: what is trained is here whole.
 pub fn streamed(h: &Tensor, head: &Pieces, targets: &[u32], options: &Options, tally: &Tally) -> Result<Output> {
     let (v, d) = (head.rows, head.width);
-    if head.rows_of_part == 0 || head.rows_of_part % PIECE != 0 {
+    if head.rows_of_part == 0 || !head.rows_of_part.is_multiple_of(PIECE) {
         return Err(Error::new("the head comes in parts of the wrong size")
             .found(head.rows_of_part)
             .expected(format!("a multiple of {PIECE}")));
@@ -125,7 +125,10 @@ mod tests {
                     let none = streamed(&h, &head, &targets, &options, &c).unwrap();
                     forward_only(&h, &weight, &targets, softcap, chunk, &e).unwrap();
                     assert!(none.dh.is_none());
-                    assert_eq!((c.read().unwrap(), a.read().unwrap()), (e.read().unwrap(), e.read().unwrap()));
+                    assert_eq!(
+                        (c.read().unwrap(), a.read().unwrap()),
+                        (e.read().unwrap(), e.read().unwrap())
+                    );
                 }
             }
         }

@@ -24,11 +24,11 @@ use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
 use numbers::Files;
 use pool::{Buffers, Job, Load, Pool};
-use store::STEP;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
+use store::STEP;
 
 /// How a model on the disk is used.
 #[derive(Debug, Clone)]
@@ -48,14 +48,7 @@ pub struct Options {
 }
 
 /// Writes the weights of `Resident::random`, a few numbers at a time, to a file that can be opened.
-pub fn write_random(
-    path: &Path,
-    params: &[ParamInfo],
-    seed: u64,
-    std: f32,
-    norm: f32,
-    dtype: Dtype,
-) -> Result<()> {
+pub fn write_random(path: &Path, params: &[ParamInfo], seed: u64, std: f32, norm: f32, dtype: Dtype) -> Result<()> {
     let dtype = match dtype {
         Dtype::F32 => StoredDtype::F32,
         Dtype::Bf16 => StoredDtype::Bf16,
@@ -113,7 +106,10 @@ impl Disk {
     /// Errors: as `Resident::load`; a number of head rows that is no multiple of `PIECE`.
     pub fn open(params: Vec<ParamInfo>, weights: Weights, options: Options) -> Result<Self> {
         check_names(&params, &weights)?;
-        if options.head_rows.is_some_and(|rows| rows == 0 || rows % PIECE != 0) {
+        if options
+            .head_rows
+            .is_some_and(|rows| rows == 0 || !rows.is_multiple_of(PIECE))
+        {
             return Err(Error::usage("the head comes in pieces of another size")
                 .at("memory.head_chunk")
                 .expected(format!("a multiple of {PIECE}")));
@@ -204,7 +200,10 @@ impl Shared {
     }
 
     fn param(&self, name: &str) -> Result<&ParamInfo> {
-        self.params.iter().find(|p| &*p.name == name).ok_or_else(|| no_such(name))
+        self.params
+            .iter()
+            .find(|p| &*p.name == name)
+            .ok_or_else(|| no_such(name))
     }
 
     fn zeros(&self, shape: &[usize]) -> Result<Tensor> {
@@ -319,9 +318,8 @@ impl LayerSource for Disk {
 
     fn prefetch(&self, group: Group) {
         let held = self.shared.held().clone();
-        let travels = |mut members: Box<dyn Iterator<Item = &ParamInfo> + '_>| members.any(|p| !held.contains_key(&p.name));
-        if let (Group::Layer(_), Ok(members)) = (group, self.shared.members(group))
-            && travels(Box::new(members))
+        if let (Group::Layer(_), Ok(mut members)) = (group, self.shared.members(group))
+            && members.any(|p| !held.contains_key(&p.name))
         {
             self.layers.prefetch(group, |job| self.send(job));
         }
@@ -399,7 +397,11 @@ impl LayerSource for Disk {
             if !self.active().insert(param.name.clone()) {
                 continue;
             }
-            if let Some(half) = self.shared.files.low(&param.name, param.elements(), &self.shared.device)? {
+            if let Some(half) = self
+                .shared
+                .files
+                .low(&param.name, param.elements(), &self.shared.device)?
+            {
                 low.put_low(&param.name, half);
             }
         }

@@ -76,10 +76,7 @@ impl<L: Load> Pool<L> {
     pub fn get(&self, key: L::Key) -> Result<Arc<GroupWeights>> {
         let inner = &*self.0;
         let mut places = inner.lock();
-        loop {
-            let Some(at) = places.iter().position(|p| p.key == Some(key)) else {
-                break;
-            };
+        while let Some(at) = places.iter().position(|p| p.key == Some(key)) {
             let now = clock(&places);
             let place = &mut places[at];
             match std::mem::replace(&mut place.content, Content::Empty) {

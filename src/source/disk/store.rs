@@ -115,12 +115,7 @@ impl Store {
         })
     }
 
-    fn put(
-        &self,
-        name: &str,
-        tensors: &[TensorPlan],
-        fill: &mut dyn FnMut(&TensorPlan, &mut dyn FnMut(Values) -> Result<()>) -> Result<()>,
-    ) -> Result<()> {
+    fn put(&self, name: &str, tensors: &[TensorPlan], fill: &mut Fill) -> Result<()> {
         files::create_dir_all(&self.dir)?;
         let path = self.path(name);
         write_file(&path, tensors, &[], fill)?;
@@ -134,6 +129,8 @@ impl Store {
         self.dir.join(format!("{name}.safetensors"))
     }
 }
+
+type Fill<'a> = dyn FnMut(&TensorPlan, &mut dyn FnMut(Values) -> Result<()>) -> Result<()> + 'a;
 
 fn plans(count: usize, dtype: StoredDtype, low: bool) -> Vec<TensorPlan> {
     let plan = |name: &str, dtype| TensorPlan {

@@ -79,7 +79,12 @@ fn assert_group(a: &GroupWeights, b: &GroupWeights) {
 #[test]
 fn every_group_row_and_piece_is_that_of_resident_weights() {
     for dtype in [Dtype::F32, Dtype::Bf16] {
-        for (tied, rows) in [(false, None), (false, Some(PIECE)), (true, Some(2 * PIECE)), (true, None)] {
+        for (tied, rows) in [
+            (false, None),
+            (false, Some(PIECE)),
+            (true, Some(2 * PIECE)),
+            (true, None),
+        ] {
             let dir = TempDir::new().unwrap();
             let (disk, here) = (open(dir.path(), dtype, tied, rows).unwrap(), resident(dtype, tied));
             for _ in 0..2 {
@@ -150,7 +155,8 @@ fn what_was_trained_is_kept_exactly_and_used_from_then_on() {
         let name = "model.layers.2.a.weight";
         let group = Group::Layer(2);
         disk.prefetch(group);
-        disk.activate(&[name, "norm.weight", "an.adapter.lora_A.weight"], &mut low).unwrap();
+        disk.activate(&[name, "norm.weight", "an.adapter.lora_A.weight"], &mut low)
+            .unwrap();
         assert!(low.0.is_empty(), "nothing was trained yet");
         assert!(disk.master_is_out(name) && !disk.master_is_out("model.layers.2.a.bias"));
         let before = exact(&disk, "model.layers.2.a.bias");
@@ -177,7 +183,11 @@ fn what_was_trained_is_kept_exactly_and_used_from_then_on() {
             }
         };
         let bits: Vec<u32> = values.iter().map(|x| x.to_bits()).collect();
-        assert_eq!(flat(&fetched.get(name).unwrap().1), want, "an update is seen by who holds the group");
+        assert_eq!(
+            flat(&fetched.get(name).unwrap().1),
+            want,
+            "an update is seen by who holds the group"
+        );
         drop(fetched);
 
         disk.retire(&|n| n == "norm.weight", &mut low).unwrap();
@@ -213,7 +223,10 @@ fn exact_values_are_taken_from_a_checkpoint() {
         let values = |n: usize| (0..n).map(|i| 0.3 + i as f32 * 1.7e-5).collect::<Vec<f32>>();
         let saved = dir.path().join("saved");
         std::fs::create_dir(&saved).unwrap();
-        write_model(&saved, &plans, 1 << 30, |plan, sink| sink(Values::F32(&values(plan.shape[0])))).unwrap();
+        write_model(&saved, &plans, 1 << 30, |plan, sink| {
+            sink(Values::F32(&values(plan.shape[0])))
+        })
+        .unwrap();
         let saved = Weights::open(&saved).unwrap();
         let mut low = Low(BTreeMap::new());
         disk.prefetch(Group::Layer(4));
@@ -246,7 +259,12 @@ fn what_is_wrong_is_told() {
     // A file that became shorter: the reader's error comes with the fetch.
     let file = dir.path().join("model.safetensors");
     let size = std::fs::metadata(&file).unwrap().len();
-    std::fs::OpenOptions::new().write(true).open(&file).unwrap().set_len(size / 4).unwrap();
+    std::fs::OpenOptions::new()
+        .write(true)
+        .open(&file)
+        .unwrap()
+        .set_len(size / 4)
+        .unwrap();
     disk.prefetch(Group::Layer(4));
     let e = disk.fetch(Group::Layer(4)).unwrap_err().to_string();
     assert!(e.contains("model.layers.4") && e.contains("shorter"), "{e}");

@@ -146,7 +146,7 @@ fn weights_that_are_codes_while_they_do_not_train_learn_the_same_from_the_disk()
             for dtype in ["f32", "bf16"] {
                 let dtype = format!("model.dtype={dtype}");
                 let name = format!("{format}-{name}-{dtype}");
-                assert_equal(&bench, &name, &[settings, &[&frozen[..], &dtype]].concat());
+                assert_equal(&bench, &name, &[*settings, &[&frozen[..], &dtype]].concat());
             }
         }
     }

@@ -160,10 +160,7 @@ impl<L: Load> Pool<L> {
     /// Forgets what was loaded (its weights have changed); the memory stays.
     pub fn forget(&self) {
         let inner = &*self.0;
-        let mut places = inner.lock();
-        while places.iter().any(|p| matches!(p.content, Content::Loading)) {
-            places = inner.changed.wait(places).unwrap_or_else(PoisonError::into_inner);
-        }
+        let mut places = inner.settled();
         for place in places.iter_mut() {
             if !place.is_free() {
                 // Somebody still reads this memory: it goes with the last reader.
@@ -173,9 +170,9 @@ impl<L: Load> Pool<L> {
         }
     }
 
-    /// Bytes of all places.
+    /// Bytes of all places; waits for what is on its way.
     pub fn bytes(&self) -> u64 {
-        let places = self.0.lock();
+        let places = self.0.settled();
         let tensors = places.iter().flat_map(|p| p.buffers.values());
         tensors
             .map(|t| (t.elem_count() * t.dtype().size_in_bytes()) as u64)
@@ -198,6 +195,15 @@ impl<K> Place<K> {
 impl<L: Load> Inner<L> {
     fn lock(&self) -> MutexGuard<'_, Vec<Place<L::Key>>> {
         self.places.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// When nothing is being loaded.
+    fn settled(&self) -> MutexGuard<'_, Vec<Place<L::Key>>> {
+        let mut places = self.lock();
+        while places.iter().any(|p| matches!(p.content, Content::Loading)) {
+            places = self.changed.wait(places).unwrap_or_else(PoisonError::into_inner);
+        }
+        places
     }
 
     /// The place to load into: a new one, or the free one that was used longest ago. What was asked for and not

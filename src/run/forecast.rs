@@ -8,9 +8,12 @@ use crate::engine::Gradients;
 use crate::model::{Adapters, Spec};
 use crate::ops;
 use crate::plan::{self, Inputs, Plan};
+use crate::quant::Format;
 use crate::recipe::{Activations, Dtype, Method, Recipe};
 use crate::source::Policy;
 use candle_core::Device;
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Tenths of the free memory that a run without a budget may take for speed.
 const OF_FREE: u64 = 8;
@@ -26,13 +29,14 @@ pub struct Forecast {
 }
 
 /// The plan for the largest micro-batch that the rows of `stream` can make; without rows, for full ones. A recipe
-/// that names a GPU is planned for one, whether or not it is here.
+/// that names a GPU is planned for one, whether or not it is here. `stored`: weights that are codes already.
 pub fn forecast(
     recipe: &Recipe,
     spec: &Spec,
     adapters: &Adapters,
     tuning: &Tuning,
     stream: Option<&BatchStream>,
+    stored: &BTreeMap<Arc<str>, Format>,
     device: &Device,
 ) -> Result<Forecast> {
     let gpu = ops::device::memory(device)?;
@@ -44,7 +48,18 @@ pub fn forecast(
     };
     let possible = tuning.possible();
     let trained = |name: &str| possible.iter().any(|active| active.contains(name));
-    let storage = Policy::new(&recipe.memory, recipe.model.dtype, &spec.params(), trained)?;
+    let mut storage = Policy::new(&recipe.memory, recipe.model.dtype, &spec.params(), trained)?;
+    for (name, format) in stored {
+        if recipe.tune.method != Method::Lora {
+            return Err(Error::new(
+                "the weights of this model are stored as codes: only adapters can be trained on them",
+            )
+            .at(&**name)
+            .found(format)
+            .hint("set `tune.method = \"lora\"`, or give the model's unquantized weights"));
+        }
+        storage.set(name.clone(), Some(*format));
+    }
     let plan = |gradients, keep_layers| {
         let mut inputs = Inputs::of_recipe(recipe, possible.clone(), adapters, gradients);
         inputs.storage = storage.clone();

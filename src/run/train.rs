@@ -73,7 +73,15 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         gradients,
         keep_layers,
         storage,
-    } = forecast::forecast(recipe, &model.spec, &adapters, &tuning, Some(&stream), &device)?;
+    } = forecast::forecast(
+        recipe,
+        &model.spec,
+        &adapters,
+        &tuning,
+        Some(&stream),
+        &setup::stored_codes(&model.dir, &model.spec, recipe.model.init)?,
+        &device,
+    )?;
     if options.dry_run {
         return Ok(Outcome {
             final_dir: None,

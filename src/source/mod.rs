@@ -3,6 +3,7 @@
 
 pub mod policy;
 pub mod resident;
+pub mod stored;
 
 use crate::base::{Error, Result};
 use crate::quant::Weight;

@@ -1,6 +1,6 @@
 //! All weights on the device for the whole run.
 
-use super::{Group, GroupWeights, LayerSource, ParamInfo};
+use super::{Group, GroupWeights, LayerSource, ParamInfo, stored};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
@@ -90,13 +90,28 @@ impl Resident {
     }
 }
 
-/// One parameter from the files, in its storage. Errors: as reading; codes of what is not a matrix.
+/// One parameter from the files, in its storage; what the files hold as codes stays in them.
+/// Errors: as reading; codes of what is not a matrix.
 pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device) -> Result<Weight> {
     let shape = p.shape.as_slice();
+    if let Some(found) = stored::find(weights, &p.name)? {
+        let (Storage::Dense(decoded) | Storage::Coded(_, decoded)) = storage;
+        on_cpu(device)?;
+        return Ok(stored::read(weights, p, found, decoded)?.into());
+    }
     match storage {
         Storage::Dense(Dtype::F32) => Ok(Tensor::from_vec(weights.read_f32(&p.name)?, shape, device)?.into()),
         Storage::Dense(Dtype::Bf16) => Ok(Tensor::from_vec(weights.read_bf16(&p.name)?, shape, device)?.into()),
         Storage::Coded(format, decoded) => code(&weights.read_f32(&p.name)?, p, format, decoded, device),
+    }
+}
+
+fn on_cpu(device: &Device) -> Result<()> {
+    match device.is_cpu() {
+        true => Ok(()),
+        false => Err(Error::new("weights stored as codes are not built yet for a GPU")
+            .at("memory.frozen_weights")
+            .hint("set `memory.frozen_weights = \"auto\"`, or `model.device = \"cpu\"`")),
     }
 }
 
@@ -106,11 +121,7 @@ fn code(values: &[f32], p: &ParamInfo, format: Format, decoded: Dtype, device: &
             .at(&*p.name)
             .found(format!("shape {:?}, {format}", p.shape)));
     };
-    if !device.is_cpu() {
-        return Err(Error::new("weights stored as codes are not built yet for a GPU")
-            .at("memory.frozen_weights")
-            .hint("set `memory.frozen_weights = \"auto\"`, or `model.device = \"cpu\"`"));
-    }
+    on_cpu(device)?;
     let coded = quant::encode(values, (rows, columns), format, decoded);
     Ok(coded.map_err(|e| e.or_at(&*p.name))?.into())
 }
@@ -118,7 +129,17 @@ fn code(values: &[f32], p: &ParamInfo, format: Format, decoded: Dtype, device: &
 /// Errors: missing, misshapen and surplus tensors, all in one.
 pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
     let mut faults = Vec::new();
+    let mut parts = std::collections::HashSet::new();
     for p in params {
+        if let (Some((layout, format)), &[rows, columns]) = (stored::find(weights, &p.name)?, p.shape.as_slice()) {
+            for part in stored::tensors(layout, format, &p.name, (rows, columns)) {
+                if weights.info(&part.name).is_none() {
+                    faults.push(format!("{}: missing", part.name));
+                }
+                parts.insert(part.name);
+            }
+            continue;
+        }
         match weights.info(&p.name) {
             None => faults.push(format!("{}: missing", p.name)),
             Some(info) if info.shape != p.shape => {
@@ -131,7 +152,7 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
     for name in weights.names() {
         // Old Llama checkpoints carry the rope frequencies; tied ones may carry a copy of the embedding.
         let harmless = name.ends_with("rotary_emb.inv_freq") || name == "lm_head.weight";
-        if !known.contains(name) && !harmless {
+        if !known.contains(name) && !parts.contains(name) && !harmless {
             faults.push(format!("{name}: not a weight of this model"));
         }
     }

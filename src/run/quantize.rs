@@ -5,7 +5,7 @@ use super::setup::Described;
 use crate::base::units::bytes;
 use crate::base::{Error, Result, files};
 use crate::checkpoint;
-use crate::export::{self, Directory};
+use crate::export::Directory;
 use crate::formats::StoredDtype;
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;

@@ -13,13 +13,6 @@ pub(crate) enum Values<'a> {
 }
 
 impl Values<'_> {
-    pub(crate) fn len(&self) -> usize {
-        match self {
-            Values::F32(v) => v.len(),
-            Values::Bf16(v) => v.len(),
-        }
-    }
-
     /// How exact products with a weight stored like this are.
     pub(crate) fn rounding(self) -> Rounding {
         match self {

@@ -182,7 +182,7 @@ fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, si
     let indices = l.hold(Kind::Loss, 8 * n);
     let d_hidden = dh.then(|| l.hold(Kind::Loss, nd));
     let d_head = sink.wants(head).then(|| sink.compute(l, head));
-    let chunk = CausalLm::chunk_for(spec.vocab).min(inputs.tokens) as u64;
+    let chunk = CausalLm::chunk_for(spec.vocab, sink.wants(head)).min(inputs.tokens) as u64;
     l.touch(Kind::Loss, 4 * chunk * (spec.vocab + spec.hidden) as u64);
     l.drop_all([h, indices]);
     let mut tied = None;

@@ -13,9 +13,9 @@ use ft::ops::glu::Activation;
 use ft::optim::Optimizer;
 use ft::peft::{Lora, lora};
 use ft::plan::{self, Inputs};
-use ft::recipe::{self, Dtype, Recipe};
+use ft::recipe::{self, Dtype, Method, Recipe};
 use ft::sft::CausalLm;
-use ft::source::Resident;
+use ft::source::{Policy, Resident};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -179,17 +179,25 @@ enum Way {
     /// With the activations of all but one layer kept.
     FullKeep,
     LoraKeep,
+    /// With the frozen projections as codes.
+    LoraInt8,
+    LoraNf4,
 }
 
 fn recipe(way: Way, dtype: Dtype) -> Recipe {
     let method = match way {
         Way::FullKept | Way::FullFused | Way::FullKeep => "full",
         Way::LowestLayer | Way::TopLayer => "block",
-        Way::Lora | Way::LoraKeep => "lora",
+        Way::Lora | Way::LoraKeep | Way::LoraInt8 | Way::LoraNf4 => "lora",
+    };
+    let frozen = match way {
+        Way::LoraInt8 => "int8",
+        Way::LoraNf4 => "nf4",
+        _ => "auto",
     };
     let dtype = dtype.name();
     let text = format!(
-        "[model]\npath = \"m\"\ndtype = \"{dtype}\"\n[data]\ntrain = \"t.jsonl\"\n[tune]\nmethod = \"{method}\"\n"
+        "[model]\npath = \"m\"\ndtype = \"{dtype}\"\n[data]\ntrain = \"t.jsonl\"\n[tune]\nmethod = \"{method}\"\n[memory]\nfrozen_weights = \"{frozen}\"\n"
     );
     recipe::parse(&text, "test", &[]).unwrap().recipe
 }
@@ -228,7 +236,7 @@ fn active(way: Way, spec: &Spec) -> Active {
         Way::FullKept | Way::FullFused | Way::FullKeep => names(&|_| true),
         Way::LowestLayer => layer(0),
         Way::TopLayer => layer(spec.layers.len() - 1),
-        Way::Lora | Way::LoraKeep => Active::new(
+        Way::Lora | Way::LoraKeep | Way::LoraInt8 | Way::LoraNf4 => Active::new(
             spec.sites()
                 .iter()
                 .flat_map(|s| ["A", "B"].map(|side| format!("{}.lora_{side}.weight", s.module))),
@@ -253,13 +261,15 @@ fn batches(s: &Shape) -> Vec<Batch> {
 /// Buffers that threads keep from an earlier run count again: they are part of the forecast too.
 fn measure(s: &Shape, way: Way, dtype: Dtype, before: usize) -> (u64, plan::Plan) {
     let spec = spec(s);
-    let source = Resident::random(spec.params(), 3, 0.02, 1.0, dtype, &Device::Cpu).unwrap();
+    let (recipe, params) = (recipe(way, dtype), spec.params());
+    let trained = active(way, &spec);
+    let storage = Policy::new(&recipe.memory, dtype, &params, |name| trained.contains(name)).unwrap();
+    let source = Resident::random_stored(params, 3, 0.02, 1.0, |p| storage.of(p), &Device::Cpu).unwrap();
     let mut network = Network::new(spec.clone(), Box::new(source), Device::Cpu);
-    if let Way::Lora | Way::LoraKeep = way {
+    if recipe.tune.method == Method::Lora {
         network.adapters = adapters(&spec, 8);
     }
     let ranks: BTreeMap<String, usize> = network.adapters.keys().map(|m| (m.clone(), 8)).collect();
-    let recipe = recipe(way, dtype);
     let gradients = match way {
         Way::FullFused => Gradients::Fused,
         _ => Gradients::Keep,
@@ -294,6 +304,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, before: usize) -> (u64, plan::Plan
         element: 4,
         on_gpu: false,
         active: vec![active],
+        storage,
         adapters: ranks,
         data_bytes: 0,
         process_bytes: 0,
@@ -316,6 +327,8 @@ fn the_peak_of_a_step_is_within_a_tenth_of_the_forecast() {
             Way::Lora,
             Way::FullKeep,
             Way::LoraKeep,
+            Way::LoraInt8,
+            Way::LoraNf4,
         ] {
             for dtype in [Dtype::F32, Dtype::Bf16] {
                 if s.micro_batches > 1 && matches!(way, Way::FullFused) {

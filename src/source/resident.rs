@@ -3,6 +3,7 @@
 use super::{Group, GroupWeights, LayerSource, ParamInfo, stored};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
+use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::quant::{self, Format, Storage, Weight};
 use crate::recipe::Dtype;
@@ -102,6 +103,10 @@ pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device)
     match storage {
         Storage::Dense(Dtype::F32) => Ok(Tensor::from_vec(weights.read_f32(&p.name)?, shape, device)?.into()),
         Storage::Dense(Dtype::Bf16) => Ok(Tensor::from_vec(weights.read_bf16(&p.name)?, shape, device)?.into()),
+        // Half the memory on the way, the same codes.
+        Storage::Coded(format, decoded) if weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) => {
+            code(&weights.read_bf16(&p.name)?, p, format, decoded, device)
+        }
         Storage::Coded(format, decoded) => code(&weights.read_f32(&p.name)?, p, format, decoded, device),
     }
 }
@@ -115,7 +120,13 @@ fn on_cpu(device: &Device) -> Result<()> {
     }
 }
 
-fn code(values: &[f32], p: &ParamInfo, format: Format, decoded: Dtype, device: &Device) -> Result<Weight> {
+fn code<V: quant::Value>(
+    values: &[V],
+    p: &ParamInfo,
+    format: Format,
+    decoded: Dtype,
+    device: &Device,
+) -> Result<Weight> {
     let &[rows, columns] = p.shape.as_slice() else {
         return Err(Error::new("only a matrix can be stored as codes")
             .at(&*p.name)

@@ -15,9 +15,9 @@ use ft::ops::glu::Activation;
 use ft::optim::Optimizer;
 use ft::peft::{Lora, lora};
 use ft::plan::{self, Inputs, Place};
-use ft::recipe::{self, Dtype, Recipe};
+use ft::recipe::{self, Dtype, Method, Recipe};
 use ft::sft::CausalLm;
-use ft::source::{Disk, LayerSource, Policy, Resident, disk};
+use ft::source::{Disk, LayerSource, ParamInfo, Policy, Resident, disk};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -196,17 +196,25 @@ enum Way {
     /// With the activations of all but one layer kept.
     FullKeep,
     LoraKeep,
+    /// With the frozen projections as codes.
+    LoraInt8,
+    LoraNf4,
 }
 
 fn recipe(way: Way, dtype: Dtype) -> Recipe {
     let method = match way {
         Way::FullKept | Way::FullFused | Way::FullKeep => "full",
         Way::LowestLayer | Way::TopLayer => "block",
-        Way::Lora | Way::LoraKeep => "lora",
+        Way::Lora | Way::LoraKeep | Way::LoraInt8 | Way::LoraNf4 => "lora",
+    };
+    let frozen = match way {
+        Way::LoraInt8 => "int8",
+        Way::LoraNf4 => "nf4",
+        _ => "auto",
     };
     let dtype = dtype.name();
     let text = format!(
-        "[model]\npath = \"m\"\ndtype = \"{dtype}\"\n[data]\ntrain = \"t.jsonl\"\n[tune]\nmethod = \"{method}\"\n"
+        "[model]\npath = \"m\"\ndtype = \"{dtype}\"\n[data]\ntrain = \"t.jsonl\"\n[tune]\nmethod = \"{method}\"\n[memory]\nfrozen_weights = \"{frozen}\"\n"
     );
     recipe::parse(&text, "test", &[]).unwrap().recipe
 }
@@ -245,7 +253,7 @@ fn active(way: Way, spec: &Spec) -> Active {
         Way::FullKept | Way::FullFused | Way::FullKeep => names(&|_| true),
         Way::LowestLayer => layer(0),
         Way::TopLayer => layer(spec.layers.len() - 1),
-        Way::Lora | Way::LoraKeep => Active::new(
+        Way::Lora | Way::LoraKeep | Way::LoraInt8 | Way::LoraNf4 => Active::new(
             spec.sites()
                 .iter()
                 .flat_map(|s| ["A", "B"].map(|side| format!("{}.lora_{side}.weight", s.module))),
@@ -267,15 +275,16 @@ fn batches(s: &Shape) -> Vec<Batch> {
 }
 
 /// Where the weights come from, the program's directory for it.
-fn source(spec: &Spec, dtype: Dtype, place: Place, dir: &Path) -> Box<dyn LayerSource> {
+fn source(spec: &Spec, storage: &Policy, dtype: Dtype, place: Place, dir: &Path) -> Box<dyn LayerSource> {
     let Place::Disk { head_rows } = place else {
-        return Box::new(Resident::random(spec.params(), 3, 0.02, 1.0, dtype, &Device::Cpu).unwrap());
+        let stored = |p: &ParamInfo| storage.of(p);
+        return Box::new(Resident::random_stored(spec.params(), 3, 0.02, 1.0, stored, &Device::Cpu).unwrap());
     };
     let file = dir.join("model.safetensors");
     disk::write_random(&file, &spec.params(), 3, 0.02, 1.0, dtype).unwrap();
     let options = disk::Options {
         dtype,
-        storage: Policy::dense(dtype),
+        storage: storage.clone(),
         device: Device::Cpu,
         trained: dir.join("trained"),
         codes: dir.join("codes.safetensors"),
@@ -290,12 +299,14 @@ fn source(spec: &Spec, dtype: Dtype, place: Place, dir: &Path) -> Box<dyn LayerS
 fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u64, plan::Plan) {
     let spec = spec(s);
     let dir = tempfile::tempdir().unwrap();
-    let mut network = Network::new(spec.clone(), source(&spec, dtype, place, dir.path()), Device::Cpu);
-    if let Way::Lora | Way::LoraKeep = way {
+    let recipe = recipe(way, dtype);
+    let trained = active(way, &spec);
+    let storage = Policy::new(&recipe.memory, dtype, &spec.params(), |name| trained.contains(name)).unwrap();
+    let mut network = Network::new(spec.clone(), source(&spec, &storage, dtype, place, dir.path()), Device::Cpu);
+    if recipe.tune.method == Method::Lora {
         network.adapters = adapters(&spec, 8);
     }
     let ranks: BTreeMap<String, usize> = network.adapters.keys().map(|m| (m.clone(), 8)).collect();
-    let recipe = recipe(way, dtype);
     let gradients = match way {
         Way::FullFused => Gradients::Fused,
         _ => Gradients::Keep,
@@ -328,11 +339,11 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
         gradients,
         keep_layers: keep,
         threads: rayon::current_num_threads(),
-        active: vec![active],
         element: 4,
         on_gpu: false,
+        active: vec![active],
         place,
-        storage: Policy::dense(dtype),
+        storage,
         adapters: ranks,
         data_bytes: 0,
         process_bytes: 0,
@@ -343,7 +354,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
 /// From the disk: what a step of full training is like there, of one layer, of adapters.
 fn places(s: &Shape, way: Way) -> Vec<Place> {
     let mut places = vec![Place::Device];
-    if let Way::FullKept | Way::LowestLayer | Way::Lora = way {
+    if let Way::FullKept | Way::LowestLayer | Way::Lora | Way::LoraNf4 = way {
         places.push(Place::Disk { head_rows: None });
         if s.vocab > PIECE {
             places.push(Place::Disk { head_rows: Some(PIECE) });
@@ -367,6 +378,8 @@ fn the_peak_of_a_step_is_within_a_tenth_of_the_forecast() {
             Way::Lora,
             Way::FullKeep,
             Way::LoraKeep,
+            Way::LoraInt8,
+            Way::LoraNf4,
         ] {
             for dtype in [Dtype::F32, Dtype::Bf16] {
                 for place in places(s, way) {

@@ -5,6 +5,8 @@
 mod adapters;
 #[path = "parity/families.rs"]
 mod families;
+#[path = "parity/quant.rs"]
+mod quant;
 #[path = "parity/support.rs"]
 mod support;
 #[path = "parity/tables.rs"]

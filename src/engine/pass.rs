@@ -35,7 +35,7 @@ impl Totals {
         self.tokens += other.tokens;
     }
 
-    fn count(&mut self, batch: &Batch) {
+    pub fn count(&mut self, batch: &Batch) {
         self.trained += batch.trained() as u64;
         self.tokens += batch.len() as u64;
     }

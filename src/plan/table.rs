@@ -4,6 +4,7 @@ use super::Inputs;
 use super::ledger::{Kind, Ledger};
 use crate::base::units::{bytes, count};
 use crate::model::Spec;
+use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::ops::cross_entropy::PIECE;
 use crate::recipe::{Method, Recipe};
 use crate::sft::CausalLm;
@@ -90,13 +91,18 @@ impl Plan {
     }
 }
 
+fn head_trained(spec: &Spec, inputs: &Inputs) -> bool {
+    let head = if spec.tied { EMBEDDING } else { LM_HEAD };
+    inputs.active.iter().any(|active| active.contains(head))
+}
+
 pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, parameters: u64, trained: u64) -> Plan {
     let n = count(inputs.tokens as u64);
     let state = match recipe.tune.method {
         Method::Block => "optimizer of the active block",
         _ => "optimizer",
     };
-    let chunk = CausalLm::chunk_for(spec.vocab).min(inputs.tokens);
+    let chunk = CausalLm::chunk_for(spec.vocab, head_trained(spec, inputs)).min(inputs.tokens);
     let stored = inputs.storage.describe();
     let gradients = match inputs.gradients {
         crate::engine::Gradients::Keep => "f32, kept until the update",

@@ -47,6 +47,28 @@ impl Format {
         }
     }
 
+    /// One word that says everything: `int8`, `int8:128`, `int4:64`, `nf4`, `nf4:double`.
+    pub fn tag(self) -> String {
+        match self {
+            Format::Int8 { group: 0 } | Format::Nf4 { double: false } => self.name().to_string(),
+            Format::Int8 { group } | Format::Int4 { group } => format!("{}:{group}", self.name()),
+            Format::Nf4 { double: true } => "nf4:double".to_string(),
+        }
+    }
+
+    /// The way back from `tag`.
+    pub fn from_tag(tag: &str) -> Option<Self> {
+        let known = [
+            Format::Int8 { group: 0 },
+            Format::Int8 { group: 128 },
+            Format::Int4 { group: 64 },
+            Format::Int4 { group: 128 },
+            Format::Nf4 { double: false },
+            Format::Nf4 { double: true },
+        ];
+        known.into_iter().find(|f| f.tag() == tag)
+    }
+
     /// Columns that share a scale, of a weight with `columns` columns.
     pub fn group(self, columns: usize) -> usize {
         match self {

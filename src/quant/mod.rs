@@ -14,4 +14,9 @@ mod weight;
 pub use coded::{Coded, Part};
 pub use encode::{Value, encode};
 pub use format::{Format, Storage};
+/// The 16 levels of NF4, and the 256 values that its absmax are coded with.
+pub fn tables() -> ([f32; 16], [f32; 256]) {
+    (crate::ops::coded::NF4_TABLE, *dynamic::signed())
+}
+
 pub use weight::{Weight, backward_input, backward_input_add, forward, forward_add};

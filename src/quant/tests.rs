@@ -287,3 +287,65 @@ fn a_linear_with_codes_is_one_with_the_decoded_weight() {
         }
     }
 }
+
+/// Coded against dense bf16, alternating. Run with `--ignored --nocapture` alone on the machine.
+#[test]
+#[ignore = "a measurement"]
+fn speed() {
+    let median = |times: &mut Vec<f64>| {
+        times.sort_by(f64::total_cmp);
+        times[times.len() / 2]
+    };
+    for (n, i, o, repeats) in [
+        (512, 896, 4864, 15),
+        (1, 896, 4864, 301),
+        (4, 896, 4864, 101),
+        (8, 896, 4864, 101),
+    ] {
+        let (x, dy) = (tensor(normal(n * i, 1), (n, i)), tensor(normal(n * o, 2), (n, o)));
+        let values = normal(o * i, 3);
+        // So many weights that one token's do not stay in the cache, as in a model.
+        let copies = if n <= 8 { 24 } else { 1 };
+        let dense: Vec<Weight> = (0..copies)
+            .map(|_| {
+                Weight::from(
+                    tensor(values.clone(), (o, i))
+                        .to_dtype(candle_core::DType::BF16)
+                        .unwrap(),
+                )
+            })
+            .collect();
+        let formats = [ALL[0], ALL[1], ALL[2], ALL[4], ALL[5]];
+        let coded: Vec<Vec<Weight>> = formats
+            .iter()
+            .map(|f| {
+                (0..copies)
+                    .map(|_| encode(&values, (o, i), *f, Dtype::Bf16).unwrap().into())
+                    .collect()
+            })
+            .collect();
+        for backward in [false, true] {
+            let mut times = vec![Vec::new(); formats.len() + 1];
+            for repeat in 0..repeats + 1 {
+                for (weights, times) in std::iter::once(&dense).chain(&coded).zip(&mut times) {
+                    let weight = &weights[repeat % copies];
+                    let started = std::time::Instant::now();
+                    std::hint::black_box(match backward {
+                        false => weight.forward(&x, None).unwrap(),
+                        true => weight.backward_input(&dy).unwrap(),
+                    });
+                    if repeat > 0 {
+                        times.push(started.elapsed().as_secs_f64());
+                    }
+                }
+            }
+            let base = median(&mut times[0]);
+            let which = if backward { "backward" } else { "forward" };
+            eprintln!("{n}x{i}x{o} {which}: bf16 {:.3} ms", 1e3 * base);
+            for (format, times) in formats.iter().zip(&mut times[1..]) {
+                let time = median(times);
+                eprintln!("  {format}: {:.3} ms, {:.2} of bf16", 1e3 * time, time / base);
+            }
+        }
+    }
+}

@@ -9,9 +9,12 @@ use crate::model::{Adapters, Spec};
 use crate::ops;
 use crate::ops::cross_entropy::PIECE;
 use crate::plan::{self, Inputs, Place, Plan};
+use crate::quant::Format;
 use crate::recipe::{Activations, Correction, Dtype, Method, Recipe, Tier};
 use crate::source::Policy;
 use candle_core::Device;
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Tenths of the free memory that a run without a budget may take for speed.
 const OF_FREE: u64 = 8;
@@ -29,7 +32,7 @@ pub struct Forecast {
 }
 
 /// Where the weights may live, the fastest first.
-fn places(recipe: &Recipe, on_gpu: bool) -> Result<Vec<Place>> {
+fn places(recipe: &Recipe, on_gpu: bool, codes_in_files: bool) -> Result<Vec<Place>> {
     let disk: Vec<Place> = match recipe.memory.head_chunk {
         Some(0) => vec![Place::Disk { head_rows: None }],
         Some(rows) => vec![Place::Disk {
@@ -44,7 +47,12 @@ fn places(recipe: &Recipe, on_gpu: bool) -> Result<Vec<Place>> {
         // On a CPU the host's memory is the device's.
         Tier::Device => Ok(vec![Place::Device]),
         Tier::Host if !on_gpu => Ok(vec![Place::Device]),
-        Tier::Auto if on_gpu => Ok(vec![Place::Device]),
+        Tier::Auto if on_gpu || codes_in_files => Ok(vec![Place::Device]),
+        Tier::Host | Tier::Disk if codes_in_files => Err(Error::new(
+            "weights that the model's own files store as codes are not read layer by layer yet",
+        )
+        .at("memory.tier")
+        .hint("use `memory.tier = \"device\"`, or give the unquantized model and `memory.frozen_weights`")),
         Tier::Host | Tier::Disk if on_gpu => Err(Error::usage(format!(
             "`memory.tier = \"{}\"` is not built yet for a GPU",
             recipe.memory.tier.name()
@@ -64,13 +72,14 @@ fn places(recipe: &Recipe, on_gpu: bool) -> Result<Vec<Place>> {
 }
 
 /// The plan for the largest micro-batch that the rows of `stream` can make; without rows, for full ones. A recipe
-/// that names a GPU is planned for one, whether or not it is here.
+/// that names a GPU is planned for one, whether or not it is here. `stored`: weights that are codes already.
 pub fn forecast(
     recipe: &Recipe,
     spec: &Spec,
     adapters: &Adapters,
     tuning: &Tuning,
     stream: Option<&BatchStream>,
+    stored: &BTreeMap<Arc<str>, Format>,
     device: &Device,
 ) -> Result<Forecast> {
     let gpu = ops::device::memory(device)?;
@@ -80,11 +89,22 @@ pub fn forecast(
         let micro_batches = recipe.train.gradient_accumulation_steps;
         Gradients::choose(micro_batches, recipe.train.max_grad_norm, all_active, keep_fits)
     };
-    let places = places(recipe, on_gpu)?;
+    let places = places(recipe, on_gpu, !stored.is_empty())?;
     let possible = tuning.possible();
     // What trains by turns is stored like the rest while it does not.
     let always = |name: &str| possible.iter().all(|active| active.contains(name));
-    let storage = Policy::new(&recipe.memory, recipe.model.dtype, &spec.params(), always)?;
+    let mut storage = Policy::new(&recipe.memory, recipe.model.dtype, &spec.params(), always)?;
+    for (name, format) in stored {
+        if recipe.tune.method != Method::Lora {
+            return Err(Error::new(
+                "the weights of this model are stored as codes: only adapters can be trained on them",
+            )
+            .at(&**name)
+            .found(format)
+            .hint("set `tune.method = \"lora\"`, or give the model's unquantized weights"));
+        }
+        storage.set(name.clone(), Some(*format));
+    }
     let plan = |place, gradients, keep_layers| {
         let mut inputs = Inputs::of_recipe(recipe, possible.clone(), adapters, gradients);
         inputs.storage = storage.clone();

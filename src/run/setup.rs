@@ -12,11 +12,14 @@ use crate::hub;
 use crate::model::{Network, Spec, families, shapes};
 use crate::ops;
 use crate::plan::Place;
+use crate::quant::Format;
 use crate::recipe::{Dtype, ModelInit, Recipe};
 use crate::report;
-use crate::source::{Disk, Policy, Resident, disk, resident};
+use crate::source::{Disk, Policy, Resident, disk, resident, stored};
 use candle_core::Device;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// A model directory, read but not loaded.
 pub struct Described {
@@ -160,9 +163,12 @@ impl Described {
     /// the PEFT adapter of a directory on its linears.
     pub fn infer(&self, adapter: Option<&Path>, dtype: Option<Dtype>, device: &Device) -> Result<Network> {
         let weights = Weights::open(&self.dir)?;
-        let all_bf16 = weights
-            .names()
-            .all(|n| weights.info(n).is_some_and(|i| i.dtype == StoredDtype::Bf16));
+        let mut kinds = self
+            .spec
+            .params()
+            .into_iter()
+            .filter_map(|p| weights.info(&p.name).map(|i| i.dtype));
+        let all_bf16 = kinds.all(|dtype| dtype == StoredDtype::Bf16 || !dtype.is_weight());
         let stored = if all_bf16 { Dtype::Bf16 } else { Dtype::F32 };
         let storage = Policy::dense(dtype.unwrap_or(stored));
         let source = Resident::load(self.spec.params(), &weights, |p| storage.of(p), device)?;
@@ -173,6 +179,21 @@ impl Described {
         }
         Ok(network)
     }
+}
+
+/// Weights that the files in `dir`, if it is here, hold as codes already, and how. Reads headers only.
+pub fn stored_codes(dir: &Path, spec: &Spec, init: ModelInit) -> Result<BTreeMap<Arc<str>, Format>> {
+    let mut found = BTreeMap::new();
+    // A plan needs no weights; whoever does finds what is wrong with them.
+    let weights = Weights::open(dir).ok().filter(|_| init == ModelInit::Pretrained);
+    if let Some(weights) = weights {
+        for p in spec.params() {
+            if let Some((_, format)) = stored::find(&weights, &p.name)? {
+                found.insert(p.name.clone(), format);
+            }
+        }
+    }
+    Ok(found)
 }
 
 /// What a model computes, from its `config.json` alone.

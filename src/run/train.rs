@@ -74,7 +74,15 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         keep_layers,
         storage,
         place,
-    } = forecast::forecast(recipe, &model.spec, &adapters, &tuning, Some(&stream), &device)?;
+    } = forecast::forecast(
+        recipe,
+        &model.spec,
+        &adapters,
+        &tuning,
+        Some(&stream),
+        &setup::stored_codes(&model.dir, &model.spec, recipe.model.init)?,
+        &device,
+    )?;
     if options.dry_run {
         return Ok(Outcome {
             final_dir: None,

@@ -4,6 +4,7 @@
 pub mod disk;
 pub mod policy;
 pub mod resident;
+pub mod stored;
 mod turns;
 
 use crate::base::{Error, Result};

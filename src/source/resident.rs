@@ -1,12 +1,13 @@
 //! All weights on the device for the whole run.
 
 use super::turns::{Exact, encode, recode};
-use super::{Group, GroupWeights, LayerSource, LowerHalves, Numbers, NumbersSink, ParamInfo, Recoded};
+use super::{Group, GroupWeights, LayerSource, LowerHalves, Numbers, NumbersSink, ParamInfo, Recoded, stored};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
+use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::ops::{master, update};
-use crate::quant::{Format, Storage, Weight};
+use crate::quant::{self, Format, Storage, Weight};
 use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
@@ -183,29 +184,60 @@ pub(super) fn send(tensor: &Tensor, sink: &mut NumbersSink) -> Result<()> {
     }
 }
 
-/// One parameter from the files, in its storage. Errors: as reading; codes of what is not a matrix.
+/// One parameter from the files, in its storage; what the files hold as codes stays in them.
+/// Errors: as reading; codes of what is not a matrix.
 pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device) -> Result<Weight> {
     let shape = p.shape.as_slice();
+    if let Some(found) = stored::find(weights, &p.name)? {
+        let (Storage::Dense(decoded) | Storage::Coded(_, decoded)) = storage;
+        on_cpu(device)?;
+        return Ok(stored::read(weights, p, found, decoded)?.into());
+    }
     match storage {
         Storage::Dense(Dtype::F32) => Ok(Tensor::from_vec(weights.read_f32(&p.name)?, shape, device)?.into()),
         Storage::Dense(Dtype::Bf16) => Ok(Tensor::from_vec(weights.read_bf16(&p.name)?, shape, device)?.into()),
+        // Half the memory on the way, the same codes.
+        Storage::Coded(format, decoded) if weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) => {
+            code(&weights.read_bf16(&p.name)?, p, format, decoded, device)
+        }
         Storage::Coded(format, decoded) => code(&weights.read_f32(&p.name)?, p, format, decoded, device),
     }
 }
 
-fn code(values: &[f32], p: &ParamInfo, format: Format, decoded: Dtype, device: &Device) -> Result<Weight> {
-    if !device.is_cpu() {
-        return Err(Error::new("weights stored as codes are not built yet for a GPU")
+fn on_cpu(device: &Device) -> Result<()> {
+    match device.is_cpu() {
+        true => Ok(()),
+        false => Err(Error::new("weights stored as codes are not built yet for a GPU")
             .at("memory.frozen_weights")
-            .hint("set `memory.frozen_weights = \"auto\"`, or `model.device = \"cpu\"`"));
+            .hint("set `memory.frozen_weights = \"auto\"`, or `model.device = \"cpu\"`")),
     }
+}
+
+fn code<V: quant::Value>(
+    values: &[V],
+    p: &ParamInfo,
+    format: Format,
+    decoded: Dtype,
+    device: &Device,
+) -> Result<Weight> {
+    on_cpu(device)?;
     Ok(encode(values, p, format, decoded)?.into())
 }
 
 /// Errors: missing, misshapen and surplus tensors, all in one.
 pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
     let mut faults = Vec::new();
+    let mut parts = std::collections::HashSet::new();
     for p in params {
+        if let (Some((layout, format)), &[rows, columns]) = (stored::find(weights, &p.name)?, p.shape.as_slice()) {
+            for part in stored::tensors(layout, format, &p.name, (rows, columns)) {
+                if weights.info(&part.name).is_none() {
+                    faults.push(format!("{}: missing", part.name));
+                }
+                parts.insert(part.name);
+            }
+            continue;
+        }
         match weights.info(&p.name) {
             None => faults.push(format!("{}: missing", p.name)),
             Some(info) if info.shape != p.shape => {
@@ -218,7 +250,7 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
     for name in weights.names() {
         // Old Llama checkpoints carry the rope frequencies; tied ones may carry a copy of the embedding.
         let harmless = name.ends_with("rotary_emb.inv_freq") || name == "lm_head.weight";
-        if !known.contains(name) && !harmless {
+        if !known.contains(name) && !parts.contains(name) && !harmless {
             faults.push(format!("{name}: not a weight of this model"));
         }
     }

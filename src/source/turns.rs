@@ -97,7 +97,7 @@ pub(super) fn recode(values: &[f32], p: &ParamInfo, format: Format, decoded: Dty
 }
 
 /// Errors: a parameter that is no matrix; values that cannot be coded.
-pub(super) fn encode(values: &[f32], p: &ParamInfo, format: Format, decoded: Dtype) -> Result<Coded> {
+pub(super) fn encode<V: quant::Value>(values: &[V], p: &ParamInfo, format: Format, decoded: Dtype) -> Result<Coded> {
     let &[rows, columns] = p.shape.as_slice() else {
         return Err(Error::new("only a matrix can be stored as codes")
             .at(&*p.name)

@@ -6,6 +6,7 @@ use ft::engine::{self, Active};
 use ft::export;
 use ft::model::Network;
 use ft::ops::CpuPath;
+use ft::ops::tally::Tally;
 use ft::optim::{Optimizer, Schedule};
 use ft::recipe::{self, Dtype, ModelInit, Recipe};
 use ft::run::setup::Described;
@@ -91,7 +92,9 @@ pub fn logits_and_grads(dir: &Path, documents: &[Document]) -> Measured {
         active: &active,
         gradients: BTreeMap::new(),
     };
-    let totals = engine::window(&network, &objective, &[batch], &active, 0, |_| None, &mut sink).unwrap();
+    let tally = Tally::new(&network.device).unwrap();
+    let totals = engine::window(&network, &objective, &[batch], &active, 0, |_| None, &mut sink, &tally).unwrap();
+    let totals = totals.with(tally.read().unwrap());
     Measured {
         logits,
         loss: totals.loss(),

@@ -302,7 +302,11 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
     let recipe = recipe(way, dtype);
     let trained = active(way, &spec);
     let storage = Policy::new(&recipe.memory, dtype, &spec.params(), |name| trained.contains(name)).unwrap();
-    let mut network = Network::new(spec.clone(), source(&spec, &storage, dtype, place, dir.path()), Device::Cpu);
+    let mut network = Network::new(
+        spec.clone(),
+        source(&spec, &storage, dtype, place, dir.path()),
+        Device::Cpu,
+    );
     if recipe.tune.method == Method::Lora {
         network.adapters = adapters(&spec, 8);
     }

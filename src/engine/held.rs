@@ -14,7 +14,7 @@ impl Engine {
     /// Ends the training of everything but `active` and begins that of `active`. Moments survive of the parameters
     /// that `survives` names; what a master knows is never lost. Returns what became codes again.
     pub fn switch(&mut self, active: &Active, survives: impl Fn(&str) -> bool) -> Result<Vec<Recoded>> {
-        self.optimizer.retire_all_but(survives);
+        self.optimizer.retire_all_but(survives)?;
         let source = &self.network.source;
         let recoded = source.retire(&|name| active.contains(name), &mut self.optimizer)?;
         let names: Vec<&str> = active.names().collect();

@@ -6,6 +6,7 @@ use crate::engine::Engine;
 use crate::export::{self, ModelExport};
 use crate::formats::adapter::{AdapterConfig, Targets};
 use crate::formats::writer::Values;
+use crate::ops::update;
 use crate::peft::targets::Site;
 use crate::recipe::Recipe;
 use crate::source::Numbers;
@@ -63,6 +64,18 @@ pub fn export(
     };
     let source = &engine.network.source;
     let out = export::model(&parts, &mut |name, sink| {
+        let module = name.strip_suffix(".weight").unwrap_or(name);
+        if let Some(lora) = engine.network.adapters.get(module) {
+            // Adapters that corrected a block run become part of the weights: exact values first, one rounding last.
+            let mut values = Vec::new();
+            engine.exact(name, &mut |piece| {
+                values.extend_from_slice(piece);
+                Ok(())
+            })?;
+            let delta = update::to_f32_vec(&lora.delta()?)?;
+            values.iter_mut().zip(delta).for_each(|(w, d)| *w += d);
+            return sink(Values::F32(&values));
+        }
         source.read(name, &mut |numbers| match numbers {
             Numbers::F32(values) => sink(Values::F32(values)),
             Numbers::Bf16(values, _) => sink(Values::Bf16(values)),

@@ -6,7 +6,7 @@ use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
-use crate::ops::{master, update};
+use crate::ops::{step, update};
 use crate::quant::{self, Format, Storage, Weight};
 use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
@@ -179,6 +179,7 @@ pub(super) fn no_such(name: &str) -> Error {
 /// The numbers of a tensor.
 pub(super) fn send(tensor: &Tensor, sink: &mut NumbersSink) -> Result<()> {
     match tensor.dtype() {
+        _ if !tensor.device().is_cpu() => sink(Numbers::F32(&update::to_f32_vec(tensor)?)),
         DType::BF16 => update::with_bf16(tensor, |v| sink(Numbers::Bf16(v, None)))?,
         _ => update::with_slice(tensor, |v| sink(Numbers::F32(v)))?,
     }
@@ -377,14 +378,9 @@ impl LayerSource for Resident {
         let tensor = self.here(name)?;
         match tensor.dtype() {
             DType::BF16 => {
-                let mut halves = vec![0i16; values.len()];
-                update::store_bf16(&tensor, |weight| {
-                    for ((w, l), x) in weight.iter_mut().zip(&mut halves).zip(&values) {
-                        let (high, low) = master::split(*x);
-                        (*w, *l) = (high, low as i16);
-                    }
-                })?;
-                low.put_low(name, Tensor::from_vec(halves, values.len(), tensor.device())?);
+                let half = Tensor::zeros(values.len(), DType::I16, tensor.device())?;
+                step::split(&values, &tensor, &half)?;
+                low.put_low(name, half);
                 Ok(())
             }
             _ => update::with_slice_mut(&tensor, |weight| weight.copy_from_slice(&values)),

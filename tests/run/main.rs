@@ -4,6 +4,7 @@ mod bench;
 mod caps;
 mod equal;
 mod hostile;
+mod optimizers;
 mod plans;
 mod quickstart;
 mod resume;

@@ -80,7 +80,7 @@ impl Random {
 /// The formats by hand.
 fn by_hand(view: &View<'_>, row: usize, column: usize) -> f32 {
     let half = |codes: &[u8], at: usize| {
-        (if at % 2 == 0 {
+        (if at.is_multiple_of(2) {
             codes[at / 2] >> 4
         } else {
             codes[at / 2] & 15

@@ -7,7 +7,6 @@ use crate::base::Result;
 use crate::base::rng::{Rng, Stream};
 use crate::ops::{linear, update};
 use candle_core::{Device, Tensor};
-use rayon::prelude::*;
 use std::sync::Arc;
 
 /// The low-rank delta of one linear.
@@ -139,17 +138,6 @@ impl Lora {
             return Ok(());
         };
         let rng = Rng::new(key.seed, Stream::Dropout, &[key.step, key.micro, self.site]);
-        let (p, keep) = (self.dropout, 1.0 / (1.0 - self.dropout));
-        update::with_slice_mut(t, move |values| {
-            values.par_chunks_mut(4096).enumerate().for_each(|(c, chunk)| {
-                for (i, v) in chunk.iter_mut().enumerate() {
-                    *v = if rng.uniform((c * 4096 + i) as u64) < p {
-                        0.0
-                    } else {
-                        *v * keep
-                    };
-                }
-            });
-        })
+        update::dropout_assign(t, rng, self.dropout)
     }
 }

@@ -1,4 +1,4 @@
-//! The adapters of a LoRA run.
+//! The adapters of a LoRA run, and those that correct a block run.
 
 use super::finish;
 use crate::base::Result;
@@ -6,15 +6,21 @@ use crate::export;
 use crate::formats::adapter::AdapterConfig;
 use crate::model::{Adapters, Spec};
 use crate::peft::{self, Lora, targets};
-use crate::recipe::{self, Method, Recipe};
+use crate::recipe::{self, Correction, Method, Recipe};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Fresh adapters, or those of `tune.lora.adapter`; none for other methods.
+/// Fresh adapters, or those of `tune.lora.adapter`; none for other methods. The config is that of an adapter to be
+/// saved: a block run merges its adapters at the end.
 pub fn of(recipe: &Recipe, spec: &Spec) -> Result<(Adapters, Option<AdapterConfig>)> {
-    if recipe.tune.method != Method::Lora {
-        return Ok((Adapters::new(), None));
+    match recipe.tune.method {
+        Method::Lora => of_lora(recipe, spec),
+        Method::Block if recipe.tune.block.correction == Correction::Lora => Ok((of_lora(recipe, spec)?.0, None)),
+        _ => Ok((Adapters::new(), None)),
     }
+}
+
+fn of_lora(recipe: &Recipe, spec: &Spec) -> Result<(Adapters, Option<AdapterConfig>)> {
     let lora = &recipe.tune.lora;
     let all = spec.sites();
     if let Some(dir) = &lora.adapter {

@@ -62,15 +62,28 @@ pub fn export(
         params,
     };
     // A weight that is stored as codes was never trained: its exact values are those of the checkpoint.
-    let mut original = None;
-    let out = export::model(&parts, &mut |name| match engine.network.is_coded(name)? {
-        true => {
-            if original.is_none() {
-                original = Some(Weights::open(&model.dir)?);
+    let mut original: Option<Weights> = None;
+    let out = export::model(&parts, &mut |name| {
+        let module = name.strip_suffix(".weight").unwrap_or(name);
+        let lora = engine.network.adapters.get(module);
+        let mut values = match (engine.network.is_coded(name)?, lora) {
+            (true, _) => {
+                let weights = match original.take() {
+                    Some(weights) => weights,
+                    None => Weights::open(&model.dir)?,
+                };
+                original.insert(weights).read_f32(name)?
             }
-            original.as_ref().map_or(Ok(Vec::new()), |w: &Weights| w.read_f32(name))
+            (false, None) => return update::to_f32_vec(&engine.network.param(name)?.tensor),
+            // Exact values first, one rounding last.
+            (false, Some(_)) => engine.optimizer.exact(name, &engine.network.param(name)?.tensor)?,
+        };
+        // Adapters that corrected a block run become part of the weights.
+        if let Some(lora) = lora {
+            let delta = update::to_f32_vec(&lora.delta()?)?;
+            values.iter_mut().zip(delta).for_each(|(w, d)| *w += d);
         }
-        false => update::to_f32_vec(&engine.network.param(name)?.tensor),
+        Ok(values)
     })?;
     with_template(recipe, out).map(Some)
 }

@@ -1,6 +1,6 @@
 //! NF4 against bitsandbytes: codes, absmax, decoded values, bit by bit. The QLoRA runs stand in `training.rs`.
 
-use crate::support::{close, data, eval, ft, goldens, json, path, tensors, training_model};
+use crate::support::{data, eval, ft, goldens, json, path, tensors, training_model};
 use ft::quant::{Coded, Format, encode};
 use ft::recipe::Dtype;
 use safetensors::SafeTensors;

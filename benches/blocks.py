@@ -1,7 +1,7 @@
 """The table of docs/block-optimizers.md: block orders, K and corrections against full AdamW and LoRA, by real runs of
 `ft train` over the world of recipes/quickstart.toml at equal tokens.
 
-    python benches/blocks.py FT [--steps 150] [--seeds 1,2] [--only NAME,...] [--rows FILE] > table.md
+    python benches/blocks.py FT [--steps 60] [--seeds 1,2] [--only NAME;...] [--rows FILE] > table.md
 
 FT is the program. Needs no packages. Each row is the median over the seeds; one JSON object a run goes to FILE, and runs
 that are there already are not repeated.
@@ -19,10 +19,11 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# name: overrides. The learning rate of each kind was the best of a few on seed 1 (see LR below).
+# name: overrides. The learning rates (LR) of full and LoRA training are the best of those in TRIED (`--only tried` runs
+# them), that of blocks is the one of recipes/quickstart.toml.
 BLOCK = ["tune.method=block", "tune.block.include_embedding=false"]
 K = 15
-LR = {"block": "2e-3", "full": "1e-3", "lora": "4e-3"}
+LR = {"block": "2e-3", "full": "5e-4", "lora": "2e-3"}
 
 
 def block(*more, k=K, lr=LR["block"]):
@@ -33,7 +34,7 @@ RUNS = {
     "full AdamW": ["tune.method=full", f"optimizer.learning_rate={LR['full']}"],
     "full AdamW, int8 state": ["tune.method=full", f"optimizer.learning_rate={LR['full']}", "optimizer.state=int8"],
     "full Adafactor": ["tune.method=full", f"optimizer.learning_rate={LR['full']}", "optimizer.name=adafactor"],
-    "full Lion": ["tune.method=full", "optimizer.learning_rate=2e-4", "optimizer.name=lion", "optimizer.betas=[0.9,0.99]"],
+    "full Lion": ["tune.method=full", "optimizer.learning_rate=1e-4", "optimizer.name=lion", "optimizer.betas=[0.9,0.99]"],
     "LoRA r 64": ["tune.method=lora", "tune.lora.r=64", "tune.lora.lora_alpha=128", f"optimizer.learning_rate={LR['lora']}"],
     "LoRA r 13 (a block's parameters)": ["tune.method=lora", "tune.lora.r=13", "tune.lora.lora_alpha=26", f"optimizer.learning_rate={LR['lora']}"],
     "layer, descending": block("tune.block.order=descending"),
@@ -48,7 +49,7 @@ RUNS = {
     "ratio 0.25, scattered": block("tune.block.order=ascending", "tune.block.partition=ratio", "tune.block.update_ratio=0.25", "tune.block.mask=scattered"),
     "layer, descending, K = 1": block("tune.block.order=descending", k=1),
     "layer, descending, K = 5": block("tune.block.order=descending", k=5),
-    "layer, descending, K = 37": block("tune.block.order=descending", k=37),
+    "layer, descending, K = 30": block("tune.block.order=descending", k=30),
     "BREAD sgd, scale 10": block("tune.block.order=descending", "tune.block.correction=sgd", "tune.block.correction_scale=10"),
     "BREAD sgd, scale 10, partial": block("tune.block.order=descending", "tune.block.correction=sgd", "tune.block.correction_scale=10", "tune.block.correction_scope=partial"),
     "BREAD signsgd, scale 0.02": block("tune.block.order=descending", "tune.block.correction=signsgd", "tune.block.correction_scale=0.02"),
@@ -56,11 +57,15 @@ RUNS = {
     "BREAD lora r 8": block("tune.block.order=descending", "tune.block.correction=lora", "tune.lora.r=8", "tune.lora.lora_alpha=16"),
     "BREAD lora r 8, partial": block("tune.block.order=descending", "tune.block.correction=lora", "tune.lora.r=8", "tune.lora.lora_alpha=16", "tune.block.correction_scope=partial"),
 }
+TRIED = {f"{kind}, learning rate {lr}": ["tune.method=" + kind, f"optimizer.learning_rate={lr}", *more]
+         for kind, rates, more in [
+             ("full", ["5e-4", "1e-3", "2e-3"], []), ("lora", ["2e-3", "4e-3"], ["tune.lora.r=64", "tune.lora.lora_alpha=128"])]
+         for lr in rates}
 
 
 def run(ft, name, seed, steps):
     work = pathlib.Path(tempfile.mkdtemp())
-    command = [ft, "train", "--recipe", "recipes/quickstart.toml", *RUNS[name], f"train.seed={seed}", f"train.max_steps={steps}",
+    command = [ft, "train", "--recipe", "recipes/quickstart.toml", *(RUNS | TRIED)[name], f"train.seed={seed}", f"train.max_steps={steps}",
                "train.save_steps=0", "train.sample_prompts=[]", f"train.output_dir={work / 'run'}"]
     started = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -79,14 +84,14 @@ def run(ft, name, seed, steps):
 def main():
     options = argparse.ArgumentParser()
     options.add_argument("ft")
-    options.add_argument("--steps", type=int, default=150)
+    options.add_argument("--steps", type=int, default=60)
     options.add_argument("--seeds", default="1,2")
     options.add_argument("--only", default="")
     options.add_argument("--rows", default="blocks.jsonl")
     o = options.parse_args()
     file = pathlib.Path(o.rows)
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    names = [n for n in RUNS if not o.only or n in o.only.split(",")]
+    names = list(TRIED) if o.only == "tried" else [n for n in RUNS if not o.only or n in o.only.split(";")]
     for seed in map(int, o.seeds.split(",")):
         for name in names:
             if any((r["name"], r["seed"], r["steps"]) == (name, seed, o.steps) for r in rows):

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// From the top down. `lib.rs` declares the same rooms.
-const ROOMS: [&str; 19] = [
+const ROOMS: [&str; 20] = [
     "cli",
     "run",
     "plan",
@@ -19,6 +19,7 @@ const ROOMS: [&str; 19] = [
     "optim",
     "model",
     "source",
+    "quant",
     "peft",
     "ops",
     "data",

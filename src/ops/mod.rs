@@ -19,6 +19,7 @@ macro_rules! on_gpu {
 }
 
 pub mod attention;
+pub mod coded;
 pub mod cross_entropy;
 pub mod device;
 pub mod embedding;

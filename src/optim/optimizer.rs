@@ -8,6 +8,7 @@ use crate::ops::part::{self, Places};
 use crate::ops::step::{self, Item, Precision, Rule};
 use crate::ops::update;
 use crate::recipe::{self, Master};
+use crate::source::LowerHalves;
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 
@@ -299,6 +300,18 @@ impl Optimizer {
     }
 }
 
+impl LowerHalves for Optimizer {
+    fn put_low(&mut self, name: &str, low: Tensor) {
+        // Without a master nothing is known beyond the weight.
+        if self.settings.master == Master::F32 {
+            self.low.insert(name.to_string(), low);
+        }
+    }
+
+    fn take_low(&mut self, name: &str) -> Option<Tensor> {
+        self.low.remove(name)
+    }
+}
+
 #[cfg(test)]
-#[path = "tests.rs"]
 mod tests;

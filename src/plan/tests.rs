@@ -5,6 +5,7 @@ use crate::model::rope::Rope;
 use crate::model::spec::LayerSpec;
 use crate::ops::glu::Activation;
 use crate::recipe;
+use crate::source::Policy;
 
 fn spec() -> Spec {
     Spec {
@@ -56,6 +57,8 @@ fn inputs(active: Active, gradients: Gradients) -> Inputs {
         element: 4,
         on_gpu: false,
         active: vec![active],
+        place: Place::Device,
+        storage: Policy::dense(Dtype::Bf16),
         adapters: BTreeMap::new(),
         data_bytes: 0,
         process_bytes: 0,
@@ -113,8 +116,9 @@ fn lines_follow_the_published_formula() {
     // What the MLP backward holds at most: gate, up, their gradients and dm; x1, h, dy; of attention q, k, v, o, lse.
     let wide = 5 * 256 + 3 * 64 + 4 * 64 + 8;
     assert_eq!(line(&plan, "layer_work"), 2048 * 4 * wide as u64);
-    // 512 tokens of logits, with what is gathered beside them: hidden states, their gradient, an index.
-    assert_eq!(line(&plan, "logits"), 512 * 1064 * 4 + 2048 * (2 * 64 * 4 + 8));
+    // 512 tokens of logits and a sum for every 2048 of a row, with what is gathered beside them: hidden states, their
+    // gradient, an index.
+    assert_eq!(line(&plan, "logits"), 512 * (1064 * 4 + 16) + 2048 * (2 * 64 * 4 + 8));
 }
 
 #[test]
@@ -209,4 +213,67 @@ fn everything_that_is_held_is_given_back() {
             assert_eq!(ledger.now(), 0, "{:?}", inputs.active[0]);
         }
     }
+}
+
+#[test]
+fn of_a_masked_parameter_gradient_and_moments_are_parts() {
+    let recipe = recipe("[tune]\nmethod = \"block\"\n[tune.block]\npartition = \"ratio\"");
+    let layers: Vec<String> = (0..6)
+        .flat_map(|l| layer(l).names().map(str::to_string).collect::<Vec<_>>())
+        .collect();
+    let masks = crate::optim::Masks::new(0.1, true, 1, 0, BTreeSet::new());
+    let active = Active::new(layers).masked(Some(masks));
+    let plan = forecast(&spec(), &recipe, &inputs(active, Gradients::Keep));
+    // Norms have fewer than 100 elements: whole.
+    let part = 6 * (4 * (64 * 64 / 10) + 3 * (64 * 256 / 10) + 2 * 64) as u64;
+    let all = 6 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) as u64;
+    assert_eq!(plan.trained_parameters, part);
+    assert_eq!(line(&plan, "optimizer"), 8 * part + 2 * all);
+    // The parts, and one whole gradient in the making: the last large one finds the parts before it.
+    let gradients = line(&plan, "gradients");
+    assert!(
+        gradients > 4 * (64 * 256) && gradients < 4 * (part + 64 * 256),
+        "{gradients}"
+    );
+    assert_eq!(line(&plan, "layer_inputs"), 6 * 2048 * 64 * 4);
+}
+
+#[test]
+fn what_is_corrected_costs_no_state_but_the_way_to_the_bottom() {
+    let corrected = |scope: std::ops::Range<usize>| {
+        let names = scope
+            .filter(|l| *l != 3)
+            .flat_map(|l| layer(l).names().map(str::to_string).collect::<Vec<_>>());
+        crate::engine::active::Corrected {
+            names: names.collect(),
+            scale: 1.0,
+            sign: false,
+        }
+    };
+    let with = |master: &str, scope| {
+        let recipe = recipe(&format!(
+            "[tune]\nmethod = \"block\"\n[optimizer]\nmaster = \"{master}\""
+        ));
+        let active = layer(3).correcting(Some(corrected(scope)));
+        forecast(&spec(), &recipe, &inputs(active, Gradients::Keep))
+    };
+    let plain = forecast(
+        &spec(),
+        &recipe("[tune]\nmethod = \"block\""),
+        &inputs(layer(3), Gradients::Keep),
+    );
+    let (all, partial, rounded) = (with("f32", 0..6), with("f32", 3..6), with("stochastic", 0..6));
+    let one = plain.trained_parameters;
+    assert_eq!(all.trained_parameters, one);
+    assert_eq!(
+        [&plain, &partial, &all].map(|p| line(p, "layer_inputs") / (2048 * 256)),
+        [3, 3, 6]
+    );
+    assert_eq!(
+        [&plain, &partial, &all].map(|p| line(p, "optimizer")),
+        [10 * one, 14 * one, 20 * one]
+    );
+    assert_eq!(line(&rounded, "optimizer"), 8 * one);
+    // One gradient more than are kept.
+    assert_eq!(line(&all, "gradients"), line(&plain, "gradients") + 4 * 64 * 256);
 }

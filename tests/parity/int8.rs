@@ -71,6 +71,6 @@ fn twenty_steps_stay_with_those_of_bitsandbytes_code() {
         let way: f64 = want.iter().zip(&start).map(|(w, s)| (w - *s as f64).powi(2)).sum();
         let off: f64 = want.iter().zip(got).map(|(w, g)| (w - *g as f64).powi(2)).sum();
         // A rounding that falls to the other side of a middle between two codes moves one element by a code.
-        assert!((off / way).sqrt() < 2e-3, "step {step}: {}", (off / way).sqrt());
+        assert!((off / way).sqrt() < 1e-4, "step {step}: {}", (off / way).sqrt());
     }
 }

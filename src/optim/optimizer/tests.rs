@@ -173,7 +173,7 @@ fn corrections_keep_no_state_and_lose_nothing_small() {
         let weight = tensor(&[200, 100], 1).to_dtype(DType::BF16).unwrap();
         let before = values(&weight);
         let gradient = tensor(&[200, 100], 2);
-        let lr = 1e-6;
+        let lr = 1e-5;
         for number in 1..=100 {
             o.begin(number);
             o.descend("w", &weight, &gradient, lr, sign).unwrap();
@@ -188,7 +188,7 @@ fn corrections_keep_no_state_and_lose_nothing_small() {
             whole += want * want;
         }
         let part = along / whole;
-        let tolerance = if master == "f32" { 1e-3 } else { 0.05 };
+        let tolerance = if master == "f32" { 5e-3 } else { 0.05 };
         assert!((part - 1.0).abs() < tolerance, "{sign} {master} {part}");
     }
 }

@@ -1,11 +1,13 @@
 //! Which parameters are trained now, and how far down the backward pass has to go.
 
 use crate::source::Group;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Active {
     names: BTreeSet<String>,
+    /// Learning rates of single parameters over that of the step.
+    rates: BTreeMap<String, f64>,
     lowest: Group,
 }
 
@@ -28,7 +30,22 @@ impl Active {
     pub fn new(names: impl IntoIterator<Item = String>) -> Self {
         let names: BTreeSet<String> = names.into_iter().collect();
         let lowest = names.iter().map(|n| group_of(n)).min().unwrap_or(Group::Head);
-        Self { names, lowest }
+        Self {
+            names,
+            rates: BTreeMap::new(),
+            lowest,
+        }
+    }
+
+    /// With learning rates of their own for some names, as factors.
+    pub fn with_rates(mut self, rates: BTreeMap<String, f64>) -> Self {
+        self.rates = rates;
+        self
+    }
+
+    /// The learning rate of a parameter over that of the step.
+    pub fn rate(&self, name: &str) -> f64 {
+        self.rates.get(name).copied().unwrap_or(1.0)
     }
 
     pub fn contains(&self, name: &str) -> bool {

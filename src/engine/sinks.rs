@@ -82,8 +82,9 @@ impl GradSink for Step<'_> {
             return Err(Error::new("gradient is not finite").at(&param.name));
         }
         self.sum_squares += squares;
+        let lr = self.lr * self.active.rate(&param.name);
         self.optimizer
-            .update(&param.name, &param.tensor, &gradient, self.lr, self.coefficient)
+            .update(&param.name, &param.tensor, &gradient, lr, self.coefficient)
     }
 }
 

@@ -68,6 +68,7 @@ impl Engine {
                 }
                 let coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
                 while let Some((name, (weight, gradient))) = sink.sums.pop_first() {
+                    let lr = lr * active.rate(&name);
                     self.optimizer.update(&name, &weight, &gradient, lr, coefficient)?;
                 }
                 Ok(StepReport { totals, grad_norm })

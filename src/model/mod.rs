@@ -12,6 +12,6 @@ pub mod network;
 pub mod rope;
 pub mod spec;
 
-pub use contracts::{Context, GradSink, Head, KvStore, Layer, LossOutput, Need, Objective, Param};
+pub use contracts::{Context, GradSink, Head, KvStore, Layer, LossOutput, Need, Objective, Observer, Param};
 pub use network::{Adapters, Network};
 pub use spec::Spec;

@@ -17,6 +17,7 @@ pub use table::{Line, Plan};
 use crate::engine::{Active, Gradients};
 use crate::model::{Adapters, Spec};
 use crate::optim::Optimizer;
+use crate::peft::Cost;
 use crate::recipe::{Dtype, Method, Recipe};
 use ledger::{Kind, Ledger};
 use std::collections::{BTreeMap, BTreeSet};
@@ -38,8 +39,8 @@ pub struct Inputs {
     pub threads: usize,
     /// Every set of parameters that can be trained at one time.
     pub active: Vec<Active>,
-    /// Rank of the adapter on each linear that has one, by module.
-    pub adapters: BTreeMap<String, usize>,
+    /// What the adapter on each linear that has one holds and needs, by module.
+    pub adapters: BTreeMap<String, Cost>,
     /// The tokenized rows.
     pub data_bytes: u64,
     /// What the program holds before the model is loaded.
@@ -61,7 +62,7 @@ impl Inputs {
             active,
             adapters: adapters
                 .iter()
-                .map(|(module, lora)| (module.clone(), lora.a.dims().first().copied().unwrap_or(0)))
+                .map(|(module, adapter)| (module.clone(), adapter.cost()))
                 .collect(),
             data_bytes: 0,
             process_bytes: crate::base::memory::resident(),
@@ -70,16 +71,13 @@ impl Inputs {
 }
 
 /// Elements of every parameter and adapter matrix by name.
-pub(crate) fn elements(spec: &Spec, adapters: &BTreeMap<String, usize>) -> BTreeMap<String, u64> {
+pub(crate) fn elements(spec: &Spec, adapters: &BTreeMap<String, Cost>) -> BTreeMap<String, u64> {
     let mut all: BTreeMap<String, u64> = BTreeMap::new();
     for p in spec.params() {
         all.insert(p.name.to_string(), p.elements() as u64);
     }
-    for site in spec.sites() {
-        if let Some(&r) = adapters.get(&site.module) {
-            all.insert(format!("{}.lora_A.weight", site.module), (r * site.input) as u64);
-            all.insert(format!("{}.lora_B.weight", site.module), (r * site.output) as u64);
-        }
+    for cost in adapters.values() {
+        all.extend(cost.trained.iter().map(|(name, n)| (name.to_string(), *n)));
     }
     all
 }
@@ -94,7 +92,9 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
     };
     let parameters: u64 = params.iter().map(|p| p.elements() as u64).sum();
     let adapters: u64 = sizes.values().sum::<u64>() - parameters;
-    let is_adapter = |name: &str| name.contains(".lora_");
+    let fixed: u64 = inputs.adapters.values().map(|c| c.fixed).sum();
+    let names: BTreeSet<&str> = params.iter().map(|p| &*p.name).collect();
+    let is_adapter = |name: &str| !names.contains(name);
     let ever: BTreeSet<&str> = inputs.active.iter().flat_map(Active::names).collect();
     let size = |name: &str| sizes.get(name).copied().unwrap_or(0);
 
@@ -123,7 +123,7 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
             ledger.hold(Kind::Process, inputs.process_bytes),
             ledger.hold(Kind::Data, inputs.data_bytes),
             ledger.hold(Kind::Weights, parameters * stored),
-            ledger.hold(Kind::Adapters, adapters * 4),
+            ledger.hold(Kind::Adapters, (adapters + fixed) * 4),
             ledger.hold(Kind::Retired, retired),
             ledger.hold(Kind::Optimizer, state),
         ];

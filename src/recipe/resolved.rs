@@ -13,6 +13,7 @@ pub fn toml(value: &Value) -> String {
         Value::Number(x) => number(*x),
         Value::Flag(b) => b.to_string(),
         Value::List(l) => format!("[{}]", l.iter().map(quoted).collect::<Vec<_>>().join(", ")),
+        Value::Integers(l) => format!("{l:?}"),
         Value::Pair([a, b]) => format!("[{}, {}]", number(*a), number(*b)),
     }
 }

@@ -20,7 +20,7 @@ pub struct Planned {
 /// Errors: what is wrong with the config, with files that are here, or a plan above `memory.budget`.
 pub fn plan(recipe: &Recipe) -> Result<Planned> {
     let spec = setup::read_spec(&recipe.model.path, &recipe.model.revision)?;
-    let (adapters, _) = adapters::of(recipe, &spec)?;
+    let prepared = adapters::of(recipe, &spec)?;
     let rows = if rows_are_here(recipe) {
         Some(read(recipe)?)
     } else {
@@ -30,16 +30,16 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
     let plan = match &rows {
         Some(rows) => {
             let stream = BatchStream::new(&rows.train, rows::stream(recipe))?;
-            let tuning = Tuning::new(recipe, &spec, &spec.params(), &adapters, rows.train.examples.len())?;
-            forecast::forecast(recipe, &spec, &adapters, &tuning, Some(&stream))?.plan
+            let tuning = Tuning::new(recipe, &spec, &spec.params(), &prepared, rows.train.examples.len())?;
+            forecast::forecast(recipe, &spec, &prepared.adapters, &tuning, Some(&stream))?.plan
         }
         None => {
             notes.push(format!(
                 "the rows are not here: every row is taken as {} tokens long",
                 recipe.data.max_length
             ));
-            let tuning = Tuning::new(recipe, &spec, &spec.params(), &adapters, 0)?;
-            forecast::forecast(recipe, &spec, &adapters, &tuning, None)?.plan
+            let tuning = Tuning::new(recipe, &spec, &spec.params(), &prepared, 0)?;
+            forecast::forecast(recipe, &spec, &prepared.adapters, &tuning, None)?.plan
         }
     };
     forecast::check_budget(&plan, recipe)?;

@@ -15,10 +15,7 @@ pub struct Rows {
 
 impl Rows {
     pub fn read(recipe: &Recipe, model: &Described) -> Result<Self> {
-        let read = |named: &[String]| {
-            let files = local(named)?;
-            Dataset::load(&spec(recipe, &files, model), &model.tokenizer, model.template())
-        };
+        let read = |named: &[String]| read(recipe, named, model);
         let train = read(&recipe.data.train)?;
         if !recipe.data.eval.is_empty() {
             return Ok(Self {
@@ -35,6 +32,12 @@ impl Rows {
         }
         Ok(Self { train, eval: None })
     }
+}
+
+/// The rows of these files in the recipe's format.
+pub fn read(recipe: &Recipe, named: &[String], model: &Described) -> Result<Dataset> {
+    let files = local(named)?;
+    Dataset::load(&spec(recipe, &files, model), &model.tokenizer, model.template())
 }
 
 /// Files as they are; hub data sets as the files of their cache.

@@ -10,9 +10,10 @@ use crate::formats::tokenizer::Tokenizer;
 use crate::formats::weights::Weights;
 use crate::hub;
 use crate::model::{Network, Spec, families};
+use crate::ops::update;
 use crate::recipe::{Dtype, ModelInit};
 use crate::source::{Resident, resident};
-use candle_core::Device;
+use candle_core::{DType, Device, Tensor};
 use std::path::{Path, PathBuf};
 
 /// A model directory, read but not loaded.
@@ -94,10 +95,27 @@ impl Described {
         let source = Resident::load(self.spec.params(), &weights, dtype.unwrap_or(stored), device)?;
         let mut network = Network::new(self.spec.clone(), Box::new(source), device.clone());
         if let Some(dir) = adapter {
-            network.adapters = export::load_adapter(dir, &self.spec.sites())?.1;
+            let loaded = export::load_adapter(dir, &self.spec)?;
             export::check_base(dir, &export::fingerprint_of(&self.spec, &weights)?)?;
+            network.adapters = loaded.adapters;
+            for (name, tensor) in &loaded.whole {
+                let values = update::to_f32_vec(tensor)?;
+                store(&network.param(name)?.tensor, &values)?;
+            }
         }
         Ok(network)
+    }
+}
+
+/// Sets a weight to these values, rounded to its type.
+fn store(weight: &Tensor, values: &[f32]) -> Result<()> {
+    match weight.dtype() {
+        DType::BF16 => update::store_bf16(weight, |w| {
+            for (w, &x) in w.iter_mut().zip(values) {
+                *w = half::bf16::from_f32(x);
+            }
+        }),
+        _ => update::with_slice_mut(weight, |w| w.copy_from_slice(values)),
     }
 }
 

@@ -1,8 +1,9 @@
 //! Which parameters a method trains, at each step.
 
+use super::adapters::Prepared;
 use crate::base::{Error, Result};
 use crate::engine::Active;
-use crate::model::{Adapters, Spec};
+use crate::model::Spec;
 use crate::optim::BlockSchedule;
 use crate::recipe::{Method, Recipe};
 use crate::source::{Group, ParamInfo};
@@ -18,17 +19,13 @@ pub enum Tuning {
 }
 
 impl Tuning {
-    /// `rows` of training data serve `switch_every = "auto"`. Adapters must be on the network already.
-    pub fn new(recipe: &Recipe, spec: &Spec, params: &[ParamInfo], adapters: &Adapters, rows: usize) -> Result<Self> {
+    /// `rows` of training data serve `switch_every = "auto"`. 
+    pub fn new(recipe: &Recipe, spec: &Spec, params: &[ParamInfo], prepared: &Prepared, rows: usize) -> Result<Self> {
         let tune = &recipe.tune;
         Ok(match tune.method {
             Method::Full => Self::Static(Active::new(params.iter().map(|p| p.name.to_string()))),
             Method::Freeze => Self::Static(frozen(recipe, spec, params)?),
-            Method::Lora => Self::Static(Active::new(
-                adapters
-                    .values()
-                    .flat_map(|l| [l.a_name.to_string(), l.b_name.to_string()]),
-            )),
+            Method::Lora => Self::Static(Active::new(prepared.trained()).with_rates(prepared.rates(recipe))),
             Method::Block => {
                 let batch = recipe.train.batch_size * recipe.train.gradient_accumulation_steps;
                 let schedule = BlockSchedule::new(&tune.block, params, spec.tied, rows, batch, recipe.train.seed)?;

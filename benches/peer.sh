@@ -3,8 +3,9 @@
 #
 #   PYTHON=/path/to/venv/bin/python ROUNDS=3 benches/peer.sh [configuration ...]
 #
-# A configuration is size:method:batch:seq:dtype; the default list is the table of docs/benchmarks-cpu.md. The virtual
-# environment needs torch, transformers and peft. Rows go to $OUT (default: a temporary file).
+# A configuration is size:method:batch:seq:dtype, or `products` for the matrix products alone; the default list is the
+# tables of docs/benchmarks-cpu.md. The virtual environment needs torch, transformers and peft. Rows go to $OUT
+# (default: a temporary file).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -12,15 +13,25 @@ rounds=${ROUNDS:-3}
 steps=${STEPS:-2}
 out=${OUT:-$(mktemp)}
 threads=${THREADS:-2}
-cargo build --release --bench step
-ours=$(cargo build --release --bench step --message-format=json 2>/dev/null |
-  sed -n 's/.*"name":"step".*"executable":"\([^"]*\)".*/\1/p' | tail -1)
+binary() {
+  cargo build --release --bench "$1" --message-format=json 2>/dev/null |
+    sed -n 's/.*"name":"'"$1"'".*"executable":"\([^"]*\)".*/\1/p' | tail -1
+}
+cargo build --release --bench step --bench product
+ours=$(binary step) products=$(binary product)
 if [ $# -eq 0 ]; then
   set -- 0.5b:lora:1:512:bf16 0.5b:full:1:512:bf16 0.5b:block:1:512:bf16 \
     0.5b:lora:4:512:bf16 0.5b:full:4:512:bf16 0.5b:block:4:512:bf16 \
-    small:lora:16:256:bf16 small:full:16:256:bf16
+    small:lora:16:256:bf16 small:full:16:256:bf16 products
 fi
 for configuration in "$@"; do
+  if [ "$configuration" = products ]; then
+    for _ in $(seq "$rounds"); do
+      "$products" --threads "$threads" | tee -a "$out"
+      "$python" benches/peer_product.py --threads "$threads" 2>/dev/null | tee -a "$out"
+    done
+    continue
+  fi
   IFS=: read -r size method batch seq dtype <<<"$configuration"
   options=(--size "$size" --method "$method" --batch "$batch" --seq "$seq" --dtype "$dtype" --steps "$steps" --threads "$threads")
   for _ in $(seq "$rounds"); do
@@ -30,9 +41,13 @@ for configuration in "$@"; do
 done
 "$python" - "$out" <<'PYTHON'
 import json, statistics, sys
-rows = {}
+rows, products = {}, {}
 for line in open(sys.argv[1]):
     row = json.loads(line)
+    if "form" in row:
+        key = (" x ".join(map(str, row["shape"])), row["form"])
+        products.setdefault(key, {}).setdefault(row["impl"], []).append(row["gflops"])
+        continue
     key = tuple(row[k] for k in ("size", "method", "batch", "seq", "dtype"))
     rows.setdefault(key, {}).setdefault(row["impl"], []).append(row)
 spread = lambda values: f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})"
@@ -45,4 +60,10 @@ for (size, method, batch, seq, dtype), sides in rows.items():
     ratio = statistics.median(a / b for a, b in zip(*speed))
     print(f"| {size} {method} {batch} x {seq} {dtype} | {spread(speed[0])} | {spread(speed[1])} | {ratio:.2f} "
           f"| {memory[0]:.0f} | {memory[1]:.0f} | {memory[0] / memory[1]:.2f} |")
+if products:
+    print("| product | form | ft GFLOP/s | torch GFLOP/s | ratio |")
+    print("|---|---|---|---|---|")
+for (shape, form), sides in products.items():
+    ratio = statistics.median(a / b for a, b in zip(sides["ft"], sides["torch"]))
+    print(f"| {shape} | {form} | {spread(sides['ft'])} | {spread(sides['torch'])} | {ratio:.2f} |")
 PYTHON

@@ -9,11 +9,8 @@ use ft::base::memory;
 use ft::base::rng::{Rng, Stream};
 use ft::data::{Batch, Example};
 use ft::engine::{Active, Engine, Gradients};
-use ft::model::rope::Rope;
-use ft::model::spec::{LayerSpec, Spec};
-use ft::model::{Adapters, Network};
-use ft::ops::CpuPath;
-use ft::ops::glu::Activation;
+use ft::model::{Adapters, Network, Spec, families, shapes};
+use ft::ops::{self, CpuPath};
 use ft::optim::Optimizer;
 use ft::peft::{Lora, lora};
 use ft::recipe::{self, Dtype};
@@ -24,7 +21,7 @@ use std::time::Instant;
 
 #[derive(Parser)]
 struct Options {
-    /// 0.5b (Qwen2.5-0.5B) or small (hidden 256, 4 layers, vocabulary 4096).
+    /// 0.5b, small (hidden 256, 4 layers, vocabulary 4096), or another built-in shape.
     #[arg(long, default_value = "0.5b")]
     size: String,
     /// lora (r = 16 on every linear), full, or block (one layer; mean over first, middle and last).
@@ -32,6 +29,8 @@ struct Options {
     method: String,
     #[arg(long, default_value = "bf16")]
     dtype: String,
+    #[arg(long, default_value = "cpu")]
+    device: String,
     #[arg(long, default_value_t = 1)]
     batch: usize,
     #[arg(long, default_value_t = 512)]
@@ -49,53 +48,24 @@ struct Options {
 }
 
 fn spec(size: &str) -> Spec {
-    let (vocab, hidden, intermediate, layers, heads, kv_heads, bias) = match size {
-        "small" => (4096, 256, 704, 4, 4, 4, true),
-        _ => (151_936, 896, 4864, 24, 14, 2, true),
+    let name = match size {
+        "0.5b" => "qwen2.5-0.5b",
+        other => other,
     };
-    let head_dim = hidden / heads;
-    Spec {
-        model_type: "qwen2".into(),
-        vocab,
-        hidden,
-        intermediate,
-        heads,
-        kv_heads,
-        head_dim,
-        norm_eps: 1e-6,
-        norm_plus_one: false,
-        sandwich_norms: false,
-        qk_norm: false,
-        qkv_bias: bias,
-        o_bias: false,
-        mlp_bias: false,
-        fused_projections: false,
-        activation: Activation::Silu,
-        attention_scale: 1.0 / (head_dim as f32).sqrt(),
-        attention_softcap: None,
-        logit_softcap: None,
-        embedding_scale: 1.0,
-        tied: true,
-        layers: vec![LayerSpec { window: None, rope: 0 }; layers],
-        ropes: vec![Rope {
-            inv_freq: (0..head_dim / 2)
-                .map(|i| 1e6f32.powf(-2.0 * i as f32 / head_dim as f32))
-                .collect(),
-            attention_factor: 1.0,
-        }],
-        max_positions: 32768,
-        initializer_range: 0.02,
-    }
+    let config = shapes::config(&format!("{}{name}", shapes::PREFIX))
+        .expect("a shape")
+        .expect("a shape");
+    families::read(&config).expect("a model")
 }
 
-fn adapters(spec: &Spec, rank: usize) -> Adapters {
+fn adapters(spec: &Spec, rank: usize, device: &Device) -> Adapters {
     let sites = spec.sites().into_iter().enumerate();
     sites
         .map(|(i, site)| {
             let (a, b) = lora::fresh(rank, site.input, site.output, false, 1, i as u64).expect("an adapter");
             let adapter = Lora {
-                a,
-                b,
+                a: a.to_device(device).expect("an adapter"),
+                b: b.to_device(device).expect("an adapter"),
                 a_name: format!("{}.lora_A.weight", site.module).into(),
                 b_name: format!("{}.lora_B.weight", site.module).into(),
                 scale: 2.0,
@@ -119,10 +89,11 @@ fn main() {
     memory::reuse_freed();
     let spec = spec(&o.size);
     let dtype = if o.dtype == "f32" { Dtype::F32 } else { Dtype::Bf16 };
-    let source = Resident::random(spec.params(), 3, 0.02, 1.0, dtype, &Device::Cpu).expect("weights");
-    let mut network = Network::new(spec.clone(), Box::new(source), Device::Cpu);
+    let device = ops::device::open(&o.device).expect("the device").device;
+    let source = Resident::random(spec.params(), 3, 0.02, 1.0, dtype, &device).expect("weights");
+    let mut network = Network::new(spec.clone(), Box::new(source), device.clone());
     if o.method == "lora" {
-        network.adapters = adapters(&spec, 16);
+        network.adapters = adapters(&spec, 16, &device);
     }
     let layers = spec.layers.len();
     let named = |prefix: &str| {
@@ -187,9 +158,11 @@ fn main() {
         medians.push(seconds[seconds.len() / 2]);
     }
     let median = medians.iter().sum::<f64>() / medians.len() as f64;
+    let gpu = ops::device::memory(&device).expect("the device's memory");
     println!(
         "{}",
         serde_json::json!({
+            "device": o.device, "peak_device_mib": gpu.map(|m| m.peak_used >> 20),
             "impl": "ft", "size": o.size, "method": o.method, "dtype": o.dtype, "batch": o.batch, "seq": o.seq,
             "threads": o.threads, "cpu": CpuPath::current().name(), "activations": if o.recompute { "recompute" } else { "keep" },
             "tokens_per_s": (tokens / median * 10.0).round() / 10.0, "step_s": all,

@@ -291,6 +291,8 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, before: usize) -> (u64, plan::Plan
         gradients,
         keep_layers: keep,
         threads: rayon::current_num_threads(),
+        element: 4,
+        on_gpu: false,
         active: vec![active],
         adapters: ranks,
         data_bytes: 0,

@@ -3,6 +3,7 @@
 use super::out::out;
 use crate::base::{Result, files, memory, units};
 use crate::ops::CpuPath;
+use crate::ops::device::{self, Gpu};
 use crate::report;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -96,7 +97,7 @@ fn examine() -> Vec<Line> {
         ),
     ];
     lines.push(features_line(&features));
-    lines.push(device());
+    lines.extend(devices());
     lines.push(memory_line(memory::available(), memory::total()));
     lines.extend(disk(Path::new(".")));
     lines.push(open_files());
@@ -125,16 +126,58 @@ fn features_line(features: &[&str]) -> Line {
     }
 }
 
-fn device() -> Line {
-    if Path::new("/proc/driver/nvidia/version").exists() {
-        return not_ok(
+/// One line for each GPU that this build can use, or why it computes on the CPU.
+fn devices() -> Vec<Line> {
+    if !device::HAS_CUDA {
+        let driver = Path::new("/proc/driver/nvidia/version").exists();
+        return vec![match driver {
+            true => not_ok(
+                Level::Warn,
+                "device",
+                "cpu (an NVIDIA driver is there, this build does not use it)",
+                "build with `cargo build --release --features cuda`",
+            ),
+            false => ok("device", "cpu"),
+        }];
+    }
+    match device::gpus() {
+        Err(e) => vec![not_ok(
             Level::Warn,
             "device",
-            "cpu (an NVIDIA driver is there, this build does not use it)",
-            "this version computes on the CPU only",
-        );
+            format!("cpu ({e})"),
+            "check `nvidia-smi`",
+        )],
+        Ok(gpus) if gpus.is_empty() => vec![not_ok(
+            Level::Warn,
+            "device",
+            "cpu (no GPU found)",
+            "check `nvidia-smi`",
+        )],
+        Ok(gpus) => gpus.iter().enumerate().flat_map(|(n, gpu)| gpu_lines(n, gpu)).collect(),
     }
-    ok("device", "cpu")
+}
+
+fn gpu_lines(ordinal: usize, gpu: &Gpu) -> Vec<Line> {
+    let mut lines = vec![ok(
+        "device",
+        format!(
+            "cuda:{ordinal}, {}, {} ({} free), compute capability {}.{}, driver for CUDA {}, cuBLAS {}",
+            gpu.name,
+            units::bytes(gpu.total),
+            units::bytes(gpu.free),
+            gpu.compute.0,
+            gpu.compute.1,
+            device::version(gpu.driver),
+            gpu.cublas
+        ),
+    )];
+    let problems = gpu.problems(device::toolkit());
+    lines.extend(
+        problems
+            .iter()
+            .map(|p| not_ok(Level::Fail, "device", format!("cuda:{ordinal}"), p)),
+    );
+    lines
 }
 
 fn memory_line(available: Option<u64>, total: Option<u64>) -> Line {

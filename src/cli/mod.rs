@@ -122,14 +122,6 @@ fn note(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
-fn warn(line: &str) {
-    let label = match report::style().color {
-        true => "\x1b[33mwarning:\x1b[0m",
-        false => "warning:",
-    };
-    let _ = writeln!(std::io::stderr(), "{label} {line}");
-}
-
 /// Meaning never depends on colour: this only decides how things look.
 fn style_of_terminal() -> Style {
     let set = |name: &str| std::env::var_os(name).is_some_and(|v| !v.is_empty());

@@ -1,8 +1,8 @@
 //! `--recipe R key=value ...`, as several subcommands take it.
 
-use super::warn;
 use crate::base::{Error, Result};
 use crate::recipe::{self, Loaded};
+use crate::report::warn;
 use std::path::PathBuf;
 
 #[derive(Debug, clap::Args)]

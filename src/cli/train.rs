@@ -53,7 +53,7 @@ pub fn run(mut args: Args) -> Result<i32> {
     };
     let outcome = train::train(&loaded, &options)?;
     if args.dry_run {
-        loaded.warnings.iter().for_each(|line| super::warn(line));
+        loaded.warnings.iter().for_each(|line| crate::report::warn(line));
         out(outcome.plan.table())?;
         out(&loaded.resolved)?;
         return Ok(0);

@@ -178,6 +178,17 @@ pub struct Dataset {
 }
 
 impl Dataset {
+    /// `rows` rows of `length` random ids below `vocab`, all trained: for benchmarks of shapes.
+    pub fn random(rows: usize, length: usize, vocab: usize, seed: u64) -> Self {
+        let rng = Rng::new(seed, Stream::Init, &[length as u64]);
+        let id = |at: usize| rng.below(at as u64, vocab as u64) as u32;
+        let example = |row| Example {
+            ids: (row * length..(row + 1) * length).map(id).collect(),
+            trained: vec![true; length],
+        };
+        Self::from_examples((0..rows).map(example).collect())
+    }
+
     /// Reads and tokenizes all rows.
     ///
     /// Errors: a broken row (its place), no rows, nothing to train, a signal that asks to stop.

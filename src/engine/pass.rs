@@ -3,7 +3,8 @@
 use super::active::Active;
 use crate::base::{Error, Result};
 use crate::data::Batch;
-use crate::model::{Context, GradSink, Layer, LossOutput, Need, Network, Objective};
+use crate::model::{Context, GradSink, Layer, Need, Network, Objective};
+use crate::ops::tally::{Sums, Tally};
 use crate::ops::{embedding, rms_norm};
 use crate::peft::Dropout;
 use crate::source::Group;
@@ -33,17 +34,26 @@ impl Totals {
         self.tokens += other.tokens;
     }
 
-    fn count(&mut self, out: &LossOutput, batch: &Batch) {
-        self.loss_sum += out.loss_sum;
-        self.trained += out.trained as u64;
-        self.correct += out.correct as u64;
+    fn count(&mut self, batch: &Batch) {
+        self.trained += batch.trained() as u64;
         self.tokens += batch.len() as u64;
+    }
+
+    /// With the sums that a tally has read.
+    pub fn with(self, sums: Sums) -> Self {
+        Self {
+            loss_sum: sums.loss,
+            correct: sums.correct as u64,
+            ..self
+        }
     }
 }
 
 /// All micro-batches of one optimizer step: gradients of `active` go to `sink`, scaled by 1 / (trained tokens
 /// of the whole window). The uppermost `keep` layers keep their activations, the others recompute them: the same bits.
-/// `key(micro)` gives the dropout key of each micro-batch.
+/// `key(micro)` gives the dropout key of each micro-batch. Loss and correct predictions are added to `tally`; the
+/// totals that come back have the counts only.
+#[allow(clippy::too_many_arguments)]
 pub fn window(
     network: &Network,
     objective: &dyn Objective,
@@ -52,6 +62,7 @@ pub fn window(
     keep: usize,
     key: impl Fn(u64) -> Option<Dropout>,
     sink: &mut dyn GradSink,
+    tally: &Tally,
 ) -> Result<Totals> {
     let trained: usize = batches.iter().map(Batch::trained).sum();
     if trained == 0 {
@@ -65,7 +76,7 @@ pub fn window(
         if batch.is_empty() {
             continue;
         }
-        let out = micro_batch(
+        micro_batch(
             network,
             objective,
             batch,
@@ -74,8 +85,9 @@ pub fn window(
             1.0 / trained as f64,
             key(micro as u64),
             sink,
+            tally,
         )?;
-        totals.count(&out, batch);
+        totals.count(batch);
     }
     Ok(totals)
 }
@@ -90,7 +102,8 @@ fn micro_batch(
     scale: f64,
     dropout: Option<Dropout>,
     sink: &mut dyn GradSink,
-) -> Result<LossOutput> {
+    tally: &Tally,
+) -> Result<()> {
     let layers = network.layers();
     let lowest = active.lowest_layer(layers);
     let ctx = network.context(&batch.positions, &batch.documents, dropout)?;
@@ -126,9 +139,9 @@ fn micro_batch(
         dh: need_dx || sink.wants(&norm.name),
         dw: sink.wants(&head.weight.name),
     };
-    let mut out = objective.evaluate(&network.normalize(&x)?, &head, batch, need)?;
-    if !out.loss_sum.is_finite() {
-        return Err(non_finite_loss(out.loss_sum));
+    let mut out = objective.evaluate(&network.normalize(&x)?, &head, batch, need, tally)?;
+    if let Some(sums) = tally.known().filter(|s| !s.loss.is_finite()) {
+        return Err(non_finite_loss(sums.loss));
     }
     // A tied head is the embedding: its gradient waits for the embedding's own part.
     let mut tied = None;
@@ -139,7 +152,7 @@ fn micro_batch(
             sink.take(&head.weight, dw)?
         }
     }
-    let Some(dh) = out.dh.take() else { return Ok(out) };
+    let Some(dh) = out.dh.take() else { return Ok(()) };
     let spec = &network.spec;
     let (mut dx, dw) = rms_norm::backward(
         &x,
@@ -165,13 +178,13 @@ fn micro_batch(
         };
         match network.block(l)?.vjp(&x, kept, dx, &ctx, need_dx, sink)? {
             Some(below) => dx = below,
-            None => return Ok(out),
+            None => return Ok(()),
         }
     }
     if active.lowest() == Group::Embedding {
         embedding_gradient(network, batch, &dx, tied, sink)?;
     }
-    Ok(out)
+    Ok(())
 }
 
 fn embedding_gradient(
@@ -193,7 +206,7 @@ fn embedding_gradient(
     sink.take(&table, dw)
 }
 
-fn non_finite_loss(loss: f64) -> Error {
+pub(super) fn non_finite_loss(loss: f64) -> Error {
     Error::new("the loss is not finite; the weights were not changed by this step")
         .found(loss)
         .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
@@ -210,7 +223,10 @@ pub fn evaluate(network: &Network, objective: &dyn Objective, batch: &Batch) -> 
             dh: false,
             dw: false,
         };
-        totals.count(&objective.evaluate(&h, &network.head()?, batch, need)?, batch);
+        let tally = Tally::new(&network.device)?;
+        objective.evaluate(&h, &network.head()?, batch, need, &tally)?;
+        totals.count(batch);
+        totals = totals.with(tally.read()?);
     }
     Ok(totals)
 }

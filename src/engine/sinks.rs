@@ -3,6 +3,7 @@
 use super::active::Active;
 use crate::base::{Error, Result};
 use crate::model::{GradSink, Param};
+use crate::ops::tally::Tally;
 use crate::ops::update;
 use crate::optim::Optimizer;
 use candle_core::Tensor;
@@ -23,13 +24,12 @@ impl<'a> Accumulate<'a> {
         }
     }
 
-    /// Norm of all gradients together: NaN or infinite if any of them is.
-    pub fn norm(&self) -> Result<f64> {
-        let mut sum = 0.0;
+    /// Adds the squares of all gradients to `tally`.
+    pub fn add_squares(&self, tally: &Tally) -> Result<()> {
         for (_, gradient) in self.sums.values() {
-            sum += update::sum_squares(gradient)?;
+            tally.add_squares(gradient)?;
         }
-        Ok(sum.sqrt())
+        Ok(())
     }
 
     /// Names of gradients that are not finite.
@@ -68,7 +68,7 @@ pub struct Step<'a> {
     pub lr: f64,
     /// Clipping factor, known beforehand or 1.
     pub coefficient: f32,
-    pub sum_squares: f64,
+    pub tally: &'a Tally,
 }
 
 impl GradSink for Step<'_> {
@@ -77,11 +77,10 @@ impl GradSink for Step<'_> {
     }
 
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
-        let squares = update::sum_squares(&gradient)?;
-        if !squares.is_finite() {
+        self.tally.add_squares(&gradient)?;
+        if self.tally.known().is_some_and(|sums| !sums.squares.is_finite()) {
             return Err(Error::new("gradient is not finite").at(&param.name));
         }
-        self.sum_squares += squares;
         let lr = self.lr * self.active.rate(&param.name);
         self.optimizer
             .update(&param.name, &param.tensor, &gradient, lr, self.coefficient)
@@ -92,7 +91,7 @@ impl GradSink for Step<'_> {
 /// Lv et al. 2023, arXiv 2306.09782, section 3.3).
 pub struct Norm<'a> {
     pub active: &'a Active,
-    pub sum_squares: f64,
+    pub tally: &'a Tally,
 }
 
 impl GradSink for Norm<'_> {
@@ -101,8 +100,7 @@ impl GradSink for Norm<'_> {
     }
 
     fn take(&mut self, _param: &Param, gradient: Tensor) -> Result<()> {
-        self.sum_squares += update::sum_squares(&gradient)?;
-        Ok(())
+        self.tally.add_squares(&gradient)
     }
 }
 

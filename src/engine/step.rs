@@ -5,7 +5,8 @@ use super::pass::{self, Totals};
 use super::sinks::{Accumulate, Norm, Step};
 use crate::base::{Error, Result};
 use crate::data::Batch;
-use crate::model::{Network, Objective};
+use crate::model::{GradSink, Network, Objective};
+use crate::ops::tally::{Sums, Tally};
 use crate::optim::Optimizer;
 use crate::peft::Dropout;
 
@@ -58,11 +59,16 @@ impl Engine {
     pub fn step(&mut self, step: u64, batches: &[Batch], active: &Active, lr: f64) -> Result<StepReport> {
         let (network, objective, seed) = (&self.network, self.objective.as_ref(), self.seed);
         let key = |micro| Some(Dropout { seed, step, micro });
+        let tally = Tally::new(&network.device)?;
+        let pass = |sink: &mut dyn GradSink, tally: &Tally| {
+            pass::window(network, objective, batches, active, self.keep_layers, key, sink, tally)
+        };
         match self.gradients {
             Gradients::Keep => {
                 let mut sink = Accumulate::new(active);
-                let totals = pass::window(network, objective, batches, active, self.keep_layers, key, &mut sink)?;
-                let grad_norm = sink.norm()?;
+                let totals = pass(&mut sink, &tally)?;
+                sink.add_squares(&tally)?;
+                let (sums, grad_norm) = read(&tally)?;
                 if !grad_norm.is_finite() {
                     return Err(non_finite(&sink.non_finite()?, step));
                 }
@@ -71,20 +77,22 @@ impl Engine {
                     let lr = lr * active.rate(&name);
                     self.optimizer.update(&name, &weight, &gradient, lr, coefficient)?;
                 }
-                Ok(StepReport { totals, grad_norm })
+                Ok(StepReport {
+                    totals: totals.with(sums),
+                    grad_norm,
+                })
             }
             Gradients::Fused | Gradients::NormFirst => {
                 let mut coefficient = 1.0;
                 if self.gradients == Gradients::NormFirst {
-                    let mut norm = Norm {
-                        active,
-                        sum_squares: 0.0,
-                    };
-                    pass::window(network, objective, batches, active, self.keep_layers, key, &mut norm)?;
-                    if !norm.sum_squares.is_finite() {
+                    let first = Tally::new(&network.device)?;
+                    let mut norm = Norm { active, tally: &first };
+                    pass(&mut norm, &first)?;
+                    let (_, grad_norm) = read(&first)?;
+                    if !grad_norm.is_finite() {
                         return Err(non_finite(&[], step));
                     }
-                    coefficient = clip_coefficient(norm.sum_squares.sqrt(), self.max_grad_norm);
+                    coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
                 }
                 let optimizer = &mut self.optimizer;
                 let mut sink = Step {
@@ -92,15 +100,25 @@ impl Engine {
                     optimizer,
                     lr,
                     coefficient,
-                    sum_squares: 0.0,
+                    tally: &tally,
                 };
-                let totals = pass::window(network, objective, batches, active, self.keep_layers, key, &mut sink)?;
+                let totals = pass(&mut sink, &tally)?;
+                let (sums, grad_norm) = read(&tally)?;
                 Ok(StepReport {
-                    totals,
-                    grad_norm: sink.sum_squares.sqrt(),
+                    totals: totals.with(sums),
+                    grad_norm,
                 })
             }
         }
+    }
+}
+
+/// The sums of a step and the global norm of its gradients. Errors: a loss that is not finite.
+fn read(tally: &Tally) -> Result<(Sums, f64)> {
+    let sums = tally.read()?;
+    match sums.loss.is_finite() {
+        true => Ok((sums, sums.squares.sqrt())),
+        false => Err(pass::non_finite_loss(sums.loss)),
     }
 }
 

@@ -11,6 +11,8 @@ use serde_json::{Map, Value};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use tokenizers::AddedToken;
+use tokenizers::models::bpe::BPE;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
 /// Largest `tokenizer.json`, bytes.
 const LIMIT: u64 = 512 << 20;
@@ -131,6 +133,36 @@ impl Tokenizer {
             special,
             stop,
             size,
+        })
+    }
+
+    /// One token for each byte, and an end of text: for models that have no tokenizer.
+    pub fn bytes() -> Result<Self> {
+        let failed = |e: tokenizers::Error| Error::new("cannot make the tokenizer of bytes").cause(e);
+        let mut alphabet: Vec<char> = ByteLevel::alphabet().into_iter().collect();
+        alphabet.sort_unstable();
+        let vocab: Vec<(String, u32)> = alphabet.iter().map(char::to_string).zip(0..).collect();
+        let vocab = <[(String, u32); 256]>::try_from(vocab);
+        let vocab = vocab.map_err(|v| Error::new("a byte has no letter").found(v.len()))?;
+        let model = BPE::builder()
+            .vocab_and_merges(vocab, Vec::new())
+            .build()
+            .map_err(failed)?;
+        let mut inner = tokenizers::Tokenizer::new(model);
+        let level = ByteLevel::new(false, true, false);
+        inner.with_pre_tokenizer(Some(level));
+        inner.with_decoder(Some(level));
+        let text = "<|endoftext|>".to_string();
+        let special = AddedToken::from(text.clone(), true).normalized(false);
+        inner.add_special_tokens([special]).map_err(failed)?;
+        let id = inner.token_to_id(&text);
+        Ok(Self {
+            size: inner.get_vocab_size(true),
+            inner,
+            config: Value::Object(Map::new()),
+            special: id.into_iter().collect(),
+            stop: id.into_iter().collect(),
+            named: vec![("eos_token", Named { text, id })],
         })
     }
 

@@ -4,7 +4,6 @@
 
 use crate::base::{Error, Result};
 use crate::model::KvStore;
-use crate::ops::update;
 use candle_core::{DType, Device, Tensor};
 
 /// Tokens a buffer has room for at least.
@@ -13,7 +12,6 @@ const FIRST: usize = 64;
 pub struct Cache {
     /// W: K·E.
     width: usize,
-    device: Device,
     /// Offsets of the rows in the new tokens of this step, `[rows + 1]`.
     step: Vec<usize>,
     layers: Vec<Vec<Row>>,
@@ -44,19 +42,20 @@ impl Buffer {
         Ok(self.tensor.narrow(0, 0, self.len)?)
     }
 
-    fn push(&mut self, new: &[f32], width: usize) -> Result<()> {
-        let len = self.len + new.len() / width;
-        let capacity = self.tensor.dim(0)?;
+    /// Adds the tokens of `new` `[n, W]`; the first ones decide the element type.
+    fn push(&mut self, new: &Tensor) -> Result<()> {
+        let (tokens, width) = new.dims2()?;
+        let (len, capacity) = (self.len + tokens, self.tensor.dim(0)?);
         if len > capacity {
-            let mut values = Vec::with_capacity(len.max(2 * capacity).max(FIRST) * width);
-            update::with_slice(&self.view()?, |old| values.extend_from_slice(old))?;
-            values.extend_from_slice(new);
-            values.resize(values.capacity() / width * width, 0.0);
-            let capacity = values.len() / width;
-            self.tensor = Tensor::from_vec(values, (capacity, width), self.tensor.device())?;
-        } else {
-            let place = self.tensor.narrow(0, self.len, len - self.len)?;
-            update::with_slice_mut(&place, |place| place.copy_from_slice(new))?;
+            let capacity = len.max(2 * capacity).max(FIRST);
+            let grown = Tensor::zeros((capacity, width), new.dtype(), new.device())?;
+            if self.len > 0 {
+                grown.slice_set(&self.view()?, 0, 0)?;
+            }
+            self.tensor = grown;
+        }
+        if tokens > 0 {
+            self.tensor.slice_set(new, 0, self.len)?;
         }
         self.len = len;
         Ok(())
@@ -75,7 +74,6 @@ impl Cache {
         let layer = || (0..rows).map(|_| row()).collect::<Result<Vec<_>>>();
         Ok(Self {
             width,
-            device: device.clone(),
             step: vec![0],
             layers: (0..layers).map(|_| layer()).collect::<Result<_>>()?,
         })
@@ -124,11 +122,9 @@ impl KvStore for Cache {
         };
         let first = rows.iter().all(|r| r.k.len == 0);
         for (new, pick) in [(&k, Row::keys as fn(&mut Row) -> &mut Buffer), (&v, Row::values)] {
-            update::with_slice(new, |new| {
-                rows.iter_mut()
-                    .zip(step.windows(2))
-                    .try_for_each(|(row, at)| pick(row).push(&new[at[0] * width..at[1] * width], width))
-            })??;
+            for (row, at) in rows.iter_mut().zip(step.windows(2)) {
+                pick(row).push(&new.narrow(0, at[0], at[1] - at[0])?)?;
+            }
         }
         if first {
             // Nothing came before: the new tokens are all there is.
@@ -141,13 +137,9 @@ impl KvStore for Cache {
         if let [row] = &rows[..] {
             return Ok((row.k.view()?, row.v.view()?, documents));
         }
-        let total = documents[rows.len()];
         let gather = |pick: fn(&Row) -> &Buffer| -> Result<Tensor> {
-            let mut all = Vec::with_capacity(total * width);
-            for row in rows.iter() {
-                update::with_slice(&pick(row).view()?, |values| all.extend_from_slice(values))?;
-            }
-            Ok(Tensor::from_vec(all, (total, width), &self.device)?)
+            let rows: Vec<Tensor> = rows.iter().map(|r| pick(r).view()).collect::<Result<_>>()?;
+            Ok(Tensor::cat(&rows, 0)?)
         };
         Ok((gather(|r| &r.k)?, gather(|r| &r.v)?, documents))
     }

@@ -78,7 +78,7 @@ pub fn generate(
     let parts: Vec<(&[u32], usize)> = prompts.iter().map(|p| (&p[..], 0)).collect();
     let mut logits = step(network, &mut cache, &parts)?;
     loop {
-        let chosen = choose(&logits, &sampler, &live)?;
+        let chosen = choose(&logits, spec.vocab, &sampler, &live)?;
         let mut stays = vec![false; live.len()];
         for ((live, id), stays) in live.iter_mut().zip(chosen).zip(&mut stays) {
             if settings.stop_ids.contains(&id) {
@@ -137,7 +137,7 @@ fn check(network: &Network, prompts: &[Vec<u32>]) -> Result<()> {
 
 /// Runs the new tokens of every row, given with the position of the first; logits `[rows, V]` after each
 /// row's last token.
-pub(super) fn step(network: &Network, cache: &mut Cache, parts: &[(&[u32], usize)]) -> Result<Tensor> {
+pub(super) fn step(network: &Network, cache: &mut Cache, parts: &[(&[u32], usize)]) -> Result<Vec<f32>> {
     let (mut ids, mut positions, mut documents) = (Vec::new(), Vec::new(), vec![0]);
     for &(tokens, start) in parts {
         ids.extend_from_slice(tokens);
@@ -158,16 +158,14 @@ pub(super) fn step(network: &Network, cache: &mut Cache, parts: &[(&[u32], usize
     };
     let head = network.head()?;
     let logits = linear::forward(&network.normalize(&last)?, &head.weight.tensor, None)?;
+    let mut logits = update::to_f32_vec(&logits)?;
     if let Some(cap) = head.softcap {
-        update::with_slice_mut(&logits, |l| l.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh()))?;
+        logits.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh());
     }
     Ok(logits)
 }
 
-fn choose(logits: &Tensor, sampler: &Sampler, live: &[Live]) -> Result<Vec<u32>> {
-    let vocab = logits.dim(1)?;
-    update::with_slice(logits, |logits| {
-        let rows = logits.chunks_exact(vocab).zip(live);
-        rows.map(|(logits, l)| sampler.next(logits, l.row, l.len)).collect()
-    })?
+fn choose(logits: &[f32], vocab: usize, sampler: &Sampler, live: &[Live]) -> Result<Vec<u32>> {
+    let rows = logits.chunks_exact(vocab).zip(live);
+    rows.map(|(logits, l)| sampler.next(logits, l.row, l.len)).collect()
 }

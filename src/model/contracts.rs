@@ -3,6 +3,7 @@
 
 use crate::base::Result;
 use crate::data::Batch;
+use crate::ops::tally::Tally;
 use crate::peft::Dropout;
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -98,12 +99,9 @@ pub struct Need {
     pub dw: bool,
 }
 
-/// Sums over the trained tokens of a batch.
+/// LossGradients that an objective delivers, where they are needed.
 #[derive(Debug, Default)]
-pub struct LossOutput {
-    pub loss_sum: f64,
-    pub trained: usize,
-    pub correct: usize,
+pub struct LossGradients {
     /// `[N, D]`: gradient at the hidden states.
     pub dh: Option<Tensor>,
     /// `[V, D]`: gradient of the output projection.
@@ -112,6 +110,7 @@ pub struct LossOutput {
 
 /// What is the loss, and its gradient at the last hidden states?
 pub trait Objective {
-    /// `h` `[N, D]`: hidden states after the final norm.
-    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need) -> Result<LossOutput>;
+    /// `h` `[N, D]`: hidden states after the final norm. The loss and the correct predictions of the trained tokens
+    /// go to `tally`.
+    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients>;
 }

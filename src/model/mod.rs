@@ -10,8 +10,9 @@ pub mod families;
 pub mod linear;
 pub mod network;
 pub mod rope;
+pub mod shapes;
 pub mod spec;
 
-pub use contracts::{Context, GradSink, Head, KvStore, Layer, LossOutput, Need, Objective, Observer, Param};
+pub use contracts::{Context, GradSink, Head, KvStore, Layer, LossGradients, Need, Objective, Observer, Param};
 pub use network::{Adapters, Network};
 pub use spec::Spec;

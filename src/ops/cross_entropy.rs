@@ -3,6 +3,7 @@
 
 use super::cpu::cross_entropy as cpu;
 use super::cpu::storage::{dims2, expect_dims, expect_f32, floats, tensor, values, wrong_shape};
+use super::tally::{Sums, Tally};
 use crate::base::{Error, Result};
 use crate::data::IGNORE;
 use candle_core::Tensor;
@@ -20,22 +21,25 @@ pub struct Options {
     pub need_dw: bool,
 }
 
-/// Sums over the trained tokens, and the gradients that were wanted.
+/// The gradients that were wanted.
 #[derive(Debug)]
 pub struct Output {
-    /// Sum of the losses in nats, not scaled. Not finite when a logit is not.
-    pub loss_sum: f64,
     pub trained: usize,
-    /// Tokens whose target has the largest logit (the first of equals).
-    pub correct: usize,
     /// `[N, D]`, zero where nothing is trained.
     pub dh: Option<Tensor>,
     /// `[V, D]` f32.
     pub dw: Option<Tensor>,
 }
 
-/// h f32 `[N, D]`, head f32 or bf16 `[V, D]`, targets `[N]`, each below V or `IGNORE` (else an error).
-pub fn forward_backward(h: &Tensor, head: &Tensor, targets: &[u32], options: &Options) -> Result<Output> {
+/// h f32 `[N, D]`, head f32 or bf16 `[V, D]`, targets `[N]`, each below V or `IGNORE` (else an error). The loss, not
+/// finite when a logit is not, and the tokens whose target has the largest logit (the first of equals) go to `tally`.
+pub fn forward_backward(
+    h: &Tensor,
+    head: &Tensor,
+    targets: &[u32],
+    options: &Options,
+    tally: &Tally,
+) -> Result<Output> {
     let ((n, d), (v, _)) = (dims2(h, "the hidden states")?, dims2(head, "the head")?);
     let mut sum = Sum::default();
     let mut gradients = cpu::Gradients {
@@ -47,26 +51,27 @@ pub fn forward_backward(h: &Tensor, head: &Tensor, targets: &[u32], options: &Op
     run(h, head, targets, options.softcap, options.chunk, wanted, |_, row| {
         sum.add(row)
     })?;
+    tally.add(sum.sums());
     Ok(Output {
-        loss_sum: sum.loss,
         trained: sum.trained,
-        correct: sum.correct,
         dh: gradients.dh.map(|dh| tensor(dh, (n, d))).transpose()?,
         dw: gradients.dw.map(|dw| tensor(dw, (v, d))).transpose()?,
     })
 }
 
-/// As `forward_backward` without gradients.
-pub fn forward_only(h: &Tensor, head: &Tensor, targets: &[u32], softcap: Option<f32>, chunk: usize) -> Result<Output> {
+/// As `forward_backward` without gradients; gives the number of trained tokens.
+pub fn forward_only(
+    h: &Tensor,
+    head: &Tensor,
+    targets: &[u32],
+    softcap: Option<f32>,
+    chunk: usize,
+    tally: &Tally,
+) -> Result<usize> {
     let mut sum = Sum::default();
     run(h, head, targets, softcap, chunk, None, |_, row| sum.add(row))?;
-    Ok(Output {
-        loss_sum: sum.loss,
-        trained: sum.trained,
-        correct: sum.correct,
-        dh: None,
-        dw: None,
-    })
+    tally.add(sum.sums());
+    Ok(sum.trained)
 }
 
 /// Log-probability of each target, `[N]`; 0 where the target is `IGNORE`.
@@ -96,6 +101,14 @@ impl Sum {
         self.loss += row.loss;
         self.trained += 1;
         self.correct += row.correct as usize;
+    }
+
+    fn sums(&self) -> Sums {
+        Sums {
+            loss: self.loss,
+            correct: self.correct as f64,
+            squares: 0.0,
+        }
     }
 }
 
@@ -153,6 +166,27 @@ mod tests {
 
     const SHAPES: [(usize, usize, usize); 3] = [(1, 8, 5), (11, 16, 37), (70, 40, 300)];
 
+    /// The results with their sums: loss, trained, correct.
+    fn with_gradients(h: &Tensor, head: &Tensor, targets: &[u32], options: &Options) -> (Output, (f64, usize, usize)) {
+        let tally = Tally::new(&Device::Cpu).unwrap();
+        let out = forward_backward(h, head, targets, options, &tally).unwrap();
+        let (sums, trained) = (tally.read().unwrap(), out.trained);
+        (out, (sums.loss, trained, sums.correct as usize))
+    }
+
+    fn without(
+        h: &Tensor,
+        head: &Tensor,
+        targets: &[u32],
+        cap: Option<f32>,
+        chunk: usize,
+    ) -> Result<(f64, usize, usize)> {
+        let tally = Tally::new(&Device::Cpu)?;
+        let trained = forward_only(h, head, targets, cap, chunk, &tally)?;
+        let sums = tally.read()?;
+        Ok((sums.loss, trained, sums.correct as usize))
+    }
+
     fn targets(n: usize, v: usize) -> Vec<u32> {
         (0..n)
             .map(|i| if i % 3 == 1 { IGNORE } else { (i * 7 % v) as u32 })
@@ -197,16 +231,12 @@ mod tests {
                         need_dh: true,
                         need_dw: true,
                     };
-                    let out = forward_backward(&h, &head, &targets, &options).unwrap();
-                    assert!((out.loss_sum - loss).abs() <= 1e-5 * loss, "{} {loss}", out.loss_sum);
-                    assert_eq!(out.trained, targets.iter().filter(|t| **t != IGNORE).count());
+                    let (out, sums) = with_gradients(&h, &head, &targets, &options);
+                    assert!((sums.0 - loss).abs() <= 1e-5 * loss, "{} {loss}", sums.0);
+                    assert_eq!(sums.1, targets.iter().filter(|t| **t != IGNORE).count());
                     assert_close(&out.dh.unwrap(), grads.get(&h).unwrap(), 1e-5);
                     assert_close(&out.dw.unwrap(), grads.get(&head).unwrap(), 1e-5);
-                    let again = forward_only(&h, &head, &targets, cap, chunk).unwrap();
-                    assert_eq!(
-                        (again.loss_sum, again.trained, again.correct),
-                        (out.loss_sum, out.trained, out.correct)
-                    );
+                    assert_eq!(without(&h, &head, &targets, cap, chunk).unwrap(), sums);
                     let got = token_log_probs(&h, &head, &targets, cap, chunk).unwrap();
                     let kept: Vec<f32> = (0..n).filter(|i| targets[*i] != IGNORE).map(|i| got[i]).collect();
                     let kept = Tensor::from_vec(kept, log_probs.dims(), &Device::Cpu).unwrap();
@@ -229,7 +259,7 @@ mod tests {
                 need_dh,
                 need_dw,
             };
-            let out = forward_backward(&h, &head, &targets, &options).unwrap();
+            let out = with_gradients(&h, &head, &targets, &options).0;
             (out.dh.map(|t| flat(&t)), out.dw.map(|t| flat(&t)))
         };
         let (dh, dw) = run(true, true);
@@ -248,9 +278,9 @@ mod tests {
         )
         .unwrap();
         let eye = Tensor::eye(3, candle_core::DType::F32, &Device::Cpu).unwrap();
-        let out = forward_only(&h, &eye, &[0, 0, 2, 1], None, 3).unwrap();
-        assert_eq!((out.trained, out.correct), (4, 2));
-        assert_eq!(forward_only(&h, &eye, &[0, 0, 2, 0], None, 3).unwrap().correct, 3);
+        let (_, trained, correct) = without(&h, &eye, &[0, 0, 2, 1], None, 3).unwrap();
+        assert_eq!((trained, correct), (4, 2));
+        assert_eq!(without(&h, &eye, &[0, 0, 2, 0], None, 3).unwrap().2, 3);
     }
 
     #[test]
@@ -264,9 +294,9 @@ mod tests {
             need_dh: true,
             need_dw: true,
         };
-        let a = forward_backward(&h, &head, &targets, &options).unwrap();
-        let b = forward_backward(&h, &wide, &targets, &options).unwrap();
-        assert!((a.loss_sum - b.loss_sum).abs() < 1e-5 * b.loss_sum);
+        let (a, (a_loss, ..)) = with_gradients(&h, &head, &targets, &options);
+        let (b, (b_loss, ..)) = with_gradients(&h, &wide, &targets, &options);
+        assert!((a_loss - b_loss).abs() < 1e-5 * b_loss);
         assert_close(&a.dh.unwrap(), &b.dh.unwrap(), 1e-5);
         assert_close(&a.dw.unwrap(), &b.dw.unwrap(), 1e-5);
     }
@@ -279,11 +309,10 @@ mod tests {
                 let mut data = flat(&random((3, 4), 1));
                 data[5] = bad;
                 let h = Tensor::from_vec(data, (3, 4), &Device::Cpu).unwrap();
-                let out = forward_only(&h, &(&head * 4.0).unwrap(), &[1, 2, 3], cap, 2).unwrap();
-                assert!(!out.loss_sum.is_finite(), "{bad} {cap:?}: {}", out.loss_sum);
+                let (loss, ..) = without(&h, &(&head * 4.0).unwrap(), &[1, 2, 3], cap, 2).unwrap();
+                assert!(!loss.is_finite(), "{bad} {cap:?}: {loss}");
                 // The ignored row is not looked at.
-                let out = forward_only(&h, &head, &[1, IGNORE, 3], cap, 2).unwrap();
-                assert!(out.loss_sum.is_finite());
+                assert!(without(&h, &head, &[1, IGNORE, 3], cap, 2).unwrap().0.is_finite());
             }
         }
     }
@@ -298,17 +327,17 @@ mod tests {
             need_dh: true,
             need_dw: true,
         };
-        let out = forward_backward(&h, &head, &[IGNORE; 3], &options).unwrap();
-        assert_eq!((out.loss_sum, out.trained, out.correct), (0.0, 0, 0));
+        let (out, sums) = with_gradients(&h, &head, &[IGNORE; 3], &options);
+        assert_eq!(sums, (0.0, 0, 0));
         assert!(
             flat(&out.dh.unwrap())
                 .iter()
                 .chain(&flat(&out.dw.unwrap()))
                 .all(|x| *x == 0.0)
         );
-        let e = forward_only(&h, &head, &[0, 5, 1], None, 2).unwrap_err();
+        let e = without(&h, &head, &[0, 5, 1], None, 2).unwrap_err();
         assert!(e.to_string().contains("token 1"), "{e}");
-        assert!(forward_only(&h, &head, &[0, 1], None, 2).is_err());
+        assert!(without(&h, &head, &[0, 1], None, 2).is_err());
     }
 
     #[test]
@@ -324,8 +353,8 @@ mod tests {
                 need_dw: true,
             };
             assert_same_on_any_threads(|| {
-                let out = forward_backward(&h, &head, &targets, &options).unwrap();
-                let loss = Tensor::new(out.loss_sum as f32, &Device::Cpu).unwrap();
+                let (out, (loss, ..)) = with_gradients(&h, &head, &targets, &options);
+                let loss = Tensor::new(loss as f32, &Device::Cpu).unwrap();
                 vec![loss, out.dh.unwrap(), out.dw.unwrap()]
             });
         }

@@ -7,11 +7,13 @@
 
 pub mod attention;
 pub mod cross_entropy;
+pub mod device;
 pub mod embedding;
 pub mod glu;
 pub mod linear;
 pub mod rms_norm;
 pub mod rope;
+pub mod tally;
 pub mod update;
 
 mod cpu;

@@ -35,13 +35,32 @@ pub struct Ledger {
     moment: String,
     /// The most that each kind ever was.
     pub largest: BTreeMap<Kind, u64>,
+    /// Host memory is counted apart.
+    two_places: bool,
+    host: u64,
+    pub host_peak: u64,
     /// The most that all were together, when, and what they were then.
     pub peak: u64,
     pub peak_moment: String,
     pub at_peak: BTreeMap<Kind, u64>,
 }
 
+impl Kind {
+    /// Does this stay in host memory where tensors lie on a GPU?
+    fn on_host(self) -> bool {
+        matches!(self, Kind::Retired | Kind::Saving | Kind::Data | Kind::Process)
+    }
+}
+
 impl Ledger {
+    /// `two_places`: tensors on a GPU, the rest on the host.
+    pub fn new(two_places: bool) -> Self {
+        Self {
+            two_places,
+            ..Self::default()
+        }
+    }
+
     /// What follows happens at this moment of the step.
     pub fn moment(&mut self, name: impl Into<String>) {
         self.moment = name.into();
@@ -52,6 +71,11 @@ impl Ledger {
         *now += bytes;
         let largest = self.largest.entry(kind).or_default();
         *largest = (*largest).max(*now);
+        if self.two_places && kind.on_host() {
+            self.host += bytes;
+            self.host_peak = self.host_peak.max(self.host);
+            return Held { kind, bytes };
+        }
         self.total += bytes;
         if self.total > self.peak {
             self.peak = self.total;
@@ -65,7 +89,11 @@ impl Ledger {
         if let Some(now) = self.now.get_mut(&held.kind) {
             *now -= held.bytes;
         }
-        self.total -= held.bytes;
+        if self.two_places && held.kind.on_host() {
+            self.host -= held.bytes;
+        } else {
+            self.total -= held.bytes;
+        }
     }
 
     /// The same bytes on another line.
@@ -87,7 +115,7 @@ impl Ledger {
 
     #[cfg(test)]
     pub fn now(&self) -> u64 {
-        self.total
+        self.total + self.host
     }
 }
 
@@ -111,6 +139,17 @@ mod tests {
         assert_eq!(l.at_peak[&Kind::Loss], 0);
         assert_eq!((l.largest[&Kind::Loss], l.largest[&Kind::Layer]), (50, 60));
         l.drop_all([weights, b]);
+        assert_eq!(l.now(), 0);
+    }
+
+    #[test]
+    fn with_a_gpu_the_host_is_counted_apart() {
+        let mut l = Ledger::new(true);
+        let held = [l.hold(Kind::Weights, 100), l.hold(Kind::Process, 70)];
+        l.touch(Kind::Saving, 30);
+        l.touch(Kind::Layer, 5);
+        assert_eq!((l.peak, l.host_peak), (105, 100));
+        l.drop_all(held);
         assert_eq!(l.now(), 0);
     }
 }

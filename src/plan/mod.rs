@@ -37,6 +37,10 @@ pub struct Inputs {
     /// Uppermost layers that keep their activations.
     pub keep_layers: usize,
     pub threads: usize,
+    /// Bytes of an element of an activation: 4 on the CPU, as the weights on a GPU.
+    pub element: u64,
+    /// Tensors lie on a GPU; the program, its rows and what retired blocks leave behind on the host.
+    pub on_gpu: bool,
     /// Every set of parameters that can be trained at one time.
     pub active: Vec<Active>,
     /// What the adapter on each linear that has one holds and needs, by module.
@@ -59,6 +63,8 @@ impl Inputs {
             gradients,
             keep_layers: 0,
             threads: rayon::current_num_threads(),
+            element: 4,
+            on_gpu: false,
             active,
             adapters: adapters
                 .iter()
@@ -100,7 +106,7 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
 
     let mut worst: Option<(Ledger, u64)> = None;
     for active in &inputs.active {
-        let mut ledger = Ledger::default();
+        let mut ledger = Ledger::new(inputs.on_gpu);
         ledger.moment("loading");
         let trained: u64 = active.names().map(size).sum();
         let state: u64 = active

@@ -79,7 +79,11 @@ pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs
         active,
         sizes: &sizes,
         keep: inputs.gradients == Gradients::Keep,
-        update: if bf16 { 4 * UPDATE_CHUNK * threads } else { 0 },
+        update: if bf16 && !inputs.on_gpu {
+            4 * UPDATE_CHUNK * threads
+        } else {
+            0
+        },
         kept: BTreeMap::new(),
     };
     let tokens = inputs.tokens as u64;
@@ -87,10 +91,7 @@ pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs
     let held = [
         // ids, positions, targets of every micro-batch; the rope tables of one.
         l.hold(Kind::Data, 12 * tokens * inputs.micro_batches as u64 + rope * tokens),
-        l.hold(
-            Kind::Scratch,
-            threads * (PACKING + 4 * thread_scratch(spec, inputs)) + if bf16 { tile_buffers(spec, inputs) } else { 0 },
-        ),
+        l.hold(Kind::Scratch, scratch(spec, inputs, bf16)),
     ];
     // The second micro-batch finds the sums of the first; those after it are like the second.
     for micro in 0..inputs.micro_batches.min(2) {
@@ -101,6 +102,15 @@ pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs
     let kept: Vec<Held> = std::mem::take(&mut sink.kept).into_values().collect();
     l.drop_all(kept);
     l.drop_all(held);
+}
+
+/// Buffers of the CPU's products and attention; a GPU packs nothing.
+fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
+    if inputs.on_gpu {
+        return 0;
+    }
+    let tiles = if bf16 { tile_buffers(spec, inputs) } else { 0 };
+    inputs.threads as u64 * (PACKING + 4 * thread_scratch(spec, inputs)) + tiles
 }
 
 /// Elements that one thread keeps for attention or for packed operands.
@@ -140,7 +150,7 @@ fn tile_buffers(spec: &Spec, inputs: &Inputs) -> u64 {
 
 fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
     let n = inputs.tokens as u64;
-    let nd = 4 * n * spec.hidden as u64;
+    let nd = inputs.element * n * spec.hidden as u64;
     let layers = spec.layers.len();
     let lowest = sink.active.lowest_layer(layers);
     let to_embedding = sink.active.lowest() == Group::Embedding;
@@ -172,7 +182,7 @@ fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, si
     let indices = l.hold(Kind::Loss, 8 * n);
     let d_hidden = dh.then(|| l.hold(Kind::Loss, nd));
     let d_head = sink.wants(head).then(|| sink.compute(l, head));
-    let chunk = CausalLm::chunk_for(spec.vocab).min(inputs.tokens) as u64;
+    let chunk = CausalLm::chunk_for(spec.vocab, sink.wants(head)).min(inputs.tokens) as u64;
     l.touch(Kind::Loss, 4 * chunk * (spec.vocab + spec.hidden) as u64);
     l.drop_all([h, indices]);
     let mut tied = None;

@@ -4,6 +4,7 @@ use super::Inputs;
 use super::ledger::{Kind, Ledger};
 use crate::base::units::{bytes, count};
 use crate::model::Spec;
+use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::recipe::{Method, Recipe};
 use crate::sft::CausalLm;
 use serde_json::{Value, json};
@@ -23,6 +24,8 @@ pub struct Line {
 pub struct Plan {
     pub lines: Vec<Line>,
     pub peak_bytes: u64,
+    /// With a GPU: what the host holds at most beside it.
+    pub peak_host_bytes: Option<u64>,
     /// When the peak is reached.
     pub peak_moment: String,
     /// Parameters of the model, adapters included.
@@ -54,6 +57,9 @@ impl Plan {
             bytes(self.peak_bytes),
             self.peak_moment
         ));
+        if let Some(host) = self.peak_host_bytes {
+            out.push_str(&format!("{:width$}  {:>10}  {:>10}\n", "on the host", "", bytes(host)));
+        }
         out.push_str(&format!(
             "{:width$}  {} of {} trained at one time ({:.2} %)\n",
             "parameters",
@@ -73,6 +79,9 @@ impl Plan {
             at_peak.insert(l.key.into(), json!(l.at_peak));
         }
         out.insert("peak_bytes".into(), json!(self.peak_bytes));
+        if let Some(host) = self.peak_host_bytes {
+            out.insert("peak_host_bytes".into(), json!(host));
+        }
         out.insert("peak_moment".into(), json!(self.peak_moment));
         out.insert("at_peak".into(), Value::Object(at_peak));
         out.insert("parameters".into(), json!(self.parameters));
@@ -81,13 +90,18 @@ impl Plan {
     }
 }
 
+fn head_trained(spec: &Spec, inputs: &Inputs) -> bool {
+    let head = if spec.tied { EMBEDDING } else { LM_HEAD };
+    inputs.active.iter().any(|active| active.contains(head))
+}
+
 pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, parameters: u64, trained: u64) -> Plan {
     let n = count(inputs.tokens as u64);
     let state = match recipe.tune.method {
         Method::Block => "optimizer of the active block",
         _ => "optimizer",
     };
-    let chunk = CausalLm::chunk_for(spec.vocab).min(inputs.tokens);
+    let chunk = CausalLm::chunk_for(spec.vocab, head_trained(spec, inputs)).min(inputs.tokens);
     let dtype = recipe.model.dtype.name();
     let gradients = match inputs.gradients {
         crate::engine::Gradients::Keep => "f32, kept until the update",
@@ -113,7 +127,7 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
             Kind::Inputs,
             "layer_inputs",
             "layer inputs",
-            format!("{n} tokens × {} × f32 a layer", spec.hidden),
+            format!("{n} tokens × {} × {} bytes a layer", spec.hidden, inputs.element),
         ),
         (
             Kind::Activations,
@@ -160,6 +174,7 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
     Plan {
         lines,
         peak_bytes: l.peak,
+        peak_host_bytes: inputs.on_gpu.then_some(l.host_peak),
         peak_moment: l.peak_moment,
         parameters,
         trained_parameters: trained,

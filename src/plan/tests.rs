@@ -53,6 +53,8 @@ fn inputs(active: Active, gradients: Gradients) -> Inputs {
         gradients,
         keep_layers: 0,
         threads: 1,
+        element: 4,
+        on_gpu: false,
         active: vec![active],
         adapters: BTreeMap::new(),
         data_bytes: 0,
@@ -73,6 +75,26 @@ fn all() -> Active {
 
 fn line(plan: &Plan, key: &str) -> u64 {
     plan.lines.iter().find(|l| l.key == key).unwrap().bytes
+}
+
+#[test]
+fn a_gpu_holds_narrow_activations_and_the_host_is_apart() {
+    let recipe = recipe("[tune]\nmethod = \"block\"\n[optimizer]\nname = \"adamw\"");
+    let mut inputs = inputs(layer(2), Gradients::Keep);
+    inputs.process_bytes = 1000;
+    let cpu = forecast(&spec(), &recipe, &inputs);
+    (inputs.element, inputs.on_gpu) = (2, true);
+    let gpu = forecast(&spec(), &recipe, &inputs);
+    assert_eq!(2 * line(&gpu, "layer_inputs"), line(&cpu, "layer_inputs"));
+    assert_eq!(line(&gpu, "gradients"), line(&cpu, "gradients"));
+    assert_eq!((cpu.peak_host_bytes, line(&gpu, "scratch")), (None, 0));
+    assert!(gpu.peak_host_bytes.is_some_and(|host| host >= 1000));
+    assert!(gpu.peak_bytes < cpu.peak_bytes);
+    let at_peak: u64 = gpu.lines.iter().map(|l| l.at_peak).sum();
+    assert_eq!(
+        at_peak - line(&gpu, "process") - line(&gpu, "data") - line(&gpu, "retired_halves"),
+        gpu.peak_bytes
+    );
 }
 
 #[test]

@@ -44,7 +44,7 @@ type Linear = (&'static str, usize, usize);
 
 impl<'a> Block<'a> {
     pub fn new(spec: &'a Spec, index: usize, inputs: &'a Inputs, dropout: bool) -> Self {
-        let bytes = |width: usize| 4 * (inputs.tokens * width) as u64;
+        let bytes = |width: usize| inputs.element * (inputs.tokens * width) as u64;
         Self {
             spec,
             index,
@@ -54,12 +54,12 @@ impl<'a> Block<'a> {
             nq: bytes(spec.query_width()),
             nkv: bytes(spec.kv_width()),
             ni: bytes(spec.intermediate),
-            lse: bytes(spec.heads),
+            lse: 4 * (inputs.tokens * spec.heads) as u64,
         }
     }
 
     fn n(&self, width: usize) -> u64 {
-        4 * (self.inputs.tokens * width) as u64
+        self.inputs.element * (self.inputs.tokens * width) as u64
     }
 
     fn name(&self, below: &str) -> String {

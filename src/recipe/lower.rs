@@ -230,7 +230,10 @@ pub fn build(values: &Values) -> Recipe {
             revision: text("model.revision"),
             dtype: name!(Dtype, "model.dtype", Bf16),
             device: text("model.device"),
-            init: name!(ModelInit, "model.init", Pretrained),
+            init: match text("model.path").starts_with("shape:") {
+                true => ModelInit::Random,
+                false => name!(ModelInit, "model.init", Pretrained),
+            },
         },
         memory: Memory {
             budget: unset("memory.budget", "auto").and_then(|t| units::parse_bytes(&t).ok()),

@@ -7,7 +7,7 @@ mod terminal;
 
 pub use environment::{cpu, environment, write_environment};
 pub use log::truncate_after;
-pub use terminal::{Style, set_style, style};
+pub use terminal::{Style, set_style, style, warn};
 
 use log::Log;
 use serde_json::{Map, Value, json};

@@ -30,6 +30,16 @@ pub fn style() -> Style {
     STYLE.get().copied().unwrap_or_default()
 }
 
+/// A warning outside of a run's progress.
+pub fn warn(line: &str) {
+    let label = if style().color {
+        "\x1b[33mwarning:\x1b[0m"
+    } else {
+        "warning:"
+    };
+    let _ = writeln!(std::io::stderr(), "{label} {line}");
+}
+
 pub(super) struct Terminal {
     style: Style,
     bar: Option<ProgressBar>,

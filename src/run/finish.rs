@@ -17,7 +17,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Writes `final/`; it appears whole or not at all. `note` is told what a reader should know.
+/// Writes `final/`; it appears whole or not at all. The random weights of a shape are not worth a file. `note` is
+/// told what a reader should know.
 pub fn export(
     run_dir: &Path,
     recipe: &Recipe,
@@ -25,15 +26,19 @@ pub fn export(
     engine: &Engine,
     prepared: &Prepared,
     note: &mut dyn FnMut(&str),
-) -> Result<PathBuf> {
+) -> Result<Option<PathBuf>> {
+    if model.is_shape() {
+        return Ok(None);
+    }
     let out = run_dir.join("final");
     if let Some(config) = &prepared.config {
-        return with_template(recipe, adapter(&out, recipe, model, engine, prepared, config, note)?);
+        let out = adapter(&out, recipe, model, engine, prepared, config, note)?;
+        return with_template(recipe, out).map(Some);
     }
     let out = base(&out, recipe, model, engine, &mut |name| {
         update::to_f32_vec(&engine.network.param(name)?.tensor)
     })?;
-    with_template(recipe, out)
+    with_template(recipe, out).map(Some)
 }
 
 /// A model directory of the run's parameters.

@@ -6,8 +6,10 @@ use crate::base::{Error, Result, memory};
 use crate::data::order::BatchStream;
 use crate::engine::Gradients;
 use crate::model::{Adapters, Spec};
+use crate::ops;
 use crate::plan::{self, Inputs, Plan};
-use crate::recipe::{Activations, Method, Recipe};
+use crate::recipe::{Activations, Dtype, Method, Recipe};
+use candle_core::Device;
 
 /// Tenths of the free memory that a run without a budget may take for speed.
 const OF_FREE: u64 = 8;
@@ -20,14 +22,18 @@ pub struct Forecast {
     pub keep_layers: usize,
 }
 
-/// The plan for the largest micro-batch that the rows of `stream` can make; without rows, for full ones.
+/// The plan for the largest micro-batch that the rows of `stream` can make; without rows, for full ones. A recipe
+/// that names a GPU is planned for one, whether or not it is here.
 pub fn forecast(
     recipe: &Recipe,
     spec: &Spec,
     adapters: &Adapters,
     tuning: &Tuning,
     stream: Option<&BatchStream>,
+    device: &Device,
 ) -> Result<Forecast> {
+    let gpu = ops::device::memory(device)?;
+    let on_gpu = recipe.model.device.starts_with("cuda") || gpu.is_some();
     let choose = |keep_fits| {
         let all_active = recipe.tune.method == Method::Full;
         let micro_batches = recipe.train.gradient_accumulation_steps;
@@ -36,15 +42,20 @@ pub fn forecast(
     let plan = |gradients, keep_layers| {
         let mut inputs = Inputs::of_recipe(recipe, tuning.possible(), adapters, gradients);
         inputs.keep_layers = keep_layers;
+        inputs.on_gpu = on_gpu;
+        if on_gpu && recipe.model.dtype == Dtype::Bf16 {
+            inputs.element = 2;
+        }
         if let Some(stream) = stream {
             measure(recipe, stream, &mut inputs);
         }
         plan::forecast(spec, recipe, &inputs)
     };
-    let budget = recipe
-        .memory
-        .budget
-        .or_else(|| memory::available().map(|b| b / 10 * OF_FREE));
+    let budget = recipe.memory.budget.or_else(|| match gpu {
+        Some(gpu) => Some(gpu.free / 10 * OF_FREE),
+        None if on_gpu => None,
+        None => memory::available().map(|b| b / 10 * OF_FREE),
+    });
     let fits = |plan: &Plan| budget.is_none_or(|b| plan.peak_bytes <= b);
     let layers = spec.layers.len();
     let least = match recipe.memory.activations {

@@ -5,8 +5,10 @@ use super::setup::{self, Described};
 use super::{adapters, forecast, tuning::Tuning};
 use crate::base::Result;
 use crate::data::order::BatchStream;
+use crate::ops;
 use crate::plan::Plan;
 use crate::recipe::Recipe;
+use candle_core::Device;
 use std::path::Path;
 
 pub struct Planned {
@@ -21,6 +23,11 @@ pub struct Planned {
 pub fn plan(recipe: &Recipe) -> Result<Planned> {
     let spec = setup::read_spec(&recipe.model.path, &recipe.model.revision)?;
     let prepared = adapters::of(recipe, &spec)?;
+    // A GPU that a recipe names may be on another machine.
+    let device = match recipe.model.device.as_str() {
+        "auto" => ops::device::open("auto")?.device,
+        _ => Device::Cpu,
+    };
     let rows = if rows_are_here(recipe) {
         Some(read(recipe)?)
     } else {
@@ -31,7 +38,7 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
         Some(rows) => {
             let stream = BatchStream::new(&rows.train, rows::stream(recipe))?;
             let tuning = Tuning::new(recipe, &spec, &spec.params(), &prepared, rows.train.examples.len())?;
-            forecast::forecast(recipe, &spec, &prepared.adapters, &tuning, Some(&stream))?.plan
+            forecast::forecast(recipe, &spec, &prepared.adapters, &tuning, Some(&stream), &device)?.plan
         }
         None => {
             notes.push(format!(
@@ -39,7 +46,7 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
                 recipe.data.max_length
             ));
             let tuning = Tuning::new(recipe, &spec, &spec.params(), &prepared, 0)?;
-            forecast::forecast(recipe, &spec, &prepared.adapters, &tuning, None)?.plan
+            forecast::forecast(recipe, &spec, &prepared.adapters, &tuning, None, &device)?.plan
         }
     };
     forecast::check_budget(&plan, recipe)?;

@@ -16,6 +16,11 @@ pub struct Rows {
 impl Rows {
     pub fn read(recipe: &Recipe, model: &Described) -> Result<Self> {
         let read = |named: &[String]| read(recipe, named, model);
+        if model.is_shape() && recipe.data.train.is_empty() {
+            let (rows, length) = (random_rows(recipe), recipe.data.max_length);
+            let train = Dataset::random(rows, length, model.spec.vocab, recipe.train.seed);
+            return Ok(Self { train, eval: None });
+        }
         let train = read(&recipe.data.train)?;
         if !recipe.data.eval.is_empty() {
             return Ok(Self {
@@ -38,6 +43,12 @@ impl Rows {
 pub fn read(recipe: &Recipe, named: &[String], model: &Described) -> Result<Dataset> {
     let files = local(named)?;
     Dataset::load(&spec(recipe, &files, model), &model.tokenizer, model.template())
+}
+
+/// Rows of random ids for a shape: every step has its own, up to a bound.
+fn random_rows(recipe: &Recipe) -> usize {
+    let steps = recipe.train.max_steps.clamp(1, 256) as usize;
+    steps * recipe.train.batch_size * recipe.train.gradient_accumulation_steps
 }
 
 /// Files as they are; hub data sets as the files of their cache.

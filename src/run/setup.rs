@@ -9,9 +9,10 @@ use crate::formats::template::ChatTemplate;
 use crate::formats::tokenizer::Tokenizer;
 use crate::formats::weights::Weights;
 use crate::hub;
-use crate::model::{Network, Spec, families};
-use crate::ops::update;
+use crate::model::{Network, Spec, families, shapes};
+use crate::ops::{self, update};
 use crate::recipe::{Dtype, ModelInit};
+use crate::report;
 use crate::source::{Resident, resident};
 use candle_core::{DType, Device, Tensor};
 use std::path::{Path, PathBuf};
@@ -30,6 +31,15 @@ impl Described {
     ///
     /// Errors: everything that is wrong with the directory; a tokenizer with more ids than the embedding has rows.
     pub fn open(path: &str, revision: &str, template: Option<&str>) -> Result<Self> {
+        if let Some(config) = shapes::config(path)? {
+            return Ok(Self {
+                dir: PathBuf::from(path),
+                spec: families::read(&config)?,
+                config,
+                tokenizer: Tokenizer::bytes()?,
+                template: None,
+            });
+        }
         let dir = hub::resolve_model(path, revision, true)?;
         let config = Config::load(&dir)?;
         let spec = families::read(&config)?;
@@ -54,6 +64,11 @@ impl Described {
             tokenizer,
             template,
         })
+    }
+
+    /// Random weights of a built-in shape: there is no directory, and nothing to take away.
+    pub fn is_shape(&self) -> bool {
+        self.dir.to_string_lossy().starts_with(shapes::PREFIX)
     }
 
     /// The chat template as the data room sees it.
@@ -121,16 +136,17 @@ fn store(weight: &Tensor, values: &[f32]) -> Result<()> {
 
 /// What a model computes, from its `config.json` alone.
 pub fn read_spec(path: &str, revision: &str) -> Result<Spec> {
+    if let Some(config) = shapes::config(path)? {
+        return families::read(&config);
+    }
     families::read(&Config::load(&hub::resolve_config(path, revision)?)?)
 }
 
-/// `auto`, `cpu`; a GPU needs a build that has one.
+/// The device of that name, ready for use; a choice that may surprise is told.
 pub fn device(name: &str) -> Result<Device> {
-    match name {
-        "auto" | "cpu" => Ok(Device::Cpu),
-        other => Err(Error::new(format!("device `{other}` is not available"))
-            .at("model.device")
-            .found("a build without CUDA")
-            .hint("set `model.device = \"cpu\"` or `\"auto\"`")),
+    let opened = ops::device::open(name)?;
+    if let Some(note) = &opened.note {
+        report::warn(note);
     }
+    Ok(opened.device)
 }

@@ -15,12 +15,13 @@ use crate::data::order::{BatchStream, eval_batches};
 use crate::engine::{self, Engine, Gradients};
 use crate::export;
 use crate::model::Adapters;
-use crate::ops::update;
+use crate::ops::{self, update};
 use crate::optim::{Optimizer, Schedule};
 use crate::plan::Plan;
 use crate::recipe::{self, Method, Recipe};
 use crate::report::{self, EvalMetrics, Reporter, StepMetrics};
 use crate::sft::CausalLm;
+use candle_core::Device;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -72,7 +73,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         plan,
         gradients,
         keep_layers,
-    } = forecast::forecast(recipe, &model.spec, &prepared.adapters, &tuning, Some(&stream))?;
+    } = forecast::forecast(recipe, &model.spec, &prepared.adapters, &tuning, Some(&stream), &device)?;
     if options.dry_run {
         return Ok(Outcome {
             final_dir: None,
@@ -82,6 +83,9 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     }
 
     forecast::check_budget(&plan, recipe)?;
+    if let Some(budget) = recipe.memory.budget {
+        ops::device::limit(&device, budget)?;
+    }
 
     // ---- run directory
     files::create_dir_all(&run_dir)?;
@@ -174,6 +178,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         tuning: &tuning,
         facts,
         reporter,
+        plan: &plan,
     };
     if start_step == 0 && total_steps > 0 {
         run.samples(&engine, "before")?;
@@ -205,7 +210,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
             grad_norm: report.grad_norm,
             tokens_per_second: report.totals.tokens as f64 / started.elapsed().as_secs_f64(),
             trained_tokens,
-            peak_memory_bytes: memory::peak_resident(),
+            peak_memory_bytes: peak_memory(&device)?,
             active_block: tuning.label(step),
         };
         let every = recipe.train.logging_steps.max(1) as u64;
@@ -233,15 +238,25 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         said.push(line.to_string());
     })?;
     said.iter().for_each(|line| run.reporter.note(line));
-    let peak = memory::peak_resident();
+    let peak = peak_memory(&device)?;
+    if final_dir.is_none() {
+        run.reporter
+            .note("a built-in shape has random weights: no `final/` is written");
+    }
     run.reporter
         .event("stop", json!({"step": total_steps, "reason": "done"}));
     run.reporter.finish();
     Ok(Outcome {
-        final_dir: Some(final_dir),
+        final_dir,
         plan,
         peak_memory_bytes: peak,
     })
+}
+
+/// Most memory so far: of the GPU's tensors, or of this process on the CPU.
+fn peak_memory(device: &Device) -> Result<u64> {
+    let gpu = ops::device::memory(device)?;
+    Ok(gpu.map_or_else(memory::peak_resident, |m| m.peak_used))
 }
 
 /// New, resumed or refused.
@@ -417,6 +432,7 @@ struct Run<'a> {
     tuning: &'a Tuning,
     facts: Facts,
     reporter: Reporter,
+    plan: &'a Plan,
 }
 
 impl Run<'_> {
@@ -491,6 +507,32 @@ impl Run<'_> {
         }
         self.reporter.event("stop", json!({"step": step, "reason": e.what()}));
         self.reporter.finish();
-        e
+        match ops::device::out_of_memory(&e) {
+            true => self.explain_memory(engine, e),
+            false => e,
+        }
+    }
+
+    /// A GPU ran out of memory: the plan beside what was really used, and what to change.
+    fn explain_memory(&mut self, engine: &Engine, e: Error) -> Error {
+        self.reporter.note(&self.plan.table());
+        let used = ops::device::memory(&engine.network.device)
+            .ok()
+            .flatten()
+            .unwrap_or_default();
+        Error::new("the GPU has no memory left")
+            .found(format!(
+                "tensors of {} at most, {} taken from the GPU for them, {} of {} free; forecast {}",
+                bytes(used.peak_used),
+                bytes(used.peak_reserved),
+                bytes(used.free),
+                bytes(used.total),
+                bytes(self.plan.peak_bytes)
+            ))
+            .hint(
+                "set `memory.activations = \"recompute\"`, lower `train.batch_size` or `data.max_length`, \
+                 or let other programs leave the GPU",
+            )
+            .cause(e)
     }
 }

@@ -3,52 +3,49 @@
 
 use crate::base::Result;
 use crate::data::Batch;
-use crate::model::{Head, LossOutput, Need, Objective};
+use crate::model::{Head, LossGradients, Need, Objective};
 use crate::ops::cross_entropy;
+use crate::ops::tally::Tally;
 use candle_core::Tensor;
 
-/// Cross-entropy through the output projection, `chunk` tokens of logits at a time.
+/// Cross-entropy through the output projection, a chunk of tokens' logits at a time.
 pub struct CausalLm {
-    pub chunk: usize,
+    vocab: usize,
 }
 
 /// Bytes of f32 logits that exist at once.
-const LOGITS_BYTES: usize = 32 << 20;
+const LOGITS_BYTES: usize = 48 << 20;
+/// As many where the projection trains: every chunk reads and writes its whole gradient.
+const LOGITS_BYTES_TRAINED: usize = 128 << 20;
 
 impl CausalLm {
-    /// Tokens a chunk for a vocabulary of `vocab` rows.
-    pub fn chunk_for(vocab: usize) -> usize {
-        (LOGITS_BYTES / (4 * vocab.max(1))).clamp(16, 512)
+    /// Tokens a chunk for a projection to `vocab` rows, which is `trained` or not.
+    pub fn chunk_for(vocab: usize, trained: bool) -> usize {
+        let bytes = if trained { LOGITS_BYTES_TRAINED } else { LOGITS_BYTES };
+        (bytes / (4 * vocab.max(1))).clamp(16, 512)
     }
 
     pub fn new(vocab: usize) -> Self {
-        Self {
-            chunk: Self::chunk_for(vocab),
-        }
+        Self { vocab }
     }
 }
 
 impl Objective for CausalLm {
-    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need) -> Result<LossOutput> {
+    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
         let w = &head.weight.tensor;
-        let out = if need.dh || need.dw {
-            let options = cross_entropy::Options {
-                softcap: head.softcap,
-                chunk: self.chunk,
-                scale: need.scale,
-                need_dh: need.dh,
-                need_dw: need.dw,
-            };
-            cross_entropy::forward_backward(h, w, &batch.targets, &options)?
-        } else {
-            cross_entropy::forward_only(h, w, &batch.targets, head.softcap, self.chunk)?
+        let chunk = Self::chunk_for(self.vocab, need.dw);
+        if !need.dh && !need.dw {
+            cross_entropy::forward_only(h, w, &batch.targets, head.softcap, chunk, tally)?;
+            return Ok(LossGradients::default());
+        }
+        let options = cross_entropy::Options {
+            softcap: head.softcap,
+            chunk,
+            scale: need.scale,
+            need_dh: need.dh,
+            need_dw: need.dw,
         };
-        Ok(LossOutput {
-            loss_sum: out.loss_sum,
-            trained: out.trained,
-            correct: out.correct,
-            dh: out.dh,
-            dw: out.dw,
-        })
+        let out = cross_entropy::forward_backward(h, w, &batch.targets, &options, tally)?;
+        Ok(LossGradients { dh: out.dh, dw: out.dw })
     }
 }

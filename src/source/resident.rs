@@ -6,6 +6,7 @@ use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
 use crate::recipe::Dtype;
 use candle_core::{Device, Tensor};
+use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -53,7 +54,7 @@ impl Resident {
             let values: Vec<f32> = match (p.is_vector(), p.name.ends_with(".bias")) {
                 (_, true) => vec![0.0; n],
                 (true, false) => vec![norm; n],
-                (false, false) => (0..n as u64).map(|i| std * rng.normal(i)).collect(),
+                (false, false) => (0..n as u64).into_par_iter().map(|i| std * rng.normal(i)).collect(),
             };
             let tensor = Tensor::from_vec(values, p.shape.as_slice(), device)?;
             Ok(match dtype {

@@ -5,6 +5,7 @@ use ft::data::{Batch, batch::Example};
 use ft::engine::{self, Active};
 use ft::export;
 use ft::model::Network;
+use ft::ops::tally::Tally;
 use ft::ops::{CpuPath, linear};
 use ft::optim::{Optimizer, Schedule};
 use ft::recipe::{self, Dtype, ModelInit, Recipe};
@@ -90,7 +91,9 @@ pub fn logits_and_grads(dir: &Path, documents: &[Document]) -> Measured {
         active: &active,
         gradients: BTreeMap::new(),
     };
-    let totals = engine::window(&network, &objective, &[batch], &active, 0, |_| None, &mut sink).unwrap();
+    let tally = Tally::new(&network.device).unwrap();
+    let totals = engine::window(&network, &objective, &[batch], &active, 0, |_| None, &mut sink, &tally).unwrap();
+    let totals = totals.with(tally.read().unwrap());
     Measured {
         logits,
         loss: totals.loss(),

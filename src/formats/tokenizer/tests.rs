@@ -162,3 +162,15 @@ fn broken_and_missing_tokenizers_are_named() {
     std::fs::write(dir.path().join("tokenizer_config.json"), b"[").unwrap();
     assert!(error().contains("tokenizer_config.json:1:1"));
 }
+
+#[test]
+fn the_tokenizer_of_bytes_carries_every_text() {
+    let bytes = Tokenizer::bytes().unwrap();
+    assert_eq!(bytes.vocab_size(), 257);
+    for text in ["", "Hello, world!\n", "größer → 日本 \u{1F600}\0"] {
+        let ids = bytes.encode(text, true).unwrap();
+        assert_eq!(ids.len(), text.len());
+        assert_eq!(bytes.decode(&ids, true).unwrap(), text);
+    }
+    assert_eq!(bytes.stop_ids(), [bytes.eos_id().unwrap()]);
+}

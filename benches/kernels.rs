@@ -1,0 +1,197 @@
+//! Speed of the operations beside the peak of the arithmetic unit, measured in the same run: `cargo bench --bench kernels`.
+//! Rates are in floating-point operations (matrix products, attention) or bytes moved (the others) a second.
+
+use candle_core::{DType, Device, Tensor};
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use ft::base::memory;
+use ft::base::rng::{Rng, Stream};
+use ft::ops::glu::Activation;
+use ft::ops::{attention, glu, linear, rms_norm};
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+fn random(rows: usize, columns: usize, seed: u64) -> Tensor {
+    let rng = Rng::new(seed, Stream::Init, &[]);
+    let values: Vec<f32> = (0..(rows * columns) as u64).map(|i| rng.normal(i)).collect();
+    Tensor::from_vec(values, (rows, columns), &Device::Cpu).expect("a tensor")
+}
+
+/// Multiply-adds on registers alone: what the f32 unit can do at most. Returns operations done in `rounds`.
+mod peak {
+    const SUMS: usize = 12;
+
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f")]
+    pub fn avx512(rounds: u64) -> (u64, f32) {
+        use std::arch::x86_64::*;
+        let (a, b) = (_mm512_set1_ps(1.000_001), _mm512_set1_ps(1e-9));
+        let mut sums = [a; SUMS];
+        for _ in 0..rounds {
+            for s in &mut sums {
+                *s = _mm512_fmadd_ps(*s, a, b);
+            }
+        }
+        let mut total = 0.0;
+        for s in sums {
+            total += _mm512_reduce_add_ps(s);
+        }
+        (rounds * SUMS as u64 * 32, total)
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2,fma")]
+    pub fn avx2(rounds: u64) -> (u64, f32) {
+        use std::arch::x86_64::*;
+        let (a, b) = (_mm256_set1_ps(1.000_001), _mm256_set1_ps(1e-9));
+        let mut sums = [a; SUMS];
+        for _ in 0..rounds {
+            for s in &mut sums {
+                *s = _mm256_fmadd_ps(*s, a, b);
+            }
+        }
+        let mut lanes = [0f32; 8];
+        let mut total = 0.0;
+        for s in sums {
+            // SAFETY: eight floats fit.
+            unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), s) };
+            total += lanes.iter().sum::<f32>();
+        }
+        (rounds * SUMS as u64 * 16, total)
+    }
+
+    pub fn run(rounds: u64) -> Option<(u64, f32)> {
+        #[cfg(target_arch = "x86_64")]
+        {
+            // SAFETY: the processor was asked.
+            if is_x86_feature_detected!("avx512f") {
+                return Some(unsafe { avx512(rounds) });
+            }
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                return Some(unsafe { avx2(rounds) });
+            }
+        }
+        let _ = rounds;
+        None
+    }
+}
+
+/// All threads at once; best of several, because other programs only take away.
+fn show_peak() {
+    const ROUNDS: u64 = 20_000_000;
+    let best = (0..5)
+        .filter_map(|_| {
+            let started = Instant::now();
+            let done = rayon::broadcast(|_| peak::run(black_box(ROUNDS)));
+            let seconds = started.elapsed().as_secs_f64();
+            let flops: u64 = done
+                .into_iter()
+                .map(|d| d.map(|(flops, sum)| (flops, black_box(sum)).0))
+                .sum::<Option<u64>>()?;
+            Some(flops as f64 / seconds / 1e9)
+        })
+        .fold(0.0, f64::max);
+    match best > 0.0 {
+        true => println!(
+            "peak of the f32 unit: {best:.0} GFLOP/s with {} threads",
+            rayon::current_num_threads()
+        ),
+        false => println!("peak of the f32 unit: not measured on this processor"),
+    }
+}
+
+fn products(c: &mut Criterion) {
+    memory::reuse_freed();
+    show_peak();
+    for (n, i, o) in [
+        (512, 896, 4864),
+        (512, 4864, 896),
+        (2048, 4096, 4096),
+        (512, 896, 16),
+        (1, 896, 4864),
+    ] {
+        let mut group = c.benchmark_group(format!("product {n} x {i} x {o}"));
+        group.throughput(Throughput::Elements(2 * (n * i * o) as u64));
+        let (x, dy) = (random(n, i, 1), random(n, o, 2));
+        let f32_weight = random(o, i, 3);
+        for (name, dtype) in [("f32", DType::F32), ("bf16", DType::BF16)] {
+            let w = f32_weight.to_dtype(dtype).expect("a tensor");
+            group.bench_function(BenchmarkId::new("forward", name), |b| {
+                b.iter(|| linear::forward(&x, &w, None).expect("y"))
+            });
+            group.bench_function(BenchmarkId::new("backward input", name), |b| {
+                b.iter(|| linear::backward_input(&dy, &w).expect("dx"))
+            });
+            group.bench_function(BenchmarkId::new("gradient of the weight", name), |b| {
+                b.iter(|| linear::grad_weight(&dy, &x, dtype).expect("dW"))
+            });
+        }
+        group.finish();
+    }
+}
+
+fn attentions(c: &mut Criterion) {
+    for n in [512, 2048] {
+        let (heads, kv_heads, head_dim) = (14, 2, 64);
+        let spec = attention::Spec {
+            heads,
+            kv_heads,
+            head_dim,
+            scale: 0.125,
+            softcap: None,
+            window: None,
+        };
+        let q = random(n, heads * head_dim, 1);
+        let (k, v) = (random(n, kv_heads * head_dim, 2), random(n, kv_heads * head_dim, 3));
+        let dout = random(n, heads * head_dim, 4);
+        let documents = [0, n];
+        let (out, lse) = attention::forward(&q, &k, &v, &spec, &documents, &documents).expect("o");
+        // Two products of the lower half of [N, N] for each head; backward has five.
+        let flops = 2 * (n * n * heads * head_dim) as u64;
+        let mut group = c.benchmark_group(format!("attention {n} tokens, 14 heads of 64"));
+        group.throughput(Throughput::Elements(flops));
+        group.bench_function("forward", |b| {
+            b.iter(|| attention::forward(&q, &k, &v, &spec, &documents, &documents).expect("o"))
+        });
+        group.throughput(Throughput::Elements(flops / 2 * 5));
+        group.bench_function("backward", |b| {
+            b.iter(|| attention::backward(&q, &k, &v, &out, &lse, &dout, &spec, &documents).expect("dq"))
+        });
+        group.finish();
+    }
+}
+
+fn elementwise(c: &mut Criterion) {
+    let (n, d, i) = (512, 896, 4864);
+    let (x, dy, w) = (
+        random(n, d, 1),
+        random(n, d, 2),
+        random(1, d, 3).flatten_all().expect("w"),
+    );
+    let (gate, up, dm) = (random(n, i, 4), random(n, i, 5), random(n, i, 6));
+    let mut group = c.benchmark_group("elementwise, 512 tokens");
+    let bytes = |tensors: usize, width: usize| Throughput::Bytes((4 * tensors * n * width) as u64);
+    group.throughput(bytes(2, d));
+    group.bench_function("rms_norm forward", |b| {
+        b.iter(|| rms_norm::forward(&x, &w, 1e-6, false).expect("y"))
+    });
+    group.throughput(bytes(3, d));
+    group.bench_function("rms_norm backward", |b| {
+        b.iter(|| rms_norm::backward(&x, &w, &dy, 1e-6, false, false).expect("dx"))
+    });
+    group.throughput(bytes(3, i));
+    group.bench_function("swiglu forward", |b| {
+        b.iter(|| glu::forward(&gate, &up, Activation::Silu).expect("m"))
+    });
+    group.throughput(bytes(5, i));
+    group.bench_function("swiglu backward", |b| {
+        b.iter(|| glu::backward(&gate, &up, &dm, Activation::Silu).expect("dgate"))
+    });
+    group.finish();
+}
+
+criterion_group! {
+    name = benches;
+    config = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(2));
+    targets = products, attentions, elementwise
+}
+criterion_main!(benches);

@@ -1,0 +1,143 @@
+//! With the feature `cuda`: every `cuda/*.cu` becomes a fat binary with machine code for each architecture and PTX
+//! of the lowest, which the driver compiles for any newer GPU. Without the feature: nothing.
+//!
+//! `FT_CUDA_ARCHS` (such as `90` or `80,86`) replaces the architectures; the sources need 80 or more.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::sync::Mutex;
+use std::{env, fs, thread};
+
+const ARCHS: &str = "80,86,89,90";
+const SETTINGS: [&str; 6] = ["NVCC", "PATH", "CUDA_HOME", "CUDA_PATH", "NVCC_CCBIN", "FT_CUDA_ARCHS"];
+
+fn main() -> ExitCode {
+    println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rerun-if-changed=cuda");
+    for name in SETTINGS {
+        println!("cargo:rerun-if-env-changed={name}");
+    }
+    if env::var_os("CARGO_FEATURE_CUDA").is_none() {
+        return ExitCode::SUCCESS;
+    }
+    match build() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("error: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn build() -> Result<(), String> {
+    let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo gave no OUT_DIR")?);
+    let nvcc = nvcc()?;
+    let archs = archs()?;
+    let sources = sources()?;
+    // Several files at once; cargo says how many processes are welcome.
+    let jobs = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok()).unwrap_or(1);
+    let todo = Mutex::new(sources.iter());
+    let failed = Mutex::new(Vec::new());
+    thread::scope(|scope| {
+        for _ in 0..jobs.clamp(1, sources.len().max(1)) {
+            scope.spawn(|| {
+                while let Some(source) = lock(&todo).next() {
+                    if let Err(e) = compile(&nvcc, &archs, source, &out) {
+                        lock(&failed).push(e);
+                    }
+                }
+            });
+        }
+    });
+    let failed = lock(&failed);
+    if !failed.is_empty() {
+        return Err(failed.join("\n"));
+    }
+    let mut list =
+        String::from("/// Name and fat binary of each source file.\npub static MODULES: &[(&str, &[u8])] = &[\n");
+    for source in &sources {
+        let name = stem(source);
+        list += &format!(
+            "    ({name:?}, include_bytes!({:?})),\n",
+            out.join(format!("{name}.fatbin"))
+        );
+    }
+    list += "];\n";
+    fs::write(out.join("modules.rs"), list).map_err(|e| format!("the list of modules: {e}"))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+fn stem(source: &Path) -> String {
+    source.file_stem().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+fn sources() -> Result<Vec<PathBuf>, String> {
+    let folder = fs::read_dir("cuda").map_err(|e| format!("kernels/cuda: {e}"))?;
+    let mut found: Vec<PathBuf> = folder
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| path.extension().is_some_and(|e| e == "cu"))
+        .collect();
+    found.sort();
+    Ok(found)
+}
+
+fn archs() -> Result<Vec<u32>, String> {
+    let text = env::var("FT_CUDA_ARCHS").unwrap_or_else(|_| ARCHS.into());
+    let archs: Option<Vec<u32>> = text.split(',').map(|a| a.trim().parse().ok()).collect();
+    match archs {
+        Some(archs) if !archs.is_empty() && archs.iter().all(|a| *a >= 80) => Ok(archs),
+        _ => Err(format!(
+            "FT_CUDA_ARCHS: found {text:?}, expected numbers from 80 on, such as {ARCHS}"
+        )),
+    }
+}
+
+/// Looks where candle's build script looks, in the same order, so that both use one toolkit.
+fn nvcc() -> Result<PathBuf, String> {
+    let exe = if cfg!(windows) { "nvcc.exe" } else { "nvcc" };
+    let named = env::var_os("NVCC").map(PathBuf::from);
+    let in_path = env::var_os("PATH").map(|p| env::split_paths(&p).map(|d| d.join(exe)).collect());
+    let homes = ["CUDA_HOME", "CUDA_PATH"]
+        .into_iter()
+        .filter_map(env::var_os)
+        .map(PathBuf::from);
+    let usual = ["/usr/local/cuda", "/opt/cuda", "/usr/lib/cuda", "/usr"].map(PathBuf::from);
+    named
+        .into_iter()
+        .chain(in_path.unwrap_or_else(Vec::new))
+        .chain(homes.chain(usual).map(|home| home.join("bin").join(exe)))
+        .find(|path| path.is_file())
+        .ok_or_else(|| {
+            "the feature `cuda` needs nvcc of the CUDA toolkit: set CUDA_HOME, or build without the feature".into()
+        })
+}
+
+fn compile(nvcc: &Path, archs: &[u32], source: &Path, out: &Path) -> Result<(), String> {
+    let mut command = Command::new(nvcc);
+    command.args(["-fatbin", "-std=c++17", "-O3"]);
+    for arch in archs {
+        command.arg(format!("-gencode=arch=compute_{arch},code=sm_{arch}"));
+    }
+    let lowest = archs.iter().min().copied().unwrap_or(80);
+    command.arg(format!("-gencode=arch=compute_{lowest},code=compute_{lowest}"));
+    if let Some(compiler) = env::var_os("NVCC_CCBIN") {
+        command.arg("-allow-unsupported-compiler").arg("-ccbin").arg(compiler);
+    }
+    command
+        .arg("-o")
+        .arg(out.join(format!("{}.fatbin", stem(source))))
+        .arg(source);
+    let output = command.output().map_err(|e| format!("{}: {e}", nvcc.display()))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(format!(
+        "nvcc failed on {}\n{}{}",
+        source.display(),
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    ))
+}

@@ -1,0 +1,14 @@
+//! The CUDA kernels of ft, one fat binary for each file of `cuda/`, embedded by the build script. Without the feature
+//! `cuda` this crate is empty. The kernels know numbers and addresses; who launches them stands in `ops/cuda` of ft.
+
+#[cfg(feature = "cuda")]
+include!(concat!(env!("OUT_DIR"), "/modules.rs"));
+
+/// The fat binary of `cuda/NAME.cu`.
+#[cfg(feature = "cuda")]
+pub fn module(name: &str) -> Option<&'static [u8]> {
+    MODULES
+        .iter()
+        .find(|(known, _)| *known == name)
+        .map(|(_, binary)| *binary)
+}

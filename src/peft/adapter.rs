@@ -5,7 +5,7 @@
 use super::frozen::{Dx, Frozen};
 use super::{Adalora, Dora, Ia3, Loha, Lokr, Lora, Oft, Vera};
 use crate::base::Result;
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use std::sync::Arc;
 
 /// What the dropout masks of one micro-batch depend on.
@@ -163,6 +163,48 @@ impl Adapter {
             per_token,
             whole,
         }
+    }
+
+    /// The same adapter with its tensors on this device.
+    pub fn on(&self, device: &Device) -> Result<Self> {
+        let to = |t: &mut Tensor| -> Result<()> {
+            *t = t.to_device(device)?;
+            Ok(())
+        };
+        let lora = |l: &mut Lora| -> Result<()> {
+            to(&mut l.a)?;
+            to(&mut l.b)?;
+            match &mut l.start {
+                Some((a, b)) => to(a).and_then(|()| to(b)),
+                None => Ok(()),
+            }
+        };
+        let mut own = self.clone();
+        match &mut own {
+            Self::Lora(k) => lora(k)?,
+            Self::Dora(k) => {
+                lora(&mut k.lora)?;
+                to(&mut k.magnitude)?;
+            }
+            Self::Ia3(k) => to(&mut k.factors.tensor)?,
+            Self::Vera(k) => {
+                for t in [&mut k.shared.a, &mut k.shared.b, &mut k.lambda_b.tensor, &mut k.lambda_d.tensor] {
+                    to(t)?;
+                }
+            }
+            Self::Loha(k) => k.factors.iter_mut().try_for_each(|p| to(&mut p.tensor))?,
+            Self::Lokr(k) => {
+                let both = k.first.parts_mut().into_iter().chain(k.second.parts_mut());
+                both.into_iter().try_for_each(|p| to(&mut p.tensor))?;
+            }
+            Self::Oft(k) => to(&mut k.triangles.tensor)?,
+            Self::Adalora(k) => {
+                for t in [&mut k.a.tensor, &mut k.b.tensor, &mut k.e.tensor] {
+                    to(t)?;
+                }
+            }
+        }
+        Ok(own)
     }
 
     /// The low-rank pair, where the kind has one.

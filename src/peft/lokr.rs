@@ -53,6 +53,13 @@ impl Factor {
         }
     }
 
+    pub(super) fn parts_mut(&mut self) -> Vec<&mut Part> {
+        match self {
+            Self::Whole(p) => vec![p],
+            Self::Product(a, b) => vec![a, b],
+        }
+    }
+
     /// From the gradient of the whole factor.
     fn gradients(&self, d: Tensor, out: &mut Vec<Gradient>) -> Result<()> {
         let mut add = |part: &Part, gradient| {

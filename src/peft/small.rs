@@ -60,7 +60,7 @@ pub fn full(dims: &[usize], value: f32) -> Result<Tensor> {
 
 /// Sets an f32 tensor to these values.
 pub fn fill(t: &Tensor, values: &[f32]) -> Result<()> {
-    update::with_slice_mut(t, |to| to.copy_from_slice(values))
+    Ok(t.slice_set(&Tensor::from_slice(values, t.shape(), t.device())?, 0, 0)?)
 }
 
 /// Where elements of an adapter's input are dropped: the mask depends on the key only.

@@ -16,6 +16,7 @@ use crate::report;
 use crate::source::{Resident, resident};
 use candle_core::{DType, Device, Tensor};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// A model directory, read but not loaded.
 pub struct Described {
@@ -112,7 +113,9 @@ impl Described {
         if let Some(dir) = adapter {
             let loaded = export::load_adapter(dir, &self.spec)?;
             export::check_base(dir, &export::fingerprint_of(&self.spec, &weights)?)?;
-            network.adapters = loaded.adapters;
+            for (module, adapter) in loaded.adapters {
+                network.adapters.insert(module, Arc::new(adapter.on(device)?));
+            }
             for (name, tensor) in &loaded.whole {
                 let values = update::to_f32_vec(tensor)?;
                 store(&network.param(name)?.tensor, &values)?;

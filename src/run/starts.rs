@@ -14,6 +14,7 @@ use crate::engine::{self, Active};
 use crate::export;
 use crate::model::linear::Linear;
 use crate::model::{GradSink, Network, Objective, Param};
+use crate::ops::tally::Tally;
 use crate::ops::update;
 use crate::peft::lora::scaling;
 use crate::peft::start::{self, Arithmetic, Component, Covariance, Pair, algebra};
@@ -379,6 +380,7 @@ fn from_gradient(s: &mut Setting, network: &Network) -> Result<()> {
         active: &active,
         network,
     };
-    engine::window(network, s.objective, &[batch], &active, 0, |_| None, &mut sink)?;
+    let tally = Tally::new(&network.device)?;
+    engine::window(network, s.objective, &[batch], &active, 0, |_| None, &mut sink, &tally)?;
     Ok(())
 }

@@ -24,6 +24,7 @@ use crate::sft::CausalLm;
 use candle_core::Device;
 use serde_json::json;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// How `ft train` was called, beside the recipe.
@@ -122,6 +123,9 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
 
     // ---- engine
     let mut network = model.load(recipe.model.dtype, recipe.model.init, recipe.train.seed, &device)?;
+    for adapter in prepared.adapters.values_mut() {
+        *adapter = Arc::new(adapter.on(&device)?);
+    }
     network.adapters = prepared.adapters.clone();
     let objective = CausalLm::new(model.spec.vocab);
     match &resumed {

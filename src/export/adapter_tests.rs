@@ -13,7 +13,7 @@ use crate::peft::lora::scaling;
 use crate::peft::targets::Site;
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 fn sites() -> Vec<Site> {

@@ -20,4 +20,4 @@ mod cpu;
 
 pub use cpu::product::Path as CpuPath;
 #[cfg(test)]
-mod oracle;
+pub(crate) mod oracle;

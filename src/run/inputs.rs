@@ -35,10 +35,8 @@ pub fn batches(examples: &[Example]) -> Vec<Batch> {
 }
 
 /// The covariances of one layer.
-pub struct Seen {
-    arithmetic: Arithmetic,
-    found: RefCell<Found>,
-    /// Moved out of `found` when the layer is done.
+#[derive(Default)]
+pub struct Covariances {
     groups: Vec<Group>,
 }
 
@@ -48,21 +46,7 @@ struct Group {
     covariance: Covariance,
 }
 
-#[derive(Default)]
-struct Found {
-    groups: Vec<Group>,
-    last: Option<(TensorId, usize)>,
-}
-
-impl Seen {
-    fn new(arithmetic: Arithmetic) -> Self {
-        Self {
-            arithmetic,
-            found: RefCell::default(),
-            groups: Vec::new(),
-        }
-    }
-
+impl Covariances {
     pub fn of(&self, module: &str) -> Result<&Covariance> {
         let group = self.groups.iter().find(|g| g.modules.iter().any(|m| m == module));
         match group {
@@ -70,7 +54,21 @@ impl Seen {
             None => Err(Error::new("no input of this linear was seen").at(module)),
         }
     }
+}
 
+/// Adds up while a layer runs.
+struct Seen {
+    arithmetic: Arithmetic,
+    found: RefCell<Found>,
+}
+
+#[derive(Default)]
+struct Found {
+    all: Covariances,
+    last: Option<(TensorId, usize)>,
+}
+
+impl Seen {
     fn add(&self, covariance: &mut Covariance, x: &Tensor) -> Result<()> {
         let products = update::to_f32_vec(&linear::grad_weight(x, x, DType::F32)?)?;
         let sums = update::to_f32_vec(&linear::grad_bias(x)?)?;
@@ -93,7 +91,10 @@ impl Observer for Seen {
     fn input(&self, weight: &str, x: &Tensor) -> Result<()> {
         let module = weight.trim_end_matches(".weight");
         let mut found = self.found.borrow_mut();
-        let Found { groups, last } = &mut *found;
+        let Found {
+            all: Covariances { groups },
+            last,
+        } = &mut *found;
         if let Some((id, group)) = *last
             && id == x.id()
         {
@@ -123,22 +124,24 @@ pub fn observe(
     network: &Network,
     batches: &[Batch],
     arithmetic: Arithmetic,
-    each: &mut dyn FnMut(usize, &Seen) -> Result<()>,
+    each: &mut dyn FnMut(usize, &Covariances) -> Result<()>,
 ) -> Result<()> {
     let mut states = batches
         .iter()
         .map(|b| network.embed(&b.ids))
         .collect::<Result<Vec<Tensor>>>()?;
     for layer in 0..network.layers() {
-        let mut seen = Seen::new(arithmetic);
+        let seen = Seen {
+            arithmetic,
+            found: RefCell::default(),
+        };
         let block = network.block(layer)?;
         for (batch, x) in batches.iter().zip(&mut states) {
             let mut ctx = network.context(&batch.positions, &batch.documents, None)?;
             ctx.observer = Some(&seen);
             *x = block.forward(x, &ctx)?;
         }
-        seen.groups = std::mem::take(&mut seen.found.borrow_mut().groups);
-        each(layer, &seen)?;
+        each(layer, &seen.found.into_inner().all)?;
     }
     Ok(())
 }

@@ -88,5 +88,6 @@ pub fn write(dir: &Path, key: &str, network: &Network, pairs: &BTreeMap<String, 
     let mut next = values.into_iter();
     writer::write_file(&path(dir, key), &plans, &[], |_, sink| {
         sink(Values::F32(next.next().unwrap_or_default()))
-    })
+    })?;
+    Ok(())
 }

@@ -121,7 +121,8 @@ impl Reader<'_> {
 /// Whether a value says "not used".
 pub(super) fn is_empty(value: &Value) -> bool {
     match value {
-        Value::Null | Value::Bool(false) => true,
+        Value::Null => true,
+        Value::Bool(flag) => !flag,
         Value::Array(v) => v.is_empty(),
         Value::Object(m) => m.is_empty(),
         Value::String(s) => s.is_empty(),

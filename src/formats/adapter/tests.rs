@@ -1,6 +1,7 @@
 //! Tests of `adapter`: what is read and written, and every kind of lie that is refused.
 
 use super::*;
+use serde_json::json;
 
 const GOOD: &str = r#"{"peft_type":"LORA","task_type":"CAUSAL_LM","r":16,"lora_alpha":32,"lora_dropout":0.05,
     "target_modules":["v_proj","q_proj"],"bias":"none","use_rslora":true,"fan_in_fan_out":false,"use_dora":false,

@@ -159,7 +159,7 @@ fn ranks_are_spent_where_they_count() {
         (vec![8.0, 4.0, 2.0, 1.0], 15.0),
         (vec![5.0, 5.0, 5.0, 0.1], 15.1),
     ];
-    assert_eq!(allocate(&modules, Method::Ipm, 4), [2, 2]);
+    assert_eq!(allocate(&modules, Method::Ipm, 4), [1, 3]);
     assert_eq!(allocate(&modules, Method::Ipm, 5), [2, 3]);
     assert_eq!(allocate(&modules, Method::Kpm, 4), [3, 1]);
     assert_eq!(allocate(&modules, Method::Kpm, 100), [4, 4]);

@@ -77,6 +77,16 @@ fn adapters(spec: &Spec, rank: usize, device: &Device) -> Adapters {
         .collect()
 }
 
+/// Pages that this process had to be given so far, 4 KiB each.
+fn page_faults() -> i64 {
+    // SAFETY: all zeros is a valid `rusage`, and it is a valid place for the answer.
+    unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        libc::getrusage(libc::RUSAGE_SELF, &mut usage);
+        usage.ru_minflt
+    }
+}
+
 fn main() {
     let o = Options::parse();
     rayon::ThreadPoolBuilder::new()
@@ -142,13 +152,15 @@ fn main() {
     let mut medians = Vec::new();
     let mut all = Vec::new();
     let mut loss = 0.0;
+    let mut faults = Vec::new();
     for active in &sets {
-        engine.optimizer.retire_all_but(|_| false);
+        engine.optimizer.retire_all_but(|_| false).expect("blocks retire");
         let mut seconds: Vec<f64> = (0..=o.steps)
             .map(|step| {
-                let started = Instant::now();
+                let (started, before) = (Instant::now(), page_faults());
                 let report = engine.step(step as u64 + 1, &batch, active, 1e-4).expect("a step");
                 loss = report.totals.loss();
+                faults.push(page_faults() - before);
                 started.elapsed().as_secs_f64()
             })
             .skip(1)
@@ -167,6 +179,7 @@ fn main() {
             "threads": o.threads, "cpu": CpuPath::current().name(), "activations": if o.recompute { "recompute" } else { "keep" },
             "tokens_per_s": (tokens / median * 10.0).round() / 10.0, "step_s": all,
             "peak_rss_mib": memory::peak_resident() >> 20, "loss": loss,
+            "page_faults": faults,
         })
     );
 }

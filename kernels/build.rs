@@ -62,7 +62,8 @@ fn build() -> Result<(), String> {
             out.join(format!("{name}.fatbin"))
         );
     }
-    list += "];\n";
+    list += "];\n/// Version of the toolkit, as 1000 major + 10 minor.\n";
+    list += &format!("pub const TOOLKIT: Option<i32> = {:?};\n", toolkit(&nvcc));
     fs::write(out.join("modules.rs"), list).map_err(|e| format!("the list of modules: {e}"))
 }
 
@@ -113,6 +114,15 @@ fn nvcc() -> Result<PathBuf, String> {
         .ok_or_else(|| {
             "the feature `cuda` needs nvcc of the CUDA toolkit: set CUDA_HOME, or build without the feature".into()
         })
+}
+
+/// From the line `Cuda compilation tools, release 13.0, ...`.
+fn toolkit(nvcc: &Path) -> Option<i32> {
+    let output = Command::new(nvcc).arg("--version").output().ok()?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let (major, rest) = text.split_once("release ")?.1.split_once('.')?;
+    let minor: String = rest.chars().take_while(char::is_ascii_digit).collect();
+    Some(1000 * major.parse::<i32>().ok()? + 10 * minor.parse::<i32>().ok()?)
 }
 
 fn compile(nvcc: &Path, archs: &[u32], source: &Path, out: &Path) -> Result<(), String> {

@@ -190,6 +190,16 @@ fn load(folders: &[&str], ending: &str) -> Vec<Source> {
         .collect()
 }
 
+/// The kernels, and the emulator on which they are tested.
+fn cuda() -> Vec<Source> {
+    let sources: Vec<Source> = ["cu", "cuh", "cpp", "h"]
+        .into_iter()
+        .flat_map(|ending| load(&["kernels"], ending))
+        .collect();
+    assert!(sources.len() > 10, "no kernels found");
+    sources
+}
+
 fn rust(folders: &[&str]) -> Vec<Source> {
     let sources = load(folders, "rs");
     assert!(sources.len() > 3, "no sources found below {folders:?}");
@@ -326,7 +336,7 @@ fn imports_point_downward() {
 #[test]
 fn files_are_small() {
     let mut faults = Vec::new();
-    for source in rust(&["src", "tests", "benches"]) {
+    for source in rust(&["src", "tests", "benches", "kernels"]).into_iter().chain(cuda()) {
         let lines = source.text.lines().count();
         if lines > MOST_LINES && !TABLES.contains(&source.path.as_str()) {
             faults.push(format!("{}: {lines} lines", source.path));
@@ -337,12 +347,14 @@ fn files_are_small() {
 
 #[test]
 fn every_file_says_what_it_is() {
-    let faults: Vec<String> = rust(&["src", "tests", "benches"])
-        .iter()
-        .filter(|s| !s.text.starts_with("//!"))
-        .map(|s| s.path.clone())
-        .collect();
-    assert_none(&faults, "a file has no module documentation (`//!`) at its start");
+    let rust = rust(&["src", "tests", "benches", "kernels"]);
+    let silent = |s: &&Source, start| !s.text.starts_with(start);
+    let mut faults: Vec<String> = rust.iter().filter(|s| silent(s, "//!")).map(|s| s.path.clone()).collect();
+    let cuda = cuda();
+    // What only stands in for a header of CUDA says nothing.
+    let ours = cuda.iter().filter(|s| !s.path.contains("/include/"));
+    faults.extend(ours.filter(|s| silent(s, "// ")).map(|s| s.path.clone()));
+    assert_none(&faults, "a file does not say at its start what it is (`//!`, in CUDA `// `)");
 }
 
 /// A function of `std::fs` or of its `File`, or the module itself. To name the type `File` is fine: base opens it.
@@ -429,8 +441,9 @@ fn environment_variables_are_read_at_the_top() {
 
 #[test]
 fn nothing_is_left_for_later_and_no_machine_is_named() {
-    let mut sources = rust(&["src", "tests", "benches", "examples"]);
-    for (folder, ending) in [("recipes", "toml"), ("docs", "md"), ("tests", "py"), ("assets", "md")] {
+    let mut sources = rust(&["src", "tests", "benches", "examples", "kernels"]);
+    sources.extend(cuda());
+    for (folder, ending) in [("recipes", "toml"), ("docs", "md"), ("tests", "py"), ("assets", "md"), ("kernels", "md")] {
         sources.extend(load(&[folder], ending));
     }
     for name in [

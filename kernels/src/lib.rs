@@ -12,3 +12,9 @@ pub fn module(name: &str) -> Option<&'static [u8]> {
         .find(|(known, _)| *known == name)
         .map(|(_, binary)| *binary)
 }
+
+/// The CUDA version of the toolkit that compiled the kernels, as 1000 · major + 10 · minor.
+#[cfg(feature = "cuda")]
+pub fn toolkit() -> Option<i32> {
+    TOOLKIT
+}

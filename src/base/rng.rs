@@ -27,6 +27,8 @@ pub enum Stream {
     Init = 4,
     Sampling = 5,
     Split = 6,
+    Rounding = 7,
+    Mask = 8,
 }
 
 impl Rng {
@@ -36,6 +38,11 @@ impl Rng {
             key = mix(key ^ mix(word));
         }
         Self { key }
+    }
+
+    /// What the numbers of this stream follow from, for generators elsewhere (a GPU).
+    pub fn key(&self) -> u64 {
+        self.key
     }
 
     /// The `index`-th 64 random bits.
@@ -78,6 +85,44 @@ impl Rng {
     }
 }
 
+/// A permutation of 0..n that is computed, not stored: a Feistel network of four rounds over the next power of four,
+/// applied again while the result lies outside (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains",
+/// section 4).
+#[derive(Debug, Clone, Copy)]
+pub struct Permutation {
+    rng: Rng,
+    n: u64,
+    half: u32,
+}
+
+impl Permutation {
+    /// `n` > 0.
+    pub fn new(rng: Rng, n: u64) -> Self {
+        let bits = 64 - (n - 1).leading_zeros();
+        Self {
+            rng,
+            n,
+            half: bits.div_ceil(2).max(1),
+        }
+    }
+
+    /// Where `i` < n goes.
+    pub fn at(&self, i: u64) -> u64 {
+        let mask = (1u64 << self.half) - 1;
+        let mut x = i;
+        loop {
+            let (mut left, mut right) = (x >> self.half, x & mask);
+            for round in 0..4 {
+                (left, right) = (right, left ^ (self.rng.bits(right << 2 | round) & mask));
+            }
+            x = left << self.half | right;
+            if x < self.n {
+                return x;
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -89,6 +134,18 @@ mod tests {
         assert_ne!(a.bits(7), Rng::new(42, Stream::Shuffle, &[1]).bits(7));
         assert_ne!(a.bits(7), Rng::new(42, Stream::Blocks, &[0]).bits(7));
         assert_ne!(a.bits(7), Rng::new(43, Stream::Shuffle, &[0]).bits(7));
+    }
+
+    #[test]
+    fn a_computed_permutation_meets_every_place_once() {
+        for n in [1, 2, 3, 4, 5, 17, 64, 1000, 4097] {
+            let p = Permutation::new(Rng::new(3, Stream::Mask, &[n]), n);
+            let mut places: Vec<u64> = (0..n).map(|i| p.at(i)).collect();
+            let mixed = places.windows(2).filter(|w| w[1] == w[0] + 1).count();
+            assert!(n < 64 || mixed < n as usize / 10);
+            places.sort_unstable();
+            assert_eq!(places, (0..n).collect::<Vec<_>>());
+        }
     }
 
     #[test]

@@ -1,18 +1,31 @@
-//! Which parameters are trained now, and how far down the backward pass has to go.
+//! Which parameters are trained now, which part of each, which others are corrected, and how far down the backward
+//! pass has to go.
 
+use crate::ops::part::Places;
+use crate::optim::Masks;
 use crate::source::Group;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
+
+/// Parameters that are not active and change all the same: against their gradient, or its sign, the moment it
+/// appears (BREAD).
+#[derive(Debug, Clone, PartialEq)]
+pub struct Corrected {
+    pub names: BTreeSet<String>,
+    /// Factor of the learning rate.
+    pub scale: f64,
+    pub sign: bool,
+}
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Active {
     names: BTreeSet<String>,
-    /// Learning rates of single parameters over that of the step.
-    rates: BTreeMap<String, f64>,
+    masks: Option<Masks>,
+    corrected: Option<Corrected>,
     lowest: Group,
 }
 
 /// The group a parameter name belongs to; adapters belong to the layer they sit in.
-fn group_of(name: &str) -> Group {
+pub fn group_of(name: &str) -> Group {
     let layer = name
         .strip_prefix("model.layers.")
         .and_then(|rest| rest.split('.').next()?.parse().ok());
@@ -32,22 +45,51 @@ impl Active {
         let lowest = names.iter().map(|n| group_of(n)).min().unwrap_or(Group::Head);
         Self {
             names,
-            rates: BTreeMap::new(),
+            masks: None,
+            corrected: None,
             lowest,
         }
     }
 
-    /// With learning rates of their own for some names, as factors.
-    pub fn with_rates(mut self, rates: BTreeMap<String, f64>) -> Self {
-        self.rates = rates;
+    /// Only these parts of the parameters.
+    pub fn masked(mut self, masks: Option<Masks>) -> Self {
+        self.masks = masks;
         self
     }
 
-    /// The learning rate of a parameter over that of the step.
-    pub fn rate(&self, name: &str) -> f64 {
-        self.rates.get(name).copied().unwrap_or(1.0)
+    /// Beside the active parameters these are corrected.
+    pub fn correcting(mut self, corrected: Option<Corrected>) -> Self {
+        let lowest = corrected.iter().flat_map(|c| &c.names).map(|n| group_of(n)).min();
+        self.lowest = lowest.map_or(self.lowest, |l| l.min(self.lowest));
+        self.corrected = corrected;
+        self
     }
 
+    /// Does anybody want the gradient of this parameter?
+    pub fn wants(&self, name: &str) -> bool {
+        self.contains(name) || self.corrects(name).is_some()
+    }
+
+    /// What happens to this parameter if it is not active.
+    pub fn corrects(&self, name: &str) -> Option<&Corrected> {
+        self.corrected.as_ref().filter(|c| c.names.contains(name))
+    }
+
+    /// Names of the parameters that are corrected.
+    pub fn corrected(&self) -> impl Iterator<Item = &str> {
+        self.corrected.iter().flat_map(|c| &c.names).map(String::as_str)
+    }
+
+    /// The active part of a parameter of `n` elements; `None`: all of it.
+    pub fn places(&self, name: &str, n: usize) -> Option<Places> {
+        self.masks.as_ref().and_then(|m| m.of(name, n))
+    }
+
+    pub fn is_masked(&self) -> bool {
+        self.masks.is_some()
+    }
+
+    /// Is it trained by the optimizer?
     pub fn contains(&self, name: &str) -> bool {
         self.names.contains(name)
     }
@@ -87,5 +129,13 @@ mod tests {
             a(&["lm_head.weight", "model.embed_tokens.weight"]).lowest(),
             Group::Embedding
         );
+        let corrected = Corrected {
+            names: ["model.layers.1.mlp.up_proj.weight".to_string()].into(),
+            scale: 1.0,
+            sign: true,
+        };
+        let both = a(&["model.layers.3.mlp.up_proj.weight"]).correcting(Some(corrected));
+        assert_eq!(both.lowest(), Group::Layer(1));
+        assert!(both.wants("model.layers.1.mlp.up_proj.weight") && !both.contains("model.layers.1.mlp.up_proj.weight"));
     }
 }

@@ -4,22 +4,52 @@ use super::active::Active;
 use crate::base::{Error, Result};
 use crate::model::{GradSink, Param};
 use crate::ops::tally::Tally;
-use crate::ops::update;
-use crate::optim::Optimizer;
+use crate::ops::{part, update};
+use crate::optim::{Optimizer, Update};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 
-/// Adds gradients up over the micro-batches of a window.
+/// Does `param` only take a correction? Then it is made, at once; the gradient is dropped by the caller.
+fn corrected(active: &Active, optimizer: &mut Optimizer, lr: f64, param: &Param, gradient: &Tensor) -> Result<bool> {
+    let Some(correction) = active.corrects(&param.name) else {
+        return Ok(false);
+    };
+    if !update::all_finite(gradient)? {
+        return Err(Error::new("gradient is not finite").at(&param.name));
+    }
+    optimizer.descend(
+        &param.name,
+        &param.tensor,
+        gradient,
+        lr * correction.scale,
+        correction.sign,
+    )?;
+    Ok(true)
+}
+
+/// The active part of a gradient.
+fn active_part(active: &Active, param: &Param, gradient: Tensor) -> Result<Tensor> {
+    match active.places(&param.name, gradient.elem_count()) {
+        Some(places) => part::gather(&gradient, &places),
+        None => Ok(gradient),
+    }
+}
+
+/// Adds gradients up over the micro-batches of a window; corrects what is not active.
 pub struct Accumulate<'a> {
     active: &'a Active,
+    optimizer: &'a mut Optimizer,
+    lr: f64,
     /// By name: f32 sums with the weight they belong to.
     pub sums: BTreeMap<String, (Tensor, Tensor)>,
 }
 
 impl<'a> Accumulate<'a> {
-    pub fn new(active: &'a Active) -> Self {
+    pub fn new(active: &'a Active, optimizer: &'a mut Optimizer, lr: f64) -> Self {
         Self {
             active,
+            optimizer,
+            lr,
             sums: BTreeMap::new(),
         }
     }
@@ -42,14 +72,46 @@ impl<'a> Accumulate<'a> {
         }
         Ok(names)
     }
+
+    /// Updates every weight by its sum times `coefficient`.
+    pub fn update(mut self, coefficient: f32) -> Result<()> {
+        if self.active.is_masked() {
+            // One after the other: each takes a copy of a part of its weight.
+            while let Some((name, (weight, gradient))) = self.sums.pop_first() {
+                let update = Update {
+                    name: &name,
+                    weight: &weight,
+                    gradient: &gradient,
+                    places: self.active.places(&name, weight.elem_count()),
+                };
+                self.optimizer.update_all(&[update], self.lr, coefficient)?;
+            }
+            return Ok(());
+        }
+        let updates: Vec<Update> = self
+            .sums
+            .iter()
+            .map(|(name, (weight, gradient))| Update {
+                name,
+                weight,
+                gradient,
+                places: None,
+            })
+            .collect();
+        self.optimizer.update_all(&updates, self.lr, coefficient)
+    }
 }
 
 impl GradSink for Accumulate<'_> {
     fn wants(&self, name: &str) -> bool {
-        self.active.contains(name)
+        self.active.wants(name)
     }
 
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
+        if corrected(self.active, self.optimizer, self.lr, param, &gradient)? {
+            return Ok(());
+        }
+        let gradient = active_part(self.active, param, gradient)?;
         match self.sums.get(&*param.name) {
             Some((_, sum)) => update::add_assign(sum, &gradient),
             None => {
@@ -73,17 +135,26 @@ pub struct Step<'a> {
 
 impl GradSink for Step<'_> {
     fn wants(&self, name: &str) -> bool {
-        self.active.contains(name)
+        self.active.wants(name)
     }
 
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
+        if corrected(self.active, self.optimizer, self.lr, param, &gradient)? {
+            return Ok(());
+        }
+        let places = self.active.places(&param.name, gradient.elem_count());
+        let gradient = active_part(self.active, param, gradient)?;
         self.tally.add_squares(&gradient)?;
         if self.tally.known().is_some_and(|sums| !sums.squares.is_finite()) {
             return Err(Error::new("gradient is not finite").at(&param.name));
         }
-        let lr = self.lr * self.active.rate(&param.name);
-        self.optimizer
-            .update(&param.name, &param.tensor, &gradient, lr, self.coefficient)
+        let update = Update {
+            name: &param.name,
+            weight: &param.tensor,
+            gradient: &gradient,
+            places,
+        };
+        self.optimizer.update_all(&[update], self.lr, self.coefficient)
     }
 }
 
@@ -99,8 +170,8 @@ impl GradSink for Norm<'_> {
         self.active.contains(name)
     }
 
-    fn take(&mut self, _param: &Param, gradient: Tensor) -> Result<()> {
-        self.tally.add_squares(&gradient)
+    fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
+        self.tally.add_squares(&active_part(self.active, param, gradient)?)
     }
 }
 

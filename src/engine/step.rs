@@ -55,17 +55,18 @@ pub struct StepReport {
 impl Engine {
     /// Step number `step` (from 1) on one window of micro-batches at learning rate `lr`.
     ///
-    /// Errors: a loss or gradient that is not finite; with kept gradients the weights are then unchanged.
+    /// Errors: a loss or gradient that is not finite; with kept gradients the active weights are then unchanged.
     pub fn step(&mut self, step: u64, batches: &[Batch], active: &Active, lr: f64) -> Result<StepReport> {
         let (network, objective, seed) = (&self.network, self.objective.as_ref(), self.seed);
         let key = |micro| Some(Dropout { seed, step, micro });
         let tally = Tally::new(&network.device)?;
+        self.optimizer.begin(step);
         let pass = |sink: &mut dyn GradSink, tally: &Tally| {
             pass::window(network, objective, batches, active, self.keep_layers, key, sink, tally)
         };
         match self.gradients {
             Gradients::Keep => {
-                let mut sink = Accumulate::new(active);
+                let mut sink = Accumulate::new(active, &mut self.optimizer, lr);
                 let totals = pass(&mut sink, &tally)?;
                 sink.add_squares(&tally)?;
                 let (sums, grad_norm) = read(&tally)?;
@@ -73,10 +74,7 @@ impl Engine {
                     return Err(non_finite(&sink.non_finite()?, step));
                 }
                 let coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
-                while let Some((name, (weight, gradient))) = sink.sums.pop_first() {
-                    let lr = lr * active.rate(&name);
-                    self.optimizer.update(&name, &weight, &gradient, lr, coefficient)?;
-                }
+                sink.update(coefficient)?;
                 Ok(StepReport {
                     totals: totals.with(sums),
                     grad_norm,

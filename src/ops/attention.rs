@@ -95,6 +95,10 @@ pub fn forward(
                 .expected(format!("at most {}", k[1] - k[0])));
         }
     }
+    on_gpu!(
+        q,
+        super::cuda::attention::forward(q, k, v, spec, q_documents, k_documents)
+    );
     let mut o = vec![0f32; nq * spec.query_width()];
     let mut lse = vec![0f32; nq * spec.heads];
     floats(q, "the queries", |q| {
@@ -133,9 +137,15 @@ pub fn backward(
     ];
     for (t, name, dims) in all {
         expect_dims(t, name, &dims)?;
-        expect_f32(t, name)?;
     }
     check_documents(documents, n)?;
+    on_gpu!(
+        q,
+        super::cuda::attention::backward(q, k, v, o, lse, dout, spec, documents)
+    );
+    for (t, name, _) in all {
+        expect_f32(t, name)?;
+    }
     let guard = |i: usize, f: &mut dyn FnMut(&[f32]) -> Result<()>| floats(all[i].0, all[i].1, f);
     let mut result = None;
     guard(0, &mut |q| {

@@ -25,13 +25,13 @@ pub struct Options {
 #[derive(Debug)]
 pub struct Output {
     pub trained: usize,
-    /// `[N, D]`, zero where nothing is trained.
+    /// `[N, D]` of the type of h, zero where nothing is trained.
     pub dh: Option<Tensor>,
     /// `[V, D]` f32.
     pub dw: Option<Tensor>,
 }
 
-/// h f32 `[N, D]`, head f32 or bf16 `[V, D]`, targets `[N]`, each below V or `IGNORE` (else an error). The loss, not
+/// h `[N, D]`, head f32 or bf16 `[V, D]`, targets `[N]`, each below V or `IGNORE` (else an error). The loss, not
 /// finite when a logit is not, and the tokens whose target has the largest logit (the first of equals) go to `tally`.
 pub fn forward_backward(
     h: &Tensor,
@@ -41,6 +41,15 @@ pub fn forward_backward(
     tally: &Tally,
 ) -> Result<Output> {
     let ((n, d), (v, _)) = (dims2(h, "the hidden states")?, dims2(head, "the head")?);
+    on_gpu!(h, {
+        let wanted = super::cuda::cross_entropy::Wanted {
+            scale: options.scale as f32,
+            dh: options.need_dh,
+            dw: options.need_dw,
+        };
+        let wanted = (options.need_dh || options.need_dw).then_some(wanted);
+        gpu::forward_backward(h, head, targets, options.softcap, options.chunk, wanted, tally)
+    });
     let mut sum = Sum::default();
     let mut gradients = cpu::Gradients {
         scale: options.scale as f32,
@@ -68,6 +77,10 @@ pub fn forward_only(
     chunk: usize,
     tally: &Tally,
 ) -> Result<usize> {
+    on_gpu!(
+        h,
+        gpu::forward_backward(h, head, targets, softcap, chunk, None, tally).map(|out| out.trained)
+    );
     let mut sum = Sum::default();
     run(h, head, targets, softcap, chunk, None, |_, row| sum.add(row))?;
     tally.add(sum.sums());
@@ -82,6 +95,7 @@ pub fn token_log_probs(
     softcap: Option<f32>,
     chunk: usize,
 ) -> Result<Vec<f32>> {
+    on_gpu!(h, gpu::token_log_probs(h, head, targets, softcap, chunk));
     let mut log_probs = vec![0f32; targets.len()];
     run(h, head, targets, softcap, chunk, None, |n, row| {
         log_probs[n] = -row.loss as f32
@@ -112,20 +126,11 @@ impl Sum {
     }
 }
 
-/// Checks, then hands every trained token's result to `each`, in order.
-fn run(
-    h: &Tensor,
-    head: &Tensor,
-    targets: &[u32],
-    softcap: Option<f32>,
-    chunk: usize,
-    gradients: Option<&mut cpu::Gradients>,
-    mut each: impl FnMut(usize, &cpu::Row),
-) -> Result<()> {
+/// The rows that have a target, after all checks.
+fn trained_rows(h: &Tensor, head: &Tensor, targets: &[u32], softcap: Option<f32>) -> Result<Vec<usize>> {
     let (n, d) = dims2(h, "the hidden states")?;
     let (v, _) = dims2(head, "the head")?;
     expect_dims(head, "the head", &[v, d])?;
-    expect_f32(h, "the hidden states")?;
     if targets.len() != n {
         return Err(wrong_shape(h, "the hidden states", &format!("{} rows", targets.len())));
     }
@@ -142,7 +147,22 @@ fn run(
     if softcap.is_some_and(|cap| cap.is_nan() || cap <= 0.0) {
         return Err(Error::new("the soft cap of the logits must be positive"));
     }
-    let trained: Vec<usize> = (0..n).filter(|i| targets[*i] != IGNORE).collect();
+    Ok((0..n).filter(|i| targets[*i] != IGNORE).collect())
+}
+
+/// Hands every trained token's result to `each`, in order.
+fn run(
+    h: &Tensor,
+    head: &Tensor,
+    targets: &[u32],
+    softcap: Option<f32>,
+    chunk: usize,
+    gradients: Option<&mut cpu::Gradients>,
+    mut each: impl FnMut(usize, &cpu::Row),
+) -> Result<()> {
+    let trained = trained_rows(h, head, targets, softcap)?;
+    expect_f32(h, "the hidden states")?;
+    let (v, d) = dims2(head, "the head")?;
     floats(h, "the hidden states", |h| {
         values(head, "the head", |head| {
             let job = cpu::Job {
@@ -156,6 +176,70 @@ fn run(
             Ok(())
         })
     })
+}
+
+/// The same on a GPU.
+#[cfg(feature = "cuda")]
+mod gpu {
+    use super::super::cuda::cross_entropy::{Job, Wanted, run};
+    use super::super::cuda::memory::to_f32_vec;
+    use super::*;
+    use candle_core::DType;
+
+    pub(super) fn forward_backward(
+        h: &Tensor,
+        head: &Tensor,
+        targets: &[u32],
+        softcap: Option<f32>,
+        chunk: usize,
+        wanted: Option<Wanted>,
+        tally: &Tally,
+    ) -> Result<Output> {
+        let trained = trained_rows(h, head, targets, softcap)?;
+        let totals = tally
+            .losses()?
+            .ok_or_else(|| Error::new("the sums of a step do not lie on the GPU"))?;
+        let job = Job {
+            h,
+            head,
+            trained: &trained,
+            targets,
+            softcap,
+            chunk,
+            totals: &totals,
+            each: None,
+        };
+        let (dh, dw) = run(&job, wanted)?;
+        Ok(Output {
+            trained: trained.len(),
+            dh,
+            dw,
+        })
+    }
+
+    pub(super) fn token_log_probs(
+        h: &Tensor,
+        head: &Tensor,
+        targets: &[u32],
+        softcap: Option<f32>,
+        chunk: usize,
+    ) -> Result<Vec<f32>> {
+        let trained = trained_rows(h, head, targets, softcap)?;
+        let each = Tensor::zeros(targets.len(), DType::F32, h.device())?;
+        let totals = Tensor::zeros(2, DType::F64, h.device())?;
+        let job = Job {
+            h,
+            head,
+            trained: &trained,
+            targets,
+            softcap,
+            chunk,
+            totals: &totals,
+            each: Some(&each),
+        };
+        run(&job, None)?;
+        to_f32_vec(&each)
+    }
 }
 
 #[cfg(test)]

@@ -16,10 +16,12 @@ fn check(ids: &[u32], v: usize) -> Result<()> {
     }
 }
 
-/// table f32 or bf16 `[V, D]`: its rows `ids` times `scale`, `[N, D]` f32. An id that is not below V is an error.
+/// table f32 or bf16 `[V, D]`: its rows `ids` times `scale`, `[N, D]` f32, on a GPU of
+/// the type of the table. An id that is not below V is an error.
 pub fn gather(table: &Tensor, ids: &[u32], scale: f32) -> Result<Tensor> {
     let (v, d) = dims2(table, "the embedding table")?;
     check(ids, v)?;
+    on_gpu!(table, super::cuda::embedding::gather(table, ids, scale, d));
     let mut y = unwritten(ids.len() * d);
     values(table, "the embedding table", |table| {
         cpu::gather(table, ids, scale, d, &mut y);
@@ -28,11 +30,12 @@ pub fn gather(table: &Tensor, ids: &[u32], scale: f32) -> Result<Tensor> {
     tensor(y, (ids.len(), d))
 }
 
-/// Adds `scale · dx[n]` to row `ids[n]` of dw, f32 `[V, D]`, in place, for each n in order; dx f32 `[N, D]`.
+/// Adds `scale · dx[n]` to row `ids[n]` of dw, f32 `[V, D]`, in place, for each n in order; dx `[N, D]`.
 pub fn scatter_add(dw: &Tensor, ids: &[u32], dx: &Tensor, scale: f32) -> Result<()> {
     let (v, d) = dims2(dw, "the gradient of the embedding")?;
     expect_dims(dx, "dx of the embedding", &[ids.len(), d])?;
     check(ids, v)?;
+    on_gpu!(dw, super::cuda::embedding::scatter_add(dw, ids, dx, scale, d));
     with_slices(dw, dx, |dw, dx| cpu::scatter_add(dw, ids, dx, scale, d))
 }
 

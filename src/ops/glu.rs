@@ -1,4 +1,4 @@
-//! Gated linear unit: `y = act(gate) · up`, element by element, all `[N, I]` f32.
+//! Gated linear unit: `y = act(gate) · up`, element by element, all `[N, I]` of one type.
 
 use super::cpu::glu as cpu;
 use super::cpu::storage::{expect_dims, floats, tensor, unwritten};
@@ -19,6 +19,7 @@ pub enum Activation {
 /// `act(gate) · up` in the shape of gate.
 pub fn forward(gate: &Tensor, up: &Tensor, act: Activation) -> Result<Tensor> {
     expect_dims(up, "up of a gated unit", gate.dims())?;
+    on_gpu!(gate, super::cuda::glu::forward(gate, up, act));
     let mut y = unwritten(gate.elem_count());
     floats(gate, "gate of a gated unit", |gate| {
         floats(up, "up of a gated unit", |up| {
@@ -33,6 +34,7 @@ pub fn forward(gate: &Tensor, up: &Tensor, act: Activation) -> Result<Tensor> {
 pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor, act: Activation) -> Result<(Tensor, Tensor)> {
     expect_dims(up, "up of a gated unit", gate.dims())?;
     expect_dims(dy, "dy of a gated unit", gate.dims())?;
+    on_gpu!(gate, super::cuda::glu::backward(gate, up, dy, act));
     let mut dgate = unwritten(gate.elem_count());
     let mut dup = unwritten(gate.elem_count());
     floats(gate, "gate of a gated unit", |gate| {

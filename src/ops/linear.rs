@@ -1,5 +1,5 @@
 //! `y = x Wᵀ + b` and its three derivatives. x `[N, I]`, W `[O, I]`, b `[O]`, y `[N, O]`.
-//! A bf16 weight is never widened whole.
+//! A bf16 weight is never widened whole on the CPU. On a GPU activations may be bf16; gradients of weights are f32.
 
 use super::cpu::product::{Matrix, Rounding, Start, product};
 use super::cpu::storage::{Values, dims2, expect_dims, floats, tensor, unwritten, values};
@@ -14,11 +14,12 @@ pub fn forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> 
     let (rows, inputs) = dims2(x, "x of a linear")?;
     let (outputs, _) = dims2(w, "the weight of a linear")?;
     expect_dims(w, "the weight of a linear", &[outputs, inputs])?;
+    if let Some(bias) = bias {
+        expect_dims(bias, "the bias of a linear", &[outputs])?;
+    }
+    on_gpu!(x, super::cuda::linear::forward(x, w, bias, (rows, outputs, inputs)));
     let bias = bias
-        .map(|bias| {
-            expect_dims(bias, "the bias of a linear", &[outputs])?;
-            values(bias, "the bias of a linear", |v| Ok(v.to_f32()))
-        })
+        .map(|bias| values(bias, "the bias of a linear", |v| Ok(v.to_f32())))
         .transpose()?;
     let mut y = unwritten(rows * outputs);
     floats(x, "x of a linear", |x| {
@@ -37,6 +38,7 @@ pub fn forward_add(y: &Tensor, x: &Tensor, w: &Tensor) -> Result<()> {
     let (outputs, _) = dims2(w, "the weight of a linear")?;
     expect_dims(w, "the weight of a linear", &[outputs, inputs])?;
     expect_dims(y, "y of a linear", &[rows, outputs])?;
+    on_gpu!(x, super::cuda::linear::forward_add(y, x, w, (rows, outputs, inputs)));
     values(w, "the weight of a linear", |w| {
         with_slices(y, x, |y, x| forward_slices((rows, outputs, inputs), y, Start::C, x, w))
     })
@@ -59,6 +61,7 @@ pub fn backward_input(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (rows, outputs) = dims2(dy, "dy of a linear")?;
     let (_, inputs) = dims2(w, "the weight of a linear")?;
     expect_dims(w, "the weight of a linear", &[outputs, inputs])?;
+    on_gpu!(dy, super::cuda::linear::backward_input(dy, w, (rows, inputs, outputs)));
     let mut dx = unwritten(rows * inputs);
     floats(dy, "dy of a linear", |dy| {
         values(w, "the weight of a linear", |w| {
@@ -75,6 +78,10 @@ pub fn backward_input_add(dx: &Tensor, dy: &Tensor, w: &Tensor) -> Result<()> {
     let (_, inputs) = dims2(w, "the weight of a linear")?;
     expect_dims(w, "the weight of a linear", &[outputs, inputs])?;
     expect_dims(dx, "dx of a linear", &[rows, inputs])?;
+    on_gpu!(
+        dy,
+        super::cuda::linear::backward_input_add(dx, dy, w, (rows, inputs, outputs))
+    );
     values(w, "the weight of a linear", |w| {
         with_slices(dx, dy, |dx, dy| {
             backward_slices((rows, inputs, outputs), dx, Start::C, dy, w)
@@ -94,37 +101,75 @@ fn backward_slices(sizes: (usize, usize, usize), dx: &mut [f32], start: Start<'_
     );
 }
 
-/// `dy [N, O]`, `x [N, I]`, both f32: `dW = dyᵀ·x`, `[O, I]` f32. `stored` is the type of the weight: with bf16 the
-/// operands may be rounded to bf16.
+/// `dy [N, O]`, `x [N, I]`: `dW = dyᵀ·x`, `[O, I]` f32. `stored` is the type of the weight: with bf16 the operands may
+/// be rounded to bf16.
 pub fn grad_weight(dy: &Tensor, x: &Tensor, stored: DType) -> Result<Tensor> {
-    let (rows, outputs) = dims2(dy, "dy of a linear")?;
-    let (_, inputs) = dims2(x, "x of a linear")?;
-    expect_dims(x, "x of a linear", &[rows, inputs])?;
-    let rounding = if stored == DType::BF16 {
-        Rounding::Bf16
-    } else {
-        Rounding::Exact
-    };
+    let (outputs, inputs, rows) = gradient_sizes(dy, x)?;
+    on_gpu!(
+        dy,
+        super::cuda::linear::grad_weight(dy, x, (outputs, inputs, rows), None)
+    );
     let mut dw = unwritten(outputs * inputs);
     floats(dy, "dy of a linear", |dy| {
         floats(x, "x of a linear", |x| {
-            product(
-                (outputs, inputs, rows),
-                &mut dw,
-                Start::Zero,
-                Matrix::steps(Values::F32(dy), outputs),
-                Matrix::steps(Values::F32(x), inputs),
-                rounding,
-            );
+            gradient_slices((outputs, inputs, rows), &mut dw, Start::Zero, dy, x, stored);
             Ok(())
         })
     })?;
     tensor(dw, (outputs, inputs))
 }
 
-/// `dy [N, O]` f32: its sum over the tokens, `[O]` f32.
+/// `sum [O, I] += dyᵀ·x`, f32; as `grad_weight`. `sum` must not share storage with `dy` or `x`.
+pub fn grad_weight_add(sum: &Tensor, dy: &Tensor, x: &Tensor, stored: DType) -> Result<()> {
+    let (outputs, inputs, rows) = gradient_sizes(dy, x)?;
+    expect_dims(sum, "the gradient of a weight", &[outputs, inputs])?;
+    on_gpu!(
+        dy,
+        super::cuda::linear::grad_weight(dy, x, (outputs, inputs, rows), Some(sum)).map(|_| ())
+    );
+    floats(dy, "dy of a linear", |dy| {
+        with_slices(sum, x, |sum, x| {
+            gradient_slices((outputs, inputs, rows), sum, Start::C, dy, x, stored)
+        })
+    })
+}
+
+/// (O, I, N)
+fn gradient_sizes(dy: &Tensor, x: &Tensor) -> Result<(usize, usize, usize)> {
+    let (rows, outputs) = dims2(dy, "dy of a linear")?;
+    let (_, inputs) = dims2(x, "x of a linear")?;
+    expect_dims(x, "x of a linear", &[rows, inputs])?;
+    Ok((outputs, inputs, rows))
+}
+
+fn gradient_slices(
+    sizes: (usize, usize, usize),
+    dw: &mut [f32],
+    start: Start<'_>,
+    dy: &[f32],
+    x: &[f32],
+    stored: DType,
+) {
+    let (outputs, inputs, _) = sizes;
+    let rounding = if stored == DType::BF16 {
+        Rounding::Bf16
+    } else {
+        Rounding::Exact
+    };
+    product(
+        sizes,
+        dw,
+        start,
+        Matrix::steps(Values::F32(dy), outputs),
+        Matrix::steps(Values::F32(x), inputs),
+        rounding,
+    );
+}
+
+/// `dy [N, O]`: its sum over the tokens, `[O]` f32.
 pub fn grad_bias(dy: &Tensor) -> Result<Tensor> {
     let (_, outputs) = dims2(dy, "dy of a linear")?;
+    on_gpu!(dy, super::cuda::linear::grad_bias(dy));
     let sum = floats(dy, "dy of a linear", |dy| Ok(sum_rows(dy, outputs)))?;
     tensor(sum, outputs)
 }
@@ -164,6 +209,10 @@ mod tests {
             backward_input_add(&more_dx, &dy, &w).unwrap();
             assert_close(&more_dx, &want, 1e-5);
             assert_close(&grad_bias(&dy).unwrap(), grads.get(&b).unwrap(), 1e-5);
+            let more_dw = random((o, i), 8);
+            let want = (&more_dw + grads.get(&w).unwrap()).unwrap();
+            grad_weight_add(&more_dw, &dy, &x, DType::F32).unwrap();
+            assert_close(&more_dw, &want, 1e-5);
         }
     }
 

@@ -2,8 +2,21 @@
 //!
 //! Letters: N tokens of a batch (all documents end to end), D hidden size, H query heads, K key/value heads,
 //! E head size, I intermediate size, O/I output/input features of a linear, V vocabulary size.
-//! Activations are f32 `[N, ...]`; weights are f32 or bf16. Every tensor given here is contiguous.
-//! Only the CPU so far: a tensor on another device is an error. Results do not depend on the number of threads.
+//! Weights are f32 or bf16. Activations `[N, ...]` are f32 on the CPU; on a GPU they are f32 or bf16. Every tensor given
+//! here is contiguous. Results do not depend on the number of threads. An operation runs where its tensors lie: see
+//! `cuda` for what a GPU does.
+
+/// Leaves the function with the result of `$call` if the tensor lies on a GPU. Nothing without the feature `cuda`.
+macro_rules! on_gpu {
+    ($tensor:expr, $call:expr) => {
+        #[cfg(feature = "cuda")]
+        if $tensor.device().is_cuda() {
+            return $call;
+        }
+        #[cfg(not(feature = "cuda"))]
+        let _ = &$tensor;
+    };
+}
 
 pub mod attention;
 pub mod cross_entropy;
@@ -11,12 +24,17 @@ pub mod device;
 pub mod embedding;
 pub mod glu;
 pub mod linear;
+pub mod master;
+pub mod part;
 pub mod rms_norm;
 pub mod rope;
+pub mod step;
 pub mod tally;
 pub mod update;
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 
 pub use cpu::product::Path as CpuPath;
 #[cfg(test)]

@@ -6,13 +6,18 @@ use super::cpu::storage::{expect_dims, floats, tensor, unwritten, values, wrong_
 use crate::base::Result;
 use candle_core::Tensor;
 
-/// The scale of each element, f32, checked against the rows of x.
-fn scale(x: &Tensor, w: &Tensor, plus_one: bool) -> Result<Vec<f32>> {
+/// x must be rows of as many elements as w has.
+fn check(x: &Tensor, w: &Tensor) -> Result<()> {
     let size = w.elem_count();
     expect_dims(w, "the weight of a norm", &[size])?;
     if size == 0 || x.dims().last().is_none_or(|last| last % size != 0) {
         return Err(wrong_shape(x, "x of a norm", &format!("rows of {size} elements")));
     }
+    Ok(())
+}
+
+/// The scale of each element, f32.
+fn scale(w: &Tensor, plus_one: bool) -> Result<Vec<f32>> {
     let mut scale = values(w, "the weight of a norm", |w| Ok(w.to_f32()))?;
     if plus_one {
         scale.iter_mut().for_each(|w| *w += 1.0);
@@ -20,9 +25,11 @@ fn scale(x: &Tensor, w: &Tensor, plus_one: bool) -> Result<Vec<f32>> {
     Ok(scale)
 }
 
-/// x f32 `[N, rows·E]`, w `[E]` f32 or bf16; the result has the shape of x.
+/// x `[N, rows·E]`, w `[E]` f32 or bf16; the result is as x.
 pub fn forward(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool) -> Result<Tensor> {
-    let scale = scale(x, w, plus_one)?;
+    check(x, w)?;
+    on_gpu!(x, super::cuda::rms_norm::forward(x, w, eps, plus_one));
+    let scale = scale(w, plus_one)?;
     let mut y = unwritten(x.elem_count());
     floats(x, "x of a norm", |x| {
         cpu::forward(x, &scale, eps as f32, &mut y);
@@ -31,7 +38,7 @@ pub fn forward(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool) -> Result<Tenso
     tensor(y, x.shape())
 }
 
-/// `dx` in the shape of x, and `dw [E]` f32 when `need_dw`.
+/// `dx` as x, and `dw [E]` f32 when `need_dw`.
 pub fn backward(
     x: &Tensor,
     w: &Tensor,
@@ -40,8 +47,10 @@ pub fn backward(
     plus_one: bool,
     need_dw: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let scale = scale(x, w, plus_one)?;
+    check(x, w)?;
     expect_dims(dy, "dy of a norm", x.dims())?;
+    on_gpu!(x, super::cuda::rms_norm::backward(x, w, dy, eps, plus_one, need_dw));
+    let scale = scale(w, plus_one)?;
     let mut dx = unwritten(x.elem_count());
     let dw = floats(x, "x of a norm", |x| {
         floats(dy, "dy of a norm", |dy| {

@@ -14,7 +14,7 @@ pub enum Direction {
     Backward,
 }
 
-/// x f32 `[N, heads·E]` with E = `head_dim`; cos and sin f32 `[N, R/2]`, R <= E. The result has the shape of x.
+/// x `[N, heads·E]` with E = `head_dim`; cos and sin f32 `[N, R/2]`, R <= E. The result is as x.
 /// cos and sin may carry a common factor; `Backward` is the transpose of `Forward` also then.
 pub fn apply(x: &Tensor, cos: &Tensor, sin: &Tensor, head_dim: usize, direction: Direction) -> Result<Tensor> {
     let (tokens, width) = dims2(x, "x of a rotation")?;
@@ -33,14 +33,18 @@ pub fn apply(x: &Tensor, cos: &Tensor, sin: &Tensor, head_dim: usize, direction:
             .found(2 * half)
             .expected(format!("at most {head_dim}")));
     }
+    let sign = match direction {
+        Direction::Forward => 1.0,
+        Direction::Backward => -1.0,
+    };
+    on_gpu!(
+        x,
+        super::cuda::rope::apply(x, cos, sin, sign, (tokens, width, head_dim, half))
+    );
     let mut y = unwritten(tokens * width);
     floats(x, "x of a rotation", |x| {
         floats(cos, "the cosines of a rotation", |cos| {
             floats(sin, "the sines of a rotation", |sin| {
-                let sign = match direction {
-                    Direction::Forward => 1.0,
-                    Direction::Backward => -1.0,
-                };
                 cpu::apply(x, cos, sin, sign, (width, head_dim, half), &mut y);
                 Ok(())
             })

@@ -1,8 +1,8 @@
 //! Sums of one optimizer step that are read once, at its end: reading a number from a device waits for it.
 
 use super::update;
-use crate::base::Result;
-use candle_core::{Device, Tensor};
+use crate::base::{Error, Result};
+use candle_core::{DType, Device, Tensor};
 use std::cell::Cell;
 
 /// What is added up.
@@ -29,11 +29,20 @@ impl Sums {
 /// Adds up where the numbers are made: on the CPU at once, on another device there.
 pub struct Tally {
     host: Cell<Sums>,
+    /// f64 `[3]` on a GPU: loss, correct, squares.
+    device: Option<Tensor>,
 }
 
 impl Tally {
-    pub fn new(_device: &Device) -> Result<Self> {
-        Ok(Self { host: Cell::default() })
+    pub fn new(device: &Device) -> Result<Self> {
+        let device = match device.is_cuda() {
+            true => Some(Tensor::zeros(3, DType::F64, device)?),
+            false => None,
+        };
+        Ok(Self {
+            host: Cell::default(),
+            device,
+        })
     }
 
     /// Numbers that the host has already.
@@ -41,23 +50,52 @@ impl Tally {
         self.host.set(self.host.get().plus(sums));
     }
 
-    /// Adds the squares of an f32 gradient; not finite from then on if an element is not.
+    /// Adds the squares of a gradient; not finite from then on if an element is not.
     pub fn add_squares(&self, gradient: &Tensor) -> Result<()> {
-        self.add(Sums {
-            squares: update::sum_squares(gradient)?,
-            ..Sums::default()
-        });
+        self.add_squares_of(&[gradient])
+    }
+
+    /// Adds the squares of gradients that all lie on one device: there in one launch.
+    pub fn add_squares_of(&self, gradients: &[&Tensor]) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(squares) = self.squares()? {
+            return super::cuda::reduce::add_squares(gradients, &squares);
+        }
+        for gradient in gradients {
+            self.add(Sums {
+                squares: update::sum_squares(gradient)?,
+                ..Sums::default()
+            });
+        }
         Ok(())
+    }
+
+    /// Where losses and hits are added on a GPU: f64 `[2]`.
+    #[cfg(feature = "cuda")]
+    pub(super) fn losses(&self) -> Result<Option<Tensor>> {
+        Ok(self.device.as_ref().map(|t| t.narrow(0, 0, 2)).transpose()?)
+    }
+
+    /// The sum of squares on a GPU, f64 `[1]`: for what must not wait for it. `None` where the host knows it.
+    pub fn squares(&self) -> Result<Option<Tensor>> {
+        Ok(self.device.as_ref().map(|t| t.narrow(0, 2, 1)).transpose()?)
     }
 
     /// The sums so far, if no device has to be waited for.
     pub fn known(&self) -> Option<Sums> {
-        Some(self.host.get())
+        self.device.is_none().then(|| self.host.get())
     }
 
     /// The sums so far; waits for the device.
     pub fn read(&self) -> Result<Sums> {
-        Ok(self.host.get())
+        let host = self.host.get();
+        let Some(device) = &self.device else {
+            return Ok(host);
+        };
+        match device.to_vec1::<f64>()?[..] {
+            [loss, correct, squares] => Ok(host.plus(Sums { loss, correct, squares })),
+            _ => Err(Error::new("the sums of a step are not whole")),
+        }
     }
 }
 

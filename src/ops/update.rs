@@ -3,8 +3,9 @@
 
 use super::cpu::storage::{expect_dims, floats, tensor, values};
 use super::cpu::update as cpu;
+use crate::base::rng::Rng;
 use crate::base::{Error, Result};
-use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, Layout, Tensor};
+use candle_core::{CpuStorage, DType, InplaceOp1, InplaceOp2, Layout, Tensor};
 use half::bf16;
 use std::ops::Range;
 use std::sync::Mutex;
@@ -48,39 +49,126 @@ pub(crate) fn with_slices(dst: &Tensor, src: &Tensor, f: impl FnOnce(&mut [f32],
     op.done(dst)
 }
 
-/// `acc += g`, both f32 of the same shape, not sharing storage.
+/// `acc += g`, both f32 (on a GPU each f32 or bf16) of the same shape, not sharing storage.
 pub fn add_assign(acc: &Tensor, g: &Tensor) -> Result<()> {
     expect_dims(g, "a tensor that is added", acc.dims())?;
+    on_gpu!(acc, super::cuda::elementwise::add_assign(acc, g));
     with_slices(acc, g, cpu::add_assign)
 }
 
-/// `t *= factor`, f32.
+/// `t *= factor`, f32, on a GPU also bf16.
 pub fn scale_assign(t: &Tensor, factor: f32) -> Result<()> {
+    on_gpu!(t, super::cuda::elementwise::scale_assign(t, factor));
     with_slice_mut(t, |t| cpu::scale(t, factor))
 }
 
-/// `a + b`, both f32 of the same shape.
+/// `a + b`, both f32 (on a GPU each f32 or bf16) of the same shape; of the type of a.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     expect_dims(b, "a tensor that is added", a.dims())?;
+    on_gpu!(a, super::cuda::elementwise::add(a, b));
     let sum = floats(a, "a tensor that is added", |a| {
         floats(b, "a tensor that is added", |b| Ok(cpu::add(a, b)))
     })?;
     tensor(sum, a.shape())
 }
 
-/// Sum of the squares of an f32 tensor; not finite when an element is not.
+/// Sum of the squares of an f32 tensor (on a GPU also bf16, and waits for it); not finite when an element is not.
 pub fn sum_squares(t: &Tensor) -> Result<f64> {
+    on_gpu!(t, super::cuda::reduce::sum_squares(t));
     with_slice(t, cpu::sum_squares)
 }
 
 /// No element is infinite or NaN.
 pub fn all_finite(t: &Tensor) -> Result<bool> {
+    on_gpu!(t, super::cuda::reduce::all_finite(t));
     with_slice(t, cpu::all_finite)
 }
 
 /// The elements of an f32 or bf16 tensor, widened.
 pub fn to_f32_vec(t: &Tensor) -> Result<Vec<f32>> {
+    on_gpu!(t, super::cuda::memory::to_f32_vec(t));
     values(t, "a tensor that is read", |v| Ok(cpu::to_f32_vec(v)))
+}
+
+/// Sets an f32 or bf16 tensor to `values`, rounded to nearest.
+pub fn set(t: &Tensor, values: &[f32]) -> Result<()> {
+    if t.elem_count() != values.len() {
+        return Err(Error::new("a tensor and its values differ in size")
+            .found(values.len())
+            .expected(t.elem_count()));
+    }
+    let narrow = |v: &f32| bf16::from_f32(*v);
+    on_gpu!(t, {
+        const NAME: &str = "a tensor that is set";
+        match t.dtype() {
+            DType::BF16 => {
+                let values: Vec<bf16> = values.iter().map(narrow).collect();
+                super::cuda::memory::write(t, NAME, DType::BF16, &values)
+            }
+            _ => super::cuda::memory::write(t, NAME, DType::F32, values),
+        }
+    });
+    match t.dtype() {
+        DType::BF16 => store_bf16(t, |t| t.iter_mut().zip(values).for_each(|(t, v)| *t = narrow(v))),
+        _ => with_slice_mut(t, |t| t.copy_from_slice(values)),
+    }
+}
+
+/// Dropout: zeroes each element whose number (of `rng`, by place) lies below `p`, scales the others by `1 / (1 - p)`.
+/// The numbers are the same on every device. t f32, on a GPU also bf16.
+pub fn dropout_assign(t: &Tensor, rng: Rng, p: f32) -> Result<()> {
+    let keep = 1.0 / (1.0 - p);
+    on_gpu!(t, super::cuda::elementwise::dropout_assign(t, rng.key(), p, keep));
+    with_slice_mut(t, move |t| cpu::dropout(t, rng, p, keep))
+}
+
+/// `min(1, max / (√squares + 1e-6))` (`torch.nn.utils.clip_grad_norm_`) where the sum of squares lies: `squares` f64
+/// `[1]`, the result f32 `[1]`. Waits for nothing.
+pub fn clip_coefficient(squares: &Tensor, max: f64) -> Result<Tensor> {
+    expect_dims(squares, "a sum of squares", &[1])?;
+    on_gpu!(squares, super::cuda::reduce::clip_coefficient(squares, max));
+    let norm = squares.to_vec1::<f64>()?.iter().sum::<f64>().sqrt();
+    let coefficient = (max / (norm + 1e-6)).min(1.0) as f32;
+    Ok(Tensor::new(&[coefficient], squares.device())?)
+}
+
+/// Element types of tensors that are changed in place.
+pub(crate) trait Stored: Sized {
+    fn of(storage: &mut CpuStorage) -> Option<&mut Vec<Self>>;
+    fn read(storage: &CpuStorage) -> Option<&[Self]>;
+}
+
+macro_rules! stored {
+    ($($type:ty, $variant:ident);+) => {
+        $(impl Stored for $type {
+            fn of(storage: &mut CpuStorage) -> Option<&mut Vec<Self>> {
+                match storage {
+                    CpuStorage::$variant(v) => Some(v),
+                    _ => None,
+                }
+            }
+            fn read(storage: &CpuStorage) -> Option<&[Self]> {
+                match storage {
+                    CpuStorage::$variant(v) => Some(v),
+                    _ => None,
+                }
+            }
+        })+
+    };
+}
+stored!(f32, F32; bf16, BF16; u8, U8; i16, I16);
+
+/// Runs `f` on the elements of `t`, which it may change, and returns what it returns.
+pub(crate) fn with_mut<T: Stored, R>(t: &Tensor, f: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+    let mut result = None;
+    in_place(t, |storage, range| match T::of(storage) {
+        Some(v) => {
+            result = Some(f(&mut v[range]));
+            true
+        }
+        None => false,
+    })?;
+    result.ok_or_else(|| Error::new("a tensor was not changed"))
 }
 
 /// Takes the write lock of `t`; `f` gets the storage and the range of `t` in it, and says whether its type fits.

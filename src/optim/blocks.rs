@@ -1,13 +1,16 @@
-//! The block schedule of BAdam (Luo, Yu, Li 2024, arXiv 2404.02827, algorithm 1): which parameters are one
-//! block, and which block is active at a step.
+//! The block schedule: which block is active at a step. Of BAdam (Luo, Yu, Li 2024, arXiv 2404.02827, algorithm 1), and
+//! of LISA (Pan et al. 2024, arXiv 2403.17919, algorithm 1), which draws layers by their importance.
 //!
 //! Every block is active for exactly `switch_every` steps, and the schedule is a function of the step and
 //! the seed alone, so a resumed run is in the right block by construction.
 
+use super::mask::Masks;
+use super::partition::partition;
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::recipe::{self, BlockOrder, Partition};
-use crate::source::{Group, ParamInfo, Part};
+use crate::source::ParamInfo;
+use std::collections::BTreeSet;
 
 /// One block.
 #[derive(Debug, Clone, PartialEq)]
@@ -25,6 +28,13 @@ pub struct BlockSchedule {
     start: usize,
     seed: u64,
     warmup: u64,
+    /// Blocks that are drawn together (`order = "importance"`), and the importance of each.
+    together: usize,
+    importance: Vec<f64>,
+    /// Partition `ratio`: part of each parameter, scattered or not.
+    ratio: Option<(f64, bool)>,
+    /// Parameters that train in every step.
+    pub always: BTreeSet<String>,
 }
 
 impl BlockSchedule {
@@ -38,7 +48,7 @@ impl BlockSchedule {
         batch: usize,
         seed: u64,
     ) -> Result<Self> {
-        let blocks = partition(recipe, params, tied)?;
+        let blocks = partition(recipe, params, tied);
         if blocks.is_empty() {
             return Err(Error::usage("the block partition has no blocks").at("tune.block"));
         }
@@ -55,35 +65,119 @@ impl BlockSchedule {
                 );
             }
         }
+        let always = params.iter().map(|p| p.name.to_string());
+        let always = always.filter(|n| recipe.always_active.iter().any(|p| n.starts_with(p.as_str())));
+        let together = match recipe.order {
+            BlockOrder::Importance => recipe.layers_per_block,
+            _ => 1,
+        };
+        if together > blocks.len() {
+            return Err(
+                Error::usage("`tune.block.layers_per_block` is more than there are blocks")
+                    .found(together)
+                    .expected(format!("at most {}", blocks.len())),
+            );
+        }
         let switch_every = recipe
             .switch_every
-            .unwrap_or_else(|| (rows / (batch * blocks.len()).max(1)).clamp(50, 100));
+            .unwrap_or_else(|| (rows * together / (batch * blocks.len()).max(1)).clamp(50, 100));
         Ok(Self {
-            blocks,
+            importance: importance(recipe, &blocks)?,
             switch_every: switch_every.max(1) as u64,
             order: recipe.order,
             start: recipe.start_block,
             seed,
             warmup: recipe.warmup_after_switch as u64,
+            together,
+            ratio: (recipe.partition == Partition::Ratio).then_some((recipe.update_ratio, recipe.mask.scattered())),
+            always: always.collect(),
+            blocks,
         })
     }
 
-    /// The block that is active at optimizer step `step`, counted from 1.
-    pub fn active(&self, step: u64) -> usize {
-        let visit = (step.max(1) - 1) / self.switch_every;
+    /// How many switches lie before `step`.
+    fn visit(&self, step: u64) -> u64 {
+        (step.max(1) - 1) / self.switch_every
+    }
+
+    /// The blocks that are active at optimizer step `step`, counted from 1, in ascending order.
+    pub fn active(&self, step: u64) -> Vec<usize> {
+        let visit = self.visit(step);
         let d = self.blocks.len() as u64;
         let (epoch, place) = (visit / d, (visit % d) as usize);
         match self.order {
-            BlockOrder::Ascending => place,
-            BlockOrder::Descending => d as usize - 1 - place,
-            BlockOrder::Fixed => self.start,
-            BlockOrder::Random => Rng::new(self.seed, Stream::Blocks, &[epoch]).permutation(d as usize)[place],
+            BlockOrder::Ascending => vec![place],
+            BlockOrder::Descending => vec![d as usize - 1 - place],
+            BlockOrder::Fixed => vec![self.start],
+            BlockOrder::Random => vec![Rng::new(self.seed, Stream::Blocks, &[epoch]).permutation(d as usize)[place]],
+            BlockOrder::Importance => self.drawn(visit),
         }
+    }
+
+    /// `together` blocks without repetition, each draw with probability in proportion to importance (Efraimidis &
+    /// Spirakis 2006, "Weighted random sampling with a reservoir", algorithm A: the largest u^(1/w)).
+    fn drawn(&self, visit: u64) -> Vec<usize> {
+        let rng = Rng::new(self.seed, Stream::Blocks, &[u64::MAX, visit]);
+        let mut keys: Vec<(f64, usize)> = self
+            .importance
+            .iter()
+            .enumerate()
+            .map(|(i, w)| ((1.0 - rng.uniform64(i as u64)).ln() / w, i))
+            .collect();
+        keys.sort_by(|a, b| b.0.total_cmp(&a.0));
+        let mut chosen: Vec<usize> = keys.into_iter().take(self.together).map(|(_, i)| i).collect();
+        chosen.sort_unstable();
+        chosen
+    }
+
+    /// The parameters that train at `step`.
+    pub fn params(&self, step: u64) -> impl Iterator<Item = &String> {
+        let active = self.active(step).into_iter();
+        active.flat_map(|b| self.blocks[b].params.iter()).chain(&self.always)
+    }
+
+    /// Every set of blocks that can be the worst for memory: each with the largest others that are drawn with it.
+    pub fn possible(&self) -> Vec<Vec<usize>> {
+        (0..self.blocks.len())
+            .map(|b| {
+                let mut others: Vec<usize> = (0..self.blocks.len()).filter(|o| *o != b).collect();
+                others.sort_by_key(|o| std::cmp::Reverse(self.blocks[*o].params.len()));
+                others.truncate(self.together - 1);
+                others.push(b);
+                others
+            })
+            .collect()
+    }
+
+    pub fn label(&self, step: u64) -> String {
+        let labels: Vec<&str> = self
+            .active(step)
+            .into_iter()
+            .map(|b| self.blocks[b].label.as_str())
+            .collect();
+        labels.join(" + ")
+    }
+
+    /// The part of each parameter that is active at `step` (partition `ratio`).
+    pub fn masks(&self, step: u64) -> Option<Masks> {
+        let (ratio, scattered) = self.ratio?;
+        let round = match self.order {
+            // It goes on where the last round ended, though rounds do not end with the parameter.
+            BlockOrder::Fixed => 0,
+            _ => self.visit(step) / self.blocks.len() as u64,
+        };
+        let window = round * self.blocks.len() as u64 + self.active(step).first().copied().unwrap_or(0) as u64;
+        Some(Masks::new(ratio, scattered, self.seed, window, self.always.clone()))
     }
 
     /// Does `step` start a new block? (A block that follows itself is not a switch.)
     pub fn switches_at(&self, step: u64) -> bool {
-        step <= 1 || self.active(step) != self.active(step - 1)
+        step <= 1 || self.active(step) != self.active(step - 1) || self.masks(step) != self.masks(step - 1)
+    }
+
+    /// Is the state of a parameter kept when `step` starts a new block?
+    pub fn survives(&self, name: &str, step: u64) -> bool {
+        self.always.contains(name) || (self.ratio.is_none() && self.params(step).any(|n| n == name))
     }
 
     /// Factor of the learning rate while a block warms up after its switch.
@@ -97,80 +191,42 @@ impl BlockSchedule {
     }
 }
 
-fn partition(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Result<Vec<BlockPlan>> {
-    let named = |label: String, wanted: &dyn Fn(&ParamInfo) -> bool| BlockPlan {
-        label,
-        params: params
-            .iter()
-            .filter(|p| wanted(p))
-            .map(|p| p.name.to_string())
-            .collect(),
-    };
-    let mut blocks = Vec::new();
-    if recipe.include_embedding {
-        blocks.push(named("embedding".into(), &|p| p.group == Group::Embedding));
-    }
-    let layers = params
-        .iter()
-        .filter_map(|p| {
-            if let Group::Layer(l) = p.group {
-                Some(l + 1)
-            } else {
-                None
-            }
-        })
-        .max()
-        .unwrap_or(0);
-    for first in (0..layers).step_by(recipe.layers_per_block.max(1)) {
-        let end = (first + recipe.layers_per_block.max(1)).min(layers);
-        let inside = |p: &ParamInfo| matches!(p.group, Group::Layer(l) if (first..end).contains(&l));
-        let label = if end == first + 1 {
-            format!("model.layers.{first}")
-        } else {
-            format!("model.layers.{first}-{}", end - 1)
+/// The importance of each block: 1, or what `tune.block.importance` says of the start of its label.
+fn importance(recipe: &recipe::Block, blocks: &[BlockPlan]) -> Result<Vec<f64>> {
+    let mut weights = vec![1.0; blocks.len()];
+    for text in &recipe.importance {
+        let wrong = |what: String| {
+            Err(Error::usage(what)
+                .at("tune.block.importance")
+                .found(text)
+                .expected("the start of a block's name, `=`, and a number above 0, as in `model.layers.0=2`"))
         };
-        match recipe.partition {
-            Partition::Layer => blocks.push(named(label, &inside)),
-            Partition::Module => {
-                for (name, part) in [("self_attn", Part::Attention), ("mlp", Part::Mlp)] {
-                    blocks.push(named(format!("{label}.{name}"), &|p| inside(p) && p.part == part));
-                }
-            }
-            Partition::Matrix => {
-                let below = |p: &ParamInfo| {
-                    let rest = p.name.strip_prefix("model.layers.")?;
-                    let rest = &rest[rest.find('.')? + 1..];
-                    rest.rsplit_once('.').map(|(module, _)| module.to_string())
-                };
-                let mut modules: Vec<String> = Vec::new();
-                for p in params.iter().filter(|p| inside(p) && !p.is_vector()) {
-                    modules.extend(below(p).filter(|m| !modules.contains(m)));
-                }
-                for module in modules {
-                    let same = |p: &ParamInfo| inside(p) && below(p).as_deref() == Some(module.as_str());
-                    blocks.push(named(format!("{label}.{module}"), &same));
-                }
-            }
-            Partition::Ratio => {
-                return Err(Error::usage("partition `ratio` is not built yet").at("tune.block.partition"));
-            }
+        let Some((prefix, weight)) = text.rsplit_once('=') else {
+            return wrong("an item of `tune.block.importance` has no `=`".into());
+        };
+        let Some(weight) = weight.trim().parse::<f64>().ok().filter(|w| w.is_finite() && *w > 0.0) else {
+            return wrong("an item of `tune.block.importance` has no number above 0".into());
+        };
+        let matching = |label: &str| {
+            let rest = label.strip_prefix(prefix.trim());
+            rest.is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()))
+        };
+        let mut any = false;
+        for (block, w) in blocks.iter().zip(&mut weights).filter(|(b, _)| matching(&b.label)) {
+            (*w, any) = (weight, any || !block.params.is_empty());
+        }
+        if !any {
+            return wrong("an item of `tune.block.importance` matches no block".into());
         }
     }
-    if recipe.include_lm_head {
-        // The reference's last block: the output layer and what belongs to no layer. A tied head is the
-        // embedding, trained here unless it has a block of its own.
-        let with_embedding = tied && !recipe.include_embedding;
-        blocks.push(named("lm_head".into(), &|p| {
-            p.group == Group::Head || (with_embedding && p.group == Group::Embedding)
-        }));
-    }
-    Ok(blocks)
+    Ok(weights)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::recipe::{Correction, CorrectionScope};
+    use crate::recipe::{Correction, CorrectionScope, MaskShape};
+    use crate::source::{Group, Part};
 
     fn recipe(partition: Partition, order: BlockOrder) -> recipe::Block {
         recipe::Block {
@@ -185,6 +241,10 @@ mod tests {
             correction: Correction::None,
             correction_scope: CorrectionScope::All,
             warmup_after_switch: 0,
+            correction_scale: 1.0,
+            update_ratio: 0.1,
+            mask: MaskShape::Adjacent,
+            importance: vec![],
         }
     }
 
@@ -234,13 +294,13 @@ mod tests {
             for epoch in 0..3 {
                 let mut counts = [0; 4];
                 for step in 1 + epoch * 12..=12 + epoch * 12 {
-                    counts[s.active(step)] += 1;
+                    counts[s.active(step)[0]] += 1;
                 }
                 assert_eq!(counts, [3; 4], "{order:?}");
             }
         }
         let s = schedule(&recipe(Partition::Layer, BlockOrder::Descending));
-        assert_eq!((s.active(1), s.active(3), s.active(4)), (3, 3, 2));
+        assert_eq!([1, 3, 4].map(|k| s.active(k)[0]), [3, 3, 2]);
         assert!(s.switches_at(1) && !s.switches_at(3) && s.switches_at(4));
     }
 
@@ -281,5 +341,79 @@ mod tests {
             [1, 2, 3, 4].map(|k| s.warmup(k)),
             [1.0 / 3.0, 2.0 / 3.0, 1.0, 1.0 / 3.0]
         );
+    }
+
+    #[test]
+    fn importance_draws_sets_in_proportion() {
+        let mut r = recipe(Partition::Layer, BlockOrder::Importance);
+        r.include_embedding = true;
+        r.importance = vec!["embedding=2".into(), "model.layers.3=0.5".into()];
+        let counts = |s: &BlockSchedule, visits: u64| {
+            let mut counts = [0usize; 5];
+            for visit in 0..visits {
+                let drawn = s.active(1 + 3 * visit);
+                assert_eq!(drawn.len(), s.together);
+                assert!(drawn.windows(2).all(|w| w[0] < w[1]));
+                assert_eq!(drawn, s.active(3 + 3 * visit));
+                drawn.iter().for_each(|b| counts[*b] += 1);
+            }
+            counts
+        };
+        let one = counts(&schedule(&r), 11_000);
+        for (count, weight) in one.iter().zip([2.0, 1.0, 1.0, 1.0, 0.5]) {
+            let want = 11_000.0 * weight / 5.5;
+            assert!((*count as f64 - want).abs() < 4.0 * want.sqrt(), "{one:?}");
+        }
+        r.layers_per_block = 2;
+        let s = schedule(&r);
+        let two = counts(&s, 1000);
+        assert_eq!(two.iter().sum::<usize>(), 2000);
+        assert!(two[0] > two[1] && two[4] < two[3], "{two:?}");
+        let label = s.label(1);
+        assert!(label.contains(" + "), "{label}");
+        assert!(s.possible().iter().all(|set| set.len() == 2));
+        for wrong in [
+            "embedding",
+            "embedding=0",
+            "embedding=x",
+            "model.layer.9=2",
+            "model.layers.9=1",
+        ] {
+            r.importance = vec![wrong.into()];
+            assert!(BlockSchedule::new(&r, &params(), false, 10, 1, 0).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_window_of_the_ratio_partition_moves_with_each_switch() {
+        let mut r = recipe(Partition::Ratio, BlockOrder::Ascending);
+        r.update_ratio = 0.3;
+        r.always_active = vec!["model.layers.0.mlp.".into()];
+        let s = schedule(&r);
+        assert_eq!((s.blocks.len(), s.blocks[0].params.len()), (4, 16));
+        assert_eq!(s.label(4), "window 2 of 4");
+        let start = |s: &BlockSchedule, step: u64| s.masks(step).unwrap().of("w", 1000).unwrap().start;
+        assert_eq!([1, 3, 4, 7, 10, 13].map(|k| start(&s, k)), [0, 0, 300, 600, 900, 200]);
+        assert!(s.switches_at(4) && !s.switches_at(3));
+        assert!(
+            s.survives("model.layers.0.mlp.up_proj.weight", 4) && !s.survives("model.layers.1.mlp.up_proj.weight", 4)
+        );
+        assert!(
+            s.masks(1)
+                .unwrap()
+                .of("model.layers.0.mlp.up_proj.weight", 1000)
+                .is_none()
+        );
+        r.order = BlockOrder::Descending;
+        let s = schedule(&r);
+        assert_eq!([1, 4, 7, 10, 13].map(|k| start(&s, k)), [900, 600, 300, 0, 100]);
+        r.order = BlockOrder::Fixed;
+        let s = schedule(&r);
+        assert!([1, 40, 400].iter().all(|k| start(&s, *k) == 0) && !s.switches_at(400));
+        r.order = BlockOrder::Random;
+        let s = schedule(&r);
+        let mut starts: Vec<usize> = [1, 4, 7, 10].iter().map(|k| start(&s, *k)).collect();
+        starts.sort_unstable();
+        assert_eq!(starts, [0, 300, 600, 900]);
     }
 }

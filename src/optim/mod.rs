@@ -1,13 +1,14 @@
 //! Optimizers, learning-rate schedules and the block schedule: named parameters and gradients in, update out.
-//! Knows names, shapes and numbers. Knows no layers, no files.
+//! Knows names, shapes and numbers. Knows no layers, no files. The arithmetic of the rules stands in `ops::step`.
 
-pub mod adamw;
 pub mod blocks;
-pub mod master;
+pub mod mask;
 pub mod optimizer;
+mod partition;
 pub mod schedule;
-pub mod sgd;
+mod state;
 
 pub use blocks::{BlockPlan, BlockSchedule};
-pub use optimizer::{Optimizer, Saved, SavedState};
+pub use mask::Masks;
+pub use optimizer::{Optimizer, SavedState, Update};
 pub use schedule::Schedule;

@@ -1,46 +1,70 @@
 //! Updates of named parameters, with state keyed by name.
 
-use super::{adamw, master, sgd};
+use super::mask;
+use super::state::{self, State};
+use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
+use crate::ops::part::{self, Places};
+use crate::ops::step::{self, Item, Precision, Rule};
 use crate::ops::update;
-use crate::recipe::{self, OptimizerName};
-use candle_core::{DType, Tensor};
-use rayon::prelude::*;
+use crate::recipe::{self, Master};
+use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
-
-const CHUNK: usize = 1 << 14;
-
-/// State of one parameter that is being trained.
-#[derive(Debug, Clone, Default, PartialEq)]
-struct State {
-    step: u64,
-    /// AdamW: first moment; SGD with momentum: the buffer.
-    m: Vec<f32>,
-    /// AdamW: second moment.
-    v: Vec<f32>,
-}
 
 pub struct Optimizer {
     settings: recipe::Optimizer,
     states: BTreeMap<String, State>,
-    /// Lower halves of the f32 masters of bf16 weights: kept when a block retires.
-    low: BTreeMap<String, Vec<u16>>,
+    /// Lower halves of the f32 masters of bf16 weights, i16 `[n]`: kept when a block retires.
+    low: BTreeMap<String, Tensor>,
+    /// Ends of names, and the factor of the learning rate of parameters that end so.
+    rates: Vec<(String, f64)>,
+    seed: u64,
+    /// The optimizer step that is being done, and how often each weight was rounded in it.
+    now: u64,
+    rounded: BTreeMap<String, u64>,
 }
 
-/// One vector of saved state.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Saved {
-    First,
-    Second,
-    Low,
+/// One parameter and what it is changed by.
+pub struct Update<'a> {
+    pub name: &'a str,
+    /// f32 or bf16, changed in place.
+    pub weight: &'a Tensor,
+    /// f32; the weight's shape, or of its active part `[len]`.
+    pub gradient: &'a Tensor,
+    /// The active part of the weight; `None`: all of it.
+    pub places: Option<Places>,
 }
 
 /// What a checkpoint keeps of one parameter.
 pub struct SavedState<'a> {
     pub name: &'a str,
     pub step: u64,
-    pub m: &'a [f32],
-    pub v: &'a [f32],
+    /// Tensors by the name of the part: `m`, `v`; eight-bit states as `m.codes` (u8) and `m.scales`.
+    pub parts: Vec<(&'static str, Tensor)>,
+}
+
+/// What is taken from the optimizer's tables while a weight changes.
+struct Held {
+    /// The weight, or a copy of its active part.
+    weight: Tensor,
+    low: Option<Tensor>,
+    precision: Kind,
+}
+
+enum Kind {
+    Whole,
+    Halves,
+    Stochastic(Rng),
+}
+
+impl Held {
+    fn precision(&self) -> Precision<'_> {
+        match (&self.precision, &self.low) {
+            (Kind::Halves, Some(low)) => Precision::Halves(low),
+            (Kind::Stochastic(rng), _) => Precision::Stochastic(*rng),
+            _ => Precision::Whole,
+        }
+    }
 }
 
 impl Optimizer {
@@ -49,102 +73,183 @@ impl Optimizer {
             settings,
             states: BTreeMap::new(),
             low: BTreeMap::new(),
+            rates: Vec::new(),
+            seed: 0,
+            now: 0,
+            rounded: BTreeMap::new(),
         }
     }
 
-    /// Bytes of state per trained element beside the weight itself: moments, and the lower half of a bf16 master.
-    pub fn bytes_per_element(settings: &recipe::Optimizer, bf16: bool) -> u64 {
-        let moments = match settings.name {
-            OptimizerName::Sgd if settings.momentum == 0.0 => 0,
-            OptimizerName::Sgd => 4,
-            _ => 8,
-        };
-        moments + if bf16 { 2 } else { 0 }
+    /// The seed of stochastic rounding.
+    pub fn with_seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Parameters whose names end like this learn at `factor` times the learning rate.
+    pub fn set_rate(&mut self, ending: &str, factor: f64) {
+        self.rates.push((ending.to_string(), factor));
+    }
+
+    /// Says which optimizer step (from 1) follows: random numbers depend on it.
+    pub fn begin(&mut self, step: u64) {
+        self.now = step;
+        self.rounded.clear();
+    }
+
+    /// Bytes of moments of a parameter of this shape (`[len]` for a masked one).
+    pub fn state_bytes(settings: &recipe::Optimizer, shape: &[usize]) -> u64 {
+        state::bytes(settings, shape)
+    }
+
+    /// Bytes that every element of a weight needs once it was trained, beside the weight: the lower half of its master.
+    pub fn master_bytes(settings: &recipe::Optimizer, bf16: bool) -> u64 {
+        match settings.master {
+            Master::F32 if bf16 => 2,
+            _ => 0,
+        }
     }
 
     /// Drops the moments of every parameter but those `keep` names; what a master knows beyond bf16 stays.
-    pub fn retire_all_but(&mut self, keep: impl Fn(&str) -> bool) {
+    /// From a GPU that goes to the host.
+    pub fn retire_all_but(&mut self, keep: impl Fn(&str) -> bool) -> Result<()> {
         self.states.retain(|name, _| keep(name));
+        for (_, low) in self.low.iter_mut().filter(|(name, _)| !keep(name)) {
+            *low = low.to_device(&Device::Cpu)?;
+        }
+        Ok(())
     }
 
     /// One update of `weight` (f32 or bf16, in place) by `gradient` (f32, same shape) times `coefficient`.
     pub fn update(&mut self, name: &str, weight: &Tensor, gradient: &Tensor, lr: f64, coefficient: f32) -> Result<()> {
-        if weight.dims() != gradient.dims() {
-            return Err(Error::new("gradient has another shape than its weight")
-                .at(name)
-                .found(format!("{:?}", gradient.dims()))
-                .expected(format!("{:?}", weight.dims())));
+        let update = Update {
+            name,
+            weight,
+            gradient,
+            places: None,
+        };
+        self.update_all(&[update], lr, coefficient)
+    }
+
+    /// Updates every parameter of a list, no name twice, by its gradient times `coefficient`.
+    pub fn update_all(&mut self, updates: &[Update], lr: f64, coefficient: f32) -> Result<()> {
+        let mut held = Vec::with_capacity(updates.len());
+        for u in updates {
+            let shape = u.places.map_or(u.weight.dims().to_vec(), |p| vec![p.len]);
+            if shape != u.gradient.dims() {
+                return Err(Error::new("gradient has another shape than its weight")
+                    .at(u.name)
+                    .found(format!("{:?}", u.gradient.dims()))
+                    .expected(format!("{shape:?}")));
+            }
+            if !self.states.contains_key(u.name) {
+                let fresh = State::fresh(&self.settings, &shape, u.weight.device())?;
+                self.states.insert(u.name.to_string(), fresh);
+            }
+            held.push(self.hold(u.name, u.weight, u.places.as_ref())?);
         }
-        let n = weight.elem_count();
-        let weight_decay = if weight.rank() > 1 {
-            self.settings.weight_decay
-        } else {
-            0.0
-        };
-        let state = match self.states.get_mut(name) {
-            Some(state) => state,
-            None => self.states.entry(name.to_string()).or_default(),
-        };
-        state.step += 1;
-        let rule = match self.settings.name {
-            OptimizerName::Adamw => {
-                state.m.resize(n, 0.0);
-                state.v.resize(n, 0.0);
-                Rule::Adamw(
-                    adamw::Step {
-                        lr,
-                        betas: self.settings.betas,
-                        eps: self.settings.eps,
-                        weight_decay,
-                        step: state.step,
-                        coefficient,
-                    }
-                    .ready(),
-                )
+        let mut items = Vec::with_capacity(updates.len());
+        for u in updates {
+            if let Some(state) = self.states.get_mut(u.name) {
+                state.step += 1;
             }
-            OptimizerName::Sgd => {
-                if self.settings.momentum != 0.0 {
-                    state.m.resize(n, 0.0);
-                }
-                Rule::Sgd(sgd::Step {
-                    lr: lr as f32,
-                    momentum: self.settings.momentum as f32,
-                    weight_decay: weight_decay as f32,
-                    first: state.step == 1,
-                    coefficient,
-                })
-            }
-            other => {
-                return Err(Error::usage(format!("optimizer `{}` is not built yet", other.name())).at("optimizer.name"));
-            }
+        }
+        for (u, held) in updates.iter().zip(&held) {
+            let Some(state) = self.states.get(u.name) else { continue };
+            let vector = u.weight.rank() < 2;
+            items.push(Item {
+                weight: &held.weight,
+                precision: held.precision(),
+                gradient: u.gradient,
+                first: state.first.as_ref(),
+                second: state.second.as_ref(),
+                lr: lr * self.rate(u.name),
+                weight_decay: if vector { 0.0 } else { self.settings.weight_decay },
+                step: state.step,
+            });
+        }
+        step::step(state::rule(&self.settings), &items, coefficient).map_err(|e| match updates {
+            [one] => e.or_at(one.name),
+            _ => e,
+        })?;
+        for (u, held) in updates.iter().zip(&held) {
+            self.put_back(u, held)?;
+        }
+        Ok(())
+    }
+
+    /// A change without state: against the gradient (or its sign) by `lr`, no decay, no clipping.
+    pub fn descend(&mut self, name: &str, weight: &Tensor, gradient: &Tensor, lr: f64, sign: bool) -> Result<()> {
+        let held = self.hold(name, weight, None)?;
+        let item = Item {
+            weight,
+            precision: held.precision(),
+            gradient,
+            first: None,
+            second: None,
+            lr,
+            weight_decay: 0.0,
+            step: 1,
         };
-        let (m, v) = (&mut state.m, &mut state.v);
-        match weight.dtype() {
-            DType::F32 => update::with_slice(gradient, |g| {
-                update::with_slice_mut(weight, |w| rule.run_f32(w, g, m, v))
-            })?,
-            DType::BF16 => {
-                let low = match self.low.get_mut(name) {
-                    Some(low) => low,
-                    None => self.low.entry(name.to_string()).or_insert_with(|| vec![0; n]),
+        let rule = if sign { Rule::Sign } else { Rule::Sgd { momentum: 0.0 } };
+        step::step(rule, &[item], 1.0).map_err(|e| e.or_at(name))
+    }
+
+    fn rate(&self, name: &str) -> f64 {
+        let factors = self.rates.iter().filter(|(ending, _)| name.ends_with(ending.as_str()));
+        factors.map(|(_, factor)| factor).product()
+    }
+
+    /// The weight (or a copy of its active part) and what it needs to change.
+    fn hold(&mut self, name: &str, weight: &Tensor, places: Option<&Places>) -> Result<Held> {
+        let take = |t: &Tensor| match places {
+            Some(places) => part::gather(t, places),
+            None => Ok(t.clone()),
+        };
+        let (low, precision) = match (weight.dtype(), self.settings.master) {
+            (DType::F32, _) => (None, Kind::Whole),
+            (DType::BF16, Master::Stochastic) => {
+                // A weight that changes twice in a step (a correction in two micro-batches) draws anew.
+                let times = self.rounded.entry(name.to_string()).or_insert(0);
+                *times += 1;
+                let key = [self.now, *times, mask::hash(name)];
+                (None, Kind::Stochastic(Rng::new(self.seed, Stream::Rounding, &key)))
+            }
+            (DType::BF16, Master::F32) => {
+                let low = match self.low.remove(name) {
+                    Some(low) => low.to_device(weight.device())?,
+                    None => Tensor::zeros(weight.elem_count(), DType::I16, weight.device())?,
                 };
-                update::with_slice(gradient, |g| {
-                    update::store_bf16(weight, |w| rule.run_bf16(w, low, g, m, v))
-                })?
+                let part = take(&low)?;
+                self.low.insert(name.to_string(), low);
+                (Some(part), Kind::Halves)
             }
-            other => Err(Error::new("weight type cannot be trained")
-                .at(name)
-                .found(format!("{other:?}"))),
+            (other, _) => {
+                return Err(Error::new("weight type cannot be trained")
+                    .at(name)
+                    .found(format!("{other:?}")));
+            }
+        };
+        Ok(Held {
+            weight: take(weight)?,
+            low,
+            precision,
+        })
+    }
+
+    fn put_back(&self, u: &Update, held: &Held) -> Result<()> {
+        let Some(places) = &u.places else { return Ok(()) };
+        part::scatter(u.weight, &held.weight, places)?;
+        match (self.low.get(u.name), &held.low) {
+            (Some(whole), Some(low)) => part::scatter(whole, low, places),
+            _ => Ok(()),
         }
     }
 
     /// The exact f32 values of a trained weight.
     pub fn exact(&self, name: &str, weight: &Tensor) -> Result<Vec<f32>> {
         match (weight.dtype(), self.low.get(name)) {
-            (DType::BF16, Some(low)) => {
-                let high = weight.flatten_all()?.to_vec1::<half::bf16>()?;
-                Ok(high.iter().zip(low).map(|(&h, &l)| master::join(h, l)).collect())
-            }
+            (DType::BF16, Some(low)) => step::join(weight, low),
             _ => update::to_f32_vec(weight),
         }
     }
@@ -154,17 +259,19 @@ impl Optimizer {
         if values.len() != weight.elem_count() {
             return Err(Error::new("saved weight has another size").at(name));
         }
-        match weight.dtype() {
-            DType::BF16 => {
-                let mut low = vec![0u16; values.len()];
-                update::store_bf16(weight, |w| {
-                    for ((w, l), x) in w.iter_mut().zip(&mut low).zip(values) {
-                        (*w, *l) = master::split(*x);
-                    }
-                })?;
+        match (weight.dtype(), self.settings.master) {
+            (DType::BF16, Master::F32) => {
+                let low = Tensor::zeros(values.len(), DType::I16, weight.device())?;
+                step::split(values, weight, &low)?;
                 self.low.insert(name.to_string(), low);
                 Ok(())
             }
+            // Without a master the values are bf16 numbers already.
+            (DType::BF16, Master::Stochastic) => update::store_bf16(weight, |w| {
+                w.iter_mut()
+                    .zip(values)
+                    .for_each(|(w, x)| *w = half::bf16::from_f32(*x));
+            }),
             _ => update::with_slice_mut(weight, |w| w.copy_from_slice(values)),
         }
     }
@@ -173,76 +280,25 @@ impl Optimizer {
         self.states.iter().map(|(name, s)| SavedState {
             name,
             step: s.step,
-            m: &s.m,
-            v: &s.v,
+            parts: s.parts(),
         })
     }
 
-    pub fn restore_state(&mut self, name: &str, step: u64, m: Vec<f32>, v: Vec<f32>) {
-        self.states.insert(name.to_string(), State { step, m, v });
+    /// Sets the state of a parameter, as `saved` gave it.
+    pub fn restore_state(&mut self, name: &str, step: u64, parts: BTreeMap<String, Tensor>) -> Result<()> {
+        let state = State::from_parts(step, parts).map_err(|e| e.or_at(name))?;
+        self.states.insert(name.to_string(), state);
+        Ok(())
     }
 
     /// Bytes held now.
     pub fn bytes(&self) -> u64 {
-        let states: usize = self.states.values().map(|s| 4 * (s.m.len() + s.v.len())).sum();
-        let low: usize = self.low.values().map(|l| 2 * l.len()).sum();
-        (states + low) as u64
+        let states: u64 = self.states.values().map(State::bytes).sum();
+        let low: usize = self.low.values().map(|l| 2 * l.elem_count()).sum();
+        states + low as u64
     }
 }
 
-#[derive(Clone, Copy)]
-enum Rule {
-    Adamw(adamw::Ready),
-    Sgd(sgd::Step),
-}
-
-impl Rule {
-    fn run_f32(self, w: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32]) {
-        match self {
-            Rule::Adamw(step) => w
-                .par_chunks_mut(CHUNK)
-                .zip(g.par_chunks(CHUNK))
-                .zip(m.par_chunks_mut(CHUNK).zip(v.par_chunks_mut(CHUNK)))
-                .for_each(|((w, g), (m, v))| {
-                    for (((w, g), m), v) in w.iter_mut().zip(g).zip(m).zip(v) {
-                        *w = step.apply(*w, *g, m, v);
-                    }
-                }),
-            Rule::Sgd(step) if m.is_empty() => w
-                .par_chunks_mut(CHUNK)
-                .zip(g.par_chunks(CHUNK))
-                .for_each(|(w, g)| w.iter_mut().zip(g).for_each(|(w, g)| *w = step.apply(*w, *g, None))),
-            Rule::Sgd(step) => w
-                .par_chunks_mut(CHUNK)
-                .zip(g.par_chunks(CHUNK))
-                .zip(m.par_chunks_mut(CHUNK))
-                .for_each(|((w, g), m)| {
-                    w.iter_mut()
-                        .zip(g)
-                        .zip(m)
-                        .for_each(|((w, g), m)| *w = step.apply(*w, *g, Some(m)))
-                }),
-        }
-    }
-
-    fn run_bf16(self, w: &mut [half::bf16], low: &mut [u16], g: &[f32], m: &mut [f32], v: &mut [f32]) {
-        let mut buffer = vec![0f32; 0];
-        // One chunk at a time is widened, updated like an f32 weight, and split again.
-        buffer.resize(w.len().min(CHUNK * rayon::current_num_threads()), 0.0);
-        let width = buffer.len().max(1);
-        let empty = |s: &[f32]| s.is_empty();
-        for (c, (w, low)) in w.chunks_mut(width).zip(low.chunks_mut(width)).enumerate() {
-            let (at, n) = (c * width, w.len());
-            let part = &mut buffer[..n];
-            for ((x, h), l) in part.iter_mut().zip(w.iter()).zip(low.iter()) {
-                *x = master::join(*h, *l);
-            }
-            let m = if empty(m) { &mut [][..] } else { &mut m[at..at + n] };
-            let v = if empty(v) { &mut [][..] } else { &mut v[at..at + n] };
-            self.run_f32(part, &g[at..at + n], m, v);
-            for ((x, h), l) in part.iter().zip(w.iter_mut()).zip(low.iter_mut()) {
-                (*h, *l) = master::split(*x);
-            }
-        }
-    }
-}
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;

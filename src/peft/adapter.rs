@@ -56,8 +56,8 @@ pub type Backed = (Option<Tensor>, Vec<Gradient>);
 /// What an adapter holds and needs beside its linear, for the planner.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Cost {
-    /// Name and elements of every trained part.
-    pub trained: Vec<(Arc<str>, u64)>,
+    /// Name and shape of every trained part.
+    pub trained: Vec<(Arc<str>, Vec<usize>)>,
     /// Elements that are held and not trained.
     pub fixed: u64,
     /// R of a delta that is applied as two thin products; 0 for other kinds.
@@ -156,7 +156,7 @@ impl Adapter {
         Cost {
             trained: trained
                 .into_iter()
-                .map(|p| (p.name, p.tensor.elem_count() as u64))
+                .map(|p| (p.name, p.tensor.dims().to_vec()))
                 .collect(),
             fixed,
             rank,

@@ -4,7 +4,6 @@ use crate::base::Result;
 use crate::base::rng::{Rng, Stream};
 use crate::ops::{linear, update};
 use candle_core::{Device, Tensor};
-use rayon::prelude::*;
 
 use super::adapter::Dropout;
 
@@ -93,18 +92,7 @@ impl Mask {
             return Ok(());
         };
         let rng = Rng::new(key.seed, Stream::Dropout, &[key.step, key.micro, self.site]);
-        let (p, keep) = (self.p, 1.0 / (1.0 - self.p));
-        update::with_slice_mut(t, move |values| {
-            values.par_chunks_mut(4096).enumerate().for_each(|(c, chunk)| {
-                for (i, v) in chunk.iter_mut().enumerate() {
-                    *v = if rng.uniform((c * 4096 + i) as u64) < p {
-                        0.0
-                    } else {
-                        *v * keep
-                    };
-                }
-            });
-        })
+        update::dropout_assign(t, rng, self.p)
     }
 
     /// Adds `through` `[N, I]`, the gradient at the dropped input, to `dx` where that is needed.

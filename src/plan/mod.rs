@@ -76,21 +76,39 @@ impl Inputs {
     }
 }
 
-/// Elements of every parameter and adapter matrix by name.
-pub(crate) fn elements(spec: &Spec, adapters: &BTreeMap<String, Cost>) -> BTreeMap<String, u64> {
-    let mut all: BTreeMap<String, u64> = BTreeMap::new();
+/// Shape of every parameter and adapter matrix by name.
+fn shapes(spec: &Spec, adapters: &BTreeMap<String, Cost>) -> BTreeMap<String, Vec<usize>> {
+    let mut all: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     for p in spec.params() {
-        all.insert(p.name.to_string(), p.elements() as u64);
+        all.insert(p.name.to_string(), p.shape);
     }
     for cost in adapters.values() {
-        all.extend(cost.trained.iter().map(|(name, n)| (name.to_string(), *n)));
+        all.extend(cost.trained.iter().map(|(name, shape)| (name.to_string(), shape.clone())));
     }
     all
+}
+
+/// Elements of every parameter and adapter matrix by name.
+pub(crate) fn elements(spec: &Spec, adapters: &BTreeMap<String, Cost>) -> BTreeMap<String, u64> {
+    let count = |shape: Vec<usize>| shape.into_iter().product::<usize>() as u64;
+    let all = shapes(spec, adapters).into_iter();
+    all.map(|(name, shape)| (name, count(shape))).collect()
+}
+
+/// Bytes of the optimizer's state of a parameter of `shape`: moments of its active part, lower halves of all of it.
+fn state_bytes(recipe: &Recipe, active: &Active, name: &str, shape: &[usize], bf16: bool) -> u64 {
+    let n: usize = shape.iter().product();
+    let moments = match active.places(name, n) {
+        Some(part) => Optimizer::state_bytes(&recipe.optimizer, &[part.len]),
+        None => Optimizer::state_bytes(&recipe.optimizer, shape),
+    };
+    moments + n as u64 * Optimizer::master_bytes(&recipe.optimizer, bf16)
 }
 
 /// The forecast of one run: the worst moment of its worst step.
 pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
     let sizes = elements(spec, &inputs.adapters);
+    let shapes = shapes(spec, &inputs.adapters);
     let params = spec.params();
     let stored = match recipe.model.dtype {
         Dtype::F32 => 4,
@@ -101,30 +119,43 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
     let fixed: u64 = inputs.adapters.values().map(|c| c.fixed).sum();
     let names: BTreeSet<&str> = params.iter().map(|p| &*p.name).collect();
     let is_adapter = |name: &str| !names.contains(name);
-    let ever: BTreeSet<&str> = inputs.active.iter().flat_map(Active::names).collect();
     let size = |name: &str| sizes.get(name).copied().unwrap_or(0);
+    let changed = |active: &'_ Active| {
+        active
+            .names()
+            .chain(active.corrected())
+            .map(str::to_string)
+            .collect::<Vec<_>>()
+    };
+    let ever: BTreeSet<String> = inputs.active.iter().flat_map(changed).collect();
+    let part = |active: &Active, name: &str| match active.places(name, size(name) as usize) {
+        Some(part) => part.len as u64,
+        None => size(name),
+    };
 
     let mut worst: Option<(Ledger, u64)> = None;
     for active in &inputs.active {
         let mut ledger = Ledger::new(inputs.on_gpu);
         ledger.moment("loading");
-        let trained: u64 = active.names().map(size).sum();
+        let trained: u64 = active.names().map(|n| part(active, n)).sum();
         let state: u64 = active
             .names()
-            .map(|n| {
+            .filter_map(|n| {
                 let bf16 = stored == 2 && !is_adapter(n);
-                size(n) * Optimizer::bytes_per_element(&recipe.optimizer, bf16)
+                Some(state_bytes(recipe, active, n, shapes.get(n)?, bf16))
             })
-            .sum();
+            .sum::<u64>()
+            // Lower halves of what is corrected have to be at hand too.
+            + active
+                .corrected()
+                .map(|n| size(n) * Optimizer::master_bytes(&recipe.optimizer, stored == 2))
+                .sum::<u64>();
         // What a master knows beyond bf16 stays when its block retires.
-        let retired: u64 = match stored {
-            2 => ever
-                .iter()
-                .filter(|n| !active.contains(n) && !is_adapter(n))
-                .map(|n| 2 * size(n))
-                .sum(),
-            _ => 0,
-        };
+        let retired: u64 = ever
+            .iter()
+            .filter(|n| !active.wants(n) && !is_adapter(n))
+            .map(|n| size(n) * Optimizer::master_bytes(&recipe.optimizer, stored == 2))
+            .sum();
         let held = [
             ledger.hold(Kind::Process, inputs.process_bytes),
             ledger.hold(Kind::Data, inputs.data_bytes),

@@ -13,8 +13,8 @@ use crate::sft::CausalLm;
 use crate::source::Group;
 use std::collections::BTreeMap;
 
-/// Elements that the update of a bf16 weight widens at a time, per thread (as in `optim`).
-const UPDATE_CHUNK: u64 = 1 << 14;
+/// Bytes of an element of a masked weight that is being updated: f32, or the two halves of bf16.
+const MASKED: u64 = 4;
 /// What the matrix product packs its operands into, per thread.
 const PACKING: u64 = 1 << 20;
 /// What a task of a matrix product packs (as in `ops`): of A up to this many rows and steps of k, of B this many elements.
@@ -31,14 +31,12 @@ pub(super) struct Sink<'a> {
     pub active: &'a Active,
     sizes: &'a BTreeMap<String, u64>,
     keep: bool,
-    /// Bytes that the update of one bf16 weight needs.
-    update: u64,
     kept: BTreeMap<String, Held>,
 }
 
 impl Sink<'_> {
     pub fn wants(&self, name: &str) -> bool {
-        self.active.contains(name)
+        self.active.wants(name)
     }
 
     fn bytes(&self, name: &str) -> u64 {
@@ -52,12 +50,27 @@ impl Sink<'_> {
 
     /// The sink gets it.
     pub fn take(&mut self, l: &mut Ledger, name: &str, gradient: Held) {
+        if self.active.corrects(name).is_some() {
+            l.drop(gradient);
+            return;
+        }
+        let elements = self.sizes.get(name).copied().unwrap_or(0) as usize;
+        let part = self.active.places(name, elements).map(|p| p.len as u64);
+        // Of a masked parameter only the active part is kept.
+        let gradient = match part {
+            Some(part) => {
+                let active = l.hold(Kind::Gradients, 4 * part);
+                l.drop(gradient);
+                active
+            }
+            None => gradient,
+        };
         if self.keep && !self.kept.contains_key(name) {
             self.kept.insert(name.to_string(), gradient);
             return;
         }
         if !self.keep {
-            l.touch(Kind::Scratch, self.update.min(self.bytes(name)));
+            l.touch(Kind::Scratch, MASKED * part.unwrap_or(0));
         }
         l.drop(gradient);
     }
@@ -74,16 +87,10 @@ impl Sink<'_> {
 pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, active: &Active) {
     let sizes = elements(spec, &inputs.adapters);
     let bf16 = recipe.model.dtype == Dtype::Bf16;
-    let threads = inputs.threads as u64;
     let mut sink = Sink {
         active,
         sizes: &sizes,
         keep: inputs.gradients == Gradients::Keep,
-        update: if bf16 && !inputs.on_gpu {
-            4 * UPDATE_CHUNK * threads
-        } else {
-            0
-        },
         kept: BTreeMap::new(),
     };
     let tokens = inputs.tokens as u64;
@@ -98,7 +105,12 @@ pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs
         micro_batch(l, spec, recipe, inputs, &mut sink, micro);
     }
     l.moment("the update");
-    l.touch(Kind::Scratch, sink.update);
+    // A masked weight is changed in a copy of its active part.
+    let largest = sink.kept.keys().filter_map(|n| {
+        let elements = sizes.get(n).copied().unwrap_or(0) as usize;
+        active.places(n, elements).map(|p| p.len as u64)
+    });
+    l.touch(Kind::Scratch, MASKED * largest.max().unwrap_or(0));
     let kept: Vec<Held> = std::mem::take(&mut sink.kept).into_values().collect();
     l.drop_all(kept);
     l.drop_all(held);

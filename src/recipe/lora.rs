@@ -45,6 +45,14 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     let (kind, init) = (values.text("tune.lora.peft_type"), values.text("tune.lora.init_lora_weights"));
     let dora = values.flag("tune.lora.use_dora");
     let residual = ["pissa", "olora", "corda", "lora_ga"].contains(&init);
+    let kpm = values.text("tune.lora.corda.method") == "kpm";
+    if kind == "lora" && init == "corda" && kpm && values.list("tune.lora.corda.data").is_empty() {
+        out.push((
+            &["tune.lora.corda.method", "tune.lora.corda.data"],
+            Error::usage("`tune.lora.corda.method = \"kpm\"` needs rows of what must be kept")
+                .hint("set `tune.lora.corda.data` to questions that the model must still answer"),
+        ));
+    }
     if kind == "lora" && dora && residual {
         out.push((
             &["tune.lora.use_dora", "tune.lora.init_lora_weights"],
@@ -52,6 +60,19 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
                 "`tune.lora.use_dora` and `tune.lora.init_lora_weights = \"{init}\"` contradict each other"
             ))
             .hint("DoRA starts from the weights as they are: use `default`, `gaussian` or `eva`"),
+        ));
+    }
+    let corrects = values.text("tune.method") == "block" && values.text("tune.block.correction") == "lora";
+    if corrects && (kind != "lora" || dora || !values.list("tune.lora.modules_to_save").is_empty()) {
+        out.push((
+            &[
+                "tune.block.correction",
+                "tune.lora.peft_type",
+                "tune.lora.use_dora",
+                "tune.lora.modules_to_save",
+            ],
+            Error::usage("`tune.block.correction = \"lora\"` takes plain LoRA only")
+                .hint("remove `peft_type`, `use_dora` and `modules_to_save` from `[tune.lora]`"),
         ));
     }
     if init == "pissa" && values.number("tune.lora.lora_dropout") > 0.0 && kind == "lora" {
@@ -149,7 +170,7 @@ pub fn build(values: &Values) -> Lora {
         save_rank: size("tune.lora.save_rank"),
         adapter: text("tune.lora.adapter"),
         corda: Corda {
-            method: CordaMethod::parse(values.text("tune.lora.corda.method")).unwrap_or(CordaMethod::Kpm),
+            method: CordaMethod::parse(values.text("tune.lora.corda.method")).unwrap_or(CordaMethod::Ipm),
             data: list("tune.lora.corda.data"),
             samples: size("tune.lora.corda.samples"),
             compatible: CordaArithmetic::parse(values.text("tune.lora.corda.compatible"))

@@ -125,6 +125,26 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
                 .hint("set `tune.freeze.trainable_layers` or `tune.freeze.trainable`"),
         );
     }
+    let correction = values.text("tune.block.correction");
+    if values.text("tune.method") == "block" && values.text("tune.block.partition") == "ratio" && correction != "none" {
+        fault(
+            &["tune.block.partition", "tune.block.correction", "tune.method"],
+            Error::usage(format!(
+                "`tune.block.correction = \"{correction}\"` needs blocks of whole parameters"
+            ))
+            .hint("use `partition = \"layer\"`, `\"module\"` or `\"matrix\"`, or `correction = \"none\"`"),
+        );
+    }
+    let init = values.text("tune.lora.init_lora_weights");
+    if values.text("tune.method") == "block" && correction == "lora" && init != "default" && init != "gaussian" {
+        fault(
+            &["tune.lora.init_lora_weights", "tune.block.correction", "tune.method"],
+            Error::usage(format!(
+                "`tune.lora.init_lora_weights = \"{init}\"` changes the base, which the blocks train"
+            ))
+            .hint("use `default` or `gaussian` with `tune.block.correction = \"lora\"`"),
+        );
+    }
     let targets = values.list("tune.lora.target_modules");
     let all = targets.iter().any(|t| t == "all-linear");
     if targets.is_empty() || (all && targets.len() > 1) {
@@ -159,7 +179,11 @@ fn valid_device(device: &str) -> bool {
 /// Why the key has no effect in this recipe: the setting that makes it so.
 pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
     let path = entry.key.path();
-    if let Some((other, accepted)) = entry.key.when {
+    // The adapters of `correction = "lora"` are those of `[tune.lora]`.
+    let corrects = path.starts_with("tune.lora.")
+        && values.text("tune.method") == "block"
+        && values.text("tune.block.correction") == "lora";
+    if let Some((other, accepted)) = entry.key.when.filter(|_| !corrects) {
         let cause = values.entry(other)?;
         if let Some(why) = unused(values, cause) {
             return Some(why);
@@ -186,6 +210,9 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
         "train.num_epochs" if max_steps >= 0 => Some(format!("train.max_steps = {max_steps}")),
         "data.train_on" if values.text("data.train_on") != "all" => text_rows.map(str::to_string),
         "data.chat_template" => text_rows.filter(|t| t.starts_with("data.")).map(str::to_string),
+        "tune.block.layers_per_block" if values.text("tune.block.partition") == "ratio" => {
+            Some("tune.block.partition = \"ratio\"".to_string())
+        }
         path if path.starts_with("tune.lora.")
             && !["tune.lora.adapter", "tune.lora.lora_dropout", "tune.lora.loraplus_lr_ratio"].contains(&path)
             && !adapter.is_empty() =>
@@ -259,12 +286,16 @@ pub fn build(values: &Values) -> Recipe {
                 layers_per_block: number("tune.block.layers_per_block"),
                 order: name!(BlockOrder, "tune.block.order", Random),
                 start_block: number("tune.block.start_block"),
+                importance: values.list("tune.block.importance"),
+                update_ratio: values.number("tune.block.update_ratio"),
+                mask: name!(MaskShape, "tune.block.mask", Adjacent),
                 switch_every: size("tune.block.switch_every"),
                 include_embedding: values.flag("tune.block.include_embedding"),
                 include_lm_head: values.flag("tune.block.include_lm_head"),
                 always_active: values.list("tune.block.always_active"),
                 correction: name!(Correction, "tune.block.correction", None),
                 correction_scope: name!(CorrectionScope, "tune.block.correction_scope", All),
+                correction_scale: values.number("tune.block.correction_scale"),
                 warmup_after_switch: number("tune.block.warmup_after_switch"),
             },
             lora: lora::build(values),
@@ -281,6 +312,7 @@ pub fn build(values: &Values) -> Recipe {
             weight_decay: values.number("optimizer.weight_decay"),
             momentum: values.number("optimizer.momentum"),
             state: name!(StateDtype, "optimizer.state", F32),
+            master: name!(Master, "optimizer.master", F32),
         },
         schedule: Schedule {
             name: name!(ScheduleName, "schedule.name", Cosine),

@@ -102,14 +102,7 @@ pub const NOT_BUILT: &[(&str, &str)] = &[
     ("memory.activations", "host"),
     ("data.format", "preference"),
     ("data.format", "prompt"),
-    ("tune.block.partition", "ratio"),
-    ("tune.block.correction", "sgd"),
-    ("tune.block.correction", "signsgd"),
-    ("tune.block.correction", "lora"),
     ("tune.lora.init_lora_weights", "loftq"),
-    ("optimizer.name", "lion"),
-    ("optimizer.name", "adafactor"),
-    ("optimizer.state", "int8"),
     ("train.stage", "distill"),
     ("train.stage", "reward"),
     ("train.stage", "dpo"),
@@ -120,6 +113,8 @@ pub const NOT_BUILT: &[(&str, &str)] = &[
 /// Names that other tools use for our keys.
 pub const ALIASES: &[(&str, &str)] = &[
     ("alpha", "tune.lora.lora_alpha"),
+    ("badam_mask_mode", "tune.block.mask"),
+    ("badam_update_ratio", "tune.block.update_ratio"),
     ("base_model", "model.path"),
     ("bf16", "model.dtype"),
     ("cutoff_len", "data.max_length"),
@@ -134,6 +129,7 @@ pub const ALIASES: &[(&str, &str)] = &[
     ("lora_rank", "tune.lora.r"),
     ("lr", "optimizer.learning_rate"),
     ("lr_scheduler_type", "schedule.name"),
+    ("mask_mode", "tune.block.mask"),
     ("max_seq_len", "data.max_length"),
     ("max_seq_length", "data.max_length"),
     ("micro_batch_size", "train.batch_size"),
@@ -230,6 +226,8 @@ const PART: Range = Range {
     min_open: false,
     max_open: false,
 };
+/// More than 0, up to 1.
+const RATIO: Range = Range { min_open: true, ..PART };
 /// 0 up to, but not, 1.
 const BELOW_ONE: Range = Range { max_open: true, ..PART };
 
@@ -391,21 +389,57 @@ pub static KEYS: &[Key] = &[
         Kind::Name(Partition::NAMES),
         "\"layer\"",
         "as in BAdam",
-        "What one block is: a layer, a module (attention or mlp), or a single matrix.",
+        "What one block is: a layer, a module (attention or mlp), a single matrix, or (`ratio`) a part of every parameter.",
     ),
     block(
         "layers_per_block",
         from(1),
         "1",
         "least memory",
-        "Neighbouring layers (modules, matrices) that form one block.",
+        "Neighbouring layers (modules, matrices) that form one block; with `order = \"importance\"` the blocks that are drawn together, not neighbours.",
     ),
     block(
         "order",
         Kind::Name(BlockOrder::NAMES),
         "\"random\"",
         "as in BAdam: a new order in each round, from the seed",
-        "Order in which blocks become active; `fixed` stays on `start_block`.",
+        "Order in which blocks become active; `fixed` stays on `start_block`; `importance` draws them at random at each switch (LISA).",
+    ),
+    when(
+        key(
+            "tune.block",
+            "importance",
+            Kind::Texts,
+            "[]",
+            "every block is drawn as often as any other",
+            "How often a block is drawn over a block of importance 1: the start of its name, `=`, a number, as in `lm_head=2`.",
+        ),
+        "tune.block.order",
+        &["importance"],
+    ),
+    when(
+        key(
+            "tune.block",
+            "update_ratio",
+            Kind::Number(RATIO),
+            "0.1",
+            "as in BAdam",
+            "Part of each parameter that is active at a time; parameters with fewer than 100 elements are active whole.",
+        ),
+        "tune.block.partition",
+        &["ratio"],
+    ),
+    when(
+        key(
+            "tune.block",
+            "mask",
+            Kind::Name(MaskShape::NAMES),
+            "\"adjacent\"",
+            "as in BAdam",
+            "Which elements are active together: neighbours, or elements scattered over the whole parameter.",
+        ),
+        "tune.block.partition",
+        &["ratio"],
     ),
     when(
         key(
@@ -452,7 +486,7 @@ pub static KEYS: &[Key] = &[
         Kind::Name(Correction::NAMES),
         "\"none\"",
         "plain BAdam",
-        "BREAD: a cheap update of the layers that are not active.",
+        "BREAD: a cheap update of the blocks that are not active: against their gradient or its sign as it appears, or adapters (`[tune.lora]`) trained beside the block and merged at the end.",
     ),
     when(
         key(
@@ -462,6 +496,18 @@ pub static KEYS: &[Key] = &[
             "\"all\"",
             "as in BREAD",
             "Which layers the correction reaches: all, or those above the active block (`partial`).",
+        ),
+        "tune.block.correction",
+        &["sgd", "signsgd", "lora"],
+    ),
+    when(
+        key(
+            "tune.block",
+            "correction_scale",
+            Kind::Number(POSITIVE),
+            "1.0",
+            "as in BREAD",
+            "Learning rate of the correction over that of the block; gradients and their signs need very different ones.",
         ),
         "tune.block.correction",
         &["sgd", "signsgd", "lora"],
@@ -659,8 +705,8 @@ pub static KEYS: &[Key] = &[
             "tune.lora.corda",
             "method",
             Kind::Name(CordaMethod::NAMES),
-            "\"kpm\"",
-            "what the model knows is kept",
+            "\"ipm\"",
+            "as in PEFT: it needs no other rows than the task's",
             "`kpm`: train the components that matter least for `data`, which is what must be kept; `ipm`: those that matter most for `data`, which is the task.",
         ),
         "tune.method",
@@ -744,7 +790,7 @@ pub static KEYS: &[Key] = &[
         Kind::Name(OptimizerName::NAMES),
         "\"adamw\"",
         "the usual choice for transformers",
-        "The update rule.",
+        "The update rule. Adafactor keeps row and column means of the squared gradient, no momentum, and takes `learning_rate` as it is.",
     ),
     key(
         "optimizer",
@@ -761,7 +807,7 @@ pub static KEYS: &[Key] = &[
             Kind::Pair(BELOW_ONE),
             "[0.9, 0.999]",
             "as in PyTorch",
-            "Decay of the two moments.",
+            "Decay of the two moments; Lion's authors use `[0.9, 0.99]`.",
         ),
         "optimizer.name",
         &["adamw", "lion"],
@@ -776,7 +822,7 @@ pub static KEYS: &[Key] = &[
             "Added to the root of the second moment.",
         ),
         "optimizer.name",
-        &["adamw", "adafactor"],
+        &["adamw"],
     ),
     key(
         "optimizer",
@@ -784,7 +830,7 @@ pub static KEYS: &[Key] = &[
         Kind::Number(POSITIVE_OR_ZERO),
         "0.0",
         "short runs need none",
-        "Weight decay, decoupled in AdamW, added to the gradient in SGD; never on norms and biases.",
+        "Weight decay, added to the gradient in SGD, decoupled in the others; never on norms and biases.",
     ),
     when(
         key(
@@ -798,13 +844,29 @@ pub static KEYS: &[Key] = &[
         "optimizer.name",
         &["sgd"],
     ),
-    key(
-        "optimizer",
-        "state",
-        Kind::Name(StateDtype::NAMES),
-        "\"f32\"",
-        "exact",
-        "Storage of optimizer states.",
+    when(
+        key(
+            "optimizer",
+            "state",
+            Kind::Name(StateDtype::NAMES),
+            "\"f32\"",
+            "exact",
+            "Storage of moments; `int8`: the dynamic code in blocks of 256, a quarter of the memory; parameters with fewer than 4096 elements stay f32.",
+        ),
+        "optimizer.name",
+        &["adamw", "sgd", "lion"],
+    ),
+    when(
+        key(
+            "optimizer",
+            "master",
+            Kind::Name(Master::NAMES),
+            "\"f32\"",
+            "exact",
+            "What a bf16 weight knows beyond bf16: `f32` keeps it, in 2 more bytes an element; `stochastic` keeps nothing and rounds at random, right on average.",
+        ),
+        "model.dtype",
+        &["bf16"],
     ),
     key(
         "schedule",

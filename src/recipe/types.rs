@@ -49,8 +49,24 @@ named!(Method { Full = "full", Block = "block", Lora = "lora", Freeze = "freeze"
 named!(Partition { Layer = "layer", Module = "module", Matrix = "matrix", Ratio = "ratio" });
 named!(
     /// Order in which blocks become active. `Fixed` keeps the first block (BAdam's `switch_mode`).
-    BlockOrder { Random = "random", Ascending = "ascending", Descending = "descending", Fixed = "fixed" }
+    /// `Importance` draws blocks at random in proportion to their importance (LISA).
+    BlockOrder {
+        Random = "random",
+        Ascending = "ascending",
+        Descending = "descending",
+        Fixed = "fixed",
+        Importance = "importance",
+    }
 );
+named!(
+    /// Which elements of a parameter form a window of the `ratio` partition.
+    MaskShape { Adjacent = "adjacent", Scattered = "scattered" }
+);
+impl MaskShape {
+    pub fn scattered(self) -> bool {
+        self == Self::Scattered
+    }
+}
 named!(Correction { None = "none", Sgd = "sgd", Signsgd = "signsgd", Lora = "lora" });
 named!(CorrectionScope { All = "all", Partial = "partial" });
 named!(LoraInit {
@@ -85,6 +101,15 @@ named!(
 );
 named!(OptimizerName { Adamw = "adamw", Sgd = "sgd", Lion = "lion", Adafactor = "adafactor" });
 named!(StateDtype { F32 = "f32", Int8 = "int8" });
+named!(
+    /// How a bf16 weight takes updates that are smaller than its last bit.
+    Master {
+        /// By the lower halves of its f32 value, kept beside it.
+        F32 = "f32",
+        /// By rounding at random, right on average.
+        Stochastic = "stochastic",
+    }
+);
 named!(ScheduleName { Constant = "constant", Linear = "linear", Cosine = "cosine", Wsd = "wsd" });
 named!(Stage {
     Pretrain = "pretrain",
@@ -157,6 +182,11 @@ pub struct Block {
     pub order: BlockOrder,
     /// First block for `order = "fixed"`.
     pub start_block: usize,
+    /// Importance of blocks for `order = "importance"`, as `start of the block's name=number`; 1 for the others.
+    pub importance: Vec<String>,
+    /// Part of each parameter that is active with `partition = "ratio"`.
+    pub update_ratio: f64,
+    pub mask: MaskShape,
     /// Steps a block stays active; `None` is `auto`: clamp(n / (B * D), 50, 100).
     pub switch_every: Option<usize>,
     pub include_embedding: bool,
@@ -164,6 +194,8 @@ pub struct Block {
     pub always_active: Vec<String>,
     pub correction: Correction,
     pub correction_scope: CorrectionScope,
+    /// Learning rate of the correction over that of the block.
+    pub correction_scale: f64,
     pub warmup_after_switch: usize,
 }
 
@@ -238,6 +270,7 @@ pub struct Optimizer {
     /// SGD only.
     pub momentum: f64,
     pub state: StateDtype,
+    pub master: Master,
 }
 
 #[derive(Debug, Clone)]

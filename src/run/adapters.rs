@@ -1,4 +1,5 @@
-//! The adapters of a run: which linears carry one, of which kind, and what trains beside them.
+//! The adapters of a run: which linears carry one, of which kind, and what trains beside them; also those that correct
+//! a block run.
 
 use crate::base::{Error, Result};
 use crate::export::{self, LoadedAdapter};
@@ -7,7 +8,7 @@ use crate::model::{Adapters, Spec};
 use crate::peft::lora::{fresh, scaling};
 use crate::peft::targets::{self, Site, select};
 use crate::peft::{self, Adalora, Adapter, Cayley, Dora, Ia3, Loha, Lokr, Lora, Mask, Oft, Projections, Vera};
-use crate::recipe::{self, LoraInit, Method, PeftType, Recipe};
+use crate::recipe::{self, Correction, LoraInit, Method, PeftType, Recipe};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -34,29 +35,25 @@ impl Prepared {
         let parts = self.adapters.values().flat_map(|a| a.parts());
         parts.map(|p| p.name.to_string()).chain(self.whole.iter().cloned())
     }
-
-    /// Learning rates beside that of the recipe, by name: LoRA+ (Hayou et al. 2024, arXiv 2402.12354) moves B faster
-    /// than A, and in PEFT's groups the vectors go with B.
-    pub fn rates(&self, recipe: &Recipe) -> BTreeMap<String, f64> {
-        let ratio = recipe.tune.lora.loraplus_lr_ratio;
-        if ratio == 1.0 {
-            return BTreeMap::new();
-        }
-        let parts = self.adapters.values().flat_map(|a| a.parts());
-        parts
-            .filter(|p| p.name.ends_with(".lora_B.weight") || p.tensor.rank() == 1)
-            .map(|p| (p.name.to_string(), ratio))
-            .collect()
-    }
 }
 
 /// Fresh adapters, or those of `tune.lora.adapter`; none for other methods.
 ///
 /// Errors: targets that match nothing, sizes that do not fit a kind, an adapter directory that does not fit.
 pub fn of(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
-    if recipe.tune.method != Method::Lora {
-        return Ok(Prepared::default());
+    match recipe.tune.method {
+        Method::Lora => fresh_or_given(recipe, spec),
+        // A block run merges its adapters at the end: no config to be saved.
+        Method::Block if recipe.tune.block.correction == Correction::Lora => Ok(Prepared {
+            config: None,
+            whole: Vec::new(),
+            ..fresh_or_given(recipe, spec)?
+        }),
+        _ => Ok(Prepared::default()),
     }
+}
+
+fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
     if let Some(dir) = &recipe.tune.lora.adapter {
         let LoadedAdapter {
             mut config,

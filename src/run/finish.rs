@@ -36,7 +36,16 @@ pub fn export(
         return with_template(recipe, out).map(Some);
     }
     let out = base(&out, recipe, model, engine, &mut |name| {
-        update::to_f32_vec(&engine.network.param(name)?.tensor)
+        let tensor = engine.network.param(name)?.tensor;
+        let module = name.strip_suffix(".weight").unwrap_or(name);
+        let Some(lora) = engine.network.adapters.get(module).and_then(|a| a.lora()) else {
+            return update::to_f32_vec(&tensor);
+        };
+        // Adapters that corrected a block run become part of the weights: exact values first, one rounding last.
+        let mut values = engine.optimizer.exact(name, &tensor)?;
+        let delta = update::to_f32_vec(&lora.delta()?)?;
+        values.iter_mut().zip(delta).for_each(|(w, d)| *w += d);
+        Ok(values)
     })?;
     with_template(recipe, out).map(Some)
 }

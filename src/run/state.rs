@@ -10,6 +10,8 @@ use crate::checkpoint::{self, Files, Loaded};
 use crate::engine::Engine;
 use crate::formats::dtype::StoredDtype;
 use crate::formats::writer::{TensorPlan, Values};
+use crate::ops::update;
+use candle_core::{DType, Tensor};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -35,6 +37,13 @@ pub fn save(run_dir: &Path, step: u64, engine: &Engine, tuning: &Tuning, facts: 
         dtype: StoredDtype::F32,
         shape: vec![n],
     };
+    let coded = |name: String, part: &Tensor| TensorPlan {
+        dtype: match part.dtype() {
+            DType::U8 => StoredDtype::U8,
+            _ => StoredDtype::F32,
+        },
+        ..plan(name, part.elem_count())
+    };
     let mut weights = Vec::new();
     for name in tuning.trained_until(step) {
         let n = engine.network.param(&name)?.tensor.elem_count();
@@ -49,10 +58,8 @@ pub fn save(run_dir: &Path, step: u64, engine: &Engine, tuning: &Tuning, facts: 
     let mut steps = serde_json::Map::new();
     for s in engine.optimizer.saved() {
         steps.insert(s.name.to_string(), json!(s.step));
-        for (kind, values) in [("m", s.m), ("v", s.v)] {
-            if !values.is_empty() {
-                moments.push(plan(format!("{}#{kind}", s.name), values.len()));
-            }
+        for (part, tensor) in &s.parts {
+            moments.push(coded(format!("{}#{part}", s.name), tensor));
         }
     }
     let state = json!({
@@ -80,10 +87,14 @@ pub fn save(run_dir: &Path, step: u64, engine: &Engine, tuning: &Tuning, facts: 
             write(Values::F32(&engine.optimizer.exact(&tensor.name, &param.tensor)?))
         }
         _ => {
-            let (name, kind) = tensor.name.rsplit_once('#').unwrap_or((&tensor.name, ""));
+            let (name, part) = tensor.name.rsplit_once('#').unwrap_or((&tensor.name, ""));
             let state = engine.optimizer.saved().find(|s| s.name == name);
-            let state = state.ok_or_else(|| Error::new("optimizer state is gone").at(name))?;
-            write(Values::F32(if kind == "m" { state.m } else { state.v }))
+            let found = state.and_then(|s| s.parts.into_iter().find(|(p, _)| *p == part));
+            let (_, found) = found.ok_or_else(|| Error::new("optimizer state is gone").at(name))?;
+            match found.dtype() {
+                DType::U8 => write(Values::Raw(&found.to_vec1::<u8>()?)),
+                _ => write(Values::F32(&update::to_f32_vec(&found)?)),
+            }
         }
     })
 }
@@ -126,6 +137,7 @@ pub fn sizes(loaded: &Loaded) -> Result<BTreeMap<String, usize>> {
 
 /// Puts weights and moments back; the engine is then where it was after step `loaded.step`.
 pub fn restore(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
+    let device = engine.network.device.clone();
     let weights = loaded.open(WEIGHTS)?;
     let names: Vec<String> = weights.names().map(str::to_string).collect();
     for name in names {
@@ -138,23 +150,36 @@ pub fn restore(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
             .restore_weight(&name, &param.tensor, &weights.read_f32(&name)?)?;
     }
     let moments = loaded.open(OPTIMIZER)?;
-    let read = |name: &str, kind: &str| {
-        let key = format!("{name}#{kind}");
-        if moments.info(&key).is_some() {
-            moments.read_f32(&key)
-        } else {
-            Ok(Vec::new())
-        }
-    };
+    let mut parts: BTreeMap<String, BTreeMap<String, Tensor>> = BTreeMap::new();
+    for key in moments.names() {
+        let unknown = || Error::new("not an optimizer state").at(key);
+        let (name, part) = key.rsplit_once('#').ok_or_else(unknown)?;
+        let info = moments.info(key).ok_or_else(unknown)?;
+        let tensor = match info.dtype {
+            StoredDtype::U8 => Tensor::from_vec(moments.read_bytes(key)?, info.shape.as_slice(), &device)?,
+            _ => Tensor::from_vec(moments.read_f32(key)?, info.shape.as_slice(), &device)?,
+        };
+        parts
+            .entry(name.to_string())
+            .or_default()
+            .insert(part.to_string(), tensor);
+    }
     let steps = loaded.state.get("optimizer_steps").and_then(Value::as_object);
     let steps = steps.ok_or_else(|| Error::new("checkpoint has no `optimizer_steps`").at_path(&loaded.path))?;
     for (name, step) in steps {
         let step = step
             .as_u64()
             .ok_or_else(|| Error::new("optimizer step is no number").at_path(&loaded.path))?;
+        let parts = parts.remove(name).unwrap_or_default();
         engine
             .optimizer
-            .restore_state(name, step, read(name, "m")?, read(name, "v")?);
+            .restore_state(name, step, parts)
+            .map_err(|e| e.within(loaded.path.display()))?;
+    }
+    if let Some(name) = parts.into_keys().next() {
+        return Err(Error::new("optimizer state without its step")
+            .at(name)
+            .within(loaded.path.display()));
     }
     Ok(())
 }

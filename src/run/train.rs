@@ -150,7 +150,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     tuning = Tuning::new(recipe, &model.spec, &params, &prepared, train.examples.len())?;
     let mut engine = Engine {
         objective: Box::new(objective),
-        optimizer: Optimizer::new(recipe.optimizer.clone()),
+        optimizer: optimizer(recipe),
         gradients,
         keep_layers,
         max_grad_norm: recipe.train.max_grad_norm,
@@ -194,7 +194,9 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let schedule = Schedule::new(&recipe.schedule, total_steps);
     for step in start_step + 1..=total_steps {
         if tuning.switches_at(step) {
-            engine.optimizer.retire_all_but(|name| tuning.survives_switch(name));
+            engine
+                .optimizer
+                .retire_all_but(|name| tuning.survives_switch(name, step))?;
             run.reporter
                 .event("switch", json!({"step": step, "active_block": tuning.label(step)}));
         }
@@ -255,6 +257,22 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         plan,
         peak_memory_bytes: peak,
     })
+}
+
+fn optimizer(recipe: &Recipe) -> Optimizer {
+    let mut optimizer = Optimizer::new(recipe.optimizer.clone()).with_seed(recipe.train.seed);
+    let block = &recipe.tune.block;
+    if recipe.tune.method == Method::Block && block.correction == recipe::Correction::Lora {
+        optimizer.set_rate(".lora_A.weight", block.correction_scale);
+        optimizer.set_rate(".lora_B.weight", block.correction_scale);
+    }
+    // LoRA+ (Hayou et al. 2024, arXiv 2402.12354): B moves faster than A, and in PEFT's groups the vectors go with B.
+    let ratio = recipe.tune.lora.loraplus_lr_ratio;
+    if recipe.tune.method == Method::Lora && ratio != 1.0 {
+        optimizer.set_rate(".lora_B.weight", ratio);
+        optimizer.set_rate(".lora_magnitude_vector", ratio);
+    }
+    optimizer
 }
 
 /// Most memory so far: of the GPU's tensors, or of this process on the CPU.
@@ -499,7 +517,8 @@ impl Run<'_> {
     /// A step failed. Its weights are those of the step before where gradients are kept: that state is saved.
     fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error) -> Error {
         self.facts.trained_tokens = trained_tokens;
-        let safe = engine.gradients == Gradients::Keep && step > 1 && !self.tuning.switches_at(step);
+        let whole = engine.gradients == Gradients::Keep && !self.tuning.corrects_at_once();
+        let safe = whole && step > 1 && !self.tuning.switches_at(step);
         let saved = if safe && self.recipe.train.save_steps > 0 {
             self.save(engine, step - 1)
         } else {

@@ -3,38 +3,53 @@
 use super::adapters::Prepared;
 use crate::base::{Error, Result};
 use crate::engine::Active;
-use crate::model::Spec;
-use crate::optim::BlockSchedule;
-use crate::recipe::{Method, Recipe};
+use crate::engine::active::{Corrected, group_of};
+use crate::model::{Adapters, Spec};
+use crate::optim::{BlockSchedule, Masks};
+use crate::recipe::{self, Correction, CorrectionScope, Method, Recipe};
 use crate::source::{Group, ParamInfo};
 use std::collections::BTreeSet;
 
 /// Full, freeze and LoRA train one set all the time; block changes it on schedule.
 pub enum Tuning {
     Static(Active),
-    Blocks {
-        schedule: BlockSchedule,
-        always: BTreeSet<String>,
-    },
+    Blocks(Box<Blocks>),
+}
+
+/// Blocks by turns, and what happens to the others (BREAD).
+pub struct Blocks {
+    schedule: BlockSchedule,
+    correction: Correction,
+    scope: CorrectionScope,
+    scale: f64,
+    /// Names of the matrices of `correction = "lora"`.
+    adapters: Vec<String>,
 }
 
 impl Tuning {
-    /// `rows` of training data serve `switch_every = "auto"`. 
+    /// `rows` of training data serve `switch_every = "auto"`.
     pub fn new(recipe: &Recipe, spec: &Spec, params: &[ParamInfo], prepared: &Prepared, rows: usize) -> Result<Self> {
         let tune = &recipe.tune;
         Ok(match tune.method {
             Method::Full => Self::Static(Active::new(params.iter().map(|p| p.name.to_string()))),
             Method::Freeze => Self::Static(frozen(recipe, spec, params)?),
-            Method::Lora => Self::Static(Active::new(prepared.trained()).with_rates(prepared.rates(recipe))),
+            Method::Lora => Self::Static(Active::new(prepared.trained())),
             Method::Block => {
                 let batch = recipe.train.batch_size * recipe.train.gradient_accumulation_steps;
                 let schedule = BlockSchedule::new(&tune.block, params, spec.tied, rows, batch, recipe.train.seed)?;
-                let prefixes = &tune.block.always_active;
-                let always = params.iter().map(|p| p.name.to_string());
-                let always = always
-                    .filter(|n| prefixes.iter().any(|p| n.starts_with(p.as_str())))
-                    .collect();
-                Self::Blocks { schedule, always }
+                let recipe::Block {
+                    correction,
+                    correction_scope: scope,
+                    correction_scale: scale,
+                    ..
+                } = tune.block;
+                Self::Blocks(Box::new(Blocks {
+                    schedule,
+                    correction,
+                    scope,
+                    scale,
+                    adapters: prepared.trained().collect(),
+                }))
             }
         })
     }
@@ -43,10 +58,7 @@ impl Tuning {
     pub fn active(&self, step: u64) -> Active {
         match self {
             Self::Static(active) => active.clone(),
-            Self::Blocks { schedule, always } => {
-                let block = &schedule.blocks[schedule.active(step)];
-                Active::new(block.params.iter().chain(always).cloned())
-            }
+            Self::Blocks(b) => b.set(&b.schedule.active(step), b.schedule.masks(step)),
         }
     }
 
@@ -54,39 +66,44 @@ impl Tuning {
     pub fn possible(&self) -> Vec<Active> {
         match self {
             Self::Static(active) => vec![active.clone()],
-            Self::Blocks { schedule, always } => schedule
-                .blocks
-                .iter()
-                .map(|b| Active::new(b.params.iter().chain(always).cloned()))
-                .collect(),
+            Self::Blocks(b) => match b.schedule.masks(1) {
+                // All windows are alike.
+                Some(masks) => vec![b.set(&[0], Some(masks))],
+                None => b.schedule.possible().iter().map(|set| b.set(set, None)).collect(),
+            },
         }
     }
 
     pub fn label(&self, step: u64) -> Option<String> {
         match self {
             Self::Static(_) => None,
-            Self::Blocks { schedule, .. } => Some(schedule.blocks[schedule.active(step)].label.clone()),
+            Self::Blocks(b) => Some(b.schedule.label(step)),
         }
     }
 
     /// Does a block that was not active before start at `step`? Its state starts empty then.
     pub fn switches_at(&self, step: u64) -> bool {
-        matches!(self, Self::Blocks { schedule, .. } if schedule.switches_at(step))
+        matches!(self, Self::Blocks(b) if b.schedule.switches_at(step))
     }
 
-    /// Parameters whose optimizer state survives a switch.
-    pub fn survives_switch(&self, name: &str) -> bool {
+    /// Parameters whose optimizer state survives the switch at `step`. Adapters start anew, as in BREAD's reference.
+    pub fn survives_switch(&self, name: &str, step: u64) -> bool {
         match self {
             Self::Static(_) => true,
-            Self::Blocks { always, .. } => always.contains(name),
+            Self::Blocks(b) => b.schedule.survives(name, step),
         }
+    }
+
+    /// Do weights that are not active change before a step is complete?
+    pub fn corrects_at_once(&self) -> bool {
+        matches!(self, Self::Blocks(b) if matches!(b.correction, Correction::Sgd | Correction::Signsgd))
     }
 
     /// Factor of the learning rate beside the schedule's.
     pub fn warmup(&self, step: u64) -> f64 {
         match self {
             Self::Static(_) => 1.0,
-            Self::Blocks { schedule, .. } => schedule.warmup(step),
+            Self::Blocks(b) => b.schedule.warmup(step),
         }
     }
 
@@ -94,17 +111,56 @@ impl Tuning {
     pub fn trained_until(&self, step: u64) -> BTreeSet<String> {
         match self {
             Self::Static(active) => active.names().map(str::to_string).collect(),
-            Self::Blocks { schedule, always } => {
-                let mut names = always.clone();
+            Self::Blocks(b) => {
+                let mut names: BTreeSet<String> = b.schedule.always.clone();
                 let mut seen = BTreeSet::new();
                 let mut at = 1;
-                while at <= step && seen.len() < schedule.blocks.len() {
-                    if seen.insert(schedule.active(at)) {
-                        names.extend(schedule.blocks[schedule.active(at)].params.iter().cloned());
+                while at <= step && seen.len() < b.schedule.blocks.len() {
+                    let set = b.schedule.active(at);
+                    if !set.iter().all(|block| seen.contains(block)) {
+                        let active = b.set(&set, None);
+                        names.extend(active.names().chain(active.corrected()).map(str::to_string));
+                        seen.extend(set);
                     }
-                    at += schedule.switch_every;
+                    at += b.schedule.switch_every;
                 }
                 names
+            }
+        }
+    }
+}
+
+impl Blocks {
+    /// What trains, and what is corrected, while these blocks are active.
+    fn set(&self, active: &[usize], masks: Option<Masks>) -> Active {
+        let s = &self.schedule;
+        let names: BTreeSet<String> = active
+            .iter()
+            .flat_map(|b| &s.blocks[*b].params)
+            .chain(&s.always)
+            .cloned()
+            .collect();
+        let first = active.iter().min().copied().unwrap_or(0);
+        let partial = self.scope == CorrectionScope::Partial;
+        match self.correction {
+            Correction::None => Active::new(names).masked(masks),
+            Correction::Sgd | Correction::Signsgd => {
+                // Blocks are in the order of the model: those after the first active one lie above it.
+                let others = s.blocks.iter().enumerate();
+                let others = others.filter(|(i, _)| !active.contains(i) && (!partial || *i > first));
+                let others = others.flat_map(|(_, b)| b.params.iter());
+                let corrected = Corrected {
+                    names: others.filter(|n| !names.contains(*n)).cloned().collect(),
+                    scale: self.scale,
+                    sign: self.correction == Correction::Signsgd,
+                };
+                Active::new(names).correcting(Some(corrected))
+            }
+            Correction::Lora => {
+                let lowest = s.blocks[first].params.iter().map(|n| group_of(n)).min();
+                let inside = |n: &&String| !partial || lowest.is_none_or(|l| group_of(n) >= l);
+                let adapters = self.adapters.iter().filter(inside).cloned();
+                Active::new(names.into_iter().chain(adapters))
             }
         }
     }

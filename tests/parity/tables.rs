@@ -29,10 +29,10 @@ fn schedules_are_those_of_transformers() {
 }
 
 #[test]
-fn optimizers_are_those_of_torch() {
+fn optimizers_are_those_of_torch_and_transformers() {
     let golden = json(&goldens().join("tables/optimizers.json"));
     let cases = golden["cases"].as_array().unwrap();
-    assert_eq!(cases.len(), 5);
+    assert_eq!(cases.len(), 9);
     for case in cases {
         let (rule, options) = (text(case, "rule"), &case["options"]);
         let mut lines = format!("[optimizer]\nname = \"{rule}\"\nlearning_rate = {}\n", options["lr"]);
@@ -50,6 +50,15 @@ fn optimizers_are_those_of_torch() {
         for (k, ((weights, first, second), want)) in got.iter().zip(want).enumerate() {
             let what = |part: &str| format!("{lines}: {part} after step {}", k + 1);
             all_close(weights, &numbers(&want["weights"]), 1e-6, &what("weights"));
+            for (key, means) in [("exp_avg_sq_row", first), ("exp_avg_sq_col", second)] {
+                let Some(want) = want.get(key).map(numbers) else {
+                    continue;
+                };
+                assert_eq!(means.len(), want.len());
+                for (g, w) in means.iter().zip(want) {
+                    assert!((g - w).abs() <= 1e-5 * w, "{}: {g} instead of {w}", what(key));
+                }
+            }
             for (key, moment) in [("exp_avg", first), ("momentum_buffer", first), ("exp_avg_sq", second)] {
                 let Some(want) = want.get(key) else { continue };
                 assert_eq!(moment.len(), 12);

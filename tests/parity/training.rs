@@ -184,6 +184,17 @@ runs!(
     block_with_ends_descending,
     block_with_ends_tied,
     block_head_tied,
+    full_lion,
+    full_adafactor,
+    full_adafactor_tied,
+    block_ratio_adjacent,
+    block_ratio_scattered,
+    block_ratio_with_ends,
+    block_bread_sgd,
+    block_bread_sgd_partial,
+    block_bread_signsgd,
+    block_bread_lora,
+    block_bread_lora_partial,
 );
 
 #[test]

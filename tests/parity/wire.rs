@@ -6,7 +6,7 @@ use ft::engine::{self, Active};
 use ft::export;
 use ft::model::Network;
 use ft::ops::tally::Tally;
-use ft::ops::{CpuPath, linear};
+use ft::ops::{CpuPath, linear, step};
 use ft::optim::{Optimizer, Schedule};
 use ft::recipe::{self, Dtype, ModelInit, Recipe};
 use ft::run::setup::Described;
@@ -126,10 +126,58 @@ pub fn optimizer_steps(lines: &str, start: &[f32], gradients: &[Vec<f32>]) -> Ve
     let mut out = Vec::new();
     for gradient in gradients {
         optimizer.update("w", &weight, &tensor(gradient), lr, 1.0).unwrap();
-        let wide = |v: &[f32]| v.iter().map(|x| *x as f64).collect::<Vec<_>>();
-        let state = optimizer.saved().next();
-        let (m, v) = state.map_or((vec![], vec![]), |s| (wide(s.m), wide(s.v)));
+        let parts = optimizer.saved().next().map(|s| s.parts).unwrap_or_default();
+        let part = |name| {
+            parts
+                .iter()
+                .find(|(n, _)| *n == name)
+                .map_or(vec![], |(_, t)| values(t))
+        };
+        let (m, v) = (part("m"), part("v"));
         out.push((values(&weight), m, v));
+    }
+    out
+}
+
+/// Elements of a block of an eight-bit moment.
+pub const INT8_BLOCK: usize = step::BLOCK;
+
+/// The table of eight-bit codes.
+pub fn code_table(signed: bool) -> [f32; 256] {
+    step::code_table(signed)
+}
+
+/// Codes and scales of `values`.
+pub fn encode(values: &[f32], signed: bool) -> (Vec<u8>, Vec<f32>) {
+    step::encode(values, signed)
+}
+
+/// AdamW with moments in eight bits on one vector (`lines` is the `[optimizer]` table): the weights after each step.
+/// Parameters of that few elements keep f32 moments in a run, so the rule is called below `Optimizer`.
+pub fn int8_steps(lines: &str, start: &[f32], gradients: &[Vec<f32>]) -> Vec<Vec<f32>> {
+    let settings = parse(lines).optimizer;
+    let n = start.len();
+    let tensor = |v: &[f32]| Tensor::from_slice(v, n, &Device::Cpu).unwrap();
+    let zeros = || step::Moment::zeros(n, true, &Device::Cpu).unwrap();
+    let (weight, first, second) = (tensor(start), zeros(), zeros());
+    let mut out = Vec::new();
+    for (k, gradient) in gradients.iter().enumerate() {
+        let item = step::Item {
+            weight: &weight,
+            precision: step::Precision::Whole,
+            gradient: &tensor(gradient),
+            first: Some(&first),
+            second: Some(&second),
+            lr: settings.learning_rate,
+            weight_decay: 0.0,
+            step: k as u64 + 1,
+        };
+        let rule = step::Rule::Adamw {
+            betas: settings.betas,
+            eps: settings.eps,
+        };
+        step::step(rule, &[item], 1.0).unwrap();
+        out.push(weight.to_vec1::<f32>().unwrap());
     }
     out
 }

@@ -3,6 +3,7 @@
 mod bench;
 mod equal;
 mod hostile;
+mod optimizers;
 mod plans;
 mod quickstart;
 mod resume;

@@ -35,7 +35,7 @@ fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
 }
 
 /// Bit-equal losses and norms, step by step, and the same files in `final/`.
-fn assert_same(bench: &Bench, whole: &str, broken: &str) {
+pub fn assert_same(bench: &Bench, whole: &str, broken: &str) {
     let (a, b) = (bench.steps(whole), bench.steps(broken));
     assert_eq!(a.len(), b.len(), "{broken}: steps in metrics.jsonl");
     for (a, b) in a.iter().zip(&b) {

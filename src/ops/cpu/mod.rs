@@ -12,6 +12,7 @@ pub(crate) mod math;
 pub(crate) mod product;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
+pub(crate) mod step;
 pub(crate) mod storage;
 pub(crate) mod update;
 

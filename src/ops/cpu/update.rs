@@ -2,6 +2,7 @@
 
 use super::math::{LANES, add_slice, dot, fma, sum_lanes, vectorized, widen_slice};
 use super::storage::{Values, unwritten};
+use crate::base::rng::Rng;
 use rayon::prelude::*;
 
 const CHUNK: usize = 1 << 14;
@@ -61,6 +62,19 @@ fn finite_body<const FMA: bool>(t: &[f32]) -> bool {
     sum_lanes(odd) == 0.0
 }
 vectorized!(fn finite(t: &[f32]) -> bool = finite_body);
+
+/// Zero where the element's number lies below p, else times `keep`.
+pub(crate) fn dropout(t: &mut [f32], rng: Rng, p: f32, keep: f32) {
+    t.par_chunks_mut(CHUNK).enumerate().for_each(|(c, chunk)| {
+        for (i, v) in chunk.iter_mut().enumerate() {
+            *v = if rng.uniform((c * CHUNK + i) as u64) < p {
+                0.0
+            } else {
+                *v * keep
+            };
+        }
+    });
+}
 
 pub(crate) fn to_f32_vec(v: Values<'_>) -> Vec<f32> {
     match v {

@@ -15,7 +15,21 @@ use half::bf16;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
+pub(crate) mod attention;
+mod columns;
+pub(crate) mod cross_entropy;
+pub(crate) mod device;
+pub(crate) mod elementwise;
+pub(crate) mod embedding;
 pub(crate) mod gemm;
+pub(crate) mod glu;
+pub(crate) mod linear;
+pub(crate) mod memory;
+pub(crate) mod reduce;
+pub(crate) mod rms_norm;
+pub(crate) mod rope;
+pub(crate) mod step;
+mod tiles;
 
 /// Element type of an activation or weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,6 +91,8 @@ pub(crate) enum Arg {
     U64(u64),
     F32(f32),
     F64(f64),
+    /// Four f32 as one structure.
+    Four([f32; 4]),
 }
 
 impl Arg {
@@ -185,6 +201,7 @@ impl Gpu {
                 Arg::I64(x) => builder.arg(x),
                 Arg::F32(x) => builder.arg(x),
                 Arg::F64(x) => builder.arg(x),
+                Arg::Four(x) => builder.arg(x),
             };
         }
         if let Some(last) = last {
@@ -286,6 +303,7 @@ impl Gpu {
     }
 }
 
+/// What was loaded for one device.
 #[derive(Default)]
 struct Loaded {
     modules: HashMap<&'static str, Arc<CudaModule>>,

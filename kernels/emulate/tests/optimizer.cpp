@@ -1,0 +1,154 @@
+// The rules over a list of parameters: bit-equal to the plain arithmetic; f32 weights, bf16 weights in halves, bf16
+// weights that are rounded by random numbers.
+#include "kinds.h"
+#include "../../cuda/optimizer.cu"
+
+using namespace emulate;
+
+static const u64 KEY = 0xfeedull;
+
+struct Parameter {
+    i64 n;
+    bool half, half_gradient, shifted;
+    u32 group;
+    bool random;
+};
+
+/// One parameter with everything that belongs to it, and its exact values.
+struct Held {
+    Parameter p;
+    Buffer<float> weight, gradient, m, v;
+    Buffer<bf16> upper_half, half_gradient;
+    Buffer<unsigned short> low;
+    std::vector<float> w, g, want_m, want_v;
+    Held(const Parameter& p, uint64_t seed)
+        : p(p), weight(p.n + 1), gradient(p.n + 1), m(p.n + 1), v(p.n + 1), upper_half(p.n + 1), half_gradient(p.n + 1),
+          low(p.n + 1), w(p.n), g(p.n), want_m(p.n), want_v(p.n) {
+        fill(weight, seed + 1);
+        fill(gradient, seed + 2);
+        fill(half_gradient, seed + 2);
+        fill(m, seed + 3, 0.1f);
+        fill(v, seed + 4, 0.1f);
+        for (i64 i = 0; i <= p.n; i++) {
+            v[i] = std::fabs(v[i]);
+            upper_half[i].bits = upper(weight[i]);
+            low[i] = lower(weight[i]);
+        }
+        for (i64 i = 0; i < p.n; i++) {
+            w[i] = p.random ? widen(upper_half[i + p.shifted]) : weight[i + p.shifted];
+            g[i] = p.half_gradient ? widen(half_gradient[i + p.shifted]) : gradient[i + p.shifted];
+            want_m[i] = m[i + p.shifted];
+            want_v[i] = v[i + p.shifted];
+        }
+    }
+    Entry entry(u32 first, bool moments, bool second) {
+        const int s = p.shifted;
+        Entry e;
+        e.weight = p.half ? (void*)(upper_half.data + s) : (void*)(weight.data + s);
+        e.low = p.half && !p.random ? low.data + s : nullptr;
+        e.key = KEY;
+        e.gradient = p.half_gradient ? (const void*)(half_gradient.data + s) : (const void*)(gradient.data + s);
+        e.m = moments ? m.data + s : nullptr;
+        e.v = second ? v.data + s : nullptr;
+        e.n = p.n;
+        e.first = first;
+        e.form = (p.half ? 1 : 0) | (p.half_gradient ? 2 : 0) | (p.shifted ? 0 : 4) | (p.random ? 8 : 0) | p.group << 8;
+        return e;
+    }
+    float now(i64 i) const {
+        const int s = p.shifted;
+        if (p.random) return widen(upper_half[i + s]);
+        return p.half ? master(upper_half[i + s].bits, low[i + s]) : weight[i + s];
+    }
+};
+
+enum Rule { ADAMW, SGD, PLAIN_SGD, LION, SIGN };
+
+static float sign_of(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : 0.0f; }
+
+/// As `round` of ops/master.rs, by the number that element i takes.
+static float rounded(float x, i64 i) {
+    const u64 number = draw(KEY, i / 4) >> (16 * (i % 4)) & 0xffff;
+    return float_of((bits_of(x) + static_cast<u32>(number)) & 0xffff0000u);
+}
+
+static void steps(Rule rule, const float* device_factor, const double* finite, uint64_t seed) {
+    const Parameter list[] = {
+        {5, false, false, false, 0, false}, {SHARE + 7, true, false, false, 1, false}, {300, true, true, true, 0, false},
+        {1, false, true, false, 1, false},  {1000, false, false, true, 1, false},       {64, true, false, false, 0, false},
+        {517, true, false, false, 1, true}, {SHARE + 11, true, true, true, 0, true},
+    };
+    std::vector<std::unique_ptr<Held>> all;
+    std::vector<Entry> table;
+    u32 shares = 0;
+    for (const Parameter& p : list) {
+        all.push_back(std::make_unique<Held>(p, seed * 100 + table.size() * 10));
+        table.push_back(all.back()->entry(shares, rule != PLAIN_SGD && rule != SIGN, rule == ADAMW));
+        shares += static_cast<u32>((p.n + SHARE - 1) / SHARE);
+    }
+    Buffer<Entry> entries(table.size());
+    std::copy(table.begin(), table.end(), entries.data);
+    const Common common{0.9f, 0.999f, 1e-8f, 0.5f};
+    Groups groups = {};
+    const float numbers[2][3] = {{0.999f, 0.01f, 0.05f}, {1.0f, 0.02f, 0.1f}};
+    for (int g = 0; g < 2; g++)
+        for (int i = 0; i < 3; i++) groups.at[g][i] = numbers[g][i];
+    if (rule == SGD || rule == PLAIN_SGD) groups.at[0][2] = 1, groups.at[1][2] = rule == PLAIN_SGD ? 1 : 0;
+    launch(
+        rule == ADAMW ? adamw_step : rule == LION ? lion_step : rule == SIGN ? sign_step : sgd_step, dim3(shares), dim3(64), 0, seed, (const Entry*)entries.data,
+        (int)entries.n, device_factor, finite, common, groups);
+    const bool happens = !finite || std::isfinite(*finite);
+    const float coefficient = common.coefficient * (device_factor ? *device_factor : 1.0f);
+    for (const auto& held : all) {
+        const float* k = groups.at[held->p.group];
+        bool good = true;
+        for (i64 i = 0; i < held->p.n; i++) {
+            float &w = held->w[i], &m = held->want_m[i], &v = held->want_v[i];
+            float g = held->g[i] * coefficient;
+            if (happens && rule == ADAMW) {
+                m += (g - m) * (1.0f - common.b1);
+                v = v * common.b2 + g * g * (1.0f - common.b2);
+                const float denominator = std::sqrt(v) / k[2] + common.eps;
+                w = w * k[0] - k[1] * (m / denominator);
+            } else if (happens && rule == LION) {
+                const float direction = sign_of(m * common.b1 + g * (1.0f - common.b1));
+                m = m * common.b2 + g * (1.0f - common.b2);
+                w = w * k[0] - k[1] * direction;
+            } else if (happens && rule == SIGN) {
+                w = w - k[0] * sign_of(g);
+            } else if (happens) {
+                g = g + k[1] * w;
+                const float direction = k[2] != 0 ? g : common.b1 * m + g;
+                if (rule == SGD) m = direction;
+                w = w - k[0] * direction;
+            }
+            if (happens && held->p.random) w = rounded(w, i);
+            good &= bits_of(held->now(i)) == bits_of(w);
+            good &= bits_of(held->m[i + held->p.shifted]) == bits_of(m);
+            good &= bits_of(held->v[i + held->p.shifted]) == bits_of(v);
+            if (held->p.half && !held->p.random) {
+                const float high = widen(held->upper_half[i + held->p.shifted]);
+                good &= std::fabs(high - w) <= std::fabs(w) / 256 + 1e-38f;
+            }
+        }
+        expect(good, "rule " + std::to_string(rule) + ": a parameter of " + std::to_string(held->p.n) + " is not bit-equal");
+    }
+}
+
+int main(int argc, char** argv) {
+    for (uint64_t seed : seeds(argc, argv)) {
+        Buffer<float> factor(1);
+        Buffer<double> squares(1);
+        factor[0] = 0.3f;
+        for (Rule rule : {ADAMW, SGD, PLAIN_SGD, LION, SIGN}) {
+            steps(rule, nullptr, nullptr, seed);
+            squares[0] = 3;
+            steps(rule, factor.data, squares.data, seed);
+            for (double bad : {(double)INFINITY, (double)NAN}) {
+                squares[0] = bad;
+                steps(rule, nullptr, squares.data, seed);
+            }
+        }
+    }
+    return verdict();
+}

@@ -1,0 +1,144 @@
+//! The kernels on the CPU: each `emulate/tests/NAME.cpp` is compiled with a C++ compiler (`CXX`, else c++, g++ or
+//! clang++) and run for several seeds, plain and under the address and undefined-behaviour sanitizers.
+//! See `emulate/README.md`. Where there is no C++ compiler the tests say so and pass.
+
+use std::collections::BTreeSet;
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+/// One test for each file of `emulate/tests`.
+macro_rules! emulated {
+    ($($name:ident)*) => {
+        const NAMES: &[&str] = &[$(stringify!($name)),*];
+        $(
+            mod $name {
+                #[test]
+                fn plain() {
+                    super::check(stringify!($name), false);
+                }
+                #[test]
+                fn sanitized() {
+                    super::check(stringify!($name), true);
+                }
+            }
+        )*
+    };
+}
+
+emulated! {
+    columns
+    cross_entropy
+    elementwise
+    embedding
+    glu
+    optimizer
+    reduce
+    rms_norm
+    rope
+    selftest
+    attention_forward
+    attention_backward
+    attention_f32
+}
+
+const PLAIN: &[&str] = &["-O2"];
+const SANITIZED: &[&str] = &[
+    "-O1",
+    "-g",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+];
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("emulate")
+}
+
+/// The compiler that was named or the first that answers.
+fn compiler() -> Option<&'static str> {
+    static FOUND: OnceLock<Option<String>> = OnceLock::new();
+    let found = FOUND.get_or_init(|| {
+        let named = env::var("CXX").ok().filter(|name| !name.is_empty());
+        let usual = ["c++", "g++", "clang++"].map(String::from);
+        let answers = |name: &String| {
+            let output = Command::new(name).arg("--version").output();
+            output.is_ok_and(|o| o.status.success())
+        };
+        named.into_iter().chain(usual).find(answers)
+    });
+    found.as_deref()
+}
+
+fn compile(compiler: &str, source: &Path, flags: &[&str], program: &Path) -> Output {
+    Command::new(compiler)
+        .args(["-std=c++17", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-function"])
+        .args(flags)
+        .arg("-I")
+        .arg(folder())
+        .arg("-I")
+        .arg(folder().join("include"))
+        .arg(source)
+        .arg("-o")
+        .arg(program)
+        .output()
+        .unwrap()
+}
+
+/// Some compilers come without the libraries of the sanitizers.
+fn has_sanitizers(compiler: &str, scratch: &Path) -> bool {
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    *FOUND.get_or_init(|| {
+        let source = scratch.join("empty.cpp");
+        fs::write(&source, "int main() { return 0; }\n").unwrap();
+        compile(compiler, &source, SANITIZED, &scratch.join("empty")).status.success()
+    })
+}
+
+fn said(output: &Output) -> String {
+    format!(
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    )
+}
+
+fn check(name: &str, sanitized: bool) {
+    let Some(compiler) = compiler() else {
+        eprintln!("skipped: no C++ compiler");
+        return;
+    };
+    let scratch = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+    if sanitized && !has_sanitizers(compiler, &scratch) {
+        eprintln!("skipped: {compiler} has no sanitizers");
+        return;
+    }
+    let (flags, seeds, kind): (&[&str], &[&str], &str) = match sanitized {
+        false => (PLAIN, &["0", "1", "2", "3", "4", "5"], "plain"),
+        true => (SANITIZED, &["1"], "sanitized"),
+    };
+    let source = folder().join("tests").join(format!("{name}.cpp"));
+    let program = scratch.join(format!("{name}-{kind}"));
+    let built = compile(compiler, &source, flags, &program);
+    assert!(built.status.success(), "{name} does not compile:\n{}", said(&built));
+    let ran = Command::new(&program)
+        .args(seeds)
+        .env("ASAN_OPTIONS", "detect_leaks=0")
+        .output()
+        .unwrap();
+    assert!(ran.status.success(), "{name} failed:\n{}", said(&ran));
+}
+
+#[test]
+fn every_file_is_listed() {
+    let listed: BTreeSet<String> = NAMES.iter().map(|name| name.to_string()).collect();
+    let files: BTreeSet<String> = fs::read_dir(folder().join("tests"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|e| e == "cpp"))
+        .map(|path| path.file_stem().unwrap().to_string_lossy().into_owned())
+        .collect();
+    assert_eq!(listed, files);
+}

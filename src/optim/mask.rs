@@ -1,0 +1,99 @@
+//! Masks inside a matrix: the `ratio` partition of BAdam (Luo, Yu, Li 2024, arXiv 2404.02827, and the ratio mode of
+//! its reference implementation). Of every parameter a window of its elements is active; each switch moves the
+//! window on by its own length, around the end to the beginning.
+
+use crate::base::rng::{Permutation, Rng, Stream};
+use crate::ops::part::Places;
+use std::collections::BTreeSet;
+
+/// Parameters with fewer elements are active whole, as in the reference.
+const WHOLE: usize = 100;
+
+/// The masks of one window, for every parameter.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Masks {
+    /// Parts in a million of each parameter that are active: an integer, so that masks can be compared.
+    ratio: u64,
+    scattered: bool,
+    seed: u64,
+    /// How often the window has moved.
+    window: u64,
+    /// Parameters that are active whole whatever their size.
+    whole: BTreeSet<String>,
+}
+
+const MILLION: u64 = 1_000_000;
+
+/// The same number for the same name everywhere: FNV-1a.
+pub(super) fn hash(name: &str) -> u64 {
+    name.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| {
+        (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+impl Masks {
+    pub fn new(ratio: f64, scattered: bool, seed: u64, window: u64, whole: BTreeSet<String>) -> Self {
+        Self {
+            ratio: (ratio * MILLION as f64).round() as u64,
+            scattered,
+            seed,
+            window,
+            whole,
+        }
+    }
+
+    /// Windows until every element was active.
+    pub fn windows(ratio: f64) -> u64 {
+        MILLION.div_ceil((ratio * MILLION as f64).round().max(1.0) as u64)
+    }
+
+    /// Active elements of a parameter of `n`.
+    pub fn len(&self, name: &str, n: usize) -> usize {
+        match n < WHOLE || self.ratio >= MILLION || self.whole.contains(name) {
+            true => n,
+            false => ((n as u128 * self.ratio as u128 / MILLION as u128) as usize).max(1),
+        }
+    }
+
+    /// The active elements of a parameter of `n`; `None`: all of them.
+    pub fn of(&self, name: &str, n: usize) -> Option<Places> {
+        let len = self.len(name, n);
+        let rng = || Rng::new(self.seed, Stream::Mask, &[hash(name)]);
+        (len < n).then(|| Places {
+            start: (self.window as u128 * len as u128 % n as u128) as usize,
+            len,
+            n,
+            scattered: self.scattered.then(|| Permutation::new(rng(), n as u64)),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_go_around_and_together_meet_every_element() {
+        for (ratio, scattered) in [(0.1, false), (0.3, true), (0.07, true)] {
+            let windows = Masks::windows(ratio);
+            for n in [1000, 1024, 1237] {
+                let mut met = vec![0; n];
+                for window in 0..windows + 1 {
+                    let masks = Masks::new(ratio, scattered, 9, window, BTreeSet::new());
+                    let places = masks.of("w", n).unwrap();
+                    assert_eq!(places.len, (n as f64 * ratio) as usize);
+                    (0..places.len).for_each(|i| met[places.at(i)] += 1);
+                }
+                assert!(met.iter().all(|m| *m >= 1), "{ratio} {n}");
+            }
+        }
+        let other = Masks::new(0.1, true, 9, 0, BTreeSet::from(["keep".to_string()]));
+        let places = |name: &str| {
+            (0..100)
+                .map(|i| other.of(name, 1000).unwrap().at(i))
+                .collect::<Vec<_>>()
+        };
+        assert_ne!(places("a"), places("b"));
+        assert!(other.of("keep", 1000).is_none() && other.of("small", 99).is_none());
+    }
+}

@@ -1,0 +1,100 @@
+//! Which parameters form a block: a layer or several, a half of a layer, a matrix, or a part of every matrix.
+
+use super::blocks::BlockPlan;
+use super::mask::Masks;
+use crate::recipe::{self, BlockOrder, Partition};
+use crate::source::{Group, ParamInfo, Part};
+
+pub(super) fn partition(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Vec<BlockPlan> {
+    let named = |label: String, wanted: &dyn Fn(&ParamInfo) -> bool| BlockPlan {
+        label,
+        params: params
+            .iter()
+            .filter(|p| wanted(p))
+            .map(|p| p.name.to_string())
+            .collect(),
+    };
+    let mut blocks = Vec::new();
+    if recipe.partition == Partition::Ratio {
+        return windows(recipe, params, tied);
+    }
+    if recipe.include_embedding {
+        blocks.push(named("embedding".into(), &|p| p.group == Group::Embedding));
+    }
+    let layers = params
+        .iter()
+        .filter_map(|p| {
+            if let Group::Layer(l) = p.group {
+                Some(l + 1)
+            } else {
+                None
+            }
+        })
+        .max()
+        .unwrap_or(0);
+    // Drawn together, layers are no neighbours: each is a block of its own.
+    let per_block = match recipe.order {
+        BlockOrder::Importance => 1,
+        _ => recipe.layers_per_block.max(1),
+    };
+    for first in (0..layers).step_by(per_block) {
+        let end = (first + per_block).min(layers);
+        let inside = |p: &ParamInfo| matches!(p.group, Group::Layer(l) if (first..end).contains(&l));
+        let label = if end == first + 1 {
+            format!("model.layers.{first}")
+        } else {
+            format!("model.layers.{first}-{}", end - 1)
+        };
+        match recipe.partition {
+            Partition::Layer => blocks.push(named(label, &inside)),
+            Partition::Module => {
+                for (name, part) in [("self_attn", Part::Attention), ("mlp", Part::Mlp)] {
+                    blocks.push(named(format!("{label}.{name}"), &|p| inside(p) && p.part == part));
+                }
+            }
+            Partition::Matrix => {
+                let below = |p: &ParamInfo| {
+                    let rest = p.name.strip_prefix("model.layers.")?;
+                    let rest = &rest[rest.find('.')? + 1..];
+                    rest.rsplit_once('.').map(|(module, _)| module.to_string())
+                };
+                let mut modules: Vec<String> = Vec::new();
+                for p in params.iter().filter(|p| inside(p) && !p.is_vector()) {
+                    modules.extend(below(p).filter(|m| !modules.contains(m)));
+                }
+                for module in modules {
+                    let same = |p: &ParamInfo| inside(p) && below(p).as_deref() == Some(module.as_str());
+                    blocks.push(named(format!("{label}.{module}"), &same));
+                }
+            }
+            Partition::Ratio => {}
+        }
+    }
+    if recipe.include_lm_head {
+        // The reference's last block: the output layer and what belongs to no layer. A tied head is the
+        // embedding, trained here unless it has a block of its own.
+        let with_embedding = tied && !recipe.include_embedding;
+        blocks.push(named("lm_head".into(), &|p| {
+            p.group == Group::Head || (with_embedding && p.group == Group::Embedding)
+        }));
+    }
+    blocks
+}
+
+/// The windows of the `ratio` partition: each holds a part of every parameter of the layers, and of embedding and head
+/// where they are included.
+fn windows(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Vec<BlockPlan> {
+    let wanted = |p: &&ParamInfo| match p.group {
+        Group::Layer(_) => true,
+        Group::Embedding => recipe.include_embedding || (tied && recipe.include_lm_head),
+        Group::Head => recipe.include_lm_head,
+    };
+    let names: Vec<String> = params.iter().filter(wanted).map(|p| p.name.to_string()).collect();
+    let count = Masks::windows(recipe.update_ratio);
+    (0..count)
+        .map(|i| BlockPlan {
+            label: format!("window {} of {count}", i + 1),
+            params: names.clone(),
+        })
+        .collect()
+}

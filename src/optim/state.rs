@@ -1,0 +1,130 @@
+//! What is kept of a parameter between its updates, for each rule: made, measured, saved and read back.
+
+use crate::base::{Error, Result};
+use crate::ops::step::{BLOCK, Moment, Rule};
+use crate::recipe::{self, OptimizerName, StateDtype};
+use candle_core::{DType, Device, Tensor};
+use std::collections::BTreeMap;
+
+/// Parameters with fewer elements keep f32 moments, as in bitsandbytes: norms and biases are small and touchy.
+const LEAST_FOR_INT8: usize = 4096;
+
+/// The rule that a recipe asks for.
+pub(super) fn rule(settings: &recipe::Optimizer) -> Rule {
+    match settings.name {
+        OptimizerName::Adamw => Rule::Adamw {
+            betas: settings.betas,
+            eps: settings.eps,
+        },
+        OptimizerName::Sgd => Rule::Sgd {
+            momentum: settings.momentum,
+        },
+        OptimizerName::Lion => Rule::Lion { betas: settings.betas },
+        OptimizerName::Adafactor => Rule::Adafactor,
+    }
+}
+
+/// Lengths of the two moments of a parameter of this shape; `None`: the rule does not keep it.
+fn lengths(settings: &recipe::Optimizer, shape: &[usize]) -> (Option<usize>, Option<usize>) {
+    let n = shape.iter().product();
+    match (settings.name, shape) {
+        (OptimizerName::Adamw, _) => (Some(n), Some(n)),
+        (OptimizerName::Sgd, _) if settings.momentum == 0.0 => (None, None),
+        (OptimizerName::Sgd | OptimizerName::Lion, _) => (Some(n), None),
+        (OptimizerName::Adafactor, &[rows, columns]) => (Some(rows), Some(columns)),
+        (OptimizerName::Adafactor, _) => (None, Some(n)),
+    }
+}
+
+fn int8(settings: &recipe::Optimizer, shape: &[usize]) -> bool {
+    settings.state == StateDtype::Int8
+        && settings.name != OptimizerName::Adafactor
+        && shape.iter().product::<usize>() >= LEAST_FOR_INT8
+}
+
+/// Bytes of the moments of a parameter of this shape.
+pub(super) fn bytes(settings: &recipe::Optimizer, shape: &[usize]) -> u64 {
+    let (first, second) = lengths(settings, shape);
+    let int8 = int8(settings, shape);
+    [first, second]
+        .into_iter()
+        .flatten()
+        .map(|n| Moment::bytes(n, int8))
+        .sum()
+}
+
+/// State of one parameter that is being trained.
+#[derive(Debug, Clone)]
+pub(super) struct State {
+    /// Updates so far.
+    pub(super) step: u64,
+    pub(super) first: Option<Moment>,
+    pub(super) second: Option<Moment>,
+}
+
+impl State {
+    pub(super) fn fresh(settings: &recipe::Optimizer, shape: &[usize], device: &Device) -> Result<Self> {
+        let (first, second) = lengths(settings, shape);
+        let int8 = int8(settings, shape);
+        let zeros = |n: Option<usize>| n.map(|n| Moment::zeros(n, int8, device)).transpose();
+        Ok(Self {
+            step: 0,
+            first: zeros(first)?,
+            second: zeros(second)?,
+        })
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        let moments = [&self.first, &self.second].into_iter().flatten();
+        let tensors = moments.flat_map(|m| match m {
+            Moment::F32(t) => vec![t],
+            Moment::Int8 { codes, scales } => vec![codes, scales],
+        });
+        tensors
+            .map(|t| (t.elem_count() * t.dtype().size_in_bytes()) as u64)
+            .sum()
+    }
+
+    /// Its tensors under the names that a checkpoint gives them: `m`, `v`; in eight bits `m.codes`, `m.scales`, ...
+    pub(super) fn parts(&self) -> Vec<(&'static str, Tensor)> {
+        let names = [("m", "m.codes", "m.scales"), ("v", "v.codes", "v.scales")];
+        let mut parts = Vec::new();
+        for (moment, (whole, coded, scaled)) in [&self.first, &self.second].into_iter().zip(names) {
+            match moment {
+                None => {}
+                Some(Moment::F32(t)) => parts.push((whole, t.clone())),
+                Some(Moment::Int8 { codes, scales }) => {
+                    parts.extend([(coded, codes.clone()), (scaled, scales.clone())])
+                }
+            }
+        }
+        parts
+    }
+
+    /// The opposite of `parts`. Errors: half of an eight-bit moment, a wrong type, a name that is none.
+    pub(super) fn from_parts(step: u64, mut parts: BTreeMap<String, Tensor>) -> Result<Self> {
+        let mut moment = |name: &str| -> Result<Option<Moment>> {
+            let coded = (
+                parts.remove(&format!("{name}.codes")),
+                parts.remove(&format!("{name}.scales")),
+            );
+            match (parts.remove(name), coded) {
+                (None, (None, None)) => Ok(None),
+                (Some(t), (None, None)) if t.dtype() == DType::F32 => Ok(Some(Moment::F32(t))),
+                (None, (Some(codes), Some(scales)))
+                    if codes.dtype() == DType::U8
+                        && scales.dtype() == DType::F32
+                        && scales.elem_count() == codes.elem_count().div_ceil(BLOCK) =>
+                {
+                    Ok(Some(Moment::Int8 { codes, scales }))
+                }
+                _ => Err(Error::new("an optimizer state is not whole").at(name)),
+            }
+        };
+        let (first, second) = (moment("m")?, moment("v")?);
+        match parts.into_keys().next() {
+            Some(name) => Err(Error::new("an optimizer state has an unknown part").at(name)),
+            None => Ok(Self { step, first, second }),
+        }
+    }
+}

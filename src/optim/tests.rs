@@ -1,0 +1,208 @@
+//! States under names: made, measured, saved, read back; parts of weights; corrections.
+
+use super::*;
+use crate::optim::Masks;
+use crate::recipe::Recipe;
+use std::collections::BTreeSet;
+
+fn settings(lines: &str) -> recipe::Optimizer {
+    let text = format!("[model]\npath = \"m\"\n[data]\ntrain = \"t\"\n[optimizer]\n{lines}\n");
+    let Recipe { optimizer, .. } = recipe::parse(&text, "test", &[]).unwrap().recipe;
+    optimizer
+}
+
+fn tensor(shape: &[usize], seed: u64) -> Tensor {
+    let rng = Rng::new(seed, Stream::Init, &[]);
+    let n = shape.iter().product::<usize>() as u64;
+    let values: Vec<f32> = (0..n).map(|i| rng.normal(i)).collect();
+    Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+}
+
+fn values(t: &Tensor) -> Vec<f32> {
+    update::to_f32_vec(t).unwrap()
+}
+
+const KINDS: [&str; 8] = [
+    "",
+    "state = \"int8\"",
+    "name = \"sgd\"",
+    "name = \"sgd\"\nmomentum = 0.9",
+    "name = \"sgd\"\nmomentum = 0.9\nstate = \"int8\"",
+    "name = \"lion\"\nbetas = [0.9, 0.99]",
+    "name = \"lion\"\nstate = \"int8\"",
+    "name = \"adafactor\"",
+];
+
+#[test]
+fn what_is_held_is_what_the_plan_says() {
+    for lines in KINDS {
+        for master in ["f32", "stochastic"] {
+            let s = settings(&format!("{lines}\nmaster = \"{master}\""));
+            for shape in [vec![80, 100], vec![30, 40], vec![70], vec![5000]] {
+                for dtype in [DType::F32, DType::BF16] {
+                    let weight = tensor(&shape, 1).to_dtype(dtype).unwrap();
+                    let mut o = Optimizer::new(s.clone());
+                    o.update("w", &weight, &tensor(&shape, 2), 1e-3, 1.0).unwrap();
+                    let n: usize = shape.iter().product();
+                    let want = Optimizer::state_bytes(&s, &shape)
+                        + n as u64 * Optimizer::master_bytes(&s, dtype == DType::BF16);
+                    assert_eq!(o.bytes(), want, "{lines} {master} {shape:?}");
+                }
+            }
+        }
+    }
+    // AdamW: 8 bytes, in eight bits 2 and two scales every 256.
+    assert_eq!(Optimizer::state_bytes(&settings(""), &[64, 128]), 8 * 64 * 128);
+    let int8 = Optimizer::state_bytes(&settings(KINDS[1]), &[64, 128]);
+    assert_eq!(int8, 2 * 64 * 128 + 2 * 4 * 32);
+    assert_eq!(Optimizer::state_bytes(&settings(KINDS[7]), &[64, 128]), 4 * (64 + 128));
+}
+
+#[test]
+fn a_saved_state_goes_on_with_the_same_bits() {
+    for lines in KINDS {
+        for dtype in [DType::F32, DType::BF16] {
+            for master in ["f32", "stochastic"] {
+                let s = settings(&format!("{lines}\nmaster = \"{master}\""));
+                let weight = tensor(&[80, 100], 1).to_dtype(dtype).unwrap();
+                let gradient = tensor(&[80, 100], 2);
+                let mut o = Optimizer::new(s.clone()).with_seed(4);
+                let step = |o: &mut Optimizer, weight: &Tensor, number: u64| {
+                    o.begin(number);
+                    o.update("w", weight, &gradient, 1e-3, 0.5).unwrap();
+                };
+                (1..=3).for_each(|k| step(&mut o, &weight, k));
+
+                let other = weight.zeros_like().unwrap();
+                let mut p = Optimizer::new(s).with_seed(4);
+                p.restore_weight("w", &other, &o.exact("w", &weight).unwrap()).unwrap();
+                for saved in o.saved() {
+                    let parts = saved
+                        .parts
+                        .iter()
+                        .map(|(n, t)| (n.to_string(), t.copy().unwrap()))
+                        .collect();
+                    p.restore_state(saved.name, saved.step, parts).unwrap();
+                }
+                (4..=6).for_each(|k| {
+                    step(&mut o, &weight, k);
+                    step(&mut p, &other, k);
+                });
+                let (a, b) = (o.exact("w", &weight).unwrap(), p.exact("w", &other).unwrap());
+                assert!(
+                    a.iter().zip(&b).all(|(a, b)| a.to_bits() == b.to_bits()),
+                    "{lines} {master}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_state_that_is_not_whole_is_refused() {
+    let mut o = Optimizer::new(settings(""));
+    let codes = Tensor::zeros(300, DType::U8, &Device::Cpu).unwrap();
+    let scales = |n: usize| Tensor::zeros(n, DType::F32, &Device::Cpu).unwrap();
+    let mut restore = |parts: &[(&str, Tensor)]| {
+        let parts = parts.iter().map(|(n, t)| (n.to_string(), t.clone())).collect();
+        o.restore_state("w", 1, parts)
+    };
+    restore(&[("m.codes", codes.clone()), ("m.scales", scales(2)), ("v", scales(300))]).unwrap();
+    assert!(restore(&[("m.codes", codes.clone())]).is_err());
+    assert!(restore(&[("m.codes", codes.clone()), ("m.scales", scales(3))]).is_err());
+    assert!(restore(&[("m", codes)]).is_err());
+    assert!(restore(&[("x", scales(3))]).is_err());
+    // And one of another size when it is used.
+    restore(&[("m", scales(4)), ("v", scales(4))]).unwrap();
+    assert!(o.update("w", &tensor(&[3], 1), &tensor(&[3], 2), 0.1, 1.0).is_err());
+}
+
+#[test]
+fn a_masked_update_changes_its_part_and_no_more() {
+    for (lines, scattered) in [("", false), (KINDS[1], true), (KINDS[7], true), (KINDS[5], false)] {
+        for dtype in [DType::F32, DType::BF16] {
+            let s = settings(lines);
+            let shape = [300, 90];
+            let n = 27_000;
+            let masks = Masks::new(0.3, scattered, 1, 3, BTreeSet::new());
+            let places = masks.of("w", n).unwrap();
+            let (weight, gradient) = (tensor(&shape, 1).to_dtype(dtype).unwrap(), tensor(&shape, 2));
+            let before = values(&weight);
+            let part = part::gather(&gradient, &places).unwrap();
+            let small = part::gather(&weight, &places).unwrap();
+            let mut o = Optimizer::new(s.clone());
+            for number in 1..=2 {
+                o.begin(number);
+                let update = Update {
+                    name: "w",
+                    weight: &weight,
+                    gradient: &part,
+                    places: Some(places),
+                };
+                o.update_all(&[update], 1e-4, 1.0).unwrap();
+            }
+            assert_eq!(
+                o.bytes(),
+                Optimizer::state_bytes(&s, &[places.len])
+                    + n as u64 * Optimizer::master_bytes(&s, dtype == DType::BF16)
+            );
+            // As the part on its own would have been updated.
+            let mut alone = Optimizer::new(s);
+            (0..2).for_each(|_| alone.update("w", &small, &part, 1e-4, 1.0).unwrap());
+            let want = alone.exact("w", &small).unwrap();
+            let mut exact = o.exact("w", &weight).unwrap();
+            for (i, w) in want.iter().enumerate() {
+                assert_eq!(exact[places.at(i)], *w);
+                assert_ne!(exact[places.at(i)], before[places.at(i)]);
+                exact[places.at(i)] = before[places.at(i)];
+            }
+            assert_eq!(exact, before);
+        }
+    }
+}
+
+#[test]
+fn corrections_keep_no_state_and_lose_nothing_small() {
+    for (sign, master) in [
+        (false, "f32"),
+        (true, "f32"),
+        (false, "stochastic"),
+        (true, "stochastic"),
+    ] {
+        let mut o = Optimizer::new(settings(&format!("master = \"{master}\"")));
+        let weight = tensor(&[200, 100], 1).to_dtype(DType::BF16).unwrap();
+        let before = values(&weight);
+        let gradient = tensor(&[200, 100], 2);
+        let lr = 1e-6;
+        for number in 1..=100 {
+            o.begin(number);
+            o.descend("w", &weight, &gradient, lr, sign).unwrap();
+        }
+        assert_eq!(o.saved().count(), 0);
+        let after = o.exact("w", &weight).unwrap();
+        // How far it went along the way it should go: all of it, though every step is below the last bit of bf16.
+        let (mut along, mut whole) = (0f64, 0f64);
+        for ((a, b), g) in after.iter().zip(&before).zip(values(&gradient)) {
+            let want = -100.0 * lr * if sign { g.signum() as f64 } else { g as f64 };
+            along += (a - b) as f64 * want;
+            whole += want * want;
+        }
+        let part = along / whole;
+        let tolerance = if master == "f32" { 1e-3 } else { 0.05 };
+        assert!((part - 1.0).abs() < tolerance, "{sign} {master} {part}");
+    }
+}
+
+#[test]
+fn some_names_learn_faster() {
+    let mut o = Optimizer::new(settings("name = \"sgd\""));
+    o.set_rate(".lora_B.weight", 4.0);
+    let gradient = tensor(&[6, 5], 2);
+    for (name, factor) in [("x.lora_A.weight", 1.0), ("x.lora_B.weight", 4.0)] {
+        let weight = Tensor::zeros((6, 5), DType::F32, &Device::Cpu).unwrap();
+        o.update(name, &weight, &gradient, 0.5, 1.0).unwrap();
+        for (w, g) in values(&weight).iter().zip(values(&gradient)) {
+            assert_eq!(*w, -0.5 * factor * g);
+        }
+    }
+}

@@ -1,0 +1,31 @@
+//! Every operation on a GPU against its twin on the CPU: f32 to 1e-4, bf16 to 1e-2 of the largest magnitude.
+//!
+//! Without a GPU the tests say so and pass; with `FT_REQUIRE_GPU=1` they fail. Needs the feature `cuda`:
+//! `FT_REQUIRE_GPU=1 cargo test --release --features cuda --test gpu`.
+
+#[cfg(feature = "cuda")]
+#[path = "gpu/activations.rs"]
+mod activations;
+#[cfg(feature = "cuda")]
+#[path = "gpu/attention.rs"]
+mod attention;
+#[cfg(feature = "cuda")]
+#[path = "gpu/loss.rs"]
+mod loss;
+#[cfg(feature = "cuda")]
+#[path = "gpu/products.rs"]
+mod products;
+#[cfg(feature = "cuda")]
+#[path = "gpu/support.rs"]
+mod support;
+#[cfg(feature = "cuda")]
+#[path = "gpu/updates.rs"]
+mod updates;
+
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn this_build_has_no_cuda() {
+    let required = std::env::var("FT_REQUIRE_GPU").is_ok_and(|v| v == "1");
+    assert!(!required, "FT_REQUIRE_GPU=1, but the tests were built without `--features cuda`");
+    eprintln!("skipped: built without the feature `cuda`");
+}

@@ -1,0 +1,118 @@
+//! Linear and cross-entropy in one: loss, hits, gradients, log-probabilities.
+
+use crate::support::{KINDS, Pair, assert_close, assert_same_bits, gpu};
+use candle_core::{DType, Device, Tensor};
+use ft::data::IGNORE;
+use ft::ops::cross_entropy::{self, Options, Output};
+use ft::ops::tally::{Sums, Tally};
+
+const SHAPES: [(usize, usize, usize); 4] = [(1, 8, 5), (11, 16, 37), (70, 40, 300), (130, 128, 5003)];
+
+fn targets(n: usize, v: usize) -> Vec<u32> {
+    (0..n)
+        .map(|i| if i % 3 == 1 { IGNORE } else { (i * 7 % v) as u32 })
+        .collect()
+}
+
+fn run(h: &Tensor, head: &Tensor, targets: &[u32], options: &Options) -> (Output, Sums) {
+    let tally = Tally::new(h.device()).unwrap();
+    assert_eq!(tally.known().is_some(), h.device().is_cpu());
+    let out = cross_entropy::forward_backward(h, head, targets, options, &tally).unwrap();
+    (out, tally.read().unwrap())
+}
+
+fn compare(h: &Pair, head: &Pair, targets: &[u32], options: &Options, tolerance: f32) {
+    let (got, sums) = run(&h.gpu, &head.gpu, targets, options);
+    let (want, want_sums) = run(&h.cpu, &head.weight(), targets, options);
+    let loss_tolerance = if h.gpu.dtype() == DType::F32 { 1e-4 } else { 1e-3 };
+    let difference = (sums.loss - want_sums.loss).abs();
+    assert!(
+        difference <= loss_tolerance * want_sums.loss.abs(),
+        "{} {}",
+        sums.loss,
+        want_sums.loss
+    );
+    assert_eq!((sums.correct, got.trained), (want_sums.correct, want.trained));
+    let dh = got.dh.unwrap();
+    assert_eq!(dh.dtype(), h.gpu.dtype());
+    assert_close(&dh, &want.dh.unwrap(), tolerance);
+    let dw = got.dw.unwrap();
+    assert_eq!(dw.dtype(), DType::F32);
+    assert_close(&dw, &want.dw.unwrap(), tolerance);
+
+    let (again, _) = run(&h.gpu, &head.gpu, targets, options);
+    assert_same_bits(&again.dh.unwrap(), &dh);
+    assert_same_bits(&again.dw.unwrap(), &dw);
+
+    let (cap, chunk) = (options.softcap, options.chunk);
+    let tally = Tally::new(h.gpu.device()).unwrap();
+    let trained = cross_entropy::forward_only(&h.gpu, &head.gpu, targets, cap, chunk, &tally).unwrap();
+    assert_eq!((tally.read().unwrap(), trained), (sums, want.trained));
+    let got = cross_entropy::token_log_probs(&h.gpu, &head.gpu, targets, cap, chunk).unwrap();
+    let want = cross_entropy::token_log_probs(&h.cpu, &head.weight(), targets, cap, chunk).unwrap();
+    for (got, want) in got.iter().zip(&want) {
+        assert!((got - want).abs() <= loss_tolerance as f32 * want.abs().max(1.0), "{got} {want}");
+    }
+}
+
+#[test]
+fn loss_and_gradients_match_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    for (dtype, tolerance) in KINDS {
+        for (n, d, v) in SHAPES {
+            for softcap in [None, Some(2.5)] {
+                for chunk in [1, 4, 64, 1000] {
+                    let (h, head) = (gpu.random((n, d), dtype, 1), gpu.random((v, d), dtype, 2));
+                    // Small logits: where a cap is flat, who is largest would be a matter of the last bit.
+                    let head = gpu.pair(&(head.cpu * 0.2).unwrap(), dtype);
+                    let options = Options {
+                        softcap,
+                        chunk,
+                        scale: 0.25,
+                        need_dh: true,
+                        need_dw: true,
+                    };
+                    compare(&h, &head, &targets(n, v), &options, tolerance);
+                    // All tokens trained: rows are used where they lie.
+                    let all: Vec<u32> = (0..n).map(|i| (i * 11 % v) as u32).collect();
+                    compare(&h, &head, &all, &options, tolerance);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn nothing_trained_wrong_targets_and_what_is_not_finite() {
+    let Some(gpu) = gpu() else { return };
+    for (dtype, _) in KINDS {
+        let (h, head) = (gpu.random((3, 8), dtype, 1), gpu.random((5, 8), dtype, 2));
+        let options = Options {
+            softcap: None,
+            chunk: 2,
+            scale: 1.0,
+            need_dh: true,
+            need_dw: true,
+        };
+        let (out, sums) = run(&h.gpu, &head.gpu, &[IGNORE; 3], &options);
+        assert_eq!((out.trained, sums), (0, Sums::default()));
+        let zeros = |dims: (usize, usize)| Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap();
+        assert_close(&out.dh.unwrap(), &zeros((3, 8)), 0.0);
+        assert_close(&out.dw.unwrap(), &zeros((5, 8)), 0.0);
+        let tally = Tally::new(&gpu.device).unwrap();
+        assert!(cross_entropy::forward_only(&h.gpu, &head.gpu, &[0, 5, 1], None, 2, &tally).is_err());
+
+        for bad in [f32::NAN, f32::INFINITY] {
+            let row = Tensor::full(bad, (1, 8), &Device::Cpu).unwrap();
+            let rows = Tensor::cat(&[&h.cpu.narrow(0, 0, 2).unwrap(), &row], 0).unwrap();
+            let rows = gpu.pair(&rows, dtype);
+            let loss = |targets: &[u32]| {
+                let tally = Tally::new(&gpu.device).unwrap();
+                cross_entropy::forward_only(&rows.gpu, &head.gpu, targets, None, 2, &tally).unwrap();
+                tally.read().unwrap().loss
+            };
+            assert!(!loss(&[1, 2, 3]).is_finite());
+            assert!(loss(&[1, 2, IGNORE]).is_finite());
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! The GPU of the tests, seeded tensors on both devices, comparison.
+
+use candle_core::{DType, Device, Shape, Tensor};
+use std::sync::{Mutex, MutexGuard, OnceLock};
+
+/// The GPU, for one test at a time.
+pub struct Gpu {
+    pub device: Device,
+    _alone: MutexGuard<'static, ()>,
+}
+
+/// `None`, with a message, where there is no GPU.
+pub fn gpu() -> Option<Gpu> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    static DEVICE: OnceLock<Result<Device, String>> = OnceLock::new();
+    // A test that failed may have left the lock poisoned.
+    let alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let open = || match ft::ops::device::open("cuda:0") {
+        Ok(opened) => Ok(opened.device),
+        Err(e) => Err(e.to_string()),
+    };
+    match DEVICE.get_or_init(open) {
+        Ok(device) => Some(Gpu {
+            device: device.clone(),
+            _alone: alone,
+        }),
+        Err(e) => {
+            let required = std::env::var("FT_REQUIRE_GPU").is_ok_and(|v| v == "1");
+            assert!(!required, "FT_REQUIRE_GPU=1, but there is no GPU: {e}");
+            eprintln!("skipped: no GPU: {e}");
+            None
+        }
+    }
+}
+
+/// Element types of activations, with the tolerance of a comparison.
+pub const KINDS: [(DType, f32); 2] = [(DType::F32, 1e-4), (DType::BF16, 1e-2)];
+
+/// One tensor on both devices: on the CPU f32, on the GPU of the type that was asked for, the same values.
+pub struct Pair {
+    pub cpu: Tensor,
+    pub gpu: Tensor,
+}
+
+impl Gpu {
+    /// Seeded values, roughly normal.
+    pub fn random(&self, shape: impl Into<Shape>, dtype: DType, seed: u64) -> Pair {
+        let shape = shape.into();
+        let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        let mut uniform = || {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+        };
+        let data: Vec<f32> = (0..shape.elem_count())
+            .map(|_| (uniform() + uniform() + uniform() + uniform()) * 1.7)
+            .collect();
+        self.pair(&Tensor::from_vec(data, shape, &Device::Cpu).unwrap(), dtype)
+    }
+
+    /// `t` (f32, on the CPU) rounded to `dtype` on both devices.
+    pub fn pair(&self, t: &Tensor, dtype: DType) -> Pair {
+        let stored = t.to_dtype(dtype).unwrap();
+        Pair {
+            gpu: stored.to_device(&self.device).unwrap(),
+            cpu: stored.to_dtype(DType::F32).unwrap(),
+        }
+    }
+}
+
+impl Pair {
+    /// The CPU's tensor as a weight is stored there: of the type of the GPU's.
+    pub fn weight(&self) -> Tensor {
+        self.cpu.to_dtype(self.gpu.dtype()).unwrap()
+    }
+
+    /// A copy of both.
+    pub fn copied(&self) -> Self {
+        Self {
+            cpu: self.cpu.copy().unwrap(),
+            gpu: self.gpu.copy().unwrap(),
+        }
+    }
+
+    /// A part of the rows of both; the part starts in the middle of memory.
+    pub fn rows(&self, start: usize, len: usize) -> Self {
+        Self {
+            cpu: self.cpu.narrow(0, start, len).unwrap(),
+            gpu: self.gpu.narrow(0, start, len).unwrap(),
+        }
+    }
+}
+
+pub fn flat(t: &Tensor) -> Vec<f32> {
+    t.to_device(&Device::Cpu)
+        .unwrap()
+        .to_dtype(DType::F32)
+        .unwrap()
+        .flatten_all()
+        .unwrap()
+        .to_vec1()
+        .unwrap()
+}
+
+/// Largest difference is at most `tolerance` times the largest wanted magnitude.
+#[track_caller]
+pub fn assert_close(got: &Tensor, want: &Tensor, tolerance: f32) {
+    assert_eq!(got.dims(), want.dims());
+    assert!(got.device().is_cuda() && want.device().is_cpu());
+    let (got, want) = (flat(got), flat(want));
+    let largest = want.iter().fold(0f32, |m, v| m.max(v.abs()));
+    for (i, (g, w)) in got.iter().zip(&want).enumerate() {
+        assert!(
+            (g - w).abs() <= tolerance * largest,
+            "element {i}: got {g}, want {w}, largest {largest}"
+        );
+    }
+}
+
+#[track_caller]
+pub fn assert_same_bits(a: &Tensor, b: &Tensor) {
+    assert_eq!((a.dims(), a.dtype()), (b.dims(), b.dtype()));
+    let bits = |t: &Tensor| flat(t).iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    assert!(bits(a) == bits(b), "not the same bits");
+}

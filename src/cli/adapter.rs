@@ -64,8 +64,15 @@ pub fn run(args: Args) -> Result<i32> {
             out(format!("{:<10} {}", "kind", shown.kind))?;
             out(format!("{:<10} {}", "trains", count(shown.elements)))?;
             out(format!("{:<10} {}", "size", bytes(shown.bytes)))?;
-            out(format!("{:<10} {}", "base", shown.base.as_deref().unwrap_or("not named")))?;
-            let print = shown.fingerprint.as_deref().unwrap_or("not known (saved by another tool)");
+            out(format!(
+                "{:<10} {}",
+                "base",
+                shown.base.as_deref().unwrap_or("not named")
+            ))?;
+            let print = shown
+                .fingerprint
+                .as_deref()
+                .unwrap_or("not known (saved by another tool)");
             out(format!("{:<10} {print}", "weights"))?;
             for (key, value) in &shown.settings {
                 out(format!("{key:<10} {value}"))?;
@@ -87,7 +94,11 @@ pub fn run(args: Args) -> Result<i32> {
                 out(line)?;
             }
         }
-        Action::Combine { adapters, out: to, rank } => {
+        Action::Combine {
+            adapters,
+            out: to,
+            rank,
+        } => {
             let report = tools::combine(&adapters, &to, rank)?;
             if let Some(lost) = report.lost {
                 super::note(&format!("compressed: at most {lost:.2e} of a linear's change is lost"));

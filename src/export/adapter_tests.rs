@@ -8,9 +8,9 @@ use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::model::Adapters;
 use crate::ops::update;
-use crate::peft::{Adapter, Lora, Mask};
 use crate::peft::lora::scaling;
 use crate::peft::targets::Site;
+use crate::peft::{Adapter, Lora, Mask};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -110,7 +110,11 @@ fn an_adapter_comes_back_as_it_was() {
                 "tokenizer_config.json"
             ]
         );
-        let LoadedAdapter { config: read_config, adapters: read, .. } = load(&out).unwrap();
+        let LoadedAdapter {
+            config: read_config,
+            adapters: read,
+            ..
+        } = load(&out).unwrap();
         assert_eq!(
             (read_config.r, read_config.use_rslora, &read_config.target_modules),
             (2, rslora, &config.target_modules)
@@ -272,12 +276,7 @@ fn numbers_that_are_not_finite_and_missing_files_are_refused() {
     let e = load(dir.path()).unwrap_err().to_string();
     assert!(e.contains("1 difference:") && e.contains("is not finite"), "{e}");
     write_raw(dir.path(), &config, &[], StoredDtype::F32, 0.0);
-    assert!(
-        load(dir.path())
-            .unwrap_err()
-            .to_string()
-            .contains("4 differences")
-    );
+    assert!(load(dir.path()).unwrap_err().to_string().contains("4 differences"));
     std::fs::remove_file(&path).unwrap();
     assert!(load(dir.path()).is_err());
 }
@@ -344,4 +343,63 @@ fn a_fingerprint_tells_bases_apart_and_ignores_how_they_are_stored() {
     bytes[n - 2] ^= 0x40;
     std::fs::write(&path, bytes).unwrap();
     assert_ne!(fingerprint(&first).unwrap(), print);
+}
+
+#[test]
+fn a_start_is_saved_as_plain_lora_of_twice_the_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    for rslora in [false, true] {
+        let mut config = adapter_config();
+        config.use_rslora = rslora;
+        config.rank_pattern.push(("layers.0.self_attn.q_proj".into(), 4));
+        config.alpha_pattern.push(("down_proj".into(), 5.0));
+        let r_of = |module: &str| {
+            let r = if module == "model.layers.0.self_attn.q_proj" { 4 } else { 2 };
+            (r, if module.ends_with("down_proj") { 5.0 } else { 3.0 })
+        };
+        let mut started = adapters(&config, r_of);
+        for adapter in started.values_mut() {
+            let mut lora = adapter.lora().unwrap().clone();
+            lora.start = Some(((&lora.a * 0.5).unwrap(), (&lora.b * 3.0).unwrap()));
+            *adapter = Arc::new(Adapter::Lora(lora));
+        }
+        let out = dir.path().join(rslora.to_string());
+        let e = write(&out, &config, &started, dir.path(), "").unwrap_err().to_string();
+        assert!(e.contains("takes off its start"), "{e}");
+        let (wide, plain) = plain_lora(&config, &started).unwrap();
+        write(&out, &wide, &plain, dir.path(), "").unwrap();
+        let read = load(&out).unwrap().adapters;
+        for (module, adapter) in &started {
+            let (own, again) = (adapter.lora().unwrap(), read[module].lora().unwrap());
+            assert_eq!(again.rank(), 2 * own.rank());
+            assert!((again.scale - own.scale).abs() < 1e-6 && again.start.is_none());
+            crate::ops::oracle::assert_close(&again.delta().unwrap(), &own.delta().unwrap(), 1e-5);
+        }
+    }
+}
+
+#[test]
+fn whole_modules_and_pickles() {
+    let dir = tempfile::tempdir().unwrap();
+    let untied = spec(&config(false));
+    let mut config = adapter_config();
+    config.modules_to_save = vec!["lm_head".into()];
+    let head = Tensor::from_vec(vec![0.5f32; 16 * 8], (16, 8), &Device::Cpu).unwrap();
+    let whole = BTreeMap::from([("lm_head.weight".to_string(), head)]);
+    let out = dir.path().join("a");
+    adapter(&out, &config, &adapters(&config, |_| (2, 3.0)), &whole, dir.path(), "").unwrap();
+    let read = load_adapter(&out, &untied).unwrap();
+    assert_eq!(bits(&read.whole["lm_head.weight"]), bits(&whole["lm_head.weight"]));
+    // A model whose head is its embedding has no such parameter.
+    let e = load(&out).unwrap_err().to_string();
+    assert!(e.contains("lm_head.weight: this model has no such parameter"), "{e}");
+    write(&out, &config, &adapters(&config, |_| (2, 3.0)), dir.path(), "").unwrap();
+    let e = load_adapter(&out, &untied).unwrap_err().to_string();
+    assert!(e.contains("lm_head.weight: in `modules_to_save`, but"), "{e}");
+    config.modules_to_save.clear();
+    write(&out, &config, &adapters(&config, |_| (2, 3.0)), dir.path(), "").unwrap();
+    std::fs::write(out.join("optimizer.pt"), "of a trainer").unwrap();
+    load(&out).unwrap();
+    std::fs::write(out.join("adapter_model.bin"), "a pickle").unwrap();
+    assert!(load(&out).unwrap_err().to_string().contains("pickle"));
 }

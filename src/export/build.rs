@@ -24,7 +24,11 @@ pub(super) struct Found<'a> {
 }
 
 /// `[R, largest I]` and `[largest O, R]` of a VeRA file.
-pub(super) fn projections(config: &AdapterConfig, weights: &Weights, faults: &mut Vec<String>) -> Result<Option<Projections>> {
+pub(super) fn projections(
+    config: &AdapterConfig,
+    weights: &Weights,
+    faults: &mut Vec<String>,
+) -> Result<Option<Projections>> {
     if !matches!(config.kind, Kind::Vera { .. }) {
         return Ok(None);
     }
@@ -35,7 +39,10 @@ pub(super) fn projections(config: &AdapterConfig, weights: &Weights, faults: &mu
         fits.then_some(shape)
     };
     let (Some(a_shape), Some(b_shape)) = (dims(a, 0), dims(b, 1)) else {
-        faults.push(format!("{a}, {b}: the shared pair is missing, or not of rank {}", config.r));
+        faults.push(format!(
+            "{a}, {b}: the shared pair is missing, or not of rank {}",
+            config.r
+        ));
         return Ok(None);
     };
     let (a, b) = (read(weights, a, &a_shape, faults)?, read(weights, b, &b_shape, faults)?);
@@ -110,9 +117,11 @@ impl Found<'_> {
                 let one = (self.take(w1a, &[o, r])?, self.take(w1b, &[r, i])?);
                 let two = (self.take(w2a, &[o, r])?, self.take(w2b, &[r, i])?);
                 match (one, two) {
-                    ((Some(a), Some(b)), (Some(c), Some(d))) => {
-                        Some(Adapter::Loha(Loha::new(module, [a, b, c, d], (alpha / r as f64) as f32)))
-                    }
+                    ((Some(a), Some(b)), (Some(c), Some(d))) => Some(Adapter::Loha(Loha::new(
+                        module,
+                        [a, b, c, d],
+                        (alpha / r as f64) as f32,
+                    ))),
                     _ => None,
                 }
             }

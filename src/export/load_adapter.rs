@@ -3,8 +3,8 @@
 use super::build::{self, Found};
 use crate::base::{Error, Result, files};
 use crate::formats::adapter::{self, AdapterConfig, Key};
-use crate::formats::{header, index};
 use crate::formats::weights::Weights;
+use crate::formats::{header, index};
 use crate::model::{Adapters, Spec};
 use crate::peft::targets::{self, Choice, Site};
 use candle_core::Tensor;

@@ -161,7 +161,13 @@ fn own_keys(kind: &str) -> &'static [&'static str] {
             "save_projection",
             "vera_dropout",
         ],
-        "LOHA" => &["alpha", "alpha_pattern", "rank_pattern", "init_weights", "use_effective_conv2d"],
+        "LOHA" => &[
+            "alpha",
+            "alpha_pattern",
+            "rank_pattern",
+            "init_weights",
+            "use_effective_conv2d",
+        ],
         "LOKR" => &[
             "alpha",
             "alpha_pattern",

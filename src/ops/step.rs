@@ -124,9 +124,7 @@ pub fn step_gated(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> R
     if !finite {
         return Ok(());
     }
-    items
-        .iter()
-        .try_for_each(|item| one(rule, item, coefficient * further))
+    items.iter().try_for_each(|item| one(rule, item, coefficient * further))
 }
 
 fn one(rule: Rule, item: &Item, coefficient: f32) -> Result<()> {

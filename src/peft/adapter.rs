@@ -188,7 +188,12 @@ impl Adapter {
             }
             Self::Ia3(k) => to(&mut k.factors.tensor)?,
             Self::Vera(k) => {
-                for t in [&mut k.shared.a, &mut k.shared.b, &mut k.lambda_b.tensor, &mut k.lambda_d.tensor] {
+                for t in [
+                    &mut k.shared.a,
+                    &mut k.shared.b,
+                    &mut k.lambda_b.tensor,
+                    &mut k.lambda_d.tensor,
+                ] {
                     to(t)?;
                 }
             }

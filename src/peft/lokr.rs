@@ -99,7 +99,9 @@ pub fn split(n: usize, factor: i64) -> (usize, usize) {
     }
     let (mut m, mut rest) = (1, n);
     while m < rest {
-        let Some(next) = (m + 1..=n).find(|d| n.is_multiple_of(*d)) else { break };
+        let Some(next) = (m + 1..=n).find(|d| n.is_multiple_of(*d)) else {
+            break;
+        };
         if next + n / next > m + rest || next > limit {
             break;
         }

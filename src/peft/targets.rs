@@ -110,7 +110,11 @@ pub fn select(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
             _ => {}
         }
     }
-    let there = sites.iter().filter_map(|s| layer_of(&s.module)).max().map_or(0, |l| l + 1);
+    let there = sites
+        .iter()
+        .filter_map(|s| layer_of(&s.module))
+        .max()
+        .map_or(0, |l| l + 1);
     if let Some(layer) = choice.layers.into_iter().flatten().find(|&&l| l >= there) {
         return Err(Error::new(format!("the model has no layer {layer}"))
             .at("tune.lora.layers_to_transform")
@@ -245,9 +249,17 @@ mod tests {
     fn regular_expressions_match_the_whole_path() {
         let pattern = |p: &str| Targets::Pattern(p.into());
         assert_eq!(count(pattern(r".*\.(q|k)_proj"), None, None).unwrap(), 2);
-        assert_eq!(count(pattern(r".*layers\.[0-0]\..*(?<!up)_proj"), None, None).unwrap(), 1);
+        assert_eq!(
+            count(pattern(r".*layers\.[0-0]\..*(?<!up)_proj"), None, None).unwrap(),
+            1
+        );
         assert!(count(pattern("q_proj"), None, None).is_err());
-        assert!(count(pattern("(q_proj"), None, None).unwrap_err().to_string().contains("regular expression"));
+        assert!(
+            count(pattern("(q_proj"), None, None)
+                .unwrap_err()
+                .to_string()
+                .contains("regular expression")
+        );
         let hostile = pattern(r"(.*)*(.*)*(?=x)y");
         assert!(count(hostile, None, None).is_err());
     }
@@ -263,7 +275,9 @@ mod tests {
         assert_eq!(of("model.layers.0.self_attn.q_proj"), Some(1));
         assert_eq!(of("model.layers.1.self_attn.q_proj"), Some(2));
         assert_eq!(of("model.layers.0.mlp.up_proj"), None);
-        let e = check_pattern(&patterns, &sites(), "rank_pattern").unwrap_err().to_string();
+        let e = check_pattern(&patterns, &sites(), "rank_pattern")
+            .unwrap_err()
+            .to_string();
         assert!(e.contains("rank_pattern") && e.contains("`_proj`"), "{e}");
     }
 }

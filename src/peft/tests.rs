@@ -108,12 +108,20 @@ fn kinds(p: f32) -> Vec<(&'static str, Adapter)> {
             "loha",
             Adapter::Loha(Loha::new(
                 "m",
-                [random((O, 2), 14), random((2, I), 15), random((O, 2), 16), random((2, I), 17)],
+                [
+                    random((O, 2), 14),
+                    random((2, I), 15),
+                    random((O, 2), 16),
+                    random((2, I), 17),
+                ],
                 0.4,
             )),
         ),
         ("lokr", lokr(w1, w2())),
-        ("lokr of products", lokr(product("lokr_w1", 2, 3), product("lokr_w2", 3, 4))),
+        (
+            "lokr of products",
+            lokr(product("lokr_w1", 2, 3), product("lokr_w2", 3, 4)),
+        ),
         ("oft by a series", oft(4, Cayley::Neumann(5))),
         ("oft by a short series", oft(6, Cayley::Neumann(3))),
         ("oft by a long series", oft(3, Cayley::Neumann(7))),
@@ -141,7 +149,11 @@ const KEY: Option<Dropout> = Some(Dropout {
 /// Σ y ⊙ dy
 fn loss(adapter: &Adapter, x: &Tensor, dy: &Tensor, key: Option<Dropout>) -> Result<f64> {
     let y = adapter.forward(&base(), x, key)?;
-    Ok(flat(&y).iter().zip(flat(dy)).map(|(a, b)| f64::from(*a) * f64::from(b)).sum())
+    Ok(flat(&y)
+        .iter()
+        .zip(flat(dy))
+        .map(|(a, b)| f64::from(*a) * f64::from(b))
+        .sum())
 }
 
 fn backward(adapter: &Adapter, x: &Tensor, dy: &Tensor, key: Option<Dropout>) -> (Tensor, Vec<Gradient>) {
@@ -167,7 +179,11 @@ fn the_merged_weight_gives_the_output_of_the_adapter() {
         let y = adapter.forward(&base, &x, None).unwrap();
         let w = adapter.merged(&base.w).unwrap();
         let bias = adapter.merged_bias(&base.bias).unwrap();
-        assert_close(&linear::forward(&x, &w.contiguous().unwrap(), Some(&bias)).unwrap(), &y, 1e-5);
+        assert_close(
+            &linear::forward(&x, &w.contiguous().unwrap(), Some(&bias)).unwrap(),
+            &y,
+            1e-5,
+        );
         let plain = base.forward(&x).unwrap();
         let change: f32 = flat(&y).iter().zip(flat(&plain)).map(|(a, b)| (a - b).powi(2)).sum();
         assert!(change > 1e-2, "{name} does nothing");
@@ -209,7 +225,11 @@ fn dora_is_that_of_the_paper() {
     let scaled = v
         .broadcast_mul(&(m.as_tensor() / &norm).unwrap().unsqueeze(1).unwrap())
         .unwrap();
-    let y = input.matmul(&scaled.t().unwrap()).unwrap().broadcast_add(&base().bias).unwrap();
+    let y = input
+        .matmul(&scaled.t().unwrap())
+        .unwrap()
+        .broadcast_add(&base().bias)
+        .unwrap();
     let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
     let adapter = Adapter::Dora(own);
     assert_close(&adapter.forward(&base(), &x, None).unwrap(), &y, 1e-5);
@@ -272,7 +292,12 @@ fn fresh_adapters_change_nothing() {
     let shared = Projections::fresh(3, I, O, 7).unwrap();
     let (zero, small) = (full(&[O], 0.0).unwrap(), full(&[3], 0.1).unwrap());
     for adapter in [
-        Adapter::Lora(Lora::new("m", lora::fresh(2, I, O, false, 7, 1).unwrap(), 2.0, mask(0.0))),
+        Adapter::Lora(Lora::new(
+            "m",
+            lora::fresh(2, I, O, false, 7, 1).unwrap(),
+            2.0,
+            mask(0.0),
+        )),
         Adapter::Ia3(Ia3::fresh("m", I, O, false).unwrap()),
         Adapter::Ia3(Ia3::fresh("m", I, O, true).unwrap()),
         Adapter::Vera(Vera::new("m", shared, zero, small, I, mask(0.0))),

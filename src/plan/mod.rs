@@ -83,7 +83,11 @@ fn shapes(spec: &Spec, adapters: &BTreeMap<String, Cost>) -> BTreeMap<String, Ve
         all.insert(p.name.to_string(), p.shape);
     }
     for cost in adapters.values() {
-        all.extend(cost.trained.iter().map(|(name, shape)| (name.to_string(), shape.clone())));
+        all.extend(
+            cost.trained
+                .iter()
+                .map(|(name, shape)| (name.to_string(), shape.clone())),
+        );
     }
     all
 }

@@ -200,7 +200,12 @@ fn everything_that_is_held_is_given_back() {
     ];
     for names in sets {
         let mut inputs = inputs(Active::new(names), Gradients::Keep);
-        let part = |side: &str| (name(3, &format!("self_attn.qkv_proj.lora_{side}.weight")).into(), vec![4, 64]);
+        let part = |side: &str| {
+            (
+                name(3, &format!("self_attn.qkv_proj.lora_{side}.weight")).into(),
+                vec![4, 64],
+            )
+        };
         let cost = crate::peft::Cost {
             trained: vec![part("A"), part("B")],
             rank: 4,

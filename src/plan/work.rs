@@ -187,7 +187,9 @@ impl<'a> Block<'a> {
     fn linear_wanted(&self, sink: &Sink, linear: Linear) -> bool {
         let name = linear.0;
         let parts = |c: &Cost| c.trained.iter().any(|(part, _)| sink.wants(part));
-        self.adapter(linear).is_some_and(parts) || self.wants(sink, name) || sink.wants(&self.name(&format!("{name}.bias")))
+        self.adapter(linear).is_some_and(parts)
+            || self.wants(sink, name)
+            || sink.wants(&self.name(&format!("{name}.bias")))
     }
 
     /// Input and `∂y` stay with the caller; `∂x` is held when it is needed.

@@ -24,8 +24,16 @@ fn alpha(text: &str) -> Option<f64> {
 pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     let mut out: Vec<(&'static [&'static str], Error)> = Vec::new();
     for (path, key, what) in [
-        ("tune.lora.rank_pattern", &["tune.lora.rank_pattern"][..], "a rank of at least 1"),
-        ("tune.lora.alpha_pattern", &["tune.lora.alpha_pattern"][..], "a number above 0"),
+        (
+            "tune.lora.rank_pattern",
+            &["tune.lora.rank_pattern"][..],
+            "a rank of at least 1",
+        ),
+        (
+            "tune.lora.alpha_pattern",
+            &["tune.lora.alpha_pattern"][..],
+            "a number above 0",
+        ),
     ] {
         for text in values.list(path) {
             let fits = match path.ends_with("rank_pattern") {
@@ -42,7 +50,10 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
             }
         }
     }
-    let (kind, init) = (values.text("tune.lora.peft_type"), values.text("tune.lora.init_lora_weights"));
+    let (kind, init) = (
+        values.text("tune.lora.peft_type"),
+        values.text("tune.lora.init_lora_weights"),
+    );
     let dora = values.flag("tune.lora.use_dora");
     let residual = ["pissa", "olora", "corda", "lora_ga"].contains(&init);
     let kpm = values.text("tune.lora.corda.method") == "kpm";
@@ -78,8 +89,10 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     if init == "pissa" && values.number("tune.lora.lora_dropout") > 0.0 && kind == "lora" {
         out.push((
             &["tune.lora.lora_dropout", "tune.lora.init_lora_weights"],
-            Error::usage("`tune.lora.lora_dropout` and `tune.lora.init_lora_weights = \"pissa\"` contradict each other")
-                .hint("PiSSA trains the main part of the weights: set `tune.lora.lora_dropout = 0.0`"),
+            Error::usage(
+                "`tune.lora.lora_dropout` and `tune.lora.init_lora_weights = \"pissa\"` contradict each other",
+            )
+            .hint("PiSSA trains the main part of the weights: set `tune.lora.lora_dropout = 0.0`"),
         ));
     }
     if values.flag("tune.lora.save_residual") && values.integer("tune.lora.save_rank").is_some_and(|r| r > 0) {

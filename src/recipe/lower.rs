@@ -214,7 +214,12 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
             Some("tune.block.partition = \"ratio\"".to_string())
         }
         path if path.starts_with("tune.lora.")
-            && !["tune.lora.adapter", "tune.lora.lora_dropout", "tune.lora.loraplus_lr_ratio"].contains(&path)
+            && ![
+                "tune.lora.adapter",
+                "tune.lora.lora_dropout",
+                "tune.lora.loraplus_lr_ratio",
+            ]
+            .contains(&path)
             && !adapter.is_empty() =>
         {
             Some(format!("tune.lora.adapter = \"{adapter}\""))

@@ -133,7 +133,10 @@ impl Difference {
         out.extend(self.only_b.iter().map(|n| format!("only in the second: {n}")));
         out.extend(self.tensors.iter().map(|(n, what)| format!("{n}: {what}")));
         if !self.tensors.is_empty() {
-            out.push(format!("all tensors together differ by {:.3e} of their size", self.relative));
+            out.push(format!(
+                "all tensors together differ by {:.3e} of their size",
+                self.relative
+            ));
         }
         out
     }
@@ -189,7 +192,10 @@ pub fn diff(a: &Path, b: &Path) -> Result<Difference> {
             let most = x.iter().zip(&y).fold(0f32, |m, (x, y)| m.max((x - y).abs()));
             tensors.push((
                 name.to_string(),
-                format!("differs by {:.3e} of its size, at most {most:.3e}", (d / s.max(f64::MIN_POSITIVE)).sqrt()),
+                format!(
+                    "differs by {:.3e} of its size, at most {most:.3e}",
+                    (d / s.max(f64::MIN_POSITIVE)).sqrt()
+                ),
             ));
         }
     }
@@ -270,7 +276,11 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
     let mut all = Adapters::new();
     let (mut most, mut ranks) = (None, BTreeMap::new());
     for (module, (a, b)) in pairs {
-        let fault = |e: candle_core::Error| Error::new("the factors of a linear do not fit together").at(&module).cause(e);
+        let fault = |e: candle_core::Error| {
+            Error::new("the factors of a linear do not fit together")
+                .at(&module)
+                .cause(e)
+        };
         let a = Tensor::cat(&a, 0).and_then(|t| t.contiguous()).map_err(fault)?;
         let b = Tensor::cat(&b, 1).and_then(|t| t.contiguous()).map_err(fault)?;
         if a.dim(0)? != b.dim(1)? {
@@ -279,7 +289,10 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
         let mut lora = Lora::new(&module, (a, b), 1.0, Mask::default());
         if let Some(r) = rank {
             let (a, b, lost) = algebra::compressed(&lora, r, 1.0)?;
-            let pair = (peft::full(&[r, lora.a.dim(1)?], 0.0)?, peft::full(&[lora.b.dim(0)?, r], 0.0)?);
+            let pair = (
+                peft::full(&[r, lora.a.dim(1)?], 0.0)?,
+                peft::full(&[lora.b.dim(0)?, r], 0.0)?,
+            );
             peft::fill(&pair.0, &a)?;
             peft::fill(&pair.1, &b)?;
             lora = Lora::new(&module, pair, 1.0, Mask::default());

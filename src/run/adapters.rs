@@ -170,8 +170,16 @@ fn config_of(recipe: &Recipe) -> Result<AdapterConfig> {
             false => Some(named(&lora.exclude_modules, "exclude_modules")?),
         },
         layers_to_transform: Some(lora.layers_to_transform.clone()).filter(|l| !l.is_empty()),
-        rank_pattern: if patterns { lora.rank_pattern.clone() } else { Vec::new() },
-        alpha_pattern: if patterns { lora.alpha_pattern.clone() } else { Vec::new() },
+        rank_pattern: if patterns {
+            lora.rank_pattern.clone()
+        } else {
+            Vec::new()
+        },
+        alpha_pattern: if patterns {
+            lora.alpha_pattern.clone()
+        } else {
+            Vec::new()
+        },
         modules_to_save: lora.modules_to_save.clone(),
         use_rslora: is_lora && lora.use_rslora,
         use_dora: is_lora && lora.use_dora,
@@ -201,11 +209,11 @@ fn whole(config: &AdapterConfig, spec: &Spec) -> Result<Vec<String>> {
     for module in &config.modules_to_save {
         let found = export::saved_whole(std::slice::from_ref(module), spec);
         if spec.tied && (module == "lm_head" || found.iter().any(|n| n == spec.head_name())) {
-            return Err(
-                Error::new(format!("`{module}` cannot train beside adapters: its weights are the embedding and the head"))
-                    .at(key)
-                    .hint("leave it out, or use `tune.method = \"full\"` or `\"freeze\"`"),
-            );
+            return Err(Error::new(format!(
+                "`{module}` cannot train beside adapters: its weights are the embedding and the head"
+            ))
+            .at(key)
+            .hint("leave it out, or use `tune.method = \"full\"` or `\"freeze\"`"));
         }
         if found.is_empty() {
             let params = spec.params();
@@ -269,16 +277,27 @@ fn one(
         }
         Kind::Oft { block, neumann } => {
             if i % block != 0 {
-                return Err(Error::new("`tune.lora.oft_block_size` does not divide the inputs of a target")
-                    .at(module)
-                    .found(format!("blocks of {block}, {i} inputs"))
-                    .hint("take a common divisor of the inputs of all targets"));
+                return Err(
+                    Error::new("`tune.lora.oft_block_size` does not divide the inputs of a target")
+                        .at(module)
+                        .found(format!("blocks of {block}, {i} inputs"))
+                        .hint("take a common divisor of the inputs of all targets"),
+                );
             }
-            Adapter::Oft(Oft::fresh(module, i, *block, neumann.map_or(Cayley::Exact, Cayley::Neumann))?)
+            Adapter::Oft(Oft::fresh(
+                module,
+                i,
+                *block,
+                neumann.map_or(Cayley::Exact, Cayley::Neumann),
+            )?)
         }
-        Kind::Adalora { .. } => {
-            Adapter::Adalora(Adalora::fresh(module, (r, i, o), peft::adalora_scaling(alpha, r), seed, mask)?)
-        }
+        Kind::Adalora { .. } => Adapter::Adalora(Adalora::fresh(
+            module,
+            (r, i, o),
+            peft::adalora_scaling(alpha, r),
+            seed,
+            mask,
+        )?),
     })
 }
 

@@ -159,10 +159,16 @@ fn compressed(
         if lost > most.0 {
             most = (lost, module);
         }
-        let pair = (peft::full(&[rank, lora.a.dim(1)?], 0.0)?, peft::full(&[lora.b.dim(0)?, rank], 0.0)?);
+        let pair = (
+            peft::full(&[rank, lora.a.dim(1)?], 0.0)?,
+            peft::full(&[lora.b.dim(0)?, rank], 0.0)?,
+        );
         peft::fill(&pair.0, &a)?;
         peft::fill(&pair.1, &b)?;
-        plain.insert(module.clone(), Arc::new(Adapter::Lora(Lora::new(module, pair, scale, lora.mask))));
+        plain.insert(
+            module.clone(),
+            Arc::new(Adapter::Lora(Lora::new(module, pair, scale, lora.mask))),
+        );
     }
     note(&format!(
         "final/ is compressed to rank {rank}: at most {:.2e} of a linear's change is lost ({})",

@@ -73,7 +73,9 @@ fn logits(dir: &Path, spec: &Spec, adapters: Adapters, folded: Vec<Weighted>) ->
 pub fn difference(base: &Path, adapters: Vec<Weighted>, merged: &Path) -> Result<(f32, f32)> {
     let spec = families::read(&Config::load(base)?)?;
     let beside = match adapters.as_slice() {
-        [one] if one.weight == 1.0 && one.adapter.whole.is_empty() => logits(base, &spec, one.adapter.adapters.clone(), Vec::new())?,
+        [one] if one.weight == 1.0 && one.adapter.whole.is_empty() => {
+            logits(base, &spec, one.adapter.adapters.clone(), Vec::new())?
+        }
         _ => logits(base, &spec, Adapters::new(), adapters)?,
     };
     let after = logits(merged, &spec, Adapters::new(), Vec::new())?;

@@ -106,7 +106,10 @@ pub fn merge(
     dtypes.dedup();
     Ok(MergeReport {
         tensors: tensors.len(),
-        merged: params.iter().filter(|p| adapters.iter().any(|a| a.changes(&p.name))).count(),
+        merged: params
+            .iter()
+            .filter(|p| adapters.iter().any(|a| a.changes(&p.name)))
+            .count(),
         dtypes,
         rounding: rounding.ratio(),
         logits: logits::difference(model_dir, adapters, &out)?,

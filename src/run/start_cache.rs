@@ -27,10 +27,7 @@ pub fn key(recipe: &Recipe, base: &str, rows: &Dataset, network: &Network) -> St
     text(&format!("{:?}", lora.corda));
     for (module, adapter) in &network.adapters {
         let pair = adapter.lora();
-        text(&format!(
-            "{module} {:?}",
-            pair.map(|l| (l.rank(), l.scale.to_bits()))
-        ));
+        text(&format!("{module} {:?}", pair.map(|l| (l.rank(), l.scale.to_bits()))));
     }
     hasher.finalize().to_hex()[..32].to_string()
 }

@@ -155,7 +155,10 @@ impl Progress {
             self.name, self.layers
         ));
         match signal::received() {
-            Some(signal) => Err(Error::signal(signal, "stopped by a signal while adapters were prepared")),
+            Some(signal) => Err(Error::signal(
+                signal,
+                "stopped by a signal while adapters were prepared",
+            )),
             None => Ok(()),
         }
     }
@@ -256,7 +259,13 @@ fn corda(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Res
         progress.layer(layer + 1, s.note)
     })?;
 
-    let own_rank = |module: &str| network.adapters.get(module).and_then(|a| a.lora()).map_or(0, Lora::rank);
+    let own_rank = |module: &str| {
+        network
+            .adapters
+            .get(module)
+            .and_then(|a| a.lora())
+            .map_or(0, Lora::rank)
+    };
     let ranks: Vec<usize> = match settings.adaptive_rank {
         false => found.keys().map(|m| own_rank(m)).collect(),
         true => {
@@ -299,7 +308,9 @@ pub fn resize(
     prepared: &mut Prepared,
     ranks: &BTreeMap<String, usize>,
 ) -> Result<()> {
-    let Some(config) = &mut prepared.config else { return Ok(()) };
+    let Some(config) = &mut prepared.config else {
+        return Ok(());
+    };
     if !recipe.tune.lora.corda.adaptive_rank {
         return Ok(());
     }

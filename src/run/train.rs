@@ -3,8 +3,8 @@
 use super::forecast::{self, Forecast};
 use super::rows::{self, Rows};
 use super::setup::{self, Described};
-use super::state::{self, Facts};
 use super::starts::{self, Setting};
+use super::state::{self, Facts};
 use super::{adapters, finish, samples, tuning::Tuning};
 use crate::base::lock::RunLock;
 use crate::base::units::{bytes, count};

@@ -125,10 +125,23 @@ fn every_kind_by_peft_gives_its_logits_and_its_loss_also_merged() {
         close(loss, info["loss"].as_f64().unwrap(), 1e-4, &format!("{name}: loss"));
         let out = TempDir::new().unwrap();
         let merged = out.path().join("merged");
-        let args = ["merge", "--model", path(model.path()), "--adapter", path(&from), "--out", path(&merged)];
+        let args = [
+            "merge",
+            "--model",
+            path(model.path()),
+            "--adapter",
+            path(&from),
+            "--out",
+            path(&merged),
+        ];
         ft(&args);
         let (loss, _) = eval(&merged, None, &rows);
-        close(loss, info["loss"].as_f64().unwrap(), 1e-4, &format!("{name}: loss merged"));
+        close(
+            loss,
+            info["loss"].as_f64().unwrap(),
+            1e-4,
+            &format!("{name}: loss merged"),
+        );
     }
 }
 
@@ -185,7 +198,12 @@ fn starts_are_those_of_peft_up_to_sign_and_change_nothing() {
             assert!(up_to_sign(&a[..R * inputs], theirs, inputs) < 1e-3, "{name}: {tensor}");
             let half: Vec<f64> = b.chunks(2 * R).flat_map(|row| row[..R].to_vec()).collect();
             let ours = product(&half, &a[..R * inputs], outputs, R);
-            all_close(&ours, &product(&want[&other], theirs, outputs, R), 1e-3, &format!("{name}: B·A of {tensor}"));
+            all_close(
+                &ours,
+                &product(&want[&other], theirs, outputs, R),
+                1e-3,
+                &format!("{name}: B·A of {tensor}"),
+            );
         }
         let rows = data(&text(&info, "data"));
         let (with, _) = eval(model.path(), Some(&last), &rows);
@@ -222,6 +240,11 @@ fn twenty_steps_follow_peft_from_every_adapter_and_start() {
         }
         // What was saved is what was trained: over the original weights.
         let (loss, _) = eval(model.path(), Some(&run.join("final")), &data(&text(&info, "data")));
-        close(loss, info["after"].as_f64().unwrap(), 1e-4, &format!("{name}: loss of final/"));
+        close(
+            loss,
+            info["after"].as_f64().unwrap(),
+            1e-4,
+            &format!("{name}: loss of final/"),
+        );
     }
 }

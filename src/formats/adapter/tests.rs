@@ -118,8 +118,20 @@ fn names_round_trip() {
         (Kind::Ia3 { feedforward: vec![] }, false),
         (Kind::Vera { d_initial: 0.1 }, false),
         (Kind::Loha, false),
-        (Kind::Lokr { factor: -1, both: false }, false),
-        (Kind::Oft { block: 4, neumann: None }, false),
+        (
+            Kind::Lokr {
+                factor: -1,
+                both: false,
+            },
+            false,
+        ),
+        (
+            Kind::Oft {
+                block: 4,
+                neumann: None,
+            },
+            false,
+        ),
         (Kind::Adalora { target_r: 2 }, false),
     ];
     for (kind, dora) in &kinds {
@@ -166,7 +178,14 @@ fn every_kind_is_read_and_written_back() {
     ] {
         let config = read(text).unwrap();
         let again = AdapterConfig::from_map(config.to_json().as_object().unwrap(), Path::new("y")).unwrap();
-        assert_eq!(again, AdapterConfig { peft_version: again.peft_version.clone(), ..config }, "{text}");
+        assert_eq!(
+            again,
+            AdapterConfig {
+                peft_version: again.peft_version.clone(),
+                ..config
+            },
+            "{text}"
+        );
     }
     for (text, part) in [
         (r#"{"peft_type":"VERA","save_projection":false}"#, "save_projection"),

@@ -154,7 +154,9 @@ impl Gpu {
     pub fn of(t: &Tensor, name: &str) -> Result<Self> {
         match t.device() {
             Device::Cuda(device) => Ok(Self { device: device.clone() }),
-            _ => Err(Error::new(format!("{name} does not lie on the GPU")).found(format!("{:?}", t.device().location()))),
+            _ => {
+                Err(Error::new(format!("{name} does not lie on the GPU")).found(format!("{:?}", t.device().location())))
+            }
         }
     }
 

@@ -64,7 +64,14 @@ pub(crate) fn run(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> R
             known || groups.last() == Some(&own)
         });
         let (now, later) = rest.split_at(fits.count().max(1));
-        launch(&Gpu::of(first.weight, "a weight")?, rule, now, &groups, coefficient, gate)?;
+        launch(
+            &Gpu::of(first.weight, "a weight")?,
+            rule,
+            now,
+            &groups,
+            coefficient,
+            gate,
+        )?;
         rest = later;
     }
     Ok(())
@@ -101,13 +108,7 @@ fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficien
 }
 
 /// Adds one `Entry` of the kernel to the table.
-fn entry(
-    item: &Item,
-    moments: (bool, bool),
-    group: usize,
-    shares: &mut Shares,
-    table: &mut Vec<u8>,
-) -> Result<()> {
+fn entry(item: &Item, moments: (bool, bool), group: usize, shares: &mut Shares, table: &mut Vec<u8>) -> Result<()> {
     let n = item.weight.elem_count();
     let wrong = |what: &str| Error::new(format!("an optimizer step was given {what}"));
     let sized = |t: &Tensor, name: &str| match t.elem_count() == n {

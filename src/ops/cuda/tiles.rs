@@ -23,7 +23,10 @@ pub(super) struct Tile {
 impl Tile {
     /// As the kernels read it. `Documents::check` made sure that the numbers fit.
     pub fn numbers(&self) -> [i32; 8] {
-        [self.token, self.rows, self.place, self.other, self.low, self.high, self.slot, 0].map(|n| n as i32)
+        [
+            self.token, self.rows, self.place, self.other, self.low, self.high, self.slot, 0,
+        ]
+        .map(|n| n as i32)
     }
 }
 

@@ -4,8 +4,8 @@
 
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
-use crate::peft::Lora;
 use crate::ops::update;
+use crate::peft::Lora;
 use faer::linalg::solvers::Solve;
 use faer::{Mat, MatRef, Side};
 

@@ -113,7 +113,9 @@ pub fn components(w: MatRef<'_, f64>, c: &Covariance, method: Method, candidates
     }
     let mut damping = DAMPING;
     loop {
-        let damped = Mat::from_fn(n, n, |i, j| plain[(i, j)] + if i == j { damping * diagonal } else { 0.0 });
+        let damped = Mat::from_fn(n, n, |i, j| {
+            plain[(i, j)] + if i == j { damping * diagonal } else { 0.0 }
+        });
         let found = algebra::svd((w * &damped).as_ref())?;
         let k = found.s.len();
         let chosen: Vec<usize> = match method {

@@ -19,10 +19,12 @@ pub(super) fn check_rank(r: usize, rows: usize, columns: usize) -> Result<()> {
     if r <= rows.min(columns) {
         return Ok(());
     }
-    Err(Error::new("the rank of an adapter is larger than its weight allows for this start")
-        .found(format!("rank {r} on a weight [{rows}, {columns}]"))
-        .expected(format!("at most {}", rows.min(columns)))
-        .hint("lower `tune.lora.r`, or set a lower one for this module in `tune.lora.rank_pattern`"))
+    Err(
+        Error::new("the rank of an adapter is larger than its weight allows for this start")
+            .found(format!("rank {r} on a weight [{rows}, {columns}]"))
+            .expected(format!("at most {}", rows.min(columns)))
+            .hint("lower `tune.lora.r`, or set a lower one for this module in `tune.lora.rank_pattern`"),
+    )
 }
 
 /// PiSSA (Meng et al. 2024, arXiv 2404.02948, section 3): the R largest components of W `[O, I]`,

@@ -28,7 +28,9 @@ fn covariance(inputs: usize, tokens: usize, seed: u64) -> (Covariance, Mat<f64>)
         }
     }
     let products = values((x.transpose() * &x).as_ref());
-    let sums: Vec<f32> = (0..inputs).map(|j| (0..tokens).map(|i| x[(i, j)]).sum::<f64>() as f32).collect();
+    let sums: Vec<f32> = (0..inputs)
+        .map(|j| (0..tokens).map(|i| x[(i, j)]).sum::<f64>() as f32)
+        .collect();
     let mut c = Covariance::new(inputs);
     c.add(&products, &sums, 1.0, tokens);
     (c, x)
@@ -70,7 +72,11 @@ fn pissa_takes_the_largest_components() {
     let found = svd(w.as_ref()).unwrap();
     for (iterations, tolerance) in [(0, 1e-6), (8, 1e-4)] {
         let pair = pissa(w.as_ref(), 2, 0.5, iterations, 7, 1).unwrap();
-        let best = Mat::from_fn(6, 9, |i, j| (0..2).map(|k| found.u[(i, k)] * found.s[k] * found.v[(j, k)]).sum::<f64>());
+        let best = Mat::from_fn(6, 9, |i, j| {
+            (0..2)
+                .map(|k| found.u[(i, k)] * found.s[k] * found.v[(j, k)])
+                .sum::<f64>()
+        });
         let mut got = product(&pair, 2, 6, 9);
         got *= faer::Scale(0.5);
         close(&got, &best, tolerance);
@@ -111,7 +117,9 @@ fn lora_ga_follows_the_gradient() {
     let pair = lora_ga(g.as_ref(), 2).unwrap();
     let stable = 6f64.powf(0.25) / 4.0;
     let best = Mat::from_fn(6, 9, |i, j| {
-        (0..2).map(|k| found.u[(i, 2 + k)] * found.s[2 + k] * stable * found.v[(j, k)]).sum::<f64>()
+        (0..2)
+            .map(|k| found.u[(i, 2 + k)] * found.s[2 + k] * stable * found.v[(j, k)])
+            .sum::<f64>()
     });
     // Signs of the singular vectors are free, but come from one decomposition.
     close(&product(&pair, 2, 6, 9), &best, 1e-6);
@@ -141,7 +149,11 @@ fn corda_parts_the_weight_by_its_inputs() {
     };
     let plain = {
         let found = svd(w.as_ref()).unwrap();
-        let smallest = Mat::from_fn(6, 9, |i, j| (4..6).map(|k| found.u[(i, k)] * found.s[k] * found.v[(j, k)]).sum::<f64>());
+        let smallest = Mat::from_fn(6, 9, |i, j| {
+            (4..6)
+                .map(|k| found.u[(i, k)] * found.s[k] * found.v[(j, k)])
+                .sum::<f64>()
+        });
         (&x * smallest.transpose()).norm_l2()
     };
     assert!(moved(Method::Kpm, 2) < 0.9 * plain, "{} {plain}", moved(Method::Kpm, 2));
@@ -155,10 +167,7 @@ fn corda_parts_the_weight_by_its_inputs() {
 
 #[test]
 fn ranks_are_spent_where_they_count() {
-    let modules = vec![
-        (vec![8.0, 4.0, 2.0, 1.0], 15.0),
-        (vec![5.0, 5.0, 5.0, 0.1], 15.1),
-    ];
+    let modules = vec![(vec![8.0, 4.0, 2.0, 1.0], 15.0), (vec![5.0, 5.0, 5.0, 0.1], 15.1)];
     assert_eq!(allocate(&modules, Method::Ipm, 4), [1, 3]);
     assert_eq!(allocate(&modules, Method::Ipm, 5), [2, 3]);
     assert_eq!(allocate(&modules, Method::Kpm, 4), [3, 1]);
@@ -176,6 +185,9 @@ fn compressing_keeps_what_fits_and_tells_what_is_lost() {
         let mut got = matrix(&b, 6, r) * matrix(&a, r, 12);
         got *= faer::Scale(f64::from(0.3f32));
         let error = (&got - &delta).norm_l2() / delta.norm_l2();
-        assert!((error - lost).abs() < 1e-5 && lost >= least && lost <= most, "{r} {error} {lost}");
+        assert!(
+            (error - lost).abs() < 1e-5 && lost >= least && lost <= most,
+            "{r} {error} {lost}"
+        );
     }
 }

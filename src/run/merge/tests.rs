@@ -110,7 +110,15 @@ fn merging_refuses_what_it_must_not_touch_or_does_not_know() {
     assert!(e.to_string().contains("not empty"), "{e}");
     assert_eq!(error("base/config.json").kind(), ErrorKind::Usage);
 
-    export::adapter(&d.join("adapter"), &config, &adapters, &BTreeMap::new(), &base, "blake3:of another").unwrap();
+    export::adapter(
+        &d.join("adapter"),
+        &config,
+        &adapters,
+        &BTreeMap::new(),
+        &base,
+        "blake3:of another",
+    )
+    .unwrap();
     assert!(error("out").to_string().contains("another base"));
     export::adapter(&d.join("adapter"), &config, &adapters, &BTreeMap::new(), &base, &print).unwrap();
 

@@ -4,7 +4,7 @@ use super::adapters::Prepared;
 use crate::base::{Error, Result};
 use crate::engine::Active;
 use crate::engine::active::{Corrected, group_of};
-use crate::model::{Adapters, Spec};
+use crate::model::Spec;
 use crate::optim::{BlockSchedule, Masks};
 use crate::recipe::{self, Correction, CorrectionScope, Method, Recipe};
 use crate::source::{Group, ParamInfo};

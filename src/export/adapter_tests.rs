@@ -354,7 +354,11 @@ fn a_start_is_saved_as_plain_lora_of_twice_the_rank() {
         config.rank_pattern.push(("layers.0.self_attn.q_proj".into(), 4));
         config.alpha_pattern.push(("down_proj".into(), 5.0));
         let r_of = |module: &str| {
-            let r = if module == "model.layers.0.self_attn.q_proj" { 4 } else { 2 };
+            let r = if module == "model.layers.0.self_attn.q_proj" {
+                4
+            } else {
+                2
+            };
             (r, if module.ends_with("down_proj") { 5.0 } else { 3.0 })
         };
         let mut started = adapters(&config, r_of);

@@ -524,7 +524,7 @@ pub static KEYS: &[Key] = &[
         Kind::Name(PeftType::NAMES),
         "\"lora\"",
         "the best known, and every loader reads it",
-        "What an adapter adds to a linear.",
+        "What an adapter adds to a linear. `adalora` trains singular values and keeps all of them: ranks are not pruned yet.",
     ),
     lora(
         "r",

@@ -41,14 +41,9 @@ fn open(dir: &Path, adapter: Option<&Path>) -> Network {
         CpuPath::force(&path).unwrap_or_else(|e| panic!("{e}"));
     }
     let model = Described::open(dir.to_str().unwrap(), "main", None).unwrap_or_else(|e| panic!("{e}"));
-    let mut network = model
-        .load(Dtype::F32, ModelInit::Pretrained, 0, &Device::Cpu)
-        .unwrap_or_else(|e| panic!("{e}"));
-    if let Some(adapter) = adapter {
-        let (_, adapters) = export::load_adapter(adapter, &model.spec.sites()).unwrap_or_else(|e| panic!("{e}"));
-        network.adapters = adapters;
-    }
-    network
+    model
+        .infer(adapter, Some(Dtype::F32), &Device::Cpu)
+        .unwrap_or_else(|e| panic!("{e}"))
 }
 
 fn batch(documents: &[Document]) -> Batch {

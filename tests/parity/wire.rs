@@ -3,12 +3,11 @@
 use candle_core::{DType, Device, Tensor};
 use ft::data::{Batch, batch::Example};
 use ft::engine::{self, Active};
-use ft::export;
 use ft::model::Network;
 use ft::ops::tally::Tally;
 use ft::ops::{CpuPath, linear, step};
 use ft::optim::{Optimizer, Schedule};
-use ft::recipe::{self, Dtype, ModelInit, Recipe};
+use ft::recipe::{self, Dtype, Recipe};
 use ft::run::setup::Described;
 use ft::sft::CausalLm;
 use std::collections::BTreeMap;

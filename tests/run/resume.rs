@@ -37,6 +37,20 @@ const METHODS: [(&str, &[&str]); 5] = [
         "lora",
         &["tune.method=lora", "tune.lora.r=4", "tune.lora.lora_dropout=0.1"],
     ),
+    // A start that is taken off again, with ranks of its own for each linear.
+    (
+        "corda",
+        &[
+            "tune.method=lora",
+            "tune.lora.r=4",
+            "tune.lora.init_lora_weights=corda",
+            "tune.lora.corda.adaptive_rank=true",
+        ],
+    ),
+    (
+        "dora",
+        &["tune.method=lora", "tune.lora.r=4", "tune.lora.use_dora=true"],
+    ),
 ];
 
 fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {

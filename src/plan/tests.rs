@@ -5,6 +5,7 @@ use crate::model::rope::Rope;
 use crate::model::spec::LayerSpec;
 use crate::ops::glu::Activation;
 use crate::recipe;
+use crate::source::Policy;
 
 fn spec() -> Spec {
     Spec {
@@ -56,6 +57,8 @@ fn inputs(active: Active, gradients: Gradients) -> Inputs {
         element: 4,
         on_gpu: false,
         active: vec![active],
+        place: Place::Device,
+        storage: Policy::dense(Dtype::Bf16),
         adapters: BTreeMap::new(),
         data_bytes: 0,
         process_bytes: 0,
@@ -113,8 +116,9 @@ fn lines_follow_the_published_formula() {
     // What the MLP backward holds at most: gate, up, their gradients and dm; x1, h, dy; of attention q, k, v, o, lse.
     let wide = 5 * 256 + 3 * 64 + 4 * 64 + 8;
     assert_eq!(line(&plan, "layer_work"), 2048 * 4 * wide as u64);
-    // 512 tokens of logits, with what is gathered beside them: hidden states, their gradient, an index.
-    assert_eq!(line(&plan, "logits"), 512 * 1064 * 4 + 2048 * (2 * 64 * 4 + 8));
+    // 512 tokens of logits and a sum for every 2048 of a row, with what is gathered beside them: hidden states, their
+    // gradient, an index.
+    assert_eq!(line(&plan, "logits"), 512 * (1064 * 4 + 16) + 2048 * (2 * 64 * 4 + 8));
 }
 
 #[test]

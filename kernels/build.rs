@@ -100,7 +100,8 @@ fn archs() -> Result<Vec<u32>, String> {
 fn nvcc() -> Result<PathBuf, String> {
     let exe = if cfg!(windows) { "nvcc.exe" } else { "nvcc" };
     let named = env::var_os("NVCC").map(PathBuf::from);
-    let in_path = env::var_os("PATH").map(|p| env::split_paths(&p).map(|d| d.join(exe)).collect());
+    let in_path: Option<Vec<PathBuf>> =
+        env::var_os("PATH").map(|p| env::split_paths(&p).map(|d| d.join(exe)).collect());
     let homes = ["CUDA_HOME", "CUDA_PATH"]
         .into_iter()
         .filter_map(env::var_os)
@@ -108,7 +109,7 @@ fn nvcc() -> Result<PathBuf, String> {
     let usual = ["/usr/local/cuda", "/opt/cuda", "/usr/lib/cuda", "/usr"].map(PathBuf::from);
     named
         .into_iter()
-        .chain(in_path.unwrap_or_else(Vec::new))
+        .chain(in_path.unwrap_or_default())
         .chain(homes.chain(usual).map(|home| home.join("bin").join(exe)))
         .find(|path| path.is_file())
         .ok_or_else(|| {

@@ -14,6 +14,7 @@ pub mod sft; // objectives: hidden states in, loss and gradient out
 pub mod optim; // optimizers, schedules and the block schedule
 pub mod model; // one decoder block with options; one file a family
 pub mod source; // where a layer's weights live
+pub mod quant; // storage types of frozen weights: int8, int4, nf4
 pub mod peft; // adapters on a linear
 pub mod ops; // fused operations, forward and backward
 pub mod data; // readers, chat rendering, loss mask, packing, order

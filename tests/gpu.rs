@@ -16,6 +16,9 @@ mod loss;
 #[path = "gpu/products.rs"]
 mod products;
 #[cfg(feature = "cuda")]
+#[path = "gpu/steps.rs"]
+mod steps;
+#[cfg(feature = "cuda")]
 #[path = "gpu/support.rs"]
 mod support;
 #[cfg(feature = "cuda")]
@@ -26,6 +29,9 @@ mod updates;
 #[test]
 fn this_build_has_no_cuda() {
     let required = std::env::var("FT_REQUIRE_GPU").is_ok_and(|v| v == "1");
-    assert!(!required, "FT_REQUIRE_GPU=1, but the tests were built without `--features cuda`");
+    assert!(
+        !required,
+        "FT_REQUIRE_GPU=1, but the tests were built without `--features cuda`"
+    );
     eprintln!("skipped: built without the feature `cuda`");
 }

@@ -5,6 +5,8 @@
 mod adapters;
 #[path = "parity/families.rs"]
 mod families;
+#[path = "parity/quant.rs"]
+mod quant;
 #[path = "parity/int8.rs"]
 mod int8;
 #[path = "parity/support.rs"]

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// From the top down. `lib.rs` declares the same rooms.
-const ROOMS: [&str; 19] = [
+const ROOMS: [&str; 20] = [
     "cli",
     "run",
     "plan",
@@ -19,6 +19,7 @@ const ROOMS: [&str; 19] = [
     "optim",
     "model",
     "source",
+    "quant",
     "peft",
     "ops",
     "data",
@@ -349,12 +350,19 @@ fn files_are_small() {
 fn every_file_says_what_it_is() {
     let rust = rust(&["src", "tests", "benches", "kernels"]);
     let silent = |s: &&Source, start| !s.text.starts_with(start);
-    let mut faults: Vec<String> = rust.iter().filter(|s| silent(s, "//!")).map(|s| s.path.clone()).collect();
+    let mut faults: Vec<String> = rust
+        .iter()
+        .filter(|s| silent(s, "//!"))
+        .map(|s| s.path.clone())
+        .collect();
     let cuda = cuda();
     // What only stands in for a header of CUDA says nothing.
     let ours = cuda.iter().filter(|s| !s.path.contains("/include/"));
     faults.extend(ours.filter(|s| silent(s, "// ")).map(|s| s.path.clone()));
-    assert_none(&faults, "a file does not say at its start what it is (`//!`, in CUDA `// `)");
+    assert_none(
+        &faults,
+        "a file does not say at its start what it is (`//!`, in CUDA `// `)",
+    );
 }
 
 /// A function of `std::fs` or of its `File`, or the module itself. To name the type `File` is fine: base opens it.
@@ -443,7 +451,13 @@ fn environment_variables_are_read_at_the_top() {
 fn nothing_is_left_for_later_and_no_machine_is_named() {
     let mut sources = rust(&["src", "tests", "benches", "examples", "kernels"]);
     sources.extend(cuda());
-    for (folder, ending) in [("recipes", "toml"), ("docs", "md"), ("tests", "py"), ("assets", "md"), ("kernels", "md")] {
+    for (folder, ending) in [
+        ("recipes", "toml"),
+        ("docs", "md"),
+        ("tests", "py"),
+        ("assets", "md"),
+        ("kernels", "md"),
+    ] {
         sources.extend(load(&[folder], ending));
     }
     for name in [

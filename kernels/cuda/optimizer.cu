@@ -12,8 +12,11 @@ struct Entry {
     void* weight;
     unsigned short* low;
     const void* gradient;
-    float* m;
-    float* v;
+    // f32, or with scales codes of eight bits.
+    void* m;
+    void* v;
+    float* m_scales;
+    float* v_scales;
     u64 key;
     i64 n;
     u32 first;
@@ -102,20 +105,20 @@ __device__ __forceinline__ void load_gradient(const Entry& e, i64 at, float (&g)
     }
 }
 
+// New values of N weights from `at` on; the moments m and v are changed.
 template <typename R, int N>
-__device__ __forceinline__ void update(
-    const Entry& e, const Common& common, const float* group, float coefficient, i64 at) {
-    float w[N], g[N], m[N] = {}, v[N] = {};
+__device__ __forceinline__ void weights(
+    const Entry& e, const Common& common, const float* group, float coefficient, i64 at, float (&m)[N], float (&v)[N]) {
+    typedef Pack<unsigned short, N> Halves;
+    float w[N], g[N];
     load_gradient<N>(e, at, g);
-    if (e.m) load<N>(e.m + at, m);
-    if (R::SECOND) load<N>(e.v + at, v);
     if (e.form & 8) {
-        typedef Pack<unsigned short, N> Halves;
         Halves* const highs = reinterpret_cast<Halves*>((unsigned short*)e.weight + at);
         Halves high = *highs;
-        const u64 bits = draw(e.key, (u64)at / 4);
+        u64 bits = 0;
 #pragma unroll
         for (int j = 0; j < N; j++) {
+            if (j % 4 == 0) bits = draw(e.key, (u64)(at + j) / 4);
             const float x = R::apply(common, group, coefficient, float_of((u32)high.at[j] << 16), g[j], m[j], v[j]);
             // In sign and magnitude the lower 16 bits are the distance from the neighbour nearer to zero.
             const u32 number = (u32)(bits >> 16 * ((at + j) % 4)) & 0xffffu;
@@ -123,7 +126,6 @@ __device__ __forceinline__ void update(
         }
         *highs = high;
     } else if (e.form & 1) {
-        typedef Pack<unsigned short, N> Halves;
         Halves* const highs = reinterpret_cast<Halves*>((unsigned short*)e.weight + at);
         Halves* const lows = reinterpret_cast<Halves*>(e.low + at);
         Halves high = *highs, low = *lows;
@@ -142,16 +144,113 @@ __device__ __forceinline__ void update(
         for (int j = 0; j < N; j++) w[j] = R::apply(common, group, coefficient, w[j], g[j], m[j], v[j]);
         store<N>(weight, w);
     }
-    if (e.m) store<N>(e.m + at, m);
-    if (R::SECOND) store<N>(e.v + at, v);
+}
+
+// With f32 moments or none.
+template <typename R, int N>
+__device__ __forceinline__ void update(
+    const Entry& e, const Common& common, const float* group, float coefficient, i64 at) {
+    float m[N] = {}, v[N] = {};
+    float *const first = (float*)e.m, *const second = (float*)e.v;
+    if (first) load<N>(first + at, m);
+    if (R::SECOND) load<N>(second + at, v);
+    weights<R, N>(e, common, group, coefficient, at, m, v);
+    if (first) store<N>(first + at, m);
+    if (R::SECOND) store<N>(second + at, v);
+}
+
+// Eight-bit moments (ops/cpu/step/code.rs of ft): blocks of CODED elements share their largest magnitude. A code is a
+// place in a sorted table of 256 numbers; `middles` lie halfway between neighbours.
+constexpr int CODED = 256, EIGHT = 8;
+
+struct Table {
+    float values[256], middles[256];
+};
+
+// The place nearest to x; ties go down.
+__device__ __forceinline__ int nearest(const Table& table, float x) {
+    int low = 0, high = 255;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (table.middles[middle] < x) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+// Reads `count` of a lane's eight moments.
+__device__ __forceinline__ void decode(
+    const unsigned char* codes, float scale, const Table& table, int count, float (&x)[EIGHT]) {
+#pragma unroll
+    for (int j = 0; j < EIGHT; j++) x[j] = j < count ? mul(table.values[codes[j]], scale) : 0.0f;
+}
+
+// Writes them back; all lanes of the warp together find the largest magnitude, which is returned.
+__device__ __forceinline__ float encode(
+    unsigned char* codes, const Table& table, bool has_sign, int count, const float (&x)[EIGHT]) {
+    float most = 0;
+#pragma unroll
+    for (int j = 0; j < EIGHT; j++) {
+        if (j < count) most = fmaxf(most, fabsf(x[j]));
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
+#pragma unroll
+    for (int j = 0; j < EIGHT; j++) {
+        if (j >= count) continue;
+        int code = most == 0 ? 0 : nearest(table, quotient(x[j], most));
+        // The update divides by the root of a second moment: above zero it must not become zero.
+        if (!has_sign && code == 0 && x[j] > 0) code = 1;
+        codes[j] = (unsigned char)code;
+    }
+    return most;
+}
+
+// The share from `start` on: a warp for each block of codes, eight neighbours for each lane.
+template <typename R>
+__device__ __forceinline__ void coded(
+    const Entry& e, const Common& common, const float* group, float coefficient, i64 start, i64 n, const Table* tables) {
+    const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    unsigned char *const first = (unsigned char*)e.m, *const second = (unsigned char*)e.v;
+    for (i64 block = threadIdx.x / 32; block * CODED < n; block += warps) {
+        const i64 own = block * CODED + lane * EIGHT, at = start + own, scale = start / CODED + block;
+        const int count = n - own < 0 ? 0 : n - own < EIGHT ? (int)(n - own) : EIGHT;
+        float m[EIGHT] = {}, v[EIGHT] = {};
+        decode(first + at, e.m_scales[scale], tables[0], count, m);
+        if (R::SECOND) decode(second + at, e.v_scales[scale], tables[1], count, v);
+        if (count == EIGHT && e.form & 4) {
+            weights<R, EIGHT>(e, common, group, coefficient, at, m, v);
+        } else {
+            // Unrolled: an array that is indexed by a variable would lie in memory.
+#pragma unroll
+            for (int j = 0; j < EIGHT; j++) {
+                if (j >= count) continue;
+                float one[1] = {m[j]}, two[1] = {v[j]};
+                weights<R, 1>(e, common, group, coefficient, at + j, one, two);
+                m[j] = one[0];
+                v[j] = two[0];
+            }
+        }
+        // All lanes have read the scales before one of them writes.
+        const float most = encode(first + at, tables[0], true, count, m);
+        const float most_v = R::SECOND ? encode(second + at, tables[1], false, count, v) : 0.0f;
+        if (lane == 0) {
+            e.m_scales[scale] = most;
+            if (R::SECOND) e.v_scales[scale] = most_v;
+        }
+    }
 }
 
 // Nothing happens where `finite` is there and not finite. The factor of the gradient is `coefficient`, times what
 // `device_coefficient` holds where that is there.
-template <typename R>
+// All entries of a launch have f32 moments (or none), or all have codes.
+template <typename R, bool CODES>
 __device__ __forceinline__ void step(
     const Entry* table, int count, const float* device_coefficient, const double* finite, const Common& common,
-    const Groups& groups) {
+    const Groups& groups, const Table* tables) {
     if (finite && !(*finite - *finite == 0.0)) return;
     const float coefficient =
         device_coefficient ? mul(common.coefficient, *device_coefficient) : common.coefficient;
@@ -159,6 +258,13 @@ __device__ __forceinline__ void step(
     const float* group = groups.at[e.form >> 8];
     const i64 start = (i64)(blockIdx.x - e.first) * SHARE;
     const i64 n = e.n - start < SHARE ? e.n - start : SHARE;
+    if (CODES) {
+        __shared__ Table shared[2];
+        const float* from = (const float*)tables;
+        for (int i = threadIdx.x; i < 4 * 256; i += blockDim.x) ((float*)shared)[i] = from[i];
+        __syncthreads();
+        return coded<R>(e, common, group, coefficient, start, n, shared);
+    }
     const i64 packs = e.form & 4 ? n / V : 0;
     for (i64 i = threadIdx.x; i < packs; i += blockDim.x) {
         update<R, V>(e, common, group, coefficient, start + i * V);
@@ -168,22 +274,18 @@ __device__ __forceinline__ void step(
     }
 }
 
-extern "C" __global__ void adamw_step(
-    const Entry* table, int count, const float* device_coefficient, const double* finite, Common common, Groups groups) {
-    step<AdamW>(table, count, device_coefficient, finite, common, groups);
-}
+// `tables` (with sign, without) are read for codes.
+#define STEP(NAME, R, CODES)                                                                                        \
+    extern "C" __global__ void NAME(                                                                                \
+        const Entry* table, int count, const float* device_coefficient, const double* finite, const Table* tables,  \
+        Common common, Groups groups) {                                                                             \
+        step<R, CODES>(table, count, device_coefficient, finite, common, groups, tables);                           \
+    }
 
-extern "C" __global__ void sgd_step(
-    const Entry* table, int count, const float* device_coefficient, const double* finite, Common common, Groups groups) {
-    step<Sgd>(table, count, device_coefficient, finite, common, groups);
-}
-
-extern "C" __global__ void lion_step(
-    const Entry* table, int count, const float* device_coefficient, const double* finite, Common common, Groups groups) {
-    step<Lion>(table, count, device_coefficient, finite, common, groups);
-}
-
-extern "C" __global__ void sign_step(
-    const Entry* table, int count, const float* device_coefficient, const double* finite, Common common, Groups groups) {
-    step<Sign>(table, count, device_coefficient, finite, common, groups);
-}
+STEP(adamw_step, AdamW, false)
+STEP(adamw_step_codes, AdamW, true)
+STEP(sgd_step, Sgd, false)
+STEP(sgd_step_codes, Sgd, true)
+STEP(lion_step, Lion, false)
+STEP(lion_step_codes, Lion, true)
+STEP(sign_step, Sign, false)

@@ -35,6 +35,7 @@ emulated! {
     embedding
     glu
     optimizer
+    part
     reduce
     rms_norm
     rope
@@ -74,7 +75,13 @@ fn compiler() -> Option<&'static str> {
 
 fn compile(compiler: &str, source: &Path, flags: &[&str], program: &Path) -> Output {
     Command::new(compiler)
-        .args(["-std=c++17", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-function"])
+        .args([
+            "-std=c++17",
+            "-Wall",
+            "-Wextra",
+            "-Wno-unknown-pragmas",
+            "-Wno-unused-function",
+        ])
         .args(flags)
         .arg("-I")
         .arg(folder())
@@ -93,7 +100,9 @@ fn has_sanitizers(compiler: &str, scratch: &Path) -> bool {
     *FOUND.get_or_init(|| {
         let source = scratch.join("empty.cpp");
         fs::write(&source, "int main() { return 0; }\n").unwrap();
-        compile(compiler, &source, SANITIZED, &scratch.join("empty")).status.success()
+        compile(compiler, &source, SANITIZED, &scratch.join("empty"))
+            .status
+            .success()
     })
 }
 

@@ -227,6 +227,43 @@ pub fn copy_atomic(from: &Path, to: &Path) -> Result<()> {
     }
 }
 
+/// The file is read at places of our own choosing: the system reads nothing ahead of us.
+pub fn no_readahead(file: &File) {
+    #[cfg(target_os = "linux")]
+    // SAFETY: a valid descriptor for the whole call; only advice.
+    unsafe {
+        libc::posix_fadvise(std::os::fd::AsRawFd::as_raw_fd(file), 0, 0, libc::POSIX_FADV_RANDOM);
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = file;
+}
+
+/// Gives back the memory in which the system caches `bytes` bytes from `offset` on (0: to the end). What was not
+/// written to the disk yet stays.
+pub fn forget(file: &File, offset: u64, bytes: u64) {
+    #[cfg(target_os = "linux")]
+    {
+        // Whole pages only: outward, or the ends of every read would stay.
+        const PAGE: u64 = 4096;
+        let start = offset / PAGE * PAGE;
+        let len = match bytes {
+            0 => 0,
+            _ => (offset + bytes).next_multiple_of(PAGE) - start,
+        };
+        // SAFETY: as above.
+        unsafe {
+            libc::posix_fadvise(
+                std::os::fd::AsRawFd::as_raw_fd(file),
+                start as libc::off_t,
+                len as libc::off_t,
+                libc::POSIX_FADV_DONTNEED,
+            );
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = (file, offset, bytes);
+}
+
 /// Free bytes on the disk that holds `path` (or its nearest existing parent).
 pub fn free_space(path: &Path) -> Option<u64> {
     let mut dir = path;

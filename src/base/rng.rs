@@ -106,6 +106,11 @@ impl Permutation {
         }
     }
 
+    /// Key of the random numbers, and half the bits of a place: for generators elsewhere (a GPU).
+    pub fn network(&self) -> (u64, u32) {
+        (self.rng.key(), self.half)
+    }
+
     /// Where `i` < n goes.
     pub fn at(&self, i: u64) -> u64 {
         let mask = (1u64 << self.half) - 1;

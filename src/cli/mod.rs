@@ -11,6 +11,7 @@ mod generate;
 mod merge;
 mod out;
 mod plan;
+mod quantize;
 mod recipe_args;
 mod recipes;
 mod train;
@@ -51,6 +52,7 @@ enum Command {
     Eval(eval::Args),
     Generate(generate::Args),
     Merge(merge::Args),
+    Quantize(quantize::Args),
     Doctor(doctor::Args),
     Recipes(recipes::Args),
 }
@@ -101,6 +103,7 @@ fn run(cli: Cli) -> Result<i32> {
         Command::Eval(args) => eval::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Merge(args) => merge::run(args),
+        Command::Quantize(args) => quantize::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Recipes(args) => recipes::run(args),
     }

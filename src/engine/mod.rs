@@ -2,6 +2,7 @@
 //! Knows the four contracts and the optimizer. Does no file IO, knows no data formats.
 
 pub mod active;
+mod held;
 pub mod pass;
 pub mod sinks;
 pub mod step;

@@ -3,6 +3,7 @@
 use super::active::Active;
 use crate::base::{Error, Result};
 use crate::data::Batch;
+use crate::model::spec::EMBEDDING;
 use crate::model::{Context, GradSink, Layer, Need, Network, Objective};
 use crate::ops::tally::{Sums, Tally};
 use crate::ops::{embedding, rms_norm};
@@ -34,7 +35,7 @@ impl Totals {
         self.tokens += other.tokens;
     }
 
-    fn count(&mut self, batch: &Batch) {
+    pub fn count(&mut self, batch: &Batch) {
         self.trained += batch.trained() as u64;
         self.tokens += batch.len() as u64;
     }
@@ -110,6 +111,7 @@ fn micro_batch(
 
     // Forward: the inputs of the layers that backward will visit are kept, of some all that it needs.
     let mut inputs = Vec::with_capacity(layers - lowest);
+    network.source.prefetch(Group::Layer(0));
     let mut x = network.embed(&batch.ids)?;
     for l in 0..layers {
         if l + 1 < layers {
@@ -137,7 +139,7 @@ fn micro_batch(
     let need = Need {
         scale,
         dh: need_dx || sink.wants(&norm.name),
-        dw: sink.wants(&head.weight.name),
+        dw: sink.wants(&head.name),
     };
     let mut out = objective.evaluate(&network.normalize(&x)?, &head, batch, need, tally)?;
     if let Some(sums) = tally.known().filter(|s| !s.loss.is_finite()) {
@@ -149,9 +151,10 @@ fn micro_batch(
         if network.spec.tied {
             tied = Some(dw)
         } else {
-            sink.take(&head.weight, dw)?
+            sink.take(&head.param()?, dw)?
         }
     }
+    drop(head);
     let Some(dh) = out.dh.take() else { return Ok(()) };
     let spec = &network.spec;
     let (mut dx, dw) = rms_norm::backward(
@@ -169,9 +172,10 @@ fn micro_batch(
 
     // Reverse, down to the lowest active layer.
     for l in (lowest..layers).rev() {
-        if l > lowest {
-            network.source.prefetch(Group::Layer(l - 1));
-        }
+        // Below the lowest comes the forward pass of the next batch.
+        network
+            .source
+            .prefetch(Group::Layer(if l > lowest { l - 1 } else { 0 }));
         let need_dx = l > lowest || active.lowest() == Group::Embedding;
         let Some((x, kept)) = inputs.pop() else {
             return Err(Error::new("a layer input was not kept"));
@@ -194,10 +198,10 @@ fn embedding_gradient(
     tied: Option<Tensor>,
     sink: &mut dyn GradSink,
 ) -> Result<()> {
-    let table = network.embedding()?;
-    if !sink.wants(&table.name) {
+    if !sink.wants(EMBEDDING) {
         return Ok(());
     }
+    let table = network.embedding()?;
     let dw = match tied {
         Some(dw) => dw,
         None => Tensor::zeros(table.tensor.shape(), DType::F32, &network.device)?,

@@ -6,6 +6,7 @@ use crate::formats::adapter;
 use crate::formats::config::Config;
 use crate::formats::weights::{TensorInfo, Weights};
 use crate::model::{Spec, families};
+use crate::source::stored;
 use half::{bf16, f16};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -39,6 +40,15 @@ pub(crate) fn of(spec: &Spec, weights: &Weights) -> Result<String> {
     text("ft base 1");
     text(&computes(spec));
     for p in &spec.params() {
+        if let Some((_, format)) = stored::find(weights, &p.name)? {
+            // Codes are no numbers: what turns them into numbers stands for them.
+            text(&format!("{} {:?} {}", p.name, p.shape, format.tag()));
+            let scales = ["scales", "absmax"].map(|part| format!("{}.{part}", p.name));
+            if let Some(scales) = scales.iter().find(|n| weights.info(n).is_some()) {
+                text(&blake3::hash(&weights.read_bytes(scales)?).to_hex());
+            }
+            continue;
+        }
         let info = weights.require(&p.name, &p.shape)?;
         text(&p.name);
         text(&format!("{:?}", p.shape));

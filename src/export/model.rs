@@ -39,11 +39,14 @@ pub(crate) struct Directory<'a> {
 /// Hands the numbers of one tensor to the sink.
 pub(crate) type TensorFill<'a> = dyn FnMut(&TensorPlan, &mut dyn FnMut(Values) -> Result<()>) -> Result<()> + 'a;
 
-/// Writes the directory and returns its path. `fill` gives the numbers of one parameter as f32 `[elements]`;
-/// in a bf16 directory they are rounded to nearest, so values that already are bf16 are written as they are.
+/// Hands the numbers of the parameter of a name to the sink.
+pub type ParamFill<'a> = dyn FnMut(&str, &mut dyn FnMut(Values) -> Result<()>) -> Result<()> + 'a;
+
+/// Writes the directory and returns its path. `fill` hands the numbers of one parameter to the sink, whole or in
+/// pieces; in a bf16 directory they are rounded to nearest, so values that already are bf16 are written as they are.
 ///
 /// Errors: a number that is not finite, a parameter of another size, a full disk; then `out` is as before.
-pub fn model(e: &ModelExport, fill: &mut dyn FnMut(&str) -> Result<Vec<f32>>) -> Result<PathBuf> {
+pub fn model(e: &ModelExport, fill: &mut ParamFill) -> Result<PathBuf> {
     let dtype = stored(e.dtype);
     let tensors: Vec<TensorPlan> = e
         .params
@@ -65,7 +68,7 @@ pub fn model(e: &ModelExport, fill: &mut dyn FnMut(&str) -> Result<Vec<f32>>) ->
         shard_bytes: writer::SHARD_BYTES,
         chat_template: None,
     };
-    directory.write(&mut |plan, sink| sink(Values::F32(&fill(&plan.name)?)))
+    directory.write(&mut |plan, sink| fill(&plan.name, sink))
 }
 
 impl Directory<'_> {

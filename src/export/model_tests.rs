@@ -100,7 +100,7 @@ fn a_model_directory_has_every_file_and_the_exact_numbers() {
             params: &params,
         };
         let size = |name: &str| params.iter().find(|p| &*p.name == name).unwrap().elements();
-        let path = model(&export, &mut |name| Ok(numbers(name, size(name)))).unwrap();
+        let path = model(&export, &mut |name, sink| sink(Values::F32(&numbers(name, size(name))))).unwrap();
         assert_eq!(path, out);
         assert_eq!(
             names(&out),
@@ -173,7 +173,7 @@ fn an_older_directory_is_replaced_whole_or_stays_whole() {
         params: &params,
     };
     let size = |name: &str| params.iter().find(|p| &*p.name == name).unwrap().elements();
-    model(&export, &mut |name| Ok(vec![1.0; size(name)])).unwrap();
+    model(&export, &mut |name, sink| sink(Values::F32(&vec![1.0; size(name)]))).unwrap();
     std::fs::write(out.join("model-00001-of-00002.safetensors"), "of an older export").unwrap();
     let before = names(&out);
     let last = params.last().unwrap().name.clone();
@@ -194,7 +194,9 @@ fn an_older_directory_is_replaced_whole_or_stays_whole() {
         }),
     ];
     for (what, fill) in faults {
-        let e = model(&export, &mut |name| fill(name)).unwrap_err().to_string();
+        let e = model(&export, &mut |name, sink| sink(Values::F32(&fill(name)?)))
+            .unwrap_err()
+            .to_string();
         assert!(e.contains(what), "{e}");
         assert_eq!((names(&out), names(dir.path()).len()), (before.clone(), 2));
         assert_eq!(
@@ -205,7 +207,7 @@ fn an_older_directory_is_replaced_whole_or_stays_whole() {
             vec![1.0; 8]
         );
     }
-    model(&export, &mut |name| Ok(vec![3.0; size(name)])).unwrap();
+    model(&export, &mut |name, sink| sink(Values::F32(&vec![3.0; size(name)]))).unwrap();
     assert_eq!(Weights::open(&out).unwrap().read_f32(&last).unwrap(), vec![3.0; 8]);
     assert_eq!((names(&out).len(), names(dir.path()).len()), (before.len() - 1, 2));
 }

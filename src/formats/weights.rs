@@ -253,23 +253,28 @@ impl Weights {
         while at < info.bytes {
             let n = (info.bytes - at).min(PIECE as u64) as usize;
             let piece = &mut buffer[..n];
-            self.handles[info.file]
-                .read_exact_at(piece, info.offset + at)
-                .map_err(|e| {
-                    let error = Error::new(format!("cannot read tensor `{}`", info.name))
-                        .at_path(&self.paths[info.file])
-                        .cause(&e);
-                    match e.kind() {
-                        std::io::ErrorKind::UnexpectedEof => {
-                            error.hint("the file became shorter while it was read: another program is writing to it")
-                        }
-                        _ => error,
-                    }
-                })?;
+            self.read_exact(info, at, piece)?;
             f(piece);
             at += n as u64;
         }
         Ok(())
+    }
+
+    /// Bytes of a tensor from its byte `at` on.
+    fn read_exact(&self, info: &TensorInfo, at: u64, out: &mut [u8]) -> Result<()> {
+        self.handles[info.file]
+            .read_exact_at(out, info.offset + at)
+            .map_err(|e| {
+                let error = Error::new(format!("cannot read tensor `{}`", info.name))
+                    .at_path(&self.paths[info.file])
+                    .cause(&e);
+                match e.kind() {
+                    std::io::ErrorKind::UnexpectedEof => {
+                        error.hint("the file became shorter while it was read: another program is writing to it")
+                    }
+                    _ => error,
+                }
+            })
     }
 
     /// Metadata of all files together.
@@ -287,5 +292,6 @@ impl Weights {
     }
 }
 
+mod stream;
 #[cfg(test)]
 mod tests;

@@ -4,7 +4,8 @@ use super::cache::Cache;
 use super::sampler::Sampler;
 use crate::base::{Error, Result, signal};
 use crate::model::Network;
-use crate::ops::{linear, update};
+use crate::ops::update;
+use crate::source::Group;
 use candle_core::Tensor;
 
 #[derive(Debug, Clone, PartialEq)]
@@ -148,6 +149,7 @@ pub(super) fn step(network: &Network, cache: &mut Cache, parts: &[(&[u32], usize
     let ctx = network.context(&positions, &documents, None)?;
     let mut x = network.embed(&ids)?;
     for layer in 0..network.layers() {
+        network.source.prefetch(Group::Layer((layer + 1) % network.layers()));
         x = network.block(layer)?.forward_cached(&x, &ctx, cache)?;
     }
     let last = if ids.len() == parts.len() {
@@ -157,7 +159,7 @@ pub(super) fn step(network: &Network, cache: &mut Cache, parts: &[(&[u32], usize
         Tensor::cat(&rows.collect::<candle_core::Result<Vec<_>>>()?, 0)?
     };
     let head = network.head()?;
-    let logits = linear::forward(&network.normalize(&last)?, &head.weight.tensor, None)?;
+    let logits = head.logits(&network.normalize(&last)?)?;
     let mut logits = update::to_f32_vec(&logits)?;
     if let Some(cap) = head.softcap {
         logits.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh());

@@ -9,7 +9,6 @@ use crate::model::Network;
 use crate::model::rope::Rope;
 use crate::model::spec::{LayerSpec, Spec};
 use crate::ops::glu::Activation;
-use crate::ops::linear;
 use crate::recipe::Dtype;
 use crate::source::Resident;
 use candle_core::Device;
@@ -75,7 +74,7 @@ fn full_logits(network: &Network, ids: &[u32]) -> Vec<f32> {
     let ctx = network.context(&batch.positions, &batch.documents, None).unwrap();
     let h = network.hidden_states(&batch.ids, &ctx).unwrap();
     let head = network.head().unwrap();
-    let logits = linear::forward(&h, &head.weight.tensor, None).unwrap();
+    let logits = head.logits(&h).unwrap();
     let last = logits.to_vec2::<f32>().unwrap().pop().unwrap();
     last.into_iter()
         .map(|x| head.softcap.map_or(x, |cap| cap * (x / cap).tanh()))

@@ -13,10 +13,13 @@ use super::spec::Spec;
 use crate::base::Result;
 use crate::ops::rope::Direction;
 use crate::ops::{attention, glu, rms_norm, rope, update};
+use crate::source::GroupWeights;
 use candle_core::Tensor;
 use std::sync::Arc;
 
 pub struct Block {
+    /// Their memory is used again when nobody holds them.
+    pub _weights: Arc<GroupWeights>,
     pub spec: Arc<Spec>,
     pub index: usize,
     pub attention_in: Projections,

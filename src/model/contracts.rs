@@ -1,6 +1,7 @@
 //! Three of the four contracts of the engine: `Layer`, `GradSink`, `Objective` (`LayerSource` stands in
 //! `source`), and what is handed from one to the other.
 
+use super::head::Head;
 use crate::base::Result;
 use crate::data::Batch;
 use crate::ops::tally::Tally;
@@ -64,13 +65,6 @@ pub trait Layer {
         need_dx: bool,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>>;
-}
-
-/// The output projection as an objective sees it.
-pub struct Head {
-    /// `[V, D]`; the embedding where they are tied.
-    pub weight: Param,
-    pub softcap: Option<f32>,
 }
 
 /// Which gradients an objective has to deliver.

@@ -4,6 +4,7 @@ use super::contracts::{Context, GradSink, Param};
 use crate::base::Result;
 use crate::ops::linear;
 use crate::peft::Lora;
+use crate::quant::Weight;
 use candle_core::Tensor;
 use std::sync::Arc;
 
@@ -23,8 +24,10 @@ impl Dx<'_> {
 }
 
 pub struct Linear {
-    /// `[O, I]`
-    pub weight: Param,
+    /// The name of `weight`.
+    pub name: Arc<str>,
+    /// `[O, I]`; as codes where it is frozen.
+    pub weight: Weight,
     /// `[O]`
     pub bias: Option<Param>,
     pub lora: Option<Arc<Lora>>,
@@ -33,7 +36,7 @@ pub struct Linear {
 impl Linear {
     /// `x` `[N, I]` to `[N, O]`.
     pub fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
-        let y = linear::forward(x, &self.weight.tensor, self.bias.as_ref().map(|b| &b.tensor))?;
+        let y = self.weight.forward(x, self.bias.as_ref().map(|b| &b.tensor))?;
         if let Some(lora) = &self.lora {
             lora.add_to(&y, x, ctx.dropout)?;
         }
@@ -42,14 +45,14 @@ impl Linear {
 
     /// Does anything of this linear get a gradient?
     pub fn wanted(&self, sink: &dyn GradSink) -> bool {
-        sink.wants(&self.weight.name)
+        sink.wants(&self.name)
             || self.bias.as_ref().is_some_and(|b| sink.wants(&b.name))
             || self.lora.as_ref().is_some_and(|l| sink.wants(&l.a_name))
     }
 
     /// `x` `[N, I]` (needed only where `wanted`), `dy` `[N, O]`; returns `∂x` `[N, I]` where needed. `∂x` is
     /// computed before any gradient reaches the sink: a sink that updates at once must not change the weight
-    /// that `∂x` depends on.
+    /// that `∂x` depends on. Errors: a gradient is wanted of a weight that is stored as codes.
     pub fn backward(
         &self,
         x: Option<&Tensor>,
@@ -60,9 +63,9 @@ impl Linear {
     ) -> Result<Option<Tensor>> {
         let dx = match dx {
             Dx::NotNeeded => None,
-            Dx::New => Some(linear::backward_input(dy, &self.weight.tensor)?),
+            Dx::New => Some(self.weight.backward_input(dy)?),
             Dx::AddTo(sum) => {
-                linear::backward_input_add(sum, dy, &self.weight.tensor)?;
+                self.weight.backward_input_add(sum, dy)?;
                 Some(sum.clone())
             }
         };
@@ -91,8 +94,12 @@ impl Linear {
                 )?;
             }
         }
-        if let Some(x) = x.filter(|_| sink.wants(&self.weight.name)) {
-            sink.take(&self.weight, linear::grad_weight(dy, x, self.weight.tensor.dtype())?)?;
+        if let Some(x) = x.filter(|_| sink.wants(&self.name)) {
+            let param = Param {
+                name: self.name.clone(),
+                tensor: self.weight.dense().map_err(|e| e.or_at(&*self.name))?.clone(),
+            };
+            sink.take(&param, self.weight.grad(dy, x)?)?;
         }
         if let Some(bias) = self.bias.as_ref().filter(|b| sink.wants(&b.name)) {
             sink.take(bias, linear::grad_bias(dy)?)?;

@@ -7,12 +7,14 @@
 pub mod block;
 pub mod contracts;
 pub mod families;
+pub mod head;
 pub mod linear;
 pub mod network;
 pub mod rope;
 pub mod shapes;
 pub mod spec;
 
-pub use contracts::{Context, GradSink, Head, KvStore, Layer, LossGradients, Need, Objective, Param};
+pub use contracts::{Context, GradSink, KvStore, Layer, LossGradients, Need, Objective, Param};
+pub use head::Head;
 pub use network::{Adapters, Network};
 pub use spec::Spec;

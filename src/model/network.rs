@@ -2,7 +2,8 @@
 //! A block is bound to its weights when it is needed and dropped after.
 
 use super::block::{Block, Projections};
-use super::contracts::{Context, Head, Param};
+use super::contracts::{Context, Param};
+use super::head::{Head, HeadWeight, Parts};
 use super::linear::Linear;
 use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
 use crate::base::{Error, Result};
@@ -64,8 +65,8 @@ impl Network {
 
     /// `[N]` ids to `[N, D]`.
     pub fn embed(&self, ids: &[u32]) -> Result<Tensor> {
-        let table = self.embedding()?;
-        embedding::gather(&table.tensor, ids, self.spec.embedding_scale)
+        let (table, ids) = self.source.rows(EMBEDDING, ids)?;
+        embedding::gather(&table, &ids, self.spec.embedding_scale)
     }
 
     pub fn embedding(&self) -> Result<Param> {
@@ -82,22 +83,40 @@ impl Network {
         rms_norm::forward(x, &w.tensor, self.spec.norm_eps, self.spec.norm_plus_one)
     }
 
-    pub fn head(&self) -> Result<Head> {
-        let weight = if self.spec.tied {
-            self.embedding()?
-        } else {
-            param(&*self.source.fetch(Group::Head)?, LM_HEAD)?
+    pub fn head(&self) -> Result<Head<'_>> {
+        let (group, name) = match self.spec.tied {
+            true => (Group::Embedding, EMBEDDING),
+            false => (Group::Head, LM_HEAD),
+        };
+        let (name, weight) = match self.source.piece_rows(name) {
+            Some(rows) => {
+                let name: Arc<str> = name.into();
+                let shape = (self.spec.vocab, self.spec.hidden);
+                let parts = Parts::new(&*self.source, name.clone(), shape, rows);
+                (name, HeadWeight::Parts(parts))
+            }
+            None => {
+                let Param { name, tensor } = param(&*self.source.fetch(group)?, name)?;
+                (name, HeadWeight::Whole(tensor))
+            }
         };
         Ok(Head {
+            name,
             weight,
             softcap: self.spec.logit_softcap,
         })
     }
 
-    /// A weight or an adapter matrix by its name.
+    /// A weight that is held, or an adapter matrix, by its name.
     pub fn param(&self, name: &str) -> Result<Param> {
         if let Some(info) = self.source.params().iter().find(|p| &*p.name == name) {
-            return param(&*self.source.fetch(info.group)?, name);
+            return match self.source.held(name) {
+                Some(tensor) => Ok(Param {
+                    name: info.name.clone(),
+                    tensor,
+                }),
+                None => Err(Error::new("this weight is not held: its numbers are read from its source").at(name)),
+            };
         }
         let adapter = name
             .rsplit_once(".lora_")
@@ -128,8 +147,10 @@ impl Network {
                 None
             };
             let lora = self.adapters.get(&module).cloned();
+            let (name, weight) = weights.weight(&format!("{module}.weight"))?;
             Ok(Linear {
-                weight: param(&weights, &format!("{module}.weight"))?,
+                name,
+                weight,
                 bias,
                 lora,
             })
@@ -150,6 +171,7 @@ impl Network {
         };
         let sandwich = spec.sandwich_norms;
         Ok(Block {
+            _weights: weights.clone(),
             index,
             attention_in,
             o_proj: linear("self_attn.o_proj", spec.o_bias)?,
@@ -172,11 +194,11 @@ impl Network {
     /// Hidden states of every token after the final norm, `[N, D]`: no gradients, nothing kept.
     pub fn hidden_states(&self, ids: &[u32], ctx: &Context) -> Result<Tensor> {
         use super::contracts::Layer;
+        self.source.prefetch(Group::Layer(0));
         let mut x = self.embed(ids)?;
         for l in 0..self.layers() {
-            if l + 1 < self.layers() {
-                self.source.prefetch(Group::Layer(l + 1));
-            }
+            // After the last comes the first of the next batch.
+            self.source.prefetch(Group::Layer((l + 1) % self.layers()));
             x = self.block(l)?.forward(&x, ctx)?;
         }
         self.normalize(&x)

@@ -1,12 +1,20 @@
 //! Linear and cross-entropy in one: hidden states `[N, D]` and head `[V, D]` in, loss and gradients out. Logits
 //! exist for one chunk of trained tokens at a time; tokens without a target cost nothing.
 
+mod streamed;
+
 use super::cpu::cross_entropy as cpu;
 use super::cpu::storage::{dims2, expect_dims, expect_f32, floats, tensor, values, wrong_shape};
 use super::tally::{Sums, Tally};
 use crate::base::{Error, Result};
 use crate::data::IGNORE;
 use candle_core::Tensor;
+
+pub use streamed::{Pieces, streamed};
+
+/// Rows of the head that are multiplied at a time. A head that comes in parts comes in multiples of it: then the
+/// results are those of the whole head, bit for bit.
+pub const PIECE: usize = cpu::PIECE;
 
 /// How to compute the loss and which gradients are wanted.
 #[derive(Debug, Clone)]
@@ -128,9 +136,14 @@ impl Sum {
 
 /// The rows that have a target, after all checks.
 fn trained_rows(h: &Tensor, head: &Tensor, targets: &[u32], softcap: Option<f32>) -> Result<Vec<usize>> {
-    let (n, d) = dims2(h, "the hidden states")?;
-    let (v, _) = dims2(head, "the head")?;
-    expect_dims(head, "the head", &[v, d])?;
+    let (v, d) = dims2(head, "the head")?;
+    check(h, (v, d), targets, softcap)
+}
+
+/// The rows that have a target, if everything fits a head `[V, D]`.
+fn check(h: &Tensor, (v, d): (usize, usize), targets: &[u32], softcap: Option<f32>) -> Result<Vec<usize>> {
+    let (n, _) = dims2(h, "the hidden states")?;
+    expect_dims(h, "the hidden states", &[n, d])?;
     if targets.len() != n {
         return Err(wrong_shape(h, "the hidden states", &format!("{} rows", targets.len())));
     }

@@ -19,6 +19,7 @@ macro_rules! on_gpu {
 }
 
 pub mod attention;
+pub mod coded;
 pub mod cross_entropy;
 pub mod device;
 pub mod embedding;
@@ -35,6 +36,8 @@ pub mod update;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(test, feature = "cuda"))]
+mod tiles;
 
 pub use cpu::product::Path as CpuPath;
 #[cfg(test)]

@@ -34,11 +34,12 @@ impl Places {
 /// The elements of `t` (f32, bf16 or i16, contiguous) at `places`, `[len]`.
 pub fn gather(t: &Tensor, places: &Places) -> Result<Tensor> {
     check(t, places)?;
+    check_type(t)?;
+    on_gpu!(t, super::cuda::part::gather(t, places));
     match t.dtype() {
         DType::F32 => gathered::<f32>(t, places),
         DType::BF16 => gathered::<bf16>(t, places),
-        DType::I16 => gathered::<i16>(t, places),
-        other => Err(Error::new("a part of such a tensor cannot be taken").found(other.as_str())),
+        _ => gathered::<i16>(t, places),
     }
 }
 
@@ -48,11 +49,19 @@ pub fn scatter(t: &Tensor, part: &Tensor, places: &Places) -> Result<()> {
     if part.elem_count() != places.len || part.dtype() != t.dtype() {
         return Err(Error::new("a part of a tensor does not fit it"));
     }
+    check_type(t)?;
+    on_gpu!(t, super::cuda::part::put(part, t, places));
     match t.dtype() {
         DType::F32 => scattered::<f32>(t, part, places),
         DType::BF16 => scattered::<bf16>(t, part, places),
-        DType::I16 => scattered::<i16>(t, part, places),
-        other => Err(Error::new("a part of such a tensor cannot be set").found(other.as_str())),
+        _ => scattered::<i16>(t, part, places),
+    }
+}
+
+fn check_type(t: &Tensor) -> Result<()> {
+    match t.dtype() {
+        DType::F32 | DType::BF16 | DType::I16 => Ok(()),
+        other => Err(Error::new("a tensor of such a type has no parts").found(other.as_str())),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Reading and changing tensors in place: gradients, accumulators, weights. All contiguous; sums in a fixed order.
 //! A tensor must not be changed while a slice of the same storage is held.
 
-use super::cpu::storage::{expect_dims, floats, tensor, values};
+use super::cpu::storage::{Values, expect_dims, floats, tensor, values};
 use super::cpu::update as cpu;
 use crate::base::rng::Rng;
 use crate::base::{Error, Result};
@@ -13,6 +13,16 @@ use std::sync::Mutex;
 /// Runs `f` on the f32 elements of `t`.
 pub fn with_slice<R>(t: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
     floats(t, "a tensor that is read", |v| Ok(f(v)))
+}
+
+/// Runs `f` on the bf16 elements of `t`.
+pub fn with_bf16<R>(t: &Tensor, f: impl FnOnce(&[bf16]) -> R) -> Result<R> {
+    values(t, "a tensor that is read", |v| match v {
+        Values::Bf16(v) => Ok(f(v)),
+        Values::F32(_) => Err(Error::new("a tensor that is read has the wrong element type")
+            .found("f32")
+            .expected("bf16")),
+    })
 }
 
 /// Runs `f` on the f32 elements of `t`, which it may change.

@@ -8,6 +8,7 @@ mod partition;
 pub mod schedule;
 mod state;
 
+pub use crate::ops::master;
 pub use blocks::{BlockPlan, BlockSchedule};
 pub use mask::Masks;
 pub use optimizer::{Optimizer, SavedState, Update};

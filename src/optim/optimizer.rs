@@ -8,6 +8,7 @@ use crate::ops::part::{self, Places};
 use crate::ops::step::{self, Item, Precision, Rule};
 use crate::ops::update;
 use crate::recipe::{self, Master};
+use crate::source::LowerHalves;
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 
@@ -296,6 +297,19 @@ impl Optimizer {
         let states: u64 = self.states.values().map(State::bytes).sum();
         let low: usize = self.low.values().map(|l| 2 * l.elem_count()).sum();
         states + low as u64
+    }
+}
+
+impl LowerHalves for Optimizer {
+    fn put_low(&mut self, name: &str, low: Tensor) {
+        // Without a master nothing is known beyond the weight.
+        if self.settings.master == Master::F32 {
+            self.low.insert(name.to_string(), low);
+        }
+    }
+
+    fn take_low(&mut self, name: &str) -> Option<Tensor> {
+        self.low.remove(name)
     }
 }
 

@@ -10,6 +10,7 @@
 mod ledger;
 mod step;
 mod table;
+mod weights;
 mod work;
 
 pub use table::{Line, Plan};
@@ -18,8 +19,19 @@ use crate::engine::{Active, Gradients};
 use crate::model::{Adapters, Spec};
 use crate::optim::Optimizer;
 use crate::recipe::{Dtype, Method, Recipe};
+use crate::source::Policy;
 use ledger::{Kind, Ledger};
 use std::collections::{BTreeMap, BTreeSet};
+
+/// Where the weights live that are not trained now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    Device,
+    /// Layers come from the disk; the output projection so many rows at a time, or held whole.
+    Disk {
+        head_rows: Option<usize>,
+    },
+}
 
 /// What the plan needs to know beside model and recipe.
 #[derive(Debug, Clone)]
@@ -42,8 +54,11 @@ pub struct Inputs {
     pub on_gpu: bool,
     /// Every set of parameters that can be trained at one time.
     pub active: Vec<Active>,
+    /// How each weight is stored.
+    pub storage: Policy,
     /// Rank of the adapter on each linear that has one, by module.
     pub adapters: BTreeMap<String, usize>,
+    pub place: Place,
     /// The tokenized rows.
     pub data_bytes: u64,
     /// What the program holds before the model is loaded.
@@ -65,10 +80,12 @@ impl Inputs {
             element: 4,
             on_gpu: false,
             active,
+            storage: Policy::dense(recipe.model.dtype),
             adapters: adapters
                 .iter()
                 .map(|(module, lora)| (module.clone(), lora.a.dims().first().copied().unwrap_or(0)))
                 .collect(),
+            place: Place::Device,
             data_bytes: 0,
             process_bytes: crate::base::memory::resident(),
         }
@@ -151,24 +168,40 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
                 .map(|n| size(n) * Optimizer::master_bytes(&recipe.optimizer, stored == 2))
                 .sum::<u64>();
         // What a master knows beyond bf16 stays when its block retires.
-        let retired: u64 = ever
-            .iter()
-            .filter(|n| !active.wants(n) && !is_adapter(n))
-            .map(|n| size(n) * Optimizer::master_bytes(&recipe.optimizer, stored == 2))
-            .sum();
-        let held = [
+        let master = Optimizer::master_bytes(&recipe.optimizer, stored == 2);
+        let retired: u64 = match inputs.place {
+            Place::Device => ever
+                .iter()
+                .filter(|n| !active.wants(n) && !is_adapter(n))
+                .map(|n| match inputs.storage.coded().contains_key(n.as_str()) {
+                    // The exact value is beside the codes.
+                    true => (stored + master) * size(n),
+                    false => master * size(n),
+                })
+                .sum(),
+            _ => 0,
+        };
+        let mut held = vec![
             ledger.hold(Kind::Process, inputs.process_bytes),
             ledger.hold(Kind::Data, inputs.data_bytes),
-            ledger.hold(Kind::Weights, parameters * stored),
+            ledger.hold(
+                Kind::Weights,
+                weights::held(spec, &inputs.storage, stored, inputs.place, active),
+            ),
+        ];
+        // A weight that is stored as codes is read as f32 first.
+        let coded = inputs.storage.coded().keys().map(|name| 4 * size(name));
+        ledger.touch(Kind::Scratch, coded.max().unwrap_or(0));
+        held.extend([
             ledger.hold(Kind::Adapters, adapters * 4),
             ledger.hold(Kind::Retired, retired),
             ledger.hold(Kind::Optimizer, state),
-        ];
+        ]);
         step::walk(&mut ledger, spec, recipe, inputs, active);
-        // A checkpoint or `final/` takes one tensor at a time as f32.
+        // A checkpoint or `final/` takes one tensor at a time as f32; what is on the disk, a small part of it.
         ledger.moment("saving");
-        let largest = match recipe.tune.method {
-            Method::Lora => active.names().map(size).max(),
+        let largest = match (recipe.tune.method, inputs.place) {
+            (Method::Lora, _) | (_, Place::Disk { .. }) => active.names().map(size).max(),
             _ => sizes.values().copied().max(),
         };
         ledger.touch(Kind::Saving, 4 * largest.unwrap_or(0));

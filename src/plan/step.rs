@@ -3,11 +3,13 @@
 use super::Inputs;
 use super::elements;
 use super::ledger::{Held, Kind, Ledger};
+use super::weights;
 use super::work::{self, Block};
 use crate::engine::{Active, Gradients};
 use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, FINAL_NORM, LM_HEAD};
 use crate::ops::CpuPath;
+use crate::ops::cross_entropy::PIECE;
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
 use crate::source::Group;
@@ -169,6 +171,14 @@ fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, si
     let dropout = recipe.tune.lora.lora_dropout > 0.0;
     let block = |index| Block::new(spec, index, inputs, dropout);
 
+    let stored = if recipe.model.dtype == Dtype::Bf16 { 2 } else { 4 };
+    if weights::embedding_in_rows(spec, inputs.place, sink.active) {
+        l.moment("the embedding");
+        l.touch(
+            Kind::Weights,
+            stored * (inputs.tokens.min(spec.vocab) * spec.hidden) as u64 + nd,
+        );
+    }
     let mut inputs_kept: Vec<(Held, Option<work::Kept>)> = Vec::new();
     for layer in 0..layers {
         l.moment(format!("the forward pass of layer {layer}"));
@@ -195,7 +205,14 @@ fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, si
     let d_hidden = dh.then(|| l.hold(Kind::Loss, nd));
     let d_head = sink.wants(head).then(|| sink.compute(l, head));
     let chunk = CausalLm::chunk_for(spec.vocab, sink.wants(head)).min(inputs.tokens) as u64;
-    l.touch(Kind::Loss, 4 * chunk * (spec.vocab + spec.hidden) as u64);
+    // A number and a sum for each 2048 logits of a row.
+    let sums = 16 * spec.vocab.div_ceil(2048) as u64;
+    let logits = match weights::head_in_pieces(spec, inputs.place, sink.active) {
+        // The trained tokens, and their gradient.
+        Some(_) => 4 * chunk * PIECE.min(spec.vocab) as u64 + 2 * 4 * n * spec.hidden as u64 + sums * n,
+        None => chunk * (4 * (spec.vocab + spec.hidden) as u64 + sums),
+    };
+    l.touch(Kind::Loss, logits);
     l.drop_all([h, indices]);
     let mut tied = None;
     match d_head {

@@ -5,6 +5,7 @@ use super::ledger::{Kind, Ledger};
 use crate::base::units::{bytes, count};
 use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, LM_HEAD};
+use crate::ops::cross_entropy::PIECE;
 use crate::recipe::{Method, Recipe};
 use crate::sft::CausalLm;
 use serde_json::{Value, json};
@@ -102,13 +103,22 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
         _ => "optimizer",
     };
     let chunk = CausalLm::chunk_for(spec.vocab, head_trained(spec, inputs)).min(inputs.tokens);
-    let dtype = recipe.model.dtype.name();
+    let stored = inputs.storage.describe();
     let gradients = match inputs.gradients {
         crate::engine::Gradients::Keep => "f32, kept until the update",
         _ => "f32, each applied and dropped as it comes",
     };
     let lines = [
-        (Kind::Weights, "weights", "weights", format!("all of them, {dtype}")),
+        (
+            Kind::Weights,
+            "weights",
+            "weights",
+            match inputs.place {
+                super::Place::Device => format!("all of them, {stored}"),
+                super::Place::Disk { head_rows: None } => format!("trained now, two layers, the head; {stored}"),
+                super::Place::Disk { .. } => format!("trained now, two layers, two pieces of the head; {stored}"),
+            },
+        ),
         (Kind::Adapters, "adapters", "adapters", "f32".into()),
         (
             Kind::Optimizer,
@@ -143,7 +153,12 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
             Kind::Loss,
             "logits",
             "logits chunk",
-            format!("{chunk} tokens × {} at a time", spec.vocab),
+            match inputs.place {
+                super::Place::Disk { head_rows: Some(_) } => {
+                    format!("{chunk} tokens × {} at a time", PIECE.min(spec.vocab))
+                }
+                _ => format!("{chunk} tokens × {} at a time", spec.vocab),
+            },
         ),
         (Kind::Saving, "saving", "saving", "the largest tensor as f32".into()),
         (

@@ -14,6 +14,7 @@ pub enum Value {
     Flag(bool),
     List(Vec<String>),
     Pair([f64; 2]),
+    Map(Vec<(String, String)>),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,6 +85,13 @@ impl Values {
         }
     }
 
+    pub fn map(&self, path: &str) -> Vec<(String, String)> {
+        match self.entry(path).map(|e| &e.value) {
+            Some(Value::Map(m)) => m.clone(),
+            _ => Vec::new(),
+        }
+    }
+
     pub fn pair(&self, path: &str) -> [f64; 2] {
         match self.entry(path).map(|e| &e.value) {
             Some(Value::Pair(p)) => *p,
@@ -96,6 +104,7 @@ impl Values {
 pub fn default_of(key: &Key) -> Value {
     let empty = match key.kind {
         Kind::Texts => Value::List(Vec::new()),
+        Kind::Map(_) => Value::Map(Vec::new()),
         _ => Value::Text(String::new()),
     };
     let source = format!("value = {}", key.default);
@@ -127,7 +136,10 @@ pub fn check(draft: &mut Draft, warnings: &mut Vec<String>) -> Values {
         let inside = |(table, at): &(Vec<String>, Place)| {
             written.path.len() > table.len()
                 && written.path.starts_with(table)
-                && matches!((at, &written.key_at), (Place::File(_), Place::File(_)))
+                && match (at, &written.key_at) {
+                    (Place::File(_), Place::File(_)) => true,
+                    (at, own) => at == own,
+                }
         };
         if refused.iter().any(inside) {
             continue;
@@ -138,6 +150,14 @@ pub fn check(draft: &mut Draft, warnings: &mut Vec<String>) -> Values {
         if is_table {
             if let Err(e) = check_table(draft, &written) {
                 draft.problems.push(Problem::new(&written.value_at, e));
+                refused.push((written.path.clone(), written.key_at.clone()));
+            }
+            continue;
+        }
+        if let Some(entry) = values.0.iter_mut().find(|e| is_in_map(e.key, &path)) {
+            if let Err(problem) = put(draft, entry, &written) {
+                entry.sound = false;
+                draft.problems.push(problem);
                 refused.push((written.path.clone(), written.key_at.clone()));
             }
             continue;
@@ -171,6 +191,50 @@ pub fn check(draft: &mut Draft, warnings: &mut Vec<String>) -> Values {
         }
     }
     values
+}
+
+/// Is `path` a name of the user's own in the table that `key` is?
+fn is_in_map(key: &Key, path: &str) -> bool {
+    let below = path.strip_prefix(&key.path()).is_some_and(|rest| rest.starts_with('.'));
+    below && matches!(key.kind, Kind::Map(_))
+}
+
+/// One line of a table with names of the user's own.
+fn put(draft: &Draft, entry: &mut Entry, written: &Written) -> Result<(), Problem> {
+    let path = entry.key.path();
+    let name = written.dotted()[path.len() + 1..].to_string();
+    let fault = |error: Error| {
+        let error = error.at(draft.show(&written.value_at)).expected(expectation(entry.key));
+        Problem::new(&written.value_at, error)
+    };
+    let value = match &written.value {
+        Typed::Table => {
+            return Err(fault(
+                Error::usage(format!("`{name}` in `{path}` is a table"))
+                    .hint("write the name in quotes: `\"layers.0.\" = \"bf16\"`"),
+            ));
+        }
+        _ => as_text(draft, written).unwrap_or_default(),
+    };
+    let Kind::Map(names) = entry.key.kind else {
+        return Ok(());
+    };
+    if name.is_empty() || !names.contains(&value.as_str()) {
+        return Err(fault(Error::usage(format!(
+            "`{name}` in `{path}` has no value `{value}`"
+        ))));
+    }
+    let origin = match written.key_at {
+        Place::File(_) => Origin::Recipe,
+        Place::Argument(_) => Origin::Argument,
+    };
+    let Value::Map(map) = &mut entry.value else {
+        return Ok(());
+    };
+    map.retain(|(known, _)| *known != name);
+    map.push((name, value));
+    (entry.origin, entry.place) = (origin, Some(written.value_at.clone()));
+    Ok(())
 }
 
 fn check_table(draft: &Draft, written: &Written) -> Result<(), Error> {
@@ -225,6 +289,7 @@ pub fn expectation(key: &Key) -> String {
         Kind::Pair(range) => format!("a list of two numbers, each{}", limits(range)),
         Kind::Texts => "a text or a list of texts".into(),
         Kind::Size => "`auto`, or a size such as `24GiB`".into(),
+        Kind::Map(names) => format!("a table of names, each with one of {}", names.join(", ")),
     }
 }
 
@@ -369,6 +434,11 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
                 None => Err(wrong_type()),
             }
         }
+        // What is in it follows, line by line.
+        Kind::Map(_) => match written.value {
+            Typed::Table => Ok(Value::Map(Vec::new())),
+            _ => Err(wrong_type()),
+        },
         Kind::Size => match &written.value {
             Typed::Text(t) if t == "auto" => Ok(Value::Text(t.clone())),
             Typed::Integer(i) if *i > 0 => Ok(Value::Text(i.to_string())),

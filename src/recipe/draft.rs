@@ -187,7 +187,7 @@ impl<'a> Draft<'a> {
             return;
         };
         let raw = raw.trim();
-        let path = key.trim().split('.').map(|p| p.trim().to_string()).collect();
+        let path: Vec<String> = key.trim().split('.').map(|p| p.trim().to_string()).collect();
         let value = match raw.parse::<Value>() {
             Ok(v) => typed(&v),
             // Quotes and brackets announce TOML; anything else is a bare word.
@@ -200,12 +200,22 @@ impl<'a> Draft<'a> {
             }
             Err(_) => Typed::Text(raw.to_string()),
         };
-        self.written.push(Written {
-            path,
-            key_at: place.clone(),
-            value: at_argument(value, &place),
-            value_at: place,
-        });
+        let lines = match raw.parse::<Value>() {
+            Ok(Value::InlineTable(table)) => table.iter().map(|(k, v)| (k.to_string(), typed(v))).collect(),
+            _ => Vec::new(),
+        };
+        let mut push = |path: Vec<String>, value: Typed| {
+            self.written.push(Written {
+                path,
+                key_at: place.clone(),
+                value: at_argument(value, &place),
+                value_at: place.clone(),
+            })
+        };
+        push(path.clone(), value);
+        for (name, value) in lines {
+            push(path.iter().cloned().chain([name]).collect(), value);
+        }
     }
 }
 

@@ -105,14 +105,43 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
         );
     }
     let (dtype, frozen) = (values.text("model.dtype"), values.text("memory.frozen_weights"));
-    if frozen != "auto" && frozen != dtype {
+    let coded = |name: &str| ["int8", "int4", "nf4"].contains(&name);
+    let overrides = values.map("memory.overrides");
+    let other = |name: &&str| *name != "auto" && *name != dtype && !coded(name);
+    let wanted = overrides.iter().map(|(_, v)| v.as_str());
+    if let Some(name) = Some(frozen).filter(other) {
         fault(
             &["memory.frozen_weights", "model.dtype"],
             Error::usage(format!(
-                "`memory.frozen_weights = \"{frozen}\"` with `model.dtype = \"{dtype}\"` is not built yet in this version"
+                "`memory.frozen_weights = \"{name}\"` with `model.dtype = \"{dtype}\"` is not built yet in this version"
             ))
             .hint("use `auto`, or the same type for both"),
         );
+    }
+    if let Some(name) = wanted.clone().find(other) {
+        fault(
+            &["memory.overrides", "model.dtype"],
+            Error::usage(format!(
+                "`{name}` in `memory.overrides` with `model.dtype = \"{dtype}\"` is not built yet in this version"
+            ))
+            .hint(format!("unquantized weights are `{dtype}` here")),
+        );
+    }
+    let stored = || [frozen].into_iter().chain(wanted.clone());
+    match values.integer("memory.group_size") {
+        None | Some(128) => {}
+        Some(64) if !stored().any(|s| s == "int8") => {}
+        Some(64) => fault(
+            &["memory.group_size", "memory.frozen_weights", "memory.overrides"],
+            Error::usage("`int8` has no groups of 64")
+                .expected("`memory.group_size = 128`, or `auto`: one scale a row"),
+        ),
+        Some(size) => fault(
+            &["memory.group_size"],
+            Error::usage("`memory.group_size` is out of range")
+                .found(size)
+                .expected("`auto`, 64 or 128"),
+        ),
     }
     if values.text("tune.method") == "freeze"
         && values.integer("tune.freeze.trainable_layers") == Some(0)
@@ -216,7 +245,20 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
     };
     let max_steps = values.integer("train.max_steps").unwrap_or(-1);
     let adapter = values.text("tune.lora.adapter");
+    let stored = |names: &[&str]| {
+        let overrides = values.map("memory.overrides");
+        let mut all = [values.text("memory.frozen_weights")]
+            .into_iter()
+            .chain(overrides.iter().map(|(_, v)| v.as_str()));
+        all.any(|s| names.contains(&s))
+    };
+    let frozen = || format!("memory.frozen_weights = \"{}\"", values.text("memory.frozen_weights"));
     match path.as_str() {
+        "memory.frozen_weights" | "memory.overrides" if values.text("tune.method") == "full" => {
+            Some("tune.method = \"full\"".into())
+        }
+        "memory.group_size" if !stored(&["int8", "int4"]) => Some(frozen()),
+        "memory.double_quantization" if !stored(&["nf4"]) => Some(frozen()),
         "train.num_epochs" if max_steps >= 0 => Some(format!("train.max_steps = {max_steps}")),
         "data.train_on" if values.text("data.train_on") != "all" => text_rows.map(str::to_string),
         "data.chat_template" => text_rows.filter(|t| t.starts_with("data.")).map(str::to_string),
@@ -274,7 +316,15 @@ pub fn build(values: &Values) -> Recipe {
         memory: Memory {
             budget: unset("memory.budget", "auto").and_then(|t| units::parse_bytes(&t).ok()),
             frozen_weights: name!(FrozenWeights, "memory.frozen_weights", Auto),
+            overrides: values
+                .map("memory.overrides")
+                .into_iter()
+                .filter_map(|(name, storage)| Some((name, Storage::parse(&storage)?)))
+                .collect(),
+            group_size: size("memory.group_size"),
+            double_quantization: values.flag("memory.double_quantization"),
             tier: name!(Tier, "memory.tier", Auto),
+            head_chunk: size("memory.head_chunk"),
             activations: name!(Activations, "memory.activations", Auto),
         },
         data: Data {

@@ -13,6 +13,11 @@ pub fn toml(value: &Value) -> String {
         Value::Number(x) => number(*x),
         Value::Flag(b) => b.to_string(),
         Value::List(l) => format!("[{}]", l.iter().map(quoted).collect::<Vec<_>>().join(", ")),
+        Value::Map(m) if m.is_empty() => "{}".into(),
+        Value::Map(m) => {
+            let lines = m.iter().map(|(k, v)| format!("{} = {}", quoted(k), quoted(v)));
+            format!("{{ {} }}", lines.collect::<Vec<_>>().join(", "))
+        }
         Value::Pair([a, b]) => format!("[{}, {}]", number(*a), number(*b)),
     }
 }

@@ -26,6 +26,8 @@ pub enum Kind {
     Texts,
     /// Bytes as `24GiB`, or `auto`.
     Size,
+    /// A table of texts of the user's own to one of these names.
+    Map(&'static [&'static str]),
 }
 
 /// `min` to `max`; an open end is not part of it.
@@ -88,11 +90,6 @@ pub const TABLES_NOT_BUILT: &[&str] = &["distill", "rlhf"];
 
 /// Values that the design names and this version does not do yet: key, value.
 pub const NOT_BUILT: &[(&str, &str)] = &[
-    ("memory.frozen_weights", "int8"),
-    ("memory.frozen_weights", "int4"),
-    ("memory.frozen_weights", "nf4"),
-    ("memory.tier", "host"),
-    ("memory.tier", "disk"),
     ("memory.activations", "host"),
     ("data.format", "preference"),
     ("data.format", "prompt"),
@@ -269,15 +266,47 @@ pub static KEYS: &[Key] = &[
         Kind::Name(FrozenWeights::NAMES),
         "\"auto\"",
         "as `model.dtype`: nothing is lost",
-        "Storage of weights that are not being updated.",
+        "Storage of the projections of the layers that are not trained: as codes they take a half (`int8`) to a quarter (`int4`, `nf4`) of bf16, and lose precision. Norms, biases, embedding and head stay as they are.",
+    ),
+    key(
+        "memory",
+        "overrides",
+        Kind::Map(Storage::NAMES),
+        "{}",
+        "every projection alike",
+        "Another storage for some projections: starts of parameter names (`\"layers.0.\"`), or names with `*` (`\"*.down_proj.*\"`). The longest that fits counts.",
+    ),
+    key(
+        "memory",
+        "group_size",
+        Kind::AutoInteger { min: 1 },
+        "\"auto\"",
+        "a whole row for `int8`, 64 for `int4`",
+        "Weights that share a scale: 64 or 128 for `int4`, 128 for `int8`. `nf4` has blocks of 64.",
+    ),
+    key(
+        "memory",
+        "double_quantization",
+        Kind::Flag,
+        "true",
+        "0.4 bits a weight less, as in QLoRA",
+        "`nf4`: the scales of the blocks are stored in 8 bits.",
     ),
     key(
         "memory",
         "tier",
         Kind::Name(Tier::NAMES),
         "\"auto\"",
-        "on the device",
-        "Where the frozen weights live.",
+        "on the device where they fit, else on the disk",
+        "Where the weights live that are not trained now: on the `device`, in the `host`'s memory (the same thing on a CPU), or on the `disk`: then they are read layer by layer, and what was trained is kept in files of the run. The results are the same bits.",
+    ),
+    key(
+        "memory",
+        "head_chunk",
+        Kind::AutoInteger { min: 0 },
+        "\"auto\"",
+        "held whole where it fits",
+        "With `tier = \"disk\"`: how many rows of the output projection are here at a time (rounded up to a multiple of 4096); `0` holds it whole. The results are the same bits.",
     ),
     key(
         "memory",

@@ -31,6 +31,7 @@ device = "auto"
 budget = "auto"
 frozen_weights = "auto"
 tier = "auto"
+head_chunk = "auto"
 activations = "auto"
 [data]
 train = "data/train.jsonl"
@@ -149,7 +150,11 @@ fn every_key_reaches_the_recipe() {
         ("model.init", "random"),
         ("memory.budget", "2GiB"),
         ("memory.frozen_weights", "bf16"),
+        ("memory.overrides", "{ \"layers.0.\" = \"bf16\" }"),
+        ("memory.group_size", "128"),
+        ("memory.double_quantization", "false"),
         ("memory.tier", "device"),
+        ("memory.head_chunk", "4096"),
         ("memory.activations", "recompute"),
         ("data.train", "[\"a\", \"b\"]"),
         ("data.eval", "e.jsonl"),

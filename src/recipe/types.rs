@@ -32,6 +32,10 @@ named!(
     }
 );
 named!(FrozenWeights { Auto = "auto", F32 = "f32", Bf16 = "bf16", Int8 = "int8", Int4 = "int4", Nf4 = "nf4" });
+named!(
+    /// Storage of one weight.
+    Storage { F32 = "f32", Bf16 = "bf16", Int8 = "int8", Int4 = "int4", Nf4 = "nf4" }
+);
 named!(Tier { Auto = "auto", Device = "device", Host = "host", Disk = "disk" });
 named!(Activations { Auto = "auto", Keep = "keep", Recompute = "recompute", Host = "host" });
 named!(RowFormat {
@@ -127,7 +131,15 @@ pub struct Memory {
     /// Bytes; `None` is `auto`.
     pub budget: Option<u64>,
     pub frozen_weights: FrozenWeights,
+    /// Starts of parameter names, or names with `*`, and the storage of the projections that they fit.
+    pub overrides: Vec<(String, Storage)>,
+    /// Weights that share a scale; `None` is the format's own choice.
+    pub group_size: Option<usize>,
+    /// NF4: the scales are coded too.
+    pub double_quantization: bool,
     pub tier: Tier,
+    /// Rows of the output projection at a time, with `tier = "disk"`; 0 holds it whole, `None` is `auto`.
+    pub head_chunk: Option<usize>,
     pub activations: Activations,
 }
 

@@ -5,9 +5,11 @@ use crate::base::{Result, files};
 use crate::engine::Engine;
 use crate::export::{self, ModelExport};
 use crate::formats::adapter::{AdapterConfig, Targets};
+use crate::formats::writer::Values;
 use crate::ops::update;
 use crate::peft::targets::Site;
 use crate::recipe::Recipe;
+use crate::source::Numbers;
 use std::path::{Path, PathBuf};
 
 /// The `adapter_config.json` of fresh adapters on `chosen` linears.
@@ -60,17 +62,24 @@ pub fn export(
         dtype: recipe.model.dtype,
         params,
     };
-    let out = export::model(&parts, &mut |name| {
-        let tensor = engine.network.param(name)?.tensor;
+    let source = &engine.network.source;
+    let out = export::model(&parts, &mut |name, sink| {
         let module = name.strip_suffix(".weight").unwrap_or(name);
-        let Some(lora) = engine.network.adapters.get(module) else {
-            return update::to_f32_vec(&tensor);
-        };
-        // Adapters that corrected a block run become part of the weights: exact values first, one rounding last.
-        let mut values = engine.optimizer.exact(name, &tensor)?;
-        let delta = update::to_f32_vec(&lora.delta()?)?;
-        values.iter_mut().zip(delta).for_each(|(w, d)| *w += d);
-        Ok(values)
+        if let Some(lora) = engine.network.adapters.get(module) {
+            // Adapters that corrected a block run become part of the weights: exact values first, one rounding last.
+            let mut values = Vec::new();
+            engine.exact(name, &mut |piece| {
+                values.extend_from_slice(piece);
+                Ok(())
+            })?;
+            let delta = update::to_f32_vec(&lora.delta()?)?;
+            values.iter_mut().zip(delta).for_each(|(w, d)| *w += d);
+            return sink(Values::F32(&values));
+        }
+        source.read(name, &mut |numbers| match numbers {
+            Numbers::F32(values) => sink(Values::F32(values)),
+            Numbers::Bf16(values, _) => sink(Values::Bf16(values)),
+        })
     })?;
     with_template(recipe, out).map(Some)
 }

@@ -9,7 +9,7 @@ use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::model::{Adapters, Spec, families};
 use crate::recipe::Dtype;
-use crate::source::ParamInfo;
+use crate::source::{ParamInfo, stored};
 use half::{bf16, f16};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -40,6 +40,7 @@ pub fn merge(model_dir: &Path, adapter_dir: &Path, out: &Path, dtype: Option<Dty
     let config = Config::load(model_dir)?;
     let spec = families::read(&config)?;
     let weights = Weights::open(model_dir)?;
+    refuse_codes(&spec, &weights)?;
     refuse_strangers(&spec, &weights)?;
     let (_, adapters) = export::load_adapter(adapter_dir, &spec.sites())?;
     export::check_base(adapter_dir, &export::fingerprint_of(&spec, &weights)?)?;
@@ -147,7 +148,7 @@ impl Rounding {
     }
 }
 
-fn refuse_existing(out: &Path) -> Result<()> {
+pub(super) fn refuse_existing(out: &Path) -> Result<()> {
     let empty = match out.symlink_metadata() {
         Err(_) => true,
         Ok(_) => out.is_dir() && files::list(out)?.is_empty(),
@@ -160,8 +161,22 @@ fn refuse_existing(out: &Path) -> Result<()> {
         .hint("give the name of a directory that does not exist yet"))
 }
 
+/// Merging into codes would lose the adapter in their steps.
+pub(super) fn refuse_codes(spec: &Spec, weights: &Weights) -> Result<()> {
+    for p in spec.params() {
+        if let Some((_, format)) = stored::find(weights, &p.name)? {
+            return Err(Error::new("the weights of this model are stored as codes")
+                .at(&*p.name)
+                .found(format)
+                .expected("the original weights in 16 or 32 bits")
+                .hint("give the model that was quantized: an adapter is merged into its exact weights"));
+        }
+    }
+    Ok(())
+}
+
 /// A weight that this model does not use would be left out in silence.
-fn refuse_strangers(spec: &Spec, weights: &Weights) -> Result<()> {
+pub(super) fn refuse_strangers(spec: &Spec, weights: &Weights) -> Result<()> {
     let params = spec.params();
     let known: HashSet<&str> = params.iter().map(|p| &*p.name).collect();
     let harmless = |name: &str| name.ends_with("rotary_emb.inv_freq") || (spec.tied && name == "lm_head.weight");

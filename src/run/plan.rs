@@ -33,12 +33,13 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
     } else {
         None
     };
+    let stored = setup::stored_codes(Path::new(&recipe.model.path), &spec, recipe.model.init)?;
     let mut notes = Vec::new();
     let plan = match &rows {
         Some(rows) => {
             let stream = BatchStream::new(&rows.train, rows::stream(recipe))?;
             let tuning = Tuning::new(recipe, &spec, &spec.params(), &adapters, rows.train.examples.len())?;
-            forecast::forecast(recipe, &spec, &adapters, &tuning, Some(&stream), &device)?.plan
+            forecast::forecast(recipe, &spec, &adapters, &tuning, Some(&stream), &stored, &device)?.plan
         }
         None => {
             notes.push(format!(
@@ -46,7 +47,7 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
                 recipe.data.max_length
             ));
             let tuning = Tuning::new(recipe, &spec, &spec.params(), &adapters, 0)?;
-            forecast::forecast(recipe, &spec, &adapters, &tuning, None, &device)?.plan
+            forecast::forecast(recipe, &spec, &adapters, &tuning, None, &stored, &device)?.plan
         }
     };
     forecast::check_budget(&plan, recipe)?;

@@ -1,6 +1,6 @@
 //! What every program opens first: the model directory with its config, tokenizer and template.
 
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, files};
 use crate::data::codec::ChatRender;
 use crate::export;
 use crate::formats::StoredDtype;
@@ -11,11 +11,15 @@ use crate::formats::weights::Weights;
 use crate::hub;
 use crate::model::{Network, Spec, families, shapes};
 use crate::ops;
-use crate::recipe::{Dtype, ModelInit};
+use crate::plan::Place;
+use crate::quant::Format;
+use crate::recipe::{Dtype, ModelInit, Recipe};
 use crate::report;
-use crate::source::{Resident, resident};
+use crate::source::{Disk, Policy, Resident, disk, resident, stored};
 use candle_core::Device;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// A model directory, read but not loaded.
 pub struct Described {
@@ -84,30 +88,90 @@ impl Described {
         }
     }
 
-    /// Loads the weights; `init = random` draws them from `seed` instead.
-    pub fn load(&self, dtype: Dtype, init: ModelInit, seed: u64, device: &Device) -> Result<Network> {
+    /// Loads the weights into their storage; `init = random` draws them from `seed` instead.
+    pub fn load(&self, storage: &Policy, init: ModelInit, seed: u64, device: &Device) -> Result<Network> {
         let params = self.spec.params();
         let source = match init {
-            ModelInit::Pretrained => Resident::load(params, &Weights::open(&self.dir)?, dtype, device)?,
+            ModelInit::Pretrained => {
+                let weights = Weights::open(&self.dir)?;
+                let source = Resident::load(params, &weights, |p| storage.of(p), device)?;
+                source.with_originals(move |p| weights.read_f32(&p.name))
+            }
             ModelInit::Random => {
                 let norm = if self.spec.norm_plus_one { 0.0 } else { 1.0 };
-                Resident::random(params, seed, self.spec.initializer_range, norm, dtype, device)?
+                let std = self.spec.initializer_range;
+                let names: Vec<_> = params.iter().map(|p| p.name.clone()).collect();
+                let source = Resident::random_stored(params, seed, std, norm, |p| storage.of(p), device)?;
+                source.with_originals(move |p| {
+                    let index = names.iter().position(|n| *n == p.name).unwrap_or(0) as u64 + 1;
+                    Ok(resident::draw(p, index, 0..p.elements(), (seed, std, norm)))
+                })
             }
         };
         Ok(Network::new(self.spec.clone(), Box::new(source), device.clone()))
     }
+
+    /// As `load`, with the weights where the recipe wants them. What is written meanwhile goes to `run_dir`.
+    pub fn load_to(
+        &self,
+        place: Place,
+        storage: &Policy,
+        recipe: &Recipe,
+        run_dir: &Path,
+        device: &Device,
+    ) -> Result<Network> {
+        let (dtype, init, seed) = (recipe.model.dtype, recipe.model.init, recipe.train.seed);
+        let Place::Disk { head_rows } = place else {
+            return self.load(storage, init, seed, device);
+        };
+        let params = self.spec.params();
+        let weights = match init {
+            ModelInit::Pretrained => Weights::open(&self.dir)?,
+            ModelInit::Random => {
+                let file = run_dir.join(DRAWN).join("model.safetensors");
+                if !file.is_file() {
+                    files::create_dir_all(&run_dir.join(DRAWN))?;
+                    let norm = if self.spec.norm_plus_one { 0.0 } else { 1.0 };
+                    disk::write_random(&file, &params, seed, self.spec.initializer_range, norm, dtype)?;
+                }
+                Weights::open_file(&file)?
+            }
+        };
+        let options = disk::Options {
+            dtype,
+            storage: storage.clone(),
+            device: device.clone(),
+            trained: run_dir.join(TRAINED),
+            codes: run_dir.join(CODES),
+            head: self.spec.head_name().to_string(),
+            head_rows,
+        };
+        let source = Disk::open(params, weights, options)?;
+        Ok(Network::new(self.spec.clone(), Box::new(source), device.clone()))
+    }
 }
+
+/// Directories of a run with `memory.tier = "disk"` that are of no use after it: what was trained, and weights that
+/// were drawn instead of read.
+pub const TRAINED: &str = "trained";
+pub const DRAWN: &str = "drawn";
+/// The codes of weights that are stored so, beside them.
+pub const CODES: &str = "codes.safetensors";
 
 impl Described {
     /// The network for inference: stored weights in `dtype` (default: as they are stored; f16 as f32), with
     /// the PEFT adapter of a directory on its linears.
     pub fn infer(&self, adapter: Option<&Path>, dtype: Option<Dtype>, device: &Device) -> Result<Network> {
         let weights = Weights::open(&self.dir)?;
-        let all_bf16 = weights
-            .names()
-            .all(|n| weights.info(n).is_some_and(|i| i.dtype == StoredDtype::Bf16));
+        let mut kinds = self
+            .spec
+            .params()
+            .into_iter()
+            .filter_map(|p| weights.info(&p.name).map(|i| i.dtype));
+        let all_bf16 = kinds.all(|dtype| dtype == StoredDtype::Bf16 || !dtype.is_weight());
         let stored = if all_bf16 { Dtype::Bf16 } else { Dtype::F32 };
-        let source = Resident::load(self.spec.params(), &weights, dtype.unwrap_or(stored), device)?;
+        let storage = Policy::dense(dtype.unwrap_or(stored));
+        let source = Resident::load(self.spec.params(), &weights, |p| storage.of(p), device)?;
         let mut network = Network::new(self.spec.clone(), Box::new(source), device.clone());
         if let Some(dir) = adapter {
             network.adapters = export::load_adapter(dir, &self.spec.sites())?.1;
@@ -115,6 +179,21 @@ impl Described {
         }
         Ok(network)
     }
+}
+
+/// Weights that the files in `dir`, if it is here, hold as codes already, and how. Reads headers only.
+pub fn stored_codes(dir: &Path, spec: &Spec, init: ModelInit) -> Result<BTreeMap<Arc<str>, Format>> {
+    let mut found = BTreeMap::new();
+    // A plan needs no weights; whoever does finds what is wrong with them.
+    let weights = Weights::open(dir).ok().filter(|_| init == ModelInit::Pretrained);
+    if let Some(weights) = weights {
+        for p in spec.params() {
+            if let Some((_, format)) = stored::find(&weights, &p.name)? {
+                found.insert(p.name.clone(), format);
+            }
+        }
+    }
+    Ok(found)
 }
 
 /// What a model computes, from its `config.json` alone.

@@ -46,7 +46,7 @@ pub fn save(run_dir: &Path, step: u64, engine: &Engine, tuning: &Tuning, facts: 
     };
     let mut weights = Vec::new();
     for name in tuning.trained_until(step) {
-        let n = engine.network.param(&name)?.tensor.elem_count();
+        let n = engine.elements(&name)?;
         weights.push(plan(name, n));
     }
     let mut moments = Vec::new();
@@ -77,10 +77,7 @@ pub fn save(run_dir: &Path, step: u64, engine: &Engine, tuning: &Tuning, facts: 
         },
     ];
     checkpoint::save(run_dir, step, &state, &files, &mut |file, tensor, write| match file {
-        WEIGHTS => {
-            let param = engine.network.param(&tensor.name)?;
-            write(Values::F32(&engine.optimizer.exact(&tensor.name, &param.tensor)?))
-        }
+        WEIGHTS => engine.exact(&tensor.name, &mut |values| write(Values::F32(values))),
         _ => {
             let (name, part) = tensor.name.rsplit_once('#').unwrap_or((&tensor.name, ""));
             let state = engine.optimizer.saved().find(|s| s.name == name);
@@ -129,13 +126,9 @@ pub fn restore(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
     let weights = loaded.open(WEIGHTS)?;
     let names: Vec<String> = weights.names().map(str::to_string).collect();
     for name in names {
-        let param = engine
-            .network
-            .param(&name)
-            .map_err(|e| e.or_at(loaded.path.display()))?;
         engine
-            .optimizer
-            .restore_weight(&name, &param.tensor, &weights.read_f32(&name)?)?;
+            .restore(&name, &weights)
+            .map_err(|e| e.or_at(loaded.path.display()))?;
     }
     let moments = loaded.open(OPTIMIZER)?;
     let mut parts: BTreeMap<String, BTreeMap<String, Tensor>> = BTreeMap::new();

@@ -16,7 +16,7 @@ use crate::export;
 use crate::model::Adapters;
 use crate::ops;
 use crate::optim::{Optimizer, Schedule};
-use crate::plan::Plan;
+use crate::plan::{Place, Plan};
 use crate::recipe::{self, Method, Recipe};
 use crate::report::{self, EvalMetrics, Reporter, StepMetrics};
 use crate::sft::CausalLm;
@@ -72,7 +72,17 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         plan,
         gradients,
         keep_layers,
-    } = forecast::forecast(recipe, &model.spec, &adapters, &tuning, Some(&stream), &device)?;
+        storage,
+        place,
+    } = forecast::forecast(
+        recipe,
+        &model.spec,
+        &adapters,
+        &tuning,
+        Some(&stream),
+        &setup::stored_codes(&model.dir, &model.spec, recipe.model.init)?,
+        &device,
+    )?;
     if options.dry_run {
         return Ok(Outcome {
             final_dir: None,
@@ -100,7 +110,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         None => 0,
     };
     let elements = trained_elements(&tuning, total_steps, &params, &adapters);
-    checkpoint::check_space(&run_dir, space_needed(recipe, &model, elements))?;
+    checkpoint::check_space(&run_dir, space_needed(recipe, &model, elements, place))?;
     write_run_files(&run_dir, loaded, &plan)?;
     let mut reporter = Reporter::new(&run_dir, total_steps, start_step);
     let lines = header(recipe, &model, &train, eval.as_ref(), &stream, &plan, elements, &params);
@@ -115,7 +125,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     }
 
     // ---- engine
-    let mut network = model.load(recipe.model.dtype, recipe.model.init, recipe.train.seed, &device)?;
+    let mut network = model.load_to(place, &storage, recipe, &run_dir, &device)?;
     network.adapters = adapters;
     let mut engine = Engine {
         objective: Box::new(CausalLm::new(model.spec.vocab)),
@@ -157,10 +167,18 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     // ---- steps
     let schedule = Schedule::new(&recipe.schedule, total_steps);
     for step in start_step + 1..=total_steps {
-        if tuning.switches_at(step) {
-            engine
-                .optimizer
-                .retire_all_but(|name| tuning.survives_switch(name, step))?;
+        let switches = tuning.switches_at(step);
+        if switches || step == start_step + 1 {
+            let survives = |name: &str| !switches || tuning.survives_switch(name, step);
+            let recoded = engine.switch(&tuning.active(step), survives)?;
+            if !recoded.is_empty() {
+                let errors: serde_json::Map<_, _> =
+                    recoded.iter().map(|r| (r.name.to_string(), json!(r.error))).collect();
+                run.reporter
+                    .event("recode", json!({"step": step, "relative_error": errors}));
+            }
+        }
+        if switches {
             run.reporter
                 .event("switch", json!({"step": step, "active_block": tuning.label(step)}));
         }
@@ -205,6 +223,15 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     }
     let final_dir = finish::export(&run_dir, recipe, &model, &engine, adapter_config.as_ref())?;
     let peak = peak_memory(&device)?;
+    drop(engine);
+    for scratch in [setup::TRAINED, setup::DRAWN].map(|name| run_dir.join(name)) {
+        if scratch.is_dir() {
+            files::remove_dir_all(&scratch)?;
+        }
+    }
+    if run_dir.join(setup::CODES).is_file() {
+        files::remove_file(&run_dir.join(setup::CODES))?;
+    }
     if final_dir.is_none() {
         run.reporter
             .note("a built-in shape has random weights: no `final/` is written");
@@ -272,7 +299,9 @@ fn open_run_dir(run_dir: &Path, options: &Options) -> Result<Option<Loaded>> {
             .unwrap_or_default();
         match path.is_dir() {
             // Only what ft itself writes is removed.
-            true if name == "final" || name.starts_with("checkpoint-") => files::remove_dir_all(&path)?,
+            true if OWN_DIRECTORIES.contains(&name.as_str()) || name.starts_with("checkpoint-") => {
+                files::remove_dir_all(&path)?
+            }
             false if OWN_FILES.contains(&name.as_str()) => files::remove_file(&path)?,
             _ => {}
         }
@@ -280,7 +309,9 @@ fn open_run_dir(run_dir: &Path, options: &Options) -> Result<Option<Loaded>> {
     Ok(None)
 }
 
-const OWN_FILES: [&str; 6] = [
+const OWN_DIRECTORIES: [&str; 3] = ["final", setup::TRAINED, setup::DRAWN];
+const OWN_FILES: [&str; 7] = [
+    setup::CODES,
     "recipe.toml",
     "resolved.toml",
     "plan.json",
@@ -322,7 +353,7 @@ fn trained_elements(tuning: &Tuning, steps: u64, params: &[crate::source::ParamI
 }
 
 /// Checkpoints (one more than are kept) and `final/`.
-fn space_needed(recipe: &Recipe, model: &Described, elements: u64) -> u64 {
+fn space_needed(recipe: &Recipe, model: &Described, elements: u64, place: Place) -> u64 {
     let kept = if recipe.train.save_steps > 0 {
         recipe.train.save_total_limit as u64 + 1
     } else {
@@ -333,7 +364,16 @@ fn space_needed(recipe: &Recipe, model: &Described, elements: u64) -> u64 {
         Method::Lora => elements * 4,
         _ => all as u64 * if recipe.model.dtype == recipe::Dtype::F32 { 4 } else { 2 },
     };
-    kept * state::bytes(elements, elements) + out
+    // What was trained, and weights that were drawn instead of read.
+    let scratch = match (place, recipe.tune.method) {
+        (Place::Device, _) | (_, Method::Lora) => 0,
+        _ => 4 * elements,
+    };
+    let drawn = match (place, recipe.model.init) {
+        (Place::Disk { .. }, recipe::ModelInit::Random) => all as u64 * 4,
+        _ => 0,
+    };
+    kept * state::bytes(elements, elements) + out + scratch + drawn
 }
 
 #[allow(clippy::too_many_arguments)]

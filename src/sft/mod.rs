@@ -3,6 +3,7 @@
 
 use crate::base::Result;
 use crate::data::Batch;
+use crate::model::head::{HeadWeight, with_pieces};
 use crate::model::{Head, LossGradients, Need, Objective};
 use crate::ops::cross_entropy;
 use crate::ops::tally::Tally;
@@ -32,12 +33,7 @@ impl CausalLm {
 
 impl Objective for CausalLm {
     fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
-        let w = &head.weight.tensor;
         let chunk = Self::chunk_for(self.vocab, need.dw);
-        if !need.dh && !need.dw {
-            cross_entropy::forward_only(h, w, &batch.targets, head.softcap, chunk, tally)?;
-            return Ok(LossGradients::default());
-        }
         let options = cross_entropy::Options {
             softcap: head.softcap,
             chunk,
@@ -45,7 +41,18 @@ impl Objective for CausalLm {
             need_dh: need.dh,
             need_dw: need.dw,
         };
-        let out = cross_entropy::forward_backward(h, w, &batch.targets, &options, tally)?;
+        let out = match &head.weight {
+            HeadWeight::Parts(parts) => with_pieces(parts, |pieces| {
+                cross_entropy::streamed(h, pieces, &batch.targets, &options, tally)
+            })?,
+            HeadWeight::Whole(w) if need.dh || need.dw => {
+                cross_entropy::forward_backward(h, w, &batch.targets, &options, tally)?
+            }
+            HeadWeight::Whole(w) => {
+                cross_entropy::forward_only(h, w, &batch.targets, head.softcap, chunk, tally)?;
+                return Ok(LossGradients::default());
+            }
+        };
         Ok(LossGradients { dh: out.dh, dw: out.dw })
     }
 }

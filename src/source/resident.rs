@@ -1,40 +1,55 @@
 //! All weights on the device for the whole run.
 
-use super::{Group, GroupWeights, LayerSource, ParamInfo};
+use super::turns::{Exact, encode, recode};
+use super::{Group, GroupWeights, LayerSource, LowerHalves, Numbers, NumbersSink, ParamInfo, Recoded, stored};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
+use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
+use crate::ops::{step, update};
+use crate::quant::{self, Format, Storage, Weight};
 use crate::recipe::Dtype;
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
+use half::bf16;
 use rayon::prelude::*;
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub struct Resident {
     params: Vec<ParamInfo>,
-    groups: BTreeMap<Group, Arc<GroupWeights>>,
-    bytes: u64,
+    device: Device,
+    /// Changed when a weight turns from codes to a tensor, or back.
+    groups: Mutex<BTreeMap<Group, Arc<GroupWeights>>>,
+    /// Parameters that are codes while they do not train, and the type of their values.
+    coded: BTreeMap<Arc<str>, (Format, Dtype)>,
+    original: Option<Original>,
+    /// Of coded parameters: what was trained and is codes now.
+    trained: Mutex<BTreeMap<Arc<str>, Exact>>,
+    /// Coded parameters that are trained now.
+    active: Mutex<BTreeSet<Arc<str>>>,
+}
+
+/// Reads the full-precision values of a parameter again.
+type Original = Box<dyn Fn(&ParamInfo) -> Result<Vec<f32>> + Send>;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Resident {
-    /// Reads every parameter from `weights`, one tensor at a time, into `dtype` on `device`.
+    /// Reads every parameter from `weights`, one tensor at a time, onto `device`, into the storage that `storage`
+    /// names for it; frozen weights are coded on the way.
     ///
     /// Errors: a parameter that is missing or has another shape; a parameter in the files that the model
     /// does not have (a wrong config must not train a part of the model in silence).
-    pub fn load(params: Vec<ParamInfo>, weights: &Weights, dtype: Dtype, device: &Device) -> Result<Self> {
+    pub fn load(
+        params: Vec<ParamInfo>,
+        weights: &Weights,
+        storage: impl Fn(&ParamInfo) -> Storage,
+        device: &Device,
+    ) -> Result<Self> {
         check_names(&params, weights)?;
-        Self::build(params, |p| match dtype {
-            Dtype::F32 => Ok(Tensor::from_vec(
-                weights.read_f32(&p.name)?,
-                p.shape.as_slice(),
-                device,
-            )?),
-            Dtype::Bf16 => Ok(Tensor::from_vec(
-                weights.read_bf16(&p.name)?,
-                p.shape.as_slice(),
-                device,
-            )?),
-        })
+        Self::build(params, device, |p| read(weights, p, storage(p), device))
     }
 
     /// Fresh weights: normal with standard deviation `std`, biases 0, norm weights `norm`.
@@ -46,41 +61,184 @@ impl Resident {
         dtype: Dtype,
         device: &Device,
     ) -> Result<Self> {
+        Self::random_stored(params, seed, std, norm, |_| Storage::Dense(dtype), device)
+    }
+
+    /// As `random`, each parameter in the storage that `storage` names for it.
+    pub fn random_stored(
+        params: Vec<ParamInfo>,
+        seed: u64,
+        std: f32,
+        norm: f32,
+        storage: impl Fn(&ParamInfo) -> Storage,
+        device: &Device,
+    ) -> Result<Self> {
         let mut index = 0;
-        Self::build(params, |p| {
+        Self::build(params, device, |p| {
             index += 1;
-            let rng = Rng::new(seed, Stream::Init, &[index]);
-            let n = p.elements();
-            let values: Vec<f32> = match (p.is_vector(), p.name.ends_with(".bias")) {
-                (_, true) => vec![0.0; n],
-                (true, false) => vec![norm; n],
-                (false, false) => (0..n as u64).into_par_iter().map(|i| std * rng.normal(i)).collect(),
-            };
+            let values = draw(p, index, 0..p.elements(), (seed, std, norm));
+            let storage = storage(p);
+            if let Storage::Coded(format, decoded) = storage {
+                return code(&values, p, format, decoded, device);
+            }
             let tensor = Tensor::from_vec(values, p.shape.as_slice(), device)?;
-            Ok(match dtype {
-                Dtype::F32 => tensor,
-                Dtype::Bf16 => tensor.to_dtype(candle_core::DType::BF16)?,
-            })
+            Ok(match storage {
+                Storage::Dense(Dtype::Bf16) => tensor.to_dtype(candle_core::DType::BF16)?,
+                _ => tensor,
+            }
+            .into())
         })
     }
 
-    fn build(params: Vec<ParamInfo>, mut make: impl FnMut(&ParamInfo) -> Result<Tensor>) -> Result<Self> {
+    fn build(
+        params: Vec<ParamInfo>,
+        device: &Device,
+        mut make: impl FnMut(&ParamInfo) -> Result<Weight>,
+    ) -> Result<Self> {
         let mut groups: BTreeMap<Group, GroupWeights> = BTreeMap::new();
-        let mut bytes = 0;
+        let mut coded = BTreeMap::new();
         for p in &params {
-            let tensor = make(p)?;
-            bytes += (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64;
-            groups.entry(p.group).or_default().insert(p.name.clone(), tensor);
+            let weight = make(p)?;
+            if let Weight::Coded(c) = &weight {
+                coded.insert(p.name.clone(), (c.format(), c.decoded()));
+            }
+            groups.entry(p.group).or_default().insert(p.name.clone(), weight);
         }
-        let groups = groups.into_iter().map(|(g, w)| (g, Arc::new(w))).collect();
-        Ok(Self { params, groups, bytes })
+        let groups: BTreeMap<_, _> = groups.into_iter().map(|(g, w)| (g, Arc::new(w))).collect();
+        Ok(Self {
+            params,
+            device: device.clone(),
+            groups: Mutex::new(groups),
+            coded,
+            original: None,
+            trained: Mutex::default(),
+            active: Mutex::default(),
+        })
     }
+
+    /// With a way to read the full-precision values of weights that are codes: for training them, and for exports.
+    pub fn with_originals(mut self, read: impl Fn(&ParamInfo) -> Result<Vec<f32>> + Send + 'static) -> Self {
+        self.original = Some(Box::new(read));
+        self
+    }
+
+    fn param(&self, name: &str) -> Result<&ParamInfo> {
+        self.params
+            .iter()
+            .find(|p| &*p.name == name)
+            .ok_or_else(|| no_such(name))
+    }
+
+    /// The full-precision values of a weight that is codes and was never trained.
+    fn original(&self, p: &ParamInfo) -> Result<Vec<f32>> {
+        match &self.original {
+            Some(read) => read(p),
+            None => Err(Error::new("this weight is here as codes only").at(&*p.name)),
+        }
+    }
+
+    /// Another storage of one weight; who holds the group keeps the old one.
+    fn replace(&self, p: &ParamInfo, weight: impl Into<Weight>) {
+        let mut groups = lock(&self.groups);
+        if let Some(group) = groups.get_mut(&p.group) {
+            let mut changed = GroupWeights::default();
+            for (name, old) in group.iter() {
+                changed.insert(name.clone(), old.clone());
+            }
+            changed.insert(p.name.clone(), weight);
+            *group = Arc::new(changed);
+        }
+    }
+
+    /// The parameters of `names` that are codes while they do not train.
+    fn turning<'a>(&'a self, names: impl Iterator<Item = &'a str>) -> Vec<&'a ParamInfo> {
+        let turns = |name: &str| self.coded.contains_key(name);
+        names.filter(|n| turns(n)).filter_map(|n| self.param(n).ok()).collect()
+    }
+
+    fn here(&self, name: &str) -> Result<Tensor> {
+        self.held(name).ok_or_else(|| no_such(name))
+    }
+}
+
+/// Numbers `range` of parameter `p`, the `index`-th of the model from 1 on, of random weights drawn from a seed with a
+/// standard deviation, and the value of norm weights.
+pub fn draw(p: &ParamInfo, index: u64, range: std::ops::Range<usize>, (seed, std, norm): (u64, f32, f32)) -> Vec<f32> {
+    let rng = Rng::new(seed, Stream::Init, &[index]);
+    match (p.is_vector(), p.name.ends_with(".bias")) {
+        (_, true) => vec![0.0; range.len()],
+        (true, false) => vec![norm; range.len()],
+        (false, false) => range.into_par_iter().map(|i| std * rng.normal(i as u64)).collect(),
+    }
+}
+
+pub(super) fn no_such(name: &str) -> Error {
+    Error::new("the model has no such parameter").at(name)
+}
+
+/// The numbers of a tensor.
+pub(super) fn send(tensor: &Tensor, sink: &mut NumbersSink) -> Result<()> {
+    match tensor.dtype() {
+        _ if !tensor.device().is_cpu() => sink(Numbers::F32(&update::to_f32_vec(tensor)?)),
+        DType::BF16 => update::with_bf16(tensor, |v| sink(Numbers::Bf16(v, None)))?,
+        _ => update::with_slice(tensor, |v| sink(Numbers::F32(v)))?,
+    }
+}
+
+/// One parameter from the files, in its storage; what the files hold as codes stays in them.
+/// Errors: as reading; codes of what is not a matrix.
+pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device) -> Result<Weight> {
+    let shape = p.shape.as_slice();
+    if let Some(found) = stored::find(weights, &p.name)? {
+        let (Storage::Dense(decoded) | Storage::Coded(_, decoded)) = storage;
+        on_cpu(device)?;
+        return Ok(stored::read(weights, p, found, decoded)?.into());
+    }
+    match storage {
+        Storage::Dense(Dtype::F32) => Ok(Tensor::from_vec(weights.read_f32(&p.name)?, shape, device)?.into()),
+        Storage::Dense(Dtype::Bf16) => Ok(Tensor::from_vec(weights.read_bf16(&p.name)?, shape, device)?.into()),
+        // Half the memory on the way, the same codes.
+        Storage::Coded(format, decoded) if weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) => {
+            code(&weights.read_bf16(&p.name)?, p, format, decoded, device)
+        }
+        Storage::Coded(format, decoded) => code(&weights.read_f32(&p.name)?, p, format, decoded, device),
+    }
+}
+
+fn on_cpu(device: &Device) -> Result<()> {
+    match device.is_cpu() {
+        true => Ok(()),
+        false => Err(Error::new("weights stored as codes are not built yet for a GPU")
+            .at("memory.frozen_weights")
+            .hint("set `memory.frozen_weights = \"auto\"`, or `model.device = \"cpu\"`")),
+    }
+}
+
+fn code<V: quant::Value>(
+    values: &[V],
+    p: &ParamInfo,
+    format: Format,
+    decoded: Dtype,
+    device: &Device,
+) -> Result<Weight> {
+    on_cpu(device)?;
+    Ok(encode(values, p, format, decoded)?.into())
 }
 
 /// Errors: missing, misshapen and surplus tensors, all in one.
 pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
     let mut faults = Vec::new();
+    let mut parts = std::collections::HashSet::new();
     for p in params {
+        if let (Some((layout, format)), &[rows, columns]) = (stored::find(weights, &p.name)?, p.shape.as_slice()) {
+            for part in stored::tensors(layout, format, &p.name, (rows, columns)) {
+                if weights.info(&part.name).is_none() {
+                    faults.push(format!("{}: missing", part.name));
+                }
+                parts.insert(part.name);
+            }
+            continue;
+        }
         match weights.info(&p.name) {
             None => faults.push(format!("{}: missing", p.name)),
             Some(info) if info.shape != p.shape => {
@@ -93,7 +251,7 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
     for name in weights.names() {
         // Old Llama checkpoints carry the rope frequencies; tied ones may carry a copy of the embedding.
         let harmless = name.ends_with("rotary_emb.inv_freq") || name == "lm_head.weight";
-        if !known.contains(name) && !harmless {
+        if !known.contains(name) && !parts.contains(name) && !harmless {
             faults.push(format!("{name}: not a weight of this model"));
         }
     }
@@ -119,7 +277,7 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
 
 impl LayerSource for Resident {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
-        self.groups
+        lock(&self.groups)
             .get(&group)
             .cloned()
             .ok_or_else(|| Error::new(format!("the model has no {group:?}")))
@@ -130,6 +288,102 @@ impl LayerSource for Resident {
     }
 
     fn resident_bytes(&self) -> u64 {
-        self.bytes
+        let groups = lock(&self.groups);
+        groups.values().flat_map(|g| g.iter()).map(|(_, w)| w.bytes()).sum()
+    }
+
+    fn held(&self, name: &str) -> Option<Tensor> {
+        let group = self.param(name).ok()?.group;
+        Some(lock(&self.groups).get(&group)?.get(name).ok()?.1)
+    }
+
+    fn master_is_out(&self, name: &str) -> bool {
+        !self.coded.contains_key(name) || lock(&self.active).contains(name)
+    }
+
+    fn activate(&self, names: &[&str], low: &mut dyn LowerHalves) -> Result<()> {
+        for p in self.turning(names.iter().copied()) {
+            if !lock(&self.active).insert(p.name.clone()) {
+                continue;
+            }
+            let dtype = self.coded[&p.name].1;
+            let kept = lock(&self.trained).remove(&p.name);
+            let weight = match kept {
+                Some(exact) => {
+                    if let Some(half) = exact.low {
+                        low.put_low(&p.name, half);
+                    }
+                    exact.weight
+                }
+                None => {
+                    let values = Tensor::from_vec(self.original(p)?, p.shape.as_slice(), &self.device)?;
+                    match dtype {
+                        Dtype::F32 => values,
+                        Dtype::Bf16 => values.to_dtype(DType::BF16)?,
+                    }
+                }
+            };
+            self.replace(p, weight);
+        }
+        Ok(())
+    }
+
+    fn retire(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn LowerHalves) -> Result<Vec<Recoded>> {
+        let leaving: Vec<Arc<str>> = lock(&self.active).iter().filter(|n| !keep(n)).cloned().collect();
+        let mut recoded = Vec::new();
+        for p in self.turning(leaving.iter().map(|n| &**n)) {
+            let exact = Exact {
+                weight: self.here(&p.name)?,
+                low: low.take_low(&p.name),
+            };
+            let (format, dtype) = self.coded[&p.name];
+            let (codes, error) = recode(&exact.values()?, p, format, dtype)?;
+            self.replace(p, codes);
+            lock(&self.trained).insert(p.name.clone(), exact);
+            lock(&self.active).remove(&p.name);
+            recoded.push(error);
+        }
+        Ok(recoded)
+    }
+
+    fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
+        Ok((self.here(name)?, ids.to_vec()))
+    }
+
+    fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
+        let p = self.param(name)?;
+        if let Some(exact) = lock(&self.trained).get(name) {
+            return exact.send(sink);
+        }
+        match (self.held(name), self.coded.get(name)) {
+            (Some(tensor), _) => send(&tensor, sink),
+            (None, Some((_, Dtype::Bf16))) => {
+                let values: Vec<bf16> = self.original(p)?.into_par_iter().map(bf16::from_f32).collect();
+                sink(Numbers::Bf16(&values, None))
+            }
+            (None, _) => sink(Numbers::F32(&self.original(p)?)),
+        }
+    }
+
+    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn LowerHalves) -> Result<()> {
+        let p = self.param(name)?;
+        saved.require(name, &[p.elements()])?;
+        let values = saved.read_f32(name)?;
+        if let Some(&(format, dtype)) = self.coded.get(name) {
+            self.replace(p, encode(&values, p, format, dtype)?);
+            let exact = Exact::new(values, &p.shape, dtype, &self.device)?;
+            lock(&self.trained).insert(p.name.clone(), exact);
+            return Ok(());
+        }
+        let tensor = self.here(name)?;
+        match tensor.dtype() {
+            DType::BF16 => {
+                let half = Tensor::zeros(values.len(), DType::I16, tensor.device())?;
+                step::split(&values, &tensor, &half)?;
+                low.put_low(name, half);
+                Ok(())
+            }
+            _ => update::with_slice_mut(&tensor, |weight| weight.copy_from_slice(&values)),
+        }
     }
 }

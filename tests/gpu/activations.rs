@@ -62,7 +62,10 @@ fn rope_matches_the_cpu() {
     for (dtype, tolerance) in KINDS {
         for (n, heads, e, half) in shapes {
             let x = gpu.random((n, heads * e), dtype, 1);
-            let (cos, sin) = (gpu.random((n, half), DType::F32, 2), gpu.random((n, half), DType::F32, 3));
+            let (cos, sin) = (
+                gpu.random((n, half), DType::F32, 2),
+                gpu.random((n, half), DType::F32, 3),
+            );
             for direction in [rope::Direction::Forward, rope::Direction::Backward] {
                 let y = rope::apply(&x.gpu, &cos.gpu, &sin.gpu, e, direction).unwrap();
                 let want = rope::apply(&x.cpu, &cos.cpu, &sin.cpu, e, direction).unwrap();
@@ -101,9 +104,15 @@ fn gated_units_match_the_cpu() {
     let one = far.gpu.ones_like().unwrap();
     for act in [Silu, GeluTanh, Gelu] {
         let y = flat(&glu::forward(&far.gpu, &one, act).unwrap());
-        assert!(y[0] == 0.0 && y[1] == 200.0 && y[2] == 0.0 && y[3].is_nan(), "{act:?} {y:?}");
+        assert!(
+            y[0] == 0.0 && y[1] == 200.0 && y[2] == 0.0 && y[3].is_nan(),
+            "{act:?} {y:?}"
+        );
         let d = flat(&glu::backward(&far.gpu, &one, &one, act).unwrap().0);
-        assert!(d[0] == 0.0 && d[1] == 1.0 && d[2] == 0.0 && d[3].is_nan(), "{act:?} {d:?}");
+        assert!(
+            d[0] == 0.0 && d[1] == 1.0 && d[2] == 0.0 && d[3].is_nan(),
+            "{act:?} {d:?}"
+        );
     }
 }
 

@@ -80,10 +80,8 @@ fn forward_and_backward_match_the_cpu() {
             assert_close(&lse, &want_lse, tolerance);
             let run = || backward(&q.gpu, &k.gpu, &v.gpu, &o, &lse, &dout.gpu, &spec, &documents).unwrap();
             let (dq, dk, dv) = run();
-            let (want_dq, want_dk, want_dv) = backward(
-                &q.cpu, &k.cpu, &v.cpu, &want, &want_lse, &dout.cpu, &spec, &documents,
-            )
-            .unwrap();
+            let (want_dq, want_dk, want_dv) =
+                backward(&q.cpu, &k.cpu, &v.cpu, &want, &want_lse, &dout.cpu, &spec, &documents).unwrap();
             assert_gradient(&dq, &want_dq, tolerance);
             assert_gradient(&dk, &want_dk, tolerance);
             assert_gradient(&dv, &want_dv, tolerance);
@@ -136,7 +134,10 @@ fn documents_do_not_see_each_other() {
     for (dtype, _) in KINDS {
         let run = |seed| {
             let rows = |width, s| {
-                let (own, other) = (gpu.random((30, width), dtype, s), gpu.random((20, width), dtype, seed + s));
+                let (own, other) = (
+                    gpu.random((30, width), dtype, s),
+                    gpu.random((20, width), dtype, seed + s),
+                );
                 Tensor::cat(&[&own.gpu, &other.gpu], 0).unwrap()
             };
             let (q, k, v) = (rows(256, 1), rows(128, 2), rows(128, 3));

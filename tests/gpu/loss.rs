@@ -51,7 +51,10 @@ fn compare(h: &Pair, head: &Pair, targets: &[u32], options: &Options, tolerance:
     let got = cross_entropy::token_log_probs(&h.gpu, &head.gpu, targets, cap, chunk).unwrap();
     let want = cross_entropy::token_log_probs(&h.cpu, &head.weight(), targets, cap, chunk).unwrap();
     for (got, want) in got.iter().zip(&want) {
-        assert!((got - want).abs() <= loss_tolerance as f32 * want.abs().max(1.0), "{got} {want}");
+        assert!(
+            (got - want).abs() <= loss_tolerance as f32 * want.abs().max(1.0),
+            "{got} {want}"
+        );
     }
 }
 

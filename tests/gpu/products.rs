@@ -66,7 +66,10 @@ fn linear_matches_the_cpu() {
 fn weights_of_another_type_are_cast() {
     let Some(gpu) = gpu() else { return };
     for (activations, weights) in [(DType::BF16, DType::F32), (DType::F32, DType::BF16)] {
-        let (x, dy) = (gpu.random((33, 64), activations, 1), gpu.random((33, 16), activations, 2));
+        let (x, dy) = (
+            gpu.random((33, 64), activations, 1),
+            gpu.random((33, 16), activations, 2),
+        );
         let (w, b) = (gpu.random((16, 64), weights, 3), gpu.random(16, weights, 4));
         let y = linear::forward(&x.gpu, &w.gpu, Some(&b.gpu)).unwrap();
         assert_eq!(y.dtype(), activations);

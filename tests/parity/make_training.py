@@ -95,6 +95,10 @@ RUNS = {
     "lora_llama": ("llama", "messages", lora("lora")),
     "lora_llama_rslora": ("llama", "messages", lora("rslora")),
     "lora_qwen3_targets": ("qwen3", "text", lora("targets")),
+    # QLoRA: the base as bitsandbytes decodes it from NF4.
+    "qlora_llama_nf4": ("llama", "messages", lora("lora") | {"memory.frozen_weights": "nf4"}),
+    "qlora_qwen3_nf4_single": ("qwen3", "text", lora("targets") | {
+        "memory.frozen_weights": "nf4", "memory.double_quantization": False}),
     "block_layer_ascending": ("llama", "messages", block("layer", "ascending")),
     "block_layer_descending": ("llama", "messages", block("layer", "descending")),
     "block_layer_triples": ("llama", "text", block("layer", "ascending", lr=2e-3, layers_per_block=3)),
@@ -280,12 +284,26 @@ def micro_loss(model, rows, trained):
     return sum(loss_sum(each, label) for each, label in zip(logits, labels)) / trained
 
 
+def through_nf4(model, double):
+    """Puts the projections of the layers through bitsandbytes' NF4 and back."""
+    import bitsandbytes.functional as functional
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".layers." in name and parameter.ndim == 2:
+                codes, state = functional.quantize_4bit(parameter.float().contiguous(), blocksize=64,
+                                                        compress_statistics=double, quant_type="nf4")
+                parameter.copy_(functional.dequantize_4bit(codes, state).reshape(parameter.shape))
+
+
 def train(model_name, data, recipe, dtype, jitter=None):
     """`jitter`, a seed: changes every weight by a rounding error or two before the first step."""
     rows = read_rows(GOLDENS / "data" / f"{data}.jsonl")
     encoder = Encoder(tokenizer_of(model_name))
     rows = [encoder.row(row) for row in rows]
     model = load(model_name, dtype)
+    if recipe.get("memory.frozen_weights") == "nf4":
+        through_nf4(model, recipe.get("memory.double_quantization", True))
     if jitter is not None:
         generator = torch.Generator().manual_seed(jitter)
         with torch.no_grad():

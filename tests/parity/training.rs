@@ -173,6 +173,8 @@ runs!(
     lora_llama,
     lora_llama_rslora,
     lora_qwen3_targets,
+    qlora_llama_nf4,
+    qlora_qwen3_nf4_single,
     block_layer_ascending,
     block_layer_descending,
     block_layer_triples,

@@ -6,11 +6,12 @@ use ft::engine::{self, Active};
 use ft::export;
 use ft::model::Network;
 use ft::ops::tally::Tally;
-use ft::ops::{CpuPath, linear, step};
+use ft::ops::{CpuPath, step};
 use ft::optim::{Optimizer, Schedule};
 use ft::recipe::{self, Dtype, ModelInit, Recipe};
 use ft::run::setup::Described;
 use ft::sft::CausalLm;
+use ft::source::Policy;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -42,7 +43,7 @@ fn open(dir: &Path, adapter: Option<&Path>) -> Network {
     }
     let model = Described::open(dir.to_str().unwrap(), "main", None).unwrap_or_else(|e| panic!("{e}"));
     let mut network = model
-        .load(Dtype::F32, ModelInit::Pretrained, 0, &Device::Cpu)
+        .load(&Policy::dense(Dtype::F32), ModelInit::Pretrained, 0, &Device::Cpu)
         .unwrap_or_else(|e| panic!("{e}"));
     if let Some(adapter) = adapter {
         let (_, adapters) = export::load_adapter(adapter, &model.spec.sites()).unwrap_or_else(|e| panic!("{e}"));
@@ -66,7 +67,7 @@ fn logits_of(network: &Network, batch: &Batch) -> Vec<Vec<f64>> {
     let ctx = network.context(&batch.positions, &batch.documents, None).unwrap();
     let hidden = network.hidden_states(&batch.ids, &ctx).unwrap();
     let head = network.head().unwrap();
-    let mut all = values(&linear::forward(&hidden, &head.weight.tensor, None).unwrap());
+    let mut all = values(&head.logits(&hidden).unwrap());
     if let Some(cap) = head.softcap {
         all.iter_mut().for_each(|x| *x = cap as f64 * (*x / cap as f64).tanh());
     }

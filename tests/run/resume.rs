@@ -7,10 +7,30 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-const METHODS: [(&str, &[&str]); 3] = [
+const METHODS: [(&str, &[&str]); 5] = [
     (
         "block",
         &["tune.method=block", "tune.block.switch_every=4", "model.dtype=bf16"],
+    ),
+    (
+        // What a block learned is on the disk once it retires; the checkpoints know it too.
+        "block from the disk",
+        &[
+            "tune.method=block",
+            "tune.block.partition=module",
+            "tune.block.switch_every=2",
+            "memory.tier=disk",
+            "model.dtype=bf16",
+        ],
+    ),
+    (
+        "block of codes from the disk",
+        &[
+            "tune.method=block",
+            "tune.block.switch_every=3",
+            "memory.tier=disk",
+            "memory.frozen_weights=nf4",
+        ],
     ),
     ("full", &["tune.method=full", "data.packing=true"]),
     (

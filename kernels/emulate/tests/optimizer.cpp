@@ -50,6 +50,7 @@ struct Held {
         e.gradient = p.half_gradient ? (const void*)(half_gradient.data + s) : (const void*)(gradient.data + s);
         e.m = moments ? m.data + s : nullptr;
         e.v = second ? v.data + s : nullptr;
+        e.m_scales = e.v_scales = nullptr;
         e.n = p.n;
         e.first = first;
         e.form = (p.half ? 1 : 0) | (p.half_gradient ? 2 : 0) | (p.shifted ? 0 : 4) | (p.random ? 8 : 0) | p.group << 8;
@@ -96,7 +97,7 @@ static void steps(Rule rule, const float* device_factor, const double* finite, u
     if (rule == SGD || rule == PLAIN_SGD) groups.at[0][2] = 1, groups.at[1][2] = rule == PLAIN_SGD ? 1 : 0;
     launch(
         rule == ADAMW ? adamw_step : rule == LION ? lion_step : rule == SIGN ? sign_step : sgd_step, dim3(shares), dim3(64), 0, seed, (const Entry*)entries.data,
-        (int)entries.n, device_factor, finite, common, groups);
+        (int)entries.n, device_factor, finite, (const Table*)nullptr, common, groups);
     const bool happens = !finite || std::isfinite(*finite);
     const float coefficient = common.coefficient * (device_factor ? *device_factor : 1.0f);
     for (const auto& held : all) {
@@ -135,6 +136,106 @@ static void steps(Rule rule, const float* device_factor, const double* finite, u
     }
 }
 
+/// A sorted table of 256 numbers up to 1, dense near 0; with sign as many below 0.
+static void make(Table& table, bool has_sign) {
+    for (int i = 0; i < 256; i++) {
+        const double x = has_sign ? (i - 127) / 128.0 : i / 255.0;
+        table.values[i] = static_cast<float>(x * x * x);
+    }
+    for (int i = 0; i < 256; i++) table.middles[i] = i < 255 ? (table.values[i] + table.values[i + 1]) / 2 : INFINITY;
+}
+
+static int searched(const Table& table, float x) {
+    int code = 0;
+    while (code < 255 && table.middles[code] < x) code++;
+    return code;
+}
+
+/// Codes and scale of a block, one after another.
+static void encoded(const Table& table, bool has_sign, const float* x, i64 n, unsigned char* codes, float* scale) {
+    float most = 0;
+    for (i64 i = 0; i < n; i++) most = std::fmax(most, std::fabs(x[i]));
+    for (i64 i = 0; i < n; i++) {
+        int code = most == 0 ? 0 : searched(table, x[i] / most);
+        if (!has_sign && code == 0 && x[i] > 0) code = 1;
+        codes[i] = static_cast<unsigned char>(code);
+    }
+    *scale = most;
+}
+
+/// AdamW (or Lion, which has one moment) with eight-bit moments, three steps from zero.
+static void coded_steps(Rule rule, i64 n, bool half, bool shifted, uint64_t seed) {
+    Buffer<Table> tables(2);
+    make(tables[0], true);
+    make(tables[1], false);
+    const i64 blocks = (n + CODED - 1) / CODED;
+    const int s = shifted;
+    Buffer<float> weight(n + 1), gradient(n + 1), m_scales(blocks), v_scales(blocks);
+    Buffer<bf16> high(n + 1);
+    Buffer<unsigned short> low(n + 1);
+    Buffer<unsigned char> m(n), v(n);
+    fill(weight, seed + 1);
+    std::vector<float> w(weight.data + s, weight.data + s + n), scales[2];
+    std::vector<unsigned char> codes[2];
+    for (int k = 0; k < 2; k++) {
+        scales[k].assign(blocks, 0.0f);
+        codes[k].assign(n, 0);
+    }
+    m_scales.fill(0), v_scales.fill(0), m.fill(0), v.fill(0);
+    for (i64 i = 0; i <= n; i++) high[i].bits = upper(weight[i]), low[i] = lower(weight[i]);
+    Buffer<Entry> entries(1);
+    Entry& e = entries[0];
+    e.weight = half ? (void*)(high.data + s) : (void*)(weight.data + s);
+    e.low = half ? low.data + s : nullptr;
+    e.gradient = gradient.data + s;
+    e.m = m.data;
+    e.v = rule == ADAMW ? v.data : nullptr;
+    e.m_scales = m_scales.data;
+    e.v_scales = rule == ADAMW ? v_scales.data : nullptr;
+    e.key = 0, e.n = n, e.first = 0;
+    e.form = (half ? 1 : 0) | (shifted ? 0 : 4);
+    const Common common{0.9f, 0.999f, 1e-8f, 0.5f};
+    Groups groups = {};
+    groups.at[0][0] = 0.999f, groups.at[0][1] = 0.01f, groups.at[0][2] = 0.05f;
+    const float* k = groups.at[0];
+    for (int t = 0; t < 3; t++) {
+        fill(gradient, seed * 10 + t);
+        if (t == 0) gradient[s] = 0;
+        launch(
+            rule == ADAMW ? adamw_step_codes : lion_step_codes, dim3((n + SHARE - 1) / SHARE), dim3(64), 0, seed,
+            (const Entry*)entries.data, 1, (const float*)nullptr, (const double*)nullptr, (const Table*)tables.data,
+            common, groups);
+        for (i64 b = 0; b < blocks; b++) {
+            const i64 from = b * CODED, count = std::min<i64>(CODED, n - from);
+            float x[CODED], y[CODED];
+            for (i64 i = 0; i < count; i++) {
+                x[i] = tables[0].values[codes[0][from + i]] * scales[0][b];
+                y[i] = tables[1].values[codes[1][from + i]] * scales[1][b];
+                float& weight_now = w[from + i];
+                const float g = gradient[s + from + i] * common.coefficient;
+                if (rule == ADAMW) {
+                    x[i] += (g - x[i]) * (1.0f - common.b1);
+                    y[i] = y[i] * common.b2 + g * g * (1.0f - common.b2);
+                    weight_now = weight_now * k[0] - k[1] * (x[i] / (std::sqrt(y[i]) / k[2] + common.eps));
+                } else {
+                    const float direction = sign_of(x[i] * common.b1 + g * (1.0f - common.b1));
+                    x[i] = x[i] * common.b2 + g * (1.0f - common.b2);
+                    weight_now = weight_now * k[0] - k[1] * direction;
+                }
+            }
+            encoded(tables[0], true, x, count, &codes[0][from], &scales[0][b]);
+            if (rule == ADAMW) encoded(tables[1], false, y, count, &codes[1][from], &scales[1][b]);
+        }
+        bool good = true;
+        for (i64 i = 0; i < n; i++) {
+            const float now = half ? master(high[s + i].bits, low[s + i]) : weight[s + i];
+            good &= bits_of(now) == bits_of(w[i]) && m[i] == codes[0][i] && v[i] == codes[1][i];
+        }
+        for (i64 b = 0; b < blocks; b++) good &= m_scales[b] == scales[0][b] && v_scales[b] == scales[1][b];
+        expect(good, "eight-bit moments of " + std::to_string(n) + " elements are not bit-equal");
+    }
+}
+
 int main(int argc, char** argv) {
     for (uint64_t seed : seeds(argc, argv)) {
         Buffer<float> factor(1);
@@ -148,6 +249,12 @@ int main(int argc, char** argv) {
                 squares[0] = bad;
                 steps(rule, nullptr, squares.data, seed);
             }
+        }
+        for (Rule rule : {ADAMW, LION}) {
+            coded_steps(rule, 4096, false, false, seed);
+            coded_steps(rule, SHARE + 300, true, false, seed);
+            coded_steps(rule, 5003, true, true, seed);
+            coded_steps(rule, 1, false, false, seed);
         }
     }
     return verdict();

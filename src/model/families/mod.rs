@@ -213,7 +213,7 @@ fn refuse_unsupported(config: &Config, place: &str) -> Result<()> {
     type Harmless<'a> = &'a dyn Fn(&Value) -> bool;
     let never: Harmless = &|_| false;
     let table: [(&str, Harmless); 24] = [
-        ("quantization_config", never),
+        ("quantization_config", &crate::source::stored::supported),
         ("attention_dropout", &zero),
         ("resid_pdrop", &zero),
         ("embd_pdrop", &zero),

@@ -1,9 +1,18 @@
-//! Cross-entropy on slices, a chunk of trained tokens at a time.
+//! Cross-entropy on slices. The vocabulary is cut into pieces, whether the head is here whole or comes piece by
+//! piece: both make the same products and the same sums, so both give the same bits.
+//!
+//! The sum of the exponentials of a row is made block by block, each with a maximum of its own, and put together
+//! at the end (as in the online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867, but in a fixed order).
 
 use super::math::{LANES, exp, fma, sum_lanes, tanh, vectorized};
 use super::product::{Matrix, Start, product};
 use super::storage::{Values, unwritten};
 use rayon::prelude::*;
+
+/// Rows of the head that are multiplied at a time.
+pub(crate) const PIECE: usize = 4096;
+/// Logits with one maximum; a piece is cut into whole blocks.
+const BLOCK: usize = 2048;
 
 /// What is read. `sizes` are (D, V); `cap` 0 means none.
 pub(crate) struct Job<'a> {
@@ -27,7 +36,152 @@ pub(crate) struct Row {
     pub correct: bool,
 }
 
-/// `trained` are the rows of h that have a target; `each` gets them in order.
+/// The largest logit of a block, and the sum of `e^(logit - largest)`: NaN if a logit is not finite.
+#[derive(Clone, Copy)]
+struct Block {
+    max: f32,
+    sum: f64,
+}
+
+/// What is known of a token's target before all pieces were seen.
+#[derive(Clone, Copy)]
+struct Hit {
+    logit: f32,
+    /// An equal logit stands before it in its block.
+    second: bool,
+}
+
+/// Maximum of a row and the sum of its exponentials.
+#[derive(Clone, Copy)]
+struct End {
+    max: f32,
+    sum: f64,
+}
+
+/// What a group of tokens has gathered from the pieces so far.
+struct Rows {
+    /// `[tokens, blocks of the vocabulary]`
+    blocks: Vec<Block>,
+    hits: Vec<Hit>,
+    ends: Vec<End>,
+    targets: Vec<u32>,
+    cap: f32,
+}
+
+impl Rows {
+    fn new(targets: Vec<u32>, v: usize, cap: f32) -> Self {
+        let block = Block { max: 0.0, sum: 0.0 };
+        let hit = Hit {
+            logit: f32::NAN,
+            second: false,
+        };
+        Self {
+            blocks: vec![block; targets.len() * v.div_ceil(BLOCK)],
+            hits: vec![hit; targets.len()],
+            ends: Vec::new(),
+            targets,
+            cap,
+        }
+    }
+
+    /// Looks at the logits of a piece, `[count, width]`, of the tokens from `start` on: the vocabulary from `first` on.
+    fn survey(&mut self, start: usize, logits: &mut [f32], first: usize, width: usize) {
+        let count = logits.len() / width.max(1);
+        let per = self.blocks.len() / self.hits.len().max(1);
+        let (cap, place) = (self.cap, first / BLOCK);
+        let blocks = &mut self.blocks[start * per..][..count * per];
+        let hits = &mut self.hits[start..][..count];
+        logits
+            .par_chunks_mut(width)
+            .zip(blocks.par_chunks_mut(per))
+            .zip(hits.par_iter_mut().zip(&self.targets[start..][..count]))
+            .for_each(|((row, blocks), (hit, target))| {
+                for (part, block) in row.chunks_mut(BLOCK).zip(&mut blocks[place..]) {
+                    let (max, all_finite) = largest(part, cap);
+                    let sum = if all_finite { sum_exp(part, max) } else { f64::NAN };
+                    *block = Block { max, sum };
+                }
+                if let Some(at) = inside(*target, first, width) {
+                    let logit = row[at];
+                    let second = row[at / BLOCK * BLOCK..at].contains(&logit);
+                    *hit = Hit { logit, second };
+                }
+            });
+    }
+
+    /// The result of every token, when all pieces were seen.
+    fn finish(&mut self) -> Vec<Row> {
+        let per = (self.blocks.len() / self.hits.len().max(1)).max(1);
+        let rows: Vec<(Row, End)> = self
+            .blocks
+            .par_chunks(per)
+            .zip(self.hits.par_iter().zip(&self.targets))
+            .map(|(blocks, (hit, target))| row(blocks, *hit, *target as usize))
+            .collect();
+        let (rows, ends) = rows.into_iter().unzip();
+        self.ends = ends;
+        rows
+    }
+
+    /// Turns the logits of a piece into their gradients times `scale`.
+    fn turn(&self, start: usize, logits: &mut [f32], first: usize, width: usize, scale: f32) {
+        let cap = self.cap;
+        let tokens = self.hits[start..]
+            .par_iter()
+            .zip(&self.ends[start..])
+            .zip(&self.targets[start..]);
+        logits
+            .par_chunks_mut(width)
+            .zip(tokens)
+            .for_each(|(row, ((hit, end), target))| {
+                gradient(row, end.max, scale / end.sum as f32, cap);
+                if let Some(at) = inside(*target, first, width) {
+                    let slope = if cap == 0.0 {
+                        1.0
+                    } else {
+                        1.0 - (hit.logit / cap) * (hit.logit / cap)
+                    };
+                    row[at] -= scale * slope;
+                }
+            });
+    }
+}
+
+/// Place of a target in a piece.
+fn inside(target: u32, first: usize, width: usize) -> Option<usize> {
+    (target as usize).checked_sub(first).filter(|at| *at < width)
+}
+
+/// First row and number of rows of each piece.
+fn pieces(v: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..v).step_by(PIECE).map(move |first| (first, PIECE.min(v - first)))
+}
+
+/// `logits [count, width] = h [count, D] · headᵀ`
+fn multiply(h: &[f32], head: Values<'_>, (count, width, d): (usize, usize, usize), logits: &mut [f32]) {
+    product(
+        (count, width, d),
+        logits,
+        Start::Zero,
+        Matrix::vectors(Values::F32(h), d),
+        Matrix::vectors(head, d),
+        head.rounding(),
+    );
+}
+
+/// `dh [count, D] (+)= dlogits [count, width] · head [width, D]`, from zero with the first piece.
+fn back(dlogits: &[f32], head: Values<'_>, (count, width, d): (usize, usize, usize), first: usize, dh: &mut [f32]) {
+    product(
+        (count, d, width),
+        dh,
+        if first == 0 { Start::Zero } else { Start::C },
+        Matrix::vectors(Values::F32(dlogits), width),
+        Matrix::steps(head, d),
+        head.rounding(),
+    );
+}
+
+/// A head that is here whole. `trained` are the rows of h that have a target; `each` gets them in order.
 pub(crate) fn run(
     job: &Job<'_>,
     trained: &[usize],
@@ -42,55 +196,47 @@ pub(crate) fn run(
     }
     let mut logits = unwritten(chunk * v);
     let mut gathered = unwritten(chunk * d);
-    let scale = gradients.as_ref().map(|g| g.scale);
     for tokens in trained.chunks(chunk) {
         let count = tokens.len();
-        let (logits, gathered) = (&mut logits[..count * v], &mut gathered[..count * d]);
+        let gathered = &mut gathered[..count * d];
         for (row, n) in gathered.chunks_exact_mut(d).zip(tokens) {
             row.copy_from_slice(&job.h[n * d..][..d]);
         }
-        let rounding = job.head.rounding();
-        product(
-            (count, v, d),
-            logits,
-            Start::Zero,
-            Matrix::vectors(Values::F32(gathered), d),
-            Matrix::vectors(job.head, d),
-            rounding,
-        );
-        let rows: Vec<Row> = logits
-            .par_chunks_mut(v)
-            .zip(tokens)
-            .map(|(logits, n)| row(logits, job.targets[*n] as usize, job.cap, scale))
-            .collect();
-        for (n, row) in tokens.iter().zip(&rows) {
+        let targets = tokens.iter().map(|n| job.targets[*n]).collect();
+        let mut rows = Rows::new(targets, v, job.cap);
+        for (first, width) in pieces(v) {
+            let logits = &mut logits[count * first..][..count * width];
+            let head = job.head.part(first * d, width * d);
+            multiply(gathered, head, (count, width, d), logits);
+            rows.survey(0, logits, first, width);
+        }
+        for (n, row) in tokens.iter().zip(&rows.finish()) {
             each(*n, row);
         }
         let Some(gradients) = gradients.as_deref_mut() else {
             continue;
         };
-        if let Some(dw) = &mut gradients.dw {
-            let (dlogits, h) = (Values::F32(logits), Values::F32(gathered));
-            product(
-                (v, d, count),
-                dw,
-                Start::C,
-                Matrix::steps(dlogits, v),
-                Matrix::steps(h, d),
-                rounding,
-            );
+        for (first, width) in pieces(v) {
+            let logits = &mut logits[count * first..][..count * width];
+            rows.turn(0, logits, first, width, gradients.scale);
+            if let Some(dw) = &mut gradients.dw {
+                product(
+                    (width, d, count),
+                    &mut dw[first * d..][..width * d],
+                    Start::C,
+                    Matrix::steps(Values::F32(logits), width),
+                    Matrix::steps(Values::F32(gathered), d),
+                    job.head.rounding(),
+                );
+            }
         }
         if let Some(dh) = &mut gradients.dh {
             // The gathered rows are not needed any more.
-            let dlogits = Matrix::vectors(Values::F32(logits), v);
-            product(
-                (count, d, v),
-                gathered,
-                Start::Zero,
-                dlogits,
-                Matrix::steps(job.head, d),
-                rounding,
-            );
+            for (first, width) in pieces(v) {
+                let logits = &logits[count * first..][..count * width];
+                let head = job.head.part(first * d, width * d);
+                back(logits, head, (count, width, d), first, gathered);
+            }
             for (row, n) in gathered.chunks_exact(d).zip(tokens) {
                 dh[n * d..][..d].copy_from_slice(row);
             }
@@ -98,26 +244,106 @@ pub(crate) fn run(
     }
 }
 
-/// Loss of one row; with a scale the logits become their gradients.
-fn row(logits: &mut [f32], target: usize, cap: f32, scale: Option<f32>) -> Row {
-    let (max, all_finite) = largest(logits, cap);
-    let sum = sum_exp(logits, max);
-    let loss = if all_finite {
-        (max as f64 - logits[target] as f64) + sum.ln()
-    } else {
-        f64::NAN
-    };
-    let correct = logits[target] == max && !logits[..target].contains(&max);
-    if let Some(scale) = scale {
-        let slope = if cap == 0.0 {
-            1.0
-        } else {
-            1.0 - (logits[target] / cap) * (logits[target] / cap)
-        };
-        gradient(logits, max, scale / sum as f32, cap);
-        logits[target] -= scale * slope;
+/// A head that comes in parts of whole pieces, twice: first `survey` of all parts in order, `finish`, then, where
+/// the gradient is wanted, `turn` of all parts in order.
+pub(crate) struct Streamed {
+    /// `[trained, D]`
+    h: Vec<f32>,
+    /// `[trained, D]`
+    dh: Vec<f32>,
+    rows: Rows,
+    logits: Vec<f32>,
+    chunk: usize,
+    d: usize,
+}
+
+impl Streamed {
+    /// Tokens `trained` of `h`, `chunk` at a time; `sizes` are (D, V).
+    pub fn new(h: &[f32], targets: &[u32], trained: &[usize], sizes: (usize, usize), cap: f32, chunk: usize) -> Self {
+        let (d, v) = sizes;
+        let chunk = chunk.min(trained.len()).max(1);
+        let mut gathered = unwritten(trained.len() * d);
+        for (row, n) in gathered.chunks_exact_mut(d.max(1)).zip(trained) {
+            row.copy_from_slice(&h[n * d..][..d]);
+        }
+        let targets = trained.iter().map(|n| targets[*n]).collect();
+        Self {
+            h: gathered,
+            dh: Vec::new(),
+            rows: Rows::new(targets, v, cap),
+            logits: unwritten(chunk * PIECE.min(v)),
+            chunk,
+            d,
+        }
     }
-    Row { loss, correct }
+
+    /// Rows `head` of the head from row `first` on.
+    pub fn survey(&mut self, head: Values<'_>, first: usize) {
+        let (d, all) = (self.d, self.rows.hits.len());
+        for (at, width) in pieces(head.len() / d.max(1)) {
+            let head = head.part(at * d, width * d);
+            for start in (0..all).step_by(self.chunk) {
+                let count = self.chunk.min(all - start);
+                let logits = &mut self.logits[..count * width];
+                multiply(&self.h[start * d..][..count * d], head, (count, width, d), logits);
+                self.rows.survey(start, logits, first + at, width);
+            }
+        }
+    }
+
+    /// The result of every trained token.
+    pub fn finish(&mut self) -> Vec<Row> {
+        self.rows.finish()
+    }
+
+    /// As `survey`: adds the rows' part to the gradient of the hidden states.
+    pub fn turn(&mut self, head: Values<'_>, first: usize, scale: f32) {
+        let (d, all) = (self.d, self.rows.hits.len());
+        if self.dh.is_empty() {
+            self.dh = unwritten(all * d);
+        }
+        for (at, width) in pieces(head.len() / d.max(1)) {
+            let head = head.part(at * d, width * d);
+            for start in (0..all).step_by(self.chunk) {
+                let count = self.chunk.min(all - start);
+                let logits = &mut self.logits[..count * width];
+                multiply(&self.h[start * d..][..count * d], head, (count, width, d), logits);
+                // The cap goes on again, as when they were first looked at.
+                if self.rows.cap != 0.0 {
+                    logits.par_chunks_mut(width).for_each(|row| {
+                        row.chunks_mut(BLOCK).for_each(|part| {
+                            largest(part, self.rows.cap);
+                        })
+                    });
+                }
+                self.rows.turn(start, logits, first + at, width, scale);
+                back(
+                    logits,
+                    head,
+                    (count, width, d),
+                    first + at,
+                    &mut self.dh[start * d..][..count * d],
+                );
+            }
+        }
+    }
+
+    /// `[trained, D]`, after `turn`.
+    pub fn gradient(&self) -> &[f32] {
+        &self.dh
+    }
+}
+
+/// Puts the blocks of a row together.
+fn row(blocks: &[Block], hit: Hit, target: usize) -> (Row, End) {
+    let max = blocks
+        .iter()
+        .fold(f32::NEG_INFINITY, |m, b| if b.max > m { b.max } else { m });
+    let sum: f64 = blocks.iter().map(|b| b.sum * ((b.max - max) as f64).exp()).sum();
+    let before = &blocks[..target / BLOCK];
+    let correct = hit.logit == max && !hit.second && before.iter().all(|b| b.max < max);
+    let loss = (max as f64 - hit.logit as f64) + sum.ln();
+    (Row { loss, correct }, End { max, sum })
 }
 
 /// Caps the logits if `cap` is not 0; gives the largest, and whether all were finite before.

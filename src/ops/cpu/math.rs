@@ -109,7 +109,12 @@ pub(crate) fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
 
 #[inline(always)]
 pub(crate) fn dot<const FMA: bool>(a: &[f32], b: &[f32]) -> f32 {
-    let mut lanes = [0f32; LANES];
+    sum_lanes(dot_lanes::<FMA>([0f32; LANES], a, b))
+}
+
+/// Adds the products to the lanes. A dot product may be cut at multiples of `LANES`: the bits stay the same.
+#[inline(always)]
+pub(crate) fn dot_lanes<const FMA: bool>(mut lanes: [f32; LANES], a: &[f32], b: &[f32]) -> [f32; LANES] {
     let (a_blocks, a_rest) = a.as_chunks::<LANES>();
     let (b_blocks, b_rest) = b.as_chunks::<LANES>();
     for (a, b) in a_blocks.iter().zip(b_blocks) {
@@ -120,7 +125,7 @@ pub(crate) fn dot<const FMA: bool>(a: &[f32], b: &[f32]) -> f32 {
     for (i, (a, b)) in a_rest.iter().zip(b_rest).enumerate() {
         lanes[i] = fma::<FMA>(*a, *b, lanes[i]);
     }
-    sum_lanes(lanes)
+    lanes
 }
 
 #[inline(always)]

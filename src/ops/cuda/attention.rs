@@ -3,13 +3,13 @@
 //! bf16 runs on the tensor cores where the head size is a multiple of 8 up to 256; other bf16 heads and f32 run on the
 //! plain f32 kernels, with heads of up to 256. Shapes and letters as in `ops::attention`.
 
-use super::tiles::{self, Documents, Join, Tile};
 use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned, elementwise, narrow};
 use crate::base::{Error, Result};
 use crate::ops::attention::Spec;
+use crate::ops::tiles::{Documents, Join, Tile, Tiles};
+use candle_core::cuda::DeviceId;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::cuda::cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as MOST_SHARED;
-use candle_core::cuda::DeviceId;
 use candle_core::{DType, Tensor};
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -233,7 +233,10 @@ fn decode(gpu: &Gpu, inputs: [Arg; 3], outputs: [Arg; 2], spec: &Spec, documents
     let heads = spec.heads / pack;
     let tiles = documents.query_tiles(ROWS, pack);
     let all_keys: usize = tiles.0.iter().map(|t| t.high - t.low).sum();
-    let keys = (all_keys * heads).div_ceil(ENOUGH_BLOCKS).max(SPLIT).next_multiple_of(ROWS);
+    let keys = (all_keys * heads)
+        .div_ceil(ENOUGH_BLOCKS)
+        .max(SPLIT)
+        .next_multiple_of(ROWS);
     let (tiles, joins, slots) = tiles.split(keys);
     let (_tiles, tiles, count) = tiles.upload(gpu)?;
     let joins_list = upload(gpu, joins.iter().map(Join::numbers))?;
@@ -260,7 +263,7 @@ fn decode(gpu: &Gpu, inputs: [Arg; 3], outputs: [Arg; 2], spec: &Spec, documents
     unsafe { launch(gpu, FORWARD, "attention_join", grid, &args, &form) }
 }
 
-impl tiles::Tiles {
+impl Tiles {
     /// The list on the device, its address and its length.
     fn upload(&self, gpu: &Gpu) -> Result<(Tensor, u64, usize)> {
         let list = upload(gpu, self.0.iter().map(Tile::numbers))?;
@@ -333,7 +336,14 @@ pub(crate) fn backward(
         Arg::small(spec.head_dim, "an attention head")?,
     ];
     // SAFETY: o and dout have n·H rows of E elements, delta one number for each.
-    unsafe { gpu.launch(module, delta_name, Grid::line((n * spec.heads).div_ceil(4), THREADS), &args)? };
+    unsafe {
+        gpu.launch(
+            module,
+            delta_name,
+            Grid::line((n * spec.heads).div_ceil(4), THREADS),
+            &args,
+        )?
+    };
 
     if kind == Kind::F32 {
         let (size, rows) = plain(spec)?;
@@ -344,12 +354,30 @@ pub(crate) fn backward(
         let args = [&read[..], &[to_dq, Arg::Address(tiles)]].concat();
         let name = format!("attention_f32_queries_{size}");
         // SAFETY: the tiles lie inside the tensors, whose shapes were checked.
-        unsafe { launch(&gpu, PLAIN, &name, grid(count * spec.heads, threads, shared), &args, &form)? };
+        unsafe {
+            launch(
+                &gpu,
+                PLAIN,
+                &name,
+                grid(count * spec.heads, threads, shared),
+                &args,
+                &form,
+            )?
+        };
         let (_keys, tiles, count) = documents.key_tiles(rows).upload(&gpu)?;
         let args = [&read[..], &to_dkv[..], &[Arg::Address(tiles)]].concat();
         let name = format!("attention_f32_keys_{size}");
         // SAFETY: as above.
-        unsafe { launch(&gpu, PLAIN, &name, grid(count * spec.kv_heads, threads, shared), &args, &form)? };
+        unsafe {
+            launch(
+                &gpu,
+                PLAIN,
+                &name,
+                grid(count * spec.kv_heads, threads, shared),
+                &args,
+                &form,
+            )?
+        };
         return Ok((dq, dk, dv));
     }
 
@@ -360,7 +388,16 @@ pub(crate) fn backward(
     let name = format!("attention_queries_{}", compiled.size);
     let form = Form::new(spec, 1, 1)?;
     // SAFETY: as above.
-    unsafe { launch(&gpu, BACKWARD, &name, grid(count * spec.heads, THREADS, shared), &args, &form)? };
+    unsafe {
+        launch(
+            &gpu,
+            BACKWARD,
+            &name,
+            grid(count * spec.heads, THREADS, shared),
+            &args,
+            &form,
+        )?
+    };
 
     let (_keys, tiles, count) = documents.key_tiles(ROWS).upload(&gpu)?;
     let group = spec.heads / spec.kv_heads;
@@ -395,13 +432,29 @@ pub(crate) fn backward(
     let name = format!("attention_keys_{}", compiled.size);
     let form = Form::new(spec, 1, parts)?;
     // SAFETY: as above; with several parts each has its own [n, K·E] of the partial sums.
-    unsafe { launch(&gpu, BACKWARD, &name, grid(blocks * parts, THREADS, shared), &args, &form)? };
+    unsafe {
+        launch(
+            &gpu,
+            BACKWARD,
+            &name,
+            grid(blocks * parts, THREADS, shared),
+            &args,
+            &form,
+        )?
+    };
     if parts > 1 {
         for (to, from) in to_dkv.into_iter().zip(places) {
             let count = [Arg::size(n * width), Arg::small(parts, "the number of heads")?];
             let args = [to, Arg::Address(from), count[0], count[1]];
             // SAFETY: `parts` times n·K·E sums, n·K·E results.
-            unsafe { gpu.launch(BACKWARD, "attention_sum_parts", Grid::line((n * width).div_ceil(256), 256), &args)? };
+            unsafe {
+                gpu.launch(
+                    BACKWARD,
+                    "attention_sum_parts",
+                    Grid::line((n * width).div_ceil(256), 256),
+                    &args,
+                )?
+            };
         }
     }
     Ok((dq, dk, dv))

@@ -65,6 +65,13 @@ pub(crate) fn sums(
         Arg::size(columns),
     ];
     // SAFETY: as above, sum is [columns].
-    unsafe { gpu.launch("columns", "column_totals", Grid::line(columns.div_ceil(128), 128), &args)? };
+    unsafe {
+        gpu.launch(
+            "columns",
+            "column_totals",
+            Grid::line(columns.div_ceil(128), 128),
+            &args,
+        )?
+    };
     Ok(sum)
 }

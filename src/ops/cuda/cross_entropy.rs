@@ -98,7 +98,14 @@ pub(crate) fn run(job: &Job, wanted: Option<Wanted>) -> Result<(Option<Tensor>, 
             }
         };
         let hidden = Matrix::new(hidden, kind, d);
-        buffers.losses(hidden, head, row_numbers, numbers + 4 * (trained + start) as u64, job, wanted)?;
+        buffers.losses(
+            hidden,
+            head,
+            row_numbers,
+            numbers + 4 * (trained + start) as u64,
+            job,
+            wanted,
+        )?;
         let dlogits = buffers.gradients();
         if let Some(dw) = dw_place {
             let dw = Matrix::new(dw, Kind::F32, d);
@@ -164,7 +171,10 @@ impl Buffers<'_> {
             Arg::F32(wanted.map_or(0.0, |w| w.scale)),
         ];
         // SAFETY: `count` rows of logits, targets below V (checked by the caller), losses and hits.
-        unsafe { self.gpu.launch("cross_entropy", kernel, Grid::line(count, threads), &args)? };
+        unsafe {
+            self.gpu
+                .launch("cross_entropy", kernel, Grid::line(count, threads), &args)?
+        };
         let each = match job.each {
             Some(each) => address_of(each, "log-probabilities", DType::F32)?,
             None => 0,
@@ -181,7 +191,10 @@ impl Buffers<'_> {
             Arg::Address(each),
         ];
         // SAFETY: as above; `each` has an element for each row of h.
-        unsafe { self.gpu.launch("cross_entropy", "cross_entropy_totals", Grid::line(1, 256), &args) }
+        unsafe {
+            self.gpu
+                .launch("cross_entropy", "cross_entropy_totals", Grid::line(1, 256), &args)
+        }
     }
 
     /// The gradient of the logits, which lies in their place; bf16 fills the first half of each row.

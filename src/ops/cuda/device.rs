@@ -118,7 +118,9 @@ fn describe(ordinal: usize) -> Result<Gpu> {
     let (free, total) = context.mem_get_info().map_err(driver("asking for free memory"))?;
     Ok(Gpu {
         name: context.name().map_err(driver("asking for the GPU's name"))?,
-        compute: context.compute_capability().map_err(driver("asking what the GPU can do"))?,
+        compute: context
+            .compute_capability()
+            .map_err(driver("asking what the GPU can do"))?,
         total: total as u64,
         free: free as u64,
         driver: driver_version,

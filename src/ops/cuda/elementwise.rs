@@ -79,7 +79,14 @@ pub(crate) fn scale_assign(t: &Tensor, factor: f32) -> Result<()> {
     let [count, packs] = counts(n, kind.pack(), &[place]);
     let args = [Arg::Address(place), Arg::F32(factor), count, packs];
     // SAFETY: t has n elements of this type.
-    unsafe { gpu.launch("elementwise", &format!("scale_{}", kind.name()), grid(n, kind.pack()), &args) }
+    unsafe {
+        gpu.launch(
+            "elementwise",
+            &format!("scale_{}", kind.name()),
+            grid(n, kind.pack()),
+            &args,
+        )
+    }
 }
 
 /// Zeroes the elements of `t` whose random number lies below `p` and multiplies the others by `keep`.
@@ -100,5 +107,12 @@ pub(crate) fn dropout_assign(t: &Tensor, key: u64, p: f32, keep: f32) -> Result<
         packs,
     ];
     // SAFETY: t has n elements of this type.
-    unsafe { gpu.launch("elementwise", &format!("dropout_{}", kind.name()), grid(n, kind.pack()), &args) }
+    unsafe {
+        gpu.launch(
+            "elementwise",
+            &format!("dropout_{}", kind.name()),
+            grid(n, kind.pack()),
+            &args,
+        )
+    }
 }

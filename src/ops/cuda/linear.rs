@@ -71,7 +71,11 @@ fn forward_into(
 }
 
 /// `(N, I, O)`: `dy·w`, of the type of dy.
-pub(crate) fn backward_input(dy: &Tensor, w: &Tensor, (rows, inputs, outputs): (usize, usize, usize)) -> Result<Tensor> {
+pub(crate) fn backward_input(
+    dy: &Tensor,
+    w: &Tensor,
+    (rows, inputs, outputs): (usize, usize, usize),
+) -> Result<Tensor> {
     let gpu = Gpu::of(dy, "dy of a linear")?;
     let dtype = Kind::of(dy, "dy of a linear")?.dtype();
     if outputs == 0 {

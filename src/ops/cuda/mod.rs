@@ -8,7 +8,7 @@
 use crate::base::{Error, Result};
 use candle_core::cuda::cudarc::driver::{CudaFunction, CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg};
 use candle_core::cuda::cudarc::nvrtc::Ptx;
-use candle_core::cuda::{CudaStorageSlice, DeviceId, WrapErr};
+use candle_core::cuda::{CudaStorageSlice, DeviceId};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Shape, Storage, Tensor};
 use half::bf16;
@@ -25,11 +25,11 @@ pub(crate) mod gemm;
 pub(crate) mod glu;
 pub(crate) mod linear;
 pub(crate) mod memory;
+pub(crate) mod part;
 pub(crate) mod reduce;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod step;
-mod tiles;
 
 /// Element type of an activation or weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -154,7 +154,9 @@ impl Gpu {
     pub fn of(t: &Tensor, name: &str) -> Result<Self> {
         match t.device() {
             Device::Cuda(device) => Ok(Self { device: device.clone() }),
-            _ => Err(Error::new(format!("{name} does not lie on the GPU")).found(format!("{:?}", t.device().location()))),
+            _ => {
+                Err(Error::new(format!("{name} does not lie on the GPU")).found(format!("{:?}", t.device().location())))
+            }
         }
     }
 

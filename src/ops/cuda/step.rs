@@ -4,9 +4,10 @@ use super::memory::write;
 use super::reduce::Shares;
 use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
 use crate::base::{Error, Result};
+use crate::ops::cpu::step::code::{SIGNED, UNSIGNED};
 use crate::ops::cpu::step::rules::Adamw;
 use crate::ops::master;
-use crate::ops::step::{Gate, Item, Moment, Precision, Rule};
+use crate::ops::step::{BLOCK, Gate, Item, Moment, Precision, Rule};
 use candle_core::cuda::DeviceId;
 use candle_core::{DType, Tensor};
 use half::bf16;
@@ -51,6 +52,18 @@ fn plan(rule: Rule) -> Result<(&'static str, [f32; 3], (bool, bool))> {
 
 /// Updates the parameters in place.
 pub(crate) fn run(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> Result<()> {
+    // Eight-bit states have kernels of their own.
+    let (coded, plain): (Vec<Item>, Vec<Item>) = items.iter().copied().partition(is_coded);
+    run_alike(rule, &plain, coefficient, gate)?;
+    run_alike(rule, &coded, coefficient, gate)
+}
+
+fn is_coded(item: &Item) -> bool {
+    matches!(item.first, Some(Moment::Int8 { .. }))
+}
+
+/// Parameters that all have eight-bit states, or all none.
+fn run_alike(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> Result<()> {
     let mut rest = items;
     while let Some(first) = rest.first() {
         // As many as share at most GROUPS triples of numbers.
@@ -64,7 +77,14 @@ pub(crate) fn run(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> R
             known || groups.last() == Some(&own)
         });
         let (now, later) = rest.split_at(fits.count().max(1));
-        launch(&Gpu::of(first.weight, "a weight")?, rule, now, &groups, coefficient, gate)?;
+        launch(
+            &Gpu::of(first.weight, "a weight")?,
+            rule,
+            now,
+            &groups,
+            coefficient,
+            gate,
+        )?;
         rest = later;
     }
     Ok(())
@@ -73,7 +93,7 @@ pub(crate) fn run(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> R
 fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficient: f32, gate: Gate) -> Result<()> {
     let (kernel, [b1, b2, eps], moments) = plan(rule)?;
     let mut shares = Shares::default();
-    let mut table = Vec::with_capacity(64 * items.len());
+    let mut table = Vec::with_capacity(80 * items.len());
     let mut count = 0;
     for item in items.iter().filter(|item| item.weight.elem_count() > 0) {
         let own = numbers(rule, item);
@@ -86,40 +106,47 @@ fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficien
     let common = [b1, b2, eps, coefficient];
     let mut numbers = [[0f32; 3]; GROUPS];
     numbers[..groups.len()].copy_from_slice(groups);
+    let (kernel, tables) = match items.iter().any(is_coded) {
+        true => (format!("{kernel}_codes"), code_tables(gpu)?),
+        false => (kernel.to_string(), 0),
+    };
     with_table(gpu, table, |table| {
         let args = [
             Arg::Address(table),
             Arg::small(count, "a list of parameters")?,
             Arg::Address(scalar(gate.coefficient, DType::F32)?),
             Arg::Address(scalar(gate.finite, DType::F64)?),
+            Arg::Address(tables),
             Arg::Four(common),
         ];
         let grid = Grid::line(shares.count(), 256);
         // SAFETY: the table describes tensors of these sizes, which live until the launch is queued.
-        unsafe { gpu.launch_with("optimizer", kernel, grid, &args, Some(&numbers)) }
+        unsafe { gpu.launch_with("optimizer", &kernel, grid, &args, Some(&numbers)) }
     })
 }
 
 /// Adds one `Entry` of the kernel to the table.
-fn entry(
-    item: &Item,
-    moments: (bool, bool),
-    group: usize,
-    shares: &mut Shares,
-    table: &mut Vec<u8>,
-) -> Result<()> {
+fn entry(item: &Item, moments: (bool, bool), group: usize, shares: &mut Shares, table: &mut Vec<u8>) -> Result<()> {
     let n = item.weight.elem_count();
     let wrong = |what: &str| Error::new(format!("an optimizer step was given {what}"));
     let sized = |t: &Tensor, name: &str| match t.elem_count() == n {
         true => address(t, name),
         false => Err(wrong("tensors of different sizes").found(t.elem_count()).expected(n)),
     };
+    // Address of the moment, and of its scales where it is coded.
     let state = |moment: Option<&Moment>, name: &str| match moment {
-        None => Ok(0),
-        Some(Moment::F32(t)) => sized(t, name).and_then(|_| address_of(t, name, DType::F32)),
-        Some(Moment::Int8 { .. }) => Err(Error::new("eight-bit optimizer states are not built for the GPU")
-            .at("optimizer.state")
-            .hint("set `optimizer.state = \"f32\"`")),
+        None => Ok((0, 0)),
+        Some(Moment::F32(t)) => sized(t, name)
+            .and_then(|_| address_of(t, name, DType::F32))
+            .map(|t| (t, 0)),
+        Some(Moment::Int8 { codes, scales }) if scales.elem_count() == n.div_ceil(BLOCK) => sized(codes, name)
+            .and_then(|_| {
+                Ok((
+                    address_of(codes, name, DType::U8)?,
+                    address_of(scales, name, DType::F32)?,
+                ))
+            }),
+        Some(Moment::Int8 { scales, .. }) => Err(wrong("scales of another tensor").found(scales.elem_count())),
     };
     let kind = Kind::of(item.weight, "a weight")?;
     let (low, key, random) = match item.precision {
@@ -138,12 +165,20 @@ fn entry(
             .and_then(|_| address_of(low, "the lower half of a weight", DType::I16))?,
         None => 0,
     };
+    let (first, first_scales) = state(item.first, "a first moment")?;
+    let (second, second_scales) = state(item.second, "a second moment")?;
+    let coded = is_coded(item);
+    if (first_scales != 0) != coded || (second_scales != 0) != (coded && second != 0) {
+        return Err(wrong("moments of different types"));
+    }
     let places = [
         sized(item.weight, "a weight")?,
         low,
         sized(item.gradient, "a gradient")?,
-        state(item.first, "a first moment")?,
-        state(item.second, "a second moment")?,
+        first,
+        second,
+        first_scales,
+        second_scales,
     ];
     let form = (kind == Kind::Bf16) as u32
         | ((Kind::of(item.gradient, "a gradient")? == Kind::Bf16) as u32) << 1
@@ -176,6 +211,29 @@ fn with_table(gpu: &Gpu, table: Vec<u8>, f: impl FnOnce(u64) -> Result<()>) -> R
     match kept.get(&id) {
         Some((_, there)) => f(address(there, "a table of parameters")?),
         None => Err(Error::new("the table of parameters is lost")),
+    }
+}
+
+/// Values and middles of the code with sign, then of that without: `Table[2]` of the kernel, made once for a device.
+fn code_tables(gpu: &Gpu) -> Result<u64> {
+    static KEPT: OnceLock<Mutex<HashMap<DeviceId, Tensor>>> = OnceLock::new();
+    let mut kept = KEPT
+        .get_or_init(Mutex::default)
+        .lock()
+        .map_err(|_| Error::new("the table of codes was left locked"))?;
+    let id = gpu.device().id();
+    if !kept.contains_key(&id) {
+        let numbers: Vec<f32> = [&*SIGNED, &*UNSIGNED]
+            .into_iter()
+            .flat_map(|code| code.values.into_iter().chain(code.middles))
+            .collect();
+        let there = gpu.empty(numbers.len(), DType::F32)?;
+        write(&there, "a table of codes", DType::F32, &numbers)?;
+        kept.insert(id, there);
+    }
+    match kept.get(&id) {
+        Some(there) => address(there, "a table of codes"),
+        None => Err(Error::new("the table of codes is lost")),
     }
 }
 

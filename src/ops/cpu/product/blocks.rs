@@ -4,12 +4,11 @@
 //! second-level cache: a panel of A (in the first-level cache) meets every panel of the part, so that C is written
 //! along its rows.
 
-use super::super::storage::Values;
 use super::super::with_scratch;
 use super::fma::{self, From, Kernel, Tile};
 use super::grid::{grid, part};
 use super::pack::{self, Panel};
-use super::{Job, Start};
+use super::{Job, Operand, Start};
 use rayon::prelude::*;
 
 /// Steps of k in a chunk at most: a panel of A stays in the first-level cache.
@@ -65,15 +64,19 @@ fn block(job: &Job, width: Width, (r0, rows): (usize, usize), (c0, columns): (us
     let longest = (k.div_ceil(chunks) + 8).min(k);
     let part_columns =
         (PART / longest / tile_columns * tile_columns).clamp(tile_columns, columns.next_multiple_of(tile_columns));
-    let direct = columns <= FEW_COLUMNS && matches!(job.a.values, Values::F32(_));
+    let direct = columns <= FEW_COLUMNS && matches!(job.a.values, Operand::F32(_));
     let packed_a = if direct {
         0
     } else {
         (rows * longest).next_multiple_of(16)
     };
     let panels = rows.div_ceil(tile_rows);
-    with_scratch(packed_a + part_columns * longest, |scratch| {
-        let (a, b) = scratch.split_at_mut(packed_a);
+    let packed_b = part_columns * longest;
+    // One panel of codes is decoded at a time.
+    let spare = if job.b.is_coded() { tile_columns * longest } else { 0 };
+    with_scratch(packed_a + packed_b + spare, |scratch| {
+        let (a, rest) = scratch.split_at_mut(packed_a);
+        let (b, spare) = rest.split_at_mut(packed_b);
         for chunk in 0..chunks {
             let steps = part(k, chunks, chunk, 8);
             if !direct {
@@ -85,17 +88,28 @@ fn block(job: &Job, width: Width, (r0, rows): (usize, usize), (c0, columns): (us
                         width: count,
                     }
                 });
-                pack::panels(&job.a, r0, steps, rows, width.is_wide(), a);
+                pack::panels(&job.a, r0, steps, rows, width.is_wide(), a, &mut []);
             }
             for c in (0..columns).step_by(part_columns) {
                 let columns = (c0 + c, part_columns.min(columns - c));
-                sweep(job, width, (r0, rows), columns, steps, (!direct).then_some(&*a), b);
+                sweep(
+                    job,
+                    width,
+                    (r0, rows),
+                    columns,
+                    steps,
+                    (!direct).then_some(&*a),
+                    b,
+                    spare,
+                );
             }
         }
     });
 }
 
-/// Packs a part of B and meets it with all rows of the block; `a` is packed, or A is read where it lies.
+/// Packs a part of B and meets it with all rows of the block; `a` is packed, or A is read where it lies; `spare` takes
+/// decoded codes.
+#[allow(clippy::too_many_arguments)]
 fn sweep(
     job: &Job,
     width: Width,
@@ -104,6 +118,7 @@ fn sweep(
     (k0, k): (usize, usize),
     a: Option<&[f32]>,
     b: &mut [f32],
+    spare: &mut [f32],
 ) {
     let n = job.sizes.1;
     let (tile_rows, tile_columns, lanes) = width.tile();
@@ -115,15 +130,15 @@ fn sweep(
             width: count.next_multiple_of(lanes),
         }
     });
-    pack::panels(&job.b, c0, (k0, k), parts, width.is_wide(), b);
+    pack::panels(&job.b, c0, (k0, k), parts, width.is_wide(), b, spare);
     let panels = rows.div_ceil(tile_rows);
     for p in 0..panels {
         let (r, count) = part(rows, panels, p, 1);
         let (a, a_row, a_k) = match (a, job.a.values) {
             (Some(a), _) => (a[r * k..].as_ptr(), 1, count),
-            (None, Values::F32(v)) if job.a.along_k => (v[(r0 + r) * job.a.stride + k0..].as_ptr(), job.a.stride, 1),
-            (None, Values::F32(v)) => (v[k0 * job.a.stride + r0 + r..].as_ptr(), 1, job.a.stride),
-            (None, Values::Bf16(_)) => unreachable!("a bf16 operand is always packed"),
+            (None, Operand::F32(v)) if job.a.along_k => (v[(r0 + r) * job.a.stride + k0..].as_ptr(), job.a.stride, 1),
+            (None, Operand::F32(v)) => (v[k0 * job.a.stride + r0 + r..].as_ptr(), 1, job.a.stride),
+            (None, _) => unreachable!("only an f32 operand is not packed"),
         };
         for c in (0..columns).step_by(tile_columns) {
             let columns = tile_columns.min(columns - c);

@@ -1,34 +1,49 @@
 //! A few rows times a weight, e.g. one decoded token: every element of the weight is read once, nothing is packed.
+//! Codes are decoded once for all rows, a piece at a time, into the first-level cache.
 
 use super::super::Shared;
-use super::super::math::{dot, dot_bf16, vectorized};
-use super::super::storage::Values;
-use super::{Job, Start};
+use super::super::decode::{Isa, decode};
+use super::super::math::{LANES, dot, dot_bf16, dot_lanes, sum_lanes, vectorized};
+use super::{Job, Operand, Start};
+use crate::ops::coded::View;
 use half::bf16;
 use rayon::prelude::*;
 
 const ROWS: usize = 4;
+/// Packing codes costs more: more rows go this way.
+const CODED_ROWS: usize = 8;
 /// Columns of a task.
 const BLOCK: usize = 32;
+/// Codes that are decoded at a time: a multiple of `LANES`.
+const PIECE: usize = 512;
 
 pub(super) fn fits(job: &Job) -> bool {
-    let f32_rows = job.a.along_k && matches!(job.a.values, Values::F32(_));
-    job.sizes.0 <= ROWS && f32_rows && job.b.along_k && !matches!(job.start, Start::C)
+    let f32_rows = job.a.along_k && matches!(job.a.values, Operand::F32(_));
+    let (most, start) = match job.b.is_coded() {
+        true => (CODED_ROWS, true),
+        false => (ROWS, !matches!(job.start, Start::C)),
+    };
+    job.sizes.0 <= most && f32_rows && job.b.along_k && start
 }
 
-pub(super) fn run(job: &Job) {
+pub(super) fn run(job: &Job, isa: Isa) {
     let (m, n, k) = job.sizes;
-    let Values::F32(a) = job.a.values else { return };
+    let Operand::F32(a) = job.a.values else { return };
     let c: Shared = job.c;
     (0..n.div_ceil(BLOCK)).into_par_iter().for_each(|block| {
         let first = block * BLOCK;
+        let count = BLOCK.min(n - first);
+        if let Operand::Coded(view) = &job.b.values {
+            return coded(job, isa, a, view, (first, count));
+        }
         for row in 0..m {
             let a = &a[row * job.a.stride..][..k];
             // SAFETY: this row's part of this task's own columns.
-            let out = unsafe { c.part(row * n + first, BLOCK.min(n - first)) };
+            let out = unsafe { c.part(row * n + first, count) };
             match job.b.values {
-                Values::F32(b) => dots(out, a, &b[first * job.b.stride..], job.b.stride),
-                Values::Bf16(b) => dots_bf16(out, a, &b[first * job.b.stride..], job.b.stride),
+                Operand::F32(b) => dots(out, a, &b[first * job.b.stride..], job.b.stride),
+                Operand::Bf16(b) => dots_bf16(out, a, &b[first * job.b.stride..], job.b.stride),
+                Operand::Coded(_) => {}
             }
             if let Start::Bias(bias) = job.start {
                 out.iter_mut().zip(&bias[first..]).for_each(|(o, b)| *o += b);
@@ -36,6 +51,38 @@ pub(super) fn run(job: &Job) {
         }
     });
 }
+
+/// Columns `first..first + count` of C for all rows.
+fn coded(job: &Job, isa: Isa, a: &[f32], view: &View<'_>, (first, count): (usize, usize)) {
+    let (m, n, k) = job.sizes;
+    let mut piece = [0f32; PIECE];
+    for column in first..first + count {
+        let mut sums = [[0f32; LANES]; CODED_ROWS];
+        for start in (0..k).step_by(PIECE) {
+            let piece = &mut piece[..PIECE.min(k - start)];
+            decode(isa, view, column, start, piece);
+            add_dots(&mut sums[..m], &a[start..], job.a.stride, piece);
+        }
+        for (row, sums) in sums[..m].iter().enumerate() {
+            // SAFETY: an element of this task's own columns.
+            let out = unsafe { job.c.part(row * n + column, 1) };
+            let sum = sum_lanes(*sums);
+            out[0] = match job.start {
+                Start::Zero => sum,
+                Start::C => out[0] + sum,
+                Start::Bias(bias) => sum + bias[column],
+            };
+        }
+    }
+}
+
+#[inline(always)]
+fn add_dots_body<const FMA: bool>(sums: &mut [[f32; LANES]], a: &[f32], stride: usize, b: &[f32]) {
+    for (row, sums) in sums.iter_mut().enumerate() {
+        *sums = dot_lanes::<FMA>(*sums, &a[row * stride..][..b.len()], b);
+    }
+}
+vectorized!(fn add_dots(sums: &mut [[f32; LANES]], a: &[f32], stride: usize, b: &[f32]) = add_dots_body);
 
 #[inline(always)]
 fn dots_body<const FMA: bool>(out: &mut [f32], a: &[f32], b: &[f32], stride: usize) {

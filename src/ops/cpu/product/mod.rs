@@ -3,10 +3,13 @@
 //! One shape of work for every instruction set: C is cut into blocks, one a task; a task packs its part of A and
 //! of B into the order its micro-kernel reads them, widening bf16 on the way, chunk by chunk of k. Each element of
 //! C is summed over k in an order that depends on k alone: the result is bit-equal for any number of threads and
-//! any cut into blocks.
+//! any cut into blocks. An operand that is stored as codes is decoded while it is packed: the bits of the product are
+//! those with the decoded values, and never more than a bounded part of them exists.
 
 #[cfg(target_arch = "x86_64")]
 mod blocks;
+#[cfg(test)]
+mod coded_tests;
 mod few_rows;
 #[cfg(target_arch = "x86_64")]
 mod fma;
@@ -24,12 +27,43 @@ pub use path::Path;
 pub(crate) use portable::gemm;
 
 use super::Shared;
+use super::decode::Isa;
 use super::storage::Values;
+use crate::ops::coded::View;
+use half::bf16;
+
+/// Elements of an operand in the type in which they are stored.
+#[derive(Clone, Copy)]
+pub(crate) enum Operand<'a> {
+    F32(&'a [f32]),
+    Bf16(&'a [bf16]),
+    /// Row-major `[rows, columns]`; a row is a vector, or a step of k.
+    Coded(View<'a>),
+}
+
+impl<'a> From<Values<'a>> for Operand<'a> {
+    fn from(values: Values<'a>) -> Self {
+        match values {
+            Values::F32(v) => Operand::F32(v),
+            Values::Bf16(v) => Operand::Bf16(v),
+        }
+    }
+}
+
+impl Operand<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Operand::F32(v) => v.len(),
+            Operand::Bf16(v) => v.len(),
+            Operand::Coded(view) => view.rows * view.columns,
+        }
+    }
+}
 
 /// One operand: vectors (rows of A, columns of B) along the summed dimension k.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a> {
-    pub values: Values<'a>,
+    pub values: Operand<'a>,
     /// From one vector to the next if `along_k`, else from one step of k to the next.
     pub stride: usize,
     /// The elements of a vector lie side by side.
@@ -38,18 +72,18 @@ pub(crate) struct Matrix<'a> {
 
 impl<'a> Matrix<'a> {
     /// A from `[m, k]`, B from `[n, k]`.
-    pub(crate) fn vectors(values: Values<'a>, k: usize) -> Self {
+    pub(crate) fn vectors(values: impl Into<Operand<'a>>, k: usize) -> Self {
         Self {
-            values,
+            values: values.into(),
             stride: k,
             along_k: true,
         }
     }
 
     /// A from `[k, m]`, B from `[k, n]`.
-    pub(crate) fn steps(values: Values<'a>, count: usize) -> Self {
+    pub(crate) fn steps(values: impl Into<Operand<'a>>, count: usize) -> Self {
         Self {
-            values,
+            values: values.into(),
             stride: count,
             along_k: false,
         }
@@ -63,6 +97,24 @@ impl<'a> Matrix<'a> {
                 || inner == 0
                 || (inner <= self.stride && (outer - 1) * self.stride + inner <= self.values.len())
         );
+        if let Operand::Coded(view) = &self.values {
+            assert!(view.columns == self.stride && view.fits());
+        }
+    }
+
+    /// How exact products with this weight are.
+    pub(crate) fn rounding(&self) -> Rounding {
+        match &self.values {
+            Operand::F32(_) => Rounding::Exact,
+            Operand::Bf16(_) => Rounding::Bf16,
+            Operand::Coded(view) if view.bf16 => Rounding::Bf16,
+            Operand::Coded(_) => Rounding::Exact,
+        }
+    }
+
+    /// Is it decoded while it is packed?
+    fn is_coded(&self) -> bool {
+        matches!(self.values, Operand::Coded(_))
     }
 }
 
@@ -137,7 +189,7 @@ fn product_on(
         b,
     };
     if few_rows::fits(&job) {
-        return few_rows::run(&job);
+        return few_rows::run(&job, Isa::of(path));
     }
     match path {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]

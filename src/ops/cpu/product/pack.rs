@@ -1,7 +1,8 @@
 //! Copies a part of a matrix into panels in the order in which a micro-kernel reads them, `[k][width]`, widened to f32.
 
-use super::super::storage::Values;
-use super::Matrix;
+use super::super::decode::{Isa, decode};
+use super::{Matrix, Operand};
+use crate::ops::coded::View;
 use half::bf16;
 use std::arch::x86_64::*;
 
@@ -15,7 +16,7 @@ pub(super) struct Panel {
 
 /// Packs vectors from `first` on, elements `k0..k0 + k` of each, panel by panel: element (i, p) of a panel goes to
 /// `to[start * k + p * width + i]`. Places beyond `count` get anything. The panels follow each other. `wide` uses
-/// AVX-512, else AVX2.
+/// AVX-512, else AVX2. Codes along k need room for one panel in `spare`.
 pub(super) fn panels(
     m: &Matrix,
     first: usize,
@@ -23,6 +24,7 @@ pub(super) fn panels(
     panels: impl Iterator<Item = Panel> + Clone,
     wide: bool,
     to: &mut [f32],
+    spare: &mut [f32],
 ) {
     let Some(last) = panels.clone().last() else { return };
     assert!(to.len() >= last.start * k + last.width * k);
@@ -30,10 +32,64 @@ pub(super) fn panels(
     // SAFETY: these instructions were found; the ranges were checked.
     unsafe {
         match (m.values, wide) {
-            (Values::F32(v), true) => wide::run(v, m, first, (k0, k), panels, to),
-            (Values::Bf16(v), true) => wide::run(v, m, first, (k0, k), panels, to),
-            (Values::F32(v), false) => narrow::run(v, m, first, (k0, k), panels, to),
-            (Values::Bf16(v), false) => narrow::run(v, m, first, (k0, k), panels, to),
+            (Operand::F32(v), true) => wide::run(v, m, first, (k0, k), panels, to),
+            (Operand::Bf16(v), true) => wide::run(v, m, first, (k0, k), panels, to),
+            (Operand::F32(v), false) => narrow::run(v, m, first, (k0, k), panels, to),
+            (Operand::Bf16(v), false) => narrow::run(v, m, first, (k0, k), panels, to),
+            (Operand::Coded(view), _) if m.along_k => coded_vectors(&view, first, (k0, k), panels, wide, to, spare),
+            (Operand::Coded(view), _) => coded_steps(&view, first, (k0, k), panels, wide, to),
+        }
+    }
+}
+
+fn isa(wide: bool) -> Isa {
+    if wide { Isa::Avx512 } else { Isa::Avx2 }
+}
+
+/// A row of codes is a vector: a panel is decoded as it lies, then turned.
+fn coded_vectors(
+    view: &View<'_>,
+    first: usize,
+    (k0, k): (usize, usize),
+    all: impl Iterator<Item = Panel>,
+    wide: bool,
+    to: &mut [f32],
+    spare: &mut [f32],
+) {
+    for panel in all {
+        let decoded = &mut spare[..panel.count * k];
+        for (i, row) in decoded.chunks_exact_mut(k).enumerate() {
+            decode(isa(wide), view, first + panel.start + i, k0, row);
+        }
+        let alone = std::iter::once(Panel { start: 0, ..panel });
+        let decoded = Matrix::vectors(Operand::F32(decoded), k);
+        panels(&decoded, 0, (0, k), alone, wide, &mut to[panel.start * k..], &mut []);
+    }
+}
+
+/// A row of codes is a step of k: it is decoded in pieces, which go to the panels.
+fn coded_steps(
+    view: &View<'_>,
+    first: usize,
+    (k0, k): (usize, usize),
+    all: impl Iterator<Item = Panel> + Clone,
+    wide: bool,
+    to: &mut [f32],
+) {
+    const PIECE: usize = 512;
+    let mut piece = [0f32; PIECE];
+    let columns = all.clone().last().map_or(0, |p| p.start + p.count);
+    for p in 0..k {
+        // Decoded are columns `from..until` of the part.
+        let (mut from, mut until) = (0, 0);
+        for panel in all.clone() {
+            let end = panel.start + panel.count;
+            if end > until {
+                (from, until) = (panel.start, (panel.start + PIECE).min(columns));
+                decode(isa(wide), view, k0 + p, first + from, &mut piece[..until - from]);
+            }
+            let values = &piece[panel.start - from..][..panel.count];
+            to[panel.start * k + p * panel.width..][..panel.count].copy_from_slice(values);
         }
     }
 }

@@ -1,14 +1,16 @@
 //! Products by the `gemm` crate: on every architecture, and inside the tasks of attention.
 
+use super::super::decode::{Isa, decode};
 use super::super::math::widen_slice;
-use super::super::storage::Values;
 use super::super::with_scratch;
 use super::grid::{grid, part};
-use super::{Job, Matrix, Start};
+use super::{Job, Matrix, Operand, Start};
 use rayon::prelude::*;
 
 /// Steps of k that are widened at a time.
 const PANEL: usize = 512;
+/// Codes that are decoded at a time, for all columns together.
+const DECODED: usize = 1 << 19;
 
 /// `dst [m, n] = alpha · a [m, k] · b [k, n] (+ dst)` on one thread; strides are (row, column).
 /// # Safety
@@ -55,6 +57,12 @@ pub(crate) unsafe fn gemm(
 pub(super) fn run(job: &Job) {
     let (m, n, k) = job.sizes;
     let (down, across) = grid(m, n, rayon::current_num_threads());
+    // By the shape alone: where k is cut decides the order of the sum.
+    let panel = if job.b.is_coded() {
+        (DECODED / n).clamp(16, PANEL)
+    } else {
+        PANEL
+    };
     (0..down * across).into_par_iter().with_max_len(1).for_each(|index| {
         let (r0, rows) = part(m, down, index % down, 1);
         let (c0, columns) = part(n, across, index / down, 16);
@@ -68,8 +76,8 @@ pub(super) fn run(job: &Job) {
                 part.copy_from_slice(&bias[c0..][..columns]);
             }
         }
-        for k0 in (0..k).step_by(PANEL) {
-            let steps = PANEL.min(k - k0);
+        for k0 in (0..k).step_by(panel) {
+            let steps = panel.min(k - k0);
             let accumulate = k0 > 0 || !matches!(job.start, Start::Zero);
             with_operand(&job.a, (r0, rows), (k0, steps), |a, a_stride, a_step| {
                 with_operand(&job.b, (c0, columns), (k0, steps), |b, b_stride, b_step| {
@@ -108,13 +116,21 @@ fn with_operand(
     };
     let strides = |stride| if m.along_k { (stride, 1) } else { (1, stride) };
     match m.values {
-        Values::F32(v) => {
+        Operand::F32(v) => {
             let (vector, step) = strides(m.stride);
             f(v[at..].as_ptr(), vector, step)
         }
-        Values::Bf16(v) => with_scratch(outer * inner, |wide| {
+        Operand::Bf16(v) => with_scratch(outer * inner, |wide| {
             for (i, to) in wide.chunks_exact_mut(inner).enumerate() {
                 widen_slice(to, &v[at + i * m.stride..][..inner]);
+            }
+            let (vector, step) = strides(inner);
+            f(wide.as_ptr(), vector, step)
+        }),
+        Operand::Coded(view) => with_scratch(outer * inner, |wide| {
+            let (row, start) = if m.along_k { (first, k0) } else { (k0, first) };
+            for (i, to) in wide.chunks_exact_mut(inner).enumerate() {
+                decode(Isa::Portable, &view, row + i, start, to);
             }
             let (vector, step) = strides(inner);
             f(wide.as_ptr(), vector, step)

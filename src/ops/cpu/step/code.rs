@@ -21,7 +21,7 @@ const LOWEST: u32 = (127 - 25) * FINE as u32;
 pub(crate) struct Code {
     pub(crate) values: [f32; 256],
     /// `middles[i]` lies halfway between `values[i]` and `values[i + 1]`.
-    middles: [f32; 256],
+    pub(crate) middles: [f32; 256],
     /// Below which code a number of this bucket cannot lie, for each sign.
     from: [[u8; EXPONENTS * FINE]; 2],
     signed: bool,

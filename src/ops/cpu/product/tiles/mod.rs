@@ -28,6 +28,8 @@ const BLOCK_ROWS: usize = 32;
 const BLOCK_COLUMNS: usize = 16;
 /// Bytes of a packed operand at most.
 const PACKED: usize = 16 << 20;
+/// The same for an operand that is stored as codes: its decoded values are not to fill memory.
+const DECODED: usize = 4 << 20;
 
 pub(super) fn available() -> bool {
     unit::available()
@@ -65,7 +67,8 @@ pub(super) fn run(job: &Job) {
             }
             let steps = k_len.div_ceil(32);
             let a = pack_operand(&job.a, (0, m), (k0, k_len), Format::A, packed_a);
-            let most_panels = (PACKED / STEP / steps).max(BLOCK_COLUMNS);
+            let bound = if job.b.is_coded() { DECODED } else { PACKED };
+            let most_panels = (bound / STEP / steps).max(BLOCK_COLUMNS);
             let n_parts = panels(n).div_ceil(most_panels);
             for n_part in 0..n_parts {
                 let (n0, n_len) = part(n, n_parts, n_part, 32);
@@ -110,11 +113,18 @@ fn pack_operand(
             let first_step = chunk * CHUNK;
             let chunk_steps = CHUNK.min(steps - first_step);
             let elements = (chunk_steps * 32).min(k - first_step * 32);
+            let place = |p| to.at(panels, p, first_step, chunk_steps).cast_mut();
+            if m.is_coded() {
+                let start = group_index * group * 32;
+                let vectors = (first + start, (group * 32).min(count - start));
+                let steps = (k0 + first_step * 32, elements);
+                // SAFETY: the job was checked; each task writes its own panels, which lie in the buffer.
+                return unsafe { pack::coded(m, vectors, steps, format, |i| place(group_index * group + i)) };
+            }
             for p in group_index * group..((group_index + 1) * group).min(panels) {
                 let vectors = (first + p * 32, 32.min(count - p * 32));
-                let place = to.at(panels, p, first_step, chunk_steps).cast_mut();
                 // SAFETY: the job was checked; each task writes its own panels, which lie in the buffer.
-                unsafe { pack::panel(m, vectors, (k0 + first_step * 32, elements), format, place) }
+                unsafe { pack::panel(m, vectors, (k0 + first_step * 32, elements), format, place(p)) }
             }
         });
     to

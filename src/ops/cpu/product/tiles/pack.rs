@@ -4,8 +4,8 @@
 //! A wants its words as [vector][pair], B as [pair][vector]. A source along k gives [vector][pair] as it lies, one
 //! across k gives [pair][vector] by joining two rows; where that is the other order, the block is transposed.
 
-use super::super::super::storage::Values;
-use super::super::Matrix;
+use super::super::super::decode::{Isa, decode};
+use super::super::{Matrix, Operand};
 use super::unit::STEP;
 use half::bf16;
 use std::arch::x86_64::*;
@@ -31,8 +31,57 @@ pub(super) unsafe fn panel(
     // SAFETY: promised by the caller.
     unsafe {
         match m.values {
-            Values::F32(v) => steps(v.as_ptr(), m, (first, count), (k0, k), format, to),
-            Values::Bf16(v) => steps(v.as_ptr(), m, (first, count), (k0, k), format, to),
+            Operand::F32(v) => steps(v.as_ptr(), m, (first, count), (k0, k), format, to),
+            Operand::Bf16(v) => steps(v.as_ptr(), m, (first, count), (k0, k), format, to),
+            Operand::Coded(_) => unreachable!("codes are packed by `coded`"),
+        }
+    }
+}
+
+/// Vectors that `coded` decodes at a time.
+pub(super) const CODED: usize = 256;
+
+/// As `panel` for `count` vectors of codes (at most `CODED`): panel i goes to `to(i)`.
+/// # Safety
+/// As `panel`, for every panel.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+pub(super) unsafe fn coded(
+    m: &Matrix,
+    (first, count): (usize, usize),
+    (k0, k): (usize, usize),
+    format: Format,
+    to: impl Fn(usize) -> *mut u8,
+) {
+    let Operand::Coded(view) = &m.values else { return };
+    // 32 KB: so many steps of a panel, or one step of all panels.
+    let mut decoded = [0f32; 32 * CODED];
+    if m.along_k {
+        for (panel, start) in (0..count).step_by(32).enumerate() {
+            let vectors = 32.min(count - start);
+            for (i, at) in (0..k).step_by(CODED).enumerate() {
+                let len = CODED.min(k - at);
+                for (vector, row) in decoded.chunks_exact_mut(CODED).enumerate().take(vectors) {
+                    decode(Isa::Avx512, view, first + start + vector, k0 + at, &mut row[..len]);
+                }
+                let part = Matrix::vectors(Operand::F32(&decoded), CODED);
+                let place = to(panel).wrapping_add(i * (CODED / 32) * STEP);
+                // SAFETY: promised by the caller; the vectors lie in `decoded`.
+                unsafe { steps(decoded.as_ptr(), &part, (0, vectors), (0, len), format, place) }
+            }
+        }
+        return;
+    }
+    for (step, at) in (0..k).step_by(32).enumerate() {
+        let len = 32.min(k - at);
+        for (p, row) in decoded.chunks_exact_mut(CODED).enumerate().take(len) {
+            decode(Isa::Avx512, view, k0 + at + p, first, &mut row[..count]);
+        }
+        let part = Matrix::steps(Operand::F32(&decoded), CODED);
+        for (panel, start) in (0..count).step_by(32).enumerate() {
+            let vectors = (start, 32.min(count - start));
+            let place = to(panel).wrapping_add(step * STEP);
+            // SAFETY: as above.
+            unsafe { steps(decoded.as_ptr(), &part, vectors, (0, len), format, place) }
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::super::super::Shared;
 use super::super::super::storage::Values;
-use super::super::{Job, Matrix, Path, Start};
+use super::super::{Job, Matrix, Operand, Path, Start};
 use crate::ops::oracle::{flat, random};
 use half::bf16;
 
@@ -73,6 +73,48 @@ fn tiles_agree_with_plain_loops() {
         // Ragged edges, one step and several, k below and above what is written between the products.
         for sizes in [(16, 16, 16), (33, 70, 50), (64, 96, 512), (70, 65, 545), (96, 64, 1100)] {
             check(sizes);
+        }
+    }
+}
+
+#[test]
+fn codes_give_the_bits_of_the_decoded_values() {
+    if !ready() {
+        return;
+    }
+    // More vectors and steps than are decoded at a time.
+    for (tokens, o, i) in [(40, 70, 545), (33, 300, 1100), (20, 1100, 90)] {
+        let codes = crate::ops::cpu::decode::tests::Random::new(o, i);
+        for view in codes.views().into_iter().filter(|v| v.bf16) {
+            let mut dense = vec![0f32; o * i];
+            for (row, to) in dense.chunks_exact_mut(i).enumerate() {
+                view.decode(row, 0, to);
+            }
+            let dense = rounded(&dense);
+            let (x, dy) = (flat(&random((tokens, i), 1)), flat(&random((tokens, o), 2)));
+            let run = |backward: bool, w: Operand| {
+                let (n, k) = if backward { (i, o) } else { (o, i) };
+                let mut c = vec![f32::NAN; tokens * n];
+                super::run(&Job {
+                    sizes: (tokens, n, k),
+                    c: Shared::new(&mut c),
+                    start: Start::Zero,
+                    a: Matrix::vectors(Operand::F32(if backward { &dy } else { &x }), k),
+                    b: if backward {
+                        Matrix::steps(w, i)
+                    } else {
+                        Matrix::vectors(w, i)
+                    },
+                });
+                c.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+            };
+            for backward in [false, true] {
+                let (got, want) = (
+                    run(backward, Operand::Coded(view)),
+                    run(backward, Operand::Bf16(&dense)),
+                );
+                assert!(got == want, "{tokens} {o} {i} backward {backward} {:?}", view.codes);
+            }
         }
     }
 }

@@ -1,11 +1,11 @@
-//! Lists of work for the attention kernels: which rows a block owns and which it visits. Built on the host, for each
-//! call; blocks that see nothing are never in a list.
+//! Lists of work for the attention kernels of the GPU: which rows a block owns and which it visits. Built on the host,
+//! for each call; blocks that see nothing are never in a list.
 
 use crate::base::{Error, Result};
 
 /// As `attention::Tile` of `cuda/attention.cuh`. Places count from the first key of the document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Tile {
+pub(crate) struct Tile {
     /// First own token in the whole batch, and own rows (tokens times packed heads).
     pub token: usize,
     pub rows: usize,
@@ -23,13 +23,16 @@ pub(super) struct Tile {
 impl Tile {
     /// As the kernels read it. `Documents::check` made sure that the numbers fit.
     pub fn numbers(&self) -> [i32; 8] {
-        [self.token, self.rows, self.place, self.other, self.low, self.high, self.slot, 0].map(|n| n as i32)
+        [
+            self.token, self.rows, self.place, self.other, self.low, self.high, self.slot, 0,
+        ]
+        .map(|n| n as i32)
     }
 }
 
 /// As `attention::Join`: the rows of a tile, whose keys were split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Join {
+pub(crate) struct Join {
     pub token: usize,
     pub rows: usize,
     pub slot: usize,
@@ -43,10 +46,10 @@ impl Join {
 }
 
 /// The heaviest first: the last blocks of a launch are then short ones.
-pub(super) struct Tiles(pub Vec<Tile>);
+pub(crate) struct Tiles(pub Vec<Tile>);
 
 /// Documents by their offsets, as in `ops::attention::forward`.
-pub(super) struct Documents<'a> {
+pub(crate) struct Documents<'a> {
     pub queries: &'a [usize],
     pub keys: &'a [usize],
     pub window: Option<usize>,
@@ -216,6 +219,35 @@ mod tests {
             check(&q, &k, window, &documents.query_tiles(64, 1), true);
             check(&q, &k, window, &documents.query_tiles(64, 1).split(32).0, true);
         }
+    }
+
+    #[test]
+    fn the_heaviest_come_first_as_the_kernels_read_them() {
+        let documents = Documents {
+            queries: &[0, 3, 73],
+            keys: &[0, 10, 80],
+            window: Some(66),
+        };
+        assert!(documents.check().is_ok());
+        let tiles = documents.query_tiles(64, 1);
+        let numbers: Vec<[i32; 8]> = tiles.0.iter().map(Tile::numbers).collect();
+        let want = [
+            [3, 64, 0, 10, 0, 64, 0, 0],
+            [67, 6, 64, 10, 0, 70, 0, 0],
+            [0, 3, 7, 0, 0, 10, 0, 0],
+        ];
+        assert_eq!(numbers, [want[1], want[0], want[2]]);
+        let (_, joins, slots) = tiles.split(32);
+        let numbers: Vec<[i32; 4]> = joins.iter().map(Join::numbers).collect();
+        assert_eq!(numbers, [[67, 6, 0, 3], [3, 64, 18, 2], [0, 3, 146, 1]]);
+        assert_eq!(slots, 149);
+        let too_many = [0, (1 << 28) + 1];
+        let documents = Documents {
+            queries: &too_many,
+            keys: &too_many,
+            window: None,
+        };
+        assert!(documents.check().is_err());
     }
 
     #[test]

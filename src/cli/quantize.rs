@@ -1,0 +1,91 @@
+//! `ft quantize`: a model directory with its projections stored as codes.
+
+use super::out::out;
+use crate::base::units::{bytes, parse_bytes};
+use crate::base::{Error, Result};
+use crate::quant::Format;
+use crate::run::quantize::{Request, quantize};
+use std::path::PathBuf;
+
+/// Store the projections of a model in 8 or 4 bits
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  ft quantize --model base --to nf4 --out base-nf4
+  ft quantize --model base --to int4 --budget 6GiB --data rows.jsonl --out base-mixed
+
+nf4 is written as bitsandbytes stores it: transformers loads the directory. The other formats are ft's own.
+With --budget every half of a layer gets 16, 8 or the bits of --to, by what each costs in loss on the rows of --data;
+quantization.md in the new directory says what was measured and chosen.")]
+pub struct Args {
+    /// Model directory
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+    /// int8, int4 or nf4; with --budget the smallest that may be chosen
+    #[arg(long, value_name = "FORMAT", value_parser = ["int8", "int4", "nf4"])]
+    pub to: String,
+    /// New directory
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// Weights that share a scale: 128 (int8), 64 or 128 (int4) [default: a row, 64]
+    #[arg(long, value_name = "N")]
+    pub group_size: Option<usize>,
+    /// nf4: keep the scales in 32 bits
+    #[arg(long)]
+    pub no_double_quantization: bool,
+    /// Most bytes that all weights may take, such as 6GiB
+    #[arg(long, value_name = "SIZE", requires = "data")]
+    pub budget: Option<String>,
+    /// Rows to measure on
+    #[arg(long, value_name = "FILE", requires = "budget")]
+    pub data: Option<PathBuf>,
+    /// Tokens to measure on, at most
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
+    pub calibration_tokens: u32,
+}
+
+pub fn run(args: Args) -> Result<i32> {
+    let to = format(&args)?;
+    let budget = match (&args.budget, &args.data) {
+        (Some(size), Some(data)) => Some((parse_bytes(size)?, data.as_path())),
+        _ => None,
+    };
+    let report = quantize(&Request {
+        model: &args.model,
+        out: &args.out,
+        to,
+        budget,
+        calibration_tokens: args.calibration_tokens as usize,
+    })?;
+    super::note(&report.text);
+    super::note(&format!(
+        "{} before, {} after",
+        bytes(report.before),
+        bytes(report.after)
+    ));
+    out(report.out.display())?;
+    Ok(0)
+}
+
+fn format(args: &Args) -> Result<Format> {
+    let bad = |expected: &str| {
+        Error::usage(format!("--to {} has no groups of this size", args.to))
+            .at("--group-size")
+            .found(args.group_size.unwrap_or(0))
+            .expected(expected)
+    };
+    if args.no_double_quantization && args.to != "nf4" {
+        return Err(Error::usage("--no-double-quantization belongs to nf4").found(format!("--to {}", args.to)));
+    }
+    match (args.to.as_str(), args.group_size) {
+        ("int8", None) => Ok(Format::Int8 { group: 0 }),
+        ("int8", Some(128)) => Ok(Format::Int8 { group: 128 }),
+        ("int8", _) => Err(bad("128, or none: one scale a row")),
+        ("int4", None | Some(64)) => Ok(Format::Int4 { group: 64 }),
+        ("int4", Some(128)) => Ok(Format::Int4 { group: 128 }),
+        ("int4", _) => Err(bad("64 or 128")),
+        (_, None | Some(64)) => Ok(Format::Nf4 {
+            double: !args.no_double_quantization,
+        }),
+        _ => Err(bad("64")),
+    }
+}

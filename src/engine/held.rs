@@ -1,0 +1,66 @@
+//! What is trained now is held by the source of the layers; what was trained goes back to it.
+
+use super::active::Active;
+use super::step::Engine;
+use crate::base::{Error, Result};
+use crate::formats::weights::Weights;
+use crate::ops::master;
+use crate::source::{Numbers, Recoded};
+
+/// Takes exact values, in pieces.
+pub type ExactSink<'a> = dyn FnMut(&[f32]) -> Result<()> + 'a;
+
+impl Engine {
+    /// Ends the training of everything but `active` and begins that of `active`. Moments survive of the parameters
+    /// that `survives` names; what a master knows is never lost. Returns what became codes again.
+    pub fn switch(&mut self, active: &Active, survives: impl Fn(&str) -> bool) -> Result<Vec<Recoded>> {
+        self.optimizer.retire_all_but(survives)?;
+        let source = &self.network.source;
+        let recoded = source.retire(&|name| active.contains(name), &mut self.optimizer)?;
+        let names: Vec<&str> = active.names().collect();
+        source.activate(&names, &mut self.optimizer)?;
+        Ok(recoded)
+    }
+
+    /// The exact f32 values of a weight that was trained, or of an adapter matrix.
+    pub fn exact(&self, name: &str, sink: &mut ExactSink) -> Result<()> {
+        let source = &self.network.source;
+        let is_weight = source.params().iter().any(|p| &*p.name == name);
+        if !is_weight || (source.master_is_out(name) && source.held(name).is_some()) {
+            return sink(&self.optimizer.exact(name, &self.network.param(name)?.tensor)?);
+        }
+        source.read(name, &mut |numbers| match numbers {
+            Numbers::F32(values) => sink(values),
+            Numbers::Bf16(high, Some(low)) => {
+                let pairs = high.iter().zip(low);
+                sink(&pairs.map(|(h, l)| master::join(*h, *l as u16)).collect::<Vec<_>>())
+            }
+            Numbers::Bf16(high, None) => sink(&high.iter().map(|h| h.to_f32()).collect::<Vec<_>>()),
+        })
+    }
+
+    /// Sets a weight or an adapter matrix to the exact values of the tensor of its name in `saved`.
+    ///
+    /// Errors: the model has no such parameter, or one of another size.
+    pub fn restore(&mut self, name: &str, saved: &Weights) -> Result<()> {
+        let source = &self.network.source;
+        if source.params().iter().any(|p| &*p.name == name) {
+            return source.restore(name, saved, &mut self.optimizer);
+        }
+        let param = self.network.param(name)?;
+        self.optimizer
+            .restore_weight(name, &param.tensor, &saved.read_f32(name)?)
+    }
+
+    /// Elements of a weight or an adapter matrix.
+    pub fn elements(&self, name: &str) -> Result<usize> {
+        if let Some(info) = self.network.source.params().iter().find(|p| &*p.name == name) {
+            return Ok(info.elements());
+        }
+        let param = self
+            .network
+            .param(name)
+            .map_err(|_| Error::new("no such parameter").at(name))?;
+        Ok(param.tensor.elem_count())
+    }
+}

@@ -1,0 +1,97 @@
+//! The output projection: here whole, or in parts.
+
+use super::contracts::Param;
+use crate::base::{Error, Result};
+use crate::ops::cross_entropy::Pieces;
+use crate::ops::linear;
+use crate::source::{GroupWeights, LayerSource};
+use candle_core::Tensor;
+use std::cell::RefCell;
+use std::sync::Arc;
+
+/// The output projection as an objective sees it.
+pub struct Head<'a> {
+    /// Of the matrix `[V, D]`: that of the embedding where they are tied.
+    pub name: Arc<str>,
+    pub weight: HeadWeight<'a>,
+    pub softcap: Option<f32>,
+}
+
+pub enum HeadWeight<'a> {
+    /// `[V, D]`
+    Whole(Tensor),
+    Parts(Parts<'a>),
+}
+
+/// A matrix that its source gives in parts.
+pub struct Parts<'a> {
+    pub source: &'a dyn LayerSource,
+    pub name: Arc<str>,
+    /// V, D, and the rows of a part.
+    pub rows: usize,
+    pub width: usize,
+    pub rows_of_part: usize,
+    /// The part that was asked for last stays until the next.
+    lease: RefCell<Option<Arc<GroupWeights>>>,
+}
+
+impl<'a> Parts<'a> {
+    pub fn new(source: &'a dyn LayerSource, name: Arc<str>, shape: (usize, usize), rows_of_part: usize) -> Self {
+        Self {
+            source,
+            name,
+            rows: shape.0,
+            width: shape.1,
+            rows_of_part,
+            lease: RefCell::new(None),
+        }
+    }
+
+    /// Rows from row `first` on, good until the next call.
+    pub fn part(&self, first: usize) -> Result<Tensor> {
+        // Its memory is needed for what comes after.
+        self.lease.replace(None);
+        let part = self.source.piece(&self.name, first)?;
+        let tensor = part.get(&self.name)?.1;
+        self.lease.replace(Some(part));
+        Ok(tensor)
+    }
+}
+
+impl Head<'_> {
+    /// The whole matrix. Errors: it comes in parts.
+    pub fn param(&self) -> Result<Param> {
+        match &self.weight {
+            HeadWeight::Whole(tensor) => Ok(Param {
+                name: self.name.clone(),
+                tensor: tensor.clone(),
+            }),
+            HeadWeight::Parts(_) => Err(Error::new("a head that comes in parts is not here whole").at(&*self.name)),
+        }
+    }
+
+    /// Logits `[N, V]` before the soft cap of hidden states `[N, D]`.
+    pub fn logits(&self, h: &Tensor) -> Result<Tensor> {
+        match &self.weight {
+            HeadWeight::Whole(tensor) => linear::forward(h, tensor, None),
+            HeadWeight::Parts(parts) => {
+                let mut columns = Vec::new();
+                for first in (0..parts.rows).step_by(parts.rows_of_part) {
+                    columns.push(linear::forward(h, &parts.part(first)?, None)?);
+                }
+                Ok(Tensor::cat(&columns, 1)?.contiguous()?)
+            }
+        }
+    }
+}
+
+/// Calls `f` with the parts as the loss takes them.
+pub fn with_pieces<R>(parts: &Parts, f: impl FnOnce(&Pieces) -> R) -> R {
+    let part = |first| parts.part(first);
+    f(&Pieces {
+        rows: parts.rows,
+        width: parts.width,
+        rows_of_part: parts.rows_of_part,
+        part: &part,
+    })
+}

@@ -1,0 +1,171 @@
+//! The same loss through a head that is never here whole: its parts come twice, once for the sums of the
+//! exponentials and once for the gradient. Logits exist for one chunk of tokens and one piece of the vocabulary.
+
+use super::{Options, Output, PIECE, Sum, check, cpu};
+use crate::base::{Error, Result};
+use crate::ops::cpu::storage::{expect_dims, floats, tensor, values};
+use crate::ops::tally::Tally;
+use candle_core::Tensor;
+
+/// A head `[V, D]` that comes in parts.
+pub struct Pieces<'a> {
+    /// V
+    pub rows: usize,
+    /// D
+    pub width: usize,
+    /// Rows of a part, a multiple of `PIECE`; the last part may have fewer.
+    pub rows_of_part: usize,
+    /// The part from this row on.
+    pub part: &'a dyn Fn(usize) -> Result<Tensor>,
+}
+
+impl Pieces<'_> {
+    /// Hands every part to `f`, with its first row.
+    fn each(&self, mut f: impl FnMut(usize, &Tensor) -> Result<()>) -> Result<()> {
+        for first in (0..self.rows).step_by(self.rows_of_part) {
+            let part = (self.part)(first)?;
+            let count = self.rows_of_part.min(self.rows - first);
+            expect_dims(&part, "a part of the head", &[count, self.width])?;
+            f(first, &part)?;
+        }
+        Ok(())
+    }
+}
+
+/// As `forward_backward`, and without wanted gradients as `forward_only`: the same bits. The head cannot have a
+/// gradient of its own: what is trained is here whole.
+pub fn streamed(h: &Tensor, head: &Pieces, targets: &[u32], options: &Options, tally: &Tally) -> Result<Output> {
+    let (v, d) = (head.rows, head.width);
+    if head.rows_of_part == 0 || !head.rows_of_part.is_multiple_of(PIECE) {
+        return Err(Error::new("the head comes in parts of the wrong size")
+            .found(head.rows_of_part)
+            .expected(format!("a multiple of {PIECE}")));
+    }
+    if options.need_dw {
+        return Err(Error::new("a head that comes in parts cannot be trained"));
+    }
+    let trained = check(h, (v, d), targets, options.softcap)?;
+    let cap = options.softcap.unwrap_or(0.0);
+    let n = targets.len();
+    let mut sum = Sum::default();
+    let mut dh = options.need_dh.then(|| vec![0f32; n * d]);
+    if !trained.is_empty() {
+        let mut state = floats(h, "the hidden states", |h| {
+            Ok(cpu::Streamed::new(h, targets, &trained, (d, v), cap, options.chunk))
+        })?;
+        head.each(|first, part| {
+            values(part, "a part of the head", |part| {
+                state.survey(part, first);
+                Ok(())
+            })
+        })?;
+        state.finish().iter().for_each(|row| sum.add(row));
+        if let Some(dh) = &mut dh {
+            head.each(|first, part| {
+                values(part, "a part of the head", |part| {
+                    state.turn(part, first, options.scale as f32);
+                    Ok(())
+                })
+            })?;
+            for (row, n) in state.gradient().chunks_exact(d).zip(&trained) {
+                dh[n * d..][..d].copy_from_slice(row);
+            }
+        }
+    }
+    tally.add(sum.sums());
+    Ok(Output {
+        trained: sum.trained,
+        dh: dh.map(|dh| tensor(dh, (n, d))).transpose()?,
+        dw: None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{forward_backward, forward_only};
+    use super::*;
+    use crate::data::IGNORE;
+    use crate::ops::oracle::{bf16_pair, flat, random};
+    use candle_core::Device;
+
+    #[test]
+    fn a_head_in_parts_gives_the_bits_of_the_whole_head() {
+        let (n, d, v) = (37, 24, 2 * PIECE + 777);
+        let h = random((n, d), 1);
+        let targets: Vec<u32> = (0..n as u32)
+            .map(|i| if i % 5 == 1 { IGNORE } else { i * 2399 % v as u32 })
+            .collect();
+        for weight in [random((v, d), 2), bf16_pair((v, d), 2).0] {
+            for (softcap, chunk) in [(None, 1000), (Some(3.0), 16), (None, 5)] {
+                for rows_of_part in [PIECE, 2 * PIECE, 3 * PIECE] {
+                    let part = |first: usize| {
+                        let count = rows_of_part.min(v - first);
+                        Ok(weight.narrow(0, first, count)?)
+                    };
+                    let head = Pieces {
+                        rows: v,
+                        width: d,
+                        rows_of_part,
+                        part: &part,
+                    };
+                    let mut options = Options {
+                        softcap,
+                        chunk,
+                        scale: 0.3,
+                        need_dh: true,
+                        need_dw: false,
+                    };
+                    let (a, b, c, e) = (tally(), tally(), tally(), tally());
+                    let whole = forward_backward(&h, &weight, &targets, &options, &a).unwrap();
+                    let parts = streamed(&h, &head, &targets, &options, &b).unwrap();
+                    assert_eq!(a.read().unwrap(), b.read().unwrap());
+                    assert_eq!(whole.trained, parts.trained);
+                    assert_eq!(flat(&whole.dh.unwrap()), flat(&parts.dh.unwrap()));
+                    options.need_dh = false;
+                    let none = streamed(&h, &head, &targets, &options, &c).unwrap();
+                    forward_only(&h, &weight, &targets, softcap, chunk, &e).unwrap();
+                    assert!(none.dh.is_none());
+                    assert_eq!(
+                        (c.read().unwrap(), a.read().unwrap()),
+                        (e.read().unwrap(), e.read().unwrap())
+                    );
+                }
+            }
+        }
+    }
+
+    fn tally() -> Tally {
+        Tally::new(&Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn what_is_wrong_is_refused() {
+        let (h, weight) = (random((3, 4), 1), random((PIECE + 5, 4), 2));
+        let part = |first: usize| Ok(weight.narrow(0, first, PIECE.min(PIECE + 5 - first))?);
+        let mut head = Pieces {
+            rows: PIECE + 5,
+            width: 4,
+            rows_of_part: PIECE,
+            part: &part,
+        };
+        let mut options = Options {
+            softcap: None,
+            chunk: 2,
+            scale: 1.0,
+            need_dh: true,
+            need_dw: false,
+        };
+        let targets = [IGNORE; 3];
+        let out = streamed(&h, &head, &targets, &options, &tally()).unwrap();
+        assert!(out.trained == 0 && flat(&out.dh.unwrap()).iter().all(|x| *x == 0.0));
+        assert!(streamed(&h, &head, &[0, PIECE as u32 + 5, 1], &options, &tally()).is_err());
+        options.need_dw = true;
+        assert!(streamed(&h, &head, &targets, &options, &tally()).is_err());
+        options.need_dw = false;
+        head.rows_of_part = PIECE / 2;
+        assert!(streamed(&h, &head, &targets, &options, &tally()).is_err());
+        head.rows_of_part = PIECE;
+        head.width = 5;
+        assert!(streamed(&h, &head, &targets, &options, &tally()).is_err());
+    }
+}

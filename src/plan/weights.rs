@@ -1,0 +1,70 @@
+//! The weights that are here at one time.
+
+use super::Place;
+use crate::engine::Active;
+use crate::model::Spec;
+use crate::source::{Group, ParamInfo, Policy};
+use std::collections::BTreeMap;
+
+/// Layers that a source on the disk has room for, and pieces of a head.
+const PLACES: u64 = 2;
+
+/// Is the matrix that projects to the vocabulary here only in pieces?
+pub(super) fn head_in_pieces(spec: &Spec, place: Place, active: &Active) -> Option<usize> {
+    match place {
+        Place::Disk { head_rows: Some(rows) } if !active.contains(spec.head_name()) => Some(rows),
+        _ => None,
+    }
+}
+
+/// Are rows of the embedding read one by one?
+pub(super) fn embedding_in_rows(spec: &Spec, place: Place, active: &Active) -> bool {
+    let name = crate::model::spec::EMBEDDING;
+    match place {
+        Place::Device => false,
+        _ if active.contains(name) => false,
+        Place::Disk { head_rows } => !(spec.tied && head_rows.is_none()),
+    }
+}
+
+/// Bytes of the weights that are held, and of the places for those that come from the disk.
+pub(super) fn held(spec: &Spec, storage: &Policy, stored: u64, place: Place, active: &Active) -> u64 {
+    let params = spec.params();
+    // What is trained now is dense.
+    let bytes = |p: &ParamInfo| match active.contains(&p.name) {
+        true => stored * p.elements() as u64,
+        false => storage.of(p).bytes(&p.shape),
+    };
+    let Place::Disk { head_rows } = place else {
+        return params.iter().map(bytes).sum();
+    };
+    let always = |p: &ParamInfo| match &*p.name == spec.head_name() {
+        true => head_rows.is_none(),
+        false => p.group == Group::Head,
+    };
+    let stays = |p: &&ParamInfo| active.contains(&p.name) || always(p);
+    let held: u64 = params.iter().filter(stays).map(bytes).sum();
+    // A place is as large as the largest layer that is not held; equal parameters of two layers share their room.
+    let mut layers: BTreeMap<usize, BTreeMap<String, u64>> = BTreeMap::new();
+    for p in params.iter().filter(|p| !stays(p)) {
+        if let Group::Layer(l) = p.group {
+            let below = p.name.splitn(4, '.').nth(3).unwrap_or_default().to_string();
+            layers.entry(l).or_default().insert(below, bytes(p));
+        }
+    }
+    let mut room: BTreeMap<&String, u64> = BTreeMap::new();
+    for (below, bytes) in layers.values().flatten() {
+        let most = room.entry(below).or_default();
+        *most = (*most).max(*bytes);
+    }
+    let places = PLACES.min(layers.len() as u64) * room.values().sum::<u64>();
+    let pieces = match head_in_pieces(spec, place, active) {
+        Some(rows) => {
+            let rows = rows.min(spec.vocab);
+            let count = PLACES.min(spec.vocab.div_ceil(rows.max(1)) as u64);
+            count * stored * (rows * spec.hidden) as u64
+        }
+        None => 0,
+    };
+    held + places + pieces
+}

@@ -1,0 +1,257 @@
+//! A weight as codes.
+
+use super::dynamic;
+use super::format::Format;
+use crate::base::{Error, Result};
+use crate::ops::coded::{Absmax, Codes, View};
+use crate::recipe::Dtype;
+use rayon::prelude::*;
+use std::borrow::Cow;
+
+/// The codes of a weight `[O, I]`. Never changed after it was made; share it in an `Arc`.
+pub struct Coded {
+    format: Format,
+    rows: usize,
+    columns: usize,
+    decoded: Dtype,
+    codes: Vec<u8>,
+    pub(super) scales: Scales,
+}
+
+/// What turns codes into values.
+pub(super) enum Scales {
+    /// int8 `[O, groups]`; NF4 absmax of each block.
+    F32(Vec<f32>),
+    /// int4: scale and minimum, `[O, groups]`.
+    Pairs(Vec<u32>),
+    /// NF4, double quantization.
+    Double {
+        absmax: Vec<u8>,
+        nested: Vec<f32>,
+        offset: f32,
+    },
+}
+
+/// A named piece of a coded weight, little-endian, as a file holds it.
+pub struct Part<'a> {
+    pub name: &'static str,
+    pub bytes: Cow<'a, [u8]>,
+}
+
+impl Coded {
+    pub(super) fn new(
+        format: Format,
+        (rows, columns): (usize, usize),
+        decoded: Dtype,
+        codes: Vec<u8>,
+        scales: Scales,
+    ) -> Self {
+        Self {
+            format,
+            rows,
+            columns,
+            decoded,
+            codes,
+            scales,
+        }
+    }
+
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// `(O, I)`
+    pub fn dims(&self) -> (usize, usize) {
+        (self.rows, self.columns)
+    }
+
+    /// The type of the decoded values: those of a bf16 model are rounded to bf16, those of an f32 model are not.
+    pub fn decoded(&self) -> Dtype {
+        self.decoded
+    }
+
+    /// Bytes of all parts.
+    pub fn bytes(&self) -> u64 {
+        self.format.bytes(self.rows, self.columns)
+    }
+
+    /// For products.
+    pub(crate) fn view(&self) -> View<'_> {
+        let (stride, group) = (self.format.stride(self.columns), self.format.group(self.columns));
+        let codes = self.codes.as_slice();
+        let codes = match (&self.scales, self.format) {
+            (Scales::Pairs(scales), _) => Codes::Int4 {
+                codes,
+                stride,
+                group,
+                scales,
+            },
+            (Scales::F32(scales), Format::Int8 { .. }) => Codes::Int8 {
+                codes,
+                stride,
+                group,
+                scales,
+            },
+            (Scales::F32(values), _) => Codes::Nf4 {
+                codes,
+                absmax: Absmax::Plain(values),
+            },
+            (Scales::Double { absmax, nested, offset }, _) => Codes::Nf4 {
+                codes,
+                absmax: Absmax::Double {
+                    codes: absmax,
+                    table: dynamic::signed(),
+                    scales: nested,
+                    offset: *offset,
+                },
+            },
+        };
+        View {
+            rows: self.rows,
+            columns: self.columns,
+            codes,
+            bf16: self.decoded == Dtype::Bf16,
+        }
+    }
+
+    /// Row `row`, `[I]`. Panics outside the weight.
+    pub fn decode_row(&self, row: usize, to: &mut [f32]) {
+        self.decode_into(row, 0, to)
+    }
+
+    /// Columns `start..start + to.len()` of row `row`. Panics outside the weight.
+    pub fn decode_into(&self, row: usize, start: usize, to: &mut [f32]) {
+        self.view().decode(row, start, to)
+    }
+
+    /// All of it, `[O · I]`: for exports, tests and the measure of an error; products never need it.
+    pub fn decode(&self) -> Vec<f32> {
+        let mut out = vec![0f32; self.rows * self.columns];
+        if self.columns > 0 {
+            let view = self.view();
+            let rows = out.par_chunks_mut(self.columns).enumerate();
+            rows.for_each(|(row, to)| view.decode(row, 0, to));
+        }
+        out
+    }
+
+    /// Everything as named bytes, in the order of `Format::parts`; `from_parts` is the way back.
+    pub fn parts(&self) -> Vec<Part<'_>> {
+        let owned = |name, bytes: Vec<u8>| Part {
+            name,
+            bytes: Cow::Owned(bytes),
+        };
+        let borrowed = |name, bytes| Part {
+            name,
+            bytes: Cow::Borrowed(bytes),
+        };
+        let floats = |v: &[f32]| v.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let mut parts = vec![borrowed("codes", self.codes.as_slice())];
+        match &self.scales {
+            Scales::F32(v) if matches!(self.format, Format::Int8 { .. }) => parts.push(owned("scales", floats(v))),
+            Scales::F32(v) => parts.push(owned("absmax", floats(v))),
+            Scales::Pairs(v) => parts.push(owned("scales", v.iter().flat_map(|x| x.to_le_bytes()).collect())),
+            Scales::Double { absmax, nested, offset } => {
+                parts.push(borrowed("absmax", absmax));
+                parts.push(owned("nested_absmax", floats(nested)));
+                parts.push(owned("nested_offset", offset.to_le_bytes().to_vec()));
+            }
+        }
+        parts
+    }
+
+    /// From named bytes as `parts` gives them; `take` hands over a part by its name.
+    ///
+    /// Errors: a part that is missing or has another size than the shape says; a scale that is not finite.
+    pub fn from_parts(
+        format: Format,
+        (rows, columns): (usize, usize),
+        decoded: Dtype,
+        mut take: impl FnMut(&str) -> Result<Vec<u8>>,
+    ) -> Result<Self> {
+        check_format(format)?;
+        let mut found = Vec::new();
+        for (name, size) in format.parts(rows, columns) {
+            let bytes = take(name)?;
+            if bytes.len() != size {
+                return Err(
+                    Error::new("a coded weight does not have the size that its shape asks for")
+                        .at(format!("part `{name}`"))
+                        .found(format!("{} bytes", bytes.len()))
+                        .expected(format!("{size} bytes for {format} [{rows}, {columns}]")),
+                );
+            }
+            found.push(bytes);
+        }
+        let mut found = found.into_iter();
+        let mut next = || found.next().unwrap_or_default();
+        let codes = next();
+        let scales = match format {
+            Format::Int8 { .. } | Format::Nf4 { double: false } => Scales::F32(finite(&next(), "scales")?),
+            Format::Int4 { .. } => {
+                let words: Vec<u32> = next()
+                    .as_chunks::<4>()
+                    .0
+                    .iter()
+                    .map(|b| u32::from_le_bytes(*b))
+                    .collect();
+                let infinite = |w: &u32| {
+                    let (scale, minimum) = (f32::from_bits(w << 16), f32::from_bits(w & 0xFFFF_0000));
+                    !(scale.is_finite() && minimum.is_finite() && (15.0 * scale + minimum).is_finite())
+                };
+                if words.iter().any(infinite) {
+                    return Err(not_finite("scales"));
+                }
+                Scales::Pairs(words)
+            }
+            Format::Nf4 { double: true } => Scales::Double {
+                absmax: next(),
+                nested: finite(&next(), "nested_absmax")?,
+                offset: finite(&next(), "nested_offset")?[0],
+            },
+        };
+        let coded = Self::new(format, (rows, columns), decoded, codes, scales);
+        match coded.view().fits() {
+            true => Ok(coded),
+            false => Err(Error::new("a coded weight is smaller than its shape").at(format.to_string())),
+        }
+    }
+}
+
+impl std::fmt::Debug for Coded {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Coded({}, [{}, {}])", self.format, self.rows, self.columns)
+    }
+}
+
+/// Errors: a group that the format does not have.
+pub(super) fn check_format(format: Format) -> Result<()> {
+    let (group, known): (usize, &[usize]) = match format {
+        Format::Int8 { group } => (group, &[0, 128]),
+        Format::Int4 { group } => (group, &[64, 128]),
+        Format::Nf4 { .. } => return Ok(()),
+    };
+    match known.contains(&group) {
+        true => Ok(()),
+        false => Err(Error::new(format!("{} has no groups of this size", format.name()))
+            .found(group)
+            .expected(format!("{known:?}"))),
+    }
+}
+
+fn finite(bytes: &[u8], part: &str) -> Result<Vec<f32>> {
+    let values: Vec<f32> = bytes
+        .as_chunks::<4>()
+        .0
+        .iter()
+        .map(|b| f32::from_le_bytes(*b))
+        .collect();
+    match values.iter().all(|x| x.is_finite()) {
+        true => Ok(values),
+        false => Err(not_finite(part)),
+    }
+}
+
+fn not_finite(part: &str) -> Error {
+    Error::new("a coded weight holds a scale that is not finite").at(format!("part `{part}`"))
+}

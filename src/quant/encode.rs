@@ -1,0 +1,194 @@
+//! Values to codes. One weight at a time; its rows or blocks in parallel, each on its own: the codes do not depend on
+//! the number of threads.
+
+use super::coded::{Coded, Scales, check_format};
+use super::dynamic;
+use super::format::Format;
+use crate::base::{Error, Result};
+use crate::ops::coded::{BLOCK, NESTED, NF4_TABLE};
+use crate::recipe::Dtype;
+use half::bf16;
+use rayon::prelude::*;
+
+/// A number that can be coded.
+pub trait Value: Copy + Send + Sync {
+    fn f32(self) -> f32;
+}
+
+impl Value for f32 {
+    fn f32(self) -> f32 {
+        self
+    }
+}
+
+impl Value for bf16 {
+    fn f32(self) -> f32 {
+        self.to_f32()
+    }
+}
+
+/// Codes of `values` `[rows, columns]`; products will see them decoded to `decoded`.
+///
+/// The error of an element is at most half a step: of absmax / 127 (int8), of (max - min) / 15 of its group, widened by
+/// less than 2^-6 for the rounding of scale and minimum to bf16 (int4), of the gap between two levels (NF4).
+///
+/// Errors: a count that does not fit the shape, an unknown group, a value that is not finite.
+pub fn encode<V: Value>(
+    values: &[V],
+    (rows, columns): (usize, usize),
+    format: Format,
+    decoded: Dtype,
+) -> Result<Coded> {
+    check_format(format)?;
+    if values.len() != rows * columns {
+        return Err(Error::new("a weight that is to be coded does not fit its shape")
+            .found(format!("{} values", values.len()))
+            .expected(format!("[{rows}, {columns}]")));
+    }
+    // A bf16 decoder rounds up at most to the next power of two, which must be finite.
+    if !values.par_iter().all(|x| x.f32().abs() < 1e38) {
+        return Err(
+            Error::new("a weight that is to be coded holds a value that is not finite or too large")
+                .hint("the checkpoint is damaged: check where it comes from"),
+        );
+    }
+    let (codes, scales) = match format {
+        _ if values.is_empty() => empty(format),
+        Format::Int8 { .. } => int8(values, columns, format),
+        Format::Int4 { .. } => int4(values, columns, format),
+        Format::Nf4 { double } => nf4(values, double),
+    };
+    Ok(Coded::new(format, (rows, columns), decoded, codes, scales))
+}
+
+fn empty(format: Format) -> (Vec<u8>, Scales) {
+    let scales = match format {
+        Format::Int8 { .. } | Format::Nf4 { double: false } => Scales::F32(Vec::new()),
+        Format::Int4 { .. } => Scales::Pairs(Vec::new()),
+        Format::Nf4 { double: true } => Scales::Double {
+            absmax: Vec::new(),
+            nested: Vec::new(),
+            offset: 0.0,
+        },
+    };
+    (Vec::new(), scales)
+}
+
+fn int8<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, Scales) {
+    let (rows, stride, group) = (values.len() / columns, format.stride(columns), format.group(columns));
+    let groups = columns.div_ceil(group);
+    let mut codes = vec![0u8; rows * stride];
+    let mut scales = vec![0f32; rows * groups];
+    let places = codes.par_chunks_mut(stride).zip(scales.par_chunks_mut(groups));
+    places
+        .zip(values.par_chunks(columns))
+        .for_each(|((codes, scales), row)| {
+            for ((codes, scale), row) in codes.chunks_mut(group).zip(scales).zip(row.chunks(group)) {
+                let absmax = row.iter().fold(0f32, |m, x| m.max(x.f32().abs()));
+                *scale = absmax / 127.0;
+                if *scale > 0.0 {
+                    for (code, x) in codes.iter_mut().zip(row) {
+                        *code = (x.f32() / *scale).round_ties_even().clamp(-127.0, 127.0) as i8 as u8;
+                    }
+                }
+            }
+        });
+    (codes, Scales::F32(scales))
+}
+
+fn int4<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, Scales) {
+    let (rows, stride, group) = (values.len() / columns, format.stride(columns), format.group(columns));
+    let groups = columns.div_ceil(group);
+    let mut codes = vec![0u8; rows * stride];
+    let mut scales = vec![0u32; rows * groups];
+    let places = codes.par_chunks_mut(stride).zip(scales.par_chunks_mut(groups));
+    places
+        .zip(values.par_chunks(columns))
+        .for_each(|((codes, scales), row)| {
+            for ((codes, word), row) in codes.chunks_mut(group / 2).zip(scales).zip(row.chunks(group)) {
+                let (least, most) = row.iter().fold((f32::MAX, f32::MIN), |(least, most), x| {
+                    (least.min(x.f32()), most.max(x.f32()))
+                });
+                // Rounded outward: the codes must reach both ends.
+                let minimum = down_to_bf16(least);
+                let scale = -down_to_bf16(-((most as f64 - minimum as f64) / 15.0) as f32);
+                *word = scale.to_bits() >> 16 | minimum.to_bits();
+                for (i, x) in row.iter().enumerate() {
+                    let code = match scale > 0.0 {
+                        true => ((x.f32() - minimum) / scale).round_ties_even().clamp(0.0, 15.0) as u8,
+                        false => 0,
+                    };
+                    codes[i / 2] |= if i % 2 == 0 { code << 4 } else { code };
+                }
+            }
+        });
+    (codes, Scales::Pairs(scales))
+}
+
+/// The largest bf16 that is not above `x`. `x` is finite.
+fn down_to_bf16(x: f32) -> f32 {
+    let bits = x.to_bits();
+    let cut = bits & 0xFFFF_0000;
+    match x < 0.0 && bits != cut {
+        true => f32::from_bits(cut + 0x1_0000),
+        false => f32::from_bits(cut),
+    }
+}
+
+fn nf4<V: Value>(values: &[V], double: bool) -> (Vec<u8>, Scales) {
+    let mut codes = vec![0u8; values.len().div_ceil(2)];
+    let mut absmax = vec![0f32; values.len().div_ceil(BLOCK)];
+    let places = codes.par_chunks_mut(BLOCK / 2).zip(absmax.par_iter_mut());
+    places
+        .zip(values.par_chunks(BLOCK))
+        .for_each(|((codes, absmax), block)| {
+            *absmax = block.iter().fold(0f32, |m, x| m.max(x.f32().abs()));
+            let by = 1.0 / *absmax;
+            for (i, x) in block.iter().enumerate() {
+                let code = nf4_code((x.f32() * by).clamp(-1.0, 1.0));
+                codes[i / 2] |= if i % 2 == 0 { code << 4 } else { code };
+            }
+            if block.len() % 2 == 1 {
+                // bitsandbytes pads with a zero.
+                codes[block.len() / 2] |= nf4_code(0.0);
+            }
+        });
+    if !double {
+        return (codes, Scales::F32(absmax));
+    }
+    let mean = absmax.iter().map(|x| *x as f64).sum::<f64>() / absmax.len() as f64;
+    let offset = mean as f32;
+    let table = dynamic::signed();
+    let mut nested = Vec::with_capacity(absmax.len().div_ceil(NESTED));
+    let mut coded = Vec::with_capacity(absmax.len());
+    for block in absmax.chunks(NESTED) {
+        let largest = block.iter().fold(0f32, |m, x| m.max((x - offset).abs()));
+        nested.push(largest);
+        coded.extend(block.iter().map(|x| match largest > 0.0 {
+            true => dynamic::nearest(table, (x - offset) / largest),
+            false => dynamic::nearest(table, 0.0),
+        }));
+    }
+    let scales = Scales::Double {
+        absmax: coded,
+        nested,
+        offset,
+    };
+    (codes, scales)
+}
+
+/// Index of the level nearest to `x`; of two equally near the lower. A block of zeros gives NaN, which is coded as 0
+/// (bitsandbytes codes it as -1, and its absmax need not decode to 0).
+fn nf4_code(x: f32) -> u8 {
+    if x.is_nan() {
+        return 7;
+    }
+    let mut best = (f32::MAX, 0);
+    for (code, level) in NF4_TABLE.iter().enumerate() {
+        let distance = (x - level).abs();
+        if distance < best.0 {
+            best = (distance, code);
+        }
+    }
+    best.1 as u8
+}

@@ -1,0 +1,351 @@
+//! Round trips within their theoretical error, parts, errors, products as a linear sees them.
+
+use super::*;
+use crate::base::rng::{Rng, Stream};
+use crate::ops::linear;
+use crate::recipe::Dtype;
+use candle_core::{Device, Tensor};
+use half::bf16;
+
+const ALL: [Format; 6] = [
+    Format::Int8 { group: 0 },
+    Format::Int8 { group: 128 },
+    Format::Int4 { group: 64 },
+    Format::Int4 { group: 128 },
+    Format::Nf4 { double: false },
+    Format::Nf4 { double: true },
+];
+
+const SHAPES: [(usize, usize); 6] = [(64, 256), (40, 320), (7, 100), (5, 77), (1, 1), (3, 4097)];
+
+fn normal(n: usize, seed: u64) -> Vec<f32> {
+    let rng = Rng::new(seed, Stream::Init, &[]);
+    (0..n as u64).map(|i| 0.03 * rng.normal(i)).collect()
+}
+
+/// Values with what is hard: a far outlier, a constant row, zeros.
+fn hard(rows: usize, columns: usize) -> Vec<f32> {
+    let mut values = normal(rows * columns, 7);
+    values[0] = 3.0;
+    if rows > 4 {
+        values[columns..2 * columns].fill(0.1);
+        values[3 * columns..4 * columns].fill(0.0);
+        values[2 * columns] = -50.0;
+    }
+    values
+}
+
+fn largest(values: &[f32]) -> f32 {
+    values.iter().fold(0.0, |m, x| m.max(x.abs()))
+}
+
+/// Half a step of the group or block that holds element (row, column).
+fn half_step(format: Format, values: &[f32], columns: usize, at: usize) -> f32 {
+    let group = format.group(columns);
+    let (row, column) = (at / columns, at % columns);
+    let start = row * columns + column / group * group;
+    let members = &values[start..(start + group).min((row + 1) * columns)];
+    match format {
+        Format::Int8 { .. } => largest(members) / 127.0 / 2.0,
+        Format::Int4 { .. } => {
+            let (least, most) = members
+                .iter()
+                .fold((f32::MAX, f32::MIN), |(a, b), x| (a.min(*x), b.max(*x)));
+            (most - least + least.abs() / 128.0) / 15.0 / 2.0 * (1.0 + 1.0 / 64.0)
+        }
+        Format::Nf4 { .. } => {
+            let block = &values[at / 64 * 64..(at / 64 * 64 + 64).min(values.len())];
+            // The widest gap between two levels is that from -1 to the next.
+            largest(block) * (1.0 - 0.696_192_8) / 2.0
+        }
+    }
+}
+
+#[test]
+fn round_trips_stay_within_half_a_step() {
+    for (rows, columns) in SHAPES {
+        let values = hard(rows, columns);
+        for format in ALL.into_iter().filter(|f| *f != Format::Nf4 { double: true }) {
+            let coded = encode(&values, (rows, columns), format, Dtype::F32).unwrap();
+            for (at, (got, want)) in coded.decode().iter().zip(&values).enumerate() {
+                let bound = half_step(format, &values, columns, at) * 1.00001 + 1e-12;
+                assert!(
+                    (got - want).abs() <= bound,
+                    "{format} [{rows}, {columns}] at {at}: {got} {want} {bound}"
+                );
+            }
+        }
+    }
+}
+
+/// Double quantization changes the absmax of a block by at most half the widest gap of the dynamic code.
+#[test]
+fn double_quantization_stays_within_its_error() {
+    let (rows, columns) = (64, 512);
+    let values = normal(rows * columns, 3);
+    let plain = encode(&values, (rows, columns), Format::Nf4 { double: false }, Dtype::F32).unwrap();
+    let double = encode(&values, (rows, columns), Format::Nf4 { double: true }, Dtype::F32).unwrap();
+    let absmax: Vec<f32> = values.chunks(64).map(largest).collect();
+    let mean = absmax.iter().sum::<f32>() / absmax.len() as f32;
+    let mut different = 0;
+    for (block, (a, b)) in plain.decode().chunks(64).zip(double.decode().chunks(64)).enumerate() {
+        let range = absmax[block / 256 * 256..]
+            .iter()
+            .take(256)
+            .fold(0f32, |m, x| m.max((x - mean).abs()));
+        let bound = range * 0.9 / 64.0 / 2.0 + 1e-6;
+        for (a, b) in a.iter().zip(b) {
+            assert!((a - b).abs() <= bound, "block {block}: {a} {b}, at most {bound} apart");
+            different += usize::from(a != b);
+        }
+    }
+    assert!(different > 0, "the absmax were not coded");
+}
+
+#[test]
+fn decoded_values_of_a_bf16_model_are_rounded_once() {
+    let values = hard(20, 192);
+    for format in ALL {
+        let exact = encode(&values, (20, 192), format, Dtype::F32).unwrap().decode();
+        let rounded = encode(&values, (20, 192), format, Dtype::Bf16).unwrap().decode();
+        for (a, b) in exact.iter().zip(&rounded) {
+            assert_eq!(bf16::from_f32(*a).to_f32().to_bits(), b.to_bits(), "{format}");
+        }
+    }
+}
+
+#[test]
+fn rows_and_parts_of_rows_are_those_of_the_whole() {
+    let (rows, columns) = (6, 333);
+    let values = hard(rows, columns);
+    for format in ALL {
+        let coded = encode(&values, (rows, columns), format, Dtype::Bf16).unwrap();
+        let all = coded.decode();
+        let mut row = vec![0f32; columns];
+        coded.decode_row(4, &mut row);
+        assert_eq!(row, all[4 * columns..5 * columns]);
+        let mut part = vec![0f32; 100];
+        coded.decode_into(5, 31, &mut part);
+        assert_eq!(part, all[5 * columns + 31..][..100]);
+    }
+}
+
+#[test]
+fn codes_do_not_depend_on_threads_or_on_the_type_of_the_source() {
+    let narrow: Vec<bf16> = hard(70, 640).iter().map(|x| bf16::from_f32(*x)).collect();
+    let wide: Vec<f32> = narrow.iter().map(|x| x.to_f32()).collect();
+    let bytes = |c: &Coded| c.parts().iter().map(|p| p.bytes.to_vec()).collect::<Vec<_>>();
+    for format in ALL {
+        let run = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| bytes(&encode(&wide, (70, 640), format, Dtype::F32).unwrap()))
+        };
+        let one = run(1);
+        assert!(one == run(2) && one == run(5), "{format}");
+        assert!(
+            one == bytes(&encode(&narrow, (70, 640), format, Dtype::F32).unwrap()),
+            "{format}"
+        );
+    }
+}
+
+#[test]
+fn parts_go_to_a_file_and_back() {
+    for (rows, columns) in SHAPES {
+        let values = hard(rows, columns);
+        for format in ALL {
+            let coded = encode(&values, (rows, columns), format, Dtype::Bf16).unwrap();
+            let parts = coded.parts();
+            let sizes: Vec<_> = parts.iter().map(|p| (p.name, p.bytes.len())).collect();
+            assert_eq!(sizes, format.parts(rows, columns), "{format}");
+            assert_eq!(coded.bytes(), sizes.iter().map(|(_, n)| *n as u64).sum::<u64>());
+            let take = |name: &str| Ok(parts.iter().find(|p| p.name == name).unwrap().bytes.to_vec());
+            let again = Coded::from_parts(format, (rows, columns), Dtype::Bf16, take).unwrap();
+            assert_eq!(again.decode(), coded.decode());
+        }
+    }
+}
+
+#[test]
+fn damaged_parts_are_refused() {
+    for format in ALL {
+        let coded = encode(&normal(4 * 128, 1), (4, 128), format, Dtype::F32).unwrap();
+        for (which, (name, _)) in format.parts(4, 128).into_iter().enumerate() {
+            let damaged = |change: &dyn Fn(&mut Vec<u8>)| {
+                let take = |wanted: &str| {
+                    let parts = coded.parts();
+                    let mut bytes = parts.iter().find(|p| p.name == wanted).unwrap().bytes.to_vec();
+                    if wanted == name {
+                        change(&mut bytes);
+                    }
+                    Ok(bytes)
+                };
+                Coded::from_parts(format, (4, 128), Dtype::F32, take)
+            };
+            let e = damaged(&|bytes| bytes.truncate(bytes.len() - 1))
+                .unwrap_err()
+                .to_string();
+            assert!(e.contains(name) && e.contains("bytes"), "{e}");
+            let codes = which == 0 || (format == Format::Nf4 { double: true } && name == "absmax");
+            if !codes {
+                let e = damaged(&|bytes| bytes[..4].copy_from_slice(&f32::NAN.to_le_bytes())).unwrap_err();
+                assert!(e.to_string().contains("not finite"), "{format} {name}: {e}");
+            }
+        }
+    }
+    assert!(Coded::from_parts(Format::Int4 { group: 7 }, (1, 1), Dtype::F32, |_| Ok(vec![])).is_err());
+}
+
+#[test]
+fn what_cannot_be_coded_is_refused() {
+    for format in ALL {
+        for bad in [f32::NAN, f32::INFINITY, -3e38] {
+            let mut values = normal(128, 1);
+            values[77] = bad;
+            assert!(encode(&values, (1, 128), format, Dtype::F32).is_err(), "{format} {bad}");
+        }
+        assert!(encode(&normal(128, 1), (2, 128), format, Dtype::F32).is_err());
+        assert!(
+            encode::<f32>(&[], (0, 128), format, Dtype::F32)
+                .unwrap()
+                .decode()
+                .is_empty()
+        );
+    }
+    let e = encode(&normal(128, 1), (1, 128), Format::Int8 { group: 64 }, Dtype::F32).unwrap_err();
+    assert!(e.to_string().contains("64"), "{e}");
+}
+
+#[test]
+fn bytes_a_weight() {
+    let bits = |format: Format| format.bytes(4096, 4096) as f64 * 8.0 / (4096.0 * 4096.0);
+    assert!((bits(Format::Int8 { group: 0 }) - 8.0078).abs() < 1e-3);
+    assert_eq!(bits(Format::Int8 { group: 128 }), 8.25);
+    assert_eq!(bits(Format::Int4 { group: 64 }), 4.5);
+    assert_eq!(bits(Format::Int4 { group: 128 }), 4.25);
+    assert_eq!(bits(Format::Nf4 { double: false }), 4.5);
+    assert!((bits(Format::Nf4 { double: true }) - 4.127).abs() < 1e-3);
+}
+
+fn tensor(values: Vec<f32>, shape: (usize, usize)) -> Tensor {
+    Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+}
+
+fn flat(t: &Tensor) -> Vec<f32> {
+    t.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Forward and backward with codes against the dense operations on the decoded values.
+#[test]
+fn a_linear_with_codes_is_one_with_the_decoded_weight() {
+    let (o, i) = (96, 160);
+    let values = normal(o * i, 5);
+    for format in ALL {
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            let coded = encode(&values, (o, i), format, dtype).unwrap();
+            let mut dense = tensor(coded.decode(), (o, i));
+            if dtype == Dtype::Bf16 {
+                dense = dense.to_dtype(candle_core::DType::BF16).unwrap();
+            }
+            let weight = Weight::from(coded);
+            assert_eq!(weight.dims(), [o, i]);
+            assert!(weight.dense().is_err() && weight.bytes() < (2 * o * i) as u64);
+            for n in [1, 5, 40] {
+                let (x, dy) = (tensor(normal(n * i, 1), (n, i)), tensor(normal(n * o, 2), (n, o)));
+                let bias = Tensor::from_vec(normal(o, 3), o, &Device::Cpu).unwrap();
+                let pairs = [
+                    (
+                        weight.forward(&x, Some(&bias)).unwrap(),
+                        linear::forward(&x, &dense, Some(&bias)).unwrap(),
+                    ),
+                    (
+                        weight.backward_input(&dy).unwrap(),
+                        linear::backward_input(&dy, &dense).unwrap(),
+                    ),
+                ];
+                for (got, want) in pairs {
+                    for (a, b) in flat(&got).iter().zip(flat(&want)) {
+                        assert!((a - b).abs() < 1e-6, "{format} {dtype:?} {n}: {a} {b}");
+                    }
+                }
+                let (y, dx) = (tensor(normal(n * o, 8), (n, o)), tensor(normal(n * i, 9), (n, i)));
+                let (y2, dx2) = (y.copy().unwrap(), dx.copy().unwrap());
+                let Weight::Coded(coded) = &weight else { unreachable!() };
+                forward_add(&y, &x, coded).unwrap();
+                linear::forward_add(&y2, &x, &dense).unwrap();
+                weight.backward_input_add(&dx, &dy).unwrap();
+                linear::backward_input_add(&dx2, &dy, &dense).unwrap();
+                for (got, want) in [(&y, &y2), (&dx, &dx2)] {
+                    for (a, b) in flat(got).iter().zip(flat(want)) {
+                        assert!((a - b).abs() < 1e-6, "{format} {dtype:?} {n}, adding: {a} {b}");
+                    }
+                }
+                assert!(weight.grad(&dy, &x).is_err());
+            }
+            assert!(weight.forward(&tensor(vec![0.0; 2 * o], (2, o)), None).is_err());
+            assert!(weight.backward_input(&tensor(vec![0.0; 2 * i], (2, i))).is_err());
+        }
+    }
+}
+
+/// Coded against dense bf16, alternating. Run with `--ignored --nocapture` alone on the machine.
+#[test]
+#[ignore = "a measurement"]
+fn speed() {
+    let median = |times: &mut Vec<f64>| {
+        times.sort_by(f64::total_cmp);
+        times[times.len() / 2]
+    };
+    for (n, i, o, repeats) in [
+        (512, 896, 4864, 15),
+        (1, 896, 4864, 301),
+        (4, 896, 4864, 101),
+        (8, 896, 4864, 101),
+    ] {
+        let (x, dy) = (tensor(normal(n * i, 1), (n, i)), tensor(normal(n * o, 2), (n, o)));
+        let values = normal(o * i, 3);
+        // So many weights that one token's do not stay in the cache, as in a model.
+        let copies = if n <= 8 { 24 } else { 1 };
+        let dense: Vec<Weight> = (0..copies)
+            .map(|_| {
+                Weight::from(
+                    tensor(values.clone(), (o, i))
+                        .to_dtype(candle_core::DType::BF16)
+                        .unwrap(),
+                )
+            })
+            .collect();
+        let formats = [ALL[0], ALL[1], ALL[2], ALL[4], ALL[5]];
+        let coded: Vec<Vec<Weight>> = formats
+            .iter()
+            .map(|f| {
+                (0..copies)
+                    .map(|_| encode(&values, (o, i), *f, Dtype::Bf16).unwrap().into())
+                    .collect()
+            })
+            .collect();
+        for backward in [false, true] {
+            let mut times = vec![Vec::new(); formats.len() + 1];
+            for repeat in 0..repeats + 1 {
+                for (weights, times) in std::iter::once(&dense).chain(&coded).zip(&mut times) {
+                    let weight = &weights[repeat % copies];
+                    let started = std::time::Instant::now();
+                    std::hint::black_box(match backward {
+                        false => weight.forward(&x, None).unwrap(),
+                        true => weight.backward_input(&dy).unwrap(),
+                    });
+                    if repeat > 0 {
+                        times.push(started.elapsed().as_secs_f64());
+                    }
+                }
+            }
+            let base = median(&mut times[0]);
+            let which = if backward { "backward" } else { "forward" };
+            eprintln!("{n}x{i}x{o} {which}: bf16 {:.3} ms", 1e3 * base);
+            for (format, times) in formats.iter().zip(&mut times[1..]) {
+                let time = median(times);
+                eprintln!("  {format}: {:.3} ms, {:.2} of bf16", 1e3 * time, time / base);
+            }
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! A weight as a linear holds it, dense or coded, and its products.
+
+use super::coded::Coded;
+use crate::base::{Error, Result};
+use crate::ops::{coded, linear};
+use candle_core::{DType, Tensor};
+use std::sync::Arc;
+
+/// The weight `[O, I]` of a linear, or another parameter (then always dense). Cloning shares the storage.
+#[derive(Debug, Clone)]
+pub enum Weight {
+    Dense(Tensor),
+    Coded(Arc<Coded>),
+}
+
+impl From<Tensor> for Weight {
+    fn from(tensor: Tensor) -> Self {
+        Weight::Dense(tensor)
+    }
+}
+
+impl From<Arc<Coded>> for Weight {
+    fn from(coded: Arc<Coded>) -> Self {
+        Weight::Coded(coded)
+    }
+}
+
+impl From<Coded> for Weight {
+    fn from(coded: Coded) -> Self {
+        Weight::Coded(Arc::new(coded))
+    }
+}
+
+impl Weight {
+    /// The tensor of a dense weight.
+    ///
+    /// Errors: a coded weight, which cannot be trained, changed or written as it is.
+    pub fn dense(&self) -> Result<&Tensor> {
+        match self {
+            Weight::Dense(tensor) => Ok(tensor),
+            Weight::Coded(coded) => Err(Error::new("this weight is frozen and stored as codes")
+                .found(coded.format())
+                .expected("a dense weight: only those can be trained")),
+        }
+    }
+
+    pub fn dims(&self) -> Vec<usize> {
+        match self {
+            Weight::Dense(tensor) => tensor.dims().to_vec(),
+            Weight::Coded(coded) => vec![coded.dims().0, coded.dims().1],
+        }
+    }
+
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Weight::Dense(tensor) => (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64,
+            Weight::Coded(coded) => coded.bytes(),
+        }
+    }
+
+    /// `x [N, I]` f32, `bias [O]`: `x·Wᵀ + bias`, `[N, O]` f32.
+    pub fn forward(&self, x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        match self {
+            Weight::Dense(tensor) => linear::forward(x, tensor, bias),
+            Weight::Coded(coded) => forward(x, coded, bias),
+        }
+    }
+
+    /// `dy [N, O]` f32: `dx = dy·W`, `[N, I]` f32.
+    pub fn backward_input(&self, dy: &Tensor) -> Result<Tensor> {
+        match self {
+            Weight::Dense(tensor) => linear::backward_input(dy, tensor),
+            Weight::Coded(coded) => backward_input(dy, coded),
+        }
+    }
+
+    /// `dx [N, I] += dy·W`. `dx` must not share storage with `dy`.
+    pub fn backward_input_add(&self, dx: &Tensor, dy: &Tensor) -> Result<()> {
+        match self {
+            Weight::Dense(tensor) => linear::backward_input_add(dx, dy, tensor),
+            Weight::Coded(coded) => backward_input_add(dx, dy, coded),
+        }
+    }
+
+    /// `dy [N, O]`, `x [N, I]`: `dW = dyᵀ·x`, `[O, I]` f32. Errors: a coded weight.
+    pub fn grad(&self, dy: &Tensor, x: &Tensor) -> Result<Tensor> {
+        let dtype: DType = self.dense()?.dtype();
+        linear::grad_weight(dy, x, dtype)
+    }
+}
+
+/// `x [N, I]` f32, `w [O, I]`, `bias [O]` f32 or bf16: `x·wᵀ + bias`, `[N, O]` f32. W is decoded while it is packed:
+/// no whole decoded copy of it exists.
+pub fn forward(x: &Tensor, w: &Coded, bias: Option<&Tensor>) -> Result<Tensor> {
+    coded::forward(x, w.view(), bias)
+}
+
+/// `y [N, O] += x·wᵀ`, both f32. `y` must not share storage with `x`.
+pub fn forward_add(y: &Tensor, x: &Tensor, w: &Coded) -> Result<()> {
+    coded::forward_add(y, x, w.view())
+}
+
+/// `dy [N, O]` f32, `w [O, I]`: `dx = dy·w`, `[N, I]` f32, with the values that `forward` used.
+pub fn backward_input(dy: &Tensor, w: &Coded) -> Result<Tensor> {
+    coded::backward_input(dy, w.view())
+}
+
+/// `dx [N, I] += dy·w`. `dx` must not share storage with `dy`.
+pub fn backward_input_add(dx: &Tensor, dy: &Tensor, w: &Coded) -> Result<()> {
+    coded::backward_input_add(dx, dy, w.view())
+}

@@ -1,0 +1,463 @@
+//! Weights on the disk: the checkpoint's own files, read one layer at a time.
+//!
+//! What is here at any time: the parameters that are trained now and those of the head group that are small or
+//! asked for whole (`held`), at most two layers (the one in use and the next, which another thread reads), and two
+//! pieces of a head that comes in pieces. Rows of the embedding are read one by one. Parameters that were trained
+//! and are not any more come from files of the run (`store`).
+
+mod numbers;
+mod pool;
+mod store;
+#[cfg(test)]
+mod tests;
+
+use super::resident::{check_names, draw, no_such, send};
+use super::turns::{Exact, recode};
+use super::{Group, GroupWeights, LayerSource, LowerHalves, NumbersSink, ParamInfo, Policy, Recoded};
+use crate::base::{Error, Result, files};
+use crate::formats::StoredDtype;
+use crate::formats::weights::Weights;
+use crate::formats::writer::{TensorPlan, Values, write_file};
+use crate::ops::cross_entropy::PIECE;
+use crate::quant::{Format, Weight};
+use crate::recipe::Dtype;
+use candle_core::{DType, Device, Tensor};
+use numbers::Files;
+use pool::{Buffers, Job, Load, Pool};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread::JoinHandle;
+use store::STEP;
+
+/// How a model on the disk is used.
+#[derive(Debug, Clone)]
+pub struct Options {
+    pub dtype: Dtype,
+    /// How each weight is stored while it is not trained.
+    pub storage: Policy,
+    pub device: Device,
+    /// Directory for what was trained; it is emptied.
+    pub trained: PathBuf,
+    /// File for the codes of weights that are stored so.
+    pub codes: PathBuf,
+    /// Name of the matrix that projects to the vocabulary.
+    pub head: String,
+    /// Rows of it that come at a time, a multiple of `PIECE`; `None`: it is held whole.
+    pub head_rows: Option<usize>,
+}
+
+/// Writes the weights of `Resident::random`, a few numbers at a time, to a file that can be opened.
+pub fn write_random(path: &Path, params: &[ParamInfo], seed: u64, std: f32, norm: f32, dtype: Dtype) -> Result<()> {
+    let dtype = match dtype {
+        Dtype::F32 => StoredDtype::F32,
+        Dtype::Bf16 => StoredDtype::Bf16,
+    };
+    let plan = |p: &ParamInfo| TensorPlan {
+        name: p.name.to_string(),
+        dtype,
+        shape: p.shape.clone(),
+    };
+    let plans: Vec<TensorPlan> = params.iter().map(plan).collect();
+    let mut next = params.iter().zip(1..);
+    write_file(path, &plans, &[], |_, sink| {
+        let Some((p, index)) = next.next() else { return Ok(()) };
+        (0..p.elements()).step_by(STEP).try_for_each(|first| {
+            let range = first..(first + STEP).min(p.elements());
+            sink(Values::F32(&draw(p, index, range, (seed, std, norm))))
+        })
+    })?;
+    files::forget(&files::open(path)?, 0, 0);
+    Ok(())
+}
+
+type Held = BTreeMap<Arc<str>, Tensor>;
+
+/// What the reading thread shares.
+struct Shared {
+    params: Vec<ParamInfo>,
+    /// Positions in `params`.
+    groups: BTreeMap<Group, Vec<usize>>,
+    files: Files,
+    /// Parameters that are codes while they do not train.
+    coded: BTreeMap<Arc<str>, Format>,
+    dtype: DType,
+    device: Device,
+    /// Parameters that stay here: those that are trained now, and those that always do.
+    held: Mutex<Held>,
+}
+
+pub struct Disk {
+    shared: Arc<Shared>,
+    layers: Pool<Layers>,
+    pieces: Pool<Pieces>,
+    /// Held without being trained.
+    always: Vec<Arc<str>>,
+    /// Trained now; all of them are held.
+    active: Mutex<BTreeSet<Arc<str>>>,
+    options: Options,
+    jobs: Option<mpsc::Sender<Job>>,
+    reader: Option<JoinHandle<()>>,
+}
+
+impl Disk {
+    /// Reads what is always held; nothing else yet.
+    ///
+    /// Errors: as `Resident::load`; a number of head rows that is no multiple of `PIECE`.
+    pub fn open(params: Vec<ParamInfo>, weights: Weights, options: Options) -> Result<Self> {
+        check_names(&params, &weights)?;
+        if options
+            .head_rows
+            .is_some_and(|rows| rows == 0 || !rows.is_multiple_of(PIECE))
+        {
+            return Err(Error::usage("the head comes in pieces of another size")
+                .at("memory.head_chunk")
+                .expected(format!("a multiple of {PIECE}")));
+        }
+        let mut groups: BTreeMap<Group, Vec<usize>> = BTreeMap::new();
+        for (i, p) in params.iter().enumerate() {
+            groups.entry(p.group).or_default().push(i);
+        }
+        let always: Vec<Arc<str>> = params
+            .iter()
+            .filter(|p| match &*p.name == options.head.as_str() {
+                true => options.head_rows.is_none(),
+                false => p.group == Group::Head,
+            })
+            .map(|p| p.name.clone())
+            .collect();
+        let mut files = Files::new(weights, options.dtype, &options.trained)?;
+        let coded = options.storage.coded().clone();
+        if !coded.is_empty() {
+            let formats = params.iter().filter_map(|p| Some((p, *coded.get(&p.name)?)));
+            files.make_codes(&formats.collect::<Vec<_>>(), &options.codes)?;
+        }
+        let shared = Arc::new(Shared {
+            params,
+            groups,
+            files,
+            coded,
+            dtype: match options.dtype {
+                Dtype::F32 => DType::F32,
+                Dtype::Bf16 => DType::BF16,
+            },
+            device: options.device.clone(),
+            held: Mutex::new(Held::new()),
+        });
+        for name in &always {
+            let tensor = shared.load(shared.param(name)?)?;
+            shared.held().insert(name.clone(), tensor);
+        }
+        let (jobs, queue) = mpsc::channel::<Job>();
+        let reader = std::thread::Builder::new()
+            .name("reader".into())
+            .spawn(move || queue.into_iter().for_each(|job| job()))
+            .map_err(|e| Error::new("cannot start the reading thread").cause(e))?;
+        Ok(Self {
+            layers: Pool::new(Layers(shared.clone())),
+            pieces: Pool::new(Pieces {
+                shared: shared.clone(),
+                name: options.head.as_str().into(),
+                rows: options.head_rows.unwrap_or(0),
+            }),
+            shared,
+            always,
+            active: Mutex::new(BTreeSet::new()),
+            options,
+            jobs: Some(jobs),
+            reader: Some(reader),
+        })
+    }
+
+    fn send(&self, job: Job) {
+        if let Some(Err(mpsc::SendError(job))) = self.jobs.as_ref().map(|jobs| jobs.send(job)) {
+            // The thread is gone: whoever prefetches reads himself.
+            job();
+        }
+    }
+
+    fn active(&self) -> MutexGuard<'_, BTreeSet<Arc<str>>> {
+        self.active.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_streamed(&self, name: &str) -> bool {
+        self.options.head_rows.is_some() && self.options.head == name && self.held(name).is_none()
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(reader) = self.reader.take() {
+            let _ = reader.join();
+        }
+    }
+}
+
+impl Shared {
+    fn held(&self) -> MutexGuard<'_, Held> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn param(&self, name: &str) -> Result<&ParamInfo> {
+        self.params
+            .iter()
+            .find(|p| &*p.name == name)
+            .ok_or_else(|| no_such(name))
+    }
+
+    fn zeros(&self, shape: &[usize]) -> Result<Tensor> {
+        Ok(Tensor::zeros(shape, self.dtype, &self.device)?)
+    }
+
+    /// A parameter in memory of its own.
+    fn load(&self, param: &ParamInfo) -> Result<Tensor> {
+        let tensor = self.zeros(&param.shape)?;
+        self.files.fill(&param.name, 0, &tensor)?;
+        Ok(tensor)
+    }
+
+    fn members(&self, group: Group) -> Result<impl Iterator<Item = &ParamInfo>> {
+        let members = self.groups.get(&group);
+        let members = members.ok_or_else(|| Error::new(format!("the model has no {group:?}")))?;
+        Ok(members.iter().map(|&i| &self.params[i]))
+    }
+}
+
+/// Loads whole layers: what is not held goes to the buffers, in the order of the layer's parameters.
+struct Layers(Arc<Shared>);
+
+impl Load for Layers {
+    type Key = Group;
+
+    fn prepare(&self, group: Group, buffers: &mut Buffers) -> Result<()> {
+        let held = self.0.held().clone();
+        for (i, p) in self.0.members(group)?.enumerate() {
+            let fits = buffers.get(&i).is_some_and(|t| t.dims() == p.shape);
+            let needs = !held.contains_key(&p.name) && !self.0.coded.contains_key(&p.name);
+            if !fits && needs {
+                buffers.insert(i, self.0.zeros(&p.shape)?);
+            }
+        }
+        Ok(())
+    }
+
+    fn fill(&self, group: Group, buffers: &Buffers) -> Result<GroupWeights> {
+        let held = self.0.held().clone();
+        let mut weights = GroupWeights::default();
+        for (i, p) in self.0.members(group)?.enumerate() {
+            let weight: Weight = match (held.get(&p.name), self.0.coded.get(&p.name), buffers.get(&i)) {
+                (Some(held), ..) => held.clone().into(),
+                // Codes are never changed: they come in memory of their own.
+                (None, Some(format), _) => self.0.files.coded(p, *format)?.into(),
+                (None, None, Some(buffer)) => {
+                    self.0.files.fill(&p.name, 0, buffer)?;
+                    buffer.clone().into()
+                }
+                (None, None, None) => return Err(Error::new("a weight has no place to be loaded into").at(&*p.name)),
+            };
+            weights.insert(p.name.clone(), weight);
+        }
+        Ok(weights)
+    }
+}
+
+/// Loads rows of the head, from the row that is the key on.
+struct Pieces {
+    shared: Arc<Shared>,
+    name: Arc<str>,
+    rows: usize,
+}
+
+impl Load for Pieces {
+    type Key = usize;
+
+    fn prepare(&self, _: usize, buffers: &mut Buffers) -> Result<()> {
+        if buffers.is_empty() {
+            let param = self.shared.param(&self.name)?;
+            let shape = [self.rows.min(param.shape[0]), param.elements() / param.shape[0].max(1)];
+            buffers.insert(0, self.shared.zeros(&shape)?);
+        }
+        Ok(())
+    }
+
+    fn fill(&self, first: usize, buffers: &Buffers) -> Result<GroupWeights> {
+        let all = self.shared.param(&self.name)?.shape[0];
+        let mut weights = GroupWeights::default();
+        for buffer in buffers.values() {
+            let width = buffer.elem_count() / buffer.dims()[0].max(1);
+            let count = buffer.dims()[0].min(all.saturating_sub(first));
+            let rows = buffer.narrow(0, 0, count)?;
+            self.shared.files.fill(&self.name, first * width, &rows)?;
+            weights.insert(self.name.clone(), rows);
+        }
+        Ok(weights)
+    }
+}
+
+impl LayerSource for Disk {
+    fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
+        let held = self.shared.held().clone();
+        let all_held = self.shared.members(group)?.all(|p| held.contains_key(&p.name));
+        match group {
+            Group::Layer(_) if !all_held => self.layers.get(group),
+            // The embedding whole, or a head of which all but a streamed matrix is held.
+            _ => {
+                let mut weights = GroupWeights::default();
+                for p in self.shared.members(group)? {
+                    if let Some(tensor) = held.get(&p.name) {
+                        weights.insert(p.name.clone(), tensor.clone());
+                    } else if !self.is_streamed(&p.name) {
+                        weights.insert(p.name.clone(), self.shared.load(p)?);
+                    }
+                }
+                Ok(Arc::new(weights))
+            }
+        }
+    }
+
+    fn prefetch(&self, group: Group) {
+        let held = self.shared.held().clone();
+        if let (Group::Layer(_), Ok(mut members)) = (group, self.shared.members(group))
+            && members.any(|p| !held.contains_key(&p.name))
+        {
+            self.layers.prefetch(group, |job| self.send(job));
+        }
+    }
+
+    fn params(&self) -> &[ParamInfo] {
+        &self.shared.params
+    }
+
+    fn resident_bytes(&self) -> u64 {
+        let held: usize = self
+            .shared
+            .held()
+            .values()
+            .map(|t| t.elem_count() * t.dtype().size_in_bytes())
+            .sum();
+        held as u64 + self.layers.bytes() + self.pieces.bytes()
+    }
+
+    fn held(&self, name: &str) -> Option<Tensor> {
+        self.shared.held().get(name).cloned()
+    }
+
+    fn master_is_out(&self, name: &str) -> bool {
+        self.active().contains(name)
+    }
+
+    fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
+        if let Some(whole) = self.held(name) {
+            return Ok((whole, ids.to_vec()));
+        }
+        let param = self.shared.param(name)?;
+        let (all, width) = (param.shape[0], param.elements() / param.shape[0].max(1));
+        let mut places: BTreeMap<u32, u32> = ids.iter().map(|id| (*id, 0)).collect();
+        if let Some((&id, _)) = places.last_key_value().filter(|(id, _)| **id as usize >= all) {
+            return Err(Error::new("a token id lies outside the vocabulary")
+                .found(id)
+                .expected(format!("below {all}")));
+        }
+        let rows: Vec<usize> = places.keys().map(|id| *id as usize).collect();
+        for (place, (_, at)) in places.iter_mut().enumerate() {
+            *at = place as u32;
+        }
+        let table = self.shared.zeros(&[rows.len(), width])?;
+        self.shared.files.fill_rows(name, width, &rows, &table)?;
+        Ok((table, ids.iter().map(|id| places[id]).collect()))
+    }
+
+    fn piece_rows(&self, name: &str) -> Option<usize> {
+        self.options.head_rows.filter(|_| self.is_streamed(name))
+    }
+
+    fn piece(&self, name: &str, first: usize) -> Result<Arc<GroupWeights>> {
+        let Some(rows) = self.piece_rows(name) else {
+            return Err(Error::new("this weight does not come in pieces").at(name));
+        };
+        let piece = self.pieces.get(first)?;
+        // After the last comes the first: the head is gone through twice, and again in the next batch.
+        let all = self.shared.param(name)?.shape[0];
+        let next = if first + rows < all { first + rows } else { 0 };
+        if next != first {
+            self.pieces.prefetch(next, |job| self.send(job));
+        }
+        Ok(piece)
+    }
+
+    fn activate(&self, names: &[&str], low: &mut dyn LowerHalves) -> Result<()> {
+        // Adapters are not of this room.
+        let params = |name: &&str| self.shared.param(name).ok();
+        for param in names.iter().filter_map(params) {
+            if self.held(&param.name).is_none() {
+                let tensor = self.shared.load(param)?;
+                self.shared.held().insert(param.name.clone(), tensor);
+            }
+            if !self.active().insert(param.name.clone()) {
+                continue;
+            }
+            if let Some(half) = self
+                .shared
+                .files
+                .low(&param.name, param.elements(), &self.shared.device)?
+            {
+                low.put_low(&param.name, half);
+            }
+        }
+        self.layers.forget();
+        self.pieces.forget();
+        Ok(())
+    }
+
+    fn retire(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn LowerHalves) -> Result<Vec<Recoded>> {
+        let leaving: Vec<Arc<str>> = self.active().iter().filter(|name| !keep(name)).cloned().collect();
+        let mut recoded = Vec::new();
+        for name in leaving {
+            if let Some(weight) = self.held(&name) {
+                let exact = Exact {
+                    weight,
+                    low: low.take_low(&name),
+                };
+                let codes = match self.shared.coded.get(&name) {
+                    Some(format) => {
+                        let param = self.shared.param(&name)?;
+                        let (codes, error) = recode(&exact.values()?, param, *format, self.options.dtype)?;
+                        recoded.push(error);
+                        Some(codes)
+                    }
+                    None => None,
+                };
+                self.shared.files.write(&name, &exact, codes.as_ref())?;
+            }
+            self.active().remove(&name);
+            if !self.always.contains(&name) {
+                self.shared.held().remove(&name);
+            }
+        }
+        self.layers.forget();
+        self.pieces.forget();
+        Ok(recoded)
+    }
+
+    fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
+        let param = self.shared.param(name)?;
+        match self.held(name).filter(|_| self.master_is_out(name)) {
+            Some(tensor) => send(&tensor, sink),
+            None => self.shared.files.read(name, param.elements(), sink),
+        }
+    }
+
+    fn restore(&self, name: &str, saved: &Weights, _: &mut dyn LowerHalves) -> Result<()> {
+        let param = self.shared.param(name)?;
+        saved.require(name, &[param.elements()])?;
+        let format = self.shared.coded.get(name).copied();
+        self.shared.files.restore(param, format, saved, &self.shared.device)?;
+        if let Some(held) = self.held(name) {
+            self.shared.files.fill(name, 0, &held)?;
+        }
+        self.layers.forget();
+        self.pieces.forget();
+        Ok(())
+    }
+}

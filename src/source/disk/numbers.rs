@@ -1,0 +1,201 @@
+//! Where the numbers of a parameter are: in the checkpoint, or, once it was trained, in the store.
+
+use super::store::{CODES, LOW, STEP, Store, WEIGHT, part_name};
+use crate::base::{Error, Result, files};
+use crate::formats::StoredDtype;
+use crate::formats::weights::Weights;
+use crate::formats::writer::{TensorPlan, Values, write_file};
+use crate::ops::update;
+use crate::quant::{Coded, Format};
+use crate::recipe::Dtype;
+use crate::source::turns::{Exact, encode};
+use crate::source::{Numbers, NumbersSink, ParamInfo};
+use candle_core::{DType, Device, Tensor};
+use half::bf16;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+pub(super) struct Files {
+    weights: Weights,
+    store: Store,
+    /// Codes of the checkpoint's weights.
+    codes: Option<Weights>,
+    dtype: Dtype,
+}
+
+impl Files {
+    pub fn new(weights: Weights, dtype: Dtype, trained: &Path) -> Result<Self> {
+        Ok(Self {
+            weights: weights.streamed(),
+            store: Store::create(trained)?,
+            codes: None,
+            dtype,
+        })
+    }
+
+    /// Makes codes of these weights of the checkpoint, one weight at a time, in a file of their own.
+    pub fn make_codes(&mut self, params: &[(&ParamInfo, Format)], file: &Path) -> Result<()> {
+        let mut plans = Vec::new();
+        for (p, format) in params {
+            let &[rows, columns] = p.shape.as_slice() else {
+                return Err(Error::new("only a matrix can be stored as codes").at(&*p.name));
+            };
+            plans.extend(format.parts(rows, columns).into_iter().map(|(part, bytes)| TensorPlan {
+                name: part_name(&p.name, part),
+                dtype: StoredDtype::U8,
+                shape: vec![bytes],
+            }));
+        }
+        let mut params = params.iter();
+        let mut now: Option<(String, Coded)> = None;
+        write_file(file, &plans, &[], |plan, sink| {
+            let (name, part) = plan.name.rsplit_once('#').unwrap_or((&plan.name, ""));
+            if now.as_ref().is_none_or(|(n, _)| n != name) {
+                now = None;
+                if let Some((p, format)) = params.next() {
+                    let mut values = vec![0f32; p.elements()];
+                    self.weights.read_f32_at(&p.name, 0, &mut values)?;
+                    now = Some((name.to_string(), encode(&values, p, *format, self.dtype)?));
+                }
+            }
+            let Some((_, coded)) = &now else { return Ok(()) };
+            match coded.parts().iter().find(|p| p.name == part) {
+                Some(part) => sink(Values::Raw(&part.bytes)),
+                None => Ok(()),
+            }
+        })?;
+        files::forget(&files::open(file)?, 0, 0);
+        self.codes = Some(Weights::open_file(file)?.streamed());
+        Ok(())
+    }
+
+    /// A weight as codes.
+    pub fn coded(&self, p: &ParamInfo, format: Format) -> Result<Coded> {
+        let trained = self.store.open(&p.name)?;
+        let (file, first) = match (&trained, &self.codes) {
+            (Some(file), _) => (file, CODES),
+            (None, Some(file)) => (file, &*p.name),
+            (None, None) => return Err(Error::new("there are no codes of this weight").at(&*p.name)),
+        };
+        let &[rows, columns] = p.shape.as_slice() else {
+            return Err(Error::new("only a matrix can be stored as codes").at(&*p.name));
+        };
+        Coded::from_parts(format, (rows, columns), self.dtype, |part| {
+            let name = part_name(first, part);
+            let count = file.info(&name).map_or(0, |i| i.count());
+            let mut bytes = vec![0u8; count];
+            file.read_bytes_at(&name, 0, &mut bytes)?;
+            Ok(bytes)
+        })
+        .map_err(|e| e.or_at(&*p.name))
+    }
+
+    /// Runs `f` on the file that holds `name`, and the name under which it does.
+    fn with<R>(&self, name: &str, f: impl FnOnce(&Weights, &str) -> Result<R>) -> Result<R> {
+        match self.store.open(name)? {
+            Some(file) => f(&file, WEIGHT),
+            None => f(&self.weights, name),
+        }
+    }
+
+    /// Numbers of `name` from number `first` on, as many as `to` has.
+    pub fn fill(&self, name: &str, first: usize, to: &Tensor) -> Result<()> {
+        self.with(name, |file, key| {
+            write_to(
+                to,
+                |out| file.read_f32_at(key, first, out),
+                |out| file.read_bf16_at(key, first, out),
+            )
+        })
+    }
+
+    /// Rows of a matrix of `width` columns, to the rows of `to`.
+    pub fn fill_rows(&self, name: &str, width: usize, rows: &[usize], to: &Tensor) -> Result<()> {
+        self.with(name, |file, key| {
+            let each = |row: &usize| row * width;
+            write_to(
+                to,
+                |out| {
+                    let mut pairs = rows.iter().zip(out.chunks_exact_mut(width));
+                    pairs.try_for_each(|(row, out)| file.read_f32_at(key, each(row), out))
+                },
+                |out| {
+                    let mut pairs = rows.iter().zip(out.chunks_exact_mut(width));
+                    pairs.try_for_each(|(row, out)| file.read_bf16_at(key, each(row), out))
+                },
+            )
+        })
+    }
+
+    /// The lower half of a master, if there is one.
+    pub fn low(&self, name: &str, count: usize, device: &Device) -> Result<Option<Tensor>> {
+        let Some(file) = self.store.open(name)?.filter(|f| f.info(LOW).is_some()) else {
+            return Ok(None);
+        };
+        let mut low = vec![0i16; count];
+        file.read_i16_at(LOW, 0, &mut low)?;
+        Ok(Some(Tensor::from_vec(low, count, device)?))
+    }
+
+    /// Keeps what was trained.
+    pub fn write(&self, name: &str, exact: &Exact, codes: Option<&Coded>) -> Result<()> {
+        exact.send(&mut |numbers| self.store.write(name, numbers, codes))
+    }
+
+    /// Takes the exact values in tensor `name` of `saved`.
+    pub fn restore(&self, p: &ParamInfo, format: Option<Format>, saved: &Weights, device: &Device) -> Result<()> {
+        let Some(format) = format else {
+            return self.store.restore(&p.name, self.dtype, saved);
+        };
+        let mut values = vec![0f32; p.elements()];
+        saved.read_f32_at(&p.name, 0, &mut values)?;
+        let codes = encode(&values, p, format, self.dtype)?;
+        let exact = Exact::new(values, &p.shape, self.dtype, device)?;
+        self.write(&p.name, &exact, Some(&codes))
+    }
+
+    /// All numbers, a few at a time.
+    pub fn read(&self, name: &str, count: usize, sink: &mut NumbersSink) -> Result<()> {
+        self.with(name, |file, key| {
+            let has_low = key == WEIGHT && file.info(LOW).is_some();
+            let mut first = 0;
+            let (mut wide, mut narrow, mut low) = (Vec::new(), Vec::new(), Vec::new());
+            while first < count {
+                let n = STEP.min(count - first);
+                match self.dtype {
+                    Dtype::F32 => {
+                        wide.resize(n, 0f32);
+                        file.read_f32_at(key, first, &mut wide)?;
+                        sink(Numbers::F32(&wide))?;
+                    }
+                    Dtype::Bf16 => {
+                        narrow.resize(n, bf16::ZERO);
+                        file.read_bf16_at(key, first, &mut narrow)?;
+                        if has_low {
+                            low.resize(n, 0i16);
+                            file.read_i16_at(LOW, first, &mut low)?;
+                        }
+                        sink(Numbers::Bf16(&narrow, has_low.then_some(low.as_slice())))?;
+                    }
+                }
+                first += n;
+            }
+            Ok(())
+        })
+    }
+}
+
+/// Lets one of two readers write the numbers of a tensor.
+fn write_to(
+    to: &Tensor,
+    wide: impl Fn(&mut [f32]) -> Result<()> + Sync + Send,
+    narrow: impl Fn(&mut [bf16]) -> Result<()> + Sync + Send,
+) -> Result<()> {
+    let result = Mutex::new(Ok(()));
+    let done = |r: Result<()>| *result.lock().unwrap_or_else(PoisonError::into_inner) = r;
+    match to.dtype() {
+        DType::BF16 => update::store_bf16(to, |out| done(narrow(out)))?,
+        _ => update::with_slice_mut(to, |out| done(wide(out)))?,
+    }
+    result.into_inner().unwrap_or_else(PoisonError::into_inner)
+}

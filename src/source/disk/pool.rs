@@ -1,0 +1,350 @@
+//! Places for what comes from the disk: two of them, so that the next thing travels while the present one is in
+//! use. Their memory is made once and used again and again.
+
+use crate::base::{Error, Result};
+use crate::source::GroupWeights;
+use candle_core::Tensor;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+/// What is in use and what comes next.
+const PLACES: usize = 2;
+
+/// The memory of a place: tensors by their position in what is loaded.
+pub(super) type Buffers = BTreeMap<usize, Tensor>;
+
+/// Knows how a thing is loaded.
+pub(super) trait Load: Send + Sync + 'static {
+    type Key: Copy + Eq + Send + 'static;
+
+    /// Makes the buffers that are missing. Called by whoever asks: memory comes from one thread.
+    fn prepare(&self, key: Self::Key, buffers: &mut Buffers) -> Result<()>;
+
+    /// Fills the buffers and names what is in them. Called by the reader, or by whoever cannot wait for it.
+    fn fill(&self, key: Self::Key, buffers: &Buffers) -> Result<GroupWeights>;
+}
+
+/// Work for the reading thread.
+pub(super) type Job = Box<dyn FnOnce() + Send>;
+
+enum Content {
+    Empty,
+    Loading,
+    Ready(Arc<GroupWeights>),
+    Failed(Error),
+}
+
+struct Place<K> {
+    key: Option<K>,
+    content: Content,
+    buffers: Buffers,
+    /// Asked for in advance, and not fetched since.
+    awaited: bool,
+    /// When it was last asked for.
+    last: u64,
+}
+
+impl<K> Place<K> {
+    /// Nobody reads or fills it.
+    fn is_free(&self) -> bool {
+        match &self.content {
+            Content::Loading => false,
+            Content::Ready(handle) => Arc::strong_count(handle) == 1,
+            _ => true,
+        }
+    }
+}
+
+struct Inner<L: Load> {
+    load: L,
+    places: Mutex<Vec<Place<L::Key>>>,
+    changed: Condvar,
+}
+
+pub(super) struct Pool<L: Load>(Arc<Inner<L>>);
+
+impl<L: Load> Pool<L> {
+    pub fn new(load: L) -> Self {
+        Self(Arc::new(Inner {
+            load,
+            places: Mutex::new(Vec::new()),
+            changed: Condvar::new(),
+        }))
+    }
+
+    /// What `key` names: it is here, on its way, or loaded now.
+    pub fn get(&self, key: L::Key) -> Result<Arc<GroupWeights>> {
+        let inner = &*self.0;
+        let mut places = inner.lock();
+        while let Some(at) = places.iter().position(|p| p.key == Some(key)) {
+            let now = clock(&places);
+            let place = &mut places[at];
+            match std::mem::replace(&mut place.content, Content::Empty) {
+                Content::Ready(handle) => {
+                    place.content = Content::Ready(handle.clone());
+                    (place.awaited, place.last) = (false, now);
+                    return Ok(handle);
+                }
+                Content::Loading => {
+                    place.content = Content::Loading;
+                    places = inner.changed.wait(places).unwrap_or_else(PoisonError::into_inner);
+                }
+                Content::Failed(e) => {
+                    place.key = None;
+                    return Err(e);
+                }
+                Content::Empty => break,
+            }
+        }
+        // Whoever holds both places gets a third: better than waiting for oneself.
+        let at = inner.choose(&mut places, true).unwrap_or_else(|| {
+            places.push(Place::new());
+            places.len() - 1
+        });
+        let mut buffers = begin(&mut places, at, key, false);
+        drop(places);
+        let filled = inner
+            .load
+            .prepare(key, &mut buffers)
+            .and_then(|()| inner.load.fill(key, &buffers));
+        let mut places = inner.lock();
+        let place = &mut places[at];
+        place.buffers = buffers;
+        let result = match filled {
+            Ok(weights) => {
+                let handle = Arc::new(weights);
+                place.content = Content::Ready(handle.clone());
+                Ok(handle)
+            }
+            Err(e) => {
+                (place.key, place.content) = (None, Content::Empty);
+                Err(e)
+            }
+        };
+        drop(places);
+        inner.changed.notify_all();
+        result
+    }
+
+    /// Has `key` loaded by the reader, if a place is free; an error waits for `get`.
+    pub fn prefetch(&self, key: L::Key, send: impl FnOnce(Job)) {
+        let inner = &*self.0;
+        let mut places = inner.lock();
+        let now = clock(&places);
+        if let Some(place) = places.iter_mut().find(|p| p.key == Some(key)) {
+            (place.awaited, place.last) = (true, now);
+            return;
+        }
+        let Some(at) = inner.choose(&mut places, false) else {
+            return;
+        };
+        let mut buffers = begin(&mut places, at, key, true);
+        drop(places);
+        let prepared = inner.load.prepare(key, &mut buffers);
+        let shared = self.0.clone();
+        let job = move || {
+            let filled = prepared.and_then(|()| shared.load.fill(key, &buffers));
+            let mut places = shared.lock();
+            let place = &mut places[at];
+            place.buffers = buffers;
+            place.content = match filled {
+                Ok(weights) => Content::Ready(Arc::new(weights)),
+                Err(e) => Content::Failed(e),
+            };
+            drop(places);
+            shared.changed.notify_all();
+        };
+        send(Box::new(job));
+    }
+
+    /// Forgets what was loaded (its weights have changed); the memory stays.
+    pub fn forget(&self) {
+        let inner = &*self.0;
+        let mut places = inner.settled();
+        for place in places.iter_mut() {
+            if !place.is_free() {
+                // Somebody still reads this memory: it goes with the last reader.
+                place.buffers.clear();
+            }
+            (place.key, place.content, place.awaited) = (None, Content::Empty, false);
+        }
+    }
+
+    /// Bytes of all places; waits for what is on its way.
+    pub fn bytes(&self) -> u64 {
+        let places = self.0.settled();
+        let tensors = places.iter().flat_map(|p| p.buffers.values());
+        tensors
+            .map(|t| (t.elem_count() * t.dtype().size_in_bytes()) as u64)
+            .sum()
+    }
+}
+
+impl<K> Place<K> {
+    fn new() -> Self {
+        Self {
+            key: None,
+            content: Content::Empty,
+            buffers: Buffers::new(),
+            awaited: false,
+            last: 0,
+        }
+    }
+}
+
+impl<L: Load> Inner<L> {
+    fn lock(&self) -> MutexGuard<'_, Vec<Place<L::Key>>> {
+        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// When nothing is being loaded.
+    fn settled(&self) -> MutexGuard<'_, Vec<Place<L::Key>>> {
+        let mut places = self.lock();
+        while places.iter().any(|p| matches!(p.content, Content::Loading)) {
+            places = self.changed.wait(places).unwrap_or_else(PoisonError::into_inner);
+        }
+        places
+    }
+
+    /// The place to load into: a new one, or the free one that was used longest ago. What was asked for and not
+    /// fetched yet gives way only if it `must`.
+    fn choose(&self, places: &mut Vec<Place<L::Key>>, must: bool) -> Option<usize> {
+        let free = |p: &Place<L::Key>| p.is_free() && (must || !p.awaited);
+        let oldest = (0..places.len())
+            .filter(|&i| free(&places[i]))
+            .min_by_key(|&i| (places[i].awaited, places[i].last));
+        if oldest.is_some() && places.len() >= PLACES {
+            return oldest;
+        }
+        if places.len() < PLACES {
+            places.push(Place::new());
+            return Some(places.len() - 1);
+        }
+        None
+    }
+}
+
+fn clock<K>(places: &[Place<K>]) -> u64 {
+    places.iter().map(|p| p.last).max().unwrap_or(0) + 1
+}
+
+/// The place now belongs to `key`, which is being loaded; its memory goes to the loader.
+fn begin<K>(places: &mut [Place<K>], at: usize, key: K, awaited: bool) -> Buffers {
+    let now = clock(places);
+    let place = &mut places[at];
+    (place.key, place.content) = (Some(key), Content::Loading);
+    (place.awaited, place.last) = (awaited, now);
+    std::mem::take(&mut place.buffers)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+    /// Loads the number itself; 13 fails.
+    #[derive(Default)]
+    struct Numbered {
+        filled: AtomicUsize,
+    }
+
+    impl Load for Arc<Numbered> {
+        type Key = u32;
+
+        fn prepare(&self, _: u32, buffers: &mut Buffers) -> Result<()> {
+            if buffers.is_empty() {
+                buffers.insert(0, Tensor::zeros(1, candle_core::DType::F32, &Device::Cpu)?);
+            }
+            Ok(())
+        }
+
+        fn fill(&self, key: u32, buffers: &Buffers) -> Result<GroupWeights> {
+            self.filled.fetch_add(1, Relaxed);
+            if key == 13 {
+                return Err(Error::new("unlucky"));
+            }
+            crate::ops::update::with_slice_mut(&buffers[&0], |x| x[0] = key as f32)?;
+            let mut weights = GroupWeights::default();
+            weights.insert("x".into(), buffers[&0].clone());
+            Ok(weights)
+        }
+    }
+
+    fn value(handle: &GroupWeights) -> f32 {
+        handle.get("x").unwrap().1.to_vec1::<f32>().unwrap()[0]
+    }
+
+    /// A reader that runs its jobs at once, on another thread.
+    fn now(job: Job) {
+        std::thread::spawn(job).join().unwrap();
+    }
+
+    #[test]
+    fn two_places_serve_a_walk_up_and_down_with_each_thing_loaded_once_a_direction() {
+        let load = Arc::new(Numbered::default());
+        let pool = Pool::new(load.clone());
+        let n = 6;
+        for round in 1..=2 {
+            for i in 0..n {
+                if i + 1 < n {
+                    pool.prefetch(i + 1, now);
+                }
+                assert_eq!(value(&pool.get(i).unwrap()), i as f32);
+            }
+            for i in (0..n).rev() {
+                pool.prefetch(i.saturating_sub(1), now);
+                assert_eq!(value(&pool.get(i).unwrap()), i as f32);
+            }
+            // The turning points are not loaded again.
+            let once = n as usize + (n as usize - 2) * (2 * round - 1);
+            assert_eq!(load.filled.load(Relaxed), once);
+        }
+        assert_eq!(pool.bytes(), 8, "two places of one f32");
+    }
+
+    #[test]
+    fn what_is_in_use_is_never_overwritten() {
+        let pool = Pool::new(Arc::new(Numbered::default()));
+        let handles: Vec<_> = (0..4).map(|i| pool.get(i).unwrap()).collect();
+        pool.prefetch(9, now);
+        for (i, handle) in handles.iter().enumerate() {
+            assert_eq!(value(handle), i as f32);
+        }
+        drop(handles);
+        pool.prefetch(9, now);
+        pool.prefetch(10, now);
+        assert_eq!(value(&pool.get(10).unwrap()), 10.0);
+        let held = pool.get(9).unwrap();
+        pool.forget();
+        assert_eq!(value(&pool.get(7).unwrap()), 7.0);
+        assert_eq!(value(&pool.get(8).unwrap()), 8.0);
+        assert_eq!(value(&held), 9.0);
+    }
+
+    #[test]
+    fn a_failed_load_is_told_and_can_be_tried_again() {
+        let load = Arc::new(Numbered::default());
+        let pool = Pool::new(load.clone());
+        assert!(pool.get(13).is_err());
+        pool.prefetch(13, now);
+        assert!(pool.get(13).is_err());
+        assert!(pool.get(13).is_err());
+        assert_eq!(load.filled.load(Relaxed), 3);
+        assert_eq!(value(&pool.get(1).unwrap()), 1.0);
+    }
+
+    #[test]
+    fn it_waits_for_what_is_on_its_way() {
+        let pool = Pool::new(Arc::new(Numbered::default()));
+        let mut waiting = None;
+        pool.prefetch(3, |job| waiting = Some(job));
+        let job = waiting.unwrap();
+        let reader = std::thread::spawn(move || {
+            std::thread::sleep(std::time::Duration::from_millis(30));
+            job();
+        });
+        assert_eq!(value(&pool.get(3).unwrap()), 3.0);
+        reader.join().unwrap();
+    }
+}

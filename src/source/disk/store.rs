@@ -1,0 +1,146 @@
+//! What was learned and is not being trained now: one file for each such parameter, with its exact f32 value.
+//!
+//! A bf16 weight and the lower half of its f32 master are two tensors of the file: later fetches read the weight
+//! alone, training that goes on and checkpoints read both. The files are scratch of the running process: a resumed
+//! run makes them anew from its checkpoint.
+
+use crate::base::{Result, files};
+use crate::formats::StoredDtype;
+use crate::formats::weights::Weights;
+use crate::formats::writer::{TensorPlan, Values, write_file};
+use crate::ops::master;
+use crate::quant::Coded;
+use crate::recipe::Dtype;
+use crate::source::Numbers;
+use half::bf16;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+/// The tensors of a file.
+pub(super) const WEIGHT: &str = "weight";
+pub(super) const LOW: &str = "low";
+
+/// The first half of the names of the parts of codes.
+pub(super) const CODES: &str = "codes";
+
+/// The tensor that holds a part of the codes of `name`.
+pub(super) fn part_name(name: &str, part: &str) -> String {
+    format!("{name}#{part}")
+}
+
+/// Numbers read from or written to a file at a time.
+pub(super) const STEP: usize = 1 << 19;
+
+pub(super) struct Store {
+    dir: PathBuf,
+    names: Mutex<BTreeSet<String>>,
+}
+
+impl Store {
+    /// An empty store in `dir`; what another run left there is removed.
+    pub fn create(dir: &Path) -> Result<Self> {
+        if dir.symlink_metadata().is_ok() {
+            files::remove_dir_all(dir)?;
+        }
+        Ok(Self {
+            dir: dir.to_path_buf(),
+            names: Mutex::new(BTreeSet::new()),
+        })
+    }
+
+    /// The file of a parameter, if it was trained.
+    pub fn open(&self, name: &str) -> Result<Option<Weights>> {
+        match self.names.lock().unwrap_or_else(PoisonError::into_inner).contains(name) {
+            true => Ok(Some(Weights::open_file(&self.path(name))?.streamed())),
+            false => Ok(None),
+        }
+    }
+
+    /// Keeps the numbers of a parameter, all at once, and its codes where it is stored so.
+    pub fn write(&self, name: &str, numbers: Numbers, codes: Option<&Coded>) -> Result<()> {
+        let (count, dtype, low) = match numbers {
+            Numbers::F32(v) => (v.len(), StoredDtype::F32, None),
+            Numbers::Bf16(v, low) => (v.len(), StoredDtype::Bf16, low),
+        };
+        let parts = codes.map(Coded::parts).unwrap_or_default();
+        let mut plans = plans(count, dtype, low.is_some());
+        plans.extend(parts.iter().map(|part| TensorPlan {
+            name: part_name(CODES, part.name),
+            dtype: StoredDtype::U8,
+            shape: vec![part.bytes.len()],
+        }));
+        self.put(name, &plans, &mut |plan, sink| match (plan.name.as_str(), numbers) {
+            (WEIGHT, Numbers::F32(v)) => sink(Values::F32(v)),
+            (WEIGHT, Numbers::Bf16(v, _)) => sink(Values::Bf16(v)),
+            (LOW, _) => low.unwrap_or_default().chunks(STEP).try_for_each(|part| {
+                let bytes: Vec<u8> = part.iter().flat_map(|x| x.to_le_bytes()).collect();
+                sink(Values::Raw(&bytes))
+            }),
+            (other, _) => {
+                let part = parts.iter().find(|p| part_name(CODES, p.name) == other);
+                sink(Values::Raw(part.map_or(&[][..], |p| &p.bytes)))
+            }
+        })
+    }
+
+    /// Keeps the exact values in tensor `name` of `saved` (f32), as a weight of `dtype` and what is beyond it.
+    pub fn restore(&self, name: &str, dtype: Dtype, saved: &Weights) -> Result<()> {
+        let count = saved.info(name).map_or(0, |i| i.count());
+        let (stored, low) = match dtype {
+            Dtype::F32 => (StoredDtype::F32, false),
+            Dtype::Bf16 => (StoredDtype::Bf16, true),
+        };
+        let mut values = vec![0f32; STEP.min(count)];
+        self.put(name, &plans(count, stored, low), &mut |plan, sink| {
+            let mut first = 0;
+            while first < count {
+                let values = &mut values[..STEP.min(count - first)];
+                saved.read_f32_at(name, first, values)?;
+                first += values.len();
+                match (plan.name.as_str(), dtype) {
+                    (WEIGHT, Dtype::F32) => sink(Values::F32(values))?,
+                    (WEIGHT, Dtype::Bf16) => {
+                        let high: Vec<bf16> = values.iter().map(|x| master::split(*x).0).collect();
+                        sink(Values::Bf16(&high))?
+                    }
+                    _ => {
+                        let low = values.iter().flat_map(|x| master::split(*x).1.to_le_bytes());
+                        let low: Vec<u8> = low.collect();
+                        sink(Values::Raw(&low))?
+                    }
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn put(&self, name: &str, tensors: &[TensorPlan], fill: &mut Fill) -> Result<()> {
+        files::create_dir_all(&self.dir)?;
+        let path = self.path(name);
+        write_file(&path, tensors, &[], fill)?;
+        files::forget(&files::open(&path)?, 0, 0);
+        let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
+        names.insert(name.to_string());
+        Ok(())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.join(format!("{name}.safetensors"))
+    }
+}
+
+type Fill<'a> = dyn FnMut(&TensorPlan, &mut dyn FnMut(Values) -> Result<()>) -> Result<()> + 'a;
+
+fn plans(count: usize, dtype: StoredDtype, low: bool) -> Vec<TensorPlan> {
+    let plan = |name: &str, dtype| TensorPlan {
+        name: name.into(),
+        dtype,
+        shape: vec![count],
+    };
+    let mut plans = vec![plan(WEIGHT, dtype)];
+    if low {
+        plans.push(plan(LOW, StoredDtype::I16));
+    }
+    plans
+}

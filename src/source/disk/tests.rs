@@ -1,0 +1,271 @@
+//! A disk source against a resident one of the same weights, and what training leaves behind.
+
+use super::*;
+use crate::formats::writer::write_model;
+use crate::ops::{master, update};
+use crate::source::{Numbers, Part, Resident};
+use half::bf16;
+use tempfile::TempDir;
+
+const V: usize = 2 * PIECE + 100;
+const D: usize = 8;
+const LAYERS: usize = 5;
+const SEED: (u64, f32, f32) = (7, 0.5, 1.0);
+
+fn params(tied: bool) -> Vec<ParamInfo> {
+    let param = |name: String, shape: &[usize], group| ParamInfo {
+        name: name.into(),
+        shape: shape.to_vec(),
+        group,
+        part: Part::Other,
+    };
+    let mut all = vec![param("embed".into(), &[V, D], Group::Embedding)];
+    for l in 0..LAYERS {
+        for (below, shape) in [("a.weight", &[D, 3 * D][..]), ("a.bias", &[D]), ("norm.weight", &[D])] {
+            all.push(param(format!("model.layers.{l}.{below}"), shape, Group::Layer(l)));
+        }
+    }
+    all.push(param("norm.weight".into(), &[D], Group::Head));
+    if !tied {
+        all.push(param("head".into(), &[V, D], Group::Head));
+    }
+    all
+}
+
+struct Low(BTreeMap<String, Tensor>);
+
+impl LowerHalves for Low {
+    fn put_low(&mut self, name: &str, low: Tensor) {
+        self.0.insert(name.into(), low);
+    }
+    fn take_low(&mut self, name: &str) -> Option<Tensor> {
+        self.0.remove(name)
+    }
+}
+
+fn open(dir: &Path, dtype: Dtype, tied: bool, head_rows: Option<usize>) -> Result<Disk> {
+    let file = dir.join("model.safetensors");
+    if !file.exists() {
+        write_random(&file, &params(tied), SEED.0, SEED.1, SEED.2, dtype)?;
+    }
+    let options = Options {
+        dtype,
+        storage: Policy::dense(dtype),
+        device: Device::Cpu,
+        trained: dir.join("trained"),
+        codes: dir.join("codes.safetensors"),
+        head: if tied { "embed" } else { "head" }.into(),
+        head_rows,
+    };
+    Disk::open(params(tied), Weights::open_file(&file)?, options)
+}
+
+fn resident(dtype: Dtype, tied: bool) -> Resident {
+    Resident::random(params(tied), SEED.0, SEED.1, SEED.2, dtype, &Device::Cpu).unwrap()
+}
+
+fn flat(t: &Tensor) -> Vec<f32> {
+    update::to_f32_vec(t).unwrap()
+}
+
+fn assert_group(a: &GroupWeights, b: &GroupWeights) {
+    let names = |g: &GroupWeights| g.iter().map(|(n, _)| n.to_string()).collect::<Vec<_>>();
+    assert_eq!(names(a), names(b));
+    for name in names(a) {
+        assert_eq!(flat(&a.get(&name).unwrap().1), flat(&b.get(&name).unwrap().1), "{name}");
+    }
+}
+
+#[test]
+fn every_group_row_and_piece_is_that_of_resident_weights() {
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        for (tied, rows) in [
+            (false, None),
+            (false, Some(PIECE)),
+            (true, Some(2 * PIECE)),
+            (true, None),
+        ] {
+            let dir = TempDir::new().unwrap();
+            let (disk, here) = (open(dir.path(), dtype, tied, rows).unwrap(), resident(dtype, tied));
+            for _ in 0..2 {
+                for l in (0..LAYERS).chain((0..LAYERS).rev()) {
+                    disk.prefetch(Group::Layer((l + 1) % LAYERS));
+                    let group = Group::Layer(l);
+                    assert_group(&disk.fetch(group).unwrap(), &here.fetch(group).unwrap());
+                }
+            }
+            let ids = [5, 0, V as u32 - 1, 5, 4096];
+            let (table, at) = disk.rows("embed", &ids).unwrap();
+            let (whole, _) = here.rows("embed", &ids).unwrap();
+            for (id, at) in ids.iter().zip(&at) {
+                let row = |t: &Tensor, i: u32| flat(&t.narrow(0, i as usize, 1).unwrap());
+                assert_eq!(row(&table, *at), row(&whole, *id));
+            }
+            let embedding_is_whole = tied && rows.is_none();
+            assert_eq!(table.dims()[0] == V, embedding_is_whole);
+            assert!(embedding_is_whole || disk.rows("embed", &[V as u32]).is_err());
+            let head = if tied { "embed" } else { "head" };
+            assert_eq!(disk.piece_rows(head), rows);
+            if let Some(rows) = rows {
+                let whole = here.held(head).unwrap();
+                for first in (0..V).step_by(rows).chain((0..V).step_by(rows)) {
+                    let count = rows.min(V - first);
+                    let want = flat(&whole.narrow(0, first, count).unwrap());
+                    assert_eq!(flat(&disk.piece(head, first).unwrap().get(head).unwrap().1), want);
+                }
+            } else {
+                assert_eq!(flat(&disk.held(head).unwrap()), flat(&here.held(head).unwrap()));
+            }
+            // Two layers, two pieces, what is held: no more was ever made.
+            let size = match dtype {
+                Dtype::F32 => 4,
+                Dtype::Bf16 => 2,
+            };
+            let layer = (D * 3 * D + 2 * D) * size;
+            let head = rows.map_or(V * D, |rows| 2 * rows.min(V) * D) * size;
+            assert_eq!(disk.resident_bytes(), (2 * layer + head + D * size) as u64);
+        }
+    }
+}
+
+/// What a source gives out of a parameter, exactly.
+fn exact(source: &dyn LayerSource, name: &str) -> Vec<u32> {
+    let mut all = Vec::new();
+    source
+        .read(name, &mut |numbers| {
+            match numbers {
+                Numbers::F32(v) => all.extend(v.iter().map(|x| x.to_bits())),
+                Numbers::Bf16(v, None) => all.extend(v.iter().map(|x| x.to_f32().to_bits())),
+                Numbers::Bf16(v, Some(low)) => {
+                    all.extend(v.iter().zip(low).map(|(h, l)| master::join(*h, *l as u16).to_bits()))
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+    all
+}
+
+#[test]
+fn what_was_trained_is_kept_exactly_and_used_from_then_on() {
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let dir = TempDir::new().unwrap();
+        let disk = open(dir.path(), dtype, false, Some(PIECE)).unwrap();
+        let mut low = Low(BTreeMap::new());
+        let name = "model.layers.2.a.weight";
+        let group = Group::Layer(2);
+        disk.prefetch(group);
+        disk.activate(&[name, "norm.weight", "an.adapter.lora_A.weight"], &mut low)
+            .unwrap();
+        assert!(low.0.is_empty(), "nothing was trained yet");
+        assert!(disk.master_is_out(name) && !disk.master_is_out("model.layers.2.a.bias"));
+        let before = exact(&disk, "model.layers.2.a.bias");
+
+        // An update: values that bf16 cannot hold.
+        let count = D * 3 * D;
+        let values: Vec<f32> = (0..count).map(|i| 1.0 + i as f32 * 1e-4).collect();
+        let tensor = disk.held(name).unwrap();
+        let fetched = disk.fetch(group).unwrap();
+        let want = match dtype {
+            Dtype::F32 => {
+                update::with_slice_mut(&tensor, |w| w.copy_from_slice(&values)).unwrap();
+                values.clone()
+            }
+            Dtype::Bf16 => {
+                let (high, halves): (Vec<bf16>, Vec<i16>) = values
+                    .iter()
+                    .map(|x| master::split(*x))
+                    .map(|(h, l)| (h, l as i16))
+                    .unzip();
+                update::store_bf16(&tensor, |w| w.copy_from_slice(&high)).unwrap();
+                low.put_low(name, Tensor::from_vec(halves, count, &Device::Cpu).unwrap());
+                high.iter().map(|h| h.to_f32()).collect()
+            }
+        };
+        let bits: Vec<u32> = values.iter().map(|x| x.to_bits()).collect();
+        assert_eq!(
+            flat(&fetched.get(name).unwrap().1),
+            want,
+            "an update is seen by who holds the group"
+        );
+        drop(fetched);
+
+        disk.retire(&|n| n == "norm.weight", &mut low).unwrap();
+        assert!(low.0.is_empty() && disk.held(name).is_none() && disk.held("norm.weight").is_some());
+        assert_eq!(exact(&disk, name), bits);
+        assert_eq!(flat(&disk.fetch(group).unwrap().get(name).unwrap().1), want);
+        assert_eq!(exact(&disk, "model.layers.2.a.bias"), before);
+
+        disk.activate(&[name], &mut low).unwrap();
+        assert_eq!(flat(&disk.held(name).unwrap()), want);
+        assert_eq!(low.0.contains_key(name), dtype == Dtype::Bf16);
+        disk.retire(&|_| false, &mut low).unwrap();
+        assert_eq!(exact(&disk, name), bits, "nothing is lost by doing nothing");
+        assert!(disk.held("norm.weight").is_some() && !disk.master_is_out("norm.weight"));
+    }
+}
+
+#[test]
+fn exact_values_are_taken_from_a_checkpoint() {
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let dir = TempDir::new().unwrap();
+        let disk = open(dir.path(), dtype, true, Some(PIECE)).unwrap();
+        let names = ["embed", "norm.weight", "model.layers.4.a.weight"];
+        let plans: Vec<TensorPlan> = params(true)
+            .iter()
+            .filter(|p| names.contains(&&*p.name))
+            .map(|p| TensorPlan {
+                name: p.name.to_string(),
+                dtype: StoredDtype::F32,
+                shape: vec![p.elements()],
+            })
+            .collect();
+        let values = |n: usize| (0..n).map(|i| 0.3 + i as f32 * 1.7e-5).collect::<Vec<f32>>();
+        let saved = dir.path().join("saved");
+        std::fs::create_dir(&saved).unwrap();
+        write_model(&saved, &plans, 1 << 30, |plan, sink| {
+            sink(Values::F32(&values(plan.shape[0])))
+        })
+        .unwrap();
+        let saved = Weights::open(&saved).unwrap();
+        let mut low = Low(BTreeMap::new());
+        disk.prefetch(Group::Layer(4));
+        for plan in &plans {
+            disk.restore(&plan.name, &saved, &mut low).unwrap();
+            let bits: Vec<u32> = values(plan.shape[0]).iter().map(|x| x.to_bits()).collect();
+            assert!(exact(&disk, &plan.name) == bits, "{}", plan.name);
+        }
+        let high = |x: f32| match dtype {
+            Dtype::F32 => x,
+            Dtype::Bf16 => master::split(x).0.to_f32(),
+        };
+        let piece = disk.piece("embed", PIECE).unwrap();
+        let want = high(values(PIECE * D + 1)[PIECE * D]);
+        assert_eq!(flat(&piece.get("embed").unwrap().1)[0], want);
+        assert_eq!(flat(&disk.held("norm.weight").unwrap())[3], high(values(4)[3]));
+        assert!(disk.restore("model.layers.0.a.bias", &saved, &mut low).is_err());
+    }
+}
+
+#[test]
+fn what_is_wrong_is_told() {
+    let dir = TempDir::new().unwrap();
+    assert!(open(dir.path(), Dtype::F32, false, Some(100)).is_err());
+    let disk = open(dir.path(), Dtype::F32, false, None).unwrap();
+    assert!(disk.fetch(Group::Layer(LAYERS)).is_err());
+    assert!(disk.piece("head", 0).is_err());
+    assert!(disk.rows("nothing", &[0]).is_err());
+    disk.prefetch(Group::Layer(LAYERS));
+    // A file that became shorter: the reader's error comes with the fetch.
+    let file = dir.path().join("model.safetensors");
+    let size = std::fs::metadata(&file).unwrap().len();
+    std::fs::OpenOptions::new()
+        .write(true)
+        .open(&file)
+        .unwrap()
+        .set_len(size / 4)
+        .unwrap();
+    disk.prefetch(Group::Layer(4));
+    let e = disk.fetch(Group::Layer(4)).unwrap_err().to_string();
+    assert!(e.contains("model.layers.4") && e.contains("shorter"), "{e}");
+}

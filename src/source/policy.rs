@@ -1,0 +1,217 @@
+//! In which storage every parameter is held: what the recipe says, and what is trained.
+
+use super::{Group, ParamInfo};
+use crate::base::{Error, Result};
+use crate::quant::{Format, Storage};
+use crate::recipe::{Dtype, FrozenWeights, Memory, Storage as Wanted};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The storage of each parameter of a model. Only the projections of decoder layers are ever coded.
+#[derive(Debug, Clone)]
+pub struct Policy {
+    dtype: Dtype,
+    coded: BTreeMap<Arc<str>, Format>,
+}
+
+impl Policy {
+    /// Everything in `dtype`.
+    pub fn dense(dtype: Dtype) -> Self {
+        Self {
+            dtype,
+            coded: BTreeMap::new(),
+        }
+    }
+
+    /// Projections that are not `trained` get the storage that `memory` names for them.
+    ///
+    /// Errors: an override that fits no projection.
+    pub fn new(memory: &Memory, dtype: Dtype, params: &[ParamInfo], trained: impl Fn(&str) -> bool) -> Result<Self> {
+        for (pattern, _) in &memory.overrides {
+            if !params.iter().any(|p| is_projection(p) && fits(pattern, &p.name)) {
+                return Err(Error::usage(format!(
+                    "`{pattern}` in `memory.overrides` fits no projection of the model"
+                ))
+                .expected("the start of a name such as `layers.0.self_attn.q_proj.weight`, or a name with `*`")
+                .hint("only the projections of the layers can have a storage of their own"));
+            }
+        }
+        let frozen = match memory.frozen_weights {
+            FrozenWeights::Auto | FrozenWeights::F32 | FrozenWeights::Bf16 => None,
+            FrozenWeights::Int8 => Some(Wanted::Int8),
+            FrozenWeights::Int4 => Some(Wanted::Int4),
+            FrozenWeights::Nf4 => Some(Wanted::Nf4),
+        };
+        let format = |wanted: Option<Wanted>| match wanted? {
+            Wanted::F32 | Wanted::Bf16 => None,
+            Wanted::Int8 => Some(Format::Int8 {
+                group: memory.group_size.unwrap_or(0),
+            }),
+            Wanted::Int4 => Some(Format::Int4 {
+                group: memory.group_size.unwrap_or(64),
+            }),
+            Wanted::Nf4 => Some(Format::Nf4 {
+                double: memory.double_quantization,
+            }),
+        };
+        let coded = params
+            .iter()
+            .filter(|p| is_projection(p) && !trained(&p.name))
+            .filter_map(|p| {
+                let fitting = memory.overrides.iter().filter(|(pattern, _)| fits(pattern, &p.name));
+                let chosen = fitting.max_by_key(|(pattern, _)| (pattern.len(), pattern.as_str()));
+                let wanted = chosen.map(|(_, wanted)| *wanted).or(frozen);
+                Some((p.name.clone(), format(wanted)?))
+            })
+            .collect();
+        Ok(Self { dtype, coded })
+    }
+
+    pub fn of(&self, param: &ParamInfo) -> Storage {
+        match self.coded.get(&param.name) {
+            Some(format) => Storage::Coded(*format, self.dtype),
+            None => Storage::Dense(self.dtype),
+        }
+    }
+
+    /// Weights that are stored as codes, and how.
+    pub fn coded(&self) -> &BTreeMap<Arc<str>, Format> {
+        &self.coded
+    }
+
+    /// Of each parameter another format, or none: what a choice of bits per layer gives.
+    pub fn set(&mut self, name: Arc<str>, format: Option<Format>) {
+        match format {
+            Some(format) => self.coded.insert(name, format),
+            None => self.coded.remove(&name),
+        };
+    }
+
+    /// As the plan shows it: `bf16; 168 projections nf4`.
+    pub fn describe(&self) -> String {
+        let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+        for format in self.coded.values() {
+            *counts.entry(format.to_string()).or_default() += 1;
+        }
+        let counts = counts.iter().map(|(format, n)| format!("; {n} projections {format}"));
+        format!("{}{}", self.dtype.name(), counts.collect::<String>())
+    }
+
+    /// Bytes of all parameters.
+    pub fn bytes(&self, params: &[ParamInfo]) -> u64 {
+        params.iter().map(|p| self.of(p).bytes(&p.shape)).sum()
+    }
+}
+
+/// The weight matrix of a linear in a decoder layer.
+pub fn is_projection(param: &ParamInfo) -> bool {
+    matches!(param.group, Group::Layer(_)) && param.shape.len() == 2
+}
+
+/// `pattern` is the start of the name, with or without its leading `model.`; with `*` it fits the whole name.
+fn fits(pattern: &str, name: &str) -> bool {
+    let short = name.strip_prefix("model.").unwrap_or(name);
+    match pattern.contains('*') {
+        true => glob(pattern, name) || glob(pattern, short),
+        false => name.starts_with(pattern) || short.starts_with(pattern),
+    }
+}
+
+/// `*` stands for any text.
+fn glob(pattern: &str, text: &str) -> bool {
+    let Some((start, rest)) = pattern.split_once('*') else {
+        return pattern == text;
+    };
+    let Some(text) = text.strip_prefix(start) else {
+        return false;
+    };
+    (0..=text.len()).any(|at| text.is_char_boundary(at) && glob(rest, &text[at..]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::source::Part;
+
+    fn param(name: &str, shape: &[usize], group: Group) -> ParamInfo {
+        ParamInfo {
+            name: name.into(),
+            shape: shape.to_vec(),
+            group,
+            part: Part::Other,
+        }
+    }
+
+    fn params() -> Vec<ParamInfo> {
+        let mut all = vec![param("model.embed_tokens.weight", &[100, 64], Group::Embedding)];
+        for l in 0..2 {
+            let layer =
+                |name: &str, shape: &[usize]| param(&format!("model.layers.{l}.{name}"), shape, Group::Layer(l));
+            all.push(layer("self_attn.q_proj.weight", &[64, 64]));
+            all.push(layer("self_attn.q_proj.bias", &[64]));
+            all.push(layer("mlp.down_proj.weight", &[64, 128]));
+        }
+        all
+    }
+
+    fn memory(frozen_weights: FrozenWeights, overrides: &[(&str, Wanted)]) -> Memory {
+        let recipe = crate::recipe::parse(
+            "[model]\npath = \"x\"\n[data]\ntrain = \"t\"\n[tune]\nmethod = \"lora\"\n",
+            "r.toml",
+            &[],
+        );
+        let mut memory = recipe.unwrap().recipe.memory;
+        memory.frozen_weights = frozen_weights;
+        memory.overrides = overrides.iter().map(|(p, w)| (p.to_string(), *w)).collect();
+        memory
+    }
+
+    fn coded(memory: &Memory, trained: &str) -> Vec<String> {
+        let policy = Policy::new(memory, Dtype::Bf16, &params(), |n| n.contains(trained)).unwrap();
+        policy.coded().iter().map(|(n, f)| format!("{n} {f}")).collect()
+    }
+
+    #[test]
+    fn projections_that_are_not_trained_are_coded() {
+        let all = coded(&memory(FrozenWeights::Nf4, &[]), "nothing");
+        assert_eq!(all.len(), 4);
+        assert!(all.iter().all(|n| n.ends_with("proj.weight nf4 (double quantization)")));
+        assert_eq!(coded(&memory(FrozenWeights::Nf4, &[]), "layers.1.").len(), 2);
+        assert!(coded(&memory(FrozenWeights::Auto, &[]), "nothing").is_empty());
+    }
+
+    #[test]
+    fn the_longest_override_counts() {
+        let overrides = [
+            ("layers.0.", Wanted::Bf16),
+            ("layers.0.mlp.", Wanted::Int8),
+            ("*.q_proj.*", Wanted::Int4),
+        ];
+        let got = coded(&memory(FrozenWeights::Nf4, &overrides), "nothing");
+        let want = [
+            "model.layers.0.mlp.down_proj.weight int8 (one scale a row)",
+            "model.layers.0.self_attn.q_proj.weight int4 (groups of 64)",
+            "model.layers.1.mlp.down_proj.weight nf4 (double quantization)",
+            "model.layers.1.self_attn.q_proj.weight int4 (groups of 64)",
+        ];
+        assert_eq!(got, want);
+    }
+
+    #[test]
+    fn an_override_without_a_projection_is_refused() {
+        for pattern in ["layers.7.", "model.embed_tokens", "*.bias", "proj"] {
+            let memory = memory(FrozenWeights::Auto, &[(pattern, Wanted::Int8)]);
+            let e = Policy::new(&memory, Dtype::F32, &params(), |_| false).unwrap_err();
+            assert!(e.to_string().contains(pattern), "{e}");
+        }
+    }
+
+    #[test]
+    fn bytes_are_counted_as_stored() {
+        let params = params();
+        let dense = Policy::dense(Dtype::Bf16).bytes(&params);
+        assert_eq!(dense, 2 * (6400 + 2 * (4096 + 64 + 8192)));
+        let policy = Policy::new(&memory(FrozenWeights::Int8, &[]), Dtype::Bf16, &params, |_| false).unwrap();
+        assert_eq!(policy.bytes(&params), 2 * 6400 + 2 * (4096 + 8192 + 2 * 64 + 4 * 128));
+    }
+}

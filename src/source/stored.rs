@@ -1,0 +1,221 @@
+//! Weights that a model directory holds as codes, in two layouts.
+//!
+//! `bitsandbytes`, for NF4 (what transformers writes with `load_in_4bit`): of a weight NAME `[O, I]` the codes `NAME` U8
+//! `[O·I/2, 1]`, `NAME.absmax`, with double quantization `NAME.nested_absmax` and `NAME.nested_quant_map`, the table
+//! `NAME.quant_map`, and JSON in the bytes of `NAME.quant_state.bitsandbytes__nf4`.
+//!
+//! `ft`: one tensor for each part of `quant::Coded`, `NAME.codes` and so on, and in the bytes of `NAME.format` the format
+//! as text, for example `int4:64`, padded with spaces.
+
+use super::ParamInfo;
+use crate::base::{Error, Result};
+use crate::formats::StoredDtype;
+use crate::formats::weights::Weights;
+use crate::formats::writer::TensorPlan;
+use crate::quant::{self, Coded, Format};
+use crate::recipe::Dtype;
+use serde_json::{Value, json};
+
+const STATE: &str = "quant_state.bitsandbytes__nf4";
+/// Bytes of the JSON of bitsandbytes, padded: the offset in it is known only when the weight has been coded.
+const STATE_BYTES: usize = 320;
+const FORMAT: &str = "format";
+const FORMAT_BYTES: usize = 16;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Layout {
+    Ft,
+    Bitsandbytes,
+}
+
+/// How the files hold a parameter as codes, if they do.
+///
+/// Errors: a format that ft does not know.
+pub fn find(weights: &Weights, name: &str) -> Result<Option<(Layout, Format)>> {
+    if weights.info(&format!("{name}.{STATE}")).is_some() {
+        let double = weights.info(&format!("{name}.nested_absmax")).is_some();
+        return Ok(Some((Layout::Bitsandbytes, Format::Nf4 { double })));
+    }
+    let tag = format!("{name}.{FORMAT}");
+    if weights.info(&tag).is_none() {
+        return Ok(None);
+    }
+    let bytes = weights.read_bytes(&tag)?;
+    let text = String::from_utf8_lossy(&bytes).trim_end().to_string();
+    match Format::from_tag(&text) {
+        Some(format) => Ok(Some((Layout::Ft, format))),
+        None => Err(Error::new("a weight is stored in a format that ft does not know")
+            .at(name)
+            .found(text)
+            .expected("int8, int8:128, int4:64, int4:128, nf4 or nf4:double")),
+    }
+}
+
+/// The tensors that hold a coded parameter `[rows, columns]`.
+pub fn tensors(layout: Layout, format: Format, name: &str, (rows, columns): (usize, usize)) -> Vec<TensorPlan> {
+    let plan = |name: String, dtype, shape: &[usize]| TensorPlan {
+        name,
+        dtype,
+        shape: shape.to_vec(),
+    };
+    let mut all: Vec<TensorPlan> = Vec::new();
+    for (part, bytes) in format.parts(rows, columns) {
+        let place = place(layout, name, part);
+        let Some(place) = place else { continue };
+        let groups = columns.div_ceil(format.group(columns));
+        all.push(match (part, format) {
+            ("codes", Format::Nf4 { .. }) if layout == Layout::Bitsandbytes => {
+                plan(place, StoredDtype::U8, &[bytes, 1])
+            }
+            ("codes", Format::Nf4 { .. }) => plan(place, StoredDtype::U8, &[bytes]),
+            ("codes", _) => plan(place, StoredDtype::U8, &[rows, format.stride(columns)]),
+            ("scales", Format::Int4 { .. }) => plan(place, StoredDtype::U32, &[rows, groups]),
+            ("scales", _) => plan(place, StoredDtype::F32, &[rows, groups]),
+            ("absmax", Format::Nf4 { double: true }) => plan(place, StoredDtype::U8, &[bytes]),
+            _ => plan(place, StoredDtype::F32, &[bytes / 4]),
+        });
+    }
+    match layout {
+        Layout::Ft => all.push(plan(format!("{name}.{FORMAT}"), StoredDtype::U8, &[FORMAT_BYTES])),
+        Layout::Bitsandbytes => {
+            all.push(plan(format!("{name}.quant_map"), StoredDtype::F32, &[16]));
+            if format == (Format::Nf4 { double: true }) {
+                all.push(plan(format!("{name}.nested_quant_map"), StoredDtype::F32, &[256]));
+            }
+            all.push(plan(format!("{name}.{STATE}"), StoredDtype::U8, &[STATE_BYTES]));
+        }
+    }
+    all
+}
+
+/// The tensor of a part; none for the offset of bitsandbytes, which stands in its JSON.
+fn place(layout: Layout, name: &str, part: &str) -> Option<String> {
+    match (layout, part) {
+        (Layout::Bitsandbytes, "codes") => Some(name.to_string()),
+        (Layout::Bitsandbytes, "nested_offset") => None,
+        _ => Some(format!("{name}.{part}")),
+    }
+}
+
+/// The bytes of the tensor `plan` of the coded parameter `name`.
+///
+/// Errors: a tensor that `tensors` did not name.
+pub fn bytes(layout: Layout, coded: &Coded, name: &str, plan: &TensorPlan) -> Result<Vec<u8>> {
+    let rest = plan.name.strip_prefix(name).unwrap_or_default().trim_start_matches('.');
+    let padded = |text: String, len: usize| {
+        let mut bytes = text.into_bytes();
+        bytes.resize(len.max(bytes.len()), b' ');
+        bytes
+    };
+    let floats = |values: &[f32]| values.iter().flat_map(|x| x.to_le_bytes()).collect();
+    let (table, nested) = quant::tables();
+    match rest {
+        FORMAT => Ok(padded(coded.format().tag(), FORMAT_BYTES)),
+        STATE => Ok(padded(state(coded).to_string(), STATE_BYTES)),
+        "quant_map" => Ok(floats(&table)),
+        "nested_quant_map" => Ok(floats(&nested)),
+        _ => {
+            let mut parts = coded.parts().into_iter();
+            let found = parts.find(|p| place(layout, name, p.name).as_deref() == Some(plan.name.as_str()));
+            let found = found.map(|p| p.bytes.into_owned());
+            found.ok_or_else(|| Error::new("a coded weight has no such tensor").at(&plan.name))
+        }
+    }
+}
+
+/// What bitsandbytes wants to know of a weight.
+fn state(coded: &Coded) -> Value {
+    let (rows, columns) = coded.dims();
+    let dtype = match coded.decoded() {
+        Dtype::F32 => "float32",
+        Dtype::Bf16 => "bfloat16",
+    };
+    let mut state = json!({"quant_type": "nf4", "blocksize": 64, "dtype": dtype, "shape": [rows, columns]});
+    if let Some(offset) = coded.parts().into_iter().find(|p| p.name == "nested_offset") {
+        let offset = offset.bytes.as_ref().try_into().map_or(0.0, f32::from_le_bytes);
+        state["nested_blocksize"] = json!(256);
+        state["nested_dtype"] = json!("float32");
+        state["nested_offset"] = json!(f64::from(offset));
+    }
+    state
+}
+
+/// Reads a parameter that `find` has found.
+///
+/// Errors: tensors of another size than the shape says; other blocks or tables than those of NF4.
+pub fn read(weights: &Weights, p: &ParamInfo, (layout, format): (Layout, Format), decoded: Dtype) -> Result<Coded> {
+    let &[rows, columns] = p.shape.as_slice() else {
+        return Err(Error::new("only a matrix can be stored as codes").at(&*p.name));
+    };
+    let mut offset = None;
+    if layout == Layout::Bitsandbytes {
+        offset = check_state(weights, p, (rows, columns))?;
+    }
+    let take = |part: &str| match (place(layout, &p.name, part), offset) {
+        (Some(place), _) => weights.read_bytes(&place),
+        (None, Some(offset)) => Ok((offset as f32).to_le_bytes().to_vec()),
+        (None, None) => Err(Error::new("`nested_offset` is missing")),
+    };
+    Coded::from_parts(format, (rows, columns), decoded, take).map_err(|e| e.or_at(&*p.name))
+}
+
+/// The offset of the absmax codes, if there is one.
+fn check_state(weights: &Weights, p: &ParamInfo, (rows, columns): (usize, usize)) -> Result<Option<f64>> {
+    let place = format!("{}.{STATE}", p.name);
+    let bad = |what: &str, found: String| Error::new(what).at(&place).found(found);
+    let state: Value = serde_json::from_slice(&weights.read_bytes(&place)?).map_err(|e| {
+        Error::new("the state of a coded weight is not JSON")
+            .at(&place)
+            .cause(e)
+    })?;
+    let is = |key: &str, value: Value| state.get(key).is_none_or(|v| *v == value);
+    if !is("quant_type", json!("nf4")) || !is("blocksize", json!(64)) || !is("nested_blocksize", json!(256)) {
+        return Err(bad("this kind of 4-bit weight is not supported", state.to_string())
+            .expected("nf4 in blocks of 64, their absmax in blocks of 256"));
+    }
+    if !is("shape", json!([rows, columns])) {
+        return Err(bad("config.json and the weights do not agree", state.to_string())
+            .expected(format!("shape [{rows}, {columns}]")));
+    }
+    let (table, nested) = quant::tables();
+    for (map, own) in [("quant_map", table.as_slice()), ("nested_quant_map", nested.as_slice())] {
+        let name = format!("{}.{map}", p.name);
+        if weights.info(&name).is_none() {
+            continue;
+        }
+        let theirs = weights.read_f32(&name)?;
+        if theirs.len() != own.len() || theirs.iter().zip(own).any(|(a, b)| (a - b).abs() > 1e-6) {
+            return Err(bad("a 4-bit weight has another table of values than NF4", name));
+        }
+    }
+    Ok(state.get("nested_offset").and_then(Value::as_f64))
+}
+
+/// `quantization_config` of a directory whose projections are `formats`, as `config.json` holds it.
+pub fn config(layout: Layout, formats: &[Format], decoded: Dtype) -> Value {
+    match layout {
+        Layout::Ft => {
+            let mut names: Vec<String> = formats.iter().map(|f| f.tag()).collect();
+            names.sort();
+            names.dedup();
+            json!({"quant_method": "ft", "formats": names})
+        }
+        Layout::Bitsandbytes => json!({
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": true,
+            "load_in_8bit": false,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": formats.contains(&Format::Nf4 { double: true }),
+            "bnb_4bit_compute_dtype": if decoded == Dtype::Bf16 { "bfloat16" } else { "float32" },
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": ["lm_head"],
+        }),
+    }
+}
+
+/// Is this `quantization_config` one whose weights `find` finds?
+pub fn supported(config: &Value) -> bool {
+    let is = |key: &str, value: Value| config.get(key) == Some(&value);
+    let nf4 = is("load_in_4bit", json!(true)) && is("bnb_4bit_quant_type", json!("nf4"));
+    is("quant_method", json!("ft")) || (is("quant_method", json!("bitsandbytes")) && nf4)
+}

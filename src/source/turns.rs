@@ -1,0 +1,107 @@
+//! Weights that are codes while they do not train: their exact values beside the codes, and the way between.
+
+use super::{Numbers, NumbersSink, ParamInfo};
+use crate::base::{Error, Result};
+use crate::ops::{master, update};
+use crate::quant::{self, Coded, Format};
+use crate::recipe::Dtype;
+use candle_core::{DType, Device, Tensor};
+use half::bf16;
+use rayon::prelude::*;
+use std::sync::Arc;
+
+/// A weight that went back to codes after its training.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Recoded {
+    pub name: Arc<str>,
+    /// Root mean square of what the codes lose, as a part of that of the weight.
+    pub error: f64,
+}
+
+/// The exact value of a parameter: the weight in the model's type, and what its f32 master knows beyond it (i16).
+pub(super) struct Exact {
+    pub weight: Tensor,
+    pub low: Option<Tensor>,
+}
+
+impl Exact {
+    /// Of `values`, f32.
+    pub fn new(values: Vec<f32>, shape: &[usize], dtype: Dtype, device: &Device) -> Result<Self> {
+        match dtype {
+            Dtype::F32 => Ok(Self {
+                weight: Tensor::from_vec(values, shape, device)?,
+                low: None,
+            }),
+            Dtype::Bf16 => {
+                let count = values.len();
+                let halves = values.into_par_iter().map(master::split);
+                let (high, low): (Vec<bf16>, Vec<i16>) = halves.map(|(h, l)| (h, l as i16)).unzip();
+                Ok(Self {
+                    weight: Tensor::from_vec(high, shape, device)?,
+                    low: Some(Tensor::from_vec(low, count, device)?),
+                })
+            }
+        }
+    }
+
+    /// `[elements]`
+    pub fn values(&self) -> Result<Vec<f32>> {
+        match &self.low {
+            Some(low) => {
+                let low = low.flatten_all()?.to_vec1::<i16>()?;
+                update::with_bf16(&self.weight, |high| {
+                    let pairs = high.par_iter().zip(&low);
+                    pairs.map(|(h, l)| master::join(*h, *l as u16)).collect()
+                })
+            }
+            None => update::to_f32_vec(&self.weight),
+        }
+    }
+
+    pub fn send(&self, sink: &mut NumbersSink) -> Result<()> {
+        match (self.weight.dtype(), &self.low) {
+            (DType::BF16, low) => {
+                let low = low.as_ref().map(|l| l.flatten_all()?.to_vec1::<i16>()).transpose()?;
+                update::with_bf16(&self.weight, |v| sink(Numbers::Bf16(v, low.as_deref())))?
+            }
+            _ => update::with_slice(&self.weight, |v| sink(Numbers::F32(v)))?,
+        }
+    }
+}
+
+/// Codes of exact values, and what they lose of them.
+pub(super) fn recode(values: &[f32], p: &ParamInfo, format: Format, decoded: Dtype) -> Result<(Coded, Recoded)> {
+    let coded = encode(values, p, format, decoded)?;
+    let (width, rows) = (coded.dims().1.max(1), values.par_chunks(coded.dims().1.max(1)));
+    let sums: Vec<(f64, f64)> = rows
+        .enumerate()
+        .map_init(
+            || vec![0f32; width],
+            |buffer, (row, values)| {
+                coded.decode_row(row, buffer);
+                let pairs = values.iter().zip(buffer.iter());
+                pairs.fold((0.0, 0.0), |(lost, all), (x, y)| {
+                    let (x, d) = (*x as f64, (*x - *y) as f64);
+                    (lost + d * d, all + x * x)
+                })
+            },
+        )
+        .collect();
+    let (lost, all) = sums.iter().fold((0.0, 0.0), |(a, b), (x, y)| (a + x, b + y));
+    let error = if all > 0.0 { (lost / all).sqrt() } else { 0.0 };
+    let recoded = Recoded {
+        name: p.name.clone(),
+        error,
+    };
+    Ok((coded, recoded))
+}
+
+/// Errors: a parameter that is no matrix; values that cannot be coded.
+pub(super) fn encode<V: quant::Value>(values: &[V], p: &ParamInfo, format: Format, decoded: Dtype) -> Result<Coded> {
+    let &[rows, columns] = p.shape.as_slice() else {
+        return Err(Error::new("only a matrix can be stored as codes")
+            .at(&*p.name)
+            .found(format!("shape {:?}, {format}", p.shape)));
+    };
+    quant::encode(values, (rows, columns), format, decoded).map_err(|e| e.or_at(&*p.name))
+}

@@ -1,0 +1,196 @@
+//! Optimizer steps: bit-equal to the CPU, many parameters in one call; what a gate holds back; parts of tensors.
+
+use crate::support::{Gpu, flat, gpu};
+use candle_core::{DType, Device, Tensor};
+use ft::base::rng::{Permutation, Rng, Stream};
+use ft::ops::part::{self, Places};
+use ft::ops::step::{self, Gate, Item, Moment, Precision, Rule};
+
+const RULES: [Rule; 5] = [
+    Rule::Adamw {
+        betas: [0.9, 0.999],
+        eps: 1e-8,
+    },
+    Rule::Sgd { momentum: 0.9 },
+    Rule::Sgd { momentum: 0.0 },
+    Rule::Lion { betas: [0.9, 0.99] },
+    Rule::Sign,
+];
+
+#[derive(Clone, Copy, PartialEq)]
+enum Form {
+    Whole,
+    Halves,
+    Stochastic,
+}
+
+/// A parameter with its state, on one device.
+struct Parameter {
+    form: Form,
+    weight: Tensor,
+    low: Tensor,
+    gradient: Tensor,
+    first: Option<Moment>,
+    second: Option<Moment>,
+}
+
+impl Parameter {
+    fn new(gpu: &Gpu, n: usize, form: Form, rule: Rule, int8: bool, device: &Device) -> Self {
+        let values = flat(&gpu.random(n, DType::F32, n as u64).cpu);
+        let there = |t: Tensor| t.to_device(device).unwrap();
+        let (weight, low) = match form {
+            Form::Whole => (Tensor::new(&values[..], device).unwrap(), None),
+            _ => {
+                let weight = Tensor::zeros(n, DType::BF16, device).unwrap();
+                let low = Tensor::zeros(n, DType::I16, device).unwrap();
+                step::split(&values, &weight, &low).unwrap();
+                (weight, Some(low))
+            }
+        };
+        let moment = |there: bool| there.then(|| Moment::zeros(n, int8 && n >= 4096, device).unwrap());
+        let (first, second) = match rule {
+            Rule::Adamw { .. } => (true, true),
+            Rule::Sgd { momentum } => (momentum != 0.0, false),
+            Rule::Lion { .. } => (true, false),
+            _ => (false, false),
+        };
+        Self {
+            form,
+            weight,
+            low: low.unwrap_or_else(|| there(Tensor::zeros(n, DType::I16, &Device::Cpu).unwrap())),
+            gradient: there(gpu.random(n, DType::F32, 7 + n as u64).cpu),
+            first: moment(first),
+            second: moment(second),
+        }
+    }
+
+    fn item(&self, weight_decay: f64, step: u64) -> Item<'_> {
+        Item {
+            weight: &self.weight,
+            precision: match self.form {
+                Form::Whole => Precision::Whole,
+                Form::Halves => Precision::Halves(&self.low),
+                Form::Stochastic => Precision::Stochastic(Rng::new(1, Stream::Rounding, &[step])),
+            },
+            gradient: &self.gradient,
+            first: self.first.as_ref(),
+            second: self.second.as_ref(),
+            lr: 1e-2,
+            weight_decay,
+            step,
+        }
+    }
+
+    /// Exact values of the weight, then the state.
+    fn values(&self) -> Vec<u32> {
+        let mut values = match self.form {
+            Form::Halves => step::join(&self.weight, &self.low).unwrap(),
+            _ => flat(&self.weight),
+        };
+        for moment in [&self.first, &self.second].into_iter().flatten() {
+            match moment {
+                Moment::F32(t) => values.extend(flat(t)),
+                Moment::Int8 { codes, scales } => {
+                    values.extend(flat(codes));
+                    values.extend(flat(scales));
+                }
+            }
+        }
+        values.iter().map(|x| x.to_bits()).collect()
+    }
+}
+
+fn parameters(gpu: &Gpu, rule: Rule, int8: bool, device: &Device) -> Vec<Parameter> {
+    let list = [
+        (1, Form::Whole),
+        (1003, Form::Halves),
+        (70_001, Form::Whole),
+        (40_000, Form::Halves),
+        (517, Form::Stochastic),
+        (16_384, Form::Stochastic),
+    ];
+    list.map(|(n, form)| Parameter::new(gpu, n, form, rule, int8, device))
+        .into()
+}
+
+fn run(rule: Rule, parameters: &[Parameter], steps: u64, coefficient: f32, gate: Gate) {
+    for k in 1..=steps {
+        // Two groups: with and without decay.
+        let items: Vec<Item> = parameters
+            .iter()
+            .enumerate()
+            .map(|(i, p)| p.item(if i % 2 == 0 { 0.1 } else { 0.0 }, k))
+            .collect();
+        step::step_gated(rule, &items, coefficient, gate).unwrap();
+    }
+}
+
+#[test]
+fn steps_are_bit_equal_to_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    for rule in RULES {
+        for int8 in [false, true] {
+            let here = parameters(&gpu, rule, int8, &Device::Cpu);
+            let there = parameters(&gpu, rule, int8, &gpu.device);
+            run(rule, &here, 4, 0.7, Gate::default());
+            run(rule, &there, 4, 0.7, Gate::default());
+            for (here, there) in here.iter().zip(&there) {
+                let n = here.weight.elem_count();
+                assert!(here.values() == there.values(), "{rule:?}, {int8}: {n} elements");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_gate_scales_or_stops_a_step() {
+    let Some(gpu) = gpu() else { return };
+    for rule in RULES {
+        for device in [&Device::Cpu, &gpu.device] {
+            let scalar = |x: f64| Tensor::new(&[x], device).unwrap();
+            let half = Tensor::new(&[0.5f32], device).unwrap();
+            let gate = |finite| Gate {
+                coefficient: Some(&half),
+                finite: Some(finite),
+            };
+            let (with, without) = (
+                parameters(&gpu, rule, false, device),
+                parameters(&gpu, rule, false, device),
+            );
+            run(rule, &with, 2, 0.8, gate(&scalar(3.0)));
+            run(rule, &without, 2, 0.4, Gate::default());
+            let before: Vec<_> = with.iter().map(Parameter::values).collect();
+            assert!(before == without.iter().map(Parameter::values).collect::<Vec<_>>());
+            for bad in [f64::NAN, f64::INFINITY] {
+                run(rule, &with, 1, 1.0, gate(&scalar(bad)));
+            }
+            assert!(before == with.iter().map(Parameter::values).collect::<Vec<_>>());
+        }
+    }
+}
+
+#[test]
+fn parts_are_those_of_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let n = 3000;
+    for dtype in [DType::F32, DType::BF16] {
+        for (start, len) in [(0, 17), (2990, 500), (5, n)] {
+            for scattered in [false, true] {
+                let places = Places {
+                    start,
+                    len,
+                    n,
+                    scattered: scattered.then(|| Permutation::new(Rng::new(5, Stream::Mask, &[1]), n as u64)),
+                };
+                let whole = gpu.random(n, dtype, 1);
+                let stored = whole.weight();
+                let part = part::gather(&whole.gpu, &places).unwrap();
+                assert_eq!(flat(&part), flat(&part::gather(&stored, &places).unwrap()));
+                let other = gpu.random(len, dtype, 2);
+                part::scatter(&whole.gpu, &other.gpu, &places).unwrap();
+                part::scatter(&stored, &other.weight(), &places).unwrap();
+                assert_eq!(flat(&whole.gpu), flat(&stored));
+            }
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! Hard caps on the memory of a run: `RLIMIT_DATA` bounds what a process may hold of its own; beyond it allocation
+//! fails. The large ones are ignored: they take minutes, and gigabytes of disk.
+//!
+//! `cargo test --release --test run caps:: -- --ignored --nocapture --test-threads=1`
+
+use crate::bench::{Bench, number, said};
+use crate::tiers::{curve, random_model};
+use serde_json::json;
+use std::os::unix::process::CommandExt;
+use std::process::Output;
+use std::time::Instant;
+
+const MIB: u64 = 1 << 20;
+
+/// `ft train` under a cap of `bytes` of private memory.
+fn capped(bench: &Bench, bytes: u64, overrides: &[&str]) -> Output {
+    let mut command = bench.command(&[&["train", "--recipe", "r.toml"], overrides].concat());
+    let limit = libc::rlimit {
+        rlim_cur: bytes,
+        rlim_max: bytes,
+    };
+    // SAFETY: between fork and exec one system call with its own argument.
+    unsafe {
+        command.pre_exec(move || match libc::setrlimit(libc::RLIMIT_DATA, &limit) {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        });
+    }
+    command.env("RAYON_NUM_THREADS", "2").output().unwrap()
+}
+
+/// The highest resident memory that a run saw, MiB.
+fn peak(bench: &Bench, run: &str) -> f64 {
+    let lines = bench.steps(run);
+    lines.iter().map(|l| number(l, "peak_memory_bytes")).fold(0.0, f64::max) / MIB as f64
+}
+
+#[test]
+fn a_model_larger_than_the_cap_trains_from_the_disk_to_the_same_bits() {
+    let bench = Bench::new();
+    // 190 MB in bf16, most of it in layers.
+    let changes = json!({"vocab_size": 5000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 28,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64});
+    random_model(&bench, changes);
+    let base = [
+        "model.init=random",
+        "model.dtype=bf16",
+        "train.max_steps=3",
+        "train.save_steps=0",
+        "train.gradient_accumulation_steps=1",
+        "tune.block.switch_every=1",
+        "memory.activations=recompute",
+    ];
+    let with = |more: &[&'static str]| [&base[..], more].concat();
+    bench.train(&with(&["memory.tier=device", "train.output_dir=device"]));
+    for (run, partition) in [
+        ("layer", "tune.block.partition=layer"),
+        ("module", "tune.block.partition=module"),
+    ] {
+        let cap = 190 * MIB;
+        let arguments = with(&["memory.tier=disk", "memory.head_chunk=4096", partition]);
+        let out = format!("train.output_dir={run}");
+        let ran = capped(&bench, cap, &[&arguments[..], &[&out]].concat());
+        assert!(ran.status.success(), "{run}\n{}", said(&ran));
+        println!("{run}: peak {:.0} MiB", peak(&bench, run));
+    }
+    assert_eq!(curve(&bench, "device"), curve(&bench, "layer"));
+    // The cap bites: the same run from memory does not fit.
+    let ran = capped(
+        &bench,
+        190 * MIB,
+        &with(&["memory.tier=device", "train.output_dir=refused"]),
+    );
+    assert!(!ran.status.success());
+}
+
+/// Block steps of a built-in shape under a cap; the losses of the run from memory where it has room.
+fn shape(name: &str, cap: u64, settings: &[&str], compare: bool) {
+    let bench = Bench::new();
+    let path = format!("model.path=shape:{name}");
+    std::fs::write(bench.path("r.toml"), "[model]\npath = \"shape:small\"\n").unwrap();
+    let base = [
+        &path[..],
+        "data.max_length=512",
+        "train.max_steps=2",
+        "train.save_steps=0",
+        "train.gradient_accumulation_steps=1",
+        "tune.block.switch_every=1",
+        "memory.activations=recompute",
+    ];
+    let arguments = [&base[..], settings].concat();
+    let started = Instant::now();
+    let more = ["memory.tier=disk", "memory.head_chunk=4096", "train.output_dir=disk"];
+    let ran = capped(&bench, cap, &[&arguments[..], &more].concat());
+    assert!(ran.status.success(), "{}", said(&ran));
+    let seconds = started.elapsed().as_secs_f64();
+    let tokens = bench
+        .steps("disk")
+        .iter()
+        .map(|l| number(l, "tokens_per_second"))
+        .collect::<Vec<_>>();
+    println!(
+        "{name} {settings:?}: under {} MiB, peak resident {:.0} MiB, {seconds:.0} s in all, tokens/s {tokens:.1?}",
+        cap / MIB,
+        peak(&bench, "disk")
+    );
+    if compare {
+        bench.train(&[&arguments[..], &["memory.tier=device", "train.output_dir=device"]].concat());
+        assert_eq!(curve(&bench, "device"), curve(&bench, "disk"));
+        println!("{name}: peak from memory {:.0} MiB", peak(&bench, "device"));
+    }
+}
+
+#[test]
+#[ignore = "minutes, and 3 GB of disk"]
+fn a_1_5b_shape_by_layers_under_1_6_gib() {
+    shape("qwen2.5-1.5b", 1638 * MIB, &["tune.block.partition=layer"], true);
+}
+
+#[test]
+#[ignore = "minutes, and 3 GB of disk"]
+fn a_1_5b_shape_by_modules_under_0_8_gib() {
+    let settings = ["tune.block.partition=module", "optimizer.state=int8"];
+    shape("qwen2.5-1.5b", 819 * MIB, &settings, true);
+}
+
+#[test]
+#[ignore = "many minutes, and 16 GB of disk"]
+fn an_8b_shape_by_layers_under_8_gib() {
+    shape("llama-3.1-8b", 8192 * MIB, &["tune.block.partition=layer"], false);
+}
+
+#[test]
+#[ignore = "many minutes, and 16 GB of disk"]
+fn an_8b_shape_by_modules_under_4_5_gib() {
+    let settings = ["tune.block.partition=module", "optimizer.state=int8"];
+    shape("llama-3.1-8b", 4608 * MIB, &settings, false);
+}

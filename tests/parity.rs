@@ -5,10 +5,10 @@
 mod adapters;
 #[path = "parity/families.rs"]
 mod families;
-#[path = "parity/quant.rs"]
-mod quant;
 #[path = "parity/int8.rs"]
 mod int8;
+#[path = "parity/quant.rs"]
+mod quant;
 #[path = "parity/support.rs"]
 mod support;
 #[path = "parity/tables.rs"]

@@ -31,6 +31,7 @@ macro_rules! emulated {
 emulated! {
     columns
     cross_entropy
+    decode
     elementwise
     embedding
     glu

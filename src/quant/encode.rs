@@ -164,10 +164,12 @@ fn nf4<V: Value>(values: &[V], double: bool) -> (Vec<u8>, Scales) {
     for block in absmax.chunks(NESTED) {
         let largest = block.iter().fold(0f32, |m, x| m.max((x - offset).abs()));
         nested.push(largest);
-        coded.extend(block.iter().map(|x| match largest > 0.0 {
-            true => dynamic::nearest(table, (x - offset) / largest),
-            false => dynamic::nearest(table, 0.0),
-        }));
+        let by = if largest > 0.0 { 1.0 / largest } else { 0.0 };
+        coded.extend(
+            block
+                .iter()
+                .map(|x| dynamic::nearest(table, ((x - offset) * by).clamp(-1.0, 1.0))),
+        );
     }
     let scales = Scales::Double {
         absmax: coded,

@@ -1,9 +1,9 @@
 """By hand: transformers loads what `ft quantize --to nf4` wrote, with bitsandbytes on the CPU.
 
-    ft quantize --model goldens/training/models/llama --to nf4 --out /tmp/nf4
-    python check_quant.py /tmp/nf4 goldens/training/models/llama
+    ft quantize --model goldens/training/models/llama --to nf4 --out NF4
+    python check_quant.py NF4 goldens/training/models/llama
 
-The first directory needs no tokenizer; ids are random. Compares every decoded projection with what bitsandbytes makes
+The directory needs no tokenizer; ids are random. Compares every decoded projection with what bitsandbytes makes
 of the original weights, and the logits of the loaded model with those of the original model holding decoded weights.
 """
 

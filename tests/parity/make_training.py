@@ -286,14 +286,12 @@ def micro_loss(model, rows, trained):
 
 def through_nf4(model, double):
     """Puts the projections of the layers through bitsandbytes' NF4 and back."""
-    import bitsandbytes.functional as functional
+    import nf4
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".layers." in name and parameter.ndim == 2:
-                codes, state = functional.quantize_4bit(parameter.float().contiguous(), blocksize=64,
-                                                        compress_statistics=double, quant_type="nf4")
-                parameter.copy_(functional.dequantize_4bit(codes, state).reshape(parameter.shape))
+                parameter.copy_(nf4.decoded(parameter, double))
 
 
 def train(model_name, data, recipe, dtype, jitter=None):

@@ -1,6 +1,8 @@
 //! Decoding a part of a row of codes to f32. Every instruction set gives the same bits: an int8 value is one
 //! product, a 4-bit value comes from a table of 16 that is made once for the elements that share a scale.
 
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod dots;
 #[cfg(test)]
 pub(crate) mod tests;
 #[cfg(target_arch = "x86_64")]

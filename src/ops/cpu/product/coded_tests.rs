@@ -5,7 +5,11 @@ use super::*;
 use crate::ops::oracle::{flat, random};
 
 /// (tokens, O, I): few rows, ragged edges, several chunks of k.
-const SIZES: [Sizes; 7] = [
+const SIZES: [Sizes; 11] = [
+    (1, 70, 128),
+    (2, 40, 1088),
+    (4, 33, 192),
+    (7, 33, 640),
     (1, 70, 130),
     (3, 33, 700),
     (8, 40, 64),

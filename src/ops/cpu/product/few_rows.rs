@@ -2,6 +2,8 @@
 //! Codes are decoded once for all rows, a piece at a time, into the first-level cache.
 
 use super::super::Shared;
+#[cfg(target_arch = "x86_64")]
+use super::super::decode::dots;
 use super::super::decode::{Isa, decode};
 use super::super::math::{LANES, dot, dot_bf16, dot_lanes, sum_lanes, vectorized};
 use super::{Job, Operand, Start};
@@ -30,11 +32,12 @@ pub(super) fn run(job: &Job, isa: Isa) {
     let (m, n, k) = job.sizes;
     let Operand::F32(a) = job.a.values else { return };
     let c: Shared = job.c;
+    let arranged = arranged(job, isa, a);
     (0..n.div_ceil(BLOCK)).into_par_iter().for_each(|block| {
         let first = block * BLOCK;
         let count = BLOCK.min(n - first);
         if let Operand::Coded(view) = &job.b.values {
-            return coded(job, isa, a, view, (first, count));
+            return coded(job, isa, a, arranged.as_deref(), view, (first, count));
         }
         for row in 0..m {
             let a = &a[row * job.a.stride..][..k];
@@ -52,13 +55,47 @@ pub(super) fn run(job: &Job, isa: Isa) {
     });
 }
 
+/// The rows of A as the decoding in registers wants them, where there is one.
+fn arranged(job: &Job, isa: Isa, a: &[f32]) -> Option<Vec<f32>> {
+    #[cfg(target_arch = "x86_64")]
+    if let Operand::Coded(view) = &job.b.values
+        && isa == Isa::Avx512
+        && dots::fits(view)
+    {
+        let (m, _, k) = job.sizes;
+        let mut all = vec![0f32; m * k];
+        for (row, to) in all.chunks_exact_mut(k).enumerate() {
+            dots::arrange(view, &a[row * job.a.stride..][..k], to);
+        }
+        return Some(all);
+    }
+    let _ = (job, isa, a);
+    None
+}
+
+/// The sums of row `row` of the weight by decoding in registers; false: there are no arranged rows of A.
+fn in_registers(arranged: Option<&[f32]>, view: &View<'_>, row: usize, sums: &mut [[f32; LANES]]) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(x) = arranged {
+        // SAFETY: rows are arranged only with AVX-512 and for a weight that fits.
+        unsafe { dots::dots(view, row, x, sums) };
+        return true;
+    }
+    let _ = (arranged, view, row, sums);
+    false
+}
+
 /// Columns `first..first + count` of C for all rows.
-fn coded(job: &Job, isa: Isa, a: &[f32], view: &View<'_>, (first, count): (usize, usize)) {
+fn coded(job: &Job, isa: Isa, a: &[f32], arranged: Option<&[f32]>, view: &View<'_>, (first, count): (usize, usize)) {
     let (m, n, k) = job.sizes;
     let mut piece = [0f32; PIECE];
     for column in first..first + count {
         let mut sums = [[0f32; LANES]; CODED_ROWS];
-        for start in (0..k).step_by(PIECE) {
+        let pieces = match in_registers(arranged, view, column, &mut sums[..m]) {
+            true => 0,
+            false => k,
+        };
+        for start in (0..pieces).step_by(PIECE) {
             let piece = &mut piece[..PIECE.min(k - start)];
             decode(isa, view, column, start, piece);
             add_dots(&mut sums[..m], &a[start..], job.a.stride, piece);

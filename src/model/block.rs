@@ -125,7 +125,7 @@ impl Block {
         all.push(self.o_proj);
         all.extend(many(self.mlp_in));
         all.push(self.down_proj);
-        let module = |l: &Linear| l.weight.name.trim_end_matches(".weight").to_string();
+        let module = |l: &Linear| l.name.trim_end_matches(".weight").to_string();
         all.into_iter().map(|l| (module(&l), l)).collect()
     }
 

@@ -65,9 +65,7 @@ impl Linear {
 
     /// Does anything of this linear get a gradient?
     pub fn wanted(&self, sink: &dyn GradSink) -> bool {
-        sink.wants(&self.name)
-            || self.bias.as_ref().is_some_and(|b| sink.wants(&b.name))
-            || self.adapter_wanted(sink)
+        sink.wants(&self.name) || self.bias.as_ref().is_some_and(|b| sink.wants(&b.name)) || self.adapter_wanted(sink)
     }
 
     fn adapter_wanted(&self, sink: &dyn GradSink) -> bool {

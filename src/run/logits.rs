@@ -1,14 +1,14 @@
 //! What merging did to the answers: the largest difference between the logits of base and adapters, computed side by
 //! side, and those of the merged weights as they are stored. One layer's weights in memory at a time.
 
-use crate::base::Result;
 use crate::base::rng::{Rng, Stream};
+use crate::base::{Error, Result};
 use crate::export::{self, Weighted};
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
 use crate::model::{Adapters, Network, Spec, families};
-use crate::ops::{linear, update};
-use crate::source::{Group, GroupWeights, LayerSource, ParamInfo};
+use crate::ops::update;
+use crate::source::{Group, GroupWeights, LayerSource, LowerHalves, Numbers, NumbersSink, ParamInfo};
 use candle_core::{Device, Tensor};
 use std::path::Path;
 use std::sync::Arc;
@@ -41,6 +41,30 @@ impl LayerSource for Streamed {
     fn resident_bytes(&self) -> u64 {
         0
     }
+
+    fn held(&self, _name: &str) -> Option<Tensor> {
+        None
+    }
+
+    fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
+        Ok((self.whole(name)?, ids.to_vec()))
+    }
+
+    fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
+        update::with_slice(&self.whole(name)?, |values| sink(Numbers::F32(values)))?
+    }
+
+    fn restore(&self, name: &str, _saved: &Weights, _low: &mut dyn LowerHalves) -> Result<()> {
+        Err(Error::new("weights that are only compared are not restored").at(name))
+    }
+}
+
+impl Streamed {
+    fn whole(&self, name: &str) -> Result<Tensor> {
+        let param = self.params.iter().find(|p| &*p.name == name);
+        let param = param.ok_or_else(|| Error::new("the model has no such parameter").at(name))?;
+        Ok(self.fetch(param.group)?.get(name)?.1)
+    }
 }
 
 /// Logits of the drawn ids, `[TOKENS · V]`.
@@ -61,7 +85,7 @@ fn logits(dir: &Path, spec: &Spec, adapters: Adapters, folded: Vec<Weighted>) ->
     let ctx = network.context(&positions, &documents, None)?;
     let hidden = network.hidden_states(&ids, &ctx)?;
     let head = network.head()?;
-    let raw = update::to_f32_vec(&linear::forward(&hidden, &head.weight.tensor, None)?)?;
+    let raw = update::to_f32_vec(&head.logits(&hidden)?)?;
     Ok(match head.softcap {
         Some(cap) => raw.into_iter().map(|x| cap * (x / cap).tanh()).collect(),
         None => raw,

@@ -39,7 +39,16 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
         Some(rows) => {
             let stream = BatchStream::new(&rows.train, rows::stream(recipe))?;
             let tuning = Tuning::new(recipe, &spec, &spec.params(), &prepared, rows.train.examples.len())?;
-            forecast::forecast(recipe, &spec, &prepared.adapters, &tuning, Some(&stream), &stored, &device)?.plan
+            forecast::forecast(
+                recipe,
+                &spec,
+                &prepared.adapters,
+                &tuning,
+                Some(&stream),
+                &stored,
+                &device,
+            )?
+            .plan
         }
         None => {
             notes.push(format!(

@@ -10,7 +10,6 @@ use ft::optim::{Optimizer, Schedule};
 use ft::recipe::{self, Dtype, Recipe};
 use ft::run::setup::Described;
 use ft::sft::CausalLm;
-use ft::source::Policy;
 use std::collections::BTreeMap;
 use std::path::Path;
 

@@ -173,7 +173,7 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
             Place::Device => ever
                 .iter()
                 .filter(|n| !active.wants(n) && !is_adapter(n))
-                .map(|n| match inputs.storage.coded().contains_key(*n) {
+                .map(|n| match inputs.storage.coded().contains_key(n.as_str()) {
                     // The exact value is beside the codes.
                     true => (stored + master) * size(n),
                     false => master * size(n),

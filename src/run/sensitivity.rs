@@ -18,7 +18,7 @@ use crate::quant::{self, Format, Weight};
 use crate::recipe::{Dtype, RowFormat, TrainOn};
 use crate::sft::CausalLm;
 use crate::source::policy::is_projection;
-use crate::source::{Group, GroupWeights, LayerSource, ParamInfo, Part, Policy, Resident};
+use crate::source::{Group, GroupWeights, LayerSource, LowerHalves, NumbersSink, ParamInfo, Part, Policy, Resident};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -76,6 +76,22 @@ impl LayerSource for Overlaid {
 
     fn resident_bytes(&self) -> u64 {
         self.below.resident_bytes()
+    }
+
+    fn held(&self, name: &str) -> Option<Tensor> {
+        self.below.held(name)
+    }
+
+    fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
+        self.below.rows(name, ids)
+    }
+
+    fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
+        self.below.read(name, sink)
+    }
+
+    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn LowerHalves) -> Result<()> {
+        self.below.restore(name, saved, low)
     }
 }
 

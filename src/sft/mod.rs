@@ -49,7 +49,7 @@ impl Objective for CausalLm {
                 cross_entropy::forward_backward(h, w, &batch.targets, &options, tally)?
             }
             HeadWeight::Whole(w) => {
-                cross_entropy::forward_only(h, w, &batch.targets, head.softcap, self.chunk, tally)?;
+                cross_entropy::forward_only(h, w, &batch.targets, head.softcap, chunk, tally)?;
                 return Ok(LossGradients::default());
             }
         };

@@ -113,7 +113,8 @@ fn main() {
             network
                 .adapters
                 .values()
-                .flat_map(|l| [l.a_name.to_string(), l.b_name.to_string()]),
+                .flat_map(|a| a.parts())
+                .map(|part| part.name.to_string()),
         )],
     };
     let text = "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n";

@@ -36,7 +36,7 @@ RUNS = {
     "full Adafactor": ["tune.method=full", f"optimizer.learning_rate={LR['full']}", "optimizer.name=adafactor"],
     "full Lion": ["tune.method=full", "optimizer.learning_rate=1e-4", "optimizer.name=lion", "optimizer.betas=[0.9,0.99]"],
     "LoRA r 64": ["tune.method=lora", "tune.lora.r=64", "tune.lora.lora_alpha=128", f"optimizer.learning_rate={LR['lora']}"],
-    "LoRA r 13 (a block's parameters)": ["tune.method=lora", "tune.lora.r=13", "tune.lora.lora_alpha=26", f"optimizer.learning_rate={LR['lora']}"],
+    "LoRA r 15 (a block's memory)": ["tune.method=lora", "tune.lora.r=15", "tune.lora.lora_alpha=30", f"optimizer.learning_rate={LR['lora']}"],
     "layer, descending": block("tune.block.order=descending"),
     "layer, ascending": block("tune.block.order=ascending"),
     "layer, random": block("tune.block.order=random"),

@@ -12,7 +12,7 @@ use ft::engine::{Active, Engine, Gradients};
 use ft::model::{Adapters, Network, Spec, families, shapes};
 use ft::ops::{self, CpuPath};
 use ft::optim::Optimizer;
-use ft::peft::{Lora, lora};
+use ft::peft::{Adapter, Lora, Mask, lora};
 use ft::recipe::{self, Dtype};
 use ft::sft::CausalLm;
 use ft::source::Resident;
@@ -63,15 +63,8 @@ fn adapters(spec: &Spec, rank: usize, device: &Device) -> Adapters {
     sites
         .map(|(i, site)| {
             let (a, b) = lora::fresh(rank, site.input, site.output, false, 1, i as u64).expect("an adapter");
-            let adapter = Lora {
-                a: a.to_device(device).expect("an adapter"),
-                b: b.to_device(device).expect("an adapter"),
-                a_name: format!("{}.lora_A.weight", site.module).into(),
-                b_name: format!("{}.lora_B.weight", site.module).into(),
-                scale: 2.0,
-                dropout: 0.0,
-                site: i as u64,
-            };
+            let pair = Lora::new(&site.module, (a, b), 2.0, Mask::default());
+            let adapter = Adapter::Lora(pair).on(device).expect("an adapter");
             (site.module, Arc::new(adapter))
         })
         .collect()
@@ -120,7 +113,8 @@ fn main() {
             network
                 .adapters
                 .values()
-                .flat_map(|l| [l.a_name.to_string(), l.b_name.to_string()]),
+                .flat_map(|a| a.parts())
+                .map(|part| part.name.to_string()),
         )],
     };
     let text = "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n";

@@ -13,7 +13,7 @@ use ft::model::{Adapters, Network};
 use ft::ops::cross_entropy::PIECE;
 use ft::ops::glu::Activation;
 use ft::optim::Optimizer;
-use ft::peft::{Lora, lora};
+use ft::peft::{Adapter, Cost, Lora, Mask, lora};
 use ft::plan::{self, Inputs, Place};
 use ft::recipe::{self, Dtype, Method, Recipe};
 use ft::sft::CausalLm;
@@ -224,15 +224,7 @@ fn adapters(spec: &Spec, rank: usize) -> Adapters {
     sites
         .map(|(i, site)| {
             let (a, b) = lora::fresh(rank, site.input, site.output, false, 1, i as u64).unwrap();
-            let adapter = Lora {
-                a,
-                b,
-                a_name: format!("{}.lora_A.weight", site.module).into(),
-                b_name: format!("{}.lora_B.weight", site.module).into(),
-                scale: 2.0,
-                dropout: 0.0,
-                site: i as u64,
-            };
+            let adapter = Adapter::Lora(Lora::new(&site.module, (a, b), 2.0, Mask::default()));
             (site.module, Arc::new(adapter))
         })
         .collect()
@@ -310,7 +302,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
     if recipe.tune.method == Method::Lora {
         network.adapters = adapters(&spec, 8);
     }
-    let ranks: BTreeMap<String, usize> = network.adapters.keys().map(|m| (m.clone(), 8)).collect();
+    let costs: BTreeMap<String, Cost> = network.adapters.iter().map(|(m, a)| (m.clone(), a.cost())).collect();
     let gradients = match way {
         Way::FullFused => Gradients::Fused,
         _ => Gradients::Keep,
@@ -348,7 +340,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
         active: vec![active],
         place,
         storage,
-        adapters: ranks,
+        adapters: costs,
         data_bytes: 0,
         process_bytes: 0,
     };

@@ -7,20 +7,22 @@ use crate::recipe::Dtype;
 use crate::run::merge::merge;
 use std::path::PathBuf;
 
-/// Merge a PEFT adapter into its base model
+/// Merge PEFT adapters into their base model
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft merge --model base --adapter runs/lora/final --out merged
   ft merge --model base --adapter runs/lora/final --out merged --dtype f32
+  ft merge --model base --adapter skill=0.7 --adapter style=0.3 --out both
+  ft merge --model base --adapter habit=-1 --out without
 
 The sum is made in f32; --dtype only says how it is stored.")]
 pub struct Args {
     /// Base model directory
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
-    /// PEFT adapter directory
-    #[arg(long, value_name = "DIR")]
-    pub adapter: PathBuf,
+    /// PEFT adapter directory; several are added up, each with its weight [default: 1]
+    #[arg(long, value_name = "DIR[=WEIGHT]", required = true, value_parser = super::parse_weighted)]
+    pub adapter: Vec<(PathBuf, f32)>,
     /// New directory for the merged model
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
@@ -32,12 +34,15 @@ pub struct Args {
 pub fn run(args: Args) -> Result<i32> {
     let report = merge(&args.model, &args.adapter, &args.out, args.dtype)?;
     super::note(&format!(
-        "merged {} of {} tensors, {}, stored as {}; rounding is {:.2e} of the change",
+        "merged {} of {} tensors, {}, stored as {}; rounding is {:.2e} of the change; logits differ by at most {:.2e} \
+         (largest logit {:.3})",
         report.merged,
         report.tensors,
         bytes(report.bytes),
         report.dtypes.join(", "),
-        report.rounding
+        report.rounding,
+        report.logits.0,
+        report.logits.1,
     ));
     out(report.out.display())?;
     Ok(0)

@@ -4,6 +4,7 @@
 //! Results go to standard output, everything else to standard error. Exit codes: 0 ok, 1 the run or an input
 //! failed, 2 usage or recipe error, 70 a bug in ft, 130/143 stopped by a signal with the state saved.
 
+mod adapter;
 mod data;
 mod doctor;
 mod eval;
@@ -53,6 +54,7 @@ enum Command {
     Generate(generate::Args),
     Merge(merge::Args),
     Quantize(quantize::Args),
+    Adapter(adapter::Args),
     Doctor(doctor::Args),
     Recipes(recipes::Args),
 }
@@ -104,6 +106,7 @@ fn run(cli: Cli) -> Result<i32> {
         Command::Generate(args) => generate::run(args),
         Command::Merge(args) => merge::run(args),
         Command::Quantize(args) => quantize::run(args),
+        Command::Adapter(args) => adapter::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Recipes(args) => recipes::run(args),
     }
@@ -142,6 +145,19 @@ fn style_of_terminal() -> Style {
 /// `--dtype`.
 fn parse_dtype(text: &str) -> std::result::Result<crate::recipe::Dtype, String> {
     crate::recipe::Dtype::parse(text).ok_or_else(|| "expected f32 or bf16".to_string())
+}
+
+/// `DIR`, or `DIR=WEIGHT`.
+fn parse_weighted(text: &str) -> std::result::Result<(std::path::PathBuf, f32), String> {
+    match text.rsplit_once('=') {
+        Some((dir, weight)) => match weight.parse::<f32>() {
+            Ok(w) if w.is_finite() && !dir.is_empty() => Ok((dir.into(), w)),
+            // A directory may have `=` in its name.
+            _ if std::path::Path::new(text).is_dir() => Ok((text.into(), 1.0)),
+            _ => Err("expected DIR, or DIR=WEIGHT with a number".to_string()),
+        },
+        None => Ok((text.into(), 1.0)),
+    }
 }
 
 /// `--budget`.

@@ -6,16 +6,21 @@ use super::{TOKENIZER, copy_beside};
 use crate::base::staging::Staging;
 use crate::base::{Error, Result, files};
 use crate::formats::StoredDtype;
-use crate::formats::adapter::{AdapterConfig, WEIGHTS, lora_key};
+use crate::formats::adapter::{AdapterConfig, VERA, WEIGHTS, file_key};
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::model::Adapters;
 use crate::ops::update;
 use crate::peft::lora::scaling;
+use crate::peft::{Adapter, Lora};
+use candle_core::Tensor;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-/// Writes the directory and returns its path: A `[R, I]` and B `[O, R]` in f32 under PEFT's names, and the
-/// tokenizer files of `base_dir`. `adapters` are keyed by module (`model.layers.0.self_attn.q_proj`);
-/// `base_fingerprint` is what `fingerprint` says of the base, kept in the metadata of the weights.
+/// Writes the directory and returns its path: every tensor in f32 under PEFT's names, and the tokenizer files of
+/// `base_dir`. `adapters` are keyed by module (`model.layers.0.self_attn.q_proj`), `whole` are parameters stored
+/// beside them (`modules_to_save`); `base_fingerprint` is what `fingerprint` says of the base, kept in the metadata
+/// of the weights. A start that is taken off must be made plain before (`plain_lora`).
 ///
 /// Errors: no adapter; one whose rank or scale is not what the config says (PEFT would compute something
 /// else); a number that is not finite; a full disk. Then `out` is as before.
@@ -23,51 +28,118 @@ pub fn adapter(
     out: &Path,
     config: &AdapterConfig,
     adapters: &Adapters,
+    whole: &BTreeMap<String, Tensor>,
     base_dir: &Path,
     base_fingerprint: &str,
+) -> Result<PathBuf> {
+    let print = base_fingerprint.to_string();
+    adapter_over(out, config, adapters, whole, base_dir, &mut |_| Ok(print.clone()))
+}
+
+/// As `adapter`, over a base that `base` writes into the directory that is being built, and whose fingerprint it gives.
+pub fn adapter_over(
+    out: &Path,
+    config: &AdapterConfig,
+    adapters: &Adapters,
+    whole: &BTreeMap<String, Tensor>,
+    base_dir: &Path,
+    base: &mut dyn FnMut(&Path) -> Result<String>,
 ) -> Result<PathBuf> {
     if adapters.is_empty() {
         return Err(Error::new("there is no adapter to save").at_path(out));
     }
-    let mut plans = Vec::new();
-    for (module, lora) in adapters {
-        let r = rank_of(config, module)?;
-        let scale = scaling(alpha_of(config, module)?, r, config.use_rslora);
-        if lora.a.dims().first() != Some(&r) || lora.b.dims().get(1) != Some(&r) || lora.scale != scale {
-            return Err(Error::new("adapter is not what its config says")
-                .at(module)
-                .found(format!(
-                    "A {:?}, B {:?}, scale {}",
-                    lora.a.dims(),
-                    lora.b.dims(),
-                    lora.scale
-                ))
-                .expected(format!("rank {r}, scale {scale}")));
-        }
-        for (side, tensor) in [("A", &lora.a), ("B", &lora.b)] {
-            let plan = TensorPlan {
-                name: lora_key(module, side),
-                dtype: StoredDtype::F32,
-                shape: tensor.dims().to_vec(),
-            };
-            plans.push((plan, tensor));
-        }
+    let mut tensors: Vec<(String, Tensor)> = Vec::new();
+    for (module, adapter) in adapters {
+        check(config, module, adapter)?;
+        tensors.extend(adapter.parts().into_iter().map(|p| (file_key(&p.name), p.tensor)));
     }
+    let shared = adapters.values().find_map(|a| match &**a {
+        Adapter::Vera(vera) => Some(&vera.shared),
+        _ => None,
+    });
+    if let Some(shared) = shared {
+        let pair = [shared.a.clone(), shared.b.clone()];
+        tensors.extend(VERA.into_iter().map(String::from).zip(pair));
+    }
+    tensors.extend(whole.iter().map(|(name, t)| (file_key(name), t.clone())));
+
+    let list: Vec<TensorPlan> = tensors
+        .iter()
+        .map(|(name, tensor)| TensorPlan {
+            name: name.clone(),
+            dtype: StoredDtype::F32,
+            shape: tensor.dims().to_vec(),
+        })
+        .collect();
     let staging = Staging::create(out)?;
     let dir = staging.path();
-    let mut tensors = plans.iter().map(|(_, t)| *t);
-    let list: Vec<TensorPlan> = plans.iter().map(|(p, _)| p.clone()).collect();
-    let metadata = [(KEY.to_string(), base_fingerprint.to_string())];
-    writer::write_file(&dir.join(WEIGHTS), &list, &metadata, |plan, sink| {
-        match tensors.next() {
-            Some(tensor) => sink(Values::F32(&update::to_f32_vec(tensor)?)),
-            None => Err(Error::new("no such adapter tensor").at(&plan.name)),
-        }
+    let mut next = tensors.iter();
+    let metadata = [(KEY.to_string(), base(dir)?)];
+    writer::write_file(&dir.join(WEIGHTS), &list, &metadata, |plan, sink| match next.next() {
+        Some((_, tensor)) => sink(Values::F32(&update::to_f32_vec(tensor)?)),
+        None => Err(Error::new("no such adapter tensor").at(&plan.name)),
     })?;
     config.save(dir)?;
     copy_beside(base_dir, dir, &TOKENIZER)?;
     files::write_atomic(&dir.join("README.md"), readme(config, adapters.len()).as_bytes())?;
     staging.commit()
+}
+
+/// Does the config say what the adapter computes?
+fn check(config: &AdapterConfig, module: &str, adapter: &Adapter) -> Result<()> {
+    let r = rank_of(config, module)?;
+    let alpha = alpha_of(config, module)?;
+    let (rank, scale, wanted) = match adapter {
+        Adapter::Lora(Lora { start: Some(_), .. }) => {
+            return Err(Error::new("adapter still takes off its start").at(module));
+        }
+        Adapter::Lora(_) | Adapter::Dora(_) => match adapter.lora() {
+            Some(lora) => (lora.rank(), lora.scale, scaling(alpha, r, config.use_rslora)),
+            None => return Ok(()),
+        },
+        Adapter::Loha(loha) => (r, loha.scale, (alpha / r as f64) as f32),
+        Adapter::Lokr(lokr) => (r, lokr.scale, (alpha / r as f64) as f32),
+        _ => return Ok(()),
+    };
+    if rank == r && scale == wanted {
+        return Ok(());
+    }
+    Err(Error::new("adapter is not what its config says")
+        .at(module)
+        .found(format!("rank {rank}, scale {scale}"))
+        .expected(format!("rank {r}, scale {wanted}")))
+}
+
+/// The same change as a plain LoRA over the original weights: a start that is taken off becomes a second half of
+/// the pair, of the opposite sign; ranks double, scales stay.
+pub fn plain_lora(config: &AdapterConfig, adapters: &Adapters) -> Result<(AdapterConfig, Adapters)> {
+    let starts = adapters
+        .values()
+        .any(|a| a.lora().is_some_and(|lora| lora.start.is_some()));
+    if !starts {
+        return Ok((config.clone(), adapters.clone()));
+    }
+    // alpha / r with both doubled; alpha / √r with alpha times √2.
+    let more = if config.use_rslora { 2f64.sqrt() } else { 2.0 };
+    let mut config = config.clone();
+    config.r *= 2;
+    config.lora_alpha *= more;
+    config.rank_pattern.iter_mut().for_each(|(_, r)| *r *= 2);
+    config.alpha_pattern.iter_mut().for_each(|(_, alpha)| *alpha *= more);
+    let mut plain = Adapters::new();
+    for (module, adapter) in adapters {
+        let Some(lora) = adapter.lora() else {
+            return Err(Error::new("only a LoRA has a start that is taken off").at(module));
+        };
+        let pair = match lora.start {
+            Some(_) => lora.plain()?,
+            None => return Err(Error::new("an adapter of this model has no start").at(module)),
+        };
+        let scale = scaling(alpha_of(&config, module)?, rank_of(&config, module)?, config.use_rslora);
+        let lora = Lora::new(module, pair, scale, lora.mask);
+        plain.insert(module.clone(), Arc::new(Adapter::Lora(lora)));
+    }
+    Ok((config, plain))
 }
 
 fn readme(c: &AdapterConfig, modules: usize) -> String {
@@ -79,10 +151,16 @@ fn readme(c: &AdapterConfig, modules: usize) -> String {
     } else {
         (String::new(), "the base model it was trained on".to_string())
     };
-    let scale = if c.use_rslora { ", rank-stabilised" } else { "" };
+    let name = c.name();
+    let size = match c.kind {
+        crate::formats::adapter::Kind::Ia3 { .. } | crate::formats::adapter::Kind::Oft { .. } => String::new(),
+        crate::formats::adapter::Kind::Vera { .. } => format!("Rank {}, on", c.r),
+        _ => format!("Rank {}, alpha {}, on", c.r, c.lora_alpha),
+    };
+    let size = if size.is_empty() { "On".to_string() } else { size };
     format!(
-        "---\n{header}library_name: peft\ntags:\n- lora\n---\n\n# LoRA adapter\n\n\
-         Rank {}, alpha {}{scale}, on {modules} linear layers. Trained with ft {}.\n\n\
+        "---\n{header}library_name: peft\ntags:\n- lora\n---\n\n# {name} adapter\n\n\
+         {size} {modules} linear layers. Trained with ft {}.\n\n\
          ```python\n\
          from peft import PeftModel\n\
          from transformers import AutoModelForCausalLM\n\n\
@@ -91,8 +169,6 @@ fn readme(c: &AdapterConfig, modules: usize) -> String {
          ```\n\n\
          It belongs to {named}; on other weights it means nothing.\n\
          `ft merge --model BASE --adapter THIS --out DIR` makes one model of both.\n",
-        c.r,
-        c.lora_alpha,
         env!("CARGO_PKG_VERSION"),
         if is_hub { base } else { "path/to/base" },
     )

@@ -3,20 +3,34 @@
 use super::model_tests::{base, config, names, spec};
 use super::*;
 use crate::formats::StoredDtype;
-use crate::formats::adapter::{AdapterConfig, Targets, WEIGHTS, lora_key};
+use crate::formats::adapter::{AdapterConfig, Targets, WEIGHTS, file_key};
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::model::Adapters;
 use crate::ops::update;
-use crate::peft::Lora;
 use crate::peft::lora::scaling;
 use crate::peft::targets::Site;
+use crate::peft::{Adapter, Lora, Mask};
 use candle_core::{Device, Tensor};
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 fn sites() -> Vec<Site> {
     spec(&config(true)).sites()
+}
+
+fn load(dir: &Path) -> Result<LoadedAdapter> {
+    load_adapter(dir, &spec(&config(true)))
+}
+
+fn lora_key(module: &str, side: &str) -> String {
+    file_key(&format!("{module}.lora_{side}.weight"))
+}
+
+/// Without whole parameters beside it.
+fn write(out: &Path, config: &AdapterConfig, adapters: &Adapters, base: &Path, print: &str) -> Result<PathBuf> {
+    adapter(out, config, adapters, &BTreeMap::new(), base, print)
 }
 
 pub(crate) fn adapter_config() -> AdapterConfig {
@@ -44,16 +58,14 @@ pub(crate) fn adapters(config: &AdapterConfig, r_of: impl Fn(&str) -> (usize, f6
                 .map(|i| (i as f32 + shift + index as f32 * 0.37).sin() * 0.1)
                 .collect::<Vec<f32>>()
         };
-        let lora = Lora {
-            a: Tensor::from_vec(fill(r * site.input, 0.1), (r, site.input), &Device::Cpu).unwrap(),
-            b: Tensor::from_vec(fill(site.output * r, 0.7), (site.output, r), &Device::Cpu).unwrap(),
-            a_name: format!("{}.lora_A.weight", site.module).into(),
-            b_name: format!("{}.lora_B.weight", site.module).into(),
-            scale: scaling(alpha, r, config.use_rslora),
-            dropout: config.lora_dropout as f32,
+        let a = Tensor::from_vec(fill(r * site.input, 0.1), (r, site.input), &Device::Cpu).unwrap();
+        let b = Tensor::from_vec(fill(site.output * r, 0.7), (site.output, r), &Device::Cpu).unwrap();
+        let mask = Mask {
+            p: config.lora_dropout as f32,
             site: index as u64,
         };
-        out.insert(site.module.clone(), Arc::new(lora));
+        let lora = Lora::new(&site.module, (a, b), scaling(alpha, r, config.use_rslora), mask);
+        out.insert(site.module.clone(), Arc::new(Adapter::Lora(lora)));
     }
     out
 }
@@ -65,9 +77,10 @@ fn bits(t: &Tensor) -> Vec<u32> {
 fn assert_same(a: &Adapters, b: &Adapters) {
     assert!(a.keys().eq(b.keys()));
     for (x, y) in a.values().zip(b.values()) {
+        let (x, y) = (x.lora().unwrap(), y.lora().unwrap());
         assert_eq!(
-            (bits(&x.a), bits(&x.b), x.scale, x.site, x.dropout),
-            (bits(&y.a), bits(&y.b), y.scale, y.site, y.dropout)
+            (bits(&x.a), bits(&x.b), x.scale, x.mask),
+            (bits(&y.a), bits(&y.b), y.scale, y.mask)
         );
         assert_eq!(
             (x.a.dims(), x.b.dims(), &x.a_name, &x.b_name),
@@ -85,7 +98,7 @@ fn an_adapter_comes_back_as_it_was() {
     for rslora in [false, true] {
         config.use_rslora = rslora;
         let written = adapters(&config, |_| (2, 3.0));
-        assert_eq!(adapter(&out, &config, &written, &base, "blake3:base").unwrap(), out);
+        assert_eq!(write(&out, &config, &written, &base, "blake3:base").unwrap(), out);
         assert_eq!(
             names(&out),
             [
@@ -97,14 +110,18 @@ fn an_adapter_comes_back_as_it_was() {
                 "tokenizer_config.json"
             ]
         );
-        let (read_config, read) = load_adapter(&out, &sites()).unwrap();
+        let LoadedAdapter {
+            config: read_config,
+            adapters: read,
+            ..
+        } = load(&out).unwrap();
         assert_eq!(
             (read_config.r, read_config.use_rslora, &read_config.target_modules),
             (2, rslora, &config.target_modules)
         );
         assert_same(&read, &written);
         let expected = if rslora { 3.0 / 2f32.sqrt() } else { 1.5 };
-        assert!((read.values().next().unwrap().scale - expected).abs() < 1e-6);
+        assert!((read.values().next().unwrap().lora().unwrap().scale - expected).abs() < 1e-6);
         let weights = Weights::open_file(&out.join(WEIGHTS)).unwrap();
         assert_eq!(weights.len(), 8);
         let key = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight";
@@ -120,7 +137,7 @@ fn an_adapter_comes_back_as_it_was() {
     let e = check_base(&out, "blake3:other").unwrap_err().to_string();
     assert!(e.contains("another base") && e.contains("blake3:other"), "{e}");
     config.base_model_name_or_path = Some("/mnt/someone/models/x".into());
-    adapter(&out, &config, &adapters(&config, |_| (2, 3.0)), &base, "").unwrap();
+    write(&out, &config, &adapters(&config, |_| (2, 3.0)), &base, "").unwrap();
     assert!(!files::read_text(&out.join("README.md")).unwrap().contains("/mnt"));
 }
 
@@ -128,11 +145,9 @@ fn an_adapter_comes_back_as_it_was() {
 fn ranks_and_alphas_by_module_are_used() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = adapter_config();
-    config.rank_pattern.insert("layers.0.self_attn.q_proj".into(), 4);
-    config
-        .rank_pattern
-        .insert("^model\\.layers\\.1\\.mlp\\.down_proj$".into(), 1);
-    config.alpha_pattern.insert("q_proj".into(), 10.0);
+    config.rank_pattern.push(("layers.0.self_attn.q_proj".into(), 4));
+    config.rank_pattern.push((r"layers\.[1-9]\.mlp\.down_proj".into(), 1));
+    config.alpha_pattern.push(("q_proj".into(), 10.0));
     let written = adapters(&config, |module| {
         let r = match module {
             "model.layers.0.self_attn.q_proj" => 4,
@@ -141,28 +156,28 @@ fn ranks_and_alphas_by_module_are_used() {
         };
         (r, if module.ends_with("q_proj") { 10.0 } else { 3.0 })
     });
-    let out = adapter(&dir.path().join("a"), &config, &written, dir.path(), "").unwrap();
-    let (_, read) = load_adapter(&out, &sites()).unwrap();
+    let out = write(&dir.path().join("a"), &config, &written, dir.path(), "").unwrap();
+    let read = load(&out).unwrap().adapters;
     assert_same(&read, &written);
-    assert_eq!(read["model.layers.0.self_attn.q_proj"].scale, 2.5);
-    assert_eq!(read["model.layers.1.mlp.down_proj"].scale, 3.0);
+    assert_eq!(read["model.layers.0.self_attn.q_proj"].lora().unwrap().scale, 2.5);
+    assert_eq!(read["model.layers.1.mlp.down_proj"].lora().unwrap().scale, 3.0);
     // PEFT would compute something else from this config: not written.
     config.alpha_pattern.clear();
-    let e = adapter(&dir.path().join("b"), &config, &written, dir.path(), "")
+    let e = write(&dir.path().join("b"), &config, &written, dir.path(), "")
         .unwrap_err()
         .to_string();
     assert!(
         e.contains("not what its config says") && !dir.path().join("b").exists(),
         "{e}"
     );
-    config.rank_pattern.insert("q_.*".into(), 4);
+    config.rank_pattern.push(("(q_".into(), 4));
     assert!(
-        adapter(&dir.path().join("b"), &config, &written, dir.path(), "")
+        write(&dir.path().join("b"), &config, &written, dir.path(), "")
             .unwrap_err()
             .to_string()
-            .contains("q_.*")
+            .contains("(q_")
     );
-    assert!(adapter(&dir.path().join("b"), &config, &Adapters::new(), dir.path(), "").is_err());
+    assert!(write(&dir.path().join("b"), &config, &Adapters::new(), dir.path(), "").is_err());
 }
 
 /// Writes an adapter file with these tensors; all numbers are `value`.
@@ -188,8 +203,8 @@ fn tensors(config: &AdapterConfig) -> Vec<(String, Vec<usize>)> {
     all.iter()
         .flat_map(|(m, l)| {
             [
-                (lora_key(m, "A"), l.a.dims().to_vec()),
-                (lora_key(m, "B"), l.b.dims().to_vec()),
+                (lora_key(m, "A"), l.lora().unwrap().a.dims().to_vec()),
+                (lora_key(m, "B"), l.lora().unwrap().b.dims().to_vec()),
             ]
         })
         .collect()
@@ -201,10 +216,10 @@ fn half_precision_adapters_are_widened() {
     let config = adapter_config();
     for dtype in [StoredDtype::F16, StoredDtype::Bf16, StoredDtype::F64] {
         write_raw(dir.path(), &config, &tensors(&config), dtype, 0.75);
-        let (_, read) = load_adapter(dir.path(), &sites()).unwrap();
+        let read = load(dir.path()).unwrap().adapters;
         assert!(
             read.values()
-                .all(|l| bits(&l.a).iter().all(|b| f32::from_bits(*b) == 0.75))
+                .all(|l| bits(&l.lora().unwrap().a).iter().all(|b| f32::from_bits(*b) == 0.75))
         );
     }
     check_base(dir.path(), "anything").unwrap();
@@ -230,17 +245,17 @@ fn all_differences_stand_in_one_error() {
     list.push((format!("base_model.model.{q0}.lora_magnitude_vector"), vec![8]));
     list.push((format!("base_model.model.{q0}.lora_B.default.weight"), vec![8, 2]));
     write_raw(dir.path(), &config, &list, StoredDtype::F32, 0.5);
-    let e = load_adapter(dir.path(), &sites()).unwrap_err().to_string();
+    let e = load(dir.path()).unwrap_err().to_string();
     for part in [
         "found [4, 8], expected [2, 8]",
         "found [16, 2], expected [8, 2]",
-        "layers.0.mlp.down_proj.lora_B.weight: missing",
+        "model.layers.0.mlp.down_proj.lora_B.weight: missing",
         "model.layers.1.mlp.down_proj: a target of the config",
         "model.layers.7.mlp.up_proj: this model has no such linear",
         "lm_head: this model has no such linear",
         "embed_tokens.weight: a whole tensor",
         "lora_magnitude_vector: not a tensor of a LoRA adapter",
-        "the same factor as",
+        "the same tensor as",
         "9 differences",
         "someone/tiny",
     ] {
@@ -258,17 +273,12 @@ fn numbers_that_are_not_finite_and_missing_files_are_refused() {
     let n = bytes.len();
     bytes[n - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
     std::fs::write(&path, bytes).unwrap();
-    let e = load_adapter(dir.path(), &sites()).unwrap_err().to_string();
+    let e = load(dir.path()).unwrap_err().to_string();
     assert!(e.contains("1 difference:") && e.contains("is not finite"), "{e}");
     write_raw(dir.path(), &config, &[], StoredDtype::F32, 0.0);
-    assert!(
-        load_adapter(dir.path(), &sites())
-            .unwrap_err()
-            .to_string()
-            .contains("4 differences")
-    );
+    assert!(load(dir.path()).unwrap_err().to_string().contains("4 differences"));
     std::fs::remove_file(&path).unwrap();
-    assert!(load_adapter(dir.path(), &sites()).is_err());
+    assert!(load(dir.path()).is_err());
 }
 
 #[test]
@@ -284,22 +294,22 @@ fn targets_limit_what_must_be_there() {
     };
     config.layers_to_transform = Some(vec![1]);
     write_raw(dir.path(), &config, &only("layers.1."), StoredDtype::F32, 0.5);
-    assert_eq!(load_adapter(dir.path(), &sites()).unwrap().1.len(), 2);
+    assert_eq!(load(dir.path()).unwrap().adapters.len(), 2);
     config.layers_to_transform = None;
     config.exclude_modules = Some(Targets::List(vec!["down_proj".into()]));
     write_raw(dir.path(), &config, &only("q_proj"), StoredDtype::F32, 0.5);
-    assert_eq!(load_adapter(dir.path(), &sites()).unwrap().1.len(), 2);
+    assert_eq!(load(dir.path()).unwrap().adapters.len(), 2);
     config.exclude_modules = None;
     assert!({
         write_raw(dir.path(), &config, &only("q_proj"), StoredDtype::F32, 0.5);
-        load_adapter(dir.path(), &sites()).is_err()
+        load(dir.path()).is_err()
     });
     config.target_modules = Targets::Pattern(".*q_proj".into());
     write_raw(dir.path(), &config, &only("q_proj"), StoredDtype::F32, 0.5);
-    assert_eq!(load_adapter(dir.path(), &sites()).unwrap().1.len(), 2);
+    assert_eq!(load(dir.path()).unwrap().adapters.len(), 2);
     config.target_modules = Targets::AllLinear;
     write_raw(dir.path(), &config, &all, StoredDtype::F32, 0.5);
-    let e = load_adapter(dir.path(), &sites()).unwrap_err().to_string();
+    let e = load(dir.path()).unwrap_err().to_string();
     assert!(e.contains("10 differences") && e.contains("up_proj"), "{e}");
 }
 
@@ -333,4 +343,67 @@ fn a_fingerprint_tells_bases_apart_and_ignores_how_they_are_stored() {
     bytes[n - 2] ^= 0x40;
     std::fs::write(&path, bytes).unwrap();
     assert_ne!(fingerprint(&first).unwrap(), print);
+}
+
+#[test]
+fn a_start_is_saved_as_plain_lora_of_twice_the_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    for rslora in [false, true] {
+        let mut config = adapter_config();
+        config.use_rslora = rslora;
+        config.rank_pattern.push(("layers.0.self_attn.q_proj".into(), 4));
+        config.alpha_pattern.push(("down_proj".into(), 5.0));
+        let r_of = |module: &str| {
+            let r = if module == "model.layers.0.self_attn.q_proj" {
+                4
+            } else {
+                2
+            };
+            (r, if module.ends_with("down_proj") { 5.0 } else { 3.0 })
+        };
+        let mut started = adapters(&config, r_of);
+        for adapter in started.values_mut() {
+            let mut lora = adapter.lora().unwrap().clone();
+            lora.start = Some(((&lora.a * 0.5).unwrap(), (&lora.b * 3.0).unwrap()));
+            *adapter = Arc::new(Adapter::Lora(lora));
+        }
+        let out = dir.path().join(rslora.to_string());
+        let e = write(&out, &config, &started, dir.path(), "").unwrap_err().to_string();
+        assert!(e.contains("takes off its start"), "{e}");
+        let (wide, plain) = plain_lora(&config, &started).unwrap();
+        write(&out, &wide, &plain, dir.path(), "").unwrap();
+        let read = load(&out).unwrap().adapters;
+        for (module, adapter) in &started {
+            let (own, again) = (adapter.lora().unwrap(), read[module].lora().unwrap());
+            assert_eq!(again.rank(), 2 * own.rank());
+            assert!((again.scale - own.scale).abs() < 1e-6 && again.start.is_none());
+            crate::ops::oracle::assert_close(&again.delta().unwrap(), &own.delta().unwrap(), 1e-5);
+        }
+    }
+}
+
+#[test]
+fn whole_modules_and_pickles() {
+    let dir = tempfile::tempdir().unwrap();
+    let untied = spec(&config(false));
+    let mut config = adapter_config();
+    config.modules_to_save = vec!["lm_head".into()];
+    let head = Tensor::from_vec(vec![0.5f32; 16 * 8], (16, 8), &Device::Cpu).unwrap();
+    let whole = BTreeMap::from([("lm_head.weight".to_string(), head)]);
+    let out = dir.path().join("a");
+    adapter(&out, &config, &adapters(&config, |_| (2, 3.0)), &whole, dir.path(), "").unwrap();
+    let read = load_adapter(&out, &untied).unwrap();
+    assert_eq!(bits(&read.whole["lm_head.weight"]), bits(&whole["lm_head.weight"]));
+    // A model whose head is its embedding has no such parameter.
+    let e = load(&out).unwrap_err().to_string();
+    assert!(e.contains("lm_head.weight: this model has no such parameter"), "{e}");
+    write(&out, &config, &adapters(&config, |_| (2, 3.0)), dir.path(), "").unwrap();
+    let e = load_adapter(&out, &untied).unwrap_err().to_string();
+    assert!(e.contains("lm_head.weight: in `modules_to_save`, but"), "{e}");
+    config.modules_to_save.clear();
+    write(&out, &config, &adapters(&config, |_| (2, 3.0)), dir.path(), "").unwrap();
+    std::fs::write(out.join("optimizer.pt"), "of a trainer").unwrap();
+    load(&out).unwrap();
+    std::fs::write(out.join("adapter_model.bin"), "a pickle").unwrap();
+    assert!(load(&out).unwrap_err().to_string().contains("pickle"));
 }

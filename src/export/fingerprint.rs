@@ -125,6 +125,11 @@ fn number(dtype: StoredDtype, b: &[u8]) -> bf16 {
     }
 }
 
+/// The fingerprint of the base that an adapter's file names.
+pub fn base_of(weights: &Weights) -> Option<String> {
+    weights.metadata().get(KEY).filter(|p| !p.is_empty()).cloned()
+}
+
 /// Checks that the adapter in `dir` was trained on the base with this fingerprint. Adapters of other tools say
 /// nothing of their base and pass.
 ///
@@ -132,7 +137,7 @@ fn number(dtype: StoredDtype, b: &[u8]) -> bf16 {
 pub fn check_base(dir: &Path, fingerprint: &str) -> Result<()> {
     let path = dir.join(adapter::WEIGHTS);
     let weights = Weights::open_file(&path)?;
-    match weights.metadata().get(KEY) {
+    match base_of(&weights) {
         Some(own) if own != fingerprint => Err(Error::new("adapter was trained on another base model")
             .at_path(&path)
             .found(format!("base {own}"))

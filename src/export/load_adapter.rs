@@ -1,91 +1,104 @@
 //! A PEFT adapter directory into adapters of a model: all of it, or an error that lists every difference.
 
-use crate::base::{Error, Result};
-use crate::formats::adapter::{self, AdapterConfig, AdapterKey, Targets};
+use super::build::{self, Found};
+use crate::base::{Error, Result, files};
+use crate::formats::adapter::{self, AdapterConfig, Key};
 use crate::formats::weights::Weights;
-use crate::model::Adapters;
-use crate::peft::Lora;
-use crate::peft::lora::scaling;
-use crate::peft::targets::Site;
-use candle_core::{Device, Tensor};
-use std::collections::{BTreeMap, BTreeSet};
+use crate::formats::{header, index};
+use crate::model::{Adapters, Spec};
+use crate::peft::targets::{self, Choice, Site};
+use candle_core::Tensor;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
 /// Differences shown in full; the rest is counted.
 const SHOWN: usize = 20;
 
-/// Reads config, A `[R, I]` and B `[O, R]` (as f32, on the host) of every module of `sites` that the adapter
-/// sits on. The scale is alpha / r, or alpha / √r with rsLoRA; `Lora::site` is the module's index in `sites`.
+/// What an adapter directory holds.
+#[derive(Debug, Clone)]
+pub struct LoadedAdapter {
+    pub config: AdapterConfig,
+    pub adapters: Adapters,
+    /// Whole parameters in f32 that take the place of the model's, by name (`modules_to_save`).
+    pub whole: BTreeMap<String, Tensor>,
+}
+
+/// Reads config and tensors (as f32, on the host) of every linear of the model that the adapter sits on.
 ///
-/// Errors: what `AdapterConfig::load` refuses; and, in one error, every tensor that is missing, unexpected, of
-/// another shape or rank, on a module the model does not have, or not finite.
-pub fn load_adapter(dir: &Path, sites: &[Site]) -> Result<(AdapterConfig, Adapters)> {
+/// Errors: what `AdapterConfig::load` refuses; a pickle beside the weights; and, in one error, every tensor that is
+/// missing, unexpected, of another shape or rank, on a module the model does not have, or not finite.
+pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
     let config = AdapterConfig::load(dir)?;
+    refuse_pickles(dir)?;
     let path = dir.join(adapter::WEIGHTS);
     let weights = Weights::open_file(&path)?;
+    let sites = spec.sites();
     let mut faults = Vec::new();
 
-    // Tensor names of A and B by module.
-    let mut pairs: BTreeMap<String, [Option<String>; 2]> = BTreeMap::new();
+    let mut found: BTreeMap<String, BTreeMap<&'static str, String>> = BTreeMap::new();
+    let mut whole = BTreeMap::new();
     for name in weights.names() {
-        let (module, side) = match adapter::parse_key(name) {
-            Some(AdapterKey::A(module)) => (module, 0),
-            Some(AdapterKey::B(module)) => (module, 1),
-            Some(AdapterKey::Whole(_)) => {
-                faults.push(format!(
-                    "{name}: a whole tensor beside the adapter (`modules_to_save`) is not supported"
-                ));
-                continue;
+        if adapter::VERA.contains(&name) && matches!(config.kind, adapter::Kind::Vera { .. }) {
+            continue;
+        }
+        match adapter::parse(name, &config.kind, config.use_dora) {
+            Some(Key::Of(module, below)) => {
+                if let Some(first) = found.entry(module).or_default().insert(below, name.to_string()) {
+                    faults.push(format!("{name}: the same tensor as {first}"));
+                }
             }
-            None => {
-                faults.push(format!("{name}: not a tensor of a LoRA adapter"));
-                continue;
+            Some(Key::Whole(parameter)) => {
+                if let Some(tensor) = whole_parameter(&config, spec, &weights, name, &parameter, &mut faults)? {
+                    whole.insert(parameter, tensor);
+                }
             }
-        };
-        if let Some(first) = pairs.entry(module).or_default()[side].replace(name.to_string()) {
-            faults.push(format!("{name}: the same factor as {first}"));
+            None => faults.push(format!("{name}: not a tensor of a {} adapter", config.name())),
+        }
+    }
+    for p in saved_whole(&config.modules_to_save, spec) {
+        if !whole.contains_key(&p) {
+            faults.push(format!("{p}: in `modules_to_save`, but its tensor is missing"));
         }
     }
 
     let known: BTreeMap<&str, usize> = sites.iter().enumerate().map(|(i, s)| (s.module.as_str(), i)).collect();
+    let shared = build::projections(&config, &weights, &mut faults)?;
     let mut adapters = Adapters::new();
-    for (module, names) in &pairs {
+    for (module, names) in &found {
         let Some(&index) = known.get(module.as_str()) else {
             faults.push(format!("{module}: this model has no such linear"));
             continue;
         };
-        let [a_key, b_key] = names;
-        let (Some(a_key), Some(b_key)) = (a_key, b_key) else {
-            let side = if a_key.is_none() { "A" } else { "B" };
-            faults.push(format!("{}: missing", adapter::lora_key(module, side)));
-            continue;
+        let found = Found {
+            config: &config,
+            weights: &weights,
+            site: &sites[index],
+            index: index as u64,
+            names,
+            faults: &mut faults,
         };
-        let r = rank_of(&config, module)?;
-        let a = read(&weights, a_key, [r, sites[index].input], &mut faults)?;
-        let b = read(&weights, b_key, [sites[index].output, r], &mut faults)?;
-        let (Some(a), Some(b)) = (a, b) else { continue };
-        let lora = Lora {
-            a,
-            b,
-            a_name: format!("{module}.lora_A.weight").into(),
-            b_name: format!("{module}.lora_B.weight").into(),
-            scale: scaling(alpha_of(&config, module)?, r, config.use_rslora),
-            dropout: config.lora_dropout as f32,
-            site: index as u64,
-        };
-        adapters.insert(module.clone(), Arc::new(lora));
-    }
-    for module in expected(&config, sites) {
-        if !pairs.contains_key(module) {
-            faults.push(format!("{module}: a target of the config, but its tensors are missing"));
+        if let Some(adapter) = found.build(shared.as_ref())? {
+            adapters.insert(module.clone(), Arc::new(adapter));
         }
     }
-    if pairs.is_empty() && faults.is_empty() {
+    for site in targets::matching(&unsaved(&config, &sites), &choice(&config))? {
+        if !found.contains_key(&site.module) {
+            faults.push(format!(
+                "{}: a target of the config, but its tensors are missing",
+                site.module
+            ));
+        }
+    }
+    if found.is_empty() && faults.is_empty() {
         faults.push("no adapter tensors at all".into());
     }
     if faults.is_empty() {
-        return Ok((config, adapters));
+        return Ok(LoadedAdapter {
+            config,
+            adapters,
+            whole,
+        });
     }
     let total = faults.len();
     faults.truncate(SHOWN);
@@ -106,95 +119,70 @@ pub fn load_adapter(dir: &Path, sites: &[Site]) -> Result<(AdapterConfig, Adapte
         .hint(format!("use the base model that the adapter was trained on: {base}")))
 }
 
-fn read(weights: &Weights, key: &str, shape: [usize; 2], faults: &mut Vec<String>) -> Result<Option<Tensor>> {
-    let found = weights.info(key).map(|i| (i.shape.clone(), i.dtype));
-    match found {
-        Some((found, _)) if found != shape => {
-            faults.push(format!("{key}: found {found:?}, expected {shape:?}"));
+/// What the config says of its targets.
+pub(crate) fn choice(config: &AdapterConfig) -> Choice<'_> {
+    Choice {
+        targets: &config.target_modules,
+        exclude: config.exclude_modules.as_ref(),
+        layers: config.layers_to_transform.as_deref(),
+    }
+}
+
+/// The sites that are not stored whole: an adapter never sits on a module of `modules_to_save`.
+pub(crate) fn unsaved(config: &AdapterConfig, sites: &[Site]) -> Vec<Site> {
+    let saved = |s: &&Site| !config.modules_to_save.iter().any(|m| targets::ends(&s.module, m));
+    sites.iter().filter(saved).cloned().collect()
+}
+
+/// Names of the parameters that the modules of this list have.
+pub(crate) fn saved_whole(modules: &[String], spec: &Spec) -> Vec<String> {
+    let params = spec.params();
+    let of = |name: &str| {
+        let module = name.rsplit_once('.').map_or(name, |(module, _)| module);
+        modules.iter().any(|m| targets::ends(module, m))
+    };
+    params.iter().map(|p| p.name.to_string()).filter(|n| of(n)).collect()
+}
+
+fn whole_parameter(
+    config: &AdapterConfig,
+    spec: &Spec,
+    weights: &Weights,
+    name: &str,
+    parameter: &str,
+    faults: &mut Vec<String>,
+) -> Result<Option<Tensor>> {
+    let module = parameter.rsplit_once('.').map_or(parameter, |(module, _)| module);
+    if !config.modules_to_save.iter().any(|m| targets::ends(module, m)) {
+        faults.push(format!(
+            "{name}: a whole tensor, but its module is not in `modules_to_save`"
+        ));
+        return Ok(None);
+    }
+    let params = spec.params();
+    match params.iter().find(|p| &*p.name == parameter) {
+        Some(p) => build::read(weights, name, &p.shape, faults),
+        None => {
+            faults.push(format!("{parameter}: this model has no such parameter"));
             Ok(None)
-        }
-        Some((_, dtype)) if !dtype.is_weight() => {
-            faults.push(format!("{key}: stored as {dtype}, which cannot be read as weights"));
-            Ok(None)
-        }
-        _ => {
-            let values = weights.read_f32(key)?;
-            if let Some(i) = values.iter().position(|x| !x.is_finite()) {
-                faults.push(format!("{key}: the number at position {i} is not finite"));
-                return Ok(None);
-            }
-            Ok(Some(Tensor::from_vec(values, &shape, &Device::Cpu)?))
         }
     }
 }
 
-/// Modules that the config targets, as far as it names them: a regular expression is not run, so there the
-/// tensors in the file decide.
-fn expected<'a>(config: &AdapterConfig, sites: &'a [Site]) -> BTreeSet<&'a str> {
-    let ends = |module: &str, t: &String| module == t || module.ends_with(&format!(".{t}"));
-    let named = |targets: &Targets, module: &str| match targets {
-        Targets::AllLinear => true,
-        Targets::List(list) => list.iter().any(|t| ends(module, t)),
-        Targets::Pattern(_) => false,
-    };
-    let excluded = |module: &str| match &config.exclude_modules {
-        None => false,
-        // Nothing may be demanded that a pattern perhaps excludes.
-        Some(Targets::Pattern(_)) => true,
-        Some(targets) => named(targets, module),
-    };
-    let in_layers = |module: &str| match (&config.layers_to_transform, layer_of(module)) {
-        (Some(layers), Some(l)) => layers.contains(&l),
-        (Some(_), None) => false,
-        (None, _) => true,
-    };
-    sites
-        .iter()
-        .map(|s| s.module.as_str())
-        .filter(|m| named(&config.target_modules, m) && !excluded(m) && in_layers(m))
-        .collect()
-}
-
-/// `3` of `model.layers.3.mlp.up_proj`.
-fn layer_of(module: &str) -> Option<usize> {
-    module.split('.').find_map(|part| part.parse().ok())
+/// A pickle beside the weights is what another loader may take.
+fn refuse_pickles(dir: &Path) -> Result<()> {
+    if let Some(path) = files::list(dir)?.iter().find(|p| index::is_weight_pickle(p)) {
+        return Err(header::pickle(path).hint("remove it from the adapter directory; ft reads safetensors only"));
+    }
+    Ok(())
 }
 
 /// Rank of a module: its entry in `rank_pattern`, else `r`.
-pub(super) fn rank_of(config: &AdapterConfig, module: &str) -> Result<usize> {
-    Ok(*pattern_entry(&config.rank_pattern, module, "rank_pattern")?.unwrap_or(&config.r))
+pub(crate) fn rank_of(config: &AdapterConfig, module: &str) -> Result<usize> {
+    Ok(*targets::of_pattern(&config.rank_pattern, module)?.unwrap_or(&config.r))
 }
 
 /// Alpha of a module: its entry in `alpha_pattern`, else `lora_alpha`.
-pub(super) fn alpha_of(config: &AdapterConfig, module: &str) -> Result<f64> {
-    Ok(*pattern_entry(&config.alpha_pattern, module, "alpha_pattern")?.unwrap_or(&config.lora_alpha))
-}
-
-/// PEFT matches a key as the whole module path or its end. Keys are regular expressions there; ft takes plain
-/// names (also with `^`, `$` and `\.`) and refuses the rest, because a wrong guess changes what is computed.
-fn pattern_entry<'a, T>(patterns: &'a BTreeMap<String, T>, module: &str, key: &str) -> Result<Option<&'a T>> {
-    let mut found = None;
-    for (pattern, value) in patterns {
-        let rest = pattern.strip_prefix('^');
-        let plain = rest.unwrap_or(pattern).trim_end_matches('$').replace("\\.", ".");
-        if !plain.chars().all(|c| c.is_alphanumeric() || "._-".contains(c)) {
-            return Err(
-                Error::new(format!("`{key}` has a regular expression, which ft does not run"))
-                    .at(adapter::CONFIG)
-                    .found(format!("{pattern:?}"))
-                    .expected("module names or their ends"),
-            );
-        }
-        let matches = module == plain || (rest.is_none() && module.ends_with(&format!(".{plain}")));
-        if !matches {
-            continue;
-        }
-        if found.is_some() {
-            return Err(Error::new(format!("two keys of `{key}` match one module"))
-                .at(module)
-                .hint("which of them counts depends on the order in the file: name the module whole"));
-        }
-        found = Some(value);
-    }
-    Ok(found)
+pub(crate) fn alpha_of(config: &AdapterConfig, module: &str) -> Result<f64> {
+    Ok(*targets::of_pattern(&config.alpha_pattern, module)?.unwrap_or(&config.lora_alpha))
 }

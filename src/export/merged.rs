@@ -1,29 +1,74 @@
-//! One weight with its adapter folded in.
+//! One weight with adapters folded in.
 
+use super::LoadedAdapter;
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
-use crate::model::Adapters;
 use crate::ops::update;
 use crate::source::ParamInfo;
+use candle_core::{Device, Tensor};
 
-/// W + s·B·A `[elements]` in f32 for a parameter that carries an adapter, else W in f32.
+/// An adapter and how much of its change is added: 1 is all of it, -1 takes it off.
+#[derive(Debug, Clone)]
+pub struct Weighted {
+    pub adapter: LoadedAdapter,
+    pub weight: f32,
+}
+
+impl Weighted {
+    /// Does the adapter change this parameter?
+    pub fn changes(&self, name: &str) -> bool {
+        self.adapter.whole.contains_key(name) || self.of(name).is_some()
+    }
+
+    fn of(&self, name: &str) -> Option<(&crate::peft::Adapter, bool)> {
+        let (module, last) = name.rsplit_once('.')?;
+        let adapter = self.adapter.adapters.get(module)?;
+        let bias = last == "bias";
+        let scales_bias = matches!(&**adapter, crate::peft::Adapter::Ia3(ia3) if !ia3.feedforward);
+        (!bias || scales_bias).then_some((adapter, bias))
+    }
+
+    /// The parameter `w` as this adapter alone would have it.
+    fn after(&self, name: &str, w: &Tensor) -> Result<Option<Tensor>> {
+        if let Some(whole) = self.adapter.whole.get(name) {
+            return Ok(Some(whole.clone()));
+        }
+        match self.of(name) {
+            Some((adapter, true)) => Ok(Some(adapter.merged_bias(w)?)),
+            Some((adapter, false)) => Ok(Some(adapter.merged(w)?)),
+            None => Ok(None),
+        }
+    }
+}
+
+/// W + Σ weight · (W with the adapter - W), in f32 `[elements]`: each change is that to the original W.
 ///
-/// Errors: the tensor is missing or has another shape than the parameter or the adapter.
-pub fn merged(weights: &Weights, param: &ParamInfo, adapters: &Adapters) -> Result<Vec<f32>> {
+/// Errors: the tensor is missing or has another shape than the parameter or an adapter.
+pub fn merged(weights: &Weights, param: &ParamInfo, adapters: &[Weighted]) -> Result<Vec<f32>> {
     weights.require(&param.name, &param.shape)?;
-    let mut values = weights.read_f32(&param.name)?;
-    let Some(lora) = param.name.strip_suffix(".weight").and_then(|m| adapters.get(m)) else {
-        return Ok(values);
-    };
-    let delta = lora.delta()?; // [O, I]
-    if delta.dims() != param.shape {
-        return Err(Error::new("adapter has another shape than its weight")
-            .at(&param.name)
-            .found(format!("{:?}", delta.dims()))
-            .expected(format!("{:?}", param.shape)));
+    let before = weights.read_f32(&param.name)?;
+    if !adapters.iter().any(|a| a.changes(&param.name)) {
+        return Ok(before);
     }
-    for (w, d) in values.iter_mut().zip(update::to_f32_vec(&delta)?) {
-        *w += d;
+    let w = Tensor::from_vec(before, param.shape.as_slice(), &Device::Cpu)?;
+    let mut sum: Option<Tensor> = None;
+    for adapter in adapters {
+        let Some(after) = adapter.after(&param.name, &w)? else {
+            continue;
+        };
+        if after.dims() != param.shape {
+            return Err(Error::new("adapter has another shape than its weight")
+                .at(&param.name)
+                .found(format!("{:?}", after.dims()))
+                .expected(format!("{:?}", param.shape)));
+        }
+        sum = Some(match sum {
+            None if adapter.weight == 1.0 => after,
+            sum => {
+                let change = ((after - &w)? * f64::from(adapter.weight))?;
+                (sum.unwrap_or_else(|| w.clone()) + change)?
+            }
+        });
     }
-    Ok(values)
+    update::to_f32_vec(&sum.unwrap_or(w))
 }

@@ -3,18 +3,20 @@
 //! into the weights. Knows file layouts of other tools. Knows no training.
 
 mod adapter;
+mod build;
 mod fingerprint;
 mod load_adapter;
 mod merged;
 mod model;
 
-pub use adapter::adapter;
+pub use adapter::{adapter, adapter_over, plain_lora};
 pub(crate) use fingerprint::of as fingerprint_of;
-pub use fingerprint::{check_base, fingerprint};
-pub use load_adapter::load_adapter;
-pub use merged::merged;
+pub use fingerprint::{base_of, check_base, fingerprint};
+pub use load_adapter::{LoadedAdapter, load_adapter};
+pub(crate) use load_adapter::{alpha_of, choice, rank_of, saved_whole, unsaved};
+pub use merged::{Weighted, merged};
 pub(crate) use model::{Directory, set_dtype, stored};
-pub use model::{ModelExport, model};
+pub use model::{ModelExport, ParamFill, model};
 
 use crate::base::{Result, files};
 use std::path::Path;

@@ -1,17 +1,22 @@
 //! PEFT adapter directories: `adapter_config.json` and the names in `adapter_model.safetensors`.
 //!
 //! A key that ft does not understand is refused by name when it could change what the adapter computes;
-//! it is never dropped. Keys with an empty value (null, false, empty list) change nothing and pass.
+//! it is never dropped. Keys with an empty value (null, false, 0, empty list) change nothing and pass.
+
+mod keys;
+mod read;
+mod write;
+
+pub use keys::{Key, PREFIX, VERA, below, file_key, parse};
 
 use crate::base::{Error, Result, files};
 use crate::formats::{header, json_kind, read_json_object};
-use serde_json::{Map, Value, json};
-use std::collections::BTreeMap;
+use read::{Reader, is_empty};
+use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 pub const CONFIG: &str = "adapter_config.json";
 pub const WEIGHTS: &str = "adapter_model.safetensors";
-const PREFIX: &str = "base_model.model.";
 
 /// Which modules carry an adapter.
 #[derive(Debug, Clone, PartialEq)]
@@ -24,19 +29,48 @@ pub enum Targets {
     Pattern(String),
 }
 
+/// What an adapter adds, and the settings that only this kind has.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Kind {
+    /// Also DoRA and rsLoRA.
+    Lora,
+    Ia3 {
+        /// Modules whose input is scaled, not their output.
+        feedforward: Vec<String>,
+    },
+    Vera {
+        d_initial: f64,
+    },
+    Loha,
+    Lokr {
+        factor: i64,
+        both: bool,
+    },
+    Oft {
+        block: usize,
+        /// Terms of the Neumann series; `None` is Cayley's formula itself.
+        neumann: Option<usize>,
+    },
+    Adalora {
+        target_r: usize,
+    },
+}
+
 /// What an adapter computes, typed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdapterConfig {
+    pub kind: Kind,
     pub r: usize,
+    /// `alpha` of LoHa and LoKr.
     pub lora_alpha: f64,
     pub lora_dropout: f64,
     pub target_modules: Targets,
     pub exclude_modules: Option<Targets>,
     pub use_rslora: bool,
-    /// Always false in a loaded config: DoRA is refused.
     pub use_dora: bool,
-    pub rank_pattern: BTreeMap<String, usize>,
-    pub alpha_pattern: BTreeMap<String, f64>,
+    /// In the order of the file: the first key that matches a module counts.
+    pub rank_pattern: Vec<(String, usize)>,
+    pub alpha_pattern: Vec<(String, f64)>,
     /// Modules stored whole beside the adapter.
     pub modules_to_save: Vec<String>,
     pub layers_to_transform: Option<Vec<usize>>,
@@ -53,6 +87,7 @@ impl Default for AdapterConfig {
     /// The defaults of PEFT.
     fn default() -> Self {
         Self {
+            kind: Kind::Lora,
             r: 8,
             lora_alpha: 8.0,
             lora_dropout: 0.0,
@@ -60,8 +95,8 @@ impl Default for AdapterConfig {
             exclude_modules: None,
             use_rslora: false,
             use_dora: false,
-            rank_pattern: BTreeMap::new(),
-            alpha_pattern: BTreeMap::new(),
+            rank_pattern: Vec::new(),
+            alpha_pattern: Vec::new(),
             modules_to_save: Vec::new(),
             layers_to_transform: None,
             layers_pattern: Vec::new(),
@@ -92,30 +127,85 @@ const HARMLESS: [&str; 14] = [
     "library_name",
 ];
 
-/// Keys that a typed field holds.
-const TYPED: [&str; 17] = [
-    "r",
-    "lora_alpha",
-    "lora_dropout",
+/// Keys that a typed field holds, for every kind.
+const TYPED: [&str; 10] = [
     "target_modules",
     "exclude_modules",
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
     "modules_to_save",
     "layers_to_transform",
     "layers_pattern",
     "base_model_name_or_path",
     "revision",
     "task_type",
-    "init_lora_weights",
     "peft_version",
-    "use_dora",
+    "r",
 ];
 
+/// Typed and harmless keys of each kind alone.
+fn own_keys(kind: &str) -> &'static [&'static str] {
+    match kind {
+        "LORA" => &[
+            "lora_alpha",
+            "lora_dropout",
+            "use_rslora",
+            "rank_pattern",
+            "alpha_pattern",
+            "init_lora_weights",
+            "use_dora",
+        ],
+        "IA3" => &["feedforward_modules", "init_ia3_weights"],
+        "VERA" => &[
+            "d_initial",
+            "init_weights",
+            "projection_prng_key",
+            "save_projection",
+            "vera_dropout",
+        ],
+        "LOHA" => &[
+            "alpha",
+            "alpha_pattern",
+            "rank_pattern",
+            "init_weights",
+            "use_effective_conv2d",
+        ],
+        "LOKR" => &[
+            "alpha",
+            "alpha_pattern",
+            "rank_pattern",
+            "init_weights",
+            "use_effective_conv2d",
+            "decompose_both",
+            "decompose_factor",
+            "rank_dropout_scale",
+        ],
+        "OFT" => &[
+            "oft_block_size",
+            "use_cayley_neumann",
+            "num_cayley_neumann_terms",
+            "init_weights",
+            "eps",
+        ],
+        "ADALORA" => &[
+            "lora_alpha",
+            "lora_dropout",
+            "init_lora_weights",
+            "target_r",
+            "init_r",
+            "tinit",
+            "tfinal",
+            "deltaT",
+            "beta1",
+            "beta2",
+            "orth_reg_weight",
+            "total_step",
+            "rank_pattern",
+        ],
+        _ => &[],
+    }
+}
+
 /// Why a known feature is refused.
-const REFUSED: [(&str, &str); 9] = [
-    ("use_dora", "DoRA scales the whole weight"),
+const REFUSED: [(&str, &str); 12] = [
     ("fan_in_fan_out", "weights stored transposed"),
     ("lora_bias", "a bias on B"),
     (
@@ -127,106 +217,11 @@ const REFUSED: [(&str, &str); 9] = [
     ("alora_invocation_tokens", "an adapter that starts inside the sequence"),
     ("use_qalora", "pooled inputs"),
     ("megatron_config", "parallel layers"),
+    ("coft", "rotations held near the start"),
+    ("block_share", "one rotation for all blocks"),
+    ("rank_dropout", "whole rows dropped"),
+    ("module_dropout", "whole adapters dropped"),
 ];
-
-struct Reader<'a> {
-    map: &'a Map<String, Value>,
-    path: &'a Path,
-}
-
-impl Reader<'_> {
-    fn get(&self, key: &str) -> Option<&Value> {
-        self.map.get(key).filter(|v| !v.is_null())
-    }
-
-    fn wrong(&self, key: &str, expected: &str) -> Error {
-        Error::new(format!("`{key}` has a wrong value"))
-            .at_path(self.path)
-            .found(self.map.get(key).map_or("nothing".into(), json_kind))
-            .expected(expected)
-    }
-
-    fn number(&self, key: &str, default: f64) -> Result<f64> {
-        match self.get(key) {
-            None => Ok(default),
-            Some(v) => v
-                .as_f64()
-                .filter(|x| x.is_finite())
-                .ok_or_else(|| self.wrong(key, "a finite number")),
-        }
-    }
-
-    fn flag(&self, key: &str) -> Result<bool> {
-        match self.get(key) {
-            None => Ok(false),
-            Some(v) => v.as_bool().ok_or_else(|| self.wrong(key, "true or false")),
-        }
-    }
-
-    fn text(&self, key: &str) -> Result<Option<String>> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(v) => Ok(Some(v.as_str().ok_or_else(|| self.wrong(key, "a string"))?.to_string())),
-        }
-    }
-
-    /// A list of strings, or one string.
-    fn texts(&self, key: &str) -> Result<Vec<String>> {
-        match self.get(key) {
-            None => Ok(Vec::new()),
-            Some(Value::String(s)) => Ok(vec![s.clone()]),
-            Some(Value::Array(list)) => list
-                .iter()
-                .map(|v| {
-                    v.as_str()
-                        .map(str::to_string)
-                        .ok_or_else(|| self.wrong(key, "a list of strings"))
-                })
-                .collect(),
-            Some(_) => Err(self.wrong(key, "a list of strings")),
-        }
-    }
-
-    fn targets(&self, key: &str) -> Result<Option<Targets>> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(Value::String(s)) if s == "all-linear" => Ok(Some(Targets::AllLinear)),
-            Some(Value::String(s)) => Ok(Some(Targets::Pattern(s.clone()))),
-            Some(_) => {
-                let mut list = self.texts(key)?;
-                list.sort();
-                list.dedup();
-                Ok(Some(Targets::List(list)))
-            }
-        }
-    }
-
-    fn rank(&self, key: &str, value: &Value) -> Result<usize> {
-        match value.as_u64() {
-            Some(n) if (1..=1 << 20).contains(&n) => Ok(n as usize),
-            _ => Err(self.wrong(key, "a whole number of at least 1")),
-        }
-    }
-
-    fn table<T>(&self, key: &str, read: impl Fn(&Value) -> Result<T>) -> Result<BTreeMap<String, T>> {
-        match self.get(key) {
-            None => Ok(BTreeMap::new()),
-            Some(Value::Object(map)) => map.iter().map(|(k, v)| Ok((k.clone(), read(v)?))).collect(),
-            Some(_) => Err(self.wrong(key, "an object")),
-        }
-    }
-}
-
-/// Whether a value says "not used".
-fn is_empty(value: &Value) -> bool {
-    match value {
-        Value::Null | Value::Bool(false) => true,
-        Value::Array(v) => v.is_empty(),
-        Value::Object(m) => m.is_empty(),
-        Value::String(s) => s.is_empty(),
-        _ => false,
-    }
-}
 
 impl AdapterConfig {
     /// Reads `adapter_config.json` of an adapter directory and looks that its weights are safetensors.
@@ -267,10 +262,13 @@ impl AdapterConfig {
                 .at_path(path)
                 .found(map.get(key).map_or("nothing".into(), json_kind))
         };
-        match c.text("peft_type")?.as_deref() {
-            Some("LORA") => {}
-            Some(_) => return Err(refuse("peft_type", "only LoRA adapters are supported").expected("\"LORA\"")),
-            None => return Err(c.wrong("peft_type", "\"LORA\"")),
+        let Some(peft_type) = c.text("peft_type")? else {
+            return Err(c.wrong("peft_type", "\"LORA\""));
+        };
+        let own = own_keys(&peft_type);
+        if own.is_empty() {
+            return Err(refuse("peft_type", "not a kind of adapter that ft knows")
+                .expected("LORA, IA3, VERA, LOHA, LOKR, OFT or ADALORA"));
         }
         if let Some(bias) = c.text("bias")?.filter(|b| b != "none") {
             return Err(refuse("bias", &format!("biases trained beside the adapter: {bias}")).expected("\"none\""));
@@ -282,7 +280,7 @@ impl AdapterConfig {
             if let Some((_, why)) = REFUSED.iter().find(|(k, _)| k == key) {
                 return Err(refuse(key, why));
             }
-            if !TYPED.contains(&key.as_str()) {
+            if !TYPED.contains(&key.as_str()) && !own.contains(&key.as_str()) {
                 return Err(refuse(
                     key,
                     "ft does not know this key, so it cannot know what the adapter computes",
@@ -303,26 +301,23 @@ impl AdapterConfig {
                 "save it as plain LoRA with PEFT: `save_pretrained(DIR, path_initial_model_for_weight_conversion=...)`",
             ));
         }
+        let kind = kind(&c, &peft_type)?;
         let d = Self::default();
-        let r = match c.get("r") {
-            None => d.r,
-            Some(v) => c.rank("r", v)?,
+        let (alpha_key, dropout_key, default_alpha) = match kind {
+            Kind::Loha | Kind::Lokr { .. } => ("alpha", "rank_dropout", 8.0),
+            Kind::Vera { .. } => ("lora_alpha", "vera_dropout", 8.0),
+            _ => ("lora_alpha", "lora_dropout", d.lora_alpha),
         };
-        let dropout = c.number("lora_dropout", 0.0)?;
+        let r = match &kind {
+            Kind::Adalora { .. } => c.rank_or("init_r", 12)?,
+            Kind::Vera { .. } => c.rank_or("r", 256)?,
+            Kind::Oft { .. } | Kind::Ia3 { .. } => d.r,
+            _ => c.rank_or("r", d.r)?,
+        };
+        let dropout = c.number(dropout_key, 0.0)?;
         if !(0.0..1.0).contains(&dropout) {
-            return Err(c.wrong("lora_dropout", "a number from 0 up to 1"));
+            return Err(c.wrong(dropout_key, "a number from 0 up to 1"));
         }
-        let layers = match c.get("layers_to_transform") {
-            None => None,
-            Some(v) => {
-                let wrong = || c.wrong("layers_to_transform", "a layer number or a list of them");
-                let one = |v: &Value| v.as_u64().map(|n| n as usize).ok_or_else(wrong);
-                Some(match v {
-                    Value::Array(list) => list.iter().map(one).collect::<Result<_>>()?,
-                    single => vec![one(single)?],
-                })
-            }
-        };
         let finite = |v: &Value| {
             v.as_f64()
                 .filter(|x| x.is_finite())
@@ -330,81 +325,43 @@ impl AdapterConfig {
         };
         Ok(Self {
             r,
-            lora_alpha: c.number("lora_alpha", d.lora_alpha)?,
+            lora_alpha: c.number(alpha_key, default_alpha)?,
             lora_dropout: dropout,
             target_modules: c.targets("target_modules")?.unwrap_or(d.target_modules),
             exclude_modules: c.targets("exclude_modules")?,
             use_rslora: c.flag("use_rslora")?,
             use_dora: c.flag("use_dora")?,
-            rank_pattern: c.table("rank_pattern", |v| c.rank("rank_pattern", v))?,
+            rank_pattern: match kind {
+                // There it lists which singular values are left; the tensors have that size.
+                Kind::Adalora { .. } => Vec::new(),
+                _ => c.table("rank_pattern", |v| c.rank("rank_pattern", v))?,
+            },
             alpha_pattern: c.table("alpha_pattern", finite)?,
             modules_to_save: c.texts("modules_to_save")?,
-            layers_to_transform: layers,
+            layers_to_transform: c.layers("layers_to_transform")?,
             layers_pattern: c.texts("layers_pattern")?,
             base_model_name_or_path: c.text("base_model_name_or_path")?,
             revision: c.text("revision")?,
             task_type: c.text("task_type")?,
             init_lora_weights: init,
             peft_version: c.text("peft_version")?,
+            kind,
         })
     }
 
-    /// The factor on `B·A·x` for a module of rank `r`.
-    pub fn scale(&self, alpha: f64, r: usize) -> f64 {
-        if self.use_rslora {
-            alpha / (r as f64).sqrt()
-        } else {
-            alpha / r as f64
+    /// The name of the kind as people say it.
+    pub fn name(&self) -> &'static str {
+        match self.kind {
+            Kind::Lora if self.use_dora => "DoRA",
+            Kind::Lora if self.use_rslora => "rsLoRA",
+            Kind::Lora => "LoRA",
+            Kind::Ia3 { .. } => "IA3",
+            Kind::Vera { .. } => "VeRA",
+            Kind::Loha => "LoHa",
+            Kind::Lokr { .. } => "LoKr",
+            Kind::Oft { .. } => "OFT",
+            Kind::Adalora { .. } => "AdaLoRA",
         }
-    }
-
-    /// All keys that PEFT writes, in its order.
-    pub fn to_json(&self) -> Value {
-        let targets = |t: &Targets| match t {
-            Targets::AllLinear => json!("all-linear"),
-            Targets::List(list) => json!(list),
-            Targets::Pattern(p) => json!(p),
-        };
-        let list = |v: &[String]| if v.is_empty() { Value::Null } else { json!(v) };
-        let alphas: Map<String, Value> = self.alpha_pattern.iter().map(|(k, v)| (k.clone(), whole(*v))).collect();
-        json!({
-            "alora_invocation_tokens": null,
-            "alpha_pattern": alphas,
-            "arrow_config": null,
-            "auto_mapping": null,
-            "base_model_name_or_path": self.base_model_name_or_path,
-            "bias": "none",
-            "corda_config": null,
-            "ensure_weight_tying": false,
-            "eva_config": null,
-            "exclude_modules": self.exclude_modules.as_ref().map(targets),
-            "fan_in_fan_out": false,
-            "inference_mode": true,
-            "init_lora_weights": self.init_lora_weights,
-            "layer_replication": null,
-            "layers_pattern": list(&self.layers_pattern),
-            "layers_to_transform": self.layers_to_transform,
-            "loftq_config": {},
-            "lora_alpha": whole(self.lora_alpha),
-            "lora_bias": false,
-            "lora_dropout": self.lora_dropout,
-            "megatron_config": null,
-            "megatron_core": "megatron.core",
-            "modules_to_save": list(&self.modules_to_save),
-            "peft_type": "LORA",
-            "peft_version": self.peft_version.as_deref().unwrap_or("0.18.0"),
-            "qalora_group_size": 16,
-            "r": self.r,
-            "rank_pattern": self.rank_pattern,
-            "revision": self.revision,
-            "target_modules": targets(&self.target_modules),
-            "target_parameters": null,
-            "task_type": self.task_type,
-            "trainable_token_indices": null,
-            "use_dora": self.use_dora,
-            "use_qalora": false,
-            "use_rslora": self.use_rslora,
-        })
     }
 
     /// Writes `adapter_config.json` into a directory.
@@ -417,49 +374,43 @@ impl AdapterConfig {
     }
 }
 
-/// `16.0` as `16`, as PEFT writes it.
-fn whole(x: f64) -> Value {
-    if x.fract() == 0.0 && x.abs() < 9e15 {
-        json!(x as i64)
-    } else {
-        json!(x)
-    }
-}
-
-/// The tensor name of a factor: `base_model.model.<module>.lora_A.weight`; `side` is `"A"` or `"B"`.
-pub fn lora_key(module: &str, side: &str) -> String {
-    format!("{PREFIX}{module}.lora_{side}.weight")
-}
-
-/// What a tensor of an adapter file is.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum AdapterKey {
-    /// A, shape (r, in).
-    A(String),
-    /// B, shape (out, r).
-    B(String),
-    /// A whole parameter of a module in `modules_to_save`, by its name in the model.
-    Whole(String),
-}
-
-/// Reads a tensor name back; `None` for a name that no plain LoRA adapter has.
-pub fn parse_key(name: &str) -> Option<AdapterKey> {
-    let rest = name.strip_prefix(PREFIX)?;
-    for (infix, make) in [
-        ("lora_A", AdapterKey::A as fn(String) -> AdapterKey),
-        ("lora_B", AdapterKey::B),
-    ] {
-        // Files written by hand sometimes keep the adapter name "default".
-        for end in [format!(".{infix}.weight"), format!(".{infix}.default.weight")] {
-            if let Some(module) = rest.strip_suffix(&end) {
-                return (!module.is_empty()).then(|| make(module.to_string()));
+fn kind(c: &Reader, peft_type: &str) -> Result<Kind> {
+    Ok(match peft_type {
+        "IA3" => Kind::Ia3 {
+            feedforward: c.texts("feedforward_modules")?,
+        },
+        "VERA" => {
+            if !c.flag_or("save_projection", true)? {
+                return Err(c
+                    .wrong("save_projection", "true")
+                    .hint("save the adapter again with `save_projection=True`: without the projections in the file they are another tool's random numbers"));
+            }
+            Kind::Vera {
+                d_initial: c.number("d_initial", 0.1)?,
             }
         }
-    }
-    if rest.contains(".lora_") {
-        return None;
-    }
-    Some(AdapterKey::Whole(rest.replace(".modules_to_save.default.", ".")))
+        "LOHA" => Kind::Loha,
+        "LOKR" => Kind::Lokr {
+            factor: c.number("decompose_factor", -1.0)? as i64,
+            both: c.flag("decompose_both")?,
+        },
+        "OFT" => {
+            let neumann = c.flag_or("use_cayley_neumann", true)?;
+            let terms = c.rank_or("num_cayley_neumann_terms", 5)?;
+            if terms > 64 {
+                return Err(c.wrong("num_cayley_neumann_terms", "a whole number from 1 to 64"));
+            }
+            Kind::Oft {
+                // 0 with a number of blocks in `r`: the tensors say it.
+                block: c.number("oft_block_size", 0.0)?.max(0.0) as usize,
+                neumann: neumann.then_some(terms),
+            }
+        }
+        "ADALORA" => Kind::Adalora {
+            target_r: c.rank_or("target_r", 8)?,
+        },
+        _ => Kind::Lora,
+    })
 }
 
 #[cfg(test)]

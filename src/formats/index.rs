@@ -179,7 +179,7 @@ fn is_pickle(path: &Path) -> bool {
 }
 
 /// Whether a file name is a pickle that could hold weights (not `optimizer.pt`, `training_args.bin`, ...).
-fn is_weight_pickle(path: &Path) -> bool {
+pub(crate) fn is_weight_pickle(path: &Path) -> bool {
     let name = path
         .file_name()
         .map(|n| n.to_string_lossy().to_lowercase())

@@ -5,7 +5,7 @@
 pub mod adapter;
 pub mod config;
 pub mod dtype;
-mod header;
+pub(crate) mod header;
 pub(crate) mod index;
 pub mod template;
 mod template_methods;

@@ -115,6 +115,20 @@ impl Projections {
 }
 
 impl Block {
+    /// Its linears in model order, each with its module: `model.layers.0.self_attn.q_proj`.
+    pub fn into_linears(self) -> Vec<(String, Linear)> {
+        let many = |p: Projections| match p {
+            Projections::Separate(linears) => linears,
+            Projections::Fused(linear, _) => vec![linear],
+        };
+        let mut all = many(self.attention_in);
+        all.push(self.o_proj);
+        all.extend(many(self.mlp_in));
+        all.push(self.down_proj);
+        let module = |l: &Linear| l.name.trim_end_matches(".weight").to_string();
+        all.into_iter().map(|l| (module(&l), l)).collect()
+    }
+
     fn norm(&self, w: &Param, x: &Tensor) -> Result<Tensor> {
         rms_norm::forward(x, &w.tensor, self.spec.norm_eps, self.spec.norm_plus_one)
     }

@@ -41,6 +41,23 @@ pub struct Context<'a> {
     pub ropes: Vec<(Tensor, Tensor)>,
     /// Key of the dropout masks; `None` outside training.
     pub dropout: Option<Dropout>,
+    /// Is told the input of every linear.
+    pub observer: Option<&'a dyn Observer>,
+}
+
+/// Looks at a forward pass.
+pub trait Observer {
+    /// `x` `[N, I]` goes into the linear with this weight.
+    fn input(&self, weight: &str, x: &Tensor) -> Result<()>;
+}
+
+impl Context<'_> {
+    pub fn seen(&self, weight: &str, x: &Tensor) -> Result<()> {
+        match self.observer {
+            Some(observer) => observer.input(weight, x),
+            None => Ok(()),
+        }
+    }
 }
 
 /// Forward, and the vector-Jacobian product, of one layer.

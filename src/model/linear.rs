@@ -3,25 +3,12 @@
 use super::contracts::{Context, GradSink, Param};
 use crate::base::Result;
 use crate::ops::linear;
-use crate::peft::Lora;
+use crate::peft::{Adapter, Backward, Frozen};
 use crate::quant::Weight;
 use candle_core::Tensor;
 use std::sync::Arc;
 
-/// What becomes of `∂x`.
-#[derive(Clone, Copy)]
-pub enum Dx<'a> {
-    NotNeeded,
-    New,
-    /// Added to this, which is returned: several linears read one input.
-    AddTo(&'a Tensor),
-}
-
-impl Dx<'_> {
-    pub fn new(needed: bool) -> Self {
-        if needed { Dx::New } else { Dx::NotNeeded }
-    }
-}
+pub use crate::peft::Dx;
 
 pub struct Linear {
     /// The name of `weight`.
@@ -30,24 +17,60 @@ pub struct Linear {
     pub weight: Weight,
     /// `[O]`
     pub bias: Option<Param>,
-    pub lora: Option<Arc<Lora>>,
+    pub adapter: Option<Arc<Adapter>>,
+}
+
+/// The linear without its adapter.
+impl Frozen for Linear {
+    fn dims(&self) -> (usize, usize) {
+        match self.weight.dims()[..] {
+            [outputs, inputs] => (outputs, inputs),
+            _ => (0, 0),
+        }
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.weight.forward(x, self.bias.as_ref().map(|b| &b.tensor))
+    }
+
+    fn product(&self, x: &Tensor) -> Result<Tensor> {
+        self.weight.forward(x, None)
+    }
+
+    fn backward(&self, dy: &Tensor, dx: Dx<'_>) -> Result<Option<Tensor>> {
+        Ok(match dx {
+            Dx::NotNeeded => None,
+            Dx::New => Some(self.weight.backward_input(dy)?),
+            Dx::AddTo(sum) => {
+                self.weight.backward_input_add(sum, dy)?;
+                Some(sum.clone())
+            }
+        })
+    }
+
+    fn rows(&self, first: usize, n: usize) -> Result<Vec<f32>> {
+        self.weight.rows(first, n)
+    }
 }
 
 impl Linear {
     /// `x` `[N, I]` to `[N, O]`.
     pub fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
-        let y = self.weight.forward(x, self.bias.as_ref().map(|b| &b.tensor))?;
-        if let Some(lora) = &self.lora {
-            lora.add_to(&y, x, ctx.dropout)?;
+        ctx.seen(&self.name, x)?;
+        match &self.adapter {
+            Some(adapter) => adapter.forward(self, x, ctx.dropout),
+            None => Frozen::forward(self, x),
         }
-        Ok(y)
     }
 
     /// Does anything of this linear get a gradient?
     pub fn wanted(&self, sink: &dyn GradSink) -> bool {
-        sink.wants(&self.name)
-            || self.bias.as_ref().is_some_and(|b| sink.wants(&b.name))
-            || self.lora.as_ref().is_some_and(|l| sink.wants(&l.a_name))
+        sink.wants(&self.name) || self.bias.as_ref().is_some_and(|b| sink.wants(&b.name)) || self.adapter_wanted(sink)
+    }
+
+    fn adapter_wanted(&self, sink: &dyn GradSink) -> bool {
+        let wants = |a: &Arc<Adapter>| a.parts().iter().any(|p| sink.wants(&p.name));
+        self.adapter.as_ref().is_some_and(wants)
     }
 
     /// `x` `[N, I]` (needed only where `wanted`), `dy` `[N, O]`; returns `∂x` `[N, I]` where needed. `∂x` is
@@ -61,39 +84,29 @@ impl Linear {
         dx: Dx<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let dx = match dx {
-            Dx::NotNeeded => None,
-            Dx::New => Some(self.weight.backward_input(dy)?),
-            Dx::AddTo(sum) => {
-                self.weight.backward_input_add(sum, dy)?;
-                Some(sum.clone())
+        let dx = match &self.adapter {
+            None => Frozen::backward(self, dy, dx)?,
+            Some(adapter) => {
+                let for_gradients = x.filter(|_| self.adapter_wanted(sink));
+                let (dx, gradients) = adapter.backward(Backward {
+                    base: self,
+                    x: for_gradients,
+                    dy,
+                    dx,
+                    dropout: ctx.dropout,
+                })?;
+                for g in gradients {
+                    if sink.wants(&g.part.name) {
+                        let param = Param {
+                            name: g.part.name,
+                            tensor: g.part.tensor,
+                        };
+                        sink.take(&param, g.gradient)?;
+                    }
+                }
+                dx
             }
         };
-        if let Some(lora) = &self.lora {
-            let for_grads = x.filter(|_| sink.wants(&lora.a_name));
-            let needed = for_grads.is_some() || dx.is_some();
-            let grads = if needed {
-                lora.backward(for_grads, dy, dx.as_ref(), ctx.dropout)?
-            } else {
-                None
-            };
-            if let Some(grads) = grads {
-                sink.take(
-                    &Param {
-                        name: lora.a_name.clone(),
-                        tensor: lora.a.clone(),
-                    },
-                    grads.a,
-                )?;
-                sink.take(
-                    &Param {
-                        name: lora.b_name.clone(),
-                        tensor: lora.b.clone(),
-                    },
-                    grads.b,
-                )?;
-            }
-        }
         if let Some(x) = x.filter(|_| sink.wants(&self.name)) {
             let param = Param {
                 name: self.name.clone(),

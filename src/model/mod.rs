@@ -14,7 +14,7 @@ pub mod rope;
 pub mod shapes;
 pub mod spec;
 
-pub use contracts::{Context, GradSink, KvStore, Layer, LossGradients, Need, Objective, Param};
+pub use contracts::{Context, GradSink, KvStore, Layer, LossGradients, Need, Objective, Observer, Param};
 pub use head::Head;
 pub use network::{Adapters, Network};
 pub use spec::Spec;

@@ -8,14 +8,14 @@ use super::linear::Linear;
 use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
 use crate::base::{Error, Result};
 use crate::ops::{embedding, rms_norm};
-use crate::peft::{Dropout, Lora};
+use crate::peft::{Adapter, Dropout};
 use crate::source::{Group, GroupWeights, LayerSource};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Adapters by the module they sit on: `model.layers.0.self_attn.q_proj`.
-pub type Adapters = BTreeMap<String, Arc<Lora>>;
+pub type Adapters = BTreeMap<String, Arc<Adapter>>;
 
 pub struct Network {
     pub spec: Arc<Spec>,
@@ -60,6 +60,7 @@ impl Network {
             documents,
             ropes,
             dropout,
+            observer: None,
         })
     }
 
@@ -118,20 +119,26 @@ impl Network {
                 None => Err(Error::new("this weight is not held: its numbers are read from its source").at(name)),
             };
         }
-        let adapter = name
-            .rsplit_once(".lora_")
-            .and_then(|(module, _)| self.adapters.get(module));
-        match adapter {
-            Some(l) if &*l.a_name == name => Ok(Param {
-                name: l.a_name.clone(),
-                tensor: l.a.clone(),
-            }),
-            Some(l) if &*l.b_name == name => Ok(Param {
-                name: l.b_name.clone(),
-                tensor: l.b.clone(),
-            }),
-            _ => Err(Error::new("the model has no such parameter").at(name)),
+        // The module that carries the adapter is a beginning of the name.
+        let mut module = name;
+        while let Some((shorter, _)) = module.rsplit_once('.') {
+            module = shorter;
+            if let Some(adapter) = self.adapters.get(module) {
+                let part = adapter.saved().into_iter().find(|p| &*p.name == name);
+                if let Some(part) = part {
+                    return Ok(Param {
+                        name: part.name,
+                        tensor: part.tensor,
+                    });
+                }
+            }
         }
+        Err(Error::new("the model has no such parameter").at(name))
+    }
+
+    /// The linears of layer `index` that carry an adapter or could: each with the module it is.
+    pub fn linears(&self, index: usize) -> Result<Vec<(String, Linear)>> {
+        Ok(self.block(index)?.into_linears())
     }
 
     /// Layer `index`, bound to its weights.
@@ -146,13 +153,13 @@ impl Network {
             } else {
                 None
             };
-            let lora = self.adapters.get(&module).cloned();
+            let adapter = self.adapters.get(&module).cloned();
             let (name, weight) = weights.weight(&format!("{module}.weight"))?;
             Ok(Linear {
                 name,
                 weight,
                 bias,
-                lora,
+                adapter,
             })
         };
         let when = |present: bool, name: &str| if present { norm(name).map(Some) } else { Ok(None) };

@@ -41,4 +41,4 @@ mod tiles;
 
 pub use cpu::product::Path as CpuPath;
 #[cfg(test)]
-mod oracle;
+pub(crate) mod oracle;

@@ -1,8 +1,15 @@
 //! LoRA (Hu et al. 2021, arXiv 2106.09685, section 4.1): y = x·Wᵀ + s · (x·Aᵀ)·Bᵀ, with s = alpha / r, or
 //! alpha / √r with rsLoRA (Kalajdzievski 2023, arXiv 2312.03732).
 //!
+//! Starts that put a part of W into the pair (PiSSA, OLoRA, CorDA, LoRA-GA) take it off again here, by a second
+//! fixed pair: y = x·Wᵀ + s·x·(B·A - B₀·A₀)ᵀ. W itself stays as it is stored, so nothing is rounded, any storage
+//! serves, and the difference is a plain LoRA of rank 2R over the original weights.
+//!
 //! Letters: N tokens, I input features, O output features, R rank.
 
+use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
+use super::frozen::Frozen;
+use super::small::{self, Mask};
 use crate::base::Result;
 use crate::base::rng::{Rng, Stream};
 use crate::ops::{linear, update};
@@ -19,18 +26,10 @@ pub struct Lora {
     pub a_name: Arc<str>,
     pub b_name: Arc<str>,
     pub scale: f32,
-    /// Probability that an input feature is dropped before A.
-    pub dropout: f32,
-    /// Which adapter of the model this is: keeps the dropout masks of two sites apart.
-    pub site: u64,
-}
-
-/// What the dropout masks of one micro-batch depend on.
-#[derive(Debug, Clone, Copy)]
-pub struct Dropout {
-    pub seed: u64,
-    pub step: u64,
-    pub micro: u64,
+    /// Input features dropped before A.
+    pub mask: Mask,
+    /// A₀ and B₀, taken off; not trained.
+    pub start: Option<(Tensor, Tensor)>,
 }
 
 /// Gradients of A `[R, I]` and B `[O, R]`.
@@ -68,17 +67,41 @@ pub fn fresh(r: usize, input: usize, output: usize, gaussian: bool, seed: u64, s
 }
 
 impl Lora {
+    /// A pair under PEFT's names.
+    pub fn new(module: &str, (a, b): (Tensor, Tensor), scale: f32, mask: Mask) -> Self {
+        Self {
+            a,
+            b,
+            a_name: format!("{module}.lora_A.weight").into(),
+            b_name: format!("{module}.lora_B.weight").into(),
+            scale,
+            mask,
+            start: None,
+        }
+    }
+
+    pub fn rank(&self) -> usize {
+        self.a.dims().first().copied().unwrap_or(0)
+    }
+
     /// Adds the delta to `y` `[N, O]` in place; `x` is `[N, I]`.
     pub fn add_to(&self, y: &Tensor, x: &Tensor, dropout: Option<Dropout>) -> Result<()> {
-        let x = self.dropped(x, dropout)?;
-        let u = linear::forward(&x, &self.a, None)?; // [N, R]
+        let dropped = self.mask.dropped(x, dropout)?;
+        let u = linear::forward(&dropped, &self.a, None)?; // [N, R]
+        drop(dropped);
         update::scale_assign(&u, self.scale)?;
-        linear::forward_add(y, &u, &self.b)
+        linear::forward_add(y, &u, &self.b)?;
+        if let Some((a, b)) = &self.start {
+            let u = linear::forward(x, a, None)?;
+            update::scale_assign(&u, -self.scale)?;
+            linear::forward_add(y, &u, b)?;
+        }
+        Ok(())
     }
 
     /// Adds `∂x` of the delta to `dx` `[N, I]` in place (where given) and returns the gradients of A and B
     /// (where the input `x` is given). `dy` is `[N, O]`; u = x·Aᵀ is recomputed.
-    pub fn backward(
+    pub fn gradients(
         &self,
         x: Option<&Tensor>,
         dy: &Tensor,
@@ -89,7 +112,7 @@ impl Lora {
         update::scale_assign(&du, self.scale)?;
         let grads = match x {
             Some(x) => {
-                let x = self.dropped(x, dropout)?;
+                let x = self.mask.dropped(x, dropout)?;
                 let u = linear::forward(&x, &self.a, None)?;
                 update::scale_assign(&u, self.scale)?;
                 Some(LoraGrads {
@@ -99,45 +122,115 @@ impl Lora {
             }
             None => None,
         };
-        if let Some(dx) = dx {
-            if self.drops(dropout) {
-                let through = linear::backward_input(&du, &self.a)?; // [N, I]
-                self.mask_assign(&through, dropout)?;
-                update::add_assign(dx, &through)?;
-            } else {
-                linear::backward_input_add(dx, &du, &self.a)?;
-            }
+        let Some(dx) = dx else { return Ok(grads) };
+        if self.mask.drops(dropout) {
+            let through = linear::backward_input(&du, &self.a)?; // [N, I]
+            self.mask.assign(&through, dropout)?;
+            update::add_assign(dx, &through)?;
+        } else {
+            linear::backward_input_add(dx, &du, &self.a)?;
+        }
+        if let Some((a, b)) = &self.start {
+            let du = linear::backward_input(dy, b)?;
+            update::scale_assign(&du, -self.scale)?;
+            linear::backward_input_add(dx, &du, a)?;
         }
         Ok(grads)
     }
 
-    /// s · B·A, `[O, I]`: what merging adds to the weight.
+    /// s · (B·A - B₀·A₀), `[O, I]`: what merging adds to the weight.
     pub fn delta(&self) -> Result<Tensor> {
-        let a_t = self.a.t()?.contiguous()?; // [I, R]
-        let delta = linear::forward(&self.b, &a_t, None)?;
+        let (a, b) = self.plain()?;
+        let delta = linear::forward(&b, &small::transposed(&a)?, None)?;
         update::scale_assign(&delta, self.scale)?;
         Ok(delta)
     }
 
-    fn dropped(&self, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
-        if !self.drops(dropout) {
-            return Ok(x.clone());
+    /// The same delta without a start to take off: A `[R, I]` and B `[O, R]`, or [A; A₀] and [B, -B₀] of twice
+    /// the rank. The scale stays.
+    pub fn plain(&self) -> Result<(Tensor, Tensor)> {
+        match &self.start {
+            None => Ok((self.a.clone(), self.b.clone())),
+            Some((a, b)) => Ok((
+                Tensor::cat(&[&self.a, a], 0)?.contiguous()?,
+                Tensor::cat(&[&self.b, &b.neg()?], 1)?.contiguous()?,
+            )),
         }
-        let copy = x.copy()?;
-        self.mask_assign(&copy, dropout)?;
-        Ok(copy)
     }
 
-    fn drops(&self, dropout: Option<Dropout>) -> bool {
-        dropout.is_some() && self.dropout > 0.0
+    /// A₀ and B₀ under names of their own.
+    pub fn start_parts(&self) -> Vec<Part> {
+        let Some((a, b)) = &self.start else { return Vec::new() };
+        let name = |of: &Arc<str>| format!("{}.start", of.trim_end_matches(".weight")).into();
+        vec![
+            Part {
+                name: name(&self.a_name),
+                tensor: a.clone(),
+            },
+            Part {
+                name: name(&self.b_name),
+                tensor: b.clone(),
+            },
+        ]
     }
 
-    /// Zeroes dropped elements and scales the kept ones by 1 / (1 - p); the mask depends on the key only.
-    fn mask_assign(&self, t: &Tensor, dropout: Option<Dropout>) -> Result<()> {
-        let Some(key) = dropout.filter(|_| self.dropout > 0.0) else {
-            return Ok(());
-        };
-        let rng = Rng::new(key.seed, Stream::Dropout, &[key.step, key.micro, self.site]);
-        update::dropout_assign(t, rng, self.dropout)
+    pub(super) fn gradient_parts(&self, grads: LoraGrads) -> Vec<Gradient> {
+        let [a, b] = self.pair();
+        vec![
+            Gradient {
+                part: a,
+                gradient: grads.a,
+            },
+            Gradient {
+                part: b,
+                gradient: grads.b,
+            },
+        ]
+    }
+
+    fn pair(&self) -> [Part; 2] {
+        [
+            Part {
+                name: self.a_name.clone(),
+                tensor: self.a.clone(),
+            },
+            Part {
+                name: self.b_name.clone(),
+                tensor: self.b.clone(),
+            },
+        ]
+    }
+}
+
+impl Kind for Lora {
+    fn parts(&self) -> Vec<Part> {
+        self.pair().to_vec()
+    }
+
+    fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
+        let y = base.forward(x)?;
+        self.add_to(&y, x, dropout)?;
+        Ok(y)
+    }
+
+    fn backward(&self, b: Backward<'_>) -> Result<Backed> {
+        let dx = b.base.backward(b.dy, b.dx)?;
+        if b.x.is_none() && dx.is_none() {
+            return Ok((None, Vec::new()));
+        }
+        let grads = self.gradients(b.x, b.dy, dx.as_ref(), b.dropout)?;
+        Ok((dx, grads.map(|g| self.gradient_parts(g)).unwrap_or_default()))
+    }
+
+    fn merged(&self, w: &Tensor) -> Result<Tensor> {
+        let sum = w.copy()?;
+        update::add_assign(&sum, &self.delta()?)?;
+        Ok(sum)
+    }
+
+    fn work(&self) -> (u64, usize, u64, u64) {
+        let start = self.start_parts();
+        let fixed = start.iter().map(|p| p.tensor.elem_count() as u64).sum();
+        (fixed, self.rank(), 0, 0)
     }
 }

@@ -1,7 +1,31 @@
-//! Adapters on a linear: shapes, initialisation, forward, backward, merge.
-//! Knows one matrix and its delta. Knows no layers, no optimizers, no files.
+//! Adapters on a linear: shapes, start, forward, backward, merge; one small file a kind.
+//! Knows one matrix and what is added to it. Knows no layers, no optimizers, no files.
 
+mod adalora;
+pub mod adapter;
+mod dora;
+mod frozen;
+mod ia3;
+mod loha;
+mod lokr;
 pub mod lora;
+mod oft;
+mod small;
+pub mod start;
 pub mod targets;
+mod vera;
 
-pub use lora::{Dropout, Lora, LoraGrads};
+pub use adalora::{Adalora, scaling as adalora_scaling};
+pub use adapter::{Adapter, Backed, Backward, Cost, Dropout, Gradient, Part};
+pub use dora::Dora;
+pub use frozen::{Dx, Frozen};
+pub use ia3::Ia3;
+pub use loha::{Loha, NAMES as LOHA_NAMES};
+pub use lokr::{Factor, Lokr};
+pub use lora::{Lora, LoraGrads};
+pub use oft::{Cayley, Oft};
+pub use small::{Mask, fill, full};
+pub use vera::{Projections, Vera};
+
+#[cfg(test)]
+mod tests;

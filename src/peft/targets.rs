@@ -1,6 +1,9 @@
-//! Which linears an adapter is put on.
+//! Which linears an adapter is put on, and what a pattern says of one: names, ends of names, or a regular
+//! expression over the whole path, as PEFT matches them.
 
 use crate::base::{Error, Result};
+use crate::formats::adapter::Targets;
+use fancy_regex::Regex;
 
 /// A linear that can carry an adapter.
 #[derive(Debug, Clone, PartialEq)]
@@ -11,28 +14,173 @@ pub struct Site {
     pub output: usize,
 }
 
-/// The sites that `targets` names, in model order, as PEFT matches a list: the whole module name or its
-/// last parts. Empty is `all-linear`: every linear but the output layer.
-///
-/// Errors: a target that matches nothing (nearest names shown).
-pub fn select(sites: &[Site], targets: &[String]) -> Result<Vec<Site>> {
-    if targets.is_empty() {
-        return Ok(sites.to_vec());
-    }
-    let matches = |site: &Site, t: &str| site.module == t || site.module.ends_with(&format!(".{t}"));
-    for t in targets {
-        if !sites.iter().any(|s| matches(s, t)) {
-            return Err(no_match(sites, t));
-        }
-    }
-    Ok(sites
-        .iter()
-        .filter(|s| targets.iter().any(|t| matches(s, t)))
-        .cloned()
-        .collect())
+/// Which sites are meant.
+#[derive(Debug, Clone, Copy)]
+pub struct Choice<'a> {
+    pub targets: &'a Targets,
+    pub exclude: Option<&'a Targets>,
+    /// Only in these layers; counts with a list of names only, as in PEFT.
+    pub layers: Option<&'a [usize]>,
 }
 
-fn no_match(sites: &[Site], target: &str) -> Error {
+/// Steps a regular expression may take back: a hostile one ends in an error.
+const BACKTRACKS: usize = 100_000;
+
+fn compile(pattern: &str) -> Result<Regex> {
+    fancy_regex::RegexBuilder::new(pattern)
+        .backtrack_limit(BACKTRACKS)
+        .build()
+        .map_err(|e| {
+            Error::new("a pattern of module names is not a regular expression")
+                .found(pattern)
+                .cause(e)
+        })
+}
+
+fn is_match(regex: &Regex, text: &str) -> Result<bool> {
+    regex.is_match(text).map_err(|e| {
+        Error::new("a pattern of module names cannot be matched")
+            .found(regex.as_str())
+            .cause(e)
+    })
+}
+
+/// Whole module name or its last parts.
+pub fn ends(module: &str, name: &str) -> bool {
+    module == name || module.strip_suffix(name).is_some_and(|rest| rest.ends_with('.'))
+}
+
+/// `3` of `model.layers.3.mlp.up_proj`.
+pub fn layer_of(module: &str) -> Option<usize> {
+    module.split('.').find_map(|part| part.parse().ok())
+}
+
+/// Targets, compiled once.
+enum Matcher<'a> {
+    All,
+    Names(&'a [String]),
+    Whole(Regex),
+}
+
+impl<'a> Matcher<'a> {
+    fn new(targets: &'a Targets) -> Result<Self> {
+        Ok(match targets {
+            Targets::AllLinear => Self::All,
+            Targets::List(names) => Self::Names(names),
+            Targets::Pattern(pattern) => Self::Whole(compile(&format!("^(?:{pattern})$"))?),
+        })
+    }
+
+    fn matches(&self, module: &str) -> Result<bool> {
+        match self {
+            Self::All => Ok(true),
+            Self::Names(names) => Ok(names.iter().any(|name| ends(module, name))),
+            Self::Whole(regex) => is_match(regex, module),
+        }
+    }
+}
+
+/// The sites that `choice` names, in model order.
+///
+/// Errors: a target or an exclusion that matches nothing (nearest names shown), a layer that is not there, a
+/// choice that leaves nothing.
+pub fn select(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
+    for (targets, key) in [
+        (Some(choice.targets), "target_modules"),
+        (choice.exclude, "exclude_modules"),
+    ] {
+        match targets {
+            Some(Targets::List(names)) => {
+                for name in names {
+                    if !sites.iter().any(|s| ends(&s.module, name)) {
+                        return Err(no_match(sites, name, key));
+                    }
+                }
+            }
+            Some(Targets::Pattern(pattern)) => {
+                let whole = Matcher::Whole(compile(&format!("^(?:{pattern})$"))?);
+                let mut any = false;
+                for site in sites {
+                    any |= whole.matches(&site.module)?;
+                }
+                if !any {
+                    return Err(no_match(sites, pattern, key));
+                }
+            }
+            _ => {}
+        }
+    }
+    let there = sites
+        .iter()
+        .filter_map(|s| layer_of(&s.module))
+        .max()
+        .map_or(0, |l| l + 1);
+    if let Some(layer) = choice.layers.into_iter().flatten().find(|&&l| l >= there) {
+        return Err(Error::new(format!("the model has no layer {layer}"))
+            .at("tune.lora.layers_to_transform")
+            .expected(format!("layers 0 to {}", there.saturating_sub(1))));
+    }
+    let chosen = matching(sites, choice)?;
+    if chosen.is_empty() {
+        return Err(Error::new("no linear is left to put an adapter on")
+            .at("tune.lora.target_modules")
+            .hint("`exclude_modules` or `layers_to_transform` takes away every target"));
+    }
+    Ok(chosen)
+}
+
+/// The sites that `choice` names, without a word about those that name nothing.
+pub fn matching(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
+    let targets = Matcher::new(choice.targets)?;
+    let exclude = choice.exclude.map(Matcher::new).transpose()?;
+    let by_layer = choice.layers.filter(|_| !matches!(targets, Matcher::Whole(_)));
+    let mut chosen = Vec::new();
+    for site in sites {
+        let module = &site.module;
+        let in_layers = by_layer.is_none_or(|l| layer_of(module).is_some_and(|at| l.contains(&at)));
+        let out = match &exclude {
+            Some(e) => e.matches(module)?,
+            None => false,
+        };
+        if in_layers && !out && targets.matches(module)? {
+            chosen.push(site.clone());
+        }
+    }
+    Ok(chosen)
+}
+
+/// What a `rank_pattern` or `alpha_pattern` says of a module: the first key that matches it, as a regular
+/// expression at the end of its path.
+pub fn of_pattern<'a, T>(patterns: &'a [(String, T)], module: &str) -> Result<Option<&'a T>> {
+    for (pattern, value) in patterns {
+        if is_match(&compile(&format!("^(?:.*\\.)?(?:{pattern})$"))?, module)? {
+            return Ok(Some(value));
+        }
+    }
+    Ok(None)
+}
+
+/// Errors: a key of `patterns` that matches none of `sites` (nearest names shown).
+pub fn check_pattern<T>(patterns: &[(String, T)], sites: &[Site], key: &str) -> Result<()> {
+    for (pattern, _) in patterns {
+        let regex = compile(&format!("^(?:.*\\.)?(?:{pattern})$"))?;
+        let mut any = false;
+        for site in sites {
+            any |= is_match(&regex, &site.module)?;
+        }
+        if !any {
+            return Err(no_match(sites, pattern, key));
+        }
+    }
+    Ok(())
+}
+
+/// Does the text need a regular expression to say what it means?
+pub fn is_regex(text: &str) -> bool {
+    !text.chars().all(|c| c.is_alphanumeric() || "._-".contains(c))
+}
+
+fn no_match(sites: &[Site], target: &str, key: &str) -> Error {
     let mut names: Vec<&str> = sites.iter().filter_map(|s| s.module.rsplit('.').next()).collect();
     names.sort_unstable();
     names.dedup();
@@ -42,7 +190,7 @@ fn no_match(sites: &[Site], target: &str) -> Error {
             .unwrap_or(std::cmp::Ordering::Equal)
     });
     Error::new(format!("target module `{target}` matches no linear of this model"))
-        .at("tune.lora.target_modules")
+        .at(format!("tune.lora.{key}"))
         .hint(format!("linears of this model: {}", names.join(", ")))
 }
 
@@ -64,13 +212,72 @@ mod tests {
         .to_vec()
     }
 
+    fn count(targets: Targets, exclude: Option<Targets>, layers: Option<&[usize]>) -> Result<usize> {
+        let choice = Choice {
+            targets: &targets,
+            exclude: exclude.as_ref(),
+            layers,
+        };
+        Ok(select(&sites(), &choice)?.len())
+    }
+
+    fn list(names: &[&str]) -> Targets {
+        Targets::List(names.iter().map(|n| n.to_string()).collect())
+    }
+
     #[test]
     fn names_and_endings_match_like_peft() {
-        assert_eq!(select(&sites(), &[]).unwrap().len(), 3);
-        assert_eq!(select(&sites(), &["q_proj".into()]).unwrap().len(), 2);
-        assert_eq!(select(&sites(), &["0.self_attn.q_proj".into()]).unwrap().len(), 1);
-        let e = select(&sites(), &["q_prj".into()]).unwrap_err().to_string();
+        assert_eq!(count(Targets::AllLinear, None, None).unwrap(), 3);
+        assert_eq!(count(list(&["q_proj"]), None, None).unwrap(), 2);
+        assert_eq!(count(list(&["0.self_attn.q_proj"]), None, None).unwrap(), 1);
+        let e = count(list(&["q_prj"]), None, None).unwrap_err().to_string();
         assert!(e.contains("`q_prj`") && e.contains("q_proj, up_proj"), "{e}");
-        assert!(select(&sites(), &["proj".into()]).is_err());
+        assert!(count(list(&["proj"]), None, None).is_err());
+        assert_eq!(count(list(&["q_proj"]), None, Some(&[1])).unwrap(), 1);
+        assert_eq!(count(Targets::AllLinear, Some(list(&["q_proj"])), None).unwrap(), 1);
+        for (exclude, layers, part) in [
+            (Some(list(&["down_proj"])), None, "exclude_modules"),
+            (Some(list(&["q_proj", "up_proj"])), None, "no linear is left"),
+            (None, Some(&[2usize][..]), "no layer 2"),
+        ] {
+            let e = count(Targets::AllLinear, exclude, layers).unwrap_err().to_string();
+            assert!(e.contains(part), "{e}");
+        }
+    }
+
+    #[test]
+    fn regular_expressions_match_the_whole_path() {
+        let pattern = |p: &str| Targets::Pattern(p.into());
+        assert_eq!(count(pattern(r".*\.(q|k)_proj"), None, None).unwrap(), 2);
+        assert_eq!(
+            count(pattern(r".*layers\.[0-0]\..*(?<!up)_proj"), None, None).unwrap(),
+            1
+        );
+        assert!(count(pattern("q_proj"), None, None).is_err());
+        assert!(
+            count(pattern("(q_proj"), None, None)
+                .unwrap_err()
+                .to_string()
+                .contains("regular expression")
+        );
+        let hostile = pattern(r"(.*)*(.*)*(?=x)y");
+        assert!(count(hostile, None, None).is_err());
+    }
+
+    #[test]
+    fn the_first_pattern_that_matches_counts() {
+        let patterns = vec![
+            ("layers.0.self_attn.q_proj".to_string(), 1),
+            (r"self_attn\.[qk]_proj".to_string(), 2),
+            ("_proj".to_string(), 3),
+        ];
+        let of = |m: &str| of_pattern(&patterns, m).unwrap().copied();
+        assert_eq!(of("model.layers.0.self_attn.q_proj"), Some(1));
+        assert_eq!(of("model.layers.1.self_attn.q_proj"), Some(2));
+        assert_eq!(of("model.layers.0.mlp.up_proj"), None);
+        let e = check_pattern(&patterns, &sites(), "rank_pattern")
+            .unwrap_err()
+            .to_string();
+        assert!(e.contains("rank_pattern") && e.contains("`_proj`"), "{e}");
     }
 }

@@ -18,6 +18,7 @@ pub use table::{Line, Plan};
 use crate::engine::{Active, Gradients};
 use crate::model::{Adapters, Spec};
 use crate::optim::Optimizer;
+use crate::peft::Cost;
 use crate::recipe::{Dtype, Method, Recipe};
 use crate::source::Policy;
 use ledger::{Kind, Ledger};
@@ -56,8 +57,8 @@ pub struct Inputs {
     pub active: Vec<Active>,
     /// How each weight is stored.
     pub storage: Policy,
-    /// Rank of the adapter on each linear that has one, by module.
-    pub adapters: BTreeMap<String, usize>,
+    /// What the adapter on each linear that has one holds and needs, by module.
+    pub adapters: BTreeMap<String, Cost>,
     pub place: Place,
     /// The tokenized rows.
     pub data_bytes: u64,
@@ -83,7 +84,7 @@ impl Inputs {
             storage: Policy::dense(recipe.model.dtype),
             adapters: adapters
                 .iter()
-                .map(|(module, lora)| (module.clone(), lora.a.dims().first().copied().unwrap_or(0)))
+                .map(|(module, adapter)| (module.clone(), adapter.cost()))
                 .collect(),
             place: Place::Device,
             data_bytes: 0,
@@ -93,22 +94,23 @@ impl Inputs {
 }
 
 /// Shape of every parameter and adapter matrix by name.
-fn shapes(spec: &Spec, adapters: &BTreeMap<String, usize>) -> BTreeMap<String, Vec<usize>> {
+fn shapes(spec: &Spec, adapters: &BTreeMap<String, Cost>) -> BTreeMap<String, Vec<usize>> {
     let mut all: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     for p in spec.params() {
         all.insert(p.name.to_string(), p.shape);
     }
-    for site in spec.sites() {
-        if let Some(&r) = adapters.get(&site.module) {
-            all.insert(format!("{}.lora_A.weight", site.module), vec![r, site.input]);
-            all.insert(format!("{}.lora_B.weight", site.module), vec![site.output, r]);
-        }
+    for cost in adapters.values() {
+        all.extend(
+            cost.trained
+                .iter()
+                .map(|(name, shape)| (name.to_string(), shape.clone())),
+        );
     }
     all
 }
 
 /// Elements of every parameter and adapter matrix by name.
-pub(crate) fn elements(spec: &Spec, adapters: &BTreeMap<String, usize>) -> BTreeMap<String, u64> {
+pub(crate) fn elements(spec: &Spec, adapters: &BTreeMap<String, Cost>) -> BTreeMap<String, u64> {
     let count = |shape: Vec<usize>| shape.into_iter().product::<usize>() as u64;
     let all = shapes(spec, adapters).into_iter();
     all.map(|(name, shape)| (name, count(shape))).collect()
@@ -135,7 +137,9 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
     };
     let parameters: u64 = params.iter().map(|p| p.elements() as u64).sum();
     let adapters: u64 = sizes.values().sum::<u64>() - parameters;
-    let is_adapter = |name: &str| name.contains(".lora_");
+    let fixed: u64 = inputs.adapters.values().map(|c| c.fixed).sum();
+    let names: BTreeSet<&str> = params.iter().map(|p| &*p.name).collect();
+    let is_adapter = |name: &str| !names.contains(name);
     let size = |name: &str| sizes.get(name).copied().unwrap_or(0);
     let changed = |active: &'_ Active| {
         active
@@ -193,7 +197,7 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
         let coded = inputs.storage.coded().keys().map(|name| 4 * size(name));
         ledger.touch(Kind::Scratch, coded.max().unwrap_or(0));
         held.extend([
-            ledger.hold(Kind::Adapters, adapters * 4),
+            ledger.hold(Kind::Adapters, (adapters + fixed) * 4),
             ledger.hold(Kind::Retired, retired),
             ledger.hold(Kind::Optimizer, state),
         ]);

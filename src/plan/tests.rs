@@ -204,7 +204,20 @@ fn everything_that_is_held_is_given_back() {
     ];
     for names in sets {
         let mut inputs = inputs(Active::new(names), Gradients::Keep);
-        inputs.adapters.insert(name(3, "self_attn.qkv_proj"), 4);
+        let part = |side: &str| {
+            (
+                name(3, &format!("self_attn.qkv_proj.lora_{side}.weight")).into(),
+                vec![4, 64],
+            )
+        };
+        let cost = crate::peft::Cost {
+            trained: vec![part("A"), part("B")],
+            rank: 4,
+            fixed: 64,
+            per_token: 3,
+            whole: 5,
+        };
+        inputs.adapters.insert(name(3, "self_attn.qkv_proj"), cost);
         inputs.micro_batches = 2;
         for keep in [0, 2, 6] {
             inputs.keep_layers = keep;

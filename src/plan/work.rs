@@ -4,6 +4,7 @@ use super::Inputs;
 use super::ledger::{Held, Kind, Ledger};
 use super::step::Sink;
 use crate::model::Spec;
+use crate::peft::Cost;
 
 /// As in `ops`: with fewer tasks the query heads of a key head are shared out.
 const ENOUGH_TASKS: usize = 8;
@@ -65,8 +66,13 @@ impl<'a> Block<'a> {
         format!("model.layers.{}.{below}", self.index)
     }
 
-    fn rank(&self, linear: Linear) -> Option<usize> {
-        self.inputs.adapters.get(&self.name(linear.0)).copied()
+    fn adapter(&self, linear: Linear) -> Option<&Cost> {
+        self.inputs.adapters.get(&self.name(linear.0))
+    }
+
+    /// What a kind other than LoRA needs for a moment.
+    fn moment(&self, cost: &Cost) -> u64 {
+        4 * (self.inputs.tokens as u64 * cost.per_token + cost.whole)
     }
 
     /// The linears of a half that read its norm's output, and the one that writes to the stream.
@@ -86,9 +92,9 @@ impl<'a> Block<'a> {
     fn linear(&self, l: &mut Ledger, linear: Linear) -> Held {
         let (_, input, output) = linear;
         let y = l.hold(Kind::Layer, self.n(output));
-        if let Some(r) = self.rank(linear) {
+        if let Some(cost) = self.adapter(linear) {
             let copy = if self.dropout { self.n(input) } else { 0 };
-            l.touch(Kind::Layer, copy + self.n(r));
+            l.touch(Kind::Layer, copy + self.n(cost.rank) + self.moment(cost));
         }
         y
     }
@@ -180,8 +186,10 @@ impl<'a> Block<'a> {
 
     fn linear_wanted(&self, sink: &Sink, linear: Linear) -> bool {
         let name = linear.0;
-        let adapter = self.rank(linear).is_some() && self.wants(sink, &format!("{name}.lora_A"));
-        adapter || self.wants(sink, name) || sink.wants(&self.name(&format!("{name}.bias")))
+        let parts = |c: &Cost| c.trained.iter().any(|(part, _)| sink.wants(part));
+        self.adapter(linear).is_some_and(parts)
+            || self.wants(sink, name)
+            || sink.wants(&self.name(&format!("{name}.bias")))
     }
 
     /// Input and `∂y` stay with the caller; `∂x` is held when it is needed.
@@ -193,18 +201,17 @@ impl<'a> Block<'a> {
 
     fn linear_gradients(&self, l: &mut Ledger, linear: Linear, need_dx: bool, sink: &mut Sink) {
         let (name, input, _) = linear;
-        let a = self.name(&format!("{name}.lora_A.weight"));
-        if let Some(r) = self.rank(linear) {
-            let wanted = sink.wants(&a);
+        if let Some(cost) = self.adapter(linear) {
+            let wanted = cost.trained.iter().any(|(part, _)| sink.wants(part));
             if wanted || need_dx {
-                let du = l.hold(Kind::Layer, self.n(r));
+                l.touch(Kind::Layer, self.moment(cost));
+                let du = l.hold(Kind::Layer, self.n(cost.rank));
                 let mut gradients = Vec::new();
                 if wanted {
                     let copy = l.hold(Kind::Layer, if self.dropout { self.n(input) } else { 0 });
-                    let u = l.hold(Kind::Layer, self.n(r));
-                    for side in ["A", "B"] {
-                        let name = self.name(&format!("{name}.lora_{side}.weight"));
-                        gradients.push((sink.compute(l, &name), name));
+                    let u = l.hold(Kind::Layer, self.n(cost.rank));
+                    for (part, _) in &cost.trained {
+                        gradients.push((sink.compute(l, part), part));
                     }
                     l.drop_all([copy, u]);
                 }
@@ -212,8 +219,8 @@ impl<'a> Block<'a> {
                     l.touch(Kind::Layer, self.n(input));
                 }
                 l.drop(du);
-                for (gradient, name) in gradients {
-                    sink.take(l, &name, gradient);
+                for (gradient, part) in gradients {
+                    sink.take(l, part, gradient);
                 }
             }
         }

@@ -2,7 +2,7 @@
 
 use super::coded::Coded;
 use crate::base::{Error, Result};
-use crate::ops::{coded, linear};
+use crate::ops::{coded, linear, update};
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 
@@ -48,6 +48,20 @@ impl Weight {
         match self {
             Weight::Dense(tensor) => tensor.dims().to_vec(),
             Weight::Coded(coded) => vec![coded.dims().0, coded.dims().1],
+        }
+    }
+
+    /// Rows `first..first + n` in f32, `[n, I]`.
+    pub fn rows(&self, first: usize, n: usize) -> Result<Vec<f32>> {
+        match self {
+            Weight::Dense(tensor) => update::to_f32_vec(&tensor.narrow(0, first, n)?),
+            Weight::Coded(coded) => {
+                let mut values = vec![0f32; n * coded.dims().1];
+                for (row, to) in values.chunks_exact_mut(coded.dims().1.max(1)).enumerate() {
+                    coded.decode_row(first + row, to);
+                }
+                Ok(values)
+            }
         }
     }
 

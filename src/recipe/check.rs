@@ -13,6 +13,7 @@ pub enum Value {
     Number(f64),
     Flag(bool),
     List(Vec<String>),
+    Integers(Vec<usize>),
     Pair([f64; 2]),
     Map(Vec<(String, String)>),
 }
@@ -88,6 +89,13 @@ impl Values {
     pub fn map(&self, path: &str) -> Vec<(String, String)> {
         match self.entry(path).map(|e| &e.value) {
             Some(Value::Map(m)) => m.clone(),
+            _ => Vec::new(),
+        }
+    }
+
+    pub fn integers(&self, path: &str) -> Vec<usize> {
+        match self.entry(path).map(|e| &e.value) {
+            Some(Value::Integers(l)) => l.clone(),
             _ => Vec::new(),
         }
     }
@@ -288,6 +296,7 @@ pub fn expectation(key: &Key) -> String {
         Kind::Number(range) => format!("a number{}", limits(range)),
         Kind::Pair(range) => format!("a list of two numbers, each{}", limits(range)),
         Kind::Texts => "a text or a list of texts".into(),
+        Kind::Integers => "a list of whole numbers, each at least 0".into(),
         Kind::Size => "`auto`, or a size such as `24GiB`".into(),
         Kind::Map(names) => format!("a table of names, each with one of {}", names.join(", ")),
     }
@@ -405,6 +414,17 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
                 Some(&[a, b]) => Err(out_of_range(format!("[{a}, {b}]"))),
                 _ => Err(wrong_type()),
             }
+        }
+        Kind::Integers => {
+            let one = |v: &Typed| match v {
+                Typed::Integer(i) => usize::try_from(*i).ok(),
+                _ => None,
+            };
+            let all = match &written.value {
+                Typed::List(items) => items.iter().map(|(v, _)| one(v)).collect(),
+                single => one(single).map(|i| vec![i]),
+            };
+            all.map(Value::Integers).ok_or_else(wrong_type)
         }
         Kind::Texts => {
             if let Typed::List(items) = &written.value {

@@ -2,6 +2,7 @@
 
 use super::check::{Entry, Origin, Value, Values, default_of};
 use super::draft::{Draft, Place, Problem};
+use super::lora;
 use super::types::*;
 use crate::base::{Error, units};
 
@@ -186,19 +187,8 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
             .expected("`all-linear`, or names of modules"),
         );
     }
-    if values.flag("tune.lora.use_dora") {
-        fault(
-            &["tune.lora.use_dora"],
-            Error::usage("`tune.lora.use_dora = true` is not built yet in this version")
-                .hint("remove the key, or use `use_rslora`"),
-        );
-    }
-    if values.number("tune.lora.loraplus_lr_ratio") != 1.0 {
-        fault(
-            &["tune.lora.loraplus_lr_ratio"],
-            Error::usage("`tune.lora.loraplus_lr_ratio` other than 1 is not built yet in this version")
-                .hint("remove the key"),
-        );
+    for (paths, error) in lora::faults(values) {
+        fault(paths, error);
     }
     draft.problems.extend(problems);
 }
@@ -265,12 +255,18 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
         "tune.block.layers_per_block" if values.text("tune.block.partition") == "ratio" => {
             Some("tune.block.partition = \"ratio\"".to_string())
         }
-        "tune.lora.r" | "tune.lora.lora_alpha" | "tune.lora.target_modules" | "tune.lora.use_rslora"
-            if !adapter.is_empty() =>
+        path if path.starts_with("tune.lora.")
+            && ![
+                "tune.lora.adapter",
+                "tune.lora.lora_dropout",
+                "tune.lora.loraplus_lr_ratio",
+            ]
+            .contains(&path)
+            && !adapter.is_empty() =>
         {
             Some(format!("tune.lora.adapter = \"{adapter}\""))
         }
-        _ => None,
+        path => lora::unused(values, path),
     }
 }
 
@@ -357,19 +353,7 @@ pub fn build(values: &Values) -> Recipe {
                 correction_scale: values.number("tune.block.correction_scale"),
                 warmup_after_switch: number("tune.block.warmup_after_switch"),
             },
-            lora: Lora {
-                r: number("tune.lora.r"),
-                lora_alpha: values.number("tune.lora.lora_alpha"),
-                lora_dropout: values.number("tune.lora.lora_dropout"),
-                target_modules: Some(values.list("tune.lora.target_modules"))
-                    .filter(|l| l.iter().all(|t| t != "all-linear"))
-                    .unwrap_or_default(),
-                init_lora_weights: name!(LoraInit, "tune.lora.init_lora_weights", Default),
-                use_rslora: values.flag("tune.lora.use_rslora"),
-                use_dora: values.flag("tune.lora.use_dora"),
-                loraplus_lr_ratio: values.number("tune.lora.loraplus_lr_ratio"),
-                adapter: unset("tune.lora.adapter", ""),
-            },
+            lora: lora::build(values),
             freeze: Freeze {
                 trainable_layers: number("tune.freeze.trainable_layers"),
                 trainable: values.list("tune.freeze.trainable"),

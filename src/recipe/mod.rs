@@ -6,6 +6,7 @@
 
 mod check;
 mod draft;
+mod lora;
 mod lower;
 mod resolved;
 pub mod suggest;

@@ -18,6 +18,7 @@ pub fn toml(value: &Value) -> String {
             let lines = m.iter().map(|(k, v)| format!("{} = {}", quoted(k), quoted(v)));
             format!("{{ {} }}", lines.collect::<Vec<_>>().join(", "))
         }
+        Value::Integers(l) => format!("{l:?}"),
         Value::Pair([a, b]) => format!("[{}, {}]", number(*a), number(*b)),
     }
 }

@@ -81,7 +81,28 @@ named!(LoraInit {
     Olora = "olora",
     Eva = "eva",
     Loftq = "loftq",
+    LoraGa = "lora_ga",
 });
+named!(
+    /// What an adapter adds to a linear.
+    PeftType {
+        Lora = "lora",
+        Adalora = "adalora",
+        Ia3 = "ia3",
+        Vera = "vera",
+        Loha = "loha",
+        Lokr = "lokr",
+        Oft = "oft",
+    }
+);
+named!(
+    /// Which components CorDA trains: the least important for what must be kept, or the most important for the task.
+    CordaMethod { Kpm = "kpm", Ipm = "ipm" }
+);
+named!(
+    /// Whose normalisation and damping CorDA uses.
+    CordaArithmetic { Ft = "ft", Peft = "peft" }
+);
 named!(OptimizerName { Adamw = "adamw", Sgd = "sgd", Lion = "lion", Adafactor = "adafactor" });
 named!(StateDtype { F32 = "f32", Int8 = "int8" });
 named!(
@@ -192,17 +213,55 @@ pub struct Block {
 
 #[derive(Debug, Clone)]
 pub struct Lora {
+    pub peft_type: PeftType,
     pub r: usize,
     pub lora_alpha: f64,
     pub lora_dropout: f64,
-    /// Empty is `all-linear`; else names or name endings, as in PEFT.
+    /// Empty is `all-linear`; else names, name endings or regular expressions, as in PEFT.
     pub target_modules: Vec<String>,
+    pub exclude_modules: Vec<String>,
+    /// Empty is every layer.
+    pub layers_to_transform: Vec<usize>,
+    /// In the order written: the first that matches counts.
+    pub rank_pattern: Vec<(String, usize)>,
+    pub alpha_pattern: Vec<(String, f64)>,
+    /// Modules trained whole beside the adapters.
+    pub modules_to_save: Vec<String>,
     pub init_lora_weights: LoraInit,
+    /// Training rows that `eva` and `lora_ga` look at.
+    pub init_samples: usize,
+    /// Power iterations of the fast SVD; 0 is the exact SVD.
+    pub pissa_niter: usize,
     pub use_rslora: bool,
     pub use_dora: bool,
     pub loraplus_lr_ratio: f64,
+    /// (IA)³: modules whose input is scaled.
+    pub feedforward_modules: Vec<String>,
+    pub oft_block_size: usize,
+    pub use_cayley_neumann: bool,
+    /// LoKr: -1 is as square as can be.
+    pub decompose_factor: i64,
+    pub decompose_both: bool,
+    /// VeRA: what the small vector starts with.
+    pub d_initial: f64,
+    /// Saves the adapter over changed base weights, which go along.
+    pub save_residual: bool,
+    /// Rank of the saved plain LoRA; 0 is twice the trained rank, without loss.
+    pub save_rank: usize,
     /// Start from this PEFT adapter directory; `None` starts fresh.
     pub adapter: Option<String>,
+    pub corda: Corda,
+}
+
+#[derive(Debug, Clone)]
+pub struct Corda {
+    pub method: CordaMethod,
+    /// Empty is the training rows.
+    pub data: Vec<String>,
+    pub samples: usize,
+    pub compatible: CordaArithmetic,
+    /// Ranks by layer under the same total.
+    pub adaptive_rank: bool,
 }
 
 #[derive(Debug, Clone)]

@@ -1,50 +1,310 @@
-//! The adapters of a LoRA run, and those that correct a block run.
+//! The adapters of a run: which linears carry one, of which kind, and what trains beside them; also those that correct
+//! a block run.
 
-use super::finish;
-use crate::base::Result;
-use crate::export;
-use crate::formats::adapter::AdapterConfig;
+use crate::base::{Error, Result};
+use crate::export::{self, LoadedAdapter};
+use crate::formats::adapter::{AdapterConfig, Kind, Targets};
 use crate::model::{Adapters, Spec};
-use crate::peft::{self, Lora, targets};
-use crate::recipe::{self, Correction, Method, Recipe};
+use crate::peft::lora::{fresh, scaling};
+use crate::peft::targets::{self, Site, select};
+use crate::peft::{self, Adalora, Adapter, Cayley, Dora, Ia3, Loha, Lokr, Lora, Mask, Oft, Projections, Vera};
+use crate::recipe::{self, Correction, LoraInit, Method, PeftType, Recipe};
+use candle_core::Tensor;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Fresh adapters, or those of `tune.lora.adapter`; none for other methods. The config is that of an adapter to be
-/// saved: a block run merges its adapters at the end.
-pub fn of(recipe: &Recipe, spec: &Spec) -> Result<(Adapters, Option<AdapterConfig>)> {
-    match recipe.tune.method {
-        Method::Lora => of_lora(recipe, spec),
-        Method::Block if recipe.tune.block.correction == Correction::Lora => Ok((of_lora(recipe, spec)?.0, None)),
-        _ => Ok((Adapters::new(), None)),
+/// PEFT's number of terms of the Cayley-Neumann series.
+const NEUMANN_TERMS: usize = 5;
+
+/// Everything about adapters that is known before the weights are loaded.
+#[derive(Default)]
+pub struct Prepared {
+    pub adapters: Adapters,
+    /// None: the method trains no adapters.
+    pub config: Option<AdapterConfig>,
+    /// Names of parameters that train whole beside the adapters (`modules_to_save`).
+    pub whole: Vec<String>,
+    /// What an adapter directory gave for them.
+    pub given: BTreeMap<String, Tensor>,
+}
+
+impl Prepared {
+    /// Everything that trains.
+    pub fn trained(&self) -> impl Iterator<Item = String> + '_ {
+        let parts = self.adapters.values().flat_map(|a| a.parts());
+        parts.map(|p| p.name.to_string()).chain(self.whole.iter().cloned())
     }
 }
 
-fn of_lora(recipe: &Recipe, spec: &Spec) -> Result<(Adapters, Option<AdapterConfig>)> {
-    let lora = &recipe.tune.lora;
-    let all = spec.sites();
-    if let Some(dir) = &lora.adapter {
-        let (config, adapters) = export::load_adapter(Path::new(dir), &all)?;
-        return Ok((adapters, Some(config)));
+/// Fresh adapters, or those of `tune.lora.adapter`; none for other methods.
+///
+/// Errors: targets that match nothing, sizes that do not fit a kind, an adapter directory that does not fit.
+pub fn of(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
+    match recipe.tune.method {
+        Method::Lora => fresh_or_given(recipe, spec),
+        // A block run merges its adapters at the end: no config to be saved.
+        Method::Block if recipe.tune.block.correction == Correction::Lora => Ok(Prepared {
+            config: None,
+            whole: Vec::new(),
+            ..fresh_or_given(recipe, spec)?
+        }),
+        _ => Ok(Prepared::default()),
     }
-    let chosen = targets::select(&all, &lora.target_modules)?;
+}
+
+fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
+    if let Some(dir) = &recipe.tune.lora.adapter {
+        let LoadedAdapter {
+            mut config,
+            mut adapters,
+            whole,
+        } = export::load_adapter(Path::new(dir), spec)?;
+        config.base_model_name_or_path = Some(recipe.model.path.clone());
+        adapters.values_mut().for_each(|a| set_dropout(a, recipe));
+        config.lora_dropout = recipe.tune.lora.lora_dropout;
+        return Ok(Prepared {
+            adapters,
+            config: Some(config),
+            whole: whole.keys().cloned().collect(),
+            given: whole,
+        });
+    }
+    let all = spec.sites();
+    let mut config = config_of(recipe)?;
+    let open = export::unsaved(&config, &all);
+    let chosen = select(&open, &export::choice(&config))?;
+    targets::check_pattern(&config.rank_pattern, &chosen, "rank_pattern")?;
+    targets::check_pattern(&config.alpha_pattern, &chosen, "alpha_pattern")?;
+    settle_targets(&mut config, &chosen);
+    let shared = match config.kind {
+        Kind::Vera { .. } => {
+            let most = |of: fn(&Site) -> usize| chosen.iter().map(of).max().unwrap_or(0);
+            let (inputs, outputs) = (most(|s| s.input), most(|s| s.output));
+            Some(Projections::fresh(config.r, inputs, outputs, recipe.train.seed)?)
+        }
+        _ => None,
+    };
     let mut adapters = Adapters::new();
     for site in &chosen {
         let index = all.iter().position(|s| s.module == site.module).unwrap_or(0) as u64;
-        let gaussian = lora.init_lora_weights == recipe::LoraInit::Gaussian;
-        let (a, b) = peft::lora::fresh(lora.r, site.input, site.output, gaussian, recipe.train.seed, index)?;
-        let module = &site.module;
-        let adapter = Lora {
-            a,
-            b,
-            a_name: format!("{module}.lora_A.weight").into(),
-            b_name: format!("{module}.lora_B.weight").into(),
-            scale: peft::lora::scaling(lora.lora_alpha, lora.r, lora.use_rslora),
-            dropout: lora.lora_dropout as f32,
-            site: index,
-        };
-        adapters.insert(module.clone(), Arc::new(adapter));
+        let adapter = one(recipe, &config, site, index, shared.as_ref())?;
+        adapters.insert(site.module.clone(), Arc::new(adapter));
     }
-    let config = finish::adapter_config(recipe, &chosen);
-    Ok((adapters, Some(config)))
+    Ok(Prepared {
+        whole: whole(&config, spec)?,
+        adapters,
+        config: Some(config),
+        given: BTreeMap::new(),
+    })
+}
+
+/// An adapter that is trained on: the recipe says how much is dropped.
+fn set_dropout(adapter: &mut Arc<Adapter>, recipe: &Recipe) {
+    let p = recipe.tune.lora.lora_dropout as f32;
+    let mut own = (**adapter).clone();
+    match &mut own {
+        Adapter::Lora(lora) => lora.mask.p = p,
+        Adapter::Dora(dora) => dora.lora.mask.p = p,
+        Adapter::Vera(vera) => vera.mask.p = p,
+        Adapter::Adalora(adalora) => adalora.mask.p = p,
+        Adapter::Ia3(_) | Adapter::Loha(_) | Adapter::Lokr(_) | Adapter::Oft(_) => return,
+    }
+    *adapter = Arc::new(own);
+}
+
+/// Names of a list, or one regular expression.
+fn named(list: &[String], key: &str) -> Result<Targets> {
+    match list {
+        [one] if targets::is_regex(one) => Ok(Targets::Pattern(one.clone())),
+        names if names.iter().any(|n| targets::is_regex(n)) => Err(Error::usage(format!(
+            "`tune.lora.{key}` mixes a regular expression with other items"
+        ))
+        .found(format!("{names:?}"))
+        .expected("names, or one regular expression over whole module paths")),
+        names => {
+            let mut names = names.to_vec();
+            names.sort();
+            names.dedup();
+            Ok(Targets::List(names))
+        }
+    }
+}
+
+/// What the recipe says, as PEFT would.
+fn config_of(recipe: &Recipe) -> Result<AdapterConfig> {
+    let lora = &recipe.tune.lora;
+    let kind = match lora.peft_type {
+        PeftType::Lora => Kind::Lora,
+        PeftType::Ia3 => Kind::Ia3 {
+            feedforward: lora.feedforward_modules.clone(),
+        },
+        PeftType::Vera => Kind::Vera {
+            d_initial: lora.d_initial,
+        },
+        PeftType::Loha => Kind::Loha,
+        PeftType::Lokr => Kind::Lokr {
+            factor: lora.decompose_factor,
+            both: lora.decompose_both,
+        },
+        PeftType::Oft => Kind::Oft {
+            block: lora.oft_block_size,
+            neumann: lora.use_cayley_neumann.then_some(NEUMANN_TERMS),
+        },
+        PeftType::Adalora => Kind::Adalora { target_r: lora.r },
+    };
+    let is_lora = kind == Kind::Lora;
+    let drops = matches!(kind, Kind::Lora | Kind::Vera { .. } | Kind::Adalora { .. });
+    let patterns = matches!(kind, Kind::Lora | Kind::Loha | Kind::Lokr { .. });
+    Ok(AdapterConfig {
+        kind,
+        r: lora.r,
+        lora_alpha: lora.lora_alpha,
+        lora_dropout: if drops { lora.lora_dropout } else { 0.0 },
+        target_modules: match lora.target_modules.is_empty() {
+            true => Targets::AllLinear,
+            false => named(&lora.target_modules, "target_modules")?,
+        },
+        exclude_modules: match lora.exclude_modules.is_empty() {
+            true => None,
+            false => Some(named(&lora.exclude_modules, "exclude_modules")?),
+        },
+        layers_to_transform: Some(lora.layers_to_transform.clone()).filter(|l| !l.is_empty()),
+        rank_pattern: if patterns {
+            lora.rank_pattern.clone()
+        } else {
+            Vec::new()
+        },
+        alpha_pattern: if patterns {
+            lora.alpha_pattern.clone()
+        } else {
+            Vec::new()
+        },
+        modules_to_save: lora.modules_to_save.clone(),
+        use_rslora: is_lora && lora.use_rslora,
+        use_dora: is_lora && lora.use_dora,
+        base_model_name_or_path: Some(recipe.model.path.clone()),
+        ..AdapterConfig::default()
+    })
+}
+
+/// `all-linear` as the names it means for this model: other loaders may read more into it.
+fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
+    if config.target_modules == Targets::AllLinear {
+        let last = |s: &Site| s.module.rsplit('.').next().map(str::to_string);
+        let mut names: Vec<String> = chosen.iter().filter_map(last).collect();
+        names.sort();
+        names.dedup();
+        config.target_modules = Targets::List(names);
+    }
+    if let Kind::Ia3 { feedforward } = &mut config.kind {
+        // PEFT wants them among the targets.
+        feedforward.retain(|f| chosen.iter().any(|s| targets::ends(&s.module, f)));
+    }
+}
+
+/// Errors: a module that is not there, or shares its weights with the embedding.
+fn whole(config: &AdapterConfig, spec: &Spec) -> Result<Vec<String>> {
+    let key = "tune.lora.modules_to_save";
+    for module in &config.modules_to_save {
+        let found = export::saved_whole(std::slice::from_ref(module), spec);
+        if spec.tied && (module == "lm_head" || found.iter().any(|n| n == spec.head_name())) {
+            return Err(Error::new(format!(
+                "`{module}` cannot train beside adapters: its weights are the embedding and the head"
+            ))
+            .at(key)
+            .hint("leave it out, or use `tune.method = \"full\"` or `\"freeze\"`"));
+        }
+        if found.is_empty() {
+            let params = spec.params();
+            let modules = params.iter().filter_map(|p| p.name.rsplit_once('.').map(|(m, _)| m));
+            let last = modules.filter_map(|m| m.rsplit('.').next());
+            let near = recipe::suggest::nearest(module, last.collect::<Vec<_>>());
+            let error = Error::new(format!("`{module}` matches no module of this model")).at(key);
+            return Err(match near {
+                Some(near) => error.hint(format!("did you mean `{near}`?")),
+                None => error,
+            });
+        }
+    }
+    Ok(export::saved_whole(&config.modules_to_save, spec))
+}
+
+fn one(
+    recipe: &Recipe,
+    config: &AdapterConfig,
+    site: &Site,
+    index: u64,
+    shared: Option<&Projections>,
+) -> Result<Adapter> {
+    let (lora, seed) = (&recipe.tune.lora, recipe.train.seed);
+    let (module, i, o) = (site.module.as_str(), site.input, site.output);
+    let r = export::rank_of(config, module)?;
+    let alpha = export::alpha_of(config, module)?;
+    let mask = Mask {
+        p: config.lora_dropout as f32,
+        site: index,
+    };
+    let ratio = (alpha / r as f64) as f32;
+    Ok(match &config.kind {
+        Kind::Lora => {
+            let gaussian = lora.init_lora_weights == LoraInit::Gaussian;
+            let pair = fresh(r, i, o, gaussian, seed, index)?;
+            let scale = scaling(alpha, r, config.use_rslora);
+            let mut pair = Lora::new(module, pair, scale, mask);
+            if takes_off_start(lora.init_lora_weights) {
+                pair.start = Some((peft::full(&[r, i], 0.0)?, peft::full(&[o, r], 0.0)?));
+            }
+            match config.use_dora {
+                true => Adapter::Dora(Dora::new(module, pair, peft::full(&[o], 1.0)?)),
+                false => Adapter::Lora(pair),
+            }
+        }
+        Kind::Ia3 { feedforward } => {
+            let scales_input = feedforward.iter().any(|name| targets::ends(module, name));
+            Adapter::Ia3(Ia3::fresh(module, i, o, scales_input)?)
+        }
+        Kind::Vera { d_initial } => {
+            let Some(shared) = shared else {
+                return Err(Error::new("VeRA needs its shared pair").at(module));
+            };
+            let d = peft::full(&[r], *d_initial as f32)?;
+            Adapter::Vera(Vera::new(module, shared.clone(), peft::full(&[o], 0.0)?, d, i, mask))
+        }
+        Kind::Loha => Adapter::Loha(Loha::fresh(module, (r, i, o), ratio, seed, index)?),
+        Kind::Lokr { factor, both } => {
+            Adapter::Lokr(Lokr::fresh(module, (r, i, o), (*factor, *both), ratio, seed, index)?)
+        }
+        Kind::Oft { block, neumann } => {
+            if i % block != 0 {
+                return Err(
+                    Error::new("`tune.lora.oft_block_size` does not divide the inputs of a target")
+                        .at(module)
+                        .found(format!("blocks of {block}, {i} inputs"))
+                        .hint("take a common divisor of the inputs of all targets"),
+                );
+            }
+            Adapter::Oft(Oft::fresh(
+                module,
+                i,
+                *block,
+                neumann.map_or(Cayley::Exact, Cayley::Neumann),
+            )?)
+        }
+        Kind::Adalora { .. } => Adapter::Adalora(Adalora::fresh(
+            module,
+            (r, i, o),
+            peft::adalora_scaling(alpha, r),
+            seed,
+            mask,
+        )?),
+    })
+}
+
+/// Starts that move a part of the weights into the pair, and take it off again.
+pub fn takes_off_start(init: LoraInit) -> bool {
+    match init {
+        LoraInit::Pissa | LoraInit::Olora | LoraInit::Corda | LoraInit::LoraGa => true,
+        LoraInit::Default | LoraInit::Gaussian | LoraInit::Eva | LoraInit::Loftq => false,
+    }
 }

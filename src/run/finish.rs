@@ -1,87 +1,197 @@
-//! `final/`: a Hugging Face model directory, or a PEFT adapter directory for LoRA.
+//! `final/`: a Hugging Face model directory, or a PEFT adapter directory for LoRA and its kin.
 
+use super::adapters::Prepared;
 use super::setup::Described;
-use crate::base::{Result, files};
+use crate::base::{Error, Result, files};
 use crate::engine::Engine;
 use crate::export::{self, ModelExport};
-use crate::formats::adapter::{AdapterConfig, Targets};
+use crate::formats::adapter::AdapterConfig;
 use crate::formats::writer::Values;
+use crate::model::Adapters;
 use crate::ops::update;
-use crate::peft::targets::Site;
-use crate::recipe::Recipe;
+use crate::peft::lora::scaling;
+use crate::peft::start::algebra;
+use crate::peft::{self, Adapter, Lora};
+use crate::recipe::{ModelInit, Recipe};
 use crate::source::Numbers;
+use candle_core::Tensor;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-/// The `adapter_config.json` of fresh adapters on `chosen` linears.
-pub fn adapter_config(recipe: &Recipe, chosen: &[Site]) -> AdapterConfig {
-    let lora = &recipe.tune.lora;
-    let mut targets: Vec<String> = match lora.target_modules.is_empty() {
-        false => lora.target_modules.clone(),
-        true => chosen
-            .iter()
-            .filter_map(|s| s.module.rsplit('.').next())
-            .map(str::to_string)
-            .collect(),
-    };
-    targets.sort();
-    targets.dedup();
-    AdapterConfig {
-        r: lora.r,
-        lora_alpha: lora.lora_alpha,
-        lora_dropout: lora.lora_dropout,
-        target_modules: Targets::List(targets),
-        use_rslora: lora.use_rslora,
-        base_model_name_or_path: Some(recipe.model.path.clone()),
-        ..AdapterConfig::default()
-    }
-}
-
-/// Writes `final/`; it appears whole or not at all. The random weights of a shape are not worth a file.
+/// Writes `final/`; it appears whole or not at all. The random weights of a shape are not worth a file. `note` is
+/// told what a reader should know.
 pub fn export(
     run_dir: &Path,
     recipe: &Recipe,
     model: &Described,
     engine: &Engine,
-    adapter: Option<&AdapterConfig>,
+    prepared: &Prepared,
+    note: &mut dyn FnMut(&str),
 ) -> Result<Option<PathBuf>> {
     if model.is_shape() {
         return Ok(None);
     }
     let out = run_dir.join("final");
-    if let Some(config) = adapter {
-        let base = export::fingerprint(&model.dir)?;
-        let out = export::adapter(&out, config, &engine.network.adapters, &model.dir, &base)?;
+    if let Some(config) = &prepared.config {
+        let out = adapter(&out, recipe, model, engine, prepared, config, note)?;
         return with_template(recipe, out).map(Some);
     }
-    let params = engine.network.source.params();
+    let out = base(&out, recipe, model, engine, &mut |name, sink| {
+        let module = name.strip_suffix(".weight").unwrap_or(name);
+        let Some(lora) = engine.network.adapters.get(module).and_then(|a| a.lora()) else {
+            return as_stored(engine, name, sink);
+        };
+        // Adapters that corrected a block run become part of the weights: exact values first, one rounding last.
+        let mut values = exact(engine, name)?;
+        let delta = update::to_f32_vec(&lora.delta()?)?;
+        values.iter_mut().zip(delta).for_each(|(w, d)| *w += d);
+        sink(Values::F32(&values))
+    })?;
+    with_template(recipe, out).map(Some)
+}
+
+/// A model directory of the run's parameters.
+fn base(
+    out: &Path,
+    recipe: &Recipe,
+    model: &Described,
+    engine: &Engine,
+    fill: &mut export::ParamFill,
+) -> Result<PathBuf> {
     let parts = ModelExport {
-        out: &out,
+        out,
         base_dir: &model.dir,
         config: model.config.raw.clone(),
         tied: model.spec.tied,
         dtype: recipe.model.dtype,
-        params,
+        params: engine.network.source.params(),
     };
-    let source = &engine.network.source;
-    let out = export::model(&parts, &mut |name, sink| {
-        let module = name.strip_suffix(".weight").unwrap_or(name);
-        if let Some(lora) = engine.network.adapters.get(module) {
-            // Adapters that corrected a block run become part of the weights: exact values first, one rounding last.
-            let mut values = Vec::new();
-            engine.exact(name, &mut |piece| {
-                values.extend_from_slice(piece);
-                Ok(())
-            })?;
-            let delta = update::to_f32_vec(&lora.delta()?)?;
-            values.iter_mut().zip(delta).for_each(|(w, d)| *w += d);
-            return sink(Values::F32(&values));
-        }
-        source.read(name, &mut |numbers| match numbers {
-            Numbers::F32(values) => sink(Values::F32(values)),
-            Numbers::Bf16(values, _) => sink(Values::Bf16(values)),
-        })
+    export::model(&parts, fill)
+}
+
+fn adapter(
+    out: &Path,
+    recipe: &Recipe,
+    model: &Described,
+    engine: &Engine,
+    prepared: &Prepared,
+    config: &AdapterConfig,
+    note: &mut dyn FnMut(&str),
+) -> Result<PathBuf> {
+    let lora = &recipe.tune.lora;
+    let network = &engine.network;
+    let mut whole: BTreeMap<String, Tensor> = BTreeMap::new();
+    for name in &prepared.whole {
+        whole.insert(name.clone(), network.param(name)?.tensor);
+    }
+    let has_start = |a: &Arc<Adapter>| a.lora().is_some_and(|l| l.start.is_some());
+    let moved = network.adapters.values().any(has_start);
+    let random = recipe.model.init == ModelInit::Random;
+    let residual = moved && lora.save_residual;
+    let (mut config, adapters) = match (moved, residual, lora.save_rank) {
+        (true, true, _) => (config.clone(), without_start(&network.adapters)),
+        (true, false, rank) if rank > 0 => compressed(config, &network.adapters, rank, note)?,
+        _ => export::plain_lora(config, &network.adapters)?,
+    };
+    if !residual && !random {
+        let print = export::fingerprint(&model.dir)?;
+        return export::adapter(out, &config, &adapters, &whole, &model.dir, &print);
+    }
+    // The weights under this adapter exist nowhere else: they go along.
+    config.base_model_name_or_path = Some(format!("{}/final/base", recipe.train.output_dir));
+    note("final/base holds the weights that this adapter belongs to");
+    export::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {
+        let written = base(&dir.join("base"), recipe, model, engine, &mut |name, sink| {
+            let module = name.trim_end_matches(".weight");
+            match network.adapters.get(module).filter(|_| residual) {
+                Some(adapter) => sink(Values::F32(&residual_of(adapter, exact(engine, name)?)?)),
+                None => as_stored(engine, name, sink),
+            }
+        })?;
+        export::fingerprint(&written)
+    })
+}
+
+/// The exact values of a weight.
+fn exact(engine: &Engine, name: &str) -> Result<Vec<f32>> {
+    let mut values = Vec::new();
+    engine.exact(name, &mut |piece| {
+        values.extend_from_slice(piece);
+        Ok(())
     })?;
-    with_template(recipe, out).map(Some)
+    Ok(values)
+}
+
+/// The numbers of a weight as they are held.
+fn as_stored(engine: &Engine, name: &str, sink: &mut dyn FnMut(Values) -> Result<()>) -> Result<()> {
+    engine.network.source.read(name, &mut |numbers| match numbers {
+        Numbers::F32(values) => sink(Values::F32(values)),
+        Numbers::Bf16(values, _) => sink(Values::Bf16(values)),
+    })
+}
+
+/// W - s·B₀·A₀
+fn residual_of(adapter: &Adapter, mut values: Vec<f32>) -> Result<Vec<f32>> {
+    let Some(lora) = adapter.lora() else { return Ok(values) };
+    if let Some(pair) = &lora.start {
+        let start = Lora::new("", pair.clone(), lora.scale, lora.mask);
+        for (w, d) in values.iter_mut().zip(update::to_f32_vec(&start.delta()?)?) {
+            *w -= d;
+        }
+    }
+    Ok(values)
+}
+
+fn without_start(adapters: &Adapters) -> Adapters {
+    let plain = |a: &Arc<Adapter>| match &**a {
+        Adapter::Lora(lora) => Arc::new(Adapter::Lora(Lora {
+            start: None,
+            ..lora.clone()
+        })),
+        _ => a.clone(),
+    };
+    adapters.iter().map(|(m, a)| (m.clone(), plain(a))).collect()
+}
+
+/// Plain LoRA of this rank over the original weights, as near as can be; the scale is alpha / rank as before.
+fn compressed(
+    config: &AdapterConfig,
+    adapters: &Adapters,
+    rank: usize,
+    note: &mut dyn FnMut(&str),
+) -> Result<(AdapterConfig, Adapters)> {
+    let mut config = config.clone();
+    config.r = rank;
+    config.rank_pattern.clear();
+    config.alpha_pattern.clear();
+    let scale = scaling(config.lora_alpha, rank, config.use_rslora);
+    let mut plain = Adapters::new();
+    let mut most = (0.0, "");
+    for (module, adapter) in adapters {
+        let Some(lora) = adapter.lora() else {
+            return Err(Error::new("only a LoRA can be compressed").at(module));
+        };
+        let (a, b, lost) = algebra::compressed(lora, rank, scale)?;
+        if lost > most.0 {
+            most = (lost, module);
+        }
+        let pair = (
+            peft::full(&[rank, lora.a.dim(1)?], 0.0)?,
+            peft::full(&[lora.b.dim(0)?, rank], 0.0)?,
+        );
+        peft::fill(&pair.0, &a)?;
+        peft::fill(&pair.1, &b)?;
+        plain.insert(
+            module.clone(),
+            Arc::new(Adapter::Lora(Lora::new(module, pair, scale, lora.mask))),
+        );
+    }
+    note(&format!(
+        "final/ is compressed to rank {rank}: at most {:.2e} of a linear's change is lost ({})",
+        most.0, most.1
+    ));
+    Ok((config, plain))
 }
 
 /// The template that the rows were rendered with goes along.

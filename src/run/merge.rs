@@ -1,13 +1,14 @@
-//! `ft merge`: a model and its adapter into one model directory, one tensor in memory at a time.
+//! `ft merge`: a model and its adapters into one model directory, one tensor in memory at a time.
 
+use super::logits;
 use crate::base::{Error, Result, files};
 use crate::checkpoint;
-use crate::export::{self, Directory};
+use crate::export::{self, Directory, Weighted};
 use crate::formats::StoredDtype;
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
-use crate::model::{Adapters, Spec, families};
+use crate::model::{Spec, families};
 use crate::recipe::Dtype;
 use crate::source::{ParamInfo, stored};
 use half::{bf16, f16};
@@ -28,22 +29,40 @@ pub struct MergeReport {
     /// What rounding to the stored format did to the merged weights, as a part of what the adapter does to
     /// them (ratio of the root mean squares): 0 in f32; near 1 the adapter is lost in the rounding.
     pub rounding: f64,
+    /// The largest difference between a logit before and after, and the largest logit, on drawn ids.
+    pub logits: (f32, f32),
 }
 
-/// Adds `s·B·A` to the weights of the model in `model_dir`, in f32, and writes `out` with the number format in
-/// which each tensor is stored, or in `dtype`. Tensors without an adapter keep their bytes.
+/// Adds the changes of adapters, each with its directory and weight (1: all of it, -1: taken off), to the weights
+/// of the model in `model_dir`, in f32, and writes `out` with the number format in which each tensor is stored, or
+/// in `dtype`. Tensors without an adapter keep their bytes. Every change is that to the original weights.
 ///
-/// Errors: `out` holds something; the adapter does not fit, or was trained on another base; a weight is
+/// Errors: `out` holds something; an adapter does not fit, or was trained on another base; a weight is
 /// missing, of another shape, or not one of this model; not enough disk. Then nothing is written.
-pub fn merge(model_dir: &Path, adapter_dir: &Path, out: &Path, dtype: Option<Dtype>) -> Result<MergeReport> {
+pub fn merge(
+    model_dir: &Path,
+    adapter_dirs: &[(PathBuf, f32)],
+    out: &Path,
+    dtype: Option<Dtype>,
+) -> Result<MergeReport> {
     refuse_existing(out)?;
     let config = Config::load(model_dir)?;
     let spec = families::read(&config)?;
     let weights = Weights::open(model_dir)?;
     refuse_codes(&spec, &weights)?;
     refuse_strangers(&spec, &weights)?;
-    let (_, adapters) = export::load_adapter(adapter_dir, &spec.sites())?;
-    export::check_base(adapter_dir, &export::fingerprint_of(&spec, &weights)?)?;
+    let print = export::fingerprint_of(&spec, &weights)?;
+    let mut adapters = Vec::new();
+    for (dir, weight) in adapter_dirs {
+        if !weight.is_finite() {
+            return Err(Error::usage("the weight of an adapter is not a finite number").at_path(dir));
+        }
+        export::check_base(dir, &print)?;
+        adapters.push(Weighted {
+            adapter: export::load_adapter(dir, &spec)?,
+            weight: *weight,
+        });
+    }
 
     let mut tensors = Vec::new();
     let params = spec.params();
@@ -62,12 +81,11 @@ pub fn merge(model_dir: &Path, adapter_dir: &Path, out: &Path, dtype: Option<Dty
     if let Some(dtype) = dtype {
         export::set_dtype(&mut raw, export::stored(dtype));
     }
-    // The adapter knows the template it was trained with.
-    let template = adapter_dir.join("chat_template.jinja");
-    let template = if template.is_file() {
-        Some(files::read_text(&template)?)
-    } else {
-        None
+    // An adapter knows the template it was trained with.
+    let templates = adapter_dirs.iter().map(|(dir, _)| dir.join("chat_template.jinja"));
+    let template = match templates.rev().find(|t| t.is_file()) {
+        Some(template) => Some(files::read_text(&template)?),
+        None => None,
     };
     let directory = Directory {
         out,
@@ -88,12 +106,16 @@ pub fn merge(model_dir: &Path, adapter_dir: &Path, out: &Path, dtype: Option<Dty
     dtypes.sort_unstable();
     dtypes.dedup();
     Ok(MergeReport {
-        out,
         tensors: tensors.len(),
-        merged: adapters.len(),
-        bytes,
+        merged: params
+            .iter()
+            .filter(|p| adapters.iter().any(|a| a.changes(&p.name)))
+            .count(),
         dtypes,
         rounding: rounding.ratio(),
+        logits: logits::difference(model_dir, adapters, &out)?,
+        out,
+        bytes,
     })
 }
 
@@ -101,12 +123,12 @@ fn write_one(
     weights: &Weights,
     param: &ParamInfo,
     dtype: StoredDtype,
-    adapters: &Adapters,
+    adapters: &[Weighted],
     rounding: &mut Rounding,
     sink: &mut dyn FnMut(Values) -> Result<()>,
 ) -> Result<()> {
     let name = &param.name;
-    let has_adapter = name.strip_suffix(".weight").is_some_and(|m| adapters.contains_key(m));
+    let has_adapter = adapters.iter().any(|a| a.changes(name));
     let same = weights.info(name).is_some_and(|i| i.dtype == dtype);
     if has_adapter {
         let after = export::merged(weights, param, adapters)?;

@@ -1,11 +1,14 @@
 //! The programs behind the subcommands, each read from top to bottom.
 //! Knows every room below. Prints nothing: results go back to `cli`, progress through `report`.
 
+pub mod adapter_tools;
 pub mod adapters;
 pub mod evaluate;
 pub mod finish;
 pub mod forecast;
 pub mod generate;
+pub mod inputs;
+pub mod logits;
 pub mod merge;
 pub mod plan;
 pub mod quantize;
@@ -13,6 +16,8 @@ pub mod rows;
 pub mod samples;
 pub mod sensitivity;
 pub mod setup;
+pub mod start_cache;
+pub mod starts;
 pub mod state;
 pub mod train;
 pub mod tuning;

@@ -22,7 +22,7 @@ pub struct Planned {
 /// Errors: what is wrong with the config, with files that are here, or a plan above `memory.budget`.
 pub fn plan(recipe: &Recipe) -> Result<Planned> {
     let spec = setup::read_spec(&recipe.model.path, &recipe.model.revision)?;
-    let (adapters, _) = adapters::of(recipe, &spec)?;
+    let prepared = adapters::of(recipe, &spec)?;
     // A GPU that a recipe names may be on another machine.
     let device = match recipe.model.device.as_str() {
         "auto" => ops::device::open("auto")?.device,
@@ -38,16 +38,25 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
     let plan = match &rows {
         Some(rows) => {
             let stream = BatchStream::new(&rows.train, rows::stream(recipe))?;
-            let tuning = Tuning::new(recipe, &spec, &spec.params(), &adapters, rows.train.examples.len())?;
-            forecast::forecast(recipe, &spec, &adapters, &tuning, Some(&stream), &stored, &device)?.plan
+            let tuning = Tuning::new(recipe, &spec, &spec.params(), &prepared, rows.train.examples.len())?;
+            forecast::forecast(
+                recipe,
+                &spec,
+                &prepared.adapters,
+                &tuning,
+                Some(&stream),
+                &stored,
+                &device,
+            )?
+            .plan
         }
         None => {
             notes.push(format!(
                 "the rows are not here: every row is taken as {} tokens long",
                 recipe.data.max_length
             ));
-            let tuning = Tuning::new(recipe, &spec, &spec.params(), &adapters, 0)?;
-            forecast::forecast(recipe, &spec, &adapters, &tuning, None, &stored, &device)?.plan
+            let tuning = Tuning::new(recipe, &spec, &spec.params(), &prepared, 0)?;
+            forecast::forecast(recipe, &spec, &prepared.adapters, &tuning, None, &stored, &device)?.plan
         }
     };
     forecast::check_budget(&plan, recipe)?;

@@ -15,10 +15,7 @@ pub struct Rows {
 
 impl Rows {
     pub fn read(recipe: &Recipe, model: &Described) -> Result<Self> {
-        let read = |named: &[String]| {
-            let files = local(named)?;
-            Dataset::load(&spec(recipe, &files, model), &model.tokenizer, model.template())
-        };
+        let read = |named: &[String]| read(recipe, named, model);
         if model.is_shape() && recipe.data.train.is_empty() {
             let (rows, length) = (random_rows(recipe), recipe.data.max_length);
             let train = Dataset::random(rows, length, model.spec.vocab, recipe.train.seed);
@@ -40,6 +37,12 @@ impl Rows {
         }
         Ok(Self { train, eval: None })
     }
+}
+
+/// The rows of these files in the recipe's format.
+pub fn read(recipe: &Recipe, named: &[String], model: &Described) -> Result<Dataset> {
+    let files = local(named)?;
+    Dataset::load(&spec(recipe, &files, model), &model.tokenizer, model.template())
 }
 
 /// Rows of random ids for a shape: every step has its own, up to a bound.

@@ -10,13 +10,13 @@ use crate::formats::tokenizer::Tokenizer;
 use crate::formats::weights::Weights;
 use crate::hub;
 use crate::model::{Network, Spec, families, shapes};
-use crate::ops;
+use crate::ops::{self, update};
 use crate::plan::Place;
 use crate::quant::Format;
 use crate::recipe::{Dtype, ModelInit, Recipe};
 use crate::report;
 use crate::source::{Disk, Policy, Resident, disk, resident, stored};
-use candle_core::Device;
+use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -174,8 +174,15 @@ impl Described {
         let source = Resident::load(self.spec.params(), &weights, |p| storage.of(p), device)?;
         let mut network = Network::new(self.spec.clone(), Box::new(source), device.clone());
         if let Some(dir) = adapter {
-            network.adapters = export::load_adapter(dir, &self.spec.sites())?.1;
+            let loaded = export::load_adapter(dir, &self.spec)?;
             export::check_base(dir, &export::fingerprint_of(&self.spec, &weights)?)?;
+            for (module, adapter) in loaded.adapters {
+                network.adapters.insert(module, Arc::new(adapter.on(device)?));
+            }
+            for (name, tensor) in &loaded.whole {
+                let values = update::to_f32_vec(tensor)?;
+                store(&network.param(name)?.tensor, &values)?;
+            }
         }
         Ok(network)
     }
@@ -194,6 +201,18 @@ pub fn stored_codes(dir: &Path, spec: &Spec, init: ModelInit) -> Result<BTreeMap
         }
     }
     Ok(found)
+}
+
+/// Sets a weight to these values, rounded to its type.
+fn store(weight: &Tensor, values: &[f32]) -> Result<()> {
+    match weight.dtype() {
+        DType::BF16 => update::store_bf16(weight, |w| {
+            for (w, &x) in w.iter_mut().zip(values) {
+                *w = half::bf16::from_f32(x);
+            }
+        }),
+        _ => update::with_slice_mut(weight, |w| w.copy_from_slice(values)),
+    }
 }
 
 /// What a model computes, from its `config.json` alone.

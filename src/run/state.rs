@@ -49,6 +49,11 @@ pub fn save(run_dir: &Path, step: u64, engine: &Engine, tuning: &Tuning, facts: 
         let n = engine.elements(&name)?;
         weights.push(plan(name, n));
     }
+    // What adapters take off again is not trained, and not to be found again without the work of the start.
+    for lora in engine.network.adapters.values().filter_map(|a| a.lora()) {
+        let start = lora.start_parts();
+        weights.extend(start.iter().map(|p| plan(p.name.to_string(), p.tensor.elem_count())));
+    }
     let mut moments = Vec::new();
     let mut steps = serde_json::Map::new();
     for s in engine.optimizer.saved() {
@@ -118,6 +123,13 @@ pub fn facts(loaded: &Loaded) -> Facts {
         base: text("base"),
         trained_tokens: loaded.state.get("trained_tokens").and_then(Value::as_u64).unwrap_or(0),
     }
+}
+
+/// How many elements the checkpoint holds of each weight.
+pub fn sizes(loaded: &Loaded) -> Result<BTreeMap<String, usize>> {
+    let weights = loaded.open(WEIGHTS)?;
+    let size = |n: &str| weights.info(n).map_or(0, |i| i.count());
+    Ok(weights.names().map(|n| (n.to_string(), size(n))).collect())
 }
 
 /// Puts weights and moments back; the engine is then where it was after step `loaded.step`.

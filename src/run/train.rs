@@ -3,6 +3,7 @@
 use super::forecast::{self, Forecast};
 use super::rows::{self, Rows};
 use super::setup::{self, Described};
+use super::starts::{self, Setting};
 use super::state::{self, Facts};
 use super::{adapters, finish, samples, tuning::Tuning};
 use crate::base::lock::RunLock;
@@ -14,7 +15,7 @@ use crate::data::order::{BatchStream, eval_batches};
 use crate::engine::{self, Engine, Gradients};
 use crate::export;
 use crate::model::Adapters;
-use crate::ops;
+use crate::ops::{self, update};
 use crate::optim::{Optimizer, Schedule};
 use crate::plan::{Place, Plan};
 use crate::recipe::{self, Method, Recipe};
@@ -23,6 +24,7 @@ use crate::sft::CausalLm;
 use candle_core::Device;
 use serde_json::json;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// How `ft train` was called, beside the recipe.
@@ -65,9 +67,9 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let total_steps = stream.steps();
 
     // ---- adapters, what is trained when, plan
-    let (adapters, adapter_config) = adapters::of(recipe, &model.spec)?;
+    let mut prepared = adapters::of(recipe, &model.spec)?;
     let params = model.spec.params();
-    let tuning = Tuning::new(recipe, &model.spec, &params, &adapters, train.examples.len())?;
+    let mut tuning = Tuning::new(recipe, &model.spec, &params, &prepared, train.examples.len())?;
     let Forecast {
         plan,
         gradients,
@@ -77,7 +79,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     } = forecast::forecast(
         recipe,
         &model.spec,
-        &adapters,
+        &prepared.adapters,
         &tuning,
         Some(&stream),
         &setup::stored_codes(&model.dir, &model.spec, recipe.model.init)?,
@@ -101,6 +103,11 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let _lock = RunLock::acquire(&run_dir)?;
     let resumed = open_run_dir(&run_dir, options)?;
     let facts = facts(loaded, &model, &train, eval.as_ref())?;
+    if let (Some(dir), recipe::ModelInit::Pretrained) = (&recipe.tune.lora.adapter, recipe.model.init)
+        && recipe.tune.method == Method::Lora
+    {
+        export::check_base(Path::new(dir), &facts.base)?;
+    }
     let start_step = match &resumed {
         Some(checkpoint) => {
             state::check_same(&state::facts(checkpoint), &facts).map_err(|e| e.or_at(checkpoint.path.display()))?;
@@ -109,7 +116,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         }
         None => 0,
     };
-    let elements = trained_elements(&tuning, total_steps, &params, &adapters);
+    let elements = trained_elements(&tuning, total_steps, &params, &prepared.adapters);
     checkpoint::check_space(&run_dir, space_needed(recipe, &model, elements, place))?;
     write_run_files(&run_dir, loaded, &plan)?;
     let mut reporter = Reporter::new(&run_dir, total_steps, start_step);
@@ -126,9 +133,33 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
 
     // ---- engine
     let mut network = model.load_to(place, &storage, recipe, &run_dir, &device)?;
-    network.adapters = adapters;
+    for adapter in prepared.adapters.values_mut() {
+        *adapter = Arc::new(adapter.on(&device)?);
+    }
+    network.adapters = prepared.adapters.clone();
+    let objective = CausalLm::new(model.spec.vocab);
+    match &resumed {
+        Some(checkpoint) => {
+            let sizes = state::sizes(checkpoint)?;
+            let ranks = starts::ranks_of(&network, |name| sizes.get(name).copied());
+            starts::resize(recipe, &mut network, &mut prepared, &ranks)?;
+        }
+        None => {
+            let mut setting = Setting {
+                recipe,
+                model: &model,
+                objective: &objective,
+                train: &train,
+                base: &facts.base,
+                cache: &run_dir.parent().unwrap_or(Path::new("")).join(START_CACHE),
+                note: &mut |line| reporter.note(line),
+            };
+            starts::fill(&mut setting, &mut network, &mut prepared)?;
+        }
+    }
+    tuning = Tuning::new(recipe, &model.spec, &params, &prepared, train.examples.len())?;
     let mut engine = Engine {
-        objective: Box::new(CausalLm::new(model.spec.vocab)),
+        objective: Box::new(objective),
         optimizer: optimizer(recipe),
         gradients,
         keep_layers,
@@ -146,6 +177,11 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         );
         reporter.note(&format!("resumed after step {start_step}"));
     } else {
+        for (name, tensor) in &prepared.given {
+            let values = update::to_f32_vec(tensor)?;
+            let param = engine.network.param(name)?;
+            engine.optimizer.restore_weight(name, &param.tensor, &values)?;
+        }
         reporter.event("start", json!({"steps": total_steps}));
     }
     let mut run = Run {
@@ -221,7 +257,11 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         run.evaluate(&engine, total_steps)?;
         run.samples(&engine, "after")?;
     }
-    let final_dir = finish::export(&run_dir, recipe, &model, &engine, adapter_config.as_ref())?;
+    let mut said = Vec::new();
+    let final_dir = finish::export(&run_dir, recipe, &model, &engine, &prepared, &mut |line| {
+        said.push(line.to_string());
+    })?;
+    said.iter().for_each(|line| run.reporter.note(line));
     let peak = peak_memory(&device)?;
     drop(engine);
     for scratch in [setup::TRAINED, setup::DRAWN].map(|name| run_dir.join(name)) {
@@ -252,6 +292,12 @@ fn optimizer(recipe: &Recipe) -> Optimizer {
     if recipe.tune.method == Method::Block && block.correction == recipe::Correction::Lora {
         optimizer.set_rate(".lora_A.weight", block.correction_scale);
         optimizer.set_rate(".lora_B.weight", block.correction_scale);
+    }
+    // LoRA+ (Hayou et al. 2024, arXiv 2402.12354): B moves faster than A, and in PEFT's groups the vectors go with B.
+    let ratio = recipe.tune.lora.loraplus_lr_ratio;
+    if recipe.tune.method == Method::Lora && ratio != 1.0 {
+        optimizer.set_rate(".lora_B.weight", ratio);
+        optimizer.set_rate(".lora_magnitude_vector", ratio);
     }
     optimizer
 }
@@ -309,6 +355,9 @@ fn open_run_dir(run_dir: &Path, options: &Options) -> Result<Option<Loaded>> {
     Ok(None)
 }
 
+/// Beside the run directories: starts that other runs of the same model and rows can use.
+const START_CACHE: &str = ".ft-starts";
+
 const OWN_DIRECTORIES: [&str; 3] = ["final", setup::TRAINED, setup::DRAWN];
 const OWN_FILES: [&str; 7] = [
     setup::CODES,
@@ -348,7 +397,7 @@ fn trained_elements(tuning: &Tuning, steps: u64, params: &[crate::source::ParamI
         .filter(|p| names.contains(&*p.name))
         .map(|p| p.elements())
         .sum();
-    let lora: usize = adapters.values().map(|l| l.a.elem_count() + l.b.elem_count()).sum();
+    let lora: usize = adapters.values().map(|a| a.elements()).sum();
     (weights + lora) as u64
 }
 
@@ -361,7 +410,8 @@ fn space_needed(recipe: &Recipe, model: &Described, elements: u64, place: Place)
     };
     let all: usize = model.spec.params().iter().map(|p| p.elements()).sum();
     let out = match recipe.tune.method {
-        Method::Lora => elements * 4,
+        // A start that is taken off doubles the rank.
+        Method::Lora => elements * 8,
         _ => all as u64 * if recipe.model.dtype == recipe::Dtype::F32 { 4 } else { 2 },
     };
     // What was trained, and weights that were drawn instead of read.

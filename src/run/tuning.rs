@@ -1,9 +1,10 @@
 //! Which parameters a method trains, at each step.
 
+use super::adapters::Prepared;
 use crate::base::{Error, Result};
 use crate::engine::Active;
 use crate::engine::active::{Corrected, group_of};
-use crate::model::{Adapters, Spec};
+use crate::model::Spec;
 use crate::optim::{BlockSchedule, Masks};
 use crate::recipe::{self, Correction, CorrectionScope, Method, Recipe};
 use crate::source::{Group, ParamInfo};
@@ -26,13 +27,13 @@ pub struct Blocks {
 }
 
 impl Tuning {
-    /// `rows` of training data serve `switch_every = "auto"`. Adapters must be on the network already.
-    pub fn new(recipe: &Recipe, spec: &Spec, params: &[ParamInfo], adapters: &Adapters, rows: usize) -> Result<Self> {
+    /// `rows` of training data serve `switch_every = "auto"`.
+    pub fn new(recipe: &Recipe, spec: &Spec, params: &[ParamInfo], prepared: &Prepared, rows: usize) -> Result<Self> {
         let tune = &recipe.tune;
         Ok(match tune.method {
             Method::Full => Self::Static(Active::new(params.iter().map(|p| p.name.to_string()))),
             Method::Freeze => Self::Static(frozen(recipe, spec, params)?),
-            Method::Lora => Self::Static(Active::new(adapter_names(adapters))),
+            Method::Lora => Self::Static(Active::new(prepared.trained())),
             Method::Block => {
                 let batch = recipe.train.batch_size * recipe.train.gradient_accumulation_steps;
                 let schedule = BlockSchedule::new(&tune.block, params, spec.tied, rows, batch, recipe.train.seed)?;
@@ -47,7 +48,7 @@ impl Tuning {
                     correction,
                     scope,
                     scale,
-                    adapters: adapter_names(adapters).collect(),
+                    adapters: prepared.trained().collect(),
                 }))
             }
         })
@@ -127,12 +128,6 @@ impl Tuning {
             }
         }
     }
-}
-
-fn adapter_names(adapters: &Adapters) -> impl Iterator<Item = String> {
-    adapters
-        .values()
-        .flat_map(|l| [l.a_name.to_string(), l.b_name.to_string()])
 }
 
 impl Blocks {

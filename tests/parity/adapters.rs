@@ -94,3 +94,157 @@ fn merged_weights_are_those_of_peft() {
     }
     assert_eq!(compared, 28 + 8);
 }
+
+/// The names below goldens/adapters, all or those with adapter files.
+fn kinds(filled: bool) -> Vec<String> {
+    let dir = goldens().join("adapters");
+    let all = directories(&dir).into_iter();
+    all.filter(|n| dir.join(n).join("adapter_config.json").is_file() == filled)
+        .collect()
+}
+
+#[test]
+fn every_kind_by_peft_gives_its_logits_and_its_loss_also_merged() {
+    let names = kinds(true);
+    assert_eq!(names.len(), 12);
+    for name in names {
+        let from = goldens().join("adapters").join(&name);
+        let info = json(&from.join("golden.json"));
+        let model = training_model(&text(&info, "model"));
+        let golden = tensors(&from.join("golden.safetensors"));
+        let ids: Vec<u32> = golden["input_ids"].iter().map(|x| *x as u32).collect();
+        let document = Document {
+            trained: vec![false; ids.len()],
+            ids,
+        };
+        let got = wire::logits(model.path(), Some(&from), &[document]);
+        all_close(&got[0], &golden["logits"], 1e-4, &format!("{name}: logits"));
+        let rows = data(&text(&info, "data"));
+        let (loss, tokens) = eval(model.path(), Some(&from), &rows);
+        assert_eq!(Some(tokens), info["tokens"].as_u64(), "{name}: trained tokens");
+        close(loss, info["loss"].as_f64().unwrap(), 1e-4, &format!("{name}: loss"));
+        let out = TempDir::new().unwrap();
+        let merged = out.path().join("merged");
+        let args = [
+            "merge",
+            "--model",
+            path(model.path()),
+            "--adapter",
+            path(&from),
+            "--out",
+            path(&merged),
+        ];
+        ft(&args);
+        let (loss, _) = eval(&merged, None, &rows);
+        close(
+            loss,
+            info["loss"].as_f64().unwrap(),
+            1e-4,
+            &format!("{name}: loss merged"),
+        );
+    }
+}
+
+/// A row-major matrix `[rows, columns]` times another.
+fn product(a: &[f64], b: &[f64], rows: usize, inner: usize) -> Vec<f64> {
+    let columns = b.len() / inner;
+    let mut out = vec![0.0; rows * columns];
+    for i in 0..rows {
+        for k in 0..inner {
+            for j in 0..columns {
+                out[i * columns + j] += a[i * inner + k] * b[k * columns + j];
+            }
+        }
+    }
+    out
+}
+
+/// The largest difference between the rows of two matrices, each row up to its sign, over the largest number.
+fn up_to_sign(got: &[f64], want: &[f64], width: usize) -> f64 {
+    let largest = want.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+    let rows = got.chunks(width).zip(want.chunks(width));
+    let worst = rows.map(|(g, w)| {
+        let apart = |sign: f64| g.iter().zip(w).map(|(a, b)| (a - sign * b).abs()).fold(0.0, f64::max);
+        apart(1.0).min(apart(-1.0))
+    });
+    worst.fold(0.0, f64::max) / largest
+}
+
+#[test]
+fn starts_are_those_of_peft_up_to_sign_and_change_nothing() {
+    const R: usize = 4;
+    for name in kinds(false) {
+        let golden = goldens().join("adapters").join(&name);
+        let info = json(&golden.join("golden.json"));
+        let model = training_model(&text(&info, "model"));
+        let work = TempDir::new().unwrap();
+        let run = work.path().join("run");
+        let mut recipe = info.clone();
+        recipe["recipe"]["train.max_steps"] = 0.into();
+        let file = work.path().join("recipe.toml");
+        std::fs::write(&file, crate::training::recipe(&recipe, model.path(), &run)).unwrap();
+        ft(&["train", "--recipe", path(&file)]);
+        let last = run.join("final");
+        let got = tensors(&last.join("adapter_model.safetensors"));
+        let want = tensors(&golden.join("golden.safetensors"));
+        assert_eq!(got.len(), want.len(), "{name}");
+        for (tensor, theirs) in want.iter().filter(|(t, _)| t.contains("lora_A")) {
+            let a = &got[&format!("base_model.model.{tensor}")];
+            let other = tensor.replace("lora_A", "lora_B");
+            let b = &got[&format!("base_model.model.{other}")];
+            let (inputs, outputs) = (theirs.len() / R, want[&other].len() / R);
+            // Saved as [A; A₀] and [B, -B₀]: at the start both halves are the same.
+            assert_eq!(a[..R * inputs], a[R * inputs..], "{name}: {tensor}");
+            assert!(up_to_sign(&a[..R * inputs], theirs, inputs) < 1e-3, "{name}: {tensor}");
+            let half: Vec<f64> = b.chunks(2 * R).flat_map(|row| row[..R].to_vec()).collect();
+            let ours = product(&half, &a[..R * inputs], outputs, R);
+            all_close(
+                &ours,
+                &product(&want[&other], theirs, outputs, R),
+                1e-3,
+                &format!("{name}: B·A of {tensor}"),
+            );
+        }
+        let rows = data(&text(&info, "data"));
+        let (with, _) = eval(model.path(), Some(&last), &rows);
+        let (without, _) = eval(model.path(), None, &rows);
+        close(with, without, 1e-5, &format!("{name}: the model before training"));
+    }
+}
+
+#[test]
+fn twenty_steps_follow_peft_from_every_adapter_and_start() {
+    let names: Vec<String> = kinds(true).into_iter().chain(kinds(false)).collect();
+    assert_eq!(names.len(), 16);
+    for name in names {
+        let golden = goldens().join("adapters").join(&name);
+        let info = json(&golden.join("golden.json"));
+        let model = training_model(&text(&info, "model"));
+        let work = TempDir::new().unwrap();
+        let run = work.path().join("run");
+        let mut recipe = info.clone();
+        if recipe["recipe"].get("tune.lora.adapter").is_some() {
+            recipe["recipe"]["tune.lora.adapter"] = format!("../../adapters/{name}").into();
+        }
+        let file = work.path().join("recipe.toml");
+        std::fs::write(&file, crate::training::recipe(&recipe, model.path(), &run)).unwrap();
+        ft(&["train", "--recipe", path(&file)]);
+        let steps = crate::training::steps(&run);
+        for (key, wanted) in [("loss", "losses"), ("grad_norm", "grad_norms")] {
+            let wanted = crate::support::numbers(&info[wanted]);
+            assert_eq!(steps.len(), wanted.len(), "{name}");
+            for (i, (step, want)) in steps.iter().zip(wanted).enumerate() {
+                let got = step[key].as_f64().unwrap();
+                close(got, want, 1e-4, &format!("{name}: {key} of step {}", i + 1));
+            }
+        }
+        // What was saved is what was trained: over the original weights.
+        let (loss, _) = eval(model.path(), Some(&run.join("final")), &data(&text(&info, "data")));
+        close(
+            loss,
+            info["after"].as_f64().unwrap(),
+            1e-4,
+            &format!("{name}: loss of final/"),
+        );
+    }
+}

@@ -14,7 +14,7 @@ const TOLERANCE: f64 = 1e-4;
 const TOLERANCE_CHANGE: f64 = 1e-3;
 
 /// JSON numbers, texts, flags and lists of them are TOML as well.
-fn recipe(golden: &Value, model: &Path, out: &Path) -> String {
+pub fn recipe(golden: &Value, model: &Path, out: &Path) -> String {
     let mut tables: BTreeMap<String, Vec<String>> = BTreeMap::new();
     let mut put = |dotted: &str, value: Value| {
         let (table, key) = dotted.rsplit_once('.').unwrap();
@@ -48,7 +48,7 @@ fn recipe(golden: &Value, model: &Path, out: &Path) -> String {
 }
 
 /// The step lines of `metrics.jsonl`.
-fn steps(run: &Path) -> Vec<Value> {
+pub fn steps(run: &Path) -> Vec<Value> {
     let all = fs::read_to_string(run.join("metrics.jsonl")).expect("metrics.jsonl");
     let lines = all.lines().map(|l| serde_json::from_str::<Value>(l).unwrap());
     lines.filter(|l| l.get("loss").is_some()).collect()

@@ -3,15 +3,13 @@
 use candle_core::{DType, Device, Tensor};
 use ft::data::{Batch, batch::Example};
 use ft::engine::{self, Active};
-use ft::export;
 use ft::model::Network;
 use ft::ops::tally::Tally;
 use ft::ops::{CpuPath, step};
 use ft::optim::{Optimizer, Schedule};
-use ft::recipe::{self, Dtype, ModelInit, Recipe};
+use ft::recipe::{self, Dtype, Recipe};
 use ft::run::setup::Described;
 use ft::sft::CausalLm;
-use ft::source::Policy;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -42,14 +40,9 @@ fn open(dir: &Path, adapter: Option<&Path>) -> Network {
         CpuPath::force(&path).unwrap_or_else(|e| panic!("{e}"));
     }
     let model = Described::open(dir.to_str().unwrap(), "main", None).unwrap_or_else(|e| panic!("{e}"));
-    let mut network = model
-        .load(&Policy::dense(Dtype::F32), ModelInit::Pretrained, 0, &Device::Cpu)
-        .unwrap_or_else(|e| panic!("{e}"));
-    if let Some(adapter) = adapter {
-        let (_, adapters) = export::load_adapter(adapter, &model.spec.sites()).unwrap_or_else(|e| panic!("{e}"));
-        network.adapters = adapters;
-    }
-    network
+    model
+        .infer(adapter, Some(Dtype::F32), &Device::Cpu)
+        .unwrap_or_else(|e| panic!("{e}"))
 }
 
 fn batch(documents: &[Document]) -> Batch {

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-const METHODS: [(&str, &[&str]); 5] = [
+const METHODS: [(&str, &[&str]); 7] = [
     (
         "block",
         &["tune.method=block", "tune.block.switch_every=4", "model.dtype=bf16"],
@@ -36,6 +36,20 @@ const METHODS: [(&str, &[&str]); 5] = [
     (
         "lora",
         &["tune.method=lora", "tune.lora.r=4", "tune.lora.lora_dropout=0.1"],
+    ),
+    // A start that is taken off again, with ranks of its own for each linear.
+    (
+        "corda",
+        &[
+            "tune.method=lora",
+            "tune.lora.r=4",
+            "tune.lora.init_lora_weights=corda",
+            "tune.lora.corda.adaptive_rank=true",
+        ],
+    ),
+    (
+        "dora",
+        &["tune.method=lora", "tune.lora.r=4", "tune.lora.use_dora=true"],
     ),
 ];
 

@@ -1,6 +1,7 @@
 //! Tests of `adapter`: what is read and written, and every kind of lie that is refused.
 
 use super::*;
+use serde_json::json;
 
 const GOOD: &str = r#"{"peft_type":"LORA","task_type":"CAUSAL_LM","r":16,"lora_alpha":32,"lora_dropout":0.05,
     "target_modules":["v_proj","q_proj"],"bias":"none","use_rslora":true,"fan_in_fan_out":false,"use_dora":false,
@@ -28,11 +29,11 @@ fn a_peft_config_is_read_and_written_back() {
         (16, 32.0, 0.05, true)
     );
     assert_eq!(c.target_modules, Targets::List(vec!["q_proj".into(), "v_proj".into()]));
-    assert_eq!(c.rank_pattern["layers.0.self_attn.q_proj"], 4);
+    assert_eq!(c.rank_pattern, [("layers.0.self_attn.q_proj".to_string(), 4)]);
     assert_eq!(c.layers_to_transform, Some(vec![3]));
     let json = c.to_json();
     assert_eq!(json["lora_alpha"].to_string(), "32");
-    for key in TYPED.iter().chain(&[
+    for key in TYPED.iter().chain(own_keys("LORA")).chain(&[
         "peft_type",
         "bias",
         "inference_mode",
@@ -52,7 +53,6 @@ fn the_smallest_config_gets_the_defaults_of_peft() {
     let c = read(r#"{"peft_type":"LORA","target_modules":"all-linear"}"#).unwrap();
     assert_eq!((c.r, c.lora_alpha), (8, 8.0));
     assert_eq!(c.target_modules, Targets::AllLinear);
-    assert_eq!(c.scale(8.0, 4), 2.0);
     let c = read(r#"{"peft_type":"LORA","target_modules":".*q_proj"}"#).unwrap();
     assert_eq!(c.target_modules, Targets::Pattern(".*q_proj".into()));
 }
@@ -60,9 +60,8 @@ fn the_smallest_config_gets_the_defaults_of_peft() {
 #[test]
 fn what_changes_the_mathematics_is_refused_by_name() {
     for (key, value) in [
-        ("peft_type", json!("IA3")),
+        ("peft_type", json!("BOFT")),
         ("bias", json!("all")),
-        ("use_dora", json!(true)),
         ("fan_in_fan_out", json!(true)),
         ("lora_bias", json!(true)),
         ("trainable_token_indices", json!([1, 2])),
@@ -114,19 +113,87 @@ fn a_pickle_adapter_is_refused_and_not_opened() {
 #[test]
 fn names_round_trip() {
     let module = "model.layers.0.self_attn.q_proj";
-    let a = lora_key(module, "A");
-    assert_eq!(a, "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight");
-    assert_eq!(parse_key(&a), Some(AdapterKey::A(module.into())));
-    assert_eq!(parse_key(&lora_key(module, "B")), Some(AdapterKey::B(module.into())));
+    let kinds = [
+        (Kind::Lora, true),
+        (Kind::Ia3 { feedforward: vec![] }, false),
+        (Kind::Vera { d_initial: 0.1 }, false),
+        (Kind::Loha, false),
+        (
+            Kind::Lokr {
+                factor: -1,
+                both: false,
+            },
+            false,
+        ),
+        (
+            Kind::Oft {
+                block: 4,
+                neumann: None,
+            },
+            false,
+        ),
+        (Kind::Adalora { target_r: 2 }, false),
+    ];
+    for (kind, dora) in &kinds {
+        for below in below(kind, *dora) {
+            let name = file_key(&format!("{module}.{below}"));
+            assert_eq!(parse(&name, kind, *dora), Some(Key::Of(module.into(), below)));
+        }
+        assert_eq!(
+            parse("base_model.model.lm_head.weight", kind, *dora),
+            Some(Key::Whole("lm_head.weight".into()))
+        );
+    }
+    let lora = |name: &str| parse(name, &Kind::Lora, false);
     assert_eq!(
-        parse_key("base_model.model.lm_head.weight"),
-        Some(AdapterKey::Whole("lm_head.weight".into()))
+        lora("base_model.model.model.x.lora_A.default.weight"),
+        Some(Key::Of("model.x".into(), "lora_A.weight"))
     );
     assert_eq!(
-        parse_key("base_model.model.lm_head.modules_to_save.default.weight"),
-        Some(AdapterKey::Whole("lm_head.weight".into()))
+        lora("base_model.model.lm_head.modules_to_save.default.weight"),
+        Some(Key::Whole("lm_head.weight".into()))
     );
-    assert_eq!(parse_key("base_model.model.x.lora_magnitude_vector"), None);
-    assert_eq!(parse_key("base_model.model.x.lora_embedding_A"), None);
-    assert_eq!(parse_key("model.layers.0.weight"), None);
+    for stranger in [
+        "base_model.model.x.lora_magnitude_vector",
+        "base_model.model.x.lora_embedding_A",
+        "base_model.model.x.ia3_l",
+        "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta",
+        "model.layers.0.weight",
+    ] {
+        assert_eq!(lora(stranger), None, "{stranger}");
+    }
+}
+
+#[test]
+fn every_kind_is_read_and_written_back() {
+    for text in [
+        r#"{"peft_type":"LORA","use_dora":true,"r":4,"target_modules":["q_proj"]}"#,
+        r#"{"peft_type":"IA3","target_modules":["k_proj","down_proj"],"feedforward_modules":["down_proj"]}"#,
+        r#"{"peft_type":"VERA","r":32,"target_modules":["q_proj"],"d_initial":0.2,"save_projection":true,"projection_prng_key":0}"#,
+        r#"{"peft_type":"LOHA","r":4,"alpha":6,"target_modules":["q_proj"],"alpha_pattern":{"q_proj":3}}"#,
+        r#"{"peft_type":"LOKR","r":4,"alpha":6,"target_modules":["q_proj"],"decompose_both":true,"decompose_factor":8}"#,
+        r#"{"peft_type":"OFT","r":0,"oft_block_size":16,"target_modules":["q_proj"],"use_cayley_neumann":true,"num_cayley_neumann_terms":7}"#,
+        r#"{"peft_type":"OFT","r":0,"oft_block_size":16,"target_modules":["q_proj"],"use_cayley_neumann":false}"#,
+        r#"{"peft_type":"ADALORA","init_r":6,"target_r":3,"lora_alpha":12,"target_modules":["q_proj"],"rank_pattern":{"a":[true,false]}}"#,
+    ] {
+        let config = read(text).unwrap();
+        let again = AdapterConfig::from_map(config.to_json().as_object().unwrap(), Path::new("y")).unwrap();
+        assert_eq!(
+            again,
+            AdapterConfig {
+                peft_version: again.peft_version.clone(),
+                ..config
+            },
+            "{text}"
+        );
+    }
+    for (text, part) in [
+        (r#"{"peft_type":"VERA","save_projection":false}"#, "save_projection"),
+        (r#"{"peft_type":"OFT","coft":true}"#, "`coft`"),
+        (r#"{"peft_type":"OFT","block_share":true}"#, "`block_share`"),
+        (r#"{"peft_type":"LOHA","module_dropout":0.5}"#, "`module_dropout`"),
+        (r#"{"peft_type":"LOKR","lora_alpha":3}"#, "`lora_alpha`"),
+    ] {
+        assert!(read(text).unwrap_err().to_string().contains(part), "{text}");
+    }
 }

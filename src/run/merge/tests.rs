@@ -3,11 +3,14 @@
 use super::*;
 use crate::base::ErrorKind;
 use crate::export::testing::{adapter_config, adapters, base, names, numbers};
+use crate::model::Adapters;
 use crate::ops::update;
+use std::collections::BTreeMap;
 
 fn expected(name: &str, p: &ParamInfo, adapters: &Adapters) -> Vec<f32> {
     let mut w = numbers(name, p.elements());
-    if let Some(lora) = name.strip_suffix(".weight").and_then(|m| adapters.get(m)) {
+    if let Some(adapter) = name.strip_suffix(".weight").and_then(|m| adapters.get(m)) {
+        let lora = adapter.lora().unwrap();
         let (a, b) = (
             update::to_f32_vec(&lora.a).unwrap(),
             update::to_f32_vec(&lora.b).unwrap(),
@@ -22,6 +25,10 @@ fn expected(name: &str, p: &ParamInfo, adapters: &Adapters) -> Vec<f32> {
         }
     }
     w
+}
+
+fn one(dir: &Path) -> [(PathBuf, f32); 1] {
+    [(dir.to_path_buf(), 1.0)]
 }
 
 #[test]
@@ -42,11 +49,11 @@ fn merging_adds_the_delta_and_touches_nothing_else() {
         let d = dir.path().join(i.to_string());
         let base = base(&d, true, stored);
         let print = export::fingerprint(&base).unwrap();
-        let adapter = export::adapter(&d.join("adapter"), &config, &adapters, &base, &print).unwrap();
+        let adapter = export::adapter(&d.join("adapter"), &config, &adapters, &BTreeMap::new(), &base, &print).unwrap();
         export::set_chat_template(&adapter, "trained with this").unwrap();
         let out = d.join("merged");
         std::fs::create_dir(&out).unwrap();
-        let report = merge(&base, &adapter, &out, dtype).unwrap();
+        let report = merge(&base, &one(&adapter), &out, dtype).unwrap();
         let spec = families::read(&Config::load(&out).unwrap()).unwrap();
         let weights = Weights::open(&out).unwrap();
         assert_eq!(
@@ -96,16 +103,24 @@ fn merging_refuses_what_it_must_not_touch_or_does_not_know() {
     let adapters = adapters(&config, |_| (2, 3.0));
     let base = base(d, true, StoredDtype::F32);
     let print = export::fingerprint(&base).unwrap();
-    let adapter = export::adapter(&d.join("adapter"), &config, &adapters, &base, &print).unwrap();
-    let error = |out: &str| merge(&base, &adapter, &d.join(out), None).unwrap_err();
+    let adapter = export::adapter(&d.join("adapter"), &config, &adapters, &BTreeMap::new(), &base, &print).unwrap();
+    let error = |out: &str| merge(&base, &one(&adapter), &d.join(out), None).unwrap_err();
     let e = error("base");
     assert_eq!(e.kind(), ErrorKind::Usage);
     assert!(e.to_string().contains("not empty"), "{e}");
     assert_eq!(error("base/config.json").kind(), ErrorKind::Usage);
 
-    export::adapter(&d.join("adapter"), &config, &adapters, &base, "blake3:of another").unwrap();
+    export::adapter(
+        &d.join("adapter"),
+        &config,
+        &adapters,
+        &BTreeMap::new(),
+        &base,
+        "blake3:of another",
+    )
+    .unwrap();
     assert!(error("out").to_string().contains("another base"));
-    export::adapter(&d.join("adapter"), &config, &adapters, &base, &print).unwrap();
+    export::adapter(&d.join("adapter"), &config, &adapters, &BTreeMap::new(), &base, &print).unwrap();
 
     // A weight the config does not know of: an untied head beside a config that says tied is a copy; others are not.
     let weights = Weights::open(&base).unwrap();

@@ -1,0 +1,111 @@
+//! `ft adapter`: look at adapters, compare two, add several up into one.
+
+use super::out::out;
+use crate::base::Result;
+use crate::base::units::{bytes, count};
+use crate::run::adapter_tools as tools;
+use clap::Subcommand;
+use std::path::PathBuf;
+
+/// Look at PEFT adapters: show one, compare two, combine several
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  ft adapter show runs/lora/final
+  ft adapter diff runs/a/final runs/b/final
+  ft adapter combine skill=0.7 style=0.3 --out both
+  ft adapter combine skill habit=-1 --rank 16 --out changed")]
+pub struct Args {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(Debug, Subcommand)]
+enum Action {
+    /// What it trains, its size, and the base it belongs to
+    Show {
+        /// PEFT adapter directory
+        dir: PathBuf,
+        /// One JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Where two adapters differ
+    Diff {
+        /// PEFT adapter directory
+        a: PathBuf,
+        /// Another one
+        b: PathBuf,
+        /// One JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Several LoRA adapters of one base as one: the weighted sum of their changes
+    Combine {
+        /// Adapter directories, each with its weight [default: 1]; a negative weight takes one off
+        #[arg(value_name = "DIR[=WEIGHT]", required = true, value_parser = super::parse_weighted)]
+        adapters: Vec<(PathBuf, f32)>,
+        /// New adapter directory
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+        /// Compress to this rank [default: the sum of the ranks, without loss]
+        #[arg(long, value_name = "R")]
+        rank: Option<usize>,
+    },
+}
+
+pub fn run(args: Args) -> Result<i32> {
+    match args.action {
+        Action::Show { dir, json } => {
+            let shown = tools::show(&dir)?;
+            if json {
+                out(shown.json())?;
+                return Ok(0);
+            }
+            out(format!("{:<10} {}", "kind", shown.kind))?;
+            out(format!("{:<10} {}", "trains", count(shown.elements)))?;
+            out(format!("{:<10} {}", "size", bytes(shown.bytes)))?;
+            out(format!(
+                "{:<10} {}",
+                "base",
+                shown.base.as_deref().unwrap_or("not named")
+            ))?;
+            let print = shown
+                .fingerprint
+                .as_deref()
+                .unwrap_or("not known (saved by another tool)");
+            out(format!("{:<10} {print}", "weights"))?;
+            for (key, value) in &shown.settings {
+                out(format!("{key:<10} {value}"))?;
+            }
+            for line in &shown.modules {
+                out(format!("  {line}"))?;
+            }
+        }
+        Action::Diff { a, b, json } => {
+            let found = tools::diff(&a, &b)?;
+            if json {
+                out(found.json())?;
+                return Ok(0);
+            }
+            if found.same() {
+                out("the adapters are the same, number by number")?;
+            }
+            for line in found.lines() {
+                out(line)?;
+            }
+        }
+        Action::Combine {
+            adapters,
+            out: to,
+            rank,
+        } => {
+            let report = tools::combine(&adapters, &to, rank)?;
+            if let Some(lost) = report.lost {
+                super::note(&format!("compressed: at most {lost:.2e} of a linear's change is lost"));
+            }
+            super::note(&format!("rank {}, {} linears", report.rank, report.modules));
+            out(to.display())?;
+        }
+    }
+    Ok(0)
+}

@@ -1,0 +1,68 @@
+//! Names of tensors in `adapter_model.safetensors`.
+
+use super::Kind;
+
+pub const PREFIX: &str = "base_model.model.";
+/// The random pair that all linears of a VeRA adapter share.
+pub const VERA: [&str; 2] = ["base_model.vera_A", "base_model.vera_B"];
+
+/// Names below a module, for each kind of adapter.
+pub fn below(kind: &Kind, dora: bool) -> &'static [&'static str] {
+    match kind {
+        Kind::Lora if dora => &["lora_A.weight", "lora_B.weight", "lora_magnitude_vector"],
+        Kind::Lora => &["lora_A.weight", "lora_B.weight"],
+        Kind::Ia3 { .. } => &["ia3_l"],
+        Kind::Vera { .. } => &["vera_lambda_b", "vera_lambda_d"],
+        Kind::Loha => &["hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"],
+        Kind::Lokr { .. } => &["lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"],
+        Kind::Oft { .. } => &["oft_R.weight"],
+        Kind::Adalora { .. } => &["lora_A", "lora_B", "lora_E"],
+    }
+}
+
+/// Parts of names that only tensors of adapters have.
+const MARKS: [&str; 8] = [
+    ".lora_",
+    ".ia3_",
+    ".vera_",
+    ".hada_",
+    ".lokr_",
+    ".oft_",
+    ".token_adapter.",
+    ".trainable_tokens",
+];
+
+/// What a tensor of an adapter file is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Key {
+    /// A tensor of the adapter on a module: the module, and its name below it.
+    Of(String, &'static str),
+    /// A whole parameter of a module in `modules_to_save`, by its name in the model.
+    Whole(String),
+}
+
+/// The name in the file of a tensor of an adapter: `model.layers.0.self_attn.q_proj.lora_A.weight`.
+pub fn file_key(part: &str) -> String {
+    format!("{PREFIX}{part}")
+}
+
+/// Reads a tensor name back; `None` for a name that no adapter of this kind has.
+pub fn parse(name: &str, kind: &Kind, dora: bool) -> Option<Key> {
+    let rest = name.strip_prefix(PREFIX)?;
+    for below in below(kind, dora) {
+        // Files written by hand sometimes keep the adapter name "default".
+        let by_hand = match below.strip_suffix(".weight") {
+            Some(head) => format!(".{head}.default.weight"),
+            None => format!(".{below}.default"),
+        };
+        for end in [format!(".{below}"), by_hand] {
+            if let Some(module) = rest.strip_suffix(&end) {
+                return (!module.is_empty()).then(|| Key::Of(module.to_string(), below));
+            }
+        }
+    }
+    if MARKS.iter().any(|mark| rest.contains(mark)) {
+        return None;
+    }
+    Some(Key::Whole(rest.replace(".modules_to_save.default.", ".")))
+}

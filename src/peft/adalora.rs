@@ -1,0 +1,116 @@
+//! AdaLoRA (Zhang et al. 2023, arXiv 2303.10512, section 3.1): y = x·Wᵀ + c · ((e ⊙ (x·Aᵀ))·Bᵀ): a pair with learned
+//! singular values, of which the least important are set to zero while training goes on.
+//!
+//! Letters: N tokens, I input features, O output features, R rank.
+
+use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
+use super::frozen::Frozen;
+use super::small::{self, Mask};
+use crate::base::Result;
+use crate::ops::{linear, update};
+use candle_core::Tensor;
+
+#[derive(Debug, Clone)]
+pub struct Adalora {
+    /// `[R, I]`
+    pub a: Part,
+    /// `[O, R]`
+    pub b: Part,
+    /// Singular values, `[R, 1]`.
+    pub e: Part,
+    /// alpha / (rank + 1e-5), as in PEFT: with the rank the adapter started with.
+    pub scale: f32,
+    pub mask: Mask,
+}
+
+impl Adalora {
+    pub fn new(module: &str, a: Tensor, b: Tensor, e: Tensor, scale: f32, mask: Mask) -> Self {
+        Self {
+            a: Part::new(module, "lora_A", a),
+            b: Part::new(module, "lora_B", b),
+            e: Part::new(module, "lora_E", e),
+            scale,
+            mask,
+        }
+    }
+
+    /// A and B normal with deviation 0.02, singular values zero.
+    pub fn fresh(
+        module: &str,
+        (r, input, output): (usize, usize, usize),
+        scale: f32,
+        seed: u64,
+        mask: Mask,
+    ) -> Result<Self> {
+        let a = small::normal((r, input), 0.02, seed, mask.site, 0)?;
+        let b = small::normal((output, r), 0.02, seed, mask.site, 1)?;
+        Ok(Self::new(module, a, b, small::full(&[r, 1], 0.0)?, scale, mask))
+    }
+}
+
+/// alpha / (r + 1e-5).
+pub fn scaling(alpha: f64, r: usize) -> f32 {
+    (alpha / (r as f64 + 1e-5)) as f32
+}
+
+impl Kind for Adalora {
+    fn parts(&self) -> Vec<Part> {
+        vec![self.a.clone(), self.b.clone(), self.e.clone()]
+    }
+
+    fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
+        let y = base.forward(x)?;
+        let u = linear::forward(&self.mask.dropped(x, dropout)?, &self.a.tensor, None)?;
+        let h = small::scale_columns(&u, &self.e.tensor)?;
+        update::scale_assign(&h, self.scale)?;
+        linear::forward_add(&y, &h, &self.b.tensor)?;
+        Ok(y)
+    }
+
+    fn backward(&self, back: Backward<'_>) -> Result<Backed> {
+        let dx = back.base.backward(back.dy, back.dx)?;
+        if back.x.is_none() && dx.is_none() {
+            return Ok((None, Vec::new()));
+        }
+        let dh = linear::backward_input(back.dy, &self.b.tensor)?; // [N, R]
+        update::scale_assign(&dh, self.scale)?;
+        let du = small::scale_columns(&dh, &self.e.tensor)?;
+        let mut gradients = Vec::new();
+        if let Some(x) = back.x {
+            let x = self.mask.dropped(x, back.dropout)?;
+            let u = linear::forward(&x, &self.a.tensor, None)?;
+            let h = small::scale_columns(&u, &self.e.tensor)?;
+            update::scale_assign(&h, self.scale)?;
+            let f32 = self.a.tensor.dtype();
+            let e = small::sum_product(&dh, &u)?.reshape(self.e.tensor.shape())?;
+            for (part, gradient) in [
+                (&self.a, linear::grad_weight(&du, &x, f32)?),
+                (&self.b, linear::grad_weight(back.dy, &h, f32)?),
+                (&self.e, e),
+            ] {
+                gradients.push(Gradient {
+                    part: part.clone(),
+                    gradient,
+                });
+            }
+        }
+        if dx.is_some() {
+            let through = linear::backward_input(&du, &self.a.tensor)?;
+            self.mask.add_back(dx.as_ref(), &through, back.dropout)?;
+        }
+        Ok((dx, gradients))
+    }
+
+    fn merged(&self, w: &Tensor) -> Result<Tensor> {
+        let a = small::scale_rows(&self.a.tensor, &self.e.tensor)?;
+        let delta = small::product(&self.b.tensor, &a)?;
+        update::scale_assign(&delta, self.scale)?;
+        Ok((w + delta)?)
+    }
+
+    fn work(&self) -> (u64, usize, u64, u64) {
+        let r = self.e.tensor.elem_count() as u64;
+        let i = self.a.tensor.elem_count() as u64 / r.max(1);
+        (0, 0, i + 4 * r, 0)
+    }
+}

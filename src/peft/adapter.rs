@@ -1,0 +1,228 @@
+//! An adapter on one linear, of any kind: what each kind has to answer, and the one `match` over the kinds.
+//!
+//! Letters: N tokens, I input features, O output features, R rank.
+
+use super::frozen::{Dx, Frozen};
+use super::{Adalora, Dora, Ia3, Loha, Lokr, Lora, Oft, Vera};
+use crate::base::Result;
+use candle_core::{Device, Tensor};
+use std::sync::Arc;
+
+/// What the dropout masks of one micro-batch depend on.
+#[derive(Debug, Clone, Copy)]
+pub struct Dropout {
+    pub seed: u64,
+    pub step: u64,
+    pub micro: u64,
+}
+
+/// A named tensor of an adapter, f32.
+#[derive(Debug, Clone)]
+pub struct Part {
+    /// `model.layers.0.self_attn.q_proj.lora_A.weight`: in a PEFT file `base_model.model.` stands before it.
+    pub name: Arc<str>,
+    pub tensor: Tensor,
+}
+
+impl Part {
+    pub fn new(module: &str, below: &str, tensor: Tensor) -> Self {
+        Self {
+            name: format!("{module}.{below}").into(),
+            tensor,
+        }
+    }
+}
+
+/// The gradient of a part, of its shape.
+pub struct Gradient {
+    pub part: Part,
+    pub gradient: Tensor,
+}
+
+/// A backward pass through a linear with its adapter.
+pub struct Backward<'a> {
+    pub base: &'a dyn Frozen,
+    /// `[N, I]`: given where gradients of the adapter are wanted.
+    pub x: Option<&'a Tensor>,
+    /// `[N, O]`
+    pub dy: &'a Tensor,
+    pub dx: Dx<'a>,
+    pub dropout: Option<Dropout>,
+}
+
+/// `∂x` `[N, I]`, where it is needed, and the gradients of the trained parts, where `x` was given.
+pub type Backed = (Option<Tensor>, Vec<Gradient>);
+
+/// What an adapter holds and needs beside its linear, for the planner.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Cost {
+    /// Name and shape of every trained part.
+    pub trained: Vec<(Arc<str>, Vec<usize>)>,
+    /// Elements that are held and not trained.
+    pub fixed: u64,
+    /// R of a delta that is applied as two thin products; 0 for other kinds.
+    pub rank: usize,
+    /// Elements that forward and backward need for a moment: for each token, and in all.
+    pub per_token: u64,
+    pub whole: u64,
+}
+
+/// What every kind answers.
+pub(super) trait Kind {
+    /// The trained tensors, in the order of the file.
+    fn parts(&self) -> Vec<Part>;
+
+    /// `x` `[N, I]` to the linear's output with the adapter, `[N, O]`.
+    fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor>;
+
+    fn backward(&self, b: Backward<'_>) -> Result<Backed>;
+
+    /// W `[O, I]` with the adapter folded in, f32 on the CPU.
+    fn merged(&self, w: &Tensor) -> Result<Tensor>;
+
+    /// The bias `[O]` with the adapter folded in; only some kinds change it.
+    fn merged_bias(&self, bias: &Tensor) -> Result<Tensor> {
+        Ok(bias.clone())
+    }
+
+    /// Elements that are held and not trained; R; moments per token and in all.
+    fn work(&self) -> (u64, usize, u64, u64);
+}
+
+/// One adapter of one linear.
+#[derive(Debug, Clone)]
+pub enum Adapter {
+    Lora(Lora),
+    Dora(Dora),
+    Ia3(Ia3),
+    Vera(Vera),
+    Loha(Loha),
+    Lokr(Lokr),
+    Oft(Oft),
+    Adalora(Adalora),
+}
+
+impl Adapter {
+    fn kind(&self) -> &dyn Kind {
+        match self {
+            Self::Lora(k) => k,
+            Self::Dora(k) => k,
+            Self::Ia3(k) => k,
+            Self::Vera(k) => k,
+            Self::Loha(k) => k,
+            Self::Lokr(k) => k,
+            Self::Oft(k) => k,
+            Self::Adalora(k) => k,
+        }
+    }
+
+    /// The trained tensors.
+    pub fn parts(&self) -> Vec<Part> {
+        self.kind().parts()
+    }
+
+    /// Tensors that a run needs again after a stop: those that train, and a start that is taken off.
+    pub fn saved(&self) -> Vec<Part> {
+        let mut all = self.parts();
+        if let Some(lora) = self.lora() {
+            all.extend(lora.start_parts());
+        }
+        all
+    }
+
+    /// `x` `[N, I]` to the linear's output with the adapter, `[N, O]`.
+    pub fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
+        self.kind().forward(base, x, dropout)
+    }
+
+    /// Goes back through linear and adapter; no gradient leaves before `∂x` is computed.
+    pub fn backward(&self, b: Backward<'_>) -> Result<Backed> {
+        self.kind().backward(b)
+    }
+
+    /// W `[O, I]` with the adapter folded in, f32 on the CPU.
+    pub fn merged(&self, w: &Tensor) -> Result<Tensor> {
+        self.kind().merged(w)
+    }
+
+    /// The bias `[O]` with the adapter folded in.
+    pub fn merged_bias(&self, bias: &Tensor) -> Result<Tensor> {
+        self.kind().merged_bias(bias)
+    }
+
+    pub fn cost(&self) -> Cost {
+        let (fixed, rank, per_token, whole) = self.kind().work();
+        let trained = self.parts();
+        Cost {
+            trained: trained
+                .into_iter()
+                .map(|p| (p.name, p.tensor.dims().to_vec()))
+                .collect(),
+            fixed,
+            rank,
+            per_token,
+            whole,
+        }
+    }
+
+    /// The same adapter with its tensors on this device.
+    pub fn on(&self, device: &Device) -> Result<Self> {
+        let to = |t: &mut Tensor| -> Result<()> {
+            *t = t.to_device(device)?;
+            Ok(())
+        };
+        let lora = |l: &mut Lora| -> Result<()> {
+            to(&mut l.a)?;
+            to(&mut l.b)?;
+            match &mut l.start {
+                Some((a, b)) => to(a).and_then(|()| to(b)),
+                None => Ok(()),
+            }
+        };
+        let mut own = self.clone();
+        match &mut own {
+            Self::Lora(k) => lora(k)?,
+            Self::Dora(k) => {
+                lora(&mut k.lora)?;
+                to(&mut k.magnitude)?;
+            }
+            Self::Ia3(k) => to(&mut k.factors.tensor)?,
+            Self::Vera(k) => {
+                for t in [
+                    &mut k.shared.a,
+                    &mut k.shared.b,
+                    &mut k.lambda_b.tensor,
+                    &mut k.lambda_d.tensor,
+                ] {
+                    to(t)?;
+                }
+            }
+            Self::Loha(k) => k.factors.iter_mut().try_for_each(|p| to(&mut p.tensor))?,
+            Self::Lokr(k) => {
+                let both = k.first.parts_mut().into_iter().chain(k.second.parts_mut());
+                both.into_iter().try_for_each(|p| to(&mut p.tensor))?;
+            }
+            Self::Oft(k) => to(&mut k.triangles.tensor)?,
+            Self::Adalora(k) => {
+                for t in [&mut k.a.tensor, &mut k.b.tensor, &mut k.e.tensor] {
+                    to(t)?;
+                }
+            }
+        }
+        Ok(own)
+    }
+
+    /// The low-rank pair, where the kind has one.
+    pub fn lora(&self) -> Option<&Lora> {
+        match self {
+            Self::Lora(lora) => Some(lora),
+            Self::Dora(dora) => Some(&dora.lora),
+            _ => None,
+        }
+    }
+
+    /// How many trained elements there are.
+    pub fn elements(&self) -> usize {
+        self.parts().iter().map(|p| p.tensor.elem_count()).sum()
+    }
+}

@@ -1,0 +1,158 @@
+//! DoRA (Liu et al. 2024, arXiv 2402.09353, section 4): W' = m ⊙ V / ‖V‖ with V = W + s·B·A, norms over the rows
+//! of V. As in its section 4.3 the norm counts as a constant in the backward pass.
+//!
+//! V is never built: ‖V‖² = ‖W‖² + 2s·Σ B ⊙ (A·Wᵀ)ᵀ + s²·Σ (B·A·Aᵀ) ⊙ B, row by row, so any storage of W serves.
+//!
+//! Letters: N tokens, I input features, O output features, R rank.
+
+use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
+use super::frozen::{Dx, Frozen};
+use super::lora::Lora;
+use super::small;
+use crate::base::Result;
+use crate::ops::{linear, update};
+use candle_core::Tensor;
+use std::sync::{Arc, OnceLock};
+
+/// Rows of W that are decoded at a time.
+const ROWS: usize = 256;
+
+#[derive(Debug, Clone)]
+pub struct Dora {
+    pub lora: Lora,
+    /// m, `[O]`
+    pub magnitude: Tensor,
+    pub name: Arc<str>,
+    /// ‖W‖² of each row, `[O]`: found when first needed, W does not change.
+    squares: OnceLock<Tensor>,
+}
+
+impl Dora {
+    pub fn new(module: &str, lora: Lora, magnitude: Tensor) -> Self {
+        Self {
+            lora,
+            magnitude,
+            name: format!("{module}.lora_magnitude_vector").into(),
+            squares: OnceLock::new(),
+        }
+    }
+
+    /// The start of training: m is the norm, so the model is unchanged.
+    pub fn begin(&self, base: &dyn Frozen) -> Result<()> {
+        small::fill(&self.magnitude, &update::to_f32_vec(&self.norm(base)?)?)
+    }
+
+    fn squares(&self, base: &dyn Frozen) -> Result<Tensor> {
+        if let Some(found) = self.squares.get() {
+            return Ok(found.clone());
+        }
+        let (outputs, inputs) = base.dims();
+        let mut sums = Vec::with_capacity(outputs);
+        for first in (0..outputs).step_by(ROWS) {
+            let rows = base.rows(first, ROWS.min(outputs - first))?;
+            sums.extend(
+                rows.chunks_exact(inputs)
+                    .map(|row| row.iter().map(|&w| f64::from(w).powi(2)).sum::<f64>() as f32),
+            );
+        }
+        let sums = Tensor::from_vec(sums, outputs, self.magnitude.device())?;
+        Ok(self.squares.get_or_init(|| sums).clone())
+    }
+
+    /// ‖V‖ of each row, `[O]`.
+    fn norm(&self, base: &dyn Frozen) -> Result<Tensor> {
+        let (a, b, s) = (&self.lora.a, &self.lora.b, f64::from(self.lora.scale));
+        let across = small::transposed(&base.product(a)?)?; // [O, R]
+        let gram = linear::forward(a, a, None)?; // [R, R]
+        let own = linear::forward(b, &gram, None)?; // [O, R]
+        let cross = ((across * b)?.sum(1)? * (2.0 * s))?;
+        let own = ((own * b)?.sum(1)? * (s * s))?;
+        Ok(((self.squares(base)? + cross)? + own)?.maximum(0f32)?.sqrt()?)
+    }
+
+    /// x·Wᵀ + s·(x·Aᵀ)·Bᵀ without dropout or bias, `[N, O]`.
+    fn direction(&self, base: &dyn Frozen, x: &Tensor) -> Result<Tensor> {
+        let z = base.product(x)?;
+        self.lora.add_to(&z, x, None)?;
+        Ok(z)
+    }
+}
+
+impl Kind for Dora {
+    fn parts(&self) -> Vec<Part> {
+        let mut parts = self.lora.parts();
+        parts.push(Part {
+            name: self.name.clone(),
+            tensor: self.magnitude.clone(),
+        });
+        parts
+    }
+
+    fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
+        let g = (&self.magnitude / self.norm(base)?)?; // [O]
+        let y = base.forward(x)?;
+        // y = base + (g - 1) ⊙ x̃·Wᵀ + g ⊙ s·lora(x̃): with dropout x̃ is not x.
+        let dropped = self.lora.mask.dropped(x, dropout)?;
+        let plain = base.product(&dropped)?;
+        let with = plain.copy()?;
+        self.lora.add_to(&with, &dropped, None)?;
+        let change = (small::scale_columns(&with, &g)? - plain)?;
+        update::add_assign(&y, &change)?;
+        Ok(y)
+    }
+
+    fn backward(&self, b: Backward<'_>) -> Result<Backed> {
+        let norm = self.norm(b.base)?;
+        let g = (&self.magnitude / &norm)?;
+        let scaled = small::scale_columns(b.dy, &g)?; // ∂ at the direction
+        let drops = self.lora.mask.drops(b.dropout);
+        let dropped = match b.x {
+            Some(x) => Some(self.lora.mask.dropped(x, b.dropout)?),
+            None => None,
+        };
+        let (dx, grads) = if drops {
+            let dx = b.base.backward(b.dy, b.dx)?;
+            let through = match &dx {
+                Some(_) => b.base.backward(&(&scaled - b.dy)?, Dx::New)?,
+                None => None,
+            };
+            let grads = self.lora.gradients(dropped.as_ref(), &scaled, through.as_ref(), None)?;
+            if let Some(through) = &through {
+                self.lora.mask.add_back(dx.as_ref(), through, b.dropout)?;
+            }
+            (dx, grads)
+        } else {
+            let dx = b.base.backward(&scaled, b.dx)?;
+            let grads = match dropped.is_some() || dx.is_some() {
+                true => self.lora.gradients(dropped.as_ref(), &scaled, dx.as_ref(), None)?,
+                false => None,
+            };
+            (dx, grads)
+        };
+        let mut out = grads.map(|g| self.lora.gradient_parts(g)).unwrap_or_default();
+        if let Some(x) = &dropped {
+            let sum = small::sum_product(b.dy, &self.direction(b.base, x)?)?;
+            out.push(Gradient {
+                part: Part {
+                    name: self.name.clone(),
+                    tensor: self.magnitude.clone(),
+                },
+                gradient: (sum / norm)?,
+            });
+        }
+        Ok((dx, out))
+    }
+
+    fn merged(&self, w: &Tensor) -> Result<Tensor> {
+        let v = self.lora.merged(w)?;
+        let norm = v.sqr()?.sum(1)?.sqrt()?;
+        small::scale_rows(&v, &(&self.magnitude / norm)?)
+    }
+
+    fn work(&self) -> (u64, usize, u64, u64) {
+        let (r, i) = (self.lora.rank() as u64, self.lora.a.elem_count() as u64);
+        let o = self.magnitude.elem_count() as u64;
+        let inputs = i / r.max(1);
+        (o, self.lora.rank(), 4 * o + inputs, 4 * o * r + ROWS as u64 * inputs)
+    }
+}

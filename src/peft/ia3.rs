@@ -1,0 +1,105 @@
+//! (IA)³ (Liu et al. 2022, arXiv 2205.05638, section 3.3): one learned factor for each output feature of a
+//! linear, or, for the feed-forward ones, for each input feature.
+//!
+//! Letters: N tokens, I input features, O output features.
+
+use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
+use super::frozen::{Dx, Frozen};
+use super::small;
+use crate::base::Result;
+use crate::ops::update;
+use candle_core::Tensor;
+
+#[derive(Debug, Clone)]
+pub struct Ia3 {
+    /// `[O, 1]`; `[1, I]` where it scales the input.
+    pub factors: Part,
+    pub feedforward: bool,
+}
+
+impl Ia3 {
+    pub fn new(module: &str, factors: Tensor, feedforward: bool) -> Self {
+        Self {
+            factors: Part::new(module, "ia3_l", factors),
+            feedforward,
+        }
+    }
+
+    /// All factors 1: the model is unchanged.
+    pub fn fresh(module: &str, input: usize, output: usize, feedforward: bool) -> Result<Self> {
+        let dims = if feedforward { [1, input] } else { [output, 1] };
+        Ok(Self::new(module, small::full(&dims, 1.0)?, feedforward))
+    }
+
+    fn gradient(&self, sums: Tensor) -> Result<Gradient> {
+        Ok(Gradient {
+            part: self.factors.clone(),
+            gradient: sums.reshape(self.factors.tensor.shape())?,
+        })
+    }
+}
+
+impl Kind for Ia3 {
+    fn parts(&self) -> Vec<Part> {
+        vec![self.factors.clone()]
+    }
+
+    fn forward(&self, base: &dyn Frozen, x: &Tensor, _: Option<Dropout>) -> Result<Tensor> {
+        match self.feedforward {
+            true => base.forward(&small::scale_columns(x, &self.factors.tensor)?),
+            false => small::scale_columns(&base.forward(x)?, &self.factors.tensor),
+        }
+    }
+
+    fn backward(&self, b: Backward<'_>) -> Result<Backed> {
+        let factors = &self.factors.tensor;
+        if !self.feedforward {
+            let dx = match b.dx {
+                Dx::NotNeeded => None,
+                dx => b.base.backward(&small::scale_columns(b.dy, factors)?, dx)?,
+            };
+            let gradient = match b.x {
+                Some(x) => vec![self.gradient(small::sum_product(b.dy, &b.base.forward(x)?)?)?],
+                None => Vec::new(),
+            };
+            return Ok((dx, gradient));
+        }
+        if b.x.is_none() && !b.dx.needed() {
+            return Ok((None, Vec::new()));
+        }
+        let Some(scaled) = b.base.backward(b.dy, Dx::New)? else {
+            return Ok((None, Vec::new()));
+        };
+        let gradient = match b.x {
+            Some(x) => vec![self.gradient(small::sum_product(&scaled, x)?)?],
+            None => Vec::new(),
+        };
+        let dx = match b.dx {
+            Dx::NotNeeded => None,
+            Dx::New => Some(small::scale_columns(&scaled, factors)?),
+            Dx::AddTo(sum) => {
+                update::add_assign(sum, &small::scale_columns(&scaled, factors)?)?;
+                Some(sum.clone())
+            }
+        };
+        Ok((dx, gradient))
+    }
+
+    fn merged(&self, w: &Tensor) -> Result<Tensor> {
+        match self.feedforward {
+            true => small::scale_columns(w, &self.factors.tensor),
+            false => small::scale_rows(w, &self.factors.tensor),
+        }
+    }
+
+    fn merged_bias(&self, bias: &Tensor) -> Result<Tensor> {
+        match self.feedforward {
+            true => Ok(bias.clone()),
+            false => Ok((bias * self.factors.tensor.flatten_all()?)?),
+        }
+    }
+
+    fn work(&self) -> (u64, usize, u64, u64) {
+        (0, 0, 2 * self.factors.tensor.elem_count() as u64, 0)
+    }
+}

@@ -1,0 +1,116 @@
+//! LoHa (Hyeon-Woo et al. 2021, FedPara, arXiv 2108.06098, section 2.2): W' = W + s · (P₁·Q₁) ⊙ (P₂·Q₂): the
+//! elementwise product of two low-rank matrices can have rank R².
+//!
+//! Letters: N tokens, I input features, O output features, R rank.
+
+use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
+use super::frozen::Frozen;
+use super::small;
+use crate::base::Result;
+use crate::ops::{linear, update};
+use candle_core::Tensor;
+
+#[derive(Debug, Clone)]
+pub struct Loha {
+    /// P₁ `[O, R]`, Q₁ `[R, I]`, P₂ `[O, R]`, Q₂ `[R, I]`
+    pub factors: [Part; 4],
+    pub scale: f32,
+}
+
+pub const NAMES: [&str; 4] = ["hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"];
+
+impl Loha {
+    pub fn new(module: &str, [a, b, c, d]: [Tensor; 4], scale: f32) -> Self {
+        let part = |i: usize, t| Part::new(module, NAMES[i], t);
+        Self {
+            factors: [part(0, a), part(1, b), part(2, c), part(3, d)],
+            scale,
+        }
+    }
+
+    /// As in PEFT: three factors U(-1/√columns, 1/√columns), the last zero.
+    pub fn fresh(
+        module: &str,
+        (r, input, output): (usize, usize, usize),
+        scale: f32,
+        seed: u64,
+        site: u64,
+    ) -> Result<Self> {
+        let draw = |dims: (usize, usize), which| small::uniform(dims, 1.0 / (dims.1 as f32).sqrt(), seed, site, which);
+        let factors = [
+            draw((output, r), 0)?,
+            draw((r, input), 1)?,
+            draw((output, r), 2)?,
+            small::full(&[r, input], 0.0)?,
+        ];
+        Ok(Self::new(module, factors, scale))
+    }
+
+    /// P₁·Q₁ and P₂·Q₂, `[O, I]` each.
+    fn halves(&self) -> Result<(Tensor, Tensor)> {
+        let [p1, q1, p2, q2] = &self.factors;
+        Ok((
+            small::product(&p1.tensor, &q1.tensor)?,
+            small::product(&p2.tensor, &q2.tensor)?,
+        ))
+    }
+
+    fn delta(&self) -> Result<Tensor> {
+        let (one, two) = self.halves()?;
+        let delta = (one * two)?;
+        update::scale_assign(&delta, self.scale)?;
+        Ok(delta)
+    }
+}
+
+impl Kind for Loha {
+    fn parts(&self) -> Vec<Part> {
+        self.factors.to_vec()
+    }
+
+    fn forward(&self, base: &dyn Frozen, x: &Tensor, _: Option<Dropout>) -> Result<Tensor> {
+        let y = base.forward(x)?;
+        linear::forward_add(&y, x, &self.delta()?)?;
+        Ok(y)
+    }
+
+    fn backward(&self, b: Backward<'_>) -> Result<Backed> {
+        let dx = b.base.backward(b.dy, b.dx)?;
+        if let Some(dx) = &dx {
+            linear::backward_input_add(dx, b.dy, &self.delta()?)?;
+        }
+        let Some(x) = b.x else { return Ok((dx, Vec::new())) };
+        let (one, two) = self.halves()?;
+        let whole = linear::grad_weight(b.dy, x, one.dtype())?; // [O, I]
+        update::scale_assign(&whole, self.scale)?;
+        let d_one = (&whole * two)?;
+        let d_two = (&whole * one)?;
+        drop(whole);
+        let mut gradients = Vec::new();
+        for (first, d) in [(0, d_one), (2, d_two)] {
+            let (p, q) = (&self.factors[first], &self.factors[first + 1]);
+            gradients.push(Gradient {
+                part: p.clone(),
+                gradient: linear::forward(&d, &q.tensor, None)?, // d·Qᵀ
+            });
+            gradients.push(Gradient {
+                part: q.clone(),
+                gradient: linear::grad_weight(&p.tensor, &d, d.dtype())?, // Pᵀ·d
+            });
+        }
+        Ok((dx, gradients))
+    }
+
+    fn merged(&self, w: &Tensor) -> Result<Tensor> {
+        Ok((w + self.delta()?)?)
+    }
+
+    fn work(&self) -> (u64, usize, u64, u64) {
+        let dims = |i: usize| self.factors[i].tensor.dims();
+        let whole = match (dims(0), dims(1)) {
+            ([o, _], [_, i]) => (o * i) as u64,
+            _ => 0,
+        };
+        (0, 0, 0, 5 * whole)
+    }
+}

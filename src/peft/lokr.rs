@@ -1,0 +1,227 @@
+//! LoKr (Yeh et al. 2023, LyCORIS, arXiv 2309.14859, section 3.3): W' = W + s · U ⊗ V, a Kronecker product whose
+//! factors may be low-rank products themselves. The product is never built while training:
+//! x·(U ⊗ V)ᵀ is two thin products over x read as a matrix.
+//!
+//! Letters: N tokens, I = C·D input features, O = A·B output features, U `[A, C]`, V `[B, D]`, R rank.
+
+use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
+use super::frozen::Frozen;
+use super::small;
+use crate::base::Result;
+use crate::ops::{linear, update};
+use candle_core::Tensor;
+
+/// One factor, whole or as a product.
+#[derive(Debug, Clone)]
+pub enum Factor {
+    Whole(Part),
+    Product(Part, Part),
+}
+
+impl Factor {
+    /// `name` is `lokr_w1` or `lokr_w2`.
+    pub fn whole(module: &str, name: &str, t: Tensor) -> Self {
+        Self::Whole(Part::new(module, name, t))
+    }
+
+    pub fn product(module: &str, name: &str, a: Tensor, b: Tensor) -> Self {
+        Self::Product(
+            Part::new(module, &format!("{name}_a"), a),
+            Part::new(module, &format!("{name}_b"), b),
+        )
+    }
+
+    /// Rows and columns.
+    pub fn dims(&self) -> (usize, usize) {
+        match self {
+            Self::Whole(p) => (dim(p, 0), dim(p, 1)),
+            Self::Product(a, b) => (dim(a, 0), dim(b, 1)),
+        }
+    }
+
+    fn matrix(&self) -> Result<Tensor> {
+        match self {
+            Self::Whole(p) => Ok(p.tensor.clone()),
+            Self::Product(a, b) => small::product(&a.tensor, &b.tensor),
+        }
+    }
+
+    fn parts(&self) -> Vec<Part> {
+        match self {
+            Self::Whole(p) => vec![p.clone()],
+            Self::Product(a, b) => vec![a.clone(), b.clone()],
+        }
+    }
+
+    pub(super) fn parts_mut(&mut self) -> Vec<&mut Part> {
+        match self {
+            Self::Whole(p) => vec![p],
+            Self::Product(a, b) => vec![a, b],
+        }
+    }
+
+    /// From the gradient of the whole factor.
+    fn gradients(&self, d: Tensor, out: &mut Vec<Gradient>) -> Result<()> {
+        let mut add = |part: &Part, gradient| {
+            let part = part.clone();
+            out.push(Gradient { part, gradient });
+        };
+        match self {
+            Self::Whole(p) => add(p, d),
+            Self::Product(a, b) => {
+                add(a, linear::forward(&d, &b.tensor, None)?);
+                add(b, linear::grad_weight(&a.tensor, &d, d.dtype())?);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn dim(p: &Part, i: usize) -> usize {
+    p.tensor.dims().get(i).copied().unwrap_or(0)
+}
+
+#[derive(Debug, Clone)]
+pub struct Lokr {
+    /// U
+    pub first: Factor,
+    /// V
+    pub second: Factor,
+    pub scale: f32,
+}
+
+/// Two numbers whose product is `n`, the first not larger: `factor` and the rest where it divides `n`; else as
+/// near to √n as a first number up to `factor` allows (-1: any).
+pub fn split(n: usize, factor: i64) -> (usize, usize) {
+    let limit = usize::try_from(factor).unwrap_or(n);
+    if factor > 0 && n.is_multiple_of(limit) {
+        return (limit, n / limit);
+    }
+    let (mut m, mut rest) = (1, n);
+    while m < rest {
+        let Some(next) = (m + 1..=n).find(|d| n.is_multiple_of(*d)) else {
+            break;
+        };
+        if next + n / next > m + rest || next > limit {
+            break;
+        }
+        (m, rest) = (next, n / next);
+    }
+    (m.min(rest), m.max(rest))
+}
+
+impl Lokr {
+    /// As in PEFT: U zero (of a product its first part), V uniform; a factor is a product where that is smaller.
+    pub fn fresh(
+        module: &str,
+        (r, input, output): (usize, usize, usize),
+        (factor, both): (i64, bool),
+        scale: f32,
+        seed: u64,
+        site: u64,
+    ) -> Result<Self> {
+        let ((a, b), (c, d)) = (split(output, factor), split(input, factor));
+        let draw = |dims: (usize, usize), which| small::uniform(dims, 1.0 / (dims.1 as f32).sqrt(), seed, site, which);
+        let first = match both && 2 * r < a.max(c) {
+            true => Factor::product(module, "lokr_w1", small::full(&[a, r], 0.0)?, draw((r, c), 0)?),
+            false => Factor::whole(module, "lokr_w1", small::full(&[a, c], 0.0)?),
+        };
+        let second = match 2 * r < b.max(d) {
+            true => Factor::product(module, "lokr_w2", draw((b, r), 1)?, draw((r, d), 2)?),
+            false => Factor::whole(module, "lokr_w2", draw((b, d), 1)?),
+        };
+        Ok(Self { first, second, scale })
+    }
+
+    /// `[N, P·Q]` read as P rows of Q to `[N·Q, P]`, and back with the numbers exchanged.
+    fn turned(x: &Tensor, n: usize, p: usize, q: usize) -> Result<Tensor> {
+        Ok(x.reshape((n, p, q))?
+            .transpose(1, 2)?
+            .contiguous()?
+            .reshape((n * q, p))?)
+    }
+
+    /// Of x `[N, C·D]`: x·Vᵀ turned, `[N·B, C]`.
+    fn middle(&self, x: &Tensor, v: &Tensor) -> Result<Tensor> {
+        let n = x.dim(0)?;
+        let ((_, c), (b, d)) = (self.first.dims(), self.second.dims());
+        let t = linear::forward(&x.reshape((n * c, d))?, v, None)?; // [N·C, B]
+        Self::turned(&t, n, c, b)
+    }
+}
+
+impl Kind for Lokr {
+    fn parts(&self) -> Vec<Part> {
+        let mut all = self.first.parts();
+        all.extend(self.second.parts());
+        all
+    }
+
+    fn forward(&self, base: &dyn Frozen, x: &Tensor, _: Option<Dropout>) -> Result<Tensor> {
+        let y = base.forward(x)?;
+        let (n, a, b) = (x.dim(0)?, self.first.dims().0, self.second.dims().0);
+        let q = linear::forward(&self.middle(x, &self.second.matrix()?)?, &self.first.matrix()?, None)?; // [N·B, A]
+        let change = Self::turned(&q, n, b, a)?.reshape((n, a * b))?;
+        update::scale_assign(&change, self.scale)?;
+        update::add_assign(&y, &change)?;
+        Ok(y)
+    }
+
+    fn backward(&self, back: Backward<'_>) -> Result<Backed> {
+        let dx = back.base.backward(back.dy, back.dx)?;
+        if back.x.is_none() && dx.is_none() {
+            return Ok((None, Vec::new()));
+        }
+        let (n, (a, c), (b, d)) = (back.dy.dim(0)?, self.first.dims(), self.second.dims());
+        let (u, v) = (self.first.matrix()?, self.second.matrix()?);
+        let dq = Self::turned(back.dy, n, a, b)?; // [N·B, A]
+        update::scale_assign(&dq, self.scale)?;
+        let dt = Self::turned(&linear::backward_input(&dq, &u)?, n, b, c)?; // [N·C, B]
+        let mut gradients = Vec::new();
+        if let Some(x) = back.x {
+            let du = linear::grad_weight(&dq, &self.middle(x, &v)?, u.dtype())?;
+            self.first.gradients(du, &mut gradients)?;
+            let dv = linear::grad_weight(&dt, &x.reshape((n * c, d))?, v.dtype())?;
+            self.second.gradients(dv, &mut gradients)?;
+        }
+        if let Some(dx) = &dx {
+            let through = linear::backward_input(&dt, &v)?.reshape((n, c * d))?;
+            update::add_assign(dx, &through)?;
+        }
+        Ok((dx, gradients))
+    }
+
+    fn merged(&self, w: &Tensor) -> Result<Tensor> {
+        let ((a, c), (b, d)) = (self.first.dims(), self.second.dims());
+        let u = self.first.matrix()?.reshape((a, 1, c, 1))?;
+        let v = self.second.matrix()?.reshape((1, b, 1, d))?;
+        let delta = u.broadcast_mul(&v)?.reshape((a * b, c * d))?.contiguous()?;
+        update::scale_assign(&delta, self.scale)?;
+        Ok((w + delta)?)
+    }
+
+    fn work(&self) -> (u64, usize, u64, u64) {
+        let ((a, c), (b, d)) = (self.first.dims(), self.second.dims());
+        let per_token = 2 * (a * b) + 2 * (b * c) + c * d;
+        (0, 0, per_token as u64, 2 * (a * c + b * d) as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_split_as_in_lycoris() {
+        for (n, factor, want) in [
+            (256, -1, (16, 16)),
+            (128, -1, (8, 16)),
+            (127, -1, (1, 127)),
+            (128, 4, (4, 32)),
+            (360, -1, (18, 20)),
+            (360, 7, (6, 60)),
+        ] {
+            assert_eq!(split(n, factor), want, "{n} {factor}");
+        }
+    }
+}

@@ -1,0 +1,267 @@
+//! OFT (Qiu et al. 2023, arXiv 2306.07280, section 3): y = (x·R)·Wᵀ + b with R block-diagonal and orthogonal, from
+//! skew-symmetric Q by Cayley's formula: R = (I - Q)·(I + Q)⁻¹, or by its Neumann series, which needs no inverse
+//! (Qiu et al. 2025, OFTv2, arXiv 2506.19847, section 4.2): R = I + 2Q + 2Q² + ... + Qᵖ.
+//!
+//! Letters: N tokens, I = K·S input features in K blocks of S, O output features.
+
+use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
+use super::frozen::{Dx, Frozen};
+use super::small;
+use crate::base::{Error, Result};
+use crate::ops::update;
+use candle_core::Tensor;
+
+/// How R comes from Q.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Cayley {
+    Exact,
+    /// PEFT's number of terms.
+    Neumann(usize),
+}
+
+impl Cayley {
+    /// The highest power of Q in the series.
+    fn power(terms: usize) -> usize {
+        match terms {
+            0 | 1 => 0,
+            2 => 1,
+            _ => (terms - 1).max(3),
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+pub struct Oft {
+    /// The upper triangles of Q, row by row: `[K, S·(S-1)/2]`.
+    pub triangles: Part,
+    /// S
+    pub block: usize,
+    pub cayley: Cayley,
+}
+
+impl Oft {
+    pub fn new(module: &str, triangles: Tensor, block: usize, cayley: Cayley) -> Self {
+        Self {
+            triangles: Part::new(module, "oft_R.weight", triangles),
+            block,
+            cayley,
+        }
+    }
+
+    /// R = I: the model is unchanged.
+    pub fn fresh(module: &str, input: usize, block: usize, cayley: Cayley) -> Result<Self> {
+        let dims = [input / block.max(1), Self::elements(block)];
+        Ok(Self::new(module, small::full(&dims, 0.0)?, block, cayley))
+    }
+
+    /// Elements above the diagonal of a block.
+    pub fn elements(block: usize) -> usize {
+        block * block.saturating_sub(1) / 2
+    }
+
+    fn blocks(&self) -> usize {
+        self.triangles.tensor.dims().first().copied().unwrap_or(0)
+    }
+
+    /// Q, `[K, S, S]`.
+    fn skew(&self) -> Result<Tensor> {
+        let (k, s) = (self.blocks(), self.block);
+        let from = update::to_f32_vec(&self.triangles.tensor)?;
+        let mut q = vec![0f32; k * s * s];
+        let mut next = from.iter();
+        for block in q.chunks_exact_mut(s * s) {
+            for row in 0..s {
+                for (column, &value) in (row + 1..s).zip(&mut next) {
+                    block[row * s + column] = value;
+                    block[column * s + row] = -value;
+                }
+            }
+        }
+        Ok(Tensor::from_vec(q, (k, s, s), self.triangles.tensor.device())?)
+    }
+
+    /// The identity in every block.
+    fn identity(&self) -> Result<Tensor> {
+        let (k, s) = (self.blocks(), self.block);
+        let one = Tensor::eye(s, candle_core::DType::F32, self.triangles.tensor.device())?;
+        Ok(one.unsqueeze(0)?.repeat((k, 1, 1))?)
+    }
+
+    /// R `[K, S, S]`, and what its gradient needs: the powers of Q, or (I + Q)⁻¹.
+    fn rotation(&self) -> Result<(Tensor, Vec<Tensor>)> {
+        let q = self.skew()?;
+        match self.cayley {
+            Cayley::Neumann(terms) => {
+                let highest = Cayley::power(terms);
+                let mut r = self.identity()?;
+                let mut powers = Vec::new();
+                for p in 1..=highest {
+                    let next = match powers.last() {
+                        None => q.clone(),
+                        Some(last) => q.matmul(last)?,
+                    };
+                    r = (r + (&next * factor(p, highest))?)?;
+                    powers.push(next);
+                }
+                Ok((r, powers))
+            }
+            Cayley::Exact => {
+                let inverse = inverses(&(self.identity()? + &q)?)?;
+                let r = (self.identity()? - q)?.matmul(&inverse)?;
+                Ok((r, vec![inverse]))
+            }
+        }
+    }
+
+    /// From the gradient of R `[K, S, S]` to that of the triangles.
+    fn gradient(&self, r: &Tensor, kept: &[Tensor], dr: &Tensor) -> Result<Gradient> {
+        let dq = match self.cayley {
+            Cayley::Neumann(terms) => {
+                // P₁ = Q and Pₙ = Q·Pₙ₋₁, taken back one by one.
+                let highest = Cayley::power(terms);
+                let mut dq = dr.zeros_like()?;
+                let mut dp = dr.zeros_like()?;
+                for p in (1..=highest).rev() {
+                    dp = (dp + (dr * factor(p, highest))?)?;
+                    if p == 1 {
+                        dq = (dq + &dp)?;
+                    } else {
+                        let before = kept[p - 2].transpose(1, 2)?.contiguous()?;
+                        dq = (dq + dp.matmul(&before)?)?;
+                        dp = kept[0].transpose(1, 2)?.contiguous()?.matmul(&dp)?;
+                    }
+                }
+                dq
+            }
+            Cayley::Exact => {
+                let left = (self.identity()? + r)?.transpose(1, 2)?.contiguous()?;
+                let right = kept[0].transpose(1, 2)?.contiguous()?;
+                left.matmul(dr)?.matmul(&right)?.neg()?
+            }
+        };
+        let s = self.block;
+        let whole = update::to_f32_vec(&dq)?;
+        let mut out = Vec::with_capacity(self.triangles.tensor.elem_count());
+        for block in whole.chunks_exact((s * s).max(1)) {
+            for row in 0..s {
+                out.extend((row + 1..s).map(|column| block[row * s + column] - block[column * s + row]));
+            }
+        }
+        Ok(Gradient {
+            part: self.triangles.clone(),
+            gradient: Tensor::from_vec(out, self.triangles.tensor.shape(), dr.device())?,
+        })
+    }
+
+    /// x `[N, K·S]` by blocks, `[K, N, S]`.
+    fn by_block(&self, x: &Tensor) -> Result<Tensor> {
+        let n = x.dim(0)?;
+        Ok(x.reshape((n, self.blocks(), self.block))?
+            .transpose(0, 1)?
+            .contiguous()?)
+    }
+
+    /// x·R `[N, I]` for R `[K, S, S]`.
+    fn rotate(&self, x: &Tensor, r: &Tensor) -> Result<Tensor> {
+        let rotated = self.by_block(x)?.matmul(r)?; // [K, N, S]
+        Ok(rotated.transpose(0, 1)?.contiguous()?.reshape(x.shape())?)
+    }
+}
+
+/// The factor of Qᵖ in the series.
+fn factor(p: usize, highest: usize) -> f64 {
+    match p == highest && highest > 1 {
+        true => 1.0,
+        false => 2.0,
+    }
+}
+
+/// The inverse of every block of `[K, S, S]`, by elimination with pivots in f64.
+fn inverses(m: &Tensor) -> Result<Tensor> {
+    let s = m.dim(1)?;
+    let from = update::to_f32_vec(m)?;
+    let mut out = Vec::with_capacity(from.len());
+    for block in from.chunks_exact((s * s).max(1)) {
+        let mut left: Vec<f64> = block.iter().map(|&x| f64::from(x)).collect();
+        let mut right = vec![0f64; s * s];
+        (0..s).for_each(|i| right[i * s + i] = 1.0);
+        for column in 0..s {
+            let size = |row: &usize| left[row * s + column].abs();
+            let pivot = (column..s).max_by(|a, b| size(a).total_cmp(&size(b))).unwrap_or(column);
+            let value = left[pivot * s + column];
+            if value == 0.0 || !value.is_finite() {
+                return Err(Error::new("a rotation of an OFT adapter cannot be computed")
+                    .found("a block that is not finite, or has no inverse"));
+            }
+            for i in 0..s {
+                left.swap(pivot * s + i, column * s + i);
+                right.swap(pivot * s + i, column * s + i);
+            }
+            for i in 0..s {
+                left[column * s + i] /= value;
+                right[column * s + i] /= value;
+            }
+            for row in (0..s).filter(|&row| row != column) {
+                let times = left[row * s + column];
+                for i in 0..s {
+                    left[row * s + i] -= times * left[column * s + i];
+                    right[row * s + i] -= times * right[column * s + i];
+                }
+            }
+        }
+        out.extend(right.into_iter().map(|x| x as f32));
+    }
+    Ok(Tensor::from_vec(out, m.shape(), m.device())?)
+}
+
+impl Kind for Oft {
+    fn parts(&self) -> Vec<Part> {
+        vec![self.triangles.clone()]
+    }
+
+    fn forward(&self, base: &dyn Frozen, x: &Tensor, _: Option<Dropout>) -> Result<Tensor> {
+        base.forward(&self.rotate(x, &self.rotation()?.0)?)
+    }
+
+    fn backward(&self, b: Backward<'_>) -> Result<Backed> {
+        if b.x.is_none() && !b.dx.needed() {
+            return Ok((None, Vec::new()));
+        }
+        let Some(turned) = b.base.backward(b.dy, Dx::New)? else {
+            return Ok((None, Vec::new()));
+        };
+        let (r, kept) = self.rotation()?;
+        let gradients = match b.x {
+            Some(x) => {
+                let dr = self
+                    .by_block(x)?
+                    .transpose(1, 2)?
+                    .contiguous()?
+                    .matmul(&self.by_block(&turned)?)?; // [K, S, S]
+                vec![self.gradient(&r, &kept, &dr)?]
+            }
+            None => Vec::new(),
+        };
+        let back = r.transpose(1, 2)?.contiguous()?;
+        let dx = match b.dx {
+            Dx::NotNeeded => None,
+            Dx::New => Some(self.rotate(&turned, &back)?),
+            Dx::AddTo(sum) => {
+                update::add_assign(sum, &self.rotate(&turned, &back)?)?;
+                Some(sum.clone())
+            }
+        };
+        Ok((dx, gradients))
+    }
+
+    fn merged(&self, w: &Tensor) -> Result<Tensor> {
+        // (x·R)·Wᵀ = x·(W·Rᵀ)ᵀ
+        let back = self.rotation()?.0.transpose(1, 2)?.contiguous()?;
+        self.rotate(w, &back)
+    }
+
+    fn work(&self) -> (u64, usize, u64, u64) {
+        let (k, s) = (self.blocks() as u64, self.block as u64);
+        (0, 0, 4 * k * s, 8 * k * s * s)
+    }
+}

@@ -1,0 +1,104 @@
+//! Small tensor arithmetic that several kinds share. Any device; all results are contiguous.
+
+use crate::base::Result;
+use crate::base::rng::{Rng, Stream};
+use crate::ops::{linear, update};
+use candle_core::{Device, Tensor};
+
+use super::adapter::Dropout;
+
+/// `x` `[N, C]` times `v` (C elements), column by column.
+pub fn scale_columns(x: &Tensor, v: &Tensor) -> Result<Tensor> {
+    Ok(x.broadcast_mul(&v.flatten_all()?)?)
+}
+
+/// `x` `[N, C]` times `v` (N elements), row by row.
+pub fn scale_rows(x: &Tensor, v: &Tensor) -> Result<Tensor> {
+    Ok(x.broadcast_mul(&v.flatten_all()?.unsqueeze(1)?)?)
+}
+
+/// The sums of `a ⊙ b` over the rows, `[N, C]` each, to `[C]`.
+pub fn sum_product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    linear::grad_bias(&(a * b)?)
+}
+
+/// `a·b` for `[M, K]` and `[K, C]`.
+pub fn product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    linear::backward_input(a, b)
+}
+
+/// `aᵀ`, contiguous.
+pub fn transposed(a: &Tensor) -> Result<Tensor> {
+    Ok(a.t()?.contiguous()?)
+}
+
+/// U(-bound, bound) of these dimensions; `site` and `which` keep the numbers of two tensors apart.
+pub fn uniform(dims: (usize, usize), bound: f32, seed: u64, site: u64, which: u64) -> Result<Tensor> {
+    let rng = Rng::new(seed, Stream::Init, &[u64::MAX, site, which]);
+    let values: Vec<f32> = (0..(dims.0 * dims.1) as u64)
+        .map(|i| (2.0 * rng.uniform(i) - 1.0) * bound)
+        .collect();
+    Ok(Tensor::from_vec(values, dims, &Device::Cpu)?)
+}
+
+/// Normal with deviation `std`; otherwise as `uniform`.
+pub fn normal(dims: (usize, usize), std: f32, seed: u64, site: u64, which: u64) -> Result<Tensor> {
+    let rng = Rng::new(seed, Stream::Init, &[u64::MAX, site, which]);
+    let values: Vec<f32> = (0..(dims.0 * dims.1) as u64).map(|i| rng.normal(i) * std).collect();
+    Ok(Tensor::from_vec(values, dims, &Device::Cpu)?)
+}
+
+/// All elements are `value`.
+pub fn full(dims: &[usize], value: f32) -> Result<Tensor> {
+    Ok(Tensor::from_vec(
+        vec![value; dims.iter().product()],
+        dims,
+        &Device::Cpu,
+    )?)
+}
+
+/// Sets an f32 tensor to these values.
+pub fn fill(t: &Tensor, values: &[f32]) -> Result<()> {
+    Ok(t.slice_set(&Tensor::from_slice(values, t.shape(), t.device())?, 0, 0)?)
+}
+
+/// Where elements of an adapter's input are dropped: the mask depends on the key only.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Mask {
+    /// Probability that an element is dropped.
+    pub p: f32,
+    /// Which adapter of the model this is: keeps the masks of two sites apart.
+    pub site: u64,
+}
+
+impl Mask {
+    pub fn drops(&self, key: Option<Dropout>) -> bool {
+        key.is_some() && self.p > 0.0
+    }
+
+    /// A copy of `x` with elements dropped; `x` itself outside training.
+    pub fn dropped(&self, x: &Tensor, key: Option<Dropout>) -> Result<Tensor> {
+        if !self.drops(key) {
+            return Ok(x.clone());
+        }
+        let copy = x.copy()?;
+        self.assign(&copy, key)?;
+        Ok(copy)
+    }
+
+    /// Zeroes dropped elements and scales the kept ones by 1 / (1 - p).
+    pub fn assign(&self, t: &Tensor, key: Option<Dropout>) -> Result<()> {
+        let Some(key) = key.filter(|_| self.p > 0.0) else {
+            return Ok(());
+        };
+        let rng = Rng::new(key.seed, Stream::Dropout, &[key.step, key.micro, self.site]);
+        update::dropout_assign(t, rng, self.p)
+    }
+
+    /// Adds `through` `[N, I]`, the gradient at the dropped input, to `dx` where that is needed.
+    pub fn add_back(&self, dx: Option<&Tensor>, through: &Tensor, key: Option<Dropout>) -> Result<()> {
+        let Some(dx) = dx else { return Ok(()) };
+        self.assign(through, key)?;
+        update::add_assign(dx, through)
+    }
+}

@@ -1,0 +1,188 @@
+//! CorDA (Yang et al. 2024, arXiv 2406.05223, section 3): the singular components of W·C, with C the covariance of the
+//! inputs; of these the least important (kpm: what C was made of is kept) or the most important ones (ipm: it is
+//! learned faster) become the pair: A = √(S/s)·Vᵀ·C⁻¹, B = U·√(S/s).
+//!
+//! Adaptive ranks after CorDA++ (arXiv 2506.13187): one budget for the model, spent on the components that count least
+//! (kpm) or most (ipm) within their own module.
+//!
+//! Letters: I input features, O output features, R rank, K = min(O, I).
+
+use super::algebra;
+use super::pairs::{Pair, check_rank};
+use crate::base::{Error, Result};
+use faer::{Mat, MatRef};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Method {
+    /// The smallest components.
+    Kpm,
+    /// The largest components.
+    Ipm,
+}
+
+/// Whose normalisation: in PEFT each row of data is divided by |max(x)| and counts as one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arithmetic {
+    Ft,
+    Peft,
+}
+
+/// Sums over the inputs of a linear, in f64.
+#[derive(Debug, Clone)]
+pub struct Covariance {
+    size: usize,
+    /// Σ x·xᵀ, `[I, I]`
+    products: Vec<f64>,
+    /// Σ x, `[I]`
+    sums: Vec<f64>,
+    /// Tokens, or rows of data with PEFT's arithmetic.
+    count: f64,
+}
+
+impl Covariance {
+    pub fn new(size: usize) -> Self {
+        Self {
+            size,
+            products: vec![0.0; size * size],
+            sums: vec![0.0; size],
+            count: 0.0,
+        }
+    }
+
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// Adds `products` (Σ x·xᵀ over some tokens) and `sums`, each times its power of `factor`; they count `count`.
+    pub fn add(&mut self, products: &[f32], sums: &[f32], factor: f64, count: usize) {
+        for (to, &from) in self.products.iter_mut().zip(products) {
+            *to += f64::from(from) * factor * factor;
+        }
+        for (to, &from) in self.sums.iter_mut().zip(sums) {
+            *to += f64::from(from) * factor;
+        }
+        self.count += count as f64;
+    }
+
+    /// Σ x·xᵀ / count.
+    pub fn mean(&self) -> Mat<f64> {
+        let n = self.count.max(1.0);
+        Mat::from_fn(self.size, self.size, |i, j| self.products[i * self.size + j] / n)
+    }
+
+    /// The same about the mean.
+    pub fn centred(&self) -> Mat<f64> {
+        let n = self.count.max(1.0);
+        let mean = |i: usize| self.sums[i] / n;
+        Mat::from_fn(self.size, self.size, |i, j| {
+            self.products[i * self.size + j] / n - mean(i) * mean(j)
+        })
+    }
+}
+
+/// Components of one linear, ready to be chosen from: the nearest to be chosen first.
+#[derive(Debug, Clone)]
+pub struct Component {
+    /// Singular values of W·C in the order of choice.
+    pub s: Vec<f64>,
+    /// Their sum over all components.
+    pub total: f64,
+    /// `[O, candidates]`
+    pub u: Mat<f64>,
+    /// C⁻¹·V, `[I, candidates]`
+    pub v: Mat<f64>,
+}
+
+/// Where damping starts, as a part of the mean of C's diagonal; it doubles until C can be inverted.
+const DAMPING: f64 = 0.01;
+/// Distance of C·C⁻¹ from the identity that PEFT allows.
+const PEFT_ERROR: f64 = 0.05;
+
+/// The first `candidates` components of W `[O, I]` for this method. C is damped as in the reference code: with a
+/// hundredth of its mean diagonal, doubled until it can be inverted.
+///
+/// Errors: fewer components than asked for; a covariance that is zero or not finite.
+pub fn components(w: MatRef<'_, f64>, c: &Covariance, method: Method, candidates: usize) -> Result<Component> {
+    check_rank(candidates, w.nrows(), w.ncols())?;
+    let plain = c.mean();
+    let n = plain.nrows();
+    let diagonal = (0..n).map(|i| plain[(i, i)]).sum::<f64>() / n.max(1) as f64;
+    if !diagonal.is_finite() || diagonal <= 0.0 {
+        return Err(Error::new("the inputs of a linear are all zero, or not finite")
+            .hint("give other rows in `tune.lora.corda.data`"));
+    }
+    let mut damping = DAMPING;
+    loop {
+        let damped = Mat::from_fn(n, n, |i, j| {
+            plain[(i, j)] + if i == j { damping * diagonal } else { 0.0 }
+        });
+        let found = algebra::svd((w * &damped).as_ref())?;
+        let k = found.s.len();
+        let chosen: Vec<usize> = match method {
+            Method::Ipm => (0..candidates).collect(),
+            Method::Kpm => (k - candidates..k).collect(),
+        };
+        let v = Mat::from_fn(n, candidates, |i, j| found.v[(i, chosen[j])]);
+        if let Some(solved) = algebra::solve(damped.as_ref(), v.as_ref())
+            && error(damped.as_ref(), solved.as_ref(), v.as_ref()) < PEFT_ERROR
+        {
+            return Ok(Component {
+                s: chosen.iter().map(|&k| found.s[k]).collect(),
+                total: found.s.iter().sum(),
+                u: Mat::from_fn(w.nrows(), candidates, |o, j| found.u[(o, chosen[j])]),
+                v: solved,
+            });
+        }
+        damping *= 2.0;
+        if damping > 1e6 {
+            return Err(Error::new("the covariance of a linear's inputs cannot be inverted"));
+        }
+    }
+}
+
+/// ‖C·X - V‖
+fn error(c: MatRef<'_, f64>, x: MatRef<'_, f64>, v: MatRef<'_, f64>) -> f64 {
+    (c * x - v).norm_l2()
+}
+
+/// The pair of the `r` components that are chosen first, for this scale.
+pub fn pair_of(found: &Component, method: Method, r: usize, scale: f32) -> Pair {
+    // In kpm the last columns are the smallest.
+    let first = match method {
+        Method::Ipm => 0,
+        Method::Kpm => found.s.len() - r.min(found.s.len()),
+    };
+    let root = |k: usize| (found.s[first + k] / f64::from(scale)).sqrt();
+    let a = Mat::from_fn(r, found.v.nrows(), |k, i| root(k) * found.v[(i, first + k)]);
+    let b = Mat::from_fn(found.u.nrows(), r, |o, k| root(k) * found.u[(o, first + k)]);
+    Pair {
+        a: algebra::values(a.as_ref()),
+        b: algebra::values(b.as_ref()),
+    }
+}
+
+/// Ranks by module that spend `budget` in all, at least 1 and at most all candidates each: one component after the
+/// other goes to the module where the next one counts least (kpm) or most (ipm) of the module's whole.
+pub fn allocate(modules: &[(Vec<f64>, f64)], method: Method, budget: usize) -> Vec<usize> {
+    let mut ranks: Vec<usize> = modules.iter().map(|(s, _)| s.len().min(1)).collect();
+    let share = |m: usize, rank: usize| {
+        let (s, total) = &modules[m];
+        let k = match method {
+            Method::Ipm => rank,
+            Method::Kpm => s.len().checked_sub(rank + 1)?,
+        };
+        Some(s.get(k)? / total.max(f64::MIN_POSITIVE))
+    };
+    let mut spent: usize = ranks.iter().sum();
+    while spent < budget {
+        let next = (0..modules.len()).filter_map(|m| Some((m, share(m, ranks[m])?)));
+        let best = match method {
+            Method::Kpm => next.min_by(|a, b| a.1.total_cmp(&b.1)),
+            Method::Ipm => next.max_by(|a, b| a.1.total_cmp(&b.1).then(b.0.cmp(&a.0))),
+        };
+        let Some((module, _)) = best else { break };
+        ranks[module] += 1;
+        spent += 1;
+    }
+    ranks
+}

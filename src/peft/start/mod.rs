@@ -1,0 +1,14 @@
+//! How a low-rank pair can start, beside noise and zero: from the weight (PiSSA, OLoRA), from the inputs (EVA), from
+//! both (CorDA), from the first gradient (LoRA-GA).
+//!
+//! Letters: I input features, O output features, R rank.
+
+pub mod algebra;
+mod corda;
+mod pairs;
+
+pub use corda::{Arithmetic, Component, Covariance, Method, allocate, components, pair_of};
+pub use pairs::{Pair, eva, lora_ga, olora, pissa};
+
+#[cfg(test)]
+mod tests;

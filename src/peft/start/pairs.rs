@@ -1,0 +1,80 @@
+//! Starts that need one matrix: the weight, the covariance of the inputs, or the gradient.
+//!
+//! Letters: I input features, O output features, R rank, K = min(O, I).
+
+use super::algebra;
+use super::corda::Covariance;
+use crate::base::{Error, Result};
+use faer::{Mat, MatRef};
+
+/// A `[R, I]` and B `[O, R]`, row by row.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Pair {
+    pub a: Vec<f32>,
+    pub b: Vec<f32>,
+}
+
+/// Errors: a rank that the matrix does not have.
+pub(super) fn check_rank(r: usize, rows: usize, columns: usize) -> Result<()> {
+    if r <= rows.min(columns) {
+        return Ok(());
+    }
+    Err(
+        Error::new("the rank of an adapter is larger than its weight allows for this start")
+            .found(format!("rank {r} on a weight [{rows}, {columns}]"))
+            .expected(format!("at most {}", rows.min(columns)))
+            .hint("lower `tune.lora.r`, or set a lower one for this module in `tune.lora.rank_pattern`"),
+    )
+}
+
+/// PiSSA (Meng et al. 2024, arXiv 2404.02948, section 3): the R largest components of W `[O, I]`,
+/// A = √(S/s)·Vᵀ and B = U·√(S/s). With `iterations` > 0 by the fast SVD.
+pub fn pissa(w: MatRef<'_, f64>, r: usize, scale: f32, iterations: usize, seed: u64, site: u64) -> Result<Pair> {
+    check_rank(r, w.nrows(), w.ncols())?;
+    let found = match iterations {
+        0 => algebra::svd(w)?,
+        _ => algebra::fast_svd(w, r, iterations, seed, site)?,
+    };
+    let root = |k: usize| (found.s[k] / f64::from(scale)).sqrt();
+    let a = Mat::from_fn(r, w.ncols(), |k, i| root(k) * found.v[(i, k)]);
+    let b = Mat::from_fn(w.nrows(), r, |o, k| root(k) * found.u[(o, k)]);
+    Ok(Pair {
+        a: algebra::values(a.as_ref()),
+        b: algebra::values(b.as_ref()),
+    })
+}
+
+/// OLoRA (Büyükakyüz 2024, arXiv 2406.01775, section 3): W = Q·R; B the first R columns of Q, A the first rows of R.
+pub fn olora(w: MatRef<'_, f64>, r: usize) -> Result<Pair> {
+    check_rank(r, w.nrows(), w.ncols())?;
+    let (q, upper) = algebra::qr(w);
+    Ok(Pair {
+        a: algebra::values(upper.get(..r, ..)),
+        b: algebra::values(q.get(.., ..r)),
+    })
+}
+
+/// EVA (Paischer et al. 2024, arXiv 2410.07170, section 3.1): the rows of A are the R main directions of the inputs
+/// (about their mean, as in PEFT); B is zero.
+pub fn eva(inputs: &Covariance, r: usize, outputs: usize) -> Result<Pair> {
+    check_rank(r, inputs.size(), inputs.size())?;
+    let (vectors, _) = algebra::eigen(inputs.centred().as_ref())?;
+    Ok(Pair {
+        a: algebra::values(vectors.transpose().get(..r, ..)),
+        b: vec![0.0; outputs * r],
+    })
+}
+
+/// LoRA-GA (Wang et al. 2024, arXiv 2407.05000, section 3.2), with PEFT's defaults: of the gradient `[O, I]` A takes
+/// the R largest right directions, B the next R left ones times their singular values and O^¼ / √16.
+pub fn lora_ga(gradient: MatRef<'_, f64>, r: usize) -> Result<Pair> {
+    check_rank(2 * r, gradient.nrows(), gradient.ncols())?;
+    let found = algebra::svd(gradient)?;
+    let outputs = gradient.nrows();
+    let stable = (outputs as f64).powf(0.25) / 16f64.sqrt();
+    let b = Mat::from_fn(outputs, r, |o, k| found.u[(o, r + k)] * found.s[r + k] * stable);
+    Ok(Pair {
+        a: algebra::values(found.v.transpose().get(..r, ..)),
+        b: algebra::values(b.as_ref()),
+    })
+}

@@ -1,0 +1,328 @@
+//! Every kind against what it means: forward and merged weights agree, gradients are those of central differences.
+
+use super::*;
+use crate::base::Result;
+use crate::ops::oracle::{assert_close, differences, flat, random};
+use crate::ops::{linear, update};
+use candle_core::{DType, Tensor, Var};
+use std::cell::Cell;
+
+/// A linear with a dense weight.
+struct Plain {
+    w: Tensor,
+    bias: Tensor,
+    calls: Cell<usize>,
+}
+
+impl Frozen for Plain {
+    fn dims(&self) -> (usize, usize) {
+        self.w.dims2().unwrap()
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.calls.set(self.calls.get() + 1);
+        linear::forward(x, &self.w, Some(&self.bias))
+    }
+
+    fn product(&self, x: &Tensor) -> Result<Tensor> {
+        linear::forward(x, &self.w, None)
+    }
+
+    fn backward(&self, dy: &Tensor, dx: Dx<'_>) -> Result<Option<Tensor>> {
+        Ok(match dx {
+            Dx::NotNeeded => None,
+            Dx::New => Some(linear::backward_input(dy, &self.w)?),
+            Dx::AddTo(sum) => {
+                linear::backward_input_add(sum, dy, &self.w)?;
+                Some(sum.clone())
+            }
+        })
+    }
+
+    fn rows(&self, first: usize, n: usize) -> Result<Vec<f32>> {
+        update::to_f32_vec(&self.w.narrow(0, first, n)?)
+    }
+}
+
+const N: usize = 5;
+const I: usize = 12;
+const O: usize = 6;
+
+fn base() -> Plain {
+    Plain {
+        w: random((O, I), 100),
+        bias: random(O, 101),
+        calls: Cell::new(0),
+    }
+}
+
+fn mask(p: f32) -> Mask {
+    Mask { p, site: 3 }
+}
+
+fn lora(p: f32, start: bool) -> Lora {
+    let mut lora = Lora::new("m", (random((2, I), 1), random((O, 2), 2)), 0.7, mask(p));
+    lora.start = start.then(|| (random((2, I), 3), random((O, 2), 4)));
+    lora
+}
+
+fn dora(p: f32) -> Dora {
+    let size = random(O, 5).abs().unwrap();
+    Dora::new("m", lora(p, false), (size + 0.5).unwrap())
+}
+
+/// Small enough for the series to be nearly a rotation.
+fn triangles(block: usize) -> Tensor {
+    (random((I / block, Oft::elements(block)), 11) * 0.2).unwrap()
+}
+
+/// Every kind, with numbers that change the output.
+fn kinds(p: f32) -> Vec<(&'static str, Adapter)> {
+    let projections = Projections {
+        a: random((3, I + 4), 6),
+        b: random((O + 2, 3), 7),
+    };
+    let w1 = Factor::whole("m", "lokr_w1", random((2, 3), 20));
+    let product = |name: &str, rows: usize, columns: usize| {
+        Factor::product("m", name, random((rows, 2), 21), random((2, columns), 22))
+    };
+    let w2 = || Factor::whole("m", "lokr_w2", random((3, 4), 23));
+    let lokr = |first, second| {
+        Adapter::Lokr(Lokr {
+            first,
+            second,
+            scale: 0.6,
+        })
+    };
+    let oft = |block, cayley| Adapter::Oft(Oft::new("m", triangles(block), block, cayley));
+    vec![
+        ("lora", Adapter::Lora(lora(p, false))),
+        ("lora with a start", Adapter::Lora(lora(p, true))),
+        ("ia3", Adapter::Ia3(Ia3::new("m", random((O, 1), 8), false))),
+        ("ia3 of inputs", Adapter::Ia3(Ia3::new("m", random((1, I), 9), true))),
+        (
+            "vera",
+            Adapter::Vera(Vera::new("m", projections, random(O, 12), random(3, 13), I, mask(p))),
+        ),
+        (
+            "loha",
+            Adapter::Loha(Loha::new(
+                "m",
+                [
+                    random((O, 2), 14),
+                    random((2, I), 15),
+                    random((O, 2), 16),
+                    random((2, I), 17),
+                ],
+                0.4,
+            )),
+        ),
+        ("lokr", lokr(w1, w2())),
+        (
+            "lokr of products",
+            lokr(product("lokr_w1", 2, 3), product("lokr_w2", 3, 4)),
+        ),
+        ("oft by a series", oft(4, Cayley::Neumann(5))),
+        ("oft by a short series", oft(6, Cayley::Neumann(3))),
+        ("oft by a long series", oft(3, Cayley::Neumann(7))),
+        ("oft by the inverse", oft(4, Cayley::Exact)),
+        (
+            "adalora",
+            Adapter::Adalora(Adalora::new(
+                "m",
+                random((2, I), 18),
+                random((O, 2), 19),
+                random((2, 1), 24),
+                0.8,
+                mask(p),
+            )),
+        ),
+    ]
+}
+
+const KEY: Option<Dropout> = Some(Dropout {
+    seed: 1,
+    step: 2,
+    micro: 3,
+});
+
+/// Σ y ⊙ dy
+fn loss(adapter: &Adapter, x: &Tensor, dy: &Tensor, key: Option<Dropout>) -> Result<f64> {
+    let y = adapter.forward(&base(), x, key)?;
+    Ok(flat(&y)
+        .iter()
+        .zip(flat(dy))
+        .map(|(a, b)| f64::from(*a) * f64::from(b))
+        .sum())
+}
+
+fn backward(adapter: &Adapter, x: &Tensor, dy: &Tensor, key: Option<Dropout>) -> (Tensor, Vec<Gradient>) {
+    let base = base();
+    let (dx, gradients) = adapter
+        .backward(Backward {
+            base: &base,
+            x: Some(x),
+            dy,
+            dx: Dx::New,
+            dropout: key,
+        })
+        .unwrap();
+    (dx.unwrap(), gradients)
+}
+
+#[test]
+fn the_merged_weight_gives_the_output_of_the_adapter() {
+    let mut all = kinds(0.5);
+    all.push(("dora", Adapter::Dora(dora(0.5))));
+    for (name, adapter) in all {
+        let (base, x) = (base(), random((N, I), 30));
+        let y = adapter.forward(&base, &x, None).unwrap();
+        let w = adapter.merged(&base.w).unwrap();
+        let bias = adapter.merged_bias(&base.bias).unwrap();
+        assert_close(
+            &linear::forward(&x, &w.contiguous().unwrap(), Some(&bias)).unwrap(),
+            &y,
+            1e-5,
+        );
+        let plain = base.forward(&x).unwrap();
+        let change: f32 = flat(&y).iter().zip(flat(&plain)).map(|(a, b)| (a - b).powi(2)).sum();
+        assert!(change > 1e-2, "{name} does nothing");
+    }
+}
+
+#[test]
+fn gradients_are_those_of_central_differences() {
+    for (p, key) in [(0.0, None), (0.5, KEY)] {
+        for (name, adapter) in kinds(p) {
+            let (x, dy) = (random((N, I), 31), random((N, O), 32));
+            let (dx, gradients) = backward(&adapter, &x, &dy, key);
+            assert_close(&dx, &differences(&x, 1e-2, |x| loss(&adapter, x, &dy, key)), 4e-3);
+            assert_eq!(gradients.len(), adapter.parts().len(), "{name}");
+            for g in gradients {
+                let values = flat(&g.part.tensor);
+                let want = differences(&g.part.tensor, 1e-2, |moved| {
+                    fill(&g.part.tensor, &flat(moved))?;
+                    let l = loss(&adapter, &x, &dy, key)?;
+                    fill(&g.part.tensor, &values)?;
+                    Ok(l)
+                });
+                assert_close(&g.gradient, &want, 4e-3);
+            }
+        }
+    }
+}
+
+/// The norm counts as a constant, so differences say nothing of DoRA: candle's autograd does.
+#[test]
+fn dora_is_that_of_the_paper() {
+    let (x, dy) = (random((N, I), 31), random((N, O), 32));
+    let own = dora(0.0);
+    let var = |t: &Tensor| Var::from_tensor(t).unwrap();
+    let (a, b, m, input) = (var(&own.lora.a), var(&own.lora.b), var(&own.magnitude), var(&x));
+    let w = base().w;
+    let v = (&w + (b.matmul(&a).unwrap() * 0.7).unwrap()).unwrap();
+    let norm = v.sqr().unwrap().sum(1).unwrap().sqrt().unwrap().detach();
+    let scaled = v
+        .broadcast_mul(&(m.as_tensor() / &norm).unwrap().unsqueeze(1).unwrap())
+        .unwrap();
+    let y = input
+        .matmul(&scaled.t().unwrap())
+        .unwrap()
+        .broadcast_add(&base().bias)
+        .unwrap();
+    let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+    let adapter = Adapter::Dora(own);
+    assert_close(&adapter.forward(&base(), &x, None).unwrap(), &y, 1e-5);
+    let (dx, gradients) = backward(&adapter, &x, &dy, None);
+    assert_close(&dx, grads.get(&input).unwrap(), 1e-5);
+    for (g, var) in gradients.iter().zip([&a, &b, &m]) {
+        assert_close(&g.gradient, grads.get(var).unwrap(), 1e-5);
+    }
+    // Nothing dropped with a key: the same through the other path.
+    let (dx_key, gradients_key) = backward(&Adapter::Dora(dora(1e-12)), &x, &dy, KEY);
+    assert_close(&dx_key, &dx, 1e-5);
+    for (g, h) in gradients_key.iter().zip(&gradients) {
+        assert_close(&g.gradient, &h.gradient, 1e-5);
+    }
+    let fresh = dora(0.0);
+    fresh.begin(&base()).unwrap();
+    let b_zero = vec![0f32; 2 * O];
+    fill(&fresh.lora.b, &b_zero).unwrap();
+    fresh.begin(&base()).unwrap();
+    let unchanged = Adapter::Dora(fresh).forward(&base(), &x, None).unwrap();
+    assert_close(&unchanged, &base().forward(&x).unwrap(), 1e-6);
+}
+
+#[test]
+fn input_gradients_are_added_and_nothing_unwanted_is_computed() {
+    let mut all = kinds(0.5);
+    all.push(("dora", Adapter::Dora(dora(0.5))));
+    for (name, adapter) in all {
+        let (x, dy) = (random((N, I), 31), random((N, O), 32));
+        let base = base();
+        let call = |x, dx| {
+            adapter
+                .backward(Backward {
+                    base: &base,
+                    x,
+                    dy: &dy,
+                    dx,
+                    dropout: KEY,
+                })
+                .unwrap()
+        };
+        let (alone, gradients) = call(None, Dx::New);
+        assert!(gradients.is_empty(), "{name}");
+        let sum = random((N, I), 33);
+        let before = sum.copy().unwrap();
+        let added = call(Some(&x), Dx::AddTo(&sum)).0.unwrap();
+        assert_close(&added, &(before + alone.unwrap()).unwrap(), 1e-5);
+        assert_eq!(flat(&added), flat(&sum), "{name}: added in place");
+        let (none, gradients) = call(Some(&x), Dx::NotNeeded);
+        assert!(none.is_none() && gradients.len() == adapter.parts().len(), "{name}");
+        let (none, gradients) = call(None, Dx::NotNeeded);
+        assert!(none.is_none() && gradients.is_empty(), "{name}");
+    }
+}
+
+#[test]
+fn fresh_adapters_change_nothing() {
+    let x = random((N, I), 30);
+    let want = base().forward(&x).unwrap();
+    let shared = Projections::fresh(3, I, O, 7).unwrap();
+    let (zero, small) = (full(&[O], 0.0).unwrap(), full(&[3], 0.1).unwrap());
+    for adapter in [
+        Adapter::Lora(Lora::new(
+            "m",
+            lora::fresh(2, I, O, false, 7, 1).unwrap(),
+            2.0,
+            mask(0.0),
+        )),
+        Adapter::Ia3(Ia3::fresh("m", I, O, false).unwrap()),
+        Adapter::Ia3(Ia3::fresh("m", I, O, true).unwrap()),
+        Adapter::Vera(Vera::new("m", shared, zero, small, I, mask(0.0))),
+        Adapter::Loha(Loha::fresh("m", (2, I, O), 1.0, 7, 1).unwrap()),
+        Adapter::Lokr(Lokr::fresh("m", (1, I, O), (-1, true), 1.0, 7, 1).unwrap()),
+        Adapter::Lokr(Lokr::fresh("m", (8, I, O), (2, false), 1.0, 7, 1).unwrap()),
+        Adapter::Oft(Oft::fresh("m", I, 4, Cayley::Neumann(5)).unwrap()),
+        Adapter::Oft(Oft::fresh("m", I, 4, Cayley::Exact).unwrap()),
+        Adapter::Adalora(Adalora::fresh("m", (2, I, O), 1.0, 7, mask(0.0)).unwrap()),
+    ] {
+        assert_close(&adapter.forward(&base(), &x, None).unwrap(), &want, 1e-6);
+        let moved = adapter.on(&candle_core::Device::Cpu).unwrap();
+        assert_eq!(moved.cost(), adapter.cost());
+        assert!(adapter.parts().iter().all(|p| p.tensor.dtype() == DType::F32));
+    }
+}
+
+#[test]
+fn a_start_becomes_a_plain_pair_of_twice_the_rank() {
+    let own = lora(0.0, true);
+    let (a, b) = own.plain().unwrap();
+    assert_eq!((a.dims(), b.dims()), (&[4, I][..], &[O, 4][..]));
+    let plain = Lora::new("m", (a, b), own.scale, own.mask);
+    let x = random((N, I), 30);
+    let one = Adapter::Lora(own).forward(&base(), &x, None).unwrap();
+    let two = Adapter::Lora(plain).forward(&base(), &x, None).unwrap();
+    assert_close(&one, &two, 1e-6);
+}

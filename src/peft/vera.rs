@@ -1,0 +1,124 @@
+//! VeRA (Kopiczko et al. 2023, arXiv 2310.11454, section 3): y = x·Wᵀ + b ⊙ ((d ⊙ (x·Aᵀ))·Bᵀ), with one random pair
+//! A, B shared by every linear and never trained, and two learned vectors for each.
+//!
+//! Letters: N tokens, I input features, O output features, R rank.
+
+use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
+use super::frozen::Frozen;
+use super::small::{self, Mask};
+use crate::base::Result;
+use crate::ops::{linear, update};
+use candle_core::Tensor;
+
+/// The random pair of a whole model.
+#[derive(Debug, Clone)]
+pub struct Projections {
+    /// `[R, largest I]`
+    pub a: Tensor,
+    /// `[largest O, R]`
+    pub b: Tensor,
+}
+
+impl Projections {
+    /// Kaiming-uniform: U(-√(6/fan), √(6/fan)), with fan the columns.
+    pub fn fresh(r: usize, inputs: usize, outputs: usize, seed: u64) -> Result<Self> {
+        let bound = |fan: usize| (6.0 / fan as f32).sqrt();
+        Ok(Self {
+            a: small::uniform((r, inputs), bound(inputs), seed, u64::MAX, 0)?,
+            b: small::uniform((outputs, r), bound(r), seed, u64::MAX, 1)?,
+        })
+    }
+}
+
+#[derive(Debug, Clone)]
+pub struct Vera {
+    pub shared: Projections,
+    /// `[O]`
+    pub lambda_b: Part,
+    /// `[R]`
+    pub lambda_d: Part,
+    pub inputs: usize,
+    pub mask: Mask,
+}
+
+impl Vera {
+    pub fn new(module: &str, shared: Projections, b: Tensor, d: Tensor, inputs: usize, mask: Mask) -> Self {
+        Self {
+            shared,
+            lambda_b: Part::new(module, "vera_lambda_b", b),
+            lambda_d: Part::new(module, "vera_lambda_d", d),
+            inputs,
+            mask,
+        }
+    }
+
+    /// The parts of the shared pair that this linear uses: A `[R, I]`, B `[O, R]`.
+    fn pair(&self) -> Result<(Tensor, Tensor)> {
+        let outputs = self.lambda_b.tensor.elem_count();
+        Ok((
+            self.shared.a.narrow(1, 0, self.inputs)?.contiguous()?,
+            self.shared.b.narrow(0, 0, outputs)?.contiguous()?,
+        ))
+    }
+
+    /// b ⊙ ((d ⊙ (x·Aᵀ))·Bᵀ), `[N, O]`.
+    fn change(&self, x: &Tensor) -> Result<Tensor> {
+        let (a, b) = self.pair()?;
+        let h = small::scale_columns(&linear::forward(x, &a, None)?, &self.lambda_d.tensor)?;
+        small::scale_columns(&linear::forward(&h, &b, None)?, &self.lambda_b.tensor)
+    }
+}
+
+impl Kind for Vera {
+    fn parts(&self) -> Vec<Part> {
+        vec![self.lambda_b.clone(), self.lambda_d.clone()]
+    }
+
+    fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
+        let y = base.forward(x)?;
+        update::add_assign(&y, &self.change(&self.mask.dropped(x, dropout)?)?)?;
+        Ok(y)
+    }
+
+    fn backward(&self, back: Backward<'_>) -> Result<Backed> {
+        let dx = back.base.backward(back.dy, back.dx)?;
+        if back.x.is_none() && dx.is_none() {
+            return Ok((None, Vec::new()));
+        }
+        let (a, b) = self.pair()?;
+        let d = &self.lambda_d.tensor;
+        let dh = linear::backward_input(&small::scale_columns(back.dy, &self.lambda_b.tensor)?, &b)?; // [N, R]
+        let mut gradients = Vec::new();
+        if let Some(x) = back.x {
+            let u = linear::forward(&self.mask.dropped(x, back.dropout)?, &a, None)?;
+            let out = linear::forward(&small::scale_columns(&u, d)?, &b, None)?; // [N, O]
+            for (part, gradient) in [
+                (&self.lambda_b, small::sum_product(back.dy, &out)?),
+                (&self.lambda_d, small::sum_product(&dh, &u)?),
+            ] {
+                gradients.push(Gradient {
+                    part: part.clone(),
+                    gradient,
+                });
+            }
+        }
+        if dx.is_some() {
+            let through = linear::backward_input(&small::scale_columns(&dh, d)?, &a)?;
+            self.mask.add_back(dx.as_ref(), &through, back.dropout)?;
+        }
+        Ok((dx, gradients))
+    }
+
+    fn merged(&self, w: &Tensor) -> Result<Tensor> {
+        let (a, b) = self.pair()?;
+        let b = small::scale_rows(&b, &self.lambda_b.tensor)?;
+        let a = small::scale_rows(&a, &self.lambda_d.tensor)?;
+        Ok((w + small::product(&b, &a)?)?)
+    }
+
+    fn work(&self) -> (u64, usize, u64, u64) {
+        let r = self.lambda_d.tensor.elem_count() as u64;
+        let (i, o) = (self.inputs as u64, self.lambda_b.tensor.elem_count() as u64);
+        (0, 0, 2 * o + i + 3 * r, r * i)
+    }
+}

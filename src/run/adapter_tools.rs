@@ -1,0 +1,317 @@
+//! `ft adapter`: adapter directories looked at, compared and added up. No model is needed.
+
+use crate::base::{Error, Result, files};
+use crate::export;
+use crate::formats::adapter::{self, AdapterConfig, Key, Kind, Targets};
+use crate::formats::weights::Weights;
+use crate::model::Adapters;
+use crate::peft::lora::scaling;
+use crate::peft::start::algebra;
+use crate::peft::{self, Adapter, Lora, Mask};
+use candle_core::{Device, Tensor};
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// What `ft adapter show` prints.
+pub struct Shown {
+    pub kind: &'static str,
+    pub elements: u64,
+    pub bytes: u64,
+    pub base: Option<String>,
+    pub fingerprint: Option<String>,
+    /// Rank and what else the config says that is not the default.
+    pub settings: Vec<(String, String)>,
+    /// Names of linears with how many layers have them.
+    pub modules: Vec<String>,
+}
+
+impl Shown {
+    pub fn json(&self) -> Value {
+        json!({
+            "kind": self.kind,
+            "elements": self.elements,
+            "bytes": self.bytes,
+            "base": self.base,
+            "base_fingerprint": self.fingerprint,
+            "settings": self.settings.iter().cloned().collect::<BTreeMap<_, _>>(),
+            "modules": self.modules,
+        })
+    }
+}
+
+fn open(dir: &Path) -> Result<(AdapterConfig, Weights)> {
+    let config = AdapterConfig::load(dir)?;
+    let weights = Weights::open_file(&dir.join(adapter::WEIGHTS))?;
+    Ok((config, weights))
+}
+
+/// Errors: what is wrong with the directory.
+pub fn show(dir: &Path) -> Result<Shown> {
+    let (config, weights) = open(dir)?;
+    let mut elements = 0u64;
+    let mut counted: BTreeMap<String, (usize, String)> = BTreeMap::new();
+    for name in weights.names() {
+        let Some(info) = weights.info(name) else { continue };
+        if adapter::VERA.contains(&name) {
+            continue;
+        }
+        elements += info.count() as u64;
+        let line = match adapter::parse(name, &config.kind, config.use_dora) {
+            Some(Key::Of(module, below)) => {
+                let last = module.rsplit('.').next().unwrap_or(&module).to_string();
+                format!("{last}.{below}")
+            }
+            Some(Key::Whole(parameter)) => format!("{parameter} (whole)"),
+            None => format!("{name} (not known to ft)"),
+        };
+        let entry = counted.entry(line).or_insert((0, format!("{:?}", info.shape)));
+        entry.0 += 1;
+        if entry.1 != format!("{:?}", info.shape) {
+            entry.1 = "several shapes".into();
+        }
+    }
+    let mut settings = Vec::new();
+    let mut say = |key: &str, value: String| settings.push((key.to_string(), value));
+    if !matches!(config.kind, Kind::Ia3 { .. } | Kind::Oft { .. }) {
+        say("rank", config.r.to_string());
+    }
+    if !matches!(config.kind, Kind::Ia3 { .. } | Kind::Oft { .. } | Kind::Vera { .. }) {
+        say("alpha", config.lora_alpha.to_string());
+    }
+    if config.use_dora && config.use_rslora {
+        say("scale", "alpha / sqrt(rank)".into());
+    }
+    if !config.rank_pattern.is_empty() {
+        say("ranks", format!("{} by module", config.rank_pattern.len()));
+    }
+    let targets = match &config.target_modules {
+        Targets::AllLinear => "all-linear".to_string(),
+        Targets::List(names) => names.join(", "),
+        Targets::Pattern(pattern) => format!("regular expression {pattern}"),
+    };
+    say("targets", targets);
+    Ok(Shown {
+        kind: config.name(),
+        elements,
+        bytes: weights.total_bytes(),
+        base: config.base_model_name_or_path.clone(),
+        fingerprint: export::base_of(&weights),
+        settings,
+        modules: counted
+            .into_iter()
+            .map(|(name, (n, shape))| format!("{n} × {name} {shape}"))
+            .collect(),
+    })
+}
+
+/// What `ft adapter diff` prints.
+pub struct Difference {
+    /// Keys of the configs with both values.
+    pub settings: Vec<(String, String, String)>,
+    pub only_a: Vec<String>,
+    pub only_b: Vec<String>,
+    /// Tensors of other shapes or numbers: name, and what differs.
+    pub tensors: Vec<(String, String)>,
+    /// ‖a - b‖ over ‖a‖, over all tensors that both have.
+    pub relative: f64,
+}
+
+impl Difference {
+    pub fn same(&self) -> bool {
+        self.settings.is_empty() && self.only_a.is_empty() && self.only_b.is_empty() && self.tensors.is_empty()
+    }
+
+    pub fn lines(&self) -> Vec<String> {
+        let mut out: Vec<String> = self
+            .settings
+            .iter()
+            .map(|(k, a, b)| format!("config {k}: {a} -> {b}"))
+            .collect();
+        out.extend(self.only_a.iter().map(|n| format!("only in the first: {n}")));
+        out.extend(self.only_b.iter().map(|n| format!("only in the second: {n}")));
+        out.extend(self.tensors.iter().map(|(n, what)| format!("{n}: {what}")));
+        if !self.tensors.is_empty() {
+            out.push(format!(
+                "all tensors together differ by {:.3e} of their size",
+                self.relative
+            ));
+        }
+        out
+    }
+
+    pub fn json(&self) -> Value {
+        json!({
+            "same": self.same(),
+            "config": self.settings.iter().map(|(k, a, b)| json!([k, a, b])).collect::<Vec<_>>(),
+            "only_a": self.only_a,
+            "only_b": self.only_b,
+            "tensors": self.tensors.iter().cloned().collect::<BTreeMap<_, _>>(),
+            "relative": self.relative,
+        })
+    }
+}
+
+/// Errors: what is wrong with one of the directories.
+pub fn diff(a: &Path, b: &Path) -> Result<Difference> {
+    let ((config_a, weights_a), (config_b, weights_b)) = (open(a)?, open(b)?);
+    let (json_a, json_b) = (config_a.to_json(), config_b.to_json());
+    let keys: BTreeSet<&String> = [&json_a, &json_b]
+        .into_iter()
+        .filter_map(Value::as_object)
+        .flat_map(|m| m.keys())
+        .collect();
+    let mut settings = Vec::new();
+    for key in keys {
+        let text = |v: &Value| v.get(key).map_or("not there".to_string(), Value::to_string);
+        let (x, y) = (text(&json_a), text(&json_b));
+        if x != y && key != "peft_version" {
+            settings.push((key.clone(), x, y));
+        }
+    }
+    let only = |from: &Weights, other: &Weights| {
+        let names = from.names().filter(|n| other.info(n).is_none());
+        names.map(str::to_string).collect::<Vec<_>>()
+    };
+    let (mut tensors, mut difference, mut size) = (Vec::new(), 0f64, 0f64);
+    for name in weights_a.names() {
+        let (Some(one), Some(two)) = (weights_a.info(name), weights_b.info(name)) else {
+            continue;
+        };
+        if one.shape != two.shape {
+            tensors.push((name.to_string(), format!("{:?} -> {:?}", one.shape, two.shape)));
+            continue;
+        }
+        let (x, y) = (weights_a.read_f32(name)?, weights_b.read_f32(name)?);
+        let squares = |v: &mut dyn Iterator<Item = f32>| v.map(|x| f64::from(x).powi(2)).sum::<f64>();
+        let d = squares(&mut x.iter().zip(&y).map(|(x, y)| x - y));
+        let s = squares(&mut x.iter().copied());
+        (difference, size) = (difference + d, size + s);
+        if d > 0.0 {
+            let most = x.iter().zip(&y).fold(0f32, |m, (x, y)| m.max((x - y).abs()));
+            tensors.push((
+                name.to_string(),
+                format!(
+                    "differs by {:.3e} of its size, at most {most:.3e}",
+                    (d / s.max(f64::MIN_POSITIVE)).sqrt()
+                ),
+            ));
+        }
+    }
+    Ok(Difference {
+        settings,
+        only_a: only(&weights_a, &weights_b),
+        only_b: only(&weights_b, &weights_a),
+        tensors,
+        relative: (difference / size.max(f64::MIN_POSITIVE)).sqrt(),
+    })
+}
+
+/// What `ft adapter combine` wrote.
+pub struct Combined {
+    pub rank: usize,
+    pub modules: usize,
+    /// The largest part of a linear's change that compressing lost.
+    pub lost: Option<f64>,
+}
+
+/// Plain LoRA adapters with weights into one: Σ wᵢ·sᵢ·Bᵢ·Aᵢ as one pair of the summed rank, or the nearest one of
+/// rank `rank`.
+///
+/// Errors: another kind than LoRA; adapters of two bases; sizes that differ; something at `out`.
+pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> Result<Combined> {
+    if out.symlink_metadata().is_ok() && !(out.is_dir() && files::list(out)?.is_empty()) {
+        return Err(Error::usage("output directory is not empty").at_path(out));
+    }
+    let mut pairs: BTreeMap<String, (Vec<Tensor>, Vec<Tensor>)> = BTreeMap::new();
+    let mut base: Option<(String, &Path)> = None;
+    let mut first: Option<(AdapterConfig, &Path)> = None;
+    for (dir, weight) in adapters {
+        let (config, weights) = open(dir)?;
+        if config.kind != Kind::Lora || config.use_dora || !config.modules_to_save.is_empty() {
+            return Err(Error::new("only plain LoRA adapters can be added up into one adapter")
+                .at_path(dir)
+                .found(config.name())
+                .hint("`ft merge` adds adapters of every kind to the weights of the model"));
+        }
+        if let Some(print) = export::base_of(&weights) {
+            match &base {
+                Some((own, other)) if *own != print => {
+                    return Err(Error::new("the adapters belong to two base models")
+                        .at_path(dir)
+                        .found(print)
+                        .expected(format!("{own}, as {}", other.display())));
+                }
+                _ => base = Some((print, dir)),
+            }
+        }
+        for name in weights.names() {
+            let Some(Key::Of(module, below)) = adapter::parse(name, &config.kind, false) else {
+                return Err(Error::new("not a tensor of a LoRA adapter").at(name));
+            };
+            let Some(info) = weights.info(name) else { continue };
+            let tensor = Tensor::from_vec(weights.read_f32(name)?, info.shape.as_slice(), &Device::Cpu)?;
+            let entry = pairs.entry(module.clone()).or_default();
+            if below == "lora_A.weight" {
+                entry.0.push(tensor);
+            } else {
+                let r = export::rank_of(&config, &module)?;
+                let scale = scaling(export::alpha_of(&config, &module)?, r, config.use_rslora);
+                entry.1.push((tensor * f64::from(scale * weight))?);
+            }
+        }
+        first.get_or_insert((config, dir));
+    }
+    let Some((mut config, dir)) = first else {
+        return Err(Error::usage("no adapter is given"));
+    };
+    // Everything is in B: the scale is 1.
+    config.use_rslora = false;
+    config.alpha_pattern.clear();
+    config.rank_pattern.clear();
+    config.target_modules = Targets::List(pairs.keys().cloned().collect());
+    config.exclude_modules = None;
+    config.layers_to_transform = None;
+    let mut all = Adapters::new();
+    let (mut most, mut ranks) = (None, BTreeMap::new());
+    for (module, (a, b)) in pairs {
+        let fault = |e: candle_core::Error| {
+            Error::new("the factors of a linear do not fit together")
+                .at(&module)
+                .cause(e)
+        };
+        let a = Tensor::cat(&a, 0).and_then(|t| t.contiguous()).map_err(fault)?;
+        let b = Tensor::cat(&b, 1).and_then(|t| t.contiguous()).map_err(fault)?;
+        if a.dim(0)? != b.dim(1)? {
+            return Err(Error::new("a linear has one factor only").at(&module));
+        }
+        let mut lora = Lora::new(&module, (a, b), 1.0, Mask::default());
+        if let Some(r) = rank {
+            let (a, b, lost) = algebra::compressed(&lora, r, 1.0)?;
+            let pair = (
+                peft::full(&[r, lora.a.dim(1)?], 0.0)?,
+                peft::full(&[lora.b.dim(0)?, r], 0.0)?,
+            );
+            peft::fill(&pair.0, &a)?;
+            peft::fill(&pair.1, &b)?;
+            lora = Lora::new(&module, pair, 1.0, Mask::default());
+            most = Some(lost.max(most.unwrap_or(0.0)));
+        }
+        ranks.insert(module.clone(), lora.rank());
+        all.insert(module, Arc::new(Adapter::Lora(lora)));
+    }
+    config.r = ranks.values().copied().max().unwrap_or(1);
+    config.lora_alpha = config.r as f64;
+    for (module, &r) in ranks.iter().filter(|(_, r)| **r != config.r) {
+        config.rank_pattern.push((module.replace('.', "\\."), r));
+        config.alpha_pattern.push((module.replace('.', "\\."), r as f64));
+    }
+    let print = base.map(|(print, _)| print).unwrap_or_default();
+    export::adapter(out, &config, &all, &BTreeMap::new(), dir, &print)?;
+    Ok(Combined {
+        rank: config.r,
+        modules: all.len(),
+        lost: most,
+    })
+}

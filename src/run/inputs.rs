@@ -1,0 +1,147 @@
+//! The inputs of every linear over some rows, one layer at a time: all rows go through a layer before the next one is
+//! fetched, and the covariances of a layer are dropped before those of the next one exist.
+//!
+//! Held: the hidden states of all rows, N·D·4 bytes, and one layer's covariances, 8·I² bytes for each of its (up to
+//! four) different inputs. There is no padding to leave out: rows lie end to end.
+//!
+//! Letters: N tokens, D hidden size, I input features.
+
+use crate::base::{Error, Result};
+use crate::data::{Batch, batch::Example};
+use crate::model::{Layer, Network, Observer};
+use crate::ops::{linear, update};
+use crate::peft::start::{Arithmetic, Covariance};
+use candle_core::{DType, Tensor, TensorId};
+use std::cell::RefCell;
+
+/// Tokens of a batch.
+const TOKENS: usize = 4096;
+
+/// Rows in order, several to a batch.
+pub fn batches(examples: &[Example]) -> Vec<Batch> {
+    let mut out = Vec::new();
+    let (mut first, mut tokens) = (0, 0);
+    for (i, e) in examples.iter().enumerate() {
+        if i > first && tokens + e.ids.len() > TOKENS {
+            out.push(Batch::from_examples(&examples[first..i]));
+            (first, tokens) = (i, 0);
+        }
+        tokens += e.ids.len();
+    }
+    if first < examples.len() {
+        out.push(Batch::from_examples(&examples[first..]));
+    }
+    out
+}
+
+/// The covariances of one layer.
+#[derive(Default)]
+pub struct Covariances {
+    groups: Vec<Group>,
+}
+
+/// Linears that read one input share its covariance.
+struct Group {
+    modules: Vec<String>,
+    covariance: Covariance,
+}
+
+impl Covariances {
+    pub fn of(&self, module: &str) -> Result<&Covariance> {
+        let group = self.groups.iter().find(|g| g.modules.iter().any(|m| m == module));
+        match group {
+            Some(group) => Ok(&group.covariance),
+            None => Err(Error::new("no input of this linear was seen").at(module)),
+        }
+    }
+}
+
+/// Adds up while a layer runs.
+struct Seen {
+    arithmetic: Arithmetic,
+    found: RefCell<Found>,
+}
+
+#[derive(Default)]
+struct Found {
+    all: Covariances,
+    last: Option<(TensorId, usize)>,
+}
+
+impl Seen {
+    fn add(&self, covariance: &mut Covariance, x: &Tensor) -> Result<()> {
+        let products = update::to_f32_vec(&linear::grad_weight(x, x, DType::F32)?)?;
+        let sums = update::to_f32_vec(&linear::grad_bias(x)?)?;
+        let (factor, count) = match self.arithmetic {
+            Arithmetic::Ft => (1.0, x.dim(0)?),
+            Arithmetic::Peft => {
+                let largest = update::to_f32_vec(x)?.into_iter().fold(f32::NEG_INFINITY, f32::max);
+                (1.0 / f64::from(largest.abs()), 1)
+            }
+        };
+        if !factor.is_finite() || products.iter().any(|p| !p.is_finite()) {
+            return Err(Error::new("the inputs of a linear are not finite, or all zero"));
+        }
+        covariance.add(&products, &sums, factor, count);
+        Ok(())
+    }
+}
+
+impl Observer for Seen {
+    fn input(&self, weight: &str, x: &Tensor) -> Result<()> {
+        let module = weight.trim_end_matches(".weight");
+        let mut found = self.found.borrow_mut();
+        let Found {
+            all: Covariances { groups },
+            last,
+        } = &mut *found;
+        if let Some((id, group)) = *last
+            && id == x.id()
+        {
+            let modules = &mut groups[group].modules;
+            if !modules.iter().any(|m| m == module) {
+                modules.push(module.to_string());
+            }
+            return Ok(());
+        }
+        let at = match groups.iter().position(|g| g.modules.iter().any(|m| m == module)) {
+            Some(at) => at,
+            None => {
+                groups.push(Group {
+                    modules: vec![module.to_string()],
+                    covariance: Covariance::new(x.dim(1)?),
+                });
+                groups.len() - 1
+            }
+        };
+        *last = Some((x.id(), at));
+        self.add(&mut groups[at].covariance, x).map_err(|e| e.or_at(module))
+    }
+}
+
+/// Hands the covariances of each layer to `each`, from the first layer up.
+pub fn observe(
+    network: &Network,
+    batches: &[Batch],
+    arithmetic: Arithmetic,
+    each: &mut dyn FnMut(usize, &Covariances) -> Result<()>,
+) -> Result<()> {
+    let mut states = batches
+        .iter()
+        .map(|b| network.embed(&b.ids))
+        .collect::<Result<Vec<Tensor>>>()?;
+    for layer in 0..network.layers() {
+        let seen = Seen {
+            arithmetic,
+            found: RefCell::default(),
+        };
+        let block = network.block(layer)?;
+        for (batch, x) in batches.iter().zip(&mut states) {
+            let mut ctx = network.context(&batch.positions, &batch.documents, None)?;
+            ctx.observer = Some(&seen);
+            *x = block.forward(x, &ctx)?;
+        }
+        each(layer, &seen.found.into_inner().all)?;
+    }
+    Ok(())
+}

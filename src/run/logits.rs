@@ -1,0 +1,109 @@
+//! What merging did to the answers: the largest difference between the logits of base and adapters, computed side by
+//! side, and those of the merged weights as they are stored. One layer's weights in memory at a time.
+
+use crate::base::rng::{Rng, Stream};
+use crate::base::{Error, Result};
+use crate::export::{self, Weighted};
+use crate::formats::config::Config;
+use crate::formats::weights::Weights;
+use crate::model::{Adapters, Network, Spec, families};
+use crate::ops::update;
+use crate::source::{Group, GroupWeights, LayerSource, LowerHalves, Numbers, NumbersSink, ParamInfo};
+use candle_core::{Device, Tensor};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Ids that are looked at: drawn, so that any model can be compared.
+const TOKENS: usize = 48;
+
+/// Reads a group anew each time it is asked for, as f32, with adapters folded in where they are not run beside it.
+struct Streamed {
+    weights: Weights,
+    params: Vec<ParamInfo>,
+    folded: Vec<Weighted>,
+}
+
+impl LayerSource for Streamed {
+    fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
+        let mut out = GroupWeights::default();
+        for p in self.params.iter().filter(|p| p.group == group) {
+            let values = export::merged(&self.weights, p, &self.folded)?;
+            let tensor = Tensor::from_vec(values, p.shape.as_slice(), &Device::Cpu)?;
+            out.insert(p.name.clone(), tensor);
+        }
+        Ok(Arc::new(out))
+    }
+
+    fn params(&self) -> &[ParamInfo] {
+        &self.params
+    }
+
+    fn resident_bytes(&self) -> u64 {
+        0
+    }
+
+    fn held(&self, _name: &str) -> Option<Tensor> {
+        None
+    }
+
+    fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
+        Ok((self.whole(name)?, ids.to_vec()))
+    }
+
+    fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
+        update::with_slice(&self.whole(name)?, |values| sink(Numbers::F32(values)))?
+    }
+
+    fn restore(&self, name: &str, _saved: &Weights, _low: &mut dyn LowerHalves) -> Result<()> {
+        Err(Error::new("weights that are only compared are not restored").at(name))
+    }
+}
+
+impl Streamed {
+    fn whole(&self, name: &str) -> Result<Tensor> {
+        let param = self.params.iter().find(|p| &*p.name == name);
+        let param = param.ok_or_else(|| Error::new("the model has no such parameter").at(name))?;
+        Ok(self.fetch(param.group)?.get(name)?.1)
+    }
+}
+
+/// Logits of the drawn ids, `[TOKENS · V]`.
+fn logits(dir: &Path, spec: &Spec, adapters: Adapters, folded: Vec<Weighted>) -> Result<Vec<f32>> {
+    let source = Streamed {
+        weights: Weights::open(dir)?,
+        params: spec.params(),
+        folded,
+    };
+    let mut network = Network::new(spec.clone(), Box::new(source), Device::Cpu);
+    network.adapters = adapters;
+    let rng = Rng::new(0, Stream::Sampling, &[1]);
+    let ids: Vec<u32> = (0..TOKENS as u64)
+        .map(|i| rng.below(i, spec.vocab as u64) as u32)
+        .collect();
+    let positions: Vec<u32> = (0..TOKENS as u32).collect();
+    let documents = [0, TOKENS];
+    let ctx = network.context(&positions, &documents, None)?;
+    let hidden = network.hidden_states(&ids, &ctx)?;
+    let head = network.head()?;
+    let raw = update::to_f32_vec(&head.logits(&hidden)?)?;
+    Ok(match head.softcap {
+        Some(cap) => raw.into_iter().map(|x| cap * (x / cap).tanh()).collect(),
+        None => raw,
+    })
+}
+
+/// The largest difference of a logit, and the largest logit. One whole adapter runs beside the base as in training;
+/// weighted sums are folded in in f32.
+pub fn difference(base: &Path, adapters: Vec<Weighted>, merged: &Path) -> Result<(f32, f32)> {
+    let spec = families::read(&Config::load(base)?)?;
+    let beside = match adapters.as_slice() {
+        [one] if one.weight == 1.0 && one.adapter.whole.is_empty() => {
+            logits(base, &spec, one.adapter.adapters.clone(), Vec::new())?
+        }
+        _ => logits(base, &spec, Adapters::new(), adapters)?,
+    };
+    let after = logits(merged, &spec, Adapters::new(), Vec::new())?;
+    let largest = |values: &mut dyn Iterator<Item = f32>| values.fold(0f32, |m, x| m.max(x.abs()));
+    let change = largest(&mut beside.iter().zip(&after).map(|(a, b)| a - b));
+    Ok((change, largest(&mut beside.into_iter())))
+}

@@ -1,0 +1,90 @@
+//! Pairs of an earlier start on disk: safetensors under a name made from everything they depend on.
+
+use crate::base::{Result, files};
+use crate::data::Dataset;
+use crate::formats::StoredDtype;
+use crate::formats::weights::Weights;
+use crate::formats::writer::{self, TensorPlan, Values};
+use crate::model::Network;
+use crate::peft::start::Pair;
+use crate::recipe::Recipe;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// Names model, rows and settings.
+pub fn key(recipe: &Recipe, base: &str, rows: &Dataset, network: &Network) -> String {
+    let mut hasher = blake3::Hasher::new();
+    let lora = &recipe.tune.lora;
+    let mut text = |t: &str| {
+        hasher.update(&(t.len() as u64).to_le_bytes());
+        hasher.update(t.as_bytes());
+    };
+    text("ft corda 1");
+    text(base);
+    text(recipe.model.dtype.name());
+    text(&format!("{} {:?}", recipe.train.seed, recipe.model.init));
+    text(&rows.fingerprint);
+    text(&format!("{:?}", lora.corda));
+    for (module, adapter) in &network.adapters {
+        let pair = adapter.lora();
+        text(&format!("{module} {:?}", pair.map(|l| (l.rank(), l.scale.to_bits()))));
+    }
+    hasher.finalize().to_hex()[..32].to_string()
+}
+
+fn path(dir: &Path, key: &str) -> PathBuf {
+    dir.join(format!("corda-{key}.safetensors"))
+}
+
+/// Pairs by module with their ranks; `None` where there is no such file, or it does not fit.
+pub fn read(dir: &Path, key: &str, network: &Network) -> Result<Option<BTreeMap<String, (usize, Pair)>>> {
+    let path = path(dir, key);
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let weights = Weights::open_file(&path)?;
+    let mut pairs = BTreeMap::new();
+    for (module, adapter) in &network.adapters {
+        let (Some(lora), Some(info)) = (adapter.lora(), weights.info(&format!("{module}.A"))) else {
+            return Ok(None);
+        };
+        let r = info.shape.first().copied().unwrap_or(0);
+        let (inputs, outputs) = (lora.a.dim(1)?, lora.b.dim(0)?);
+        weights.require(&format!("{module}.A"), &[r, inputs])?;
+        weights.require(&format!("{module}.B"), &[outputs, r])?;
+        let pair = Pair {
+            a: weights.read_f32(&format!("{module}.A"))?,
+            b: weights.read_f32(&format!("{module}.B"))?,
+        };
+        pairs.insert(module.clone(), (r, pair));
+    }
+    Ok(Some(pairs))
+}
+
+pub fn write(dir: &Path, key: &str, network: &Network, pairs: &BTreeMap<String, (usize, Pair)>) -> Result<()> {
+    files::create_dir_all(dir)?;
+    let mut plans = Vec::new();
+    let mut values: Vec<&[f32]> = Vec::new();
+    for (module, (r, pair)) in pairs {
+        let Some(lora) = network.adapters.get(module).and_then(|a| a.lora()) else {
+            continue;
+        };
+        let (inputs, outputs) = (lora.a.dim(1)?, lora.b.dim(0)?);
+        for (side, shape, numbers) in [
+            ("A", vec![*r, inputs], pair.a.as_slice()),
+            ("B", vec![outputs, *r], pair.b.as_slice()),
+        ] {
+            plans.push(TensorPlan {
+                name: format!("{module}.{side}"),
+                dtype: StoredDtype::F32,
+                shape,
+            });
+            values.push(numbers);
+        }
+    }
+    let mut next = values.into_iter();
+    writer::write_file(&path(dir, key), &plans, &[], |_, sink| {
+        sink(Values::F32(next.next().unwrap_or_default()))
+    })?;
+    Ok(())
+}

@@ -1,0 +1,397 @@
+//! How fresh adapters start where the start needs the model: from its weights, from the inputs of its linears on some
+//! rows, or from its first gradient. One layer at a time: no more than one layer's covariances exist at once.
+//!
+//! Letters: N tokens, I input features, O output features, R rank.
+
+use super::adapters::Prepared;
+use super::inputs;
+use super::rows;
+use super::setup::Described;
+use super::start_cache as cache;
+use crate::base::{Error, Result, signal};
+use crate::data::{Batch, Dataset};
+use crate::engine::{self, Active};
+use crate::export;
+use crate::model::linear::Linear;
+use crate::model::{GradSink, Network, Objective, Param};
+use crate::ops::tally::Tally;
+use crate::ops::update;
+use crate::peft::lora::scaling;
+use crate::peft::start::{self, Arithmetic, Component, Covariance, Pair, algebra};
+use crate::peft::{self, Adapter, Frozen, Lora};
+use crate::recipe::{CordaArithmetic, CordaMethod, LoraInit, PeftType, Recipe};
+use candle_core::{Device, Tensor};
+use rayon::prelude::*;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Linears of a layer that are decomposed side by side: each holds a few matrices of its weight's size in f64.
+const AT_ONCE: usize = 4;
+
+/// What a start needs beside the network.
+pub struct Setting<'a> {
+    pub recipe: &'a Recipe,
+    pub model: &'a Described,
+    pub objective: &'a dyn Objective,
+    pub train: &'a Dataset,
+    /// Fingerprint of the base weights.
+    pub base: &'a str,
+    /// Where results are kept for the next run.
+    pub cache: &'a Path,
+    /// Told what goes on.
+    pub note: &'a mut dyn FnMut(&str),
+}
+
+/// Fills the adapters of `network`; ranks by module may change with an adaptive start, and `prepared` with them.
+///
+/// Errors: a rank that a weight does not have, rows that cannot be read, a signal.
+pub fn fill(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Result<()> {
+    let lora = &s.recipe.tune.lora;
+    if lora.adapter.is_some() || prepared.config.is_none() {
+        return Ok(());
+    }
+    if lora.peft_type == PeftType::Lora {
+        match lora.init_lora_weights {
+            LoraInit::Default | LoraInit::Gaussian | LoraInit::Loftq => {}
+            LoraInit::Pissa | LoraInit::Olora => from_weights(s, network)?,
+            LoraInit::Eva => from_inputs(s, network)?,
+            LoraInit::Corda => corda(s, network, prepared)?,
+            LoraInit::LoraGa => from_gradient(s, network)?,
+        }
+    }
+    // DoRA's sizes are those of the weights with the pair.
+    for layer in 0..network.layers() {
+        for (_, linear) in network.linears(layer)? {
+            if let Some(Adapter::Dora(dora)) = linear.adapter.as_deref() {
+                dora.begin(&linear)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// One linear with a pair to fill.
+struct Task {
+    module: String,
+    linear: Linear,
+    adapter: Arc<Adapter>,
+}
+
+fn tasks(network: &Network, layer: usize) -> Result<Vec<Task>> {
+    let linears = network.linears(layer)?.into_iter();
+    Ok(linears
+        .filter_map(|(module, linear)| {
+            let adapter = linear.adapter.clone()?;
+            adapter.lora()?;
+            Some(Task {
+                module,
+                linear,
+                adapter,
+            })
+        })
+        .collect())
+}
+
+impl Task {
+    /// W in f64, `[O, I]`.
+    fn weight(&self) -> Result<faer::Mat<f64>> {
+        let (outputs, inputs) = self.linear.dims();
+        Ok(algebra::matrix(&self.linear.rows(0, outputs)?, outputs, inputs))
+    }
+
+    fn lora(&self) -> Result<&Lora> {
+        self.adapter
+            .lora()
+            .ok_or_else(|| Error::new("adapter has no pair").at(&self.module))
+    }
+}
+
+/// Sets A and B, and what is taken off again.
+fn set(lora: &Lora, pair: &Pair) -> Result<()> {
+    peft::fill(&lora.a, &pair.a)?;
+    peft::fill(&lora.b, &pair.b)?;
+    if let Some((a, b)) = &lora.start {
+        peft::fill(a, &pair.a)?;
+        peft::fill(b, &pair.b)?;
+    }
+    Ok(())
+}
+
+/// `f` for each task, a few side by side, in order.
+fn each<T: Send>(tasks: &[Task], f: impl Fn(&Task) -> Result<T> + Sync) -> Result<Vec<T>> {
+    let mut out = Vec::with_capacity(tasks.len());
+    for some in tasks.chunks(AT_ONCE) {
+        let found: Vec<Result<T>> = some.par_iter().map(|t| f(t).map_err(|e| e.or_at(&t.module))).collect();
+        for one in found {
+            out.push(one?);
+        }
+    }
+    Ok(out)
+}
+
+/// Tells how far it is, and how long it will take.
+struct Progress {
+    name: &'static str,
+    begun: Instant,
+    layers: usize,
+}
+
+impl Progress {
+    fn new(name: &'static str, network: &Network) -> Self {
+        Self {
+            name,
+            begun: Instant::now(),
+            layers: network.layers(),
+        }
+    }
+
+    /// Layer `done` of all is finished. Errors: a signal asks to stop.
+    fn layer(&self, done: usize, note: &mut dyn FnMut(&str)) -> Result<()> {
+        let left = self.begun.elapsed().as_secs_f64() / done as f64 * (self.layers - done) as f64;
+        note(&format!(
+            "{}: layer {done} of {}, about {left:.0} s left",
+            self.name, self.layers
+        ));
+        match signal::received() {
+            Some(signal) => Err(Error::signal(
+                signal,
+                "stopped by a signal while adapters were prepared",
+            )),
+            None => Ok(()),
+        }
+    }
+}
+
+fn from_weights(s: &mut Setting, network: &Network) -> Result<()> {
+    let lora = &s.recipe.tune.lora;
+    let (init, iterations, seed) = (lora.init_lora_weights, lora.pissa_niter, s.recipe.train.seed);
+    let progress = Progress::new(init.name(), network);
+    for layer in 0..network.layers() {
+        let tasks = tasks(network, layer)?;
+        let pairs = each(&tasks, |task| {
+            let (w, own) = (task.weight()?, task.lora()?);
+            match init {
+                LoraInit::Olora => start::olora(w.as_ref(), own.rank()),
+                _ => start::pissa(w.as_ref(), own.rank(), own.scale, iterations, seed, own.mask.site),
+            }
+        })?;
+        for (task, pair) in tasks.iter().zip(&pairs) {
+            set(task.lora()?, pair)?;
+        }
+        progress.layer(layer + 1, s.note)?;
+    }
+    Ok(())
+}
+
+/// The first rows of the training data in batches.
+fn first_rows(train: &Dataset, rows: usize) -> Vec<Batch> {
+    inputs::batches(&train.examples[..rows.min(train.examples.len())])
+}
+
+fn from_inputs(s: &mut Setting, network: &Network) -> Result<()> {
+    let batches = first_rows(s.train, s.recipe.tune.lora.init_samples);
+    let progress = Progress::new("eva", network);
+    inputs::observe(network, &batches, Arithmetic::Ft, &mut |layer, seen| {
+        let tasks = tasks(network, layer)?;
+        let pairs = each(&tasks, |task| {
+            start::eva(seen.of(&task.module)?, task.lora()?.rank(), task.linear.dims().0)
+        })?;
+        for (task, pair) in tasks.iter().zip(&pairs) {
+            set(task.lora()?, pair)?;
+        }
+        progress.layer(layer + 1, s.note)
+    })
+}
+
+fn corda(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Result<()> {
+    let settings = &s.recipe.tune.lora.corda;
+    let own;
+    let rows = match settings.data.is_empty() {
+        true => s.train,
+        false => {
+            own = rows::read(s.recipe, &settings.data, s.model)?;
+            &own
+        }
+    };
+    let key = cache::key(s.recipe, s.base, rows, network);
+    if let Some(pairs) = cache::read(s.cache, &key, network)? {
+        (s.note)("corda: the components of an earlier run with the same model, rows and settings are used");
+        return place(s.recipe, network, prepared, pairs);
+    }
+    let method = match settings.method {
+        CordaMethod::Kpm => start::Method::Kpm,
+        CordaMethod::Ipm => start::Method::Ipm,
+    };
+    let arithmetic = match settings.compatible {
+        CordaArithmetic::Ft => Arithmetic::Ft,
+        CordaArithmetic::Peft => Arithmetic::Peft,
+    };
+    let examples = &rows.examples[..settings.samples.min(rows.examples.len())];
+    let batches = match arithmetic {
+        Arithmetic::Ft => inputs::batches(examples),
+        // Each row is normalised by itself there.
+        Arithmetic::Peft => examples.iter().map(|e| Batch::from_examples([e])).collect(),
+    };
+    let tokens: usize = batches.iter().map(Batch::len).sum();
+    let widest = network.spec.hidden.max(network.spec.intermediate);
+    if tokens < widest {
+        (s.note)(&format!(
+            "corda: {tokens} tokens say little about {widest} directions; give more rows in `tune.lora.corda.data`"
+        ));
+    }
+    let mut found: BTreeMap<String, Component> = BTreeMap::new();
+    let progress = Progress::new("corda", network);
+    inputs::observe(network, &batches, arithmetic, &mut |layer, seen| {
+        let tasks = tasks(network, layer)?;
+        let components = each(&tasks, |task| {
+            let (outputs, inputs) = task.linear.dims();
+            let r = task.lora()?.rank();
+            let candidates = match settings.adaptive_rank {
+                true => (2 * r).min(outputs).min(inputs),
+                false => r,
+            };
+            let covariance: &Covariance = seen.of(&task.module)?;
+            start::components(task.weight()?.as_ref(), covariance, method, candidates)
+        })?;
+        found.extend(tasks.into_iter().map(|t| t.module).zip(components));
+        progress.layer(layer + 1, s.note)
+    })?;
+
+    let own_rank = |module: &str| {
+        network
+            .adapters
+            .get(module)
+            .and_then(|a| a.lora())
+            .map_or(0, Lora::rank)
+    };
+    let ranks: Vec<usize> = match settings.adaptive_rank {
+        false => found.keys().map(|m| own_rank(m)).collect(),
+        true => {
+            let budget = found.keys().map(|m| own_rank(m)).sum();
+            let values: Vec<(Vec<f64>, f64)> = found.values().map(|c| (c.s.clone(), c.total)).collect();
+            start::allocate(&values, method, budget)
+        }
+    };
+    let Some(config) = &prepared.config else { return Ok(()) };
+    let mut pairs = BTreeMap::new();
+    for ((module, component), r) in found.iter().zip(ranks) {
+        let scale = scaling(export::alpha_of(config, module)?, r, config.use_rslora);
+        pairs.insert(module.clone(), (r, start::pair_of(component, method, r, scale)));
+    }
+    cache::write(s.cache, &key, network, &pairs)?;
+    place(s.recipe, network, prepared, pairs)
+}
+
+/// Puts pairs of these ranks on the network; the config says where they differ from `r`.
+fn place(
+    recipe: &Recipe,
+    network: &mut Network,
+    prepared: &mut Prepared,
+    pairs: BTreeMap<String, (usize, Pair)>,
+) -> Result<()> {
+    let ranks = pairs.iter().map(|(m, (r, _))| (m.clone(), *r)).collect();
+    resize(recipe, network, prepared, &ranks)?;
+    for (module, (_, pair)) in &pairs {
+        if let Some(lora) = network.adapters.get(module).and_then(|a| a.lora()) {
+            set(lora, pair)?;
+        }
+    }
+    Ok(())
+}
+
+/// Gives adapters other ranks: what an adaptive start chose, now or before a run was stopped.
+pub fn resize(
+    recipe: &Recipe,
+    network: &mut Network,
+    prepared: &mut Prepared,
+    ranks: &BTreeMap<String, usize>,
+) -> Result<()> {
+    let Some(config) = &mut prepared.config else {
+        return Ok(());
+    };
+    if !recipe.tune.lora.corda.adaptive_rank {
+        return Ok(());
+    }
+    // Whole names first: the first key that matches a module counts.
+    let mut pattern: Vec<(String, usize)> = Vec::new();
+    for (module, &r) in ranks {
+        if export::rank_of(config, module)? != r {
+            pattern.push((module.replace('.', "\\."), r));
+        }
+    }
+    pattern.append(&mut config.rank_pattern);
+    config.rank_pattern = pattern;
+    for (module, adapter) in network.adapters.iter_mut() {
+        let (Some(lora), Some(&r)) = (adapter.lora(), ranks.get(module)) else {
+            continue;
+        };
+        if lora.rank() == r {
+            continue;
+        }
+        let (inputs, outputs) = (lora.a.dim(1)?, lora.b.dim(0)?);
+        let pair = || Ok::<_, Error>((peft::full(&[r, inputs], 0.0)?, peft::full(&[outputs, r], 0.0)?));
+        let scale = scaling(export::alpha_of(config, module)?, r, config.use_rslora);
+        let mut other = Lora::new(module, pair()?, scale, lora.mask);
+        other.start = match lora.start {
+            Some(_) => Some(pair()?),
+            None => None,
+        };
+        *adapter = Arc::new(Adapter::Lora(other));
+    }
+    prepared.adapters = network.adapters.clone();
+    Ok(())
+}
+
+/// The ranks that a checkpoint's flat tensors say.
+pub fn ranks_of(network: &Network, elements: impl Fn(&str) -> Option<usize>) -> BTreeMap<String, usize> {
+    let mut ranks = BTreeMap::new();
+    for (module, adapter) in &network.adapters {
+        if let Some(lora) = adapter.lora()
+            && let Some(n) = elements(&lora.a_name)
+            && let Ok(inputs) = lora.a.dim(1)
+        {
+            ranks.insert(module.clone(), n / inputs.max(1));
+        }
+    }
+    ranks
+}
+
+/// Takes the gradient of each weight the moment it exists and keeps the pair only.
+struct Gradients<'a> {
+    active: &'a Active,
+    network: &'a Network,
+}
+
+impl GradSink for Gradients<'_> {
+    fn wants(&self, name: &str) -> bool {
+        self.active.contains(name)
+    }
+
+    fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
+        let module = param.name.trim_end_matches(".weight");
+        let Some(lora) = self.network.adapters.get(module).and_then(|a| a.lora()) else {
+            return Ok(());
+        };
+        let (outputs, inputs) = gradient.dims2()?;
+        let values = update::to_f32_vec(&gradient.to_device(&Device::Cpu)?)?;
+        let gradient = algebra::matrix(&values, outputs, inputs);
+        let pair = start::lora_ga(gradient.as_ref(), lora.rank()).map_err(|e| e.or_at(module))?;
+        set(lora, &pair)
+    }
+}
+
+fn from_gradient(s: &mut Setting, network: &Network) -> Result<()> {
+    let rows = s.recipe.tune.lora.init_samples.min(s.train.examples.len());
+    let batch = Batch::from_examples(&s.train.examples[..rows]);
+    (s.note)(&format!("lora_ga: the gradient of {rows} rows"));
+    let active = Active::new(network.adapters.keys().map(|m| format!("{m}.weight")));
+    let mut sink = Gradients {
+        active: &active,
+        network,
+    };
+    let tally = Tally::new(&network.device)?;
+    engine::window(network, s.objective, &[batch], &active, 0, |_| None, &mut sink, &tally)?;
+    Ok(())
+}

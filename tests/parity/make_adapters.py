@@ -1,0 +1,195 @@
+"""Every kind of adapter by PEFT: a filled one with its logits, and 20 training steps from it; starts by PEFT.
+
+    python make_adapters.py [NAME ...]
+
+Writes goldens/adapters/NAME/: adapter_config.json and adapter_model.safetensors as PEFT saves them, golden.json
+(loss of the rows, losses and gradient norms of 20 steps, the recipe), golden.safetensors (ids and logits).
+A start (pissa, olora, corda) has no adapter files: golden.safetensors holds A and B of every linear as PEFT made
+them, and the loss after the 20 steps is that of the trained model. Needs the models of make_training.py.
+"""
+
+import dataclasses
+import math
+import shutil
+import sys
+import types
+
+# PEFT 0.21.2 takes `dataclass` from a package that it does not require.
+try:
+    import attr  # noqa: F401
+except ModuleNotFoundError:
+    sys.modules["attr"] = types.SimpleNamespace(dataclass=dataclasses.dataclass)
+
+import torch
+from peft import (AdaLoraConfig, IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftModel, VeraConfig,
+                  get_peft_model)
+from peft.tuners.lora.config import CordaConfig
+from peft.tuners.lora.corda import preprocess_corda
+from safetensors.torch import save_file
+
+from common import GOLDENS, VERSIONS, Encoder, mean_loss, read_rows, trained_tokens, write_json
+from make_training import ACCUMULATION, BATCH, STEPS, learning_rates, load, micro_loss, tokenizer_of
+
+OUT = GOLDENS / "adapters"
+TARGETS = ["q_proj", "v_proj", "down_proj", "up_proj"]
+RECIPE = {"optimizer.name": "adamw", "optimizer.weight_decay": 0.01, "schedule.name": "cosine",
+          "schedule.warmup_steps": 3, "train.max_grad_norm": 1.0}
+
+
+def lora(**more):
+    return LoraConfig(task_type="CAUSAL_LM", **(dict(r=4, lora_alpha=8, target_modules=TARGETS) | more))
+
+
+# name: (model, config, learning rate, deviation of the numbers that fill it, further recipe keys)
+FILLED = {
+    "dora": ("llama", lora(use_dora=True), 1e-2, 0.1, {}),
+    "loraplus": ("qwen3", lora(), 2e-3, 0.1, {"tune.lora.loraplus_lr_ratio": 4.0}),
+    "regex": ("llama", lora(target_modules=r".*layers\.[0-2]\..*(q|up)_proj", rank_pattern={r"layers\.0\..*": 2},
+                            exclude_modules=r".*layers\.1\.mlp.*"), 1e-2, 0.3, {}),
+    "saved": ("llama", lora(modules_to_save=["lm_head"], layers_to_transform=[1, 3]), 5e-3, 0.1, {}),
+    "ia3": ("llama", IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "v_proj", "down_proj"],
+                               feedforward_modules=["down_proj"]), 1e-2, 0.2, {}),
+    "vera": ("llama", VeraConfig(task_type="CAUSAL_LM", r=8, target_modules=TARGETS), 1e-2, 0.3, {}),
+    "loha": ("llama", LoHaConfig(task_type="CAUSAL_LM", r=4, alpha=6, target_modules=TARGETS), 1e-2, 0.5, {}),
+    "lokr": ("llama", LoKrConfig(task_type="CAUSAL_LM", r=2, alpha=4, target_modules=TARGETS), 1e-2, 0.3, {}),
+    "lokr_both": ("qwen3", LoKrConfig(task_type="CAUSAL_LM", r=1, alpha=1, target_modules=TARGETS, decompose_both=True,
+                                      decompose_factor=4), 1e-2, 0.9, {}),
+    "oft": ("llama", OFTConfig(task_type="CAUSAL_LM", r=0, oft_block_size=8, target_modules=TARGETS,
+                               use_cayley_neumann=True), 5e-3, 0.05, {}),
+    "oft_exact": ("qwen3", OFTConfig(task_type="CAUSAL_LM", r=0, oft_block_size=16, target_modules=["q_proj", "gate_proj"],
+                                     use_cayley_neumann=False), 5e-3, 0.05, {}),
+    "adalora": ("llama", AdaLoraConfig(task_type="CAUSAL_LM", init_r=4, target_r=2, lora_alpha=8, total_step=100,
+                                       target_modules=TARGETS), 1e-2, 0.4, {}),
+}
+# name: (model, config, learning rate, further recipe keys)
+STARTED = {
+    "pissa": ("llama", lora(init_lora_weights="pissa"), 2e-3, {"tune.lora.init_lora_weights": "pissa"}),
+    "olora": ("llama", lora(init_lora_weights="olora"), 2e-3, {"tune.lora.init_lora_weights": "olora"}),
+    "corda_kpm": ("llama", lora(init_lora_weights="corda", corda_config=CordaConfig(corda_method="kpm")), 2e-3,
+                  {"tune.lora.init_lora_weights": "corda", "tune.lora.corda.method": "kpm",
+                   "tune.lora.corda.compatible": "peft"}),
+    "corda_ipm": ("qwen3", lora(init_lora_weights="corda", corda_config=CordaConfig(corda_method="ipm")), 2e-3,
+                  {"tune.lora.init_lora_weights": "corda", "tune.lora.corda.method": "ipm",
+                   "tune.lora.corda.compatible": "peft"}),
+}
+ROWS = "messages"
+
+
+def rows_of(model):
+    encoder = Encoder(tokenizer_of(model))
+    return [encoder.row(row) for row in read_rows(GOLDENS / "data" / f"{ROWS}.jsonl")]
+
+
+def is_plus(name, parameter):
+    return "lora_B" in name or parameter.ndim == 1
+
+
+def train(model, rows, recipe):
+    """The loop of make_training.py, with the groups of LoRA+."""
+    model.train()
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    ratio = recipe.get("tune.lora.loraplus_lr_ratio", 1.0)
+    groups = []
+    for plus in (False, True):
+        for matrix in (False, True):
+            members = [p for n, p in named if is_plus(n, p) == plus and (p.ndim >= 2) == matrix]
+            if members:
+                groups.append(dict(params=members, weight_decay=recipe["optimizer.weight_decay"] if matrix else 0.0,
+                                   factor=ratio if plus else 1.0))
+    rates = learning_rates(recipe, STEPS)
+    optimizer = torch.optim.AdamW(groups, lr=rates[0])
+    losses, norms, place = [], [], 0
+    for step in range(STEPS):
+        batch = [rows[(place + i) % len(rows)] for i in range(BATCH * ACCUMULATION)]
+        place += len(batch)
+        trained = sum(trained_tokens(labels) for _, labels in batch)
+        optimizer.zero_grad()
+        total = 0.0
+        for first in range(0, len(batch), BATCH):
+            loss = micro_loss(model, batch[first:first + BATCH], trained)
+            loss.backward()
+            total += loss.item()
+        norms.append(float(torch.nn.utils.clip_grad_norm_([p for _, p in named], recipe["train.max_grad_norm"])))
+        for group in optimizer.param_groups:
+            group["lr"] = rates[step] * group["factor"]
+        optimizer.step()
+        losses.append(total)
+    return losses, norms
+
+
+def recipe_of(rate, more):
+    return RECIPE | {"tune.method": "lora", "optimizer.learning_rate": rate, "train.stage": "sft", "train.max_steps": STEPS,
+                     "train.batch_size": BATCH, "train.gradient_accumulation_steps": ACCUMULATION} | more
+
+
+def finish(name, base, model, rows, recipe, extra):
+    """Trains and writes what it gave; asks a second time with a changed last bit whether rounding stays small."""
+    losses, norms = train(model, rows, recipe)
+    after, _ = mean_loss(model.eval(), rows)
+    print(name, " ".join(f"{x:.3f}" for x in losses), "| norm", f"{min(norms):.3f}-{max(norms):.3f}", flush=True)
+    assert all(math.isfinite(x) for x in losses) and losses[-1] < losses[0]
+    write_json(OUT / name / "golden.json", dict(model=base, data=ROWS, recipe=recipe, losses=losses, grad_norms=norms,
+                                                 after=after, **extra, versions=VERSIONS))
+
+
+def make_filled(seed, name):
+    base, config, rate, deviation, more = FILLED[name]
+    directory = OUT / name
+    shutil.rmtree(directory, ignore_errors=True)
+    model = get_peft_model(load(base), config)
+    generator = torch.Generator().manual_seed(6000 + seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            noise = torch.randn(parameter.shape, generator=generator) * deviation
+            # Sizes, factors and whole weights stay near what they are.
+            near = any(part in key for part in ("magnitude", "ia3_l", "modules_to_save"))
+            parameter.copy_(parameter * (1 + noise) if near else noise)
+    model.peft_config["default"].base_model_name_or_path = base
+    model.save_pretrained(directory)
+    (directory / "README.md").unlink(missing_ok=True)
+    rows = rows_of(base)
+    model = PeftModel.from_pretrained(load(base), directory).eval()
+    loss, tokens = mean_loss(model, rows)
+    plain, _ = mean_loss(load(base).eval(), rows)
+    assert abs(loss - plain) > 1e-2, "the adapter must matter"
+    ids = torch.tensor(min((ids for ids, _ in rows), key=len))
+    with torch.no_grad():
+        logits = model(ids[None], use_cache=False).logits[0].contiguous()
+    save_file({"input_ids": ids, "logits": logits}, directory / "golden.safetensors")
+    model = PeftModel.from_pretrained(load(base), directory, is_trainable=True)
+    finish(name, base, model, rows, recipe_of(rate, {"tune.lora.adapter": name} | more), dict(loss=loss, tokens=tokens))
+
+
+def make_started(name):
+    base, config, rate, more = STARTED[name]
+    directory = OUT / name
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    rows, model = rows_of(base), load(base)
+    if config.corda_config is not None:
+        def run_model():
+            for ids, _ in rows:
+                model(torch.tensor([ids]), use_cache=False)
+
+        preprocess_corda(model, config, run_model=run_model)
+    model = get_peft_model(model, config)
+    tensors = {key.replace("base_model.model.", "").replace(".default", ""): value.contiguous().clone()
+               for key, value in model.state_dict().items() if "lora_" in key}
+    save_file(tensors, directory / "golden.safetensors")
+    targets = {"tune.lora.r": 4, "tune.lora.lora_alpha": 8, "tune.lora.target_modules": TARGETS}
+    finish(name, base, model, rows, recipe_of(rate, targets | more), {})
+
+
+def main():
+    for seed, name in enumerate(FILLED):
+        if not sys.argv[1:] or name in sys.argv[1:]:
+            make_filled(seed, name)
+    for name in STARTED:
+        if not sys.argv[1:] or name in sys.argv[1:]:
+            make_started(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -222,19 +222,18 @@ fn code_tables(gpu: &Gpu) -> Result<u64> {
         .lock()
         .map_err(|_| Error::new("the table of codes was left locked"))?;
     let id = gpu.device().id();
-    if !kept.contains_key(&id) {
-        let numbers: Vec<f32> = [&*SIGNED, &*UNSIGNED]
-            .into_iter()
-            .flat_map(|code| code.values.into_iter().chain(code.middles))
-            .collect();
-        let there = gpu.empty(numbers.len(), DType::F32)?;
-        write(&there, "a table of codes", DType::F32, &numbers)?;
-        kept.insert(id, there);
+    if let Some(there) = kept.get(&id) {
+        return address(there, "a table of codes");
     }
-    match kept.get(&id) {
-        Some(there) => address(there, "a table of codes"),
-        None => Err(Error::new("the table of codes is lost")),
-    }
+    let numbers: Vec<f32> = [&*SIGNED, &*UNSIGNED]
+        .into_iter()
+        .flat_map(|code| code.values.into_iter().chain(code.middles))
+        .collect();
+    let there = gpu.empty(numbers.len(), DType::F32)?;
+    write(&there, "a table of codes", DType::F32, &numbers)?;
+    let place = address(&there, "a table of codes")?;
+    kept.insert(id, there);
+    Ok(place)
 }
 
 /// Sets a bf16 weight and its lower halves (i16) to exact f32 values, which are as many.

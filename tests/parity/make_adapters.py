@@ -54,7 +54,7 @@ FILLED = {
     "loha": ("llama", LoHaConfig(task_type="CAUSAL_LM", r=4, alpha=6, target_modules=TARGETS), 2e-3, 0.5, {}),
     "lokr": ("llama", LoKrConfig(task_type="CAUSAL_LM", r=2, alpha=4, target_modules=TARGETS), 1e-2, 0.3, {}),
     "lokr_both": ("qwen3", LoKrConfig(task_type="CAUSAL_LM", r=1, alpha=1, target_modules=TARGETS, decompose_both=True,
-                                      decompose_factor=4), 1e-2, 0.9, {}),
+                                      decompose_factor=4), 1e-2, 0.6, {}),
     "oft": ("llama", OFTConfig(task_type="CAUSAL_LM", r=0, oft_block_size=8, target_modules=TARGETS,
                                use_cayley_neumann=True), 5e-3, 0.05, {}),
     "oft_exact": ("qwen3", OFTConfig(task_type="CAUSAL_LM", r=0, oft_block_size=16, target_modules=["q_proj", "gate_proj"],

@@ -142,6 +142,13 @@ fn steps_are_bit_equal_to_the_cpu() {
     }
 }
 
+fn gate<'a>(coefficient: &'a Tensor, finite: &'a Tensor) -> Gate<'a> {
+    Gate {
+        coefficient: Some(coefficient),
+        finite: Some(finite),
+    }
+}
+
 #[test]
 fn a_gate_scales_or_stops_a_step() {
     let Some(gpu) = gpu() else { return };
@@ -149,20 +156,16 @@ fn a_gate_scales_or_stops_a_step() {
         for device in [&Device::Cpu, &gpu.device] {
             let scalar = |x: f64| Tensor::new(&[x], device).unwrap();
             let half = Tensor::new(&[0.5f32], device).unwrap();
-            let gate = |finite| Gate {
-                coefficient: Some(&half),
-                finite: Some(finite),
-            };
             let (with, without) = (
                 parameters(&gpu, rule, false, device),
                 parameters(&gpu, rule, false, device),
             );
-            run(rule, &with, 2, 0.8, gate(&scalar(3.0)));
+            run(rule, &with, 2, 0.8, gate(&half, &scalar(3.0)));
             run(rule, &without, 2, 0.4, Gate::default());
             let before: Vec<_> = with.iter().map(Parameter::values).collect();
             assert!(before == without.iter().map(Parameter::values).collect::<Vec<_>>());
             for bad in [f64::NAN, f64::INFINITY] {
-                run(rule, &with, 1, 1.0, gate(&scalar(bad)));
+                run(rule, &with, 1, 1.0, gate(&half, &scalar(bad)));
             }
             assert!(before == with.iter().map(Parameter::values).collect::<Vec<_>>());
         }

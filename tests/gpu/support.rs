@@ -75,14 +75,6 @@ impl Pair {
         self.cpu.to_dtype(self.gpu.dtype()).unwrap()
     }
 
-    /// A copy of both.
-    pub fn copied(&self) -> Self {
-        Self {
-            cpu: self.cpu.copy().unwrap(),
-            gpu: self.gpu.copy().unwrap(),
-        }
-    }
-
     /// A part of the rows of both; the part starts in the middle of memory.
     pub fn rows(&self, start: usize, len: usize) -> Self {
         Self {

@@ -5,7 +5,8 @@ use super::rows::{self, Rows};
 use super::setup::{self, Described};
 use super::starts::{self, Setting};
 use super::state::{self, Facts};
-use super::{adapters, finish, samples, tuning::Tuning};
+use super::tuning::{self, Tuning};
+use super::{adapters, finish, samples};
 use crate::base::lock::RunLock;
 use crate::base::units::{bytes, count};
 use crate::base::{Error, Result, files, memory, signal};
@@ -16,7 +17,7 @@ use crate::engine::{self, Engine, Gradients};
 use crate::export;
 use crate::model::Adapters;
 use crate::ops::{self, update};
-use crate::optim::{Optimizer, Schedule};
+use crate::optim::Schedule;
 use crate::plan::{Place, Plan};
 use crate::recipe::{self, Method, Recipe};
 use crate::report::{self, EvalMetrics, Reporter, StepMetrics};
@@ -160,7 +161,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     tuning = Tuning::new(recipe, &model.spec, &params, &prepared, train.examples.len())?;
     let mut engine = Engine {
         objective: Box::new(objective),
-        optimizer: optimizer(recipe),
+        optimizer: tuning::optimizer(recipe),
         gradients,
         keep_layers,
         max_grad_norm: recipe.train.max_grad_norm,
@@ -284,22 +285,6 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         plan,
         peak_memory_bytes: peak,
     })
-}
-
-fn optimizer(recipe: &Recipe) -> Optimizer {
-    let mut optimizer = Optimizer::new(recipe.optimizer.clone()).with_seed(recipe.train.seed);
-    let block = &recipe.tune.block;
-    if recipe.tune.method == Method::Block && block.correction == recipe::Correction::Lora {
-        optimizer.set_rate(".lora_A.weight", block.correction_scale);
-        optimizer.set_rate(".lora_B.weight", block.correction_scale);
-    }
-    // LoRA+ (Hayou et al. 2024, arXiv 2402.12354): B moves faster than A, and in PEFT's groups the vectors go with B.
-    let ratio = recipe.tune.lora.loraplus_lr_ratio;
-    if recipe.tune.method == Method::Lora && ratio != 1.0 {
-        optimizer.set_rate(".lora_B.weight", ratio);
-        optimizer.set_rate(".lora_magnitude_vector", ratio);
-    }
-    optimizer
 }
 
 /// Most memory so far: of the GPU's tensors, or of this process on the CPU.

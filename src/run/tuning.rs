@@ -5,7 +5,7 @@ use crate::base::{Error, Result};
 use crate::engine::Active;
 use crate::engine::active::{Corrected, group_of};
 use crate::model::Spec;
-use crate::optim::{BlockSchedule, Masks};
+use crate::optim::{BlockSchedule, Masks, Optimizer};
 use crate::recipe::{self, Correction, CorrectionScope, Method, Recipe};
 use crate::source::{Group, ParamInfo};
 use std::collections::BTreeSet;
@@ -128,6 +128,23 @@ impl Tuning {
             }
         }
     }
+}
+
+/// The optimizer of a run, with learning rates of their own for some parameters.
+pub fn optimizer(recipe: &Recipe) -> Optimizer {
+    let mut optimizer = Optimizer::new(recipe.optimizer.clone()).with_seed(recipe.train.seed);
+    let block = &recipe.tune.block;
+    if recipe.tune.method == Method::Block && block.correction == recipe::Correction::Lora {
+        optimizer.set_rate(".lora_A.weight", block.correction_scale);
+        optimizer.set_rate(".lora_B.weight", block.correction_scale);
+    }
+    // LoRA+ (Hayou et al. 2024, arXiv 2402.12354): B moves faster than A, and in PEFT's groups the vectors go with B.
+    let ratio = recipe.tune.lora.loraplus_lr_ratio;
+    if recipe.tune.method == Method::Lora && ratio != 1.0 {
+        optimizer.set_rate(".lora_B.weight", ratio);
+        optimizer.set_rate(".lora_magnitude_vector", ratio);
+    }
+    optimizer
 }
 
 impl Blocks {

@@ -37,6 +37,10 @@ pub fn recipe(golden: &Value, model: &Path, out: &Path) -> String {
                 let name = value.as_str().unwrap();
                 put(key, path(&goldens().join("training/adapters").join(name)).into());
             }
+            "tune.lora.corda.method" => {
+                put(key, value.clone());
+                put("tune.lora.corda.data", path(&data(&text(golden, "data"))).into());
+            }
             _ => put(key, value.clone()),
         }
     }

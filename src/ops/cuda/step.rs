@@ -12,6 +12,7 @@ use candle_core::cuda::DeviceId;
 use candle_core::{DType, Tensor};
 use half::bf16;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::{Mutex, OnceLock};
 
 /// Groups of parameters that share their numbers in one launch, as in `cuda/optimizer.cu`.
@@ -222,18 +223,18 @@ fn code_tables(gpu: &Gpu) -> Result<u64> {
         .lock()
         .map_err(|_| Error::new("the table of codes was left locked"))?;
     let id = gpu.device().id();
-    if let Some(there) = kept.get(&id) {
-        return address(there, "a table of codes");
+    match kept.entry(id) {
+        Entry::Occupied(known) => address(known.get(), "a table of codes"),
+        Entry::Vacant(place) => {
+            let numbers: Vec<f32> = [&*SIGNED, &*UNSIGNED]
+                .into_iter()
+                .flat_map(|code| code.values.into_iter().chain(code.middles))
+                .collect();
+            let there = gpu.empty(numbers.len(), DType::F32)?;
+            write(&there, "a table of codes", DType::F32, &numbers)?;
+            address(place.insert(there), "a table of codes")
+        }
     }
-    let numbers: Vec<f32> = [&*SIGNED, &*UNSIGNED]
-        .into_iter()
-        .flat_map(|code| code.values.into_iter().chain(code.middles))
-        .collect();
-    let there = gpu.empty(numbers.len(), DType::F32)?;
-    write(&there, "a table of codes", DType::F32, &numbers)?;
-    let place = address(&there, "a table of codes")?;
-    kept.insert(id, there);
-    Ok(place)
 }
 
 /// Sets a bf16 weight and its lower halves (i16) to exact f32 values, which are as many.

@@ -317,6 +317,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
         optimizer: Optimizer::new(recipe.optimizer.clone()),
         gradients,
         keep_layers: keep,
+        parked: None,
         max_grad_norm: 0.0,
         seed: 1,
     };

@@ -17,10 +17,11 @@ use crate::data::order::BatchStream;
 use crate::engine::{self, Engine, Gradients};
 use crate::export;
 use crate::model::Adapters;
+use crate::ops::transfer::Copier;
 use crate::ops::{self, update};
 use crate::optim::Schedule;
 use crate::plan::{Place, Plan};
-use crate::recipe::{self, Method, Recipe};
+use crate::recipe::{self, Activations, Method, Recipe};
 use crate::report::{EvalMetrics, Reporter, StepMetrics};
 use crate::sft::CausalLm;
 use candle_core::Device;
@@ -173,6 +174,10 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         optimizer: tuning::optimizer(recipe),
         gradients,
         keep_layers,
+        parked: match recipe.memory.activations {
+            Activations::Host => Some(Copier::new(&device)?),
+            _ => None,
+        },
         max_grad_norm: recipe.train.max_grad_norm,
         seed: recipe.train.seed,
         network,
@@ -251,7 +256,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
             trained_tokens,
             peak_memory_bytes: peak_memory(&device)?,
             active_block: tuning.label(step),
-            more: [engine.objective.metrics(), run.feed.metrics()].concat(),
+            more: [engine.objective.metrics(), run.feed.metrics(), copies(&engine)?].concat(),
         };
         let every = recipe.train.logging_steps.max(1) as u64;
         run.reporter.step(&metrics, step % every == 0 || step == total_steps);
@@ -297,6 +302,20 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         plan,
         peak_memory_bytes: peak,
     })
+}
+
+/// Milliseconds that the step's copies to the device took, and the part that was hidden behind computing.
+fn copies(engine: &Engine) -> Result<Vec<(&'static str, f64)>> {
+    let parked = engine.parked.as_ref().map(Copier::times).transpose()?.flatten();
+    let mut sum = engine.network.source.copies()?.unwrap_or_default();
+    if let Some(parked) = parked {
+        sum.copying += parked.copying;
+        sum.waiting += parked.waiting;
+    }
+    let hidden = sum
+        .hidden()
+        .map(|hidden| vec![("copy_ms", sum.copying), ("copy_hidden", hidden)]);
+    Ok(hidden.unwrap_or_default())
 }
 
 /// Most memory so far: of the GPU's tensors, or of this process on the CPU.

@@ -334,6 +334,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
         micro_batches: s.micro_batches,
         gradients,
         keep_layers: keep,
+        mlp_tokens: None,
         threads: rayon::current_num_threads(),
         element: 4,
         on_gpu: false,

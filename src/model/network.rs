@@ -22,6 +22,8 @@ pub struct Network {
     pub source: Box<dyn LayerSource>,
     pub adapters: Adapters,
     pub device: Device,
+    /// Tokens that go through an MLP at a time; `None`: all.
+    pub mlp_tokens: Option<usize>,
 }
 
 fn param(weights: &GroupWeights, name: &str) -> Result<Param> {
@@ -36,6 +38,7 @@ impl Network {
             source,
             adapters: Adapters::new(),
             device,
+            mlp_tokens: None,
         }
     }
 
@@ -61,6 +64,7 @@ impl Network {
             ropes,
             dropout,
             observer: None,
+            mlp_tokens: self.mlp_tokens,
         })
     }
 

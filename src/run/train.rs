@@ -51,7 +51,7 @@ pub struct Outcome {
 /// Errors: any input that is wrong (before the first step), a loss or gradient that is not finite, a full
 /// disk; a signal after the state was saved (exit code 128 + signal).
 pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
-    let recipe = &loaded.recipe;
+    let recipe = &forecast::as_before(&loaded.recipe, &options.resume)?;
     let run_dir = PathBuf::from(&recipe.train.output_dir);
     let device = setup::device(&recipe.model.device)?;
     signal::install()?;
@@ -75,8 +75,10 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         plan,
         gradients,
         keep_layers,
+        mlp_tokens,
         storage,
         place,
+        refused,
     } = forecast::forecast(
         recipe,
         &model.spec,
@@ -94,7 +96,9 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         });
     }
 
-    forecast::check_budget(&plan, recipe)?;
+    if let Some(refused) = refused {
+        return Err(refused.error);
+    }
     if let Some(budget) = recipe.memory.budget {
         ops::device::limit(&device, budget)?;
     }
@@ -138,6 +142,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         *adapter = Arc::new(adapter.on(&device)?);
     }
     network.adapters = prepared.adapters.clone();
+    network.mlp_tokens = mlp_tokens;
     let objective = CausalLm::new(model.spec.vocab);
     match &resumed {
         Some(checkpoint) => {

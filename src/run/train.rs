@@ -399,10 +399,13 @@ fn space_needed(recipe: &Recipe, model: &Described, elements: u64, place: Place)
         1
     };
     let all: usize = model.spec.params().iter().map(|p| p.elements()).sum();
+    let stored = if recipe.model.dtype == recipe::Dtype::F32 { 4 } else { 2 };
     let out = match recipe.tune.method {
+        // Its weights are not worth a file.
+        _ if model.is_shape() => 0,
         // A start that is taken off doubles the rank.
         Method::Lora => elements * 8,
-        _ => all as u64 * if recipe.model.dtype == recipe::Dtype::F32 { 4 } else { 2 },
+        _ => all as u64 * stored,
     };
     // What was trained, and weights that were drawn instead of read.
     let scratch = match (place, recipe.tune.method) {
@@ -410,7 +413,7 @@ fn space_needed(recipe: &Recipe, model: &Described, elements: u64, place: Place)
         _ => 4 * elements,
     };
     let drawn = match (place, recipe.model.init) {
-        (Place::Disk { .. }, recipe::ModelInit::Random) => all as u64 * 4,
+        (Place::Disk { .. }, recipe::ModelInit::Random) => all as u64 * stored,
         _ => 0,
     };
     kept * state::bytes(elements, elements) + out + scratch + drawn

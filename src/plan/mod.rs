@@ -8,19 +8,24 @@
 //! (work of one layer, chunk of logits) + gradients.
 
 mod ledger;
+mod mlp;
 mod step;
 mod table;
+mod time;
 mod weights;
 mod work;
 
-pub use table::{Line, Plan};
+pub use table::{Choice, Line, Plan};
+pub use time::seconds;
 
+use crate::engine::active::group_of;
 use crate::engine::{Active, Gradients};
 use crate::model::{Adapters, Spec};
 use crate::optim::Optimizer;
 use crate::peft::Cost;
+use crate::quant::Storage;
 use crate::recipe::{Dtype, Method, Recipe};
-use crate::source::Policy;
+use crate::source::{Group, Policy};
 use ledger::{Kind, Ledger};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -48,6 +53,8 @@ pub struct Inputs {
     pub gradients: Gradients,
     /// Uppermost layers that keep their activations.
     pub keep_layers: usize,
+    /// Tokens that go through an MLP at a time; `None`: all.
+    pub mlp_tokens: Option<usize>,
     pub threads: usize,
     /// Bytes of an element of an activation: 4 on the CPU, as the weights on a GPU.
     pub element: u64,
@@ -77,6 +84,7 @@ impl Inputs {
             micro_batches: recipe.train.gradient_accumulation_steps,
             gradients,
             keep_layers: 0,
+            mlp_tokens: None,
             threads: rayon::current_num_threads(),
             element: 4,
             on_gpu: false,
@@ -126,6 +134,41 @@ fn state_bytes(recipe: &Recipe, active: &Active, name: &str, shape: &[usize], bf
     moments + n as u64 * Optimizer::master_bytes(&recipe.optimizer, bf16)
 }
 
+/// Of active sets that differ in the number of their layer only, the one with the lowest: it keeps the most.
+fn distinct<'a>(spec: &Spec, inputs: &'a Inputs) -> Vec<&'a Active> {
+    // Layers with storages of their own are not alike.
+    let mut storages: BTreeMap<String, Storage> = BTreeMap::new();
+    let below = |name: &str| name.splitn(4, '.').nth(3).unwrap_or_default().to_string();
+    for p in spec.params().iter().filter(|p| matches!(p.group, Group::Layer(_))) {
+        let storage = inputs.storage.of(p);
+        if *storages.entry(below(&p.name)).or_insert(storage) != storage {
+            return inputs.active.iter().collect();
+        }
+    }
+    let mut lowest: BTreeMap<Vec<String>, &Active> = BTreeMap::new();
+    let mut others = Vec::new();
+    for active in &inputs.active {
+        let Group::Layer(first) = active.lowest() else {
+            others.push(active);
+            continue;
+        };
+        if active.is_masked() || active.corrected().next().is_some() {
+            others.push(active);
+            continue;
+        }
+        let relative = |name: &str| match group_of(name) {
+            Group::Layer(l) => format!("{} {}", l - first, below(name)),
+            _ => name.to_string(),
+        };
+        let kept = lowest.entry(active.names().map(relative).collect()).or_insert(active);
+        if active.lowest() < kept.lowest() {
+            *kept = active;
+        }
+    }
+    others.extend(lowest.into_values());
+    others
+}
+
 /// The forecast of one run: the worst moment of its worst step.
 pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
     let sizes = elements(spec, &inputs.adapters);
@@ -155,7 +198,7 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
     };
 
     let mut worst: Option<(Ledger, u64)> = None;
-    for active in &inputs.active {
+    for active in distinct(spec, inputs) {
         let mut ledger = Ledger::new(inputs.on_gpu);
         ledger.moment("loading");
         let trained: u64 = active.names().map(|n| part(active, n)).sum();

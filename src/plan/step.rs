@@ -34,9 +34,23 @@ pub(super) struct Sink<'a> {
     sizes: &'a BTreeMap<String, u64>,
     keep: bool,
     kept: BTreeMap<String, Held>,
+    /// Gradients that come in parts, while they do.
+    sums: Option<BTreeMap<String, Held>>,
 }
 
 impl Sink<'_> {
+    /// Gradients come in parts from now on (as in `model::pieces`).
+    pub fn start_sums(&mut self) {
+        self.sums = Some(BTreeMap::new());
+    }
+
+    /// They are complete.
+    pub fn finish_sums(&mut self, l: &mut Ledger) {
+        for (name, gradient) in self.sums.take().into_iter().flatten() {
+            self.take(l, &name, gradient);
+        }
+    }
+
     pub fn wants(&self, name: &str) -> bool {
         self.active.wants(name)
     }
@@ -52,6 +66,15 @@ impl Sink<'_> {
 
     /// The sink gets it.
     pub fn take(&mut self, l: &mut Ledger, name: &str, gradient: Held) {
+        if let Some(sums) = &mut self.sums {
+            match sums.contains_key(name) {
+                true => l.drop(gradient),
+                false => {
+                    sums.insert(name.to_string(), gradient);
+                }
+            }
+            return;
+        }
         if self.active.corrects(name).is_some() {
             l.drop(gradient);
             return;
@@ -79,7 +102,9 @@ impl Sink<'_> {
 
     /// Computed and handed over at once, if it is wanted.
     pub fn give(&mut self, l: &mut Ledger, name: &str) {
-        if self.wants(name) {
+        // A later part is added to the sum in place.
+        let summed = self.sums.as_ref().is_some_and(|sums| sums.contains_key(name));
+        if self.wants(name) && !summed {
             let gradient = self.compute(l, name);
             self.take(l, name, gradient);
         }
@@ -94,6 +119,7 @@ pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs
         sizes: &sizes,
         keep: inputs.gradients == Gradients::Keep,
         kept: BTreeMap::new(),
+        sums: None,
     };
     let tokens = inputs.tokens as u64;
     let rope: u64 = spec.ropes.iter().map(|r| 8 * r.inv_freq.len() as u64).sum();

@@ -334,6 +334,14 @@ pub static KEYS: &[Key] = &[
         "What is kept of the forward pass for the backward pass: `keep` everything, `recompute` (only layer inputs), or `auto`. The results are the same bits.",
     ),
     key(
+        "memory",
+        "mlp_chunk",
+        Kind::AutoInteger { min: 0 },
+        "\"auto\"",
+        "all at once where that fits",
+        "How many tokens go through an MLP at a time: of its wide tensors only so much exists at once. `0` takes all. Outputs are the same bits; a gradient that is summed over the pieces can differ in its last bits.",
+    ),
+    key(
         "data",
         "train",
         Kind::Texts,

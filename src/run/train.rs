@@ -53,7 +53,7 @@ pub struct Outcome {
 /// Errors: any input that is wrong (before the first step), a loss or gradient that is not finite, a full
 /// disk; a signal after the state was saved (exit code 128 + signal).
 pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
-    let recipe = &loaded.recipe;
+    let recipe = &forecast::as_before(&loaded.recipe, &options.resume)?;
     let run_dir = PathBuf::from(&recipe.train.output_dir);
     let device = setup::device(&recipe.model.device)?;
     signal::install()?;
@@ -77,8 +77,10 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         plan,
         gradients,
         keep_layers,
+        mlp_tokens,
         storage,
         place,
+        refused,
     } = forecast::forecast(
         recipe,
         &model.spec,
@@ -96,7 +98,9 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         });
     }
 
-    forecast::check_budget(&plan, recipe)?;
+    if let Some(refused) = refused {
+        return Err(refused.error);
+    }
     if let Some(budget) = recipe.memory.budget {
         ops::device::limit(&device, budget)?;
     }
@@ -140,6 +144,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         *adapter = Arc::new(adapter.on(&device)?);
     }
     network.adapters = prepared.adapters.clone();
+    network.mlp_tokens = mlp_tokens;
     match &resumed {
         Some(checkpoint) => {
             let sizes = state::sizes(checkpoint)?;
@@ -360,10 +365,13 @@ fn space_needed(recipe: &Recipe, model: &Described, elements: u64, place: Place)
         1
     };
     let all: usize = model.spec.params().iter().map(|p| p.elements()).sum();
+    let stored = if recipe.model.dtype == recipe::Dtype::F32 { 4 } else { 2 };
     let out = match recipe.tune.method {
+        // Its weights are not worth a file.
+        _ if model.is_shape() => 0,
         // A start that is taken off doubles the rank.
         Method::Lora => elements * 8,
-        _ => all as u64 * if recipe.model.dtype == recipe::Dtype::F32 { 4 } else { 2 },
+        _ => all as u64 * stored,
     };
     // What was trained, and weights that were drawn instead of read.
     let scratch = match (place, recipe.tune.method) {
@@ -371,7 +379,7 @@ fn space_needed(recipe: &Recipe, model: &Described, elements: u64, place: Place)
         _ => 4 * elements,
     };
     let drawn = match (place, recipe.model.init) {
-        (Place::Disk { .. }, recipe::ModelInit::Random) => all as u64 * 4,
+        (Place::Disk { .. }, recipe::ModelInit::Random) => all as u64 * stored,
         _ => 0,
     };
     kept * state::bytes(elements, elements) + out + scratch + drawn

@@ -33,10 +33,23 @@ use std::collections::{BTreeMap, BTreeSet};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     Device,
+    /// In the host's memory, computing on a GPU; the head and what is trained are on the device.
+    Host,
     /// Layers come from the disk; the output projection so many rows at a time, or held whole.
     Disk {
         head_rows: Option<usize>,
     },
+}
+
+impl Place {
+    /// Of weights that travel to the device layer by layer: the rows of the head that come at a time, or all at once.
+    pub(crate) fn travels(self) -> Option<Option<usize>> {
+        match self {
+            Place::Device => None,
+            Place::Host => Some(None),
+            Place::Disk { head_rows } => Some(head_rows),
+        }
+    }
 }
 
 /// What the plan needs to know beside model and recipe.
@@ -67,6 +80,8 @@ pub struct Inputs {
     /// What the adapter on each linear that has one holds and needs, by module.
     pub adapters: BTreeMap<String, Cost>,
     pub place: Place,
+    /// Inputs of layers wait on the host.
+    pub parked: bool,
     /// The tokenized rows.
     pub data_bytes: u64,
     /// What the program holds before the model is loaded.
@@ -95,6 +110,7 @@ impl Inputs {
                 .map(|(module, adapter)| (module.clone(), adapter.cost()))
                 .collect(),
             place: Place::Device,
+            parked: recipe.memory.activations == crate::recipe::Activations::Host,
             data_bytes: 0,
             process_bytes: crate::base::memory::resident(),
         }
@@ -217,7 +233,7 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
         // What a master knows beyond bf16 stays when its block retires.
         let master = Optimizer::master_bytes(&recipe.optimizer, stored == 2);
         let retired: u64 = match inputs.place {
-            Place::Device => ever
+            Place::Device | Place::Host => ever
                 .iter()
                 .filter(|n| !active.wants(n) && !is_adapter(n))
                 .map(|n| match inputs.storage.coded().contains_key(n.as_str()) {
@@ -226,6 +242,12 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
                     false => master * size(n),
                 })
                 .sum(),
+            Place::Disk { .. } => 0,
+        };
+        // What travels starts on the host: all of it, or two layers that were read ahead.
+        let on_host: u64 = match inputs.place {
+            Place::Host => spec.params().iter().map(|p| inputs.storage.of(p).bytes(&p.shape)).sum(),
+            Place::Disk { .. } if inputs.on_gpu => weights::held(spec, &inputs.storage, stored, inputs.place, active),
             _ => 0,
         };
         let mut held = vec![
@@ -241,6 +263,7 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
         ledger.touch(Kind::Scratch, coded.max().unwrap_or(0));
         held.extend([
             ledger.hold(Kind::Adapters, (adapters + fixed) * 4),
+            ledger.hold(Kind::OnHost, on_host),
             ledger.hold(Kind::Retired, retired),
             ledger.hold(Kind::Optimizer, state),
         ]);

@@ -189,6 +189,17 @@ fn tile_buffers(spec: &Spec, inputs: &Inputs) -> u64 {
 }
 
 fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
+    // Of the inputs that wait on the host two are here at a time: one leaving or coming, one in use.
+    let parked = if inputs.parked { 2 } else { 0 };
+    let here = l.hold(
+        Kind::Inputs,
+        parked * inputs.element * (inputs.tokens * spec.hidden) as u64,
+    );
+    pass(l, spec, recipe, inputs, sink, micro);
+    l.drop(here);
+}
+
+fn pass(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
     let n = inputs.tokens as u64;
     let nd = inputs.element * n * spec.hidden as u64;
     let layers = spec.layers.len();
@@ -208,8 +219,13 @@ fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, si
     let mut inputs_kept: Vec<(Held, Option<work::Kept>)> = Vec::new();
     for layer in 0..layers {
         l.moment(format!("the forward pass of layer {layer}"));
-        let x = l.hold(if layer >= lowest { Kind::Inputs } else { Kind::Layer }, nd);
         let keep = layer >= lowest && layer + inputs.keep_layers >= layers;
+        let kind = match (layer >= lowest, inputs.parked && !keep) {
+            (true, true) => Kind::Parked,
+            (true, false) => Kind::Inputs,
+            (false, _) => Kind::Layer,
+        };
+        let x = l.hold(kind, nd);
         let (y, kept) = block(layer).forward(l, keep);
         l.drop(y);
         if layer >= lowest {

@@ -141,7 +141,9 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
             "weights",
             match inputs.place {
                 super::Place::Device => format!("all of them, {stored}"),
-                super::Place::Disk { head_rows: None } => format!("trained now, two layers, the head; {stored}"),
+                super::Place::Host | super::Place::Disk { head_rows: None } => {
+                    format!("trained now, two layers, the head; {stored}")
+                }
                 super::Place::Disk { .. } => format!("trained now, two layers, two pieces of the head; {stored}"),
             },
         ),
@@ -151,6 +153,21 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
             "optimizer",
             state,
             format!("{}, {}", recipe.optimizer.name.name(), recipe.optimizer.state.name()),
+        ),
+        (
+            Kind::OnHost,
+            "host_weights",
+            "weights on the host",
+            match inputs.place {
+                super::Place::Host => format!("all of them, {stored}"),
+                _ => "two layers that were read ahead".into(),
+            },
+        ),
+        (
+            Kind::Parked,
+            "host_layer_inputs",
+            "inputs on the host",
+            format!("{n} tokens × {} × {} bytes a layer", spec.hidden, inputs.element),
         ),
         (
             Kind::Retired,

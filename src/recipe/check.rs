@@ -373,12 +373,7 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
             if NOT_BUILT.contains(&(path.as_str(), text.as_str())) {
                 let error = Error::usage(format!("`{path} = \"{text}\"` is not built yet in this version"))
                     .expected(expectation(key));
-                return Err(one(match path.as_str() {
-                    "memory.activations" => error.hint(
-                        "on a CPU it would mean nothing: the host's memory is the device's. `recompute` needs the least",
-                    ),
-                    _ => error,
-                }));
+                return Err(one(error));
             }
             if names.contains(&text.as_str()) {
                 return Ok(Value::Text(text));

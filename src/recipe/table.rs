@@ -96,7 +96,6 @@ pub const TABLES_NOT_BUILT: &[&str] = &["distill", "rlhf"];
 
 /// Values that the design names and this version does not do yet: key, value.
 pub const NOT_BUILT: &[(&str, &str)] = &[
-    ("memory.activations", "host"),
     ("data.format", "preference"),
     ("data.format", "prompt"),
     ("tune.lora.init_lora_weights", "loftq"),

@@ -80,6 +80,12 @@ impl Setting<'_> {
             Activations::Recompute | Activations::Host => (0, 0),
             Activations::Auto => (0, layers),
         };
+        if recipe.memory.activations == Activations::Host && !self.on_gpu {
+            return Err(Error::usage("`memory.activations = \"host\"` means nothing on a CPU")
+                .at("memory.activations")
+                .found("the host's memory is the device's")
+                .hint("use `recompute`: it needs the least"));
+        }
         let storage = self.policy(recipe, lossy)?;
         let seconds = |way: &Way, keep| plan::seconds(self.spec, recipe, &self.inputs(recipe, way, &storage, keep));
         let mut ways: Vec<(f64, Way)> = Vec::new();
@@ -225,30 +231,27 @@ impl Setting<'_> {
             // On a CPU the host's memory is the device's.
             Tier::Device => Ok(vec![Place::Device]),
             Tier::Host if !on_gpu => Ok(vec![Place::Device]),
-            Tier::Auto if on_gpu || codes_in_files => Ok(vec![Place::Device]),
+            Tier::Auto if codes_in_files => Ok(vec![Place::Device]),
             Tier::Host | Tier::Disk if codes_in_files => Err(Error::new(
                 "weights that the model's own files store as codes are not read layer by layer yet",
             )
             .at("memory.tier")
             .hint("use `memory.tier = \"device\"`, or give the unquantized model and `memory.frozen_weights`")),
-            Tier::Host | Tier::Disk if on_gpu => Err(Error::usage(format!(
-                "`memory.tier = \"{}\"` is not built yet for a GPU",
-                recipe.memory.tier.name()
-            ))
-            .at("memory.tier")
-            .hint("use `device`, or `model.device = \"cpu\"`")),
             // These change every weight, and only what is trained comes back from the disk.
             Tier::Auto if corrects_all(recipe) => Ok(vec![Place::Device]),
-            Tier::Disk if corrects_all(recipe) => Err(Error::usage(
-                "`memory.tier = \"disk\"` and `tune.block.correction` contradict each other",
-            )
+            Tier::Host | Tier::Disk if corrects_all(recipe) => Err(Error::usage(format!(
+                "`memory.tier = \"{}\"` and `tune.block.correction` contradict each other",
+                recipe.memory.tier.name()
+            ))
             .found(format!(
                 "a correction of all weights: {}",
                 recipe.tune.block.correction.name()
             ))
             .hint("use `memory.tier = \"device\"`, or another correction")),
+            Tier::Host => Ok(vec![Place::Host]),
+            Tier::Auto if on_gpu => Ok([&[Place::Device, Place::Host], &disk[..]].concat()),
             Tier::Auto => Ok([&[Place::Device], &disk[..]].concat()),
-            Tier::Host | Tier::Disk => Ok(disk),
+            Tier::Disk => Ok(disk),
         }
     }
 

@@ -155,6 +155,10 @@ impl Setting<'_> {
         if recipe.memory.tier == Tier::Auto {
             match way.place {
                 Place::Device => say("memory.tier", "device".into(), "nothing has to be read again".into()),
+                Place::Host => {
+                    let least = self.least(recipe, way.lossy, on_device)?;
+                    say("memory.tier", "host".into(), needs("all weights on the GPU", least));
+                }
                 Place::Disk { .. } => {
                     let least = self.least(recipe, way.lossy, on_device)?;
                     say("memory.tier", "disk".into(), needs("all weights in memory", least));

@@ -375,7 +375,7 @@ fn space_needed(recipe: &Recipe, model: &Described, elements: u64, place: Place)
     };
     // What was trained, and weights that were drawn instead of read.
     let scratch = match (place, recipe.tune.method) {
-        (Place::Device, _) | (_, Method::Lora) => 0,
+        (Place::Device | Place::Host, _) | (_, Method::Lora) => 0,
         _ => 4 * elements,
     };
     let drawn = match (place, recipe.model.init) {

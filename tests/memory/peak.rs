@@ -321,6 +321,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
         on_gpu: false,
         active: vec![active],
         place,
+        parked: false,
         storage,
         adapters: costs,
         data_bytes: 0,

@@ -33,9 +33,30 @@ impl Default for Settings {
     }
 }
 
+/// A text to continue.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Request {
+    pub prompt: Vec<u32>,
+    /// Key of its random numbers: its tokens follow from (weights, prompt, seed, number) alone, whoever shares the
+    /// batch. Requests with the same prompt need different numbers, else they get the same answer.
+    pub number: u64,
+}
+
+/// What a request was continued with.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Answer {
+    /// New ids; the last is the stop id if it is `finished`.
+    pub ids: Vec<u32>,
+    /// Of each id its natural log-probability in the distribution it was drawn from: after temperature, top-k and
+    /// top-p, summed to 1 over what they left. Greedy answers: that of the model itself (temperature 1, all tokens).
+    pub log_probs: Vec<f32>,
+    /// A stop id came. Else the answer was cut at `max_new_tokens` or at the model's last position.
+    pub finished: bool,
+}
+
 /// A row that is still being continued.
 struct Live {
-    /// Index in `prompts`.
+    /// Index in `requests`.
     row: usize,
     /// Tokens in the cache.
     len: usize,
@@ -43,9 +64,9 @@ struct Live {
     last: u32,
 }
 
-/// Decodes a batch of prompts of different lengths together; finished rows leave the batch. A row ends at a
+/// Decodes prompts of different lengths together; finished rows leave the batch. A row ends at a
 /// stop id, after `max_new_tokens`, or at the model's last position. `on_token(row, id)` sees every token
-/// as it is chosen. Returns the new ids of each row, without the stop token.
+/// as it is chosen, but no stop id. Returns the new ids of each row, without the stop token.
 ///
 /// Errors: an empty prompt, one longer than the model's positions, an id beyond the embedding; logits that
 /// are not finite; whatever `on_token` returns; a signal that asks to stop.
@@ -55,10 +76,43 @@ pub fn generate(
     settings: &Settings,
     on_token: &mut dyn FnMut(usize, u32) -> Result<()>,
 ) -> Result<Vec<Vec<u32>>> {
+    let requests: Vec<Request> = prompts
+        .iter()
+        .enumerate()
+        .map(|(row, prompt)| Request {
+            prompt: prompt.clone(),
+            number: row as u64,
+        })
+        .collect();
+    let answers = run(network, &requests, settings, on_token)?;
+    Ok(answers
+        .into_iter()
+        .map(|mut answer| {
+            if answer.finished {
+                answer.ids.pop();
+            }
+            answer.ids
+        })
+        .collect())
+}
+
+/// Answers for reinforcement learning: with the stop id, which is trained too, and the log-probability of each id.
+///
+/// Errors: as `generate`.
+pub fn rollout(network: &Network, requests: &[Request], settings: &Settings) -> Result<Vec<Answer>> {
+    run(network, requests, settings, &mut |_, _| Ok(()))
+}
+
+fn run(
+    network: &Network,
+    requests: &[Request],
+    settings: &Settings,
+    on_token: &mut dyn FnMut(usize, u32) -> Result<()>,
+) -> Result<Vec<Answer>> {
     let spec = &network.spec;
-    check(network, prompts)?;
-    let mut answers = vec![Vec::new(); prompts.len()];
-    if prompts.is_empty() || settings.max_new_tokens == 0 {
+    check(network, requests)?;
+    let mut answers = vec![Answer::default(); requests.len()];
+    if requests.is_empty() || settings.max_new_tokens == 0 {
         return Ok(answers);
     }
     let sampler = Sampler {
@@ -67,28 +121,32 @@ pub fn generate(
         top_p: settings.top_p,
         seed: settings.seed,
     };
-    let mut cache = Cache::new(network.layers(), prompts.len(), spec.kv_width(), &network.device)?;
-    let rows = prompts.iter().enumerate();
+    let mut cache = Cache::new(network.layers(), requests.len(), spec.kv_width(), &network.device)?;
+    let rows = requests.iter().enumerate();
     let mut live: Vec<Live> = rows
-        .map(|(row, prompt)| Live {
+        .map(|(row, request)| Live {
             row,
-            len: prompt.len(),
+            len: request.prompt.len(),
             last: 0,
         })
         .collect();
-    let parts: Vec<(&[u32], usize)> = prompts.iter().map(|p| (&p[..], 0)).collect();
+    let parts: Vec<(&[u32], usize)> = requests.iter().map(|r| (&r.prompt[..], 0)).collect();
     let mut logits = step(network, &mut cache, &parts)?;
     loop {
-        let chosen = choose(&logits, spec.vocab, &sampler, &live)?;
         let mut stays = vec![false; live.len()];
-        for ((live, id), stays) in live.iter_mut().zip(chosen).zip(&mut stays) {
-            if settings.stop_ids.contains(&id) {
+        let rows = logits.chunks_exact(spec.vocab);
+        for ((live, logits), stays) in live.iter_mut().zip(rows).zip(&mut stays) {
+            let drawn = sampler.next(logits, requests[live.row].number, live.len)?;
+            let answer = &mut answers[live.row];
+            answer.ids.push(drawn.id);
+            answer.log_probs.push(drawn.log_prob);
+            if settings.stop_ids.contains(&drawn.id) {
+                answer.finished = true;
                 continue;
             }
-            answers[live.row].push(id);
-            on_token(live.row, id)?;
-            live.last = id;
-            *stays = answers[live.row].len() < settings.max_new_tokens && live.len < spec.max_positions;
+            on_token(live.row, drawn.id)?;
+            live.last = drawn.id;
+            *stays = answer.ids.len() < settings.max_new_tokens && live.len < spec.max_positions;
         }
         if let Some(s) = signal::received() {
             return Err(Error::signal(s, "stopped while generating"));
@@ -110,9 +168,9 @@ pub fn generate(
     }
 }
 
-fn check(network: &Network, prompts: &[Vec<u32>]) -> Result<()> {
+fn check(network: &Network, requests: &[Request]) -> Result<()> {
     let spec = &network.spec;
-    for (row, prompt) in prompts.iter().enumerate() {
+    for (row, Request { prompt, .. }) in requests.iter().enumerate() {
         let place = format!("prompt {}", row + 1);
         if prompt.is_empty() {
             return Err(Error::new("the prompt has no tokens")
@@ -165,9 +223,4 @@ pub(super) fn step(network: &Network, cache: &mut Cache, parts: &[(&[u32], usize
         logits.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh());
     }
     Ok(logits)
-}
-
-fn choose(logits: &[f32], vocab: usize, sampler: &Sampler, live: &[Live]) -> Result<Vec<u32>> {
-    let rows = logits.chunks_exact(vocab).zip(live);
-    rows.map(|(logits, l)| sampler.next(logits, l.row, l.len)).collect()
 }

@@ -8,8 +8,8 @@ mod decode;
 mod sampler;
 
 pub use cache::Cache;
-pub use decode::{Settings, generate};
-pub use sampler::Sampler;
+pub use decode::{Answer, Request, Settings, generate, rollout};
+pub use sampler::{Drawn, Sampler};
 
 #[cfg(test)]
 mod tests;

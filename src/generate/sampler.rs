@@ -15,34 +15,51 @@ pub struct Sampler {
     pub seed: u64,
 }
 
+/// A token that was chosen.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Drawn {
+    pub id: u32,
+    /// Natural log of its probability among the tokens that could be drawn; greedy: among all.
+    pub log_prob: f32,
+}
+
 impl Sampler {
-    /// The token after position `position` of row `row`: a function of the logits `[V]` and of (seed, row,
-    /// position) alone, so it does not matter which rows are decoded together.
+    /// The token after position `position` of the request with number `number`: a function of the logits `[V]` and
+    /// of (seed, number, position) alone, so it does not matter which rows are decoded together.
     ///
     /// Errors: logits that are not numbers.
-    pub fn next(&self, logits: &[f32], row: usize, position: usize) -> Result<u32> {
+    pub fn next(&self, logits: &[f32], number: u64, position: usize) -> Result<Drawn> {
         if logits.is_empty() || logits.iter().any(|x| x.is_nan() || *x == f32::INFINITY) {
             return Err(Error::new("the model's output is not finite")
                 .found("a logit that is not a number")
                 .hint("check the weights, or use `--dtype f32`"));
         }
         if self.temperature <= 0.0 {
-            return Ok(most_likely(logits));
+            let id = most_likely(logits);
+            let highest = logits[id as usize];
+            let total: f64 = logits.iter().map(|x| ((x - highest) as f64).exp()).sum();
+            let log_prob = -total.ln() as f32;
+            return Ok(Drawn { id, log_prob });
         }
         let candidates = self.candidates(logits);
         let total: f64 = candidates.iter().map(|(_, p)| p).sum();
-        let rng = Rng::new(self.seed, Stream::Sampling, &[row as u64]);
+        let rng = Rng::new(self.seed, Stream::Sampling, &[number]);
         let mut left = rng.uniform64(position as u64) * total;
-        for &(id, p) in &candidates {
-            left -= p;
+        let of = |&(id, p): &(u32, f64)| Drawn {
+            id,
+            log_prob: (p / total).ln() as f32,
+        };
+        for candidate in &candidates {
+            left -= candidate.1;
             if left < 0.0 {
-                return Ok(id);
+                return Ok(of(candidate));
             }
         }
-        // Rounding used up the last candidate.
+        // Rounding used up the last candidate that has a probability at all.
         candidates
-            .last()
-            .map(|&(id, _)| id)
+            .iter()
+            .rfind(|(_, p)| *p > 0.0)
+            .map(of)
             .ok_or_else(|| Error::new("no token is left to draw from"))
     }
 
@@ -104,7 +121,7 @@ mod tests {
         let n = 40_000;
         let mut counts = vec![0.0; logits.len()];
         for position in 0..n {
-            counts[s.next(logits, 3, position).unwrap() as usize] += 1.0 / n as f64;
+            counts[s.next(logits, 3, position).unwrap().id as usize] += 1.0 / n as f64;
         }
         counts
     }
@@ -122,8 +139,8 @@ mod tests {
     #[test]
     fn greedy_takes_the_lowest_of_equals() {
         let s = sampler(0.0, Some(1), Some(0.1));
-        assert_eq!(s.next(&[0.5, 2.0, -1.0, 2.0], 0, 0).unwrap(), 1);
-        assert_eq!(s.next(&[f32::NEG_INFINITY, -3.0], 0, 0).unwrap(), 1);
+        assert_eq!(s.next(&[0.5, 2.0, -1.0, 2.0], 0, 0).unwrap().id, 1);
+        assert_eq!(s.next(&[f32::NEG_INFINITY, -3.0], 0, 0).unwrap().id, 1);
     }
 
     #[test]
@@ -162,7 +179,7 @@ mod tests {
     fn a_draw_depends_on_seed_row_and_position_alone() {
         let l = logits(&[0.25; 4]);
         let s = sampler(1.0, None, None);
-        let draw = |s: &Sampler, row| (0..64).map(|p| s.next(&l, row, p).unwrap()).collect::<Vec<_>>();
+        let draw = |s: &Sampler, row| (0..64).map(|p| s.next(&l, row, p).unwrap().id).collect::<Vec<_>>();
         assert_eq!(draw(&s, 0), draw(&s, 0));
         assert_ne!(draw(&s, 0), draw(&s, 1));
         assert_ne!(draw(&s, 0), draw(&Sampler { seed: 6, ..s }, 0));

@@ -220,3 +220,47 @@ fn the_last_position_ends_a_row_and_bad_prompts_are_refused() {
     .unwrap_err();
     assert_eq!(e.what(), "no more");
 }
+
+#[test]
+fn rollouts_carry_the_stop_id_and_the_log_probability_of_every_id() {
+    let network = network(spec(), Dtype::F32);
+    let free = run(&network, &prompts(), &settings(16));
+    let stop = free[0][6];
+    for (temperature, top_k) in [(0.0f32, None), (0.7, None), (1.5, Some(5))] {
+        let settings = Settings {
+            temperature,
+            top_k,
+            stop_ids: vec![stop],
+            ..settings(16)
+        };
+        let requests: Vec<Request> = prompts()
+            .into_iter()
+            .zip([0, 9, 7, 3])
+            .map(|(prompt, number)| Request { prompt, number })
+            .collect();
+        let answers = rollout(&network, &requests, &settings).unwrap();
+        for (request, answer) in requests.iter().zip(&answers) {
+            assert_eq!(answer.ids.len(), answer.log_probs.len());
+            assert_eq!(answer.finished, answer.ids.last() == Some(&stop));
+            assert_eq!(
+                answer.ids.iter().filter(|id| **id == stop).count(),
+                usize::from(answer.finished)
+            );
+            assert!(answer.finished || answer.ids.len() == 16);
+            let mut ids = request.prompt.clone();
+            for (id, got) in answer.ids.iter().zip(&answer.log_probs) {
+                let t = if temperature > 0.0 { temperature as f64 } else { 1.0 };
+                let logits: Vec<f64> = full_logits(&network, &ids).iter().map(|x| *x as f64 / t).collect();
+                let mut sorted = logits.clone();
+                sorted.sort_by(|a, b| b.total_cmp(a));
+                let total: f64 = sorted.iter().take(top_k.unwrap_or(VOCAB)).map(|x| x.exp()).sum();
+                let want = logits[*id as usize] - total.ln();
+                assert!((*got as f64 - want).abs() < 1e-4, "{got} {want}");
+                ids.push(*id);
+            }
+        }
+        // A request answered alone, under its number.
+        let alone = rollout(&network, &requests[2..3], &settings).unwrap();
+        assert_eq!(alone[0].ids, answers[2].ids);
+    }
+}

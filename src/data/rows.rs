@@ -174,7 +174,7 @@ fn list(fields: &Map<String, Value>, name: &str, format: RowFormat) -> Result<Ve
 }
 
 /// Tools: a list of JSON schemas, or the same as JSON text. An empty list is no tools.
-fn tools(fields: &Map<String, Value>) -> Result<Option<Value>> {
+pub(super) fn tools(fields: &Map<String, Value>) -> Result<Option<Value>> {
     match fields.get("tools") {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(s)) if s.trim().is_empty() => Ok(None),

@@ -3,6 +3,7 @@
 use super::check::{Entry, Origin, Value, Values, default_of};
 use super::draft::{Draft, Place, Problem};
 use super::lora;
+use super::reinforce;
 use super::types::*;
 use crate::base::{Error, units};
 
@@ -187,7 +188,7 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
             .expected("`all-linear`, or names of modules"),
         );
     }
-    for (paths, error) in lora::faults(values) {
+    for (paths, error) in lora::faults(values).into_iter().chain(reinforce::faults(values)) {
         fault(paths, error);
     }
     draft.problems.extend(problems);
@@ -266,7 +267,7 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
         {
             Some(format!("tune.lora.adapter = \"{adapter}\""))
         }
-        path => lora::unused(values, path),
+        path => lora::unused(values, path).or_else(|| reinforce::unused(values, path)),
     }
 }
 
@@ -395,5 +396,6 @@ pub fn build(values: &Values) -> Recipe {
             sample_prompts: values.list("train.sample_prompts"),
             predict_with_generate: values.flag("train.predict_with_generate"),
         },
+        rlhf: reinforce::build(values),
     }
 }

@@ -7,6 +7,7 @@
 mod check;
 mod draft;
 mod lora;
+mod reinforce;
 mod lower;
 mod resolved;
 pub mod suggest;

@@ -125,6 +125,19 @@ named!(Stage {
     Grpo = "grpo",
 });
 
+named!(RolloutWeights { Exact = "exact", Int8 = "int8", Int4 = "int4" });
+named!(RolloutCorrection {
+    None = "none",
+    TokenTruncate = "token_truncate",
+    TokenMask = "token_mask",
+    SequenceTruncate = "sequence_truncate",
+    SequenceMask = "sequence_mask",
+});
+named!(GrpoLoss { Grpo = "grpo", Dapo = "dapo", DrGrpo = "dr_grpo", Bnpo = "bnpo", Rloo = "rloo" });
+named!(ImportanceLevel { Token = "token", Sequence = "sequence" });
+named!(ScaleRewards { Group = "group", Batch = "batch", None = "none" });
+named!(KlEstimator { K1 = "k1", K3 = "k3" });
+
 #[derive(Debug, Clone)]
 pub struct Recipe {
     pub model: Model,
@@ -134,6 +147,7 @@ pub struct Recipe {
     pub optimizer: Optimizer,
     pub schedule: Schedule,
     pub train: Train,
+    pub rlhf: Rlhf,
 }
 
 #[derive(Debug, Clone)]
@@ -317,4 +331,67 @@ pub struct Train {
     pub sample_prompts: Vec<String>,
     /// Evaluations also answer the rows by greedy decoding and count exact matches.
     pub predict_with_generate: bool,
+}
+
+/// Training by reward.
+#[derive(Debug, Clone)]
+pub struct Rlhf {
+    /// `name` or `name:argument`.
+    pub rewards: Vec<String>,
+    /// Empty is 1 for all.
+    pub reward_weights: Vec<f64>,
+    pub answer_column: String,
+    /// Seconds for one row.
+    pub reward_timeout: f64,
+    pub reward_restarts: usize,
+    pub num_generations: usize,
+    pub max_completion_length: usize,
+    pub temperature: f64,
+    /// 0 is off.
+    pub top_k: usize,
+    /// 1 is off.
+    pub top_p: f64,
+    pub num_iterations: usize,
+    pub num_mini_batches: usize,
+    pub rollout_weights: RolloutWeights,
+    pub rollout_correction: RolloutCorrection,
+    pub rollout_clip_max: f64,
+    /// 0 is none.
+    pub rollout_clip_min: f64,
+    pub sample_steps: usize,
+    pub samples: usize,
+    pub grpo: Grpo,
+    pub ppo: Ppo,
+}
+
+#[derive(Debug, Clone)]
+pub struct Grpo {
+    pub loss_type: GrpoLoss,
+    pub importance_sampling_level: ImportanceLevel,
+    pub scale_rewards: ScaleRewards,
+    pub epsilon: f64,
+    /// 0 is `epsilon`.
+    pub epsilon_high: f64,
+    /// 0 is none.
+    pub delta: f64,
+    pub beta: f64,
+    pub use_bias_correction_kl: bool,
+    pub mask_truncated_completions: bool,
+    pub normalize_advantages: bool,
+}
+
+#[derive(Debug, Clone)]
+pub struct Ppo {
+    pub kl_coef: f64,
+    pub kl_estimator: KlEstimator,
+    /// 0 keeps `kl_coef` fixed.
+    pub kl_target: f64,
+    pub kl_horizon: f64,
+    pub gamma: f64,
+    pub lam: f64,
+    pub cliprange: f64,
+    pub cliprange_value: f64,
+    pub vf_coef: f64,
+    pub whiten_rewards: bool,
+    pub missing_eos_penalty: f64,
 }

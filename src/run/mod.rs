@@ -12,6 +12,7 @@ pub mod logits;
 pub mod merge;
 pub mod plan;
 pub mod quantize;
+pub mod rewards;
 pub mod rows;
 pub mod samples;
 pub mod sensitivity;

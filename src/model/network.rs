@@ -13,6 +13,7 @@ use crate::source::{Group, GroupWeights, LayerSource};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Adapters by the module they sit on: `model.layers.0.self_attn.q_proj`.
 pub type Adapters = BTreeMap<String, Arc<Adapter>>;
@@ -24,6 +25,8 @@ pub struct Network {
     /// Parameters of the objective: `objective.*`.
     pub own: Vec<Param>,
     pub device: Device,
+    /// The adapters are left out for now.
+    bare: AtomicBool,
 }
 
 fn param(weights: &GroupWeights, name: &str) -> Result<Param> {
@@ -39,7 +42,16 @@ impl Network {
             adapters: Adapters::new(),
             own: Vec::new(),
             device,
+            bare: AtomicBool::new(false),
         }
+    }
+
+    /// What `f` computes with the weights under the adapters.
+    pub fn without_adapters<R>(&self, f: impl FnOnce() -> R) -> R {
+        let before = self.bare.swap(true, Ordering::Relaxed);
+        let result = f();
+        self.bare.store(before, Ordering::Relaxed);
+        result
     }
 
     pub fn layers(&self) -> usize {
@@ -159,7 +171,8 @@ impl Network {
             } else {
                 None
             };
-            let adapter = self.adapters.get(&module).cloned();
+            let bare = self.bare.load(Ordering::Relaxed);
+            let adapter = self.adapters.get(&module).filter(|_| !bare).cloned();
             let (name, weight) = weights.weight(&format!("{module}.weight"))?;
             Ok(Linear {
                 name,

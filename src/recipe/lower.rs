@@ -330,7 +330,8 @@ pub fn build(values: &Values) -> Recipe {
             eval_fraction: values.number("data.eval_fraction"),
             format: name!(RowFormat, "data.format", Auto),
             max_length: number("data.max_length"),
-            packing: values.flag("data.packing"),
+            // Answers are laid end to end, a number of them at a time.
+            packing: values.flag("data.packing") && !["grpo", "ppo"].contains(&values.text("train.stage")),
             train_on: name!(TrainOn, "data.train_on", Assistant),
             shuffle: values.flag("data.shuffle"),
             chat_template: unset("data.chat_template", "auto"),

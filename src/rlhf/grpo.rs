@@ -7,6 +7,13 @@
 //! conventions (which mean, what is clipped first) are those of TRL 1.16.
 
 use super::advantage::KlEstimator;
+use super::policy::{self, Means, Policy, columns};
+use crate::base::Result;
+use crate::data::Batch;
+use crate::model::{Head, LossGradients, Need, Objective};
+use crate::ops::tally::{Sums, Tally};
+use candle_core::Tensor;
+use std::ops::Range;
 
 /// Over what the loss is a mean.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -170,3 +177,75 @@ struct Surrogate {
     low: f64,
     high: f64,
 }
+
+/// The objective of the stage `grpo`. A document of a batch is a prompt and an answer, whose tokens are the targets.
+pub struct Grpo {
+    pub settings: Settings,
+    pub policy: Policy,
+    means: Means,
+}
+
+impl Grpo {
+    pub fn new(settings: Settings, policy: Policy) -> Self {
+        Self {
+            settings,
+            policy,
+            means: Means::default(),
+        }
+    }
+}
+
+impl Objective for Grpo {
+    fn weight(&self, batch: &Batch) -> usize {
+        let answers = policy::answers(batch);
+        let weight = |(d, answer): (usize, &Range<usize>)| match policy::of_document(batch, columns::COUNTS, d, 1.0) {
+            0.0 if self.settings.weight(2) == 2 => 0,
+            _ => self.settings.weight(answer.len()),
+        };
+        answers.iter().enumerate().map(weight).sum()
+    }
+
+    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
+        let log_probs = self.policy.log_probs(h, head, &batch.targets)?;
+        let mut slopes = vec![0f32; batch.len()];
+        let mut loss = 0.0;
+        let (mut tokens, mut kl, mut low, mut high) = (0.0, 0.0, 0.0, 0.0);
+        for (d, answer) in policy::answers(batch).iter().enumerate() {
+            let column = |name| policy::part(batch, name, answer);
+            let part = self.settings.part(&Completion {
+                log_probs: &log_probs[answer.clone()],
+                old: column(columns::OLD),
+                reference: column(columns::REFERENCE),
+                ratios: column(columns::RATIOS),
+                advantage: policy::of_document(batch, columns::ADVANTAGES, d, 0.0) as f64,
+            });
+            let factor = policy::of_document(batch, columns::FACTOR, d, 1.0) as f64;
+            loss += factor * part.loss;
+            for (slope, gradient) in slopes[answer.clone()].iter_mut().zip(&part.gradient) {
+                *slope = (factor * gradient) as f32;
+            }
+            (tokens, kl) = (tokens + answer.len() as f64, kl + part.kl);
+            (low, high) = (low + part.clipped_low, high + part.clipped_high);
+        }
+        tally.add(Sums {
+            loss,
+            ..Sums::default()
+        });
+        if batch.columns.tokens.contains_key(columns::REFERENCE) && self.settings.loss_type != LossType::Rloo {
+            self.means.add("kl", kl, tokens);
+        }
+        self.means.add("clip_ratio_low", low, tokens);
+        self.means.add("clip_ratio_high", high, tokens);
+        let entropies = self.policy.entropies(h, head, &batch.targets)?;
+        self.means
+            .add("entropy", entropies.iter().map(|e| *e as f64).sum(), tokens);
+        self.policy.gradients(h, head, &batch.targets, &slopes, need)
+    }
+
+    fn metrics(&self) -> Vec<(&'static str, f64)> {
+        self.means.take()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -4,4 +4,5 @@
 pub mod advantage;
 pub mod correction;
 pub mod grpo;
+pub mod policy;
 pub mod ppo;

@@ -4,6 +4,14 @@
 //! as in Ziegler et al. 2019, arXiv 1909.08593: the value is read from the hidden state before each token, by a head on
 //! the policy's own hidden states.
 
+use super::policy::{self, Means, Policy, columns};
+use crate::base::{Error, Result};
+use crate::data::Batch;
+use crate::model::{Head, LossGradients, Need, Objective, Param};
+use crate::ops::tally::{Sums, Tally};
+use crate::ops::update;
+use candle_core::{DType, Device, Tensor};
+
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Settings {
     /// The ratio is clipped to 1 ± this.
@@ -73,3 +81,129 @@ impl Settings {
         part
     }
 }
+
+/// A value for each position from its hidden state: a row `[1, D]` and a number `[1]`. It starts at 0.
+#[derive(Debug, Clone)]
+pub struct ValueHead {
+    pub weight: Param,
+    pub bias: Param,
+}
+
+impl ValueHead {
+    pub fn new(width: usize, device: &Device) -> Result<Self> {
+        let param = |name: &str, tensor| Param {
+            name: format!("objective.value.{name}").into(),
+            tensor,
+        };
+        Ok(Self {
+            weight: param("weight", Tensor::zeros((1, width), DType::F32, device)?),
+            bias: param("bias", Tensor::zeros(1, DType::F32, device)?),
+        })
+    }
+
+    /// That of an objective's parameters. Errors: they have none.
+    pub fn of(params: &[Param]) -> Result<Self> {
+        let find = |name: &str| {
+            let found = params.iter().find(|p| &*p.name == name).cloned();
+            found.ok_or_else(|| Error::new("there is no value head").at(name))
+        };
+        Ok(Self {
+            weight: find("objective.value.weight")?,
+            bias: find("objective.value.bias")?,
+        })
+    }
+
+    /// `h` `[N, D]` to values `[N]`.
+    pub fn values(&self, h: &Tensor) -> Result<Vec<f32>> {
+        let h = h.to_dtype(DType::F32)?;
+        let values = h.broadcast_mul(&self.weight.tensor)?.sum(1)?;
+        update::to_f32_vec(&values.broadcast_add(&self.bias.tensor)?)
+    }
+
+    /// Adds to `out` what slopes `[N]` at the values (scaled already) mean for hidden states and head.
+    fn backward(&self, h: &Tensor, slopes: &[f32], out: &mut LossGradients) -> Result<()> {
+        let slopes = Tensor::from_slice(slopes, (slopes.len(), 1), h.device())?;
+        let dw = h.to_dtype(DType::F32)?.broadcast_mul(&slopes)?.sum_keepdim(0)?;
+        out.own.push((self.weight.clone(), dw));
+        out.own.push((self.bias.clone(), slopes.sum(0)?));
+        if let Some(dh) = out.dh.take() {
+            let own = slopes.broadcast_mul(&self.weight.tensor)?.to_dtype(dh.dtype())?;
+            out.dh = Some((dh + own)?);
+        }
+        Ok(())
+    }
+}
+
+/// The objective of the stage `ppo`. A document of a batch is a prompt and an answer, whose tokens are the targets.
+pub struct Ppo {
+    pub settings: Settings,
+    pub policy: Policy,
+    pub head: ValueHead,
+    means: Means,
+}
+
+impl Ppo {
+    pub fn new(settings: Settings, policy: Policy, head: ValueHead) -> Self {
+        Self {
+            settings,
+            policy,
+            head,
+            means: Means::default(),
+        }
+    }
+}
+
+impl Objective for Ppo {
+    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
+        let log_probs = self.policy.log_probs(h, head, &batch.targets)?;
+        let values = self.head.values(h)?;
+        let (mut by_log_prob, mut by_value) = (vec![0f32; batch.len()], vec![0f32; batch.len()]);
+        let (mut policy_loss, mut value_loss, mut clipped, mut clipped_values) = (0.0, 0.0, 0.0, 0.0);
+        for answer in policy::answers(batch) {
+            let column = |name: &'static str| batch.columns.token(name).map(|c| &c[answer.clone()]);
+            let part = self.settings.part(&Completion {
+                log_probs: &log_probs[answer.clone()],
+                values: &values[answer.clone()],
+                old: policy::part(batch, columns::OLD, &answer),
+                old_values: column(columns::VALUES)?,
+                advantages: column(columns::ADVANTAGES)?,
+                returns: column(columns::RETURNS)?,
+                ratios: policy::part(batch, columns::RATIOS, &answer),
+            });
+            for (t, n) in answer.enumerate() {
+                by_log_prob[n] = part.by_log_prob[t] as f32;
+                by_value[n] = (part.by_value[t] * need.scale) as f32;
+            }
+            policy_loss += part.policy_loss;
+            value_loss += part.value_loss;
+            clipped += part.clipped;
+            clipped_values += part.clipped_values;
+        }
+        tally.add(Sums {
+            loss: policy_loss + self.settings.vf_coef * value_loss,
+            ..Sums::default()
+        });
+        let tokens = batch.trained() as f64;
+        self.means.add("policy_loss", policy_loss, tokens);
+        self.means.add("value_loss", value_loss, tokens);
+        self.means.add("clip_ratio", clipped, tokens);
+        self.means.add("value_clip_ratio", clipped_values, tokens);
+        let entropies = self.policy.entropies(h, head, &batch.targets)?;
+        self.means
+            .add("entropy", entropies.iter().map(|e| *e as f64).sum(), tokens);
+        let mut out = self.policy.gradients(h, head, &batch.targets, &by_log_prob, need)?;
+        self.head.backward(h, &by_value, &mut out)?;
+        Ok(out)
+    }
+
+    fn params(&self) -> Vec<Param> {
+        vec![self.head.weight.clone(), self.head.bias.clone()]
+    }
+
+    fn metrics(&self) -> Vec<(&'static str, f64)> {
+        self.means.take()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -12,6 +12,7 @@ pub mod inputs;
 pub mod logits;
 pub mod merge;
 pub mod plan;
+pub mod prompts;
 pub mod quantize;
 pub mod rewards;
 pub mod rows;

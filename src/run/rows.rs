@@ -1,5 +1,6 @@
 //! The rows of a recipe: read for a run, or shown to a person.
 
+use super::prompts::{self, Questions};
 use super::setup::Described;
 use crate::base::Result;
 use crate::data::order::{Length, StreamSpec};
@@ -11,21 +12,34 @@ use crate::recipe::Recipe;
 pub struct Rows {
     pub train: Dataset,
     pub eval: Option<Dataset>,
+    /// Of a stage that trains by reward.
+    pub questions: Option<Questions>,
 }
 
 impl Rows {
     pub fn read(recipe: &Recipe, model: &Described) -> Result<Self> {
+        if prompts::reinforces(recipe) {
+            let (train, eval, questions) = prompts::read(recipe, model)?;
+            let questions = Some(questions);
+            return Ok(Self { train, eval, questions });
+        }
+        let questions = None;
         let read = |named: &[String]| read(recipe, named, model);
         if model.is_shape() && recipe.data.train.is_empty() {
             let (rows, length) = (random_rows(recipe), recipe.data.max_length);
             let train = Dataset::random(rows, length, model.spec.vocab, recipe.train.seed);
-            return Ok(Self { train, eval: None });
+            return Ok(Self {
+                train,
+                eval: None,
+                questions,
+            });
         }
         let train = read(&recipe.data.train)?;
         if !recipe.data.eval.is_empty() {
             return Ok(Self {
                 train,
                 eval: Some(read(&recipe.data.eval)?),
+                questions,
             });
         }
         if recipe.data.eval_fraction > 0.0 {
@@ -33,9 +47,14 @@ impl Rows {
             return Ok(Self {
                 train,
                 eval: Some(eval),
+                questions,
             });
         }
-        Ok(Self { train, eval: None })
+        Ok(Self {
+            train,
+            eval: None,
+            questions,
+        })
     }
 }
 
@@ -72,7 +91,14 @@ pub fn describe(recipe: &Recipe, rows: usize, colour: bool) -> Result<String> {
         &recipe.model.revision,
         recipe.data.chat_template.as_deref(),
     )?;
-    let dataset = Rows::read(recipe, &model)?.train;
+    let Rows {
+        train: dataset,
+        questions,
+        ..
+    } = Rows::read(recipe, &model)?;
+    if let Some(questions) = questions {
+        return prompts::describe(&questions, &model, rows);
+    }
     describe::describe(
         &dataset,
         &spec(recipe, &local(&recipe.data.train)?, &model),
@@ -82,8 +108,8 @@ pub fn describe(recipe: &Recipe, rows: usize, colour: bool) -> Result<String> {
     )
 }
 
-/// How the recipe walks through its rows.
-pub fn stream(recipe: &Recipe) -> StreamSpec {
+/// How the recipe walks through its `rows` rows.
+pub fn stream(recipe: &Recipe, rows: usize) -> StreamSpec {
     StreamSpec {
         batch_size: recipe.train.batch_size,
         accumulation: recipe.train.gradient_accumulation_steps,
@@ -91,6 +117,9 @@ pub fn stream(recipe: &Recipe) -> StreamSpec {
         max_length: recipe.data.max_length,
         shuffle: recipe.data.shuffle,
         seed: recipe.train.seed,
-        length: Length::new(recipe.train.max_steps, recipe.train.num_epochs),
+        length: match prompts::reinforces(recipe) {
+            true => Length::Steps(prompts::steps(recipe, rows)),
+            false => Length::new(recipe.train.max_steps, recipe.train.num_epochs),
+        },
     }
 }

@@ -1,6 +1,8 @@
 //! What differs between the stages of training: where the micro-batches of a step come from, and the objective that
 //! turns them into a loss. One file a stage; the loop is the one of `train`.
 
+mod reinforce;
+mod replay;
 mod sft;
 
 use crate::base::{Error, Result};
@@ -9,6 +11,9 @@ use crate::data::{Batch, Dataset};
 use crate::engine::Engine;
 use crate::model::{Objective, Spec};
 use crate::recipe::{self, Recipe};
+use crate::run::prompts::Questions;
+use crate::run::setup::Described;
+use candle_core::Device;
 use serde_json::Value;
 
 /// Where the micro-batches of a step come from. What a window holds must follow from (seed, step, weights) and from
@@ -35,6 +40,13 @@ pub trait Feed {
         Vec::new()
     }
 
+    /// What a stage that needs the engine for it measures on rows that are held out, by the names of `metrics.jsonl`
+    /// without `eval_`.
+    fn evaluate(&mut self, engine: &Engine) -> Result<Vec<(&'static str, f64)>> {
+        let _ = engine;
+        Ok(Vec::new())
+    }
+
     /// What a checkpoint must keep beside the weights.
     fn state(&self) -> Result<Option<Vec<u8>>> {
         Ok(None)
@@ -56,6 +68,8 @@ pub trait Feed {
     }
 }
 
+pub use reinforce::needs_copy;
+
 /// A stage, ready for the loop.
 pub struct Stage<'a> {
     pub feed: Box<dyn Feed + 'a>,
@@ -68,12 +82,17 @@ pub struct Setting<'a> {
     pub spec: &'a Spec,
     pub stream: BatchStream<'a>,
     pub eval: Option<&'a Dataset>,
+    /// Prompts of a stage that trains by reward.
+    pub questions: Option<&'a Questions>,
+    pub model: &'a Described,
+    pub device: &'a Device,
 }
 
 /// The stage of a recipe.
 pub fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
     match setting.recipe.train.stage {
         recipe::Stage::Pretrain | recipe::Stage::Sft => Ok(sft::open(setting)),
+        recipe::Stage::Ppo | recipe::Stage::Grpo => reinforce::open(setting),
         // Refused while the recipe was read.
         other => Err(Error::usage("this stage is not built yet").found(other.name())),
     }

@@ -9,6 +9,8 @@ mod families;
 mod int8;
 #[path = "parity/quant.rs"]
 mod quant;
+#[path = "parity/rl.rs"]
+mod rl;
 #[path = "parity/support.rs"]
 mod support;
 #[path = "parity/tables.rs"]
@@ -17,3 +19,5 @@ mod tables;
 mod training;
 #[path = "parity/wire.rs"]
 mod wire;
+#[path = "parity/wire_rl.rs"]
+mod wire_rl;

@@ -49,6 +49,9 @@ fn write_all(options: &Options) -> Result<()> {
     files::create_dir_all(&data)?;
     write_chat(&data.join("train.jsonl"), &train)?;
     write_chat(&data.join("eval.jsonl"), &eval)?;
+    let (sums, sums_held_out) = rows::sums(&world, options.seed);
+    write_prompts(&data.join("sums-train.jsonl"), &sums)?;
+    write_prompts(&data.join("sums-eval.jsonl"), &sums_held_out)?;
 
     // Questions too, so that "Where" and "user" are words of the vocabulary.
     let mut texts: Vec<String> = (0..TOKENIZER_ROWS)
@@ -80,6 +83,19 @@ fn write_chat(path: &Path, rows: &[rows::Chat]) -> Result<()> {
             { "role": "assistant", "content": row.answer },
         ]});
         let _ = writeln!(out, "{messages}"); // writing to a String cannot fail
+    }
+    files::write_atomic(path, out.as_bytes())
+}
+
+/// Prompts with the answer that a reward compares with.
+fn write_prompts(path: &Path, rows: &[rows::Chat]) -> Result<()> {
+    let mut out = String::new();
+    for row in rows {
+        let prompt = json!({
+            "prompt": [{ "role": "user", "content": row.question }],
+            "answer": row.answer,
+        });
+        let _ = writeln!(out, "{prompt}"); // writing to a String cannot fail
     }
     files::write_atomic(path, out.as_bytes())
 }

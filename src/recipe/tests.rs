@@ -240,6 +240,45 @@ fn every_key_reaches_the_recipe() {
         ("train.output_dir", "out"),
         ("train.sample_prompts", "[\"hi\"]"),
         ("train.predict_with_generate", "true"),
+        ("rlhf.rewards", "[\"exact\", \"length:8\"]"),
+        ("rlhf.reward_weights", "[1, 0.5]"),
+        ("rlhf.answer_column", "solution"),
+        ("rlhf.reward_timeout", "1.5"),
+        ("rlhf.reward_restarts", "0"),
+        ("rlhf.num_generations", "4"),
+        ("rlhf.max_completion_length", "17"),
+        ("rlhf.temperature", "0.7"),
+        ("rlhf.top_k", "5"),
+        ("rlhf.top_p", "0.9"),
+        ("rlhf.num_iterations", "2"),
+        ("rlhf.num_mini_batches", "3"),
+        ("rlhf.rollout_weights", "int8"),
+        ("rlhf.rollout_correction", "none"),
+        ("rlhf.rollout_clip_max", "2"),
+        ("rlhf.rollout_clip_min", "0.5"),
+        ("rlhf.sample_steps", "0"),
+        ("rlhf.samples", "1"),
+        ("rlhf.grpo.loss_type", "rloo"),
+        ("rlhf.grpo.importance_sampling_level", "sequence"),
+        ("rlhf.grpo.scale_rewards", "none"),
+        ("rlhf.grpo.epsilon", "0.1"),
+        ("rlhf.grpo.epsilon_high", "0.28"),
+        ("rlhf.grpo.delta", "2"),
+        ("rlhf.grpo.beta", "0.04"),
+        ("rlhf.grpo.use_bias_correction_kl", "false"),
+        ("rlhf.grpo.mask_truncated_completions", "true"),
+        ("rlhf.grpo.normalize_advantages", "true"),
+        ("rlhf.ppo.kl_coef", "0.1"),
+        ("rlhf.ppo.kl_estimator", "k3"),
+        ("rlhf.ppo.kl_target", "6"),
+        ("rlhf.ppo.kl_horizon", "100"),
+        ("rlhf.ppo.gamma", "0.9"),
+        ("rlhf.ppo.lam", "0.9"),
+        ("rlhf.ppo.cliprange", "0.1"),
+        ("rlhf.ppo.cliprange_value", "0.1"),
+        ("rlhf.ppo.vf_coef", "0.5"),
+        ("rlhf.ppo.whiten_rewards", "true"),
+        ("rlhf.ppo.missing_eos_penalty", "1"),
     ];
     let plain = [vec![], vec!["data.eval_fraction=0.2"]].map(|o| format!("{:?}", good(LEAST, &o).recipe));
     for key in table::KEYS {
@@ -323,8 +362,11 @@ fn faults_in_other_shapes_of_toml() {
     );
     let e = bad(&format!("{LEAST}[[train]]\nseed = 1\n"), &[]);
     assert!(e.contains("`train` is a table"), "{e}");
-    let e = bad(&format!("{LEAST}[rlhf]\nbeta = 1\n"), &[]);
-    assert!(e.contains("`[rlhf]` is not built yet") && !e.contains("faults"), "{e}");
+    let e = bad(&format!("{LEAST}[distill]\nbeta = 1\n"), &[]);
+    assert!(
+        e.contains("`[distill]` is not built yet") && !e.contains("faults"),
+        "{e}"
+    );
     let e = bad("tune = \"block\"\n[model]\npath = \"m\"\n[data]\ntrain = \"t\"\n", &[]);
     assert!(e.contains("`tune` is a table\n  --> r.toml:1:8"), "{e}");
     let e = bad("[model]\npath = \n", &[]);
@@ -411,6 +453,45 @@ fn contradictions_name_both_keys() {
     let e = bad(LEAST, &["tune.lora.target_modules=[]"]);
     assert!(e.contains("is empty"), "{e}");
     good("[model]\npath = \"shape:tiny\"\n", &[]);
+}
+
+#[test]
+fn training_by_reward_needs_rewards_and_whole_groups() {
+    let reward = "rlhf.rewards=exact";
+    let e = bad(LEAST, &["train.stage=grpo"]);
+    assert!(e.contains("`rlhf.rewards` is missing"), "{e}");
+    let e = bad(LEAST, &["train.stage=grpo", reward, "rlhf.num_generations=5"]);
+    assert!(e.contains("8 answers") && e.contains("a multiple of 5"), "{e}");
+    let e = bad(LEAST, &["train.stage=grpo", reward, "rlhf.num_generations=1"]);
+    assert!(e.contains("at least 2"), "{e}");
+    let e = bad(LEAST, &["train.stage=ppo", reward, "rlhf.reward_weights=[1, 2]"]);
+    assert!(e.contains("2 weights") && e.contains("1, one for each"), "{e}");
+    let e = bad(
+        LEAST,
+        &[
+            "train.stage=ppo",
+            reward,
+            "rlhf.rollout_weights=int8",
+            "rlhf.rollout_clip_min=3",
+        ],
+    );
+    assert!(e.contains("`rlhf.rollout_clip_min` is not below"), "{e}");
+    let e = bad(LEAST, &["train.stage=ppo", reward, "data.packing=true"]);
+    assert!(e.contains("`data.packing` has no meaning"), "{e}");
+    let l = good(LEAST, &["train.stage=ppo", reward, "rlhf.num_generations=2"]);
+    assert!(!l.recipe.data.packing && l.warnings.is_empty(), "{:?}", l.warnings);
+    let l = good(LEAST, &["rlhf.temperature=0.5", "rlhf.ppo.gamma=0.5"]);
+    assert_eq!(l.warnings.len(), 2);
+    assert!(l.warnings[0].contains("`rlhf.temperature` has no effect with `train.stage = \"sft\"`"));
+    let l = good(
+        LEAST,
+        &["train.stage=grpo", reward, "rlhf.grpo.normalize_advantages=true"],
+    );
+    assert!(
+        l.warnings[0].contains("`rlhf.grpo.loss_type = \"dapo\"`"),
+        "{:?}",
+        l.warnings
+    );
 }
 
 #[test]

@@ -74,8 +74,10 @@ pub struct Part {
     pub loss: f64,
     /// `[T]`: gradient at the log-probabilities.
     pub gradient: Vec<f64>,
-    /// Sums over tokens: KL to the reference, ratios clipped below and above.
+    /// Sum over tokens: KL to the reference.
     pub kl: f64,
+    /// Ratios, and those clipped below and above.
+    pub ratios: f64,
     pub clipped_low: f64,
     pub clipped_high: f64,
 }
@@ -112,8 +114,7 @@ impl Settings {
             let surrogate = self.surrogate(whole.exp(), c.advantage);
             part.loss = surrogate.loss;
             part.gradient.fill(surrogate.slope);
-            part.clipped_low = surrogate.low * tokens as f64;
-            part.clipped_high = surrogate.high * tokens as f64;
+            (part.ratios, part.clipped_low, part.clipped_high) = (1.0, surrogate.low, surrogate.high);
             return part;
         }
         // Of the ratio of the completion, gathered over its tokens: each token moves it by 1/T of itself.
@@ -127,8 +128,15 @@ impl Settings {
             let surrogate = self.surrogate(ratio, c.advantage);
             let factor = per_token * at(c.ratios, t, 1.0);
             part.loss += factor * surrogate.loss;
-            part.clipped_low += surrogate.low;
-            part.clipped_high += surrogate.high;
+            // Ratios of a whole answer count once.
+            let of_ratio = if self.level == Level::Token {
+                1.0
+            } else {
+                1.0 / tokens as f64
+            };
+            part.ratios += of_ratio;
+            part.clipped_low += of_ratio * surrogate.low;
+            part.clipped_high += of_ratio * surrogate.high;
             let mut slope = factor * surrogate.slope;
             if let Some(reference) = c.reference {
                 let reference = reference[t] as f64;
@@ -209,7 +217,7 @@ impl Objective for Grpo {
         let log_probs = self.policy.log_probs(h, head, &batch.targets)?;
         let mut slopes = vec![0f32; batch.len()];
         let mut loss = 0.0;
-        let (mut tokens, mut kl, mut low, mut high) = (0.0, 0.0, 0.0, 0.0);
+        let entropies = self.policy.entropies(h, head, &batch.targets)?;
         for (d, answer) in policy::answers(batch).iter().enumerate() {
             let column = |name| policy::part(batch, name, answer);
             let part = self.settings.part(&Completion {
@@ -224,21 +232,22 @@ impl Objective for Grpo {
             for (slope, gradient) in slopes[answer.clone()].iter_mut().zip(&part.gradient) {
                 *slope = (factor * gradient) as f32;
             }
-            (tokens, kl) = (tokens + answer.len() as f64, kl + part.kl);
-            (low, high) = (low + part.clipped_low, high + part.clipped_high);
+            if policy::of_document(batch, columns::COUNTS, d, 1.0) == 0.0 {
+                continue;
+            }
+            let tokens = answer.len() as f64;
+            if column(columns::REFERENCE).is_some() {
+                self.means.add("kl", part.kl, tokens);
+            }
+            self.means.add("clip_ratio_low", part.clipped_low, part.ratios);
+            self.means.add("clip_ratio_high", part.clipped_high, part.ratios);
+            let entropy = entropies[answer.clone()].iter().map(|e| *e as f64).sum();
+            self.means.add("entropy", entropy, tokens);
         }
         tally.add(Sums {
             loss,
             ..Sums::default()
         });
-        if batch.columns.tokens.contains_key(columns::REFERENCE) && self.settings.loss_type != LossType::Rloo {
-            self.means.add("kl", kl, tokens);
-        }
-        self.means.add("clip_ratio_low", low, tokens);
-        self.means.add("clip_ratio_high", high, tokens);
-        let entropies = self.policy.entropies(h, head, &batch.targets)?;
-        self.means
-            .add("entropy", entropies.iter().map(|e| *e as f64).sum(), tokens);
         self.policy.gradients(h, head, &batch.targets, &slopes, need)
     }
 

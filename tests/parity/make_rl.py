@@ -27,13 +27,14 @@ OUT = GOLDENS / "rl"
 MODEL = GOLDENS / "training/models/llama"
 TOKENIZER = GOLDENS / "tokenizers/chat"
 KEPT = [
-    "model.embed_tokens.weight",
     "model.layers.0.self_attn.q_proj.weight",
     "model.layers.1.mlp.down_proj.weight",
     "model.norm.weight",
 ]
 MOST_NEW = 9
 GROUP = 3
+# Of these cases the output projection too.
+HEAD = {"dapo": ["lm_head.weight"], "ppo": ["lm_head.weight"]}
 # Rows that ended by themselves, by number.
 ENDED = [0, 1, 3, 5]
 
@@ -99,8 +100,8 @@ def ragged(tensor, answers):
     return [tensor[i, : len(a)].tolist() for i, a in enumerate(answers)]
 
 
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if name in KEPT}
+def gradients(model, more=()):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if name in KEPT or name in more}
 
 
 def trainer_of(kind, config_kind, path, settings, prompts):
@@ -133,14 +134,15 @@ def trainer_of(kind, config_kind, path, settings, prompts):
 def answered(trainer, prompts, answers, rewards, sampling):
     """The trainer's own scoring of the fixed rollouts."""
     texts = ["" for _ in answers]
-    trainer._generate = lambda _: (prompts, answers, None, texts, sampling, {}, None, [])[: trainer.returned]
+    # What `_generate` gives back in GRPO, and in RLOO.
+    whole = (prompts, answers, None, texts, sampling, {}, None, [])
+    trainer._generate = lambda _: whole if isinstance(trainer, trl.GRPOTrainer) else (prompts, answers, texts)
     trainer._calculate_rewards = lambda *_: rewards.clone()
     return trainer._generate_and_score_completions([{"prompt": "a"} for _ in prompts])
 
 
 def grpo(name, settings, path, prompts, answers, rewards, noise):
     trainer = trainer_of(trl.GRPOTrainer, trl.GRPOConfig, path, settings, prompts)
-    trainer.returned = 8
     coded = "vllm_importance_sampling_mode" in settings
     # What the rollout's weights would have said: the exact log-probabilities with noise.
     trainer.temperature = settings.get("temperature", 1.0)
@@ -169,12 +171,11 @@ def grpo(name, settings, path, prompts, answers, rewards, noise):
         "loss": loss.item(), "kl": metrics.get("kl"), "entropy": metrics["entropy"],
         "clip_ratio_low": metrics["clip_ratio/low_mean"], "clip_ratio_high": metrics["clip_ratio/high_mean"],
     }
-    return golden, gradients(trainer.model)
+    return golden, gradients(trainer.model, HEAD.get(name, ()))
 
 
 def rloo(name, settings, path, prompts, answers, rewards, noise):
     trainer = trainer_of(trl.RLOOTrainer, trl.RLOOConfig, path, settings, prompts)
-    trainer.returned = int(trainer_returns(trainer))
     # The reference is told by the trainer's own copy; its log-probabilities get noise on the way.
     own, calls = trainer._get_per_token_logps_and_entropies, []
 
@@ -199,15 +200,7 @@ def rloo(name, settings, path, prompts, answers, rewards, noise):
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
     golden["loss"] = loss.item()
-    return golden, gradients(trainer.model)
-
-
-def trainer_returns(trainer):
-    """How many things `_generate` gives back in this trainer."""
-    import inspect
-
-    line = [l for l in inspect.getsource(type(trainer)._generate).splitlines() if l.strip().startswith("return ")][-1]
-    return len(line.split("return ")[1].split(","))
+    return golden, gradients(trainer.model, HEAD.get(name, ()))
 
 
 def whiten(values, mask, shift):
@@ -273,7 +266,7 @@ def ppo(name, settings, path, prompts, answers, rewards, noise, dtype=torch.floa
     }
     for key, tensor in dict(old=old, reference=reference, values=values, advantages=advantages, returns=returns).items():
         golden[key] = ragged(tensor.detach(), answers)
-    found = gradients(model) | {"objective.value.weight": head.grad, "objective.value.bias": bias.grad}
+    found = gradients(model, HEAD.get(name, ())) | {"objective.value.weight": head.grad, "objective.value.bias": bias.grad}
     return golden, found
 
 
@@ -296,6 +289,7 @@ def main():
         "clip": [0.8, 1.3], "cases": cases,
     })
     save_file(tensors, OUT / "gradients.safetensors")
+    (OUT / "gradients.safetensors").chmod(0o644)
 
 
 if __name__ == "__main__":

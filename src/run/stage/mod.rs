@@ -1,8 +1,9 @@
 //! What differs between the stages of training: where the micro-batches of a step come from, and the objective that
 //! turns them into a loss. One file a stage; the loop is the one of `train`.
 
+pub mod lesson;
 mod reinforce;
-mod replay;
+pub mod replay;
 mod sft;
 
 use crate::base::{Error, Result};
@@ -67,8 +68,6 @@ pub trait Feed {
         Vec::new()
     }
 }
-
-pub use reinforce::needs_copy;
 
 /// A stage, ready for the loop.
 pub struct Stage<'a> {

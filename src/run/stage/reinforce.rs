@@ -6,6 +6,7 @@
 //!
 //! Letters: A answers of a rollout, G answers to one prompt, T tokens of an answer.
 
+use super::lesson::{self, Lesson, Reference, needs_copy};
 use super::replay::{self, Kept, Replay};
 use super::{Feed, Setting, Stage};
 use crate::base::rng::{Rng, Stream};
@@ -14,20 +15,13 @@ use crate::data::Batch;
 use crate::data::prompts::Prompt;
 use crate::engine::Engine;
 use crate::generate::{self, Answer, Request};
-use crate::model::{Head, Network};
-use crate::recipe::{
-    self, GrpoLoss, ImportanceLevel, Method, ModelInit, Recipe, RolloutCorrection, RolloutWeights, ScaleRewards,
-};
-use crate::rlhf::advantage::{self, KlControl, KlEstimator, moments};
-use crate::rlhf::correction::{Correction, Mode};
-use crate::rlhf::grpo::{self, Grpo};
-use crate::rlhf::policy::{self, Policy};
-use crate::rlhf::ppo::{self, Ppo, ValueHead};
+use crate::recipe::{Method, ModelInit, Recipe};
+use crate::rlhf::advantage::moments;
 use crate::run::prompts::{answers_of_rollout, steps, steps_of_rollout};
-use crate::run::rewards::{Judged, Rewards};
+use crate::run::rewards::{Judged, Reward, Rewards};
 use crate::run::setup::Described;
 use crate::source;
-use candle_core::{Device, Tensor};
+use candle_core::Device;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Instant;
@@ -40,12 +34,11 @@ struct Rollouts<'a> {
     model: &'a Described,
     prompts: &'a [Prompt],
     eval: &'a [Prompt],
-    policy: Policy,
     rewards: Rewards,
     /// Names of their means and deviations in the metrics.
     names: Vec<(&'static str, &'static str)>,
     reference: Option<Reference>,
-    kl: KlControl,
+    lesson: Lesson<'a>,
     /// The rollout that is learned from, and the windows that it has given.
     replay: Replay,
     given: u64,
@@ -53,62 +46,32 @@ struct Rollouts<'a> {
     samples: Vec<Value>,
 }
 
-/// The model at the start of the run.
-enum Reference {
-    /// The weights without their adapters.
-    Bare,
-    Copy(Box<Network>),
-}
-
 pub(super) fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
     let (recipe, rlhf) = (setting.recipe, &setting.recipe.rlhf);
     let Some(questions) = setting.questions else {
         return Err(Error::new("the prompts of this stage were not read"));
     };
-    let policy = Policy {
-        temperature: rlhf.temperature,
-    };
-    let objective: Box<dyn crate::model::Objective> = match recipe.train.stage {
-        recipe::Stage::Grpo => Box::new(Grpo::new(grpo_settings(recipe), policy)),
-        _ => {
-            let settings = ppo::Settings {
-                cliprange: rlhf.ppo.cliprange,
-                cliprange_value: rlhf.ppo.cliprange_value,
-                vf_coef: rlhf.ppo.vf_coef,
-            };
-            let head = ValueHead::new(setting.model.spec.hidden, setting.device)?;
-            Box::new(Ppo::new(settings, policy, head))
-        }
-    };
     let rewards = Rewards::open(rlhf, setting.device)?;
-    let name = |r: &crate::run::rewards::Reward| {
+    let name = |r: &Reward| {
         let base = format!("reward_{}", r.name);
         (lasting(base.clone()), lasting(format!("{base}_std")))
     };
-    let kl = KlControl {
-        coefficient: match recipe.train.stage {
-            recipe::Stage::Ppo => rlhf.ppo.kl_coef,
-            _ => rlhf.grpo.beta,
-        },
-        target: (recipe.train.stage == recipe::Stage::Ppo && rlhf.ppo.kl_target > 0.0)
-            .then_some((rlhf.ppo.kl_target, rlhf.ppo.kl_horizon)),
-    };
-    let reference = match kl.coefficient > 0.0 {
+    let lesson = Lesson::new(recipe);
+    let reference = match lesson.refers() {
         true => Some(reference(recipe, setting.model, setting.device)?),
         false => None,
     };
     Ok(Stage {
-        objective,
+        objective: lesson::objective(recipe, setting.model.spec.hidden, setting.device)?,
         feed: Box::new(Rollouts {
             recipe,
             model: setting.model,
             prompts: &questions.train,
             eval: &questions.eval,
-            policy,
             names: rewards.0.iter().map(name).collect(),
             rewards,
             reference,
-            kl,
+            lesson,
             replay: Replay::default(),
             given: 0,
             metrics: Vec::new(),
@@ -120,50 +83,6 @@ pub(super) fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
 /// Names of metrics live as long as the program: a few bytes for each reward of the run.
 fn lasting(name: String) -> &'static str {
     Box::leak(name.into_boxed_str())
-}
-
-fn grpo_settings(recipe: &Recipe) -> grpo::Settings {
-    let g = &recipe.rlhf.grpo;
-    grpo::Settings {
-        loss_type: match g.loss_type {
-            GrpoLoss::Grpo => grpo::LossType::Grpo,
-            GrpoLoss::Dapo => grpo::LossType::Dapo,
-            GrpoLoss::DrGrpo => grpo::LossType::DrGrpo,
-            GrpoLoss::Bnpo => grpo::LossType::Bnpo,
-            GrpoLoss::Rloo => grpo::LossType::Rloo,
-        },
-        level: match g.importance_sampling_level {
-            ImportanceLevel::Token => grpo::Level::Token,
-            ImportanceLevel::Sequence => grpo::Level::Sequence,
-        },
-        epsilon: g.epsilon,
-        epsilon_high: if g.epsilon_high > 0.0 {
-            g.epsilon_high
-        } else {
-            g.epsilon
-        },
-        delta: (g.delta > 0.0).then_some(g.delta),
-        beta: g.beta,
-        kl_weighted: g.use_bias_correction_kl,
-        max_completion_length: recipe.rlhf.max_completion_length,
-    }
-}
-
-/// Does the run need a second copy of the weights, because the start can not be had by leaving adapters out?
-pub fn needs_copy(recipe: &Recipe) -> bool {
-    let wanted = match recipe.train.stage {
-        recipe::Stage::Grpo => recipe.rlhf.grpo.beta > 0.0,
-        recipe::Stage::Ppo => recipe.rlhf.ppo.kl_coef > 0.0,
-        _ => false,
-    };
-    use recipe::LoraInit::{Default, Eva, Gaussian};
-    let lora = &recipe.tune.lora;
-    let starts_at_zero = matches!(lora.init_lora_weights, Default | Gaussian | Eva);
-    let bare = recipe.tune.method == Method::Lora
-        && starts_at_zero
-        && lora.adapter.is_none()
-        && lora.modules_to_save.is_empty();
-    wanted && !bare
 }
 
 fn reference(recipe: &Recipe, model: &Described, device: &Device) -> Result<Reference> {
@@ -182,26 +101,7 @@ fn reference(recipe: &Recipe, model: &Described, device: &Device) -> Result<Refe
     Ok(Reference::Copy(Box::new(network)))
 }
 
-/// What a forward pass over some answers is asked for: `f` gets hidden states `[N, D]`, head and batch.
-fn over(network: &Network, batch: &Batch, f: impl FnOnce(&Tensor, &Head) -> Result<()>) -> Result<()> {
-    let ctx = network.context(&batch.positions, &batch.documents, None)?;
-    let h = network.hidden_states(&batch.ids, &ctx)?;
-    f(&h, &network.head()?)
-}
-
 impl Rollouts<'_> {
-    fn is_ppo(&self) -> bool {
-        self.recipe.train.stage == recipe::Stage::Ppo
-    }
-
-    fn is_rloo(&self) -> bool {
-        !self.is_ppo() && self.recipe.rlhf.grpo.loss_type == GrpoLoss::Rloo
-    }
-
-    fn coded(&self) -> bool {
-        self.recipe.rlhf.rollout_weights != RolloutWeights::Exact
-    }
-
     fn settings(&self, temperature: f64) -> generate::Settings {
         let rlhf = &self.recipe.rlhf;
         generate::Settings {
@@ -291,204 +191,24 @@ impl Rollouts<'_> {
             ..Kept::default()
         };
         let mut kept: Vec<Kept> = prompts.iter().zip(&answers).map(keep).collect();
-        self.exact(&mut kept, engine)?;
-        if self.coded() {
-            self.correct(&mut kept, &answers);
-        }
-        if self.is_ppo() {
-            self.ppo_advantages(&mut kept, &totals, &answers);
-        } else {
-            self.grpo_advantages(&mut kept, &totals, &answers);
-        }
+        self.lesson.read(&mut kept, &engine.network, self.reference.as_ref())?;
+        let finished: Vec<bool> = answers.iter().map(|a| a.finished).collect();
+        let sampling: Vec<&[f32]> = answers.iter().map(|a| &a.log_probs[..]).collect();
+        self.lesson.teach(&mut kept, &totals, &finished, &sampling);
         if rlhf.sample_steps > 0 && rollout.is_multiple_of(rlhf.sample_steps as u64) {
             self.keep_samples(step, &prompts, &answers, &texts, &scores, &kept)?;
-        }
-        if self.on_policy() {
-            // They are those of the one step that follows: the ratio is 1.
-            kept.iter_mut().for_each(|k| k.old.clear());
         }
         // Mini-batches take answers of all prompts.
         if rlhf.num_mini_batches > 1 {
             let order = Rng::new(self.recipe.train.seed, Stream::Shuffle, &[rollout, 1]).permutation(kept.len());
             kept = order.into_iter().map(|i| std::mem::take(&mut kept[i])).collect();
         }
-        self.weigh(&mut kept);
+        self.lesson.weigh(&mut kept);
         Ok(Replay {
             rollout,
             kept,
-            kl_coefficient: self.kl.coefficient,
+            kl_coefficient: self.lesson.kl.coefficient,
         })
-    }
-
-    /// Each answer is learned from once, in the step after it was written.
-    fn on_policy(&self) -> bool {
-        steps_of_rollout(self.recipe) == 1
-    }
-
-    /// Log-probabilities under the exact weights and the reference, and values, where the loss needs them.
-    fn exact(&self, kept: &mut [Kept], engine: &Engine) -> Result<()> {
-        let network = &engine.network;
-        let values = self.is_ppo().then(|| ValueHead::of(&network.own)).transpose()?;
-        let old = !self.on_policy() || self.coded() || self.is_ppo() || self.is_rloo();
-        for kept in kept.chunks_mut(self.recipe.train.batch_size) {
-            let batch = replay::batch(&kept.iter().collect::<Vec<_>>(), false);
-            let ranges = policy::answers(&batch);
-            let mut put = |column: Vec<f32>, of: fn(&mut Kept) -> &mut Vec<f32>| {
-                for (kept, range) in kept.iter_mut().zip(&ranges) {
-                    *of(kept) = column[range.clone()].to_vec();
-                }
-            };
-            if old {
-                over(network, &batch, |h, head| {
-                    put(self.policy.log_probs(h, head, &batch.targets)?, |k| &mut k.old);
-                    if let Some(values) = &values {
-                        put(values.values(h)?, |k| &mut k.values);
-                    }
-                    Ok(())
-                })?;
-            }
-            let mut reference = |network: &Network| {
-                over(network, &batch, |h, head| {
-                    put(self.policy.log_probs(h, head, &batch.targets)?, |k| &mut k.reference);
-                    Ok(())
-                })
-            };
-            match &self.reference {
-                Some(Reference::Bare) => network.without_adapters(|| reference(network))?,
-                Some(Reference::Copy(copy)) => reference(copy)?,
-                None => {}
-            }
-        }
-        Ok(())
-    }
-
-    /// Importance ratios of answers that were sampled under other weights.
-    fn correct(&mut self, kept: &mut [Kept], answers: &[Answer]) {
-        let rlhf = &self.recipe.rlhf;
-        let mode = match rlhf.rollout_correction {
-            RolloutCorrection::None => return,
-            RolloutCorrection::TokenTruncate => Mode::TokenTruncate,
-            RolloutCorrection::TokenMask => Mode::TokenMask,
-            RolloutCorrection::SequenceTruncate => Mode::SequenceTruncate,
-            RolloutCorrection::SequenceMask => Mode::SequenceMask,
-        };
-        let correction = Correction {
-            mode,
-            min: (rlhf.rollout_clip_min > 0.0).then_some(rlhf.rollout_clip_min),
-            max: Some(rlhf.rollout_clip_max),
-        };
-        let (mut ratios, mut apart) = (Vec::new(), Vec::new());
-        for (kept, answer) in kept.iter_mut().zip(answers) {
-            kept.ratios = correction.ratios(&kept.old, &answer.log_probs);
-            ratios.extend(kept.ratios.iter().map(|r| *r as f64));
-            let both = kept.old.iter().zip(&answer.log_probs);
-            apart.extend(both.map(|(e, s)| (*e as f64 - *s as f64).abs()));
-        }
-        self.metrics.push(("rollout_ratio", moments(&ratios).0));
-        self.metrics.push(("rollout_log_prob_difference", moments(&apart).0));
-    }
-
-    fn grpo_advantages(&mut self, kept: &mut [Kept], totals: &[f64], answers: &[Answer]) {
-        let grpo = &self.recipe.rlhf.grpo;
-        let group = self.recipe.rlhf.num_generations;
-        let advantages = if self.is_rloo() {
-            let mut rewards = totals.to_vec();
-            if self.reference.is_some() {
-                let (mut sum, mut tokens) = (0.0, 0.0);
-                for (reward, k) in rewards.iter_mut().zip(kept.iter()) {
-                    let both = k.old.iter().zip(&k.reference);
-                    let kl: f64 = both.map(|(o, r)| KlEstimator::K1.of(*o as f64, *r as f64)).sum();
-                    *reward -= grpo.beta * kl;
-                    (sum, tokens) = (sum + kl, tokens + k.tokens() as f64);
-                }
-                self.metrics.push(("kl", sum / tokens));
-            }
-            advantage::leave_one_out(&rewards, group, grpo.normalize_advantages)
-        } else {
-            let scale = match grpo.scale_rewards {
-                ScaleRewards::Group => advantage::Scale::Group,
-                ScaleRewards::Batch => advantage::Scale::Batch,
-                ScaleRewards::None => advantage::Scale::None,
-            };
-            advantage::grouped(totals, group, scale)
-        };
-        self.metrics.push(("frac_reward_zero_std", advantages.zero_std));
-        for ((kept, advantage), answer) in kept.iter_mut().zip(advantages.values).zip(answers) {
-            kept.advantages = vec![advantage as f32];
-            if grpo.mask_truncated_completions && !answer.finished {
-                (kept.factor, kept.counts) = (0.0, 0.0);
-            }
-            if self.is_rloo() {
-                kept.reference.clear();
-            }
-        }
-    }
-
-    fn ppo_advantages(&mut self, kept: &mut [Kept], totals: &[f64], answers: &[Answer]) {
-        let ppo = &self.recipe.rlhf.ppo;
-        let estimator = match ppo.kl_estimator {
-            recipe::KlEstimator::K1 => KlEstimator::K1,
-            recipe::KlEstimator::K3 => KlEstimator::K3,
-        };
-        let (mut all_kl, mut penalties) = (0.0, 0.0);
-        let mut rewards: Vec<Vec<f64>> = Vec::with_capacity(kept.len());
-        for ((k, total), answer) in kept.iter_mut().zip(totals).zip(answers) {
-            let mut row = vec![0.0; k.tokens()];
-            for (t, reference) in k.reference.iter().enumerate() {
-                let (log_prob, reference) = (k.old[t] as f64, *reference as f64);
-                row[t] = -self.kl.coefficient * estimator.of(log_prob, reference);
-                penalties += row[t];
-                all_kl += KlEstimator::K1.of(log_prob, reference);
-            }
-            let score = if total.is_nan() { 0.0 } else { *total };
-            let open = if answer.finished { 0.0 } else { ppo.missing_eos_penalty };
-            if let Some(last) = row.last_mut() {
-                *last += score - open;
-            }
-            // Only the penalty needs it.
-            k.reference.clear();
-            rewards.push(row);
-        }
-        if ppo.whiten_rewards {
-            advantage::whiten(&mut rewards, true);
-        }
-        let mut advantages = Vec::with_capacity(kept.len());
-        for (k, rewards) in kept.iter_mut().zip(&rewards) {
-            let values: Vec<f64> = k.values.iter().map(|v| *v as f64).collect();
-            let (advantage, returns) = advantage::gae(rewards, &values, ppo.gamma, ppo.lam);
-            k.returns = returns.iter().map(|r| *r as f32).collect();
-            advantages.push(advantage);
-        }
-        advantage::whiten(&mut advantages, false);
-        for (k, advantage) in kept.iter_mut().zip(advantages) {
-            k.advantages = advantage.iter().map(|a| *a as f32).collect();
-        }
-        if self.reference.is_some() {
-            let n = kept.len() as f64;
-            self.metrics.push(("kl", all_kl / n));
-            self.metrics.push(("kl_coef", self.kl.coefficient));
-            self.metrics.push(("kl_reward", penalties / n));
-            self.kl.update(all_kl / n, kept.len());
-        }
-    }
-
-    /// Factors that make the mean over a window's tokens one over the tokens of the whole rollout.
-    fn weigh(&self, kept: &mut [Kept]) {
-        let windows = self.recipe.rlhf.num_mini_batches;
-        let dapo = !self.is_ppo() && self.recipe.rlhf.grpo.loss_type == GrpoLoss::Dapo;
-        let count = |kept: &[Kept]| -> f64 { kept.iter().map(|k| k.counts as f64 * k.tokens() as f64).sum() };
-        let all = count(kept);
-        for window in kept.chunks_mut(kept.len().div_ceil(windows.max(1)).max(1)) {
-            let tokens = count(window);
-            if dapo && windows > 1 && all > 0.0 {
-                let factor = (tokens * windows as f64 / all) as f32;
-                window.iter_mut().for_each(|k| k.factor *= factor);
-            }
-            if tokens == 0.0 {
-                // Nothing counts: a step without a gradient, but a step.
-                window.iter_mut().for_each(|k| k.counts = 1.0);
-            }
-        }
     }
 
     fn measure(&mut self, answers: &[Answer], scores: &[Vec<f64>], totals: &[f64], seconds: f64) {
@@ -569,7 +289,7 @@ impl Feed for Rollouts<'_> {
         let window = &self.replay.kept[(at as usize % windows) * size..][..size];
         let rows = window.chunks(self.recipe.train.batch_size);
         Ok(rows
-            .map(|rows| replay::batch(&rows.iter().collect::<Vec<_>>(), self.is_ppo()))
+            .map(|rows| replay::batch(&rows.iter().collect::<Vec<_>>(), self.lesson.is_ppo()))
             .collect())
     }
 
@@ -603,7 +323,7 @@ impl Feed for Rollouts<'_> {
 
     fn state(&self) -> Result<Option<Vec<u8>>> {
         let mut replay = Replay {
-            kl_coefficient: self.kl.coefficient,
+            kl_coefficient: self.lesson.kl.coefficient,
             ..self.replay.clone()
         };
         if self.given >= steps_of_rollout(self.recipe) {
@@ -614,11 +334,12 @@ impl Feed for Rollouts<'_> {
 
     fn restore(&mut self, state: &[u8]) -> Result<()> {
         self.replay = Replay::from_bytes(state)?;
-        self.kl.coefficient = self.replay.kl_coefficient;
+        self.lesson.kl.coefficient = self.replay.kl_coefficient;
         Ok(())
     }
 
     fn metrics(&mut self) -> Vec<(&'static str, f64)> {
+        self.metrics.append(&mut self.lesson.metrics);
         std::mem::take(&mut self.metrics)
     }
 

@@ -7,5 +7,6 @@ mod hostile;
 mod optimizers;
 mod plans;
 mod quickstart;
+mod reinforce;
 mod resume;
 mod tiers;

@@ -8,6 +8,7 @@ mod check;
 mod draft;
 mod lora;
 mod lower;
+mod preference;
 mod resolved;
 pub mod suggest;
 pub mod table;

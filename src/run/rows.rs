@@ -1,9 +1,10 @@
 //! The rows of a recipe: read for a run, or shown to a person.
 
 use super::setup::Described;
+use super::stage::preference;
 use crate::base::Result;
 use crate::data::order::{Length, StreamSpec};
-use crate::data::{Dataset, dataset, describe};
+use crate::data::{self, Dataset, dataset, describe};
 use crate::hub;
 use crate::recipe::Recipe;
 
@@ -22,27 +23,30 @@ impl Rows {
             return Ok(Self { train, eval: None });
         }
         let train = read(&recipe.data.train)?;
-        if !recipe.data.eval.is_empty() {
-            return Ok(Self {
-                train,
-                eval: Some(read(&recipe.data.eval)?),
-            });
-        }
-        if recipe.data.eval_fraction > 0.0 {
+        let (train, eval) = if !recipe.data.eval.is_empty() {
+            (train, Some(read(&recipe.data.eval)?))
+        } else if recipe.data.eval_fraction > 0.0 {
             let (train, eval) = train.split(recipe.data.eval_fraction, recipe.train.seed)?;
-            return Ok(Self {
-                train,
-                eval: Some(eval),
-            });
-        }
-        Ok(Self { train, eval: None })
+            (train, Some(eval))
+        } else {
+            (train, None)
+        };
+        let completed = |set| preference::completed(set, recipe);
+        Ok(Self {
+            train: completed(train)?,
+            eval: eval.map(completed).transpose()?,
+        })
     }
 }
 
 /// The rows of these files in the recipe's format.
 pub fn read(recipe: &Recipe, named: &[String], model: &Described) -> Result<Dataset> {
     let files = local(named)?;
-    Dataset::load(&spec(recipe, &files, model), &model.tokenizer, model.template())
+    let spec = spec(recipe, &files, model);
+    match preference::want(recipe.train.stage) {
+        Some(want) => data::preference::load(&spec, want, &model.tokenizer, model.template()),
+        None => Dataset::load(&spec, &model.tokenizer, model.template()),
+    }
 }
 
 /// Rows of random ids for a shape: every step has its own, up to a bound.

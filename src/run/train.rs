@@ -161,6 +161,9 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let setting = stage::Setting {
         recipe,
         spec: &model.spec,
+        model: &model,
+        device: &device,
+        train: &train,
         stream,
         eval: eval.as_ref(),
     };

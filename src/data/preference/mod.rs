@@ -136,7 +136,7 @@ impl Loader<'_> {
             let cut: usize = unit.sides.iter().map(|s| s.cut).sum();
             let longest = unit.sides.iter().map(|s| s.example.ids.len() + s.cut).max();
             stats.longest_written = stats.longest_written.max(longest.unwrap_or(0));
-            if cut > 0 && encoder.want == Want::WholePairs {
+            if cut > 0 && self.encoder.want == Want::WholePairs {
                 stats.dropped_rows += 1;
                 stats.dropped_by_truncation += 1;
                 continue;

@@ -29,8 +29,14 @@ pub(super) enum Sides<const N: usize> {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Judgement {
     /// Chosen, then rejected.
-    Pair { sides: Sides<2>, margin: Option<f32> },
-    Judged { sides: Sides<1>, label: bool },
+    Pair {
+        sides: Sides<2>,
+        margin: Option<f32>,
+    },
+    Judged {
+        sides: Sides<1>,
+        label: bool,
+    },
 }
 
 const SHAPE: &str = "prompt, chosen, rejected (text or messages; optional margin), or prompt, completion, label";
@@ -248,7 +254,9 @@ mod tests {
         });
         match understand(&row(value)).unwrap() {
             Judgement::Pair {
-                sides: Sides::Chat { prompt, completions, .. },
+                sides: Sides::Chat {
+                    prompt, completions, ..
+                },
                 margin: None,
             } => {
                 assert_eq!(prompt, [turn("user", "q")]);
@@ -287,10 +295,19 @@ mod tests {
             (json!({"prompt": "p", "chosen": "a", "rejected": "a"}), "are equal"),
             (json!({"chosen": user, "rejected": user}), "are equal"),
             (json!({"prompt": "p", "chosen": "a"}), "`rejected` is missing"),
-            (json!({"prompt": "p", "chosen": "a", "rejected": null}), "`rejected` is null"),
+            (
+                json!({"prompt": "p", "chosen": "a", "rejected": null}),
+                "`rejected` is null",
+            ),
             (json!({"prompt": "p", "chosen": 1, "rejected": "b"}), "wrong type"),
-            (json!({"prompt": "p", "chosen": user, "rejected": user}), "different kinds"),
-            (json!({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}), "`margin`"),
+            (
+                json!({"prompt": "p", "chosen": user, "rejected": user}),
+                "different kinds",
+            ),
+            (
+                json!({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}),
+                "`margin`",
+            ),
             (json!({"prompt": "p", "completion": "a", "label": "maybe"}), "`label`"),
             (json!({"prompt": "p", "completion": "a"}), "`label` is missing"),
             (json!({"prompt": "p", "text": "a"}), "not a preference row"),

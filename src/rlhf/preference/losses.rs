@@ -187,7 +187,10 @@ impl Dpo {
             // Azar et al. 2023, arXiv 2310.12036, equation 17; means over tokens
             PairLoss::Ipo => {
                 let error = sc / lengths[0] - sr / lengths[1] - 0.5 / beta;
-                (error * error, [2.0 * error * gc / lengths[0], -2.0 * error * gr / lengths[1]])
+                (
+                    error * error,
+                    [2.0 * error * gc / lengths[0], -2.0 * error * gr / lengths[1]],
+                )
             }
             // Ji et al. 2024, arXiv 2402.00856, equation 16
             PairLoss::ExoPair => {
@@ -235,8 +238,7 @@ impl Dpo {
                 let mix = sigmoid(x / self.discopop_tau);
                 let mix_slope = mix * (1.0 - mix) / self.discopop_tau;
                 let (logistic, exponential) = (-log_sigmoid(x), (-x).exp());
-                let slope =
-                    -sigmoid(-x) * (1.0 - mix) - exponential * mix + mix_slope * (exponential - logistic);
+                let slope = -sigmoid(-x) * (1.0 - mix) - exponential * mix + mix_slope * (exponential - logistic);
                 of_difference(logistic * (1.0 - mix) + exponential * mix, slope)
             }
             // DPO with means over tokens instead of sums (as in Tulu 3, arXiv 2411.15124, section 5.1)
@@ -364,12 +366,16 @@ mod tests {
     }
 
     fn pairs() -> Vec<Pair> {
-        [(-3.0, -3.4, 4.0, -5.0, -4.2, 6.0), (-9.1, -8.0, 7.0, -2.0, -2.5, 2.0), (-4.0, -4.1, 3.0, -4.5, -4.6, 3.0)]
-            .map(|(c, cr, cn, r, rr, rn)| Pair {
-                chosen: side(c, cr, cn),
-                rejected: side(r, rr, rn),
-            })
-            .to_vec()
+        [
+            (-3.0, -3.4, 4.0, -5.0, -4.2, 6.0),
+            (-9.1, -8.0, 7.0, -2.0, -2.5, 2.0),
+            (-4.0, -4.1, 3.0, -4.5, -4.6, 3.0),
+        ]
+        .map(|(c, cr, cn, r, rr, rn)| Pair {
+            chosen: side(c, cr, cn),
+            rejected: side(r, rr, rn),
+        })
+        .to_vec()
     }
 
     fn dpo(kind: PairLoss, f_divergence: FDivergence) -> Pairwise {
@@ -386,7 +392,12 @@ mod tests {
     fn every() -> Vec<Pairwise> {
         let names = PairLoss::NAMES.iter().filter_map(|n| PairLoss::parse(n));
         let mut all: Vec<Pairwise> = names.map(|kind| dpo(kind, FDivergence::ReverseKl)).collect();
-        all.extend(FDivergence::NAMES.iter().filter_map(|n| FDivergence::parse(n)).map(|f| dpo(PairLoss::Sigmoid, f)));
+        all.extend(
+            FDivergence::NAMES
+                .iter()
+                .filter_map(|n| FDivergence::parse(n))
+                .map(|f| dpo(PairLoss::Sigmoid, f)),
+        );
         all.push(Pairwise::Orpo { beta: 0.3 });
         all.push(Pairwise::Simpo {
             beta: 2.0,
@@ -413,7 +424,10 @@ mod tests {
                 };
                 let want = (moved(1e-5) - moved(-1e-5)) / 2e-5;
                 let got = terms.slopes[i][usize::from(!chosen)] + if chosen { terms.text_slope } else { 0.0 };
-                assert!((got - want).abs() < 1e-6 * (1.0 + want.abs()), "{loss:?} {i} {chosen}: {got} {want}");
+                assert!(
+                    (got - want).abs() < 1e-6 * (1.0 + want.abs()),
+                    "{loss:?} {i} {chosen}: {got} {want}"
+                );
             }
         }
     }

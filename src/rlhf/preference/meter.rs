@@ -20,6 +20,8 @@ impl Meter {
     /// The means so far; begins anew.
     pub fn take(&self) -> Vec<(&'static str, f64)> {
         let sums = std::mem::take(&mut *self.0.borrow_mut());
-        sums.into_iter().map(|(name, (sum, weight))| (name, sum / weight)).collect()
+        sums.into_iter()
+            .map(|(name, (sum, weight))| (name, sum / weight))
+            .collect()
     }
 }

@@ -70,7 +70,11 @@ mod tests {
             };
             for mismatched in [[0.3, 0.5], [-0.3, -0.5]] {
                 let (_, slopes, kl) = evaluate(&kto, &answers(0.0, 0), &mismatched);
-                let want = if loss == JudgedLoss::Kto && mismatched[0] > 0.0 { 0.4 } else { 0.0 };
+                let want = if loss == JudgedLoss::Kto && mismatched[0] > 0.0 {
+                    0.4
+                } else {
+                    0.0
+                };
                 assert!((kl - want).abs() < 1e-12);
                 for (at, slope) in slopes.iter().enumerate() {
                     let moved = |by| evaluate(&kto, &answers(by, at), &mismatched).0;

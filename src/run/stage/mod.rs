@@ -1,6 +1,7 @@
 //! What differs between the stages of training: where the micro-batches of a step come from, and the objective that
 //! turns them into a loss. One file a stage; the loop is the one of `train`.
 
+pub mod preference;
 mod sft;
 
 use crate::base::{Error, Result};
@@ -9,6 +10,8 @@ use crate::data::{Batch, Dataset};
 use crate::engine::Engine;
 use crate::model::{Objective, Spec};
 use crate::recipe::{self, Recipe};
+use crate::run::setup::Described;
+use candle_core::Device;
 use serde_json::Value;
 
 /// Where the micro-batches of a step come from. What a window holds must follow from (seed, step, weights) and from
@@ -66,6 +69,9 @@ pub struct Stage<'a> {
 pub struct Setting<'a> {
     pub recipe: &'a Recipe,
     pub spec: &'a Spec,
+    pub model: &'a Described,
+    pub device: &'a Device,
+    pub train: &'a Dataset,
     pub stream: BatchStream<'a>,
     pub eval: Option<&'a Dataset>,
 }
@@ -74,6 +80,7 @@ pub struct Setting<'a> {
 pub fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
     match setting.recipe.train.stage {
         recipe::Stage::Pretrain | recipe::Stage::Sft => Ok(sft::open(setting)),
+        stage if stage.is_preference() => preference::open(setting),
         // Refused while the recipe was read.
         other => Err(Error::usage("this stage is not built yet").found(other.name())),
     }

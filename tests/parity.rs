@@ -7,6 +7,8 @@ mod adapters;
 mod families;
 #[path = "parity/int8.rs"]
 mod int8;
+#[path = "parity/preference.rs"]
+mod preference;
 #[path = "parity/quant.rs"]
 mod quant;
 #[path = "parity/rl.rs"]

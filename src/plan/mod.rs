@@ -60,6 +60,10 @@ pub struct Inputs {
     /// What the adapter on each linear that has one holds and needs, by module.
     pub adapters: BTreeMap<String, Cost>,
     pub place: Place,
+    /// A frozen copy of the weights stands beside those that train.
+    pub reference: bool,
+    /// Answers of a rollout before the step.
+    pub rollout: usize,
     /// The tokenized rows.
     pub data_bytes: u64,
     /// What the program holds before the model is loaded.
@@ -87,6 +91,8 @@ impl Inputs {
                 .map(|(module, adapter)| (module.clone(), adapter.cost()))
                 .collect(),
             place: Place::Device,
+            reference: false,
+            rollout: 0,
             data_bytes: 0,
             process_bytes: crate::base::memory::resident(),
         }
@@ -193,6 +199,9 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
                 weights::held(spec, &inputs.storage, stored, inputs.place, active),
             ),
         ];
+        if inputs.reference {
+            held.push(ledger.hold(Kind::Reference, stored * parameters));
+        }
         // A weight that is stored as codes is read as f32 first.
         let coded = inputs.storage.coded().keys().map(|name| 4 * size(name));
         ledger.touch(Kind::Scratch, coded.max().unwrap_or(0));
@@ -201,6 +210,14 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
             ledger.hold(Kind::Retired, retired),
             ledger.hold(Kind::Optimizer, state),
         ]);
+        if inputs.rollout > 0 {
+            ledger.moment("rollout");
+            // Keys and values of every token of every answer, and logits of one token each, twice.
+            let cache = 2 * inputs.longest * spec.layers.len() * spec.kv_width();
+            let answers = inputs.rollout as u64;
+            let bytes = answers * (inputs.element * cache as u64 + 8 * spec.vocab as u64);
+            ledger.touch(Kind::Rollout, bytes);
+        }
         step::walk(&mut ledger, spec, recipe, inputs, active);
         // A checkpoint or `final/` takes one tensor at a time as f32; what is on the disk, a small part of it.
         ledger.moment("saving");

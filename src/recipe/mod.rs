@@ -9,6 +9,7 @@ mod draft;
 mod lora;
 mod reinforce;
 mod lower;
+mod preference;
 mod resolved;
 pub mod suggest;
 pub mod table;

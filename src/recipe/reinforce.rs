@@ -8,7 +8,7 @@ use crate::base::Error;
 pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     let mut out: Vec<(&'static [&'static str], Error)> = Vec::new();
     let stage = values.text("train.stage");
-    if stage != "grpo" && stage != "ppo" {
+    if !applies(values) {
         return out;
     }
     let whole = |path: &str| values.integer(path).unwrap_or(1).max(1);
@@ -77,10 +77,15 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     out
 }
 
+/// Does the recipe train by reward?
+pub fn applies(values: &Values) -> bool {
+    ["grpo", "ppo"].contains(&values.text("train.stage"))
+}
+
 /// Why a key of the table has no effect.
 pub fn unused(values: &Values, path: &str) -> Option<String> {
     let text = |path: &str| format!("{path} = \"{}\"", values.text(path));
-    let reinforced = ["grpo", "ppo"].contains(&values.text("train.stage"));
+    let reinforced = applies(values);
     let rloo = values.text("rlhf.grpo.loss_type") == "rloo";
     match path {
         "rlhf.rollout_correction" | "rlhf.rollout_clip_max" | "rlhf.rollout_clip_min"
@@ -106,10 +111,10 @@ pub fn unused(values: &Values, path: &str) -> Option<String> {
     }
 }
 
-pub fn build(values: &Values) -> Rlhf {
+pub fn build(values: &Values) -> Reinforce {
     let size = |path: &str| values.integer(path).and_then(|i| usize::try_from(i).ok()).unwrap_or(0);
     let number = |path: &str| values.number(path);
-    Rlhf {
+    Reinforce {
         rewards: values.list("rlhf.rewards"),
         reward_weights: values.numbers("rlhf.reward_weights"),
         answer_column: values.text("rlhf.answer_column").to_string(),

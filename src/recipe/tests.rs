@@ -226,6 +226,18 @@ fn every_key_reaches_the_recipe() {
         ("schedule.warmup_steps", "0"),
         ("schedule.decay_ratio", "0.3"),
         ("schedule.min_lr_ratio", "0.2"),
+        ("rlhf.loss_type", "ipo"),
+        ("rlhf.beta", "0.2"),
+        ("rlhf.label_smoothing", "0.2"),
+        ("rlhf.ld_alpha", "0.5"),
+        ("rlhf.f_divergence_type", "forward_kl"),
+        ("rlhf.f_alpha_divergence_coef", "0.7"),
+        ("rlhf.discopop_tau", "0.1"),
+        ("rlhf.simpo_gamma", "1"),
+        ("rlhf.cpo_alpha", "1"),
+        ("rlhf.desirable_weight", "2"),
+        ("rlhf.undesirable_weight", "2"),
+        ("rlhf.center_rewards_coefficient", "0.01"),
         ("train.stage", "pretrain"),
         ("train.num_epochs", "2.5"),
         ("train.max_steps", "0"),
@@ -559,4 +571,56 @@ fn the_reference_is_up_to_date() {
     }
     let kept = files::read_text(&path).unwrap();
     assert!(kept == now, "docs/recipe.md is stale: run `FT_BLESS=1 cargo test`");
+}
+
+#[test]
+fn preference_keys_belong_to_their_stages() {
+    let dpo = |arguments: &[&str]| {
+        let all: Vec<&str> = ["train.stage=dpo"]
+            .into_iter()
+            .chain(arguments.iter().copied())
+            .collect();
+        (good(LEAST, &all).recipe, good(LEAST, &all).warnings)
+    };
+    let (recipe, warnings) = dpo(&[]);
+    assert_eq!(recipe.preference.loss_type, "sigmoid");
+    assert!(!recipe.data.packing && warnings.is_empty());
+    let (_, warnings) = dpo(&["rlhf.label_smoothing=0.1"]);
+    assert!(
+        warnings[0].contains("`rlhf.label_smoothing` has no effect"),
+        "{warnings:?}"
+    );
+    assert!(dpo(&["rlhf.label_smoothing=0.1", "rlhf.loss_type=robust"]).1.is_empty());
+    for (arguments, want) in [
+        (vec!["train.stage=dpo", "rlhf.loss_type=kto"], "has no loss `kto`"),
+        (
+            vec!["train.stage=kto", "train.batch_size=2", "rlhf.loss_type=ipo"],
+            "has no loss `ipo`",
+        ),
+        (vec!["train.stage=kto"], "at least two rows"),
+        (vec!["train.stage=dpo", "rlhf.loss_type=exo_pair"], "above 0"),
+        (
+            vec!["train.stage=dpo", "rlhf.loss_type=robust", "rlhf.label_smoothing=0.5"],
+            "below 0.5",
+        ),
+        (
+            vec![
+                "train.stage=dpo",
+                "rlhf.loss_type=apo_zero",
+                "rlhf.f_divergence_type=forward_kl",
+            ],
+            "no meaning for `apo_zero`",
+        ),
+    ] {
+        let e = bad(LEAST, &arguments);
+        assert!(e.contains(want) && !e.contains("faults"), "{e}");
+    }
+    let kto = good(LEAST, &["train.stage=kto", "rlhf.loss_type=apo_zero_unpaired"]);
+    assert_eq!(kto.recipe.preference.loss_type, "apo_zero_unpaired");
+    let sft = good(LEAST, &["rlhf.beta=0.3"]);
+    assert!(
+        sft.warnings[0].contains("no effect with `train.stage = \"sft\"`"),
+        "{:?}",
+        sft.warnings
+    );
 }

@@ -121,9 +121,51 @@ named!(Stage {
     Distill = "distill",
     Reward = "reward",
     Dpo = "dpo",
+    Orpo = "orpo",
+    Simpo = "simpo",
+    Kto = "kto",
     Ppo = "ppo",
     Grpo = "grpo",
 });
+impl Stage {
+    /// Does it learn from rows of `data.format = "preference"`?
+    pub fn is_preference(self) -> bool {
+        matches!(self, Self::Reward | Self::Dpo | Self::Orpo | Self::Simpo | Self::Kto)
+    }
+}
+named!(
+    /// Losses of pairs over a reference (`dpo`), as in TRL's `loss_type`.
+    PairLoss {
+        Sigmoid = "sigmoid",
+        Hinge = "hinge",
+        Ipo = "ipo",
+        ExoPair = "exo_pair",
+        NcaPair = "nca_pair",
+        Robust = "robust",
+        BcoPair = "bco_pair",
+        SppoHard = "sppo_hard",
+        Aot = "aot",
+        AotUnpaired = "aot_unpaired",
+        ApoZero = "apo_zero",
+        ApoDown = "apo_down",
+        Discopop = "discopop",
+        Sft = "sft",
+        SigmoidNorm = "sigmoid_norm",
+    }
+);
+named!(
+    /// Losses of judged answers (`kto`).
+    JudgedLoss { Kto = "kto", ApoZeroUnpaired = "apo_zero_unpaired" }
+);
+named!(
+    /// How the distance from the reference is measured (f-DPO).
+    FDivergence {
+        ReverseKl = "reverse_kl",
+        ForwardKl = "forward_kl",
+        JsDivergence = "js_divergence",
+        AlphaDivergence = "alpha_divergence",
+    }
+);
 
 named!(RolloutWeights { Exact = "exact", Int8 = "int8", Int4 = "int4" });
 named!(RolloutCorrection {
@@ -146,8 +188,9 @@ pub struct Recipe {
     pub tune: Tune,
     pub optimizer: Optimizer,
     pub schedule: Schedule,
+    pub preference: Preference,
     pub train: Train,
-    pub rlhf: Rlhf,
+    pub reinforce: Reinforce,
 }
 
 #[derive(Debug, Clone)]
@@ -311,6 +354,26 @@ pub struct Schedule {
     pub min_lr_ratio: f64,
 }
 
+/// The keys of `rlhf` that the preference stages read; names as in TRL.
+#[derive(Debug, Clone)]
+pub struct Preference {
+    /// Of the recipe's stage: a `PairLoss` or a `JudgedLoss`.
+    pub loss_type: String,
+    pub beta: f64,
+    pub label_smoothing: f64,
+    /// Weight of an answer's tokens beyond the shorter answer's length; 1 is off.
+    pub ld_alpha: f64,
+    pub f_divergence_type: FDivergence,
+    pub f_alpha_divergence_coef: f64,
+    pub discopop_tau: f64,
+    pub simpo_gamma: f64,
+    /// Weight of the cross-entropy of the chosen answers in `simpo`.
+    pub cpo_alpha: f64,
+    pub desirable_weight: f64,
+    pub undesirable_weight: f64,
+    pub center_rewards_coefficient: f64,
+}
+
 #[derive(Debug, Clone)]
 pub struct Train {
     pub stage: Stage,
@@ -335,7 +398,7 @@ pub struct Train {
 
 /// Training by reward.
 #[derive(Debug, Clone)]
-pub struct Rlhf {
+pub struct Reinforce {
     /// `name` or `name:argument`.
     pub rewards: Vec<String>,
     /// Empty is 1 for all.

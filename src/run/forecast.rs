@@ -1,5 +1,7 @@
 //! The plan of a run, and how its gradients live.
 
+use super::prompts;
+use super::stage::lesson::needs_copy;
 use super::tuning::Tuning;
 use crate::base::units::bytes;
 use crate::base::{Error, Result, memory};
@@ -111,6 +113,10 @@ pub fn forecast(
         inputs.keep_layers = keep_layers;
         inputs.place = place;
         inputs.on_gpu = on_gpu;
+        inputs.reference = needs_copy(recipe);
+        if prompts::reinforces(recipe) {
+            inputs.rollout = prompts::answers_of_rollout(recipe);
+        }
         if on_gpu && recipe.model.dtype == Dtype::Bf16 {
             inputs.element = 2;
         }

@@ -24,12 +24,12 @@ pub fn reinforces(recipe: &Recipe) -> bool {
 
 /// Answers of one rollout.
 pub fn answers_of_rollout(recipe: &Recipe) -> usize {
-    recipe.train.batch_size * recipe.train.gradient_accumulation_steps * recipe.rlhf.num_mini_batches
+    recipe.train.batch_size * recipe.train.gradient_accumulation_steps * recipe.reinforce.num_mini_batches
 }
 
 /// Optimizer steps that one rollout feeds.
 pub fn steps_of_rollout(recipe: &Recipe) -> u64 {
-    (recipe.rlhf.num_iterations * recipe.rlhf.num_mini_batches) as u64
+    (recipe.reinforce.num_iterations * recipe.reinforce.num_mini_batches) as u64
 }
 
 /// Optimizer steps of a run over `prompts` prompts; the last rollout of a run by epochs is whole.
@@ -37,7 +37,7 @@ pub fn steps(recipe: &Recipe, prompts: usize) -> u64 {
     if let Ok(steps) = u64::try_from(recipe.train.max_steps) {
         return steps;
     }
-    let answers = recipe.train.num_epochs * (prompts * recipe.rlhf.num_generations) as f64;
+    let answers = recipe.train.num_epochs * (prompts * recipe.reinforce.num_generations) as f64;
     let rollouts = (answers / answers_of_rollout(recipe) as f64 - 1e-6).ceil().max(1.0);
     rollouts as u64 * steps_of_rollout(recipe)
 }
@@ -55,13 +55,13 @@ pub fn read(recipe: &Recipe, model: &Described) -> Result<(Dataset, Option<Datas
         embedding_rows: model.spec.vocab,
     };
     let window = recipe.data.max_length.min(model.spec.max_positions);
-    let limits = (window, recipe.rlhf.max_completion_length);
+    let limits = (window, recipe.reinforce.max_completion_length);
     let load = |named: &[String]| {
         Prompts::load(
             &local(named)?,
             recipe.data.format,
             &encoder,
-            &recipe.rlhf.answer_column,
+            &recipe.reinforce.answer_column,
             limits,
         )
     };
@@ -95,8 +95,8 @@ pub fn read(recipe: &Recipe, model: &Described) -> Result<(Dataset, Option<Datas
         eval_hash = Some(hash.clone());
         hash = format!("{hash} less {held}");
     }
-    rewards::check(&recipe.rlhf, &questions.train)?;
-    rewards::check(&recipe.rlhf, &questions.eval)?;
+    rewards::check(&recipe.reinforce, &questions.train)?;
+    rewards::check(&recipe.reinforce, &questions.eval)?;
     let stand_in = |prompts: &[Prompt], hash: String| {
         let mut dataset = Dataset::from_examples(prompts.iter().map(|p| example(p, limits.1)).collect());
         dataset.fingerprint = hash;

@@ -2,9 +2,10 @@
 
 use super::prompts::{self, Questions};
 use super::setup::Described;
+use super::stage::preference;
 use crate::base::Result;
 use crate::data::order::{Length, StreamSpec};
-use crate::data::{Dataset, dataset, describe};
+use crate::data::{self, Dataset, dataset, describe};
 use crate::hub;
 use crate::recipe::Recipe;
 
@@ -23,7 +24,6 @@ impl Rows {
             let questions = Some(questions);
             return Ok(Self { train, eval, questions });
         }
-        let questions = None;
         let read = |named: &[String]| read(recipe, named, model);
         if model.is_shape() && recipe.data.train.is_empty() {
             let (rows, length) = (random_rows(recipe), recipe.data.max_length);
@@ -31,29 +31,23 @@ impl Rows {
             return Ok(Self {
                 train,
                 eval: None,
-                questions,
+                questions: None,
             });
         }
         let train = read(&recipe.data.train)?;
-        if !recipe.data.eval.is_empty() {
-            return Ok(Self {
-                train,
-                eval: Some(read(&recipe.data.eval)?),
-                questions,
-            });
-        }
-        if recipe.data.eval_fraction > 0.0 {
+        let (train, eval) = if !recipe.data.eval.is_empty() {
+            (train, Some(read(&recipe.data.eval)?))
+        } else if recipe.data.eval_fraction > 0.0 {
             let (train, eval) = train.split(recipe.data.eval_fraction, recipe.train.seed)?;
-            return Ok(Self {
-                train,
-                eval: Some(eval),
-                questions,
-            });
-        }
+            (train, Some(eval))
+        } else {
+            (train, None)
+        };
+        let completed = |set| preference::completed(set, recipe);
         Ok(Self {
-            train,
-            eval: None,
-            questions,
+            train: completed(train)?,
+            eval: eval.map(completed).transpose()?,
+            questions: None,
         })
     }
 }
@@ -61,7 +55,11 @@ impl Rows {
 /// The rows of these files in the recipe's format.
 pub fn read(recipe: &Recipe, named: &[String], model: &Described) -> Result<Dataset> {
     let files = local(named)?;
-    Dataset::load(&spec(recipe, &files, model), &model.tokenizer, model.template())
+    let spec = spec(recipe, &files, model);
+    match preference::want(recipe.train.stage) {
+        Some(want) => data::preference::load(&spec, want, &model.tokenizer, model.template()),
+        None => Dataset::load(&spec, &model.tokenizer, model.template()),
+    }
 }
 
 /// Rows of random ids for a shape: every step has its own, up to a bound.

@@ -161,11 +161,12 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let setting = stage::Setting {
         recipe,
         spec: &model.spec,
+        model: &model,
+        device: &device,
+        train: &train,
         stream,
         eval: eval.as_ref(),
         questions: questions.as_ref(),
-        model: &model,
-        device: &device,
     };
     let Stage { mut feed, objective } = stage::open(setting)?;
     network.own = objective.params();

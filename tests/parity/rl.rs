@@ -9,11 +9,16 @@ use std::collections::BTreeMap;
 const TOLERANCE: f64 = 1e-4;
 
 fn lists(value: &Value) -> Vec<Vec<f64>> {
-    value.as_array().map_or_else(Vec::new, |rows| rows.iter().map(numbers).collect())
+    value
+        .as_array()
+        .map_or_else(Vec::new, |rows| rows.iter().map(numbers).collect())
 }
 
 fn ids(value: &Value) -> Vec<Vec<u32>> {
-    lists(value).into_iter().map(|l| l.into_iter().map(|x| x as u32).collect()).collect()
+    lists(value)
+        .into_iter()
+        .map(|l| l.into_iter().map(|x| x as u32).collect())
+        .collect()
 }
 
 /// `rlhf` as the golden's settings say, in the words of a recipe.
@@ -62,7 +67,13 @@ fn check(name: &str) {
         .as_array()
         .unwrap()
         .iter()
-        .map(|row| row.as_array().unwrap().iter().map(|x| x.as_f64().unwrap_or(f64::NAN)).collect())
+        .map(|row| {
+            row.as_array()
+                .unwrap()
+                .iter()
+                .map(|x| x.as_f64().unwrap_or(f64::NAN))
+                .collect()
+        })
         .collect();
     let rollout = Rollout {
         recipe: recipe(kind, &golden, case),
@@ -75,11 +86,18 @@ fn check(name: &str) {
         reference: lists(&case["reference"]),
         sampling: lists(&case["sampling"]),
         values: lists(&case["values"]),
-        value_head: case.get("value_weight").map(|w| (numbers(w), numbers(&case["value_bias"])[0])),
+        value_head: case
+            .get("value_weight")
+            .map(|w| (numbers(w), numbers(&case["value_bias"])[0])),
     };
     let got = wire_rl::reinforce(model.path(), &rollout);
     for (i, (row, want)) in got.exact.iter().zip(lists(&case["exact"])).enumerate() {
-        all_close(row, &want, TOLERANCE, &format!("{name}: log-probabilities of answer {i}"));
+        all_close(
+            row,
+            &want,
+            TOLERANCE,
+            &format!("{name}: log-probabilities of answer {i}"),
+        );
     }
     let want = match kind {
         "ppo" => lists(&case["advantages"]),
@@ -90,22 +108,46 @@ fn check(name: &str) {
         ("returns", &got.returns, lists(&case["returns"])),
         ("importance ratios", &got.ratios, lists(&case["ratios"])),
     ] {
-        assert_eq!(got.iter().filter(|r| !r.is_empty()).count(), want.len(), "{name}: {what}");
+        assert_eq!(
+            got.iter().filter(|r| !r.is_empty()).count(),
+            want.len(),
+            "{name}: {what}"
+        );
         for (i, (row, want)) in got.iter().zip(&want).enumerate() {
             all_close(row, want, TOLERANCE, &format!("{name}: {what} of answer {i}"));
         }
     }
-    close(got.loss, case["loss"].as_f64().unwrap(), TOLERANCE, &format!("{name}: loss"));
-    for key in ["kl", "entropy", "clip_ratio_low", "clip_ratio_high", "policy_loss", "value_loss"] {
+    close(
+        got.loss,
+        case["loss"].as_f64().unwrap(),
+        TOLERANCE,
+        &format!("{name}: loss"),
+    );
+    for key in [
+        "kl",
+        "entropy",
+        "clip_ratio_low",
+        "clip_ratio_high",
+        "policy_loss",
+        "value_loss",
+    ] {
         if let Some(want) = case[key].as_f64() {
-            let found = got.metrics.get(key).unwrap_or_else(|| panic!("{name}: no metric `{key}`"));
+            let found = got
+                .metrics
+                .get(key)
+                .unwrap_or_else(|| panic!("{name}: no metric `{key}`"));
             close(*found, want, TOLERANCE, &format!("{name}: {key}"));
         }
     }
     let mut seen = 0;
     for (tensor, want) in tensors(&goldens().join("rl/gradients.safetensors")) {
-        let Some(parameter) = tensor.strip_prefix(&format!("{name}/")) else { continue };
-        let found = got.gradients.get(parameter).unwrap_or_else(|| panic!("{name}: no gradient of {parameter}"));
+        let Some(parameter) = tensor.strip_prefix(&format!("{name}/")) else {
+            continue;
+        };
+        let found = got
+            .gradients
+            .get(parameter)
+            .unwrap_or_else(|| panic!("{name}: no gradient of {parameter}"));
         all_close(found, &want, TOLERANCE, &format!("{name}: gradient of {parameter}"));
         seen += 1;
     }

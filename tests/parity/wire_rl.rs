@@ -41,7 +41,8 @@ pub struct Lessons {
 }
 
 fn singles(rows: &[Vec<f64>], i: usize) -> Vec<f32> {
-    rows.get(i).map_or_else(Vec::new, |row| row.iter().map(|x| *x as f32).collect())
+    rows.get(i)
+        .map_or_else(Vec::new, |row| row.iter().map(|x| *x as f32).collect())
 }
 
 fn doubles<'a>(rows: impl Iterator<Item = &'a Vec<f32>>) -> Vec<Vec<f64>> {

@@ -6,6 +6,7 @@ mod equal;
 mod hostile;
 mod optimizers;
 mod plans;
+mod preference;
 mod quickstart;
 mod reinforce;
 mod resume;

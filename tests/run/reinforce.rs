@@ -28,13 +28,12 @@ const BASE: [&str; 14] = [
 const WAYS: [(&str, &[&str]); 5] = [
     (
         "grpo, several steps a rollout",
-        &[
-            "rlhf.num_iterations=2",
-            "rlhf.num_mini_batches=2",
-            "rlhf.grpo.beta=0.1",
-        ],
+        &["rlhf.num_iterations=2", "rlhf.num_mini_batches=2", "rlhf.grpo.beta=0.1"],
     ),
-    ("grpo of all weights", &["tune.method=full", "rlhf.grpo.beta=0.05", "rlhf.temperature=0.8"]),
+    (
+        "grpo of all weights",
+        &["tune.method=full", "rlhf.grpo.beta=0.05", "rlhf.temperature=0.8"],
+    ),
     (
         "rloo by blocks",
         &[
@@ -55,7 +54,10 @@ const WAYS: [(&str, &[&str]); 5] = [
             "rlhf.ppo.kl_horizon=20",
         ],
     ),
-    ("ppo of all weights", &["train.stage=ppo", "tune.method=full", "rlhf.num_generations=2"]),
+    (
+        "ppo of all weights",
+        &["train.stage=ppo", "tune.method=full", "rlhf.num_generations=2"],
+    ),
 ];
 
 /// What a way says twice is said by the way.
@@ -90,11 +92,22 @@ fn every_way_resumes_to_the_same_bits() {
         let (whole, broken) = (bench.steps("whole"), bench.steps("broken"));
         let mut rollouts = 0;
         for (a, b) in whole.iter().zip(&broken) {
-            for key in ["reward", "reward_std", "reward_regex", "reward_length", "completion_length", "kl", "kl_coef"] {
+            for key in [
+                "reward",
+                "reward_std",
+                "reward_regex",
+                "reward_length",
+                "completion_length",
+                "kl",
+                "kl_coef",
+            ] {
                 assert_eq!(a[key], b[key], "{name}: {key} at step {}", a["step"]);
             }
             rollouts += usize::from(a["reward"].is_number());
-            assert!(number(a, "loss").is_finite() && number(a, "entropy") > 0.0, "{name}: {a}");
+            assert!(
+                number(a, "loss").is_finite() && number(a, "entropy") > 0.0,
+                "{name}: {a}"
+            );
         }
         let steps = [(0, 4), (1, 1), (2, 3), (3, 4), (4, 1)];
         let each = steps.iter().find(|(i, _)| WAYS[*i].0 == name).unwrap().1;
@@ -102,7 +115,10 @@ fn every_way_resumes_to_the_same_bits() {
         let samples = lines(&bench, "whole/samples.jsonl");
         assert_eq!(samples.len(), 2 * rollouts, "{name}");
         for sample in &samples {
-            assert!(sample["completion"].is_string() && sample["rewards"]["length"].is_number(), "{sample}");
+            assert!(
+                sample["completion"].is_string() && sample["rewards"]["length"].is_number(),
+                "{sample}"
+            );
             assert!(sample["prompt"].as_str().unwrap().contains("assistant"), "{sample}");
         }
     }
@@ -160,17 +176,50 @@ fn prompts_and_rewards_that_are_wrong_are_refused_before_anything_is_written() {
     refused(
         &["data.max_length=40"],
         1,
-        &["the prompt is too long", "rows.jsonl:", "8 of `rlhf.max_completion_length`", "at most 40"],
+        &[
+            "the prompt is too long",
+            "rows.jsonl:",
+            "8 of `rlhf.max_completion_length`",
+            "at most 40",
+        ],
     );
-    refused(&["rlhf.max_completion_length=600"], 1, &["the prompt is too long", "rows.jsonl:1"]);
+    refused(
+        &["rlhf.max_completion_length=600"],
+        1,
+        &["the prompt is too long", "rows.jsonl:1"],
+    );
     refused(&["rlhf.rewards=[]"], 2, &["`rlhf.rewards` is missing"]);
-    refused(&["rlhf.rewards=nice", "rlhf.reward_weights=[]"], 2, &["there is no such reward", "`nice`", "numeric"]);
-    refused(&["rlhf.rewards=regex:(", "rlhf.reward_weights=[]"], 2, &["no regular expression", "hint"]);
-    refused(&["rlhf.rewards=json:gone.json", "rlhf.reward_weights=[]"], 1, &["gone.json"]);
-    refused(&["rlhf.rewards=length:8", "rlhf.reward_weights=[]"], 2, &["below `rlhf.max_completion_length`"]);
-    refused(&["rlhf.rewards=model:model", "rlhf.reward_weights=[]"], 1, &["no reward model", "score.weight"]);
+    refused(
+        &["rlhf.rewards=nice", "rlhf.reward_weights=[]"],
+        2,
+        &["there is no such reward", "`nice`", "numeric"],
+    );
+    refused(
+        &["rlhf.rewards=regex:(", "rlhf.reward_weights=[]"],
+        2,
+        &["no regular expression", "hint"],
+    );
+    refused(
+        &["rlhf.rewards=json:gone.json", "rlhf.reward_weights=[]"],
+        1,
+        &["gone.json"],
+    );
+    refused(
+        &["rlhf.rewards=length:8", "rlhf.reward_weights=[]"],
+        2,
+        &["below `rlhf.max_completion_length`"],
+    );
+    refused(
+        &["rlhf.rewards=model:model", "rlhf.reward_weights=[]"],
+        1,
+        &["no reward model", "score.weight"],
+    );
     fs::write(bench.path("schema.json"), "{\"if\": {}}").unwrap();
-    refused(&["rlhf.rewards=json:schema.json", "rlhf.reward_weights=[]"], 1, &["keyword `if`", "schema.json"]);
+    refused(
+        &["rlhf.rewards=json:schema.json", "rlhf.reward_weights=[]"],
+        1,
+        &["keyword `if`", "schema.json"],
+    );
     fs::write(bench.path("bare.jsonl"), "{\"prompt\": \"one and one?\"}\n").unwrap();
     let bare = ["data.train=bare.jsonl", "rlhf.reward_weights=[]"];
     refused(
@@ -212,7 +261,11 @@ fn a_program_judges_and_what_it_does_wrong_loses_nothing() {
         "n=0\nwhile read -r line; do n=$((n+1)); case \"$line\" in *completion*finished*) echo $n;; *) echo no;; esac; done\n",
     )
     .unwrap();
-    let judged = ["rlhf.rewards=program:sh judge.sh", "rlhf.reward_weights=[]", "train.max_steps=3"];
+    let judged = [
+        "rlhf.rewards=program:sh judge.sh",
+        "rlhf.reward_weights=[]",
+        "train.max_steps=3",
+    ];
     bench.train(&settings(&judged, &["train.output_dir=run"]));
     let rewards: Vec<f64> = bench.steps("run").iter().map(|l| number(l, "reward_program")).collect();
     assert_eq!(rewards, [2.5, 6.5, 10.5]);
@@ -235,9 +288,18 @@ fn a_program_judges_and_what_it_does_wrong_loses_nothing() {
         );
         assert!(started.elapsed() < Duration::from_secs(60));
     };
-    broken("echo out of paper >&2\nexit 7\n", &["ended before", "row 1 of 4", "out of paper", "7"]);
-    broken("echo thinking >&2\nsleep 600\n", &["no score in time", "thinking", "rlhf.reward_timeout"]);
-    broken("while read -r line; do echo good; done\n", &["no score", "good", "a number"]);
+    broken(
+        "echo out of paper >&2\nexit 7\n",
+        &["ended before", "row 1 of 4", "out of paper", "7"],
+    );
+    broken(
+        "echo thinking >&2\nsleep 600\n",
+        &["no score in time", "thinking", "rlhf.reward_timeout"],
+    );
+    broken(
+        "while read -r line; do echo good; done\n",
+        &["no score", "good", "a number"],
+    );
     assert!(!bench.path("out/checkpoint-1").exists());
     // Dies in the third rollout for good: the two steps before are saved and can be gone on from.
     broken(

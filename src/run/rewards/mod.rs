@@ -8,7 +8,7 @@ mod schema;
 
 use crate::base::{Error, Result, files};
 use crate::data::prompts::Prompt;
-use crate::recipe::Rlhf;
+use crate::recipe::Reinforce;
 use candle_core::Device;
 use fancy_regex::Regex;
 use model::RewardModel;
@@ -128,7 +128,7 @@ impl Kind {
     }
 }
 
-fn kinds(rlhf: &Rlhf) -> Result<Vec<Kind>> {
+fn kinds(rlhf: &Reinforce) -> Result<Vec<Kind>> {
     if rlhf.rewards.is_empty() {
         return Err(Error::usage("`rlhf.rewards` is missing: nothing would be learned")
             .expected(KNOWN)
@@ -146,7 +146,7 @@ fn kinds(rlhf: &Rlhf) -> Result<Vec<Kind>> {
 /// Looks at the rewards of a recipe and at the rows they will judge; starts no program, loads no model.
 ///
 /// Errors: an unknown reward, a pattern, schema or directory that is broken, a row that lacks its answer.
-pub fn check(rlhf: &Rlhf, prompts: &[Prompt]) -> Result<()> {
+pub fn check(rlhf: &Reinforce, prompts: &[Prompt]) -> Result<()> {
     for kind in kinds(rlhf)? {
         if let Kind::Model(dir) = &kind {
             RewardModel::describe(dir)?;
@@ -170,7 +170,7 @@ pub fn check(rlhf: &Rlhf, prompts: &[Prompt]) -> Result<()> {
 
 impl Rewards {
     /// Loads models and starts programs.
-    pub fn open(rlhf: &Rlhf, device: &Device) -> Result<Self> {
+    pub fn open(rlhf: &Reinforce, device: &Device) -> Result<Self> {
         let mut rewards: Vec<Reward> = Vec::new();
         for (i, kind) in kinds(rlhf)?.into_iter().enumerate() {
             let base = kind.name();

@@ -25,8 +25,8 @@ pub enum Reference {
 /// Does the run need a second copy of the weights, because the start can not be had by leaving adapters out?
 pub fn needs_copy(recipe: &Recipe) -> bool {
     let wanted = match recipe.train.stage {
-        recipe::Stage::Grpo => recipe.rlhf.grpo.beta > 0.0,
-        recipe::Stage::Ppo => recipe.rlhf.ppo.kl_coef > 0.0,
+        recipe::Stage::Grpo => recipe.reinforce.grpo.beta > 0.0,
+        recipe::Stage::Ppo => recipe.reinforce.ppo.kl_coef > 0.0,
         _ => false,
     };
     use recipe::LoraInit::{Default, Eva, Gaussian};
@@ -42,12 +42,12 @@ pub fn needs_copy(recipe: &Recipe) -> bool {
 /// The objective of a stage that trains by reward; `width` is D.
 pub fn objective(recipe: &Recipe, width: usize, device: &Device) -> Result<Box<dyn Objective>> {
     let policy = Policy {
-        temperature: recipe.rlhf.temperature,
+        temperature: recipe.reinforce.temperature,
     };
     if recipe.train.stage == recipe::Stage::Grpo {
         return Ok(Box::new(Grpo::new(grpo_settings(recipe), policy)));
     }
-    let ppo = &recipe.rlhf.ppo;
+    let ppo = &recipe.reinforce.ppo;
     let settings = ppo::Settings {
         cliprange: ppo.cliprange,
         cliprange_value: ppo.cliprange_value,
@@ -57,7 +57,7 @@ pub fn objective(recipe: &Recipe, width: usize, device: &Device) -> Result<Box<d
 }
 
 fn grpo_settings(recipe: &Recipe) -> grpo::Settings {
-    let g = &recipe.rlhf.grpo;
+    let g = &recipe.reinforce.grpo;
     grpo::Settings {
         loss_type: match g.loss_type {
             GrpoLoss::Grpo => grpo::LossType::Grpo,
@@ -79,7 +79,7 @@ fn grpo_settings(recipe: &Recipe) -> grpo::Settings {
         delta: (g.delta > 0.0).then_some(g.delta),
         beta: g.beta,
         kl_weighted: g.use_bias_correction_kl,
-        max_completion_length: recipe.rlhf.max_completion_length,
+        max_completion_length: recipe.reinforce.max_completion_length,
     }
 }
 
@@ -101,7 +101,7 @@ pub struct Lesson<'a> {
 
 impl<'a> Lesson<'a> {
     pub fn new(recipe: &'a Recipe) -> Self {
-        let rlhf = &recipe.rlhf;
+        let rlhf = &recipe.reinforce;
         let is_ppo = recipe.train.stage == recipe::Stage::Ppo;
         Self {
             recipe,
@@ -125,11 +125,11 @@ impl<'a> Lesson<'a> {
     }
 
     fn is_rloo(&self) -> bool {
-        !self.is_ppo() && self.recipe.rlhf.grpo.loss_type == GrpoLoss::Rloo
+        !self.is_ppo() && self.recipe.reinforce.grpo.loss_type == GrpoLoss::Rloo
     }
 
     fn coded(&self) -> bool {
-        self.recipe.rlhf.rollout_weights != RolloutWeights::Exact
+        self.recipe.reinforce.rollout_weights != RolloutWeights::Exact
     }
 
     /// Each answer is learned from once, in the step after it was written.
@@ -192,7 +192,7 @@ impl<'a> Lesson<'a> {
 
     /// Importance ratios of answers that were sampled under other weights.
     fn correct(&mut self, kept: &mut [Kept], sampling: &[&[f32]]) {
-        let rlhf = &self.recipe.rlhf;
+        let rlhf = &self.recipe.reinforce;
         let mode = match rlhf.rollout_correction {
             RolloutCorrection::None => return,
             RolloutCorrection::TokenTruncate => Mode::TokenTruncate,
@@ -217,8 +217,8 @@ impl<'a> Lesson<'a> {
     }
 
     fn grpo_advantages(&mut self, kept: &mut [Kept], totals: &[f64], finished: &[bool]) {
-        let grpo = &self.recipe.rlhf.grpo;
-        let group = self.recipe.rlhf.num_generations;
+        let grpo = &self.recipe.reinforce.grpo;
+        let group = self.recipe.reinforce.num_generations;
         let advantages = if self.is_rloo() {
             let mut rewards = totals.to_vec();
             if kept.iter().any(|k| !k.reference.is_empty()) {
@@ -253,7 +253,7 @@ impl<'a> Lesson<'a> {
     }
 
     fn ppo_advantages(&mut self, kept: &mut [Kept], totals: &[f64], finished: &[bool]) {
-        let ppo = &self.recipe.rlhf.ppo;
+        let ppo = &self.recipe.reinforce.ppo;
         let estimator = match ppo.kl_estimator {
             recipe::KlEstimator::K1 => KlEstimator::K1,
             recipe::KlEstimator::K3 => KlEstimator::K3,
@@ -303,8 +303,8 @@ impl<'a> Lesson<'a> {
 
     /// Factors that make the mean over a window's tokens one over the tokens of the whole rollout.
     pub fn weigh(&self, kept: &mut [Kept]) {
-        let windows = self.recipe.rlhf.num_mini_batches;
-        let dapo = !self.is_ppo() && self.recipe.rlhf.grpo.loss_type == GrpoLoss::Dapo;
+        let windows = self.recipe.reinforce.num_mini_batches;
+        let dapo = !self.is_ppo() && self.recipe.reinforce.grpo.loss_type == GrpoLoss::Dapo;
         let count = |kept: &[Kept]| -> f64 { kept.iter().map(|k| k.counts as f64 * k.tokens() as f64).sum() };
         let all = count(kept);
         for window in kept.chunks_mut(kept.len().div_ceil(windows.max(1)).max(1)) {

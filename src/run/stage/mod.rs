@@ -2,6 +2,7 @@
 //! turns them into a loss. One file a stage; the loop is the one of `train`.
 
 pub mod lesson;
+pub mod preference;
 mod reinforce;
 pub mod replay;
 mod sft;
@@ -79,12 +80,13 @@ pub struct Stage<'a> {
 pub struct Setting<'a> {
     pub recipe: &'a Recipe,
     pub spec: &'a Spec,
+    pub model: &'a Described,
+    pub device: &'a Device,
+    pub train: &'a Dataset,
     pub stream: BatchStream<'a>,
     pub eval: Option<&'a Dataset>,
     /// Prompts of a stage that trains by reward.
     pub questions: Option<&'a Questions>,
-    pub model: &'a Described,
-    pub device: &'a Device,
 }
 
 /// The stage of a recipe.
@@ -92,6 +94,7 @@ pub fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
     match setting.recipe.train.stage {
         recipe::Stage::Pretrain | recipe::Stage::Sft => Ok(sft::open(setting)),
         recipe::Stage::Ppo | recipe::Stage::Grpo => reinforce::open(setting),
+        stage if stage.is_preference() => preference::open(setting),
         // Refused while the recipe was read.
         other => Err(Error::usage("this stage is not built yet").found(other.name())),
     }

@@ -47,7 +47,7 @@ struct Rollouts<'a> {
 }
 
 pub(super) fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
-    let (recipe, rlhf) = (setting.recipe, &setting.recipe.rlhf);
+    let (recipe, rlhf) = (setting.recipe, &setting.recipe.reinforce);
     let Some(questions) = setting.questions else {
         return Err(Error::new("the prompts of this stage were not read"));
     };
@@ -103,7 +103,7 @@ fn reference(recipe: &Recipe, model: &Described, device: &Device) -> Result<Refe
 
 impl Rollouts<'_> {
     fn settings(&self, temperature: f64) -> generate::Settings {
-        let rlhf = &self.recipe.rlhf;
+        let rlhf = &self.recipe.reinforce;
         generate::Settings {
             max_new_tokens: rlhf.max_completion_length,
             temperature: temperature as f32,
@@ -117,7 +117,7 @@ impl Rollouts<'_> {
     /// The prompts of rollout number `rollout`, each once.
     fn chosen(&self, rollout: u64) -> Vec<usize> {
         let (seed, n) = (self.recipe.train.seed, self.prompts.len() as u64);
-        let count = (answers_of_rollout(self.recipe) / self.recipe.rlhf.num_generations) as u64;
+        let count = (answers_of_rollout(self.recipe) / self.recipe.reinforce.num_generations) as u64;
         let mut order: Option<(u64, Vec<usize>)> = None;
         (rollout * count..(rollout + 1) * count)
             .map(|unit| {
@@ -164,7 +164,7 @@ impl Rollouts<'_> {
 
     /// Answers, judges and prepares a rollout.
     fn roll(&mut self, rollout: u64, step: u64, engine: &Engine) -> Result<Replay> {
-        let (rlhf, all) = (&self.recipe.rlhf, self.prompts);
+        let (rlhf, all) = (&self.recipe.reinforce, self.prompts);
         let group = rlhf.num_generations;
         let chosen = self.chosen(rollout);
         let prompts: Vec<&Prompt> = chosen
@@ -243,7 +243,7 @@ impl Rollouts<'_> {
         scores: &[Vec<f64>],
         kept: &[Kept],
     ) -> Result<()> {
-        let count = self.recipe.rlhf.samples.min(answers.len());
+        let count = self.recipe.reinforce.samples.min(answers.len());
         for s in 0..count {
             // Spread over the groups.
             let i = s * answers.len() / count;
@@ -273,7 +273,7 @@ impl Feed for Rollouts<'_> {
 
     fn epoch_after(&self, steps: u64) -> f64 {
         let rollouts = steps.div_ceil(steps_of_rollout(self.recipe));
-        let prompts = answers_of_rollout(self.recipe) / self.recipe.rlhf.num_generations;
+        let prompts = answers_of_rollout(self.recipe) / self.recipe.reinforce.num_generations;
         rollouts as f64 * prompts as f64 / self.prompts.len() as f64
     }
 
@@ -284,7 +284,7 @@ impl Feed for Rollouts<'_> {
             self.replay = self.roll(rollout, step, engine)?;
         }
         self.given = at + 1;
-        let windows = self.recipe.rlhf.num_mini_batches;
+        let windows = self.recipe.reinforce.num_mini_batches;
         let size = self.replay.kept.len() / windows;
         let window = &self.replay.kept[(at as usize % windows) * size..][..size];
         let rows = window.chunks(self.recipe.train.batch_size);

@@ -124,21 +124,22 @@ fn every_way_resumes_to_the_same_bits() {
     }
 }
 
-/// A reward that a model can meet by writing less is met more and more.
+/// A reward that a model meets by chance is met more and more.
 #[test]
 fn rewards_rise() {
     let bench = Bench::new();
-    let shorter = [
-        "rlhf.rewards=[\"length:1\"]",
+    let better = [
+        "rlhf.rewards=[\"regex:e\"]",
         "rlhf.reward_weights=[]",
         "train.max_steps=24",
         "train.batch_size=16",
+        "tune.method=full",
         "train.output_dir=run",
         "data.eval=rows.jsonl",
         "optimizer.learning_rate=1e-2",
     ];
     for stage in ["train.stage=grpo", "train.stage=ppo"] {
-        bench.train(&settings(&[stage, "--overwrite"], &shorter));
+        bench.train(&settings(&[stage, "--overwrite"], &better));
         let rewards: Vec<f64> = bench.steps("run").iter().map(|l| number(l, "reward")).collect();
         let mean = |r: &[f64]| r.iter().sum::<f64>() / r.len() as f64;
         let (before, after) = (mean(&rewards[..4]), mean(&rewards[20..]));

@@ -11,7 +11,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex};
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 /// Longest line that is read from the program, in bytes.
@@ -35,11 +35,18 @@ struct Running {
     rows: Sender<String>,
     lines: Receiver<String>,
     said: Arc<Mutex<VecDeque<String>>>,
+    /// Reads its standard error.
+    listener: JoinHandle<()>,
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // Either is an error only where the program has ended already.
+        // What it has started ends with it. Each is an error only where the program has ended already.
+        #[cfg(unix)]
+        if let Ok(id) = i32::try_from(self.child.id()) {
+            // SAFETY: a signal to the process group that `spawn` made for this child; touches no memory.
+            unsafe { libc::kill(-id, libc::SIGKILL) };
+        }
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -94,7 +101,7 @@ impl Program {
         thread::spawn(move || each_line(stdout, |line| to_read.send(line).is_ok()));
         let said = Arc::new(Mutex::new(VecDeque::new()));
         let kept = Arc::clone(&said);
-        thread::spawn(move || {
+        let listener = thread::spawn(move || {
             each_line(stderr, |line| match kept.lock() {
                 Ok(mut kept) => {
                     kept.push_back(line);
@@ -107,6 +114,7 @@ impl Program {
             })
         });
         Ok(Running {
+            listener,
             child,
             rows,
             lines,
@@ -198,11 +206,19 @@ impl Program {
 impl Running {
     /// The fault with what the program said, and how it ended.
     fn explain(&mut self, error: Error) -> Error {
-        let ended: Option<ExitStatus> = self.child.try_wait().ok().flatten().or_else(|| {
-            // Give a program that is just dying time to say why.
+        // A program that is just dying gets time to say why.
+        let mut ended: Option<ExitStatus> = None;
+        for tick in 0..20 {
+            ended = self.child.try_wait().ok().flatten();
+            let enough = match ended {
+                Some(_) => self.listener.is_finished(),
+                None => tick == 2,
+            };
+            if enough {
+                break;
+            }
             thread::sleep(TICK);
-            self.child.try_wait().ok().flatten()
-        });
+        }
         let mut text = match ended {
             Some(status) => format!("{status}"),
             None => "still running".to_string(),

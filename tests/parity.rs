@@ -9,6 +9,8 @@ mod families;
 mod int8;
 #[path = "parity/quant.rs"]
 mod quant;
+#[path = "parity/rollouts.rs"]
+mod rollouts;
 #[path = "parity/support.rs"]
 mod support;
 #[path = "parity/tables.rs"]

@@ -13,6 +13,8 @@ mod preference;
 mod quant;
 #[path = "parity/rl.rs"]
 mod rl;
+#[path = "parity/rollouts.rs"]
+mod rollouts;
 #[path = "parity/support.rs"]
 mod support;
 #[path = "parity/tables.rs"]

@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use ft::data::order::BatchStream;
 use ft::data::{Batch, batch::Example};
 use ft::engine::{self, Active};
+use ft::generate;
 use ft::model::Network;
 use ft::ops::tally::Tally;
 use ft::ops::{CpuPath, step};
@@ -305,4 +306,46 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         metrics: objective.metrics(),
         gradients: sink.gradients.iter().map(|(n, g)| (n.clone(), values(g))).collect(),
     }
+}
+
+/// A prompt, answered greedily in up to 40 tokens and 128 positions.
+pub struct Question {
+    pub prompt: Vec<u32>,
+    pub stops: Vec<u32>,
+}
+
+/// What bounds a batch.
+#[derive(Debug, Clone, Copy)]
+pub struct Setup {
+    pub rows: usize,
+    pub prefill_tokens: usize,
+    pub share_prefixes: bool,
+    pub same_bits: bool,
+}
+
+/// All questions together; and how many prompt tokens were found computed.
+pub fn rollouts(dir: &Path, questions: &[Question], setup: Setup) -> (Vec<generate::Answer>, u64) {
+    let network = open(dir, None);
+    let requests: Vec<generate::Request> = questions
+        .iter()
+        .zip(0..)
+        .map(|(q, number)| generate::Request {
+            prompt: q.prompt.clone(),
+            number,
+        })
+        .collect();
+    let settings = generate::Settings {
+        max_new_tokens: 40,
+        stop_ids: questions[0].stops.clone(),
+        limits: generate::Limits {
+            rows: setup.rows,
+            prefill_tokens: setup.prefill_tokens,
+            share_prefixes: setup.share_prefixes,
+            same_bits: setup.same_bits,
+            ..generate::Limits::default()
+        },
+        ..generate::Settings::default()
+    };
+    let (answers, speed) = generate::answer(&network, &requests, &settings, &mut |_, _| Ok(())).unwrap();
+    (answers, speed.shared_tokens)
 }

@@ -25,7 +25,7 @@ const BASE: [&str; 14] = [
 ];
 
 /// Ways of training by reward whose state differs: replay, reference, value head, KL control.
-const WAYS: [(&str, &[&str]); 5] = [
+const WAYS: [(&str, &[&str]); 6] = [
     (
         "grpo, several steps a rollout",
         &["rlhf.num_iterations=2", "rlhf.num_mini_batches=2", "rlhf.grpo.beta=0.1"],
@@ -109,9 +109,15 @@ fn every_way_resumes_to_the_same_bits() {
                 "{name}: {a}"
             );
         }
-        let steps = [(0, 4), (1, 1), (2, 3), (3, 4), (4, 1)];
+        let steps = [(0, 4), (1, 1), (2, 3), (3, 4), (4, 1), (5, 1)];
         let each = steps.iter().find(|(i, _)| WAYS[*i].0 == name).unwrap().1;
         assert_eq!(rollouts, 7usize.div_ceil(each), "{name}");
+        if name == "coded rollouts" {
+            for step in &whole {
+                let (ratio, apart) = (number(step, "rollout_ratio"), number(step, "rollout_log_prob_difference"));
+                assert!((ratio - 1.0).abs() < 0.2 && apart > 0.0 && apart < 0.2, "{step}");
+            }
+        }
         let samples = lines(&bench, "whole/samples.jsonl");
         assert_eq!(samples.len(), 2 * rollouts, "{name}");
         for sample in &samples {

@@ -14,8 +14,9 @@ use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::data::prompts::Prompt;
 use crate::engine::Engine;
-use crate::generate::{self, Answer, Request};
-use crate::recipe::{Method, ModelInit, Recipe};
+use crate::generate::{self, Answer, CodedCopy, Formats, Limits, Request};
+use crate::quant::Format;
+use crate::recipe::{Method, ModelInit, Recipe, RolloutWeights};
 use crate::rlhf::advantage::moments;
 use crate::run::prompts::{answers_of_rollout, steps, steps_of_rollout};
 use crate::run::rewards::{Judged, Reward, Rewards};
@@ -39,6 +40,8 @@ struct Rollouts<'a> {
     names: Vec<(&'static str, &'static str)>,
     reference: Option<Reference>,
     lesson: Lesson<'a>,
+    /// The weights that sample, where they are coded.
+    coded: Option<CodedCopy>,
     /// The rollout that is learned from, and the windows that it has given.
     replay: Replay,
     given: u64,
@@ -72,6 +75,7 @@ pub(super) fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
             rewards,
             reference,
             lesson,
+            coded: None,
             replay: Replay::default(),
             given: 0,
             metrics: Vec::new(),
@@ -111,6 +115,7 @@ impl Rollouts<'_> {
             top_p: (rlhf.top_p < 1.0).then_some(rlhf.top_p as f32),
             seed: self.recipe.train.seed,
             stop_ids: self.model.tokenizer.stop_ids().to_vec(),
+            limits: Limits::default(),
         }
     }
 
@@ -136,6 +141,27 @@ impl Rollouts<'_> {
                 }
             })
             .collect()
+    }
+
+    /// Answers under the weights as they stand, coded or exact.
+    fn sample(&mut self, requests: &[Request], engine: &Engine) -> Result<Vec<Answer>> {
+        let settings = self.settings(self.recipe.reinforce.temperature);
+        let format = match self.recipe.reinforce.rollout_weights {
+            RolloutWeights::Exact => return generate::rollout(&engine.network, requests, &settings),
+            RolloutWeights::Int8 => Format::Int8 { group: 0 },
+            RolloutWeights::Int4 => Format::Int4 { group: 64 },
+        };
+        let copy = match &mut self.coded {
+            Some(copy) => {
+                // Under adapters the weights stay what they were.
+                let tune = &self.recipe.tune;
+                let frozen = tune.method == Method::Lora && tune.lora.modules_to_save.is_empty();
+                copy.refresh(&engine.network, &|_| !frozen)?;
+                copy
+            }
+            none => none.insert(CodedCopy::new(&engine.network, Formats::of(format))?),
+        };
+        generate::rollout(&*copy, requests, &settings)
     }
 
     /// Texts of answers, and what the rewards say of them.
@@ -178,7 +204,7 @@ impl Rollouts<'_> {
         };
         let requests: Vec<Request> = prompts.iter().enumerate().map(request).collect();
         let started = Instant::now();
-        let answers = generate::rollout(&engine.network, &requests, &self.settings(rlhf.temperature))?;
+        let answers = self.sample(&requests, engine)?;
         let seconds = started.elapsed().as_secs_f64();
         let (texts, scores) = self.judge(&prompts, &answers)?;
         let totals = self.rewards.total(&scores);

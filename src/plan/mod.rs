@@ -19,7 +19,7 @@ use crate::engine::{Active, Gradients};
 use crate::model::{Adapters, Spec};
 use crate::optim::Optimizer;
 use crate::peft::Cost;
-use crate::recipe::{Dtype, Method, Recipe};
+use crate::recipe::{Dtype, Method, Recipe, RolloutWeights};
 use crate::source::Policy;
 use ledger::{Kind, Ledger};
 use std::collections::{BTreeMap, BTreeSet};
@@ -211,6 +211,18 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
             ledger.hold(Kind::Optimizer, state),
         ]);
         if inputs.rollout > 0 {
+            // Codes of every matrix: of eight bits, or of four with a scale and a minimum for 64.
+            let matrices: u64 = params
+                .iter()
+                .filter(|p| p.shape.len() == 2)
+                .map(|p| p.elements() as u64)
+                .sum();
+            let codes = match recipe.reinforce.rollout_weights {
+                RolloutWeights::Exact => 0,
+                RolloutWeights::Int8 => matrices,
+                RolloutWeights::Int4 => matrices * 9 / 16,
+            };
+            held.push(ledger.hold(Kind::Rollout, codes));
             ledger.moment("rollout");
             // Keys and values of every token of every answer, and logits of one token each, twice.
             let cache = 2 * inputs.longest * spec.layers.len() * spec.kv_width();

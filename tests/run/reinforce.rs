@@ -55,6 +55,14 @@ const WAYS: [(&str, &[&str]); 6] = [
         ],
     ),
     (
+        "coded rollouts",
+        &[
+            "tune.method=full",
+            "rlhf.rollout_weights=int8",
+            "rlhf.rollout_correction=token_truncate",
+        ],
+    ),
+    (
         "ppo of all weights",
         &["train.stage=ppo", "tune.method=full", "rlhf.num_generations=2"],
     ),
@@ -114,7 +122,10 @@ fn every_way_resumes_to_the_same_bits() {
         assert_eq!(rollouts, 7usize.div_ceil(each), "{name}");
         if name == "coded rollouts" {
             for step in &whole {
-                let (ratio, apart) = (number(step, "rollout_ratio"), number(step, "rollout_log_prob_difference"));
+                let (ratio, apart) = (
+                    number(step, "rollout_ratio"),
+                    number(step, "rollout_log_prob_difference"),
+                );
                 assert!((ratio - 1.0).abs() < 0.2 && apart > 0.0 && apart < 0.2, "{step}");
             }
         }

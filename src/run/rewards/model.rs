@@ -8,10 +8,10 @@ use crate::data::encode::Encoder;
 use crate::data::{Batch, Example};
 use crate::formats::weights::Weights;
 use crate::model::{Network, Spec};
-use crate::ops::update;
 use crate::recipe::TrainOn;
+use crate::rlhf::preference::reward::scores;
 use crate::run::setup::Described;
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 
 const SCORE: &str = "score.weight";
 /// Tokens that are run together.
@@ -20,8 +20,10 @@ const TOKENS: usize = 4096;
 pub struct RewardModel {
     described: Described,
     network: Network,
-    /// `[D]`
-    score: Vec<f32>,
+    /// `[1, D]`
+    score: Tensor,
+    /// Trailing ones are not looked at, as in transformers.
+    pad: Option<u32>,
 }
 
 impl RewardModel {
@@ -56,11 +58,14 @@ impl RewardModel {
     pub fn open(dir: &str, device: &Device) -> Result<Self> {
         let described = Self::describe(dir)?;
         let score = Weights::open(&described.dir)?.read_f32(SCORE)?;
+        let score = Tensor::from_vec(score, (1, described.spec.hidden), device)?;
+        let pad = described.config.opt_usize0("pad_token_id")?.map(|id| id as u32);
         let network = described.infer(None, None, device)?;
         Ok(Self {
             described,
             network,
             score,
+            pad,
         })
     }
 
@@ -98,10 +103,6 @@ impl RewardModel {
         let batch = Batch::from_examples(examples);
         let ctx = self.network.context(&batch.positions, &batch.documents, None)?;
         let h = self.network.hidden_states(&batch.ids, &ctx)?;
-        let d = self.score.len();
-        let h = update::to_f32_vec(&h)?;
-        let at = |end: usize| &h[(end - 1) * d..end * d];
-        let dot = |h: &[f32]| h.iter().zip(&self.score).map(|(h, w)| *h as f64 * *w as f64).sum();
-        Ok(batch.documents[1..].iter().map(|end| dot(at(*end))).collect())
+        scores(&h, &batch, self.pad, &self.score)
     }
 }

@@ -24,7 +24,7 @@ use crate::model::{Adapters, Spec};
 use crate::optim::Optimizer;
 use crate::peft::Cost;
 use crate::quant::Storage;
-use crate::recipe::{Dtype, Method, Recipe};
+use crate::recipe::{Dtype, Method, Recipe, RolloutWeights};
 use crate::source::{Group, Policy};
 use ledger::{Kind, Ledger};
 use std::collections::{BTreeMap, BTreeSet};
@@ -82,6 +82,10 @@ pub struct Inputs {
     pub place: Place,
     /// Inputs of layers wait on the host.
     pub parked: bool,
+    /// A frozen copy of the weights stands beside those that train.
+    pub reference: bool,
+    /// Answers of a rollout before the step.
+    pub rollout: usize,
     /// The tokenized rows.
     pub data_bytes: u64,
     /// What the program holds before the model is loaded.
@@ -111,6 +115,8 @@ impl Inputs {
                 .collect(),
             place: Place::Device,
             parked: recipe.memory.activations == crate::recipe::Activations::Host,
+            reference: false,
+            rollout: 0,
             data_bytes: 0,
             process_bytes: crate::base::memory::resident(),
         }
@@ -258,6 +264,9 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
                 weights::held(spec, &inputs.storage, stored, inputs.place, active),
             ),
         ];
+        if inputs.reference {
+            held.push(ledger.hold(Kind::Reference, stored * parameters));
+        }
         // A weight that is stored as codes is read as f32 first.
         let coded = inputs.storage.coded().keys().map(|name| 4 * size(name));
         ledger.touch(Kind::Scratch, coded.max().unwrap_or(0));
@@ -267,6 +276,26 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
             ledger.hold(Kind::Retired, retired),
             ledger.hold(Kind::Optimizer, state),
         ]);
+        if inputs.rollout > 0 {
+            // Codes of every matrix: of eight bits, or of four with a scale and a minimum for 64.
+            let matrices: u64 = params
+                .iter()
+                .filter(|p| p.shape.len() == 2)
+                .map(|p| p.elements() as u64)
+                .sum();
+            let codes = match recipe.reinforce.rollout_weights {
+                RolloutWeights::Exact => 0,
+                RolloutWeights::Int8 => matrices,
+                RolloutWeights::Int4 => matrices * 9 / 16,
+            };
+            held.push(ledger.hold(Kind::Rollout, codes));
+            ledger.moment("rollout");
+            // Keys and values of every token of every answer, and logits of one token each, twice.
+            let cache = 2 * inputs.longest * spec.layers.len() * spec.kv_width();
+            let answers = inputs.rollout as u64;
+            let bytes = answers * (inputs.element * cache as u64 + 8 * spec.vocab as u64);
+            ledger.touch(Kind::Rollout, bytes);
+        }
         step::walk(&mut ledger, spec, recipe, inputs, active);
         // A checkpoint or `final/` takes one tensor at a time as f32; what is on the disk, a small part of it.
         ledger.moment("saving");

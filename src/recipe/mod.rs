@@ -7,7 +7,9 @@
 mod check;
 mod draft;
 mod lora;
+mod reinforce;
 mod lower;
+mod preference;
 mod resolved;
 pub mod suggest;
 pub mod table;

@@ -2,18 +2,21 @@
 
 use super::adapters::Prepared;
 use super::setup::Described;
+use super::stage::preference;
 use crate::base::{Error, Result, files};
 use crate::engine::Engine;
 use crate::export::{self, ModelExport};
 use crate::formats::adapter::AdapterConfig;
 use crate::formats::writer::Values;
 use crate::model::Adapters;
+use crate::model::spec::LM_HEAD;
 use crate::ops::update;
 use crate::peft::lora::scaling;
 use crate::peft::start::algebra;
 use crate::peft::{self, Adapter, Lora};
-use crate::recipe::{ModelInit, Recipe};
-use crate::source::Numbers;
+use crate::recipe::{ModelInit, Recipe, Stage};
+use crate::rlhf::preference::reward;
+use crate::source::{Group, Numbers, ParamInfo, Part};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -59,7 +62,7 @@ fn base(
     engine: &Engine,
     fill: &mut export::ParamFill,
 ) -> Result<PathBuf> {
-    let parts = ModelExport {
+    let mut parts = ModelExport {
         out,
         base_dir: &model.dir,
         config: model.config.raw.clone(),
@@ -67,7 +70,23 @@ fn base(
         dtype: recipe.model.dtype,
         params: engine.network.source.params(),
     };
-    export::model(&parts, fill)
+    if recipe.train.stage != Stage::Reward {
+        return export::model(&parts, fill);
+    }
+    // A reward model has a score head in the place of the output projection.
+    let mut params: Vec<ParamInfo> = parts.params.iter().filter(|p| &*p.name != LM_HEAD).cloned().collect();
+    params.push(ParamInfo {
+        name: export::SCORE.into(),
+        shape: vec![1, model.spec.hidden],
+        group: Group::Head,
+        part: Part::Other,
+    });
+    parts.params = &params;
+    export::as_classifier(&mut parts.config, preference::pad_id(model));
+    export::model(&parts, &mut |name, sink| match name {
+        export::SCORE => engine.exact(reward::SCORE, &mut |values| sink(Values::F32(values))),
+        _ => fill(name, sink),
+    })
 }
 
 fn adapter(
@@ -85,6 +104,13 @@ fn adapter(
     for name in &prepared.whole {
         whole.insert(name.clone(), network.param(name)?.tensor);
     }
+    let mut config = config.clone();
+    if recipe.train.stage == Stage::Reward {
+        whole.insert(export::SCORE.into(), network.param(reward::SCORE)?.tensor);
+        config.task_type = Some("SEQ_CLS".into());
+        config.modules_to_save.push("score".into());
+    }
+    let config = &config;
     let has_start = |a: &Arc<Adapter>| a.lora().is_some_and(|l| l.start.is_some());
     let moved = network.adapters.values().any(has_start);
     let random = recipe.model.init == ModelInit::Random;

@@ -177,6 +177,10 @@ impl Described {
     /// The network for inference: stored weights in `dtype` (default: as they are stored; f16 as f32), with
     /// the PEFT adapter of a directory on its linears.
     pub fn infer(&self, adapter: Option<&Path>, dtype: Option<Dtype>, device: &Device) -> Result<Network> {
+        if self.is_shape() {
+            let storage = Policy::dense(dtype.unwrap_or(Dtype::Bf16));
+            return self.load(&storage, ModelInit::Random, 0, device);
+        }
         let weights = Weights::open(&self.dir)?;
         let mut kinds = self
             .spec

@@ -322,6 +322,8 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
         active: vec![active],
         place,
         parked: false,
+        reference: false,
+        rollout: 0,
         storage,
         adapters: costs,
         data_bytes: 0,

@@ -135,6 +135,8 @@ fn measure(case: &Case, file: &Path) -> Value {
     network.mlp_tokens = case.activations.contains("pieces").then_some(count * length / 4);
     let inputs = Inputs {
         parked: false,
+        reference: false,
+        rollout: 0,
         tokens: count * length,
         longest: length,
         documents: count,

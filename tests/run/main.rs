@@ -7,6 +7,8 @@ mod equal;
 mod hostile;
 mod optimizers;
 mod plans;
+mod preference;
 mod quickstart;
+mod reinforce;
 mod resume;
 mod tiers;

@@ -10,6 +10,7 @@ pub(crate) mod decode;
 pub(crate) mod embedding;
 pub(crate) mod glu;
 pub(crate) mod math;
+pub(crate) mod paged;
 pub(crate) mod product;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;

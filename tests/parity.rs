@@ -9,6 +9,8 @@ mod families;
 mod int8;
 #[path = "parity/quant.rs"]
 mod quant;
+#[path = "parity/ranks.rs"]
+mod ranks;
 #[path = "parity/support.rs"]
 mod support;
 #[path = "parity/tables.rs"]

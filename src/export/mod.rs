@@ -9,7 +9,7 @@ mod load_adapter;
 mod merged;
 mod model;
 
-pub use adapter::{adapter, adapter_over, plain_lora};
+pub use adapter::{adapter, adapter_over, plain_lora, pruned};
 pub(crate) use fingerprint::of as fingerprint_of;
 pub use fingerprint::{base_of, check_base, fingerprint};
 pub use load_adapter::{LoadedAdapter, load_adapter};

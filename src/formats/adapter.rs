@@ -3,10 +3,12 @@
 //! A key that ft does not understand is refused by name when it could change what the adapter computes;
 //! it is never dropped. Keys with an empty value (null, false, 0, empty list) change nothing and pass.
 
+mod allocation;
 mod keys;
 mod read;
 mod write;
 
+pub use allocation::Allocation;
 pub use keys::{Key, PREFIX, VERA, below, file_key, parse};
 
 use crate::base::{Error, Result, files};
@@ -51,9 +53,7 @@ pub enum Kind {
         /// Terms of the Neumann series; `None` is Cayley's formula itself.
         neumann: Option<usize>,
     },
-    Adalora {
-        target_r: usize,
-    },
+    Adalora(Allocation),
 }
 
 /// What an adapter computes, typed.
@@ -309,7 +309,7 @@ impl AdapterConfig {
             _ => ("lora_alpha", "lora_dropout", d.lora_alpha),
         };
         let r = match &kind {
-            Kind::Adalora { .. } => c.rank_or("init_r", 12)?,
+            Kind::Adalora(_) => c.rank_or("init_r", 12)?,
             Kind::Vera { .. } => c.rank_or("r", 256)?,
             Kind::Oft { .. } | Kind::Ia3 { .. } => d.r,
             _ => c.rank_or("r", d.r)?,
@@ -332,8 +332,8 @@ impl AdapterConfig {
             use_rslora: c.flag("use_rslora")?,
             use_dora: c.flag("use_dora")?,
             rank_pattern: match kind {
-                // There it lists which singular values are left; the tensors have that size.
-                Kind::Adalora { .. } => Vec::new(),
+                // There it lists which singular values are left: part of the kind.
+                Kind::Adalora(_) => Vec::new(),
                 _ => c.table("rank_pattern", |v| c.rank("rank_pattern", v))?,
             },
             alpha_pattern: c.table("alpha_pattern", finite)?,
@@ -360,7 +360,7 @@ impl AdapterConfig {
             Kind::Loha => "LoHa",
             Kind::Lokr { .. } => "LoKr",
             Kind::Oft { .. } => "OFT",
-            Kind::Adalora { .. } => "AdaLoRA",
+            Kind::Adalora(_) => "AdaLoRA",
         }
     }
 
@@ -406,9 +406,7 @@ fn kind(c: &Reader, peft_type: &str) -> Result<Kind> {
                 neumann: neumann.then_some(terms),
             }
         }
-        "ADALORA" => Kind::Adalora {
-            target_r: c.rank_or("target_r", 8)?,
-        },
+        "ADALORA" => Kind::Adalora(Allocation::read(c)?),
         _ => Kind::Lora,
     })
 }

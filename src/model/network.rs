@@ -8,6 +8,7 @@ use super::linear::Linear;
 use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
 use crate::base::{Error, Result};
 use crate::ops::{embedding, rms_norm};
+use crate::peft::ranks::Allocator;
 use crate::peft::{Adapter, Dropout};
 use crate::source::{Group, GroupWeights, LayerSource};
 use candle_core::{Device, Tensor};
@@ -21,6 +22,8 @@ pub struct Network {
     pub spec: Arc<Spec>,
     pub source: Box<dyn LayerSource>,
     pub adapters: Adapters,
+    /// Which ranks of AdaLoRA adapters live on, while they train.
+    pub ranks: Option<Allocator>,
     pub device: Device,
 }
 
@@ -35,6 +38,7 @@ impl Network {
             spec: Arc::new(spec),
             source,
             adapters: Adapters::new(),
+            ranks: None,
             device,
         }
     }

@@ -10,6 +10,7 @@ mod loha;
 mod lokr;
 pub mod lora;
 mod oft;
+pub mod ranks;
 mod small;
 pub mod start;
 pub mod targets;

@@ -190,5 +190,14 @@ pub fn build(values: &Values) -> Lora {
                 .unwrap_or(CordaArithmetic::Ft),
             adaptive_rank: values.flag("tune.lora.corda.adaptive_rank"),
         },
+        adalora: AdaloraRanks {
+            target_r: size("tune.lora.adalora.target_r"),
+            tinit: size("tune.lora.adalora.tinit"),
+            tfinal: size("tune.lora.adalora.tfinal"),
+            delta_t: size("tune.lora.adalora.deltaT").max(1),
+            beta1: values.number("tune.lora.adalora.beta1"),
+            beta2: values.number("tune.lora.adalora.beta2"),
+            orth_reg_weight: values.number("tune.lora.adalora.orth_reg_weight"),
+        },
     }
 }

@@ -85,6 +85,10 @@ pub const TABLES: &[(&str, &str)] = &[
         "tune.lora.corda",
         "CorDA: adapters that start from the directions in which the inputs of each linear vary.",
     ),
+    (
+        "tune.lora.adalora",
+        "AdaLoRA: every pair starts with rank `r`, and while training goes on the singular values that matter least over the whole model are set to zero.",
+    ),
     ("tune.freeze", "Only the last layers, or parameters given by name."),
     ("optimizer", "The update rule. Names and meaning as in PyTorch."),
     ("schedule", "The learning rate over the steps, as in transformers."),
@@ -121,6 +125,7 @@ pub const ALIASES: &[(&str, &str)] = &[
     ("finetuning_type", "tune.method"),
     ("grad_accum", "train.gradient_accumulation_steps"),
     ("grad_clip", "train.max_grad_norm"),
+    ("init_r", "tune.lora.r"),
     ("iters", "train.max_steps"),
     ("lora_r", "tune.lora.r"),
     ("lora_rank", "tune.lora.r"),
@@ -204,6 +209,13 @@ const fn from(min: i64) -> Kind {
     Kind::Integer { min, max: i64::MAX }
 }
 
+/// More than zero, less than one.
+const INSIDE_ONE: Range = Range {
+    min: 0.0,
+    max: 1.0,
+    min_open: true,
+    max_open: true,
+};
 /// Zero or more.
 const POSITIVE_OR_ZERO: Range = Range {
     min: 0.0,
@@ -553,7 +565,7 @@ pub static KEYS: &[Key] = &[
         Kind::Name(PeftType::NAMES),
         "\"lora\"",
         "the best known, and every loader reads it",
-        "What an adapter adds to a linear. `adalora` trains singular values and keeps all of them: ranks are not pruned yet.",
+        "What an adapter adds to a linear.",
     ),
     lora(
         "r",
@@ -788,6 +800,90 @@ pub static KEYS: &[Key] = &[
         ),
         "tune.method",
         &["lora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "target_r",
+            Kind::Integer { min: 0, max: 1 << 20 },
+            "0",
+            "two thirds of `r`, as PEFT's 8 of 12; the ranks of a given `tune.lora.adapter` stay",
+            "Mean rank of the linears in the end; `r` is PEFT's `init_r`.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "tinit",
+            from(0),
+            "0",
+            "as in PEFT",
+            "Steps before ranks begin to fall.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "tfinal",
+            from(0),
+            "0",
+            "as in PEFT",
+            "Last steps, in which the ranks that are left train on.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "deltaT",
+            from(1),
+            "1",
+            "as in PEFT",
+            "Steps from one allocation of ranks to the next.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "beta1",
+            Kind::Number(INSIDE_ONE),
+            "0.85",
+            "as in PEFT",
+            "Smoothing of the importance of each number.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "beta2",
+            Kind::Number(INSIDE_ONE),
+            "0.85",
+            "as in PEFT",
+            "Smoothing of the uncertainty of that importance.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "orth_reg_weight",
+            Kind::Number(POSITIVE_OR_ZERO),
+            "0.5",
+            "as in PEFT",
+            "Weight of the distance of A·Aᵀ and Bᵀ·B from the identity; it is part of the gradients, not of the reported loss.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
     ),
     when(
         key(

@@ -251,6 +251,20 @@ pub struct Lora {
     /// Start from this PEFT adapter directory; `None` starts fresh.
     pub adapter: Option<String>,
     pub corda: Corda,
+    pub adalora: AdaloraRanks,
+}
+
+/// How AdaLoRA gives ranks to linears; names as in PEFT.
+#[derive(Debug, Clone)]
+pub struct AdaloraRanks {
+    /// Mean rank in the end; 0 is two thirds of `r`, or no change of a given adapter.
+    pub target_r: usize,
+    pub tinit: usize,
+    pub tfinal: usize,
+    pub delta_t: usize,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub orth_reg_weight: f64,
 }
 
 #[derive(Debug, Clone)]

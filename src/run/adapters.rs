@@ -3,7 +3,7 @@
 
 use crate::base::{Error, Result};
 use crate::export::{self, LoadedAdapter};
-use crate::formats::adapter::{AdapterConfig, Kind, Targets};
+use crate::formats::adapter::{AdapterConfig, Allocation, Kind, Targets};
 use crate::model::{Adapters, Spec};
 use crate::peft::lora::{fresh, scaling};
 use crate::peft::targets::{self, Site, select};
@@ -151,10 +151,10 @@ fn config_of(recipe: &Recipe) -> Result<AdapterConfig> {
             block: lora.oft_block_size,
             neumann: lora.use_cayley_neumann.then_some(NEUMANN_TERMS),
         },
-        PeftType::Adalora => Kind::Adalora { target_r: lora.r },
+        PeftType::Adalora => Kind::Adalora(Allocation::default()),
     };
     let is_lora = kind == Kind::Lora;
-    let drops = matches!(kind, Kind::Lora | Kind::Vera { .. } | Kind::Adalora { .. });
+    let drops = matches!(kind, Kind::Lora | Kind::Vera { .. } | Kind::Adalora(_));
     let patterns = matches!(kind, Kind::Lora | Kind::Loha | Kind::Lokr { .. });
     Ok(AdapterConfig {
         kind,
@@ -291,7 +291,7 @@ fn one(
                 neumann.map_or(Cayley::Exact, Cayley::Neumann),
             )?)
         }
-        Kind::Adalora { .. } => Adapter::Adalora(Adalora::fresh(
+        Kind::Adalora(_) => Adapter::Adalora(Adalora::fresh(
             module,
             (r, i, o),
             peft::adalora_scaling(alpha, r),

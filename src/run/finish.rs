@@ -89,10 +89,14 @@ fn adapter(
     let moved = network.adapters.values().any(has_start);
     let random = recipe.model.init == ModelInit::Random;
     let residual = moved && lora.save_residual;
-    let (mut config, adapters) = match (moved, residual, lora.save_rank) {
+    let (config, adapters) = match (moved, residual, lora.save_rank) {
         (true, true, _) => (config.clone(), without_start(&network.adapters)),
         (true, false, rank) if rank > 0 => compressed(config, &network.adapters, rank, note)?,
         _ => export::plain_lora(config, &network.adapters)?,
+    };
+    let (mut config, adapters) = match &network.ranks {
+        Some(ranks) => export::pruned(&config, &adapters, ranks.kept())?,
+        None => (config, adapters),
     };
     if !residual && !random {
         let print = export::fingerprint(&model.dir)?;

@@ -3,6 +3,7 @@
 
 pub mod adapter_tools;
 pub mod adapters;
+mod allocation;
 pub mod evaluate;
 pub mod finish;
 pub mod forecast;

@@ -18,6 +18,8 @@ use std::path::{Path, PathBuf};
 
 const WEIGHTS: &str = "weights.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
+/// Scores of AdaLoRA ranks.
+const RANKS: &str = "ranks.safetensors";
 
 /// What a resumed run must agree with, and counters that go on.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -71,7 +73,15 @@ pub fn save(run_dir: &Path, step: u64, engine: &Engine, tuning: &Tuning, facts: 
         "active_block": tuning.label(step.max(1)),
         "optimizer_steps": steps,
     });
-    let files = [
+    let ranks: BTreeMap<String, Vec<f32>> = match &engine.network.ranks {
+        Some(ranks) => ranks.saved().into_iter().collect(),
+        None => BTreeMap::new(),
+    };
+    let scores: Vec<TensorPlan> = ranks
+        .iter()
+        .map(|(name, values)| plan(name.clone(), values.len()))
+        .collect();
+    let mut files = vec![
         Files {
             name: WEIGHTS,
             tensors: &weights,
@@ -81,8 +91,15 @@ pub fn save(run_dir: &Path, step: u64, engine: &Engine, tuning: &Tuning, facts: 
             tensors: &moments,
         },
     ];
+    if engine.network.ranks.is_some() {
+        files.push(Files {
+            name: RANKS,
+            tensors: &scores,
+        });
+    }
     checkpoint::save(run_dir, step, &state, &files, &mut |file, tensor, write| match file {
         WEIGHTS => engine.exact(&tensor.name, &mut |values| write(Values::F32(values))),
+        RANKS => write(Values::F32(ranks.get(&tensor.name).map_or(&[], Vec::as_slice))),
         _ => {
             let (name, part) = tensor.name.rsplit_once('#').unwrap_or((&tensor.name, ""));
             let state = engine.optimizer.saved().find(|s| s.name == name);
@@ -156,6 +173,14 @@ pub fn restore(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
             .entry(name.to_string())
             .or_default()
             .insert(part.to_string(), tensor);
+    }
+    if let Some(ranks) = &mut engine.network.ranks {
+        let saved = loaded.open(RANKS)?;
+        for name in saved.names() {
+            ranks
+                .restore(name, saved.read_f32(name)?)
+                .map_err(|e| e.or_at(loaded.path.display()))?;
+        }
     }
     let steps = loaded.state.get("optimizer_steps").and_then(Value::as_object);
     let steps = steps.ok_or_else(|| Error::new("checkpoint has no `optimizer_steps`").at_path(&loaded.path))?;

@@ -6,7 +6,7 @@ use super::setup::{self, Described};
 use super::starts::{self, Setting};
 use super::state::{self, Facts};
 use super::tuning::{self, Tuning};
-use super::{adapters, finish, samples};
+use super::{adapters, allocation, finish, samples};
 use crate::base::lock::RunLock;
 use crate::base::units::{bytes, count};
 use crate::base::{Error, Result, files, memory, signal};
@@ -69,6 +69,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
 
     // ---- adapters, what is trained when, plan
     let mut prepared = adapters::of(recipe, &model.spec)?;
+    allocation::settle(recipe, &mut prepared, total_steps)?;
     let params = model.spec.params();
     let mut tuning = Tuning::new(recipe, &model.spec, &params, &prepared, train.examples.len())?;
     let Forecast {
@@ -138,6 +139,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         *adapter = Arc::new(adapter.on(&device)?);
     }
     network.adapters = prepared.adapters.clone();
+    network.ranks = allocation::of(recipe, &prepared);
     let objective = CausalLm::new(model.spec.vocab);
     match &resumed {
         Some(checkpoint) => {

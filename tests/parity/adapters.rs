@@ -106,7 +106,7 @@ fn kinds(filled: bool) -> Vec<String> {
 #[test]
 fn every_kind_by_peft_gives_its_logits_and_its_loss_also_merged() {
     let names = kinds(true);
-    assert_eq!(names.len(), 12);
+    assert_eq!(names.len(), 13);
     for name in names {
         let from = goldens().join("adapters").join(&name);
         let info = json(&from.join("golden.json"));
@@ -215,7 +215,7 @@ fn starts_are_those_of_peft_up_to_sign_and_change_nothing() {
 #[test]
 fn twenty_steps_follow_peft_from_every_adapter_and_start() {
     let names: Vec<String> = kinds(true).into_iter().chain(kinds(false)).collect();
-    assert_eq!(names.len(), 16);
+    assert_eq!(names.len(), 17);
     for name in names {
         let golden = goldens().join("adapters").join(&name);
         let info = json(&golden.join("golden.json"));
@@ -246,5 +246,9 @@ fn twenty_steps_follow_peft_from_every_adapter_and_start() {
             1e-4,
             &format!("{name}: loss of final/"),
         );
+        if golden.join("kept.json").is_file() {
+            let config = json(&run.join("final/adapter_config.json"));
+            assert_eq!(config["rank_pattern"], json(&golden.join("kept.json")), "{name}: ranks");
+        }
     }
 }

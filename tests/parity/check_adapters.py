@@ -35,6 +35,7 @@ RUNS = {
     "oft": ["tune.lora.peft_type=oft", "tune.lora.oft_block_size=8"],
     "oft_exact": ["tune.lora.peft_type=oft", "tune.lora.oft_block_size=8", "tune.lora.use_cayley_neumann=false"],
     "adalora": LORA + ["tune.lora.peft_type=adalora"],
+    "adalora_pruned": LORA + ["tune.lora.peft_type=adalora", "tune.lora.adalora.target_r=1"],
     "gaussian": LORA + ["tune.lora.init_lora_weights=gaussian"],
     "pissa": LORA + ["tune.lora.init_lora_weights=pissa"],
     "pissa_fast_rslora": LORA + ["tune.lora.init_lora_weights=pissa", "tune.lora.pissa_niter=8", "tune.lora.use_rslora=true"],

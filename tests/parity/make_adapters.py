@@ -24,6 +24,7 @@ except ModuleNotFoundError:
 import torch
 from peft import (AdaLoraConfig, IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftModel, VeraConfig,
                   get_peft_model)
+from peft.tuners.adalora import AdaLoraModel, RankAllocator
 from peft.tuners.lora.config import CordaConfig
 from peft.tuners.lora.corda import preprocess_corda
 from safetensors.torch import save_file
@@ -60,7 +61,13 @@ FILLED = {
     "oft_exact": ("qwen3", OFTConfig(task_type="CAUSAL_LM", r=0, oft_block_size=16, target_modules=["q_proj", "gate_proj"],
                                      use_cayley_neumann=False), 5e-3, 0.05, {}),
     "adalora": ("llama", AdaLoraConfig(task_type="CAUSAL_LM", init_r=4, target_r=2, lora_alpha=8, total_step=100,
-                                       target_modules=TARGETS), 1e-2, 0.4, {}),
+                                       target_modules=TARGETS), 1e-2, 0.4, {"tune.lora.adalora.orth_reg_weight": 0.0}),
+    "adalora_ranks": ("qwen3", AdaLoraConfig(task_type="CAUSAL_LM", init_r=6, target_r=3, lora_alpha=6, total_step=STEPS, tinit=3,
+                                             tfinal=5, deltaT=2, beta1=0.8, beta2=0.7, orth_reg_weight=0.1,
+                                             target_modules=TARGETS), 5e-3, 0.3,
+                      {"tune.lora.adalora.target_r": 3, "tune.lora.adalora.tinit": 3, "tune.lora.adalora.tfinal": 5,
+                       "tune.lora.adalora.deltaT": 2, "tune.lora.adalora.beta1": 0.8, "tune.lora.adalora.beta2": 0.7,
+                       "tune.lora.adalora.orth_reg_weight": 0.1}),
 }
 # name: (model, config, learning rate, further recipe keys)
 STARTED = {
@@ -85,6 +92,16 @@ def is_plus(name, parameter):
     return "lora_B" in name or parameter.ndim == 1
 
 
+def regulariser(model):
+    """PEFT's orthogonal regularisation alone: its own code, around a model whose loss is 0."""
+    inner, forward = model.base_model.model, model.base_model.model.forward
+    inner.forward = lambda: types.SimpleNamespace(loss=torch.zeros(()))
+    try:
+        return model.base_model.forward().loss
+    finally:
+        inner.forward = forward
+
+
 def train(model, rows, recipe):
     """The loop of make_training.py, with the groups of LoRA+."""
     model.train()
@@ -100,6 +117,7 @@ def train(model, rows, recipe):
     rates = learning_rates(recipe, STEPS)
     optimizer = torch.optim.AdamW(groups, lr=rates[0])
     losses, norms, place = [], [], 0
+    ranks = "tune.lora.adalora.target_r" in recipe
     for step in range(STEPS):
         batch = [rows[(place + i) % len(rows)] for i in range(BATCH * ACCUMULATION)]
         place += len(batch)
@@ -110,10 +128,14 @@ def train(model, rows, recipe):
             loss = micro_loss(model, batch[first:first + BATCH], trained)
             loss.backward()
             total += loss.item()
+        if ranks:
+            regulariser(model).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_([p for _, p in named], recipe["train.max_grad_norm"])))
         for group in optimizer.param_groups:
             group["lr"] = rates[step] * group["factor"]
         optimizer.step()
+        if ranks:
+            model.base_model.update_and_allocate(step + 1)
         losses.append(total)
     return losses, norms
 
@@ -177,8 +199,53 @@ def make_filled(seed, name):
     with torch.no_grad():
         logits = model(ids[None], use_cache=False).logits[0].contiguous()
     save_file({"input_ids": ids, "logits": logits}, directory / "golden.safetensors")
-    make = lambda seed: PeftModel.from_pretrained(jittered(base, seed), directory, is_trainable=True)
+    trained = []
+
+    def make(seed):
+        trained.append(PeftModel.from_pretrained(jittered(base, seed), directory, is_trainable=True))
+        return trained[-1]
+
     finish(name, base, make, rows, recipe_of(rate, {"tune.lora.adapter": name} | more), dict(loss=loss, tokens=tokens))
+    if name == "adalora_ranks":
+        patterns = [{key.replace(".default", ""): value for key, value in m.peft_config["default"].rank_pattern.items()}
+                    for m in trained]
+        assert all(p == patterns[0] for p in patterns), "rounding must not decide which ranks are left"
+        write_json(directory / "kept.json", patterns[0])
+
+
+class Triplets(torch.nn.Module):
+    """Parameters named as PEFT's allocator looks for them."""
+
+    def __init__(self, sizes, r, generator):
+        super().__init__()
+        for i, (inputs, outputs) in enumerate(sizes):
+            self.add_module(f"m{i}", torch.nn.ModuleDict({
+                part: torch.nn.ParameterDict({"default": torch.randn(shape, generator=generator)})
+                for part, shape in (("lora_A", (r, inputs)), ("lora_B", (outputs, r)), ("lora_E", (r, 1)))}))
+
+
+def make_ranks():
+    """PEFT's RankAllocator on fixed weights and gradients: the singular values after every step, and what is left."""
+    generator = torch.Generator().manual_seed(99)
+    sizes, r, steps = [(5, 7), (6, 4), (3, 8)], 4, 12
+    config = AdaLoraConfig(init_r=r, target_r=2, total_step=steps, tinit=2, tfinal=3, deltaT=2, beta1=0.85, beta2=0.6)
+    model = Triplets(sizes, r, generator)
+    tuner = types.SimpleNamespace(model=model, peft_config={"default": config}, trainable_adapter_name="default",
+                                  rankallocator=RankAllocator(model, config, "default"))
+    flat = lambda tensors: {key: tensor.flatten().tolist() for key, tensor in tensors}
+    out = dict(sizes=sizes, r=r, start=flat((n, p.detach()) for n, p in model.named_parameters()), steps=[], versions=VERSIONS)
+    for step in range(1, steps + 1):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+            with torch.no_grad():
+                p -= 0.1 * p.grad
+        gradients = flat((n, p.grad) for n, p in model.named_parameters())
+        budget, _ = tuner.rankallocator.budget_schedule(step)
+        AdaLoraModel.update_and_allocate(tuner, step)
+        out["steps"].append(dict(gradients=gradients, budget=budget,
+                                 after=flat((n, p.detach()) for n, p in model.named_parameters()),
+                                 kept=config.rank_pattern))
+    write_json(OUT.parent / "ranks.json", out)
 
 
 def make_started(name):
@@ -210,6 +277,8 @@ def main():
     for seed, name in enumerate(FILLED):
         if not sys.argv[1:] or name in sys.argv[1:]:
             make_filled(seed, name)
+    if not sys.argv[1:] or "ranks" in sys.argv[1:]:
+        make_ranks()
     for name in STARTED:
         if not sys.argv[1:] or name in sys.argv[1:]:
             make_started(name)

@@ -16,7 +16,7 @@ pub fn below(kind: &Kind, dora: bool) -> &'static [&'static str] {
         Kind::Loha => &["hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"],
         Kind::Lokr { .. } => &["lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"],
         Kind::Oft { .. } => &["oft_R.weight"],
-        Kind::Adalora { .. } => &["lora_A", "lora_B", "lora_E"],
+        Kind::Adalora(_) => &["lora_A", "lora_B", "lora_E"],
     }
 }
 

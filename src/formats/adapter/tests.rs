@@ -132,7 +132,16 @@ fn names_round_trip() {
             },
             false,
         ),
-        (Kind::Adalora { target_r: 2 }, false),
+        (
+            Kind::Adalora(Allocation {
+                target_r: 2,
+                tfinal: 3,
+                total_step: 9,
+                kept: vec![("model.layers.0.self_attn.q_proj".into(), vec![true, false])],
+                ..Allocation::default()
+            }),
+            false,
+        ),
     ];
     for (kind, dora) in &kinds {
         for below in below(kind, *dora) {

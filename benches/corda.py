@@ -2,7 +2,7 @@
 
     python corda.py FT WORK
 
-FT is the program, WORK an empty directory. Standard library only; about an hour on two cores.
+FT is the program, WORK an empty directory. Standard library only; about twenty minutes on two cores.
 
 1. A chat model: the tiny model of assets/, fully fine-tuned on the rows of assets/world.
 2. A new task that it has never seen: letters rotated by one place ("Rotate t a k e." -> "a k e t").
@@ -22,9 +22,9 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FACTS = ("trade", "home", "pet", "colour", "work", "animal", "live", "season", "fair", "river", "sell", "made in")
 SEEDS = (1, 2, 3)
-STEPS = 240
-EVERY = 20
-RATES = (1e-3, 4e-3)
+STEPS = 160
+EVERY = 40
+RATES = (3e-3,)
 STARTS = {
     "LoRA": [],
     "PiSSA": ["tune.lora.init_lora_weights=pissa"],
@@ -139,9 +139,9 @@ output_dir = "{run}"
         values = list(values)
         return sum(values) / len(values)
 
-    print("| rate | start | task | facts kept | loss at 40 | 80 | 120 | 240 |\n|---|---|---|---|---|---|---|---|")
+    print("| rate | start | task | facts kept | loss at 40 | 80 | 120 | 160 |\n|---|---|---|---|---|---|---|---|")
     for (rate, name), all_seeds in results.items():
-        at = " | ".join(f"{mean(r['curve'][s] for r in all_seeds):.4f}" for s in (40, 80, 120, 240))
+        at = " | ".join(f"{mean(r['curve'][s] for r in all_seeds):.4f}" for s in (40, 80, 120, 160))
         spread = [max(r[k] for r in all_seeds) - min(r[k] for r in all_seeds) for k in ("task", "facts")]
         print(f"| {rate} | {name} | {mean(r['task'] for r in all_seeds):.1f} ± {spread[0] / 2:.1f} "
               f"| {mean(r['facts'] for r in all_seeds):.1f} ± {spread[1] / 2:.1f} | {at} |")

@@ -61,6 +61,9 @@ impl Engine {
         let mut ranks = self.network.ranks.take();
         let report = self.step_with(step, batches, active, lr, ranks.as_mut());
         self.network.ranks = ranks;
+        for rows in &self.network.tokens {
+            rows.place(&self.network)?;
+        }
         report
     }
 

@@ -73,6 +73,8 @@ pub struct AdapterConfig {
     pub alpha_pattern: Vec<(String, f64)>,
     /// Modules stored whole beside the adapter.
     pub modules_to_save: Vec<String>,
+    /// Rows of the embedding and of the head that train, by the end of the matrix's module. LoRA only.
+    pub token_rows: Vec<(String, Vec<u32>)>,
     pub layers_to_transform: Option<Vec<usize>>,
     pub layers_pattern: Vec<String>,
     pub base_model_name_or_path: Option<String>,
@@ -98,6 +100,7 @@ impl Default for AdapterConfig {
             rank_pattern: Vec::new(),
             alpha_pattern: Vec::new(),
             modules_to_save: Vec::new(),
+            token_rows: Vec::new(),
             layers_to_transform: None,
             layers_pattern: Vec::new(),
             base_model_name_or_path: None,
@@ -152,6 +155,7 @@ fn own_keys(kind: &str) -> &'static [&'static str] {
             "alpha_pattern",
             "init_lora_weights",
             "use_dora",
+            "trainable_token_indices",
         ],
         "IA3" => &["feedforward_modules", "init_ia3_weights"],
         "VERA" => &[
@@ -205,13 +209,9 @@ fn own_keys(kind: &str) -> &'static [&'static str] {
 }
 
 /// Why a known feature is refused.
-const REFUSED: [(&str, &str); 12] = [
+const REFUSED: [(&str, &str); 11] = [
     ("fan_in_fan_out", "weights stored transposed"),
     ("lora_bias", "a bias on B"),
-    (
-        "trainable_token_indices",
-        "rows of the embedding trained beside the adapter",
-    ),
     ("target_parameters", "adapters on bare parameters"),
     ("layer_replication", "layers used twice"),
     ("alora_invocation_tokens", "an adapter that starts inside the sequence"),
@@ -338,6 +338,7 @@ impl AdapterConfig {
             },
             alpha_pattern: c.table("alpha_pattern", finite)?,
             modules_to_save: c.texts("modules_to_save")?,
+            token_rows: c.token_rows("trainable_token_indices")?,
             layers_to_transform: c.layers("layers_to_transform")?,
             layers_pattern: c.texts("layers_pattern")?,
             base_model_name_or_path: c.text("base_model_name_or_path")?,

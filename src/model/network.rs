@@ -6,6 +6,7 @@ use super::contracts::{Context, Param};
 use super::head::{Head, HeadWeight, Parts};
 use super::linear::Linear;
 use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
+use super::tokens::TokenRows;
 use crate::base::{Error, Result};
 use crate::ops::{embedding, rms_norm};
 use crate::peft::ranks::Allocator;
@@ -22,6 +23,8 @@ pub struct Network {
     pub spec: Arc<Spec>,
     pub source: Box<dyn LayerSource>,
     pub adapters: Adapters,
+    /// Rows of the embedding or the head that train.
+    pub tokens: Vec<TokenRows>,
     /// Which ranks of AdaLoRA adapters live on, while they train.
     pub ranks: Option<Allocator>,
     pub device: Device,
@@ -38,6 +41,7 @@ impl Network {
             spec: Arc::new(spec),
             source,
             adapters: Adapters::new(),
+            tokens: Vec::new(),
             ranks: None,
             device,
         }
@@ -122,6 +126,9 @@ impl Network {
                 }),
                 None => Err(Error::new("this weight is not held: its numbers are read from its source").at(name)),
             };
+        }
+        if let Some(rows) = self.tokens.iter().find(|t| &*t.part.name == name) {
+            return Ok(rows.param());
         }
         // The module that carries the adapter is a beginning of the name.
         let mut module = name;

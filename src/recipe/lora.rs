@@ -74,16 +74,23 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
         ));
     }
     let corrects = values.text("tune.method") == "block" && values.text("tune.block.correction") == "lora";
-    if corrects && (kind != "lora" || dora || !values.list("tune.lora.modules_to_save").is_empty()) {
+    if corrects
+        && (kind != "lora"
+            || dora
+            || !values.list("tune.lora.modules_to_save").is_empty()
+            || !values.integers("tune.lora.trainable_token_indices").is_empty())
+    {
         out.push((
             &[
                 "tune.block.correction",
                 "tune.lora.peft_type",
                 "tune.lora.use_dora",
                 "tune.lora.modules_to_save",
+                "tune.lora.trainable_token_indices",
             ],
-            Error::usage("`tune.block.correction = \"lora\"` takes plain LoRA only")
-                .hint("remove `peft_type`, `use_dora` and `modules_to_save` from `[tune.lora]`"),
+            Error::usage("`tune.block.correction = \"lora\"` takes plain LoRA only").hint(
+                "remove `peft_type`, `use_dora`, `modules_to_save` and `trainable_token_indices` from `[tune.lora]`",
+            ),
         ));
     }
     if init == "pissa" && values.number("tune.lora.lora_dropout") > 0.0 && kind == "lora" {
@@ -167,6 +174,7 @@ pub fn build(values: &Values) -> Lora {
             .filter_map(|t| entry(t, alpha))
             .collect(),
         modules_to_save: list("tune.lora.modules_to_save"),
+        trainable_token_indices: values.integers("tune.lora.trainable_token_indices"),
         init_lora_weights: LoraInit::parse(values.text("tune.lora.init_lora_weights")).unwrap_or(LoraInit::Default),
         init_samples: size("tune.lora.init_samples"),
         pissa_niter: size("tune.lora.pissa_niter"),

@@ -630,6 +630,14 @@ pub static KEYS: &[Key] = &[
         "only adapters train",
         "Modules that train whole beside the adapters and are saved with them, for example `lm_head`.",
     ),
+    of_type(
+        "trainable_token_indices",
+        Kind::Integers,
+        "[]",
+        "only adapters train",
+        "Tokens whose rows of the embedding train beside the adapters, for example new ones: not the whole matrix. A head of its own trains the same rows; PEFT does so where `lm_head` is named too.",
+        &["lora"],
+    ),
     lora(
         "init_lora_weights",
         Kind::Name(LoraInit::NAMES),

@@ -195,6 +195,7 @@ fn every_key_reaches_the_recipe() {
         ("tune.lora.rank_pattern", "q_proj=4"),
         ("tune.lora.alpha_pattern", "[\"q_proj=4.5\"]"),
         ("tune.lora.modules_to_save", "lm_head"),
+        ("tune.lora.trainable_token_indices", "[3, 5]"),
         ("tune.lora.init_samples", "3"),
         ("tune.lora.pissa_niter", "4"),
         ("tune.lora.feedforward_modules", "up_proj"),

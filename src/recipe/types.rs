@@ -227,6 +227,8 @@ pub struct Lora {
     pub alpha_pattern: Vec<(String, f64)>,
     /// Modules trained whole beside the adapters.
     pub modules_to_save: Vec<String>,
+    /// Rows of the embedding (and of a head of its own) that train.
+    pub trainable_token_indices: Vec<usize>,
     pub init_lora_weights: LoraInit,
     /// Training rows that `eva` and `lora_ga` look at.
     pub init_samples: usize,

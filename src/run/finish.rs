@@ -85,6 +85,9 @@ fn adapter(
     for name in &prepared.whole {
         whole.insert(name.clone(), network.param(name)?.tensor);
     }
+    for rows in &network.tokens {
+        whole.insert(rows.part.name.to_string(), rows.part.tensor.clone());
+    }
     let has_start = |a: &Arc<Adapter>| a.lora().is_some_and(|l| l.start.is_some());
     let moved = network.adapters.values().any(has_start);
     let random = recipe.model.init == ModelInit::Random;

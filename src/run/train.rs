@@ -139,6 +139,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         *adapter = Arc::new(adapter.on(&device)?);
     }
     network.adapters = prepared.adapters.clone();
+    adapters::place_rows(&prepared, &mut network)?;
     network.ranks = allocation::of(recipe, &prepared);
     let objective = CausalLm::new(model.spec.vocab);
     match &resumed {

@@ -130,11 +130,19 @@ impl AdapterConfig {
             "r": self.r,
             "rank_pattern": object(&self.rank_pattern, |r| json!(r)),
             "target_parameters": null,
-            "trainable_token_indices": null,
+            "trainable_token_indices": self.rows(),
             "use_dora": self.use_dora,
             "use_qalora": false,
             "use_rslora": self.use_rslora,
         })
+    }
+
+    fn rows(&self) -> Value {
+        match self.token_rows.as_slice() {
+            [] => Value::Null,
+            [(module, ids)] if module == "embed_tokens" => json!(ids),
+            all => Value::Object(all.iter().map(|(m, ids)| (m.clone(), json!(ids))).collect()),
+        }
     }
 
     fn adalora(&self, allocation: &Allocation) -> Value {

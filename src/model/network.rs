@@ -27,6 +27,8 @@ pub struct Network {
     pub tokens: Vec<TokenRows>,
     /// Which ranks of AdaLoRA adapters live on, while they train.
     pub ranks: Option<Allocator>,
+    /// Parameters of the objective: `objective.*`.
+    pub own: Vec<Param>,
     pub device: Device,
 }
 
@@ -43,6 +45,7 @@ impl Network {
             adapters: Adapters::new(),
             tokens: Vec::new(),
             ranks: None,
+            own: Vec::new(),
             device,
         }
     }
@@ -130,6 +133,9 @@ impl Network {
         if let Some(rows) = self.tokens.iter().find(|t| &*t.part.name == name) {
             return Ok(rows.param());
         }
+        if let Some(param) = self.own.iter().find(|p| &*p.name == name) {
+            return Ok(param.clone());
+        }
         // The module that carries the adapter is a beginning of the name.
         let mut module = name;
         while let Some((shorter, _)) = module.rsplit_once('.') {
@@ -211,12 +217,23 @@ impl Network {
 
     /// Hidden states of every token after the final norm, `[N, D]`: no gradients, nothing kept.
     pub fn hidden_states(&self, ids: &[u32], ctx: &Context) -> Result<Tensor> {
+        self.hidden_states_seen(ids, ctx, &mut |_, _| Ok(()))
+    }
+
+    /// As `hidden_states`; `see` gets the number and the input `[N, D]` of every layer.
+    pub fn hidden_states_seen(
+        &self,
+        ids: &[u32],
+        ctx: &Context,
+        see: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
+    ) -> Result<Tensor> {
         use super::contracts::Layer;
         self.source.prefetch(Group::Layer(0));
         let mut x = self.embed(ids)?;
         for l in 0..self.layers() {
             // After the last comes the first of the next batch.
             self.source.prefetch(Group::Layer((l + 1) % self.layers()));
+            see(l, &x)?;
             x = self.block(l)?.forward(&x, ctx)?;
         }
         self.normalize(&x)

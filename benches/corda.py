@@ -2,7 +2,7 @@
 
     python corda.py FT WORK
 
-FT is the program, WORK an empty directory. Standard library only; about twenty minutes on two cores.
+FT is the program, WORK an empty directory. Standard library only; about half an hour on two cores.
 
 1. A chat model: the tiny model of assets/, fully fine-tuned on the rows of assets/world.
 2. A new task that it has never seen: letters rotated by one place ("Rotate t a k e." -> "a k e t").
@@ -24,7 +24,7 @@ FACTS = ("trade", "home", "pet", "colour", "work", "animal", "live", "season", "
 SEEDS = (1, 2, 3)
 STEPS = 160
 EVERY = 40
-RATES = (3e-3,)
+RATES = (3e-3, 1e-2)
 STARTS = {
     "LoRA": [],
     "PiSSA": ["tune.lora.init_lora_weights=pissa"],

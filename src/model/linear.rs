@@ -120,3 +120,7 @@ impl Linear {
         Ok(dx)
     }
 }
+
+#[cfg(test)]
+#[path = "linear_tests.rs"]
+mod tests;

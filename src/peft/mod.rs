@@ -29,4 +29,4 @@ pub use small::{Mask, fill, full};
 pub use vera::{Projections, Vera};
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

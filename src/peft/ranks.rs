@@ -95,7 +95,7 @@ impl Allocator {
         } else {
             let left = 1.0 - (step - s.tinit) as f64 / (end - s.tinit) as f64;
             let budget = (first - target) as f64 * left.powi(3) + target as f64;
-            (budget as usize, step % s.delta_t == 0)
+            (budget as usize, step.is_multiple_of(s.delta_t))
         }
     }
 

@@ -19,7 +19,8 @@ use crate::engine::{Active, Gradients};
 use crate::model::{Adapters, Spec};
 use crate::optim::Optimizer;
 use crate::peft::Cost;
-use crate::recipe::{Dtype, Method, Recipe};
+use crate::peft::start::cost;
+use crate::recipe::{Dtype, LoraInit, Method, Recipe};
 use crate::source::Policy;
 use ledger::{Kind, Ledger};
 use std::collections::{BTreeMap, BTreeSet};
@@ -90,6 +91,22 @@ impl Inputs {
             data_bytes: 0,
             process_bytes: crate::base::memory::resident(),
         }
+    }
+}
+
+impl Inputs {
+    /// What fresh adapters need to start: covariances of a layer, decompositions.
+    fn start_bytes(&self, recipe: &Recipe, spec: &Spec) -> u64 {
+        let lora = &recipe.tune.lora;
+        let (samples, own) = match lora.init_lora_weights {
+            LoraInit::Corda => (lora.corda.samples, lora.corda.data.is_empty()),
+            _ => (lora.init_samples, true),
+        };
+        let mut tokens = (samples * self.longest) as u64;
+        if own && self.data_bytes > 0 {
+            tokens = tokens.min(self.data_bytes / 5);
+        }
+        cost::bytes(lora, spec.hidden, tokens, &self.adapters)
     }
 }
 
@@ -201,6 +218,8 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
             ledger.hold(Kind::Retired, retired),
             ledger.hold(Kind::Optimizer, state),
         ]);
+        ledger.moment("start of the adapters");
+        ledger.touch(Kind::Scratch, inputs.start_bytes(recipe, spec));
         step::walk(&mut ledger, spec, recipe, inputs, active);
         // A checkpoint or `final/` takes one tensor at a time as f32; what is on the disk, a small part of it.
         ledger.moment("saving");

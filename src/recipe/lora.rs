@@ -64,6 +64,17 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
                 .hint("set `tune.lora.corda.data` to questions that the model must still answer"),
         ));
     }
+    let frozen = values.text("memory.frozen_weights");
+    if kind == "lora" && init == "loftq" && frozen.ends_with(['2', '6']) && values.map("memory.overrides").is_empty() {
+        out.push((
+            &["tune.lora.init_lora_weights", "memory.frozen_weights"],
+            Error::usage(
+                "`tune.lora.init_lora_weights = \"loftq\"` makes up for codes, and no weight is stored as codes",
+            )
+            .found(format!("memory.frozen_weights = \"{frozen}\""))
+            .hint("set `memory.frozen_weights` to `nf4`, `int4` or `int8`"),
+        ));
+    }
     if kind == "lora" && dora && residual {
         out.push((
             &["tune.lora.use_dora", "tune.lora.init_lora_weights"],
@@ -128,7 +139,12 @@ pub fn unused(values: &Values, path: &str) -> Option<String> {
         "init_lora_weights" | "use_rslora" | "use_dora" | "loraplus_lr_ratio" | "save_residual" | "save_rank" => {
             &["lora"]
         }
-        _ if name.starts_with("corda.") || name == "pissa_niter" || name == "init_samples" => &["lora"],
+        _ if name.starts_with("corda.")
+            || name == "eva.rho"
+            || ["pissa_niter", "loftq_iter", "init_samples"].contains(&name) =>
+        {
+            &["lora"]
+        }
         _ => return None,
     };
     if !of_kind.contains(&kind) {
@@ -142,6 +158,8 @@ pub fn unused(values: &Values, path: &str) -> Option<String> {
             with_init()
         }
         "pissa_niter" if init != "pissa" => with_init(),
+        "eva.rho" if init != "eva" => with_init(),
+        "loftq_iter" if init != "loftq" => with_init(),
         "init_samples" if init != "eva" && init != "lora_ga" => with_init(),
         _ => None,
     }
@@ -178,6 +196,7 @@ pub fn build(values: &Values) -> Lora {
         init_lora_weights: LoraInit::parse(values.text("tune.lora.init_lora_weights")).unwrap_or(LoraInit::Default),
         init_samples: size("tune.lora.init_samples"),
         pissa_niter: size("tune.lora.pissa_niter"),
+        loftq_iter: size("tune.lora.loftq_iter").max(1),
         use_rslora: values.flag("tune.lora.use_rslora"),
         use_dora: values.flag("tune.lora.use_dora"),
         loraplus_lr_ratio: values.number("tune.lora.loraplus_lr_ratio"),
@@ -197,6 +216,9 @@ pub fn build(values: &Values) -> Lora {
             compatible: CordaArithmetic::parse(values.text("tune.lora.corda.compatible"))
                 .unwrap_or(CordaArithmetic::Ft),
             adaptive_rank: values.flag("tune.lora.corda.adaptive_rank"),
+        },
+        eva: Eva {
+            rho: values.number("tune.lora.eva.rho"),
         },
         adalora: AdaloraRanks {
             target_r: size("tune.lora.adalora.target_r"),

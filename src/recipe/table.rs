@@ -89,6 +89,10 @@ pub const TABLES: &[(&str, &str)] = &[
         "tune.lora.adalora",
         "AdaLoRA: every pair starts with rank `r`, and while training goes on the singular values that matter least over the whole model are set to zero.",
     ),
+    (
+        "tune.lora.eva",
+        "EVA: adapters that start from the main directions of the inputs.",
+    ),
     ("tune.freeze", "Only the last layers, or parameters given by name."),
     ("optimizer", "The update rule. Names and meaning as in PyTorch."),
     ("schedule", "The learning rate over the steps, as in transformers."),
@@ -103,7 +107,6 @@ pub const NOT_BUILT: &[(&str, &str)] = &[
     ("memory.activations", "host"),
     ("data.format", "preference"),
     ("data.format", "prompt"),
-    ("tune.lora.init_lora_weights", "loftq"),
     ("train.stage", "distill"),
     ("train.stage", "reward"),
     ("train.stage", "dpo"),
@@ -214,6 +217,13 @@ const INSIDE_ONE: Range = Range {
     min: 0.0,
     max: 1.0,
     min_open: true,
+    max_open: true,
+};
+/// One or more.
+const ONE_OR_MORE: Range = Range {
+    min: 1.0,
+    max: f64::INFINITY,
+    min_open: false,
     max_open: true,
 };
 /// Zero or more.
@@ -660,6 +670,13 @@ pub static KEYS: &[Key] = &[
         "Power iterations of a fast randomized SVD for `pissa`; 0 is the exact SVD. PEFT: `pissa_niter_N`.",
     ),
     lora(
+        "loftq_iter",
+        Kind::Integer { min: 1, max: 1000 },
+        "1",
+        "as in PEFT",
+        "Iterations of `loftq`: with more than one the codes of the weights are made anew of what the pair does not say.",
+    ),
+    lora(
         "use_rslora",
         Kind::Flag,
         "false",
@@ -805,6 +822,18 @@ pub static KEYS: &[Key] = &[
             "false",
             "one rank for all",
             "Ranks by module under the same total (CorDA++): more where the inputs are further from even.",
+        ),
+        "tune.method",
+        &["lora"],
+    ),
+    when(
+        key(
+            "tune.lora.eva",
+            "rho",
+            Kind::Number(ONE_OR_MORE),
+            "2.0",
+            "as in PEFT",
+            "Ranks by module under the same total: at most `rho` times `r`, where directions explain most; 1 leaves every rank as it is.",
         ),
         "tune.method",
         &["lora"],

@@ -234,6 +234,8 @@ pub struct Lora {
     pub init_samples: usize,
     /// Power iterations of the fast SVD; 0 is the exact SVD.
     pub pissa_niter: usize,
+    /// Alternating iterations of LoftQ.
+    pub loftq_iter: usize,
     pub use_rslora: bool,
     pub use_dora: bool,
     pub loraplus_lr_ratio: f64,
@@ -254,6 +256,13 @@ pub struct Lora {
     pub adapter: Option<String>,
     pub corda: Corda,
     pub adalora: AdaloraRanks,
+    pub eva: Eva,
+}
+
+#[derive(Debug, Clone)]
+pub struct Eva {
+    /// Most that a rank may grow; 1 leaves all as they are.
+    pub rho: f64,
 }
 
 /// How AdaLoRA gives ranks to linears; names as in PEFT.

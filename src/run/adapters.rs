@@ -17,6 +17,9 @@ use std::sync::Arc;
 /// PEFT's number of terms of the Cayley-Neumann series.
 const NEUMANN_TERMS: usize = 5;
 
+/// Name of a matrix, the rows of it that train, and their values where an adapter directory gave them.
+pub type Rows = (String, Vec<u32>, Option<Tensor>);
+
 /// Everything about adapters that is known before the weights are loaded.
 #[derive(Default)]
 pub struct Prepared {
@@ -27,8 +30,8 @@ pub struct Prepared {
     pub whole: Vec<String>,
     /// What an adapter directory gave for them.
     pub given: BTreeMap<String, Tensor>,
-    /// Matrices of which some rows train, and what an adapter directory gave for these.
-    pub rows: Vec<(String, Vec<u32>, Option<Tensor>)>,
+    /// Rows of embedding and head that train.
+    pub rows: Vec<Rows>,
 }
 
 impl Prepared {
@@ -219,7 +222,7 @@ fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
 /// Rows of the embedding, and of the head where it is another matrix. Writes them into the config as PEFT does.
 ///
 /// Errors: a token twice, or beyond the vocabulary; a matrix that trains whole.
-fn rows(recipe: &Recipe, config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<(String, Vec<u32>, Option<Tensor>)>> {
+fn rows(recipe: &Recipe, config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<Rows>> {
     let key = "tune.lora.trainable_token_indices";
     let mut ids: Vec<u32> = Vec::new();
     for &id in &recipe.tune.lora.trainable_token_indices {

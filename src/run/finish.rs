@@ -2,6 +2,7 @@
 
 use super::adapters::Prepared;
 use super::setup::Described;
+use super::starts;
 use crate::base::{Error, Result, files};
 use crate::engine::Engine;
 use crate::export::{self, ModelExport};
@@ -12,7 +13,8 @@ use crate::ops::update;
 use crate::peft::lora::scaling;
 use crate::peft::start::algebra;
 use crate::peft::{self, Adapter, Lora};
-use crate::recipe::{ModelInit, Recipe};
+use crate::quant::Weight;
+use crate::recipe::{Dtype, ModelInit, Recipe};
 use crate::source::Numbers;
 use candle_core::Tensor;
 use std::collections::BTreeMap;
@@ -37,7 +39,7 @@ pub fn export(
         let out = adapter(&out, recipe, model, engine, prepared, config, note)?;
         return with_template(recipe, out).map(Some);
     }
-    let out = base(&out, recipe, model, engine, &mut |name, sink| {
+    let out = base(&out, recipe.model.dtype, model, engine, &mut |name, sink| {
         let module = name.strip_suffix(".weight").unwrap_or(name);
         let Some(lora) = engine.network.adapters.get(module).and_then(|a| a.lora()) else {
             return as_stored(engine, name, sink);
@@ -52,19 +54,13 @@ pub fn export(
 }
 
 /// A model directory of the run's parameters.
-fn base(
-    out: &Path,
-    recipe: &Recipe,
-    model: &Described,
-    engine: &Engine,
-    fill: &mut export::ParamFill,
-) -> Result<PathBuf> {
+fn base(out: &Path, dtype: Dtype, model: &Described, engine: &Engine, fill: &mut export::ParamFill) -> Result<PathBuf> {
     let parts = ModelExport {
         out,
         base_dir: &model.dir,
         config: model.config.raw.clone(),
         tied: model.spec.tied,
-        dtype: recipe.model.dtype,
+        dtype,
         params: engine.network.source.params(),
     };
     export::model(&parts, fill)
@@ -101,15 +97,25 @@ fn adapter(
         Some(ranks) => export::pruned(&config, &adapters, ranks.kept())?,
         None => (config, adapters),
     };
-    if !residual && !random {
+    let coded = starts::changes_base(recipe);
+    if !residual && !random && !coded {
         let print = export::fingerprint(&model.dir)?;
         return export::adapter(out, &config, &adapters, &whole, &model.dir, &print);
     }
     // The weights under this adapter exist nowhere else: they go along.
     config.base_model_name_or_path = Some(format!("{}/final/base", recipe.train.output_dir));
-    note("final/base holds the weights that this adapter belongs to");
+    note(match coded {
+        true => {
+            "final/base holds what the codes of the weights stand for, in f32: the adapter belongs to these weights"
+        }
+        false => "final/base holds the weights that this adapter belongs to",
+    });
+    let dtype = if coded { Dtype::F32 } else { recipe.model.dtype };
     export::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {
-        let written = base(&dir.join("base"), recipe, model, engine, &mut |name, sink| {
+        let written = base(&dir.join("base"), dtype, model, engine, &mut |name, sink| {
+            if coded && let Some(values) = decoded(engine, name)? {
+                return sink(Values::F32(&values));
+            }
             let module = name.trim_end_matches(".weight");
             match network.adapters.get(module).filter(|_| residual) {
                 Some(adapter) => sink(Values::F32(&residual_of(adapter, exact(engine, name)?)?)),
@@ -128,6 +134,18 @@ fn exact(engine: &Engine, name: &str) -> Result<Vec<f32>> {
         Ok(())
     })?;
     Ok(values)
+}
+
+/// What the codes of a weight stand for; `None`: it is not stored as codes.
+fn decoded(engine: &Engine, name: &str) -> Result<Option<Vec<f32>>> {
+    let source = &engine.network.source;
+    let Some(p) = source.params().iter().find(|p| &*p.name == name) else {
+        return Ok(None);
+    };
+    match source.fetch(p.group)?.weight(name)?.1 {
+        Weight::Coded(codes) => Ok(Some(codes.decode())),
+        Weight::Dense(_) => Ok(None),
+    }
 }
 
 /// The numbers of a weight as they are held.

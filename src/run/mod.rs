@@ -4,6 +4,7 @@
 pub mod adapter_tools;
 pub mod adapters;
 mod allocation;
+mod loftq;
 pub mod directory;
 pub mod evaluate;
 pub mod finish;

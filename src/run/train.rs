@@ -142,24 +142,22 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     network.adapters = prepared.adapters.clone();
     adapters::place_rows(&prepared, &mut network)?;
     network.ranks = allocation::of(recipe, &prepared);
-    match &resumed {
-        Some(checkpoint) => {
-            let sizes = state::sizes(checkpoint)?;
-            let ranks = starts::ranks_of(&network, |name| sizes.get(name).copied());
-            starts::resize(recipe, &mut network, &mut prepared, &ranks)?;
-        }
-        None => {
-            let mut setting = Setting {
-                recipe,
-                model: &model,
-                objective: &CausalLm::new(model.spec.vocab),
-                train: &train,
-                base: &facts.base,
-                cache: &run_dir.parent().unwrap_or(Path::new("")).join(START_CACHE),
-                note: &mut |line| reporter.note(line),
-            };
-            starts::fill(&mut setting, &mut network, &mut prepared)?;
-        }
+    if let Some(checkpoint) = &resumed {
+        let sizes = state::sizes(checkpoint)?;
+        let ranks = starts::ranks_of(&network, |name| sizes.get(name).copied());
+        starts::resize(recipe, &mut network, &mut prepared, &ranks)?;
+    }
+    if resumed.is_none() || starts::changes_base(recipe) {
+        let mut setting = Setting {
+            recipe,
+            model: &model,
+            objective: &CausalLm::new(model.spec.vocab),
+            train: &train,
+            base: &facts.base,
+            cache: &run_dir.parent().unwrap_or(Path::new("")).join(START_CACHE),
+            note: &mut |line| reporter.note(line),
+        };
+        starts::fill(&mut setting, &mut network, &mut prepared)?;
     }
     let setting = stage::Setting {
         recipe,
@@ -346,6 +344,7 @@ fn space_needed(recipe: &Recipe, model: &Described, elements: u64, place: Place)
     let all: usize = model.spec.params().iter().map(|p| p.elements()).sum();
     let out = match recipe.tune.method {
         // A start that is taken off doubles the rank.
+        Method::Lora if starts::changes_base(recipe) => elements * 8 + all as u64 * 4,
         Method::Lora => elements * 8,
         _ => all as u64 * if recipe.model.dtype == recipe::Dtype::F32 { 4 } else { 2 },
     };

@@ -35,6 +35,8 @@ RUNS = {
     "oft": ["tune.lora.peft_type=oft", "tune.lora.oft_block_size=8"],
     "oft_exact": ["tune.lora.peft_type=oft", "tune.lora.oft_block_size=8", "tune.lora.use_cayley_neumann=false"],
     "adalora": LORA + ["tune.lora.peft_type=adalora"],
+    "tokens": LORA + ["tune.lora.trainable_token_indices=[7, 40, 101]"],
+    "loftq": LORA + ["tune.lora.init_lora_weights=loftq", "tune.lora.loftq_iter=3", "memory.frozen_weights=int4"],
     "adalora_pruned": LORA + ["tune.lora.peft_type=adalora", "tune.lora.adalora.target_r=1"],
     "gaussian": LORA + ["tune.lora.init_lora_weights=gaussian"],
     "pissa": LORA + ["tune.lora.init_lora_weights=pissa"],

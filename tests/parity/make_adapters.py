@@ -25,7 +25,8 @@ import torch
 from peft import (AdaLoraConfig, IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftModel, VeraConfig,
                   get_peft_model)
 from peft.tuners.adalora import AdaLoraModel, RankAllocator
-from peft.tuners.lora.config import CordaConfig
+from peft.tuners.lora.config import CordaConfig, EvaConfig
+from peft.tuners.lora.eva import initialize_lora_eva_weights
 from peft.tuners.lora.corda import preprocess_corda
 from safetensors.torch import save_file
 
@@ -49,6 +50,8 @@ FILLED = {
     "regex": ("llama", lora(target_modules=r".*layers\.[0-2]\..*(q|up)_proj", rank_pattern={r"layers\.0\..*": 2},
                             exclude_modules=r".*layers\.1\.mlp.*"), 3e-3, 0.2, {}),
     "saved": ("llama", lora(modules_to_save=["lm_head"], layers_to_transform=[1, 3]), 5e-3, 0.1, {}),
+    "tokens": ("qwen3", lora(trainable_token_indices=[40, 7, 101]), 5e-3, 0.1, {}),
+    "tokens_head": ("llama", lora(trainable_token_indices={"embed_tokens": [9, 60], "lm_head": [9, 60]}), 5e-3, 0.1, {}),
     "ia3": ("llama", IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "v_proj", "down_proj"],
                                feedforward_modules=["down_proj"]), 1e-2, 0.2, {}),
     "vera": ("llama", VeraConfig(task_type="CAUSAL_LM", r=8, target_modules=TARGETS), 1e-2, 0.3, {}),
@@ -185,7 +188,7 @@ def make_filled(seed, name):
                 continue
             noise = torch.randn(parameter.shape, generator=generator) * deviation
             # Sizes, factors and whole weights stay near what they are.
-            near = any(part in key for part in ("magnitude", "ia3_l", "modules_to_save"))
+            near = any(part in key for part in ("magnitude", "ia3_l", "modules_to_save", "trainable_tokens"))
             parameter.copy_(parameter * (1 + noise) if near else noise)
     model.peft_config["default"].base_model_name_or_path = base
     model.save_pretrained(directory)
@@ -273,7 +276,31 @@ def make_started(name):
     finish(name, base, make, rows, recipe_of(rate, targets | more), {})
 
 
+def make_eva():
+    """EVA by PEFT: what A starts with, and the ranks and scales that it spends. Every row in one batch, seen twice."""
+    base = "llama"
+    rows = rows_of(base)
+    width = max(len(ids) for ids, _ in rows)
+    batch = dict(input_ids=torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows]),
+                 attention_mask=torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in rows]))
+    model = get_peft_model(load(base), lora(init_lora_weights="eva", eva_config=EvaConfig(rho=2.0)))
+    initialize_lora_eva_weights(model, [batch, batch])
+    config = model.peft_config["default"]
+    tensors = {key.replace("base_model.model.", "").replace(".default", ""): value.contiguous().clone()
+               for key, value in model.state_dict().items() if "lora_A" in key}
+    directory = OUT.parent / "eva"
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "golden.safetensors")
+    print("eva", config.rank_pattern, config.alpha_pattern, len(tensors))
+    recipe = recipe_of(1e-3, {"tune.lora.r": 4, "tune.lora.lora_alpha": 8, "tune.lora.target_modules": TARGETS,
+                              "tune.lora.init_lora_weights": "eva", "tune.lora.init_samples": 1000}) | {"train.max_steps": 0}
+    write_json(directory / "golden.json", dict(model=base, data=ROWS, recipe=recipe, ranks=config.rank_pattern,
+                                               alphas=config.alpha_pattern, versions=VERSIONS))
+
+
 def main():
+    if not sys.argv[1:] or "eva" in sys.argv[1:]:
+        make_eva()
     for seed, name in enumerate(FILLED):
         if not sys.argv[1:] or name in sys.argv[1:]:
             make_filled(seed, name)

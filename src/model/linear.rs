@@ -122,5 +122,4 @@ impl Linear {
 }
 
 #[cfg(test)]
-#[path = "linear_tests.rs"]
 mod tests;

@@ -40,11 +40,7 @@ pub(super) fn fill(s: &mut Setting, network: &Network) -> Result<()> {
             originals.push(original(network, &task.linear)?);
         }
         let jobs: Vec<(Task, Mat<f64>)> = tasks.into_iter().zip(originals).collect();
-        let found = each(
-            &jobs,
-            |(t, _)| t.module.as_str(),
-            |(task, w)| one(task, w.as_ref(), iterations),
-        )?;
+        let found = each(&jobs, |(t, _)| t, |(task, w)| one(task, w.as_ref(), iterations))?;
         for ((task, _), found) in jobs.iter().zip(&found) {
             if let Some(values) = &found.codes {
                 network.source.recode(&task.linear.name, values)?;

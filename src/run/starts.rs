@@ -19,8 +19,7 @@ use crate::model::{GradSink, Network, Objective, Param};
 use crate::ops::tally::Tally;
 use crate::ops::update;
 use crate::peft::lora::scaling;
-use crate::peft::start::cost::AT_ONCE;
-use crate::peft::start::{self, Arithmetic, Component, Covariance, Pair, algebra};
+use crate::peft::start::{self, Arithmetic, Component, Covariance, Pair, algebra, cost};
 use crate::peft::{self, Adapter, Dora, Frozen, Lora};
 use crate::recipe::{CordaArithmetic, CordaMethod, LoraInit, Method, PeftType, Recipe};
 use candle_core::{Device, Tensor};
@@ -105,10 +104,6 @@ pub(super) fn tasks(network: &Network, layer: usize) -> Result<Vec<Task>> {
 }
 
 impl Task {
-    pub fn name(&self) -> &str {
-        &self.module
-    }
-
     /// W in f64, `[O, I]`.
     fn weight(&self) -> Result<faer::Mat<f64>> {
         let (outputs, inputs) = self.linear.dims();
@@ -133,15 +128,18 @@ pub(super) fn set(lora: &Lora, pair: &Pair) -> Result<()> {
     Ok(())
 }
 
-/// `f` for each of some jobs, a few side by side, in order; `name` says in errors which one it was.
+/// `f` for each of the jobs of a layer, a few side by side, in order; `task` says which linear a job is about.
 pub(super) fn each<J: Sync, T: Send>(
     jobs: &[J],
-    name: impl Fn(&J) -> &str + Sync,
+    task: impl Fn(&J) -> &Task + Sync,
     f: impl Fn(&J) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
     let mut out = Vec::with_capacity(jobs.len());
-    for some in jobs.chunks(AT_ONCE) {
-        let found: Vec<Result<T>> = some.par_iter().map(|j| f(j).map_err(|e| e.or_at(name(j)))).collect();
+    let dims: Vec<(usize, usize)> = jobs.iter().map(|j| task(j).linear.dims()).collect();
+    for group in cost::together(&dims) {
+        let some = &jobs[group];
+        let one = |j: &J| f(j).map_err(|e| e.or_at(&task(j).module));
+        let found: Vec<Result<T>> = some.par_iter().map(one).collect();
         for one in found {
             out.push(one?);
         }
@@ -188,13 +186,17 @@ fn from_weights(s: &mut Setting, network: &Network) -> Result<()> {
     let progress = Progress::new(init.name(), network);
     for layer in 0..network.layers() {
         let tasks = tasks(network, layer)?;
-        let pairs = each(&tasks, Task::name, |task| {
-            let (w, own) = (task.weight()?, task.lora()?);
-            match init {
-                LoraInit::Olora => start::olora(w.as_ref(), own.rank()),
-                _ => start::pissa(w.as_ref(), own.rank(), own.scale, iterations, seed, own.mask.site),
-            }
-        })?;
+        let pairs = each(
+            &tasks,
+            |task| task,
+            |task| {
+                let (w, own) = (task.weight()?, task.lora()?);
+                match init {
+                    LoraInit::Olora => start::olora(w.as_ref(), own.rank()),
+                    _ => start::pissa(w.as_ref(), own.rank(), own.scale, iterations, seed, own.mask.site),
+                }
+            },
+        )?;
         for (task, pair) in tasks.iter().zip(&pairs) {
             set(task.lora()?, pair)?;
         }
@@ -226,12 +228,16 @@ fn eva(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Resul
     let mut budget = 0;
     inputs::observe(network, &batches, Arithmetic::Ft, &mut |layer, seen| {
         let tasks = tasks(network, layer)?;
-        let found = each(&tasks, Task::name, |task| {
-            let (r, inputs) = (task.lora()?.rank(), task.linear.dims().1);
-            // Half to even, as Python rounds.
-            let candidates = (r as f64 * rho).round_ties_even() as usize;
-            start::eva(seen.of(&task.module)?, candidates.clamp(r, inputs.max(r)))
-        })?;
+        let found = each(
+            &tasks,
+            |task| task,
+            |task| {
+                let (r, inputs) = (task.lora()?.rank(), task.linear.dims().1);
+                // Half to even, as Python rounds.
+                let candidates = (r as f64 * rho).round_ties_even() as usize;
+                start::eva(seen.of(&task.module)?, candidates.clamp(r, inputs.max(r)))
+            },
+        )?;
         let begin = all.len();
         for (task, (rows, explained)) in tasks.iter().zip(found) {
             let own = seen.of(&task.module)?;
@@ -305,16 +311,20 @@ fn corda(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Res
     let progress = Progress::new("corda", network);
     inputs::observe(network, &batches, arithmetic, &mut |layer, seen| {
         let tasks = tasks(network, layer)?;
-        let components = each(&tasks, Task::name, |task| {
-            let (outputs, inputs) = task.linear.dims();
-            let r = task.lora()?.rank();
-            let candidates = match settings.adaptive_rank {
-                true => (2 * r).min(outputs).min(inputs),
-                false => r,
-            };
-            let covariance: &Covariance = seen.of(&task.module)?;
-            start::components(task.weight()?.as_ref(), covariance, method, candidates)
-        })?;
+        let components = each(
+            &tasks,
+            |task| task,
+            |task| {
+                let (outputs, inputs) = task.linear.dims();
+                let r = task.lora()?.rank();
+                let candidates = match settings.adaptive_rank {
+                    true => (2 * r).min(outputs).min(inputs),
+                    false => r,
+                };
+                let covariance: &Covariance = seen.of(&task.module)?;
+                start::components(task.weight()?.as_ref(), covariance, method, candidates)
+            },
+        )?;
         found.extend(tasks.into_iter().map(|t| t.module).zip(components));
         progress.layer(layer + 1, s.note)
     })?;

@@ -6,9 +6,29 @@ use crate::peft::adapter::Cost;
 use crate::peft::targets::layer_of;
 use crate::recipe::{Lora, LoraInit, PeftType};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 /// Linears of a layer that are decomposed side by side: each holds a few matrices of its weight's size in f64.
-pub const AT_ONCE: usize = 4;
+const AT_ONCE: usize = 4;
+
+/// Which linears `[O, I]` of a layer are decomposed side by side, as ranges in order: never more than `AT_ONCE`, and
+/// together not larger than the largest one alone, so that the small ones cost no memory.
+pub fn together(linears: &[(usize, usize)]) -> Vec<Range<usize>> {
+    let size = |&(o, i): &(usize, usize)| (3 * o * i + (o + i) * o.min(i) + 3 * i * i) as u64;
+    let most = linears.iter().map(size).max().unwrap_or(0);
+    let (mut out, mut first, mut sum) = (Vec::new(), 0, 0);
+    for (n, linear) in linears.iter().enumerate() {
+        if n > first && (n - first == AT_ONCE || sum + size(linear) > most) {
+            out.push(first..n);
+            (first, sum) = (n, 0);
+        }
+        sum += size(linear);
+    }
+    if first < linears.len() {
+        out.push(first..linears.len());
+    }
+    out
+}
 
 /// Tokens of a batch of calibration rows: the sums of so many are f32 before they are added up in f64.
 pub const TOKENS: usize = 4096;
@@ -43,10 +63,15 @@ pub fn bytes(lora: &Lora, hidden: usize, tokens: u64, adapters: &BTreeMap<String
             .max()
             .filter(|_| looks)
             .unwrap_or(0);
-        let at_once = linears
-            .chunks(AT_ONCE)
-            .map(|some| some.iter().map(|l| l.work(init, lora)).sum());
-        covariances + at_once.max().unwrap_or(0).max(sums)
+        let dims: Vec<(usize, usize)> = linears.iter().map(|l| (l.o as usize, l.i as usize)).collect();
+        let groups = together(&dims).into_iter();
+        let at_once = groups.map(|g| linears[g].iter().map(|l| l.work(init, lora)).sum());
+        // LoftQ reads the weights of a layer first.
+        let originals: u64 = match init {
+            LoraInit::Loftq => linears.iter().map(|l| 8 * l.o * l.i).sum(),
+            _ => 0,
+        };
+        covariances + originals + at_once.max().unwrap_or(0).max(sums)
     });
     states + kept + worst.max().unwrap_or(0)
 }
@@ -104,5 +129,46 @@ impl Linear {
             LoraInit::Eva => (4.0 * self.r as f64 * lora.eva.rho) as u64 * self.i,
             _ => 0,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_start_costs_covariances_and_what_it_decomposes() {
+        let table = "[model]\npath = \"x\"\n[data]\ntrain = \"y\"\n[tune]\nmethod = \"lora\"\n";
+        let lora = |more: &str| {
+            let text = format!("{table}[tune.lora]\n{more}");
+            crate::recipe::parse(&text, "r.toml", &[]).unwrap().recipe.tune.lora
+        };
+        let part = |name: &str, shape: [usize; 2]| (format!("model.layers.0.mlp.{name}").into(), shape.to_vec());
+        let cost = Cost {
+            trained: vec![
+                part("up_proj.lora_A.weight", [2, 8]),
+                part("up_proj.lora_B.weight", [12, 2]),
+            ],
+            ..Cost::default()
+        };
+        let adapters = BTreeMap::from([("model.layers.0.mlp.up_proj".to_string(), cost)]);
+        let of = |more: &str| bytes(&lora(more), 8, 100, &adapters);
+        assert_eq!(of(""), 0);
+        assert_eq!(of("peft_type = \"oft\""), 0);
+        // W is [12, 8]: 96 elements, C 64, factors (12 + 8) · 8.
+        assert_eq!(of("init_lora_weights = \"pissa\""), 4 * 96 + 8 * (2 * 96 + 160));
+        let corda = 4 * 100 * 8 + 8 * 64 + 4 * 96 + 8 * (3 * 96 + 160 + 3 * 64) + (8 * 2 + 4 * 2) * 20;
+        assert_eq!(of("init_lora_weights = \"corda\""), corda);
+    }
+
+    #[test]
+    fn small_linears_share_what_the_largest_needs() {
+        let (d, i) = (4096, 11008);
+        let layer = [(d, d), (d, d), (d, d), (d, d), (i, d), (i, d), (d, i)];
+        assert_eq!(together(&layer), [0..4, 4..6, 6..7]);
+        assert_eq!(together(&[(d, d); 2]), [0..1, 1..2], "alike: one after the other");
+        assert_eq!(together(&[]), []);
+        let tiny: Vec<(usize, usize)> = [(4, 4); 9].into_iter().chain([(400, 400)]).collect();
+        assert_eq!(together(&tiny), [0..4, 4..8, 8..9, 9..10]);
     }
 }

@@ -30,6 +30,8 @@ pub struct Network {
     /// Parameters of the objective: `objective.*`.
     pub own: Vec<Param>,
     pub device: Device,
+    /// Tokens that go through an MLP at a time; `None`: all.
+    pub mlp_tokens: Option<usize>,
 }
 
 fn param(weights: &GroupWeights, name: &str) -> Result<Param> {
@@ -47,6 +49,7 @@ impl Network {
             ranks: None,
             own: Vec::new(),
             device,
+            mlp_tokens: None,
         }
     }
 
@@ -72,6 +75,7 @@ impl Network {
             ropes,
             dropout,
             observer: None,
+            mlp_tokens: self.mlp_tokens,
         })
     }
 

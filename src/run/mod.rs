@@ -3,8 +3,9 @@
 
 pub mod adapter_tools;
 pub mod adapters;
+mod advice;
 mod allocation;
-mod loftq;
+mod choose;
 pub mod directory;
 pub mod evaluate;
 pub mod finish;
@@ -12,6 +13,7 @@ pub mod forecast;
 pub mod generate;
 pub mod inputs;
 pub mod logits;
+mod loftq;
 pub mod merge;
 pub mod plan;
 pub mod quantize;

@@ -6,9 +6,11 @@ pub mod policy;
 pub mod resident;
 pub mod stored;
 mod turns;
+pub mod uploaded;
 
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
+use crate::ops::transfer::CopyTimes;
 use crate::quant::Weight;
 use candle_core::Tensor;
 use half::bf16;
@@ -19,6 +21,7 @@ pub use disk::Disk;
 pub use policy::Policy;
 pub use resident::Resident;
 pub use turns::Recoded;
+pub use uploaded::Uploaded;
 
 /// What is fetched as one piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -169,6 +172,11 @@ pub trait LayerSource: Send {
         Err(Error::new("codes that do not stay on the device cannot be made anew")
             .at(name)
             .hint("set `memory.tier = \"device\"`, or `tune.lora.loftq_iter = 1`"))
+    }
+
+    /// How long weights travelled to the device since the last call; `None` where they do not.
+    fn copies(&self) -> Result<Option<CopyTimes>> {
+        Ok(None)
     }
 
     /// All numbers of a parameter as they are now, a few at a time; with lower halves unless `master_is_out`.

@@ -15,6 +15,8 @@ mod quant;
 mod rl;
 #[path = "parity/rollouts.rs"]
 mod rollouts;
+#[path = "parity/ranks.rs"]
+mod ranks;
 #[path = "parity/support.rs"]
 mod support;
 #[path = "parity/tables.rs"]

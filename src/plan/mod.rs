@@ -23,8 +23,9 @@ use crate::engine::{Active, Gradients};
 use crate::model::{Adapters, Spec};
 use crate::optim::Optimizer;
 use crate::peft::Cost;
+use crate::peft::start::cost;
 use crate::quant::Storage;
-use crate::recipe::{Dtype, Method, Recipe, RolloutWeights};
+use crate::recipe::{Dtype, LoraInit, Method, Recipe, RolloutWeights};
 use crate::source::{Group, Policy};
 use ledger::{Kind, Ledger};
 use std::collections::{BTreeMap, BTreeSet};
@@ -120,6 +121,22 @@ impl Inputs {
             data_bytes: 0,
             process_bytes: crate::base::memory::resident(),
         }
+    }
+}
+
+impl Inputs {
+    /// What fresh adapters need to start: covariances of a layer, decompositions.
+    fn start_bytes(&self, recipe: &Recipe, spec: &Spec) -> u64 {
+        let lora = &recipe.tune.lora;
+        let (samples, own) = match lora.init_lora_weights {
+            LoraInit::Corda => (lora.corda.samples, lora.corda.data.is_empty()),
+            _ => (lora.init_samples, true),
+        };
+        let mut tokens = (samples * self.longest) as u64;
+        if own && self.data_bytes > 0 {
+            tokens = tokens.min(self.data_bytes / 5);
+        }
+        cost::bytes(lora, spec.hidden, tokens, &self.adapters)
     }
 }
 
@@ -296,6 +313,8 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
             let bytes = answers * (inputs.element * cache as u64 + 8 * spec.vocab as u64);
             ledger.touch(Kind::Rollout, bytes);
         }
+        ledger.moment("start of the adapters");
+        ledger.touch(Kind::Scratch, inputs.start_bytes(recipe, spec));
         step::walk(&mut ledger, spec, recipe, inputs, active);
         // A checkpoint or `final/` takes one tensor at a time as f32; what is on the disk, a small part of it.
         ledger.moment("saving");

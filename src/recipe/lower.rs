@@ -213,6 +213,11 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
     let corrects = path.starts_with("tune.lora.")
         && values.text("tune.method") == "block"
         && values.text("tune.block.correction") == "lora";
+    // A given adapter can be an AdaLoRA; its directory says so.
+    let given = path.starts_with("tune.lora.adalora.") && !values.text("tune.lora.adapter").is_empty();
+    if given && values.text("tune.method") == "lora" {
+        return None;
+    }
     if let Some((other, accepted)) = entry.key.when.filter(|_| !corrects) {
         let cause = values.entry(other)?;
         if let Some(why) = unused(values, cause) {

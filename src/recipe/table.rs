@@ -87,6 +87,14 @@ pub const TABLES: &[(&str, &str)] = &[
         "tune.lora.corda",
         "CorDA: adapters that start from the directions in which the inputs of each linear vary.",
     ),
+    (
+        "tune.lora.adalora",
+        "AdaLoRA: every pair starts with rank `r`, and while training goes on the singular values that matter least over the whole model are set to zero.",
+    ),
+    (
+        "tune.lora.eva",
+        "EVA: adapters that start from the main directions of the inputs.",
+    ),
     ("tune.freeze", "Only the last layers, or parameters given by name."),
     ("optimizer", "The update rule. Names and meaning as in PyTorch."),
     ("schedule", "The learning rate over the steps, as in transformers."),
@@ -107,7 +115,7 @@ pub const TABLES: &[(&str, &str)] = &[
 pub const TABLES_NOT_BUILT: &[&str] = &["distill"];
 
 /// Values that the design names and this version does not do yet: key, value.
-pub const NOT_BUILT: &[(&str, &str)] = &[("tune.lora.init_lora_weights", "loftq"), ("train.stage", "distill")];
+pub const NOT_BUILT: &[(&str, &str)] = &[("train.stage", "distill")];
 
 /// Names that other tools use for our keys.
 pub const ALIASES: &[(&str, &str)] = &[
@@ -123,6 +131,7 @@ pub const ALIASES: &[(&str, &str)] = &[
     ("finetuning_type", "tune.method"),
     ("grad_accum", "train.gradient_accumulation_steps"),
     ("grad_clip", "train.max_grad_norm"),
+    ("init_r", "tune.lora.r"),
     ("iters", "train.max_steps"),
     ("lora_r", "tune.lora.r"),
     ("lora_rank", "tune.lora.r"),
@@ -270,6 +279,20 @@ const fn from(min: i64) -> Kind {
     Kind::Integer { min, max: i64::MAX }
 }
 
+/// More than zero, less than one.
+const INSIDE_ONE: Range = Range {
+    min: 0.0,
+    max: 1.0,
+    min_open: true,
+    max_open: true,
+};
+/// One or more.
+const ONE_OR_MORE: Range = Range {
+    min: 1.0,
+    max: f64::INFINITY,
+    min_open: false,
+    max_open: true,
+};
 /// Zero or more.
 const POSITIVE_OR_ZERO: Range = Range {
     min: 0.0,
@@ -627,7 +650,7 @@ pub static KEYS: &[Key] = &[
         Kind::Name(PeftType::NAMES),
         "\"lora\"",
         "the best known, and every loader reads it",
-        "What an adapter adds to a linear. `adalora` trains singular values and keeps all of them: ranks are not pruned yet.",
+        "What an adapter adds to a linear.",
     ),
     lora(
         "r",
@@ -692,6 +715,14 @@ pub static KEYS: &[Key] = &[
         "only adapters train",
         "Modules that train whole beside the adapters and are saved with them, for example `lm_head`.",
     ),
+    of_type(
+        "trainable_token_indices",
+        Kind::Integers,
+        "[]",
+        "only adapters train",
+        "Tokens whose rows of the embedding train beside the adapters, for example new ones: not the whole matrix. A head of its own trains the same rows; PEFT does so where `lm_head` is named too.",
+        &["lora"],
+    ),
     lora(
         "init_lora_weights",
         Kind::Name(LoraInit::NAMES),
@@ -712,6 +743,13 @@ pub static KEYS: &[Key] = &[
         "0",
         "exact",
         "Power iterations of a fast randomized SVD for `pissa`; 0 is the exact SVD. PEFT: `pissa_niter_N`.",
+    ),
+    lora(
+        "loftq_iter",
+        Kind::Integer { min: 1, max: 1000 },
+        "1",
+        "as in PEFT",
+        "Iterations of `loftq`: with more than one the codes of the weights are made anew of what the pair does not say.",
     ),
     lora(
         "use_rslora",
@@ -862,6 +900,102 @@ pub static KEYS: &[Key] = &[
         ),
         "tune.method",
         &["lora"],
+    ),
+    when(
+        key(
+            "tune.lora.eva",
+            "rho",
+            Kind::Number(ONE_OR_MORE),
+            "2.0",
+            "as in PEFT",
+            "Ranks by module under the same total: at most `rho` times `r`, where directions explain most; 1 leaves every rank as it is.",
+        ),
+        "tune.method",
+        &["lora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "target_r",
+            Kind::Integer { min: 0, max: 1 << 20 },
+            "0",
+            "two thirds of `r`, as PEFT's 8 of 12; the ranks of a given `tune.lora.adapter` stay",
+            "Mean rank of the linears in the end; `r` is PEFT's `init_r`.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "tinit",
+            from(0),
+            "0",
+            "as in PEFT",
+            "Steps before ranks begin to fall.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "tfinal",
+            from(0),
+            "0",
+            "as in PEFT",
+            "Last steps, in which the ranks that are left train on.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "deltaT",
+            from(1),
+            "1",
+            "as in PEFT",
+            "Steps from one allocation of ranks to the next.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "beta1",
+            Kind::Number(INSIDE_ONE),
+            "0.85",
+            "as in PEFT",
+            "Smoothing of the importance of each number.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "beta2",
+            Kind::Number(INSIDE_ONE),
+            "0.85",
+            "as in PEFT",
+            "Smoothing of the uncertainty of that importance.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "orth_reg_weight",
+            Kind::Number(POSITIVE_OR_ZERO),
+            "0.5",
+            "as in PEFT",
+            "Weight of the distance of A·Aᵀ and Bᵀ·B from the identity; it is part of the gradients, not of the reported loss.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
     ),
     when(
         key(

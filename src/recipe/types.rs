@@ -286,11 +286,15 @@ pub struct Lora {
     pub alpha_pattern: Vec<(String, f64)>,
     /// Modules trained whole beside the adapters.
     pub modules_to_save: Vec<String>,
+    /// Rows of the embedding (and of a head of its own) that train.
+    pub trainable_token_indices: Vec<usize>,
     pub init_lora_weights: LoraInit,
     /// Training rows that `eva` and `lora_ga` look at.
     pub init_samples: usize,
     /// Power iterations of the fast SVD; 0 is the exact SVD.
     pub pissa_niter: usize,
+    /// Alternating iterations of LoftQ.
+    pub loftq_iter: usize,
     pub use_rslora: bool,
     pub use_dora: bool,
     pub loraplus_lr_ratio: f64,
@@ -310,6 +314,27 @@ pub struct Lora {
     /// Start from this PEFT adapter directory; `None` starts fresh.
     pub adapter: Option<String>,
     pub corda: Corda,
+    pub adalora: AdaloraRanks,
+    pub eva: Eva,
+}
+
+#[derive(Debug, Clone)]
+pub struct Eva {
+    /// Most that a rank may grow; 1 leaves all as they are.
+    pub rho: f64,
+}
+
+/// How AdaLoRA gives ranks to linears; names as in PEFT.
+#[derive(Debug, Clone)]
+pub struct AdaloraRanks {
+    /// Mean rank in the end; 0 is two thirds of `r`, or no change of a given adapter.
+    pub target_r: usize,
+    pub tinit: usize,
+    pub tfinal: usize,
+    pub delta_t: usize,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub orth_reg_weight: f64,
 }
 
 #[derive(Debug, Clone)]

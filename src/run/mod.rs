@@ -4,6 +4,7 @@
 pub mod adapter_tools;
 pub mod adapters;
 mod advice;
+mod allocation;
 mod choose;
 pub mod directory;
 pub mod evaluate;
@@ -12,6 +13,7 @@ pub mod forecast;
 pub mod generate;
 pub mod inputs;
 pub mod logits;
+mod loftq;
 pub mod merge;
 pub mod plan;
 pub mod prompts;

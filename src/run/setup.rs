@@ -9,7 +9,7 @@ use crate::formats::template::ChatTemplate;
 use crate::formats::tokenizer::Tokenizer;
 use crate::formats::weights::Weights;
 use crate::hub;
-use crate::model::{Network, Spec, families, shapes};
+use crate::model::{Network, Spec, TokenRows, families, shapes};
 use crate::ops::{self, update};
 use crate::plan::Place;
 use crate::quant::Format;
@@ -201,6 +201,9 @@ impl Described {
             for (name, tensor) in &loaded.whole {
                 let values = update::to_f32_vec(tensor)?;
                 store(&network.param(name)?.tensor, &values)?;
+            }
+            for (table, (ids, rows)) in &loaded.rows {
+                TokenRows::new(&network, table, ids, Some(rows))?;
             }
         }
         Ok(network)

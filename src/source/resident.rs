@@ -346,6 +346,15 @@ impl LayerSource for Resident {
         Ok(recoded)
     }
 
+    fn recode(&self, name: &str, values: &[f32]) -> Result<()> {
+        let p = self.param(name)?;
+        let Some(&(format, dtype)) = self.coded.get(name) else {
+            return Err(Error::new("this weight is not stored as codes").at(name));
+        };
+        self.replace(p, encode(values, p, format, dtype)?);
+        Ok(())
+    }
+
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
         Ok((self.here(name)?, ids.to_vec()))
     }

@@ -291,8 +291,9 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         model: &model,
         device: &Device::Cpu,
         train: &rows.train,
-        stream: BatchStream::new(&rows.train, stream(&recipe)).unwrap(),
+        stream: BatchStream::new(&rows.train, stream(&recipe, rows.train.examples.len())).unwrap(),
         eval: None,
+        questions: None,
     };
     let stage::Stage { mut feed, objective } = stage::open(setting).unwrap_or_else(|e| panic!("{e}"));
     let engine = engine::Engine {
@@ -301,6 +302,7 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         optimizer: Optimizer::new(recipe.optimizer.clone()),
         gradients: engine::Gradients::Keep,
         keep_layers: 0,
+        parked: None,
         max_grad_norm: 0.0,
         seed: 0,
     };
@@ -328,7 +330,7 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         objective.as_ref(),
         &batches,
         &active,
-        0,
+        Keeping::default(),
         |_| None,
         &mut sink,
         &tally,

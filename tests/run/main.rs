@@ -1,5 +1,6 @@
 //! Whole runs of the `ft` program: what stays equal, what survives, what is refused.
 
+mod adapters;
 mod bench;
 mod caps;
 mod coded;

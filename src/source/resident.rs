@@ -99,8 +99,10 @@ impl Resident {
         let mut coded = BTreeMap::new();
         for p in &params {
             let weight = make(p)?;
-            if let Weight::Coded(c) = &weight {
-                coded.insert(p.name.clone(), (c.format(), c.decoded()));
+            match &weight {
+                Weight::Coded(c) => drop(coded.insert(p.name.clone(), (c.format(), c.decoded()))),
+                Weight::Placed(c) => drop(coded.insert(p.name.clone(), (c.format(), c.decoded()))),
+                Weight::Dense(_) => {}
             }
             groups.entry(p.group).or_default().insert(p.name.clone(), weight);
         }
@@ -191,8 +193,7 @@ pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device)
     let shape = p.shape.as_slice();
     if let Some(found) = stored::find(weights, &p.name)? {
         let (Storage::Dense(decoded) | Storage::Coded(_, decoded)) = storage;
-        on_cpu(device)?;
-        return Ok(stored::read(weights, p, found, decoded)?.into());
+        return Weight::coded_on(stored::read(weights, p, found, decoded)?, device);
     }
     match storage {
         Storage::Dense(Dtype::F32) => Ok(Tensor::from_vec(weights.read_f32(&p.name)?, shape, device)?.into()),
@@ -205,15 +206,6 @@ pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device)
     }
 }
 
-fn on_cpu(device: &Device) -> Result<()> {
-    match device.is_cpu() {
-        true => Ok(()),
-        false => Err(Error::new("weights stored as codes are not built yet for a GPU")
-            .at("memory.frozen_weights")
-            .hint("set `memory.frozen_weights = \"auto\"`, or `model.device = \"cpu\"`")),
-    }
-}
-
 fn code<V: quant::Value>(
     values: &[V],
     p: &ParamInfo,
@@ -221,8 +213,7 @@ fn code<V: quant::Value>(
     decoded: Dtype,
     device: &Device,
 ) -> Result<Weight> {
-    on_cpu(device)?;
-    Ok(encode(values, p, format, decoded)?.into())
+    Weight::coded_on(encode(values, p, format, decoded)?, device)
 }
 
 /// Errors: missing, misshapen and surplus tensors, all in one.
@@ -313,7 +304,7 @@ impl LayerSource for Resident {
                     if let Some(half) = exact.low {
                         low.put_low(&p.name, half);
                     }
-                    exact.weight
+                    exact.weight.to_device(&self.device)?
                 }
                 None => {
                     let values = Tensor::from_vec(self.original(p)?, p.shape.as_slice(), &self.device)?;
@@ -332,13 +323,15 @@ impl LayerSource for Resident {
         let leaving: Vec<Arc<str>> = lock(&self.active).iter().filter(|n| !keep(n)).cloned().collect();
         let mut recoded = Vec::new();
         for p in self.turning(leaving.iter().map(|n| &**n)) {
+            // Beside the codes, on the host.
+            let low = low.take_low(&p.name).map(|low| low.to_device(&Device::Cpu));
             let exact = Exact {
-                weight: self.here(&p.name)?,
-                low: low.take_low(&p.name),
+                weight: self.here(&p.name)?.to_device(&Device::Cpu)?,
+                low: low.transpose()?,
             };
             let (format, dtype) = self.coded[&p.name];
             let (codes, error) = recode(&exact.values()?, p, format, dtype)?;
-            self.replace(p, codes);
+            self.replace(p, Weight::coded_on(codes, &self.device)?);
             lock(&self.trained).insert(p.name.clone(), exact);
             lock(&self.active).remove(&p.name);
             recoded.push(error);
@@ -370,8 +363,8 @@ impl LayerSource for Resident {
         saved.require(name, &[p.elements()])?;
         let values = saved.read_f32(name)?;
         if let Some(&(format, dtype)) = self.coded.get(name) {
-            self.replace(p, encode(&values, p, format, dtype)?);
-            let exact = Exact::new(values, &p.shape, dtype, &self.device)?;
+            self.replace(p, code(&values, p, format, dtype, &self.device)?);
+            let exact = Exact::new(values, &p.shape, dtype, &Device::Cpu)?;
             lock(&self.trained).insert(p.name.clone(), exact);
             return Ok(());
         }
@@ -383,7 +376,7 @@ impl LayerSource for Resident {
                 low.put_low(name, half);
                 Ok(())
             }
-            _ => update::with_slice_mut(&tensor, |weight| weight.copy_from_slice(&values)),
+            _ => update::set(&tensor, &values),
         }
     }
 }

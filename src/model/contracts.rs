@@ -24,6 +24,12 @@ pub trait GradSink {
     /// Takes the gradient (f32, the parameter's shape). Called after the parameter's last use in this
     /// backward pass, so the sink may change the weight at once.
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()>;
+
+    /// The gradient of `name` so far (f32), where it comes in parts and this is not the first: the next part is added
+    /// to it in place instead of being handed over.
+    fn sum(&self, _name: &str) -> Option<Tensor> {
+        None
+    }
 }
 
 /// Keys and values of earlier tokens, for decoding.

@@ -16,7 +16,7 @@ use crate::quant::Format;
 use crate::recipe::{Dtype, ModelInit, Recipe};
 use crate::report;
 use crate::source::{Disk, Policy, Resident, disk, resident, stored};
-use candle_core::{DType, Device, Tensor};
+use candle_core::Device;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -181,7 +181,7 @@ impl Described {
             }
             for (name, tensor) in &loaded.whole {
                 let values = update::to_f32_vec(tensor)?;
-                store(&network.param(name)?.tensor, &values)?;
+                update::set(&network.param(name)?.tensor, &values)?;
             }
         }
         Ok(network)
@@ -201,18 +201,6 @@ pub fn stored_codes(dir: &Path, spec: &Spec, init: ModelInit) -> Result<BTreeMap
         }
     }
     Ok(found)
-}
-
-/// Sets a weight to these values, rounded to its type.
-fn store(weight: &Tensor, values: &[f32]) -> Result<()> {
-    match weight.dtype() {
-        DType::BF16 => update::store_bf16(weight, |w| {
-            for (w, &x) in w.iter_mut().zip(values) {
-                *w = half::bf16::from_f32(x);
-            }
-        }),
-        _ => update::with_slice_mut(weight, |w| w.copy_from_slice(values)),
-    }
 }
 
 /// What a model computes, from its `config.json` alone.

@@ -176,8 +176,8 @@ fn decoded(engine: &Engine, name: &str) -> Result<Option<Vec<f32>>> {
         return Ok(None);
     };
     match source.fetch(p.group)?.weight(name)?.1 {
-        Weight::Coded(codes) => Ok(Some(codes.decode())),
         Weight::Dense(_) => Ok(None),
+        codes => Ok(Some(codes.rows(0, p.shape[0])?)),
     }
 }
 

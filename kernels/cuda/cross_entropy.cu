@@ -79,7 +79,8 @@ __device__ __forceinline__ Peak peak_of(const float* row, int vocabulary, float 
 // the row becomes scale (softmax - target) times the slope of the cap, of type G, from its first byte on.
 template <typename G, bool GRADIENT>
 __device__ __forceinline__ void cross_entropy(
-    float* logits, const u32* targets, double* loss, u32* correct, int vocabulary, i64 stride, float cap, float scale) {
+    float* logits, const u32* targets, double* loss, u32* correct, int vocabulary, i64 stride, float cap, float scale,
+    const float* weights) {
     float* row = logits + (i64)blockIdx.x * stride;
     const int target = (int)targets[blockIdx.x];
     // Read before anything is written.
@@ -91,6 +92,8 @@ __device__ __forceinline__ void cross_entropy(
         correct[blockIdx.x] = peak.at == target;
     }
     if (!GRADIENT) return;
+    // Every token has a weight of its own, where there are any.
+    if (weights) scale *= weights[blockIdx.x];
     const float factor = scale / peak.sum;
     G* gradient = reinterpret_cast<G*>(row);
     // bf16 gradients are half as wide: a tile is read by all before it is written, and what is written of it lies in
@@ -115,18 +118,21 @@ __device__ __forceinline__ void cross_entropy(
 }
 
 extern "C" __global__ void cross_entropy_loss(
-    float* logits, const u32* targets, double* loss, u32* correct, int vocabulary, i64 stride, float cap, float scale) {
-    cross_entropy<float, false>(logits, targets, loss, correct, vocabulary, stride, cap, scale);
+    float* logits, const u32* targets, double* loss, u32* correct, int vocabulary, i64 stride, float cap, float scale,
+    const float* weights) {
+    cross_entropy<float, false>(logits, targets, loss, correct, vocabulary, stride, cap, scale, weights);
 }
 
 extern "C" __global__ void cross_entropy_f32(
-    float* logits, const u32* targets, double* loss, u32* correct, int vocabulary, i64 stride, float cap, float scale) {
-    cross_entropy<float, true>(logits, targets, loss, correct, vocabulary, stride, cap, scale);
+    float* logits, const u32* targets, double* loss, u32* correct, int vocabulary, i64 stride, float cap, float scale,
+    const float* weights) {
+    cross_entropy<float, true>(logits, targets, loss, correct, vocabulary, stride, cap, scale, weights);
 }
 
 extern "C" __global__ void cross_entropy_bf16(
-    float* logits, const u32* targets, double* loss, u32* correct, int vocabulary, i64 stride, float cap, float scale) {
-    cross_entropy<bf16, true>(logits, targets, loss, correct, vocabulary, stride, cap, scale);
+    float* logits, const u32* targets, double* loss, u32* correct, int vocabulary, i64 stride, float cap, float scale,
+    const float* weights) {
+    cross_entropy<bf16, true>(logits, targets, loss, correct, vocabulary, stride, cap, scale, weights);
 }
 
 // totals[0] += the losses, totals[1] += the hits, in a fixed order; one block. Where `each` is there, it gets the

@@ -3,6 +3,9 @@
 //! Letters: N tokens of a batch, all its documents laid end to end. No padding exists in ft: rows of
 //! different lengths are neighbours, and attention never crosses a document boundary.
 
+use crate::base::{Error, Result};
+use std::collections::BTreeMap;
+
 /// A position that is not trained.
 pub const IGNORE: u32 = u32::MAX;
 
@@ -15,8 +18,32 @@ pub struct Example {
     pub trained: Vec<bool>,
 }
 
+/// Plain numbers that a stage hands to its own objective: reference log-probabilities, advantages, margins. The
+/// names are theirs.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Columns {
+    /// Each `[N]`: the value of position n belongs to its target.
+    pub tokens: BTreeMap<&'static str, Vec<f32>>,
+    /// Each `[documents]`.
+    pub documents: BTreeMap<&'static str, Vec<f32>>,
+}
+
+impl Columns {
+    /// Errors: the batch does not have this column.
+    pub fn token(&self, name: &str) -> Result<&[f32]> {
+        let column = self.tokens.get(name).map(Vec::as_slice);
+        column.ok_or_else(|| Error::new("a batch lacks a column of numbers").at(name))
+    }
+
+    /// Errors: the batch does not have this column.
+    pub fn document(&self, name: &str) -> Result<&[f32]> {
+        let column = self.documents.get(name).map(Vec::as_slice);
+        column.ok_or_else(|| Error::new("a batch lacks a column of numbers").at(name))
+    }
+}
+
 /// Documents laid end to end.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Batch {
     /// `[N]`
     pub ids: Vec<u32>,
@@ -26,6 +53,7 @@ pub struct Batch {
     pub targets: Vec<u32>,
     /// Offsets of the documents: `[documents + 1]`, from 0 to N.
     pub documents: Vec<usize>,
+    pub columns: Columns,
 }
 
 impl Batch {

@@ -17,7 +17,7 @@ mod testing;
 #[cfg(test)]
 mod tests;
 
-pub use batch::{Batch, Example, IGNORE};
+pub use batch::{Batch, Columns, Example, IGNORE};
 pub use codec::{ChatRender, TextCodec};
 pub use dataset::{Dataset, Origin, Spec, Stats};
 pub use encode::{Encoder, Question};

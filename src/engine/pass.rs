@@ -4,7 +4,7 @@ use super::active::Active;
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::spec::EMBEDDING;
-use crate::model::{Context, GradSink, Layer, Need, Network, Objective};
+use crate::model::{Context, GradSink, Layer, Need, Network, Objective, Param};
 use crate::ops::tally::{Sums, Tally};
 use crate::ops::{embedding, rms_norm};
 use crate::peft::Dropout;
@@ -15,6 +15,8 @@ use candle_core::{DType, Tensor};
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Totals {
     pub loss_sum: f64,
+    /// What the loss is divided by: for most objectives the trained tokens.
+    pub weight: u64,
     /// Trained tokens.
     pub trained: u64,
     /// Trained tokens whose most likely prediction was right.
@@ -25,17 +27,19 @@ pub struct Totals {
 
 impl Totals {
     pub fn loss(&self) -> f64 {
-        self.loss_sum / self.trained as f64
+        self.loss_sum / self.weight as f64
     }
 
     pub fn add(&mut self, other: Totals) {
         self.loss_sum += other.loss_sum;
+        self.weight += other.weight;
         self.trained += other.trained;
         self.correct += other.correct;
         self.tokens += other.tokens;
     }
 
-    pub fn count(&mut self, batch: &Batch) {
+    pub fn count(&mut self, batch: &Batch, objective: &dyn Objective) {
+        self.weight += objective.weight(batch) as u64;
         self.trained += batch.trained() as u64;
         self.tokens += batch.len() as u64;
     }
@@ -50,8 +54,8 @@ impl Totals {
     }
 }
 
-/// All micro-batches of one optimizer step: gradients of `active` go to `sink`, scaled by 1 / (trained tokens
-/// of the whole window). The uppermost `keep` layers keep their activations, the others recompute them: the same bits.
+/// All micro-batches of one optimizer step: gradients of `active` go to `sink`, scaled by 1 / (weight of the
+/// whole window). The uppermost `keep` layers keep their activations, the others recompute them: the same bits.
 /// `key(micro)` gives the dropout key of each micro-batch. Loss and correct predictions are added to `tally`; the
 /// totals that come back have the counts only.
 #[allow(clippy::too_many_arguments)]
@@ -65,8 +69,8 @@ pub fn window(
     sink: &mut dyn GradSink,
     tally: &Tally,
 ) -> Result<Totals> {
-    let trained: usize = batches.iter().map(Batch::trained).sum();
-    if trained == 0 {
+    let weight: usize = batches.iter().map(|b| objective.weight(b)).sum();
+    if weight == 0 {
         return Err(
             Error::new("nothing is trained in this step: every token of its rows is masked")
                 .hint("look at the rows with `ft data --recipe R`"),
@@ -83,12 +87,12 @@ pub fn window(
             batch,
             active,
             keep,
-            1.0 / trained as f64,
+            1.0 / weight as f64,
             key(micro as u64),
             sink,
             tally,
         )?;
-        totals.count(batch);
+        totals.count(batch, objective);
     }
     Ok(totals)
 }
@@ -109,6 +113,8 @@ fn micro_batch(
     let lowest = active.lowest_layer(layers);
     let ctx = network.context(&batch.positions, &batch.documents, dropout)?;
 
+    let need = |dh| Need { scale, dh, dw: false };
+
     // Forward: the inputs of the layers that backward will visit are kept, of some all that it needs.
     let mut inputs = Vec::with_capacity(layers - lowest);
     network.source.prefetch(Group::Layer(0));
@@ -116,6 +122,10 @@ fn micro_batch(
     for l in 0..layers {
         if l + 1 < layers {
             network.source.prefetch(Group::Layer(l + 1));
+        }
+        if l < lowest && objective.inner_layers().contains(&l) {
+            let out = objective.inner(l, &x, batch, need(false), tally)?;
+            take_own(out.own, sink)?;
         }
         let block = network.block(l)?;
         let y = if l >= lowest && l + keep >= layers {
@@ -136,15 +146,15 @@ fn micro_batch(
     let norm = network.final_norm()?;
     let head = network.head()?;
     let need_dx = lowest < layers || active.lowest() == Group::Embedding;
-    let need = Need {
-        scale,
-        dh: need_dx || sink.wants(&norm.name),
+    let at_the_end = Need {
         dw: sink.wants(&head.name),
+        ..need(need_dx || sink.wants(&norm.name))
     };
-    let mut out = objective.evaluate(&network.normalize(&x)?, &head, batch, need, tally)?;
+    let mut out = objective.evaluate(&network.normalize(&x)?, &head, batch, at_the_end, tally)?;
     if let Some(sums) = tally.known().filter(|s| !s.loss.is_finite()) {
         return Err(non_finite_loss(sums.loss));
     }
+    take_own(out.own, sink)?;
     // A tied head is the embedding: its gradient waits for the embedding's own part.
     let mut tied = None;
     if let Some(dw) = out.dw.take() {
@@ -180,13 +190,30 @@ fn micro_batch(
         let Some((x, kept)) = inputs.pop() else {
             return Err(Error::new("a layer input was not kept"));
         };
-        match network.block(l)?.vjp(&x, kept, dx, &ctx, need_dx, sink)? {
-            Some(below) => dx = below,
-            None => return Ok(()),
+        let mut inner = None;
+        if objective.inner_layers().contains(&l) {
+            let out = objective.inner(l, &x, batch, need(need_dx), tally)?;
+            take_own(out.own, sink)?;
+            inner = out.dh;
         }
+        dx = match (network.block(l)?.vjp(&x, kept, dx, &ctx, need_dx, sink)?, inner) {
+            (Some(below), Some(inner)) => (below + inner)?,
+            (Some(below), None) => below,
+            (None, _) => return Ok(()),
+        };
     }
     if active.lowest() == Group::Embedding {
         embedding_gradient(network, batch, &dx, tied, sink)?;
+    }
+    Ok(())
+}
+
+/// Gradients of the objective's own parameters, where they are trained.
+fn take_own(own: Vec<(Param, Tensor)>, sink: &mut dyn GradSink) -> Result<()> {
+    for (param, gradient) in own {
+        if sink.wants(&param.name) {
+            sink.take(&param, gradient)?;
+        }
     }
     Ok(())
 }
@@ -219,17 +246,22 @@ pub(super) fn non_finite_loss(loss: f64) -> Error {
 /// Loss of one batch without gradients.
 pub fn evaluate(network: &Network, objective: &dyn Objective, batch: &Batch) -> Result<Totals> {
     let mut totals = Totals::default();
-    if batch.trained() > 0 {
+    if objective.weight(batch) > 0 {
         let ctx: Context = network.context(&batch.positions, &batch.documents, None)?;
-        let h = network.hidden_states(&batch.ids, &ctx)?;
         let need = Need {
             scale: 1.0,
             dh: false,
             dw: false,
         };
         let tally = Tally::new(&network.device)?;
+        let h = network.hidden_states_seen(&batch.ids, &ctx, &mut |layer, x| {
+            if objective.inner_layers().contains(&layer) {
+                objective.inner(layer, x, batch, need, &tally)?;
+            }
+            Ok(())
+        })?;
         objective.evaluate(&h, &network.head()?, batch, need, &tally)?;
-        totals.count(batch);
+        totals.count(batch, objective);
         totals = totals.with(tally.read()?);
     }
     Ok(totals)

@@ -2,7 +2,7 @@
 //! `source`), and what is handed from one to the other.
 
 use super::head::Head;
-use crate::base::Result;
+use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::ops::tally::Tally;
 use crate::peft::Dropout;
@@ -87,7 +87,7 @@ pub trait Layer {
 /// Which gradients an objective has to deliver.
 #[derive(Debug, Clone, Copy)]
 pub struct Need {
-    /// Factor of every gradient: 1 / trained tokens of the whole window.
+    /// Factor of every gradient: 1 / weight of the whole window (its trained tokens, for most objectives).
     pub scale: f64,
     pub dh: bool,
     pub dw: bool,
@@ -100,6 +100,8 @@ pub struct LossGradients {
     pub dh: Option<Tensor>,
     /// `[V, D]`: gradient of the output projection.
     pub dw: Option<Tensor>,
+    /// f32 gradients of the objective's own parameters.
+    pub own: Vec<(Param, Tensor)>,
 }
 
 /// What is the loss, and its gradient at the last hidden states?
@@ -107,4 +109,30 @@ pub trait Objective {
     /// `h` `[N, D]`: hidden states after the final norm. The loss and the correct predictions of the trained tokens
     /// go to `tally`.
     fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients>;
+
+    /// What a batch adds to the number by which the loss and the gradients of a window are divided.
+    fn weight(&self, batch: &Batch) -> usize {
+        batch.trained()
+    }
+
+    /// Layers at whose inputs it looks too: 0 is the embedding's output, l the output of layer l - 1.
+    fn inner_layers(&self) -> &[usize] {
+        &[]
+    }
+
+    /// `x` `[N, D]`: the input of layer `layer`, one of `inner_layers`. Its `dh` is added to the gradient there.
+    fn inner(&self, layer: usize, x: &Tensor, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
+        let _ = (x, batch, need, tally);
+        Err(Error::new("this objective does not look at inner layers").at(format!("layer {layer}")))
+    }
+
+    /// Small weights of its own (a score head, projections), named `objective.*`: always trained, saved with the run.
+    fn params(&self) -> Vec<Param> {
+        Vec::new()
+    }
+
+    /// Means since the last call, by the names of `metrics.jsonl`.
+    fn metrics(&self) -> Vec<(&'static str, f64)> {
+        Vec::new()
+    }
 }

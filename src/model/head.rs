@@ -1,9 +1,11 @@
 //! The output projection: here whole, or in parts.
 
-use super::contracts::Param;
+use super::contracts::{LossGradients, Need, Param};
 use crate::base::{Error, Result};
-use crate::ops::cross_entropy::Pieces;
+use crate::data::IGNORE;
+use crate::ops::cross_entropy::{self, Pieces};
 use crate::ops::linear;
+use crate::ops::tally::Tally;
 use crate::source::{GroupWeights, LayerSource};
 use candle_core::Tensor;
 use std::cell::RefCell;
@@ -82,6 +84,73 @@ impl Head<'_> {
                 Ok(Tensor::cat(&columns, 1)?.contiguous()?)
             }
         }
+    }
+}
+
+/// What objectives other than cross-entropy are made of: log-probabilities first, then the gradient of any function
+/// of them.
+impl Head<'_> {
+    /// V
+    pub fn vocab(&self) -> Result<usize> {
+        match &self.weight {
+            HeadWeight::Whole(tensor) => Ok(tensor.dims2()?.0),
+            HeadWeight::Parts(parts) => Ok(parts.rows),
+        }
+    }
+
+    /// Log-probability of each target, `[N]`; 0 where the target is `IGNORE`. `h` `[N, D]`.
+    pub fn log_probs(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
+        let chunk = cross_entropy::chunk_for(self.vocab()?, false);
+        match &self.weight {
+            HeadWeight::Whole(w) => cross_entropy::token_log_probs(h, w, targets, self.softcap, chunk),
+            HeadWeight::Parts(parts) => with_pieces(parts, |pieces| {
+                cross_entropy::streamed_log_probs(h, pieces, targets, self.softcap, chunk)
+            }),
+        }
+    }
+
+    /// The gradients of `Σ weights[n] · -log p(targets[n])`, times `need.scale`; `weights` `[N]`, of any sign.
+    pub fn weighted(&self, h: &Tensor, targets: &[u32], weights: &[f32], need: Need) -> Result<LossGradients> {
+        if !need.dh && !need.dw {
+            return Ok(LossGradients::default());
+        }
+        let options = cross_entropy::Options {
+            softcap: self.softcap,
+            chunk: cross_entropy::chunk_for(self.vocab()?, need.dw),
+            scale: need.scale,
+            need_dh: need.dh,
+            need_dw: need.dw,
+            weights: Some(weights),
+        };
+        // The loss is the caller's.
+        let unused = Tally::new(h.device())?;
+        let out = match &self.weight {
+            HeadWeight::Whole(w) => cross_entropy::forward_backward(h, w, targets, &options, &unused)?,
+            HeadWeight::Parts(parts) => with_pieces(parts, |pieces| {
+                cross_entropy::streamed(h, pieces, targets, &options, &unused)
+            })?,
+        };
+        Ok(LossGradients {
+            dh: out.dh,
+            dw: out.dw,
+            own: Vec::new(),
+        })
+    }
+
+    /// Entropy of the distribution of the next token in nats, `[N]`; 0 where the target is `IGNORE`. For metrics: a
+    /// product with the head of its own.
+    pub fn entropies(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
+        let mut entropies = vec![0f32; targets.len()];
+        let rows: Vec<u32> = (0..targets.len() as u32)
+            .filter(|n| targets[*n as usize] != IGNORE)
+            .collect();
+        for rows in rows.chunks(cross_entropy::chunk_for(self.vocab()?, false)) {
+            let index = Tensor::from_slice(rows, rows.len(), h.device())?;
+            let logits = self.logits(&h.index_select(&index, 0)?)?;
+            let found = cross_entropy::entropies(&logits, self.softcap)?;
+            rows.iter().zip(found).for_each(|(n, e)| entropies[*n as usize] = e);
+        }
+        Ok(entropies)
     }
 }
 

@@ -21,6 +21,8 @@ pub struct Network {
     pub spec: Arc<Spec>,
     pub source: Box<dyn LayerSource>,
     pub adapters: Adapters,
+    /// Parameters of the objective: `objective.*`.
+    pub own: Vec<Param>,
     pub device: Device,
 }
 
@@ -35,6 +37,7 @@ impl Network {
             spec: Arc::new(spec),
             source,
             adapters: Adapters::new(),
+            own: Vec::new(),
             device,
         }
     }
@@ -119,6 +122,9 @@ impl Network {
                 None => Err(Error::new("this weight is not held: its numbers are read from its source").at(name)),
             };
         }
+        if let Some(param) = self.own.iter().find(|p| &*p.name == name) {
+            return Ok(param.clone());
+        }
         // The module that carries the adapter is a beginning of the name.
         let mut module = name;
         while let Some((shorter, _)) = module.rsplit_once('.') {
@@ -200,12 +206,23 @@ impl Network {
 
     /// Hidden states of every token after the final norm, `[N, D]`: no gradients, nothing kept.
     pub fn hidden_states(&self, ids: &[u32], ctx: &Context) -> Result<Tensor> {
+        self.hidden_states_seen(ids, ctx, &mut |_, _| Ok(()))
+    }
+
+    /// As `hidden_states`; `see` gets the number and the input `[N, D]` of every layer.
+    pub fn hidden_states_seen(
+        &self,
+        ids: &[u32],
+        ctx: &Context,
+        see: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
+    ) -> Result<Tensor> {
         use super::contracts::Layer;
         self.source.prefetch(Group::Layer(0));
         let mut x = self.embed(ids)?;
         for l in 0..self.layers() {
             // After the last comes the first of the next batch.
             self.source.prefetch(Group::Layer((l + 1) % self.layers()));
+            see(l, &x)?;
             x = self.block(l)?.forward(&x, ctx)?;
         }
         self.normalize(&x)

@@ -9,16 +9,28 @@ use super::tally::{Sums, Tally};
 use crate::base::{Error, Result};
 use crate::data::IGNORE;
 use candle_core::Tensor;
+use rayon::prelude::*;
 
-pub use streamed::{Pieces, streamed};
+pub use streamed::{Pieces, streamed, streamed_log_probs};
 
 /// Rows of the head that are multiplied at a time. A head that comes in parts comes in multiples of it: then the
 /// results are those of the whole head, bit for bit.
 pub const PIECE: usize = cpu::PIECE;
 
+/// Bytes of f32 logits that exist at once.
+const LOGITS_BYTES: usize = 48 << 20;
+/// As many where the projection trains: every chunk reads and writes its whole gradient.
+const LOGITS_BYTES_TRAINED: usize = 128 << 20;
+
+/// Tokens a chunk for a projection to `vocab` rows, which is `trained` or not.
+pub fn chunk_for(vocab: usize, trained: bool) -> usize {
+    let bytes = if trained { LOGITS_BYTES_TRAINED } else { LOGITS_BYTES };
+    (bytes / (4 * vocab.max(1))).clamp(16, 512)
+}
+
 /// How to compute the loss and which gradients are wanted.
 #[derive(Debug, Clone)]
-pub struct Options {
+pub struct Options<'a> {
     /// Logits become `cap tanh(logit / cap)`.
     pub softcap: Option<f32>,
     /// Tokens a chunk; 0 counts as 1.
@@ -27,6 +39,31 @@ pub struct Options {
     pub scale: f64,
     pub need_dh: bool,
     pub need_dw: bool,
+    /// `[N]`: a factor of each token's gradient, of any sign; the loss stays the plain sum.
+    pub weights: Option<&'a [f32]>,
+}
+
+impl Options<'_> {
+    /// Losses alone.
+    pub fn losses(softcap: Option<f32>, chunk: usize) -> Self {
+        Self {
+            softcap,
+            chunk,
+            scale: 1.0,
+            need_dh: false,
+            need_dw: false,
+            weights: None,
+        }
+    }
+
+    fn check(&self, tokens: usize) -> Result<()> {
+        match self.weights {
+            Some(weights) if weights.len() != tokens => Err(Error::new("the weights of a loss do not fit its tokens")
+                .found(weights.len())
+                .expected(tokens)),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// The gradients that were wanted.
@@ -56,7 +93,7 @@ pub fn forward_backward(
             dw: options.need_dw,
         };
         let wanted = (options.need_dh || options.need_dw).then_some(wanted);
-        gpu::forward_backward(h, head, targets, options.softcap, options.chunk, wanted, tally)
+        gpu::forward_backward(h, head, targets, options, wanted, tally)
     });
     let mut sum = Sum::default();
     let mut gradients = cpu::Gradients {
@@ -65,9 +102,7 @@ pub fn forward_backward(
         dw: options.need_dw.then(|| vec![0f32; v * d]),
     };
     let wanted = (options.need_dh || options.need_dw).then_some(&mut gradients);
-    run(h, head, targets, options.softcap, options.chunk, wanted, |_, row| {
-        sum.add(row)
-    })?;
+    run(h, head, targets, options, wanted, |_, row| sum.add(row))?;
     tally.add(sum.sums());
     Ok(Output {
         trained: sum.trained,
@@ -87,10 +122,12 @@ pub fn forward_only(
 ) -> Result<usize> {
     on_gpu!(
         h,
-        gpu::forward_backward(h, head, targets, softcap, chunk, None, tally).map(|out| out.trained)
+        gpu::forward_backward(h, head, targets, &Options::losses(softcap, chunk), None, tally).map(|out| out.trained)
     );
     let mut sum = Sum::default();
-    run(h, head, targets, softcap, chunk, None, |_, row| sum.add(row))?;
+    run(h, head, targets, &Options::losses(softcap, chunk), None, |_, row| {
+        sum.add(row)
+    })?;
     tally.add(sum.sums());
     Ok(sum.trained)
 }
@@ -105,10 +142,30 @@ pub fn token_log_probs(
 ) -> Result<Vec<f32>> {
     on_gpu!(h, gpu::token_log_probs(h, head, targets, softcap, chunk));
     let mut log_probs = vec![0f32; targets.len()];
-    run(h, head, targets, softcap, chunk, None, |n, row| {
+    run(h, head, targets, &Options::losses(softcap, chunk), None, |n, row| {
         log_probs[n] = -row.loss as f32
     })?;
     Ok(log_probs)
+}
+
+/// Entropy in nats of each row of logits `[N, V]`, before the soft cap.
+pub fn entropies(logits: &Tensor, softcap: Option<f32>) -> Result<Vec<f32>> {
+    let v = dims2(logits, "the logits")?.1;
+    let mut logits = super::update::to_f32_vec(logits)?;
+    let rows = logits.par_chunks_mut(v.max(1)).map(|row| {
+        if let Some(cap) = softcap {
+            row.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh());
+        }
+        let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let (mut sum, mut mean) = (0f64, 0f64);
+        for x in row {
+            let e = ((*x - max) as f64).exp();
+            sum += e;
+            mean += e * (*x - max) as f64;
+        }
+        (sum.ln() - mean / sum) as f32
+    });
+    Ok(rows.collect())
 }
 
 #[derive(Default)]
@@ -168,12 +225,12 @@ fn run(
     h: &Tensor,
     head: &Tensor,
     targets: &[u32],
-    softcap: Option<f32>,
-    chunk: usize,
+    options: &Options,
     gradients: Option<&mut cpu::Gradients>,
     mut each: impl FnMut(usize, &cpu::Row),
 ) -> Result<()> {
-    let trained = trained_rows(h, head, targets, softcap)?;
+    let trained = trained_rows(h, head, targets, options.softcap)?;
+    options.check(targets.len())?;
     expect_f32(h, "the hidden states")?;
     let (v, d) = dims2(head, "the head")?;
     floats(h, "the hidden states", |h| {
@@ -183,9 +240,10 @@ fn run(
                 head,
                 targets,
                 sizes: (d, v),
-                cap: softcap.unwrap_or(0.0),
+                cap: options.softcap.unwrap_or(0.0),
+                weights: options.weights,
             };
-            cpu::run(&job, &trained, chunk.max(1), gradients, &mut each);
+            cpu::run(&job, &trained, options.chunk.max(1), gradients, &mut each);
             Ok(())
         })
     })
@@ -203,12 +261,12 @@ mod gpu {
         h: &Tensor,
         head: &Tensor,
         targets: &[u32],
-        softcap: Option<f32>,
-        chunk: usize,
+        options: &Options,
         wanted: Option<Wanted>,
         tally: &Tally,
     ) -> Result<Output> {
-        let trained = trained_rows(h, head, targets, softcap)?;
+        let trained = trained_rows(h, head, targets, options.softcap)?;
+        options.check(targets.len())?;
         let totals = tally
             .losses()?
             .ok_or_else(|| Error::new("the sums of a step do not lie on the GPU"))?;
@@ -217,8 +275,9 @@ mod gpu {
             head,
             trained: &trained,
             targets,
-            softcap,
-            chunk,
+            weights: options.weights,
+            softcap: options.softcap,
+            chunk: options.chunk,
             totals: &totals,
             each: None,
         };
@@ -245,6 +304,7 @@ mod gpu {
             head,
             trained: &trained,
             targets,
+            weights: None,
             softcap,
             chunk,
             totals: &totals,
@@ -310,6 +370,55 @@ mod tests {
     }
 
     #[test]
+    fn weights_of_tokens_match_autograd() {
+        for (n, d, v) in SHAPES {
+            for cap in [None, Some(2.5)] {
+                let h = Var::from_tensor(&random((n, d), 1)).unwrap();
+                let head = Var::from_tensor(&random((v, d), 2)).unwrap();
+                let targets = targets(n, v);
+                let weights: Vec<f32> = flat(&random(n, 3));
+                let kept: Vec<f32> = (0..n).filter(|i| targets[*i] != IGNORE).map(|i| weights[i]).collect();
+                let kept = Tensor::from_vec(kept.clone(), kept.len(), &Device::Cpu).unwrap();
+                let log_probs = composed(&h, &head, &targets, cap);
+                let loss = (log_probs * kept).unwrap().sum_all().unwrap().neg().unwrap();
+                let grads = (loss * 0.25).unwrap().backward().unwrap();
+                let options = Options {
+                    softcap: cap,
+                    chunk: 3,
+                    scale: 0.25,
+                    need_dh: true,
+                    need_dw: true,
+                    weights: Some(&weights),
+                };
+                let (out, _) = with_gradients(&h, &head, &targets, &options);
+                assert_close(&out.dh.unwrap(), grads.get(&h).unwrap(), 2e-5);
+                assert_close(&out.dw.unwrap(), grads.get(&head).unwrap(), 2e-5);
+                let short = Options {
+                    weights: Some(&weights[1..]),
+                    ..options
+                };
+                let tally = Tally::new(&Device::Cpu).unwrap();
+                assert!(forward_backward(&h, &head, &targets, &short, &tally).is_err());
+            }
+        }
+    }
+
+    #[test]
+    fn entropies_are_those_of_the_softmax() {
+        let logits = Tensor::new(&[[0f32, 0.0, 0.0, 0.0], [100.0, 0.0, 0.0, 0.0]], &Device::Cpu).unwrap();
+        let found = entropies(&logits, None).unwrap();
+        assert!(
+            (found[0] - 4f32.ln()).abs() < 1e-6 && found[1].abs() < 1e-6,
+            "{found:?}"
+        );
+        // A cap of 1 leaves at most 1 between the first and the others.
+        let p = 1f64.exp() / (1f64.exp() + 3.0);
+        let q = (1.0 - p) / 3.0;
+        let want = -(p * p.ln() + 3.0 * q * q.ln());
+        assert!((entropies(&logits, Some(1.0)).unwrap()[1] as f64 - want).abs() < 1e-5);
+    }
+
+    #[test]
     fn matches_autograd() {
         for (n, d, v) in SHAPES {
             for cap in [None, Some(2.5)] {
@@ -327,6 +436,7 @@ mod tests {
                         scale: 0.25,
                         need_dh: true,
                         need_dw: true,
+                        weights: None,
                     };
                     let (out, sums) = with_gradients(&h, &head, &targets, &options);
                     assert!((sums.0 - loss).abs() <= 1e-5 * loss, "{} {loss}", sums.0);
@@ -355,6 +465,7 @@ mod tests {
                 scale: 1.0,
                 need_dh,
                 need_dw,
+                weights: None,
             };
             let out = with_gradients(&h, &head, &targets, &options).0;
             (out.dh.map(|t| flat(&t)), out.dw.map(|t| flat(&t)))
@@ -390,6 +501,7 @@ mod tests {
             scale: 1.0,
             need_dh: true,
             need_dw: true,
+            weights: None,
         };
         let (a, (a_loss, ..)) = with_gradients(&h, &head, &targets, &options);
         let (b, (b_loss, ..)) = with_gradients(&h, &wide, &targets, &options);
@@ -423,6 +535,7 @@ mod tests {
             scale: 1.0,
             need_dh: true,
             need_dw: true,
+            weights: None,
         };
         let (out, sums) = with_gradients(&h, &head, &[IGNORE; 3], &options);
         assert_eq!(sums, (0.0, 0, 0));
@@ -448,6 +561,7 @@ mod tests {
                 scale: 0.1,
                 need_dh: true,
                 need_dw: true,
+                weights: None,
             };
             assert_same_on_any_threads(|| {
                 let (out, (loss, ..)) = with_gradients(&h, &head, &targets, &options);

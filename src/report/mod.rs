@@ -11,7 +11,7 @@ pub use terminal::{Style, set_style, style, warn};
 
 use log::Log;
 use serde_json::{Map, Value, json};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use terminal::Terminal;
 
 /// One optimizer step; the names are those of `metrics.jsonl`.
@@ -29,6 +29,8 @@ pub struct StepMetrics {
     pub trained_tokens: u64,
     pub peak_memory_bytes: u64,
     pub active_block: Option<String>,
+    /// What the stage measures beside.
+    pub more: Vec<(&'static str, f64)>,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -39,12 +41,17 @@ pub struct EvalMetrics {
     pub eval_tokens: u64,
     /// Part of the rows with an answer that were answered exactly.
     pub eval_accuracy: Option<f64>,
+    /// What the stage measures beside; `eval_` is put before the names.
+    pub more: Vec<(&'static str, f64)>,
 }
 
 /// Writes `metrics.jsonl` and `events.jsonl` of one run directory and speaks to the terminal.
 pub struct Reporter {
     metrics: Log,
     events: Log,
+    /// Made with the first sample.
+    samples: Option<Log>,
+    dir: PathBuf,
     terminal: Terminal,
     last_loss: Option<f64>,
 }
@@ -58,6 +65,8 @@ impl Reporter {
         let mut reporter = Self {
             metrics: Log::open(&dir.join("metrics.jsonl")),
             events: Log::open(&dir.join("events.jsonl")),
+            samples: None,
+            dir: dir.to_path_buf(),
             terminal: Terminal::new(terminal::style(), total_steps, resumed_from),
             last_loss: None,
         };
@@ -75,7 +84,7 @@ impl Reporter {
 
     /// One line of metrics; `print` shows it too.
     pub fn step(&mut self, m: &StepMetrics, print: bool) {
-        self.metrics.line(&json!({
+        let mut line = json!({
             "step": m.step,
             "epoch": m.epoch,
             "loss": m.loss,
@@ -85,7 +94,11 @@ impl Reporter {
             "trained_tokens": m.trained_tokens,
             "peak_memory_bytes": m.peak_memory_bytes,
             "active_block": m.active_block,
-        }));
+        });
+        for (name, value) in &m.more {
+            line[*name] = json!(value);
+        }
+        self.metrics.line(&line);
         self.terminal.step(m, print.then_some(self.last_loss));
         if print {
             self.last_loss = Some(m.loss);
@@ -101,6 +114,9 @@ impl Reporter {
         line.insert("eval_tokens".into(), json!(m.eval_tokens));
         if let Some(accuracy) = m.eval_accuracy {
             line.insert("eval_accuracy".into(), json!(accuracy));
+        }
+        for (name, value) in &m.more {
+            line.insert(format!("eval_{name}"), json!(value));
         }
         self.metrics.line(&Value::Object(line));
         self.terminal.eval(m);
@@ -123,6 +139,13 @@ impl Reporter {
         self.complain();
     }
 
+    /// A line of `samples.jsonl`: what the model wrote during the run.
+    pub fn sample(&mut self, sample: &Value) {
+        let path = self.dir.join("samples.jsonl");
+        self.samples.get_or_insert_with(|| Log::open(&path)).line(sample);
+        self.complain();
+    }
+
     /// A line above the progress bar.
     pub fn note(&mut self, line: &str) {
         self.terminal.note(line);
@@ -140,7 +163,10 @@ impl Reporter {
     }
 
     fn complain(&mut self) {
-        for log in [&mut self.metrics, &mut self.events] {
+        for log in [&mut self.metrics, &mut self.events]
+            .into_iter()
+            .chain(&mut self.samples)
+        {
             if let Some(fault) = log.take_fault() {
                 self.terminal
                     .warn(&format!("the run goes on without this file: {fault}"));

@@ -3,6 +3,7 @@
 
 pub mod adapter_tools;
 pub mod adapters;
+pub mod directory;
 pub mod evaluate;
 pub mod finish;
 pub mod forecast;
@@ -16,6 +17,7 @@ pub mod rows;
 pub mod samples;
 pub mod sensitivity;
 pub mod setup;
+pub mod stage;
 pub mod start_cache;
 pub mod starts;
 pub mod state;

@@ -205,7 +205,7 @@ impl Sensitivity {
             };
             let tally = Tally::new(&self.network.device)?;
             objective.evaluate(&self.network.normalize(&x)?, &self.network.head()?, batch, need, &tally)?;
-            totals.count(batch);
+            totals.count(batch, &objective);
             totals = totals.with(tally.read()?);
         }
         match totals.loss().is_finite() {

@@ -18,6 +18,8 @@ use std::path::{Path, PathBuf};
 
 const WEIGHTS: &str = "weights.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
+/// What the stage keeps, as bytes.
+const FEED: &str = "stage.safetensors";
 
 /// What a resumed run must agree with, and counters that go on.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -31,7 +33,14 @@ pub struct Facts {
 }
 
 /// Saves the state after `step` optimizer steps; returns the checkpoint's directory.
-pub fn save(run_dir: &Path, step: u64, engine: &Engine, tuning: &Tuning, facts: &Facts) -> Result<PathBuf> {
+pub fn save(
+    run_dir: &Path,
+    step: u64,
+    engine: &Engine,
+    tuning: &Tuning,
+    facts: &Facts,
+    feed: Option<Vec<u8>>,
+) -> Result<PathBuf> {
     let plan = |name: String, n: usize| TensorPlan {
         name,
         dtype: StoredDtype::F32,
@@ -70,8 +79,13 @@ pub fn save(run_dir: &Path, step: u64, engine: &Engine, tuning: &Tuning, facts: 
         "trained_tokens": facts.trained_tokens,
         "active_block": tuning.label(step.max(1)),
         "optimizer_steps": steps,
+        "stage": feed.is_some(),
     });
-    let files = [
+    let kept = [TensorPlan {
+        dtype: StoredDtype::U8,
+        ..plan("state".into(), feed.as_ref().map_or(0, Vec::len))
+    }];
+    let mut files = vec![
         Files {
             name: WEIGHTS,
             tensors: &weights,
@@ -81,8 +95,15 @@ pub fn save(run_dir: &Path, step: u64, engine: &Engine, tuning: &Tuning, facts: 
             tensors: &moments,
         },
     ];
+    if feed.is_some() {
+        files.push(Files {
+            name: FEED,
+            tensors: &kept,
+        });
+    }
     checkpoint::save(run_dir, step, &state, &files, &mut |file, tensor, write| match file {
         WEIGHTS => engine.exact(&tensor.name, &mut |values| write(Values::F32(values))),
+        FEED => write(Values::Raw(feed.as_deref().unwrap_or_default())),
         _ => {
             let (name, part) = tensor.name.rsplit_once('#').unwrap_or((&tensor.name, ""));
             let state = engine.optimizer.saved().find(|s| s.name == name);
@@ -122,6 +143,14 @@ pub fn facts(loaded: &Loaded) -> Facts {
         eval_data: text("eval_data"),
         base: text("base"),
         trained_tokens: loaded.state.get("trained_tokens").and_then(Value::as_u64).unwrap_or(0),
+    }
+}
+
+/// What the stage has kept.
+pub fn feed(loaded: &Loaded) -> Result<Option<Vec<u8>>> {
+    match loaded.state.get("stage").and_then(Value::as_bool) {
+        Some(true) => Ok(Some(loaded.open(FEED)?.read_bytes("state")?)),
+        _ => Ok(None),
     }
 }
 

@@ -3,16 +3,17 @@
 use super::forecast::{self, Forecast};
 use super::rows::{self, Rows};
 use super::setup::{self, Described};
+use super::stage::{self, Feed, Stage};
 use super::starts::{self, Setting};
 use super::state::{self, Facts};
 use super::tuning::{self, Tuning};
-use super::{adapters, finish, samples};
+use super::{adapters, directory, finish, samples};
 use crate::base::lock::RunLock;
 use crate::base::units::{bytes, count};
 use crate::base::{Error, Result, files, memory, signal};
-use crate::checkpoint::{self, Loaded};
+use crate::checkpoint;
 use crate::data::Dataset;
-use crate::data::order::{BatchStream, eval_batches};
+use crate::data::order::BatchStream;
 use crate::engine::{self, Engine, Gradients};
 use crate::export;
 use crate::model::Adapters;
@@ -20,7 +21,7 @@ use crate::ops::{self, update};
 use crate::optim::Schedule;
 use crate::plan::{Place, Plan};
 use crate::recipe::{self, Method, Recipe};
-use crate::report::{self, EvalMetrics, Reporter, StepMetrics};
+use crate::report::{EvalMetrics, Reporter, StepMetrics};
 use crate::sft::CausalLm;
 use candle_core::Device;
 use serde_json::json;
@@ -102,7 +103,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     // ---- run directory
     files::create_dir_all(&run_dir)?;
     let _lock = RunLock::acquire(&run_dir)?;
-    let resumed = open_run_dir(&run_dir, options)?;
+    let resumed = directory::open(&run_dir, options)?;
     let facts = facts(loaded, &model, &train, eval.as_ref())?;
     if let (Some(dir), recipe::ModelInit::Pretrained) = (&recipe.tune.lora.adapter, recipe.model.init)
         && recipe.tune.method == Method::Lora
@@ -119,7 +120,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     };
     let elements = trained_elements(&tuning, total_steps, &params, &prepared.adapters);
     checkpoint::check_space(&run_dir, space_needed(recipe, &model, elements, place))?;
-    write_run_files(&run_dir, loaded, &plan)?;
+    directory::describe(&run_dir, loaded, &plan)?;
     let mut reporter = Reporter::new(&run_dir, total_steps, start_step);
     let lines = header(recipe, &model, &train, eval.as_ref(), &stream, &plan, elements, &params);
     reporter.header(&lines);
@@ -138,7 +139,6 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         *adapter = Arc::new(adapter.on(&device)?);
     }
     network.adapters = prepared.adapters.clone();
-    let objective = CausalLm::new(model.spec.vocab);
     match &resumed {
         Some(checkpoint) => {
             let sizes = state::sizes(checkpoint)?;
@@ -149,7 +149,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
             let mut setting = Setting {
                 recipe,
                 model: &model,
-                objective: &objective,
+                objective: &CausalLm::new(model.spec.vocab),
                 train: &train,
                 base: &facts.base,
                 cache: &run_dir.parent().unwrap_or(Path::new("")).join(START_CACHE),
@@ -158,9 +158,18 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
             starts::fill(&mut setting, &mut network, &mut prepared)?;
         }
     }
-    tuning = Tuning::new(recipe, &model.spec, &params, &prepared, train.examples.len())?;
+    let setting = stage::Setting {
+        recipe,
+        spec: &model.spec,
+        stream,
+        eval: eval.as_ref(),
+    };
+    let Stage { mut feed, objective } = stage::open(setting)?;
+    network.own = objective.params();
+    let own = network.own.iter().map(|p| p.name.to_string());
+    tuning = Tuning::new(recipe, &model.spec, &params, &prepared, train.examples.len())?.with_own(own);
     let mut engine = Engine {
-        objective: Box::new(objective),
+        objective,
         optimizer: tuning::optimizer(recipe),
         gradients,
         keep_layers,
@@ -171,6 +180,9 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let mut trained_tokens = 0;
     if let Some(checkpoint) = &resumed {
         state::restore(checkpoint, &mut engine)?;
+        if let Some(state) = state::feed(checkpoint)? {
+            feed.restore(&state).map_err(|e| e.or_at(checkpoint.path.display()))?;
+        }
         trained_tokens = state::facts(checkpoint).trained_tokens;
         reporter.event(
             "resume",
@@ -184,12 +196,14 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
             engine.optimizer.restore_weight(name, &param.tensor, &values)?;
         }
         reporter.event("start", json!({"steps": total_steps}));
+        feed.prepare(&engine)?;
     }
     let mut run = Run {
         recipe,
         run_dir: &run_dir,
         model: &model,
         eval: eval.as_ref(),
+        feed,
         tuning: &tuning,
         facts,
         reporter,
@@ -220,7 +234,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
                 .event("switch", json!({"step": step, "active_block": tuning.label(step)}));
         }
         let started = Instant::now();
-        let window = stream.window(step - 1);
+        let window = run.feed.window(step - 1, &engine)?;
         let lr = recipe.optimizer.learning_rate * schedule.multiplier(step) * tuning.warmup(step);
         let report = match engine.step(step, &window, &tuning.active(step), lr) {
             Ok(report) => report,
@@ -229,7 +243,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         trained_tokens += report.totals.trained;
         let metrics = StepMetrics {
             step,
-            epoch: stream.epoch_after(step),
+            epoch: run.feed.epoch_after(step),
             loss: report.totals.loss(),
             learning_rate: lr,
             grad_norm: report.grad_norm,
@@ -237,10 +251,14 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
             trained_tokens,
             peak_memory_bytes: peak_memory(&device)?,
             active_block: tuning.label(step),
+            more: [engine.objective.metrics(), run.feed.metrics()].concat(),
         };
         let every = recipe.train.logging_steps.max(1) as u64;
         run.reporter.step(&metrics, step % every == 0 || step == total_steps);
         run.facts.trained_tokens = trained_tokens;
+        for sample in run.feed.samples() {
+            run.reporter.sample(&sample);
+        }
 
         let due = |every: usize| every > 0 && step % every as u64 == 0;
         if due(recipe.train.save_steps) {
@@ -265,14 +283,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     said.iter().for_each(|line| run.reporter.note(line));
     let peak = peak_memory(&device)?;
     drop(engine);
-    for scratch in [setup::TRAINED, setup::DRAWN].map(|name| run_dir.join(name)) {
-        if scratch.is_dir() {
-            files::remove_dir_all(&scratch)?;
-        }
-    }
-    if run_dir.join(setup::CODES).is_file() {
-        files::remove_file(&run_dir.join(setup::CODES))?;
-    }
+    directory::clean(&run_dir)?;
     if final_dir.is_none() {
         run.reporter
             .note("a built-in shape has random weights: no `final/` is written");
@@ -280,6 +291,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     run.reporter
         .event("stop", json!({"step": total_steps, "reason": "done"}));
     run.reporter.finish();
+    drop(run);
     Ok(Outcome {
         final_dir,
         plan,
@@ -291,74 +303,6 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
 fn peak_memory(device: &Device) -> Result<u64> {
     let gpu = ops::device::memory(device)?;
     Ok(gpu.map_or_else(memory::peak_resident, |m| m.peak_used))
-}
-
-/// New, resumed or refused.
-fn open_run_dir(run_dir: &Path, options: &Options) -> Result<Option<Loaded>> {
-    checkpoint::clean_leftovers(run_dir)?;
-    if let Some(from) = &options.resume {
-        let from = from.as_deref().unwrap_or(run_dir);
-        let is_checkpoint = from.join("manifest.json").exists();
-        let loaded = if is_checkpoint {
-            Some(checkpoint::load(from)?)
-        } else {
-            checkpoint::latest(from)?
-        };
-        return match loaded {
-            Some(loaded) => Ok(Some(loaded)),
-            None => Err(Error::new("there is no checkpoint to resume from")
-                .at_path(from)
-                .hint("start without `--resume`")),
-        };
-    }
-    let old: Vec<PathBuf> = files::list(run_dir)?
-        .into_iter()
-        .filter(|p| p.file_name().is_some_and(|n| n != "run.lock"))
-        .collect();
-    if old.is_empty() {
-        return Ok(None);
-    }
-    if !options.overwrite {
-        return Err(Error::usage("the run directory holds an earlier run")
-            .at_path(run_dir)
-            .hint("go on with `--resume`, replace it with `--overwrite`, or set another `train.output_dir`"));
-    }
-    for path in old {
-        let name = path
-            .file_name()
-            .map(|n| n.to_string_lossy().into_owned())
-            .unwrap_or_default();
-        match path.is_dir() {
-            // Only what ft itself writes is removed.
-            true if OWN_DIRECTORIES.contains(&name.as_str()) || name.starts_with("checkpoint-") => {
-                files::remove_dir_all(&path)?
-            }
-            false if OWN_FILES.contains(&name.as_str()) => files::remove_file(&path)?,
-            _ => {}
-        }
-    }
-    Ok(None)
-}
-
-/// Beside the run directories: starts that other runs of the same model and rows can use.
-const START_CACHE: &str = ".ft-starts";
-
-const OWN_DIRECTORIES: [&str; 3] = ["final", setup::TRAINED, setup::DRAWN];
-const OWN_FILES: [&str; 7] = [
-    setup::CODES,
-    "recipe.toml",
-    "resolved.toml",
-    "plan.json",
-    "environment.json",
-    "metrics.jsonl",
-    "events.jsonl",
-];
-
-fn write_run_files(run_dir: &Path, loaded: &recipe::Loaded, plan: &Plan) -> Result<()> {
-    files::write_atomic(&run_dir.join("recipe.toml"), loaded.text.as_bytes())?;
-    files::write_atomic(&run_dir.join("resolved.toml"), loaded.resolved.as_bytes())?;
-    files::write_atomic(&run_dir.join("plan.json"), format!("{:#}\n", plan.json()).as_bytes())?;
-    report::write_environment(run_dir)
 }
 
 fn facts(loaded: &recipe::Loaded, model: &Described, train: &Dataset, eval: Option<&Dataset>) -> Result<Facts> {
@@ -373,6 +317,9 @@ fn facts(loaded: &recipe::Loaded, model: &Described, train: &Dataset, eval: Opti
         trained_tokens: 0,
     })
 }
+
+/// Beside the run directories: starts that other runs of the same model and rows can use.
+const START_CACHE: &str = ".ft-starts";
 
 /// Elements that the whole run trains.
 fn trained_elements(tuning: &Tuning, steps: u64, params: &[crate::source::ParamInfo], adapters: &Adapters) -> u64 {
@@ -476,6 +423,7 @@ struct Run<'a> {
     run_dir: &'a Path,
     model: &'a Described,
     eval: Option<&'a Dataset>,
+    feed: Box<dyn Feed + 'a>,
     tuning: &'a Tuning,
     facts: Facts,
     reporter: Reporter,
@@ -484,7 +432,7 @@ struct Run<'a> {
 
 impl Run<'_> {
     fn save(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        let path = state::save(self.run_dir, step, engine, self.tuning, &self.facts)?;
+        let path = state::save(self.run_dir, step, engine, self.tuning, &self.facts, self.feed.state()?)?;
         checkpoint::rotate(self.run_dir, self.recipe.train.save_total_limit)?;
         self.reporter
             .event("save", json!({"step": step, "checkpoint": path.display().to_string()}));
@@ -492,8 +440,11 @@ impl Run<'_> {
     }
 
     fn evaluate(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        let Some(eval) = self.eval else { return Ok(()) };
-        let batches: Vec<_> = eval_batches(eval, self.recipe.train.batch_size * self.recipe.data.max_length).collect();
+        let batches = self.feed.eval();
+        if batches.is_empty() {
+            return Ok(());
+        }
+        engine.objective.metrics();
         let mut totals = engine::Totals::default();
         for batch in &batches {
             if signal::received().is_some() {
@@ -501,9 +452,11 @@ impl Run<'_> {
             }
             totals.add(engine::evaluate(&engine.network, engine.objective.as_ref(), batch)?);
         }
-        let eval_accuracy = match self.recipe.train.predict_with_generate {
-            true => Some(samples::accuracy(self.recipe, self.model, engine, eval)?),
-            false => None,
+        let eval_accuracy = match self.eval {
+            Some(eval) if self.recipe.train.predict_with_generate => {
+                Some(samples::accuracy(self.recipe, self.model, engine, eval)?)
+            }
+            _ => None,
         };
         self.reporter.eval(&EvalMetrics {
             step,
@@ -511,6 +464,7 @@ impl Run<'_> {
             eval_perplexity: totals.loss().exp(),
             eval_tokens: totals.trained,
             eval_accuracy,
+            more: engine.objective.metrics(),
         });
         Ok(())
     }

@@ -54,6 +54,15 @@ impl Tuning {
         })
     }
 
+    /// Beside it, these parameters of the objective, all the time.
+    pub fn with_own(mut self, names: impl Iterator<Item = String>) -> Self {
+        match &mut self {
+            Self::Static(active) => *active = Active::new(active.names().map(str::to_string).chain(names)),
+            Self::Blocks(b) => b.schedule.always.extend(names),
+        }
+        self
+    }
+
     /// What is trained at optimizer step `step`, from 1.
     pub fn active(&self, step: u64) -> Active {
         match self {

@@ -14,16 +14,10 @@ pub struct CausalLm {
     vocab: usize,
 }
 
-/// Bytes of f32 logits that exist at once.
-const LOGITS_BYTES: usize = 48 << 20;
-/// As many where the projection trains: every chunk reads and writes its whole gradient.
-const LOGITS_BYTES_TRAINED: usize = 128 << 20;
-
 impl CausalLm {
     /// Tokens a chunk for a projection to `vocab` rows, which is `trained` or not.
     pub fn chunk_for(vocab: usize, trained: bool) -> usize {
-        let bytes = if trained { LOGITS_BYTES_TRAINED } else { LOGITS_BYTES };
-        (bytes / (4 * vocab.max(1))).clamp(16, 512)
+        cross_entropy::chunk_for(vocab, trained)
     }
 
     pub fn new(vocab: usize) -> Self {
@@ -40,6 +34,7 @@ impl Objective for CausalLm {
             scale: need.scale,
             need_dh: need.dh,
             need_dw: need.dw,
+            weights: None,
         };
         let out = match &head.weight {
             HeadWeight::Parts(parts) => with_pieces(parts, |pieces| {
@@ -53,6 +48,10 @@ impl Objective for CausalLm {
                 return Ok(LossGradients::default());
             }
         };
-        Ok(LossGradients { dh: out.dh, dw: out.dw })
+        Ok(LossGradients {
+            dh: out.dh,
+            dw: out.dw,
+            own: Vec::new(),
+        })
     }
 }

@@ -74,6 +74,7 @@ fn loss_and_gradients_match_the_cpu() {
                         scale: 0.25,
                         need_dh: true,
                         need_dw: true,
+                        weights: None,
                     };
                     compare(&h, &head, &targets(n, v), &options, tolerance);
                     // All tokens trained: rows are used where they lie.
@@ -96,6 +97,7 @@ fn nothing_trained_wrong_targets_and_what_is_not_finite() {
             scale: 1.0,
             need_dh: true,
             need_dw: true,
+            weights: None,
         };
         let (out, sums) = run(&h.gpu, &head.gpu, &[IGNORE; 3], &options);
         assert_eq!((out.trained, sums), (0, Sums::default()));

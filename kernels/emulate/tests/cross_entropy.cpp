@@ -23,6 +23,8 @@ static void rows(Kernel kernel, bool with_gradient, bool half, const Case& c, ui
     Buffer<float> logits(c.rows * stride), before(c.rows * stride);
     Buffer<u32> targets(c.rows), correct(c.rows);
     Buffer<double> loss(c.rows);
+    Buffer<float> weights(c.rows);
+    fill(weights, seed + 1);
     for (int r = 0; r < c.rows; r++) {
         Random random(seed * 100 + r);
         for (int i = 0; i < c.vocabulary; i++) logits[r * stride + i] = 4 * random.normal();
@@ -36,7 +38,7 @@ static void rows(Kernel kernel, bool with_gradient, bool half, const Case& c, ui
     std::memcpy(before.data, logits.data, logits.n * sizeof(float));
     launch(
         kernel, dim3(c.rows), dim3(c.threads), 0, seed, logits.data, (const u32*)targets.data, loss.data, correct.data,
-        c.vocabulary, stride, c.cap, scale);
+        c.vocabulary, stride, c.cap, scale, (const float*)weights.data);
     for (int r = 0; r < c.rows; r++) {
         const auto capped = [&](int i) {
             const double x = before[r * stride + i];
@@ -62,7 +64,7 @@ static void rows(Kernel kernel, bool with_gradient, bool half, const Case& c, ui
         for (int i = 0; i < c.vocabulary; i++) {
             const double slope = c.cap > 0 ? 1 - capped(i) * capped(i) / c.cap / c.cap : 1;
             got[i] = gradient(logits, r * stride, i, half);
-            wanted[i] = scale * (std::exp(capped(i) - max) / sum - (i == target)) * slope;
+            wanted[i] = scale * weights[r] * (std::exp(capped(i) - max) / sum - (i == target)) * slope;
         }
         compare("gradient", got.data(), wanted.data(), got.size(), half ? 4e-3 : 5e-6);
     }
@@ -79,7 +81,7 @@ static void not_finite(Kernel kernel, uint64_t seed) {
         targets[0] = targets[1] = 3;
         launch(
             kernel, dim3(2), dim3(32), 0, seed, logits.data, (const u32*)targets.data, loss.data, correct.data, 39,
-            (i64)40, 0.0f, 1.0f);
+            (i64)40, 0.0f, 1.0f, (const float*)nullptr);
         expect(loss[0] != loss[0] && loss[1] == loss[1], "NaN where a logit is not finite");
     }
 }

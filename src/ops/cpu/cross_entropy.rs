@@ -19,6 +19,8 @@ pub(crate) struct Job<'a> {
     pub h: &'a [f32],
     pub head: Values<'a>,
     pub targets: &'a [u32],
+    /// `[N]`: factors of the tokens' gradients.
+    pub weights: Option<&'a [f32]>,
     pub sizes: (usize, usize),
     pub cap: f32,
 }
@@ -65,6 +67,8 @@ struct Rows {
     hits: Vec<Hit>,
     ends: Vec<End>,
     targets: Vec<u32>,
+    /// Factor of each token's gradient; none: 1.
+    weights: Vec<f32>,
     cap: f32,
 }
 
@@ -80,6 +84,7 @@ impl Rows {
             hits: vec![hit; targets.len()],
             ends: Vec::new(),
             targets,
+            weights: Vec::new(),
             cap,
         }
     }
@@ -125,7 +130,7 @@ impl Rows {
 
     /// Turns the logits of a piece into their gradients times `scale`.
     fn turn(&self, start: usize, logits: &mut [f32], first: usize, width: usize, scale: f32) {
-        let cap = self.cap;
+        let (cap, weights) = (self.cap, &self.weights);
         let tokens = self.hits[start..]
             .par_iter()
             .zip(&self.ends[start..])
@@ -133,7 +138,9 @@ impl Rows {
         logits
             .par_chunks_mut(width)
             .zip(tokens)
-            .for_each(|(row, ((hit, end), target))| {
+            .enumerate()
+            .for_each(|(i, (row, ((hit, end), target)))| {
+                let scale = weights.get(start + i).map_or(scale, |w| scale * w);
                 gradient(row, end.max, scale / end.sum as f32, cap);
                 if let Some(at) = inside(*target, first, width) {
                     let slope = if cap == 0.0 {
@@ -150,6 +157,11 @@ impl Rows {
 /// Place of a target in a piece.
 pub(super) fn inside(target: u32, first: usize, width: usize) -> Option<usize> {
     (target as usize).checked_sub(first).filter(|at| *at < width)
+}
+
+/// The weights of these tokens.
+fn weights_of(weights: Option<&[f32]>, tokens: &[usize]) -> Vec<f32> {
+    weights.map_or_else(Vec::new, |w| tokens.iter().map(|n| w[*n]).collect())
 }
 
 /// First row and number of rows of each piece.
@@ -204,6 +216,7 @@ pub(crate) fn run(
         }
         let targets = tokens.iter().map(|n| job.targets[*n]).collect();
         let mut rows = Rows::new(targets, v, job.cap);
+        rows.weights = weights_of(job.weights, tokens);
         for (first, width) in pieces(v) {
             let logits = &mut logits[count * first..][..count * width];
             let head = job.head.part(first * d, width * d);
@@ -275,6 +288,11 @@ impl Streamed {
             chunk,
             d,
         }
+    }
+
+    /// Gives each token's gradient a factor of its own: `weights` `[N]`.
+    pub fn weigh(&mut self, weights: Option<&[f32]>, trained: &[usize]) {
+        self.rows.weights = weights_of(weights, trained);
     }
 
     /// Rows `head` of the head from row `first` on.

@@ -35,6 +35,40 @@ impl Pieces<'_> {
 /// As `forward_backward`, and without wanted gradients as `forward_only`: the same bits. The head cannot have a
 /// gradient of its own: what is trained is here whole.
 pub fn streamed(h: &Tensor, head: &Pieces, targets: &[u32], options: &Options, tally: &Tally) -> Result<Output> {
+    let mut sum = Sum::default();
+    let dh = rows(h, head, targets, options, &mut |_, row| sum.add(row))?;
+    tally.add(sum.sums());
+    Ok(Output {
+        trained: sum.trained,
+        dh,
+        dw: None,
+    })
+}
+
+/// As `token_log_probs`.
+pub fn streamed_log_probs(
+    h: &Tensor,
+    head: &Pieces,
+    targets: &[u32],
+    softcap: Option<f32>,
+    chunk: usize,
+) -> Result<Vec<f32>> {
+    let mut log_probs = vec![0f32; targets.len()];
+    let options = Options::losses(softcap, chunk);
+    rows(h, head, targets, &options, &mut |n, row| {
+        log_probs[n] = -row.loss as f32
+    })?;
+    Ok(log_probs)
+}
+
+/// Hands every trained token's result to `each`, in order; gives the wanted gradient of the hidden states.
+fn rows(
+    h: &Tensor,
+    head: &Pieces,
+    targets: &[u32],
+    options: &Options,
+    each: &mut dyn FnMut(usize, &cpu::Row),
+) -> Result<Option<Tensor>> {
     let (v, d) = (head.rows, head.width);
     if head.rows_of_part == 0 || !head.rows_of_part.is_multiple_of(PIECE) {
         return Err(Error::new("the head comes in parts of the wrong size")
@@ -45,13 +79,15 @@ pub fn streamed(h: &Tensor, head: &Pieces, targets: &[u32], options: &Options, t
         return Err(Error::new("a head that comes in parts cannot be trained"));
     }
     let trained = check(h, (v, d), targets, options.softcap)?;
+    options.check(targets.len())?;
     let cap = options.softcap.unwrap_or(0.0);
     let n = targets.len();
-    let mut sum = Sum::default();
     let mut dh = options.need_dh.then(|| vec![0f32; n * d]);
     if !trained.is_empty() {
         let mut state = floats(h, "the hidden states", |h| {
-            Ok(cpu::Streamed::new(h, targets, &trained, (d, v), cap, options.chunk))
+            let mut state = cpu::Streamed::new(h, targets, &trained, (d, v), cap, options.chunk);
+            state.weigh(options.weights, &trained);
+            Ok(state)
         })?;
         head.each(|first, part| {
             values(part, "a part of the head", |part| {
@@ -59,7 +95,9 @@ pub fn streamed(h: &Tensor, head: &Pieces, targets: &[u32], options: &Options, t
                 Ok(())
             })
         })?;
-        state.finish().iter().for_each(|row| sum.add(row));
+        for (n, row) in trained.iter().zip(&state.finish()) {
+            each(*n, row);
+        }
         if let Some(dh) = &mut dh {
             head.each(|first, part| {
                 values(part, "a part of the head", |part| {
@@ -72,12 +110,7 @@ pub fn streamed(h: &Tensor, head: &Pieces, targets: &[u32], options: &Options, t
             }
         }
     }
-    tally.add(sum.sums());
-    Ok(Output {
-        trained: sum.trained,
-        dh: dh.map(|dh| tensor(dh, (n, d))).transpose()?,
-        dw: None,
-    })
+    dh.map(|dh| tensor(dh, (n, d))).transpose()
 }
 
 #[cfg(test)]
@@ -108,12 +141,14 @@ mod tests {
                         rows_of_part,
                         part: &part,
                     };
+                    let factors = flat(&random(targets.len(), 9));
                     let mut options = Options {
                         softcap,
                         chunk,
                         scale: 0.3,
                         need_dh: true,
                         need_dw: false,
+                        weights: Some(&factors),
                     };
                     let (a, b, c, e) = (tally(), tally(), tally(), tally());
                     let whole = forward_backward(&h, &weight, &targets, &options, &a).unwrap();
@@ -154,6 +189,7 @@ mod tests {
             scale: 1.0,
             need_dh: true,
             need_dw: false,
+            weights: None,
         };
         let targets = [IGNORE; 3];
         let out = streamed(&h, &head, &targets, &options, &tally()).unwrap();

@@ -16,6 +16,8 @@ pub(crate) struct Job<'a> {
     /// Rows of h that have a target, rising, and their targets.
     pub trained: &'a [usize],
     pub targets: &'a [u32],
+    /// `[N]`: factors of the tokens' gradients.
+    pub weights: Option<&'a [f32]>,
     pub softcap: Option<f32>,
     pub chunk: usize,
     /// f64: the loss is added to its element 0, the hits to element 1.
@@ -66,6 +68,12 @@ pub(crate) fn run(job: &Job, wanted: Option<Wanted>) -> Result<(Option<Tensor>, 
     numbers.extend(job.trained.iter().map(|row| job.targets[*row]));
     let numbers = gpu.upload_u32(&numbers)?;
     let numbers = address(&numbers, "trained tokens")?;
+    let weights = job.weights.map(|all| {
+        let bits: Vec<u32> = job.trained.iter().map(|row| all[*row].to_bits()).collect();
+        gpu.upload_u32(&bits)
+    });
+    let weights = weights.transpose()?;
+    let weights = weights.as_ref().map(|w| address(w, "weights of tokens")).transpose()?;
 
     let row_bytes = (d * kind.bytes()) as u64;
     let buffers = Buffers {
@@ -103,6 +111,7 @@ pub(crate) fn run(job: &Job, wanted: Option<Wanted>) -> Result<(Option<Tensor>, 
             head,
             row_numbers,
             numbers + 4 * (trained + start) as u64,
+            weights.map_or(0, |w| w + 4 * start as u64),
             job,
             wanted,
         )?;
@@ -148,6 +157,7 @@ impl Buffers<'_> {
         head: Matrix,
         (rows, count): (u64, usize),
         targets: u64,
+        weights: u64,
         job: &Job,
         wanted: Option<Wanted>,
     ) -> Result<()> {
@@ -169,6 +179,7 @@ impl Buffers<'_> {
             Arg::size(self.stride),
             Arg::F32(job.softcap.unwrap_or(0.0)),
             Arg::F32(wanted.map_or(0.0, |w| w.scale)),
+            Arg::Address(weights),
         ];
         // SAFETY: `count` rows of logits, targets below V (checked by the caller), losses and hits.
         unsafe {

@@ -1,0 +1,80 @@
+//! What differs between the stages of training: where the micro-batches of a step come from, and the objective that
+//! turns them into a loss. One file a stage; the loop is the one of `train`.
+
+mod sft;
+
+use crate::base::{Error, Result};
+use crate::data::order::BatchStream;
+use crate::data::{Batch, Dataset};
+use crate::engine::Engine;
+use crate::model::{Objective, Spec};
+use crate::recipe::{self, Recipe};
+use serde_json::Value;
+
+/// Where the micro-batches of a step come from. What a window holds must follow from (seed, step, weights) and from
+/// what `state` saves: a resumed run is bit-equal to the run that was not stopped.
+pub trait Feed {
+    /// Optimizer steps of the run.
+    fn steps(&self) -> u64;
+
+    /// Epochs seen after `steps` steps, e.g. 1.5.
+    fn epoch_after(&self, steps: u64) -> f64;
+
+    /// Called once, before the first step of a new run: the weights are those of the start. A resumed run calls
+    /// `restore` instead.
+    fn prepare(&mut self, engine: &Engine) -> Result<()> {
+        let _ = engine;
+        Ok(())
+    }
+
+    /// The micro-batches of step `step`, from 0.
+    fn window(&mut self, step: u64, engine: &Engine) -> Result<Vec<Batch>>;
+
+    /// What is evaluated; empty: nothing is held out.
+    fn eval(&self) -> Vec<Batch> {
+        Vec::new()
+    }
+
+    /// What a checkpoint must keep beside the weights.
+    fn state(&self) -> Result<Option<Vec<u8>>> {
+        Ok(None)
+    }
+
+    fn restore(&mut self, state: &[u8]) -> Result<()> {
+        let _ = state;
+        Err(Error::new("the checkpoint keeps a state that this stage does not have"))
+    }
+
+    /// Means since the last call, by the names of `metrics.jsonl`.
+    fn metrics(&mut self) -> Vec<(&'static str, f64)> {
+        Vec::new()
+    }
+
+    /// Texts since the last call, for `samples.jsonl`.
+    fn samples(&mut self) -> Vec<Value> {
+        Vec::new()
+    }
+}
+
+/// A stage, ready for the loop.
+pub struct Stage<'a> {
+    pub feed: Box<dyn Feed + 'a>,
+    pub objective: Box<dyn Objective>,
+}
+
+/// What a stage is made from.
+pub struct Setting<'a> {
+    pub recipe: &'a Recipe,
+    pub spec: &'a Spec,
+    pub stream: BatchStream<'a>,
+    pub eval: Option<&'a Dataset>,
+}
+
+/// The stage of a recipe.
+pub fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
+    match setting.recipe.train.stage {
+        recipe::Stage::Pretrain | recipe::Stage::Sft => Ok(sft::open(setting)),
+        // Refused while the recipe was read.
+        other => Err(Error::usage("this stage is not built yet").found(other.name())),
+    }
+}

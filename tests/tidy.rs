@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// From the top down. `lib.rs` declares the same rooms.
-const ROOMS: [&str; 20] = [
+const ROOMS: [&str; 21] = [
     "cli",
     "run",
     "plan",
@@ -16,6 +16,7 @@ const ROOMS: [&str; 20] = [
     "generate",
     "engine",
     "sft",
+    "distill",
     "optim",
     "model",
     "source",

@@ -36,7 +36,8 @@ pub struct Hidden {
 }
 
 /// What a comparison gives.
-pub(super) struct Compared {
+#[derive(Debug)]
+pub struct Compared {
     pub loss: f64,
     /// `[N, D]`
     pub dx: Option<Tensor>,
@@ -128,7 +129,7 @@ impl Hidden {
     }
 
     /// Compares the student's states `x` `[N, D]` at the input of `layer` with the teacher's.
-    pub(super) fn compare(
+    pub fn compare(
         &self,
         layer: usize,
         x: &Tensor,

@@ -14,6 +14,7 @@ pub enum Kind {
     Activations,
     Layer,
     Loss,
+    Teacher,
     Saving,
     Data,
     Scratch,

@@ -10,10 +10,12 @@
 mod ledger;
 mod step;
 mod table;
+mod teacher;
 mod weights;
 mod work;
 
 pub use table::{Line, Plan};
+pub use teacher::Teacher;
 
 use crate::engine::{Active, Gradients};
 use crate::model::{Adapters, Spec};
@@ -60,6 +62,8 @@ pub struct Inputs {
     /// What the adapter on each linear that has one holds and needs, by module.
     pub adapters: BTreeMap<String, Cost>,
     pub place: Place,
+    /// Runs beside the model.
+    pub teacher: Option<Teacher>,
     /// The tokenized rows.
     pub data_bytes: u64,
     /// What the program holds before the model is loaded.
@@ -87,6 +91,7 @@ impl Inputs {
                 .map(|(module, adapter)| (module.clone(), adapter.cost()))
                 .collect(),
             place: Place::Device,
+            teacher: None,
             data_bytes: 0,
             process_bytes: crate::base::memory::resident(),
         }
@@ -196,6 +201,9 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
         // A weight that is stored as codes is read as f32 first.
         let coded = inputs.storage.coded().keys().map(|name| 4 * size(name));
         ledger.touch(Kind::Scratch, coded.max().unwrap_or(0));
+        if let Some(teacher) = &inputs.teacher {
+            held.push(ledger.hold(Kind::Teacher, teacher.weights()));
+        }
         held.extend([
             ledger.hold(Kind::Adapters, (adapters + fixed) * 4),
             ledger.hold(Kind::Retired, retired),

@@ -160,6 +160,14 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
                 _ => format!("{chunk} tokens × {} at a time", spec.vocab),
             },
         ),
+        (
+            Kind::Teacher,
+            "teacher",
+            "teacher",
+            inputs.teacher.as_ref().map_or(String::new(), |t| {
+                format!("{}; its forward pass", t.storage.describe())
+            }),
+        ),
         (Kind::Saving, "saving", "saving", "the largest tensor as f32".into()),
         (
             Kind::Data,

@@ -58,6 +58,7 @@ fn inputs(active: Active, gradients: Gradients) -> Inputs {
         on_gpu: false,
         active: vec![active],
         place: Place::Device,
+        teacher: None,
         storage: Policy::dense(Dtype::Bf16),
         adapters: BTreeMap::new(),
         data_bytes: 0,

@@ -2,7 +2,7 @@
 
 use super::check::{Entry, Origin, Value, Values, default_of};
 use super::draft::{Draft, Place, Problem};
-use super::lora;
+use super::{distill, lora};
 use super::types::*;
 use crate::base::{Error, units};
 
@@ -187,7 +187,7 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
             .expected("`all-linear`, or names of modules"),
         );
     }
-    for (paths, error) in lora::faults(values) {
+    for (paths, error) in distill::faults(values).into_iter().chain(lora::faults(values)) {
         fault(paths, error);
     }
     draft.problems.extend(problems);
@@ -266,6 +266,7 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
         {
             Some(format!("tune.lora.adapter = \"{adapter}\""))
         }
+        path if path.starts_with("distill.") => distill::unused(values, path),
         path => lora::unused(values, path),
     }
 }
@@ -376,6 +377,7 @@ pub fn build(values: &Values) -> Recipe {
             decay_ratio: values.number("schedule.decay_ratio"),
             min_lr_ratio: values.number("schedule.min_lr_ratio"),
         },
+        distill: distill::build(values),
         train: Train {
             stage: name!(Stage, "train.stage", Sft),
             num_epochs: values.number("train.num_epochs"),

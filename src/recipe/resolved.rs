@@ -19,6 +19,10 @@ pub fn toml(value: &Value) -> String {
             format!("{{ {} }}", lines.collect::<Vec<_>>().join(", "))
         }
         Value::Integers(l) => format!("{l:?}"),
+        Value::Pairs(l) => {
+            let pairs: Vec<String> = l.iter().map(|(a, b)| format!("[{a}, {b}]")).collect();
+            format!("[{}]", pairs.join(", "))
+        }
         Value::Pair([a, b]) => format!("[{}, {}]", number(*a), number(*b)),
     }
 }

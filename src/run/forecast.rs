@@ -1,5 +1,6 @@
 //! The plan of a run, and how its gradients live.
 
+use super::teacher;
 use super::tuning::Tuning;
 use crate::base::units::bytes;
 use crate::base::{Error, Result, memory};
@@ -105,6 +106,7 @@ pub fn forecast(
         }
         storage.set(name.clone(), Some(*format));
     }
+    let teacher = teacher::cost(recipe, spec)?;
     let plan = |place, gradients, keep_layers| {
         let mut inputs = Inputs::of_recipe(recipe, possible.clone(), adapters, gradients);
         inputs.storage = storage.clone();
@@ -116,6 +118,12 @@ pub fn forecast(
         }
         if let Some(stream) = stream {
             measure(recipe, stream, &mut inputs);
+        }
+        inputs.teacher.clone_from(&teacher);
+        if teacher.is_some() && recipe.distill.lmbda > 0.0 {
+            // Answers of the student can be as long as a row may be.
+            inputs.tokens = recipe.train.batch_size * recipe.data.max_length;
+            inputs.longest = recipe.data.max_length;
         }
         plan::forecast(spec, recipe, &inputs)
     };

@@ -65,6 +65,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     )?;
     model.check_weights(recipe.model.init)?;
     let Rows { train, eval } = Rows::read(recipe, &model)?;
+    stage::check(recipe, &model, &train)?;
     let stream = BatchStream::new(&train, rows::stream(recipe))?;
     let total_steps = stream.steps();
 
@@ -161,6 +162,10 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let setting = stage::Setting {
         recipe,
         spec: &model.spec,
+        model: &model,
+        device: &device,
+        run_dir: &run_dir,
+        train: &train,
         stream,
         eval: eval.as_ref(),
     };

@@ -2,6 +2,7 @@
 
 mod bench;
 mod caps;
+mod distill;
 mod equal;
 mod hostile;
 mod optimizers;

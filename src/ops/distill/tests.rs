@@ -159,6 +159,7 @@ fn with_alpha_one_it_is_the_cross_entropy() {
         softcap: None,
         chunk: 6,
         scale: 0.25,
+        weights: None,
         need_dh: true,
         need_dw: true,
     };
@@ -299,7 +300,7 @@ fn heads_in_parts_give_the_bits_of_whole_heads() {
                 assert_eq!(flat(&want.dh.unwrap()), flat(&got.dh.unwrap()));
                 assert_eq!(want.dw.map(|w| flat(&w)), got.dw.map(|w| flat(&w)));
                 let k = likeliest(&teacher, &targets, (vt, 9), 1.3, 4).unwrap();
-                assert_eq!(k, likeliest(&side(&th, &thead, None), &targets, (vt, 9), 1.3, 50).unwrap());
+                assert_eq!(k, likeliest(&side(&th, &thead, None), &targets, (vt, 9), 1.3, 4).unwrap());
                 let stored = Teacher::Stored { top: &k, common: vt };
                 let want = forward_backward(&whole.0, &stored, &targets, &o, &a).unwrap();
                 let got = forward_backward(&student, &stored, &targets, &o, &b).unwrap();

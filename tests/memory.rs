@@ -339,6 +339,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
         on_gpu: false,
         active: vec![active],
         place,
+        teacher: None,
         storage,
         adapters: costs,
         data_bytes: 0,

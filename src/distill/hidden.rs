@@ -150,9 +150,8 @@ impl Hidden {
         }
         let device = x.device();
         let rows = Tensor::from_vec(trained.clone(), m, device)?;
-        let chosen = |t: &Tensor| -> Result<Tensor> {
-            Ok(t.index_select(&rows, 0)?.to_dtype(DType::F32)?.contiguous()?)
-        };
+        let chosen =
+            |t: &Tensor| -> Result<Tensor> { Ok(t.index_select(&rows, 0)?.to_dtype(DType::F32)?.contiguous()?) };
         let own = chosen(x)?;
         let share = self.weight / self.pairs.len() as f64;
         let mut dx: Option<Tensor> = None;
@@ -189,7 +188,10 @@ impl Hidden {
 }
 
 fn total(rows: &Tensor) -> Result<f64> {
-    Ok(update::to_f32_vec(&rows.flatten_all()?)?.iter().map(|x| *x as f64).sum())
+    Ok(update::to_f32_vec(&rows.flatten_all()?)?
+        .iter()
+        .map(|x| *x as f64)
+        .sum())
 }
 
 /// Sum over the tokens of mean (y - t)², and its gradient at y.
@@ -202,7 +204,8 @@ fn squares(y: &Tensor, t: &Tensor) -> Result<(f64, Tensor)> {
 
 /// Sum over the tokens of 1 - cos(y, t), and its gradient at y. A state of zeros has the cosine 0 with all.
 fn cosine(y: &Tensor, t: &Tensor) -> Result<(f64, Tensor)> {
-    let norm = |x: &Tensor| -> Result<Tensor> { Ok(x.sqr()?.sum_keepdim(D::Minus1)?.sqrt()?.clamp(1e-8f32, f32::MAX)?) };
+    let norm =
+        |x: &Tensor| -> Result<Tensor> { Ok(x.sqr()?.sum_keepdim(D::Minus1)?.sqrt()?.clamp(1e-8f32, f32::MAX)?) };
     let (ny, nt) = (norm(y)?, norm(t)?);
     let (y, t) = (y.broadcast_div(&ny)?, t.broadcast_div(&nt)?);
     let cos = (&y * &t)?.sum_keepdim(D::Minus1)?;

@@ -54,11 +54,9 @@ impl Distill {
     /// `vocab`: V. Errors: hidden states are wanted of a teacher of whom only outputs are stored.
     pub fn new(teacher: Teacher, terms: Terms, hidden: Option<Hidden>, vocab: usize) -> Result<Self> {
         if hidden.is_some() && teacher.network().is_none() {
-            return Err(
-                Error::usage("stored outputs of a teacher have no hidden states")
-                    .at("distill.teacher_cache")
-                    .hint("give `distill.teacher` instead, or take `distill.hidden_weight` out"),
-            );
+            return Err(Error::usage("stored outputs of a teacher have no hidden states")
+                .at("distill.teacher_cache")
+                .hint("give `distill.teacher` instead, or take `distill.hidden_weight` out"));
         }
         let wanted = hidden.iter().flat_map(Hidden::teacher_layers).collect();
         Ok(Self {

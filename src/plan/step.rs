@@ -101,7 +101,10 @@ pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs
         // ids, positions, targets of every micro-batch; the rope tables of one.
         l.hold(Kind::Data, 12 * tokens * inputs.micro_batches as u64 + rope * tokens),
         l.hold(Kind::Scratch, scratch(spec, inputs, bf16)),
-        l.hold(Kind::Teacher, inputs.teacher.as_ref().map_or(0, |t| t.forward(inputs).0)),
+        l.hold(
+            Kind::Teacher,
+            inputs.teacher.as_ref().map_or(0, |t| t.forward(inputs).0),
+        ),
     ];
     // The second micro-batch finds the sums of the first; those after it are like the second.
     for micro in 0..inputs.micro_batches.min(2) {

@@ -164,9 +164,10 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
             Kind::Teacher,
             "teacher",
             "teacher",
-            inputs.teacher.as_ref().map_or(String::new(), |t| {
-                format!("{}; its forward pass", t.storage.describe())
-            }),
+            inputs
+                .teacher
+                .as_ref()
+                .map_or(String::new(), |t| format!("{}; its forward pass", t.storage.describe())),
         ),
         (Kind::Saving, "saving", "saving", "the largest tensor as f32".into()),
         (
@@ -186,6 +187,7 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
     let get = |map: &std::collections::BTreeMap<Kind, u64>, kind| map.get(&kind).copied().unwrap_or(0);
     let lines = lines
         .into_iter()
+        .filter(|(kind, ..)| *kind != Kind::Teacher || inputs.teacher.is_some())
         .map(|(kind, key, label, note)| Line {
             key,
             label: label.to_string(),

@@ -2,8 +2,8 @@
 
 use super::check::{Entry, Origin, Value, Values, default_of};
 use super::draft::{Draft, Place, Problem};
-use super::{distill, lora};
 use super::types::*;
+use super::{distill, lora};
 use crate::base::{Error, units};
 
 /// Two keys that say the same thing in two ways.

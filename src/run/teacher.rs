@@ -6,7 +6,7 @@ use crate::data::Dataset;
 use crate::distill::hidden;
 use crate::export;
 use crate::formats::Tokenizer;
-use crate::model::{Network, Spec};
+use crate::model::{Network, Spec, shapes};
 use crate::ops::cross_entropy::PIECE;
 use crate::plan::{self, Place};
 use crate::recipe::{Dtype, FrozenWeights, ModelInit, Recipe, Stage, TeacherTier};
@@ -37,10 +37,10 @@ pub fn open(recipe: &Recipe, model: &Described) -> Result<Opened> {
     let Some(path) = &d.teacher else {
         return Err(Error::usage("there is no teacher").at("distill.teacher"));
     };
-    let teacher = Described::open(path, &d.teacher_revision, None).map_err(|e| e.or_at("distill.teacher"))?;
-    if teacher.is_shape() {
+    if path.starts_with(shapes::PREFIX) {
         return Err(Error::usage("a built-in shape has random weights: it teaches nothing").at("distill.teacher"));
     }
+    let teacher = Described::open(path, &d.teacher_revision, None).map_err(|e| e.or_at("distill.teacher"))?;
     check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at("distill.teacher"))?;
     teacher.check_weights(ModelInit::Pretrained)?;
     let (dtype, mut storage) = storage(recipe, &teacher.spec)?;
@@ -94,10 +94,12 @@ impl Opened {
         }
         let highest = rows.examples.iter().flat_map(|e| &e.ids).max().copied().unwrap_or(0);
         if highest as usize >= self.model.spec.vocab {
-            return Err(Error::new("the rows hold a token that the teacher has no embedding for")
-                .at("distill.teacher")
-                .found(format!("id {highest}"))
-                .expected(format!("below {}", self.model.spec.vocab)));
+            return Err(
+                Error::new("the rows hold a token that the teacher has no embedding for")
+                    .at("distill.teacher")
+                    .found(format!("id {highest}"))
+                    .expected(format!("below {}", self.model.spec.vocab)),
+            );
         }
         Ok(())
     }
@@ -105,9 +107,11 @@ impl Opened {
     pub fn load(&self, recipe: &Recipe, scratch: &Path, device: &Device) -> Result<Network> {
         if self.place != Place::Device {
             if !device.is_cpu() {
-                return Err(Error::usage("`distill.teacher_tier = \"disk\"` is not built yet for a GPU")
-                    .at("distill.teacher_tier")
-                    .hint("use `device`, or `model.device = \"cpu\"`"));
+                return Err(
+                    Error::usage("`distill.teacher_tier = \"disk\"` is not built yet for a GPU")
+                        .at("distill.teacher_tier")
+                        .hint("use `device`, or `model.device = \"cpu\"`"),
+                );
             }
             files::create_dir_all(scratch)?;
         }
@@ -122,7 +126,6 @@ impl Opened {
         let print = export::fingerprint(&self.model.dir)?;
         Ok(format!("{print} {}", self.storage.describe()))
     }
-
 }
 
 /// What the plan has to know of the teacher of a recipe, from its config alone; `None` where there is none.

@@ -212,7 +212,10 @@ fn check_place(out: &Path, facts: &Facts) -> Result<()> {
         return Ok(());
     }
     for path in files::list(out)? {
-        let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        let name = path
+            .file_name()
+            .map(|n| n.to_string_lossy().into_owned())
+            .unwrap_or_default();
         if name.starts_with("rows-") && name.ends_with(".safetensors") {
             Shard::open(&path, &facts.key, facts.k)?;
         } else if name != MANIFEST && name != setup::TEACHER {
@@ -263,7 +266,9 @@ fn write_shard(path: &Path, documents: &[&Example], top: &TopK, facts: &Facts) -
             sink(Values::F16(&short))
         }
         // -infinity where nothing is left: a number that no file may hold.
-        _ => sink(Values::F32(&top.rest.iter().map(|x| x.max(f32::MIN)).collect::<Vec<_>>())),
+        _ => sink(Values::F32(
+            &top.rest.iter().map(|x| x.max(f32::MIN)).collect::<Vec<_>>(),
+        )),
     })?;
     Ok(())
 }
@@ -341,9 +346,11 @@ impl Shard {
             true => top
                 .ids
                 .extend(bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]) as u32)),
-            false => top
-                .ids
-                .extend(bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
+            false => top.ids.extend(
+                bytes
+                    .chunks_exact(4)
+                    .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])),
+            ),
         }
         let mut log_probs = vec![0f32; n];
         self.weights.read_f32_at("log_probs", first * self.k, &mut log_probs)?;
@@ -354,7 +361,11 @@ impl Shard {
             let sum: f64 = row.iter().map(|x| (*x as f64).exp()).sum::<f64>() + left;
             let shift = sum.ln() as f32;
             row.iter_mut().for_each(|x| *x -= shift);
-            *rest = if *rest == f32::MIN { f32::NEG_INFINITY } else { *rest - shift };
+            *rest = if *rest == f32::MIN {
+                f32::NEG_INFINITY
+            } else {
+                *rest - shift
+            };
         }
         top.log_probs.extend(log_probs);
         top.rest.extend(rest);
@@ -386,8 +397,8 @@ pub fn open(dir: &Path, recipe: &Recipe, model: &Described, rows: &Dataset) -> R
             .hint("`ft distill cache --recipe R --out DIR` writes them, and goes on where it was stopped"));
     }
     let text = files::read_text(&path)?;
-    let manifest: Value = serde_json::from_str(&text)
-        .map_err(|e| Error::new("`cache.json` cannot be read").at_path(&path).cause(e))?;
+    let manifest: Value =
+        serde_json::from_str(&text).map_err(|e| Error::new("`cache.json` cannot be read").at_path(&path).cause(e))?;
     let word = |key: &str| manifest[key].as_str().unwrap_or_default().to_string();
     let number = |key: &str| manifest[key].as_u64().unwrap_or(0) as usize;
     let other = |what: &str, found: String, expected: String| {

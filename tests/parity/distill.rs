@@ -93,7 +93,12 @@ fn run(name: &str, more: &[&str]) {
     assert_eq!(steps.len(), wanted.len());
     for (key, all) in [("loss", wanted), ("grad_norm", numbers(&golden["grad_norms"]))] {
         for (i, (step, want)) in steps.iter().zip(all).enumerate() {
-            close(step[key].as_f64().unwrap(), want, 1e-4, &format!("{name} {more:?}: {key} of step {}", i + 1));
+            close(
+                step[key].as_f64().unwrap(),
+                want,
+                1e-4,
+                &format!("{name} {more:?}: {key} of step {}", i + 1),
+            );
         }
     }
 }

@@ -248,7 +248,10 @@ fn only_the_assistant_of_a_trace_is_trained() {
         {"role": "assistant", "content": "It rains."},
     ]});
     let encoded = encode(&codec, QWEN, TrainOn::Assistant, value.clone()).unwrap();
-    let got: Vec<String> = trained(&codec, &encoded).iter().map(|t| t.trim_start().to_string()).collect();
+    let got: Vec<String> = trained(&codec, &encoded)
+        .iter()
+        .map(|t| t.trim_start().to_string())
+        .collect();
     let want = [
         "two calls\n<tool_call>rain</tool_call>\n<tool_call>clock</tool_call><|im_end|>",
         "<tool_call>rain</tool_call><|im_end|>",
@@ -273,7 +276,10 @@ fn arguments_written_as_text_become_what_templates_print() {
             other => panic!("{other:?}"),
         }
     };
-    assert_eq!(of(json!("{\"city\": \"Bern\", \"n\": 2}")), json!({"city": "Bern", "n": 2}));
+    assert_eq!(
+        of(json!("{\"city\": \"Bern\", \"n\": 2}")),
+        json!({"city": "Bern", "n": 2})
+    );
     assert_eq!(of(json!({"n": 2})), json!({"n": 2}));
     // What is no object stays what it is.
     assert_eq!(of(json!("Bern")), json!("Bern"));

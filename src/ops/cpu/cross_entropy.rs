@@ -182,7 +182,13 @@ pub(super) fn multiply(h: &[f32], head: Values<'_>, (count, width, d): (usize, u
 }
 
 /// `dh [count, D] (+)= dlogits [count, width] · head [width, D]`, from zero with the first piece.
-pub(super) fn back(dlogits: &[f32], head: Values<'_>, (count, width, d): (usize, usize, usize), first: usize, dh: &mut [f32]) {
+pub(super) fn back(
+    dlogits: &[f32],
+    head: Values<'_>,
+    (count, width, d): (usize, usize, usize),
+    first: usize,
+    dh: &mut [f32],
+) {
     product(
         (count, d, width),
         dh,

@@ -55,7 +55,16 @@ pub(crate) fn forward_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (w, y) = (cast(w, kind)?, gpu.empty((rows, outputs), DType::F32)?);
     let (a, b) = (matrix(x, "x of a linear", inputs)?, matrix(&w, "a weight", inputs)?);
     // SAFETY: [N, I] · [I, O] into [N, O].
-    unsafe { gemm(&gpu, (rows, outputs, inputs), a, b.t(), matrix(&y, "logits", outputs)?, false)? };
+    unsafe {
+        gemm(
+            &gpu,
+            (rows, outputs, inputs),
+            a,
+            b.t(),
+            matrix(&y, "logits", outputs)?,
+            false,
+        )?
+    };
     Ok(y)
 }
 

@@ -120,7 +120,12 @@ fn live(lq: &Tensor, lp: &Tensor, beta: f64) -> Result<(Tensor, Tensor)> {
 }
 
 /// The same against stored rows: `ids`, `lp` `[c, k]`, `rest` `[c, 1]`; `others`: are there any?
-fn stored(lq: &Tensor, (ids, lp, rest): (&Tensor, &Tensor, &Tensor), others: bool, beta: f64) -> Result<(Tensor, Tensor)> {
+fn stored(
+    lq: &Tensor,
+    (ids, lp, rest): (&Tensor, &Tensor, &Tensor),
+    others: bool,
+    beta: f64,
+) -> Result<(Tensor, Tensor)> {
     let own = lq.gather(ids, 1)?;
     let mut all = outcomes(&own, lp, beta)?;
     let mut other = None;
@@ -169,7 +174,11 @@ pub(super) fn forward_backward(
     };
     let (device, (n, d)) = (own.h.device(), own.h.dims2()?);
     let v = own.head.dim(0)?;
-    let (alpha, beta, inverse) = (options.alpha as f64, options.beta as f64, 1.0 / options.temperature as f64);
+    let (alpha, beta, inverse) = (
+        options.alpha as f64,
+        options.beta as f64,
+        1.0 / options.temperature as f64,
+    );
     let mut out = Output {
         trained: trained.len(),
         divergence: 0.0,

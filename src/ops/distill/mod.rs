@@ -11,7 +11,6 @@
 //! (Agarwal et al. 2024, arXiv 2306.13649, section 3). No factor T² is put on it. The cross-entropy is over all V ids
 //! at T = 1.
 
-
 #[cfg(any(test, feature = "cuda"))]
 mod composed;
 #[cfg(test)]
@@ -59,7 +58,10 @@ pub struct TopK {
 pub enum Teacher<'a> {
     Live(Side<'a>),
     /// The distributions of the `common` first ids.
-    Stored { top: &'a TopK, common: usize },
+    Stored {
+        top: &'a TopK,
+        common: usize,
+    },
 }
 
 #[derive(Debug, Clone)]
@@ -243,7 +245,10 @@ pub fn likeliest(
     }
     check_temperature(temperature)?;
     let chosen: Vec<usize> = (0..targets.len()).filter(|n| targets[*n] != IGNORE).collect();
-    on_gpu!(side.h, composed::likeliest(side, &chosen, (common, k), temperature, chunk));
+    on_gpu!(
+        side.h,
+        composed::likeliest(side, &chosen, (common, k), temperature, chunk)
+    );
     let found = side.on_cpu("teacher", |side| {
         cpu::likeliest(side, &chosen, (common, k), temperature, chunk)
     })?;
@@ -304,9 +309,11 @@ fn check_terms(options: &Options) -> Result<()> {
 fn check_stored(top: &TopK, common: usize, trained: usize, v: usize) -> Result<()> {
     let lengths = [top.ids.len(), top.log_probs.len(), top.rest.len() * top.k];
     if top.k == 0 || common > v || lengths != [trained * top.k; 3] {
-        return Err(Error::new("the stored rows of the teacher are not those of the trained tokens")
-            .found(format!("{} rows of {} ids below {common}", top.rest.len(), top.k))
-            .expected(format!("{trained} rows, ids below {v}")));
+        return Err(
+            Error::new("the stored rows of the teacher are not those of the trained tokens")
+                .found(format!("{} rows of {} ids below {common}", top.rest.len(), top.k))
+                .expected(format!("{trained} rows, ids below {v}")),
+        );
     }
     for (i, row) in top.ids.chunks(top.k).enumerate() {
         let rising = row.windows(2).all(|w| w[0] < w[1]) && row.last().is_none_or(|id| (*id as usize) < common);

@@ -112,7 +112,11 @@ fn matches_autograd() {
                 let out = forward_backward(&own, &other, &targets, &o, &sums).unwrap();
                 let read = |t: &Tensor| t.to_scalar::<f32>().unwrap() as f64;
                 let near = |a: f64, b: f64| (a - b).abs() <= 2e-5 * b.abs().max(0.1);
-                assert!(near(out.divergence, read(&divergence)), "{} {divergence}", out.divergence);
+                assert!(
+                    near(out.divergence, read(&divergence)),
+                    "{} {divergence}",
+                    out.divergence
+                );
                 assert!(near(out.cross_entropy, read(&hard)), "{} {hard}", out.cross_entropy);
                 assert!(near(sums.read().unwrap().loss, read(&loss)));
                 assert_close(out.dh.as_ref().unwrap(), grads.get(&h).unwrap(), 2e-5);
@@ -187,7 +191,10 @@ fn all_stored_ids_are_the_whole_teacher_and_fewer_say_less() {
             let top = likeliest(&teacher, &targets, (vt, k), 1.5, 3).unwrap();
             let other = Teacher::Stored { top: &top, common: vt };
             let out = forward_backward(&side(&h, &head, None), &other, &targets, &o, &tally()).unwrap();
-            assert!(out.divergence >= last - 1e-5 && out.divergence <= whole.divergence + 1e-4, "{beta} {k}");
+            assert!(
+                out.divergence >= last - 1e-5 && out.divergence <= whole.divergence + 1e-4,
+                "{beta} {k}"
+            );
             last = out.divergence;
             if k >= 4149 {
                 assert!((out.divergence - whole.divergence).abs() < 2e-5 * whole.divergence);
@@ -236,7 +243,9 @@ fn the_likeliest_are_those_of_a_sort() {
     for k in [1, 7, 100] {
         let top = likeliest(&side(&h, &head, None), &targets, (v - 5, k), 2.0, 3).unwrap();
         let t = logits(&h, &head, &targets, None).narrow(1, 0, v - 5).unwrap();
-        let all = log_softmax(&(t.contiguous().unwrap() / 2.0).unwrap()).to_vec2::<f32>().unwrap();
+        let all = log_softmax(&(t.contiguous().unwrap() / 2.0).unwrap())
+            .to_vec2::<f32>()
+            .unwrap();
         for (i, row) in all.iter().enumerate() {
             let mut order: Vec<u32> = (0..row.len() as u32).collect();
             order.sort_by(|a, b| row[*b as usize].total_cmp(&row[*a as usize]).then(a.cmp(b)));
@@ -260,7 +269,11 @@ fn heads_in_parts_give_the_bits_of_whole_heads() {
         (random((v, d), 3), random((vt, dt), 4)),
         (bf16_pair((v, d), 3).0, bf16_pair((vt, dt), 4).0),
     ] {
-        for (own_part, other_part) in [(None, Some(PIECE)), (Some(2 * PIECE), None), (Some(PIECE), Some(3 * PIECE))] {
+        for (own_part, other_part) in [
+            (None, Some(PIECE)),
+            (Some(2 * PIECE), None),
+            (Some(PIECE), Some(3 * PIECE)),
+        ] {
             let give = |w: &Tensor, size: usize| {
                 let w = w.clone();
                 move |first: usize| Ok(w.narrow(0, first, size.min(w.dim(0)? - first))?)
@@ -300,7 +313,10 @@ fn heads_in_parts_give_the_bits_of_whole_heads() {
                 assert_eq!(flat(&want.dh.unwrap()), flat(&got.dh.unwrap()));
                 assert_eq!(want.dw.map(|w| flat(&w)), got.dw.map(|w| flat(&w)));
                 let k = likeliest(&teacher, &targets, (vt, 9), 1.3, 4).unwrap();
-                assert_eq!(k, likeliest(&side(&th, &thead, None), &targets, (vt, 9), 1.3, 4).unwrap());
+                assert_eq!(
+                    k,
+                    likeliest(&side(&th, &thead, None), &targets, (vt, 9), 1.3, 4).unwrap()
+                );
                 let stored = Teacher::Stored { top: &k, common: vt };
                 let want = forward_backward(&whole.0, &stored, &targets, &o, &a).unwrap();
                 let got = forward_backward(&student, &stored, &targets, &o, &b).unwrap();
@@ -321,7 +337,13 @@ fn same_bits_on_any_threads() {
         let top = likeliest(&teacher, &targets, (v, 20), 1.0, 9).unwrap();
         let mut out = vec![Tensor::new(&top.log_probs[..], &Device::Cpu).unwrap()];
         for other in [Teacher::Live(teacher), Teacher::Stored { top: &top, common: v }] {
-            let got = forward_backward(&side(&h, &head, None), &other, &targets, &options(0.5, 2.0, 0.5, 11), &tally());
+            let got = forward_backward(
+                &side(&h, &head, None),
+                &other,
+                &targets,
+                &options(0.5, 2.0, 0.5, 11),
+                &tally(),
+            );
             let got = got.unwrap();
             out.push(Tensor::new(&[got.divergence as f32], &Device::Cpu).unwrap());
             out.extend([got.dh.unwrap(), got.dw.unwrap()]);
@@ -340,7 +362,14 @@ fn a_logit_that_is_not_finite_shows_in_the_loss() {
         let o = options(beta, 2.0, 0.0, 2);
         let loss = |h: &Tensor, t: &Tensor, targets: &[u32]| {
             let sums = tally();
-            forward_backward(&side(h, &head, None), &Teacher::Live(side(t, &head, None)), targets, &o, &sums).unwrap();
+            forward_backward(
+                &side(h, &head, None),
+                &Teacher::Live(side(t, &head, None)),
+                targets,
+                &o,
+                &sums,
+            )
+            .unwrap();
             sums.read().unwrap().loss
         };
         assert!(!loss(&bad, &h, &[1, 2, 3]).is_finite() && !loss(&h, &bad, &[1, 2, 3]).is_finite());
@@ -361,10 +390,33 @@ fn what_is_wrong_is_refused() {
         assert!(run(&own, &other, &[1, 2, 3], options(beta, temperature, alpha, 2)).is_err());
     }
     let short = random((2, 4), 1);
-    assert!(run(&side(&short, &head, None), &other, &[1, 2, 3], options(0.0, 1.0, 0.0, 2)).is_err());
-    assert!(run(&own, &Teacher::Live(side(&short, &head, None)), &[1, 2, 3], options(0.0, 1.0, 0.0, 2)).is_err());
+    assert!(
+        run(
+            &side(&short, &head, None),
+            &other,
+            &[1, 2, 3],
+            options(0.0, 1.0, 0.0, 2)
+        )
+        .is_err()
+    );
+    assert!(
+        run(
+            &own,
+            &Teacher::Live(side(&short, &head, None)),
+            &[1, 2, 3],
+            options(0.0, 1.0, 0.0, 2)
+        )
+        .is_err()
+    );
     let top = likeliest(&own, &[1, 2, 3], (9, 4), 1.0, 2).unwrap();
-    let stored = |top: &TopK| run(&own, &Teacher::Stored { top, common: 9 }, &[1, 2, 3], options(0.0, 1.0, 0.0, 2));
+    let stored = |top: &TopK| {
+        run(
+            &own,
+            &Teacher::Stored { top, common: 9 },
+            &[1, 2, 3],
+            options(0.0, 1.0, 0.0, 2),
+        )
+    };
     assert_eq!(stored(&top).unwrap(), 3);
     let mut few = top.clone();
     few.rest.pop();

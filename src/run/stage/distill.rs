@@ -11,9 +11,9 @@ use crate::distill::hidden::{Distance, Hidden};
 use crate::distill::{Distill, Teacher, Terms};
 use crate::engine::Engine;
 use crate::generate::{Settings, generate};
+use crate::recipe::{HiddenLoss, Recipe};
 use crate::run::teacher::{self, Opened};
 use crate::run::{setup, teacher_cache};
-use crate::recipe::{HiddenLoss, Recipe};
 
 /// Errors: a teacher, or its stored outputs, that do not fit the student and its rows.
 pub(super) fn check(recipe: &Recipe, model: &setup::Described, train: &Dataset) -> Result<()> {
@@ -145,7 +145,10 @@ impl Students {
     ) -> Result<Vec<Vec<Example>>> {
         let chance = Rng::new(self.seed, Stream::Sampling, &[0x6f6e_706f, step]);
         let mut rows: Vec<Vec<Example>> = micro.iter().map(|m| m.iter().map(|e| (*e).clone()).collect()).collect();
-        let places = rows.iter().enumerate().flat_map(|(m, r)| (0..r.len()).map(move |i| (m, i)));
+        let places = rows
+            .iter()
+            .enumerate()
+            .flat_map(|(m, r)| (0..r.len()).map(move |i| (m, i)));
         let (mut prompts, mut wanted) = (Vec::new(), Vec::new());
         for (index, (m, i)) in places.enumerate() {
             if chance.uniform(index as u64) < self.part
@@ -208,7 +211,13 @@ impl Feed for Rows<'_> {
             total if first < total => total.min(first + self.accumulation),
             _ => first + self.accumulation,
         };
-        let rows = |index| self.stream.rows(index).into_iter().map(|row| &self.examples[row]).collect();
+        let rows = |index| {
+            self.stream
+                .rows(index)
+                .into_iter()
+                .map(|row| &self.examples[row])
+                .collect()
+        };
         let micro: Vec<Vec<&Example>> = (first..end).map(rows).collect();
         let rows = students.answer(step, &micro, engine, &mut self.answered)?;
         Ok(rows.iter().map(Batch::from_examples).collect())

@@ -153,7 +153,15 @@ pub(crate) fn run(
     for (index, tokens) in trained.chunks(size).enumerate() {
         let targets: Vec<u32> = tokens.iter().map(|n| targets[*n]).collect();
         let first = index * size;
-        let rows = group(student, teacher, (tokens, first), targets, terms, (chunk, kept), gradients.as_deref_mut())?;
+        let rows = group(
+            student,
+            teacher,
+            (tokens, first),
+            targets,
+            terms,
+            (chunk, kept),
+            gradients.as_deref_mut(),
+        )?;
         rows.iter().for_each(&mut *each);
     }
     Ok(())
@@ -272,7 +280,13 @@ fn group(
                     );
                 }
                 if let Some(dh) = &mut dh {
-                    back(dlogits, head, (count, wide, d), first, &mut dh[start * d..][..count * d]);
+                    back(
+                        dlogits,
+                        head,
+                        (count, wide, d),
+                        first,
+                        &mut dh[start * d..][..count * d],
+                    );
                 }
             }
             Ok(())

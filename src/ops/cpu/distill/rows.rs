@@ -133,7 +133,11 @@ impl<'a> Student<'a> {
             .for_each(|((row, (hard, soft)), (hit, target))| {
                 for (i, part) in row.chunks_mut(BLOCK).enumerate() {
                     let (max, finite) = largest(part, cap);
-                    let sum = if finite { terms::sum_exp(part, max, 1.0) } else { f64::NAN };
+                    let sum = if finite {
+                        terms::sum_exp(part, max, 1.0)
+                    } else {
+                        f64::NAN
+                    };
                     let all = Block { max, sum };
                     hard[place + i] = all;
                     let known = common.saturating_sub(first + i * BLOCK).min(part.len());
@@ -213,7 +217,11 @@ impl<'a> Student<'a> {
 /// A block at a temperature, of logits that are capped already.
 pub(super) fn soft_block(part: &mut [f32], inverse: f32, finite: bool) -> Block {
     let (max, _) = largest(part, 0.0);
-    let sum = if finite { terms::sum_exp(part, max, inverse) } else { f64::NAN };
+    let sum = if finite {
+        terms::sum_exp(part, max, inverse)
+    } else {
+        f64::NAN
+    };
     Block { max, sum }
 }
 
@@ -255,7 +263,11 @@ impl Live {
             .for_each(|(row, blocks)| {
                 for (part, block) in row.chunks_mut(BLOCK).zip(&mut blocks[first / BLOCK..]) {
                     let (max, finite) = largest(part, cap);
-                    let sum = if finite { terms::sum_exp(part, max, inverse) } else { f64::NAN };
+                    let sum = if finite {
+                        terms::sum_exp(part, max, inverse)
+                    } else {
+                        f64::NAN
+                    };
                     *block = Block { max, sum };
                 }
             });

@@ -218,7 +218,10 @@ mod tests {
         for (lq, lp) in [(-1.0, -2.0), (-60.0, -0.01), (-0.5, -90.0), (-3.0, -3.0)] {
             let (q, p) = ((lq as f64).exp(), (lp as f64).exp());
             let want = (0.7 * q + 0.3 * p).ln();
-            assert!((ln_mixture::<true>(lq, lp, mix) as f64 - want).abs() < 1e-5, "{lq} {lp}");
+            assert!(
+                (ln_mixture::<true>(lq, lp, mix) as f64 - want).abs() < 1e-5,
+                "{lq} {lp}"
+            );
         }
     }
 }

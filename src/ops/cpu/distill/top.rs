@@ -40,11 +40,14 @@ fn order(a: &(f32, u32), b: &(f32, u32)) -> std::cmp::Ordering {
 
 impl Selection {
     pub fn new(tokens: usize, common: usize, k: usize, temperature: f32, cap: f32) -> Self {
-        let (per, best) = (common.div_ceil(BLOCK), Best {
-            kept: Vec::new(),
-            lost: Block::default(),
-            odd: false,
-        });
+        let (per, best) = (
+            common.div_ceil(BLOCK),
+            Best {
+                kept: Vec::new(),
+                lost: Block::default(),
+                odd: false,
+            },
+        );
         Self {
             k: k.min(common),
             cap,
@@ -108,7 +111,12 @@ impl Selection {
     /// Adds the results of all tokens to `out`; NaN where a logit was not finite.
     pub fn finish(self, out: &mut Chosen) {
         for (best, blocks) in self.rows.iter().zip(self.blocks.chunks(self.per.max(1))) {
-            let present: Vec<Block> = blocks.iter().chain([&best.lost]).filter(|b| b.sum > 0.0).copied().collect();
+            let present: Vec<Block> = blocks
+                .iter()
+                .chain([&best.lost])
+                .filter(|b| b.sum > 0.0)
+                .copied()
+                .collect();
             let mut all = present.clone();
             all.extend(best.kept.iter().map(|(x, _)| Block { max: *x, sum: 1.0 }));
             let whole = scale(&all, self.inverse);

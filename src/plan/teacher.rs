@@ -34,6 +34,15 @@ impl Teacher {
         weights::held(&self.spec, &self.storage, self.stored(), self.place, &Self::nothing())
     }
 
+    /// Bytes that stay on the host, or are read ahead there, where the device is another.
+    pub(super) fn on_host(&self, on_gpu: bool) -> u64 {
+        match self.place {
+            Place::Host => self.storage.bytes(&self.spec.params()),
+            Place::Disk { .. } if on_gpu => self.weights(),
+            _ => 0,
+        }
+    }
+
     /// The forward pass and what stays of it until the next batch: bytes that are held, and the most beside them. The
     /// teacher's logits share the chunk of the student's.
     pub(super) fn forward(&self, inputs: &Inputs) -> (u64, u64) {

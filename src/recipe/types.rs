@@ -127,7 +127,7 @@ named!(Stage {
 
 named!(
     /// Where the weights of a teacher live.
-    TeacherTier { Device = "device", Disk = "disk" }
+    TeacherTier { Device = "device", Host = "host", Disk = "disk" }
 );
 named!(
     /// How hidden states of student and teacher are compared.
@@ -172,6 +172,8 @@ pub struct Memory {
     /// Rows of the output projection at a time, with `tier = "disk"`; 0 holds it whole, `None` is `auto`.
     pub head_chunk: Option<usize>,
     pub activations: Activations,
+    /// Tokens that go through an MLP at a time; 0 is all, `None` is `auto`.
+    pub mlp_chunk: Option<usize>,
 }
 
 #[derive(Debug, Clone)]

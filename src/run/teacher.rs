@@ -19,7 +19,6 @@ pub struct Opened {
     pub model: Described,
     pub dtype: Dtype,
     pub storage: Policy,
-    pub place: Place,
 }
 
 /// Texts that tell tokenizers apart which have the same tokens.
@@ -62,7 +61,6 @@ pub fn open(recipe: &Recipe, model: &Described) -> Result<Opened> {
         model: teacher,
         dtype,
         storage,
-        place: place(recipe),
     })
 }
 
@@ -105,20 +103,14 @@ impl Opened {
     }
 
     pub fn load(&self, recipe: &Recipe, scratch: &Path, device: &Device) -> Result<Network> {
-        if self.place != Place::Device {
-            if !device.is_cpu() {
-                return Err(
-                    Error::usage("`distill.teacher_tier = \"disk\"` is not built yet for a GPU")
-                        .at("distill.teacher_tier")
-                        .hint("use `device`, or `model.device = \"cpu\"`"),
-                );
-            }
+        let place = place(recipe, !device.is_cpu());
+        if matches!(place, Place::Disk { .. }) {
             files::create_dir_all(scratch)?;
         }
         let mut own = recipe.clone();
         own.model.init = ModelInit::Pretrained;
         own.model.dtype = self.dtype;
-        self.model.load_to(self.place, &self.storage, &own, scratch, device)
+        self.model.load_to(place, &self.storage, &own, scratch, device)
     }
 
     /// Names the teacher's weights, and how they are stored.
@@ -129,7 +121,7 @@ impl Opened {
 }
 
 /// What the plan has to know of the teacher of a recipe, from its config alone; `None` where there is none.
-pub fn cost(recipe: &Recipe, student: &Spec) -> Result<Option<plan::Teacher>> {
+pub fn cost(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<plan::Teacher>> {
     let d = &recipe.distill;
     let Some(path) = d.teacher.as_ref().filter(|_| recipe.train.stage == Stage::Distill) else {
         return Ok(None);
@@ -149,7 +141,7 @@ pub fn cost(recipe: &Recipe, student: &Spec) -> Result<Option<plan::Teacher>> {
     Ok(Some(plan::Teacher {
         spec,
         storage,
-        place: place(recipe),
+        place: place(recipe, on_gpu),
         bf16: dtype == Dtype::Bf16,
         states,
     }))
@@ -170,10 +162,16 @@ fn storage(recipe: &Recipe, spec: &Spec) -> Result<(Dtype, Policy)> {
     Ok((dtype, Policy::new(&memory, dtype, &spec.params(), |_| false)?))
 }
 
-fn place(recipe: &Recipe) -> Place {
+fn place(recipe: &Recipe, on_gpu: bool) -> Place {
     match recipe.distill.teacher_tier {
         TeacherTier::Device => Place::Device,
-        TeacherTier::Disk => Place::Disk { head_rows: Some(PIECE) },
+        // On a CPU the host's memory is the device's.
+        TeacherTier::Host if !on_gpu => Place::Device,
+        TeacherTier::Host => Place::Host,
+        // On a GPU the divergence takes whole heads.
+        TeacherTier::Disk => Place::Disk {
+            head_rows: (!on_gpu).then_some(PIECE),
+        },
     }
 }
 

@@ -25,10 +25,10 @@ impl<'a> Here<'a> {
                 head,
                 cap: side.softcap,
             }),
-            Matrix::Parts(_) => Err(Error::new(
-                "distillation on a GPU needs output projections that are held whole",
-            )
-            .hint("set `memory.tier = \"device\"` and `distill.teacher_tier = \"device\"`, or `model.device = \"cpu\"`")),
+            Matrix::Parts(_) => Err(
+                Error::new("distillation on a GPU needs output projections that are held whole")
+                    .hint("set `memory.head_chunk = 0`, or `model.device = \"cpu\"`"),
+            ),
         }
     }
 

@@ -3,6 +3,8 @@
 
 #[path = "parity/adapters.rs"]
 mod adapters;
+#[path = "parity/distill.rs"]
+mod distill;
 #[path = "parity/families.rs"]
 mod families;
 #[path = "parity/int8.rs"]

@@ -17,6 +17,7 @@ const ROOMS: [&str; 21] = [
     "engine",
     "rlhf",
     "sft",
+    "distill",
     "optim",
     "model",
     "source",

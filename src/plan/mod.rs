@@ -11,11 +11,13 @@ mod ledger;
 mod mlp;
 mod step;
 mod table;
+mod teacher;
 mod time;
 mod weights;
 mod work;
 
 pub use table::{Choice, Line, Plan};
+pub use teacher::Teacher;
 pub use time::seconds;
 
 use crate::engine::active::group_of;
@@ -81,6 +83,8 @@ pub struct Inputs {
     /// What the adapter on each linear that has one holds and needs, by module.
     pub adapters: BTreeMap<String, Cost>,
     pub place: Place,
+    /// Runs beside the model.
+    pub teacher: Option<Teacher>,
     /// Inputs of layers wait on the host.
     pub parked: bool,
     /// A frozen copy of the weights stands beside those that train.
@@ -115,6 +119,7 @@ impl Inputs {
                 .map(|(module, adapter)| (module.clone(), adapter.cost()))
                 .collect(),
             place: Place::Device,
+            teacher: None,
             parked: recipe.memory.activations == crate::recipe::Activations::Host,
             reference: false,
             rollout: 0,
@@ -287,6 +292,10 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
         // A weight that is stored as codes is read as f32 first.
         let coded = inputs.storage.coded().keys().map(|name| 4 * size(name));
         ledger.touch(Kind::Scratch, coded.max().unwrap_or(0));
+        if let Some(teacher) = &inputs.teacher {
+            held.push(ledger.hold(Kind::Teacher, teacher.weights()));
+            held.push(ledger.hold(Kind::OnHost, teacher.on_host(inputs.on_gpu)));
+        }
         held.extend([
             ledger.hold(Kind::Adapters, (adapters + fixed) * 4),
             ledger.hold(Kind::OnHost, on_host),

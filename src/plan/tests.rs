@@ -59,6 +59,7 @@ fn inputs(active: Active, gradients: Gradients) -> Inputs {
         on_gpu: false,
         active: vec![active],
         place: Place::Device,
+        teacher: None,
         parked: false,
         reference: false,
         rollout: 0,

@@ -28,6 +28,8 @@ pub enum Kind {
     Integers,
     /// A list of numbers.
     Numbers,
+    /// `auto`, or a list of pairs of whole numbers.
+    AutoPairs,
     /// Bytes as `24GiB`, or `auto`.
     Size,
     /// A table of texts of the user's own to one of these names.
@@ -108,14 +110,18 @@ pub const TABLES: &[(&str, &str)] = &[
         "The loss of GRPO and its kin. Names and meaning as in TRL.",
     ),
     ("rlhf.ppo", "The loss of PPO. Names and meaning as in TRL."),
+    (
+        "distill",
+        "Distillation (`train.stage = \"distill\"`): the model of the recipe learns from a teacher. docs/distillation.md explains it.",
+    ),
     ("train", "The run: stage, length, batch, saving."),
 ];
 
 /// Tables of the design that this version does not know yet.
-pub const TABLES_NOT_BUILT: &[&str] = &["distill"];
+pub const TABLES_NOT_BUILT: &[&str] = &[];
 
 /// Values that the design names and this version does not do yet: key, value.
-pub const NOT_BUILT: &[(&str, &str)] = &[("train.stage", "distill")];
+pub const NOT_BUILT: &[(&str, &str)] = &[];
 
 /// Names that other tools use for our keys.
 pub const ALIASES: &[(&str, &str)] = &[
@@ -1252,6 +1258,186 @@ pub static KEYS: &[Key] = &[
         "off; 0.01 is a common choice",
         "Pulls the mean reward of a pair to zero.",
         &["reward"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher",
+            Kind::Text,
+            "\"\"",
+            "stored outputs can take its place",
+            "The teacher: hub id or local directory, of any family, with the same tokenizer. `ft distill cache` needs it; training too, unless `teacher_cache` is set.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher_revision",
+            Kind::Text,
+            "\"main\"",
+            "the branch every hub repository has",
+            "Branch, tag or commit of a hub teacher.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher_weights",
+            Kind::Name(FrozenWeights::NAMES),
+            "\"auto\"",
+            "as `model.dtype`: nothing is lost",
+            "Storage of the teacher's projections, as in `memory.frozen_weights`; `f32` and `bf16` are for all its weights.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher_tier",
+            Kind::Name(TeacherTier::NAMES),
+            "\"device\"",
+            "the fastest",
+            "Where the teacher's weights live: with `host` and `disk` one layer after the other comes to the device in every forward pass.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher_cache",
+            Kind::Text,
+            "\"\"",
+            "the teacher runs beside the student",
+            "Directory that `ft distill cache` has written: its stored outputs take the place of the teacher.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "top_k",
+            Kind::Integer { min: 1, max: 65536 },
+            "64",
+            "most of the mass, in 260 to 390 bytes a token",
+            "Likeliest ids of a token whose log-probabilities `ft distill cache` stores; all others share one number.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "beta",
+            Kind::Number(PART),
+            "0.5",
+            "as in TRL",
+            "The divergence: 0 is KL(teacher‖student), 1 is KL(student‖teacher), between them the generalized Jensen-Shannon divergence of GKD.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "temperature",
+            Kind::Number(POSITIVE),
+            "1.0",
+            "the distributions as they are",
+            "Both distributions of the divergence are softened by it.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "alpha",
+            Kind::Number(PART),
+            "0.0",
+            "the teacher alone teaches",
+            "Part of the cross-entropy with the rows' own tokens in the loss; the divergence has the rest.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "lmbda",
+            Kind::Number(PART),
+            "0.0",
+            "rows as they are: no decoding",
+            "Part of the rows that the student answers itself before the teacher scores them (GKD).",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "max_new_tokens",
+            from(1),
+            "128",
+            "as in TRL",
+            "Longest answer of the student, in tokens.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "rollout_temperature",
+            Kind::Number(POSITIVE_OR_ZERO),
+            "1.0",
+            "the student's own distribution",
+            "Temperature at which the student answers; 0 is greedy.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "hidden_weight",
+            Kind::Number(POSITIVE_OR_ZERO),
+            "0.0",
+            "outputs teach most",
+            "Weight of the distance between hidden states of student and teacher; 0 is off.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "hidden_loss",
+            Kind::Name(HiddenLoss::NAMES),
+            "\"mse\"",
+            "as in TinyBERT",
+            "The distance: mean square, or 1 - cosine.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "layer_map",
+            Kind::AutoPairs,
+            "\"auto\"",
+            "every inner state, at the same part of the depth",
+            "Pairs `[student, teacher]` of hidden states to compare: 0 is the output of the embedding, l that of layer l.",
+        ),
+        "train.stage",
+        &["distill"],
     ),
     key(
         "train",

@@ -180,6 +180,15 @@ named!(ImportanceLevel { Token = "token", Sequence = "sequence" });
 named!(ScaleRewards { Group = "group", Batch = "batch", None = "none" });
 named!(KlEstimator { K1 = "k1", K3 = "k3" });
 
+named!(
+    /// Where the weights of a teacher live.
+    TeacherTier { Device = "device", Host = "host", Disk = "disk" }
+);
+named!(
+    /// How hidden states of student and teacher are compared.
+    HiddenLoss { Mse = "mse", Cosine = "cosine" }
+);
+
 #[derive(Debug, Clone)]
 pub struct Recipe {
     pub model: Model,
@@ -189,6 +198,7 @@ pub struct Recipe {
     pub optimizer: Optimizer,
     pub schedule: Schedule,
     pub preference: Preference,
+    pub distill: Distill,
     pub train: Train,
     pub reinforce: Reinforce,
 }
@@ -399,6 +409,32 @@ pub struct Preference {
     pub desirable_weight: f64,
     pub undesirable_weight: f64,
     pub center_rewards_coefficient: f64,
+}
+
+#[derive(Debug, Clone)]
+pub struct Distill {
+    /// Hub id or directory; `None` where only stored outputs are used.
+    pub teacher: Option<String>,
+    pub teacher_revision: String,
+    pub teacher_weights: FrozenWeights,
+    pub teacher_tier: TeacherTier,
+    /// Stored outputs in place of the teacher.
+    pub teacher_cache: Option<String>,
+    /// Ids of a token that are stored.
+    pub top_k: usize,
+    pub beta: f64,
+    pub temperature: f64,
+    /// Part of the cross-entropy in the loss.
+    pub alpha: f64,
+    /// Part of the rows that the student answers itself.
+    pub lmbda: f64,
+    pub max_new_tokens: usize,
+    pub rollout_temperature: f64,
+    /// 0: hidden states are not compared.
+    pub hidden_weight: f64,
+    pub hidden_loss: HiddenLoss,
+    /// (student, teacher); `None` is `auto`.
+    pub layer_map: Option<Vec<(usize, usize)>>,
 }
 
 #[derive(Debug, Clone)]

@@ -27,5 +27,7 @@ pub mod stage;
 pub mod start_cache;
 pub mod starts;
 pub mod state;
+pub mod teacher;
+pub mod teacher_cache;
 pub mod train;
 pub mod tuning;

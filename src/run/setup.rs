@@ -175,6 +175,8 @@ impl Described {
 /// were drawn instead of read.
 pub const TRAINED: &str = "trained";
 pub const DRAWN: &str = "drawn";
+/// What a teacher on the disk needs meanwhile.
+pub const TEACHER: &str = "teacher";
 /// The codes of weights that are stored so, beside them.
 pub const CODES: &str = "codes.safetensors";
 

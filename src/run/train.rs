@@ -66,6 +66,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     )?;
     model.check_weights(recipe.model.init)?;
     let Rows { train, eval, questions } = Rows::read(recipe, &model)?;
+    stage::check(recipe, &model, &train)?;
     let stream = BatchStream::new(&train, rows::stream(recipe, train.examples.len()))?;
     let total_steps = stream.steps();
 
@@ -170,6 +171,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         spec: &model.spec,
         model: &model,
         device: &device,
+        run_dir: &run_dir,
         train: &train,
         stream,
         eval: eval.as_ref(),

@@ -321,6 +321,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
         on_gpu: false,
         active: vec![active],
         place,
+        teacher: None,
         parked: false,
         reference: false,
         rollout: 0,

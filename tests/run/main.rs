@@ -4,6 +4,7 @@ mod adapters;
 mod bench;
 mod caps;
 mod coded;
+mod distill;
 mod equal;
 mod hostile;
 mod optimizers;

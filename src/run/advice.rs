@@ -10,6 +10,8 @@ use crate::recipe::*;
 
 /// Changes that are named.
 const NAMED: usize = 3;
+/// Pairs of changes that are planned at most.
+const PAIRS: usize = 60;
 /// Fewest tokens that a row is cut to.
 const SHORTEST: usize = 128;
 
@@ -88,7 +90,7 @@ fn hint(setting: &Setting, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> 
         // One order of two is enough.
         let mut seen = Vec::new();
         for pair in pairs {
-            if fitting(&all) >= NAMED {
+            if fitting(&all) >= NAMED || seen.len() >= PAIRS {
                 break;
             }
             let mut words: Vec<String> = pair.arguments.split(' ').map(str::to_string).collect();

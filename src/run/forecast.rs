@@ -236,7 +236,6 @@ pub fn as_before(recipe: &Recipe, resume: &Option<Option<PathBuf>>) -> Result<Re
     let value = |key: &str| plan["chosen"][key]["value"].as_str();
     if recipe.memory.frozen_weights == FrozenWeights::Auto
         && let Some(before) = value("memory.frozen_weights").and_then(FrozenWeights::parse)
-        && before != FrozenWeights::F32
     {
         recipe.memory.frozen_weights = before;
     }

@@ -243,7 +243,7 @@ fn changes_that_are_named_fit() {
     let bench = Bench::new();
     let base = ["memory.tier=device", "memory.frozen_weights=bf16", "train.batch_size=4"];
     for (shape, budget, more) in [
-        ("qwen2.5-1.5b", "5GiB", "tune.method=full"),
+        ("qwen2.5-1.5b", "7GiB", "tune.method=full"),
         ("qwen2.5-1.5b", "3GiB", "tune.method=block"),
         ("llama-3.1-8b", "16GiB", "tune.method=lora"),
     ] {

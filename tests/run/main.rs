@@ -2,6 +2,7 @@
 
 mod bench;
 mod caps;
+mod chat;
 mod equal;
 mod hostile;
 mod optimizers;

@@ -70,7 +70,7 @@ fn every_line_is_a_turn_of_one_conversation() {
     let input = "Add 17 and 25.\n\n  \nNow sort 9 4 7.\n";
     let out = chat(&bench, &["--system", "Be short."], input);
     assert!(out.status.success(), "{}", said(&out));
-    assert_eq!(String::from_utf8(out.stdout).unwrap(), want);
+    assert_eq!(String::from_utf8_lossy(&out.stdout), want);
     // The speed of each answer; of the second turn only what is new was read.
     let told = said(&out);
     let lines: Vec<&str> = told.lines().filter(|l| l.starts_with("prefill ")).collect();

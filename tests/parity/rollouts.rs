@@ -10,55 +10,53 @@ fn rows(name: &str) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-fn ids(row: &Value, key: &str) -> Vec<u32> {
-    numbers(&row[key]).iter().map(|x| *x as u32).collect()
+fn ids(values: &Value) -> Vec<u32> {
+    numbers(values).iter().map(|x| *x as u32).collect()
+}
+
+fn names() -> Vec<String> {
+    let names = directories(&goldens().join("families"));
+    assert_eq!(names.len(), 18);
+    names
+}
+
+fn questions(name: &str, rows: &[Value]) -> Vec<Question> {
+    let stops = json(&goldens().join("families").join(name).join("generation_config.json"));
+    let question = |row: &Value| Question {
+        prompt: ids(&row["prompt"]),
+        stops: ids(&stops["eos_token_id"]),
+    };
+    rows.iter().map(question).collect()
 }
 
 #[test]
 fn greedy_batches_are_the_rows_of_transformers() {
-    let base = Setup {
-        rows: 64,
-        prefill_tokens: 1024,
-        share_prefixes: true,
-        same_bits: false,
-    };
     let setups = [
-        base,
+        Setup::ALL,
         // A row alone; few in flight and prompts in small pieces; nothing shared.
-        Setup { rows: 1, ..base },
+        Setup { rows: 1, ..Setup::ALL },
         Setup {
             rows: 3,
             prefill_tokens: 17,
-            ..base
+            ..Setup::ALL
         },
         Setup {
             rows: 7,
             share_prefixes: false,
             same_bits: true,
-            ..base
+            ..Setup::ALL
         },
     ];
-    let names = directories(&goldens().join("families"));
-    assert_eq!(names.len(), 18);
-    for name in names {
+    for name in names() {
         let rows = rows(&name);
-        let stops =
-            numbers(&json(&goldens().join("families").join(&name).join("generation_config.json"))["eos_token_id"]);
-        let stops: Vec<u32> = stops.iter().map(|x| *x as u32).collect();
-        let questions: Vec<Question> = rows
-            .iter()
-            .map(|row| Question {
-                prompt: ids(row, "prompt"),
-                stops: stops.clone(),
-            })
-            .collect();
+        let questions = questions(&name, &rows);
         let dir = family(&name, Form::V5);
         let mut shared = Vec::new();
         for setup in setups {
-            let (answers, from_cache) = wire::rollouts(dir.path(), &questions, setup);
-            shared.push(from_cache);
+            let (answers, speed) = wire::rollouts(dir.path(), &questions, setup);
+            shared.push(speed.shared_tokens);
             for (i, (row, got)) in rows.iter().zip(&answers).enumerate() {
-                let want = ids(row, "new_ids");
+                let want = ids(&row["new_ids"]);
                 assert!(got.ids.len() >= want.len(), "{name}: row {i}");
                 assert_eq!(got.ids[..want.len()], want, "{name}: row {i}, {setup:?}");
                 if !row["cut"].as_bool().unwrap() {
@@ -72,8 +70,42 @@ fn greedy_batches_are_the_rows_of_transformers() {
             }
         }
         assert!(
-            shared[0] > 200 && shared[0] == shared[1] && shared[3] == 0,
+            shared[0] > 100 && shared[0] == shared[1] && shared[3] == 0,
             "{name}: {shared:?}"
+        );
+    }
+}
+
+/// Shown with `--nocapture`. Random weights: of a trained model the logits are further apart.
+#[test]
+fn smaller_caches_stay_near() {
+    for (stored, mean, worst) in [("bf16", 8e-3, 0.12), ("int8", 2e-2, 0.4)] {
+        let (mut sum, mut most, mut n, mut same, mut all) = (0f64, 0f64, 0, 0, 0);
+        for name in names() {
+            let rows = rows(&name);
+            let questions = questions(&name, &rows);
+            let dir = family(&name, Form::V5);
+            let (answers, speed) = wire::rollouts(dir.path(), &questions, Setup::stored(stored));
+            let (_, exact) = wire::rollouts(dir.path(), &questions, Setup::ALL);
+            assert!(speed.cache_bytes * 10 <= exact.cache_bytes * 6, "{name}");
+            for (row, got) in rows.iter().zip(&answers) {
+                let want = ids(&row["new_ids"]);
+                // After another choice the texts are different ones.
+                let alike = got.ids.iter().zip(&want).take_while(|(a, b)| a == b).count();
+                (same, all) = (same + alike, all + want.len());
+                for (g, w) in got.log_probs.iter().zip(numbers(&row["log_probs"])).take(alike) {
+                    let off = (*g as f64 - w).abs();
+                    (sum, most, n) = (sum + off, most.max(off), n + 1);
+                }
+            }
+        }
+        println!(
+            "{stored}: log-probabilities off by {:.2e} in the mean, {most:.2e} at most; {same} of {all} ids before the first other choice",
+            sum / n as f64
+        );
+        assert!(
+            sum / (n as f64) < mean && most < worst && same * 4 > all * 3,
+            "{stored}"
         );
     }
 }

@@ -363,10 +363,29 @@ pub struct Setup {
     pub prefill_tokens: usize,
     pub share_prefixes: bool,
     pub same_bits: bool,
+    pub kv_cache: Option<generate::Stored>,
 }
 
-/// All questions together; and how many prompt tokens were found computed.
-pub fn rollouts(dir: &Path, questions: &[Question], setup: Setup) -> (Vec<generate::Answer>, u64) {
+impl Setup {
+    pub const ALL: Self = Self {
+        rows: 64,
+        prefill_tokens: 1024,
+        share_prefixes: true,
+        same_bits: false,
+        kv_cache: None,
+    };
+
+    pub fn stored(kv_cache: &str) -> Self {
+        let kv_cache = Some(match kv_cache {
+            "bf16" => generate::Stored::Bf16,
+            _ => generate::Stored::Int8,
+        });
+        Self { kv_cache, ..Self::ALL }
+    }
+}
+
+/// All questions together, and what it cost.
+pub fn rollouts(dir: &Path, questions: &[Question], setup: Setup) -> (Vec<generate::Answer>, generate::Speed) {
     let network = open(dir, None);
     let requests: Vec<generate::Request> = questions
         .iter()
@@ -384,12 +403,12 @@ pub fn rollouts(dir: &Path, questions: &[Question], setup: Setup) -> (Vec<genera
             prefill_tokens: setup.prefill_tokens,
             share_prefixes: setup.share_prefixes,
             same_bits: setup.same_bits,
+            kv_cache: setup.kv_cache,
             ..generate::Limits::default()
         },
         ..generate::Settings::default()
     };
-    let (answers, speed) = generate::answer(&network, &requests, &settings, &mut |_, _| Ok(())).unwrap();
-    (answers, speed.shared_tokens)
+    generate::answer(&network, &requests, &settings, &mut |_, _| Ok(())).unwrap()
 }
 
 /// One case of a divergence: sizes N, D, V, Dt, Vt, and values row after row.

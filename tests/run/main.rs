@@ -5,6 +5,7 @@ mod bench;
 mod caps;
 mod coded;
 mod distill;
+mod chat;
 mod equal;
 mod hostile;
 mod optimizers;

@@ -123,30 +123,58 @@ fn cuts_and_neighbours_change_no_bit() {
     }
 }
 
-#[test]
-fn storage_costs_little_and_keeps_what_is_no_number() {
-    let spec = &specs()[2];
-    let (q, (k, v)) = (random((9, 7 * 64), 1), keys(spec, 130, 2));
-    let run = |stored, k: &Tensor| {
-        let pages = pages(form(spec, stored), k, &v, &[]);
-        let document = Document {
-            queries: 0..9,
-            pages: pages.iter().collect(),
-        };
-        attend(&q, &[document], spec).unwrap().0
-    };
-    let exact = run(Stored::F32, &k);
-    for (stored, most) in [(Stored::Bf16, 4e-3), (Stored::Int8, 8e-3)] {
-        let got = run(stored, &k);
-        assert_close(&got, &exact, most);
-        assert_ne!(flat(&got), flat(&exact));
-        let mut bad = flat(&k);
-        bad[129 * 64 + 5] = f32::NAN;
-        let bad = Tensor::from_vec(bad, (130, 64), &candle_core::Device::Cpu).unwrap();
-        let got = flat(&run(stored, &bad));
-        assert!(got[8 * 7 * 64..].iter().all(|x| x.is_nan()) && got[..8 * 7 * 64].iter().all(|x| x.is_finite()));
+/// What is read back of rows `[n, K·E]`, by the definition of the storage.
+fn read_back(rows: &Tensor, spec: &Spec, stored: Stored) -> Tensor {
+    let mut all = flat(rows);
+    for head in all.chunks_exact_mut(spec.head_dim) {
+        let absmax = head.iter().fold(0f32, |m, x| m.max(x.abs()));
+        for x in head {
+            let exact = *x;
+            *x = match stored {
+                Stored::F32 => exact,
+                Stored::Bf16 => bf16::from_f32(exact).to_f32(),
+                Stored::Int8 => (exact * (127.0 / absmax)).round_ties_even() * (absmax / 127.0),
+            };
+            let most = match stored {
+                Stored::F32 => 0.0,
+                Stored::Bf16 => exact.abs() / 256.0,
+                Stored::Int8 => absmax / 253.0,
+            };
+            assert!((*x - exact).abs() <= most);
+        }
     }
-    let bytes = |stored| form(spec, stored).page_bytes();
+    Tensor::from_vec(all, rows.dims(), &candle_core::Device::Cpu).unwrap()
+}
+
+#[test]
+fn attention_sees_what_is_stored_and_what_is_no_number_stays_so() {
+    for spec in &specs() {
+        let width = spec.heads * spec.head_dim;
+        let (q, (k, v)) = (random((9, width), 1), keys(spec, 130, 2));
+        let run = |stored, k: &Tensor, v: &Tensor| {
+            let pages = pages(form(spec, stored), k, v, &[]);
+            let document = Document {
+                queries: 0..9,
+                pages: pages.iter().collect(),
+            };
+            attend(&q, &[document], spec).unwrap().0
+        };
+        let exact = run(Stored::F32, &k, &v);
+        for stored in [Stored::Bf16, Stored::Int8] {
+            let got = run(stored, &k, &v);
+            let want = run(Stored::F32, &read_back(&k, spec, stored), &read_back(&v, spec, stored));
+            assert_close(&got, &want, 1e-5);
+            assert_ne!(flat(&got), flat(&exact));
+            let mut bad = flat(&k);
+            bad[129 * spec.kv_heads * spec.head_dim + 5] = f32::NAN;
+            let bad = Tensor::from_vec(bad, k.dims(), &candle_core::Device::Cpu).unwrap();
+            let got = flat(&run(stored, &bad, &v));
+            let heads = spec.heads / spec.kv_heads * spec.head_dim;
+            assert!(got[8 * width..][..heads].iter().all(|x| x.is_nan()));
+            assert!(got[..8 * width].iter().all(|x| x.is_finite()));
+        }
+    }
+    let bytes = |stored| form(&specs()[2], stored).page_bytes();
     assert_eq!(bytes(Stored::F32), 2 * 64 * 64 * 4);
     assert_eq!(bytes(Stored::Bf16), 2 * 64 * 64 * 2);
     assert_eq!(bytes(Stored::Int8), 2 * 64 * (64 + 4));

@@ -300,6 +300,7 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         optimizer: Optimizer::new(recipe.optimizer.clone()),
         gradients: engine::Gradients::Keep,
         keep_layers: 0,
+        parked: None,
         max_grad_norm: 0.0,
         seed: 0,
     };
@@ -327,7 +328,7 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         objective.as_ref(),
         &batches,
         &active,
-        0,
+        Keeping::default(),
         |_| None,
         &mut sink,
         &tally,

@@ -213,7 +213,7 @@ impl Dataset {
         let whole = self.examples[row].ids.len();
         match self.preferences.get(row) {
             Some(p) if p.first < whole => vec![0..p.first, p.first..whole],
-            _ => vec![0..whole],
+            _ => std::iter::once(0..whole).collect(),
         }
     }
 

@@ -410,7 +410,8 @@ pub fn build(values: &Values) -> Recipe {
             save_total_limit: number("train.save_total_limit"),
             output_dir: text("train.output_dir"),
             sample_prompts: values.list("train.sample_prompts"),
-            predict_with_generate: values.flag("train.predict_with_generate"),
+            predict_with_generate: values.flag("train.predict_with_generate")
+                && !name!(Stage, "train.stage", Sft).is_preference(),
         },
         reinforce: reinforce::build(values),
     }

@@ -18,7 +18,7 @@ fn stage(values: &Values) -> Stage {
 }
 
 /// The loss of the recipe's stage: what is written, or the stage's own.
-fn loss<'a>(values: &'a Values) -> &'a str {
+fn loss(values: &Values) -> &str {
     match (values.text("rlhf.loss_type"), losses(stage(values)).first()) {
         ("auto", Some(own)) => own,
         (written, _) => written,

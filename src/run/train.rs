@@ -159,7 +159,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
             recipe,
             model: &model,
             objective: &CausalLm::new(model.spec.vocab),
-            train: &train,
+            train: &train.flat(),
             base: &facts.base,
             cache: &run_dir.parent().unwrap_or(Path::new("")).join(START_CACHE),
             note: &mut |line| reporter.note(line),

@@ -213,8 +213,9 @@ def steps():
 def tokens():
     out = {}
     for name in ["text", "messages", "implicit", "implicit_messages"]:
-        t = trainer("dpo", FILES[name], load("policy"), load("reference"))
-        r = trainer("reward", FILES[name], classifier(), None)
+        t = trainer("dpo", FILES[name], load("policy"), load("reference"), max_length=60)
+        r = trainer("reward", FILES[name], classifier(), None, max_length=60)
+        assert len(t.train_dataset) == len(r.train_dataset) == len(FILES[name])
         out[name] = [{k: row[k] for k in ["prompt_ids", "chosen_ids", "rejected_ids"]} | {"whole": [score["chosen_ids"], score["rejected_ids"]]}
                      for row, score in zip(t.train_dataset, r.train_dataset)]
     for name in ["judged", "text"]:

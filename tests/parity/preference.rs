@@ -54,7 +54,7 @@ fn tokens_are_those_of_trl() {
         let lines = recipe_lines(&[
             ("train.stage".into(), stage.into()),
             ("train.batch_size".into(), batch.into()),
-            ("data.max_length".into(), 40.into()),
+            ("data.max_length".into(), 60.into()),
             ("data.shuffle".into(), false.into()),
         ]);
         wire::preference_rows(policy.path(), &dir().join(format!("{file}.jsonl")), &lines)

@@ -23,6 +23,7 @@ use crate::base::{Error, Result, signal};
 use crate::recipe::RowFormat;
 use encode::{Side, Unit};
 use rayon::prelude::*;
+use std::borrow::Cow;
 use std::ops::Range;
 
 /// What is wanted of a row.
@@ -212,7 +213,7 @@ impl Dataset {
         let whole = self.examples[row].ids.len();
         match self.preferences.get(row) {
             Some(p) if p.first < whole => vec![0..p.first, p.first..whole],
-            _ => vec![0..whole],
+            _ => std::iter::once(0..whole).collect(),
         }
     }
 
@@ -223,6 +224,15 @@ impl Dataset {
             ids: e.ids[d.clone()].to_vec(),
             trained: e.trained[d].to_vec(),
         })
+    }
+
+    /// Each document as an example of its own: for what looks at texts and knows no pairs.
+    pub fn flat(&self) -> Cow<'_, Dataset> {
+        if self.preferences.is_empty() {
+            return Cow::Borrowed(self);
+        }
+        let rows = 0..self.examples.len();
+        Cow::Owned(Dataset::from_examples(rows.flat_map(|row| self.parts(row)).collect()))
     }
 
     /// The documents of these rows end to end: those of a row are neighbours.

@@ -83,6 +83,8 @@ fn a_pair_becomes_two_documents_of_one_example() {
     let batch = data.batch(&[1, 0]);
     assert_eq!(batch.documents.len(), 5);
     assert_eq!(batch.targets.iter().filter(|&&t| t != IGNORE).count(), 3 + 3 + 3 + 2);
+    let flat = data.flat();
+    assert_eq!((flat.examples.len(), flat.stats.tokens), (4, data.stats.tokens));
 
     let data = read(&words, "orpo", &rows, Want::PairsAndPrompts, 64).unwrap();
     assert_eq!(

@@ -133,7 +133,8 @@ impl Preferences {
             let answer = &answers[d];
             let texts = answer.document.clone().filter(|n| batch.targets[*n] != IGNORE);
             Side {
-                logp: answer.sum(log_probs, ld_alpha),
+                // Rounded as the reference is: where nothing has changed the difference is zero.
+                logp: f64::from(answer.sum(log_probs, ld_alpha) as f32),
                 reference: f64::from(reference[d]),
                 length: answer.length,
                 predicted: answer.targets.len() as f64,

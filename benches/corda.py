@@ -24,7 +24,7 @@ FACTS = ("trade", "home", "pet", "colour", "work", "animal", "live", "season", "
 SEEDS = (1, 2, 3)
 STEPS = 160
 EVERY = 40
-RATES = (3e-3, 1e-2)
+RATES = {3e-3: ("LoRA", "PiSSA", "CorDA-kpm", "CorDA-ipm"), 1e-2: ("LoRA", "CorDA-kpm")}
 STARTS = {
     "LoRA": [],
     "PiSSA": ["tune.lora.init_lora_weights=pissa"],
@@ -60,6 +60,11 @@ def task_rows(n, generator):
     return rows
 
 
+def steps(found):
+    """Numbers of steps are text in JSON."""
+    return {int(key) if key.isdigit() else key: value for key, value in found.items()}
+
+
 def main():
     program, work = sys.argv[1], pathlib.Path(sys.argv[2])
     work.mkdir(parents=True, exist_ok=True)
@@ -93,8 +98,9 @@ def main():
           f"before: task {accuracy(chat, None, test):.1f} %, facts {accuracy(chat, None, keep):.1f} %", flush=True)
 
     results = {}
-    for rate in RATES:
-        for name, settings in STARTS.items():
+    for rate, names in RATES.items():
+        for name in names:
+            settings = STARTS[name]
             for seed in SEEDS:
                 run = work / f"{name}-{rate}-{seed}"
                 recipe = work / "recipe.toml"
@@ -125,6 +131,9 @@ eval_steps = {EVERY}
 seed = {seed}
 output_dir = "{run}"
 """)
+                if (run / "result.json").is_file():
+                    results.setdefault((rate, name), []).append(json.loads((run / "result.json").read_text(), object_hook=steps))
+                    continue
                 if not (run / "final").is_dir():
                     ft("train", "--recipe", recipe, "--overwrite", *(s.replace("@facts", str(facts)) for s in settings))
                 metrics = read(run / "metrics.jsonl")
@@ -133,6 +142,7 @@ output_dir = "{run}"
                 one = dict(task=accuracy(chat, run / "final", test), facts=accuracy(chat, run / "final", keep), curve=curve,
                            first=sum(losses[:40]) / 40)
                 results.setdefault((rate, name), []).append(one)
+                (run / "result.json").write_text(json.dumps(one))
                 print(rate, name, seed, json.dumps(one), flush=True)
 
     def mean(values):

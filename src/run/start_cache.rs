@@ -7,12 +7,13 @@ use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::model::Network;
 use crate::peft::start::Pair;
+use crate::quant::Weight;
 use crate::recipe::Recipe;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// Names model, rows and settings.
-pub fn key(recipe: &Recipe, base: &str, rows: &Dataset, network: &Network) -> String {
+pub fn key(recipe: &Recipe, base: &str, rows: &Dataset, network: &Network) -> Result<String> {
     let mut hasher = blake3::Hasher::new();
     let lora = &recipe.tune.lora;
     let mut text = |t: &str| {
@@ -25,14 +26,18 @@ pub fn key(recipe: &Recipe, base: &str, rows: &Dataset, network: &Network) -> St
     text(&format!("{} {:?}", recipe.train.seed, recipe.model.init));
     text(&rows.fingerprint);
     text(&format!("{:?}", lora.corda));
-    let m = &recipe.memory;
-    let storage = (m.frozen_weights, &m.overrides, m.group_size, m.double_quantization);
-    text(&format!("{storage:?}"));
+    for layer in 0..network.layers() {
+        for (module, linear) in network.linears(layer)? {
+            if let Weight::Coded(codes) = &linear.weight {
+                text(&format!("{module} {}", codes.format().tag()));
+            }
+        }
+    }
     for (module, adapter) in &network.adapters {
         let pair = adapter.lora();
         text(&format!("{module} {:?}", pair.map(|l| (l.rank(), l.scale.to_bits()))));
     }
-    hasher.finalize().to_hex()[..32].to_string()
+    Ok(hasher.finalize().to_hex()[..32].to_string())
 }
 
 fn path(dir: &Path, key: &str) -> PathBuf {

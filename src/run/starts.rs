@@ -281,7 +281,7 @@ fn corda(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Res
             &own
         }
     };
-    let key = cache::key(s.recipe, s.base, rows, network);
+    let key = cache::key(s.recipe, s.base, rows, network)?;
     if let Some(pairs) = cache::read(s.cache, &key, network)? {
         (s.note)("corda: the components of an earlier run with the same model, rows and settings are used");
         return place(s.recipe, network, prepared, pairs);

@@ -13,7 +13,7 @@ const KINDS: [(&str, &[&str]); 10] = [
     ("lora", &[]),
     ("dora", &["tune.lora.use_dora=true"]),
     ("pissa", &["tune.lora.init_lora_weights=pissa"]),
-    ("vera", &["tune.lora.peft_type=vera", "optimizer.learning_rate=3e-2"]),
+    ("vera", &["tune.lora.peft_type=vera"]),
     ("ia3", &["tune.lora.peft_type=ia3"]),
     ("loha", &["tune.lora.peft_type=loha"]),
     ("lokr", &["tune.lora.peft_type=lokr"]),

@@ -35,7 +35,7 @@ fn storages(w: &Tensor) -> Vec<(String, Weight, f32)> {
         // Where the processor multiplies bf16 tiles, activations are rounded on the way.
         ("bf16".into(), w.to_dtype(DType::BF16).unwrap().into(), 2e-2),
         coded(Format::Int8 { group: 0 }),
-        coded(Format::Int8 { group: 4 }),
+        coded(Format::Int8 { group: 128 }),
         coded(Format::Int4 { group: 64 }),
         coded(Format::Nf4 { double: false }),
         coded(Format::Nf4 { double: true }),

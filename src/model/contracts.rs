@@ -49,6 +49,8 @@ pub struct Context<'a> {
     pub dropout: Option<Dropout>,
     /// Is told the input of every linear.
     pub observer: Option<&'a dyn Observer>,
+    /// Tokens that go through an MLP at a time; `None`: all.
+    pub mlp_tokens: Option<usize>,
 }
 
 /// Looks at a forward pass.
@@ -58,6 +60,21 @@ pub trait Observer {
 }
 
 impl Context<'_> {
+    /// For piece number `index` of the tokens, in a half without attention: it has dropout masks of its own.
+    pub fn piece(&self, index: usize) -> Context<'_> {
+        let dropout = self.dropout.map(|key| Dropout {
+            micro: key.micro + ((index as u64) << 32),
+            ..key
+        });
+        Context {
+            documents: self.documents,
+            ropes: Vec::new(),
+            dropout,
+            observer: self.observer,
+            mlp_tokens: None,
+        }
+    }
+
     pub fn seen(&self, weight: &str, x: &Tensor) -> Result<()> {
         match self.observer {
             Some(observer) => observer.input(weight, x),

@@ -24,6 +24,8 @@ pub struct Network {
     /// Parameters of the objective: `objective.*`.
     pub own: Vec<Param>,
     pub device: Device,
+    /// Tokens that go through an MLP at a time; `None`: all.
+    pub mlp_tokens: Option<usize>,
 }
 
 fn param(weights: &GroupWeights, name: &str) -> Result<Param> {
@@ -39,6 +41,7 @@ impl Network {
             adapters: Adapters::new(),
             own: Vec::new(),
             device,
+            mlp_tokens: None,
         }
     }
 
@@ -64,6 +67,7 @@ impl Network {
             ropes,
             dropout,
             observer: None,
+            mlp_tokens: self.mlp_tokens,
         })
     }
 

@@ -31,6 +31,7 @@ pub mod rms_norm;
 pub mod rope;
 pub mod step;
 pub mod tally;
+pub mod transfer;
 pub mod update;
 
 mod cpu;

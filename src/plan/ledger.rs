@@ -9,6 +9,8 @@ pub enum Kind {
     Adapters,
     Optimizer,
     Retired,
+    OnHost,
+    Parked,
     Gradients,
     Inputs,
     Activations,
@@ -48,7 +50,10 @@ pub struct Ledger {
 impl Kind {
     /// Does this stay in host memory where tensors lie on a GPU?
     fn on_host(self) -> bool {
-        matches!(self, Kind::Retired | Kind::Saving | Kind::Data | Kind::Process)
+        matches!(
+            self,
+            Kind::Retired | Kind::OnHost | Kind::Parked | Kind::Saving | Kind::Data | Kind::Process
+        )
     }
 }
 

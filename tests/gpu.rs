@@ -25,6 +25,9 @@ mod steps;
 #[path = "gpu/support.rs"]
 mod support;
 #[cfg(feature = "cuda")]
+#[path = "gpu/train.rs"]
+mod train;
+#[cfg(feature = "cuda")]
 #[path = "gpu/updates.rs"]
 mod updates;
 

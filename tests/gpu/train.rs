@@ -1,0 +1,188 @@
+//! Whole runs of the program: on a GPU they lose what they lose on the CPU, in every method.
+
+use crate::support::gpu;
+use serde_json::Value;
+use std::path::Path;
+use std::process::Command;
+use tempfile::TempDir;
+
+/// Settings beside those that all runs share. bf16 unless they say otherwise.
+const RUNS: [(&str, &[&str]); 16] = [
+    ("full", &["tune.method=full"]),
+    ("f32", &["tune.method=full", "model.dtype=f32"]),
+    (
+        "at once",
+        &[
+            "tune.method=full",
+            "train.max_grad_norm=0",
+            "train.gradient_accumulation_steps=1",
+        ],
+    ),
+    ("kept", &["tune.method=full", "memory.activations=keep"]),
+    ("recomputed", &["tune.method=full", "memory.activations=recompute"]),
+    ("layer by layer", &["tune.method=block", "tune.block.switch_every=2"]),
+    (
+        "matrix by matrix",
+        &[
+            "tune.method=block",
+            "tune.block.switch_every=2",
+            "tune.block.partition=matrix",
+        ],
+    ),
+    (
+        "a part of each",
+        &[
+            "tune.method=block",
+            "tune.block.switch_every=2",
+            "tune.block.partition=ratio",
+        ],
+    ),
+    (
+        "scattered",
+        &[
+            "tune.method=block",
+            "tune.block.switch_every=2",
+            "tune.block.partition=ratio",
+            "tune.block.mask=scattered",
+        ],
+    ),
+    (
+        "corrected",
+        &[
+            "tune.method=block",
+            "tune.block.switch_every=2",
+            "tune.block.correction=sgd",
+        ],
+    ),
+    ("last layers", &["tune.method=freeze"]),
+    ("lora", &["tune.method=lora"]),
+    ("lora on int8", &["tune.method=lora", "memory.frozen_weights=int8"]),
+    ("lora on int4", &["tune.method=lora", "memory.frozen_weights=int4"]),
+    ("lora on nf4", &["tune.method=lora", "memory.frozen_weights=nf4"]),
+    (
+        "blocks of int8",
+        &[
+            "tune.method=block",
+            "tune.block.switch_every=2",
+            "memory.frozen_weights=int8",
+        ],
+    ),
+];
+
+/// With or without the GPU in sight.
+fn ft(arguments: &[&str], on_gpu: bool) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ft"));
+    command
+        .args(arguments)
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .env("NO_COLOR", "1")
+        .env("HF_HUB_OFFLINE", "1");
+    if !on_gpu {
+        command.env("CUDA_VISIBLE_DEVICES", "");
+    }
+    let out = command.output().unwrap();
+    assert!(
+        out.status.success(),
+        "{arguments:?}\n{}",
+        String::from_utf8_lossy(&out.stderr)
+    );
+    String::from_utf8_lossy(&out.stdout).into_owned()
+}
+
+/// The step lines of a run on `device`.
+fn train(device: &str, settings: &[&str], out: &Path) -> Vec<Value> {
+    let (device, place) = (
+        format!("model.device={device}"),
+        format!("train.output_dir={}", out.display()),
+    );
+    let mut arguments = vec!["train", "--recipe", "recipes/quickstart.toml", &device, &place];
+    arguments.extend([
+        "model.dtype=bf16",
+        "tune.method=full",
+        "train.max_steps=6",
+        "train.logging_steps=1",
+        "train.save_steps=0",
+        "train.batch_size=4",
+        "train.gradient_accumulation_steps=2",
+        "train.predict_with_generate=false",
+        "train.sample_prompts=[]",
+        "optimizer.learning_rate=1e-3",
+        "schedule.name=constant",
+        "schedule.warmup_ratio=0",
+    ]);
+    // A key is given once.
+    arguments.retain(|a| !settings.iter().any(|s| s.split('=').next() == a.split('=').next()));
+    arguments.extend(settings);
+    ft(&arguments, true);
+    let text = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+    let lines = text.lines().map(|l| serde_json::from_str::<Value>(l).unwrap());
+    lines.filter(|l| l.get("loss").is_some()).collect()
+}
+
+fn number(line: &Value, key: &str) -> f64 {
+    line[key].as_f64().unwrap_or_else(|| panic!("no {key} in {line}"))
+}
+
+fn close(here: f64, there: f64, tolerance: f64, what: &str) {
+    let difference = (here - there).abs();
+    assert!(difference <= tolerance * here.abs(), "{what}: CPU {here}, GPU {there}");
+}
+
+#[test]
+fn every_method_loses_what_it_loses_on_the_cpu() {
+    let Some(_gpu) = gpu() else { return };
+    for (name, settings) in RUNS {
+        let dir = TempDir::new().unwrap();
+        let here = train("cpu", settings, &dir.path().join("cpu"));
+        let there = train("cuda:0", settings, &dir.path().join("gpu"));
+        assert_eq!((here.len(), there.len()), (6, 6), "{name}");
+        let (loss, norm) = match settings.contains(&"model.dtype=f32") {
+            true => (1e-4, 1e-3),
+            false => (1e-2, 5e-2),
+        };
+        for (a, b) in here.iter().zip(&there) {
+            let what = format!("{name}, step {}", a["step"]);
+            close(number(a, "loss"), number(b, "loss"), loss, &format!("{what}: loss"));
+            close(
+                number(a, "grad_norm"),
+                number(b, "grad_norm"),
+                norm,
+                &format!("{what}: norm"),
+            );
+            assert_eq!(a["trained_tokens"], b["trained_tokens"], "{what}");
+        }
+        let (first, last) = (number(&there[0], "loss"), number(&there[5], "loss"));
+        assert!(last < first, "{name}: {first} to {last}");
+    }
+}
+
+#[test]
+fn a_run_that_was_stopped_goes_on_bit_for_bit() {
+    let Some(_gpu) = gpu() else { return };
+    for (name, settings) in RUNS {
+        let dir = TempDir::new().unwrap();
+        let whole = train("cuda:0", settings, &dir.path().join("whole"));
+        let out = dir.path().join("two");
+        let with = |more: &[&'static str]| [settings, &["train.save_steps=3"], more].concat();
+        train("cuda:0", &with(&["train.max_steps=3"]), &out);
+        let rest = with(&["train.max_steps=6", "--resume"]);
+        let both = train("cuda:0", &rest, &out);
+        for (a, b) in whole.iter().zip(&both).skip(3) {
+            assert_eq!(number(a, "loss").to_bits(), number(b, "loss").to_bits(), "{name}");
+        }
+    }
+}
+
+#[test]
+fn generation_and_evaluation_are_those_of_the_cpu() {
+    let Some(_gpu) = gpu() else { return };
+    let both = |arguments: &[&str]| {
+        let arguments = [arguments, &["--model", "assets/tiny", "--dtype", "f32"]].concat();
+        [false, true].map(|on_gpu| ft(&arguments, on_gpu))
+    };
+    let [here, there] = both(&["generate", "--prompt", "The river of", "--temperature", "0"]);
+    assert_eq!(here, there);
+    let [here, there] = both(&["eval", "--data", "assets/world/eval.jsonl", "--json"]);
+    let loss = |text: &str| number(&serde_json::from_str(text).unwrap(), "loss");
+    close(loss(&here), loss(&there), 1e-4, "evaluation");
+}

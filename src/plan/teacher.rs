@@ -50,6 +50,7 @@ impl Teacher {
         own.adapters.clear();
         own.storage = self.storage.clone();
         own.place = self.place;
+        (own.mlp_tokens, own.parked) = (None, false);
         let state = inputs.element * (inputs.tokens * self.spec.hidden) as u64;
         let mut ledger = Ledger::new(false);
         let x = ledger.hold(Kind::Layer, state);

@@ -18,6 +18,8 @@ pub struct Teacher {
     pub bf16: bool,
     /// Hidden states of inner layers that are kept.
     pub states: usize,
+    /// Rows that the student answers together; 0: none.
+    pub answers: usize,
 }
 
 impl Teacher {
@@ -41,6 +43,12 @@ impl Teacher {
             Place::Disk { .. } if on_gpu => self.weights(),
             _ => 0,
         }
+    }
+
+    /// Keys, values and logits while the student `spec` writes its answers, before the step.
+    pub(super) fn answers(&self, spec: &Spec, inputs: &Inputs) -> u64 {
+        let cache = inputs.longest * 2 * spec.layers.len() * spec.kv_width();
+        (self.answers * (cache + 2 * spec.vocab)) as u64 * inputs.element.max(4)
     }
 
     /// The forward pass and what stays of it until the next batch: bytes that are held, and the most beside them. The

@@ -1,3 +1,5 @@
+//! The objective: pairs of layers, distances of hidden states and their gradients.
+
 use super::hidden::{Distance, Hidden, auto_map, check_map};
 use super::*;
 use crate::data::IGNORE;

@@ -324,6 +324,10 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
         }
         ledger.moment("start of the adapters");
         ledger.touch(Kind::Scratch, inputs.start_bytes(recipe, spec));
+        if let Some(teacher) = &inputs.teacher {
+            ledger.moment("the answers of the student");
+            ledger.touch(Kind::Activations, teacher.answers(spec, inputs));
+        }
         step::walk(&mut ledger, spec, recipe, inputs, active);
         // A checkpoint or `final/` takes one tensor at a time as f32; what is on the disk, a small part of it.
         ledger.moment("saving");

@@ -18,6 +18,8 @@ pub struct Teacher {
     pub bf16: bool,
     /// Hidden states of inner layers that are kept.
     pub states: usize,
+    /// Rows that the student answers together; 0: none.
+    pub answers: usize,
 }
 
 impl Teacher {
@@ -43,6 +45,12 @@ impl Teacher {
         }
     }
 
+    /// Keys, values and logits while the student `spec` writes its answers, before the step.
+    pub(super) fn answers(&self, spec: &Spec, inputs: &Inputs) -> u64 {
+        let cache = inputs.longest * 2 * spec.layers.len() * spec.kv_width();
+        (self.answers * (cache + 2 * spec.vocab)) as u64 * inputs.element.max(4)
+    }
+
     /// The forward pass and what stays of it until the next batch: bytes that are held, and the most beside them. The
     /// teacher's logits share the chunk of the student's.
     pub(super) fn forward(&self, inputs: &Inputs) -> (u64, u64) {
@@ -50,6 +58,7 @@ impl Teacher {
         own.adapters.clear();
         own.storage = self.storage.clone();
         own.place = self.place;
+        (own.mlp_tokens, own.parked) = (None, false);
         let state = inputs.element * (inputs.tokens * self.spec.hidden) as u64;
         let mut ledger = Ledger::new(false);
         let x = ledger.hold(Kind::Layer, state);

@@ -144,6 +144,10 @@ pub fn cost(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<plan
         place: place(recipe, on_gpu),
         bf16: dtype == Dtype::Bf16,
         states,
+        answers: match d.lmbda > 0.0 {
+            true => recipe.train.batch_size * recipe.train.gradient_accumulation_steps,
+            false => 0,
+        },
     }))
 }
 

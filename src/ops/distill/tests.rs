@@ -1,3 +1,5 @@
+//! Divergences against their definition by autograd, against each other, and on any number of threads.
+
 use super::super::cross_entropy;
 use super::*;
 use crate::ops::oracle::{assert_close, assert_same_on_any_threads, bf16_pair, flat, random};

@@ -254,8 +254,9 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         model: &model,
         device: &Device::Cpu,
         train: &rows.train,
-        stream: BatchStream::new(&rows.train, stream(&recipe)).unwrap(),
+        stream: BatchStream::new(&rows.train, stream(&recipe, rows.train.examples.len())).unwrap(),
         eval: None,
+        questions: None,
     };
     let stage::Stage { mut feed, objective } = stage::open(setting).unwrap_or_else(|e| panic!("{e}"));
     let engine = engine::Engine {

@@ -99,7 +99,7 @@ pub fn reinforce(dir: &Path, rollout: &Rollout) -> Lessons {
             (k.old, k.values) = (singles(&rollout.old, i), singles(&rollout.values, i));
         }
     }
-    let weights = &recipe.rlhf.reward_weights;
+    let weights = &recipe.reinforce.reward_weights;
     let total = |row: &Vec<f64>| {
         let known = row.iter().zip(weights).filter(|(r, _)| !r.is_nan());
         known.map(|(r, w)| r * w).sum::<f64>()

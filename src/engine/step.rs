@@ -1,12 +1,13 @@
 //! One optimizer step: gradients of a window, clipping by global norm, update.
 
 use super::active::Active;
-use super::pass::{self, Totals};
+use super::pass::{self, Keeping, Totals};
 use super::sinks::{Accumulate, Norm, Step};
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::{GradSink, Network, Objective};
 use crate::ops::tally::{Sums, Tally};
+use crate::ops::transfer::Copier;
 use crate::optim::Optimizer;
 use crate::peft::Dropout;
 
@@ -40,6 +41,8 @@ pub struct Engine {
     pub gradients: Gradients,
     /// So many of the uppermost layers keep their activations; the others recompute them.
     pub keep_layers: usize,
+    /// Inputs of layers wait on the host (`memory.activations = "host"`).
+    pub parked: Option<Copier>,
     /// 0 is off.
     pub max_grad_norm: f64,
     pub seed: u64,
@@ -59,10 +62,14 @@ impl Engine {
     pub fn step(&mut self, step: u64, batches: &[Batch], active: &Active, lr: f64) -> Result<StepReport> {
         let (network, objective, seed) = (&self.network, self.objective.as_ref(), self.seed);
         let key = |micro| Some(Dropout { seed, step, micro });
+        let keep = Keeping {
+            layers: self.keep_layers,
+            parked: self.parked.as_ref(),
+        };
         let tally = Tally::new(&network.device)?;
         self.optimizer.begin(step);
         let pass = |sink: &mut dyn GradSink, tally: &Tally| {
-            pass::window(network, objective, batches, active, self.keep_layers, key, sink, tally)
+            pass::window(network, objective, batches, active, keep, key, sink, tally)
         };
         match self.gradients {
             Gradients::Keep => {

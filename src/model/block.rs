@@ -9,10 +9,11 @@
 
 use super::contracts::{Context, GradSink, KvStore, Layer, Param};
 use super::linear::{Dx, Linear};
+use super::mlp::Parts;
 use super::spec::Spec;
 use crate::base::Result;
 use crate::ops::rope::Direction;
-use crate::ops::{attention, glu, rms_norm, rope, update};
+use crate::ops::{attention, rms_norm, rope, update};
 use crate::source::GroupWeights;
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -59,12 +60,12 @@ pub struct Kept {
     attention: AttentionKept,
     /// The stream between the halves.
     x1: Tensor,
-    /// gate and up
-    parts: Vec<Tensor>,
+    /// gate and up of each piece of the tokens
+    parts: Parts,
 }
 
 impl Projections {
-    fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Vec<Tensor>> {
+    pub(super) fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Vec<Tensor>> {
         match self {
             Self::Separate(linears) => linears.iter().map(|l| l.forward(x, ctx)).collect(),
             Self::Fused(linear, widths) => {
@@ -81,7 +82,7 @@ impl Projections {
     }
 
     /// Sums `∂x` over the parts; `dys` are dropped one by one. `x` is needed only where `wanted`.
-    fn backward(
+    pub(super) fn backward(
         &self,
         x: Option<&Tensor>,
         dys: Vec<Tensor>,
@@ -106,7 +107,7 @@ impl Projections {
         }
     }
 
-    fn wanted(&self, sink: &dyn GradSink) -> bool {
+    pub(super) fn wanted(&self, sink: &dyn GradSink) -> bool {
         match self {
             Self::Separate(linears) => linears.iter().any(|l| l.wanted(sink)),
             Self::Fused(linear, _) => linear.wanted(sink),
@@ -129,12 +130,12 @@ impl Block {
         all.into_iter().map(|l| (module(&l), l)).collect()
     }
 
-    fn norm(&self, w: &Param, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn norm(&self, w: &Param, x: &Tensor) -> Result<Tensor> {
         rms_norm::forward(x, &w.tensor, self.spec.norm_eps, self.spec.norm_plus_one)
     }
 
     /// Backward of a norm; its weight's gradient goes to the sink. Returns `∂x`.
-    fn norm_backward(&self, w: &Param, x: &Tensor, dy: &Tensor, sink: &mut dyn GradSink) -> Result<Tensor> {
+    pub(super) fn norm_backward(&self, w: &Param, x: &Tensor, dy: &Tensor, sink: &mut dyn GradSink) -> Result<Tensor> {
         let need_dw = sink.wants(&w.name);
         let (dx, dw) = rms_norm::backward(x, &w.tensor, dy, self.spec.norm_eps, self.spec.norm_plus_one, need_dw)?;
         if let Some(dw) = dw {
@@ -200,21 +201,6 @@ impl Block {
         ))
     }
 
-    /// The MLP half: `[N, D]` to `[N, D]`, and gate and up if they are to be kept.
-    fn mlp(&self, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, Option<Vec<Tensor>>)> {
-        let h = self.norm(&self.mlp_norm, x1)?;
-        let parts = self.mlp_in.forward(&h, ctx)?;
-        drop(h);
-        let m = glu::forward(&parts[0], &parts[1], self.spec.activation)?;
-        let parts = keep.then_some(parts);
-        let mut y = self.down_proj.forward(&m, ctx)?;
-        if let Some(norm) = &self.mlp_post_norm {
-            y = self.norm(norm, &y)?;
-        }
-        update::add_assign(&y, x1)?;
-        Ok((y, parts))
-    }
-
     /// Decoding: as `forward`, with the keys and values of earlier tokens from `cache`.
     pub fn forward_cached(&self, x: &Tensor, ctx: &Context, cache: &mut dyn KvStore) -> Result<Tensor> {
         let x1 = self.attention(x, ctx, Some(cache))?.0;
@@ -231,62 +217,6 @@ impl Block {
         self.attention_in.wanted(sink)
             || self.o_proj.wanted(sink)
             || norms.into_iter().flatten().any(|n| sink.wants(&n.name))
-    }
-
-    fn mlp_backward(
-        &self,
-        x1: &Tensor,
-        parts: Option<Vec<Tensor>>,
-        dy: Tensor,
-        ctx: &Context,
-        need_dx: bool,
-        sink: &mut dyn GradSink,
-    ) -> Result<Option<Tensor>> {
-        let post_wanted = self.mlp_post_norm.as_ref().is_some_and(|n| sink.wants(&n.name));
-        let need_dh = need_dx || sink.wants(&self.mlp_norm.name);
-        let need_dm = need_dh || self.mlp_in.wanted(sink);
-        let down_wanted = self.down_proj.wanted(sink);
-        if !need_dm && !down_wanted && !post_wanted {
-            return Ok(None);
-        }
-        let in_wanted = self.mlp_in.wanted(sink);
-        let h = match in_wanted || parts.is_none() {
-            true => Some(self.norm(&self.mlp_norm, x1)?),
-            false => None,
-        };
-        let parts = match (parts, &h) {
-            (Some(parts), _) => parts,
-            (None, Some(h)) => self.mlp_in.forward(h, ctx)?,
-            (None, None) => return Ok(None),
-        };
-        let h = h.filter(|_| in_wanted);
-        let keep_m = down_wanted || self.mlp_post_norm.is_some();
-        let m = if keep_m {
-            Some(glu::forward(&parts[0], &parts[1], self.spec.activation)?)
-        } else {
-            None
-        };
-        let d_down = match (&self.mlp_post_norm, &m) {
-            (Some(norm), Some(m)) => self.norm_backward(norm, &self.down_proj.forward(m, ctx)?, &dy, sink)?,
-            _ => dy.clone(),
-        };
-        let dm = self
-            .down_proj
-            .backward(m.as_ref(), &d_down, ctx, Dx::new(need_dm), sink)?;
-        drop((m, d_down));
-        let Some(dm) = dm else { return Ok(None) };
-        let (d_gate, d_up) = glu::backward(&parts[0], &parts[1], &dm, self.spec.activation)?;
-        drop((parts, dm));
-        let Some(dh) = self
-            .mlp_in
-            .backward(h.as_ref(), vec![d_gate, d_up], ctx, need_dh, sink)?
-        else {
-            return Ok(None);
-        };
-        drop(h);
-        let dx = self.norm_backward(&self.mlp_norm, x1, &dh, sink)?;
-        update::add_assign(&dx, &dy)?;
-        Ok(need_dx.then_some(dx))
     }
 
     fn attention_backward(
@@ -356,7 +286,6 @@ impl Layer for Block {
     fn forward_kept(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Kept)> {
         let (x1, attention) = self.attention(x, ctx, None)?;
         let (y, parts) = self.mlp(&x1, ctx, true)?;
-        let parts = parts.unwrap_or_default();
         Ok((y, Kept { attention, x1, parts }))
     }
 
@@ -370,10 +299,10 @@ impl Layer for Block {
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         let (x1, attention, parts) = match kept {
-            Some(kept) => (kept.x1, kept.attention, Some(kept.parts)),
+            Some(kept) => (kept.x1, kept.attention, kept.parts),
             None => {
                 let (x1, attention) = self.attention(x, ctx, None)?;
-                (x1, attention, None)
+                (x1, attention, Parts::new())
             }
         };
         // Where nothing in or below the attention half trains, its activations are not kept.

@@ -25,6 +25,12 @@ pub trait GradSink {
     /// Takes the gradient (f32, the parameter's shape). Called after the parameter's last use in this
     /// backward pass, so the sink may change the weight at once.
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()>;
+
+    /// The gradient of `name` so far (f32), where it comes in parts and this is not the first: the next part is added
+    /// to it in place instead of being handed over.
+    fn sum(&self, _name: &str) -> Option<Tensor> {
+        None
+    }
 }
 
 /// Keys and values of earlier tokens, for decoding.
@@ -44,6 +50,8 @@ pub struct Context<'a> {
     pub dropout: Option<Dropout>,
     /// Is told the input of every linear.
     pub observer: Option<&'a dyn Observer>,
+    /// Tokens that go through an MLP at a time; `None`: all.
+    pub mlp_tokens: Option<usize>,
 }
 
 /// Looks at a forward pass.
@@ -53,6 +61,21 @@ pub trait Observer {
 }
 
 impl Context<'_> {
+    /// For piece number `index` of the tokens, in a half without attention: it has dropout masks of its own.
+    pub fn piece(&self, index: usize) -> Context<'_> {
+        let dropout = self.dropout.map(|key| Dropout {
+            micro: key.micro + ((index as u64) << 32),
+            ..key
+        });
+        Context {
+            documents: self.documents,
+            ropes: Vec::new(),
+            dropout,
+            observer: self.observer,
+            mlp_tokens: None,
+        }
+    }
+
     pub fn seen(&self, weight: &str, x: &Tensor) -> Result<()> {
         match self.observer {
             Some(observer) => observer.input(weight, x),

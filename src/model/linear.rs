@@ -112,7 +112,10 @@ impl Linear {
                 name: self.name.clone(),
                 tensor: self.weight.dense().map_err(|e| e.or_at(&*self.name))?.clone(),
             };
-            sink.take(&param, self.weight.grad(dy, x)?)?;
+            match sink.sum(&self.name) {
+                Some(sum) => self.weight.grad_add(&sum, dy, x)?,
+                None => sink.take(&param, self.weight.grad(dy, x)?)?,
+            }
         }
         if let Some(bias) = self.bias.as_ref().filter(|b| sink.wants(&b.name)) {
             sink.take(bias, linear::grad_bias(dy)?)?;

@@ -27,6 +27,8 @@ pub struct Network {
     pub device: Device,
     /// The adapters are left out for now.
     bare: AtomicBool,
+    /// Tokens that go through an MLP at a time; `None`: all.
+    pub mlp_tokens: Option<usize>,
 }
 
 fn param(weights: &GroupWeights, name: &str) -> Result<Param> {
@@ -43,6 +45,7 @@ impl Network {
             own: Vec::new(),
             device,
             bare: AtomicBool::new(false),
+            mlp_tokens: None,
         }
     }
 
@@ -76,6 +79,7 @@ impl Network {
             ropes,
             dropout,
             observer: None,
+            mlp_tokens: self.mlp_tokens,
         })
     }
 

@@ -2,6 +2,7 @@
 
 use super::cpu::glu as cpu;
 use super::cpu::storage::{expect_dims, floats, tensor, unwritten};
+use super::update::{with_slice_mut, with_slices};
 use crate::base::Result;
 use candle_core::Tensor;
 
@@ -46,6 +47,20 @@ pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor, act: Activation) -> Res
         })
     })?;
     Ok((tensor(dgate, gate.shape())?, tensor(dup, gate.shape())?))
+}
+
+/// As `backward`, the same bits, for a gate and an up that nobody needs any more: on the CPU dgate and dup take their
+/// place. gate, up and dy must not share storage.
+pub fn backward_in_place(gate: Tensor, up: Tensor, dy: &Tensor, act: Activation) -> Result<(Tensor, Tensor)> {
+    expect_dims(&up, "up of a gated unit", gate.dims())?;
+    expect_dims(dy, "dy of a gated unit", gate.dims())?;
+    on_gpu!(&gate, super::cuda::glu::backward(&gate, &up, dy, act));
+    let mut inner = Ok(());
+    with_slices(&gate, dy, |gate, dy| {
+        inner = with_slice_mut(&up, |up| cpu::backward_in_place(gate, up, dy, act));
+    })?;
+    inner?;
+    Ok((gate, up))
 }
 
 #[cfg(test)]
@@ -111,6 +126,29 @@ mod tests {
         assert_close(&dgate, &Tensor::from_vec(slope, (2, 9), &Device::Cpu).unwrap(), 1e-5);
         let act = forward(&gate, &up.ones_like().unwrap(), Activation::Gelu).unwrap();
         assert_close(&dup, &(act * dy).unwrap(), 1e-6);
+    }
+
+    #[test]
+    fn gradients_in_place_are_the_same_bits() {
+        for act in ALL {
+            for shape in [(1, 1), (3, 700), (40, 999)] {
+                let (gate, up, dy) = (random(shape, 7), random(shape, 8), random(shape, 9));
+                let (want_gate, want_up) = backward(&gate, &up, &dy, act).unwrap();
+                // Of a larger tensor only the middle rows change.
+                let around = |t: &Tensor| Tensor::cat(&[t, t, t], 0).unwrap().contiguous().unwrap();
+                let (wide_gate, wide_up) = (around(&gate), around(&up));
+                let middle = |t: &Tensor| t.narrow(0, shape.0, shape.0).unwrap();
+                let (got_gate, got_up) = backward_in_place(middle(&wide_gate), middle(&wide_up), &dy, act).unwrap();
+                assert_eq!(flat(&got_gate.copy().unwrap()), flat(&want_gate));
+                assert_eq!(flat(&got_up.copy().unwrap()), flat(&want_up));
+                for (t, old) in [(&wide_gate, &gate), (&wide_up, &up)] {
+                    assert_eq!(
+                        flat(&t.narrow(0, 2 * shape.0, shape.0).unwrap().copy().unwrap()),
+                        flat(old)
+                    );
+                }
+            }
+        }
     }
 
     #[test]

@@ -33,6 +33,7 @@ pub mod rope;
 pub mod softmax;
 pub mod step;
 pub mod tally;
+pub mod transfer;
 pub mod update;
 
 mod cpu;

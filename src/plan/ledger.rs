@@ -10,6 +10,8 @@ pub enum Kind {
     Adapters,
     Optimizer,
     Retired,
+    OnHost,
+    Parked,
     Gradients,
     Inputs,
     Activations,
@@ -50,7 +52,10 @@ pub struct Ledger {
 impl Kind {
     /// Does this stay in host memory where tensors lie on a GPU?
     fn on_host(self) -> bool {
-        matches!(self, Kind::Retired | Kind::Saving | Kind::Data | Kind::Process)
+        matches!(
+            self,
+            Kind::Retired | Kind::OnHost | Kind::Parked | Kind::Saving | Kind::Data | Kind::Process
+        )
     }
 }
 

@@ -8,19 +8,24 @@
 //! (work of one layer, chunk of logits) + gradients.
 
 mod ledger;
+mod mlp;
 mod step;
 mod table;
+mod time;
 mod weights;
 mod work;
 
-pub use table::{Line, Plan};
+pub use table::{Choice, Line, Plan};
+pub use time::seconds;
 
+use crate::engine::active::group_of;
 use crate::engine::{Active, Gradients};
 use crate::model::{Adapters, Spec};
 use crate::optim::Optimizer;
 use crate::peft::Cost;
+use crate::quant::Storage;
 use crate::recipe::{Dtype, Method, Recipe, RolloutWeights};
-use crate::source::Policy;
+use crate::source::{Group, Policy};
 use ledger::{Kind, Ledger};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -28,10 +33,23 @@ use std::collections::{BTreeMap, BTreeSet};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     Device,
+    /// In the host's memory, computing on a GPU; the head and what is trained are on the device.
+    Host,
     /// Layers come from the disk; the output projection so many rows at a time, or held whole.
     Disk {
         head_rows: Option<usize>,
     },
+}
+
+impl Place {
+    /// Of weights that travel to the device layer by layer: the rows of the head that come at a time, or all at once.
+    pub(crate) fn travels(self) -> Option<Option<usize>> {
+        match self {
+            Place::Device => None,
+            Place::Host => Some(None),
+            Place::Disk { head_rows } => Some(head_rows),
+        }
+    }
 }
 
 /// What the plan needs to know beside model and recipe.
@@ -48,6 +66,8 @@ pub struct Inputs {
     pub gradients: Gradients,
     /// Uppermost layers that keep their activations.
     pub keep_layers: usize,
+    /// Tokens that go through an MLP at a time; `None`: all.
+    pub mlp_tokens: Option<usize>,
     pub threads: usize,
     /// Bytes of an element of an activation: 4 on the CPU, as the weights on a GPU.
     pub element: u64,
@@ -64,6 +84,8 @@ pub struct Inputs {
     pub reference: bool,
     /// Answers of a rollout before the step.
     pub rollout: usize,
+    /// Inputs of layers wait on the host.
+    pub parked: bool,
     /// The tokenized rows.
     pub data_bytes: u64,
     /// What the program holds before the model is loaded.
@@ -81,6 +103,7 @@ impl Inputs {
             micro_batches: recipe.train.gradient_accumulation_steps,
             gradients,
             keep_layers: 0,
+            mlp_tokens: None,
             threads: rayon::current_num_threads(),
             element: 4,
             on_gpu: false,
@@ -93,6 +116,7 @@ impl Inputs {
             place: Place::Device,
             reference: false,
             rollout: 0,
+            parked: recipe.memory.activations == crate::recipe::Activations::Host,
             data_bytes: 0,
             process_bytes: crate::base::memory::resident(),
         }
@@ -132,6 +156,41 @@ fn state_bytes(recipe: &Recipe, active: &Active, name: &str, shape: &[usize], bf
     moments + n as u64 * Optimizer::master_bytes(&recipe.optimizer, bf16)
 }
 
+/// Of active sets that differ in the number of their layer only, the one with the lowest: it keeps the most.
+fn distinct<'a>(spec: &Spec, inputs: &'a Inputs) -> Vec<&'a Active> {
+    // Layers with storages of their own are not alike.
+    let mut storages: BTreeMap<String, Storage> = BTreeMap::new();
+    let below = |name: &str| name.splitn(4, '.').nth(3).unwrap_or_default().to_string();
+    for p in spec.params().iter().filter(|p| matches!(p.group, Group::Layer(_))) {
+        let storage = inputs.storage.of(p);
+        if *storages.entry(below(&p.name)).or_insert(storage) != storage {
+            return inputs.active.iter().collect();
+        }
+    }
+    let mut lowest: BTreeMap<Vec<String>, &Active> = BTreeMap::new();
+    let mut others = Vec::new();
+    for active in &inputs.active {
+        let Group::Layer(first) = active.lowest() else {
+            others.push(active);
+            continue;
+        };
+        if active.is_masked() || active.corrected().next().is_some() {
+            others.push(active);
+            continue;
+        }
+        let relative = |name: &str| match group_of(name) {
+            Group::Layer(l) => format!("{} {}", l - first, below(name)),
+            _ => name.to_string(),
+        };
+        let kept = lowest.entry(active.names().map(relative).collect()).or_insert(active);
+        if active.lowest() < kept.lowest() {
+            *kept = active;
+        }
+    }
+    others.extend(lowest.into_values());
+    others
+}
+
 /// The forecast of one run: the worst moment of its worst step.
 pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
     let sizes = elements(spec, &inputs.adapters);
@@ -161,7 +220,7 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
     };
 
     let mut worst: Option<(Ledger, u64)> = None;
-    for active in &inputs.active {
+    for active in distinct(spec, inputs) {
         let mut ledger = Ledger::new(inputs.on_gpu);
         ledger.moment("loading");
         let trained: u64 = active.names().map(|n| part(active, n)).sum();
@@ -180,7 +239,7 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
         // What a master knows beyond bf16 stays when its block retires.
         let master = Optimizer::master_bytes(&recipe.optimizer, stored == 2);
         let retired: u64 = match inputs.place {
-            Place::Device => ever
+            Place::Device | Place::Host => ever
                 .iter()
                 .filter(|n| !active.wants(n) && !is_adapter(n))
                 .map(|n| match inputs.storage.coded().contains_key(n.as_str()) {
@@ -189,6 +248,12 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
                     false => master * size(n),
                 })
                 .sum(),
+            Place::Disk { .. } => 0,
+        };
+        // What travels starts on the host: all of it, or two layers that were read ahead.
+        let on_host: u64 = match inputs.place {
+            Place::Host => spec.params().iter().map(|p| inputs.storage.of(p).bytes(&p.shape)).sum(),
+            Place::Disk { .. } if inputs.on_gpu => weights::held(spec, &inputs.storage, stored, inputs.place, active),
             _ => 0,
         };
         let mut held = vec![
@@ -207,6 +272,7 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
         ledger.touch(Kind::Scratch, coded.max().unwrap_or(0));
         held.extend([
             ledger.hold(Kind::Adapters, (adapters + fixed) * 4),
+            ledger.hold(Kind::OnHost, on_host),
             ledger.hold(Kind::Retired, retired),
             ledger.hold(Kind::Optimizer, state),
         ]);

@@ -34,9 +34,23 @@ pub(super) struct Sink<'a> {
     sizes: &'a BTreeMap<String, u64>,
     keep: bool,
     kept: BTreeMap<String, Held>,
+    /// Gradients that come in parts, while they do.
+    sums: Option<BTreeMap<String, Held>>,
 }
 
 impl Sink<'_> {
+    /// Gradients come in parts from now on (as in `model::pieces`).
+    pub fn start_sums(&mut self) {
+        self.sums = Some(BTreeMap::new());
+    }
+
+    /// They are complete.
+    pub fn finish_sums(&mut self, l: &mut Ledger) {
+        for (name, gradient) in self.sums.take().into_iter().flatten() {
+            self.take(l, &name, gradient);
+        }
+    }
+
     pub fn wants(&self, name: &str) -> bool {
         self.active.wants(name)
     }
@@ -52,6 +66,15 @@ impl Sink<'_> {
 
     /// The sink gets it.
     pub fn take(&mut self, l: &mut Ledger, name: &str, gradient: Held) {
+        if let Some(sums) = &mut self.sums {
+            match sums.contains_key(name) {
+                true => l.drop(gradient),
+                false => {
+                    sums.insert(name.to_string(), gradient);
+                }
+            }
+            return;
+        }
         if self.active.corrects(name).is_some() {
             l.drop(gradient);
             return;
@@ -79,7 +102,9 @@ impl Sink<'_> {
 
     /// Computed and handed over at once, if it is wanted.
     pub fn give(&mut self, l: &mut Ledger, name: &str) {
-        if self.wants(name) {
+        // A later part is added to the sum in place.
+        let summed = self.sums.as_ref().is_some_and(|sums| sums.contains_key(name));
+        if self.wants(name) && !summed {
             let gradient = self.compute(l, name);
             self.take(l, name, gradient);
         }
@@ -94,6 +119,7 @@ pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs
         sizes: &sizes,
         keep: inputs.gradients == Gradients::Keep,
         kept: BTreeMap::new(),
+        sums: None,
     };
     let tokens = inputs.tokens as u64;
     let rope: u64 = spec.ropes.iter().map(|r| 8 * r.inv_freq.len() as u64).sum();
@@ -163,6 +189,17 @@ fn tile_buffers(spec: &Spec, inputs: &Inputs) -> u64 {
 }
 
 fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
+    // Of the inputs that wait on the host two are here at a time: one leaving or coming, one in use.
+    let parked = if inputs.parked { 2 } else { 0 };
+    let here = l.hold(
+        Kind::Inputs,
+        parked * inputs.element * (inputs.tokens * spec.hidden) as u64,
+    );
+    pass(l, spec, recipe, inputs, sink, micro);
+    l.drop(here);
+}
+
+fn pass(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
     let n = inputs.tokens as u64;
     let nd = inputs.element * n * spec.hidden as u64;
     let layers = spec.layers.len();
@@ -182,8 +219,13 @@ fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, si
     let mut inputs_kept: Vec<(Held, Option<work::Kept>)> = Vec::new();
     for layer in 0..layers {
         l.moment(format!("the forward pass of layer {layer}"));
-        let x = l.hold(if layer >= lowest { Kind::Inputs } else { Kind::Layer }, nd);
         let keep = layer >= lowest && layer + inputs.keep_layers >= layers;
+        let kind = match (layer >= lowest, inputs.parked && !keep) {
+            (true, true) => Kind::Parked,
+            (true, false) => Kind::Inputs,
+            (false, _) => Kind::Layer,
+        };
+        let x = l.hold(kind, nd);
         let (y, kept) = block(layer).forward(l, keep);
         l.drop(y);
         if layer >= lowest {

@@ -21,8 +21,19 @@ pub struct Line {
     pub note: String,
 }
 
+/// A setting that the recipe left open.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Choice {
+    /// `memory.tier`
+    pub key: &'static str,
+    pub value: String,
+    pub why: String,
+}
+
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
+    /// What was chosen for the settings that were left open.
+    pub choices: Vec<Choice>,
     pub lines: Vec<Line>,
     pub peak_bytes: u64,
     /// With a GPU: what the host holds at most beside it.
@@ -68,6 +79,16 @@ impl Plan {
             count(self.parameters),
             100.0 * self.trained_parameters as f64 / self.parameters.max(1) as f64
         ));
+        if !self.choices.is_empty() {
+            out.push_str("chosen\n");
+        }
+        let key = self.choices.iter().map(|c| c.key.len()).max().unwrap_or(0);
+        let value = self.choices.iter().map(|c| c.value.len()).max().unwrap_or(0);
+        for c in &self.choices {
+            let row = format!("  {:key$}  {:value$}  {}", c.key, c.value, c.why);
+            out.push_str(row.trim_end());
+            out.push('\n');
+        }
         out
     }
 
@@ -87,6 +108,11 @@ impl Plan {
         out.insert("at_peak".into(), Value::Object(at_peak));
         out.insert("parameters".into(), json!(self.parameters));
         out.insert("trained_parameters".into(), json!(self.trained_parameters));
+        let choice = |c: &Choice| (c.key.to_string(), json!({"value": c.value, "why": c.why}));
+        out.insert(
+            "chosen".into(),
+            Value::Object(self.choices.iter().map(choice).collect()),
+        );
         Value::Object(out)
     }
 }
@@ -115,7 +141,9 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
             "weights",
             match inputs.place {
                 super::Place::Device => format!("all of them, {stored}"),
-                super::Place::Disk { head_rows: None } => format!("trained now, two layers, the head; {stored}"),
+                super::Place::Host | super::Place::Disk { head_rows: None } => {
+                    format!("trained now, two layers, the head; {stored}")
+                }
                 super::Place::Disk { .. } => format!("trained now, two layers, two pieces of the head; {stored}"),
             },
         ),
@@ -131,6 +159,21 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
             "optimizer",
             state,
             format!("{}, {}", recipe.optimizer.name.name(), recipe.optimizer.state.name()),
+        ),
+        (
+            Kind::OnHost,
+            "host_weights",
+            "weights on the host",
+            match inputs.place {
+                super::Place::Host => format!("all of them, {stored}"),
+                _ => "two layers that were read ahead".into(),
+            },
+        ),
+        (
+            Kind::Parked,
+            "host_layer_inputs",
+            "inputs on the host",
+            format!("{n} tokens × {} × {} bytes a layer", spec.hidden, inputs.element),
         ),
         (
             Kind::Retired,
@@ -154,7 +197,15 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
                 layers => format!("of {layers} of {} layers, to save recomputing them", spec.layers.len()),
             },
         ),
-        (Kind::Layer, "layer_work", "work of one layer", format!("{n} tokens")),
+        (
+            Kind::Layer,
+            "layer_work",
+            "work of one layer",
+            match inputs.mlp_tokens.filter(|most| *most < inputs.tokens) {
+                Some(most) => format!("{n} tokens, {} at a time in the MLP", count(most as u64)),
+                None => format!("{n} tokens"),
+            },
+        ),
         (
             Kind::Loss,
             "logits",
@@ -202,6 +253,7 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
         })
         .collect();
     Plan {
+        choices: Vec::new(),
         lines,
         peak_bytes: l.peak,
         peak_host_bytes: inputs.on_gpu.then_some(l.host_peak),

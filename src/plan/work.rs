@@ -2,6 +2,7 @@
 
 use super::Inputs;
 use super::ledger::{Held, Kind, Ledger};
+use super::mlp::Parts;
 use super::step::Sink;
 use crate::model::Spec;
 use crate::peft::Cost;
@@ -10,16 +11,18 @@ use crate::peft::Cost;
 const ENOUGH_TASKS: usize = 8;
 
 pub(super) struct Block<'a> {
-    spec: &'a Spec,
+    pub spec: &'a Spec,
     index: usize,
-    inputs: &'a Inputs,
+    pub inputs: &'a Inputs,
     /// Adapters drop input features: a masked copy of the input.
     dropout: bool,
+    /// N: all tokens, or those of a piece of them.
+    pub tokens: usize,
     /// Bytes of `[N, ·]` tensors.
-    nd: u64,
+    pub nd: u64,
     nq: u64,
     nkv: u64,
-    ni: u64,
+    pub ni: u64,
     lse: u64,
 }
 
@@ -36,33 +39,43 @@ struct Attention {
 pub(super) struct Kept {
     attention: Attention,
     x1: Held,
-    parts: Vec<Held>,
+    parts: Parts,
 }
 
 /// A linear: its name below the layer, input and output features.
-type Linear = (&'static str, usize, usize);
+pub(super) type Linear = (&'static str, usize, usize);
 
 impl<'a> Block<'a> {
     pub fn new(spec: &'a Spec, index: usize, inputs: &'a Inputs, dropout: bool) -> Self {
-        let bytes = |width: usize| inputs.element * (inputs.tokens * width) as u64;
+        Self::of_tokens(spec, index, inputs, dropout, inputs.tokens)
+    }
+
+    fn of_tokens(spec: &'a Spec, index: usize, inputs: &'a Inputs, dropout: bool, tokens: usize) -> Self {
+        let bytes = |width: usize| inputs.element * (tokens * width) as u64;
         Self {
             spec,
             index,
             inputs,
             dropout,
+            tokens,
             nd: bytes(spec.hidden),
             nq: bytes(spec.query_width()),
             nkv: bytes(spec.kv_width()),
             ni: bytes(spec.intermediate),
-            lse: 4 * (inputs.tokens * spec.heads) as u64,
+            lse: 4 * (tokens * spec.heads) as u64,
         }
     }
 
-    fn n(&self, width: usize) -> u64 {
-        self.inputs.element * (self.inputs.tokens * width) as u64
+    /// The same for a piece of the tokens.
+    pub fn piece(&self, tokens: usize) -> Self {
+        Self::of_tokens(self.spec, self.index, self.inputs, self.dropout, tokens)
     }
 
-    fn name(&self, below: &str) -> String {
+    fn n(&self, width: usize) -> u64 {
+        self.inputs.element * (self.tokens * width) as u64
+    }
+
+    pub fn name(&self, below: &str) -> String {
         format!("model.layers.{}.{below}", self.index)
     }
 
@@ -72,11 +85,11 @@ impl<'a> Block<'a> {
 
     /// What a kind other than LoRA needs for a moment.
     fn moment(&self, cost: &Cost) -> u64 {
-        4 * (self.inputs.tokens as u64 * cost.per_token + cost.whole)
+        4 * (self.tokens as u64 * cost.per_token + cost.whole)
     }
 
     /// The linears of a half that read its norm's output, and the one that writes to the stream.
-    fn linears(&self, attention: bool) -> (Vec<Linear>, Linear) {
+    pub fn linears(&self, attention: bool) -> (Vec<Linear>, Linear) {
         let part = if attention { "self_attn." } else { "mlp." };
         let mut all: Vec<Linear> = self
             .spec
@@ -89,7 +102,7 @@ impl<'a> Block<'a> {
         (all, last)
     }
 
-    fn linear(&self, l: &mut Ledger, linear: Linear) -> Held {
+    pub fn linear(&self, l: &mut Ledger, linear: Linear) -> Held {
         let (_, input, output) = linear;
         let y = l.hold(Kind::Layer, self.n(output));
         if let Some(cost) = self.adapter(linear) {
@@ -100,7 +113,7 @@ impl<'a> Block<'a> {
     }
 
     /// Several linears of one input: q, k, v, or gate and up.
-    fn projections(&self, l: &mut Ledger, linears: &[Linear], widths: &[u64]) -> Vec<Held> {
+    pub fn projections(&self, l: &mut Ledger, linears: &[Linear], widths: &[u64]) -> Vec<Held> {
         if !self.spec.fused_projections {
             return linears.iter().map(|&x| self.linear(l, x)).collect();
         }
@@ -150,26 +163,12 @@ impl<'a> Block<'a> {
                 None
             }
         };
-        let (linears, down) = self.linears(false);
-        let h = l.hold(Kind::Layer, self.nd);
-        let mut parts = self.projections(l, &linears, &[self.ni, self.ni]);
-        l.drop(h);
-        let m = l.hold(Kind::Layer, self.ni);
-        if !keep {
-            l.drop_all(std::mem::take(&mut parts));
-        }
-        let mut y = self.linear(l, down);
-        if self.spec.sandwich_norms {
-            let normed = l.hold(Kind::Layer, self.nd);
-            l.drop(std::mem::replace(&mut y, normed));
-        }
-        l.drop(m);
+        let (y, parts) = self.mlp(l, keep);
         let Some(attention) = attention else {
             l.drop(x1);
             return (y, None);
         };
         let x1 = l.relabel(x1, Kind::Activations);
-        let parts = parts.into_iter().map(|p| l.relabel(p, Kind::Activations)).collect();
         (y, Some(Kept { attention, x1, parts }))
     }
 
@@ -180,11 +179,11 @@ impl<'a> Block<'a> {
         l.drop_all(kept.y);
     }
 
-    fn wants(&self, sink: &Sink, below: &str) -> bool {
+    pub fn wants(&self, sink: &Sink, below: &str) -> bool {
         sink.wants(&self.name(&format!("{below}.weight")))
     }
 
-    fn linear_wanted(&self, sink: &Sink, linear: Linear) -> bool {
+    pub fn linear_wanted(&self, sink: &Sink, linear: Linear) -> bool {
         let name = linear.0;
         let parts = |c: &Cost| c.trained.iter().any(|(part, _)| sink.wants(part));
         self.adapter(linear).is_some_and(parts)
@@ -193,7 +192,7 @@ impl<'a> Block<'a> {
     }
 
     /// Input and `∂y` stay with the caller; `∂x` is held when it is needed.
-    fn linear_backward(&self, l: &mut Ledger, linear: Linear, need_dx: bool, sink: &mut Sink) -> Option<Held> {
+    pub fn linear_backward(&self, l: &mut Ledger, linear: Linear, need_dx: bool, sink: &mut Sink) -> Option<Held> {
         let dx = need_dx.then(|| l.hold(Kind::Layer, self.n(linear.1)));
         self.linear_gradients(l, linear, need_dx, sink);
         dx
@@ -229,7 +228,7 @@ impl<'a> Block<'a> {
     }
 
     /// `dys` go one by one.
-    fn projections_backward(
+    pub fn projections_backward(
         &self,
         l: &mut Ledger,
         linears: &[Linear],
@@ -254,7 +253,7 @@ impl<'a> Block<'a> {
     }
 
     /// `∂` of a norm over `bytes`; its weight's gradient goes to the sink.
-    fn norm_backward(&self, l: &mut Ledger, below: &str, bytes: u64, sink: &mut Sink) -> Held {
+    pub fn norm_backward(&self, l: &mut Ledger, below: &str, bytes: u64, sink: &mut Sink) -> Held {
         let dx = l.hold(Kind::Layer, bytes);
         sink.give(l, &self.name(&format!("{below}.weight")));
         dx
@@ -274,10 +273,10 @@ impl<'a> Block<'a> {
     pub fn vjp(&self, l: &mut Ledger, kept: Option<Kept>, dy: Held, need_dx: bool, sink: &mut Sink) -> Option<Held> {
         let attention_needed = need_dx || self.attention_wanted(sink);
         let (x1, kept, parts) = match kept {
-            Some(kept) => (kept.x1, kept.attention, Some(kept.parts)),
+            Some(kept) => (kept.x1, kept.attention, kept.parts),
             None => {
                 let (x1, attention) = self.attention(l);
-                (x1, attention, None)
+                (x1, attention, Parts::new())
             }
         };
         let kept = match attention_needed {
@@ -296,72 +295,6 @@ impl<'a> Block<'a> {
                     self.drop_attention(l, kept);
                 }
                 l.drop_all(dx1);
-                None
-            }
-        }
-    }
-
-    fn mlp_backward(
-        &self,
-        l: &mut Ledger,
-        parts: Option<Vec<Held>>,
-        dy: Held,
-        need_dx: bool,
-        sink: &mut Sink,
-    ) -> Option<Held> {
-        let sandwich = self.spec.sandwich_norms;
-        let norm = if sandwich {
-            "pre_feedforward_layernorm"
-        } else {
-            "post_attention_layernorm"
-        };
-        let (linears, down) = self.linears(false);
-        let post_wanted = sandwich && self.wants(sink, "post_feedforward_layernorm");
-        let need_dh = need_dx || self.wants(sink, norm);
-        let need_dm = need_dh || linears.iter().any(|&x| self.linear_wanted(sink, x));
-        let down_wanted = self.linear_wanted(sink, down);
-        if !need_dm && !down_wanted && !post_wanted {
-            l.drop_all(parts.into_iter().flatten());
-            l.drop(dy);
-            return None;
-        }
-        let in_wanted = linears.iter().any(|&x| self.linear_wanted(sink, x));
-        let mut h = (in_wanted || parts.is_none()).then(|| l.hold(Kind::Layer, self.nd));
-        let parts = parts.unwrap_or_else(|| self.projections(l, &linears, &[self.ni, self.ni]));
-        if !in_wanted {
-            l.drop_all(h.take());
-        }
-        let m = (down_wanted || sandwich).then(|| l.hold(Kind::Layer, self.ni));
-        let d_down = sandwich.then(|| {
-            let y = self.linear(l, down);
-            let d = self.norm_backward(l, "post_feedforward_layernorm", self.nd, sink);
-            l.drop(y);
-            d
-        });
-        let dm = self.linear_backward(l, down, need_dm, sink);
-        l.drop_all(m);
-        l.drop_all(d_down);
-        let Some(dm) = dm else {
-            l.drop_all(parts);
-            l.drop_all(h);
-            l.drop(dy);
-            return None;
-        };
-        let dys = vec![l.hold(Kind::Layer, self.ni), l.hold(Kind::Layer, self.ni)];
-        l.drop_all(parts);
-        l.drop(dm);
-        let dh = self.projections_backward(l, &linears, dys, need_dh, sink);
-        l.drop_all(h);
-        let dx = dh.map(|dh| {
-            let dx = self.norm_backward(l, norm, self.nd, sink);
-            l.drop(dh);
-            dx
-        });
-        l.drop(dy);
-        match need_dx {
-            true => dx,
-            false => {
-                l.drop_all(dx);
                 None
             }
         }

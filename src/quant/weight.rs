@@ -101,6 +101,12 @@ impl Weight {
         let dtype: DType = self.dense()?.dtype();
         linear::grad_weight(dy, x, dtype)
     }
+
+    /// `sum [O, I] += dyᵀ·x`; otherwise as `grad`.
+    pub fn grad_add(&self, sum: &Tensor, dy: &Tensor, x: &Tensor) -> Result<()> {
+        let dtype: DType = self.dense()?.dtype();
+        linear::grad_weight_add(sum, dy, x, dtype)
+    }
 }
 
 /// `x [N, I]` f32, `w [O, I]`, `bias [O]` f32 or bf16: `x·wᵀ + bias`, `[N, O]` f32. W is decoded while it is packed:

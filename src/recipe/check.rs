@@ -380,10 +380,9 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
                 return Err(wrong_type());
             };
             if NOT_BUILT.contains(&(path.as_str(), text.as_str())) {
-                return Err(one(Error::usage(format!(
-                    "`{path} = \"{text}\"` is not built yet in this version"
-                ))
-                .expected(expectation(key))));
+                let error = Error::usage(format!("`{path} = \"{text}\"` is not built yet in this version"))
+                    .expected(expectation(key));
+                return Err(one(error));
             }
             if names.contains(&text.as_str()) {
                 return Ok(Value::Text(text));

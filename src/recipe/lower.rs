@@ -326,6 +326,7 @@ pub fn build(values: &Values) -> Recipe {
             tier: name!(Tier, "memory.tier", Auto),
             head_chunk: size("memory.head_chunk"),
             activations: name!(Activations, "memory.activations", Auto),
+            mlp_chunk: size("memory.mlp_chunk"),
         },
         data: Data {
             train: values.list("data.train"),

@@ -107,11 +107,7 @@ pub const TABLES: &[(&str, &str)] = &[
 pub const TABLES_NOT_BUILT: &[&str] = &["distill"];
 
 /// Values that the design names and this version does not do yet: key, value.
-pub const NOT_BUILT: &[(&str, &str)] = &[
-    ("memory.activations", "host"),
-    ("tune.lora.init_lora_weights", "loftq"),
-    ("train.stage", "distill"),
-];
+pub const NOT_BUILT: &[(&str, &str)] = &[("tune.lora.init_lora_weights", "loftq"), ("train.stage", "distill")];
 
 /// Names that other tools use for our keys.
 pub const ALIASES: &[(&str, &str)] = &[
@@ -402,6 +398,14 @@ pub static KEYS: &[Key] = &[
         "\"auto\"",
         "as many layers keep theirs as the budget allows; the others recompute from their input",
         "What is kept of the forward pass for the backward pass: `keep` everything, `recompute` (only layer inputs), or `auto`. The results are the same bits.",
+    ),
+    key(
+        "memory",
+        "mlp_chunk",
+        Kind::AutoInteger { min: 0 },
+        "\"auto\"",
+        "all at once where that fits",
+        "How many tokens go through an MLP at a time: of its wide tensors only so much exists at once. `0` takes all. Outputs are the same bits; a gradient that is summed over the pieces can differ in its last bits.",
     ),
     key(
         "data",

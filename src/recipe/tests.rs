@@ -33,6 +33,7 @@ frozen_weights = "auto"
 tier = "auto"
 head_chunk = "auto"
 activations = "auto"
+mlp_chunk = "auto"
 [data]
 train = "data/train.jsonl"
 eval = "data/eval.jsonl"
@@ -156,6 +157,7 @@ fn every_key_reaches_the_recipe() {
         ("memory.tier", "device"),
         ("memory.head_chunk", "4096"),
         ("memory.activations", "recompute"),
+        ("memory.mlp_chunk", "256"),
         ("data.train", "[\"a\", \"b\"]"),
         ("data.eval", "e.jsonl"),
         ("data.eval_fraction", "0.1"),

@@ -219,6 +219,8 @@ pub struct Memory {
     /// Rows of the output projection at a time, with `tier = "disk"`; 0 holds it whole, `None` is `auto`.
     pub head_chunk: Option<usize>,
     pub activations: Activations,
+    /// Tokens that go through an MLP at a time; 0 is all, `None` is `auto`.
+    pub mlp_chunk: Option<usize>,
 }
 
 #[derive(Debug, Clone)]

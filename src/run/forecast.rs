@@ -1,21 +1,22 @@
-//! The plan of a run, and how its gradients live.
+//! The plan of a run: every setting that the recipe leaves open becomes the fastest that fits; and what to say where
+//! nothing does.
 
-use super::prompts;
-use super::stage::lesson::needs_copy;
+use super::advice;
+use super::choose::{Chosen, Setting, Way};
 use super::tuning::Tuning;
 use crate::base::units::bytes;
-use crate::base::{Error, Result, memory};
+use crate::base::{Error, Result, files, memory};
 use crate::data::order::BatchStream;
 use crate::engine::Gradients;
 use crate::model::{Adapters, Spec};
 use crate::ops;
-use crate::ops::cross_entropy::PIECE;
-use crate::plan::{self, Inputs, Place, Plan};
+use crate::plan::{self, Choice, Place, Plan};
 use crate::quant::Format;
-use crate::recipe::{Activations, Correction, Dtype, Method, Recipe, Tier};
+use crate::recipe::{Activations, FrozenWeights, Recipe, Tier};
 use crate::source::Policy;
 use candle_core::Device;
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Tenths of the free memory that a run without a budget may take for speed.
@@ -27,54 +28,52 @@ pub struct Forecast {
     pub gradients: Gradients,
     /// Uppermost layers that keep their activations.
     pub keep_layers: usize,
+    /// Tokens that go through an MLP at a time; `None`: all.
+    pub mlp_tokens: Option<usize>,
     /// How each weight is stored.
     pub storage: Policy,
     /// Where the weights live that are not trained now.
     pub place: Place,
+    /// It does not fit: what to say instead of running.
+    pub refused: Option<Refused>,
 }
 
-/// Where the weights may live, the fastest first.
-fn places(recipe: &Recipe, on_gpu: bool, codes_in_files: bool) -> Result<Vec<Place>> {
-    let disk: Vec<Place> = match recipe.memory.head_chunk {
-        Some(0) => vec![Place::Disk { head_rows: None }],
-        Some(rows) => vec![Place::Disk {
-            head_rows: Some(rows.next_multiple_of(PIECE)),
-        }],
-        None => [None, Some(PIECE)].map(|head_rows| Place::Disk { head_rows }).to_vec(),
-    };
-    let correction = recipe.tune.block.correction;
-    let corrects_all =
-        recipe.tune.method == Method::Block && matches!(correction, Correction::Sgd | Correction::Signsgd);
-    match recipe.memory.tier {
-        // On a CPU the host's memory is the device's.
-        Tier::Device => Ok(vec![Place::Device]),
-        Tier::Host if !on_gpu => Ok(vec![Place::Device]),
-        Tier::Auto if on_gpu || codes_in_files => Ok(vec![Place::Device]),
-        Tier::Host | Tier::Disk if codes_in_files => Err(Error::new(
-            "weights that the model's own files store as codes are not read layer by layer yet",
-        )
-        .at("memory.tier")
-        .hint("use `memory.tier = \"device\"`, or give the unquantized model and `memory.frozen_weights`")),
-        Tier::Host | Tier::Disk if on_gpu => Err(Error::usage(format!(
-            "`memory.tier = \"{}\"` is not built yet for a GPU",
-            recipe.memory.tier.name()
-        ))
-        .at("memory.tier")
-        .hint("use `device`, or `model.device = \"cpu\"`")),
-        // These change every weight, and only what is trained comes back from the disk.
-        Tier::Auto if corrects_all => Ok(vec![Place::Device]),
-        Tier::Disk if corrects_all => Err(Error::usage(
-            "`memory.tier = \"disk\"` and `tune.block.correction` contradict each other",
-        )
-        .found(format!("a correction of all weights: {}", correction.name()))
-        .hint("use `memory.tier = \"device\"`, or another correction")),
-        Tier::Auto => Ok([&[Place::Device], &disk[..]].concat()),
-        Tier::Host | Tier::Disk => Ok(disk),
+pub struct Refused {
+    pub error: Error,
+    /// The recipe's own budget is too small, not the machine.
+    pub by_budget: bool,
+}
+
+/// How much memory there is: what a choice aims at, and what nothing may exceed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Limits {
+    pub goal: Option<u64>,
+    pub most: Option<u64>,
+    /// Of the host beside a GPU.
+    pub host: Option<u64>,
+}
+
+impl Limits {
+    fn of(recipe: &Recipe, gpu_free: Option<u64>, on_gpu: bool) -> Self {
+        let free = memory::available();
+        // What this process holds already is part of a plan.
+        let here = free.map(|free| free + memory::resident());
+        let goal = |free: u64| free / 10 * OF_FREE;
+        let (goal, most) = match (recipe.memory.budget, gpu_free) {
+            (Some(budget), _) => (Some(budget), Some(budget)),
+            (None, Some(free)) => (Some(goal(free)), Some(free)),
+            (None, None) if on_gpu => (None, None),
+            (None, None) => (free.map(goal), here),
+        };
+        let host = here.filter(|_| gpu_free.is_some());
+        Self { goal, most, host }
     }
 }
 
 /// The plan for the largest micro-batch that the rows of `stream` can make; without rows, for full ones. A recipe
 /// that names a GPU is planned for one, whether or not it is here. `stored`: weights that are codes already.
+///
+/// Errors: settings that contradict each other. A run that does not fit is no error: see `refused`.
 pub fn forecast(
     recipe: &Recipe,
     spec: &Spec,
@@ -85,134 +84,160 @@ pub fn forecast(
     device: &Device,
 ) -> Result<Forecast> {
     let gpu = ops::device::memory(device)?;
-    let on_gpu = recipe.model.device.starts_with("cuda") || gpu.is_some();
-    let choose = |keep_fits| {
-        let all_active = recipe.tune.method == Method::Full;
-        let micro_batches = recipe.train.gradient_accumulation_steps;
-        Gradients::choose(micro_batches, recipe.train.max_grad_norm, all_active, keep_fits)
+    let setting = Setting {
+        spec,
+        adapters,
+        tuning,
+        lengths: stream.map(BatchStream::lengths),
+        stored,
+        on_gpu: recipe.model.device.starts_with("cuda") || gpu.is_some(),
     };
-    let places = places(recipe, on_gpu, !stored.is_empty())?;
-    let possible = tuning.possible();
-    // What trains by turns is stored like the rest while it does not.
-    let always = |name: &str| possible.iter().all(|active| active.contains(name));
-    let mut storage = Policy::new(&recipe.memory, recipe.model.dtype, &spec.params(), always)?;
-    for (name, format) in stored {
-        if recipe.tune.method != Method::Lora {
-            return Err(Error::new(
-                "the weights of this model are stored as codes: only adapters can be trained on them",
-            )
-            .at(&**name)
-            .found(format)
-            .hint("set `tune.method = \"lora\"`, or give the model's unquantized weights"));
-        }
-        storage.set(name.clone(), Some(*format));
-    }
-    let plan = |place, gradients, keep_layers| {
-        let mut inputs = Inputs::of_recipe(recipe, possible.clone(), adapters, gradients);
-        inputs.storage = storage.clone();
-        inputs.keep_layers = keep_layers;
-        inputs.place = place;
-        inputs.on_gpu = on_gpu;
-        inputs.reference = needs_copy(recipe);
-        if prompts::reinforces(recipe) {
-            inputs.rollout = prompts::answers_of_rollout(recipe);
-        }
-        if on_gpu && recipe.model.dtype == Dtype::Bf16 {
-            inputs.element = 2;
-        }
-        if let Some(stream) = stream {
-            measure(recipe, stream, &mut inputs);
-        }
-        plan::forecast(spec, recipe, &inputs)
+    let limits = Limits::of(recipe, gpu.map(|g| g.free), setting.on_gpu);
+    let mut chosen = setting.choose(recipe, limits)?;
+    chosen.plan.choices = setting.choices(recipe, limits, &chosen)?;
+    let host = chosen.plan.peak_host_bytes.unwrap_or(0);
+    let host_short = limits.host.filter(|most| host > *most);
+    let refused = match (chosen.fits, host_short) {
+        (false, _) => Some(advice::refused(&setting, recipe, limits, &chosen)),
+        (true, Some(most)) => Some(Refused {
+            error: Error::new("the run does not fit the host's memory")
+                .at("what stays on the host beside the GPU")
+                .found(format!("a forecast peak of {}", bytes(host)))
+                .expected(format!("at most {}", bytes(most)))
+                .hint("use fewer rows, or set `optimizer.master = \"stochastic\"`"),
+            by_budget: false,
+        }),
+        (true, None) => None,
     };
-    let budget = recipe.memory.budget.or_else(|| match gpu {
-        Some(gpu) => Some(gpu.free / 10 * OF_FREE),
-        None if on_gpu => None,
-        None => memory::available().map(|b| b / 10 * OF_FREE),
-    });
-    let fits = |plan: &Plan| budget.is_none_or(|b| plan.peak_bytes <= b);
-    let layers = spec.layers.len();
-    let least = match recipe.memory.activations {
-        Activations::Keep => layers,
-        _ => 0,
-    };
-    // The first that fits; else the smallest.
-    let mut ways: Vec<(Place, Gradients)> = Vec::new();
-    for place in places {
-        ways.push((place, choose(true)));
-        if choose(false) != choose(true) {
-            ways.push((place, choose(false)));
-        }
-    }
-    let mut best: Option<(Plan, Place, Gradients)> = None;
-    for (place, gradients) in ways {
-        let tried = plan(place, gradients, least);
-        let smaller = best.as_ref().is_none_or(|(b, ..)| tried.peak_bytes < b.peak_bytes);
-        if smaller {
-            best = Some((tried, place, gradients));
-        }
-        if best.as_ref().is_some_and(|(b, ..)| fits(b)) {
-            break;
-        }
-    }
-    let Some((mut chosen, place, gradients)) = best else {
-        return Err(Error::new("there is no place for the weights"));
-    };
-    let mut keep_layers = least;
-    if recipe.memory.activations == Activations::Auto && fits(&chosen) {
-        // The most that fits: `low` does, `high` does not.
-        let (mut low, mut high) = (0, layers + 1);
-        while high - low > 1 {
-            let middle = (low + high) / 2;
-            let tried = plan(place, gradients, middle);
-            if fits(&tried) {
-                (low, chosen) = (middle, tried);
-            } else {
-                high = middle;
-            }
-        }
-        keep_layers = low;
-    }
     Ok(Forecast {
-        plan: chosen,
-        gradients,
-        keep_layers,
-        storage,
-        place,
+        gradients: chosen.way.gradients,
+        keep_layers: chosen.keep,
+        mlp_tokens: chosen.way.mlp,
+        storage: chosen.storage,
+        place: chosen.way.place,
+        plan: chosen.plan,
+        refused,
     })
 }
 
-/// Errors: the plan needs more than the `memory.budget` of the recipe.
-pub fn check_budget(plan: &Plan, recipe: &Recipe) -> Result<()> {
-    match recipe.memory.budget {
-        Some(budget) if plan.peak_bytes > budget => {
-            let most = plan.lines.iter().max_by_key(|l| l.at_peak);
-            let most = most.map_or(String::new(), |l| {
-                format!(", most of it {} ({})", l.label, bytes(l.at_peak))
-            });
-            Err(Error::new("the run does not fit the memory budget")
-                .at("memory.budget")
-                .found(format!("a forecast peak of {}{most}", bytes(plan.peak_bytes)))
-                .expected(format!("at most {}", bytes(budget)))
-                .hint("lower `data.max_length` or `train.batch_size`, or use `tune.method = \"lora\"` or `\"block\"`"))
+impl Setting<'_> {
+    /// What was chosen for what the recipe leaves open, and why.
+    fn choices(&self, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> Result<Vec<Choice>> {
+        let way = chosen.way;
+        let mut all = Vec::new();
+        let mut say = |key, value: String, why: String| all.push(Choice { key, value, why });
+        let needs = |what: &str, least: Option<u64>| match least {
+            Some(least) => format!("{what} takes {} at least", bytes(least)),
+            None => format!("{what} does not fit"),
+        };
+        if let (None, Some(goal)) = (recipe.memory.budget, limits.goal) {
+            say(
+                "memory.budget",
+                bytes(goal),
+                format!("{} % of what is free", 10 * OF_FREE),
+            );
         }
-        _ => Ok(()),
+        if recipe.memory.frozen_weights == FrozenWeights::Auto {
+            match way.lossy {
+                Some(lossy) => say(
+                    "memory.frozen_weights",
+                    lossy.name().into(),
+                    needs("a storage without loss", self.least(recipe, None, |_| true)?),
+                ),
+                None => say(
+                    "memory.frozen_weights",
+                    recipe.model.dtype.name().into(),
+                    "nothing is lost".into(),
+                ),
+            }
+        }
+        let on_device = |w: &Way| w.place == Place::Device;
+        if recipe.memory.tier == Tier::Auto {
+            match way.place {
+                Place::Device => say("memory.tier", "device".into(), "nothing has to be read again".into()),
+                Place::Host => {
+                    let least = self.least(recipe, way.lossy, on_device)?;
+                    say("memory.tier", "host".into(), needs("all weights on the GPU", least));
+                }
+                Place::Disk { .. } => {
+                    let least = self.least(recipe, way.lossy, on_device)?;
+                    say("memory.tier", "disk".into(), needs("all weights in memory", least));
+                }
+            }
+        }
+        if let (None, Place::Disk { head_rows }) = (recipe.memory.head_chunk, way.place) {
+            let whole = |w: &Way| w.place == Place::Disk { head_rows: None };
+            match head_rows {
+                None => say("memory.head_chunk", "0".into(), "the head fits whole".into()),
+                Some(rows) => say(
+                    "memory.head_chunk",
+                    rows.to_string(),
+                    needs("a whole head", self.least(recipe, way.lossy, whole)?),
+                ),
+            }
+        }
+        if recipe.memory.activations == Activations::Auto {
+            let layers = self.spec.layers.len();
+            let value = format!("keep {} of {layers}", chosen.keep);
+            if chosen.keep == layers {
+                say("memory.activations", value, "nothing is computed twice".into());
+            } else {
+                let more = self.inputs(recipe, &way, &chosen.storage, chosen.keep + 1);
+                let more = plan::forecast(self.spec, recipe, &more).peak_bytes;
+                say("memory.activations", value, needs("one layer more", Some(more)));
+            }
+        }
+        if recipe.memory.mlp_chunk.is_none() {
+            let whole = |w: &Way| w.mlp.is_none() && w.place == way.place;
+            match way.mlp {
+                None => say("memory.mlp_chunk", "0".into(), "all tokens at once fit".into()),
+                Some(tokens) => say(
+                    "memory.mlp_chunk",
+                    tokens.to_string(),
+                    needs("all tokens at once", self.least(recipe, way.lossy, whole)?),
+                ),
+            }
+        }
+        if way.gradients == Gradients::NormFirst {
+            let kept = |w: &Way| w.gradients == Gradients::Keep && w.place == way.place;
+            say(
+                "gradients",
+                "two passes".into(),
+                needs("keeping them for clipping", self.least(recipe, way.lossy, kept)?),
+            );
+        }
+        Ok(all)
     }
 }
 
-/// The largest micro-batch that these rows can make.
-fn measure(recipe: &Recipe, stream: &BatchStream, inputs: &mut Inputs) {
-    let mut lengths = stream.lengths().to_vec();
-    lengths.sort_unstable_by(|a, b| b.cmp(a));
-    let rows = recipe.train.batch_size;
-    let longest = lengths.first().copied().unwrap_or(1);
-    inputs.longest = longest;
-    inputs.tokens = match recipe.data.packing {
-        true => (rows * recipe.data.max_length).min(lengths.iter().sum()),
-        // Any rows can meet in a micro-batch: the longest do at worst.
-        false => lengths.iter().cycle().take(rows).sum(),
+/// A run that goes on keeps what its first plan chose, where another choice would change what it learns: the storage of
+/// frozen weights and the tokens of an MLP at a time. `resume` as in `train::Options`.
+///
+/// Errors: a plan that cannot be read.
+pub fn as_before(recipe: &Recipe, resume: &Option<Option<PathBuf>>) -> Result<Recipe> {
+    let mut recipe = recipe.clone();
+    let Some(from) = resume else { return Ok(recipe) };
+    let from = from.as_deref().unwrap_or(Path::new(&recipe.train.output_dir));
+    let run = match from.join("manifest.json").exists() {
+        true => from.parent().unwrap_or(from),
+        false => from,
     };
-    // The rows are read already: they are part of what the process holds.
-    inputs.data_bytes = lengths.iter().map(|n| 5 * *n as u64 + 80).sum();
-    inputs.process_bytes = inputs.process_bytes.saturating_sub(inputs.data_bytes);
+    let file = run.join("plan.json");
+    if !file.is_file() {
+        return Ok(recipe);
+    }
+    let text = files::read_text(&file)?;
+    let plan: serde_json::Value = serde_json::from_str(&text)
+        .map_err(|e| Error::new("the plan of the run cannot be read").at_path(&file).cause(e))?;
+    let value = |key: &str| plan["chosen"][key]["value"].as_str();
+    if recipe.memory.frozen_weights == FrozenWeights::Auto
+        && let Some(before) = value("memory.frozen_weights").and_then(FrozenWeights::parse)
+        && before != FrozenWeights::F32
+    {
+        recipe.memory.frozen_weights = before;
+    }
+    if recipe.memory.mlp_chunk.is_none() {
+        recipe.memory.mlp_chunk = value("memory.mlp_chunk").and_then(|n| n.parse().ok());
+    }
+    Ok(recipe)
 }

@@ -3,6 +3,8 @@
 
 pub mod adapter_tools;
 pub mod adapters;
+mod advice;
+mod choose;
 pub mod directory;
 pub mod evaluate;
 pub mod finish;

@@ -35,7 +35,7 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
     };
     let stored = setup::stored_codes(Path::new(&recipe.model.path), &spec, recipe.model.init)?;
     let mut notes = Vec::new();
-    let plan = match &rows {
+    let forecast = match &rows {
         Some(rows) => {
             let stream = BatchStream::new(&rows.train, rows::stream(recipe, rows.train.examples.len()))?;
             let tuning = Tuning::new(recipe, &spec, &spec.params(), &prepared, rows.train.examples.len())?;
@@ -48,7 +48,6 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
                 &stored,
                 &device,
             )?
-            .plan
         }
         None => {
             notes.push(format!(
@@ -56,11 +55,19 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
                 recipe.data.max_length
             ));
             let tuning = Tuning::new(recipe, &spec, &spec.params(), &prepared, 0)?;
-            forecast::forecast(recipe, &spec, &prepared.adapters, &tuning, None, &stored, &device)?.plan
+            forecast::forecast(recipe, &spec, &prepared.adapters, &tuning, None, &stored, &device)?
         }
     };
-    forecast::check_budget(&plan, recipe)?;
-    Ok(Planned { plan, notes })
+    match forecast.refused {
+        Some(refused) if refused.by_budget => return Err(refused.error),
+        // The run may be meant for another machine.
+        Some(refused) => notes.push(format!("`ft train` would refuse this here: {}", refused.error)),
+        None => {}
+    }
+    Ok(Planned {
+        plan: forecast.plan,
+        notes,
+    })
 }
 
 fn rows_are_here(recipe: &Recipe) -> bool {

@@ -15,7 +15,7 @@ use crate::plan::Place;
 use crate::quant::Format;
 use crate::recipe::{Dtype, ModelInit, Recipe};
 use crate::report;
-use crate::source::{Disk, Policy, Resident, disk, resident, stored};
+use crate::source::{Disk, LayerSource, Policy, Resident, Uploaded, disk, resident, stored};
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -121,8 +121,13 @@ impl Described {
         device: &Device,
     ) -> Result<Network> {
         let (dtype, init, seed) = (recipe.model.dtype, recipe.model.init, recipe.train.seed);
-        let Place::Disk { head_rows } = place else {
-            return self.load(storage, init, seed, device);
+        let head_rows = match place {
+            Place::Device => return self.load(storage, init, seed, device),
+            Place::Host => {
+                let host = self.load(storage, init, seed, &Device::Cpu)?;
+                return self.upload(host.source, true, device);
+            }
+            Place::Disk { head_rows } => head_rows,
         };
         let params = self.spec.params();
         let weights = match init {
@@ -140,13 +145,23 @@ impl Described {
         let options = disk::Options {
             dtype,
             storage: storage.clone(),
-            device: device.clone(),
+            device: Device::Cpu,
             trained: run_dir.join(TRAINED),
             codes: run_dir.join(CODES),
             head: self.spec.head_name().to_string(),
             head_rows,
         };
-        let source = Disk::open(params, weights, options)?;
+        let source = Box::new(Disk::open(params, weights, options)?);
+        match device.is_cpu() {
+            true => Ok(Network::new(self.spec.clone(), source, device.clone())),
+            // Its places are used again: nothing there stays.
+            false => self.upload(source, false, device),
+        }
+    }
+
+    /// Weights of the host that travel to `device`; `stays` as in `Uploaded::new`.
+    fn upload(&self, source: Box<dyn LayerSource>, stays: bool, device: &Device) -> Result<Network> {
+        let source = Uploaded::new(source, self.spec.head_name(), stays, device)?;
         Ok(Network::new(self.spec.clone(), Box::new(source), device.clone()))
     }
 }

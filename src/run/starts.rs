@@ -392,6 +392,15 @@ fn from_gradient(s: &mut Setting, network: &Network) -> Result<()> {
         network,
     };
     let tally = Tally::new(&network.device)?;
-    engine::window(network, s.objective, &[batch], &active, 0, |_| None, &mut sink, &tally)?;
+    engine::window(
+        network,
+        s.objective,
+        &[batch],
+        &active,
+        engine::Keeping::default(),
+        |_| None,
+        &mut sink,
+        &tally,
+    )?;
     Ok(())
 }

@@ -17,10 +17,11 @@ use crate::data::order::BatchStream;
 use crate::engine::{self, Engine, Gradients};
 use crate::export;
 use crate::model::Adapters;
+use crate::ops::transfer::Copier;
 use crate::ops::{self, update};
 use crate::optim::Schedule;
 use crate::plan::{Place, Plan};
-use crate::recipe::{self, Method, Recipe};
+use crate::recipe::{self, Activations, Method, Recipe};
 use crate::report::{EvalMetrics, Reporter, StepMetrics};
 use crate::sft::CausalLm;
 use candle_core::Device;
@@ -52,7 +53,7 @@ pub struct Outcome {
 /// Errors: any input that is wrong (before the first step), a loss or gradient that is not finite, a full
 /// disk; a signal after the state was saved (exit code 128 + signal).
 pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
-    let recipe = &loaded.recipe;
+    let recipe = &forecast::as_before(&loaded.recipe, &options.resume)?;
     let run_dir = PathBuf::from(&recipe.train.output_dir);
     let device = setup::device(&recipe.model.device)?;
     signal::install()?;
@@ -76,8 +77,10 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         plan,
         gradients,
         keep_layers,
+        mlp_tokens,
         storage,
         place,
+        refused,
     } = forecast::forecast(
         recipe,
         &model.spec,
@@ -95,7 +98,9 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         });
     }
 
-    forecast::check_budget(&plan, recipe)?;
+    if let Some(refused) = refused {
+        return Err(refused.error);
+    }
     if let Some(budget) = recipe.memory.budget {
         ops::device::limit(&device, budget)?;
     }
@@ -139,6 +144,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         *adapter = Arc::new(adapter.on(&device)?);
     }
     network.adapters = prepared.adapters.clone();
+    network.mlp_tokens = mlp_tokens;
     match &resumed {
         Some(checkpoint) => {
             let sizes = state::sizes(checkpoint)?;
@@ -177,6 +183,10 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         optimizer: tuning::optimizer(recipe),
         gradients,
         keep_layers,
+        parked: match recipe.memory.activations {
+            Activations::Host => Some(Copier::new(&device)?),
+            _ => None,
+        },
         max_grad_norm: recipe.train.max_grad_norm,
         seed: recipe.train.seed,
         network,
@@ -264,7 +274,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
             trained_tokens,
             peak_memory_bytes: peak_memory(&device)?,
             active_block: tuning.label(step),
-            more: [engine.objective.metrics(), run.feed.metrics()].concat(),
+            more: [engine.objective.metrics(), run.feed.metrics(), copies(&engine)?].concat(),
         };
         let every = recipe.train.logging_steps.max(1) as u64;
         run.reporter.step(&metrics, step % every == 0 || step == total_steps);
@@ -312,6 +322,20 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     })
 }
 
+/// Milliseconds that the step's copies to the device took, and the part that was hidden behind computing.
+fn copies(engine: &Engine) -> Result<Vec<(&'static str, f64)>> {
+    let parked = engine.parked.as_ref().map(Copier::times).transpose()?.flatten();
+    let mut sum = engine.network.source.copies()?.unwrap_or_default();
+    if let Some(parked) = parked {
+        sum.copying += parked.copying;
+        sum.waiting += parked.waiting;
+    }
+    let hidden = sum
+        .hidden()
+        .map(|hidden| vec![("copy_ms", sum.copying), ("copy_hidden", hidden)]);
+    Ok(hidden.unwrap_or_default())
+}
+
 /// Most memory so far: of the GPU's tensors, or of this process on the CPU.
 fn peak_memory(device: &Device) -> Result<u64> {
     let gpu = ops::device::memory(device)?;
@@ -354,18 +378,21 @@ fn space_needed(recipe: &Recipe, model: &Described, elements: u64, place: Place)
         1
     };
     let all: usize = model.spec.params().iter().map(|p| p.elements()).sum();
+    let stored = if recipe.model.dtype == recipe::Dtype::F32 { 4 } else { 2 };
     let out = match recipe.tune.method {
+        // Its weights are not worth a file.
+        _ if model.is_shape() => 0,
         // A start that is taken off doubles the rank.
         Method::Lora => elements * 8,
-        _ => all as u64 * if recipe.model.dtype == recipe::Dtype::F32 { 4 } else { 2 },
+        _ => all as u64 * stored,
     };
     // What was trained, and weights that were drawn instead of read.
     let scratch = match (place, recipe.tune.method) {
-        (Place::Device, _) | (_, Method::Lora) => 0,
+        (Place::Device | Place::Host, _) | (_, Method::Lora) => 0,
         _ => 4 * elements,
     };
     let drawn = match (place, recipe.model.init) {
-        (Place::Disk { .. }, recipe::ModelInit::Random) => all as u64 * 4,
+        (Place::Disk { .. }, recipe::ModelInit::Random) => all as u64 * stored,
         _ => 0,
     };
     kept * state::bytes(elements, elements) + out + scratch + drawn

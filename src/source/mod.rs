@@ -6,9 +6,11 @@ pub mod policy;
 pub mod resident;
 pub mod stored;
 mod turns;
+pub mod uploaded;
 
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
+use crate::ops::transfer::CopyTimes;
 use crate::quant::Weight;
 use candle_core::Tensor;
 use half::bf16;
@@ -19,6 +21,7 @@ pub use disk::Disk;
 pub use policy::Policy;
 pub use resident::Resident;
 pub use turns::Recoded;
+pub use uploaded::Uploaded;
 
 /// What is fetched as one piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -160,6 +163,11 @@ pub trait LayerSource: Send {
     /// to make codes of them again, where they are stored so.
     fn retire(&self, _keep: &dyn Fn(&str) -> bool, _low: &mut dyn LowerHalves) -> Result<Vec<Recoded>> {
         Ok(Vec::new())
+    }
+
+    /// How long weights travelled to the device since the last call; `None` where they do not.
+    fn copies(&self) -> Result<Option<CopyTimes>> {
+        Ok(None)
     }
 
     /// All numbers of a parameter as they are now, a few at a time; with lower halves unless `master_is_out`.

@@ -3,10 +3,11 @@
 use candle_core::{DType, Device, Tensor};
 use ft::data::order::BatchStream;
 use ft::data::{Batch, batch::Example};
-use ft::engine::{self, Active};
+use ft::engine::{self, Active, Keeping};
 use ft::generate;
 use ft::model::Network;
 use ft::ops::tally::Tally;
+use ft::ops::transfer::Copier;
 use ft::ops::{CpuPath, step};
 use ft::optim::{Optimizer, Schedule};
 use ft::recipe::{self, Dtype, Recipe};
@@ -90,8 +91,44 @@ pub fn logits_and_grads(dir: &Path, documents: &[Document]) -> Measured {
         gradients: BTreeMap::new(),
     };
     let tally = Tally::new(&network.device).unwrap();
-    let totals = engine::window(&network, &objective, &[batch], &active, 0, |_| None, &mut sink, &tally).unwrap();
+    let batches = [batch];
+    let keep = Keeping::default();
+    let totals = engine::window(
+        &network,
+        &objective,
+        &batches,
+        &active,
+        keep,
+        |_| None,
+        &mut sink,
+        &tally,
+    )
+    .unwrap();
     let totals = totals.with(tally.read().unwrap());
+    // Inputs that wait elsewhere are the same bits.
+    let copier = Copier::new(&network.device).unwrap();
+    let parked = Keeping {
+        layers: 1,
+        parked: Some(&copier),
+    };
+    let mut again = engine::sinks::Collect {
+        active: &active,
+        gradients: BTreeMap::new(),
+    };
+    engine::window(
+        &network,
+        &objective,
+        &batches,
+        &active,
+        parked,
+        |_| None,
+        &mut again,
+        &tally,
+    )
+    .unwrap();
+    for (name, gradient) in &sink.gradients {
+        assert_eq!(values(gradient), values(&again.gradients[name]), "{name}");
+    }
     Measured {
         logits,
         loss: totals.loss(),
@@ -292,7 +329,7 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         objective.as_ref(),
         &batches,
         &active,
-        0,
+        Keeping::default(),
         |_| None,
         &mut sink,
         &tally,

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use ft::data::Batch;
-use ft::engine::{self, Active};
+use ft::engine::{self, Active, Keeping};
 use ft::model::Network;
 use ft::ops::{tally::Tally, update};
 use ft::recipe::{self, Dtype};
@@ -122,7 +122,17 @@ pub fn reinforce(dir: &Path, rollout: &Rollout) -> Lessons {
         gradients: BTreeMap::new(),
     };
     let tally = Tally::new(&network.device).unwrap();
-    let totals = engine::window(&network, &*objective, &[batch], &active, 0, |_| None, &mut sink, &tally).unwrap();
+    let totals = engine::window(
+        &network,
+        &*objective,
+        &[batch],
+        &active,
+        Keeping::default(),
+        |_| None,
+        &mut sink,
+        &tally,
+    )
+    .unwrap();
     let totals = totals.with(tally.read().unwrap());
     let mut metrics: BTreeMap<_, _> = lesson.metrics.iter().copied().collect();
     metrics.extend(objective.metrics());

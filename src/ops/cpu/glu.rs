@@ -7,6 +7,8 @@ use rayon::prelude::*;
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
 const CHUNK: usize = 1 << 13;
+/// Elements of gate and up that are copied aside where their gradients take their place.
+const PIECE: usize = 512;
 /// `sqrt(2 / π)` and the cubic coefficient of the tanh approximation.
 const GELU_SCALE: f32 = 0.797_884_6;
 const GELU_CUBIC: f32 = 0.044_715;
@@ -92,6 +94,26 @@ pub(crate) fn backward(gate: &[f32], up: &[f32], dy: &[f32], act: Activation, dg
         .zip(gate.par_chunks(CHUNK).zip(up.par_chunks(CHUNK)))
         .zip(dy.par_chunks(CHUNK))
         .for_each(|(((dgate, dup), (gate, up)), dy)| run(gate, up, dy, dgate, dup));
+}
+
+/// As `backward`, the same bits: dgate takes the place of gate, dup that of up.
+pub(crate) fn backward_in_place(gate: &mut [f32], up: &mut [f32], dy: &[f32], act: Activation) {
+    let run = match act {
+        Activation::Silu => silu_backward,
+        Activation::GeluTanh => gelu_tanh_backward,
+        Activation::Gelu => gelu_backward,
+    };
+    let chunks = gate.par_chunks_mut(CHUNK).zip(up.par_chunks_mut(CHUNK));
+    chunks.zip(dy.par_chunks(CHUNK)).for_each(|((gate, up), dy)| {
+        let (mut old_gate, mut old_up) = ([0f32; PIECE], [0f32; PIECE]);
+        let pieces = gate.chunks_mut(PIECE).zip(up.chunks_mut(PIECE));
+        for ((gate, up), dy) in pieces.zip(dy.chunks(PIECE)) {
+            let (old_gate, old_up) = (&mut old_gate[..gate.len()], &mut old_up[..up.len()]);
+            old_gate.copy_from_slice(gate);
+            old_up.copy_from_slice(up);
+            run(old_gate, old_up, dy, gate, up);
+        }
+    });
 }
 
 #[inline(always)]

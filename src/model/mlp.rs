@@ -1,0 +1,146 @@
+//! The MLP half of a block: `x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))` with h = norm(x1).
+//!
+//! No token needs another one here, so the tokens can go through in pieces: of the wide tensors `[N, I]` (gate, up, their
+//! product, its gradient) only a piece exists at a time. The outputs and the input gradients are the same bits.
+
+use super::block::Block;
+use super::contracts::{Context, GradSink};
+use super::linear::Dx;
+use super::pieces::{Sums, pieces, rows};
+use crate::base::{Error, Result};
+use crate::ops::{glu, update};
+use candle_core::Tensor;
+
+/// gate and up of each piece; empty where they were not kept.
+pub(super) type Parts = Vec<Vec<Tensor>>;
+
+/// What the backward pass of an MLP has to find out.
+#[derive(Clone, Copy)]
+struct Needs {
+    /// Does anything of gate and up train?
+    inputs: bool,
+    down: bool,
+    dm: bool,
+    dh: bool,
+}
+
+impl Block {
+    /// `[N, D]` to `[N, D]`, and gate and up if they are to be kept.
+    pub(super) fn mlp(&self, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, Parts)> {
+        let all = pieces(x1.dims()[0], ctx.mlp_tokens);
+        if all.len() == 1 {
+            let (y, parts) = self.mlp_piece(x1, ctx, keep)?;
+            return Ok((y, parts.into_iter().collect()));
+        }
+        let y = x1.zeros_like()?;
+        let mut kept = Parts::new();
+        for (i, piece) in all.iter().enumerate() {
+            let (part, parts) = self.mlp_piece(&rows(x1, piece)?, &ctx.piece(i), keep)?;
+            y.slice_set(&part, 0, piece.start)?;
+            kept.extend(parts);
+        }
+        Ok((y, kept))
+    }
+
+    fn mlp_piece(&self, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, Option<Vec<Tensor>>)> {
+        let h = self.norm(&self.mlp_norm, x1)?;
+        let parts = self.mlp_in.forward(&h, ctx)?;
+        drop(h);
+        let m = glu::forward(&parts[0], &parts[1], self.spec.activation)?;
+        let parts = keep.then_some(parts);
+        let mut y = self.down_proj.forward(&m, ctx)?;
+        if let Some(norm) = &self.mlp_post_norm {
+            y = self.norm(norm, &y)?;
+        }
+        update::add_assign(&y, x1)?;
+        Ok((y, parts))
+    }
+
+    /// `dy` `[N, D]` to `∂x1` where it is needed; gradients of weights go to `sink`. Empty `parts` are computed again.
+    pub(super) fn mlp_backward(
+        &self,
+        x1: &Tensor,
+        parts: Parts,
+        dy: Tensor,
+        ctx: &Context,
+        need_dx: bool,
+        sink: &mut dyn GradSink,
+    ) -> Result<Option<Tensor>> {
+        let post_wanted = self.mlp_post_norm.as_ref().is_some_and(|n| sink.wants(&n.name));
+        let dh = need_dx || sink.wants(&self.mlp_norm.name);
+        let inputs = self.mlp_in.wanted(sink);
+        let needs = Needs {
+            inputs,
+            down: self.down_proj.wanted(sink),
+            dm: dh || inputs,
+            dh,
+        };
+        if !needs.dm && !needs.down && !post_wanted {
+            return Ok(None);
+        }
+        let all = pieces(x1.dims()[0], ctx.mlp_tokens);
+        let mut kept = parts.into_iter();
+        let dh = if all.len() == 1 {
+            self.mlp_piece_backward(x1, kept.next(), &dy, ctx, needs, sink)?
+        } else {
+            let dh = if needs.dh { Some(x1.zeros_like()?) } else { None };
+            let mut sums = Sums::new(sink);
+            for (i, piece) in all.iter().enumerate() {
+                let (x1, dy) = (rows(x1, piece)?, rows(&dy, piece)?);
+                let part = self.mlp_piece_backward(&x1, kept.next(), &dy, &ctx.piece(i), needs, &mut sums)?;
+                if let (Some(dh), Some(part)) = (&dh, part) {
+                    dh.slice_set(&part, 0, piece.start)?;
+                }
+            }
+            sums.finish()?;
+            dh
+        };
+        let Some(dh) = dh else { return Ok(None) };
+        let dx = self.norm_backward(&self.mlp_norm, x1, &dh, sink)?;
+        update::add_assign(&dx, &dy)?;
+        Ok(need_dx.then_some(dx))
+    }
+
+    /// To the gradient at h, the output of the norm, where it is needed.
+    fn mlp_piece_backward(
+        &self,
+        x1: &Tensor,
+        parts: Option<Vec<Tensor>>,
+        dy: &Tensor,
+        ctx: &Context,
+        needs: Needs,
+        sink: &mut dyn GradSink,
+    ) -> Result<Option<Tensor>> {
+        let h = match needs.inputs || parts.is_none() {
+            true => Some(self.norm(&self.mlp_norm, x1)?),
+            false => None,
+        };
+        let parts = match (parts, &h) {
+            (Some(parts), _) => parts,
+            (None, Some(h)) => self.mlp_in.forward(h, ctx)?,
+            (None, None) => return Ok(None),
+        };
+        let h = h.filter(|_| needs.inputs);
+        let m = match needs.down || self.mlp_post_norm.is_some() {
+            true => Some(glu::forward(&parts[0], &parts[1], self.spec.activation)?),
+            false => None,
+        };
+        let d_down = match (&self.mlp_post_norm, &m) {
+            (Some(norm), Some(m)) => self.norm_backward(norm, &self.down_proj.forward(m, ctx)?, dy, sink)?,
+            _ => dy.clone(),
+        };
+        let dm = self
+            .down_proj
+            .backward(m.as_ref(), &d_down, ctx, Dx::new(needs.dm), sink)?;
+        drop((m, d_down));
+        let Some(dm) = dm else { return Ok(None) };
+        let mut parts = parts.into_iter();
+        let (Some(gate), Some(up)) = (parts.next(), parts.next()) else {
+            return Err(Error::new("an MLP needs two projections"));
+        };
+        let (d_gate, d_up) = glu::backward_in_place(gate, up, &dm, self.spec.activation)?;
+        drop(dm);
+        self.mlp_in
+            .backward(h.as_ref(), vec![d_gate, d_up], ctx, needs.dh, sink)
+    }
+}

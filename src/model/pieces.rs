@@ -1,0 +1,86 @@
+//! Tokens in pieces: what a half without attention needs to go through them one piece after the other.
+
+use super::contracts::{GradSink, Param};
+use crate::base::Result;
+use crate::ops::update;
+use candle_core::Tensor;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// `tokens` in pieces of at most `most`, all nearly alike, in order; one piece where there is no limit.
+pub fn pieces(tokens: usize, most: Option<usize>) -> Vec<Range<usize>> {
+    let count = most.map_or(1, |most| tokens.div_ceil(most.max(1))).max(1);
+    let edge = |i: usize| tokens * i / count;
+    (0..count).map(|i| edge(i)..edge(i + 1)).collect()
+}
+
+/// The rows of a piece, `[N, C]` to `[n, C]`, without a copy.
+pub fn rows(x: &Tensor, piece: &Range<usize>) -> Result<Tensor> {
+    Ok(x.narrow(0, piece.start, piece.len())?)
+}
+
+/// Adds gradients up over the pieces; `finish` hands the sums over.
+pub struct Sums<'a> {
+    inner: &'a mut dyn GradSink,
+    sums: BTreeMap<String, (Param, Tensor)>,
+    order: Vec<String>,
+}
+
+impl<'a> Sums<'a> {
+    pub fn new(inner: &'a mut dyn GradSink) -> Self {
+        Self {
+            inner,
+            sums: BTreeMap::new(),
+            order: Vec::new(),
+        }
+    }
+
+    /// In the order in which the first piece gave them. No weight is used after this.
+    pub fn finish(mut self) -> Result<()> {
+        for name in &self.order {
+            if let Some((param, sum)) = self.sums.remove(name) {
+                self.inner.take(&param, sum)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl GradSink for Sums<'_> {
+    fn wants(&self, name: &str) -> bool {
+        self.inner.wants(name)
+    }
+
+    fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
+        match self.sums.get(&*param.name) {
+            Some((_, sum)) => update::add_assign(sum, &gradient),
+            None => {
+                self.order.push(param.name.to_string());
+                self.sums.insert(param.name.to_string(), (param.clone(), gradient));
+                Ok(())
+            }
+        }
+    }
+
+    fn sum(&self, name: &str) -> Option<Tensor> {
+        self.sums.get(name).map(|(_, sum)| sum.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_cover_the_tokens_and_are_nearly_alike() {
+        assert!(matches!(&pieces(10, None)[..], [only] if *only == (0..10)));
+        assert!(matches!(&pieces(10, Some(10))[..], [only] if *only == (0..10)));
+        assert_eq!(pieces(10, Some(4)), [0..3, 3..6, 6..10]);
+        assert!(matches!(&pieces(0, Some(4))[..], [only] if *only == (0..0)));
+        for (tokens, most) in [(2050, 256), (16385, 256), (1, 1), (7, 100)] {
+            let all = pieces(tokens, Some(most));
+            assert!(all.iter().all(|p| p.len() <= most && 2 * p.len() >= most.min(tokens)));
+            assert_eq!(all.iter().map(|p| p.len()).sum::<usize>(), tokens);
+        }
+    }
+}

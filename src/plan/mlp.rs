@@ -1,0 +1,168 @@
+//! The MLP half of a layer on paper, tensor by tensor as in `model::mlp`.
+
+use super::ledger::{Held, Kind, Ledger};
+use super::step::Sink;
+use super::work::Block;
+use crate::model::pieces::pieces;
+
+/// gate and up of each piece of the tokens; empty where they were not kept.
+pub(super) type Parts = Vec<Vec<Held>>;
+
+/// What the backward pass of an MLP has to find out.
+#[derive(Clone, Copy)]
+struct Needs {
+    inputs: bool,
+    down: bool,
+    dm: bool,
+    dh: bool,
+}
+
+impl Block<'_> {
+    /// How many pieces the tokens go through in, and one of them.
+    fn cut(&self) -> (usize, Self) {
+        let all = pieces(self.tokens, self.inputs.mlp_tokens);
+        let most = all.iter().map(|p| p.len()).max().unwrap_or(0);
+        (all.len(), self.piece(most))
+    }
+
+    /// From x1, which stays with the caller, to the layer's output, and gate and up if they are to be kept.
+    pub fn mlp(&self, l: &mut Ledger, keep: bool) -> (Held, Parts) {
+        let (count, piece) = self.cut();
+        if count == 1 {
+            let (y, parts) = self.mlp_piece(l, keep);
+            return (y, parts.into_iter().collect());
+        }
+        let whole = l.hold(Kind::Layer, self.nd);
+        let mut kept = Parts::new();
+        for _ in 0..if keep { count } else { 1 } {
+            let (y, parts) = piece.mlp_piece(l, keep);
+            l.drop(y);
+            kept.extend(parts);
+        }
+        (whole, kept)
+    }
+
+    fn mlp_piece(&self, l: &mut Ledger, keep: bool) -> (Held, Option<Vec<Held>>) {
+        let (linears, down) = self.linears(false);
+        let h = l.hold(Kind::Layer, self.nd);
+        let mut parts = self.projections(l, &linears, &[self.ni, self.ni]);
+        l.drop(h);
+        let m = l.hold(Kind::Layer, self.ni);
+        if !keep {
+            l.drop_all(std::mem::take(&mut parts));
+        }
+        let mut y = self.linear(l, down);
+        if self.spec.sandwich_norms {
+            let normed = l.hold(Kind::Layer, self.nd);
+            l.drop(std::mem::replace(&mut y, normed));
+        }
+        l.drop(m);
+        let parts = keep.then(|| parts.into_iter().map(|p| l.relabel(p, Kind::Activations)).collect());
+        (y, parts)
+    }
+
+    /// `dy` goes; `∂x1` is held when this returns some.
+    pub fn mlp_backward(
+        &self,
+        l: &mut Ledger,
+        mut parts: Parts,
+        dy: Held,
+        need_dx: bool,
+        sink: &mut Sink,
+    ) -> Option<Held> {
+        let sandwich = self.spec.sandwich_norms;
+        let norm = if sandwich {
+            "pre_feedforward_layernorm"
+        } else {
+            "post_attention_layernorm"
+        };
+        let (linears, down) = self.linears(false);
+        let post_wanted = sandwich && self.wants(sink, "post_feedforward_layernorm");
+        let dh = need_dx || self.wants(sink, norm);
+        let inputs = linears.iter().any(|&x| self.linear_wanted(sink, x));
+        let needs = Needs {
+            inputs,
+            down: self.linear_wanted(sink, down),
+            dm: dh || inputs,
+            dh,
+        };
+        if !needs.dm && !needs.down && !post_wanted {
+            l.drop_all(parts.into_iter().flatten());
+            l.drop(dy);
+            return None;
+        }
+        let (count, piece) = self.cut();
+        let dh = if count == 1 {
+            self.mlp_piece_backward(l, parts.pop(), needs, sink)
+        } else {
+            let dh = needs.dh.then(|| l.hold(Kind::Layer, self.nd));
+            sink.start_sums();
+            // The second piece finds the sums of the first; those after it are like the second, with less kept.
+            let mut parts = parts.into_iter();
+            for _ in 0..count.min(2) {
+                let part = piece.mlp_piece_backward(l, parts.next(), needs, sink);
+                l.drop_all(part);
+            }
+            l.drop_all(parts.flatten());
+            sink.finish_sums(l);
+            dh
+        };
+        let dx = dh.map(|dh| {
+            let dx = self.norm_backward(l, norm, self.nd, sink);
+            l.drop(dh);
+            dx
+        });
+        l.drop(dy);
+        match need_dx {
+            true => dx,
+            false => {
+                l.drop_all(dx);
+                None
+            }
+        }
+    }
+
+    fn mlp_piece_backward(
+        &self,
+        l: &mut Ledger,
+        parts: Option<Vec<Held>>,
+        needs: Needs,
+        sink: &mut Sink,
+    ) -> Option<Held> {
+        let sandwich = self.spec.sandwich_norms;
+        let (linears, down) = self.linears(false);
+        let mut h = (needs.inputs || parts.is_none()).then(|| l.hold(Kind::Layer, self.nd));
+        let parts = parts.unwrap_or_else(|| self.projections(l, &linears, &[self.ni, self.ni]));
+        if !needs.inputs {
+            l.drop_all(h.take());
+        }
+        let m = (needs.down || sandwich).then(|| l.hold(Kind::Layer, self.ni));
+        let d_down = sandwich.then(|| {
+            let y = self.linear(l, down);
+            let d = self.norm_backward(l, "post_feedforward_layernorm", self.nd, sink);
+            l.drop(y);
+            d
+        });
+        let dm = self.linear_backward(l, down, needs.dm, sink);
+        l.drop_all(m);
+        l.drop_all(d_down);
+        let Some(dm) = dm else {
+            l.drop_all(parts);
+            l.drop_all(h);
+            return None;
+        };
+        // On the CPU the gradients take the place of gate and up.
+        let dys = match self.inputs.on_gpu {
+            false => parts,
+            true => {
+                let dys = vec![l.hold(Kind::Layer, self.ni), l.hold(Kind::Layer, self.ni)];
+                l.drop_all(parts);
+                dys
+            }
+        };
+        l.drop(dm);
+        let dh = self.projections_backward(l, &linears, dys, needs.dh, sink);
+        l.drop_all(h);
+        dh
+    }
+}

@@ -1,0 +1,91 @@
+//! How long a step takes, by counting: good for putting settings in order, not for a clock.
+//!
+//! Letters as in the room's first page. A product of N tokens with a weight of p elements costs 2·N·p operations, and the
+//! packing of the weight as much as `PACKED_TOKENS` more tokens.
+
+use super::{Inputs, Place, weights};
+use crate::engine::Gradients;
+use crate::model::Spec;
+use crate::model::pieces::pieces;
+use crate::recipe::{Dtype, Method, Recipe};
+use crate::source::Group;
+
+/// Measured: packing is about 15 % of a product with 512 tokens.
+const PACKED_TOKENS: f64 = 75.0;
+/// Operations a second of one thread, and of a GPU.
+const THREAD_RATE: f64 = 50e9;
+const GPU_RATE: f64 = 200e12;
+/// Bytes a second from the disk.
+const DISK_RATE: f64 = 1e9;
+/// And from the host to a GPU.
+const LINK_RATE: f64 = 20e9;
+/// Part of the shorter one of computing and reading that does not hide behind the other.
+const NOT_HIDDEN: f64 = 0.1;
+
+/// Seconds of one optimizer step of the slowest active set, on a machine of no name.
+pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> f64 {
+    let sets = inputs.active.iter().map(|active| {
+        let layers = spec.layers.len();
+        let lowest = active.lowest_layer(layers);
+        let n = inputs.tokens as f64;
+        let (mut attention, mut mlp) = (0.0, 0.0);
+        for (name, input, output, ..) in spec.linears() {
+            match name.starts_with("mlp.") {
+                true => mlp += (input * output) as f64,
+                false => attention += (input * output) as f64,
+            }
+        }
+        let count = pieces(inputs.tokens, inputs.mlp_tokens).len() as f64;
+        let products = attention * (n + PACKED_TOKENS) + mlp * (n + PACKED_TOKENS * count);
+        // Half of the scores are masked.
+        let layer = 2.0 * products + 2.0 * n * (inputs.longest * spec.query_width()) as f64;
+        let above = (layers - lowest) as f64;
+        let recomputed = (above - inputs.keep_layers as f64).max(0.0);
+        let head = 2.0 * (n + PACKED_TOKENS) * (spec.vocab * spec.hidden) as f64;
+        let streamed = weights::head_in_pieces(spec, inputs.place, active).is_some();
+        let trained: f64 = spec
+            .params()
+            .iter()
+            .filter(|p| active.wants(&p.name))
+            .map(|p| 2.0 * n * p.elements() as f64)
+            .sum();
+        // The loss goes through a head that comes in pieces twice.
+        let work = layer * (layers as f64 + above + recomputed) + head * if streamed { 3.0 } else { 2.0 } + trained;
+        let rate = match inputs.on_gpu {
+            true => GPU_RATE,
+            false => THREAD_RATE * inputs.threads as f64,
+        };
+        let from = match inputs.place {
+            Place::Host => LINK_RATE,
+            _ => DISK_RATE,
+        };
+        let (work, read) = (work / rate, bytes_read(spec, recipe, inputs, active, lowest) / from);
+        work.max(read) + NOT_HIDDEN * work.min(read)
+    });
+    let passes = match inputs.gradients {
+        Gradients::NormFirst => 2.0,
+        _ => 1.0,
+    };
+    sets.fold(0.0, f64::max) * inputs.micro_batches as f64 * passes
+}
+
+/// From the disk in one micro-batch: every layer forward, those that go backward again, a streamed head twice.
+fn bytes_read(spec: &Spec, recipe: &Recipe, inputs: &Inputs, active: &crate::engine::Active, lowest: usize) -> f64 {
+    if inputs.place == Place::Device {
+        return 0.0;
+    }
+    let stored = if recipe.model.dtype == Dtype::Bf16 { 2 } else { 4 };
+    let held = |name: &str| active.contains(name) && recipe.tune.method != Method::Lora;
+    let layers = spec.params().into_iter().filter_map(|p| match p.group {
+        Group::Layer(l) if !held(&p.name) => {
+            let times = if l >= lowest { 2 } else { 1 };
+            Some((times * inputs.storage.of(&p).bytes(&p.shape)) as f64)
+        }
+        _ => None,
+    });
+    let head = match weights::head_in_pieces(spec, inputs.place, active) {
+        Some(_) => (2 * stored * spec.vocab * spec.hidden) as f64,
+        None => 0.0,
+    };
+    layers.sum::<f64>() + head
+}

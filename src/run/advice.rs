@@ -1,0 +1,339 @@
+//! What to change in a recipe whose run does not fit: each change is planned before it is named.
+
+use super::adapters;
+use super::choose::{Chosen, Setting};
+use super::forecast::{Limits, Refused};
+use super::tuning::Tuning;
+use crate::base::units::bytes;
+use crate::base::{Error, Result};
+use crate::recipe::*;
+
+/// Changes that are named.
+const NAMED: usize = 3;
+/// Fewest tokens that a row is cut to.
+const SHORTEST: usize = 128;
+
+/// A change of a recipe. The smaller `cost`, the less it takes from what is learned.
+struct Change {
+    /// As arguments of the command line.
+    arguments: String,
+    cost: u8,
+    /// What it means, in a few words.
+    means: &'static str,
+    recipe: Recipe,
+}
+
+/// Only where and when things are held: what is learned stays the same.
+const SAME: u8 = 0;
+/// Rounding.
+const ROUNDING: u8 = 1;
+/// Less of every row is seen.
+const ROWS: u8 = 2;
+/// Other parameters train.
+const METHOD: u8 = 3;
+
+/// A change, planned.
+struct Planned {
+    change: Change,
+    chosen: Chosen,
+}
+
+/// The error of a run that does not fit, with the cheapest changes that make it fit.
+pub(super) fn refused(setting: &Setting, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> Refused {
+    let plan = &chosen.plan;
+    let most = plan.lines.iter().max_by_key(|l| l.at_peak);
+    let most = most.map_or(String::new(), |l| {
+        format!(", most of it {} ({})", l.label, bytes(l.at_peak))
+    });
+    let by_budget = recipe.memory.budget.is_some();
+    let what = match by_budget {
+        true => "the run does not fit the memory budget",
+        false => "the run does not fit the memory that is free",
+    };
+    let error = Error::new(what)
+        .at("memory.budget")
+        .found(format!("a forecast peak of {}{most}", bytes(plan.peak_bytes)))
+        .expected(format!("at most {}", bytes(limits.most.unwrap_or(0))));
+    Refused {
+        error: error.hint(hint(setting, recipe, limits, chosen)),
+        by_budget,
+    }
+}
+
+fn hint(setting: &Setting, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> String {
+    // A change that cannot be planned is not named.
+    let tried = |change: Change| {
+        let chosen = plan(setting, &change.recipe, limits).ok()?;
+        Some(Planned { change, chosen })
+    };
+    let singles = changes(recipe);
+    let mut all: Vec<Planned> = singles.into_iter().filter_map(tried).collect();
+    let fitting = |all: &[Planned]| all.iter().filter(|p| p.chosen.fits).count();
+    if fitting(&all) < NAMED {
+        let pairs = changes(recipe).into_iter().flat_map(|one| {
+            let more = changes(&one.recipe)
+                .into_iter()
+                .filter(|two| apart(&one, two))
+                .collect::<Vec<_>>();
+            more.into_iter().map(move |two| Change {
+                arguments: format!("{} {}", one.arguments, two.arguments),
+                cost: one.cost.max(two.cost),
+                means: match one.cost > two.cost {
+                    true => one.means,
+                    false => two.means,
+                },
+                recipe: two.recipe,
+            })
+        });
+        // One order of two is enough.
+        let mut seen = Vec::new();
+        for pair in pairs {
+            if fitting(&all) >= NAMED {
+                break;
+            }
+            let mut words: Vec<String> = pair.arguments.split(' ').map(str::to_string).collect();
+            words.sort();
+            if !seen.contains(&words) {
+                seen.push(words);
+                all.extend(tried(pair).filter(|p| p.chosen.fits));
+            }
+        }
+    }
+    all.sort_by(|a, b| {
+        let rank = |p: &Planned| (!p.chosen.fits, p.change.arguments.contains(' ') as u8, p.change.cost);
+        let time = |p: &Planned| {
+            if p.chosen.fits {
+                p.chosen.seconds
+            } else {
+                p.chosen.plan.peak_bytes as f64
+            }
+        };
+        rank(a).cmp(&rank(b)).then(time(a).total_cmp(&time(b)))
+    });
+    let none_fits = fitting(&all) == 0;
+    let smaller = |p: &Planned| p.chosen.fits || (none_fits && p.chosen.plan.peak_bytes < chosen.plan.peak_bytes);
+    let lines = all.into_iter().filter(smaller).take(NAMED).map(|p| {
+        let times = p.chosen.seconds / chosen.seconds;
+        let speed = match times {
+            t if t < 0.95 => format!(", a step takes {t:.2} of the time"),
+            t if t > 1.05 => format!(", a step takes {t:.1} times as long"),
+            _ => String::new(),
+        };
+        let enough = if p.chosen.fits { "" } else { " (not enough alone)" };
+        let Planned { change, chosen } = p;
+        format!(
+            "\n  {}: {}{enough}; {}{speed}",
+            change.arguments,
+            bytes(chosen.plan.peak_bytes),
+            change.means
+        )
+    });
+    let lines: String = lines.collect();
+    match (lines.is_empty(), none_fits) {
+        (true, _) => format!(
+            "nothing smaller is known; the budget would have to be {}",
+            bytes(chosen.plan.peak_bytes)
+        ),
+        (false, true) => format!(
+            "no change fits; these help most, or a budget of {}{lines}",
+            bytes(chosen.plan.peak_bytes)
+        ),
+        (false, false) => format!("the cheapest changes that fit:{lines}"),
+    }
+}
+
+/// Do they change different keys?
+fn apart(one: &Change, two: &Change) -> bool {
+    let keys = |c: &Change| {
+        let words = c.arguments.split(' ');
+        words
+            .filter_map(|w| w.split('=').next().map(str::to_string))
+            .collect::<Vec<_>>()
+    };
+    let first = keys(one);
+    keys(two).iter().all(|key| !first.contains(key))
+}
+
+/// The plan of a changed recipe.
+fn plan(setting: &Setting, recipe: &Recipe, limits: Limits) -> Result<Chosen> {
+    let spec = setting.spec;
+    let prepared = adapters::of(recipe, spec)?;
+    let rows = setting.lengths.map_or(0, <[usize]>::len);
+    let tuning = Tuning::new(recipe, spec, &spec.params(), &prepared, rows)?;
+    let changed = Setting {
+        adapters: &prepared.adapters,
+        tuning: &tuning,
+        ..*setting
+    };
+    let mut chosen = changed.choose(recipe, limits)?;
+    chosen.fits = limits.most.is_none_or(|most| chosen.plan.peak_bytes <= most);
+    Ok(chosen)
+}
+
+/// Everything that makes this recipe smaller, one change each.
+fn changes(recipe: &Recipe) -> Vec<Change> {
+    let mut all = Vec::new();
+    let mut add = |cost, arguments: String, means, change: &dyn Fn(&mut Recipe)| {
+        let mut changed = recipe.clone();
+        change(&mut changed);
+        all.push(Change {
+            arguments,
+            cost,
+            means,
+            recipe: changed,
+        });
+    };
+    let (memory, train, tune, optimizer) = (&recipe.memory, &recipe.train, &recipe.tune, &recipe.optimizer);
+    if !matches!(memory.tier, Tier::Auto | Tier::Disk) {
+        add(SAME, "memory.tier=disk".into(), "the same results", &|r| {
+            r.memory.tier = Tier::Disk;
+        });
+    }
+    if memory.activations == Activations::Keep {
+        add(SAME, "memory.activations=auto".into(), "the same results", &|r| {
+            r.memory.activations = Activations::Auto;
+        });
+    }
+    if memory.head_chunk == Some(0) && memory.tier != Tier::Device {
+        add(SAME, "memory.head_chunk=auto".into(), "the same results", &|r| {
+            r.memory.head_chunk = None;
+        });
+    }
+    if memory.mlp_chunk == Some(0) {
+        add(SAME, "memory.mlp_chunk=auto".into(), "the same results", &|r| {
+            r.memory.mlp_chunk = None;
+        });
+    }
+    let rows = train.batch_size;
+    if rows > 1 {
+        let accumulation = train.gradient_accumulation_steps * rows;
+        let arguments = format!("train.batch_size=1 train.gradient_accumulation_steps={accumulation}");
+        add(SAME, arguments, "the same rows a step", &|r| {
+            r.train.batch_size = 1;
+            r.train.gradient_accumulation_steps = accumulation;
+        });
+    }
+    if tune.method == Method::Full && train.gradient_accumulation_steps > 1 {
+        add(
+            ROWS,
+            "train.gradient_accumulation_steps=1".into(),
+            "fewer rows a step",
+            &|r| {
+                r.train.gradient_accumulation_steps = 1;
+            },
+        );
+    }
+    if optimizer.state == StateDtype::F32 && matches!(optimizer.name, OptimizerName::Adamw | OptimizerName::Lion) {
+        add(ROUNDING, "optimizer.state=int8".into(), "moments in 8 bits", &|r| {
+            r.optimizer.state = StateDtype::Int8;
+        });
+    }
+    if recipe.model.dtype == Dtype::F32 {
+        add(ROUNDING, "model.dtype=bf16".into(), "weights in bf16", &|r| {
+            r.model.dtype = Dtype::Bf16;
+        });
+    } else if optimizer.master == Master::F32 && tune.method != Method::Lora {
+        add(
+            ROUNDING,
+            "optimizer.master=stochastic".into(),
+            "updates rounded at random",
+            &|r| {
+                r.optimizer.master = Master::Stochastic;
+            },
+        );
+    }
+    if memory.frozen_weights == FrozenWeights::Bf16 && tune.method != Method::Full {
+        add(
+            ROUNDING,
+            "memory.frozen_weights=nf4".into(),
+            "frozen weights in 4 bits",
+            &|r| {
+                r.memory.frozen_weights = FrozenWeights::Nf4;
+            },
+        );
+    }
+    let mut length = recipe.data.max_length / 2;
+    while length >= SHORTEST {
+        add(ROWS, format!("data.max_length={length}"), "longer rows are cut", &|r| {
+            r.data.max_length = length;
+        });
+        length /= 2;
+    }
+    if tune.method == Method::Block && matches!(tune.block.partition, Partition::Layer) {
+        add(
+            METHOD,
+            "tune.block.partition=module".into(),
+            "half a layer at a time",
+            &|r| {
+                r.tune.block.partition = Partition::Module;
+            },
+        );
+    }
+    for (written, key) in [
+        (tune.block.include_embedding, "tune.block.include_embedding"),
+        (tune.block.include_lm_head, "tune.block.include_lm_head"),
+    ] {
+        if tune.method == Method::Block && written {
+            add(METHOD, format!("{key}=false"), "it does not train", &|r| match key {
+                "tune.block.include_embedding" => r.tune.block.include_embedding = false,
+                _ => r.tune.block.include_lm_head = false,
+            });
+        }
+    }
+    if tune.method == Method::Full {
+        add(METHOD, "tune.method=block".into(), "one layer at a time", &|r| {
+            r.tune.method = Method::Block;
+        });
+    }
+    if tune.method != Method::Lora {
+        add(METHOD, "tune.method=lora".into(), "adapters train", &|r| {
+            r.tune.method = Method::Lora;
+        });
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe;
+
+    fn named(text: &str) -> Vec<String> {
+        let text = format!("[model]\npath = \"shape:small\"\n{text}");
+        let recipe = recipe::parse(&text, "r.toml", &[]).unwrap().recipe;
+        changes(&recipe).into_iter().map(|c| c.arguments).collect()
+    }
+
+    #[test]
+    fn only_what_the_recipe_does_not_have_yet_is_named() {
+        let all = named("[tune]\nmethod = \"full\"\n[train]\nbatch_size = 4\n[memory]\ntier = \"device\"");
+        for want in [
+            "memory.tier=disk",
+            "train.batch_size=1 train.gradient_accumulation_steps=32",
+            "optimizer.state=int8",
+            "data.max_length=1024",
+            "tune.method=block",
+        ] {
+            assert!(all.iter().any(|a| a == want), "{want} {all:?}");
+        }
+        let least = "[data]\nmax_length = 128\n[tune]\nmethod = \"lora\"\n[optimizer]\nstate = \"int8\"";
+        assert!(named(least).is_empty(), "{:?}", named(least));
+    }
+
+    #[test]
+    fn every_change_is_a_recipe_that_is_accepted() {
+        let text = "[model]\npath = \"shape:small\"\n[tune]\nmethod = \"block\"\n[train]\nbatch_size = 2\n\
+                    [tune.block]\ninclude_embedding = true\n[memory]\ntier = \"device\"\nactivations = \"keep\"";
+        let recipe = recipe::parse(text, "r.toml", &[]).unwrap().recipe;
+        for change in changes(&recipe) {
+            let arguments: Vec<String> = change.arguments.split(' ').map(str::to_string).collect();
+            let parsed = recipe::parse(text, "r.toml", &arguments).unwrap().recipe;
+            assert_eq!(
+                format!("{parsed:?}"),
+                format!("{:?}", change.recipe),
+                "{}",
+                change.arguments
+            );
+        }
+    }
+}

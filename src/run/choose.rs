@@ -1,0 +1,319 @@
+//! Every way through a step that a recipe leaves open, and the fastest of those that fit.
+
+use super::forecast::Limits;
+use super::prompts;
+use super::stage::lesson::needs_copy;
+use super::tuning::Tuning;
+use crate::base::{Error, Result};
+use crate::engine::Gradients;
+use crate::model::{Adapters, Spec};
+use crate::ops::cross_entropy::PIECE;
+use crate::plan::{self, Inputs, Place, Plan};
+use crate::quant::Format;
+use crate::recipe::{Activations, Correction, Dtype, FrozenWeights, Method, Recipe, Tier};
+use crate::source::Policy;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Tokens that go through an MLP at a time, where all do not fit.
+const MLP_TOKENS: [usize; 3] = [1024, 512, 256];
+
+/// What a plan is made of, beside the recipe.
+#[derive(Clone, Copy)]
+pub(super) struct Setting<'a> {
+    pub spec: &'a Spec,
+    pub adapters: &'a Adapters,
+    pub tuning: &'a Tuning,
+    /// Tokens of each row; without them every row is as long as it may be.
+    pub lengths: Option<&'a [usize]>,
+    /// Weights that are codes already.
+    pub stored: &'a BTreeMap<Arc<str>, Format>,
+    pub on_gpu: bool,
+}
+
+/// One way through a step; only how many layers keep their activations is open.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Way {
+    /// A storage that loses something, where the recipe leaves it open.
+    pub lossy: Option<FrozenWeights>,
+    pub place: Place,
+    pub gradients: Gradients,
+    pub mlp: Option<usize>,
+}
+
+/// What was chosen, whether or not it fits.
+pub(super) struct Chosen {
+    pub way: Way,
+    pub keep: usize,
+    pub storage: Policy,
+    pub plan: Plan,
+    pub seconds: f64,
+    pub fits: bool,
+}
+
+impl Setting<'_> {
+    /// Without loss, the fastest way that reaches the goal; else the fastest that fits at all; else the same with codes of
+    /// ever fewer bits; else the smallest.
+    pub fn choose(&self, recipe: &Recipe, limits: Limits) -> Result<Chosen> {
+        let mut smallest: Option<Chosen> = None;
+        for lossy in self.storages(recipe) {
+            let mut goals = vec![limits.most];
+            if lossy.is_none() && limits.goal != limits.most {
+                goals.insert(0, limits.goal);
+            }
+            for goal in goals {
+                let found = self.fastest(recipe, lossy, goal)?;
+                if found.fits {
+                    return Ok(found);
+                }
+                let is_smaller = |old: &Chosen| found.plan.peak_bytes < old.plan.peak_bytes;
+                if smallest.as_ref().is_none_or(is_smaller) {
+                    smallest = Some(found);
+                }
+            }
+        }
+        smallest.ok_or_else(|| Error::new("there is no place for the weights"))
+    }
+
+    fn fastest(&self, recipe: &Recipe, lossy: Option<FrozenWeights>, goal: Option<u64>) -> Result<Chosen> {
+        let layers = self.spec.layers.len();
+        let (least, most) = match recipe.memory.activations {
+            Activations::Keep => (layers, layers),
+            Activations::Recompute | Activations::Host => (0, 0),
+            Activations::Auto => (0, layers),
+        };
+        if recipe.memory.activations == Activations::Host && !self.on_gpu {
+            return Err(Error::usage("`memory.activations = \"host\"` means nothing on a CPU")
+                .at("memory.activations")
+                .found("the host's memory is the device's")
+                .hint("use `recompute`: it needs the least"));
+        }
+        let storage = self.policy(recipe, lossy)?;
+        let seconds = |way: &Way, keep| plan::seconds(self.spec, recipe, &self.inputs(recipe, way, &storage, keep));
+        let mut ways: Vec<(f64, Way)> = Vec::new();
+        for way in self.ways(recipe, lossy)? {
+            ways.push((seconds(&way, most), way));
+        }
+        // Stable: of equally fast ways the first one.
+        ways.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let mut best: Option<Chosen> = None;
+        for (at_best, way) in ways {
+            if best.as_ref().is_some_and(|b| b.fits && b.seconds <= at_best) {
+                break;
+            }
+            let (keep, plan, fits) = self.most_kept(recipe, &way, &storage, goal, least..=most);
+            let seconds = seconds(&way, keep);
+            let better = best.as_ref().is_none_or(|b| match (fits, b.fits) {
+                (true, true) => seconds < b.seconds,
+                (false, false) => plan.peak_bytes < b.plan.peak_bytes,
+                (fits, _) => fits,
+            });
+            if better {
+                best = Some(Chosen {
+                    way,
+                    keep,
+                    storage: storage.clone(),
+                    plan,
+                    seconds,
+                    fits,
+                });
+            }
+        }
+        best.ok_or_else(|| Error::new("there is no place for the weights"))
+    }
+
+    /// The most layers that can keep their activations under `goal`; the least of `range` where none can.
+    fn most_kept(
+        &self,
+        recipe: &Recipe,
+        way: &Way,
+        storage: &Policy,
+        goal: Option<u64>,
+        range: std::ops::RangeInclusive<usize>,
+    ) -> (usize, Plan, bool) {
+        let plan = |keep| plan::forecast(self.spec, recipe, &self.inputs(recipe, way, storage, keep));
+        let fits = |plan: &Plan| goal.is_none_or(|most| plan.peak_bytes <= most);
+        let (mut low, mut high) = (*range.start(), range.end() + 1);
+        let mut chosen = plan(low);
+        if !fits(&chosen) {
+            return (low, chosen, false);
+        }
+        // `low` fits, `high` does not.
+        let mut middle = range.end().to_owned();
+        while high - low > 1 {
+            let tried = plan(middle);
+            match fits(&tried) {
+                true => (low, chosen) = (middle, tried),
+                false => high = middle,
+            }
+            middle = (low + high) / 2;
+        }
+        (low, chosen, true)
+    }
+
+    /// Storages of what is not trained, the exact one first.
+    fn storages(&self, recipe: &Recipe) -> Vec<Option<FrozenWeights>> {
+        let open = recipe.memory.frozen_weights == FrozenWeights::Auto
+            && recipe.tune.method != Method::Full
+            && self.stored.is_empty()
+            && !self.on_gpu
+            && !corrects_all(recipe);
+        match open {
+            true => vec![None, Some(FrozenWeights::Int8), Some(FrozenWeights::Nf4)],
+            false => vec![None],
+        }
+    }
+
+    fn policy(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<Policy> {
+        let mut wanted = recipe.memory.clone();
+        wanted.frozen_weights = lossy.unwrap_or(wanted.frozen_weights);
+        // What trains by turns is stored like the rest while it does not.
+        let possible = self.tuning.possible();
+        let always = |name: &str| possible.iter().all(|active| active.contains(name));
+        let mut storage = Policy::new(&wanted, recipe.model.dtype, &self.spec.params(), always)?;
+        for (name, format) in self.stored {
+            if recipe.tune.method != Method::Lora {
+                return Err(Error::new(
+                    "the weights of this model are stored as codes: only adapters can be trained on them",
+                )
+                .at(&**name)
+                .found(format)
+                .hint("set `tune.method = \"lora\"`, or give the model's unquantized weights"));
+            }
+            storage.set(name.clone(), Some(*format));
+        }
+        Ok(storage)
+    }
+
+    /// Everything that the recipe leaves open, the plainest first.
+    fn ways(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<Vec<Way>> {
+        let choose = |keep_fits| {
+            let all_active = recipe.tune.method == Method::Full;
+            let micro_batches = recipe.train.gradient_accumulation_steps;
+            Gradients::choose(micro_batches, recipe.train.max_grad_norm, all_active, keep_fits)
+        };
+        let mut gradients = vec![choose(true)];
+        if choose(false) != choose(true) {
+            gradients.push(choose(false));
+        }
+        let mlp: Vec<Option<usize>> = match recipe.memory.mlp_chunk {
+            Some(0) => vec![None],
+            Some(tokens) => vec![Some(tokens)],
+            None => {
+                let smaller = MLP_TOKENS.into_iter().filter(|n| *n < self.measured(recipe).tokens);
+                std::iter::once(None).chain(smaller.map(Some)).collect()
+            }
+        };
+        let mut ways = Vec::new();
+        for place in self.places(recipe)? {
+            for &gradients in &gradients {
+                let with = |&mlp| Way {
+                    lossy,
+                    place,
+                    gradients,
+                    mlp,
+                };
+                ways.extend(mlp.iter().map(with));
+            }
+        }
+        Ok(ways)
+    }
+
+    /// Where the weights may live, the fastest first.
+    fn places(&self, recipe: &Recipe) -> Result<Vec<Place>> {
+        let disk: Vec<Place> = match recipe.memory.head_chunk {
+            Some(0) => vec![Place::Disk { head_rows: None }],
+            Some(rows) => vec![Place::Disk {
+                head_rows: Some(rows.next_multiple_of(PIECE)),
+            }],
+            None => [None, Some(PIECE)].map(|head_rows| Place::Disk { head_rows }).to_vec(),
+        };
+        let (on_gpu, codes_in_files) = (self.on_gpu, !self.stored.is_empty());
+        match recipe.memory.tier {
+            // On a CPU the host's memory is the device's.
+            Tier::Device => Ok(vec![Place::Device]),
+            Tier::Host if !on_gpu => Ok(vec![Place::Device]),
+            Tier::Auto if codes_in_files => Ok(vec![Place::Device]),
+            Tier::Host | Tier::Disk if codes_in_files => Err(Error::new(
+                "weights that the model's own files store as codes are not read layer by layer yet",
+            )
+            .at("memory.tier")
+            .hint("use `memory.tier = \"device\"`, or give the unquantized model and `memory.frozen_weights`")),
+            // These change every weight, and only what is trained comes back from the disk.
+            Tier::Auto if corrects_all(recipe) => Ok(vec![Place::Device]),
+            Tier::Host | Tier::Disk if corrects_all(recipe) => Err(Error::usage(format!(
+                "`memory.tier = \"{}\"` and `tune.block.correction` contradict each other",
+                recipe.memory.tier.name()
+            ))
+            .found(format!(
+                "a correction of all weights: {}",
+                recipe.tune.block.correction.name()
+            ))
+            .hint("use `memory.tier = \"device\"`, or another correction")),
+            Tier::Host => Ok(vec![Place::Host]),
+            Tier::Auto if on_gpu => Ok([&[Place::Device, Place::Host], &disk[..]].concat()),
+            Tier::Auto => Ok([&[Place::Device], &disk[..]].concat()),
+            Tier::Disk => Ok(disk),
+        }
+    }
+
+    pub fn inputs(&self, recipe: &Recipe, way: &Way, storage: &Policy, keep_layers: usize) -> Inputs {
+        let mut inputs = self.measured(recipe);
+        inputs.gradients = way.gradients;
+        inputs.storage = storage.clone();
+        inputs.keep_layers = keep_layers;
+        inputs.mlp_tokens = way.mlp;
+        inputs.place = way.place;
+        inputs
+    }
+
+    /// The largest micro-batch that these rows can make.
+    fn measured(&self, recipe: &Recipe) -> Inputs {
+        let mut inputs = Inputs::of_recipe(recipe, self.tuning.possible(), self.adapters, Gradients::Keep);
+        inputs.on_gpu = self.on_gpu;
+        inputs.reference = needs_copy(recipe);
+        if prompts::reinforces(recipe) {
+            inputs.rollout = prompts::answers_of_rollout(recipe);
+        }
+        if self.on_gpu && recipe.model.dtype == Dtype::Bf16 {
+            inputs.element = 2;
+        }
+        let Some(lengths) = self.lengths else { return inputs };
+        let mut lengths: Vec<usize> = lengths.iter().map(|n| (*n).min(recipe.data.max_length)).collect();
+        lengths.sort_unstable_by(|a, b| b.cmp(a));
+        let rows = recipe.train.batch_size;
+        inputs.longest = lengths.first().copied().unwrap_or(1);
+        inputs.tokens = match recipe.data.packing {
+            true => (rows * recipe.data.max_length).min(lengths.iter().sum()),
+            // Any rows can meet in a micro-batch: the longest do at worst.
+            false => lengths.iter().cycle().take(rows).sum(),
+        };
+        // The rows are read already: they are part of what the process holds.
+        inputs.data_bytes = lengths.iter().map(|n| 5 * *n as u64 + 80).sum();
+        inputs.process_bytes = inputs.process_bytes.saturating_sub(inputs.data_bytes);
+        inputs
+    }
+
+    /// The least that any way of this kind needs.
+    pub fn least(
+        &self,
+        recipe: &Recipe,
+        lossy: Option<FrozenWeights>,
+        of: impl Fn(&Way) -> bool,
+    ) -> Result<Option<u64>> {
+        let storage = self.policy(recipe, lossy)?;
+        let keep = match recipe.memory.activations {
+            Activations::Keep => self.spec.layers.len(),
+            _ => 0,
+        };
+        let ways = self.ways(recipe, lossy)?.into_iter().filter(of);
+        let peaks = ways.map(|way| plan::forecast(self.spec, recipe, &self.inputs(recipe, &way, &storage, keep)));
+        Ok(peaks.map(|plan| plan.peak_bytes).min())
+    }
+}
+
+/// Does a correction change every weight?
+fn corrects_all(recipe: &Recipe) -> bool {
+    let correction = recipe.tune.block.correction;
+    recipe.tune.method == Method::Block && matches!(correction, Correction::Sgd | Correction::Signsgd)
+}

@@ -1,0 +1,46 @@
+//! An allocator that counts.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+/// The system's allocator, with the bytes that are out and the most that ever were.
+struct Counting;
+
+pub static LIVE: AtomicUsize = AtomicUsize::new(0);
+pub static MOST: AtomicUsize = AtomicUsize::new(0);
+
+fn came(bytes: usize) {
+    MOST.fetch_max(LIVE.fetch_add(bytes, Relaxed) + bytes, Relaxed);
+}
+
+// SAFETY: every call goes to `System` as it came; only numbers are kept beside it.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        came(layout.size());
+        // SAFETY: as promised by the caller of this.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        came(layout.size());
+        // SAFETY: as promised by the caller of this.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: as promised by the caller of this.
+        unsafe { System.dealloc(at, layout) }
+    }
+
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // Old and new lie side by side while the numbers move.
+        came(size);
+        LIVE.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: as promised by the caller of this.
+        unsafe { System.realloc(at, layout, size) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;

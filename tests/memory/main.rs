@@ -1,0 +1,8 @@
+//! The forecast against what is measured: an allocator that counts, and the memory of the process.
+
+mod counting;
+mod peak;
+mod table;
+
+/// One test at a time: another one beside it would be counted too.
+static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());

@@ -1,0 +1,293 @@
+//! Every storage, tier and setting of the activations: forecast, allocator and resident memory, each in a process of its
+//! own. The table of `docs/memory.md`:
+//!
+//! `cargo test --release --test memory table::wide -- --ignored --nocapture`
+
+use crate::ALONE;
+use crate::counting::{LIVE, MOST};
+use crate::peak::adapters;
+use candle_core::Device;
+use ft::base::memory;
+use ft::base::rng::{Rng, Stream};
+use ft::data::{Batch, Example};
+use ft::engine::{Active, Engine, Gradients};
+use ft::formats::config::Config;
+use ft::formats::weights::Weights;
+use ft::model::spec::Spec;
+use ft::model::{Network, families, shapes};
+use ft::ops::cross_entropy::PIECE;
+use ft::optim::Optimizer;
+use ft::plan::{self, Inputs, Place, Plan};
+use ft::recipe::{self, Dtype, Recipe};
+use ft::sft::CausalLm;
+use ft::source::{Disk, LayerSource, ParamInfo, Policy, Resident, disk};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::Ordering::Relaxed;
+
+const CASE: &str = "FT_TEST_MEMORY_CASE";
+const RESULT: &str = "measured: ";
+const STORAGES: [&str; 4] = ["bf16", "int8", "int4", "nf4"];
+const TIERS: [&str; 3] = ["device", "disk", "disk, head in pieces"];
+const ACTIVATIONS: [&str; 3] = ["keep", "recompute", "recompute, MLP in pieces"];
+
+/// One row of the table.
+#[derive(Clone)]
+struct Case {
+    /// `tiny`, or layers of a real width.
+    model: &'static str,
+    method: &'static str,
+    storage: &'static str,
+    tier: &'static str,
+    activations: &'static str,
+}
+
+fn spec(model: &str) -> Spec {
+    if model == "tiny" {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny");
+        return families::read(&Config::load(&dir).unwrap()).unwrap();
+    }
+    // The whole vocabulary would only make a case take minutes.
+    let mut spec = families::read(&shapes::config("shape:qwen2.5-7b").unwrap().unwrap()).unwrap();
+    spec.layers.truncate(3);
+    spec.vocab = 16_384;
+    spec
+}
+
+/// Rows, and tokens of a row.
+fn rows(model: &str) -> (usize, usize) {
+    if model == "tiny" { (8, 256) } else { (2, 384) }
+}
+
+fn recipe(case: &Case) -> Recipe {
+    let text = format!(
+        "[model]\npath = \"m\"\ndtype = \"bf16\"\n[data]\ntrain = \"t.jsonl\"\n[tune]\nmethod = \"{}\"\n\
+         [memory]\nfrozen_weights = \"{}\"\n",
+        case.method, case.storage
+    );
+    recipe::parse(&text, "test", &[]).unwrap().recipe
+}
+
+fn place(case: &Case) -> Place {
+    match case.tier {
+        "device" => Place::Device,
+        "disk" => Place::Disk { head_rows: None },
+        _ => Place::Disk { head_rows: Some(PIECE) },
+    }
+}
+
+fn source(case: &Case, spec: &Spec, storage: &Policy, file: &Path) -> Box<dyn LayerSource> {
+    let (params, weights) = (spec.params(), Weights::open_file(file).unwrap());
+    let Place::Disk { head_rows } = place(case) else {
+        let source = Resident::load(params, &weights, |p: &ParamInfo| storage.of(p), &Device::Cpu).unwrap();
+        return Box::new(source.with_originals(move |p| weights.read_f32(&p.name)));
+    };
+    let dir = file.parent().unwrap();
+    let options = disk::Options {
+        dtype: Dtype::Bf16,
+        storage: storage.clone(),
+        device: Device::Cpu,
+        trained: dir.join("trained"),
+        codes: dir.join("codes.safetensors"),
+        head: spec.head_name().into(),
+        head_rows,
+    };
+    Box::new(Disk::open(params, weights, options).unwrap())
+}
+
+/// Loads, trains every active set for a step, the lowest last and twice; in a process of its own.
+fn measure(case: &Case, file: &Path) -> Value {
+    memory::reuse_freed();
+    let spec = spec(case.model);
+    let recipe = recipe(case);
+    let (before, process) = (LIVE.load(Relaxed), memory::resident());
+    let params = spec.params();
+    let layer = |l: usize| {
+        let names = params.iter().map(|p| p.name.to_string());
+        Active::new(
+            names
+                .filter(|n| n.starts_with(&format!("model.layers.{l}.")))
+                .collect::<Vec<_>>(),
+        )
+    };
+    let lora = case.method == "lora";
+    let active: Vec<Active> = match lora {
+        true => {
+            let names = spec.sites().into_iter();
+            vec![Active::new(names.flat_map(|s| {
+                ["A", "B"].map(|side| format!("{}.lora_{side}.weight", s.module))
+            }))]
+        }
+        false => (0..spec.layers.len()).rev().map(layer).collect(),
+    };
+    let storage = Policy::new(&recipe.memory, Dtype::Bf16, &params, |_| false).unwrap();
+    let mut network = Network::new(spec.clone(), source(case, &spec, &storage, file), Device::Cpu);
+    if lora {
+        network.adapters = adapters(&spec, 8);
+    }
+    let (count, length) = rows(case.model);
+    let keep = if case.activations == "keep" {
+        spec.layers.len()
+    } else {
+        0
+    };
+    network.mlp_tokens = case.activations.contains("pieces").then_some(count * length / 4);
+    let inputs = Inputs {
+        parked: false,
+        tokens: count * length,
+        longest: length,
+        documents: count,
+        micro_batches: 1,
+        gradients: Gradients::Keep,
+        keep_layers: keep,
+        mlp_tokens: network.mlp_tokens,
+        threads: rayon::current_num_threads(),
+        element: 4,
+        on_gpu: false,
+        active: active.clone(),
+        place: place(case),
+        storage,
+        adapters: network.adapters.iter().map(|(m, a)| (m.clone(), a.cost())).collect(),
+        data_bytes: 0,
+        process_bytes: process,
+    };
+    let rng = Rng::new(9, Stream::Init, &[]);
+    let row = |r: usize| Example {
+        ids: (0..length)
+            .map(|t| rng.below((r * length + t) as u64, spec.vocab as u64) as u32)
+            .collect(),
+        trained: vec![true; length],
+    };
+    let batches = [Batch::from_examples(&(0..count).map(row).collect::<Vec<_>>())];
+    let mut engine = Engine {
+        network,
+        objective: Box::new(CausalLm::new(spec.vocab)),
+        optimizer: Optimizer::new(recipe.optimizer.clone()),
+        gradients: Gradients::Keep,
+        keep_layers: keep,
+        parked: None,
+        max_grad_norm: 0.0,
+        seed: 1,
+    };
+    let last = active.last().cloned().unwrap();
+    for (step, active) in (1..).zip(active.iter().chain([&last])) {
+        if step == 1 || !lora {
+            engine.switch(active, |_| true).unwrap();
+        }
+        engine.step(step, &batches, active, 1e-3).unwrap();
+    }
+    let plan: Plan = plan::forecast(&spec, &recipe, &inputs);
+    json!({
+        "forecast": plan.peak_bytes,
+        "process": process,
+        "allocated": MOST.load(Relaxed) - before,
+        "resident": memory::peak_resident(),
+        "moment": plan.peak_moment,
+        "table": plan.table(),
+    })
+}
+
+#[test]
+#[ignore = "a process of its own for one row of a table"]
+fn child() {
+    let Ok(text) = std::env::var(CASE) else { return };
+    let words: Vec<&'static str> = text.split('|').map(|w| &*w.to_string().leak()).collect();
+    let [model, method, storage, tier, activations, file] = words[..] else {
+        panic!("{text}")
+    };
+    let case = Case {
+        model,
+        method,
+        storage,
+        tier,
+        activations,
+    };
+    println!("{RESULT}{}", measure(&case, Path::new(file)));
+}
+
+/// Prints the rows; all that are more than a tenth off.
+fn table(model: &'static str, methods: &[&'static str]) -> Vec<String> {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("model.safetensors");
+    disk::write_random(&file, &spec(model).params(), 3, 0.02, 1.0, Dtype::Bf16).unwrap();
+    let (count, length) = rows(model);
+    println!("\n{model}, {count} × {length} tokens\n");
+    println!("| method | storage | tier | activations | forecast MiB | allocator | off | resident MiB | off |");
+    println!("|---|---|---|---|---|---|---|---|---|");
+    let mut wrong = Vec::new();
+    for method in methods {
+        for storage in STORAGES {
+            for tier in TIERS {
+                for activations in ACTIVATIONS {
+                    let case = Case {
+                        model,
+                        method,
+                        storage,
+                        tier,
+                        activations,
+                    };
+                    wrong.extend(one(&case, &file));
+                }
+            }
+        }
+    }
+    wrong
+}
+
+/// Prints one row; says so if it is more than a tenth off.
+fn one(case: &Case, file: &Path) -> Option<String> {
+    let Case {
+        model,
+        method,
+        storage,
+        tier,
+        activations,
+    } = case.clone();
+    let text = format!("{model}|{method}|{storage}|{tier}|{activations}|{}", file.display());
+    let out = Command::new(std::env::current_exe().unwrap())
+        .args(["table::child", "--exact", "--ignored", "--nocapture"])
+        .env(CASE, text)
+        .env("RAYON_NUM_THREADS", "2")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&out.stdout);
+    let line = said.lines().find_map(|l| l.split_once(RESULT));
+    let Some((_, result)) = line else {
+        panic!("{said}\n{}", String::from_utf8_lossy(&out.stderr))
+    };
+    let result: Value = serde_json::from_str(result).unwrap();
+    let number = |key: &str| result[key].as_f64().unwrap();
+    let own = number("forecast") - number("process");
+    let off = [
+        own / number("allocated") - 1.0,
+        number("forecast") / number("resident") - 1.0,
+    ];
+    let mib = |bytes: f64| bytes / (1 << 20) as f64;
+    let row = format!(
+        "| {method} | {storage} | {tier} | {activations} | {:.1} + {:.1} | {:.1} | {:+.1} % | {:.1} | {:+.1} % |",
+        mib(own),
+        mib(number("process")),
+        mib(number("allocated")),
+        100.0 * off[0],
+        mib(number("resident")),
+        100.0 * off[1]
+    );
+    println!("{row}");
+    let wrong = off.iter().any(|off| off.abs() > 0.1);
+    wrong.then(|| format!("{row}\n{}", result["table"].as_str().unwrap()))
+}
+
+#[test]
+fn tiny() {
+    let wrong = table("tiny", &["lora", "block"]);
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+#[ignore = "half an hour, 2 GB of disk"]
+fn wide() {
+    let wrong = table("three layers of Qwen2.5-7B's width", &["lora", "block"]);
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}

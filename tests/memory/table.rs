@@ -134,6 +134,8 @@ fn measure(case: &Case, file: &Path) -> Value {
     };
     network.mlp_tokens = case.activations.contains("pieces").then_some(count * length / 4);
     let inputs = Inputs {
+        reference: false,
+        rollout: 0,
         parked: false,
         tokens: count * length,
         longest: length,

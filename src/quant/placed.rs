@@ -141,21 +141,6 @@ impl Placed {
         self.format.bytes(self.codes.rows, self.codes.columns)
     }
 
-    /// What `new` was given.
-    pub fn tensors(&self) -> (Vec<Tensor>, f32) {
-        let codes = self.codes.codes.clone();
-        match &self.codes.scales {
-            Scales::Int8 { scales, .. } | Scales::Int4 { scales, .. } => (vec![codes, scales.clone()], 0.0),
-            Scales::Nf4 { absmax } => (vec![codes, absmax.clone()], 0.0),
-            Scales::Nf4Double {
-                codes: nested,
-                scales,
-                offset,
-                ..
-            } => (vec![codes, nested.clone(), scales.clone()], *offset),
-        }
-    }
-
     /// For products.
     pub(super) fn codes(&self) -> &coded::Placed {
         &self.codes

@@ -100,8 +100,7 @@ impl Uploaded {
                 (None, Weight::Placed(codes)) => {
                     let sent = codes
                         .tensors()
-                        .0
-                        .iter()
+                        .into_iter()
                         .map(|t| self.copier.send(t, self.stays))
                         .collect::<Result<_>>()?;
                     Part::Codes(codes.clone(), sent)
@@ -110,8 +109,7 @@ impl Uploaded {
                     let codes = codes.to_device(&Device::Cpu)?;
                     let sent = codes
                         .tensors()
-                        .0
-                        .iter()
+                        .into_iter()
                         .map(|t| self.copier.send(t, false))
                         .collect::<Result<_>>()?;
                     Part::Codes(codes.into(), sent)
@@ -137,8 +135,7 @@ impl Uploaded {
                         .into_iter()
                         .map(|a| self.copier.receive(a))
                         .collect::<Result<_>>()?;
-                    let (format, dims, decoded) = (codes.format(), codes.dims(), codes.decoded());
-                    Placed::new(format, dims, decoded, here, codes.tensors().1)?.into()
+                    codes.with_tensors(here)?.into()
                 }
             };
             weights.insert(name, weight);
@@ -311,7 +308,7 @@ impl LayerSource for Uploaded {
             if self.stays
                 && let Ok((_, Weight::Placed(codes))) = self.inner.fetch(param.group)?.weight(&param.name)
             {
-                codes.tensors().0.iter().try_for_each(|t| self.copier.forget(t))?;
+                codes.tensors().into_iter().try_for_each(|t| self.copier.forget(t))?;
             }
         }
         self.inner.activate(names, &mut across)?;

@@ -113,12 +113,12 @@ fn the_correction_of_coded_rollouts_is_unbiased() {
     // p(first token = 1), p(second = 1 | first): exact, and as int8 rounding might leave them.
     let exact = |a: usize, b: usize| {
         let first: f64 = [0.3, 0.7][a];
-        let second = [[0.6, 0.4], [0.15, 0.85]][a][b];
+        let second: f64 = [[0.6, 0.4], [0.15, 0.85]][a][b];
         (first, second)
     };
     let coarse = |a: usize, b: usize| {
         let first: f64 = [0.36, 0.64][a];
-        let second = [[0.53, 0.47], [0.2, 0.8]][a][b];
+        let second: f64 = [[0.53, 0.47], [0.2, 0.8]][a][b];
         (first, second)
     };
     let reward = [[1.0, -0.5], [0.25, 2.0]];

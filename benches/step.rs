@@ -128,6 +128,7 @@ fn main() {
             Gradients::Keep
         },
         keep_layers: if o.recompute { 0 } else { layers },
+        parked: None,
         max_grad_norm: 0.0,
         seed: 1,
         network,

@@ -8,5 +8,5 @@ pub mod sinks;
 pub mod step;
 
 pub use active::Active;
-pub use pass::{Totals, evaluate, window};
+pub use pass::{Keeping, Totals, evaluate, window};
 pub use step::{Engine, Gradients, StepReport};

@@ -4,8 +4,9 @@ use super::active::Active;
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::spec::EMBEDDING;
-use crate::model::{Context, GradSink, Layer, Need, Network, Objective, Param};
+use crate::model::{Context, GradSink, Layer, Need, Network, Objective, Param, TokenRows};
 use crate::ops::tally::{Sums, Tally};
+use crate::ops::transfer::{Arriving, Copier, Parked};
 use crate::ops::{embedding, rms_norm};
 use crate::peft::Dropout;
 use crate::source::Group;
@@ -54,8 +55,44 @@ impl Totals {
     }
 }
 
+/// What of a forward pass is kept for the backward pass beside the inputs of the layers, and where.
+#[derive(Clone, Copy, Default)]
+pub struct Keeping<'a> {
+    /// So many of the uppermost layers keep their activations.
+    pub layers: usize,
+    /// Inputs of layers wait on the host.
+    pub parked: Option<&'a Copier>,
+}
+
+/// The input of a layer until the backward pass comes to it.
+enum Input {
+    Here(Tensor),
+    Parked(Parked),
+    Coming(Arriving),
+}
+
+impl Input {
+    /// Starts the way back.
+    fn call(self, copier: Option<&Copier>) -> Result<Self> {
+        match (self, copier) {
+            (Input::Parked(parked), Some(copier)) => Ok(Input::Coming(copier.fetch(parked)?)),
+            (here, _) => Ok(here),
+        }
+    }
+
+    fn get(self, copier: Option<&Copier>) -> Result<Tensor> {
+        match (self.call(copier)?, copier) {
+            (Input::Here(x), _) => Ok(x),
+            (Input::Coming(coming), Some(copier)) => copier.receive(coming),
+            _ => Err(Error::new(
+                "the input of a layer is on the host, and nobody brings it back",
+            )),
+        }
+    }
+}
+
 /// All micro-batches of one optimizer step: gradients of `active` go to `sink`, scaled by 1 / (weight of the
-/// whole window). The uppermost `keep` layers keep their activations, the others recompute them: the same bits.
+/// whole window). What is not kept is recomputed: the same bits.
 /// `key(micro)` gives the dropout key of each micro-batch. Loss and correct predictions are added to `tally`; the
 /// totals that come back have the counts only.
 #[allow(clippy::too_many_arguments)]
@@ -64,7 +101,7 @@ pub fn window(
     objective: &dyn Objective,
     batches: &[Batch],
     active: &Active,
-    keep: usize,
+    keep: Keeping,
     key: impl Fn(u64) -> Option<Dropout>,
     sink: &mut dyn GradSink,
     tally: &Tally,
@@ -103,7 +140,7 @@ fn micro_batch(
     objective: &dyn Objective,
     batch: &Batch,
     active: &Active,
-    keep: usize,
+    keep: Keeping,
     scale: f64,
     dropout: Option<Dropout>,
     sink: &mut dyn GradSink,
@@ -128,18 +165,31 @@ fn micro_batch(
             take_own(out.own, sink)?;
         }
         let block = network.block(l)?;
-        let y = if l >= lowest && l + keep >= layers {
+        let y = if l >= lowest && l + keep.layers >= layers {
             let (y, kept) = block.forward_kept(&x, &ctx)?;
-            inputs.push((x, Some(kept)));
+            inputs.push((Input::Here(x), Some(kept)));
             y
         } else {
             let y = block.forward(&x, &ctx)?;
             if l >= lowest {
-                inputs.push((x, None));
+                // The memory of the one before is free by now, or the copy is slower than the computing.
+                if let (Some(copier), Some((Input::Parked(before), _))) = (keep.parked, inputs.last_mut()) {
+                    copier.let_go(before)?;
+                }
+                let input = match keep.parked {
+                    Some(copier) => Input::Parked(copier.park(x)?),
+                    None => Input::Here(x),
+                };
+                inputs.push((input, None));
             }
             y
         };
         x = y;
+    }
+
+    // The first to be needed comes back while the loss is computed.
+    if let Some((last, kept)) = inputs.pop() {
+        inputs.push((last.call(keep.parked)?, kept));
     }
 
     // Loss, and its gradient at the last hidden states.
@@ -147,7 +197,7 @@ fn micro_batch(
     let head = network.head()?;
     let need_dx = lowest < layers || active.lowest() == Group::Embedding;
     let at_the_end = Need {
-        dw: sink.wants(&head.name),
+        dw: sink.wants(&head.name) || network.tokens.iter().any(|t| t.table == head.name && t.wanted(sink)),
         ..need(need_dx || sink.wants(&norm.name))
     };
     let mut out = objective.evaluate(&network.normalize(&x)?, &head, batch, at_the_end, tally)?;
@@ -157,6 +207,13 @@ fn micro_batch(
     take_own(out.own, sink)?;
     // A tied head is the embedding: its gradient waits for the embedding's own part.
     let mut tied = None;
+    let mut rows: Vec<(&TokenRows, Tensor)> = Vec::new();
+    if let Some(dw) = out.dw.take_if(|_| !sink.wants(&head.name)) {
+        // Of the whole gradient only some rows are wanted.
+        for t in network.tokens.iter().filter(|t| t.table == head.name && t.wanted(sink)) {
+            rows.push((t, t.of_whole(&dw)?));
+        }
+    }
     if let Some(dw) = out.dw.take() {
         if network.spec.tied {
             tied = Some(dw)
@@ -165,6 +222,11 @@ fn micro_batch(
         }
     }
     drop(head);
+    if !network.spec.tied {
+        for (t, gradient) in rows.drain(..) {
+            sink.take(&t.param(), gradient)?;
+        }
+    }
     let Some(dh) = out.dh.take() else { return Ok(()) };
     let spec = &network.spec;
     let (mut dx, dw) = rms_norm::backward(
@@ -190,6 +252,11 @@ fn micro_batch(
         let Some((x, kept)) = inputs.pop() else {
             return Err(Error::new("a layer input was not kept"));
         };
+        // The next one travels while this one is used.
+        if let Some((next, kept)) = inputs.pop() {
+            inputs.push((next.call(keep.parked)?, kept));
+        }
+        let x = x.get(keep.parked)?;
         let mut inner = None;
         if objective.inner_layers().contains(&l) {
             let out = objective.inner(l, &x, batch, need(need_dx), tally)?;
@@ -203,6 +270,17 @@ fn micro_batch(
         };
     }
     if active.lowest() == Group::Embedding {
+        for t in network.tokens.iter().filter(|t| &*t.table == EMBEDDING) {
+            if !t.wanted(sink) {
+                continue;
+            }
+            let gradient = match rows.pop() {
+                Some((_, gradient)) => gradient,
+                None => t.zeros()?,
+            };
+            t.add_embedded(&gradient, &batch.ids, &dx, network.spec.embedding_scale)?;
+            sink.take(&t.param(), gradient)?;
+        }
         embedding_gradient(network, batch, &dx, tied, sink)?;
     }
     Ok(())

@@ -6,14 +6,19 @@ use std::collections::BTreeMap;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     Weights,
+    Reference,
     Adapters,
     Optimizer,
     Retired,
+    OnHost,
+    Parked,
     Gradients,
     Inputs,
     Activations,
     Layer,
     Loss,
+    Rollout,
+    Teacher,
     Saving,
     Data,
     Scratch,
@@ -48,7 +53,10 @@ pub struct Ledger {
 impl Kind {
     /// Does this stay in host memory where tensors lie on a GPU?
     fn on_host(self) -> bool {
-        matches!(self, Kind::Retired | Kind::Saving | Kind::Data | Kind::Process)
+        matches!(
+            self,
+            Kind::Retired | Kind::OnHost | Kind::Parked | Kind::Saving | Kind::Data | Kind::Process
+        )
     }
 }
 

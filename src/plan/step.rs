@@ -6,8 +6,8 @@ use super::ledger::{Held, Kind, Ledger};
 use super::weights;
 use super::work::{self, Block};
 use crate::engine::{Active, Gradients};
-use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, FINAL_NORM, LM_HEAD};
+use crate::model::{Spec, tokens};
 use crate::ops::CpuPath;
 use crate::ops::cross_entropy::PIECE;
 use crate::recipe::{Dtype, Recipe};
@@ -127,6 +127,10 @@ pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs
         // ids, positions, targets of every micro-batch; the rope tables of one.
         l.hold(Kind::Data, 12 * tokens * inputs.micro_batches as u64 + rope * tokens),
         l.hold(Kind::Scratch, scratch(spec, inputs, bf16)),
+        l.hold(
+            Kind::Teacher,
+            inputs.teacher.as_ref().map_or(0, |t| t.forward(inputs).0),
+        ),
     ];
     // The second micro-batch finds the sums of the first; those after it are like the second.
     for micro in 0..inputs.micro_batches.min(2) {
@@ -189,6 +193,17 @@ fn tile_buffers(spec: &Spec, inputs: &Inputs) -> u64 {
 }
 
 fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
+    // Of the inputs that wait on the host two are here at a time: one leaving or coming, one in use.
+    let parked = if inputs.parked { 2 } else { 0 };
+    let here = l.hold(
+        Kind::Inputs,
+        parked * inputs.element * (inputs.tokens * spec.hidden) as u64,
+    );
+    pass(l, spec, recipe, inputs, sink, micro);
+    l.drop(here);
+}
+
+fn pass(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
     let n = inputs.tokens as u64;
     let nd = inputs.element * n * spec.hidden as u64;
     let layers = spec.layers.len();
@@ -208,8 +223,13 @@ fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, si
     let mut inputs_kept: Vec<(Held, Option<work::Kept>)> = Vec::new();
     for layer in 0..layers {
         l.moment(format!("the forward pass of layer {layer}"));
-        let x = l.hold(if layer >= lowest { Kind::Inputs } else { Kind::Layer }, nd);
         let keep = layer >= lowest && layer + inputs.keep_layers >= layers;
+        let kind = match (layer >= lowest, inputs.parked && !keep) {
+            (true, true) => Kind::Parked,
+            (true, false) => Kind::Inputs,
+            (false, _) => Kind::Layer,
+        };
+        let x = l.hold(kind, nd);
         let (y, kept) = block(layer).forward(l, keep);
         l.drop(y);
         if layer >= lowest {
@@ -226,11 +246,16 @@ fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, si
     });
     let head = if spec.tied { EMBEDDING } else { LM_HEAD };
     let dh = lowest < layers || to_embedding || sink.wants(FINAL_NORM);
+    if let Some((_, work)) = inputs.teacher.as_ref().map(|t| t.forward(inputs)) {
+        l.touch(Kind::Teacher, work);
+    }
     let h = l.hold(Kind::Loss, nd);
     let indices = l.hold(Kind::Loss, 8 * n);
     let d_hidden = dh.then(|| l.hold(Kind::Loss, nd));
-    let d_head = sink.wants(head).then(|| sink.compute(l, head));
-    let chunk = CausalLm::chunk_for(spec.vocab, sink.wants(head)).min(inputs.tokens) as u64;
+    // Trained rows of the head are taken from the gradient of all of them.
+    let to_head = sink.wants(head) || sink.wants(&tokens::name_of(head));
+    let d_head = to_head.then(|| sink.compute(l, head));
+    let chunk = CausalLm::chunk_for(spec.vocab, to_head).min(inputs.tokens) as u64;
     // A number and a sum for each 2048 logits of a row.
     let sums = 16 * spec.vocab.div_ceil(2048) as u64;
     let logits = match weights::head_in_pieces(spec, inputs.place, sink.active) {
@@ -242,6 +267,7 @@ fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, si
     l.drop_all([h, indices]);
     let mut tied = None;
     match d_head {
+        Some(gradient) if !sink.wants(head) => l.drop(gradient),
         Some(gradient) if spec.tied => tied = Some(gradient),
         Some(gradient) => sink.take(l, head, gradient),
         None => {}

@@ -141,9 +141,17 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
             "weights",
             match inputs.place {
                 super::Place::Device => format!("all of them, {stored}"),
-                super::Place::Disk { head_rows: None } => format!("trained now, two layers, the head; {stored}"),
+                super::Place::Host | super::Place::Disk { head_rows: None } => {
+                    format!("trained now, two layers, the head; {stored}")
+                }
                 super::Place::Disk { .. } => format!("trained now, two layers, two pieces of the head; {stored}"),
             },
+        ),
+        (
+            Kind::Reference,
+            "reference",
+            "reference",
+            "the weights at the start, for the KL divergence".into(),
         ),
         (Kind::Adapters, "adapters", "adapters", "f32".into()),
         (
@@ -151,6 +159,21 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
             "optimizer",
             state,
             format!("{}, {}", recipe.optimizer.name.name(), recipe.optimizer.state.name()),
+        ),
+        (
+            Kind::OnHost,
+            "host_weights",
+            "weights on the host",
+            match inputs.place {
+                super::Place::Host => format!("all of them, {stored}"),
+                _ => "two layers that were read ahead".into(),
+            },
+        ),
+        (
+            Kind::Parked,
+            "host_layer_inputs",
+            "inputs on the host",
+            format!("{n} tokens × {} × {} bytes a layer", spec.hidden, inputs.element),
         ),
         (
             Kind::Retired,
@@ -194,6 +217,21 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
                 _ => format!("{chunk} tokens × {} at a time", spec.vocab),
             },
         ),
+        (
+            Kind::Rollout,
+            "rollout",
+            "rollout",
+            format!("keys and values of {} answers", inputs.rollout),
+        ),
+        (
+            Kind::Teacher,
+            "teacher",
+            "teacher",
+            inputs
+                .teacher
+                .as_ref()
+                .map_or(String::new(), |t| format!("{}; its forward pass", t.storage.describe())),
+        ),
         (Kind::Saving, "saving", "saving", "the largest tensor as f32".into()),
         (
             Kind::Data,
@@ -210,8 +248,16 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
         (Kind::Process, "process", "program", "before the model is loaded".into()),
     ];
     let get = |map: &std::collections::BTreeMap<Kind, u64>, kind| map.get(&kind).copied().unwrap_or(0);
+    // Only some stages have these.
+    let rare = |kind| {
+        matches!(
+            kind,
+            Kind::Reference | Kind::Rollout | Kind::Teacher | Kind::OnHost | Kind::Parked
+        )
+    };
     let lines = lines
         .into_iter()
+        .filter(|(kind, ..)| !rare(*kind) || get(&l.largest, *kind) > 0)
         .map(|(kind, key, label, note)| Line {
             key,
             label: label.to_string(),

@@ -17,6 +17,8 @@ const THREAD_RATE: f64 = 50e9;
 const GPU_RATE: f64 = 200e12;
 /// Bytes a second from the disk.
 const DISK_RATE: f64 = 1e9;
+/// And from the host to a GPU.
+const LINK_RATE: f64 = 20e9;
 /// Part of the shorter one of computing and reading that does not hide behind the other.
 const NOT_HIDDEN: f64 = 0.1;
 
@@ -53,10 +55,11 @@ pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> f64 {
             true => GPU_RATE,
             false => THREAD_RATE * inputs.threads as f64,
         };
-        let (work, read) = (
-            work / rate,
-            bytes_read(spec, recipe, inputs, active, lowest) / DISK_RATE,
-        );
+        let from = match inputs.place {
+            Place::Host => LINK_RATE,
+            _ => DISK_RATE,
+        };
+        let (work, read) = (work / rate, bytes_read(spec, recipe, inputs, active, lowest) / from);
         work.max(read) + NOT_HIDDEN * work.min(read)
     });
     let passes = match inputs.gradients {

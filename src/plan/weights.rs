@@ -6,7 +6,7 @@ use crate::model::Spec;
 use crate::source::{Group, ParamInfo, Policy};
 use std::collections::BTreeMap;
 
-/// Layers that a source on the disk has room for, and pieces of a head.
+/// Layers that a source has room for whose layers travel, and pieces of a head.
 const PLACES: u64 = 2;
 
 /// Is the matrix that projects to the vocabulary here only in pieces?
@@ -21,9 +21,10 @@ pub(super) fn head_in_pieces(spec: &Spec, place: Place, active: &Active) -> Opti
 pub(super) fn embedding_in_rows(spec: &Spec, place: Place, active: &Active) -> bool {
     let name = crate::model::spec::EMBEDDING;
     match place {
-        Place::Device => false,
-        _ if active.contains(name) => false,
-        Place::Disk { head_rows } => !(spec.tied && head_rows.is_none()),
+        Place::Host | Place::Disk { .. } if !active.contains(name) => {
+            !(spec.tied && place.travels().flatten().is_none())
+        }
+        _ => false,
     }
 }
 
@@ -35,7 +36,7 @@ pub(super) fn held(spec: &Spec, storage: &Policy, stored: u64, place: Place, act
         true => stored * p.elements() as u64,
         false => storage.of(p).bytes(&p.shape),
     };
-    let Place::Disk { head_rows } = place else {
+    let Some(head_rows) = place.travels() else {
         return params.iter().map(bytes).sum();
     };
     let always = |p: &ParamInfo| match &*p.name == spec.head_name() {

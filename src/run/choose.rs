@@ -1,6 +1,8 @@
 //! Every way through a step that a recipe leaves open, and the fastest of those that fit.
 
 use super::forecast::Limits;
+use super::prompts;
+use super::stage::lesson::needs_copy;
 use super::tuning::Tuning;
 use crate::base::{Error, Result};
 use crate::engine::Gradients;
@@ -27,6 +29,8 @@ pub(super) struct Setting<'a> {
     /// Weights that are codes already.
     pub stored: &'a BTreeMap<Arc<str>, Format>,
     pub on_gpu: bool,
+    /// Runs beside the model.
+    pub teacher: Option<&'a plan::Teacher>,
 }
 
 /// One way through a step; only how many layers keep their activations is open.
@@ -80,6 +84,12 @@ impl Setting<'_> {
             Activations::Recompute | Activations::Host => (0, 0),
             Activations::Auto => (0, layers),
         };
+        if recipe.memory.activations == Activations::Host && !self.on_gpu {
+            return Err(Error::usage("`memory.activations = \"host\"` means nothing on a CPU")
+                .at("memory.activations")
+                .found("the host's memory is the device's")
+                .hint("use `recompute`: it needs the least"));
+        }
         let storage = self.policy(recipe, lossy)?;
         let seconds = |way: &Way, keep| plan::seconds(self.spec, recipe, &self.inputs(recipe, way, &storage, keep));
         let mut ways: Vec<(f64, Way)> = Vec::new();
@@ -225,30 +235,27 @@ impl Setting<'_> {
             // On a CPU the host's memory is the device's.
             Tier::Device => Ok(vec![Place::Device]),
             Tier::Host if !on_gpu => Ok(vec![Place::Device]),
-            Tier::Auto if on_gpu || codes_in_files => Ok(vec![Place::Device]),
+            Tier::Auto if codes_in_files => Ok(vec![Place::Device]),
             Tier::Host | Tier::Disk if codes_in_files => Err(Error::new(
                 "weights that the model's own files store as codes are not read layer by layer yet",
             )
             .at("memory.tier")
             .hint("use `memory.tier = \"device\"`, or give the unquantized model and `memory.frozen_weights`")),
-            Tier::Host | Tier::Disk if on_gpu => Err(Error::usage(format!(
-                "`memory.tier = \"{}\"` is not built yet for a GPU",
-                recipe.memory.tier.name()
-            ))
-            .at("memory.tier")
-            .hint("use `device`, or `model.device = \"cpu\"`")),
             // These change every weight, and only what is trained comes back from the disk.
             Tier::Auto if corrects_all(recipe) => Ok(vec![Place::Device]),
-            Tier::Disk if corrects_all(recipe) => Err(Error::usage(
-                "`memory.tier = \"disk\"` and `tune.block.correction` contradict each other",
-            )
+            Tier::Host | Tier::Disk if corrects_all(recipe) => Err(Error::usage(format!(
+                "`memory.tier = \"{}\"` and `tune.block.correction` contradict each other",
+                recipe.memory.tier.name()
+            ))
             .found(format!(
                 "a correction of all weights: {}",
                 recipe.tune.block.correction.name()
             ))
             .hint("use `memory.tier = \"device\"`, or another correction")),
+            Tier::Host => Ok(vec![Place::Host]),
+            Tier::Auto if on_gpu => Ok([&[Place::Device, Place::Host], &disk[..]].concat()),
             Tier::Auto => Ok([&[Place::Device], &disk[..]].concat()),
-            Tier::Host | Tier::Disk => Ok(disk),
+            Tier::Disk => Ok(disk),
         }
     }
 
@@ -266,10 +273,19 @@ impl Setting<'_> {
     fn measured(&self, recipe: &Recipe) -> Inputs {
         let mut inputs = Inputs::of_recipe(recipe, self.tuning.possible(), self.adapters, Gradients::Keep);
         inputs.on_gpu = self.on_gpu;
+        inputs.reference = needs_copy(recipe);
+        if prompts::reinforces(recipe) {
+            inputs.rollout = prompts::answers_of_rollout(recipe);
+        }
         if self.on_gpu && recipe.model.dtype == Dtype::Bf16 {
             inputs.element = 2;
         }
-        let Some(lengths) = self.lengths else { return inputs };
+        inputs.teacher = self.teacher.cloned();
+        // Answers of a student can be as long as a row may be.
+        let grows = self.teacher.is_some() && recipe.distill.lmbda > 0.0;
+        let Some(lengths) = self.lengths.filter(|_| !grows) else {
+            return inputs;
+        };
         let mut lengths: Vec<usize> = lengths.iter().map(|n| (*n).min(recipe.data.max_length)).collect();
         lengths.sort_unstable_by(|a, b| b.cmp(a));
         let rows = recipe.train.batch_size;

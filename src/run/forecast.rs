@@ -3,6 +3,7 @@
 
 use super::advice;
 use super::choose::{Chosen, Setting, Way};
+use super::teacher;
 use super::tuning::Tuning;
 use crate::base::units::bytes;
 use crate::base::{Error, Result, files, memory};
@@ -84,13 +85,16 @@ pub fn forecast(
     device: &Device,
 ) -> Result<Forecast> {
     let gpu = ops::device::memory(device)?;
+    let on_gpu = recipe.model.device.starts_with("cuda") || gpu.is_some();
+    let teacher = teacher::cost(recipe, spec, on_gpu)?;
     let setting = Setting {
         spec,
         adapters,
         tuning,
         lengths: stream.map(BatchStream::lengths),
         stored,
-        on_gpu: recipe.model.device.starts_with("cuda") || gpu.is_some(),
+        on_gpu,
+        teacher: teacher.as_ref(),
     };
     let limits = Limits::of(recipe, gpu.map(|g| g.free), setting.on_gpu);
     let mut chosen = setting.choose(recipe, limits)?;
@@ -155,6 +159,10 @@ impl Setting<'_> {
         if recipe.memory.tier == Tier::Auto {
             match way.place {
                 Place::Device => say("memory.tier", "device".into(), "nothing has to be read again".into()),
+                Place::Host => {
+                    let least = self.least(recipe, way.lossy, on_device)?;
+                    say("memory.tier", "host".into(), needs("all weights on the GPU", least));
+                }
                 Place::Disk { .. } => {
                     let least = self.least(recipe, way.lossy, on_device)?;
                     say("memory.tier", "disk".into(), needs("all weights in memory", least));

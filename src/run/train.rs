@@ -7,7 +7,7 @@ use super::stage::{self, Feed, Stage};
 use super::starts::{self, Setting};
 use super::state::{self, Facts};
 use super::tuning::{self, Tuning};
-use super::{adapters, directory, finish, samples};
+use super::{adapters, allocation, directory, finish, samples};
 use crate::base::lock::RunLock;
 use crate::base::units::{bytes, count};
 use crate::base::{Error, Result, files, memory, signal};
@@ -17,10 +17,11 @@ use crate::data::order::BatchStream;
 use crate::engine::{self, Engine, Gradients};
 use crate::export;
 use crate::model::Adapters;
+use crate::ops::transfer::Copier;
 use crate::ops::{self, update};
 use crate::optim::Schedule;
 use crate::plan::{Place, Plan};
-use crate::recipe::{self, Method, Recipe};
+use crate::recipe::{self, Activations, Method, Recipe};
 use crate::report::{EvalMetrics, Reporter, StepMetrics};
 use crate::sft::CausalLm;
 use candle_core::Device;
@@ -64,12 +65,14 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         recipe.data.chat_template.as_deref(),
     )?;
     model.check_weights(recipe.model.init)?;
-    let Rows { train, eval } = Rows::read(recipe, &model)?;
-    let stream = BatchStream::new(&train, rows::stream(recipe))?;
+    let Rows { train, eval, questions } = Rows::read(recipe, &model)?;
+    stage::check(recipe, &model, &train)?;
+    let stream = BatchStream::new(&train, rows::stream(recipe, train.examples.len()))?;
     let total_steps = stream.steps();
 
     // ---- adapters, what is trained when, plan
     let mut prepared = adapters::of(recipe, &model.spec)?;
+    allocation::settle(recipe, &mut prepared, total_steps)?;
     let params = model.spec.params();
     let mut tuning = Tuning::new(recipe, &model.spec, &params, &prepared, train.examples.len())?;
     let Forecast {
@@ -144,30 +147,35 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     }
     network.adapters = prepared.adapters.clone();
     network.mlp_tokens = mlp_tokens;
-    match &resumed {
-        Some(checkpoint) => {
-            let sizes = state::sizes(checkpoint)?;
-            let ranks = starts::ranks_of(&network, |name| sizes.get(name).copied());
-            starts::resize(recipe, &mut network, &mut prepared, &ranks)?;
-        }
-        None => {
-            let mut setting = Setting {
-                recipe,
-                model: &model,
-                objective: &CausalLm::new(model.spec.vocab),
-                train: &train,
-                base: &facts.base,
-                cache: &run_dir.parent().unwrap_or(Path::new("")).join(START_CACHE),
-                note: &mut |line| reporter.note(line),
-            };
-            starts::fill(&mut setting, &mut network, &mut prepared)?;
-        }
+    adapters::place_rows(&prepared, &mut network)?;
+    network.ranks = allocation::of(recipe, &prepared);
+    if let Some(checkpoint) = &resumed {
+        let sizes = state::sizes(checkpoint)?;
+        let ranks = starts::ranks_of(&network, |name| sizes.get(name).copied());
+        starts::resize(recipe, &mut network, &mut prepared, &ranks)?;
+    }
+    if resumed.is_none() || starts::changes_base(recipe) {
+        let mut setting = Setting {
+            recipe,
+            model: &model,
+            objective: &CausalLm::new(model.spec.vocab),
+            train: &train,
+            base: &facts.base,
+            cache: &run_dir.parent().unwrap_or(Path::new("")).join(START_CACHE),
+            note: &mut |line| reporter.note(line),
+        };
+        starts::fill(&mut setting, &mut network, &mut prepared)?;
     }
     let setting = stage::Setting {
         recipe,
         spec: &model.spec,
+        model: &model,
+        device: &device,
+        run_dir: &run_dir,
+        train: &train,
         stream,
         eval: eval.as_ref(),
+        questions: questions.as_ref(),
     };
     let Stage { mut feed, objective } = stage::open(setting)?;
     network.own = objective.params();
@@ -178,6 +186,10 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         optimizer: tuning::optimizer(recipe),
         gradients,
         keep_layers,
+        parked: match recipe.memory.activations {
+            Activations::Host => Some(Copier::new(&device)?),
+            _ => None,
+        },
         max_grad_norm: recipe.train.max_grad_norm,
         seed: recipe.train.seed,
         network,
@@ -239,7 +251,16 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
                 .event("switch", json!({"step": step, "active_block": tuning.label(step)}));
         }
         let started = Instant::now();
-        let window = run.feed.window(step - 1, &engine)?;
+        let window = match run.feed.window(step - 1, &engine) {
+            Ok(window) => window,
+            Err(e) => {
+                // A rollout takes long: a signal in it loses nothing.
+                if !switches {
+                    run.stop_if_asked(&engine, step - 1)?;
+                }
+                return Err(run.failed(&engine, step, trained_tokens, e));
+            }
+        };
         let lr = recipe.optimizer.learning_rate * schedule.multiplier(step) * tuning.warmup(step);
         let report = match engine.step(step, &window, &tuning.active(step), lr) {
             Ok(report) => report,
@@ -256,7 +277,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
             trained_tokens,
             peak_memory_bytes: peak_memory(&device)?,
             active_block: tuning.label(step),
-            more: [engine.objective.metrics(), run.feed.metrics()].concat(),
+            more: [engine.objective.metrics(), run.feed.metrics(), copies(&engine)?].concat(),
         };
         let every = recipe.train.logging_steps.max(1) as u64;
         run.reporter.step(&metrics, step % every == 0 || step == total_steps);
@@ -302,6 +323,20 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         plan,
         peak_memory_bytes: peak,
     })
+}
+
+/// Milliseconds that the step's copies to the device took, and the part that was hidden behind computing.
+fn copies(engine: &Engine) -> Result<Vec<(&'static str, f64)>> {
+    let parked = engine.parked.as_ref().map(Copier::times).transpose()?.flatten();
+    let mut sum = engine.network.source.copies()?.unwrap_or_default();
+    if let Some(parked) = parked {
+        sum.copying += parked.copying;
+        sum.waiting += parked.waiting;
+    }
+    let hidden = sum
+        .hidden()
+        .map(|hidden| vec![("copy_ms", sum.copying), ("copy_hidden", hidden)]);
+    Ok(hidden.unwrap_or_default())
 }
 
 /// Most memory so far: of the GPU's tensors, or of this process on the CPU.
@@ -351,12 +386,13 @@ fn space_needed(recipe: &Recipe, model: &Described, elements: u64, place: Place)
         // Its weights are not worth a file.
         _ if model.is_shape() => 0,
         // A start that is taken off doubles the rank.
+        Method::Lora if starts::changes_base(recipe) => elements * 8 + all as u64 * 4,
         Method::Lora => elements * 8,
         _ => all as u64 * stored,
     };
     // What was trained, and weights that were drawn instead of read.
     let scratch = match (place, recipe.tune.method) {
-        (Place::Device, _) | (_, Method::Lora) => 0,
+        (Place::Device | Place::Host, _) | (_, Method::Lora) => 0,
         _ => 4 * elements,
     };
     let drawn = match (place, recipe.model.init) {
@@ -448,6 +484,13 @@ impl Run<'_> {
     }
 
     fn evaluate(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        let found = match self.feed.evaluate(engine) {
+            Err(_) if signal::received().is_some() => return Ok(()), // the caller saves and stops
+            found => found?,
+        };
+        if !found.is_empty() {
+            self.reporter.measured(step, &found);
+        }
         let batches = self.feed.eval();
         if batches.is_empty() {
             return Ok(());

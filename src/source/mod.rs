@@ -6,9 +6,11 @@ pub mod policy;
 pub mod resident;
 pub mod stored;
 mod turns;
+pub mod uploaded;
 
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
+use crate::ops::transfer::CopyTimes;
 use crate::quant::Weight;
 use candle_core::Tensor;
 use half::bf16;
@@ -19,6 +21,7 @@ pub use disk::Disk;
 pub use policy::Policy;
 pub use resident::Resident;
 pub use turns::Recoded;
+pub use uploaded::Uploaded;
 
 /// What is fetched as one piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -160,6 +163,20 @@ pub trait LayerSource: Send {
     /// to make codes of them again, where they are stored so.
     fn retire(&self, _keep: &dyn Fn(&str) -> bool, _low: &mut dyn LowerHalves) -> Result<Vec<Recoded>> {
         Ok(Vec::new())
+    }
+
+    /// Other values for a weight that is stored as codes: as many as it has elements. What it was is gone from the device.
+    ///
+    /// Errors: a weight that is no codes; a source whose weights do not stay on the device.
+    fn recode(&self, name: &str, _values: &[f32]) -> Result<()> {
+        Err(Error::new("codes that do not stay on the device cannot be made anew")
+            .at(name)
+            .hint("set `memory.tier = \"device\"`, or `tune.lora.loftq_iter = 1`"))
+    }
+
+    /// How long weights travelled to the device since the last call; `None` where they do not.
+    fn copies(&self) -> Result<Option<CopyTimes>> {
+        Ok(None)
     }
 
     /// All numbers of a parameter as they are now, a few at a time; with lower halves unless `master_is_out`.

@@ -297,6 +297,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
         optimizer: Optimizer::new(recipe.optimizer.clone()),
         gradients,
         keep_layers: keep,
+        parked: None,
         max_grad_norm: 0.0,
         seed: 1,
     };
@@ -320,6 +321,10 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
         on_gpu: false,
         active: vec![active],
         place,
+        teacher: None,
+        parked: false,
+        reference: false,
+        rollout: 0,
         storage,
         adapters: costs,
         data_bytes: 0,

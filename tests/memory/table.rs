@@ -134,6 +134,10 @@ fn measure(case: &Case, file: &Path) -> Value {
     };
     network.mlp_tokens = case.activations.contains("pieces").then_some(count * length / 4);
     let inputs = Inputs {
+        teacher: None,
+        parked: false,
+        reference: false,
+        rollout: 0,
         tokens: count * length,
         longest: length,
         documents: count,
@@ -165,6 +169,7 @@ fn measure(case: &Case, file: &Path) -> Value {
         optimizer: Optimizer::new(recipe.optimizer.clone()),
         gradients: Gradients::Keep,
         keep_layers: keep,
+        parked: None,
         max_grad_norm: 0.0,
         seed: 1,
     };

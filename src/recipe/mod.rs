@@ -5,8 +5,10 @@
 //! `lower` (what keys mean together) -> `Recipe`. `table` drives all of it.
 
 mod check;
+mod distill;
 mod draft;
 mod lora;
+mod reinforce;
 mod lower;
 mod preference;
 mod resolved;

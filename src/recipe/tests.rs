@@ -197,8 +197,10 @@ fn every_key_reaches_the_recipe() {
         ("tune.lora.rank_pattern", "q_proj=4"),
         ("tune.lora.alpha_pattern", "[\"q_proj=4.5\"]"),
         ("tune.lora.modules_to_save", "lm_head"),
+        ("tune.lora.trainable_token_indices", "[3, 5]"),
         ("tune.lora.init_samples", "3"),
         ("tune.lora.pissa_niter", "4"),
+        ("tune.lora.loftq_iter", "4"),
         ("tune.lora.feedforward_modules", "up_proj"),
         ("tune.lora.oft_block_size", "8"),
         ("tune.lora.use_cayley_neumann", "false"),
@@ -212,6 +214,14 @@ fn every_key_reaches_the_recipe() {
         ("tune.lora.corda.samples", "7"),
         ("tune.lora.corda.compatible", "peft"),
         ("tune.lora.corda.adaptive_rank", "true"),
+        ("tune.lora.eva.rho", "3"),
+        ("tune.lora.adalora.target_r", "5"),
+        ("tune.lora.adalora.tinit", "3"),
+        ("tune.lora.adalora.tfinal", "4"),
+        ("tune.lora.adalora.deltaT", "2"),
+        ("tune.lora.adalora.beta1", "0.5"),
+        ("tune.lora.adalora.beta2", "0.6"),
+        ("tune.lora.adalora.orth_reg_weight", "0"),
         ("tune.lora.adapter", "dir"),
         ("tune.freeze.trainable_layers", "5"),
         ("tune.freeze.trainable", "model.norm"),
@@ -240,6 +250,21 @@ fn every_key_reaches_the_recipe() {
         ("rlhf.desirable_weight", "2"),
         ("rlhf.undesirable_weight", "2"),
         ("rlhf.center_rewards_coefficient", "0.01"),
+        ("distill.teacher", "big"),
+        ("distill.teacher_revision", "v2"),
+        ("distill.teacher_weights", "int8"),
+        ("distill.teacher_tier", "disk"),
+        ("distill.teacher_cache", "outputs"),
+        ("distill.top_k", "9"),
+        ("distill.beta", "0.1"),
+        ("distill.temperature", "2"),
+        ("distill.alpha", "0.3"),
+        ("distill.lmbda", "0.25"),
+        ("distill.max_new_tokens", "5"),
+        ("distill.rollout_temperature", "0"),
+        ("distill.hidden_weight", "0.1"),
+        ("distill.hidden_loss", "cosine"),
+        ("distill.layer_map", "[[1, 2], [3, 6]]"),
         ("train.stage", "pretrain"),
         ("train.num_epochs", "2.5"),
         ("train.max_steps", "0"),
@@ -254,6 +279,45 @@ fn every_key_reaches_the_recipe() {
         ("train.output_dir", "out"),
         ("train.sample_prompts", "[\"hi\"]"),
         ("train.predict_with_generate", "true"),
+        ("rlhf.rewards", "[\"exact\", \"length:8\"]"),
+        ("rlhf.reward_weights", "[1, 0.5]"),
+        ("rlhf.answer_column", "solution"),
+        ("rlhf.reward_timeout", "1.5"),
+        ("rlhf.reward_restarts", "0"),
+        ("rlhf.num_generations", "4"),
+        ("rlhf.max_completion_length", "17"),
+        ("rlhf.temperature", "0.7"),
+        ("rlhf.top_k", "5"),
+        ("rlhf.top_p", "0.9"),
+        ("rlhf.num_iterations", "2"),
+        ("rlhf.num_mini_batches", "3"),
+        ("rlhf.rollout_weights", "int8"),
+        ("rlhf.rollout_correction", "none"),
+        ("rlhf.rollout_clip_max", "2"),
+        ("rlhf.rollout_clip_min", "0.5"),
+        ("rlhf.sample_steps", "0"),
+        ("rlhf.samples", "1"),
+        ("rlhf.grpo.loss_type", "rloo"),
+        ("rlhf.grpo.importance_sampling_level", "sequence"),
+        ("rlhf.grpo.scale_rewards", "none"),
+        ("rlhf.grpo.epsilon", "0.1"),
+        ("rlhf.grpo.epsilon_high", "0.28"),
+        ("rlhf.grpo.delta", "2"),
+        ("rlhf.grpo.beta", "0.04"),
+        ("rlhf.grpo.use_bias_correction_kl", "false"),
+        ("rlhf.grpo.mask_truncated_completions", "true"),
+        ("rlhf.grpo.normalize_advantages", "true"),
+        ("rlhf.ppo.kl_coef", "0.1"),
+        ("rlhf.ppo.kl_estimator", "k3"),
+        ("rlhf.ppo.kl_target", "6"),
+        ("rlhf.ppo.kl_horizon", "100"),
+        ("rlhf.ppo.gamma", "0.9"),
+        ("rlhf.ppo.lam", "0.9"),
+        ("rlhf.ppo.cliprange", "0.1"),
+        ("rlhf.ppo.cliprange_value", "0.1"),
+        ("rlhf.ppo.vf_coef", "0.5"),
+        ("rlhf.ppo.whiten_rewards", "true"),
+        ("rlhf.ppo.missing_eos_penalty", "1"),
     ];
     let plain = [vec![], vec!["data.eval_fraction=0.2"]].map(|o| format!("{:?}", good(LEAST, &o).recipe));
     for key in table::KEYS {
@@ -428,6 +492,45 @@ fn contradictions_name_both_keys() {
     let e = bad(LEAST, &["tune.lora.target_modules=[]"]);
     assert!(e.contains("is empty"), "{e}");
     good("[model]\npath = \"shape:tiny\"\n", &[]);
+}
+
+#[test]
+fn training_by_reward_needs_rewards_and_whole_groups() {
+    let reward = "rlhf.rewards=exact";
+    let e = bad(LEAST, &["train.stage=grpo"]);
+    assert!(e.contains("`rlhf.rewards` is missing"), "{e}");
+    let e = bad(LEAST, &["train.stage=grpo", reward, "rlhf.num_generations=5"]);
+    assert!(e.contains("8 answers") && e.contains("a multiple of 5"), "{e}");
+    let e = bad(LEAST, &["train.stage=grpo", reward, "rlhf.num_generations=1"]);
+    assert!(e.contains("at least 2"), "{e}");
+    let e = bad(LEAST, &["train.stage=ppo", reward, "rlhf.reward_weights=[1, 2]"]);
+    assert!(e.contains("2 weights") && e.contains("1, one for each"), "{e}");
+    let e = bad(
+        LEAST,
+        &[
+            "train.stage=ppo",
+            reward,
+            "rlhf.rollout_weights=int8",
+            "rlhf.rollout_clip_min=3",
+        ],
+    );
+    assert!(e.contains("`rlhf.rollout_clip_min` is not below"), "{e}");
+    let e = bad(LEAST, &["train.stage=ppo", reward, "data.packing=true"]);
+    assert!(e.contains("`data.packing` has no meaning"), "{e}");
+    let l = good(LEAST, &["train.stage=ppo", reward, "rlhf.num_generations=2"]);
+    assert!(!l.recipe.data.packing && l.warnings.is_empty(), "{:?}", l.warnings);
+    let l = good(LEAST, &["rlhf.temperature=0.5", "rlhf.ppo.gamma=0.5"]);
+    assert_eq!(l.warnings.len(), 2);
+    assert!(l.warnings[0].contains("`rlhf.temperature` has no effect with `train.stage = \"sft\"`"));
+    let l = good(
+        LEAST,
+        &["train.stage=grpo", reward, "rlhf.grpo.normalize_advantages=true"],
+    );
+    assert!(
+        l.warnings[0].contains("`rlhf.grpo.loss_type = \"dapo\"`"),
+        "{:?}",
+        l.warnings
+    );
 }
 
 #[test]

@@ -163,6 +163,9 @@ fn step_line(m: &StepMetrics, before: Option<f64>, total: u64, eta: Duration, un
         units::bytes(m.peak_memory_bytes),
         units::duration(eta),
     );
+    for (name, value) in m.more.iter().filter(|(n, _)| ["reward", "kl"].contains(n)) {
+        line.push_str(&format!("  {name} {value:.3}"));
+    }
     if let Some(block) = &m.active_block {
         line.push_str(&format!("  {block}"));
     }

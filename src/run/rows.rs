@@ -1,5 +1,6 @@
 //! The rows of a recipe: read for a run, or shown to a person.
 
+use super::prompts::{self, Questions};
 use super::setup::Described;
 use super::stage::preference;
 use crate::base::Result;
@@ -12,15 +13,26 @@ use crate::recipe::Recipe;
 pub struct Rows {
     pub train: Dataset,
     pub eval: Option<Dataset>,
+    /// Of a stage that trains by reward.
+    pub questions: Option<Questions>,
 }
 
 impl Rows {
     pub fn read(recipe: &Recipe, model: &Described) -> Result<Self> {
+        if prompts::reinforces(recipe) {
+            let (train, eval, questions) = prompts::read(recipe, model)?;
+            let questions = Some(questions);
+            return Ok(Self { train, eval, questions });
+        }
         let read = |named: &[String]| read(recipe, named, model);
         if model.is_shape() && recipe.data.train.is_empty() {
             let (rows, length) = (random_rows(recipe), recipe.data.max_length);
             let train = Dataset::random(rows, length, model.spec.vocab, recipe.train.seed);
-            return Ok(Self { train, eval: None });
+            return Ok(Self {
+                train,
+                eval: None,
+                questions: None,
+            });
         }
         let train = read(&recipe.data.train)?;
         let (train, eval) = if !recipe.data.eval.is_empty() {
@@ -35,6 +47,7 @@ impl Rows {
         Ok(Self {
             train: completed(train)?,
             eval: eval.map(completed).transpose()?,
+            questions: None,
         })
     }
 }
@@ -76,7 +89,14 @@ pub fn describe(recipe: &Recipe, rows: usize, colour: bool) -> Result<String> {
         &recipe.model.revision,
         recipe.data.chat_template.as_deref(),
     )?;
-    let dataset = Rows::read(recipe, &model)?.train;
+    let Rows {
+        train: dataset,
+        questions,
+        ..
+    } = Rows::read(recipe, &model)?;
+    if let Some(questions) = questions {
+        return prompts::describe(&questions, &model, rows);
+    }
     describe::describe(
         &dataset,
         &spec(recipe, &local(&recipe.data.train)?, &model),
@@ -86,8 +106,8 @@ pub fn describe(recipe: &Recipe, rows: usize, colour: bool) -> Result<String> {
     )
 }
 
-/// How the recipe walks through its rows.
-pub fn stream(recipe: &Recipe) -> StreamSpec {
+/// How the recipe walks through its `rows` rows.
+pub fn stream(recipe: &Recipe, rows: usize) -> StreamSpec {
     StreamSpec {
         batch_size: recipe.train.batch_size,
         accumulation: recipe.train.gradient_accumulation_steps,
@@ -95,6 +115,9 @@ pub fn stream(recipe: &Recipe) -> StreamSpec {
         max_length: recipe.data.max_length,
         shuffle: recipe.data.shuffle,
         seed: recipe.train.seed,
-        length: Length::new(recipe.train.max_steps, recipe.train.num_epochs),
+        length: match prompts::reinforces(recipe) {
+            true => Length::Steps(prompts::steps(recipe, rows)),
+            false => Length::new(recipe.train.max_steps, recipe.train.num_epochs),
+        },
     }
 }

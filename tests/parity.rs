@@ -3,6 +3,8 @@
 
 #[path = "parity/adapters.rs"]
 mod adapters;
+#[path = "parity/distill.rs"]
+mod distill;
 #[path = "parity/families.rs"]
 mod families;
 #[path = "parity/int8.rs"]
@@ -15,6 +17,8 @@ mod quant;
 mod rl;
 #[path = "parity/rollouts.rs"]
 mod rollouts;
+#[path = "parity/ranks.rs"]
+mod ranks;
 #[path = "parity/support.rs"]
 mod support;
 #[path = "parity/tables.rs"]

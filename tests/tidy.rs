@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// From the top down. `lib.rs` declares the same rooms.
-const ROOMS: [&str; 21] = [
+const ROOMS: [&str; 22] = [
     "cli",
     "run",
     "plan",
@@ -17,6 +17,7 @@ const ROOMS: [&str; 21] = [
     "engine",
     "rlhf",
     "sft",
+    "distill",
     "optim",
     "model",
     "source",

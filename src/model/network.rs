@@ -6,8 +6,10 @@ use super::contracts::{Context, Param};
 use super::head::{Head, HeadWeight, Parts};
 use super::linear::Linear;
 use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
+use super::tokens::TokenRows;
 use crate::base::{Error, Result};
 use crate::ops::{embedding, rms_norm};
+use crate::peft::ranks::Allocator;
 use crate::peft::{Adapter, Dropout};
 use crate::source::{Group, GroupWeights, LayerSource};
 use candle_core::{Device, Tensor};
@@ -22,13 +24,17 @@ pub struct Network {
     pub spec: Arc<Spec>,
     pub source: Box<dyn LayerSource>,
     pub adapters: Adapters,
+    /// Rows of the embedding or the head that train.
+    pub tokens: Vec<TokenRows>,
+    /// Which ranks of AdaLoRA adapters live on, while they train.
+    pub ranks: Option<Allocator>,
     /// Parameters of the objective: `objective.*`.
     pub own: Vec<Param>,
     pub device: Device,
-    /// The adapters are left out for now.
-    bare: AtomicBool,
     /// Tokens that go through an MLP at a time; `None`: all.
     pub mlp_tokens: Option<usize>,
+    /// The adapters are left out for now.
+    bare: AtomicBool,
 }
 
 fn param(weights: &GroupWeights, name: &str) -> Result<Param> {
@@ -42,10 +48,12 @@ impl Network {
             spec: Arc::new(spec),
             source,
             adapters: Adapters::new(),
+            tokens: Vec::new(),
+            ranks: None,
             own: Vec::new(),
             device,
-            bare: AtomicBool::new(false),
             mlp_tokens: None,
+            bare: AtomicBool::new(false),
         }
     }
 
@@ -137,6 +145,9 @@ impl Network {
                 }),
                 None => Err(Error::new("this weight is not held: its numbers are read from its source").at(name)),
             };
+        }
+        if let Some(rows) = self.tokens.iter().find(|t| &*t.part.name == name) {
+            return Ok(rows.param());
         }
         if let Some(param) = self.own.iter().find(|p| &*p.name == name) {
             return Ok(param.clone());

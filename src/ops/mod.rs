@@ -22,6 +22,7 @@ pub mod attention;
 pub mod coded;
 pub mod cross_entropy;
 pub mod device;
+pub mod distill;
 pub mod embedding;
 pub mod glu;
 pub mod linear;

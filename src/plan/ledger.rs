@@ -18,6 +18,7 @@ pub enum Kind {
     Layer,
     Loss,
     Rollout,
+    Teacher,
     Saving,
     Data,
     Scratch,

@@ -223,6 +223,15 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
             "rollout",
             format!("keys and values of {} answers", inputs.rollout),
         ),
+        (
+            Kind::Teacher,
+            "teacher",
+            "teacher",
+            inputs
+                .teacher
+                .as_ref()
+                .map_or(String::new(), |t| format!("{}; its forward pass", t.storage.describe())),
+        ),
         (Kind::Saving, "saving", "saving", "the largest tensor as f32".into()),
         (
             Kind::Data,
@@ -240,7 +249,12 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
     ];
     let get = |map: &std::collections::BTreeMap<Kind, u64>, kind| map.get(&kind).copied().unwrap_or(0);
     // Only some stages have these.
-    let rare = |kind| matches!(kind, Kind::Reference | Kind::Rollout);
+    let rare = |kind| {
+        matches!(
+            kind,
+            Kind::Reference | Kind::Rollout | Kind::Teacher | Kind::OnHost | Kind::Parked
+        )
+    };
     let lines = lines
         .into_iter()
         .filter(|(kind, ..)| !rare(*kind) || get(&l.largest, *kind) > 0)

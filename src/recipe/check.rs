@@ -16,6 +16,7 @@ pub enum Value {
     Integers(Vec<usize>),
     Numbers(Vec<f64>),
     Pair([f64; 2]),
+    Pairs(Vec<(usize, usize)>),
     Map(Vec<(String, String)>),
 }
 
@@ -105,6 +106,14 @@ impl Values {
         match self.entry(path).map(|e| &e.value) {
             Some(Value::Numbers(l)) => l.clone(),
             _ => Vec::new(),
+        }
+    }
+
+    /// `None` when the key says `auto`.
+    pub fn pairs(&self, path: &str) -> Option<Vec<(usize, usize)>> {
+        match self.entry(path).map(|e| &e.value) {
+            Some(Value::Pairs(l)) => Some(l.clone()),
+            _ => None,
         }
     }
 
@@ -306,6 +315,7 @@ pub fn expectation(key: &Key) -> String {
         Kind::Texts => "a text or a list of texts".into(),
         Kind::Integers => "a list of whole numbers, each at least 0".into(),
         Kind::Numbers => "a list of numbers".into(),
+        Kind::AutoPairs => "`auto`, or a list of pairs of whole numbers such as `[[1, 2], [3, 6]]`".into(),
         Kind::Size => "`auto`, or a size such as `24GiB`".into(),
         Kind::Map(names) => format!("a table of names, each with one of {}", names.join(", ")),
     }
@@ -420,6 +430,27 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
             match numbers.as_deref() {
                 Some(&[a, b]) if in_range(a, range) && in_range(b, range) => Ok(Value::Pair([a, b])),
                 Some(&[a, b]) => Err(out_of_range(format!("[{a}, {b}]"))),
+                _ => Err(wrong_type()),
+            }
+        }
+        Kind::AutoPairs => {
+            let one = |v: &Typed| match v {
+                Typed::Integer(i) => usize::try_from(*i).ok(),
+                _ => None,
+            };
+            let pair = |v: &Typed| match v {
+                Typed::List(items) => match &items[..] {
+                    [(a, _), (b, _)] => Some((one(a)?, one(b)?)),
+                    _ => None,
+                },
+                _ => None,
+            };
+            match &written.value {
+                Typed::Text(t) if t == "auto" => Ok(Value::Text("auto".into())),
+                Typed::List(items) => {
+                    let all: Option<Vec<(usize, usize)>> = items.iter().map(|(v, _)| pair(v)).collect();
+                    all.map(Value::Pairs).ok_or_else(wrong_type)
+                }
                 _ => Err(wrong_type()),
             }
         }

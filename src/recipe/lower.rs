@@ -3,7 +3,7 @@
 use super::check::{Entry, Origin, Value, Values, default_of};
 use super::draft::{Draft, Place, Problem};
 use super::types::*;
-use super::{lora, preference, reinforce};
+use super::{distill, lora, preference, reinforce};
 use crate::base::{Error, units};
 
 /// Two keys that say the same thing in two ways.
@@ -188,6 +188,7 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
         );
     }
     let more = preference::faults(values).into_iter().chain(reinforce::faults(values));
+    let more = more.chain(distill::faults(values));
     for (paths, error) in lora::faults(values).into_iter().chain(more) {
         fault(paths, error);
     }
@@ -213,6 +214,11 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
     let corrects = path.starts_with("tune.lora.")
         && values.text("tune.method") == "block"
         && values.text("tune.block.correction") == "lora";
+    // A given adapter can be an AdaLoRA; its directory says so.
+    let given = path.starts_with("tune.lora.adalora.") && !values.text("tune.lora.adapter").is_empty();
+    if given && values.text("tune.method") == "lora" {
+        return None;
+    }
     if let Some((other, accepted)) = entry.key.when.filter(|_| !corrects) {
         let cause = values.entry(other)?;
         if let Some(why) = unused(values, cause) {
@@ -270,6 +276,7 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
         {
             Some(format!("tune.lora.adapter = \"{adapter}\""))
         }
+        path if path.starts_with("distill.") => distill::unused(values, path),
         path => lora::unused(values, path),
     }
 }
@@ -385,6 +392,7 @@ pub fn build(values: &Values) -> Recipe {
             min_lr_ratio: values.number("schedule.min_lr_ratio"),
         },
         preference: preference::build(values),
+        distill: distill::build(values),
         train: Train {
             stage: name!(Stage, "train.stage", Sft),
             num_epochs: values.number("train.num_epochs"),

@@ -5,6 +5,7 @@
 //! `lower` (what keys mean together) -> `Recipe`. `table` drives all of it.
 
 mod check;
+mod distill;
 mod draft;
 mod lora;
 mod reinforce;

@@ -28,6 +28,8 @@ pub enum Kind {
     Integers,
     /// A list of numbers.
     Numbers,
+    /// `auto`, or a list of pairs of whole numbers.
+    AutoPairs,
     /// Bytes as `24GiB`, or `auto`.
     Size,
     /// A table of texts of the user's own to one of these names.
@@ -87,6 +89,14 @@ pub const TABLES: &[(&str, &str)] = &[
         "tune.lora.corda",
         "CorDA: adapters that start from the directions in which the inputs of each linear vary.",
     ),
+    (
+        "tune.lora.adalora",
+        "AdaLoRA: every pair starts with rank `r`, and while training goes on the singular values that matter least over the whole model are set to zero.",
+    ),
+    (
+        "tune.lora.eva",
+        "EVA: adapters that start from the main directions of the inputs.",
+    ),
     ("tune.freeze", "Only the last layers, or parameters given by name."),
     ("optimizer", "The update rule. Names and meaning as in PyTorch."),
     ("schedule", "The learning rate over the steps, as in transformers."),
@@ -100,14 +110,18 @@ pub const TABLES: &[(&str, &str)] = &[
         "The loss of GRPO and its kin. Names and meaning as in TRL.",
     ),
     ("rlhf.ppo", "The loss of PPO. Names and meaning as in TRL."),
+    (
+        "distill",
+        "Distillation (`train.stage = \"distill\"`): the model of the recipe learns from a teacher. docs/distillation.md explains it.",
+    ),
     ("train", "The run: stage, length, batch, saving."),
 ];
 
 /// Tables of the design that this version does not know yet.
-pub const TABLES_NOT_BUILT: &[&str] = &["distill"];
+pub const TABLES_NOT_BUILT: &[&str] = &[];
 
 /// Values that the design names and this version does not do yet: key, value.
-pub const NOT_BUILT: &[(&str, &str)] = &[("tune.lora.init_lora_weights", "loftq"), ("train.stage", "distill")];
+pub const NOT_BUILT: &[(&str, &str)] = &[];
 
 /// Names that other tools use for our keys.
 pub const ALIASES: &[(&str, &str)] = &[
@@ -123,6 +137,7 @@ pub const ALIASES: &[(&str, &str)] = &[
     ("finetuning_type", "tune.method"),
     ("grad_accum", "train.gradient_accumulation_steps"),
     ("grad_clip", "train.max_grad_norm"),
+    ("init_r", "tune.lora.r"),
     ("iters", "train.max_steps"),
     ("lora_r", "tune.lora.r"),
     ("lora_rank", "tune.lora.r"),
@@ -270,6 +285,20 @@ const fn from(min: i64) -> Kind {
     Kind::Integer { min, max: i64::MAX }
 }
 
+/// More than zero, less than one.
+const INSIDE_ONE: Range = Range {
+    min: 0.0,
+    max: 1.0,
+    min_open: true,
+    max_open: true,
+};
+/// One or more.
+const ONE_OR_MORE: Range = Range {
+    min: 1.0,
+    max: f64::INFINITY,
+    min_open: false,
+    max_open: true,
+};
 /// Zero or more.
 const POSITIVE_OR_ZERO: Range = Range {
     min: 0.0,
@@ -627,7 +656,7 @@ pub static KEYS: &[Key] = &[
         Kind::Name(PeftType::NAMES),
         "\"lora\"",
         "the best known, and every loader reads it",
-        "What an adapter adds to a linear. `adalora` trains singular values and keeps all of them: ranks are not pruned yet.",
+        "What an adapter adds to a linear.",
     ),
     lora(
         "r",
@@ -692,6 +721,14 @@ pub static KEYS: &[Key] = &[
         "only adapters train",
         "Modules that train whole beside the adapters and are saved with them, for example `lm_head`.",
     ),
+    of_type(
+        "trainable_token_indices",
+        Kind::Integers,
+        "[]",
+        "only adapters train",
+        "Tokens whose rows of the embedding train beside the adapters, for example new ones: not the whole matrix. A head of its own trains the same rows; PEFT does so where `lm_head` is named too.",
+        &["lora"],
+    ),
     lora(
         "init_lora_weights",
         Kind::Name(LoraInit::NAMES),
@@ -712,6 +749,13 @@ pub static KEYS: &[Key] = &[
         "0",
         "exact",
         "Power iterations of a fast randomized SVD for `pissa`; 0 is the exact SVD. PEFT: `pissa_niter_N`.",
+    ),
+    lora(
+        "loftq_iter",
+        Kind::Integer { min: 1, max: 1000 },
+        "1",
+        "as in PEFT",
+        "Iterations of `loftq`: with more than one the codes of the weights are made anew of what the pair does not say.",
     ),
     lora(
         "use_rslora",
@@ -862,6 +906,102 @@ pub static KEYS: &[Key] = &[
         ),
         "tune.method",
         &["lora"],
+    ),
+    when(
+        key(
+            "tune.lora.eva",
+            "rho",
+            Kind::Number(ONE_OR_MORE),
+            "2.0",
+            "as in PEFT",
+            "Ranks by module under the same total: at most `rho` times `r`, where directions explain most; 1 leaves every rank as it is.",
+        ),
+        "tune.method",
+        &["lora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "target_r",
+            Kind::Integer { min: 0, max: 1 << 20 },
+            "0",
+            "two thirds of `r`, as PEFT's 8 of 12; the ranks of a given `tune.lora.adapter` stay",
+            "Mean rank of the linears in the end; `r` is PEFT's `init_r`.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "tinit",
+            from(0),
+            "0",
+            "as in PEFT",
+            "Steps before ranks begin to fall.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "tfinal",
+            from(0),
+            "0",
+            "as in PEFT",
+            "Last steps, in which the ranks that are left train on.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "deltaT",
+            from(1),
+            "1",
+            "as in PEFT",
+            "Steps from one allocation of ranks to the next.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "beta1",
+            Kind::Number(INSIDE_ONE),
+            "0.85",
+            "as in PEFT",
+            "Smoothing of the importance of each number.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "beta2",
+            Kind::Number(INSIDE_ONE),
+            "0.85",
+            "as in PEFT",
+            "Smoothing of the uncertainty of that importance.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
+    ),
+    when(
+        key(
+            "tune.lora.adalora",
+            "orth_reg_weight",
+            Kind::Number(POSITIVE_OR_ZERO),
+            "0.5",
+            "as in PEFT",
+            "Weight of the distance of A·Aᵀ and Bᵀ·B from the identity; it is part of the gradients, not of the reported loss.",
+        ),
+        "tune.lora.peft_type",
+        &["adalora"],
     ),
     when(
         key(
@@ -1118,6 +1258,186 @@ pub static KEYS: &[Key] = &[
         "off; 0.01 is a common choice",
         "Pulls the mean reward of a pair to zero.",
         &["reward"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher",
+            Kind::Text,
+            "\"\"",
+            "stored outputs can take its place",
+            "The teacher: hub id or local directory, of any family, with the same tokenizer. `ft distill cache` needs it; training too, unless `teacher_cache` is set.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher_revision",
+            Kind::Text,
+            "\"main\"",
+            "the branch every hub repository has",
+            "Branch, tag or commit of a hub teacher.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher_weights",
+            Kind::Name(FrozenWeights::NAMES),
+            "\"auto\"",
+            "as `model.dtype`: nothing is lost",
+            "Storage of the teacher's projections, as in `memory.frozen_weights`; `f32` and `bf16` are for all its weights.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher_tier",
+            Kind::Name(TeacherTier::NAMES),
+            "\"device\"",
+            "the fastest",
+            "Where the teacher's weights live: with `host` and `disk` one layer after the other comes to the device in every forward pass.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher_cache",
+            Kind::Text,
+            "\"\"",
+            "the teacher runs beside the student",
+            "Directory that `ft distill cache` has written: its stored outputs take the place of the teacher.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "top_k",
+            Kind::Integer { min: 1, max: 65536 },
+            "64",
+            "most of the mass, in 260 to 390 bytes a token",
+            "Likeliest ids of a token whose log-probabilities `ft distill cache` stores; all others share one number.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "beta",
+            Kind::Number(PART),
+            "0.5",
+            "as in TRL",
+            "The divergence: 0 is KL(teacher‖student), 1 is KL(student‖teacher), between them the generalized Jensen-Shannon divergence of GKD.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "temperature",
+            Kind::Number(POSITIVE),
+            "1.0",
+            "the distributions as they are",
+            "Both distributions of the divergence are softened by it.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "alpha",
+            Kind::Number(PART),
+            "0.0",
+            "the teacher alone teaches",
+            "Part of the cross-entropy with the rows' own tokens in the loss; the divergence has the rest.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "lmbda",
+            Kind::Number(PART),
+            "0.0",
+            "rows as they are: no decoding",
+            "Part of the rows that the student answers itself before the teacher scores them (GKD).",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "max_new_tokens",
+            from(1),
+            "128",
+            "as in TRL",
+            "Longest answer of the student, in tokens.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "rollout_temperature",
+            Kind::Number(POSITIVE_OR_ZERO),
+            "1.0",
+            "the student's own distribution",
+            "Temperature at which the student answers; 0 is greedy.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "hidden_weight",
+            Kind::Number(POSITIVE_OR_ZERO),
+            "0.0",
+            "outputs teach most",
+            "Weight of the distance between hidden states of student and teacher; 0 is off.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "hidden_loss",
+            Kind::Name(HiddenLoss::NAMES),
+            "\"mse\"",
+            "as in TinyBERT",
+            "The distance: mean square, or 1 - cosine.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "layer_map",
+            Kind::AutoPairs,
+            "\"auto\"",
+            "every inner state, at the same part of the depth",
+            "Pairs `[student, teacher]` of hidden states to compare: 0 is the output of the embedding, l that of layer l.",
+        ),
+        "train.stage",
+        &["distill"],
     ),
     key(
         "train",

@@ -180,6 +180,15 @@ named!(ImportanceLevel { Token = "token", Sequence = "sequence" });
 named!(ScaleRewards { Group = "group", Batch = "batch", None = "none" });
 named!(KlEstimator { K1 = "k1", K3 = "k3" });
 
+named!(
+    /// Where the weights of a teacher live.
+    TeacherTier { Device = "device", Host = "host", Disk = "disk" }
+);
+named!(
+    /// How hidden states of student and teacher are compared.
+    HiddenLoss { Mse = "mse", Cosine = "cosine" }
+);
+
 #[derive(Debug, Clone)]
 pub struct Recipe {
     pub model: Model,
@@ -189,6 +198,7 @@ pub struct Recipe {
     pub optimizer: Optimizer,
     pub schedule: Schedule,
     pub preference: Preference,
+    pub distill: Distill,
     pub train: Train,
     pub reinforce: Reinforce,
 }
@@ -286,11 +296,15 @@ pub struct Lora {
     pub alpha_pattern: Vec<(String, f64)>,
     /// Modules trained whole beside the adapters.
     pub modules_to_save: Vec<String>,
+    /// Rows of the embedding (and of a head of its own) that train.
+    pub trainable_token_indices: Vec<usize>,
     pub init_lora_weights: LoraInit,
     /// Training rows that `eva` and `lora_ga` look at.
     pub init_samples: usize,
     /// Power iterations of the fast SVD; 0 is the exact SVD.
     pub pissa_niter: usize,
+    /// Alternating iterations of LoftQ.
+    pub loftq_iter: usize,
     pub use_rslora: bool,
     pub use_dora: bool,
     pub loraplus_lr_ratio: f64,
@@ -310,6 +324,27 @@ pub struct Lora {
     /// Start from this PEFT adapter directory; `None` starts fresh.
     pub adapter: Option<String>,
     pub corda: Corda,
+    pub adalora: AdaloraRanks,
+    pub eva: Eva,
+}
+
+#[derive(Debug, Clone)]
+pub struct Eva {
+    /// Most that a rank may grow; 1 leaves all as they are.
+    pub rho: f64,
+}
+
+/// How AdaLoRA gives ranks to linears; names as in PEFT.
+#[derive(Debug, Clone)]
+pub struct AdaloraRanks {
+    /// Mean rank in the end; 0 is two thirds of `r`, or no change of a given adapter.
+    pub target_r: usize,
+    pub tinit: usize,
+    pub tfinal: usize,
+    pub delta_t: usize,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub orth_reg_weight: f64,
 }
 
 #[derive(Debug, Clone)]
@@ -374,6 +409,32 @@ pub struct Preference {
     pub desirable_weight: f64,
     pub undesirable_weight: f64,
     pub center_rewards_coefficient: f64,
+}
+
+#[derive(Debug, Clone)]
+pub struct Distill {
+    /// Hub id or directory; `None` where only stored outputs are used.
+    pub teacher: Option<String>,
+    pub teacher_revision: String,
+    pub teacher_weights: FrozenWeights,
+    pub teacher_tier: TeacherTier,
+    /// Stored outputs in place of the teacher.
+    pub teacher_cache: Option<String>,
+    /// Ids of a token that are stored.
+    pub top_k: usize,
+    pub beta: f64,
+    pub temperature: f64,
+    /// Part of the cross-entropy in the loss.
+    pub alpha: f64,
+    /// Part of the rows that the student answers itself.
+    pub lmbda: f64,
+    pub max_new_tokens: usize,
+    pub rollout_temperature: f64,
+    /// 0: hidden states are not compared.
+    pub hidden_weight: f64,
+    pub hidden_loss: HiddenLoss,
+    /// (student, teacher); `None` is `auto`.
+    pub layer_map: Option<Vec<(usize, usize)>>,
 }
 
 #[derive(Debug, Clone)]

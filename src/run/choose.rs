@@ -29,6 +29,8 @@ pub(super) struct Setting<'a> {
     /// Weights that are codes already.
     pub stored: &'a BTreeMap<Arc<str>, Format>,
     pub on_gpu: bool,
+    /// Runs beside the model.
+    pub teacher: Option<&'a plan::Teacher>,
 }
 
 /// One way through a step; only how many layers keep their activations is open.
@@ -278,7 +280,12 @@ impl Setting<'_> {
         if self.on_gpu && recipe.model.dtype == Dtype::Bf16 {
             inputs.element = 2;
         }
-        let Some(lengths) = self.lengths else { return inputs };
+        inputs.teacher = self.teacher.cloned();
+        // Answers of a student can be as long as a row may be.
+        let grows = self.teacher.is_some() && recipe.distill.lmbda > 0.0;
+        let Some(lengths) = self.lengths.filter(|_| !grows) else {
+            return inputs;
+        };
         let mut lengths: Vec<usize> = lengths.iter().map(|n| (*n).min(recipe.data.max_length)).collect();
         lengths.sort_unstable_by(|a, b| b.cmp(a));
         let rows = recipe.train.batch_size;

@@ -2,10 +2,12 @@
 
 use candle_core::{DType, Device, Tensor};
 use ft::data::order::BatchStream;
-use ft::data::{Batch, batch::Example};
+use ft::data::{Batch, IGNORE, batch::Example};
+use ft::distill::hidden::{Distance, Hidden};
 use ft::engine::{self, Active, Keeping};
 use ft::generate;
-use ft::model::Network;
+use ft::model::{Need, Network};
+use ft::ops::distill;
 use ft::ops::tally::Tally;
 use ft::ops::transfer::Copier;
 use ft::ops::{CpuPath, step};
@@ -290,6 +292,7 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         spec: &model.spec,
         model: &model,
         device: &Device::Cpu,
+        run_dir: Path::new(""),
         train: &rows.train,
         stream: BatchStream::new(&rows.train, stream(&recipe, rows.train.examples.len())).unwrap(),
         eval: None,
@@ -302,6 +305,7 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         optimizer: Optimizer::new(recipe.optimizer.clone()),
         gradients: engine::Gradients::Keep,
         keep_layers: 0,
+        parked: None,
         max_grad_norm: 0.0,
         seed: 0,
     };
@@ -386,4 +390,88 @@ pub fn rollouts(dir: &Path, questions: &[Question], setup: Setup) -> (Vec<genera
     };
     let (answers, speed) = generate::answer(&network, &requests, &settings, &mut |_, _| Ok(())).unwrap();
     (answers, speed.shared_tokens)
+}
+
+/// One case of a divergence: sizes N, D, V, Dt, Vt, and values row after row.
+pub struct Distillation<'a> {
+    pub sizes: [usize; 5],
+    pub h: &'a [f32],
+    pub head: &'a [f32],
+    pub teacher_h: &'a [f32],
+    pub teacher_head: &'a [f32],
+    /// Negative: not trained.
+    pub labels: &'a [i64],
+    pub beta: f32,
+    pub temperature: f32,
+    pub alpha: f32,
+    pub softcap: Option<f32>,
+    pub teacher_softcap: Option<f32>,
+    pub chunk: usize,
+}
+
+fn matrix(values: &[f32], rows: usize, columns: usize) -> Tensor {
+    Tensor::from_slice(values, (rows, columns), &Device::Cpu).unwrap()
+}
+
+fn targets(labels: &[i64]) -> Vec<u32> {
+    labels.iter().map(|l| u32::try_from(*l).unwrap_or(IGNORE)).collect()
+}
+
+/// Mean loss, and its gradients at the hidden states and the head.
+pub fn divergence(case: &Distillation) -> (f64, Vec<f64>, Vec<f64>) {
+    let [n, d, v, dt, vt] = case.sizes;
+    let tensors = [
+        matrix(case.h, n, d),
+        matrix(case.head, v, d),
+        matrix(case.teacher_h, n, dt),
+        matrix(case.teacher_head, vt, dt),
+    ];
+    let targets = targets(case.labels);
+    let trained = targets.iter().filter(|t| **t != IGNORE).count() as f64;
+    let side = |h, head, softcap| distill::Side {
+        h,
+        head: distill::Matrix::Whole(head),
+        softcap,
+    };
+    let options = distill::Options {
+        beta: case.beta,
+        temperature: case.temperature,
+        alpha: case.alpha,
+        chunk: case.chunk,
+        scale: 1.0 / trained,
+        need_dh: true,
+        need_dw: true,
+    };
+    let tally = Tally::new(&Device::Cpu).unwrap();
+    let teacher = distill::Teacher::Live(side(&tensors[2], &tensors[3], case.teacher_softcap));
+    let student = side(&tensors[0], &tensors[1], case.softcap);
+    let out = distill::forward_backward(&student, &teacher, &targets, &options, &tally).unwrap();
+    let loss = tally.read().unwrap().loss / trained;
+    (loss, values(&out.dh.unwrap()), values(&out.dw.unwrap()))
+}
+
+/// Sum of the distances, and its gradients at the states x and at the projection. `sizes` are N, D, Dt.
+#[allow(clippy::too_many_arguments)]
+pub fn hidden_distance(
+    [n, d, dt]: [usize; 3],
+    x: &[f32],
+    teacher: &[f32],
+    projection: &[f32],
+    labels: &[i64],
+    weight: f64,
+    cosine: bool,
+) -> (f64, Vec<f64>, Vec<f64>) {
+    let distance = if cosine { Distance::Cosine } else { Distance::Mse };
+    let hidden = Hidden::new(&[(1, 2)], (d, dt), distance, weight, 0, &Device::Cpu).unwrap();
+    ft::ops::update::set(&hidden.params()[0].tensor, projection).unwrap();
+    let states = BTreeMap::from([(2, matrix(teacher, n, dt))]);
+    let need = Need {
+        scale: 1.0,
+        dh: true,
+        dw: false,
+    };
+    let out = hidden
+        .compare(1, &matrix(x, n, d), &states, &targets(labels), need)
+        .unwrap();
+    (out.loss, values(&out.dx.unwrap()), values(&out.own[0].1))
 }

@@ -10,11 +10,11 @@ pub struct Bench {
     pub dir: TempDir,
 }
 
-fn goldens() -> PathBuf {
+pub fn goldens() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/goldens")
 }
 
-fn copy_all(from: &Path, to: &Path) {
+pub fn copy_all(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap() {
         let path = entry.unwrap().path();

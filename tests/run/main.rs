@@ -1,7 +1,10 @@
 //! Whole runs of the `ft` program: what stays equal, what survives, what is refused.
 
+mod adapters;
 mod bench;
 mod caps;
+mod coded;
+mod distill;
 mod equal;
 mod hostile;
 mod optimizers;

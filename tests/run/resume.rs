@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-const METHODS: [(&str, &[&str]); 10] = [
+const METHODS: [(&str, &[&str]); 13] = [
     (
         "block",
         &["tune.method=block", "tune.block.switch_every=4", "model.dtype=bf16"],
@@ -81,6 +81,41 @@ const METHODS: [(&str, &[&str]); 10] = [
             "tune.method=block",
             "tune.block.switch_every=3",
             "memory.tier=disk",
+        ],
+    ),
+    // Which ranks live depends on the gradients of all steps before.
+    (
+        "adalora",
+        &[
+            "tune.method=lora",
+            "tune.lora.r=4",
+            "tune.lora.peft_type=adalora",
+            "tune.lora.adalora.target_r=1",
+            "tune.lora.adalora.deltaT=5",
+            "tune.lora.adalora.tfinal=8",
+        ],
+    ),
+    // Codes that the start made anew, and rows of embedding and head.
+    (
+        "loftq",
+        &[
+            "tune.method=lora",
+            "tune.lora.r=4",
+            "tune.lora.init_lora_weights=loftq",
+            "tune.lora.loftq_iter=2",
+            "tune.lora.trainable_token_indices=[40, 7]",
+            "memory.frozen_weights=nf4",
+        ],
+    ),
+    // Ranks of its own for each linear, and some without an adapter.
+    (
+        "eva",
+        &[
+            "tune.method=lora",
+            "tune.lora.r=2",
+            "tune.lora.init_lora_weights=eva",
+            "tune.lora.eva.rho=8",
+            "model.dtype=bf16",
         ],
     ),
 ];

@@ -7,6 +7,7 @@ pub(crate) mod attention;
 pub(crate) mod attention_backward;
 pub(crate) mod cross_entropy;
 pub(crate) mod decode;
+pub(crate) mod distill;
 pub(crate) mod embedding;
 pub(crate) mod glu;
 pub(crate) mod math;

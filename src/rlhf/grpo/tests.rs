@@ -136,8 +136,8 @@ fn the_correction_of_coded_rollouts_is_unbiased() {
         let mut sums = [[[0f64; 2]; 2]; 2];
         for (a, b) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
             let (p, q) = (exact(a, b), coarse(a, b));
-            let log_probs = [p.0.ln() as f32, p.1.ln() as f32];
-            let sampling = [q.0.ln() as f32, q.1.ln() as f32];
+            let log_probs = [f64::ln(p.0) as f32, f64::ln(p.1) as f32];
+            let sampling = [f64::ln(q.0) as f32, f64::ln(q.1) as f32];
             let ratios = correction.ratios(&log_probs, &sampling);
             let part = settings.part(&Completion {
                 log_probs: &log_probs,

@@ -5,6 +5,7 @@ pub mod lesson;
 pub mod preference;
 mod reinforce;
 pub mod replay;
+mod distill;
 mod sft;
 
 use crate::base::{Error, Result};
@@ -17,6 +18,7 @@ use crate::run::prompts::Questions;
 use crate::run::setup::Described;
 use candle_core::Device;
 use serde_json::Value;
+use std::path::Path;
 
 /// Where the micro-batches of a step come from. What a window holds must follow from (seed, step, weights) and from
 /// what `state` saves: a resumed run is bit-equal to the run that was not stopped.
@@ -82,11 +84,20 @@ pub struct Setting<'a> {
     pub spec: &'a Spec,
     pub model: &'a Described,
     pub device: &'a Device,
+    pub run_dir: &'a Path,
     pub train: &'a Dataset,
     pub stream: BatchStream<'a>,
     pub eval: Option<&'a Dataset>,
     /// Prompts of a stage that trains by reward.
     pub questions: Option<&'a Questions>,
+}
+
+/// What a stage needs beside the model and its rows, looked at before anything is written.
+pub fn check(recipe: &Recipe, model: &Described, train: &Dataset) -> Result<()> {
+    match recipe.train.stage {
+        recipe::Stage::Distill => distill::check(recipe, model, train),
+        _ => Ok(()),
+    }
 }
 
 /// The stage of a recipe.
@@ -95,6 +106,7 @@ pub fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
         recipe::Stage::Pretrain | recipe::Stage::Sft => Ok(sft::open(setting)),
         recipe::Stage::Ppo | recipe::Stage::Grpo => reinforce::open(setting),
         stage if stage.is_preference() => preference::open(setting),
+        recipe::Stage::Distill => distill::open(setting),
         // Refused while the recipe was read.
         other => Err(Error::usage("this stage is not built yet").found(other.name())),
     }

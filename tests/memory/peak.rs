@@ -309,8 +309,6 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
     engine.step(2, &batches, &active, 1e-3).unwrap();
     let most = MOST.load(Relaxed) - before;
     let inputs = Inputs {
-        reference: false,
-        rollout: 0,
         tokens: s.rows * s.length,
         longest: s.length,
         documents: s.rows,

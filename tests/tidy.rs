@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// From the top down. `lib.rs` declares the same rooms.
-const ROOMS: [&str; 21] = [
+const ROOMS: [&str; 22] = [
     "cli",
     "run",
     "plan",
@@ -15,6 +15,7 @@ const ROOMS: [&str; 21] = [
     "export",
     "generate",
     "engine",
+    "rlhf",
     "distill",
     "sft",
     "optim",

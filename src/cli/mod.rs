@@ -128,6 +128,12 @@ fn note(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
+/// The beginning of a line that the person completes.
+fn ask(text: &str) {
+    let mut stderr = std::io::stderr();
+    let _ = stderr.write_all(text.as_bytes()).and_then(|()| stderr.flush());
+}
+
 /// Meaning never depends on colour: this only decides how things look.
 fn style_of_terminal() -> Style {
     let set = |name: &str| std::env::var_os(name).is_some_and(|v| !v.is_empty());

@@ -2,7 +2,7 @@
 
 use super::active::Active;
 use super::pass::{self, Keeping, Totals};
-use super::sinks::{Accumulate, Norm, Step};
+use super::sinks::{Accumulate, Corrections, Norm, Step};
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::{GradSink, Network, Objective};
@@ -10,6 +10,7 @@ use crate::ops::tally::{Sums, Tally};
 use crate::ops::transfer::Copier;
 use crate::optim::Optimizer;
 use crate::peft::Dropout;
+use crate::peft::ranks::Allocator;
 
 /// How gradients live between backward and update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,6 +61,23 @@ impl Engine {
     ///
     /// Errors: a loss or gradient that is not finite; with kept gradients the active weights are then unchanged.
     pub fn step(&mut self, step: u64, batches: &[Batch], active: &Active, lr: f64) -> Result<StepReport> {
+        let mut ranks = self.network.ranks.take();
+        let report = self.step_with(step, batches, active, lr, ranks.as_mut());
+        self.network.ranks = ranks;
+        for rows in &self.network.tokens {
+            rows.place(&self.network)?;
+        }
+        report
+    }
+
+    fn step_with(
+        &mut self,
+        step: u64,
+        batches: &[Batch],
+        active: &Active,
+        lr: f64,
+        ranks: Option<&mut Allocator>,
+    ) -> Result<StepReport> {
         let (network, objective, seed) = (&self.network, self.objective.as_ref(), self.seed);
         let key = |micro| Some(Dropout { seed, step, micro });
         let keep = Keeping {
@@ -71,17 +89,32 @@ impl Engine {
         let pass = |sink: &mut dyn GradSink, tally: &Tally| {
             pass::window(network, objective, batches, active, keep, key, sink, tally)
         };
-        match self.gradients {
+        // Ranks are chosen from gradients and new weights.
+        let gradients = if ranks.is_some() {
+            Gradients::Keep
+        } else {
+            self.gradients
+        };
+        match gradients {
             Gradients::Keep => {
                 let mut sink = Accumulate::new(active, &mut self.optimizer, lr);
                 let totals = pass(&mut sink, &tally)?;
+                if let Some(ranks) = &ranks {
+                    ranks.regularise(&|name| sink.gradient(name))?;
+                }
                 sink.add_squares(&tally)?;
                 let (sums, grad_norm) = read(&tally)?;
                 if !grad_norm.is_finite() {
                     return Err(non_finite(&sink.non_finite()?, step));
                 }
+                if !sink.corrections.finite()? {
+                    return Err(non_finite(&[], step));
+                }
                 let coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
                 sink.update(coefficient)?;
+                if let Some(ranks) = ranks {
+                    ranks.after(step, &|name| sink.gradient(name), coefficient)?;
+                }
                 Ok(StepReport {
                     totals: totals.with(sums),
                     grad_norm,
@@ -106,9 +139,15 @@ impl Engine {
                     lr,
                     coefficient,
                     tally: &tally,
+                    corrections: Corrections::default(),
                 };
                 let totals = pass(&mut sink, &tally)?;
+                let corrected = sink.corrections;
                 let (sums, grad_norm) = read(&tally)?;
+                // What a GPU held back. The CPU has stopped at the gradient.
+                if !grad_norm.is_finite() || !corrected.finite()? {
+                    return Err(held_back(step));
+                }
                 Ok(StepReport {
                     totals: totals.with(sums),
                     grad_norm,
@@ -146,5 +185,13 @@ fn non_finite(names: &[String], step: u64) -> Error {
     } else {
         shown
     })
+    .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
+}
+
+/// With gradients that are applied as they come.
+fn held_back(step: u64) -> Error {
+    Error::new(format!(
+        "a gradient is not finite at step {step}; no weight took it, nor any gradient after it"
+    ))
     .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
 }

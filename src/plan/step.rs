@@ -6,8 +6,8 @@ use super::ledger::{Held, Kind, Ledger};
 use super::weights;
 use super::work::{self, Block};
 use crate::engine::{Active, Gradients};
-use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, FINAL_NORM, LM_HEAD};
+use crate::model::{Spec, tokens};
 use crate::ops::CpuPath;
 use crate::ops::cross_entropy::PIECE;
 use crate::recipe::{Dtype, Recipe};
@@ -252,8 +252,10 @@ fn pass(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mu
     let h = l.hold(Kind::Loss, nd);
     let indices = l.hold(Kind::Loss, 8 * n);
     let d_hidden = dh.then(|| l.hold(Kind::Loss, nd));
-    let d_head = sink.wants(head).then(|| sink.compute(l, head));
-    let chunk = CausalLm::chunk_for(spec.vocab, sink.wants(head)).min(inputs.tokens) as u64;
+    // Trained rows of the head are taken from the gradient of all of them.
+    let to_head = sink.wants(head) || sink.wants(&tokens::name_of(head));
+    let d_head = to_head.then(|| sink.compute(l, head));
+    let chunk = CausalLm::chunk_for(spec.vocab, to_head).min(inputs.tokens) as u64;
     // A number and a sum for each 2048 logits of a row.
     let sums = 16 * spec.vocab.div_ceil(2048) as u64;
     let logits = match weights::head_in_pieces(spec, inputs.place, sink.active) {
@@ -265,6 +267,7 @@ fn pass(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mu
     l.drop_all([h, indices]);
     let mut tied = None;
     match d_head {
+        Some(gradient) if !sink.wants(head) => l.drop(gradient),
         Some(gradient) if spec.tied => tied = Some(gradient),
         Some(gradient) => sink.take(l, head, gradient),
         None => {}

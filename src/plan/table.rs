@@ -147,6 +147,12 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
                 super::Place::Disk { .. } => format!("trained now, two layers, two pieces of the head; {stored}"),
             },
         ),
+        (
+            Kind::Reference,
+            "reference",
+            "reference",
+            "the weights at the start, for the KL divergence".into(),
+        ),
         (Kind::Adapters, "adapters", "adapters", "f32".into()),
         (
             Kind::Optimizer,
@@ -212,6 +218,12 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
             },
         ),
         (
+            Kind::Rollout,
+            "rollout",
+            "rollout",
+            format!("keys and values of {} answers", inputs.rollout),
+        ),
+        (
             Kind::Teacher,
             "teacher",
             "teacher",
@@ -236,9 +248,16 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
         (Kind::Process, "process", "program", "before the model is loaded".into()),
     ];
     let get = |map: &std::collections::BTreeMap<Kind, u64>, kind| map.get(&kind).copied().unwrap_or(0);
+    // Only some stages have these.
+    let rare = |kind| {
+        matches!(
+            kind,
+            Kind::Reference | Kind::Rollout | Kind::Teacher | Kind::OnHost | Kind::Parked
+        )
+    };
     let lines = lines
         .into_iter()
-        .filter(|(kind, ..)| *kind != Kind::Teacher || inputs.teacher.is_some())
+        .filter(|(kind, ..)| !rare(*kind) || get(&l.largest, *kind) > 0)
         .map(|(kind, key, label, note)| Line {
             key,
             label: label.to_string(),

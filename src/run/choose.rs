@@ -1,6 +1,8 @@
 //! Every way through a step that a recipe leaves open, and the fastest of those that fit.
 
 use super::forecast::Limits;
+use super::prompts;
+use super::stage::lesson::needs_copy;
 use super::tuning::Tuning;
 use crate::base::{Error, Result};
 use crate::engine::Gradients;
@@ -271,6 +273,10 @@ impl Setting<'_> {
     fn measured(&self, recipe: &Recipe) -> Inputs {
         let mut inputs = Inputs::of_recipe(recipe, self.tuning.possible(), self.adapters, Gradients::Keep);
         inputs.on_gpu = self.on_gpu;
+        inputs.reference = needs_copy(recipe);
+        if prompts::reinforces(recipe) {
+            inputs.rollout = prompts::answers_of_rollout(recipe);
+        }
         if self.on_gpu && recipe.model.dtype == Dtype::Bf16 {
             inputs.element = 2;
         }

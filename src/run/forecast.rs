@@ -245,3 +245,42 @@ pub fn as_before(recipe: &Recipe, resume: &Option<Option<PathBuf>>) -> Result<Re
     }
     Ok(recipe)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe;
+
+    #[test]
+    fn a_run_that_goes_on_keeps_what_it_chose() {
+        let dir = tempfile::tempdir().unwrap();
+        let chosen = r#"{"chosen": {"memory.frozen_weights": {"value": "nf4", "why": ""},
+            "memory.mlp_chunk": {"value": "512", "why": ""}, "memory.tier": {"value": "disk", "why": ""}}}"#;
+        std::fs::write(dir.path().join("plan.json"), chosen).unwrap();
+        std::fs::create_dir(dir.path().join("checkpoint-3")).unwrap();
+        std::fs::write(dir.path().join("checkpoint-3/manifest.json"), "{}").unwrap();
+        let recipe = |more: &str| {
+            let text = format!("[model]\npath = \"shape:small\"\n[memory]\n{more}");
+            recipe::parse(&text, "r.toml", &[]).unwrap().recipe
+        };
+        let memory = |recipe: &Recipe, from: Option<&Path>| {
+            let resume = from.map(|p| Some(p.to_path_buf()));
+            let memory = as_before(recipe, &resume).unwrap().memory;
+            (memory.frozen_weights, memory.mlp_chunk, memory.tier)
+        };
+        let open = recipe("");
+        assert_eq!(memory(&open, None), (FrozenWeights::Auto, None, Tier::Auto));
+        for from in [dir.path().to_path_buf(), dir.path().join("checkpoint-3")] {
+            assert_eq!(memory(&open, Some(&from)), (FrozenWeights::Nf4, Some(512), Tier::Auto));
+        }
+        let written = recipe("frozen_weights = \"int8\"\nmlp_chunk = 0\n");
+        assert_eq!(
+            memory(&written, Some(dir.path())),
+            (FrozenWeights::Int8, Some(0), Tier::Auto)
+        );
+        assert_eq!(
+            memory(&open, Some(&dir.path().join("none"))),
+            (FrozenWeights::Auto, None, Tier::Auto)
+        );
+    }
+}

@@ -136,6 +136,8 @@ fn measure(case: &Case, file: &Path) -> Value {
     let inputs = Inputs {
         teacher: None,
         parked: false,
+        reference: false,
+        rollout: 0,
         tokens: count * length,
         longest: length,
         documents: count,

@@ -11,6 +11,7 @@ pub(crate) mod distill;
 pub(crate) mod embedding;
 pub(crate) mod glu;
 pub(crate) mod math;
+pub(crate) mod paged;
 pub(crate) mod product;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;

@@ -168,6 +168,7 @@ impl Students {
             top_p: None,
             seed: chance.bits(u64::MAX),
             stop_ids: self.stop_ids.clone(),
+            limits: crate::generate::Limits::default(),
         };
         let answers = generate(&engine.network, &prompts, &settings, &mut |_, _| Ok(()))?;
         for (((m, i), prompt), mut answer) in wanted.into_iter().zip(prompts).zip(answers) {

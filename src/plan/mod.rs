@@ -302,6 +302,10 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
             ledger.hold(Kind::Retired, retired),
             ledger.hold(Kind::Optimizer, state),
         ]);
+        if let Some(teacher) = &inputs.teacher {
+            ledger.moment("the answers of the student");
+            ledger.touch(Kind::Activations, teacher.answers(spec, inputs));
+        }
         if inputs.rollout > 0 {
             // Codes of every matrix: of eight bits, or of four with a scale and a minimum for 64.
             let matrices: u64 = params
@@ -324,10 +328,6 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
         }
         ledger.moment("start of the adapters");
         ledger.touch(Kind::Scratch, inputs.start_bytes(recipe, spec));
-        if let Some(teacher) = &inputs.teacher {
-            ledger.moment("the answers of the student");
-            ledger.touch(Kind::Activations, teacher.answers(spec, inputs));
-        }
         step::walk(&mut ledger, spec, recipe, inputs, active);
         // A checkpoint or `final/` takes one tensor at a time as f32; what is on the disk, a small part of it.
         ledger.moment("saving");

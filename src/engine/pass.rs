@@ -4,7 +4,7 @@ use super::active::Active;
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::spec::EMBEDDING;
-use crate::model::{Context, GradSink, Layer, Need, Network, Objective, Param};
+use crate::model::{Context, GradSink, Layer, Need, Network, Objective, Param, TokenRows};
 use crate::ops::tally::{Sums, Tally};
 use crate::ops::transfer::{Arriving, Copier, Parked};
 use crate::ops::{embedding, rms_norm};
@@ -197,7 +197,7 @@ fn micro_batch(
     let head = network.head()?;
     let need_dx = lowest < layers || active.lowest() == Group::Embedding;
     let at_the_end = Need {
-        dw: sink.wants(&head.name),
+        dw: sink.wants(&head.name) || network.tokens.iter().any(|t| t.table == head.name && t.wanted(sink)),
         ..need(need_dx || sink.wants(&norm.name))
     };
     let mut out = objective.evaluate(&network.normalize(&x)?, &head, batch, at_the_end, tally)?;
@@ -207,6 +207,13 @@ fn micro_batch(
     take_own(out.own, sink)?;
     // A tied head is the embedding: its gradient waits for the embedding's own part.
     let mut tied = None;
+    let mut rows: Vec<(&TokenRows, Tensor)> = Vec::new();
+    if let Some(dw) = out.dw.take_if(|_| !sink.wants(&head.name)) {
+        // Of the whole gradient only some rows are wanted.
+        for t in network.tokens.iter().filter(|t| t.table == head.name && t.wanted(sink)) {
+            rows.push((t, t.of_whole(&dw)?));
+        }
+    }
     if let Some(dw) = out.dw.take() {
         if network.spec.tied {
             tied = Some(dw)
@@ -215,6 +222,11 @@ fn micro_batch(
         }
     }
     drop(head);
+    if !network.spec.tied {
+        for (t, gradient) in rows.drain(..) {
+            sink.take(&t.param(), gradient)?;
+        }
+    }
     let Some(dh) = out.dh.take() else { return Ok(()) };
     let spec = &network.spec;
     let (mut dx, dw) = rms_norm::backward(
@@ -258,6 +270,17 @@ fn micro_batch(
         };
     }
     if active.lowest() == Group::Embedding {
+        for t in network.tokens.iter().filter(|t| &*t.table == EMBEDDING) {
+            if !t.wanted(sink) {
+                continue;
+            }
+            let gradient = match rows.pop() {
+                Some((_, gradient)) => gradient,
+                None => t.zeros()?,
+            };
+            t.add_embedded(&gradient, &batch.ids, &dx, network.spec.embedding_scale)?;
+            sink.take(&t.param(), gradient)?;
+        }
         embedding_gradient(network, batch, &dx, tied, sink)?;
     }
     Ok(())

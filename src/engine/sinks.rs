@@ -95,6 +95,11 @@ impl<'a> Accumulate<'a> {
         Ok(())
     }
 
+    /// The sum of a parameter's gradients.
+    pub fn gradient(&self, name: &str) -> Option<Tensor> {
+        self.sums.get(name).map(|(_, gradient)| gradient.clone())
+    }
+
     /// Names of gradients that are not finite.
     pub fn non_finite(&self) -> Result<Vec<String>> {
         let mut names = Vec::new();
@@ -107,7 +112,7 @@ impl<'a> Accumulate<'a> {
     }
 
     /// Updates every weight by its sum times `coefficient`.
-    pub fn update(mut self, coefficient: f32) -> Result<()> {
+    pub fn update(&mut self, coefficient: f32) -> Result<()> {
         if self.active.is_masked() {
             // One after the other: each takes a copy of a part of its weight.
             while let Some((name, (weight, gradient))) = self.sums.pop_first() {

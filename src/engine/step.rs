@@ -10,6 +10,7 @@ use crate::ops::tally::{Sums, Tally};
 use crate::ops::transfer::Copier;
 use crate::optim::Optimizer;
 use crate::peft::Dropout;
+use crate::peft::ranks::Allocator;
 
 /// How gradients live between backward and update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,6 +61,23 @@ impl Engine {
     ///
     /// Errors: a loss or gradient that is not finite; with kept gradients the active weights are then unchanged.
     pub fn step(&mut self, step: u64, batches: &[Batch], active: &Active, lr: f64) -> Result<StepReport> {
+        let mut ranks = self.network.ranks.take();
+        let report = self.step_with(step, batches, active, lr, ranks.as_mut());
+        self.network.ranks = ranks;
+        for rows in &self.network.tokens {
+            rows.place(&self.network)?;
+        }
+        report
+    }
+
+    fn step_with(
+        &mut self,
+        step: u64,
+        batches: &[Batch],
+        active: &Active,
+        lr: f64,
+        ranks: Option<&mut Allocator>,
+    ) -> Result<StepReport> {
         let (network, objective, seed) = (&self.network, self.objective.as_ref(), self.seed);
         let key = |micro| Some(Dropout { seed, step, micro });
         let keep = Keeping {
@@ -71,10 +89,19 @@ impl Engine {
         let pass = |sink: &mut dyn GradSink, tally: &Tally| {
             pass::window(network, objective, batches, active, keep, key, sink, tally)
         };
-        match self.gradients {
+        // Ranks are chosen from gradients and new weights.
+        let gradients = if ranks.is_some() {
+            Gradients::Keep
+        } else {
+            self.gradients
+        };
+        match gradients {
             Gradients::Keep => {
                 let mut sink = Accumulate::new(active, &mut self.optimizer, lr);
                 let totals = pass(&mut sink, &tally)?;
+                if let Some(ranks) = &ranks {
+                    ranks.regularise(&|name| sink.gradient(name))?;
+                }
                 sink.add_squares(&tally)?;
                 let (sums, grad_norm) = read(&tally)?;
                 if !grad_norm.is_finite() {
@@ -85,6 +112,9 @@ impl Engine {
                 }
                 let coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
                 sink.update(coefficient)?;
+                if let Some(ranks) = ranks {
+                    ranks.after(step, &|name| sink.gradient(name), coefficient)?;
+                }
                 Ok(StepReport {
                     totals: totals.with(sums),
                     grad_norm,

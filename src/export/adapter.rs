@@ -6,12 +6,12 @@ use super::{TOKENIZER, copy_beside};
 use crate::base::staging::Staging;
 use crate::base::{Error, Result, files};
 use crate::formats::StoredDtype;
-use crate::formats::adapter::{AdapterConfig, VERA, WEIGHTS, file_key};
+use crate::formats::adapter::{AdapterConfig, Kind, VERA, WEIGHTS, file_key};
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::model::Adapters;
 use crate::ops::update;
 use crate::peft::lora::scaling;
-use crate::peft::{Adapter, Lora};
+use crate::peft::{Adapter, Lora, adalora_scaling};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -99,6 +99,18 @@ fn check(config: &AdapterConfig, module: &str, adapter: &Adapter) -> Result<()> 
         },
         Adapter::Loha(loha) => (r, loha.scale, (alpha / r as f64) as f32),
         Adapter::Lokr(lokr) => (r, lokr.scale, (alpha / r as f64) as f32),
+        Adapter::Adalora(own) => {
+            let kept = match &config.kind {
+                Kind::Adalora(allocation) => allocation.kept_of(module),
+                _ => None,
+            };
+            let left = kept.map_or(r, |k| k.iter().filter(|k| **k).count());
+            let wanted = adalora_scaling(alpha, r);
+            if own.rank() == left && own.scale == wanted {
+                return Ok(());
+            }
+            (own.rank(), own.scale, wanted)
+        }
         _ => return Ok(()),
     };
     if rank == r && scale == wanted {
@@ -142,6 +154,25 @@ pub fn plain_lora(config: &AdapterConfig, adapters: &Adapters) -> Result<(Adapte
     Ok((config, plain))
 }
 
+/// AdaLoRA adapters as PEFT saves them: without the singular values that are gone; the config says which are left.
+/// `kept` is by module; empty changes nothing.
+pub fn pruned(
+    config: &AdapterConfig,
+    adapters: &Adapters,
+    kept: &BTreeMap<String, Vec<bool>>,
+) -> Result<(AdapterConfig, Adapters)> {
+    let (mut config, mut adapters) = (config.clone(), adapters.clone());
+    for (module, adapter) in &mut adapters {
+        if let (Adapter::Adalora(own), Some(kept)) = (&**adapter, kept.get(module)) {
+            *adapter = Arc::new(Adapter::Adalora(own.without(module, kept)?));
+        }
+    }
+    if let (Kind::Adalora(allocation), false) = (&mut config.kind, kept.is_empty()) {
+        allocation.kept = kept.iter().map(|(m, k)| (m.clone(), k.clone())).collect();
+    }
+    Ok((config, adapters))
+}
+
 fn readme(c: &AdapterConfig, modules: usize) -> String {
     let base = c.base_model_name_or_path.as_deref().unwrap_or("");
     // Local paths say something about the machine and nothing to a reader elsewhere.
@@ -153,8 +184,8 @@ fn readme(c: &AdapterConfig, modules: usize) -> String {
     };
     let name = c.name();
     let size = match c.kind {
-        crate::formats::adapter::Kind::Ia3 { .. } | crate::formats::adapter::Kind::Oft { .. } => String::new(),
-        crate::formats::adapter::Kind::Vera { .. } => format!("Rank {}, on", c.r),
+        Kind::Ia3 { .. } | Kind::Oft { .. } => String::new(),
+        Kind::Vera { .. } => format!("Rank {}, on", c.r),
         _ => format!("Rank {}, alpha {}, on", c.r, c.lora_alpha),
     };
     let size = if size.is_empty() { "On".to_string() } else { size };

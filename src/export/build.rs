@@ -148,9 +148,19 @@ impl Found<'_> {
                 self.take("oft_R.weight", &[i / s.max(1), Oft::elements(s)])?
                     .map(|t| Adapter::Oft(Oft::new(module, t, s, cayley)))
             }
-            Kind::Adalora { .. } => {
+            Kind::Adalora(allocation) => {
                 // Pruned files are smaller; the scale is that of the rank it started with.
                 let own = self.matrix("lora_E").map_or(r, |(rows, _)| rows).min(r);
+                if let Some(kept) = allocation.kept_of(module) {
+                    let left = kept.iter().filter(|k| **k).count();
+                    if kept.len() != r || left != own {
+                        self.faults.push(format!(
+                            "{module}: `rank_pattern` leaves {left} of {} singular values, the file has {own} of {r}",
+                            kept.len()
+                        ));
+                        return Ok(None);
+                    }
+                }
                 let a = self.take("lora_A", &[own, i])?;
                 let b = self.take("lora_B", &[o, own])?;
                 let e = self.take("lora_E", &[own, 1])?;

@@ -5,7 +5,7 @@ use crate::base::{Error, Result, files};
 use crate::formats::adapter::{self, AdapterConfig, Key};
 use crate::formats::weights::Weights;
 use crate::formats::{header, index};
-use crate::model::{Adapters, Spec};
+use crate::model::{Adapters, Spec, spec};
 use crate::peft::targets::{self, Choice, Site};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
@@ -22,6 +22,8 @@ pub struct LoadedAdapter {
     pub adapters: Adapters,
     /// Whole parameters in f32 that take the place of the model's, by name (`modules_to_save`).
     pub whole: BTreeMap<String, Tensor>,
+    /// Rows of matrices, f32 `[T, D]`, by the name of the matrix (`trainable_token_indices`).
+    pub rows: BTreeMap<String, (Vec<u32>, Tensor)>,
 }
 
 /// Reads config and tensors (as f32, on the host) of every linear of the model that the adapter sits on.
@@ -38,6 +40,7 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
 
     let mut found: BTreeMap<String, BTreeMap<&'static str, String>> = BTreeMap::new();
     let mut whole = BTreeMap::new();
+    let mut rows = BTreeMap::new();
     for name in weights.names() {
         if adapter::VERA.contains(&name) && matches!(config.kind, adapter::Kind::Vera { .. }) {
             continue;
@@ -53,12 +56,41 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
                     whole.insert(parameter, tensor);
                 }
             }
+            Some(Key::Rows(module)) => {
+                if let Some(found) = token_rows(&config, spec, &weights, name, &module, &mut faults)? {
+                    rows.insert(format!("{module}.weight"), found);
+                }
+            }
             None => faults.push(format!("{name}: not a tensor of a {} adapter", config.name())),
         }
     }
     for p in saved_whole(&config.modules_to_save, spec) {
         if !whole.contains_key(&p) {
             faults.push(format!("{p}: in `modules_to_save`, but its tensor is missing"));
+        }
+    }
+
+    for (module, ids) in &config.token_rows {
+        let is = |table: &str| targets::ends(table.trim_end_matches(".weight"), module);
+        let of_embedding = config
+            .token_rows
+            .iter()
+            .find(|(m, _)| targets::ends("model.embed_tokens", m));
+        if !is(spec::EMBEDDING) && !is(spec::LM_HEAD) {
+            faults.push(format!(
+                "`{module}` in `trainable_token_indices` is neither embedding nor head"
+            ));
+        } else if is(spec::LM_HEAD) && spec.tied && of_embedding.is_none_or(|(_, own)| own != ids) {
+            faults.push(
+                "`lm_head` in `trainable_token_indices`: the head is the embedding, whose rows are others".into(),
+            );
+        }
+    }
+    for table in row_tables(&config, spec) {
+        if !rows.contains_key(&table) {
+            faults.push(format!(
+                "{table}: in `trainable_token_indices`, but its rows are missing"
+            ));
         }
     }
 
@@ -98,6 +130,7 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
             config,
             adapters,
             whole,
+            rows,
         });
     }
     let total = faults.len();
@@ -142,6 +175,48 @@ pub(crate) fn saved_whole(modules: &[String], spec: &Spec) -> Vec<String> {
         modules.iter().any(|m| targets::ends(module, m))
     };
     params.iter().map(|p| p.name.to_string()).filter(|n| of(n)).collect()
+}
+
+/// Names of the matrices whose rows the config trains. A head that is the embedding is no matrix of its own.
+pub(crate) fn row_tables(config: &AdapterConfig, spec: &Spec) -> Vec<String> {
+    let params = spec.params();
+    let tables = [spec::EMBEDDING, spec.head_name()];
+    let named = |t: &str| {
+        let module = t.trim_end_matches(".weight");
+        config.token_rows.iter().any(|(m, _)| targets::ends(module, m))
+    };
+    let there = |t: &str| params.iter().any(|p| &*p.name == t);
+    let mut out: Vec<String> = tables
+        .into_iter()
+        .filter(|t| there(t) && named(t))
+        .map(str::to_string)
+        .collect();
+    out.dedup();
+    out
+}
+
+fn token_rows(
+    config: &AdapterConfig,
+    spec: &Spec,
+    weights: &Weights,
+    name: &str,
+    module: &str,
+    faults: &mut Vec<String>,
+) -> Result<Option<(Vec<u32>, Tensor)>> {
+    let table = format!("{module}.weight");
+    let ids = config.token_rows.iter().find(|(m, _)| targets::ends(module, m));
+    let (true, Some((_, ids))) = (row_tables(config, spec).contains(&table), ids) else {
+        faults.push(format!(
+            "{name}: rows of a matrix that `trainable_token_indices` does not name, or that this model has not"
+        ));
+        return Ok(None);
+    };
+    if let Some(id) = ids.iter().find(|id| **id as usize >= spec.vocab) {
+        faults.push(format!("{name}: token {id} of a vocabulary of {}", spec.vocab));
+        return Ok(None);
+    }
+    let found = build::read(weights, name, &[ids.len(), spec.hidden], faults)?;
+    Ok(found.map(|t| (ids.clone(), t)))
 }
 
 fn whole_parameter(

@@ -17,7 +17,8 @@ pub struct Weighted {
 impl Weighted {
     /// Does the adapter change this parameter?
     pub fn changes(&self, name: &str) -> bool {
-        self.adapter.whole.contains_key(name) || self.of(name).is_some()
+        let held = self.adapter.whole.contains_key(name) || self.adapter.rows.contains_key(name);
+        held || self.of(name).is_some()
     }
 
     fn of(&self, name: &str) -> Option<(&crate::peft::Adapter, bool)> {
@@ -32,6 +33,13 @@ impl Weighted {
     fn after(&self, name: &str, w: &Tensor) -> Result<Option<Tensor>> {
         if let Some(whole) = self.adapter.whole.get(name) {
             return Ok(Some(whole.clone()));
+        }
+        if let Some((ids, rows)) = self.adapter.rows.get(name) {
+            let (mut values, width) = (update::to_f32_vec(w)?, w.dim(1)?);
+            for (&id, row) in ids.iter().zip(update::to_f32_vec(rows)?.chunks_exact(width)) {
+                values[id as usize * width..][..width].copy_from_slice(row);
+            }
+            return Ok(Some(Tensor::from_vec(values, w.shape(), &Device::Cpu)?));
         }
         match self.of(name) {
             Some((adapter, true)) => Ok(Some(adapter.merged_bias(w)?)),

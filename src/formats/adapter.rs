@@ -3,10 +3,12 @@
 //! A key that ft does not understand is refused by name when it could change what the adapter computes;
 //! it is never dropped. Keys with an empty value (null, false, 0, empty list) change nothing and pass.
 
+mod allocation;
 mod keys;
 mod read;
 mod write;
 
+pub use allocation::Allocation;
 pub use keys::{Key, PREFIX, VERA, below, file_key, parse};
 
 use crate::base::{Error, Result, files};
@@ -51,9 +53,7 @@ pub enum Kind {
         /// Terms of the Neumann series; `None` is Cayley's formula itself.
         neumann: Option<usize>,
     },
-    Adalora {
-        target_r: usize,
-    },
+    Adalora(Allocation),
 }
 
 /// What an adapter computes, typed.
@@ -73,6 +73,8 @@ pub struct AdapterConfig {
     pub alpha_pattern: Vec<(String, f64)>,
     /// Modules stored whole beside the adapter.
     pub modules_to_save: Vec<String>,
+    /// Rows of the embedding and of the head that train, by the end of the matrix's module. LoRA only.
+    pub token_rows: Vec<(String, Vec<u32>)>,
     pub layers_to_transform: Option<Vec<usize>>,
     pub layers_pattern: Vec<String>,
     pub base_model_name_or_path: Option<String>,
@@ -98,6 +100,7 @@ impl Default for AdapterConfig {
             rank_pattern: Vec::new(),
             alpha_pattern: Vec::new(),
             modules_to_save: Vec::new(),
+            token_rows: Vec::new(),
             layers_to_transform: None,
             layers_pattern: Vec::new(),
             base_model_name_or_path: None,
@@ -152,6 +155,7 @@ fn own_keys(kind: &str) -> &'static [&'static str] {
             "alpha_pattern",
             "init_lora_weights",
             "use_dora",
+            "trainable_token_indices",
         ],
         "IA3" => &["feedforward_modules", "init_ia3_weights"],
         "VERA" => &[
@@ -205,13 +209,9 @@ fn own_keys(kind: &str) -> &'static [&'static str] {
 }
 
 /// Why a known feature is refused.
-const REFUSED: [(&str, &str); 12] = [
+const REFUSED: [(&str, &str); 11] = [
     ("fan_in_fan_out", "weights stored transposed"),
     ("lora_bias", "a bias on B"),
-    (
-        "trainable_token_indices",
-        "rows of the embedding trained beside the adapter",
-    ),
     ("target_parameters", "adapters on bare parameters"),
     ("layer_replication", "layers used twice"),
     ("alora_invocation_tokens", "an adapter that starts inside the sequence"),
@@ -309,7 +309,7 @@ impl AdapterConfig {
             _ => ("lora_alpha", "lora_dropout", d.lora_alpha),
         };
         let r = match &kind {
-            Kind::Adalora { .. } => c.rank_or("init_r", 12)?,
+            Kind::Adalora(_) => c.rank_or("init_r", 12)?,
             Kind::Vera { .. } => c.rank_or("r", 256)?,
             Kind::Oft { .. } | Kind::Ia3 { .. } => d.r,
             _ => c.rank_or("r", d.r)?,
@@ -332,12 +332,13 @@ impl AdapterConfig {
             use_rslora: c.flag("use_rslora")?,
             use_dora: c.flag("use_dora")?,
             rank_pattern: match kind {
-                // There it lists which singular values are left; the tensors have that size.
-                Kind::Adalora { .. } => Vec::new(),
+                // There it lists which singular values are left: part of the kind.
+                Kind::Adalora(_) => Vec::new(),
                 _ => c.table("rank_pattern", |v| c.rank("rank_pattern", v))?,
             },
             alpha_pattern: c.table("alpha_pattern", finite)?,
             modules_to_save: c.texts("modules_to_save")?,
+            token_rows: c.token_rows("trainable_token_indices")?,
             layers_to_transform: c.layers("layers_to_transform")?,
             layers_pattern: c.texts("layers_pattern")?,
             base_model_name_or_path: c.text("base_model_name_or_path")?,
@@ -360,7 +361,7 @@ impl AdapterConfig {
             Kind::Loha => "LoHa",
             Kind::Lokr { .. } => "LoKr",
             Kind::Oft { .. } => "OFT",
-            Kind::Adalora { .. } => "AdaLoRA",
+            Kind::Adalora(_) => "AdaLoRA",
         }
     }
 
@@ -406,9 +407,7 @@ fn kind(c: &Reader, peft_type: &str) -> Result<Kind> {
                 neumann: neumann.then_some(terms),
             }
         }
-        "ADALORA" => Kind::Adalora {
-            target_r: c.rank_or("target_r", 8)?,
-        },
+        "ADALORA" => Kind::Adalora(Allocation::read(c)?),
         _ => Kind::Lora,
     })
 }

@@ -123,3 +123,6 @@ impl Linear {
         Ok(dx)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -15,8 +15,10 @@ pub mod pieces;
 pub mod rope;
 pub mod shapes;
 pub mod spec;
+pub mod tokens;
 
 pub use contracts::{Context, GradSink, KvStore, Layer, LossGradients, Need, Objective, Observer, Param};
 pub use head::Head;
 pub use network::{Adapters, Network};
 pub use spec::Spec;
+pub use tokens::TokenRows;

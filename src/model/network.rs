@@ -6,13 +6,16 @@ use super::contracts::{Context, Param};
 use super::head::{Head, HeadWeight, Parts};
 use super::linear::Linear;
 use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
+use super::tokens::TokenRows;
 use crate::base::{Error, Result};
 use crate::ops::{embedding, rms_norm};
+use crate::peft::ranks::Allocator;
 use crate::peft::{Adapter, Dropout};
 use crate::source::{Group, GroupWeights, LayerSource};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Adapters by the module they sit on: `model.layers.0.self_attn.q_proj`.
 pub type Adapters = BTreeMap<String, Arc<Adapter>>;
@@ -21,11 +24,17 @@ pub struct Network {
     pub spec: Arc<Spec>,
     pub source: Box<dyn LayerSource>,
     pub adapters: Adapters,
+    /// Rows of the embedding or the head that train.
+    pub tokens: Vec<TokenRows>,
+    /// Which ranks of AdaLoRA adapters live on, while they train.
+    pub ranks: Option<Allocator>,
     /// Parameters of the objective: `objective.*`.
     pub own: Vec<Param>,
     pub device: Device,
     /// Tokens that go through an MLP at a time; `None`: all.
     pub mlp_tokens: Option<usize>,
+    /// The adapters are left out for now.
+    bare: AtomicBool,
 }
 
 fn param(weights: &GroupWeights, name: &str) -> Result<Param> {
@@ -39,10 +48,21 @@ impl Network {
             spec: Arc::new(spec),
             source,
             adapters: Adapters::new(),
+            tokens: Vec::new(),
+            ranks: None,
             own: Vec::new(),
             device,
             mlp_tokens: None,
+            bare: AtomicBool::new(false),
         }
+    }
+
+    /// What `f` computes with the weights under the adapters.
+    pub fn without_adapters<R>(&self, f: impl FnOnce() -> R) -> R {
+        let before = self.bare.swap(true, Ordering::Relaxed);
+        let result = f();
+        self.bare.store(before, Ordering::Relaxed);
+        result
     }
 
     pub fn layers(&self) -> usize {
@@ -126,6 +146,9 @@ impl Network {
                 None => Err(Error::new("this weight is not held: its numbers are read from its source").at(name)),
             };
         }
+        if let Some(rows) = self.tokens.iter().find(|t| &*t.part.name == name) {
+            return Ok(rows.param());
+        }
         if let Some(param) = self.own.iter().find(|p| &*p.name == name) {
             return Ok(param.clone());
         }
@@ -163,7 +186,8 @@ impl Network {
             } else {
                 None
             };
-            let adapter = self.adapters.get(&module).cloned();
+            let bare = self.bare.load(Ordering::Relaxed);
+            let adapter = self.adapters.get(&module).filter(|_| !bare).cloned();
             let (name, weight) = weights.weight(&format!("{module}.weight"))?;
             Ok(Linear {
                 name,

@@ -6,9 +6,9 @@
 use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
 use super::frozen::Frozen;
 use super::small::{self, Mask};
-use crate::base::Result;
+use crate::base::{Error, Result};
 use crate::ops::{linear, update};
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 
 #[derive(Debug, Clone)]
 pub struct Adalora {
@@ -48,6 +48,42 @@ impl Adalora {
     }
 }
 
+impl Adalora {
+    /// R; 0 where all singular values were taken away.
+    pub fn rank(&self) -> usize {
+        self.e.tensor.elem_count()
+    }
+
+    /// The same without the singular values that `kept` marks false. Errors: `kept` has not R flags.
+    pub fn without(&self, module: &str, kept: &[bool]) -> Result<Self> {
+        let (r, inputs) = self.a.tensor.dims2()?;
+        let outputs = self.b.tensor.dim(0)?;
+        if kept.len() != r {
+            return Err(Error::new("not one flag for each singular value").at(module));
+        }
+        let left: Vec<usize> = (0..r).filter(|&k| kept[k]).collect();
+        let (a, b) = (update::to_f32_vec(&self.a.tensor)?, update::to_f32_vec(&self.b.tensor)?);
+        let e = update::to_f32_vec(&self.e.tensor)?;
+        let rows: Vec<f32> = left
+            .iter()
+            .flat_map(|&k| a[k * inputs..(k + 1) * inputs].to_vec())
+            .collect();
+        let columns: Vec<f32> = (0..outputs)
+            .flat_map(|o| left.iter().map(|&k| b[o * r + k]).collect::<Vec<_>>())
+            .collect();
+        let n = left.len();
+        let on = |values: Vec<f32>, dims: (usize, usize)| Tensor::from_vec(values, dims, &Device::Cpu);
+        Ok(Self::new(
+            module,
+            on(rows, (n, inputs))?,
+            on(columns, (outputs, n))?,
+            on(left.iter().map(|&k| e[k]).collect(), (n, 1))?,
+            self.scale,
+            self.mask,
+        ))
+    }
+}
+
 /// alpha / (r + 1e-5).
 pub fn scaling(alpha: f64, r: usize) -> f32 {
     (alpha / (r as f64 + 1e-5)) as f32
@@ -60,6 +96,9 @@ impl Kind for Adalora {
 
     fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
         let y = base.forward(x)?;
+        if self.rank() == 0 {
+            return Ok(y);
+        }
         let u = linear::forward(&self.mask.dropped(x, dropout)?, &self.a.tensor, None)?;
         let h = small::scale_columns(&u, &self.e.tensor)?;
         update::scale_assign(&h, self.scale)?;
@@ -69,8 +108,8 @@ impl Kind for Adalora {
 
     fn backward(&self, back: Backward<'_>) -> Result<Backed> {
         let dx = back.base.backward(back.dy, back.dx)?;
-        if back.x.is_none() && dx.is_none() {
-            return Ok((None, Vec::new()));
+        if (back.x.is_none() && dx.is_none()) || self.rank() == 0 {
+            return Ok((dx, Vec::new()));
         }
         let dh = linear::backward_input(back.dy, &self.b.tensor)?; // [N, R]
         update::scale_assign(&dh, self.scale)?;
@@ -102,6 +141,9 @@ impl Kind for Adalora {
     }
 
     fn merged(&self, w: &Tensor) -> Result<Tensor> {
+        if self.rank() == 0 {
+            return Ok(w.clone());
+        }
         let a = small::scale_rows(&self.a.tensor, &self.e.tensor)?;
         let delta = small::product(&self.b.tensor, &a)?;
         update::scale_assign(&delta, self.scale)?;
@@ -109,8 +151,11 @@ impl Kind for Adalora {
     }
 
     fn work(&self) -> (u64, usize, u64, u64) {
-        let r = self.e.tensor.elem_count() as u64;
+        let r = self.rank() as u64;
         let i = self.a.tensor.elem_count() as u64 / r.max(1);
-        (0, 0, i + 4 * r, 0)
+        // Importance and uncertainty of every number (`ranks`).
+        let parts = [&self.a, &self.b, &self.e];
+        let scored: usize = parts.iter().map(|p| 2 * p.tensor.elem_count()).sum();
+        (scored as u64, 0, i + 4 * r, 0)
     }
 }

@@ -10,6 +10,7 @@ mod loha;
 mod lokr;
 pub mod lora;
 mod oft;
+pub mod ranks;
 mod small;
 pub mod start;
 pub mod targets;
@@ -28,4 +29,4 @@ pub use small::{Mask, fill, full};
 pub use vera::{Projections, Vera};
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -44,9 +44,9 @@ impl Frozen for Plain {
     }
 }
 
-const N: usize = 5;
-const I: usize = 12;
-const O: usize = 6;
+pub(crate) const N: usize = 5;
+pub(crate) const I: usize = 12;
+pub(crate) const O: usize = 6;
 
 fn base() -> Plain {
     Plain {
@@ -66,7 +66,7 @@ fn lora(p: f32, start: bool) -> Lora {
     lora
 }
 
-fn dora(p: f32) -> Dora {
+pub(crate) fn dora(p: f32) -> Dora {
     let size = random(O, 5).abs().unwrap();
     Dora::new("m", lora(p, false), (size + 0.5).unwrap())
 }
@@ -77,7 +77,7 @@ fn triangles(block: usize) -> Tensor {
 }
 
 /// Every kind, with numbers that change the output.
-fn kinds(p: f32) -> Vec<(&'static str, Adapter)> {
+pub(crate) fn kinds(p: f32) -> Vec<(&'static str, Adapter)> {
     let projections = Projections {
         a: random((3, I + 4), 6),
         b: random((O + 2, 3), 7),
@@ -140,7 +140,7 @@ fn kinds(p: f32) -> Vec<(&'static str, Adapter)> {
     ]
 }
 
-const KEY: Option<Dropout> = Some(Dropout {
+pub(crate) const KEY: Option<Dropout> = Some(Dropout {
     seed: 1,
     step: 2,
     micro: 3,

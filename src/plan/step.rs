@@ -6,8 +6,8 @@ use super::ledger::{Held, Kind, Ledger};
 use super::weights;
 use super::work::{self, Block};
 use crate::engine::{Active, Gradients};
-use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, FINAL_NORM, LM_HEAD};
+use crate::model::{Spec, tokens};
 use crate::ops::CpuPath;
 use crate::ops::cross_entropy::PIECE;
 use crate::recipe::{Dtype, Recipe};
@@ -127,6 +127,10 @@ pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs
         // ids, positions, targets of every micro-batch; the rope tables of one.
         l.hold(Kind::Data, 12 * tokens * inputs.micro_batches as u64 + rope * tokens),
         l.hold(Kind::Scratch, scratch(spec, inputs, bf16)),
+        l.hold(
+            Kind::Teacher,
+            inputs.teacher.as_ref().map_or(0, |t| t.forward(inputs).0),
+        ),
     ];
     // The second micro-batch finds the sums of the first; those after it are like the second.
     for micro in 0..inputs.micro_batches.min(2) {
@@ -242,11 +246,16 @@ fn pass(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mu
     });
     let head = if spec.tied { EMBEDDING } else { LM_HEAD };
     let dh = lowest < layers || to_embedding || sink.wants(FINAL_NORM);
+    if let Some((_, work)) = inputs.teacher.as_ref().map(|t| t.forward(inputs)) {
+        l.touch(Kind::Teacher, work);
+    }
     let h = l.hold(Kind::Loss, nd);
     let indices = l.hold(Kind::Loss, 8 * n);
     let d_hidden = dh.then(|| l.hold(Kind::Loss, nd));
-    let d_head = sink.wants(head).then(|| sink.compute(l, head));
-    let chunk = CausalLm::chunk_for(spec.vocab, sink.wants(head)).min(inputs.tokens) as u64;
+    // Trained rows of the head are taken from the gradient of all of them.
+    let to_head = sink.wants(head) || sink.wants(&tokens::name_of(head));
+    let d_head = to_head.then(|| sink.compute(l, head));
+    let chunk = CausalLm::chunk_for(spec.vocab, to_head).min(inputs.tokens) as u64;
     // A number and a sum for each 2048 logits of a row.
     let sums = 16 * spec.vocab.div_ceil(2048) as u64;
     let logits = match weights::head_in_pieces(spec, inputs.place, sink.active) {
@@ -258,6 +267,7 @@ fn pass(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mu
     l.drop_all([h, indices]);
     let mut tied = None;
     match d_head {
+        Some(gradient) if !sink.wants(head) => l.drop(gradient),
         Some(gradient) if spec.tied => tied = Some(gradient),
         Some(gradient) => sink.take(l, head, gradient),
         None => {}

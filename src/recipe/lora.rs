@@ -64,6 +64,17 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
                 .hint("set `tune.lora.corda.data` to questions that the model must still answer"),
         ));
     }
+    let frozen = values.text("memory.frozen_weights");
+    if kind == "lora" && init == "loftq" && frozen.ends_with(['2', '6']) && values.map("memory.overrides").is_empty() {
+        out.push((
+            &["tune.lora.init_lora_weights", "memory.frozen_weights"],
+            Error::usage(
+                "`tune.lora.init_lora_weights = \"loftq\"` makes up for codes, and no weight is stored as codes",
+            )
+            .found(format!("memory.frozen_weights = \"{frozen}\""))
+            .hint("set `memory.frozen_weights` to `nf4`, `int4` or `int8`"),
+        ));
+    }
     if kind == "lora" && dora && residual {
         out.push((
             &["tune.lora.use_dora", "tune.lora.init_lora_weights"],
@@ -74,16 +85,23 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
         ));
     }
     let corrects = values.text("tune.method") == "block" && values.text("tune.block.correction") == "lora";
-    if corrects && (kind != "lora" || dora || !values.list("tune.lora.modules_to_save").is_empty()) {
+    if corrects
+        && (kind != "lora"
+            || dora
+            || !values.list("tune.lora.modules_to_save").is_empty()
+            || !values.integers("tune.lora.trainable_token_indices").is_empty())
+    {
         out.push((
             &[
                 "tune.block.correction",
                 "tune.lora.peft_type",
                 "tune.lora.use_dora",
                 "tune.lora.modules_to_save",
+                "tune.lora.trainable_token_indices",
             ],
-            Error::usage("`tune.block.correction = \"lora\"` takes plain LoRA only")
-                .hint("remove `peft_type`, `use_dora` and `modules_to_save` from `[tune.lora]`"),
+            Error::usage("`tune.block.correction = \"lora\"` takes plain LoRA only").hint(
+                "remove `peft_type`, `use_dora`, `modules_to_save` and `trainable_token_indices` from `[tune.lora]`",
+            ),
         ));
     }
     if init == "pissa" && values.number("tune.lora.lora_dropout") > 0.0 && kind == "lora" {
@@ -121,7 +139,12 @@ pub fn unused(values: &Values, path: &str) -> Option<String> {
         "init_lora_weights" | "use_rslora" | "use_dora" | "loraplus_lr_ratio" | "save_residual" | "save_rank" => {
             &["lora"]
         }
-        _ if name.starts_with("corda.") || name == "pissa_niter" || name == "init_samples" => &["lora"],
+        _ if name.starts_with("corda.")
+            || name == "eva.rho"
+            || ["pissa_niter", "loftq_iter", "init_samples"].contains(&name) =>
+        {
+            &["lora"]
+        }
         _ => return None,
     };
     if !of_kind.contains(&kind) {
@@ -135,6 +158,8 @@ pub fn unused(values: &Values, path: &str) -> Option<String> {
             with_init()
         }
         "pissa_niter" if init != "pissa" => with_init(),
+        "eva.rho" if init != "eva" => with_init(),
+        "loftq_iter" if init != "loftq" => with_init(),
         "init_samples" if init != "eva" && init != "lora_ga" => with_init(),
         _ => None,
     }
@@ -167,9 +192,11 @@ pub fn build(values: &Values) -> Lora {
             .filter_map(|t| entry(t, alpha))
             .collect(),
         modules_to_save: list("tune.lora.modules_to_save"),
+        trainable_token_indices: values.integers("tune.lora.trainable_token_indices"),
         init_lora_weights: LoraInit::parse(values.text("tune.lora.init_lora_weights")).unwrap_or(LoraInit::Default),
         init_samples: size("tune.lora.init_samples"),
         pissa_niter: size("tune.lora.pissa_niter"),
+        loftq_iter: size("tune.lora.loftq_iter").max(1),
         use_rslora: values.flag("tune.lora.use_rslora"),
         use_dora: values.flag("tune.lora.use_dora"),
         loraplus_lr_ratio: values.number("tune.lora.loraplus_lr_ratio"),
@@ -189,6 +216,18 @@ pub fn build(values: &Values) -> Lora {
             compatible: CordaArithmetic::parse(values.text("tune.lora.corda.compatible"))
                 .unwrap_or(CordaArithmetic::Ft),
             adaptive_rank: values.flag("tune.lora.corda.adaptive_rank"),
+        },
+        eva: Eva {
+            rho: values.number("tune.lora.eva.rho"),
+        },
+        adalora: AdaloraRanks {
+            target_r: size("tune.lora.adalora.target_r"),
+            tinit: size("tune.lora.adalora.tinit"),
+            tfinal: size("tune.lora.adalora.tfinal"),
+            delta_t: size("tune.lora.adalora.deltaT").max(1),
+            beta1: values.number("tune.lora.adalora.beta1"),
+            beta2: values.number("tune.lora.adalora.beta2"),
+            orth_reg_weight: values.number("tune.lora.adalora.orth_reg_weight"),
         },
     }
 }

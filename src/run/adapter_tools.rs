@@ -63,6 +63,7 @@ pub fn show(dir: &Path) -> Result<Shown> {
                 let last = module.rsplit('.').next().unwrap_or(&module).to_string();
                 format!("{last}.{below}")
             }
+            Some(Key::Rows(module)) => format!("rows of {module}"),
             Some(Key::Whole(parameter)) => format!("{parameter} (whole)"),
             None => format!("{name} (not known to ft)"),
         };
@@ -229,7 +230,11 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
     let mut first: Option<(AdapterConfig, &Path)> = None;
     for (dir, weight) in adapters {
         let (config, weights) = open(dir)?;
-        if config.kind != Kind::Lora || config.use_dora || !config.modules_to_save.is_empty() {
+        if config.kind != Kind::Lora
+            || config.use_dora
+            || !config.modules_to_save.is_empty()
+            || !config.token_rows.is_empty()
+        {
             return Err(Error::new("only plain LoRA adapters can be added up into one adapter")
                 .at_path(dir)
                 .found(config.name())

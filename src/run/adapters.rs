@@ -3,8 +3,8 @@
 
 use crate::base::{Error, Result};
 use crate::export::{self, LoadedAdapter};
-use crate::formats::adapter::{AdapterConfig, Kind, Targets};
-use crate::model::{Adapters, Spec};
+use crate::formats::adapter::{AdapterConfig, Allocation, Kind, Targets};
+use crate::model::{Adapters, Network, Spec, TokenRows, tokens};
 use crate::peft::lora::{fresh, scaling};
 use crate::peft::targets::{self, Site, select};
 use crate::peft::{self, Adalora, Adapter, Cayley, Dora, Ia3, Loha, Lokr, Lora, Mask, Oft, Projections, Vera};
@@ -17,6 +17,9 @@ use std::sync::Arc;
 /// PEFT's number of terms of the Cayley-Neumann series.
 const NEUMANN_TERMS: usize = 5;
 
+/// Name of a matrix, the rows of it that train, and their values where an adapter directory gave them.
+pub type Rows = (String, Vec<u32>, Option<Tensor>);
+
 /// Everything about adapters that is known before the weights are loaded.
 #[derive(Default)]
 pub struct Prepared {
@@ -27,13 +30,19 @@ pub struct Prepared {
     pub whole: Vec<String>,
     /// What an adapter directory gave for them.
     pub given: BTreeMap<String, Tensor>,
+    /// Rows of embedding and head that train.
+    pub rows: Vec<Rows>,
 }
 
 impl Prepared {
     /// Everything that trains.
     pub fn trained(&self) -> impl Iterator<Item = String> + '_ {
         let parts = self.adapters.values().flat_map(|a| a.parts());
-        parts.map(|p| p.name.to_string()).chain(self.whole.iter().cloned())
+        let rows = self.rows.iter().map(|(table, ..)| tokens::name_of(table));
+        parts
+            .map(|p| p.name.to_string())
+            .chain(self.whole.iter().cloned())
+            .chain(rows)
     }
 }
 
@@ -47,6 +56,7 @@ pub fn of(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
         Method::Block if recipe.tune.block.correction == Correction::Lora => Ok(Prepared {
             config: None,
             whole: Vec::new(),
+            rows: Vec::new(),
             ..fresh_or_given(recipe, spec)?
         }),
         _ => Ok(Prepared::default()),
@@ -59,6 +69,7 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
             mut config,
             mut adapters,
             whole,
+            rows,
         } = export::load_adapter(Path::new(dir), spec)?;
         config.base_model_name_or_path = Some(recipe.model.path.clone());
         adapters.values_mut().for_each(|a| set_dropout(a, recipe));
@@ -68,6 +79,10 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
             config: Some(config),
             whole: whole.keys().cloned().collect(),
             given: whole,
+            rows: rows
+                .into_iter()
+                .map(|(table, (ids, t))| (table, ids, Some(t)))
+                .collect(),
         });
     }
     let all = spec.sites();
@@ -93,6 +108,7 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
     }
     Ok(Prepared {
         whole: whole(&config, spec)?,
+        rows: rows(recipe, &mut config, spec)?,
         adapters,
         config: Some(config),
         given: BTreeMap::new(),
@@ -151,10 +167,10 @@ fn config_of(recipe: &Recipe) -> Result<AdapterConfig> {
             block: lora.oft_block_size,
             neumann: lora.use_cayley_neumann.then_some(NEUMANN_TERMS),
         },
-        PeftType::Adalora => Kind::Adalora { target_r: lora.r },
+        PeftType::Adalora => Kind::Adalora(Allocation::default()),
     };
     let is_lora = kind == Kind::Lora;
-    let drops = matches!(kind, Kind::Lora | Kind::Vera { .. } | Kind::Adalora { .. });
+    let drops = matches!(kind, Kind::Lora | Kind::Vera { .. } | Kind::Adalora(_));
     let patterns = matches!(kind, Kind::Lora | Kind::Loha | Kind::Lokr { .. });
     Ok(AdapterConfig {
         kind,
@@ -201,6 +217,49 @@ fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
         // PEFT wants them among the targets.
         feedforward.retain(|f| chosen.iter().any(|s| targets::ends(&s.module, f)));
     }
+}
+
+/// Rows of the embedding, and of the head where it is another matrix. Writes them into the config as PEFT does.
+///
+/// Errors: a token twice, or beyond the vocabulary; a matrix that trains whole.
+fn rows(recipe: &Recipe, config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<Rows>> {
+    let key = "tune.lora.trainable_token_indices";
+    let mut ids: Vec<u32> = Vec::new();
+    for &id in &recipe.tune.lora.trainable_token_indices {
+        if id >= spec.vocab || ids.contains(&(id as u32)) {
+            return Err(Error::usage("a token is not in the vocabulary, or named twice")
+                .at(key)
+                .found(id)
+                .expected(format!("different tokens below {}", spec.vocab)));
+        }
+        ids.push(id as u32);
+    }
+    if ids.is_empty() {
+        return Ok(Vec::new());
+    }
+    let modules: &[&str] = if spec.tied {
+        &["embed_tokens"]
+    } else {
+        &["embed_tokens", "lm_head"]
+    };
+    if let Some(whole) = config.modules_to_save.iter().find(|m| modules.contains(&m.as_str())) {
+        return Err(Error::usage(format!(
+            "`{whole}` in `modules_to_save` trains whole: rows of it cannot train beside that"
+        ))
+        .at(key));
+    }
+    config.token_rows = modules.iter().map(|m| (m.to_string(), ids.clone())).collect();
+    let tables = export::row_tables(config, spec).into_iter();
+    Ok(tables.map(|t| (t, ids.clone(), None)).collect())
+}
+
+/// The rows that train, read from the network or set in it.
+pub fn place_rows(prepared: &Prepared, network: &mut Network) -> Result<()> {
+    for (table, ids, given) in &prepared.rows {
+        let rows = TokenRows::new(network, table, ids, given.as_ref())?;
+        network.tokens.push(rows);
+    }
+    Ok(())
 }
 
 /// Errors: a module that is not there, or shares its weights with the embedding.
@@ -291,7 +350,7 @@ fn one(
                 neumann.map_or(Cayley::Exact, Cayley::Neumann),
             )?)
         }
-        Kind::Adalora { .. } => Adapter::Adalora(Adalora::fresh(
+        Kind::Adalora(_) => Adapter::Adalora(Adalora::fresh(
             module,
             (r, i, o),
             peft::adalora_scaling(alpha, r),

@@ -2,18 +2,23 @@
 
 use super::adapters::Prepared;
 use super::setup::Described;
+use super::stage::preference;
+use super::starts;
 use crate::base::{Error, Result, files};
 use crate::engine::Engine;
 use crate::export::{self, ModelExport};
 use crate::formats::adapter::AdapterConfig;
 use crate::formats::writer::Values;
 use crate::model::Adapters;
+use crate::model::spec::LM_HEAD;
 use crate::ops::update;
 use crate::peft::lora::scaling;
 use crate::peft::start::algebra;
 use crate::peft::{self, Adapter, Lora};
-use crate::recipe::{ModelInit, Recipe};
-use crate::source::Numbers;
+use crate::quant::Weight;
+use crate::recipe::{Dtype, ModelInit, Recipe, Stage};
+use crate::rlhf::preference::reward;
+use crate::source::{Group, Numbers, ParamInfo, Part};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -37,7 +42,7 @@ pub fn export(
         let out = adapter(&out, recipe, model, engine, prepared, config, note)?;
         return with_template(recipe, out).map(Some);
     }
-    let out = base(&out, recipe, model, engine, &mut |name, sink| {
+    let out = base(&out, recipe, recipe.model.dtype, model, engine, &mut |name, sink| {
         let module = name.strip_suffix(".weight").unwrap_or(name);
         let Some(lora) = engine.network.adapters.get(module).and_then(|a| a.lora()) else {
             return as_stored(engine, name, sink);
@@ -55,19 +60,36 @@ pub fn export(
 fn base(
     out: &Path,
     recipe: &Recipe,
+    dtype: Dtype,
     model: &Described,
     engine: &Engine,
     fill: &mut export::ParamFill,
 ) -> Result<PathBuf> {
-    let parts = ModelExport {
+    let mut parts = ModelExport {
         out,
         base_dir: &model.dir,
         config: model.config.raw.clone(),
         tied: model.spec.tied,
-        dtype: recipe.model.dtype,
+        dtype,
         params: engine.network.source.params(),
     };
-    export::model(&parts, fill)
+    if recipe.train.stage != Stage::Reward {
+        return export::model(&parts, fill);
+    }
+    // A reward model has a score head in the place of the output projection.
+    let mut params: Vec<ParamInfo> = parts.params.iter().filter(|p| &*p.name != LM_HEAD).cloned().collect();
+    params.push(ParamInfo {
+        name: export::SCORE.into(),
+        shape: vec![1, model.spec.hidden],
+        group: Group::Head,
+        part: Part::Other,
+    });
+    parts.params = &params;
+    export::as_classifier(&mut parts.config, preference::pad_id(model));
+    export::model(&parts, &mut |name, sink| match name {
+        export::SCORE => engine.exact(reward::SCORE, &mut |values| sink(Values::F32(values))),
+        _ => fill(name, sink),
+    })
 }
 
 fn adapter(
@@ -85,24 +107,48 @@ fn adapter(
     for name in &prepared.whole {
         whole.insert(name.clone(), network.param(name)?.tensor);
     }
+    let mut config = config.clone();
+    if recipe.train.stage == Stage::Reward {
+        whole.insert(export::SCORE.into(), network.param(reward::SCORE)?.tensor);
+        config.task_type = Some("SEQ_CLS".into());
+        config.modules_to_save.push("score".into());
+    }
+    let config = &config;
+    for rows in &network.tokens {
+        whole.insert(rows.part.name.to_string(), rows.part.tensor.clone());
+    }
     let has_start = |a: &Arc<Adapter>| a.lora().is_some_and(|l| l.start.is_some());
     let moved = network.adapters.values().any(has_start);
     let random = recipe.model.init == ModelInit::Random;
     let residual = moved && lora.save_residual;
-    let (mut config, adapters) = match (moved, residual, lora.save_rank) {
+    let (config, adapters) = match (moved, residual, lora.save_rank) {
         (true, true, _) => (config.clone(), without_start(&network.adapters)),
         (true, false, rank) if rank > 0 => compressed(config, &network.adapters, rank, note)?,
         _ => export::plain_lora(config, &network.adapters)?,
     };
-    if !residual && !random {
+    let (mut config, adapters) = match &network.ranks {
+        Some(ranks) => export::pruned(&config, &adapters, ranks.kept())?,
+        None => (config, adapters),
+    };
+    let coded = starts::changes_base(recipe);
+    if !residual && !random && !coded {
         let print = export::fingerprint(&model.dir)?;
         return export::adapter(out, &config, &adapters, &whole, &model.dir, &print);
     }
     // The weights under this adapter exist nowhere else: they go along.
     config.base_model_name_or_path = Some(format!("{}/final/base", recipe.train.output_dir));
-    note("final/base holds the weights that this adapter belongs to");
+    note(match coded {
+        true => {
+            "final/base holds what the codes of the weights stand for, in f32: the adapter belongs to these weights"
+        }
+        false => "final/base holds the weights that this adapter belongs to",
+    });
+    let dtype = if coded { Dtype::F32 } else { recipe.model.dtype };
     export::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {
-        let written = base(&dir.join("base"), recipe, model, engine, &mut |name, sink| {
+        let written = base(&dir.join("base"), recipe, dtype, model, engine, &mut |name, sink| {
+            if coded && let Some(values) = decoded(engine, name)? {
+                return sink(Values::F32(&values));
+            }
             let module = name.trim_end_matches(".weight");
             match network.adapters.get(module).filter(|_| residual) {
                 Some(adapter) => sink(Values::F32(&residual_of(adapter, exact(engine, name)?)?)),
@@ -121,6 +167,18 @@ fn exact(engine: &Engine, name: &str) -> Result<Vec<f32>> {
         Ok(())
     })?;
     Ok(values)
+}
+
+/// What the codes of a weight stand for; `None`: it is not stored as codes.
+fn decoded(engine: &Engine, name: &str) -> Result<Option<Vec<f32>>> {
+    let source = &engine.network.source;
+    let Some(p) = source.params().iter().find(|p| &*p.name == name) else {
+        return Ok(None);
+    };
+    match source.fetch(p.group)?.weight(name)?.1 {
+        Weight::Dense(_) => Ok(None),
+        codes => Ok(Some(codes.rows(0, p.shape[0])?)),
+    }
 }
 
 /// The numbers of a weight as they are held.

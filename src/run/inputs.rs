@@ -10,12 +10,10 @@ use crate::base::{Error, Result};
 use crate::data::{Batch, batch::Example};
 use crate::model::{Layer, Network, Observer};
 use crate::ops::{linear, update};
+use crate::peft::start::cost::TOKENS;
 use crate::peft::start::{Arithmetic, Covariance};
 use candle_core::{DType, Tensor, TensorId};
 use std::cell::RefCell;
-
-/// Tokens of a batch.
-const TOKENS: usize = 4096;
 
 /// Rows in order, several to a batch.
 pub fn batches(examples: &[Example]) -> Vec<Batch> {

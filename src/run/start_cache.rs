@@ -19,12 +19,15 @@ pub fn key(recipe: &Recipe, base: &str, rows: &Dataset, network: &Network) -> St
         hasher.update(&(t.len() as u64).to_le_bytes());
         hasher.update(t.as_bytes());
     };
-    text("ft corda 1");
+    text("ft corda 2");
     text(base);
     text(recipe.model.dtype.name());
     text(&format!("{} {:?}", recipe.train.seed, recipe.model.init));
     text(&rows.fingerprint);
     text(&format!("{:?}", lora.corda));
+    let m = &recipe.memory;
+    let storage = (m.frozen_weights, &m.overrides, m.group_size, m.double_quantization);
+    text(&format!("{storage:?}"));
     for (module, adapter) in &network.adapters {
         let pair = adapter.lora();
         text(&format!("{module} {:?}", pair.map(|l| (l.rank(), l.scale.to_bits()))));

@@ -5,6 +5,7 @@
 
 use super::adapters::Prepared;
 use super::inputs;
+use super::loftq;
 use super::rows;
 use super::setup::Described;
 use super::start_cache as cache;
@@ -12,23 +13,21 @@ use crate::base::{Error, Result, signal};
 use crate::data::{Batch, Dataset};
 use crate::engine::{self, Active};
 use crate::export;
+use crate::formats::adapter::Targets;
 use crate::model::linear::Linear;
 use crate::model::{GradSink, Network, Objective, Param};
 use crate::ops::tally::Tally;
 use crate::ops::update;
 use crate::peft::lora::scaling;
-use crate::peft::start::{self, Arithmetic, Component, Covariance, Pair, algebra};
-use crate::peft::{self, Adapter, Frozen, Lora};
-use crate::recipe::{CordaArithmetic, CordaMethod, LoraInit, PeftType, Recipe};
+use crate::peft::start::{self, Arithmetic, Component, Covariance, Pair, algebra, cost};
+use crate::peft::{self, Adapter, Dora, Frozen, Lora};
+use crate::recipe::{CordaArithmetic, CordaMethod, LoraInit, Method, PeftType, Recipe};
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
-
-/// Linears of a layer that are decomposed side by side: each holds a few matrices of its weight's size in f64.
-const AT_ONCE: usize = 4;
 
 /// What a start needs beside the network.
 pub struct Setting<'a> {
@@ -44,6 +43,15 @@ pub struct Setting<'a> {
     pub note: &'a mut dyn FnMut(&str),
 }
 
+/// Does this start change what the adapters sit on, so that a resumed run has to make it again?
+pub fn changes_base(recipe: &Recipe) -> bool {
+    let lora = &recipe.tune.lora;
+    recipe.tune.method == Method::Lora
+        && lora.peft_type == PeftType::Lora
+        && lora.adapter.is_none()
+        && lora.init_lora_weights == LoraInit::Loftq
+}
+
 /// Fills the adapters of `network`; ranks by module may change with an adaptive start, and `prepared` with them.
 ///
 /// Errors: a rank that a weight does not have, rows that cannot be read, a signal.
@@ -54,9 +62,10 @@ pub fn fill(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> 
     }
     if lora.peft_type == PeftType::Lora {
         match lora.init_lora_weights {
-            LoraInit::Default | LoraInit::Gaussian | LoraInit::Loftq => {}
+            LoraInit::Default | LoraInit::Gaussian => {}
+            LoraInit::Loftq => loftq::fill(s, network)?,
             LoraInit::Pissa | LoraInit::Olora => from_weights(s, network)?,
-            LoraInit::Eva => from_inputs(s, network)?,
+            LoraInit::Eva => eva(s, network, prepared)?,
             LoraInit::Corda => corda(s, network, prepared)?,
             LoraInit::LoraGa => from_gradient(s, network)?,
         }
@@ -73,13 +82,13 @@ pub fn fill(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> 
 }
 
 /// One linear with a pair to fill.
-struct Task {
-    module: String,
-    linear: Linear,
+pub(super) struct Task {
+    pub module: String,
+    pub linear: Linear,
     adapter: Arc<Adapter>,
 }
 
-fn tasks(network: &Network, layer: usize) -> Result<Vec<Task>> {
+pub(super) fn tasks(network: &Network, layer: usize) -> Result<Vec<Task>> {
     let linears = network.linears(layer)?.into_iter();
     Ok(linears
         .filter_map(|(module, linear)| {
@@ -101,7 +110,7 @@ impl Task {
         Ok(algebra::matrix(&self.linear.rows(0, outputs)?, outputs, inputs))
     }
 
-    fn lora(&self) -> Result<&Lora> {
+    pub fn lora(&self) -> Result<&Lora> {
         self.adapter
             .lora()
             .ok_or_else(|| Error::new("adapter has no pair").at(&self.module))
@@ -109,7 +118,7 @@ impl Task {
 }
 
 /// Sets A and B, and what is taken off again.
-fn set(lora: &Lora, pair: &Pair) -> Result<()> {
+pub(super) fn set(lora: &Lora, pair: &Pair) -> Result<()> {
     peft::fill(&lora.a, &pair.a)?;
     peft::fill(&lora.b, &pair.b)?;
     if let Some((a, b)) = &lora.start {
@@ -119,11 +128,18 @@ fn set(lora: &Lora, pair: &Pair) -> Result<()> {
     Ok(())
 }
 
-/// `f` for each task, a few side by side, in order.
-fn each<T: Send>(tasks: &[Task], f: impl Fn(&Task) -> Result<T> + Sync) -> Result<Vec<T>> {
-    let mut out = Vec::with_capacity(tasks.len());
-    for some in tasks.chunks(AT_ONCE) {
-        let found: Vec<Result<T>> = some.par_iter().map(|t| f(t).map_err(|e| e.or_at(&t.module))).collect();
+/// `f` for each of the jobs of a layer, a few side by side, in order; `task` says which linear a job is about.
+pub(super) fn each<J: Sync, T: Send>(
+    jobs: &[J],
+    task: impl Fn(&J) -> &Task + Sync,
+    f: impl Fn(&J) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let mut out = Vec::with_capacity(jobs.len());
+    let dims: Vec<(usize, usize)> = jobs.iter().map(|j| task(j).linear.dims()).collect();
+    for group in cost::together(&dims) {
+        let some = &jobs[group];
+        let one = |j: &J| f(j).map_err(|e| e.or_at(&task(j).module));
+        let found: Vec<Result<T>> = some.par_iter().map(one).collect();
         for one in found {
             out.push(one?);
         }
@@ -132,14 +148,14 @@ fn each<T: Send>(tasks: &[Task], f: impl Fn(&Task) -> Result<T> + Sync) -> Resul
 }
 
 /// Tells how far it is, and how long it will take.
-struct Progress {
+pub(super) struct Progress {
     name: &'static str,
     begun: Instant,
     layers: usize,
 }
 
 impl Progress {
-    fn new(name: &'static str, network: &Network) -> Self {
+    pub fn new(name: &'static str, network: &Network) -> Self {
         Self {
             name,
             begun: Instant::now(),
@@ -148,7 +164,7 @@ impl Progress {
     }
 
     /// Layer `done` of all is finished. Errors: a signal asks to stop.
-    fn layer(&self, done: usize, note: &mut dyn FnMut(&str)) -> Result<()> {
+    pub fn layer(&self, done: usize, note: &mut dyn FnMut(&str)) -> Result<()> {
         let left = self.begun.elapsed().as_secs_f64() / done as f64 * (self.layers - done) as f64;
         note(&format!(
             "{}: layer {done} of {}, about {left:.0} s left",
@@ -170,13 +186,17 @@ fn from_weights(s: &mut Setting, network: &Network) -> Result<()> {
     let progress = Progress::new(init.name(), network);
     for layer in 0..network.layers() {
         let tasks = tasks(network, layer)?;
-        let pairs = each(&tasks, |task| {
-            let (w, own) = (task.weight()?, task.lora()?);
-            match init {
-                LoraInit::Olora => start::olora(w.as_ref(), own.rank()),
-                _ => start::pissa(w.as_ref(), own.rank(), own.scale, iterations, seed, own.mask.site),
-            }
-        })?;
+        let pairs = each(
+            &tasks,
+            |task| task,
+            |task| {
+                let (w, own) = (task.weight()?, task.lora()?);
+                match init {
+                    LoraInit::Olora => start::olora(w.as_ref(), own.rank()),
+                    _ => start::pissa(w.as_ref(), own.rank(), own.scale, iterations, seed, own.mask.site),
+                }
+            },
+        )?;
         for (task, pair) in tasks.iter().zip(&pairs) {
             set(task.lora()?, pair)?;
         }
@@ -190,19 +210,65 @@ fn first_rows(train: &Dataset, rows: usize) -> Vec<Batch> {
     inputs::batches(&train.examples[..rows.min(train.examples.len())])
 }
 
-fn from_inputs(s: &mut Setting, network: &Network) -> Result<()> {
-    let batches = first_rows(s.train, s.recipe.tune.lora.init_samples);
+/// What EVA found for one linear: directions `[candidates, I]`, what each explains, and whose input it shares.
+struct Directions {
+    module: String,
+    rows: Vec<f32>,
+    explained: Vec<f64>,
+    first: usize,
+}
+
+fn eva(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Result<()> {
+    let (batches, rho) = (
+        first_rows(s.train, s.recipe.tune.lora.init_samples),
+        s.recipe.tune.lora.eva.rho,
+    );
     let progress = Progress::new("eva", network);
+    let mut all: Vec<Directions> = Vec::new();
+    let mut budget = 0;
     inputs::observe(network, &batches, Arithmetic::Ft, &mut |layer, seen| {
         let tasks = tasks(network, layer)?;
-        let pairs = each(&tasks, |task| {
-            start::eva(seen.of(&task.module)?, task.lora()?.rank(), task.linear.dims().0)
-        })?;
-        for (task, pair) in tasks.iter().zip(&pairs) {
-            set(task.lora()?, pair)?;
+        let found = each(
+            &tasks,
+            |task| task,
+            |task| {
+                let (r, inputs) = (task.lora()?.rank(), task.linear.dims().1);
+                // Half to even, as Python rounds.
+                let candidates = (r as f64 * rho).round_ties_even() as usize;
+                start::eva(seen.of(&task.module)?, candidates.clamp(r, inputs.max(r)))
+            },
+        )?;
+        let begin = all.len();
+        for (task, (rows, explained)) in tasks.iter().zip(found) {
+            let own = seen.of(&task.module)?;
+            let same = |other: &Task| seen.of(&other.module).is_ok_and(|c| std::ptr::eq(c, own));
+            let first = tasks.iter().position(same).unwrap_or(0);
+            budget += task.lora()?.rank();
+            all.push(Directions {
+                module: task.module.clone(),
+                rows,
+                explained,
+                first: begin + first,
+            });
         }
         progress.layer(layer + 1, s.note)
-    })
+    })?;
+    let explained: Vec<Vec<f64>> = all.iter().map(|d| d.explained.clone()).collect();
+    let first_of: Vec<usize> = all.iter().map(|d| d.first).collect();
+    let ranks = start::eva_ranks(&explained, &first_of, budget);
+    let modules = all.iter().map(|d| d.module.clone());
+    resize(s.recipe, network, prepared, &modules.zip(ranks).collect())?;
+    for d in &all {
+        let Some(lora) = network.adapters.get(&d.module).and_then(|a| a.lora()) else {
+            continue;
+        };
+        let pair = Pair {
+            a: d.rows[..lora.a.elem_count()].to_vec(),
+            b: vec![0.0; lora.b.elem_count()],
+        };
+        set(lora, &pair)?;
+    }
+    Ok(())
 }
 
 fn corda(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Result<()> {
@@ -245,16 +311,20 @@ fn corda(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Res
     let progress = Progress::new("corda", network);
     inputs::observe(network, &batches, arithmetic, &mut |layer, seen| {
         let tasks = tasks(network, layer)?;
-        let components = each(&tasks, |task| {
-            let (outputs, inputs) = task.linear.dims();
-            let r = task.lora()?.rank();
-            let candidates = match settings.adaptive_rank {
-                true => (2 * r).min(outputs).min(inputs),
-                false => r,
-            };
-            let covariance: &Covariance = seen.of(&task.module)?;
-            start::components(task.weight()?.as_ref(), covariance, method, candidates)
-        })?;
+        let components = each(
+            &tasks,
+            |task| task,
+            |task| {
+                let (outputs, inputs) = task.linear.dims();
+                let r = task.lora()?.rank();
+                let candidates = match settings.adaptive_rank {
+                    true => (2 * r).min(outputs).min(inputs),
+                    false => r,
+                };
+                let covariance: &Covariance = seen.of(&task.module)?;
+                start::components(task.weight()?.as_ref(), covariance, method, candidates)
+            },
+        )?;
         found.extend(tasks.into_iter().map(|t| t.module).zip(components));
         progress.layer(layer + 1, s.note)
     })?;
@@ -301,7 +371,8 @@ fn place(
     Ok(())
 }
 
-/// Gives adapters other ranks: what an adaptive start chose, now or before a run was stopped.
+/// Gives adapters other ranks: what an adaptive start chose, now or before a run was stopped. With EVA a linear can lose
+/// its adapter, and the others keep their scale, as in PEFT.
 pub fn resize(
     recipe: &Recipe,
     network: &mut Network,
@@ -311,18 +382,38 @@ pub fn resize(
     let Some(config) = &mut prepared.config else {
         return Ok(());
     };
-    if !recipe.tune.lora.corda.adaptive_rank {
+    let lora = &recipe.tune.lora;
+    let fresh = lora.peft_type == PeftType::Lora && lora.adapter.is_none();
+    let eva = fresh && lora.init_lora_weights == LoraInit::Eva;
+    let corda = fresh && lora.init_lora_weights == LoraInit::Corda && lora.corda.adaptive_rank;
+    if !eva && !corda {
         return Ok(());
     }
     // Whole names first: the first key that matches a module counts.
-    let mut pattern: Vec<(String, usize)> = Vec::new();
-    for (module, &r) in ranks {
-        if export::rank_of(config, module)? != r {
+    let (mut pattern, mut alphas) = (Vec::new(), Vec::new());
+    for (module, &r) in ranks.iter().filter(|(_, r)| **r > 0) {
+        let before = export::rank_of(config, module)?;
+        if before != r {
             pattern.push((module.replace('.', "\\."), r));
+            let alpha = export::alpha_of(config, module)? * r as f64 / before as f64;
+            alphas.push((module.replace('.', "\\."), alpha));
         }
     }
     pattern.append(&mut config.rank_pattern);
     config.rank_pattern = pattern;
+    if eva {
+        alphas.append(&mut config.alpha_pattern);
+        config.alpha_pattern = alphas;
+        let all = network.adapters.len();
+        network
+            .adapters
+            .retain(|module, _| ranks.get(module).is_some_and(|r| *r > 0));
+        if network.adapters.len() < all {
+            config.target_modules = Targets::List(network.adapters.keys().cloned().collect());
+            config.exclude_modules = None;
+            config.layers_to_transform = None;
+        }
+    }
     for (module, adapter) in network.adapters.iter_mut() {
         let (Some(lora), Some(&r)) = (adapter.lora(), ranks.get(module)) else {
             continue;
@@ -338,7 +429,10 @@ pub fn resize(
             Some(_) => Some(pair()?),
             None => None,
         };
-        *adapter = Arc::new(Adapter::Lora(other));
+        *adapter = Arc::new(match &**adapter {
+            Adapter::Dora(dora) => Adapter::Dora(Dora::new(module, other, dora.magnitude.clone())),
+            _ => Adapter::Lora(other),
+        });
     }
     prepared.adapters = network.adapters.clone();
     Ok(())

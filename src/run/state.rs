@@ -18,6 +18,8 @@ use std::path::{Path, PathBuf};
 
 const WEIGHTS: &str = "weights.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
+/// Scores of AdaLoRA ranks.
+const RANKS: &str = "ranks.safetensors";
 /// What the stage keeps, as bytes.
 const FEED: &str = "stage.safetensors";
 
@@ -81,6 +83,14 @@ pub fn save(
         "optimizer_steps": steps,
         "stage": feed.is_some(),
     });
+    let ranks: BTreeMap<String, Vec<f32>> = match &engine.network.ranks {
+        Some(ranks) => ranks.saved().into_iter().collect(),
+        None => BTreeMap::new(),
+    };
+    let scores: Vec<TensorPlan> = ranks
+        .iter()
+        .map(|(name, values)| plan(name.clone(), values.len()))
+        .collect();
     let kept = [TensorPlan {
         dtype: StoredDtype::U8,
         ..plan("state".into(), feed.as_ref().map_or(0, Vec::len))
@@ -95,6 +105,12 @@ pub fn save(
             tensors: &moments,
         },
     ];
+    if engine.network.ranks.is_some() {
+        files.push(Files {
+            name: RANKS,
+            tensors: &scores,
+        });
+    }
     if feed.is_some() {
         files.push(Files {
             name: FEED,
@@ -103,6 +119,7 @@ pub fn save(
     }
     checkpoint::save(run_dir, step, &state, &files, &mut |file, tensor, write| match file {
         WEIGHTS => engine.exact(&tensor.name, &mut |values| write(Values::F32(values))),
+        RANKS => write(Values::F32(ranks.get(&tensor.name).map_or(&[], Vec::as_slice))),
         FEED => write(Values::Raw(feed.as_deref().unwrap_or_default())),
         _ => {
             let (name, part) = tensor.name.rsplit_once('#').unwrap_or((&tensor.name, ""));
@@ -185,6 +202,14 @@ pub fn restore(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
             .entry(name.to_string())
             .or_default()
             .insert(part.to_string(), tensor);
+    }
+    if let Some(ranks) = &mut engine.network.ranks {
+        let saved = loaded.open(RANKS)?;
+        for name in saved.names() {
+            ranks
+                .restore(name, saved.read_f32(name)?)
+                .map_err(|e| e.or_at(loaded.path.display()))?;
+        }
     }
     let steps = loaded.state.get("optimizer_steps").and_then(Value::as_object);
     let steps = steps.ok_or_else(|| Error::new("checkpoint has no `optimizer_steps`").at_path(&loaded.path))?;

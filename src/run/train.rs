@@ -7,7 +7,7 @@ use super::stage::{self, Feed, Stage};
 use super::starts::{self, Setting};
 use super::state::{self, Facts};
 use super::tuning::{self, Tuning};
-use super::{adapters, directory, finish, samples};
+use super::{adapters, allocation, directory, finish, samples};
 use crate::base::lock::RunLock;
 use crate::base::units::{bytes, count};
 use crate::base::{Error, Result, files, memory, signal};
@@ -65,12 +65,14 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         recipe.data.chat_template.as_deref(),
     )?;
     model.check_weights(recipe.model.init)?;
-    let Rows { train, eval } = Rows::read(recipe, &model)?;
-    let stream = BatchStream::new(&train, rows::stream(recipe))?;
+    let Rows { train, eval, questions } = Rows::read(recipe, &model)?;
+    stage::check(recipe, &model, &train)?;
+    let stream = BatchStream::new(&train, rows::stream(recipe, train.examples.len()))?;
     let total_steps = stream.steps();
 
     // ---- adapters, what is trained when, plan
     let mut prepared = adapters::of(recipe, &model.spec)?;
+    allocation::settle(recipe, &mut prepared, total_steps)?;
     let params = model.spec.params();
     let mut tuning = Tuning::new(recipe, &model.spec, &params, &prepared, train.examples.len())?;
     let Forecast {
@@ -145,30 +147,35 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     }
     network.adapters = prepared.adapters.clone();
     network.mlp_tokens = mlp_tokens;
-    match &resumed {
-        Some(checkpoint) => {
-            let sizes = state::sizes(checkpoint)?;
-            let ranks = starts::ranks_of(&network, |name| sizes.get(name).copied());
-            starts::resize(recipe, &mut network, &mut prepared, &ranks)?;
-        }
-        None => {
-            let mut setting = Setting {
-                recipe,
-                model: &model,
-                objective: &CausalLm::new(model.spec.vocab),
-                train: &train,
-                base: &facts.base,
-                cache: &run_dir.parent().unwrap_or(Path::new("")).join(START_CACHE),
-                note: &mut |line| reporter.note(line),
-            };
-            starts::fill(&mut setting, &mut network, &mut prepared)?;
-        }
+    adapters::place_rows(&prepared, &mut network)?;
+    network.ranks = allocation::of(recipe, &prepared);
+    if let Some(checkpoint) = &resumed {
+        let sizes = state::sizes(checkpoint)?;
+        let ranks = starts::ranks_of(&network, |name| sizes.get(name).copied());
+        starts::resize(recipe, &mut network, &mut prepared, &ranks)?;
+    }
+    if resumed.is_none() || starts::changes_base(recipe) {
+        let mut setting = Setting {
+            recipe,
+            model: &model,
+            objective: &CausalLm::new(model.spec.vocab),
+            train: &train,
+            base: &facts.base,
+            cache: &run_dir.parent().unwrap_or(Path::new("")).join(START_CACHE),
+            note: &mut |line| reporter.note(line),
+        };
+        starts::fill(&mut setting, &mut network, &mut prepared)?;
     }
     let setting = stage::Setting {
         recipe,
         spec: &model.spec,
+        model: &model,
+        device: &device,
+        run_dir: &run_dir,
+        train: &train,
         stream,
         eval: eval.as_ref(),
+        questions: questions.as_ref(),
     };
     let Stage { mut feed, objective } = stage::open(setting)?;
     network.own = objective.params();
@@ -244,7 +251,16 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
                 .event("switch", json!({"step": step, "active_block": tuning.label(step)}));
         }
         let started = Instant::now();
-        let window = run.feed.window(step - 1, &engine)?;
+        let window = match run.feed.window(step - 1, &engine) {
+            Ok(window) => window,
+            Err(e) => {
+                // A rollout takes long: a signal in it loses nothing.
+                if !switches {
+                    run.stop_if_asked(&engine, step - 1)?;
+                }
+                return Err(run.failed(&engine, step, trained_tokens, e));
+            }
+        };
         let lr = recipe.optimizer.learning_rate * schedule.multiplier(step) * tuning.warmup(step);
         let report = match engine.step(step, &window, &tuning.active(step), lr) {
             Ok(report) => report,
@@ -370,6 +386,7 @@ fn space_needed(recipe: &Recipe, model: &Described, elements: u64, place: Place)
         // Its weights are not worth a file.
         _ if model.is_shape() => 0,
         // A start that is taken off doubles the rank.
+        Method::Lora if starts::changes_base(recipe) => elements * 8 + all as u64 * 4,
         Method::Lora => elements * 8,
         _ => all as u64 * stored,
     };
@@ -467,6 +484,13 @@ impl Run<'_> {
     }
 
     fn evaluate(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        let found = match self.feed.evaluate(engine) {
+            Err(_) if signal::received().is_some() => return Ok(()), // the caller saves and stops
+            found => found?,
+        };
+        if !found.is_empty() {
+            self.reporter.measured(step, &found);
+        }
         let batches = self.feed.eval();
         if batches.is_empty() {
             return Ok(());

@@ -165,6 +165,15 @@ pub trait LayerSource: Send {
         Ok(Vec::new())
     }
 
+    /// Other values for a weight that is stored as codes: as many as it has elements. What it was is gone from the device.
+    ///
+    /// Errors: a weight that is no codes; a source whose weights do not stay on the device.
+    fn recode(&self, name: &str, _values: &[f32]) -> Result<()> {
+        Err(Error::new("codes that do not stay on the device cannot be made anew")
+            .at(name)
+            .hint("set `memory.tier = \"device\"`, or `tune.lora.loftq_iter = 1`"))
+    }
+
     /// How long weights travelled to the device since the last call; `None` where they do not.
     fn copies(&self) -> Result<Option<CopyTimes>> {
         Ok(None)

@@ -27,6 +27,8 @@ pub struct Resident {
     trained: Mutex<BTreeMap<Arc<str>, Exact>>,
     /// Coded parameters that are trained now.
     active: Mutex<BTreeSet<Arc<str>>>,
+    /// Codes are held in tensors, ready to travel.
+    placed: bool,
 }
 
 /// Reads the full-precision values of a parameter again.
@@ -115,6 +117,7 @@ impl Resident {
             original: None,
             trained: Mutex::default(),
             active: Mutex::default(),
+            placed: false,
         })
     }
 
@@ -122,6 +125,21 @@ impl Resident {
     pub fn with_originals(mut self, read: impl Fn(&ParamInfo) -> Result<Vec<f32>> + Send + 'static) -> Self {
         self.original = Some(Box::new(read));
         self
+    }
+
+    /// Holds codes in tensors, ready to travel to another device; nothing here computes with them then.
+    pub fn ready_to_travel(mut self) -> Result<Self> {
+        self.placed = true;
+        for p in &self.params {
+            let weight = lock(&self.groups)
+                .get(&p.group)
+                .map(|g| g.weight(&p.name))
+                .transpose()?;
+            if let Some((_, codes @ Weight::Coded(_))) = weight {
+                self.replace(p, codes)?;
+            }
+        }
+        Ok(self)
     }
 
     fn param(&self, name: &str) -> Result<&ParamInfo> {
@@ -140,7 +158,11 @@ impl Resident {
     }
 
     /// Another storage of one weight; who holds the group keeps the old one.
-    fn replace(&self, p: &ParamInfo, weight: impl Into<Weight>) {
+    fn replace(&self, p: &ParamInfo, weight: impl Into<Weight>) -> Result<()> {
+        let weight = match weight.into() {
+            Weight::Coded(codes) if self.placed => codes.to_device(&self.device)?.into(),
+            other => other,
+        };
         let mut groups = lock(&self.groups);
         if let Some(group) = groups.get_mut(&p.group) {
             let mut changed = GroupWeights::default();
@@ -150,6 +172,7 @@ impl Resident {
             changed.insert(p.name.clone(), weight);
             *group = Arc::new(changed);
         }
+        Ok(())
     }
 
     /// The parameters of `names` that are codes while they do not train.
@@ -314,7 +337,7 @@ impl LayerSource for Resident {
                     }
                 }
             };
-            self.replace(p, weight);
+            self.replace(p, weight)?;
         }
         Ok(())
     }
@@ -331,12 +354,21 @@ impl LayerSource for Resident {
             };
             let (format, dtype) = self.coded[&p.name];
             let (codes, error) = recode(&exact.values()?, p, format, dtype)?;
-            self.replace(p, Weight::coded_on(codes, &self.device)?);
+            self.replace(p, Weight::coded_on(codes, &self.device)?)?;
             lock(&self.trained).insert(p.name.clone(), exact);
             lock(&self.active).remove(&p.name);
             recoded.push(error);
         }
         Ok(recoded)
+    }
+
+    fn recode(&self, name: &str, values: &[f32]) -> Result<()> {
+        let p = self.param(name)?;
+        let Some(&(format, dtype)) = self.coded.get(name) else {
+            return Err(Error::new("this weight is not stored as codes").at(name));
+        };
+        self.replace(p, encode(values, p, format, dtype)?)?;
+        Ok(())
     }
 
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
@@ -363,7 +395,7 @@ impl LayerSource for Resident {
         saved.require(name, &[p.elements()])?;
         let values = saved.read_f32(name)?;
         if let Some(&(format, dtype)) = self.coded.get(name) {
-            self.replace(p, code(&values, p, format, dtype, &self.device)?);
+            self.replace(p, code(&values, p, format, dtype, &self.device)?)?;
             let exact = Exact::new(values, &p.shape, dtype, &Device::Cpu)?;
             lock(&self.trained).insert(p.name.clone(), exact);
             return Ok(());

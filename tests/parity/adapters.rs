@@ -106,7 +106,7 @@ fn kinds(filled: bool) -> Vec<String> {
 #[test]
 fn every_kind_by_peft_gives_its_logits_and_its_loss_also_merged() {
     let names = kinds(true);
-    assert_eq!(names.len(), 12);
+    assert_eq!(names.len(), 15);
     for name in names {
         let from = goldens().join("adapters").join(&name);
         let info = json(&from.join("golden.json"));
@@ -213,9 +213,56 @@ fn starts_are_those_of_peft_up_to_sign_and_change_nothing() {
 }
 
 #[test]
+fn eva_spends_ranks_as_peft_does() {
+    let golden = goldens().join("eva");
+    let info = json(&golden.join("golden.json"));
+    let model = training_model(&text(&info, "model"));
+    let work = TempDir::new().unwrap();
+    let run = work.path().join("run");
+    let file = work.path().join("recipe.toml");
+    std::fs::write(&file, crate::training::recipe(&info, model.path(), &run)).unwrap();
+    ft(&["train", "--recipe", path(&file)]);
+    let config = json(&run.join("final/adapter_config.json"));
+    for (key, wanted) in [("rank_pattern", "ranks"), ("alpha_pattern", "alphas")] {
+        let plain = |v: &serde_json::Value| -> std::collections::BTreeMap<String, f64> {
+            let entries = v.as_object().unwrap().iter();
+            entries
+                .map(|(k, v)| (k.replace('\\', ""), v.as_f64().unwrap()))
+                .collect()
+        };
+        assert_eq!(plain(&config[key]), plain(&info[wanted]), "{key}");
+        assert!(!plain(&config[key]).is_empty());
+    }
+    let got = tensors(&run.join("final/adapter_model.safetensors"));
+    let want = tensors(&golden.join("golden.safetensors"));
+    assert_eq!(got.len(), 2 * want.len());
+    for (name, theirs) in &want {
+        let ours = &got[&format!("base_model.model.{name}")];
+        let b = &got[&format!("base_model.model.{}", name.replace("lora_A", "lora_B"))];
+        assert!(b.iter().all(|x| *x == 0.0), "{name}");
+        let rank = info["ranks"].get(name.trim_end_matches(".lora_A.weight"));
+        let inputs = theirs.len() / rank.map_or(4, |r| r.as_u64().unwrap() as usize);
+        assert_eq!(ours.len(), theirs.len(), "{name}");
+        assert!(
+            up_to_sign(ours, theirs, inputs) < 1e-3,
+            "{name}: {}",
+            up_to_sign(ours, theirs, inputs)
+        );
+    }
+    let rows = data(&text(&info, "data"));
+    let (with, _) = eval(model.path(), Some(&run.join("final")), &rows);
+    close(
+        with,
+        eval(model.path(), None, &rows).0,
+        1e-5,
+        "the model before training",
+    );
+}
+
+#[test]
 fn twenty_steps_follow_peft_from_every_adapter_and_start() {
     let names: Vec<String> = kinds(true).into_iter().chain(kinds(false)).collect();
-    assert_eq!(names.len(), 16);
+    assert_eq!(names.len(), 19);
     for name in names {
         let golden = goldens().join("adapters").join(&name);
         let info = json(&golden.join("golden.json"));
@@ -246,5 +293,9 @@ fn twenty_steps_follow_peft_from_every_adapter_and_start() {
             1e-4,
             &format!("{name}: loss of final/"),
         );
+        if golden.join("kept.json").is_file() {
+            let config = json(&run.join("final/adapter_config.json"));
+            assert_eq!(config["rank_pattern"], json(&golden.join("kept.json")), "{name}: ranks");
+        }
     }
 }

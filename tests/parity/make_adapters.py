@@ -24,7 +24,9 @@ except ModuleNotFoundError:
 import torch
 from peft import (AdaLoraConfig, IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftModel, VeraConfig,
                   get_peft_model)
-from peft.tuners.lora.config import CordaConfig
+from peft.tuners.adalora import AdaLoraModel, RankAllocator
+from peft.tuners.lora.config import CordaConfig, EvaConfig
+from peft.tuners.lora.eva import initialize_lora_eva_weights
 from peft.tuners.lora.corda import preprocess_corda
 from safetensors.torch import save_file
 
@@ -48,6 +50,8 @@ FILLED = {
     "regex": ("llama", lora(target_modules=r".*layers\.[0-2]\..*(q|up)_proj", rank_pattern={r"layers\.0\..*": 2},
                             exclude_modules=r".*layers\.1\.mlp.*"), 3e-3, 0.2, {}),
     "saved": ("llama", lora(modules_to_save=["lm_head"], layers_to_transform=[1, 3]), 5e-3, 0.1, {}),
+    "tokens": ("qwen3", lora(trainable_token_indices=[40, 7, 101]), 5e-3, 0.1, {}),
+    "tokens_head": ("llama", lora(trainable_token_indices={"embed_tokens": [9, 60], "lm_head": [9, 60]}), 5e-3, 0.1, {}),
     "ia3": ("llama", IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "v_proj", "down_proj"],
                                feedforward_modules=["down_proj"]), 1e-2, 0.2, {}),
     "vera": ("llama", VeraConfig(task_type="CAUSAL_LM", r=8, target_modules=TARGETS), 1e-2, 0.3, {}),
@@ -60,7 +64,13 @@ FILLED = {
     "oft_exact": ("qwen3", OFTConfig(task_type="CAUSAL_LM", r=0, oft_block_size=16, target_modules=["q_proj", "gate_proj"],
                                      use_cayley_neumann=False), 5e-3, 0.05, {}),
     "adalora": ("llama", AdaLoraConfig(task_type="CAUSAL_LM", init_r=4, target_r=2, lora_alpha=8, total_step=100,
-                                       target_modules=TARGETS), 1e-2, 0.4, {}),
+                                       target_modules=TARGETS), 1e-2, 0.4, {"tune.lora.adalora.orth_reg_weight": 0.0}),
+    "adalora_ranks": ("qwen3", AdaLoraConfig(task_type="CAUSAL_LM", init_r=6, target_r=3, lora_alpha=6, total_step=STEPS, tinit=3,
+                                             tfinal=5, deltaT=2, beta1=0.8, beta2=0.7, orth_reg_weight=0.1,
+                                             target_modules=TARGETS), 5e-3, 0.3,
+                      {"tune.lora.adalora.target_r": 3, "tune.lora.adalora.tinit": 3, "tune.lora.adalora.tfinal": 5,
+                       "tune.lora.adalora.deltaT": 2, "tune.lora.adalora.beta1": 0.8, "tune.lora.adalora.beta2": 0.7,
+                       "tune.lora.adalora.orth_reg_weight": 0.1}),
 }
 # name: (model, config, learning rate, further recipe keys)
 STARTED = {
@@ -85,6 +95,16 @@ def is_plus(name, parameter):
     return "lora_B" in name or parameter.ndim == 1
 
 
+def regulariser(model):
+    """PEFT's orthogonal regularisation alone: its own code, around a model whose loss is 0."""
+    inner, forward = model.base_model.model, model.base_model.model.forward
+    inner.forward = lambda: types.SimpleNamespace(loss=torch.zeros(()))
+    try:
+        return model.base_model.forward().loss
+    finally:
+        inner.forward = forward
+
+
 def train(model, rows, recipe):
     """The loop of make_training.py, with the groups of LoRA+."""
     model.train()
@@ -100,6 +120,7 @@ def train(model, rows, recipe):
     rates = learning_rates(recipe, STEPS)
     optimizer = torch.optim.AdamW(groups, lr=rates[0])
     losses, norms, place = [], [], 0
+    ranks = "tune.lora.adalora.target_r" in recipe
     for step in range(STEPS):
         batch = [rows[(place + i) % len(rows)] for i in range(BATCH * ACCUMULATION)]
         place += len(batch)
@@ -110,10 +131,14 @@ def train(model, rows, recipe):
             loss = micro_loss(model, batch[first:first + BATCH], trained)
             loss.backward()
             total += loss.item()
+        if ranks:
+            regulariser(model).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_([p for _, p in named], recipe["train.max_grad_norm"])))
         for group in optimizer.param_groups:
             group["lr"] = rates[step] * group["factor"]
         optimizer.step()
+        if ranks:
+            model.base_model.update_and_allocate(step + 1)
         losses.append(total)
     return losses, norms
 
@@ -163,7 +188,7 @@ def make_filled(seed, name):
                 continue
             noise = torch.randn(parameter.shape, generator=generator) * deviation
             # Sizes, factors and whole weights stay near what they are.
-            near = any(part in key for part in ("magnitude", "ia3_l", "modules_to_save"))
+            near = any(part in key for part in ("magnitude", "ia3_l", "modules_to_save", "trainable_tokens"))
             parameter.copy_(parameter * (1 + noise) if near else noise)
     model.peft_config["default"].base_model_name_or_path = base
     model.save_pretrained(directory)
@@ -177,8 +202,53 @@ def make_filled(seed, name):
     with torch.no_grad():
         logits = model(ids[None], use_cache=False).logits[0].contiguous()
     save_file({"input_ids": ids, "logits": logits}, directory / "golden.safetensors")
-    make = lambda seed: PeftModel.from_pretrained(jittered(base, seed), directory, is_trainable=True)
+    trained = []
+
+    def make(seed):
+        trained.append(PeftModel.from_pretrained(jittered(base, seed), directory, is_trainable=True))
+        return trained[-1]
+
     finish(name, base, make, rows, recipe_of(rate, {"tune.lora.adapter": name} | more), dict(loss=loss, tokens=tokens))
+    if name == "adalora_ranks":
+        patterns = [{key.replace(".default", ""): value for key, value in m.peft_config["default"].rank_pattern.items()}
+                    for m in trained]
+        assert all(p == patterns[0] for p in patterns), "rounding must not decide which ranks are left"
+        write_json(directory / "kept.json", patterns[0])
+
+
+class Triplets(torch.nn.Module):
+    """Parameters named as PEFT's allocator looks for them."""
+
+    def __init__(self, sizes, r, generator):
+        super().__init__()
+        for i, (inputs, outputs) in enumerate(sizes):
+            self.add_module(f"m{i}", torch.nn.ModuleDict({
+                part: torch.nn.ParameterDict({"default": torch.randn(shape, generator=generator)})
+                for part, shape in (("lora_A", (r, inputs)), ("lora_B", (outputs, r)), ("lora_E", (r, 1)))}))
+
+
+def make_ranks():
+    """PEFT's RankAllocator on fixed weights and gradients: the singular values after every step, and what is left."""
+    generator = torch.Generator().manual_seed(99)
+    sizes, r, steps = [(5, 7), (6, 4), (3, 8)], 4, 12
+    config = AdaLoraConfig(init_r=r, target_r=2, total_step=steps, tinit=2, tfinal=3, deltaT=2, beta1=0.85, beta2=0.6)
+    model = Triplets(sizes, r, generator)
+    tuner = types.SimpleNamespace(model=model, peft_config={"default": config}, trainable_adapter_name="default",
+                                  rankallocator=RankAllocator(model, config, "default"))
+    flat = lambda tensors: {key: tensor.flatten().tolist() for key, tensor in tensors}
+    out = dict(sizes=sizes, r=r, start=flat((n, p.detach()) for n, p in model.named_parameters()), steps=[], versions=VERSIONS)
+    for step in range(1, steps + 1):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+            with torch.no_grad():
+                p -= 0.1 * p.grad
+        gradients = flat((n, p.grad) for n, p in model.named_parameters())
+        budget, _ = tuner.rankallocator.budget_schedule(step)
+        AdaLoraModel.update_and_allocate(tuner, step)
+        out["steps"].append(dict(gradients=gradients, budget=budget,
+                                 after=flat((n, p.detach()) for n, p in model.named_parameters()),
+                                 kept=config.rank_pattern))
+    write_json(OUT.parent / "ranks.json", out)
 
 
 def make_started(name):
@@ -206,10 +276,36 @@ def make_started(name):
     finish(name, base, make, rows, recipe_of(rate, targets | more), {})
 
 
+def make_eva():
+    """EVA by PEFT: what A starts with, and the ranks and scales that it spends. Every row in one batch, seen twice."""
+    base = "llama"
+    rows = rows_of(base)
+    width = max(len(ids) for ids, _ in rows)
+    batch = dict(input_ids=torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows]),
+                 attention_mask=torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in rows]))
+    model = get_peft_model(load(base), lora(init_lora_weights="eva", eva_config=EvaConfig(rho=2.0)))
+    initialize_lora_eva_weights(model, [batch, batch])
+    config = model.peft_config["default"]
+    tensors = {key.replace("base_model.model.", "").replace(".default", ""): value.contiguous().clone()
+               for key, value in model.state_dict().items() if "lora_A" in key}
+    directory = OUT.parent / "eva"
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "golden.safetensors")
+    print("eva", config.rank_pattern, config.alpha_pattern, len(tensors))
+    recipe = recipe_of(1e-3, {"tune.lora.r": 4, "tune.lora.lora_alpha": 8, "tune.lora.target_modules": TARGETS,
+                              "tune.lora.init_lora_weights": "eva", "tune.lora.init_samples": 1000}) | {"train.max_steps": 0}
+    write_json(directory / "golden.json", dict(model=base, data=ROWS, recipe=recipe, ranks=config.rank_pattern,
+                                               alphas=config.alpha_pattern, versions=VERSIONS))
+
+
 def main():
+    if not sys.argv[1:] or "eva" in sys.argv[1:]:
+        make_eva()
     for seed, name in enumerate(FILLED):
         if not sys.argv[1:] or name in sys.argv[1:]:
             make_filled(seed, name)
+    if not sys.argv[1:] or "ranks" in sys.argv[1:]:
+        make_ranks()
     for name in STARTED:
         if not sys.argv[1:] or name in sys.argv[1:]:
             make_started(name)

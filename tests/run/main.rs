@@ -1,11 +1,16 @@
 //! Whole runs of the `ft` program: what stays equal, what survives, what is refused.
 
+mod adapters;
 mod bench;
 mod caps;
+mod coded;
+mod distill;
 mod equal;
 mod hostile;
 mod optimizers;
 mod plans;
+mod preference;
 mod quickstart;
+mod reinforce;
 mod resume;
 mod tiers;

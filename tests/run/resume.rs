@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-const METHODS: [(&str, &[&str]); 7] = [
+const METHODS: [(&str, &[&str]); 13] = [
     (
         "block",
         &["tune.method=block", "tune.block.switch_every=4", "model.dtype=bf16"],
@@ -50,6 +50,73 @@ const METHODS: [(&str, &[&str]); 7] = [
     (
         "dora",
         &["tune.method=lora", "tune.lora.r=4", "tune.lora.use_dora=true"],
+    ),
+    // The reference's log-probabilities are asked once; checkpoints carry them.
+    (
+        "dpo",
+        &[
+            "train.stage=dpo",
+            "data.train=pairs.jsonl",
+            "data.eval_fraction=0.3",
+            "train.eval_steps=5",
+            "tune.method=lora",
+            "tune.lora.r=4",
+        ],
+    ),
+    (
+        "kto",
+        &[
+            "train.stage=kto",
+            "data.train=pairs.jsonl",
+            "tune.method=block",
+            "tune.block.switch_every=4",
+        ],
+    ),
+    // The score head is trained beside the blocks.
+    (
+        "reward",
+        &[
+            "train.stage=reward",
+            "data.train=pairs.jsonl",
+            "tune.method=block",
+            "tune.block.switch_every=3",
+            "memory.tier=disk",
+        ],
+    ),
+    // Which ranks live depends on the gradients of all steps before.
+    (
+        "adalora",
+        &[
+            "tune.method=lora",
+            "tune.lora.r=4",
+            "tune.lora.peft_type=adalora",
+            "tune.lora.adalora.target_r=1",
+            "tune.lora.adalora.deltaT=5",
+            "tune.lora.adalora.tfinal=8",
+        ],
+    ),
+    // Codes that the start made anew, and rows of embedding and head.
+    (
+        "loftq",
+        &[
+            "tune.method=lora",
+            "tune.lora.r=4",
+            "tune.lora.init_lora_weights=loftq",
+            "tune.lora.loftq_iter=2",
+            "tune.lora.trainable_token_indices=[40, 7]",
+            "memory.frozen_weights=nf4",
+        ],
+    ),
+    // Ranks of its own for each linear, and some without an adapter.
+    (
+        "eva",
+        &[
+            "tune.method=lora",
+            "tune.lora.r=2",
+            "tune.lora.init_lora_weights=eva",
+            "tune.lora.eva.rho=8",
+            "model.dtype=bf16",
+        ],
     ),
 ];
 

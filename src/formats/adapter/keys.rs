@@ -16,7 +16,7 @@ pub fn below(kind: &Kind, dora: bool) -> &'static [&'static str] {
         Kind::Loha => &["hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"],
         Kind::Lokr { .. } => &["lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"],
         Kind::Oft { .. } => &["oft_R.weight"],
-        Kind::Adalora { .. } => &["lora_A", "lora_B", "lora_E"],
+        Kind::Adalora(_) => &["lora_A", "lora_B", "lora_E"],
     }
 }
 
@@ -37,6 +37,8 @@ const MARKS: [&str; 8] = [
 pub enum Key {
     /// A tensor of the adapter on a module: the module, and its name below it.
     Of(String, &'static str),
+    /// Trained rows of the matrix of a module.
+    Rows(String),
     /// A whole parameter of a module in `modules_to_save`, by its name in the model.
     Whole(String),
 }
@@ -59,6 +61,14 @@ pub fn parse(name: &str, kind: &Kind, dora: bool) -> Option<Key> {
             if let Some(module) = rest.strip_suffix(&end) {
                 return (!module.is_empty()).then(|| Key::Of(module.to_string(), below));
             }
+        }
+    }
+    for end in [
+        ".token_adapter.trainable_tokens_delta",
+        ".token_adapter.trainable_tokens_delta.default",
+    ] {
+        if let (Some(module), Kind::Lora) = (rest.strip_suffix(end), kind) {
+            return Some(Key::Rows(module.to_string()));
         }
     }
     if MARKS.iter().any(|mark| rest.contains(mark)) {

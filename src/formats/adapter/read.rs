@@ -105,6 +105,34 @@ impl Reader<'_> {
         }
     }
 
+    /// Ids of rows: a list is of the embedding, an object says of which module.
+    pub fn token_rows(&self, key: &str) -> Result<Vec<(String, Vec<u32>)>> {
+        let wrong = || self.wrong(key, "a list of token ids, or an object of such lists");
+        let ids = |v: &Value| -> Result<Vec<u32>> {
+            let list = v.as_array().ok_or_else(wrong)?.iter();
+            let ids: Vec<u32> = list
+                .map(|id| id.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or_else(wrong))
+                .collect::<Result<_>>()?;
+            let mut sorted = ids.clone();
+            sorted.sort_unstable();
+            sorted.dedup();
+            match sorted.len() == ids.len() {
+                true => Ok(ids),
+                false => Err(self.wrong(key, "every token once")),
+            }
+        };
+        Ok(match self.get(key) {
+            None => Vec::new(),
+            Some(Value::Array(list)) if list.is_empty() => Vec::new(),
+            Some(list @ Value::Array(_)) => vec![("embed_tokens".to_string(), ids(list)?)],
+            Some(Value::Object(map)) => {
+                let each = map.iter().map(|(module, list)| Ok((module.clone(), ids(list)?)));
+                each.collect::<Result<_>>()?
+            }
+            Some(_) => return Err(wrong()),
+        })
+    }
+
     /// One layer number or a list of them.
     pub fn layers(&self, key: &str) -> Result<Option<Vec<usize>>> {
         let wrong = || self.wrong(key, "a layer number or a list of them");

@@ -64,7 +64,8 @@ fn what_changes_the_mathematics_is_refused_by_name() {
         ("bias", json!("all")),
         ("fan_in_fan_out", json!(true)),
         ("lora_bias", json!(true)),
-        ("trainable_token_indices", json!([1, 2])),
+        ("trainable_token_indices", json!([1, 1])),
+        ("trainable_token_indices", json!({"embed_tokens": [-1]})),
         ("target_parameters", json!(["experts.w1"])),
         ("layer_replication", json!([[0, 4], [2, 5]])),
         ("init_lora_weights", json!("pissa_niter_16")),
@@ -132,7 +133,16 @@ fn names_round_trip() {
             },
             false,
         ),
-        (Kind::Adalora { target_r: 2 }, false),
+        (
+            Kind::Adalora(Allocation {
+                target_r: 2,
+                tfinal: 3,
+                total_step: 9,
+                kept: vec![("model.layers.0.self_attn.q_proj".into(), vec![true, false])],
+                ..Allocation::default()
+            }),
+            false,
+        ),
     ];
     for (kind, dora) in &kinds {
         for below in below(kind, *dora) {
@@ -157,7 +167,6 @@ fn names_round_trip() {
         "base_model.model.x.lora_magnitude_vector",
         "base_model.model.x.lora_embedding_A",
         "base_model.model.x.ia3_l",
-        "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta",
         "model.layers.0.weight",
     ] {
         assert_eq!(lora(stranger), None, "{stranger}");

@@ -1,6 +1,6 @@
 //! `adapter_config.json` as PEFT writes it.
 
-use super::{AdapterConfig, Kind, Targets};
+use super::{AdapterConfig, Allocation, Kind, Targets};
 use serde_json::{Map, Value, json};
 
 /// The version of PEFT whose files these are.
@@ -81,7 +81,7 @@ impl AdapterConfig {
                 "r": 0,
                 "use_cayley_neumann": neumann.is_some(),
             }),
-            Kind::Adalora { target_r } => self.adalora(*target_r),
+            Kind::Adalora(allocation) => self.adalora(allocation),
         };
         if let Value::Object(own) = own {
             out.extend(own);
@@ -130,29 +130,26 @@ impl AdapterConfig {
             "r": self.r,
             "rank_pattern": object(&self.rank_pattern, |r| json!(r)),
             "target_parameters": null,
-            "trainable_token_indices": null,
+            "trainable_token_indices": self.rows(),
             "use_dora": self.use_dora,
             "use_qalora": false,
             "use_rslora": self.use_rslora,
         })
     }
 
-    fn adalora(&self, target_r: usize) -> Value {
+    fn rows(&self) -> Value {
+        match self.token_rows.as_slice() {
+            [] => Value::Null,
+            [(module, ids)] if module == "embed_tokens" => json!(ids),
+            all => Value::Object(all.iter().map(|(m, ids)| (m.clone(), json!(ids))).collect()),
+        }
+    }
+
+    fn adalora(&self, allocation: &Allocation) -> Value {
         let mut out = self.lora();
-        let own = json!({
-            "beta1": 0.85,
-            "beta2": 0.85,
-            "deltaT": 1,
-            "init_r": self.r,
-            "orth_reg_weight": 0.5,
-            "peft_type": "ADALORA",
-            "rank_pattern": null,
-            "target_r": target_r,
-            "tfinal": 0,
-            "tinit": 0,
-            // PEFT wants a number here, also to load.
-            "total_step": 1,
-        });
+        let mut own = allocation.json();
+        own["init_r"] = json!(self.r);
+        own["peft_type"] = json!("ADALORA");
         if let (Value::Object(out), Value::Object(own)) = (&mut out, own) {
             out.extend(own);
         }

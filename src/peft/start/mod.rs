@@ -5,10 +5,11 @@
 
 pub mod algebra;
 mod corda;
+pub mod cost;
 mod pairs;
 
 pub use corda::{Arithmetic, Component, Covariance, Method, allocate, components, pair_of};
-pub use pairs::{Pair, eva, lora_ga, olora, pissa};
+pub use pairs::{Pair, eva, eva_ranks, lora_ga, olora, pissa};
 
 #[cfg(test)]
 mod tests;

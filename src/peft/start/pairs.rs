@@ -54,15 +54,36 @@ pub fn olora(w: MatRef<'_, f64>, r: usize) -> Result<Pair> {
     })
 }
 
-/// EVA (Paischer et al. 2024, arXiv 2410.07170, section 3.1): the rows of A are the R main directions of the inputs
-/// (about their mean, as in PEFT); B is zero.
-pub fn eva(inputs: &Covariance, r: usize, outputs: usize) -> Result<Pair> {
-    check_rank(r, inputs.size(), inputs.size())?;
-    let (vectors, _) = algebra::eigen(inputs.centred().as_ref())?;
-    Ok(Pair {
-        a: algebra::values(vectors.transpose().get(..r, ..)),
-        b: vec![0.0; outputs * r],
-    })
+/// EVA (Paischer et al. 2024, arXiv 2410.07170, section 3.1): the main directions of the inputs (about their mean, as in
+/// PEFT), which become the rows of A while B is zero, and the part of the variance that each explains.
+///
+/// Returns `count` directions `[count, I]`, row by row. Errors: more directions than inputs.
+pub fn eva(inputs: &Covariance, count: usize) -> Result<(Vec<f32>, Vec<f64>)> {
+    check_rank(count, inputs.size(), inputs.size())?;
+    let (vectors, values) = algebra::eigen(inputs.centred().as_ref())?;
+    let all = values.iter().map(|v| v.max(0.0)).sum::<f64>().max(f64::MIN_POSITIVE);
+    let explained = values[..count].iter().map(|v| v.max(0.0) / all).collect();
+    Ok((algebra::values(vectors.transpose().get(..count, ..)), explained))
+}
+
+/// EVA's ranks (section 3.2, as PEFT spends them): of all directions of all linears, in the order of the model, the
+/// `budget` that explain most. `first_of[m]` is the first linear that reads the input of linear m: it gets the highest of
+/// their ranks.
+pub fn eva_ranks(explained: &[Vec<f64>], first_of: &[usize], budget: usize) -> Vec<usize> {
+    let mut all: Vec<(usize, f64)> = Vec::new();
+    for (m, values) in explained.iter().enumerate() {
+        all.extend(values.iter().map(|v| (m, *v)));
+    }
+    // A stable sort: of equals the first counts.
+    all.sort_by(|a, b| b.1.total_cmp(&a.1));
+    let mut ranks = vec![0; explained.len()];
+    all.iter().take(budget).for_each(|(m, _)| ranks[*m] += 1);
+    for (m, &first) in first_of.iter().enumerate() {
+        if ranks[first] < ranks[m] {
+            ranks.swap(first, m);
+        }
+    }
+    ranks
 }
 
 /// LoRA-GA (Wang et al. 2024, arXiv 2407.05000, section 3.2), with PEFT's defaults: of the gradient `[O, I]` A takes

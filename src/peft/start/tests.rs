@@ -99,13 +99,15 @@ fn olora_starts_from_an_orthonormal_basis() {
 #[test]
 fn eva_takes_the_directions_in_which_inputs_vary_most() {
     let (c, x) = covariance(5, 60, 2);
-    let pair = eva(&c, 2, 4).unwrap();
-    assert!(pair.b.iter().all(|&b| b == 0.0) && pair.b.len() == 8);
+    let (rows, explained) = eva(&c, 2).unwrap();
+    let (_, all) = eva(&c, 5).unwrap();
+    assert!((all.iter().sum::<f64>() - 1.0).abs() < 1e-9 && all[..2] == explained[..]);
+    assert!(eva(&c, 6).is_err());
     let mean = |j: usize| (0..60).map(|i| x[(i, j)]).sum::<f64>() / 60.0;
     let centred = Mat::from_fn(60, 5, |i, j| x[(i, j)] - mean(j));
     let found = svd(centred.as_ref()).unwrap();
     for k in 0..2 {
-        let dot: f64 = (0..5).map(|i| f64::from(pair.a[k * 5 + i]) * found.v[(i, k)]).sum();
+        let dot: f64 = (0..5).map(|i| f64::from(rows[k * 5 + i]) * found.v[(i, k)]).sum();
         assert!((dot.abs() - 1.0).abs() < 1e-4, "{dot}");
     }
 }
@@ -190,4 +192,19 @@ fn compressing_keeps_what_fits_and_tells_what_is_lost() {
             "{r} {error} {lost}"
         );
     }
+}
+
+#[test]
+fn eva_spends_ranks_where_directions_explain_most() {
+    let explained = vec![vec![0.5, 0.1], vec![0.5, 0.1], vec![0.9, 0.4], vec![0.05, 0.01]];
+    // The first two read one input: of equals the first counts.
+    assert_eq!(eva_ranks(&explained, &[0, 0, 2, 3], 4), [1, 1, 2, 0]);
+    assert_eq!(eva_ranks(&explained, &[0, 0, 2, 3], 5), [2, 1, 2, 0]);
+    assert_eq!(eva_ranks(&explained, &[0, 0, 2, 3], 100), [2, 2, 2, 2]);
+    let late = vec![vec![0.1], vec![0.2]];
+    assert_eq!(
+        eva_ranks(&late, &[0, 0], 1),
+        [1, 0],
+        "who is first gets the highest rank"
+    );
 }

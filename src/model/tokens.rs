@@ -1,0 +1,128 @@
+//! Rows of the embedding, or of a head of its own, that train beside adapters (PEFT's `trainable_token_indices`): new
+//! tokens learn without the whole matrix. Their exact values are f32; the matrix holds them rounded to its type, so a
+//! forward pass is as ever, and a tied head sees them too.
+//!
+//! Letters: N tokens, D hidden size, V vocabulary rows, T trained rows.
+
+use super::contracts::{GradSink, Param};
+use super::network::Network;
+use crate::base::{Error, Result};
+use crate::ops::{embedding, update};
+use crate::peft::Part;
+use candle_core::{DType, Tensor};
+use std::sync::Arc;
+
+/// Below the matrix's module, as PEFT names it.
+pub const BELOW: &str = "token_adapter.trainable_tokens_delta";
+
+#[derive(Debug, Clone)]
+pub struct TokenRows {
+    /// Name of the matrix `[V, D]`.
+    pub table: Arc<str>,
+    /// T different rows of it.
+    pub ids: Vec<u32>,
+    /// Their values, f32 `[T, D]`.
+    pub part: Part,
+}
+
+/// The name under which rows of the matrix `table` train.
+pub fn name_of(table: &str) -> String {
+    format!("{}.{BELOW}", table.trim_end_matches(".weight"))
+}
+
+impl TokenRows {
+    /// Rows `ids` of `table` as they are, or with the values `given` `[T, D]`; the matrix takes these over.
+    ///
+    /// Errors: an id that the matrix does not have; a matrix that is not held.
+    pub fn new(network: &Network, table: &str, ids: &[u32], given: Option<&Tensor>) -> Result<Self> {
+        let held = network.source.held(table).ok_or_else(|| {
+            Error::new("rows of a matrix that stays on the disk cannot train")
+                .at(table)
+                .hint("set `memory.tier = \"device\"`, or remove `tune.lora.trainable_token_indices`")
+        })?;
+        let (vocab, width) = held.dims2()?;
+        if let Some(id) = ids.iter().find(|id| **id as usize >= vocab) {
+            return Err(
+                Error::new("the model has no row for a token of `trainable_token_indices`")
+                    .at(table)
+                    .found(format!("token {id}"))
+                    .expected(format!("less than {vocab}"))
+                    .hint("a model whose vocabulary has grown needs an embedding with rows for the new tokens"),
+            );
+        }
+        let values = match given {
+            Some(given) => update::to_f32_vec(given)?,
+            None => {
+                let mut values = Vec::with_capacity(ids.len() * width);
+                for &id in ids {
+                    values.extend(update::to_f32_vec(&held.narrow(0, id as usize, 1)?)?);
+                }
+                values
+            }
+        };
+        let rows = Self {
+            table: table.into(),
+            ids: ids.to_vec(),
+            part: Part {
+                name: name_of(table).into(),
+                tensor: Tensor::from_vec(values, (ids.len(), width), held.device())?,
+            },
+        };
+        rows.place(network)?;
+        Ok(rows)
+    }
+
+    /// The matrix takes the values over.
+    pub fn place(&self, network: &Network) -> Result<()> {
+        let Some(table) = network.source.held(&self.table) else {
+            return Err(Error::new("a matrix with trained rows is not held").at(&*self.table));
+        };
+        let width = table.dim(1)?;
+        let values = update::to_f32_vec(&self.part.tensor)?;
+        for (&id, row) in self.ids.iter().zip(values.chunks_exact(width.max(1))) {
+            update::set(&table.narrow(0, id as usize, 1)?, row)?;
+        }
+        Ok(())
+    }
+
+    /// Of the gradient of a whole matrix `[V, D]`, that of the rows, `[T, D]`.
+    pub fn of_whole(&self, gradient: &Tensor) -> Result<Tensor> {
+        let ids = Tensor::from_slice(&self.ids, self.ids.len(), gradient.device())?;
+        Ok(gradient.index_select(&ids, 0)?.contiguous()?)
+    }
+
+    /// Adds what the embedded tokens `ids` `[N]` say, by `dx` `[N, D]`, to `gradient` `[T, D]`.
+    pub fn add_embedded(&self, gradient: &Tensor, ids: &[u32], dx: &Tensor, scale: f32) -> Result<()> {
+        let (mut tokens, mut rows) = (Vec::new(), Vec::new());
+        for (n, id) in ids.iter().enumerate() {
+            if let Some(row) = self.ids.iter().position(|own| own == id) {
+                tokens.push(n as u32);
+                rows.push(row as u32);
+            }
+        }
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let tokens = Tensor::from_vec(tokens, rows.len(), dx.device())?;
+        embedding::scatter_add(gradient, &rows, &dx.index_select(&tokens, 0)?.contiguous()?, scale)
+    }
+
+    pub fn wanted(&self, sink: &dyn GradSink) -> bool {
+        sink.wants(&self.part.name)
+    }
+
+    pub fn param(&self) -> Param {
+        Param {
+            name: self.part.name.clone(),
+            tensor: self.part.tensor.clone(),
+        }
+    }
+
+    pub fn zeros(&self) -> Result<Tensor> {
+        Ok(Tensor::zeros(
+            self.part.tensor.shape(),
+            DType::F32,
+            self.part.tensor.device(),
+        )?)
+    }
+}

@@ -1,0 +1,282 @@
+//! Which ranks of AdaLoRA adapters live on (Zhang et al. 2023, arXiv 2303.10512, sections 3.2 and 3.3): after each
+//! step every singular value with its two vectors gets a score, and the model as a whole keeps the best of them, fewer
+//! with every allocation; beside that, what keeps the vectors orthogonal. Arithmetic and moments as in PEFT.
+//!
+//! Letters: I input features, O output features, R rank.
+
+use super::adalora::Adalora;
+use super::adapter::Part;
+use super::small;
+use crate::base::{Error, Result};
+use crate::ops::{linear, update};
+use candle_core::{DType, Tensor};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Names as in PEFT.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Schedule {
+    /// Mean rank in the end; the rank of the adapters: ranks never fall.
+    pub target_r: usize,
+    pub tinit: u64,
+    pub tfinal: u64,
+    pub delta_t: u64,
+    pub beta1: f64,
+    pub beta2: f64,
+    /// Weight of the distance from orthogonal vectors.
+    pub orth_reg_weight: f64,
+    pub total_steps: u64,
+}
+
+/// Importance of each number of a part, smoothed, and how uncertain it is.
+#[derive(Debug, Clone, PartialEq)]
+struct Moments {
+    importance: Vec<f32>,
+    uncertainty: Vec<f32>,
+}
+
+/// The three parts of an adapter.
+struct Triplet {
+    module: String,
+    a: Part,
+    b: Part,
+    e: Part,
+}
+
+/// Gradients of a step by the names of their parts.
+pub type Gradients<'a> = dyn Fn(&str) -> Option<Tensor> + 'a;
+
+pub struct Allocator {
+    pub schedule: Schedule,
+    triplets: Vec<Triplet>,
+    moments: BTreeMap<Arc<str>, Moments>,
+    /// By module, which singular values the last allocation has left.
+    kept: BTreeMap<String, Vec<bool>>,
+}
+
+impl Allocator {
+    pub fn new<'a>(adapters: impl Iterator<Item = (&'a String, &'a Adalora)>, schedule: Schedule) -> Self {
+        let triplet = |(module, k): (&String, &Adalora)| Triplet {
+            module: module.clone(),
+            a: k.a.clone(),
+            b: k.b.clone(),
+            e: k.e.clone(),
+        };
+        Self {
+            schedule,
+            triplets: adapters.map(triplet).collect(),
+            moments: BTreeMap::new(),
+            kept: BTreeMap::new(),
+        }
+    }
+
+    /// Sum of the ranks at the start.
+    fn first_budget(&self) -> usize {
+        self.triplets.iter().map(|t| t.e.tensor.elem_count()).sum()
+    }
+
+    fn target_budget(&self) -> usize {
+        self.schedule.target_r * self.triplets.len()
+    }
+
+    fn prunes(&self) -> bool {
+        self.target_budget() < self.first_budget()
+    }
+
+    /// Ranks that may live after `step` (from 1), and whether they are allocated anew then.
+    pub fn budget(&self, step: u64) -> (usize, bool) {
+        let s = &self.schedule;
+        let (first, target) = (self.first_budget(), self.target_budget());
+        let end = s.total_steps.saturating_sub(s.tfinal);
+        if step <= s.tinit || !self.prunes() {
+            (first, false)
+        } else if step > end {
+            (target, true)
+        } else {
+            let left = 1.0 - (step - s.tinit) as f64 / (end - s.tinit) as f64;
+            let budget = (first - target) as f64 * left.powi(3) + target as f64;
+            (budget as usize, step.is_multiple_of(s.delta_t))
+        }
+    }
+
+    /// Adds the gradient of weight · mean ‖A·Aᵀ - 1‖, ‖Bᵀ·B - 1‖ (Frobenius) over all A `[R, I]` and B `[O, R]` to
+    /// `gradients`, which are f32 and changed in place.
+    pub fn regularise(&self, gradients: &Gradients) -> Result<()> {
+        let weight = self.schedule.orth_reg_weight;
+        if weight == 0.0 {
+            return Ok(());
+        }
+        let each = weight / (2 * self.triplets.len()).max(1) as f64;
+        for t in self.triplets.iter().filter(|t| t.e.tensor.elem_count() > 0) {
+            let (a, b) = (&t.a.tensor, &t.b.tensor);
+            let (of_a, far_a) = away(&linear::forward(a, a, None)?)?;
+            let (of_b, far_b) = away(&linear::grad_weight(b, b, DType::F32)?)?;
+            for (part, change, far) in [
+                (&t.a, small::product(&of_a, a)?, far_a),
+                (&t.b, small::product(b, &of_b)?, far_b),
+            ] {
+                if let Some(gradient) = gradients(&part.name)
+                    && far > 0.0
+                {
+                    update::scale_assign(&change, (2.0 * each / far) as f32)?;
+                    update::add_assign(&gradient, &change)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// After the update of `step`: scores from the new weights and from `gradients` times `coefficient` (what clipping
+    /// left of them), and the singular values that lose their place set to zero.
+    pub fn after(&mut self, step: u64, gradients: &Gradients, coefficient: f32) -> Result<()> {
+        if !self.prunes() {
+            return Ok(());
+        }
+        let end = self.schedule.total_steps.saturating_sub(self.schedule.tfinal);
+        if step > end {
+            return self.mask();
+        }
+        if step < end {
+            self.score(gradients, coefficient)?;
+        }
+        let (budget, due) = self.budget(step);
+        if due || step == end {
+            self.allocate(budget)?;
+        }
+        if step == end {
+            self.moments.clear();
+        }
+        Ok(())
+    }
+
+    fn score(&mut self, gradients: &Gradients, coefficient: f32) -> Result<()> {
+        let (beta1, beta2) = (self.schedule.beta1, self.schedule.beta2);
+        let (keep1, new1) = (beta1 as f32, (1.0 - beta1) as f32);
+        let (keep2, new2) = (beta2 as f32, (1.0 - beta2) as f32);
+        for part in self.triplets.iter().flat_map(|t| [&t.a, &t.b, &t.e]) {
+            let Some(gradient) = gradients(&part.name) else {
+                continue;
+            };
+            let (weight, gradient) = (update::to_f32_vec(&part.tensor)?, update::to_f32_vec(&gradient)?);
+            let n = weight.len();
+            let m = self.moments.entry(part.name.clone()).or_insert_with(|| Moments {
+                importance: vec![0.0; n],
+                uncertainty: vec![0.0; n],
+            });
+            for (i, (w, g)) in weight.iter().zip(&gradient).enumerate() {
+                let now = (w * (g * coefficient)).abs();
+                m.importance[i] = keep1 * m.importance[i] + new1 * now;
+                m.uncertainty[i] = keep2 * m.uncertainty[i] + new2 * (now - m.importance[i]).abs();
+            }
+        }
+        Ok(())
+    }
+
+    /// Scores of the R singular values of an adapter: that of the value, and the means of those of its two vectors.
+    fn scores(&self, t: &Triplet) -> Vec<f32> {
+        let r = t.e.tensor.elem_count();
+        let of = |part: &Part, i: usize| {
+            let found = self.moments.get(&part.name);
+            found.map_or(0.0, |m| m.importance[i] * m.uncertainty[i])
+        };
+        let (inputs, outputs) = (t.a.tensor.elem_count() / r.max(1), t.b.tensor.elem_count() / r.max(1));
+        let mean = |n: usize, at: &dyn Fn(usize) -> f32| {
+            ((0..n).map(|i| f64::from(at(i))).sum::<f64>() / n.max(1) as f64) as f32
+        };
+        let one = |k: usize| {
+            let a = mean(inputs, &|i| of(&t.a, k * inputs + i));
+            let b = mean(outputs, &|o| of(&t.b, o * r + k));
+            of(&t.e, k) + (a + b)
+        };
+        (0..r).map(one).collect()
+    }
+
+    fn allocate(&mut self, budget: usize) -> Result<()> {
+        let scores: Vec<Vec<f32>> = self.triplets.iter().map(|t| self.scores(t)).collect();
+        let mut sorted: Vec<f32> = scores.iter().flatten().copied().collect();
+        let drop = sorted.len().saturating_sub(budget);
+        if drop == 0 {
+            return Ok(());
+        }
+        sorted.sort_by(f32::total_cmp);
+        let threshold = sorted[drop - 1];
+        for (t, scores) in self.triplets.iter().zip(scores) {
+            let kept = scores.iter().map(|s| *s > threshold).collect();
+            self.kept.insert(t.module.clone(), kept);
+        }
+        self.mask()
+    }
+
+    /// Sets the singular values that are not kept to zero.
+    fn mask(&self) -> Result<()> {
+        for t in &self.triplets {
+            let Some(kept) = self.kept.get(&t.module) else { continue };
+            let values = update::to_f32_vec(&t.e.tensor)?;
+            let masked = values.iter().zip(kept).map(|(x, k)| if *k { *x } else { 0.0 });
+            small::fill(&t.e.tensor, &masked.collect::<Vec<_>>())?;
+        }
+        Ok(())
+    }
+
+    /// By module, which singular values are left; empty before the first allocation.
+    pub fn kept(&self) -> &BTreeMap<String, Vec<bool>> {
+        &self.kept
+    }
+
+    /// What a resumed run needs: names and values.
+    pub fn saved(&self) -> Vec<(String, Vec<f32>)> {
+        let flag = |k: &bool| if *k { 1.0 } else { 0.0 };
+        let kept = self
+            .kept
+            .iter()
+            .map(|(m, k)| (format!("{m}#kept"), k.iter().map(flag).collect()));
+        let moments = self.moments.iter().flat_map(|(name, m)| {
+            [
+                (format!("{name}#importance"), m.importance.clone()),
+                (format!("{name}#uncertainty"), m.uncertainty.clone()),
+            ]
+        });
+        kept.chain(moments).collect()
+    }
+
+    /// Takes one value of `saved` back.
+    ///
+    /// Errors: a name or a size that is not of these adapters.
+    pub fn restore(&mut self, name: &str, values: Vec<f32>) -> Result<()> {
+        let wrong = || Error::new("not a state of these AdaLoRA ranks").at(name);
+        let (of, what) = name.rsplit_once('#').ok_or_else(wrong)?;
+        if what == "kept" {
+            let triplet = self.triplets.iter().find(|t| t.module == of).ok_or_else(wrong)?;
+            if triplet.e.tensor.elem_count() != values.len() {
+                return Err(wrong());
+            }
+            let kept = values.iter().map(|v| *v != 0.0).collect();
+            self.kept.insert(of.to_string(), kept);
+            return Ok(());
+        }
+        let mut parts = self.triplets.iter().flat_map(|t| [&t.a, &t.b, &t.e]);
+        let part = parts.find(|p| &*p.name == of).ok_or_else(wrong)?;
+        if part.tensor.elem_count() != values.len() {
+            return Err(wrong());
+        }
+        let m = self.moments.entry(part.name.clone()).or_insert_with(|| Moments {
+            importance: vec![0.0; values.len()],
+            uncertainty: vec![0.0; values.len()],
+        });
+        match what {
+            "importance" => m.importance = values,
+            "uncertainty" => m.uncertainty = values,
+            _ => return Err(wrong()),
+        }
+        Ok(())
+    }
+}
+
+/// M - 1 for `[R, R]`, and its Frobenius norm.
+fn away(m: &Tensor) -> Result<(Tensor, f64)> {
+    let r = m.dim(0)?;
+    let mut values = update::to_f32_vec(m)?;
+    values.iter_mut().step_by(r + 1).for_each(|x| *x -= 1.0);
+    let far = values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    Ok((Tensor::from_vec(values, (r, r), m.device())?, far))
+}

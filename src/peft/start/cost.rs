@@ -1,0 +1,174 @@
+//! What a start needs beside the model for a while, for the planner.
+//!
+//! Letters: I input features, O output features, R rank, K = min(O, I), D hidden size.
+
+use crate::peft::adapter::Cost;
+use crate::peft::targets::layer_of;
+use crate::recipe::{Lora, LoraInit, PeftType};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+/// Linears of a layer that are decomposed side by side: each holds a few matrices of its weight's size in f64.
+const AT_ONCE: usize = 4;
+
+/// Which linears `[O, I]` of a layer are decomposed side by side, as ranges in order: never more than `AT_ONCE`, and
+/// together not larger than the largest one alone, so that the small ones cost no memory.
+pub fn together(linears: &[(usize, usize)]) -> Vec<Range<usize>> {
+    let size = |&(o, i): &(usize, usize)| (3 * o * i + (o + i) * o.min(i) + 3 * i * i) as u64;
+    let most = linears.iter().map(size).max().unwrap_or(0);
+    let (mut out, mut first, mut sum) = (Vec::new(), 0, 0);
+    for (n, linear) in linears.iter().enumerate() {
+        if n > first && (n - first == AT_ONCE || sum + size(linear) > most) {
+            out.push(first..n);
+            (first, sum) = (n, 0);
+        }
+        sum += size(linear);
+    }
+    if first < linears.len() {
+        out.push(first..linears.len());
+    }
+    out
+}
+
+/// Tokens of a batch of calibration rows: the sums of so many are f32 before they are added up in f64.
+pub const TOKENS: usize = 4096;
+
+/// Bytes at the worst moment of the start: hidden states of `tokens` calibration tokens of width `hidden` (D), one layer's
+/// covariances, what is decomposed at one time, and what is kept until the last layer is done. 0 for starts that
+/// need none of it.
+pub fn bytes(lora: &Lora, hidden: usize, tokens: u64, adapters: &BTreeMap<String, Cost>) -> u64 {
+    if lora.peft_type != PeftType::Lora || lora.adapter.is_some() {
+        return 0;
+    }
+    let init = lora.init_lora_weights;
+    let mut layers: BTreeMap<Option<usize>, Vec<Linear>> = BTreeMap::new();
+    for (module, cost) in adapters {
+        if let Some(linear) = Linear::of(module, cost) {
+            layers.entry(layer_of(module)).or_default().push(linear);
+        }
+    }
+    let looks = matches!(init, LoraInit::Corda | LoraInit::Eva);
+    let states = if looks { 4 * tokens * hidden as u64 } else { 0 };
+    let kept: u64 = layers.values().flatten().map(|l| l.kept(lora)).sum();
+    let worst = layers.values().map(|linears| {
+        let inputs: BTreeSet<(u8, u64)> = linears.iter().map(|l| (l.input, l.i)).collect();
+        let covariances: u64 = match looks {
+            true => inputs.iter().map(|(_, i)| 8 * i * i).sum(),
+            false => 0,
+        };
+        // While one is added to: the sums of a batch, as a tensor and as numbers.
+        let sums = inputs
+            .iter()
+            .map(|(_, i)| 8 * i * i)
+            .max()
+            .filter(|_| looks)
+            .unwrap_or(0);
+        let dims: Vec<(usize, usize)> = linears.iter().map(|l| (l.o as usize, l.i as usize)).collect();
+        let groups = together(&dims).into_iter();
+        let at_once = groups.map(|g| linears[g].iter().map(|l| l.work(init, lora)).sum());
+        // LoftQ reads the weights of a layer first.
+        let originals: u64 = match init {
+            LoraInit::Loftq => linears.iter().map(|l| 8 * l.o * l.i).sum(),
+            _ => 0,
+        };
+        covariances + originals + at_once.max().unwrap_or(0).max(sums)
+    });
+    states + kept + worst.max().unwrap_or(0)
+}
+
+struct Linear {
+    i: u64,
+    o: u64,
+    r: u64,
+    /// Which of a layer's different inputs it reads.
+    input: u8,
+}
+
+impl Linear {
+    fn of(module: &str, cost: &Cost) -> Option<Self> {
+        let shape = |below: &str| cost.trained.iter().find(|(n, _)| n.ends_with(below)).map(|(_, s)| s);
+        let (&[r, i], &[o, _]) = (shape(".lora_A.weight")?.as_slice(), shape(".lora_B.weight")?.as_slice()) else {
+            return None;
+        };
+        let ends = |names: &[&str]| names.iter().any(|n| module.ends_with(n));
+        Some(Self {
+            i: i as u64,
+            o: o as u64,
+            r: r as u64,
+            input: match module {
+                _ if ends(&["q_proj", "k_proj", "v_proj", "qkv_proj"]) => 0,
+                _ if ends(&["o_proj"]) => 1,
+                _ if ends(&["gate_proj", "up_proj", "gate_up_proj"]) => 2,
+                _ => 3,
+            },
+        })
+    }
+
+    /// Decomposed: copies of W, of what is made of it, and its two factors, in f64.
+    fn work(&self, init: LoraInit, lora: &Lora) -> u64 {
+        let (w, c, factors) = (self.o * self.i, self.i * self.i, (self.o + self.i) * self.o.min(self.i));
+        match init {
+            LoraInit::Default | LoraInit::Gaussian => 0,
+            // W, W·C and its copy; C, damped, and its factor.
+            LoraInit::Corda => 4 * w + 8 * (3 * w + factors + 3 * c),
+            LoraInit::Eva => 8 * 3 * c,
+            LoraInit::Pissa if lora.pissa_niter > 0 => 4 * w + 8 * (w + 4 * (self.o + self.i) * (self.r + 8)),
+            LoraInit::Pissa | LoraInit::Olora | LoraInit::LoraGa => 4 * w + 8 * (2 * w + factors),
+            // W, Q and their difference.
+            LoraInit::Loftq => 4 * w + 8 * (4 * w + factors),
+        }
+    }
+
+    /// Found for this linear and not placed yet.
+    fn kept(&self, lora: &Lora) -> u64 {
+        match lora.init_lora_weights {
+            LoraInit::Corda => {
+                let candidates = if lora.corda.adaptive_rank { 2 * self.r } else { self.r };
+                (8 * candidates + 4 * self.r) * (self.o + self.i)
+            }
+            LoraInit::Eva => (4.0 * self.r as f64 * lora.eva.rho) as u64 * self.i,
+            _ => 0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_start_costs_covariances_and_what_it_decomposes() {
+        let table = "[model]\npath = \"x\"\n[data]\ntrain = \"y\"\n[tune]\nmethod = \"lora\"\n";
+        let lora = |more: &str| {
+            let text = format!("{table}[tune.lora]\n{more}");
+            crate::recipe::parse(&text, "r.toml", &[]).unwrap().recipe.tune.lora
+        };
+        let part = |name: &str, shape: [usize; 2]| (format!("model.layers.0.mlp.{name}").into(), shape.to_vec());
+        let cost = Cost {
+            trained: vec![
+                part("up_proj.lora_A.weight", [2, 8]),
+                part("up_proj.lora_B.weight", [12, 2]),
+            ],
+            ..Cost::default()
+        };
+        let adapters = BTreeMap::from([("model.layers.0.mlp.up_proj".to_string(), cost)]);
+        let of = |more: &str| bytes(&lora(more), 8, 100, &adapters);
+        assert_eq!(of(""), 0);
+        assert_eq!(of("peft_type = \"oft\""), 0);
+        // W is [12, 8]: 96 elements, C 64, factors (12 + 8) · 8.
+        assert_eq!(of("init_lora_weights = \"pissa\""), 4 * 96 + 8 * (2 * 96 + 160));
+        let corda = 4 * 100 * 8 + 8 * 64 + 4 * 96 + 8 * (3 * 96 + 160 + 3 * 64) + (8 * 2 + 4 * 2) * 20;
+        assert_eq!(of("init_lora_weights = \"corda\""), corda);
+    }
+
+    #[test]
+    fn small_linears_share_what_the_largest_needs() {
+        let (d, i) = (4096, 11008);
+        let layer = [(d, d), (d, d), (d, d), (d, d), (i, d), (i, d), (d, i)];
+        assert_eq!(together(&layer), [0..4, 4..6, 6..7]);
+        assert_eq!(together(&[(d, d); 2]), [0..1, 1..2], "alike: one after the other");
+        assert!(together(&[]).is_empty());
+        let tiny: Vec<(usize, usize)> = [(4, 4); 9].into_iter().chain([(400, 400)]).collect();
+        assert_eq!(together(&tiny), [0..4, 4..8, 8..9, 9..10]);
+    }
+}

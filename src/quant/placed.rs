@@ -103,6 +103,25 @@ impl Placed {
         Ok(Self { format, decoded, codes })
     }
 
+    /// As `Coded::tensors`: for a copy to another device.
+    pub fn tensors(&self) -> Vec<&Tensor> {
+        let scales = match &self.codes.scales {
+            Scales::Int8 { scales, .. } | Scales::Int4 { scales, .. } => vec![scales],
+            Scales::Nf4 { absmax } => vec![absmax],
+            Scales::Nf4Double { codes, scales, .. } => vec![codes, scales],
+        };
+        [vec![&self.codes.codes], scales].concat()
+    }
+
+    /// The same codes in other tensors, in the order of `tensors`.
+    pub fn with_tensors(&self, tensors: Vec<Tensor>) -> Result<Self> {
+        let offset = match self.codes.scales {
+            Scales::Nf4Double { offset, .. } => offset,
+            _ => 0.0,
+        };
+        Self::new(self.format, self.dims(), self.decoded, tensors, offset)
+    }
+
     pub fn format(&self) -> Format {
         self.format
     }

@@ -103,9 +103,6 @@ fn smaller_caches_stay_near() {
             "{stored}: log-probabilities off by {:.2e} in the mean, {most:.2e} at most; {same} of {all} ids before the first other choice",
             sum / n as f64
         );
-        assert!(
-            sum / (n as f64) < mean && most < worst && same * 2 > all,
-            "{stored}"
-        );
+        assert!(sum / (n as f64) < mean && most < worst && same * 2 > all, "{stored}");
     }
 }

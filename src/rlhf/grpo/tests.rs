@@ -146,8 +146,8 @@ fn the_correction_of_coded_rollouts_is_unbiased() {
                 ratios: corrected.then_some(&ratios[..]),
                 advantage: reward[a][b],
             });
-            for t in 0..2 {
-                sums[a][b][t] += q.0 * q.1 * part.gradient[t];
+            for (sum, gradient) in sums[a][b].iter_mut().zip(&part.gradient) {
+                *sum += q.0 * q.1 * gradient;
             }
         }
         sums

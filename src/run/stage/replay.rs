@@ -129,7 +129,7 @@ impl Replay {
         let broken = || Error::new("the answers of a rollout in the checkpoint are broken");
         reader
             .read()
-            .filter(|_| reader.words.is_empty() && bytes.len() % 4 == 0)
+            .filter(|_| reader.words.is_empty() && bytes.len().is_multiple_of(4))
             .ok_or_else(broken)
     }
 }

@@ -91,7 +91,12 @@ fn check(name: &str) {
             .map(|w| (numbers(w), numbers(&case["value_bias"])[0])),
     };
     let got = wire_rl::reinforce(model.path(), &rollout);
+    // TRL does not look at answers that are masked.
+    let masked = case["settings"]["mask_truncated_completions"] == true;
     for (i, (row, want)) in got.exact.iter().zip(lists(&case["exact"])).enumerate() {
+        if masked && !rollout.finished[i] {
+            continue;
+        }
         all_close(
             row,
             &want,

@@ -10,7 +10,8 @@ pub fn last(text: &str) -> Option<f64> {
     let (mut at, mut found) = (0, None);
     while at < chars.len() {
         match fraction(&chars, at).or_else(|| number(&chars, at)) {
-            Some((value, end)) => (found, at) = (Some(value), end),
+            // One that is too large to be held is none.
+            Some((value, end)) => (found, at) = (Some(value).filter(|x| x.is_finite()), end),
             None => at += 1,
         }
     }
@@ -118,7 +119,7 @@ fn number(chars: &[char], at: usize) -> Option<(f64, usize)> {
             }
         }
     }
-    text.parse::<f64>().ok().filter(|x| x.is_finite()).map(|x| (x, i))
+    text.parse::<f64>().ok().map(|x| (x, i))
 }
 
 #[cfg(test)]

@@ -10,7 +10,9 @@ pub mod checkpoint; // save, verify, rotate and load a training state
 pub mod export; // merged Hugging Face directory, PEFT adapter
 pub mod generate; // decoding: KV cache, sampling
 pub mod engine; // the step: forward, reverse vjp, sinks, accumulate, clip
+pub mod rlhf; // objectives of preferences, rewards and reinforcement
 pub mod sft; // objectives: hidden states in, loss and gradient out
+pub mod distill; // a teacher's distributions and hidden states in, loss and gradient out
 pub mod optim; // optimizers, schedules and the block schedule
 pub mod model; // one decoder block with options; one file a family
 pub mod source; // where a layer's weights live

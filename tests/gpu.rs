@@ -10,6 +10,9 @@ mod activations;
 #[path = "gpu/attention.rs"]
 mod attention;
 #[cfg(feature = "cuda")]
+#[path = "gpu/coded.rs"]
+mod coded;
+#[cfg(feature = "cuda")]
 #[path = "gpu/loss.rs"]
 mod loss;
 #[cfg(feature = "cuda")]

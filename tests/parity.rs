@@ -3,12 +3,20 @@
 
 #[path = "parity/adapters.rs"]
 mod adapters;
+#[path = "parity/distill.rs"]
+mod distill;
 #[path = "parity/families.rs"]
 mod families;
 #[path = "parity/int8.rs"]
 mod int8;
+#[path = "parity/preference.rs"]
+mod preference;
 #[path = "parity/quant.rs"]
 mod quant;
+#[path = "parity/rl.rs"]
+mod rl;
+#[path = "parity/rollouts.rs"]
+mod rollouts;
 #[path = "parity/ranks.rs"]
 mod ranks;
 #[path = "parity/support.rs"]
@@ -19,3 +27,5 @@ mod tables;
 mod training;
 #[path = "parity/wire.rs"]
 mod wire;
+#[path = "parity/wire_rl.rs"]
+mod wire_rl;

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// From the top down. `lib.rs` declares the same rooms.
-const ROOMS: [&str; 20] = [
+const ROOMS: [&str; 22] = [
     "cli",
     "run",
     "plan",
@@ -15,7 +15,9 @@ const ROOMS: [&str; 20] = [
     "export",
     "generate",
     "engine",
+    "rlhf",
     "sft",
+    "distill",
     "optim",
     "model",
     "source",

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Registers, spills and shared memory of every CUDA kernel, as `ptxas -v` tells them: prints kernels/REGISTERS.md.
+"""Registers, spills and shared memory of every CUDA kernel, as `ptxas -v` tells them: writes kernels/REGISTERS.md.
 
-Needs nvcc (in PATH or as NVCC). Usage: tools/registers.py > kernels/REGISTERS.md
+Needs nvcc (in PATH or as NVCC). Usage: tools/registers.py [NAME...]   with names (of cuda/NAME.cu): only their tables
 """
 
 import os
@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 ARCHS = [80, 86, 89, 90]
+PAGE = Path(__file__).parent.parent / "kernels" / "REGISTERS.md"
 SOURCES = sorted((Path(__file__).parent.parent / "kernels" / "cuda").glob("*.cu"))
 
 
@@ -43,24 +44,37 @@ def readable(name):
     return re.sub(r"\(.*", "", tool.stdout.strip()) if tool.returncode == 0 else name
 
 
+HEAD = f"""# Registers and spills of the kernels
+
+Made by `tools/registers.py` with CUDA {{release}}. Registers a thread on {", ".join(f"sm_{a}" for a in ARCHS)}; bytes of
+static shared memory, of stack and of spills (stores and loads) are the most over these. The attention kernels get shared
+memory at the launch on top: see the comments above their definitions.
+"""
+
+
+def table(source):
+    """The section of a file, and how many of its kernels spill."""
+    tables = [kernels(source, arch) for arch in ARCHS]
+    lines = ["| kernel | registers | shared | stack | spilled |", "|---|---|---|---|---|"]
+    for name in sorted(tables[0]):
+        rows = [one[name] for one in tables]
+        registers = " ".join(str(row[0]) for row in rows)
+        shared, stack, spilled = (max(row[i] for row in rows) for i in (2, 3, 1))
+        lines.append(f"| `{readable(name)}` | {registers} | {shared} | {stack} | {spilled} |")
+    return "\n".join(lines) + "\n"
+
+
 def main():
-    print("# Registers and spills of the kernels\n")
-    print("Made by `tools/registers.py`. Registers a thread on " + ", ".join(f"sm_{a}" for a in ARCHS), end="; ")
-    print("bytes of static shared memory, stack and spills (stores and loads) are the most over these.\n")
+    names = sys.argv[1:]
+    old = dict(re.findall(r"^## (\S+)\n\n((?:\|.*\n)+)", PAGE.read_text(), re.M)) if names else {}
+    nvcc = subprocess.run([os.environ.get("NVCC", "nvcc"), "--version"], capture_output=True, text=True).stdout
+    page = HEAD.format(release=re.search(r"release ([\d.]+)", nvcc)[1])
     spilling = 0
     for source in SOURCES:
-        tables = [kernels(source, arch) for arch in ARCHS]
-        print(f"## {source.name}\n")
-        print("| kernel | registers | shared | stack | spilled |")
-        print("|---|---|---|---|---|")
-        for name in sorted(tables[0]):
-            rows = [table[name] for table in tables]
-            registers = " ".join(str(row[0]) for row in rows)
-            spilled = max(row[1] for row in rows)
-            spilling += spilled > 0
-            print(f"| `{readable(name)}` | {registers} | {max(r[2] for r in rows)} | {max(r[3] for r in rows)} | {spilled} |")
-        print()
-    print(f"Kernels that spill: {spilling}.")
+        section = table(source) if not names or source.stem in names or source.name not in old else old[source.name]
+        spilling += len(re.findall(r"\| [1-9]\d* \|$", section, re.M))
+        page += f"\n## {source.name}\n\n{section}"
+    PAGE.write_text(page + f"\nKernels that spill: {spilling}.\n")
 
 
 main()

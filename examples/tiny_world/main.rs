@@ -4,6 +4,7 @@
 //! `cargo run --release --example tiny_world -- --help` shows the options.
 
 mod model_files;
+mod pairs;
 mod rows;
 mod wordings;
 mod world;
@@ -16,6 +17,9 @@ use std::path::{Path, PathBuf};
 
 /// Rows of plain text that the tokenizer is trained on, beside the chat rows.
 const TOKENIZER_ROWS: u64 = 20_000;
+
+/// Chat rows that become pairs to train on.
+const PAIRS: usize = 600;
 
 #[derive(Parser)]
 #[command(about = "Writes the data, tokenizer and configuration behind the quickstart")]
@@ -49,6 +53,16 @@ fn write_all(options: &Options) -> Result<()> {
     files::create_dir_all(&data)?;
     write_chat(&data.join("train.jsonl"), &train)?;
     write_chat(&data.join("eval.jsonl"), &eval)?;
+    let (sums, sums_held_out) = rows::sums(&world, options.seed);
+    write_prompts(&data.join("sums-train.jsonl"), &sums)?;
+    write_prompts(&data.join("sums-eval.jsonl"), &sums_held_out)?;
+
+    let pairs = pairs::of(options.seed, &train[..PAIRS.min(train.len())], &train);
+    write_pairs(&data.join("preference-train.jsonl"), &pairs)?;
+    write_pairs(
+        &data.join("preference-eval.jsonl"),
+        &pairs::of(options.seed, &eval, &train),
+    )?;
 
     // Questions too, so that "Where" and "user" are words of the vocabulary.
     let mut texts: Vec<String> = (0..TOKENIZER_ROWS)
@@ -80,6 +94,33 @@ fn write_chat(path: &Path, rows: &[rows::Chat]) -> Result<()> {
             { "role": "assistant", "content": row.answer },
         ]});
         let _ = writeln!(out, "{messages}"); // writing to a String cannot fail
+    }
+    files::write_atomic(path, out.as_bytes())
+}
+
+/// Prompts with the answer that a reward compares with.
+fn write_prompts(path: &Path, rows: &[rows::Chat]) -> Result<()> {
+    let mut out = String::new();
+    for row in rows {
+        let prompt = json!({
+            "prompt": [{ "role": "user", "content": row.question }],
+            "answer": row.answer,
+        });
+        let _ = writeln!(out, "{prompt}"); // writing to a String cannot fail
+    }
+    files::write_atomic(path, out.as_bytes())
+}
+
+fn write_pairs(path: &Path, pairs: &[pairs::Pair]) -> Result<()> {
+    let mut out = String::new();
+    for pair in pairs {
+        let said = |role: &str, content: &str| json!([{ "role": role, "content": content }]);
+        let row = json!({
+            "prompt": said("user", pair.question),
+            "chosen": said("assistant", pair.chosen),
+            "rejected": said("assistant", pair.rejected),
+        });
+        let _ = writeln!(out, "{row}"); // writing to a String cannot fail
     }
     files::write_atomic(path, out.as_bytes())
 }

@@ -58,18 +58,29 @@ pub struct Chat {
     pub answer: String,
 }
 
+/// Arithmetic alone, to be trained by reward: every item of the chat rows in every wording, trained and held out.
+pub fn sums(world: &World, seed: u64) -> (Vec<Chat>, Vec<Chat>) {
+    let asked = |items: Vec<Item>| {
+        let sums = items
+            .into_iter()
+            .filter(|i| i.answer.bytes().all(|b| b.is_ascii_digit()));
+        sums.flat_map(|item| {
+            let chat = |question| Chat {
+                question,
+                answer: item.answer.clone(),
+            };
+            wordings::chat(&item).into_iter().map(chat).collect::<Vec<_>>()
+        })
+        .filter(|row| row.question.bytes().any(|b| b.is_ascii_digit()))
+        .collect()
+    };
+    let (train, held_out) = items(world, seed);
+    (asked(train), asked(held_out))
+}
+
 /// Chat rows to train on and rows held out. No item (fact, word task, pair of numbers) is in both.
 pub fn chat(world: &World, seed: u64) -> (Vec<Chat>, Vec<Chat>) {
-    let dice = &mut Dice::new(seed, &[SPLIT]);
-    let (mut train, mut held_out) = (Vec::new(), Vec::new());
-    let facts: Vec<Item> = world.facts.iter().flatten().cloned().collect();
-    split(dice, facts, EVAL_FACTS, &mut train, &mut held_out);
-    split(dice, world.words.clone(), EVAL_WORDS, &mut train, &mut held_out);
-    let sums = distinct(dice, TRAIN_ARITHMETIC + EVAL_ARITHMETIC, arithmetic);
-    split(dice, sums, EVAL_ARITHMETIC, &mut train, &mut held_out);
-    let reversed = distinct(dice, TRAIN_REVERSE + EVAL_REVERSE, reverse);
-    split(dice, reversed, EVAL_REVERSE, &mut train, &mut held_out);
-
+    let (train, held_out) = items(world, seed);
     let dice = &mut Dice::new(seed, &[CHAT]);
     // Facts and words are few: they are asked in every wording; the others once.
     let mut rows = Vec::new();
@@ -94,6 +105,20 @@ pub fn chat(world: &World, seed: u64) -> (Vec<Chat>, Vec<Chat>) {
         .collect();
     dice.shuffle(&mut eval);
     (rows, eval)
+}
+
+/// What is asked about, trained and held out.
+fn items(world: &World, seed: u64) -> (Vec<Item>, Vec<Item>) {
+    let dice = &mut Dice::new(seed, &[SPLIT]);
+    let (mut train, mut held_out) = (Vec::new(), Vec::new());
+    let facts: Vec<Item> = world.facts.iter().flatten().cloned().collect();
+    split(dice, facts, EVAL_FACTS, &mut train, &mut held_out);
+    split(dice, world.words.clone(), EVAL_WORDS, &mut train, &mut held_out);
+    let sums = distinct(dice, TRAIN_ARITHMETIC + EVAL_ARITHMETIC, arithmetic);
+    split(dice, sums, EVAL_ARITHMETIC, &mut train, &mut held_out);
+    let reversed = distinct(dice, TRAIN_REVERSE + EVAL_REVERSE, reverse);
+    split(dice, reversed, EVAL_REVERSE, &mut train, &mut held_out);
+    (train, held_out)
 }
 
 /// Moves `eval` random items to `held_out` and the rest to `train`.

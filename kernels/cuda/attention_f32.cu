@@ -247,20 +247,21 @@ __device__ __forceinline__ void plain_keys(const float* q, const float* k, const
 
 }  // namespace attention
 
-// 8 T threads. Shared memory in floats: T (3 (E + 4) + T + 1), backward T (4 (E + 4) + 2 (T + 1)).
+// 8 T threads, two blocks at a time at least: left to itself the compiler saves registers for more, and spills.
+// Shared memory in floats: T (3 (E + 4) + T + 1), backward T (4 (E + 4) + 2 (T + 1)).
 // Grids: tiles x H, tiles x H, tiles x K.
 #define PLAIN(E, T)                                                                                                 \
-    extern "C" __global__ void __launch_bounds__(8 * T) attention_f32_forward_##E(                                  \
+    extern "C" __global__ void __launch_bounds__(8 * T, 2) attention_f32_forward_##E(                               \
         const float* q, const float* k, const float* v, float* o, float* lse, const attention::Tile* tiles,         \
         attention::Form form) {                                                                                     \
         attention::plain_forward<E, T>(q, k, v, o, lse, tiles, form);                                               \
     }                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(8 * T) attention_f32_queries_##E(                                  \
+    extern "C" __global__ void __launch_bounds__(8 * T, 2) attention_f32_queries_##E(                               \
         const float* q, const float* k, const float* v, const float* dout, const float* lse, const float* delta,    \
         float* dq, const attention::Tile* tiles, attention::Form form) {                                            \
         attention::plain_queries<E, T>(q, k, v, dout, lse, delta, dq, tiles, form);                                 \
     }                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(8 * T) attention_f32_keys_##E(                                     \
+    extern "C" __global__ void __launch_bounds__(8 * T, 2) attention_f32_keys_##E(                                  \
         const float* q, const float* k, const float* v, const float* dout, const float* lse, const float* delta,    \
         float* dk, float* dv, const attention::Tile* tiles, attention::Form form) {                                 \
         attention::plain_keys<E, T>(q, k, v, dout, lse, delta, dk, dv, tiles, form);                                \

@@ -244,14 +244,16 @@ __device__ __forceinline__ void coded(
     }
 }
 
-// Nothing happens where `finite` is there and not finite. The factor of the gradient is `coefficient`, times what
+// Nothing happens where one of the `numbers` at `finite` is not finite. The factor of the gradient is `coefficient`, times what
 // `device_coefficient` holds where that is there.
 // All entries of a launch have f32 moments (or none), or all have codes.
 template <typename R, bool CODES>
 __device__ __forceinline__ void step(
-    const Entry* table, int count, const float* device_coefficient, const double* finite, const Common& common,
-    const Groups& groups, const Table* tables) {
-    if (finite && !(*finite - *finite == 0.0)) return;
+    const Entry* table, int count, const float* device_coefficient, const double* finite, int numbers,
+    const Common& common, const Groups& groups, const Table* tables) {
+    for (int i = 0; i < numbers; i++) {
+        if (!(finite[i] - finite[i] == 0.0)) return;
+    }
     const float coefficient =
         device_coefficient ? mul(common.coefficient, *device_coefficient) : common.coefficient;
     const Entry e = table[entry_of(table, count, blockIdx.x)];
@@ -277,9 +279,9 @@ __device__ __forceinline__ void step(
 // `tables` (with sign, without) are read for codes.
 #define STEP(NAME, R, CODES)                                                                                        \
     extern "C" __global__ void NAME(                                                                                \
-        const Entry* table, int count, const float* device_coefficient, const double* finite, const Table* tables,  \
-        Common common, Groups groups) {                                                                             \
-        step<R, CODES>(table, count, device_coefficient, finite, common, groups, tables);                           \
+        const Entry* table, int count, const float* device_coefficient, const double* finite, int numbers,          \
+        const Table* tables, Common common, Groups groups) {                                                        \
+        step<R, CODES>(table, count, device_coefficient, finite, numbers, common, groups, tables);                  \
     }
 
 STEP(adamw_step, AdamW, false)

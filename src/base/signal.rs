@@ -2,7 +2,7 @@
 
 use crate::base::{Error, Result};
 use signal_hook::consts::{SIGINT, SIGTERM};
-use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
 
 static RECEIVED: AtomicI32 = AtomicI32::new(0);
 
@@ -19,6 +19,27 @@ pub fn install() -> Result<()> {
             .map_err(|e| Error::new("cannot install a signal handler").cause(e))?;
     }
     Ok(())
+}
+
+static ANSWERING: AtomicBool = AtomicBool::new(false);
+
+/// For a conversation: while an answer is written SIGINT stops it (a second one the program), else it ends the program.
+pub fn install_for_chat() -> Result<()> {
+    let action = || {
+        if !ANSWERING.load(SeqCst) || RECEIVED.swap(SIGINT, SeqCst) != 0 {
+            signal_hook::low_level::exit(128 + SIGINT);
+        }
+    };
+    // The handler does atomic operations and `_exit`: all are async-signal-safe.
+    unsafe { signal_hook::low_level::register(SIGINT, action) }
+        .map_err(|e| Error::new("cannot install a signal handler").cause(e))?;
+    Ok(())
+}
+
+/// An answer begins, or it has ended: then what has stopped it is forgotten. True if something had.
+pub fn answering(begins: bool) -> bool {
+    ANSWERING.store(begins, SeqCst);
+    !begins && RECEIVED.swap(0, SeqCst) != 0
 }
 
 /// The signal that asked this run to stop, if any.

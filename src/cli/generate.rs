@@ -1,9 +1,12 @@
 //! `ft generate`: text from a model, once or as a chat.
 
 use super::out::{out, out_raw};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, signal};
+use crate::generate::Stored;
+use crate::quant::Format;
 use crate::recipe::Dtype;
-use crate::run::generate::{Choice, Writer};
+use crate::run::generate::{Choice, Holding, Writer, Written};
+use std::io::IsTerminal;
 use std::path::PathBuf;
 
 /// Continue a prompt, or chat
@@ -30,6 +33,9 @@ pub struct Args {
     /// Use the model's chat template; without --prompt, read messages from standard input, one a line
     #[arg(long)]
     pub chat: bool,
+    /// What the model is told before the first message
+    #[arg(long, value_name = "TEXT", requires = "chat", allow_hyphen_values = true)]
+    pub system: Option<String>,
     /// Most tokens to generate
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub max_new_tokens: usize,
@@ -48,6 +54,12 @@ pub struct Args {
     /// f32 or bf16 [default: as the weights are stored]
     #[arg(long, value_name = "TYPE", value_parser = super::parse_dtype)]
     pub dtype: Option<Dtype>,
+    /// Store the weights of the layers and the head as int8 or int4 [default: as they are]
+    #[arg(long, value_name = "TYPE", value_parser = weights)]
+    pub weights: Option<Format>,
+    /// Store keys and values of earlier tokens as f32, bf16 or int8 [default: f32; on a GPU as the activations]
+    #[arg(long, value_name = "TYPE", value_parser = kv_cache)]
+    pub kv_cache: Option<Stored>,
 }
 
 fn temperature(text: &str) -> std::result::Result<f64, String> {
@@ -68,6 +80,23 @@ fn top_p(text: &str) -> std::result::Result<f64, String> {
         .ok_or("expected a number above 0 and at most 1".into())
 }
 
+fn kv_cache(text: &str) -> std::result::Result<Stored, String> {
+    match text {
+        "f32" => Ok(Stored::F32),
+        "bf16" => Ok(Stored::Bf16),
+        "int8" => Ok(Stored::Int8),
+        _ => Err("expected f32, bf16 or int8".into()),
+    }
+}
+
+fn weights(text: &str) -> std::result::Result<Format, String> {
+    match text {
+        "int8" => Ok(Format::Int8 { group: 0 }),
+        "int4" => Ok(Format::Int4 { group: 64 }),
+        _ => Err("expected int8 or int4".into()),
+    }
+}
+
 pub fn run(args: Args) -> Result<i32> {
     let choice = Choice {
         max_new_tokens: args.max_new_tokens,
@@ -76,27 +105,58 @@ pub fn run(args: Args) -> Result<i32> {
         top_p: args.top_p.map(|p| p as f32),
         seed: args.seed,
     };
-    let mut writer = Writer::open(
-        &args.model.to_string_lossy(),
-        args.adapter.as_deref(),
-        args.dtype,
-        choice,
-    )?;
+    let holding = Holding {
+        dtype: args.dtype,
+        weights: args.weights,
+        kv_cache: args.kv_cache,
+    };
+    let model = args.model.to_string_lossy();
+    let mut writer = Writer::open(&model, args.adapter.as_deref(), holding, choice)?;
     if !args.chat {
-        writer.complete(args.prompt.as_deref().unwrap_or_default(), &mut out_raw)?;
-        out("")?;
-        return Ok(0);
+        return end(&writer.complete(args.prompt.as_deref().unwrap_or_default(), &mut out_raw)?);
+    }
+    if let Some(system) = &args.system {
+        writer.instruct(system);
     }
     if let Some(prompt) = &args.prompt {
-        writer.reply(prompt, &mut out_raw)?;
-        out("")?;
-        return Ok(0);
+        return end(&writer.reply(prompt, &mut out_raw)?);
     }
-    for line in std::io::stdin().lines() {
+    signal::install_for_chat()?;
+    chat(&mut writer)
+}
+
+fn end(written: &Written) -> Result<i32> {
+    out("")?;
+    super::note(&written.speed());
+    Ok(0)
+}
+
+/// Each line is a turn, from a person or from a pipe; the end of the input ends the conversation.
+fn chat(writer: &mut Writer) -> Result<i32> {
+    let person = std::io::stdin().is_terminal();
+    if person {
+        super::note("One line is one message. Ctrl-C stops an answer, Ctrl-D ends the conversation.");
+    }
+    let mut lines = std::io::stdin().lines();
+    loop {
+        if person {
+            super::ask("> ");
+        }
+        let Some(line) = lines.next() else { break };
         let line = line.map_err(|e| Error::new("cannot read standard input").cause(e))?;
-        if !line.trim().is_empty() {
-            writer.reply(&line, &mut out_raw)?;
-            out("")?;
+        if line.trim().is_empty() {
+            continue;
+        }
+        match writer.reply(&line, &mut out_raw) {
+            Ok(written) => {
+                end(&written)?;
+                if written.stopped {
+                    super::note("stopped");
+                }
+            }
+            // A person can say something else.
+            Err(e) if person => super::show_error(&e),
+            Err(e) => return Err(e),
         }
     }
     Ok(0)

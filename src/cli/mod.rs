@@ -6,6 +6,7 @@
 
 mod adapter;
 mod data;
+mod distill;
 mod doctor;
 mod eval;
 mod generate;
@@ -54,6 +55,7 @@ enum Command {
     Generate(generate::Args),
     Merge(merge::Args),
     Quantize(quantize::Args),
+    Distill(distill::Args),
     Adapter(adapter::Args),
     Doctor(doctor::Args),
     Recipes(recipes::Args),
@@ -106,6 +108,7 @@ fn run(cli: Cli) -> Result<i32> {
         Command::Generate(args) => generate::run(args),
         Command::Merge(args) => merge::run(args),
         Command::Quantize(args) => quantize::run(args),
+        Command::Distill(args) => distill::run(args),
         Command::Adapter(args) => adapter::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Recipes(args) => recipes::run(args),
@@ -123,6 +126,12 @@ fn show_error(error: &Error) {
 /// A line for the person at the terminal.
 fn note(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// The beginning of a line that the person completes.
+fn ask(text: &str) {
+    let mut stderr = std::io::stderr();
+    let _ = stderr.write_all(text.as_bytes()).and_then(|()| stderr.flush());
 }
 
 /// Meaning never depends on colour: this only decides how things look.

@@ -74,6 +74,9 @@ fn one(i: usize, value: &Value) -> Result<Value> {
         .get("tool_calls")
         .and_then(Value::as_array)
         .is_some_and(|c| !c.is_empty());
+    if let Some(Value::Array(calls)) = out.get_mut("tool_calls") {
+        calls.iter_mut().for_each(open_arguments);
+    }
     match out.get("content") {
         Some(Value::String(_)) => {}
         Some(Value::Array(parts)) => {
@@ -101,6 +104,20 @@ fn one(i: usize, value: &Value) -> Result<Value> {
         }
     }
     Ok(Value::Object(out))
+}
+
+/// Arguments of a call that are written as JSON text (as the OpenAI interface gives them) become the object that chat
+/// templates print: text would be quoted once more.
+fn open_arguments(call: &mut Value) {
+    let holder = match call.get("function") {
+        Some(Value::Object(_)) => &mut call["function"],
+        _ => call,
+    };
+    if let Some(Value::String(text)) = holder.get("arguments")
+        && let Ok(object @ Value::Object(_)) = serde_json::from_str::<Value>(text)
+    {
+        holder["arguments"] = object;
+    }
 }
 
 fn join_parts(i: usize, parts: &[Value]) -> Result<String> {

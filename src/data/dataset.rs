@@ -3,6 +3,7 @@
 use super::batch::Example;
 use super::codec::{ChatRender, TextCodec};
 use super::encode::{Encoded, Encoder, Question};
+use super::preference::Preference;
 use super::read::{self, Row};
 use super::rows;
 use crate::base::rng::{Rng, Stream};
@@ -12,7 +13,7 @@ use crate::recipe::{Data, RowFormat, Stage, TrainOn};
 use rayon::prelude::*;
 
 /// Rows that are read before they are tokenized side by side.
-const CHUNK_ROWS: usize = 512;
+pub(super) const CHUNK_ROWS: usize = 512;
 /// Bytes of text in such a chunk; long rows come in smaller chunks.
 const CHUNK_BYTES: usize = 32 << 20;
 
@@ -55,7 +56,7 @@ impl<'a> Spec<'a> {
     }
 
     /// Hands each row to `each` with its format (found from the first row of its file) and its origin.
-    fn rows(&self, each: &mut dyn FnMut(Row, RowFormat, Origin) -> Result<()>) -> Result<()> {
+    pub(super) fn rows(&self, each: &mut dyn FnMut(Row, RowFormat, Origin) -> Result<()>) -> Result<()> {
         for (file, path) in self.files.iter().enumerate() {
             let mut format = self.format;
             read::read_rows(path, &mut |row| {
@@ -173,6 +174,8 @@ pub struct Dataset {
     /// Where each example came from.
     pub origins: Vec<Origin>,
     pub stats: Stats,
+    /// Of preference rows, one for each example: which documents it is made of. Else empty.
+    pub preferences: Vec<Preference>,
     /// Hash of ids and masks: the same rows give the same text, any change gives another.
     pub fingerprint: String,
 }
@@ -228,13 +231,13 @@ impl Dataset {
                 ..Stats::default()
             },
             examples,
-            fingerprint: String::new(),
+            ..Self::default()
         };
         out.finish();
         out
     }
 
-    fn finish(&mut self) {
+    pub(super) fn finish(&mut self) {
         self.stats.measure(&self.examples);
         let mut hasher = blake3::Hasher::new();
         for e in &self.examples {
@@ -245,6 +248,7 @@ impl Dataset {
             let mask: Vec<u8> = e.trained.iter().map(|&t| t.into()).collect();
             hasher.update(&mask);
         }
+        self.preferences.iter().for_each(|p| p.hash(&mut hasher));
         self.fingerprint = hasher.finalize().to_hex().to_string();
     }
 
@@ -272,6 +276,10 @@ impl Dataset {
             stats: self.stats.clone(),
             ..Dataset::default()
         };
+        for (preference, &is_eval) in self.preferences.drain(..).zip(&is_eval) {
+            let part = if is_eval { &mut eval } else { &mut train };
+            part.preferences.push(preference);
+        }
         let rows = self.examples.drain(..).zip(self.origins.drain(..));
         for ((example, origin), is_eval) in rows.zip(is_eval) {
             let part = if is_eval { &mut eval } else { &mut train };
@@ -316,7 +324,7 @@ impl Dataset {
     }
 }
 
-fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
+pub(super) fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
     let files = spec.files.join(", ");
     if stats.rows == 0 {
         return Error::new("the data has no rows").at(files).found("0 rows");

@@ -19,19 +19,27 @@ const BAR: usize = 40;
 /// Errors: a token cannot be decoded.
 pub fn describe(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, rows: usize, colour: bool) -> Result<String> {
     let mut out = String::new();
-    for (example, origin) in dataset.examples.iter().zip(&dataset.origins).take(rows) {
+    for (row, (example, origin)) in dataset.examples.iter().zip(&dataset.origins).enumerate().take(rows) {
         let file = spec.files.get(origin.file as usize).map_or("", String::as_str);
-        let row = if origin.is_line { ":" } else { ":row " };
+        let at = if origin.is_line { ":" } else { ":row " };
         let trained = example.trained.iter().filter(|&&t| t).count();
         let title = format!(
-            "{}{row}{}  {} tokens, {} trained",
+            "{}{at}{}  {} tokens, {} trained",
             visible(file),
             origin.number,
             count(example.ids.len() as u64),
             count(trained as u64),
         );
-        let text = marked(&example.ids, &example.trained, codec, colour)?;
-        let _ = writeln!(out, "--- {title}\n{text}\n");
+        let _ = writeln!(out, "--- {title}");
+        for document in dataset.documents(row) {
+            let text = marked(
+                &example.ids[document.clone()],
+                &example.trained[document],
+                codec,
+                colour,
+            )?;
+            let _ = writeln!(out, "{text}\n");
+        }
     }
     if rows > 0 {
         let _ = writeln!(out, "{OPEN}trained{CLOSE} not trained\n");

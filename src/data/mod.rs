@@ -9,6 +9,8 @@ pub mod describe;
 pub mod encode;
 pub mod order;
 pub mod pack;
+pub mod preference;
+pub mod prompts;
 pub mod read;
 pub mod rows;
 

@@ -11,6 +11,7 @@ use super::pack::{Bin, pack};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 /// How long a run is.
@@ -176,12 +177,17 @@ impl<'a> BatchStream<'a> {
 
     /// The micro-batches of step `step`, from 0.
     pub fn window(&self, step: u64) -> Vec<Batch> {
+        self.window_indices(step).map(|index| self.batch(index)).collect()
+    }
+
+    /// Their indices.
+    pub fn window_indices(&self, step: u64) -> Range<u64> {
         let g = self.spec.accumulation as u64;
         let end = match self.micro_batches() {
             total if step * g < total => total.min((step + 1) * g),
             _ => (step + 1) * g,
         };
-        (step * g..end).map(|index| self.batch(index)).collect()
+        step * g..end
     }
 
     /// The order of an epoch: a function of (seed, epoch), kept for the two epochs used last.

@@ -41,7 +41,7 @@ fn shape(format: RowFormat) -> &'static str {
     }
 }
 
-fn names(fields: &Map<String, Value>) -> String {
+pub(super) fn names(fields: &Map<String, Value>) -> String {
     match fields.is_empty() {
         true => "no fields".to_string(),
         false => format!("fields {}", fields.keys().cloned().collect::<Vec<_>>().join(", ")),
@@ -82,7 +82,7 @@ fn supported(format: RowFormat) -> Result<RowFormat> {
             format.name()
         ))
         .expected(shape(RowFormat::Auto))
-        .hint("use rows with an answer for stages `sft` and `pretrain`")),
+        .hint("use rows with an answer for stages `sft` and `pretrain`; pairs are for `dpo` and `reward`")),
         other => Ok(other),
     }
 }
@@ -121,7 +121,7 @@ fn conversation(messages: Vec<Value>, tools: Option<Value>, first_trained: usize
     }))
 }
 
-fn missing(fields: &Map<String, Value>, name: &str, format: RowFormat) -> Error {
+pub(super) fn missing(fields: &Map<String, Value>, name: &str, format: RowFormat) -> Error {
     let what = match fields.get(name) {
         Some(_) => format!("field `{name}` is null"),
         None => format!("field `{name}` is missing"),
@@ -139,11 +139,11 @@ fn text<'a>(fields: &'a Map<String, Value>, name: &str, format: RowFormat) -> Re
     }
 }
 
-fn string<'a>(value: &'a Value, name: &str) -> Result<&'a str> {
+pub(super) fn string<'a>(value: &'a Value, name: &str) -> Result<&'a str> {
     value.as_str().ok_or_else(|| wrong(value, name, "a string"))
 }
 
-fn wrong(value: &Value, name: &str, expected: &str) -> Error {
+pub(super) fn wrong(value: &Value, name: &str, expected: &str) -> Error {
     Error::new(format!("field `{name}` has the wrong type"))
         .found(format!("{}: {}", kind(value), clip(&value.to_string())))
         .expected(expected)
@@ -158,7 +158,7 @@ fn optional<'a>(fields: &'a Map<String, Value>, name: &str) -> Result<Option<&'a
 }
 
 /// A list, also one written as JSON text (csv has no lists).
-fn list(fields: &Map<String, Value>, name: &str, format: RowFormat) -> Result<Vec<Value>> {
+pub(super) fn list(fields: &Map<String, Value>, name: &str, format: RowFormat) -> Result<Vec<Value>> {
     let value = match fields.get(name) {
         None | Some(Value::Null) => return Err(missing(fields, name, format)),
         Some(value) => value,
@@ -174,7 +174,7 @@ fn list(fields: &Map<String, Value>, name: &str, format: RowFormat) -> Result<Ve
 }
 
 /// Tools: a list of JSON schemas, or the same as JSON text. An empty list is no tools.
-fn tools(fields: &Map<String, Value>) -> Result<Option<Value>> {
+pub(super) fn tools(fields: &Map<String, Value>) -> Result<Option<Value>> {
     match fields.get("tools") {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(s)) if s.trim().is_empty() => Ok(None),

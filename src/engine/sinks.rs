@@ -3,28 +3,59 @@
 use super::active::Active;
 use crate::base::{Error, Result};
 use crate::model::{GradSink, Param};
+use crate::ops::step::Gate;
 use crate::ops::tally::Tally;
 use crate::ops::{part, update};
 use crate::optim::{Optimizer, Update};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 
-/// Does `param` only take a correction? Then it is made, at once; the gradient is dropped by the caller.
-fn corrected(active: &Active, optimizer: &mut Optimizer, lr: f64, param: &Param, gradient: &Tensor) -> Result<bool> {
-    let Some(correction) = active.corrects(&param.name) else {
-        return Ok(false);
-    };
-    if !update::all_finite(gradient)? {
-        return Err(Error::new("gradient is not finite").at(&param.name));
+/// Corrections of what is not active.
+#[derive(Default)]
+pub struct Corrections {
+    /// On a GPU the squares of their gradients: not finite from the first that is not, and then no weight changes.
+    sums: Option<Tally>,
+}
+
+impl Corrections {
+    /// Does `param` only take a correction? Then it is made, at once; the gradient is dropped by the caller.
+    fn make(
+        &mut self,
+        active: &Active,
+        optimizer: &mut Optimizer,
+        lr: f64,
+        param: &Param,
+        gradient: &Tensor,
+    ) -> Result<bool> {
+        let Some(correction) = active.corrects(&param.name) else {
+            return Ok(false);
+        };
+        let mut gate = Gate::default();
+        if gradient.device().is_cpu() {
+            if !update::all_finite(gradient)? {
+                return Err(Error::new("gradient is not finite").at(&param.name));
+            }
+        } else {
+            if self.sums.is_none() {
+                self.sums = Some(Tally::new(gradient.device())?);
+            }
+            if let Some(sums) = &self.sums {
+                sums.add_squares(gradient)?;
+                gate.finite = sums.gate();
+            }
+        }
+        let how = (lr * correction.scale, correction.sign);
+        optimizer.descend(&param.name, &param.tensor, gradient, how, gate)?;
+        Ok(true)
     }
-    optimizer.descend(
-        &param.name,
-        &param.tensor,
-        gradient,
-        lr * correction.scale,
-        correction.sign,
-    )?;
-    Ok(true)
+
+    /// Were all gradients finite? Waits for a GPU that made corrections.
+    pub fn finite(&self) -> Result<bool> {
+        match &self.sums {
+            Some(sums) => Ok(sums.read()?.squares.is_finite()),
+            None => Ok(true),
+        }
+    }
 }
 
 /// The active part of a gradient.
@@ -42,6 +73,7 @@ pub struct Accumulate<'a> {
     lr: f64,
     /// By name: f32 sums with the weight they belong to.
     pub sums: BTreeMap<String, (Tensor, Tensor)>,
+    pub corrections: Corrections,
 }
 
 impl<'a> Accumulate<'a> {
@@ -51,6 +83,7 @@ impl<'a> Accumulate<'a> {
             optimizer,
             lr,
             sums: BTreeMap::new(),
+            corrections: Corrections::default(),
         }
     }
 
@@ -113,7 +146,8 @@ impl GradSink for Accumulate<'_> {
     }
 
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
-        if corrected(self.active, self.optimizer, self.lr, param, &gradient)? {
+        let (active, lr) = (self.active, self.lr);
+        if self.corrections.make(active, self.optimizer, lr, param, &gradient)? {
             return Ok(());
         }
         let gradient = active_part(self.active, param, gradient)?;
@@ -126,6 +160,13 @@ impl GradSink for Accumulate<'_> {
             }
         }
     }
+
+    /// On a GPU the product of the next micro-batch adds to the sum: no second gradient, no pass over both. The CPU
+    /// would round in another order, and gains nothing.
+    fn sum(&self, name: &str) -> Option<Tensor> {
+        let (_, sum) = self.sums.get(name)?;
+        (sum.device().is_cuda() && !self.active.is_masked()).then(|| sum.clone())
+    }
 }
 
 /// Updates each weight at once: no gradient outlives its layer. Only for windows of one micro-batch.
@@ -135,7 +176,9 @@ pub struct Step<'a> {
     pub lr: f64,
     /// Clipping factor, known beforehand or 1.
     pub coefficient: f32,
+    /// Losses and squares. On a GPU no weight changes from the first on that is not finite: nobody waits to see it.
     pub tally: &'a Tally,
+    pub corrections: Corrections,
 }
 
 impl GradSink for Step<'_> {
@@ -144,7 +187,8 @@ impl GradSink for Step<'_> {
     }
 
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
-        if corrected(self.active, self.optimizer, self.lr, param, &gradient)? {
+        let (active, lr) = (self.active, self.lr);
+        if self.corrections.make(active, self.optimizer, lr, param, &gradient)? {
             return Ok(());
         }
         let places = self.active.places(&param.name, gradient.elem_count());
@@ -159,7 +203,11 @@ impl GradSink for Step<'_> {
             gradient: &gradient,
             places,
         };
-        self.optimizer.update_all(&[update], self.lr, self.coefficient)
+        let gate = Gate {
+            finite: self.tally.gate(),
+            ..Gate::default()
+        };
+        self.optimizer.update_gated(&[update], self.lr, self.coefficient, gate)
     }
 }
 

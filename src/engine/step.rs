@@ -2,7 +2,7 @@
 
 use super::active::Active;
 use super::pass::{self, Keeping, Totals};
-use super::sinks::{Accumulate, Norm, Step};
+use super::sinks::{Accumulate, Corrections, Norm, Step};
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::{GradSink, Network, Objective};
@@ -107,6 +107,9 @@ impl Engine {
                 if !grad_norm.is_finite() {
                     return Err(non_finite(&sink.non_finite()?, step));
                 }
+                if !sink.corrections.finite()? {
+                    return Err(non_finite(&[], step));
+                }
                 let coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
                 sink.update(coefficient)?;
                 if let Some(ranks) = ranks {
@@ -136,9 +139,15 @@ impl Engine {
                     lr,
                     coefficient,
                     tally: &tally,
+                    corrections: Corrections::default(),
                 };
                 let totals = pass(&mut sink, &tally)?;
+                let corrected = sink.corrections;
                 let (sums, grad_norm) = read(&tally)?;
+                // What a GPU held back. The CPU has stopped at the gradient.
+                if !grad_norm.is_finite() || !corrected.finite()? {
+                    return Err(held_back(step));
+                }
                 Ok(StepReport {
                     totals: totals.with(sums),
                     grad_norm,
@@ -176,5 +185,13 @@ fn non_finite(names: &[String], step: u64) -> Error {
     } else {
         shown
     })
+    .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
+}
+
+/// With gradients that are applied as they come.
+fn held_back(step: u64) -> Error {
+    Error::new(format!(
+        "a gradient is not finite at step {step}; no weight took it, nor any gradient after it"
+    ))
     .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
 }

@@ -4,12 +4,14 @@
 
 mod adapter;
 mod build;
+mod classifier;
 mod fingerprint;
 mod load_adapter;
 mod merged;
 mod model;
 
 pub use adapter::{adapter, adapter_over, plain_lora, pruned};
+pub use classifier::{SCORE, as_classifier};
 pub(crate) use fingerprint::of as fingerprint_of;
 pub use fingerprint::{base_of, check_base, fingerprint};
 pub use load_adapter::{LoadedAdapter, load_adapter};

@@ -1,221 +1,326 @@
-//! Keys and values of the tokens seen so far: per layer and row one buffer each, grown by doubling.
+//! Keys and values of the tokens seen so far. A sequence owns the tokens that are its alone; those that it shares with
+//! others (a prompt prefix) lie in runs that each of them reads where they are: nothing is copied.
+//!
+//! On the CPU a run is pages of `PAGE` tokens, as f32, bf16 or int8; what attention reads is always what is stored, so a
+//! token means the same whether its neighbours came with it or before it. On a GPU a run is one buffer in the type of the
+//! activations, and the runs of all rows are put together for every step.
 //!
 //! Layers with a sliding window keep every token too: attention itself looks no further back than its window.
 
 use crate::base::{Error, Result};
-use crate::model::KvStore;
-use candle_core::{DType, Device, Tensor};
+use crate::model::{KvStore, Spec};
+use crate::ops::attention;
+use crate::ops::paged::{self, Document, Form, PAGE, Page, Stored};
+use candle_core::{Device, Tensor};
+use std::sync::Arc;
 
-/// Tokens a buffer has room for at least.
-const FIRST: usize = 64;
-
-pub struct Cache {
-    /// W: K·E.
+/// How the cache of a network is laid out.
+#[derive(Debug, Clone)]
+pub struct Layout {
+    layers: usize,
+    /// W
     width: usize,
-    /// Offsets of the rows in the new tokens of this step, `[rows + 1]`.
-    step: Vec<usize>,
-    layers: Vec<Vec<Row>>,
+    /// `None`: tensors on a GPU.
+    form: Option<Form>,
 }
 
-/// One row in one layer.
-struct Row {
-    k: Buffer,
-    v: Buffer,
+impl Layout {
+    /// `stored`: f32 if it is not said; on a GPU the type of the activations.
+    ///
+    /// Errors: a type that is not built for this device.
+    pub fn new(spec: &Spec, stored: Option<Stored>, device: &Device) -> Result<Self> {
+        let form = match (device.is_cpu(), stored) {
+            (true, stored) => Some(Form {
+                stored: stored.unwrap_or(Stored::F32),
+                kv_heads: spec.kv_heads,
+                head_dim: spec.head_dim,
+            }),
+            (false, None) => None,
+            (false, Some(_)) => {
+                return Err(
+                    Error::new("the cache of keys and values has the type of the activations on a GPU")
+                        .hint("leave out `--kv-cache`"),
+                );
+            }
+        };
+        Ok(Self {
+            layers: spec.layers.len(),
+            width: spec.kv_width(),
+            form,
+        })
+    }
+
+    /// Bytes of a run with room for `tokens` tokens.
+    pub fn bytes(&self, tokens: usize) -> u64 {
+        let layer = match &self.form {
+            Some(form) => tokens.div_ceil(PAGE) as u64 * form.page_bytes(),
+            None => 2 * 4 * (tokens * self.width) as u64,
+        };
+        self.layers as u64 * layer
+    }
+
+    fn run(&self, room: usize) -> Run {
+        let layer = || match self.form {
+            Some(_) => Layer::Pages(Vec::new()),
+            None => Layer::Whole(Whole { room, kv: None, len: 0 }),
+        };
+        Run {
+            layers: (0..self.layers).map(|_| layer()).collect(),
+        }
+    }
 }
 
-/// `[capacity, W]`, of which the first `len` tokens are filled.
-struct Buffer {
-    tensor: Tensor,
+/// Some tokens, one after the other, in every layer.
+pub struct Run {
+    layers: Vec<Layer>,
+}
+
+impl Run {
+    /// Tokens in it.
+    fn len(&self) -> usize {
+        match self.layers.first() {
+            Some(Layer::Pages(pages)) => pages.iter().map(Page::len).sum(),
+            Some(Layer::Whole(whole)) => whole.len,
+            None => 0,
+        }
+    }
+}
+
+enum Layer {
+    Pages(Vec<Page>),
+    Whole(Whole),
+}
+
+impl Layer {
+    fn truncate(&mut self, len: usize) {
+        match self {
+            Layer::Whole(whole) => whole.len = whole.len.min(len),
+            Layer::Pages(pages) => {
+                let mut left = len;
+                for page in pages.iter_mut() {
+                    page.truncate(left);
+                    left -= page.len();
+                }
+                pages.retain(|page| !page.is_empty());
+            }
+        }
+    }
+}
+
+/// Keys and values `[room, W]`, of which the first `len` tokens are filled.
+struct Whole {
+    room: usize,
+    kv: Option<(Tensor, Tensor)>,
     len: usize,
 }
 
-impl Buffer {
-    fn new(width: usize, device: &Device) -> Result<Self> {
-        Ok(Self {
-            tensor: Tensor::zeros((0, width), DType::F32, device)?,
-            len: 0,
-        })
-    }
-
-    /// The filled part, sharing the memory of the buffer.
-    fn view(&self) -> Result<Tensor> {
-        Ok(self.tensor.narrow(0, 0, self.len)?)
-    }
-
-    /// Adds the tokens of `new` `[n, W]`; the first ones decide the element type.
-    fn push(&mut self, new: &Tensor) -> Result<()> {
-        let (tokens, width) = new.dims2()?;
-        let (len, capacity) = (self.len + tokens, self.tensor.dim(0)?);
-        if len > capacity {
-            let capacity = len.max(2 * capacity).max(FIRST);
-            let grown = Tensor::zeros((capacity, width), new.dtype(), new.device())?;
-            if self.len > 0 {
-                grown.slice_set(&self.view()?, 0, 0)?;
+impl Whole {
+    fn push(&mut self, k: &Tensor, v: &Tensor) -> Result<()> {
+        let (tokens, width) = k.dims2()?;
+        let need = self.len + tokens;
+        if self.kv.is_none() || need > self.room {
+            self.room = self.room.max(need);
+            let room = || Tensor::zeros((self.room, width), k.dtype(), k.device());
+            let new = (room()?, room()?);
+            if let Some((k, v)) = self.views()?.filter(|_| self.len > 0) {
+                new.0.slice_set(&k, 0, 0)?;
+                new.1.slice_set(&v, 0, 0)?;
             }
-            self.tensor = grown;
+            self.kv = Some(new);
         }
-        if tokens > 0 {
-            self.tensor.slice_set(new, 0, self.len)?;
+        if let Some((keys, values)) = &self.kv {
+            keys.slice_set(k, 0, self.len)?;
+            values.slice_set(v, 0, self.len)?;
         }
-        self.len = len;
+        self.len += tokens;
         Ok(())
+    }
+
+    fn views(&self) -> Result<Option<(Tensor, Tensor)>> {
+        match &self.kv {
+            Some((k, v)) => Ok(Some((k.narrow(0, 0, self.len)?, v.narrow(0, 0, self.len)?))),
+            None => Ok(None),
+        }
     }
 }
 
-impl Cache {
-    /// An empty cache for `rows` rows; `width` is W.
-    pub fn new(layers: usize, rows: usize, width: usize, device: &Device) -> Result<Self> {
-        let row = || -> Result<Row> {
-            Ok(Row {
-                k: Buffer::new(width, device)?,
-                v: Buffer::new(width, device)?,
-            })
+/// The cached tokens of one text.
+pub struct Sequence {
+    /// What it shares, from the first token on.
+    shared: Vec<Arc<Run>>,
+    own: Run,
+    form: Option<Form>,
+    /// Tokens, shared ones included.
+    len: usize,
+}
+
+impl Sequence {
+    /// After the tokens of `shared` (`len` in all), with room for `room` own ones.
+    pub fn new(layout: &Layout, shared: Vec<Arc<Run>>, len: usize, room: usize) -> Self {
+        Self {
+            shared,
+            own: layout.run(room),
+            form: layout.form,
+            len,
+        }
+    }
+
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Forgets all tokens from the `len`-th on; those that are shared stay.
+    pub fn truncate(&mut self, len: usize) {
+        let shared = self.len - self.own.len();
+        let own = len.saturating_sub(shared);
+        self.own.layers.iter_mut().for_each(|layer| layer.truncate(own));
+        self.len = shared + self.own.len();
+    }
+
+    /// A sequence of the same layout without tokens.
+    pub fn empty(&self, room: usize) -> Self {
+        let layer = |layer: &Layer| match layer {
+            Layer::Pages(_) => Layer::Pages(Vec::new()),
+            Layer::Whole(_) => Layer::Whole(Whole { room, kv: None, len: 0 }),
         };
-        let layer = || (0..rows).map(|_| row()).collect::<Result<Vec<_>>>();
-        Ok(Self {
-            width,
-            step: vec![0],
-            layers: (0..layers).map(|_| layer()).collect::<Result<_>>()?,
-        })
+        Self {
+            shared: Vec::new(),
+            own: Run {
+                layers: self.own.layers.iter().map(layer).collect(),
+            },
+            form: self.form,
+            len: 0,
+        }
     }
 
-    pub fn rows(&self) -> usize {
-        self.layers.first().map_or(0, Vec::len)
+    /// All runs: what continues this text reads them.
+    pub fn freeze(self) -> Vec<Arc<Run>> {
+        let mut runs = self.shared;
+        runs.push(Arc::new(self.own));
+        runs
     }
 
-    /// The next step brings these tokens: offsets `[rows + 1]` of the rows in them.
-    pub fn begin(&mut self, documents: &[usize]) -> Result<()> {
-        if documents.len() != self.rows() + 1 {
+    fn runs(&self) -> impl Iterator<Item = &Run> {
+        self.shared.iter().map(|r| &**r).chain([&self.own])
+    }
+}
+
+/// One pass of new tokens through the layers.
+pub struct Step<'a> {
+    sequences: Vec<&'a mut Sequence>,
+    /// Offsets of the sequences in the new tokens, `[sequences + 1]`.
+    documents: &'a [usize],
+}
+
+impl<'a> Step<'a> {
+    pub fn new(sequences: Vec<&'a mut Sequence>, documents: &'a [usize]) -> Result<Self> {
+        if documents.len() != sequences.len() + 1 {
             return Err(Error::new("a decoding step has another number of rows than its cache")
                 .found(documents.len().saturating_sub(1))
-                .expected(self.rows()));
+                .expected(sequences.len()));
         }
-        self.step = documents.to_vec();
-        Ok(())
+        Ok(Self { sequences, documents })
     }
 
-    /// Drops the rows for which `keep(row)` is false; the others keep their order.
-    pub fn retain(&mut self, keep: impl Fn(usize) -> bool) {
-        for rows in &mut self.layers {
-            let mut index = 0;
-            rows.retain(|_| {
-                index += 1;
-                keep(index - 1)
-            });
+    /// All layers have seen the new tokens.
+    pub fn finish(self) {
+        for (sequence, d) in self.sequences.into_iter().zip(self.documents.windows(2)) {
+            sequence.len += d[1] - d[0];
         }
+    }
+
+    fn push(&mut self, layer: usize, k: &Tensor, v: &Tensor) -> Result<()> {
+        let rows = self.sequences.iter_mut().zip(self.documents.windows(2));
+        if !k.device().is_cpu() {
+            for (sequence, d) in rows {
+                if let Some(Layer::Whole(whole)) = sequence.own.layers.get_mut(layer) {
+                    let new = |t: &Tensor| t.narrow(0, d[0], d[1] - d[0]);
+                    whole.push(&new(k)?, &new(v)?)?;
+                }
+            }
+            return Ok(());
+        }
+        let width = k.dims2()?.1;
+        crate::ops::update::with_slice(k, |k| {
+            crate::ops::update::with_slice(v, |v| {
+                for (sequence, d) in rows {
+                    if let (Some(form), Some(Layer::Pages(pages))) = (sequence.form, sequence.own.layers.get_mut(layer))
+                    {
+                        for t in d[0]..d[1] {
+                            if pages.last().is_none_or(Page::is_full) {
+                                pages.push(Page::new(form));
+                            }
+                            if let Some(page) = pages.last_mut() {
+                                page.push(&k[t * width..][..width], &v[t * width..][..width]);
+                            }
+                        }
+                    }
+                }
+            })
+        })?
+    }
+
+    fn whole(&self, layer: usize, q: &Tensor, spec: &attention::Spec) -> Result<(Tensor, Tensor)> {
+        let (mut keys, mut values, mut offsets) = (Vec::new(), Vec::new(), vec![0]);
+        for sequence in &self.sequences {
+            let mut end = offsets[offsets.len() - 1];
+            for run in sequence.runs() {
+                if let Some(Layer::Whole(whole)) = run.layers.get(layer)
+                    && let Some((k, v)) = whole.views()?
+                {
+                    keys.push(k);
+                    values.push(v);
+                    end += whole.len;
+                }
+            }
+            offsets.push(end);
+        }
+        let (k, v) = (Tensor::cat(&keys, 0)?, Tensor::cat(&values, 0)?);
+        attention::forward(q, &k, &v, spec, self.documents, &offsets)
     }
 }
 
-impl KvStore for Cache {
-    fn append(&mut self, layer: usize, k: Tensor, v: Tensor) -> Result<(Tensor, Tensor, Vec<usize>)> {
-        let (width, step) = (self.width, &self.step);
-        let tokens = step.last().copied().unwrap_or(0);
-        for t in [&k, &v] {
-            if t.dims() != [tokens, width] {
+impl KvStore for Step<'_> {
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        spec: &attention::Spec,
+    ) -> Result<(Tensor, Tensor)> {
+        let want = [
+            self.documents.last().copied().unwrap_or(0),
+            spec.kv_heads * spec.head_dim,
+        ];
+        for t in [k, v] {
+            if t.dims() != want {
                 return Err(Error::new("keys or values of a decoding step have the wrong shape")
                     .found(format!("{:?}", t.dims()))
-                    .expected(format!("{:?}", [tokens, width])));
+                    .expected(format!("{want:?}")));
             }
         }
-        let Some(rows) = self.layers.get_mut(layer) else {
+        if self.sequences.iter().any(|s| layer >= s.own.layers.len()) {
             return Err(Error::new("the cache has no such layer").found(layer));
-        };
-        let first = rows.iter().all(|r| r.k.len == 0);
-        for (new, pick) in [(&k, Row::keys as fn(&mut Row) -> &mut Buffer), (&v, Row::values)] {
-            for (row, at) in rows.iter_mut().zip(step.windows(2)) {
-                pick(row).push(&new.narrow(0, at[0], at[1] - at[0])?)?;
-            }
         }
-        if first {
-            // Nothing came before: the new tokens are all there is.
-            return Ok((k, v, step.clone()));
+        self.push(layer, k, v)?;
+        if !q.device().is_cpu() {
+            return self.whole(layer, q, spec);
         }
-        let mut documents = vec![0];
-        for row in rows.iter() {
-            documents.push(documents[documents.len() - 1] + row.k.len);
-        }
-        if let [row] = &rows[..] {
-            return Ok((row.k.view()?, row.v.view()?, documents));
-        }
-        let gather = |pick: fn(&Row) -> &Buffer| -> Result<Tensor> {
-            let rows: Vec<Tensor> = rows.iter().map(|r| pick(r).view()).collect::<Result<_>>()?;
-            Ok(Tensor::cat(&rows, 0)?)
-        };
-        Ok((gather(|r| &r.k)?, gather(|r| &r.v)?, documents))
-    }
-}
-
-impl Row {
-    fn keys(&mut self) -> &mut Buffer {
-        &mut self.k
-    }
-
-    fn values(&mut self) -> &mut Buffer {
-        &mut self.v
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn tokens(ids: &[f32]) -> Tensor {
-        let values: Vec<f32> = ids.iter().flat_map(|&i| [i, -i]).collect();
-        Tensor::from_vec(values, (ids.len(), 2), &Device::Cpu).unwrap()
-    }
-
-    fn check(cache: &mut Cache, documents: &[usize], ids: &[f32], want: &[f32], offsets: &[usize]) {
-        cache.begin(documents).unwrap();
-        let new = tokens(ids);
-        let twice = (&new * 2.0).unwrap();
-        let (k, v, got) = cache.append(1, new, twice).unwrap();
-        assert_eq!(got, offsets);
-        assert_eq!(k.to_vec2::<f32>().unwrap(), tokens(want).to_vec2::<f32>().unwrap());
-        assert_eq!(
-            v.to_vec2::<f32>().unwrap(),
-            (tokens(want) * 2.0).unwrap().to_vec2::<f32>().unwrap()
-        );
-    }
-
-    #[test]
-    fn rows_grow_apart_and_leave() {
-        let mut cache = Cache::new(2, 3, 2, &Device::Cpu).unwrap();
-        check(
-            &mut cache,
-            &[0, 2, 3, 6],
-            &[1., 2., 10., 20., 21., 22.],
-            &[1., 2., 10., 20., 21., 22.],
-            &[0, 2, 3, 6],
-        );
-        check(
-            &mut cache,
-            &[0, 1, 2, 3],
-            &[3., 11., 23.],
-            &[1., 2., 3., 10., 11., 20., 21., 22., 23.],
-            &[0, 3, 5, 9],
-        );
-        cache.retain(|row| row != 1);
-        check(
-            &mut cache,
-            &[0, 1, 2],
-            &[4., 24.],
-            &[1., 2., 3., 4., 20., 21., 22., 23., 24.],
-            &[0, 4, 9],
-        );
-        cache.retain(|row| row == 1);
-        check(&mut cache, &[0, 1], &[25.], &[20., 21., 22., 23., 24., 25.], &[0, 6]);
-        assert!(cache.begin(&[0, 1, 2]).is_err());
-        cache.begin(&[0, 2]).unwrap();
-        assert!(cache.append(1, tokens(&[1.]), tokens(&[1.])).is_err());
-    }
-
-    #[test]
-    fn a_single_row_keeps_its_tokens_through_every_growth() {
-        let mut cache = Cache::new(2, 1, 2, &Device::Cpu).unwrap();
-        let mut seen = Vec::new();
-        for i in 0..3 * FIRST {
-            seen.push(i as f32);
-            check(&mut cache, &[0, 1], &[i as f32], &seen, &[0, i + 1]);
-        }
+        let rows = self.sequences.iter().zip(self.documents.windows(2));
+        let documents: Vec<Document> = rows
+            .map(|(sequence, d)| Document {
+                queries: d[0]..d[1],
+                pages: sequence
+                    .runs()
+                    .filter_map(|run| match run.layers.get(layer) {
+                        Some(Layer::Pages(pages)) => Some(pages),
+                        _ => None,
+                    })
+                    .flatten()
+                    .collect(),
+            })
+            .collect();
+        paged::attend(q, &documents, spec)
     }
 }

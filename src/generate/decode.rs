@@ -1,10 +1,13 @@
-//! The decoding loop.
+//! What is asked of the decoder and what it gives, and one pass of new tokens through the network.
 
-use super::cache::Cache;
+use super::cache::{Sequence, Step};
 use super::sampler::Sampler;
-use crate::base::{Error, Result, signal};
+use super::schedule::{OnToken, Schedule};
+use crate::base::{Error, Result};
 use crate::model::Network;
+use crate::ops::paged::Stored;
 use crate::ops::update;
+use crate::quant::{self, Coded};
 use crate::source::Group;
 use candle_core::Tensor;
 
@@ -16,8 +19,39 @@ pub struct Settings {
     pub top_k: Option<usize>,
     pub top_p: Option<f32>,
     pub seed: u64,
-    /// A row ends at any of these; the token itself is not part of the answer.
+    /// A row ends at any of these.
     pub stop_ids: Vec<u32>,
+    pub limits: Limits,
+}
+
+/// What bounds a batch. Answers do not depend on it, but for the storage of the cache.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Limits {
+    /// Requests in flight.
+    pub rows: usize,
+    /// Of the cache of keys and values; what a request may need at most is set aside when it joins.
+    pub cache_bytes: u64,
+    /// Tokens of prompts that are read together.
+    pub prefill_tokens: usize,
+    /// How keys and values are stored: f32 if it is not said; on a GPU as the activations are.
+    pub kv_cache: Option<Stored>,
+    /// Common beginnings of prompts are computed once.
+    pub share_prefixes: bool,
+    /// Log-probabilities too are the same bits whoever shares the batch (see `step`): a few rows cost more.
+    pub same_bits: bool,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            rows: 64,
+            cache_bytes: u64::MAX,
+            prefill_tokens: 1024,
+            kv_cache: None,
+            share_prefixes: true,
+            same_bits: false,
+        }
+    }
 }
 
 impl Default for Settings {
@@ -29,90 +63,162 @@ impl Default for Settings {
             top_p: None,
             seed: 0,
             stop_ids: Vec::new(),
+            limits: Limits::default(),
         }
     }
 }
 
-/// A row that is still being continued.
-struct Live {
-    /// Index in `prompts`.
-    row: usize,
-    /// Tokens in the cache.
-    len: usize,
-    /// The token to feed next.
-    last: u32,
+impl Settings {
+    pub(super) fn sampler(&self) -> Sampler {
+        Sampler {
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            seed: self.seed,
+        }
+    }
 }
 
-/// Decodes a batch of prompts of different lengths together; finished rows leave the batch. A row ends at a
-/// stop id, after `max_new_tokens`, or at the model's last position. `on_token(row, id)` sees every token
-/// as it is chosen. Returns the new ids of each row, without the stop token.
+/// A text to continue.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Request {
+    pub prompt: Vec<u32>,
+    /// Key of its random numbers: its tokens follow from (weights, prompt, seed, number) alone, whoever shares the
+    /// batch. Requests with the same prompt need different numbers, else they get the same answer.
+    pub number: u64,
+}
+
+/// What a request was continued with.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Answer {
+    /// New ids; the last is the stop id if it is `finished`.
+    pub ids: Vec<u32>,
+    /// Of each id its natural log-probability in the distribution it was drawn from: after temperature, top-k and
+    /// top-p, summed to 1 over what they left. Greedy answers: that of the model itself (temperature 1, all tokens).
+    pub log_probs: Vec<f32>,
+    /// A stop id came. Else the answer was cut at `max_new_tokens` or at the model's last position.
+    pub finished: bool,
+}
+
+/// What decoding cost.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Speed {
+    /// Prompt tokens that were computed, and the time until the first token of each answer.
+    pub prefill_tokens: u64,
+    pub prefill_seconds: f64,
+    /// Tokens after the first of each answer.
+    pub decode_tokens: u64,
+    pub decode_seconds: f64,
+    /// Prompt tokens that were found computed, added up over requests.
+    pub shared_tokens: u64,
+    /// Most bytes of the cache set aside at a time.
+    pub cache_bytes: u64,
+}
+
+/// The network that decodes; its head perhaps as codes.
+#[derive(Clone, Copy)]
+pub struct Policy<'a> {
+    pub network: &'a Network,
+    pub head: Option<&'a Coded>,
+}
+
+impl<'a> From<&'a Network> for Policy<'a> {
+    fn from(network: &'a Network) -> Self {
+        Self { network, head: None }
+    }
+}
+
+/// Decodes prompts of different lengths together. A row ends at a stop id, after `max_new_tokens`, or at the model's
+/// last position. `on_token(row, id)` sees every token as it is chosen, but no stop id. Returns the new ids of each
+/// row, without the stop id.
 ///
 /// Errors: an empty prompt, one longer than the model's positions, an id beyond the embedding; logits that
-/// are not finite; whatever `on_token` returns; a signal that asks to stop.
-pub fn generate(
-    network: &Network,
+/// are not finite; whatever `on_token` returns; a signal that asks to stop; a cache too small for one request.
+pub fn generate<'a>(
+    policy: impl Into<Policy<'a>>,
     prompts: &[Vec<u32>],
     settings: &Settings,
-    on_token: &mut dyn FnMut(usize, u32) -> Result<()>,
+    on_token: &mut OnToken,
 ) -> Result<Vec<Vec<u32>>> {
-    let spec = &network.spec;
-    check(network, prompts)?;
-    let mut answers = vec![Vec::new(); prompts.len()];
-    if prompts.is_empty() || settings.max_new_tokens == 0 {
-        return Ok(answers);
-    }
-    let sampler = Sampler {
-        temperature: settings.temperature,
-        top_k: settings.top_k,
-        top_p: settings.top_p,
-        seed: settings.seed,
-    };
-    let mut cache = Cache::new(network.layers(), prompts.len(), spec.kv_width(), &network.device)?;
-    let rows = prompts.iter().enumerate();
-    let mut live: Vec<Live> = rows
-        .map(|(row, prompt)| Live {
-            row,
-            len: prompt.len(),
-            last: 0,
+    let numbered = prompts.iter().zip(0..);
+    let requests: Vec<Request> = numbered
+        .map(|(prompt, number)| Request {
+            prompt: prompt.clone(),
+            number,
         })
         .collect();
-    let parts: Vec<(&[u32], usize)> = prompts.iter().map(|p| (&p[..], 0)).collect();
-    let mut logits = step(network, &mut cache, &parts)?;
-    loop {
-        let chosen = choose(&logits, spec.vocab, &sampler, &live)?;
-        let mut stays = vec![false; live.len()];
-        for ((live, id), stays) in live.iter_mut().zip(chosen).zip(&mut stays) {
-            if settings.stop_ids.contains(&id) {
-                continue;
-            }
-            answers[live.row].push(id);
-            on_token(live.row, id)?;
-            live.last = id;
-            *stays = answers[live.row].len() < settings.max_new_tokens && live.len < spec.max_positions;
+    let (answers, _) = answer(policy, &requests, settings, on_token)?;
+    let without_stop = |mut answer: Answer| {
+        if answer.finished {
+            answer.ids.pop();
         }
-        if let Some(s) = signal::received() {
-            return Err(Error::signal(s, "stopped while generating"));
+        answer.ids
+    };
+    Ok(answers.into_iter().map(without_stop).collect())
+}
+
+/// Answers for reinforcement learning: with the stop id, which is trained too, and the log-probability of each id.
+///
+/// Errors: as `generate`.
+pub fn rollout<'a>(policy: impl Into<Policy<'a>>, requests: &[Request], settings: &Settings) -> Result<Vec<Answer>> {
+    Ok(answer(policy, requests, settings, &mut |_, _| Ok(()))?.0)
+}
+
+/// As `rollout`, with every token told as it is chosen (no stop id), and what it cost. Errors: as `generate`.
+pub fn answer<'a>(
+    policy: impl Into<Policy<'a>>,
+    requests: &[Request],
+    settings: &Settings,
+    on_token: &mut OnToken,
+) -> Result<(Vec<Answer>, Speed)> {
+    let policy = policy.into();
+    check(policy.network, requests)?;
+    let (answers, speed, _) = Schedule::new(policy, requests, settings)?.run(on_token)?;
+    Ok((answers, speed))
+}
+
+/// One text that goes on and on, as in a chat: what was cached of it is used again.
+#[derive(Default)]
+pub struct Session {
+    ids: Vec<u32>,
+    cache: Option<Sequence>,
+}
+
+impl Session {
+    /// As `answer`, for one request. After an error the next call starts afresh.
+    pub fn answer<'a>(
+        &mut self,
+        policy: impl Into<Policy<'a>>,
+        request: &Request,
+        settings: &Settings,
+        on_token: &mut OnToken,
+    ) -> Result<(Answer, Speed)> {
+        let (policy, requests) = (policy.into(), std::slice::from_ref(request));
+        check(policy.network, requests)?;
+        let known = self.ids.iter().zip(&request.prompt).take_while(|(a, b)| a == b).count();
+        // The last token is read again: its logits are needed.
+        let known = known.min(request.prompt.len() - 1);
+        let mut cache = self.cache.take().filter(|_| known > 0);
+        if let Some(cache) = &mut cache {
+            cache.truncate(known);
         }
-        if stays.contains(&false) {
-            cache.retain(|i| stays[i]);
-            let mut index = 0;
-            live.retain(|_| {
-                index += 1;
-                stays[index - 1]
-            });
+        let going_on = cache.is_some();
+        let schedule = Schedule::new(policy, requests, settings)?.going_on(cache);
+        let (mut answers, mut speed, cache) = schedule.run(on_token)?;
+        let answer = answers.pop().unwrap_or_default();
+        if going_on {
+            speed.shared_tokens += known as u64;
         }
-        if live.is_empty() {
-            return Ok(answers);
-        }
-        let parts: Vec<(&[u32], usize)> = live.iter().map(|l| (std::slice::from_ref(&l.last), l.len)).collect();
-        logits = step(network, &mut cache, &parts)?;
-        live.iter_mut().for_each(|l| l.len += 1);
+        self.ids = request.prompt.iter().chain(&answer.ids).copied().collect();
+        self.ids.truncate(cache.as_ref().map_or(0, Sequence::len));
+        self.cache = cache;
+        Ok((answer, speed))
     }
 }
 
-fn check(network: &Network, prompts: &[Vec<u32>]) -> Result<()> {
+fn check(network: &Network, requests: &[Request]) -> Result<()> {
     let spec = &network.spec;
-    for (row, prompt) in prompts.iter().enumerate() {
+    for (row, Request { prompt, .. }) in requests.iter().enumerate() {
         let place = format!("prompt {}", row + 1);
         if prompt.is_empty() {
             return Err(Error::new("the prompt has no tokens")
@@ -136,38 +242,79 @@ fn check(network: &Network, prompts: &[Vec<u32>]) -> Result<()> {
     Ok(())
 }
 
-/// Runs the new tokens of every row, given with the position of the first; logits `[rows, V]` after each
-/// row's last token.
-pub(super) fn step(network: &Network, cache: &mut Cache, parts: &[(&[u32], usize)]) -> Result<Vec<f32>> {
+/// New tokens of a sequence.
+pub(super) struct Part<'a> {
+    pub sequence: Sequence,
+    pub tokens: &'a [u32],
+    /// Are the logits after the last one wanted?
+    pub logits: bool,
+}
+
+/// A product with fewer rows than this goes another way than one with more, and sums in another order.
+const MANY: usize = 9;
+
+/// Runs new tokens through the network; logits `[wanted, V]` of the parts that want them. On the CPU a row's numbers do
+/// not depend on the other rows as long as there are many, or always few; with `same_bits` rows of padding see to it
+/// that there are always many.
+pub(super) fn step(policy: &Policy, parts: &mut [Part], same_bits: bool) -> Result<Vec<f32>> {
+    let network = policy.network;
     let (mut ids, mut positions, mut documents) = (Vec::new(), Vec::new(), vec![0]);
-    for &(tokens, start) in parts {
-        ids.extend_from_slice(tokens);
-        positions.extend((start..start + tokens.len()).map(|p| p as u32));
+    for part in parts.iter() {
+        let start = part.sequence.len();
+        ids.extend_from_slice(part.tokens);
+        positions.extend((start..start + part.tokens.len()).map(|p| p as u32));
         documents.push(ids.len());
     }
-    cache.begin(&documents)?;
+    let real = documents.clone();
+    let mut padding = None;
+    if same_bits
+        && ids.len() < MANY
+        && let Some(part) = parts.first()
+    {
+        padding = Some(part.sequence.empty(MANY));
+        positions.extend(0..(MANY - ids.len()) as u32);
+        ids.resize(MANY, 0);
+        documents.push(MANY);
+    }
+    let sequences = parts.iter_mut().map(|p| &mut p.sequence).chain(padding.as_mut());
+    let mut cache = Step::new(sequences.collect(), &documents)?;
     let ctx = network.context(&positions, &documents, None)?;
     let mut x = network.embed(&ids)?;
     for layer in 0..network.layers() {
         network.source.prefetch(Group::Layer((layer + 1) % network.layers()));
-        x = network.block(layer)?.forward_cached(&x, &ctx, cache)?;
+        x = network.block(layer)?.forward_cached(&x, &ctx, &mut cache)?;
     }
-    let last = if ids.len() == parts.len() {
-        x
-    } else {
-        let rows = documents[1..].iter().map(|end| x.narrow(0, end - 1, 1));
-        Tensor::cat(&rows.collect::<candle_core::Result<Vec<_>>>()?, 0)?
+    cache.finish();
+    let wanted: Vec<usize> = parts
+        .iter()
+        .zip(&real[1..])
+        .filter(|(part, _)| part.logits)
+        .map(|(_, end)| end - 1)
+        .collect();
+    if wanted.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut last: Vec<Tensor> = wanted
+        .iter()
+        .map(|&at| x.narrow(0, at, 1))
+        .collect::<candle_core::Result<_>>()?;
+    if same_bits && last.len() < MANY {
+        let (rows, width) = (MANY - last.len(), network.spec.hidden);
+        last.push(Tensor::zeros((rows, width), x.dtype(), x.device())?);
+    }
+    let last = match wanted.len() == x.dims()[0] {
+        true => x,
+        false => Tensor::cat(&last, 0)?,
     };
-    let head = network.head()?;
-    let logits = head.logits(&network.normalize(&last)?)?;
+    let h = network.normalize(&last)?;
+    let logits = match policy.head {
+        Some(head) => quant::forward(&h, head, None)?,
+        None => network.head()?.logits(&h)?,
+    };
     let mut logits = update::to_f32_vec(&logits)?;
-    if let Some(cap) = head.softcap {
+    logits.truncate(wanted.len() * network.spec.vocab);
+    if let Some(cap) = network.spec.logit_softcap {
         logits.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh());
     }
     Ok(logits)
-}
-
-fn choose(logits: &[f32], vocab: usize, sampler: &Sampler, live: &[Live]) -> Result<Vec<u32>> {
-    let rows = logits.chunks_exact(vocab).zip(live);
-    rows.map(|(logits, l)| sampler.next(logits, l.row, l.len)).collect()
 }

@@ -2,6 +2,7 @@
 
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
+use crate::ops::softmax;
 
 /// How the next token is chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -15,39 +16,54 @@ pub struct Sampler {
     pub seed: u64,
 }
 
+/// A token that was chosen.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Drawn {
+    pub id: u32,
+    /// Natural log of its probability among the tokens that could be drawn; greedy: among all.
+    pub log_prob: f32,
+}
+
 impl Sampler {
-    /// The token after position `position` of row `row`: a function of the logits `[V]` and of (seed, row,
-    /// position) alone, so it does not matter which rows are decoded together.
+    /// The token after position `position` of the request with number `number`: a function of the logits `[V]` and
+    /// of (seed, number, position) alone, so it does not matter which rows are decoded together.
     ///
     /// Errors: logits that are not numbers.
-    pub fn next(&self, logits: &[f32], row: usize, position: usize) -> Result<u32> {
-        if logits.is_empty() || logits.iter().any(|x| x.is_nan() || *x == f32::INFINITY) {
+    pub fn next(&self, logits: &[f32], number: u64, position: usize) -> Result<Drawn> {
+        let highest = softmax::highest(logits);
+        if !highest.is_finite() {
             return Err(Error::new("the model's output is not finite")
                 .found("a logit that is not a number")
                 .hint("check the weights, or use `--dtype f32`"));
         }
-        if self.temperature <= 0.0 {
-            return Ok(most_likely(logits));
+        let greedy = self.temperature <= 0.0;
+        let mut weights = vec![0f32; logits.len()];
+        let temperature = if greedy { 1.0 } else { self.temperature };
+        softmax::weights(logits, highest, temperature, &mut weights);
+        let drawn = |id: usize, total: f64| Drawn {
+            id: id as u32,
+            log_prob: ((logits[id] - highest) / temperature) - total.ln() as f32,
+        };
+        if greedy {
+            // The lowest id where several are equal.
+            let id = logits.iter().position(|x| *x == highest).unwrap_or(0);
+            return Ok(drawn(id, sum(&weights)));
         }
-        let candidates = self.candidates(logits);
-        let total: f64 = candidates.iter().map(|(_, p)| p).sum();
-        let rng = Rng::new(self.seed, Stream::Sampling, &[row as u64]);
-        let mut left = rng.uniform64(position as u64) * total;
-        for &(id, p) in &candidates {
-            left -= p;
-            if left < 0.0 {
-                return Ok(id);
-            }
+        let rng = Rng::new(self.seed, Stream::Sampling, &[number]);
+        let uniform = rng.uniform64(position as u64);
+        let cut = self.top_k.is_some_and(|k| k > 0 && k < logits.len()) || self.top_p.is_some_and(|p| p < 1.0);
+        if !cut {
+            let total = sum(&weights);
+            return Ok(drawn(pick(&weights, uniform * total), total));
         }
-        // Rounding used up the last candidate.
-        candidates
-            .last()
-            .map(|&(id, _)| id)
-            .ok_or_else(|| Error::new("no token is left to draw from"))
+        let kept = self.kept(logits, &weights);
+        let weights: Vec<f32> = kept.iter().map(|&id| weights[id as usize]).collect();
+        let total = sum(&weights);
+        Ok(drawn(kept[pick(&weights, uniform * total)] as usize, total))
     }
 
-    /// Tokens that can be drawn, most likely first, with weights relative to the most likely one.
-    fn candidates(&self, logits: &[f32]) -> Vec<(u32, f64)> {
+    /// Tokens that top-k and top-p leave, most likely first; never none.
+    fn kept(&self, logits: &[f32], weights: &[f32]) -> Vec<u32> {
         let mut order: Vec<u32> = (0..logits.len() as u32).collect();
         let by_logit = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
         if let Some(k) = self.top_k.filter(|&k| k > 0 && k < order.len()) {
@@ -55,35 +71,64 @@ impl Sampler {
             let lowest = logits[last as usize];
             order.retain(|&id| logits[id as usize] >= lowest);
         }
-        order.sort_unstable_by(by_logit);
-        let highest = logits[order[0] as usize];
-        let weight = |id: u32| (((logits[id as usize] - highest) / self.temperature) as f64).exp();
-        let mut candidates: Vec<(u32, f64)> = order.into_iter().map(|id| (id, weight(id))).collect();
-        if let Some(p) = self.top_p.filter(|&p| p < 1.0) {
-            let enough = p as f64 * candidates.iter().map(|(_, w)| w).sum::<f64>();
+        let Some(p) = self.top_p.filter(|&p| p < 1.0) else {
+            order.sort_unstable_by(by_logit);
+            return order;
+        };
+        let of = |id: &u32| weights[*id as usize] as f64;
+        let enough = p as f64 * order.iter().map(of).sum::<f64>();
+        // Few tokens are likely: only as many are sorted as it takes.
+        let mut first = 256.min(order.len());
+        loop {
+            if first < order.len() {
+                order.select_nth_unstable_by(first - 1, by_logit);
+            }
+            order[..first].sort_unstable_by(by_logit);
             let mut sum = 0.0;
             // A token stays if those before it have not reached p; the first always stays.
-            let kept = candidates.iter().take_while(|(_, w)| {
+            let stays = order[..first].iter().take_while(|id| {
                 let stays = sum < enough;
-                sum += w;
+                sum += of(id);
                 stays
             });
-            let kept = kept.count().max(1);
-            candidates.truncate(kept);
+            let stays = stays.count();
+            if stays < first || first == order.len() {
+                order.truncate(stays.max(1));
+                return order;
+            }
+            first = (8 * first).min(order.len());
         }
-        candidates
     }
 }
 
-/// The highest logit; the lowest id where several are equal.
-fn most_likely(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (id, x) in logits.iter().enumerate() {
-        if *x > logits[best] {
-            best = id;
+/// In f64; a fixed order.
+fn sum(weights: &[f32]) -> f64 {
+    let mut lanes = [0f64; 16];
+    for block in weights.chunks(16) {
+        for (lane, w) in lanes.iter_mut().zip(block) {
+            *lane += *w as f64;
         }
     }
-    best as u32
+    lanes.iter().sum()
+}
+
+/// Where the weights, added up, first exceed `left`. Rounding may use them up: then the last that is not 0.
+fn pick(weights: &[f32], mut left: f64) -> usize {
+    for block in (0..weights.len()).step_by(1024) {
+        let part = &weights[block..weights.len().min(block + 1024)];
+        let total = sum(part);
+        if total < left {
+            left -= total;
+            continue;
+        }
+        for (i, w) in part.iter().enumerate() {
+            left -= *w as f64;
+            if left < 0.0 {
+                return block + i;
+            }
+        }
+    }
+    weights.iter().rposition(|w| *w > 0.0).unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -104,7 +149,7 @@ mod tests {
         let n = 40_000;
         let mut counts = vec![0.0; logits.len()];
         for position in 0..n {
-            counts[s.next(logits, 3, position).unwrap() as usize] += 1.0 / n as f64;
+            counts[s.next(logits, 3, position).unwrap().id as usize] += 1.0 / n as f64;
         }
         counts
     }
@@ -122,8 +167,8 @@ mod tests {
     #[test]
     fn greedy_takes_the_lowest_of_equals() {
         let s = sampler(0.0, Some(1), Some(0.1));
-        assert_eq!(s.next(&[0.5, 2.0, -1.0, 2.0], 0, 0).unwrap(), 1);
-        assert_eq!(s.next(&[f32::NEG_INFINITY, -3.0], 0, 0).unwrap(), 1);
+        assert_eq!(s.next(&[0.5, 2.0, -1.0, 2.0], 0, 0).unwrap().id, 1);
+        assert_eq!(s.next(&[f32::NEG_INFINITY, -3.0], 0, 0).unwrap().id, 1);
     }
 
     #[test]
@@ -162,7 +207,7 @@ mod tests {
     fn a_draw_depends_on_seed_row_and_position_alone() {
         let l = logits(&[0.25; 4]);
         let s = sampler(1.0, None, None);
-        let draw = |s: &Sampler, row| (0..64).map(|p| s.next(&l, row, p).unwrap()).collect::<Vec<_>>();
+        let draw = |s: &Sampler, row| (0..64).map(|p| s.next(&l, row, p).unwrap().id).collect::<Vec<_>>();
         assert_eq!(draw(&s, 0), draw(&s, 0));
         assert_ne!(draw(&s, 0), draw(&s, 1));
         assert_ne!(draw(&s, 0), draw(&Sampler { seed: 6, ..s }, 0));

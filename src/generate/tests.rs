@@ -1,7 +1,7 @@
 //! Cached decoding against recomputing everything, and rows together against rows alone.
 
-use super::cache::Cache;
-use super::decode::step;
+use super::cache::{Layout, Sequence};
+use super::decode::{Part, step};
 use super::*;
 use crate::base::Error;
 use crate::data::{Batch, Example};
@@ -100,28 +100,35 @@ fn run(network: &Network, prompts: &[Vec<u32>], settings: &Settings) -> Vec<Vec<
 fn cached_logits_are_those_of_the_whole_sequence() {
     for dtype in [Dtype::F32, Dtype::Bf16] {
         let network = network(spec(), dtype);
+        let layout = Layout::new(&network.spec, None, &Device::Cpu).unwrap();
         let mut rows = prompts();
-        let mut cache = Cache::new(3, rows.len(), network.spec.kv_width(), &Device::Cpu).unwrap();
-        let mut seen = vec![0; rows.len()];
+        let mut held: Vec<Sequence> = rows.iter().map(|_| Sequence::new(&layout, Vec::new(), 0, 64)).collect();
         for _ in 0..20 {
-            let parts: Vec<(&[u32], usize)> = rows.iter().zip(&seen).map(|(r, &s)| (&r[s..], s)).collect();
-            let logits = step(&network, &mut cache, &parts).unwrap();
-            let logits = logits.chunks_exact(network.spec.vocab);
-            for ((row, seen), logits) in rows.iter_mut().zip(&mut seen).zip(logits) {
+            let mut parts: Vec<Part> = rows
+                .iter()
+                .zip(held.drain(..))
+                .map(|(row, sequence)| Part {
+                    tokens: &row[sequence.len()..],
+                    sequence,
+                    logits: true,
+                })
+                .collect();
+            let logits = step(&(&network).into(), &mut parts, false).unwrap();
+            held = parts.into_iter().map(|p| p.sequence).collect();
+            for (row, logits) in rows.iter_mut().zip(logits.chunks_exact(VOCAB)) {
                 let want = full_logits(&network, row);
-                let error = logits
-                    .iter()
-                    .zip(&want)
-                    .map(|(a, b)| (a - b).abs())
-                    .fold(0f32, f32::max);
+                let error = furthest(logits, &want);
                 // Few rows and many are summed in different orders.
                 let largest = want.iter().fold(1f32, |m, x| m.max(x.abs()));
                 assert!(error < 1e-5 * largest, "{error} of {largest}");
-                *seen = row.len();
                 row.push(argmax(&want));
             }
         }
     }
+}
+
+fn furthest(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max)
 }
 
 #[test]
@@ -219,4 +226,268 @@ fn the_last_position_ends_a_row_and_bad_prompts_are_refused() {
     })
     .unwrap_err();
     assert_eq!(e.what(), "no more");
+}
+
+#[test]
+fn rollouts_carry_the_stop_id_and_the_log_probability_of_every_id() {
+    let network = network(spec(), Dtype::F32);
+    let free = run(&network, &prompts(), &settings(16));
+    let stop = free[0][6];
+    for (temperature, top_k) in [(0.0f32, None), (0.7, None), (1.5, Some(5))] {
+        let settings = Settings {
+            temperature,
+            top_k,
+            stop_ids: vec![stop],
+            ..settings(16)
+        };
+        let requests: Vec<Request> = prompts()
+            .into_iter()
+            .zip([0, 9, 7, 3])
+            .map(|(prompt, number)| Request { prompt, number })
+            .collect();
+        let answers = rollout(&network, &requests, &settings).unwrap();
+        for (request, answer) in requests.iter().zip(&answers) {
+            assert_eq!(answer.ids.len(), answer.log_probs.len());
+            assert_eq!(answer.finished, answer.ids.last() == Some(&stop));
+            assert_eq!(
+                answer.ids.iter().filter(|id| **id == stop).count(),
+                usize::from(answer.finished)
+            );
+            assert!(answer.finished || answer.ids.len() == 16);
+            let mut ids = request.prompt.clone();
+            for (id, got) in answer.ids.iter().zip(&answer.log_probs) {
+                let t = if temperature > 0.0 { temperature as f64 } else { 1.0 };
+                let logits: Vec<f64> = full_logits(&network, &ids).iter().map(|x| *x as f64 / t).collect();
+                let mut sorted = logits.clone();
+                sorted.sort_by(|a, b| b.total_cmp(a));
+                let total: f64 = sorted.iter().take(top_k.unwrap_or(VOCAB)).map(|x| x.exp()).sum();
+                let want = logits[*id as usize] - total.ln();
+                assert!((*got as f64 - want).abs() < 1e-4, "{got} {want}");
+                ids.push(*id);
+            }
+        }
+        // A request answered alone, under its number.
+        let alone = rollout(&network, &requests[2..3], &settings).unwrap();
+        assert_eq!(alone[0].ids, answers[2].ids);
+    }
+}
+
+/// Groups with the same prompt, a common beginning, odd ones, of all lengths.
+fn many(groups: usize) -> Vec<Request> {
+    let system: Vec<u32> = (0..21).map(|i| (i * 5 + 3) % VOCAB as u32).collect();
+    let mut requests = Vec::new();
+    for group in 0..groups {
+        let mut prompt = if group % 3 == 2 { Vec::new() } else { system.clone() };
+        prompt.extend((0..1 + 9 * group as u32).map(|i| (i * i + 7 * group as u32) % VOCAB as u32));
+        for _ in 0..4 {
+            let number = 100 - requests.len() as u64;
+            let prompt = prompt.clone();
+            requests.push(Request { prompt, number });
+        }
+    }
+    requests
+}
+
+fn warm() -> Settings {
+    Settings {
+        temperature: 1.1,
+        seed: 5,
+        stop_ids: vec![7, 11],
+        ..settings(24)
+    }
+}
+
+#[test]
+fn no_limit_changes_an_answer() {
+    let network = network(spec(), Dtype::F32);
+    let requests = many(6);
+    let with = |limits: Limits| {
+        let settings = Settings { limits, ..warm() };
+        answer(&network, &requests, &settings, &mut |_, _| Ok(())).unwrap()
+    };
+    let (all, speed) = with(Limits::default());
+    assert!(all.iter().any(|a| a.finished) && all.iter().any(|a| !a.finished));
+    let lengths: std::collections::BTreeSet<usize> = all.iter().map(|a| a.ids.len()).collect();
+    assert!(lengths.len() > 4, "rows leave at different times");
+    let tokens: usize = requests.iter().map(|r| r.prompt.len()).sum();
+    assert_eq!(
+        speed.prefill_tokens + speed.shared_tokens,
+        tokens as u64 + shared_once(&requests)
+    );
+    assert!(speed.prefill_tokens < tokens as u64 / 2);
+    let row = Layout::new(&network.spec, None, &Device::Cpu).unwrap().bytes(128);
+    for (rows, cache_bytes, prefill_tokens, share_prefixes) in [
+        (1, u64::MAX, 1000, true),
+        (3, u64::MAX, 1000, false),
+        (5, 3 * row, 10, true),
+        (64, 2 * row, 1, true),
+        (7, u64::MAX, 33, false),
+    ] {
+        let (answers, speed) = with(Limits {
+            rows,
+            cache_bytes,
+            prefill_tokens,
+            share_prefixes,
+            ..Limits::default()
+        });
+        assert!(speed.cache_bytes <= cache_bytes);
+        for (a, b) in answers.iter().zip(&all) {
+            assert_eq!((&a.ids, a.finished), (&b.ids, b.finished));
+            assert!(furthest(&a.log_probs, &b.log_probs) < 1e-4);
+        }
+        if !share_prefixes {
+            assert_eq!((speed.shared_tokens, speed.prefill_tokens), (0, tokens as u64));
+        }
+    }
+    let e = answer(
+        &network,
+        &requests,
+        &Settings {
+            limits: Limits {
+                cache_bytes: row / 4,
+                ..Limits::default()
+            },
+            ..warm()
+        },
+        &mut |_, _| Ok(()),
+    );
+    assert!(e.unwrap_err().to_string().contains("no room for one request"));
+}
+
+/// Tokens in nodes of the tree, each once.
+fn shared_once(requests: &[Request]) -> u64 {
+    let prompts: Vec<&[u32]> = requests.iter().map(|r| &r.prompt[..]).collect();
+    let nodes = super::prefix::Tree::new(&prompts).nodes;
+    nodes.iter().map(|n| (n.end - n.start) as u64).sum()
+}
+
+/// With `same_bits` not even a log-probability changes, whoever shares the batch, however prompts are cut.
+#[test]
+fn the_same_bits_in_any_company() {
+    for (dtype, stored) in [
+        (Dtype::F32, Stored::F32),
+        (Dtype::F32, Stored::Int8),
+        (Dtype::Bf16, Stored::Bf16),
+    ] {
+        let network = network(spec(), dtype);
+        let requests = many(5);
+        let with = |requests: &[Request], rows, prefill_tokens, share_prefixes| {
+            let limits = Limits {
+                rows,
+                prefill_tokens,
+                share_prefixes,
+                kv_cache: Some(stored),
+                same_bits: true,
+                ..Limits::default()
+            };
+            rollout(&network, requests, &Settings { limits, ..warm() }).unwrap()
+        };
+        let all = with(&requests, 64, 1000, true);
+        for (rows, prefill, share) in [(1, 1000, true), (2, 7, false), (11, 100, false), (64, 1, true)] {
+            assert!(
+                all == with(&requests, rows, prefill, share),
+                "{dtype:?} {stored:?} {rows} {prefill} {share}"
+            );
+        }
+        for (request, answer) in requests.iter().zip(&all) {
+            assert_eq!(with(std::slice::from_ref(request), 4, 50, true)[0], *answer);
+        }
+    }
+}
+
+#[test]
+fn a_smaller_cache_costs_little() {
+    let network = network(spec(), Dtype::F32);
+    let requests = many(6);
+    let with = |stored| {
+        let limits = Limits {
+            kv_cache: Some(stored),
+            ..Limits::default()
+        };
+        let settings = Settings { limits, ..settings(1) };
+        let (answers, speed) = answer(&network, &requests, &settings, &mut |_, _| Ok(())).unwrap();
+        (answers, speed.cache_bytes)
+    };
+    let (exact, most) = with(Stored::F32);
+    for (stored, error, bytes) in [(Stored::Bf16, 0.02, most / 2), (Stored::Int8, 0.06, most / 2)] {
+        let (answers, got) = with(stored);
+        assert!(got <= bytes);
+        let same = answers.iter().zip(&exact).filter(|(a, b)| a.ids == b.ids);
+        let worst = same.clone().map(|(a, b)| furthest(&a.log_probs, &b.log_probs));
+        let worst = worst.fold(0f32, f32::max);
+        assert!(same.count() + 2 >= exact.len() && worst < error, "{stored:?} {worst}");
+        assert!(worst > 0.0);
+    }
+}
+
+#[test]
+fn a_session_reads_only_what_is_new() {
+    let network = network(spec(), Dtype::F32);
+    let settings = settings(9);
+    let mut session = Session::default();
+    let mut ids = prompts()[2].clone();
+    let mut speeds = Vec::new();
+    for turn in 0..4 {
+        let request = Request {
+            prompt: ids.clone(),
+            number: 0,
+        };
+        let alone = rollout(&network, std::slice::from_ref(&request), &settings).unwrap();
+        let (answer, speed) = session
+            .answer(&network, &request, &settings, &mut |_, _| Ok(()))
+            .unwrap();
+        assert_eq!(answer.ids, alone[0].ids);
+        speeds.push((speed.prefill_tokens, speed.shared_tokens));
+        ids.extend(&answer.ids);
+        ids.extend([turn, 5, 9]);
+        if turn == 2 {
+            // Another text: only its beginning is the same.
+            ids = prompts()[2][..6].to_vec();
+            ids.push(1);
+        }
+    }
+    // Of each turn the last token was not fed.
+    assert_eq!(speeds[..3], [(12, 0), (4, 20), (4, 32)]);
+    assert_eq!(speeds[3].0 + speeds[3].1, 7);
+    assert!(speeds[3].1 >= 5);
+}
+
+#[test]
+fn a_coded_copy_answers_alike_and_is_refreshed() {
+    let network = network(spec(), Dtype::F32);
+    let settings = Settings {
+        temperature: 1.0,
+        ..settings(12)
+    };
+    let mut copy = CodedCopy::new(&network, Formats::of(crate::quant::Format::Int8 { group: 0 })).unwrap();
+    let dense: u64 = network.source.params().iter().map(|p| 4 * p.elements() as u64).sum();
+    assert!(copy.bytes() > 0 && copy.bytes() < dense / 2);
+    let near = |copy: &CodedCopy| {
+        let exact = rollout(&network, &many(3), &settings).unwrap();
+        let coded = rollout(copy, &many(3), &settings).unwrap();
+        let first = exact.iter().zip(&coded).filter(|(a, b)| a.ids[0] == b.ids[0]);
+        let far = first.map(|(a, b)| (a.log_probs[0] - b.log_probs[0]).abs());
+        let (mut n, mut worst) = (0, 0f32);
+        far.for_each(|x| (n, worst) = (n + 1, worst.max(x)));
+        (n, worst)
+    };
+    let (n, worst) = near(&copy);
+    assert!(n >= 11 && worst > 0.0 && worst < 0.1, "{n} {worst}");
+    // Other weights: the old codes are far off until they are made again.
+    for name in [
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.0.self_attn.v_proj.weight",
+    ] {
+        let weight = network.source.held(name).unwrap();
+        crate::ops::update::with_slice_mut(&weight, |w| w.iter_mut().for_each(|x| *x *= -1.5)).unwrap();
+    }
+    let before = near(&copy).1;
+    copy.refresh(&network, &|name| name.contains("layers.1.")).unwrap();
+    let half = near(&copy).1;
+    copy.refresh(&network, &|name| name.contains("layers.0.")).unwrap();
+    let (n, worst) = near(&copy);
+    assert!(
+        n >= 11 && worst < 0.1 && before > 2.0 * worst && half > 2.0 * worst,
+        "{n} {worst} {half} {before}"
+    );
 }

@@ -177,10 +177,7 @@ impl Block {
         let spec = self.attention_spec();
         let (o, lse) = match cache {
             None => attention::forward(&q, &k, &v, &spec, ctx.documents, ctx.documents)?,
-            Some(cache) => {
-                let (k, v, documents) = cache.append(self.index, k.clone(), v.clone())?;
-                attention::forward(&q, &k, &v, &spec, ctx.documents, &documents)?
-            }
+            Some(cache) => cache.attend(self.index, &q, &k, &v, &spec)?,
         };
         let y = self.o_proj.forward(&o, ctx)?;
         let (x1, y) = match &self.attention_post_norm {

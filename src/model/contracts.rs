@@ -4,6 +4,7 @@
 use super::head::Head;
 use crate::base::{Error, Result};
 use crate::data::Batch;
+use crate::ops::attention::Spec;
 use crate::ops::tally::Tally;
 use crate::peft::Dropout;
 use candle_core::Tensor;
@@ -34,9 +35,9 @@ pub trait GradSink {
 
 /// Keys and values of earlier tokens, for decoding.
 pub trait KvStore {
-    /// Adds keys and values `[N, K·E]` of the new tokens of layer `layer`; returns all of them and the
-    /// offsets of the documents in them.
-    fn append(&mut self, layer: usize, k: Tensor, v: Tensor) -> Result<(Tensor, Tensor, Vec<usize>)>;
+    /// Adds keys and values `[N, K·E]` of the new tokens of layer `layer`, and lets their queries `[N, H·E]` attend to
+    /// everything that their documents hold: o and lse as `ops::attention::forward` gives them.
+    fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor, spec: &Spec) -> Result<(Tensor, Tensor)>;
 }
 
 /// What a layer needs to know of the batch.

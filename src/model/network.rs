@@ -15,6 +15,7 @@ use crate::source::{Group, GroupWeights, LayerSource};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Adapters by the module they sit on: `model.layers.0.self_attn.q_proj`.
 pub type Adapters = BTreeMap<String, Arc<Adapter>>;
@@ -32,6 +33,8 @@ pub struct Network {
     pub device: Device,
     /// Tokens that go through an MLP at a time; `None`: all.
     pub mlp_tokens: Option<usize>,
+    /// The adapters are left out for now.
+    bare: AtomicBool,
 }
 
 fn param(weights: &GroupWeights, name: &str) -> Result<Param> {
@@ -50,7 +53,16 @@ impl Network {
             own: Vec::new(),
             device,
             mlp_tokens: None,
+            bare: AtomicBool::new(false),
         }
+    }
+
+    /// What `f` computes with the weights under the adapters.
+    pub fn without_adapters<R>(&self, f: impl FnOnce() -> R) -> R {
+        let before = self.bare.swap(true, Ordering::Relaxed);
+        let result = f();
+        self.bare.store(before, Ordering::Relaxed);
+        result
     }
 
     pub fn layers(&self) -> usize {
@@ -174,7 +186,8 @@ impl Network {
             } else {
                 None
             };
-            let adapter = self.adapters.get(&module).cloned();
+            let bare = self.bare.load(Ordering::Relaxed);
+            let adapter = self.adapters.get(&module).filter(|_| !bare).cloned();
             let (name, weight) = weights.weight(&format!("{module}.weight"))?;
             Ok(Linear {
                 name,

@@ -23,7 +23,7 @@ pub struct Spec {
 }
 
 impl Spec {
-    fn check(&self) -> Result<()> {
+    pub(super) fn check(&self) -> Result<()> {
         if self.kv_heads == 0 || self.heads == 0 || !self.heads.is_multiple_of(self.kv_heads) {
             return Err(Error::new("query heads do not share the key heads evenly")
                 .found(format!("{} and {}", self.heads, self.kv_heads)));

@@ -10,6 +10,9 @@ use super::update::with_slices;
 use crate::base::Result;
 use candle_core::Tensor;
 
+mod placed;
+pub use placed::{Placed, Scales, TILE, work_bytes};
+
 pub(crate) use super::cpu::decode::Isa;
 pub use super::cpu::decode::NF4_TABLE;
 

@@ -96,7 +96,7 @@ pub struct Item<'a> {
 pub struct Gate<'a> {
     /// f32 `[1]`: a further factor of all gradients.
     pub coefficient: Option<&'a Tensor>,
-    /// f64 `[1]`: nothing is changed if it is not finite.
+    /// f64 `[n]`: nothing is changed if one of them is not finite.
     pub finite: Option<&'a Tensor>,
 }
 

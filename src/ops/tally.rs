@@ -81,6 +81,11 @@ impl Tally {
         Ok(self.device.as_ref().map(|t| t.narrow(0, 2, 1)).transpose()?)
     }
 
+    /// All sums on a GPU, f64 `[3]`: a step that asks them (`step::Gate`) changes nothing once one is not finite.
+    pub fn gate(&self) -> Option<&Tensor> {
+        self.device.as_ref()
+    }
+
     /// The sums so far, if no device has to be waited for.
     pub fn known(&self) -> Option<Sums> {
         self.device.is_none().then(|| self.host.get())

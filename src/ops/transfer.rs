@@ -76,6 +76,16 @@ impl Copier {
         Ok(Arriving(Way::Here(host.copy()?)))
     }
 
+    /// The memory of this tensor will not stay after all, though it was sent so.
+    pub fn forget(&self, host: &Tensor) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &self.gpu {
+            return gpu.forget(host);
+        }
+        let _ = host;
+        Ok(())
+    }
+
     /// The tensor on the device, for everything that is computed from now on.
     pub fn receive(&self, arriving: Arriving) -> Result<Tensor> {
         match arriving.0 {

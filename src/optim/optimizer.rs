@@ -5,7 +5,7 @@ use super::state::{self, State};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::ops::part::{self, Places};
-use crate::ops::step::{self, Item, Precision, Rule};
+use crate::ops::step::{self, Gate, Item, Precision, Rule};
 use crate::ops::update;
 use crate::recipe::{self, Master};
 use crate::source::LowerHalves;
@@ -134,6 +134,11 @@ impl Optimizer {
 
     /// Updates every parameter of a list, no name twice, by its gradient times `coefficient`.
     pub fn update_all(&mut self, updates: &[Update], lr: f64, coefficient: f32) -> Result<()> {
+        self.update_gated(updates, lr, coefficient, Gate::default())
+    }
+
+    /// As `update_all`, as far as `gate` lets it.
+    pub fn update_gated(&mut self, updates: &[Update], lr: f64, coefficient: f32, gate: Gate) -> Result<()> {
         let mut held = Vec::with_capacity(updates.len());
         for u in updates {
             let shape = u.places.map_or(u.weight.dims().to_vec(), |p| vec![p.len]);
@@ -169,7 +174,7 @@ impl Optimizer {
                 step: state.step,
             });
         }
-        step::step(state::rule(&self.settings), &items, coefficient).map_err(|e| match updates {
+        step::step_gated(state::rule(&self.settings), &items, coefficient, gate).map_err(|e| match updates {
             [one] => e.or_at(one.name),
             _ => e,
         })?;
@@ -179,8 +184,16 @@ impl Optimizer {
         Ok(())
     }
 
-    /// A change without state: against the gradient (or its sign) by `lr`, no decay, no clipping.
-    pub fn descend(&mut self, name: &str, weight: &Tensor, gradient: &Tensor, lr: f64, sign: bool) -> Result<()> {
+    /// A change without state, as far as `gate` lets it: against the gradient (or its sign) by `lr`, no decay, no
+    /// clipping.
+    pub fn descend(
+        &mut self,
+        name: &str,
+        weight: &Tensor,
+        gradient: &Tensor,
+        (lr, sign): (f64, bool),
+        gate: Gate,
+    ) -> Result<()> {
         let held = self.hold(name, weight, None)?;
         let item = Item {
             weight,
@@ -193,7 +206,7 @@ impl Optimizer {
             step: 1,
         };
         let rule = if sign { Rule::Sign } else { Rule::Sgd { momentum: 0.0 } };
-        step::step(rule, &[item], 1.0).map_err(|e| e.or_at(name))
+        step::step_gated(rule, &[item], 1.0, gate).map_err(|e| e.or_at(name))
     }
 
     fn rate(&self, name: &str) -> f64 {
@@ -268,12 +281,7 @@ impl Optimizer {
                 Ok(())
             }
             // Without a master the values are bf16 numbers already.
-            (DType::BF16, Master::Stochastic) => update::store_bf16(weight, |w| {
-                w.iter_mut()
-                    .zip(values)
-                    .for_each(|(w, x)| *w = half::bf16::from_f32(*x));
-            }),
-            _ => update::with_slice_mut(weight, |w| w.copy_from_slice(values)),
+            _ => update::set(weight, values),
         }
     }
 

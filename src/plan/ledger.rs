@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     Weights,
+    Reference,
     Adapters,
     Optimizer,
     Retired,
@@ -16,6 +17,8 @@ pub enum Kind {
     Activations,
     Layer,
     Loss,
+    Rollout,
+    Teacher,
     Saving,
     Data,
     Scratch,

@@ -11,11 +11,13 @@ mod ledger;
 mod mlp;
 mod step;
 mod table;
+mod teacher;
 mod time;
 mod weights;
 mod work;
 
 pub use table::{Choice, Line, Plan};
+pub use teacher::Teacher;
 pub use time::seconds;
 
 use crate::engine::active::group_of;
@@ -25,7 +27,7 @@ use crate::optim::Optimizer;
 use crate::peft::Cost;
 use crate::peft::start::cost;
 use crate::quant::Storage;
-use crate::recipe::{Dtype, LoraInit, Method, Recipe};
+use crate::recipe::{Dtype, LoraInit, Method, Recipe, RolloutWeights};
 use crate::source::{Group, Policy};
 use ledger::{Kind, Ledger};
 use std::collections::{BTreeMap, BTreeSet};
@@ -81,8 +83,14 @@ pub struct Inputs {
     /// What the adapter on each linear that has one holds and needs, by module.
     pub adapters: BTreeMap<String, Cost>,
     pub place: Place,
+    /// Runs beside the model.
+    pub teacher: Option<Teacher>,
     /// Inputs of layers wait on the host.
     pub parked: bool,
+    /// A frozen copy of the weights stands beside those that train.
+    pub reference: bool,
+    /// Answers of a rollout before the step.
+    pub rollout: usize,
     /// The tokenized rows.
     pub data_bytes: u64,
     /// What the program holds before the model is loaded.
@@ -111,7 +119,10 @@ impl Inputs {
                 .map(|(module, adapter)| (module.clone(), adapter.cost()))
                 .collect(),
             place: Place::Device,
+            teacher: None,
             parked: recipe.memory.activations == crate::recipe::Activations::Host,
+            reference: false,
+            rollout: 0,
             data_bytes: 0,
             process_bytes: crate::base::memory::resident(),
         }
@@ -275,15 +286,42 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
                 weights::held(spec, &inputs.storage, stored, inputs.place, active),
             ),
         ];
+        if inputs.reference {
+            held.push(ledger.hold(Kind::Reference, stored * parameters));
+        }
         // A weight that is stored as codes is read as f32 first.
         let coded = inputs.storage.coded().keys().map(|name| 4 * size(name));
         ledger.touch(Kind::Scratch, coded.max().unwrap_or(0));
+        if let Some(teacher) = &inputs.teacher {
+            held.push(ledger.hold(Kind::Teacher, teacher.weights()));
+            held.push(ledger.hold(Kind::OnHost, teacher.on_host(inputs.on_gpu)));
+        }
         held.extend([
             ledger.hold(Kind::Adapters, (adapters + fixed) * 4),
             ledger.hold(Kind::OnHost, on_host),
             ledger.hold(Kind::Retired, retired),
             ledger.hold(Kind::Optimizer, state),
         ]);
+        if inputs.rollout > 0 {
+            // Codes of every matrix: of eight bits, or of four with a scale and a minimum for 64.
+            let matrices: u64 = params
+                .iter()
+                .filter(|p| p.shape.len() == 2)
+                .map(|p| p.elements() as u64)
+                .sum();
+            let codes = match recipe.reinforce.rollout_weights {
+                RolloutWeights::Exact => 0,
+                RolloutWeights::Int8 => matrices,
+                RolloutWeights::Int4 => matrices * 9 / 16,
+            };
+            held.push(ledger.hold(Kind::Rollout, codes));
+            ledger.moment("rollout");
+            // Keys and values of every token of every answer, and logits of one token each, twice.
+            let cache = 2 * inputs.longest * spec.layers.len() * spec.kv_width();
+            let answers = inputs.rollout as u64;
+            let bytes = answers * (inputs.element * cache as u64 + 8 * spec.vocab as u64);
+            ledger.touch(Kind::Rollout, bytes);
+        }
         ledger.moment("start of the adapters");
         ledger.touch(Kind::Scratch, inputs.start_bytes(recipe, spec));
         step::walk(&mut ledger, spec, recipe, inputs, active);

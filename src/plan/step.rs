@@ -127,6 +127,10 @@ pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs
         // ids, positions, targets of every micro-batch; the rope tables of one.
         l.hold(Kind::Data, 12 * tokens * inputs.micro_batches as u64 + rope * tokens),
         l.hold(Kind::Scratch, scratch(spec, inputs, bf16)),
+        l.hold(
+            Kind::Teacher,
+            inputs.teacher.as_ref().map_or(0, |t| t.forward(inputs).0),
+        ),
     ];
     // The second micro-batch finds the sums of the first; those after it are like the second.
     for micro in 0..inputs.micro_batches.min(2) {
@@ -242,6 +246,9 @@ fn pass(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mu
     });
     let head = if spec.tied { EMBEDDING } else { LM_HEAD };
     let dh = lowest < layers || to_embedding || sink.wants(FINAL_NORM);
+    if let Some((_, work)) = inputs.teacher.as_ref().map(|t| t.forward(inputs)) {
+        l.touch(Kind::Teacher, work);
+    }
     let h = l.hold(Kind::Loss, nd);
     let indices = l.hold(Kind::Loss, 8 * n);
     let d_hidden = dh.then(|| l.hold(Kind::Loss, nd));

@@ -147,6 +147,12 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
                 super::Place::Disk { .. } => format!("trained now, two layers, two pieces of the head; {stored}"),
             },
         ),
+        (
+            Kind::Reference,
+            "reference",
+            "reference",
+            "the weights at the start, for the KL divergence".into(),
+        ),
         (Kind::Adapters, "adapters", "adapters", "f32".into()),
         (
             Kind::Optimizer,
@@ -211,6 +217,21 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
                 _ => format!("{chunk} tokens × {} at a time", spec.vocab),
             },
         ),
+        (
+            Kind::Rollout,
+            "rollout",
+            "rollout",
+            format!("keys and values of {} answers", inputs.rollout),
+        ),
+        (
+            Kind::Teacher,
+            "teacher",
+            "teacher",
+            inputs
+                .teacher
+                .as_ref()
+                .map_or(String::new(), |t| format!("{}; its forward pass", t.storage.describe())),
+        ),
         (Kind::Saving, "saving", "saving", "the largest tensor as f32".into()),
         (
             Kind::Data,
@@ -227,8 +248,16 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
         (Kind::Process, "process", "program", "before the model is loaded".into()),
     ];
     let get = |map: &std::collections::BTreeMap<Kind, u64>, kind| map.get(&kind).copied().unwrap_or(0);
+    // Only some stages have these.
+    let rare = |kind| {
+        matches!(
+            kind,
+            Kind::Reference | Kind::Rollout | Kind::Teacher | Kind::OnHost | Kind::Parked
+        )
+    };
     let lines = lines
         .into_iter()
+        .filter(|(kind, ..)| !rare(*kind) || get(&l.largest, *kind) > 0)
         .map(|(kind, key, label, note)| Line {
             key,
             label: label.to_string(),

@@ -59,7 +59,10 @@ fn inputs(active: Active, gradients: Gradients) -> Inputs {
         on_gpu: false,
         active: vec![active],
         place: Place::Device,
+        teacher: None,
         parked: false,
+        reference: false,
+        rollout: 0,
         storage: Policy::dense(Dtype::Bf16),
         adapters: BTreeMap::new(),
         data_bytes: 0,
@@ -291,4 +294,24 @@ fn what_is_corrected_costs_no_state_but_the_way_to_the_bottom() {
     assert_eq!(line(&rounded, "optimizer"), 8 * one);
     // One gradient more than are kept.
     assert_eq!(line(&all, "gradients"), line(&plain, "gradients") + 4 * 64 * 256);
+}
+
+#[test]
+fn a_reference_and_a_rollout_have_lines_of_their_own() {
+    let recipe = recipe("[tune]\nmethod = \"full\"\n");
+    let plain = inputs(all(), Gradients::Keep);
+    let without = forecast(&spec(), &recipe, &plain);
+    let with = Inputs {
+        reference: true,
+        rollout: 1 << 20,
+        ..plain
+    };
+    let with = forecast(&spec(), &recipe, &with);
+    let line = |plan: &Plan, key: &str| plan.lines.iter().find(|l| l.key == key).map(|l| l.bytes);
+    assert_eq!((line(&without, "reference"), line(&without, "rollout")), (None, None));
+    assert_eq!(line(&with, "reference"), Some(2 * with.parameters));
+    let token = 2 * spec().layers.len() * spec().kv_width() * 4;
+    let answer = (512 * token + 8 * spec().vocab) as u64;
+    assert_eq!(line(&with, "rollout"), Some(answer << 20));
+    assert_eq!(with.peak_moment, "rollout");
 }

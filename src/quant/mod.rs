@@ -7,6 +7,7 @@ mod coded;
 mod dynamic;
 mod encode;
 mod format;
+mod placed;
 #[cfg(test)]
 mod tests;
 mod weight;
@@ -14,6 +15,7 @@ mod weight;
 pub use coded::{Coded, Part};
 pub use encode::{Value, encode};
 pub use format::{Format, Storage};
+pub use placed::Placed;
 /// The 16 levels of NF4, and the 256 values that its absmax are coded with.
 pub fn tables() -> ([f32; 16], [f32; 256]) {
     (crate::ops::coded::NF4_TABLE, *dynamic::signed())

@@ -288,6 +288,46 @@ fn a_linear_with_codes_is_one_with_the_decoded_weight() {
     }
 }
 
+/// Codes in tensors give the bits that codes in memory give; damaged tensors are refused.
+#[test]
+fn placed_codes_are_the_codes() {
+    for (o, i) in SHAPES {
+        for format in ALL {
+            let coded = encode(&hard(o, i), (o, i), format, Dtype::Bf16).unwrap();
+            let placed = coded.to_device(&Device::Cpu).unwrap();
+            let (tensors, offset) = (coded.tensors(&Device::Cpu).unwrap(), coded.nested_offset());
+            let held: usize = tensors.iter().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum();
+            assert!(held as u64 + 4 >= placed.bytes() && held as u64 <= placed.bytes());
+            for which in 0..tensors.len() {
+                let mut less = tensors.clone();
+                less[which] = less[which].narrow(0, 0, less[which].elem_count() - 1).unwrap();
+                assert!(
+                    Placed::new(format, (o, i), Dtype::Bf16, less, offset).is_err(),
+                    "{format} {which}"
+                );
+            }
+            let few = tensors[1..].to_vec();
+            assert!(Placed::new(format, (o, i), Dtype::Bf16, few, offset).is_err());
+            let (here, there) = (Weight::from(coded), Weight::from(placed));
+            assert_eq!((there.dims(), there.bytes()), (here.dims(), here.bytes()));
+            assert!(there.dense().is_err() && there.format() == Some(format));
+            assert_eq!(there.rows(0, o).unwrap(), here.rows(0, o).unwrap());
+            assert!(there.rows(o, 1).is_err());
+            for n in [1, 20] {
+                let (x, dy) = (tensor(normal(n * i, 1), (n, i)), tensor(normal(n * o, 2), (n, o)));
+                let run = |w: &Weight| {
+                    let (y, dx) = (w.forward(&x, None).unwrap(), w.backward_input(&dy).unwrap());
+                    w.forward_add(&y, &x).unwrap();
+                    w.backward_input_add(&dx, &dy).unwrap();
+                    (flat(&y), flat(&dx))
+                };
+                assert_eq!(run(&there), run(&here), "{format} [{o}, {i}]");
+            }
+            assert!(there.forward(&tensor(vec![0.0; 2 * i + 2], (2, i + 1)), None).is_err());
+        }
+    }
+}
+
 /// Coded against dense bf16, alternating. Run with `--ignored --nocapture` alone on the machine.
 #[test]
 #[ignore = "a measurement"]

@@ -1,21 +1,32 @@
 //! A weight as a linear holds it, dense or coded, and its products.
 
 use super::coded::Coded;
+use super::format::Format;
+use super::placed::Placed;
 use crate::base::{Error, Result};
 use crate::ops::{coded, linear, update};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
 /// The weight `[O, I]` of a linear, or another parameter (then always dense). Cloning shares the storage.
 #[derive(Debug, Clone)]
 pub enum Weight {
     Dense(Tensor),
+    /// On the CPU.
     Coded(Arc<Coded>),
+    /// On a GPU.
+    Placed(Arc<Placed>),
 }
 
 impl From<Tensor> for Weight {
     fn from(tensor: Tensor) -> Self {
         Weight::Dense(tensor)
+    }
+}
+
+impl From<Placed> for Weight {
+    fn from(placed: Placed) -> Self {
+        Weight::Placed(Arc::new(placed))
     }
 }
 
@@ -32,14 +43,31 @@ impl From<Coded> for Weight {
 }
 
 impl Weight {
+    /// Codes where products with them run: on the CPU as they are, else a copy on `device`.
+    pub fn coded_on(coded: Coded, device: &Device) -> Result<Self> {
+        match device.is_cpu() {
+            true => Ok(coded.into()),
+            false => Ok(coded.to_device(device)?.into()),
+        }
+    }
+
+    /// The format of a coded weight.
+    pub fn format(&self) -> Option<Format> {
+        match self {
+            Weight::Dense(_) => None,
+            Weight::Coded(coded) => Some(coded.format()),
+            Weight::Placed(placed) => Some(placed.format()),
+        }
+    }
+
     /// The tensor of a dense weight.
     ///
     /// Errors: a coded weight, which cannot be trained, changed or written as it is.
     pub fn dense(&self) -> Result<&Tensor> {
-        match self {
-            Weight::Dense(tensor) => Ok(tensor),
-            Weight::Coded(coded) => Err(Error::new("this weight is frozen and stored as codes")
-                .found(coded.format())
+        match (self, self.format()) {
+            (Weight::Dense(tensor), _) => Ok(tensor),
+            (_, format) => Err(Error::new("this weight is frozen and stored as codes")
+                .found(format.map(|f| f.to_string()).unwrap_or_default())
                 .expected("a dense weight: only those can be trained")),
         }
     }
@@ -48,6 +76,7 @@ impl Weight {
         match self {
             Weight::Dense(tensor) => tensor.dims().to_vec(),
             Weight::Coded(coded) => vec![coded.dims().0, coded.dims().1],
+            Weight::Placed(placed) => vec![placed.dims().0, placed.dims().1],
         }
     }
 
@@ -62,6 +91,7 @@ impl Weight {
                 }
                 Ok(values)
             }
+            Weight::Placed(placed) => placed.codes().rows(first, n),
         }
     }
 
@@ -69,6 +99,7 @@ impl Weight {
         match self {
             Weight::Dense(tensor) => (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64,
             Weight::Coded(coded) => coded.bytes(),
+            Weight::Placed(placed) => placed.bytes(),
         }
     }
 
@@ -77,6 +108,16 @@ impl Weight {
         match self {
             Weight::Dense(tensor) => linear::forward(x, tensor, bias),
             Weight::Coded(coded) => forward(x, coded, bias),
+            Weight::Placed(placed) => placed.codes().forward(x, bias),
+        }
+    }
+
+    /// `y [N, O] += x·Wᵀ`. `y` must not share storage with `x`.
+    pub fn forward_add(&self, y: &Tensor, x: &Tensor) -> Result<()> {
+        match self {
+            Weight::Dense(tensor) => linear::forward_add(y, x, tensor),
+            Weight::Coded(coded) => forward_add(y, x, coded),
+            Weight::Placed(placed) => placed.codes().forward_add(y, x),
         }
     }
 
@@ -85,6 +126,7 @@ impl Weight {
         match self {
             Weight::Dense(tensor) => linear::backward_input(dy, tensor),
             Weight::Coded(coded) => backward_input(dy, coded),
+            Weight::Placed(placed) => placed.codes().backward_input(dy),
         }
     }
 
@@ -93,6 +135,7 @@ impl Weight {
         match self {
             Weight::Dense(tensor) => linear::backward_input_add(dx, dy, tensor),
             Weight::Coded(coded) => backward_input_add(dx, dy, coded),
+            Weight::Placed(placed) => placed.codes().backward_input_add(dx, dy),
         }
     }
 

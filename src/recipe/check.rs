@@ -14,7 +14,9 @@ pub enum Value {
     Flag(bool),
     List(Vec<String>),
     Integers(Vec<usize>),
+    Numbers(Vec<f64>),
     Pair([f64; 2]),
+    Pairs(Vec<(usize, usize)>),
     Map(Vec<(String, String)>),
 }
 
@@ -97,6 +99,21 @@ impl Values {
         match self.entry(path).map(|e| &e.value) {
             Some(Value::Integers(l)) => l.clone(),
             _ => Vec::new(),
+        }
+    }
+
+    pub fn numbers(&self, path: &str) -> Vec<f64> {
+        match self.entry(path).map(|e| &e.value) {
+            Some(Value::Numbers(l)) => l.clone(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// `None` when the key says `auto`.
+    pub fn pairs(&self, path: &str) -> Option<Vec<(usize, usize)>> {
+        match self.entry(path).map(|e| &e.value) {
+            Some(Value::Pairs(l)) => Some(l.clone()),
+            _ => None,
         }
     }
 
@@ -297,6 +314,8 @@ pub fn expectation(key: &Key) -> String {
         Kind::Pair(range) => format!("a list of two numbers, each{}", limits(range)),
         Kind::Texts => "a text or a list of texts".into(),
         Kind::Integers => "a list of whole numbers, each at least 0".into(),
+        Kind::Numbers => "a list of numbers".into(),
+        Kind::AutoPairs => "`auto`, or a list of pairs of whole numbers such as `[[1, 2], [3, 6]]`".into(),
         Kind::Size => "`auto`, or a size such as `24GiB`".into(),
         Kind::Map(names) => format!("a table of names, each with one of {}", names.join(", ")),
     }
@@ -414,6 +433,27 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
                 _ => Err(wrong_type()),
             }
         }
+        Kind::AutoPairs => {
+            let one = |v: &Typed| match v {
+                Typed::Integer(i) => usize::try_from(*i).ok(),
+                _ => None,
+            };
+            let pair = |v: &Typed| match v {
+                Typed::List(items) => match &items[..] {
+                    [(a, _), (b, _)] => Some((one(a)?, one(b)?)),
+                    _ => None,
+                },
+                _ => None,
+            };
+            match &written.value {
+                Typed::Text(t) if t == "auto" => Ok(Value::Text("auto".into())),
+                Typed::List(items) => {
+                    let all: Option<Vec<(usize, usize)>> = items.iter().map(|(v, _)| pair(v)).collect();
+                    all.map(Value::Pairs).ok_or_else(wrong_type)
+                }
+                _ => Err(wrong_type()),
+            }
+        }
         Kind::Integers => {
             let one = |v: &Typed| match v {
                 Typed::Integer(i) => usize::try_from(*i).ok(),
@@ -424,6 +464,14 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
                 single => one(single).map(|i| vec![i]),
             };
             all.map(Value::Integers).ok_or_else(wrong_type)
+        }
+        Kind::Numbers => {
+            let numbers: Option<Vec<f64>> = match &written.value {
+                Typed::List(items) => items.iter().map(|(v, _)| as_number(v)).collect(),
+                single => as_number(single).map(|x| vec![x]),
+            };
+            let finite = numbers.filter(|l| l.iter().all(|x| x.is_finite()));
+            finite.map(Value::Numbers).ok_or_else(wrong_type)
         }
         Kind::Texts => {
             if let Typed::List(items) = &written.value {

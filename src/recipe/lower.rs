@@ -2,8 +2,8 @@
 
 use super::check::{Entry, Origin, Value, Values, default_of};
 use super::draft::{Draft, Place, Problem};
-use super::lora;
 use super::types::*;
+use super::{distill, lora, preference, reinforce};
 use crate::base::{Error, units};
 
 /// Two keys that say the same thing in two ways.
@@ -187,7 +187,9 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
             .expected("`all-linear`, or names of modules"),
         );
     }
-    for (paths, error) in lora::faults(values) {
+    let more = preference::faults(values).into_iter().chain(reinforce::faults(values));
+    let more = more.chain(distill::faults(values));
+    for (paths, error) in lora::faults(values).into_iter().chain(more) {
         fault(paths, error);
     }
     draft.problems.extend(problems);
@@ -231,6 +233,9 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
             return Some(format!("{other} = {text}"));
         }
     }
+    if let Some(why) = preference::unused(values, &path).or_else(|| reinforce::unused(values, &path)) {
+        return Some(why);
+    }
     let text_rows = if values.text("train.stage") == "pretrain" {
         Some("train.stage = \"pretrain\"")
     } else if values.text("data.format") == "text" {
@@ -271,6 +276,7 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
         {
             Some(format!("tune.lora.adapter = \"{adapter}\""))
         }
+        path if path.starts_with("distill.") => distill::unused(values, path),
         path => lora::unused(values, path),
     }
 }
@@ -335,7 +341,10 @@ pub fn build(values: &Values) -> Recipe {
             eval_fraction: values.number("data.eval_fraction"),
             format: name!(RowFormat, "data.format", Auto),
             max_length: number("data.max_length"),
-            packing: values.flag("data.packing"),
+            // A pair is never packed with others: there is no padding to save. Answers neither.
+            packing: values.flag("data.packing")
+                && !name!(Stage, "train.stage", Sft).is_preference()
+                && !reinforce::applies(values),
             train_on: name!(TrainOn, "data.train_on", Assistant),
             shuffle: values.flag("data.shuffle"),
             chat_template: unset("data.chat_template", "auto"),
@@ -382,6 +391,8 @@ pub fn build(values: &Values) -> Recipe {
             decay_ratio: values.number("schedule.decay_ratio"),
             min_lr_ratio: values.number("schedule.min_lr_ratio"),
         },
+        preference: preference::build(values),
+        distill: distill::build(values),
         train: Train {
             stage: name!(Stage, "train.stage", Sft),
             num_epochs: values.number("train.num_epochs"),
@@ -401,5 +412,6 @@ pub fn build(values: &Values) -> Recipe {
             sample_prompts: values.list("train.sample_prompts"),
             predict_with_generate: values.flag("train.predict_with_generate"),
         },
+        reinforce: reinforce::build(values),
     }
 }

@@ -5,9 +5,12 @@
 //! `lower` (what keys mean together) -> `Recipe`. `table` drives all of it.
 
 mod check;
+mod distill;
 mod draft;
 mod lora;
+mod reinforce;
 mod lower;
+mod preference;
 mod resolved;
 pub mod suggest;
 pub mod table;

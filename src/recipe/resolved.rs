@@ -19,6 +19,11 @@ pub fn toml(value: &Value) -> String {
             format!("{{ {} }}", lines.collect::<Vec<_>>().join(", "))
         }
         Value::Integers(l) => format!("{l:?}"),
+        Value::Numbers(l) => format!("[{}]", l.iter().map(|x| number(*x)).collect::<Vec<_>>().join(", ")),
+        Value::Pairs(l) => {
+            let pairs: Vec<String> = l.iter().map(|(a, b)| format!("[{a}, {b}]")).collect();
+            format!("[{}]", pairs.join(", "))
+        }
         Value::Pair([a, b]) => format!("[{}, {}]", number(*a), number(*b)),
     }
 }

@@ -26,6 +26,10 @@ pub enum Kind {
     Texts,
     /// A list of whole numbers.
     Integers,
+    /// A list of numbers.
+    Numbers,
+    /// `auto`, or a list of pairs of whole numbers.
+    AutoPairs,
     /// Bytes as `24GiB`, or `auto`.
     Size,
     /// A table of texts of the user's own to one of these names.
@@ -96,22 +100,28 @@ pub const TABLES: &[(&str, &str)] = &[
     ("tune.freeze", "Only the last layers, or parameters given by name."),
     ("optimizer", "The update rule. Names and meaning as in PyTorch."),
     ("schedule", "The learning rate over the steps, as in transformers."),
+    (
+        "rlhf",
+        "Preferences (stages `reward`, `dpo`, `orpo`, `simpo`, `kto`) and reinforcement (`grpo`, `ppo`). Names and \
+         meaning as in TRL.",
+    ),
+    (
+        "rlhf.grpo",
+        "The loss of GRPO and its kin. Names and meaning as in TRL.",
+    ),
+    ("rlhf.ppo", "The loss of PPO. Names and meaning as in TRL."),
+    (
+        "distill",
+        "Distillation (`train.stage = \"distill\"`): the model of the recipe learns from a teacher. docs/distillation.md explains it.",
+    ),
     ("train", "The run: stage, length, batch, saving."),
 ];
 
 /// Tables of the design that this version does not know yet.
-pub const TABLES_NOT_BUILT: &[&str] = &["distill", "rlhf"];
+pub const TABLES_NOT_BUILT: &[&str] = &[];
 
 /// Values that the design names and this version does not do yet: key, value.
-pub const NOT_BUILT: &[(&str, &str)] = &[
-    ("data.format", "preference"),
-    ("data.format", "prompt"),
-    ("train.stage", "distill"),
-    ("train.stage", "reward"),
-    ("train.stage", "dpo"),
-    ("train.stage", "ppo"),
-    ("train.stage", "grpo"),
-];
+pub const NOT_BUILT: &[(&str, &str)] = &[];
 
 /// Names that other tools use for our keys.
 pub const ALIASES: &[(&str, &str)] = &[
@@ -206,6 +216,70 @@ const fn of_type(
         types,
     )
 }
+
+const fn reinforce(
+    name: &'static str,
+    kind: Kind,
+    default: &'static str,
+    reason: &'static str,
+    doc: &'static str,
+) -> Key {
+    when(
+        key("rlhf", name, kind, default, reason, doc),
+        "train.stage",
+        &["grpo", "ppo"],
+    )
+}
+
+const fn grpo(name: &'static str, kind: Kind, default: &'static str, reason: &'static str, doc: &'static str) -> Key {
+    when(
+        key("rlhf.grpo", name, kind, default, reason, doc),
+        "train.stage",
+        &["grpo"],
+    )
+}
+
+const fn ppo(name: &'static str, kind: Kind, default: &'static str, reason: &'static str, doc: &'static str) -> Key {
+    when(
+        key("rlhf.ppo", name, kind, default, reason, doc),
+        "train.stage",
+        &["ppo"],
+    )
+}
+
+/// A key of preference stages.
+const fn preference(
+    name: &'static str,
+    kind: Kind,
+    default: &'static str,
+    reason: &'static str,
+    doc: &'static str,
+    stages: &'static [&'static str],
+) -> Key {
+    when(key("rlhf", name, kind, default, reason, doc), "train.stage", stages)
+}
+
+/// The names of `rlhf.loss_type`: each stage has its own.
+const LOSSES: &[&str] = &[
+    "auto",
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+    "kto",
+    "apo_zero_unpaired",
+];
 
 const fn from(min: i64) -> Kind {
     Kind::Integer { min, max: i64::MAX }
@@ -1089,13 +1163,289 @@ pub static KEYS: &[Key] = &[
         "schedule.name",
         &["wsd"],
     ),
+    preference(
+        "loss_type",
+        Kind::Name(LOSSES),
+        "\"auto\"",
+        "`sigmoid` for `dpo`, `kto` for `kto`",
+        "The loss: for `dpo` any but the last two, for `kto` one of these.",
+        &["dpo", "kto"],
+    ),
+    preference(
+        "beta",
+        Kind::Number(POSITIVE),
+        "0.1",
+        "as in TRL",
+        "How strongly the policy is held to its reference: higher is nearer. In `ipo` it is τ, in `simpo` the scale of the rewards, in `orpo` the weight of the odds.",
+        &["dpo", "orpo", "simpo", "kto"],
+    ),
+    preference(
+        "label_smoothing",
+        Kind::Number(BELOW_ONE),
+        "0.0",
+        "labels are taken as right",
+        "Part of the labels that are wrong: for `robust`, `exo_pair`, `aot`, `aot_unpaired` and `simpo`.",
+        &["dpo", "simpo"],
+    ),
+    preference(
+        "ld_alpha",
+        Kind::Number(PART),
+        "1.0",
+        "every token counts alike",
+        "Weight of an answer's tokens beyond the length of the shorter answer (LD-DPO).",
+        &["dpo"],
+    ),
+    preference(
+        "f_divergence_type",
+        Kind::Name(FDivergence::NAMES),
+        "\"reverse_kl\"",
+        "DPO as it was first written",
+        "How the distance from the reference is measured (f-DPO).",
+        &["dpo"],
+    ),
+    preference(
+        "f_alpha_divergence_coef",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "0.5",
+        "as in TRL",
+        "α of `alpha_divergence`.",
+        &["dpo"],
+    ),
+    preference(
+        "discopop_tau",
+        Kind::Number(POSITIVE),
+        "0.05",
+        "its paper's choice",
+        "Temperature of `discopop`.",
+        &["dpo"],
+    ),
+    preference(
+        "simpo_gamma",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "0.5",
+        "as in TRL",
+        "Margin by which the chosen answer should win.",
+        &["simpo"],
+    ),
+    preference(
+        "cpo_alpha",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "0.0",
+        "SimPO as it was written; TRL's CPO has 1.0",
+        "Weight of the cross-entropy of the chosen answers.",
+        &["simpo"],
+    ),
+    preference(
+        "desirable_weight",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "1.0",
+        "as in TRL",
+        "Weight of desirable answers: to balance unequal numbers of them.",
+        &["kto"],
+    ),
+    preference(
+        "undesirable_weight",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "1.0",
+        "as in TRL",
+        "Weight of undesirable answers.",
+        &["kto"],
+    ),
+    preference(
+        "center_rewards_coefficient",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "0.0",
+        "off; 0.01 is a common choice",
+        "Pulls the mean reward of a pair to zero.",
+        &["reward"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher",
+            Kind::Text,
+            "\"\"",
+            "stored outputs can take its place",
+            "The teacher: hub id or local directory, of any family, with the same tokenizer. `ft distill cache` needs it; training too, unless `teacher_cache` is set.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher_revision",
+            Kind::Text,
+            "\"main\"",
+            "the branch every hub repository has",
+            "Branch, tag or commit of a hub teacher.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher_weights",
+            Kind::Name(FrozenWeights::NAMES),
+            "\"auto\"",
+            "as `model.dtype`: nothing is lost",
+            "Storage of the teacher's projections, as in `memory.frozen_weights`; `f32` and `bf16` are for all its weights.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher_tier",
+            Kind::Name(TeacherTier::NAMES),
+            "\"device\"",
+            "the fastest",
+            "Where the teacher's weights live: with `host` and `disk` one layer after the other comes to the device in every forward pass.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher_cache",
+            Kind::Text,
+            "\"\"",
+            "the teacher runs beside the student",
+            "Directory that `ft distill cache` has written: its stored outputs take the place of the teacher.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "top_k",
+            Kind::Integer { min: 1, max: 65536 },
+            "64",
+            "most of the mass, in 260 to 390 bytes a token",
+            "Likeliest ids of a token whose log-probabilities `ft distill cache` stores; all others share one number.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "beta",
+            Kind::Number(PART),
+            "0.5",
+            "as in TRL",
+            "The divergence: 0 is KL(teacher‖student), 1 is KL(student‖teacher), between them the generalized Jensen-Shannon divergence of GKD.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "temperature",
+            Kind::Number(POSITIVE),
+            "1.0",
+            "the distributions as they are",
+            "Both distributions of the divergence are softened by it.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "alpha",
+            Kind::Number(PART),
+            "0.0",
+            "the teacher alone teaches",
+            "Part of the cross-entropy with the rows' own tokens in the loss; the divergence has the rest.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "lmbda",
+            Kind::Number(PART),
+            "0.0",
+            "rows as they are: no decoding",
+            "Part of the rows that the student answers itself before the teacher scores them (GKD).",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "max_new_tokens",
+            from(1),
+            "128",
+            "as in TRL",
+            "Longest answer of the student, in tokens.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "rollout_temperature",
+            Kind::Number(POSITIVE_OR_ZERO),
+            "1.0",
+            "the student's own distribution",
+            "Temperature at which the student answers; 0 is greedy.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "hidden_weight",
+            Kind::Number(POSITIVE_OR_ZERO),
+            "0.0",
+            "outputs teach most",
+            "Weight of the distance between hidden states of student and teacher; 0 is off.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "hidden_loss",
+            Kind::Name(HiddenLoss::NAMES),
+            "\"mse\"",
+            "as in TinyBERT",
+            "The distance: mean square, or 1 - cosine.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "layer_map",
+            Kind::AutoPairs,
+            "\"auto\"",
+            "every inner state, at the same part of the depth",
+            "Pairs `[student, teacher]` of hidden states to compare: 0 is the output of the embedding, l that of layer l.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
     key(
         "train",
         "stage",
         Kind::Name(Stage::NAMES),
         "\"sft\"",
         "supervised fine-tuning",
-        "The objective.",
+        "The objective. `reward`, `dpo`, `orpo`, `simpo` and `kto` learn from preference rows.",
     ),
     key(
         "train",
@@ -1200,5 +1550,278 @@ pub static KEYS: &[Key] = &[
         "false",
         "decoding takes longer than the loss",
         "Evaluations also answer the rows by greedy decoding and count exact matches.",
+    ),
+    reinforce(
+        "rewards",
+        Kind::Texts,
+        "[]",
+        "has to be written for these stages",
+        "What an answer is worth, one text each: `exact` (the known answer), `numeric` (its last number is that of the known answer), `regex:PATTERN`, `json` or `json:SCHEMA-FILE`, `length:TOKENS` (falls from 0 to -1 between so many tokens and `max_completion_length`), `model:DIRECTORY` (a reward model), `program:COMMAND` (a local program; see docs/rlhf.md).",
+    ),
+    reinforce(
+        "reward_weights",
+        Kind::Numbers,
+        "[]",
+        "all rewards count the same",
+        "A factor for each reward; empty is 1 for all.",
+    ),
+    reinforce(
+        "answer_column",
+        Kind::Text,
+        "\"answer\"",
+        "the name most data sets of this kind use",
+        "The field with the known answer; rows without it have their last assistant message or completion as answer.",
+    ),
+    reinforce(
+        "reward_timeout",
+        Kind::Number(POSITIVE),
+        "30.0",
+        "a row that takes longer hangs",
+        "Seconds a reward program has for one row.",
+    ),
+    reinforce(
+        "reward_restarts",
+        from(0),
+        "3",
+        "survives a rare crash, and shows a lasting one",
+        "How often a reward program that died or hung is started again, over the whole run.",
+    ),
+    reinforce(
+        "num_generations",
+        from(1),
+        "8",
+        "as in TRL",
+        "Answers to each prompt: the group of GRPO. PPO takes as many, each for itself.",
+    ),
+    reinforce(
+        "max_completion_length",
+        from(1),
+        "256",
+        "long enough for an answer with its reasons",
+        "Longest answer in tokens; prompt and answer together fit in `data.max_length`.",
+    ),
+    reinforce(
+        "temperature",
+        Kind::Number(POSITIVE),
+        "1.0",
+        "the policy as it is",
+        "Divides the logits, in the rollout and in the loss.",
+    ),
+    reinforce(
+        "top_k",
+        from(0),
+        "0",
+        "off: the loss knows nothing of it",
+        "The rollout draws from the k most likely tokens; 0 is off.",
+    ),
+    reinforce(
+        "top_p",
+        Kind::Number(RATIO),
+        "1.0",
+        "off: the loss knows nothing of it",
+        "The rollout draws from the most likely tokens that reach p; 1 is off.",
+    ),
+    reinforce(
+        "num_iterations",
+        from(1),
+        "1",
+        "on-policy as far as can be",
+        "Times that the answers of a rollout are learned from.",
+    ),
+    reinforce(
+        "num_mini_batches",
+        from(1),
+        "1",
+        "on-policy as far as can be",
+        "Optimizer steps that one time through the answers takes; a rollout has `batch_size × gradient_accumulation_steps × num_mini_batches` answers.",
+    ),
+    reinforce(
+        "rollout_weights",
+        Kind::Name(RolloutWeights::NAMES),
+        "\"exact\"",
+        "nothing to correct for",
+        "Storage of the weights that sample; the weights that train stay as they are.",
+    ),
+    reinforce(
+        "rollout_correction",
+        Kind::Name(RolloutCorrection::NAMES),
+        "\"sequence_mask\"",
+        "as in TRL",
+        "Importance weights between the exact weights and coded `rollout_weights`: a ratio for each token or for the whole answer, cut off at the bounds or 0 outside of them.",
+    ),
+    reinforce(
+        "rollout_clip_max",
+        Kind::Number(POSITIVE),
+        "3.0",
+        "as in TRL",
+        "Upper bound of these ratios.",
+    ),
+    reinforce(
+        "rollout_clip_min",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "0.0",
+        "as in TRL",
+        "Lower bound of these ratios; 0 is none.",
+    ),
+    reinforce(
+        "sample_steps",
+        from(0),
+        "10",
+        "enough to read along",
+        "Rollouts between two that leave samples in `samples.jsonl`; 0 is never.",
+    ),
+    reinforce(
+        "samples",
+        from(1),
+        "4",
+        "a few are read, many are not",
+        "Answers that such a rollout leaves.",
+    ),
+    grpo(
+        "loss_type",
+        Kind::Name(GrpoLoss::NAMES),
+        "\"dapo\"",
+        "as in TRL: no answer counts less for being long",
+        "`grpo`: mean over the tokens of an answer, then over answers; `dapo`: over all tokens of the rollout; `bnpo`: over those of the window; `dr_grpo`: divided by the longest answer allowed; `rloo`: one ratio and one loss for the whole answer, advantages against the other answers of the group, KL in the reward.",
+    ),
+    grpo(
+        "importance_sampling_level",
+        Kind::Name(ImportanceLevel::NAMES),
+        "\"token\"",
+        "as in TRL",
+        "Whose probability ratio is clipped: each token's, or that of the whole answer, to the power of 1 / its length (GSPO).",
+    ),
+    grpo(
+        "scale_rewards",
+        Kind::Name(ScaleRewards::NAMES),
+        "\"group\"",
+        "as in TRL",
+        "Advantages are divided by the standard deviation of the rewards of their group, of the whole rollout, or not.",
+    ),
+    grpo(
+        "epsilon",
+        Kind::Number(POSITIVE),
+        "0.2",
+        "as in TRL",
+        "Probability ratios are clipped at 1 - epsilon, and at 1 + epsilon_high.",
+    ),
+    grpo(
+        "epsilon_high",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "0.0",
+        "symmetric",
+        "Upper distance of the clipping; 0 is `epsilon`.",
+    ),
+    grpo(
+        "delta",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "0.0",
+        "as in TRL: off",
+        "Upper bound of the ratio where clipping leaves it open (negative advantages); 0 is none.",
+    ),
+    grpo(
+        "beta",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "0.0",
+        "as in TRL: no reference model, no memory for it",
+        "Factor of the KL divergence from the start of the run (k3 estimator in the loss; in the reward, log-ratio, with `rloo`).",
+    ),
+    grpo(
+        "use_bias_correction_kl",
+        Kind::Flag,
+        "true",
+        "as in TRL",
+        "The KL term is weighted with the probability ratio too.",
+    ),
+    grpo(
+        "mask_truncated_completions",
+        Kind::Flag,
+        "false",
+        "as in TRL",
+        "Answers that did not end by themselves are not learned from.",
+    ),
+    grpo(
+        "normalize_advantages",
+        Kind::Flag,
+        "false",
+        "as in TRL",
+        "With `rloo`: advantages of a rollout get mean 0 and standard deviation 1.",
+    ),
+    ppo(
+        "kl_coef",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "0.05",
+        "as in TRL",
+        "Factor of the KL penalty in the reward of each token; 0 needs no reference model.",
+    ),
+    ppo(
+        "kl_estimator",
+        Kind::Name(KlEstimator::NAMES),
+        "\"k1\"",
+        "as in TRL",
+        "How the KL divergence is estimated at a token: `k1` the log-ratio, `k3` never negative.",
+    ),
+    ppo(
+        "kl_target",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "0.0",
+        "a fixed factor",
+        "KL divergence per answer in nats that `kl_coef` is led to; 0 keeps it fixed.",
+    ),
+    ppo(
+        "kl_horizon",
+        Kind::Number(POSITIVE),
+        "10000.0",
+        "as in Ziegler et al. 2019",
+        "Answers over which `kl_coef` is led to its target.",
+    ),
+    ppo(
+        "gamma",
+        Kind::Number(PART),
+        "1.0",
+        "as in TRL",
+        "Discount from one token to the next.",
+    ),
+    ppo(
+        "lam",
+        Kind::Number(PART),
+        "0.95",
+        "as in TRL",
+        "Lambda of the generalized advantage estimation.",
+    ),
+    ppo(
+        "cliprange",
+        Kind::Number(POSITIVE),
+        "0.2",
+        "as in TRL",
+        "Probability ratios are clipped to 1 ± this.",
+    ),
+    ppo(
+        "cliprange_value",
+        Kind::Number(POSITIVE),
+        "0.2",
+        "as in TRL",
+        "A value counts as moved by this much at most.",
+    ),
+    ppo(
+        "vf_coef",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "0.1",
+        "as in TRL",
+        "Factor of the value loss.",
+    ),
+    ppo(
+        "whiten_rewards",
+        Kind::Flag,
+        "false",
+        "as in TRL",
+        "Rewards of a rollout get standard deviation 1.",
+    ),
+    ppo(
+        "missing_eos_penalty",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "0.0",
+        "off",
+        "Taken from the reward of answers that did not end by themselves.",
     ),
 ];

@@ -238,6 +238,33 @@ fn every_key_reaches_the_recipe() {
         ("schedule.warmup_steps", "0"),
         ("schedule.decay_ratio", "0.3"),
         ("schedule.min_lr_ratio", "0.2"),
+        ("rlhf.loss_type", "ipo"),
+        ("rlhf.beta", "0.2"),
+        ("rlhf.label_smoothing", "0.2"),
+        ("rlhf.ld_alpha", "0.5"),
+        ("rlhf.f_divergence_type", "forward_kl"),
+        ("rlhf.f_alpha_divergence_coef", "0.7"),
+        ("rlhf.discopop_tau", "0.1"),
+        ("rlhf.simpo_gamma", "1"),
+        ("rlhf.cpo_alpha", "1"),
+        ("rlhf.desirable_weight", "2"),
+        ("rlhf.undesirable_weight", "2"),
+        ("rlhf.center_rewards_coefficient", "0.01"),
+        ("distill.teacher", "big"),
+        ("distill.teacher_revision", "v2"),
+        ("distill.teacher_weights", "int8"),
+        ("distill.teacher_tier", "disk"),
+        ("distill.teacher_cache", "outputs"),
+        ("distill.top_k", "9"),
+        ("distill.beta", "0.1"),
+        ("distill.temperature", "2"),
+        ("distill.alpha", "0.3"),
+        ("distill.lmbda", "0.25"),
+        ("distill.max_new_tokens", "5"),
+        ("distill.rollout_temperature", "0"),
+        ("distill.hidden_weight", "0.1"),
+        ("distill.hidden_loss", "cosine"),
+        ("distill.layer_map", "[[1, 2], [3, 6]]"),
         ("train.stage", "pretrain"),
         ("train.num_epochs", "2.5"),
         ("train.max_steps", "0"),
@@ -252,6 +279,45 @@ fn every_key_reaches_the_recipe() {
         ("train.output_dir", "out"),
         ("train.sample_prompts", "[\"hi\"]"),
         ("train.predict_with_generate", "true"),
+        ("rlhf.rewards", "[\"exact\", \"length:8\"]"),
+        ("rlhf.reward_weights", "[1, 0.5]"),
+        ("rlhf.answer_column", "solution"),
+        ("rlhf.reward_timeout", "1.5"),
+        ("rlhf.reward_restarts", "0"),
+        ("rlhf.num_generations", "4"),
+        ("rlhf.max_completion_length", "17"),
+        ("rlhf.temperature", "0.7"),
+        ("rlhf.top_k", "5"),
+        ("rlhf.top_p", "0.9"),
+        ("rlhf.num_iterations", "2"),
+        ("rlhf.num_mini_batches", "3"),
+        ("rlhf.rollout_weights", "int8"),
+        ("rlhf.rollout_correction", "none"),
+        ("rlhf.rollout_clip_max", "2"),
+        ("rlhf.rollout_clip_min", "0.5"),
+        ("rlhf.sample_steps", "0"),
+        ("rlhf.samples", "1"),
+        ("rlhf.grpo.loss_type", "rloo"),
+        ("rlhf.grpo.importance_sampling_level", "sequence"),
+        ("rlhf.grpo.scale_rewards", "none"),
+        ("rlhf.grpo.epsilon", "0.1"),
+        ("rlhf.grpo.epsilon_high", "0.28"),
+        ("rlhf.grpo.delta", "2"),
+        ("rlhf.grpo.beta", "0.04"),
+        ("rlhf.grpo.use_bias_correction_kl", "false"),
+        ("rlhf.grpo.mask_truncated_completions", "true"),
+        ("rlhf.grpo.normalize_advantages", "true"),
+        ("rlhf.ppo.kl_coef", "0.1"),
+        ("rlhf.ppo.kl_estimator", "k3"),
+        ("rlhf.ppo.kl_target", "6"),
+        ("rlhf.ppo.kl_horizon", "100"),
+        ("rlhf.ppo.gamma", "0.9"),
+        ("rlhf.ppo.lam", "0.9"),
+        ("rlhf.ppo.cliprange", "0.1"),
+        ("rlhf.ppo.cliprange_value", "0.1"),
+        ("rlhf.ppo.vf_coef", "0.5"),
+        ("rlhf.ppo.whiten_rewards", "true"),
+        ("rlhf.ppo.missing_eos_penalty", "1"),
     ];
     let plain = [vec![], vec!["data.eval_fraction=0.2"]].map(|o| format!("{:?}", good(LEAST, &o).recipe));
     for key in table::KEYS {
@@ -335,8 +401,11 @@ fn faults_in_other_shapes_of_toml() {
     );
     let e = bad(&format!("{LEAST}[[train]]\nseed = 1\n"), &[]);
     assert!(e.contains("`train` is a table"), "{e}");
-    let e = bad(&format!("{LEAST}[rlhf]\nbeta = 1\n"), &[]);
-    assert!(e.contains("`[rlhf]` is not built yet") && !e.contains("faults"), "{e}");
+    let e = bad(&format!("{LEAST}[distill]\nbeta = 1\n"), &[]);
+    assert!(
+        e.contains("`[distill]` is not built yet") && !e.contains("faults"),
+        "{e}"
+    );
     let e = bad("tune = \"block\"\n[model]\npath = \"m\"\n[data]\ntrain = \"t\"\n", &[]);
     assert!(e.contains("`tune` is a table\n  --> r.toml:1:8"), "{e}");
     let e = bad("[model]\npath = \n", &[]);
@@ -426,6 +495,45 @@ fn contradictions_name_both_keys() {
 }
 
 #[test]
+fn training_by_reward_needs_rewards_and_whole_groups() {
+    let reward = "rlhf.rewards=exact";
+    let e = bad(LEAST, &["train.stage=grpo"]);
+    assert!(e.contains("`rlhf.rewards` is missing"), "{e}");
+    let e = bad(LEAST, &["train.stage=grpo", reward, "rlhf.num_generations=5"]);
+    assert!(e.contains("8 answers") && e.contains("a multiple of 5"), "{e}");
+    let e = bad(LEAST, &["train.stage=grpo", reward, "rlhf.num_generations=1"]);
+    assert!(e.contains("at least 2"), "{e}");
+    let e = bad(LEAST, &["train.stage=ppo", reward, "rlhf.reward_weights=[1, 2]"]);
+    assert!(e.contains("2 weights") && e.contains("1, one for each"), "{e}");
+    let e = bad(
+        LEAST,
+        &[
+            "train.stage=ppo",
+            reward,
+            "rlhf.rollout_weights=int8",
+            "rlhf.rollout_clip_min=3",
+        ],
+    );
+    assert!(e.contains("`rlhf.rollout_clip_min` is not below"), "{e}");
+    let e = bad(LEAST, &["train.stage=ppo", reward, "data.packing=true"]);
+    assert!(e.contains("`data.packing` has no meaning"), "{e}");
+    let l = good(LEAST, &["train.stage=ppo", reward, "rlhf.num_generations=2"]);
+    assert!(!l.recipe.data.packing && l.warnings.is_empty(), "{:?}", l.warnings);
+    let l = good(LEAST, &["rlhf.temperature=0.5", "rlhf.ppo.gamma=0.5"]);
+    assert_eq!(l.warnings.len(), 2);
+    assert!(l.warnings[0].contains("`rlhf.temperature` has no effect with `train.stage = \"sft\"`"));
+    let l = good(
+        LEAST,
+        &["train.stage=grpo", reward, "rlhf.grpo.normalize_advantages=true"],
+    );
+    assert!(
+        l.warnings[0].contains("`rlhf.grpo.loss_type = \"dapo\"`"),
+        "{:?}",
+        l.warnings
+    );
+}
+
+#[test]
 fn keys_without_effect_are_warned_of() {
     let text = format!("{LEAST}[tune.lora]\nr = 8\n[optimizer]\nmomentum = 0.9\nbetas = [0.9, 0.999]\n");
     let l = good(
@@ -490,4 +598,56 @@ fn the_reference_is_up_to_date() {
     }
     let kept = files::read_text(&path).unwrap();
     assert!(kept == now, "docs/recipe.md is stale: run `FT_BLESS=1 cargo test`");
+}
+
+#[test]
+fn preference_keys_belong_to_their_stages() {
+    let dpo = |arguments: &[&str]| {
+        let all: Vec<&str> = ["train.stage=dpo"]
+            .into_iter()
+            .chain(arguments.iter().copied())
+            .collect();
+        (good(LEAST, &all).recipe, good(LEAST, &all).warnings)
+    };
+    let (recipe, warnings) = dpo(&[]);
+    assert_eq!(recipe.preference.loss_type, "sigmoid");
+    assert!(!recipe.data.packing && warnings.is_empty());
+    let (_, warnings) = dpo(&["rlhf.label_smoothing=0.1"]);
+    assert!(
+        warnings[0].contains("`rlhf.label_smoothing` has no effect"),
+        "{warnings:?}"
+    );
+    assert!(dpo(&["rlhf.label_smoothing=0.1", "rlhf.loss_type=robust"]).1.is_empty());
+    for (arguments, want) in [
+        (vec!["train.stage=dpo", "rlhf.loss_type=kto"], "has no loss `kto`"),
+        (
+            vec!["train.stage=kto", "train.batch_size=2", "rlhf.loss_type=ipo"],
+            "has no loss `ipo`",
+        ),
+        (vec!["train.stage=kto"], "at least two rows"),
+        (vec!["train.stage=dpo", "rlhf.loss_type=exo_pair"], "above 0"),
+        (
+            vec!["train.stage=dpo", "rlhf.loss_type=robust", "rlhf.label_smoothing=0.5"],
+            "below 0.5",
+        ),
+        (
+            vec![
+                "train.stage=dpo",
+                "rlhf.loss_type=apo_zero",
+                "rlhf.f_divergence_type=forward_kl",
+            ],
+            "no meaning for `apo_zero`",
+        ),
+    ] {
+        let e = bad(LEAST, &arguments);
+        assert!(e.contains(want) && !e.contains("faults"), "{e}");
+    }
+    let kto = good(LEAST, &["train.stage=kto", "rlhf.loss_type=apo_zero_unpaired"]);
+    assert_eq!(kto.recipe.preference.loss_type, "apo_zero_unpaired");
+    let sft = good(LEAST, &["rlhf.beta=0.3"]);
+    assert!(
+        sft.warnings[0].contains("no effect with `train.stage = \"sft\"`"),
+        "{:?}",
+        sft.warnings
+    );
 }

@@ -121,9 +121,73 @@ named!(Stage {
     Distill = "distill",
     Reward = "reward",
     Dpo = "dpo",
+    Orpo = "orpo",
+    Simpo = "simpo",
+    Kto = "kto",
     Ppo = "ppo",
     Grpo = "grpo",
 });
+impl Stage {
+    /// Does it learn from rows of `data.format = "preference"`?
+    pub fn is_preference(self) -> bool {
+        matches!(self, Self::Reward | Self::Dpo | Self::Orpo | Self::Simpo | Self::Kto)
+    }
+}
+named!(
+    /// Losses of pairs over a reference (`dpo`), as in TRL's `loss_type`.
+    PairLoss {
+        Sigmoid = "sigmoid",
+        Hinge = "hinge",
+        Ipo = "ipo",
+        ExoPair = "exo_pair",
+        NcaPair = "nca_pair",
+        Robust = "robust",
+        BcoPair = "bco_pair",
+        SppoHard = "sppo_hard",
+        Aot = "aot",
+        AotUnpaired = "aot_unpaired",
+        ApoZero = "apo_zero",
+        ApoDown = "apo_down",
+        Discopop = "discopop",
+        Sft = "sft",
+        SigmoidNorm = "sigmoid_norm",
+    }
+);
+named!(
+    /// Losses of judged answers (`kto`).
+    JudgedLoss { Kto = "kto", ApoZeroUnpaired = "apo_zero_unpaired" }
+);
+named!(
+    /// How the distance from the reference is measured (f-DPO).
+    FDivergence {
+        ReverseKl = "reverse_kl",
+        ForwardKl = "forward_kl",
+        JsDivergence = "js_divergence",
+        AlphaDivergence = "alpha_divergence",
+    }
+);
+
+named!(RolloutWeights { Exact = "exact", Int8 = "int8", Int4 = "int4" });
+named!(RolloutCorrection {
+    None = "none",
+    TokenTruncate = "token_truncate",
+    TokenMask = "token_mask",
+    SequenceTruncate = "sequence_truncate",
+    SequenceMask = "sequence_mask",
+});
+named!(GrpoLoss { Grpo = "grpo", Dapo = "dapo", DrGrpo = "dr_grpo", Bnpo = "bnpo", Rloo = "rloo" });
+named!(ImportanceLevel { Token = "token", Sequence = "sequence" });
+named!(ScaleRewards { Group = "group", Batch = "batch", None = "none" });
+named!(KlEstimator { K1 = "k1", K3 = "k3" });
+
+named!(
+    /// Where the weights of a teacher live.
+    TeacherTier { Device = "device", Host = "host", Disk = "disk" }
+);
+named!(
+    /// How hidden states of student and teacher are compared.
+    HiddenLoss { Mse = "mse", Cosine = "cosine" }
+);
 
 #[derive(Debug, Clone)]
 pub struct Recipe {
@@ -133,7 +197,10 @@ pub struct Recipe {
     pub tune: Tune,
     pub optimizer: Optimizer,
     pub schedule: Schedule,
+    pub preference: Preference,
+    pub distill: Distill,
     pub train: Train,
+    pub reinforce: Reinforce,
 }
 
 #[derive(Debug, Clone)]
@@ -324,6 +391,52 @@ pub struct Schedule {
     pub min_lr_ratio: f64,
 }
 
+/// The keys of `rlhf` that the preference stages read; names as in TRL.
+#[derive(Debug, Clone)]
+pub struct Preference {
+    /// Of the recipe's stage: a `PairLoss` or a `JudgedLoss`.
+    pub loss_type: String,
+    pub beta: f64,
+    pub label_smoothing: f64,
+    /// Weight of an answer's tokens beyond the shorter answer's length; 1 is off.
+    pub ld_alpha: f64,
+    pub f_divergence_type: FDivergence,
+    pub f_alpha_divergence_coef: f64,
+    pub discopop_tau: f64,
+    pub simpo_gamma: f64,
+    /// Weight of the cross-entropy of the chosen answers in `simpo`.
+    pub cpo_alpha: f64,
+    pub desirable_weight: f64,
+    pub undesirable_weight: f64,
+    pub center_rewards_coefficient: f64,
+}
+
+#[derive(Debug, Clone)]
+pub struct Distill {
+    /// Hub id or directory; `None` where only stored outputs are used.
+    pub teacher: Option<String>,
+    pub teacher_revision: String,
+    pub teacher_weights: FrozenWeights,
+    pub teacher_tier: TeacherTier,
+    /// Stored outputs in place of the teacher.
+    pub teacher_cache: Option<String>,
+    /// Ids of a token that are stored.
+    pub top_k: usize,
+    pub beta: f64,
+    pub temperature: f64,
+    /// Part of the cross-entropy in the loss.
+    pub alpha: f64,
+    /// Part of the rows that the student answers itself.
+    pub lmbda: f64,
+    pub max_new_tokens: usize,
+    pub rollout_temperature: f64,
+    /// 0: hidden states are not compared.
+    pub hidden_weight: f64,
+    pub hidden_loss: HiddenLoss,
+    /// (student, teacher); `None` is `auto`.
+    pub layer_map: Option<Vec<(usize, usize)>>,
+}
+
 #[derive(Debug, Clone)]
 pub struct Train {
     pub stage: Stage,
@@ -344,4 +457,67 @@ pub struct Train {
     pub sample_prompts: Vec<String>,
     /// Evaluations also answer the rows by greedy decoding and count exact matches.
     pub predict_with_generate: bool,
+}
+
+/// Training by reward.
+#[derive(Debug, Clone)]
+pub struct Reinforce {
+    /// `name` or `name:argument`.
+    pub rewards: Vec<String>,
+    /// Empty is 1 for all.
+    pub reward_weights: Vec<f64>,
+    pub answer_column: String,
+    /// Seconds for one row.
+    pub reward_timeout: f64,
+    pub reward_restarts: usize,
+    pub num_generations: usize,
+    pub max_completion_length: usize,
+    pub temperature: f64,
+    /// 0 is off.
+    pub top_k: usize,
+    /// 1 is off.
+    pub top_p: f64,
+    pub num_iterations: usize,
+    pub num_mini_batches: usize,
+    pub rollout_weights: RolloutWeights,
+    pub rollout_correction: RolloutCorrection,
+    pub rollout_clip_max: f64,
+    /// 0 is none.
+    pub rollout_clip_min: f64,
+    pub sample_steps: usize,
+    pub samples: usize,
+    pub grpo: Grpo,
+    pub ppo: Ppo,
+}
+
+#[derive(Debug, Clone)]
+pub struct Grpo {
+    pub loss_type: GrpoLoss,
+    pub importance_sampling_level: ImportanceLevel,
+    pub scale_rewards: ScaleRewards,
+    pub epsilon: f64,
+    /// 0 is `epsilon`.
+    pub epsilon_high: f64,
+    /// 0 is none.
+    pub delta: f64,
+    pub beta: f64,
+    pub use_bias_correction_kl: bool,
+    pub mask_truncated_completions: bool,
+    pub normalize_advantages: bool,
+}
+
+#[derive(Debug, Clone)]
+pub struct Ppo {
+    pub kl_coef: f64,
+    pub kl_estimator: KlEstimator,
+    /// 0 keeps `kl_coef` fixed.
+    pub kl_target: f64,
+    pub kl_horizon: f64,
+    pub gamma: f64,
+    pub lam: f64,
+    pub cliprange: f64,
+    pub cliprange_value: f64,
+    pub vf_coef: f64,
+    pub whiten_rewards: bool,
+    pub missing_eos_penalty: f64,
 }

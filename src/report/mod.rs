@@ -139,6 +139,20 @@ impl Reporter {
         self.complain();
     }
 
+    /// What a stage measured on held-out rows without a loss; `eval_` is put before the names.
+    pub fn measured(&mut self, step: u64, values: &[(&'static str, f64)]) {
+        let mut line = Map::new();
+        line.insert("step".into(), json!(step));
+        let mut text = format!("eval  step {step}");
+        for (name, value) in values {
+            line.insert(format!("eval_{name}"), json!(value));
+            text.push_str(&format!("  {name} {value:.4}"));
+        }
+        self.metrics.line(&Value::Object(line));
+        self.terminal.note(&text);
+        self.complain();
+    }
+
     /// A line of `samples.jsonl`: what the model wrote during the run.
     pub fn sample(&mut self, sample: &Value) {
         let path = self.dir.join("samples.jsonl");

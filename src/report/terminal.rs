@@ -112,13 +112,18 @@ impl Terminal {
     }
 
     pub(super) fn eval(&self, m: &EvalMetrics) {
-        let mut line = format!(
-            "eval  step {}  loss {:.4}  perplexity {:.3}  {} tokens",
-            m.step,
-            m.eval_loss,
-            m.eval_perplexity,
-            units::count(m.eval_tokens)
-        );
+        let mut line = format!("eval  step {}  loss {:.4}", m.step, m.eval_loss);
+        // Stages that compare answers say how often they are right; theirs is no loss of tokens.
+        let mut shown = m
+            .more
+            .iter()
+            .filter(|(n, _)| n.contains("accurac") || n.contains("margin"))
+            .peekable();
+        if shown.peek().is_none() {
+            line.push_str(&format!("  perplexity {:.3}", m.eval_perplexity));
+        }
+        shown.for_each(|(name, value)| line.push_str(&format!("  {name} {value:.4}")));
+        line.push_str(&format!("  {} tokens", units::count(m.eval_tokens)));
         if let Some(a) = m.eval_accuracy {
             line.push_str(&format!("  accuracy {:.1} %", a * 100.0));
         }
@@ -158,6 +163,9 @@ fn step_line(m: &StepMetrics, before: Option<f64>, total: u64, eta: Duration, un
         units::bytes(m.peak_memory_bytes),
         units::duration(eta),
     );
+    for (name, value) in m.more.iter().filter(|(n, _)| ["reward", "kl"].contains(n)) {
+        line.push_str(&format!("  {name} {value:.3}"));
+    }
     if let Some(block) = &m.active_block {
         line.push_str(&format!("  {block}"));
     }

@@ -1,6 +1,8 @@
 //! Every way through a step that a recipe leaves open, and the fastest of those that fit.
 
 use super::forecast::Limits;
+use super::prompts;
+use super::stage::lesson::needs_copy;
 use super::tuning::Tuning;
 use crate::base::{Error, Result};
 use crate::engine::Gradients;
@@ -27,6 +29,8 @@ pub(super) struct Setting<'a> {
     /// Weights that are codes already.
     pub stored: &'a BTreeMap<Arc<str>, Format>,
     pub on_gpu: bool,
+    /// Runs beside the model.
+    pub teacher: Option<&'a plan::Teacher>,
 }
 
 /// One way through a step; only how many layers keep their activations is open.
@@ -269,10 +273,19 @@ impl Setting<'_> {
     fn measured(&self, recipe: &Recipe) -> Inputs {
         let mut inputs = Inputs::of_recipe(recipe, self.tuning.possible(), self.adapters, Gradients::Keep);
         inputs.on_gpu = self.on_gpu;
+        inputs.reference = needs_copy(recipe);
+        if prompts::reinforces(recipe) {
+            inputs.rollout = prompts::answers_of_rollout(recipe);
+        }
         if self.on_gpu && recipe.model.dtype == Dtype::Bf16 {
             inputs.element = 2;
         }
-        let Some(lengths) = self.lengths else { return inputs };
+        inputs.teacher = self.teacher.cloned();
+        // Answers of a student can be as long as a row may be.
+        let grows = self.teacher.is_some() && recipe.distill.lmbda > 0.0;
+        let Some(lengths) = self.lengths.filter(|_| !grows) else {
+            return inputs;
+        };
         let mut lengths: Vec<usize> = lengths.iter().map(|n| (*n).min(recipe.data.max_length)).collect();
         lengths.sort_unstable_by(|a, b| b.cmp(a));
         let rows = recipe.train.batch_size;

@@ -55,7 +55,7 @@ pub fn open(run_dir: &Path, options: &Options) -> Result<Option<Loaded>> {
     Ok(None)
 }
 
-const OWN_DIRECTORIES: [&str; 3] = ["final", setup::TRAINED, setup::DRAWN];
+const OWN_DIRECTORIES: [&str; 4] = ["final", setup::TRAINED, setup::DRAWN, setup::TEACHER];
 const OWN_FILES: [&str; 8] = [
     setup::CODES,
     "recipe.toml",
@@ -77,7 +77,7 @@ pub fn describe(run_dir: &Path, loaded: &recipe::Loaded, plan: &Plan) -> Result<
 
 /// Removes what only the run itself needed.
 pub fn clean(run_dir: &Path) -> Result<()> {
-    for scratch in [setup::TRAINED, setup::DRAWN].map(|name| run_dir.join(name)) {
+    for scratch in [setup::TRAINED, setup::DRAWN, setup::TEACHER].map(|name| run_dir.join(name)) {
         if scratch.is_dir() {
             files::remove_dir_all(&scratch)?;
         }

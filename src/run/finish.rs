@@ -2,6 +2,7 @@
 
 use super::adapters::Prepared;
 use super::setup::Described;
+use super::stage::preference;
 use super::starts;
 use crate::base::{Error, Result, files};
 use crate::engine::Engine;
@@ -9,13 +10,15 @@ use crate::export::{self, ModelExport};
 use crate::formats::adapter::AdapterConfig;
 use crate::formats::writer::Values;
 use crate::model::Adapters;
+use crate::model::spec::LM_HEAD;
 use crate::ops::update;
 use crate::peft::lora::scaling;
 use crate::peft::start::algebra;
 use crate::peft::{self, Adapter, Lora};
 use crate::quant::Weight;
-use crate::recipe::{Dtype, ModelInit, Recipe};
-use crate::source::Numbers;
+use crate::recipe::{Dtype, ModelInit, Recipe, Stage};
+use crate::rlhf::preference::reward;
+use crate::source::{Group, Numbers, ParamInfo, Part};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -39,7 +42,7 @@ pub fn export(
         let out = adapter(&out, recipe, model, engine, prepared, config, note)?;
         return with_template(recipe, out).map(Some);
     }
-    let out = base(&out, recipe.model.dtype, model, engine, &mut |name, sink| {
+    let out = base(&out, recipe, recipe.model.dtype, model, engine, &mut |name, sink| {
         let module = name.strip_suffix(".weight").unwrap_or(name);
         let Some(lora) = engine.network.adapters.get(module).and_then(|a| a.lora()) else {
             return as_stored(engine, name, sink);
@@ -54,8 +57,15 @@ pub fn export(
 }
 
 /// A model directory of the run's parameters.
-fn base(out: &Path, dtype: Dtype, model: &Described, engine: &Engine, fill: &mut export::ParamFill) -> Result<PathBuf> {
-    let parts = ModelExport {
+fn base(
+    out: &Path,
+    recipe: &Recipe,
+    dtype: Dtype,
+    model: &Described,
+    engine: &Engine,
+    fill: &mut export::ParamFill,
+) -> Result<PathBuf> {
+    let mut parts = ModelExport {
         out,
         base_dir: &model.dir,
         config: model.config.raw.clone(),
@@ -63,7 +73,23 @@ fn base(out: &Path, dtype: Dtype, model: &Described, engine: &Engine, fill: &mut
         dtype,
         params: engine.network.source.params(),
     };
-    export::model(&parts, fill)
+    if recipe.train.stage != Stage::Reward {
+        return export::model(&parts, fill);
+    }
+    // A reward model has a score head in the place of the output projection.
+    let mut params: Vec<ParamInfo> = parts.params.iter().filter(|p| &*p.name != LM_HEAD).cloned().collect();
+    params.push(ParamInfo {
+        name: export::SCORE.into(),
+        shape: vec![1, model.spec.hidden],
+        group: Group::Head,
+        part: Part::Other,
+    });
+    parts.params = &params;
+    export::as_classifier(&mut parts.config, preference::pad_id(model));
+    export::model(&parts, &mut |name, sink| match name {
+        export::SCORE => engine.exact(reward::SCORE, &mut |values| sink(Values::F32(values))),
+        _ => fill(name, sink),
+    })
 }
 
 fn adapter(
@@ -81,6 +107,13 @@ fn adapter(
     for name in &prepared.whole {
         whole.insert(name.clone(), network.param(name)?.tensor);
     }
+    let mut config = config.clone();
+    if recipe.train.stage == Stage::Reward {
+        whole.insert(export::SCORE.into(), network.param(reward::SCORE)?.tensor);
+        config.task_type = Some("SEQ_CLS".into());
+        config.modules_to_save.push("score".into());
+    }
+    let config = &config;
     for rows in &network.tokens {
         whole.insert(rows.part.name.to_string(), rows.part.tensor.clone());
     }
@@ -112,7 +145,7 @@ fn adapter(
     });
     let dtype = if coded { Dtype::F32 } else { recipe.model.dtype };
     export::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {
-        let written = base(&dir.join("base"), dtype, model, engine, &mut |name, sink| {
+        let written = base(&dir.join("base"), recipe, dtype, model, engine, &mut |name, sink| {
             if coded && let Some(values) = decoded(engine, name)? {
                 return sink(Values::F32(&values));
             }
@@ -143,8 +176,8 @@ fn decoded(engine: &Engine, name: &str) -> Result<Option<Vec<f32>>> {
         return Ok(None);
     };
     match source.fetch(p.group)?.weight(name)?.1 {
-        Weight::Coded(codes) => Ok(Some(codes.decode())),
         Weight::Dense(_) => Ok(None),
+        codes => Ok(Some(codes.rows(0, p.shape[0])?)),
     }
 }
 

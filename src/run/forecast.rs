@@ -3,6 +3,7 @@
 
 use super::advice;
 use super::choose::{Chosen, Setting, Way};
+use super::teacher;
 use super::tuning::Tuning;
 use crate::base::units::bytes;
 use crate::base::{Error, Result, files, memory};
@@ -84,13 +85,16 @@ pub fn forecast(
     device: &Device,
 ) -> Result<Forecast> {
     let gpu = ops::device::memory(device)?;
+    let on_gpu = recipe.model.device.starts_with("cuda") || gpu.is_some();
+    let teacher = teacher::cost(recipe, spec, on_gpu)?;
     let setting = Setting {
         spec,
         adapters,
         tuning,
         lengths: stream.map(BatchStream::lengths),
         stored,
-        on_gpu: recipe.model.device.starts_with("cuda") || gpu.is_some(),
+        on_gpu,
+        teacher: teacher.as_ref(),
     };
     let limits = Limits::of(recipe, gpu.map(|g| g.free), setting.on_gpu);
     let mut chosen = setting.choose(recipe, limits)?;
@@ -240,4 +244,43 @@ pub fn as_before(recipe: &Recipe, resume: &Option<Option<PathBuf>>) -> Result<Re
         recipe.memory.mlp_chunk = value("memory.mlp_chunk").and_then(|n| n.parse().ok());
     }
     Ok(recipe)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe;
+
+    #[test]
+    fn a_run_that_goes_on_keeps_what_it_chose() {
+        let dir = tempfile::tempdir().unwrap();
+        let chosen = r#"{"chosen": {"memory.frozen_weights": {"value": "nf4", "why": ""},
+            "memory.mlp_chunk": {"value": "512", "why": ""}, "memory.tier": {"value": "disk", "why": ""}}}"#;
+        std::fs::write(dir.path().join("plan.json"), chosen).unwrap();
+        std::fs::create_dir(dir.path().join("checkpoint-3")).unwrap();
+        std::fs::write(dir.path().join("checkpoint-3/manifest.json"), "{}").unwrap();
+        let recipe = |more: &str| {
+            let text = format!("[model]\npath = \"shape:small\"\n[memory]\n{more}");
+            recipe::parse(&text, "r.toml", &[]).unwrap().recipe
+        };
+        let memory = |recipe: &Recipe, from: Option<&Path>| {
+            let resume = from.map(|p| Some(p.to_path_buf()));
+            let memory = as_before(recipe, &resume).unwrap().memory;
+            (memory.frozen_weights, memory.mlp_chunk, memory.tier)
+        };
+        let open = recipe("");
+        assert_eq!(memory(&open, None), (FrozenWeights::Auto, None, Tier::Auto));
+        for from in [dir.path().to_path_buf(), dir.path().join("checkpoint-3")] {
+            assert_eq!(memory(&open, Some(&from)), (FrozenWeights::Nf4, Some(512), Tier::Auto));
+        }
+        let written = recipe("frozen_weights = \"int8\"\nmlp_chunk = 0\n");
+        assert_eq!(
+            memory(&written, Some(dir.path())),
+            (FrozenWeights::Int8, Some(0), Tier::Auto)
+        );
+        assert_eq!(
+            memory(&open, Some(&dir.path().join("none"))),
+            (FrozenWeights::Auto, None, Tier::Auto)
+        );
+    }
 }

@@ -1,10 +1,11 @@
 //! `ft generate`: the continuation of a prompt, or a chat.
 
 use super::setup::{Described, device};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, signal};
 use crate::formats::Tokenizer;
-use crate::generate::{Settings, generate};
+use crate::generate::{CodedCopy, Formats, Limits, Policy, Request, Session, Settings, Speed, Stored};
 use crate::model::Network;
+use crate::quant::Format;
 use crate::recipe::Dtype;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -20,28 +21,85 @@ pub struct Choice {
     pub seed: u64,
 }
 
+/// How the model is held.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Holding {
+    pub dtype: Option<Dtype>,
+    /// The projections as codes.
+    pub weights: Option<Format>,
+    pub kv_cache: Option<Stored>,
+}
+
 /// A model that writes, and what was said so far.
 pub struct Writer {
     described: Described,
     network: Network,
-    choice: Choice,
+    /// Decodes in place of `network`.
+    coded: Option<CodedCopy>,
+    settings: Settings,
     conversation: Vec<Value>,
+    session: Session,
+}
+
+/// What was written.
+pub struct Written {
+    pub text: String,
+    pub speed: Speed,
+    /// A signal ended it early.
+    pub stopped: bool,
+}
+
+impl Written {
+    /// Tokens per second, for a person.
+    pub fn speed(&self) -> String {
+        let s = &self.speed;
+        let rate = |tokens: u64, seconds: f64| match tokens {
+            0 => String::new(),
+            _ => format!(", {:.1} tokens/s", tokens as f64 / seconds.max(1e-9)),
+        };
+        let known = match s.shared_tokens {
+            0 => String::new(),
+            n => format!(" ({n} more were cached)"),
+        };
+        format!(
+            "prefill {} tokens{known}{}; decode {} tokens{}",
+            s.prefill_tokens,
+            rate(s.prefill_tokens, s.prefill_seconds),
+            s.decode_tokens,
+            rate(s.decode_tokens, s.decode_seconds),
+        )
+    }
 }
 
 impl Writer {
-    pub fn open(model: &str, adapter: Option<&Path>, dtype: Option<Dtype>, choice: Choice) -> Result<Self> {
+    pub fn open(model: &str, adapter: Option<&Path>, holding: Holding, choice: Choice) -> Result<Self> {
         let described = Described::open(model, "main", None)?;
-        let network = described.infer(adapter, dtype, &device("auto")?)?;
+        let network = described.infer(adapter, holding.dtype, &device("auto")?)?;
+        let coded = holding.weights.map(|w| CodedCopy::new(&network, Formats::of(w)));
+        let settings = Settings {
+            max_new_tokens: choice.max_new_tokens,
+            temperature: choice.temperature,
+            top_k: choice.top_k,
+            top_p: choice.top_p,
+            seed: choice.seed,
+            stop_ids: described.tokenizer.stop_ids().to_vec(),
+            limits: Limits {
+                kv_cache: holding.kv_cache,
+                ..Limits::default()
+            },
+        };
         Ok(Self {
             described,
             network,
-            choice,
+            coded: coded.transpose()?,
+            settings,
             conversation: Vec::new(),
+            session: Session::default(),
         })
     }
 
     /// Continues `prompt`; `show` gets the text as it is made.
-    pub fn complete(&self, prompt: &str, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<String> {
+    pub fn complete(&mut self, prompt: &str, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<Written> {
         let tokenizer = &self.described.tokenizer;
         let mut ids = tokenizer.encode(prompt, true)?;
         // A tokenizer that ends every text must not end a prompt.
@@ -54,8 +112,13 @@ impl Writer {
         self.write(ids, show)
     }
 
-    /// Answers `message` in the conversation.
-    pub fn reply(&mut self, message: &str, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<String> {
+    /// What the model is told before the first message.
+    pub fn instruct(&mut self, system: &str) {
+        self.conversation.push(json!({"role": "system", "content": system}));
+    }
+
+    /// Answers `message` in the conversation. An answer that a signal ended belongs to it as far as it went.
+    pub fn reply(&mut self, message: &str, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<Written> {
         let Some(template) = &self.described.template else {
             return Err(Error::new("this model has no chat template")
                 .at_path(&self.described.dir)
@@ -64,36 +127,52 @@ impl Writer {
         self.conversation.push(json!({"role": "user", "content": message}));
         let text = template.render(&self.conversation, None, true);
         let ids = text.and_then(|text| self.described.tokenizer.encode(&text, false));
-        let answer = ids.and_then(|ids| self.write(ids, show));
-        match &answer {
-            Ok(text) => self.conversation.push(json!({"role": "assistant", "content": text})),
+        let written = ids.and_then(|ids| self.room(ids.len()).map(|()| ids));
+        let written = written.and_then(|ids| self.write(ids, show));
+        match &written {
+            Ok(w) => self.conversation.push(json!({"role": "assistant", "content": w.text})),
             // The turn is taken back: the conversation can go on.
             Err(_) => drop(self.conversation.pop()),
         }
-        answer
+        written
     }
 
-    fn write(&self, prompt: Vec<u32>, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<String> {
+    fn room(&self, tokens: usize) -> Result<()> {
+        let most = self.network.spec.max_positions;
+        match tokens <= most {
+            true => Ok(()),
+            false => Err(Error::new("the conversation is longer than the model's positions")
+                .found(format!("{tokens} tokens"))
+                .expected(format!("at most {most}"))
+                .hint("begin a new one, or say this in fewer words")),
+        }
+    }
+
+    fn write(&mut self, prompt: Vec<u32>, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<Written> {
         let tokenizer = &self.described.tokenizer;
-        let settings = Settings {
-            max_new_tokens: self.choice.max_new_tokens,
-            temperature: self.choice.temperature,
-            top_k: self.choice.top_k,
-            top_p: self.choice.top_p,
-            seed: self.choice.seed,
-            stop_ids: tokenizer.stop_ids().to_vec(),
+        let policy = match &self.coded {
+            Some(coded) => coded.into(),
+            None => Policy::from(&self.network),
         };
         let mut stream = TextStream::new(tokenizer, &prompt);
-        let mut whole = String::new();
-        let mut give = |text: String, whole: &mut String| -> Result<()> {
-            whole.push_str(&text);
-            if text.is_empty() { Ok(()) } else { show(&text) }
+        let mut text = String::new();
+        let mut give = |new: String, text: &mut String| -> Result<()> {
+            text.push_str(&new);
+            if new.is_empty() { Ok(()) } else { show(&new) }
         };
-        generate(&self.network, &[prompt], &settings, &mut |_, id| {
-            give(stream.push(id)?, &mut whole)
-        })?;
-        give(stream.pending()?, &mut whole)?;
-        Ok(whole)
+        let request = Request { prompt, number: 0 };
+        signal::answering(true);
+        let result = self.session.answer(policy, &request, &self.settings, &mut |_, id| {
+            give(stream.push(id)?, &mut text)
+        });
+        let stopped = signal::answering(false);
+        give(stream.pending()?, &mut text)?;
+        let speed = match result {
+            Ok((_, speed)) => speed,
+            Err(_) if stopped => Speed::default(),
+            Err(e) => return Err(e),
+        };
+        Ok(Written { text, speed, stopped })
     }
 }
 

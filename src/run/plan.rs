@@ -37,7 +37,7 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
     let mut notes = Vec::new();
     let forecast = match &rows {
         Some(rows) => {
-            let stream = BatchStream::new(&rows.train, rows::stream(recipe))?;
+            let stream = BatchStream::new(&rows.train, rows::stream(recipe, rows.train.examples.len()))?;
             let tuning = Tuning::new(recipe, &spec, &spec.params(), &prepared, rows.train.examples.len())?;
             forecast::forecast(
                 recipe,

@@ -1,9 +1,11 @@
 //! The rows of a recipe: read for a run, or shown to a person.
 
+use super::prompts::{self, Questions};
 use super::setup::Described;
+use super::stage::preference;
 use crate::base::Result;
 use crate::data::order::{Length, StreamSpec};
-use crate::data::{Dataset, dataset, describe};
+use crate::data::{self, Dataset, dataset, describe};
 use crate::hub;
 use crate::recipe::Recipe;
 
@@ -11,38 +13,53 @@ use crate::recipe::Recipe;
 pub struct Rows {
     pub train: Dataset,
     pub eval: Option<Dataset>,
+    /// Of a stage that trains by reward.
+    pub questions: Option<Questions>,
 }
 
 impl Rows {
     pub fn read(recipe: &Recipe, model: &Described) -> Result<Self> {
+        if prompts::reinforces(recipe) {
+            let (train, eval, questions) = prompts::read(recipe, model)?;
+            let questions = Some(questions);
+            return Ok(Self { train, eval, questions });
+        }
         let read = |named: &[String]| read(recipe, named, model);
         if model.is_shape() && recipe.data.train.is_empty() {
             let (rows, length) = (random_rows(recipe), recipe.data.max_length);
             let train = Dataset::random(rows, length, model.spec.vocab, recipe.train.seed);
-            return Ok(Self { train, eval: None });
+            return Ok(Self {
+                train,
+                eval: None,
+                questions: None,
+            });
         }
         let train = read(&recipe.data.train)?;
-        if !recipe.data.eval.is_empty() {
-            return Ok(Self {
-                train,
-                eval: Some(read(&recipe.data.eval)?),
-            });
-        }
-        if recipe.data.eval_fraction > 0.0 {
+        let (train, eval) = if !recipe.data.eval.is_empty() {
+            (train, Some(read(&recipe.data.eval)?))
+        } else if recipe.data.eval_fraction > 0.0 {
             let (train, eval) = train.split(recipe.data.eval_fraction, recipe.train.seed)?;
-            return Ok(Self {
-                train,
-                eval: Some(eval),
-            });
-        }
-        Ok(Self { train, eval: None })
+            (train, Some(eval))
+        } else {
+            (train, None)
+        };
+        let completed = |set| preference::completed(set, recipe);
+        Ok(Self {
+            train: completed(train)?,
+            eval: eval.map(completed).transpose()?,
+            questions: None,
+        })
     }
 }
 
 /// The rows of these files in the recipe's format.
 pub fn read(recipe: &Recipe, named: &[String], model: &Described) -> Result<Dataset> {
     let files = local(named)?;
-    Dataset::load(&spec(recipe, &files, model), &model.tokenizer, model.template())
+    let spec = spec(recipe, &files, model);
+    match preference::want(recipe.train.stage) {
+        Some(want) => data::preference::load(&spec, want, &model.tokenizer, model.template()),
+        None => Dataset::load(&spec, &model.tokenizer, model.template()),
+    }
 }
 
 /// Rows of random ids for a shape: every step has its own, up to a bound.
@@ -72,7 +89,14 @@ pub fn describe(recipe: &Recipe, rows: usize, colour: bool) -> Result<String> {
         &recipe.model.revision,
         recipe.data.chat_template.as_deref(),
     )?;
-    let dataset = Rows::read(recipe, &model)?.train;
+    let Rows {
+        train: dataset,
+        questions,
+        ..
+    } = Rows::read(recipe, &model)?;
+    if let Some(questions) = questions {
+        return prompts::describe(&questions, &model, rows);
+    }
     describe::describe(
         &dataset,
         &spec(recipe, &local(&recipe.data.train)?, &model),
@@ -82,8 +106,8 @@ pub fn describe(recipe: &Recipe, rows: usize, colour: bool) -> Result<String> {
     )
 }
 
-/// How the recipe walks through its rows.
-pub fn stream(recipe: &Recipe) -> StreamSpec {
+/// How the recipe walks through its `rows` rows.
+pub fn stream(recipe: &Recipe, rows: usize) -> StreamSpec {
     StreamSpec {
         batch_size: recipe.train.batch_size,
         accumulation: recipe.train.gradient_accumulation_steps,
@@ -91,6 +115,9 @@ pub fn stream(recipe: &Recipe) -> StreamSpec {
         max_length: recipe.data.max_length,
         shuffle: recipe.data.shuffle,
         seed: recipe.train.seed,
-        length: Length::new(recipe.train.max_steps, recipe.train.num_epochs),
+        length: match prompts::reinforces(recipe) {
+            true => Length::Steps(prompts::steps(recipe, rows)),
+            false => Length::new(recipe.train.max_steps, recipe.train.num_epochs),
+        },
     }
 }

@@ -18,11 +18,8 @@ const ROWS: usize = 64;
 fn settings(model: &Described, max_new_tokens: usize) -> Settings {
     Settings {
         max_new_tokens,
-        temperature: 0.0,
-        top_k: None,
-        top_p: None,
-        seed: 0,
         stop_ids: model.tokenizer.stop_ids().to_vec(),
+        ..Settings::default()
     }
 }
 

@@ -16,7 +16,7 @@ use crate::quant::Format;
 use crate::recipe::{Dtype, ModelInit, Recipe};
 use crate::report;
 use crate::source::{Disk, LayerSource, Policy, Resident, Uploaded, disk, resident, stored};
-use candle_core::{DType, Device, Tensor};
+use candle_core::Device;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -90,6 +90,11 @@ impl Described {
 
     /// Loads the weights into their storage; `init = random` draws them from `seed` instead.
     pub fn load(&self, storage: &Policy, init: ModelInit, seed: u64, device: &Device) -> Result<Network> {
+        let source = self.resident(storage, init, seed, device)?;
+        Ok(Network::new(self.spec.clone(), Box::new(source), device.clone()))
+    }
+
+    fn resident(&self, storage: &Policy, init: ModelInit, seed: u64, device: &Device) -> Result<Resident> {
         let params = self.spec.params();
         let source = match init {
             ModelInit::Pretrained => {
@@ -108,7 +113,7 @@ impl Described {
                 })
             }
         };
-        Ok(Network::new(self.spec.clone(), Box::new(source), device.clone()))
+        Ok(source)
     }
 
     /// As `load`, with the weights where the recipe wants them. What is written meanwhile goes to `run_dir`.
@@ -124,8 +129,8 @@ impl Described {
         let head_rows = match place {
             Place::Device => return self.load(storage, init, seed, device),
             Place::Host => {
-                let host = self.load(storage, init, seed, &Device::Cpu)?;
-                return self.upload(host.source, true, device);
+                let host = self.resident(storage, init, seed, &Device::Cpu)?.ready_to_travel()?;
+                return self.upload(Box::new(host), true, device);
             }
             Place::Disk { head_rows } => head_rows,
         };
@@ -170,6 +175,8 @@ impl Described {
 /// were drawn instead of read.
 pub const TRAINED: &str = "trained";
 pub const DRAWN: &str = "drawn";
+/// What a teacher on the disk needs meanwhile.
+pub const TEACHER: &str = "teacher";
 /// The codes of weights that are stored so, beside them.
 pub const CODES: &str = "codes.safetensors";
 
@@ -177,6 +184,10 @@ impl Described {
     /// The network for inference: stored weights in `dtype` (default: as they are stored; f16 as f32), with
     /// the PEFT adapter of a directory on its linears.
     pub fn infer(&self, adapter: Option<&Path>, dtype: Option<Dtype>, device: &Device) -> Result<Network> {
+        if self.is_shape() {
+            let storage = Policy::dense(dtype.unwrap_or(Dtype::Bf16));
+            return self.load(&storage, ModelInit::Random, 0, device);
+        }
         let weights = Weights::open(&self.dir)?;
         let mut kinds = self
             .spec
@@ -196,7 +207,7 @@ impl Described {
             }
             for (name, tensor) in &loaded.whole {
                 let values = update::to_f32_vec(tensor)?;
-                store(&network.param(name)?.tensor, &values)?;
+                update::set(&network.param(name)?.tensor, &values)?;
             }
             for (table, (ids, rows)) in &loaded.rows {
                 TokenRows::new(&network, table, ids, Some(rows))?;
@@ -219,18 +230,6 @@ pub fn stored_codes(dir: &Path, spec: &Spec, init: ModelInit) -> Result<BTreeMap
         }
     }
     Ok(found)
-}
-
-/// Sets a weight to these values, rounded to its type.
-fn store(weight: &Tensor, values: &[f32]) -> Result<()> {
-    match weight.dtype() {
-        DType::BF16 => update::store_bf16(weight, |w| {
-            for (w, &x) in w.iter_mut().zip(values) {
-                *w = half::bf16::from_f32(x);
-            }
-        }),
-        _ => update::with_slice_mut(weight, |w| w.copy_from_slice(values)),
-    }
 }
 
 /// What a model computes, from its `config.json` alone.

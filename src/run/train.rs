@@ -65,8 +65,9 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         recipe.data.chat_template.as_deref(),
     )?;
     model.check_weights(recipe.model.init)?;
-    let Rows { train, eval } = Rows::read(recipe, &model)?;
-    let stream = BatchStream::new(&train, rows::stream(recipe))?;
+    let Rows { train, eval, questions } = Rows::read(recipe, &model)?;
+    stage::check(recipe, &model, &train)?;
+    let stream = BatchStream::new(&train, rows::stream(recipe, train.examples.len()))?;
     let total_steps = stream.steps();
 
     // ---- adapters, what is trained when, plan
@@ -168,8 +169,13 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let setting = stage::Setting {
         recipe,
         spec: &model.spec,
+        model: &model,
+        device: &device,
+        run_dir: &run_dir,
+        train: &train,
         stream,
         eval: eval.as_ref(),
+        questions: questions.as_ref(),
     };
     let Stage { mut feed, objective } = stage::open(setting)?;
     network.own = objective.params();
@@ -245,7 +251,16 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
                 .event("switch", json!({"step": step, "active_block": tuning.label(step)}));
         }
         let started = Instant::now();
-        let window = run.feed.window(step - 1, &engine)?;
+        let window = match run.feed.window(step - 1, &engine) {
+            Ok(window) => window,
+            Err(e) => {
+                // A rollout takes long: a signal in it loses nothing.
+                if !switches {
+                    run.stop_if_asked(&engine, step - 1)?;
+                }
+                return Err(run.failed(&engine, step, trained_tokens, e));
+            }
+        };
         let lr = recipe.optimizer.learning_rate * schedule.multiplier(step) * tuning.warmup(step);
         let report = match engine.step(step, &window, &tuning.active(step), lr) {
             Ok(report) => report,
@@ -469,6 +484,13 @@ impl Run<'_> {
     }
 
     fn evaluate(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        let found = match self.feed.evaluate(engine) {
+            Err(_) if signal::received().is_some() => return Ok(()), // the caller saves and stops
+            found => found?,
+        };
+        if !found.is_empty() {
+            self.reporter.measured(step, &found);
+        }
         let batches = self.feed.eval();
         if batches.is_empty() {
             return Ok(());

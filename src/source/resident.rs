@@ -27,6 +27,8 @@ pub struct Resident {
     trained: Mutex<BTreeMap<Arc<str>, Exact>>,
     /// Coded parameters that are trained now.
     active: Mutex<BTreeSet<Arc<str>>>,
+    /// Codes are held in tensors, ready to travel.
+    placed: bool,
 }
 
 /// Reads the full-precision values of a parameter again.
@@ -99,8 +101,10 @@ impl Resident {
         let mut coded = BTreeMap::new();
         for p in &params {
             let weight = make(p)?;
-            if let Weight::Coded(c) = &weight {
-                coded.insert(p.name.clone(), (c.format(), c.decoded()));
+            match &weight {
+                Weight::Coded(c) => drop(coded.insert(p.name.clone(), (c.format(), c.decoded()))),
+                Weight::Placed(c) => drop(coded.insert(p.name.clone(), (c.format(), c.decoded()))),
+                Weight::Dense(_) => {}
             }
             groups.entry(p.group).or_default().insert(p.name.clone(), weight);
         }
@@ -113,6 +117,7 @@ impl Resident {
             original: None,
             trained: Mutex::default(),
             active: Mutex::default(),
+            placed: false,
         })
     }
 
@@ -120,6 +125,21 @@ impl Resident {
     pub fn with_originals(mut self, read: impl Fn(&ParamInfo) -> Result<Vec<f32>> + Send + 'static) -> Self {
         self.original = Some(Box::new(read));
         self
+    }
+
+    /// Holds codes in tensors, ready to travel to another device; nothing here computes with them then.
+    pub fn ready_to_travel(mut self) -> Result<Self> {
+        self.placed = true;
+        for p in &self.params {
+            let weight = lock(&self.groups)
+                .get(&p.group)
+                .map(|g| g.weight(&p.name))
+                .transpose()?;
+            if let Some((_, codes @ Weight::Coded(_))) = weight {
+                self.replace(p, codes)?;
+            }
+        }
+        Ok(self)
     }
 
     fn param(&self, name: &str) -> Result<&ParamInfo> {
@@ -138,7 +158,11 @@ impl Resident {
     }
 
     /// Another storage of one weight; who holds the group keeps the old one.
-    fn replace(&self, p: &ParamInfo, weight: impl Into<Weight>) {
+    fn replace(&self, p: &ParamInfo, weight: impl Into<Weight>) -> Result<()> {
+        let weight = match weight.into() {
+            Weight::Coded(codes) if self.placed => codes.to_device(&self.device)?.into(),
+            other => other,
+        };
         let mut groups = lock(&self.groups);
         if let Some(group) = groups.get_mut(&p.group) {
             let mut changed = GroupWeights::default();
@@ -148,6 +172,7 @@ impl Resident {
             changed.insert(p.name.clone(), weight);
             *group = Arc::new(changed);
         }
+        Ok(())
     }
 
     /// The parameters of `names` that are codes while they do not train.
@@ -191,8 +216,7 @@ pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device)
     let shape = p.shape.as_slice();
     if let Some(found) = stored::find(weights, &p.name)? {
         let (Storage::Dense(decoded) | Storage::Coded(_, decoded)) = storage;
-        on_cpu(device)?;
-        return Ok(stored::read(weights, p, found, decoded)?.into());
+        return Weight::coded_on(stored::read(weights, p, found, decoded)?, device);
     }
     match storage {
         Storage::Dense(Dtype::F32) => Ok(Tensor::from_vec(weights.read_f32(&p.name)?, shape, device)?.into()),
@@ -205,15 +229,6 @@ pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device)
     }
 }
 
-fn on_cpu(device: &Device) -> Result<()> {
-    match device.is_cpu() {
-        true => Ok(()),
-        false => Err(Error::new("weights stored as codes are not built yet for a GPU")
-            .at("memory.frozen_weights")
-            .hint("set `memory.frozen_weights = \"auto\"`, or `model.device = \"cpu\"`")),
-    }
-}
-
 fn code<V: quant::Value>(
     values: &[V],
     p: &ParamInfo,
@@ -221,8 +236,7 @@ fn code<V: quant::Value>(
     decoded: Dtype,
     device: &Device,
 ) -> Result<Weight> {
-    on_cpu(device)?;
-    Ok(encode(values, p, format, decoded)?.into())
+    Weight::coded_on(encode(values, p, format, decoded)?, device)
 }
 
 /// Errors: missing, misshapen and surplus tensors, all in one.
@@ -313,7 +327,7 @@ impl LayerSource for Resident {
                     if let Some(half) = exact.low {
                         low.put_low(&p.name, half);
                     }
-                    exact.weight
+                    exact.weight.to_device(&self.device)?
                 }
                 None => {
                     let values = Tensor::from_vec(self.original(p)?, p.shape.as_slice(), &self.device)?;
@@ -323,7 +337,7 @@ impl LayerSource for Resident {
                     }
                 }
             };
-            self.replace(p, weight);
+            self.replace(p, weight)?;
         }
         Ok(())
     }
@@ -332,13 +346,15 @@ impl LayerSource for Resident {
         let leaving: Vec<Arc<str>> = lock(&self.active).iter().filter(|n| !keep(n)).cloned().collect();
         let mut recoded = Vec::new();
         for p in self.turning(leaving.iter().map(|n| &**n)) {
+            // Beside the codes, on the host.
+            let low = low.take_low(&p.name).map(|low| low.to_device(&Device::Cpu));
             let exact = Exact {
-                weight: self.here(&p.name)?,
-                low: low.take_low(&p.name),
+                weight: self.here(&p.name)?.to_device(&Device::Cpu)?,
+                low: low.transpose()?,
             };
             let (format, dtype) = self.coded[&p.name];
             let (codes, error) = recode(&exact.values()?, p, format, dtype)?;
-            self.replace(p, codes);
+            self.replace(p, Weight::coded_on(codes, &self.device)?)?;
             lock(&self.trained).insert(p.name.clone(), exact);
             lock(&self.active).remove(&p.name);
             recoded.push(error);
@@ -351,7 +367,7 @@ impl LayerSource for Resident {
         let Some(&(format, dtype)) = self.coded.get(name) else {
             return Err(Error::new("this weight is not stored as codes").at(name));
         };
-        self.replace(p, encode(values, p, format, dtype)?);
+        self.replace(p, encode(values, p, format, dtype)?)?;
         Ok(())
     }
 
@@ -379,8 +395,8 @@ impl LayerSource for Resident {
         saved.require(name, &[p.elements()])?;
         let values = saved.read_f32(name)?;
         if let Some(&(format, dtype)) = self.coded.get(name) {
-            self.replace(p, encode(&values, p, format, dtype)?);
-            let exact = Exact::new(values, &p.shape, dtype, &self.device)?;
+            self.replace(p, code(&values, p, format, dtype, &self.device)?)?;
+            let exact = Exact::new(values, &p.shape, dtype, &Device::Cpu)?;
             lock(&self.trained).insert(p.name.clone(), exact);
             return Ok(());
         }
@@ -392,7 +408,7 @@ impl LayerSource for Resident {
                 low.put_low(name, half);
                 Ok(())
             }
-            _ => update::with_slice_mut(&tensor, |weight| weight.copy_from_slice(&values)),
+            _ => update::set(&tensor, &values),
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
 use crate::ops::transfer::{Arriving, Copier, CopyTimes};
 use crate::ops::update;
-use crate::quant::Weight;
+use crate::quant::{Placed, Weight};
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -39,8 +39,7 @@ enum Place {
 enum Part {
     Held(Tensor),
     Coming(Arriving),
-    /// Of a device that is the host.
-    Coded(Weight),
+    Codes(Arc<Placed>, Vec<Arriving>),
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -98,11 +97,24 @@ impl Uploaded {
             let part = match (held.get(name), weight) {
                 (Some(tensor), _) => Part::Held(tensor.clone()),
                 (None, Weight::Dense(tensor)) => Part::Coming(self.copier.send(tensor, self.stays)?),
-                (None, Weight::Coded(_)) if self.copier.device().is_cpu() => Part::Coded(weight.clone()),
-                (None, Weight::Coded(_)) => {
-                    return Err(Error::new("codes are not sent to a GPU yet")
-                        .at(&**name)
-                        .hint("set `memory.tier = \"device\"` or `memory.frozen_weights = \"bf16\"`"));
+                (None, Weight::Placed(codes)) => {
+                    let sent = codes
+                        .tensors()
+                        .0
+                        .iter()
+                        .map(|t| self.copier.send(t, self.stays))
+                        .collect::<Result<_>>()?;
+                    Part::Codes(codes.clone(), sent)
+                }
+                (None, Weight::Coded(codes)) => {
+                    let codes = codes.to_device(&Device::Cpu)?;
+                    let sent = codes
+                        .tensors()
+                        .0
+                        .iter()
+                        .map(|t| self.copier.send(t, false))
+                        .collect::<Result<_>>()?;
+                    Part::Codes(codes.into(), sent)
                 }
             };
             parts.push((name.clone(), part));
@@ -120,7 +132,14 @@ impl Uploaded {
             let weight: Weight = match part {
                 Part::Held(tensor) => tensor.into(),
                 Part::Coming(arriving) => self.copier.receive(arriving)?.into(),
-                Part::Coded(weight) => weight,
+                Part::Codes(codes, sent) => {
+                    let here = sent
+                        .into_iter()
+                        .map(|a| self.copier.receive(a))
+                        .collect::<Result<_>>()?;
+                    let (format, dims, decoded) = (codes.format(), codes.dims(), codes.decoded());
+                    Placed::new(format, dims, decoded, here, codes.tensors().1)?.into()
+                }
             };
             weights.insert(name, weight);
         }
@@ -287,6 +306,14 @@ impl LayerSource for Uploaded {
             device: &device,
             failed: None,
         };
+        // Codes of what trains now are not needed, and made anew after.
+        for param in self.inner.params().iter().filter(|p| names.contains(&&*p.name)) {
+            if self.stays
+                && let Ok((_, Weight::Placed(codes))) = self.inner.fetch(param.group)?.weight(&param.name)
+            {
+                codes.tensors().0.iter().try_for_each(|t| self.copier.forget(t))?;
+            }
+        }
         self.inner.activate(names, &mut across)?;
         let params = self.inner.params();
         for param in params.iter().filter(|p| names.contains(&&*p.name)) {

@@ -124,3 +124,41 @@ fn what_was_trained_goes_home_exactly() {
         assert_eq!(low.0.contains_key(NAME), dtype == Dtype::Bf16);
     }
 }
+
+#[test]
+fn codes_travel_as_they_are() {
+    use crate::quant::{Format, Storage};
+    const NAME: &str = "model.layers.1.a.weight";
+    for format in [
+        Format::Int8 { group: 0 },
+        Format::Int4 { group: 64 },
+        Format::Nf4 { double: true },
+    ] {
+        let storage = move |p: &ParamInfo| match &*p.name {
+            NAME => Storage::Coded(format, Dtype::F32),
+            _ => Storage::Dense(Dtype::F32),
+        };
+        let make = || {
+            let host = Resident::random_stored(params(), 7, 0.5, 1.0, storage, &Device::Cpu).unwrap();
+            let originals = resident(Dtype::F32);
+            host.with_originals(move |p| Ok(flat(&originals.held(&p.name).unwrap())))
+        };
+        let here = make();
+        let there = Uploaded::new(Box::new(make().ready_to_travel().unwrap()), "head", true, &Device::Cpu).unwrap();
+        let rows = |s: &dyn LayerSource| {
+            let (_, weight) = s.fetch(Group::Layer(1)).unwrap().weight(NAME).unwrap();
+            assert_eq!(weight.format(), Some(format));
+            weight.rows(0, D).unwrap()
+        };
+        assert_eq!(rows(&here), rows(&there));
+        // Trained and back: codes again, of what was learned.
+        let (mut a, mut b) = (Low::default(), Low::default());
+        for (s, low) in [(&here as &dyn LayerSource, &mut a), (&there, &mut b)] {
+            s.activate(&[NAME], low).unwrap();
+            let held = s.held(NAME).unwrap();
+            update::with_slice_mut(&held, |w| w.iter_mut().for_each(|x| *x *= 1.5)).unwrap();
+            assert_eq!(s.retire(&|_| false, low).unwrap().len(), 1);
+        }
+        assert_eq!(rows(&here), rows(&there));
+    }
+}

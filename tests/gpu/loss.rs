@@ -80,6 +80,14 @@ fn loss_and_gradients_match_the_cpu() {
                     // All tokens trained: rows are used where they lie.
                     let all: Vec<u32> = (0..n).map(|i| (i * 11 % v) as u32).collect();
                     compare(&h, &head, &all, &options, tolerance);
+                    // Each token's gradient with a factor of its own, of any sign, some of them 0.
+                    let factors: Vec<f32> = (0..n).map(|i| (i % 5) as f32 * 0.7 - 1.4).collect();
+                    let options = Options {
+                        weights: Some(&factors),
+                        ..options
+                    };
+                    compare(&h, &head, &targets(n, v), &options, tolerance);
+                    compare(&h, &head, &all, &options, tolerance);
                 }
             }
         }

@@ -166,6 +166,9 @@ fn a_gate_scales_or_stops_a_step() {
             assert!(before == without.iter().map(Parameter::values).collect::<Vec<_>>());
             for bad in [f64::NAN, f64::INFINITY] {
                 run(rule, &with, 1, 1.0, gate(&half, &scalar(bad)));
+                for three in [[bad, 0.0, 1.0], [1.0, 0.0, bad]] {
+                    run(rule, &with, 1, 1.0, gate(&half, &Tensor::new(&three, device).unwrap()));
+                }
             }
             assert!(before == with.iter().map(Parameter::values).collect::<Vec<_>>());
         }

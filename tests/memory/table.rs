@@ -134,7 +134,10 @@ fn measure(case: &Case, file: &Path) -> Value {
     };
     network.mlp_tokens = case.activations.contains("pieces").then_some(count * length / 4);
     let inputs = Inputs {
+        teacher: None,
         parked: false,
+        reference: false,
+        rollout: 0,
         tokens: count * length,
         longest: length,
         documents: count,

@@ -15,12 +15,8 @@ const TOLERANCE_CHANGE: f64 = 1e-3;
 
 /// JSON numbers, texts, flags and lists of them are TOML as well.
 pub fn recipe(golden: &Value, model: &Path, out: &Path) -> String {
-    let mut tables: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    let mut put = |dotted: &str, value: Value| {
-        let (table, key) = dotted.rsplit_once('.').unwrap();
-        let line = format!("{key} = {}", serde_json::to_string(&value).unwrap());
-        tables.entry(table.to_string()).or_default().push(line);
-    };
+    let mut all: Vec<(String, Value)> = Vec::new();
+    let mut put = |dotted: &str, value: Value| all.push((dotted.to_string(), value));
     put("model.path", path(model).into());
     put("model.dtype", "f32".into());
     put("model.device", "cpu".into());
@@ -43,6 +39,17 @@ pub fn recipe(golden: &Value, model: &Path, out: &Path) -> String {
             }
             _ => put(key, value.clone()),
         }
+    }
+    recipe_lines(&all)
+}
+
+/// A recipe of dotted keys.
+pub fn recipe_lines(keys: &[(String, Value)]) -> String {
+    let mut tables: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (dotted, value) in keys {
+        let (table, key) = dotted.rsplit_once('.').unwrap();
+        let line = format!("{key} = {}", serde_json::to_string(value).unwrap());
+        tables.entry(table.to_string()).or_default().push(line);
     }
     let mut out = String::new();
     for (table, lines) in tables {

@@ -1,15 +1,21 @@
 //! The only place where the parity tests touch the library. Everything else goes through the `ft` program.
 
 use candle_core::{DType, Device, Tensor};
-use ft::data::{Batch, batch::Example};
+use ft::data::order::BatchStream;
+use ft::data::{Batch, IGNORE, batch::Example};
+use ft::distill::hidden::{Distance, Hidden};
 use ft::engine::{self, Active, Keeping};
-use ft::model::Network;
+use ft::generate;
+use ft::model::{Need, Network};
+use ft::ops::distill;
 use ft::ops::tally::Tally;
 use ft::ops::transfer::Copier;
 use ft::ops::{CpuPath, step};
 use ft::optim::{Optimizer, Schedule};
 use ft::recipe::{self, Dtype, Recipe};
+use ft::run::rows::{Rows, stream};
 use ft::run::setup::Described;
+use ft::run::stage;
 use ft::sft::CausalLm;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -233,4 +239,239 @@ pub fn rows(model: &Path, file: &Path, stage: &str) -> Vec<Document> {
             trained: e.trained,
         })
         .collect()
+}
+
+/// A recipe over these rows and this model.
+fn preference_recipe(model: &Path, rows: &Path, lines: &str) -> Recipe {
+    let mut text = String::from(lines);
+    for (table, key, value) in [("model", "path", model), ("data", "train", rows)] {
+        let line = format!("{key} = {}\n", serde_json::to_string(value.to_str().unwrap()).unwrap());
+        match text.find(&format!("[{table}]\n")) {
+            Some(at) => text.insert_str(at + table.len() + 3, &line),
+            None => text.push_str(&format!("[{table}]\n{line}")),
+        }
+    }
+    recipe::parse(&text, "parity", &[])
+        .unwrap_or_else(|e| panic!("{e}\n{text}"))
+        .recipe
+}
+
+fn described(recipe: &Recipe) -> Described {
+    Described::open(&recipe.model.path, "main", None).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// The documents of each row of preferences, as a training run would see them.
+pub fn preference_rows(model: &Path, file: &Path, lines: &str) -> Vec<Vec<Document>> {
+    let recipe = preference_recipe(model, file, lines);
+    let rows = Rows::read(&recipe, &described(&recipe)).unwrap_or_else(|e| panic!("{e}"));
+    let parts = |row| {
+        rows.train.parts(row).map(|e| Document {
+            ids: e.ids,
+            trained: e.trained,
+        })
+    };
+    (0..rows.train.examples.len()).map(|row| parts(row).collect()).collect()
+}
+
+/// The first step of a preference stage.
+pub struct Preferred {
+    pub loss: f64,
+    /// The reference's log-probability of each document, where the stage has one.
+    pub reference: Vec<f64>,
+    pub metrics: Vec<(&'static str, f64)>,
+    pub gradients: BTreeMap<String, Vec<f64>>,
+}
+
+/// The first step with the policy of one directory and the reference of another; `score`: the head of a reward model.
+pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str, score: Option<&[f64]>) -> Preferred {
+    let recipe = preference_recipe(policy, rows, lines);
+    let model = described(&recipe);
+    let rows = Rows::read(&recipe, &model).unwrap_or_else(|e| panic!("{e}"));
+    let setting = stage::Setting {
+        recipe: &recipe,
+        spec: &model.spec,
+        model: &model,
+        device: &Device::Cpu,
+        run_dir: Path::new(""),
+        train: &rows.train,
+        stream: BatchStream::new(&rows.train, stream(&recipe, rows.train.examples.len())).unwrap(),
+        eval: None,
+        questions: None,
+    };
+    let stage::Stage { mut feed, objective } = stage::open(setting).unwrap_or_else(|e| panic!("{e}"));
+    let engine = engine::Engine {
+        network: open(reference, None),
+        objective,
+        optimizer: Optimizer::new(recipe.optimizer.clone()),
+        gradients: engine::Gradients::Keep,
+        keep_layers: 0,
+        parked: None,
+        max_grad_norm: 0.0,
+        seed: 0,
+    };
+    feed.prepare(&engine).unwrap_or_else(|e| panic!("{e}"));
+    let batches = feed.window(0, &engine).unwrap_or_else(|e| panic!("{e}"));
+    let mut optimizer = engine.optimizer;
+    let objective = engine.objective;
+    let mut network = open(policy, None);
+    network.own = objective.params();
+    if let Some(score) = score {
+        let values: Vec<f32> = score.iter().map(|x| *x as f32).collect();
+        let param = &network.own[0];
+        optimizer.restore_weight(&param.name, &param.tensor, &values).unwrap();
+    }
+    let names = network.spec.params().into_iter().map(|p| p.name.to_string());
+    let own = network.own.iter().map(|p| p.name.to_string());
+    let active = Active::new(names.chain(own));
+    let mut sink = engine::sinks::Collect {
+        active: &active,
+        gradients: BTreeMap::new(),
+    };
+    let tally = Tally::new(&network.device).unwrap();
+    let totals = engine::window(
+        &network,
+        objective.as_ref(),
+        &batches,
+        &active,
+        Keeping::default(),
+        |_| None,
+        &mut sink,
+        &tally,
+    )
+    .unwrap();
+    let found = batches
+        .iter()
+        .filter_map(|b| b.columns.documents.get("reference_logps"));
+    Preferred {
+        loss: totals.with(tally.read().unwrap()).loss(),
+        reference: found.flatten().map(|x| f64::from(*x)).collect(),
+        metrics: objective.metrics(),
+        gradients: sink.gradients.iter().map(|(n, g)| (n.clone(), values(g))).collect(),
+    }
+}
+
+/// A prompt, answered greedily in up to 40 tokens and 128 positions.
+pub struct Question {
+    pub prompt: Vec<u32>,
+    pub stops: Vec<u32>,
+}
+
+/// What bounds a batch.
+#[derive(Debug, Clone, Copy)]
+pub struct Setup {
+    pub rows: usize,
+    pub prefill_tokens: usize,
+    pub share_prefixes: bool,
+    pub same_bits: bool,
+}
+
+/// All questions together; and how many prompt tokens were found computed.
+pub fn rollouts(dir: &Path, questions: &[Question], setup: Setup) -> (Vec<generate::Answer>, u64) {
+    let network = open(dir, None);
+    let requests: Vec<generate::Request> = questions
+        .iter()
+        .zip(0..)
+        .map(|(q, number)| generate::Request {
+            prompt: q.prompt.clone(),
+            number,
+        })
+        .collect();
+    let settings = generate::Settings {
+        max_new_tokens: 40,
+        stop_ids: questions[0].stops.clone(),
+        limits: generate::Limits {
+            rows: setup.rows,
+            prefill_tokens: setup.prefill_tokens,
+            share_prefixes: setup.share_prefixes,
+            same_bits: setup.same_bits,
+            ..generate::Limits::default()
+        },
+        ..generate::Settings::default()
+    };
+    let (answers, speed) = generate::answer(&network, &requests, &settings, &mut |_, _| Ok(())).unwrap();
+    (answers, speed.shared_tokens)
+}
+
+/// One case of a divergence: sizes N, D, V, Dt, Vt, and values row after row.
+pub struct Distillation<'a> {
+    pub sizes: [usize; 5],
+    pub h: &'a [f32],
+    pub head: &'a [f32],
+    pub teacher_h: &'a [f32],
+    pub teacher_head: &'a [f32],
+    /// Negative: not trained.
+    pub labels: &'a [i64],
+    pub beta: f32,
+    pub temperature: f32,
+    pub alpha: f32,
+    pub softcap: Option<f32>,
+    pub teacher_softcap: Option<f32>,
+    pub chunk: usize,
+}
+
+fn matrix(values: &[f32], rows: usize, columns: usize) -> Tensor {
+    Tensor::from_slice(values, (rows, columns), &Device::Cpu).unwrap()
+}
+
+fn targets(labels: &[i64]) -> Vec<u32> {
+    labels.iter().map(|l| u32::try_from(*l).unwrap_or(IGNORE)).collect()
+}
+
+/// Mean loss, and its gradients at the hidden states and the head.
+pub fn divergence(case: &Distillation) -> (f64, Vec<f64>, Vec<f64>) {
+    let [n, d, v, dt, vt] = case.sizes;
+    let tensors = [
+        matrix(case.h, n, d),
+        matrix(case.head, v, d),
+        matrix(case.teacher_h, n, dt),
+        matrix(case.teacher_head, vt, dt),
+    ];
+    let targets = targets(case.labels);
+    let trained = targets.iter().filter(|t| **t != IGNORE).count() as f64;
+    let side = |h, head, softcap| distill::Side {
+        h,
+        head: distill::Matrix::Whole(head),
+        softcap,
+    };
+    let options = distill::Options {
+        beta: case.beta,
+        temperature: case.temperature,
+        alpha: case.alpha,
+        chunk: case.chunk,
+        scale: 1.0 / trained,
+        need_dh: true,
+        need_dw: true,
+    };
+    let tally = Tally::new(&Device::Cpu).unwrap();
+    let teacher = distill::Teacher::Live(side(&tensors[2], &tensors[3], case.teacher_softcap));
+    let student = side(&tensors[0], &tensors[1], case.softcap);
+    let out = distill::forward_backward(&student, &teacher, &targets, &options, &tally).unwrap();
+    let loss = tally.read().unwrap().loss / trained;
+    (loss, values(&out.dh.unwrap()), values(&out.dw.unwrap()))
+}
+
+/// Sum of the distances, and its gradients at the states x and at the projection. `sizes` are N, D, Dt.
+#[allow(clippy::too_many_arguments)]
+pub fn hidden_distance(
+    [n, d, dt]: [usize; 3],
+    x: &[f32],
+    teacher: &[f32],
+    projection: &[f32],
+    labels: &[i64],
+    weight: f64,
+    cosine: bool,
+) -> (f64, Vec<f64>, Vec<f64>) {
+    let distance = if cosine { Distance::Cosine } else { Distance::Mse };
+    let hidden = Hidden::new(&[(1, 2)], (d, dt), distance, weight, 0, &Device::Cpu).unwrap();
+    ft::ops::update::set(&hidden.params()[0].tensor, projection).unwrap();
+    let states = BTreeMap::from([(2, matrix(teacher, n, dt))]);
+    let need = Need {
+        scale: 1.0,
+        dh: true,
+        dw: false,
+    };
+    let out = hidden
+        .compare(1, &matrix(x, n, d), &states, &targets(labels), need)
+        .unwrap();
+    (out.loss, values(&out.dx.unwrap()), values(&out.own[0].1))
 }

@@ -10,11 +10,11 @@ pub struct Bench {
     pub dir: TempDir,
 }
 
-fn goldens() -> PathBuf {
+pub fn goldens() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/goldens")
 }
 
-fn copy_all(from: &Path, to: &Path) {
+pub fn copy_all(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap() {
         let path = entry.unwrap().path();
@@ -23,7 +23,8 @@ fn copy_all(from: &Path, to: &Path) {
 }
 
 impl Bench {
-    /// A tiny Llama with the chat tokenizer in `model/`, chat rows in `rows.jsonl`, a recipe in `r.toml`.
+    /// A tiny Llama with the chat tokenizer in `model/`, chat rows in `rows.jsonl`, pairs of answers
+    /// in `pairs.jsonl`, a recipe in `r.toml`.
     pub fn new() -> Self {
         let bench = Self {
             dir: TempDir::new().unwrap(),
@@ -31,6 +32,7 @@ impl Bench {
         copy_all(&goldens().join("training/models/llama"), &bench.path("model"));
         copy_all(&goldens().join("tokenizers/chat"), &bench.path("model"));
         fs::copy(goldens().join("data/messages.jsonl"), bench.path("rows.jsonl")).unwrap();
+        fs::copy(goldens().join("preference/text.jsonl"), bench.path("pairs.jsonl")).unwrap();
         bench.recipe("");
         bench
     }

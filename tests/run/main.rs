@@ -3,10 +3,14 @@
 mod adapters;
 mod bench;
 mod caps;
+mod coded;
+mod distill;
 mod equal;
 mod hostile;
 mod optimizers;
 mod plans;
+mod preference;
 mod quickstart;
+mod reinforce;
 mod resume;
 mod tiers;

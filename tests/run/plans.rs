@@ -41,7 +41,7 @@ fn every_shipped_recipe_is_planned() {
             4_022_468_096,
         ),
     ];
-    let mut planned = vec!["quickstart".to_string(), "pretrain-tiny".to_string()];
+    let mut planned = Vec::new();
     let bench = Bench::new();
     for (name, config, parameters) in shapes {
         let model = bench.path(name);
@@ -74,16 +74,25 @@ fn every_shipped_recipe_is_planned() {
         assert!(peak < ceiling, "{name}: {peak}");
         planned.push(name.to_string());
     }
-    for name in ["quickstart", "pretrain-tiny"] {
+    // These start from what another recipe leaves behind.
+    let (start, reward) = ("model.path=assets/tiny", "rlhf.rewards=exact");
+    for (name, more) in [
+        ("quickstart", &[][..]),
+        ("pretrain-tiny", &[]),
+        ("grpo-start-tiny", &[]),
+        ("grpo-tiny", &[start]),
+        ("ppo-tiny", &[start, reward]),
+    ] {
         let recipe = format!("recipes/{name}.toml");
         let out = bench
-            .command(&["plan", "--recipe", &recipe, "--json"])
+            .command(&[&["plan", "--recipe", &recipe, "--json"], more].concat())
             .current_dir(root)
             .output()
             .unwrap();
         assert!(out.status.success(), "{name}\n{}", said(&out));
         let plan: Value = serde_json::from_slice(&out.stdout).unwrap();
         assert!(plan["peak_bytes"].as_u64().unwrap() > 1 << 20);
+        planned.push(name.to_string());
     }
     let mut shipped: Vec<String> = fs::read_dir(root.join("recipes"))
         .unwrap()
@@ -170,5 +179,171 @@ fn zero_steps_save_the_initial_state() {
     );
     for name in a.names() {
         assert_eq!(a.read_f32(name).unwrap(), b.read_f32(name).unwrap(), "{name}");
+    }
+}
+
+/// `ft plan` of a shape, with nothing of it on this machine.
+fn shape_plan(bench: &Bench, name: &str, budget: &str, more: &[&str]) -> std::process::Output {
+    fs::write(
+        bench.path("s.toml"),
+        "[model]\npath = \"shape:small\"\n[data]\nmax_length = 2048\n",
+    )
+    .unwrap();
+    let model = format!("model.path=shape:{name}");
+    let base = ["plan", "--recipe", "s.toml", &model, "--budget", budget, "--json"];
+    bench.ft(&[&base[..], more].concat())
+}
+
+fn chosen(out: &std::process::Output) -> (u64, impl Fn(&str) -> String + use<>) {
+    assert!(out.status.success(), "{}", said(out));
+    let plan: Value = serde_json::from_slice(&out.stdout).unwrap();
+    let peak = plan["peak_bytes"].as_u64().unwrap();
+    let choice = move |key: &str| plan["chosen"][key]["value"].as_str().unwrap_or("").to_string();
+    (peak, choice)
+}
+
+/// With less and less memory first activations go, then tokens go through the MLP in pieces or weights to the disk, and
+/// only at the end something is lost.
+#[test]
+fn open_settings_become_the_fastest_that_fit() {
+    let bench = Bench::new();
+    let mut seen = Vec::new();
+    for budget in ["64GiB", "24GiB", "19GiB", "17GiB", "6GiB", "5GiB", "4200MiB"] {
+        let out = shape_plan(&bench, "llama-3.1-8b", budget, &["train.gradient_accumulation_steps=1"]);
+        let (peak, choice) = chosen(&out);
+        let bytes = ft::base::units::parse_bytes(budget).unwrap();
+        assert!(peak <= bytes, "{budget}: {peak}");
+        assert_eq!(
+            choice("memory.frozen_weights"),
+            "bf16",
+            "{budget}: the disk comes before a loss"
+        );
+        seen.push((
+            choice("memory.tier"),
+            choice("memory.activations"),
+            choice("memory.mlp_chunk"),
+        ));
+    }
+    println!("{seen:#?}");
+    assert_eq!(seen[0], ("device".into(), "keep 32 of 32".into(), "0".into()));
+    assert!(seen[1].0 == "device" && seen[1].1 != seen[0].1, "{seen:?}");
+    assert!(seen.iter().any(|s| s.0 == "disk"));
+    assert!(seen.last().is_some_and(|s| s.0 == "disk" && s.2 != "0"), "{seen:?}");
+    // What must stay in memory becomes codes where nothing else is left.
+    let tight = ["memory.tier=device", "tune.method=lora", "tune.lora.r=8"];
+    let (_, choice) = chosen(&shape_plan(&bench, "qwen2.5-7b", "12GiB", &tight));
+    assert_eq!(choice("memory.frozen_weights"), "int8");
+    let (_, choice) = chosen(&shape_plan(&bench, "qwen2.5-7b", "9GiB", &tight));
+    assert_eq!(choice("memory.frozen_weights"), "nf4");
+}
+
+/// Where nothing fits, three changes are named, and each of them is enough.
+#[test]
+fn changes_that_are_named_fit() {
+    let bench = Bench::new();
+    let base = ["memory.tier=device", "memory.frozen_weights=bf16", "train.batch_size=4"];
+    for (shape, budget, more) in [
+        ("qwen2.5-1.5b", "5GiB", "tune.method=full"),
+        ("qwen2.5-1.5b", "3GiB", "tune.method=block"),
+        ("llama-3.1-8b", "16GiB", "tune.method=lora"),
+    ] {
+        let settings = [&base[..], &[more]].concat();
+        let out = shape_plan(&bench, shape, budget, &settings);
+        assert_eq!(out.status.code(), Some(1), "{shape} {more}");
+        let text = said(&out);
+        let lines = text
+            .lines()
+            .skip_while(|l| !l.contains("the cheapest changes that fit"));
+        let changes: Vec<&str> = lines
+            .skip(1)
+            .take(3)
+            .filter_map(|l| l.trim().split_once(": ").map(|(change, _)| change))
+            .collect();
+        assert_eq!(changes.len(), 3, "{text}");
+        for change in changes {
+            let with: Vec<&str> = settings.iter().copied().chain(change.split(' ')).collect();
+            let out = shape_plan(&bench, shape, budget, &with);
+            assert!(out.status.success(), "{change}\n{}", said(&out));
+        }
+    }
+}
+
+#[test]
+fn a_plan_for_a_gpu_counts_its_memory_and_the_host_apart() {
+    let bench = Bench::new();
+    let more = ["model.device=cuda:0", "train.gradient_accumulation_steps=1"];
+    let out = shape_plan(&bench, "llama-3.1-8b", "24GiB", &more);
+    let (peak, _) = chosen(&out);
+    let plan: Value = serde_json::from_slice(&out.stdout).unwrap();
+    let host = plan["peak_host_bytes"].as_u64().unwrap();
+    // Lower halves of the masters of blocks that do not train stay on the host.
+    assert!(peak > 16 << 30 && host > 10 << 30, "{peak} {host}");
+}
+
+#[test]
+fn a_run_larger_than_the_memory_is_refused_before_it_loads_anything() {
+    use std::os::unix::process::CommandExt;
+    let bench = Bench::new();
+    fs::write(bench.path("s.toml"), "[model]\npath = \"shape:qwen2.5-1.5b\"\n").unwrap();
+    let mut command = bench.command(&["train", "--recipe", "s.toml", "memory.tier=device", "train.max_steps=1"]);
+    let limit = libc::rlimit {
+        rlim_cur: 2 << 30,
+        rlim_max: 2 << 30,
+    };
+    // SAFETY: between fork and exec one system call with its own argument.
+    unsafe {
+        command.pre_exec(move || match libc::setrlimit(libc::RLIMIT_DATA, &limit) {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        });
+    }
+    let out = command.output().unwrap();
+    assert_eq!(out.status.code(), Some(1), "{}", said(&out));
+    let text = said(&out);
+    assert!(text.contains("does not fit the memory that is free"), "{text}");
+    assert!(text.contains("memory.tier=disk"), "{text}");
+    assert!(!bench.path("runs").exists());
+}
+
+/// The same tokens through the MLP in pieces: the same outputs, gradients that differ in their last bits at most.
+#[test]
+fn tokens_in_pieces_learn_the_same() {
+    let bench = Bench::new();
+    let curve = |name: &str, settings: &[&str]| -> Vec<f64> {
+        let out = format!("train.output_dir={name}");
+        let base = [
+            "train.max_steps=6",
+            "train.save_steps=0",
+            "train.batch_size=3",
+            "train.gradient_accumulation_steps=2",
+        ];
+        bench.train(&[&base[..], settings, &[&out]].concat());
+        bench
+            .steps(name)
+            .iter()
+            .map(|l| crate::bench::number(l, "loss"))
+            .collect()
+    };
+    for (name, settings) in [
+        ("full", &["tune.method=full"][..]),
+        (
+            "block",
+            &[
+                "tune.method=block",
+                "tune.block.switch_every=2",
+                "memory.frozen_weights=nf4",
+            ],
+        ),
+        ("lora", &["tune.method=lora", "memory.activations=keep"]),
+        ("recomputed", &["tune.method=lora", "memory.activations=recompute"]),
+    ] {
+        let whole = curve(name, &[settings, &["memory.mlp_chunk=0"]].concat());
+        for chunk in ["memory.mlp_chunk=17", "memory.mlp_chunk=64"] {
+            let pieces = curve(&format!("{name}-{chunk}"), &[settings, &[chunk]].concat());
+            assert_eq!(whole[0].to_bits(), pieces[0].to_bits(), "{name} {chunk}: outputs");
+            for (a, b) in whole.iter().zip(&pieces) {
+                assert!((a - b).abs() <= 1e-5 * a.abs(), "{name} {chunk}: {whole:?} {pieces:?}");
+            }
+        }
     }
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-const METHODS: [(&str, &[&str]); 10] = [
+const METHODS: [(&str, &[&str]); 13] = [
     (
         "block",
         &["tune.method=block", "tune.block.switch_every=4", "model.dtype=bf16"],
@@ -50,6 +50,38 @@ const METHODS: [(&str, &[&str]); 10] = [
     (
         "dora",
         &["tune.method=lora", "tune.lora.r=4", "tune.lora.use_dora=true"],
+    ),
+    // The reference's log-probabilities are asked once; checkpoints carry them.
+    (
+        "dpo",
+        &[
+            "train.stage=dpo",
+            "data.train=pairs.jsonl",
+            "data.eval_fraction=0.3",
+            "train.eval_steps=5",
+            "tune.method=lora",
+            "tune.lora.r=4",
+        ],
+    ),
+    (
+        "kto",
+        &[
+            "train.stage=kto",
+            "data.train=pairs.jsonl",
+            "tune.method=block",
+            "tune.block.switch_every=4",
+        ],
+    ),
+    // The score head is trained beside the blocks.
+    (
+        "reward",
+        &[
+            "train.stage=reward",
+            "data.train=pairs.jsonl",
+            "tune.method=block",
+            "tune.block.switch_every=3",
+            "memory.tier=disk",
+        ],
     ),
     // Which ranks live depends on the gradients of all steps before.
     (

@@ -1,4 +1,6 @@
-// Weights stored as codes: a range of rows, bit by bit what the formats say.
+// Weights stored as codes: a part of the matrix, bit by bit what the formats say, and the product with few tokens.
+#include <array>
+
 #include "kinds.h"
 #include "../../cuda/decode.cu"
 
@@ -24,43 +26,75 @@ static float part(u32 bits) {
     return float_of(bits << 16);
 }
 
-// Rows 1 to 3 of 5 columns of `columns`; `decode` runs the kernel, `at` is the definition.
-template <class T, class Run, class At>
-void rows(const char* name, i64 columns, Run run, At at) {
-    const i64 first = 1, count = 3;
-    Buffer<T> y(count * columns), want(count * columns);
-    run(first, count, y.data);
-    for (i64 i = 0; i < count * columns; i++) narrow(at(first + i / columns, i % columns), want[i]);
-    same(name, y, want);
+/// The kernels of one format and type.
+template <class W, class T>
+struct Kernels {
+    void (*decode)(i64, i64, int, int, T*, W);
+    using Few = void (*)(i64, const T*, T*, int, int, W);
+    Few one_packed, one_single, some_packed, some_single;
+};
+
+/// A weight of `n` rows; `at` is the definition of an element.
+template <class W, class T, class At>
+void weight(const char* name, const Kernels<W, T>& kernels, const W& w, i64 n, uint64_t seed, At at) {
+    const i64 columns = w.columns;
+    // Rows, columns: some of both, whole rows, a column that nothing divides.
+    const i64 half = columns / 2 / 8 * 8;
+    const std::array<i64, 4> parts[] = {
+        {1, 3, 0, columns}, {0, n, half, columns - half}, {0, n, 0, half}, {2, 1, columns / 3, columns - columns / 3}};
+    for (auto [first, count, from, width] : parts) {
+        Buffer<T> y(count * width), want(count * width);
+        for (i64 i = 0; i < count * width; i++) narrow(at(first + i / width, from + i % width), want[i]);
+        launch(kernels.decode, dim3(3), dim3(64), 0, seed, first, count, (int)from, (int)width, y.data, w);
+        same(name, y, want);
+    }
+    for (int tokens : {1, 2, 5, 8}) {
+        Buffer<T> x(tokens * columns), y(tokens * n), before(tokens * n);
+        fill(x, seed + 5);
+        fill(before, seed + 6);
+        for (int add : {0, 1}) {
+            std::vector<double> want(tokens * n);
+            for (i64 i = 0; i < tokens * n; i++) {
+                want[i] = add ? widen(before[i]) : 0.0;
+                for (i64 c = 0; c < columns; c++) {
+                    T value;
+                    narrow(at(i % n, c), value);
+                    want[i] += (double)widen(value) * widen(x[i / n * columns + c]);
+                }
+            }
+            for (bool packed : {true, false}) {
+                if (packed && columns % W::WIDE != 0) continue;
+                const auto run = tokens == 1 ? packed ? kernels.one_packed : kernels.one_single
+                                             : packed ? kernels.some_packed : kernels.some_single;
+                std::copy(before.data, before.data + before.n, y.data);
+                launch(run, dim3((n + 1) / 2), dim3(64), 0, seed, n, (const T*)x.data, y.data, tokens, add, w);
+                check(name, y, want, tolerance<T>());
+            }
+        }
+    }
 }
 
-template <class T, class K8, class K4, class KN>
-void formats(K8 int8, K4 int4, KN nf4, uint64_t seed) {
-    for (i64 columns : {8, 64, 100, 333, 1000}) {
+template <class T>
+void formats(const Kernels<Int8, T>& int8, const Kernels<Int4, T>& int4, const Kernels<Nf4, T>& nf4, uint64_t seed) {
+    for (int columns : {8, 64, 100, 333, 1152}) {
         const i64 n = 5, stride = (columns + 15) / 16 * 16, blocks = (n * columns + 63) / 64;
         Buffer<u8> codes(n * stride), nested(blocks);
         bytes(codes, seed);
         bytes(nested, seed + 1);
-        for (i64 group : {(i64)64, (i64)128, columns}) {
-            const i64 groups = (columns + group - 1) / group;
+        for (int shift : {6, 7, 31}) {
+            const i64 groups = shift == 31 ? 1 : (columns + (1 << shift) - 1) / (1 << shift);
+            const i64 group = shift == 31 ? columns : 1 << shift;
             Buffer<float> scales(n * groups);
             Buffer<u32> words(n * groups);
             for (i64 i = 0; i < n * groups; i++) {
                 scales[i] = 0.01f + 0.003f * i;
                 words[i] = word(scales[i], -0.3f + 0.07f * i);
             }
-            rows<T>("int8", columns, [&](i64 first, i64 count, T* y) {
-                launch(int8, dim3(3), dim3(64), 0, seed, (const u8*)codes.data, (const float*)scales.data, columns,
-                       stride, group, first, count, y);
-            }, [&](i64 row, i64 column) {
+            weight("int8", int8, Int8{codes.data, scales.data, stride, columns, shift}, n, seed, [&](i64 row, i64 column) {
                 volatile float x = (float)(signed char)codes[row * stride + column] * scales[row * groups + column / group];
                 return (float)x;
             });
-            if (group == columns) continue;
-            rows<T>("int4", columns, [&](i64 first, i64 count, T* y) {
-                launch(int4, dim3(3), dim3(64), 0, seed, (const u8*)codes.data, (const u32*)words.data, columns, stride,
-                       group, first, count, y);
-            }, [&](i64 row, i64 column) {
+            weight("int4", int4, Int4{codes.data, words.data, stride, columns, shift}, n, seed, [&](i64 row, i64 column) {
                 const u32 w = words[row * groups + column / group];
                 const int byte = codes[row * stride + column / 2], code = column % 2 ? byte % 16 : byte / 16;
                 return (float)((double)code * part(w & 0xffff) + (double)part(w >> 16));
@@ -71,11 +105,8 @@ void formats(K8 int8, K4 int4, KN nf4, uint64_t seed) {
         for (int i = 0; i < 256; i++) table[i] = (i - 128) / 128.0f;
         for (size_t i = 0; i < outer.n; i++) outer[i] = 0.01f * (i + 1);
         for (bool twice : {false, true}) {
-            rows<T>("nf4", columns, [&](i64 first, i64 count, T* y) {
-                launch(nf4, dim3(3), dim3(64), 0, seed, (const u8*)codes.data, (const float*)absmax.data,
-                       twice ? (const u8*)nested.data : (const u8*)nullptr, (const float*)table.data,
-                       (const float*)outer.data, 0.05f, columns, first, count, y);
-            }, [&](i64 row, i64 column) {
+            const Nf4 w{codes.data, absmax.data, twice ? nested.data : nullptr, table.data, outer.data, 0.05f, columns};
+            weight("nf4", nf4, w, n, seed, [&](i64 row, i64 column) {
                 const i64 place = row * columns + column, block = place / 64;
                 const int byte = codes[place / 2], code = place % 2 ? byte % 16 : byte / 16;
                 volatile float scale = absmax[block];
@@ -90,10 +121,14 @@ void formats(K8 int8, K4 int4, KN nf4, uint64_t seed) {
     }
 }
 
+#define KERNELS(NAME, T)                                                                                        \
+    {decode_##NAME##_##T, few_##NAME##_##T##_1_packed, few_##NAME##_##T##_1_single, few_##NAME##_##T##_8_packed, \
+     few_##NAME##_##T##_8_single}
+
 int main(int argc, char** argv) {
     for (uint64_t seed : seeds(argc, argv)) {
-        formats<float>(decode_int8_f32, decode_int4_f32, decode_nf4_f32, seed);
-        formats<bf16>(decode_int8_bf16, decode_int4_bf16, decode_nf4_bf16, seed);
+        formats<float>(KERNELS(int8, f32), KERNELS(int4, f32), KERNELS(nf4, f32), seed);
+        formats<bf16>(KERNELS(int8, bf16), KERNELS(int4, bf16), KERNELS(nf4, bf16), seed);
     }
     return verdict();
 }

@@ -1,5 +1,7 @@
 // The rules over a list of parameters: bit-equal to the plain arithmetic; f32 weights, bf16 weights in halves, bf16
 // weights that are rounded by random numbers.
+#include <algorithm>
+
 #include "kinds.h"
 #include "../../cuda/optimizer.cu"
 
@@ -73,7 +75,7 @@ static float rounded(float x, i64 i) {
     return float_of((bits_of(x) + static_cast<u32>(number)) & 0xffff0000u);
 }
 
-static void steps(Rule rule, const float* device_factor, const double* finite, uint64_t seed) {
+static void steps(Rule rule, const float* device_factor, const double* finite, int checked, uint64_t seed) {
     const Parameter list[] = {
         {5, false, false, false, 0, false}, {SHARE + 7, true, false, false, 1, false}, {300, true, true, true, 0, false},
         {1, false, true, false, 1, false},  {1000, false, false, true, 1, false},       {64, true, false, false, 0, false},
@@ -97,8 +99,8 @@ static void steps(Rule rule, const float* device_factor, const double* finite, u
     if (rule == SGD || rule == PLAIN_SGD) groups.at[0][2] = 1, groups.at[1][2] = rule == PLAIN_SGD ? 1 : 0;
     launch(
         rule == ADAMW ? adamw_step : rule == LION ? lion_step : rule == SIGN ? sign_step : sgd_step, dim3(shares), dim3(64), 0, seed, (const Entry*)entries.data,
-        (int)entries.n, device_factor, finite, (const Table*)nullptr, common, groups);
-    const bool happens = !finite || std::isfinite(*finite);
+        (int)entries.n, device_factor, finite, checked, (const Table*)nullptr, common, groups);
+    const bool happens = std::all_of(finite, finite + checked, [](double x) { return std::isfinite(x); });
     const float coefficient = common.coefficient * (device_factor ? *device_factor : 1.0f);
     for (const auto& held : all) {
         const float* k = groups.at[held->p.group];
@@ -203,7 +205,7 @@ static void coded_steps(Rule rule, i64 n, bool half, bool shifted, uint64_t seed
         if (t == 0) gradient[s] = 0;
         launch(
             rule == ADAMW ? adamw_step_codes : lion_step_codes, dim3((n + SHARE - 1) / SHARE), dim3(64), 0, seed,
-            (const Entry*)entries.data, 1, (const float*)nullptr, (const double*)nullptr, (const Table*)tables.data,
+            (const Entry*)entries.data, 1, (const float*)nullptr, (const double*)nullptr, 0, (const Table*)tables.data,
             common, groups);
         for (i64 b = 0; b < blocks; b++) {
             const i64 from = b * CODED, count = std::min<i64>(CODED, n - from);
@@ -239,15 +241,20 @@ static void coded_steps(Rule rule, i64 n, bool half, bool shifted, uint64_t seed
 int main(int argc, char** argv) {
     for (uint64_t seed : seeds(argc, argv)) {
         Buffer<float> factor(1);
-        Buffer<double> squares(1);
+        Buffer<double> sums(3);
         factor[0] = 0.3f;
         for (Rule rule : {ADAMW, SGD, PLAIN_SGD, LION, SIGN}) {
-            steps(rule, nullptr, nullptr, seed);
-            squares[0] = 3;
-            steps(rule, factor.data, squares.data, seed);
-            for (double bad : {(double)INFINITY, (double)NAN}) {
-                squares[0] = bad;
-                steps(rule, nullptr, squares.data, seed);
+            steps(rule, nullptr, nullptr, 0, seed);
+            sums[0] = 3, sums[1] = 0, sums[2] = -1e300;
+            steps(rule, factor.data, sums.data, 3, seed);
+            for (double bad : {(double)INFINITY, -(double)INFINITY, (double)NAN}) {
+                for (int at : {0, 2}) {
+                    sums[0] = sums[2] = 1;
+                    sums[at] = bad;
+                    steps(rule, nullptr, sums.data, 3, seed);
+                    // Only the first is asked for.
+                    steps(rule, nullptr, sums.data, 1, seed);
+                }
             }
         }
         for (Rule rule : {ADAMW, LION}) {

@@ -27,6 +27,7 @@ use super::codec::{ChatRender, TextCodec};
 use super::rows::{Chat, Sample};
 use crate::base::{Error, Result};
 use crate::recipe::TrainOn;
+use serde_json::Value;
 use std::ops::Range;
 
 /// What a row becomes.
@@ -96,7 +97,7 @@ impl Encoder<'_> {
         })
     }
 
-    fn eos(&self) -> Result<u32> {
+    pub(super) fn eos(&self) -> Result<u32> {
         self.codec.eos_id().ok_or_else(|| {
             Error::new("the tokenizer has no end-of-sequence token")
                 .expected("`eos_token` in tokenizer_config.json")
@@ -145,6 +146,26 @@ impl Encoder<'_> {
                 .expected("chat_template.jinja, or `chat_template` in tokenizer_config.json")
                 .hint("set `data.chat_template` to the path of a Jinja file, or use prompt-completion or text rows")
         })
+    }
+
+    /// The template's text of a conversation, in tokens. Errors: as in `encode`.
+    pub(super) fn rendered(
+        &self,
+        messages: &[Value],
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> Result<Vec<u32>> {
+        let template = self.template()?;
+        let text = template.render(messages, tools, add_generation_prompt)?;
+        let source = literal::Source {
+            codec: self.codec,
+            template,
+            messages,
+            tools,
+            add_generation_prompt,
+            text: &text,
+        };
+        Ok(source.encode()?.0)
     }
 
     /// Indices of the assistant messages to train.
@@ -207,7 +228,7 @@ impl Encoder<'_> {
         ends.iter().rev().find(stops).or(ends.first()).copied()
     }
 
-    fn check(&self, ids: &[u32]) -> Result<()> {
+    pub(super) fn check(&self, ids: &[u32]) -> Result<()> {
         if let Some(&id) = ids.iter().find(|&&id| id as usize >= self.embedding_rows) {
             let token = self.codec.decode(&[id]).unwrap_or_default();
             return Err(
@@ -251,24 +272,13 @@ impl Encoder<'_> {
                 }))
             }
             Sample::Chat(chat) => {
-                let template = self.template()?;
                 let last = (chat.first_trained..chat.messages.len())
                     .rev()
                     .find(|&i| chat::role(&chat.messages[i]) == "assistant");
                 let Some(last) = last.filter(|&i| !chat::content(&chat.messages[i]).is_empty()) else {
                     return Ok(None);
                 };
-                let (messages, tools) = (&chat.messages[..last], chat.tools.as_ref());
-                let text = template.render(messages, tools, true)?;
-                let source = literal::Source {
-                    codec: self.codec,
-                    template,
-                    messages,
-                    tools,
-                    add_generation_prompt: true,
-                    text: &text,
-                };
-                let (ids, _) = source.encode()?;
+                let ids = self.rendered(&chat.messages[..last], chat.tools.as_ref(), true)?;
                 self.check(&ids)?;
                 Ok(Some(Question {
                     prompt: ids,

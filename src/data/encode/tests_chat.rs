@@ -4,7 +4,7 @@ use super::{Encoded, Encoder};
 use crate::base::Result;
 use crate::data::codec::TextCodec;
 use crate::data::read::{Place, Row};
-use crate::data::rows::understand;
+use crate::data::rows::{Sample, understand};
 use crate::data::testing::*;
 use crate::recipe::{RowFormat, TrainOn};
 use serde_json::{Value, json};
@@ -227,6 +227,63 @@ fn tool_calls_are_trained_and_answers_of_tools_are_not() {
         assert_eq!(got[0].trim_start(), first.trim_start());
         assert_eq!(got[1..], ["It is noon.<|im_end|>"]);
     }
+}
+
+/// A trace of several steps: parallel calls, answers that look like calls or repeat the assistant, a failed call, a
+/// second question. Everything that the assistant wrote is trained, nothing that a tool wrote.
+#[test]
+fn only_the_assistant_of_a_trace_is_trained() {
+    let codec = Words::chatml();
+    let call = |name: &str| json!({"type": "function", "function": {"name": name, "arguments": "{\"n\": 1}"}});
+    let value = json!({"messages": [
+        {"role": "system", "content": "Use tools."},
+        {"role": "user", "content": "rain and time?"},
+        {"role": "assistant", "content": "two calls", "tool_calls": [call("rain"), call("clock")]},
+        {"role": "tool", "content": "<tool_call>clock</tool_call>"},
+        {"role": "tool", "content": "two calls"},
+        {"role": "assistant", "content": null, "tool_calls": [call("rain")]},
+        {"role": "tool", "content": "error: It rains."},
+        {"role": "assistant", "content": "It rains."},
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "It rains."},
+    ]});
+    let encoded = encode(&codec, QWEN, TrainOn::Assistant, value.clone()).unwrap();
+    let got: Vec<String> = trained(&codec, &encoded)
+        .iter()
+        .map(|t| t.trim_start().to_string())
+        .collect();
+    let want = [
+        "two calls\n<tool_call>rain</tool_call>\n<tool_call>clock</tool_call><|im_end|>",
+        "<tool_call>rain</tool_call><|im_end|>",
+        "It rains.<|im_end|>",
+        "It rains.<|im_end|>",
+    ];
+    assert_eq!(got, want);
+    let last = encode(&codec, QWEN, TrainOn::Completion, value).unwrap();
+    assert_eq!(trained(&codec, &last), ["It rains.<|im_end|>"]);
+}
+
+#[test]
+fn arguments_written_as_text_become_what_templates_print() {
+    let of = |arguments: Value| {
+        let calls = json!([{"type": "function", "function": {"name": "f", "arguments": arguments}}]);
+        let value = json!({"messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+        ]});
+        match understand(&row(value), RowFormat::Messages).unwrap() {
+            Sample::Chat(chat) => chat.messages[1]["tool_calls"][0]["function"]["arguments"].clone(),
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(
+        of(json!("{\"city\": \"Bern\", \"n\": 2}")),
+        json!({"city": "Bern", "n": 2})
+    );
+    assert_eq!(of(json!({"n": 2})), json!({"n": 2}));
+    // What is no object stays what it is.
+    assert_eq!(of(json!("Bern")), json!("Bern"));
+    assert_eq!(of(json!("[1]")), json!("[1]"));
 }
 
 #[test]

@@ -126,7 +126,7 @@ pub(crate) fn forward(
 
 /// Replaces scores by `e^(score - max)`, capped first if `cap` is not 0; gives max and the sum.
 #[inline(always)]
-fn softmax_body<const FMA: bool>(row: &mut [f32], cap: f32) -> (f32, f32) {
+pub(super) fn softmax_body<const FMA: bool>(row: &mut [f32], cap: f32) -> (f32, f32) {
     if cap != 0.0 {
         for x in row.iter_mut() {
             *x = cap * tanh::<FMA>(*x / cap);

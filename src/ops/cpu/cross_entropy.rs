@@ -12,7 +12,7 @@ use rayon::prelude::*;
 /// Rows of the head that are multiplied at a time.
 pub(crate) const PIECE: usize = 4096;
 /// Logits with one maximum; a piece is cut into whole blocks.
-const BLOCK: usize = 2048;
+pub(super) const BLOCK: usize = 2048;
 
 /// What is read. `sizes` are (D, V); `cap` 0 means none.
 pub(crate) struct Job<'a> {
@@ -155,7 +155,7 @@ impl Rows {
 }
 
 /// Place of a target in a piece.
-fn inside(target: u32, first: usize, width: usize) -> Option<usize> {
+pub(super) fn inside(target: u32, first: usize, width: usize) -> Option<usize> {
     (target as usize).checked_sub(first).filter(|at| *at < width)
 }
 
@@ -165,12 +165,12 @@ fn weights_of(weights: Option<&[f32]>, tokens: &[usize]) -> Vec<f32> {
 }
 
 /// First row and number of rows of each piece.
-fn pieces(v: usize) -> impl Iterator<Item = (usize, usize)> {
+pub(super) fn pieces(v: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..v).step_by(PIECE).map(move |first| (first, PIECE.min(v - first)))
 }
 
 /// `logits [count, width] = h [count, D] · headᵀ`
-fn multiply(h: &[f32], head: Values<'_>, (count, width, d): (usize, usize, usize), logits: &mut [f32]) {
+pub(super) fn multiply(h: &[f32], head: Values<'_>, (count, width, d): (usize, usize, usize), logits: &mut [f32]) {
     product(
         (count, width, d),
         logits,
@@ -182,7 +182,13 @@ fn multiply(h: &[f32], head: Values<'_>, (count, width, d): (usize, usize, usize
 }
 
 /// `dh [count, D] (+)= dlogits [count, width] · head [width, D]`, from zero with the first piece.
-fn back(dlogits: &[f32], head: Values<'_>, (count, width, d): (usize, usize, usize), first: usize, dh: &mut [f32]) {
+pub(super) fn back(
+    dlogits: &[f32],
+    head: Values<'_>,
+    (count, width, d): (usize, usize, usize),
+    first: usize,
+    dh: &mut [f32],
+) {
     product(
         (count, d, width),
         dh,
@@ -387,7 +393,7 @@ fn largest_body<const FMA: bool>(row: &mut [f32], cap: f32) -> (f32, bool) {
     let max = max.iter().fold(f32::NEG_INFINITY, |m, x| m.max(*x));
     (max, sum_lanes(odd) == 0.0)
 }
-vectorized!(fn largest(row: &mut [f32], cap: f32) -> (f32, bool) = largest_body);
+vectorized!(pub(super) fn largest(row: &mut [f32], cap: f32) -> (f32, bool) = largest_body);
 
 /// Sum of `e^(x - max)`: f32 within blocks, f64 over the blocks.
 #[inline(always)]

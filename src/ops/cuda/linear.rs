@@ -24,23 +24,54 @@ pub(crate) fn forward(
         _ => gpu.empty((rows, outputs), kind.dtype())?,
     };
     if let Some(bias) = bias {
-        let name = format!(
-            "rows_{}_{}",
-            kind.name(),
-            Kind::of(bias, "the bias of a linear")?.name()
-        );
-        let args = [
-            Arg::Address(address(bias, "the bias of a linear")?),
-            Arg::Address(address(&y, "y of a linear")?),
-            Arg::size(rows),
-            Arg::size(outputs),
-        ];
-        let mut grid = Grid::line(outputs.div_ceil(256), 256);
-        grid.blocks.1 = rows.min(1024);
-        // SAFETY: `bias` has `outputs` elements, y is [rows, outputs].
-        unsafe { gpu.launch("elementwise", &name, grid, &args)? };
+        bias_rows(&gpu, bias, &y)?;
     }
     forward_into(&gpu, &y, x, w, (rows, outputs, inputs), bias.is_some())?;
+    Ok(y)
+}
+
+/// Sets every row of y `[N, O]` to the bias `[O]`.
+pub(super) fn bias_rows(gpu: &Gpu, bias: &Tensor, y: &Tensor) -> Result<()> {
+    let (rows, outputs) = y.dims2()?;
+    let kind = Kind::of(y, "y of a linear")?;
+    let name = format!(
+        "rows_{}_{}",
+        kind.name(),
+        Kind::of(bias, "the bias of a linear")?.name()
+    );
+    let args = [
+        Arg::Address(address(bias, "the bias of a linear")?),
+        Arg::Address(address(y, "y of a linear")?),
+        Arg::size(rows),
+        Arg::size(outputs),
+    ];
+    let mut grid = Grid::line(outputs.div_ceil(256), 256);
+    grid.blocks.1 = rows.min(1024);
+    // SAFETY: `bias` has `outputs` elements, y is [rows, outputs].
+    unsafe { gpu.launch("elementwise", &name, grid, &args) }
+}
+
+/// `x [N, I]·wᵀ` as f32, whatever the type of x: logits.
+pub(crate) fn forward_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
+    let gpu = Gpu::of(x, "x of a linear")?;
+    let kind = Kind::of(x, "x of a linear")?;
+    let ((rows, inputs), (outputs, _)) = (x.dims2()?, w.dims2()?);
+    if inputs == 0 || rows == 0 {
+        return gpu.zeros((rows, outputs), DType::F32);
+    }
+    let (w, y) = (cast(w, kind)?, gpu.empty((rows, outputs), DType::F32)?);
+    let (a, b) = (matrix(x, "x of a linear", inputs)?, matrix(&w, "a weight", inputs)?);
+    // SAFETY: [N, I] · [I, O] into [N, O].
+    unsafe {
+        gemm(
+            &gpu,
+            (rows, outputs, inputs),
+            a,
+            b.t(),
+            matrix(&y, "logits", outputs)?,
+            false,
+        )?
+    };
     Ok(y)
 }
 

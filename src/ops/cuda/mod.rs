@@ -16,6 +16,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 pub(crate) mod attention;
+pub(crate) mod coded;
 mod columns;
 pub(crate) mod cross_entropy;
 pub(crate) mod device;

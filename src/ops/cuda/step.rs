@@ -117,6 +117,7 @@ fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficien
             Arg::small(count, "a list of parameters")?,
             Arg::Address(scalar(gate.coefficient, DType::F32)?),
             Arg::Address(scalar(gate.finite, DType::F64)?),
+            Arg::small(gate.finite.map_or(0, Tensor::elem_count), "the numbers of a gate")?,
             Arg::Address(tables),
             Arg::Four(common),
         ];

@@ -136,6 +136,21 @@ impl Copier {
         Ok(())
     }
 
+    /// Gives back what was locked of a tensor, when no copy reads it any more.
+    pub fn forget(&self, host: &Tensor) -> Result<()> {
+        let from = host_bytes(host)?.0 as usize;
+        if let Some(tensor) = lock(&self.locked).remove(&from) {
+            self.stream.synchronize().map_err(failed)?;
+            // SAFETY: it was locked by this copier, and its tensor still lives.
+            let code = unsafe { sys::cuMemHostUnregister(from as *mut _) };
+            drop(tensor);
+            if code != sys::CUresult::CUDA_SUCCESS {
+                return Err(failed(code));
+            }
+        }
+        Ok(())
+    }
+
     /// The tensor, for work that is queued from now on.
     pub fn receive(&self, arriving: Arriving) -> Result<Tensor> {
         let computing = self.gpu.device().cuda_stream();

@@ -176,7 +176,7 @@ fn corrections_keep_no_state_and_lose_nothing_small() {
         let lr = 1e-5;
         for number in 1..=100 {
             o.begin(number);
-            o.descend("w", &weight, &gradient, lr, sign).unwrap();
+            o.descend("w", &weight, &gradient, (lr, sign), Gate::default()).unwrap();
         }
         assert_eq!(o.saved().count(), 0);
         let after = o.exact("w", &weight).unwrap();

@@ -1,6 +1,11 @@
 //! What differs between the stages of training: where the micro-batches of a step come from, and the objective that
 //! turns them into a loss. One file a stage; the loop is the one of `train`.
 
+pub mod lesson;
+pub mod preference;
+mod reinforce;
+pub mod replay;
+mod distill;
 mod sft;
 
 use crate::base::{Error, Result};
@@ -9,7 +14,11 @@ use crate::data::{Batch, Dataset};
 use crate::engine::Engine;
 use crate::model::{Objective, Spec};
 use crate::recipe::{self, Recipe};
+use crate::run::prompts::Questions;
+use crate::run::setup::Described;
+use candle_core::Device;
 use serde_json::Value;
+use std::path::Path;
 
 /// Where the micro-batches of a step come from. What a window holds must follow from (seed, step, weights) and from
 /// what `state` saves: a resumed run is bit-equal to the run that was not stopped.
@@ -33,6 +42,13 @@ pub trait Feed {
     /// What is evaluated; empty: nothing is held out.
     fn eval(&self) -> Vec<Batch> {
         Vec::new()
+    }
+
+    /// What a stage that needs the engine for it measures on rows that are held out, by the names of `metrics.jsonl`
+    /// without `eval_`.
+    fn evaluate(&mut self, engine: &Engine) -> Result<Vec<(&'static str, f64)>> {
+        let _ = engine;
+        Ok(Vec::new())
     }
 
     /// What a checkpoint must keep beside the weights.
@@ -66,14 +82,31 @@ pub struct Stage<'a> {
 pub struct Setting<'a> {
     pub recipe: &'a Recipe,
     pub spec: &'a Spec,
+    pub model: &'a Described,
+    pub device: &'a Device,
+    pub run_dir: &'a Path,
+    pub train: &'a Dataset,
     pub stream: BatchStream<'a>,
     pub eval: Option<&'a Dataset>,
+    /// Prompts of a stage that trains by reward.
+    pub questions: Option<&'a Questions>,
+}
+
+/// What a stage needs beside the model and its rows, looked at before anything is written.
+pub fn check(recipe: &Recipe, model: &Described, train: &Dataset) -> Result<()> {
+    match recipe.train.stage {
+        recipe::Stage::Distill => distill::check(recipe, model, train),
+        _ => Ok(()),
+    }
 }
 
 /// The stage of a recipe.
 pub fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
     match setting.recipe.train.stage {
         recipe::Stage::Pretrain | recipe::Stage::Sft => Ok(sft::open(setting)),
+        recipe::Stage::Ppo | recipe::Stage::Grpo => reinforce::open(setting),
+        stage if stage.is_preference() => preference::open(setting),
+        recipe::Stage::Distill => distill::open(setting),
         // Refused while the recipe was read.
         other => Err(Error::usage("this stage is not built yet").found(other.name())),
     }

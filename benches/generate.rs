@@ -1,0 +1,130 @@
+//! Times decoding of a built-in shape with random weights: `cargo bench --bench generate -- --help`.
+//!
+//! `rows` answers to one prompt (or to as many prompts, with `--apart`). Prints one line of JSON: seconds and tokens per
+//! second of prefill and decode, CPU seconds of both, bytes of weights and cache.
+
+use candle_core::Device;
+use clap::Parser;
+use ft::generate::{CodedCopy, Formats, Limits, Policy, Request, Settings, Stored, answer};
+use ft::model::{Network, families, shapes};
+use ft::ops::CpuPath;
+use ft::quant::Format;
+use ft::recipe::Dtype;
+use ft::source::Resident;
+use std::time::Instant;
+
+#[derive(Parser)]
+struct Options {
+    /// A built-in shape.
+    #[arg(long, default_value = "qwen2.5-0.5b")]
+    shape: String,
+    #[arg(long, default_value = "f32")]
+    dtype: String,
+    /// exact, int8 or int4.
+    #[arg(long, default_value = "exact")]
+    weights: String,
+    /// f32, bf16 or int8.
+    #[arg(long, default_value = "f32")]
+    kv_cache: String,
+    #[arg(long, default_value_t = 1)]
+    rows: usize,
+    #[arg(long, default_value_t = 128)]
+    prompt: usize,
+    #[arg(long, default_value_t = 32)]
+    new: usize,
+    /// Every row has a prompt of its own.
+    #[arg(long)]
+    apart: bool,
+    #[arg(long)]
+    same_bits: bool,
+    #[arg(long, default_value_t = 2)]
+    threads: usize,
+    /// Given by `cargo bench`.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// CPU seconds of this process, all threads.
+fn cpu_seconds() -> f64 {
+    let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `t` is a valid place for the answer.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut t) };
+    t.tv_sec as f64 + t.tv_nsec as f64 * 1e-9
+}
+
+fn main() {
+    let o = Options::parse();
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(o.threads)
+        .build_global()
+        .expect("threads");
+    if let Ok(path) = std::env::var("FT_CPU") {
+        CpuPath::force(&path).expect("FT_CPU");
+    }
+    ft::base::memory::reuse_freed();
+    let config = shapes::config(&format!("{}{}", shapes::PREFIX, o.shape))
+        .expect("a shape")
+        .expect("a shape");
+    let spec = families::read(&config).expect("a model");
+    let dtype = Dtype::parse(&o.dtype).expect("f32 or bf16");
+    let source = Resident::random(spec.params(), 1, 0.02, 1.0, dtype, &Device::Cpu).expect("weights");
+    let vocab = spec.vocab;
+    let network = Network::new(spec, Box::new(source), Device::Cpu);
+    let format = match o.weights.as_str() {
+        "exact" => None,
+        "int8" => Some(Format::Int8 { group: 0 }),
+        "int4" => Some(Format::Int4 { group: 64 }),
+        other => panic!("no weights `{other}`"),
+    };
+    let started = Instant::now();
+    let copy = format.map(|f| CodedCopy::new(&network, Formats::of(f)).expect("codes"));
+    let coding = started.elapsed().as_secs_f64();
+    let kv_cache = match o.kv_cache.as_str() {
+        "f32" => Stored::F32,
+        "bf16" => Stored::Bf16,
+        "int8" => Stored::Int8,
+        other => panic!("no cache `{other}`"),
+    };
+    let requests: Vec<Request> = (0..o.rows)
+        .map(|row| {
+            let seed = if o.apart { row } else { 0 };
+            let prompt = (0..o.prompt).map(|i| ((i * 7919 + seed * 104_729) % vocab) as u32);
+            Request {
+                prompt: prompt.collect(),
+                number: row as u64,
+            }
+        })
+        .collect();
+    let settings = Settings {
+        max_new_tokens: o.new,
+        temperature: 1.0,
+        limits: Limits {
+            kv_cache: Some(kv_cache),
+            same_bits: o.same_bits,
+            ..Limits::default()
+        },
+        ..Settings::default()
+    };
+    let policy = || copy.as_ref().map_or(Policy::from(&network), Policy::from);
+    let short = Settings {
+        max_new_tokens: 2,
+        ..settings.clone()
+    };
+    answer(policy(), &requests[..1], &short, &mut |_, _| Ok(())).expect("warm up");
+    let before = cpu_seconds();
+    let (_, s) = answer(policy(), &requests, &settings, &mut |_, _| Ok(())).expect("answers");
+    let cpu = cpu_seconds() - before;
+    println!(
+        "{}",
+        serde_json::json!({
+            "shape": o.shape, "dtype": o.dtype, "weights": o.weights, "kv_cache": o.kv_cache, "rows": o.rows,
+            "prompt": o.prompt, "apart": o.apart, "same_bits": o.same_bits, "threads": o.threads,
+            "prefill_tokens": s.prefill_tokens, "shared_tokens": s.shared_tokens,
+            "prefill_tokens_per_second": s.prefill_tokens as f64 / s.prefill_seconds,
+            "decode_tokens_per_second": s.decode_tokens as f64 / s.decode_seconds,
+            "seconds": s.prefill_seconds + s.decode_seconds, "cpu_seconds": cpu,
+            "cache_bytes": s.cache_bytes, "exact_bytes": network.source.resident_bytes(),
+            "code_bytes": copy.as_ref().map_or(0, CodedCopy::bytes), "coding_seconds": coding,
+        })
+    );
+}

@@ -1,0 +1,65 @@
+//! `ft distill`: what a teacher says of the rows of a recipe, stored once.
+
+use super::out::out;
+use super::recipe_args::RecipeArgs;
+use crate::base::Result;
+use crate::base::units::{bytes, count};
+use crate::run::teacher_cache;
+use serde_json::json;
+use std::path::PathBuf;
+
+/// Store the outputs of a teacher for the rows of a recipe
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  ft distill cache --recipe distill.toml --out teacher-outputs
+  ft train --recipe distill.toml distill.teacher_cache=teacher-outputs
+
+The teacher runs once over all training rows; training then needs neither its weights nor its time. A call that was
+stopped goes on where it was.")]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Command {
+    /// Write the log-probabilities of each trained token's likeliest ids
+    Cache(Cache),
+}
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  ft distill cache --recipe distill.toml --out teacher-outputs
+  ft distill cache --recipe distill.toml distill.top_k=128 --out teacher-outputs-128")]
+struct Cache {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// Directory for the outputs; what an earlier call has written there is used
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn run(args: Args) -> Result<i32> {
+    let Command::Cache(args) = args.command;
+    let loaded = args.recipe.load_and_warn()?;
+    let report = teacher_cache::cache(&loaded.recipe, &args.out, &mut |line| super::note(line))?;
+    if args.json {
+        out(json!({
+            "out": report.out.display().to_string(), "documents": report.documents, "tokens": report.tokens,
+            "shards": report.shards, "found": report.found, "bytes": report.bytes, "covered": report.covered,
+        }))?;
+        return Ok(0);
+    }
+    super::note(&format!(
+        "{} tokens of {} rows in {}; the stored ids have {:.2} % of the probability",
+        count(report.tokens as u64),
+        count(report.documents as u64),
+        bytes(report.bytes),
+        100.0 * report.covered
+    ));
+    out(report.out.display())?;
+    Ok(0)
+}

@@ -1,0 +1,196 @@
+//! Rows to answer, for training by reward: a prompt, the answer where the row has one, and all its columns.
+//!
+//! A row of format `prompt` has `prompt`, as text or as a list of messages. A row of any other format with an answer
+//! (a conversation, prompt and completion) is its prompt, and its last answer is the known one.
+
+use super::chat;
+use super::encode::Encoder;
+use super::read::{self, Row, clip, kind};
+use super::rows::{self, Chat, Sample};
+use crate::base::{Error, Result, signal};
+use crate::recipe::RowFormat;
+use serde_json::{Map, Value};
+
+/// What was said before the answer.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Said {
+    Text(String),
+    Chat { messages: Vec<Value>, tools: Option<Value> },
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Prompt {
+    /// `[T]`, up to and with the generation prompt.
+    pub ids: Vec<u32>,
+    pub said: Said,
+    /// A text, a number, or a list of answers that are all right.
+    pub answer: Option<Value>,
+    /// The row as it was written.
+    pub columns: Map<String, Value>,
+    pub place: read::Place,
+}
+
+impl Prompt {
+    /// The conversation that `answer` ends; `None` where the prompt is plain text.
+    pub fn answered(&self, answer: &str) -> Sample {
+        match &self.said {
+            Said::Text(text) => Sample::PromptCompletion {
+                prompt: text.clone(),
+                completion: answer.to_string(),
+            },
+            Said::Chat { messages, tools } => {
+                let mut messages = messages.clone();
+                messages.push(chat::message("assistant", answer));
+                Sample::Chat(Chat {
+                    first_trained: messages.len() - 1,
+                    messages,
+                    tools: tools.clone(),
+                })
+            }
+        }
+    }
+}
+
+#[derive(Debug, Clone, Default)]
+pub struct Prompts {
+    pub rows: Vec<Prompt>,
+    /// Hash of ids and columns.
+    pub fingerprint: String,
+}
+
+impl Prompts {
+    /// All rows of these files. `answer` names the column with the known answer.
+    ///
+    /// Errors: a row without a prompt (its place), no rows, a prompt that leaves less than `room` tokens of
+    /// `window` for the answer, a signal.
+    pub fn load(
+        files: &[String],
+        format: RowFormat,
+        encoder: &Encoder,
+        answer: &str,
+        (window, room): (usize, usize),
+    ) -> Result<Self> {
+        let mut out = Self::default();
+        let mut hasher = blake3::Hasher::new();
+        for path in files {
+            let mut format = format;
+            read::read_rows(path, &mut |row| {
+                if format == RowFormat::Auto {
+                    format = detect(&row)?;
+                }
+                let prompt = one(&row, format, encoder, answer).map_err(|e| e.or_at(&row.place))?;
+                if prompt.ids.len() + room > window {
+                    return Err(too_long(&prompt, window, room));
+                }
+                prompt.ids.iter().for_each(|id| {
+                    hasher.update(&id.to_le_bytes());
+                });
+                hasher.update(Value::Object(row.fields).to_string().as_bytes());
+                out.rows.push(prompt);
+                match signal::received() {
+                    Some(s) => Err(Error::signal(
+                        s,
+                        "stopped while the data was read; nothing was trained yet",
+                    )),
+                    None => Ok(()),
+                }
+            })?;
+        }
+        if out.rows.is_empty() {
+            return Err(Error::new("the data has no rows").at(files.join(", ")).found("0 rows"));
+        }
+        out.fingerprint = hasher.finalize().to_hex().to_string();
+        Ok(out)
+    }
+}
+
+fn too_long(prompt: &Prompt, window: usize, room: usize) -> Error {
+    Error::new("the prompt is too long: no room is left for the answer")
+        .at(&prompt.place)
+        .found(format!(
+            "{} tokens and {room} of `rlhf.max_completion_length`",
+            prompt.ids.len()
+        ))
+        .expected(format!(
+            "at most {window} together (`data.max_length`, and the model's positions)"
+        ))
+        .hint("raise `data.max_length`, lower `rlhf.max_completion_length`, or remove the row")
+}
+
+fn detect(row: &Row) -> Result<RowFormat> {
+    let has = |name: &str| row.fields.get(name).is_some_and(|v| !v.is_null());
+    if has("prompt") && !has("completion") {
+        return Ok(RowFormat::Prompt);
+    }
+    rows::detect(row)
+}
+
+fn one(row: &Row, format: RowFormat, encoder: &Encoder, answer: &str) -> Result<Prompt> {
+    let sample = match format {
+        RowFormat::Prompt => prompt(&row.fields)?,
+        other => rows::understand(row, other)?,
+    };
+    let none = || {
+        Error::new("the row has no answer after its prompt")
+            .expected("`prompt`, or a conversation with an assistant message, or prompt and completion")
+    };
+    let question = encoder.question(&sample)?.ok_or_else(none)?;
+    let said = match sample {
+        Sample::PromptCompletion { prompt, .. } => Said::Text(prompt),
+        Sample::Chat(chat) => {
+            let last = chat.messages.iter().rposition(|m| chat::role(m) == "assistant");
+            let mut messages = chat.messages;
+            messages.truncate(last.unwrap_or(0));
+            Said::Chat {
+                messages,
+                tools: chat.tools,
+            }
+        }
+        Sample::Text(_) => return Err(none()),
+    };
+    let column = row.fields.get(answer).filter(|v| !v.is_null()).cloned();
+    let known = match format {
+        RowFormat::Prompt => column,
+        _ => column.or(Some(Value::String(question.answer))),
+    };
+    if question.prompt.is_empty() {
+        return Err(Error::new("the prompt has no tokens").hint("give it some text to continue"));
+    }
+    Ok(Prompt {
+        ids: question.prompt,
+        said,
+        answer: known,
+        columns: row.fields.clone(),
+        place: row.place.clone(),
+    })
+}
+
+/// A prompt with a stand-in for the answer, which a question leaves out again.
+fn prompt(fields: &Map<String, Value>) -> Result<Sample> {
+    const ANSWER: &str = "answer";
+    match fields.get("prompt") {
+        None | Some(Value::Null) => Err(Error::new("field `prompt` is missing")
+            .found(format!(
+                "fields {}",
+                fields.keys().cloned().collect::<Vec<_>>().join(", ")
+            ))
+            .expected("prompt: a text, or a list of messages")),
+        Some(Value::String(text)) => Ok(Sample::PromptCompletion {
+            prompt: text.clone(),
+            completion: ANSWER.to_string(),
+        }),
+        Some(Value::Array(list)) => {
+            let mut messages = chat::messages(list)?;
+            messages.push(chat::message("assistant", ANSWER));
+            chat::check_order(&messages)?;
+            Ok(Sample::Chat(Chat {
+                first_trained: messages.len() - 1,
+                messages,
+                tools: rows::tools(fields)?,
+            }))
+        }
+        Some(other) => Err(Error::new("field `prompt` has the wrong type")
+            .found(format!("{}: {}", kind(other), clip(&other.to_string())))
+            .expected("a text, or a list of messages")),
+    }
+}

@@ -1,0 +1,215 @@
+//! Hidden states of the student drawn to those of the teacher, through a learned projection that is dropped at the end
+//! (as in FitNets, Romero et al. 2015, arXiv 1412.6550, and TinyBERT, Jiao et al. 2020, arXiv 1909.10351).
+//!
+//! Letters: M trained tokens of a batch, D hidden size of the student, Dt of the teacher. Of a pair (s, t) the student's
+//! state x `[M, D]` at the input of layer s becomes y = x·Pᵀ `[M, Dt]`; its loss is the sum over the tokens of
+//! mean (y - t)² or 1 - cos(y, t), times weight / pairs. Sums are made in f32.
+
+use crate::base::rng::{Rng, Stream};
+use crate::base::{Error, Result};
+use crate::data::IGNORE;
+use crate::model::{Need, Param};
+use crate::ops::{linear, update};
+use candle_core::{D, DType, Device, Tensor};
+use std::collections::BTreeMap;
+
+/// How two states are compared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Distance {
+    Mse,
+    Cosine,
+}
+
+/// One pair of layers, and its projection `[Dt, D]`.
+struct Pair {
+    teacher: usize,
+    student: usize,
+    projection: Param,
+}
+
+pub struct Hidden {
+    pairs: Vec<Pair>,
+    /// Student layers, rising, each once.
+    layers: Vec<usize>,
+    distance: Distance,
+    weight: f64,
+}
+
+/// What a comparison gives.
+#[derive(Debug)]
+pub struct Compared {
+    pub loss: f64,
+    /// `[N, D]`
+    pub dx: Option<Tensor>,
+    pub own: Vec<(Param, Tensor)>,
+}
+
+/// Pairs for a student of `student` layers and a teacher of `teacher`: every inner state of the student, with the
+/// teacher's at the same part of its depth.
+pub fn auto_map(student: usize, teacher: usize) -> Vec<(usize, usize)> {
+    let at = |s: usize| (2 * s * teacher + student) / (2 * student.max(1));
+    (1..student).map(|s| (s, at(s))).collect()
+}
+
+/// Are these pairs of layers there? Errors: none, one twice, a layer that is not there.
+pub fn check_map(pairs: &[(usize, usize)], student: usize, teacher: usize) -> Result<()> {
+    let wrong = |what: String| {
+        Err(Error::usage(what)
+            .at("distill.layer_map")
+            .expected(format!(
+                "pairs [student, teacher]: 0 is the embedding's output, l the output of layer l; the student's below \
+                 {student}, the teacher's at most {teacher}"
+            ))
+            .hint("`distill.layer_map = \"auto\"` chooses them"))
+    };
+    if pairs.is_empty() {
+        return wrong("no hidden states are compared".into());
+    }
+    for (i, (s, t)) in pairs.iter().enumerate() {
+        if *s >= student || *t > teacher {
+            return wrong(format!("the pair [{s}, {t}] names a layer that is not there"));
+        }
+        if pairs[..i].contains(&(*s, *t)) {
+            return wrong(format!("the pair [{s}, {t}] stands there twice"));
+        }
+    }
+    Ok(())
+}
+
+impl Hidden {
+    /// `pairs` (student, teacher) have passed `check_map`; `sizes` are (D, Dt). Projections start as the identity, or
+    /// from normal numbers of variance 1/D where the sizes differ.
+    pub fn new(
+        pairs: &[(usize, usize)],
+        (d, dt): (usize, usize),
+        distance: Distance,
+        weight: f64,
+        seed: u64,
+        device: &Device,
+    ) -> Result<Self> {
+        let mut made = Vec::new();
+        for (s, t) in pairs {
+            let rng = Rng::new(seed, Stream::Init, &[0x6469_7374, *s as u64, *t as u64]);
+            let std = 1.0 / (d as f32).sqrt();
+            let value = |i: usize| match d == dt {
+                true => f32::from(u8::from(i / d == i % d)),
+                false => std * rng.normal(i as u64),
+            };
+            let values: Vec<f32> = (0..d * dt).map(value).collect();
+            made.push(Pair {
+                teacher: *t,
+                student: *s,
+                projection: Param {
+                    name: format!("objective.projection.{s}.{t}").into(),
+                    tensor: Tensor::from_vec(values, (dt, d), &Device::Cpu)?.to_device(device)?,
+                },
+            });
+        }
+        let mut layers: Vec<usize> = pairs.iter().map(|(s, _)| *s).collect();
+        layers.sort_unstable();
+        layers.dedup();
+        Ok(Self {
+            pairs: made,
+            layers,
+            distance,
+            weight,
+        })
+    }
+
+    pub fn layers(&self) -> &[usize] {
+        &self.layers
+    }
+
+    pub fn teacher_layers(&self) -> Vec<usize> {
+        self.pairs.iter().map(|p| p.teacher).collect()
+    }
+
+    pub fn params(&self) -> Vec<Param> {
+        self.pairs.iter().map(|p| p.projection.clone()).collect()
+    }
+
+    /// Compares the student's states `x` `[N, D]` at the input of `layer` with the teacher's.
+    pub fn compare(
+        &self,
+        layer: usize,
+        x: &Tensor,
+        teacher: &BTreeMap<usize, Tensor>,
+        targets: &[u32],
+        need: Need,
+    ) -> Result<Compared> {
+        let (n, d) = x.dims2()?;
+        let trained: Vec<u32> = (0..n as u32).filter(|i| targets[*i as usize] != IGNORE).collect();
+        let mut out = Compared {
+            loss: 0.0,
+            dx: None,
+            own: Vec::new(),
+        };
+        let m = trained.len();
+        if m == 0 {
+            return Ok(out);
+        }
+        let device = x.device();
+        let rows = Tensor::from_vec(trained.clone(), m, device)?;
+        let chosen =
+            |t: &Tensor| -> Result<Tensor> { Ok(t.index_select(&rows, 0)?.to_dtype(DType::F32)?.contiguous()?) };
+        let own = chosen(x)?;
+        let share = self.weight / self.pairs.len() as f64;
+        let mut dx: Option<Tensor> = None;
+        for pair in self.pairs.iter().filter(|p| p.student == layer) {
+            let other = teacher.get(&pair.teacher).ok_or_else(|| {
+                Error::new("the teacher's hidden states were not kept").at(format!("layer {}", pair.teacher))
+            })?;
+            let other = chosen(other)?;
+            let y = linear::forward(&own, &pair.projection.tensor, None)?;
+            let (loss, dy) = match self.distance {
+                Distance::Mse => squares(&y, &other)?,
+                Distance::Cosine => cosine(&y, &other)?,
+            };
+            out.loss += share * loss;
+            let dy = (dy * (share * need.scale))?.contiguous()?;
+            let back = linear::backward_input(&dy, &pair.projection.tensor)?;
+            dx = Some(match dx {
+                Some(sum) => (sum + back)?,
+                None => back,
+            });
+            let dw = linear::grad_weight(&dy, &own, DType::F32)?;
+            out.own.push((pair.projection.clone(), dw));
+        }
+        if let Some(dx) = dx.filter(|_| need.dh) {
+            // A row of zeros stands for all that is not trained.
+            let rows = Tensor::cat(&[&dx, &Tensor::zeros((1, d), DType::F32, device)?], 0)?;
+            let mut from = vec![m as u32; n];
+            trained.iter().zip(0..).for_each(|(n, i)| from[*n as usize] = i);
+            let from = Tensor::from_vec(from, n, device)?;
+            out.dx = Some(rows.index_select(&from, 0)?.to_dtype(x.dtype())?.contiguous()?);
+        }
+        Ok(out)
+    }
+}
+
+fn total(rows: &Tensor) -> Result<f64> {
+    Ok(update::to_f32_vec(&rows.flatten_all()?)?
+        .iter()
+        .map(|x| *x as f64)
+        .sum())
+}
+
+/// Sum over the tokens of mean (y - t)², and its gradient at y.
+fn squares(y: &Tensor, t: &Tensor) -> Result<(f64, Tensor)> {
+    let width = y.dim(1)? as f64;
+    let difference = (y - t)?;
+    let loss = total(&difference.sqr()?.sum(D::Minus1)?)? / width;
+    Ok((loss, (difference * (2.0 / width))?))
+}
+
+/// Sum over the tokens of 1 - cos(y, t), and its gradient at y. A state of zeros has the cosine 0 with all.
+fn cosine(y: &Tensor, t: &Tensor) -> Result<(f64, Tensor)> {
+    let norm =
+        |x: &Tensor| -> Result<Tensor> { Ok(x.sqr()?.sum_keepdim(D::Minus1)?.sqrt()?.clamp(1e-8f32, f32::MAX)?) };
+    let (ny, nt) = (norm(y)?, norm(t)?);
+    let (y, t) = (y.broadcast_div(&ny)?, t.broadcast_div(&nt)?);
+    let cos = (&y * &t)?.sum_keepdim(D::Minus1)?;
+    let loss = total(&(1.0 - &cos)?)?;
+    let dy = (y.broadcast_mul(&cos)? - t)?.broadcast_div(&ny)?;
+    Ok((loss, dy))
+}

@@ -1,0 +1,204 @@
+//! The objective of `distill`: the student learns the teacher's distribution of the next token, and if wanted its
+//! hidden states. Knows hidden states, heads and batches. Knows no optimizers, opens no files.
+//!
+//! Letters: N tokens, D hidden size of the student, Dt of the teacher, V and Vt their vocabularies.
+//!
+//! In an evaluation the loss is the cross-entropy of the student alone, so that it can be compared with that of other
+//! stages; the teacher is not asked.
+
+pub mod hidden;
+mod teacher;
+#[cfg(test)]
+mod tests;
+
+use crate::base::{Error, Result};
+use crate::data::Batch;
+use crate::model::head::{HeadWeight, with_pieces};
+use crate::model::{Head, LossGradients, Need, Network, Objective, Param};
+use crate::ops::distill::{self as ops, Matrix, Side};
+use crate::ops::tally::{Sums, Tally};
+use crate::sft::CausalLm;
+use candle_core::Tensor;
+use hidden::Hidden;
+use std::cell::RefCell;
+pub use teacher::{Stored, Teacher};
+
+/// How the distributions are compared; see `ops::distill`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Terms {
+    pub beta: f32,
+    pub temperature: f32,
+    /// Part of the cross-entropy with the rows' own tokens.
+    pub alpha: f32,
+}
+
+/// Distillation from one teacher.
+pub struct Distill {
+    teacher: Teacher,
+    terms: Terms,
+    hidden: Option<Hidden>,
+    plain: CausalLm,
+    means: RefCell<Means>,
+}
+
+/// Sums since they were last asked for.
+#[derive(Default)]
+struct Means {
+    tokens: f64,
+    divergence: f64,
+    cross_entropy: f64,
+    hidden: f64,
+}
+
+impl Distill {
+    /// `vocab`: V. Errors: hidden states are wanted of a teacher of whom only outputs are stored.
+    pub fn new(teacher: Teacher, terms: Terms, hidden: Option<Hidden>, vocab: usize) -> Result<Self> {
+        if hidden.is_some() && teacher.network().is_none() {
+            return Err(Error::usage("stored outputs of a teacher have no hidden states")
+                .at("distill.teacher_cache")
+                .hint("give `distill.teacher` instead, or take `distill.hidden_weight` out"));
+        }
+        let wanted = hidden.iter().flat_map(Hidden::teacher_layers).collect();
+        Ok(Self {
+            teacher: teacher.watching(wanted),
+            terms,
+            hidden,
+            plain: CausalLm::new(vocab),
+            means: RefCell::default(),
+        })
+    }
+
+    /// Tokens a chunk: logits of both models exist for it.
+    pub fn chunk_for(vocab: usize, teacher: usize, trained: bool) -> usize {
+        CausalLm::chunk_for(vocab + teacher.min(vocab), trained)
+    }
+}
+
+/// Calls `f` with a head as the operations take it.
+fn with_matrix<R>(head: &HeadWeight, f: impl FnOnce(Matrix) -> R) -> R {
+    match head {
+        HeadWeight::Whole(w) => f(Matrix::Whole(w)),
+        HeadWeight::Parts(parts) => with_pieces(parts, |pieces| f(Matrix::Parts(pieces))),
+    }
+}
+
+/// Log-probabilities of the `k` likeliest ids after each trained position of a batch, of the first `common` ids, under
+/// a network without a student.
+pub fn likeliest(
+    network: &Network,
+    batch: &Batch,
+    (common, k): (usize, usize),
+    temperature: f32,
+) -> Result<crate::ops::distill::TopK> {
+    let ctx = network.context(&batch.positions, &batch.documents, None)?;
+    let h = network.hidden_states(&batch.ids, &ctx)?;
+    let head = network.head()?;
+    let chunk = CausalLm::chunk_for(network.spec.vocab, false);
+    with_matrix(&head.weight, |matrix| {
+        let side = Side {
+            h: &h,
+            head: matrix,
+            softcap: head.softcap,
+        };
+        ops::likeliest(&side, &batch.targets, (common, k), temperature, chunk)
+    })
+}
+
+impl Objective for Distill {
+    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
+        if !need.dh && !need.dw {
+            return self.plain.evaluate(h, head, batch, need, tally);
+        }
+        let vocab = match &head.weight {
+            HeadWeight::Whole(w) => w.dim(0)?,
+            HeadWeight::Parts(parts) => parts.rows,
+        };
+        let options = |teacher: usize| ops::Options {
+            beta: self.terms.beta,
+            temperature: self.terms.temperature,
+            alpha: self.terms.alpha,
+            chunk: Self::chunk_for(vocab, teacher, need.dw),
+            scale: need.scale,
+            need_dh: need.dh,
+            need_dw: need.dw,
+        };
+        let out = with_matrix(&head.weight, |matrix| {
+            let student = Side {
+                h,
+                head: matrix,
+                softcap: head.softcap,
+            };
+            match &self.teacher {
+                Teacher::Stored(rows) => {
+                    let top = rows.of(batch)?;
+                    let common = rows.common();
+                    let other = ops::Teacher::Stored { top: &top, common };
+                    ops::forward_backward(&student, &other, &batch.targets, &options(0), tally)
+                }
+                Teacher::Live(live) => {
+                    let states = live.states(batch)?;
+                    let head = live.network.head()?;
+                    with_matrix(&head.weight, |matrix| {
+                        let side = Side {
+                            h: &states.last,
+                            head: matrix,
+                            softcap: head.softcap,
+                        };
+                        let options = options(live.network.spec.vocab);
+                        ops::forward_backward(&student, &ops::Teacher::Live(side), &batch.targets, &options, tally)
+                    })
+                }
+            }
+        })?;
+        let mut means = self.means.borrow_mut();
+        means.tokens += out.trained as f64;
+        means.divergence += out.divergence;
+        means.cross_entropy += out.cross_entropy;
+        Ok(LossGradients {
+            dh: out.dh,
+            dw: out.dw,
+            own: Vec::new(),
+        })
+    }
+
+    fn inner_layers(&self) -> &[usize] {
+        self.hidden.as_ref().map_or(&[], Hidden::layers)
+    }
+
+    fn inner(&self, layer: usize, x: &Tensor, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
+        let (Some(hidden), Teacher::Live(live), true) = (&self.hidden, &self.teacher, need.dh || need.dw) else {
+            return Ok(LossGradients::default());
+        };
+        let states = live.states(batch)?;
+        let out = hidden.compare(layer, x, &states.inner, &batch.targets, need)?;
+        tally.add(Sums {
+            loss: out.loss,
+            ..Sums::default()
+        });
+        self.means.borrow_mut().hidden += out.loss;
+        Ok(LossGradients {
+            dh: out.dx,
+            dw: None,
+            own: out.own,
+        })
+    }
+
+    fn params(&self) -> Vec<Param> {
+        self.hidden.as_ref().map_or(Vec::new(), Hidden::params)
+    }
+
+    fn metrics(&self) -> Vec<(&'static str, f64)> {
+        let means = self.means.take();
+        if means.tokens == 0.0 {
+            return Vec::new();
+        }
+        let mut out = vec![
+            ("divergence", means.divergence / means.tokens),
+            ("cross_entropy", means.cross_entropy / means.tokens),
+        ];
+        if self.hidden.is_some() {
+            out.push(("hidden_loss", means.hidden / means.tokens));
+        }
+        out
+    }
+}

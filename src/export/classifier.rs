@@ -1,0 +1,47 @@
+//! A reward model as transformers has it: sequence classification with one label.
+
+use serde_json::{Map, Value, json};
+
+/// The score head's name in a model directory: `[1, D]`, no bias.
+pub const SCORE: &str = "score.weight";
+
+/// Makes the config of a causal language model that of its sequence classifier with one output. `pad_id`: trailing
+/// tokens with this id are padding; the score is read at the token before them.
+pub fn as_classifier(config: &mut Map<String, Value>, pad_id: Option<u32>) {
+    if let Some(Value::Array(names)) = config.get_mut("architectures") {
+        for name in names.iter_mut() {
+            if let Some(family) = name.as_str().and_then(|n| n.strip_suffix("ForCausalLM")) {
+                // transformers calls the text model of Gemma 3 differently here.
+                let family = if family == "Gemma3" { "Gemma3Text" } else { family };
+                *name = json!(format!("{family}ForSequenceClassification"));
+            }
+        }
+    }
+    config.insert("id2label".into(), json!({"0": "LABEL_0"}));
+    config.insert("label2id".into(), json!({"LABEL_0": 0}));
+    if let Some(pad) = pad_id {
+        config.insert("pad_token_id".into(), json!(pad));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_config_of_a_classifier_has_one_label_and_a_padding_id() {
+        let mut config = json!({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 9, "pad_token_id": null});
+        let config = config.as_object_mut().unwrap();
+        as_classifier(config, Some(3));
+        assert_eq!(
+            json!(config),
+            json!({
+                "architectures": ["Qwen3ForSequenceClassification"],
+                "vocab_size": 9,
+                "pad_token_id": 3,
+                "id2label": {"0": "LABEL_0"},
+                "label2id": {"LABEL_0": 0},
+            })
+        );
+    }
+}

@@ -1,0 +1,193 @@
+//! A copy of a network for decoding whose projections are codes, while the weights that train stay exact. Everything else
+//! (embedding, norms, biases, adapters) is shared with the network it was made from. What it answers is not what the
+//! exact weights would: `Answer::log_probs` are its own, and a loss takes those of the exact weights beside them.
+
+use super::decode::Policy;
+use crate::base::{Error, Result};
+use crate::formats::weights::Weights;
+use crate::model::Network;
+use crate::ops::update;
+use crate::quant::{self, Coded, Format, Weight};
+use crate::recipe::Dtype;
+use crate::source::policy::is_projection;
+use crate::source::{Group, GroupWeights, LayerSource, LowerHalves, NumbersSink, ParamInfo};
+use candle_core::{DType, Tensor};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+type Groups = Arc<Mutex<BTreeMap<Group, Arc<GroupWeights>>>>;
+
+/// See the module.
+pub struct CodedCopy {
+    network: Network,
+    groups: Groups,
+    head: Option<Coded>,
+    formats: Formats,
+}
+
+/// How the copy is stored.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Formats {
+    /// The matrices of the decoder layers that are not codes already.
+    pub projections: Format,
+    /// The output projection; `None`: as it is. Where it is tied, the embedding stays exact.
+    pub head: Option<Format>,
+}
+
+impl Formats {
+    /// int8 (one scale a row), int4 (groups of 64) or nf4 for the projections; the head int8.
+    pub fn of(projections: Format) -> Self {
+        Self {
+            projections,
+            head: Some(Format::Int8 { group: 0 }),
+        }
+    }
+}
+
+impl CodedCopy {
+    /// Codes of the weights as they are now.
+    ///
+    /// Errors: a GPU; an embedding that comes in pieces from the disk; weights that are not finite.
+    pub fn new(of: &Network, formats: Formats) -> Result<Self> {
+        let hint = "leave the weights of rollouts as they are";
+        if !of.device.is_cpu() {
+            return Err(Error::new("rollouts with coded weights are not built yet for a GPU").hint(hint));
+        }
+        if of.source.piece_rows(of.spec.head_name()).is_some() {
+            return Err(Error::new(
+                "rollouts with coded weights need the embedding in memory, and it stays on the disk",
+            )
+            .hint(hint));
+        }
+        let groups = Groups::default();
+        let source = Copied {
+            params: of.source.params().to_vec(),
+            groups: groups.clone(),
+        };
+        let mut network = Network::new((*of.spec).clone(), Box::new(source), of.device.clone());
+        network.spec = of.spec.clone();
+        let mut copy = Self {
+            network,
+            groups,
+            head: None,
+            formats,
+        };
+        copy.refresh(of, &|_| true)?;
+        Ok(copy)
+    }
+
+    /// Codes again what `changed` names (by parameter), from the weights of `of` as they are now; takes its adapters.
+    ///
+    /// Errors: weights that are not finite.
+    pub fn refresh(&mut self, of: &Network, changed: &dyn Fn(&str) -> bool) -> Result<()> {
+        self.network.adapters = of.adapters.clone();
+        let params = of.source.params();
+        let mut kinds: Vec<Group> = params.iter().map(|p| p.group).collect();
+        kinds.dedup();
+        for group in kinds {
+            let known = lock(&self.groups).get(&group).cloned();
+            let own = || params.iter().filter(|p| p.group == group);
+            if known.is_some() && !own().any(|p| changed(&p.name)) {
+                continue;
+            }
+            let weights = of.source.fetch(group)?;
+            let mut out = GroupWeights::default();
+            for p in own() {
+                let (name, weight) = weights.weight(&p.name)?;
+                let old = known.as_ref().filter(|_| !changed(&p.name));
+                let stored = match (&weight, old) {
+                    (_, Some(old)) => old.weight(&p.name)?.1,
+                    (Weight::Dense(tensor), _) if is_projection(p) => encode(tensor, self.formats.projections)
+                        .map_err(|e| e.or_at(&*p.name))?
+                        .into(),
+                    // What travels cannot be held: its memory is used again.
+                    (Weight::Dense(tensor), _) if of.source.held(&p.name).is_none() => tensor.copy()?.into(),
+                    _ => weight,
+                };
+                out.insert(name, stored);
+            }
+            if let Some((_, tensor)) = out.get(of.spec.head_name()).ok()
+                && let Some(format) = self.formats.head
+                && (self.head.is_none() || changed(of.spec.head_name()))
+            {
+                self.head = Some(encode(&tensor, format).map_err(|e| e.or_at(of.spec.head_name()))?);
+            }
+            lock(&self.groups).insert(group, Arc::new(out));
+        }
+        Ok(())
+    }
+
+    /// Bytes of the codes: what the copy needs beside the exact weights.
+    pub fn bytes(&self) -> u64 {
+        let groups = lock(&self.groups);
+        let coded = |(_, w): (&Arc<str>, &Weight)| if let Weight::Coded(c) = w { c.bytes() } else { 0 };
+        let projections: u64 = groups.values().flat_map(|g| g.iter()).map(coded).sum();
+        projections + self.head.as_ref().map_or(0, Coded::bytes)
+    }
+}
+
+impl<'a> From<&'a CodedCopy> for Policy<'a> {
+    fn from(copy: &'a CodedCopy) -> Self {
+        Self {
+            network: &copy.network,
+            head: copy.head.as_ref(),
+        }
+    }
+}
+
+fn encode(tensor: &Tensor, format: Format) -> Result<Coded> {
+    let dims = tensor.dims2()?;
+    match tensor.dtype() {
+        DType::BF16 => update::with_bf16(tensor, |v| quant::encode(v, dims, format, Dtype::Bf16))?,
+        _ => update::with_slice(tensor, |v| quant::encode(v, dims, format, Dtype::F32))?,
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+struct Copied {
+    params: Vec<ParamInfo>,
+    groups: Groups,
+}
+
+fn no_numbers<T>(name: &str) -> Result<T> {
+    Err(Error::new("a copy for decoding has no exact numbers").at(name))
+}
+
+impl LayerSource for Copied {
+    fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
+        let found = lock(&self.groups).get(&group).cloned();
+        found.ok_or_else(|| Error::new(format!("the model has no {group:?}")))
+    }
+
+    fn params(&self) -> &[ParamInfo] {
+        &self.params
+    }
+
+    fn resident_bytes(&self) -> u64 {
+        let groups = lock(&self.groups);
+        groups.values().flat_map(|g| g.iter()).map(|(_, w)| w.bytes()).sum()
+    }
+
+    fn held(&self, name: &str) -> Option<Tensor> {
+        let group = self.params.iter().find(|p| &*p.name == name)?.group;
+        Some(lock(&self.groups).get(&group)?.get(name).ok()?.1)
+    }
+
+    fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
+        match self.held(name) {
+            Some(table) => Ok((table, ids.to_vec())),
+            None => no_numbers(name),
+        }
+    }
+
+    fn read(&self, name: &str, _: &mut NumbersSink) -> Result<()> {
+        no_numbers(name)
+    }
+
+    fn restore(&self, name: &str, _: &Weights, _: &mut dyn LowerHalves) -> Result<()> {
+        no_numbers(name)
+    }
+}

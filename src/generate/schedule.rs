@@ -1,0 +1,340 @@
+//! Continuous batching: requests wait until there is room, are read in batches of bounded size, are continued together,
+//! and leave one by one. What a request is answered with does not depend on any of this.
+
+use super::cache::{Layout, Run, Sequence};
+use super::decode::{Answer, Part, Policy, Request, Settings, Speed, step};
+use super::prefix::Tree;
+use super::sampler::Sampler;
+use crate::base::units::bytes;
+use crate::base::{Error, Result, signal};
+use rayon::prelude::*;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// A shared beginning.
+enum Held {
+    /// Nobody in flight needs it, or nobody will any more.
+    Out,
+    /// Its memory is set aside; its parent is not read yet.
+    Planned,
+    Reading(Sequence),
+    /// Its runs and those above it.
+    Read(Vec<Arc<Run>>),
+}
+
+/// A request in flight.
+struct Row {
+    request: usize,
+    /// Out of here only during a step.
+    sequence: Option<Sequence>,
+    /// The token to feed next; none while the prompt is read.
+    last: Option<u32>,
+    /// Memory set aside for what is its alone.
+    bytes: u64,
+}
+
+enum Who {
+    Node(usize),
+    /// Index in `rows`.
+    Row(usize),
+}
+
+pub struct Schedule<'a> {
+    policy: Policy<'a>,
+    requests: &'a [Request],
+    settings: &'a Settings,
+    sampler: Sampler,
+    layout: Layout,
+    tree: Tree,
+    nodes: Vec<Held>,
+    /// Requests that still need each node.
+    users: Vec<usize>,
+    waiting: VecDeque<usize>,
+    rows: Vec<Row>,
+    /// Bytes set aside.
+    used: u64,
+    answers: Vec<Answer>,
+    speed: Speed,
+    /// The cache of a text that the (only) request may begin with, and that is wanted back.
+    pub kept: Option<Sequence>,
+    keep: bool,
+}
+
+/// Sees every token as it is chosen: index of the request, id.
+pub type OnToken<'a> = dyn FnMut(usize, u32) -> Result<()> + 'a;
+
+impl<'a> Schedule<'a> {
+    pub fn new(policy: Policy<'a>, requests: &'a [Request], settings: &'a Settings) -> Result<Self> {
+        let limits = &settings.limits;
+        let prompts: Vec<&[u32]> = requests.iter().map(|r| &r.prompt[..]).collect();
+        let tree = match limits.share_prefixes {
+            true => Tree::new(&prompts),
+            false => Tree::apart(prompts.len()),
+        };
+        Ok(Self {
+            policy,
+            requests,
+            settings,
+            sampler: settings.sampler(),
+            layout: Layout::new(&policy.network.spec, limits.kv_cache, &policy.network.device)?,
+            nodes: tree.nodes.iter().map(|_| Held::Out).collect(),
+            users: tree.nodes.iter().map(|n| n.users).collect(),
+            waiting: tree.order.iter().copied().collect(),
+            rows: Vec::new(),
+            used: 0,
+            answers: vec![Answer::default(); requests.len()],
+            speed: Speed::default(),
+            kept: None,
+            keep: false,
+            tree,
+        })
+    }
+
+    /// The first request goes on from `kept`, whose tokens it begins with; its cache is wanted back.
+    pub fn going_on(mut self, kept: Option<Sequence>) -> Self {
+        (self.kept, self.keep) = (kept, true);
+        self
+    }
+
+    pub fn run(mut self, on_token: &mut OnToken) -> Result<(Vec<Answer>, Speed, Option<Sequence>)> {
+        if self.settings.max_new_tokens == 0 {
+            self.waiting.clear();
+        }
+        loop {
+            self.admit()?;
+            if self.rows.is_empty() {
+                return Ok((self.answers, self.speed, self.kept));
+            }
+            while self.read(on_token)? {}
+            self.decode(on_token)?;
+        }
+    }
+
+    /// Lets requests join while there is room.
+    fn admit(&mut self) -> Result<()> {
+        let limits = &self.settings.limits;
+        let most = self.policy.network.spec.max_positions;
+        while self.rows.len() < limits.rows.max(1)
+            && let Some(&request) = self.waiting.front()
+        {
+            let last = self.tree.of_request[request];
+            let shared = last.map_or(0, |n| self.tree.nodes[n].end);
+            let whole = (self.requests[request].prompt.len() + self.settings.max_new_tokens).min(most);
+            let own = self.layout.bytes(whole - shared);
+            let missing: Vec<usize> = self.tree.path(last).filter(|&n| self.is_out(n)).collect();
+            let need = own + missing.iter().map(|&n| self.node_bytes(n)).sum::<u64>();
+            if need > limits.cache_bytes.saturating_sub(self.used) {
+                if self.rows.is_empty() {
+                    return Err(Error::new("the cache of keys and values has no room for one request")
+                        .found(format!("{} for {whole} tokens", bytes(self.used + need)))
+                        .expected(format!("at most {}", bytes(limits.cache_bytes)))
+                        .hint("allow fewer new tokens, more bytes, or store the cache as int8"));
+                }
+                break;
+            }
+            self.waiting.pop_front();
+            self.used += need;
+            self.speed.cache_bytes = self.speed.cache_bytes.max(self.used);
+            missing.into_iter().for_each(|n| self.nodes[n] = Held::Planned);
+            self.speed.shared_tokens += shared as u64;
+            self.rows.push(Row {
+                request,
+                sequence: self.kept.take(),
+                last: None,
+                bytes: own,
+            });
+        }
+        Ok(())
+    }
+
+    fn is_out(&self, node: usize) -> bool {
+        matches!(self.nodes[node], Held::Out)
+    }
+
+    fn node_bytes(&self, node: usize) -> u64 {
+        let node = &self.tree.nodes[node];
+        self.layout.bytes(node.end - node.start)
+    }
+
+    /// A sequence that goes on after `parent`, if that is read.
+    fn after(&self, parent: Option<usize>, room: usize) -> Option<Sequence> {
+        match parent {
+            None => Some(Sequence::new(&self.layout, Vec::new(), 0, room)),
+            Some(n) => match &self.nodes[n] {
+                Held::Read(runs) => Some(Sequence::new(&self.layout, runs.clone(), self.tree.nodes[n].end, room)),
+                _ => None,
+            },
+        }
+    }
+
+    /// One batch of tokens that are not read yet: false if there are none.
+    fn read(&mut self, on_token: &mut OnToken) -> Result<bool> {
+        let started = Instant::now();
+        let mut left = self.settings.limits.prefill_tokens.max(1);
+        let (mut parts, mut who): (Vec<Part<'a>>, Vec<Who>) = (Vec::new(), Vec::new());
+        for n in 0..self.nodes.len() {
+            let node = &self.tree.nodes[n];
+            if let Held::Planned = self.nodes[n]
+                && let Some(sequence) = self.after(node.parent, node.end - node.start)
+            {
+                self.nodes[n] = Held::Reading(sequence);
+            }
+            if left > 0 && matches!(self.nodes[n], Held::Reading(_)) {
+                let Held::Reading(sequence) = std::mem::replace(&mut self.nodes[n], Held::Planned) else {
+                    continue;
+                };
+                let end = node.end.min(sequence.len() + left);
+                let tokens = &self.requests[node.request].prompt[sequence.len()..end];
+                left -= tokens.len();
+                parts.push(Part {
+                    sequence,
+                    tokens,
+                    logits: false,
+                });
+                who.push(Who::Node(n));
+            }
+        }
+        for r in 0..self.rows.len() {
+            let request = self.rows[r].request;
+            if self.rows[r].last.is_some() || left == 0 {
+                continue;
+            }
+            let prompt = &self.requests[request].prompt;
+            let sequence = match self.rows[r].sequence.take() {
+                Some(sequence) => Some(sequence),
+                None => self.after(
+                    self.tree.of_request[request],
+                    prompt.len() + self.settings.max_new_tokens,
+                ),
+            };
+            let Some(sequence) = sequence else { continue };
+            let tokens = &prompt[sequence.len()..prompt.len().min(sequence.len() + left)];
+            left -= tokens.len();
+            parts.push(Part {
+                logits: sequence.len() + tokens.len() == prompt.len(),
+                sequence,
+                tokens,
+            });
+            who.push(Who::Row(r));
+        }
+        if parts.is_empty() {
+            return Ok(false);
+        }
+        let logits = step(&self.policy, &mut parts, self.settings.limits.same_bits)?;
+        self.speed.prefill_tokens += parts.iter().map(|p| p.tokens.len() as u64).sum::<u64>();
+        let mut ready = Vec::new();
+        for (part, who) in parts.into_iter().zip(who) {
+            match who {
+                Who::Node(n) => {
+                    let done = part.sequence.len() == self.tree.nodes[n].end;
+                    self.nodes[n] = match done {
+                        true => Held::Read(part.sequence.freeze()),
+                        false => Held::Reading(part.sequence),
+                    };
+                }
+                Who::Row(r) => {
+                    self.rows[r].sequence = Some(part.sequence);
+                    if part.logits {
+                        ready.push(r);
+                    }
+                }
+            }
+        }
+        self.choose(&ready, &logits, on_token)?;
+        self.speed.prefill_seconds += started.elapsed().as_secs_f64();
+        Ok(true)
+    }
+
+    /// One more token for every row.
+    fn decode(&mut self, on_token: &mut OnToken) -> Result<()> {
+        let started = Instant::now();
+        let mut taken = Vec::new();
+        for row in &mut self.rows {
+            if let (Some(sequence), Some(last)) = (row.sequence.take(), row.last) {
+                taken.push((sequence, [last]));
+            }
+        }
+        if taken.is_empty() {
+            return Ok(());
+        }
+        let tokens: Vec<[u32; 1]> = taken.iter().map(|t| t.1).collect();
+        let mut parts: Vec<Part> = taken
+            .into_iter()
+            .zip(&tokens)
+            .map(|((sequence, _), token)| Part {
+                sequence,
+                tokens: token,
+                logits: true,
+            })
+            .collect();
+        let logits = step(&self.policy, &mut parts, self.settings.limits.same_bits)?;
+        self.speed.decode_tokens += parts.len() as u64;
+        for (row, part) in self.rows.iter_mut().zip(parts) {
+            row.sequence = Some(part.sequence);
+        }
+        let all: Vec<usize> = (0..self.rows.len()).collect();
+        self.choose(&all, &logits, on_token)?;
+        self.speed.decode_seconds += started.elapsed().as_secs_f64();
+        Ok(())
+    }
+
+    /// Draws the next token of the rows `ready` from their logits `[ready, V]`; finished rows leave.
+    fn choose(&mut self, ready: &[usize], logits: &[f32], on_token: &mut OnToken) -> Result<()> {
+        let spec = &self.policy.network.spec;
+        let length = |&r: &usize| self.rows[r].sequence.as_ref().map_or(0, Sequence::len);
+        let lengths: Vec<usize> = ready.iter().map(length).collect();
+        let drawn: Vec<_> = ready
+            .par_iter()
+            .zip(&lengths)
+            .zip(logits.par_chunks_exact(spec.vocab))
+            .map(|((&r, &length), logits)| {
+                let number = self.requests[self.rows[r].request].number;
+                self.sampler.next(logits, number, length)
+            })
+            .collect::<Result<_>>()?;
+        let mut leaving = vec![false; self.rows.len()];
+        for ((&r, length), drawn) in ready.iter().zip(lengths).zip(drawn) {
+            let request = self.rows[r].request;
+            let answer = &mut self.answers[request];
+            answer.ids.push(drawn.id);
+            answer.log_probs.push(drawn.log_prob);
+            if self.settings.stop_ids.contains(&drawn.id) {
+                answer.finished = true;
+                leaving[r] = true;
+                continue;
+            }
+            leaving[r] = answer.ids.len() >= self.settings.max_new_tokens || length >= spec.max_positions;
+            on_token(request, drawn.id)?;
+            self.rows[r].last = Some(drawn.id);
+        }
+        if let Some(s) = signal::received() {
+            return Err(Error::signal(s, "stopped while generating"));
+        }
+        if leaving.contains(&true) {
+            let rows = std::mem::take(&mut self.rows);
+            for (row, leaves) in rows.into_iter().zip(leaving) {
+                match leaves {
+                    true => self.leave(row),
+                    false => self.rows.push(row),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn leave(&mut self, row: Row) {
+        self.used -= row.bytes;
+        let path: Vec<usize> = self.tree.path(self.tree.of_request[row.request]).collect();
+        for node in path {
+            self.users[node] -= 1;
+            if self.users[node] == 0 {
+                self.nodes[node] = Held::Out;
+                self.used -= self.node_bytes(node);
+            }
+        }
+        if self.keep {
+            self.kept = row.sequence;
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! Weights of a softmax over a row of scores, for drawing from it.
+
+use super::cpu::math::{exp, vectorized};
+
+/// `to[i] = e^((scores[i] - highest) / temperature)`, relative error below 3e-7. Both of one length.
+pub fn weights(scores: &[f32], highest: f32, temperature: f32, to: &mut [f32]) {
+    fill(scores, highest, 1.0 / temperature, to)
+}
+
+#[inline(always)]
+fn fill_body<const FMA: bool>(scores: &[f32], highest: f32, by: f32, to: &mut [f32]) {
+    for (to, x) in to.iter_mut().zip(scores) {
+        *to = exp::<FMA>((*x - highest) * by);
+    }
+}
+vectorized!(fn fill(scores: &[f32], highest: f32, by: f32, to: &mut [f32]) = fill_body);
+
+/// The largest of `scores`; NaN if one is not a number, and if there are none negative infinity.
+pub fn highest(scores: &[f32]) -> f32 {
+    largest(scores)
+}
+
+const SIDE: usize = 32;
+
+#[inline(always)]
+fn largest_body<const FMA: bool>(scores: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; SIDE];
+    let mut odd = [false; SIDE];
+    let (blocks, rest) = scores.as_chunks::<SIDE>();
+    for block in blocks {
+        for i in 0..SIDE {
+            lanes[i] = if block[i] > lanes[i] { block[i] } else { lanes[i] };
+            odd[i] |= block[i].is_nan();
+        }
+    }
+    let nan = odd.contains(&true) || rest.iter().any(|x| x.is_nan());
+    match nan {
+        true => f32::NAN,
+        false => lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |m, x| m.max(*x)),
+    }
+}
+vectorized!(fn largest(scores: &[f32]) -> f32 = largest_body);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_f64() {
+        let scores: Vec<f32> = (0..1000).map(|i| ((i * 37) % 101) as f32 * 0.31 - 20.0).collect();
+        let top = highest(&scores);
+        assert_eq!(top, 11.0);
+        let mut got = vec![0f32; 1000];
+        weights(&scores, top, 0.7, &mut got);
+        for (x, got) in scores.iter().zip(&got) {
+            let want = ((*x as f64 - top as f64) / 0.7).exp();
+            assert!((*got as f64 - want).abs() <= 1e-5 * want, "{x} {got} {want}");
+        }
+        for n in [1, 33, 64] {
+            for at in 0..n {
+                let mut bad = scores[..n].to_vec();
+                bad[at] = f32::NAN;
+                assert!(highest(&bad).is_nan());
+                bad[at] = 50.0;
+                assert_eq!(highest(&bad), 50.0);
+            }
+        }
+        assert_eq!(highest(&[]), f32::NEG_INFINITY);
+    }
+}

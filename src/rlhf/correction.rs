@@ -1,0 +1,77 @@
+//! Rollouts sampled under other weights than those that train (coded ones): importance ratios between the two.
+//!
+//! Letters: T tokens of a completion.
+
+/// How ratios are bounded (truncated importance sampling: Yao et al. 2025; masked: Zheng et al. 2025).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// One ratio a token, cut off at the bounds.
+    TokenTruncate,
+    /// One ratio a token, 0 outside of the bounds.
+    TokenMask,
+    /// The product over the completion, cut off.
+    SequenceTruncate,
+    /// The product over the completion, 0 outside.
+    SequenceMask,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Correction {
+    pub mode: Mode,
+    pub min: Option<f64>,
+    pub max: Option<f64>,
+}
+
+impl Correction {
+    /// Ratios `[T]` of the exact weights over those that sampled, from their log-probabilities `[T]`. A sampling
+    /// log-probability that is NaN is not known: its ratio is 1.
+    pub fn ratios(&self, exact: &[f32], sampling: &[f32]) -> Vec<f32> {
+        let difference = |(e, s): (&f32, &f32)| {
+            let d = *e as f64 - *s as f64;
+            if d.is_nan() { 0.0 } else { d }
+        };
+        let logs: Vec<f64> = exact.iter().zip(sampling).map(difference).collect();
+        let logs = match self.mode {
+            Mode::TokenTruncate | Mode::TokenMask => logs,
+            Mode::SequenceTruncate | Mode::SequenceMask => vec![logs.iter().sum(); logs.len()],
+        };
+        logs.into_iter().map(|log| self.bound(log.exp()) as f32).collect()
+    }
+
+    fn bound(&self, ratio: f64) -> f64 {
+        let (min, max) = (self.min.unwrap_or(0.0), self.max.unwrap_or(f64::INFINITY));
+        match self.mode {
+            Mode::TokenTruncate | Mode::SequenceTruncate => ratio.clamp(min, max.max(min)),
+            Mode::TokenMask | Mode::SequenceMask if ratio < min || ratio > max => 0.0,
+            Mode::TokenMask | Mode::SequenceMask => ratio,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bounds_cut_or_mask() {
+        let (exact, sampling) = ([-1.0f32, -1.0, -2.0], [-1.0f32, -3.0, -1.0]);
+        let ratios = |mode, min, max| Correction { mode, min, max }.ratios(&exact, &sampling);
+        let close = |got: &[f32], want: [f64; 3]| {
+            for (g, w) in got.iter().zip(want) {
+                assert!((*g as f64 - w).abs() < 1e-5, "{got:?} {want:?}");
+            }
+        };
+        let (up, down, all) = (2f64.exp(), (-1f64).exp(), 1f64.exp());
+        close(&ratios(Mode::TokenTruncate, None, Some(3.0)), [1.0, 3.0, down]);
+        close(&ratios(Mode::TokenMask, Some(0.5), None), [1.0, up, 0.0]);
+        close(&ratios(Mode::SequenceTruncate, None, Some(2.0)), [2.0; 3]);
+        close(&ratios(Mode::SequenceMask, None, Some(3.0)), [all; 3]);
+        close(&ratios(Mode::SequenceMask, None, Some(2.0)), [0.0; 3]);
+        let unknown = Correction {
+            mode: Mode::TokenMask,
+            min: None,
+            max: Some(3.0),
+        };
+        assert_eq!(unknown.ratios(&[-1.0], &[f32::NAN]), [1.0]);
+    }
+}

@@ -1,0 +1,260 @@
+//! The clipped losses of GRPO and its kin, and RLOO: from log-probabilities of completions to the loss and its gradient.
+//!
+//! Letters: T tokens of a completion. All arithmetic is f64 on the host; a completion is a few thousand numbers.
+//!
+//! Sources: GRPO, Shao et al. 2024, arXiv 2402.03300; DAPO, Yu et al. 2025, arXiv 2503.14476; Dr. GRPO, Liu et al. 2025,
+//! arXiv 2503.20783; GSPO, Zheng et al. 2025, arXiv 2507.18071; RLOO, Ahmadian et al. 2024, arXiv 2402.14740. The
+//! conventions (which mean, what is clipped first) are those of TRL 1.16.
+
+use super::advantage::KlEstimator;
+use super::policy::{self, Means, Policy, columns};
+use crate::base::Result;
+use crate::data::Batch;
+use crate::model::{Head, LossGradients, Need, Objective};
+use crate::ops::tally::{Sums, Tally};
+use candle_core::Tensor;
+use std::ops::Range;
+
+/// Over what the loss is a mean.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LossType {
+    /// Over the tokens of a completion, then over completions.
+    Grpo,
+    /// Over all tokens of the rollout.
+    Dapo,
+    /// Over completions, each divided by the longest length allowed.
+    DrGrpo,
+    /// Over all tokens of the window.
+    Bnpo,
+    /// Over completions, whose ratio is that of the whole completion; the KL stands in the reward.
+    Rloo,
+}
+
+/// Whose probability ratio is clipped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Level {
+    Token,
+    /// The geometric mean over the completion (GSPO).
+    Sequence,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Settings {
+    pub loss_type: LossType,
+    pub level: Level,
+    /// The ratio is clipped to 1 - `epsilon` and 1 + `epsilon_high`.
+    pub epsilon: f64,
+    pub epsilon_high: f64,
+    /// Upper bound of the ratio on the side that clipping leaves open.
+    pub delta: Option<f64>,
+    /// Factor of the KL term in the loss.
+    pub beta: f64,
+    /// The KL term takes the ratio as its importance weight.
+    pub kl_weighted: bool,
+    /// Longest completion allowed in tokens, for `DrGrpo`.
+    pub max_completion_length: usize,
+}
+
+/// What is known of one completion, each `[T]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Completion<'a> {
+    /// Under the weights that train.
+    pub log_probs: &'a [f32],
+    /// Under the weights that the rollout belongs to; `None`: the same as now.
+    pub old: Option<&'a [f32]>,
+    pub reference: Option<&'a [f32]>,
+    /// Factors for having sampled under other weights.
+    pub ratios: Option<&'a [f32]>,
+    pub advantage: f64,
+}
+
+/// One completion's part of a window's loss, before the division by the window's weight.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Part {
+    pub loss: f64,
+    /// `[T]`: gradient at the log-probabilities.
+    pub gradient: Vec<f64>,
+    /// Sum over tokens: KL to the reference.
+    pub kl: f64,
+    /// Ratios, and those clipped below and above.
+    pub ratios: f64,
+    pub clipped_low: f64,
+    pub clipped_high: f64,
+}
+
+impl Settings {
+    /// A completion of `tokens` tokens counts so much in the number that the window's loss is divided by.
+    pub fn weight(&self, tokens: usize) -> usize {
+        match self.loss_type {
+            LossType::Dapo | LossType::Bnpo => tokens,
+            LossType::Grpo | LossType::DrGrpo | LossType::Rloo => 1,
+        }
+    }
+
+    pub fn part(&self, c: &Completion) -> Part {
+        let tokens = c.log_probs.len();
+        if tokens == 0 {
+            return Part::default();
+        }
+        let at = |values: Option<&[f32]>, t: usize, other: f64| values.map_or(other, |v| v[t] as f64);
+        let log_prob = |t: usize| c.log_probs[t] as f64;
+        let log_ratio = |t: usize| log_prob(t) - at(c.old, t, log_prob(t));
+        let per_token = match self.loss_type {
+            LossType::Grpo => 1.0 / tokens as f64,
+            LossType::DrGrpo => 1.0 / self.max_completion_length.max(1) as f64,
+            LossType::Dapo | LossType::Bnpo | LossType::Rloo => 1.0,
+        };
+        let whole: f64 = (0..tokens).map(log_ratio).sum();
+        let mut part = Part {
+            gradient: vec![0.0; tokens],
+            ..Part::default()
+        };
+        if self.loss_type == LossType::Rloo {
+            // One ratio, one loss, for the completion as a whole.
+            let surrogate = self.surrogate(whole.exp(), c.advantage);
+            part.loss = surrogate.loss;
+            part.gradient.fill(surrogate.slope);
+            (part.ratios, part.clipped_low, part.clipped_high) = (1.0, surrogate.low, surrogate.high);
+            return part;
+        }
+        // Of the ratio of the completion, gathered over its tokens: each token moves it by 1/T of itself.
+        let mut shared = 0.0;
+        for t in 0..tokens {
+            let log_weight = match self.level {
+                Level::Token => log_ratio(t),
+                Level::Sequence => whole / tokens as f64,
+            };
+            let ratio = log_weight.exp();
+            let surrogate = self.surrogate(ratio, c.advantage);
+            let factor = per_token * at(c.ratios, t, 1.0);
+            part.loss += factor * surrogate.loss;
+            // Ratios of a whole answer count once.
+            let of_ratio = if self.level == Level::Token {
+                1.0
+            } else {
+                1.0 / tokens as f64
+            };
+            part.ratios += of_ratio;
+            part.clipped_low += of_ratio * surrogate.low;
+            part.clipped_high += of_ratio * surrogate.high;
+            let mut slope = factor * surrogate.slope;
+            if let Some(reference) = c.reference {
+                let reference = reference[t] as f64;
+                let kl = KlEstimator::K3.of(log_prob(t), reference);
+                let kl_slope = 1.0 - (reference - log_prob(t)).exp();
+                let (weight, weight_slope) = if self.kl_weighted { (ratio, ratio) } else { (1.0, 0.0) };
+                part.kl += kl * weight;
+                part.loss += per_token * self.beta * kl * weight;
+                part.gradient[t] += per_token * self.beta * kl_slope * weight;
+                slope += per_token * self.beta * kl * weight_slope;
+            }
+            match self.level {
+                Level::Token => part.gradient[t] += slope,
+                Level::Sequence => shared += slope,
+            }
+        }
+        part.gradient.iter_mut().for_each(|g| *g += shared / tokens as f64);
+        part
+    }
+
+    /// The clipped surrogate of one ratio.
+    fn surrogate(&self, ratio: f64, advantage: f64) -> Surrogate {
+        let open = self.delta.map_or(ratio, |delta| ratio.min(delta));
+        let clipped = ratio.clamp(1.0 - self.epsilon, 1.0 + self.epsilon_high);
+        let (first, second) = (open * advantage, clipped * advantage);
+        // Where both are equal the ratio is inside: either has the same slope.
+        let slope = match first <= second {
+            true if open == ratio => ratio,
+            true => 0.0,
+            false if clipped == ratio => ratio,
+            false => 0.0,
+        };
+        Surrogate {
+            loss: -first.min(second),
+            slope: -advantage * slope,
+            low: f64::from(open < 1.0 - self.epsilon && advantage < 0.0),
+            high: f64::from(open > 1.0 + self.epsilon_high && advantage > 0.0),
+        }
+    }
+}
+
+struct Surrogate {
+    loss: f64,
+    /// By the logarithm of the ratio.
+    slope: f64,
+    low: f64,
+    high: f64,
+}
+
+/// The objective of the stage `grpo`. A document of a batch is a prompt and an answer, whose tokens are the targets.
+pub struct Grpo {
+    pub settings: Settings,
+    pub policy: Policy,
+    means: Means,
+}
+
+impl Grpo {
+    pub fn new(settings: Settings, policy: Policy) -> Self {
+        Self {
+            settings,
+            policy,
+            means: Means::default(),
+        }
+    }
+}
+
+impl Objective for Grpo {
+    fn weight(&self, batch: &Batch) -> usize {
+        let answers = policy::answers(batch);
+        let weight = |(d, answer): (usize, &Range<usize>)| match policy::of_document(batch, columns::COUNTS, d, 1.0) {
+            0.0 if self.settings.weight(2) == 2 => 0,
+            _ => self.settings.weight(answer.len()),
+        };
+        answers.iter().enumerate().map(weight).sum()
+    }
+
+    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
+        let log_probs = self.policy.log_probs(h, head, &batch.targets)?;
+        let mut slopes = vec![0f32; batch.len()];
+        let mut loss = 0.0;
+        let entropies = self.policy.entropies(h, head, &batch.targets)?;
+        for (d, answer) in policy::answers(batch).iter().enumerate() {
+            let column = |name| policy::part(batch, name, answer);
+            let part = self.settings.part(&Completion {
+                log_probs: &log_probs[answer.clone()],
+                old: column(columns::OLD),
+                reference: column(columns::REFERENCE),
+                ratios: column(columns::RATIOS),
+                advantage: policy::of_document(batch, columns::ADVANTAGES, d, 0.0) as f64,
+            });
+            let factor = policy::of_document(batch, columns::FACTOR, d, 1.0) as f64;
+            loss += factor * part.loss;
+            for (slope, gradient) in slopes[answer.clone()].iter_mut().zip(&part.gradient) {
+                *slope = (factor * gradient) as f32;
+            }
+            if policy::of_document(batch, columns::COUNTS, d, 1.0) == 0.0 {
+                continue;
+            }
+            let tokens = answer.len() as f64;
+            if column(columns::REFERENCE).is_some() {
+                self.means.add("kl", part.kl, tokens);
+            }
+            self.means.add("clip_ratio_low", part.clipped_low, part.ratios);
+            self.means.add("clip_ratio_high", part.clipped_high, part.ratios);
+            let entropy = entropies[answer.clone()].iter().map(|e| *e as f64).sum();
+            self.means.add("entropy", entropy, tokens);
+        }
+        tally.add(Sums {
+            loss,
+            ..Sums::default()
+        });
+        self.policy.gradients(h, head, &batch.targets, &slopes, need)
+    }
+
+    fn metrics(&self) -> Vec<(&'static str, f64)> {
+        self.means.take()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,167 @@
+//! Losses of GRPO and its kin: slopes against differences, and what the correction of coded rollouts is for.
+
+use super::*;
+use crate::rlhf::correction::{Correction, Mode};
+
+const LOSSES: [LossType; 5] = [
+    LossType::Grpo,
+    LossType::Dapo,
+    LossType::DrGrpo,
+    LossType::Bnpo,
+    LossType::Rloo,
+];
+
+fn settings(loss_type: LossType, level: Level) -> Settings {
+    Settings {
+        loss_type,
+        level,
+        epsilon: 0.2,
+        epsilon_high: 0.28,
+        delta: Some(1.6),
+        beta: 0.3,
+        kl_weighted: true,
+        max_completion_length: 9,
+    }
+}
+
+/// The gradient is that of the loss, on either side of every bound.
+#[test]
+fn slopes_are_those_of_the_loss() {
+    let old = [-1.0f32, -2.0, -0.5, -1.5];
+    let reference = [-1.1f32, -1.7, -0.6, -1.0];
+    let ratios = [0.5f32, 1.0, 2.0, 1.3];
+    let steps = [0.05f32, 0.4, -0.4, 0.9];
+    let mut beyond = 0;
+    for loss_type in LOSSES {
+        for level in [Level::Token, Level::Sequence] {
+            for kl_weighted in [false, true] {
+                for advantage in [1.3, -0.7] {
+                    for shift in [-0.35f32, 0.0, 0.2] {
+                        let settings = Settings {
+                            kl_weighted,
+                            ..settings(loss_type, level)
+                        };
+                        let log_probs: Vec<f32> = old.iter().zip(steps).map(|(o, s)| o + s + shift).collect();
+                        let part = |log_probs: &[f32]| {
+                            settings.part(&Completion {
+                                log_probs,
+                                old: Some(&old),
+                                reference: Some(&reference),
+                                ratios: Some(&ratios),
+                                advantage,
+                            })
+                        };
+                        let here = part(&log_probs);
+                        beyond += usize::from(here.clipped_low + here.clipped_high > 0.0);
+                        for t in 0..4 {
+                            let at = |by: f32| {
+                                let mut moved = log_probs.clone();
+                                moved[t] += by;
+                                part(&moved).loss
+                            };
+                            let difference = (at(0.004) - at(-0.004)) / 0.008;
+                            let found = here.gradient[t];
+                            assert!(
+                                (difference - found).abs() < 1e-3 * (1.0 + found.abs()),
+                                "{settings:?} {advantage} {shift} {t}: {difference} {found}"
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+    assert!(beyond > 20, "clipping was met {beyond} times");
+}
+
+#[test]
+fn without_old_log_probs_the_ratio_is_one() {
+    for loss_type in LOSSES {
+        let settings = Settings {
+            beta: 0.0,
+            ..settings(loss_type, Level::Token)
+        };
+        let log_probs = [-1.0f32, -2.0];
+        let completion = Completion {
+            log_probs: &log_probs,
+            old: None,
+            reference: None,
+            ratios: None,
+            advantage: 2.0,
+        };
+        let same = settings.part(&Completion {
+            old: Some(&log_probs),
+            ..completion
+        });
+        let part = settings.part(&completion);
+        assert_eq!(part, same);
+        assert!(part.gradient.iter().all(|g| *g < 0.0) && part.clipped_high == 0.0);
+        assert_eq!(
+            settings.part(&Completion {
+                log_probs: &[],
+                ..completion
+            }),
+            Part::default()
+        );
+    }
+}
+
+/// A policy of two tokens a step over two steps, sampled from coarser weights (as coded ones are): over all answers the
+/// corrected gradient has the exact policy gradient as its mean; the uncorrected one has not.
+#[test]
+fn the_correction_of_coded_rollouts_is_unbiased() {
+    // p(first token = 1), p(second = 1 | first): exact, and as int8 rounding might leave them.
+    let exact = |a: usize, b: usize| {
+        let first: f64 = [0.3, 0.7][a];
+        let second = [[0.6, 0.4], [0.15, 0.85]][a][b];
+        (first, second)
+    };
+    let coarse = |a: usize, b: usize| {
+        let first: f64 = [0.36, 0.64][a];
+        let second = [[0.53, 0.47], [0.2, 0.8]][a][b];
+        (first, second)
+    };
+    let reward = [[1.0, -0.5], [0.25, 2.0]];
+    let settings = Settings {
+        beta: 0.0,
+        ..settings(LossType::Dapo, Level::Token)
+    };
+    let correction = Correction {
+        mode: Mode::SequenceMask,
+        min: None,
+        max: Some(3.0),
+    };
+    // By the log-probability of each token of each answer, summed with the probability of having sampled it.
+    let gradient = |corrected: bool| {
+        let mut sums = [[[0f64; 2]; 2]; 2];
+        for (a, b) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            let (p, q) = (exact(a, b), coarse(a, b));
+            let log_probs = [f64::ln(p.0) as f32, f64::ln(p.1) as f32];
+            let sampling = [f64::ln(q.0) as f32, f64::ln(q.1) as f32];
+            let ratios = correction.ratios(&log_probs, &sampling);
+            let part = settings.part(&Completion {
+                log_probs: &log_probs,
+                old: None,
+                reference: None,
+                ratios: corrected.then_some(&ratios[..]),
+                advantage: reward[a][b],
+            });
+            for t in 0..2 {
+                sums[a][b][t] += q.0 * q.1 * part.gradient[t];
+            }
+        }
+        sums
+    };
+    let error = |sums: [[[f64; 2]; 2]; 2]| {
+        let mut worst = 0f64;
+        for (a, b) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            let p = exact(a, b);
+            // Of -E[R]: -p(answer) R, by the log-probability of either token.
+            let want = -p.0 * p.1 * reward[a][b];
+            worst = sums[a][b].iter().fold(worst, |w, g| w.max((g - want).abs()));
+        }
+        worst
+    };
+    assert!(error(gradient(true)) < 1e-6, "{}", error(gradient(true)));
+    assert!(error(gradient(false)) > 0.02, "{}", error(gradient(false)));
+}

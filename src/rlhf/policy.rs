@@ -1,0 +1,133 @@
+//! What the objectives of reinforcement learning share: a policy at a temperature, the answers of a batch, means for
+//! the metrics.
+//!
+//! Letters: N tokens of a batch, D hidden size, T tokens of an answer.
+
+use crate::base::Result;
+use crate::data::{Batch, IGNORE};
+use crate::model::head::{HeadWeight, Parts};
+use crate::model::{Head, LossGradients, Need};
+use candle_core::Tensor;
+use std::cell::RefCell;
+use std::ops::Range;
+
+/// Columns that the rollout gives to its objective.
+pub mod columns {
+    /// Token columns: log-probabilities under the weights of the rollout and of the reference, importance ratios.
+    pub const OLD: &str = "old_log_probs";
+    pub const REFERENCE: &str = "reference_log_probs";
+    pub const RATIOS: &str = "ratios";
+    /// A document column for GRPO, a token column for PPO.
+    pub const ADVANTAGES: &str = "advantages";
+    /// Token columns of PPO.
+    pub const VALUES: &str = "old_values";
+    pub const RETURNS: &str = "returns";
+    /// Document columns: a factor of the answer's loss; 0 where the answer does not count at all.
+    pub const FACTOR: &str = "factor";
+    pub const COUNTS: &str = "counts";
+}
+
+/// The next-token distribution at a temperature: logits are divided by it after the soft cap.
+#[derive(Debug, Clone, Copy)]
+pub struct Policy {
+    pub temperature: f64,
+}
+
+impl Policy {
+    /// cap tanh(x / cap) / t = c tanh((x / t) / c) with c = cap / t: so hidden states and cap are divided instead.
+    fn scaled<'a>(&self, h: &Tensor, head: &Head<'a>) -> Result<(Tensor, Head<'a>)> {
+        let weight = match &head.weight {
+            HeadWeight::Whole(tensor) => HeadWeight::Whole(tensor.clone()),
+            HeadWeight::Parts(p) => {
+                HeadWeight::Parts(Parts::new(p.source, p.name.clone(), (p.rows, p.width), p.rows_of_part))
+            }
+        };
+        let head = Head {
+            name: head.name.clone(),
+            weight,
+            softcap: head.softcap.map(|cap| cap / self.temperature as f32),
+        };
+        Ok((h.affine(1.0 / self.temperature, 0.0)?, head))
+    }
+
+    /// Log-probability of each target, `[N]`; `h` `[N, D]`.
+    pub fn log_probs(&self, h: &Tensor, head: &Head, targets: &[u32]) -> Result<Vec<f32>> {
+        if self.temperature == 1.0 {
+            return head.log_probs(h, targets);
+        }
+        let (h, head) = self.scaled(h, head)?;
+        head.log_probs(&h, targets)
+    }
+
+    /// Entropy in nats at each target, `[N]`.
+    pub fn entropies(&self, h: &Tensor, head: &Head, targets: &[u32]) -> Result<Vec<f32>> {
+        if self.temperature == 1.0 {
+            return head.entropies(h, targets);
+        }
+        let (h, head) = self.scaled(h, head)?;
+        head.entropies(&h, targets)
+    }
+
+    /// Gradients of a loss whose gradient at the log-probabilities is `slopes` `[N]`, times `need.scale`.
+    pub fn gradients(
+        &self,
+        h: &Tensor,
+        head: &Head,
+        targets: &[u32],
+        slopes: &[f32],
+        need: Need,
+    ) -> Result<LossGradients> {
+        let weights: Vec<f32> = slopes.iter().map(|s| -s).collect();
+        if self.temperature == 1.0 {
+            return head.weighted(h, targets, &weights, need);
+        }
+        let (h, head) = self.scaled(h, head)?;
+        let mut out = head.weighted(&h, targets, &weights, need)?;
+        out.dh = out.dh.map(|dh| dh.affine(1.0 / self.temperature, 0.0)).transpose()?;
+        Ok(out)
+    }
+}
+
+/// The positions of each document that have a target: neighbours, for they are one answer.
+pub fn answers(batch: &Batch) -> Vec<Range<usize>> {
+    let answer = |w: &[usize]| {
+        let trained = |n: &usize| batch.targets[*n] != IGNORE;
+        let first = (w[0]..w[1]).find(trained).unwrap_or(w[0]);
+        first..first + (w[0]..w[1]).filter(trained).count()
+    };
+    batch.documents.windows(2).map(answer).collect()
+}
+
+/// A part of a column, if the batch has it.
+pub fn part<'a>(batch: &'a Batch, name: &str, range: &Range<usize>) -> Option<&'a [f32]> {
+    batch.columns.tokens.get(name).map(|c| &c[range.clone()])
+}
+
+/// A number of a document; `other` where the batch has no such column.
+pub fn of_document(batch: &Batch, name: &str, document: usize, other: f32) -> f32 {
+    let column = batch.columns.documents.get(name);
+    column.map_or(other, |c| c[document])
+}
+
+/// Means by name: sums and the number of things summed.
+#[derive(Debug, Default)]
+pub struct Means(RefCell<Vec<(&'static str, f64, f64)>>);
+
+impl Means {
+    pub fn add(&self, name: &'static str, sum: f64, count: f64) {
+        let mut all = self.0.borrow_mut();
+        match all.iter_mut().find(|(n, ..)| *n == name) {
+            Some(known) => (known.1, known.2) = (known.1 + sum, known.2 + count),
+            None => all.push((name, sum, count)),
+        }
+    }
+
+    /// The means since the last call.
+    pub fn take(&self) -> Vec<(&'static str, f64)> {
+        let all = self.0.take();
+        all.into_iter()
+            .filter(|(_, _, n)| *n > 0.0)
+            .map(|(name, sum, n)| (name, sum / n))
+            .collect()
+    }
+}

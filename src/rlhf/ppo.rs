@@ -1,0 +1,209 @@
+//! The losses of PPO on tokens: clipped policy, clipped value.
+//!
+//! Letters: T tokens of a completion. Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7 and 9; on language models
+//! as in Ziegler et al. 2019, arXiv 1909.08593: the value is read from the hidden state before each token, by a head on
+//! the policy's own hidden states.
+
+use super::policy::{self, Means, Policy, columns};
+use crate::base::{Error, Result};
+use crate::data::Batch;
+use crate::model::{Head, LossGradients, Need, Objective, Param};
+use crate::ops::tally::{Sums, Tally};
+use crate::ops::update;
+use candle_core::{DType, Device, Tensor};
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Settings {
+    /// The ratio is clipped to 1 ± this.
+    pub cliprange: f64,
+    /// A value moves at most so far from that of the rollout.
+    pub cliprange_value: f64,
+    pub vf_coef: f64,
+}
+
+/// What is known of one completion, each `[T]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Completion<'a> {
+    /// Under the weights that train.
+    pub log_probs: &'a [f32],
+    pub values: &'a [f32],
+    /// Under the weights that the rollout belongs to; `None`: the same as now.
+    pub old: Option<&'a [f32]>,
+    pub old_values: &'a [f32],
+    pub advantages: &'a [f32],
+    pub returns: &'a [f32],
+    /// Factors for having sampled under other weights.
+    pub ratios: Option<&'a [f32]>,
+}
+
+/// Sums over the tokens of one completion, before the division by the tokens of the window.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Part {
+    pub policy_loss: f64,
+    /// Not multiplied with `vf_coef`.
+    pub value_loss: f64,
+    /// `[T]`: gradients of `policy_loss + vf_coef value_loss`.
+    pub by_log_prob: Vec<f64>,
+    pub by_value: Vec<f64>,
+    /// Tokens whose ratio or value is clipped.
+    pub clipped: f64,
+    pub clipped_values: f64,
+}
+
+impl Settings {
+    pub fn part(&self, c: &Completion) -> Part {
+        let mut part = Part::default();
+        for t in 0..c.log_probs.len() {
+            let log_prob = c.log_probs[t] as f64;
+            let old = c.old.map_or(log_prob, |old| old[t] as f64);
+            let factor = c.ratios.map_or(1.0, |r| r[t] as f64);
+            let (ratio, advantage) = ((log_prob - old).exp(), c.advantages[t] as f64);
+            let clipped = ratio.clamp(1.0 - self.cliprange, 1.0 + self.cliprange);
+            let (free, bound) = (-advantage * ratio, -advantage * clipped);
+            let outside = bound > free;
+            part.policy_loss += factor * free.max(bound);
+            part.by_log_prob.push(if outside { 0.0 } else { factor * free });
+            part.clipped += f64::from(outside);
+
+            let (value, old_value, target) = (c.values[t] as f64, c.old_values[t] as f64, c.returns[t] as f64);
+            let near = value.clamp(old_value - self.cliprange_value, old_value + self.cliprange_value);
+            let (free, bound) = ((value - target).powi(2), (near - target).powi(2));
+            let outside = bound > free;
+            part.value_loss += 0.5 * free.max(bound);
+            let slope = match outside {
+                true if near != value => 0.0,
+                true => near - target,
+                false => value - target,
+            };
+            part.by_value.push(self.vf_coef * slope);
+            part.clipped_values += f64::from(outside);
+        }
+        part
+    }
+}
+
+/// A value for each position from its hidden state: a row `[1, D]` and a number `[1]`. It starts at 0.
+#[derive(Debug, Clone)]
+pub struct ValueHead {
+    pub weight: Param,
+    pub bias: Param,
+}
+
+impl ValueHead {
+    pub fn new(width: usize, device: &Device) -> Result<Self> {
+        let param = |name: &str, tensor| Param {
+            name: format!("objective.value.{name}").into(),
+            tensor,
+        };
+        Ok(Self {
+            weight: param("weight", Tensor::zeros((1, width), DType::F32, device)?),
+            bias: param("bias", Tensor::zeros(1, DType::F32, device)?),
+        })
+    }
+
+    /// That of an objective's parameters. Errors: they have none.
+    pub fn of(params: &[Param]) -> Result<Self> {
+        let find = |name: &str| {
+            let found = params.iter().find(|p| &*p.name == name).cloned();
+            found.ok_or_else(|| Error::new("there is no value head").at(name))
+        };
+        Ok(Self {
+            weight: find("objective.value.weight")?,
+            bias: find("objective.value.bias")?,
+        })
+    }
+
+    /// `h` `[N, D]` to values `[N]`.
+    pub fn values(&self, h: &Tensor) -> Result<Vec<f32>> {
+        let h = h.to_dtype(DType::F32)?;
+        let values = h.broadcast_mul(&self.weight.tensor)?.sum(1)?;
+        update::to_f32_vec(&values.broadcast_add(&self.bias.tensor)?)
+    }
+
+    /// Adds to `out` what slopes `[N]` at the values (scaled already) mean for hidden states and head.
+    fn backward(&self, h: &Tensor, slopes: &[f32], out: &mut LossGradients) -> Result<()> {
+        let slopes = Tensor::from_slice(slopes, (slopes.len(), 1), h.device())?;
+        let dw = h.to_dtype(DType::F32)?.broadcast_mul(&slopes)?.sum_keepdim(0)?;
+        out.own.push((self.weight.clone(), dw));
+        out.own.push((self.bias.clone(), slopes.sum(0)?));
+        if let Some(dh) = out.dh.take() {
+            let own = slopes.broadcast_mul(&self.weight.tensor)?.to_dtype(dh.dtype())?;
+            out.dh = Some((dh + own)?);
+        }
+        Ok(())
+    }
+}
+
+/// The objective of the stage `ppo`. A document of a batch is a prompt and an answer, whose tokens are the targets.
+pub struct Ppo {
+    pub settings: Settings,
+    pub policy: Policy,
+    pub head: ValueHead,
+    means: Means,
+}
+
+impl Ppo {
+    pub fn new(settings: Settings, policy: Policy, head: ValueHead) -> Self {
+        Self {
+            settings,
+            policy,
+            head,
+            means: Means::default(),
+        }
+    }
+}
+
+impl Objective for Ppo {
+    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
+        let log_probs = self.policy.log_probs(h, head, &batch.targets)?;
+        let values = self.head.values(h)?;
+        let (mut by_log_prob, mut by_value) = (vec![0f32; batch.len()], vec![0f32; batch.len()]);
+        let (mut policy_loss, mut value_loss, mut clipped, mut clipped_values) = (0.0, 0.0, 0.0, 0.0);
+        for answer in policy::answers(batch) {
+            let column = |name: &'static str| batch.columns.token(name).map(|c| &c[answer.clone()]);
+            let part = self.settings.part(&Completion {
+                log_probs: &log_probs[answer.clone()],
+                values: &values[answer.clone()],
+                old: policy::part(batch, columns::OLD, &answer),
+                old_values: column(columns::VALUES)?,
+                advantages: column(columns::ADVANTAGES)?,
+                returns: column(columns::RETURNS)?,
+                ratios: policy::part(batch, columns::RATIOS, &answer),
+            });
+            for (t, n) in answer.enumerate() {
+                by_log_prob[n] = part.by_log_prob[t] as f32;
+                by_value[n] = (part.by_value[t] * need.scale) as f32;
+            }
+            policy_loss += part.policy_loss;
+            value_loss += part.value_loss;
+            clipped += part.clipped;
+            clipped_values += part.clipped_values;
+        }
+        tally.add(Sums {
+            loss: policy_loss + self.settings.vf_coef * value_loss,
+            ..Sums::default()
+        });
+        let tokens = batch.trained() as f64;
+        self.means.add("policy_loss", policy_loss, tokens);
+        self.means.add("value_loss", value_loss, tokens);
+        self.means.add("clip_ratio", clipped, tokens);
+        self.means.add("value_clip_ratio", clipped_values, tokens);
+        let entropies = self.policy.entropies(h, head, &batch.targets)?;
+        self.means
+            .add("entropy", entropies.iter().map(|e| *e as f64).sum(), tokens);
+        let mut out = self.policy.gradients(h, head, &batch.targets, &by_log_prob, need)?;
+        self.head.backward(h, &by_value, &mut out)?;
+        Ok(out)
+    }
+
+    fn params(&self) -> Vec<Param> {
+        vec![self.head.weight.clone(), self.head.bias.clone()]
+    }
+
+    fn metrics(&self) -> Vec<(&'static str, f64)> {
+        self.means.take()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,299 @@
+//! The objective of the stages that train a language model on preferences: `dpo`, `orpo`, `simpo`, `kto`.
+//!
+//! Two products with the output projection: one for the log-probabilities of the answers, then, with the slopes that
+//! the arithmetic of `losses` and `unpaired` finds, one for the gradients. Logits exist a chunk of tokens at a time.
+//!
+//! Documents of a batch stand in pairs: chosen and rejected; for KTO a judged answer and its mismatched pair.
+
+use super::columns::{LABEL, PROMPT, REFERENCE};
+use super::losses::{Pair, Pairwise, Side, Terms};
+use super::meter::Meter;
+use super::unpaired::{self, Judged, Kto};
+use crate::base::{Error, Result};
+use crate::data::{Batch, IGNORE};
+use crate::model::{Head, LossGradients, Need, Objective};
+use crate::ops::tally::{Sums, Tally};
+use candle_core::Tensor;
+use std::ops::Range;
+
+/// What is learned from.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Algorithm {
+    Pairs {
+        loss: Pairwise,
+        /// Weight of an answer's tokens beyond the length of the shorter answer (LD-DPO: Liu et al. 2024,
+        /// arXiv 2409.06411); 1 is off.
+        ld_alpha: f64,
+    },
+    Judged(Kto),
+}
+
+impl Algorithm {
+    /// Must the reference's log-probabilities be known?
+    pub fn has_reference(&self) -> bool {
+        match self {
+            Algorithm::Pairs { loss, .. } => loss.has_reference(),
+            Algorithm::Judged(_) => true,
+        }
+    }
+
+    fn ld_alpha(&self) -> f64 {
+        match self {
+            Algorithm::Pairs { ld_alpha, .. } => *ld_alpha,
+            Algorithm::Judged(_) => 1.0,
+        }
+    }
+
+    /// Where the answers stand, and how their tokens count. Errors: the batch lacks a column.
+    fn answers(&self, batch: &Batch) -> Result<Vec<Answer>> {
+        let prompts = batch.columns.document(PROMPT)?;
+        if prompts.len() + 1 != batch.documents.len() {
+            return Err(Error::new("a column of a batch does not fit its documents").at(PROMPT));
+        }
+        let mut answers = Vec::with_capacity(prompts.len());
+        for (document, &prompt) in batch.documents.windows(2).zip(prompts) {
+            let (start, end, prompt) = (document[0], document[1], prompt as usize);
+            // Position n predicts the token after it.
+            let first = (start + prompt.max(1)).min(end) - 1;
+            let length = (end - start).saturating_sub(prompt) as f64;
+            answers.push(Answer {
+                document: start..end,
+                targets: first..end.saturating_sub(1).max(first),
+                length,
+                shared: usize::MAX,
+            });
+        }
+        if self.ld_alpha() < 1.0 {
+            for pair in answers.chunks_mut(2) {
+                let shared = pair.iter().map(|a| a.targets.len()).min().unwrap_or(0);
+                pair.iter_mut().for_each(|a| a.shared = shared);
+            }
+        }
+        Ok(answers)
+    }
+
+    /// Log-probability of each answer, `[documents]`, from those of the targets, `[N]`.
+    pub fn logps(&self, batch: &Batch, log_probs: &[f32]) -> Result<Vec<f64>> {
+        let answers = self.answers(batch)?;
+        Ok(answers.iter().map(|a| a.sum(log_probs, self.ld_alpha())).collect())
+    }
+}
+
+/// The answer of a document.
+struct Answer {
+    document: Range<usize>,
+    /// Positions whose targets are its tokens.
+    targets: Range<usize>,
+    /// Its tokens, also one that nothing predicts.
+    length: f64,
+    /// Tokens beyond this many count less.
+    shared: usize,
+}
+
+impl Answer {
+    fn weight(&self, position: usize, ld_alpha: f64) -> f64 {
+        match position - self.targets.start < self.shared {
+            true => 1.0,
+            false => ld_alpha,
+        }
+    }
+
+    fn sum(&self, log_probs: &[f32], ld_alpha: f64) -> f64 {
+        let targets = self.targets.clone();
+        targets
+            .map(|n| self.weight(n, ld_alpha) * f64::from(log_probs[n]))
+            .sum()
+    }
+}
+
+/// The objective; see the module.
+pub struct Preferences {
+    algorithm: Algorithm,
+    meter: Meter,
+}
+
+impl Preferences {
+    pub fn new(algorithm: Algorithm) -> Self {
+        Self {
+            algorithm,
+            meter: Meter::default(),
+        }
+    }
+
+    /// Slopes of the loss at the answers' sums, `[documents]`, at the trained tokens of each document, the sum of the
+    /// losses, and how many units were right.
+    fn slopes(&self, batch: &Batch, answers: &[Answer], log_probs: &[f32]) -> Result<Slopes> {
+        let ld_alpha = self.algorithm.ld_alpha();
+        let none = vec![0f32; answers.len()];
+        let reference = match self.algorithm.has_reference() {
+            true => batch.columns.document(REFERENCE)?,
+            false => &none,
+        };
+        let side = |d: usize| {
+            let answer = &answers[d];
+            let texts = answer.document.clone().filter(|n| batch.targets[*n] != IGNORE);
+            Side {
+                logp: answer.sum(log_probs, ld_alpha),
+                reference: f64::from(reference[d]),
+                length: answer.length,
+                predicted: answer.targets.len() as f64,
+                text_logp: texts.clone().map(|n| f64::from(log_probs[n])).sum(),
+                text_tokens: texts.count() as f64,
+            }
+        };
+        let sides: Vec<Side> = (0..answers.len()).map(side).collect();
+        match &self.algorithm {
+            Algorithm::Pairs { loss, .. } => {
+                let pairs: Vec<Pair> = sides
+                    .chunks_exact(2)
+                    .map(|p| Pair {
+                        chosen: p[0],
+                        rejected: p[1],
+                    })
+                    .collect();
+                let terms = loss.evaluate(&pairs);
+                let correct = terms.rewards.iter().filter(|[c, r]| c > r).count() as f64;
+                self.measure(loss, &pairs, &terms, correct);
+                Ok(Slopes {
+                    loss: terms.loss,
+                    correct,
+                    answers: terms.slopes.concat(),
+                    texts: pairs.iter().flat_map(|_| [terms.text_slope, 0.0]).collect(),
+                })
+            }
+            Algorithm::Judged(kto) => self.judged(kto, batch.columns.document(LABEL)?, &sides),
+        }
+    }
+
+    fn measure(&self, loss: &Pairwise, pairs: &[Pair], terms: &Terms, correct: f64) {
+        let count = pairs.len() as f64;
+        let mean = |f: &dyn Fn(usize) -> f64| (0..pairs.len()).map(f).sum::<f64>() / count;
+        // TRL reports sums over the tokens where the loss takes sums.
+        let logp = |s: &Side| match loss {
+            Pairwise::Dpo(_) => s.logp,
+            _ => s.logp / s.predicted.max(1.0),
+        };
+        for (name, value) in [
+            ("rewards/chosen", mean(&|i| terms.rewards[i][0])),
+            ("rewards/rejected", mean(&|i| terms.rewards[i][1])),
+            ("rewards/accuracies", correct / count),
+            ("rewards/margins", mean(&|i| terms.rewards[i][0] - terms.rewards[i][1])),
+            ("logps/chosen", mean(&|i| logp(&pairs[i].chosen))),
+            ("logps/rejected", mean(&|i| logp(&pairs[i].rejected))),
+        ]
+        .into_iter()
+        .chain(terms.metrics.iter().copied())
+        {
+            self.meter.add(name, value, count);
+        }
+    }
+
+    fn judged(&self, kto: &Kto, labels: &[f32], sides: &[Side]) -> Result<Slopes> {
+        let (mut answers, mut mismatched, mut at) = (Vec::new(), Vec::new(), Vec::new());
+        for (d, (side, &label)) in sides.iter().zip(labels).enumerate() {
+            let ratio = side.logp - side.reference;
+            if label < 0.0 {
+                mismatched.push(ratio);
+                continue;
+            }
+            at.push(d);
+            answers.push(Judged {
+                ratio,
+                desirable: label > 0.0,
+            });
+        }
+        let (loss, slopes, kl) = unpaired::evaluate(kto, &answers, &mismatched);
+        let mut out = vec![0.0; sides.len()];
+        at.iter().zip(slopes).for_each(|(&d, slope)| out[d] = slope);
+        let mut means = Vec::new();
+        for (desirable, reward, logp) in [
+            (true, "rewards/chosen", "logps/chosen"),
+            (false, "rewards/rejected", "logps/rejected"),
+        ] {
+            let of: Vec<usize> = (0..answers.len())
+                .filter(|&i| answers[i].desirable == desirable)
+                .collect();
+            let count = of.len() as f64;
+            if of.is_empty() {
+                continue;
+            }
+            let rewards = of.iter().map(|&i| kto.beta * answers[i].ratio).sum::<f64>() / count;
+            let logps = of.iter().map(|&i| sides[at[i]].logp).sum::<f64>() / count;
+            self.meter.add(reward, rewards, count);
+            self.meter.add(logp, logps, count);
+            means.push(rewards);
+        }
+        if let [chosen, rejected] = means[..] {
+            self.meter
+                .add("rewards/margins", chosen - rejected, answers.len() as f64);
+        }
+        // Right: a desirable answer became likelier than it was under the reference, another one less likely.
+        let correct = answers.iter().filter(|a| (a.ratio > kl) == a.desirable).count() as f64;
+        let count = answers.len() as f64;
+        self.meter.add("rewards/accuracies", correct / count.max(1.0), count);
+        self.meter.add("kl", kl, count);
+        Ok(Slopes {
+            loss,
+            correct,
+            answers: out,
+            texts: vec![0.0; sides.len()],
+        })
+    }
+}
+
+struct Slopes {
+    /// Sum over the units.
+    loss: f64,
+    correct: f64,
+    /// `[documents]`: at the answers' sums.
+    answers: Vec<f64>,
+    /// `[documents]`: at each trained token.
+    texts: Vec<f64>,
+}
+
+impl Objective for Preferences {
+    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
+        let log_probs = head.log_probs(h, &batch.targets)?;
+        let answers = self.algorithm.answers(batch)?;
+        let slopes = self.slopes(batch, &answers, &log_probs)?;
+        tally.add(Sums {
+            loss: slopes.loss,
+            correct: slopes.correct,
+            ..Sums::default()
+        });
+        if !need.dh && !need.dw {
+            return Ok(LossGradients::default());
+        }
+        let ld_alpha = self.algorithm.ld_alpha();
+        let mut weights = vec![0f32; batch.len()];
+        for ((answer, slope), text) in answers.iter().zip(&slopes.answers).zip(&slopes.texts) {
+            for n in answer.document.clone() {
+                let of_answer = match answer.targets.contains(&n) {
+                    true => slope * answer.weight(n, ld_alpha),
+                    false => 0.0,
+                };
+                // The weights are those of -log p.
+                weights[n] = -(of_answer + text) as f32;
+            }
+        }
+        // What has no slope costs no product.
+        let target = |(n, &target): (usize, &u32)| if weights[n] == 0.0 { IGNORE } else { target };
+        let targets: Vec<u32> = batch.targets.iter().enumerate().map(target).collect();
+        head.weighted(h, &targets, &weights, need)
+    }
+
+    /// Units: pairs, or judged answers.
+    fn weight(&self, batch: &Batch) -> usize {
+        match &self.algorithm {
+            Algorithm::Pairs { .. } => batch.documents.len().saturating_sub(1) / 2,
+            Algorithm::Judged(_) => batch
+                .columns
+                .document(LABEL)
+                .map_or(0, |labels| labels.iter().filter(|l| **l >= 0.0).count()),
+        }
+    }
+
+    fn metrics(&self) -> Vec<(&'static str, f64)> {
+        self.meter.take()
+    }
+}

@@ -1,0 +1,87 @@
+//! KTO: answers judged one by one (Ethayarajh et al. 2024, arXiv 2402.01306, equations 7 and 8), and the variant
+//! `apo_zero_unpaired` of TRL without the KL term.
+//!
+//! How far the policy is from its reference is estimated from mismatched pairs: each prompt of the micro-batch with
+//! another row's answer. The mean of their log-ratios, not below zero, moves the point from which an answer is better
+//! or worse; no gradient goes through it.
+
+use super::losses::sigmoid;
+use crate::recipe::JudgedLoss;
+
+/// Settings, named as in TRL.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Kto {
+    pub loss: JudgedLoss,
+    pub beta: f64,
+    pub desirable_weight: f64,
+    pub undesirable_weight: f64,
+}
+
+/// A judged answer.
+#[derive(Debug, Clone, Copy)]
+pub struct Judged {
+    /// log π - log π_ref of the answer.
+    pub ratio: f64,
+    pub desirable: bool,
+}
+
+/// Sum of the losses, the slope at each ratio, and the KL estimate. `mismatched`: log-ratios of the mismatched pairs.
+pub fn evaluate(kto: &Kto, answers: &[Judged], mismatched: &[f64]) -> (f64, Vec<f64>, f64) {
+    let kl = match kto.loss {
+        JudgedLoss::Kto => (mismatched.iter().sum::<f64>() / mismatched.len().max(1) as f64).max(0.0),
+        JudgedLoss::ApoZeroUnpaired => 0.0,
+    };
+    let mut loss = 0.0;
+    let slopes = answers.iter().map(|a| {
+        let (sign, weight) = match a.desirable {
+            true => (1.0, kto.desirable_weight),
+            false => (-1.0, kto.undesirable_weight),
+        };
+        let value = sigmoid(sign * kto.beta * (a.ratio - kl));
+        loss += weight * (1.0 - value);
+        -weight * sign * kto.beta * value * (1.0 - value)
+    });
+    let slopes = slopes.collect();
+    (loss, slopes, kl)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slopes_are_those_of_the_losses_and_the_kl_is_not_negative() {
+        for loss in [JudgedLoss::Kto, JudgedLoss::ApoZeroUnpaired] {
+            let kto = Kto {
+                loss,
+                beta: 0.4,
+                desirable_weight: 1.0,
+                undesirable_weight: 1.3,
+            };
+            let answers = |by: f64, at: usize| -> Vec<Judged> {
+                [(0.5, true), (-1.0, false), (2.0, false)]
+                    .iter()
+                    .enumerate()
+                    .map(|(i, &(ratio, desirable))| Judged {
+                        ratio: ratio + if i == at { by } else { 0.0 },
+                        desirable,
+                    })
+                    .collect()
+            };
+            for mismatched in [[0.3, 0.5], [-0.3, -0.5]] {
+                let (_, slopes, kl) = evaluate(&kto, &answers(0.0, 0), &mismatched);
+                let want = if loss == JudgedLoss::Kto && mismatched[0] > 0.0 {
+                    0.4
+                } else {
+                    0.0
+                };
+                assert!((kl - want).abs() < 1e-12);
+                for (at, slope) in slopes.iter().enumerate() {
+                    let moved = |by| evaluate(&kto, &answers(by, at), &mismatched).0;
+                    let want = (moved(1e-5) - moved(-1e-5)) / 2e-5;
+                    assert!((slope - want).abs() < 1e-8, "{slope} {want}");
+                }
+            }
+        }
+    }
+}

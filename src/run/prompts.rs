@@ -1,0 +1,138 @@
+//! The prompts of a recipe that trains by reward.
+
+use super::rewards;
+use super::rows::local;
+use super::setup::Described;
+use crate::base::rng::{Rng, Stream};
+use crate::base::{Error, Result};
+use crate::data::encode::Encoder;
+use crate::data::prompts::{Prompt, Prompts};
+use crate::data::{Dataset, Example};
+use crate::recipe::{Recipe, Stage, TrainOn};
+
+/// What is trained on, and what is held out (may be empty).
+#[derive(Debug, Default)]
+pub struct Questions {
+    pub train: Vec<Prompt>,
+    pub eval: Vec<Prompt>,
+}
+
+/// Does the recipe train by reward?
+pub fn reinforces(recipe: &Recipe) -> bool {
+    matches!(recipe.train.stage, Stage::Ppo | Stage::Grpo)
+}
+
+/// Answers of one rollout.
+pub fn answers_of_rollout(recipe: &Recipe) -> usize {
+    recipe.train.batch_size * recipe.train.gradient_accumulation_steps * recipe.reinforce.num_mini_batches
+}
+
+/// Optimizer steps that one rollout feeds.
+pub fn steps_of_rollout(recipe: &Recipe) -> u64 {
+    (recipe.reinforce.num_iterations * recipe.reinforce.num_mini_batches) as u64
+}
+
+/// Optimizer steps of a run over `prompts` prompts; the last rollout of a run by epochs is whole.
+pub fn steps(recipe: &Recipe, prompts: usize) -> u64 {
+    if let Ok(steps) = u64::try_from(recipe.train.max_steps) {
+        return steps;
+    }
+    let answers = recipe.train.num_epochs * (prompts * recipe.reinforce.num_generations) as f64;
+    let rollouts = (answers / answers_of_rollout(recipe) as f64 - 1e-6).ceil().max(1.0);
+    rollouts as u64 * steps_of_rollout(recipe)
+}
+
+/// Reads the prompts and looks at the rewards. The data sets stand in for them where only lengths and hashes count:
+/// each row is as long as its prompt with the longest answer.
+///
+/// Errors: a broken row or reward, a prompt that leaves no room for its answer.
+pub fn read(recipe: &Recipe, model: &Described) -> Result<(Dataset, Option<Dataset>, Questions)> {
+    let encoder = Encoder {
+        codec: &model.tokenizer,
+        template: model.template(),
+        train_on: TrainOn::Assistant,
+        max_length: recipe.data.max_length,
+        embedding_rows: model.spec.vocab,
+    };
+    let window = recipe.data.max_length.min(model.spec.max_positions);
+    let limits = (window, recipe.reinforce.max_completion_length);
+    let load = |named: &[String]| {
+        Prompts::load(
+            &local(named)?,
+            recipe.data.format,
+            &encoder,
+            &recipe.reinforce.answer_column,
+            limits,
+        )
+    };
+    if recipe.data.train.is_empty() {
+        return Err(Error::usage("training by reward needs prompts").hint("set `data.train`"));
+    }
+    let train = load(&recipe.data.train)?;
+    let (mut hash, mut eval_hash) = (train.fingerprint, None);
+    let mut questions = Questions {
+        train: train.rows,
+        eval: Vec::new(),
+    };
+    if !recipe.data.eval.is_empty() {
+        let eval = load(&recipe.data.eval)?;
+        (questions.eval, eval_hash) = (eval.rows, Some(eval.fingerprint));
+    } else if recipe.data.eval_fraction > 0.0 {
+        let n = questions.train.len();
+        if n < 2 {
+            return Err(Error::new("too few rows to hold some out for evaluation")
+                .found(format!("{n} rows"))
+                .expected("at least 2"));
+        }
+        let held = ((n as f64 * recipe.data.eval_fraction).round() as usize).clamp(1, n - 1);
+        let mut order = Rng::new(recipe.train.seed, Stream::Split, &[]).permutation(n);
+        order.truncate(held);
+        let rows = std::mem::take(&mut questions.train).into_iter().enumerate();
+        let (eval, train): (Vec<_>, Vec<_>) = rows.partition(|(i, _)| order.contains(i));
+        questions.train = train.into_iter().map(|(_, p)| p).collect();
+        questions.eval = eval.into_iter().map(|(_, p)| p).collect();
+        // The split follows from the seed, which a resumed run has too.
+        eval_hash = Some(hash.clone());
+        hash = format!("{hash} less {held}");
+    }
+    rewards::check(&recipe.reinforce, &questions.train)?;
+    rewards::check(&recipe.reinforce, &questions.eval)?;
+    let stand_in = |prompts: &[Prompt], hash: String| {
+        let mut dataset = Dataset::from_examples(prompts.iter().map(|p| example(p, limits.1)).collect());
+        dataset.fingerprint = hash;
+        dataset.stats.tokens = prompts.iter().map(|p| p.ids.len() as u64).sum();
+        dataset
+    };
+    let eval = eval_hash.map(|hash| stand_in(&questions.eval, hash));
+    Ok((stand_in(&questions.train, hash), eval, questions))
+}
+
+fn example(prompt: &Prompt, room: usize) -> Example {
+    let mut ids = prompt.ids.clone();
+    ids.resize(prompt.ids.len() + room, 0);
+    Example {
+        trained: (0..ids.len()).map(|t| t >= prompt.ids.len()).collect(),
+        ids,
+    }
+}
+
+/// What `ft data` shows of prompts: some with their known answers, and the counts.
+pub fn describe(questions: &Questions, model: &Described, rows: usize) -> Result<String> {
+    let mut out = String::new();
+    for prompt in questions.train.iter().take(rows) {
+        let text = model.tokenizer.decode(&prompt.ids, false)?;
+        let answer = prompt.answer.as_ref().map_or("none".to_string(), |a| a.to_string());
+        out.push_str(&format!(
+            "{}  {} tokens\n{text}\nanswer: {answer}\n\n",
+            prompt.place,
+            prompt.ids.len()
+        ));
+    }
+    let longest = questions.train.iter().map(|p| p.ids.len()).max().unwrap_or(0);
+    out.push_str(&format!(
+        "{} prompts, the longest of {longest} tokens; {} held out\n",
+        questions.train.len(),
+        questions.eval.len()
+    ));
+    Ok(out)
+}

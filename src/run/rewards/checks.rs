@@ -1,0 +1,88 @@
+//! Rewards that need nothing but the text of an answer.
+
+use super::numbers;
+use super::schema::Schema;
+use fancy_regex::Regex;
+use serde_json::Value;
+
+/// The answers of a row that are all right, as texts.
+pub fn known(answer: &Value) -> Vec<String> {
+    match answer {
+        Value::String(text) => vec![text.clone()],
+        Value::Array(list) => list.iter().flat_map(known).collect(),
+        other => vec![other.to_string()],
+    }
+}
+
+/// 1 if the text is one of the known answers, white space at the ends aside.
+pub fn exact(text: &str, answer: &Value) -> f64 {
+    f64::from(known(answer).iter().any(|a| a.trim() == text.trim()))
+}
+
+/// 1 if the last number of the text is the last number of a known answer; NaN if no known answer has a number.
+pub fn numeric(text: &str, answer: &Value) -> f64 {
+    let wanted: Vec<f64> = known(answer).iter().filter_map(|a| numbers::last(a)).collect();
+    if wanted.is_empty() {
+        return f64::NAN;
+    }
+    let found = numbers::last(text);
+    f64::from(found.is_some_and(|x| wanted.iter().any(|w| numbers::same(x, *w))))
+}
+
+/// 1 if the pattern is found in the text. A pattern that gives up after too many steps is not found.
+pub fn regex(text: &str, pattern: &Regex) -> f64 {
+    f64::from(pattern.is_match(text).unwrap_or(false))
+}
+
+/// 1 if the whole text is JSON that the schema accepts.
+pub fn json(text: &str, schema: Option<&Schema>) -> f64 {
+    let value: Option<Value> = serde_json::from_str(text.trim()).ok();
+    f64::from(value.is_some_and(|v| schema.is_none_or(|s| s.accepts(&v))))
+}
+
+/// 0 up to `free` tokens, then falling to -1 at `longest` (Yu et al. 2025, arXiv 2503.14476, eq. 13).
+pub fn length(tokens: usize, free: usize, longest: usize) -> f64 {
+    let over = tokens.saturating_sub(free) as f64;
+    -(over / longest.saturating_sub(free).max(1) as f64).min(1.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn answers_are_compared_as_texts_or_as_numbers() {
+        assert_eq!(exact(" 13\n", &json!("13")), 1.0);
+        assert_eq!(exact("13", &json!(13)), 1.0);
+        assert_eq!(exact("thirteen", &json!(["13", "thirteen"])), 1.0);
+        assert_eq!(exact("13.", &json!("13")), 0.0);
+        assert_eq!(numeric("3 + 10 = 13.", &json!("13")), 1.0);
+        assert_eq!(numeric("1,300", &json!("so it is #### 1300")), 1.0);
+        assert_eq!(numeric("0.75", &json!(["3/4"])), 1.0);
+        assert_eq!(numeric("no idea", &json!("13")), 0.0);
+        assert!(numeric("13", &json!("winter")).is_nan());
+    }
+
+    #[test]
+    fn formats_are_checked() {
+        let think = Regex::new(r"(?s)^<think>.*</think>\s*\d+$").unwrap();
+        assert_eq!(regex("<think>a\nb</think> 13", &think), 1.0);
+        assert_eq!(regex("13", &think), 0.0);
+        // Too many ways to go: given up, not found.
+        let slow = Regex::new(r"(?=(a+)+b)\1").unwrap();
+        assert_eq!(regex(&"a".repeat(64), &slow), 0.0);
+        let schema = Schema::new(json!({"type": "object", "required": ["a"]})).unwrap();
+        assert_eq!(json(" {\"a\": 1}\n", Some(&schema)), 1.0);
+        assert_eq!(json("{\"b\": 1}", Some(&schema)), 0.0);
+        assert_eq!(json("{\"b\": 1}", None), 1.0);
+        assert_eq!(json("the answer is {}", None), 0.0);
+    }
+
+    #[test]
+    fn long_answers_cost() {
+        let at = |tokens| length(tokens, 80, 100);
+        assert_eq!([at(10), at(80), at(90), at(100), at(120)], [0.0, 0.0, -0.5, -1.0, -1.0]);
+        assert_eq!(length(5, 5, 5), 0.0);
+    }
+}

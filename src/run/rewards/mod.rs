@@ -1,0 +1,240 @@
+//! Rewards of answers: checks of the text, a reward model, a local program; several together, each with a weight.
+
+mod checks;
+mod model;
+mod numbers;
+mod program;
+mod schema;
+
+use crate::base::{Error, Result, files};
+use crate::data::prompts::Prompt;
+use crate::recipe::Reinforce;
+use candle_core::Device;
+use fancy_regex::Regex;
+use model::RewardModel;
+use program::Program;
+use schema::Schema;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::time::Duration;
+
+/// An answer to be judged.
+pub struct Judged<'a> {
+    pub prompt: &'a Prompt,
+    /// Without special tokens.
+    pub text: &'a str,
+    /// With the one that ends it.
+    pub tokens: usize,
+    /// It ended by itself.
+    pub finished: bool,
+}
+
+/// What a reward is, checked as far as it can be without starting anything.
+enum Kind {
+    Exact,
+    Numeric,
+    Regex(Regex),
+    Json(Option<Schema>),
+    Length { free: usize, longest: usize },
+    Model(String),
+    Program(String),
+}
+
+enum Judge {
+    Text(Kind),
+    Model(Box<RewardModel>),
+    Program(Program),
+}
+
+/// One reward: its name in the metrics, its weight in the sum.
+pub struct Reward {
+    pub name: String,
+    pub weight: f64,
+    judge: Judge,
+}
+
+pub struct Rewards(pub Vec<Reward>);
+
+const KNOWN: &str =
+    "exact, numeric, regex:PATTERN, json, json:SCHEMA-FILE, length:TOKENS, model:DIRECTORY, program:COMMAND";
+
+impl Kind {
+    fn parse(text: &str, longest: usize) -> Result<Self> {
+        let (name, argument) = match text.split_once(':') {
+            Some((name, argument)) => (name.trim(), Some(argument.trim()).filter(|a| !a.is_empty())),
+            None => (text.trim(), None),
+        };
+        let fault = |what: &str| {
+            Error::usage(what)
+                .at("rlhf.rewards")
+                .found(format!("`{text}`"))
+                .expected(KNOWN)
+        };
+        match (name, argument) {
+            ("exact", None) => Ok(Self::Exact),
+            ("numeric", None) => Ok(Self::Numeric),
+            ("regex", Some(pattern)) => Regex::new(pattern)
+                .map(Self::Regex)
+                .map_err(|e| fault("the pattern of a `regex:` reward is no regular expression").hint(e.to_string())),
+            ("json", None) => Ok(Self::Json(None)),
+            ("json", Some(file)) => {
+                let text = files::read_text(Path::new(file))?;
+                let value: Value = serde_json::from_str(&text)
+                    .map_err(|e| Error::new("the file of a `json:` reward is no JSON").at(file).cause(e))?;
+                let schema = Schema::new(value).map_err(|e| e.within(file))?;
+                Ok(Self::Json(Some(schema)))
+            }
+            ("length", Some(free)) => match free.parse() {
+                Ok(free) if free < longest => Ok(Self::Length { free, longest }),
+                _ => Err(fault(
+                    "a `length:` reward needs a number of tokens below `rlhf.max_completion_length`",
+                )),
+            },
+            ("model", Some(dir)) => Ok(Self::Model(dir.to_string())),
+            ("program", Some(command)) => Ok(Self::Program(command.to_string())),
+            ("exact" | "numeric", Some(_)) => Err(fault("this reward takes no argument")),
+            ("regex" | "length" | "model" | "program", None) => Err(fault("this reward needs an argument")),
+            _ => Err(fault("there is no such reward")),
+        }
+    }
+
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Exact => "exact",
+            Self::Numeric => "numeric",
+            Self::Regex(_) => "regex",
+            Self::Json(_) => "json",
+            Self::Length { .. } => "length",
+            Self::Model(_) => "model",
+            Self::Program(_) => "program",
+        }
+    }
+
+    fn needs_answer(&self) -> bool {
+        matches!(self, Self::Exact | Self::Numeric)
+    }
+
+    /// Of a reward that looks at the text alone.
+    fn score(&self, answer: &Judged) -> f64 {
+        let known = answer.prompt.answer.as_ref().unwrap_or(&Value::Null);
+        match self {
+            Self::Exact => checks::exact(answer.text, known),
+            Self::Numeric => checks::numeric(answer.text, known),
+            Self::Regex(pattern) => checks::regex(answer.text, pattern),
+            Self::Json(schema) => checks::json(answer.text, schema.as_ref()),
+            Self::Length { free, longest } => checks::length(answer.tokens, *free, *longest),
+            Self::Model(_) | Self::Program(_) => f64::NAN,
+        }
+    }
+}
+
+fn kinds(rlhf: &Reinforce) -> Result<Vec<Kind>> {
+    if rlhf.rewards.is_empty() {
+        return Err(Error::usage("`rlhf.rewards` is missing: nothing would be learned")
+            .expected(KNOWN)
+            .hint("write for example `[rlhf] rewards = [\"numeric\"]`"));
+    }
+    if !rlhf.reward_weights.is_empty() && rlhf.reward_weights.len() != rlhf.rewards.len() {
+        return Err(Error::usage("`rlhf.reward_weights` does not fit `rlhf.rewards`")
+            .found(format!("{} weights", rlhf.reward_weights.len()))
+            .expected(format!("{}, one for each reward", rlhf.rewards.len())));
+    }
+    let kind = |text: &String| Kind::parse(text, rlhf.max_completion_length);
+    rlhf.rewards.iter().map(kind).collect()
+}
+
+/// Looks at the rewards of a recipe and at the rows they will judge; starts no program, loads no model.
+///
+/// Errors: an unknown reward, a pattern, schema or directory that is broken, a row that lacks its answer.
+pub fn check(rlhf: &Reinforce, prompts: &[Prompt]) -> Result<()> {
+    for kind in kinds(rlhf)? {
+        if let Kind::Model(dir) = &kind {
+            RewardModel::describe(dir)?;
+        }
+        let without = prompts.iter().find(|p| kind.needs_answer() && p.answer.is_none());
+        if let Some(prompt) = without {
+            return Err(Error::new(format!(
+                "the reward `{}` needs the right answer of each row",
+                kind.name()
+            ))
+            .at(&prompt.place)
+            .found(format!(
+                "fields {}",
+                prompt.columns.keys().cloned().collect::<Vec<_>>().join(", ")
+            ))
+            .expected(format!("a field `{}` (`rlhf.answer_column`)", rlhf.answer_column)));
+        }
+    }
+    Ok(())
+}
+
+impl Rewards {
+    /// Loads models and starts programs.
+    pub fn open(rlhf: &Reinforce, device: &Device) -> Result<Self> {
+        let mut rewards: Vec<Reward> = Vec::new();
+        for (i, kind) in kinds(rlhf)?.into_iter().enumerate() {
+            let base = kind.name();
+            let same = rewards
+                .iter()
+                .filter(|r| r.name.trim_end_matches(char::is_numeric) == base);
+            let name = match same.count() {
+                0 => base.to_string(),
+                n => format!("{base}{}", n + 1),
+            };
+            let judge = match kind {
+                Kind::Model(dir) => Judge::Model(Box::new(RewardModel::open(&dir, device)?)),
+                Kind::Program(command) => Judge::Program(Program::start(
+                    &command,
+                    Duration::from_secs_f64(rlhf.reward_timeout),
+                    rlhf.reward_restarts,
+                )?),
+                text => Judge::Text(text),
+            };
+            let weight = rlhf.reward_weights.get(i).copied().unwrap_or(1.0);
+            rewards.push(Reward { name, weight, judge });
+        }
+        Ok(Self(rewards))
+    }
+
+    /// `[rewards][answers]`; NaN where a reward says nothing about an answer.
+    pub fn scores(&mut self, answers: &[Judged]) -> Result<Vec<Vec<f64>>> {
+        let one = |reward: &mut Reward| match &mut reward.judge {
+            Judge::Text(kind) => Ok(answers.iter().map(|a| kind.score(a)).collect()),
+            Judge::Model(model) => model.scores(answers),
+            Judge::Program(program) => program.scores(&answers.iter().map(row).collect::<Vec<_>>()),
+        };
+        self.0.iter_mut().map(one).collect()
+    }
+
+    /// `[answers]`: the weighted sum of what there is; NaN where there is nothing.
+    pub fn total(&self, scores: &[Vec<f64>]) -> Vec<f64> {
+        let answers = scores.first().map_or(0, Vec::len);
+        let sum = |i: usize| {
+            let known = self.0.iter().zip(scores).filter(|(_, s)| !s[i].is_nan());
+            known.fold(f64::NAN, |sum, (r, s)| {
+                let sum = if sum.is_nan() { 0.0 } else { sum };
+                sum + r.weight * s[i]
+            })
+        };
+        (0..answers).map(sum).collect()
+    }
+}
+
+/// What a program gets to see: the row, the prompt and the answer.
+fn row(answer: &Judged) -> Value {
+    let mut row = answer.prompt.columns.clone();
+    if let Some(known) = &answer.prompt.answer {
+        row.entry("answer").or_insert_with(|| known.clone());
+    }
+    row.insert(
+        "prompt".into(),
+        match &answer.prompt.said {
+            crate::data::prompts::Said::Text(text) => json!(text),
+            crate::data::prompts::Said::Chat { messages, .. } => json!(messages),
+        },
+    );
+    row.insert("completion".into(), json!(answer.text));
+    row.insert("completion_tokens".into(), json!(answer.tokens));
+    row.insert("finished".into(), json!(answer.finished));
+    Value::Object(row)
+}

@@ -1,0 +1,108 @@
+//! A reward model: a causal model whose output projection is one row, `score.weight`, read at the last token. Such
+//! directories are what the stage `reward` writes, and transformers as `AutoModelForSequenceClassification` with one
+//! label.
+
+use super::Judged;
+use crate::base::{Error, Result};
+use crate::data::encode::Encoder;
+use crate::data::{Batch, Example};
+use crate::formats::weights::Weights;
+use crate::model::{Network, Spec};
+use crate::recipe::TrainOn;
+use crate::rlhf::preference::reward::scores;
+use crate::run::setup::Described;
+use candle_core::{Device, Tensor};
+
+const SCORE: &str = "score.weight";
+/// Tokens that are run together.
+const TOKENS: usize = 4096;
+
+pub struct RewardModel {
+    described: Described,
+    network: Network,
+    /// `[1, D]`
+    score: Tensor,
+    /// Trailing ones are not looked at, as in transformers.
+    pad: Option<u32>,
+}
+
+impl RewardModel {
+    /// What is there, without loading it. Errors: it is no reward model.
+    pub fn describe(dir: &str) -> Result<Described> {
+        let mut described = Described::open(dir, "main", None)?;
+        let weights = Weights::open(&described.dir)?;
+        let width = described.spec.hidden;
+        match weights.info(SCORE) {
+            Some(info) if info.shape == [1, width] => {}
+            Some(info) => {
+                return Err(Error::new("the reward model has not one score")
+                    .at_path(&described.dir)
+                    .found(format!("{SCORE} {:?}", info.shape))
+                    .expected(format!("[1, {width}]")));
+            }
+            None => {
+                return Err(Error::new("the directory holds no reward model")
+                    .at_path(&described.dir)
+                    .found(format!("no tensor `{SCORE}`"))
+                    .hint("train one with `train.stage = \"reward\"` and name its `final/`"));
+            }
+        }
+        // There is no output projection to look for.
+        described.spec = Spec {
+            tied: true,
+            ..described.spec
+        };
+        Ok(described)
+    }
+
+    pub fn open(dir: &str, device: &Device) -> Result<Self> {
+        let described = Self::describe(dir)?;
+        let score = Weights::open(&described.dir)?.read_f32(SCORE)?;
+        let score = Tensor::from_vec(score, (1, described.spec.hidden), device)?;
+        let pad = described.config.opt_usize0("pad_token_id")?.map(|id| id as u32);
+        let network = described.infer(None, None, device)?;
+        Ok(Self {
+            described,
+            network,
+            score,
+            pad,
+        })
+    }
+
+    /// The score at the last token of the conversation, or of prompt and answer.
+    pub fn scores(&self, answers: &[Judged]) -> Result<Vec<f64>> {
+        let encoder = Encoder {
+            codec: &self.described.tokenizer,
+            template: self.described.template(),
+            train_on: TrainOn::All,
+            max_length: self.described.spec.max_positions,
+            embedding_rows: self.described.spec.vocab,
+        };
+        let mut examples = Vec::with_capacity(answers.len());
+        for answer in answers {
+            let sample = answer.prompt.answered(answer.text);
+            let encoded = encoder.encode(&sample).map_err(|e| e.within(&answer.prompt.place))?;
+            examples.push(encoded.example);
+        }
+        let mut scores = Vec::with_capacity(answers.len());
+        let mut rest = &examples[..];
+        while !rest.is_empty() {
+            let mut tokens = 0;
+            let fits = rest.iter().take_while(|e| {
+                tokens += e.ids.len();
+                tokens <= TOKENS
+            });
+            let (now, later) = rest.split_at(fits.count().max(1));
+            scores.extend(self.run(now)?);
+            rest = later;
+        }
+        Ok(scores)
+    }
+
+    fn run(&self, examples: &[Example]) -> Result<Vec<f64>> {
+        let batch = Batch::from_examples(examples);
+        let ctx = self.network.context(&batch.positions, &batch.documents, None)?;
+        let h = self.network.hidden_states(&batch.ids, &ctx)?;
+        scores(&h, &batch, self.pad, &self.score)
+    }
+}

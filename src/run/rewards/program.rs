@@ -1,0 +1,410 @@
+//! A local program as a reward: rows go to its standard input as JSON lines, scores come back one a line.
+//!
+//! A score is a number, `null` (no score for this row), or an object with a number in `score`. The program is started
+//! once and asked again and again; one that dies or hangs is started anew, a bounded number of times, and gets the rows
+//! that it did not answer.
+
+use crate::base::{Error, Result, signal};
+use serde_json::Value;
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// Longest line that is read from the program, in bytes.
+const LINE: u64 = 64 << 10;
+/// Lines of its standard error that a message shows.
+const SHOWN: usize = 12;
+/// How often a signal is looked for.
+const TICK: Duration = Duration::from_millis(50);
+
+pub struct Program {
+    words: Vec<String>,
+    /// For one row.
+    timeout: Duration,
+    /// Starts that are left after the first.
+    restarts: usize,
+    running: Option<Running>,
+}
+
+struct Running {
+    child: Child,
+    rows: Sender<String>,
+    lines: Receiver<String>,
+    said: Arc<Mutex<VecDeque<String>>>,
+    /// Reads its standard error.
+    listener: JoinHandle<()>,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // What it has started ends with it. Each is an error only where the program has ended already.
+        #[cfg(unix)]
+        if let Ok(id) = i32::try_from(self.child.id()) {
+            // SAFETY: a signal to the process group that `spawn` made for this child; touches no memory.
+            unsafe { libc::kill(-id, libc::SIGKILL) };
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Program {
+    /// `command` is split into words as a shell does with quotes; no shell is used. Errors: it cannot be started.
+    pub fn start(command: &str, timeout: Duration, restarts: usize) -> Result<Self> {
+        let mut program = Self {
+            words: words(command)?,
+            timeout,
+            restarts,
+            running: None,
+        };
+        program.running = Some(program.spawn()?);
+        Ok(program)
+    }
+
+    fn spawn(&self) -> Result<Running> {
+        let Some((name, arguments)) = self.words.split_first() else {
+            return Err(Error::usage("a `program:` reward names no program").hint("`program:python3 score.py`"));
+        };
+        let mut command = Command::new(name);
+        command.args(arguments);
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        // A Ctrl-C is for ft, which then ends the program.
+        #[cfg(unix)]
+        std::os::unix::process::CommandExt::process_group(&mut command, 0);
+        let mut child = command.spawn().map_err(|e| {
+            Error::new("the reward program cannot be started")
+                .at(name)
+                .found(e.to_string())
+                .hint("name a program on the path, or a file that can be executed")
+        })?;
+        let no_pipe = || Error::new("the reward program has no pipe");
+        let mut stdin = child.stdin.take().ok_or_else(no_pipe)?;
+        let stdout = child.stdout.take().ok_or_else(no_pipe)?;
+        let stderr = child.stderr.take().ok_or_else(no_pipe)?;
+        let (rows, to_write) = mpsc::channel::<String>();
+        thread::spawn(move || {
+            for row in to_write {
+                // A program that has ended shows at the other pipe.
+                if stdin.write_all(row.as_bytes()).and_then(|()| stdin.flush()).is_err() {
+                    return;
+                }
+            }
+        });
+        let (to_read, lines) = mpsc::channel();
+        thread::spawn(move || each_line(stdout, |line| to_read.send(line).is_ok()));
+        let said = Arc::new(Mutex::new(VecDeque::new()));
+        let kept = Arc::clone(&said);
+        let listener = thread::spawn(move || {
+            each_line(stderr, |line| match kept.lock() {
+                Ok(mut kept) => {
+                    kept.push_back(line);
+                    if kept.len() > SHOWN {
+                        kept.pop_front();
+                    }
+                    true
+                }
+                Err(_) => false,
+            })
+        });
+        Ok(Running {
+            listener,
+            child,
+            rows,
+            lines,
+            said,
+        })
+    }
+
+    /// One score for each row, NaN where the program gives none.
+    ///
+    /// Errors: a line that is no score; a program that dies or hangs and has no starts left; a signal.
+    pub fn scores(&mut self, rows: &[Value]) -> Result<Vec<f64>> {
+        let mut scores = Vec::with_capacity(rows.len());
+        while scores.len() < rows.len() {
+            let mut running = match self.running.take() {
+                Some(running) => running,
+                None => self.spawn()?,
+            };
+            if let Ok(line) = running.lines.try_recv() {
+                return Err(running.explain(
+                    Error::new("the reward program writes more lines than it gets rows")
+                        .found(shown(&line))
+                        .expected("one line for each row"),
+                ));
+            }
+            for row in &rows[scores.len()..] {
+                // Fails only if the program has ended, which shows below.
+                let _ = running.rows.send(format!("{row}\n"));
+            }
+            match self.read(&mut running, rows, &mut scores)? {
+                None => self.running = Some(running),
+                Some(fault) if self.restarts == 0 => return Err(running.explain(fault)),
+                Some(_) => self.restarts -= 1,
+            }
+        }
+        Ok(scores)
+    }
+
+    /// Reads scores until all rows have one; the fault of a program that died or hung.
+    fn read(&self, running: &mut Running, rows: &[Value], scores: &mut Vec<f64>) -> Result<Option<Error>> {
+        while scores.len() < rows.len() {
+            let place = || {
+                format!(
+                    "row {} of {}: {}",
+                    scores.len() + 1,
+                    rows.len(),
+                    shown(&rows[scores.len()].to_string())
+                )
+            };
+            let asked = Instant::now();
+            let line = loop {
+                match running.lines.recv_timeout(TICK.min(self.timeout)) {
+                    Ok(line) => break line,
+                    Err(RecvTimeoutError::Disconnected) => {
+                        return Ok(Some(
+                            Error::new("the reward program ended before it gave all scores").at(place()),
+                        ));
+                    }
+                    Err(RecvTimeoutError::Timeout) if asked.elapsed() >= self.timeout => {
+                        return Ok(Some(
+                            Error::new("the reward program gave no score in time")
+                                .at(place())
+                                .expected(format!("one within {:?}", self.timeout))
+                                .hint("raise `rlhf.reward_timeout`; the program must flush its output after each line"),
+                        ));
+                    }
+                    Err(RecvTimeoutError::Timeout) => {}
+                }
+                if let Some(s) = signal::received() {
+                    return Err(Error::signal(s, "stopped while a reward program was at work"));
+                }
+            };
+            match score(&line) {
+                Some(score) => scores.push(score),
+                None => {
+                    return Err(running.explain(
+                        Error::new("the reward program wrote something that is no score")
+                            .at(place())
+                            .found(shown(&line))
+                            .expected("a number, `null`, or {\"score\": number} on each line")
+                            .hint("what is meant for people belongs on its standard error"),
+                    ));
+                }
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl Running {
+    /// The fault with what the program said, and how it ended.
+    fn explain(&mut self, error: Error) -> Error {
+        // A program that is just dying gets time to say why.
+        let mut ended: Option<ExitStatus> = None;
+        for tick in 0..20 {
+            ended = self.child.try_wait().ok().flatten();
+            let enough = match ended {
+                Some(_) => self.listener.is_finished(),
+                None => tick == 2,
+            };
+            if enough {
+                break;
+            }
+            thread::sleep(TICK);
+        }
+        let mut text = match ended {
+            Some(status) => format!("{status}"),
+            None => "still running".to_string(),
+        };
+        if let Ok(said) = self.said.lock() {
+            for line in said.iter() {
+                text.push_str(&format!("\n      {}", shown(line)));
+            }
+        }
+        // `found` may hold the line that is wrong already.
+        error.cause(Error::new("the reward program").found(text))
+    }
+}
+
+fn each_line(pipe: impl Read, mut give: impl FnMut(String) -> bool) {
+    let mut reader = BufReader::new(pipe);
+    loop {
+        let mut line = Vec::new();
+        match (&mut reader).take(LINE).read_until(b'\n', &mut line) {
+            Ok(0) | Err(_) => return,
+            Ok(_) => {
+                let text = String::from_utf8_lossy(&line);
+                if !give(text.trim_end_matches(['\n', '\r']).to_string()) {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+fn score(line: &str) -> Option<f64> {
+    let value: Value = serde_json::from_str(line.trim()).ok()?;
+    let value = match &value {
+        Value::Object(fields) => fields.get("score")?,
+        other => other,
+    };
+    match value {
+        Value::Null => Some(f64::NAN),
+        other => other.as_f64().filter(|x| x.is_finite()),
+    }
+}
+
+fn shown(text: &str) -> String {
+    let mut out: String = text
+        .chars()
+        .take(200)
+        .map(|c| if c.is_control() { '\u{fffd}' } else { c })
+        .collect();
+    if text.chars().nth(200).is_some() {
+        out.push_str("...");
+    }
+    out
+}
+
+/// Words of a command line: blanks part them, single and double quotes hold them together, a backslash takes the next
+/// character as it is. Errors: a quote that is not closed.
+fn words(command: &str) -> Result<Vec<String>> {
+    let (mut out, mut word, mut quote, mut chars) = (Vec::new(), None::<String>, None, command.chars());
+    while let Some(c) = chars.next() {
+        match (c, quote) {
+            (c, Some(q)) if c == q => quote = None,
+            ('\\', None | Some('"')) => word.get_or_insert_default().extend(chars.next()),
+            (c, Some(_)) => word.get_or_insert_default().push(c),
+            ('\'' | '"', None) => {
+                quote = Some(c);
+                word.get_or_insert_default();
+            }
+            (c, None) if c.is_whitespace() => out.extend(word.take()),
+            (c, None) => word.get_or_insert_default().push(c),
+        }
+    }
+    if quote.is_some() {
+        return Err(Error::usage("a quote in the command of a `program:` reward is not closed").found(command));
+    }
+    out.extend(word);
+    Ok(out)
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn program(script: &str, seconds: f64, restarts: usize) -> Program {
+        let command = format!("sh -c '{script}'");
+        Program::start(&command, Duration::from_secs_f64(seconds), restarts).unwrap()
+    }
+
+    fn rows(n: usize) -> Vec<Value> {
+        (0..n).map(|i| json!({"completion": format!("answer {i}")})).collect()
+    }
+
+    fn fault(script: &str, restarts: usize) -> String {
+        program(script, 0.3, restarts).scores(&rows(3)).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn scores_come_back_in_order_and_the_program_lives_on() {
+        let mut p = program(r#"n=0; while read -r line; do n=$((n+1)); echo $n.5; done"#, 5.0, 0);
+        assert_eq!(p.scores(&rows(3)).unwrap(), [1.5, 2.5, 3.5]);
+        assert_eq!(p.scores(&rows(2)).unwrap(), [4.5, 5.5]);
+        assert!(p.scores(&[]).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_score_may_be_none_or_in_an_object() {
+        let mut p = program(
+            r#"read -r a; echo null; read -r a; echo "{\"score\": -2}"; read -r a; echo 1e-1"#,
+            5.0,
+            0,
+        );
+        let scores = p.scores(&rows(3)).unwrap();
+        assert!(scores[0].is_nan() && scores[1..] == [-2.0, 0.1]);
+    }
+
+    #[test]
+    fn many_long_rows_do_not_block_each_other() {
+        let long: Vec<Value> = (0..300).map(|_| json!({"completion": "x".repeat(4000)})).collect();
+        let mut p = program(r#"while read -r line; do echo ${#line}; done"#, 20.0, 0);
+        assert!(p.scores(&long).unwrap().iter().all(|s| *s == 4017.0));
+    }
+
+    #[test]
+    fn a_program_that_dies_is_started_again_a_bounded_number_of_times() {
+        // Answers one row, then dies: three rows take two starts more.
+        let script = r#"read -r line; echo 7; echo "out of luck" >&2; exit 3"#;
+        assert_eq!(program(script, 5.0, 2).scores(&rows(3)).unwrap(), [7.0; 3]);
+        let e = program(script, 5.0, 1).scores(&rows(3)).unwrap_err().to_string();
+        assert!(
+            e.contains("ended before") && e.contains("row 3 of 3") && e.contains("answer 2"),
+            "{e}"
+        );
+        assert!(e.contains("out of luck") && e.contains('3'), "{e}");
+    }
+
+    #[test]
+    fn a_program_that_hangs_is_an_error_in_time() {
+        let started = Instant::now();
+        let e = fault("echo thinking >&2; sleep 600", 1);
+        assert!(
+            e.contains("no score in time") && e.contains("row 1 of 3") && e.contains("thinking"),
+            "{e}"
+        );
+        assert!(
+            e.contains("rlhf.reward_timeout") && started.elapsed() < Duration::from_secs(20),
+            "{e}"
+        );
+    }
+
+    #[test]
+    fn nonsense_is_shown() {
+        for (script, says) in [
+            ("echo good morning; sleep 5", "good morning"),
+            ("echo NaN; sleep 5", "NaN"),
+            ("echo 1e999; sleep 5", "1e999"),
+            ("echo \"[1]\"; sleep 5", "[1]"),
+            ("echo; sleep 5", "no score"),
+            ("yes x | head -c 200000 | tr -d \"\\n\"; sleep 5", "xxx"),
+        ] {
+            let e = fault(script, 3);
+            assert!(
+                e.contains("wrote something that is no score") && e.contains(says),
+                "{e}"
+            );
+        }
+        let mut p = program("while read -r line; do echo 1; echo 2; done", 5.0, 0);
+        assert_eq!(p.scores(&rows(1)).unwrap(), [1.0]);
+        thread::sleep(Duration::from_millis(200));
+        let e = p.scores(&rows(1)).unwrap_err().to_string();
+        assert!(e.contains("more lines than it gets rows"), "{e}");
+    }
+
+    #[test]
+    fn a_program_that_is_not_there() {
+        let e = Program::start("no-such-program-here --x", TICK, 0)
+            .err()
+            .unwrap()
+            .to_string();
+        assert!(
+            e.contains("cannot be started") && e.contains("no-such-program-here"),
+            "{e}"
+        );
+        assert!(Program::start("", TICK, 0).is_err() && Program::start("a 'b", TICK, 0).is_err());
+        assert_eq!(
+            words(r#"a 'b c'  "d \" e" f\ g ''"#).unwrap(),
+            ["a", "b c", "d \" e", "f g", ""]
+        );
+    }
+}

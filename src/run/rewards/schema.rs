@@ -1,0 +1,338 @@
+//! A JSON schema, as far as it describes the shape of an answer. What this file does not know is refused when the
+//! schema is read: nothing in a schema is passed over.
+//!
+//! Known: `type`, `enum`, `const`, `properties`, `required`, `additionalProperties`, `minProperties`, `maxProperties`,
+//! `items`, `minItems`, `maxItems`, `uniqueItems`, `minLength`, `maxLength`, `pattern`, `minimum`, `maximum`,
+//! `exclusiveMinimum`, `exclusiveMaximum`, `multipleOf`, `allOf`, `anyOf`, `oneOf`, `not`, and `$ref` into `$defs` or
+//! `definitions` of the same file. Notes (`title`, `description`, ...) say nothing about validity.
+
+use crate::base::{Error, Result};
+use fancy_regex::Regex;
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+
+const NOTES: [&str; 10] = [
+    "$schema",
+    "$id",
+    "$comment",
+    "$defs",
+    "definitions",
+    "title",
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+];
+const TYPES: [&str; 7] = ["null", "boolean", "object", "array", "number", "string", "integer"];
+/// Schemas within schemas within schemas.
+const DEPTH: usize = 64;
+
+/// A schema that was read and checked.
+#[derive(Debug)]
+pub struct Schema {
+    root: Value,
+    patterns: BTreeMap<String, Regex>,
+}
+
+impl Schema {
+    /// Errors: an unknown keyword, a keyword with a value of the wrong kind, a reference that leads nowhere or in a circle.
+    pub fn new(root: Value) -> Result<Self> {
+        let mut schema = Self {
+            root,
+            patterns: BTreeMap::new(),
+        };
+        let root = schema.root.clone();
+        schema.read(&root, "#", 0)?;
+        for name in ["$defs", "definitions"] {
+            for (key, value) in root.get(name).and_then(Value::as_object).into_iter().flatten() {
+                schema.read(value, &format!("#/{name}/{key}"), 0)?;
+            }
+        }
+        Ok(schema)
+    }
+
+    fn read(&mut self, schema: &Value, at: &str, depth: usize) -> Result<()> {
+        let fault = |what: String| Error::new(what).at(at);
+        if depth > DEPTH {
+            return Err(fault("the schema is nested too deeply".into()));
+        }
+        let fields = match schema {
+            Value::Bool(_) => return Ok(()),
+            Value::Object(fields) => fields,
+            _ => return Err(fault("a schema is an object, `true` or `false`".into())),
+        };
+        for (key, value) in fields {
+            let wrong = |expected: &str| {
+                Error::new(format!("`{key}` of the schema has the wrong kind"))
+                    .at(at)
+                    .found(value.to_string())
+                    .expected(expected)
+            };
+            let below = |name: &str| format!("{at}/{name}");
+            match key.as_str() {
+                name if NOTES.contains(&name) => {}
+                "const" => {}
+                "enum" => drop(value.as_array().ok_or_else(|| wrong("a list"))?),
+                "type" => {
+                    let known = |v: &Value| v.as_str().is_some_and(|t| TYPES.contains(&t));
+                    if !known(value) && !value.as_array().is_some_and(|l| l.iter().all(known)) {
+                        return Err(wrong(&format!("one of {}, or a list of them", TYPES.join(", "))));
+                    }
+                }
+                "required" => {
+                    let names = value.as_array().filter(|l| l.iter().all(Value::is_string));
+                    names.ok_or_else(|| wrong("a list of texts"))?;
+                }
+                "properties" => {
+                    for (name, value) in value.as_object().ok_or_else(|| wrong("an object"))? {
+                        self.read(value, &below(&format!("properties/{name}")), depth + 1)?;
+                    }
+                }
+                "additionalProperties" | "items" | "not" => self.read(value, &below(key), depth + 1)?,
+                "allOf" | "anyOf" | "oneOf" => {
+                    for value in value.as_array().ok_or_else(|| wrong("a list of schemas"))? {
+                        self.read(value, &below(key), depth + 1)?;
+                    }
+                }
+                "uniqueItems" => drop(value.as_bool().ok_or_else(|| wrong("`true` or `false`"))?),
+                "minLength" | "maxLength" | "minItems" | "maxItems" | "minProperties" | "maxProperties" => {
+                    value.as_u64().ok_or_else(|| wrong("a whole number"))?;
+                }
+                "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum" => {
+                    value.as_f64().ok_or_else(|| wrong("a number"))?;
+                }
+                "multipleOf" => {
+                    value
+                        .as_f64()
+                        .filter(|x| *x > 0.0)
+                        .ok_or_else(|| wrong("a number above 0"))?;
+                }
+                "pattern" => {
+                    let text = value.as_str().ok_or_else(|| wrong("a regular expression"))?;
+                    let regex = Regex::new(text).map_err(|e| wrong("a regular expression").hint(e.to_string()))?;
+                    self.patterns.insert(text.to_string(), regex);
+                }
+                "$ref" => {
+                    let name = value.as_str().ok_or_else(|| wrong("a text"))?;
+                    if self.target(name, 0).is_none() {
+                        return Err(wrong("`#/$defs/NAME` of this file, not in a circle"));
+                    }
+                }
+                other => {
+                    return Err(fault(format!("the schema's keyword `{other}` is not known here"))
+                        .hint("docs/rlhf.md lists the keywords; check the rest with a `program:` reward"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What a reference leads to, through references that are nothing else.
+    fn target(&self, name: &str, hops: usize) -> Option<&Value> {
+        let found = match name {
+            "#" => &self.root,
+            _ => self.root.pointer(name.strip_prefix('#')?)?,
+        };
+        match found.get("$ref").and_then(Value::as_str) {
+            Some(next) if hops < DEPTH => self.target(next, hops + 1).map(|_| found),
+            Some(_) => None,
+            None => Some(found),
+        }
+    }
+
+    pub fn accepts(&self, value: &Value) -> bool {
+        self.valid(&self.root, value, 0)
+    }
+
+    fn valid(&self, schema: &Value, value: &Value, depth: usize) -> bool {
+        // A value that goes deeper than this is no answer; a recursive schema ends with its value.
+        if depth > 4 * DEPTH {
+            return false;
+        }
+        match schema {
+            Value::Bool(b) => *b,
+            Value::Object(fields) => fields
+                .iter()
+                .all(|(k, rule)| self.holds(fields, k, rule, value, depth + 1)),
+            _ => false,
+        }
+    }
+
+    fn holds(&self, fields: &Map<String, Value>, key: &str, rule: &Value, value: &Value, depth: usize) -> bool {
+        let each = |list: &Value, check: &dyn Fn(&Value) -> bool| {
+            let schemas = list.as_array().map(Vec::as_slice).unwrap_or_default();
+            schemas.iter().filter(|s| check(s)).count()
+        };
+        let valid = |schema: &Value| self.valid(schema, value, depth);
+        let length = |n: usize| n as u64;
+        let bound = |n: Option<usize>, holds: &dyn Fn(u64, u64) -> bool| match (n, rule.as_u64()) {
+            (Some(n), Some(limit)) => holds(length(n), limit),
+            _ => true,
+        };
+        let number = |holds: &dyn Fn(f64, f64) -> bool| match (value.as_f64(), rule.as_f64()) {
+            (Some(x), Some(limit)) => holds(x, limit),
+            _ => true,
+        };
+        let (chars, items) = (value.as_str().map(|s| s.chars().count()), value.as_array());
+        let object = value.as_object();
+        match key {
+            "type" => match rule {
+                Value::Array(any) => any.iter().any(|t| is(value, t.as_str().unwrap_or_default())),
+                one => is(value, one.as_str().unwrap_or_default()),
+            },
+            "const" => equal(rule, value),
+            "enum" => each(rule, &|v| equal(v, value)) > 0,
+            "required" => object.is_none_or(|o| each(rule, &|n| !n.as_str().is_some_and(|n| o.contains_key(n))) == 0),
+            "properties" => object.is_none_or(|o| {
+                let rules = rule.as_object().into_iter().flatten();
+                rules
+                    .into_iter()
+                    .all(|(n, s)| o.get(n).is_none_or(|v| self.valid(s, v, depth)))
+            }),
+            "additionalProperties" => object.is_none_or(|o| {
+                let named = fields.get("properties").and_then(Value::as_object);
+                let other = |n: &String| named.is_none_or(|named| !named.contains_key(n));
+                o.iter()
+                    .filter(|(n, _)| other(n))
+                    .all(|(_, v)| self.valid(rule, v, depth))
+            }),
+            "items" => items.is_none_or(|l| l.iter().all(|v| self.valid(rule, v, depth))),
+            "uniqueItems" if rule == &Value::Bool(true) => {
+                items.is_none_or(|l| (1..l.len()).all(|i| !l[..i].iter().any(|v| equal(v, &l[i]))))
+            }
+            "minLength" => bound(chars, &|n, limit| n >= limit),
+            "maxLength" => bound(chars, &|n, limit| n <= limit),
+            "minItems" => bound(items.map(Vec::len), &|n, limit| n >= limit),
+            "maxItems" => bound(items.map(Vec::len), &|n, limit| n <= limit),
+            "minProperties" => bound(object.map(Map::len), &|n, limit| n >= limit),
+            "maxProperties" => bound(object.map(Map::len), &|n, limit| n <= limit),
+            "minimum" => number(&|x, limit| x >= limit),
+            "maximum" => number(&|x, limit| x <= limit),
+            "exclusiveMinimum" => number(&|x, limit| x > limit),
+            "exclusiveMaximum" => number(&|x, limit| x < limit),
+            "multipleOf" => number(&|x, by| ((x / by).round() - x / by).abs() < 1e-9),
+            "pattern" => value.as_str().is_none_or(|text| {
+                let pattern = rule.as_str().and_then(|r| self.patterns.get(r));
+                // A pattern that gives up has not found a match.
+                pattern.is_some_and(|p| p.is_match(text).unwrap_or(false))
+            }),
+            "allOf" => each(rule, &|s| !valid(s)) == 0,
+            "anyOf" => each(rule, &valid) > 0,
+            "oneOf" => each(rule, &valid) == 1,
+            "not" => !valid(rule),
+            "$ref" => {
+                let target = rule.as_str().and_then(|name| self.target(name, 0));
+                target.is_some_and(valid)
+            }
+            _ => true,
+        }
+    }
+}
+
+fn is(value: &Value, name: &str) -> bool {
+    match name {
+        "null" => value.is_null(),
+        "boolean" => value.is_boolean(),
+        "object" => value.is_object(),
+        "array" => value.is_array(),
+        "number" => value.is_number(),
+        "string" => value.is_string(),
+        "integer" => value.as_f64().is_some_and(|x| x.fract() == 0.0),
+        _ => false,
+    }
+}
+
+/// Equal as JSON: 1 and 1.0 are the same number.
+fn equal(a: &Value, b: &Value) -> bool {
+    match (a, b) {
+        (Value::Number(a), Value::Number(b)) => a == b || a.as_f64() == b.as_f64(),
+        (Value::Array(a), Value::Array(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| equal(a, b)),
+        (Value::Object(a), Value::Object(b)) => {
+            a.len() == b.len() && a.iter().all(|(k, v)| b.get(k).is_some_and(|w| equal(v, w)))
+        }
+        _ => a == b,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn check(schema: Value, good: &[Value], bad: &[Value]) {
+        let schema = Schema::new(schema).unwrap();
+        for value in good {
+            assert!(schema.accepts(value), "{value}");
+        }
+        for value in bad {
+            assert!(!schema.accepts(value), "{value}");
+        }
+    }
+
+    #[test]
+    fn shapes_of_answers() {
+        check(
+            json!({
+                "title": "an answer",
+                "type": "object",
+                "properties": {
+                    "answer": {"type": "integer", "minimum": 0, "exclusiveMaximum": 100},
+                    "steps": {"type": "array", "items": {"$ref": "#/$defs/step"}, "minItems": 1, "uniqueItems": true},
+                    "unit": {"enum": ["m", "s", null]},
+                },
+                "required": ["answer"],
+                "additionalProperties": false,
+                "$defs": {"step": {"type": "string", "pattern": "^[a-z ]+$", "maxLength": 9}},
+            }),
+            &[
+                json!({"answer": 3}),
+                json!({"answer": 3.0, "steps": ["add them"], "unit": null}),
+            ],
+            &[
+                json!({}),
+                json!([]),
+                json!({"answer": 100}),
+                json!({"answer": -1}),
+                json!({"answer": 3.5}),
+                json!({"answer": 3, "more": 1}),
+                json!({"answer": 3, "steps": []}),
+                json!({"answer": 3, "steps": ["a", "a"]}),
+                json!({"answer": 3, "steps": ["Add"]}),
+                json!({"answer": 3, "steps": ["abcdefghij"]}),
+                json!({"answer": 3, "unit": "km"}),
+            ],
+        );
+        check(
+            json!({"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}], "not": {"const": 9}}),
+            &[json!(2), json!(3), json!(4.0)],
+            &[json!(6), json!(1), json!(9)],
+        );
+        check(
+            json!({"anyOf": [{"type": ["string", "null"]}, {"minItems": 2}], "allOf": [true]}),
+            &[json!("x"), json!(null), json!([1, 2]), json!(7)],
+            &[json!([1])],
+        );
+        check(
+            json!({"properties": {"next": {"$ref": "#"}, "n": {"type": "number"}}, "required": ["n"]}),
+            &[json!({"n": 1, "next": {"n": 2}})],
+            &[json!({"n": 1, "next": {"n": "2"}}), json!({"n": 1, "next": {}})],
+        );
+    }
+
+    #[test]
+    fn what_is_not_known_is_refused() {
+        for (bad, says) in [
+            (json!({"patternProperties": {}}), "patternProperties"),
+            (json!({"properties": {"a": {"if": true}}}), "#/properties/a"),
+            (json!({"type": "text"}), "`type`"),
+            (json!({"pattern": "("}), "regular expression"),
+            (json!({"$ref": "#/$defs/gone"}), "$ref"),
+            (json!({"$defs": {"a": {"$ref": "#/$defs/a"}}}), "circle"),
+            (json!({"minimum": "3"}), "`minimum`"),
+            (json!(3), "a schema is an object"),
+        ] {
+            let e = Schema::new(bad).unwrap_err().to_string();
+            assert!(e.contains(says), "{e}");
+        }
+    }
+}

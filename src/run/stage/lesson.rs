@@ -1,0 +1,322 @@
+//! From judged answers to what the loss needs of them: log-probabilities under the exact weights, advantages, factors.
+//!
+//! Letters: N tokens of a batch, D hidden size, T tokens of an answer.
+
+use super::replay::{self, Kept};
+use crate::base::Result;
+use crate::data::Batch;
+use crate::model::{Head, Network, Objective};
+use crate::recipe::{self, GrpoLoss, ImportanceLevel, Method, Recipe, RolloutCorrection, RolloutWeights, ScaleRewards};
+use crate::rlhf::advantage::{self, KlControl, KlEstimator, moments};
+use crate::rlhf::correction::{Correction, Mode};
+use crate::rlhf::grpo::{self, Grpo};
+use crate::rlhf::policy::{self, Policy};
+use crate::rlhf::ppo::{self, Ppo, ValueHead};
+use crate::run::prompts::steps_of_rollout;
+use candle_core::{Device, Tensor};
+
+/// The model at the start of the run.
+pub enum Reference {
+    /// The weights without their adapters.
+    Bare,
+    Copy(Box<Network>),
+}
+
+/// Does the run need a second copy of the weights, because the start can not be had by leaving adapters out?
+pub fn needs_copy(recipe: &Recipe) -> bool {
+    let wanted = match recipe.train.stage {
+        recipe::Stage::Grpo => recipe.reinforce.grpo.beta > 0.0,
+        recipe::Stage::Ppo => recipe.reinforce.ppo.kl_coef > 0.0,
+        _ => false,
+    };
+    use recipe::LoraInit::{Default, Eva, Gaussian};
+    let lora = &recipe.tune.lora;
+    let starts_at_zero = matches!(lora.init_lora_weights, Default | Gaussian | Eva);
+    let bare = recipe.tune.method == Method::Lora
+        && starts_at_zero
+        && lora.adapter.is_none()
+        && lora.modules_to_save.is_empty();
+    wanted && !bare
+}
+
+/// The objective of a stage that trains by reward; `width` is D.
+pub fn objective(recipe: &Recipe, width: usize, device: &Device) -> Result<Box<dyn Objective>> {
+    let policy = Policy {
+        temperature: recipe.reinforce.temperature,
+    };
+    if recipe.train.stage == recipe::Stage::Grpo {
+        return Ok(Box::new(Grpo::new(grpo_settings(recipe), policy)));
+    }
+    let ppo = &recipe.reinforce.ppo;
+    let settings = ppo::Settings {
+        cliprange: ppo.cliprange,
+        cliprange_value: ppo.cliprange_value,
+        vf_coef: ppo.vf_coef,
+    };
+    Ok(Box::new(Ppo::new(settings, policy, ValueHead::new(width, device)?)))
+}
+
+fn grpo_settings(recipe: &Recipe) -> grpo::Settings {
+    let g = &recipe.reinforce.grpo;
+    grpo::Settings {
+        loss_type: match g.loss_type {
+            GrpoLoss::Grpo => grpo::LossType::Grpo,
+            GrpoLoss::Dapo => grpo::LossType::Dapo,
+            GrpoLoss::DrGrpo => grpo::LossType::DrGrpo,
+            GrpoLoss::Bnpo => grpo::LossType::Bnpo,
+            GrpoLoss::Rloo => grpo::LossType::Rloo,
+        },
+        level: match g.importance_sampling_level {
+            ImportanceLevel::Token => grpo::Level::Token,
+            ImportanceLevel::Sequence => grpo::Level::Sequence,
+        },
+        epsilon: g.epsilon,
+        epsilon_high: if g.epsilon_high > 0.0 {
+            g.epsilon_high
+        } else {
+            g.epsilon
+        },
+        delta: (g.delta > 0.0).then_some(g.delta),
+        beta: g.beta,
+        kl_weighted: g.use_bias_correction_kl,
+        max_completion_length: recipe.reinforce.max_completion_length,
+    }
+}
+
+/// What a forward pass over some answers is asked for: `f` gets hidden states `[N, D]`, head and batch.
+fn over(network: &Network, batch: &Batch, f: impl FnOnce(&Tensor, &Head) -> Result<()>) -> Result<()> {
+    let ctx = network.context(&batch.positions, &batch.documents, None)?;
+    let h = network.hidden_states(&batch.ids, &ctx)?;
+    f(&h, &network.head()?)
+}
+
+/// Turns rewards into advantages, rollout after rollout.
+pub struct Lesson<'a> {
+    recipe: &'a Recipe,
+    policy: Policy,
+    pub kl: KlControl,
+    /// What was measured since they were taken last.
+    pub metrics: Vec<(&'static str, f64)>,
+}
+
+impl<'a> Lesson<'a> {
+    pub fn new(recipe: &'a Recipe) -> Self {
+        let rlhf = &recipe.reinforce;
+        let is_ppo = recipe.train.stage == recipe::Stage::Ppo;
+        Self {
+            recipe,
+            policy: Policy {
+                temperature: rlhf.temperature,
+            },
+            kl: KlControl {
+                coefficient: if is_ppo { rlhf.ppo.kl_coef } else { rlhf.grpo.beta },
+                target: (is_ppo && rlhf.ppo.kl_target > 0.0).then_some((rlhf.ppo.kl_target, rlhf.ppo.kl_horizon)),
+            },
+            metrics: Vec::new(),
+        }
+    }
+
+    pub fn refers(&self) -> bool {
+        self.kl.coefficient > 0.0
+    }
+
+    pub fn is_ppo(&self) -> bool {
+        self.recipe.train.stage == recipe::Stage::Ppo
+    }
+
+    fn is_rloo(&self) -> bool {
+        !self.is_ppo() && self.recipe.reinforce.grpo.loss_type == GrpoLoss::Rloo
+    }
+
+    fn coded(&self) -> bool {
+        self.recipe.reinforce.rollout_weights != RolloutWeights::Exact
+    }
+
+    /// Each answer is learned from once, in the step after it was written.
+    fn on_policy(&self) -> bool {
+        steps_of_rollout(self.recipe) == 1
+    }
+
+    /// Log-probabilities under the exact weights and the reference, and values, where the loss needs them.
+    pub fn read(&self, kept: &mut [Kept], network: &Network, start: Option<&Reference>) -> Result<()> {
+        let values = self.is_ppo().then(|| ValueHead::of(&network.own)).transpose()?;
+        let old = !self.on_policy() || self.coded() || self.is_ppo() || self.is_rloo();
+        for kept in kept.chunks_mut(self.recipe.train.batch_size) {
+            let batch = replay::batch(&kept.iter().collect::<Vec<_>>(), false);
+            let ranges = policy::answers(&batch);
+            let mut put = |column: Vec<f32>, of: fn(&mut Kept) -> &mut Vec<f32>| {
+                for (kept, range) in kept.iter_mut().zip(&ranges) {
+                    *of(kept) = column[range.clone()].to_vec();
+                }
+            };
+            if old {
+                over(network, &batch, |h, head| {
+                    put(self.policy.log_probs(h, head, &batch.targets)?, |k| &mut k.old);
+                    if let Some(values) = &values {
+                        put(values.values(h)?, |k| &mut k.values);
+                    }
+                    Ok(())
+                })?;
+            }
+            let mut reference = |network: &Network| {
+                over(network, &batch, |h, head| {
+                    put(self.policy.log_probs(h, head, &batch.targets)?, |k| &mut k.reference);
+                    Ok(())
+                })
+            };
+            match start {
+                Some(Reference::Bare) => network.without_adapters(|| reference(network))?,
+                Some(Reference::Copy(copy)) => reference(copy)?,
+                None => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Completes `kept`, whose log-probabilities were read: ratios to the log-probabilities `[T]` under which each answer
+    /// was sampled (where those weights were coded), advantages from the rewards, returns. `finished`: by themselves.
+    pub fn teach(&mut self, kept: &mut [Kept], totals: &[f64], finished: &[bool], sampling: &[&[f32]]) {
+        if self.coded() {
+            self.correct(kept, sampling);
+        }
+        if self.is_ppo() {
+            self.ppo_advantages(kept, totals, finished);
+        } else {
+            self.grpo_advantages(kept, totals, finished);
+        }
+        if self.on_policy() {
+            // They are those of the one step that follows: the ratio is 1.
+            kept.iter_mut().for_each(|k| k.old.clear());
+        }
+    }
+
+    /// Importance ratios of answers that were sampled under other weights.
+    fn correct(&mut self, kept: &mut [Kept], sampling: &[&[f32]]) {
+        let rlhf = &self.recipe.reinforce;
+        let mode = match rlhf.rollout_correction {
+            RolloutCorrection::None => return,
+            RolloutCorrection::TokenTruncate => Mode::TokenTruncate,
+            RolloutCorrection::TokenMask => Mode::TokenMask,
+            RolloutCorrection::SequenceTruncate => Mode::SequenceTruncate,
+            RolloutCorrection::SequenceMask => Mode::SequenceMask,
+        };
+        let correction = Correction {
+            mode,
+            min: (rlhf.rollout_clip_min > 0.0).then_some(rlhf.rollout_clip_min),
+            max: Some(rlhf.rollout_clip_max),
+        };
+        let (mut ratios, mut apart) = (Vec::new(), Vec::new());
+        for (kept, sampling) in kept.iter_mut().zip(sampling) {
+            kept.ratios = correction.ratios(&kept.old, sampling);
+            ratios.extend(kept.ratios.iter().map(|r| *r as f64));
+            let both = kept.old.iter().zip(*sampling);
+            apart.extend(both.map(|(e, s)| (*e as f64 - *s as f64).abs()));
+        }
+        self.metrics.push(("rollout_ratio", moments(&ratios).0));
+        self.metrics.push(("rollout_log_prob_difference", moments(&apart).0));
+    }
+
+    fn grpo_advantages(&mut self, kept: &mut [Kept], totals: &[f64], finished: &[bool]) {
+        let grpo = &self.recipe.reinforce.grpo;
+        let group = self.recipe.reinforce.num_generations;
+        let advantages = if self.is_rloo() {
+            let mut rewards = totals.to_vec();
+            if kept.iter().any(|k| !k.reference.is_empty()) {
+                let (mut sum, mut tokens) = (0.0, 0.0);
+                for (reward, k) in rewards.iter_mut().zip(kept.iter()) {
+                    let both = k.old.iter().zip(&k.reference);
+                    let kl: f64 = both.map(|(o, r)| KlEstimator::K1.of(*o as f64, *r as f64)).sum();
+                    *reward -= grpo.beta * kl;
+                    (sum, tokens) = (sum + kl, tokens + k.tokens() as f64);
+                }
+                self.metrics.push(("kl", sum / tokens));
+            }
+            advantage::leave_one_out(&rewards, group, grpo.normalize_advantages)
+        } else {
+            let scale = match grpo.scale_rewards {
+                ScaleRewards::Group => advantage::Scale::Group,
+                ScaleRewards::Batch => advantage::Scale::Batch,
+                ScaleRewards::None => advantage::Scale::None,
+            };
+            advantage::grouped(totals, group, scale)
+        };
+        self.metrics.push(("frac_reward_zero_std", advantages.zero_std));
+        for ((kept, advantage), finished) in kept.iter_mut().zip(advantages.values).zip(finished) {
+            kept.advantages = vec![advantage as f32];
+            if grpo.mask_truncated_completions && !finished {
+                (kept.factor, kept.counts) = (0.0, 0.0);
+            }
+            if self.is_rloo() {
+                kept.reference.clear();
+            }
+        }
+    }
+
+    fn ppo_advantages(&mut self, kept: &mut [Kept], totals: &[f64], finished: &[bool]) {
+        let ppo = &self.recipe.reinforce.ppo;
+        let estimator = match ppo.kl_estimator {
+            recipe::KlEstimator::K1 => KlEstimator::K1,
+            recipe::KlEstimator::K3 => KlEstimator::K3,
+        };
+        let (mut all_kl, mut penalties) = (0.0, 0.0);
+        let referred = kept.iter().any(|k| !k.reference.is_empty());
+        let mut rewards: Vec<Vec<f64>> = Vec::with_capacity(kept.len());
+        for ((k, total), finished) in kept.iter_mut().zip(totals).zip(finished) {
+            let mut row = vec![0.0; k.tokens()];
+            for (t, reference) in k.reference.iter().enumerate() {
+                let (log_prob, reference) = (k.old[t] as f64, *reference as f64);
+                row[t] = -self.kl.coefficient * estimator.of(log_prob, reference);
+                penalties += row[t];
+                all_kl += KlEstimator::K1.of(log_prob, reference);
+            }
+            let score = if total.is_nan() { 0.0 } else { *total };
+            let open = if *finished { 0.0 } else { ppo.missing_eos_penalty };
+            if let Some(last) = row.last_mut() {
+                *last += score - open;
+            }
+            // Only the penalty needs it.
+            k.reference.clear();
+            rewards.push(row);
+        }
+        if ppo.whiten_rewards {
+            advantage::whiten(&mut rewards, true);
+        }
+        let mut advantages = Vec::with_capacity(kept.len());
+        for (k, rewards) in kept.iter_mut().zip(&rewards) {
+            let values: Vec<f64> = k.values.iter().map(|v| *v as f64).collect();
+            let (advantage, returns) = advantage::gae(rewards, &values, ppo.gamma, ppo.lam);
+            k.returns = returns.iter().map(|r| *r as f32).collect();
+            advantages.push(advantage);
+        }
+        advantage::whiten(&mut advantages, false);
+        for (k, advantage) in kept.iter_mut().zip(advantages) {
+            k.advantages = advantage.iter().map(|a| *a as f32).collect();
+        }
+        if referred {
+            let n = kept.len() as f64;
+            self.metrics.push(("kl", all_kl / n));
+            self.metrics.push(("kl_coef", self.kl.coefficient));
+            self.metrics.push(("kl_reward", penalties / n));
+            self.kl.update(all_kl / n, kept.len());
+        }
+    }
+
+    /// Factors that make the mean over a window's tokens one over the tokens of the whole rollout.
+    pub fn weigh(&self, kept: &mut [Kept]) {
+        let windows = self.recipe.reinforce.num_mini_batches;
+        let dapo = !self.is_ppo() && self.recipe.reinforce.grpo.loss_type == GrpoLoss::Dapo;
+        let count = |kept: &[Kept]| -> f64 { kept.iter().map(|k| k.counts as f64 * k.tokens() as f64).sum() };
+        let all = count(kept);
+        for window in kept.chunks_mut(kept.len().div_ceil(windows.max(1)).max(1)) {
+            let tokens = count(window);
+            if dapo && windows > 1 && all > 0.0 {
+                let factor = (tokens * windows as f64 / all) as f32;
+                window.iter_mut().for_each(|k| k.factor *= factor);
+            }
+            if tokens == 0.0 {
+                // Nothing counts: a step without a gradient, but a step.
+                window.iter_mut().for_each(|k| k.counts = 1.0);
+            }
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! The answers of one rollout with all that the loss needs of them, and their bytes in a checkpoint.
+//!
+//! Letters: T tokens of an answer.
+
+use crate::base::{Error, Result};
+use crate::data::{Batch, Example};
+use crate::rlhf::policy::{self, columns};
+
+/// A prompt, an answer, and numbers for each token of the answer (`[T]`, empty where there are none).
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Kept {
+    /// Of prompt and answer.
+    pub ids: Vec<u32>,
+    /// Tokens of the prompt.
+    pub prompt: usize,
+    pub old: Vec<f32>,
+    pub reference: Vec<f32>,
+    pub ratios: Vec<f32>,
+    pub values: Vec<f32>,
+    pub returns: Vec<f32>,
+    /// `[T]` for PPO, `[1]` for GRPO.
+    pub advantages: Vec<f32>,
+    pub factor: f32,
+    /// 0 if the answer does not count, else 1.
+    pub counts: f32,
+}
+
+impl Kept {
+    /// T
+    pub fn tokens(&self) -> usize {
+        self.ids.len() - self.prompt
+    }
+
+    pub fn example(&self) -> Example {
+        Example {
+            ids: self.ids.clone(),
+            trained: (0..self.ids.len()).map(|t| t >= self.prompt).collect(),
+        }
+    }
+
+    fn parts(&self) -> [&Vec<f32>; 6] {
+        [
+            &self.old,
+            &self.reference,
+            &self.ratios,
+            &self.values,
+            &self.returns,
+            &self.advantages,
+        ]
+    }
+}
+
+/// These answers end to end, with the columns they have. `per_token`: advantages are a token column.
+pub fn batch(kept: &[&Kept], per_token: bool) -> Batch {
+    let examples: Vec<Example> = kept.iter().map(|k| k.example()).collect();
+    let mut batch = Batch::from_examples(&examples);
+    let ranges = policy::answers(&batch);
+    let mut put = |name: &'static str, of: fn(&Kept) -> &Vec<f32>| {
+        if kept.iter().all(|k| of(k).is_empty()) {
+            return;
+        }
+        let mut column = vec![0f32; batch.ids.len()];
+        for (kept, range) in kept.iter().zip(&ranges) {
+            for (slot, value) in column[range.clone()].iter_mut().zip(of(kept)) {
+                *slot = *value;
+            }
+        }
+        batch.columns.tokens.insert(name, column);
+    };
+    put(columns::OLD, |k| &k.old);
+    put(columns::REFERENCE, |k| &k.reference);
+    put(columns::RATIOS, |k| &k.ratios);
+    put(columns::VALUES, |k| &k.values);
+    put(columns::RETURNS, |k| &k.returns);
+    if per_token {
+        put(columns::ADVANTAGES, |k| &k.advantages);
+    } else {
+        let first = |k: &&Kept| k.advantages.first().copied().unwrap_or(0.0);
+        let documents = &mut batch.columns.documents;
+        documents.insert(columns::ADVANTAGES, kept.iter().map(first).collect());
+        documents.insert(columns::FACTOR, kept.iter().map(|k| k.factor).collect());
+        documents.insert(columns::COUNTS, kept.iter().map(|k| k.counts).collect());
+    }
+    batch
+}
+
+/// What a checkpoint keeps of a rollout.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Replay {
+    /// Number of the rollout that `kept` is, if it is not used up.
+    pub rollout: u64,
+    pub kept: Vec<Kept>,
+    /// Factor of the KL penalty for the next rollout.
+    pub kl_coefficient: f64,
+}
+
+const MAGIC: u32 = 0x31_50_52_66;
+
+impl Replay {
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut words: Vec<u32> = vec![MAGIC];
+        let mut long = |x: u64| words.extend([x as u32, (x >> 32) as u32]);
+        long(self.rollout);
+        long(self.kl_coefficient.to_bits());
+        long(self.kept.len() as u64);
+        for k in &self.kept {
+            words.extend([
+                k.prompt as u32,
+                k.factor.to_bits(),
+                k.counts.to_bits(),
+                k.ids.len() as u32,
+            ]);
+            words.extend(&k.ids);
+            for part in k.parts() {
+                words.push(part.len() as u32);
+                words.extend(part.iter().map(|x| x.to_bits()));
+            }
+        }
+        words.iter().flat_map(|w| w.to_le_bytes()).collect()
+    }
+
+    /// Errors: bytes that `to_bytes` does not write.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let words: Vec<u32> = bytes
+            .chunks_exact(4)
+            .map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]]))
+            .collect();
+        let mut reader = Reader { words: &words };
+        let broken = || Error::new("the answers of a rollout in the checkpoint are broken");
+        reader
+            .read()
+            .filter(|_| reader.words.is_empty() && bytes.len() % 4 == 0)
+            .ok_or_else(broken)
+    }
+}
+
+struct Reader<'a> {
+    words: &'a [u32],
+}
+
+impl<'a> Reader<'a> {
+    fn word(&mut self) -> Option<u32> {
+        let (first, rest) = self.words.split_first()?;
+        self.words = rest;
+        Some(*first)
+    }
+
+    fn long(&mut self) -> Option<u64> {
+        Some(u64::from(self.word()?) | u64::from(self.word()?) << 32)
+    }
+
+    fn list(&mut self) -> Option<&'a [u32]> {
+        let n = self.word()? as usize;
+        let (list, rest) = self.words.split_at_checked(n)?;
+        self.words = rest;
+        Some(list)
+    }
+
+    fn floats(&mut self) -> Option<Vec<f32>> {
+        Some(self.list()?.iter().map(|w| f32::from_bits(*w)).collect())
+    }
+
+    fn read(&mut self) -> Option<Replay> {
+        if self.word()? != MAGIC {
+            return None;
+        }
+        let (rollout, kl_coefficient, count) = (self.long()?, f64::from_bits(self.long()?), self.long()?);
+        let mut kept = Vec::new();
+        for _ in 0..count {
+            let (prompt, factor, counts) = (self.word()? as usize, self.word()?, self.word()?);
+            let ids = self.list()?.to_vec();
+            if prompt > ids.len() {
+                return None;
+            }
+            kept.push(Kept {
+                ids,
+                prompt,
+                old: self.floats()?,
+                reference: self.floats()?,
+                ratios: self.floats()?,
+                values: self.floats()?,
+                returns: self.floats()?,
+                advantages: self.floats()?,
+                factor: f32::from_bits(factor),
+                counts: f32::from_bits(counts),
+            });
+        }
+        Some(Replay {
+            rollout,
+            kept,
+            kl_coefficient,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::IGNORE;
+
+    fn kept() -> Vec<Kept> {
+        vec![
+            Kept {
+                ids: vec![1, 2, 3, 4],
+                prompt: 2,
+                old: vec![-0.5, f32::MIN_POSITIVE],
+                values: vec![0.1, 0.2],
+                advantages: vec![1.5, 2.5],
+                factor: 0.75,
+                counts: 1.0,
+                ..Kept::default()
+            },
+            Kept {
+                ids: vec![5, 6],
+                prompt: 1,
+                old: vec![-1.0],
+                values: vec![0.3],
+                advantages: vec![-1.0],
+                ..Kept::default()
+            },
+        ]
+    }
+
+    #[test]
+    fn columns_stand_where_their_targets_stand() {
+        let kept = kept();
+        let rows: Vec<&Kept> = kept.iter().collect();
+        let b = batch(&rows, true);
+        assert_eq!(b.targets, [IGNORE, 3, 4, IGNORE, 6, IGNORE]);
+        assert_eq!(
+            b.columns.tokens[columns::OLD],
+            [0.0, -0.5, f32::MIN_POSITIVE, 0.0, -1.0, 0.0]
+        );
+        assert_eq!(b.columns.tokens[columns::ADVANTAGES], [0.0, 1.5, 2.5, 0.0, -1.0, 0.0]);
+        assert!(!b.columns.tokens.contains_key(columns::REFERENCE) && b.columns.documents.is_empty());
+        let b = batch(&rows, false);
+        assert_eq!(b.columns.documents[columns::ADVANTAGES], [1.5, -1.0]);
+        assert_eq!(b.columns.documents[columns::FACTOR], [0.75, 0.0]);
+        assert!(!b.columns.tokens.contains_key(columns::ADVANTAGES));
+    }
+
+    #[test]
+    fn bytes_come_back_and_broken_ones_do_not() {
+        let replay = Replay {
+            rollout: 1 << 40,
+            kept: kept(),
+            kl_coefficient: 0.1 + 0.2,
+        };
+        let bytes = replay.to_bytes();
+        assert_eq!(Replay::from_bytes(&bytes).unwrap(), replay);
+        for cut in 0..bytes.len() {
+            assert!(Replay::from_bytes(&bytes[..cut]).is_err(), "{cut}");
+        }
+        assert!(Replay::from_bytes(&[&bytes[..], &[0; 4]].concat()).is_err());
+    }
+}

@@ -1,0 +1,209 @@
+//! The teacher of a distillation: its directory, whether it fits the student, and its network.
+
+use super::setup::{self, Described};
+use crate::base::{Error, Result, files};
+use crate::data::Dataset;
+use crate::distill::hidden;
+use crate::export;
+use crate::formats::Tokenizer;
+use crate::model::{Network, Spec, shapes};
+use crate::ops::cross_entropy::PIECE;
+use crate::plan::{self, Place};
+use crate::recipe::{Dtype, FrozenWeights, ModelInit, Recipe, Stage, TeacherTier};
+use crate::source::Policy;
+use candle_core::Device;
+use std::path::Path;
+
+/// A teacher that is not loaded yet.
+pub struct Opened {
+    pub model: Described,
+    pub dtype: Dtype,
+    pub storage: Policy,
+}
+
+/// Texts that tell tokenizers apart which have the same tokens.
+const PROBES: [&str; 3] = [
+    "The quick brown fox, 1234567 times.\n\n\tnaïve café — 日本語, Привет! <b>x</b>",
+    "def f(x):\n    return x**2 + 0.5e-3  # comment",
+    "ﬁne   spaces \u{200d} and UPPER lower MiXeD",
+];
+
+/// The teacher of a recipe, for the student `model`.
+///
+/// Errors: what is wrong with its directory; another tokenizer; a storage that its files do not allow.
+pub fn open(recipe: &Recipe, model: &Described) -> Result<Opened> {
+    let d = &recipe.distill;
+    let Some(path) = &d.teacher else {
+        return Err(Error::usage("there is no teacher").at("distill.teacher"));
+    };
+    if path.starts_with(shapes::PREFIX) {
+        return Err(Error::usage("a built-in shape has random weights: it teaches nothing").at("distill.teacher"));
+    }
+    let teacher = Described::open(path, &d.teacher_revision, None).map_err(|e| e.or_at("distill.teacher"))?;
+    check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at("distill.teacher"))?;
+    teacher.check_weights(ModelInit::Pretrained)?;
+    let (dtype, mut storage) = storage(recipe, &teacher.spec)?;
+    let stored = setup::stored_codes(&teacher.dir, &teacher.spec, ModelInit::Pretrained)?;
+    if d.teacher_tier == TeacherTier::Disk && !stored.is_empty() {
+        return Err(Error::new(
+            "weights that the teacher's own files store as codes are not read layer by layer yet",
+        )
+        .at("distill.teacher_tier")
+        .hint("use `distill.teacher_tier = \"device\"`, or give the unquantized teacher and `distill.teacher_weights`"));
+    }
+    for (name, format) in stored {
+        storage.set(name, Some(format));
+    }
+    if d.hidden_weight > 0.0 {
+        layer_map(recipe, &model.spec, &teacher.spec)?;
+    }
+    Ok(Opened {
+        model: teacher,
+        dtype,
+        storage,
+    })
+}
+
+/// Pairs of hidden states to compare.
+pub fn layer_map(recipe: &Recipe, student: &Spec, teacher: &Spec) -> Result<Vec<(usize, usize)>> {
+    let (s, t) = (student.layers.len(), teacher.layers.len());
+    let pairs = match &recipe.distill.layer_map {
+        Some(pairs) => pairs.clone(),
+        None => hidden::auto_map(s, t),
+    };
+    hidden::check_map(&pairs, s, t)?;
+    Ok(pairs)
+}
+
+impl Opened {
+    /// Ids that student and teacher both know.
+    pub fn common(&self, student: &Spec) -> usize {
+        self.model.spec.vocab.min(student.vocab)
+    }
+
+    /// Errors: rows that the teacher cannot read.
+    pub fn check_rows(&self, rows: &Dataset) -> Result<()> {
+        let longest = rows.examples.iter().map(|e| e.ids.len()).max().unwrap_or(0);
+        if longest > self.model.spec.max_positions {
+            return Err(Error::new("rows are longer than the teacher can read")
+                .at("data.max_length")
+                .found(format!("{longest} tokens"))
+                .expected(format!("at most {}", self.model.spec.max_positions)));
+        }
+        let highest = rows.examples.iter().flat_map(|e| &e.ids).max().copied().unwrap_or(0);
+        if highest as usize >= self.model.spec.vocab {
+            return Err(
+                Error::new("the rows hold a token that the teacher has no embedding for")
+                    .at("distill.teacher")
+                    .found(format!("id {highest}"))
+                    .expected(format!("below {}", self.model.spec.vocab)),
+            );
+        }
+        Ok(())
+    }
+
+    pub fn load(&self, recipe: &Recipe, scratch: &Path, device: &Device) -> Result<Network> {
+        let place = place(recipe, !device.is_cpu());
+        if matches!(place, Place::Disk { .. }) {
+            files::create_dir_all(scratch)?;
+        }
+        let mut own = recipe.clone();
+        own.model.init = ModelInit::Pretrained;
+        own.model.dtype = self.dtype;
+        self.model.load_to(place, &self.storage, &own, scratch, device)
+    }
+
+    /// Names the teacher's weights, and how they are stored.
+    pub fn fingerprint(&self) -> Result<String> {
+        let print = export::fingerprint(&self.model.dir)?;
+        Ok(format!("{print} {}", self.storage.describe()))
+    }
+}
+
+/// What the plan has to know of the teacher of a recipe, from its config alone; `None` where there is none.
+pub fn cost(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<plan::Teacher>> {
+    let d = &recipe.distill;
+    let Some(path) = d.teacher.as_ref().filter(|_| recipe.train.stage == Stage::Distill) else {
+        return Ok(None);
+    };
+    if d.teacher_cache.is_some() {
+        return Ok(None);
+    }
+    let spec = setup::read_spec(path, &d.teacher_revision).map_err(|e| e.or_at("distill.teacher"))?;
+    let (dtype, mut storage) = storage(recipe, &spec)?;
+    for (name, format) in setup::stored_codes(Path::new(path), &spec, ModelInit::Pretrained)? {
+        storage.set(name, Some(format));
+    }
+    let states = match d.hidden_weight > 0.0 {
+        true => layer_map(recipe, student, &spec)?.len(),
+        false => 0,
+    };
+    Ok(Some(plan::Teacher {
+        spec,
+        storage,
+        place: place(recipe, on_gpu),
+        bf16: dtype == Dtype::Bf16,
+        states,
+    }))
+}
+
+/// Type of the unquantized weights, and how each is stored.
+fn storage(recipe: &Recipe, spec: &Spec) -> Result<(Dtype, Policy)> {
+    let wanted = recipe.distill.teacher_weights;
+    let dtype = match wanted {
+        FrozenWeights::F32 => Dtype::F32,
+        FrozenWeights::Bf16 => Dtype::Bf16,
+        _ => recipe.model.dtype,
+    };
+    let mut memory = recipe.memory.clone();
+    memory.overrides.clear();
+    memory.group_size = None;
+    memory.frozen_weights = wanted;
+    Ok((dtype, Policy::new(&memory, dtype, &spec.params(), |_| false)?))
+}
+
+fn place(recipe: &Recipe, on_gpu: bool) -> Place {
+    match recipe.distill.teacher_tier {
+        TeacherTier::Device => Place::Device,
+        // On a CPU the host's memory is the device's.
+        TeacherTier::Host if !on_gpu => Place::Device,
+        TeacherTier::Host => Place::Host,
+        // On a GPU the divergence takes whole heads.
+        TeacherTier::Disk => Place::Disk {
+            head_rows: (!on_gpu).then_some(PIECE),
+        },
+    }
+}
+
+/// Do both turn text into the same ids?
+fn check_tokenizers(student: &Tokenizer, teacher: &Tokenizer) -> Result<()> {
+    let wrong = |found: String, expected: String| {
+        Err(Error::new("the teacher has another tokenizer than the student")
+            .found(found)
+            .expected(expected)
+            .hint(
+                "a divergence compares the probabilities of the same tokens: use a teacher of the student's family, or \
+                 train on the teacher's answers with `train.stage = \"sft\"`",
+            ))
+    };
+    let show = |token: Option<String>| token.map_or("no token".to_string(), |t| format!("{t:?}"));
+    // Tokens that only one of them has must stand behind all others.
+    for id in 0..student.vocab_size().min(teacher.vocab_size()) as u32 {
+        let (a, b) = (student.id_to_token(id), teacher.id_to_token(id));
+        if a != b {
+            return wrong(
+                format!("{} for id {id}", show(b)),
+                format!("{}, as the student has it", show(a)),
+            );
+        }
+    }
+    for text in PROBES {
+        if student.encode(text, false)? != teacher.encode(text, false)? {
+            return wrong(
+                format!("other tokens for {text:?}"),
+                "the same tokens for every text".into(),
+            );
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,148 @@
+//! Training by reward, from the inside: the other place where the parity tests touch the library.
+
+use candle_core::{DType, Device, Tensor};
+use ft::data::Batch;
+use ft::engine::{self, Active, Keeping};
+use ft::model::Network;
+use ft::ops::{tally::Tally, update};
+use ft::recipe::{self, Dtype};
+use ft::run::setup::Described;
+use ft::run::stage::lesson::{self, Lesson};
+use ft::run::stage::replay::{self, Kept};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// A rollout as a golden has it; what it does not have is empty.
+pub struct Rollout {
+    /// Lines of a recipe.
+    pub recipe: String,
+    pub prompts: Vec<Vec<u32>>,
+    pub answers: Vec<Vec<u32>>,
+    pub finished: Vec<bool>,
+    /// By answer, then by reward; NaN is none.
+    pub rewards: Vec<Vec<f64>>,
+    /// Log-probabilities of the tokens: of the model, at the time of the rollout, of the reference, when sampled.
+    pub exact: Vec<Vec<f64>>,
+    pub old: Vec<Vec<f64>>,
+    pub reference: Vec<Vec<f64>>,
+    pub sampling: Vec<Vec<f64>>,
+    pub values: Vec<Vec<f64>>,
+    pub value_head: Option<(Vec<f64>, f64)>,
+}
+
+pub struct Lessons {
+    pub exact: Vec<Vec<f64>>,
+    pub advantages: Vec<Vec<f64>>,
+    pub returns: Vec<Vec<f64>>,
+    pub ratios: Vec<Vec<f64>>,
+    pub loss: f64,
+    pub metrics: BTreeMap<&'static str, f64>,
+    pub gradients: BTreeMap<String, Vec<f64>>,
+}
+
+fn singles(rows: &[Vec<f64>], i: usize) -> Vec<f32> {
+    rows.get(i)
+        .map_or_else(Vec::new, |row| row.iter().map(|x| *x as f32).collect())
+}
+
+fn doubles<'a>(rows: impl Iterator<Item = &'a Vec<f32>>) -> Vec<Vec<f64>> {
+    rows.map(|row| row.iter().map(|x| f64::from(*x)).collect()).collect()
+}
+
+fn values(t: &Tensor) -> Vec<f64> {
+    let flat = t.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
+    flat.to_vec1::<f32>().unwrap().into_iter().map(f64::from).collect()
+}
+
+/// What the stages `grpo` and `ppo` make of a rollout on this model. The noise that a golden adds to log-probabilities
+/// takes the place of what the program reads itself, after that has been looked at.
+pub fn reinforce(dir: &Path, rollout: &Rollout) -> Lessons {
+    let text = format!(
+        "[model]\npath = \"unused\"\n[data]\ntrain = \"unused.jsonl\"\n{}",
+        rollout.recipe
+    );
+    let recipe = recipe::parse(&text, "parity", &[])
+        .unwrap_or_else(|e| panic!("{e}\n{text}"))
+        .recipe;
+    let model = Described::open(dir.to_str().unwrap(), "main", None).unwrap();
+    let mut network: Network = model.infer(None, Some(Dtype::F32), &Device::Cpu).unwrap();
+    let objective = lesson::objective(&recipe, model.spec.hidden, &Device::Cpu).unwrap();
+    network.own = objective.params();
+    if let Some((weight, bias)) = &rollout.value_head {
+        for (param, numbers) in network.own.iter().zip([weight.clone(), vec![*bias]]) {
+            update::with_slice_mut(&param.tensor, |slot| {
+                slot.iter_mut().zip(&numbers).for_each(|(s, x)| *s = *x as f32);
+            })
+            .unwrap();
+        }
+    }
+    let mut kept: Vec<Kept> = rollout
+        .prompts
+        .iter()
+        .zip(&rollout.answers)
+        .map(|(prompt, answer)| Kept {
+            ids: [&prompt[..], answer].concat(),
+            prompt: prompt.len(),
+            factor: 1.0,
+            counts: 1.0,
+            ..Kept::default()
+        })
+        .collect();
+    let mut lesson = Lesson::new(&recipe);
+    lesson.read(&mut kept, &network, None).unwrap();
+    let exact = doubles(kept.iter().map(|k| &k.old));
+    // GRPO's corrections and RLOO's KL are told from the exact ones; the noise comes after.
+    let ppo = rollout.value_head.is_some();
+    for (i, k) in kept.iter_mut().enumerate() {
+        k.reference = singles(&rollout.reference, i);
+        if ppo {
+            (k.old, k.values) = (singles(&rollout.old, i), singles(&rollout.values, i));
+        }
+    }
+    let weights = &recipe.reinforce.reward_weights;
+    let total = |row: &Vec<f64>| {
+        let known = row.iter().zip(weights).filter(|(r, _)| !r.is_nan());
+        known.map(|(r, w)| r * w).sum::<f64>()
+    };
+    let totals: Vec<f64> = rollout.rewards.iter().map(total).collect();
+    let sampling: Vec<Vec<f32>> = (0..kept.len()).map(|i| singles(&rollout.sampling, i)).collect();
+    let sampling: Vec<&[f32]> = sampling.iter().map(Vec::as_slice).collect();
+    lesson.teach(&mut kept, &totals, &rollout.finished, &sampling);
+    lesson.weigh(&mut kept);
+    for (i, k) in kept.iter_mut().enumerate() {
+        k.old = singles(&rollout.old, i);
+    }
+
+    let batch: Batch = replay::batch(&kept.iter().collect::<Vec<_>>(), lesson.is_ppo());
+    let names = network.spec.params().into_iter().map(|p| p.name.to_string());
+    let own = network.own.iter().map(|p| p.name.to_string());
+    let active = Active::new(names.chain(own));
+    let mut sink = engine::sinks::Collect {
+        active: &active,
+        gradients: BTreeMap::new(),
+    };
+    let tally = Tally::new(&network.device).unwrap();
+    let totals = engine::window(
+        &network,
+        &*objective,
+        &[batch],
+        &active,
+        Keeping::default(),
+        |_| None,
+        &mut sink,
+        &tally,
+    )
+    .unwrap();
+    let totals = totals.with(tally.read().unwrap());
+    let mut metrics: BTreeMap<_, _> = lesson.metrics.iter().copied().collect();
+    metrics.extend(objective.metrics());
+    Lessons {
+        exact,
+        advantages: doubles(kept.iter().map(|k| &k.advantages)),
+        returns: doubles(kept.iter().map(|k| &k.returns)),
+        ratios: doubles(kept.iter().map(|k| &k.ratios)),
+        loss: totals.loss(),
+        metrics,
+        gradients: sink.gradients.iter().map(|(n, g)| (n.clone(), values(g))).collect(),
+    }
+}

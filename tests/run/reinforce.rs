@@ -1,0 +1,344 @@
+//! Training by reward: what it learns, resumes to the same bits, and what its inputs do wrong.
+
+use crate::bench::{Bench, number, said};
+use crate::resume::assert_same;
+use serde_json::Value;
+use std::fs;
+use std::time::{Duration, Instant};
+
+/// Rewards that a random model meets now and then.
+const BASE: [&str; 14] = [
+    "train.stage=grpo",
+    "tune.method=lora",
+    "tune.lora.r=4",
+    "train.batch_size=2",
+    "train.gradient_accumulation_steps=2",
+    "train.save_steps=0",
+    "rlhf.rewards=[\"regex:[aeiou]\", \"length:4\"]",
+    "rlhf.reward_weights=[1.0, 0.5]",
+    "rlhf.num_generations=4",
+    "rlhf.max_completion_length=8",
+    "rlhf.sample_steps=1",
+    "rlhf.samples=2",
+    "schedule.name=constant",
+    "optimizer.learning_rate=3e-3",
+];
+
+/// Ways of training by reward whose state differs: replay, reference, value head, KL control.
+const WAYS: [(&str, &[&str]); 6] = [
+    (
+        "grpo, several steps a rollout",
+        &["rlhf.num_iterations=2", "rlhf.num_mini_batches=2", "rlhf.grpo.beta=0.1"],
+    ),
+    (
+        "grpo of all weights",
+        &["tune.method=full", "rlhf.grpo.beta=0.05", "rlhf.temperature=0.8"],
+    ),
+    (
+        "rloo by blocks",
+        &[
+            "tune.method=block",
+            "tune.block.switch_every=2",
+            "rlhf.grpo.loss_type=rloo",
+            "rlhf.num_iterations=3",
+        ],
+    ),
+    (
+        "ppo, KL led to a target",
+        &[
+            "train.stage=ppo",
+            "rlhf.num_generations=1",
+            "rlhf.num_iterations=2",
+            "rlhf.num_mini_batches=2",
+            "rlhf.ppo.kl_target=0.5",
+            "rlhf.ppo.kl_horizon=20",
+        ],
+    ),
+    (
+        "coded rollouts",
+        &[
+            "tune.method=full",
+            "rlhf.rollout_weights=int8",
+            "rlhf.rollout_correction=token_truncate",
+        ],
+    ),
+    (
+        "ppo of all weights",
+        &["train.stage=ppo", "tune.method=full", "rlhf.num_generations=2"],
+    ),
+];
+
+/// What a way says twice is said by the way.
+fn settings<'a>(way: &[&'a str], more: &[&'a str]) -> Vec<&'a str> {
+    let key = |s: &str| s.split('=').next().unwrap().to_string();
+    let said: Vec<&str> = way.iter().chain(more).copied().collect();
+    let base = BASE.into_iter().filter(|b| !said.iter().any(|w| key(w) == key(b)));
+    let lora = !said.iter().any(|w| w.starts_with("tune.method"));
+    let base = base.filter(|b| lora || !b.starts_with("tune.lora"));
+    base.chain(said.iter().copied()).collect()
+}
+
+fn lines(bench: &Bench, file: &str) -> Vec<Value> {
+    let text = fs::read_to_string(bench.path(file)).unwrap();
+    text.lines().map(|l| serde_json::from_str(l).unwrap()).collect()
+}
+
+#[test]
+fn every_way_resumes_to_the_same_bits() {
+    for (name, way) in WAYS {
+        let bench = Bench::new();
+        bench.train(&settings(way, &["train.max_steps=7", "train.output_dir=whole"]));
+        // Five steps end in the middle of a rollout where it has several.
+        let save = "train.save_steps=5";
+        bench.train(&settings(way, &["train.max_steps=5", "train.output_dir=broken", save]));
+        fs::remove_dir_all(bench.path("broken/final")).unwrap();
+        bench.train(&settings(
+            way,
+            &["train.max_steps=7", "train.output_dir=broken", save, "--resume"],
+        ));
+        assert_same(&bench, "whole", "broken");
+        let (whole, broken) = (bench.steps("whole"), bench.steps("broken"));
+        let mut rollouts = 0;
+        for (a, b) in whole.iter().zip(&broken) {
+            for key in [
+                "reward",
+                "reward_std",
+                "reward_regex",
+                "reward_length",
+                "completion_length",
+                "kl",
+                "kl_coef",
+            ] {
+                assert_eq!(a[key], b[key], "{name}: {key} at step {}", a["step"]);
+            }
+            rollouts += usize::from(a["reward"].is_number());
+            assert!(
+                number(a, "loss").is_finite() && number(a, "entropy") > 0.0,
+                "{name}: {a}"
+            );
+        }
+        let steps = [(0, 4), (1, 1), (2, 3), (3, 4), (4, 1), (5, 1)];
+        let each = steps.iter().find(|(i, _)| WAYS[*i].0 == name).unwrap().1;
+        assert_eq!(rollouts, 7usize.div_ceil(each), "{name}");
+        if name == "coded rollouts" {
+            for step in &whole {
+                let (ratio, apart) = (
+                    number(step, "rollout_ratio"),
+                    number(step, "rollout_log_prob_difference"),
+                );
+                assert!((ratio - 1.0).abs() < 0.2 && apart > 0.0 && apart < 0.2, "{step}");
+            }
+        }
+        let samples = lines(&bench, "whole/samples.jsonl");
+        assert_eq!(samples.len(), 2 * rollouts, "{name}");
+        for sample in &samples {
+            assert!(
+                sample["completion"].is_string() && sample["rewards"]["length"].is_number(),
+                "{sample}"
+            );
+            assert!(sample["prompt"].as_str().unwrap().contains("assistant"), "{sample}");
+        }
+    }
+}
+
+/// A reward that a model meets by chance is met more and more.
+#[test]
+fn rewards_rise() {
+    let bench = Bench::new();
+    let better = [
+        "rlhf.rewards=[\"regex:e\"]",
+        "rlhf.reward_weights=[]",
+        "train.max_steps=24",
+        "train.batch_size=16",
+        "tune.method=full",
+        "train.output_dir=run",
+        "data.eval=rows.jsonl",
+        "optimizer.learning_rate=1e-2",
+    ];
+    for stage in ["train.stage=grpo", "train.stage=ppo"] {
+        bench.train(&settings(&[stage, "--overwrite"], &better));
+        let rewards: Vec<f64> = bench.steps("run").iter().map(|l| number(l, "reward")).collect();
+        let mean = |r: &[f64]| r.iter().sum::<f64>() / r.len() as f64;
+        let (before, after) = (mean(&rewards[..4]), mean(&rewards[20..]));
+        assert!(after > before + 0.15, "{stage}: {rewards:?}");
+        let evaluated: Vec<Value> = lines(&bench, "run/metrics.jsonl")
+            .into_iter()
+            .filter(|l| l["eval_reward"].is_number())
+            .collect();
+        assert_eq!(evaluated.len(), 2, "{stage}");
+        assert!(number(&evaluated[0], "eval_completion_length") <= 8.0);
+    }
+}
+
+fn fails(bench: &Bench, more: &[&str], code: i32, words: &[&str]) -> String {
+    let mut arguments = vec!["train", "--recipe", "r.toml", "train.output_dir=out", "--overwrite"];
+    let all = settings(&[], more);
+    arguments.extend(all);
+    let out = bench.ft(&arguments);
+    let said = said(&out);
+    assert_eq!(out.status.code(), Some(code), "{said}");
+    for word in words {
+        assert!(said.contains(word), "`{word}` is not in:\n{said}");
+    }
+    assert!(!bench.path("out/final").exists());
+    said
+}
+
+#[test]
+fn prompts_and_rewards_that_are_wrong_are_refused_before_anything_is_written() {
+    let bench = Bench::new();
+    let refused = |more: &[&str], code, words: &[&str]| {
+        fails(&bench, more, code, words);
+        assert!(!bench.path("out").exists());
+    };
+    refused(
+        &["data.max_length=40"],
+        1,
+        &[
+            "the prompt is too long",
+            "rows.jsonl:",
+            "8 of `rlhf.max_completion_length`",
+            "at most 40",
+        ],
+    );
+    refused(
+        &["rlhf.max_completion_length=600"],
+        1,
+        &["the prompt is too long", "rows.jsonl:1"],
+    );
+    refused(&["rlhf.rewards=[]"], 2, &["`rlhf.rewards` is missing"]);
+    refused(
+        &["rlhf.rewards=nice", "rlhf.reward_weights=[]"],
+        2,
+        &["there is no such reward", "`nice`", "numeric"],
+    );
+    refused(
+        &["rlhf.rewards=regex:(", "rlhf.reward_weights=[]"],
+        2,
+        &["no regular expression", "hint"],
+    );
+    refused(
+        &["rlhf.rewards=json:gone.json", "rlhf.reward_weights=[]"],
+        1,
+        &["gone.json"],
+    );
+    refused(
+        &["rlhf.rewards=length:8", "rlhf.reward_weights=[]"],
+        2,
+        &["below `rlhf.max_completion_length`"],
+    );
+    refused(
+        &["rlhf.rewards=model:model", "rlhf.reward_weights=[]"],
+        1,
+        &["no reward model", "score.weight"],
+    );
+    fs::write(bench.path("schema.json"), "{\"if\": {}}").unwrap();
+    refused(
+        &["rlhf.rewards=json:schema.json", "rlhf.reward_weights=[]"],
+        1,
+        &["keyword `if`", "schema.json"],
+    );
+    fs::write(bench.path("bare.jsonl"), "{\"prompt\": \"one and one?\"}\n").unwrap();
+    let bare = ["data.train=bare.jsonl", "rlhf.reward_weights=[]"];
+    refused(
+        &[&bare[..], &["rlhf.rewards=exact"]].concat(),
+        1,
+        &["needs the right answer", "bare.jsonl:1", "`answer`"],
+    );
+    fs::write(bench.path("none.jsonl"), "{\"question\": \"one and one?\"}\n").unwrap();
+    refused(
+        &["data.train=none.jsonl", "data.format=prompt"],
+        1,
+        &["field `prompt` is missing", "none.jsonl:1", "question"],
+    );
+    // Rows with a prompt and an answer of its own column are fine.
+    fs::write(
+        bench.path("sums.jsonl"),
+        "{\"prompt\": \"one and one?\", \"solution\": 2}\n{\"prompt\": [{\"role\": \"user\", \"content\": \"2+2\"}], \"solution\": [\"4\", \"four\"]}\n",
+    )
+    .unwrap();
+    bench.train(&settings(
+        &[],
+        &[
+            "data.train=sums.jsonl",
+            "rlhf.rewards=[\"exact\", \"numeric\"]",
+            "rlhf.answer_column=solution",
+            "train.max_steps=1",
+            "train.output_dir=sums",
+        ],
+    ));
+}
+
+#[cfg(unix)]
+#[test]
+fn a_program_judges_and_what_it_does_wrong_loses_nothing() {
+    let bench = Bench::new();
+    // Sees the row and the answer, and is asked again and again by one process.
+    fs::write(
+        bench.path("judge.sh"),
+        "n=0\nwhile read -r line; do n=$((n+1)); case \"$line\" in *completion*finished*) echo $n;; *) echo no;; esac; done\n",
+    )
+    .unwrap();
+    let judged = [
+        "rlhf.rewards=program:sh judge.sh",
+        "rlhf.reward_weights=[]",
+        "train.max_steps=3",
+    ];
+    bench.train(&settings(&judged, &["train.output_dir=run"]));
+    let rewards: Vec<f64> = bench.steps("run").iter().map(|l| number(l, "reward_program")).collect();
+    assert_eq!(rewards, [2.5, 6.5, 10.5]);
+
+    let broken = |script: &str, words: &[&str]| {
+        fs::write(bench.path("broken.sh"), script).unwrap();
+        let started = Instant::now();
+        fails(
+            &bench,
+            &[
+                "rlhf.rewards=program:sh broken.sh",
+                "rlhf.reward_weights=[]",
+                "rlhf.reward_timeout=0.5",
+                "rlhf.reward_restarts=1",
+                "train.max_steps=4",
+                "train.save_steps=1",
+            ],
+            1,
+            words,
+        );
+        assert!(started.elapsed() < Duration::from_secs(60));
+    };
+    broken(
+        "echo out of paper >&2\nexit 7\n",
+        &["ended before", "row 1 of 4", "out of paper", "7"],
+    );
+    broken(
+        "echo thinking >&2\nsleep 600\n",
+        &["no score in time", "thinking", "rlhf.reward_timeout"],
+    );
+    broken(
+        "while read -r line; do echo good; done\n",
+        &["no score", "good", "a number"],
+    );
+    assert!(!bench.path("out/checkpoint-1").exists());
+    // Dies in the third rollout for good: the two steps before are saved and can be gone on from.
+    broken(
+        "n=$(cat asked 2>/dev/null || echo 0)\nwhile read -r line; do n=$((n+1)); echo $n > asked; \
+         if [ $n -gt 8 ]; then echo tired >&2; exit 1; fi; echo $n; done\n",
+        &["tired"],
+    );
+    assert!(bench.path("out/checkpoint-2/manifest.json").exists());
+    fs::write(bench.path("broken.sh"), "while read -r line; do echo 1; done\n").unwrap();
+    bench.train(&settings(
+        &[],
+        &[
+            "rlhf.rewards=program:sh broken.sh",
+            "rlhf.reward_weights=[]",
+            "rlhf.reward_timeout=0.5",
+            "rlhf.reward_restarts=1",
+            "train.max_steps=4",
+            "train.save_steps=1",
+            "train.output_dir=out",
+            "--resume",
+        ],
+    ));
+    assert_eq!(bench.steps("out").len(), 4);
+}

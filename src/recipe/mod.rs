@@ -18,6 +18,8 @@ pub mod types;
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_stages;
 
 pub use resolved::reference;
 pub use types::*;

@@ -402,5 +402,4 @@ fn write_back(here: &Tensor, host: &Tensor) -> Result<()> {
 }
 
 #[cfg(test)]
-#[path = "uploaded_tests.rs"]
 mod tests;

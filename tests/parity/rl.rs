@@ -81,7 +81,6 @@ fn check(name: &str) {
         finished: (0..answers.len()).map(|i| ended.contains(&i)).collect(),
         answers,
         rewards,
-        exact: lists(&case["exact"]),
         old: lists(&case["old"]),
         reference: lists(&case["reference"]),
         sampling: lists(&case["sampling"]),

@@ -21,8 +21,7 @@ pub struct Rollout {
     pub finished: Vec<bool>,
     /// By answer, then by reward; NaN is none.
     pub rewards: Vec<Vec<f64>>,
-    /// Log-probabilities of the tokens: of the model, at the time of the rollout, of the reference, when sampled.
-    pub exact: Vec<Vec<f64>>,
+    /// Log-probabilities of the tokens: at the time of the rollout, of the reference, when sampled.
     pub old: Vec<Vec<f64>>,
     pub reference: Vec<Vec<f64>>,
     pub sampling: Vec<Vec<f64>>,

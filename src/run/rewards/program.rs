@@ -297,7 +297,7 @@ fn words(command: &str) -> Result<Vec<String>> {
     Ok(out)
 }
 
-#[cfg(all(test, unix))]
+#[cfg(test)]
 mod tests {
     use super::*;
     use serde_json::json;

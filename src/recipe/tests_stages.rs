@@ -1,0 +1,94 @@
+//! Keys of the stages beyond supervised fine-tuning.
+
+use super::tests::{LEAST, bad, good};
+
+#[test]
+fn training_by_reward_needs_rewards_and_whole_groups() {
+    let reward = "rlhf.rewards=exact";
+    let e = bad(LEAST, &["train.stage=grpo"]);
+    assert!(e.contains("`rlhf.rewards` is missing"), "{e}");
+    let e = bad(LEAST, &["train.stage=grpo", reward, "rlhf.num_generations=5"]);
+    assert!(e.contains("8 answers") && e.contains("a multiple of 5"), "{e}");
+    let e = bad(LEAST, &["train.stage=grpo", reward, "rlhf.num_generations=1"]);
+    assert!(e.contains("at least 2"), "{e}");
+    let e = bad(LEAST, &["train.stage=ppo", reward, "rlhf.reward_weights=[1, 2]"]);
+    assert!(e.contains("2 weights") && e.contains("1, one for each"), "{e}");
+    let e = bad(
+        LEAST,
+        &[
+            "train.stage=ppo",
+            reward,
+            "rlhf.rollout_weights=int8",
+            "rlhf.rollout_clip_min=3",
+        ],
+    );
+    assert!(e.contains("`rlhf.rollout_clip_min` is not below"), "{e}");
+    let e = bad(LEAST, &["train.stage=ppo", reward, "data.packing=true"]);
+    assert!(e.contains("`data.packing` has no meaning"), "{e}");
+    let l = good(LEAST, &["train.stage=ppo", reward, "rlhf.num_generations=2"]);
+    assert!(!l.recipe.data.packing && l.warnings.is_empty(), "{:?}", l.warnings);
+    let l = good(LEAST, &["rlhf.temperature=0.5", "rlhf.ppo.gamma=0.5"]);
+    assert_eq!(l.warnings.len(), 2);
+    assert!(l.warnings[0].contains("`rlhf.temperature` has no effect with `train.stage = \"sft\"`"));
+    let l = good(
+        LEAST,
+        &["train.stage=grpo", reward, "rlhf.grpo.normalize_advantages=true"],
+    );
+    assert!(
+        l.warnings[0].contains("`rlhf.grpo.loss_type = \"dapo\"`"),
+        "{:?}",
+        l.warnings
+    );
+}
+
+#[test]
+fn preference_keys_belong_to_their_stages() {
+    let dpo = |arguments: &[&str]| {
+        let all: Vec<&str> = ["train.stage=dpo"]
+            .into_iter()
+            .chain(arguments.iter().copied())
+            .collect();
+        (good(LEAST, &all).recipe, good(LEAST, &all).warnings)
+    };
+    let (recipe, warnings) = dpo(&[]);
+    assert_eq!(recipe.preference.loss_type, "sigmoid");
+    assert!(!recipe.data.packing && warnings.is_empty());
+    let (_, warnings) = dpo(&["rlhf.label_smoothing=0.1"]);
+    assert!(
+        warnings[0].contains("`rlhf.label_smoothing` has no effect"),
+        "{warnings:?}"
+    );
+    assert!(dpo(&["rlhf.label_smoothing=0.1", "rlhf.loss_type=robust"]).1.is_empty());
+    for (arguments, want) in [
+        (vec!["train.stage=dpo", "rlhf.loss_type=kto"], "has no loss `kto`"),
+        (
+            vec!["train.stage=kto", "train.batch_size=2", "rlhf.loss_type=ipo"],
+            "has no loss `ipo`",
+        ),
+        (vec!["train.stage=kto"], "at least two rows"),
+        (vec!["train.stage=dpo", "rlhf.loss_type=exo_pair"], "above 0"),
+        (
+            vec!["train.stage=dpo", "rlhf.loss_type=robust", "rlhf.label_smoothing=0.5"],
+            "below 0.5",
+        ),
+        (
+            vec![
+                "train.stage=dpo",
+                "rlhf.loss_type=apo_zero",
+                "rlhf.f_divergence_type=forward_kl",
+            ],
+            "no meaning for `apo_zero`",
+        ),
+    ] {
+        let e = bad(LEAST, &arguments);
+        assert!(e.contains(want) && !e.contains("faults"), "{e}");
+    }
+    let kto = good(LEAST, &["train.stage=kto", "rlhf.loss_type=apo_zero_unpaired"]);
+    assert_eq!(kto.recipe.preference.loss_type, "apo_zero_unpaired");
+    let sft = good(LEAST, &["rlhf.beta=0.3"]);
+    assert!(
+        sft.warnings[0].contains("no effect with `train.stage = \"sft\"`"),
+        "{:?}",
+        sft.warnings
+    );
+}

@@ -323,6 +323,8 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
         place,
         teacher: None,
         parked: false,
+        reference: false,
+        rollout: 0,
         storage,
         adapters: costs,
         data_bytes: 0,

@@ -143,6 +143,7 @@ fn every_way_resumes_to_the_same_bits() {
 
 /// A reward that a model meets by chance is met more and more.
 #[test]
+#[ignore = "takes minutes"]
 fn rewards_rise() {
     let bench = Bench::new();
     let better = [

@@ -6,19 +6,21 @@ use crate::recipe::{self, suggest};
 use std::path::PathBuf;
 
 /// Name and text of every shipped recipe.
-pub const SHIPPED: [(&str, &str); 10] = [
+pub const SHIPPED: [(&str, &str); 12] = [
     (
         "block-llama3-8b-24gb",
         include_str!("../../recipes/block-llama3-8b-24gb.toml"),
     ),
-    ("grpo-start-tiny", include_str!("../../recipes/grpo-start-tiny.toml")),
-    ("grpo-tiny", include_str!("../../recipes/grpo-tiny.toml")),
-    ("ppo-tiny", include_str!("../../recipes/ppo-tiny.toml")),
     ("distill-qwen3", include_str!("../../recipes/distill-qwen3.toml")),
     ("distill-tiny", include_str!("../../recipes/distill-tiny.toml")),
+    ("dpo-tiny", include_str!("../../recipes/dpo-tiny.toml")),
+    ("grpo-start-tiny", include_str!("../../recipes/grpo-start-tiny.toml")),
+    ("grpo-tiny", include_str!("../../recipes/grpo-tiny.toml")),
     ("lora-qwen3-4b", include_str!("../../recipes/lora-qwen3-4b.toml")),
+    ("ppo-tiny", include_str!("../../recipes/ppo-tiny.toml")),
     ("pretrain-tiny", include_str!("../../recipes/pretrain-tiny.toml")),
     ("quickstart", include_str!("../../recipes/quickstart.toml")),
+    ("reward-tiny", include_str!("../../recipes/reward-tiny.toml")),
     ("sft-qwen", include_str!("../../recipes/sft-qwen.toml")),
 ];
 

@@ -401,11 +401,6 @@ fn faults_in_other_shapes_of_toml() {
     );
     let e = bad(&format!("{LEAST}[[train]]\nseed = 1\n"), &[]);
     assert!(e.contains("`train` is a table"), "{e}");
-    let e = bad(&format!("{LEAST}[distill]\nbeta = 1\n"), &[]);
-    assert!(
-        e.contains("`[distill]` is not built yet") && !e.contains("faults"),
-        "{e}"
-    );
     let e = bad("tune = \"block\"\n[model]\npath = \"m\"\n[data]\ntrain = \"t\"\n", &[]);
     assert!(e.contains("`tune` is a table\n  --> r.toml:1:8"), "{e}");
     let e = bad("[model]\npath = \n", &[]);

@@ -277,13 +277,14 @@ def make_started(name):
 
 
 def make_eva():
-    """EVA by PEFT: what A starts with, and the ranks and scales that it spends. Every row in one batch, seen twice."""
+    """EVA by PEFT: what A starts with, and the ranks and scales that it spends. Every row in one batch, seen twice. PEFT cuts its
+    running decomposition to r·rho components, which turns neighbouring directions: rho is large enough to keep them all."""
     base = "llama"
     rows = rows_of(base)
     width = max(len(ids) for ids, _ in rows)
     batch = dict(input_ids=torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows]),
                  attention_mask=torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in rows]))
-    model = get_peft_model(load(base), lora(init_lora_weights="eva", eva_config=EvaConfig(rho=2.0)))
+    model = get_peft_model(load(base), lora(init_lora_weights="eva", eva_config=EvaConfig(rho=8.0)))
     initialize_lora_eva_weights(model, [batch, batch])
     config = model.peft_config["default"]
     tensors = {key.replace("base_model.model.", "").replace(".default", ""): value.contiguous().clone()
@@ -293,7 +294,7 @@ def make_eva():
     save_file(tensors, directory / "golden.safetensors")
     print("eva", config.rank_pattern, config.alpha_pattern, len(tensors))
     recipe = recipe_of(1e-3, {"tune.lora.r": 4, "tune.lora.lora_alpha": 8, "tune.lora.target_modules": TARGETS,
-                              "tune.lora.init_lora_weights": "eva", "tune.lora.init_samples": 1000}) | {"train.max_steps": 0}
+                              "tune.lora.init_lora_weights": "eva", "tune.lora.eva.rho": 8.0, "tune.lora.init_samples": 1000}) | {"train.max_steps": 0}
     write_json(directory / "golden.json", dict(model=base, data=ROWS, recipe=recipe, ranks=config.rank_pattern,
                                                alphas=config.alpha_pattern, versions=VERSIONS))
 

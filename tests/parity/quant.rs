@@ -267,11 +267,11 @@ fn frozen_codes_leave_the_weights_as_they_were() {
 fn a_budget_chooses_bits() {
     let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
     let (model, work) = (assets.join("tiny"), TempDir::new().unwrap());
-    // Text that the model itself wrote: here it is good, so that coding makes it worse.
+    // Text that the model itself drew: of all distributions its own gives it the least loss, in the mean.
     let rows = work.path().join("rows.jsonl");
-    let written: Vec<String> = (1..9)
+    let written: Vec<String> = (1..25)
         .map(|seed| {
-            let arguments = ["--prompt", "The", "--max-new-tokens", "120", "--temperature", "0.7"];
+            let arguments = ["--prompt", "The", "--max-new-tokens", "120", "--temperature", "1"];
             let seed = seed.to_string();
             let out = Command::new(env!("CARGO_BIN_EXE_ft"))
                 .args(["generate", "--model", path(&model), "--seed", &seed])

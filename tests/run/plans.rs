@@ -80,6 +80,10 @@ fn every_shipped_recipe_is_planned() {
         ("quickstart", &[][..]),
         ("pretrain-tiny", &[]),
         ("grpo-start-tiny", &[]),
+        ("dpo-tiny", &[]),
+        ("reward-tiny", &[]),
+        ("distill-tiny", &[]),
+        ("distill-qwen3", &[start, "distill.teacher=assets/tiny"]),
         ("grpo-tiny", &[start]),
         ("ppo-tiny", &[start, reward]),
     ] {

@@ -121,16 +121,19 @@ const METHODS: [(&str, &[&str]); 13] = [
 ];
 
 fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
-    let mut all: Vec<_> = fs::read_dir(dir)
-        .unwrap()
-        .map(|e| e.unwrap().path())
-        .map(|p| {
-            (
-                p.file_name().unwrap().to_string_lossy().into_owned(),
-                fs::read(&p).unwrap(),
-            )
-        })
-        .collect();
+    let mut all = Vec::new();
+    for entry in fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        match path.is_dir() {
+            true => all.extend(
+                files(&path)
+                    .into_iter()
+                    .map(|(below, bytes)| (format!("{name}/{below}"), bytes)),
+            ),
+            false => all.push((name, fs::read(&path).unwrap())),
+        }
+    }
     all.sort();
     all
 }

@@ -4,7 +4,7 @@
 
 using namespace emulate;
 
-using Kernel = void (*)(float*, const u32*, double*, u32*, int, i64, float, float);
+using Kernel = void (*)(float*, const u32*, double*, u32*, int, i64, float, float, const float*);
 
 struct Case {
     int rows, vocabulary, threads;

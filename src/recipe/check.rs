@@ -3,7 +3,7 @@
 
 use super::draft::{Draft, Place, Problem, Typed, Written};
 use super::suggest;
-use super::table::{KEYS, Key, Kind, NOT_BUILT, Range, TABLES, TABLES_NOT_BUILT};
+use super::table::{Key, Kind, NOT_BUILT, Range, TABLES, TABLES_NOT_BUILT, keys};
 use crate::base::{Error, units};
 
 #[derive(Debug, Clone, PartialEq)]
@@ -144,7 +144,7 @@ pub fn default_of(key: &Key) -> Value {
 /// Fills the table from what was typed. Faults go to `draft.problems`, repeated arguments to `warnings`.
 pub fn check(draft: &mut Draft, warnings: &mut Vec<String>) -> Values {
     let mut values = Values(
-        KEYS.iter()
+        keys()
             .map(|key| Entry {
                 key,
                 value: default_of(key),

@@ -2,7 +2,7 @@
 
 use super::check::{Entry, Origin, Value, Values, expectation};
 use super::lower::unused;
-use super::table::{KEYS, NOT_BUILT, TABLES};
+use super::table::{NOT_BUILT, TABLES, keys};
 
 /// A value as TOML.
 pub fn toml(value: &Value) -> String {
@@ -84,7 +84,7 @@ pub fn reference() -> String {
     for (table, about) in TABLES {
         out.push_str(&format!("\n## [{table}]\n\n{about}\n\n"));
         out.push_str("| key | accepts | default | why this default | what it does |\n|---|---|---|---|---|\n");
-        for key in KEYS.iter().filter(|k| k.table == *table) {
+        for key in keys().filter(|k| k.table == *table) {
             let path = key.path();
             let missing: Vec<String> = NOT_BUILT
                 .iter()

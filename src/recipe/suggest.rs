@@ -1,6 +1,6 @@
 //! "Did you mean": the nearest known name, the right table, the names of other tools.
 
-use super::table::{ALIASES, KEYS, TABLES};
+use super::table::{ALIASES, TABLES, keys};
 use std::collections::BTreeSet;
 
 /// The nearest of `names` to `typed`, if it is near enough to be meant.
@@ -40,11 +40,11 @@ pub fn hint(path: &[String], is_table: bool) -> String {
             None => format!("the tables are {}", tables.join(", ")),
         };
     }
-    let here: Vec<&str> = KEYS.iter().filter(|k| k.table == table).map(|k| k.name).collect();
+    let here: Vec<&str> = keys().filter(|k| k.table == table).map(|k| k.name).collect();
     if let Some(near) = nearest(name, here.iter().copied()) {
         return format!("did you mean `{near}`?");
     }
-    let homes: Vec<&str> = KEYS.iter().filter(|k| k.name == name).map(|k| k.table).collect();
+    let homes: Vec<&str> = keys().filter(|k| k.name == name).map(|k| k.table).collect();
     if !homes.is_empty() {
         let homes: Vec<String> = homes.iter().map(|t| format!("[{t}]")).collect();
         return format!("this key belongs in {}", homes.join(" or in "));
@@ -52,9 +52,9 @@ pub fn hint(path: &[String], is_table: bool) -> String {
     if let Some((_, ours)) = ALIASES.iter().find(|(theirs, _)| *theirs == name.to_lowercase()) {
         return format!("did you mean `{ours}`?");
     }
-    let all: BTreeSet<&str> = KEYS.iter().map(|k| k.name).collect();
+    let all: BTreeSet<&str> = keys().map(|k| k.name).collect();
     if let Some(near) = nearest(name, all)
-        && let Some(key) = KEYS.iter().find(|k| k.name == near)
+        && let Some(key) = keys().find(|k| k.name == near)
     {
         return format!("did you mean `{}`?", key.path());
     }

@@ -115,7 +115,7 @@ fn the_full_recipe_of_the_design_is_accepted_and_equals_the_defaults() {
 
 #[test]
 fn every_default_is_valid_and_has_a_reason() {
-    for key in table::KEYS {
+    for key in table::keys() {
         if key.default.is_empty() {
             continue;
         }
@@ -320,7 +320,7 @@ fn every_key_reaches_the_recipe() {
         ("rlhf.ppo.missing_eos_penalty", "1"),
     ];
     let plain = [vec![], vec!["data.eval_fraction=0.2"]].map(|o| format!("{:?}", good(LEAST, &o).recipe));
-    for key in table::KEYS {
+    for key in table::keys() {
         let path = key.path();
         let (_, value) = other
             .iter()

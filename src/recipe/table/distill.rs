@@ -1,0 +1,186 @@
+//! Keys of distillation.
+
+use super::*;
+
+pub(super) static KEYS: &[Key] = &[
+    when(
+        key(
+            "distill",
+            "teacher",
+            Kind::Text,
+            "\"\"",
+            "stored outputs can take its place",
+            "The teacher: hub id or local directory, of any family, with the same tokenizer. `ft distill cache` needs it; training too, unless `teacher_cache` is set.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher_revision",
+            Kind::Text,
+            "\"main\"",
+            "the branch every hub repository has",
+            "Branch, tag or commit of a hub teacher.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher_weights",
+            Kind::Name(FrozenWeights::NAMES),
+            "\"auto\"",
+            "as `model.dtype`: nothing is lost",
+            "Storage of the teacher's projections, as in `memory.frozen_weights`; `f32` and `bf16` are for all its weights.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher_tier",
+            Kind::Name(TeacherTier::NAMES),
+            "\"device\"",
+            "the fastest",
+            "Where the teacher's weights live: with `host` and `disk` one layer after the other comes to the device in every forward pass.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "teacher_cache",
+            Kind::Text,
+            "\"\"",
+            "the teacher runs beside the student",
+            "Directory that `ft distill cache` has written: its stored outputs take the place of the teacher.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "top_k",
+            Kind::Integer { min: 1, max: 65536 },
+            "64",
+            "most of the mass, in 260 to 390 bytes a token",
+            "Likeliest ids of a token whose log-probabilities `ft distill cache` stores; all others share one number.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "beta",
+            Kind::Number(PART),
+            "0.5",
+            "as in TRL",
+            "The divergence: 0 is KL(teacher‖student), 1 is KL(student‖teacher), between them the generalized Jensen-Shannon divergence of GKD.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "temperature",
+            Kind::Number(POSITIVE),
+            "1.0",
+            "the distributions as they are",
+            "Both distributions of the divergence are softened by it.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "alpha",
+            Kind::Number(PART),
+            "0.0",
+            "the teacher alone teaches",
+            "Part of the cross-entropy with the rows' own tokens in the loss; the divergence has the rest.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "lmbda",
+            Kind::Number(PART),
+            "0.0",
+            "rows as they are: no decoding",
+            "Part of the rows that the student answers itself before the teacher scores them (GKD).",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "max_new_tokens",
+            from(1),
+            "128",
+            "as in TRL",
+            "Longest answer of the student, in tokens.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "rollout_temperature",
+            Kind::Number(POSITIVE_OR_ZERO),
+            "1.0",
+            "the student's own distribution",
+            "Temperature at which the student answers; 0 is greedy.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "hidden_weight",
+            Kind::Number(POSITIVE_OR_ZERO),
+            "0.0",
+            "outputs teach most",
+            "Weight of the distance between hidden states of student and teacher; 0 is off.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "hidden_loss",
+            Kind::Name(HiddenLoss::NAMES),
+            "\"mse\"",
+            "as in TinyBERT",
+            "The distance: mean square, or 1 - cosine.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+    when(
+        key(
+            "distill",
+            "layer_map",
+            Kind::AutoPairs,
+            "\"auto\"",
+            "every inner state, at the same part of the depth",
+            "Pairs `[student, teacher]` of hidden states to compare: 0 is the output of the embedding, l that of layer l.",
+        ),
+        "train.stage",
+        &["distill"],
+    ),
+];

@@ -1,0 +1,136 @@
+//! Keys of the preference stages.
+
+use super::*;
+
+/// A key of preference stages.
+const fn preference(
+    name: &'static str,
+    kind: Kind,
+    default: &'static str,
+    reason: &'static str,
+    doc: &'static str,
+    stages: &'static [&'static str],
+) -> Key {
+    when(key("rlhf", name, kind, default, reason, doc), "train.stage", stages)
+}
+
+/// The names of `rlhf.loss_type`: each stage has its own.
+const LOSSES: &[&str] = &[
+    "auto",
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+    "kto",
+    "apo_zero_unpaired",
+];
+
+pub(super) static KEYS: &[Key] = &[
+    preference(
+        "loss_type",
+        Kind::Name(LOSSES),
+        "\"auto\"",
+        "`sigmoid` for `dpo`, `kto` for `kto`",
+        "The loss: for `dpo` any but the last two, for `kto` one of these.",
+        &["dpo", "kto"],
+    ),
+    preference(
+        "beta",
+        Kind::Number(POSITIVE),
+        "0.1",
+        "as in TRL",
+        "How strongly the policy is held to its reference: higher is nearer. In `ipo` it is τ, in `simpo` the scale of the rewards, in `orpo` the weight of the odds.",
+        &["dpo", "orpo", "simpo", "kto"],
+    ),
+    preference(
+        "label_smoothing",
+        Kind::Number(BELOW_ONE),
+        "0.0",
+        "labels are taken as right",
+        "Part of the labels that are wrong: for `robust`, `exo_pair`, `aot`, `aot_unpaired` and `simpo`.",
+        &["dpo", "simpo"],
+    ),
+    preference(
+        "ld_alpha",
+        Kind::Number(PART),
+        "1.0",
+        "every token counts alike",
+        "Weight of an answer's tokens beyond the length of the shorter answer (LD-DPO).",
+        &["dpo"],
+    ),
+    preference(
+        "f_divergence_type",
+        Kind::Name(FDivergence::NAMES),
+        "\"reverse_kl\"",
+        "DPO as it was first written",
+        "How the distance from the reference is measured (f-DPO).",
+        &["dpo"],
+    ),
+    preference(
+        "f_alpha_divergence_coef",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "0.5",
+        "as in TRL",
+        "α of `alpha_divergence`.",
+        &["dpo"],
+    ),
+    preference(
+        "discopop_tau",
+        Kind::Number(POSITIVE),
+        "0.05",
+        "its paper's choice",
+        "Temperature of `discopop`.",
+        &["dpo"],
+    ),
+    preference(
+        "simpo_gamma",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "0.5",
+        "as in TRL",
+        "Margin by which the chosen answer should win.",
+        &["simpo"],
+    ),
+    preference(
+        "cpo_alpha",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "0.0",
+        "SimPO as it was written; TRL's CPO has 1.0",
+        "Weight of the cross-entropy of the chosen answers.",
+        &["simpo"],
+    ),
+    preference(
+        "desirable_weight",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "1.0",
+        "as in TRL",
+        "Weight of desirable answers: to balance unequal numbers of them.",
+        &["kto"],
+    ),
+    preference(
+        "undesirable_weight",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "1.0",
+        "as in TRL",
+        "Weight of undesirable answers.",
+        &["kto"],
+    ),
+    preference(
+        "center_rewards_coefficient",
+        Kind::Number(POSITIVE_OR_ZERO),
+        "0.0",
+        "off; 0.01 is a common choice",
+        "Pulls the mean reward of a pair to zero.",
+        &["reward"],
+    ),
+];

@@ -3,9 +3,10 @@
 
 mod adapters;
 mod distill;
+mod model;
 mod preference;
 mod reinforce;
-mod run;
+mod train;
 mod tune;
 
 use super::types::*;
@@ -238,9 +239,10 @@ const BELOW_ONE: Range = Range { max_open: true, ..PART };
 /// Every key.
 pub fn keys() -> impl Iterator<Item = &'static Key> {
     let parts = [
-        run::KEYS,
+        model::KEYS,
         tune::KEYS,
         adapters::KEYS,
+        train::KEYS,
         preference::KEYS,
         reinforce::KEYS,
         distill::KEYS,

@@ -14,4 +14,5 @@ mod preference;
 mod quickstart;
 mod reinforce;
 mod resume;
+mod shipped;
 mod tiers;

@@ -141,36 +141,6 @@ fn every_way_resumes_to_the_same_bits() {
     }
 }
 
-/// A reward that a model meets by chance is met more and more.
-#[test]
-#[ignore = "takes minutes"]
-fn rewards_rise() {
-    let bench = Bench::new();
-    let better = [
-        "rlhf.rewards=[\"regex:e\"]",
-        "rlhf.reward_weights=[]",
-        "train.max_steps=24",
-        "train.batch_size=16",
-        "tune.method=full",
-        "train.output_dir=run",
-        "data.eval=rows.jsonl",
-        "optimizer.learning_rate=1e-2",
-    ];
-    for stage in ["train.stage=grpo", "train.stage=ppo"] {
-        bench.train(&settings(&[stage, "--overwrite"], &better));
-        let rewards: Vec<f64> = bench.steps("run").iter().map(|l| number(l, "reward")).collect();
-        let mean = |r: &[f64]| r.iter().sum::<f64>() / r.len() as f64;
-        let (before, after) = (mean(&rewards[..4]), mean(&rewards[20..]));
-        assert!(after > before + 0.15, "{stage}: {rewards:?}");
-        let evaluated: Vec<Value> = lines(&bench, "run/metrics.jsonl")
-            .into_iter()
-            .filter(|l| l["eval_reward"].is_number())
-            .collect();
-        assert_eq!(evaluated.len(), 2, "{stage}");
-        assert!(number(&evaluated[0], "eval_completion_length") <= 8.0);
-    }
-}
-
 fn fails(bench: &Bench, more: &[&str], code: i32, words: &[&str]) -> String {
     let mut arguments = vec!["train", "--recipe", "r.toml", "train.output_dir=out", "--overwrite"];
     let all = settings(&[], more);

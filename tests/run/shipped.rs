@@ -1,0 +1,97 @@
+//! The shipped recipes of the tiny world that learn from pairs and rewards: they reach what docs/preference.md and
+//! docs/rlhf.md say.
+
+use crate::bench::{Bench, number, said};
+use serde_json::Value;
+use std::fs;
+
+/// Runs a shipped recipe into `name`; its evaluations, in order.
+fn shipped(bench: &Bench, name: &str, more: &[&str]) -> Vec<Value> {
+    let out = format!("train.output_dir={}", bench.path(name).display());
+    let recipe = format!("recipes/{name}.toml");
+    let arguments = [&["train", "--recipe", &recipe, &out][..], more].concat();
+    let ran = bench
+        .command(&arguments)
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output()
+        .unwrap();
+    assert!(ran.status.success(), "{}", said(&ran));
+    lines(bench, name)
+        .into_iter()
+        .filter(|l| l.as_object().unwrap().keys().any(|k| k.starts_with("eval_")))
+        .collect()
+}
+
+fn lines(bench: &Bench, name: &str) -> Vec<Value> {
+    let text = fs::read_to_string(bench.path(name).join("metrics.jsonl")).unwrap();
+    text.lines().map(|l| serde_json::from_str(l).unwrap()).collect()
+}
+
+fn ends(evals: &[Value]) -> (&Value, &Value) {
+    assert!(evals.len() > 1);
+    (&evals[0], &evals[evals.len() - 1])
+}
+
+/// Right answers are preferred on held-out pairs.
+#[test]
+fn dpo_learns_to_prefer() {
+    let evals = shipped(&Bench::new(), "dpo-tiny", &[]);
+    let (before, after) = ends(&evals);
+    assert_eq!(number(before, "eval_rewards/accuracies"), 0.0);
+    assert!((number(before, "eval_loss") - 2f64.ln()).abs() < 1e-6, "{before}");
+    assert!(number(after, "eval_rewards/accuracies") > 0.85, "{after}");
+    assert!(number(after, "eval_rewards/margins") > 0.5, "{after}");
+}
+
+#[test]
+fn a_reward_model_learns_to_score() {
+    let evals = shipped(&Bench::new(), "reward-tiny", &[]);
+    let (before, after) = ends(&evals);
+    assert!(number(before, "eval_accuracy") < 0.7, "{before}");
+    // 68 % as found: scoring is harder than preferring, see docs/preference.md.
+    assert!(
+        number(after, "eval_accuracy") > number(before, "eval_accuracy") + 0.1,
+        "{before} {after}"
+    );
+    assert!(number(after, "eval_margin") > 0.4, "{after}");
+}
+
+/// The start of both pipelines; the setting that continues from it.
+fn start(bench: &Bench) -> String {
+    shipped(bench, "grpo-start-tiny", &[]);
+    format!("model.path={}", bench.path("grpo-start-tiny/final").display())
+}
+
+/// SFT, then GRPO: held-out sums that greedy answers get exactly right.
+#[test]
+fn grpo_raises_exact_match() {
+    let bench = Bench::new();
+    let start = start(&bench);
+    let evals = shipped(&bench, "grpo-tiny", &[&start, "train.max_steps=40"]);
+    let (before, after) = ends(&evals);
+    let (before, after) = (number(before, "eval_reward_exact"), number(after, "eval_reward_exact"));
+    println!("exact match {before:.3} -> {after:.3}");
+    assert!(after > before + 0.15, "{before} -> {after}");
+}
+
+/// SFT, a reward model, then PPO: the mean reward of held-out prompts rises, and the KL divergence is held.
+#[test]
+#[ignore = "minutes"]
+fn ppo_raises_the_reward_and_holds_the_divergence() {
+    let bench = Bench::new();
+    let start = start(&bench);
+    shipped(&bench, "reward-tiny", &[]);
+    let rewards = format!("rlhf.rewards=[\"model:{}\"]", bench.path("reward-tiny/final").display());
+    let evals = shipped(&bench, "ppo-tiny", &[&start, &rewards]);
+    let (before, after) = ends(&evals);
+    let (before, after) = (number(before, "eval_reward"), number(after, "eval_reward"));
+    let kl: Vec<f64> = lines(&bench, "ppo-tiny")
+        .iter()
+        .filter_map(|l| l["kl"].as_f64())
+        .collect();
+    let last = &kl[kl.len() * 3 / 4..];
+    let mean = last.iter().sum::<f64>() / last.len() as f64;
+    println!("reward {before:.3} -> {after:.3}, divergence over the last quarter {mean:.2} nats an answer");
+    assert!(after > before + 0.2, "{before} -> {after}");
+    assert!(mean < 3.0, "{kl:?}");
+}

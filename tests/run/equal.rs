@@ -62,7 +62,7 @@ fn packed_rows_give_the_loss_of_the_same_rows_unpacked() {
 }
 
 #[test]
-fn fused_updates_and_the_norm_pass_learn_what_kept_gradients_learn() {
+fn fused_updates_learn_what_kept_gradients_learn() {
     let bench = Bench::new();
     let run = |name: &str, more: &[&str]| {
         let out = format!("train.output_dir={name}");

@@ -78,11 +78,6 @@ fn settings<'a>(way: &[&'a str], more: &[&'a str]) -> Vec<&'a str> {
     base.chain(said.iter().copied()).collect()
 }
 
-fn lines(bench: &Bench, file: &str) -> Vec<Value> {
-    let text = fs::read_to_string(bench.path(file)).unwrap();
-    text.lines().map(|l| serde_json::from_str(l).unwrap()).collect()
-}
-
 #[test]
 fn every_way_resumes_to_the_same_bits() {
     for (name, way) in WAYS {
@@ -129,7 +124,7 @@ fn every_way_resumes_to_the_same_bits() {
                 assert!((ratio - 1.0).abs() < 0.2 && apart > 0.0 && apart < 0.2, "{step}");
             }
         }
-        let samples = lines(&bench, "whole/samples.jsonl");
+        let samples = bench.lines("whole/samples.jsonl");
         assert_eq!(samples.len(), 2 * rollouts, "{name}");
         for sample in &samples {
             assert!(
@@ -162,7 +157,8 @@ fn rewards_rise() {
         let mean = |r: &[f64]| r.iter().sum::<f64>() / r.len() as f64;
         let (before, after) = (mean(&rewards[..4]), mean(&rewards[20..]));
         assert!(after > before + 0.15, "{stage}: {rewards:?}");
-        let evaluated: Vec<Value> = lines(&bench, "run/metrics.jsonl")
+        let evaluated: Vec<Value> = bench
+            .lines("run/metrics.jsonl")
             .into_iter()
             .filter(|l| l["eval_reward"].is_number())
             .collect();

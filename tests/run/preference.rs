@@ -5,6 +5,11 @@ use serde_json::Value;
 use std::fs;
 use std::path::Path;
 
+fn lines(bench: &Bench, run: &str) -> Vec<Value> {
+    let all = fs::read_to_string(bench.path(run).join("metrics.jsonl")).unwrap();
+    all.lines().map(|l| serde_json::from_str(l).unwrap()).collect()
+}
+
 /// Before the run directory is made, with the line of the row.
 #[test]
 fn broken_rows_are_refused_before_anything_is_written() {
@@ -154,8 +159,7 @@ fn shipped(bench: &Bench, name: &str) -> [Value; 2] {
         .output()
         .unwrap();
     assert!(ran.status.success(), "{}", said(&ran));
-    let evals: Vec<Value> = bench
-        .lines("run/metrics.jsonl")
+    let evals: Vec<Value> = lines(bench, "run")
         .into_iter()
         .filter(|l| l.get("eval_loss").is_some())
         .collect();

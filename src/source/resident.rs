@@ -257,8 +257,9 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
     }
     let known: std::collections::HashSet<&str> = params.iter().map(|p| &*p.name).collect();
     for name in weights.names() {
-        // Old Llama checkpoints carry the rope frequencies; tied ones may carry a copy of the embedding.
-        let harmless = name.ends_with("rotary_emb.inv_freq") || name == "lm_head.weight";
+        // Old Llama checkpoints carry the rope frequencies; tied ones may carry a copy of the embedding. The score of a
+        // reward model is read apart; who wants text asks `Described::check_weights`.
+        let harmless = name.ends_with("rotary_emb.inv_freq") || ["lm_head.weight", "score.weight"].contains(&name);
         if !known.contains(name) && !parts.contains(name) && !harmless {
             faults.push(format!("{name}: not a weight of this model"));
         }

@@ -229,6 +229,25 @@ fn prompts_and_rewards_that_are_wrong_are_refused_before_anything_is_written() {
         1,
         &["no reward model", "score.weight"],
     );
+    // What the stage `reward` wrote judges answers, and is no start for a run.
+    let judge = [
+        "train.stage=reward",
+        "data.train=pairs.jsonl",
+        "train.max_steps=1",
+        "tune.method=full",
+    ];
+    bench.train(&[&judge[..], &["train.output_dir=judge"]].concat());
+    refused(&["model.path=judge/final"], 1, &["reward model", "judge/final"]);
+    bench.train(&settings(
+        &[],
+        &[
+            "rlhf.rewards=model:judge/final",
+            "rlhf.reward_weights=[]",
+            "train.max_steps=1",
+            "train.output_dir=judged",
+        ],
+    ));
+    assert!(bench.steps("judged")[0]["reward_model"].is_number());
     fs::write(bench.path("schema.json"), "{\"if\": {}}").unwrap();
     refused(
         &["rlhf.rewards=json:schema.json", "rlhf.reward_weights=[]"],

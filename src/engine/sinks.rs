@@ -73,6 +73,8 @@ pub struct Accumulate<'a> {
     lr: f64,
     /// By name: f32 sums with the weight they belong to.
     pub sums: BTreeMap<String, (Tensor, Tensor)>,
+    /// Their names as they came.
+    order: Vec<String>,
     pub corrections: Corrections,
 }
 
@@ -83,16 +85,15 @@ impl<'a> Accumulate<'a> {
             optimizer,
             lr,
             sums: BTreeMap::new(),
+            order: Vec::new(),
             corrections: Corrections::default(),
         }
     }
 
-    /// Adds the squares of all gradients to `tally`.
+    /// Adds the squares of all gradients to `tally`, as they came: on the CPU the bits of a pass that keeps none.
     pub fn add_squares(&self, tally: &Tally) -> Result<()> {
-        for (_, gradient) in self.sums.values() {
-            tally.add_squares(gradient)?;
-        }
-        Ok(())
+        let gradients = self.order.iter().filter_map(|name| self.sums.get(name));
+        tally.add_squares_of(&gradients.map(|(_, gradient)| gradient).collect::<Vec<_>>())
     }
 
     /// The sum of a parameter's gradients.
@@ -154,8 +155,9 @@ impl GradSink for Accumulate<'_> {
         match self.sums.get(&*param.name) {
             Some((_, sum)) => update::add_assign(sum, &gradient),
             None => {
-                self.sums
-                    .insert(param.name.to_string(), (param.tensor.clone(), gradient));
+                let name = param.name.to_string();
+                self.order.push(name.clone());
+                self.sums.insert(name, (param.tensor.clone(), gradient));
                 Ok(())
             }
         }

@@ -28,7 +28,7 @@ impl Gradients {
     /// for all gradients at once.
     pub fn choose(micro_batches: usize, max_grad_norm: f64, all_active: bool, keep_fits: bool) -> Self {
         match (micro_batches, max_grad_norm > 0.0) {
-            (1, false) if all_active => Self::Fused,
+            (1, false) if all_active || !keep_fits => Self::Fused,
             (1, true) if !keep_fits => Self::NormFirst,
             _ => Self::Keep,
         }
@@ -194,4 +194,76 @@ fn held_back(step: u64) -> Error {
         "a gradient is not finite at step {step}; no weight took it, nor any gradient after it"
     ))
     .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::Example;
+    use crate::model::{families, shapes};
+    use crate::recipe::{self, Dtype};
+    use crate::sft::CausalLm;
+    use crate::source::Resident;
+    use candle_core::Device;
+
+    /// Two steps of SGD on one micro-batch: how far every weight went, and the norm that was told.
+    fn way(gradients: Gradients, max_grad_norm: f64) -> (Vec<f32>, f64) {
+        let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
+        let (params, vocab) = (spec.params(), spec.vocab);
+        let text = "[model]\npath = \"shape:small\"\n[optimizer]\nname = \"sgd\"\n";
+        let settings = recipe::parse(text, "r.toml", &[]).unwrap().recipe.optimizer;
+        let source = Resident::random(params.clone(), 1, 0.02, 1.0, Dtype::F32, &Device::Cpu).unwrap();
+        let active = Active::new(params.iter().map(|p| p.name.to_string()));
+        let mut engine = Engine {
+            network: Network::new(spec, Box::new(source), Device::Cpu),
+            objective: Box::new(CausalLm::new(vocab)),
+            optimizer: Optimizer::new(settings),
+            gradients,
+            keep_layers: 0,
+            parked: None,
+            max_grad_norm,
+            seed: 0,
+        };
+        let weights = |engine: &Engine| {
+            let mut all = Vec::new();
+            for name in active.names() {
+                let add = &mut |some: &[f32]| {
+                    all.extend_from_slice(some);
+                    Ok(())
+                };
+                engine.exact(name, add).unwrap();
+            }
+            all
+        };
+        let before = weights(&engine);
+        let row = Example {
+            ids: (0..24).map(|t| (37 * t + 5) % 4096).collect(),
+            trained: vec![true; 24],
+        };
+        let batches = [Batch::from_examples([&row])];
+        let mut norm = 0.0;
+        for step in 1..=2 {
+            norm = engine.step(step, &batches, &active, 0.1).unwrap().grad_norm;
+        }
+        let moved = weights(&engine).iter().zip(&before).map(|(a, b)| a - b).collect();
+        (moved, norm)
+    }
+
+    fn distance(a: &[f32], b: &[f32]) -> f64 {
+        let squares = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2));
+        squares.sum::<f64>().sqrt()
+    }
+
+    #[test]
+    fn every_way_of_gradients_goes_the_same_way() {
+        let kept = way(Gradients::Keep, 0.0);
+        let size = distance(&kept.0, &vec![0.0; kept.0.len()]);
+        let fused = way(Gradients::Fused, 0.0);
+        assert!(fused == kept, "applied as they come");
+        // A clip that halves what is learned, and no less.
+        let max = 0.5 * kept.1;
+        let (kept, twice) = (way(Gradients::Keep, max), way(Gradients::NormFirst, max));
+        assert!(distance(&kept.0, &fused.0) > 0.3 * size, "nothing was clipped");
+        assert!(twice == kept, "in two passes");
+    }
 }

@@ -10,17 +10,14 @@ use crate::ops::update;
 use crate::quant::{self, Coded, Format, Weight};
 use crate::recipe::Dtype;
 use crate::source::policy::is_projection;
-use crate::source::{Group, GroupWeights, LayerSource, LowerHalves, NumbersSink, ParamInfo};
+use crate::source::{Group, GroupWeights, Groups, LayerSource, LowerHalves, NumbersSink, ParamInfo};
 use candle_core::{DType, Tensor};
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-type Groups = Arc<Mutex<BTreeMap<Group, Arc<GroupWeights>>>>;
+use std::sync::Arc;
 
 /// See the module.
 pub struct CodedCopy {
     network: Network,
-    groups: Groups,
+    groups: Arc<Groups>,
     head: Option<Coded>,
     formats: Formats,
 }
@@ -59,7 +56,7 @@ impl CodedCopy {
             )
             .hint(hint));
         }
-        let groups = Groups::default();
+        let groups = Arc::<Groups>::default();
         let source = Copied {
             params: of.source.params().to_vec(),
             groups: groups.clone(),
@@ -85,7 +82,7 @@ impl CodedCopy {
         let mut kinds: Vec<Group> = params.iter().map(|p| p.group).collect();
         kinds.dedup();
         for group in kinds {
-            let known = lock(&self.groups).get(&group).cloned();
+            let known = self.groups.get(group).ok();
             let own = || params.iter().filter(|p| p.group == group);
             if known.is_some() && !own().any(|p| changed(&p.name)) {
                 continue;
@@ -112,17 +109,15 @@ impl CodedCopy {
             {
                 self.head = Some(encode(&tensor, format).map_err(|e| e.or_at(of.spec.head_name()))?);
             }
-            lock(&self.groups).insert(group, Arc::new(out));
+            self.groups.set(group, out);
         }
         Ok(())
     }
 
     /// Bytes of the codes: what the copy needs beside the exact weights.
     pub fn bytes(&self) -> u64 {
-        let groups = lock(&self.groups);
-        let coded = |(_, w): (&Arc<str>, &Weight)| if let Weight::Coded(c) = w { c.bytes() } else { 0 };
-        let projections: u64 = groups.values().flat_map(|g| g.iter()).map(coded).sum();
-        projections + self.head.as_ref().map_or(0, Coded::bytes)
+        let coded = |w: &Weight| if let Weight::Coded(c) = w { c.bytes() } else { 0 };
+        self.groups.sum(coded) + self.head.as_ref().map_or(0, Coded::bytes)
     }
 }
 
@@ -143,13 +138,9 @@ fn encode(tensor: &Tensor, format: Format) -> Result<Coded> {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 struct Copied {
     params: Vec<ParamInfo>,
-    groups: Groups,
+    groups: Arc<Groups>,
 }
 
 fn no_numbers<T>(name: &str) -> Result<T> {
@@ -158,8 +149,7 @@ fn no_numbers<T>(name: &str) -> Result<T> {
 
 impl LayerSource for Copied {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
-        let found = lock(&self.groups).get(&group).cloned();
-        found.ok_or_else(|| Error::new(format!("the model has no {group:?}")))
+        self.groups.get(group)
     }
 
     fn params(&self) -> &[ParamInfo] {
@@ -167,13 +157,11 @@ impl LayerSource for Copied {
     }
 
     fn resident_bytes(&self) -> u64 {
-        let groups = lock(&self.groups);
-        groups.values().flat_map(|g| g.iter()).map(|(_, w)| w.bytes()).sum()
+        self.groups.sum(Weight::bytes)
     }
 
     fn held(&self, name: &str) -> Option<Tensor> {
-        let group = self.params.iter().find(|p| &*p.name == name)?.group;
-        Some(lock(&self.groups).get(&group)?.get(name).ok()?.1)
+        self.groups.tensor(self.params.iter().find(|p| &*p.name == name)?)
     }
 
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {

@@ -16,12 +16,19 @@ pub(super) type Parts = Vec<Vec<Tensor>>;
 
 /// What the backward pass of an MLP has to find out.
 #[derive(Clone, Copy)]
-struct Needs {
+pub struct Needs {
     /// Does anything of gate and up train?
-    inputs: bool,
-    down: bool,
-    dm: bool,
-    dh: bool,
+    pub inputs: bool,
+    pub down: bool,
+    /// The gradient at the norm's output.
+    pub dh: bool,
+}
+
+impl Needs {
+    /// The gradient at the product of gate and up.
+    pub fn dm(self) -> bool {
+        self.dh || self.inputs
+    }
 }
 
 impl Block {
@@ -68,14 +75,12 @@ impl Block {
     ) -> Result<Option<Tensor>> {
         let post_wanted = self.mlp_post_norm.as_ref().is_some_and(|n| sink.wants(&n.name));
         let dh = need_dx || sink.wants(&self.mlp_norm.name);
-        let inputs = self.mlp_in.wanted(sink);
         let needs = Needs {
-            inputs,
+            inputs: self.mlp_in.wanted(sink),
             down: self.down_proj.wanted(sink),
-            dm: dh || inputs,
             dh,
         };
-        if !needs.dm && !needs.down && !post_wanted {
+        if !needs.dm() && !needs.down && !post_wanted {
             return Ok(None);
         }
         let all = pieces(x1.dims()[0], ctx.mlp_tokens);
@@ -131,7 +136,7 @@ impl Block {
         };
         let dm = self
             .down_proj
-            .backward(m.as_ref(), &d_down, ctx, Dx::new(needs.dm), sink)?;
+            .backward(m.as_ref(), &d_down, ctx, Dx::new(needs.dm()), sink)?;
         drop((m, d_down));
         let Some(dm) = dm else { return Ok(None) };
         let mut parts = parts.into_iter();

@@ -9,7 +9,7 @@ pub mod contracts;
 pub mod families;
 pub mod head;
 pub mod linear;
-mod mlp;
+pub mod mlp;
 pub mod network;
 pub mod pieces;
 pub mod rope;

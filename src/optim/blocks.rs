@@ -18,6 +18,8 @@ pub struct BlockPlan {
     /// What metrics and events call it: `model.layers.3`, `model.layers.0-1.mlp`, `embedding`, `lm_head`.
     pub label: String,
     pub params: Vec<String>,
+    /// Of all of them.
+    pub elements: usize,
 }
 
 #[derive(Debug, Clone)]
@@ -138,10 +140,13 @@ impl BlockSchedule {
 
     /// Every set of blocks that can be the worst for memory: each with the largest others that are drawn with it.
     pub fn possible(&self) -> Vec<Vec<usize>> {
+        if self.order == BlockOrder::Fixed {
+            return vec![vec![self.start]];
+        }
         (0..self.blocks.len())
             .map(|b| {
                 let mut others: Vec<usize> = (0..self.blocks.len()).filter(|o| *o != b).collect();
-                others.sort_by_key(|o| std::cmp::Reverse(self.blocks[*o].params.len()));
+                others.sort_by_key(|o| std::cmp::Reverse(self.blocks[*o].elements));
                 others.truncate(self.together - 1);
                 others.push(b);
                 others
@@ -299,6 +304,12 @@ mod tests {
                 assert_eq!(counts, [3; 4], "{order:?}");
             }
         }
+        let mut r = recipe(Partition::Layer, BlockOrder::Fixed);
+        r.start_block = 2;
+        assert_eq!(
+            (schedule(&r).active(100), schedule(&r).possible()),
+            (vec![2], vec![vec![2]])
+        );
         let s = schedule(&recipe(Partition::Layer, BlockOrder::Descending));
         assert_eq!([1, 3, 4].map(|k| s.active(k)[0]), [3, 3, 2]);
         assert!(s.switches_at(1) && !s.switches_at(3) && s.switches_at(4));
@@ -372,6 +383,16 @@ mod tests {
         let label = s.label(1);
         assert!(label.contains(" + "), "{label}");
         assert!(s.possible().iter().all(|set| set.len() == 2));
+        // The two largest can be drawn together, though each is a matrix or two.
+        let mut wide = params();
+        let tables = wide.iter_mut().filter(|p| !matches!(p.group, Group::Layer(_)));
+        tables.for_each(|p| p.shape[0] = 100);
+        let both = recipe::Block {
+            include_lm_head: true,
+            ..r.clone()
+        };
+        let s = BlockSchedule::new(&both, &wide, false, 1000, 4, 7).unwrap();
+        assert!(s.possible().iter().any(|set| set.contains(&0) && set.contains(&5)));
         for wrong in [
             "embedding",
             "embedding=0",

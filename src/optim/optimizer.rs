@@ -121,17 +121,6 @@ impl Optimizer {
         Ok(())
     }
 
-    /// One update of `weight` (f32 or bf16, in place) by `gradient` (f32, same shape) times `coefficient`.
-    pub fn update(&mut self, name: &str, weight: &Tensor, gradient: &Tensor, lr: f64, coefficient: f32) -> Result<()> {
-        let update = Update {
-            name,
-            weight,
-            gradient,
-            places: None,
-        };
-        self.update_all(&[update], lr, coefficient)
-    }
-
     /// Updates every parameter of a list, no name twice, by its gradient times `coefficient`.
     pub fn update_all(&mut self, updates: &[Update], lr: f64, coefficient: f32) -> Result<()> {
         self.update_gated(updates, lr, coefficient, Gate::default())

@@ -6,14 +6,7 @@ use crate::recipe::{self, BlockOrder, Partition};
 use crate::source::{Group, ParamInfo, Part};
 
 pub(super) fn partition(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Vec<BlockPlan> {
-    let named = |label: String, wanted: &dyn Fn(&ParamInfo) -> bool| BlockPlan {
-        label,
-        params: params
-            .iter()
-            .filter(|p| wanted(p))
-            .map(|p| p.name.to_string())
-            .collect(),
-    };
+    let named = |label: String, wanted: &dyn Fn(&ParamInfo) -> bool| block(label, params.iter().filter(|p| wanted(p)));
     let mut blocks = Vec::new();
     if recipe.partition == Partition::Ratio {
         return windows(recipe, params, tied);
@@ -89,12 +82,17 @@ fn windows(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Vec<Bloc
         Group::Embedding => recipe.include_embedding || (tied && recipe.include_lm_head),
         Group::Head => recipe.include_lm_head,
     };
-    let names: Vec<String> = params.iter().filter(wanted).map(|p| p.name.to_string()).collect();
     let count = Masks::windows(recipe.update_ratio);
+    let label = |i| format!("window {} of {count}", i + 1);
     (0..count)
-        .map(|i| BlockPlan {
-            label: format!("window {} of {count}", i + 1),
-            params: names.clone(),
-        })
+        .map(|i| block(label(i), params.iter().filter(wanted)))
         .collect()
+}
+
+fn block<'a>(label: String, params: impl Iterator<Item = &'a ParamInfo> + Clone) -> BlockPlan {
+    BlockPlan {
+        label,
+        elements: params.clone().map(ParamInfo::elements).sum(),
+        params: params.map(|p| p.name.to_string()).collect(),
+    }
 }

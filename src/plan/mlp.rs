@@ -3,19 +3,11 @@
 use super::ledger::{Held, Kind, Ledger};
 use super::step::Sink;
 use super::work::Block;
+use crate::model::mlp::Needs;
 use crate::model::pieces::pieces;
 
 /// gate and up of each piece of the tokens; empty where they were not kept.
 pub(super) type Parts = Vec<Vec<Held>>;
-
-/// What the backward pass of an MLP has to find out.
-#[derive(Clone, Copy)]
-struct Needs {
-    inputs: bool,
-    down: bool,
-    dm: bool,
-    dh: bool,
-}
 
 impl Block<'_> {
     /// How many pieces the tokens go through in, and one of them.
@@ -79,14 +71,12 @@ impl Block<'_> {
         let (linears, down) = self.linears(false);
         let post_wanted = sandwich && self.wants(sink, "post_feedforward_layernorm");
         let dh = need_dx || self.wants(sink, norm);
-        let inputs = linears.iter().any(|&x| self.linear_wanted(sink, x));
         let needs = Needs {
-            inputs,
+            inputs: linears.iter().any(|&x| self.linear_wanted(sink, x)),
             down: self.linear_wanted(sink, down),
-            dm: dh || inputs,
             dh,
         };
-        if !needs.dm && !needs.down && !post_wanted {
+        if !needs.dm() && !needs.down && !post_wanted {
             l.drop_all(parts.into_iter().flatten());
             l.drop(dy);
             return None;
@@ -143,7 +133,7 @@ impl Block<'_> {
             l.drop(y);
             d
         });
-        let dm = self.linear_backward(l, down, needs.dm, sink);
+        let dm = self.linear_backward(l, down, needs.dm(), sink);
         l.drop_all(m);
         l.drop_all(d_down);
         let Some(dm) = dm else {

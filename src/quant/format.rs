@@ -38,6 +38,16 @@ impl Storage {
 }
 
 impl Format {
+    /// Every one there is.
+    pub const ALL: [Self; 6] = [
+        Format::Int8 { group: 0 },
+        Format::Int8 { group: 128 },
+        Format::Int4 { group: 64 },
+        Format::Int4 { group: 128 },
+        Format::Nf4 { double: false },
+        Format::Nf4 { double: true },
+    ];
+
     /// As recipes and files name it.
     pub fn name(self) -> &'static str {
         match self {
@@ -58,15 +68,7 @@ impl Format {
 
     /// The way back from `tag`.
     pub fn from_tag(tag: &str) -> Option<Self> {
-        let known = [
-            Format::Int8 { group: 0 },
-            Format::Int8 { group: 128 },
-            Format::Int4 { group: 64 },
-            Format::Int4 { group: 128 },
-            Format::Nf4 { double: false },
-            Format::Nf4 { double: true },
-        ];
-        known.into_iter().find(|f| f.tag() == tag)
+        Self::ALL.into_iter().find(|f| f.tag() == tag)
     }
 
     /// Columns that share a scale, of a weight with `columns` columns.

@@ -7,15 +7,6 @@ use crate::recipe::Dtype;
 use candle_core::{Device, Tensor};
 use half::bf16;
 
-const ALL: [Format; 6] = [
-    Format::Int8 { group: 0 },
-    Format::Int8 { group: 128 },
-    Format::Int4 { group: 64 },
-    Format::Int4 { group: 128 },
-    Format::Nf4 { double: false },
-    Format::Nf4 { double: true },
-];
-
 const SHAPES: [(usize, usize); 6] = [(64, 256), (40, 320), (7, 100), (5, 77), (1, 1), (3, 4097)];
 
 fn normal(n: usize, seed: u64) -> Vec<f32> {
@@ -65,7 +56,7 @@ fn half_step(format: Format, values: &[f32], columns: usize, at: usize) -> f32 {
 fn round_trips_stay_within_half_a_step() {
     for (rows, columns) in SHAPES {
         let values = hard(rows, columns);
-        for format in ALL.into_iter().filter(|f| *f != Format::Nf4 { double: true }) {
+        for format in Format::ALL.into_iter().filter(|f| *f != Format::Nf4 { double: true }) {
             let coded = encode(&values, (rows, columns), format, Dtype::F32).unwrap();
             for (at, (got, want)) in coded.decode().iter().zip(&values).enumerate() {
                 let bound = half_step(format, &values, columns, at) * 1.00001 + 1e-12;
@@ -105,7 +96,7 @@ fn double_quantization_stays_within_its_error() {
 #[test]
 fn decoded_values_of_a_bf16_model_are_rounded_once() {
     let values = hard(20, 192);
-    for format in ALL {
+    for format in Format::ALL {
         let exact = encode(&values, (20, 192), format, Dtype::F32).unwrap().decode();
         let rounded = encode(&values, (20, 192), format, Dtype::Bf16).unwrap().decode();
         for (a, b) in exact.iter().zip(&rounded) {
@@ -118,7 +109,7 @@ fn decoded_values_of_a_bf16_model_are_rounded_once() {
 fn rows_and_parts_of_rows_are_those_of_the_whole() {
     let (rows, columns) = (6, 333);
     let values = hard(rows, columns);
-    for format in ALL {
+    for format in Format::ALL {
         let coded = encode(&values, (rows, columns), format, Dtype::Bf16).unwrap();
         let all = coded.decode();
         let mut row = vec![0f32; columns];
@@ -135,7 +126,7 @@ fn codes_do_not_depend_on_threads_or_on_the_type_of_the_source() {
     let narrow: Vec<bf16> = hard(70, 640).iter().map(|x| bf16::from_f32(*x)).collect();
     let wide: Vec<f32> = narrow.iter().map(|x| x.to_f32()).collect();
     let bytes = |c: &Coded| c.parts().iter().map(|p| p.bytes.to_vec()).collect::<Vec<_>>();
-    for format in ALL {
+    for format in Format::ALL {
         let run = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             pool.install(|| bytes(&encode(&wide, (70, 640), format, Dtype::F32).unwrap()))
@@ -153,7 +144,7 @@ fn codes_do_not_depend_on_threads_or_on_the_type_of_the_source() {
 fn parts_go_to_a_file_and_back() {
     for (rows, columns) in SHAPES {
         let values = hard(rows, columns);
-        for format in ALL {
+        for format in Format::ALL {
             let coded = encode(&values, (rows, columns), format, Dtype::Bf16).unwrap();
             let parts = coded.parts();
             let sizes: Vec<_> = parts.iter().map(|p| (p.name, p.bytes.len())).collect();
@@ -168,7 +159,7 @@ fn parts_go_to_a_file_and_back() {
 
 #[test]
 fn damaged_parts_are_refused() {
-    for format in ALL {
+    for format in Format::ALL {
         let coded = encode(&normal(4 * 128, 1), (4, 128), format, Dtype::F32).unwrap();
         for (which, (name, _)) in format.parts(4, 128).into_iter().enumerate() {
             let damaged = |change: &dyn Fn(&mut Vec<u8>)| {
@@ -198,7 +189,7 @@ fn damaged_parts_are_refused() {
 
 #[test]
 fn what_cannot_be_coded_is_refused() {
-    for format in ALL {
+    for format in Format::ALL {
         for bad in [f32::NAN, f32::INFINITY, -3e38] {
             let mut values = normal(128, 1);
             values[77] = bad;
@@ -240,7 +231,7 @@ fn flat(t: &Tensor) -> Vec<f32> {
 fn a_linear_with_codes_is_one_with_the_decoded_weight() {
     let (o, i) = (96, 160);
     let values = normal(o * i, 5);
-    for format in ALL {
+    for format in Format::ALL {
         for dtype in [Dtype::F32, Dtype::Bf16] {
             let coded = encode(&values, (o, i), format, dtype).unwrap();
             let mut dense = tensor(coded.decode(), (o, i));
@@ -292,7 +283,7 @@ fn a_linear_with_codes_is_one_with_the_decoded_weight() {
 #[test]
 fn placed_codes_are_the_codes() {
     for (o, i) in SHAPES {
-        for format in ALL {
+        for format in Format::ALL {
             let coded = encode(&hard(o, i), (o, i), format, Dtype::Bf16).unwrap();
             let placed = coded.to_device(&Device::Cpu).unwrap();
             let (tensors, offset) = (coded.tensors(&Device::Cpu).unwrap(), coded.nested_offset());
@@ -355,7 +346,13 @@ fn speed() {
                 )
             })
             .collect();
-        let formats = [ALL[0], ALL[1], ALL[2], ALL[4], ALL[5]];
+        let formats = [
+            Format::ALL[0],
+            Format::ALL[1],
+            Format::ALL[2],
+            Format::ALL[4],
+            Format::ALL[5],
+        ];
         let coded: Vec<Vec<Weight>> = formats
             .iter()
             .map(|f| {

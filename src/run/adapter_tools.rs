@@ -7,7 +7,7 @@ use crate::formats::weights::Weights;
 use crate::model::Adapters;
 use crate::peft::lora::scaling;
 use crate::peft::start::algebra;
-use crate::peft::{self, Adapter, Lora, Mask};
+use crate::peft::{Adapter, Lora, Mask};
 use candle_core::{Device, Tensor};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -81,7 +81,7 @@ pub fn show(dir: &Path) -> Result<Shown> {
     if !matches!(config.kind, Kind::Ia3 { .. } | Kind::Oft { .. } | Kind::Vera { .. }) {
         say("alpha", config.lora_alpha.to_string());
     }
-    if config.use_dora && config.use_rslora {
+    if config.use_rslora {
         say("scale", "alpha / sqrt(rank)".into());
     }
     if !config.rank_pattern.is_empty() {
@@ -295,11 +295,9 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
         if let Some(r) = rank {
             let (a, b, lost) = algebra::compressed(&lora, r, 1.0)?;
             let pair = (
-                peft::full(&[r, lora.a.dim(1)?], 0.0)?,
-                peft::full(&[lora.b.dim(0)?, r], 0.0)?,
+                Tensor::from_vec(a, (r, lora.a.dim(1)?), &Device::Cpu)?,
+                Tensor::from_vec(b, (lora.b.dim(0)?, r), &Device::Cpu)?,
             );
-            peft::fill(&pair.0, &a)?;
-            peft::fill(&pair.1, &b)?;
             lora = Lora::new(&module, pair, 1.0, Mask::default());
             most = Some(lost.max(most.unwrap_or(0.0)));
         }

@@ -8,6 +8,7 @@ use crate::base::{Error, Result};
 use crate::engine::Gradients;
 use crate::model::{Adapters, Spec};
 use crate::ops::cross_entropy::PIECE;
+use crate::peft::Adapter;
 use crate::plan::{self, Inputs, Place, Plan};
 use crate::quant::Format;
 use crate::recipe::{Activations, Correction, Dtype, FrozenWeights, Method, Recipe, Tier};
@@ -173,6 +174,16 @@ impl Setting<'_> {
         let possible = self.tuning.possible();
         let always = |name: &str| possible.iter().all(|active| active.contains(name));
         let mut storage = Policy::new(&wanted, recipe.model.dtype, &self.spec.params(), always)?;
+        if corrects_all(recipe) && !storage.coded().is_empty() {
+            return Err(
+                Error::usage("weights stored as codes and `tune.block.correction` contradict each other")
+                    .found(format!(
+                        "a correction of all weights: {}",
+                        recipe.tune.block.correction.name()
+                    ))
+                    .hint("leave `memory.frozen_weights` at `auto`, or use another correction"),
+            );
+        }
         for (name, format) in self.stored {
             if recipe.tune.method != Method::Lora {
                 return Err(Error::new(
@@ -195,7 +206,9 @@ impl Setting<'_> {
             Gradients::choose(micro_batches, recipe.train.max_grad_norm, all_active, keep_fits)
         };
         let mut gradients = vec![choose(true)];
-        if choose(false) != choose(true) {
+        // AdaLoRA chooses its ranks from the gradients of the whole step: the engine keeps them whatever is chosen here.
+        let needed = self.adapters.values().any(|a| matches!(**a, Adapter::Adalora(_)));
+        if choose(false) != choose(true) && !needed {
             gradients.push(choose(false));
         }
         let mlp: Vec<Option<usize>> = match recipe.memory.mlp_chunk {

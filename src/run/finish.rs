@@ -14,12 +14,12 @@ use crate::model::spec::LM_HEAD;
 use crate::ops::update;
 use crate::peft::lora::scaling;
 use crate::peft::start::algebra;
-use crate::peft::{self, Adapter, Lora};
+use crate::peft::{Adapter, Lora};
 use crate::quant::Weight;
 use crate::recipe::{Dtype, ModelInit, Recipe, Stage};
 use crate::rlhf::preference::reward;
 use crate::source::{Group, Numbers, ParamInfo, Part};
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -235,11 +235,9 @@ fn compressed(
             most = (lost, module);
         }
         let pair = (
-            peft::full(&[rank, lora.a.dim(1)?], 0.0)?,
-            peft::full(&[lora.b.dim(0)?, rank], 0.0)?,
+            Tensor::from_vec(a, (rank, lora.a.dim(1)?), &Device::Cpu)?,
+            Tensor::from_vec(b, (lora.b.dim(0)?, rank), &Device::Cpu)?,
         );
-        peft::fill(&pair.0, &a)?;
-        peft::fill(&pair.1, &b)?;
         plain.insert(
             module.clone(),
             Arc::new(Adapter::Lora(Lora::new(module, pair, scale, lora.mask))),

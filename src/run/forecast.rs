@@ -245,6 +245,24 @@ pub fn as_before(recipe: &Recipe, resume: &Option<Option<PathBuf>>) -> Result<Re
     Ok(recipe)
 }
 
+/// What `as_before` has settled, for the plan of a run that goes on: the next resume reads it there.
+pub fn settled(open: &Recipe, recipe: &Recipe) -> Vec<Choice> {
+    let kept = |key, value| Choice {
+        key,
+        value,
+        why: "as the run began".into(),
+    };
+    let (was, memory) = (&open.memory, &recipe.memory);
+    let mut all = Vec::new();
+    if was.frozen_weights != memory.frozen_weights {
+        all.push(kept("memory.frozen_weights", memory.frozen_weights.name().into()));
+    }
+    if let (None, Some(tokens)) = (was.mlp_chunk, memory.mlp_chunk) {
+        all.push(kept("memory.mlp_chunk", tokens.to_string()));
+    }
+    all
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -272,6 +290,12 @@ mod tests {
         for from in [dir.path().to_path_buf(), dir.path().join("checkpoint-3")] {
             assert_eq!(memory(&open, Some(&from)), (FrozenWeights::Nf4, Some(512), Tier::Auto));
         }
+        // And the one after that, though the recipe is not open any more when the plan is made anew.
+        let again = as_before(&open, &Some(Some(dir.path().to_path_buf()))).unwrap();
+        let choices = settled(&open, &again).into_iter().map(|c| (c.key, c.value));
+        let want = [("memory.frozen_weights", "nf4"), ("memory.mlp_chunk", "512")];
+        assert!(choices.eq(want.map(|(key, value)| (key, value.to_string()))));
+        assert!(settled(&open, &open).is_empty());
         let written = recipe("frozen_weights = \"int8\"\nmlp_chunk = 0\n");
         assert_eq!(
             memory(&written, Some(dir.path())),

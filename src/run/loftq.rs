@@ -12,8 +12,8 @@ use crate::model::Network;
 use crate::model::linear::Linear;
 use crate::peft::Frozen;
 use crate::peft::start::{self, Pair, algebra};
-use crate::quant::{self, Coded, Weight};
-use crate::recipe::LoraInit;
+use crate::quant;
+use crate::recipe::{Dtype, LoraInit};
 use crate::source::Numbers;
 use faer::{Mat, MatRef};
 
@@ -28,19 +28,19 @@ struct Found {
 
 /// Errors: no weight is stored as codes, or the full-precision weights are not at hand.
 pub(super) fn fill(s: &mut Setting, network: &Network) -> Result<()> {
-    let iterations = s.recipe.tune.lora.loftq_iter;
+    let (iterations, dtype) = (s.recipe.tune.lora.loftq_iter, s.recipe.model.dtype);
     let progress = Progress::new(LoraInit::Loftq.name(), network);
     let (mut before, mut after, mut n) = (0.0, 0.0, 0usize);
     for layer in 0..network.layers() {
         // A linear that loses nothing keeps the default start.
-        let coded = |t: &Task| matches!(t.linear.weight, Weight::Coded(_));
+        let coded = |t: &Task| t.linear.weight.format().is_some();
         let tasks: Vec<Task> = tasks(network, layer)?.into_iter().filter(coded).collect();
         let mut originals = Vec::new();
         for task in &tasks {
             originals.push(original(network, &task.linear)?);
         }
         let jobs: Vec<(Task, Mat<f64>)> = tasks.into_iter().zip(originals).collect();
-        let found = each(&jobs, |(t, _)| t, |(task, w)| one(task, w.as_ref(), iterations))?;
+        let found = each(&jobs, |(t, _)| t, |(task, w)| one(task, w.as_ref(), iterations, dtype))?;
         for ((task, _), found) in jobs.iter().zip(&found) {
             if let Some(values) = &found.codes {
                 network.source.recode(&task.linear.name, values)?;
@@ -82,19 +82,19 @@ fn original(network: &Network, linear: &Linear) -> Result<Mat<f64>> {
 }
 
 /// Q₁ = q(W); then (A, B) the best R components of W - Qₜ, and Qₜ₊₁ = q(W - s·B·A).
-fn one(task: &Task, w: MatRef<'_, f64>, iterations: usize) -> Result<Found> {
-    let Weight::Coded(codes) = &task.linear.weight else {
+fn one(task: &Task, w: MatRef<'_, f64>, iterations: usize, dtype: Dtype) -> Result<Found> {
+    let Some(format) = task.linear.weight.format() else {
         return Err(Error::new("this weight is not stored as codes"));
     };
-    let (lora, (rows, columns)) = (task.lora()?, codes.dims());
-    let decoded = |codes: &Coded| algebra::matrix(&codes.decode(), rows, columns);
+    let (lora, (rows, columns)) = (task.lora()?, task.linear.dims());
     let size = w.norm_l2().max(f64::MIN_POSITIVE);
-    let mut q = decoded(codes);
+    let mut q = algebra::matrix(&task.linear.rows(0, rows)?, rows, columns);
     let first = (w - &q).norm_l2() / size;
     let (mut target, mut pair) = (None, start::pissa((w - &q).as_ref(), lora.rank(), lora.scale, 0, 0, 0)?);
     for _ in 1..iterations {
         let rest = algebra::values((w - change(&pair, rows, columns, lora.scale)).as_ref());
-        q = decoded(&quant::encode(&rest, (rows, columns), codes.format(), codes.decoded())?);
+        let codes = quant::encode(&rest, (rows, columns), format, dtype)?;
+        q = algebra::matrix(&codes.decode(), rows, columns);
         target = Some(rest);
         pair = start::pissa((w - &q).as_ref(), lora.rank(), lora.scale, 0, 0, 0)?;
     }

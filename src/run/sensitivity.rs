@@ -191,7 +191,7 @@ impl Sensitivity {
     /// Mean loss from the inputs `xs` of layer `first` on.
     fn loss_from(&self, first: usize, xs: &[Tensor]) -> Result<f64> {
         let objective = CausalLm::new(self.network.spec.vocab);
-        let mut totals = Totals::default();
+        let (mut totals, tally) = (Totals::default(), Tally::new(&self.network.device)?);
         for (x, batch) in xs.iter().zip(&self.batches) {
             let ctx: Context = self.network.context(&batch.positions, &batch.documents, None)?;
             let mut x = x.clone();
@@ -203,11 +203,10 @@ impl Sensitivity {
                 dh: false,
                 dw: false,
             };
-            let tally = Tally::new(&self.network.device)?;
             objective.evaluate(&self.network.normalize(&x)?, &self.network.head()?, batch, need, &tally)?;
             totals.count(batch, &objective);
-            totals = totals.with(tally.read()?);
         }
+        totals = totals.with(tally.read()?);
         match totals.loss().is_finite() {
             true => Ok(totals.loss()),
             false => Err(Error::new("the loss on the calibration rows is not finite").found(totals.loss())),
@@ -442,6 +441,21 @@ mod tests {
                 assert!(got <= 1.5 * best + 0.01, "seed {seed} budget {budget}: {got} {best}");
             }
         }
+    }
+
+    #[test]
+    fn the_loss_is_that_of_all_batches() {
+        let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
+        let model = Described::open(&assets.join("tiny").to_string_lossy(), "main", None).unwrap();
+        let rows = assets.join("world/eval.jsonl");
+        let measured = measure(&model, &rows, Format::Int4 { group: 64 }, Dtype::F32, 600).unwrap();
+        assert!(measured.batches.len() > 1);
+        let (mut totals, objective) = (Totals::default(), CausalLm::new(model.spec.vocab));
+        for batch in &measured.batches {
+            totals.add(crate::engine::evaluate(&measured.network, &objective, batch).unwrap());
+        }
+        let (got, want) = (measured.base, totals.loss());
+        assert!((got - want).abs() < 1e-9 * want, "{got} {want}");
     }
 
     #[test]

@@ -83,7 +83,15 @@ impl Described {
     /// Do the weights fit the config? Reads headers only.
     pub fn check_weights(&self, init: ModelInit) -> Result<()> {
         match init {
-            ModelInit::Pretrained => resident::check_names(&self.spec.params(), &Weights::open(&self.dir)?),
+            ModelInit::Pretrained => {
+                let weights = Weights::open(&self.dir)?;
+                if weights.info(export::SCORE).is_some() {
+                    return Err(Error::new("a reward model gives scores, not text")
+                        .at_path(&self.dir)
+                        .hint("name it in `rlhf.rewards`, and here the model that it was trained from"));
+                }
+                resident::check_names(&self.spec.params(), &weights)
+            }
             ModelInit::Random => Ok(()),
         }
     }

@@ -7,7 +7,6 @@ use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::model::Network;
 use crate::peft::start::Pair;
-use crate::quant::Weight;
 use crate::recipe::Recipe;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -28,8 +27,8 @@ pub fn key(recipe: &Recipe, base: &str, rows: &Dataset, network: &Network) -> Re
     text(&format!("{:?}", lora.corda));
     for layer in 0..network.layers() {
         for (module, linear) in network.linears(layer)? {
-            if let Weight::Coded(codes) = &linear.weight {
-                text(&format!("{module} {}", codes.format().tag()));
+            if let Some(format) = linear.weight.format() {
+                text(&format!("{module} {}", format.tag()));
             }
         }
     }

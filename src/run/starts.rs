@@ -422,7 +422,9 @@ pub fn resize(
             continue;
         }
         let (inputs, outputs) = (lora.a.dim(1)?, lora.b.dim(0)?);
-        let pair = || Ok::<_, Error>((peft::full(&[r, inputs], 0.0)?, peft::full(&[outputs, r], 0.0)?));
+        let device = lora.a.device();
+        let zeros = |dims: &[usize]| Ok::<_, Error>(peft::full(dims, 0.0)?.to_device(device)?);
+        let pair = || Ok::<_, Error>((zeros(&[r, inputs])?, zeros(&[outputs, r])?));
         let scale = scaling(export::alpha_of(config, module)?, r, config.use_rslora);
         let mut other = Lora::new(module, pair()?, scale, lora.mask);
         other.start = match lora.start {

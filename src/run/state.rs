@@ -65,12 +65,14 @@ pub fn save(
         let start = lora.start_parts();
         weights.extend(start.iter().map(|p| plan(p.name.to_string(), p.tensor.elem_count())));
     }
-    let mut moments = Vec::new();
+    let (mut moments, mut parts) = (Vec::new(), BTreeMap::new());
     let mut steps = serde_json::Map::new();
     for s in engine.optimizer.saved() {
         steps.insert(s.name.to_string(), json!(s.step));
-        for (part, tensor) in &s.parts {
-            moments.push(coded(format!("{}#{part}", s.name), tensor));
+        for (part, tensor) in s.parts {
+            let name = format!("{}#{part}", s.name);
+            moments.push(coded(name.clone(), &tensor));
+            parts.insert(name, tensor);
         }
     }
     let state = json!({
@@ -122,13 +124,11 @@ pub fn save(
         RANKS => write(Values::F32(ranks.get(&tensor.name).map_or(&[], Vec::as_slice))),
         FEED => write(Values::Raw(feed.as_deref().unwrap_or_default())),
         _ => {
-            let (name, part) = tensor.name.rsplit_once('#').unwrap_or((&tensor.name, ""));
-            let state = engine.optimizer.saved().find(|s| s.name == name);
-            let found = state.and_then(|s| s.parts.into_iter().find(|(p, _)| *p == part));
-            let (_, found) = found.ok_or_else(|| Error::new("optimizer state is gone").at(name))?;
+            let found = parts.get(&tensor.name);
+            let found = found.ok_or_else(|| Error::new("optimizer state is gone").at(&tensor.name))?;
             match found.dtype() {
                 DType::U8 => write(Values::Raw(&found.to_vec1::<u8>()?)),
-                _ => write(Values::F32(&update::to_f32_vec(&found)?)),
+                _ => write(Values::F32(&update::to_f32_vec(found)?)),
             }
         }
     })

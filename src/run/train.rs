@@ -76,7 +76,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let params = model.spec.params();
     let mut tuning = Tuning::new(recipe, &model.spec, &params, &prepared, train.examples.len())?;
     let Forecast {
-        plan,
+        mut plan,
         gradients,
         keep_layers,
         mlp_tokens,
@@ -92,6 +92,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         &setup::stored_codes(&model.dir, &model.spec, recipe.model.init)?,
         &device,
     )?;
+    plan.choices.extend(forecast::settled(&loaded.recipe, recipe));
     if options.dry_run {
         return Ok(Outcome {
             final_dir: None,
@@ -234,11 +235,13 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
 
     // ---- steps
     let schedule = Schedule::new(&recipe.schedule, total_steps);
+    let mut active = tuning.active(start_step + 1);
     for step in start_step + 1..=total_steps {
         let switches = tuning.switches_at(step);
         if switches || step == start_step + 1 {
             let survives = |name: &str| !switches || tuning.survives_switch(name, step);
-            let recoded = engine.switch(&tuning.active(step), survives)?;
+            active = tuning.active(step);
+            let recoded = engine.switch(&active, survives)?;
             if !recoded.is_empty() {
                 let errors: serde_json::Map<_, _> =
                     recoded.iter().map(|r| (r.name.to_string(), json!(r.error))).collect();
@@ -262,10 +265,8 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
             }
         };
         let lr = recipe.optimizer.learning_rate * schedule.multiplier(step) * tuning.warmup(step);
-        let report = match engine.step(step, &window, &tuning.active(step), lr) {
-            Ok(report) => report,
-            Err(e) => return Err(run.failed(&engine, step, trained_tokens, e)),
-        };
+        let report = engine.step(step, &window, &active, lr);
+        let report = report.map_err(|e| run.failed(&engine, step, trained_tokens, e))?;
         trained_tokens += report.totals.trained;
         let metrics = StepMetrics {
             step,
@@ -476,7 +477,14 @@ struct Run<'a> {
 
 impl Run<'_> {
     fn save(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        let path = state::save(self.run_dir, step, engine, self.tuning, &self.facts, self.feed.state()?)?;
+        let path = state::save(
+            self.run_dir,
+            step,
+            engine,
+            self.tuning,
+            &self.facts,
+            self.feed.state(step)?,
+        )?;
         checkpoint::rotate(self.run_dir, self.recipe.train.save_total_limit)?;
         self.reporter
             .event("save", json!({"step": step, "checkpoint": path.display().to_string()}));
@@ -491,7 +499,7 @@ impl Run<'_> {
         if !found.is_empty() {
             self.reporter.measured(step, &found);
         }
-        let batches = self.feed.eval();
+        let batches = self.feed.eval()?;
         if batches.is_empty() {
             return Ok(());
         }

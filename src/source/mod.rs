@@ -15,7 +15,7 @@ use crate::quant::Weight;
 use candle_core::Tensor;
 use half::bf16;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use disk::Disk;
 pub use policy::Policy;
@@ -97,6 +97,37 @@ impl GroupWeights {
     }
 }
 
+/// Every group of a model, where all of them are here.
+#[derive(Debug, Default)]
+pub struct Groups(Mutex<BTreeMap<Group, Arc<GroupWeights>>>);
+
+impl Groups {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Group, Arc<GroupWeights>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn get(&self, group: Group) -> Result<Arc<GroupWeights>> {
+        let found = self.lock().get(&group).cloned();
+        found.ok_or_else(|| Error::new(format!("the model has no {group:?}")))
+    }
+
+    /// Who holds the group as it was keeps that.
+    pub fn set(&self, group: Group, weights: GroupWeights) {
+        self.lock().insert(group, Arc::new(weights));
+    }
+
+    /// The tensor of a parameter; `None`: it is codes.
+    pub fn tensor(&self, param: &ParamInfo) -> Option<Tensor> {
+        Some(self.get(param.group).ok()?.get(&param.name).ok()?.1)
+    }
+
+    /// Sum over all weights.
+    pub fn sum(&self, of: impl Fn(&Weight) -> u64) -> u64 {
+        let groups = self.lock();
+        groups.values().flat_map(|g| g.iter()).map(|(_, w)| of(w)).sum()
+    }
+}
+
 /// Some numbers of a parameter, in its order.
 #[derive(Debug, Clone, Copy)]
 pub enum Numbers<'a> {
@@ -114,6 +145,16 @@ pub trait LowerHalves {
 
     /// `None`: this parameter has no master beyond its weight.
     fn take_low(&mut self, name: &str) -> Option<Tensor>;
+}
+
+impl LowerHalves for BTreeMap<String, Tensor> {
+    fn put_low(&mut self, name: &str, low: Tensor) {
+        self.insert(name.to_string(), low);
+    }
+
+    fn take_low(&mut self, name: &str) -> Option<Tensor> {
+        self.remove(name)
+    }
 }
 
 /// Delivers the weights of one group at a time. One of the four contracts of the engine.

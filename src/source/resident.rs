@@ -1,7 +1,7 @@
 //! All weights on the device for the whole run.
 
 use super::turns::{Exact, encode, recode};
-use super::{Group, GroupWeights, LayerSource, LowerHalves, Numbers, NumbersSink, ParamInfo, Recoded, stored};
+use super::{Group, GroupWeights, Groups, LayerSource, LowerHalves, Numbers, NumbersSink, ParamInfo, Recoded, stored};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::formats::StoredDtype;
@@ -19,7 +19,7 @@ pub struct Resident {
     params: Vec<ParamInfo>,
     device: Device,
     /// Changed when a weight turns from codes to a tensor, or back.
-    groups: Mutex<BTreeMap<Group, Arc<GroupWeights>>>,
+    groups: Groups,
     /// Parameters that are codes while they do not train, and the type of their values.
     coded: BTreeMap<Arc<str>, (Format, Dtype)>,
     original: Option<Original>,
@@ -97,7 +97,7 @@ impl Resident {
         device: &Device,
         mut make: impl FnMut(&ParamInfo) -> Result<Weight>,
     ) -> Result<Self> {
-        let mut groups: BTreeMap<Group, GroupWeights> = BTreeMap::new();
+        let mut made: BTreeMap<Group, GroupWeights> = BTreeMap::new();
         let mut coded = BTreeMap::new();
         for p in &params {
             let weight = make(p)?;
@@ -106,13 +106,14 @@ impl Resident {
                 Weight::Placed(c) => drop(coded.insert(p.name.clone(), (c.format(), c.decoded()))),
                 Weight::Dense(_) => {}
             }
-            groups.entry(p.group).or_default().insert(p.name.clone(), weight);
+            made.entry(p.group).or_default().insert(p.name.clone(), weight);
         }
-        let groups: BTreeMap<_, _> = groups.into_iter().map(|(g, w)| (g, Arc::new(w))).collect();
+        let groups = Groups::default();
+        made.into_iter().for_each(|(group, weights)| groups.set(group, weights));
         Ok(Self {
             params,
             device: device.clone(),
-            groups: Mutex::new(groups),
+            groups,
             coded,
             original: None,
             trained: Mutex::default(),
@@ -131,11 +132,7 @@ impl Resident {
     pub fn ready_to_travel(mut self) -> Result<Self> {
         self.placed = true;
         for p in &self.params {
-            let weight = lock(&self.groups)
-                .get(&p.group)
-                .map(|g| g.weight(&p.name))
-                .transpose()?;
-            if let Some((_, codes @ Weight::Coded(_))) = weight {
+            if let (_, codes @ Weight::Coded(_)) = self.groups.get(p.group)?.weight(&p.name)? {
                 self.replace(p, codes)?;
             }
         }
@@ -163,15 +160,12 @@ impl Resident {
             Weight::Coded(codes) if self.placed => codes.to_device(&self.device)?.into(),
             other => other,
         };
-        let mut groups = lock(&self.groups);
-        if let Some(group) = groups.get_mut(&p.group) {
-            let mut changed = GroupWeights::default();
-            for (name, old) in group.iter() {
-                changed.insert(name.clone(), old.clone());
-            }
-            changed.insert(p.name.clone(), weight);
-            *group = Arc::new(changed);
+        let mut changed = GroupWeights::default();
+        for (name, old) in self.groups.get(p.group)?.iter() {
+            changed.insert(name.clone(), old.clone());
         }
+        changed.insert(p.name.clone(), weight);
+        self.groups.set(p.group, changed);
         Ok(())
     }
 
@@ -263,8 +257,9 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
     }
     let known: std::collections::HashSet<&str> = params.iter().map(|p| &*p.name).collect();
     for name in weights.names() {
-        // Old Llama checkpoints carry the rope frequencies; tied ones may carry a copy of the embedding.
-        let harmless = name.ends_with("rotary_emb.inv_freq") || name == "lm_head.weight";
+        // Old Llama checkpoints carry the rope frequencies; tied ones may carry a copy of the embedding. The score of a
+        // reward model is read apart; who wants text asks `Described::check_weights`.
+        let harmless = name.ends_with("rotary_emb.inv_freq") || ["lm_head.weight", "score.weight"].contains(&name);
         if !known.contains(name) && !parts.contains(name) && !harmless {
             faults.push(format!("{name}: not a weight of this model"));
         }
@@ -291,10 +286,7 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
 
 impl LayerSource for Resident {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
-        lock(&self.groups)
-            .get(&group)
-            .cloned()
-            .ok_or_else(|| Error::new(format!("the model has no {group:?}")))
+        self.groups.get(group)
     }
 
     fn params(&self) -> &[ParamInfo] {
@@ -302,13 +294,11 @@ impl LayerSource for Resident {
     }
 
     fn resident_bytes(&self) -> u64 {
-        let groups = lock(&self.groups);
-        groups.values().flat_map(|g| g.iter()).map(|(_, w)| w.bytes()).sum()
+        self.groups.sum(Weight::bytes)
     }
 
     fn held(&self, name: &str) -> Option<Tensor> {
-        let group = self.param(name).ok()?.group;
-        Some(lock(&self.groups).get(&group)?.get(name).ok()?.1)
+        self.groups.tensor(self.param(name).ok()?)
     }
 
     fn master_is_out(&self, name: &str) -> bool {
@@ -367,8 +357,7 @@ impl LayerSource for Resident {
         let Some(&(format, dtype)) = self.coded.get(name) else {
             return Err(Error::new("this weight is not stored as codes").at(name));
         };
-        self.replace(p, encode(values, p, format, dtype)?)?;
-        Ok(())
+        self.replace(p, code(values, p, format, dtype, &self.device)?)
     }
 
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
@@ -405,7 +394,8 @@ impl LayerSource for Resident {
             DType::BF16 => {
                 let half = Tensor::zeros(values.len(), DType::I16, tensor.device())?;
                 step::split(&values, &tensor, &half)?;
-                low.put_low(name, half);
+                // What does not train stays on the host.
+                low.put_low(name, half.to_device(&Device::Cpu)?);
                 Ok(())
             }
             _ => update::set(&tensor, &values),

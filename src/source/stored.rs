@@ -47,7 +47,7 @@ pub fn find(weights: &Weights, name: &str) -> Result<Option<(Layout, Format)>> {
         None => Err(Error::new("a weight is stored in a format that ft does not know")
             .at(name)
             .found(text)
-            .expected("int8, int8:128, int4:64, int4:128, nf4 or nf4:double")),
+            .expected(Format::ALL.map(Format::tag).join(", "))),
     }
 }
 

@@ -28,10 +28,17 @@ pub struct Uploaded {
     active: Mutex<Vec<Arc<str>>>,
     /// On the host: what the masters of retired weights know beyond them (i16 `[n]`), where `inner` does not keep it.
     low: Mutex<BTreeMap<String, Tensor>>,
-    places: Mutex<Vec<(Group, Place)>>,
+    places: Mutex<Vec<Place>>,
 }
 
-enum Place {
+struct Place {
+    group: Group,
+    content: Content,
+    /// Asked for in advance, and not fetched since.
+    awaited: bool,
+}
+
+enum Content {
     Coming(Vec<(Arc<str>, Part)>),
     Here(Arc<GroupWeights>),
 }
@@ -89,7 +96,7 @@ impl Uploaded {
         self.copier.receive(self.copier.send(&host, false)?)
     }
 
-    fn start(&self, group: Group) -> Result<Place> {
+    fn start(&self, group: Group) -> Result<Content> {
         let held = lock(&self.held).clone();
         let host = self.inner.fetch(group)?;
         let mut parts = Vec::new();
@@ -117,13 +124,13 @@ impl Uploaded {
             };
             parts.push((name.clone(), part));
         }
-        Ok(Place::Coming(parts))
+        Ok(Content::Coming(parts))
     }
 
-    fn receive(&self, place: Place) -> Result<Arc<GroupWeights>> {
-        let parts = match place {
-            Place::Here(weights) => return Ok(weights),
-            Place::Coming(parts) => parts,
+    fn receive(&self, content: Content) -> Result<Arc<GroupWeights>> {
+        let parts = match content {
+            Content::Here(weights) => return Ok(weights),
+            Content::Coming(parts) => parts,
         };
         let mut weights = GroupWeights::default();
         for (name, part) in parts {
@@ -143,16 +150,25 @@ impl Uploaded {
         Ok(Arc::new(weights))
     }
 
-    /// Takes the place of `group`, or the right to one: the oldest goes.
-    fn take(&self, group: Group) -> Option<Place> {
+    /// Takes what the place of `group` holds, or makes room for it: the oldest goes that nobody waits for.
+    fn take(&self, group: Group) -> Option<Content> {
         let mut places = lock(&self.places);
-        if let Some(at) = places.iter().position(|(g, _)| *g == group) {
-            return Some(places.remove(at).1);
+        if let Some(at) = places.iter().position(|p| p.group == group) {
+            return Some(places.remove(at).content);
         }
         while places.len() >= PLACES {
-            places.remove(0);
+            let oldest = places.iter().position(|p| !p.awaited).unwrap_or(0);
+            places.remove(oldest);
         }
         None
+    }
+
+    fn put(&self, group: Group, content: Content, awaited: bool) {
+        lock(&self.places).push(Place {
+            group,
+            content,
+            awaited,
+        });
     }
 
     fn is_active(&self, name: &str) -> bool {
@@ -196,19 +212,6 @@ impl LowerHalves for Across<'_> {
     }
 }
 
-/// Lower halves that stay on the host.
-struct Kept<'a>(&'a mut BTreeMap<String, Tensor>);
-
-impl LowerHalves for Kept<'_> {
-    fn put_low(&mut self, name: &str, low: Tensor) {
-        self.0.insert(name.to_string(), low);
-    }
-
-    fn take_low(&mut self, name: &str) -> Option<Tensor> {
-        self.0.remove(name)
-    }
-}
-
 impl LayerSource for Uploaded {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
         if !matches!(group, Group::Layer(_)) {
@@ -224,23 +227,22 @@ impl LayerSource for Uploaded {
             }
             return Ok(Arc::new(weights));
         }
-        let place = match self.take(group) {
-            Some(place) => place,
+        let content = match self.take(group) {
+            Some(content) => content,
             None => self.start(group)?,
         };
-        let weights = self.receive(place)?;
-        lock(&self.places).push((group, Place::Here(weights.clone())));
+        let weights = self.receive(content)?;
+        self.put(group, Content::Here(weights.clone()), false);
         Ok(weights)
     }
 
     fn prefetch(&self, group: Group) {
-        if !matches!(group, Group::Layer(_)) || lock(&self.places).iter().any(|(g, _)| *g == group) {
+        if !matches!(group, Group::Layer(_)) {
             return;
         }
-        self.take(group);
         // An error comes again, and is told, when the group is fetched.
-        if let Ok(place) = self.start(group) {
-            lock(&self.places).push((group, place));
+        if let Some(content) = self.take(group).or_else(|| self.start(group).ok()) {
+            self.put(group, content, true);
         }
     }
 
@@ -375,7 +377,7 @@ impl LayerSource for Uploaded {
 
     fn restore(&self, name: &str, saved: &Weights, _: &mut dyn LowerHalves) -> Result<()> {
         let mut low = lock(&self.low);
-        self.inner.restore(name, saved, &mut Kept(&mut low))?;
+        self.inner.restore(name, saved, &mut *low)?;
         drop(low);
         if lock(&self.held).contains_key(name) {
             let tensor = self.upload(name)?;

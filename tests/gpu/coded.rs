@@ -5,15 +5,6 @@ use candle_core::{DType, Tensor};
 use ft::quant::{Format, Weight, encode};
 use ft::recipe::Dtype;
 
-const FORMATS: [Format; 6] = [
-    Format::Int8 { group: 0 },
-    Format::Int8 { group: 128 },
-    Format::Int4 { group: 64 },
-    Format::Int4 { group: 128 },
-    Format::Nf4 { double: false },
-    Format::Nf4 { double: true },
-];
-
 /// One weight `[O, I]` on both devices, the same codes.
 fn weights(gpu: &Gpu, (o, i): (usize, usize), format: Format, dtype: DType) -> (Weight, Weight) {
     let values = gpu.random((o, i), DType::F32, 7).cpu;
@@ -56,7 +47,7 @@ fn compare(gpu: &Gpu, (n, o, i): (usize, usize, usize), format: Format, dtype: D
 fn products_with_codes_match_the_cpu() {
     let Some(gpu) = gpu() else { return };
     for (dtype, tolerance) in KINDS {
-        for format in FORMATS {
+        for format in Format::ALL {
             // Few tokens (packed and single), many, shapes that nothing divides, none.
             for sizes in [
                 (1, 96, 256),
@@ -88,7 +79,7 @@ fn large_weights_are_decoded_block_by_block() {
 fn rows_are_bit_equal() {
     let Some(gpu) = gpu() else { return };
     for (dtype, _) in KINDS {
-        for format in FORMATS {
+        for format in Format::ALL {
             for (o, i) in [(9, 256), (7, 100), (5, 77)] {
                 let (there, here) = weights(&gpu, (o, i), format, dtype);
                 for (first, n) in [(0, o), (2, 3)] {

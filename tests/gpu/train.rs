@@ -7,7 +7,7 @@ use std::process::Command;
 use tempfile::TempDir;
 
 /// Settings beside those that all runs share. bf16 unless they say otherwise.
-const RUNS: [(&str, &[&str]); 16] = [
+const RUNS: [(&str, &[&str]); 19] = [
     ("full", &["tune.method=full"]),
     ("f32", &["tune.method=full", "model.dtype=f32"]),
     (
@@ -66,6 +66,21 @@ const RUNS: [(&str, &[&str]); 16] = [
             "tune.block.switch_every=2",
             "memory.frozen_weights=int8",
         ],
+    ),
+    (
+        "lora on nf4 with LoftQ",
+        &[
+            "tune.method=lora",
+            "memory.frozen_weights=nf4",
+            "tune.lora.init_lora_weights=loftq",
+            "tune.lora.loftq_iter=2",
+        ],
+    ),
+    // On the CPU the host's memory is the device's.
+    ("lora on layers of the host", &["tune.method=lora", "memory.tier=host"]),
+    (
+        "blocks from the host",
+        &["tune.method=block", "tune.block.switch_every=2", "memory.tier=host"],
     ),
 ];
 

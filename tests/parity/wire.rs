@@ -6,12 +6,12 @@ use ft::data::{Batch, IGNORE, batch::Example};
 use ft::distill::hidden::{Distance, Hidden};
 use ft::engine::{self, Active, Keeping};
 use ft::generate;
-use ft::model::{Need, Network};
+use ft::model::{Need, Network, Objective};
 use ft::ops::distill;
 use ft::ops::tally::Tally;
 use ft::ops::transfer::Copier;
 use ft::ops::{CpuPath, step};
-use ft::optim::{Optimizer, Schedule};
+use ft::optim::{Optimizer, Schedule, Update};
 use ft::recipe::{self, Dtype, Recipe};
 use ft::run::rows::{Rows, stream};
 use ft::run::setup::Described;
@@ -36,7 +36,7 @@ pub struct Measured {
     pub gradients: BTreeMap<String, Vec<f64>>,
 }
 
-fn values(t: &Tensor) -> Vec<f64> {
+pub fn values(t: &Tensor) -> Vec<f64> {
     let flat = t.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
     flat.to_vec1::<f32>().unwrap().into_iter().map(f64::from).collect()
 }
@@ -81,60 +81,47 @@ pub fn logits(dir: &Path, adapter: Option<&Path>, documents: &[Document]) -> Vec
     logits_of(&open(dir, adapter), &batch(documents))
 }
 
-/// Loads a model directory in f32; logits, loss and the gradient of every parameter.
-pub fn logits_and_grads(dir: &Path, documents: &[Document]) -> Measured {
-    let network = open(dir, None);
-    let batch = batch(documents);
-    let logits = logits_of(&network, &batch);
-    let active = Active::new(network.spec.params().iter().map(|p| p.name.to_string()));
-    let objective = CausalLm::new(network.spec.vocab);
+/// Loss, and the gradient of every parameter, of one window.
+pub fn loss_and_grads(
+    network: &Network,
+    objective: &dyn Objective,
+    batches: &[Batch],
+    keep: Keeping,
+) -> (f64, BTreeMap<String, Vec<f64>>) {
+    let names = network.spec.params().into_iter().map(|p| p.name.to_string());
+    let own = network.own.iter().map(|p| p.name.to_string());
+    let active = Active::new(names.chain(own));
     let mut sink = engine::sinks::Collect {
         active: &active,
         gradients: BTreeMap::new(),
     };
     let tally = Tally::new(&network.device).unwrap();
-    let batches = [batch];
-    let keep = Keeping::default();
-    let totals = engine::window(
-        &network,
-        &objective,
-        &batches,
-        &active,
-        keep,
-        |_| None,
-        &mut sink,
-        &tally,
-    )
-    .unwrap();
-    let totals = totals.with(tally.read().unwrap());
+    let totals = engine::window(network, objective, batches, &active, keep, |_| None, &mut sink, &tally).unwrap();
+    let gradients = sink.gradients.iter().map(|(n, g)| (n.clone(), values(g)));
+    (totals.with(tally.read().unwrap()).loss(), gradients.collect())
+}
+
+/// Loads a model directory in f32; logits, loss and the gradient of every parameter.
+pub fn logits_and_grads(dir: &Path, documents: &[Document]) -> Measured {
+    let network = open(dir, None);
+    let batch = batch(documents);
+    let logits = logits_of(&network, &batch);
+    let (objective, batches) = (CausalLm::new(network.spec.vocab), [batch]);
+    let (loss, gradients) = loss_and_grads(&network, &objective, &batches, Keeping::default());
     // Inputs that wait elsewhere are the same bits.
     let copier = Copier::new(&network.device).unwrap();
     let parked = Keeping {
         layers: 1,
         parked: Some(&copier),
     };
-    let mut again = engine::sinks::Collect {
-        active: &active,
-        gradients: BTreeMap::new(),
-    };
-    engine::window(
-        &network,
-        &objective,
-        &batches,
-        &active,
-        parked,
-        |_| None,
-        &mut again,
-        &tally,
-    )
-    .unwrap();
-    for (name, gradient) in &sink.gradients {
-        assert_eq!(values(gradient), values(&again.gradients[name]), "{name}");
+    let (_, again) = loss_and_grads(&network, &objective, &batches, parked);
+    for (name, gradient) in &gradients {
+        assert_eq!(gradient, &again[name], "{name}");
     }
     Measured {
         logits,
-        loss: totals.loss(),
-        gradients: sink.gradients.iter().map(|(n, g)| (n.clone(), values(g))).collect(),
+        loss,
+        gradients,
     }
 }
 
@@ -162,7 +149,14 @@ pub fn optimizer_steps(lines: &str, start: &[f32], gradients: &[Vec<f32>]) -> Ve
     let weight = tensor(start);
     let mut out = Vec::new();
     for gradient in gradients {
-        optimizer.update("w", &weight, &tensor(gradient), lr, 1.0).unwrap();
+        let gradient = tensor(gradient);
+        let update = Update {
+            name: "w",
+            weight: &weight,
+            gradient: &gradient,
+            places: None,
+        };
+        optimizer.update_all(&[update], lr, 1.0).unwrap();
         let parts = optimizer.saved().next().map(|s| s.parts).unwrap_or_default();
         let part = |name| {
             parts
@@ -320,33 +314,15 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         let param = &network.own[0];
         optimizer.restore_weight(&param.name, &param.tensor, &values).unwrap();
     }
-    let names = network.spec.params().into_iter().map(|p| p.name.to_string());
-    let own = network.own.iter().map(|p| p.name.to_string());
-    let active = Active::new(names.chain(own));
-    let mut sink = engine::sinks::Collect {
-        active: &active,
-        gradients: BTreeMap::new(),
-    };
-    let tally = Tally::new(&network.device).unwrap();
-    let totals = engine::window(
-        &network,
-        objective.as_ref(),
-        &batches,
-        &active,
-        Keeping::default(),
-        |_| None,
-        &mut sink,
-        &tally,
-    )
-    .unwrap();
+    let (loss, gradients) = loss_and_grads(&network, objective.as_ref(), &batches, Keeping::default());
     let found = batches
         .iter()
         .filter_map(|b| b.columns.documents.get("reference_logps"));
     Preferred {
-        loss: totals.with(tally.read().unwrap()).loss(),
+        loss,
         reference: found.flatten().map(|x| f64::from(*x)).collect(),
         metrics: objective.metrics(),
-        gradients: sink.gradients.iter().map(|(n, g)| (n.clone(), values(g))).collect(),
+        gradients,
     }
 }
 

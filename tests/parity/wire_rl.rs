@@ -1,10 +1,11 @@
 //! Training by reward, from the inside: the other place where the parity tests touch the library.
 
-use candle_core::{DType, Device, Tensor};
+use crate::wire::loss_and_grads;
+use candle_core::Device;
 use ft::data::Batch;
-use ft::engine::{self, Active, Keeping};
+use ft::engine::Keeping;
 use ft::model::Network;
-use ft::ops::{tally::Tally, update};
+use ft::ops::update;
 use ft::recipe::{self, Dtype};
 use ft::run::setup::Described;
 use ft::run::stage::lesson::{self, Lesson};
@@ -46,11 +47,6 @@ fn singles(rows: &[Vec<f64>], i: usize) -> Vec<f32> {
 
 fn doubles<'a>(rows: impl Iterator<Item = &'a Vec<f32>>) -> Vec<Vec<f64>> {
     rows.map(|row| row.iter().map(|x| f64::from(*x)).collect()).collect()
-}
-
-fn values(t: &Tensor) -> Vec<f64> {
-    let flat = t.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
-    flat.to_vec1::<f32>().unwrap().into_iter().map(f64::from).collect()
 }
 
 /// What the stages `grpo` and `ppo` make of a rollout on this model. The noise that a golden adds to log-probabilities
@@ -113,26 +109,7 @@ pub fn reinforce(dir: &Path, rollout: &Rollout) -> Lessons {
     }
 
     let batch: Batch = replay::batch(&kept.iter().collect::<Vec<_>>(), lesson.is_ppo());
-    let names = network.spec.params().into_iter().map(|p| p.name.to_string());
-    let own = network.own.iter().map(|p| p.name.to_string());
-    let active = Active::new(names.chain(own));
-    let mut sink = engine::sinks::Collect {
-        active: &active,
-        gradients: BTreeMap::new(),
-    };
-    let tally = Tally::new(&network.device).unwrap();
-    let totals = engine::window(
-        &network,
-        &*objective,
-        &[batch],
-        &active,
-        Keeping::default(),
-        |_| None,
-        &mut sink,
-        &tally,
-    )
-    .unwrap();
-    let totals = totals.with(tally.read().unwrap());
+    let (loss, gradients) = loss_and_grads(&network, &*objective, &[batch], Keeping::default());
     let mut metrics: BTreeMap<_, _> = lesson.metrics.iter().copied().collect();
     metrics.extend(objective.metrics());
     Lessons {
@@ -140,8 +117,8 @@ pub fn reinforce(dir: &Path, rollout: &Rollout) -> Lessons {
         advantages: doubles(kept.iter().map(|k| &k.advantages)),
         returns: doubles(kept.iter().map(|k| &k.returns)),
         ratios: doubles(kept.iter().map(|k| &k.ratios)),
-        loss: totals.loss(),
+        loss,
         metrics,
-        gradients: sink.gradients.iter().map(|(n, g)| (n.clone(), values(g))).collect(),
+        gradients,
     }
 }

@@ -22,6 +22,25 @@ pub fn copy_all(from: &Path, to: &Path) {
     }
 }
 
+/// Every file below `dir` with its name there, in order.
+pub fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
+    let mut all = Vec::new();
+    for entry in fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        match path.is_dir() {
+            true => all.extend(
+                files(&path)
+                    .into_iter()
+                    .map(|(below, bytes)| (format!("{name}/{below}"), bytes)),
+            ),
+            false => all.push((name, fs::read(&path).unwrap())),
+        }
+    }
+    all.sort();
+    all
+}
+
 impl Bench {
     /// A tiny Llama with the chat tokenizer in `model/`, chat rows in `rows.jsonl`, pairs of answers
     /// in `pairs.jsonl`, a recipe in `r.toml`.
@@ -80,6 +99,12 @@ impl Bench {
             .stderr(Stdio::null())
             .spawn()
             .unwrap()
+    }
+
+    /// The lines of a `.jsonl` file.
+    pub fn lines(&self, file: &str) -> Vec<Value> {
+        let text = fs::read_to_string(self.path(file)).unwrap();
+        text.lines().map(|l| serde_json::from_str(l).unwrap()).collect()
     }
 
     /// The step lines of a run's metrics.

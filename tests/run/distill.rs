@@ -1,6 +1,6 @@
 //! Distillation runs: stored outputs, resuming, what is refused.
 
-use crate::bench::{Bench, copy_all, goldens, number, said};
+use crate::bench::{Bench, copy_all, files, goldens, number, said};
 use serde_json::Value;
 use std::fs;
 
@@ -183,18 +183,8 @@ fn resumed_runs_are_bit_equal() {
             whole.iter().any(|s| s.get("student_rows").is_some()),
             name == "students"
         );
-        let all = |dir: String| {
-            let mut files: Vec<_> = fs::read_dir(bench.path(&dir))
-                .unwrap()
-                .map(|e| e.unwrap().path())
-                .collect();
-            files.sort();
-            files.iter().map(|p| fs::read(p).unwrap()).collect::<Vec<_>>()
-        };
-        assert!(
-            all(format!("{name}/final")) == all(format!("{name}-again/final")),
-            "{name}: final/"
-        );
+        let all = |run: String| files(&bench.path(&run).join("final"));
+        assert!(all(name.to_string()) == all(format!("{name}-again")), "{name}: final/");
         // Projections are no part of what the user takes away.
         let taken = fs::read_dir(bench.path(&format!("{name}/final"))).unwrap();
         for file in taken

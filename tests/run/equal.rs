@@ -62,7 +62,7 @@ fn packed_rows_give_the_loss_of_the_same_rows_unpacked() {
 }
 
 #[test]
-fn fused_updates_and_the_norm_pass_learn_what_kept_gradients_learn() {
+fn fused_updates_learn_what_kept_gradients_learn() {
     let bench = Bench::new();
     let run = |name: &str, more: &[&str]| {
         let out = format!("train.output_dir={name}");
@@ -88,9 +88,7 @@ fn fused_updates_and_the_norm_pass_learn_what_kept_gradients_learn() {
         "kept",
         &["train.gradient_accumulation_steps=1", "train.max_grad_norm=1e9"],
     );
-    for (a, b) in fused.iter().zip(&kept) {
-        close(*a, *b, "loss");
-    }
+    assert_eq!(fused, kept);
 }
 
 #[test]

@@ -227,6 +227,10 @@ fn what_does_not_go_together_is_refused() {
             &["tune.block.order=importance", "tune.block.layers_per_block=9"][..],
             "more than there are blocks",
         ),
+        (
+            &["tune.block.correction=sgd", "memory.frozen_weights=nf4"],
+            "contradict each other",
+        ),
     ] {
         let base = ["train", "--recipe", "r.toml", "tune.method=block", "train.max_steps=1"];
         let out = bench.ft(&[&base[..], settings].concat());

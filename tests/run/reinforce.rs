@@ -78,11 +78,6 @@ fn settings<'a>(way: &[&'a str], more: &[&'a str]) -> Vec<&'a str> {
     base.chain(said.iter().copied()).collect()
 }
 
-fn lines(bench: &Bench, file: &str) -> Vec<Value> {
-    let text = fs::read_to_string(bench.path(file)).unwrap();
-    text.lines().map(|l| serde_json::from_str(l).unwrap()).collect()
-}
-
 #[test]
 fn every_way_resumes_to_the_same_bits() {
     for (name, way) in WAYS {
@@ -129,7 +124,7 @@ fn every_way_resumes_to_the_same_bits() {
                 assert!((ratio - 1.0).abs() < 0.2 && apart > 0.0 && apart < 0.2, "{step}");
             }
         }
-        let samples = lines(&bench, "whole/samples.jsonl");
+        let samples = bench.lines("whole/samples.jsonl");
         assert_eq!(samples.len(), 2 * rollouts, "{name}");
         for sample in &samples {
             assert!(
@@ -203,6 +198,25 @@ fn prompts_and_rewards_that_are_wrong_are_refused_before_anything_is_written() {
         1,
         &["no reward model", "score.weight"],
     );
+    // What the stage `reward` wrote judges answers, and is no start for a run.
+    let judge = [
+        "train.stage=reward",
+        "data.train=pairs.jsonl",
+        "train.max_steps=1",
+        "tune.method=full",
+    ];
+    bench.train(&[&judge[..], &["train.output_dir=judge"]].concat());
+    refused(&["model.path=judge/final"], 1, &["reward model", "judge/final"]);
+    bench.train(&settings(
+        &[],
+        &[
+            "rlhf.rewards=model:judge/final",
+            "rlhf.reward_weights=[]",
+            "train.max_steps=1",
+            "train.output_dir=judged",
+        ],
+    ));
+    assert!(bench.steps("judged")[0]["reward_model"].is_number());
     fs::write(bench.path("schema.json"), "{\"if\": {}}").unwrap();
     refused(
         &["rlhf.rewards=json:schema.json", "rlhf.reward_weights=[]"],

@@ -1,9 +1,8 @@
 //! Runs that are stopped, killed, started twice.
 
-use crate::bench::{Bench, said};
+use crate::bench::{Bench, files, said};
 use ft::base::rng::{Rng, Stream};
 use std::fs;
-use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
@@ -119,24 +118,6 @@ const METHODS: [(&str, &[&str]); 13] = [
         ],
     ),
 ];
-
-fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
-    let mut all = Vec::new();
-    for entry in fs::read_dir(dir).unwrap() {
-        let path = entry.unwrap().path();
-        let name = path.file_name().unwrap().to_string_lossy().into_owned();
-        match path.is_dir() {
-            true => all.extend(
-                files(&path)
-                    .into_iter()
-                    .map(|(below, bytes)| (format!("{name}/{below}"), bytes)),
-            ),
-            false => all.push((name, fs::read(&path).unwrap())),
-        }
-    }
-    all.sort();
-    all
-}
 
 /// Bit-equal losses and norms, step by step, and the same files in `final/`.
 pub fn assert_same(bench: &Bench, whole: &str, broken: &str) {

@@ -1,6 +1,6 @@
 //! Where the weights live must not change what is learned: the same bits from the disk as from memory.
 
-use crate::bench::{Bench, number, said};
+use crate::bench::{Bench, files, number, said};
 use ft::formats::config::Config;
 use ft::model::families;
 use ft::recipe::Dtype;
@@ -41,21 +41,6 @@ pub fn curve(bench: &Bench, run: &str) -> Vec<[u64; 3]> {
         .collect()
 }
 
-fn final_files(bench: &Bench, run: &str) -> Vec<(String, Vec<u8>)> {
-    let entries = fs::read_dir(bench.path(run).join("final")).unwrap();
-    let mut files: Vec<_> = entries
-        .map(|e| e.unwrap().path())
-        .map(|p| {
-            (
-                p.file_name().unwrap().to_string_lossy().into_owned(),
-                fs::read(&p).unwrap(),
-            )
-        })
-        .collect();
-    files.sort();
-    files
-}
-
 /// Trains from memory and from the disk, with the head whole and in pieces; everything must be equal.
 fn assert_equal(bench: &Bench, name: &str, settings: &[&str]) {
     let base = [
@@ -71,7 +56,7 @@ fn assert_equal(bench: &Bench, name: &str, settings: &[&str]) {
         let out = format!("train.output_dir={run}");
         bench.train(&[&base[..], settings, more, &[&out]].concat());
         assert!(!bench.path(&run).join("trained").exists() && !bench.path(&run).join("drawn").exists());
-        (curve(bench, &run), final_files(bench, &run))
+        (curve(bench, &run), files(&bench.path(&run).join("final")))
     };
     let here = run("device", &["memory.tier=device"]);
     assert_eq!(here.0.len(), 7 + 3);

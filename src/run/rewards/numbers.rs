@@ -35,10 +35,8 @@ fn plain(c: char) -> char {
 /// `a/b` or `\frac{a}{b}` from `at`, and where it ends.
 fn fraction(chars: &[char], at: usize) -> Option<(f64, usize)> {
     let rest = &chars[at..];
-    let command: Vec<char> = "\\frac{".chars().collect();
-    let short: Vec<char> = "\\dfrac{".chars().collect();
-    for command in [command, short] {
-        if rest.starts_with(&command) {
+    for command in ["\\frac{", "\\dfrac{"] {
+        if rest.iter().copied().take(command.len()).eq(command.chars()) {
             let (over, end) = number(chars, at + command.len())?;
             let end = expect(chars, expect(chars, end, '}')?, '{')?;
             let (under, end) = number(chars, end)?;

@@ -52,7 +52,6 @@ pub(super) fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
             examples: &setting.train.examples,
             eval: setting.eval,
             eval_tokens: recipe.train.batch_size * recipe.data.max_length,
-            accumulation: recipe.train.gradient_accumulation_steps as u64,
             fingerprint,
             students,
             answered: Answered::default(),
@@ -87,7 +86,6 @@ struct Rows<'a> {
     eval: Option<&'a Dataset>,
     /// Tokens of a batch of the evaluation.
     eval_tokens: usize,
-    accumulation: u64,
     /// Of the teacher, or of its stored outputs: a resumed run has the same.
     fingerprint: String,
     students: Option<Students>,
@@ -195,10 +193,6 @@ impl Students {
 }
 
 impl Feed for Rows<'_> {
-    fn steps(&self) -> u64 {
-        self.stream.steps()
-    }
-
     fn epoch_after(&self, steps: u64) -> f64 {
         self.stream.epoch_after(steps)
     }
@@ -207,11 +201,6 @@ impl Feed for Rows<'_> {
         let Some(students) = &self.students else {
             return Ok(self.stream.window(step));
         };
-        let (first, total) = (step * self.accumulation, self.stream.micro_batches());
-        let end = match total {
-            total if first < total => total.min(first + self.accumulation),
-            _ => first + self.accumulation,
-        };
         let rows = |index| {
             self.stream
                 .rows(index)
@@ -219,17 +208,17 @@ impl Feed for Rows<'_> {
                 .map(|row| &self.examples[row])
                 .collect()
         };
-        let micro: Vec<Vec<&Example>> = (first..end).map(rows).collect();
+        let micro: Vec<Vec<&Example>> = self.stream.window_indices(step).map(rows).collect();
         let rows = students.answer(step, &micro, engine, &mut self.answered)?;
         Ok(rows.iter().map(Batch::from_examples).collect())
     }
 
-    fn eval(&self) -> Vec<Batch> {
+    fn eval(&self) -> Result<Vec<Batch>> {
         let batches = self.eval.map(|eval| eval_batches(eval, self.eval_tokens).collect());
-        batches.unwrap_or_default()
+        Ok(batches.unwrap_or_default())
     }
 
-    fn state(&self) -> Result<Option<Vec<u8>>> {
+    fn state(&self, _: u64) -> Result<Option<Vec<u8>>> {
         Ok(Some(self.fingerprint.as_bytes().to_vec()))
     }
 

@@ -35,7 +35,8 @@ pub fn needs_copy(recipe: &Recipe) -> bool {
     let bare = recipe.tune.method == Method::Lora
         && starts_at_zero
         && lora.adapter.is_none()
-        && lora.modules_to_save.is_empty();
+        && lora.modules_to_save.is_empty()
+        && lora.trainable_token_indices.is_empty();
     wanted && !bare
 }
 

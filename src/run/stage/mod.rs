@@ -23,9 +23,6 @@ use std::path::Path;
 /// Where the micro-batches of a step come from. What a window holds must follow from (seed, step, weights) and from
 /// what `state` saves: a resumed run is bit-equal to the run that was not stopped.
 pub trait Feed {
-    /// Optimizer steps of the run.
-    fn steps(&self) -> u64;
-
     /// Epochs seen after `steps` steps, e.g. 1.5.
     fn epoch_after(&self, steps: u64) -> f64;
 
@@ -40,8 +37,8 @@ pub trait Feed {
     fn window(&mut self, step: u64, engine: &Engine) -> Result<Vec<Batch>>;
 
     /// What is evaluated; empty: nothing is held out.
-    fn eval(&self) -> Vec<Batch> {
-        Vec::new()
+    fn eval(&self) -> Result<Vec<Batch>> {
+        Ok(Vec::new())
     }
 
     /// What a stage that needs the engine for it measures on rows that are held out, by the names of `metrics.jsonl`
@@ -51,8 +48,10 @@ pub trait Feed {
         Ok(Vec::new())
     }
 
-    /// What a checkpoint must keep beside the weights.
-    fn state(&self) -> Result<Option<Vec<u8>>> {
+    /// What a checkpoint after `steps` steps must keep beside the weights. The window of the next step may have been
+    /// asked for already.
+    fn state(&self, steps: u64) -> Result<Option<Vec<u8>>> {
+        let _ = steps;
         Ok(None)
     }
 

@@ -170,10 +170,6 @@ impl Rows<'_> {
 }
 
 impl Feed for Rows<'_> {
-    fn steps(&self) -> u64 {
-        self.stream.steps()
-    }
-
     fn epoch_after(&self, steps: u64) -> f64 {
         self.stream.epoch_after(steps)
     }
@@ -221,17 +217,17 @@ impl Feed for Rows<'_> {
             .collect()
     }
 
-    fn eval(&self) -> Vec<Batch> {
-        let Some(eval) = self.sets[1] else { return Vec::new() };
+    fn eval(&self) -> Result<Vec<Batch>> {
+        let Some(eval) = self.sets[1] else {
+            return Ok(Vec::new());
+        };
         let reference = self.algorithm.is_some().then_some(self.reference[1].as_slice());
         let groups = self.groups(eval).into_iter();
-        groups
-            .filter_map(|rows| Self::batch(eval, &rows, reference).ok())
-            .collect()
+        groups.map(|rows| Self::batch(eval, &rows, reference)).collect()
     }
 
     /// A line of text, then for each set the number of documents and their log-probabilities, little-endian.
-    fn state(&self) -> Result<Option<Vec<u8>>> {
+    fn state(&self, _: u64) -> Result<Option<Vec<u8>>> {
         if self.algorithm.is_none() {
             return Ok(None);
         }

@@ -18,12 +18,13 @@ use crate::generate::{self, Answer, CodedCopy, Formats, Limits, Request};
 use crate::quant::Format;
 use crate::recipe::{Method, ModelInit, Recipe, RolloutWeights};
 use crate::rlhf::advantage::moments;
-use crate::run::prompts::{answers_of_rollout, steps, steps_of_rollout};
+use crate::run::prompts::{answers_of_rollout, steps_of_rollout};
 use crate::run::rewards::{Judged, Reward, Rewards};
 use crate::run::setup::Described;
 use crate::source;
 use candle_core::Device;
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Instant;
 
@@ -42,9 +43,8 @@ struct Rollouts<'a> {
     lesson: Lesson<'a>,
     /// The weights that sample, where they are coded.
     coded: Option<CodedCopy>,
-    /// The rollout that is learned from, and the windows that it has given.
+    /// The rollout that is learned from.
     replay: Replay,
-    given: u64,
     metrics: Vec<(&'static str, f64)>,
     samples: Vec<Value>,
 }
@@ -77,7 +77,6 @@ pub(super) fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
             lesson,
             coded: None,
             replay: Replay::default(),
-            given: 0,
             metrics: Vec::new(),
             samples: Vec::new(),
         }),
@@ -153,10 +152,12 @@ impl Rollouts<'_> {
         };
         let copy = match &mut self.coded {
             Some(copy) => {
-                // Under adapters the weights stay what they were.
-                let tune = &self.recipe.tune;
-                let frozen = tune.method == Method::Lora && tune.lora.modules_to_save.is_empty();
-                copy.refresh(&engine.network, &|_| !frozen)?;
+                // Under adapters the weights stay what they were, but for what trains whole, or in rows.
+                let whole: BTreeSet<&str> = engine.optimizer.saved().map(|s| s.name).collect();
+                let rows = |name: &str| engine.network.tokens.iter().any(|t| &*t.table == name);
+                let frozen =
+                    |name: &str| self.recipe.tune.method == Method::Lora && !whole.contains(name) && !rows(name);
+                copy.refresh(&engine.network, &|name| !frozen(name))?;
                 copy
             }
             none => none.insert(CodedCopy::new(&engine.network, Formats::of(format))?),
@@ -293,10 +294,6 @@ impl Rollouts<'_> {
 }
 
 impl Feed for Rollouts<'_> {
-    fn steps(&self) -> u64 {
-        steps(self.recipe, self.prompts.len())
-    }
-
     fn epoch_after(&self, steps: u64) -> f64 {
         let rollouts = steps.div_ceil(steps_of_rollout(self.recipe));
         let prompts = answers_of_rollout(self.recipe) / self.recipe.reinforce.num_generations;
@@ -309,7 +306,6 @@ impl Feed for Rollouts<'_> {
         if self.replay.kept.is_empty() || self.replay.rollout != rollout {
             self.replay = self.roll(rollout, step, engine)?;
         }
-        self.given = at + 1;
         let windows = self.recipe.reinforce.num_mini_batches;
         let size = self.replay.kept.len() / windows;
         let window = &self.replay.kept[(at as usize % windows) * size..][..size];
@@ -347,12 +343,13 @@ impl Feed for Rollouts<'_> {
         Ok(out.into_iter().filter(|(_, x)| x.is_finite()).collect())
     }
 
-    fn state(&self) -> Result<Option<Vec<u8>>> {
+    fn state(&self, steps: u64) -> Result<Option<Vec<u8>>> {
         let mut replay = Replay {
             kl_coefficient: self.lesson.kl.coefficient,
             ..self.replay.clone()
         };
-        if self.given >= steps_of_rollout(self.recipe) {
+        // Used up, unless the next step learns from it too.
+        if replay.rollout != steps / steps_of_rollout(self.recipe) {
             replay.kept.clear();
         }
         Ok(Some(replay.to_bytes()))

@@ -27,10 +27,6 @@ pub(super) fn open<'a>(setting: Setting<'a>) -> Stage<'a> {
 }
 
 impl Feed for Rows<'_> {
-    fn steps(&self) -> u64 {
-        self.stream.steps()
-    }
-
     fn epoch_after(&self, steps: u64) -> f64 {
         self.stream.epoch_after(steps)
     }
@@ -39,8 +35,8 @@ impl Feed for Rows<'_> {
         Ok(self.stream.window(step))
     }
 
-    fn eval(&self) -> Vec<Batch> {
+    fn eval(&self) -> Result<Vec<Batch>> {
         let batches = self.eval.map(|eval| eval_batches(eval, self.eval_tokens).collect());
-        batches.unwrap_or_default()
+        Ok(batches.unwrap_or_default())
     }
 }

@@ -32,16 +32,7 @@ fn params(tied: bool) -> Vec<ParamInfo> {
     all
 }
 
-struct Low(BTreeMap<String, Tensor>);
-
-impl LowerHalves for Low {
-    fn put_low(&mut self, name: &str, low: Tensor) {
-        self.0.insert(name.into(), low);
-    }
-    fn take_low(&mut self, name: &str) -> Option<Tensor> {
-        self.0.remove(name)
-    }
-}
+type Low = BTreeMap<String, Tensor>;
 
 fn open(dir: &Path, dtype: Dtype, tied: bool, head_rows: Option<usize>) -> Result<Disk> {
     let file = dir.join("model.safetensors");
@@ -151,13 +142,13 @@ fn what_was_trained_is_kept_exactly_and_used_from_then_on() {
     for dtype in [Dtype::F32, Dtype::Bf16] {
         let dir = TempDir::new().unwrap();
         let disk = open(dir.path(), dtype, false, Some(PIECE)).unwrap();
-        let mut low = Low(BTreeMap::new());
+        let mut low = Low::new();
         let name = "model.layers.2.a.weight";
         let group = Group::Layer(2);
         disk.prefetch(group);
         disk.activate(&[name, "norm.weight", "an.adapter.lora_A.weight"], &mut low)
             .unwrap();
-        assert!(low.0.is_empty(), "nothing was trained yet");
+        assert!(low.is_empty(), "nothing was trained yet");
         assert!(disk.master_is_out(name) && !disk.master_is_out("model.layers.2.a.bias"));
         let before = exact(&disk, "model.layers.2.a.bias");
 
@@ -191,14 +182,14 @@ fn what_was_trained_is_kept_exactly_and_used_from_then_on() {
         drop(fetched);
 
         disk.retire(&|n| n == "norm.weight", &mut low).unwrap();
-        assert!(low.0.is_empty() && disk.held(name).is_none() && disk.held("norm.weight").is_some());
+        assert!(low.is_empty() && disk.held(name).is_none() && disk.held("norm.weight").is_some());
         assert_eq!(exact(&disk, name), bits);
         assert_eq!(flat(&disk.fetch(group).unwrap().get(name).unwrap().1), want);
         assert_eq!(exact(&disk, "model.layers.2.a.bias"), before);
 
         disk.activate(&[name], &mut low).unwrap();
         assert_eq!(flat(&disk.held(name).unwrap()), want);
-        assert_eq!(low.0.contains_key(name), dtype == Dtype::Bf16);
+        assert_eq!(low.contains_key(name), dtype == Dtype::Bf16);
         disk.retire(&|_| false, &mut low).unwrap();
         assert_eq!(exact(&disk, name), bits, "nothing is lost by doing nothing");
         assert!(disk.held("norm.weight").is_some() && !disk.master_is_out("norm.weight"));
@@ -228,7 +219,7 @@ fn exact_values_are_taken_from_a_checkpoint() {
         })
         .unwrap();
         let saved = Weights::open(&saved).unwrap();
-        let mut low = Low(BTreeMap::new());
+        let mut low = Low::new();
         disk.prefetch(Group::Layer(4));
         for plan in &plans {
             disk.restore(&plan.name, &saved, &mut low).unwrap();

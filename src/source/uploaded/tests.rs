@@ -42,17 +42,7 @@ fn flat(t: &Tensor) -> Vec<f32> {
     update::to_f32_vec(t).unwrap()
 }
 
-#[derive(Default)]
-struct Low(BTreeMap<String, Tensor>);
-
-impl LowerHalves for Low {
-    fn put_low(&mut self, name: &str, low: Tensor) {
-        self.0.insert(name.into(), low);
-    }
-    fn take_low(&mut self, name: &str) -> Option<Tensor> {
-        self.0.remove(name)
-    }
-}
+type Low = BTreeMap<String, Tensor>;
 
 #[test]
 fn groups_and_rows_are_those_of_the_host() {
@@ -82,6 +72,31 @@ fn groups_and_rows_are_those_of_the_host() {
 }
 
 #[test]
+fn what_was_asked_for_waits_until_it_is_fetched() {
+    let there = uploaded(Dtype::F32);
+    let waits = |l| lock(&there.places).iter().any(|p| p.group == Group::Layer(l));
+    let fetch = |l| {
+        assert!(waits(l), "layer {l} would be sent twice");
+        drop(there.fetch(Group::Layer(l)).unwrap());
+        assert!(lock(&there.places).len() <= PLACES);
+    };
+    // As a micro-batch goes up and down, twice.
+    there.prefetch(Group::Layer(0));
+    for _ in 0..2 {
+        for l in 0..LAYERS {
+            if l + 1 < LAYERS {
+                there.prefetch(Group::Layer(l + 1));
+            }
+            fetch(l);
+        }
+        for l in (0..LAYERS).rev() {
+            there.prefetch(Group::Layer(l.saturating_sub(1)));
+            fetch(l);
+        }
+    }
+}
+
+#[test]
 fn what_was_trained_goes_home_exactly() {
     const NAME: &str = "model.layers.2.a.weight";
     let exact: Vec<f32> = (0..D * 2 * D).map(|i| 0.1 + i as f32 * 1.000_123e-3).collect();
@@ -104,7 +119,7 @@ fn what_was_trained_goes_home_exactly() {
         let seen = flat(&there.fetch(Group::Layer(2)).unwrap().get(NAME).unwrap().1);
         assert_eq!(seen, flat(&held));
         there.retire(&|_| false, &mut low).unwrap();
-        assert!(low.0.is_empty() && there.held(NAME).is_none());
+        assert!(low.is_empty() && there.held(NAME).is_none());
         assert_eq!(flat(&there.fetch(Group::Layer(2)).unwrap().get(NAME).unwrap().1), seen);
         let mut read = Vec::new();
         there
@@ -121,7 +136,7 @@ fn what_was_trained_goes_home_exactly() {
         // And it comes back with its master.
         there.activate(&[NAME], &mut low).unwrap();
         assert_eq!(flat(&there.held(NAME).unwrap()), seen);
-        assert_eq!(low.0.contains_key(NAME), dtype == Dtype::Bf16);
+        assert_eq!(low.contains_key(NAME), dtype == Dtype::Bf16);
     }
 }
 

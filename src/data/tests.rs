@@ -162,6 +162,11 @@ fn messages_are_brought_to_one_form() {
         chat(json!({"messages": "[{\"role\": \"user\", \"content\": \"a\"}]"})),
         [message("user", "a")]
     );
+    let turn = |role: &str| format!("[{{\"role\": \"{role}\", \"content\": \"a\"}}]");
+    assert_eq!(
+        chat(json!({"prompt": turn("user"), "completion": turn("assistant")})),
+        [message("user", "a"), message("assistant", "a")]
+    );
 }
 
 #[test]

@@ -126,6 +126,10 @@ fn long_answers_are_cut_and_long_prompts_refused() {
         .unwrap_err()
         .to_string();
     assert!(e.contains("nothing in the data") && e.contains("max_length"), "{e}");
+    let long = r#"{"prompt": "a b c d e", "chosen": " f", "rejected": " g"}"#;
+    let short = r#"{"prompt": "a", "chosen": " b", "rejected": " c"}"#;
+    let data = read(&words, "prompt", &[long, short], Want::WholePairs, 4).unwrap();
+    assert_eq!((data.examples.len(), data.stats.dropped_by_truncation), (1, 1));
     let e = read(&words, "long", &[rows[0], rows[0]], Want::Pairs, 2)
         .unwrap_err()
         .to_string();
@@ -233,6 +237,13 @@ fn splits_keep_what_belongs_to_a_row() {
             assert_eq!(set.origins[row].number as f32, p.margin + 1.0);
         }
     }
+    // Two judged answers of a row are never on both sides.
+    let judged = read(&words, "judged-split", &rows, Want::Judged, 64).unwrap();
+    let (train, eval) = judged.split(0.7, 5).unwrap();
+    assert_eq!((train.examples.len(), eval.examples.len()), (6, 14));
+    assert_eq!((train.stats.rows, eval.stats.rows), (3, 7));
+    assert!(eval.origins.iter().all(|o| !train.origins.contains(o)));
+    assert_eq!(eval.preferences.iter().filter(|p| p.label).count(), 7);
     // Margins are part of what a data set is.
     let other: Vec<String> = rows
         .iter()

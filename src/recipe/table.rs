@@ -125,12 +125,6 @@ pub const TABLES: &[(&str, &str)] = &[
     ("train", "The run: stage, length, batch, saving."),
 ];
 
-/// Tables of the design that this version does not know yet.
-pub const TABLES_NOT_BUILT: &[&str] = &[];
-
-/// Values that the design names and this version does not do yet: key, value.
-pub const NOT_BUILT: &[(&str, &str)] = &[];
-
 /// Names that other tools use for our keys.
 pub const ALIASES: &[(&str, &str)] = &[
     ("alpha", "tune.lora.lora_alpha"),

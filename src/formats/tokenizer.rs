@@ -310,10 +310,10 @@ fn add_listed(inner: &mut tokenizers::Tokenizer, config: &Map<String, Value>) {
     sorted.sort_by_key(|(id, _)| *id);
     for (id, value) in sorted {
         let Some(text) = content(Some(value)) else { continue };
-        let next = inner.get_vocab_size(true) as u32;
         let fits = match inner.token_to_id(&text) {
             Some(known) => known == id && is_plain(inner, &text),
-            None => id == next,
+            // Counts all added tokens anew: only where it is needed.
+            None => id as usize == inner.get_vocab_size(true),
         };
         if !fits {
             continue;

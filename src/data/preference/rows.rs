@@ -190,20 +190,9 @@ fn shared_text(a: &str, b: &str) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::read::Place;
     use super::*;
+    use crate::data::testing::row;
     use serde_json::json;
-
-    fn row(value: Value) -> Row {
-        Row {
-            fields: value.as_object().unwrap().clone(),
-            place: Place {
-                file: "p.jsonl".into(),
-                number: 7,
-                is_line: true,
-            },
-        }
-    }
 
     fn texts(value: Value) -> (String, [String; 2]) {
         match understand(&row(value)).unwrap() {
@@ -299,7 +288,7 @@ mod tests {
             ),
         ] {
             let error = understand(&row(value.clone())).unwrap_err().to_string();
-            assert!(error.contains(what) && error.contains("p.jsonl:7"), "{value}: {error}");
+            assert!(error.contains(what) && error.contains("t.jsonl:3"), "{value}: {error}");
         }
     }
 }

@@ -176,6 +176,8 @@ pub struct Dataset {
     pub stats: Stats,
     /// Of preference rows, one for each example: which documents it is made of. Else empty.
     pub preferences: Vec<Preference>,
+    /// Neighbours belong together: no epoch brings the rows into another order.
+    pub grouped: bool,
     /// Hash of ids and masks: the same rows give the same text, any change gives another.
     pub fingerprint: String,
 }

@@ -426,6 +426,14 @@ fn questions_are_the_prompts_and_answers_of_the_rows_kept() {
             .concat()
             .ends_with("b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n")
     );
+    // Nothing was asked before a first message.
+    let alone = files(&[(
+        "a.jsonl",
+        "{\"messages\": [{\"role\": \"assistant\", \"content\": \"a\"}]}",
+    )]);
+    let data = Dataset::load(&spec(&alone, 100), &codec, Some(&template)).unwrap();
+    let questions = data.questions(&spec(&alone, 100), &codec, Some(&template), 5);
+    assert!(questions.unwrap().is_empty());
 }
 
 #[test]

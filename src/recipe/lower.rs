@@ -264,6 +264,14 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
         "memory.head_chunk" if ["device", "host"].contains(&values.text("memory.tier")) => {
             Some(format!("memory.tier = \"{}\"", values.text("memory.tier")))
         }
+        // Adapters are f32; modules trained whole are not.
+        "optimizer.master"
+            if values.text("tune.method") == "lora"
+                && adapter.is_empty()
+                && values.list("tune.lora.modules_to_save").is_empty() =>
+        {
+            Some("tune.method = \"lora\"".into())
+        }
         "train.predict_with_generate" if !evaluates(values) => Some("data.eval = []".into()),
         "memory.frozen_weights" | "memory.overrides" if values.text("tune.method") == "full" => {
             Some("tune.method = \"full\"".into())

@@ -28,9 +28,8 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
                 .expected(format!("{}, one for each reward", rewards.len())),
         ));
     }
-    let answers = whole("train.batch_size")
-        .saturating_mul(whole("train.gradient_accumulation_steps"))
-        .saturating_mul(whole("rlhf.num_mini_batches"));
+    let answers =
+        whole("train.batch_size") * whole("train.gradient_accumulation_steps") * whole("rlhf.num_mini_batches");
     let group = whole("rlhf.num_generations");
     if answers % group != 0 {
         out.push((

@@ -192,6 +192,9 @@ const fn from(min: i64) -> Kind {
     Kind::Integer { min, max: i64::MAX }
 }
 
+/// How many of something that is multiplied with others of its kind: the product of three fits in 64 bits.
+const MANY: Kind = Kind::Integer { min: 1, max: 1 << 20 };
+
 /// More than zero, less than one.
 const INSIDE_ONE: Range = Range {
     min: 0.0,

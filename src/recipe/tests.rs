@@ -361,7 +361,7 @@ hint: did you mean `adamw`?
 
 error: `train.batch_size` is out of range
   --> r.toml:11:14
-  found 0, expected a whole number, at least 1
+  found 0, expected a whole number from 1 to 1048576
 
 error: unknown table `[optim]`
   --> r.toml:12:2
@@ -513,6 +513,10 @@ fn keys_without_effect_are_warned_of() {
             "memory.tier = \"device\"",
         ),
         (&["train.predict_with_generate=true"], "data.eval = []"),
+        (
+            &["tune.method=lora", "optimizer.master=stochastic"],
+            "tune.method = \"lora\"",
+        ),
     ] {
         let warnings = good(LEAST, arguments).warnings;
         assert!(warnings.len() == 1 && warnings[0].contains(why), "{warnings:?}");

@@ -255,6 +255,7 @@ impl Dataset {
         };
         let mut out = Dataset {
             stats: self.stats.clone(),
+            grouped: true,
             ..Dataset::default()
         };
         for first in (0..n).step_by(group) {

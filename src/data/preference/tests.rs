@@ -1,8 +1,8 @@
 //! Preference rows end to end: tokens as in TRL, cuts, refusals, mismatched pairs.
 
 use super::*;
-use crate::data::IGNORE;
 use crate::data::testing::{Jinja, Words, files};
+use crate::data::{BatchStream, IGNORE, Length, StreamSpec};
 use crate::recipe::TrainOn;
 
 const CHATML: &str = r#"{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
@@ -194,6 +194,18 @@ fn judged_rows_get_the_answer_of_their_neighbour_as_mismatch() {
         data.clone().mismatched(2, 64, Some(3)).unwrap().fingerprint
     );
     assert_eq!(mixed.examples.len(), 4);
+    // A micro-batch holds the rows of a group, in every epoch.
+    let spec = StreamSpec {
+        batch_size: 2,
+        accumulation: 1,
+        packing: false,
+        max_length: 64,
+        shuffle: true,
+        seed: 3,
+        length: Length::Epochs(8.0),
+    };
+    let stream = BatchStream::new(&mixed, spec).unwrap();
+    assert!((0..16).all(|m| stream.rows(m) == [[0, 1], [2, 3]][m as usize % 2]));
     assert!(
         data.mismatched(1, 64, None)
             .unwrap_err()

@@ -1,4 +1,4 @@
-//! Rows of the three files: plain text to pre-train on, chat rows to fine-tune on, chat rows held out.
+//! Rows of the files: plain text to pre-train on; chat rows, and sums to train by reward, both with rows held out.
 
 use crate::wordings;
 use crate::world::{Dice, Item, World, arithmetic, reverse};

@@ -122,12 +122,14 @@ pub fn temporary(path: &Path) -> PathBuf {
     path.with_file_name(format!("{name}.tmp-{}", std::process::id()))
 }
 
-/// A file that appears at its name, synced, only when `commit` is called; dropped before that it leaves nothing.
+/// A file that appears at its name, synced, only when `commit` is called; without a `commit` that went well it leaves
+/// nothing.
 pub struct AtomicFile {
     file: Option<BufWriter<File>>,
     temporary: PathBuf,
     path: PathBuf,
     written: u64,
+    committed: bool,
 }
 
 impl AtomicFile {
@@ -144,6 +146,7 @@ impl AtomicFile {
             temporary,
             path: path.to_path_buf(),
             written: 0,
+            committed: false,
         })
     }
 
@@ -168,13 +171,15 @@ impl AtomicFile {
                 .map_err(|e| io("write the file", &self.path, e.into_error()))?;
             file.sync_all().map_err(|e| io("sync the file", &self.path, e))?;
         }
-        rename(&self.temporary, &self.path)
+        rename(&self.temporary, &self.path)?;
+        self.committed = true;
+        Ok(())
     }
 }
 
 impl Drop for AtomicFile {
     fn drop(&mut self) {
-        if self.file.take().is_some() {
+        if !self.committed {
             let _ = fs::remove_file(&self.temporary);
         }
     }
@@ -294,6 +299,11 @@ mod tests {
         write_atomic(&path, b"whole").unwrap();
         assert_eq!(read_text(&path).unwrap(), "whole");
         assert_eq!(list(dir.path()).unwrap().len(), 1);
+        // A file cannot take the place of a directory.
+        let taken = dir.path().join("taken");
+        create_dir_all(&taken).unwrap();
+        assert!(write_atomic(&taken, b"x").is_err());
+        assert_eq!(list(dir.path()).unwrap().len(), 2);
         assert!(free_space(&dir.path().join("not/there")).unwrap() > 0);
     }
 }

@@ -2,11 +2,12 @@
 
 use super::out::out;
 use crate::base::{Result, files, memory, units};
+use crate::hub::HubSettings;
 use crate::ops::CpuPath;
 use crate::ops::device::{self, Gpu};
 use crate::report;
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Check this machine: processor, memory, disk, cache
 #[derive(Debug, clap::Args)]
@@ -101,8 +102,9 @@ fn examine() -> Vec<Line> {
     lines.push(memory_line(memory::available(), memory::total()));
     lines.extend(disk(Path::new(".")));
     lines.push(open_files());
-    lines.push(cache());
-    lines.push(hub_settings());
+    let settings = HubSettings::from_env();
+    lines.push(cache(&settings));
+    lines.push(hub_settings(&settings));
     lines
 }
 
@@ -246,24 +248,9 @@ fn open_files() -> Line {
     }
 }
 
-fn variable(name: &str) -> Option<String> {
-    std::env::var(name).ok().filter(|v| !v.is_empty())
-}
-
-fn cache() -> Line {
-    let directory = variable("HF_HUB_CACHE")
-        .map(PathBuf::from)
-        .or_else(|| variable("HF_HOME").map(|h| Path::new(&h).join("hub")))
-        .or_else(|| variable("HOME").map(|h| Path::new(&h).join(".cache/huggingface/hub")));
-    let Some(directory) = directory else {
-        return not_ok(
-            Level::Warn,
-            "cache",
-            "no place for downloads: HOME is not set",
-            "set `HF_HOME`, or use local model directories",
-        );
-    };
-    let models = files::list(&directory).unwrap_or_default();
+fn cache(settings: &HubSettings) -> Line {
+    let directory = &settings.cache;
+    let models = files::list(directory).unwrap_or_default();
     let models = models
         .iter()
         .filter(|p| {
@@ -271,27 +258,23 @@ fn cache() -> Line {
                 .is_some_and(|n| n.to_string_lossy().starts_with("models--"))
         })
         .count();
-    let free = files::free_space(&directory).map_or("unknown".into(), units::bytes);
+    let free = files::free_space(directory).map_or("unknown".into(), units::bytes);
     ok(
         "cache",
         format!("{} ({models} models, {free} free)", directory.display()),
     )
 }
 
-fn hub_settings() -> Line {
+fn hub_settings(settings: &HubSettings) -> Line {
     if !cfg!(feature = "hub") {
         return ok("hub", "not in this build: local model directories only");
     }
-    let offline = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"]
-        .iter()
-        .any(|n| variable(n).is_some_and(|v| !["0", "false", "no", "off"].contains(&v.to_lowercase().as_str())));
-    let token = if variable("HF_TOKEN").is_some() {
-        "set"
-    } else {
-        "not set"
+    let token = if settings.token.is_some() { "set" } else { "not set" };
+    let mode = if settings.offline { "offline" } else { "online" };
+    let endpoint = match settings.endpoint == HubSettings::default().endpoint {
+        true => "",
+        false => ", own endpoint",
     };
-    let mode = if offline { "offline" } else { "online" };
-    let endpoint = variable("HF_ENDPOINT").map_or(String::new(), |_| ", own endpoint".into());
     ok("hub", format!("{mode}, token {token}{endpoint}"))
 }
 

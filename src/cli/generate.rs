@@ -38,7 +38,7 @@ pub struct Args {
     pub system: Option<String>,
     /// Most tokens to generate
     #[arg(long, value_name = "N", default_value_t = 256)]
-    pub max_new_tokens: usize,
+    pub max_new_tokens: u32,
     /// 0 is greedy
     #[arg(long, value_name = "X", default_value_t = 0.8, value_parser = temperature)]
     pub temperature: f64,
@@ -99,7 +99,7 @@ fn weights(text: &str) -> std::result::Result<Format, String> {
 
 pub fn run(args: Args) -> Result<i32> {
     let choice = Choice {
-        max_new_tokens: args.max_new_tokens,
+        max_new_tokens: args.max_new_tokens as usize,
         temperature: args.temperature as f32,
         top_k: args.top_k,
         top_p: args.top_p.map(|p| p as f32),

@@ -1,7 +1,7 @@
 //! `ft quantize`: a model directory with its projections stored as codes.
 
 use super::out::out;
-use crate::base::units::{bytes, parse_bytes};
+use crate::base::units::bytes;
 use crate::base::{Error, Result};
 use crate::quant::Format;
 use crate::run::quantize::{Request, quantize};
@@ -33,8 +33,8 @@ pub struct Args {
     #[arg(long)]
     pub no_double_quantization: bool,
     /// Most bytes that all weights may take, such as 6GiB
-    #[arg(long, value_name = "SIZE", requires = "data")]
-    pub budget: Option<String>,
+    #[arg(long, value_name = "SIZE", requires = "data", value_parser = super::parse_bytes)]
+    pub budget: Option<u64>,
     /// Rows to measure on
     #[arg(long, value_name = "FILE", requires = "budget")]
     pub data: Option<PathBuf>,
@@ -45,10 +45,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<i32> {
     let to = format(&args)?;
-    let budget = match (&args.budget, &args.data) {
-        (Some(size), Some(data)) => Some((parse_bytes(size)?, data.as_path())),
-        _ => None,
-    };
+    let budget = args.budget.zip(args.data.as_deref());
     let report = quantize(&Request {
         model: &args.model,
         out: &args.out,

@@ -176,6 +176,8 @@ pub struct Dataset {
     pub stats: Stats,
     /// Of preference rows, one for each example: which documents it is made of. Else empty.
     pub preferences: Vec<Preference>,
+    /// Neighbours belong together: no epoch brings the rows into another order.
+    pub grouped: bool,
     /// Hash of ids and masks: the same rows give the same text, any change gives another.
     pub fingerprint: String,
 }
@@ -252,11 +254,15 @@ impl Dataset {
         self.fingerprint = hasher.finalize().to_hex().to_string();
     }
 
-    /// Holds out `fraction` of the rows (at least one), chosen by the seed; both parts keep the file order.
+    /// Holds out `fraction` of the rows (at least one), chosen by the seed; both parts keep the file order. The
+    /// examples of a row (two judged answers) stay together.
     ///
     /// Errors: the fraction is not between 0 and 1, or there are fewer than two rows.
     pub fn split(mut self, fraction: f64, seed: u64) -> Result<(Self, Self)> {
-        let n = self.examples.len();
+        let mut rows = self.origins.clone();
+        rows.sort_unstable();
+        rows.dedup();
+        let n = rows.len();
         if !(fraction > 0.0 && fraction < 1.0) {
             return Err(Error::usage("`data.eval_fraction` must be between 0 and 1").found(fraction));
         }
@@ -276,19 +282,17 @@ impl Dataset {
             stats: self.stats.clone(),
             ..Dataset::default()
         };
-        for (preference, &is_eval) in self.preferences.drain(..).zip(&is_eval) {
-            let part = if is_eval { &mut eval } else { &mut train };
-            part.preferences.push(preference);
-        }
-        let rows = self.examples.drain(..).zip(self.origins.drain(..));
-        for ((example, origin), is_eval) in rows.zip(is_eval) {
+        let mut preferences = self.preferences.drain(..);
+        for (example, origin) in self.examples.drain(..).zip(self.origins.drain(..)) {
+            let is_eval = rows.binary_search(&origin).is_ok_and(|row| is_eval[row]);
             let part = if is_eval { &mut eval } else { &mut train };
             part.examples.push(example);
             part.origins.push(origin);
+            part.preferences.extend(preferences.next());
         }
         // What was cut and left out while reading stays with the part that is trained.
-        train.stats.rows -= eval.examples.len();
-        eval.stats.rows = eval.examples.len();
+        train.stats.rows -= held_out;
+        eval.stats.rows = held_out;
         eval.stats.longest_written = eval.examples.iter().map(|e| e.ids.len()).max().unwrap_or(0);
         train.finish();
         eval.finish();
@@ -386,12 +390,12 @@ impl Loader<'_> {
             }
         }
         self.bytes = 0;
-        match signal::received() {
-            Some(s) => Err(Error::signal(
-                s,
-                "stopped while the data was read; nothing was trained yet",
-            )),
-            None => Ok(()),
-        }
+        unless_stopped()
     }
+}
+
+/// Errors: a signal asks to stop.
+pub(super) fn unless_stopped() -> Result<()> {
+    let stopped = |s| Error::signal(s, "stopped while the data was read; nothing was trained yet");
+    signal::received().map_or(Ok(()), |s| Err(stopped(s)))
 }

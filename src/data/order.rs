@@ -87,7 +87,10 @@ impl<'a> BatchStream<'a> {
         }
         let mut stream = Self {
             examples: &dataset.examples,
-            spec,
+            spec: StreamSpec {
+                shuffle: spec.shuffle && !dataset.grouped,
+                ..spec
+            },
             lengths: dataset.examples.iter().map(|e| e.ids.len()).collect(),
             units: 0,
             epochs: Mutex::default(),

@@ -4,10 +4,11 @@
 //! (a conversation, prompt and completion) is its prompt, and its last answer is the known one.
 
 use super::chat;
+use super::dataset::unless_stopped;
 use super::encode::Encoder;
-use super::read::{self, Row, clip, kind};
+use super::read::{self, Row};
 use super::rows::{self, Chat, Sample};
-use crate::base::{Error, Result, signal};
+use crate::base::{Error, Result};
 use crate::recipe::RowFormat;
 use serde_json::{Map, Value};
 
@@ -87,13 +88,7 @@ impl Prompts {
                 });
                 hasher.update(Value::Object(row.fields).to_string().as_bytes());
                 out.rows.push(prompt);
-                match signal::received() {
-                    Some(s) => Err(Error::signal(
-                        s,
-                        "stopped while the data was read; nothing was trained yet",
-                    )),
-                    None => Ok(()),
-                }
+                unless_stopped()
             })?;
         }
         if out.rows.is_empty() {
@@ -169,18 +164,9 @@ fn one(row: &Row, format: RowFormat, encoder: &Encoder, answer: &str) -> Result<
 fn prompt(fields: &Map<String, Value>) -> Result<Sample> {
     const ANSWER: &str = "answer";
     match fields.get("prompt") {
-        None | Some(Value::Null) => Err(Error::new("field `prompt` is missing")
-            .found(format!(
-                "fields {}",
-                fields.keys().cloned().collect::<Vec<_>>().join(", ")
-            ))
-            .expected("prompt: a text, or a list of messages")),
-        Some(Value::String(text)) => Ok(Sample::PromptCompletion {
-            prompt: text.clone(),
-            completion: ANSWER.to_string(),
-        }),
-        Some(Value::Array(list)) => {
-            let mut messages = chat::messages(list)?;
+        None | Some(Value::Null) => Err(rows::missing(fields, "prompt", RowFormat::Prompt)),
+        Some(value) if rows::is_chat(value) => {
+            let mut messages = chat::messages(&rows::list(fields, "prompt", RowFormat::Prompt)?)?;
             messages.push(chat::message("assistant", ANSWER));
             chat::check_order(&messages)?;
             Ok(Sample::Chat(Chat {
@@ -189,8 +175,10 @@ fn prompt(fields: &Map<String, Value>) -> Result<Sample> {
                 tools: rows::tools(fields)?,
             }))
         }
-        Some(other) => Err(Error::new("field `prompt` has the wrong type")
-            .found(format!("{}: {}", kind(other), clip(&other.to_string())))
-            .expected("a text, or a list of messages")),
+        Some(Value::String(text)) => Ok(Sample::PromptCompletion {
+            prompt: text.clone(),
+            completion: ANSWER.to_string(),
+        }),
+        Some(other) => Err(rows::wrong(other, "prompt", "a text, or a list of messages")),
     }
 }

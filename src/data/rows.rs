@@ -33,7 +33,7 @@ fn shape(format: RowFormat) -> &'static str {
         RowFormat::Auto => "messages | conversations | prompt, completion | instruction, output | text",
         RowFormat::Messages => "messages: [{role, content}, ...]",
         RowFormat::PromptCompletion => "prompt, completion",
-        RowFormat::Alpaca => "instruction, output (and input, system, history)",
+        RowFormat::Alpaca => "instruction, output (and input, system, history, tools)",
         RowFormat::Sharegpt => "conversations: [{from, value}, ...]",
         RowFormat::Text => "text",
         RowFormat::Preference => "prompt, chosen, rejected",
@@ -97,7 +97,7 @@ pub fn understand(row: &Row, format: RowFormat) -> Result<Sample> {
         RowFormat::PromptCompletion => prompt_completion(fields),
         RowFormat::Messages => {
             let messages = chat::messages(&list(fields, "messages", format)?)?;
-            conversation(messages, tools(fields)?, 0)
+            conversation(messages, fields, 0)
         }
         RowFormat::Alpaca => alpaca(fields),
         RowFormat::Sharegpt => {
@@ -105,18 +105,18 @@ pub fn understand(row: &Row, format: RowFormat) -> Result<Sample> {
             if let Some(system) = optional(fields, "system")? {
                 messages.insert(0, chat::message("system", system));
             }
-            conversation(messages, tools(fields)?, 0)
+            conversation(messages, fields, 0)
         }
         other => detect(row).and_then(|_| Err(Error::new(format!("format `{}` is not a row format", other.name())))),
     });
     sample.map_err(|e| e.or_at(&row.place))
 }
 
-fn conversation(messages: Vec<Value>, tools: Option<Value>, first_trained: usize) -> Result<Sample> {
+fn conversation(messages: Vec<Value>, fields: &Map<String, Value>, first_trained: usize) -> Result<Sample> {
     chat::check_order(&messages)?;
     Ok(Sample::Chat(Chat {
         messages,
-        tools,
+        tools: tools(fields)?,
         first_trained,
     }))
 }
@@ -173,6 +173,19 @@ pub(super) fn list(fields: &Map<String, Value>, name: &str, format: RowFormat) -
     }
 }
 
+/// A list of messages, also one written as JSON text.
+pub(super) fn is_chat(value: &Value) -> bool {
+    match value {
+        Value::Array(_) => true,
+        Value::String(s) => {
+            s.trim_start().starts_with('[')
+                && serde_json::from_str::<Vec<Value>>(s)
+                    .is_ok_and(|l| !l.is_empty() && l.iter().all(|m| m.get("role").is_some()))
+        }
+        _ => false,
+    }
+}
+
 /// Tools: a list of JSON schemas, or the same as JSON text. An empty list is no tools.
 pub(super) fn tools(fields: &Map<String, Value>) -> Result<Option<Value>> {
     match fields.get("tools") {
@@ -185,27 +198,27 @@ pub(super) fn tools(fields: &Map<String, Value>) -> Result<Option<Value>> {
     }
 }
 
+/// Are prompt and completion conversations? Errors: one is, the other is text.
+pub(super) fn are_chats(prompt: &Value, completion: &Value) -> Result<bool> {
+    match (is_chat(prompt), is_chat(completion)) {
+        (a, b) if a == b => Ok(a),
+        _ => Err(Error::new("`prompt` and `completion` are of different kinds")
+            .found(format!("{} and {}", kind(prompt), kind(completion)))
+            .expected("two strings or two lists of messages")),
+    }
+}
+
 fn prompt_completion(fields: &Map<String, Value>) -> Result<Sample> {
     let format = RowFormat::PromptCompletion;
-    for name in ["prompt", "completion"] {
-        if fields.get(name).is_none_or(Value::is_null) {
-            return Err(missing(fields, name, format));
-        }
-    }
-    if fields["prompt"].is_array() != fields["completion"].is_array() {
-        return Err(Error::new("`prompt` and `completion` are of different kinds")
-            .found(format!(
-                "{} and {}",
-                kind(&fields["prompt"]),
-                kind(&fields["completion"])
-            ))
-            .expected("two strings or two lists of messages"));
-    }
-    if fields["prompt"].is_array() {
+    let field = |name: &str| match fields.get(name) {
+        None | Some(Value::Null) => Err(missing(fields, name, format)),
+        Some(value) => Ok(value),
+    };
+    if are_chats(field("prompt")?, field("completion")?)? {
         let mut messages = chat::messages(&list(fields, "prompt", format)?)?;
         let first_trained = messages.len();
         messages.extend(chat::messages(&list(fields, "completion", format)?)?);
-        return conversation(messages, tools(fields)?, first_trained);
+        return conversation(messages, fields, first_trained);
     }
     Ok(Sample::PromptCompletion {
         prompt: text(fields, "prompt", format)?.to_string(),
@@ -241,5 +254,5 @@ fn alpaca(fields: &Map<String, Value>) -> Result<Sample> {
     }
     messages.push(chat::message("user", &instruction));
     messages.push(chat::message("assistant", text(fields, "output", format)?));
-    conversation(messages, None, 0)
+    conversation(messages, fields, 0)
 }

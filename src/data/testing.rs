@@ -1,6 +1,7 @@
 //! A small tokenizer and small templates for the tests of this room.
 
 use super::codec::{ChatRender, IdsAndOffsets, TextCodec};
+use super::read::{Place, Row};
 use crate::base::{Error, Result};
 use crate::formats::Tokenizer;
 use minijinja::syntax::SyntaxConfig;
@@ -13,6 +14,35 @@ use std::sync::Mutex;
 /// The parity goldens: tokenizers and rows with the ids and masks that they must give.
 pub fn goldens() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/goldens")
+}
+
+/// The third line of `t.jsonl`.
+pub fn row(value: Value) -> Row {
+    Row {
+        fields: value.as_object().unwrap().clone(),
+        place: Place {
+            file: "t.jsonl".into(),
+            number: 3,
+            is_line: true,
+        },
+    }
+}
+
+/// Files of rows, as long as this lives.
+pub struct Files {
+    _dir: tempfile::TempDir,
+    pub paths: Vec<String>,
+}
+
+pub fn files(contents: &[(&str, &str)]) -> Files {
+    let dir = tempfile::tempdir().unwrap();
+    let mut paths = Vec::new();
+    for (name, text) in contents {
+        let path = dir.path().join(name);
+        crate::base::files::write_atomic(&path, text.as_bytes()).unwrap();
+        paths.push(path.to_str().unwrap().to_string());
+    }
+    Files { _dir: dir, paths }
 }
 
 /// A byte-level tokenizer as models have it.

@@ -3,24 +3,11 @@
 use super::codec::ChatRender;
 use super::dataset::{Dataset, Spec};
 use super::describe::describe;
-use super::read::{Place, Row};
 use super::rows::{Chat, Sample, detect, understand};
 use super::testing::*;
 use crate::base::Result;
-use crate::base::files::write_atomic;
 use crate::recipe::{RowFormat, TrainOn};
 use serde_json::{Value, json};
-
-fn row(value: Value) -> Row {
-    Row {
-        fields: value.as_object().unwrap().clone(),
-        place: Place {
-            file: "t.jsonl".into(),
-            number: 3,
-            is_line: true,
-        },
-    }
-}
 
 fn auto(value: Value) -> Result<Sample> {
     let row = row(value);
@@ -162,6 +149,11 @@ fn messages_are_brought_to_one_form() {
         chat(json!({"messages": "[{\"role\": \"user\", \"content\": \"a\"}]"})),
         [message("user", "a")]
     );
+    let turn = |role: &str| format!("[{{\"role\": \"{role}\", \"content\": \"a\"}}]");
+    assert_eq!(
+        chat(json!({"prompt": turn("user"), "completion": turn("assistant")})),
+        [message("user", "a"), message("assistant", "a")]
+    );
 }
 
 #[test]
@@ -211,22 +203,6 @@ fn hostile_messages_are_refused_with_their_number() {
     refused(json!({"prompt": "a", "completion": []}), &["different kinds"]);
     refused(json!({"prompt": "a", "completion": 1}), &["`completion`", "a number"]);
     refused(json!({"text": ["a"]}), &["`text`", "a list"]);
-}
-
-struct Files {
-    _dir: tempfile::TempDir,
-    paths: Vec<String>,
-}
-
-fn files(contents: &[(&str, &str)]) -> Files {
-    let dir = tempfile::tempdir().unwrap();
-    let mut paths = Vec::new();
-    for (name, text) in contents {
-        let path = dir.path().join(name);
-        write_atomic(&path, text.as_bytes()).unwrap();
-        paths.push(path.to_str().unwrap().to_string());
-    }
-    Files { _dir: dir, paths }
 }
 
 fn spec(files: &Files, max_length: usize) -> Spec<'_> {
@@ -450,6 +426,14 @@ fn questions_are_the_prompts_and_answers_of_the_rows_kept() {
             .concat()
             .ends_with("b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n")
     );
+    // Nothing was asked before a first message.
+    let alone = files(&[(
+        "a.jsonl",
+        "{\"messages\": [{\"role\": \"assistant\", \"content\": \"a\"}]}",
+    )]);
+    let data = Dataset::load(&spec(&alone, 100), &codec, Some(&template)).unwrap();
+    let questions = data.questions(&spec(&alone, 100), &codec, Some(&template), 5);
+    assert!(questions.unwrap().is_empty());
 }
 
 #[test]

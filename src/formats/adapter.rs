@@ -303,10 +303,10 @@ impl AdapterConfig {
         }
         let kind = kind(&c, &peft_type)?;
         let d = Self::default();
-        let (alpha_key, dropout_key, default_alpha) = match kind {
-            Kind::Loha | Kind::Lokr { .. } => ("alpha", "rank_dropout", 8.0),
-            Kind::Vera { .. } => ("lora_alpha", "vera_dropout", 8.0),
-            _ => ("lora_alpha", "lora_dropout", d.lora_alpha),
+        let (alpha_key, dropout_key) = match kind {
+            Kind::Loha | Kind::Lokr { .. } => ("alpha", "rank_dropout"),
+            Kind::Vera { .. } => ("lora_alpha", "vera_dropout"),
+            _ => ("lora_alpha", "lora_dropout"),
         };
         let r = match &kind {
             Kind::Adalora(_) => c.rank_or("init_r", 12)?,
@@ -325,7 +325,7 @@ impl AdapterConfig {
         };
         Ok(Self {
             r,
-            lora_alpha: c.number(alpha_key, default_alpha)?,
+            lora_alpha: c.number(alpha_key, d.lora_alpha)?,
             lora_dropout: dropout,
             target_modules: c.targets("target_modules")?.unwrap_or(d.target_modules),
             exclude_modules: c.targets("exclude_modules")?,

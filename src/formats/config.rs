@@ -1,4 +1,4 @@
-//! `config.json` and `generation_config.json` as typed values; what a key means is for `model` to say.
+//! `config.json` as typed values; what a key means is for `model` to say.
 
 use crate::base::{Error, Result};
 use crate::formats::{json_kind, nearest, read_json_object};
@@ -133,15 +133,6 @@ impl Config {
         }
     }
 
-    /// A list, if given.
-    pub fn opt_list(&self, key: &str) -> Result<Option<&[Value]>> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(Value::Array(v)) => Ok(Some(v)),
-            Some(_) => Err(self.wrong(key, "a list")),
-        }
-    }
-
     /// A table, if given, as a config of its own (`rope_scaling`, `rope_parameters`); errors name the inner key.
     pub fn opt_table(&self, key: &str) -> Result<Option<Config>> {
         match self.get(key) {
@@ -163,88 +154,6 @@ impl Config {
             Some(Value::Array(list)) => list.iter().map(id).collect(),
             Some(one) => Ok(vec![id(one)?]),
         }
-    }
-
-    /// Keys under which a repository asks for its own code to be run; ft never does.
-    pub fn code_keys(&self) -> Vec<&'static str> {
-        [
-            "auto_map",
-            "model_file",
-            "_attn_implementation_internal",
-            "custom_pipelines",
-        ]
-        .into_iter()
-        .filter(|k| self.get(k).is_some())
-        .collect()
-    }
-}
-
-/// How a model's authors want it sampled; defaults are those of transformers.
-#[derive(Debug, Clone, PartialEq)]
-pub struct GenerationConfig {
-    pub do_sample: bool,
-    pub temperature: f64,
-    /// 0 = off.
-    pub top_k: usize,
-    pub top_p: f64,
-    pub repetition_penalty: f64,
-    pub max_new_tokens: Option<usize>,
-    pub bos_token_id: Option<u32>,
-    pub pad_token_id: Option<u32>,
-    pub eos_token_ids: Vec<u32>,
-}
-
-impl Default for GenerationConfig {
-    fn default() -> Self {
-        Self {
-            do_sample: false,
-            temperature: 1.0,
-            top_k: 50,
-            top_p: 1.0,
-            repetition_penalty: 1.0,
-            max_new_tokens: None,
-            bos_token_id: None,
-            pad_token_id: None,
-            eos_token_ids: Vec::new(),
-        }
-    }
-}
-
-impl GenerationConfig {
-    /// Reads `generation_config.json` of a model directory; the defaults where there is none.
-    pub fn load(dir: &Path) -> Result<Self> {
-        let path = dir.join("generation_config.json");
-        if !path.exists() {
-            return Ok(Self::default());
-        }
-        let c = Config {
-            raw: read_json_object(&path)?,
-            path,
-        };
-        let d = Self::default();
-        let temperature = c.opt_f64("temperature")?.unwrap_or(d.temperature);
-        if temperature < 0.0 {
-            return Err(c.wrong("temperature", "a number of at least 0"));
-        }
-        let top_p = c.opt_f64("top_p")?.unwrap_or(d.top_p);
-        if !(0.0..=1.0).contains(&top_p) {
-            return Err(c.wrong("top_p", "a number between 0 and 1"));
-        }
-        let repetition_penalty = c.opt_f64("repetition_penalty")?.unwrap_or(d.repetition_penalty);
-        if repetition_penalty <= 0.0 {
-            return Err(c.wrong("repetition_penalty", "a number above 0"));
-        }
-        Ok(Self {
-            do_sample: c.bool_or("do_sample", d.do_sample)?,
-            temperature,
-            top_k: c.opt_usize0("top_k")?.unwrap_or(d.top_k),
-            top_p,
-            repetition_penalty,
-            max_new_tokens: c.opt_usize("max_new_tokens")?,
-            bos_token_id: c.token_ids("bos_token_id")?.first().copied(),
-            pad_token_id: c.token_ids("pad_token_id")?.first().copied(),
-            eos_token_ids: c.token_ids("eos_token_id")?,
-        })
     }
 }
 
@@ -312,33 +221,5 @@ mod tests {
                 "{text}"
             );
         }
-    }
-
-    #[test]
-    fn keys_that_ask_for_code_are_reported() {
-        let c = config(r#"{"auto_map":{"AutoModel":"x.py"},"model_file":"a.py"}"#);
-        assert_eq!(c.code_keys(), ["auto_map", "model_file"]);
-    }
-
-    #[test]
-    fn generation_config_has_the_defaults_of_transformers() {
-        let dir = tempfile::tempdir().unwrap();
-        assert_eq!(GenerationConfig::load(dir.path()).unwrap(), GenerationConfig::default());
-        let path = dir.path().join("generation_config.json");
-        std::fs::write(
-            &path,
-            r#"{"do_sample":true,"temperature":0.7,"top_p":0.8,"top_k":20,"eos_token_id":[151645,151643]}"#,
-        )
-        .unwrap();
-        let g = GenerationConfig::load(dir.path()).unwrap();
-        assert_eq!((g.temperature, g.top_p, g.top_k), (0.7, 0.8, 20));
-        assert_eq!(g.eos_token_ids, [151645, 151643]);
-        std::fs::write(&path, r#"{"top_p":1.5}"#).unwrap();
-        assert!(
-            GenerationConfig::load(dir.path())
-                .unwrap_err()
-                .to_string()
-                .contains("top_p")
-        );
     }
 }

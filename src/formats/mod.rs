@@ -14,7 +14,7 @@ pub mod weights;
 pub mod writer;
 
 pub use adapter::AdapterConfig;
-pub use config::{Config, GenerationConfig};
+pub use config::Config;
 pub use dtype::StoredDtype;
 pub use template::ChatTemplate;
 pub use tokenizer::Tokenizer;

@@ -252,7 +252,7 @@ fn without_generation_tags(source: &str) -> String {
         let (before, tag) = rest.split_at(start);
         out.push_str(before);
         rest = tag;
-        let Some(end) = tag.find("%}").map(|end| end + 2) else {
+        let Some(end) = tag[2..].find("%}").map(|end| end + 4) else {
             break;
         };
         let inner = tag[2..end - 2]

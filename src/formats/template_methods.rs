@@ -367,7 +367,8 @@ fn range(first: i64, end: Option<i64>, step: Option<i64>) -> Result<Value, Error
     if count > RANGE as i128 {
         return Err(wrong("range() has too many elements"));
     }
-    Ok((0..count as i64).map(|i| start + i * step).collect())
+    let at = |i: i128| (start as i128 + i * step as i128) as i64;
+    Ok((0..count).map(at).collect())
 }
 
 fn indent(

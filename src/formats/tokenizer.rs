@@ -5,35 +5,17 @@
 //! tokenizer class and both values). Lengths and paddings stored in `tokenizer.json` are not applied.
 
 use crate::base::{Error, Result, files};
-use crate::formats::config::{Config, GenerationConfig};
+use crate::formats::config::Config;
 use crate::formats::{header, read_json_object};
 use serde_json::{Map, Value};
 use std::collections::HashSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use tokenizers::AddedToken;
 use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
 /// Largest `tokenizer.json`, bytes.
 const LIMIT: u64 = 512 << 20;
-
-/// Files that belong to a model's text side and are carried along with an export.
-const CARRIED: [&str; 14] = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-];
 
 /// Token ids of a text, and for each token its byte range (start, end) in the text.
 pub type IdsAndOffsets = (Vec<u32>, Vec<(usize, usize)>);
@@ -105,7 +87,7 @@ impl Tokenizer {
             })
             .collect();
         special.extend(named.iter().filter_map(|(_, n)| n.id));
-        let (generation, model) = (end_ids(dir, true)?, end_ids(dir, false)?);
+        let (generation, model) = (end_ids(dir, "generation_config.json")?, end_ids(dir, "config.json")?);
         if !named.iter().any(|(role, n)| *role == "eos_token" && n.id.is_some())
             && let Some((id, text)) = generation
                 .iter()
@@ -214,26 +196,6 @@ impl Tokenizer {
         self.named("pad_token")?.id
     }
 
-    pub fn unk_id(&self) -> Option<u32> {
-        self.named("unk_token")?.id
-    }
-
-    pub fn bos_token(&self) -> Option<&str> {
-        Some(&self.named("bos_token")?.text)
-    }
-
-    pub fn eos_token(&self) -> Option<&str> {
-        Some(&self.named("eos_token")?.text)
-    }
-
-    pub fn pad_token(&self) -> Option<&str> {
-        Some(&self.named("pad_token")?.text)
-    }
-
-    pub fn unk_token(&self) -> Option<&str> {
-        Some(&self.named("unk_token")?.text)
-    }
-
     /// All named special tokens, as `("bos_token", "<s>")`.
     pub fn named_tokens(&self) -> impl Iterator<Item = (&'static str, &str)> {
         self.named.iter().map(|(role, n)| (*role, n.text.as_str()))
@@ -260,16 +222,6 @@ impl Tokenizer {
     /// `tokenizer_config.json`; an empty object where there is none.
     pub fn config(&self) -> &Value {
         &self.config
-    }
-
-    /// The tokenizer, template and generation files of a directory that an export takes along.
-    pub fn carry_files(dir: &Path) -> Vec<PathBuf> {
-        let mut out: Vec<PathBuf> = CARRIED.iter().map(|n| dir.join(n)).filter(|p| p.is_file()).collect();
-        let extra = dir.join("additional_chat_templates");
-        if let Ok(list) = files::list(&extra) {
-            out.extend(list.into_iter().filter(|p| p.extension().is_some_and(|e| e == "jinja")));
-        }
-        out
     }
 }
 
@@ -358,10 +310,10 @@ fn add_listed(inner: &mut tokenizers::Tokenizer, config: &Map<String, Value>) {
     sorted.sort_by_key(|(id, _)| *id);
     for (id, value) in sorted {
         let Some(text) = content(Some(value)) else { continue };
-        let next = inner.get_vocab_size(true) as u32;
         let fits = match inner.token_to_id(&text) {
             Some(known) => known == id && is_plain(inner, &text),
-            None => id == next,
+            // Counts all added tokens anew: only where it is needed.
+            None => id as usize == inner.get_vocab_size(true),
         };
         if !fits {
             continue;
@@ -377,13 +329,10 @@ fn add_listed(inner: &mut tokenizers::Tokenizer, config: &Map<String, Value>) {
     }
 }
 
-/// `eos_token_id` of `generation_config.json` or of `config.json`.
-fn end_ids(dir: &Path, generation: bool) -> Result<Vec<u32>> {
-    if generation {
-        return Ok(GenerationConfig::load(dir)?.eos_token_ids);
-    }
-    match optional(dir, "config.json")? {
-        Some(raw) => Config::from_map(raw, &dir.join("config.json")).token_ids("eos_token_id"),
+/// `eos_token_id` of a config file.
+fn end_ids(dir: &Path, name: &str) -> Result<Vec<u32>> {
+    match optional(dir, name)? {
+        Some(raw) => Config::from_map(raw, &dir.join(name)).token_ids("eos_token_id"),
         None => Ok(Vec::new()),
     }
 }

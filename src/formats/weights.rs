@@ -13,7 +13,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// Bytes read at a time.
+/// Bytes read at a time: as much of a file is cached at once.
 const PIECE: usize = 4 << 20;
 
 /// Where one tensor lies.
@@ -34,6 +34,52 @@ impl TensorInfo {
     /// How many numbers it holds.
     pub fn count(&self) -> usize {
         self.shape.iter().product()
+    }
+}
+
+/// Numbers that weights are read as.
+trait Number: Copy {
+    fn of_f32(x: f32) -> Self;
+    fn of_bf16(x: bf16) -> Self;
+    fn of_f64(x: f64) -> Self;
+}
+
+impl Number for f32 {
+    fn of_f32(x: f32) -> Self {
+        x
+    }
+    fn of_bf16(x: bf16) -> Self {
+        x.to_f32()
+    }
+    fn of_f64(x: f64) -> Self {
+        x as f32
+    }
+}
+
+impl Number for bf16 {
+    fn of_f32(x: f32) -> Self {
+        bf16::from_f32(x)
+    }
+    fn of_bf16(x: bf16) -> Self {
+        x
+    }
+    fn of_f64(x: f64) -> Self {
+        bf16::from_f64(x)
+    }
+}
+
+/// Stored bytes of a number format of weights to numbers, as many as `out` holds.
+fn decode<T: Number>(dtype: StoredDtype, raw: &[u8], out: &mut [T]) {
+    fn each<T, const N: usize>(raw: &[u8], out: &mut [T], f: impl Fn([u8; N]) -> T) {
+        for (to, from) in out.iter_mut().zip(raw.as_chunks::<N>().0) {
+            *to = f(*from);
+        }
+    }
+    match dtype {
+        StoredDtype::F32 => each(raw, out, |b| T::of_f32(f32::from_le_bytes(b))),
+        StoredDtype::F16 => each(raw, out, |b| T::of_f32(f16::from_le_bytes(b).to_f32())),
+        StoredDtype::Bf16 => each(raw, out, |b| T::of_bf16(bf16::from_le_bytes(b))),
+        _ => each(raw, out, |b| T::of_f64(f64::from_le_bytes(b))),
     }
 }
 
@@ -195,24 +241,12 @@ impl Weights {
 
     /// All numbers of a tensor as f32, in row-major order.
     pub fn read_f32(&self, name: &str) -> Result<Vec<f32>> {
-        self.convert(
-            name,
-            f32::from_le_bytes,
-            |b| f16::from_le_bytes(b).to_f32(),
-            |b| bf16::from_le_bytes(b).to_f32(),
-            |b| f64::from_le_bytes(b) as f32,
-        )
+        self.read_whole(name)
     }
 
     /// All numbers of a tensor as bf16 (rounded to nearest, ties to even), in row-major order.
     pub fn read_bf16(&self, name: &str) -> Result<Vec<bf16>> {
-        self.convert(
-            name,
-            |b| bf16::from_f32(f32::from_le_bytes(b)),
-            |b| bf16::from_f32(f16::from_le_bytes(b).to_f32()),
-            bf16::from_le_bytes,
-            |b| bf16::from_f64(f64::from_le_bytes(b)),
-        )
+        self.read_whole(name)
     }
 
     /// The stored bytes of a tensor of any number format.
@@ -223,26 +257,16 @@ impl Weights {
         Ok(out)
     }
 
-    fn convert<T>(
-        &self,
-        name: &str,
-        from_f32: impl Fn([u8; 4]) -> T,
-        from_f16: impl Fn([u8; 2]) -> T,
-        from_bf16: impl Fn([u8; 2]) -> T,
-        from_f64: impl Fn([u8; 8]) -> T,
-    ) -> Result<Vec<T>> {
-        fn push<T, const N: usize>(out: &mut Vec<T>, piece: &[u8], f: impl Fn([u8; N]) -> T) {
-            out.extend(piece.as_chunks::<N>().0.iter().map(|b| f(*b)));
-        }
+    fn read_whole<T: Number>(&self, name: &str) -> Result<Vec<T>> {
         let info = self.must(name)?;
         self.readable(info)?;
-        let mut out = Vec::with_capacity(info.count());
-        match info.dtype {
-            StoredDtype::F32 => self.pieces(info, |p| push(&mut out, p, &from_f32))?,
-            StoredDtype::F16 => self.pieces(info, |p| push(&mut out, p, &from_f16))?,
-            StoredDtype::Bf16 => self.pieces(info, |p| push(&mut out, p, &from_bf16))?,
-            _ => self.pieces(info, |p| push(&mut out, p, &from_f64))?,
-        }
+        let mut out = vec![T::of_f32(0.0); info.count()];
+        let mut at = 0;
+        self.pieces(info, |piece| {
+            let n = piece.len() / info.dtype.size();
+            decode(info.dtype, piece, &mut out[at..at + n]);
+            at += n;
+        })?;
         Ok(out)
     }
 

@@ -3,7 +3,7 @@
 use crate::base::{Error, Result};
 use crate::hub::download::{Repository, client};
 use crate::hub::errors::Wanted;
-use crate::hub::{HubSettings, data_kind, is_inside};
+use crate::hub::{DATA_KINDS, HubSettings, data_kind, is_inside};
 use std::path::{Path, PathBuf};
 
 pub(crate) fn resolve(settings: &HubSettings, id: &str, file: Option<&str>, revision: &str) -> Result<Vec<PathBuf>> {
@@ -37,7 +37,7 @@ pub(crate) fn resolve(settings: &HubSettings, id: &str, file: Option<&str>, revi
         ))
         .at(format!("{}/datasets/{id}, revision {revision}", settings.endpoint))
         .found(if found.is_empty() {
-            "no jsonl, json, csv or parquet file".into()
+            format!("no {} file", DATA_KINDS.join(", "))
         } else {
             found.join(", ")
         })
@@ -61,7 +61,7 @@ fn train_files(names: &[String]) -> Vec<String> {
     } else {
         return Vec::new();
     };
-    for kind in ["parquet", "jsonl", "json", "csv"] {
+    for kind in DATA_KINDS {
         let same: Vec<&String> = pool.iter().copied().filter(|n| data_kind(n) == Some(kind)).collect();
         if same.is_empty() {
             continue;

@@ -67,10 +67,10 @@ pub fn resolve_config(path: &str, revision: &str) -> Result<PathBuf> {
     resolve_with(&settings, path, revision)
 }
 
-/// The local data files that `path` names: a file as it is; else a hub data set, as `org/name` (the
+/// The local data files that `path` names: what is there as it is (readers refuse a directory); else a hub data set, as `org/name` (the
 /// files of its train split) or `org/name:file.jsonl`.
 pub fn resolve_dataset_file(path: &str, revision: &str, progress: bool) -> Result<Vec<PathBuf>> {
-    if Path::new(path).is_file() {
+    if Path::new(path).exists() {
         return Ok(vec![PathBuf::from(path)]);
     }
     let mut settings = HubSettings::from_env();
@@ -80,7 +80,7 @@ pub fn resolve_dataset_file(path: &str, revision: &str, progress: bool) -> Resul
 
 /// `resolve_dataset_file` with settings that are given instead of read from the environment.
 pub fn resolve_dataset_with(settings: &HubSettings, path: &str, revision: &str) -> Result<Vec<PathBuf>> {
-    if Path::new(path).is_file() {
+    if Path::new(path).exists() {
         return Ok(vec![PathBuf::from(path)]);
     }
     let (id, file) = match path.split_once(':') {
@@ -148,12 +148,13 @@ fn check_revision(revision: &str) -> Result<()> {
         .hint("set `model.revision = \"main\"`"))
 }
 
+/// Endings of data files that ft reads, those with the most structure first.
+const DATA_KINDS: [&str; 6] = ["parquet", "jsonl", "ndjson", "json", "csv", "tsv"];
+
 /// The ending of a data file that ft reads.
 fn data_kind(path: &str) -> Option<&'static str> {
     let lower = path.to_lowercase();
-    ["jsonl", "json", "csv", "parquet"]
-        .into_iter()
-        .find(|kind| lower.ends_with(&format!(".{kind}")))
+    DATA_KINDS.into_iter().find(|kind| lower.ends_with(&format!(".{kind}")))
 }
 
 #[cfg(test)]
@@ -200,8 +201,16 @@ mod tests {
                 .to_string()
                 .contains("is a file")
         );
+        // A directory is no id, though it looks like one.
+        let inside = dir.path().join("rows");
+        std::fs::create_dir(&inside).unwrap();
+        assert_eq!(
+            resolve_dataset_file(inside.to_str().unwrap(), "main", false).unwrap(),
+            [inside]
+        );
         for bad in [
             "data/train.jsonl",
+            "data/train.tsv",
             "org/name:../x.jsonl",
             "org/name:/etc/passwd",
             "nothing",

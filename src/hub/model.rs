@@ -10,13 +10,14 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Small files that may be absent.
-const OPTIONAL: [&str; 7] = [
+const OPTIONAL: [&str; 8] = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "chat_template.json",
 ];
 

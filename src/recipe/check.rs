@@ -3,7 +3,8 @@
 
 use super::draft::{Draft, Place, Problem, Typed, Written};
 use super::suggest;
-use super::table::{Key, Kind, NOT_BUILT, Range, TABLES, TABLES_NOT_BUILT, keys};
+use super::table::{Key, Kind, Range, TABLES, keys};
+use super::types::Named;
 use crate::base::{Error, units};
 
 #[derive(Debug, Clone, PartialEq)]
@@ -68,6 +69,15 @@ impl Values {
             Some(Value::Integer(i)) => Some(*i),
             _ => None,
         }
+    }
+
+    /// As `integer`, where the table allows no number below 0.
+    pub fn size(&self, path: &str) -> Option<usize> {
+        self.integer(path).and_then(|i| usize::try_from(i).ok())
+    }
+
+    pub fn name<T: Named>(&self, path: &str) -> T {
+        T::of(self.text(path))
     }
 
     pub fn number(&self, path: &str) -> f64 {
@@ -284,28 +294,20 @@ fn unknown(draft: &Draft, written: &Written) -> Problem {
         None => (String::new(), String::new()),
     };
     let is_table = matches!(written.value, Typed::Table | Typed::Tables);
-    let error = if TABLES_NOT_BUILT.contains(&written.path[0].as_str()) {
-        Error::usage(format!("`[{}]` is not built yet in this version", written.path[0]))
-            .at(place)
-            .hint("remove it; the stages of this version are `sft` and `pretrain`")
-    } else {
-        let what = match (is_table, table.is_empty()) {
-            (true, _) => format!("unknown table `[{path}]`"),
-            (false, true) => format!("unknown key `{name}` outside of any table"),
-            (false, false) => format!("unknown key `{name}` in `[{table}]`"),
-        };
-        Error::usage(what)
-            .at(place)
-            .hint(suggest::hint(&written.path, is_table))
+    let what = match (is_table, table.is_empty()) {
+        (true, _) => format!("unknown table `[{path}]`"),
+        (false, true) => format!("unknown key `{name}` outside of any table"),
+        (false, false) => format!("unknown key `{name}` in `[{table}]`"),
     };
-    Problem::new(&written.key_at, error)
+    let error = Error::usage(what).at(place);
+    Problem::new(&written.key_at, error.hint(suggest::hint(&written.path, is_table)))
 }
 
 /// What a kind accepts, for errors and the reference.
 pub fn expectation(key: &Key) -> String {
     match key.kind {
         Kind::Text => "a text".into(),
-        Kind::Name(_) => format!("one of {}", built(key).join(", ")),
+        Kind::Name(names) => format!("one of {}", names.join(", ")),
         Kind::Flag => "`true` or `false`".into(),
         Kind::Integer { min, max: i64::MAX } => format!("a whole number, at least {min}"),
         Kind::Integer { min, max } => format!("a whole number from {min} to {max}"),
@@ -328,16 +330,6 @@ fn limits(range: Range) -> String {
         true => format!(" {low} {} and {high} {}", range.min, range.max),
         false => format!(" {low} {}", range.min),
     }
-}
-
-/// The names of an enum key that this version does.
-fn built(key: &Key) -> Vec<&'static str> {
-    let Kind::Name(names) = key.kind else {
-        return Vec::new();
-    };
-    let path = key.path();
-    let missing = |name: &str| NOT_BUILT.iter().any(|(k, v)| *k == path && *v == name);
-    names.iter().copied().filter(|n| !missing(n)).collect()
 }
 
 /// An argument's bare word is text even where TOML reads a number, a flag or a date.
@@ -389,11 +381,6 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
             let Some(text) = as_text(draft, written) else {
                 return Err(wrong_type());
             };
-            if NOT_BUILT.contains(&(path.as_str(), text.as_str())) {
-                let error = Error::usage(format!("`{path} = \"{text}\"` is not built yet in this version"))
-                    .expected(expectation(key));
-                return Err(one(error));
-            }
             if names.contains(&text.as_str()) {
                 return Ok(Value::Text(text));
             }
@@ -401,7 +388,7 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
             let meant = match text.to_lowercase().as_str() {
                 "bfloat16" if names.contains(&"bf16") => Some("bf16"),
                 "float32" | "fp32" if names.contains(&"f32") => Some("f32"),
-                _ => suggest::nearest(&text, built(key)),
+                _ => suggest::nearest(&text, names.iter().copied()),
             };
             Err(one(match meant {
                 Some(near) => error.hint(format!("did you mean `{near}`?")),

@@ -3,6 +3,7 @@
 use super::check::Values;
 use super::types::*;
 use crate::base::Error;
+use std::path::Path;
 
 fn distils(values: &Values) -> bool {
     values.text("train.stage") == "distill"
@@ -51,7 +52,7 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
 
 /// Why a key of the table has no effect.
 pub fn unused(values: &Values, path: &str) -> Option<String> {
-    let cache = values.text("distill.teacher_cache");
+    let (cache, teacher) = (values.text("distill.teacher_cache"), values.text("distill.teacher"));
     match path {
         "distill.hidden_loss" | "distill.layer_map" if values.number("distill.hidden_weight") == 0.0 => {
             Some("distill.hidden_weight = 0".into())
@@ -60,20 +61,21 @@ pub fn unused(values: &Values, path: &str) -> Option<String> {
             Some("distill.lmbda = 0".into())
         }
         "distill.teacher_weights" | "distill.teacher_tier" if !cache.is_empty() => {
-            Some(format!("distill.teacher_cache = \"{cache}\""))
+            Some(format!("distill.teacher_cache = {cache:?}"))
         }
+        "distill.teacher_revision" if Path::new(teacher).is_dir() => Some(format!("distill.teacher = {teacher:?}")),
         _ => None,
     }
 }
 
 pub fn build(values: &Values) -> Distill {
     let set = |path: &str| Some(values.text(path).to_string()).filter(|t| !t.is_empty());
-    let size = |path: &str| values.integer(path).and_then(|i| usize::try_from(i).ok()).unwrap_or(1);
+    let size = |path: &str| values.size(path).unwrap_or(1);
     Distill {
         teacher: set("distill.teacher"),
         teacher_revision: values.text("distill.teacher_revision").to_string(),
-        teacher_weights: FrozenWeights::parse(values.text("distill.teacher_weights")).unwrap_or(FrozenWeights::Auto),
-        teacher_tier: TeacherTier::parse(values.text("distill.teacher_tier")).unwrap_or(TeacherTier::Device),
+        teacher_weights: values.name("distill.teacher_weights"),
+        teacher_tier: values.name("distill.teacher_tier"),
         teacher_cache: set("distill.teacher_cache"),
         top_k: size("distill.top_k"),
         beta: values.number("distill.beta"),
@@ -83,7 +85,7 @@ pub fn build(values: &Values) -> Distill {
         max_new_tokens: size("distill.max_new_tokens"),
         rollout_temperature: values.number("distill.rollout_temperature"),
         hidden_weight: values.number("distill.hidden_weight"),
-        hidden_loss: HiddenLoss::parse(values.text("distill.hidden_loss")).unwrap_or(HiddenLoss::Mse),
+        hidden_loss: values.name("distill.hidden_loss"),
         layer_map: values.pairs("distill.layer_map"),
     }
 }

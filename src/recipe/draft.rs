@@ -188,8 +188,9 @@ impl<'a> Draft<'a> {
         };
         let raw = raw.trim();
         let path: Vec<String> = key.trim().split('.').map(|p| p.trim().to_string()).collect();
-        let value = match raw.parse::<Value>() {
-            Ok(v) => typed(&v),
+        let parsed = raw.parse::<Value>();
+        let value = match &parsed {
+            Ok(v) => typed(v),
             // Quotes and brackets announce TOML; anything else is a bare word.
             Err(e) if raw.starts_with(['"', '\'', '[', '{']) => {
                 let error = Error::usage("argument's value is not valid TOML")
@@ -200,7 +201,7 @@ impl<'a> Draft<'a> {
             }
             Err(_) => Typed::Text(raw.to_string()),
         };
-        let lines = match raw.parse::<Value>() {
+        let lines = match &parsed {
             Ok(Value::InlineTable(table)) => table.iter().map(|(k, v)| (k.to_string(), typed(v))).collect(),
             _ => Vec::new(),
         };

@@ -65,7 +65,11 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
         ));
     }
     let frozen = values.text("memory.frozen_weights");
-    if kind == "lora" && init == "loftq" && frozen.ends_with(['2', '6']) && values.map("memory.overrides").is_empty() {
+    if kind == "lora"
+        && init == "loftq"
+        && ["f32", "bf16"].contains(&frozen)
+        && values.map("memory.overrides").is_empty()
+    {
         out.push((
             &["tune.lora.init_lora_weights", "memory.frozen_weights"],
             Error::usage(
@@ -167,7 +171,7 @@ pub fn unused(values: &Values, path: &str) -> Option<String> {
 
 /// The typed table. `values` has passed every check.
 pub fn build(values: &Values) -> Lora {
-    let size = |path: &str| values.integer(path).and_then(|i| usize::try_from(i).ok()).unwrap_or(0);
+    let size = |path: &str| values.size(path).unwrap_or(0);
     let text = |path: &str| Some(values.text(path).to_string()).filter(|t| !t.is_empty());
     let list = |path: &str| values.list(path);
     let names = |path: &str| {
@@ -176,7 +180,7 @@ pub fn build(values: &Values) -> Lora {
             .unwrap_or_default()
     };
     Lora {
-        peft_type: PeftType::parse(values.text("tune.lora.peft_type")).unwrap_or(PeftType::Lora),
+        peft_type: values.name("tune.lora.peft_type"),
         r: size("tune.lora.r"),
         lora_alpha: values.number("tune.lora.lora_alpha"),
         lora_dropout: values.number("tune.lora.lora_dropout"),
@@ -193,7 +197,7 @@ pub fn build(values: &Values) -> Lora {
             .collect(),
         modules_to_save: list("tune.lora.modules_to_save"),
         trainable_token_indices: values.integers("tune.lora.trainable_token_indices"),
-        init_lora_weights: LoraInit::parse(values.text("tune.lora.init_lora_weights")).unwrap_or(LoraInit::Default),
+        init_lora_weights: values.name("tune.lora.init_lora_weights"),
         init_samples: size("tune.lora.init_samples"),
         pissa_niter: size("tune.lora.pissa_niter"),
         loftq_iter: size("tune.lora.loftq_iter").max(1),
@@ -210,11 +214,10 @@ pub fn build(values: &Values) -> Lora {
         save_rank: size("tune.lora.save_rank"),
         adapter: text("tune.lora.adapter"),
         corda: Corda {
-            method: CordaMethod::parse(values.text("tune.lora.corda.method")).unwrap_or(CordaMethod::Ipm),
+            method: values.name("tune.lora.corda.method"),
             data: list("tune.lora.corda.data"),
             samples: size("tune.lora.corda.samples"),
-            compatible: CordaArithmetic::parse(values.text("tune.lora.corda.compatible"))
-                .unwrap_or(CordaArithmetic::Ft),
+            compatible: values.name("tune.lora.corda.compatible"),
             adaptive_rank: values.flag("tune.lora.corda.adaptive_rank"),
         },
         eva: Eva {

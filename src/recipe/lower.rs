@@ -5,6 +5,7 @@ use super::draft::{Draft, Place, Problem};
 use super::types::*;
 use super::{distill, lora, preference, reinforce};
 use crate::base::{Error, units};
+use std::path::Path;
 
 /// Two keys that say the same thing in two ways.
 const RIVALS: [(&str, &str); 2] = [
@@ -95,10 +96,7 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
             );
         }
     }
-    if values.integer("train.eval_steps").is_some_and(|n| n > 0)
-        && values.list("data.eval").is_empty()
-        && values.number("data.eval_fraction") == 0.0
-    {
+    if values.integer("train.eval_steps").is_some_and(|n| n > 0) && !evaluates(values) {
         fault(
             &["train.eval_steps", "data.eval", "data.eval_fraction"],
             Error::usage("`train.eval_steps` needs rows to evaluate on")
@@ -195,6 +193,11 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
     draft.problems.extend(problems);
 }
 
+/// Are there rows to evaluate on?
+fn evaluates(values: &Values) -> bool {
+    !values.list("data.eval").is_empty() || values.number("data.eval_fraction") > 0.0
+}
+
 fn valid_device(device: &str) -> bool {
     match device.strip_prefix("cuda") {
         Some(rest) => {
@@ -244,6 +247,7 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
         None
     };
     let max_steps = values.integer("train.max_steps").unwrap_or(-1);
+    let model = values.text("model.path");
     let adapter = values.text("tune.lora.adapter");
     let stored = |names: &[&str]| {
         let overrides = values.map("memory.overrides");
@@ -254,6 +258,21 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
     };
     let frozen = || format!("memory.frozen_weights = \"{}\"", values.text("memory.frozen_weights"));
     match path.as_str() {
+        "model.revision" if model.starts_with("shape:") || Path::new(model).is_dir() => {
+            Some(format!("model.path = {model:?}"))
+        }
+        "memory.head_chunk" if ["device", "host"].contains(&values.text("memory.tier")) => {
+            Some(format!("memory.tier = \"{}\"", values.text("memory.tier")))
+        }
+        // Adapters are f32; modules trained whole are not.
+        "optimizer.master"
+            if values.text("tune.method") == "lora"
+                && adapter.is_empty()
+                && values.list("tune.lora.modules_to_save").is_empty() =>
+        {
+            Some("tune.method = \"lora\"".into())
+        }
+        "train.predict_with_generate" if !evaluates(values) => Some("data.eval = []".into()),
         "memory.frozen_weights" | "memory.overrides" if values.text("tune.method") == "full" => {
             Some("tune.method = \"full\"".into())
         }
@@ -274,7 +293,7 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
             .contains(&path)
             && !adapter.is_empty() =>
         {
-            Some(format!("tune.lora.adapter = \"{adapter}\""))
+            Some(format!("tune.lora.adapter = {adapter:?}"))
         }
         path if path.starts_with("distill.") => distill::unused(values, path),
         path => lora::unused(values, path),
@@ -301,70 +320,63 @@ pub fn warnings(draft: &Draft, values: &Values) -> Vec<String> {
 /// The typed recipe. `values` has passed every check.
 pub fn build(values: &Values) -> Recipe {
     let text = |path: &str| values.text(path).to_string();
-    let size = |path: &str| values.integer(path).and_then(|i| usize::try_from(i).ok());
-    let number = |path: &str| size(path).unwrap_or(0);
+    let number = |path: &str| values.size(path).unwrap_or(0);
     let unset = |path: &str, word: &str| Some(text(path)).filter(|t| t != word);
-    macro_rules! name {
-        ($type:ident, $path:literal, $fallback:ident) => {
-            $type::parse(values.text($path)).unwrap_or($type::$fallback)
-        };
-    }
+    let stage: Stage = values.name("train.stage");
     Recipe {
         model: Model {
             path: text("model.path"),
             revision: text("model.revision"),
-            dtype: name!(Dtype, "model.dtype", Bf16),
+            dtype: values.name("model.dtype"),
             device: text("model.device"),
             init: match text("model.path").starts_with("shape:") {
                 true => ModelInit::Random,
-                false => name!(ModelInit, "model.init", Pretrained),
+                false => values.name("model.init"),
             },
         },
         memory: Memory {
             budget: unset("memory.budget", "auto").and_then(|t| units::parse_bytes(&t).ok()),
-            frozen_weights: name!(FrozenWeights, "memory.frozen_weights", Auto),
+            frozen_weights: values.name("memory.frozen_weights"),
             overrides: values
                 .map("memory.overrides")
                 .into_iter()
                 .filter_map(|(name, storage)| Some((name, Storage::parse(&storage)?)))
                 .collect(),
-            group_size: size("memory.group_size"),
+            group_size: values.size("memory.group_size"),
             double_quantization: values.flag("memory.double_quantization"),
-            tier: name!(Tier, "memory.tier", Auto),
-            head_chunk: size("memory.head_chunk"),
-            activations: name!(Activations, "memory.activations", Auto),
-            mlp_chunk: size("memory.mlp_chunk"),
+            tier: values.name("memory.tier"),
+            head_chunk: values.size("memory.head_chunk"),
+            activations: values.name("memory.activations"),
+            mlp_chunk: values.size("memory.mlp_chunk"),
         },
         data: Data {
             train: values.list("data.train"),
             eval: values.list("data.eval"),
             eval_fraction: values.number("data.eval_fraction"),
-            format: name!(RowFormat, "data.format", Auto),
+            format: values.name("data.format"),
             max_length: number("data.max_length"),
             // A pair is never packed with others: there is no padding to save. Answers neither.
-            packing: values.flag("data.packing")
-                && !name!(Stage, "train.stage", Sft).is_preference()
-                && !reinforce::applies(values),
-            train_on: name!(TrainOn, "data.train_on", Assistant),
+            packing: values.flag("data.packing") && !stage.is_preference() && !reinforce::applies(values),
+            train_on: values.name("data.train_on"),
             shuffle: values.flag("data.shuffle"),
             chat_template: unset("data.chat_template", "auto"),
         },
         tune: Tune {
-            method: name!(Method, "tune.method", Block),
+            method: values.name("tune.method"),
             block: Block {
-                partition: name!(Partition, "tune.block.partition", Layer),
+                partition: values.name("tune.block.partition"),
                 layers_per_block: number("tune.block.layers_per_block"),
-                order: name!(BlockOrder, "tune.block.order", Random),
+                order: values.name("tune.block.order"),
                 start_block: number("tune.block.start_block"),
                 importance: values.list("tune.block.importance"),
                 update_ratio: values.number("tune.block.update_ratio"),
-                mask: name!(MaskShape, "tune.block.mask", Adjacent),
-                switch_every: size("tune.block.switch_every"),
+                mask: values.name("tune.block.mask"),
+                switch_every: values.size("tune.block.switch_every"),
                 include_embedding: values.flag("tune.block.include_embedding"),
                 include_lm_head: values.flag("tune.block.include_lm_head"),
                 always_active: values.list("tune.block.always_active"),
-                correction: name!(Correction, "tune.block.correction", None),
-                correction_scope: name!(CorrectionScope, "tune.block.correction_scope", All),
+                correction: values.name("tune.block.correction"),
+                correction_scope: values.name("tune.block.correction_scope"),
                 correction_scale: values.number("tune.block.correction_scale"),
                 warmup_after_switch: number("tune.block.warmup_after_switch"),
             },
@@ -375,43 +387,39 @@ pub fn build(values: &Values) -> Recipe {
             },
         },
         optimizer: Optimizer {
-            name: name!(OptimizerName, "optimizer.name", Adamw),
+            name: values.name("optimizer.name"),
             learning_rate: values.number("optimizer.learning_rate"),
             betas: values.pair("optimizer.betas"),
             eps: values.number("optimizer.eps"),
             weight_decay: values.number("optimizer.weight_decay"),
             momentum: values.number("optimizer.momentum"),
-            state: name!(StateDtype, "optimizer.state", F32),
-            master: name!(Master, "optimizer.master", F32),
+            state: values.name("optimizer.state"),
+            master: values.name("optimizer.master"),
         },
         schedule: Schedule {
-            name: name!(ScheduleName, "schedule.name", Cosine),
+            name: values.name("schedule.name"),
             warmup_ratio: values.number("schedule.warmup_ratio"),
-            warmup_steps: size("schedule.warmup_steps"),
+            warmup_steps: values.size("schedule.warmup_steps"),
             decay_ratio: values.number("schedule.decay_ratio"),
             min_lr_ratio: values.number("schedule.min_lr_ratio"),
         },
         preference: preference::build(values),
         distill: distill::build(values),
         train: Train {
-            stage: name!(Stage, "train.stage", Sft),
+            stage,
             num_epochs: values.number("train.num_epochs"),
             max_steps: values.integer("train.max_steps").unwrap_or(-1),
             batch_size: number("train.batch_size"),
             gradient_accumulation_steps: number("train.gradient_accumulation_steps"),
             max_grad_norm: values.number("train.max_grad_norm"),
-            seed: values
-                .integer("train.seed")
-                .and_then(|i| u64::try_from(i).ok())
-                .unwrap_or(0),
+            seed: number("train.seed") as u64,
             logging_steps: number("train.logging_steps"),
             eval_steps: number("train.eval_steps"),
             save_steps: number("train.save_steps"),
             save_total_limit: number("train.save_total_limit"),
             output_dir: text("train.output_dir"),
             sample_prompts: values.list("train.sample_prompts"),
-            predict_with_generate: values.flag("train.predict_with_generate")
-                && !name!(Stage, "train.stage", Sft).is_preference(),
+            predict_with_generate: values.flag("train.predict_with_generate") && !stage.is_preference(),
         },
         reinforce: reinforce::build(values),
     }

@@ -14,7 +14,7 @@ fn losses(stage: Stage) -> Vec<&'static str> {
 }
 
 fn stage(values: &Values) -> Stage {
-    Stage::parse(values.text("train.stage")).unwrap_or(Stage::Sft)
+    values.name("train.stage")
 }
 
 /// The loss of the recipe's stage: what is written, or the stage's own.
@@ -120,7 +120,7 @@ pub fn build(values: &Values) -> Preference {
         beta: number("rlhf.beta"),
         label_smoothing: number("rlhf.label_smoothing"),
         ld_alpha: number("rlhf.ld_alpha"),
-        f_divergence_type: FDivergence::parse(values.text("rlhf.f_divergence_type")).unwrap_or(FDivergence::ReverseKl),
+        f_divergence_type: values.name("rlhf.f_divergence_type"),
         f_alpha_divergence_coef: number("rlhf.f_alpha_divergence_coef"),
         discopop_tau: number("rlhf.discopop_tau"),
         simpo_gamma: number("rlhf.simpo_gamma"),

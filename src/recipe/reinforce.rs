@@ -106,13 +106,13 @@ pub fn unused(values: &Values, path: &str) -> Option<String> {
             Some("rlhf.grpo.beta = 0".into())
         }
         "rlhf.ppo.kl_horizon" if values.number("rlhf.ppo.kl_target") == 0.0 => Some("rlhf.ppo.kl_target = 0".into()),
-        "data.train_on" | "data.packing" if reinforced => Some(text("train.stage")),
+        "data.train_on" | "data.packing" | "train.predict_with_generate" if reinforced => Some(text("train.stage")),
         _ => None,
     }
 }
 
 pub fn build(values: &Values) -> Reinforce {
-    let size = |path: &str| values.integer(path).and_then(|i| usize::try_from(i).ok()).unwrap_or(0);
+    let size = |path: &str| values.size(path).unwrap_or(0);
     let number = |path: &str| values.number(path);
     Reinforce {
         rewards: values.list("rlhf.rewards"),
@@ -127,18 +127,16 @@ pub fn build(values: &Values) -> Reinforce {
         top_p: number("rlhf.top_p"),
         num_iterations: size("rlhf.num_iterations"),
         num_mini_batches: size("rlhf.num_mini_batches"),
-        rollout_weights: RolloutWeights::parse(values.text("rlhf.rollout_weights")).unwrap_or(RolloutWeights::Exact),
-        rollout_correction: RolloutCorrection::parse(values.text("rlhf.rollout_correction"))
-            .unwrap_or(RolloutCorrection::SequenceMask),
+        rollout_weights: values.name("rlhf.rollout_weights"),
+        rollout_correction: values.name("rlhf.rollout_correction"),
         rollout_clip_max: number("rlhf.rollout_clip_max"),
         rollout_clip_min: number("rlhf.rollout_clip_min"),
         sample_steps: size("rlhf.sample_steps"),
         samples: size("rlhf.samples"),
         grpo: Grpo {
-            loss_type: GrpoLoss::parse(values.text("rlhf.grpo.loss_type")).unwrap_or(GrpoLoss::Dapo),
-            importance_sampling_level: ImportanceLevel::parse(values.text("rlhf.grpo.importance_sampling_level"))
-                .unwrap_or(ImportanceLevel::Token),
-            scale_rewards: ScaleRewards::parse(values.text("rlhf.grpo.scale_rewards")).unwrap_or(ScaleRewards::Group),
+            loss_type: values.name("rlhf.grpo.loss_type"),
+            importance_sampling_level: values.name("rlhf.grpo.importance_sampling_level"),
+            scale_rewards: values.name("rlhf.grpo.scale_rewards"),
             epsilon: number("rlhf.grpo.epsilon"),
             epsilon_high: number("rlhf.grpo.epsilon_high"),
             delta: number("rlhf.grpo.delta"),
@@ -149,7 +147,7 @@ pub fn build(values: &Values) -> Reinforce {
         },
         ppo: Ppo {
             kl_coef: number("rlhf.ppo.kl_coef"),
-            kl_estimator: KlEstimator::parse(values.text("rlhf.ppo.kl_estimator")).unwrap_or(KlEstimator::K1),
+            kl_estimator: values.name("rlhf.ppo.kl_estimator"),
             kl_target: number("rlhf.ppo.kl_target"),
             kl_horizon: number("rlhf.ppo.kl_horizon"),
             gamma: number("rlhf.ppo.gamma"),

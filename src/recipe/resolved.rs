@@ -2,7 +2,7 @@
 
 use super::check::{Entry, Origin, Value, Values, expectation};
 use super::lower::unused;
-use super::table::{NOT_BUILT, TABLES, keys};
+use super::table::{TABLES, keys};
 
 /// A value as TOML.
 pub fn toml(value: &Value) -> String {
@@ -85,16 +85,7 @@ pub fn reference() -> String {
         out.push_str(&format!("\n## [{table}]\n\n{about}\n\n"));
         out.push_str("| key | accepts | default | why this default | what it does |\n|---|---|---|---|---|\n");
         for key in keys().filter(|k| k.table == *table) {
-            let path = key.path();
-            let missing: Vec<String> = NOT_BUILT
-                .iter()
-                .filter(|(k, _)| *k == path)
-                .map(|(_, v)| format!("`{v}`"))
-                .collect();
             let mut doc = key.doc.to_string();
-            if !missing.is_empty() {
-                doc.push_str(&format!(" Not built yet: {}.", missing.join(", ")));
-            }
             if let Some((other, values)) = key.when {
                 let values: Vec<String> = values.iter().map(|v| format!("`{v}`")).collect();
                 doc.push_str(&format!(" Used with `{other}` = {}.", values.join(" or ")));

@@ -125,12 +125,6 @@ pub const TABLES: &[(&str, &str)] = &[
     ("train", "The run: stage, length, batch, saving."),
 ];
 
-/// Tables of the design that this version does not know yet.
-pub const TABLES_NOT_BUILT: &[&str] = &[];
-
-/// Values that the design names and this version does not do yet: key, value.
-pub const NOT_BUILT: &[(&str, &str)] = &[];
-
 /// Names that other tools use for our keys.
 pub const ALIASES: &[(&str, &str)] = &[
     ("alpha", "tune.lora.lora_alpha"),
@@ -197,6 +191,9 @@ const fn when(key: Key, other: &'static str, values: &'static [&'static str]) ->
 const fn from(min: i64) -> Kind {
     Kind::Integer { min, max: i64::MAX }
 }
+
+/// How many of something that is multiplied with others of its kind: the product of three fits in 64 bits.
+const MANY: Kind = Kind::Integer { min: 1, max: 1 << 20 };
 
 /// More than zero, less than one.
 const INSIDE_ONE: Range = Range {

@@ -1,5 +1,11 @@
 //! The meaning of a recipe. Field names are the recipe's keys; nothing here is optional unless "unset" means something.
 
+/// An enum of which a recipe writes one value by its name.
+pub trait Named: Sized {
+    /// The value of this name. (Other names were refused by the table; they give the first value.)
+    fn of(name: &str) -> Self;
+}
+
 /// Declares an enum whose values have the names used in recipes.
 macro_rules! named {
     ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
@@ -13,6 +19,11 @@ macro_rules! named {
             }
             pub fn name(self) -> &'static str {
                 match self { $(Self::$variant => $text),+ }
+            }
+        }
+        impl Named for $name {
+            fn of(name: &str) -> Self {
+                Self::parse(name).unwrap_or([$(Self::$variant),+][0])
             }
         }
     };

@@ -36,10 +36,13 @@ pub fn cpu() -> (String, usize, Vec<&'static str>) {
 }
 
 /// Features this binary was built with.
-pub fn build_features() -> Vec<&'static str> {
+fn build_features() -> Vec<&'static str> {
     let mut out = Vec::new();
     if cfg!(feature = "hub") {
         out.push("hub");
+    }
+    if cfg!(feature = "cuda") {
+        out.push("cuda");
     }
     if cfg!(debug_assertions) {
         out.push("debug");

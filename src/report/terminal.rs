@@ -140,7 +140,9 @@ impl Terminal {
     fn eta(&self, step: u64) -> Duration {
         let done = step.saturating_sub(self.first).max(1);
         let left = self.total.saturating_sub(step);
-        self.started.elapsed().div_f64(done as f64).mul_f64(left as f64)
+        // A run "without end" has more seconds than a `Duration` holds.
+        let seconds = self.started.elapsed().as_secs_f64() / done as f64 * left as f64;
+        Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
     }
 }
 
@@ -209,6 +211,14 @@ mod tests {
             "step   7/120  loss 2.5000 v  grad 1.250  lr 1.00e-5   1,234 tok/s  3.0 GiB  eta 1m 05s  layers.3"
         );
         assert!(step_line(&m, Some(2.4), 9, Duration::ZERO, true).contains("2.5000 ▲"));
+    }
+
+    #[test]
+    fn a_run_without_end_has_an_end_in_sight() {
+        let mut terminal = Terminal::new(Style::default(), u64::MAX, 0);
+        terminal.started -= Duration::from_secs(100);
+        assert_eq!(terminal.eta(1), Duration::MAX);
+        assert!(terminal.eta(u64::MAX - 2) < Duration::from_secs(1));
     }
 
     #[test]

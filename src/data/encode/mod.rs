@@ -275,7 +275,8 @@ impl Encoder<'_> {
                 let last = (chat.first_trained..chat.messages.len())
                     .rev()
                     .find(|&i| chat::role(&chat.messages[i]) == "assistant");
-                let Some(last) = last.filter(|&i| !chat::content(&chat.messages[i]).is_empty()) else {
+                // Nothing was asked before a first message.
+                let Some(last) = last.filter(|&i| i > 0 && !chat::content(&chat.messages[i]).is_empty()) else {
                     return Ok(None);
                 };
                 let ids = self.rendered(&chat.messages[..last], chat.tools.as_ref(), true)?;

@@ -55,7 +55,8 @@ impl PairEncoder<'_> {
             }
         };
         let most = self.encoder.max_length;
-        if prompt >= most {
+        // A row that must be whole is left out with its prompt: it is longer than this in any case.
+        if prompt >= most && self.want != Want::WholePairs {
             return Err(Error::new("the prompt leaves no room for an answer")
                 .at(&row.place)
                 .found(format!("a prompt of {prompt} tokens, data.max_length = {most}"))

@@ -16,10 +16,10 @@ mod tests;
 
 use super::batch::{Batch, Example};
 use super::codec::{ChatRender, TextCodec};
-use super::dataset::{CHUNK_ROWS, Dataset, Origin, Spec, nothing_to_train};
+use super::dataset::{CHUNK_ROWS, Dataset, Origin, Spec, nothing_to_train, unless_stopped};
 use super::read::Row;
 use crate::base::rng::{Rng, Stream};
-use crate::base::{Error, Result, signal};
+use crate::base::{Error, Result};
 use crate::recipe::RowFormat;
 use encode::{Side, Unit};
 use rayon::prelude::*;
@@ -156,13 +156,7 @@ impl Loader<'_> {
             }
             self.push(unit, origin);
         }
-        match signal::received() {
-            Some(s) => Err(Error::signal(
-                s,
-                "stopped while the data was read; nothing was trained yet",
-            )),
-            None => Ok(()),
-        }
+        unless_stopped()
     }
 
     fn push(&mut self, unit: Unit, origin: Origin) {
@@ -261,6 +255,7 @@ impl Dataset {
         };
         let mut out = Dataset {
             stats: self.stats.clone(),
+            grouped: true,
             ..Dataset::default()
         };
         for first in (0..n).step_by(group) {

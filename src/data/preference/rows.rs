@@ -6,7 +6,7 @@
 
 use super::super::chat;
 use super::super::read::{Row, clip, kind};
-use super::super::rows::{list, missing, names, string, tools, wrong};
+use super::super::rows::{are_chats, is_chat, list, missing, names, string, tools, wrong};
 use crate::base::{Error, Result};
 use crate::recipe::RowFormat;
 use serde_json::{Map, Value};
@@ -61,19 +61,6 @@ fn field<'a>(fields: &'a Map<String, Value>, name: &str) -> Result<&'a Value> {
     match fields.get(name) {
         None | Some(Value::Null) => Err(missing(fields, name, RowFormat::Preference).expected(SHAPE)),
         Some(value) => Ok(value),
-    }
-}
-
-/// A list of messages, also one written as JSON text.
-fn is_chat(value: &Value) -> bool {
-    match value {
-        Value::Array(_) => true,
-        Value::String(s) => {
-            s.trim_start().starts_with('[')
-                && serde_json::from_str::<Vec<Value>>(s)
-                    .is_ok_and(|l| !l.is_empty() && l.iter().all(|m| m.get("role").is_some()))
-        }
-        _ => false,
     }
 }
 
@@ -157,12 +144,7 @@ fn judged(fields: &Map<String, Value>) -> Result<Judgement> {
         _ => None,
     };
     let label = wanted.ok_or_else(|| wrong(label, "label", "true (desirable) or false (undesirable)"))?;
-    if is_chat(prompt) != is_chat(completion) {
-        return Err(Error::new("`prompt` and `completion` are of different kinds")
-            .found(format!("{} and {}", kind(prompt), kind(completion)))
-            .expected("two strings or two lists of messages"));
-    }
-    let sides = match is_chat(prompt) {
+    let sides = match are_chats(prompt, completion)? {
         true => chats(messages(fields, "prompt")?, [messages(fields, "completion")?], fields)?,
         false => Sides::Text {
             prompt: string(prompt, "prompt")?.to_string(),
@@ -208,20 +190,9 @@ fn shared_text(a: &str, b: &str) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::read::Place;
     use super::*;
+    use crate::data::testing::row;
     use serde_json::json;
-
-    fn row(value: Value) -> Row {
-        Row {
-            fields: value.as_object().unwrap().clone(),
-            place: Place {
-                file: "p.jsonl".into(),
-                number: 7,
-                is_line: true,
-            },
-        }
-    }
 
     fn texts(value: Value) -> (String, [String; 2]) {
         match understand(&row(value)).unwrap() {
@@ -317,7 +288,7 @@ mod tests {
             ),
         ] {
             let error = understand(&row(value.clone())).unwrap_err().to_string();
-            assert!(error.contains(what) && error.contains("p.jsonl:7"), "{value}: {error}");
+            assert!(error.contains(what) && error.contains("t.jsonl:3"), "{value}: {error}");
         }
     }
 }

@@ -1,34 +1,17 @@
 //! Preference rows end to end: tokens as in TRL, cuts, refusals, mismatched pairs.
 
 use super::*;
-use crate::data::IGNORE;
-use crate::data::testing::{Jinja, Words};
+use crate::data::testing::{Jinja, Words, files};
+use crate::data::{BatchStream, IGNORE, Length, StreamSpec};
 use crate::recipe::TrainOn;
 
 const CHATML: &str = r#"{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"#;
 
-struct File(std::path::PathBuf);
-
-impl File {
-    fn new(name: &str, lines: &[&str]) -> Self {
-        let path = std::env::temp_dir().join(format!("ft-preference-{name}-{}.jsonl", std::process::id()));
-        std::fs::write(&path, lines.join("\n")).unwrap();
-        Self(path)
-    }
-}
-
-impl Drop for File {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
-}
-
-fn read(words: &Words, name: &str, lines: &[&str], want: Want, max_length: usize) -> Result<Dataset> {
-    let file = File::new(name, lines);
-    let files = [file.0.display().to_string()];
+fn read(words: &Words, lines: &[&str], want: Want, max_length: usize) -> Result<Dataset> {
+    let files = files(&[("p.jsonl", &lines.join("\n"))]);
     let spec = Spec {
-        files: &files,
+        files: &files.paths,
         format: RowFormat::Auto,
         max_length,
         train_on: TrainOn::Assistant,
@@ -57,7 +40,7 @@ fn a_pair_becomes_two_documents_of_one_example() {
         r#"{"prompt": "a b", "chosen": " c d", "rejected": " e"}"#,
         r#"{"chosen": [{"role":"user","content":"q"},{"role":"assistant","content":"yes"}], "rejected": [{"role":"user","content":"q"},{"role":"assistant","content":"no"}]}"#,
     ];
-    let data = read(&words, "pair", &rows, Want::Pairs, 64).unwrap();
+    let data = read(&words, &rows, Want::Pairs, 64).unwrap();
     assert_eq!(
         shown(&words, &data, 0),
         ["a b[ c][ d][<|im_end|>]", "a b[ e][<|im_end|>]"]
@@ -86,7 +69,7 @@ fn a_pair_becomes_two_documents_of_one_example() {
     let flat = data.flat();
     assert_eq!((flat.examples.len(), flat.stats.tokens), (4, data.stats.tokens));
 
-    let data = read(&words, "orpo", &rows, Want::PairsAndPrompts, 64).unwrap();
+    let data = read(&words, &rows, Want::PairsAndPrompts, 64).unwrap();
     assert_eq!(
         shown(&words, &data, 0),
         ["a[ b][ c][ d][<|im_end|>]", "a b[ e][<|im_end|>]"]
@@ -98,13 +81,13 @@ fn the_prompt_ends_where_the_tokens_part_for_both_sides() {
     let words = Words::chatml();
     // "foo" + "bar" is one word: the prompt's last token is another one then.
     let rows = [r#"{"prompt": "a foo", "chosen": "bar", "rejected": " bar"}"#];
-    let data = read(&words, "parts", &rows, Want::Pairs, 64).unwrap();
+    let data = read(&words, &rows, Want::Pairs, 64).unwrap();
     assert_eq!(
         shown(&words, &data, 0),
         ["a[ foobar][<|im_end|>]", "a[ foo][ bar][<|im_end|>]"]
     );
     let rows = [r#"{"prompt": "a", "chosen": " b<|im_end|>", "rejected": " c"}"#];
-    let data = read(&words, "eos", &rows, Want::Pairs, 64).unwrap();
+    let data = read(&words, &rows, Want::Pairs, 64).unwrap();
     assert_eq!(shown(&words, &data, 0), ["a[ b][<|im_end|>]", "a[ c][<|im_end|>]"]);
 }
 
@@ -115,18 +98,20 @@ fn long_answers_are_cut_and_long_prompts_refused() {
         r#"{"prompt": "a b", "chosen": " c d e f", "rejected": " g"}"#,
         r#"{"prompt": "a b", "chosen": " x y z", "rejected": " x y w"}"#,
     ];
-    let data = read(&words, "cut", &rows, Want::Pairs, 4).unwrap();
+    let data = read(&words, &rows, Want::Pairs, 4).unwrap();
     assert_eq!(shown(&words, &data, 0), ["a b[ c][ d]", "a b[ g][<|im_end|>]"]);
     // The second row's sides are equal after the cut.
     let stats = &data.stats;
     assert_eq!((data.examples.len(), stats.rows, stats.dropped_rows), (1, 2, 1));
     assert_eq!((stats.truncated_rows, stats.longest_written), (2, 7));
     // A reward model reads the end of a text: rows that lose it are left out.
-    let e = read(&words, "whole", &rows[..1], Want::WholePairs, 4)
-        .unwrap_err()
-        .to_string();
+    let e = read(&words, &rows[..1], Want::WholePairs, 4).unwrap_err().to_string();
     assert!(e.contains("nothing in the data") && e.contains("max_length"), "{e}");
-    let e = read(&words, "long", &[rows[0], rows[0]], Want::Pairs, 2)
+    let long = r#"{"prompt": "a b c d e", "chosen": " f", "rejected": " g"}"#;
+    let short = r#"{"prompt": "a", "chosen": " b", "rejected": " c"}"#;
+    let data = read(&words, &[long, short], Want::WholePairs, 4).unwrap();
+    assert_eq!((data.examples.len(), data.stats.dropped_by_truncation), (1, 1));
+    let e = read(&words, &[rows[0], rows[0]], Want::Pairs, 2)
         .unwrap_err()
         .to_string();
     assert!(
@@ -162,7 +147,7 @@ fn equal_sides_mixed_margins_and_foreign_rows_are_refused_with_their_line() {
         ),
         (r#"{"messages": []}"#, Want::Pairs, "not a preference row"),
     ] {
-        let e = read(&words, "bad", &[good, row], want, 64).unwrap_err().to_string();
+        let e = read(&words, &[good, row], want, 64).unwrap_err().to_string();
         assert!(e.contains(what) && e.contains(".jsonl:2"), "{e}");
     }
 }
@@ -175,7 +160,7 @@ fn judged_rows_get_the_answer_of_their_neighbour_as_mismatch() {
         r#"{"prompt": "c d", "completion": " e f", "label": false}"#,
         r#"{"prompt": "g", "chosen": " h", "rejected": " i"}"#,
     ];
-    let data = read(&words, "judged", &rows, Want::Judged, 64).unwrap();
+    let data = read(&words, &rows, Want::Judged, 64).unwrap();
     // A pair is two judged answers; the rejected ones stand after all others.
     let labels: Vec<bool> = data.preferences.iter().map(|p| p.label).collect();
     assert_eq!(labels, [true, false, true, false]);
@@ -209,6 +194,18 @@ fn judged_rows_get_the_answer_of_their_neighbour_as_mismatch() {
         data.clone().mismatched(2, 64, Some(3)).unwrap().fingerprint
     );
     assert_eq!(mixed.examples.len(), 4);
+    // A micro-batch holds the rows of a group, in every epoch.
+    let spec = StreamSpec {
+        batch_size: 2,
+        accumulation: 1,
+        packing: false,
+        max_length: 64,
+        shuffle: true,
+        seed: 3,
+        length: Length::Epochs(8.0),
+    };
+    let stream = BatchStream::new(&mixed, spec).unwrap();
+    assert!((0..16).all(|m| stream.rows(m) == [[0, 1], [2, 3]][m as usize % 2]));
     assert!(
         data.mismatched(1, 64, None)
             .unwrap_err()
@@ -224,7 +221,7 @@ fn splits_keep_what_belongs_to_a_row() {
         .map(|i| format!(r#"{{"prompt": "p{i}", "chosen": " a", "rejected": " b c", "margin": {i}}}"#))
         .collect();
     let rows: Vec<&str> = rows.iter().map(String::as_str).collect();
-    let data = read(&words, "split", &rows, Want::Pairs, 64).unwrap();
+    let data = read(&words, &rows, Want::Pairs, 64).unwrap();
     let whole = data.fingerprint.clone();
     let (train, eval) = data.split(0.3, 5).unwrap();
     assert_eq!((train.preferences.len(), eval.preferences.len()), (7, 3));
@@ -233,14 +230,18 @@ fn splits_keep_what_belongs_to_a_row() {
             assert_eq!(set.origins[row].number as f32, p.margin + 1.0);
         }
     }
+    // Two judged answers of a row are never on both sides.
+    let judged = read(&words, &rows, Want::Judged, 64).unwrap();
+    let (train, eval) = judged.split(0.7, 5).unwrap();
+    assert_eq!((train.examples.len(), eval.examples.len()), (6, 14));
+    assert_eq!((train.stats.rows, eval.stats.rows), (3, 7));
+    assert!(eval.origins.iter().all(|o| !train.origins.contains(o)));
+    assert_eq!(eval.preferences.iter().filter(|p| p.label).count(), 7);
     // Margins are part of what a data set is.
     let other: Vec<String> = rows
         .iter()
         .map(|r| r.replace("\"margin\": 3", "\"margin\": 4"))
         .collect();
     let other: Vec<&str> = other.iter().map(String::as_str).collect();
-    assert_ne!(
-        read(&words, "other", &other, Want::Pairs, 64).unwrap().fingerprint,
-        whole
-    );
+    assert_ne!(read(&words, &other, Want::Pairs, 64).unwrap().fingerprint, whole);
 }

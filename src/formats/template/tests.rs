@@ -185,6 +185,8 @@ fn generation_tags_are_a_block_that_does_nothing() {
         without_generation_tags("a{%- generation -%}b{% endgeneration %}{% if x %}{%"),
         "a{%- with -%}b{% endwith %}{% if x %}{%"
     );
+    assert_eq!(without_generation_tags("{%}{%"), "{%}{%");
+    assert!(ChatTemplate::from_text("{%}", "t.jinja", &tokenizer(json!({}))).is_err());
     assert_eq!(render("{% generation %}\nx\n{%- endgeneration %}y").unwrap(), "xy");
 }
 

@@ -1,13 +1,10 @@
 //! Parts of tensors into memory that the caller has: for weights that come from the disk again and again. What
 //! was read does not stay in the system's cache, which would otherwise fill with the whole model.
 
-use super::{TensorInfo, Weights};
+use super::{Number, PIECE, TensorInfo, Weights, decode};
 use crate::base::{Error, Result, files};
 use crate::formats::dtype::StoredDtype;
-use half::{bf16, f16};
-
-/// Bytes read at a time: as much of a file is cached at once.
-const PIECE: usize = 4 << 20;
+use half::bf16;
 
 /// Numbers that a file may hold as they are.
 trait Plain: Copy {
@@ -43,32 +40,12 @@ impl Weights {
     ///
     /// Errors: no such tensor, or not as many numbers in it; no number format of weights; the disk.
     pub fn read_f32_at(&self, name: &str, first: usize, out: &mut [f32]) -> Result<()> {
-        self.read_at(
-            name,
-            first,
-            out,
-            [
-                |b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]),
-                |b| f16::from_le_bytes([b[0], b[1]]).to_f32(),
-                |b| bf16::from_le_bytes([b[0], b[1]]).to_f32(),
-                |b| f64::from_le_bytes(eight(b)) as f32,
-            ],
-        )
+        self.read_at(name, first, out)
     }
 
     /// As `read_f32_at`, as bf16 (rounded to nearest, ties to even: the values of `read_bf16`).
     pub fn read_bf16_at(&self, name: &str, first: usize, out: &mut [bf16]) -> Result<()> {
-        self.read_at(
-            name,
-            first,
-            out,
-            [
-                |b| bf16::from_f32(f32::from_le_bytes([b[0], b[1], b[2], b[3]])),
-                |b| bf16::from_f32(f16::from_le_bytes([b[0], b[1]]).to_f32()),
-                |b| bf16::from_le_bytes([b[0], b[1]]),
-                |b| bf16::from_f64(f64::from_le_bytes(eight(b))),
-            ],
-        )
+        self.read_at(name, first, out)
     }
 
     /// As `read_f32_at`, of a tensor that is stored as I16.
@@ -98,20 +75,13 @@ impl Weights {
         Ok(())
     }
 
-    /// `convert`: from F32, F16, BF16, F64.
-    fn read_at<T: Plain>(&self, name: &str, first: usize, out: &mut [T], convert: [fn(&[u8]) -> T; 4]) -> Result<()> {
+    fn read_at<T: Plain + Number>(&self, name: &str, first: usize, out: &mut [T]) -> Result<()> {
         let info = self.must(name)?;
         self.readable(info)?;
         self.inside(name, first, out.len())?;
         if info.dtype == T::STORED && cfg!(target_endian = "little") {
             return self.plain(name, first, out);
         }
-        let convert = match info.dtype {
-            StoredDtype::F32 => convert[0],
-            StoredDtype::F16 => convert[1],
-            StoredDtype::Bf16 => convert[2],
-            _ => convert[3],
-        };
         let size = info.dtype.size();
         let most = (PIECE / 4 / size).min(out.len());
         let mut buffer = vec![0u8; most * size];
@@ -119,9 +89,7 @@ impl Weights {
         for part in out.chunks_mut(most.max(1)) {
             let raw = &mut buffer[..part.len() * size];
             self.read_and_forget(name, (at * size) as u64, raw)?;
-            for (to, from) in part.iter_mut().zip(raw.chunks_exact(size)) {
-                *to = convert(from);
-            }
+            decode(info.dtype, raw, part);
             at += part.len();
         }
         Ok(())
@@ -158,12 +126,6 @@ impl Weights {
             .found(info.count())
             .expected(format!("{count} from number {first} on"))
     }
-}
-
-fn eight(b: &[u8]) -> [u8; 8] {
-    let mut out = [0u8; 8];
-    out.copy_from_slice(&b[..8]);
-    out
 }
 
 #[cfg(test)]

@@ -69,7 +69,7 @@ pub(super) static KEYS: &[Key] = &[
             "top_k",
             Kind::Integer { min: 1, max: 65536 },
             "64",
-            "most of the mass, in 260 to 390 bytes a token",
+            "most of the mass, in 260 to 388 bytes a token",
             "Likeliest ids of a token whose log-probabilities `ft distill cache` stores; all others share one number.",
         ),
         "train.stage",

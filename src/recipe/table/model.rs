@@ -105,7 +105,7 @@ pub(super) static KEYS: &[Key] = &[
         Kind::Name(Activations::NAMES),
         "\"auto\"",
         "as many layers keep theirs as the budget allows; the others recompute from their input",
-        "What is kept of the forward pass for the backward pass: `keep` everything, `recompute` (only layer inputs), or `auto`. The results are the same bits.",
+        "What is kept of the forward pass for the backward pass: `keep` everything, `recompute` (only layer inputs), `host` (as `recompute`, the layer inputs in host memory; GPU only), or `auto`. The results are the same bits.",
     ),
     key(
         "memory",
@@ -121,7 +121,7 @@ pub(super) static KEYS: &[Key] = &[
         Kind::Texts,
         "",
         "",
-        "File or list of files (jsonl, json, csv, parquet), relative to the current directory.",
+        "File or list of files (jsonl, ndjson, json, csv, tsv, parquet), relative to the current directory; or a hub data set: `org/name`, `org/name:file.jsonl`.",
     ),
     key(
         "data",

@@ -15,26 +15,20 @@ const fn preference(
 }
 
 /// The names of `rlhf.loss_type`: each stage has its own.
-const LOSSES: &[&str] = &[
-    "auto",
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "bco_pair",
-    "sppo_hard",
-    "aot",
-    "aot_unpaired",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "sft",
-    "sigmoid_norm",
-    "kto",
-    "apo_zero_unpaired",
-];
+const LOSSES: &[&str] = &{
+    let pairs = PairLoss::NAMES.len();
+    let mut names = ["auto"; 1 + PairLoss::NAMES.len() + JudgedLoss::NAMES.len()];
+    let mut i = 1;
+    while i < names.len() {
+        names[i] = if i <= pairs {
+            PairLoss::NAMES[i - 1]
+        } else {
+            JudgedLoss::NAMES[i - 1 - pairs]
+        };
+        i += 1;
+    }
+    names
+};
 
 pub(super) static KEYS: &[Key] = &[
     preference(

@@ -70,7 +70,7 @@ pub(super) static KEYS: &[Key] = &[
     ),
     reinforce(
         "num_generations",
-        from(1),
+        MANY,
         "8",
         "as in TRL",
         "Answers to each prompt: the group of GRPO. PPO takes as many, each for itself.",
@@ -105,14 +105,14 @@ pub(super) static KEYS: &[Key] = &[
     ),
     reinforce(
         "num_iterations",
-        from(1),
+        MANY,
         "1",
         "on-policy as far as can be",
         "Times that the answers of a rollout are learned from.",
     ),
     reinforce(
         "num_mini_batches",
-        from(1),
+        MANY,
         "1",
         "on-policy as far as can be",
         "Optimizer steps that one time through the answers takes; a rollout has `batch_size × gradient_accumulation_steps × num_mini_batches` answers.",

@@ -166,7 +166,7 @@ pub(super) static KEYS: &[Key] = &[
     key(
         "train",
         "batch_size",
-        from(1),
+        MANY,
         "1",
         "least memory",
         "Sequences in one forward pass.",
@@ -174,7 +174,7 @@ pub(super) static KEYS: &[Key] = &[
     key(
         "train",
         "gradient_accumulation_steps",
-        from(1),
+        MANY,
         "8",
         "a steady gradient from small batches",
         "Forward passes in one optimizer step; the loss is divided by the trained tokens of all of them.",

@@ -1,14 +1,9 @@
-//! Preference stages of the `ft` program: what they refuse, what they leave behind, what the shipped recipes reach.
+//! Preference stages of the `ft` program: what they refuse and what they leave behind.
 
 use crate::bench::{Bench, number, said};
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
-
-fn lines(bench: &Bench, run: &str) -> Vec<Value> {
-    let all = fs::read_to_string(bench.path(run).join("metrics.jsonl")).unwrap();
-    all.lines().map(|l| serde_json::from_str(l).unwrap()).collect()
-}
 
 /// Before the run directory is made, with the line of the row.
 #[test]

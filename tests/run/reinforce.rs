@@ -2,7 +2,6 @@
 
 use crate::bench::{Bench, number, said};
 use crate::resume::assert_same;
-use serde_json::Value;
 use std::fs;
 use std::time::{Duration, Instant};
 

@@ -3,7 +3,6 @@
 
 use crate::bench::{Bench, number, said};
 use serde_json::Value;
-use std::fs;
 
 /// Runs a shipped recipe into `name`; its evaluations, in order.
 fn shipped(bench: &Bench, name: &str, more: &[&str]) -> Vec<Value> {
@@ -23,8 +22,7 @@ fn shipped(bench: &Bench, name: &str, more: &[&str]) -> Vec<Value> {
 }
 
 fn lines(bench: &Bench, name: &str) -> Vec<Value> {
-    let text = fs::read_to_string(bench.path(name).join("metrics.jsonl")).unwrap();
-    text.lines().map(|l| serde_json::from_str(l).unwrap()).collect()
+    bench.lines(&format!("{name}/metrics.jsonl"))
 }
 
 fn ends(evals: &[Value]) -> (&Value, &Value) {

@@ -153,20 +153,51 @@ pub fn matching(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
 /// expression at the end of its path.
 pub fn of_pattern<'a, T>(patterns: &'a [(String, T)], module: &str) -> Result<Option<&'a T>> {
     for (pattern, value) in patterns {
-        if is_match(&compile(&format!("^(?:.*\\.)?(?:{pattern})$"))?, module)? {
+        if Ending::new(pattern)?.matches(module)? {
             return Ok(Some(value));
         }
     }
     Ok(None)
 }
 
+/// A key of `rank_pattern` or `alpha_pattern`. Allocated ranks come with a key for every linear, which are plain paths:
+/// no expression is compiled for these.
+enum Ending<'a> {
+    /// Every `.` stands for any character, as in a regular expression.
+    Plain(&'a str),
+    Regex(Regex),
+}
+
+impl<'a> Ending<'a> {
+    fn new(pattern: &'a str) -> Result<Self> {
+        match is_regex(pattern) || !pattern.is_ascii() {
+            true => Ok(Self::Regex(compile(&format!("^(?:.*\\.)?(?:{pattern})$"))?)),
+            false => Ok(Self::Plain(pattern)),
+        }
+    }
+
+    fn matches(&self, module: &str) -> Result<bool> {
+        match self {
+            Self::Plain(pattern) => {
+                let Some(start) = module.len().checked_sub(pattern.len()) else {
+                    return Ok(false);
+                };
+                let (before, end) = module.as_bytes().split_at(start);
+                let same = |(p, m): (u8, &u8)| p == b'.' || p == *m;
+                Ok(before.last().is_none_or(|b| *b == b'.') && pattern.bytes().zip(end).all(same))
+            }
+            Self::Regex(regex) => is_match(regex, module),
+        }
+    }
+}
+
 /// Errors: a key of `patterns` that matches none of `sites` (nearest names shown).
 pub fn check_pattern<T>(patterns: &[(String, T)], sites: &[Site], key: &str) -> Result<()> {
     for (pattern, _) in patterns {
-        let regex = compile(&format!("^(?:.*\\.)?(?:{pattern})$"))?;
+        let ending = Ending::new(pattern)?;
         let mut any = false;
         for site in sites {
-            any |= is_match(&regex, &site.module)?;
+            any |= ending.matches(&site.module)?;
         }
         if !any {
             return Err(no_match(sites, pattern, key));
@@ -273,6 +304,17 @@ mod tests {
         ];
         let of = |m: &str| of_pattern(&patterns, m).unwrap().copied();
         assert_eq!(of("model.layers.0.self_attn.q_proj"), Some(1));
+        assert_eq!(of("layers.0.self_attn.q_proj"), Some(1));
+        assert_eq!(
+            of("model.layers.00self_attn.q_proj"),
+            Some(1),
+            "a point is any character"
+        );
+        assert_eq!(
+            of("model_layers.0.self_attn.q_proj"),
+            Some(2),
+            "the end of a path begins at a point"
+        );
         assert_eq!(of("model.layers.1.self_attn.q_proj"), Some(2));
         assert_eq!(of("model.layers.0.mlp.up_proj"), None);
         let e = check_pattern(&patterns, &sites(), "rank_pattern")

@@ -85,7 +85,7 @@ fn base(
         part: Part::Other,
     });
     parts.params = &params;
-    export::as_classifier(&mut parts.config, preference::pad_id(model));
+    export::as_classifier(&mut parts.config, preference::pad_id(&model.tokenizer));
     export::model(&parts, &mut |name, sink| match name {
         export::SCORE => engine.exact(reward::SCORE, &mut |values| sink(Values::F32(values))),
         _ => fill(name, sink),
@@ -110,7 +110,7 @@ fn adapter(
     let mut config = config.clone();
     if recipe.train.stage == Stage::Reward {
         whole.insert(export::SCORE.into(), network.param(reward::SCORE)?.tensor);
-        config.task_type = Some("SEQ_CLS".into());
+        config.task_type = Some(export::SEQUENCE_CLASSIFIER.into());
         config.modules_to_save.push("score".into());
     }
     let config = &config;

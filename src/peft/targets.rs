@@ -162,17 +162,19 @@ pub fn of_pattern<'a, T>(patterns: &'a [(String, T)], module: &str) -> Result<Op
 
 /// A key of `rank_pattern` or `alpha_pattern`. Allocated ranks come with a key for every linear, which are plain paths:
 /// no expression is compiled for these.
-enum Ending<'a> {
-    /// Every `.` stands for any character, as in a regular expression.
-    Plain(&'a str),
+enum Ending {
+    /// Zeros stand for any character.
+    Plain(String),
     Regex(Regex),
 }
 
-impl<'a> Ending<'a> {
-    fn new(pattern: &'a str) -> Result<Self> {
-        match is_regex(pattern) || !pattern.is_ascii() {
-            true => Ok(Self::Regex(compile(&format!("^(?:.*\\.)?(?:{pattern})$"))?)),
-            false => Ok(Self::Plain(pattern)),
+impl Ending {
+    fn new(pattern: &str) -> Result<Self> {
+        // `\.` is a point, `.` is any character.
+        let plain = pattern.replace('.', "\0").replace("\\\0", ".");
+        match plain.is_ascii() && !is_regex(&plain.replace('\0', ".")) {
+            true => Ok(Self::Plain(plain)),
+            false => Ok(Self::Regex(compile(&format!("^(?:.*\\.)?(?:{pattern})$"))?)),
         }
     }
 
@@ -183,7 +185,7 @@ impl<'a> Ending<'a> {
                     return Ok(false);
                 };
                 let (before, end) = module.as_bytes().split_at(start);
-                let same = |(p, m): (u8, &u8)| p == b'.' || p == *m;
+                let same = |(p, m): (u8, &u8)| p == 0 || p == *m;
                 Ok(before.last().is_none_or(|b| *b == b'.') && pattern.bytes().zip(end).all(same))
             }
             Self::Regex(regex) => is_match(regex, module),
@@ -299,6 +301,7 @@ mod tests {
     fn the_first_pattern_that_matches_counts() {
         let patterns = vec![
             ("layers.0.self_attn.q_proj".to_string(), 1),
+            (r"model\.layers\.1\.self_attn\.q_proj".to_string(), 4),
             (r"self_attn\.[qk]_proj".to_string(), 2),
             ("_proj".to_string(), 3),
         ];
@@ -315,7 +318,13 @@ mod tests {
             Some(2),
             "the end of a path begins at a point"
         );
-        assert_eq!(of("model.layers.1.self_attn.q_proj"), Some(2));
+        assert_eq!(of("model.layers.1.self_attn.q_proj"), Some(4));
+        assert_eq!(of("model.layers.11.self_attn.q_proj"), Some(2));
+        assert_eq!(
+            of("model.layers.1_self_attn.q_proj"),
+            None,
+            "a point that is written out"
+        );
         assert_eq!(of("model.layers.0.mlp.up_proj"), None);
         let e = check_pattern(&patterns, &sites(), "rank_pattern")
             .unwrap_err()

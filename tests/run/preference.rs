@@ -192,6 +192,17 @@ fn the_adapter_of_a_reward_model_is_evaluated_and_merged() {
     );
     let config: Value = serde_json::from_slice(&fs::read(bench.path("merged/config.json")).unwrap()).unwrap();
     assert_eq!(config["architectures"][0], "LlamaForSequenceClassification");
+    // Weights that exist nowhere else go along, as those of a language model: the score head is the adapter's.
+    bench.train(&[
+        "train.stage=reward",
+        "data.train=pairs.jsonl",
+        "train.max_steps=2",
+        "tune.method=lora",
+        "tune.lora.init_lora_weights=pissa",
+        "tune.lora.save_residual=true",
+        "train.output_dir=moved",
+    ]);
+    eval(&["--model", "moved/final/base", "--adapter", "moved/final"]);
     let merged = eval(&["--model", "merged"]);
     for key in ["loss", "accuracy", "margin", "mean_reward"] {
         close(number(&merged, key), number(&beside, key), key);

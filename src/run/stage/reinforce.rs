@@ -6,7 +6,7 @@
 //!
 //! Letters: A answers of a rollout, G answers to one prompt, T tokens of an answer.
 
-use super::lesson::{self, Lesson, Reference, needs_copy};
+use super::lesson::{self, Lesson, Reference, base_rests, needs_copy};
 use super::replay::{self, Kept, Replay};
 use super::{Feed, Setting, Stage};
 use crate::base::rng::{Rng, Stream};
@@ -153,10 +153,8 @@ impl Rollouts<'_> {
         };
         let copy = match &mut self.coded {
             Some(copy) => {
-                // Under adapters the weights stay what they were.
-                let tune = &self.recipe.tune;
-                let frozen = tune.method == Method::Lora && tune.lora.modules_to_save.is_empty();
-                copy.refresh(&engine.network, &|_| !frozen)?;
+                let same = base_rests(self.recipe);
+                copy.refresh(&engine.network, &|_| !same)?;
                 copy
             }
             none => none.insert(CodedCopy::new(&engine.network, Formats::of(format))?),

@@ -328,3 +328,28 @@ impl<'a> Lesson<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_start_is_had_by_leaving_adapters_out_only_where_nothing_else_trains() {
+        let needs = |lora: &str| {
+            let text = format!(
+                "[model]\npath = \"x\"\n[data]\ntrain = \"y\"\n[train]\nstage = \"grpo\"\n[rlhf]\nrewards = [\"exact\"]\n\
+                 [rlhf.grpo]\nbeta = 0.1\n[tune]\nmethod = \"lora\"\n[tune.lora]\n{lora}\n"
+            );
+            needs_copy(&recipe::parse(&text, "r.toml", &[]).unwrap().recipe)
+        };
+        assert!(!needs("") && !needs("peft_type = \"vera\""));
+        for lora in [
+            "modules_to_save = [\"embed_tokens\"]",
+            "trainable_token_indices = [1]",
+            "adapter = \"given\"",
+            "init_lora_weights = \"pissa\"",
+        ] {
+            assert!(needs(lora), "{lora}");
+        }
+    }
+}

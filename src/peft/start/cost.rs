@@ -33,9 +33,9 @@ pub fn together(linears: &[(usize, usize)]) -> Vec<Range<usize>> {
 /// Tokens of a batch of calibration rows: the sums of so many are f32 before they are added up in f64.
 pub const TOKENS: usize = 4096;
 
-/// Bytes at the worst moment of the start: hidden states of `tokens` calibration tokens of width `hidden` (D; with LoRA-GA of
-/// every layer, without the work of a layer on so many tokens), one layer's covariances, what is decomposed at one time, and what is kept until the last layer is done. 0 for starts that
-/// need none of it.
+/// Bytes at the worst moment of the start: hidden states of `tokens` calibration tokens of width `hidden` (D; with LoRA-GA
+/// of every layer, without the work of a layer on so many tokens), one layer's covariances, what is decomposed at one
+/// time, and what is kept until the last layer is done. 0 for starts that need none of it.
 pub fn bytes(lora: &Lora, hidden: usize, tokens: u64, adapters: &BTreeMap<String, Cost>) -> u64 {
     if lora.peft_type != PeftType::Lora || lora.adapter.is_some() {
         return 0;

@@ -1,4 +1,4 @@
-//! `ft eval`: loss, perplexity and accuracy of a model on a data file.
+//! `ft eval`: loss, perplexity and accuracy of a model on a data file; of a reward model accuracy and margin.
 
 use super::out::out;
 use crate::base::Result;
@@ -6,11 +6,12 @@ use crate::recipe::Dtype;
 use crate::run::evaluate::evaluate;
 use std::path::PathBuf;
 
-/// Loss and perplexity on a data file; accuracy where rows have answers
+/// Loss and perplexity on a data file; accuracy where rows have answers, or of a reward model on pairs
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft eval --model runs/quickstart/final --data assets/world/eval.jsonl
-  ft eval --model base --adapter runs/lora/final --data eval.jsonl --json")]
+  ft eval --model base --adapter runs/lora/final --data eval.jsonl --json
+  ft eval --model base --adapter runs/reward/final --data pairs.jsonl")]
 pub struct Args {
     /// Model directory
     #[arg(long, value_name = "DIR")]
@@ -24,7 +25,7 @@ pub struct Args {
     /// f32 or bf16 [default: as the weights are stored]
     #[arg(long, value_name = "TYPE", value_parser = super::parse_dtype)]
     pub dtype: Option<Dtype>,
-    /// One JSON object: loss, perplexity, tokens, accuracy
+    /// One JSON object: loss, perplexity, tokens, accuracy (of a reward model margin and mean_reward)
     #[arg(long)]
     pub json: bool,
 }

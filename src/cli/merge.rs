@@ -7,7 +7,7 @@ use crate::recipe::Dtype;
 use crate::run::merge::merge;
 use std::path::PathBuf;
 
-/// Merge PEFT adapters into their base model
+/// Merge PEFT adapters into their base model; that of a reward model makes a sequence classifier
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft merge --model base --adapter runs/lora/final --out merged
@@ -34,8 +34,8 @@ pub struct Args {
 pub fn run(args: Args) -> Result<i32> {
     let report = merge(&args.model, &args.adapter, &args.out, args.dtype)?;
     super::note(&format!(
-        "merged {} of {} tensors, {}, stored as {}; rounding is {:.2e} of the change; logits differ by at most {:.2e} \
-         (largest logit {:.3})",
+        "merged {} of {} tensors, {}, stored as {}; rounding is {:.2e} of the change; outputs differ by at most {:.2e} \
+         (the largest is {:.3})",
         report.merged,
         report.tensors,
         bytes(report.bytes),

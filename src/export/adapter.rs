@@ -1,7 +1,7 @@
 //! A PEFT adapter directory: `adapter_config.json`, `adapter_model.safetensors`, a short README.
 
 use super::fingerprint::KEY;
-use super::load_adapter::{alpha_of, rank_of};
+use super::load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, rank_of};
 use super::{TOKENIZER, copy_beside};
 use crate::base::staging::Staging;
 use crate::base::{Error, Result, files};
@@ -189,13 +189,17 @@ fn readme(c: &AdapterConfig, modules: usize) -> String {
         _ => format!("Rank {}, alpha {}, on", c.r, c.lora_alpha),
     };
     let size = if size.is_empty() { "On".to_string() } else { size };
+    let (class, labels) = match c.task_type.as_deref() {
+        Some(SEQUENCE_CLASSIFIER) => ("AutoModelForSequenceClassification", ", num_labels=1"),
+        _ => ("AutoModelForCausalLM", ""),
+    };
     format!(
         "---\n{header}library_name: peft\ntags:\n- lora\n---\n\n# {name} adapter\n\n\
          {size} {modules} linear layers. Trained with ft {}.\n\n\
          ```python\n\
          from peft import PeftModel\n\
-         from transformers import AutoModelForCausalLM\n\n\
-         base = AutoModelForCausalLM.from_pretrained(\"{}\")\n\
+         from transformers import {class}\n\n\
+         base = {class}.from_pretrained(\"{}\"{labels})\n\
          model = PeftModel.from_pretrained(base, \"path/to/this/directory\")\n\
          ```\n\n\
          It belongs to {named}; on other weights it means nothing.\n\

@@ -1,6 +1,7 @@
 //! A PEFT adapter directory into adapters of a model: all of it, or an error that lists every difference.
 
 use super::build::{self, Found};
+use super::classifier::SCORE;
 use crate::base::{Error, Result, files};
 use crate::formats::adapter::{self, AdapterConfig, Key};
 use crate::formats::weights::Weights;
@@ -12,6 +13,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
+/// PEFT's task of an adapter with a score head.
+pub(crate) const SEQUENCE_CLASSIFIER: &str = "SEQ_CLS";
 /// Differences shown in full; the rest is counted.
 const SHOWN: usize = 20;
 
@@ -24,6 +27,8 @@ pub struct LoadedAdapter {
     pub whole: BTreeMap<String, Tensor>,
     /// Rows of matrices, f32 `[T, D]`, by the name of the matrix (`trainable_token_indices`).
     pub rows: BTreeMap<String, (Vec<u32>, Tensor)>,
+    /// The score head `[1, D]`, f32, of an adapter that makes the model a reward model.
+    pub score: Option<Tensor>,
 }
 
 /// Reads config and tensors (as f32, on the host) of every linear of the model that the adapter sits on.
@@ -41,6 +46,8 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
     let mut found: BTreeMap<String, BTreeMap<&'static str, String>> = BTreeMap::new();
     let mut whole = BTreeMap::new();
     let mut rows = BTreeMap::new();
+    let scores = config.task_type.as_deref() == Some(SEQUENCE_CLASSIFIER);
+    let mut score = None;
     for name in weights.names() {
         if adapter::VERA.contains(&name) && matches!(config.kind, adapter::Kind::Vera { .. }) {
             continue;
@@ -50,6 +57,9 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
                 if let Some(first) = found.entry(module).or_default().insert(below, name.to_string()) {
                     faults.push(format!("{name}: the same tensor as {first}"));
                 }
+            }
+            Some(Key::Whole(parameter)) if scores && parameter == SCORE => {
+                score = build::read(&weights, name, &[1, spec.hidden], &mut faults)?;
             }
             Some(Key::Whole(parameter)) => {
                 if let Some(tensor) = whole_parameter(&config, spec, &weights, name, &parameter, &mut faults)? {
@@ -63,6 +73,11 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
             }
             None => faults.push(format!("{name}: not a tensor of a {} adapter", config.name())),
         }
+    }
+    if scores && score.is_none() && faults.is_empty() {
+        faults.push(format!(
+            "{SCORE}: missing, and the adapter is that of a sequence classifier"
+        ));
     }
     for p in saved_whole(&config.modules_to_save, spec) {
         if !whole.contains_key(&p) {
@@ -131,6 +146,7 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
             adapters,
             whole,
             rows,
+            score,
         });
     }
     let total = faults.len();

@@ -15,7 +15,7 @@ pub use classifier::{SCORE, as_classifier};
 pub(crate) use fingerprint::of as fingerprint_of;
 pub use fingerprint::{base_of, check_base, fingerprint};
 pub use load_adapter::{LoadedAdapter, load_adapter};
-pub(crate) use load_adapter::{alpha_of, choice, rank_of, row_tables, saved_whole, unsaved};
+pub(crate) use load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, choice, rank_of, row_tables, saved_whole, unsaved};
 pub use merged::{Weighted, merged};
 pub(crate) use model::{Directory, set_dtype, stored};
 pub use model::{ModelExport, ParamFill, model};

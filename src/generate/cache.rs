@@ -119,7 +119,8 @@ impl Whole {
         let (tokens, width) = k.dims2()?;
         let need = self.len + tokens;
         if self.kv.is_none() || need > self.room {
-            self.room = self.room.max(need);
+            // Some at a time: a chat outgrows the room that its first turn asked for.
+            self.room = self.room.max(need.next_multiple_of(PAGE));
             let room = || Tensor::zeros((self.room, width), k.dtype(), k.device());
             let new = (room()?, room()?);
             if let Some((k, v)) = self.views()?.filter(|_| self.len > 0) {

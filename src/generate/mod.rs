@@ -17,3 +17,5 @@ pub use sampler::{Drawn, Sampler};
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_cache;

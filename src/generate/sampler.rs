@@ -36,7 +36,8 @@ impl Sampler {
                 .found("a logit that is not a number")
                 .hint("check the weights, or use `--dtype f32`"));
         }
-        let greedy = self.temperature <= 0.0;
+        // What is smaller has no finite inverse.
+        let greedy = self.temperature < f32::MIN_POSITIVE;
         let mut weights = vec![0f32; logits.len()];
         let temperature = if greedy { 1.0 } else { self.temperature };
         softmax::weights(logits, highest, temperature, &mut weights);
@@ -169,6 +170,8 @@ mod tests {
         let s = sampler(0.0, Some(1), Some(0.1));
         assert_eq!(s.next(&[0.5, 2.0, -1.0, 2.0], 0, 0).unwrap().id, 1);
         assert_eq!(s.next(&[f32::NEG_INFINITY, -3.0], 0, 0).unwrap().id, 1);
+        let nearly = sampler(1e-40, None, None);
+        assert_eq!(nearly.next(&[0.5, 2.0, -1.0], 0, 0).unwrap().id, 1);
     }
 
     #[test]

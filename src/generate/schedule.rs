@@ -114,20 +114,19 @@ impl<'a> Schedule<'a> {
     /// Lets requests join while there is room.
     fn admit(&mut self) -> Result<()> {
         let limits = &self.settings.limits;
-        let most = self.policy.network.spec.max_positions;
         while self.rows.len() < limits.rows.max(1)
             && let Some(&request) = self.waiting.front()
         {
             let last = self.tree.of_request[request];
             let shared = last.map_or(0, |n| self.tree.nodes[n].end);
-            let whole = (self.requests[request].prompt.len() + self.settings.max_new_tokens).min(most);
-            let own = self.layout.bytes(whole - shared);
+            let room = self.room(request);
+            let own = self.layout.bytes(room);
             let missing: Vec<usize> = self.tree.path(last).filter(|&n| self.is_out(n)).collect();
             let need = own + missing.iter().map(|&n| self.node_bytes(n)).sum::<u64>();
             if need > limits.cache_bytes.saturating_sub(self.used) {
                 if self.rows.is_empty() {
                     return Err(Error::new("the cache of keys and values has no room for one request")
-                        .found(format!("{} for {whole} tokens", bytes(self.used + need)))
+                        .found(format!("{} for {} tokens", bytes(self.used + need), shared + room))
                         .expected(format!("at most {}", bytes(limits.cache_bytes)))
                         .hint("allow fewer new tokens, more bytes, or store the cache as int8"));
                 }
@@ -146,6 +145,16 @@ impl<'a> Schedule<'a> {
             });
         }
         Ok(())
+    }
+
+    /// The most tokens that a request has for itself: what of its prompt is not shared, and its answer.
+    fn room(&self, request: usize) -> usize {
+        let shared = self.tree.of_request[request].map_or(0, |n| self.tree.nodes[n].end);
+        let whole = self.requests[request]
+            .prompt
+            .len()
+            .saturating_add(self.settings.max_new_tokens);
+        whole.min(self.policy.network.spec.max_positions) - shared
     }
 
     fn is_out(&self, node: usize) -> bool {
@@ -203,10 +212,7 @@ impl<'a> Schedule<'a> {
             let prompt = &self.requests[request].prompt;
             let sequence = match self.rows[r].sequence.take() {
                 Some(sequence) => Some(sequence),
-                None => self.after(
-                    self.tree.of_request[request],
-                    prompt.len() + self.settings.max_new_tokens,
-                ),
+                None => self.after(self.tree.of_request[request], self.room(request)),
             };
             let Some(sequence) = sequence else { continue };
             let tokens = &prompt[sequence.len()..prompt.len().min(sequence.len() + left)];

@@ -188,4 +188,4 @@ pub fn attend(q: &Tensor, documents: &[Document], spec: &Spec) -> Result<(Tensor
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -9,7 +9,7 @@ use super::frozen::{Dx, Frozen};
 use super::small;
 use crate::base::{Error, Result};
 use crate::ops::update;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 /// How R comes from Q.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -83,7 +83,7 @@ impl Oft {
     /// The identity in every block.
     fn identity(&self) -> Result<Tensor> {
         let (k, s) = (self.blocks(), self.block);
-        let one = Tensor::eye(s, candle_core::DType::F32, self.triangles.tensor.device())?;
+        let one = Tensor::eye(s, DType::F32, self.triangles.tensor.device())?;
         Ok(one.unsqueeze(0)?.repeat((k, 1, 1))?)
     }
 
@@ -153,18 +153,19 @@ impl Oft {
         })
     }
 
-    /// x `[N, K·S]` by blocks, `[K, N, S]`.
+    /// x `[N, K·S]` by blocks, `[K, N, S]`, f32.
     fn by_block(&self, x: &Tensor) -> Result<Tensor> {
-        let n = x.dim(0)?;
+        let (n, x) = (x.dim(0)?, x.to_dtype(DType::F32)?);
         Ok(x.reshape((n, self.blocks(), self.block))?
             .transpose(0, 1)?
             .contiguous()?)
     }
 
-    /// x·R `[N, I]` for R `[K, S, S]`.
+    /// x·R `[N, I]` for R `[K, S, S]`, in the type of x.
     fn rotate(&self, x: &Tensor, r: &Tensor) -> Result<Tensor> {
         let rotated = self.by_block(x)?.matmul(r)?; // [K, N, S]
-        Ok(rotated.transpose(0, 1)?.contiguous()?.reshape(x.shape())?)
+        let rotated = rotated.transpose(0, 1)?.contiguous()?.reshape(x.shape())?;
+        Ok(rotated.to_dtype(x.dtype())?)
     }
 }
 

@@ -1,15 +1,17 @@
-//! Small tensor arithmetic that several kinds share. Any device; all results are contiguous.
+//! Small tensor arithmetic that several kinds share. Any device; all results are contiguous. On a GPU activations may be
+//! bf16: their products with numbers of an adapter are made in f32.
 
 use crate::base::Result;
 use crate::base::rng::{Rng, Stream};
 use crate::ops::{linear, update};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::adapter::Dropout;
 
-/// `x` `[N, C]` times `v` (C elements), column by column.
+/// `x` `[N, C]` times `v` (C elements, f32), column by column, in the type of x.
 pub fn scale_columns(x: &Tensor, v: &Tensor) -> Result<Tensor> {
-    Ok(x.broadcast_mul(&v.flatten_all()?)?)
+    let scaled = x.to_dtype(DType::F32)?.broadcast_mul(&v.flatten_all()?)?;
+    Ok(scaled.to_dtype(x.dtype())?)
 }
 
 /// `x` `[N, C]` times `v` (N elements), row by row.
@@ -17,9 +19,9 @@ pub fn scale_rows(x: &Tensor, v: &Tensor) -> Result<Tensor> {
     Ok(x.broadcast_mul(&v.flatten_all()?.unsqueeze(1)?)?)
 }
 
-/// The sums of `a ⊙ b` over the rows, `[N, C]` each, to `[C]`.
+/// The sums of `a ⊙ b` over the rows, `[N, C]` each, to `[C]`, f32.
 pub fn sum_product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    linear::grad_bias(&(a * b)?)
+    linear::grad_bias(&(a.to_dtype(DType::F32)? * b.to_dtype(DType::F32)?)?)
 }
 
 /// `a·b` for `[M, K]` and `[K, C]`.

@@ -153,20 +153,53 @@ pub fn matching(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
 /// expression at the end of its path.
 pub fn of_pattern<'a, T>(patterns: &'a [(String, T)], module: &str) -> Result<Option<&'a T>> {
     for (pattern, value) in patterns {
-        if is_match(&compile(&format!("^(?:.*\\.)?(?:{pattern})$"))?, module)? {
+        if Ending::new(pattern)?.matches(module)? {
             return Ok(Some(value));
         }
     }
     Ok(None)
 }
 
+/// A key of `rank_pattern` or `alpha_pattern`. Allocated ranks come with a key for every linear, which are plain paths:
+/// no expression is compiled for these.
+enum Ending {
+    /// Zeros stand for any character.
+    Plain(String),
+    Regex(Regex),
+}
+
+impl Ending {
+    fn new(pattern: &str) -> Result<Self> {
+        // `\.` is a point, `.` is any character.
+        let plain = pattern.replace('.', "\0").replace("\\\0", ".");
+        match plain.is_ascii() && !is_regex(&plain.replace('\0', ".")) {
+            true => Ok(Self::Plain(plain)),
+            false => Ok(Self::Regex(compile(&format!("^(?:.*\\.)?(?:{pattern})$"))?)),
+        }
+    }
+
+    fn matches(&self, module: &str) -> Result<bool> {
+        match self {
+            Self::Plain(pattern) => {
+                let Some(start) = module.len().checked_sub(pattern.len()) else {
+                    return Ok(false);
+                };
+                let (before, end) = module.as_bytes().split_at(start);
+                let same = |(p, m): (u8, &u8)| p == 0 || p == *m;
+                Ok(before.last().is_none_or(|b| *b == b'.') && pattern.bytes().zip(end).all(same))
+            }
+            Self::Regex(regex) => is_match(regex, module),
+        }
+    }
+}
+
 /// Errors: a key of `patterns` that matches none of `sites` (nearest names shown).
 pub fn check_pattern<T>(patterns: &[(String, T)], sites: &[Site], key: &str) -> Result<()> {
     for (pattern, _) in patterns {
-        let regex = compile(&format!("^(?:.*\\.)?(?:{pattern})$"))?;
+        let ending = Ending::new(pattern)?;
         let mut any = false;
         for site in sites {
-            any |= is_match(&regex, &site.module)?;
+            any |= ending.matches(&site.module)?;
         }
         if !any {
             return Err(no_match(sites, pattern, key));
@@ -268,12 +301,30 @@ mod tests {
     fn the_first_pattern_that_matches_counts() {
         let patterns = vec![
             ("layers.0.self_attn.q_proj".to_string(), 1),
+            (r"model\.layers\.1\.self_attn\.q_proj".to_string(), 4),
             (r"self_attn\.[qk]_proj".to_string(), 2),
             ("_proj".to_string(), 3),
         ];
         let of = |m: &str| of_pattern(&patterns, m).unwrap().copied();
         assert_eq!(of("model.layers.0.self_attn.q_proj"), Some(1));
-        assert_eq!(of("model.layers.1.self_attn.q_proj"), Some(2));
+        assert_eq!(of("layers.0.self_attn.q_proj"), Some(1));
+        assert_eq!(
+            of("model.layers.00self_attn.q_proj"),
+            Some(1),
+            "a point is any character"
+        );
+        assert_eq!(
+            of("model_layers.0.self_attn.q_proj"),
+            Some(2),
+            "the end of a path begins at a point"
+        );
+        assert_eq!(of("model.layers.1.self_attn.q_proj"), Some(4));
+        assert_eq!(of("model.layers.11.self_attn.q_proj"), Some(2));
+        assert_eq!(
+            of("model.layers.1_self_attn.q_proj"),
+            None,
+            "a point that is written out"
+        );
         assert_eq!(of("model.layers.0.mlp.up_proj"), None);
         let e = check_pattern(&patterns, &sites(), "rank_pattern")
             .unwrap_err()

@@ -315,6 +315,23 @@ fn fresh_adapters_change_nothing() {
     }
 }
 
+/// Activations of a GPU may be bf16, the numbers of an adapter never are.
+#[test]
+fn activations_of_another_type_are_scaled_in_f32() {
+    let (x, v) = (random((N, I), 30), random(I, 31));
+    let x = x.to_dtype(DType::BF16).unwrap();
+    let wide = x.to_dtype(DType::F32).unwrap();
+    let scaled = small::scale_columns(&x, &v).unwrap();
+    assert_eq!(scaled.dtype(), DType::BF16);
+    let want = small::scale_columns(&wide, &v).unwrap();
+    assert_close(&scaled.to_dtype(DType::F32).unwrap(), &want, 1.0 / 256.0);
+    assert_close(
+        &small::sum_product(&x, &x).unwrap(),
+        &small::sum_product(&wide, &wide).unwrap(),
+        1e-6,
+    );
+}
+
 #[test]
 fn a_start_becomes_a_plain_pair_of_twice_the_rank() {
     let own = lora(0.0, true);

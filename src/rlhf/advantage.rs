@@ -148,8 +148,8 @@ impl KlEstimator {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct KlControl {
     pub coefficient: f64,
-    /// KL per completion in nats to be led to, and completions after which the factor may have changed e-fold at most
-    /// five times over; `None` is fixed.
+    /// KL per completion in nats to be led to, and completions over which the factor changes by about a fifth at most;
+    /// `None` is fixed.
     pub target: Option<(f64, f64)>,
 }
 

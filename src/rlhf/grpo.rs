@@ -7,7 +7,8 @@
 //! conventions (which mean, what is clipped first) are those of TRL 1.16.
 
 use super::advantage::KlEstimator;
-use super::policy::{self, Means, Policy, columns};
+use super::means::Means;
+use super::policy::{self, Policy, columns};
 use crate::base::Result;
 use crate::data::Batch;
 use crate::model::{Head, LossGradients, Need, Objective};
@@ -110,10 +111,11 @@ impl Settings {
             ..Part::default()
         };
         if self.loss_type == LossType::Rloo {
-            // One ratio, one loss, for the completion as a whole.
+            // One ratio, one loss, one correction for the completion as a whole: of corrections by token their mean.
             let surrogate = self.surrogate(whole.exp(), c.advantage);
-            part.loss = surrogate.loss;
-            part.gradient.fill(surrogate.slope);
+            let factor = (0..tokens).map(|t| at(c.ratios, t, 1.0)).sum::<f64>() / tokens as f64;
+            part.loss = factor * surrogate.loss;
+            part.gradient.fill(factor * surrogate.slope);
             (part.ratios, part.clipped_low, part.clipped_high) = (1.0, surrogate.low, surrogate.high);
             return part;
         }

@@ -1,5 +1,4 @@
-//! What the objectives of reinforcement learning share: a policy at a temperature, the answers of a batch, means for
-//! the metrics.
+//! What the objectives of reinforcement learning share: a policy at a temperature, and the answers of a batch.
 //!
 //! Letters: N tokens of a batch, D hidden size, T tokens of an answer.
 
@@ -8,7 +7,6 @@ use crate::data::{Batch, IGNORE};
 use crate::model::head::{HeadWeight, Parts};
 use crate::model::{Head, LossGradients, Need};
 use candle_core::Tensor;
-use std::cell::RefCell;
 use std::ops::Range;
 
 /// Columns that the rollout gives to its objective.
@@ -68,7 +66,7 @@ impl Policy {
         head.entropies(&h, targets)
     }
 
-    /// Gradients of a loss whose gradient at the log-probabilities is `slopes` `[N]`, times `need.scale`.
+    /// As `gradients`, of the log-probabilities at this temperature.
     pub fn gradients(
         &self,
         h: &Tensor,
@@ -77,15 +75,24 @@ impl Policy {
         slopes: &[f32],
         need: Need,
     ) -> Result<LossGradients> {
-        let weights: Vec<f32> = slopes.iter().map(|s| -s).collect();
         if self.temperature == 1.0 {
-            return head.weighted(h, targets, &weights, need);
+            return gradients(h, head, targets, slopes, need);
         }
         let (h, head) = self.scaled(h, head)?;
-        let mut out = head.weighted(&h, targets, &weights, need)?;
+        let mut out = gradients(&h, &head, targets, slopes, need)?;
         out.dh = out.dh.map(|dh| dh.affine(1.0 / self.temperature, 0.0)).transpose()?;
         Ok(out)
     }
+}
+
+/// Gradients of a loss whose gradient at the log-probabilities is `slopes` `[N]`, times `need.scale`. What has no slope
+/// costs no product: whole groups of GRPO teach nothing.
+pub(super) fn gradients(h: &Tensor, head: &Head, targets: &[u32], slopes: &[f32], need: Need) -> Result<LossGradients> {
+    // The weights are those of -log p.
+    let weights: Vec<f32> = slopes.iter().map(|s| -s).collect();
+    let target = |(&target, &slope): (&u32, &f32)| if slope == 0.0 { IGNORE } else { target };
+    let targets: Vec<u32> = targets.iter().zip(slopes).map(target).collect();
+    head.weighted(h, &targets, &weights, need)
 }
 
 /// The positions of each document that have a target: neighbours, for they are one answer.
@@ -107,27 +114,4 @@ pub fn part<'a>(batch: &'a Batch, name: &str, range: &Range<usize>) -> Option<&'
 pub fn of_document(batch: &Batch, name: &str, document: usize, other: f32) -> f32 {
     let column = batch.columns.documents.get(name);
     column.map_or(other, |c| c[document])
-}
-
-/// Means by name: sums and the number of things summed.
-#[derive(Debug, Default)]
-pub struct Means(RefCell<Vec<(&'static str, f64, f64)>>);
-
-impl Means {
-    pub fn add(&self, name: &'static str, sum: f64, count: f64) {
-        let mut all = self.0.borrow_mut();
-        match all.iter_mut().find(|(n, ..)| *n == name) {
-            Some(known) => (known.1, known.2) = (known.1 + sum, known.2 + count),
-            None => all.push((name, sum, count)),
-        }
-    }
-
-    /// The means since the last call.
-    pub fn take(&self) -> Vec<(&'static str, f64)> {
-        let all = self.0.take();
-        all.into_iter()
-            .filter(|(_, _, n)| *n > 0.0)
-            .map(|(name, sum, n)| (name, sum / n))
-            .collect()
-    }
 }

@@ -4,7 +4,8 @@
 //! as in Ziegler et al. 2019, arXiv 1909.08593: the value is read from the hidden state before each token, by a head on
 //! the policy's own hidden states.
 
-use super::policy::{self, Means, Policy, columns};
+use super::means::Means;
+use super::policy::{self, Policy, columns};
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::{Head, LossGradients, Need, Objective, Param};
@@ -70,11 +71,8 @@ impl Settings {
             let (free, bound) = ((value - target).powi(2), (near - target).powi(2));
             let outside = bound > free;
             part.value_loss += 0.5 * free.max(bound);
-            let slope = match outside {
-                true if near != value => 0.0,
-                true => near - target,
-                false => value - target,
-            };
+            // Only a value that was moved can be outside.
+            let slope = if outside { 0.0 } else { value - target };
             part.by_value.push(self.vf_coef * slope);
             part.clipped_values += f64::from(outside);
         }

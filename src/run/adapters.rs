@@ -70,7 +70,16 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
             mut adapters,
             whole,
             rows,
+            score,
         } = export::load_adapter(Path::new(dir), spec)?;
+        if score.is_some() {
+            return Err(
+                Error::new("the adapter is that of a reward model, and cannot be trained on")
+                    .at("tune.lora.adapter")
+                    .found(dir)
+                    .hint("start from a fresh adapter, or from the adapter of a language model"),
+            );
+        }
         config.base_model_name_or_path = Some(recipe.model.path.clone());
         adapters.values_mut().for_each(|a| set_dropout(a, recipe));
         config.lora_dropout = recipe.tune.lora.lora_dropout;

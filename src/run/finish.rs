@@ -42,7 +42,8 @@ pub fn export(
         let out = adapter(&out, recipe, model, engine, prepared, config, note)?;
         return with_template(recipe, out).map(Some);
     }
-    let out = base(&out, recipe, recipe.model.dtype, model, engine, &mut |name, sink| {
+    let scores = recipe.train.stage == Stage::Reward;
+    let out = base(&out, scores, recipe.model.dtype, model, engine, &mut |name, sink| {
         let module = name.strip_suffix(".weight").unwrap_or(name);
         let Some(lora) = engine.network.adapters.get(module).and_then(|a| a.lora()) else {
             return as_stored(engine, name, sink);
@@ -56,10 +57,10 @@ pub fn export(
     with_template(recipe, out).map(Some)
 }
 
-/// A model directory of the run's parameters.
+/// A model directory of the run's parameters; with `scores` a reward model's.
 fn base(
     out: &Path,
-    recipe: &Recipe,
+    scores: bool,
     dtype: Dtype,
     model: &Described,
     engine: &Engine,
@@ -73,7 +74,7 @@ fn base(
         dtype,
         params: engine.network.source.params(),
     };
-    if recipe.train.stage != Stage::Reward {
+    if !scores {
         return export::model(&parts, fill);
     }
     // A reward model has a score head in the place of the output projection.
@@ -85,7 +86,7 @@ fn base(
         part: Part::Other,
     });
     parts.params = &params;
-    export::as_classifier(&mut parts.config, preference::pad_id(model));
+    export::as_classifier(&mut parts.config, preference::pad_id(&model.tokenizer));
     export::model(&parts, &mut |name, sink| match name {
         export::SCORE => engine.exact(reward::SCORE, &mut |values| sink(Values::F32(values))),
         _ => fill(name, sink),
@@ -110,7 +111,7 @@ fn adapter(
     let mut config = config.clone();
     if recipe.train.stage == Stage::Reward {
         whole.insert(export::SCORE.into(), network.param(reward::SCORE)?.tensor);
-        config.task_type = Some("SEQ_CLS".into());
+        config.task_type = Some(export::SEQUENCE_CLASSIFIER.into());
         config.modules_to_save.push("score".into());
     }
     let config = &config;
@@ -145,7 +146,8 @@ fn adapter(
     });
     let dtype = if coded { Dtype::F32 } else { recipe.model.dtype };
     export::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {
-        let written = base(&dir.join("base"), recipe, dtype, model, engine, &mut |name, sink| {
+        // A score head comes with the adapter.
+        let written = base(&dir.join("base"), false, dtype, model, engine, &mut |name, sink| {
             if coded && let Some(values) = decoded(engine, name)? {
                 return sink(Values::F32(&values));
             }

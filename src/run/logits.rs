@@ -1,5 +1,6 @@
 //! What merging did to the answers: the largest difference between the logits of base and adapters, computed side by
-//! side, and those of the merged weights as they are stored. One layer's weights in memory at a time.
+//! side, and those of the merged weights as they are stored; of a reward model between its scores. One layer's weights
+//! in memory at a time.
 
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
@@ -7,7 +8,7 @@ use crate::export::{self, Weighted};
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
 use crate::model::{Adapters, Network, Spec, families};
-use crate::ops::update;
+use crate::ops::{linear, update};
 use crate::source::{Group, GroupWeights, LayerSource, LowerHalves, Numbers, NumbersSink, ParamInfo};
 use candle_core::{Device, Tensor};
 use std::path::Path;
@@ -67,8 +68,14 @@ impl Streamed {
     }
 }
 
-/// Logits of the drawn ids, `[TOKENS · V]`.
-fn logits(dir: &Path, spec: &Spec, adapters: Adapters, folded: Vec<Weighted>) -> Result<Vec<f32>> {
+/// Logits of the drawn ids, `[TOKENS · V]`; with a score head `[1, D]` their scores, `[TOKENS]`.
+fn logits(
+    dir: &Path,
+    spec: &Spec,
+    adapters: Adapters,
+    folded: Vec<Weighted>,
+    score: Option<&Tensor>,
+) -> Result<Vec<f32>> {
     let source = Streamed {
         weights: Weights::open(dir)?,
         params: spec.params(),
@@ -84,6 +91,9 @@ fn logits(dir: &Path, spec: &Spec, adapters: Adapters, folded: Vec<Weighted>) ->
     let documents = [0, TOKENS];
     let ctx = network.context(&positions, &documents, None)?;
     let hidden = network.hidden_states(&ids, &ctx)?;
+    if let Some(score) = score {
+        return update::to_f32_vec(&linear::forward(&hidden, score, None)?);
+    }
     let head = network.head()?;
     let raw = update::to_f32_vec(&head.logits(&hidden)?)?;
     Ok(match head.softcap {
@@ -92,17 +102,27 @@ fn logits(dir: &Path, spec: &Spec, adapters: Adapters, folded: Vec<Weighted>) ->
     })
 }
 
-/// The largest difference of a logit, and the largest logit. One whole adapter runs beside the base as in training;
+/// The largest difference of a logit (or score), and the largest one. One whole adapter runs beside the base as in training;
 /// weighted sums are folded in in f32.
 pub fn difference(base: &Path, adapters: Vec<Weighted>, merged: &Path) -> Result<(f32, f32)> {
-    let spec = families::read(&Config::load(base)?)?;
-    let beside = match adapters.as_slice() {
-        [one] if one.weight == 1.0 && one.adapter.whole.is_empty() => {
-            logits(base, &spec, one.adapter.adapters.clone(), Vec::new())?
+    let mut spec = families::read(&Config::load(base)?)?;
+    let score = adapters.iter().find_map(|a| a.adapter.score.clone());
+    let stored = match score {
+        Some(_) => {
+            // There is no output projection to look for.
+            spec.tied = true;
+            let values = Weights::open(merged)?.read_f32(export::SCORE)?;
+            Some(Tensor::from_vec(values, (1, spec.hidden), &Device::Cpu)?)
         }
-        _ => logits(base, &spec, Adapters::new(), adapters)?,
+        None => None,
     };
-    let after = logits(merged, &spec, Adapters::new(), Vec::new())?;
+    let beside = match adapters.as_slice() {
+        [one] if one.weight == 1.0 && one.adapter.whole.is_empty() && one.adapter.rows.is_empty() => {
+            logits(base, &spec, one.adapter.adapters.clone(), Vec::new(), score.as_ref())?
+        }
+        _ => logits(base, &spec, Adapters::new(), adapters, score.as_ref())?,
+    };
+    let after = logits(merged, &spec, Adapters::new(), Vec::new(), stored.as_ref())?;
     let largest = |values: &mut dyn Iterator<Item = f32>| values.fold(0f32, |m, x| m.max(x.abs()));
     let change = largest(&mut beside.iter().zip(&after).map(|(a, b)| a - b));
     Ok((change, largest(&mut beside.into_iter())))

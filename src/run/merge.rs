@@ -1,16 +1,21 @@
 //! `ft merge`: a model and its adapters into one model directory, one tensor in memory at a time.
 
 use super::logits;
+use super::stage::preference::pad_id;
 use crate::base::{Error, Result, files};
 use crate::checkpoint;
 use crate::export::{self, Directory, Weighted};
 use crate::formats::StoredDtype;
 use crate::formats::config::Config;
+use crate::formats::tokenizer::Tokenizer;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
+use crate::model::spec::LM_HEAD;
 use crate::model::{Spec, families};
+use crate::ops::update;
 use crate::recipe::Dtype;
 use crate::source::{ParamInfo, stored};
+use candle_core::Tensor;
 use half::{bf16, f16};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -29,13 +34,15 @@ pub struct MergeReport {
     /// What rounding to the stored format did to the merged weights, as a part of what the adapter does to
     /// them (ratio of the root mean squares): 0 in f32; near 1 the adapter is lost in the rounding.
     pub rounding: f64,
-    /// The largest difference between a logit before and after, and the largest logit, on drawn ids.
+    /// The largest difference between a logit before and after, and the largest logit, on drawn ids; of a reward model
+    /// of scores.
     pub logits: (f32, f32),
 }
 
 /// Adds the changes of adapters, each with its directory and weight (1: all of it, -1: taken off), to the weights
 /// of the model in `model_dir`, in f32, and writes `out` with the number format in which each tensor is stored, or
-/// in `dtype`. Tensors without an adapter keep their bytes. Every change is that to the original weights.
+/// in `dtype`. Tensors without an adapter keep their bytes. Every change is that to the original weights. The adapter of
+/// a reward model makes a sequence classifier of the model: its score head takes the place of the output projection.
 ///
 /// Errors: `out` holds something; an adapter does not fit, or was trained on another base; a weight is
 /// missing, of another shape, or not one of this model; not enough disk. Then nothing is written.
@@ -64,8 +71,10 @@ pub fn merge(
         });
     }
 
+    let score = score_of(&adapters)?.cloned();
     let mut tensors = Vec::new();
-    let params = spec.params();
+    let mut params = spec.params();
+    params.retain(|p| score.is_none() || &*p.name != LM_HEAD);
     for p in &params {
         let info = weights.require(&p.name, &p.shape)?;
         tensors.push(TensorPlan {
@@ -74,10 +83,19 @@ pub fn merge(
             shape: p.shape.clone(),
         });
     }
+    let mut raw = config.raw.clone();
+    if score.is_some() {
+        let tokenizer = Tokenizer::load(model_dir)?;
+        export::as_classifier(&mut raw, pad_id(&tokenizer));
+        tensors.push(TensorPlan {
+            name: export::SCORE.into(),
+            dtype: tensors.first().map_or(StoredDtype::F32, |t: &TensorPlan| t.dtype),
+            shape: vec![1, spec.hidden],
+        });
+    }
     let bytes = tensors.iter().filter_map(TensorPlan::bytes).sum();
     checkpoint::check_space(out, bytes)?;
 
-    let mut raw = config.raw.clone();
     if let Some(dtype) = dtype {
         export::set_dtype(&mut raw, export::stored(dtype));
     }
@@ -97,9 +115,10 @@ pub fn merge(
     };
     let mut rounding = Rounding::default();
     let mut next = params.iter();
-    let out = directory.write(&mut |plan, sink| match next.next() {
-        Some(param) => write_one(&weights, param, plan.dtype, &adapters, &mut rounding, sink),
-        None => Err(Error::new("no such parameter").at(&plan.name)),
+    let out = directory.write(&mut |plan, sink| match (next.next(), &score) {
+        (Some(param), _) => write_one(&weights, param, plan.dtype, &adapters, &mut rounding, sink),
+        (None, Some(score)) => sink(Values::F32(&update::to_f32_vec(score)?)),
+        (None, None) => Err(Error::new("no such parameter").at(&plan.name)),
     })?;
 
     let mut dtypes: Vec<_> = tensors.iter().map(|t| t.dtype.name()).collect();
@@ -117,6 +136,16 @@ pub fn merge(
         out,
         bytes,
     })
+}
+
+/// The score head that an adapter brings. Errors: two bring one.
+fn score_of(adapters: &[Weighted]) -> Result<Option<&Tensor>> {
+    let mut scores = adapters.iter().filter_map(|a| a.adapter.score.as_ref());
+    match (scores.next(), scores.next()) {
+        (_, Some(_)) => Err(Error::usage("two of the adapters are those of reward models")
+            .hint("a model has one score head: merge each into a directory of its own")),
+        (score, None) => Ok(score),
+    }
 }
 
 fn write_one(

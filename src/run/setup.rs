@@ -16,7 +16,7 @@ use crate::quant::Format;
 use crate::recipe::{Dtype, ModelInit, Recipe};
 use crate::report;
 use crate::source::{Disk, LayerSource, Policy, Resident, Uploaded, disk, resident, stored};
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -189,27 +189,67 @@ pub const TEACHER: &str = "teacher";
 pub const CODES: &str = "codes.safetensors";
 
 impl Described {
+    /// Is this a reward model: has it a score in the place of the output projection? Errors: it has several.
+    pub fn has_score(&self, weights: &Weights) -> Result<bool> {
+        let width = self.spec.hidden;
+        match weights.info(export::SCORE) {
+            Some(info) if info.shape == [1, width] => Ok(true),
+            Some(info) => Err(Error::new("the reward model has not one score")
+                .at_path(&self.dir)
+                .found(format!("{} {:?}", export::SCORE, info.shape))
+                .expected(format!("[1, {width}]"))),
+            None => Ok(false),
+        }
+    }
+
     /// The network for inference: stored weights in `dtype` (default: as they are stored; f16 as f32), with
-    /// the PEFT adapter of a directory on its linears.
+    /// the PEFT adapter of a directory on its linears. Errors: model or adapter are those of a reward model.
     pub fn infer(&self, adapter: Option<&Path>, dtype: Option<Dtype>, device: &Device) -> Result<Network> {
+        match self.infer_scored(adapter, dtype, device)? {
+            (network, None) => Ok(network),
+            (_, Some(_)) => Err(Error::new("a reward model gives scores, not text")
+                .at_path(adapter.unwrap_or(&self.dir))
+                .hint("`ft eval` measures it on preference rows; `rlhf.rewards = [\"model:DIR\"]` trains with it")),
+        }
+    }
+
+    /// As `infer`, of any model; a reward model comes with its score head, f32 `[1, D]`.
+    pub fn infer_scored(
+        &self,
+        adapter: Option<&Path>,
+        dtype: Option<Dtype>,
+        device: &Device,
+    ) -> Result<(Network, Option<Tensor>)> {
         if self.is_shape() {
             let storage = Policy::dense(dtype.unwrap_or(Dtype::Bf16));
-            return self.load(&storage, ModelInit::Random, 0, device);
+            return Ok((self.load(&storage, ModelInit::Random, 0, device)?, None));
         }
         let weights = Weights::open(&self.dir)?;
-        let mut kinds = self
-            .spec
+        let (mut spec, mut score) = (self.spec.clone(), None);
+        if self.has_score(&weights)? {
+            score = Some(Tensor::from_vec(
+                weights.read_f32(export::SCORE)?,
+                (1, spec.hidden),
+                device,
+            )?);
+            // There is no output projection to look for.
+            spec.tied = true;
+        }
+        let mut kinds = spec
             .params()
             .into_iter()
             .filter_map(|p| weights.info(&p.name).map(|i| i.dtype));
         let all_bf16 = kinds.all(|dtype| dtype == StoredDtype::Bf16 || !dtype.is_weight());
         let stored = if all_bf16 { Dtype::Bf16 } else { Dtype::F32 };
         let storage = Policy::dense(dtype.unwrap_or(stored));
-        let source = Resident::load(self.spec.params(), &weights, |p| storage.of(p), device)?;
-        let mut network = Network::new(self.spec.clone(), Box::new(source), device.clone());
+        let source = Resident::load(spec.params(), &weights, |p| storage.of(p), device)?;
+        let mut network = Network::new(spec.clone(), Box::new(source), device.clone());
         if let Some(dir) = adapter {
-            let loaded = export::load_adapter(dir, &self.spec)?;
-            export::check_base(dir, &export::fingerprint_of(&self.spec, &weights)?)?;
+            let loaded = export::load_adapter(dir, &spec)?;
+            export::check_base(dir, &export::fingerprint_of(&spec, &weights)?)?;
+            if let Some(own) = &loaded.score {
+                score = Some(own.to_device(device)?);
+            }
             for (module, adapter) in loaded.adapters {
                 network.adapters.insert(module, Arc::new(adapter.on(device)?));
             }
@@ -221,7 +261,7 @@ impl Described {
                 TokenRows::new(&network, table, ids, Some(rows))?;
             }
         }
-        Ok(network)
+        Ok((network, score))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Preference learning against TRL's trainers: tokens, losses, metrics, the gradient of every weight, whole runs.
 
-use crate::support::{all_close, close, ft, goldens, json, numbers, path, tensors, text};
+use crate::support::{all_close, close, copy_matching, ft, goldens, ids, json, numbers, path, tensors, text};
 use crate::training::{recipe_lines, steps as step_lines};
 use crate::wire;
 use serde_json::Value;
@@ -18,10 +18,7 @@ fn dir() -> PathBuf {
 fn model(name: &str) -> TempDir {
     let out = TempDir::new().unwrap();
     for from in [dir().join(name), goldens().join("tokenizers/small")] {
-        for entry in fs::read_dir(from).unwrap() {
-            let entry = entry.unwrap();
-            fs::copy(entry.path(), out.path().join(entry.file_name())).unwrap();
-        }
+        copy_matching(&from, out.path(), |_| true);
     }
     out
 }
@@ -40,10 +37,6 @@ fn lines(golden: &Value, more: &[(&str, Value)]) -> String {
         }
     }
     recipe_lines(&keys)
-}
-
-fn ids(value: &Value) -> Vec<u32> {
-    numbers(value).into_iter().map(|x| x as u32).collect()
 }
 
 #[test]

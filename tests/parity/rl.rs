@@ -1,7 +1,7 @@
 //! Training by reward: advantages, importance ratios, KL, losses and gradients of fixed rollouts, as TRL's own trainers
 //! (GRPO, RLOO) and plain torch (PPO) have them.
 
-use crate::support::{all_close, close, goldens, json, numbers, tensors, training_model};
+use crate::support::{all_close, close, goldens, ids, json, numbers, tensors, training_model};
 use crate::wire_rl::{self, Rollout};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -14,11 +14,8 @@ fn lists(value: &Value) -> Vec<Vec<f64>> {
         .map_or_else(Vec::new, |rows| rows.iter().map(numbers).collect())
 }
 
-fn ids(value: &Value) -> Vec<Vec<u32>> {
-    lists(value)
-        .into_iter()
-        .map(|l| l.into_iter().map(|x| x as u32).collect())
-        .collect()
+fn rows_of_ids(value: &Value) -> Vec<Vec<u32>> {
+    value.as_array().unwrap().iter().map(ids).collect()
 }
 
 /// `rlhf` as the golden's settings say, in the words of a recipe.
@@ -61,7 +58,7 @@ fn check(name: &str) {
     let case = &golden["cases"][name];
     let kind = case["kind"].as_str().unwrap();
     let model = training_model("llama");
-    let (prompts, answers) = (ids(&golden["prompts"]), ids(&golden["answers"]));
+    let (prompts, answers) = (rows_of_ids(&golden["prompts"]), rows_of_ids(&golden["answers"]));
     let ended: Vec<usize> = numbers(&golden["ended"]).into_iter().map(|x| x as usize).collect();
     let rewards: Vec<Vec<f64>> = golden["rewards"]
         .as_array()

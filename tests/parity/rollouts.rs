@@ -1,6 +1,6 @@
 //! Many prompts answered together, in any company: the ids of transformers, which answered each alone.
 
-use crate::support::{Form, directories, family, goldens, json, numbers};
+use crate::support::{Form, directories, family, goldens, ids, json, numbers};
 use crate::wire::{self, Question, Setup};
 use serde_json::Value;
 use std::fs;
@@ -8,10 +8,6 @@ use std::fs;
 fn rows(name: &str) -> Vec<Value> {
     let text = fs::read_to_string(goldens().join("rollouts").join(format!("{name}.jsonl"))).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
-
-fn ids(values: &Value) -> Vec<u32> {
-    numbers(values).iter().map(|x| *x as u32).collect()
 }
 
 fn names() -> Vec<String> {

@@ -29,6 +29,10 @@ pub fn numbers(value: &Value) -> Vec<f64> {
     list.iter().map(|x| x.as_f64().expect("a number")).collect()
 }
 
+pub fn ids(value: &Value) -> Vec<u32> {
+    numbers(value).into_iter().map(|x| x as u32).collect()
+}
+
 /// Sorted names of the directories in `dir`.
 pub fn directories(dir: &Path) -> Vec<String> {
     let mut names: Vec<String> = fs::read_dir(dir)
@@ -71,7 +75,7 @@ pub enum Form {
     V4,
 }
 
-fn copy_matching(from: &Path, to: &Path, wanted: impl Fn(&str) -> bool) {
+pub fn copy_matching(from: &Path, to: &Path, wanted: impl Fn(&str) -> bool) {
     for entry in fs::read_dir(from).unwrap_or_else(|e| panic!("{}: {e}", from.display())) {
         let entry = entry.unwrap();
         let name = entry.file_name().into_string().unwrap();

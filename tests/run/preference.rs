@@ -132,6 +132,103 @@ fn a_reward_model_is_saved_as_a_sequence_classifier() {
         (&"SEQ_CLS".into(), &"score".into())
     );
     assert!(names_of_adapter(&out).contains(&"base_model.model.score.weight".to_string()));
+    let readme = fs::read_to_string(out.join("README.md")).unwrap();
+    assert!(
+        readme.contains("AutoModelForSequenceClassification.from_pretrained(\"path/to/base\", num_labels=1)"),
+        "{readme}"
+    );
+}
+
+/// The adapter of a reward model is measured over its base, and merged into a directory that says the same.
+#[test]
+fn the_adapter_of_a_reward_model_is_evaluated_and_merged() {
+    let bench = Bench::new();
+    bench.train(&[
+        "train.stage=reward",
+        "data.train=pairs.jsonl",
+        "data.eval=pairs.jsonl",
+        "train.max_steps=20",
+        "train.eval_steps=20",
+        "tune.method=lora",
+    ]);
+    let eval = |arguments: &[&str]| -> Value {
+        let out = bench.ft(&[&["eval", "--data", "pairs.jsonl", "--json"], arguments].concat());
+        assert!(out.status.success(), "{}", said(&out));
+        serde_json::from_slice(&out.stdout).unwrap()
+    };
+    let close = |a: f64, b: f64, what: &str| assert!((a - b).abs() < 1e-4 * (1.0 + b.abs()), "{what}: {a} {b}");
+    let beside = eval(&["--model", "model", "--adapter", "runs/sft/final"]);
+    let trained = bench.lines("runs/sft/metrics.jsonl")
+        .into_iter()
+        .rfind(|l| l.get("eval_loss").is_some())
+        .unwrap();
+    for key in ["loss", "accuracy", "margin", "mean_reward"] {
+        close(number(&beside, key), number(&trained, &format!("eval_{key}")), key);
+    }
+    assert!(
+        number(&beside, "margin") > 0.0 && number(&beside, "rows") == 4.0,
+        "{beside}"
+    );
+
+    let out = bench.ft(&[
+        "merge",
+        "--model",
+        "model",
+        "--adapter",
+        "runs/sft/final",
+        "--out",
+        "merged",
+    ]);
+    assert!(out.status.success(), "{}", said(&out));
+    let names = names(&bench.path("merged/model.safetensors"));
+    assert!(
+        names.contains(&"score.weight".to_string()) && !names.contains(&"lm_head.weight".to_string()),
+        "{names:?}"
+    );
+    let config: Value = serde_json::from_slice(&fs::read(bench.path("merged/config.json")).unwrap()).unwrap();
+    assert_eq!(config["architectures"][0], "LlamaForSequenceClassification");
+    // Weights that exist nowhere else go along, as those of a language model: the score head is the adapter's.
+    bench.train(&[
+        "train.stage=reward",
+        "data.train=pairs.jsonl",
+        "train.max_steps=2",
+        "tune.method=lora",
+        "tune.lora.init_lora_weights=pissa",
+        "tune.lora.save_residual=true",
+        "train.output_dir=moved",
+    ]);
+    eval(&["--model", "moved/final/base", "--adapter", "moved/final"]);
+    let merged = eval(&["--model", "merged"]);
+    for key in ["loss", "accuracy", "margin", "mean_reward"] {
+        close(number(&merged, key), number(&beside, key), key);
+    }
+    for arguments in [
+        &["generate", "--prompt", "a", "--model", "merged"][..],
+        &[
+            "generate",
+            "--prompt",
+            "a",
+            "--model",
+            "model",
+            "--adapter",
+            "runs/sft/final",
+        ],
+        &[
+            "train",
+            "--recipe",
+            "r.toml",
+            "tune.method=lora",
+            "tune.lora.adapter=runs/sft/final",
+            "train.output_dir=b",
+        ],
+    ] {
+        let out = bench.ft(arguments);
+        assert!(
+            !out.status.success() && said(&out).contains("reward model"),
+            "{}",
+            said(&out)
+        );
+    }
 }
 
 fn names(file: &Path) -> Vec<String> {

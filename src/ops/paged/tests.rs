@@ -124,7 +124,7 @@ fn cuts_and_neighbours_change_no_bit() {
 }
 
 /// What is read back of rows `[n, K·E]`, by the definition of the storage.
-fn read_back(rows: &Tensor, spec: &Spec, stored: Stored) -> Tensor {
+pub(crate) fn read_back(rows: &Tensor, spec: &Spec, stored: Stored) -> Tensor {
     let mut all = flat(rows);
     for head in all.chunks_exact_mut(spec.head_dim) {
         let absmax = head.iter().fold(0f32, |m, x| m.max(x.abs()));

@@ -33,9 +33,9 @@ pub fn together(linears: &[(usize, usize)]) -> Vec<Range<usize>> {
 /// Tokens of a batch of calibration rows: the sums of so many are f32 before they are added up in f64.
 pub const TOKENS: usize = 4096;
 
-/// Bytes at the worst moment of the start: hidden states of `tokens` calibration tokens of width `hidden` (D), one layer's
-/// covariances, what is decomposed at one time, and what is kept until the last layer is done. 0 for starts that
-/// need none of it.
+/// Bytes at the worst moment of the start: hidden states of `tokens` calibration tokens of width `hidden` (D; with LoRA-GA
+/// of every layer, without the work of a layer on so many tokens), one layer's covariances, what is decomposed at one
+/// time, and what is kept until the last layer is done. 0 for starts that need none of it.
 pub fn bytes(lora: &Lora, hidden: usize, tokens: u64, adapters: &BTreeMap<String, Cost>) -> u64 {
     if lora.peft_type != PeftType::Lora || lora.adapter.is_some() {
         return 0;
@@ -48,7 +48,12 @@ pub fn bytes(lora: &Lora, hidden: usize, tokens: u64, adapters: &BTreeMap<String
         }
     }
     let looks = matches!(init, LoraInit::Corda | LoraInit::Eva);
-    let states = if looks { 4 * tokens * hidden as u64 } else { 0 };
+    let states = match init {
+        // One backward pass over all rows: the input of every layer is kept.
+        LoraInit::LoraGa => 4 * tokens * hidden as u64 * (layers.len() as u64 + 1),
+        _ if looks => 4 * tokens * hidden as u64,
+        _ => 0,
+    };
     let kept: u64 = layers.values().flatten().map(|l| l.kept(lora)).sum();
     let worst = layers.values().map(|linears| {
         let inputs: BTreeSet<(u8, u64)> = linears.iter().map(|l| (l.input, l.i)).collect();
@@ -159,6 +164,9 @@ mod tests {
         assert_eq!(of("init_lora_weights = \"pissa\""), 4 * 96 + 8 * (2 * 96 + 160));
         let corda = 4 * 100 * 8 + 8 * 64 + 4 * 96 + 8 * (3 * 96 + 160 + 3 * 64) + (8 * 2 + 4 * 2) * 20;
         assert_eq!(of("init_lora_weights = \"corda\""), corda);
+        // The inputs of one layer and of the head.
+        let lora_ga = 2 * 4 * 100 * 8 + 4 * 96 + 8 * (2 * 96 + 160);
+        assert_eq!(of("init_lora_weights = \"lora_ga\""), lora_ga);
     }
 
     #[test]

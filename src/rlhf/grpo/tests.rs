@@ -122,17 +122,17 @@ fn the_correction_of_coded_rollouts_is_unbiased() {
         (first, second)
     };
     let reward = [[1.0, -0.5], [0.25, 2.0]];
-    let settings = Settings {
-        beta: 0.0,
-        ..settings(LossType::Dapo, Level::Token)
-    };
     let correction = Correction {
         mode: Mode::SequenceMask,
         min: None,
         max: Some(3.0),
     };
     // By the log-probability of each token of each answer, summed with the probability of having sampled it.
-    let gradient = |corrected: bool| {
+    let gradient = |loss_type: LossType, corrected: bool| {
+        let settings = Settings {
+            beta: 0.0,
+            ..settings(loss_type, Level::Token)
+        };
         let mut sums = [[[0f64; 2]; 2]; 2];
         for (a, b) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
             let (p, q) = (exact(a, b), coarse(a, b));
@@ -162,6 +162,8 @@ fn the_correction_of_coded_rollouts_is_unbiased() {
         }
         worst
     };
-    assert!(error(gradient(true)) < 1e-6, "{}", error(gradient(true)));
-    assert!(error(gradient(false)) > 0.02, "{}", error(gradient(false)));
+    for loss_type in [LossType::Dapo, LossType::Rloo] {
+        let (with, without) = (error(gradient(loss_type, true)), error(gradient(loss_type, false)));
+        assert!(with < 1e-6 && without > 0.02, "{loss_type:?}: {with} {without}");
+    }
 }

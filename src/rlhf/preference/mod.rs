@@ -7,7 +7,6 @@
 //! objective of a reward model.
 
 pub mod losses;
-mod meter;
 pub mod policy;
 pub mod reward;
 pub mod unpaired;

@@ -7,12 +7,13 @@
 
 use super::columns::{LABEL, PROMPT, REFERENCE};
 use super::losses::{Pair, Pairwise, Side, Terms};
-use super::meter::Meter;
 use super::unpaired::{self, Judged, Kto};
 use crate::base::{Error, Result};
 use crate::data::{Batch, IGNORE};
 use crate::model::{Head, LossGradients, Need, Objective};
 use crate::ops::tally::{Sums, Tally};
+use crate::rlhf::means::Means;
+use crate::rlhf::policy::gradients;
 use candle_core::Tensor;
 use std::ops::Range;
 
@@ -109,14 +110,14 @@ impl Answer {
 /// The objective; see the module.
 pub struct Preferences {
     algorithm: Algorithm,
-    meter: Meter,
+    means: Means,
 }
 
 impl Preferences {
     pub fn new(algorithm: Algorithm) -> Self {
         Self {
             algorithm,
-            meter: Meter::default(),
+            means: Means::default(),
         }
     }
 
@@ -168,24 +169,24 @@ impl Preferences {
 
     fn measure(&self, loss: &Pairwise, pairs: &[Pair], terms: &Terms, correct: f64) {
         let count = pairs.len() as f64;
-        let mean = |f: &dyn Fn(usize) -> f64| (0..pairs.len()).map(f).sum::<f64>() / count;
+        let sum = |f: &dyn Fn(usize) -> f64| (0..pairs.len()).map(f).sum::<f64>();
         // TRL reports sums over the tokens where the loss takes sums.
         let logp = |s: &Side| match loss {
             Pairwise::Dpo(_) => s.logp,
             _ => s.logp / s.predicted.max(1.0),
         };
         for (name, value) in [
-            ("rewards/chosen", mean(&|i| terms.rewards[i][0])),
-            ("rewards/rejected", mean(&|i| terms.rewards[i][1])),
-            ("rewards/accuracies", correct / count),
-            ("rewards/margins", mean(&|i| terms.rewards[i][0] - terms.rewards[i][1])),
-            ("logps/chosen", mean(&|i| logp(&pairs[i].chosen))),
-            ("logps/rejected", mean(&|i| logp(&pairs[i].rejected))),
+            ("rewards/chosen", sum(&|i| terms.rewards[i][0])),
+            ("rewards/rejected", sum(&|i| terms.rewards[i][1])),
+            ("rewards/accuracies", correct),
+            ("rewards/margins", sum(&|i| terms.rewards[i][0] - terms.rewards[i][1])),
+            ("logps/chosen", sum(&|i| logp(&pairs[i].chosen))),
+            ("logps/rejected", sum(&|i| logp(&pairs[i].rejected))),
         ]
         .into_iter()
-        .chain(terms.metrics.iter().copied())
+        .chain(terms.metrics.iter().map(|(name, mean)| (*name, mean * count)))
         {
-            self.meter.add(name, value, count);
+            self.means.add(name, value, count);
         }
     }
 
@@ -218,21 +219,19 @@ impl Preferences {
             if of.is_empty() {
                 continue;
             }
-            let rewards = of.iter().map(|&i| kto.beta * answers[i].ratio).sum::<f64>() / count;
-            let logps = of.iter().map(|&i| sides[at[i]].logp).sum::<f64>() / count;
-            self.meter.add(reward, rewards, count);
-            self.meter.add(logp, logps, count);
-            means.push(rewards);
+            let rewards = of.iter().map(|&i| kto.beta * answers[i].ratio).sum::<f64>();
+            self.means.add(reward, rewards, count);
+            self.means.add(logp, of.iter().map(|&i| sides[at[i]].logp).sum(), count);
+            means.push(rewards / count);
         }
+        let count = answers.len() as f64;
         if let [chosen, rejected] = means[..] {
-            self.meter
-                .add("rewards/margins", chosen - rejected, answers.len() as f64);
+            self.means.add("rewards/margins", (chosen - rejected) * count, count);
         }
         // Right: a desirable answer became likelier than it was under the reference, another one less likely.
         let correct = answers.iter().filter(|a| (a.ratio > kl) == a.desirable).count() as f64;
-        let count = answers.len() as f64;
-        self.meter.add("rewards/accuracies", correct / count.max(1.0), count);
-        self.meter.add("kl", kl, count);
+        self.means.add("rewards/accuracies", correct, count);
+        self.means.add("kl", kl * count, count);
         Ok(Slopes {
             loss,
             correct,
@@ -266,21 +265,17 @@ impl Objective for Preferences {
             return Ok(LossGradients::default());
         }
         let ld_alpha = self.algorithm.ld_alpha();
-        let mut weights = vec![0f32; batch.len()];
+        let mut along = vec![0f32; batch.len()];
         for ((answer, slope), text) in answers.iter().zip(&slopes.answers).zip(&slopes.texts) {
             for n in answer.document.clone() {
                 let of_answer = match answer.targets.contains(&n) {
                     true => slope * answer.weight(n, ld_alpha),
                     false => 0.0,
                 };
-                // The weights are those of -log p.
-                weights[n] = -(of_answer + text) as f32;
+                along[n] = (of_answer + text) as f32;
             }
         }
-        // What has no slope costs no product.
-        let target = |(n, &target): (usize, &u32)| if weights[n] == 0.0 { IGNORE } else { target };
-        let targets: Vec<u32> = batch.targets.iter().enumerate().map(target).collect();
-        head.weighted(h, &targets, &weights, need)
+        gradients(h, head, &batch.targets, &along, need)
     }
 
     /// Units: pairs, or judged answers.
@@ -295,6 +290,6 @@ impl Objective for Preferences {
     }
 
     fn metrics(&self) -> Vec<(&'static str, f64)> {
-        self.meter.take()
+        self.means.take()
     }
 }

@@ -8,13 +8,13 @@
 
 use super::columns::MARGIN;
 use super::losses::{log_sigmoid, sigmoid};
-use super::meter::Meter;
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::{Head, LossGradients, Need, Objective, Param};
 use crate::ops::tally::{Sums, Tally};
 use crate::ops::update;
+use crate::rlhf::means::Means;
 use candle_core::{DType, Device, Tensor};
 
 /// The name of the score head in a run's checkpoints.
@@ -27,7 +27,7 @@ pub struct Reward {
     /// The id that transformers takes for padding: trailing ones are skipped, as there.
     pad: Option<u32>,
     center: f64,
-    meter: Meter,
+    means: Means,
 }
 
 /// Scores of documents. `h` `[N, D]`: hidden states after the final norm; `score` `[1, D]`. Gives `[documents]`.
@@ -81,7 +81,7 @@ impl Reward {
             },
             pad,
             center,
-            meter: Meter::default(),
+            means: Means::default(),
         })
     }
 }
@@ -115,13 +115,13 @@ impl Objective for Reward {
             .iter()
             .for_each(|s| (least, most) = (least.min(*s), most.max(*s)));
         for (name, value) in [
-            ("min_reward", least),
-            ("mean_reward", scores.iter().sum::<f64>() / (2.0 * pairs)),
-            ("max_reward", most),
-            ("accuracy", correct / pairs),
-            ("margin", differences / pairs),
+            ("min_reward", least * pairs),
+            ("mean_reward", scores.iter().sum::<f64>() / 2.0),
+            ("max_reward", most * pairs),
+            ("accuracy", correct),
+            ("margin", differences),
         ] {
-            self.meter.add(name, value, pairs);
+            self.means.add(name, value, pairs);
         }
 
         let slopes: Vec<f32> = slopes.iter().map(|s| (s * need.scale) as f32).collect();
@@ -156,6 +156,6 @@ impl Objective for Reward {
     }
 
     fn metrics(&self) -> Vec<(&'static str, f64)> {
-        self.meter.take()
+        self.means.take()
     }
 }

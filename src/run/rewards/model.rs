@@ -6,6 +6,7 @@ use super::Judged;
 use crate::base::{Error, Result};
 use crate::data::encode::Encoder;
 use crate::data::{Batch, Example};
+use crate::export;
 use crate::formats::weights::Weights;
 use crate::model::{Network, Spec};
 use crate::recipe::TrainOn;
@@ -13,7 +14,6 @@ use crate::rlhf::preference::reward::scores;
 use crate::run::setup::Described;
 use candle_core::{Device, Tensor};
 
-const SCORE: &str = "score.weight";
 /// Tokens that are run together.
 const TOKENS: usize = 4096;
 
@@ -26,26 +26,19 @@ pub struct RewardModel {
     pad: Option<u32>,
 }
 
+fn no_score(described: &Described) -> Error {
+    Error::new("the directory holds no reward model")
+        .at_path(&described.dir)
+        .found(format!("no tensor `{}`", export::SCORE))
+        .hint("train one with `train.stage = \"reward\"` and name its `final/`; of a LoRA what `ft merge` makes of it")
+}
+
 impl RewardModel {
     /// What is there, without loading it. Errors: it is no reward model.
     pub fn describe(dir: &str) -> Result<Described> {
         let mut described = Described::open(dir, "main", None)?;
-        let weights = Weights::open(&described.dir)?;
-        let width = described.spec.hidden;
-        match weights.info(SCORE) {
-            Some(info) if info.shape == [1, width] => {}
-            Some(info) => {
-                return Err(Error::new("the reward model has not one score")
-                    .at_path(&described.dir)
-                    .found(format!("{SCORE} {:?}", info.shape))
-                    .expected(format!("[1, {width}]")));
-            }
-            None => {
-                return Err(Error::new("the directory holds no reward model")
-                    .at_path(&described.dir)
-                    .found(format!("no tensor `{SCORE}`"))
-                    .hint("train one with `train.stage = \"reward\"` and name its `final/`"));
-            }
+        if !described.has_score(&Weights::open(&described.dir)?)? {
+            return Err(no_score(&described));
         }
         // There is no output projection to look for.
         described.spec = Spec {
@@ -57,10 +50,9 @@ impl RewardModel {
 
     pub fn open(dir: &str, device: &Device) -> Result<Self> {
         let described = Self::describe(dir)?;
-        let score = Weights::open(&described.dir)?.read_f32(SCORE)?;
-        let score = Tensor::from_vec(score, (1, described.spec.hidden), device)?;
+        let (network, score) = described.infer_scored(None, None, device)?;
+        let score = score.ok_or_else(|| no_score(&described))?;
         let pad = described.config.opt_usize0("pad_token_id")?.map(|id| id as u32);
-        let network = described.infer(None, None, device)?;
         Ok(Self {
             described,
             network,

@@ -10,7 +10,7 @@ use crate::data::{Batch, Dataset};
 use crate::distill::hidden::{Distance, Hidden};
 use crate::distill::{Distill, Teacher, Terms};
 use crate::engine::Engine;
-use crate::generate::{Settings, generate};
+use crate::generate::{Request, Settings, rollout};
 use crate::recipe::{HiddenLoss, Recipe};
 use crate::run::teacher::{self, Opened};
 use crate::run::{setup, teacher_cache};
@@ -147,16 +147,19 @@ impl Students {
             .iter()
             .enumerate()
             .flat_map(|(m, r)| (0..r.len()).map(move |i| (m, i)));
-        let (mut prompts, mut wanted) = (Vec::new(), Vec::new());
+        let (mut requests, mut wanted) = (Vec::new(), Vec::new());
         for (index, (m, i)) in places.enumerate() {
             if chance.uniform(index as u64) < self.part
                 && let Some(prompt) = self.prompt(&rows[m][i])
             {
-                prompts.push(prompt.to_vec());
+                requests.push(Request {
+                    prompt: prompt.to_vec(),
+                    number: wanted.len() as u64,
+                });
                 wanted.push((m, i));
             }
         }
-        if prompts.is_empty() {
+        if requests.is_empty() {
             return Ok(rows);
         }
         let settings = Settings {
@@ -168,20 +171,15 @@ impl Students {
             stop_ids: self.stop_ids.clone(),
             limits: crate::generate::Limits::default(),
         };
-        let answers = generate(&engine.network, &prompts, &settings, &mut |_, _| Ok(()))?;
-        for (((m, i), prompt), mut answer) in wanted.into_iter().zip(prompts).zip(answers) {
-            // It ended by itself where it is shorter than it could be.
-            let most = self.max_new_tokens.min(self.max_positions - prompt.len());
-            let ended = answer.len() < most;
-            if let Some(stop) = self.stop_ids.first().filter(|_| ended) {
-                answer.push(*stop);
-            }
+        let answers = rollout(&engine.network, &requests, &settings)?;
+        for (((m, i), request), answer) in wanted.into_iter().zip(requests).zip(answers) {
             answered.rows += 1;
-            answered.tokens += answer.len();
-            answered.ended += usize::from(ended);
-            let first = prompt.len();
-            let mut ids = prompt;
-            ids.extend(answer);
+            answered.tokens += answer.ids.len();
+            answered.ended += usize::from(answer.finished);
+            let first = request.prompt.len();
+            let mut ids = request.prompt;
+            // The stop id that was drawn is part of the answer.
+            ids.extend(answer.ids);
             ids.truncate(self.max_length);
             rows[m][i] = Example {
                 trained: (0..ids.len()).map(|t| t >= first).collect(),

@@ -30,14 +30,16 @@ pub fn needs_copy(recipe: &Recipe) -> bool {
         _ => false,
     };
     use recipe::LoraInit::{Default, Eva, Gaussian};
+    let starts_at_zero = matches!(recipe.tune.lora.init_lora_weights, Default | Gaussian | Eva);
+    wanted && !(base_rests(recipe) && starts_at_zero)
+}
+
+/// Do fresh adapters alone train, so that the weights under them stay as they are? A given adapter may bring modules
+/// and rows that train whole.
+pub fn base_rests(recipe: &Recipe) -> bool {
     let lora = &recipe.tune.lora;
-    let starts_at_zero = matches!(lora.init_lora_weights, Default | Gaussian | Eva);
-    let bare = recipe.tune.method == Method::Lora
-        && starts_at_zero
-        && lora.adapter.is_none()
-        && lora.modules_to_save.is_empty()
-        && lora.trainable_token_indices.is_empty();
-    wanted && !bare
+    let beside = [lora.modules_to_save.len(), lora.trainable_token_indices.len()];
+    recipe.tune.method == Method::Lora && lora.adapter.is_none() && beside == [0, 0]
 }
 
 /// The objective of a stage that trains by reward; `width` is D.
@@ -224,13 +226,18 @@ impl<'a> Lesson<'a> {
             let mut rewards = totals.to_vec();
             if kept.iter().any(|k| !k.reference.is_empty()) {
                 let (mut sum, mut tokens) = (0.0, 0.0);
-                for (reward, k) in rewards.iter_mut().zip(kept.iter()) {
+                for ((reward, k), finished) in rewards.iter_mut().zip(kept.iter()).zip(finished) {
+                    if grpo.mask_truncated_completions && !finished {
+                        continue;
+                    }
                     let both = k.old.iter().zip(&k.reference);
                     let kl: f64 = both.map(|(o, r)| KlEstimator::K1.of(*o as f64, *r as f64)).sum();
                     *reward -= grpo.beta * kl;
                     (sum, tokens) = (sum + kl, tokens + k.tokens() as f64);
                 }
-                self.metrics.push(("kl", sum / tokens));
+                if tokens > 0.0 {
+                    self.metrics.push(("kl", sum / tokens));
+                }
             }
             advantage::leave_one_out(&rewards, group, grpo.normalize_advantages)
         } else {
@@ -318,6 +325,31 @@ impl<'a> Lesson<'a> {
                 // Nothing counts: a step without a gradient, but a step.
                 window.iter_mut().for_each(|k| k.counts = 1.0);
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_start_is_had_by_leaving_adapters_out_only_where_nothing_else_trains() {
+        let needs = |lora: &str| {
+            let text = format!(
+                "[model]\npath = \"x\"\n[data]\ntrain = \"y\"\n[train]\nstage = \"grpo\"\n[rlhf]\nrewards = [\"exact\"]\n\
+                 [rlhf.grpo]\nbeta = 0.1\n[tune]\nmethod = \"lora\"\n[tune.lora]\n{lora}\n"
+            );
+            needs_copy(&recipe::parse(&text, "r.toml", &[]).unwrap().recipe)
+        };
+        assert!(!needs("") && !needs("peft_type = \"vera\""));
+        for lora in [
+            "modules_to_save = [\"embed_tokens\"]",
+            "trainable_token_indices = [1]",
+            "adapter = \"given\"",
+            "init_lora_weights = \"pissa\"",
+        ] {
+            assert!(needs(lora), "{lora}");
         }
     }
 }

@@ -10,11 +10,11 @@ use crate::data::order::BatchStream;
 use crate::data::preference::Want;
 use crate::data::{Batch, Dataset};
 use crate::engine::Engine;
+use crate::formats::tokenizer::Tokenizer;
 use crate::recipe::{self, JudgedLoss, PairLoss, Recipe};
 use crate::rlhf::preference::losses::Dpo;
 use crate::rlhf::preference::unpaired::Kto;
 use crate::rlhf::preference::{Algorithm, Pairwise, Preferences, Reward, columns};
-use crate::run::setup::Described;
 
 /// What a stage wants of its rows; `None`: it does not learn from preferences.
 pub fn want(stage: recipe::Stage) -> Option<Want> {
@@ -71,8 +71,8 @@ fn algorithm(recipe: &Recipe) -> Algorithm {
 }
 
 /// The id that padding has in a reward model's config: the tokenizer's own, else EOS, as in TRL.
-pub fn pad_id(model: &Described) -> Option<u32> {
-    model.tokenizer.pad_id().or(model.tokenizer.eos_id())
+pub fn pad_id(tokenizer: &Tokenizer) -> Option<u32> {
+    tokenizer.pad_id().or(tokenizer.eos_id())
 }
 
 pub(super) fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
@@ -89,7 +89,7 @@ pub(super) fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
         let reward = Reward::new(
             spec.hidden,
             f64::from(spec.initializer_range),
-            pad_id(setting.model),
+            pad_id(&setting.model.tokenizer),
             recipe.preference.center_rewards_coefficient,
             recipe.train.seed,
             setting.device,
@@ -119,44 +119,40 @@ struct Rows<'a> {
     reference: [Vec<f32>; 2],
 }
 
-impl Rows<'_> {
-    /// The batch of these rows of a set; `reference` of the set's documents.
-    fn batch(set: &Dataset, rows: &[usize], reference: Option<&[f32]>) -> Result<Batch> {
-        let mut batch = set.batch(rows);
-        let (mut prompts, mut margins, mut labels) = (Vec::new(), Vec::new(), Vec::new());
-        let mut references = Vec::new();
-        for &row in rows {
-            let p = set.preferences.get(row);
-            let p = p.ok_or_else(|| Error::new("a row of preferences lacks its parts").found(row))?;
-            for document in 0..set.documents(row).len() {
-                prompts.push(p.prompt as f32);
-                margins.push(p.margin);
-                labels.push(match document {
-                    0 => f32::from(u8::from(p.label)),
-                    _ => -1.0,
-                });
-                if let Some(reference) = reference {
-                    let at = Self::first_document(set, row) + document;
-                    let found = reference.get(at);
-                    references.push(*found.ok_or_else(|| Error::new("a row has no reference").found(row))?);
-                }
+/// The batch of these rows of a set; `reference` of the set's documents.
+pub fn batch(set: &Dataset, rows: &[usize], reference: Option<&[f32]>) -> Result<Batch> {
+    let mut batch = set.batch(rows);
+    let (mut prompts, mut margins, mut labels) = (Vec::new(), Vec::new(), Vec::new());
+    let mut references = Vec::new();
+    for &row in rows {
+        let p = set.preferences.get(row);
+        let p = p.ok_or_else(|| Error::new("a row of preferences lacks its parts").found(row))?;
+        // All rows of a set have as many documents.
+        let documents = set.documents(row).len();
+        for document in 0..documents {
+            prompts.push(p.prompt as f32);
+            margins.push(p.margin);
+            labels.push(match document {
+                0 => f32::from(u8::from(p.label)),
+                _ => -1.0,
+            });
+            if let Some(reference) = reference {
+                let found = reference.get(row * documents + document);
+                references.push(*found.ok_or_else(|| Error::new("a row has no reference").found(row))?);
             }
         }
-        let columns = &mut batch.columns.documents;
-        columns.insert(columns::PROMPT, prompts);
-        columns.insert(columns::MARGIN, margins);
-        columns.insert(columns::LABEL, labels);
-        if reference.is_some() {
-            columns.insert(columns::REFERENCE, references);
-        }
-        Ok(batch)
     }
-
-    /// The first document of a row: all rows of a set have as many documents.
-    fn first_document(set: &Dataset, row: usize) -> usize {
-        row * set.documents(row).len()
+    let columns = &mut batch.columns.documents;
+    columns.insert(columns::PROMPT, prompts);
+    columns.insert(columns::MARGIN, margins);
+    columns.insert(columns::LABEL, labels);
+    if reference.is_some() {
+        columns.insert(columns::REFERENCE, references);
     }
+    Ok(batch)
+}
 
+impl Rows<'_> {
     fn groups(&self, set: &Dataset) -> Vec<Vec<usize>> {
         let rows: Vec<usize> = (0..set.examples.len()).collect();
         rows.chunks(self.units.max(1)).map(<[usize]>::to_vec).collect()
@@ -190,7 +186,7 @@ impl Feed for Rows<'_> {
                         "stopped while the reference was asked; nothing was trained yet",
                     ));
                 }
-                let batch = Self::batch(set, &rows, None)?;
+                let batch = batch(set, &rows, None)?;
                 let ctx = network.context(&batch.positions, &batch.documents, None)?;
                 let h = network.hidden_states(&batch.ids, &ctx)?;
                 let log_probs = network.head()?.log_probs(&h, &batch.targets)?;
@@ -213,7 +209,7 @@ impl Feed for Rows<'_> {
         let reference = self.algorithm.is_some().then_some(self.reference[0].as_slice());
         let micro_batches = self.stream.window_indices(step);
         micro_batches
-            .map(|index| Self::batch(train, &self.stream.rows(index), reference))
+            .map(|index| batch(train, &self.stream.rows(index), reference))
             .collect()
     }
 
@@ -223,7 +219,7 @@ impl Feed for Rows<'_> {
         };
         let reference = self.algorithm.is_some().then_some(self.reference[1].as_slice());
         let groups = self.groups(eval).into_iter();
-        groups.map(|rows| Self::batch(eval, &rows, reference)).collect()
+        groups.map(|rows| batch(eval, &rows, reference)).collect()
     }
 
     /// A line of text, then for each set the number of documents and their log-probabilities, little-endian.

@@ -6,7 +6,7 @@
 //!
 //! Letters: A answers of a rollout, G answers to one prompt, T tokens of an answer.
 
-use super::lesson::{self, Lesson, Reference, needs_copy};
+use super::lesson::{self, Lesson, Reference, base_rests, needs_copy};
 use super::replay::{self, Kept, Replay};
 use super::{Feed, Setting, Stage};
 use crate::base::rng::{Rng, Stream};
@@ -24,7 +24,6 @@ use crate::run::setup::Described;
 use crate::source;
 use candle_core::Device;
 use serde_json::{Value, json};
-use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Instant;
 
@@ -152,12 +151,8 @@ impl Rollouts<'_> {
         };
         let copy = match &mut self.coded {
             Some(copy) => {
-                // Under adapters the weights stay what they were, but for what trains whole, or in rows.
-                let whole: BTreeSet<&str> = engine.optimizer.saved().map(|s| s.name).collect();
-                let rows = |name: &str| engine.network.tokens.iter().any(|t| &*t.table == name);
-                let frozen =
-                    |name: &str| self.recipe.tune.method == Method::Lora && !whole.contains(name) && !rows(name);
-                copy.refresh(&engine.network, &|name| !frozen(name))?;
+                let same = base_rests(self.recipe);
+                copy.refresh(&engine.network, &|_| !same)?;
                 copy
             }
             none => none.insert(CodedCopy::new(&engine.network, Formats::of(format))?),

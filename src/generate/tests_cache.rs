@@ -1,0 +1,118 @@
+//! Keys and values stored as bf16 and int8: what is read back, and what that costs.
+
+use super::cache::{Layout, Sequence, Step};
+use super::decode::{Part, step};
+use super::tests::{furthest, many, network, prompts, settings, spec};
+use super::*;
+use crate::base::Result;
+use crate::model::KvStore;
+use crate::ops::attention;
+use crate::ops::paged::tests::read_back;
+use crate::recipe::Dtype;
+use candle_core::{Device, Tensor};
+
+/// A cache of exact numbers that are rounded, as `stored` says, before they come to it.
+struct Rounded<'a> {
+    cache: Step<'a>,
+    stored: Stored,
+}
+
+impl KvStore for Rounded<'_> {
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        spec: &attention::Spec,
+    ) -> Result<(Tensor, Tensor)> {
+        let [k, v] = [k, v].map(|t| read_back(t, spec, self.stored));
+        self.cache.attend(layer, q, &k, &v, spec)
+    }
+}
+
+/// Rounding is all that a smaller cache does: the logits are those of rounded keys and values in an exact cache, up to
+/// the order of f32 sums.
+#[test]
+fn a_smaller_cache_only_rounds() {
+    let network = network(spec(), Dtype::F32);
+    for stored in [Stored::Bf16, Stored::Int8] {
+        for prompt in prompts() {
+            let layout = |stored| Layout::new(&network.spec, stored, &Device::Cpu).unwrap();
+            let part = Part {
+                sequence: Sequence::new(&layout(Some(stored)), Vec::new(), 0, 64),
+                tokens: &prompt,
+                logits: true,
+            };
+            let got = step(&(&network).into(), &mut [part], false).unwrap();
+
+            let documents = [0, prompt.len()];
+            let positions: Vec<u32> = (0..prompt.len() as u32).collect();
+            let ctx = network.context(&positions, &documents, None).unwrap();
+            let mut sequence = Sequence::new(&layout(None), Vec::new(), 0, 64);
+            let cache = Step::new(vec![&mut sequence], &documents).unwrap();
+            let mut cache = Rounded { cache, stored };
+            let mut x = network.embed(&prompt).unwrap();
+            for layer in 0..network.layers() {
+                let block = network.block(layer).unwrap();
+                x = block.forward_cached(&x, &ctx, &mut cache).unwrap();
+            }
+            let head = network.head().unwrap();
+            let raw = head.logits(&network.normalize(&x).unwrap()).unwrap();
+            let last = raw.to_vec2::<f32>().unwrap().pop().unwrap();
+            let cap = network.spec.logit_softcap.unwrap();
+            let want: Vec<f32> = last.into_iter().map(|x| cap * (x / cap).tanh()).collect();
+            let largest = want.iter().fold(1f32, |m, x| m.max(x.abs()));
+            let error = furthest(&got, &want);
+            assert!(error < 1e-5 * largest, "{stored:?}: {error} of {largest}");
+        }
+    }
+}
+
+/// What the rounding costs, held to what theory says of this network.
+///
+/// A number x is off by at most 2^-9 |x| (bf16: half of a step of 2^-8), or by absmax / 254 of its head (int8). The errors
+/// are independent and uniform within their step, so their root mean square as a part of that of the numbers, η, is
+/// 2^-8 / √24 for bf16 (the mean of 1/x² over a binade is 1/2), and 1.85 / (127 √12) for int8 (the largest of 8 normal
+/// numbers is about 1.85 of their root mean square). To first order the attention of a layer is off by
+/// √(1 + 0.4² · 8) η = 1.5 η: by its values, and by its keys through scores of deviation 0.4 √8. Three layers: √3 times
+/// that, and a gated MLP may double it: 5 η of the hidden state. A logit has deviation 0.3 √24 = 1.5, and a
+/// log-probability is about the difference of two: 5 · 1.5 · √2 η = 11 η. The worst of six prompts: twice that.
+#[test]
+fn a_smaller_cache_costs_little() {
+    let network = network(spec(), Dtype::F32);
+    let requests = many(6);
+    let with = |stored| {
+        let limits = Limits {
+            kv_cache: Some(stored),
+            ..Limits::default()
+        };
+        let settings = Settings { limits, ..settings(1) };
+        let (answers, speed) = answer(&network, &requests, &settings, &mut |_, _| Ok(())).unwrap();
+        (answers, speed.cache_bytes)
+    };
+    let (exact, most) = with(Stored::F32);
+    let mut before = 0.0;
+    for (stored, eta, found, bytes) in [
+        (Stored::Bf16, 2f32.powi(-8) / 24f32.sqrt(), 0.02, most / 2),
+        (Stored::Int8, 1.85 / (127.0 * 12f32.sqrt()), 0.06, most / 3),
+    ] {
+        let (answers, got) = with(stored);
+        assert!(got <= bytes);
+        let same = answers.iter().zip(&exact).filter(|(a, b)| a.ids == b.ids);
+        let worst = same.clone().map(|(a, b)| furthest(&a.log_probs, &b.log_probs));
+        let worst = worst.fold(0f32, f32::max);
+        // Never wider than the bound that was set when this was first measured.
+        let (theory, same) = (22.0 * eta, same.count());
+        println!(
+            "{stored:?}: {worst:.5}, of {theory:.5} (and {found}); {same} of {} ids",
+            exact.len()
+        );
+        assert!(
+            same + 2 >= exact.len() && worst < theory.min(found),
+            "{stored:?} {worst}"
+        );
+        assert!(worst > before, "int8 rounds more than bf16, and bf16 something");
+        before = worst;
+    }
+}

@@ -12,7 +12,7 @@ use std::path::PathBuf;
   ft eval --model runs/quickstart/final --data assets/world/eval.jsonl
   ft eval --model base --adapter runs/lora/final --data eval.jsonl --json")]
 pub struct Args {
-    /// Model directory
+    /// Model directory, or hub id
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
     /// PEFT adapter directory

@@ -15,6 +15,7 @@ use std::time::Duration;
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const ID: &str = "tester/tiny-model";
 const DATA: &str = "tester/rows";
+const TOOL_TEMPLATE: &str = "additional_chat_templates/tool_use.jinja";
 
 #[derive(Default)]
 struct State {
@@ -253,6 +254,8 @@ fn model() -> BTreeMap<String, Vec<u8>> {
         ("README.md".into(), b"not needed".to_vec()),
         ("config.json".into(), config.to_vec()),
         ("tokenizer.json".into(), tokenizer_json()),
+        ("chat_template.jinja".into(), b"{{ messages }}".to_vec()),
+        (TOOL_TEMPLATE.into(), b"{{ tools }}".to_vec()),
         ("model.safetensors".into(), weights),
         ("pytorch_model.bin".into(), b"never asked for".to_vec()),
     ])
@@ -283,6 +286,7 @@ fn a_model_is_downloaded_loaded_and_then_found_in_the_cache() {
     let repo = cache.path().join("models--tester--tiny-model");
     assert_eq!(dir, repo.join("snapshots").join(COMMIT));
     loads(&dir);
+    assert!(dir.join(TOOL_TEMPLATE).exists());
     assert!(!dir.join("pytorch_model.bin").exists() && !dir.join("README.md").exists());
     assert_eq!(std::fs::read_to_string(repo.join("refs/main")).unwrap(), COMMIT);
     // Every file was fetched in ranges and checked, none by the library's own unchecked transfer.

@@ -1,6 +1,8 @@
-//! Errors with hints, atomic files, locks, counter-based random numbers, units, signals, memory readings.
+//! Errors with hints, caught panics of libraries, atomic files, locks, counter-based random numbers, units, signals,
+//! memory readings.
 //! Knows nothing of models or recipes. The only room that writes files.
 
+mod caught;
 pub mod error;
 pub mod files;
 pub mod lock;
@@ -11,4 +13,5 @@ pub mod signal;
 pub mod staging;
 pub mod units;
 
+pub use caught::{caught, is_expected};
 pub use error::{Error, ErrorKind, Result};

@@ -13,7 +13,7 @@ use std::path::PathBuf;
   ft eval --model base --adapter runs/lora/final --data eval.jsonl --json
   ft eval --model base --adapter runs/reward/final --data pairs.jsonl")]
 pub struct Args {
-    /// Model directory
+    /// Model directory, or hub id
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
     /// PEFT adapter directory

@@ -16,7 +16,7 @@ use std::path::PathBuf;
   ft generate --model runs/quickstart/final --chat --prompt \"What is 2 + 3?\"
   ft generate --model base --adapter runs/lora/final --chat")]
 pub struct Args {
-    /// Model directory
+    /// Model directory, or hub id
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
     /// PEFT adapter directory

@@ -21,7 +21,7 @@ mod train;
 pub use out::{out, out_raw};
 pub use recipes::SHIPPED;
 
-use crate::base::{Error, Result, memory};
+use crate::base::{Error, Result, is_expected, memory};
 use crate::ops::CpuPath;
 use crate::report::{self, Style};
 use clap::{Parser, Subcommand};
@@ -72,6 +72,9 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
     };
     report::set_style(style_of_terminal());
     std::panic::set_hook(Box::new(|info| {
+        if is_expected() {
+            return;
+        }
         let _ = writeln!(
             std::io::stderr(),
             "bug in ft {}: {info}\nhint: report it with this message, the command and the output of `ft doctor`",

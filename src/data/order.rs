@@ -2,8 +2,8 @@
 //! nothing else has to be saved to resume.
 //!
 //! A unit is a row, or a bin of packed rows. Units follow each other epoch after epoch; each epoch is a permutation
-//! of its own. Micro-batch m takes units m*B to (m+1)*B, across the end of an epoch if need be; a window is the
-//! G micro-batches of one optimizer step.
+//! of its own (rows that are grouped keep their order). Micro-batch m takes units m*B to (m+1)*B, across the end of an
+//! epoch if need be; a window is the G micro-batches of one optimizer step.
 
 use super::batch::{Batch, Example};
 use super::dataset::Dataset;

@@ -4,7 +4,7 @@
 //! `add_eos_token` of `tokenizer_config.json` count for nothing beside it (measured with 5.23, for every
 //! tokenizer class and both values). Lengths and paddings stored in `tokenizer.json` are not applied.
 
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result, caught, files};
 use crate::formats::config::Config;
 use crate::formats::{header, read_json_object};
 use serde_json::{Map, Value};
@@ -265,7 +265,9 @@ fn read_tokenizer(dir: &Path, path: &Path) -> Result<tokenizers::Tokenizer> {
             .cause(cause)
             .hint("the file is damaged or written by a newer `tokenizers`: download it again")
     };
-    let mut inner = tokenizers::Tokenizer::from_bytes(&text).map_err(|e| bad(e.to_string()))?;
+    let mut inner = caught(|| tokenizers::Tokenizer::from_bytes(&text))
+        .ok_or_else(|| bad("its library met a value that it cannot read".into()))?
+        .map_err(|e| bad(e.to_string()))?;
     inner.with_padding(None);
     inner.with_truncation(None).map_err(|e| bad(e.to_string()))?;
     if inner.get_vocab_size(true) == 0 {

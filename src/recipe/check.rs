@@ -76,6 +76,7 @@ impl Values {
         self.integer(path).and_then(|i| usize::try_from(i).ok())
     }
 
+    /// The value of a key that accepts the names of an enum.
     pub fn name<T: Named>(&self, path: &str) -> T {
         T::of(self.text(path))
     }

@@ -276,11 +276,15 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
         "memory.frozen_weights" | "memory.overrides" if values.text("tune.method") == "full" => {
             Some("tune.method = \"full\"".into())
         }
-        "memory.group_size" if !stored(&["int8", "int4"]) => Some(frozen()),
-        "memory.double_quantization" if !stored(&["nf4"]) => Some(frozen()),
+        // With `auto` the planner may choose codes; a teacher's take the same key.
+        "memory.group_size" if !stored(&["auto", "int8", "int4"]) => Some(frozen()),
+        "memory.double_quantization"
+            if !stored(&["auto", "nf4"]) && values.text("distill.teacher_weights") != "nf4" =>
+        {
+            Some(frozen())
+        }
         "train.num_epochs" if max_steps >= 0 => Some(format!("train.max_steps = {max_steps}")),
         "data.train_on" if values.text("data.train_on") != "all" => text_rows.map(str::to_string),
-        "data.chat_template" => text_rows.filter(|t| t.starts_with("data.")).map(str::to_string),
         "tune.block.layers_per_block" if values.text("tune.block.partition") == "ratio" => {
             Some("tune.block.partition = \"ratio\"".to_string())
         }

@@ -521,11 +521,14 @@ fn keys_without_effect_are_warned_of() {
         let warnings = good(LEAST, arguments).warnings;
         assert!(warnings.len() == 1 && warnings[0].contains(why), "{warnings:?}");
     }
-    assert!(
-        good(LEAST, &["model.revision=v1", "memory.head_chunk=4096"])
-            .warnings
-            .is_empty()
-    );
+    for arguments in [
+        &["model.revision=v1", "memory.head_chunk=4096"][..],
+        &["memory.double_quantization=false", "memory.group_size=128"],
+        // It goes into `final/`.
+        &["data.format=text", "data.chat_template=t.jinja"],
+    ] {
+        assert!(good(LEAST, arguments).warnings.is_empty(), "{arguments:?}");
+    }
 }
 
 #[test]

@@ -3,22 +3,10 @@
 use super::{Encoded, Encoder};
 use crate::base::Result;
 use crate::data::codec::TextCodec;
-use crate::data::read::{Place, Row};
 use crate::data::rows::{Sample, understand};
 use crate::data::testing::*;
 use crate::recipe::{RowFormat, TrainOn};
 use serde_json::{Value, json};
-
-fn row(value: Value) -> Row {
-    Row {
-        fields: value.as_object().unwrap().clone(),
-        place: Place {
-            file: "t.jsonl".into(),
-            number: 7,
-            is_line: true,
-        },
-    }
-}
 
 fn encode(codec: &Words, template: &'static str, train_on: TrainOn, value: Value) -> Result<Encoded> {
     let template = Jinja::new(template);

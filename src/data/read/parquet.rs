@@ -1,12 +1,11 @@
 //! parquet through its record interface: nested lists and structs become JSON values.
 
 use super::{Place, Row};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, caught};
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::{Field, Row as Record};
 use serde_json::{Map, Number, Value};
 use std::fs::File;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 /// Deepest nesting of lists and structs that is read.
@@ -40,9 +39,9 @@ fn guarded<T>(place: &str, f: impl FnOnce() -> parquet::errors::Result<T>) -> Re
             .at(place)
             .hint("check that the file is whole, or convert it to .jsonl")
     };
-    match catch_unwind(AssertUnwindSafe(f)) {
-        Ok(result) => result.map_err(|e| broken().cause(e)),
-        Err(_) => Err(broken().cause("the decoder met a type or a value that it cannot read")),
+    match caught(f) {
+        Some(result) => result.map_err(|e| broken().cause(e)),
+        None => Err(broken().cause("the decoder met a type or a value that it cannot read")),
     }
 }
 

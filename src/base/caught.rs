@@ -1,0 +1,34 @@
+//! Panics of libraries on broken input: caught, and no bug of ft.
+
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+thread_local! {
+    static EXPECTED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// What `f` returns; `None` if it panics.
+pub fn caught<T>(f: impl FnOnce() -> T) -> Option<T> {
+    let before = EXPECTED.replace(true);
+    let result = catch_unwind(AssertUnwindSafe(f));
+    EXPECTED.set(before);
+    result.ok()
+}
+
+/// Is a panic of this thread one that `caught` takes? Then nothing is to be said of it.
+pub fn is_expected() -> bool {
+    EXPECTED.get()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_is_caught_and_expected_inside_only() {
+        assert_eq!(caught(is_expected), Some(true));
+        let empty: Vec<u8> = Vec::new();
+        assert_eq!(caught(|| empty[0]), None);
+        assert!(!is_expected());
+    }
+}

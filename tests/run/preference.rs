@@ -158,7 +158,8 @@ fn the_adapter_of_a_reward_model_is_evaluated_and_merged() {
     };
     let close = |a: f64, b: f64, what: &str| assert!((a - b).abs() < 1e-4 * (1.0 + b.abs()), "{what}: {a} {b}");
     let beside = eval(&["--model", "model", "--adapter", "runs/sft/final"]);
-    let trained = bench.lines("runs/sft/metrics.jsonl")
+    let trained = bench
+        .lines("runs/sft/metrics.jsonl")
         .into_iter()
         .rfind(|l| l.get("eval_loss").is_some())
         .unwrap();

@@ -262,21 +262,8 @@ impl Dataset {
         let mut rows = self.origins.clone();
         rows.sort_unstable();
         rows.dedup();
-        let n = rows.len();
-        if !(fraction > 0.0 && fraction < 1.0) {
-            return Err(Error::usage("`data.eval_fraction` must be between 0 and 1").found(fraction));
-        }
-        if n < 2 {
-            return Err(Error::new("too few rows to hold some out for evaluation")
-                .found(format!("{n} rows"))
-                .expected("at least 2")
-                .hint("name a file in `data.eval`, or set `data.eval_fraction = 0`"));
-        }
-        let held_out = ((n as f64 * fraction).round() as usize).clamp(1, n - 1);
-        let mut is_eval = vec![false; n];
-        for i in &Rng::new(seed, Stream::Split, &[]).permutation(n)[..held_out] {
-            is_eval[*i] = true;
-        }
+        let is_eval = held_out(rows.len(), fraction, seed)?;
+        let held_out = is_eval.iter().filter(|held| **held).count();
         let mut eval = Dataset::default();
         let mut train = Dataset {
             stats: self.stats.clone(),
@@ -392,6 +379,27 @@ impl Loader<'_> {
         self.bytes = 0;
         unless_stopped()
     }
+}
+
+/// Which of `n` rows are held out, chosen by the seed: at least one, and not all.
+///
+/// Errors: the fraction is not between 0 and 1, or there are fewer than two rows.
+pub fn held_out(n: usize, fraction: f64, seed: u64) -> Result<Vec<bool>> {
+    if !(fraction > 0.0 && fraction < 1.0) {
+        return Err(Error::usage("`data.eval_fraction` must be between 0 and 1").found(fraction));
+    }
+    if n < 2 {
+        return Err(Error::new("too few rows to hold some out for evaluation")
+            .found(format!("{n} rows"))
+            .expected("at least 2")
+            .hint("name a file in `data.eval`, or set `data.eval_fraction = 0`"));
+    }
+    let count = ((n as f64 * fraction).round() as usize).clamp(1, n - 1);
+    let mut held = vec![false; n];
+    for row in &Rng::new(seed, Stream::Split, &[]).permutation(n)[..count] {
+        held[*row] = true;
+    }
+    Ok(held)
 }
 
 /// Errors: a signal asks to stop.

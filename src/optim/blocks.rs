@@ -187,7 +187,11 @@ impl BlockSchedule {
 
     /// Factor of the learning rate while a block warms up after its switch.
     pub fn warmup(&self, step: u64) -> f64 {
-        let inside = (step.max(1) - 1) % self.switch_every;
+        let since = step.max(1) - 1;
+        let inside = match self.order {
+            BlockOrder::Fixed => since,
+            _ => since % self.switch_every,
+        };
         if inside >= self.warmup {
             1.0
         } else {
@@ -352,6 +356,12 @@ mod tests {
             [1, 2, 3, 4].map(|k| s.warmup(k)),
             [1.0 / 3.0, 2.0 / 3.0, 1.0, 1.0 / 3.0]
         );
+        // A block that is never left warms up once.
+        let s = schedule(&recipe::Block {
+            order: BlockOrder::Fixed,
+            ..r
+        });
+        assert_eq!([1, 4].map(|k| s.warmup(k)), [1.0 / 3.0, 1.0]);
     }
 
     #[test]

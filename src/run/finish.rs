@@ -4,7 +4,7 @@ use super::adapters::Prepared;
 use super::setup::Described;
 use super::stage::preference;
 use super::starts;
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result};
 use crate::engine::Engine;
 use crate::export::{self, ModelExport};
 use crate::formats::adapter::AdapterConfig;
@@ -40,7 +40,7 @@ pub fn export(
     let out = run_dir.join("final");
     if let Some(config) = &prepared.config {
         let out = adapter(&out, recipe, model, engine, prepared, config, note)?;
-        return with_template(recipe, out).map(Some);
+        return with_template(recipe, model, out).map(Some);
     }
     let scores = recipe.train.stage == Stage::Reward;
     let out = base(&out, scores, recipe.model.dtype, model, engine, &mut |name, sink| {
@@ -54,7 +54,7 @@ pub fn export(
         values.iter_mut().zip(delta).for_each(|(w, d)| *w += d);
         sink(Values::F32(&values))
     })?;
-    with_template(recipe, out).map(Some)
+    with_template(recipe, model, out).map(Some)
 }
 
 /// A model directory of the run's parameters; with `scores` a reward model's.
@@ -253,9 +253,8 @@ fn compressed(
 }
 
 /// The template that the rows were rendered with goes along.
-fn with_template(recipe: &Recipe, out: PathBuf) -> Result<PathBuf> {
-    if let Some(file) = &recipe.data.chat_template {
-        export::set_chat_template(&out, &files::read_text(Path::new(file))?)?;
-    }
+fn with_template(recipe: &Recipe, model: &Described, out: PathBuf) -> Result<PathBuf> {
+    let own = model.template.as_ref().filter(|_| recipe.data.chat_template.is_some());
+    own.map_or(Ok(()), |template| export::set_chat_template(&out, template.source()))?;
     Ok(out)
 }

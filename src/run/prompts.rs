@@ -3,8 +3,8 @@
 use super::rewards;
 use super::rows::local;
 use super::setup::Described;
-use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
+use crate::data::dataset::held_out;
 use crate::data::encode::Encoder;
 use crate::data::prompts::{Prompt, Prompts};
 use crate::data::{Dataset, Example};
@@ -78,22 +78,18 @@ pub fn read(recipe: &Recipe, model: &Described) -> Result<(Dataset, Option<Datas
         let eval = load(&recipe.data.eval)?;
         (questions.eval, eval_hash) = (eval.rows, Some(eval.fingerprint));
     } else if recipe.data.eval_fraction > 0.0 {
-        let n = questions.train.len();
-        if n < 2 {
-            return Err(Error::new("too few rows to hold some out for evaluation")
-                .found(format!("{n} rows"))
-                .expected("at least 2"));
+        let is_eval = held_out(questions.train.len(), recipe.data.eval_fraction, recipe.train.seed)?;
+        for (prompt, is_eval) in std::mem::take(&mut questions.train).into_iter().zip(is_eval) {
+            let part = if is_eval {
+                &mut questions.eval
+            } else {
+                &mut questions.train
+            };
+            part.push(prompt);
         }
-        let held = ((n as f64 * recipe.data.eval_fraction).round() as usize).clamp(1, n - 1);
-        let mut order = Rng::new(recipe.train.seed, Stream::Split, &[]).permutation(n);
-        order.truncate(held);
-        let rows = std::mem::take(&mut questions.train).into_iter().enumerate();
-        let (eval, train): (Vec<_>, Vec<_>) = rows.partition(|(i, _)| order.contains(i));
-        questions.train = train.into_iter().map(|(_, p)| p).collect();
-        questions.eval = eval.into_iter().map(|(_, p)| p).collect();
         // The split follows from the seed, which a resumed run has too.
         eval_hash = Some(hash.clone());
-        hash = format!("{hash} less {held}");
+        hash = format!("{hash} less {}", questions.eval.len());
     }
     rewards::check(&recipe.reinforce, &questions.train)?;
     rewards::check(&recipe.reinforce, &questions.eval)?;

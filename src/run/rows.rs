@@ -62,10 +62,25 @@ pub fn read(recipe: &Recipe, named: &[String], model: &Described) -> Result<Data
     }
 }
 
+/// What a user should know of the rows before the run.
+pub fn warnings(train: &Dataset, recipe: &Recipe, positions: usize) -> Vec<String> {
+    let mut all = train.stats.warnings(recipe.data.max_length);
+    let longest = train.stats.longest;
+    // A preference example is several documents.
+    if train.preferences.is_empty() && longest > positions {
+        all.push(format!(
+            "the longest row has {longest} tokens, the model {positions} positions (`max_position_embeddings`): what \
+             lies beyond is new to it; lower `data.max_length`"
+        ));
+    }
+    all
+}
+
 /// Rows of random ids for a shape: every step has its own, up to a bound.
 fn random_rows(recipe: &Recipe) -> usize {
     let steps = recipe.train.max_steps.clamp(1, 256) as usize;
-    steps * recipe.train.batch_size * recipe.train.gradient_accumulation_steps
+    let window = recipe.train.batch_size * recipe.train.gradient_accumulation_steps;
+    (steps * window).min(1 << 16)
 }
 
 /// Files as they are; hub data sets as the files of their cache.
@@ -119,5 +134,23 @@ pub fn stream(recipe: &Recipe, rows: usize) -> StreamSpec {
             true => Length::Steps(prompts::steps(recipe, rows)),
             false => Length::new(recipe.train.max_steps, recipe.train.num_epochs),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe;
+
+    #[test]
+    fn rows_beyond_the_positions_are_told() {
+        let recipe = recipe::parse("[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n", "r.toml", &[]).unwrap();
+        let rows = Dataset::random(2, 20, 50, 1);
+        assert!(warnings(&rows, &recipe.recipe, 20).is_empty());
+        let told = warnings(&rows, &recipe.recipe, 19);
+        assert!(
+            told.len() == 1 && told[0].contains("20 tokens, the model 19"),
+            "{told:?}"
+        );
     }
 }

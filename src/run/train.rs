@@ -136,7 +136,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         .warnings
         .iter()
         .cloned()
-        .chain(train.stats.warnings(recipe.data.max_length))
+        .chain(rows::warnings(&train, recipe, model.spec.max_positions))
     {
         reporter.warn(&warning);
     }

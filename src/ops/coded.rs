@@ -16,6 +16,13 @@ pub use placed::{Placed, Scales, TILE, work_bytes};
 pub(crate) use super::cpu::decode::Isa;
 pub use super::cpu::decode::NF4_TABLE;
 
+/// The nearest integer, ties to even, of `|x| < 2^22`. (`round_ties_even` is a call where SSE4.1 cannot be taken for
+/// granted, and keeps loops from being vectorized.)
+pub fn nearest(x: f32) -> f32 {
+    const SHIFT: f32 = 12_582_912.0;
+    (x + SHIFT) - SHIFT
+}
+
 /// Codes of a weight `[O, I]`, borrowed. Element e of a row counts from its first column.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {

@@ -7,6 +7,7 @@
 //! On the CPU only.
 
 use super::attention::Spec;
+use super::coded::nearest;
 use super::cpu::storage::{expect_dims, floats, tensor};
 use super::cpu::{math, paged as cpu};
 use crate::base::{Error, Result};
@@ -98,7 +99,7 @@ impl Numbers {
                 let finite = x.iter().all(|x| x.is_finite());
                 let by = if absmax > 0.0 { 127.0 / absmax } else { 0.0 };
                 scales[scale] = if finite { absmax / 127.0 } else { f32::NAN };
-                (0..x.len()).for_each(|i| codes[start + i * stride] = (x[i] * by).round_ties_even() as i8);
+                (0..x.len()).for_each(|i| codes[start + i * stride] = nearest(x[i] * by) as i8);
             }
         }
     }

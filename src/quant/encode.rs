@@ -5,7 +5,7 @@ use super::coded::{Coded, Scales, check_format};
 use super::dynamic;
 use super::format::Format;
 use crate::base::{Error, Result};
-use crate::ops::coded::{BLOCK, NESTED, NF4_TABLE};
+use crate::ops::coded::{BLOCK, NESTED, NF4_TABLE, nearest};
 use crate::recipe::Dtype;
 use half::bf16;
 use rayon::prelude::*;
@@ -74,6 +74,18 @@ fn empty(format: Format) -> (Vec<u8>, Scales) {
     (Vec::new(), scales)
 }
 
+/// The largest magnitude, found by lanes.
+fn absmax<V: Value>(values: &[V]) -> f32 {
+    let mut lanes = [0f32; 16];
+    for block in values.chunks(16) {
+        for (most, x) in lanes.iter_mut().zip(block) {
+            let x = x.f32().abs();
+            *most = if x > *most { x } else { *most };
+        }
+    }
+    lanes.into_iter().fold(0.0, f32::max)
+}
+
 fn int8<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, Scales) {
     let (rows, stride, group) = (values.len() / columns, format.stride(columns), format.group(columns));
     let groups = columns.div_ceil(group);
@@ -84,11 +96,10 @@ fn int8<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, Sca
         .zip(values.par_chunks(columns))
         .for_each(|((codes, scales), row)| {
             for ((codes, scale), row) in codes.chunks_mut(group).zip(scales).zip(row.chunks(group)) {
-                let absmax = row.iter().fold(0f32, |m, x| m.max(x.f32().abs()));
-                *scale = absmax / 127.0;
+                *scale = absmax(row) / 127.0;
                 if *scale > 0.0 {
                     for (code, x) in codes.iter_mut().zip(row) {
-                        *code = (x.f32() / *scale).round_ties_even().clamp(-127.0, 127.0) as i8 as u8;
+                        *code = nearest(x.f32() / *scale).clamp(-127.0, 127.0) as i8 as u8;
                     }
                 }
             }
@@ -115,7 +126,7 @@ fn int4<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, Sca
                 *word = scale.to_bits() >> 16 | minimum.to_bits();
                 for (i, x) in row.iter().enumerate() {
                     let code = match scale > 0.0 {
-                        true => ((x.f32() - minimum) / scale).round_ties_even().clamp(0.0, 15.0) as u8,
+                        true => nearest((x.f32() - minimum) / scale).clamp(0.0, 15.0) as u8,
                         false => 0,
                     };
                     codes[i / 2] |= if i % 2 == 0 { code << 4 } else { code };
@@ -142,7 +153,7 @@ fn nf4<V: Value>(values: &[V], double: bool) -> (Vec<u8>, Scales) {
     places
         .zip(values.par_chunks(BLOCK))
         .for_each(|((codes, absmax), block)| {
-            *absmax = block.iter().fold(0f32, |m, x| m.max(x.f32().abs()));
+            *absmax = self::absmax(block);
             let by = 1.0 / *absmax;
             for (i, x) in block.iter().enumerate() {
                 let code = nf4_code((x.f32() * by).clamp(-1.0, 1.0));

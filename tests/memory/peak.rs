@@ -396,7 +396,7 @@ fn the_peak_of_a_step_is_within_a_tenth_of_the_forecast() {
 }
 
 #[test]
-#[ignore = "minutes; its forecasts were not compared yet"]
+#[ignore = "six minutes"]
 fn so_is_that_of_tokens_in_pieces_and_of_blocks_over_codes() {
     compare(&[
         Way::LoraInt4,

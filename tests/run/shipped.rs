@@ -87,9 +87,9 @@ fn ppo_raises_the_reward_and_holds_the_divergence() {
         .iter()
         .filter_map(|l| l["kl"].as_f64())
         .collect();
-    let last = &kl[kl.len() * 3 / 4..];
-    let mean = last.iter().sum::<f64>() / last.len() as f64;
-    println!("reward {before:.3} -> {after:.3}, divergence over the last quarter {mean:.2} nats an answer");
+    let most = kl.iter().copied().fold(0.0, f64::max);
+    println!("reward {before:.3} -> {after:.3}, divergence at most {most:.2} nats an answer");
     assert!(after > before + 0.2, "{before} -> {after}");
-    assert!(mean < 3.0, "{kl:?}");
+    // The recipe's `kl_target`.
+    assert!(most < 3.0, "{kl:?}");
 }

@@ -83,7 +83,7 @@ fn run_body<const FMA: bool>(
         }
     }
     // Scores of the tokens low..high, `[rows, seen]`.
-    each_page(task, low, high, |page, tokens, at| {
+    for (page, tokens, at) in pages(task, low, high) {
         let keys = head_of(&page.keys, task.head, e, PAGE, true, tile);
         for row in (0..rows).step_by(TOGETHER) {
             let count = TOGETHER.min(rows - row);
@@ -99,7 +99,7 @@ fn run_body<const FMA: bool>(
                 scores[(row + j) * seen + at..][..tokens.len()].copy_from_slice(&got[tokens.clone()]);
             }
         }
-    });
+    }
     let mut inverse = [0f32; ROWS];
     let mut more = Vec::new();
     let inverse = match rows > ROWS {
@@ -121,7 +121,7 @@ fn run_body<const FMA: bool>(
     }
     // Sums of values, `[rows, padded]`.
     sums.fill(0.0);
-    each_page(task, low, high, |page, tokens, at| {
+    for (page, tokens, at) in pages(task, low, high) {
         let values = head_of(&page.values, task.head, PAGE, padded, false, tile);
         for row in (0..rows).step_by(TOGETHER) {
             let count = TOGETHER.min(rows - row);
@@ -135,7 +135,7 @@ fn run_body<const FMA: bool>(
                 _ => gather::<FMA, TOGETHER>(sums, weights, seen, values, padded),
             }
         }
-    });
+    }
     for (row, sums) in sums.chunks_exact(padded).enumerate() {
         // SAFETY: this task's own elements.
         let o = unsafe { o.part(row_of(row) * e, e) };
@@ -146,18 +146,20 @@ fn run_body<const FMA: bool>(
 }
 vectorized!(fn run(task: &Task<'_>, spec: &Spec, q: &[f32], sizes: [usize; 4], scratch: &mut [f32], o: Shared, lse: Shared) = run_body);
 
-/// Calls `f` with each page that holds some of the tokens `low..high`, which of its tokens these are, and the place of the
-/// first of them after `low`.
-#[inline(always)]
-fn each_page(task: &Task<'_>, low: usize, high: usize, mut f: impl FnMut(&Page, std::ops::Range<usize>, usize)) {
-    let mut start = 0;
-    for page in task.pages {
-        let (first, end) = (low.max(start), high.min(start + page.len()));
-        if first < end {
-            f(page, first - start..end - start, first - low);
-        }
-        start += page.len();
-    }
+/// The pages that hold some of the tokens `low..high`: each with which of its tokens these are, and the place of the first
+/// of them after `low`. (Not a function that calls a closure: closures are compiled without the wide instructions.)
+fn pages<'a>(
+    task: &Task<'a>,
+    low: usize,
+    high: usize,
+) -> impl Iterator<Item = (&'a Page, std::ops::Range<usize>, usize)> {
+    let mut end = 0;
+    task.pages.iter().filter_map(move |page| {
+        let start = end;
+        end += page.len();
+        let (first, last) = (low.max(start), high.min(end));
+        (first < last).then(|| (*page, first - start..last - start, first - low))
+    })
 }
 
 /// The matrix `[rows, columns]` of a head in f32: where it lies, or widened in `tile`. `scale_of_column`: a token is a

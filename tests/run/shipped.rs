@@ -74,7 +74,6 @@ fn grpo_raises_exact_match() {
 
 /// SFT, a reward model, then PPO: the mean reward of held-out prompts rises, and the KL divergence is held.
 #[test]
-#[ignore = "minutes"]
 fn ppo_raises_the_reward_and_holds_the_divergence() {
     let bench = Bench::new();
     let start = start(&bench);

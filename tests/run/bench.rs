@@ -83,6 +83,16 @@ impl Bench {
         self.command(arguments).output().unwrap()
     }
 
+    /// A recipe of `recipes/`, run into `name`, has to succeed.
+    pub fn shipped(&self, recipe: &str, name: &str, overrides: &[&str]) {
+        let out = format!("train.output_dir={}", self.path(name).display());
+        let recipe = format!("recipes/{recipe}.toml");
+        let arguments = [&["train", "--recipe", &recipe, &out][..], overrides].concat();
+        let mut command = self.command(&arguments);
+        let ran = command.current_dir(env!("CARGO_MANIFEST_DIR")).output().unwrap();
+        assert!(ran.status.success(), "{overrides:?}\n{}", said(&ran));
+    }
+
     /// `ft train` that has to succeed.
     pub fn train(&self, overrides: &[&str]) {
         let mut arguments = vec!["train", "--recipe", "r.toml"];

@@ -114,14 +114,7 @@ fn a_run_killed_while_a_block_is_written_back_loses_nothing() {
 fn answers_are_as_good_over_codes() {
     let bench = Bench::new();
     let run = |name: &str, more: &[&str]| -> f64 {
-        let out = format!("train.output_dir={}", bench.path(name).display());
-        let arguments = [&["train", "--recipe", "recipes/quickstart.toml", &out][..], more].concat();
-        let ran = bench
-            .command(&arguments)
-            .current_dir(env!("CARGO_MANIFEST_DIR"))
-            .output()
-            .unwrap();
-        assert!(ran.status.success(), "{}", said(&ran));
+        bench.shipped("quickstart", name, more);
         // Of what the user takes away.
         let data = format!("{}/assets/world/eval.jsonl", env!("CARGO_MANIFEST_DIR"));
         let eval = bench.ft(&["eval", "--model", &format!("{name}/final"), "--data", &data, "--json"]);

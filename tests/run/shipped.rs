@@ -1,20 +1,12 @@
 //! The shipped recipes of the tiny world that learn from pairs and rewards: they reach what docs/preference.md and
 //! docs/rlhf.md say.
 
-use crate::bench::{Bench, number, said};
+use crate::bench::{Bench, number};
 use serde_json::Value;
 
 /// Runs a shipped recipe into `name`; its evaluations, in order.
 fn shipped(bench: &Bench, name: &str, more: &[&str]) -> Vec<Value> {
-    let out = format!("train.output_dir={}", bench.path(name).display());
-    let recipe = format!("recipes/{name}.toml");
-    let arguments = [&["train", "--recipe", &recipe, &out][..], more].concat();
-    let ran = bench
-        .command(&arguments)
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .output()
-        .unwrap();
-    assert!(ran.status.success(), "{}", said(&ran));
+    bench.shipped(name, name, more);
     lines(bench, name)
         .into_iter()
         .filter(|l| l.as_object().unwrap().keys().any(|k| k.starts_with("eval_")))

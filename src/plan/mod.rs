@@ -13,6 +13,7 @@ mod step;
 mod table;
 mod teacher;
 mod time;
+mod turns;
 mod weights;
 mod work;
 
@@ -27,7 +28,7 @@ use crate::optim::Optimizer;
 use crate::peft::Cost;
 use crate::peft::start::cost;
 use crate::quant::Storage;
-use crate::recipe::{Dtype, LoraInit, Method, Recipe, RolloutWeights};
+use crate::recipe::{LoraInit, Method, Recipe, RolloutWeights};
 use crate::source::{Group, Policy};
 use ledger::{Kind, Ledger};
 use std::collections::{BTreeMap, BTreeSet};
@@ -80,6 +81,8 @@ pub struct Inputs {
     pub active: Vec<Active>,
     /// How each weight is stored.
     pub storage: Policy,
+    /// Bytes of a number of the files as it is read to be coded; none where they hold codes already.
+    pub file_bytes: u64,
     /// What the adapter on each linear that has one holds and needs, by module.
     pub adapters: BTreeMap<String, Cost>,
     pub place: Place,
@@ -114,6 +117,7 @@ impl Inputs {
             on_gpu: false,
             active,
             storage: Policy::dense(recipe.model.dtype),
+            file_bytes: recipe.model.dtype.bytes(),
             adapters: adapters
                 .iter()
                 .map(|(module, adapter)| (module.clone(), adapter.cost()))
@@ -218,10 +222,7 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
     let sizes = elements(spec, &inputs.adapters);
     let shapes = shapes(spec, &inputs.adapters);
     let params = spec.params();
-    let stored = match recipe.model.dtype {
-        Dtype::F32 => 4,
-        Dtype::Bf16 => 2,
-    };
+    let stored = recipe.model.dtype.bytes();
     let parameters: u64 = params.iter().map(|p| p.elements() as u64).sum();
     let adapters: u64 = sizes.values().sum::<u64>() - parameters;
     let fixed: u64 = inputs.adapters.values().map(|c| c.fixed).sum();
@@ -281,17 +282,17 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
         let mut held = vec![
             ledger.hold(Kind::Process, inputs.process_bytes),
             ledger.hold(Kind::Data, inputs.data_bytes),
-            ledger.hold(
-                Kind::Weights,
-                weights::held(spec, &inputs.storage, stored, inputs.place, active),
-            ),
         ];
+        turns::load(&mut ledger, &params, inputs);
+        held.push(ledger.hold(
+            Kind::Weights,
+            weights::held(spec, &inputs.storage, stored, inputs.place, active),
+        ));
+        held.push(ledger.hold(Kind::Retired, retired));
         if inputs.reference {
             held.push(ledger.hold(Kind::Reference, stored * parameters));
         }
-        // A weight that is stored as codes is read as f32 first.
-        let coded = inputs.storage.coded().keys().map(|name| 4 * size(name));
-        ledger.touch(Kind::Scratch, coded.max().unwrap_or(0));
+        turns::turn(&mut ledger, &params, inputs, active, (stored, master));
         if let Some(teacher) = &inputs.teacher {
             held.push(ledger.hold(Kind::Teacher, teacher.weights()));
             held.push(ledger.hold(Kind::OnHost, teacher.on_host(inputs.on_gpu)));
@@ -299,7 +300,6 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
         held.extend([
             ledger.hold(Kind::Adapters, (adapters + fixed) * 4),
             ledger.hold(Kind::OnHost, on_host),
-            ledger.hold(Kind::Retired, retired),
             ledger.hold(Kind::Optimizer, state),
         ]);
         if let Some(teacher) = &inputs.teacher {

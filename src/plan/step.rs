@@ -212,7 +212,7 @@ fn pass(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mu
     let dropout = recipe.tune.lora.lora_dropout > 0.0;
     let block = |index| Block::new(spec, index, inputs, dropout);
 
-    let stored = if recipe.model.dtype == Dtype::Bf16 { 2 } else { 4 };
+    let stored = recipe.model.dtype.bytes();
     if weights::embedding_in_rows(spec, inputs.place, sink.active) {
         l.moment("the embedding");
         l.touch(

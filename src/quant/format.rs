@@ -26,13 +26,16 @@ pub enum Storage {
 }
 
 impl Storage {
+    pub fn is_coded(self) -> bool {
+        matches!(self, Storage::Coded(..))
+    }
+
     /// Bytes of a parameter of this shape.
     pub fn bytes(self, shape: &[usize]) -> u64 {
         let elements: usize = shape.iter().product();
         match (self, shape) {
             (Storage::Coded(format, _), [rows, columns]) => format.bytes(*rows, *columns),
-            (Storage::Dense(Dtype::F32) | Storage::Coded(_, Dtype::F32), _) => 4 * elements as u64,
-            (Storage::Dense(Dtype::Bf16) | Storage::Coded(_, Dtype::Bf16), _) => 2 * elements as u64,
+            (Storage::Dense(dtype) | Storage::Coded(_, dtype), _) => dtype.bytes() * elements as u64,
         }
     }
 }

@@ -33,6 +33,17 @@ named!(
     /// Storage of unquantized weights and the type of matrix products.
     Dtype { F32 = "f32", Bf16 = "bf16" }
 );
+
+impl Dtype {
+    /// Of one number.
+    pub fn bytes(self) -> u64 {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 => 2,
+        }
+    }
+}
+
 named!(
     /// Where the first weights come from.
     ModelInit {

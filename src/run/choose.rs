@@ -2,6 +2,7 @@
 
 use super::forecast::Limits;
 use super::prompts;
+use super::setup::Stored;
 use super::stage::lesson::needs_copy;
 use super::tuning::Tuning;
 use crate::base::{Error, Result};
@@ -10,11 +11,8 @@ use crate::model::{Adapters, Spec};
 use crate::ops::cross_entropy::PIECE;
 use crate::peft::Adapter;
 use crate::plan::{self, Inputs, Place, Plan};
-use crate::quant::Format;
 use crate::recipe::{Activations, Correction, Dtype, FrozenWeights, Method, Recipe, Tier};
 use crate::source::Policy;
-use std::collections::BTreeMap;
-use std::sync::Arc;
 
 /// Tokens that go through an MLP at a time, where all do not fit.
 const MLP_TOKENS: [usize; 3] = [1024, 512, 256];
@@ -27,8 +25,7 @@ pub(super) struct Setting<'a> {
     pub tuning: &'a Tuning,
     /// Tokens of each row; without them every row is as long as it may be.
     pub lengths: Option<&'a [usize]>,
-    /// Weights that are codes already.
-    pub stored: &'a BTreeMap<Arc<str>, Format>,
+    pub stored: &'a Stored,
     pub on_gpu: bool,
     /// Runs beside the model.
     pub teacher: Option<&'a plan::Teacher>,
@@ -158,7 +155,7 @@ impl Setting<'_> {
     fn storages(&self, recipe: &Recipe) -> Vec<Option<FrozenWeights>> {
         let open = recipe.memory.frozen_weights == FrozenWeights::Auto
             && recipe.tune.method != Method::Full
-            && self.stored.is_empty()
+            && self.stored.codes.is_empty()
             && !self.on_gpu
             && !corrects_all(recipe);
         match open {
@@ -184,7 +181,7 @@ impl Setting<'_> {
                     .hint("leave `memory.frozen_weights` at `auto`, or use another correction"),
             );
         }
-        for (name, format) in self.stored {
+        for (name, format) in &self.stored.codes {
             if recipe.tune.method != Method::Lora {
                 return Err(Error::new(
                     "the weights of this model are stored as codes: only adapters can be trained on them",
@@ -243,7 +240,7 @@ impl Setting<'_> {
             }],
             None => [None, Some(PIECE)].map(|head_rows| Place::Disk { head_rows }).to_vec(),
         };
-        let (on_gpu, codes_in_files) = (self.on_gpu, !self.stored.is_empty());
+        let (on_gpu, codes_in_files) = (self.on_gpu, !self.stored.codes.is_empty());
         match recipe.memory.tier {
             // On a CPU the host's memory is the device's.
             Tier::Device => Ok(vec![Place::Device]),
@@ -276,6 +273,7 @@ impl Setting<'_> {
         let mut inputs = self.measured(recipe);
         inputs.gradients = way.gradients;
         inputs.storage = storage.clone();
+        inputs.file_bytes = self.stored.number_bytes.unwrap_or(inputs.file_bytes);
         inputs.keep_layers = keep_layers;
         inputs.mlp_tokens = way.mlp;
         inputs.place = way.place;

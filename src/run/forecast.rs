@@ -3,6 +3,7 @@
 
 use super::advice;
 use super::choose::{Chosen, Setting, Way};
+use super::setup::Stored;
 use super::teacher;
 use super::tuning::Tuning;
 use crate::base::units::bytes;
@@ -12,13 +13,10 @@ use crate::engine::Gradients;
 use crate::model::{Adapters, Spec};
 use crate::ops;
 use crate::plan::{self, Choice, Place, Plan};
-use crate::quant::Format;
 use crate::recipe::{Activations, FrozenWeights, Recipe, Tier};
 use crate::source::Policy;
 use candle_core::Device;
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 /// Tenths of the free memory that a run without a budget may take for speed.
 const OF_FREE: u64 = 8;
@@ -72,7 +70,7 @@ impl Limits {
 }
 
 /// The plan for the largest micro-batch that the rows of `stream` can make; without rows, for full ones. A recipe
-/// that names a GPU is planned for one, whether or not it is here. `stored`: weights that are codes already.
+/// that names a GPU is planned for one, whether or not it is here. `stored`: how the weights lie in the files.
 ///
 /// Errors: settings that contradict each other. A run that does not fit is no error: see `refused`.
 pub fn forecast(
@@ -81,7 +79,7 @@ pub fn forecast(
     adapters: &Adapters,
     tuning: &Tuning,
     stream: Option<&BatchStream>,
-    stored: &BTreeMap<Arc<str>, Format>,
+    stored: &Stored,
     device: &Device,
 ) -> Result<Forecast> {
     let gpu = ops::device::memory(device)?;

@@ -33,7 +33,7 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
     } else {
         None
     };
-    let stored = setup::stored_codes(Path::new(&recipe.model.path), &spec, recipe.model.init)?;
+    let stored = setup::Stored::find(Path::new(&recipe.model.path), &spec, recipe.model.init)?;
     let mut notes = Vec::new();
     let forecast = match &rows {
         Some(rows) => {

@@ -15,7 +15,7 @@ use crate::plan::Place;
 use crate::quant::Format;
 use crate::recipe::{Dtype, ModelInit, Recipe};
 use crate::report;
-use crate::source::{Disk, LayerSource, Policy, Resident, Uploaded, disk, resident, stored};
+use crate::source::{Disk, LayerSource, Policy, Resident, Uploaded, disk, policy, resident, stored};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -108,16 +108,16 @@ impl Described {
             ModelInit::Pretrained => {
                 let weights = Weights::open(&self.dir)?;
                 let source = Resident::load(params, &weights, |p| storage.of(p), device)?;
-                source.with_originals(move |p| weights.read_f32(&p.name))
+                source.with_originals(move |p, dtype| resident::read_dense(&weights, p, dtype, &Device::Cpu))
             }
             ModelInit::Random => {
                 let norm = if self.spec.norm_plus_one { 0.0 } else { 1.0 };
                 let std = self.spec.initializer_range;
                 let names: Vec<_> = params.iter().map(|p| p.name.clone()).collect();
                 let source = Resident::random_stored(params, seed, std, norm, |p| storage.of(p), device)?;
-                source.with_originals(move |p| {
+                source.with_originals(move |p, dtype| {
                     let index = names.iter().position(|n| *n == p.name).unwrap_or(0) as u64 + 1;
-                    Ok(resident::draw(p, index, 0..p.elements(), (seed, std, norm)))
+                    resident::draw_tensor(p, index, dtype, (seed, std, norm))
                 })
             }
         };
@@ -265,19 +265,42 @@ impl Described {
     }
 }
 
-/// Weights that the files in `dir`, if it is here, hold as codes already, and how. Reads headers only.
-pub fn stored_codes(dir: &Path, spec: &Spec, init: ModelInit) -> Result<BTreeMap<Arc<str>, Format>> {
-    let mut found = BTreeMap::new();
-    // A plan needs no weights; whoever does finds what is wrong with them.
-    let weights = Weights::open(dir).ok().filter(|_| init == ModelInit::Pretrained);
-    if let Some(weights) = weights {
+/// How the weights of a model lie in its files.
+#[derive(Debug, Default)]
+pub struct Stored {
+    /// Weights that are codes already, and how.
+    pub codes: BTreeMap<Arc<str>, Format>,
+    /// Bytes of a number as it is read to be coded; `None` where the files are not here.
+    pub number_bytes: Option<u64>,
+}
+
+impl Stored {
+    /// Of the files in `dir`, if they are here, or of weights that are drawn. Reads headers only.
+    pub fn find(dir: &Path, spec: &Spec, init: ModelInit) -> Result<Self> {
+        let mut found = Self::default();
+        if init == ModelInit::Random {
+            found.number_bytes = Some(Dtype::F32.bytes());
+            return Ok(found);
+        }
+        // A plan needs no weights; whoever does finds what is wrong with them.
+        let Ok(weights) = Weights::open(dir) else {
+            return Ok(found);
+        };
+        let mut all_bf16 = true;
         for p in spec.params() {
             if let Some((_, format)) = stored::find(&weights, &p.name)? {
-                found.insert(p.name.clone(), format);
+                found.codes.insert(p.name.clone(), format);
             }
+            let info = weights.info(&p.name).filter(|_| policy::is_projection(&p));
+            all_bf16 &= info.is_none_or(|i| i.dtype == StoredDtype::Bf16);
         }
+        found.number_bytes = Some(match all_bf16 {
+            _ if !found.codes.is_empty() => 0,
+            true => Dtype::Bf16.bytes(),
+            false => Dtype::F32.bytes(),
+        });
+        Ok(found)
     }
-    Ok(found)
 }
 
 /// What a model computes, from its `config.json` alone.

@@ -43,7 +43,7 @@ pub fn open(recipe: &Recipe, model: &Described) -> Result<Opened> {
     check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at("distill.teacher"))?;
     teacher.check_weights(ModelInit::Pretrained)?;
     let (dtype, mut storage) = storage(recipe, &teacher.spec)?;
-    let stored = setup::stored_codes(&teacher.dir, &teacher.spec, ModelInit::Pretrained)?;
+    let stored = setup::Stored::find(&teacher.dir, &teacher.spec, ModelInit::Pretrained)?.codes;
     if d.teacher_tier == TeacherTier::Disk && !stored.is_empty() {
         return Err(Error::new(
             "weights that the teacher's own files store as codes are not read layer by layer yet",
@@ -131,7 +131,7 @@ pub fn cost(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<plan
     }
     let spec = setup::read_spec(path, &d.teacher_revision).map_err(|e| e.or_at("distill.teacher"))?;
     let (dtype, mut storage) = storage(recipe, &spec)?;
-    for (name, format) in setup::stored_codes(Path::new(path), &spec, ModelInit::Pretrained)? {
+    for (name, format) in setup::Stored::find(Path::new(path), &spec, ModelInit::Pretrained)?.codes {
         storage.set(name, Some(format));
     }
     let states = match d.hidden_weight > 0.0 {

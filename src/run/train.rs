@@ -89,7 +89,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         &prepared.adapters,
         &tuning,
         Some(&stream),
-        &setup::stored_codes(&model.dir, &model.spec, recipe.model.init)?,
+        &setup::Stored::find(&model.dir, &model.spec, recipe.model.init)?,
         &device,
     )?;
     plan.choices.extend(forecast::settled(&loaded.recipe, recipe));
@@ -382,7 +382,7 @@ fn space_needed(recipe: &Recipe, model: &Described, elements: u64, place: Place)
         1
     };
     let all: usize = model.spec.params().iter().map(|p| p.elements()).sum();
-    let stored = if recipe.model.dtype == recipe::Dtype::F32 { 4 } else { 2 };
+    let stored = recipe.model.dtype.bytes();
     let out = match recipe.tune.method {
         // Its weights are not worth a file.
         _ if model.is_shape() => 0,

@@ -31,8 +31,8 @@ pub struct Resident {
     placed: bool,
 }
 
-/// Reads the full-precision values of a parameter again.
-type Original = Box<dyn Fn(&ParamInfo) -> Result<Vec<f32>> + Send>;
+/// Reads a parameter again, uncoded, in this type; on the CPU.
+type Original = Box<dyn Fn(&ParamInfo, Dtype) -> Result<Tensor> + Send>;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -78,17 +78,14 @@ impl Resident {
         let mut index = 0;
         Self::build(params, device, |p| {
             index += 1;
-            let values = draw(p, index, 0..p.elements(), (seed, std, norm));
-            let storage = storage(p);
-            if let Storage::Coded(format, decoded) = storage {
-                return code(&values, p, format, decoded, device);
+            let drawn = (seed, std, norm);
+            match storage(p) {
+                Storage::Dense(dtype) => Ok(draw_tensor(p, index, dtype, drawn)?.to_device(device)?.into()),
+                Storage::Coded(format, decoded) => {
+                    let values = draw(p, index, 0..p.elements(), drawn);
+                    code(&values, p, format, decoded, device)
+                }
             }
-            let tensor = Tensor::from_vec(values, p.shape.as_slice(), device)?;
-            Ok(match storage {
-                Storage::Dense(Dtype::Bf16) => tensor.to_dtype(candle_core::DType::BF16)?,
-                _ => tensor,
-            }
-            .into())
         })
     }
 
@@ -122,8 +119,8 @@ impl Resident {
         })
     }
 
-    /// With a way to read the full-precision values of weights that are codes: for training them, and for exports.
-    pub fn with_originals(mut self, read: impl Fn(&ParamInfo) -> Result<Vec<f32>> + Send + 'static) -> Self {
+    /// With a way to read weights that are codes here as they were: for training them, and for exports.
+    pub fn with_originals(mut self, read: impl Fn(&ParamInfo, Dtype) -> Result<Tensor> + Send + 'static) -> Self {
         self.original = Some(Box::new(read));
         self
     }
@@ -146,11 +143,11 @@ impl Resident {
             .ok_or_else(|| no_such(name))
     }
 
-    /// The full-precision values of a weight that is codes and was never trained.
-    fn original(&self, p: &ParamInfo) -> Result<Vec<f32>> {
-        match &self.original {
-            Some(read) => read(p),
-            None => Err(Error::new("this weight is here as codes only").at(&*p.name)),
+    /// A weight that is codes and was never trained, as it was before, on the CPU.
+    fn original(&self, p: &ParamInfo) -> Result<Tensor> {
+        match (&self.original, self.coded.get(&p.name)) {
+            (Some(read), Some((_, dtype))) => read(p, *dtype),
+            _ => Err(Error::new("this weight is here as codes only").at(&*p.name)),
         }
     }
 
@@ -191,6 +188,23 @@ pub fn draw(p: &ParamInfo, index: u64, range: std::ops::Range<usize>, (seed, std
     }
 }
 
+/// As `draw`, the whole parameter on the CPU; a bf16 one is never here as f32.
+pub fn draw_tensor(p: &ParamInfo, index: u64, dtype: Dtype, drawn: (u64, f32, f32)) -> Result<Tensor> {
+    const STEP: usize = 1 << 20;
+    let all = p.elements();
+    Ok(match dtype {
+        Dtype::F32 => Tensor::from_vec(draw(p, index, 0..all, drawn), p.shape.as_slice(), &Device::Cpu)?,
+        Dtype::Bf16 => {
+            let mut values = Vec::with_capacity(all);
+            for first in (0..all).step_by(STEP) {
+                let part = draw(p, index, first..(first + STEP).min(all), drawn);
+                values.extend(part.into_iter().map(bf16::from_f32));
+            }
+            Tensor::from_vec(values, p.shape.as_slice(), &Device::Cpu)?
+        }
+    })
+}
+
 pub(super) fn no_such(name: &str) -> Error {
     Error::new("the model has no such parameter").at(name)
 }
@@ -207,20 +221,27 @@ pub(super) fn send(tensor: &Tensor, sink: &mut NumbersSink) -> Result<()> {
 /// One parameter from the files, in its storage; what the files hold as codes stays in them.
 /// Errors: as reading; codes of what is not a matrix.
 pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device) -> Result<Weight> {
-    let shape = p.shape.as_slice();
     if let Some(found) = stored::find(weights, &p.name)? {
         let (Storage::Dense(decoded) | Storage::Coded(_, decoded)) = storage;
         return Weight::coded_on(stored::read(weights, p, found, decoded)?, device);
     }
     match storage {
-        Storage::Dense(Dtype::F32) => Ok(Tensor::from_vec(weights.read_f32(&p.name)?, shape, device)?.into()),
-        Storage::Dense(Dtype::Bf16) => Ok(Tensor::from_vec(weights.read_bf16(&p.name)?, shape, device)?.into()),
+        Storage::Dense(dtype) => Ok(read_dense(weights, p, dtype, device)?.into()),
         // Half the memory on the way, the same codes.
         Storage::Coded(format, decoded) if weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) => {
             code(&weights.read_bf16(&p.name)?, p, format, decoded, device)
         }
         Storage::Coded(format, decoded) => code(&weights.read_f32(&p.name)?, p, format, decoded, device),
     }
+}
+
+/// One parameter from the files as a tensor. Errors: as reading.
+pub fn read_dense(weights: &Weights, p: &ParamInfo, dtype: Dtype, device: &Device) -> Result<Tensor> {
+    let shape = p.shape.as_slice();
+    Ok(match dtype {
+        Dtype::F32 => Tensor::from_vec(weights.read_f32(&p.name)?, shape, device)?,
+        Dtype::Bf16 => Tensor::from_vec(weights.read_bf16(&p.name)?, shape, device)?,
+    })
 }
 
 fn code<V: quant::Value>(
@@ -310,7 +331,6 @@ impl LayerSource for Resident {
             if !lock(&self.active).insert(p.name.clone()) {
                 continue;
             }
-            let dtype = self.coded[&p.name].1;
             let kept = lock(&self.trained).remove(&p.name);
             let weight = match kept {
                 Some(exact) => {
@@ -319,13 +339,7 @@ impl LayerSource for Resident {
                     }
                     exact.weight.to_device(&self.device)?
                 }
-                None => {
-                    let values = Tensor::from_vec(self.original(p)?, p.shape.as_slice(), &self.device)?;
-                    match dtype {
-                        Dtype::F32 => values,
-                        Dtype::Bf16 => values.to_dtype(DType::BF16)?,
-                    }
-                }
+                None => self.original(p)?.to_device(&self.device)?,
             };
             self.replace(p, weight)?;
         }
@@ -369,13 +383,9 @@ impl LayerSource for Resident {
         if let Some(exact) = lock(&self.trained).get(name) {
             return exact.send(sink);
         }
-        match (self.held(name), self.coded.get(name)) {
-            (Some(tensor), _) => send(&tensor, sink),
-            (None, Some((_, Dtype::Bf16))) => {
-                let values: Vec<bf16> = self.original(p)?.into_par_iter().map(bf16::from_f32).collect();
-                sink(Numbers::Bf16(&values, None))
-            }
-            (None, _) => sink(Numbers::F32(&self.original(p)?)),
+        match self.held(name) {
+            Some(tensor) => send(&tensor, sink),
+            None => send(&self.original(p)?, sink),
         }
     }
 

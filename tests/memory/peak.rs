@@ -326,6 +326,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
         reference: false,
         rollout: 0,
         storage,
+        file_bytes: dtype.bytes(),
         adapters: costs,
         data_bytes: 0,
         process_bytes: 0,

@@ -20,7 +20,7 @@ use ft::optim::Optimizer;
 use ft::plan::{self, Inputs, Place, Plan};
 use ft::recipe::{self, Dtype, Recipe};
 use ft::sft::CausalLm;
-use ft::source::{Disk, LayerSource, ParamInfo, Policy, Resident, disk};
+use ft::source::{Disk, LayerSource, ParamInfo, Policy, Resident, disk, resident};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;
@@ -81,7 +81,7 @@ fn source(case: &Case, spec: &Spec, storage: &Policy, file: &Path) -> Box<dyn La
     let (params, weights) = (spec.params(), Weights::open_file(file).unwrap());
     let Place::Disk { head_rows } = place(case) else {
         let source = Resident::load(params, &weights, |p: &ParamInfo| storage.of(p), &Device::Cpu).unwrap();
-        return Box::new(source.with_originals(move |p| weights.read_f32(&p.name)));
+        return Box::new(source.with_originals(move |p, dtype| resident::read_dense(&weights, p, dtype, &Device::Cpu)));
     };
     let dir = file.parent().unwrap();
     let options = disk::Options {
@@ -151,6 +151,7 @@ fn measure(case: &Case, file: &Path) -> Value {
         active: active.clone(),
         place: place(case),
         storage,
+        file_bytes: 2,
         adapters: network.adapters.iter().map(|(m, a)| (m.clone(), a.cost())).collect(),
         data_bytes: 0,
         process_bytes: process,

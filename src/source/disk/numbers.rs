@@ -53,9 +53,7 @@ impl Files {
             if now.as_ref().is_none_or(|(n, _)| n != name) {
                 now = None;
                 if let Some((p, format)) = params.next() {
-                    let mut values = vec![0f32; p.elements()];
-                    self.weights.read_f32_at(&p.name, 0, &mut values)?;
-                    now = Some((name.to_string(), encode(&values, p, *format, self.dtype)?));
+                    now = Some((name.to_string(), self.code(p, *format)?));
                 }
             }
             let Some((_, coded)) = &now else { return Ok(()) };
@@ -67,6 +65,19 @@ impl Files {
         files::forget(&files::open(file)?, 0, 0);
         self.codes = Some(Weights::open_file(file)?.streamed());
         Ok(())
+    }
+
+    /// Codes of a weight of the checkpoint.
+    fn code(&self, p: &ParamInfo, format: Format) -> Result<Coded> {
+        // Half the memory on the way, the same codes.
+        if self.weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) {
+            let mut values = vec![bf16::ZERO; p.elements()];
+            self.weights.read_bf16_at(&p.name, 0, &mut values)?;
+            return encode(&values, p, format, self.dtype);
+        }
+        let mut values = vec![0f32; p.elements()];
+        self.weights.read_f32_at(&p.name, 0, &mut values)?;
+        encode(&values, p, format, self.dtype)
     }
 
     /// A weight as codes.

@@ -108,10 +108,7 @@ fn every_group_row_and_piece_is_that_of_resident_weights() {
                 assert_eq!(flat(&disk.held(head).unwrap()), flat(&here.held(head).unwrap()));
             }
             // Two layers, two pieces, what is held: no more was ever made.
-            let size = match dtype {
-                Dtype::F32 => 4,
-                Dtype::Bf16 => 2,
-            };
+            let size = dtype.bytes() as usize;
             let layer = (D * 3 * D + 2 * D) * size;
             let head = rows.map_or(V * D, |rows| 2 * rows.min(V) * D) * size;
             assert_eq!(disk.resident_bytes(), (2 * layer + head + D * size) as u64);

@@ -156,7 +156,7 @@ fn codes_travel_as_they_are() {
         let make = || {
             let host = Resident::random_stored(params(), 7, 0.5, 1.0, storage, &Device::Cpu).unwrap();
             let originals = resident(Dtype::F32);
-            host.with_originals(move |p| Ok(flat(&originals.held(&p.name).unwrap())))
+            host.with_originals(move |p, _| Ok(originals.held(&p.name).unwrap()))
         };
         let here = make();
         let there = Uploaded::new(Box::new(make().ready_to_travel().unwrap()), "head", true, &Device::Cpu).unwrap();

@@ -52,6 +52,9 @@ fn cpu_seconds() -> f64 {
     t.tv_sec as f64 + t.tv_nsec as f64 * 1e-9
 }
 
+#[global_allocator]
+static HEAP: ft::base::heap::Heap = ft::base::heap::Heap;
+
 fn main() {
     let o = Options::parse();
     rayon::ThreadPoolBuilder::new()

@@ -10,6 +10,9 @@ use ft::ops::{attention, glu, linear, rms_norm};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
+#[global_allocator]
+static HEAP: ft::base::heap::Heap = ft::base::heap::Heap;
+
 fn random(rows: usize, columns: usize, seed: u64) -> Tensor {
     let rng = Rng::new(seed, Stream::Init, &[]);
     let values: Vec<f32> = (0..(rows * columns) as u64).map(|i| rng.normal(i)).collect();

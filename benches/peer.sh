@@ -3,8 +3,8 @@
 #
 #   PYTHON=/path/to/venv/bin/python ROUNDS=3 benches/peer.sh [configuration ...]
 #
-# A configuration is size:method:batch:seq:dtype, or `products` for the matrix products alone; the default list is the
-# tables of docs/benchmarks-cpu.md. The virtual environment needs torch, transformers and peft. Rows go to $OUT
+# A configuration is size:method:batch:seq:dtype, with :layers behind it if not all of them keep their activations in ft, or
+# `products` for the matrix products alone; the default list is the tables of docs/benchmarks-cpu.md. The virtual environment needs torch, transformers and peft. Rows go to $OUT
 # (default: a temporary file).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,8 +20,8 @@ binary() {
 cargo build --release --bench step --bench product
 ours=$(binary step) products=$(binary product)
 if [ $# -eq 0 ]; then
-  set -- 0.5b:lora:1:512:bf16 0.5b:full:1:512:bf16 0.5b:block:1:512:bf16 \
-    0.5b:lora:4:512:bf16 0.5b:full:4:512:bf16 0.5b:block:4:512:bf16 \
+  set -- 0.5b:lora:1:512:bf16 0.5b:full:1:512:bf16 0.5b:block:1:512:bf16:15 \
+    0.5b:lora:4:512:bf16:20 0.5b:full:4:512:bf16 0.5b:block:4:512:bf16 \
     small:lora:16:256:bf16 small:full:16:256:bf16 products
 fi
 for configuration in "$@"; do
@@ -32,10 +32,10 @@ for configuration in "$@"; do
     done
     continue
   fi
-  IFS=: read -r size method batch seq dtype <<<"$configuration"
+  IFS=: read -r size method batch seq dtype keep <<<"$configuration"
   options=(--size "$size" --method "$method" --batch "$batch" --seq "$seq" --dtype "$dtype" --steps "$steps" --threads "$threads")
   for _ in $(seq "$rounds"); do
-    "$ours" "${options[@]}" | tee -a "$out"
+    "$ours" "${options[@]}" ${keep:+--keep "$keep"} | tee -a "$out"
     "$python" benches/peer_cpu.py "${options[@]}" 2>/dev/null | tee -a "$out"
   done
 done

@@ -35,6 +35,9 @@ fn random(rows: usize, columns: usize, seed: u64) -> Tensor {
     Tensor::from_vec(values, (rows, columns), &Device::Cpu).expect("a tensor")
 }
 
+#[global_allocator]
+static HEAP: ft::base::heap::Heap = ft::base::heap::Heap;
+
 fn main() {
     let o = Options::parse();
     rayon::ThreadPoolBuilder::new()

@@ -39,9 +39,9 @@ struct Options {
     steps: usize,
     #[arg(long, default_value_t = 2)]
     threads: usize,
-    /// Recompute activations instead of keeping them.
+    /// Layers that keep their activations; all, where nothing is said.
     #[arg(long)]
-    recompute: bool,
+    keep: Option<usize>,
     /// Given by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
@@ -79,6 +79,9 @@ fn page_faults() -> i64 {
         usage.ru_minflt
     }
 }
+
+#[global_allocator]
+static HEAP: ft::base::heap::Heap = ft::base::heap::Heap;
 
 fn main() {
     let o = Options::parse();
@@ -127,7 +130,7 @@ fn main() {
         } else {
             Gradients::Keep
         },
-        keep_layers: if o.recompute { 0 } else { layers },
+        keep_layers: o.keep.unwrap_or(layers),
         parked: None,
         max_grad_norm: 0.0,
         seed: 1,
@@ -171,7 +174,7 @@ fn main() {
         serde_json::json!({
             "device": o.device, "peak_device_mib": gpu.map(|m| m.peak_used >> 20),
             "impl": "ft", "size": o.size, "method": o.method, "dtype": o.dtype, "batch": o.batch, "seq": o.seq,
-            "threads": o.threads, "cpu": CpuPath::current().name(), "activations": if o.recompute { "recompute" } else { "keep" },
+            "threads": o.threads, "cpu": CpuPath::current().name(), "keep": o.keep.unwrap_or(layers),
             "tokens_per_s": (tokens / median * 10.0).round() / 10.0, "step_s": all,
             "peak_rss_mib": memory::peak_resident() >> 20, "loss": loss,
             "page_faults": faults,

@@ -1,10 +1,11 @@
 //! Errors with hints, caught panics of libraries, atomic files, locks, counter-based random numbers, units, signals,
-//! memory readings.
+//! the allocator, memory readings.
 //! Knows nothing of models or recipes. The only room that writes files.
 
 mod caught;
 pub mod error;
 pub mod files;
+pub mod heap;
 pub mod lock;
 pub mod memory;
 pub mod partial;

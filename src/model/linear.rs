@@ -3,6 +3,7 @@
 use super::contracts::{Context, GradSink, Param};
 use crate::base::Result;
 use crate::ops::linear;
+use crate::ops::low_rank::LowRank;
 use crate::peft::{Adapter, Backward, Frozen};
 use crate::quant::Weight;
 use candle_core::Tensor;
@@ -46,6 +47,17 @@ impl Frozen for Linear {
                 Some(sum.clone())
             }
         })
+    }
+
+    fn forward_with(&self, x: &Tensor, low: LowRank<'_>) -> Result<Tensor> {
+        self.weight.forward_with(x, self.bias.as_ref().map(|b| &b.tensor), low)
+    }
+
+    fn backward_with(&self, dy: &Tensor, dx: Dx<'_>, low: LowRank<'_>) -> Result<(Tensor, Tensor)> {
+        match dx {
+            Dx::AddTo(sum) => self.weight.backward_with(dy, Some(sum), low),
+            _ => self.weight.backward_with(dy, None, low),
+        }
     }
 
     fn rows(&self, first: usize, n: usize) -> Result<Vec<f32>> {

@@ -26,6 +26,7 @@ pub mod distill;
 pub mod embedding;
 pub mod glu;
 pub mod linear;
+pub mod low_rank;
 pub mod master;
 pub mod paged;
 pub mod part;

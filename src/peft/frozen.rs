@@ -3,6 +3,7 @@
 //! Letters: N tokens, I input features, O output features.
 
 use crate::base::Result;
+use crate::ops::low_rank::LowRank;
 use candle_core::Tensor;
 
 /// What becomes of `∂x`.
@@ -37,6 +38,12 @@ pub trait Frozen {
 
     /// `dy` `[N, O]` to `dy·W` `[N, I]`, where it is needed.
     fn backward(&self, dy: &Tensor, dx: Dx<'_>) -> Result<Option<Tensor>>;
+
+    /// As `forward`, with a delta of low rank.
+    fn forward_with(&self, x: &Tensor, low: LowRank<'_>) -> Result<Tensor>;
+
+    /// ∂x with a delta of low rank, `[N, I]`, and its `∂u` `[N, R]`. `dx` is needed.
+    fn backward_with(&self, dy: &Tensor, dx: Dx<'_>, low: LowRank<'_>) -> Result<(Tensor, Tensor)>;
 
     /// Rows `first..first + n` of W in f32, `[n, I]`.
     fn rows(&self, first: usize, n: usize) -> Result<Vec<f32>>;

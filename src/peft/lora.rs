@@ -12,6 +12,7 @@ use super::frozen::Frozen;
 use super::small::{self, Mask};
 use crate::base::Result;
 use crate::base::rng::{Rng, Stream};
+use crate::ops::low_rank::LowRank;
 use crate::ops::{linear, update};
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
@@ -86,17 +87,33 @@ impl Lora {
 
     /// Adds the delta to `y` `[N, O]` in place; `x` is `[N, I]`.
     pub fn add_to(&self, y: &Tensor, x: &Tensor, dropout: Option<Dropout>) -> Result<()> {
-        let dropped = self.mask.dropped(x, dropout)?;
-        let u = linear::forward(&dropped, &self.a, None)?; // [N, R]
-        drop(dropped);
-        update::scale_assign(&u, self.scale)?;
-        linear::forward_add(y, &u, &self.b)?;
-        if let Some((a, b)) = &self.start {
-            let u = linear::forward(x, a, None)?;
-            update::scale_assign(&u, -self.scale)?;
-            linear::forward_add(y, &u, b)?;
+        let low = self.low();
+        let u = low.down(&self.mask.dropped(x, dropout)?)?;
+        low.add_up(y, &u)?;
+        if let Some(start) = self.start_low() {
+            start.add_up(y, &start.down(x)?)?;
         }
         Ok(())
+    }
+
+    fn low(&self) -> LowRank<'_> {
+        LowRank {
+            a: &self.a,
+            b: &self.b,
+            scale: self.scale,
+        }
+    }
+
+    /// What is taken off.
+    fn start_low(&self) -> Option<LowRank<'_>> {
+        let (a, b) = self.start.as_ref()?;
+        let scale = -self.scale;
+        Some(LowRank { a, b, scale })
+    }
+
+    /// Does the delta read what the linear reads, and is it alone?
+    fn rides(&self, dropout: Option<Dropout>) -> bool {
+        self.start.is_none() && !self.mask.drops(dropout)
     }
 
     /// Adds `∂x` of the delta to `dx` `[N, I]` in place (where given) and returns the gradients of A and B
@@ -108,34 +125,31 @@ impl Lora {
         dx: Option<&Tensor>,
         dropout: Option<Dropout>,
     ) -> Result<Option<LoraGrads>> {
-        let du = linear::backward_input(dy, &self.b)?; // [N, R]
-        update::scale_assign(&du, self.scale)?;
-        let grads = match x {
-            Some(x) => {
-                let x = self.mask.dropped(x, dropout)?;
-                let u = linear::forward(&x, &self.a, None)?;
-                update::scale_assign(&u, self.scale)?;
-                Some(LoraGrads {
-                    a: linear::grad_weight(&du, &x, self.a.dtype())?,
-                    b: linear::grad_weight(dy, &u, self.b.dtype())?,
-                })
-            }
-            None => None,
-        };
+        let low = self.low();
+        let du = low.back_down(dy)?;
+        let grads = x.map(|x| self.of_pair(x, dy, &du, dropout)).transpose()?;
         let Some(dx) = dx else { return Ok(grads) };
         if self.mask.drops(dropout) {
             let through = linear::backward_input(&du, &self.a)?; // [N, I]
             self.mask.assign(&through, dropout)?;
             update::add_assign(dx, &through)?;
         } else {
-            linear::backward_input_add(dx, &du, &self.a)?;
+            low.add_back_up(dx, &du)?;
         }
-        if let Some((a, b)) = &self.start {
-            let du = linear::backward_input(dy, b)?;
-            update::scale_assign(&du, -self.scale)?;
-            linear::backward_input_add(dx, &du, a)?;
+        if let Some(start) = self.start_low() {
+            start.add_back_up(dx, &start.back_down(dy)?)?;
         }
         Ok(grads)
+    }
+
+    /// Gradients of A and B: from `x` `[N, I]`, `dy` `[N, O]` and `du` = s · dy·B `[N, R]`.
+    fn of_pair(&self, x: &Tensor, dy: &Tensor, du: &Tensor, dropout: Option<Dropout>) -> Result<LoraGrads> {
+        let x = self.mask.dropped(x, dropout)?;
+        let u = self.low().down(&x)?;
+        Ok(LoraGrads {
+            a: linear::grad_weight(du, &x, self.a.dtype())?,
+            b: linear::grad_weight(dy, &u, self.b.dtype())?,
+        })
     }
 
     /// s · (B·A - B₀·A₀), `[O, I]`: what merging adds to the weight.
@@ -208,17 +222,27 @@ impl Kind for Lora {
     }
 
     fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
+        if self.rides(dropout) {
+            return base.forward_with(x, self.low());
+        }
         let y = base.forward(x)?;
         self.add_to(&y, x, dropout)?;
         Ok(y)
     }
 
     fn backward(&self, b: Backward<'_>) -> Result<Backed> {
-        let dx = b.base.backward(b.dy, b.dx)?;
-        if b.x.is_none() && dx.is_none() {
-            return Ok((None, Vec::new()));
-        }
-        let grads = self.gradients(b.x, b.dy, dx.as_ref(), b.dropout)?;
+        let (dx, grads) = if b.dx.needed() && self.rides(b.dropout) {
+            let (dx, du) = b.base.backward_with(b.dy, b.dx, self.low())?;
+            let of_pair = |x| self.of_pair(x, b.dy, &du, b.dropout);
+            (Some(dx), b.x.map(of_pair).transpose()?)
+        } else {
+            let dx = b.base.backward(b.dy, b.dx)?;
+            if b.x.is_none() && dx.is_none() {
+                return Ok((None, Vec::new()));
+            }
+            let grads = self.gradients(b.x, b.dy, dx.as_ref(), b.dropout)?;
+            (dx, grads)
+        };
         Ok((dx, grads.map(|g| self.gradient_parts(g)).unwrap_or_default()))
     }
 

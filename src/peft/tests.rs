@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::base::Result;
+use crate::ops::low_rank::LowRank;
 use crate::ops::oracle::{assert_close, differences, flat, random};
 use crate::ops::{linear, update};
 use candle_core::{DType, Tensor, Var};
@@ -37,6 +38,19 @@ impl Frozen for Plain {
                 Some(sum.clone())
             }
         })
+    }
+
+    fn forward_with(&self, x: &Tensor, low: LowRank<'_>) -> Result<Tensor> {
+        let y = self.forward(x)?;
+        low.add_up(&y, &low.down(x)?)?;
+        Ok(y)
+    }
+
+    fn backward_with(&self, dy: &Tensor, dx: Dx<'_>, low: LowRank<'_>) -> Result<(Tensor, Tensor)> {
+        let dx = self.backward(dy, dx)?.unwrap();
+        let du = low.back_down(dy)?;
+        low.add_back_up(&dx, &du)?;
+        Ok((dx, du))
     }
 
     fn rows(&self, first: usize, n: usize) -> Result<Vec<f32>> {

@@ -23,6 +23,8 @@ const PACKING: u64 = 1 << 20;
 const PACKED_ROWS: u64 = 518;
 const PACKED_STEPS: u64 = 256;
 const PACKED_B: u64 = 66_000;
+/// The largest rank of a delta that rides along (as in `ops`).
+const RIDES: u64 = 64;
 /// Bytes of an operand that is packed for the tile unit at most (as in `ops`).
 const PACKED_TILES: u64 = 16 << 20;
 /// Queries that one task of attention takes at a time (as in `ops`).
@@ -174,7 +176,11 @@ fn thread_scratch(spec: &Spec, inputs: &Inputs) -> u64 {
     let widest = widest.unwrap_or(0).max(spec.vocab) as u64;
     let packed = |rows: u64, steps: u64| rows.min(PACKED_ROWS) * steps.min(PACKED_STEPS);
     let n = inputs.tokens as u64;
-    attention.max(packed(n, widest).max(packed(widest, n)) + PACKED_B.min(widest * PACKED_STEPS))
+    // A delta that rides along: its rows, and as many steps more in A.
+    let ranks = inputs.adapters.values().map(|c| c.rank as u64);
+    let rank = ranks.filter(|r| *r <= RIDES).max().unwrap_or(0);
+    let rides = 2 * n.min(PACKED_ROWS) * rank;
+    attention.max(packed(n, widest).max(packed(widest, n)) + PACKED_B.min(widest * PACKED_STEPS) + rides)
 }
 
 /// Bytes of the packed operands of the tile unit, where there is one: an activation and a weight.

@@ -4,6 +4,7 @@ use super::coded::Coded;
 use super::format::Format;
 use super::placed::Placed;
 use crate::base::{Error, Result};
+use crate::ops::low_rank::{self, Base, LowRank};
 use crate::ops::{coded, linear, update};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
@@ -137,6 +138,43 @@ impl Weight {
             Weight::Coded(coded) => backward_input_add(dx, dy, coded),
             Weight::Placed(placed) => placed.codes().backward_input_add(dx, dy),
         }
+    }
+
+    /// What a delta rides on: products on the CPU.
+    fn base(&self) -> Option<Base<'_>> {
+        match self {
+            Weight::Dense(tensor) => tensor.device().is_cpu().then_some(Base::Dense(tensor)),
+            Weight::Coded(coded) => Some(Base::Coded(coded.view())),
+            Weight::Placed(_) => None,
+        }
+    }
+
+    /// As `forward`, with a delta of low rank: `[N, O]`.
+    pub fn forward_with(&self, x: &Tensor, bias: Option<&Tensor>, low: LowRank<'_>) -> Result<Tensor> {
+        if let Some(base) = self.base() {
+            return Ok(low_rank::forward(x, base, bias, low)?.0);
+        }
+        let y = self.forward(x, bias)?;
+        low.add_up(&y, &low.down(x)?)?;
+        Ok(y)
+    }
+
+    /// `dy·W` with what comes through a delta of low rank, `[N, I]`, added to `sum` where it is given; and the delta's `∂u`
+    /// `[N, R]`. `sum` must not share storage with `dy`.
+    pub fn backward_with(&self, dy: &Tensor, sum: Option<&Tensor>, low: LowRank<'_>) -> Result<(Tensor, Tensor)> {
+        if let Some(base) = self.base() {
+            return low_rank::backward(dy, base, sum, low);
+        }
+        let dx = match sum {
+            Some(sum) => {
+                self.backward_input_add(sum, dy)?;
+                sum.clone()
+            }
+            None => self.backward_input(dy)?,
+        };
+        let du = low.back_down(dy)?;
+        low.add_back_up(&dx, &du)?;
+        Ok((dx, du))
     }
 
     /// `dy [N, O]`, `x [N, I]`: `dW = dyᵀ·x`, `[O, I]` f32. Errors: a coded weight.

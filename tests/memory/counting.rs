@@ -1,9 +1,10 @@
 //! An allocator that counts.
 
-use std::alloc::{GlobalAlloc, Layout, System};
+use ft::base::heap::Heap;
+use std::alloc::{GlobalAlloc, Layout};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// The system's allocator, with the bytes that are out and the most that ever were.
+/// The program's allocator, with the bytes that are out and the most that ever were.
 struct Counting;
 
 pub static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -13,24 +14,24 @@ fn came(bytes: usize) {
     MOST.fetch_max(LIVE.fetch_add(bytes, Relaxed) + bytes, Relaxed);
 }
 
-// SAFETY: every call goes to `System` as it came; only numbers are kept beside it.
+// SAFETY: every call goes to `Heap` as it came; only numbers are kept beside it.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         came(layout.size());
         // SAFETY: as promised by the caller of this.
-        unsafe { System.alloc(layout) }
+        unsafe { Heap.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         came(layout.size());
         // SAFETY: as promised by the caller of this.
-        unsafe { System.alloc_zeroed(layout) }
+        unsafe { Heap.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         LIVE.fetch_sub(layout.size(), Relaxed);
         // SAFETY: as promised by the caller of this.
-        unsafe { System.dealloc(at, layout) }
+        unsafe { Heap.dealloc(at, layout) }
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
@@ -38,7 +39,7 @@ unsafe impl GlobalAlloc for Counting {
         came(size);
         LIVE.fetch_sub(layout.size(), Relaxed);
         // SAFETY: as promised by the caller of this.
-        unsafe { System.realloc(at, layout, size) }
+        unsafe { Heap.realloc(at, layout, size) }
     }
 }
 

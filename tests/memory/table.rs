@@ -55,6 +55,13 @@ fn spec(model: &str) -> Spec {
     spec
 }
 
+/// Resident pages of files, bytes: the program itself.
+fn of_files() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|l| l.strip_prefix("RssFile:")).unwrap();
+    1024 * line.trim().trim_end_matches("kB").trim().parse::<u64>().unwrap()
+}
+
 /// Rows, and tokens of a row.
 fn rows(model: &str) -> (usize, usize) {
     if model == "tiny" { (8, 256) } else { (2, 128) }
@@ -101,7 +108,8 @@ fn measure(case: &Case, file: &Path) -> Value {
     memory::reuse_freed();
     let spec = spec(case.model);
     let recipe = recipe(case);
-    let (before, process) = (LIVE.load(Relaxed), memory::resident());
+    let (before, process) = (LIVE.load(Relaxed), memory::resident() + plan::CODE);
+    let files = of_files();
     let params = spec.params();
     let layer = |l: usize| {
         let names = params.iter().map(|p| p.name.to_string());
@@ -188,6 +196,7 @@ fn measure(case: &Case, file: &Path) -> Value {
         "process": process,
         "allocated": MOST.load(Relaxed) - before,
         "resident": memory::peak_resident(),
+        "code": of_files() - files,
         "moment": plan.peak_moment,
         "table": plan.table(),
     })
@@ -279,7 +288,7 @@ fn one(case: &Case, file: &Path) -> Option<String> {
         mib(number("resident")),
         100.0 * off[1]
     );
-    println!("{row}");
+    println!("{row} {:.1}", mib(number("code")));
     let wrong = off.iter().any(|off| off.abs() > 0.1);
     wrong.then(|| format!("{row}\n{}", result["table"].as_str().unwrap()))
 }

@@ -7,8 +7,8 @@
 use super::super::with_scratch;
 use super::fma::{self, From, Kernel, Tile};
 use super::grid::{grid, part};
-use super::pack::{self, Panel};
-use super::{Job, Operand, Start};
+use super::pack::{self, Panel, Room};
+use super::{Job, Matrix, Operand, Start, slim};
 use rayon::prelude::*;
 
 /// Steps of k in a chunk at most: a panel of A stays in the first-level cache.
@@ -26,7 +26,7 @@ pub(super) enum Width {
 
 impl Width {
     /// Rows and columns of a tile, elements of a vector.
-    fn tile(self) -> (usize, usize, usize) {
+    pub fn tile(self) -> (usize, usize, usize) {
         match self {
             Width::Avx512 => (fma::avx512::ROWS, 2 * fma::avx512::LANES, fma::avx512::LANES),
             Width::Avx2 => (fma::avx2::ROWS, 2 * fma::avx2::LANES, fma::avx2::LANES),
@@ -37,7 +37,7 @@ impl Width {
         matches!(self, Width::Avx512)
     }
 
-    fn kernel(self, rows: usize, vectors: usize) -> Kernel {
+    pub fn kernel(self, rows: usize, vectors: usize) -> Kernel {
         match self {
             Width::Avx512 => fma::avx512::kernel(rows, vectors),
             Width::Avx2 => fma::avx2::kernel(rows, vectors),
@@ -46,6 +46,9 @@ impl Width {
 }
 
 pub(super) fn run(job: &Job, width: Width) {
+    if slim::run(job, width) {
+        return;
+    }
     let (m, n, _) = job.sizes;
     let (down, across) = grid(m, n, rayon::current_num_threads());
     (0..down * across).into_par_iter().with_max_len(1).for_each(|index| {
@@ -58,88 +61,143 @@ pub(super) fn run(job: &Job, width: Width) {
 }
 
 fn block(job: &Job, width: Width, (r0, rows): (usize, usize), (c0, columns): (usize, usize)) {
-    let k = job.sizes.2;
-    let (tile_rows, tile_columns, _) = width.tile();
+    let (_, n, k) = job.sizes;
+    let (tile_rows, tile_columns, lanes) = width.tile();
+    let rank = job.rider.as_ref().map_or(0, |r| r.rank);
     let chunks = k.div_ceil(CHUNK);
-    let longest = (k.div_ceil(chunks) + 8).min(k);
+    let longest = (k.div_ceil(chunks) + 8).min(k) + rank;
     let part_columns =
         (PART / longest / tile_columns * tile_columns).clamp(tile_columns, columns.next_multiple_of(tile_columns));
-    let direct = columns <= FEW_COLUMNS && matches!(job.a.values, Operand::F32(_));
+    let direct = columns <= FEW_COLUMNS && rank == 0 && matches!(job.a.values, Operand::F32(_));
     let packed_a = if direct {
         0
     } else {
         (rows * longest).next_multiple_of(16)
     };
-    let panels = rows.div_ceil(tile_rows);
-    let packed_b = part_columns * longest;
+    let row_panels = rows.div_ceil(tile_rows);
+    let panels_of_rows = (0..row_panels).map(|p| {
+        let (start, count) = part(rows, row_panels, p, 1);
+        Panel {
+            start,
+            count,
+            width: count,
+        }
+    });
+    let panels_of = |columns: usize| {
+        (0..columns).step_by(tile_columns).map(move |start| {
+            let count = tile_columns.min(columns - start);
+            Panel {
+                start,
+                count,
+                width: count.next_multiple_of(lanes),
+            }
+        })
+    };
+    let packed_b = part_columns.max(rank.next_multiple_of(lanes)) * longest;
     // One panel of codes is decoded at a time.
     let spare = if job.b.is_coded() { tile_columns * longest } else { 0 };
-    with_scratch(packed_a + packed_b + spare, |scratch| {
+    with_scratch(packed_a + packed_b + spare + rows * rank, |scratch| {
         let (a, rest) = scratch.split_at_mut(packed_a);
-        let (b, spare) = rest.split_at_mut(packed_b);
+        let (b, rest) = rest.split_at_mut(packed_b);
+        let (spare, u) = rest.split_at_mut(spare);
         for chunk in 0..chunks {
             let steps = part(k, chunks, chunk, 8);
+            // The rank of a rider is a few steps more at the end of k.
+            let ride = job.rider.as_ref().filter(|_| chunk + 1 == chunks);
+            let room = Room::of(steps.1 + ride.map_or(0, |r| r.rank));
             if !direct {
-                let rows = (0..panels).map(|p| {
-                    let (start, count) = part(rows, panels, p, 1);
-                    Panel {
-                        start,
-                        count,
-                        width: count,
-                    }
-                });
-                pack::panels(&job.a, r0, steps, rows, width.is_wide(), a, &mut []);
+                pack::panels(
+                    &job.a,
+                    r0,
+                    steps,
+                    panels_of_rows.clone(),
+                    width.is_wide(),
+                    room,
+                    a,
+                    &mut [],
+                );
+            }
+            if let Some(rider) = &job.rider {
+                let own = Room::of(steps.1);
+                pack::panels(&rider.down, 0, steps, panels_of(rank), width.is_wide(), own, b, &mut []);
+                let from = if chunk == 0 { From::Zero } else { From::C };
+                let to = (u.as_mut_ptr(), rank);
+                let laid = |p: Panel| (a[p.start * room.steps..].as_ptr(), 1, p.count);
+                meet(width, panels_of_rows.clone(), rank, steps.1, laid, b, to, |_| from);
+            }
+            if let Some(rider) = ride {
+                // Its rows are the same in all columns: the leftmost block keeps them.
+                rider.scale(u);
+                if c0 == 0 {
+                    rider.keep(r0, u);
+                }
+                let at = Room { at: steps.1, ..room };
+                let u = Matrix::vectors(Operand::F32(u), rank);
+                let rows = panels_of_rows.clone();
+                pack::panels(&u, 0, (0, rank), rows, width.is_wide(), at, a, &mut []);
             }
             for c in (0..columns).step_by(part_columns) {
-                let columns = (c0 + c, part_columns.min(columns - c));
-                sweep(
-                    job,
-                    width,
-                    (r0, rows),
-                    columns,
+                let (first, columns) = (c0 + c, part_columns.min(columns - c));
+                let columns_here = panels_of(columns);
+                pack::panels(
+                    &job.b,
+                    first,
                     steps,
-                    (!direct).then_some(&*a),
+                    columns_here.clone(),
+                    width.is_wide(),
+                    room,
                     b,
                     spare,
                 );
+                if let Some(rider) = ride {
+                    let at = Room { at: steps.1, ..room };
+                    pack::panels(
+                        &rider.up,
+                        first,
+                        (0, rank),
+                        columns_here,
+                        width.is_wide(),
+                        at,
+                        b,
+                        &mut [],
+                    );
+                }
+                let to = (job.c.at(r0 * n + first), n);
+                let from = |column: usize| match job.start {
+                    _ if chunk > 0 => From::C,
+                    Start::Zero => From::Zero,
+                    Start::C => From::C,
+                    Start::Bias(bias) => From::Bias(bias[first + column..].as_ptr()),
+                };
+                let laid = |p: Panel| match job.a.values {
+                    Operand::F32(v) if direct && job.a.along_k => {
+                        (v[(r0 + p.start) * job.a.stride + steps.0..].as_ptr(), job.a.stride, 1)
+                    }
+                    Operand::F32(v) if direct => (v[steps.0 * job.a.stride + r0 + p.start..].as_ptr(), 1, job.a.stride),
+                    _ => (a[p.start * room.steps..].as_ptr(), 1, p.count),
+                };
+                meet(width, panels_of_rows.clone(), columns, room.steps, laid, b, to, from);
             }
         }
     });
 }
 
-/// Packs a part of B and meets it with all rows of the block; `a` is packed, or A is read where it lies; `spare` takes
-/// decoded codes.
+/// Every panel of rows meets every panel of `b`, `columns` in all, over `k` steps. `laid`: address of a panel of A, its strides
+/// of rows and of k; `to`: address of the first element of C, and its stride of rows; `from`: what a column starts from.
 #[allow(clippy::too_many_arguments)]
-fn sweep(
-    job: &Job,
+fn meet(
     width: Width,
-    (r0, rows): (usize, usize),
-    (c0, columns): (usize, usize),
-    (k0, k): (usize, usize),
-    a: Option<&[f32]>,
-    b: &mut [f32],
-    spare: &mut [f32],
+    rows: impl Iterator<Item = Panel>,
+    columns: usize,
+    k: usize,
+    laid: impl Fn(Panel) -> (*const f32, usize, usize),
+    b: &[f32],
+    (to, c_row): (*mut f32, usize),
+    from: impl Fn(usize) -> From,
 ) {
-    let n = job.sizes.1;
-    let (tile_rows, tile_columns, lanes) = width.tile();
-    let parts = (0..columns).step_by(tile_columns).map(|start| {
-        let count = tile_columns.min(columns - start);
-        Panel {
-            start,
-            count,
-            width: count.next_multiple_of(lanes),
-        }
-    });
-    pack::panels(&job.b, c0, (k0, k), parts, width.is_wide(), b, spare);
-    let panels = rows.div_ceil(tile_rows);
-    for p in 0..panels {
-        let (r, count) = part(rows, panels, p, 1);
-        let (a, a_row, a_k) = match (a, job.a.values) {
-            (Some(a), _) => (a[r * k..].as_ptr(), 1, count),
-            (None, Operand::F32(v)) if job.a.along_k => (v[(r0 + r) * job.a.stride + k0..].as_ptr(), job.a.stride, 1),
-            (None, Operand::F32(v)) => (v[k0 * job.a.stride + r0 + r..].as_ptr(), 1, job.a.stride),
-            (None, _) => unreachable!("only an f32 operand is not packed"),
-        };
+    let (_, tile_columns, lanes) = width.tile();
+    for panel in rows {
+        let (a, a_row, a_k) = laid(panel);
         for c in (0..columns).step_by(tile_columns) {
             let columns = tile_columns.min(columns - c);
             let vectors = columns.div_ceil(lanes);
@@ -150,18 +208,13 @@ fn sweep(
                 a_k,
                 b: b[c * k..].as_ptr(),
                 b_k: vectors * lanes,
-                c: job.c.at((r0 + r) * n + c0 + c),
-                c_row: n,
+                c: to.wrapping_add(panel.start * c_row + c),
+                c_row,
                 columns,
-                from: match job.start {
-                    _ if k0 > 0 => From::C,
-                    Start::Zero => From::Zero,
-                    Start::C => From::C,
-                    Start::Bias(bias) => From::Bias(bias[c0 + c..].as_ptr()),
-                },
+                from: from(c),
             };
             // SAFETY: the tile lies inside this task's block; the panels hold `k` steps; the instructions were found.
-            unsafe { width.kernel(count, vectors)(&tile) }
+            unsafe { width.kernel(panel.count, vectors)(&tile) }
         }
     }
 }

@@ -18,6 +18,9 @@ mod grid;
 mod pack;
 mod path;
 mod portable;
+mod rider;
+#[cfg(target_arch = "x86_64")]
+mod slim;
 #[cfg(test)]
 mod tests;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -25,6 +28,7 @@ mod tiles;
 
 pub use path::Path;
 pub(crate) use portable::gemm;
+pub(crate) use rider::{Rider, product_with};
 
 use super::Shared;
 use super::decode::Isa;
@@ -148,6 +152,7 @@ struct Job<'a> {
     start: Start<'a>,
     a: Matrix<'a>,
     b: Matrix<'a>,
+    rider: Option<rider::Aboard<'a>>,
 }
 
 /// `c [m, n] = start + a · b`.
@@ -187,18 +192,27 @@ fn product_on(
         start,
         a,
         b,
+        rider: None,
     };
     if few_rows::fits(&job) {
         return few_rows::run(&job, Isa::of(path));
     }
     match path {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        Path::Amx if rounding == Rounding::Bf16 && tiles::pays(&job) => tiles::run(&job),
+        _ if tiles_take(path, &job, rounding) => tiles::run(&job),
         #[cfg(target_arch = "x86_64")]
         Path::Amx | Path::Avx512 => blocks::run(&job, blocks::Width::Avx512),
         #[cfg(target_arch = "x86_64")]
         Path::Avx2 => blocks::run(&job, blocks::Width::Avx2),
         _ => portable::run(&job),
     }
-    let _ = rounding;
+}
+
+/// Does this product go to the tile unit?
+fn tiles_take(path: Path, job: &Job, rounding: Rounding) -> bool {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    let pays = tiles::pays(job);
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    let pays = job.sizes.0 == 0;
+    path == Path::Amx && rounding == Rounding::Bf16 && pays
 }

@@ -14,30 +14,54 @@ pub(super) struct Panel {
     pub width: usize,
 }
 
+/// Steps of k in the panels of a buffer, and the first of those that are packed now: others can stand beside them.
+#[derive(Clone, Copy)]
+pub(super) struct Room {
+    pub steps: usize,
+    pub at: usize,
+}
+
+impl Room {
+    /// For `steps` alone.
+    pub fn of(steps: usize) -> Self {
+        Self { steps, at: 0 }
+    }
+
+    /// Where step `p` of a panel goes.
+    #[inline(always)]
+    pub fn place(self, panel: Panel, p: usize) -> usize {
+        panel.start * self.steps + (self.at + p) * panel.width
+    }
+}
+
 /// Packs vectors from `first` on, elements `k0..k0 + k` of each, panel by panel: element (i, p) of a panel goes to
-/// `to[start * k + p * width + i]`. Places beyond `count` get anything. The panels follow each other. `wide` uses
+/// `to[room.place(panel, p) + i]`. Places beyond `count` get anything. The panels follow each other. `wide` uses
 /// AVX-512, else AVX2. Codes along k need room for one panel in `spare`.
+#[allow(clippy::too_many_arguments)]
 pub(super) fn panels(
     m: &Matrix,
     first: usize,
     (k0, k): (usize, usize),
     panels: impl Iterator<Item = Panel> + Clone,
     wide: bool,
+    room: Room,
     to: &mut [f32],
     spare: &mut [f32],
 ) {
     let Some(last) = panels.clone().last() else { return };
-    assert!(to.len() >= last.start * k + last.width * k);
+    assert!(to.len() >= room.place(last, k) && room.at + k <= room.steps);
     m.check(first + last.start + last.count, k0 + k);
     // SAFETY: these instructions were found; the ranges were checked.
     unsafe {
         match (m.values, wide) {
-            (Operand::F32(v), true) => wide::run(v, m, first, (k0, k), panels, to),
-            (Operand::Bf16(v), true) => wide::run(v, m, first, (k0, k), panels, to),
-            (Operand::F32(v), false) => narrow::run(v, m, first, (k0, k), panels, to),
-            (Operand::Bf16(v), false) => narrow::run(v, m, first, (k0, k), panels, to),
-            (Operand::Coded(view), _) if m.along_k => coded_vectors(&view, first, (k0, k), panels, wide, to, spare),
-            (Operand::Coded(view), _) => coded_steps(&view, first, (k0, k), panels, wide, to),
+            (Operand::F32(v), true) => wide::run(v, m, first, (k0, k), panels, room, to),
+            (Operand::Bf16(v), true) => wide::run(v, m, first, (k0, k), panels, room, to),
+            (Operand::F32(v), false) => narrow::run(v, m, first, (k0, k), panels, room, to),
+            (Operand::Bf16(v), false) => narrow::run(v, m, first, (k0, k), panels, room, to),
+            (Operand::Coded(view), _) if m.along_k => {
+                coded_vectors(&view, first, (k0, k), panels, wide, room, to, spare)
+            }
+            (Operand::Coded(view), _) => coded_steps(&view, first, (k0, k), panels, wide, room, to),
         }
     }
 }
@@ -47,12 +71,14 @@ fn isa(wide: bool) -> Isa {
 }
 
 /// A row of codes is a vector: a panel is decoded as it lies, then turned.
+#[allow(clippy::too_many_arguments)]
 fn coded_vectors(
     view: &View<'_>,
     first: usize,
     (k0, k): (usize, usize),
     all: impl Iterator<Item = Panel>,
     wide: bool,
+    room: Room,
     to: &mut [f32],
     spare: &mut [f32],
 ) {
@@ -63,7 +89,8 @@ fn coded_vectors(
         }
         let alone = std::iter::once(Panel { start: 0, ..panel });
         let decoded = Matrix::vectors(Operand::F32(decoded), k);
-        panels(&decoded, 0, (0, k), alone, wide, &mut to[panel.start * k..], &mut []);
+        let to = &mut to[panel.start * room.steps..];
+        panels(&decoded, 0, (0, k), alone, wide, room, to, &mut []);
     }
 }
 
@@ -74,6 +101,7 @@ fn coded_steps(
     (k0, k): (usize, usize),
     all: impl Iterator<Item = Panel> + Clone,
     wide: bool,
+    room: Room,
     to: &mut [f32],
 ) {
     const PIECE: usize = 512;
@@ -89,7 +117,7 @@ fn coded_steps(
                 decode(isa(wide), view, k0 + p, first + from, &mut piece[..until - from]);
             }
             let values = &piece[panel.start - from..][..panel.count];
-            to[panel.start * k + p * panel.width..][..panel.count].copy_from_slice(values);
+            to[room.place(panel, p)..][..panel.count].copy_from_slice(values);
         }
     }
 }
@@ -106,6 +134,7 @@ macro_rules! packing {
                 first: usize,
                 (k0, k): (usize, usize),
                 panels: impl Iterator<Item = Panel> + Clone,
+                room: Room,
                 to: &mut [f32],
             ) {
                 // SAFETY: see `panels`.
@@ -113,10 +142,10 @@ macro_rules! packing {
                     if m.along_k {
                         for p in panels {
                             let from = from.as_ptr().add((first + p.start) * m.stride + k0);
-                            turned(from, m.stride, p, k, to[p.start * k..].as_mut_ptr());
+                            turned(from, m.stride, p, k, to[room.place(p, 0)..].as_mut_ptr());
                         }
                     } else {
-                        across(from, m.stride, first, (k0, k), panels, to)
+                        across(from, m.stride, first, (k0, k), panels, room, to)
                     }
                 }
             }
@@ -130,12 +159,13 @@ macro_rules! packing {
                 first: usize,
                 (k0, k): (usize, usize),
                 panels: impl Iterator<Item = Panel> + Clone,
+                room: Room,
                 to: &mut [f32],
             ) {
                 for p in 0..k {
                     let row = &from[(k0 + p) * stride + first..];
                     for panel in panels.clone() {
-                        let place = panel.start * k + p * panel.width;
+                        let place = room.place(panel, p);
                         let whole = panel.count.next_multiple_of($lanes);
                         if panel.start + whole > row.len() {
                             for i in 0..panel.count {

@@ -4,7 +4,7 @@ use super::*;
 use crate::ops::oracle::{flat, random};
 use half::bf16;
 
-const SIZES: [Sizes; 11] = [
+const SIZES: [Sizes; 13] = [
     (1, 1, 1),
     (1, 40, 70),
     (3, 100, 9),
@@ -16,6 +16,8 @@ const SIZES: [Sizes; 11] = [
     (100, 20, 391),
     (30, 130, 600),
     (515, 40, 24),
+    (16, 130, 70),
+    (4200, 20, 33),
 ];
 
 fn paths() -> Vec<Path> {

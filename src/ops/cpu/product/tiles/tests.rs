@@ -52,6 +52,7 @@ fn check((m, n, k): (usize, usize, usize)) {
             start,
             a,
             b,
+            rider: None,
         });
         for i in 0..m {
             for j in 0..n {
@@ -105,6 +106,7 @@ fn codes_give_the_bits_of_the_decoded_values() {
                     } else {
                         Matrix::vectors(w, i)
                     },
+                    rider: None,
                 });
                 c.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
             };
@@ -146,6 +148,7 @@ fn nan_infinity_and_ties_survive_the_rounding() {
         start: Start::Zero,
         a: Matrix::vectors(Values::F32(&a), 32),
         b: Matrix::vectors(Values::F32(&identity), 32),
+        rider: None,
     });
     for (i, x) in odd.iter().enumerate() {
         let (got, want) = (c[i * 32 + i], bf16::from_f32(*x).to_f32());
@@ -173,6 +176,7 @@ fn bit_equal_for_any_number_of_threads() {
                 start: Start::Zero,
                 a: Matrix::vectors(Values::F32(&a), k),
                 b: Matrix::vectors(Values::F32(&b), k),
+                rider: None,
             })
         });
         c.iter().map(|x| x.to_bits()).collect::<Vec<_>>()

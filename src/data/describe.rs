@@ -70,7 +70,7 @@ fn marked(ids: &[u32], trained: &[bool], codec: &dyn TextCodec, colour: bool) ->
 }
 
 /// Control characters of the data must not act on the terminal; line breaks and tabs stay.
-fn visible(text: &str) -> String {
+pub fn visible(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         match c {

@@ -150,6 +150,11 @@ fn totals(
         }
         totals.add(engine::evaluate(network, objective, &batch?)?);
     }
+    if totals.weight == 0 {
+        return Err(Error::new("there is nothing to evaluate: no row has a trained token")
+            .at_path(data)
+            .hint("see with `ft data` which tokens are trained; a `max_length` that cuts every answer off does this"));
+    }
     match totals.loss().is_finite() {
         true => Ok(totals),
         false => Err(Error::new("the loss is not finite")

@@ -5,6 +5,7 @@ use super::rows::local;
 use super::setup::Described;
 use crate::base::{Error, Result};
 use crate::data::dataset::held_out;
+use crate::data::describe::visible;
 use crate::data::encode::Encoder;
 use crate::data::prompts::{Prompt, Prompts};
 use crate::data::{Dataset, Example};
@@ -116,7 +117,7 @@ fn example(prompt: &Prompt, room: usize) -> Example {
 pub fn describe(questions: &Questions, model: &Described, rows: usize) -> Result<String> {
     let mut out = String::new();
     for prompt in questions.train.iter().take(rows) {
-        let text = model.tokenizer.decode(&prompt.ids, false)?;
+        let text = visible(&model.tokenizer.decode(&prompt.ids, false)?);
         let answer = prompt.answer.as_ref().map_or("none".to_string(), |a| a.to_string());
         out.push_str(&format!(
             "{}  {} tokens\n{text}\nanswer: {answer}\n\n",

@@ -6,6 +6,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use ft::base::memory;
 use ft::base::rng::{Rng, Stream};
 use ft::ops::glu::Activation;
+use ft::ops::low_rank::{self, Base, LowRank};
 use ft::ops::{attention, glu, linear, rms_norm};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -132,6 +133,49 @@ fn products(c: &mut Criterion) {
     }
 }
 
+/// A linear with a delta of rank 16: alone, with the delta's products apart, and with the delta on board.
+fn deltas(c: &mut Criterion) {
+    for (n, i, o) in [(512, 896, 4864), (512, 4864, 896), (2048, 896, 4864)] {
+        let (x, dy) = (random(n, i, 1), random(n, o, 2));
+        let w = random(o, i, 3).to_dtype(DType::BF16).expect("a tensor");
+        let (a, b) = (random(16, i, 4), random(o, 16, 5));
+        let low = LowRank {
+            a: &a,
+            b: &b,
+            scale: 2.0,
+        };
+        let mut group = c.benchmark_group(format!("delta of rank 16 on {n} x {i} x {o}"));
+        group.throughput(Throughput::Elements(2 * (n * i * o) as u64));
+        group.bench_function("forward without", |b| {
+            b.iter(|| linear::forward(&x, &w, None).expect("y"))
+        });
+        group.bench_function("forward apart", |b| {
+            b.iter(|| {
+                let y = linear::forward(&x, &w, None).expect("y");
+                low.add_up(&y, &low.down(&x).expect("u")).expect("y");
+                y
+            })
+        });
+        group.bench_function("forward on board", |b| {
+            b.iter(|| low_rank::forward(&x, Base::Dense(&w), None, low).expect("y"))
+        });
+        group.bench_function("backward without", |b| {
+            b.iter(|| linear::backward_input(&dy, &w).expect("dx"))
+        });
+        group.bench_function("backward apart", |b| {
+            b.iter(|| {
+                let dx = linear::backward_input(&dy, &w).expect("dx");
+                low.add_back_up(&dx, &low.back_down(&dy).expect("du")).expect("dx");
+                dx
+            })
+        });
+        group.bench_function("backward on board", |b| {
+            b.iter(|| low_rank::backward(&dy, Base::Dense(&w), None, low).expect("dx"))
+        });
+        group.finish();
+    }
+}
+
 fn attentions(c: &mut Criterion) {
     for n in [512, 2048] {
         let (heads, kv_heads, head_dim) = (14, 2, 64);
@@ -195,6 +239,6 @@ fn elementwise(c: &mut Criterion) {
 criterion_group! {
     name = benches;
     config = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(2));
-    targets = products, attentions, elementwise
+    targets = products, deltas, attentions, elementwise
 }
 criterion_main!(benches);

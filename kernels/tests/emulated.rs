@@ -29,6 +29,7 @@ macro_rules! emulated {
 }
 
 emulated! {
+    adafactor
     columns
     cross_entropy
     decode

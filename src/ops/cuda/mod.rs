@@ -15,6 +15,7 @@ use half::bf16;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
+pub(crate) mod adafactor;
 pub(crate) mod attention;
 pub(crate) mod coded;
 mod columns;

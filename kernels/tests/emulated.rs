@@ -32,6 +32,7 @@ emulated! {
     adafactor
     columns
     cross_entropy
+    cross_entropy_parts
     decode
     elementwise
     embedding

@@ -20,6 +20,7 @@ pub(crate) mod attention;
 pub(crate) mod coded;
 mod columns;
 pub(crate) mod cross_entropy;
+pub(crate) mod cross_entropy_parts;
 pub(crate) mod device;
 pub(crate) mod elementwise;
 pub(crate) mod embedding;

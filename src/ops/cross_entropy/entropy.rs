@@ -109,7 +109,7 @@ mod tests {
         let (n, d, v) = (9, 16, PIECE + 300);
         let (h, head) = (random((n, d), 1), random((v, d), 2));
         let targets: Vec<u32> = (0..n as u32)
-            .map(|i| if i % 4 == 1 { IGNORE } else { i * 700 })
+            .map(|i| if i % 4 == 1 { IGNORE } else { i * 500 })
             .collect();
         let parts = Pieces {
             rows: v,

@@ -100,13 +100,22 @@ impl<'a> Block<'a> {
         4 * (self.tokens as u64 * cost.per_token + cost.whole)
     }
 
-    /// A product with codes: on a GPU they are decoded block by block, on the CPU while they are packed.
-    fn decode(&self, l: &mut Ledger, (name, input, output): Linear) {
+    /// A product with a weight that is not of the type of the other side: on a GPU codes are decoded, and bf16 beside f32 is
+    /// widened, block by block; on the CPU both happen while it is packed.
+    fn decode(&self, l: &mut Ledger, linear: Linear) {
+        let (name, input, output) = linear;
         let weight = self.name(&format!("{name}.weight"));
         let coded = self.inputs.storage.coded().contains_key(weight.as_str());
-        if self.inputs.on_gpu && coded && !self.active.contains(&weight) {
-            let bf16 = self.inputs.storage.dtype() == Dtype::Bf16;
-            l.touch(Kind::Layer, coded::work_bytes(output, input, bf16));
+        let bf16 = self.inputs.storage.dtype() == Dtype::Bf16;
+        let mut bytes = 0;
+        if coded && !self.active.contains(&weight) {
+            bytes += coded::work_bytes(output, input, bf16);
+        }
+        if bf16 && self.adapter(linear).is_some_and(|c| c.widens) {
+            bytes += coded::work_bytes(output, input, false);
+        }
+        if self.inputs.on_gpu {
+            l.touch(Kind::Layer, bytes);
         }
     }
 

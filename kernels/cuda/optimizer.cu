@@ -1,9 +1,6 @@
 // One optimizer step of many parameters in one launch. The arithmetic is that of the CPU, operation by operation.
-//
-// A weight is f32; or bf16 whose f32 master has its lower 16 bits in `low`; or bf16 that is rounded by random numbers
-// (ops/master.rs of ft): element e takes bits 16 (e % 4).. of number e / 4 of the stream `key`.
 #include "many.cuh"
-#include "random.cuh"
+#include "weight.cuh"
 
 constexpr int V = 4, GROUPS = 16;
 
@@ -20,8 +17,7 @@ struct Entry {
     u64 key;
     i64 n;
     u32 first;
-    // bit 0: the weight is bf16, bit 1: the gradient is bf16, bit 2: all addresses are aligned, bit 3: rounded by random
-    // numbers, from bit 8 on: the group
+    // as in `weight.cuh`; bit 1: the gradient is bf16, from bit 8 on: the group
     u32 form;
 };
 
@@ -83,19 +79,6 @@ struct Sign {
     }
 };
 
-// The exact value of a bf16 weight and its lower half, and back: nearest, ties away from zero.
-__device__ __forceinline__ float master(unsigned short high, unsigned short low) {
-    return float_of((((u32)high << 16) - ((u32)(low >> 15) << 16)) | low);
-}
-
-__device__ __forceinline__ unsigned short upper(float x) {
-    return (unsigned short)((bits_of(x) + 0x8000u) >> 16);
-}
-
-__device__ __forceinline__ unsigned short lower(float x) {
-    return (unsigned short)bits_of(x);
-}
-
 template <int N>
 __device__ __forceinline__ void load_gradient(const Entry& e, i64 at, float (&g)[N]) {
     if (e.form & 2) {
@@ -109,41 +92,11 @@ __device__ __forceinline__ void load_gradient(const Entry& e, i64 at, float (&g)
 template <typename R, int N>
 __device__ __forceinline__ void weights(
     const Entry& e, const Common& common, const float* group, float coefficient, i64 at, float (&m)[N], float (&v)[N]) {
-    typedef Pack<unsigned short, N> Halves;
-    float w[N], g[N];
+    float g[N];
     load_gradient<N>(e, at, g);
-    if (e.form & 8) {
-        Halves* const highs = reinterpret_cast<Halves*>((unsigned short*)e.weight + at);
-        Halves high = *highs;
-        u64 bits = 0;
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            if (j % 4 == 0) bits = draw(e.key, (u64)(at + j) / 4);
-            const float x = R::apply(common, group, coefficient, float_of((u32)high.at[j] << 16), g[j], m[j], v[j]);
-            // In sign and magnitude the lower 16 bits are the distance from the neighbour nearer to zero.
-            const u32 number = (u32)(bits >> 16 * ((at + j) % 4)) & 0xffffu;
-            high.at[j] = (unsigned short)((bits_of(x) + number) >> 16);
-        }
-        *highs = high;
-    } else if (e.form & 1) {
-        Halves* const highs = reinterpret_cast<Halves*>((unsigned short*)e.weight + at);
-        Halves* const lows = reinterpret_cast<Halves*>(e.low + at);
-        Halves high = *highs, low = *lows;
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            const float x = R::apply(common, group, coefficient, master(high.at[j], low.at[j]), g[j], m[j], v[j]);
-            high.at[j] = upper(x);
-            low.at[j] = lower(x);
-        }
-        *highs = high;
-        *lows = low;
-    } else {
-        float* const weight = (float*)e.weight + at;
-        load<N>(weight, w);
-#pragma unroll
-        for (int j = 0; j < N; j++) w[j] = R::apply(common, group, coefficient, w[j], g[j], m[j], v[j]);
-        store<N>(weight, w);
-    }
+    change<N>(e.weight, e.low, e.key, e.form, at, [&](float w, int j) {
+        return R::apply(common, group, coefficient, w, g[j], m[j], v[j]);
+    });
 }
 
 // With f32 moments or none.
@@ -221,7 +174,7 @@ __device__ __forceinline__ void coded(
         float m[EIGHT] = {}, v[EIGHT] = {};
         decode(first + at, e.m_scales[scale], tables[0], count, m);
         if (R::SECOND) decode(second + at, e.v_scales[scale], tables[1], count, v);
-        if (count == EIGHT && e.form & 4) {
+        if (count == EIGHT && e.form & ALIGNED) {
             weights<R, EIGHT>(e, common, group, coefficient, at, m, v);
         } else {
             // Unrolled: an array that is indexed by a variable would lie in memory.
@@ -251,11 +204,8 @@ template <typename R, bool CODES>
 __device__ __forceinline__ void step(
     const Entry* table, int count, const float* device_coefficient, const double* finite, int numbers,
     const Common& common, const Groups& groups, const Table* tables) {
-    for (int i = 0; i < numbers; i++) {
-        if (!(finite[i] - finite[i] == 0.0)) return;
-    }
-    const float coefficient =
-        device_coefficient ? mul(common.coefficient, *device_coefficient) : common.coefficient;
+    if (closed(finite, numbers)) return;
+    const float coefficient = factor_of(common.coefficient, device_coefficient);
     const Entry e = table[entry_of(table, count, blockIdx.x)];
     const float* group = groups.at[e.form >> 8];
     const i64 start = (i64)(blockIdx.x - e.first) * SHARE;
@@ -267,7 +217,7 @@ __device__ __forceinline__ void step(
         __syncthreads();
         return coded<R>(e, common, group, coefficient, start, n, shared);
     }
-    const i64 packs = e.form & 4 ? n / V : 0;
+    const i64 packs = e.form & ALIGNED ? n / V : 0;
     for (i64 i = threadIdx.x; i < packs; i += blockDim.x) {
         update<R, V>(e, common, group, coefficient, start + i * V);
     }

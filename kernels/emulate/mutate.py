@@ -2,7 +2,7 @@
 """Do the emulated tests see a missing barrier? Takes every __syncthreads, __syncwarp and cp.async wait out of a kernel
 in turn and expects its test to fail for one of six seeds. Fails itself, and names the places, when one goes unseen.
 
-Usage: kernels/emulate/mutate.py [NAME...]    NAME.cu is tested by NAME.cpp; without names: every such pair.
+Usage: kernels/emulate/mutate.py [NAME...]    NAME.cu (and NAME.cuh) is tested by NAME.cpp; without names: every such pair.
 """
 
 import os
@@ -38,15 +38,19 @@ def main():
         shutil.copytree(EMULATE, folder / "emulate")
         shutil.copytree(CUDA, folder / "cuda")
         for name in names:
-            source = (CUDA / f"{name}.cu").read_text()
-            for found in REMOVED.finditer(source):
-                place = f"{name}.cu:{source[: found.start()].count(chr(10)) + 1} {found[0]}"
-                (folder / "cuda" / f"{name}.cu").write_text(source[: found.start()] + ";" + source[found.end() :])
-                seed = sees(folder, name)
-                print(f"{place} {'UNSEEN' if seed is None else f'seen with seed {seed}'}", flush=True)
-                if seed is None:
-                    unseen.append(place)
-            (folder / "cuda" / f"{name}.cu").write_text(source)
+            # And in a header of its own.
+            for file in [f"{name}.cu", f"{name}.cuh"]:
+                if not (CUDA / file).exists():
+                    continue
+                source = (CUDA / file).read_text()
+                for found in REMOVED.finditer(source):
+                    place = f"{file}:{source[: found.start()].count(chr(10)) + 1} {found[0]}"
+                    (folder / "cuda" / file).write_text(source[: found.start()] + ";" + source[found.end() :])
+                    seed = sees(folder, name)
+                    print(f"{place} {'UNSEEN' if seed is None else f'seen with seed {seed}'}", flush=True)
+                    if seed is None:
+                        unseen.append(place)
+                (folder / "cuda" / file).write_text(source)
     sys.exit(f"unseen: {unseen}" if unseen else 0)
 
 

@@ -29,8 +29,10 @@ macro_rules! emulated {
 }
 
 emulated! {
+    adafactor
     columns
     cross_entropy
+    cross_entropy_parts
     decode
     elementwise
     embedding

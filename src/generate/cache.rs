@@ -11,7 +11,7 @@ use crate::base::{Error, Result};
 use crate::model::{KvStore, Spec};
 use crate::ops::attention;
 use crate::ops::paged::{self, Document, Form, PAGE, Page, Stored};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
 /// How the cache of a network is laid out.
@@ -22,13 +22,15 @@ pub struct Layout {
     width: usize,
     /// `None`: tensors on a GPU.
     form: Option<Form>,
+    /// Of those: bytes of an element.
+    element: usize,
 }
 
 impl Layout {
-    /// `stored`: f32 if it is not said; on a GPU the type of the activations.
+    /// `stored`: f32 if it is not said; on a GPU `activations`, the type of what the layers compute.
     ///
     /// Errors: a type that is not built for this device.
-    pub fn new(spec: &Spec, stored: Option<Stored>, device: &Device) -> Result<Self> {
+    pub fn new(spec: &Spec, stored: Option<Stored>, device: &Device, activations: DType) -> Result<Self> {
         let form = match (device.is_cpu(), stored) {
             (true, stored) => Some(Form {
                 stored: stored.unwrap_or(Stored::F32),
@@ -47,6 +49,7 @@ impl Layout {
             layers: spec.layers.len(),
             width: spec.kv_width(),
             form,
+            element: activations.size_in_bytes(),
         })
     }
 
@@ -54,9 +57,18 @@ impl Layout {
     pub fn bytes(&self, tokens: usize) -> u64 {
         let layer = match &self.form {
             Some(form) => tokens.div_ceil(PAGE) as u64 * form.page_bytes(),
-            None => 2 * 4 * (tokens * self.width) as u64,
+            None => (2 * self.element * tokens * self.width) as u64,
         };
         self.layers as u64 * layer
+    }
+
+    /// Bytes that attention needs beside its runs for a text of `tokens` tokens, shared ones included: on a GPU the keys and
+    /// values of one layer are put together.
+    pub fn step_bytes(&self, tokens: usize) -> u64 {
+        match &self.form {
+            Some(_) => 0,
+            None => (2 * self.element * tokens * self.width) as u64,
+        }
     }
 
     fn run(&self, room: usize) -> Run {
@@ -323,5 +335,23 @@ impl KvStore for Step<'_> {
             })
             .collect();
         paged::attend(q, &documents, spec)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn on_a_gpu_a_run_is_as_wide_as_its_elements_and_a_step_puts_one_layer_together() {
+        let layout = |element| Layout {
+            layers: 3,
+            width: 8,
+            form: None,
+            element,
+        };
+        let (wide, narrow) = (layout(4), layout(2));
+        assert_eq!((wide.bytes(10), narrow.bytes(10)), (3 * 2 * 4 * 80, 3 * 2 * 2 * 80));
+        assert_eq!((wide.step_bytes(10), narrow.step_bytes(10)), (2 * 4 * 80, 2 * 2 * 80));
     }
 }

@@ -77,7 +77,12 @@ impl<'a> Schedule<'a> {
             requests,
             settings,
             sampler: settings.sampler(),
-            layout: Layout::new(&policy.network.spec, limits.kv_cache, &policy.network.device)?,
+            layout: Layout::new(
+                &policy.network.spec,
+                limits.kv_cache,
+                &policy.network.device,
+                policy.network.final_norm()?.tensor.dtype(),
+            )?,
             nodes: tree.nodes.iter().map(|_| Held::Out).collect(),
             users: tree.nodes.iter().map(|n| n.users).collect(),
             waiting: tree.order.iter().copied().collect(),
@@ -120,7 +125,7 @@ impl<'a> Schedule<'a> {
             let last = self.tree.of_request[request];
             let shared = last.map_or(0, |n| self.tree.nodes[n].end);
             let room = self.room(request);
-            let own = self.layout.bytes(room);
+            let own = self.layout.bytes(room) + self.layout.step_bytes(shared + room);
             let missing: Vec<usize> = self.tree.path(last).filter(|&n| self.is_out(n)).collect();
             let need = own + missing.iter().map(|&n| self.node_bytes(n)).sum::<u64>();
             if need > limits.cache_bytes.saturating_sub(self.used) {

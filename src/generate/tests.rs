@@ -11,7 +11,7 @@ use crate::model::spec::{LayerSpec, Spec};
 use crate::ops::glu::Activation;
 use crate::recipe::Dtype;
 use crate::source::Resident;
-use candle_core::Device;
+use candle_core::{DType, Device};
 
 const VOCAB: usize = 61;
 
@@ -100,7 +100,7 @@ fn run(network: &Network, prompts: &[Vec<u32>], settings: &Settings) -> Vec<Vec<
 fn cached_logits_are_those_of_the_whole_sequence() {
     for dtype in [Dtype::F32, Dtype::Bf16] {
         let network = network(spec(), dtype);
-        let layout = Layout::new(&network.spec, None, &Device::Cpu).unwrap();
+        let layout = Layout::new(&network.spec, None, &Device::Cpu, DType::F32).unwrap();
         let mut rows = prompts();
         let mut held: Vec<Sequence> = rows.iter().map(|_| Sequence::new(&layout, Vec::new(), 0, 64)).collect();
         for _ in 0..20 {
@@ -315,7 +315,9 @@ fn no_limit_changes_an_answer() {
         tokens as u64 + shared_once(&requests)
     );
     assert!(speed.prefill_tokens < tokens as u64 / 2);
-    let row = Layout::new(&network.spec, None, &Device::Cpu).unwrap().bytes(128);
+    let row = Layout::new(&network.spec, None, &Device::Cpu, DType::F32)
+        .unwrap()
+        .bytes(128);
     for (rows, cache_bytes, prefill_tokens, share_prefixes) in [
         (1, u64::MAX, 1000, true),
         (3, u64::MAX, 1000, false),
@@ -430,7 +432,7 @@ fn a_session_reads_only_what_is_new() {
 /// Logits after the last token of a prompt, `[V]`.
 fn logits<'a>(policy: impl Into<Policy<'a>>, prompt: &[u32]) -> Vec<f32> {
     let policy = policy.into();
-    let layout = Layout::new(&policy.network.spec, None, &Device::Cpu).unwrap();
+    let layout = Layout::new(&policy.network.spec, None, &Device::Cpu, DType::F32).unwrap();
     let part = Part {
         sequence: Sequence::new(&layout, Vec::new(), 0, 64),
         tokens: prompt,

@@ -9,7 +9,7 @@ use crate::model::KvStore;
 use crate::ops::attention;
 use crate::ops::paged::tests::read_back;
 use crate::recipe::Dtype;
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 /// A cache of exact numbers that are rounded, as `stored` says, before they come to it.
 struct Rounded<'a> {
@@ -38,7 +38,7 @@ fn a_smaller_cache_only_rounds() {
     let network = network(spec(), Dtype::F32);
     for stored in [Stored::Bf16, Stored::Int8] {
         for prompt in prompts() {
-            let layout = |stored| Layout::new(&network.spec, stored, &Device::Cpu).unwrap();
+            let layout = |stored| Layout::new(&network.spec, stored, &Device::Cpu, DType::F32).unwrap();
             let part = Part {
                 sequence: Sequence::new(&layout(Some(stored)), Vec::new(), 0, 64),
                 tokens: &prompt,

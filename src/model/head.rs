@@ -2,7 +2,6 @@
 
 use super::contracts::{LossGradients, Need, Param};
 use crate::base::{Error, Result};
-use crate::data::IGNORE;
 use crate::ops::cross_entropy::{self, Pieces};
 use crate::ops::linear;
 use crate::ops::tally::Tally;
@@ -140,17 +139,13 @@ impl Head<'_> {
     /// Entropy of the distribution of the next token in nats, `[N]`; 0 where the target is `IGNORE`. For metrics: a
     /// product with the head of its own.
     pub fn entropies(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
-        let mut entropies = vec![0f32; targets.len()];
-        let rows: Vec<u32> = (0..targets.len() as u32)
-            .filter(|n| targets[*n as usize] != IGNORE)
-            .collect();
-        for rows in rows.chunks(cross_entropy::chunk_for(self.vocab()?, false)) {
-            let index = Tensor::from_slice(rows, rows.len(), h.device())?;
-            let logits = self.logits(&h.index_select(&index, 0)?)?;
-            let found = cross_entropy::entropies(&logits, self.softcap)?;
-            rows.iter().zip(found).for_each(|(n, e)| entropies[*n as usize] = e);
+        let chunk = cross_entropy::chunk_for(self.vocab()?, false);
+        match &self.weight {
+            HeadWeight::Whole(w) => cross_entropy::token_entropies(h, w, targets, self.softcap, chunk),
+            HeadWeight::Parts(parts) => with_pieces(parts, |pieces| {
+                cross_entropy::streamed_entropies(h, pieces, targets, self.softcap, chunk)
+            }),
         }
-        Ok(entropies)
     }
 }
 

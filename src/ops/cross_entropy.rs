@@ -1,6 +1,7 @@
 //! Linear and cross-entropy in one: hidden states `[N, D]` and head `[V, D]` in, loss and gradients out. Logits
 //! exist for one chunk of trained tokens at a time; tokens without a target cost nothing.
 
+mod entropy;
 mod streamed;
 
 use super::cpu::cross_entropy as cpu;
@@ -9,13 +10,16 @@ use super::tally::{Sums, Tally};
 use crate::base::{Error, Result};
 use crate::data::IGNORE;
 use candle_core::Tensor;
-use rayon::prelude::*;
 
+pub use entropy::{streamed_entropies, token_entropies};
 pub use streamed::{Pieces, streamed, streamed_log_probs};
 
-/// Rows of the head that are multiplied at a time. A head that comes in parts comes in multiples of it: then the
-/// results are those of the whole head, bit for bit.
+/// Rows of the head that are multiplied at a time. A head that comes in parts comes in multiples of it: then, on the
+/// CPU, the results are those of the whole head, bit for bit.
 pub const PIECE: usize = cpu::PIECE;
+
+/// Tokens that a GPU multiplies with a piece of the head at a time.
+pub const PIECE_TOKENS: usize = LOGITS_BYTES / (4 * PIECE);
 
 /// Bytes of f32 logits that exist at once.
 const LOGITS_BYTES: usize = 48 << 20;
@@ -146,26 +150,6 @@ pub fn token_log_probs(
         log_probs[n] = -row.loss as f32
     })?;
     Ok(log_probs)
-}
-
-/// Entropy in nats of each row of logits `[N, V]`, before the soft cap.
-pub fn entropies(logits: &Tensor, softcap: Option<f32>) -> Result<Vec<f32>> {
-    let v = dims2(logits, "the logits")?.1;
-    let mut logits = super::update::to_f32_vec(logits)?;
-    let rows = logits.par_chunks_mut(v.max(1)).map(|row| {
-        if let Some(cap) = softcap {
-            row.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh());
-        }
-        let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let (mut sum, mut mean) = (0f64, 0f64);
-        for x in row {
-            let e = ((*x - max) as f64).exp();
-            sum += e;
-            mean += e * (*x - max) as f64;
-        }
-        (sum.ln() - mean / sum) as f32
-    });
-    Ok(rows.collect())
 }
 
 #[derive(Default)]
@@ -401,21 +385,6 @@ mod tests {
                 assert!(forward_backward(&h, &head, &targets, &short, &tally).is_err());
             }
         }
-    }
-
-    #[test]
-    fn entropies_are_those_of_the_softmax() {
-        let logits = Tensor::new(&[[0f32, 0.0, 0.0, 0.0], [100.0, 0.0, 0.0, 0.0]], &Device::Cpu).unwrap();
-        let found = entropies(&logits, None).unwrap();
-        assert!(
-            (found[0] - 4f32.ln()).abs() < 1e-6 && found[1].abs() < 1e-6,
-            "{found:?}"
-        );
-        // A cap of 1 leaves at most 1 between the first and the others.
-        let p = 1f64.exp() / (1f64.exp() + 3.0);
-        let q = (1.0 - p) / 3.0;
-        let want = -(p * p.ln() + 3.0 * q * q.ln());
-        assert!((entropies(&logits, Some(1.0)).unwrap()[1] as f64 - want).abs() < 1e-5);
     }
 
     #[test]

@@ -65,6 +65,8 @@ pub struct Cost {
     /// Elements that forward and backward need for a moment: for each token, and in all.
     pub per_token: u64,
     pub whole: u64,
+    /// Multiplies f32 numbers with W: on a GPU a bf16 W is widened for that, block by block.
+    pub widens: bool,
 }
 
 /// What every kind answers.
@@ -87,6 +89,11 @@ pub(super) trait Kind {
 
     /// Elements that are held and not trained; R; moments per token and in all.
     fn work(&self) -> (u64, usize, u64, u64);
+
+    /// As `Cost::widens`.
+    fn widens(&self) -> bool {
+        false
+    }
 }
 
 /// One adapter of one linear.
@@ -162,6 +169,7 @@ impl Adapter {
             rank,
             per_token,
             whole,
+            widens: self.kind().widens(),
         }
     }
 

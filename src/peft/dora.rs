@@ -155,4 +155,8 @@ impl Kind for Dora {
         let inputs = i / r.max(1);
         (o, self.lora.rank(), 4 * o + inputs, 4 * o * r + ROWS as u64 * inputs)
     }
+
+    fn widens(&self) -> bool {
+        true
+    }
 }

@@ -150,6 +150,12 @@ impl Inputs {
         }
         cost::bytes(lora, spec.hidden, tokens, &self.adapters)
     }
+
+    /// Keys and values of one answer. On a GPU those of a layer are put together for its attention.
+    fn cache(&self, spec: &Spec) -> u64 {
+        let layer = self.element * (2 * self.longest * spec.kv_width()) as u64;
+        layer * (spec.layers.len() + self.on_gpu as usize) as u64
+    }
 }
 
 /// Shape of every parameter and adapter matrix by name.
@@ -324,10 +330,8 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
             held.push(ledger.hold(Kind::Rollout, codes));
             ledger.moment("rollout");
             // Keys and values of every token of every answer, and logits of one token each, twice.
-            let cache = 2 * inputs.longest * spec.layers.len() * spec.kv_width();
-            let answers = inputs.rollout as u64;
-            let bytes = answers * (inputs.element * cache as u64 + 8 * spec.vocab as u64);
-            ledger.touch(Kind::Rollout, bytes);
+            let answer = inputs.cache(spec) + 8 * spec.vocab as u64;
+            ledger.touch(Kind::Rollout, inputs.rollout as u64 * answer);
         }
         ledger.moment("start of the adapters");
         ledger.touch(Kind::Scratch, inputs.start_bytes(recipe, spec));

@@ -9,7 +9,7 @@ use crate::engine::{Active, Gradients};
 use crate::model::spec::{EMBEDDING, FINAL_NORM, LM_HEAD};
 use crate::model::{Spec, tokens};
 use crate::ops::CpuPath;
-use crate::ops::cross_entropy::PIECE;
+use crate::ops::cross_entropy::{PIECE, PIECE_TOKENS};
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
 use crate::source::Group;
@@ -216,7 +216,8 @@ fn pass(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mu
     let lowest = sink.active.lowest_layer(layers);
     let to_embedding = sink.active.lowest() == Group::Embedding;
     let dropout = recipe.tune.lora.lora_dropout > 0.0;
-    let block = |index| Block::new(spec, index, inputs, dropout);
+    let active = sink.active;
+    let block = |index| Block::new(spec, index, inputs, active, dropout);
 
     let stored = recipe.model.dtype.bytes();
     if weights::embedding_in_rows(spec, inputs.place, sink.active) {
@@ -266,7 +267,13 @@ fn pass(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mu
     let sums = 16 * spec.vocab.div_ceil(2048) as u64;
     let logits = match weights::head_in_pieces(spec, inputs.place, sink.active) {
         // The trained tokens, and their gradient.
-        Some(_) => 4 * chunk * PIECE.min(spec.vocab) as u64 + 2 * 4 * n * spec.hidden as u64 + sums * n,
+        Some(_) => {
+            let chunk = match inputs.on_gpu {
+                true => PIECE_TOKENS.min(inputs.tokens) as u64,
+                false => chunk,
+            };
+            4 * chunk * PIECE.min(spec.vocab) as u64 + 2 * 4 * n * spec.hidden as u64 + sums * n
+        }
         None => chunk * (4 * (spec.vocab + spec.hidden) as u64 + sums),
     };
     l.touch(Kind::Loss, logits);

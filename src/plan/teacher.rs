@@ -47,8 +47,7 @@ impl Teacher {
 
     /// Keys, values and logits while the student `spec` writes its answers, before the step.
     pub(super) fn answers(&self, spec: &Spec, inputs: &Inputs) -> u64 {
-        let cache = inputs.longest * 2 * spec.layers.len() * spec.kv_width();
-        (self.answers * (cache + 2 * spec.vocab)) as u64 * inputs.element.max(4)
+        self.answers as u64 * (inputs.cache(spec) + 8 * spec.vocab as u64)
     }
 
     /// The forward pass and what stays of it until the next batch: bytes that are held, and the most beside them. The
@@ -61,13 +60,14 @@ impl Teacher {
         (own.mlp_tokens, own.parked) = (None, false);
         let state = inputs.element * (inputs.tokens * self.spec.hidden) as u64;
         let mut ledger = Ledger::new(false);
+        let nothing = Self::nothing();
         let x = ledger.hold(Kind::Layer, state);
         for layer in 0..self.spec.layers.len() {
-            let (y, _) = Block::new(&self.spec, layer, &own, false).forward(&mut ledger, false);
+            let (y, _) = Block::new(&self.spec, layer, &own, &nothing, false).forward(&mut ledger, false);
             ledger.drop(y);
         }
         ledger.drop(x);
-        let rows = match weights::head_in_pieces(&self.spec, self.place, &Self::nothing()) {
+        let rows = match weights::head_in_pieces(&self.spec, self.place, &nothing) {
             // The trained tokens once more, and a piece of logits.
             Some(_) => state + 4 * (PIECE.min(self.spec.vocab) * inputs.tokens.min(512)) as u64,
             None => 4 * (inputs.tokens.min(512) * self.spec.hidden) as u64,

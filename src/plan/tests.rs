@@ -222,6 +222,7 @@ fn everything_that_is_held_is_given_back() {
             fixed: 64,
             per_token: 3,
             whole: 5,
+            widens: true,
         };
         inputs.adapters.insert(name(3, "self_attn.qkv_proj"), cost);
         inputs.micro_batches = 2;
@@ -315,4 +316,53 @@ fn a_reference_and_a_rollout_have_lines_of_their_own() {
     let answer = (512 * token + 8 * spec().vocab) as u64;
     assert_eq!(line(&with, "rollout"), Some(answer << 20));
     assert_eq!(with.peak_moment, "rollout");
+}
+
+#[test]
+fn on_a_gpu_codes_need_room_to_be_decoded_and_on_the_cpu_none() {
+    let recipe = recipe("[tune]\nmethod = \"block\"\n[memory]\nfrozen_weights = \"int8\"");
+    let policy = Policy::new(&recipe.memory, recipe.model.dtype, &spec().params(), |_| false).unwrap();
+    let tokens = 10;
+    let work = |on_gpu: bool, coded: bool, active: Active| {
+        let mut inputs = inputs(active, Gradients::Keep);
+        // So few tokens that a decoded weight is larger than what is computed with it.
+        (inputs.tokens, inputs.longest, inputs.documents) = (tokens, tokens, 1);
+        inputs.on_gpu = on_gpu;
+        if coded {
+            inputs.storage = policy.clone();
+        }
+        line(&forecast(&spec(), &recipe, &inputs), "layer_work")
+    };
+    assert_eq!(work(false, true, layer(2)), work(false, false, layer(2)));
+    // The layer that trains: gate, up, dm, their gradients; x1, h, dy, q, k, v, o; lse.
+    let dense = tokens * 4 * (5 * 256 + 7 * 64 + 8);
+    assert_eq!(work(true, false, layer(2)), dense as u64);
+    // A layer above it: gate, up, dm; x1, dy, q, k, v, o; lse; and the projection back, decoded to bf16.
+    let coded = tokens * 4 * (3 * 256 + 6 * 64 + 8) + 2 * 64 * 256;
+    assert_eq!(work(true, true, layer(2)), coded as u64);
+    // What trains is dense.
+    assert_eq!(work(true, true, all()), work(true, false, all()));
+}
+
+#[test]
+fn a_bf16_weight_that_is_multiplied_in_f32_is_widened_on_a_gpu() {
+    let recipe = recipe("[tune]\nmethod = \"block\"");
+    let work = |on_gpu: bool, widens: bool| {
+        let mut inputs = inputs(layer(2), Gradients::Keep);
+        (inputs.tokens, inputs.longest, inputs.documents) = (10, 10, 1);
+        inputs.on_gpu = on_gpu;
+        let cost = Cost {
+            widens,
+            ..Cost::default()
+        };
+        inputs.adapters.insert("model.layers.4.mlp.up_proj".into(), cost);
+        line(&forecast(&spec(), &recipe, &inputs), "layer_work")
+    };
+    // x1, dy, h, q, k, v, o; lse; gate and up; and the whole weight as f32.
+    assert_eq!(
+        work(true, true),
+        (10 * 4 * (7 * 64 + 8 + 2 * 256) + 4 * 64 * 256) as u64
+    );
+    assert!(work(true, false) < work(true, true));
+    assert_eq!(work(false, true), work(false, false));
 }

@@ -4,8 +4,11 @@ use super::Inputs;
 use super::ledger::{Held, Kind, Ledger};
 use super::mlp::Parts;
 use super::step::Sink;
+use crate::engine::Active;
 use crate::model::Spec;
+use crate::ops::coded;
 use crate::peft::Cost;
+use crate::recipe::Dtype;
 
 /// As in `ops`: with fewer tasks the query heads of a key head are shared out.
 const ENOUGH_TASKS: usize = 8;
@@ -14,6 +17,8 @@ pub(super) struct Block<'a> {
     pub spec: &'a Spec,
     index: usize,
     pub inputs: &'a Inputs,
+    /// What is trained is dense, whatever it is stored as otherwise.
+    active: &'a Active,
     /// Adapters drop input features: a masked copy of the input.
     dropout: bool,
     /// N: all tokens, or those of a piece of them.
@@ -46,16 +51,23 @@ pub(super) struct Kept {
 pub(super) type Linear = (&'static str, usize, usize);
 
 impl<'a> Block<'a> {
-    pub fn new(spec: &'a Spec, index: usize, inputs: &'a Inputs, dropout: bool) -> Self {
-        Self::of_tokens(spec, index, inputs, dropout, inputs.tokens)
+    pub fn new(spec: &'a Spec, index: usize, inputs: &'a Inputs, active: &'a Active, dropout: bool) -> Self {
+        Self::of_tokens((spec, index), inputs, active, dropout, inputs.tokens)
     }
 
-    fn of_tokens(spec: &'a Spec, index: usize, inputs: &'a Inputs, dropout: bool, tokens: usize) -> Self {
+    fn of_tokens(
+        (spec, index): (&'a Spec, usize),
+        inputs: &'a Inputs,
+        active: &'a Active,
+        dropout: bool,
+        tokens: usize,
+    ) -> Self {
         let bytes = |width: usize| inputs.element * (tokens * width) as u64;
         Self {
             spec,
             index,
             inputs,
+            active,
             dropout,
             tokens,
             nd: bytes(spec.hidden),
@@ -68,7 +80,7 @@ impl<'a> Block<'a> {
 
     /// The same for a piece of the tokens.
     pub fn piece(&self, tokens: usize) -> Self {
-        Self::of_tokens(self.spec, self.index, self.inputs, self.dropout, tokens)
+        Self::of_tokens((self.spec, self.index), self.inputs, self.active, self.dropout, tokens)
     }
 
     fn n(&self, width: usize) -> u64 {
@@ -88,6 +100,25 @@ impl<'a> Block<'a> {
         4 * (self.tokens as u64 * cost.per_token + cost.whole)
     }
 
+    /// A product with a weight that is not of the type of the other side: on a GPU codes are decoded, and bf16 beside f32 is
+    /// widened, block by block; on the CPU both happen while it is packed.
+    fn decode(&self, l: &mut Ledger, linear: Linear) {
+        let (name, input, output) = linear;
+        let weight = self.name(&format!("{name}.weight"));
+        let coded = self.inputs.storage.coded().contains_key(weight.as_str());
+        let bf16 = self.inputs.storage.dtype() == Dtype::Bf16;
+        let mut bytes = 0;
+        if coded && !self.active.contains(&weight) {
+            bytes += coded::work_bytes(output, input, bf16);
+        }
+        if bf16 && self.adapter(linear).is_some_and(|c| c.widens) {
+            bytes += coded::work_bytes(output, input, false);
+        }
+        if self.inputs.on_gpu {
+            l.touch(Kind::Layer, bytes);
+        }
+    }
+
     /// The linears of a half that read its norm's output, and the one that writes to the stream.
     pub fn linears(&self, attention: bool) -> (Vec<Linear>, Linear) {
         let part = if attention { "self_attn." } else { "mlp." };
@@ -105,6 +136,7 @@ impl<'a> Block<'a> {
     pub fn linear(&self, l: &mut Ledger, linear: Linear) -> Held {
         let (_, input, output) = linear;
         let y = l.hold(Kind::Layer, self.n(output));
+        self.decode(l, linear);
         if let Some(cost) = self.adapter(linear) {
             let copy = if self.dropout { self.n(input) } else { 0 };
             l.touch(Kind::Layer, copy + self.n(cost.rank) + self.moment(cost));
@@ -200,6 +232,9 @@ impl<'a> Block<'a> {
 
     fn linear_gradients(&self, l: &mut Ledger, linear: Linear, need_dx: bool, sink: &mut Sink) {
         let (name, input, _) = linear;
+        if need_dx {
+            self.decode(l, linear);
+        }
         if let Some(cost) = self.adapter(linear) {
             let wanted = cost.trained.iter().any(|(part, _)| sink.wants(part));
             if wanted || need_dx {

@@ -11,7 +11,7 @@ use crate::model::{Adapters, Spec};
 use crate::ops::cross_entropy::PIECE;
 use crate::peft::Adapter;
 use crate::plan::{self, Inputs, Place, Plan};
-use crate::recipe::{Activations, Correction, Dtype, FrozenWeights, Method, Recipe, Tier};
+use crate::recipe::{Activations, Correction, Dtype, FrozenWeights, Method, Recipe, Stage, Tier};
 use crate::source::Policy;
 
 /// Tokens that go through an MLP at a time, where all do not fit.
@@ -156,7 +156,6 @@ impl Setting<'_> {
         let open = recipe.memory.frozen_weights == FrozenWeights::Auto
             && recipe.tune.method != Method::Full
             && self.stored.codes.is_empty()
-            && !self.on_gpu
             && !corrects_all(recipe);
         match open {
             true => vec![None, Some(FrozenWeights::Int8), Some(FrozenWeights::Nf4)],
@@ -238,6 +237,8 @@ impl Setting<'_> {
             Some(rows) => vec![Place::Disk {
                 head_rows: Some(rows.next_multiple_of(PIECE)),
             }],
+            // There the divergence takes whole heads.
+            None if self.on_gpu && recipe.train.stage == Stage::Distill => vec![Place::Disk { head_rows: None }],
             None => [None, Some(PIECE)].map(|head_rows| Place::Disk { head_rows }).to_vec(),
         };
         let (on_gpu, codes_in_files) = (self.on_gpu, !self.stored.codes.is_empty());

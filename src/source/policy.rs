@@ -67,6 +67,11 @@ impl Policy {
         Ok(Self { dtype, coded })
     }
 
+    /// Of what is not coded, and of decoded values.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
     pub fn of(&self, param: &ParamInfo) -> Storage {
         match self.coded.get(&param.name) {
             Some(format) => Storage::Coded(*format, self.dtype),

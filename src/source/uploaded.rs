@@ -1,5 +1,8 @@
 //! Frozen layers in host memory or on the disk, computing on a GPU: a source of the host, and its layers on their way
-//! to the device, two at a time. What is trained now lies on the device and goes back, exactly, when it retires.
+//! to the device, two at a time. While one travels, the source is told which it will be asked for next. What is trained
+//! now lies on the device and goes back, exactly, when it retires.
+
+mod order;
 
 use super::resident::send;
 use super::turns::Exact;
@@ -10,6 +13,7 @@ use crate::ops::transfer::{Arriving, Copier, CopyTimes};
 use crate::ops::update;
 use crate::quant::{Placed, Weight};
 use candle_core::{DType, Device, Tensor};
+use order::Order;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -29,6 +33,8 @@ pub struct Uploaded {
     /// On the host: what the masters of retired weights know beyond them (i16 `[n]`), where `inner` does not keep it.
     low: Mutex<BTreeMap<String, Tensor>>,
     places: Mutex<Vec<Place>>,
+    /// Of the layers that were asked of `inner`.
+    order: Mutex<Order>,
 }
 
 struct Place {
@@ -46,8 +52,11 @@ enum Content {
 enum Part {
     Held(Tensor),
     Coming(Arriving),
-    Codes(Arc<Placed>, Vec<Arriving>),
+    /// How the codes are put together again, without those of the host: they are not held meanwhile.
+    Codes(Assemble, Vec<Arriving>),
 }
+
+type Assemble = Box<dyn FnOnce(Vec<Tensor>) -> Result<Placed> + Send>;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -75,6 +84,7 @@ impl Uploaded {
             active: Mutex::default(),
             low: Mutex::default(),
             places: Mutex::default(),
+            order: Mutex::default(),
         };
         for name in &source.always {
             let tensor = source.upload(name)?;
@@ -110,19 +120,29 @@ impl Uploaded {
                         .into_iter()
                         .map(|t| self.copier.send(t, self.stays))
                         .collect::<Result<_>>()?;
-                    Part::Codes(codes.clone(), sent)
+                    let codes = codes.clone();
+                    Part::Codes(Box::new(move |here| codes.with_tensors(here)), sent)
                 }
                 (None, Weight::Coded(codes)) => {
-                    let codes = codes.to_device(&Device::Cpu)?;
                     let sent = codes
-                        .tensors()
-                        .into_iter()
+                        .tensors(&Device::Cpu)?
+                        .iter()
                         .map(|t| self.copier.send(t, false))
                         .collect::<Result<_>>()?;
-                    Part::Codes(codes.into(), sent)
+                    let (format, dims) = (codes.format(), codes.dims());
+                    let (decoded, offset) = (codes.decoded(), codes.nested_offset());
+                    let assemble = move |here| Placed::new(format, dims, decoded, here, offset);
+                    Part::Codes(Box::new(assemble), sent)
                 }
             };
             parts.push((name.clone(), part));
+        }
+        // Its place is free again: the source can read the next layer there meanwhile.
+        drop(host);
+        if let Group::Layer(layer) = group
+            && let Some(next) = lock(&self.order).follow(layer)
+        {
+            self.inner.prefetch(Group::Layer(next));
         }
         Ok(Content::Coming(parts))
     }
@@ -137,12 +157,12 @@ impl Uploaded {
             let weight: Weight = match part {
                 Part::Held(tensor) => tensor.into(),
                 Part::Coming(arriving) => self.copier.receive(arriving)?.into(),
-                Part::Codes(codes, sent) => {
+                Part::Codes(assemble, sent) => {
                     let here = sent
                         .into_iter()
                         .map(|a| self.copier.receive(a))
                         .collect::<Result<_>>()?;
-                    codes.with_tensors(here)?.into()
+                    assemble(here)?.into()
                 }
             };
             weights.insert(name, weight);

@@ -3,7 +3,7 @@
 use crate::support::{KINDS, Pair, assert_close, assert_same_bits, gpu};
 use candle_core::{DType, Device, Tensor};
 use ft::data::IGNORE;
-use ft::ops::cross_entropy::{self, Options, Output};
+use ft::ops::cross_entropy::{self, Options, Output, PIECE, Pieces};
 use ft::ops::tally::{Sums, Tally};
 
 const SHAPES: [(usize, usize, usize); 4] = [(1, 8, 5), (11, 16, 37), (70, 40, 300), (130, 128, 5003)];
@@ -126,6 +126,76 @@ fn nothing_trained_wrong_targets_and_what_is_not_finite() {
             };
             assert!(!loss(&[1, 2, 3]).is_finite());
             assert!(loss(&[1, 2, IGNORE]).is_finite());
+        }
+    }
+}
+
+/// A head that comes in parts gives what the whole one gives on the CPU; so do the entropies of both.
+#[test]
+fn a_head_in_parts_and_entropies_match_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    for (dtype, tolerance) in KINDS {
+        for (n, d, v) in [(1, 8, 5), (70, 40, PIECE + 3), (33, 24, 2 * PIECE + 777)] {
+            let (h, head) = (gpu.random((n, d), dtype, 1), gpu.random((v, d), dtype, 2));
+            let head = gpu.pair(&(head.cpu * 0.2).unwrap(), dtype);
+            let factors: Vec<f32> = (0..n).map(|i| (i % 5) as f32 * 0.7 - 1.4).collect();
+            let all: Vec<u32> = (0..n).map(|i| (i * 113 % v) as u32).collect();
+            for (softcap, rows_of_part, weights) in [
+                (None, PIECE, None),
+                (Some(2.5), 2 * PIECE, Some(&factors[..])),
+                (None, 3 * PIECE, None),
+            ] {
+                for targets in [&targets(n, v), &all] {
+                    let options = Options {
+                        softcap,
+                        chunk: 16,
+                        scale: 0.25,
+                        need_dh: true,
+                        need_dw: false,
+                        weights,
+                    };
+                    let (want, want_sums) = run(&h.cpu, &head.weight(), targets, &options);
+                    let parts = Pieces {
+                        rows: v,
+                        width: d,
+                        rows_of_part,
+                        // In memory of their own, as they come.
+                        part: &|first| Ok(head.gpu.narrow(0, first, rows_of_part.min(v - first))?.copy()?),
+                    };
+                    let tally = Tally::new(&gpu.device).unwrap();
+                    let got = cross_entropy::streamed(&h.gpu, &parts, targets, &options, &tally).unwrap();
+                    let sums = tally.read().unwrap();
+                    let close = if dtype == DType::F32 { 1e-4 } else { 1e-3 };
+                    assert!((sums.loss - want_sums.loss).abs() <= close * want_sums.loss.abs());
+                    assert_eq!((sums.correct, got.trained), (want_sums.correct, want.trained));
+                    let dh = got.dh.unwrap();
+                    assert_eq!(dh.dtype(), dtype);
+                    assert_close(&dh, &want.dh.unwrap(), tolerance);
+                    let again = cross_entropy::streamed(&h.gpu, &parts, targets, &options, &tally).unwrap();
+                    assert_same_bits(&again.dh.unwrap(), &dh);
+
+                    let alike = |got: Vec<f32>, want: &[f32]| {
+                        assert_eq!(got.len(), want.len());
+                        for (got, want) in got.iter().zip(want) {
+                            assert!((got - want).abs() <= close as f32 * want.abs().max(1.0), "{got} {want}");
+                        }
+                    };
+                    let want = cross_entropy::token_log_probs(&h.cpu, &head.weight(), targets, softcap, 16).unwrap();
+                    alike(
+                        cross_entropy::streamed_log_probs(&h.gpu, &parts, targets, softcap, 16).unwrap(),
+                        &want,
+                    );
+                    let want = cross_entropy::token_entropies(&h.cpu, &head.weight(), targets, softcap, 16).unwrap();
+                    alike(
+                        cross_entropy::token_entropies(&h.gpu, &head.gpu, targets, softcap, 16).unwrap(),
+                        &want,
+                    );
+                    alike(
+                        cross_entropy::streamed_entropies(&h.gpu, &parts, targets, softcap, 16).unwrap(),
+                        &want,
+                    );
+                }
+            }
         }
     }
 }

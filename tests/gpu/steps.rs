@@ -200,3 +200,61 @@ fn parts_are_those_of_the_cpu() {
         }
     }
 }
+
+/// A matrix, or a vector where it has one row, under Adafactor.
+fn factored(gpu: &Gpu, (r, c): (usize, usize), form: Form, device: &Device) -> Parameter {
+    let mut p = Parameter::new(gpu, r * c, form, Rule::Adafactor, false, device);
+    if r > 1 {
+        for t in [&mut p.weight, &mut p.low, &mut p.gradient] {
+            *t = t.reshape((r, c)).unwrap();
+        }
+    }
+    let state = |n| Some(Moment::zeros(n, false, device).unwrap());
+    (p.first, p.second) = (if r > 1 { state(r) } else { None }, state(c));
+    p
+}
+
+/// Sums have another order than on the CPU: the means and the change of the weights are equal up to f32 rounding.
+#[test]
+fn adafactor_does_what_it_does_on_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    for shape in [(1, 1), (1, 70_001), (3, 5), (300, 517), (9000, 64), (16, 40_000)] {
+        for form in [Form::Whole, Form::Halves, Form::Stochastic] {
+            let [here, there] = [&Device::Cpu, &gpu.device].map(|device| factored(&gpu, shape, form, device));
+            let before = flat(&here.weight);
+            for p in [&here, &there] {
+                for k in 1..=3 {
+                    step::step(Rule::Adafactor, &[p.item(0.1, k)], 0.7).unwrap();
+                }
+            }
+            let exact = |p: &Parameter| match form {
+                Form::Halves => step::join(&p.weight, &p.low).unwrap(),
+                _ => flat(&p.weight),
+            };
+            let largest = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0f32, f32::max);
+            let (a, b) = (exact(&here), exact(&there));
+            // A number next to the border between two bf16 may be rounded to the other one.
+            let most = match form {
+                Form::Stochastic => a.iter().fold(0f32, |m, x| m.max(x.abs())) / 128.0,
+                _ => 1e-4 * largest(&a, &before) + 1e-6,
+            };
+            assert!(largest(&a, &b) <= most, "{shape:?}: {} above {most}", largest(&a, &b));
+            for (a, b) in [(&here.first, &there.first), (&here.second, &there.second)] {
+                if let (Some(Moment::F32(a)), Some(Moment::F32(b))) = (a, b) {
+                    let (a, b) = (flat(a), flat(b));
+                    let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-5 * a.abs();
+                    assert!(a.iter().zip(&b).all(close), "the means of {shape:?}");
+                }
+            }
+            // A closed gate holds everything back.
+            let values = there.values();
+            let bad = Tensor::new(&[1.0, f64::NAN], &gpu.device).unwrap();
+            let gate = Gate {
+                finite: Some(&bad),
+                ..Gate::default()
+            };
+            step::step_gated(Rule::Adafactor, &[there.item(0.1, 4)], 0.7, gate).unwrap();
+            assert!(there.values() == values);
+        }
+    }
+}

@@ -7,7 +7,7 @@ use std::process::Command;
 use tempfile::TempDir;
 
 /// Settings beside those that all runs share. bf16 unless they say otherwise.
-const RUNS: [(&str, &[&str]); 19] = [
+const RUNS: [(&str, &[&str]); 27] = [
     ("full", &["tune.method=full"]),
     ("f32", &["tune.method=full", "model.dtype=f32"]),
     (
@@ -81,6 +81,57 @@ const RUNS: [(&str, &[&str]); 19] = [
     (
         "blocks from the host",
         &["tune.method=block", "tune.block.switch_every=2", "memory.tier=host"],
+    ),
+    (
+        "lora on layers and a head of the disk",
+        &["tune.method=lora", "memory.tier=disk", "memory.head_chunk=4096"],
+    ),
+    (
+        "blocks from the disk",
+        &["tune.method=block", "tune.block.switch_every=2", "memory.tier=disk"],
+    ),
+    (
+        "adafactor",
+        &[
+            "tune.method=full",
+            "optimizer.name=adafactor",
+            "optimizer.learning_rate=1e-4",
+        ],
+    ),
+    ("dora", &["tune.method=lora", "tune.lora.use_dora=true"]),
+    // With few numbers of their own these learn by larger steps.
+    (
+        "ia3",
+        &[
+            "tune.method=lora",
+            "tune.lora.peft_type=ia3",
+            "optimizer.learning_rate=1e-2",
+        ],
+    ),
+    (
+        "vera",
+        &[
+            "tune.method=lora",
+            "tune.lora.peft_type=vera",
+            "optimizer.learning_rate=1e-2",
+        ],
+    ),
+    (
+        "oft",
+        &[
+            "tune.method=lora",
+            "tune.lora.peft_type=oft",
+            "tune.lora.oft_block_size=8",
+        ],
+    ),
+    (
+        "adalora",
+        &[
+            "tune.method=lora",
+            "tune.lora.peft_type=adalora",
+            "tune.lora.adalora.orth_reg_weight=0.01",
+            "optimizer.learning_rate=1e-2",
+        ],
     ),
 ];
 

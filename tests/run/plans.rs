@@ -275,6 +275,24 @@ fn a_plan_for_a_gpu_counts_its_memory_and_the_host_apart() {
     let host = plan["peak_host_bytes"].as_u64().unwrap();
     // Lower halves of the masters of blocks that do not train stay on the host.
     assert!(peak > 16 << 30 && host > 10 << 30, "{peak} {host}");
+    // What must stay on the GPU becomes codes where nothing else is left, and room to decode them is counted.
+    let tight = [
+        "model.device=cuda:0",
+        "memory.tier=device",
+        "tune.method=lora",
+        "tune.lora.r=8",
+    ];
+    for (budget, storage) in [("17GiB", "bf16"), ("11GiB", "int8"), ("8GiB", "nf4")] {
+        let (peak, choice) = chosen(&shape_plan(&bench, "qwen2.5-7b", budget, &tight));
+        assert_eq!(choice("memory.frozen_weights"), storage, "{budget}");
+        assert!(
+            peak <= ft::base::units::parse_bytes(budget).unwrap(),
+            "{budget}: {peak}"
+        );
+    }
+    // Where layers may travel, nothing has to be lost.
+    let (_, choice) = chosen(&shape_plan(&bench, "qwen2.5-7b", "8GiB", &[tight[0], tight[2]]));
+    assert_eq!(choice("memory.frozen_weights"), "bf16");
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! The same loss through a head that is never here whole: its parts come twice, once for the sums of the
-//! exponentials and once for the gradient. Logits exist for one chunk of tokens and one piece of the vocabulary.
+//! exponentials and once for the gradient. Logits exist for one chunk of tokens and one piece of the vocabulary. On a GPU
+//! the chunks are `PIECE_TOKENS` long, and sums have another order than those of a whole head.
 
 use super::{Options, Output, PIECE, Sum, check, cpu};
 use crate::base::{Error, Result};
@@ -21,7 +22,7 @@ pub struct Pieces<'a> {
 
 impl Pieces<'_> {
     /// Hands every part to `f`, with its first row.
-    fn each(&self, mut f: impl FnMut(usize, &Tensor) -> Result<()>) -> Result<()> {
+    pub(crate) fn each(&self, mut f: impl FnMut(usize, &Tensor) -> Result<()>) -> Result<()> {
         for first in (0..self.rows).step_by(self.rows_of_part) {
             let part = (self.part)(first)?;
             let count = self.rows_of_part.min(self.rows - first);
@@ -30,11 +31,27 @@ impl Pieces<'_> {
         }
         Ok(())
     }
+
+    /// The rows that have a target, after all checks.
+    fn trained_rows(&self, h: &Tensor, targets: &[u32], options: &Options) -> Result<Vec<usize>> {
+        if self.rows_of_part == 0 || !self.rows_of_part.is_multiple_of(PIECE) {
+            return Err(Error::new("the head comes in parts of the wrong size")
+                .found(self.rows_of_part)
+                .expected(format!("a multiple of {PIECE}")));
+        }
+        if options.need_dw {
+            return Err(Error::new("a head that comes in parts cannot be trained"));
+        }
+        let trained = check(h, (self.rows, self.width), targets, options.softcap)?;
+        options.check(targets.len())?;
+        Ok(trained)
+    }
 }
 
-/// As `forward_backward`, and without wanted gradients as `forward_only`: the same bits. The head cannot have a
+/// As `forward_backward`, and without wanted gradients as `forward_only`: on the CPU the same bits. The head cannot have a
 /// gradient of its own: what is trained is here whole.
 pub fn streamed(h: &Tensor, head: &Pieces, targets: &[u32], options: &Options, tally: &Tally) -> Result<Output> {
+    on_gpu!(h, gpu::streamed(h, head, targets, options, tally));
     let mut sum = Sum::default();
     let dh = rows(h, head, targets, options, &mut |_, row| sum.add(row))?;
     tally.add(sum.sums());
@@ -53,6 +70,7 @@ pub fn streamed_log_probs(
     softcap: Option<f32>,
     chunk: usize,
 ) -> Result<Vec<f32>> {
+    on_gpu!(h, gpu::of_each_token(h, head, targets, softcap, gpu::Which::LogProbs));
     let mut log_probs = vec![0f32; targets.len()];
     let options = Options::losses(softcap, chunk);
     rows(h, head, targets, &options, &mut |n, row| {
@@ -70,16 +88,7 @@ fn rows(
     each: &mut dyn FnMut(usize, &cpu::Row),
 ) -> Result<Option<Tensor>> {
     let (v, d) = (head.rows, head.width);
-    if head.rows_of_part == 0 || !head.rows_of_part.is_multiple_of(PIECE) {
-        return Err(Error::new("the head comes in parts of the wrong size")
-            .found(head.rows_of_part)
-            .expected(format!("a multiple of {PIECE}")));
-    }
-    if options.need_dw {
-        return Err(Error::new("a head that comes in parts cannot be trained"));
-    }
-    let trained = check(h, (v, d), targets, options.softcap)?;
-    options.check(targets.len())?;
+    let trained = head.trained_rows(h, targets, options)?;
     let cap = options.softcap.unwrap_or(0.0);
     let n = targets.len();
     let mut dh = options.need_dh.then(|| vec![0f32; n * d]);
@@ -111,6 +120,76 @@ fn rows(
         }
     }
     dh.map(|dh| tensor(dh, (n, d))).transpose()
+}
+
+/// The same on a GPU.
+#[cfg(feature = "cuda")]
+pub(super) mod gpu {
+    use super::super::super::cuda::cross_entropy_parts::{Job, run};
+    use super::super::super::cuda::memory::to_f32_vec;
+    use super::*;
+    use candle_core::DType;
+
+    pub(super) fn streamed(
+        h: &Tensor,
+        head: &Pieces,
+        targets: &[u32],
+        options: &Options,
+        tally: &Tally,
+    ) -> Result<Output> {
+        let trained = head.trained_rows(h, targets, options)?;
+        let totals = tally
+            .losses()?
+            .ok_or_else(|| Error::new("the sums of a step do not lie on the GPU"))?;
+        let job = Job {
+            h,
+            trained: &trained,
+            targets,
+            weights: options.weights,
+            softcap: options.softcap,
+            totals: &totals,
+            each: None,
+            entropies: None,
+        };
+        let dh = run(&job, head, options.need_dh.then_some(options.scale as f32))?;
+        Ok(Output {
+            trained: trained.len(),
+            dh,
+            dw: None,
+        })
+    }
+
+    /// What is wanted of each token.
+    #[derive(Clone, Copy, PartialEq)]
+    pub(in super::super) enum Which {
+        LogProbs,
+        Entropies,
+    }
+
+    /// `[N]`; 0 where the target is `IGNORE`.
+    pub(in super::super) fn of_each_token(
+        h: &Tensor,
+        head: &Pieces,
+        targets: &[u32],
+        softcap: Option<f32>,
+        which: Which,
+    ) -> Result<Vec<f32>> {
+        let trained = head.trained_rows(h, targets, &Options::losses(softcap, 0))?;
+        let each = Tensor::zeros(targets.len(), DType::F32, h.device())?;
+        let totals = Tensor::zeros(2, DType::F64, h.device())?;
+        let job = Job {
+            h,
+            trained: &trained,
+            targets,
+            weights: None,
+            softcap,
+            totals: &totals,
+            each: (which == Which::LogProbs).then_some(&each),
+            entropies: (which == Which::Entropies).then_some(&each),
+        };
+        run(&job, head, None)?;
+        to_f32_vec(&each)
+    }
 }
 
 #[cfg(test)]

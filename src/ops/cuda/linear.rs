@@ -4,6 +4,7 @@ use super::elementwise::cast;
 use super::gemm::{Matrix, gemm};
 use super::{Arg, Gpu, Grid, Kind, address, address_of, columns};
 use crate::base::Result;
+use crate::ops::coded::TILE;
 use candle_core::{DType, Tensor};
 
 fn matrix(t: &Tensor, name: &str, columns: usize) -> Result<Matrix> {
@@ -91,14 +92,26 @@ fn forward_into(
     if inputs == 0 {
         return Ok(());
     }
-    let w = cast(w, Kind::of(x, "x of a linear")?)?;
-    let (a, b) = (
-        matrix(x, "x of a linear", inputs)?,
-        matrix(&w, "the weight of a linear", inputs)?.t(),
-    );
+    let kind = Kind::of(x, "x of a linear")?;
+    let a = matrix(x, "x of a linear", inputs)?;
     let c = matrix(y, "y of a linear", outputs)?;
-    // SAFETY: the sizes were checked by the caller.
-    unsafe { gemm(gpu, (rows, outputs, inputs), a, b, c, add) }
+    // A large weight of the other type is never cast whole.
+    let step = match Kind::of(w, "the weight of a linear")? == kind {
+        true => outputs,
+        false => (TILE / inputs).max(1),
+    };
+    for first in (0..outputs).step_by(step.max(1)) {
+        let count = step.min(outputs - first);
+        let part = cast(&w.narrow(0, first, count)?, kind)?;
+        let b = matrix(&part, "the weight of a linear", inputs)?.t();
+        let c = Matrix {
+            address: c.address + (first * c.kind.bytes()) as u64,
+            ..c
+        };
+        // SAFETY: columns first .. first + count of y; the sizes were checked by the caller.
+        unsafe { gemm(gpu, (rows, count, inputs), a, b, c, add)? };
+    }
+    Ok(())
 }
 
 /// `(N, I, O)`: `dy·w`, of the type of dy.

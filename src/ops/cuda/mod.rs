@@ -15,10 +15,12 @@ use half::bf16;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
+pub(crate) mod adafactor;
 pub(crate) mod attention;
 pub(crate) mod coded;
 mod columns;
 pub(crate) mod cross_entropy;
+pub(crate) mod cross_entropy_parts;
 pub(crate) mod device;
 pub(crate) mod elementwise;
 pub(crate) mod embedding;

@@ -43,16 +43,15 @@ fn plan(rule: Rule) -> Result<(&'static str, [f32; 3], (bool, bool))> {
         Rule::Sgd { momentum } => ("sgd_step", [momentum as f32, 0.0, 0.0], (momentum != 0.0, false)),
         Rule::Lion { betas: [b1, b2] } => ("lion_step", [b1 as f32, b2 as f32, 0.0], (true, false)),
         Rule::Sign => ("sign_step", [0.0; 3], (false, false)),
-        Rule::Adafactor => {
-            return Err(Error::new("Adafactor is not built for the GPU")
-                .at("optimizer.name")
-                .hint("set `optimizer.name` to `adamw`, `lion` or `sgd`"));
-        }
+        Rule::Adafactor => return Err(Error::new("Adafactor has kernels of its own")),
     })
 }
 
 /// Updates the parameters in place.
 pub(crate) fn run(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> Result<()> {
+    if rule == Rule::Adafactor {
+        return super::adafactor::run(items, coefficient, gate);
+    }
     // Eight-bit states have kernels of their own.
     let (coded, plain): (Vec<Item>, Vec<Item>) = items.iter().copied().partition(is_coded);
     run_alike(rule, &plain, coefficient, gate)?;

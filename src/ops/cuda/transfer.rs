@@ -23,7 +23,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 const TIMED: Option<sys::CUevent_flags> = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
 /// Smaller tensors are not worth being locked in memory.
 const LEAST_LOCKED: usize = 1 << 16;
-/// Events that are kept until their times are read; then the oldest go.
+/// Copies whose events are kept until their times are read; later ones are not measured.
 const MOST_TIMED: usize = 4096;
 
 /// Host memory that the GPU reads and writes directly.
@@ -31,9 +31,20 @@ type Pinned = PinnedHostSlice<u8>;
 
 /// A tensor on its way to the GPU.
 pub(crate) struct Arriving {
-    tensor: Tensor,
-    started: CudaEvent,
-    arrived: CudaEvent,
+    /// Until it is received.
+    tensor: Option<(Tensor, CudaEvent, CudaEvent)>,
+    computing: Arc<CudaStream>,
+}
+
+impl Drop for Arriving {
+    fn drop(&mut self) {
+        // Nobody waits for it any more, but its memory must not be given out again while the copy writes there.
+        if let Some((_, _, arrived)) = &self.tensor
+            && self.computing.wait(arrived).is_err()
+        {
+            let _ = arrived.synchronize();
+        }
+    }
 }
 
 /// A tensor on the host, or on its way there.
@@ -106,8 +117,9 @@ impl Copier {
     /// The bytes go to the tensor, which is fresh.
     fn copy_to(&self, tensor: Tensor, bytes: &[u8]) -> Result<Arriving> {
         let to = address(&tensor, "a tensor that is sent")?;
+        let computing = self.gpu.device().cuda_stream();
         // Its memory may still be read by what was queued before it was given back.
-        self.stream.join(&self.gpu.device().cuda_stream()).map_err(failed)?;
+        self.stream.join(&computing).map_err(failed)?;
         let started = self.stream.record_event(TIMED).map_err(failed)?;
         if !bytes.is_empty() {
             // SAFETY: the tensor has room for so many bytes.
@@ -115,9 +127,8 @@ impl Copier {
         }
         let arrived = self.stream.record_event(TIMED).map_err(failed)?;
         Ok(Arriving {
-            tensor,
-            started,
-            arrived,
+            tensor: Some((tensor, started, arrived)),
+            computing,
         })
     }
 
@@ -152,15 +163,19 @@ impl Copier {
     }
 
     /// The tensor, for work that is queued from now on.
-    pub fn receive(&self, arriving: Arriving) -> Result<Tensor> {
-        let computing = self.gpu.device().cuda_stream();
-        let stood = computing.record_event(TIMED).map_err(failed)?;
-        computing.wait(&arriving.arrived).map_err(failed)?;
+    pub fn receive(&self, mut arriving: Arriving) -> Result<Tensor> {
+        let stood = arriving.computing.record_event(TIMED).map_err(failed)?;
+        if let Some((_, _, arrived)) = &arriving.tensor {
+            arriving.computing.wait(arrived).map_err(failed)?;
+        }
+        let Some((tensor, started, arrived)) = arriving.tensor.take() else {
+            return Err(Error::new("a tensor was received twice"));
+        };
         let mut timed = lock(&self.timed);
         if timed.len() < MOST_TIMED {
-            timed.push((arriving.started, arriving.arrived, stood));
+            timed.push((started, arrived, stood));
         }
-        Ok(arriving.tensor)
+        Ok(tensor)
     }
 
     /// Starts the copy of a tensor to the host.

@@ -177,3 +177,122 @@ fn codes_travel_as_they_are() {
         assert_eq!(rows(&here), rows(&there));
     }
 }
+
+/// Weights of the host that write down what is asked of them.
+struct Watched(Resident, Arc<Mutex<Vec<(bool, usize)>>>);
+
+impl LayerSource for Watched {
+    fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
+        if let Group::Layer(l) = group {
+            lock(&self.1).push((true, l));
+        }
+        self.0.fetch(group)
+    }
+
+    fn prefetch(&self, group: Group) {
+        if let Group::Layer(l) = group {
+            lock(&self.1).push((false, l));
+        }
+    }
+
+    fn params(&self) -> &[ParamInfo] {
+        self.0.params()
+    }
+
+    fn resident_bytes(&self) -> u64 {
+        self.0.resident_bytes()
+    }
+
+    fn held(&self, name: &str) -> Option<Tensor> {
+        self.0.held(name)
+    }
+
+    fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
+        self.0.rows(name, ids)
+    }
+
+    fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
+        self.0.read(name, sink)
+    }
+
+    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn LowerHalves) -> Result<()> {
+        self.0.restore(name, saved, low)
+    }
+}
+
+/// As a micro-batch goes up, and down to the layer `lowest`.
+fn up_and_down(source: &dyn LayerSource, lowest: usize) {
+    source.prefetch(Group::Layer(0));
+    for l in 0..LAYERS {
+        if l + 1 < LAYERS {
+            source.prefetch(Group::Layer(l + 1));
+        }
+        drop(source.fetch(Group::Layer(l)).unwrap());
+    }
+    for l in (lowest..LAYERS).rev() {
+        source.prefetch(Group::Layer(if l > lowest { l - 1 } else { 0 }));
+        drop(source.fetch(Group::Layer(l)).unwrap());
+    }
+}
+
+#[test]
+fn the_source_behind_reads_each_layer_ahead_and_none_for_nothing() {
+    for lowest in [0, 2] {
+        let asked: Arc<Mutex<Vec<(bool, usize)>>> = Arc::default();
+        let watched = Watched(resident(Dtype::F32), asked.clone());
+        let there = Uploaded::new(Box::new(watched), "head", false, &Device::Cpu).unwrap();
+        for _ in 0..2 {
+            up_and_down(&there, lowest);
+        }
+        lock(&asked).clear();
+        up_and_down(&there, lowest);
+        let asked = lock(&asked).clone();
+        let fetched: Vec<usize> = asked.iter().filter(|a| a.0).map(|a| a.1).collect();
+        let ahead: Vec<usize> = asked.iter().filter(|a| !a.0).map(|a| a.1).collect();
+        assert!(fetched.len() >= LAYERS - 1, "{fetched:?}");
+        // One is told with each, while nothing of the source is in use, and it is the one that comes.
+        assert_eq!(
+            asked.iter().map(|a| a.0).collect::<Vec<_>>(),
+            [true, false].repeat(fetched.len())
+        );
+        assert_eq!(fetched[1..], ahead[..ahead.len() - 1], "lowest {lowest}");
+    }
+}
+
+#[test]
+fn weights_of_the_disk_pass_through_in_two_places_there_and_two_here() {
+    use crate::source::{Disk, Policy, disk};
+    let (dir, dtype) = (tempfile::TempDir::new().unwrap(), Dtype::F32);
+    let file = dir.path().join("model.safetensors");
+    disk::write_random(&file, &params(), 7, 0.5, 1.0, dtype).unwrap();
+    let options = disk::Options {
+        dtype,
+        storage: Policy::dense(dtype),
+        device: Device::Cpu,
+        trained: dir.path().join("trained"),
+        codes: dir.path().join("codes.safetensors"),
+        head: "head".into(),
+        head_rows: None,
+    };
+    let there = Disk::open(params(), Weights::open_file(&file).unwrap(), options).unwrap();
+    let (there, here) = (
+        Uploaded::new(Box::new(there), "head", false, &Device::Cpu).unwrap(),
+        resident(dtype),
+    );
+    for lowest in [0, 3, 0] {
+        up_and_down(&there, lowest);
+        for l in 0..LAYERS {
+            let (a, b) = (
+                there.fetch(Group::Layer(l)).unwrap(),
+                here.fetch(Group::Layer(l)).unwrap(),
+            );
+            for (name, weight) in b.iter() {
+                assert_eq!(flat(&a.get(name).unwrap().1), flat(weight.dense().unwrap()), "{name}");
+            }
+        }
+        let held = 4 * (D + V * D) as u64;
+        let layer = 4 * (2 * D * D + D) as u64;
+        assert_eq!(there.inner.resident_bytes(), held + 2 * layer);
+        assert!(lock(&there.places).len() <= PLACES);
+    }
+}

@@ -153,3 +153,48 @@ fn blocks_cover_c_exactly() {
         }
     }
 }
+
+#[test]
+fn a_rider_arrives_on_every_path() {
+    for (m, n, k, rank) in [
+        (3, 100, 40, 5),
+        (30, 70, 400, 16),
+        (100, 130, 600, 33),
+        (40, 50, 60, 100),
+    ] {
+        let (a, b) = (Operand::new(m, k, 1), Operand::new(n, k, 2));
+        let (down, up) = (Operand::new(rank, k, 3), Operand::new(n, rank, 4));
+        let u_at = |i: usize, r: usize| -> f64 {
+            let terms = (0..k).map(|p| a.at(false, true, i, p) * down.at(false, true, r, p));
+            0.5 * terms.sum::<f64>()
+        };
+        for path in paths() {
+            let (mut c, mut u) = (vec![0.25f32; m * n], vec![f32::NAN; m * rank]);
+            let rider = Rider {
+                rank,
+                down: down.matrix(false, true),
+                up: up.matrix(false, true),
+                scale: 0.5,
+                u: &mut u,
+            };
+            let operands = (a.matrix(false, true), b.matrix(true, true));
+            rider::product_with_on(path, (m, n, k), &mut c, Start::C, operands, Rounding::Exact, rider);
+            for i in 0..m {
+                let want_u: Vec<f64> = (0..rank).map(|r| u_at(i, r)).collect();
+                for (r, want) in want_u.iter().enumerate() {
+                    let got = u[i * rank + r] as f64;
+                    assert!((got - want).abs() < 1e-4, "{path:?} u at {i}, {r}: {got} {want}");
+                }
+                for j in 0..n {
+                    let base: f64 = (0..k).map(|p| a.at(false, true, i, p) * b.at(true, true, j, p)).sum();
+                    let added: f64 = (0..rank).map(|r| want_u[r] * up.at(false, true, j, r)).sum();
+                    let (got, want) = (c[i * n + j] as f64, 0.25 + base + added);
+                    assert!(
+                        (got - want).abs() < 2e-5 * (1.0 + want.abs() + k as f64),
+                        "{path:?} {m} {n} {k} {rank} at {i}, {j}: {got} {want}"
+                    );
+                }
+            }
+        }
+    }
+}

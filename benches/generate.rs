@@ -64,7 +64,7 @@ fn main() {
     if let Ok(path) = std::env::var("FT_CPU") {
         CpuPath::force(&path).expect("FT_CPU");
     }
-    ft::base::memory::reuse_freed();
+    ft::base::heap::keep_freed();
     let config = shapes::config(&format!("{}{}", shapes::PREFIX, o.shape))
         .expect("a shape")
         .expect("a shape");

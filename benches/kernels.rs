@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use ft::base::memory;
+use ft::base::heap;
 use ft::base::rng::{Rng, Stream};
 use ft::ops::glu::Activation;
 use ft::ops::low_rank::{self, Base, LowRank};
@@ -104,7 +104,7 @@ fn show_peak() {
 }
 
 fn products(c: &mut Criterion) {
-    memory::reuse_freed();
+    heap::keep_freed();
     show_peak();
     for (n, i, o) in [
         (512, 896, 4864),

@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use clap::Parser;
-use ft::base::memory;
+use ft::base::heap;
 use ft::base::rng::{Rng, Stream};
 use ft::ops::{CpuPath, linear};
 use std::hint::black_box;
@@ -47,7 +47,7 @@ fn main() {
     if let Ok(path) = std::env::var("FT_CPU") {
         CpuPath::force(&path).expect("a path that this CPU can run");
     }
-    memory::reuse_freed();
+    heap::keep_freed();
     for (n, i, out) in SHAPES {
         let (x, dy) = (random(n, i, 1), random(n, out, 2));
         let w = random(out, i, 3).to_dtype(DType::BF16).expect("a tensor");

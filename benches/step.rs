@@ -5,8 +5,8 @@
 
 use candle_core::Device;
 use clap::Parser;
-use ft::base::memory;
 use ft::base::rng::{Rng, Stream};
+use ft::base::{heap, memory};
 use ft::data::{Batch, Example};
 use ft::engine::{Active, Engine, Gradients};
 use ft::model::{Adapters, Network, Spec, families, shapes};
@@ -92,7 +92,7 @@ fn main() {
     if let Ok(path) = std::env::var("FT_CPU") {
         CpuPath::force(&path).expect("a path that this CPU can run");
     }
-    memory::reuse_freed();
+    heap::keep_freed();
     let spec = spec(&o.size);
     let dtype = if o.dtype == "f32" { Dtype::F32 } else { Dtype::Bf16 };
     let device = ops::device::open(&o.device).expect("the device").device;

@@ -3,6 +3,19 @@
 //! The rooms, from the top down. A room may use what stands below it, never what stands above
 //! (`tests/tidy.rs` holds this order). `ARCHITECTURE.md` says what each room knows.
 
+// Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
+#![cfg_attr(
+    not(test),
+    deny(
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo,
+        clippy::unimplemented
+    )
+)]
+
 pub mod cli; // one file a subcommand: text in, exit code out
 pub mod run; // the programs: train, evaluate, generate, merge
 pub mod plan; // memory forecast from recipe and shapes

@@ -1,5 +1,5 @@
 //! The allocator of a program that works with tensors: large blocks lie on huge pages, and those that are free wait for
-//! the next that fits, so that a step takes no page from the system that the step before it had. What waits and what is
+//! the next that fits, so that a step seldom asks the system for pages that the step before it had. What waits and what is
 //! out together never exceed what was out at one time before: the process holds what its tensors need, not the holes
 //! between them. Small blocks are the system's.
 //!
@@ -50,36 +50,49 @@ unsafe impl GlobalAlloc for Heap {
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         // SAFETY: the caller promises that `size` is a valid size for this alignment.
         let new = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
+        if !is_large(layout) && !is_large(new) {
+            // SAFETY: as promised by the caller of this; both sizes are the system's.
+            return unsafe { System.realloc(at, layout, size) };
+        }
         #[cfg(target_os = "linux")]
-        match (is_large(layout), is_large(new)) {
-            (false, false) => {}
-            sizes => {
-                if sizes == (true, true) {
-                    let moved = pool::lock().resize(at, layout.size(), size);
-                    if !moved.is_null() {
-                        return moved;
-                    }
-                }
-                // SAFETY: two different blocks, both at least as large as what is copied.
-                unsafe {
-                    let to = self.alloc(new);
-                    if !to.is_null() {
-                        to.copy_from_nonoverlapping(at, layout.size().min(size));
-                        self.dealloc(at, layout);
-                    }
-                    return to;
-                }
+        if is_large(layout) && is_large(new) {
+            let moved = pool::lock().resize(at, layout.size(), size);
+            if !moved.is_null() {
+                return moved;
             }
         }
-        let _ = new;
-        // SAFETY: as promised by the caller of this; both sizes are the system's.
-        unsafe { System.realloc(at, layout, size) }
+        // SAFETY: two different blocks, both at least as large as what is copied.
+        unsafe {
+            let to = self.alloc(new);
+            if !to.is_null() {
+                to.copy_from_nonoverlapping(at, layout.size().min(size));
+                self.dealloc(at, layout);
+            }
+            to
+        }
     }
 }
 
 #[cfg(target_os = "linux")]
 fn is_large(layout: Layout) -> bool {
     layout.size() >= LARGE && layout.align() <= pool::GRAIN
+}
+
+#[cfg(not(target_os = "linux"))]
+fn is_large(_: Layout) -> bool {
+    false
+}
+
+/// Small blocks that are freed stay with the process for the next step too, instead of going back to the system and
+/// coming again page by page, each zeroed by the kernel. Call it once, before the large allocations.
+pub fn keep_freed() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: sets numbers of the system's allocator.
+    unsafe {
+        // Larger blocks than this come from `mmap`; the largest value that is allowed.
+        libc::mallopt(libc::M_MMAP_THRESHOLD, 1 << 30);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, i32::MAX);
+    }
 }
 
 #[cfg(target_os = "linux")]

@@ -74,18 +74,6 @@ fn limit_headroom() -> Option<u64> {
     None
 }
 
-/// Freed memory stays with the process for the next step, instead of going back to the system and coming again page
-/// by page, each zeroed by the kernel. Call it once, before the large allocations.
-pub fn reuse_freed() {
-    #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    // SAFETY: sets numbers of the allocator.
-    unsafe {
-        // Larger blocks than this come from `mmap`; the largest value that is allowed.
-        libc::mallopt(libc::M_MMAP_THRESHOLD, 1 << 30);
-        libc::mallopt(libc::M_TRIM_THRESHOLD, i32::MAX);
-    }
-}
-
 /// Memory of the machine, bytes.
 pub fn total() -> Option<u64> {
     proc_kib("/proc/meminfo", "MemTotal:").map(|k| k * 1024)

@@ -21,7 +21,7 @@ mod train;
 pub use out::{out, out_raw};
 pub use recipes::SHIPPED;
 
-use crate::base::{Error, Result, is_expected, memory};
+use crate::base::{Error, Result, heap, is_expected};
 use crate::ops::CpuPath;
 use crate::report::{self, Style};
 use clap::{Parser, Subcommand};
@@ -92,7 +92,7 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
 }
 
 fn run(cli: Cli) -> Result<i32> {
-    memory::reuse_freed();
+    heap::keep_freed();
     if let Some(n) = cli.threads {
         rayon::ThreadPoolBuilder::new()
             .num_threads(usize::from(n))

@@ -40,12 +40,12 @@ fn spec() -> Spec {
     }
 }
 
-fn recipe(text: &str) -> Recipe {
+pub(super) fn recipe(text: &str) -> Recipe {
     let text = format!("[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n{text}");
     recipe::parse(&text, "test", &[]).unwrap().recipe
 }
 
-fn inputs(active: Active, gradients: Gradients) -> Inputs {
+pub(super) fn inputs(active: Active, gradients: Gradients) -> Inputs {
     Inputs {
         tokens: 2048,
         longest: 512,

@@ -45,16 +45,15 @@ pub(super) fn load(l: &mut Ledger, params: &[ParamInfo], inputs: &Inputs) {
 /// `weights::held` and the exact values of other blocks take is held by the caller. Bytes of a number of the model's
 /// type, and of what a master knows beyond it.
 pub(super) fn turn(l: &mut Ledger, params: &[ParamInfo], inputs: &Inputs, active: &Active, (stored, low): (u64, u64)) {
-    l.moment("a block becomes codes again");
     let leaving = || params.iter().filter(|p| active.contains(&p.name));
+    if !leaving().any(|p| inputs.storage.of(p).is_coded()) {
+        return;
+    }
+    l.moment("a block becomes codes again");
     let elements: usize = leaving().map(ParamInfo::elements).sum();
     let mut held = vec![l.hold(aside(inputs), low * elements as u64)];
-    for p in leaving() {
-        let storage = inputs.storage.of(p);
-        if !storage.is_coded() {
-            continue;
-        }
-        let n = p.elements() as u64;
+    for p in leaving().filter(|p| inputs.storage.of(p).is_coded()) {
+        let (storage, n) = (inputs.storage.of(p), p.elements() as u64);
         if inputs.on_gpu {
             held.push(l.hold(Kind::OnHost, stored * n));
         }
@@ -69,4 +68,82 @@ pub(super) fn turn(l: &mut Ledger, params: &[ParamInfo], inputs: &Inputs, active
         }
     }
     l.drop_all(held);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::tests::{inputs, recipe};
+    use crate::source::{Group, Part, Policy};
+    use std::sync::Arc;
+
+    /// Two matrices of a layer as int8, an f32 scale a row, and a norm that stays bf16.
+    fn params() -> Vec<ParamInfo> {
+        let param = |name: &str, shape: &[usize]| {
+            let name: Arc<str> = format!("model.layers.0.{name}").into();
+            ParamInfo {
+                group: Group::Layer(0),
+                part: if shape.len() == 2 { Part::Mlp } else { Part::Attention },
+                name,
+                shape: shape.to_vec(),
+            }
+        };
+        vec![
+            param("mlp.up_proj.weight", &[256, 64]),
+            param("mlp.down_proj.weight", &[64, 128]),
+            param("input_layernorm.weight", &[64]),
+        ]
+    }
+
+    const CODES: [u64; 2] = [256 * (64 + 4), 64 * (128 + 4)];
+    const NUMBERS: [u64; 2] = [256 * 64, 64 * 128];
+    const NORM: u64 = 2 * 64;
+
+    fn all() -> Active {
+        Active::new(params().iter().map(|p| p.name.to_string()))
+    }
+
+    fn peak(coded: bool, place: Place, walk: impl Fn(&mut Ledger, &[ParamInfo], &Inputs)) -> u64 {
+        let recipe = recipe("[memory]\nfrozen_weights = \"int8\"");
+        let mut inputs = inputs(all(), crate::engine::Gradients::Keep);
+        inputs.place = place;
+        if coded {
+            inputs.storage = Policy::new(&recipe.memory, recipe.model.dtype, &params(), |_| false).unwrap();
+        }
+        let mut ledger = Ledger::new(false);
+        walk(&mut ledger, &params(), &inputs);
+        let peak = ledger.peak;
+        // All of it was given back.
+        let more = ledger.hold(Kind::Data, 1 << 40);
+        assert_eq!(ledger.peak, 1 << 40);
+        ledger.drop(more);
+        peak
+    }
+
+    #[test]
+    fn numbers_of_a_weight_are_here_beside_its_codes_while_it_is_loaded() {
+        assert_eq!(
+            peak(false, Place::Device, load),
+            2 * (NUMBERS[0] + NUMBERS[1]) + NORM,
+            "dense weights are read where they stay"
+        );
+        let first = 2 * NUMBERS[0] + CODES[0];
+        let second = CODES[0] + 2 * NUMBERS[1] + CODES[1];
+        assert_eq!(peak(true, Place::Device, load), first.max(second));
+        // Through a file: one weight at a time.
+        assert_eq!(peak(true, Place::Disk { head_rows: None }, load), first);
+        assert_eq!(peak(false, Place::Disk { head_rows: None }, load), 0);
+    }
+
+    #[test]
+    fn a_block_that_leaves_is_coded_one_weight_after_another() {
+        // bf16 with a master that knows two bytes more.
+        let walk = |l: &mut Ledger, params: &[ParamInfo], inputs: &Inputs| turn(l, params, inputs, &all(), (2, 2));
+        assert_eq!(peak(false, Place::Device, walk), 0);
+        let low = 2 * (NUMBERS[0] + NUMBERS[1] + NORM / 2);
+        let first = 4 * NUMBERS[0] + (2 * NUMBERS[0]).max(CODES[0]);
+        let second = CODES[0] + 4 * NUMBERS[1] + (2 * NUMBERS[1]).max(CODES[1]);
+        assert_eq!(peak(true, Place::Device, walk), low + first.max(second));
+        assert_eq!(peak(true, Place::Disk { head_rows: None }, walk), low + first);
+    }
 }

@@ -7,8 +7,8 @@ use crate::ALONE;
 use crate::counting::{LIVE, MOST};
 use crate::peak::adapters;
 use candle_core::Device;
-use ft::base::memory;
 use ft::base::rng::{Rng, Stream};
+use ft::base::{heap, memory};
 use ft::data::{Batch, Example};
 use ft::engine::{Active, Engine, Gradients};
 use ft::formats::config::Config;
@@ -105,7 +105,7 @@ fn source(case: &Case, spec: &Spec, storage: &Policy, file: &Path) -> Box<dyn La
 
 /// Loads, trains every active set for a step, the lowest last and twice; in a process of its own.
 fn measure(case: &Case, file: &Path) -> Value {
-    memory::reuse_freed();
+    heap::keep_freed();
     let spec = spec(case.model);
     let recipe = recipe(case);
     let (before, process) = (LIVE.load(Relaxed), memory::resident() + plan::CODE);
@@ -228,8 +228,10 @@ fn table(model: &'static str, methods: &[&'static str]) -> Vec<String> {
     disk::write_random(&file, &spec(model).params(), 3, 0.02, 1.0, Dtype::Bf16).unwrap();
     let (count, length) = rows(model);
     println!("\n{model}, {count} × {length} tokens\n");
-    println!("| method | storage | tier | activations | forecast MiB | allocator | off | resident MiB | off |");
-    println!("|---|---|---|---|---|---|---|---|---|");
+    println!(
+        "| method | storage | tier | activations | forecast MiB | allocator | off | resident MiB | off | code MiB |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|---|");
     let mut wrong = Vec::new();
     for method in methods {
         for storage in STORAGES {
@@ -280,15 +282,16 @@ fn one(case: &Case, file: &Path) -> Option<String> {
     ];
     let mib = |bytes: f64| bytes / (1 << 20) as f64;
     let row = format!(
-        "| {method} | {storage} | {tier} | {activations} | {:.1} + {:.1} | {:.1} | {:+.1} % | {:.1} | {:+.1} % |",
+        "| {method} | {storage} | {tier} | {activations} | {:.1} + {:.1} | {:.1} | {:+.1} % | {:.1} | {:+.1} % | {:.1} |",
         mib(own),
         mib(number("process")),
         mib(number("allocated")),
         100.0 * off[0],
         mib(number("resident")),
-        100.0 * off[1]
+        100.0 * off[1],
+        mib(number("code"))
     );
-    println!("{row} {:.1}", mib(number("code")));
+    println!("{row}");
     let wrong = off.iter().any(|off| off.abs() > 0.1);
     wrong.then(|| format!("{row}\n{}", result["table"].as_str().unwrap()))
 }

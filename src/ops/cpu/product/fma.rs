@@ -44,11 +44,8 @@ macro_rules! kernels {
 
             /// The kernel for `rows` rows (1..=ROWS) and `vectors` vectors (1 or 2).
             pub(crate) fn kernel(rows: usize, vectors: usize) -> Kernel {
-                match (vectors, rows) {
-                    $((1, $row) => tile::<$row, 1>,)*
-                    $((2, $row) => tile::<$row, 2>,)*
-                    _ => unreachable!("no kernel for {rows} rows and {vectors} vectors"),
-                }
+                const TILES: [[Kernel; ROWS]; VECTORS] = [[$(tile::<$row, 1>),*], [$(tile::<$row, 2>),*]];
+                TILES[vectors - 1][rows - 1]
             }
 
             #[target_feature(enable = $features)]

@@ -33,7 +33,7 @@ pub(super) unsafe fn panel(
         match m.values {
             Operand::F32(v) => steps(v.as_ptr(), m, (first, count), (k0, k), format, to),
             Operand::Bf16(v) => steps(v.as_ptr(), m, (first, count), (k0, k), format, to),
-            Operand::Coded(_) => unreachable!("codes are packed by `coded`"),
+            Operand::Coded(_) => coded(m, (first, count), (k0, k), format, |_| to),
         }
     }
 }

@@ -5,7 +5,8 @@
 
 use super::cpu::decode::{round_bf16, round_table};
 use super::cpu::product::{Matrix, Operand, Start, product};
-use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten, values};
+use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten};
+use super::linear::read_bias;
 use super::update::with_slices;
 use crate::base::Result;
 use candle_core::Tensor;
@@ -214,12 +215,7 @@ impl View<'_> {
 pub fn forward(x: &Tensor, w: View<'_>, bias: Option<&Tensor>) -> Result<Tensor> {
     let (rows, inputs) = (dims2(x, "x of a linear")?.0, w.columns);
     expect_dims(x, "x of a linear", &[rows, inputs])?;
-    let bias = bias
-        .map(|bias| {
-            expect_dims(bias, "the bias of a linear", &[w.rows])?;
-            values(bias, "the bias of a linear", |v| Ok(v.to_f32()))
-        })
-        .transpose()?;
+    let bias = read_bias(bias, w.rows)?;
     let mut y = unwritten(rows * w.rows);
     floats(x, "x of a linear", |x| {
         let start = bias.as_deref().map_or(Start::Zero, Start::Bias);

@@ -18,9 +18,7 @@ pub fn forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> 
         expect_dims(bias, "the bias of a linear", &[outputs])?;
     }
     on_gpu!(x, super::cuda::linear::forward(x, w, bias, (rows, outputs, inputs)));
-    let bias = bias
-        .map(|bias| values(bias, "the bias of a linear", |v| Ok(v.to_f32())))
-        .transpose()?;
+    let bias = read_bias(bias, outputs)?;
     let mut y = unwritten(rows * outputs);
     floats(x, "x of a linear", |x| {
         values(w, "the weight of a linear", |w| {
@@ -30,6 +28,13 @@ pub fn forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> 
         })
     })?;
     tensor(y, (rows, outputs))
+}
+
+/// The bias of a linear, `[outputs]`, widened.
+pub(super) fn read_bias(bias: Option<&Tensor>, outputs: usize) -> Result<Option<Vec<f32>>> {
+    let Some(bias) = bias else { return Ok(None) };
+    expect_dims(bias, "the bias of a linear", &[outputs])?;
+    values(bias, "the bias of a linear", |v| Ok(Some(v.to_f32())))
 }
 
 /// `y [N, O] += x·wᵀ`, all of `y`, `x [N, I]` f32; `w [O, I]` f32 or bf16. `y` must not share storage with `x`.

@@ -2,7 +2,7 @@
 //! A `[R, I]`, B `[O, R]`, y `[N, O]`. On the CPU; elsewhere the parts of `LowRank` do it one by one.
 
 use super::coded::View;
-use super::cpu::product::{Matrix, Operand, Rider, Start, product_with};
+use super::cpu::product::{Matrix, Operand, Path, Rider, Start, product_with};
 use super::cpu::storage::{Values, dims2, expect_dims, floats, tensor, unwritten, values};
 use super::update::with_slices;
 use super::{linear, update};
@@ -84,12 +84,7 @@ pub fn forward(x: &Tensor, w: Base<'_>, bias: Option<&Tensor>, low: LowRank<'_>)
     let (rank, inputs, outputs) = low.sizes()?;
     let rows = dims2(x, "x of a linear")?.0;
     expect_dims(x, "x of a linear", &[rows, inputs])?;
-    let bias = bias
-        .map(|bias| {
-            expect_dims(bias, "the bias of a linear", &[outputs])?;
-            values(bias, "the bias of a linear", |v| Ok(v.to_f32()))
-        })
-        .transpose()?;
+    let bias = linear::read_bias(bias, outputs)?;
     let (mut y, mut u) = (unwritten(rows * outputs), unwritten(rows * rank));
     floats(x, "x of a linear", |x| {
         w.with((outputs, inputs), |w| {
@@ -103,7 +98,15 @@ pub fn forward(x: &Tensor, w: Base<'_>, bias: Option<&Tensor>, low: LowRank<'_>)
                 };
                 let start = bias.as_deref().map_or(Start::Zero, Start::Bias);
                 let (x, w) = (Matrix::vectors(Values::F32(x), inputs), Matrix::vectors(w, inputs));
-                product_with((rows, outputs, inputs), &mut y, start, (x, w), w.rounding(), rider);
+                product_with(
+                    Path::current(),
+                    (rows, outputs, inputs),
+                    &mut y,
+                    start,
+                    (x, w),
+                    w.rounding(),
+                    rider,
+                );
                 Ok(())
             })
         })
@@ -128,7 +131,15 @@ pub fn backward(dy: &Tensor, w: Base<'_>, sum: Option<&Tensor>, low: LowRank<'_>
                 u: &mut du,
             };
             let (dy, w) = (Matrix::vectors(Values::F32(dy), outputs), Matrix::steps(w, inputs));
-            product_with((rows, inputs, outputs), dx, start, (dy, w), w.rounding(), rider);
+            product_with(
+                Path::current(),
+                (rows, inputs, outputs),
+                dx,
+                start,
+                (dy, w),
+                w.rounding(),
+                rider,
+            );
             Ok(())
         })
     };

@@ -194,17 +194,22 @@ fn product_on(
         b,
         rider: None,
     };
-    if few_rows::fits(&job) {
-        return few_rows::run(&job, Isa::of(path));
+    run(path, &job, rounding)
+}
+
+/// A job whose operands were checked, none of its sizes 0.
+fn run(path: Path, job: &Job, rounding: Rounding) {
+    if few_rows::fits(job) {
+        return few_rows::run(job, Isa::of(path));
     }
     match path {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        _ if tiles_take(path, &job, rounding) => tiles::run(&job),
+        _ if tiles_take(path, job, rounding) => tiles::run(job),
         #[cfg(target_arch = "x86_64")]
-        Path::Amx | Path::Avx512 => blocks::run(&job, blocks::Width::Avx512),
+        Path::Amx | Path::Avx512 => blocks::run(job, blocks::Width::Avx512),
         #[cfg(target_arch = "x86_64")]
-        Path::Avx2 => blocks::run(&job, blocks::Width::Avx2),
-        _ => portable::run(&job),
+        Path::Avx2 => blocks::run(job, blocks::Width::Avx2),
+        _ => portable::run(job),
     }
 }
 

@@ -5,7 +5,7 @@
 //! product, a large rank), it is two more products.
 
 use super::super::Shared;
-use super::{Job, Matrix, Operand, Path, Rounding, Sizes, Start, few_rows, product_on, tiles_take};
+use super::{Job, Matrix, Operand, Path, Rounding, Sizes, Start, few_rows, product_on, run};
 
 /// A larger rank would crowd a packed A out of the cache (`plan` counts with it).
 const LARGEST: usize = 64;
@@ -30,7 +30,30 @@ pub(super) struct Aboard<'a> {
     u: Shared,
 }
 
-impl Aboard<'_> {
+impl<'a> Aboard<'a> {
+    /// The product that gives u, without its scale.
+    pub fn job(&self, of: &Job<'a>) -> Job<'a> {
+        let (m, _, k) = of.sizes;
+        Job {
+            sizes: (m, self.rank, k),
+            c: self.u,
+            start: Start::Zero,
+            a: of.a,
+            b: self.down,
+            rider: None,
+        }
+    }
+
+    /// u as an operand, when all its `m` rows are summed up.
+    /// # Safety
+    /// No task may be using u.
+    pub unsafe fn scaled(&self, m: usize) -> Matrix<'a> {
+        // SAFETY: u has `m · rank` elements; that it is nobody else's is promised by the caller.
+        let u = unsafe { self.u.part(0, m * self.rank) };
+        self.scale(u);
+        Matrix::vectors(Operand::F32(u), self.rank)
+    }
+
     pub fn scale(&self, u: &mut [f32]) {
         u.iter_mut().for_each(|x| *x *= self.scale);
     }
@@ -44,17 +67,6 @@ impl Aboard<'_> {
 
 /// `c [m, n] = start + a · b + u · up`.
 pub(crate) fn product_with(
-    sizes: Sizes,
-    c: &mut [f32],
-    start: Start<'_>,
-    (a, b): (Matrix<'_>, Matrix<'_>),
-    rounding: Rounding,
-    rider: Rider<'_>,
-) {
-    product_with_on(Path::current(), sizes, c, start, (a, b), rounding, rider)
-}
-
-pub(super) fn product_with_on(
     path: Path,
     sizes: Sizes,
     c: &mut [f32],
@@ -76,6 +88,9 @@ pub(super) fn product_with_on(
     b.check(n, k);
     down.check(rank, k);
     up.check(n, rank);
+    if let Start::Bias(bias) = start {
+        assert!(bias.len() == n);
+    }
     let job = Job {
         sizes,
         c: Shared::new(c),
@@ -91,19 +106,12 @@ pub(super) fn product_with_on(
         }),
     };
     let empty = m == 0 || n == 0 || k == 0 || rank == 0;
-    let rides = !empty && rank <= LARGEST && !few_rows::fits(&job) && !tiles_take(path, &job, rounding);
-    match path {
-        #[cfg(target_arch = "x86_64")]
-        Path::Amx | Path::Avx512 if rides => super::blocks::run(&job, super::blocks::Width::Avx512),
-        #[cfg(target_arch = "x86_64")]
-        Path::Avx2 if rides => super::blocks::run(&job, super::blocks::Width::Avx2),
-        _ => {
-            let _ = rides;
-            product_on(path, (m, rank, k), u, Start::Zero, a, down, Rounding::Exact);
-            u.iter_mut().for_each(|x| *x *= scale);
-            product_on(path, sizes, c, start, a, b, rounding);
-            let u = Matrix::vectors(Operand::F32(u), rank);
-            product_on(path, (m, n, rank), c, Start::C, u, up, Rounding::Exact);
-        }
+    if path != Path::Portable && !empty && rank <= LARGEST && !few_rows::fits(&job) {
+        return run(path, &job, rounding);
     }
+    product_on(path, (m, rank, k), u, Start::Zero, a, down, Rounding::Exact);
+    u.iter_mut().for_each(|x| *x *= scale);
+    product_on(path, sizes, c, start, a, b, rounding);
+    let u = Matrix::vectors(Operand::F32(u), rank);
+    product_on(path, (m, n, rank), c, Start::C, u, up, Rounding::Exact);
 }

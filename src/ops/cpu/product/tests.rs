@@ -178,7 +178,7 @@ fn a_rider_arrives_on_every_path() {
                 u: &mut u,
             };
             let operands = (a.matrix(false, true), b.matrix(true, true));
-            rider::product_with_on(path, (m, n, k), &mut c, Start::C, operands, Rounding::Exact, rider);
+            product_with(path, (m, n, k), &mut c, Start::C, operands, Rounding::Exact, rider);
             for i in 0..m {
                 let want_u: Vec<f64> = (0..rank).map(|r| u_at(i, r)).collect();
                 for (r, want) in want_u.iter().enumerate() {
@@ -190,7 +190,7 @@ fn a_rider_arrives_on_every_path() {
                     let added: f64 = (0..rank).map(|r| want_u[r] * up.at(false, true, j, r)).sum();
                     let (got, want) = (c[i * n + j] as f64, 0.25 + base + added);
                     assert!(
-                        (got - want).abs() < 2e-5 * (1.0 + want.abs() + k as f64),
+                        (got - want).abs() < 5e-4,
                         "{path:?} {m} {n} {k} {rank} at {i}, {j}: {got} {want}"
                     );
                 }

@@ -1,5 +1,6 @@
 //! Plays the tile unit on machines that have none: its instructions raise SIGILL, the handler does their work and
-//! goes on behind them. So the real assembly is tested everywhere, bit by bit of its encoding.
+//! goes on behind them. So the real assembly is tested everywhere, bit by bit of its encoding: the products by the unit
+//! tests, whole models with the feature `emulate-tiles`.
 //!
 //! Semantics and encodings: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, and the
 //! Architecture Instruction Set Extensions reference, chapter on AMX.
@@ -18,7 +19,7 @@ thread_local! {
 pub(super) fn install() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        if super::available() {
+        if super::unit::available() {
             return;
         }
         // SAFETY: a zeroed `sigaction` is valid; the handler only touches the context it is given and a thread local.

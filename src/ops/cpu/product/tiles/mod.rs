@@ -3,9 +3,12 @@
 //! Operands are packed whole, in parallel, as [chunk of k][panel of 32][step], within a bound on memory: a product
 //! with a larger operand (the output projection) is done in parts. Then tasks own blocks of C; in a task a panel of
 //! A meets all panels of B of the block, chunk by chunk of k.
+//!
+//! A rider (`rider.rs`) meets the packed A first; then its rank is a few more steps behind the last chunk of both
+//! operands. Its matrices and u are rounded to bf16 here, as the operands of the product are.
 
 mod buffer;
-#[cfg(test)]
+#[cfg(any(test, feature = "emulate-tiles"))]
 mod emulate;
 mod pack;
 #[cfg(test)]
@@ -32,7 +35,9 @@ const PACKED: usize = 16 << 20;
 const DECODED: usize = 4 << 20;
 
 pub(super) fn available() -> bool {
-    unit::available()
+    #[cfg(feature = "emulate-tiles")]
+    emulate::install();
+    unit::available() || cfg!(feature = "emulate-tiles")
 }
 
 /// Too small a product is all padding and packing.
@@ -65,18 +70,70 @@ pub(super) fn run(job: &Job) {
             if k_len == 0 {
                 continue;
             }
-            let steps = k_len.div_ceil(32);
-            let a = pack_operand(&job.a, (0, m), (k0, k_len), Format::A, packed_a);
+            let ride = job.rider.as_ref().filter(|_| k_part + 1 == k_parts);
+            let depth = Depth {
+                steps: k_len.div_ceil(32),
+                extra: ride.map_or(0, |r| r.rank.div_ceil(32)),
+            };
+            let a = pack_operand(&job.a, (0, m), (k0, k_len), depth, Format::A, packed_a);
+            if let Some(rider) = &job.rider {
+                let rank = (0, rider.rank);
+                let down = pack_operand(&rider.down, rank, (k0, k_len), depth, Format::B, packed_b);
+                multiply(&rider.job(job), a, down, rank, depth, false, k_part > 0);
+            }
+            if let Some(rider) = ride {
+                // SAFETY: the tasks that wrote u are done.
+                let u = unsafe { rider.scaled(m) };
+                pack_extra(&u, (0, m), rider.rank, depth, Format::A, a);
+            }
             let bound = if job.b.is_coded() { DECODED } else { PACKED };
-            let most_panels = (bound / STEP / steps).max(BLOCK_COLUMNS);
+            let most_panels = (bound / STEP / depth.steps).max(BLOCK_COLUMNS);
             let n_parts = panels(n).div_ceil(most_panels);
             for n_part in 0..n_parts {
                 let (n0, n_len) = part(n, n_parts, n_part, 32);
-                let b = pack_operand(&job.b, (n0, n_len), (k0, k_len), Format::B, packed_b);
-                multiply(job, a, b, (n0, n_len), steps, filled || k_part > 0);
+                let b = pack_operand(&job.b, (n0, n_len), (k0, k_len), depth, Format::B, packed_b);
+                if let Some(rider) = ride {
+                    pack_extra(&rider.up, (n0, n_len), rider.rank, depth, Format::B, b);
+                }
+                multiply(job, a, b, (n0, n_len), depth, ride.is_some(), filled || k_part > 0);
             }
         }
     });
+}
+
+/// Steps of k in the packed operands.
+#[derive(Clone, Copy)]
+struct Depth {
+    steps: usize,
+    /// Room for the rank of a rider, behind the last chunk.
+    extra: usize,
+}
+
+/// Steps from `first` on that lie together, panel after panel.
+#[derive(Clone, Copy)]
+struct Chunk {
+    first: usize,
+    /// Of the operands themselves.
+    own: usize,
+    /// With the room behind them.
+    room: usize,
+}
+
+impl Depth {
+    fn count(self) -> usize {
+        self.steps.div_ceil(CHUNK)
+    }
+
+    fn chunk(self, index: usize) -> Chunk {
+        let first = index * CHUNK;
+        let own = CHUNK.min(self.steps - first);
+        let is_last = index + 1 == self.count();
+        Chunk {
+            first,
+            own,
+            room: own + if is_last { self.extra } else { 0 },
+        }
+    }
 }
 
 /// Address of a packed operand, for many tasks that only read.
@@ -87,9 +144,9 @@ unsafe impl Send for Packed {}
 unsafe impl Sync for Packed {}
 
 impl Packed {
-    /// Panel `panel` of `panels` in the chunk that starts at step `first` and has `steps` steps.
-    fn at(self, panels: usize, panel: usize, first: usize, steps: usize) -> *const u8 {
-        self.0.wrapping_add((first * panels + panel * steps) * STEP)
+    /// Panel `panel` of `panels` in a chunk.
+    fn at(self, panels: usize, panel: usize, chunk: Chunk) -> *const u8 {
+        self.0.wrapping_add((chunk.first * panels + panel * chunk.room) * STEP)
     }
 }
 
@@ -97,41 +154,51 @@ fn pack_operand(
     m: &Matrix,
     (first, count): (usize, usize),
     (k0, k): (usize, usize),
+    depth: Depth,
     format: Format,
     buffer: &mut Buffer,
 ) -> Packed {
-    let (panels, steps) = (count.div_ceil(32), k.div_ceil(32));
-    let to = Packed(buffer.at_least(panels * steps * STEP));
+    let panels = count.div_ceil(32);
+    let to = Packed(buffer.at_least(panels * (depth.steps + depth.extra) * STEP));
     // Rows across k are shared by neighbouring panels: one task takes a few panels.
     let group = if m.along_k { 4 } else { 8 };
-    let chunks = steps.div_ceil(CHUNK);
+    let chunks = depth.count();
     (0..panels.div_ceil(group) * chunks)
         .into_par_iter()
         .with_max_len(1)
         .for_each(|task| {
-            let (chunk, group_index) = (task % chunks, task / chunks);
-            let first_step = chunk * CHUNK;
-            let chunk_steps = CHUNK.min(steps - first_step);
-            let elements = (chunk_steps * 32).min(k - first_step * 32);
-            let place = |p| to.at(panels, p, first_step, chunk_steps).cast_mut();
+            let (chunk, group_index) = (depth.chunk(task % chunks), task / chunks);
+            let elements = (chunk.own * 32).min(k - chunk.first * 32);
+            let place = |p| to.at(panels, p, chunk).cast_mut();
             if m.is_coded() {
                 let start = group_index * group * 32;
                 let vectors = (first + start, (group * 32).min(count - start));
-                let steps = (k0 + first_step * 32, elements);
+                let steps = (k0 + chunk.first * 32, elements);
                 // SAFETY: the job was checked; each task writes its own panels, which lie in the buffer.
                 return unsafe { pack::coded(m, vectors, steps, format, |i| place(group_index * group + i)) };
             }
             for p in group_index * group..((group_index + 1) * group).min(panels) {
                 let vectors = (first + p * 32, 32.min(count - p * 32));
                 // SAFETY: the job was checked; each task writes its own panels, which lie in the buffer.
-                unsafe { pack::panel(m, vectors, (k0 + first_step * 32, elements), format, place(p)) }
+                unsafe { pack::panel(m, vectors, (k0 + chunk.first * 32, elements), format, place(p)) }
             }
         });
     to
 }
 
-/// C, columns `n0..n0 + n_len`, from packed operands.
-fn multiply(job: &Job, a: Packed, b: Packed, (n0, n_len): (usize, usize), steps: usize, add: bool) {
+/// What rides, `rank` elements of every vector, behind the last chunk of an operand.
+fn pack_extra(m: &Matrix, (first, count): (usize, usize), rank: usize, depth: Depth, format: Format, to: Packed) {
+    let (panels, chunk) = (count.div_ceil(32), depth.chunk(depth.count() - 1));
+    (0..panels).into_par_iter().for_each(|p| {
+        let vectors = (first + p * 32, 32.min(count - p * 32));
+        let place = to.at(panels, p, chunk).wrapping_add(chunk.own * STEP);
+        // SAFETY: the job was checked; each task writes behind its own panel, where there is room.
+        unsafe { pack::panel(m, vectors, (0, rank), format, place.cast_mut()) }
+    });
+}
+
+/// C, columns `n0..n0 + n_len`, from packed operands, and from what rides behind them.
+fn multiply(job: &Job, a: Packed, b: Packed, (n0, n_len): (usize, usize), depth: Depth, ride: bool, add: bool) {
     let rows = job.sizes.0.div_ceil(32);
     let columns = n_len.div_ceil(32);
     let threads = rayon::current_num_threads();
@@ -144,7 +211,8 @@ fn multiply(job: &Job, a: Packed, b: Packed, (n0, n_len): (usize, usize), steps:
             b,
             n0,
             n_len,
-            steps,
+            depth,
+            ride,
             panels: (rows, columns),
             rows: part(rows, down, task / across, 1),
             columns: part(columns, across, task % across, 1),
@@ -161,7 +229,8 @@ struct Block<'a> {
     b: Packed,
     n0: usize,
     n_len: usize,
-    steps: usize,
+    depth: Depth,
+    ride: bool,
     /// Of A and of this part of B.
     panels: (usize, usize),
     rows: (usize, usize),
@@ -187,14 +256,14 @@ impl Block<'_> {
         let mut next = 0;
         // SAFETY: this path is taken only where the tile unit was found (tests: emulated).
         unsafe { unit::configure() };
-        for first in (0..self.steps).step_by(CHUNK) {
-            let steps = CHUNK.min(self.steps - first);
+        for chunk in (0..self.depth.count()).map(|i| self.depth.chunk(i)) {
+            let steps = if self.ride { chunk.room } else { chunk.own };
             for row in self.rows.0..self.rows.0 + self.rows.1 {
-                let a = self.a.at(self.panels.0, row, first, steps);
+                let a = self.a.at(self.panels.0, row, chunk);
                 // Brought nearer meanwhile: the next panel of A, a part with each panel of B.
-                let mut ahead = self.a.at(self.panels.0, row + 1, first, steps);
+                let mut ahead = self.a.at(self.panels.0, row + 1, chunk);
                 for column in self.columns.0..self.columns.0 + self.columns.1 {
-                    let b = self.b.at(self.panels.1, column, first, steps);
+                    let b = self.b.at(self.panels.1, column, chunk);
                     let near = steps.min(NEAR);
                     let mut call = Call {
                         a,
@@ -212,7 +281,7 @@ impl Block<'_> {
                         which: next,
                         row,
                         column,
-                        add: add || first > 0,
+                        add: add || chunk.first > 0,
                     });
                     match before {
                         Some(before) if near >= WRITING && self.whole(&before) => {

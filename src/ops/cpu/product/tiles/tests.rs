@@ -2,7 +2,7 @@
 
 use super::super::super::Shared;
 use super::super::super::storage::Values;
-use super::super::{Job, Matrix, Operand, Path, Start};
+use super::super::{Job, Matrix, Operand, Path, Rider, Rounding, Start, product_with};
 use crate::ops::oracle::{flat, random};
 use half::bf16;
 
@@ -74,6 +74,58 @@ fn tiles_agree_with_plain_loops() {
         // Ragged edges, one step and several, k below and above what is written between the products.
         for sizes in [(16, 16, 16), (33, 70, 50), (64, 96, 512), (70, 65, 545), (96, 64, 1100)] {
             check(sizes);
+        }
+    }
+}
+
+/// What rides, rounded as the operands are: u, and C with it; the last operand is too large to be packed at once.
+#[test]
+fn a_rider_is_a_few_steps_more() {
+    if !ready() {
+        return;
+    }
+    for (m, n, k, rank) in [
+        (33, 70, 50, 5),
+        (64, 96, 512, 16),
+        (70, 65, 545, 33),
+        (40, 64, 1100, 64),
+        (2048, 33, 4128, 7),
+    ] {
+        let sizes = [(m, k), (n, k), (rank, k), (n, rank)];
+        let [a, b, down, up] = [1, 2, 3, 4].map(|i| flat(&random(sizes[i - 1], i as u64)));
+        let [ra, rb, rdown, rup] = [&a, &b, &down, &up].map(|v| rounded(v));
+        let (mut c, mut u) = (vec![0.25; m * n], vec![f32::NAN; m * rank]);
+        let rider = Rider {
+            rank,
+            down: Matrix::vectors(Values::F32(&down), k),
+            up: Matrix::vectors(Values::F32(&up), rank),
+            scale: 0.5,
+            u: &mut u,
+        };
+        let operands = (
+            Matrix::vectors(Values::F32(&a), k),
+            Matrix::vectors(Values::Bf16(&rb), k),
+        );
+        product_with(Path::Amx, (m, n, k), &mut c, Start::C, operands, Rounding::Bf16, rider);
+        let ru = rounded(&u);
+        let dot = |x: &[bf16], y: &[bf16]| -> f64 { x.iter().zip(y).map(|(x, y)| x.to_f64() * y.to_f64()).sum() };
+        for i in (0..m).step_by(m / 30) {
+            let row = &ra[i * k..][..k];
+            for r in 0..rank {
+                let (got, want) = (u[i * rank + r] as f64, 0.5 * dot(row, &rdown[r * k..][..k]));
+                assert!(
+                    (got - want).abs() < 2e-6 * k as f64,
+                    "{m} {n} {k} u at {i}, {r}: {got} {want}"
+                );
+            }
+            for j in 0..n {
+                let ridden = dot(&ru[i * rank..][..rank], &rup[j * rank..][..rank]);
+                let (got, want) = (c[i * n + j] as f64, 0.25 + dot(row, &rb[j * k..][..k]) + ridden);
+                assert!(
+                    (got - want).abs() < 2e-6 * k as f64,
+                    "{m} {n} {k} at {i}, {j}: {got} {want}"
+                );
+            }
         }
     }
 }

@@ -116,30 +116,42 @@ fn kept_and_recomputed_activations_give_the_same_bits() {
 #[test]
 fn every_set_of_cpu_operations_learns_the_same() {
     let bench = Bench::new();
-    let mut curves = Vec::new();
-    for path in ["amx", "avx512", "avx2", "portable"] {
-        for dtype in ["f32", "bf16"] {
-            let name = format!("{path}-{dtype}");
-            let (out, dtype) = (format!("train.output_dir={name}"), format!("model.dtype={dtype}"));
-            let base = ["train", "--recipe", "r.toml", "tune.method=full", "train.max_steps=20"];
-            let more = ["train.save_steps=0", "train.batch_size=2", &dtype, &out];
-            let ran = bench.command(&[&base[..], &more].concat()).env("FT_CPU", path).output();
-            let ran = ran.unwrap();
-            if said(&ran).contains("this CPU cannot run") {
-                eprintln!("skipped: this CPU has no {path}");
-                break;
+    for method in ["full", "lora"] {
+        let mut curves = Vec::new();
+        for path in ["amx", "amx-emulated", "avx512", "avx2", "portable"] {
+            for dtype in ["f32", "bf16"] {
+                let name = format!("{method}-{path}-{dtype}");
+                let base = [
+                    "train",
+                    "--recipe",
+                    "r.toml",
+                    "train.max_steps=20",
+                    "train.save_steps=0",
+                ];
+                let more = [
+                    "train.batch_size=2".to_string(),
+                    format!("tune.method={method}"),
+                    format!("model.dtype={dtype}"),
+                    format!("train.output_dir={name}"),
+                ];
+                let args: Vec<&str> = base.into_iter().chain(more.iter().map(String::as_str)).collect();
+                let ran = bench.command(&args).env("FT_CPU", path).output().unwrap();
+                if said(&ran).contains("this CPU cannot run") {
+                    eprintln!("skipped: this CPU has no {path}");
+                    break;
+                }
+                assert!(ran.status.success(), "{name}\n{}", said(&ran));
+                let losses: Vec<f64> = bench.steps(&name).iter().map(|l| number(l, "loss")).collect();
+                assert_eq!(losses.len(), 20);
+                curves.push((name, losses));
             }
-            assert!(ran.status.success(), "{name}\n{}", said(&ran));
-            let losses: Vec<f64> = bench.steps(&name).iter().map(|l| number(l, "loss")).collect();
-            assert_eq!(losses.len(), 20);
-            curves.push((name, losses));
         }
-    }
-    let (reference, want) = curves.iter().rfind(|(name, _)| name == "portable-f32").unwrap();
-    for (name, got) in &curves {
-        let tolerance = if name.ends_with("f32") { 1e-4 } else { 2e-2 };
-        for (a, b) in got.iter().zip(want) {
-            assert!((a - b).abs() <= tolerance * b, "{name} {a}, {reference} {b}");
+        let (reference, want) = curves.iter().rfind(|(name, _)| name.ends_with("portable-f32")).unwrap();
+        for (name, got) in &curves {
+            let tolerance = if name.ends_with("f32") { 1e-4 } else { 2e-2 };
+            for (a, b) in got.iter().zip(want) {
+                assert!((a - b).abs() <= tolerance * b, "{name} {a}, {reference} {b}");
+            }
         }
     }
     let unknown = bench.command(&["doctor"]).env("FT_CPU", "mmx").output().unwrap();

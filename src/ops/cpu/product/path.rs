@@ -66,16 +66,28 @@ impl Path {
         best
     }
 
-    /// Uses `name` from now on. Errors: an unknown name, or instructions that this machine lacks.
+    /// Uses `name` from now on: that of a path, or `amx-emulated`, so that the code for the tile unit is tested on machines
+    /// without one. Errors: an unknown name, or instructions that this machine lacks.
     pub fn force(name: &str) -> Result<()> {
+        let lacks = || {
+            Error::new(format!("this CPU cannot run the {name} operations"))
+                .hint("leave FT_CPU unset: the best that it can run is found at the start")
+        };
+        if name == "amx-emulated" {
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            if Path::Avx512.available() && super::tiles::emulate() {
+                CHOSEN.store(Path::Amx as u8, Ordering::Relaxed);
+                return Ok(());
+            }
+            return Err(lacks());
+        }
         let Some(path) = Self::ALL.into_iter().find(|p| p.name() == name) else {
             return Err(Error::new("there is no such set of CPU operations")
                 .found(name)
                 .expected("amx, avx512, avx2 or portable"));
         };
         if !path.available() {
-            return Err(Error::new(format!("this CPU cannot run the {name} operations"))
-                .hint("leave FT_CPU unset: the best that it can run is found at the start"));
+            return Err(lacks());
         }
         CHOSEN.store(path as u8, Ordering::Relaxed);
         Ok(())

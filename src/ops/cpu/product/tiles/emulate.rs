@@ -1,12 +1,12 @@
 //! Plays the tile unit on machines that have none: its instructions raise SIGILL, the handler does their work and
 //! goes on behind them. So the real assembly is tested everywhere, bit by bit of its encoding: the products by the unit
-//! tests, whole models with the feature `emulate-tiles`.
+//! tests, whole models with `FT_CPU=amx-emulated`.
 //!
 //! Semantics and encodings: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, and the
 //! Architecture Instruction Set Extensions reference, chapter on AMX.
 
 use std::cell::RefCell;
-use std::sync::Once;
+use std::sync::OnceLock;
 
 /// 8 registers of 16 rows x 16 words.
 type Registers = [[[u32; 16]; 16]; 8];
@@ -15,21 +15,21 @@ thread_local! {
     static REGISTERS: RefCell<Registers> = const { RefCell::new([[[0; 16]; 16]; 8]) };
 }
 
-/// From now on tile instructions work in this process.
-pub(super) fn install() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
+/// From now on tile instructions work in this process, if the system lets it.
+pub(super) fn install() -> bool {
+    static DONE: OnceLock<bool> = OnceLock::new();
+    *DONE.get_or_init(|| {
         if super::unit::available() {
-            return;
+            return true;
         }
         // SAFETY: a zeroed `sigaction` is valid; the handler only touches the context it is given and a thread local.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = handler as *const () as usize;
             action.sa_flags = libc::SA_SIGINFO | libc::SA_NODEFER;
-            assert_eq!(libc::sigaction(libc::SIGILL, &action, std::ptr::null_mut()), 0);
+            libc::sigaction(libc::SIGILL, &action, std::ptr::null_mut()) == 0
         }
-    });
+    })
 }
 
 extern "C" fn handler(_: i32, _: *mut libc::siginfo_t, context: *mut libc::c_void) {

@@ -15,8 +15,7 @@ fn ready() -> bool {
         eprintln!("skipped: packing for the tile unit needs AVX-512");
         return false;
     }
-    super::emulate::install();
-    true
+    super::emulate()
 }
 
 /// C from operands in every storage must be the product of the operands rounded to bf16.

@@ -66,6 +66,10 @@ pub(super) fn panels(
     }
 }
 
+/// Steps of k whose elements are on their way when a step is packed: weights come from memory, in runs too short for the
+/// processor to see what follows.
+const AHEAD: usize = 8;
+
 fn isa(wide: bool) -> Isa {
     if wide { Isa::Avx512 } else { Isa::Avx2 }
 }
@@ -174,9 +178,11 @@ macro_rules! packing {
                             continue;
                         }
                         for i in (0..panel.count).step_by($lanes) {
-                            // SAFETY: inside `row` by the test above, inside the row of the panel.
+                            // SAFETY: inside `row` by the test above, inside the row of the panel; a prefetch may be anywhere.
                             unsafe {
-                                let values = T::$load(row.as_ptr().add(panel.start + i));
+                                let at = row.as_ptr().add(panel.start + i);
+                                _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(AHEAD * stride).cast());
+                                let values = T::$load(at);
                                 let to = to.as_mut_ptr().add(place + i);
                                 match panel.width - i {
                                     $lanes.. => $store(to, values),
@@ -201,7 +207,10 @@ macro_rules! packing {
                         for block in 0..blocks {
                             let mut rows = [$zero(); $lanes];
                             for (r, row) in rows.iter_mut().enumerate().take(there) {
-                                *row = T::$load(from.add((i + r) * stride + block * $lanes));
+                                let at = from.add((i + r) * stride + block * $lanes);
+                                // The same place of the vectors that come next.
+                                _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add($lanes * stride).cast());
+                                *row = T::$load(at);
                             }
                             rows = transpose(rows);
                             for (r, row) in rows.into_iter().enumerate() {

@@ -15,7 +15,7 @@ thread_local! {
 }
 
 /// From now on tile instructions work in this process.
-pub(super) fn install() {
+pub(crate) fn install() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         if super::available() {

@@ -186,6 +186,7 @@ fn attentions(c: &mut Criterion) {
             scale: 0.125,
             softcap: None,
             window: None,
+            bf16: false,
         };
         let q = random(n, heads * head_dim, 1);
         let (k, v) = (random(n, kv_heads * head_dim, 2), random(n, kv_heads * head_dim, 3));

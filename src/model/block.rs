@@ -152,6 +152,7 @@ impl Block {
             scale: self.spec.attention_scale,
             softcap: self.spec.attention_softcap,
             window: self.spec.layers[self.index].window,
+            bf16: self.o_proj.weight.is_bf16(),
         }
     }
 

@@ -5,6 +5,8 @@
 //! q `[Nq, H·E]`, k and v `[Nk, K·E]`, o `[Nq, H·E]`, lse `[Nq, H]`. Query head h reads key head h / (H / K).
 //! A score is `q·k scale`, then `cap tanh(score / cap)` if there is a cap, then the mask.
 
+use super::cpu::product::inside::{Inside, UNIT};
+use super::cpu::product::{Path, Rounding};
 use super::cpu::storage::{expect_dims, expect_f32, floats, tensor};
 use super::cpu::{attention as cpu, attention_backward};
 use crate::base::{Error, Result};
@@ -20,6 +22,8 @@ pub struct Spec {
     pub softcap: Option<f32>,
     /// With window w, query i sees the keys j with i - w < j <= i.
     pub window: Option<usize>,
+    /// The model is held in bf16: its products may round their operands to bf16, where that is faster.
+    pub bf16: bool,
 }
 
 impl Spec {
@@ -40,6 +44,10 @@ impl Spec {
         Ok(())
     }
 
+    pub(super) fn rounding(&self) -> Rounding {
+        if self.bf16 { Rounding::Bf16 } else { Rounding::Exact }
+    }
+
     fn query_width(&self) -> usize {
         self.heads * self.head_dim
     }
@@ -47,6 +55,19 @@ impl Spec {
     fn key_width(&self) -> usize {
         self.kv_heads * self.head_dim
     }
+}
+
+/// Elements of f32 that a thread of the CPU needs beside the tensors, forward or backward, in documents of up to `longest`
+/// tokens.
+pub fn scratch(spec: &Spec, longest: usize) -> usize {
+    let inside = Inside::of(Path::current(), spec.rounding(), longest);
+    let seen = |queries: usize| spec.window.map_or(longest, |w| longest.min(w + queries + UNIT));
+    attention_backward::scratch(
+        inside,
+        spec.head_dim,
+        seen(cpu::BLOCKS * cpu::QUERIES),
+        seen(cpu::QUERIES),
+    )
 }
 
 /// `documents` must be offsets from 0 to `tokens`, never falling.
@@ -65,6 +86,18 @@ fn check_documents(documents: &[usize], tokens: usize) -> Result<()> {
 /// aligned at the end: its last query sees its last key, so one query on a cache of T keys is a decoding step.
 /// Gives o and lse. Fails when shapes or offsets do not fit, or a document has more queries than keys.
 pub fn forward(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    spec: &Spec,
+    q_documents: &[usize],
+    k_documents: &[usize],
+) -> Result<(Tensor, Tensor)> {
+    forward_on(Path::current(), q, k, v, spec, q_documents, k_documents)
+}
+
+fn forward_on(
+    path: Path,
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -104,7 +137,7 @@ pub fn forward(
     floats(q, "the queries", |q| {
         floats(k, "the keys", |k| {
             floats(v, "the values", |v| {
-                cpu::forward(q, k, v, spec, q_documents, k_documents, &mut o, &mut lse);
+                cpu::forward(path, q, k, v, spec, q_documents, k_documents, &mut o, &mut lse);
                 Ok(())
             })
         })
@@ -115,6 +148,21 @@ pub fn forward(
 /// From o and lse of `forward` (queries and keys in the same documents) and dout `[N, H·E]`: dq, dk and dv.
 #[allow(clippy::too_many_arguments)]
 pub fn backward(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    o: &Tensor,
+    lse: &Tensor,
+    dout: &Tensor,
+    spec: &Spec,
+    documents: &[usize],
+) -> Result<(Tensor, Tensor, Tensor)> {
+    backward_on(Path::current(), q, k, v, o, lse, dout, spec, documents)
+}
+
+#[allow(clippy::too_many_arguments)]
+fn backward_on(
+    path: Path,
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -155,7 +203,7 @@ pub fn backward(
                     guard(4, &mut |lse| {
                         guard(5, &mut |dout| {
                             let saved = attention_backward::Saved { q, k, v, o, lse, dout };
-                            result = Some(attention_backward::backward(&saved, spec, documents));
+                            result = Some(attention_backward::backward(path, &saved, spec, documents));
                             Ok(())
                         })
                     })
@@ -172,222 +220,4 @@ pub fn backward(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::ops::oracle::{assert_close, assert_same_on_any_threads, flat, random};
-    use candle_core::{D, Device, Var};
-
-    fn spec(heads: usize, kv_heads: usize, head_dim: usize) -> Spec {
-        let scale = 1.0 / (head_dim as f32).sqrt();
-        Spec {
-            heads,
-            kv_heads,
-            head_dim,
-            scale,
-            softcap: None,
-            window: None,
-        }
-    }
-
-    /// 0 where query i of `queries` sees key j of `keys`, else far below every score.
-    fn mask(queries: usize, keys: usize, window: Option<usize>) -> Tensor {
-        let data: Vec<f32> = (0..queries * keys)
-            .map(|at| (at / keys + keys - queries, at % keys))
-            .map(|(i, j)| {
-                let seen = j <= i && window.is_none_or(|w| j + w > i);
-                if seen { 0.0 } else { -1e30 }
-            })
-            .collect();
-        Tensor::from_vec(data, (queries, keys), &Device::Cpu).unwrap()
-    }
-
-    /// Whole score matrices, head by head: o `[Nq, H·E]` and lse `[Nq, H]`.
-    fn composed(q: &Tensor, k: &Tensor, v: &Tensor, spec: &Spec, qd: &[usize], kd: &[usize]) -> (Tensor, Tensor) {
-        let e = spec.head_dim;
-        let (mut outs, mut sums) = (Vec::new(), Vec::new());
-        for d in 0..qd.len() - 1 {
-            let (queries, keys) = (qd[d + 1] - qd[d], kd[d + 1] - kd[d]);
-            if queries == 0 {
-                continue;
-            }
-            let mask = mask(queries, keys, spec.window);
-            let (mut out, mut sum) = (Vec::new(), Vec::new());
-            for head in 0..spec.heads {
-                let kv = head / (spec.heads / spec.kv_heads);
-                let q = q.narrow(0, qd[d], queries).unwrap().narrow(1, head * e, e).unwrap();
-                let k = k.narrow(0, kd[d], keys).unwrap().narrow(1, kv * e, e).unwrap();
-                let v = v.narrow(0, kd[d], keys).unwrap().narrow(1, kv * e, e).unwrap();
-                let (q, v) = (q.contiguous().unwrap(), v.contiguous().unwrap());
-                let k = k.t().unwrap().contiguous().unwrap();
-                let mut s = (q.matmul(&k).unwrap() * spec.scale as f64).unwrap();
-                if let Some(cap) = spec.softcap {
-                    s = ((s / cap as f64).unwrap().tanh().unwrap() * cap as f64).unwrap();
-                }
-                let exp = (s + &mask).unwrap().exp().unwrap();
-                let total = exp.sum_keepdim(D::Minus1).unwrap();
-                out.push(exp.broadcast_div(&total).unwrap().matmul(&v).unwrap());
-                sum.push(total.log().unwrap());
-            }
-            outs.push(Tensor::cat(&out, 1).unwrap());
-            sums.push(Tensor::cat(&sum, 1).unwrap());
-        }
-        (Tensor::cat(&outs, 0).unwrap(), Tensor::cat(&sums, 0).unwrap())
-    }
-
-    fn cases() -> Vec<(Spec, Vec<usize>)> {
-        let plain = spec(2, 2, 16);
-        let grouped = spec(6, 2, 8);
-        let window = Spec {
-            window: Some(5),
-            ..spec(4, 1, 12)
-        };
-        let wide_window = Spec {
-            window: Some(70),
-            ..spec(2, 1, 8)
-        };
-        let capped = Spec {
-            softcap: Some(1.5),
-            ..spec(4, 2, 16)
-        };
-        let both = Spec {
-            softcap: Some(2.0),
-            window: Some(3),
-            scale: 0.7,
-            ..spec(10, 5, 6)
-        };
-        vec![
-            (plain.clone(), vec![0, 1]),
-            (plain, vec![0, 40]),
-            (grouped.clone(), vec![0, 3, 3, 70, 71, 200]),
-            (grouped, vec![0, 130]),
-            (window.clone(), vec![0, 150, 153]),
-            (window, vec![0, 64, 128]),
-            (wide_window, vec![0, 260]),
-            (capped, vec![0, 65, 90]),
-            (both, vec![0, 7, 80]),
-        ]
-    }
-
-    #[test]
-    fn matches_autograd() {
-        for (spec, documents) in cases() {
-            let n = documents[documents.len() - 1];
-            let var = |width, seed| Var::from_tensor(&random((n, width), seed)).unwrap();
-            let (q, k, v) = (
-                var(spec.query_width(), 1),
-                var(spec.key_width(), 2),
-                var(spec.key_width(), 3),
-            );
-            let dout = random((n, spec.query_width()), 4);
-            let (want, want_lse) = composed(&q, &k, &v, &spec, &documents, &documents);
-            let grads = (&want * &dout).unwrap().sum_all().unwrap().backward().unwrap();
-            let (o, lse) = forward(&q, &k, &v, &spec, &documents, &documents).unwrap();
-            assert_close(&o, &want, 1e-5);
-            assert_close(&lse, &want_lse, 1e-5);
-            let (dq, dk, dv) = backward(&q, &k, &v, &o, &lse, &dout, &spec, &documents).unwrap();
-            assert_close(&dk, grads.get(&k).unwrap(), 1e-5);
-            assert_close(&dv, grads.get(&v).unwrap(), 1e-5);
-            if n > 1 {
-                assert_close(&dq, grads.get(&q).unwrap(), 1e-5);
-            } else {
-                // One key: the probability is 1 whatever q is; only rounding is left on either side.
-                assert!(flat(&dq).iter().all(|x| x.abs() < 1e-5));
-            }
-        }
-    }
-
-    #[test]
-    fn queries_after_cached_keys_are_aligned_at_the_end() {
-        // A decoding step, a continued prompt, a document without queries, a whole document.
-        let (qd, kd) = (vec![0, 1, 71, 71, 81], vec![0, 90, 190, 200, 210]);
-        for spec in [
-            spec(6, 2, 8),
-            Spec {
-                window: Some(20),
-                ..spec(6, 3, 8)
-            },
-            Spec {
-                softcap: Some(1.0),
-                window: Some(1),
-                ..spec(2, 1, 8)
-            },
-        ] {
-            let q = random((81, spec.query_width()), 1);
-            let (k, v) = (random((210, spec.key_width()), 2), random((210, spec.key_width()), 3));
-            let (want, want_lse) = composed(&q, &k, &v, &spec, &qd, &kd);
-            let (o, lse) = forward(&q, &k, &v, &spec, &qd, &kd).unwrap();
-            assert_close(&o, &want, 1e-5);
-            assert_close(&lse, &want_lse, 1e-5);
-        }
-    }
-
-    #[test]
-    fn documents_do_not_see_each_other() {
-        let spec = spec(4, 2, 8);
-        let run = |seed| {
-            let rows = |width, s| {
-                let own = random((30, width), s);
-                Tensor::cat(&[&own, &random((20, width), seed + s)], 0).unwrap()
-            };
-            let (q, k, v) = (rows(32, 1), rows(16, 2), rows(16, 3));
-            forward(&q, &k, &v, &spec, &[0, 30, 50], &[0, 30, 50]).unwrap().0
-        };
-        let first = |t: Tensor| flat(&t.narrow(0, 0, 30).unwrap());
-        assert_eq!(first(run(10)), first(run(20)));
-    }
-
-    #[test]
-    fn large_scores_stay_finite_and_nan_passes() {
-        let spec = Spec {
-            scale: 500.0,
-            ..spec(1, 1, 4)
-        };
-        let (q, k, v) = (random((9, 4), 1), random((9, 4), 2), random((9, 4), 3));
-        let (o, lse) = forward(&q, &k, &v, &spec, &[0, 9], &[0, 9]).unwrap();
-        assert!(flat(&o).iter().chain(&flat(&lse)).all(|x| x.is_finite()));
-        let mut bad = flat(&q);
-        bad[8] = f32::NAN;
-        let q = Tensor::from_vec(bad, (9, 4), &Device::Cpu).unwrap();
-        let o = flat(&forward(&q, &k, &v, &spec, &[0, 9], &[0, 9]).unwrap().0);
-        assert!(o[8..12].iter().all(|x| x.is_nan()) && o[12..].iter().all(|x| x.is_finite()));
-    }
-
-    #[test]
-    fn bit_equal_on_any_number_of_threads() {
-        for (spec, documents) in cases() {
-            let n = documents[documents.len() - 1];
-            let (q, dout) = (random((n, spec.query_width()), 1), random((n, spec.query_width()), 4));
-            let (k, v) = (random((n, spec.key_width()), 2), random((n, spec.key_width()), 3));
-            assert_same_on_any_threads(|| {
-                let (o, lse) = forward(&q, &k, &v, &spec, &documents, &documents).unwrap();
-                let (dq, dk, dv) = backward(&q, &k, &v, &o, &lse, &dout, &spec, &documents).unwrap();
-                vec![o, lse, dq, dk, dv]
-            });
-        }
-    }
-
-    #[test]
-    fn what_does_not_fit_is_an_error() {
-        let good = spec(4, 2, 8);
-        let (q, k) = (random((5, 32), 1), random((5, 16), 2));
-        let run = |spec: &Spec, qd: &[usize], kd: &[usize]| forward(&q, &k, &k, spec, qd, kd);
-        assert!(run(&good, &[0, 5], &[0, 5]).is_ok());
-        assert!(run(&good, &[0, 4], &[0, 5]).is_err());
-        assert!(run(&good, &[0, 4, 2, 5], &[0, 2, 4, 5]).is_err());
-        assert!(run(&good, &[0, 3, 5], &[0, 2, 5]).is_err());
-        assert!(run(&good, &[0, 2, 5], &[0, 5]).is_err());
-        assert!(
-            run(
-                &Spec {
-                    window: Some(0),
-                    ..good.clone()
-                },
-                &[0, 5],
-                &[0, 5]
-            )
-            .is_err()
-        );
-        assert!(run(&spec(4, 3, 8), &[0, 5], &[0, 5]).is_err());
-        assert!(run(&spec(8, 2, 8), &[0, 5], &[0, 5]).is_err());
-    }
-}
+mod tests;

@@ -8,8 +8,8 @@ use super::work::{self, Block};
 use crate::engine::{Active, Gradients};
 use crate::model::spec::{EMBEDDING, FINAL_NORM, LM_HEAD};
 use crate::model::{Spec, tokens};
-use crate::ops::CpuPath;
 use crate::ops::cross_entropy::{PIECE, PIECE_TOKENS};
+use crate::ops::{CpuPath, attention};
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
 use crate::source::Group;
@@ -27,8 +27,6 @@ const PACKED_B: u64 = 66_000;
 const RIDES: u64 = 64;
 /// Bytes of an operand that is packed for the tile unit at most (as in `ops`).
 const PACKED_TILES: u64 = 16 << 20;
-/// Queries that one task of attention takes at a time (as in `ops`).
-const QUERIES: u64 = 64;
 
 /// Where gradients go, on paper.
 pub(super) struct Sink<'a> {
@@ -156,17 +154,25 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
         return 0;
     }
     let tiles = if bf16 { tile_buffers(spec, inputs) } else { 0 };
-    inputs.threads as u64 * (PACKING + 4 * thread_scratch(spec, inputs)) + tiles
+    inputs.threads as u64 * (PACKING + 4 * thread_scratch(spec, inputs, bf16)) + tiles
 }
 
 /// Elements that one thread keeps for attention or for packed operands.
-fn thread_scratch(spec: &Spec, inputs: &Inputs) -> u64 {
-    let keys = |window: Option<usize>| {
-        let seen = window.map_or(inputs.longest, |w| (w + QUERIES as usize).min(inputs.longest));
-        seen as u64
+fn thread_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
+    let form = |window: Option<usize>| attention::Spec {
+        heads: spec.heads,
+        kv_heads: spec.kv_heads,
+        head_dim: spec.head_dim,
+        scale: spec.attention_scale,
+        softcap: spec.attention_softcap,
+        window,
+        bf16,
     };
-    let keys = spec.layers.iter().map(|s| keys(s.window)).max().unwrap_or(0);
-    let attention = 2 * QUERIES.min(inputs.longest as u64) * keys;
+    let windows = spec
+        .layers
+        .iter()
+        .map(|s| attention::scratch(&form(s.window), inputs.longest));
+    let attention = windows.max().unwrap_or(0) as u64;
     // The larger operand decides: activations in the forward pass, a gradient's rows in the backward pass.
     let widest = spec
         .linears()

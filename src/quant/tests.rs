@@ -238,7 +238,11 @@ fn a_linear_with_codes_is_one_with_the_decoded_weight() {
             if dtype == Dtype::Bf16 {
                 dense = dense.to_dtype(candle_core::DType::BF16).unwrap();
             }
+            assert_eq!(Weight::from(dense.clone()).is_bf16(), dtype == Dtype::Bf16);
+            let placed = Weight::from(coded.to_device(&Device::Cpu).unwrap());
+            assert_eq!(placed.is_bf16(), dtype == Dtype::Bf16);
             let weight = Weight::from(coded);
+            assert_eq!(weight.is_bf16(), dtype == Dtype::Bf16);
             assert_eq!(weight.dims(), [o, i]);
             assert!(weight.dense().is_err() && weight.bytes() < (2 * o * i) as u64);
             for n in [1, 5, 40] {

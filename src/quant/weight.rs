@@ -6,6 +6,7 @@ use super::placed::Placed;
 use crate::base::{Error, Result};
 use crate::ops::low_rank::{self, Base, LowRank};
 use crate::ops::{coded, linear, update};
+use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
@@ -93,6 +94,15 @@ impl Weight {
                 Ok(values)
             }
             Weight::Placed(placed) => placed.codes().rows(first, n),
+        }
+    }
+
+    /// Is it a weight of a model that is held in bf16?
+    pub fn is_bf16(&self) -> bool {
+        match self {
+            Weight::Dense(tensor) => tensor.dtype() == DType::BF16,
+            Weight::Coded(coded) => coded.decoded() == Dtype::Bf16,
+            Weight::Placed(placed) => placed.codes().bf16,
         }
     }
 

@@ -12,6 +12,7 @@ fn spec(heads: usize, kv_heads: usize, head_dim: usize) -> Spec {
         scale: 1.0 / (head_dim as f32).sqrt(),
         softcap: None,
         window: None,
+        bf16: false,
     }
 }
 

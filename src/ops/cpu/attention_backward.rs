@@ -1,8 +1,9 @@
 //! Attention on slices, backward: one task for a document and a key head, or a part of its query heads.
 
-use super::attention::{Block, QUERIES};
-use super::math::{add_slice, dot, exp, tanh, vectorized};
-use super::product::gemm;
+use super::attention::{BLOCKS, Block, Cutter, Document, QUERIES, keys_of};
+use super::math::{add_slice, dot, exp, fma, tanh, vectorized};
+use super::product::inside::{Inside, Laid, Place, Side, friendly};
+use super::product::{Matrix, Path};
 use super::{Shared, with_scratch};
 use crate::ops::attention::Spec;
 use rayon::prelude::*;
@@ -21,7 +22,12 @@ pub(crate) struct Saved<'a> {
 }
 
 /// dq, dk, dv.
-pub(crate) fn backward(saved: &Saved<'_>, spec: &Spec, documents: &[usize]) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
+pub(crate) fn backward(
+    path: Path,
+    saved: &Saved<'_>,
+    spec: &Spec,
+    documents: &[usize],
+) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
     let group = spec.heads / spec.kv_heads;
     let filled = documents.windows(2).filter(|d| d[1] > d[0]).count();
     // Depends on shapes alone: sums keep their order on any number of threads.
@@ -33,7 +39,13 @@ pub(crate) fn backward(saved: &Saved<'_>, spec: &Spec, documents: &[usize]) -> (
     let mut dv = vec![0f32; saved.k.len() * parts];
     let mut tasks = Vec::new();
     for d in documents.windows(2).filter(|d| d[1] > d[0]) {
-        tasks.extend((0..spec.kv_heads * parts).map(|part| (d[0], d[1] - d[0], part)));
+        let document = Document {
+            query: d[0],
+            queries: d[1] - d[0],
+            key: d[0],
+            keys: d[1] - d[0],
+        };
+        tasks.extend((0..spec.kv_heads * parts).map(|part| (document, part)));
     }
     let out = Out {
         dq: Shared::new(&mut dq),
@@ -41,16 +53,11 @@ pub(crate) fn backward(saved: &Saved<'_>, spec: &Spec, documents: &[usize]) -> (
         dv: Shared::new(&mut dv),
         parts,
     };
-    tasks.into_par_iter().with_max_len(1).for_each(|(start, tokens, part)| {
-        let heads = group / parts;
-        for head in part * heads..(part + 1) * heads {
-            for first in (0..tokens).step_by(QUERIES) {
-                let queries = (start, first, QUERIES.min(tokens - first));
-                let block = Block::new(queries, start, 0, spec.window);
-                with_scratch(2 * block.queries * block.keys, |scratch| {
-                    block_backward(saved, spec, block, head, part, &out, scratch)
-                });
-            }
+    tasks.into_par_iter().with_max_len(1).for_each(|(document, part)| {
+        let inside = Inside::of(path, spec.rounding(), document.queries);
+        for first in (0..document.blocks()).step_by(BLOCKS) {
+            let blocks = document.run(first, BLOCKS, spec.window);
+            run(inside, saved, spec, blocks, part, &out);
         }
     });
     if parts > 1 {
@@ -69,37 +76,114 @@ struct Out {
     parts: usize,
 }
 
-fn block_backward(saved: &Saved<'_>, spec: &Spec, b: Block, head: usize, part: usize, out: &Out, scratch: &mut [f32]) {
+/// What is laid of the keys that a run of blocks sees.
+struct Keys<'a> {
+    /// First key, counted over all documents.
+    low: usize,
+    /// K for scores, K for dq, V for the gradients of the probabilities.
+    scores: Laid<'a>,
+    dq: Laid<'a>,
+    values: Laid<'a>,
+}
+
+/// A few blocks, and the query heads of a part of a key head.
+fn run(
+    inside: Inside,
+    saved: &Saved<'_>,
+    spec: &Spec,
+    blocks: impl Iterator<Item = Block> + Clone,
+    part: usize,
+    out: &Out,
+) {
+    let e = spec.head_dim;
+    let k_width = spec.kv_heads * e;
+    let (low, keys) = keys_of(blocks.clone());
+    let longest = blocks.clone().map(|b| b.keys).max().unwrap_or(0);
+    let rooms = run_rooms(inside, e, keys);
+    with_scratch(scratch(inside, e, keys, longest), |scratch| {
+        let mut scratch = Cutter(scratch);
+        let at = low * k_width + part / out.parts * e;
+        let [scores, dq, values] = rooms.map(|room| scratch.take(room));
+        let across = |values| Matrix::vectors(values, k_width);
+        let keys = Keys {
+            low,
+            scores: inside.lay(Side::B, across(&saved.k[at..]), (keys, e), scores),
+            dq: inside.lay(Side::B, Matrix::steps(&saved.k[at..], k_width), (e, keys), dq),
+            values: inside.lay(Side::B, across(&saved.v[at..]), (keys, e), values),
+        };
+        let heads = spec.heads / spec.kv_heads / out.parts;
+        for head in part * heads..(part + 1) * heads {
+            for b in blocks.clone() {
+                block_backward(inside, saved, spec, b, head, part, &keys, out, &mut *scratch.0);
+            }
+        }
+    });
+}
+
+/// Elements of memory of a task: its run of blocks sees `keys` keys, none of the blocks more than `longest`.
+pub(crate) fn scratch(inside: Inside, e: usize, keys: usize, longest: usize) -> usize {
+    run_rooms(inside, e, keys).iter().sum::<usize>() + block_rooms(inside, e, longest).iter().sum::<usize>()
+}
+
+/// Elements of memory of what is laid of the keys, in the order of `Keys`.
+fn run_rooms(inside: Inside, e: usize, keys: usize) -> [usize; 3] {
+    [(keys, e), (e, keys), (keys, e)].map(|(vectors, k)| inside.room(Side::B, vectors, k))
+}
+
+/// Elements of memory of a block with up to `keys` keys: the rows of q and dout as A and as B, those of p and ds, and these laid.
+fn block_rooms(inside: Inside, e: usize, keys: usize) -> [usize; 5] {
+    [
+        inside.room(Side::A, QUERIES, e),
+        inside.room(Side::B, e, QUERIES),
+        QUERIES * friendly(keys),
+        QUERIES * friendly(keys),
+        inside
+            .room(Side::Own, QUERIES, keys)
+            .max(inside.room(Side::Own, keys, QUERIES)),
+    ]
+}
+
+#[allow(clippy::too_many_arguments)]
+fn block_backward(
+    inside: Inside,
+    saved: &Saved<'_>,
+    spec: &Spec,
+    b: Block,
+    head: usize,
+    part: usize,
+    keys: &Keys<'_>,
+    out: &Out,
+    scratch: &mut [f32],
+) {
     let (heads, e) = (spec.heads, spec.head_dim);
-    let (q_width, k_width) = (heads * e, spec.kv_heads * e);
-    let part_width = k_width * out.parts;
+    let q_width = heads * e;
+    let part_width = spec.kv_heads * e * out.parts;
     let at_q = b.query * q_width + head * e;
-    let at_k = b.key * k_width + head / (heads / spec.kv_heads) * e;
     let at_part = b.key * part_width + part * e;
-    let (p, ds) = scratch.split_at_mut(b.queries * b.keys);
-    // SAFETY (all products below): rows lie inside their tensors; the scratch, the rows of this head in dq and
-    // the columns of this part in dk and dv belong to this task alone.
-    let scores = |dst: &mut [f32], a: &[f32], b_: &[f32], alpha: f32| unsafe {
-        gemm(
-            (b.queries, b.keys, e),
-            dst.as_mut_ptr(),
-            (b.keys, 1),
-            false,
-            a[at_q..].as_ptr(),
-            (q_width, 1),
-            b_[at_k..].as_ptr(),
-            (1, k_width),
-            alpha,
-        )
+    let (first, stride) = (b.key - keys.low, friendly(b.keys));
+    let mut scratch = Cutter(scratch);
+    let [rows, columns, p, ds, laid] = block_rooms(inside, e, b.keys).map(|room| scratch.take(room));
+    // `scores [queries, keys]` = rows of a head · what is laid of the keys.
+    let mut score = |scores: &mut [f32], from: &[f32], keys: Laid| {
+        let from = Matrix::vectors(&from[at_q..], q_width);
+        let a = inside.lay(Side::A, from, (b.queries, e), rows);
+        let to = Place {
+            c: Shared::new(scores),
+            at: 0,
+            stride,
+            add: false,
+        };
+        // SAFETY: the scores are this task's own.
+        unsafe { inside.multiply((b.queries, b.keys, e), to, &a, &keys) }
     };
-    scores(p, saved.q, saved.k, spec.scale);
-    scores(ds, saved.dout, saved.v, 1.0);
-    let rows = p.chunks_exact_mut(b.keys).zip(ds.chunks_exact_mut(b.keys));
-    for (i, (p, ds)) in rows.enumerate() {
+    score(p, saved.q, keys.scores.part(first, 0));
+    score(ds, saved.dout, keys.values.part(first, 0));
+    let pairs = p.chunks_exact_mut(stride).zip(ds.chunks_exact_mut(stride));
+    for (i, (p, ds)) in pairs.enumerate().take(b.queries) {
         let seen = b.visible(i, spec.window);
         for row in [&mut *p, &mut *ds] {
             row[..seen.start].fill(0.0);
-            row[seen.end..].fill(0.0);
+            row[seen.end..b.keys].fill(0.0);
         }
         let at = at_q + i * q_width;
         let delta = dot_rows(&saved.dout[at..][..e], &saved.o[at..][..e]);
@@ -107,35 +191,37 @@ fn block_backward(saved: &Saved<'_>, spec: &Spec, b: Block, head: usize, part: u
         let cap = spec.softcap.unwrap_or(0.0);
         softmax_backward(&mut p[seen.clone()], &mut ds[seen], lse, delta, spec.scale, cap);
     }
-    // SAFETY: as above.
-    unsafe {
-        gemm(
-            (b.queries, e, b.keys),
-            out.dq.at(at_q),
-            (q_width, 1),
-            false,
-            ds.as_ptr(),
-            (b.keys, 1),
-            saved.k[at_k..].as_ptr(),
-            (k_width, 1),
-            1.0,
-        );
-    }
-    let keys = |dst: Shared, a: &[f32], b_: &[f32]| unsafe {
-        gemm(
-            (b.keys, e, b.queries),
-            dst.at(at_part),
-            (part_width, 1),
-            true,
-            a.as_ptr(),
-            (1, b.keys),
-            b_[at_q..].as_ptr(),
-            (q_width, 1),
-            1.0,
-        )
+    let a = inside.lay(
+        Side::Own,
+        Matrix::vectors(&*ds, stride),
+        (b.queries, b.keys),
+        &mut *laid,
+    );
+    let to = Place {
+        c: out.dq,
+        at: at_q,
+        stride: q_width,
+        add: false,
     };
-    keys(out.dk, ds, saved.q);
-    keys(out.dv, p, saved.dout);
+    // SAFETY: these rows of this head are this task's own.
+    unsafe { inside.multiply((b.queries, e, b.keys), to, &a, &keys.dq.part(0, first)) };
+    // `dst [keys, E] += scores [queries, keys]ᵀ · rows of a head`.
+    let mut add = |dst: Shared, scores: &[f32], from: &[f32]| {
+        let from = Matrix::steps(&from[at_q..], q_width);
+        let rows = inside.lay(Side::B, from, (e, b.queries), columns);
+        let turned = Matrix::steps(scores, stride);
+        let a = inside.lay(Side::Own, turned, (b.keys, b.queries), &mut *laid);
+        let to = Place {
+            c: dst,
+            at: at_part,
+            stride: part_width,
+            add: true,
+        };
+        // SAFETY: the columns of this part are this task's own.
+        unsafe { inside.multiply((b.keys, e, b.queries), to, &a, &rows) };
+    };
+    add(out.dk, ds, saved.q);
+    add(out.dv, p, saved.dout);
 }
 
 /// Sums the parts of each key head, in order: `[N, K, parts, E]` to `[N, K, E]`.
@@ -161,18 +247,18 @@ fn dot_body<const FMA: bool>(a: &[f32], b: &[f32]) -> f32 {
 }
 vectorized!(fn dot_rows(a: &[f32], b: &[f32]) -> f32 = dot_body);
 
-/// p: scores (scaled, not capped) become probabilities. ds: gradients of the probabilities become gradients of
+/// p: scores (neither scaled nor capped) become probabilities. ds: gradients of the probabilities become gradients of
 /// `q·k`. `delta` is the sum of probability times gradient over the row.
 #[inline(always)]
 fn softmax_backward_body<const FMA: bool>(p: &mut [f32], ds: &mut [f32], lse: f32, delta: f32, scale: f32, cap: f32) {
     if cap == 0.0 {
         for (p, ds) in p.iter_mut().zip(ds) {
-            *p = exp::<FMA>(*p - lse);
+            *p = exp::<FMA>(fma::<FMA>(*p, scale, -lse));
             *ds = *p * (*ds - delta) * scale;
         }
     } else {
         for (p, ds) in p.iter_mut().zip(ds) {
-            let t = tanh::<FMA>(*p / cap);
+            let t = tanh::<FMA>(*p * scale / cap);
             *p = exp::<FMA>(cap * t - lse);
             *ds = *p * (*ds - delta) * scale * (1.0 - t * t);
         }

@@ -114,7 +114,7 @@ fn run_body<const FMA: bool>(
         let start = spec.window.map_or(0, |w| end.saturating_sub(w));
         scores[..start].fill(0.0);
         scores[end..].fill(0.0);
-        let (max, sum) = softmax_body::<FMA>(&mut scores[start..end], spec.softcap.unwrap_or(0.0));
+        let (max, sum) = softmax_body::<FMA>(&mut scores[start..end], 1.0, spec.softcap.unwrap_or(0.0));
         inverse[row] = 1.0 / sum;
         // SAFETY: this task's own element.
         unsafe { *lse.at(row_of(row)) = max + sum.ln() };

@@ -12,6 +12,7 @@ fn specs() -> Vec<Spec> {
         scale: 0.3,
         softcap: None,
         window: None,
+        bf16: false,
     };
     vec![
         plain.clone(),

@@ -18,8 +18,8 @@ const PART: usize = 66_000;
 /// With so few columns an f32 A is read where it lies: packing would cost more than it saves.
 const FEW_COLUMNS: usize = 64;
 
-#[derive(Clone, Copy)]
-pub(super) enum Width {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Width {
     Avx512,
     Avx2,
 }
@@ -33,7 +33,7 @@ impl Width {
         }
     }
 
-    fn is_wide(self) -> bool {
+    pub fn is_wide(self) -> bool {
         matches!(self, Width::Avx512)
     }
 

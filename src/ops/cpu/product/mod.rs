@@ -14,6 +14,9 @@ mod few_rows;
 #[cfg(target_arch = "x86_64")]
 mod fma;
 mod grid;
+pub(crate) mod inside;
+#[cfg(test)]
+mod inside_tests;
 #[cfg(target_arch = "x86_64")]
 mod pack;
 mod path;
@@ -27,7 +30,6 @@ mod tests;
 mod tiles;
 
 pub use path::Path;
-pub(crate) use portable::gemm;
 pub(crate) use rider::{Rider, product_with};
 
 use super::Shared;
@@ -51,6 +53,12 @@ impl<'a> From<Values<'a>> for Operand<'a> {
             Values::F32(v) => Operand::F32(v),
             Values::Bf16(v) => Operand::Bf16(v),
         }
+    }
+}
+
+impl<'a> From<&'a [f32]> for Operand<'a> {
+    fn from(values: &'a [f32]) -> Self {
+        Operand::F32(values)
     }
 }
 
@@ -139,6 +147,16 @@ pub(crate) enum Rounding {
     Exact,
     /// Yes, where that is faster: the model is held in bf16.
     Bf16,
+}
+
+/// The paths that can be tested here: where there is no tile unit, one is played.
+#[cfg(test)]
+pub(crate) fn testable() -> Vec<Path> {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    if Path::Avx512.available() && tiles::emulate() {
+        return Path::ALL.to_vec();
+    }
+    Path::ALL.into_iter().filter(|p| p.available()).collect()
 }
 
 /// `(m, n, k)`.

@@ -1,9 +1,10 @@
-//! Products by the `gemm` crate: on every architecture, and inside the tasks of attention.
+//! Products by the `gemm` crate, on every architecture.
 
 use super::super::decode::{Isa, decode};
 use super::super::math::widen_slice;
 use super::super::with_scratch;
 use super::grid::{grid, part};
+use super::inside::Laid;
 use super::{Job, Matrix, Operand, Start};
 use rayon::prelude::*;
 
@@ -12,11 +13,11 @@ const PANEL: usize = 512;
 /// Codes that are decoded at a time, for all columns together.
 const DECODED: usize = 1 << 19;
 
-/// `dst [m, n] = alpha · a [m, k] · b [k, n] (+ dst)` on one thread; strides are (row, column).
+/// `dst [m, n] = a [m, k] · b [k, n] (+ dst)` on one thread; strides are (row, column).
 /// # Safety
 /// All addresses with their strides must lie inside live slices; `dst` must not be shared.
 #[allow(clippy::too_many_arguments)]
-pub(crate) unsafe fn gemm(
+pub(super) unsafe fn gemm(
     (m, n, k): (usize, usize, usize),
     dst: *mut f32,
     (dst_rs, dst_cs): (usize, usize),
@@ -25,7 +26,6 @@ pub(crate) unsafe fn gemm(
     (a_rs, a_cs): (usize, usize),
     b: *const f32,
     (b_rs, b_cs): (usize, usize),
-    alpha: f32,
 ) {
     let keep = if accumulate { 1.0 } else { 0.0 };
     // SAFETY: promised by the caller.
@@ -45,13 +45,28 @@ pub(crate) unsafe fn gemm(
             b_cs as isize,
             b_rs as isize,
             keep,
-            alpha,
+            1.0,
             false,
             false,
             false,
             gemm::Parallelism::None,
         )
     }
+}
+
+/// Where an operand of f32 lies that was not packed: address, stride of vectors, stride of k.
+pub(super) fn lying(laid: &Laid) -> (*const f32, usize, usize) {
+    let m = &laid.matrix;
+    let (vector, step) = if m.along_k { (m.stride, 1) } else { (1, m.stride) };
+    let at = match m.values {
+        Operand::F32(v) => v.as_ptr(),
+        _ => std::ptr::null(),
+    };
+    (
+        at.wrapping_add(laid.first.0 * vector + laid.first.1 * step),
+        vector,
+        step,
+    )
 }
 
 pub(super) fn run(job: &Job) {
@@ -92,7 +107,6 @@ pub(super) fn run(job: &Job) {
                             (a_stride, a_step),
                             b,
                             (b_step, b_stride),
-                            1.0,
                         )
                     }
                 })

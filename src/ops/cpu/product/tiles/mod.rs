@@ -9,6 +9,7 @@
 
 mod buffer;
 mod emulate;
+pub(super) mod inside;
 mod pack;
 #[cfg(test)]
 mod tests;
@@ -28,6 +29,8 @@ const NEAR: usize = 16;
 /// Panels of a block of C at most.
 const BLOCK_ROWS: usize = 32;
 const BLOCK_COLUMNS: usize = 16;
+/// Rows, columns and steps that pay at least.
+pub(super) const FEWEST: usize = 16;
 /// Bytes of a packed operand at most.
 const PACKED: usize = 16 << 20;
 /// The same for an operand that is stored as codes: its decoded values are not to fill memory.
@@ -45,7 +48,7 @@ pub(super) fn emulate() -> bool {
 /// Too small a product is all padding and packing.
 pub(super) fn pays(job: &Job) -> bool {
     let (m, n, k) = job.sizes;
-    m >= 16 && n >= 16 && k >= 16
+    m >= FEWEST && n >= FEWEST && k >= FEWEST
 }
 
 pub(super) fn run(job: &Job) {

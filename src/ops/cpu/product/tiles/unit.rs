@@ -188,3 +188,64 @@ kernel!(
     "vmovups zmm0, [{lower}]\nvmovups zmm1, [{lower} + 64]\nvaddps zmm0, zmm0, [{finished} + 2048]\nvaddps zmm1, zmm1, [{finished} + 3072]\n",
     "add {finished}, 64\nvmovups [{lower}], zmm0\nvmovups [{lower} + 64], zmm1\nadd {lower}, {c_row}\n"
 );
+
+macro_rules! in_place {
+    ($before:literal) => {
+        concat!(
+            $before,
+            "2:\n",
+            "tileloadd tmm6, [{b} + {row}]\n",
+            "tileloadd tmm4, [{a} + {row}]\n",
+            "tdpbf16ps tmm0, tmm4, tmm6\n",
+            "tileloadd tmm7, [{b} + {row} + 1024]\n",
+            "tdpbf16ps tmm1, tmm4, tmm7\n",
+            "tileloadd tmm5, [{a} + {row} + 1024]\n",
+            "tdpbf16ps tmm2, tmm5, tmm6\n",
+            "tdpbf16ps tmm3, tmm5, tmm7\n",
+            "add {a}, 2048\n",
+            "add {b}, 2048\n",
+            "dec {steps}\n",
+            "jnz 2b\n",
+            "tilestored [{c} + {c_row}], tmm0\n",
+            "tilestored [{c} + {c_row} + 64], tmm1\n",
+            "tilestored [{lower} + {c_row}], tmm2\n",
+            "tilestored [{lower} + {c_row} + 64], tmm3\n",
+        )
+    };
+}
+
+/// A tile of C that lies whole in memory, rows `c_row` floats apart: the sum over `steps` steps, and what C holds if `add`.
+/// # Safety
+/// The tile unit must be available and configured; panels must hold `steps` steps, which must not be 0; C must be there.
+pub(super) unsafe fn multiply_in_place(a: *const u8, b: *const u8, steps: usize, c: *mut f32, c_row: usize, add: bool) {
+    macro_rules! call {
+        ($code:expr) => {
+            asm!(
+                $code,
+                a = inout(reg) a => _,
+                b = inout(reg) b => _,
+                steps = inout(reg) steps => _,
+                row = in(reg) 64usize,
+                c = in(reg) c,
+                lower = in(reg) c.wrapping_add(16 * c_row),
+                c_row = in(reg) 4 * c_row,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack)
+            )
+        };
+    }
+    // SAFETY: promised by the caller.
+    unsafe {
+        if add {
+            call!(in_place!(
+                "tileloadd tmm0, [{c} + {c_row}]\ntileloadd tmm1, [{c} + {c_row} + 64]\n\
+                 tileloadd tmm2, [{lower} + {c_row}]\ntileloadd tmm3, [{lower} + {c_row} + 64]\n"
+            ))
+        } else {
+            call!(in_place!(
+                "tilezero tmm0\ntilezero tmm1\ntilezero tmm2\ntilezero tmm3\n"
+            ))
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! Products inside one task: its thread multiplies parts of larger tensors, f32 in and out.
+//!
+//! An operand is laid once, in the form its products read, into memory of the task; then every product that needs it, or a
+//! part of it, takes it from there. An element of C is summed in an order that depends on k alone.
+
+#[cfg(target_arch = "x86_64")]
+use super::blocks::Width;
+#[cfg(target_arch = "x86_64")]
+use super::fma::{From, Tile};
+#[cfg(target_arch = "x86_64")]
+use super::grid::part;
+#[cfg(target_arch = "x86_64")]
+use super::pack::{self, Panel, Room};
+use super::portable::{gemm, lying};
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use super::tiles;
+use super::{Matrix, Operand, Path, Rounding, Shared, Sizes};
+
+/// A part of a laid operand begins at a multiple of this, in both directions.
+pub(crate) const UNIT: usize = 32;
+/// Steps of k at a time: a panel of B stays in the first-level cache.
+#[cfg(target_arch = "x86_64")]
+const STEPS: usize = 128;
+/// Elements of B that all rows meet before the next.
+#[cfg(target_arch = "x86_64")]
+const NEAR: usize = 4096;
+
+/// How the products of a task are done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Inside {
+    /// Operands are rounded to bf16.
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    Tiles,
+    #[cfg(target_arch = "x86_64")]
+    Fma(Width),
+    /// The `gemm` crate, on operands where they lie.
+    Portable,
+}
+
+/// What a laid operand is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// Rows of A.
+    A,
+    /// Rows of A in memory of the task, whose stride is a `friendly` one.
+    Own,
+    /// Columns of B.
+    B,
+}
+
+/// Elements from row to row, at least `n`, such that rows start in different sets of the first-level cache and tiles are whole.
+pub(crate) fn friendly(n: usize) -> usize {
+    const LINE: usize = 16;
+    n.next_multiple_of(UNIT) + LINE
+}
+
+/// An operand as its products read it, or a part of it.
+#[derive(Clone, Copy)]
+pub(crate) struct Laid<'a> {
+    /// Where it lies; read there if nothing is packed.
+    pub(super) matrix: Matrix<'a>,
+    pub(super) packed: &'a [f32],
+    /// Vectors and steps of k of the whole operand.
+    pub(super) whole: (usize, usize),
+    /// The vector and the step with which the part begins.
+    pub(super) first: (usize, usize),
+}
+
+impl<'a> Laid<'a> {
+    /// What begins with this vector and this step, both multiples of `UNIT`.
+    pub(crate) fn part(self, vector: usize, step: usize) -> Self {
+        let first = (self.first.0 + vector, self.first.1 + step);
+        Self { first, ..self }
+    }
+
+    /// Panics unless `vectors` vectors of `k` elements lie inside.
+    fn check(&self, vectors: usize, k: usize) {
+        assert!(self.first.0.is_multiple_of(UNIT) && self.first.1.is_multiple_of(UNIT));
+        assert!(self.first.0 + vectors <= self.whole.0 && self.first.1 + k <= self.whole.1);
+    }
+}
+
+/// A part of C: its first element, its stride of rows, and whether the product is added to what it holds.
+#[derive(Clone, Copy)]
+pub(crate) struct Place {
+    pub c: Shared,
+    pub at: usize,
+    pub stride: usize,
+    pub add: bool,
+}
+
+impl Inside {
+    /// For products of about `rows` rows.
+    pub(crate) fn of(path: Path, rounding: Rounding, rows: usize) -> Self {
+        match path {
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            Path::Amx if rounding == Rounding::Bf16 && rows >= tiles::FEWEST => Inside::Tiles,
+            #[cfg(target_arch = "x86_64")]
+            Path::Amx | Path::Avx512 => Inside::Fma(Width::Avx512),
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx2 => Inside::Fma(Width::Avx2),
+            _ => {
+                let _ = (rounding, rows);
+                Inside::Portable
+            }
+        }
+    }
+
+    /// Elements of memory that `lay` takes for `vectors` vectors of `k` elements, a multiple of 16.
+    pub(crate) fn room(self, side: Side, vectors: usize, k: usize) -> usize {
+        let elements = match self {
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            Inside::Tiles => tiles::inside::room(vectors, k),
+            #[cfg(target_arch = "x86_64")]
+            Inside::Fma(_) if side == Side::A => vectors * k,
+            #[cfg(target_arch = "x86_64")]
+            Inside::Fma(width) if side == Side::B => vectors.next_multiple_of(width.tile().1) * k,
+            _ => 0,
+        };
+        elements.next_multiple_of(16)
+    }
+
+    /// Lays the first `vectors` vectors of `k` elements of `matrix`, which holds f32. `to` begins on a cache line.
+    pub(crate) fn lay<'a>(
+        self,
+        side: Side,
+        matrix: Matrix<'a>,
+        (vectors, k): (usize, usize),
+        to: &'a mut [f32],
+    ) -> Laid<'a> {
+        matrix.check(vectors, k);
+        assert!(matches!(matrix.values, Operand::F32(_)));
+        let to = &mut to[..self.room(side, vectors, k)];
+        match self {
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            Inside::Tiles => tiles::inside::lay(side, &matrix, (vectors, k), to),
+            #[cfg(target_arch = "x86_64")]
+            Inside::Fma(width) if side == Side::A => {
+                let panels = rows_of(width, vectors).map(|(start, count)| Panel {
+                    start,
+                    count,
+                    width: count,
+                });
+                let room = Room::of(k);
+                pack::panels(&matrix, 0, (0, k), panels, width.is_wide(), room, to, &mut []);
+            }
+            #[cfg(target_arch = "x86_64")]
+            Inside::Fma(width) if side == Side::B => {
+                let columns = width.tile().1;
+                let panels = (0..vectors).step_by(columns).map(|start| Panel {
+                    start,
+                    count: columns.min(vectors - start),
+                    width: columns,
+                });
+                let room = Room::of(k);
+                pack::panels(&matrix, 0, (0, k), panels, width.is_wide(), room, to, &mut []);
+            }
+            _ => {}
+        }
+        Laid {
+            matrix,
+            packed: to,
+            whole: (vectors, k),
+            first: (0, 0),
+        }
+    }
+
+    /// `C [m, n] (+)= A [m, k] · B [k, n]`. A that is packed must be meant whole.
+    /// # Safety
+    /// No other task may touch these elements of C meanwhile; both operands were laid by `self`, for their sides.
+    pub(crate) unsafe fn multiply(self, sizes: Sizes, to: Place, a: &Laid, b: &Laid) {
+        let (m, n, k) = sizes;
+        if m == 0 || n == 0 {
+            return;
+        }
+        a.check(m, k);
+        b.check(n, k);
+        assert!(a.packed.is_empty() || (a.first == (0, 0) && a.whole == (m, k)));
+        assert!(n <= to.stride);
+        // The end of C: tested for its bounds.
+        to.c.at(to.at + (m - 1) * to.stride + n);
+        // SAFETY: C and both operands were tested; the instructions were found.
+        unsafe {
+            match self {
+                #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+                Inside::Tiles => tiles::inside::multiply(sizes, to, a, b),
+                #[cfg(target_arch = "x86_64")]
+                Inside::Fma(width) => fma(width, sizes, to, a, b),
+                Inside::Portable => {
+                    let ((a, a_row, a_k), (b, b_column, b_k)) = (lying(a), lying(b));
+                    let c = to.c.at(to.at);
+                    gemm(sizes, c, (to.stride, 1), to.add, a, (a_row, a_k), b, (b_k, b_column))
+                }
+            }
+        }
+    }
+}
+
+/// Rows in panels that are as equal as can be: (start, count).
+#[cfg(target_arch = "x86_64")]
+fn rows_of(width: Width, rows: usize) -> impl Iterator<Item = (usize, usize)> + Clone {
+    let panels = rows.div_ceil(width.tile().0);
+    (0..panels).map(move |p| part(rows, panels, p, 1))
+}
+
+/// # Safety
+/// As `multiply`, and everything lies where the operands say.
+#[cfg(target_arch = "x86_64")]
+unsafe fn fma(width: Width, (m, n, k): Sizes, to: Place, a: &Laid, b: &Laid) {
+    let (_, tile_columns, lanes) = width.tile();
+    for k0 in (0..k).step_by(STEPS) {
+        let steps = STEPS.min(k - k0);
+        let near = (NEAR / steps / tile_columns).max(1) * tile_columns;
+        let add = to.add || k0 > 0;
+        for n0 in (0..n).step_by(near) {
+            for (row, rows) in rows_of(width, m) {
+                let (at, a_row, a_k) = match a.packed.is_empty() {
+                    true => {
+                        let (at, a_row, a_k) = lying(a);
+                        (at.wrapping_add(row * a_row + k0 * a_k), a_row, a_k)
+                    }
+                    false => (a.packed[row * k + k0 * rows..].as_ptr(), 1, rows),
+                };
+                for column in (n0..n.min(n0 + near)).step_by(tile_columns) {
+                    let columns = tile_columns.min(n - column);
+                    let tile = Tile {
+                        k: steps,
+                        a: at,
+                        a_row,
+                        a_k,
+                        b: b.packed[(b.first.0 + column) * b.whole.1 + (b.first.1 + k0) * tile_columns..].as_ptr(),
+                        b_k: tile_columns,
+                        c: to.c.at(to.at + row * to.stride + column),
+                        c_row: to.stride,
+                        columns,
+                        from: if add { From::C } else { From::Zero },
+                    };
+                    // SAFETY: promised by the caller; panels of B are whole.
+                    unsafe { width.kernel(rows, columns.div_ceil(lanes))(&tile) }
+                }
+            }
+        }
+    }
+}

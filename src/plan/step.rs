@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 
 /// Bytes of an element of a masked weight that is being updated: f32, or the two halves of bf16.
 const MASKED: u64 = 4;
-/// What the matrix product packs its operands into, per thread.
+/// What the `gemm` crate packs its operands into, per thread.
 const PACKING: u64 = 1 << 20;
 /// What a task of a matrix product packs (as in `ops`): of A up to this many rows and steps of k, of B this many elements.
 const PACKED_ROWS: u64 = 518;
@@ -154,7 +154,12 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
         return 0;
     }
     let tiles = if bf16 { tile_buffers(spec, inputs) } else { 0 };
-    inputs.threads as u64 * (PACKING + 4 * thread_scratch(spec, inputs, bf16)) + tiles
+    let packing = if CpuPath::current() == CpuPath::Portable {
+        PACKING
+    } else {
+        0
+    };
+    inputs.threads as u64 * (packing + 4 * thread_scratch(spec, inputs, bf16)) + tiles
 }
 
 /// Elements that one thread keeps for attention or for packed operands.

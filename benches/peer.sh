@@ -3,9 +3,10 @@
 #
 #   PYTHON=/path/to/venv/bin/python ROUNDS=3 benches/peer.sh [configuration ...]
 #
-# A configuration is size:method:batch:seq:dtype, with :layers behind it if not all of them keep their activations in ft, or
-# `products` for the matrix products alone; the default list is the tables of docs/benchmarks-cpu.md. The virtual environment needs torch, transformers and peft. Rows go to $OUT
-# (default: a temporary file).
+# A configuration is size:method:batch:seq:dtype[:layers[:settings]], or `products` for the matrix products alone; the default
+# list is the tables of docs/benchmarks-cpu.md. `layers` of them keep their activations in ft (all, where nothing is said);
+# `settings` of ft's optimizer, with commas between them: optimizer.state=int8. The virtual environment needs torch, transformers
+# and peft. Rows go to $OUT (default: a temporary file).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -22,6 +23,7 @@ ours=$(binary step) products=$(binary product)
 if [ $# -eq 0 ]; then
   set -- 0.5b:lora:1:512:bf16 0.5b:full:1:512:bf16 0.5b:block:1:512:bf16:15 \
     0.5b:lora:4:512:bf16:20 0.5b:full:4:512:bf16 0.5b:block:4:512:bf16 \
+    0.5b:full:1:512:bf16::optimizer.state=int8,optimizer.master=stochastic \
     small:lora:16:256:bf16 small:full:16:256:bf16 products
 fi
 for configuration in "$@"; do
@@ -32,10 +34,11 @@ for configuration in "$@"; do
     done
     continue
   fi
-  IFS=: read -r size method batch seq dtype keep <<<"$configuration"
+  IFS=: read -r size method batch seq dtype keep set <<<"$configuration"
   options=(--size "$size" --method "$method" --batch "$batch" --seq "$seq" --dtype "$dtype" --steps "$steps" --threads "$threads")
   for _ in $(seq "$rounds"); do
-    "$ours" "${options[@]}" ${keep:+--keep "$keep"} | tee -a "$out"
+    # shellcheck disable=SC2086
+    "$ours" "${options[@]}" ${keep:+--keep "$keep"} ${set:+--set ${set//,/ --set }} | tee -a "$out"
     "$python" benches/peer_cpu.py "${options[@]}" 2>/dev/null | tee -a "$out"
   done
 done
@@ -48,17 +51,19 @@ for line in open(sys.argv[1]):
         key = (" x ".join(map(str, row["shape"])), row["form"])
         products.setdefault(key, {}).setdefault(row["impl"], []).append(row["gflops"])
         continue
-    key = tuple(row[k] for k in ("size", "method", "batch", "seq", "dtype"))
+    # A row of the peer follows the one of ft that it is compared with.
+    if row["impl"] == "ft":
+        key = tuple(row[k] for k in ("size", "method", "batch", "seq", "dtype", "keep")) + (" ".join(row["set"]),)
     rows.setdefault(key, {}).setdefault(row["impl"], []).append(row)
 spread = lambda values: f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})"
 print("| step | ft tokens/s | peer tokens/s | ratio | ft MiB | peer MiB | ratio |")
 print("|---|---|---|---|---|---|---|")
-for (size, method, batch, seq, dtype), sides in rows.items():
+for (size, method, batch, seq, dtype, keep, settings), sides in rows.items():
     ours, peer = sides["ft"], sides["torch"]
     speed = [[r["tokens_per_s"] for r in side] for side in (ours, peer)]
     memory = [statistics.median(r["peak_rss_mib"] for r in side) for side in (ours, peer)]
     ratio = statistics.median(a / b for a, b in zip(*speed))
-    print(f"| {size} {method} {batch} x {seq} {dtype} | {spread(speed[0])} | {spread(speed[1])} | {ratio:.2f} "
+    print(f"| {size} {method} {batch} x {seq} {dtype}, {keep} layers keep {settings} | {spread(speed[0])} | {spread(speed[1])} | {ratio:.2f} "
           f"| {memory[0]:.0f} | {memory[1]:.0f} | {memory[0] / memory[1]:.2f} |")
 if products:
     print("| product | form | ft GFLOP/s | torch GFLOP/s | ratio |")

@@ -42,6 +42,9 @@ struct Options {
     /// Layers that keep their activations; all, where nothing is said.
     #[arg(long)]
     keep: Option<usize>,
+    /// Settings of the optimizer, as in a recipe: optimizer.state=int8
+    #[arg(long)]
+    set: Vec<String>,
     /// Given by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
@@ -121,7 +124,7 @@ fn main() {
         )],
     };
     let text = "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n";
-    let optimizer = recipe::parse(text, "bench", &[]).expect("a recipe").recipe.optimizer;
+    let optimizer = recipe::parse(text, "bench", &o.set).expect("a recipe").recipe.optimizer;
     let mut engine = Engine {
         objective: Box::new(CausalLm::new(spec.vocab)),
         optimizer: Optimizer::new(optimizer),
@@ -174,7 +177,7 @@ fn main() {
         serde_json::json!({
             "device": o.device, "peak_device_mib": gpu.map(|m| m.peak_used >> 20),
             "impl": "ft", "size": o.size, "method": o.method, "dtype": o.dtype, "batch": o.batch, "seq": o.seq,
-            "threads": o.threads, "cpu": CpuPath::current().name(), "keep": o.keep.unwrap_or(layers),
+            "threads": o.threads, "cpu": CpuPath::current().name(), "keep": o.keep.unwrap_or(layers), "set": o.set,
             "tokens_per_s": (tokens / median * 10.0).round() / 10.0, "step_s": all,
             "peak_rss_mib": memory::peak_resident() >> 20, "loss": loss,
             "page_faults": faults,

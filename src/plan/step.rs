@@ -188,9 +188,7 @@ fn thread_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
     let packed = |rows: u64, steps: u64| rows.min(PACKED_ROWS) * steps.min(PACKED_STEPS);
     let n = inputs.tokens as u64;
     // A delta that rides along: its rows, and as many steps more in A.
-    let ranks = inputs.adapters.values().map(|c| c.rank as u64);
-    let rank = ranks.filter(|r| *r <= RIDES).max().unwrap_or(0);
-    let rides = 2 * n.min(PACKED_ROWS) * rank;
+    let rides = 2 * n.min(PACKED_ROWS) * riding(inputs);
     attention.max(packed(n, widest).max(packed(widest, n)) + PACKED_B.min(widest * PACKED_STEPS) + rides)
 }
 
@@ -206,7 +204,15 @@ fn tile_buffers(spec: &Spec, inputs: &Inputs) -> u64 {
         large = large.max(input * output);
     }
     let bytes = |elements: usize| PACKED_TILES.min(2 * elements as u64);
-    bytes(inputs.tokens * wide) + bytes(large)
+    // What rides is behind both, in steps of 32.
+    let rides = 2 * riding(inputs).next_multiple_of(32) * (inputs.tokens + wide) as u64;
+    bytes(inputs.tokens * wide) + bytes(large) + rides
+}
+
+/// The largest rank that rides along with a product.
+fn riding(inputs: &Inputs) -> u64 {
+    let ranks = inputs.adapters.values().map(|c| c.rank as u64);
+    ranks.filter(|r| *r <= RIDES).max().unwrap_or(0)
 }
 
 fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {

@@ -10,6 +10,7 @@ use ft::formats::weights::Weights;
 use ft::model::rope::Rope;
 use ft::model::spec::{LayerSpec, Spec};
 use ft::model::{Adapters, Network};
+use ft::ops::CpuPath;
 use ft::ops::cross_entropy::PIECE;
 use ft::ops::glu::Activation;
 use ft::optim::Optimizer;
@@ -347,6 +348,9 @@ fn places(s: &Shape, way: Way) -> Vec<Place> {
 }
 
 fn compare(ways: &[Way]) {
+    if let Ok(path) = std::env::var("FT_CPU") {
+        CpuPath::force(&path).unwrap();
+    }
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     // Two threads wherever this runs: each keeps buffers of its own.
     let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();

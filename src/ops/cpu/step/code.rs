@@ -4,16 +4,17 @@
 //! A moment is coded in blocks of `BLOCK` elements: code · (largest magnitude of the block). The first moment has
 //! a sign; the second has none, and a value above zero never becomes zero: the update divides by its root.
 
+use super::super::math::LANES;
 use std::sync::LazyLock;
 
 /// Elements that share one largest magnitude.
 pub(crate) const BLOCK: usize = 256;
 
-/// Buckets of the look-up: exponents from 2^-25 up to 2^0, `FINE` buckets each.
+/// Buckets of the look-up: exponents from 2^-25 up to 2^0, `FINE` buckets each; none holds two middles.
 const EXPONENTS: usize = 26;
-const FINE: usize = 32;
+const FINE: usize = 128;
 /// Bits of an f32 that are cut off to get a bucket.
-const CUT: u32 = 23 - 5;
+const CUT: u32 = 23 - FINE.ilog2();
 /// The bucket number of 2^-25.
 const LOWEST: u32 = (127 - 25) * FINE as u32;
 
@@ -29,6 +30,11 @@ pub(crate) struct Code {
 
 pub(crate) static SIGNED: LazyLock<Code> = LazyLock::new(|| Code::dynamic(true));
 pub(crate) static UNSIGNED: LazyLock<Code> = LazyLock::new(|| Code::dynamic(false));
+
+/// Where a bucket begins.
+fn edge(bucket: usize) -> f32 {
+    f32::from_bits((LOWEST + bucket as u32) << CUT)
+}
 
 impl Code {
     /// The dynamic code: decade d has 2^d fractions (2^(d+1) without sign), the middles of equal parts of 0.1 to 1;
@@ -62,7 +68,6 @@ impl Code {
         }
         let below = |x: f32| middles[..255].iter().filter(|m| **m < x).count() as u8;
         let mut from = [[0u8; EXPONENTS * FINE]; 2];
-        let edge = |bucket: usize| f32::from_bits((LOWEST + bucket as u32) << CUT);
         let [positive, negative] = &mut from;
         for (bucket, (positive, negative)) in positive.iter_mut().zip(negative).enumerate() {
             // The first bucket also takes what is smaller.
@@ -84,24 +89,30 @@ impl Code {
         let bucket = ((bits & 0x7FFF_FFFF) >> CUT)
             .saturating_sub(LOWEST)
             .min((EXPONENTS * FINE) as u32 - 1);
-        let mut code = self.from[(bits >> 31) as usize][bucket as usize];
-        while self.middles[code as usize] < x {
-            code += 1;
-        }
-        code
+        let code = self.from[(bits >> 31) as usize][bucket as usize];
+        // No branch: on moments it would be a coin's.
+        code + u8::from(self.middles[code as usize] < x)
     }
 
     /// Codes of one block; returns its largest magnitude.
     pub(crate) fn encode(&self, values: &[f32], codes: &mut [u8]) -> f32 {
-        let most = values.iter().fold(0f32, |most, x| most.max(x.abs()));
+        let mut lanes = [0f32; LANES];
+        for values in values.chunks(LANES) {
+            for (most, x) in lanes.iter_mut().zip(values) {
+                *most = if x.abs() > *most { x.abs() } else { *most };
+            }
+        }
+        let most = lanes.into_iter().fold(0f32, f32::max);
         if most == 0.0 {
             codes.fill(0);
             return 0.0;
         }
-        for (code, x) in codes.iter_mut().zip(values) {
-            *code = self.nearest(x / most);
-            if !self.signed && *code == 0 && *x > 0.0 {
-                *code = 1;
+        let least = |x: f32| u8::from(!self.signed && x > 0.0);
+        for (codes, values) in codes.chunks_mut(LANES).zip(values.chunks(LANES)) {
+            let mut parts = [0f32; LANES];
+            parts.iter_mut().zip(values).for_each(|(part, x)| *part = x / most);
+            for ((code, part), x) in codes.iter_mut().zip(parts).zip(values) {
+                *code = self.nearest(part).max(least(*x));
             }
         }
         most
@@ -138,6 +149,12 @@ mod tests {
                 if code.signed && i % 2 == 0 { -x } else { x }
             }));
             all.extend([0.0, -0.0, 1e-30, 1e-44]);
+            // Every border: of buckets, and of codes.
+            let borders = (0..25 * FINE).map(edge).chain(code.middles[..255].to_vec());
+            all.extend(borders.flat_map(|x| [x.next_down(), x, x.next_up()]));
+            if code.signed {
+                all.extend(all.clone().into_iter().map(|x| -x));
+            }
             for x in all {
                 assert_eq!(code.nearest(x), searched(code, x), "{x}");
             }

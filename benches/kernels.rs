@@ -157,7 +157,7 @@ fn deltas(c: &mut Criterion) {
             })
         });
         group.bench_function("forward on board", |b| {
-            b.iter(|| low_rank::forward(&x, Base::Dense(&w), None, low).expect("y"))
+            b.iter(|| low_rank::forward(&x, Base::Dense((&w).into()), None, low).expect("y"))
         });
         group.bench_function("backward without", |b| {
             b.iter(|| linear::backward_input(&dy, &w).expect("dx"))
@@ -170,7 +170,7 @@ fn deltas(c: &mut Criterion) {
             })
         });
         group.bench_function("backward on board", |b| {
-            b.iter(|| low_rank::backward(&dy, Base::Dense(&w), None, low).expect("dx"))
+            b.iter(|| low_rank::backward(&dy, Base::Dense((&w).into()), None, low).expect("dx"))
         });
         group.finish();
     }

@@ -5,6 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use clap::Parser;
 use ft::base::heap;
 use ft::base::rng::{Rng, Stream};
+use ft::ops::prepacked::{Dense, Orders, Prepacked};
 use ft::ops::{CpuPath, linear};
 use std::hint::black_box;
 use std::time::Instant;
@@ -15,6 +16,9 @@ struct Options {
     threads: usize,
     #[arg(long, default_value_t = 7)]
     repeats: usize,
+    /// The weights are kept packed, as the tile unit reads them.
+    #[arg(long)]
+    packed: bool,
     /// Given by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
@@ -51,9 +55,14 @@ fn main() {
     for (n, i, out) in SHAPES {
         let (x, dy) = (random(n, i, 1), random(n, out, 2));
         let w = random(out, i, 3).to_dtype(DType::BF16).expect("a tensor");
+        let copy = match o.packed {
+            true => Prepacked::new(&w, Orders::Both, 0).expect("packed"),
+            false => None,
+        };
+        let weight = || copy.as_ref().map_or(Dense::from(&w), Dense::from);
         let forms: [(&str, &dyn Fn() -> Tensor); 3] = [
-            ("x·Wᵀ", &|| linear::forward(&x, &w, None).expect("y")),
-            ("dy·W", &|| linear::backward_input(&dy, &w).expect("dx")),
+            ("x·Wᵀ", &|| linear::forward(&x, weight(), None).expect("y")),
+            ("dy·W", &|| linear::backward_input(&dy, weight()).expect("dx")),
             ("dyᵀ·x", &|| linear::grad_weight(&dy, &x, DType::BF16).expect("dW")),
         ];
         for (form, f) in forms {
@@ -69,7 +78,7 @@ fn main() {
             let rate = 2.0 * (n * i * out) as f64 / seconds[seconds.len() / 2] / 1e9;
             println!(
                 "{}",
-                serde_json::json!({"impl": "ft", "cpu": CpuPath::current().name(), "shape": [n, i, out], "form": form,
+                serde_json::json!({"impl": "ft", "cpu": CpuPath::current().name(), "shape": [n, i, out], "form": form, "packed": copy.is_some(),
                     "gflops": (rate * 10.0).round() / 10.0})
             );
         }

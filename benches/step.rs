@@ -10,12 +10,13 @@ use ft::base::{heap, memory};
 use ft::data::{Batch, Example};
 use ft::engine::{Active, Engine, Gradients};
 use ft::model::{Adapters, Network, Spec, families, shapes};
+use ft::ops::prepacked::Orders;
 use ft::ops::{self, CpuPath};
 use ft::optim::Optimizer;
 use ft::peft::{Adapter, Lora, Mask, lora};
 use ft::recipe::{self, Dtype};
 use ft::sft::CausalLm;
-use ft::source::Resident;
+use ft::source::{Copies, Prepacking, Resident};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -45,6 +46,9 @@ struct Options {
     /// Settings of the optimizer, as in a recipe: optimizer.state=int8
     #[arg(long)]
     set: Vec<String>,
+    /// Frozen weights are kept packed: forward or both. Needs a tile unit.
+    #[arg(long)]
+    packed: Option<String>,
     /// Given by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
@@ -123,6 +127,22 @@ fn main() {
                 .map(|part| part.name.to_string()),
         )],
     };
+    if let Some(passes) = &o.packed {
+        let copies = Copies {
+            orders: if passes == "both" {
+                Orders::Both
+            } else {
+                Orders::Forward
+            },
+            head: Some(spec.head_name().to_string()),
+            ranks: spec
+                .sites()
+                .into_iter()
+                .map(|s| (format!("{}.weight", s.module), 16))
+                .collect(),
+        };
+        network.source = Box::new(Prepacking::new(network.source, copies, sets[0].names()));
+    }
     let text = "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n";
     let optimizer = recipe::parse(text, "bench", &o.set).expect("a recipe").recipe.optimizer;
     let mut engine = Engine {
@@ -155,7 +175,7 @@ fn main() {
     let mut loss = 0.0;
     let mut faults = Vec::new();
     for active in &sets {
-        engine.optimizer.retire_all_but(|_| false).expect("blocks retire");
+        engine.switch(active, |_| false).expect("blocks retire");
         let mut seconds: Vec<f64> = (0..=o.steps)
             .map(|step| {
                 let (started, before) = (Instant::now(), page_faults());
@@ -178,7 +198,7 @@ fn main() {
             "device": o.device, "peak_device_mib": gpu.map(|m| m.peak_used >> 20),
             "impl": "ft", "size": o.size, "method": o.method, "dtype": o.dtype, "batch": o.batch, "seq": o.seq,
             "threads": o.threads, "cpu": CpuPath::current().name(), "keep": o.keep.unwrap_or(layers), "set": o.set,
-            "tokens_per_s": (tokens / median * 10.0).round() / 10.0, "step_s": all,
+            "packed": o.packed, "tokens_per_s": (tokens / median * 10.0).round() / 10.0, "step_s": all,
             "peak_rss_mib": memory::peak_resident() >> 20, "loss": loss,
             "page_faults": faults,
         })

@@ -99,7 +99,7 @@ fn run(cli: Cli) -> Result<i32> {
             .build_global()
             .map_err(|e| Error::new("cannot start the threads").cause(e))?;
     }
-    // For tests and measurements: amx, amx-emulated, avx512, avx2 or portable.
+    // For tests and measurements: amx, amx-emulated, avx512-bf16, avx512, avx2 or portable.
     if let Ok(path) = std::env::var("FT_CPU") {
         CpuPath::force(&path)?;
     }

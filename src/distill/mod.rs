@@ -75,9 +75,9 @@ impl Distill {
 }
 
 /// Calls `f` with a head as the operations take it.
-fn with_matrix<R>(head: &HeadWeight, f: impl FnOnce(Matrix) -> R) -> R {
+fn with_matrix<R>(head: &HeadWeight, f: impl FnOnce(Matrix) -> Result<R>) -> Result<R> {
     match head {
-        HeadWeight::Whole(w) => f(Matrix::Whole(w)),
+        HeadWeight::Whole(w) => f(Matrix::Whole(w.dense()?)),
         HeadWeight::Parts(parts) => with_pieces(parts, |pieces| f(Matrix::Parts(pieces))),
     }
 }
@@ -110,7 +110,7 @@ impl Objective for Distill {
             return self.plain.evaluate(h, head, batch, need, tally);
         }
         let vocab = match &head.weight {
-            HeadWeight::Whole(w) => w.dim(0)?,
+            HeadWeight::Whole(w) => w.dense()?.dim(0)?,
             HeadWeight::Parts(parts) => parts.rows,
         };
         let options = |teacher: usize| ops::Options {

@@ -92,13 +92,13 @@ impl CodedCopy {
             for p in own() {
                 let (name, weight) = weights.weight(&p.name)?;
                 let old = known.as_ref().filter(|_| !changed(&p.name));
-                let stored = match (&weight, old) {
+                let stored = match (weight.dense(), old) {
                     (_, Some(old)) => old.weight(&p.name)?.1,
-                    (Weight::Dense(tensor), _) if is_projection(p) => encode(tensor, self.formats.projections)
+                    (Ok(tensor), _) if is_projection(p) => encode(tensor, self.formats.projections)
                         .map_err(|e| e.or_at(&*p.name))?
                         .into(),
                     // What travels cannot be held: its memory is used again.
-                    (Weight::Dense(tensor), _) if of.source.held(&p.name).is_none() => tensor.copy()?.into(),
+                    (Ok(tensor), _) if of.source.held(&p.name).is_none() => tensor.copy()?.into(),
                     _ => weight,
                 };
                 out.insert(name, stored);

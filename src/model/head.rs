@@ -5,6 +5,7 @@ use crate::base::{Error, Result};
 use crate::ops::cross_entropy::{self, Pieces};
 use crate::ops::linear;
 use crate::ops::tally::Tally;
+use crate::quant::Weight;
 use crate::source::{GroupWeights, LayerSource};
 use candle_core::Tensor;
 use std::cell::RefCell;
@@ -19,8 +20,8 @@ pub struct Head<'a> {
 }
 
 pub enum HeadWeight<'a> {
-    /// `[V, D]`
-    Whole(Tensor),
+    /// `[V, D]`, dense.
+    Whole(Weight),
     Parts(Parts<'a>),
 }
 
@@ -63,9 +64,9 @@ impl Head<'_> {
     /// The whole matrix. Errors: it comes in parts.
     pub fn param(&self) -> Result<Param> {
         match &self.weight {
-            HeadWeight::Whole(tensor) => Ok(Param {
+            HeadWeight::Whole(w) => Ok(Param {
                 name: self.name.clone(),
-                tensor: tensor.clone(),
+                tensor: w.dense()?.clone(),
             }),
             HeadWeight::Parts(_) => Err(Error::new("a head that comes in parts is not here whole").at(&*self.name)),
         }
@@ -74,7 +75,7 @@ impl Head<'_> {
     /// Logits `[N, V]` before the soft cap of hidden states `[N, D]`.
     pub fn logits(&self, h: &Tensor) -> Result<Tensor> {
         match &self.weight {
-            HeadWeight::Whole(tensor) => linear::forward(h, tensor, None),
+            HeadWeight::Whole(w) => w.forward(h, None),
             HeadWeight::Parts(parts) => {
                 let mut columns = Vec::new();
                 for first in (0..parts.rows).step_by(parts.rows_of_part) {
@@ -92,7 +93,7 @@ impl Head<'_> {
     /// V
     pub fn vocab(&self) -> Result<usize> {
         match &self.weight {
-            HeadWeight::Whole(tensor) => Ok(tensor.dims2()?.0),
+            HeadWeight::Whole(w) => Ok(w.dense()?.dims2()?.0),
             HeadWeight::Parts(parts) => Ok(parts.rows),
         }
     }
@@ -101,7 +102,7 @@ impl Head<'_> {
     pub fn log_probs(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
         let chunk = cross_entropy::chunk_for(self.vocab()?, false);
         match &self.weight {
-            HeadWeight::Whole(w) => cross_entropy::token_log_probs(h, w, targets, self.softcap, chunk),
+            HeadWeight::Whole(w) => cross_entropy::token_log_probs(h, w.as_dense()?, targets, self.softcap, chunk),
             HeadWeight::Parts(parts) => with_pieces(parts, |pieces| {
                 cross_entropy::streamed_log_probs(h, pieces, targets, self.softcap, chunk)
             }),
@@ -124,7 +125,7 @@ impl Head<'_> {
         // The loss is the caller's.
         let unused = Tally::new(h.device())?;
         let out = match &self.weight {
-            HeadWeight::Whole(w) => cross_entropy::forward_backward(h, w, targets, &options, &unused)?,
+            HeadWeight::Whole(w) => cross_entropy::forward_backward(h, w.as_dense()?, targets, &options, &unused)?,
             HeadWeight::Parts(parts) => with_pieces(parts, |pieces| {
                 cross_entropy::streamed(h, pieces, targets, &options, &unused)
             })?,
@@ -141,7 +142,7 @@ impl Head<'_> {
     pub fn entropies(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
         let chunk = cross_entropy::chunk_for(self.vocab()?, false);
         match &self.weight {
-            HeadWeight::Whole(w) => cross_entropy::token_entropies(h, w, targets, self.softcap, chunk),
+            HeadWeight::Whole(w) => cross_entropy::token_entropies(h, w.dense()?, targets, self.softcap, chunk),
             HeadWeight::Parts(parts) => with_pieces(parts, |pieces| {
                 cross_entropy::streamed_entropies(h, pieces, targets, self.softcap, chunk)
             }),

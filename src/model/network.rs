@@ -124,8 +124,8 @@ impl Network {
                 (name, HeadWeight::Parts(parts))
             }
             None => {
-                let Param { name, tensor } = param(&*self.source.fetch(group)?, name)?;
-                (name, HeadWeight::Whole(tensor))
+                let (name, weight) = self.source.fetch(group)?.weight(name)?;
+                (name, HeadWeight::Whole(weight))
             }
         };
         Ok(Head {

@@ -5,7 +5,8 @@ mod entropy;
 mod streamed;
 
 use super::cpu::cross_entropy as cpu;
-use super::cpu::storage::{dims2, expect_dims, expect_f32, floats, tensor, values, wrong_shape};
+use super::cpu::storage::{dims2, expect_dims, expect_f32, floats, tensor, wrong_shape};
+use super::prepacked::Dense;
 use super::tally::{Sums, Tally};
 use crate::base::{Error, Result};
 use crate::data::IGNORE;
@@ -82,14 +83,15 @@ pub struct Output {
 
 /// h `[N, D]`, head f32 or bf16 `[V, D]`, targets `[N]`, each below V or `IGNORE` (else an error). The loss, not
 /// finite when a logit is not, and the tokens whose target has the largest logit (the first of equals) go to `tally`.
-pub fn forward_backward(
+pub fn forward_backward<'w>(
     h: &Tensor,
-    head: &Tensor,
+    head: impl Into<Dense<'w>>,
     targets: &[u32],
     options: &Options,
     tally: &Tally,
 ) -> Result<Output> {
-    let ((n, d), (v, _)) = (dims2(h, "the hidden states")?, dims2(head, "the head")?);
+    let head = head.into();
+    let ((n, d), (v, _)) = (dims2(h, "the hidden states")?, dims2(head.tensor, "the head")?);
     on_gpu!(h, {
         let wanted = super::cuda::cross_entropy::Wanted {
             scale: options.scale as f32,
@@ -97,7 +99,7 @@ pub fn forward_backward(
             dw: options.need_dw,
         };
         let wanted = (options.need_dh || options.need_dw).then_some(wanted);
-        gpu::forward_backward(h, head, targets, options, wanted, tally)
+        gpu::forward_backward(h, head.tensor, targets, options, wanted, tally)
     });
     let mut sum = Sum::default();
     let mut gradients = cpu::Gradients {
@@ -116,17 +118,19 @@ pub fn forward_backward(
 }
 
 /// As `forward_backward` without gradients; gives the number of trained tokens.
-pub fn forward_only(
+pub fn forward_only<'w>(
     h: &Tensor,
-    head: &Tensor,
+    head: impl Into<Dense<'w>>,
     targets: &[u32],
     softcap: Option<f32>,
     chunk: usize,
     tally: &Tally,
 ) -> Result<usize> {
+    let head = head.into();
     on_gpu!(
         h,
-        gpu::forward_backward(h, head, targets, &Options::losses(softcap, chunk), None, tally).map(|out| out.trained)
+        gpu::forward_backward(h, head.tensor, targets, &Options::losses(softcap, chunk), None, tally)
+            .map(|out| out.trained)
     );
     let mut sum = Sum::default();
     run(h, head, targets, &Options::losses(softcap, chunk), None, |_, row| {
@@ -137,14 +141,15 @@ pub fn forward_only(
 }
 
 /// Log-probability of each target, `[N]`; 0 where the target is `IGNORE`.
-pub fn token_log_probs(
+pub fn token_log_probs<'w>(
     h: &Tensor,
-    head: &Tensor,
+    head: impl Into<Dense<'w>>,
     targets: &[u32],
     softcap: Option<f32>,
     chunk: usize,
 ) -> Result<Vec<f32>> {
-    on_gpu!(h, gpu::token_log_probs(h, head, targets, softcap, chunk));
+    let head = head.into();
+    on_gpu!(h, gpu::token_log_probs(h, head.tensor, targets, softcap, chunk));
     let mut log_probs = vec![0f32; targets.len()];
     run(h, head, targets, &Options::losses(softcap, chunk), None, |n, row| {
         log_probs[n] = -row.loss as f32
@@ -207,18 +212,18 @@ fn check(h: &Tensor, (v, d): (usize, usize), targets: &[u32], softcap: Option<f3
 /// Hands every trained token's result to `each`, in order.
 fn run(
     h: &Tensor,
-    head: &Tensor,
+    head: Dense<'_>,
     targets: &[u32],
     options: &Options,
     gradients: Option<&mut cpu::Gradients>,
     mut each: impl FnMut(usize, &cpu::Row),
 ) -> Result<()> {
-    let trained = trained_rows(h, head, targets, options.softcap)?;
+    let trained = trained_rows(h, head.tensor, targets, options.softcap)?;
     options.check(targets.len())?;
     expect_f32(h, "the hidden states")?;
-    let (v, d) = dims2(head, "the head")?;
+    let (v, d) = dims2(head.tensor, "the head")?;
     floats(h, "the hidden states", |h| {
-        values(head, "the head", |head| {
+        head.with_rows("the head", |head| {
             let job = cpu::Job {
                 h,
                 head,
@@ -382,7 +387,7 @@ mod tests {
                     ..options
                 };
                 let tally = Tally::new(&Device::Cpu).unwrap();
-                assert!(forward_backward(&h, &head, &targets, &short, &tally).is_err());
+                assert!(forward_backward(&h, head.as_tensor(), &targets, &short, &tally).is_err());
             }
         }
     }
@@ -413,7 +418,7 @@ mod tests {
                     assert_close(&out.dh.unwrap(), grads.get(&h).unwrap(), 1e-5);
                     assert_close(&out.dw.unwrap(), grads.get(&head).unwrap(), 1e-5);
                     assert_eq!(without(&h, &head, &targets, cap, chunk).unwrap(), sums);
-                    let got = token_log_probs(&h, &head, &targets, cap, chunk).unwrap();
+                    let got = token_log_probs(&h, head.as_tensor(), &targets, cap, chunk).unwrap();
                     let kept: Vec<f32> = (0..n).filter(|i| targets[*i] != IGNORE).map(|i| got[i]).collect();
                     let kept = Tensor::from_vec(kept, log_probs.dims(), &Device::Cpu).unwrap();
                     assert_close(&kept, &log_probs, 1e-5);

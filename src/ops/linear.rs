@@ -1,33 +1,53 @@
 //! `y = x Wᵀ + b` and its three derivatives. x `[N, I]`, W `[O, I]`, b `[O]`, y `[N, O]`.
 //! A bf16 weight is never widened whole on the CPU. On a GPU activations may be bf16; gradients of weights are f32.
 
-use super::cpu::product::{Matrix, Rounding, Start, product};
+use super::cpu::product::{Matrix, Rounding, Start, WeightRows, product};
 use super::cpu::storage::{Values, dims2, expect_dims, floats, tensor, unwritten, values};
 use super::cpu::update::sum_rows;
+use super::prepacked::Dense;
 use super::update::with_slices;
 use crate::base::Result;
 use candle_core::{DType, Tensor};
 
 /// `x [N, I]` f32, `w [O, I]` f32 or bf16, `bias [O]` f32 or bf16: `x·wᵀ + bias`, `[N, O]` f32.
 /// Fails on shapes that do not fit, on tensors that are not contiguous or not on the CPU.
-pub fn forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+pub fn forward<'w>(x: &Tensor, w: impl Into<Dense<'w>>, bias: Option<&Tensor>) -> Result<Tensor> {
+    let w = w.into();
     let (rows, inputs) = dims2(x, "x of a linear")?;
-    let (outputs, _) = dims2(w, "the weight of a linear")?;
-    expect_dims(w, "the weight of a linear", &[outputs, inputs])?;
+    let outputs = outputs_of(w, inputs)?;
     if let Some(bias) = bias {
         expect_dims(bias, "the bias of a linear", &[outputs])?;
     }
-    on_gpu!(x, super::cuda::linear::forward(x, w, bias, (rows, outputs, inputs)));
+    on_gpu!(
+        x,
+        super::cuda::linear::forward(x, w.tensor, bias, (rows, outputs, inputs))
+    );
     let bias = read_bias(bias, outputs)?;
     let mut y = unwritten(rows * outputs);
     floats(x, "x of a linear", |x| {
-        values(w, "the weight of a linear", |w| {
+        w.with_rows(WEIGHT, |w| {
             let start = bias.as_deref().map_or(Start::Zero, Start::Bias);
             forward_slices((rows, outputs, inputs), &mut y, start, x, w);
             Ok(())
         })
     })?;
     tensor(y, (rows, outputs))
+}
+
+const WEIGHT: &str = "the weight of a linear";
+
+/// O of a weight `[O, inputs]`.
+fn outputs_of(w: Dense<'_>, inputs: usize) -> Result<usize> {
+    let (outputs, _) = dims2(w.tensor, WEIGHT)?;
+    expect_dims(w.tensor, WEIGHT, &[outputs, inputs])?;
+    Ok(outputs)
+}
+
+/// I of a weight `[outputs, I]`.
+fn inputs_of(w: Dense<'_>, outputs: usize) -> Result<usize> {
+    let (_, inputs) = dims2(w.tensor, WEIGHT)?;
+    expect_dims(w.tensor, WEIGHT, &[outputs, inputs])?;
+    Ok(inputs)
 }
 
 /// The bias of a linear, `[outputs]`, widened.
@@ -38,38 +58,37 @@ pub(super) fn read_bias(bias: Option<&Tensor>, outputs: usize) -> Result<Option<
 }
 
 /// `y [N, O] += x·wᵀ`, all of `y`, `x [N, I]` f32; `w [O, I]` f32 or bf16. `y` must not share storage with `x`.
-pub fn forward_add(y: &Tensor, x: &Tensor, w: &Tensor) -> Result<()> {
+pub fn forward_add<'w>(y: &Tensor, x: &Tensor, w: impl Into<Dense<'w>>) -> Result<()> {
+    let w = w.into();
     let (rows, inputs) = dims2(x, "x of a linear")?;
-    let (outputs, _) = dims2(w, "the weight of a linear")?;
-    expect_dims(w, "the weight of a linear", &[outputs, inputs])?;
+    let outputs = outputs_of(w, inputs)?;
     expect_dims(y, "y of a linear", &[rows, outputs])?;
-    on_gpu!(x, super::cuda::linear::forward_add(y, x, w, (rows, outputs, inputs)));
-    values(w, "the weight of a linear", |w| {
+    on_gpu!(
+        x,
+        super::cuda::linear::forward_add(y, x, w.tensor, (rows, outputs, inputs))
+    );
+    w.with_rows(WEIGHT, |w| {
         with_slices(y, x, |y, x| forward_slices((rows, outputs, inputs), y, Start::C, x, w))
     })
 }
 
-fn forward_slices(sizes: (usize, usize, usize), y: &mut [f32], start: Start<'_>, x: &[f32], w: Values<'_>) {
-    let k = sizes.2;
-    product(
-        sizes,
-        y,
-        start,
-        Matrix::vectors(Values::F32(x), k),
-        Matrix::vectors(w, k),
-        w.rounding(),
-    );
+fn forward_slices(sizes: (usize, usize, usize), y: &mut [f32], start: Start<'_>, x: &[f32], w: WeightRows<'_>) {
+    let x = Matrix::vectors(Values::F32(x), sizes.2);
+    product(sizes, y, start, x, w.forward(), w.rounding());
 }
 
 /// `dy [N, O]` f32, `w [O, I]` f32 or bf16: `dx = dy·w`, `[N, I]` f32.
-pub fn backward_input(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
+pub fn backward_input<'w>(dy: &Tensor, w: impl Into<Dense<'w>>) -> Result<Tensor> {
+    let w = w.into();
     let (rows, outputs) = dims2(dy, "dy of a linear")?;
-    let (_, inputs) = dims2(w, "the weight of a linear")?;
-    expect_dims(w, "the weight of a linear", &[outputs, inputs])?;
-    on_gpu!(dy, super::cuda::linear::backward_input(dy, w, (rows, inputs, outputs)));
+    let inputs = inputs_of(w, outputs)?;
+    on_gpu!(
+        dy,
+        super::cuda::linear::backward_input(dy, w.tensor, (rows, inputs, outputs))
+    );
     let mut dx = unwritten(rows * inputs);
     floats(dy, "dy of a linear", |dy| {
-        values(w, "the weight of a linear", |w| {
+        w.with_rows(WEIGHT, |w| {
             backward_slices((rows, inputs, outputs), &mut dx, Start::Zero, dy, w);
             Ok(())
         })
@@ -78,32 +97,25 @@ pub fn backward_input(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
 }
 
 /// `dx [N, I] += dy·w`; as `backward_input`. `dx` must not share storage with `dy`.
-pub fn backward_input_add(dx: &Tensor, dy: &Tensor, w: &Tensor) -> Result<()> {
+pub fn backward_input_add<'w>(dx: &Tensor, dy: &Tensor, w: impl Into<Dense<'w>>) -> Result<()> {
+    let w = w.into();
     let (rows, outputs) = dims2(dy, "dy of a linear")?;
-    let (_, inputs) = dims2(w, "the weight of a linear")?;
-    expect_dims(w, "the weight of a linear", &[outputs, inputs])?;
+    let inputs = inputs_of(w, outputs)?;
     expect_dims(dx, "dx of a linear", &[rows, inputs])?;
     on_gpu!(
         dy,
-        super::cuda::linear::backward_input_add(dx, dy, w, (rows, inputs, outputs))
+        super::cuda::linear::backward_input_add(dx, dy, w.tensor, (rows, inputs, outputs))
     );
-    values(w, "the weight of a linear", |w| {
+    w.with_rows(WEIGHT, |w| {
         with_slices(dx, dy, |dx, dy| {
             backward_slices((rows, inputs, outputs), dx, Start::C, dy, w)
         })
     })
 }
 
-fn backward_slices(sizes: (usize, usize, usize), dx: &mut [f32], start: Start<'_>, dy: &[f32], w: Values<'_>) {
-    let (_, inputs, outputs) = sizes;
-    product(
-        sizes,
-        dx,
-        start,
-        Matrix::vectors(Values::F32(dy), outputs),
-        Matrix::steps(w, inputs),
-        w.rounding(),
-    );
+fn backward_slices(sizes: (usize, usize, usize), dx: &mut [f32], start: Start<'_>, dy: &[f32], w: WeightRows<'_>) {
+    let dy = Matrix::vectors(Values::F32(dy), sizes.2);
+    product(sizes, dx, start, dy, w.backward(), w.rounding());
 }
 
 /// `dy [N, O]`, `x [N, I]`: `dW = dyᵀ·x`, `[O, I]` f32. `stored` is the type of the weight: with bf16 the operands may
@@ -198,24 +210,25 @@ mod tests {
     fn matches_autograd() {
         for (n, i, o) in SHAPES {
             let x = Var::from_tensor(&random((n, i), 1)).unwrap();
-            let w = Var::from_tensor(&random((o, i), 2)).unwrap();
+            let w_var = Var::from_tensor(&random((o, i), 2)).unwrap();
+            let w = w_var.as_tensor();
             let b = Var::from_tensor(&random(o, 3)).unwrap();
             let dy = random((n, o), 4);
             let y = x.matmul(&w.t().unwrap()).unwrap().broadcast_add(&b).unwrap();
             let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
-            assert_close(&forward(&x, &w, Some(&b)).unwrap(), &y, 1e-5);
-            assert_close(&backward_input(&dy, &w).unwrap(), grads.get(&x).unwrap(), 1e-5);
-            assert_close(&grad_weight(&dy, &x, DType::F32).unwrap(), grads.get(&w).unwrap(), 1e-5);
+            assert_close(&forward(&x, w, Some(&b)).unwrap(), &y, 1e-5);
+            assert_close(&backward_input(&dy, w).unwrap(), grads.get(&x).unwrap(), 1e-5);
+            assert_close(&grad_weight(&dy, &x, DType::F32).unwrap(), grads.get(w).unwrap(), 1e-5);
             let (more_y, more_dx) = (y.copy().unwrap(), random((n, i), 9));
-            forward_add(&more_y, &x, &w).unwrap();
+            forward_add(&more_y, &x, w).unwrap();
             let want = (&y + x.matmul(&w.t().unwrap()).unwrap()).unwrap();
             assert_close(&more_y, &want, 1e-5);
             let want = (&more_dx + grads.get(&x).unwrap()).unwrap();
-            backward_input_add(&more_dx, &dy, &w).unwrap();
+            backward_input_add(&more_dx, &dy, w).unwrap();
             assert_close(&more_dx, &want, 1e-5);
             assert_close(&grad_bias(&dy).unwrap(), grads.get(&b).unwrap(), 1e-5);
             let more_dw = random((o, i), 8);
-            let want = (&more_dw + grads.get(&w).unwrap()).unwrap();
+            let want = (&more_dw + grads.get(w).unwrap()).unwrap();
             grad_weight_add(&more_dw, &dy, &x, DType::F32).unwrap();
             assert_close(&more_dw, &want, 1e-5);
         }

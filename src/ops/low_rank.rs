@@ -2,8 +2,9 @@
 //! A `[R, I]`, B `[O, R]`, y `[N, O]`. On the CPU; elsewhere the parts of `LowRank` do it one by one.
 
 use super::coded::View;
-use super::cpu::product::{Matrix, Operand, Path, Rider, Start, product_with};
-use super::cpu::storage::{Values, dims2, expect_dims, floats, tensor, unwritten, values};
+use super::cpu::product::{Matrix, Operand, Path, Rider, Start, WeightRows, product_with};
+use super::cpu::storage::{Values, dims2, expect_dims, floats, tensor, unwritten};
+use super::prepacked::Dense;
 use super::update::with_slices;
 use super::{linear, update};
 use crate::base::Result;
@@ -22,7 +23,7 @@ pub struct LowRank<'a> {
 /// The weight `[O, I]` under the delta.
 #[derive(Clone, Copy)]
 pub enum Base<'a> {
-    Dense(&'a Tensor),
+    Dense(Dense<'a>),
     Coded(View<'a>),
 }
 
@@ -62,18 +63,18 @@ impl LowRank<'_> {
 
 impl Base<'_> {
     /// Runs `f` on the elements of the weight, which must be `[outputs, inputs]`.
-    fn with<R>(&self, (outputs, inputs): (usize, usize), f: impl FnOnce(Operand<'_>) -> Result<R>) -> Result<R> {
+    fn with<R>(&self, (outputs, inputs): (usize, usize), f: impl FnOnce(WeightRows<'_>) -> Result<R>) -> Result<R> {
         match self {
             Base::Dense(w) => {
-                expect_dims(w, "the weight of a linear", &[outputs, inputs])?;
-                values(w, "the weight of a linear", |w| f(w.into()))
+                expect_dims(w.tensor, "the weight of a linear", &[outputs, inputs])?;
+                w.with_rows("the weight of a linear", f)
             }
             Base::Coded(view) if (view.rows, view.columns) != (outputs, inputs) => {
                 Err(crate::base::Error::new("the weight of a linear has the wrong shape")
                     .found(format!("[{}, {}]", view.rows, view.columns))
                     .expected(format!("[{outputs}, {inputs}]")))
             }
-            Base::Coded(view) => f(Operand::Coded(*view)),
+            Base::Coded(view) => f(WeightRows::new(Operand::Coded(*view), inputs)),
         }
     }
 }
@@ -97,13 +98,13 @@ pub fn forward(x: &Tensor, w: Base<'_>, bias: Option<&Tensor>, low: LowRank<'_>)
                     u: &mut u,
                 };
                 let start = bias.as_deref().map_or(Start::Zero, Start::Bias);
-                let (x, w) = (Matrix::vectors(Values::F32(x), inputs), Matrix::vectors(w, inputs));
+                let operands = (Matrix::vectors(Values::F32(x), inputs), w.forward());
                 product_with(
                     Path::current(),
                     (rows, outputs, inputs),
                     &mut y,
                     start,
-                    (x, w),
+                    operands,
                     w.rounding(),
                     rider,
                 );
@@ -121,7 +122,7 @@ pub fn backward(dy: &Tensor, w: Base<'_>, sum: Option<&Tensor>, low: LowRank<'_>
     let rows = dims2(dy, "dy of a linear")?.0;
     expect_dims(dy, "dy of a linear", &[rows, outputs])?;
     let mut du = unwritten(rows * rank);
-    let mut run = |dx: &mut [f32], start: Start<'_>, dy: &[f32], w: Operand<'_>| {
+    let mut run = |dx: &mut [f32], start: Start<'_>, dy: &[f32], w: WeightRows<'_>| {
         with_pair(low, |a, b| {
             let rider = Rider {
                 rank,
@@ -130,13 +131,13 @@ pub fn backward(dy: &Tensor, w: Base<'_>, sum: Option<&Tensor>, low: LowRank<'_>
                 scale: low.scale,
                 u: &mut du,
             };
-            let (dy, w) = (Matrix::vectors(Values::F32(dy), outputs), Matrix::steps(w, inputs));
+            let operands = (Matrix::vectors(Values::F32(dy), outputs), w.backward());
             product_with(
                 Path::current(),
                 (rows, inputs, outputs),
                 dx,
                 start,
-                (dy, w),
+                operands,
                 w.rounding(),
                 rider,
             );
@@ -206,11 +207,11 @@ mod tests {
                 }
                 let w = tensor(decoded, (o, i)).unwrap();
                 let (y, u) = forward(&x, Base::Coded(view), None, low).unwrap();
-                let (want, want_u) = forward(&x, Base::Dense(&w), None, low).unwrap();
+                let (want, want_u) = forward(&x, Base::Dense((&w).into()), None, low).unwrap();
                 assert_close(&y, &want, 1e-5);
                 assert_close(&u, &want_u, 1e-5);
                 let (dx, du) = backward(&dy, Base::Coded(view), None, low).unwrap();
-                let (want, want_du) = backward(&dy, Base::Dense(&w), None, low).unwrap();
+                let (want, want_du) = backward(&dy, Base::Dense((&w).into()), None, low).unwrap();
                 assert_close(&dx, &want, 1e-5);
                 assert_close(&du, &want_du, 1e-5);
             }
@@ -229,8 +230,8 @@ mod tests {
                 b: &b,
                 scale: 2.0,
             };
-            let (y, u) = forward(&x, Base::Dense(&w), None, low).unwrap();
-            let (dx, du) = backward(&dy, Base::Dense(&w), None, low).unwrap();
+            let (y, u) = forward(&x, Base::Dense((&w).into()), None, low).unwrap();
+            let (dx, du) = backward(&dy, Base::Dense((&w).into()), None, low).unwrap();
             vec![y, u, dx, du]
         });
     }
@@ -247,7 +248,7 @@ mod tests {
             };
             for dtype in [DType::F32, DType::BF16] {
                 let w = random((o, i), 6).to_dtype(dtype).unwrap();
-                let (y, u) = forward(&x, Base::Dense(&w), Some(&bias), low).unwrap();
+                let (y, u) = forward(&x, Base::Dense((&w).into()), Some(&bias), low).unwrap();
                 let want_u = low.down(&x).unwrap();
                 let want = linear::forward(&x, &w, Some(&bias)).unwrap();
                 low.add_up(&want, &want_u).unwrap();
@@ -263,7 +264,7 @@ mod tests {
                         }
                         None => linear::backward_input(&dy, &w).unwrap(),
                     };
-                    let (dx, du) = backward(&dy, Base::Dense(&w), start.as_ref(), low).unwrap();
+                    let (dx, du) = backward(&dy, Base::Dense((&w).into()), start.as_ref(), low).unwrap();
                     let want_du = low.back_down(&dy).unwrap();
                     low.add_back_up(&want, &want_du).unwrap();
                     assert_close(&du, &want_du, 1e-5);

@@ -30,6 +30,7 @@ pub mod low_rank;
 pub mod master;
 pub mod paged;
 pub mod part;
+pub mod prepacked;
 pub mod rms_norm;
 pub mod rope;
 pub mod softmax;

@@ -29,7 +29,7 @@ use crate::peft::Cost;
 use crate::peft::start::cost;
 use crate::quant::Storage;
 use crate::recipe::{LoraInit, Method, Recipe, RolloutWeights};
-use crate::source::{Group, Policy};
+use crate::source::{Copies, Group, Policy};
 use ledger::{Kind, Ledger};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -84,6 +84,8 @@ pub struct Inputs {
     pub active: Vec<Active>,
     /// How each weight is stored.
     pub storage: Policy,
+    /// What is kept packed, where a tile unit is.
+    pub copies: Option<Copies>,
     /// Bytes of a number of the files as it is read to be coded; none where they hold codes already.
     pub file_bytes: u64,
     /// What the adapter on each linear that has one holds and needs, by module.
@@ -120,6 +122,7 @@ impl Inputs {
             on_gpu: false,
             active,
             storage: Policy::dense(recipe.model.dtype),
+            copies: None,
             file_bytes: recipe.model.dtype.bytes(),
             adapters: adapters
                 .iter()
@@ -335,6 +338,7 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
         }
         ledger.moment("start of the adapters");
         ledger.touch(Kind::Scratch, inputs.start_bytes(recipe, spec));
+        held.push(ledger.hold(Kind::Copies, weights::copies(spec, inputs, active)));
         step::walk(&mut ledger, spec, recipe, inputs, active);
         // A checkpoint or `final/` takes one tensor at a time as f32; what is on the disk, a small part of it.
         ledger.moment("saving");

@@ -194,7 +194,7 @@ fn thread_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
 
 /// Bytes of the packed operands of the tile unit, where there is one: an activation and a weight.
 fn tile_buffers(spec: &Spec, inputs: &Inputs) -> u64 {
-    if CpuPath::current() != CpuPath::Amx {
+    if !CpuPath::current().packs_bf16() {
         return 0;
     }
     let linears = spec.linears().into_iter().map(|(_, input, output, ..)| (input, output));

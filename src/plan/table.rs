@@ -6,6 +6,7 @@ use crate::base::units::{bytes, count};
 use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::ops::cross_entropy::PIECE;
+use crate::ops::prepacked::Orders;
 use crate::recipe::{Method, Recipe};
 use crate::sft::CausalLm;
 use serde_json::{Value, json};
@@ -148,6 +149,15 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
             },
         ),
         (
+            Kind::Copies,
+            "packed_weights",
+            "packed weights",
+            match inputs.copies.as_ref().map(|c| c.orders) {
+                Some(Orders::Both) => "of what is frozen, for both passes".into(),
+                _ => "of what is frozen, for the forward pass".into(),
+            },
+        ),
+        (
             Kind::Reference,
             "reference",
             "reference",
@@ -252,7 +262,7 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
     let rare = |kind| {
         matches!(
             kind,
-            Kind::Reference | Kind::Rollout | Kind::Teacher | Kind::OnHost | Kind::Parked
+            Kind::Copies | Kind::Reference | Kind::Rollout | Kind::Teacher | Kind::OnHost | Kind::Parked
         )
     };
     let lines = lines

@@ -4,6 +4,7 @@ use super::*;
 use crate::model::rope::Rope;
 use crate::model::spec::LayerSpec;
 use crate::ops::glu::Activation;
+use crate::ops::prepacked::Orders;
 use crate::recipe;
 use crate::source::Policy;
 
@@ -63,6 +64,7 @@ pub(super) fn inputs(active: Active, gradients: Gradients) -> Inputs {
         parked: false,
         reference: false,
         rollout: 0,
+        copies: None,
         storage: Policy::dense(recipe::Dtype::Bf16),
         file_bytes: 2,
         adapters: BTreeMap::new(),
@@ -296,6 +298,35 @@ fn what_is_corrected_costs_no_state_but_the_way_to_the_bottom() {
     assert_eq!(line(&rounded, "optimizer"), 8 * one);
     // One gradient more than are kept.
     assert_eq!(line(&all, "gradients"), line(&plain, "gradients") + 4 * 64 * 256);
+}
+
+#[test]
+fn packed_weights_are_counted_of_what_is_frozen() {
+    let recipe = recipe("[tune]\nmethod = \"block\"\n");
+    let plain = inputs(layer(0), Gradients::Keep);
+    let without = forecast(&spec(), &recipe, &plain);
+    let copies = |orders| Copies {
+        orders,
+        head: Some(spec().head_name().to_string()),
+        ranks: BTreeMap::new(),
+    };
+    let with = |orders| {
+        let inputs = Inputs {
+            copies: Some(copies(orders)),
+            ..plain.clone()
+        };
+        (forecast(&spec(), &recipe, &inputs), seconds(&spec(), &recipe, &inputs))
+    };
+    // Four of 64 x 64 and three of 64 x 256 in each of five layers; the head's 1000 rows are 32 panels.
+    let once = 2 * (5 * (4 * 64 * 64 + 3 * 64 * 256) + 1024 * 64);
+    let (forward, some) = with(Orders::Forward);
+    let (both, least) = with(Orders::Both);
+    assert_eq!(
+        (line(&forward, "packed_weights"), line(&both, "packed_weights")),
+        (once, 2 * once)
+    );
+    assert_eq!(both.peak_bytes, without.peak_bytes + 2 * once);
+    assert!(least < some && some < seconds(&spec(), &recipe, &plain));
 }
 
 #[test]

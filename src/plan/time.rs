@@ -7,13 +7,17 @@ use super::{Inputs, Place, weights};
 use crate::engine::Gradients;
 use crate::model::Spec;
 use crate::model::pieces::pieces;
-use crate::recipe::{Method, Recipe};
+use crate::ops::prepacked::{self, Orders};
+use crate::recipe::{Dtype, Method, Recipe};
+use crate::sft::CausalLm;
 use crate::source::Group;
 
-/// Measured: packing is about 15 % of a product with 512 tokens.
+/// Measured: packing is about 15 % of a product with 512 tokens, and a third to a half of one on the tile unit.
 const PACKED_TOKENS: f64 = 75.0;
-/// Operations a second of one thread, and of a GPU.
+const PACKED_TOKENS_TILES: f64 = 200.0;
+/// Operations a second of one thread, of one with a tile unit, and of a GPU.
 const THREAD_RATE: f64 = 50e9;
+const TILES_RATE: f64 = 500e9;
 const GPU_RATE: f64 = 200e12;
 /// Bytes a second from the disk.
 const DISK_RATE: f64 = 1e9;
@@ -24,6 +28,11 @@ const NOT_HIDDEN: f64 = 0.1;
 
 /// Seconds of one optimizer step of the slowest active set, on a machine of no name.
 pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> f64 {
+    let tiles = prepacked::is_of_use() && !inputs.on_gpu && recipe.model.dtype == Dtype::Bf16;
+    let packed = if tiles { PACKED_TOKENS_TILES } else { PACKED_TOKENS };
+    let orders = inputs.copies.as_ref().map(|c| c.orders);
+    let forward = if orders.is_some() { 0.0 } else { packed };
+    let backward = if orders == Some(Orders::Both) { 0.0 } else { packed };
     let sets = inputs.active.iter().map(|active| {
         let layers = spec.layers.len();
         let lowest = active.lowest_layer(layers);
@@ -36,12 +45,14 @@ pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> f64 {
             }
         }
         let count = pieces(inputs.tokens, inputs.mlp_tokens).len() as f64;
-        let products = attention * (n + PACKED_TOKENS) + mlp * (n + PACKED_TOKENS * count);
         // Half of the scores are masked.
-        let layer = 2.0 * products + 2.0 * n * (inputs.longest * spec.query_width()) as f64;
+        let scores = 2.0 * n * (inputs.longest * spec.query_width()) as f64;
+        let layer = |packed: f64| 2.0 * (attention * (n + packed) + mlp * (n + packed * count)) + scores;
         let above = (layers - lowest) as f64;
         let recomputed = (above - inputs.keep_layers as f64).max(0.0);
-        let head = 2.0 * (n + PACKED_TOKENS) * (spec.vocab * spec.hidden) as f64;
+        let chunk = CausalLm::chunk_for(spec.vocab, active.contains(spec.head_name()));
+        let chunks = inputs.tokens.div_ceil(chunk.max(1)) as f64;
+        let head = |packed: f64| 2.0 * (n + packed * chunks) * (spec.vocab * spec.hidden) as f64;
         let streamed = weights::head_in_pieces(spec, inputs.place, active).is_some();
         let trained: f64 = spec
             .params()
@@ -50,9 +61,12 @@ pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> f64 {
             .map(|p| 2.0 * n * p.elements() as f64)
             .sum();
         // The loss goes through a head that comes in pieces twice.
-        let work = layer * (layers as f64 + above + recomputed) + head * if streamed { 3.0 } else { 2.0 } + trained;
+        let through = layer(forward) * (layers as f64 + recomputed) + layer(backward) * above;
+        let loss = head(forward) * if streamed { 2.0 } else { 1.0 } + head(backward);
+        let work = through + loss + trained;
         let rate = match inputs.on_gpu {
             true => GPU_RATE,
+            false if tiles => TILES_RATE * inputs.threads as f64,
             false => THREAD_RATE * inputs.threads as f64,
         };
         let from = match inputs.place {

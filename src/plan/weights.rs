@@ -1,6 +1,6 @@
 //! The weights that are here at one time.
 
-use super::Place;
+use super::{Inputs, Place};
 use crate::engine::Active;
 use crate::model::Spec;
 use crate::source::{Group, ParamInfo, Policy};
@@ -26,6 +26,14 @@ pub(super) fn embedding_in_rows(spec: &Spec, place: Place, active: &Active) -> b
         }
         _ => false,
     }
+}
+
+/// Bytes of the packed copies of what is frozen.
+pub(super) fn copies(spec: &Spec, inputs: &Inputs, active: &Active) -> u64 {
+    let Some(copies) = &inputs.copies else { return 0 };
+    let params = spec.params();
+    let frozen = params.iter().filter(|p| !active.contains(&p.name));
+    frozen.map(|p| copies.bytes(p, &inputs.storage)).sum()
 }
 
 /// Bytes of the weights that are held, and of the places for those that come from the disk.

@@ -5,6 +5,7 @@ use super::format::Format;
 use super::placed::Placed;
 use crate::base::{Error, Result};
 use crate::ops::low_rank::{self, Base, LowRank};
+use crate::ops::prepacked::{Dense, Prepacked};
 use crate::ops::{coded, linear, update};
 use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
@@ -14,6 +15,8 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub enum Weight {
     Dense(Tensor),
+    /// Dense too, with packed copies: frozen.
+    Prepacked(Arc<Prepacked>),
     /// On the CPU.
     Coded(Arc<Coded>),
     /// On a GPU.
@@ -23,6 +26,12 @@ pub enum Weight {
 impl From<Tensor> for Weight {
     fn from(tensor: Tensor) -> Self {
         Weight::Dense(tensor)
+    }
+}
+
+impl From<Prepacked> for Weight {
+    fn from(weight: Prepacked) -> Self {
+        Weight::Prepacked(Arc::new(weight))
     }
 }
 
@@ -56,7 +65,7 @@ impl Weight {
     /// The format of a coded weight.
     pub fn format(&self) -> Option<Format> {
         match self {
-            Weight::Dense(_) => None,
+            Weight::Dense(_) | Weight::Prepacked(_) => None,
             Weight::Coded(coded) => Some(coded.format()),
             Weight::Placed(placed) => Some(placed.format()),
         }
@@ -68,15 +77,25 @@ impl Weight {
     pub fn dense(&self) -> Result<&Tensor> {
         match (self, self.format()) {
             (Weight::Dense(tensor), _) => Ok(tensor),
+            (Weight::Prepacked(weight), _) => Ok(weight.tensor()),
             (_, format) => Err(Error::new("this weight is frozen and stored as codes")
                 .found(format.map(|f| f.to_string()).unwrap_or_default())
                 .expected("a dense weight: only those can be trained")),
         }
     }
 
+    /// A dense weight as operations take it. Errors: as `dense`.
+    pub fn as_dense(&self) -> Result<Dense<'_>> {
+        match self {
+            Weight::Prepacked(weight) => Ok((&**weight).into()),
+            _ => Ok(self.dense()?.into()),
+        }
+    }
+
     pub fn dims(&self) -> Vec<usize> {
         match self {
             Weight::Dense(tensor) => tensor.dims().to_vec(),
+            Weight::Prepacked(weight) => weight.tensor().dims().to_vec(),
             Weight::Coded(coded) => vec![coded.dims().0, coded.dims().1],
             Weight::Placed(placed) => vec![placed.dims().0, placed.dims().1],
         }
@@ -86,6 +105,7 @@ impl Weight {
     pub fn rows(&self, first: usize, n: usize) -> Result<Vec<f32>> {
         match self {
             Weight::Dense(tensor) => update::to_f32_vec(&tensor.narrow(0, first, n)?),
+            Weight::Prepacked(weight) => update::to_f32_vec(&weight.tensor().narrow(0, first, n)?),
             Weight::Coded(coded) => {
                 let mut values = vec![0f32; n * coded.dims().1];
                 for (row, to) in values.chunks_exact_mut(coded.dims().1.max(1)).enumerate() {
@@ -101,6 +121,7 @@ impl Weight {
     pub fn is_bf16(&self) -> bool {
         match self {
             Weight::Dense(tensor) => tensor.dtype() == DType::BF16,
+            Weight::Prepacked(_) => true,
             Weight::Coded(coded) => coded.decoded() == Dtype::Bf16,
             Weight::Placed(placed) => placed.codes().bf16,
         }
@@ -109,6 +130,7 @@ impl Weight {
     pub fn bytes(&self) -> u64 {
         match self {
             Weight::Dense(tensor) => (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64,
+            Weight::Prepacked(weight) => 2 * weight.tensor().elem_count() as u64 + weight.copies(),
             Weight::Coded(coded) => coded.bytes(),
             Weight::Placed(placed) => placed.bytes(),
         }
@@ -118,6 +140,7 @@ impl Weight {
     pub fn forward(&self, x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         match self {
             Weight::Dense(tensor) => linear::forward(x, tensor, bias),
+            Weight::Prepacked(weight) => linear::forward(x, &**weight, bias),
             Weight::Coded(coded) => forward(x, coded, bias),
             Weight::Placed(placed) => placed.codes().forward(x, bias),
         }
@@ -127,6 +150,7 @@ impl Weight {
     pub fn forward_add(&self, y: &Tensor, x: &Tensor) -> Result<()> {
         match self {
             Weight::Dense(tensor) => linear::forward_add(y, x, tensor),
+            Weight::Prepacked(weight) => linear::forward_add(y, x, &**weight),
             Weight::Coded(coded) => forward_add(y, x, coded),
             Weight::Placed(placed) => placed.codes().forward_add(y, x),
         }
@@ -136,6 +160,7 @@ impl Weight {
     pub fn backward_input(&self, dy: &Tensor) -> Result<Tensor> {
         match self {
             Weight::Dense(tensor) => linear::backward_input(dy, tensor),
+            Weight::Prepacked(weight) => linear::backward_input(dy, &**weight),
             Weight::Coded(coded) => backward_input(dy, coded),
             Weight::Placed(placed) => placed.codes().backward_input(dy),
         }
@@ -145,6 +170,7 @@ impl Weight {
     pub fn backward_input_add(&self, dx: &Tensor, dy: &Tensor) -> Result<()> {
         match self {
             Weight::Dense(tensor) => linear::backward_input_add(dx, dy, tensor),
+            Weight::Prepacked(weight) => linear::backward_input_add(dx, dy, &**weight),
             Weight::Coded(coded) => backward_input_add(dx, dy, coded),
             Weight::Placed(placed) => placed.codes().backward_input_add(dx, dy),
         }
@@ -153,7 +179,8 @@ impl Weight {
     /// What a delta rides on: products on the CPU.
     fn base(&self) -> Option<Base<'_>> {
         match self {
-            Weight::Dense(tensor) => tensor.device().is_cpu().then_some(Base::Dense(tensor)),
+            Weight::Dense(tensor) => tensor.device().is_cpu().then_some(Base::Dense(tensor.into())),
+            Weight::Prepacked(weight) => Some(Base::Dense((&**weight).into())),
             Weight::Coded(coded) => Some(Base::Coded(coded.view())),
             Weight::Placed(_) => None,
         }

@@ -352,6 +352,7 @@ pub fn build(values: &Values) -> Recipe {
             head_chunk: values.size("memory.head_chunk"),
             activations: values.name("memory.activations"),
             mlp_chunk: values.size("memory.mlp_chunk"),
+            packed_weights: values.name("memory.packed_weights"),
         },
         data: Data {
             train: values.list("data.train"),

@@ -34,6 +34,7 @@ tier = "auto"
 head_chunk = "auto"
 activations = "auto"
 mlp_chunk = "auto"
+packed_weights = "auto"
 [data]
 train = "data/train.jsonl"
 eval = "data/eval.jsonl"
@@ -154,6 +155,7 @@ fn every_key_reaches_the_recipe() {
         ("memory.head_chunk", "4096"),
         ("memory.activations", "recompute"),
         ("memory.mlp_chunk", "256"),
+        ("memory.packed_weights", "forward"),
         ("data.train", "[\"a\", \"b\"]"),
         ("data.eval", "e.jsonl"),
         ("data.eval_fraction", "0.1"),

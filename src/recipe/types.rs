@@ -59,6 +59,7 @@ named!(
     Storage { F32 = "f32", Bf16 = "bf16", Int8 = "int8", Int4 = "int4", Nf4 = "nf4" }
 );
 named!(Tier { Auto = "auto", Device = "device", Host = "host", Disk = "disk" });
+named!(PackedWeights { Auto = "auto", None = "none", Forward = "forward", Both = "both" });
 named!(Activations { Auto = "auto", Keep = "keep", Recompute = "recompute", Host = "host" });
 named!(RowFormat {
     Auto = "auto",
@@ -253,6 +254,7 @@ pub struct Memory {
     pub activations: Activations,
     /// Tokens that go through an MLP at a time; 0 is all, `None` is `auto`.
     pub mlp_chunk: Option<usize>,
+    pub packed_weights: PackedWeights,
 }
 
 #[derive(Debug, Clone)]

@@ -35,7 +35,7 @@ impl Policy {
     /// cap tanh(x / cap) / t = c tanh((x / t) / c) with c = cap / t: so hidden states and cap are divided instead.
     fn scaled<'a>(&self, h: &Tensor, head: &Head<'a>) -> Result<(Tensor, Head<'a>)> {
         let weight = match &head.weight {
-            HeadWeight::Whole(tensor) => HeadWeight::Whole(tensor.clone()),
+            HeadWeight::Whole(weight) => HeadWeight::Whole(weight.clone()),
             HeadWeight::Parts(p) => {
                 HeadWeight::Parts(Parts::new(p.source, p.name.clone(), (p.rows, p.width), p.rows_of_part))
             }

@@ -196,6 +196,11 @@ fn changes(recipe: &Recipe) -> Vec<Change> {
             r.memory.activations = Activations::Auto;
         });
     }
+    if matches!(memory.packed_weights, PackedWeights::Forward | PackedWeights::Both) {
+        add(SAME, "memory.packed_weights=auto".into(), "the same results", &|r| {
+            r.memory.packed_weights = PackedWeights::Auto;
+        });
+    }
     if memory.head_chunk == Some(0) && memory.tier != Tier::Device {
         add(SAME, "memory.head_chunk=auto".into(), "the same results", &|r| {
             r.memory.head_chunk = None;

@@ -9,10 +9,12 @@ use crate::base::{Error, Result};
 use crate::engine::Gradients;
 use crate::model::{Adapters, Spec};
 use crate::ops::cross_entropy::PIECE;
+use crate::ops::prepacked::{self, Orders};
 use crate::peft::Adapter;
 use crate::plan::{self, Inputs, Place, Plan};
-use crate::recipe::{Activations, Correction, Dtype, FrozenWeights, Method, Recipe, Stage, Tier};
-use crate::source::Policy;
+use crate::recipe::{Activations, Correction, Dtype, FrozenWeights, Method, PackedWeights, Recipe, Stage, Tier};
+use crate::source::{Copies, Policy};
+use std::sync::Arc;
 
 /// Tokens that go through an MLP at a time, where all do not fit.
 const MLP_TOKENS: [usize; 3] = [1024, 512, 256];
@@ -39,6 +41,8 @@ pub(super) struct Way {
     pub place: Place,
     pub gradients: Gradients,
     pub mlp: Option<usize>,
+    /// Frozen weights that are kept packed.
+    pub copies: Option<Orders>,
 }
 
 /// What was chosen, whether or not it fits.
@@ -217,17 +221,51 @@ impl Setting<'_> {
         };
         let mut ways = Vec::new();
         for place in self.places(recipe)? {
-            for &gradients in &gradients {
-                let with = |&mlp| Way {
-                    lossy,
-                    place,
-                    gradients,
-                    mlp,
-                };
-                ways.extend(mlp.iter().map(with));
+            for copies in self.orders(recipe, place) {
+                for &gradients in &gradients {
+                    let with = |&mlp| Way {
+                        lossy,
+                        place,
+                        gradients,
+                        mlp,
+                        copies,
+                    };
+                    ways.extend(mlp.iter().map(with));
+                }
             }
         }
         Ok(ways)
+    }
+
+    /// Can frozen weights be kept packed, and does it help?
+    pub fn can_pack(&self, recipe: &Recipe, place: Place) -> bool {
+        let frozen = recipe.tune.method != Method::Full && !corrects_all(recipe);
+        let dense = recipe.model.dtype == Dtype::Bf16 && place == Place::Device && !self.on_gpu;
+        frozen && dense && prepacked::is_of_use()
+    }
+
+    fn orders(&self, recipe: &Recipe, place: Place) -> Vec<Option<Orders>> {
+        if !self.can_pack(recipe, place) {
+            return vec![None];
+        }
+        match recipe.memory.packed_weights {
+            PackedWeights::None => vec![None],
+            PackedWeights::Forward => vec![Some(Orders::Forward)],
+            PackedWeights::Both => vec![Some(Orders::Both)],
+            PackedWeights::Auto => vec![None, Some(Orders::Forward), Some(Orders::Both)],
+        }
+    }
+
+    /// What is kept packed in these orders.
+    pub fn copies(&self, recipe: &Recipe, orders: Orders) -> Copies {
+        // Rows that train change in a matrix that is frozen otherwise.
+        let rows_train = !recipe.tune.lora.trainable_token_indices.is_empty();
+        let rank = |(module, adapter): (&String, &Arc<Adapter>)| (format!("{module}.weight"), adapter.cost().rank);
+        Copies {
+            orders,
+            head: (!rows_train).then(|| self.spec.head_name().to_string()),
+            ranks: self.adapters.iter().map(rank).collect(),
+        }
     }
 
     /// Where the weights may live, the fastest first.
@@ -278,6 +316,7 @@ impl Setting<'_> {
         inputs.keep_layers = keep_layers;
         inputs.mlp_tokens = way.mlp;
         inputs.place = way.place;
+        inputs.copies = way.copies.map(|orders| self.copies(recipe, orders));
         inputs
     }
 

@@ -1,11 +1,13 @@
 //! The run directory: opened, described, cleaned.
 
-use super::setup;
+use super::setup::{self, Described};
 use super::train::Options;
+use super::{starts, state};
 use crate::base::{Error, Result, files};
 use crate::checkpoint::{self, Loaded};
-use crate::plan::Plan;
-use crate::{recipe, report};
+use crate::plan::{Place, Plan};
+use crate::recipe::{self, Method, Recipe};
+use crate::report;
 use std::path::{Path, PathBuf};
 
 /// New, resumed or refused: the checkpoint to go on from, if there is one.
@@ -86,4 +88,33 @@ pub fn clean(run_dir: &Path) -> Result<()> {
         codes if codes.is_file() => files::remove_file(&codes),
         _ => Ok(()),
     }
+}
+
+/// Bytes of what a run writes: checkpoints (one more than are kept) and `final/`; `elements` are trained in all.
+pub fn space_needed(recipe: &Recipe, model: &Described, elements: u64, place: Place) -> u64 {
+    let kept = if recipe.train.save_steps > 0 {
+        recipe.train.save_total_limit as u64 + 1
+    } else {
+        1
+    };
+    let all: usize = model.spec.params().iter().map(|p| p.elements()).sum();
+    let stored = recipe.model.dtype.bytes();
+    let out = match recipe.tune.method {
+        // Its weights are not worth a file.
+        _ if model.is_shape() => 0,
+        // A start that is taken off doubles the rank.
+        Method::Lora if starts::changes_base(recipe) => elements * 8 + all as u64 * 4,
+        Method::Lora => elements * 8,
+        _ => all as u64 * stored,
+    };
+    // What was trained, and weights that were drawn instead of read.
+    let scratch = match (place, recipe.tune.method) {
+        (Place::Device | Place::Host, _) | (_, Method::Lora) => 0,
+        _ => 4 * elements,
+    };
+    let drawn = match (place, recipe.model.init) {
+        (Place::Disk { .. }, recipe::ModelInit::Random) => all as u64 * stored,
+        _ => 0,
+    };
+    kept * state::bytes(elements, elements) + out + scratch + drawn
 }

@@ -15,7 +15,6 @@ use crate::ops::update;
 use crate::peft::lora::scaling;
 use crate::peft::start::algebra;
 use crate::peft::{Adapter, Lora};
-use crate::quant::Weight;
 use crate::recipe::{Dtype, ModelInit, Recipe, Stage};
 use crate::rlhf::preference::reward;
 use crate::source::{Group, Numbers, ParamInfo, Part};
@@ -177,9 +176,10 @@ fn decoded(engine: &Engine, name: &str) -> Result<Option<Vec<f32>>> {
     let Some(p) = source.params().iter().find(|p| &*p.name == name) else {
         return Ok(None);
     };
-    match source.fetch(p.group)?.weight(name)?.1 {
-        Weight::Dense(_) => Ok(None),
-        codes => Ok(Some(codes.rows(0, p.shape[0])?)),
+    let weight = source.fetch(p.group)?.weight(name)?.1;
+    match weight.format() {
+        None => Ok(None),
+        Some(_) => Ok(Some(weight.rows(0, p.shape[0])?)),
     }
 }
 

@@ -11,10 +11,10 @@ use crate::base::{Error, Result, files, memory};
 use crate::data::order::BatchStream;
 use crate::engine::Gradients;
 use crate::model::{Adapters, Spec};
-use crate::ops;
+use crate::ops::{self, prepacked::Orders};
 use crate::plan::{self, Choice, Place, Plan};
-use crate::recipe::{Activations, FrozenWeights, Recipe, Tier};
-use crate::source::Policy;
+use crate::recipe::{Activations, FrozenWeights, PackedWeights, Recipe, Tier};
+use crate::source::{Copies, Policy};
 use candle_core::Device;
 use std::path::{Path, PathBuf};
 
@@ -33,6 +33,8 @@ pub struct Forecast {
     pub storage: Policy,
     /// Where the weights live that are not trained now.
     pub place: Place,
+    /// What is kept packed.
+    pub copies: Option<Copies>,
     /// It does not fit: what to say instead of running.
     pub refused: Option<Refused>,
 }
@@ -112,6 +114,7 @@ pub fn forecast(
         (true, None) => None,
     };
     Ok(Forecast {
+        copies: chosen.way.copies.map(|orders| setting.copies(recipe, orders)),
         gradients: chosen.way.gradients,
         keep_layers: chosen.keep,
         mlp_tokens: chosen.way.mlp,
@@ -199,6 +202,28 @@ impl Setting<'_> {
                     needs("all tokens at once", self.least(recipe, way.lossy, whole)?),
                 ),
             }
+        }
+        let packed = |orders: Option<Orders>| match orders {
+            None => PackedWeights::None,
+            Some(Orders::Forward) => PackedWeights::Forward,
+            Some(Orders::Both) => PackedWeights::Both,
+        };
+        let can_pack = self.can_pack(recipe, way.place);
+        match recipe.memory.packed_weights {
+            PackedWeights::Auto if can_pack => {
+                let more = |w: &Way| w.copies > way.copies && w.place == way.place;
+                let why = match way.copies {
+                    Some(Orders::Both) => "no frozen weight is packed in a product".into(),
+                    _ => needs("more of them", self.least(recipe, way.lossy, more)?),
+                };
+                say("memory.packed_weights", packed(way.copies).name().into(), why);
+            }
+            PackedWeights::Forward | PackedWeights::Both if !can_pack => say(
+                "memory.packed_weights",
+                PackedWeights::None.name().into(),
+                "needs a CPU with a tile unit, and frozen bf16 weights in its memory".into(),
+            ),
+            _ => {}
         }
         if way.gradients == Gradients::NormFirst {
             let kept = |w: &Way| w.gradients == Gradients::Keep && w.place == way.place;

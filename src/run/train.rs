@@ -20,10 +20,11 @@ use crate::model::Adapters;
 use crate::ops::transfer::Copier;
 use crate::ops::{self, update};
 use crate::optim::Schedule;
-use crate::plan::{Place, Plan};
+use crate::plan::Plan;
 use crate::recipe::{self, Activations, Method, Recipe};
 use crate::report::{EvalMetrics, Reporter, StepMetrics};
 use crate::sft::CausalLm;
+use crate::source::Prepacking;
 use candle_core::Device;
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -82,6 +83,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         mlp_tokens,
         storage,
         place,
+        copies: packed,
         refused,
     } = forecast::forecast(
         recipe,
@@ -127,7 +129,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         None => 0,
     };
     let elements = trained_elements(&tuning, total_steps, &params, &prepared.adapters);
-    checkpoint::check_space(&run_dir, space_needed(recipe, &model, elements, place))?;
+    checkpoint::check_space(&run_dir, directory::space_needed(recipe, &model, elements, place))?;
     directory::describe(&run_dir, loaded, &plan)?;
     let mut reporter = Reporter::new(&run_dir, total_steps, start_step);
     let lines = header(recipe, &model, &train, eval.as_ref(), &stream, &plan, elements, &params);
@@ -182,6 +184,10 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     network.own = objective.params();
     let own = network.own.iter().map(|p| p.name.to_string());
     tuning = Tuning::new(recipe, &model.spec, &params, &prepared, train.examples.len())?.with_own(own);
+    if let Some(copies) = packed {
+        let first = tuning.active(start_step + 1);
+        network.source = Box::new(Prepacking::new(network.source, copies, first.names()));
+    }
     let mut engine = Engine {
         objective,
         optimizer: tuning::optimizer(recipe),
@@ -372,35 +378,6 @@ fn trained_elements(tuning: &Tuning, steps: u64, params: &[crate::source::ParamI
         .sum();
     let lora: usize = adapters.values().map(|a| a.elements()).sum();
     (weights + lora) as u64
-}
-
-/// Checkpoints (one more than are kept) and `final/`.
-fn space_needed(recipe: &Recipe, model: &Described, elements: u64, place: Place) -> u64 {
-    let kept = if recipe.train.save_steps > 0 {
-        recipe.train.save_total_limit as u64 + 1
-    } else {
-        1
-    };
-    let all: usize = model.spec.params().iter().map(|p| p.elements()).sum();
-    let stored = recipe.model.dtype.bytes();
-    let out = match recipe.tune.method {
-        // Its weights are not worth a file.
-        _ if model.is_shape() => 0,
-        // A start that is taken off doubles the rank.
-        Method::Lora if starts::changes_base(recipe) => elements * 8 + all as u64 * 4,
-        Method::Lora => elements * 8,
-        _ => all as u64 * stored,
-    };
-    // What was trained, and weights that were drawn instead of read.
-    let scratch = match (place, recipe.tune.method) {
-        (Place::Device | Place::Host, _) | (_, Method::Lora) => 0,
-        _ => 4 * elements,
-    };
-    let drawn = match (place, recipe.model.init) {
-        (Place::Disk { .. }, recipe::ModelInit::Random) => all as u64 * stored,
-        _ => 0,
-    };
-    kept * state::bytes(elements, elements) + out + scratch + drawn
 }
 
 #[allow(clippy::too_many_arguments)]

@@ -41,10 +41,10 @@ impl Objective for CausalLm {
                 cross_entropy::streamed(h, pieces, &batch.targets, &options, tally)
             })?,
             HeadWeight::Whole(w) if need.dh || need.dw => {
-                cross_entropy::forward_backward(h, w, &batch.targets, &options, tally)?
+                cross_entropy::forward_backward(h, w.as_dense()?, &batch.targets, &options, tally)?
             }
             HeadWeight::Whole(w) => {
-                cross_entropy::forward_only(h, w, &batch.targets, head.softcap, chunk, tally)?;
+                cross_entropy::forward_only(h, w.as_dense()?, &batch.targets, head.softcap, chunk, tally)?;
                 return Ok(LossGradients::default());
             }
         };

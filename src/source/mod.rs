@@ -3,6 +3,7 @@
 
 pub mod disk;
 pub mod policy;
+pub mod prepacking;
 pub mod resident;
 pub mod stored;
 mod turns;
@@ -19,6 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use disk::Disk;
 pub use policy::Policy;
+pub use prepacking::{Copies, Prepacking};
 pub use resident::Resident;
 pub use turns::Recoded;
 pub use uploaded::Uploaded;

@@ -101,7 +101,7 @@ impl Resident {
             match &weight {
                 Weight::Coded(c) => drop(coded.insert(p.name.clone(), (c.format(), c.decoded()))),
                 Weight::Placed(c) => drop(coded.insert(p.name.clone(), (c.format(), c.decoded()))),
-                Weight::Dense(_) => {}
+                Weight::Dense(_) | Weight::Prepacked(_) => {}
             }
             made.entry(p.group).or_default().insert(p.name.clone(), weight);
         }

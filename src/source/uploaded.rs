@@ -114,6 +114,7 @@ impl Uploaded {
             let part = match (held.get(name), weight) {
                 (Some(tensor), _) => Part::Held(tensor.clone()),
                 (None, Weight::Dense(tensor)) => Part::Coming(self.copier.send(tensor, self.stays)?),
+                (None, Weight::Prepacked(w)) => Part::Coming(self.copier.send(w.tensor(), self.stays)?),
                 (None, Weight::Placed(codes)) => {
                     let sent = codes
                         .tensors()

@@ -13,12 +13,13 @@ use ft::model::{Adapters, Network};
 use ft::ops::CpuPath;
 use ft::ops::cross_entropy::PIECE;
 use ft::ops::glu::Activation;
+use ft::ops::prepacked::Orders;
 use ft::optim::Optimizer;
 use ft::peft::{Adapter, Cost, Lora, Mask, lora};
 use ft::plan::{self, Inputs, Place};
 use ft::recipe::{self, Dtype, Method, Recipe};
 use ft::sft::CausalLm;
-use ft::source::{Disk, LayerSource, ParamInfo, Policy, Resident, disk};
+use ft::source::{Copies, Disk, LayerSource, ParamInfo, Policy, Prepacking, Resident, disk};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -164,6 +165,9 @@ enum Way {
     FullPieces,
     LowestPieces,
     LoraKeepPieces,
+    /// Frozen bf16 weights are kept packed.
+    LoraPacked,
+    LowestPacked,
 }
 
 impl Way {
@@ -179,9 +183,19 @@ impl Way {
     fn method(self) -> &'static str {
         match self {
             Way::FullKept | Way::FullFused | Way::FullKeep | Way::FullPieces => "full",
-            Way::LowestLayer | Way::TopLayer | Way::BlockNf4 | Way::LowestPieces => "block",
+            Way::LowestLayer | Way::TopLayer | Way::BlockNf4 | Way::LowestPieces | Way::LowestPacked => "block",
             _ => "lora",
         }
+    }
+
+    fn copies(self, spec: &Spec) -> Option<Copies> {
+        let packed = matches!(self, Way::LoraPacked | Way::LowestPacked) && CpuPath::Avx512.available();
+        let ranks = spec.sites().into_iter().map(|s| (format!("{}.weight", s.module), 8));
+        packed.then(|| Copies {
+            orders: Orders::Both,
+            head: Some(spec.head_name().to_string()),
+            ranks: ranks.collect(),
+        })
     }
 
     fn pieces(self) -> bool {
@@ -290,6 +304,10 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
         Way::FullKeep | Way::LoraKeep | Way::LoraKeepPieces => s.layers - 1,
         _ => 0,
     };
+    let copies = way.copies(&spec);
+    if let Some(copies) = copies.clone() {
+        network.source = Box::new(Prepacking::new(network.source, copies, trained.names()));
+    }
     let pieces = way.pieces().then_some((s.rows * s.length).div_ceil(3));
     network.mlp_tokens = pieces;
     let mut engine = Engine {
@@ -326,6 +344,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
         parked: false,
         reference: false,
         rollout: 0,
+        copies,
         storage,
         file_bytes: dtype.bytes(),
         adapters: costs,
@@ -356,9 +375,14 @@ fn compare(ways: &[Way]) {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
     let before = LIVE.load(Relaxed);
     let mut wrong = Vec::new();
+    // Each type has buffers of its own there, and those of the other would stay.
+    let dtypes = match CpuPath::current().packs_bf16() {
+        true => &[Dtype::Bf16][..],
+        false => &[Dtype::F32, Dtype::Bf16],
+    };
     for s in &SHAPES {
         for &way in ways {
-            for dtype in [Dtype::F32, Dtype::Bf16] {
+            for &dtype in dtypes {
                 for place in places(s, way) {
                     if s.micro_batches > 1 && matches!(way, Way::FullFused | Way::FullPieces) {
                         continue;
@@ -397,6 +421,7 @@ fn the_peak_of_a_step_is_within_a_tenth_of_the_forecast() {
         Way::LoraKeep,
         Way::LoraInt8,
         Way::LoraNf4,
+        Way::LoraPacked,
     ]);
 }
 
@@ -409,5 +434,6 @@ fn so_is_that_of_tokens_in_pieces_and_of_blocks_over_codes() {
         Way::FullPieces,
         Way::LowestPieces,
         Way::LoraKeepPieces,
+        Way::LowestPacked,
     ]);
 }

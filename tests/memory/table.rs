@@ -146,6 +146,7 @@ fn measure(case: &Case, file: &Path) -> Value {
         parked: false,
         reference: false,
         rollout: 0,
+        copies: None,
         tokens: count * length,
         longest: length,
         documents: count,

@@ -1,6 +1,7 @@
 //! Settings that must not change what is learned.
 
 use crate::bench::{Bench, number, said};
+use ft::ops::CpuPath;
 
 fn close(a: f64, b: f64, what: &str) {
     assert!((a - b).abs() <= 1e-5 * b.abs(), "{what}: {a} and {b}");
@@ -118,7 +119,7 @@ fn every_set_of_cpu_operations_learns_the_same() {
     let bench = Bench::new();
     for method in ["full", "lora"] {
         let mut curves = Vec::new();
-        for path in ["amx", "amx-emulated", "avx512", "avx2", "portable"] {
+        for path in ["amx", "amx-emulated", "avx512-bf16", "avx512", "avx2", "portable"] {
             for dtype in ["f32", "bf16"] {
                 let name = format!("{method}-{path}-{dtype}");
                 let base = [
@@ -157,8 +158,61 @@ fn every_set_of_cpu_operations_learns_the_same() {
     let unknown = bench.command(&["doctor"]).env("FT_CPU", "mmx").output().unwrap();
     assert_ne!(unknown.status.code(), Some(0));
     assert!(
-        said(&unknown).contains("expected amx, avx512, avx2 or portable"),
+        said(&unknown).contains("expected amx, avx512-bf16, avx512, avx2 or portable"),
         "{}",
         said(&unknown)
     );
+}
+
+/// Frozen weights that are kept packed give the bits of those that are packed in every product: under adapters, and when
+/// what is frozen changes.
+#[test]
+fn packed_weights_change_no_bit() {
+    let bench = Bench::new();
+    let dots = CpuPath::Dots.available();
+    for method in ["lora", "block"] {
+        let mut curves = Vec::new();
+        for packed in ["none", "forward", "both", "auto"] {
+            let name = format!("{method}-{packed}");
+            let more = [
+                "train.max_steps=4".to_string(),
+                "train.save_steps=0".to_string(),
+                "train.gradient_accumulation_steps=1".to_string(),
+                "model.dtype=bf16".to_string(),
+                "tune.block.switch_every=1".to_string(),
+                format!("tune.method={method}"),
+                format!("memory.packed_weights={packed}"),
+                format!("train.output_dir={name}"),
+            ];
+            let given = |m: &&String| method == "block" || !m.starts_with("tune.block");
+            let more = more.iter().filter(given).map(String::as_str);
+            let args: Vec<&str> = ["train", "--recipe", "r.toml"].into_iter().chain(more).collect();
+            // Played where there is nothing that reads packed weights: slow.
+            let path = if dots { "avx512-bf16" } else { "amx-emulated" };
+            let ran = bench.command(&args).env("FT_CPU", path).output().unwrap();
+            if said(&ran).contains("this CPU cannot run") {
+                return eprintln!("skipped: a tile unit is played with AVX-512");
+            }
+            assert!(ran.status.success(), "{name}\n{}", said(&ran));
+            let plan = std::fs::read_to_string(bench.path(&format!("{name}/plan.json"))).unwrap();
+            let plan: serde_json::Value = serde_json::from_str(&plan).unwrap();
+            let bytes = plan["packed_weights"].as_u64().unwrap_or(0);
+            let steps = bench.steps(&name);
+            let curve: Vec<_> = steps
+                .iter()
+                .map(|l| (l["loss"].clone(), l["grad_norm"].clone()))
+                .collect();
+            curves.push((bytes, curve));
+        }
+        let sizes: Vec<u64> = curves.iter().map(|c| c.0).collect();
+        // All of it fits: `auto` takes the fastest.
+        assert!(
+            sizes[0] == 0 && sizes[1] > 0 && sizes[2] > sizes[1] && sizes[3] == sizes[2],
+            "{sizes:?}"
+        );
+        assert!(
+            curves.iter().all(|c| c.1.len() == 4 && c.1 == curves[0].1),
+            "{method} {curves:?}"
+        );
+    }
 }

@@ -124,7 +124,7 @@ fn cases() -> Vec<(Spec, Vec<usize>)> {
 
 /// What results may be off by, of the largest: on the tile unit operands have eight bits.
 fn tolerance(path: Path, spec: &Spec) -> f32 {
-    if path == Path::Amx && spec.bf16 { 1e-2 } else { 1e-5 }
+    if path.packs_bf16() && spec.bf16 { 1e-2 } else { 1e-5 }
 }
 
 /// Every path, with a model in f32 and one in bf16.

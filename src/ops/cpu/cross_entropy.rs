@@ -5,7 +5,7 @@
 //! at the end (as in the online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867, but in a fixed order).
 
 use super::math::{LANES, exp, fma, sum_lanes, tanh, vectorized};
-use super::product::{Matrix, Start, product};
+use super::product::{Matrix, Start, WeightRows, product};
 use super::storage::{Values, unwritten};
 use rayon::prelude::*;
 
@@ -17,7 +17,7 @@ pub(super) const BLOCK: usize = 2048;
 /// What is read. `sizes` are (D, V); `cap` 0 means none.
 pub(crate) struct Job<'a> {
     pub h: &'a [f32],
-    pub head: Values<'a>,
+    pub head: WeightRows<'a>,
     pub targets: &'a [u32],
     /// `[N]`: factors of the tokens' gradients.
     pub weights: Option<&'a [f32]>,
@@ -170,13 +170,13 @@ pub(super) fn pieces(v: usize) -> impl Iterator<Item = (usize, usize)> {
 }
 
 /// `logits [count, width] = h [count, D] · headᵀ`
-pub(super) fn multiply(h: &[f32], head: Values<'_>, (count, width, d): (usize, usize, usize), logits: &mut [f32]) {
+pub(super) fn multiply(h: &[f32], head: WeightRows<'_>, (count, width, d): (usize, usize, usize), logits: &mut [f32]) {
     product(
         (count, width, d),
         logits,
         Start::Zero,
         Matrix::vectors(Values::F32(h), d),
-        Matrix::vectors(head, d),
+        head.forward(),
         head.rounding(),
     );
 }
@@ -184,7 +184,7 @@ pub(super) fn multiply(h: &[f32], head: Values<'_>, (count, width, d): (usize, u
 /// `dh [count, D] (+)= dlogits [count, width] · head [width, D]`, from zero with the first piece.
 pub(super) fn back(
     dlogits: &[f32],
-    head: Values<'_>,
+    head: WeightRows<'_>,
     (count, width, d): (usize, usize, usize),
     first: usize,
     dh: &mut [f32],
@@ -194,7 +194,7 @@ pub(super) fn back(
         dh,
         if first == 0 { Start::Zero } else { Start::C },
         Matrix::vectors(Values::F32(dlogits), width),
-        Matrix::steps(head, d),
+        head.backward(),
         head.rounding(),
     );
 }
@@ -225,7 +225,7 @@ pub(crate) fn run(
         rows.weights = weights_of(job.weights, tokens);
         for (first, width) in pieces(v) {
             let logits = &mut logits[count * first..][..count * width];
-            let head = job.head.part(first * d, width * d);
+            let head = job.head.part(first, width);
             multiply(gathered, head, (count, width, d), logits);
             rows.survey(0, logits, first, width);
         }
@@ -253,7 +253,7 @@ pub(crate) fn run(
             // The gathered rows are not needed any more.
             for (first, width) in pieces(v) {
                 let logits = &logits[count * first..][..count * width];
-                let head = job.head.part(first * d, width * d);
+                let head = job.head.part(first, width);
                 back(logits, head, (count, width, d), first, gathered);
             }
             for (row, n) in gathered.chunks_exact(d).zip(tokens) {
@@ -302,10 +302,10 @@ impl Streamed {
     }
 
     /// Rows `head` of the head from row `first` on.
-    pub fn survey(&mut self, head: Values<'_>, first: usize) {
+    pub fn survey(&mut self, head: WeightRows<'_>, first: usize) {
         let (d, all) = (self.d, self.rows.hits.len());
-        for (at, width) in pieces(head.len() / d.max(1)) {
-            let head = head.part(at * d, width * d);
+        for (at, width) in pieces(head.count()) {
+            let head = head.part(at, width);
             for start in (0..all).step_by(self.chunk) {
                 let count = self.chunk.min(all - start);
                 let logits = &mut self.logits[..count * width];
@@ -321,13 +321,13 @@ impl Streamed {
     }
 
     /// As `survey`: adds the rows' part to the gradient of the hidden states.
-    pub fn turn(&mut self, head: Values<'_>, first: usize, scale: f32) {
+    pub fn turn(&mut self, head: WeightRows<'_>, first: usize, scale: f32) {
         let (d, all) = (self.d, self.rows.hits.len());
         if self.dh.is_empty() {
             self.dh = unwritten(all * d);
         }
-        for (at, width) in pieces(head.len() / d.max(1)) {
-            let head = head.part(at * d, width * d);
+        for (at, width) in pieces(head.count()) {
+            let head = head.part(at, width);
             for start in (0..all).step_by(self.chunk) {
                 let count = self.chunk.min(all - start);
                 let logits = &mut self.logits[..count * width];

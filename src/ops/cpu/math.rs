@@ -14,7 +14,7 @@ macro_rules! vectorized {
                 use $crate::ops::cpu::product::Path;
                 match Path::current() {
                     // SAFETY: `Path` found these instructions on this machine.
-                    Path::Amx | Path::Avx512 => unsafe { avx512($($arg),*) },
+                    Path::Amx | Path::Dots | Path::Avx512 => unsafe { avx512($($arg),*) },
                     // SAFETY: as above.
                     Path::Avx2 => unsafe { avx2($($arg),*) },
                     Path::Portable => $body::<false>($($arg),*),

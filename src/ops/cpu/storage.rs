@@ -13,14 +13,6 @@ pub(crate) enum Values<'a> {
 }
 
 impl Values<'_> {
-    /// `count` elements from element `first` on.
-    pub(crate) fn part(self, first: usize, count: usize) -> Self {
-        match self {
-            Values::F32(v) => Values::F32(&v[first..][..count]),
-            Values::Bf16(v) => Values::Bf16(&v[first..][..count]),
-        }
-    }
-
     pub(crate) fn len(&self) -> usize {
         match self {
             Values::F32(v) => v.len(),

@@ -4,7 +4,8 @@
 
 use super::{Options, Output, PIECE, Sum, check, cpu};
 use crate::base::{Error, Result};
-use crate::ops::cpu::storage::{expect_dims, floats, tensor, values};
+use crate::ops::cpu::storage::{expect_dims, floats, tensor};
+use crate::ops::prepacked::Dense;
 use crate::ops::tally::Tally;
 use candle_core::Tensor;
 
@@ -99,7 +100,7 @@ fn rows(
             Ok(state)
         })?;
         head.each(|first, part| {
-            values(part, "a part of the head", |part| {
+            Dense::from(part).with_rows("a part of the head", |part| {
                 state.survey(part, first);
                 Ok(())
             })
@@ -109,7 +110,7 @@ fn rows(
         }
         if let Some(dh) = &mut dh {
             head.each(|first, part| {
-                values(part, "a part of the head", |part| {
+                Dense::from(part).with_rows("a part of the head", |part| {
                     state.turn(part, first, options.scale as f32);
                     Ok(())
                 })

@@ -116,6 +116,14 @@ pub(super) static KEYS: &[Key] = &[
         "How many tokens go through an MLP at a time: of its wide tensors only so much exists at once. `0` takes all. Outputs are the same bits; a gradient that is summed over the pieces can differ in its last bits.",
     ),
     key(
+        "memory",
+        "packed_weights",
+        Kind::Name(PackedWeights::NAMES),
+        "\"auto\"",
+        "the fastest that fits",
+        "On a CPU with a tile unit (AMX) and `model.dtype = \"bf16\"`: frozen weights stay in memory a second time in the order in which the unit reads them, for the `forward` pass or for `both` passes (a third time), instead of being packed in every product. The results are the same bits.",
+    ),
+    key(
         "data",
         "train",
         Kind::Texts,

@@ -46,7 +46,7 @@ impl Isa {
 
     pub(crate) fn of(path: Path) -> Isa {
         match path {
-            Path::Amx | Path::Avx512 => Isa::Avx512,
+            Path::Amx | Path::Dots | Path::Avx512 => Isa::Avx512,
             Path::Avx2 => Isa::Avx2,
             Path::Portable => Isa::Portable,
         }

@@ -11,7 +11,7 @@ mod terms;
 mod top;
 
 use super::cross_entropy::{PIECE, back, multiply, pieces};
-use super::product::{Matrix, Start, product};
+use super::product::{Matrix, Start, WeightRows, product};
 use super::storage::{Values, unwritten, values};
 use crate::base::Result;
 use candle_core::Tensor;
@@ -115,6 +115,7 @@ impl<'a> Group<'a> {
         let d = self.side.width;
         let width = head.len() / d.max(1);
         let logits = self.logits.part(count, first, width);
+        let head = WeightRows::new(head, d);
         multiply(&self.h[start * d..][..count * d], head, (count, width, d), logits);
         logits
     }
@@ -282,7 +283,7 @@ fn group(
                 if let Some(dh) = &mut dh {
                     back(
                         dlogits,
-                        head,
+                        WeightRows::new(head, d),
                         (count, wide, d),
                         first,
                         &mut dh[start * d..][..count * d],

@@ -30,7 +30,7 @@ const NEAR: usize = 4096;
 pub(crate) enum Inside {
     /// Operands are rounded to bf16.
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    Tiles,
+    Tiles(tiles::Unit),
     #[cfg(target_arch = "x86_64")]
     Fma(Width),
     /// The `gemm` crate, on operands where they lie.
@@ -92,11 +92,16 @@ pub(crate) struct Place {
 impl Inside {
     /// For products of about `rows` rows.
     pub(crate) fn of(path: Path, rounding: Rounding, rows: usize) -> Self {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        if let Some(unit) = path.unit()
+            && rounding == Rounding::Bf16
+            && rows >= tiles::FEWEST
+        {
+            return Inside::Tiles(unit);
+        }
         match path {
-            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            Path::Amx if rounding == Rounding::Bf16 && rows >= tiles::FEWEST => Inside::Tiles,
             #[cfg(target_arch = "x86_64")]
-            Path::Amx | Path::Avx512 => Inside::Fma(Width::Avx512),
+            Path::Amx | Path::Dots | Path::Avx512 => Inside::Fma(Width::Avx512),
             #[cfg(target_arch = "x86_64")]
             Path::Avx2 => Inside::Fma(Width::Avx2),
             _ => {
@@ -110,7 +115,7 @@ impl Inside {
     pub(crate) fn room(self, side: Side, vectors: usize, k: usize) -> usize {
         let elements = match self {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            Inside::Tiles => tiles::inside::room(vectors, k),
+            Inside::Tiles(_) => tiles::inside::room(vectors, k),
             #[cfg(target_arch = "x86_64")]
             Inside::Fma(_) if side == Side::A => vectors * k,
             #[cfg(target_arch = "x86_64")]
@@ -133,7 +138,7 @@ impl Inside {
         let to = &mut to[..self.room(side, vectors, k)];
         match self {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            Inside::Tiles => tiles::inside::lay(side, &matrix, (vectors, k), to),
+            Inside::Tiles(_) => tiles::inside::lay(side, &matrix, (vectors, k), to),
             #[cfg(target_arch = "x86_64")]
             Inside::Fma(width) if side == Side::A => {
                 let panels = rows_of(width, vectors).map(|(start, count)| Panel {
@@ -183,7 +188,7 @@ impl Inside {
         unsafe {
             match self {
                 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-                Inside::Tiles => tiles::inside::multiply(sizes, to, a, b),
+                Inside::Tiles(unit) => tiles::inside::multiply(unit, sizes, to, a, b),
                 #[cfg(target_arch = "x86_64")]
                 Inside::Fma(width) => fma(width, sizes, to, a, b),
                 Inside::Portable => {

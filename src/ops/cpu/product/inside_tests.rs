@@ -63,7 +63,7 @@ fn check(path: Path, rounding: Rounding, case: &Case) {
         // SAFETY: nobody else has `c`.
         unsafe { inside.multiply(case.sizes, to, &a, &b.part(n0, k0)) }
     });
-    let narrow = path == Path::Amx && rounding == Rounding::Bf16;
+    let narrow = path.packs_bf16() && rounding == Rounding::Bf16;
     let value = |x: f32| if narrow { bf16::from_f32(x).to_f64() } else { x as f64 };
     let read = |from: &[f32], stride: usize, along_k: bool, vector: usize, step: usize| {
         let (row, column) = if along_k { (vector, step) } else { (step, vector) };

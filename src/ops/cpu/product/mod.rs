@@ -22,6 +22,7 @@ mod pack;
 mod path;
 mod portable;
 mod rider;
+mod rows;
 #[cfg(target_arch = "x86_64")]
 mod slim;
 #[cfg(test)]
@@ -31,6 +32,7 @@ mod tiles;
 
 pub use path::Path;
 pub(crate) use rider::{Rider, product_with};
+pub(crate) use rows::{Kept, Packed, WeightRows};
 
 use super::Shared;
 use super::decode::Isa;
@@ -80,6 +82,8 @@ pub(crate) struct Matrix<'a> {
     pub stride: usize,
     /// The elements of a vector lie side by side.
     pub along_k: bool,
+    /// The same, packed before.
+    pub kept: Option<Kept<'a>>,
 }
 
 impl<'a> Matrix<'a> {
@@ -89,6 +93,7 @@ impl<'a> Matrix<'a> {
             values: values.into(),
             stride: k,
             along_k: true,
+            kept: None,
         }
     }
 
@@ -98,6 +103,7 @@ impl<'a> Matrix<'a> {
             values: values.into(),
             stride: count,
             along_k: false,
+            kept: None,
         }
     }
 
@@ -153,10 +159,11 @@ pub(crate) enum Rounding {
 #[cfg(test)]
 pub(crate) fn testable() -> Vec<Path> {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    if Path::Avx512.available() && tiles::emulate() {
-        return Path::ALL.to_vec();
-    }
-    Path::ALL.into_iter().filter(|p| p.available()).collect()
+    let played = Path::Avx512.available() && tiles::emulate();
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    let played = false;
+    let runs = |p: &Path| p.available() || (played && *p == Path::Amx);
+    Path::ALL.into_iter().filter(runs).collect()
 }
 
 /// `(m, n, k)`.
@@ -220,22 +227,20 @@ fn run(path: Path, job: &Job, rounding: Rounding) {
     if few_rows::fits(job) {
         return few_rows::run(job, Isa::of(path));
     }
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    if let Some(unit) = path.unit()
+        && rounding == Rounding::Bf16
+        && tiles::pays(job)
+    {
+        return tiles::run(job, unit);
+    }
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    let _ = rounding;
     match path {
-        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        _ if tiles_take(path, job, rounding) => tiles::run(job),
         #[cfg(target_arch = "x86_64")]
-        Path::Amx | Path::Avx512 => blocks::run(job, blocks::Width::Avx512),
+        Path::Amx | Path::Dots | Path::Avx512 => blocks::run(job, blocks::Width::Avx512),
         #[cfg(target_arch = "x86_64")]
         Path::Avx2 => blocks::run(job, blocks::Width::Avx2),
         _ => portable::run(job),
     }
-}
-
-/// Does this product go to the tile unit?
-fn tiles_take(path: Path, job: &Job, rounding: Rounding) -> bool {
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    let pays = tiles::pays(job);
-    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
-    let pays = job.sizes.0 == 0;
-    path == Path::Amx && rounding == Rounding::Bf16 && pays
 }

@@ -1,5 +1,7 @@
 //! Which instructions the CPU operations use: found at run time, or forced to test them all on one machine.
 
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use super::tiles::Unit;
 use crate::base::{Error, Result};
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -9,6 +11,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 pub enum Path {
     /// AVX-512, with the tile unit for products of bf16 weights.
     Amx = 1,
+    /// AVX-512, with dot products of bf16 pairs for products of bf16 weights.
+    Dots,
     Avx512,
     Avx2,
     Portable,
@@ -18,11 +22,12 @@ pub enum Path {
 static CHOSEN: AtomicU8 = AtomicU8::new(0);
 
 impl Path {
-    pub const ALL: [Path; 4] = [Path::Amx, Path::Avx512, Path::Avx2, Path::Portable];
+    pub const ALL: [Path; 5] = [Path::Amx, Path::Dots, Path::Avx512, Path::Avx2, Path::Portable];
 
     pub fn name(self) -> &'static str {
         match self {
             Path::Amx => "amx",
+            Path::Dots => "avx512-bf16",
             Path::Avx512 => "avx512",
             Path::Avx2 => "avx2",
             Path::Portable => "portable",
@@ -44,7 +49,7 @@ impl Path {
                     && is_x86_feature_detected!("avx512vl")
             }
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            Path::Amx => Path::Avx512.available() && super::tiles::available(),
+            Path::Amx | Path::Dots => Path::Avx512.available() && self.unit().is_some_and(Unit::available),
             #[allow(unreachable_patterns)]
             _ => false,
         }
@@ -59,9 +64,33 @@ impl Path {
         }
     }
 
+    /// What multiplies packed bf16 operands on this path.
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    pub(crate) fn unit(self) -> Option<Unit> {
+        match self {
+            Path::Amx => Some(Unit::Tiles),
+            Path::Dots => Some(Unit::Dots),
+            _ => None,
+        }
+    }
+
+    /// Are products of bf16 weights made of packed bf16 operands?
+    pub fn packs_bf16(self) -> bool {
+        matches!(self, Path::Amx | Path::Dots)
+    }
+
+    /// Is it better than the next one that this machine can run?
+    fn pays(self) -> bool {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        return self.unit().is_none_or(Unit::is_fast);
+        #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+        true
+    }
+
     #[cold]
     fn detect() -> Path {
-        let best = Self::ALL.into_iter().find(|p| p.available()).unwrap_or(Path::Portable);
+        let mut best = Self::ALL.into_iter().filter(|p| p.available() && p.pays());
+        let best = best.next().unwrap_or(Path::Portable);
         CHOSEN.store(best as u8, Ordering::Relaxed);
         best
     }
@@ -84,7 +113,7 @@ impl Path {
         let Some(path) = Self::ALL.into_iter().find(|p| p.name() == name) else {
             return Err(Error::new("there is no such set of CPU operations")
                 .found(name)
-                .expected("amx, avx512, avx2 or portable"));
+                .expected("amx, avx512-bf16, avx512, avx2 or portable"));
         };
         if !path.available() {
             return Err(lacks());

@@ -8,7 +8,7 @@ use super::super::Shared;
 use super::{Job, Matrix, Operand, Path, Rounding, Sizes, Start, few_rows, product_on, run};
 
 /// A larger rank would crowd a packed A out of the cache (`plan` counts with it).
-const LARGEST: usize = 64;
+pub(super) const LARGEST: usize = 64;
 
 /// What rides. The summed dimension of `down` is that of the product, that of `up` the rank.
 pub(crate) struct Rider<'a> {

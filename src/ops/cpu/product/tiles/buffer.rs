@@ -6,7 +6,7 @@ use std::sync::Mutex;
 const PAGE: usize = 2 << 20;
 
 /// Grows, never shrinks; contents are arbitrary.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(super) struct Buffer {
     memory: Option<(*mut u8, Layout)>,
 }
@@ -21,6 +21,22 @@ impl Buffer {
         }
         self.free();
         let align = if bytes >= PAGE { PAGE } else { 4096 };
+        let address = self.renew(bytes, align);
+        if align == PAGE {
+            // SAFETY: the range was just allocated; advice changes no contents, and may be refused.
+            unsafe { libc::madvise(address.cast(), bytes, libc::MADV_HUGEPAGE) };
+        }
+        address
+    }
+
+    /// One of `bytes` bytes that lies where the program's allocator puts large blocks.
+    pub(super) fn of(bytes: usize) -> Self {
+        let mut buffer = Self::default();
+        buffer.renew(bytes, 4096);
+        buffer
+    }
+
+    fn renew(&mut self, bytes: usize, align: usize) -> *mut u8 {
         let Ok(layout) = Layout::from_size_align(bytes.next_multiple_of(4096).max(4096), align) else {
             handle_alloc_error(Layout::new::<u8>())
         };
@@ -29,12 +45,13 @@ impl Buffer {
         if address.is_null() {
             handle_alloc_error(layout);
         }
-        if align == PAGE {
-            // SAFETY: the range was just allocated; advice changes no contents, and may be refused.
-            unsafe { libc::madvise(address.cast(), layout.size(), libc::MADV_HUGEPAGE) };
-        }
         self.memory = Some((address, layout));
         address
+    }
+
+    /// Address of what was asked for last; null before.
+    pub(super) fn address(&self) -> *const u8 {
+        self.memory.map_or(std::ptr::null(), |(address, _)| address)
     }
 
     fn free(&mut self) {

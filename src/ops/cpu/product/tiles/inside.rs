@@ -2,8 +2,9 @@
 
 use super::super::inside::{Laid, Place, Side};
 use super::super::{Matrix, Sizes};
+use super::Unit;
 use super::pack::{self, Format};
-use super::unit::{self, STEP};
+use super::unit::STEP;
 
 /// Elements of f32 in a step of a panel.
 const STEP_FLOATS: usize = STEP / 4;
@@ -39,8 +40,8 @@ pub(crate) fn lay(side: Side, m: &Matrix, (vectors, k): (usize, usize), to: &mut
 struct Edge([f32; 32 * 32]);
 
 /// # Safety
-/// The tile unit must be available, `to` this task's alone, and everything must lie where the operands say.
-pub(crate) unsafe fn multiply((m, n, k): Sizes, to: Place, a: &Laid, b: &Laid) {
+/// The unit must be available, `to` this task's alone, and everything must lie where the operands say.
+pub(crate) unsafe fn multiply(unit: Unit, (m, n, k): Sizes, to: Place, a: &Laid, b: &Laid) {
     let steps = k.div_ceil(32);
     let panel = |laid: &Laid, vector: usize| {
         let step = (laid.first.0 + vector) / 32 * laid.whole.1.div_ceil(32) + laid.first.1 / 32;
@@ -51,7 +52,7 @@ pub(crate) unsafe fn multiply((m, n, k): Sizes, to: Place, a: &Laid, b: &Laid) {
     let mut edge = Edge([0.0; 32 * 32]);
     // SAFETY: promised by the caller: panels hold `steps` steps, whole tiles lie in C.
     unsafe {
-        unit::configure();
+        unit.configure();
         for column in (0..n).step_by(32) {
             let b = panel(b, column);
             for row in (0..m).step_by(32) {
@@ -59,10 +60,10 @@ pub(crate) unsafe fn multiply((m, n, k): Sizes, to: Place, a: &Laid, b: &Laid) {
                 let at = to.at + row * to.stride + column;
                 let (rows, columns) = (32.min(m - row), 32.min(n - column));
                 if (rows, columns) == (32, 32) {
-                    unit::multiply_in_place(a, b, steps, to.c.at(at), to.stride, to.add);
+                    unit.multiply_in_place(a, b, steps, to.c.at(at), to.stride, to.add);
                     continue;
                 }
-                unit::multiply_in_place(a, b, steps, edge.0.as_mut_ptr(), 32, false);
+                unit.multiply_in_place(a, b, steps, edge.0.as_mut_ptr(), 32, false);
                 for (i, sums) in edge.0.chunks_exact(32).enumerate().take(rows) {
                     let c = to.c.part(at + i * to.stride, columns);
                     for (c, sum) in c.iter_mut().zip(sums) {
@@ -71,6 +72,6 @@ pub(crate) unsafe fn multiply((m, n, k): Sizes, to: Place, a: &Laid, b: &Laid) {
                 }
             }
         }
-        unit::release();
+        unit.release();
     }
 }

@@ -1,4 +1,4 @@
-//! Products with bf16 operands and f32 sums on the tile unit.
+//! Products with bf16 operands and f32 sums on the tile unit, or by dot products of pairs in its place.
 //!
 //! Operands are packed whole, in parallel, as [chunk of k][panel of 32][step], within a bound on memory: a product
 //! with a larger operand (the output projection) is done in parts. Then tasks own blocks of C; in a task a panel of
@@ -6,11 +6,15 @@
 //!
 //! A rider (`rider.rs`) meets the packed A first; then its rank is a few more steps behind the last chunk of both
 //! operands. Its matrices and u are rounded to bf16 here, as the operands of the product are.
+//!
+//! A weight that does not change can be kept packed (`panels.rs`): then only A is packed.
 
 mod buffer;
+mod dots;
 mod emulate;
 pub(super) mod inside;
 mod pack;
+pub(super) mod panels;
 #[cfg(test)]
 mod tests;
 mod unit;
@@ -21,6 +25,15 @@ use buffer::{Buffer, with_buffers};
 use pack::Format;
 use rayon::prelude::*;
 use unit::{Call, STEP, TILE, WRITING};
+
+/// Who multiplies the packed panels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Unit {
+    /// The tile unit.
+    Tiles,
+    /// Dot products of pairs in vector registers.
+    Dots,
+}
 
 /// Steps of k (of 32) in a chunk: B of a block stays in the second-level cache.
 const CHUNK: usize = 32;
@@ -36,8 +49,67 @@ const PACKED: usize = 16 << 20;
 /// The same for an operand that is stored as codes: its decoded values are not to fill memory.
 const DECODED: usize = 4 << 20;
 
-pub(super) fn available() -> bool {
-    unit::available()
+impl Unit {
+    pub fn available(self) -> bool {
+        match self {
+            Unit::Tiles => unit::available(),
+            Unit::Dots => dots::available(),
+        }
+    }
+
+    /// Is it faster than products in f32? Measured, where it is not known.
+    pub fn is_fast(self) -> bool {
+        match self {
+            Unit::Tiles => unit::available(),
+            Unit::Dots => dots::pays(),
+        }
+    }
+
+    /// Before the calls of a task.
+    /// # Safety
+    /// The unit must be available.
+    unsafe fn configure(self) {
+        if self == Unit::Tiles {
+            // SAFETY: promised by the caller.
+            unsafe { unit::configure() }
+        }
+    }
+
+    /// After them.
+    /// # Safety
+    /// The unit must be available.
+    unsafe fn release(self) {
+        if self == Unit::Tiles {
+            // SAFETY: promised by the caller.
+            unsafe { unit::release() }
+        }
+    }
+
+    /// The sums of a tile; a finished one goes to C, and is added to what C holds if `add`.
+    /// # Safety
+    /// As `unit::multiply_and_set`.
+    unsafe fn multiply(self, call: &Call, add: bool) {
+        // SAFETY: promised by the caller.
+        unsafe {
+            match self {
+                Unit::Tiles if add => unit::multiply_and_add(call),
+                Unit::Tiles => unit::multiply_and_set(call),
+                Unit::Dots => dots::multiply(call, add),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As `unit::multiply_in_place`.
+    unsafe fn multiply_in_place(self, a: *const u8, b: *const u8, steps: usize, c: *mut f32, c_row: usize, add: bool) {
+        // SAFETY: promised by the caller.
+        unsafe {
+            match self {
+                Unit::Tiles => unit::multiply_in_place(a, b, steps, c, c_row, add),
+                Unit::Dots => dots::multiply_in_place(a, b, steps, c, c_row, add),
+            }
+        }
+    }
 }
 
 /// Plays the unit where there is none, for tests. Needs AVX-512, as packing does. Could it be done?
@@ -51,7 +123,7 @@ pub(super) fn pays(job: &Job) -> bool {
     m >= FEWEST && n >= FEWEST && k >= FEWEST
 }
 
-pub(super) fn run(job: &Job) {
+pub(super) fn run(job: &Job, unit: Unit) {
     let (m, n, k) = job.sizes;
     let c = job.c;
     let filled = match job.start {
@@ -65,6 +137,8 @@ pub(super) fn run(job: &Job) {
             true
         }
     };
+    let riding = job.rider.map_or(0, |r| r.rank.div_ceil(32));
+    let kept = job.b.kept.and_then(|kept| kept.hold((n, k), riding));
     // Both operands within their bound: k is cut so that all of A fits, then n so that this part of B does.
     let panels = |vectors: usize| vectors.div_ceil(32);
     let most_steps = (PACKED / STEP / panels(m)).max(CHUNK) / CHUNK * CHUNK;
@@ -78,18 +152,28 @@ pub(super) fn run(job: &Job) {
             let ride = job.rider.as_ref().filter(|_| k_part + 1 == k_parts);
             let depth = Depth {
                 steps: k_len.div_ceil(32),
-                extra: ride.map_or(0, |r| r.rank.div_ceil(32)),
+                extra: if ride.is_some() { riding } else { 0 },
             };
+            let own = Depth { extra: 0, ..depth };
             let a = pack_operand(&job.a, (0, m), (k0, k_len), depth, Format::A, packed_a);
             if let Some(rider) = &job.rider {
                 let rank = (0, rider.rank);
-                let down = pack_operand(&rider.down, rank, (k0, k_len), depth, Format::B, packed_b);
-                multiply(&rider.job(job), a, down, rank, depth, false, k_part > 0);
+                let down = pack_operand(&rider.down, rank, (k0, k_len), own, Format::B, packed_b);
+                multiply(unit, &rider.job(job), a, down, rank, own, k_part > 0);
             }
             if let Some(rider) = ride {
                 // SAFETY: the tasks that wrote u are done.
                 let u = unsafe { rider.scaled(m) };
                 pack_extra(&u, (0, m), rider.rank, depth, Format::A, a);
+            }
+            let add = filled || k_part > 0;
+            if let Some(kept) = &kept {
+                let b = kept.from(k0);
+                if let Some(rider) = ride {
+                    pack_extra(&rider.up, (0, n), rider.rank, depth, Format::B, b);
+                }
+                multiply(unit, job, a, b, (0, n), depth, add);
+                continue;
             }
             let bound = if job.b.is_coded() { DECODED } else { PACKED };
             let most_panels = (bound / STEP / depth.steps).max(BLOCK_COLUMNS);
@@ -100,14 +184,14 @@ pub(super) fn run(job: &Job) {
                 if let Some(rider) = ride {
                     pack_extra(&rider.up, (n0, n_len), rider.rank, depth, Format::B, b);
                 }
-                multiply(job, a, b, (n0, n_len), depth, ride.is_some(), filled || k_part > 0);
+                multiply(unit, job, a, b, (n0, n_len), depth, add);
             }
         }
     });
 }
 
 /// Steps of k in the packed operands.
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy)]
 struct Depth {
     steps: usize,
     /// Room for the rank of a rider, behind the last chunk.
@@ -141,40 +225,62 @@ impl Depth {
     }
 }
 
-/// Address of a packed operand, for many tasks that only read.
+/// A packed operand, or the part of one from a panel and a chunk on, for many tasks that only read.
 #[derive(Clone, Copy)]
-struct Packed(*const u8);
+struct Packed {
+    memory: *const u8,
+    /// Of the whole operand.
+    panels: usize,
+    depth: Depth,
+    first_panel: usize,
+    first_chunk: usize,
+}
 // SAFETY: only read between packing and the end of the product.
 unsafe impl Send for Packed {}
 unsafe impl Sync for Packed {}
 
 impl Packed {
-    /// Panel `panel` of `panels` in a chunk.
-    fn at(self, panels: usize, panel: usize, chunk: Chunk) -> *const u8 {
-        self.0.wrapping_add((chunk.first * panels + panel * chunk.room) * STEP)
+    /// Address of chunk `chunk` of panel `panel`, counted from where this part begins.
+    fn at(self, panel: usize, chunk: usize) -> *const u8 {
+        let chunk = self.depth.chunk(self.first_chunk + chunk);
+        let step = chunk.first * self.panels + (self.first_panel + panel) * chunk.room;
+        self.memory.wrapping_add(step * STEP)
     }
 }
 
 fn pack_operand(
     m: &Matrix,
-    (first, count): (usize, usize),
-    (k0, k): (usize, usize),
+    vectors: (usize, usize),
+    steps: (usize, usize),
     depth: Depth,
     format: Format,
     buffer: &mut Buffer,
 ) -> Packed {
-    let panels = count.div_ceil(32);
-    let to = Packed(buffer.at_least(panels * (depth.steps + depth.extra) * STEP));
+    let panels = vectors.1.div_ceil(32);
+    let to = Packed {
+        memory: buffer.at_least(panels * (depth.steps + depth.extra) * STEP),
+        panels,
+        depth,
+        first_panel: 0,
+        first_chunk: 0,
+    };
+    pack_all(m, vectors, steps, format, to);
+    to
+}
+
+/// Packs `count` vectors, their elements `k0..k0 + k`, as all panels of `to`.
+fn pack_all(m: &Matrix, (first, count): (usize, usize), (k0, k): (usize, usize), format: Format, to: Packed) {
     // Rows across k are shared by neighbouring panels: one task takes a few panels.
     let group = if m.along_k { 4 } else { 8 };
-    let chunks = depth.count();
+    let (panels, chunks) = (to.panels, to.depth.count());
     (0..panels.div_ceil(group) * chunks)
         .into_par_iter()
         .with_max_len(1)
         .for_each(|task| {
-            let (chunk, group_index) = (depth.chunk(task % chunks), task / chunks);
+            let (chunk_index, group_index) = (task % chunks, task / chunks);
+            let chunk = to.depth.chunk(chunk_index);
             let elements = (chunk.own * 32).min(k - chunk.first * 32);
-            let place = |p| to.at(panels, p, chunk).cast_mut();
+            let place = |p| to.at(p, chunk_index).cast_mut();
             if m.is_coded() {
                 let start = group_index * group * 32;
                 let vectors = (first + start, (group * 32).min(count - start));
@@ -188,22 +294,23 @@ fn pack_operand(
                 unsafe { pack::panel(m, vectors, (k0 + chunk.first * 32, elements), format, place(p)) }
             }
         });
-    to
 }
 
-/// What rides, `rank` elements of every vector, behind the last chunk of an operand.
+/// What rides, `rank` elements of every vector, behind the last chunk of an operand of the product's `depth`.
 fn pack_extra(m: &Matrix, (first, count): (usize, usize), rank: usize, depth: Depth, format: Format, to: Packed) {
-    let (panels, chunk) = (count.div_ceil(32), depth.chunk(depth.count() - 1));
-    (0..panels).into_par_iter().for_each(|p| {
+    let last = depth.count() - 1;
+    let own = depth.chunk(last).own;
+    (0..count.div_ceil(32)).into_par_iter().for_each(|p| {
         let vectors = (first + p * 32, 32.min(count - p * 32));
-        let place = to.at(panels, p, chunk).wrapping_add(chunk.own * STEP);
+        let place = to.at(p, last).wrapping_add(own * STEP);
         // SAFETY: the job was checked; each task writes behind its own panel, where there is room.
         unsafe { pack::panel(m, vectors, (0, rank), format, place.cast_mut()) }
     });
 }
 
-/// C, columns `n0..n0 + n_len`, from packed operands, and from what rides behind them.
-fn multiply(job: &Job, a: Packed, b: Packed, (n0, n_len): (usize, usize), depth: Depth, ride: bool, add: bool) {
+/// C, columns `n0..n0 + n_len`, from packed operands with at least the steps of `depth`.
+#[allow(clippy::too_many_arguments)]
+fn multiply(unit: Unit, job: &Job, a: Packed, b: Packed, (n0, n_len): (usize, usize), depth: Depth, add: bool) {
     let rows = job.sizes.0.div_ceil(32);
     let columns = n_len.div_ceil(32);
     let threads = rayon::current_num_threads();
@@ -211,14 +318,13 @@ fn multiply(job: &Job, a: Packed, b: Packed, (n0, n_len): (usize, usize), depth:
     let across = columns.div_ceil(BLOCK_COLUMNS);
     (0..down * across).into_par_iter().with_max_len(1).for_each(|task| {
         let block = Block {
+            unit,
             job,
             a,
             b,
             n0,
             n_len,
             depth,
-            ride,
-            panels: (rows, columns),
             rows: part(rows, down, task / across, 1),
             columns: part(columns, across, task % across, 1),
         };
@@ -229,15 +335,13 @@ fn multiply(job: &Job, a: Packed, b: Packed, (n0, n_len): (usize, usize), depth:
 }
 
 struct Block<'a> {
+    unit: Unit,
     job: &'a Job<'a>,
     a: Packed,
     b: Packed,
     n0: usize,
     n_len: usize,
     depth: Depth,
-    ride: bool,
-    /// Of A and of this part of B.
-    panels: (usize, usize),
     rows: (usize, usize),
     columns: (usize, usize),
 }
@@ -259,16 +363,16 @@ impl Block<'_> {
         let mut sums = Sums([[0.0; TILE]; 2]);
         let mut finished: Option<Finished> = None;
         let mut next = 0;
-        // SAFETY: this path is taken only where the tile unit was found (tests: emulated).
-        unsafe { unit::configure() };
-        for chunk in (0..self.depth.count()).map(|i| self.depth.chunk(i)) {
-            let steps = if self.ride { chunk.room } else { chunk.own };
+        // SAFETY: this path is taken only where the unit was found (tests: emulated).
+        unsafe { self.unit.configure() };
+        for chunk in 0..self.depth.count() {
+            let steps = self.depth.chunk(chunk).room;
             for row in self.rows.0..self.rows.0 + self.rows.1 {
-                let a = self.a.at(self.panels.0, row, chunk);
+                let a = self.a.at(row, chunk);
                 // Brought nearer meanwhile: the next panel of A, a part with each panel of B.
-                let mut ahead = self.a.at(self.panels.0, row + 1, chunk);
+                let mut ahead = self.a.at(row + 1, chunk);
                 for column in self.columns.0..self.columns.0 + self.columns.1 {
-                    let b = self.b.at(self.panels.1, column, chunk);
+                    let b = self.b.at(column, chunk);
                     let near = steps.min(NEAR);
                     let mut call = Call {
                         a,
@@ -286,7 +390,7 @@ impl Block<'_> {
                         which: next,
                         row,
                         column,
-                        add: add || chunk.first > 0,
+                        add: add || chunk > 0,
                     });
                     match before {
                         Some(before) if near >= WRITING && self.whole(&before) => {
@@ -294,20 +398,14 @@ impl Block<'_> {
                             call.finished = sums.0[before.which].as_ptr();
                             call.c = self.job.c.at(self.place(&before));
                             // SAFETY: panels hold `steps` steps; the finished tile lies whole in this task's block.
-                            unsafe {
-                                if before.add {
-                                    unit::multiply_and_add(&call)
-                                } else {
-                                    unit::multiply_and_set(&call)
-                                }
-                            }
+                            unsafe { self.unit.multiply(&call, before.add) }
                         }
                         before => {
                             if let Some(before) = before {
                                 self.write(&before, &sums);
                             }
                             // SAFETY: as above.
-                            unsafe { unit::multiply_and_set(&call) }
+                            unsafe { self.unit.multiply(&call, false) }
                         }
                     }
                     next ^= 1;
@@ -318,7 +416,7 @@ impl Block<'_> {
             self.write(&last, &sums);
         }
         // SAFETY: as above.
-        unsafe { unit::release() };
+        unsafe { self.unit.release() };
     }
 
     /// Place in C of the first element of a tile.

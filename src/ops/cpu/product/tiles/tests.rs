@@ -2,7 +2,8 @@
 
 use super::super::super::Shared;
 use super::super::super::storage::Values;
-use super::super::{Job, Matrix, Operand, Path, Rider, Rounding, Start, product_with};
+use super::super::{Job, Matrix, Operand, Packed, Path, Rider, Rounding, Start, WeightRows, product_on, product_with};
+use super::Unit;
 use crate::ops::oracle::{flat, random};
 use half::bf16;
 
@@ -18,8 +19,23 @@ fn ready() -> bool {
     super::emulate()
 }
 
+/// Who can multiply here: the tile unit, or one that is played, and dot products where there are such.
+fn units() -> Vec<Unit> {
+    let all = [(ready(), Unit::Tiles), (Unit::Dots.available(), Unit::Dots)];
+    all.into_iter()
+        .filter(|(there, _)| *there)
+        .map(|(_, unit)| unit)
+        .collect()
+}
+
+/// The paths that go there.
+fn paths() -> Vec<Path> {
+    let goes = |unit| [Path::Amx, Path::Dots].into_iter().find(|p| p.unit() == Some(unit));
+    units().into_iter().filter_map(goes).collect()
+}
+
 /// C from operands in every storage must be the product of the operands rounded to bf16.
-fn check((m, n, k): (usize, usize, usize)) {
+fn check(unit: Unit, (m, n, k): (usize, usize, usize)) {
     let (a, b) = (flat(&random((m, k), 1)), flat(&random((n, k), 2)));
     let turned =
         |v: &[f32], count: usize| -> Vec<f32> { (0..count * k).map(|i| v[i % count * k + i / count]).collect() };
@@ -45,14 +61,17 @@ fn check((m, n, k): (usize, usize, usize)) {
         };
         let start = [Start::Zero, Start::C, Start::Bias(&bias)][kind % 3];
         let mut c = vec![if kind % 3 == 1 { 0.25 } else { f32::NAN }; m * n];
-        super::run(&Job {
-            sizes: (m, n, k),
-            c: Shared::new(&mut c),
-            start,
-            a,
-            b,
-            rider: None,
-        });
+        super::run(
+            &Job {
+                sizes: (m, n, k),
+                c: Shared::new(&mut c),
+                start,
+                a,
+                b,
+                rider: None,
+            },
+            unit,
+        );
         for i in 0..m {
             for j in 0..n {
                 let from = [0.0, 0.25, bias[j] as f64][kind % 3];
@@ -69,10 +88,10 @@ fn check((m, n, k): (usize, usize, usize)) {
 
 #[test]
 fn tiles_agree_with_plain_loops() {
-    if ready() {
+    for unit in units() {
         // Ragged edges, one step and several, k below and above what is written between the products.
         for sizes in [(16, 16, 16), (33, 70, 50), (64, 96, 512), (70, 65, 545), (96, 64, 1100)] {
-            check(sizes);
+            check(unit, sizes);
         }
     }
 }
@@ -80,9 +99,10 @@ fn tiles_agree_with_plain_loops() {
 /// What rides, rounded as the operands are: u, and C with it; the last operand is too large to be packed at once.
 #[test]
 fn a_rider_is_a_few_steps_more() {
-    if !ready() {
-        return;
-    }
+    paths().into_iter().for_each(rides);
+}
+
+fn rides(path: Path) {
     for (m, n, k, rank) in [
         (33, 70, 50, 5),
         (64, 96, 512, 16),
@@ -105,7 +125,7 @@ fn a_rider_is_a_few_steps_more() {
             Matrix::vectors(Values::F32(&a), k),
             Matrix::vectors(Values::Bf16(&rb), k),
         );
-        product_with(Path::Amx, (m, n, k), &mut c, Start::C, operands, Rounding::Bf16, rider);
+        product_with(path, (m, n, k), &mut c, Start::C, operands, Rounding::Bf16, rider);
         let ru = rounded(&u);
         let dot = |x: &[bf16], y: &[bf16]| -> f64 { x.iter().zip(y).map(|(x, y)| x.to_f64() * y.to_f64()).sum() };
         for i in (0..m).step_by(m / 30) {
@@ -131,9 +151,10 @@ fn a_rider_is_a_few_steps_more() {
 
 #[test]
 fn codes_give_the_bits_of_the_decoded_values() {
-    if !ready() {
-        return;
-    }
+    units().into_iter().for_each(codes_on);
+}
+
+fn codes_on(unit: Unit) {
     // More vectors and steps than are decoded at a time.
     for (tokens, o, i) in [(40, 70, 545), (33, 300, 1100), (20, 1100, 90)] {
         let codes = crate::ops::cpu::decode::tests::Random::new(o, i);
@@ -147,18 +168,21 @@ fn codes_give_the_bits_of_the_decoded_values() {
             let run = |backward: bool, w: Operand| {
                 let (n, k) = if backward { (i, o) } else { (o, i) };
                 let mut c = vec![f32::NAN; tokens * n];
-                super::run(&Job {
-                    sizes: (tokens, n, k),
-                    c: Shared::new(&mut c),
-                    start: Start::Zero,
-                    a: Matrix::vectors(Operand::F32(if backward { &dy } else { &x }), k),
-                    b: if backward {
-                        Matrix::steps(w, i)
-                    } else {
-                        Matrix::vectors(w, i)
+                super::run(
+                    &Job {
+                        sizes: (tokens, n, k),
+                        c: Shared::new(&mut c),
+                        start: Start::Zero,
+                        a: Matrix::vectors(Operand::F32(if backward { &dy } else { &x }), k),
+                        b: if backward {
+                            Matrix::steps(w, i)
+                        } else {
+                            Matrix::vectors(w, i)
+                        },
+                        rider: None,
                     },
-                    rider: None,
-                });
+                    unit,
+                );
                 c.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
             };
             for backward in [false, true] {
@@ -174,9 +198,10 @@ fn codes_give_the_bits_of_the_decoded_values() {
 
 #[test]
 fn nan_infinity_and_ties_survive_the_rounding() {
-    if !ready() {
-        return;
-    }
+    units().into_iter().for_each(odd_numbers);
+}
+
+fn odd_numbers(unit: Unit) {
     let mut a = vec![0f32; 32 * 32];
     let odd = [
         f32::NAN,
@@ -193,14 +218,17 @@ fn nan_infinity_and_ties_survive_the_rounding() {
     }
     let identity: Vec<f32> = (0..32 * 32).map(|i| if i % 33 == 0 { 1.0 } else { 0.0 }).collect();
     let mut c = vec![0f32; 32 * 32];
-    super::run(&Job {
-        sizes: (32, 32, 32),
-        c: Shared::new(&mut c),
-        start: Start::Zero,
-        a: Matrix::vectors(Values::F32(&a), 32),
-        b: Matrix::vectors(Values::F32(&identity), 32),
-        rider: None,
-    });
+    super::run(
+        &Job {
+            sizes: (32, 32, 32),
+            c: Shared::new(&mut c),
+            start: Start::Zero,
+            a: Matrix::vectors(Values::F32(&a), 32),
+            b: Matrix::vectors(Values::F32(&identity), 32),
+            rider: None,
+        },
+        unit,
+    );
     for (i, x) in odd.iter().enumerate() {
         let (got, want) = (c[i * 32 + i], bf16::from_f32(*x).to_f32());
         assert!(
@@ -212,26 +240,132 @@ fn nan_infinity_and_ties_survive_the_rounding() {
 
 #[test]
 fn bit_equal_for_any_number_of_threads() {
-    if !ready() {
-        return;
-    }
+    units().into_iter().for_each(threads_on);
+}
+
+fn threads_on(unit: Unit) {
     let (m, n, k) = (130, 200, 600);
     let (a, b) = (flat(&random((m, k), 1)), flat(&random((n, k), 2)));
     let run = |threads| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let mut c = vec![0f32; m * n];
         pool.install(|| {
-            super::run(&Job {
-                sizes: (m, n, k),
-                c: Shared::new(&mut c),
-                start: Start::Zero,
-                a: Matrix::vectors(Values::F32(&a), k),
-                b: Matrix::vectors(Values::F32(&b), k),
-                rider: None,
-            })
+            super::run(
+                &Job {
+                    sizes: (m, n, k),
+                    c: Shared::new(&mut c),
+                    start: Start::Zero,
+                    a: Matrix::vectors(Values::F32(&a), k),
+                    b: Matrix::vectors(Values::F32(&b), k),
+                    rider: None,
+                },
+                unit,
+            )
         });
         c.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
     };
     let one = run(1);
     assert!(one == run(2) && one == run(5));
+}
+
+/// A weight `[O, I]` that was packed before, whole or from a row on, with and without what rides: the same bits. Two rows of
+/// chunks, so that a part begins and ends inside.
+#[test]
+fn packed_before_is_packed_now() {
+    paths().into_iter().for_each(packed_on);
+}
+
+fn packed_on(path: Path) {
+    let tokens = 40;
+    for (outputs, inputs, rank) in [(70, 50, 0), (64, 1100, 16), (2100, 96, 33), (1025, 2049, 64)] {
+        let w = rounded(&flat(&random((outputs, inputs), 1)));
+        let plain = WeightRows::new(Operand::Bf16(&w), inputs);
+        let packed = Packed::new(plain, (outputs, inputs), true, rank).unwrap();
+        let kept = plain.with(Some(&packed));
+        let operand = |width: usize, seed: u64| flat(&random((tokens, width), seed));
+        let mut parts = vec![(0, outputs)];
+        if outputs > 1024 {
+            parts.extend([(0, 1024), (1024, outputs - 1024)]);
+        }
+        for (first, count) in parts {
+            let forms = [
+                (
+                    plain.part(first, count).forward(),
+                    kept.part(first, count).forward(),
+                    inputs,
+                    count,
+                ),
+                (
+                    plain.part(first, count).backward(),
+                    kept.part(first, count).backward(),
+                    count,
+                    inputs,
+                ),
+            ];
+            for (plain, kept, k, n) in forms {
+                let x = operand(k, 2);
+                let run = |b: Matrix| {
+                    let mut c = vec![0.5; tokens * n];
+                    let a = Matrix::vectors(Values::F32(&x), k);
+                    product_on(path, (tokens, n, k), &mut c, Start::C, a, b, Rounding::Bf16);
+                    c
+                };
+                assert!(
+                    kept.kept.unwrap().hold((n, k), 0).is_some(),
+                    "{outputs} {inputs} {first} {count}"
+                );
+                assert_eq!(run(kept), run(plain), "{outputs} {inputs} {first} {count}");
+                if rank == 0 || count < outputs {
+                    continue;
+                }
+                let (down, up) = (flat(&random((rank, k), 3)), flat(&random((n, rank), 4)));
+                let ride = |b: Matrix| {
+                    let (mut c, mut u) = (vec![0.5; tokens * n], vec![f32::NAN; tokens * rank]);
+                    let rider = Rider {
+                        rank,
+                        down: Matrix::vectors(Values::F32(&down), k),
+                        up: Matrix::vectors(Values::F32(&up), rank),
+                        scale: 0.5,
+                        u: &mut u,
+                    };
+                    let operands = (Matrix::vectors(Values::F32(&x), k), b);
+                    product_with(path, (tokens, n, k), &mut c, Start::C, operands, Rounding::Bf16, rider);
+                    (c, u)
+                };
+                assert!(kept.kept.unwrap().hold((n, k), rank.div_ceil(32)).is_some());
+                assert!(ride(kept) == ride(plain), "{outputs} {inputs} rank {rank}");
+                // What rode before is not in the way of a product without it.
+                assert_eq!(run(kept), run(plain));
+            }
+        }
+    }
+}
+
+/// Parts that do not begin or end with panels and chunks, more of a rider than there is room, panels that another product has.
+#[test]
+fn what_cannot_be_used_is_packed_anew() {
+    if !ready() {
+        return;
+    }
+    let (outputs, inputs) = (2100, 96);
+    let w = rounded(&flat(&random((outputs, inputs), 1)));
+    let rows = WeightRows::new(Operand::Bf16(&w), inputs);
+    let packed = Packed::new(rows, (outputs, inputs), true, 16).unwrap();
+    let rows = rows.with(Some(&packed));
+    let holds = |b: Matrix, sizes, riding| b.kept.unwrap().hold(sizes, riding).is_some();
+    assert!(holds(rows.forward(), (outputs, inputs), 1) && !holds(rows.forward(), (outputs, inputs), 2));
+    assert!(holds(rows.part(64, 96).forward(), (96, inputs), 0));
+    for (first, count) in [(1, 64), (64, 65)] {
+        assert!(!holds(rows.part(first, count).forward(), (count, inputs), 0));
+    }
+    assert!(holds(rows.part(1024, 1024).backward(), (inputs, 1024), 0));
+    // The last chunk is not in it, so nothing can ride behind it.
+    assert!(!holds(rows.part(0, 1024).backward(), (inputs, 1024), 1));
+    assert!(!holds(rows.part(32, 1024).backward(), (inputs, 1024), 0));
+    let another = rows.forward().kept.unwrap().hold((outputs, inputs), 0);
+    assert!(another.is_some() && !holds(rows.forward(), (outputs, inputs), 0));
+    drop(another);
+    assert!(holds(rows.forward(), (outputs, inputs), 0));
+    let packed = Packed::new(WeightRows::new(Operand::F32(&[0.0; 4]), 2), (2, 2), true, 0);
+    assert!(packed.is_none(), "f32 weights never go to the tile unit");
 }

@@ -1,0 +1,176 @@
+//! The work of the tile unit by dot products of pairs (AVX512-BF16), on operands packed for the unit. Where a core does as
+//! many of them in a second as fused multiply-adds, each with twice the numbers (AMD from Zen 4 on), it is the fastest way
+//! for bf16 weights; where it does half as many (Intel), it is no better than f32. So the speed is measured, once.
+
+use super::unit::{Call, STEP, TILE};
+use std::arch::x86_64::*;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// Rows of C that are summed at a time.
+const ROWS: usize = 8;
+/// Faster than f32 by this factor, or it is not worth the rounding.
+const FASTER: f64 = 1.2;
+
+pub(crate) fn available() -> bool {
+    is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bf16")
+}
+
+/// Does this processor multiply and add more pairs than f32 numbers in the same time?
+pub(crate) fn pays() -> bool {
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    *FOUND.get_or_init(|| {
+        if !available() {
+            return false;
+        }
+        let mut best = [Duration::MAX; 2];
+        for _ in 0..15 {
+            // SAFETY: the instructions were found.
+            let times = unsafe { [time(|| plain()), time(|| pairs())] };
+            for (best, time) in best.iter_mut().zip(times) {
+                *best = time.min(*best);
+            }
+        }
+        2.0 * best[0].as_secs_f64() > FASTER * best[1].as_secs_f64()
+    })
+}
+
+fn time(f: impl FnOnce() -> f32) -> Duration {
+    let started = Instant::now();
+    std::hint::black_box(f());
+    started.elapsed()
+}
+
+/// Rounds of the measurement, of 16 instructions each: some microseconds.
+const ROUNDS: usize = 1000;
+
+/// # Safety
+/// AVX-512 must be there.
+#[target_feature(enable = "avx512f")]
+unsafe fn plain() -> f32 {
+    let x = _mm512_set1_ps(std::hint::black_box(0.5));
+    let mut sums = [_mm512_setzero_ps(); 16];
+    for _ in 0..ROUNDS {
+        for sum in &mut sums {
+            *sum = _mm512_fmadd_ps(x, x, *sum);
+        }
+    }
+    sums.into_iter().map(|sum| _mm512_reduce_add_ps(sum)).sum()
+}
+
+/// # Safety
+/// AVX512-BF16 must be there.
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn pairs() -> f32 {
+    let x = words(_mm512_set1_epi32(std::hint::black_box(0x3F00_3F00)));
+    let mut sums = [_mm512_setzero_ps(); 16];
+    for _ in 0..ROUNDS {
+        for sum in &mut sums {
+            *sum = _mm512_dpbf16_ps(*sum, x, x);
+        }
+    }
+    sums.into_iter().map(|sum| _mm512_reduce_add_ps(sum)).sum()
+}
+
+/// 16 words as pairs of bf16.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn words(x: __m512i) -> __m512bh {
+    // SAFETY: the same bits, seen as other numbers.
+    unsafe { std::mem::transmute(x) }
+}
+
+/// As `unit::multiply_and_set` and `multiply_and_add`.
+/// # Safety
+/// AVX512-BF16 must be there; otherwise as there.
+#[target_feature(enable = "avx512f,avx512bf16")]
+pub(super) unsafe fn multiply(call: &Call, add: bool) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        let mut steps = call.near + call.far;
+        if !call.finished.is_null() {
+            steps += super::unit::WRITING;
+            for row in 0..32 {
+                let c = call.c.wrapping_byte_add(row * call.c_row);
+                for half in 0..2 {
+                    let from = call.finished.add((row / 16 * 2 + half) * TILE / 4 + row % 16 * 16);
+                    let mut sums = _mm512_load_ps(from);
+                    if add {
+                        sums = _mm512_add_ps(_mm512_loadu_ps(c.add(16 * half)), sums);
+                    }
+                    _mm512_storeu_ps(c.add(16 * half), sums);
+                }
+            }
+        }
+        for row in (0..32).step_by(ROWS) {
+            let sums = rows(call.a, call.b, row, steps, [[_mm512_setzero_ps(); 2]; ROWS]);
+            for (i, sums) in sums.into_iter().enumerate() {
+                for (half, sums) in sums.into_iter().enumerate() {
+                    let row = row + i;
+                    let to = call.sums.add((row / 16 * 2 + half) * TILE / 4 + row % 16 * 16);
+                    _mm512_store_ps(to, sums);
+                }
+            }
+        }
+    }
+}
+
+/// As `unit::multiply_in_place`.
+/// # Safety
+/// AVX512-BF16 must be there; otherwise as there.
+#[target_feature(enable = "avx512f,avx512bf16")]
+pub(super) unsafe fn multiply_in_place(a: *const u8, b: *const u8, steps: usize, c: *mut f32, c_row: usize, add: bool) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        for row in (0..32).step_by(ROWS) {
+            let mut from = [[_mm512_setzero_ps(); 2]; ROWS];
+            let c = c.add(row * c_row);
+            if add {
+                for (i, from) in from.iter_mut().enumerate() {
+                    for (half, from) in from.iter_mut().enumerate() {
+                        *from = _mm512_loadu_ps(c.add(i * c_row + 16 * half));
+                    }
+                }
+            }
+            let sums = rows(a, b, row, steps, from);
+            for (i, sums) in sums.into_iter().enumerate() {
+                for (half, sums) in sums.into_iter().enumerate() {
+                    _mm512_storeu_ps(c.add(i * c_row + 16 * half), sums);
+                }
+            }
+        }
+    }
+}
+
+/// `ROWS` rows of a panel of A from `first` on with a panel of B, added to `sums`.
+/// # Safety
+/// AVX512-BF16 must be there; both panels hold `steps` steps.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn rows(
+    a: *const u8,
+    b: *const u8,
+    first: usize,
+    steps: usize,
+    mut sums: [[__m512; 2]; ROWS],
+) -> [[__m512; 2]; ROWS] {
+    // SAFETY: promised by the caller: a step is 2 blocks of 16 x 16 words on both sides.
+    unsafe {
+        let mut a = a.add(first * 64).cast::<i32>();
+        let mut b = b.cast::<i32>();
+        for _ in 0..steps {
+            for pair in 0..16 {
+                let left = words(_mm512_load_si512(b.add(pair * 16).cast()));
+                let right = words(_mm512_load_si512(b.add(256 + pair * 16).cast()));
+                for (i, sums) in sums.iter_mut().enumerate() {
+                    let x = words(_mm512_set1_epi32(*a.add(i * 16 + pair)));
+                    sums[0] = _mm512_dpbf16_ps(sums[0], x, left);
+                    sums[1] = _mm512_dpbf16_ps(sums[1], x, right);
+                }
+            }
+            a = a.add(STEP / 4);
+            b = b.add(STEP / 4);
+        }
+    }
+    sums
+}

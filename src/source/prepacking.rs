@@ -1,0 +1,271 @@
+//! Frozen weights with packed copies (`ops::prepacked`), in front of a source that holds all weights on the CPU: a group gets
+//! its copies when it is fetched. What is trained has none; when its block rests it gets some again.
+
+use super::policy::is_projection;
+use super::{Group, GroupWeights, LayerSource, LowerHalves, NumbersSink, ParamInfo, Policy, Recoded};
+use crate::base::Result;
+use crate::formats::weights::Weights;
+use crate::ops::prepacked::{Orders, Prepacked};
+use crate::ops::transfer::CopyTimes;
+use crate::quant::{Storage, Weight};
+use crate::recipe::Dtype;
+use candle_core::Tensor;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What gets copies.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Copies {
+    pub orders: Orders,
+    /// The matrix that projects to the vocabulary, unless rows of it train.
+    pub head: Option<String>,
+    /// The rank of the delta that rides on a weight, by the weight's name.
+    pub ranks: BTreeMap<String, usize>,
+}
+
+impl Copies {
+    /// Does a parameter get copies while it is frozen and dense?
+    fn covers(&self, p: &ParamInfo) -> bool {
+        is_projection(p) || self.head.as_deref() == Some(&*p.name)
+    }
+
+    fn rank(&self, name: &str) -> usize {
+        self.ranks.get(name).copied().unwrap_or(0)
+    }
+
+    /// Bytes of the copies of a parameter in `storage`.
+    pub fn bytes(&self, p: &ParamInfo, storage: &Policy) -> u64 {
+        match p.shape[..] {
+            [rows, columns] if self.covers(p) && storage.of(p) == Storage::Dense(Dtype::Bf16) => {
+                Prepacked::bytes((rows, columns), self.orders, self.rank(&p.name))
+            }
+            _ => 0,
+        }
+    }
+}
+
+pub struct Prepacking {
+    below: Box<dyn LayerSource>,
+    copies: Copies,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// What is trained now.
+    active: BTreeSet<String>,
+    /// A group as it came from below, and with copies.
+    groups: BTreeMap<Group, (Arc<GroupWeights>, Arc<GroupWeights>)>,
+}
+
+impl Prepacking {
+    /// `below` holds its weights on the CPU; `first` names what will be trained first.
+    pub fn new<'a>(below: Box<dyn LayerSource>, copies: Copies, first: impl Iterator<Item = &'a str>) -> Self {
+        let state = State {
+            active: first.map(str::to_string).collect(),
+            groups: BTreeMap::new(),
+        };
+        Self {
+            below,
+            copies,
+            state: Mutex::new(state),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The copies of groups with these parameters are not up to date any more.
+    fn forget(&self, names: &[&str]) {
+        let mut state = self.state();
+        for p in self.below.params().iter().filter(|p| names.contains(&&*p.name)) {
+            state.groups.remove(&p.group);
+        }
+    }
+
+    fn packed(&self, group: Group, from: &GroupWeights, active: &BTreeSet<String>) -> Result<GroupWeights> {
+        let covered = |name: &str| {
+            let mut of_group = self.below.params().iter().filter(|p| p.group == group);
+            !active.contains(name) && of_group.any(|p| &*p.name == name && self.copies.covers(p))
+        };
+        let mut out = GroupWeights::default();
+        for (name, weight) in from.iter() {
+            let copied = match weight {
+                Weight::Dense(tensor) if covered(name) => {
+                    Prepacked::new(tensor, self.copies.orders, self.copies.rank(name))?
+                }
+                _ => None,
+            };
+            match copied {
+                Some(copied) => out.insert(name.clone(), copied),
+                None => out.insert(name.clone(), weight.clone()),
+            }
+        }
+        Ok(out)
+    }
+}
+
+impl LayerSource for Prepacking {
+    fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
+        let from = self.below.fetch(group)?;
+        let mut state = self.state();
+        if let Some((known, copied)) = state.groups.get(&group)
+            && Arc::ptr_eq(known, &from)
+        {
+            return Ok(copied.clone());
+        }
+        // The old copies go first.
+        state.groups.remove(&group);
+        let copied = Arc::new(self.packed(group, &from, &state.active)?);
+        state.groups.insert(group, (from, copied.clone()));
+        Ok(copied)
+    }
+
+    fn prefetch(&self, group: Group) {
+        self.below.prefetch(group);
+    }
+
+    fn params(&self) -> &[ParamInfo] {
+        self.below.params()
+    }
+
+    fn resident_bytes(&self) -> u64 {
+        let state = self.state();
+        let weights = state.groups.values().flat_map(|(_, copied)| copied.iter());
+        let copies = weights.map(|(_, weight)| match weight {
+            Weight::Prepacked(weight) => weight.copies(),
+            _ => 0,
+        });
+        self.below.resident_bytes() + copies.sum::<u64>()
+    }
+
+    fn held(&self, name: &str) -> Option<Tensor> {
+        self.below.held(name)
+    }
+
+    fn master_is_out(&self, name: &str) -> bool {
+        self.below.master_is_out(name)
+    }
+
+    fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
+        self.below.rows(name, ids)
+    }
+
+    fn piece_rows(&self, name: &str) -> Option<usize> {
+        self.below.piece_rows(name)
+    }
+
+    fn piece(&self, name: &str, first: usize) -> Result<Arc<GroupWeights>> {
+        self.below.piece(name, first)
+    }
+
+    fn activate(&self, names: &[&str], low: &mut dyn LowerHalves) -> Result<()> {
+        self.state().active.extend(names.iter().map(|n| n.to_string()));
+        self.forget(names);
+        self.below.activate(names, low)
+    }
+
+    fn retire(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn LowerHalves) -> Result<Vec<Recoded>> {
+        let recoded = self.below.retire(keep, low)?;
+        let active = std::mem::take(&mut self.state().active);
+        let (kept, leaving): (BTreeSet<String>, BTreeSet<String>) = active.into_iter().partition(|name| keep(name));
+        self.state().active = kept;
+        self.forget(&leaving.iter().map(String::as_str).collect::<Vec<_>>());
+        Ok(recoded)
+    }
+
+    fn recode(&self, name: &str, values: &[f32]) -> Result<()> {
+        self.below.recode(name, values)
+    }
+
+    fn copies(&self) -> Result<Option<CopyTimes>> {
+        self.below.copies()
+    }
+
+    fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
+        self.below.read(name, sink)
+    }
+
+    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn LowerHalves) -> Result<()> {
+        self.forget(&[name]);
+        self.below.restore(name, saved, low)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::CpuPath;
+    use crate::source::{Part, Resident};
+    use candle_core::Device;
+
+    fn params() -> Vec<ParamInfo> {
+        let param = |name: &str, shape: &[usize], group| ParamInfo {
+            name: name.into(),
+            shape: shape.to_vec(),
+            group,
+            part: Part::Other,
+        };
+        vec![
+            param("embed", &[50, 40], Group::Embedding),
+            param("layers.0.a", &[40, 70], Group::Layer(0)),
+            param("layers.0.norm", &[40], Group::Layer(0)),
+            param("layers.1.a", &[40, 70], Group::Layer(1)),
+            param("norm", &[40], Group::Head),
+        ]
+    }
+
+    fn copies(orders: Orders) -> Copies {
+        Copies {
+            orders,
+            head: Some("embed".into()),
+            ranks: [("layers.0.a".to_string(), 16)].into(),
+        }
+    }
+
+    fn source(dtype: Dtype) -> Prepacking {
+        let below = Resident::random(params(), 1, 0.1, 1.0, dtype, &Device::Cpu).unwrap();
+        Prepacking::new(Box::new(below), copies(Orders::Both), std::iter::empty())
+    }
+
+    fn has_copies(source: &Prepacking, group: Group, name: &str) -> bool {
+        matches!(
+            source.fetch(group).unwrap().weight(name).unwrap().1,
+            Weight::Prepacked(_)
+        )
+    }
+
+    #[test]
+    fn bytes_are_those_of_whole_panels() {
+        let (params, bf16) = (params(), Policy::dense(Dtype::Bf16));
+        let bytes = |orders, p: &ParamInfo, policy: &Policy| copies(orders).bytes(p, policy);
+        // 40 vectors of 70 elements: 2 panels of 3 steps, and one more for what rides; turned, 3 panels of 2 and 1.
+        assert_eq!(bytes(Orders::Forward, &params[1], &bf16), 2 * 4 * 2048);
+        assert_eq!(bytes(Orders::Both, &params[1], &bf16), (2 * 4 + 3 * 3) * 2048);
+        assert_eq!(bytes(Orders::Both, &params[3], &bf16), (2 * 3 + 3 * 2) * 2048);
+        assert_eq!(bytes(Orders::Both, &params[0], &bf16), 8 * 2048);
+        for other in [&params[2], &params[4]] {
+            assert_eq!(bytes(Orders::Both, other, &bf16), 0);
+        }
+        assert_eq!(bytes(Orders::Both, &params[1], &Policy::dense(Dtype::F32)), 0);
+    }
+
+    #[test]
+    fn what_trains_has_no_copies() {
+        if !CpuPath::Avx512.available() {
+            return eprintln!("skipped: packing for the tile unit needs AVX-512");
+        }
+        let low = &mut BTreeMap::<String, Tensor>::new();
+        let s = source(Dtype::Bf16);
+        let below = s.resident_bytes();
+        assert!(has_copies(&s, Group::Embedding, "embed") && has_copies(&s, Group::Layer(0), "layers.0.a"));
+        assert!(!has_copies(&s, Group::Layer(0), "layers.0.norm"));
+        assert_eq!(s.resident_bytes(), below + (8 + 17) * 2048);
+        s.activate(&["layers.0.a"], low).unwrap();
+        assert!(!has_copies(&s, Group::Layer(0), "layers.0.a") && has_copies(&s, Group::Layer(1), "layers.1.a"));
+        assert_eq!(s.resident_bytes(), below + (8 + 12) * 2048);
+        s.retire(&|_| false, low).unwrap();
+        assert!(has_copies(&s, Group::Layer(0), "layers.0.a"));
+        assert!(!has_copies(&source(Dtype::F32), Group::Layer(0), "layers.0.a"));
+    }
+}

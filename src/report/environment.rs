@@ -67,7 +67,10 @@ pub fn environment() -> Value {
     })
 }
 
-pub fn write_environment(dir: &Path) -> Result<()> {
-    let text = format!("{:#}\n", environment());
+/// `operations`: the instructions that the operations of the CPU take.
+pub fn write_environment(dir: &Path, operations: &str) -> Result<()> {
+    let mut all = environment();
+    all["cpu"]["operations"] = json!(operations);
+    let text = format!("{all:#}\n");
     files::write_atomic(&dir.join("environment.json"), text.as_bytes())
 }

@@ -304,7 +304,7 @@ mod tests {
     #[test]
     fn the_environment_says_where_the_run_was() {
         let dir = tempfile::tempdir().unwrap();
-        write_environment(dir.path()).unwrap();
+        write_environment(dir.path(), "avx2").unwrap();
         let text = files::read_text(&dir.path().join("environment.json")).unwrap();
         let e: Value = serde_json::from_str(&text).unwrap();
         assert_eq!(e["version"], env!("CARGO_PKG_VERSION"));

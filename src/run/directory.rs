@@ -5,6 +5,7 @@ use super::train::Options;
 use super::{starts, state};
 use crate::base::{Error, Result, files};
 use crate::checkpoint::{self, Loaded};
+use crate::ops::CpuPath;
 use crate::plan::{Place, Plan};
 use crate::recipe::{self, Method, Recipe};
 use crate::report;
@@ -74,7 +75,7 @@ pub fn describe(run_dir: &Path, loaded: &recipe::Loaded, plan: &Plan) -> Result<
     files::write_atomic(&run_dir.join("recipe.toml"), loaded.text.as_bytes())?;
     files::write_atomic(&run_dir.join("resolved.toml"), loaded.resolved.as_bytes())?;
     files::write_atomic(&run_dir.join("plan.json"), format!("{:#}\n", plan.json()).as_bytes())?;
-    report::write_environment(run_dir)
+    report::write_environment(run_dir, CpuPath::current().name())
 }
 
 /// Removes what only the run itself needed.

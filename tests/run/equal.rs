@@ -142,6 +142,10 @@ fn every_set_of_cpu_operations_learns_the_same() {
                     break;
                 }
                 assert!(ran.status.success(), "{name}\n{}", said(&ran));
+                let environment = std::fs::read_to_string(bench.path(&format!("{name}/environment.json"))).unwrap();
+                let environment: serde_json::Value = serde_json::from_str(&environment).unwrap();
+                let operations = path.strip_suffix("-emulated").unwrap_or(path);
+                assert_eq!(environment["cpu"]["operations"], operations);
                 let losses: Vec<f64> = bench.steps(&name).iter().map(|l| number(l, "loss")).collect();
                 assert_eq!(losses.len(), 20);
                 curves.push((name, losses));

@@ -217,13 +217,15 @@ fn open_settings_become_the_fastest_that_fit() {
         let (peak, choice) = chosen(&out);
         let bytes = ft::base::units::parse_bytes(budget).unwrap();
         assert!(peak <= bytes, "{budget}: {peak}");
-        seen.push(["frozen_weights", "tier", "activations", "mlp_chunk"].map(|key| choice(&format!("memory.{key}"))));
+        let keys = ["frozen_weights", "tier", "activations", "mlp_chunk", "head_chunk"];
+        seen.push(keys.map(|key| choice(&format!("memory.{key}"))));
     }
     let kept = |i: usize| -> usize { seen[i][2].split(' ').nth(1).unwrap().parse().unwrap() };
-    assert_eq!(seen[0], ["bf16", "device", "keep 32 of 32", "0"], "{seen:?}");
-    // The disk comes before a loss, and fewer activations before both.
+    assert_eq!(seen[0], ["bf16", "device", "keep 32 of 32", "0", ""], "{seen:?}");
+    // The disk comes before a loss, and fewer activations before both; then a head in pieces, which takes a third product.
     assert!((1..4).all(|i| seen[i][..2] == ["bf16", "disk"]), "{seen:?}");
-    assert!(kept(1) > kept(2) && kept(2) > kept(3), "{seen:?}");
+    assert!(kept(1) > kept(2) && kept(2) >= kept(3), "{seen:?}");
+    assert!(seen[2][4] == "0" && seen[3][4] == "4096", "{seen:?}");
     assert!(seen[4..].iter().all(|s| s[..2] == ["int8", "disk"]), "{seen:?}");
     assert!(seen[4][3] == "0" && seen[5][3] != "0", "{seen:?}");
     // What must stay in memory becomes codes where nothing else is left.

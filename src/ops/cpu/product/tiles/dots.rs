@@ -1,75 +1,25 @@
-//! The work of the tile unit by dot products of pairs (AVX512-BF16), on operands packed for the unit. Where a core does as
-//! many of them in a second as fused multiply-adds, each with twice the numbers (AMD from Zen 4 on), it is the fastest way
-//! for bf16 weights; where it does half as many (Intel), it is no better than f32. So the speed is measured, once.
+//! The work of the tile unit by dot products of pairs (AVX512-BF16), on operands packed for the unit.
+//!
+//! A core of AMD's, from Zen 4 on, does as many of them in a second as fused multiply-adds, each with twice the numbers
+//! (iree-org/iree, pull request 15089: 2 times f32). One of Intel's does a quarter as many (measured on Sapphire and Emerald Rapids:
+//! half the operations of f32). Which it is, is told by the maker: two runs on one machine must take the same way,
+//! and a measurement at the start of a program was wrong once in fifty times on a busy machine.
 
 use super::unit::{Call, STEP, TILE};
 use std::arch::x86_64::*;
-use std::sync::OnceLock;
-use std::time::{Duration, Instant};
 
 /// Rows of C that are summed at a time.
 const ROWS: usize = 8;
-/// Faster than f32 by this factor, or it is not worth the rounding.
-const FASTER: f64 = 1.2;
 
-pub(crate) fn available() -> bool {
+pub(super) fn available() -> bool {
     is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bf16")
 }
 
-/// Does this processor multiply and add more pairs than f32 numbers in the same time?
-pub(crate) fn pays() -> bool {
-    static FOUND: OnceLock<bool> = OnceLock::new();
-    *FOUND.get_or_init(|| {
-        if !available() {
-            return false;
-        }
-        let mut best = [Duration::MAX; 2];
-        for _ in 0..15 {
-            // SAFETY: the instructions were found.
-            let times = unsafe { [time(|| plain()), time(|| pairs())] };
-            for (best, time) in best.iter_mut().zip(times) {
-                *best = time.min(*best);
-            }
-        }
-        2.0 * best[0].as_secs_f64() > FASTER * best[1].as_secs_f64()
-    })
-}
-
-fn time(f: impl FnOnce() -> f32) -> Duration {
-    let started = Instant::now();
-    std::hint::black_box(f());
-    started.elapsed()
-}
-
-/// Rounds of the measurement, of 16 instructions each: some microseconds.
-const ROUNDS: usize = 1000;
-
-/// # Safety
-/// AVX-512 must be there.
-#[target_feature(enable = "avx512f")]
-unsafe fn plain() -> f32 {
-    let x = _mm512_set1_ps(std::hint::black_box(0.5));
-    let mut sums = [_mm512_setzero_ps(); 16];
-    for _ in 0..ROUNDS {
-        for sum in &mut sums {
-            *sum = _mm512_fmadd_ps(x, x, *sum);
-        }
-    }
-    sums.into_iter().map(|sum| _mm512_reduce_add_ps(sum)).sum()
-}
-
-/// # Safety
-/// AVX512-BF16 must be there.
-#[target_feature(enable = "avx512f,avx512bf16")]
-unsafe fn pairs() -> f32 {
-    let x = words(_mm512_set1_epi32(std::hint::black_box(0x3F00_3F00)));
-    let mut sums = [_mm512_setzero_ps(); 16];
-    for _ in 0..ROUNDS {
-        for sum in &mut sums {
-            *sum = _mm512_dpbf16_ps(*sum, x, x);
-        }
-    }
-    sums.into_iter().map(|sum| _mm512_reduce_add_ps(sum)).sum()
+/// Are these products faster here than those in f32?
+pub(super) fn pays() -> bool {
+    let maker = __cpuid(0);
+    let name = [maker.ebx, maker.edx, maker.ecx].map(u32::to_le_bytes);
+    available() && name.as_flattened() == b"AuthenticAMD"
 }
 
 /// 16 words as pairs of bf16.

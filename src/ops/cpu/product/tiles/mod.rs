@@ -57,7 +57,7 @@ impl Unit {
         }
     }
 
-    /// Is it faster than products in f32? Measured, where it is not known.
+    /// Is it faster than products in f32 on this processor?
     pub fn is_fast(self) -> bool {
         match self {
             Unit::Tiles => unit::available(),

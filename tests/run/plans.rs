@@ -194,7 +194,9 @@ fn shape_plan(bench: &Bench, name: &str, budget: &str, more: &[&str]) -> std::pr
     )
     .unwrap();
     let model = format!("model.path=shape:{name}");
-    let base = ["plan", "--recipe", "s.toml", &model, "--budget", budget, "--json"];
+    // The same plan on every CPU.
+    let same = "memory.packed_weights=none";
+    let base = ["plan", "--recipe", "s.toml", &model, "--budget", budget, "--json", same];
     bench.ft(&[&base[..], more].concat())
 }
 

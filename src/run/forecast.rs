@@ -221,7 +221,7 @@ impl Setting<'_> {
             PackedWeights::Forward | PackedWeights::Both if !can_pack => say(
                 "memory.packed_weights",
                 PackedWeights::None.name().into(),
-                "needs a CPU with a tile unit, and frozen bf16 weights in its memory".into(),
+                "needs a CPU with AMX or fast bf16 dot products, and frozen bf16 weights in its memory".into(),
             ),
             _ => {}
         }

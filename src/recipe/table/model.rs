@@ -121,7 +121,7 @@ pub(super) static KEYS: &[Key] = &[
         Kind::Name(PackedWeights::NAMES),
         "\"auto\"",
         "the fastest that fits",
-        "On a CPU with a tile unit (AMX) and `model.dtype = \"bf16\"`: frozen weights stay in memory a second time in the order in which the unit reads them, for the `forward` pass or for `both` passes (a third time), instead of being packed in every product. The results are the same bits.",
+        "On a CPU with a tile unit (AMX) or fast bf16 dot products (AMD, from Zen 4 on) and with `model.dtype = \"bf16\"`: frozen weights stay in memory a second time in the order in which products read them, for the `forward` pass or for `both` passes (a third time), instead of being packed in every product. The results are the same bits.",
     ),
     key(
         "data",

@@ -1,28 +1,28 @@
 //! `ft train`: recipe, data, model, plan, then one optimizer step after the other, then `final/`.
 
 use super::forecast::{self, Forecast};
+use super::header::{header, trained_elements};
 use super::rows::{self, Rows};
+use super::running::Run;
 use super::setup::{self, Described};
-use super::stage::{self, Feed, Stage};
+use super::stage::{self, Stage};
 use super::starts::{self, Setting};
 use super::state::{self, Facts};
 use super::tuning::{self, Tuning};
-use super::{adapters, allocation, directory, finish, samples};
+use super::{adapters, allocation, directory, finish};
 use crate::base::lock::RunLock;
-use crate::base::units::{bytes, count};
-use crate::base::{Error, Result, files, memory, signal};
+use crate::base::{Result, files, memory, signal};
 use crate::checkpoint;
 use crate::data::Dataset;
 use crate::data::order::BatchStream;
-use crate::engine::{self, Engine, Gradients};
+use crate::engine::Engine;
 use crate::export;
-use crate::model::Adapters;
 use crate::ops::transfer::Copier;
 use crate::ops::{self, update};
 use crate::optim::Schedule;
 use crate::plan::Plan;
-use crate::recipe::{self, Activations, Method, Recipe};
-use crate::report::{EvalMetrics, Reporter, StepMetrics};
+use crate::recipe::{self, Activations, Method};
+use crate::report::{Reporter, StepMetrics};
 use crate::sft::CausalLm;
 use crate::source::Prepacking;
 use candle_core::Device;
@@ -367,210 +367,3 @@ fn facts(loaded: &recipe::Loaded, model: &Described, train: &Dataset, eval: Opti
 
 /// Beside the run directories: starts that other runs of the same model and rows can use.
 const START_CACHE: &str = ".ft-starts";
-
-/// Elements that the whole run trains.
-fn trained_elements(tuning: &Tuning, steps: u64, params: &[crate::source::ParamInfo], adapters: &Adapters) -> u64 {
-    let names = tuning.trained_until(steps.max(1));
-    let weights: usize = params
-        .iter()
-        .filter(|p| names.contains(&*p.name))
-        .map(|p| p.elements())
-        .sum();
-    let lora: usize = adapters.values().map(|a| a.elements()).sum();
-    (weights + lora) as u64
-}
-
-#[allow(clippy::too_many_arguments)]
-fn header(
-    recipe: &Recipe,
-    model: &Described,
-    train: &Dataset,
-    eval: Option<&Dataset>,
-    stream: &BatchStream,
-    plan: &Plan,
-    elements: u64,
-    params: &[crate::source::ParamInfo],
-) -> Vec<(&'static str, String)> {
-    let all: usize = params.iter().map(|p| p.elements()).sum();
-    let share = 100.0 * elements as f64 / all as f64;
-    let eval = eval.map_or(String::new(), |e| {
-        format!(", {} held out", count(e.examples.len() as u64))
-    });
-    vec![
-        (
-            "model",
-            format!(
-                "{} ({}, {} parameters, {})",
-                recipe.model.path,
-                model.spec.model_type,
-                count(all as u64),
-                recipe.model.dtype.name()
-            ),
-        ),
-        (
-            "method",
-            format!(
-                "{}, trains {} parameters over the run ({share:.2} %)",
-                recipe.tune.method.name(),
-                count(elements)
-            ),
-        ),
-        (
-            "data",
-            format!(
-                "{} rows, {} tokens, {} of them trained{eval}",
-                count(train.examples.len() as u64),
-                count(train.stats.tokens),
-                count(train.stats.trained_tokens)
-            ),
-        ),
-        (
-            "steps",
-            format!(
-                "{} of {} × {} {}",
-                count(stream.steps()),
-                recipe.train.batch_size,
-                recipe.train.gradient_accumulation_steps,
-                if recipe.data.packing { "packed rows" } else { "rows" }
-            ),
-        ),
-        ("memory", format!("{} forecast peak", bytes(plan.peak_bytes))),
-        ("output", recipe.train.output_dir.clone()),
-    ]
-}
-
-/// What a running training needs beside the engine.
-struct Run<'a> {
-    recipe: &'a Recipe,
-    run_dir: &'a Path,
-    model: &'a Described,
-    eval: Option<&'a Dataset>,
-    feed: Box<dyn Feed + 'a>,
-    tuning: &'a Tuning,
-    facts: Facts,
-    reporter: Reporter,
-    plan: &'a Plan,
-}
-
-impl Run<'_> {
-    fn save(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        let path = state::save(
-            self.run_dir,
-            step,
-            engine,
-            self.tuning,
-            &self.facts,
-            self.feed.state(step)?,
-        )?;
-        checkpoint::rotate(self.run_dir, self.recipe.train.save_total_limit)?;
-        self.reporter
-            .event("save", json!({"step": step, "checkpoint": path.display().to_string()}));
-        Ok(())
-    }
-
-    fn evaluate(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        let found = match self.feed.evaluate(engine) {
-            Err(_) if signal::received().is_some() => return Ok(()), // the caller saves and stops
-            found => found?,
-        };
-        if !found.is_empty() {
-            self.reporter.measured(step, &found);
-        }
-        let batches = self.feed.eval()?;
-        if batches.is_empty() {
-            return Ok(());
-        }
-        engine.objective.metrics();
-        let mut totals = engine::Totals::default();
-        for batch in &batches {
-            if signal::received().is_some() {
-                return Ok(()); // the caller saves and stops
-            }
-            totals.add(engine::evaluate(&engine.network, engine.objective.as_ref(), batch)?);
-        }
-        let eval_accuracy = match self.eval {
-            Some(eval) if self.recipe.train.predict_with_generate => {
-                Some(samples::accuracy(self.recipe, self.model, engine, eval)?)
-            }
-            _ => None,
-        };
-        self.reporter.eval(&EvalMetrics {
-            step,
-            eval_loss: totals.loss(),
-            eval_perplexity: totals.loss().exp(),
-            eval_tokens: totals.trained,
-            eval_accuracy,
-            more: engine.objective.metrics(),
-        });
-        Ok(())
-    }
-
-    fn samples(&mut self, engine: &Engine, when: &str) -> Result<()> {
-        for (prompt, answer) in samples::answers(self.recipe, self.model, engine)? {
-            self.reporter.note(&format!("{when}: {prompt}\n        -> {answer}"));
-        }
-        Ok(())
-    }
-
-    /// Errors: a signal was received; the state after `step` is saved then.
-    fn stop_if_asked(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        let Some(signal) = signal::received() else {
-            return Ok(());
-        };
-        self.save(engine, step)?;
-        self.reporter
-            .event("stop", json!({"step": step, "reason": "signal", "signal": signal}));
-        self.reporter.finish();
-        Err(Error::signal(
-            signal,
-            format!("stopped by a signal; the state after step {step} is saved"),
-        )
-        .at_path(self.run_dir)
-        .hint("go on with `--resume`"))
-    }
-
-    /// A step failed. Its weights are those of the step before where gradients are kept: that state is saved.
-    fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error) -> Error {
-        self.facts.trained_tokens = trained_tokens;
-        let whole = engine.gradients == Gradients::Keep && !self.tuning.corrects_at_once();
-        let safe = whole && step > 1 && !self.tuning.switches_at(step);
-        let saved = if safe && self.recipe.train.save_steps > 0 {
-            self.save(engine, step - 1)
-        } else {
-            Ok(())
-        };
-        if let Err(save) = saved {
-            self.reporter
-                .warn(&format!("the state before the failed step could not be saved: {save}"));
-        }
-        self.reporter.event("stop", json!({"step": step, "reason": e.what()}));
-        self.reporter.finish();
-        match ops::device::out_of_memory(&e) {
-            true => self.explain_memory(engine, e),
-            false => e,
-        }
-    }
-
-    /// A GPU ran out of memory: the plan beside what was really used, and what to change.
-    fn explain_memory(&mut self, engine: &Engine, e: Error) -> Error {
-        self.reporter.note(&self.plan.table());
-        let used = ops::device::memory(&engine.network.device)
-            .ok()
-            .flatten()
-            .unwrap_or_default();
-        Error::new("the GPU has no memory left")
-            .found(format!(
-                "tensors of {} at most, {} taken from the GPU for them, {} of {} free; forecast {}",
-                bytes(used.peak_used),
-                bytes(used.peak_reserved),
-                bytes(used.free),
-                bytes(used.total),
-                bytes(self.plan.peak_bytes)
-            ))
-            .hint(
-                "set `memory.activations = \"recompute\"`, lower `train.batch_size` or `data.max_length`, \
-                 or let other programs leave the GPU",
-            )
-            .cause(e)
-    }
-}

@@ -1,0 +1,84 @@
+//! The header of a training run: what is trained, on which data, how long, and with how much memory.
+//! Knows the recipe, the data and the plan; knows nothing of the engine.
+
+use super::setup::Described;
+use super::tuning::Tuning;
+use crate::base::units::{bytes, count};
+use crate::data::Dataset;
+use crate::data::order::BatchStream;
+use crate::model::Adapters;
+use crate::plan::Plan;
+use crate::recipe::Recipe;
+use crate::source::ParamInfo;
+
+/// Elements that the whole run trains.
+pub fn trained_elements(tuning: &Tuning, steps: u64, params: &[ParamInfo], adapters: &Adapters) -> u64 {
+    let names = tuning.trained_until(steps.max(1));
+    let weights: usize = params
+        .iter()
+        .filter(|p| names.contains(&*p.name))
+        .map(|p| p.elements())
+        .sum();
+    let lora: usize = adapters.values().map(|a| a.elements()).sum();
+    (weights + lora) as u64
+}
+
+/// The lines of the box before the first step: name and text.
+#[allow(clippy::too_many_arguments)]
+pub fn header(
+    recipe: &Recipe,
+    model: &Described,
+    train: &Dataset,
+    eval: Option<&Dataset>,
+    stream: &BatchStream,
+    plan: &Plan,
+    elements: u64,
+    params: &[ParamInfo],
+) -> Vec<(&'static str, String)> {
+    let all: usize = params.iter().map(|p| p.elements()).sum();
+    let share = 100.0 * elements as f64 / all as f64;
+    let eval = eval.map_or(String::new(), |e| {
+        format!(", {} held out", count(e.examples.len() as u64))
+    });
+    vec![
+        (
+            "model",
+            format!(
+                "{} ({}, {} parameters, {})",
+                recipe.model.path,
+                model.spec.model_type,
+                count(all as u64),
+                recipe.model.dtype.name()
+            ),
+        ),
+        (
+            "method",
+            format!(
+                "{}, trains {} parameters over the run ({share:.2} %)",
+                recipe.tune.method.name(),
+                count(elements)
+            ),
+        ),
+        (
+            "data",
+            format!(
+                "{} rows, {} tokens, {} of them trained{eval}",
+                count(train.examples.len() as u64),
+                count(train.stats.tokens),
+                count(train.stats.trained_tokens)
+            ),
+        ),
+        (
+            "steps",
+            format!(
+                "{} of {} × {} {}",
+                count(stream.steps()),
+                recipe.train.batch_size,
+                recipe.train.gradient_accumulation_steps,
+                if recipe.data.packing { "packed rows" } else { "rows" }
+            ),
+        ),
+        ("memory", format!("{} forecast peak", bytes(plan.peak_bytes))),
+        ("output", recipe.train.output_dir.clone()),
+    ]
+}

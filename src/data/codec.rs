@@ -4,6 +4,7 @@ use crate::base::Result;
 use crate::formats::{ChatTemplate, Tokenizer};
 use serde_json::Value;
 
+pub use crate::formats::template::Rendered;
 pub use crate::formats::tokenizer::IdsAndOffsets;
 
 /// Text to token ids and back.
@@ -34,6 +35,16 @@ pub trait TextCodec: Send + Sync {
 pub trait ChatRender: Send + Sync {
     /// Errors: the template fails or refuses the conversation.
     fn render(&self, messages: &[Value], tools: Option<&Value>, add_generation_prompt: bool) -> Result<String>;
+
+    /// As `render`, with the byte ranges that `{% generation %}` blocks printed. `None`: the template has no such block.
+    fn render_marked(
+        &self,
+        _messages: &[Value],
+        _tools: Option<&Value>,
+        _add_generation_prompt: bool,
+    ) -> Result<Option<Rendered>> {
+        Ok(None)
+    }
 }
 
 impl TextCodec for Tokenizer {
@@ -73,5 +84,17 @@ impl TextCodec for Tokenizer {
 impl ChatRender for ChatTemplate {
     fn render(&self, messages: &[Value], tools: Option<&Value>, add_generation_prompt: bool) -> Result<String> {
         self.render(messages, tools, add_generation_prompt)
+    }
+
+    fn render_marked(
+        &self,
+        messages: &[Value],
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> Result<Option<Rendered>> {
+        match self.marks_generation(tools) {
+            true => self.render_marked(messages, tools, add_generation_prompt).map(Some),
+            false => Ok(None),
+        }
     }
 }

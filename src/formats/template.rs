@@ -11,6 +11,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Serde;
 use minijinja::{Environment, ErrorKind};
 use serde_json::{Map, Value};
+use std::ops::Range;
 use std::path::Path;
 use std::time::Duration;
 
@@ -40,6 +41,16 @@ pub struct ChatTemplate {
 struct Program {
     env: Environment<'static>,
     source: String,
+    /// The source has `{% generation %}`.
+    marks_generation: bool,
+}
+
+/// A rendered conversation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rendered {
+    pub text: String,
+    /// Byte ranges of `text` that `{% generation %}` blocks printed, in the order of the text.
+    pub generation: Vec<Range<usize>>,
 }
 
 impl ChatTemplate {
@@ -135,17 +146,35 @@ impl ChatTemplate {
     ///
     /// Errors: the template refuses the conversation, is wrong, or runs into a limit.
     pub fn render(&self, messages: &[Value], tools: Option<&Value>, add_generation_prompt: bool) -> Result<String> {
+        Ok(self.render_marked(messages, tools, add_generation_prompt)?.text)
+    }
+
+    /// True if the template for such a conversation has `{% generation %}` blocks.
+    pub fn marks_generation(&self, tools: Option<&Value>) -> bool {
+        self.program(tools).marks_generation
+    }
+
+    /// As `render`, with the ranges of the `{% generation %}` blocks.
+    pub fn render_marked(
+        &self,
+        messages: &[Value],
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> Result<Rendered> {
         let messages: Vec<Value> = messages.iter().map(with_reasoning).collect();
         let mut context = self.tokens.clone();
         context.insert("messages".into(), Value::Array(messages));
         context.insert("tools".into(), tools.cloned().unwrap_or(Value::Null));
         context.insert("documents".into(), Value::Null);
         context.insert("add_generation_prompt".into(), Value::Bool(add_generation_prompt));
-        let program = match (&self.tools, tools) {
+        self.program(tools).run(&Value::Object(context), &self.place)
+    }
+
+    fn program(&self, tools: Option<&Value>) -> &Program {
+        match (&self.tools, tools) {
             (Some(program), Some(t)) if !t.is_null() => program,
             _ => &self.default,
-        };
-        program.run(&Value::Object(context), &self.place)
+        }
     }
 }
 
@@ -180,26 +209,32 @@ impl Program {
         env.set_recursion_limit(RECURSION);
         env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
         methods::install(&mut env);
-        env.add_template_owned(NAME, without_generation_tags(source))
-            .map_err(wrong)?;
+        let translated = without_generation_tags(source);
+        let marks_generation = translated != source;
+        env.add_template_owned(NAME, translated).map_err(wrong)?;
         Ok(Self {
             env,
             source: source.to_string(),
+            marks_generation,
         })
     }
 
-    fn run(&self, context: &Value, place: &str) -> Result<String> {
+    fn run(&self, context: &Value, place: &str) -> Result<Rendered> {
         let failed = |e: minijinja::Error| explain(&e, place);
         let messages = context.get("messages").and_then(Value::as_array).map_or(0, Vec::len) as u64;
         let mut env = self.env.clone();
         env.set_fuel(Some(FUEL + FUEL_PER_MESSAGE * messages));
         let template = env.get_template(NAME).map_err(failed)?;
         let mut out = Capped(Vec::new());
+        methods::start_marks();
         methods::start_clock(TIME);
         let result = template.render_captured_to(Serde(context), &mut out).map(|_| ());
         methods::stop_clock();
         result.map_err(failed)?;
-        String::from_utf8(out.0).map_err(|_| Error::new("chat template printed text that is not UTF-8").at(place))
+        let text = String::from_utf8(out.0)
+            .map_err(|_| Error::new("chat template printed text that is not UTF-8").at(place))?;
+        let generation = methods::take_marks();
+        Ok(Rendered { text, generation })
     }
 }
 
@@ -212,6 +247,7 @@ impl std::io::Write for Capped {
             return Err(std::io::Error::other(methods::TOO_MUCH));
         }
         self.0.extend_from_slice(bytes);
+        methods::printed(self.0.len());
         Ok(bytes.len())
     }
 
@@ -244,7 +280,8 @@ fn with_reasoning(message: &Value) -> Value {
     Value::Object(out)
 }
 
-/// `{% generation %}` marks what an assistant wrote; for rendering it is a block that does nothing.
+/// `{% generation %}` marks what an assistant wrote. It becomes a `with` block whose first and last statements note how
+/// much has been printed.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -259,8 +296,8 @@ fn without_generation_tags(source: &str) -> String {
             .trim_start_matches(['-', '+'])
             .trim_end_matches(['-', '+']);
         let word = match inner.trim() {
-            "generation" => Some("with"),
-            "endgeneration" => Some("endwith"),
+            "generation" => Some("with ft_generation = ft_generation_start()"),
+            "endgeneration" => Some("set ft_generation = ft_generation_end() %}{% endwith"),
             _ => None,
         };
         match word {

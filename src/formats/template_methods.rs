@@ -3,8 +3,9 @@
 
 use minijinja::value::{Kwargs, Rest, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::fmt::Write;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 /// Starts the detail of an error that the template itself raised.
@@ -21,6 +22,26 @@ const RANGE: usize = 100_000;
 
 thread_local! {
     static DEADLINE: Cell<Option<Instant>> = const { Cell::new(None) };
+    static MARKS: RefCell<Marks> = const { RefCell::new(Marks { printed: 0, open: Vec::new(), closed: Vec::new() }) };
+}
+
+/// What `{% generation %}` blocks print, in bytes of the output.
+struct Marks {
+    printed: usize,
+    open: Vec<usize>,
+    closed: Vec<Range<usize>>,
+}
+
+pub(crate) fn start_marks() {
+    MARKS.with_borrow_mut(|m| (m.printed, m.open, m.closed) = (0, Vec::new(), Vec::new()));
+}
+
+pub(crate) fn printed(bytes: usize) {
+    MARKS.with_borrow_mut(|m| m.printed = bytes);
+}
+
+pub(crate) fn take_marks() -> Vec<Range<usize>> {
+    MARKS.with_borrow_mut(|m| std::mem::take(&mut m.closed))
 }
 
 pub(crate) fn start_clock(time: Duration) {
@@ -50,6 +71,15 @@ pub(crate) fn install(env: &mut Environment<'static>) {
         Err(Error::new(ErrorKind::InvalidOperation, format!("{REFUSED}{message}")))
     });
     env.add_function("strftime_now", |format: String| strftime_now(&format));
+    env.add_function("ft_generation_start", || {
+        MARKS.with_borrow_mut(|m| m.open.push(m.printed));
+    });
+    env.add_function("ft_generation_end", || {
+        MARKS.with_borrow_mut(|m| {
+            let start = m.open.pop().unwrap_or(m.printed);
+            m.closed.push(start..m.printed);
+        });
+    });
     env.add_function("range", range);
     env.add_filter("tojson", tojson);
     env.add_filter("string", |value: &Value| -> Result<String, Error> { text_of(value) });

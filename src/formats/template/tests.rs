@@ -183,11 +183,34 @@ fn wrong_templates_say_where() {
 fn generation_tags_are_a_block_that_does_nothing() {
     assert_eq!(
         without_generation_tags("a{%- generation -%}b{% endgeneration %}{% if x %}{%"),
-        "a{%- with -%}b{% endwith %}{% if x %}{%"
+        "a{%- with ft_generation = ft_generation_start() -%}b{% set ft_generation = ft_generation_end() %}{% endwith %}{% if x %}{%"
     );
     assert_eq!(without_generation_tags("{%}{%"), "{%}{%");
     assert!(ChatTemplate::from_text("{%}", "t.jinja", &tokenizer(json!({}))).is_err());
     assert_eq!(render("{% generation %}\nx\n{%- endgeneration %}y").unwrap(), "xy");
+}
+
+#[test]
+fn generation_blocks_give_their_ranges() {
+    let t = template(
+        "{% for m in messages %}[{{ m.role }}]\n{% if m.role == 'assistant' %}{%- generation -%}\n  {{ m.content }}</s>\n\
+         {%- endgeneration %}\n{% else %}{{ m.content }}\n{% endif %}{% endfor %}",
+    );
+    let turn = |role: &str, content: &str| json!({"role": role, "content": content});
+    let chat = [
+        turn("user", "héllo"),
+        turn("assistant", "wörld"),
+        turn("user", "x"),
+        turn("assistant", ""),
+    ];
+    let got = t.render_marked(&chat, None, false).unwrap();
+    let parts: Vec<&str> = got.generation.iter().map(|r| &got.text[r.clone()]).collect();
+    assert_eq!(parts, ["wörld</s>", "</s>"]);
+    assert!(t.marks_generation(None));
+    assert_eq!(got.text, t.render(&chat, None, false).unwrap());
+    let plain = template("{{ messages[0].content }}");
+    assert!(!plain.marks_generation(None));
+    assert!(plain.render_marked(&chat, None, false).unwrap().generation.is_empty());
 }
 
 #[test]

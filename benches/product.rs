@@ -16,6 +16,9 @@ struct Options {
     threads: usize,
     #[arg(long, default_value_t = 7)]
     repeats: usize,
+    /// Tokens instead of those of the shapes: `--tokens 1,4,8` times products of a few rows.
+    #[arg(long, value_delimiter = ',')]
+    tokens: Vec<usize>,
     /// The weights are kept packed, as the tile unit reads them.
     #[arg(long)]
     packed: bool,
@@ -52,7 +55,13 @@ fn main() {
         CpuPath::force(&path).expect("a path that this CPU can run");
     }
     heap::keep_freed();
-    for (n, i, out) in SHAPES {
+    let mut shapes = SHAPES.to_vec();
+    if !o.tokens.is_empty() {
+        let with = |n: &usize| SHAPES.map(|(_, i, out)| (*n, i, out));
+        shapes = o.tokens.iter().flat_map(with).collect();
+        shapes.dedup();
+    }
+    for (n, i, out) in shapes {
         let (x, dy) = (random(n, i, 1), random(n, out, 2));
         let w = random(out, i, 3).to_dtype(DType::BF16).expect("a tensor");
         let copy = match o.packed {

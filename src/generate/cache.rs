@@ -242,7 +242,7 @@ impl<'a> Step<'a> {
         }
     }
 
-    fn push(&mut self, layer: usize, k: &Tensor, v: &Tensor) -> Result<()> {
+    fn push(&mut self, layer: usize, k: &Tensor, v: &Tensor, spec: &attention::Spec) -> Result<()> {
         let rows = self.sequences.iter_mut().zip(self.documents.windows(2));
         if !k.device().is_cpu() {
             for (sequence, d) in rows {
@@ -264,7 +264,7 @@ impl<'a> Step<'a> {
                                 pages.push(Page::new(form));
                             }
                             if let Some(page) = pages.last_mut() {
-                                page.push(&k[t * width..][..width], &v[t * width..][..width]);
+                                page.push(&k[t * width..][..width], &v[t * width..][..width], spec);
                             }
                         }
                     }
@@ -316,7 +316,7 @@ impl KvStore for Step<'_> {
         if self.sequences.iter().any(|s| layer >= s.own.layers.len()) {
             return Err(Error::new("the cache has no such layer").found(layer));
         }
-        self.push(layer, k, v)?;
+        self.push(layer, k, v, spec)?;
         if !q.device().is_cpu() {
             return self.whole(layer, q, spec);
         }

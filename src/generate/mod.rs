@@ -19,3 +19,5 @@ pub use sampler::{Drawn, Sampler};
 mod tests;
 #[cfg(test)]
 mod tests_cache;
+#[cfg(test)]
+mod tests_rows;

@@ -13,7 +13,7 @@ use crate::recipe::Dtype;
 use crate::source::Resident;
 use candle_core::{DType, Device};
 
-const VOCAB: usize = 61;
+pub(super) const VOCAB: usize = 61;
 
 /// Small, with everything that attention can have: shared key heads, norms of queries and keys, both caps,
 /// a layer with a window shorter than the prompts.
@@ -66,7 +66,7 @@ pub(super) fn prompts() -> Vec<Vec<u32>> {
 }
 
 /// Logits `[V]` after the last of `ids`, without a cache.
-fn full_logits(network: &Network, ids: &[u32]) -> Vec<f32> {
+pub(super) fn full_logits(network: &Network, ids: &[u32]) -> Vec<f32> {
     let batch = Batch::from_examples([&Example {
         ids: ids.to_vec(),
         trained: vec![true; ids.len()],
@@ -81,7 +81,7 @@ fn full_logits(network: &Network, ids: &[u32]) -> Vec<f32> {
         .collect()
 }
 
-fn argmax(logits: &[f32]) -> u32 {
+pub(super) fn argmax(logits: &[f32]) -> u32 {
     (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best }) as u32
 }
 
@@ -94,37 +94,6 @@ pub(super) fn settings(n: usize) -> Settings {
 
 fn run(network: &Network, prompts: &[Vec<u32>], settings: &Settings) -> Vec<Vec<u32>> {
     generate(network, prompts, settings, &mut |_, _| Ok(())).unwrap()
-}
-
-#[test]
-fn cached_logits_are_those_of_the_whole_sequence() {
-    for dtype in [Dtype::F32, Dtype::Bf16] {
-        let network = network(spec(), dtype);
-        let layout = Layout::new(&network.spec, None, &Device::Cpu, DType::F32).unwrap();
-        let mut rows = prompts();
-        let mut held: Vec<Sequence> = rows.iter().map(|_| Sequence::new(&layout, Vec::new(), 0, 64)).collect();
-        for _ in 0..20 {
-            let mut parts: Vec<Part> = rows
-                .iter()
-                .zip(held.drain(..))
-                .map(|(row, sequence)| Part {
-                    tokens: &row[sequence.len()..],
-                    sequence,
-                    logits: true,
-                })
-                .collect();
-            let logits = step(&(&network).into(), &mut parts, false).unwrap();
-            held = parts.into_iter().map(|p| p.sequence).collect();
-            for (row, logits) in rows.iter_mut().zip(logits.chunks_exact(VOCAB)) {
-                let want = full_logits(&network, row);
-                let error = furthest(logits, &want);
-                // Few rows and many are summed in different orders.
-                let largest = want.iter().fold(1f32, |m, x| m.max(x.abs()));
-                assert!(error < 1e-5 * largest, "{error} of {largest}");
-                row.push(argmax(&want));
-            }
-        }
-    }
 }
 
 pub(super) fn furthest(a: &[f32], b: &[f32]) -> f32 {
@@ -288,7 +257,7 @@ pub(super) fn many(groups: usize) -> Vec<Request> {
     requests
 }
 
-fn warm() -> Settings {
+pub(super) fn warm() -> Settings {
     Settings {
         temperature: 1.1,
         seed: 5,
@@ -361,40 +330,6 @@ fn shared_once(requests: &[Request]) -> u64 {
     let prompts: Vec<&[u32]> = requests.iter().map(|r| &r.prompt[..]).collect();
     let nodes = super::prefix::Tree::new(&prompts).nodes;
     nodes.iter().map(|n| (n.end - n.start) as u64).sum()
-}
-
-/// With `same_bits` not even a log-probability changes, whoever shares the batch, however prompts are cut.
-#[test]
-fn the_same_bits_in_any_company() {
-    for (dtype, stored) in [
-        (Dtype::F32, Stored::F32),
-        (Dtype::F32, Stored::Int8),
-        (Dtype::Bf16, Stored::Bf16),
-    ] {
-        let network = network(spec(), dtype);
-        let requests = many(5);
-        let with = |requests: &[Request], rows, prefill_tokens, share_prefixes| {
-            let limits = Limits {
-                rows,
-                prefill_tokens,
-                share_prefixes,
-                kv_cache: Some(stored),
-                same_bits: true,
-                ..Limits::default()
-            };
-            rollout(&network, requests, &Settings { limits, ..warm() }).unwrap()
-        };
-        let all = with(&requests, 64, 1000, true);
-        for (rows, prefill, share) in [(1, 1000, true), (2, 7, false), (11, 100, false), (64, 1, true)] {
-            assert!(
-                all == with(&requests, rows, prefill, share),
-                "{dtype:?} {stored:?} {rows} {prefill} {share}"
-            );
-        }
-        for (request, answer) in requests.iter().zip(&all) {
-            assert_eq!(with(std::slice::from_ref(request), 4, 50, true)[0], *answer);
-        }
-    }
 }
 
 #[test]

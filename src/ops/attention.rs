@@ -48,6 +48,11 @@ impl Spec {
         if self.bf16 { Rounding::Bf16 } else { Rounding::Exact }
     }
 
+    /// Are q, k, v and the probabilities rounded to bf16 on the path in use?
+    pub(super) fn rounds(&self) -> bool {
+        Path::current().rounds(self.rounding())
+    }
+
     fn query_width(&self) -> usize {
         self.heads * self.head_dim
     }
@@ -60,7 +65,7 @@ impl Spec {
 /// Elements of f32 that a thread of the CPU needs beside the tensors, forward or backward, in documents of up to `longest`
 /// tokens.
 pub fn scratch(spec: &Spec, longest: usize) -> usize {
-    let inside = Inside::of(Path::current(), spec.rounding(), longest);
+    let inside = Inside::of(Path::current(), spec.rounding());
     let seen = |queries: usize| spec.window.map_or(longest, |w| longest.min(w + queries + UNIT));
     attention_backward::scratch(
         inside,

@@ -307,7 +307,7 @@ mod gpu {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::oracle::{assert_close, assert_same_on_any_threads, bf16_pair, flat, random};
+    use crate::ops::oracle::{as_operand, assert_close, assert_same_on_any_threads, bf16_pair, flat, random};
     use candle_core::{D, Device, Var};
 
     const SHAPES: [(usize, usize, usize); 3] = [(1, 8, 5), (11, 16, 37), (70, 40, 300)];
@@ -477,11 +477,30 @@ mod tests {
             need_dw: true,
             weights: None,
         };
-        let (a, (a_loss, ..)) = with_gradients(&h, &head, &targets, &options);
-        let (b, (b_loss, ..)) = with_gradients(&h, &wide, &targets, &options);
-        assert!((a_loss - b_loss).abs() < 1e-5 * b_loss);
-        assert_close(&a.dh.unwrap(), &b.dh.unwrap(), 1e-5);
-        assert_close(&a.dw.unwrap(), &b.dw.unwrap(), 1e-5);
+        let (out, (loss, ..)) = with_gradients(&h, &head, &targets, &options);
+        // The same with a head in f32, each operand as a product with a bf16 head takes it: hidden states, gradients of logits.
+        let x = as_operand(&h);
+        let want = composed(&x, &wide, &targets, None)
+            .sum_all()
+            .unwrap()
+            .to_scalar::<f32>();
+        let want = -f64::from(want.unwrap());
+        assert!((loss - want).abs() < 1e-5 * want, "{loss} {want}");
+        let logits = x.matmul(&wide.t().unwrap()).unwrap();
+        let exp = logits.exp().unwrap();
+        let p = exp.broadcast_div(&exp.sum_keepdim(D::Minus1).unwrap()).unwrap();
+        let rows = p.to_vec2::<f32>().unwrap();
+        let dl = rows.into_iter().zip(&targets).flat_map(|(mut p, target)| {
+            match *target {
+                IGNORE => p.fill(0.0),
+                target => p[target as usize] -= 1.0,
+            }
+            p
+        });
+        let dl = Tensor::from_vec(dl.collect::<Vec<f32>>(), (20, 90), &Device::Cpu).unwrap();
+        let dl = as_operand(&dl);
+        assert_close(&out.dh.unwrap(), &dl.matmul(&wide).unwrap(), 1e-5);
+        assert_close(&out.dw.unwrap(), &dl.t().unwrap().matmul(&x).unwrap(), 1e-5);
     }
 
     #[test]

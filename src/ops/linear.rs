@@ -194,7 +194,7 @@ pub fn grad_bias(dy: &Tensor) -> Result<Tensor> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::oracle::{assert_close, assert_same_on_any_threads, bf16_pair, random};
+    use crate::ops::oracle::{as_operand, assert_close, assert_same_on_any_threads, bf16_pair, random};
     use candle_core::Var;
 
     const SHAPES: [(usize, usize, usize); 6] = [
@@ -240,16 +240,42 @@ mod tests {
             let (x, dy) = (random((n, i), 1), random((n, o), 4));
             let (w, wide) = bf16_pair((o, i), 2);
             let (b, wide_b) = bf16_pair(o, 3);
+            let (narrow_x, narrow_dy) = (as_operand(&x), as_operand(&dy));
             assert_close(
                 &forward(&x, &w, Some(&b)).unwrap(),
-                &forward(&x, &wide, Some(&wide_b)).unwrap(),
+                &forward(&narrow_x, &wide, Some(&wide_b)).unwrap(),
                 2e-6,
             );
             assert_close(
                 &backward_input(&dy, &w).unwrap(),
-                &backward_input(&dy, &wide).unwrap(),
+                &backward_input(&narrow_dy, &wide).unwrap(),
                 2e-6,
             );
+            assert_close(
+                &grad_weight(&dy, &x, DType::BF16).unwrap(),
+                &grad_weight(&narrow_dy, &narrow_x, DType::F32).unwrap(),
+                2e-6,
+            );
+        }
+    }
+
+    /// A row alone, among few and among many: other orders of its sums, never other operands.
+    #[test]
+    fn a_row_means_the_same_among_few_and_many() {
+        for (i, o) in [(40, 70), (1100, 16), (9, 33), (300, 1)] {
+            let (x, dy) = (random((40, i), 1), random((40, o), 4));
+            let w = bf16_pair((o, i), 2).0;
+            let all = [forward(&x, &w, None).unwrap(), backward_input(&dy, &w).unwrap()];
+            for rows in [1, 2, 4, 5, 8, 9, 15, 16, 17, 33] {
+                let first = |t: &Tensor| t.narrow(0, 0, rows).unwrap();
+                let few = [
+                    forward(&first(&x), &w, None).unwrap(),
+                    backward_input(&first(&dy), &w).unwrap(),
+                ];
+                for (few, all) in few.iter().zip(&all) {
+                    assert_close(few, &first(all), 2e-6);
+                }
+            }
         }
     }
 

@@ -175,7 +175,7 @@ fn with_pair<R>(low: LowRank<'_>, f: impl FnOnce(Values<'_>, Values<'_>) -> Resu
 mod tests {
     use super::*;
     use crate::ops::cpu::decode::tests::Random;
-    use crate::ops::oracle::{assert_close, assert_same_on_any_threads, random};
+    use crate::ops::oracle::{as_operand, assert_close, assert_same_on_any_threads, random};
     use candle_core::DType;
 
     /// Few rows, ragged edges, several chunks of k, a rank above what rides.
@@ -205,7 +205,8 @@ mod tests {
                 for (row, to) in decoded.chunks_exact_mut(i).enumerate() {
                     view.decode(row, 0, to);
                 }
-                let w = tensor(decoded, (o, i)).unwrap();
+                let dtype = if view.bf16 { DType::BF16 } else { DType::F32 };
+                let w = tensor(decoded, (o, i)).unwrap().to_dtype(dtype).unwrap();
                 let (y, u) = forward(&x, Base::Coded(view), None, low).unwrap();
                 let (want, want_u) = forward(&x, Base::Dense((&w).into()), None, low).unwrap();
                 assert_close(&y, &want, 1e-5);
@@ -248,11 +249,18 @@ mod tests {
             };
             for dtype in [DType::F32, DType::BF16] {
                 let w = random((o, i), 6).to_dtype(dtype).unwrap();
+                // With a bf16 weight all that rides is an operand as the others are: A, B and u too.
+                let narrow = |t: &Tensor| if dtype == DType::BF16 { as_operand(t) } else { t.clone() };
+                let (narrow_a, narrow_b) = (narrow(&a), narrow(&b));
+                let parts = LowRank {
+                    a: &narrow_a,
+                    b: &narrow_b,
+                    scale: 0.7,
+                };
                 let (y, u) = forward(&x, Base::Dense((&w).into()), Some(&bias), low).unwrap();
-                let want_u = low.down(&x).unwrap();
                 let want = linear::forward(&x, &w, Some(&bias)).unwrap();
-                low.add_up(&want, &want_u).unwrap();
-                assert_close(&u, &want_u, 1e-5);
+                assert_close(&u, &parts.down(&narrow(&x)).unwrap(), 1e-5);
+                parts.add_up(&want, &narrow(&u)).unwrap();
                 assert_close(&y, &want, 1e-5);
 
                 for start in [None, Some(random((n, i), 7))] {
@@ -265,9 +273,8 @@ mod tests {
                         None => linear::backward_input(&dy, &w).unwrap(),
                     };
                     let (dx, du) = backward(&dy, Base::Dense((&w).into()), start.as_ref(), low).unwrap();
-                    let want_du = low.back_down(&dy).unwrap();
-                    low.add_back_up(&want, &want_du).unwrap();
-                    assert_close(&du, &want_du, 1e-5);
+                    assert_close(&du, &parts.back_down(&narrow(&dy)).unwrap(), 1e-5);
+                    parts.add_back_up(&want, &narrow(&du)).unwrap();
                     assert_close(&dx, &want, 1e-5);
                 }
             }

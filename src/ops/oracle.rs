@@ -1,5 +1,6 @@
 //! What the tests of the operations share: seeded tensors, comparison, and the same result on 1 and 2 threads.
 
+use super::cpu::product::{Path, Rounding};
 use crate::base::Result;
 use candle_core::{DType, Device, Shape, Tensor};
 
@@ -24,6 +25,16 @@ pub(crate) fn bf16_pair(shape: impl Into<Shape>, seed: u64) -> (Tensor, Tensor) 
     let narrow = random(shape, seed).to_dtype(DType::BF16).unwrap();
     let wide = narrow.to_dtype(DType::F32).unwrap();
     (narrow, wide)
+}
+
+/// f32 numbers as products of a bf16 model take them on the path in use: the nearest bf16 where the path rounds, else as they
+/// are. With operands given like this, products of few rows, of many rows and of f32 weights differ by the order of
+/// f32 sums alone, on every path.
+pub(crate) fn as_operand(t: &Tensor) -> Tensor {
+    match Path::current().rounds(Rounding::Bf16) {
+        true => t.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap(),
+        false => t.clone(),
+    }
 }
 
 pub(crate) fn flat(t: &Tensor) -> Vec<f32> {

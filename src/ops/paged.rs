@@ -4,10 +4,12 @@
 //!
 //! q `[N, H·E]`, o `[N, H·E]`, lse `[N, H]`; query head h reads key head h / (H / K). A result depends on its query and
 //! on the keys it sees, in their order: not on how they are cut into pages, nor on what else is computed with it.
-//! On the CPU only.
+//! On the CPU only. Where products round to bf16, queries, keys, values and probabilities are rounded here too, as they are
+//! in attention on tensors (but not what int8 decodes to): a query sees the same numbers in both.
 
 use super::attention::Spec;
 use super::coded::nearest;
+use super::cpu::math::nearest_bf16;
 use super::cpu::storage::{expect_dims, floats, tensor};
 use super::cpu::{math, paged as cpu};
 use crate::base::{Error, Result};
@@ -88,9 +90,11 @@ impl Numbers {
         }
     }
 
-    /// Stores `x` from `start` on, `stride` elements apart; `scale` is the place of its scale.
-    fn put(&mut self, x: &[f32], start: usize, stride: usize, scale: usize) {
+    /// Stores `x` from `start` on, `stride` elements apart; `scale` is the place of its scale. `rounds`: f32 is stored as the
+    /// nearest bf16.
+    fn put(&mut self, x: &[f32], start: usize, stride: usize, scale: usize, rounds: bool) {
         match self {
+            Self::F32(to) if rounds => (0..x.len()).for_each(|i| to[start + i * stride] = nearest_bf16(x[i])),
             Self::F32(to) => (0..x.len()).for_each(|i| to[start + i * stride] = x[i]),
             Self::Bf16(to) => (0..x.len()).for_each(|i| to[start + i * stride] = bf16::from_f32(x[i])),
             Self::Int8 { codes, scales } => {
@@ -133,16 +137,19 @@ impl Page {
         self.len = self.len.min(len);
     }
 
-    /// Adds a token with key `k` and value `v`, `[K·E]`. Panics if the page is full or the sizes are others.
-    pub fn push(&mut self, k: &[f32], v: &[f32]) {
+    /// Adds a token with key `k` and value `v`, `[K·E]`, of a model whose attention is `spec`: they are rounded where products
+    /// round. Panics if the page is full or the sizes are others.
+    pub fn push(&mut self, k: &[f32], v: &[f32], spec: &Spec) {
+        let rounds = spec.rounds();
         let (t, e) = (self.len, self.form.head_dim);
         assert!(t < PAGE && k.len() == self.form.kv_heads * e && v.len() == k.len());
         for head in 0..self.form.kv_heads {
             let part = head * e..(head + 1) * e;
             let scale = head * PAGE + t;
-            self.keys.put(&k[part.clone()], head * e * PAGE + t, PAGE, scale);
+            self.keys
+                .put(&k[part.clone()], head * e * PAGE + t, PAGE, scale, rounds);
             self.values
-                .put(&v[part], (head * PAGE + t) * self.form.padded(), 1, scale);
+                .put(&v[part], (head * PAGE + t) * self.form.padded(), 1, scale, rounds);
         }
         self.len += 1;
     }

@@ -162,7 +162,7 @@ fn every_set_of_cpu_operations_learns_the_same() {
     let unknown = bench.command(&["doctor"]).env("FT_CPU", "mmx").output().unwrap();
     assert_ne!(unknown.status.code(), Some(0));
     assert!(
-        said(&unknown).contains("expected amx, avx512-bf16, avx512, avx2 or portable"),
+        said(&unknown).contains("expected amx, amx-emulated, avx512-bf16, avx512, avx2 or portable"),
         "{}",
         said(&unknown)
     );

@@ -171,7 +171,7 @@ pub(crate) fn forward(
 fn run(path: Path, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: &Task, o: Shared, lse: Shared) {
     let e = spec.head_dim;
     let (q_width, k_width) = (spec.heads * e, spec.kv_heads * e);
-    let inside = Inside::of(path, spec.rounding(), task.document.queries);
+    let inside = Inside::of(path, spec.rounding());
     let blocks = task.document.run(task.first, task.blocks, spec.window);
     let (low, keys) = keys_of(blocks.clone());
     let longest = blocks.clone().map(|b| b.keys).max().unwrap_or(0);

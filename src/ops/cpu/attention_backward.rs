@@ -54,7 +54,7 @@ pub(crate) fn backward(
         parts,
     };
     tasks.into_par_iter().with_max_len(1).for_each(|(document, part)| {
-        let inside = Inside::of(path, spec.rounding(), document.queries);
+        let inside = Inside::of(path, spec.rounding());
         for first in (0..document.blocks()).step_by(BLOCKS) {
             let blocks = document.run(first, BLOCKS, spec.window);
             run(inside, saved, spec, blocks, part, &out);

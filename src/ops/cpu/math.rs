@@ -157,6 +157,23 @@ fn widen_slice_body<const FMA: bool>(to: &mut [f32], from: &[half::bf16]) {
 }
 vectorized!(pub(crate) fn widen_slice(to: &mut [f32], from: &[half::bf16]) = widen_slice_body);
 
+/// The nearest bf16, ties to even; NaN stays NaN. The bits of `half::bf16::from_f32` for all that is a number.
+#[inline(always)]
+pub(crate) fn nearest_bf16(x: f32) -> f32 {
+    let bits = x.to_bits();
+    // Adding to the bits of infinity changes nothing; those of a NaN could become infinity, or a number.
+    let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1)) & 0xFFFF_0000;
+    f32::from_bits(if x.is_nan() { 0x7FC0_0000 } else { rounded })
+}
+
+#[inline(always)]
+fn round_to_bf16_body<const FMA: bool>(to: &mut [f32], from: &[f32]) {
+    for (to, from) in to.iter_mut().zip(from) {
+        *to = nearest_bf16(*from);
+    }
+}
+vectorized!(pub(crate) fn round_to_bf16(to: &mut [f32], from: &[f32]) = round_to_bf16_body);
+
 #[inline(always)]
 fn add_slice_body<const FMA: bool>(to: &mut [f32], from: &[f32]) {
     for (to, from) in to.iter_mut().zip(from) {
@@ -208,6 +225,25 @@ mod tests {
         check(map);
         check(map_body::<false>);
         check(map_body::<true>);
+    }
+
+    #[test]
+    fn rounding_is_that_of_bf16() {
+        // Every exponent, every pattern around the tie, both signs.
+        let mut x: Vec<f32> = (0..1u32 << 18)
+            .map(|i| f32::from_bits((i >> 2) << 16 | [0x7FFF, 0x8000, 0x8001, 0xFFFF][i as usize & 3]))
+            .collect();
+        x.extend([0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN]);
+        let mut got = vec![0f32; x.len()];
+        round_to_bf16(&mut got, &x);
+        for (x, got) in x.into_iter().zip(got) {
+            let want = half::bf16::from_f32(x).to_f32();
+            let same = got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan());
+            assert!(
+                same && got.to_bits() == nearest_bf16(x).to_bits(),
+                "{x:e}: {got:e} {want:e}"
+            );
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! the page is in the first-level cache; numbers that are not f32 are widened there once.
 
 use super::attention::softmax_body;
-use super::math::{LANES, fma, vectorized, widen};
+use super::math::{LANES, fma, nearest_bf16, vectorized, widen};
 use super::{Shared, with_scratch};
 use crate::ops::attention::Spec;
 use crate::ops::paged::{Document, Numbers, PAGE, Page};
@@ -70,6 +70,7 @@ fn run_body<const FMA: bool>(
     lse: Shared,
 ) {
     let (group, e) = (spec.heads / spec.kv_heads, spec.head_dim);
+    let rounds = spec.rounds();
     let (rows, padded) = (task.queries * group, e.next_multiple_of(LANES));
     let (queries, rest) = scratch.split_at_mut(sizes[0]);
     let (tile, rest) = rest.split_at_mut(sizes[1]);
@@ -79,6 +80,7 @@ fn run_body<const FMA: bool>(
     let row_of = |row: usize| (task.query + row / group) * spec.heads + task.head * group + row % group;
     for (row, to) in queries.chunks_exact_mut(e).enumerate() {
         for (to, x) in to.iter_mut().zip(&q[row_of(row) * e..][..e]) {
+            let x = if rounds { nearest_bf16(*x) } else { *x };
             *to = x * spec.scale;
         }
     }
@@ -116,6 +118,9 @@ fn run_body<const FMA: bool>(
         scores[end..].fill(0.0);
         let (max, sum) = softmax_body::<FMA>(&mut scores[start..end], 1.0, spec.softcap.unwrap_or(0.0));
         inverse[row] = 1.0 / sum;
+        if rounds {
+            scores[start..end].iter_mut().for_each(|p| *p = nearest_bf16(*p));
+        }
         // SAFETY: this task's own element.
         unsafe { *lse.at(row_of(row)) = max + sum.ln() };
     }

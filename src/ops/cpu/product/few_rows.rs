@@ -5,8 +5,8 @@ use super::super::Shared;
 #[cfg(target_arch = "x86_64")]
 use super::super::decode::dots;
 use super::super::decode::{Isa, decode};
-use super::super::math::{LANES, dot, dot_bf16, dot_lanes, sum_lanes, vectorized};
-use super::{Job, Operand, Start};
+use super::super::math::{LANES, dot, dot_bf16, dot_lanes, round_to_bf16, sum_lanes, vectorized};
+use super::{Job, Matrix, Operand, Start};
 use crate::ops::coded::View;
 use half::bf16;
 use rayon::prelude::*;
@@ -19,7 +19,11 @@ const BLOCK: usize = 32;
 /// Codes that are decoded at a time: a multiple of `LANES`.
 const PIECE: usize = 512;
 
-pub(super) fn fits(job: &Job) -> bool {
+/// `rounds`: operands are rounded to bf16. The few rows of A are rounded before; a B in f32 is rounded where it is packed.
+pub(super) fn fits(job: &Job, rounds: bool) -> bool {
+    if rounds && matches!(job.b.values, Operand::F32(_)) {
+        return false;
+    }
     let f32_rows = job.a.along_k && matches!(job.a.values, Operand::F32(_));
     let (most, start) = match job.b.is_coded() {
         true => (CODED_ROWS, true),
@@ -28,9 +32,17 @@ pub(super) fn fits(job: &Job) -> bool {
     job.sizes.0 <= most && f32_rows && job.b.along_k && start
 }
 
-pub(super) fn run(job: &Job, isa: Isa) {
+pub(super) fn run(job: &Job, isa: Isa, rounds: bool) {
     let (m, n, k) = job.sizes;
     let Operand::F32(a) = job.a.values else { return };
+    if rounds {
+        let mut rows = vec![0f32; m * k];
+        for (i, to) in rows.chunks_exact_mut(k).enumerate() {
+            round_to_bf16(to, &a[i * job.a.stride..][..k]);
+        }
+        let a = Matrix::vectors(Operand::F32(&rows), k);
+        return run(&Job { a, ..*job }, isa, false);
+    }
     let c: Shared = job.c;
     let arranged = arranged(job, isa, a);
     (0..n.div_ceil(BLOCK)).into_par_iter().for_each(|block| {

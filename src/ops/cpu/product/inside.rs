@@ -90,12 +90,10 @@ pub(crate) struct Place {
 }
 
 impl Inside {
-    /// For products of about `rows` rows.
-    pub(crate) fn of(path: Path, rounding: Rounding, rows: usize) -> Self {
+    pub(crate) fn of(path: Path, rounding: Rounding) -> Self {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        if let Some(unit) = path.unit()
-            && rounding == Rounding::Bf16
-            && rows >= tiles::FEWEST
+        if path.rounds(rounding)
+            && let Some(unit) = path.unit()
         {
             return Inside::Tiles(unit);
         }
@@ -105,7 +103,7 @@ impl Inside {
             #[cfg(target_arch = "x86_64")]
             Path::Avx2 => Inside::Fma(Width::Avx2),
             _ => {
-                let _ = (rounding, rows);
+                let _ = rounding;
                 Inside::Portable
             }
         }

@@ -23,7 +23,7 @@ fn check(path: Path, rounding: Rounding, case: &Case) {
     let (m, n, k) = case.sizes;
     let (n0, k0) = case.first;
     let (whole_n, whole_k) = (n0 + n + 5, k0 + k);
-    let inside = Inside::of(path, rounding, 64);
+    let inside = Inside::of(path, rounding);
     let outer = |along_k: bool, vectors: usize, steps: usize| if along_k { (vectors, steps) } else { (steps, vectors) };
     let (a_rows, a_width) = outer(case.along_k.0, m, k);
     let a_stride = if case.side == Side::Own {
@@ -125,7 +125,7 @@ fn a_part_that_is_not_there_is_refused() {
     let values = flat(&random(64 * 64, 1));
     let run = |first: (usize, usize)| {
         std::panic::catch_unwind(|| {
-            let inside = Inside::of(Path::Portable, Rounding::Exact, 64);
+            let inside = Inside::of(Path::Portable, Rounding::Exact);
             let a = inside.lay(Side::A, Matrix::vectors(&values[..], 64), (64, 32), &mut []);
             let b = inside.lay(Side::B, Matrix::vectors(&values[..], 64), (64, 64), &mut []);
             let mut c = vec![0f32; 64 * 32];

@@ -146,12 +146,13 @@ pub(crate) enum Start<'a> {
     Bias(&'a [f32]),
 }
 
-/// May the product round its f32 operands to bf16?
+/// Are the f32 operands of a product rounded to bf16? Sums are f32 either way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Rounding {
     /// No: the model is held in f32.
     Exact,
-    /// Yes, where that is faster: the model is held in bf16.
+    /// The model is held in bf16: every operand of every size is rounded on a path with a unit for bf16, none on the others
+    /// (`Path::rounds`).
     Bf16,
 }
 
@@ -224,18 +225,14 @@ fn product_on(
 
 /// A job whose operands were checked, none of its sizes 0.
 fn run(path: Path, job: &Job, rounding: Rounding) {
-    if few_rows::fits(job) {
-        return few_rows::run(job, Isa::of(path));
+    let rounds = path.rounds(rounding);
+    if few_rows::fits(job, rounds) {
+        return few_rows::run(job, Isa::of(path), rounds);
     }
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    if let Some(unit) = path.unit()
-        && rounding == Rounding::Bf16
-        && tiles::pays(job)
-    {
+    if rounds && let Some(unit) = path.unit() {
         return tiles::run(job, unit);
     }
-    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
-    let _ = rounding;
     match path {
         #[cfg(target_arch = "x86_64")]
         Path::Amx | Path::Dots | Path::Avx512 => blocks::run(job, blocks::Width::Avx512),

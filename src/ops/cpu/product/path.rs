@@ -1,5 +1,6 @@
 //! Which instructions the CPU operations use: found at run time, or forced to test them all on one machine.
 
+use super::Rounding;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use super::tiles::Unit;
 use crate::base::{Error, Result};
@@ -79,6 +80,12 @@ impl Path {
         matches!(self, Path::Amx | Path::Dots)
     }
 
+    /// Are the f32 operands of a product with this rounding rounded to bf16? Never depends on a size: the same activation
+    /// is the same operand alone and in a batch.
+    pub(crate) fn rounds(self, rounding: Rounding) -> bool {
+        self.packs_bf16() && rounding == Rounding::Bf16
+    }
+
     /// Is it better than the next one that this machine can run?
     fn pays(self) -> bool {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -89,6 +96,13 @@ impl Path {
 
     #[cold]
     fn detect() -> Path {
+        // The program reads the variable in `cli`; unit tests have no `cli`.
+        #[cfg(test)]
+        if let Some(name) = std::env::var_os("FT_CPU") {
+            let name = name.to_string_lossy();
+            Self::force(&name).unwrap_or_else(|e| panic!("FT_CPU={name}: {e}"));
+            return Self::current();
+        }
         let mut best = Self::ALL.into_iter().filter(|p| p.available() && p.pays());
         let best = best.next().unwrap_or(Path::Portable);
         CHOSEN.store(best as u8, Ordering::Relaxed);
@@ -113,7 +127,7 @@ impl Path {
         let Some(path) = Self::ALL.into_iter().find(|p| p.name() == name) else {
             return Err(Error::new("there is no such set of CPU operations")
                 .found(name)
-                .expected("amx, avx512-bf16, avx512, avx2 or portable"));
+                .expected("amx, amx-emulated, avx512-bf16, avx512, avx2 or portable"));
         };
         if !path.available() {
             return Err(lacks());

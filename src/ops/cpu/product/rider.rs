@@ -106,12 +106,14 @@ pub(crate) fn product_with(
         }),
     };
     let empty = m == 0 || n == 0 || k == 0 || rank == 0;
-    if path != Path::Portable && !empty && rank <= LARGEST && !few_rows::fits(&job) {
+    let few = few_rows::fits(&job, path.rounds(rounding));
+    if path != Path::Portable && !empty && rank <= LARGEST && !few {
         return run(path, &job, rounding);
     }
-    product_on(path, (m, rank, k), u, Start::Zero, a, down, Rounding::Exact);
+    // Rounded as what rides is: a row means the same among few rows and among many.
+    product_on(path, (m, rank, k), u, Start::Zero, a, down, rounding);
     u.iter_mut().for_each(|x| *x *= scale);
     product_on(path, sizes, c, start, a, b, rounding);
     let u = Matrix::vectors(Operand::F32(u), rank);
-    product_on(path, (m, n, rank), c, Start::C, u, up, Rounding::Exact);
+    product_on(path, (m, n, rank), c, Start::C, u, up, rounding);
 }

@@ -52,7 +52,7 @@ pub(super) unsafe fn multiply(call: &Call, add: bool) {
                 }
             }
         }
-        for row in (0..32).step_by(ROWS) {
+        for row in (0..call.rows).step_by(ROWS) {
             let sums = rows(call.a, call.b, row, steps, [[_mm512_setzero_ps(); 2]; ROWS]);
             for (i, sums) in sums.into_iter().enumerate() {
                 for (half, sums) in sums.into_iter().enumerate() {
@@ -65,14 +65,21 @@ pub(super) unsafe fn multiply(call: &Call, add: bool) {
     }
 }
 
-/// As `unit::multiply_in_place`.
+/// As `unit::multiply_in_place`, for the first `there` rows.
 /// # Safety
 /// AVX512-BF16 must be there; otherwise as there.
 #[target_feature(enable = "avx512f,avx512bf16")]
-pub(super) unsafe fn multiply_in_place(a: *const u8, b: *const u8, steps: usize, c: *mut f32, c_row: usize, add: bool) {
+pub(super) unsafe fn multiply_in_place(
+    a: *const u8,
+    b: *const u8,
+    steps: usize,
+    (c, c_row): (*mut f32, usize),
+    there: usize,
+    add: bool,
+) {
     // SAFETY: promised by the caller.
     unsafe {
-        for row in (0..32).step_by(ROWS) {
+        for row in (0..there).step_by(ROWS) {
             let mut from = [[_mm512_setzero_ps(); 2]; ROWS];
             let c = c.add(row * c_row);
             if add {

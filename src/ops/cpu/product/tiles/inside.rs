@@ -60,10 +60,10 @@ pub(crate) unsafe fn multiply(unit: Unit, (m, n, k): Sizes, to: Place, a: &Laid,
                 let at = to.at + row * to.stride + column;
                 let (rows, columns) = (32.min(m - row), 32.min(n - column));
                 if (rows, columns) == (32, 32) {
-                    unit.multiply_in_place(a, b, steps, to.c.at(at), to.stride, to.add);
+                    unit.multiply_in_place(a, b, steps, (to.c.at(at), to.stride), rows, to.add);
                     continue;
                 }
-                unit.multiply_in_place(a, b, steps, edge.0.as_mut_ptr(), 32, false);
+                unit.multiply_in_place(a, b, steps, (edge.0.as_mut_ptr(), 32), rows, false);
                 for (i, sums) in edge.0.chunks_exact(32).enumerate().take(rows) {
                     let c = to.c.part(at + i * to.stride, columns);
                     for (c, sum) in c.iter_mut().zip(sums) {

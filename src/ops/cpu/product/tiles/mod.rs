@@ -42,8 +42,6 @@ const NEAR: usize = 16;
 /// Panels of a block of C at most.
 const BLOCK_ROWS: usize = 32;
 const BLOCK_COLUMNS: usize = 16;
-/// Rows, columns and steps that pay at least.
-pub(super) const FEWEST: usize = 16;
 /// Bytes of a packed operand at most.
 const PACKED: usize = 16 << 20;
 /// The same for an operand that is stored as codes: its decoded values are not to fill memory.
@@ -99,14 +97,23 @@ impl Unit {
         }
     }
 
+    /// C, of which only the first `rows` rows are wanted.
     /// # Safety
     /// As `unit::multiply_in_place`.
-    unsafe fn multiply_in_place(self, a: *const u8, b: *const u8, steps: usize, c: *mut f32, c_row: usize, add: bool) {
+    unsafe fn multiply_in_place(
+        self,
+        a: *const u8,
+        b: *const u8,
+        steps: usize,
+        (c, c_row): (*mut f32, usize),
+        rows: usize,
+        add: bool,
+    ) {
         // SAFETY: promised by the caller.
         unsafe {
             match self {
                 Unit::Tiles => unit::multiply_in_place(a, b, steps, c, c_row, add),
-                Unit::Dots => dots::multiply_in_place(a, b, steps, c, c_row, add),
+                Unit::Dots => dots::multiply_in_place(a, b, steps, (c, c_row), rows, add),
             }
         }
     }
@@ -115,12 +122,6 @@ impl Unit {
 /// Plays the unit where there is none, for tests. Needs AVX-512, as packing does. Could it be done?
 pub(super) fn emulate() -> bool {
     emulate::install()
-}
-
-/// Too small a product is all padding and packing.
-pub(super) fn pays(job: &Job) -> bool {
-    let (m, n, k) = job.sizes;
-    m >= FEWEST && n >= FEWEST && k >= FEWEST
 }
 
 pub(super) fn run(job: &Job, unit: Unit) {
@@ -315,7 +316,7 @@ fn multiply(unit: Unit, job: &Job, a: Packed, b: Packed, (n0, n_len): (usize, us
     let columns = n_len.div_ceil(32);
     let threads = rayon::current_num_threads();
     let down = rows.div_ceil(BLOCK_ROWS).max(threads.min(rows));
-    let across = columns.div_ceil(BLOCK_COLUMNS);
+    let across = columns.div_ceil(BLOCK_COLUMNS).max((threads / down).min(columns));
     (0..down * across).into_par_iter().with_max_len(1).for_each(|task| {
         let block = Block {
             unit,
@@ -384,6 +385,7 @@ impl Block<'_> {
                         finished: std::ptr::null(),
                         c: std::ptr::null_mut(),
                         c_row: self.job.sizes.1 * 4,
+                        rows: 32.min(self.job.sizes.0 - row * 32),
                     };
                     ahead = ahead.wrapping_add(steps * 256);
                     let before = finished.replace(Finished {

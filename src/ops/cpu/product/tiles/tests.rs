@@ -90,7 +90,16 @@ fn check(unit: Unit, (m, n, k): (usize, usize, usize)) {
 fn tiles_agree_with_plain_loops() {
     for unit in units() {
         // Ragged edges, one step and several, k below and above what is written between the products.
-        for sizes in [(16, 16, 16), (33, 70, 50), (64, 96, 512), (70, 65, 545), (96, 64, 1100)] {
+        for sizes in [
+            (1, 1, 1),
+            (5, 3, 7),
+            (9, 40, 33),
+            (16, 16, 16),
+            (33, 70, 50),
+            (64, 96, 512),
+            (70, 65, 545),
+            (96, 64, 1100),
+        ] {
             check(unit, sizes);
         }
     }
@@ -103,7 +112,13 @@ fn a_rider_is_a_few_steps_more() {
 }
 
 fn rides(path: Path) {
+    // A few rows and large ranks are three products, with the same operands.
     for (m, n, k, rank) in [
+        (1, 70, 50, 5),
+        (4, 33, 600, 16),
+        (9, 20, 40, 3),
+        (3, 40, 90, 100),
+        (40, 50, 60, 100),
         (33, 70, 50, 5),
         (64, 96, 512, 16),
         (70, 65, 545, 33),
@@ -128,7 +143,7 @@ fn rides(path: Path) {
         product_with(path, (m, n, k), &mut c, Start::C, operands, Rounding::Bf16, rider);
         let ru = rounded(&u);
         let dot = |x: &[bf16], y: &[bf16]| -> f64 { x.iter().zip(y).map(|(x, y)| x.to_f64() * y.to_f64()).sum() };
-        for i in (0..m).step_by(m / 30) {
+        for i in (0..m).step_by((m / 30).max(1)) {
             let row = &ra[i * k..][..k];
             for r in 0..rank {
                 let (got, want) = (u[i * rank + r] as f64, 0.5 * dot(row, &rdown[r * k..][..k]));

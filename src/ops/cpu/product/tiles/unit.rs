@@ -80,6 +80,8 @@ pub(super) struct Call {
     /// Its place in C, and the bytes from one row of C to the next.
     pub c: *mut f32,
     pub c_row: usize,
+    /// Rows of the panel of A that exist: dot products leave out what is only padding.
+    pub rows: usize,
 }
 
 macro_rules! step {

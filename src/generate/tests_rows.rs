@@ -1,0 +1,154 @@
+//! A row means the same alone, among few rows and among many, and with a cache as without: for weights of every storage,
+//! with adapters, on every path of the CPU (`FT_CPU`).
+
+use super::cache::{Layout, Sequence};
+use super::decode::{Part, step};
+use super::tests::{VOCAB, argmax, full_logits, furthest, many, network, prompts, spec, warm};
+use super::*;
+use crate::model::Network;
+use crate::ops::CpuPath;
+use crate::ops::oracle::random;
+use crate::peft::{Adapter, Lora, Mask};
+use crate::quant::{Format, Storage};
+use crate::recipe::Dtype;
+use crate::source::{Resident, policy};
+use candle_core::{DType, Device};
+use std::sync::Arc;
+
+/// The weights of `tests::network`, its projections as codes.
+fn coded(format: Format, dtype: Dtype) -> Network {
+    let spec = spec();
+    let storage = |p: &crate::source::ParamInfo| match policy::is_projection(p) {
+        true => Storage::Coded(format, dtype),
+        false => Storage::Dense(dtype),
+    };
+    let source =
+        Resident::random_stored(spec.params(), 11, spec.initializer_range, 1.0, storage, &Device::Cpu).unwrap();
+    Network::new(spec, Box::new(source), Device::Cpu)
+}
+
+/// With LoRA of `rank` on every projection.
+fn adapted(mut network: Network, rank: usize) -> Network {
+    for (seed, p) in (100..).zip(network.spec.params()) {
+        if let (true, [outputs, inputs], Some(module)) =
+            (policy::is_projection(&p), &p.shape[..], p.name.strip_suffix(".weight"))
+        {
+            let scaled = |shape, seed| (random(shape, seed) * 0.1).unwrap();
+            let pair = (scaled((rank, *inputs), seed), scaled((*outputs, rank), seed + 1000));
+            let lora = Lora::new(module, pair, 0.7, Mask { p: 0.0, site: 0 });
+            network.adapters.insert(module.into(), Arc::new(Adapter::Lora(lora)));
+        }
+    }
+    network
+}
+
+/// Networks held in `dtype`: dense, with riding deltas and with one that is too large to ride, and of codes.
+fn networks(dtype: Dtype) -> Vec<(&'static str, Network)> {
+    let nf4 = Format::Nf4 { double: false };
+    let int8 = Format::Int8 { group: 0 };
+    vec![
+        ("dense", network(spec(), dtype)),
+        ("dense with LoRA", adapted(network(spec(), dtype), 4)),
+        ("dense with a large LoRA", adapted(network(spec(), dtype), 70)),
+        ("int8", coded(int8, dtype)),
+        ("nf4 with LoRA", adapted(coded(nf4, dtype), 4)),
+    ]
+}
+
+/// Order of f32 sums: a part of the largest logit.
+const ORDER: f32 = 1e-5;
+/// On a path that rounds operands the cached pass and the whole one round the same numbers, up to the order of the sums that
+/// gave them. Where that crosses a tie (about one number in 10⁴), an operand moves by a step of bf16: 2^-8 of itself, in sums
+/// of 24 and more operands, and through three layers by a few such steps at most.
+const STEP: f32 = 1.0 / 128.0;
+
+#[test]
+fn cached_logits_are_those_of_the_whole_sequence() {
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        for (name, network) in networks(dtype) {
+            let exact = errors(&network, Stored::F32);
+            let (steps, bound) = match CpuPath::current().packs_bf16() && dtype == Dtype::Bf16 {
+                true => (exact.len() / 10, STEP),
+                false => (0, ORDER),
+            };
+            let off = exact.iter().filter(|e| **e > ORDER).count();
+            let worst = exact.iter().fold(0f32, |m, e| m.max(*e));
+            assert!(
+                off <= steps && worst < bound,
+                "{dtype:?} {name}: {off} rows, {worst} at most"
+            );
+            // Where attention takes bf16, a cache in bf16 loses nothing.
+            if steps > 0 {
+                assert_eq!(errors(&network, Stored::Bf16), exact, "{name}");
+            }
+        }
+    }
+}
+
+/// Of rows that grow together token by token: how far the logits are from those of the whole row, as a part of the largest.
+fn errors(network: &Network, stored: Stored) -> Vec<f32> {
+    let layout = Layout::new(&network.spec, Some(stored), &Device::Cpu, DType::F32).unwrap();
+    let mut rows = prompts();
+    let mut held: Vec<Sequence> = rows.iter().map(|_| Sequence::new(&layout, Vec::new(), 0, 64)).collect();
+    let mut errors = Vec::new();
+    for _ in 0..20 {
+        let parts = rows.iter().zip(held.drain(..)).map(|(row, sequence)| Part {
+            tokens: &row[sequence.len()..],
+            sequence,
+            logits: true,
+        });
+        let mut parts: Vec<Part> = parts.collect();
+        let logits = step(&network.into(), &mut parts, false).unwrap();
+        held = parts.into_iter().map(|p| p.sequence).collect();
+        for (row, logits) in rows.iter_mut().zip(logits.chunks_exact(VOCAB)) {
+            let want = full_logits(network, row);
+            let largest = want.iter().fold(1f32, |m, x| m.max(x.abs()));
+            errors.push(furthest(logits, &want) / largest);
+            row.push(argmax(&want));
+        }
+    }
+    errors
+}
+
+/// With `same_bits` not even a log-probability changes, whoever shares the batch, however prompts are cut.
+#[test]
+fn the_same_bits_in_any_company() {
+    // A tile unit that is played is slow, and f32 models never go there.
+    let played = !CpuPath::current().available();
+    let mut cases = vec![(Dtype::Bf16, Stored::Bf16, if played { "with LoRA" } else { "" })];
+    if !played {
+        cases.push((Dtype::F32, Stored::F32, ""));
+        cases.push((Dtype::F32, Stored::Int8, "dense"));
+        cases.push((Dtype::Bf16, Stored::F32, "dense"));
+    }
+    for (dtype, stored, which) in cases {
+        for (name, network) in networks(dtype).iter().filter(|(name, _)| name.contains(which)) {
+            same_bits(network, stored, &format!("{name}, {dtype:?}, cache {stored:?}"));
+        }
+    }
+}
+
+fn same_bits(network: &Network, stored: Stored, name: &str) {
+    let requests = many(5);
+    let with = |requests: &[Request], rows, prefill_tokens, share_prefixes| {
+        let limits = Limits {
+            rows,
+            prefill_tokens,
+            share_prefixes,
+            kv_cache: Some(stored),
+            same_bits: true,
+            ..Limits::default()
+        };
+        rollout(network, requests, &Settings { limits, ..warm() }).unwrap()
+    };
+    let all = with(&requests, 64, 1000, true);
+    for (rows, prefill, share) in [(1, 1000, true), (2, 7, false), (11, 100, false), (64, 1, true)] {
+        assert!(
+            all == with(&requests, rows, prefill, share),
+            "{name}: {rows} {prefill} {share}"
+        );
+    }
+    for (request, answer) in requests.iter().zip(&all) {
+        assert_eq!(with(std::slice::from_ref(request), 4, 50, true)[0], *answer, "{name}");
+    }
+}

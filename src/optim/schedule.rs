@@ -18,7 +18,8 @@ impl Schedule {
     pub fn new(recipe: &recipe::Schedule, total: u64) -> Self {
         let part = |ratio: f64| ratio * total as f64;
         // Down: the first step of a warm-up has rate 0, and in a short run that would be all of them.
-        let warmup = part(recipe.warmup_ratio).floor() as u64;
+        // (0.29 * 100 is a little under 29 in floating point.)
+        let warmup = (part(recipe.warmup_ratio) + 1e-6).floor() as u64;
         Self {
             name: recipe.name,
             warmup: recipe.warmup_steps.map_or(warmup, |n| n as u64),
@@ -84,7 +85,7 @@ mod tests {
             decay_ratio: 0.1,
             min_lr_ratio: 0.0,
         };
-        for (ratio, total, warmup) in [(0.03, 1, 0), (0.03, 33, 0), (0.03, 34, 1), (0.03, 75, 2), (1.0, 4, 4)] {
+        for (ratio, total, warmup) in [(0.03, 1, 0), (0.03, 33, 0), (0.03, 34, 1), (0.03, 75, 2), (0.29, 100, 29), (1.0, 4, 4)] {
             assert_eq!(Schedule::new(&recipe(ratio), total).warmup(), warmup, "{ratio} of {total}");
         }
         assert_eq!(Schedule::new(&recipe(0.03), 1).multiplier(1), 1.0);

@@ -44,6 +44,11 @@ pub fn header(
         format!(", {} held out", count(e.examples.len() as u64))
     });
     let steps = stream.steps();
+    let warmup = match Schedule::new(&recipe.schedule, steps).warmup() {
+        0 => String::new(),
+        1 => ", 1 step of warm-up".to_string(),
+        n => format!(", {} steps of warm-up", count(n)),
+    };
     let turns = learning::turns(recipe, tuning, steps);
     let turns = turns.map_or(String::new(), |(turns, all)| format!(", {turns} of {all} blocks"));
     let packed = match recipe.data.packing {
@@ -91,9 +96,8 @@ pub fn header(
         (
             "rate",
             format!(
-                "{}, {} steps of warm-up, then {}",
+                "{}{warmup}, {}",
                 rate(recipe.optimizer.learning_rate),
-                count(Schedule::new(&recipe.schedule, steps).warmup()),
                 recipe.schedule.name.name()
             ),
         ),

@@ -3,7 +3,7 @@
 
 use super::prompts;
 use super::tuning::Tuning;
-use crate::base::units::count;
+use crate::base::units::{self, count};
 use crate::base::{Error, Result};
 use crate::data::order::BatchStream;
 use crate::optim::Schedule;
@@ -38,22 +38,24 @@ pub fn check(recipe: &Recipe, tuning: &Tuning, steps: u64) -> Result<()> {
     if !learns(set) {
         return Err(Error::usage("the learning rate is 0: the run would train nothing")
             .at("optimizer.learning_rate")
-            .found(set)
+            .found(units::rate(set))
             .hint("remove the key to get the default, or set `train.max_steps = 0` to save the model as it is"));
     }
-    let s = |n: u64| if n == 1 { "" } else { "s" };
     Err(
         Error::usage("no step of the run has a learning rate above 0: it would train nothing")
             .at("schedule")
             .found(format!(
-                "{} step{}, {} step{} of warm-up; a warm-up begins at 0",
-                count(steps),
-                s(steps),
-                count(schedule.warmup()),
-                s(schedule.warmup())
+                "{}, {} of warm-up; a warm-up begins at 0",
+                plural(steps),
+                plural(schedule.warmup())
             ))
             .hint("set `schedule.warmup_steps = 0`, or more steps with `train.num_epochs` or `train.max_steps`"),
     )
+}
+
+/// `1 step`, `1,200 steps`.
+fn plural(steps: u64) -> String {
+    format!("{} step{}", count(steps), if steps == 1 { "" } else { "s" })
 }
 
 /// How often the run sees each row, in words; none for a stage that answers prompts.
@@ -73,7 +75,7 @@ pub fn seen(recipe: &Recipe, stream: &BatchStream) -> Option<String> {
     })
 }
 
-/// `3 of 4 blocks have a turn`; none where one set trains all the time.
+/// Blocks that have a turn, and all of them; none where one set trains all the time.
 pub fn turns(recipe: &Recipe, tuning: &Tuning, steps: u64) -> Option<(usize, usize)> {
     let schedule = Schedule::new(&recipe.schedule, steps);
     tuning.turns(steps, |step| learns(rate(recipe, &schedule, tuning, step)))
@@ -87,11 +89,11 @@ pub fn warnings(recipe: &Recipe, tuning: &Tuning, stream: &BatchStream) -> Vec<S
         return all;
     }
     if steps < FEW_STEPS {
-        let s = if steps == 1 { "" } else { "s" };
+        let few = plural(steps);
         all.push(match train.max_steps > 0 {
-            true => format!("the run has only {steps} step{s}: `train.max_steps` says so"),
+            true => format!("the run has only {few}: `train.max_steps` says so"),
             false => format!(
-                "the run has only {steps} step{s}, which seldom teach much; raise `train.num_epochs`, or lower \
+                "the run has only {few}, which seldom teach much; raise `train.num_epochs`, or lower \
                  `train.batch_size` or `train.gradient_accumulation_steps`"
             ),
         });
@@ -112,25 +114,25 @@ pub fn warnings(recipe: &Recipe, tuning: &Tuning, stream: &BatchStream) -> Vec<S
         && turns < blocks
     {
         all.push(format!(
-            "only {turns} of {blocks} blocks will be trained: {} steps, {} for each block; lower \
-             `tune.block.switch_every` or train longer",
-            count(steps),
-            count(recipe.tune.block.switch_every.unwrap_or(1) as u64),
+            "only {turns} of {blocks} blocks will be trained: the run has {} and a block keeps {} \
+             (`tune.block.switch_every`); train longer, or switch more often",
+            plural(steps),
+            plural(recipe.tune.block.switch_every.unwrap_or(1) as u64),
         ));
     }
     let warmup = Schedule::new(&recipe.schedule, steps).warmup();
     if warmup >= steps {
         all.push(format!(
-            "the learning rate never reaches {:e}: {} steps of warm-up in a run of {}",
-            recipe.optimizer.learning_rate,
-            count(warmup),
-            count(steps)
+            "the learning rate never reaches {}: {} of warm-up in a run of {}",
+            units::rate(recipe.optimizer.learning_rate),
+            plural(warmup),
+            plural(steps)
         ));
     }
     if recipe.optimizer.learning_rate < TINY_RATE {
         all.push(format!(
-            "`optimizer.learning_rate` is {:e}: too small to change a weight",
-            recipe.optimizer.learning_rate
+            "`optimizer.learning_rate` is {}: too small to change a weight",
+            units::rate(recipe.optimizer.learning_rate)
         ));
     }
     all

@@ -17,9 +17,9 @@ pub(super) static KEYS: &[Key] = &[
         Kind::AutoNumber(POSITIVE_OR_ZERO),
         "\"auto\"",
         "by method, stage, optimizer and width: wide models need smaller steps",
-        "Highest learning rate. `auto` with AdamW: 2e-5 × 2048 / hidden size; three times that for `block`, \
-         ten times for adapters and for `model.init = \"random\"`, a hundred times for IA3 and VeRA; half of it for `reward`, a twentieth for preferences and reinforcement. Lion takes a fifth of it, \
-         SGD a thousand times as much.",
+        "Highest learning rate. `auto` with AdamW: 2e-5 × 2048 / hidden size; three times that for `block`, ten times for \
+         adapters and for `model.init = \"random\"`, a hundred times for IA3 and VeRA; half of it for `reward`, a \
+         twentieth for preferences and reinforcement. Lion takes a fifth of it, SGD a thousand times as much.",
     ),
     when(
         key(

@@ -147,7 +147,7 @@ pub struct Watch {
     guessing: Option<f64>,
     comparable: bool,
     moved: bool,
-    told: bool,
+    warned: bool,
 }
 
 /// Losses in a mean.
@@ -164,7 +164,7 @@ impl Watch {
             // The loss of a stage that answers prompts says little of its progress.
             comparable: !prompts::reinforces(recipe),
             moved: false,
-            told: false,
+            warned: false,
         }
     }
 
@@ -207,10 +207,10 @@ impl Watch {
         let guesses = self.guessing.is_some_and(|most| last > most && last > 1.2 * first);
         // Of a resumed run the first losses are not those of the run.
         let far = self.guessing.is_some_and(|most| last > 2.0 * most);
-        if self.told || !self.comparable || !(worse || guesses || far) {
+        if self.warned || !self.comparable || !(worse || guesses || far) {
             return None;
         }
-        self.told = true;
+        self.warned = true;
         let what = match (worse || guesses, self.guessing) {
             (false, Some(most)) => format!("worse than guessing ({:.1})", most / 1.5),
             _ => format!("it began at {first:.4}"),
@@ -270,12 +270,12 @@ mod tests {
     }
 
     #[test]
-    fn losses_that_run_away_are_told_once() {
+    fn a_diverging_loss_gets_one_warning() {
         let losses = |stage: &str, losses: &[f64]| {
             let mut watch = Watch::new(&recipe(&format!("[train]\nstage = \"{stage}\"\n")), 1000);
-            let mut told: Vec<String> = losses.iter().filter_map(|l| watch.step(*l, 1.0, 1.0)).collect();
-            told.extend(watch.end());
-            told.len()
+            let mut warnings: Vec<String> = losses.iter().filter_map(|l| watch.step(*l, 1.0, 1.0)).collect();
+            warnings.extend(watch.end());
+            warnings.len()
         };
         let falling: Vec<f64> = (0..100).map(|i| 7.0 / (1.0 + i as f64)).collect();
         assert_eq!(losses("sft", &falling), 0);

@@ -62,8 +62,8 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
         }
         None => {
             notes.push(format!(
-                "the rows are not here: every row is taken as {} tokens long",
-                recipe.data.max_length
+                "the rows are not here: every row is taken as {} tokens long, a step as {} forward passes",
+                recipe.data.max_length, settled.train.gradient_accumulation_steps
             ));
             let recipe = &settled;
             let prepared = adapters::of(recipe, &spec)?;

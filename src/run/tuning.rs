@@ -11,7 +11,7 @@ use crate::source::{Group, ParamInfo};
 use std::collections::BTreeSet;
 
 /// Turns that are looked at to see which blocks ever train.
-const TURNS: usize = 100_000;
+const TURNS: usize = 10_000;
 
 /// Full, freeze and LoRA train one set all the time; block changes it on schedule.
 pub enum Tuning {

@@ -45,6 +45,18 @@ pub fn bytes(n: u64) -> String {
     }
 }
 
+/// A learning rate: `2e-5`, `3.2e-4`, `6.67e-6`, `0`.
+pub fn rate(x: f64) -> String {
+    let text = format!("{x:.2e}");
+    match text.split_once('e') {
+        _ if x == 0.0 => "0".into(),
+        Some((digits, exponent)) if digits.contains('.') => {
+            format!("{}e{exponent}", digits.trim_end_matches('0').trim_end_matches('.'))
+        }
+        _ => text,
+    }
+}
+
 /// `1_234_567` as `1,234,567`.
 pub fn count(n: u64) -> String {
     let digits = n.to_string();
@@ -71,6 +83,12 @@ pub fn duration(d: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rates_are_short() {
+        let shown = [0.0, 2e-5, 3.2e-4, 2e-5 / 3.0, 1.0, 12.5, 0.0009999].map(rate);
+        assert_eq!(shown, ["0", "2e-5", "3.2e-4", "6.67e-6", "1e0", "1.25e1", "1e-3"]);
+    }
 
     #[test]
     fn sizes_round_trip() {

@@ -55,7 +55,7 @@ pub fn run(mut args: Args) -> Result<i32> {
     if args.dry_run {
         loaded.warnings.iter().for_each(|line| crate::report::warn(line));
         out(outcome.plan.table())?;
-        out(&loaded.resolved)?;
+        out(&outcome.resolved)?;
         return Ok(0);
     }
     if let Some(final_dir) = &outcome.final_dir {
@@ -65,6 +65,9 @@ pub fn run(mut args: Args) -> Result<i32> {
             bytes(outcome.plan.peak_bytes)
         ));
         out(final_dir.display())?;
+        if !outcome.next.is_empty() {
+            super::note(&format!("next:\n  {}", outcome.next.join("\n  ")));
+        }
     }
     Ok(0)
 }

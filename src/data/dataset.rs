@@ -219,6 +219,11 @@ impl Dataset {
     }
 
     /// A data set of ready examples.
+    /// Tokens of each row.
+    pub fn lengths(&self) -> Vec<usize> {
+        self.examples.iter().map(|e| e.ids.len()).collect()
+    }
+
     pub fn from_examples(examples: Vec<Example>) -> Self {
         let origin = |i| Origin {
             file: 0,

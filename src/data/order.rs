@@ -120,7 +120,8 @@ impl<'a> BatchStream<'a> {
         }
     }
 
-    fn units_per_window(&self) -> u64 {
+    /// Units of a whole optimizer step.
+    pub fn units_per_window(&self) -> u64 {
         self.spec.batch_size as u64 * self.spec.accumulation as u64
     }
 
@@ -143,7 +144,7 @@ impl<'a> BatchStream<'a> {
         self.total_units().div_ceil(self.spec.batch_size as u64)
     }
 
-    /// Epochs seen after `steps` steps, e.g. 1.5.
+    /// Epochs seen after `steps` steps, e.g. 1.5. A step that is larger than the data counts for several.
     pub fn epoch_after(&self, steps: u64) -> f64 {
         let seen = steps.saturating_mul(self.units_per_window()).min(self.total_units());
         seen as f64 / self.units as f64

@@ -40,16 +40,8 @@ pub struct BlockSchedule {
 }
 
 impl BlockSchedule {
-    /// `rows` and `batch` (rows of one optimizer step) serve `switch_every = "auto"`:
-    /// clamp(rows / (batch · blocks), 50, 100), the advice of the reference implementation.
-    pub fn new(
-        recipe: &recipe::Block,
-        params: &[ParamInfo],
-        tied: bool,
-        rows: usize,
-        batch: usize,
-        seed: u64,
-    ) -> Result<Self> {
+    /// A run gives `switch_every` a number first (`run::defaults`); where its steps are not known, any will do.
+    pub fn new(recipe: &recipe::Block, params: &[ParamInfo], tied: bool, seed: u64) -> Result<Self> {
         let blocks = partition(recipe, params, tied);
         if blocks.is_empty() {
             return Err(Error::usage("the block partition has no blocks").at("tune.block"));
@@ -80,12 +72,9 @@ impl BlockSchedule {
                     .expected(format!("at most {}", blocks.len())),
             );
         }
-        let switch_every = recipe
-            .switch_every
-            .unwrap_or_else(|| (rows * together / (batch * blocks.len()).max(1)).clamp(50, 100));
         Ok(Self {
             importance: importance(recipe, &blocks)?,
-            switch_every: switch_every.max(1) as u64,
+            switch_every: recipe.switch_every.unwrap_or(50).max(1) as u64,
             order: recipe.order,
             start: recipe.start_block,
             seed,
@@ -130,6 +119,11 @@ impl BlockSchedule {
         let mut chosen: Vec<usize> = keys.into_iter().take(self.together).map(|(_, i)| i).collect();
         chosen.sort_unstable();
         chosen
+    }
+
+    /// Is the active block the same in the whole run?
+    pub fn is_fixed(&self) -> bool {
+        self.order == BlockOrder::Fixed
     }
 
     /// The parameters that train at `step`.
@@ -293,7 +287,7 @@ mod tests {
     }
 
     fn schedule(r: &recipe::Block) -> BlockSchedule {
-        BlockSchedule::new(r, &params(), false, 1000, 4, 7).unwrap()
+        BlockSchedule::new(r, &params(), false, 7).unwrap()
     }
 
     #[test]
@@ -343,12 +337,10 @@ mod tests {
     }
 
     #[test]
-    fn auto_switch_is_clamped_and_unknown_prefixes_are_refused() {
+    fn unknown_prefixes_are_refused_and_a_block_warms_up() {
         let mut r = recipe(Partition::Layer, BlockOrder::Random);
-        r.switch_every = None;
-        assert_eq!(schedule(&r).switch_every, 62);
         r.always_active = vec!["model.nrm".into()];
-        assert!(BlockSchedule::new(&r, &params(), false, 10, 1, 0).is_err());
+        assert!(BlockSchedule::new(&r, &params(), false, 0).is_err());
         let mut r = recipe(Partition::Layer, BlockOrder::Ascending);
         r.warmup_after_switch = 2;
         let s = schedule(&r);
@@ -401,7 +393,7 @@ mod tests {
             include_lm_head: true,
             ..r.clone()
         };
-        let s = BlockSchedule::new(&both, &wide, false, 1000, 4, 7).unwrap();
+        let s = BlockSchedule::new(&both, &wide, false, 7).unwrap();
         assert!(s.possible().iter().any(|set| set.contains(&0) && set.contains(&5)));
         for wrong in [
             "embedding",
@@ -411,7 +403,7 @@ mod tests {
             "model.layers.9=1",
         ] {
             r.importance = vec![wrong.into()];
-            assert!(BlockSchedule::new(&r, &params(), false, 10, 1, 0).is_err(), "{wrong}");
+            assert!(BlockSchedule::new(&r, &params(), false, 0).is_err(), "{wrong}");
         }
     }
 

@@ -5,7 +5,8 @@ use super::mask::Masks;
 use crate::recipe::{self, BlockOrder, Partition};
 use crate::source::{Group, ParamInfo, Part};
 
-pub(super) fn partition(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Vec<BlockPlan> {
+/// The blocks of a model in its order.
+pub fn partition(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Vec<BlockPlan> {
     let named = |label: String, wanted: &dyn Fn(&ParamInfo) -> bool| block(label, params.iter().filter(|p| wanted(p)));
     let mut blocks = Vec::new();
     if recipe.partition == Partition::Ratio {

@@ -16,14 +16,22 @@ pub struct Schedule {
 impl Schedule {
     /// `total` is the number of optimizer steps of the run.
     pub fn new(recipe: &recipe::Schedule, total: u64) -> Self {
-        let part = |ratio: f64| (ratio * total as f64).ceil() as u64;
+        let part = |ratio: f64| ratio * total as f64;
+        // Down: the first step of a warm-up has rate 0, and in a short run that would be all of them.
+        // (0.29 * 100 is a little under 29 in floating point.)
+        let warmup = (part(recipe.warmup_ratio) + 1e-6).floor() as u64;
         Self {
             name: recipe.name,
-            warmup: recipe.warmup_steps.map_or(part(recipe.warmup_ratio), |n| n as u64),
-            decay: part(recipe.decay_ratio),
+            warmup: recipe.warmup_steps.map_or(warmup, |n| n as u64),
+            decay: part(recipe.decay_ratio).ceil() as u64,
             total,
             floor: recipe.min_lr_ratio,
         }
+    }
+
+    /// Steps over which the rate rises.
+    pub fn warmup(&self) -> u64 {
+        self.warmup
     }
 
     /// Multiplier of the learning rate at optimizer step `step`, counted from 1.
@@ -66,6 +74,21 @@ mod tests {
             min_lr_ratio: 0.1,
         };
         Schedule::new(&recipe, total)
+    }
+
+    #[test]
+    fn a_ratio_of_few_steps_is_no_warm_up() {
+        let recipe = |warmup_ratio| recipe::Schedule {
+            name: ScheduleName::Cosine,
+            warmup_ratio,
+            warmup_steps: None,
+            decay_ratio: 0.1,
+            min_lr_ratio: 0.0,
+        };
+        for (ratio, total, warmup) in [(0.03, 1, 0), (0.03, 33, 0), (0.03, 34, 1), (0.03, 75, 2), (0.29, 100, 29), (1.0, 4, 4)] {
+            assert_eq!(Schedule::new(&recipe(ratio), total).warmup(), warmup, "{ratio} of {total}");
+        }
+        assert_eq!(Schedule::new(&recipe(0.03), 1).multiplier(1), 1.0);
     }
 
     #[test]

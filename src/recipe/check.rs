@@ -88,6 +88,11 @@ impl Values {
         }
     }
 
+    /// Does the key leave its value to the program?
+    pub fn is_auto(&self, path: &str) -> bool {
+        self.text(path) == "auto"
+    }
+
     pub fn flag(&self, path: &str) -> bool {
         matches!(self.entry(path).map(|e| &e.value), Some(Value::Flag(true)))
     }
@@ -312,8 +317,10 @@ pub fn expectation(key: &Key) -> String {
         Kind::Flag => "`true` or `false`".into(),
         Kind::Integer { min, max: i64::MAX } => format!("a whole number, at least {min}"),
         Kind::Integer { min, max } => format!("a whole number from {min} to {max}"),
-        Kind::AutoInteger { min } => format!("`auto`, or a whole number, at least {min}"),
+        Kind::AutoInteger { min, max: i64::MAX } => format!("`auto`, or a whole number, at least {min}"),
+        Kind::AutoInteger { min, max } => format!("`auto`, or a whole number from {min} to {max}"),
         Kind::Number(range) => format!("a number{}", limits(range)),
+        Kind::AutoNumber(range) => format!("`auto`, or a number{}", limits(range)),
         Kind::Pair(range) => format!("a list of two numbers, each{}", limits(range)),
         Kind::Texts => "a text or a list of texts".into(),
         Kind::Integers => "a list of whole numbers, each at least 0".into(),
@@ -401,11 +408,14 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
             _ => Err(wrong_type()),
         },
         Kind::Integer { min, max } => integer(min, max),
-        Kind::AutoInteger { min } => match &written.value {
+        Kind::AutoInteger { min, max } => match &written.value {
             Typed::Text(t) if t == "auto" => Ok(Value::Text("auto".into())),
-            _ => integer(min, i64::MAX),
+            _ => integer(min, max),
         },
-        Kind::Number(range) => match as_number(&written.value) {
+        Kind::AutoNumber(_) if matches!(&written.value, Typed::Text(t) if t == "auto") => {
+            Ok(Value::Text("auto".into()))
+        }
+        Kind::Number(range) | Kind::AutoNumber(range) => match as_number(&written.value) {
             Some(x) if in_range(x, range) => Ok(Value::Number(x)),
             Some(x) => Err(out_of_range(x.to_string())),
             None => Err(wrong_type()),

@@ -152,6 +152,17 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
                 .hint("set `tune.freeze.trainable_layers` or `tune.freeze.trainable`"),
         );
     }
+    let (packed, most) = (values.integer("data.packing_length"), values.integer("data.max_length"));
+    if let (Some(packed), Some(most)) = (packed, most)
+        && packed > most
+    {
+        fault(
+            &["data.packing_length", "data.max_length"],
+            Error::usage("`data.packing_length` is above `data.max_length`")
+                .found(packed)
+                .expected(format!("at most {most}, or `auto`")),
+        );
+    }
     let correction = values.text("tune.block.correction");
     if values.text("tune.method") == "block" && values.text("tune.block.partition") == "ratio" && correction != "none" {
         fault(
@@ -283,6 +294,7 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
         {
             Some(frozen())
         }
+        "data.packing_length" if !values.flag("data.packing") => Some("data.packing = false".into()),
         "train.num_epochs" if max_steps >= 0 => Some(format!("train.max_steps = {max_steps}")),
         "data.train_on" if values.text("data.train_on") != "all" => text_rows.map(str::to_string),
         "tune.block.layers_per_block" if values.text("tune.block.partition") == "ratio" => {
@@ -362,6 +374,10 @@ pub fn build(values: &Values) -> Recipe {
             max_length: number("data.max_length"),
             // A pair is never packed with others: there is no padding to save. Answers neither.
             packing: values.flag("data.packing") && !stage.is_preference() && !reinforce::applies(values),
+            packing_length: values
+                .size("data.packing_length")
+                .unwrap_or(usize::MAX)
+                .min(number("data.max_length")),
             train_on: values.name("data.train_on"),
             shuffle: values.flag("data.shuffle"),
             chat_template: unset("data.chat_template", "auto"),
@@ -393,7 +409,10 @@ pub fn build(values: &Values) -> Recipe {
         },
         optimizer: Optimizer {
             name: values.name("optimizer.name"),
-            learning_rate: values.number("optimizer.learning_rate"),
+            learning_rate: match values.is_auto("optimizer.learning_rate") {
+                true => 1e-5,
+                false => values.number("optimizer.learning_rate"),
+            },
             betas: values.pair("optimizer.betas"),
             eps: values.number("optimizer.eps"),
             weight_decay: values.number("optimizer.weight_decay"),
@@ -412,10 +431,13 @@ pub fn build(values: &Values) -> Recipe {
         distill: distill::build(values),
         train: Train {
             stage,
-            num_epochs: values.number("train.num_epochs"),
+            num_epochs: match values.is_auto("train.num_epochs") {
+                true => passes(stage),
+                false => values.number("train.num_epochs"),
+            },
             max_steps: values.integer("train.max_steps").unwrap_or(-1),
             batch_size: number("train.batch_size"),
-            gradient_accumulation_steps: number("train.gradient_accumulation_steps"),
+            gradient_accumulation_steps: values.size("train.gradient_accumulation_steps").unwrap_or(ACCUMULATION),
             max_grad_norm: values.number("train.max_grad_norm"),
             seed: number("train.seed") as u64,
             logging_steps: number("train.logging_steps"),
@@ -427,5 +449,22 @@ pub fn build(values: &Values) -> Recipe {
             predict_with_generate: values.flag("train.predict_with_generate") && !stage.is_preference(),
         },
         reinforce: reinforce::build(values),
+        open: Open {
+            num_epochs: values.is_auto("train.num_epochs"),
+            learning_rate: values.is_auto("optimizer.learning_rate"),
+            gradient_accumulation_steps: values.is_auto("train.gradient_accumulation_steps"),
+            packing_length: values.is_auto("data.packing_length"),
+        },
     }
 }
+
+/// `train.num_epochs = "auto"`.
+fn passes(stage: Stage) -> f64 {
+    match stage {
+        Stage::Sft | Stage::Distill => 3.0,
+        _ => 1.0,
+    }
+}
+
+/// `train.gradient_accumulation_steps = "auto"` at most, and where the number of rows is not known.
+pub const ACCUMULATION: usize = 8;

@@ -21,12 +21,15 @@ mod tests;
 #[cfg(test)]
 mod tests_stages;
 
+pub use lower::ACCUMULATION;
 pub use resolved::reference;
 pub use types::*;
 
 use crate::base::{Error, Result, files};
 use draft::{Draft, Problem};
+use std::collections::BTreeMap;
 use std::path::Path;
+use table::Kind;
 
 /// A recipe that passed every check.
 #[derive(Debug, Clone)]
@@ -40,6 +43,37 @@ pub struct Loaded {
     pub warnings: Vec<String>,
     /// Every key path with its value as TOML, in the order of the table: to compare two runs.
     pub values: Vec<(String, String)>,
+}
+
+impl Loaded {
+    /// Puts the number of a key that says `auto` into `values` and `resolved`. `value` is TOML.
+    pub fn settle(&mut self, key: &str, value: &str, why: &str) {
+        if let Some((_, old)) = self.values.iter_mut().find(|(path, _)| path == key) {
+            *old = value.to_string();
+        }
+        self.resolved = resolved::settle(&self.resolved, key, value, why);
+    }
+}
+
+/// The numbers and texts of a TOML text by dotted path: what `resolved.toml` of a run says.
+pub fn written(text: &str) -> BTreeMap<String, String> {
+    let typed = |value: &draft::Typed| match value {
+        draft::Typed::Integer(i) => Some(i.to_string()),
+        draft::Typed::Number(x) => Some(x.to_string()),
+        draft::Typed::Text(t) => Some(t.clone()),
+        _ => None,
+    };
+    let written = Draft::new(text, "resolved.toml", &[]).written;
+    written.iter().filter_map(|w| Some((w.dotted(), typed(&w.value)?))).collect()
+}
+
+/// A number as the TOML of this key.
+pub fn number(key: &str, value: f64) -> String {
+    let whole = table::find(key).is_some_and(|k| matches!(k.kind, Kind::Integer { .. } | Kind::AutoInteger { .. }));
+    match whole {
+        true => format!("{value:.0}"),
+        false => resolved::number(value),
+    }
 }
 
 /// Reads the recipe at `path` and applies `key=value` overrides.

@@ -99,7 +99,7 @@ pub fn unused(values: &Values, path: &str) -> Option<String> {
     let loss = loss(values);
     let of_loss = || Some(format!("rlhf.loss_type = \"{loss}\""));
     match path {
-        "data.packing" | "data.train_on" | "train.predict_with_generate" => why(),
+        "data.packing" | "data.packing_length" | "data.train_on" | "train.predict_with_generate" => why(),
         "rlhf.label_smoothing" if stage == Stage::Dpo => match loss {
             "robust" | "exo_pair" | "aot" | "aot_unpaired" => None,
             _ => of_loss(),

@@ -28,10 +28,11 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
                 .expected(format!("{}, one for each reward", rewards.len())),
         ));
     }
-    let answers =
-        whole("train.batch_size") * whole("train.gradient_accumulation_steps") * whole("rlhf.num_mini_batches");
+    let rest = whole("train.batch_size") * whole("rlhf.num_mini_batches");
+    let answers = rest * whole("train.gradient_accumulation_steps");
     let group = whole("rlhf.num_generations");
-    if answers % group != 0 {
+    // `auto` accumulates until the groups are whole.
+    if answers % group != 0 && !values.is_auto("train.gradient_accumulation_steps") {
         out.push((
             &[
                 "rlhf.num_generations",
@@ -106,7 +107,7 @@ pub fn unused(values: &Values, path: &str) -> Option<String> {
             Some("rlhf.grpo.beta = 0".into())
         }
         "rlhf.ppo.kl_horizon" if values.number("rlhf.ppo.kl_target") == 0.0 => Some("rlhf.ppo.kl_target = 0".into()),
-        "data.train_on" | "data.packing" | "train.predict_with_generate" if reinforced => Some(text("train.stage")),
+        "data.train_on" | "data.packing" | "data.packing_length" | "train.predict_with_generate" if reinforced => Some(text("train.stage")),
         _ => None,
     }
 }

@@ -29,7 +29,7 @@ pub fn toml(value: &Value) -> String {
 }
 
 /// Every bit of the number, as a TOML float.
-fn number(x: f64) -> String {
+pub fn number(x: f64) -> String {
     match x.abs() {
         0.0 => "0.0".into(),
         1e-3..1e15 => format!("{x:?}"),
@@ -70,6 +70,23 @@ pub fn resolved(values: &Values) -> String {
         }
     }
     out
+}
+
+/// The text of `resolved` with the number that was found for a key of value `auto`.
+pub fn settle(text: &str, key: &str, value: &str, why: &str) -> String {
+    let (table, name) = key.rsplit_once('.').unwrap_or(("", key));
+    let (header, begin) = (format!("[{table}]"), format!("{name} = "));
+    let mut inside = false;
+    let line = |line: &str| {
+        if line.starts_with('[') {
+            inside = line == header;
+        }
+        match inside && line.starts_with(&begin) {
+            true => format!("{name} = {value}  # auto: {why}\n"),
+            false => format!("{line}\n"),
+        }
+    };
+    text.lines().map(line).collect()
 }
 
 /// `docs/recipe.md`: one table of keys for each recipe table.

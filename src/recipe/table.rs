@@ -23,11 +23,14 @@ pub enum Kind {
         min: i64,
         max: i64,
     },
-    /// A whole number from `min` up, or `auto`.
+    /// As `Integer`, or `auto`.
     AutoInteger {
         min: i64,
+        max: i64,
     },
     Number(Range),
+    /// A number of this range, or `auto`.
+    AutoNumber(Range),
     /// Two numbers of this range.
     Pair(Range),
     /// A string or a list of strings.

@@ -41,6 +41,7 @@ eval = "data/eval.jsonl"
 format = "auto"
 max_length = 2048
 packing = true
+packing_length = "auto"
 train_on = "assistant"
 shuffle = true
 chat_template = "auto"
@@ -69,7 +70,7 @@ loraplus_lr_ratio = 1.0
 adapter = ""
 [optimizer]
 name = "adamw"
-learning_rate = 1e-5
+learning_rate = "auto"
 betas = [0.9, 0.999]
 eps = 1e-8
 weight_decay = 0.0
@@ -79,10 +80,10 @@ name = "cosine"
 warmup_ratio = 0.03
 [train]
 stage = "sft"
-num_epochs = 1
+num_epochs = "auto"
 max_steps = -1
 batch_size = 1
-gradient_accumulation_steps = 8
+gradient_accumulation_steps = "auto"
 max_grad_norm = 1.0
 seed = 42
 logging_steps = 1
@@ -162,6 +163,7 @@ fn every_key_reaches_the_recipe() {
         ("data.format", "messages"),
         ("data.max_length", "7"),
         ("data.packing", "false"),
+        ("data.packing_length", "9"),
         ("data.train_on", "completion"),
         ("data.shuffle", "false"),
         ("data.chat_template", "t.jinja"),

@@ -7,8 +7,11 @@ fn training_by_reward_needs_rewards_and_whole_groups() {
     let reward = "rlhf.rewards=exact";
     let e = bad(LEAST, &["train.stage=grpo"]);
     assert!(e.contains("`rlhf.rewards` is missing"), "{e}");
-    let e = bad(LEAST, &["train.stage=grpo", reward, "rlhf.num_generations=5"]);
+    let eight = "train.gradient_accumulation_steps=8";
+    let e = bad(LEAST, &["train.stage=grpo", reward, "rlhf.num_generations=5", eight]);
     assert!(e.contains("8 answers") && e.contains("a multiple of 5"), "{e}");
+    // `auto` finds a number that fits.
+    good(LEAST, &["train.stage=grpo", reward, "rlhf.num_generations=5"]);
     let e = bad(LEAST, &["train.stage=grpo", reward, "rlhf.num_generations=1"]);
     assert!(e.contains("at least 2"), "{e}");
     let e = bad(LEAST, &["train.stage=ppo", reward, "rlhf.reward_weights=[1, 2]"]);

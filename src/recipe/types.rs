@@ -224,6 +224,17 @@ pub struct Recipe {
     pub distill: Distill,
     pub train: Train,
     pub reinforce: Reinforce,
+    pub open: Open,
+}
+
+/// Keys that say `auto` and get their number once rows and model are known (`run::defaults`). Until then the field of
+/// the key holds a value for runs of unknown size.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Open {
+    pub num_epochs: bool,
+    pub learning_rate: bool,
+    pub gradient_accumulation_steps: bool,
+    pub packing_length: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -266,6 +277,8 @@ pub struct Data {
     pub format: RowFormat,
     pub max_length: usize,
     pub packing: bool,
+    /// Tokens of a packed row at most; never more than `max_length`.
+    pub packing_length: usize,
     pub train_on: TrainOn,
     pub shuffle: bool,
     /// `None` is `auto`: the model's own template; else a path to a Jinja file.

@@ -53,7 +53,10 @@ pub struct Reporter {
     samples: Option<Log>,
     dir: PathBuf,
     terminal: Terminal,
+    /// Mean loss of the last printed line.
     last_loss: Option<f64>,
+    /// Losses since that line.
+    losses: Vec<f64>,
 }
 
 impl Reporter {
@@ -69,6 +72,7 @@ impl Reporter {
             dir: dir.to_path_buf(),
             terminal: Terminal::new(terminal::style(), total_steps, resumed_from),
             last_loss: None,
+            losses: Vec::new(),
         };
         if let Err(e) = truncated {
             reporter.warn(&format!("metrics of an earlier run are kept: {e}"));
@@ -82,7 +86,7 @@ impl Reporter {
         self.terminal.header(lines);
     }
 
-    /// One line of metrics; `print` shows it too.
+    /// One line of metrics. With `print` a line on the terminal too: its loss is the mean since the last printed line.
     pub fn step(&mut self, m: &StepMetrics, print: bool) {
         let mut line = json!({
             "step": m.step,
@@ -99,9 +103,17 @@ impl Reporter {
             line[*name] = json!(value);
         }
         self.metrics.line(&line);
-        self.terminal.step(m, print.then_some(self.last_loss));
+        self.losses.push(m.loss);
         if print {
-            self.last_loss = Some(m.loss);
+            // As it is printed: what looks the same has not changed.
+            let mean = self.losses.iter().sum::<f64>() / self.losses.len() as f64;
+            let loss = (mean * 1e4).round() / 1e4;
+            let shown = StepMetrics { loss, ..m.clone() };
+            self.terminal.step(&shown, Some(self.last_loss));
+            self.last_loss = Some(loss);
+            self.losses.clear();
+        } else {
+            self.terminal.step(m, None);
         }
         self.complain();
     }

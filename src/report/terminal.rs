@@ -156,11 +156,11 @@ fn step_line(m: &StepMetrics, before: Option<f64>, total: u64, eta: Duration, un
     };
     let width = total.to_string().len();
     let mut line = format!(
-        "step {:>width$}/{total}  loss {:.4} {arrow}  grad {:.3}  lr {:.2e}  {:>6} tok/s  {}  eta {}",
+        "step {:>width$}/{total}  loss {:.4} {arrow}  grad {:.3}  lr {:<7}  {:>6} tok/s  {}  eta {}",
         m.step,
         m.loss,
         m.grad_norm,
-        m.learning_rate,
+        units::rate(m.learning_rate),
         units::count(m.tokens_per_second.round() as u64),
         units::bytes(m.peak_memory_bytes),
         units::duration(eta),
@@ -208,7 +208,7 @@ mod tests {
         let line = step_line(&m, Some(2.6), 120, Duration::from_secs(65), false);
         assert_eq!(
             line,
-            "step   7/120  loss 2.5000 v  grad 1.250  lr 1.00e-5   1,234 tok/s  3.0 GiB  eta 1m 05s  layers.3"
+            "step   7/120  loss 2.5000 v  grad 1.250  lr 1e-5      1,234 tok/s  3.0 GiB  eta 1m 05s  layers.3"
         );
         assert!(step_line(&m, Some(2.4), 9, Duration::ZERO, true).contains("2.5000 ▲"));
     }

@@ -32,6 +32,8 @@ pub struct Prepared {
     pub given: BTreeMap<String, Tensor>,
     /// Rows of embedding and head that train.
     pub rows: Vec<Rows>,
+    /// What a user should know.
+    pub warnings: Vec<String>,
 }
 
 impl Prepared {
@@ -88,6 +90,7 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
             config: Some(config),
             whole: whole.keys().cloned().collect(),
             given: whole,
+            warnings: Vec::new(),
             rows: rows
                 .into_iter()
                 .map(|(table, (ids, t))| (table, ids, Some(t)))
@@ -100,6 +103,7 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
     let chosen = select(&open, &export::choice(&config))?;
     targets::check_pattern(&config.rank_pattern, &chosen, "rank_pattern")?;
     targets::check_pattern(&config.alpha_pattern, &chosen, "alpha_pattern")?;
+    let warnings = check_ranks(&config, &chosen)?;
     settle_targets(&mut config, &chosen);
     let shared = match config.kind {
         Kind::Vera { .. } => {
@@ -121,7 +125,41 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
         adapters,
         config: Some(config),
         given: BTreeMap::new(),
+        warnings,
     })
+}
+
+/// A product of rank `r` in a matrix with fewer rows or columns than that has parameters that can add nothing.
+///
+/// Errors: that is so in every adapter. A warning where it is so in some.
+fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
+    if !matches!(config.kind, Kind::Lora | Kind::Loha | Kind::Adalora(_)) {
+        return Ok(Vec::new());
+    }
+    let mut above = Vec::new();
+    for site in chosen {
+        let (r, most) = (export::rank_of(config, &site.module)?, site.input.min(site.output));
+        if r > most {
+            above.push((site, r, most));
+        }
+    }
+    let Some((site, r, most)) = above.first() else {
+        return Ok(Vec::new());
+    };
+    if above.len() == chosen.len() {
+        let most = above.iter().map(|(.., most)| *most).max().unwrap_or(*most);
+        return Err(Error::usage("the rank is above that of every matrix that gets an adapter")
+            .at("tune.lora.r")
+            .found(r)
+            .expected(format!("at most {most}"))
+            .hint("set `tune.lora.r = 16`, or `tune.method = \"full\"` to train whole matrices"));
+    }
+    Ok(vec![format!(
+        "{} of {} adapters have a rank above that of their matrix and gain nothing from it: `{}` has rank {r}, the matrix at most {most}",
+        above.len(),
+        chosen.len(),
+        site.module
+    )])
 }
 
 /// An adapter that is trained on: the recipe says how much is dropped.

@@ -160,8 +160,7 @@ fn apart(one: &Change, two: &Change) -> bool {
 fn plan(setting: &Setting, recipe: &Recipe, limits: Limits) -> Result<Chosen> {
     let spec = setting.spec;
     let prepared = adapters::of(recipe, spec)?;
-    let rows = setting.lengths.map_or(0, <[usize]>::len);
-    let tuning = Tuning::new(recipe, spec, &spec.params(), &prepared, rows)?;
+    let tuning = Tuning::new(recipe, spec, &spec.params(), &prepared)?;
     let changed = Setting {
         adapters: &prepared.adapters,
         tuning: &tuning,
@@ -214,10 +213,16 @@ fn changes(recipe: &Recipe) -> Vec<Change> {
     let rows = train.batch_size;
     if rows > 1 {
         let accumulation = train.gradient_accumulation_steps * rows;
-        let arguments = format!("train.batch_size=1 train.gradient_accumulation_steps={accumulation}");
+        let mut arguments = format!("train.batch_size=1 train.gradient_accumulation_steps={accumulation}");
+        let pinned = recipe.data.packing && recipe.data.packing_length < recipe.data.max_length;
+        if pinned {
+            arguments.push_str(&format!(" data.packing_length={}", recipe.data.packing_length));
+        }
         add(SAME, arguments, "the same rows a step", &|r| {
             r.train.batch_size = 1;
             r.train.gradient_accumulation_steps = accumulation;
+            r.open.gradient_accumulation_steps = false;
+            r.open.packing_length &= !pinned;
         });
     }
     if tune.method == Method::Full && train.gradient_accumulation_steps > 1 {
@@ -227,6 +232,7 @@ fn changes(recipe: &Recipe) -> Vec<Change> {
             "fewer rows a step",
             &|r| {
                 r.train.gradient_accumulation_steps = 1;
+                r.open.gradient_accumulation_steps = false;
             },
         );
     }
@@ -263,6 +269,7 @@ fn changes(recipe: &Recipe) -> Vec<Change> {
     while length >= SHORTEST {
         add(ROWS, format!("data.max_length={length}"), "longer rows are cut", &|r| {
             r.data.max_length = length;
+            r.data.packing_length = r.data.packing_length.min(length);
         });
         length /= 2;
     }

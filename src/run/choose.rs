@@ -342,7 +342,11 @@ impl Setting<'_> {
         let rows = recipe.train.batch_size;
         inputs.longest = lengths.first().copied().unwrap_or(1);
         inputs.tokens = match recipe.data.packing {
-            true => (rows * recipe.data.max_length).min(lengths.iter().sum()),
+            true => {
+                let most = recipe.data.packing_length.min(recipe.data.max_length);
+                // A row that is longer stands alone.
+                (rows * most.max(inputs.longest)).min(lengths.iter().sum())
+            }
             // Any rows can meet in a micro-batch: the longest do at worst.
             false => lengths.iter().cycle().take(rows).sum(),
         };

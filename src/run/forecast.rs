@@ -2,6 +2,7 @@
 //! nothing does.
 
 use super::advice;
+use super::defaults;
 use super::choose::{Chosen, Setting, Way};
 use super::setup::Stored;
 use super::teacher;
@@ -16,7 +17,7 @@ use crate::plan::{self, Choice, Place, Plan};
 use crate::recipe::{Activations, FrozenWeights, PackedWeights, Recipe, Tier};
 use crate::source::{Copies, Policy};
 use candle_core::Device;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Tenths of the free memory that a run without a budget may take for speed.
 const OF_FREE: u64 = 8;
@@ -244,12 +245,7 @@ impl Setting<'_> {
 pub fn as_before(recipe: &Recipe, resume: &Option<Option<PathBuf>>) -> Result<Recipe> {
     let mut recipe = recipe.clone();
     let Some(from) = resume else { return Ok(recipe) };
-    let from = from.as_deref().unwrap_or(Path::new(&recipe.train.output_dir));
-    let run = match from.join("manifest.json").exists() {
-        true => from.parent().unwrap_or(from),
-        false => from,
-    };
-    let file = run.join("plan.json");
+    let file = defaults::run_of(&recipe, from.as_deref()).join("plan.json");
     if !file.is_file() {
         return Ok(recipe);
     }
@@ -290,6 +286,7 @@ pub fn settled(open: &Recipe, recipe: &Recipe) -> Vec<Choice> {
 mod tests {
     use super::*;
     use crate::recipe;
+    use std::path::Path;
 
     #[test]
     fn a_run_that_goes_on_keeps_what_it_chose() {

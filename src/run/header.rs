@@ -2,11 +2,13 @@
 //! Knows the recipe, the data and the plan; knows nothing of the engine.
 
 use super::setup::Described;
+use super::learning;
 use super::tuning::Tuning;
-use crate::base::units::{bytes, count};
+use crate::base::units::{bytes, count, rate};
 use crate::data::Dataset;
 use crate::data::order::BatchStream;
 use crate::model::Adapters;
+use crate::optim::Schedule;
 use crate::plan::Plan;
 use crate::recipe::Recipe;
 use crate::source::ParamInfo;
@@ -32,6 +34,7 @@ pub fn header(
     eval: Option<&Dataset>,
     stream: &BatchStream,
     plan: &Plan,
+    tuning: &Tuning,
     elements: u64,
     params: &[ParamInfo],
 ) -> Vec<(&'static str, String)> {
@@ -40,6 +43,19 @@ pub fn header(
     let eval = eval.map_or(String::new(), |e| {
         format!(", {} held out", count(e.examples.len() as u64))
     });
+    let steps = stream.steps();
+    let warmup = match Schedule::new(&recipe.schedule, steps).warmup() {
+        0 => String::new(),
+        1 => ", 1 step of warm-up".to_string(),
+        n => format!(", {} steps of warm-up", count(n)),
+    };
+    let turns = learning::turns(recipe, tuning, steps);
+    let turns = turns.map_or(String::new(), |(turns, all)| format!(", {turns} of {all} blocks"));
+    let packed = match recipe.data.packing {
+        true => format!("packed rows of up to {} tokens", count(recipe.data.packing_length as u64)),
+        false => "rows".to_string(),
+    };
+    let seen = learning::seen(recipe, stream).map_or(String::new(), |seen| format!("; {seen}"));
     vec![
         (
             "model",
@@ -54,7 +70,7 @@ pub fn header(
         (
             "method",
             format!(
-                "{}, trains {} parameters over the run ({share:.2} %)",
+                "{}, trains {} parameters over the run ({share:.2} %){turns}",
                 recipe.tune.method.name(),
                 count(elements)
             ),
@@ -71,11 +87,18 @@ pub fn header(
         (
             "steps",
             format!(
-                "{} of {} × {} {}",
-                count(stream.steps()),
+                "{} of {} × {} {packed}{seen}",
+                count(steps),
                 recipe.train.batch_size,
                 recipe.train.gradient_accumulation_steps,
-                if recipe.data.packing { "packed rows" } else { "rows" }
+            ),
+        ),
+        (
+            "rate",
+            format!(
+                "{}{warmup}, {}",
+                rate(recipe.optimizer.learning_rate),
+                recipe.schedule.name.name()
             ),
         ),
         ("memory", format!("{} forecast peak", bytes(plan.peak_bytes))),

@@ -2,7 +2,8 @@
 
 use super::rows::{self, Rows};
 use super::setup::{self, Described};
-use super::{adapters, forecast, tuning::Tuning};
+use super::defaults::{self, Before};
+use super::{adapters, forecast, learning, tuning::Tuning};
 use crate::base::Result;
 use crate::data::order::BatchStream;
 use crate::ops;
@@ -22,7 +23,6 @@ pub struct Planned {
 /// Errors: what is wrong with the config, with files that are here, or a plan above `memory.budget`.
 pub fn plan(recipe: &Recipe) -> Result<Planned> {
     let spec = setup::read_spec(&recipe.model.path, &recipe.model.revision)?;
-    let prepared = adapters::of(recipe, &spec)?;
     // A GPU that a recipe names may be on another machine.
     let device = match recipe.model.device.as_str() {
         "auto" => ops::device::open("auto")?.device,
@@ -34,11 +34,22 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
         None
     };
     let stored = setup::Stored::find(Path::new(&recipe.model.path), &spec, recipe.model.init)?;
+    let before = Before::default();
+    let lengths = rows.as_ref().map(|rows| rows.train.lengths());
+    let (mut settled, mut choices) = defaults::settle(recipe, &spec, lengths.as_deref(), &before);
     let mut notes = Vec::new();
-    let forecast = match &rows {
+    let mut forecast = match &rows {
         Some(rows) => {
-            let stream = BatchStream::new(&rows.train, rows::stream(recipe, rows.train.examples.len()))?;
-            let tuning = Tuning::new(recipe, &spec, &spec.params(), &prepared, rows.train.examples.len())?;
+            let n = rows.train.examples.len();
+            let stream = BatchStream::new(&rows.train, rows::stream(&settled, n))?;
+            choices.extend(defaults::settle_blocks(&mut settled, &spec, n, stream.steps(), &before));
+            let recipe = &settled;
+            let prepared = adapters::of(recipe, &spec)?;
+            let tuning = Tuning::new(recipe, &spec, &spec.params(), &prepared)?;
+            match learning::check(recipe, &tuning, stream.steps()) {
+                Ok(()) => notes.extend(learning::warnings(recipe, &tuning, &stream)),
+                Err(e) => notes.push(format!("`ft train` would refuse this: {e}")),
+            }
             forecast::forecast(
                 recipe,
                 &spec,
@@ -51,13 +62,16 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
         }
         None => {
             notes.push(format!(
-                "the rows are not here: every row is taken as {} tokens long",
-                recipe.data.max_length
+                "the rows are not here: every row is taken as {} tokens long, a step as {} forward passes",
+                recipe.data.max_length, settled.train.gradient_accumulation_steps
             ));
-            let tuning = Tuning::new(recipe, &spec, &spec.params(), &prepared, 0)?;
+            let recipe = &settled;
+            let prepared = adapters::of(recipe, &spec)?;
+            let tuning = Tuning::new(recipe, &spec, &spec.params(), &prepared)?;
             forecast::forecast(recipe, &spec, &prepared.adapters, &tuning, None, &stored, &device)?
         }
     };
+    forecast.plan.choices.splice(0..0, choices);
     match forecast.refused {
         Some(refused) if refused.by_budget => return Err(refused.error),
         // The run may be meant for another machine.

@@ -127,7 +127,7 @@ pub fn stream(recipe: &Recipe, rows: usize) -> StreamSpec {
         batch_size: recipe.train.batch_size,
         accumulation: recipe.train.gradient_accumulation_steps,
         packing: recipe.data.packing,
-        max_length: recipe.data.max_length,
+        max_length: recipe.data.packing_length,
         shuffle: recipe.data.shuffle,
         seed: recipe.train.seed,
         length: match prompts::reinforces(recipe) {

@@ -1,7 +1,9 @@
 //! `ft train`: recipe, data, model, plan, then one optimizer step after the other, then `final/`.
 
+use super::defaults::{self, Before};
 use super::forecast::{self, Forecast};
 use super::header::{header, trained_elements};
+use super::learning::{self, Watch};
 use super::rows::{self, Rows};
 use super::running::Run;
 use super::setup::{self, Described};
@@ -9,7 +11,7 @@ use super::stage::{self, Stage};
 use super::starts::{self, Setting};
 use super::state::{self, Facts};
 use super::tuning::{self, Tuning};
-use super::{adapters, allocation, directory, finish};
+use super::{adapters, allocation, directory, finish, next};
 use crate::base::lock::RunLock;
 use crate::base::{Result, files, memory, signal};
 use crate::checkpoint;
@@ -46,6 +48,10 @@ pub struct Options {
 pub struct Outcome {
     pub final_dir: Option<PathBuf>,
     pub plan: Plan,
+    /// The resolved recipe.
+    pub resolved: String,
+    /// Commands to go on with.
+    pub next: Vec<String>,
     pub peak_memory_bytes: u64,
 }
 
@@ -67,15 +73,22 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     )?;
     model.check_weights(recipe.model.init)?;
     let Rows { train, eval, questions } = Rows::read(recipe, &model)?;
-    stage::check(recipe, &model, &train)?;
-    let stream = BatchStream::new(&train, rows::stream(recipe, train.examples.len()))?;
+    let (before, rows) = (Before::read(recipe, &options.resume)?, train.examples.len());
+    let (mut settled, mut choices) = defaults::settle(recipe, &model.spec, Some(&train.lengths()), &before);
+    stage::check(&settled, &model, &train)?;
+    let stream = BatchStream::new(&train, rows::stream(&settled, rows))?;
     let total_steps = stream.steps();
+    let turns = defaults::settle_blocks(&mut settled, &model.spec, rows, total_steps, &before);
+    choices.extend(turns);
+    let loaded = &defaults::record(loaded, &choices);
+    let (open, recipe) = (recipe, &settled);
 
     // ---- adapters, what is trained when, plan
     let mut prepared = adapters::of(recipe, &model.spec)?;
     allocation::settle(recipe, &mut prepared, total_steps)?;
     let params = model.spec.params();
-    let mut tuning = Tuning::new(recipe, &model.spec, &params, &prepared, train.examples.len())?;
+    let mut tuning = Tuning::new(recipe, &model.spec, &params, &prepared)?;
+    learning::check(recipe, &tuning, total_steps)?;
     let Forecast {
         mut plan,
         gradients,
@@ -94,11 +107,14 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         &setup::Stored::find(&model.dir, &model.spec, recipe.model.init)?,
         &device,
     )?;
-    plan.choices.extend(forecast::settled(&loaded.recipe, recipe));
+    plan.choices.splice(0..0, choices);
+    plan.choices.extend(forecast::settled(&loaded.recipe, open));
     if options.dry_run {
         return Ok(Outcome {
             final_dir: None,
             plan,
+            resolved: loaded.resolved.clone(),
+            next: Vec::new(),
             peak_memory_bytes: 0,
         });
     }
@@ -132,13 +148,15 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     checkpoint::check_space(&run_dir, directory::space_needed(recipe, &model, elements, place))?;
     directory::describe(&run_dir, loaded, &plan)?;
     let mut reporter = Reporter::new(&run_dir, total_steps, start_step);
-    let lines = header(recipe, &model, &train, eval.as_ref(), &stream, &plan, elements, &params);
+    let lines = header(recipe, &model, &train, eval.as_ref(), &stream, &plan, &tuning, elements, &params);
     reporter.header(&lines);
     for warning in loaded
         .warnings
         .iter()
         .cloned()
         .chain(rows::warnings(&train, recipe, model.spec.max_positions))
+        .chain(learning::warnings(recipe, &tuning, &stream))
+        .chain(prepared.warnings.clone())
     {
         reporter.warn(&warning);
     }
@@ -183,7 +201,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let Stage { mut feed, objective } = stage::open(setting)?;
     network.own = objective.params();
     let own = network.own.iter().map(|p| p.name.to_string());
-    tuning = Tuning::new(recipe, &model.spec, &params, &prepared, train.examples.len())?.with_own(own);
+    tuning = Tuning::new(recipe, &model.spec, &params, &prepared)?.with_own(own);
     if let Some(copies) = packed {
         let first = tuning.active(start_step + 1);
         network.source = Box::new(Prepacking::new(network.source, copies, first.names()));
@@ -242,6 +260,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     // ---- steps
     let schedule = Schedule::new(&recipe.schedule, total_steps);
     let mut active = tuning.active(start_step + 1);
+    let mut watch = Watch::new(recipe, model.spec.vocab);
     for step in start_step + 1..=total_steps {
         let switches = tuning.switches_at(step);
         if switches || step == start_step + 1 {
@@ -270,7 +289,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
                 return Err(run.failed(&engine, step, trained_tokens, e));
             }
         };
-        let lr = recipe.optimizer.learning_rate * schedule.multiplier(step) * tuning.warmup(step);
+        let lr = learning::rate(recipe, &schedule, &tuning, step);
         let report = engine.step(step, &window, &active, lr);
         let report = report.map_err(|e| run.failed(&engine, step, trained_tokens, e))?;
         trained_tokens += report.totals.trained;
@@ -288,6 +307,9 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         };
         let every = recipe.train.logging_steps.max(1) as u64;
         run.reporter.step(&metrics, step % every == 0 || step == total_steps);
+        if let Some(warning) = watch.step(metrics.loss, lr, metrics.grad_norm) {
+            run.reporter.warn(&warning);
+        }
         run.facts.trained_tokens = trained_tokens;
         for sample in run.feed.samples() {
             run.reporter.sample(&sample);
@@ -305,6 +327,9 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     }
 
     // ---- what the user takes away
+    for warning in watch.end() {
+        run.reporter.warn(&warning);
+    }
     if total_steps > start_step {
         run.evaluate(&engine, total_steps)?;
         run.samples(&engine, "after")?;
@@ -326,8 +351,10 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     run.reporter.finish();
     drop(run);
     Ok(Outcome {
+        next: final_dir.as_deref().map_or(Vec::new(), |dir| next::after_training(recipe, dir)),
         final_dir,
         plan,
+        resolved: loaded.resolved.clone(),
         peak_memory_bytes: peak,
     })
 }

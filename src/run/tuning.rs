@@ -10,6 +10,9 @@ use crate::recipe::{self, Correction, CorrectionScope, Method, Recipe};
 use crate::source::{Group, ParamInfo};
 use std::collections::BTreeSet;
 
+/// Turns that are looked at to see which blocks ever train.
+const TURNS: usize = 10_000;
+
 /// Full, freeze and LoRA train one set all the time; block changes it on schedule.
 pub enum Tuning {
     Static(Active),
@@ -27,16 +30,14 @@ pub struct Blocks {
 }
 
 impl Tuning {
-    /// `rows` of training data serve `switch_every = "auto"`.
-    pub fn new(recipe: &Recipe, spec: &Spec, params: &[ParamInfo], prepared: &Prepared, rows: usize) -> Result<Self> {
+    pub fn new(recipe: &Recipe, spec: &Spec, params: &[ParamInfo], prepared: &Prepared) -> Result<Self> {
         let tune = &recipe.tune;
         Ok(match tune.method {
             Method::Full => Self::Static(Active::new(params.iter().map(|p| p.name.to_string()))),
             Method::Freeze => Self::Static(frozen(recipe, spec, params)?),
             Method::Lora => Self::Static(Active::new(prepared.trained())),
             Method::Block => {
-                let batch = recipe.train.batch_size * recipe.train.gradient_accumulation_steps;
-                let schedule = BlockSchedule::new(&tune.block, params, spec.tied, rows, batch, recipe.train.seed)?;
+                let schedule = BlockSchedule::new(&tune.block, params, spec.tied, recipe.train.seed)?;
                 let recipe::Block {
                     correction,
                     correction_scope: scope,
@@ -88,6 +89,31 @@ impl Tuning {
             Self::Static(_) => None,
             Self::Blocks(b) => Some(b.schedule.label(step)),
         }
+    }
+
+    /// Blocks that have a turn in `steps` steps, and all blocks; `None` where one set trains all the time. A step counts
+    /// where `learns` says so.
+    pub fn turns(&self, steps: u64, learns: impl Fn(u64) -> bool) -> Option<(usize, usize)> {
+        let Self::Blocks(b) = self else { return None };
+        let s = &b.schedule;
+        if s.is_fixed() {
+            return None;
+        }
+        let mut seen = BTreeSet::new();
+        let mut first = 1;
+        // Random draws may leave a block out for long.
+        for _ in 0..TURNS {
+            if first > steps || seen.len() == s.blocks.len() {
+                break;
+            }
+            let last = steps.min(first.saturating_add(s.switch_every - 1));
+            // A rate of 0 is followed by one above 0: two steps tell.
+            if learns(first) || learns(last) {
+                seen.extend(s.active(first));
+            }
+            first = first.saturating_add(s.switch_every);
+        }
+        Some((seen.len(), s.blocks.len()))
     }
 
     /// Does a block that was not active before start at `step`? Its state starts empty then.

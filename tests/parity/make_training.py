@@ -88,7 +88,7 @@ RUNS = {
     "sgd_momentum": ("llama", "messages", {"tune.method": "full", "optimizer.learning_rate": 0.1} | SGD | {
         "schedule.name": "linear", "schedule.warmup_steps": 2}),
     "sgd_plain": ("qwen3", "text", {"tune.method": "full", "optimizer.name": "sgd", "optimizer.learning_rate": 0.2,
-                                    "schedule.name": "constant", "schedule.warmup_ratio": 0.13}),
+                                    "schedule.name": "constant", "schedule.warmup_ratio": 0.16}),
     "freeze_llama": ("llama", "messages", {"tune.method": "freeze", "tune.freeze.trainable_layers": 2,
                                            "tune.freeze.trainable": ["model.norm."], "optimizer.learning_rate": 5e-3} | ADAMW | {
         "schedule.name": "wsd", "schedule.warmup_steps": 4, "schedule.decay_ratio": 0.5, "schedule.min_lr_ratio": 0.1}),
@@ -254,7 +254,8 @@ def learning_rates(recipe, steps):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=recipe["optimizer.learning_rate"])
     warmup = recipe.get("schedule.warmup_steps")
     if warmup is None:
-        warmup = math.ceil(recipe["schedule.warmup_ratio"] * steps)
+        # ft rounds down, transformers up.
+        warmup = math.floor(recipe["schedule.warmup_ratio"] * steps)
     name = recipe["schedule.name"]
     if name == "constant":
         schedule = transformers.get_constant_schedule_with_warmup(optimizer, warmup)

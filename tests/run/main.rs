@@ -8,6 +8,7 @@ mod distill;
 mod chat;
 mod equal;
 mod hostile;
+mod learning;
 mod optimizers;
 mod plans;
 mod preference;

@@ -70,7 +70,10 @@ pub(super) static KEYS: &[Key] = &[
     key(
         "memory",
         "group_size",
-        Kind::AutoInteger { min: 1 },
+        Kind::AutoInteger {
+            min: 1,
+            max: i64::MAX,
+        },
         "\"auto\"",
         "a whole row for `int8`, 64 for `int4`",
         "Weights that share a scale: 64 or 128 for `int4`, 128 for `int8`. `nf4` has blocks of 64.",
@@ -94,7 +97,10 @@ pub(super) static KEYS: &[Key] = &[
     key(
         "memory",
         "head_chunk",
-        Kind::AutoInteger { min: 0 },
+        Kind::AutoInteger {
+            min: 0,
+            max: i64::MAX,
+        },
         "\"auto\"",
         "held whole where it fits",
         "With `tier = \"disk\"`: how many rows of the output projection are here at a time (rounded up to a multiple of 4096); `0` holds it whole. The results are the same bits.",
@@ -110,7 +116,10 @@ pub(super) static KEYS: &[Key] = &[
     key(
         "memory",
         "mlp_chunk",
-        Kind::AutoInteger { min: 0 },
+        Kind::AutoInteger {
+            min: 0,
+            max: i64::MAX,
+        },
         "\"auto\"",
         "all at once where that fits",
         "How many tokens go through an MLP at a time: of its wide tensors only so much exists at once. `0` takes all. Outputs are the same bits; a gradient that is summed over the pieces can differ in its last bits.",
@@ -169,7 +178,15 @@ pub(super) static KEYS: &[Key] = &[
         Kind::Flag,
         "true",
         "no time is spent on padding; documents never attend to each other",
-        "Several rows in one sequence of `max_length`; positions restart at each row.",
+        "Several rows in one sequence of at most `packing_length` tokens; positions restart at each row.",
+    ),
+    key(
+        "data",
+        "packing_length",
+        Kind::AutoInteger { min: 2, max: i64::MAX },
+        "\"auto\"",
+        "`max_length`, and less where so few rows would leave too few steps",
+        "Tokens of a packed row at most, never above `max_length`; a longer row stands alone. No effect without `packing`.",
     ),
     key(
         "data",

@@ -14,10 +14,12 @@ pub(super) static KEYS: &[Key] = &[
     key(
         "optimizer",
         "learning_rate",
-        Kind::Number(POSITIVE_OR_ZERO),
-        "1e-5",
-        "careful enough for full and block training; LoRA usually takes 1e-4 to 2e-4",
-        "Highest learning rate.",
+        Kind::AutoNumber(POSITIVE_OR_ZERO),
+        "\"auto\"",
+        "by method, stage, optimizer and width: wide models need smaller steps",
+        "Highest learning rate. `auto` with AdamW: 2e-5 × 2048 / hidden size; three times that for `block`, ten times for \
+         adapters and for `model.init = \"random\"`, a hundred times for IA3 and VeRA; half of it for `reward`, a \
+         twentieth for preferences and reinforcement. Lion takes a fifth of it, SGD a thousand times as much.",
     ),
     when(
         key(
@@ -102,7 +104,7 @@ pub(super) static KEYS: &[Key] = &[
             Kind::Number(PART),
             "0.03",
             "the first steps of AdamW are large without it",
-            "Part of the steps over which the rate rises, rounded up.",
+            "Part of the steps over which the rate rises, rounded down. The first of these steps has rate 0, as in transformers.",
         ),
         "schedule.warmup_steps",
         &["auto"],
@@ -110,7 +112,10 @@ pub(super) static KEYS: &[Key] = &[
     key(
         "schedule",
         "warmup_steps",
-        Kind::AutoInteger { min: 0 },
+        Kind::AutoInteger {
+            min: 0,
+            max: i64::MAX,
+        },
         "\"auto\"",
         "told by `warmup_ratio`",
         "Steps over which the rate rises, in place of `warmup_ratio`.",
@@ -150,9 +155,9 @@ pub(super) static KEYS: &[Key] = &[
     key(
         "train",
         "num_epochs",
-        Kind::Number(POSITIVE),
-        "1",
-        "more passes over little data overfit",
+        Kind::AutoNumber(POSITIVE),
+        "\"auto\"",
+        "3 for `sft` and `distill`, as in TRL; 1 for the other stages",
         "Passes over the data.",
     ),
     key(
@@ -174,10 +179,12 @@ pub(super) static KEYS: &[Key] = &[
     key(
         "train",
         "gradient_accumulation_steps",
-        MANY,
-        "8",
-        "a steady gradient from small batches",
-        "Forward passes in one optimizer step; the loss is divided by the trained tokens of all of them.",
+        Kind::AutoInteger { min: 1, max: 1 << 20 },
+        "\"auto\"",
+        "by the number of rows: 8 rows a step, fewer where the run would have less than 75 steps, more in a long run",
+        "Forward passes in one optimizer step; the loss is divided by the trained tokens of all of them. With `max_steps` a step may \
+         run over the end of an epoch: it takes the last rows of one epoch and the first of the next. `epoch` in the metrics counts \
+         all of them, so it grows by more than 1 in a step that is larger than the data.",
     ),
     key(
         "train",

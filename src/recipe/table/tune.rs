@@ -90,9 +90,12 @@ pub(super) static KEYS: &[Key] = &[
     ),
     block(
         "switch_every",
-        Kind::AutoInteger { min: 1 },
+        Kind::AutoInteger {
+            min: 1,
+            max: i64::MAX,
+        },
         "\"auto\"",
-        "clamp(rows / (batch rows * blocks), 50, 100) steps",
+        "steps of the run / blocks, from 1 to 100: every block has its turn",
         "Optimizer steps a block stays active (K).",
     ),
     block(

@@ -1,0 +1,239 @@
+//! What a recipe that leaves everything open learns, and what is said of a run that learns little or nothing.
+
+use crate::bench::{Bench, number, said};
+use std::fs;
+use std::process::Output;
+
+const ROOT: &str = env!("CARGO_MANIFEST_DIR");
+const METHODS: [&str; 3] = ["block", "lora", "full"];
+
+/// A recipe of two keys for the tiny model and `rows` rows of its world; the first 50 of them in `seen.jsonl`.
+fn shortest(rows: usize) -> Bench {
+    let bench = Bench::new();
+    let all = fs::read_to_string(format!("{ROOT}/assets/world/train.jsonl")).unwrap();
+    let first = |n: usize| all.lines().take(n).collect::<Vec<_>>().join("\n");
+    fs::write(bench.path("rows.jsonl"), first(rows)).unwrap();
+    fs::write(bench.path("seen.jsonl"), first(50)).unwrap();
+    let recipe = format!("[model]\npath = \"{ROOT}/assets/tiny\"\n[data]\ntrain = \"rows.jsonl\"\n");
+    fs::write(bench.path("r.toml"), recipe).unwrap();
+    bench
+}
+
+/// (exact answers, loss) on rows of the training data, before and after.
+fn answers(bench: &Bench, run: &str, more: &[&str]) -> [(f64, f64); 2] {
+    let out = format!("train.output_dir={run}");
+    let base = ["data.eval=seen.jsonl", "train.predict_with_generate=true", "train.save_steps=0"];
+    bench.train(&[&base[..], &[&out], more].concat());
+    let lines = bench.lines(&format!("{run}/metrics.jsonl"));
+    let evals = lines.iter().filter(|l| l.get("eval_accuracy").is_some());
+    let evals: Vec<(f64, f64)> = evals.map(|l| (number(l, "eval_accuracy"), number(l, "eval_loss"))).collect();
+    [evals[0], evals[evals.len() - 1]]
+}
+
+fn the_defaults_learn(rows: usize) {
+    let bench = shortest(rows);
+    for method in METHODS {
+        let [before, after] = answers(&bench, method, &[&format!("tune.method={method}")]);
+        println!("{rows} rows, {method}: {before:?} -> {after:?}");
+        assert!(before.0 < 0.05 && after.0 > 0.85, "{method}: {before:?} -> {after:?}");
+        let steps = bench.steps(method);
+        assert!(steps.len() >= 70, "{method}: {} steps", steps.len());
+        assert_eq!(number(&steps[steps.len() - 1], "epoch"), 3.0, "{method}");
+    }
+}
+
+#[test]
+fn two_keys_and_50_rows_learn() {
+    the_defaults_learn(50);
+}
+
+#[test]
+fn two_keys_and_200_rows_learn() {
+    the_defaults_learn(200);
+}
+
+#[test]
+fn two_keys_and_1000_rows_learn() {
+    the_defaults_learn(1000);
+}
+
+/// TRL's defaults: 3 epochs in batches of 8 rows, 2e-5 (2e-4 with adapters), linear decay without a warm-up.
+#[test]
+fn the_defaults_learn_what_trl_s_defaults_learn() {
+    let bench = shortest(200);
+    for (method, rate) in [("full", "2e-5"), ("lora", "2e-4")] {
+        let method = format!("tune.method={method}");
+        let rate = format!("optimizer.learning_rate={rate}");
+        let trl = [
+            &method,
+            &rate,
+            "schedule.name=linear",
+            "schedule.warmup_steps=0",
+            "data.packing=false",
+            "train.batch_size=8",
+            "train.gradient_accumulation_steps=1",
+            "train.num_epochs=3",
+        ];
+        let [_, theirs] = answers(&bench, &format!("trl-{method}"), &trl);
+        let [_, ours] = answers(&bench, &format!("ours-{method}"), &[&method]);
+        println!("{method}: TRL's {theirs:?}, ours {ours:?}");
+        assert!(ours.0 >= theirs.0 && ours.1 < theirs.1, "{method}: TRL's {theirs:?}, ours {ours:?}");
+    }
+}
+
+fn ft(bench: &Bench, more: &[&str]) -> Output {
+    bench.ft(&[&["train", "--recipe", "r.toml", "train.output_dir=run"][..], more].concat())
+}
+
+#[test]
+fn a_run_that_cannot_learn_is_refused_before_anything_is_written() {
+    let bench = Bench::new();
+    let refused: [&[&str]; 5] = [
+        &["optimizer.learning_rate=0"],
+        &["optimizer.learning_rate=1e-300"],
+        &["train.max_steps=1", "schedule.warmup_steps=1"],
+        &["train.max_steps=1", "schedule.warmup_ratio=1", "schedule.name=wsd"],
+        &["train.max_steps=1", "schedule.warmup_steps=5", "tune.method=lora", "--dry-run"],
+    ];
+    for more in refused {
+        let out = ft(&bench, more);
+        assert_eq!(out.status.code(), Some(2), "{more:?}: {}", said(&out));
+        assert!(said(&out).contains("hint:"), "{}", said(&out));
+        assert!(!bench.path("run").exists(), "{more:?}");
+    }
+    // One step is enough where its rate is above 0; none saves the model as it is.
+    let one = ft(&bench, &["train.max_steps=1"]);
+    assert!(one.status.success(), "{}", said(&one));
+    assert!(number(&bench.steps("run")[0], "learning_rate") > 0.0);
+    let none = ft(&bench, &["train.max_steps=0", "optimizer.learning_rate=0", "--overwrite"]);
+    assert!(none.status.success(), "{}", said(&none));
+    assert!(bench.path("run/final/model.safetensors").is_file());
+}
+
+#[test]
+fn a_run_that_learns_little_says_so() {
+    let bench = Bench::new();
+    let rows = fs::read_to_string(bench.path("rows.jsonl")).unwrap().lines().count();
+    let warned = |more: &[&str], words: &str| {
+        let out = ft(&bench, &[more, &["--overwrite", "train.save_steps=0"]].concat());
+        assert!(out.status.success(), "{more:?}\n{}", said(&out));
+        let said = said(&out);
+        let found = said.lines().any(|l| l.starts_with("warning:") && l.contains(words));
+        assert!(found, "{more:?}: no warning with `{words}`\n{said}");
+        let events = bench.lines("run/events.jsonl");
+        assert!(events.iter().any(|e| e["message"].as_str().is_some_and(|m| m.contains(words))));
+        said
+    };
+    warned(&["train.gradient_accumulation_steps=64", "train.num_epochs=1"], "only 1 step,");
+    let large = format!("train.gradient_accumulation_steps={}", 5 * rows);
+    let said = warned(
+        &["train.batch_size=8", &large, "train.max_steps=2"],
+        "one step takes rows more than once",
+    );
+    assert!(said.contains("each row is seen 80 times"), "{said}");
+    // A step of 40 times the data is 40 epochs.
+    assert_eq!(number(&bench.steps("run")[0], "epoch"), 40.0);
+    let said = warned(
+        &["tune.method=block", "tune.block.switch_every=20", "train.max_steps=20"],
+        "blocks will be trained",
+    );
+    assert!(said.contains("only 1 of "), "{said}");
+    warned(&["schedule.warmup_steps=50", "train.max_steps=12"], "never reaches");
+    let lora = ["tune.method=lora", "train.max_steps=2"];
+    let wide = warned(&[&lora[..], &["tune.lora.rank_pattern=q_proj=100"]].concat(), "rank above");
+    assert!(wide.contains("rank 100,"), "{wide}");
+    let out = ft(&bench, &[&lora[..], &["tune.lora.r=100000", "--overwrite"]].concat());
+    assert_eq!(out.status.code(), Some(2), "{}", self::said(&out));
+    assert!(self::said(&out).contains("the rank is above"), "{}", self::said(&out));
+    // Far too high a rate.
+    let high = ["tune.method=full", "train.max_steps=12", "optimizer.learning_rate=50", "train.max_grad_norm=0"];
+    warned(&high, "the loss diverges");
+}
+
+/// All blocks have a turn where nobody says how long one is, in a run of any length.
+#[test]
+fn every_block_has_a_turn_by_default() {
+    let bench = Bench::new();
+    for steps in ["6", "30", "70"] {
+        let steps = format!("train.max_steps={steps}");
+        let out = ft(&bench, &["tune.method=block", &steps, "--overwrite", "train.save_steps=0"]);
+        assert!(out.status.success(), "{}", said(&out));
+        let blocks: std::collections::BTreeSet<String> =
+            bench.steps("run").iter().map(|s| s["active_block"].to_string()).collect();
+        assert!(said(&out).contains(&format!("{0} of {0} blocks", blocks.len())), "{}", said(&out));
+        assert!(!said(&out).contains("blocks will be trained"), "{}", said(&out));
+    }
+}
+
+/// What was decided from the rows is written down, and a run that goes on takes it from there.
+#[test]
+fn a_run_that_goes_on_keeps_what_was_decided() {
+    let bench = Bench::new();
+    let base = ["tune.method=full", "train.num_epochs=2", "train.save_steps=3", "data.packing=true"];
+    bench.train(&[&base[..], &["train.output_dir=whole"]].concat());
+    let steps = bench.steps("whole").len();
+    assert!(steps > 6, "{steps}");
+    let text = fs::read_to_string(bench.path("whole/resolved.toml")).unwrap();
+    for key in ["gradient_accumulation_steps", "packing_length"] {
+        let line = text.lines().find(|l| l.starts_with(key)).unwrap();
+        assert!(line.contains("# auto: about"), "{line}");
+    }
+    let plan = fs::read_to_string(bench.path("whole/plan.json")).unwrap();
+    assert!(plan.contains("train.gradient_accumulation_steps"), "{plan}");
+
+    // Another number of steps would have led to other decisions.
+    bench.train(&[&base[..], &["train.output_dir=part", "train.max_steps=4"]].concat());
+    let resumed = |run: &str| {
+        let out = format!("train.output_dir={run}");
+        bench.train(&["tune.method=full", "train.max_steps=8", "data.packing=true", "--resume", &out]);
+        let text = fs::read_to_string(bench.path(run).join("resolved.toml")).unwrap();
+        let line = |key: &str| text.lines().find(|l| l.starts_with(key)).unwrap_or_default().to_string();
+        assert_eq!(bench.steps(run).len(), 8);
+        [line("gradient_accumulation_steps = "), line("packing_length = ")]
+    };
+    let of = |file: &str, key: &str| {
+        let text = fs::read_to_string(bench.path(file)).unwrap();
+        let line = text.lines().find(|l| l.starts_with(key)).unwrap().to_string();
+        line.split("  #").next().unwrap().to_string()
+    };
+    let before = of("part/resolved.toml", "packing_length = ");
+    let [_, after] = resumed("part");
+    assert_eq!(after, format!("{before}  # auto: as the run began"));
+
+    // A run of an older version: numbers for everything, and no length of packed rows.
+    let explicit = [
+        "tune.method=full",
+        "train.num_epochs=1",
+        "train.gradient_accumulation_steps=8",
+        "data.packing=true",
+        "data.packing_length=512",
+        "train.max_steps=4",
+        "train.save_steps=2",
+        "train.output_dir=old",
+    ];
+    bench.train(&explicit);
+    let file = bench.path("old/resolved.toml");
+    let text = fs::read_to_string(&file).unwrap();
+    let older: Vec<&str> = text.lines().filter(|l| !l.starts_with("packing_length")).collect();
+    fs::write(&file, older.join("\n")).unwrap();
+    let [accumulation, length] = resumed("old");
+    assert_eq!(accumulation, "gradient_accumulation_steps = 8  # auto: as the run began");
+    assert_eq!(length, "packing_length = 512  # auto: as the run began");
+}
+
+/// The printed loss is the mean since the last printed line; the file has that of each step.
+#[test]
+fn printed_losses_are_means() {
+    let bench = Bench::new();
+    let out = ft(&bench, &["tune.method=full", "train.max_steps=9", "train.logging_steps=4"]);
+    assert!(out.status.success(), "{}", said(&out));
+    let losses: Vec<f64> = bench.steps("run").iter().map(|s| number(s, "loss")).collect();
+    let shown: Vec<String> = said(&out)
+        .lines()
+        .filter(|l| l.starts_with("step "))
+        .map(|l| l.split_whitespace().nth(3).unwrap().to_string())
+        .collect();
+    let mean = |part: &[f64]| format!("{:.4}", part.iter().sum::<f64>() / part.len() as f64);
+    assert_eq!(shown, [mean(&losses[..4]), mean(&losses[4..8]), mean(&losses[8..])]);
+    assert!(said(&out).contains("next:\n  ft generate --model run/final --chat"), "{}", said(&out));
+}

@@ -30,9 +30,11 @@ pub fn run(args: Args) -> Result<i32> {
     let planned = plan(&loaded.recipe)?;
     planned.notes.iter().for_each(|line| super::note(line));
     if args.json {
-        out(planned.plan.json())?
+        out(planned.json())?
     } else {
-        out(planned.plan.table())?
+        out(planned.plan.table())?;
+        out(&planned.verdict.text)?;
+        out(planned.disk.text())?
     }
     Ok(0)
 }

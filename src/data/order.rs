@@ -55,10 +55,9 @@ enum Units {
     Bins(Vec<Bin>),
 }
 
-/// Micro-batches of a data set; see the module.
+/// Which rows each micro-batch has, from the lengths of the rows alone.
 #[derive(Debug)]
-pub struct BatchStream<'a> {
-    examples: &'a [Example],
+pub struct Order {
     spec: StreamSpec,
     lengths: Vec<usize>,
     /// Units of an epoch: the same in every epoch.
@@ -67,10 +66,70 @@ pub struct BatchStream<'a> {
     epochs: Mutex<VecDeque<(u64, Arc<Units>)>>,
 }
 
+/// Micro-batches of a data set; see the module.
+#[derive(Debug)]
+pub struct BatchStream<'a> {
+    examples: &'a [Example],
+    order: Order,
+}
+
+/// The largest of the micro-batches of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Largest {
+    /// Tokens of the largest micro-batch.
+    pub tokens: usize,
+    /// Tokens of the longest row in any.
+    pub longest: usize,
+    /// Fewest rows in a micro-batch of about that size.
+    pub documents: usize,
+}
+
+/// Rows of epochs that are ordered, and rows that are packed, to find the largest micro-batch exactly.
+const ORDERED: u64 = 20_000_000;
+const PACKED: u64 = 2_000_000;
+
+impl std::ops::Deref for BatchStream<'_> {
+    type Target = Order;
+
+    fn deref(&self) -> &Order {
+        &self.order
+    }
+}
+
 impl<'a> BatchStream<'a> {
-    /// Errors: no rows, a batch size or accumulation of zero, a number of epochs that is no positive number.
+    /// Errors: as `Order::new`.
     pub fn new(dataset: &'a Dataset, spec: StreamSpec) -> Result<Self> {
-        if dataset.examples.is_empty() {
+        let spec = StreamSpec {
+            shuffle: spec.shuffle && !dataset.grouped,
+            ..spec
+        };
+        Ok(Self {
+            examples: &dataset.examples,
+            order: Order::new(dataset.examples.iter().map(|e| e.ids.len()).collect(), spec)?,
+        })
+    }
+
+    pub fn examples(&self) -> &'a [Example] {
+        self.examples
+    }
+
+    /// Micro-batch `index`, from 0.
+    pub fn batch(&self, index: u64) -> Batch {
+        Batch::from_examples(self.rows(index).into_iter().map(|row| &self.examples[row]))
+    }
+
+    /// The micro-batches of step `step`, from 0.
+    pub fn window(&self, step: u64) -> Vec<Batch> {
+        self.window_indices(step).map(|index| self.batch(index)).collect()
+    }
+}
+
+impl Order {
+    /// Of rows of these lengths.
+    ///
+    /// Errors: no rows, a batch size or accumulation of zero, a number of epochs that is no positive number.
+    pub fn new(lengths: Vec<usize>, spec: StreamSpec) -> Result<Self> {
+        if lengths.is_empty() {
             return Err(Error::new("the data has no rows"));
         }
         if spec.batch_size == 0 || spec.accumulation == 0 {
@@ -85,26 +144,78 @@ impl<'a> BatchStream<'a> {
                 .found(epochs)
                 .hint("or set `train.max_steps`"));
         }
-        let mut stream = Self {
-            examples: &dataset.examples,
-            spec: StreamSpec {
-                shuffle: spec.shuffle && !dataset.grouped,
-                ..spec
-            },
-            lengths: dataset.examples.iter().map(|e| e.ids.len()).collect(),
+        let mut order = Self {
+            spec,
+            lengths,
             units: 0,
             epochs: Mutex::default(),
         };
-        stream.units = match &*stream.epoch(0) {
+        order.units = match &*order.epoch(0) {
             Units::Rows(rows) => rows.len(),
             Units::Bins(bins) => bins.len(),
         } as u64;
-        Ok(stream)
+        Ok(order)
+    }
+
+    /// How the rows are walked through.
+    pub fn spec(&self) -> StreamSpec {
+        self.spec
     }
 
     /// Tokens of each row.
     pub fn lengths(&self) -> &[usize] {
         &self.lengths
+    }
+
+    /// The largest micro-batch of the run: exact, or what the largest units of an epoch would make together where going
+    /// through the run would take long. Bins of every epoch are equally full.
+    pub fn largest(&self) -> Largest {
+        let epochs = self.total_units().div_ceil(self.units);
+        let rows = epochs.saturating_mul(self.lengths.len() as u64);
+        let most = if self.spec.packing { PACKED } else { ORDERED };
+        if rows <= most {
+            return self.exactly_largest();
+        }
+        let units: Vec<(usize, usize)> = match &*self.epoch(0) {
+            Units::Rows(rows) => rows.iter().map(|row| (self.lengths[*row], 1)).collect(),
+            Units::Bins(bins) => bins.iter().map(|bin| (self.tokens_of(bin), bin.len())).collect(),
+        };
+        let count = self.spec.batch_size;
+        let mut tokens: Vec<usize> = units.iter().map(|u| u.0).collect();
+        tokens.sort_unstable_by(|a, b| b.cmp(a));
+        let all: usize = tokens.iter().sum();
+        let rest: usize = tokens.iter().take(count % tokens.len()).sum();
+        let fewest = units.iter().map(|u| u.1).min().unwrap_or(1);
+        Largest {
+            tokens: (count / tokens.len()).saturating_mul(all).saturating_add(rest),
+            longest: self.lengths.iter().copied().max().unwrap_or(1),
+            documents: count.saturating_mul(fewest),
+        }
+    }
+
+    fn tokens_of(&self, rows: &[usize]) -> usize {
+        rows.iter().map(|row| self.lengths[*row]).sum()
+    }
+
+    fn exactly_largest(&self) -> Largest {
+        let mut largest = Largest {
+            tokens: 1,
+            longest: 1,
+            documents: usize::MAX,
+        };
+        let mut sizes = Vec::new();
+        for index in 0..self.micro_batches().max(1) {
+            let rows = self.rows(index);
+            let tokens = self.tokens_of(&rows);
+            largest.tokens = largest.tokens.max(tokens);
+            let longest = rows.iter().map(|row| self.lengths[*row]).max();
+            largest.longest = largest.longest.max(longest.unwrap_or(0));
+            sizes.push((tokens, rows.len()));
+        }
+        // A short micro-batch at the end of a run is not the one that counts.
+        let large = sizes.iter().filter(|(tokens, _)| tokens * 10 >= largest.tokens * 9);
+        largest.documents = large.map(|(_, rows)| *rows).min().unwrap_or(1).max(1);
+        largest
     }
 
     /// Units (rows or bins) of one epoch.
@@ -174,17 +285,7 @@ impl<'a> BatchStream<'a> {
         out
     }
 
-    /// Micro-batch `index`, from 0.
-    pub fn batch(&self, index: u64) -> Batch {
-        Batch::from_examples(self.rows(index).into_iter().map(|row| &self.examples[row]))
-    }
-
-    /// The micro-batches of step `step`, from 0.
-    pub fn window(&self, step: u64) -> Vec<Batch> {
-        self.window_indices(step).map(|index| self.batch(index)).collect()
-    }
-
-    /// Their indices.
+    /// Indices of the micro-batches of step `step`, from 0.
     pub fn window_indices(&self, step: u64) -> Range<u64> {
         let g = self.spec.accumulation as u64;
         let end = match self.micro_batches() {
@@ -201,7 +302,7 @@ impl<'a> BatchStream<'a> {
         if let Some((_, units)) = cache.iter().find(|(e, _)| *e == epoch) {
             return units.clone();
         }
-        let n = self.examples.len();
+        let n = self.lengths.len();
         let order = match self.spec.shuffle {
             true => Rng::new(self.spec.seed, Stream::Shuffle, &[epoch]).permutation(n),
             false => (0..n).collect(),
@@ -371,6 +472,59 @@ mod tests {
         );
         assert_eq!(eval_batches(&data, 1).count(), 20);
         assert_eq!(eval_batches(&Dataset::default(), 1).count(), 0);
+    }
+
+    #[test]
+    fn the_largest_micro_batch_is_the_one_that_the_run_makes() {
+        let data = dataset(50);
+        let largest = |s: StreamSpec| BatchStream::new(&data, s).unwrap().largest();
+        for (packing, shuffle, batch_size, length) in [
+            (false, true, 3, Length::Steps(40)),
+            (true, true, 2, Length::Epochs(3.0)),
+            (false, false, 7, Length::Epochs(1.0)),
+            // More than an epoch in one micro-batch.
+            (true, false, 40, Length::Steps(2)),
+            (false, false, 120, Length::Steps(1)),
+        ] {
+            let s = StreamSpec {
+                packing,
+                shuffle,
+                ..spec(batch_size, 1, length)
+            };
+            let stream = BatchStream::new(&data, s).unwrap();
+            let batches = (0..stream.micro_batches()).map(|m| stream.batch(m));
+            let tokens = batches.map(|b| b.len()).max().unwrap();
+            let found = stream.largest();
+            assert_eq!((found.tokens, found.longest), (tokens, 8), "{s:?}");
+            assert!(
+                found.documents >= batch_size.min(stream.units_per_epoch() as usize),
+                "{s:?}"
+            );
+        }
+        // A run that ends before the longest rows.
+        let short = StreamSpec {
+            shuffle: false,
+            ..spec(1, 1, Length::Steps(3))
+        };
+        assert_eq!(largest(short).longest, 4);
+        // Too long to go through: the largest units together, which is never too little.
+        let endless = spec(2, 1, Length::Steps(u64::MAX / 4));
+        assert_eq!(largest(endless).tokens, 16);
+        let packed = StreamSpec {
+            packing: true,
+            ..spec(500, 1, Length::Steps(1 << 40))
+        };
+        let stream = BatchStream::new(&data, packed).unwrap();
+        let all: usize = stream.lengths().iter().sum();
+        let (full, rest) = (
+            500 / stream.units_per_epoch() as usize,
+            500 % stream.units_per_epoch() as usize,
+        );
+        let found = stream.largest().tokens;
+        assert!(found >= full * all && found <= full * all + rest * 16, "{found}");
+        // As many bytes as a batch says do not have to be added up one by one.
+        let absurd = spec(usize::MAX, 1, Length::Steps(1));
+        assert_eq!(largest(absurd).tokens, usize::MAX);
     }
 
     #[test]

@@ -4,7 +4,10 @@
 use crate::ops::part::Places;
 use crate::optim::Masks;
 use crate::source::Group;
-use std::collections::BTreeSet;
+use std::collections::hash_map::DefaultHasher;
+use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
 
 /// Parameters that are not active and change all the same: against their gradient, or its sign, the moment it
 /// appears (BREAD).
@@ -18,10 +21,21 @@ pub struct Corrected {
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Active {
-    names: BTreeSet<String>,
+    names: Arc<BTreeSet<String>>,
     masks: Option<Masks>,
-    corrected: Option<Corrected>,
+    corrected: Option<Arc<Corrected>>,
     lowest: Group,
+    /// A fingerprint of what changes in each layer.
+    layers: Arc<BTreeMap<usize, u64>>,
+}
+
+/// Elements of a parameter that stands for any when masks are compared.
+const SAMPLE: usize = 1 << 20;
+
+/// A name without its layer.
+fn below(name: &str) -> &str {
+    let rest = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
+    rest.map_or(name, |(_, below)| below)
 }
 
 /// The group a parameter name belongs to; adapters belong to the layer they sit in.
@@ -39,30 +53,90 @@ pub fn group_of(name: &str) -> Group {
     }
 }
 
+fn is_outside(name: &str) -> bool {
+    !matches!(group_of(name), Group::Layer(_))
+}
+
 impl Active {
     pub fn new(names: impl IntoIterator<Item = String>) -> Self {
         let names: BTreeSet<String> = names.into_iter().collect();
         let lowest = names.iter().map(|n| group_of(n)).min().unwrap_or(Group::Head);
-        Self {
-            names,
+        let active = Self {
+            names: Arc::new(names),
             masks: None,
             corrected: None,
             lowest,
+            layers: Arc::default(),
+        };
+        active.fingerprinted()
+    }
+
+    /// Names of one layer stand together in a sorted set, so one pass is enough.
+    fn fingerprinted(mut self) -> Self {
+        let mut layers: BTreeMap<usize, DefaultHasher> = BTreeMap::new();
+        for (name, corrected) in self
+            .names()
+            .map(|n| (n, false))
+            .chain(self.corrected().map(|n| (n, true)))
+        {
+            if let Group::Layer(l) = group_of(name) {
+                let part = self.masks.as_ref().map(|m| m.len(name, SAMPLE));
+                (below(name), corrected, part).hash(layers.entry(l).or_default());
+            }
         }
+        self.layers = Arc::new(layers.into_iter().map(|(l, h)| (l, h.finish())).collect());
+        self
     }
 
     /// Only these parts of the parameters.
     pub fn masked(mut self, masks: Option<Masks>) -> Self {
         self.masks = masks;
-        self
+        self.fingerprinted()
     }
 
     /// Beside the active parameters these are corrected.
     pub fn correcting(mut self, corrected: Option<Corrected>) -> Self {
         let lowest = corrected.iter().flat_map(|c| &c.names).map(|n| group_of(n)).min();
         self.lowest = lowest.map_or(self.lowest, |l| l.min(self.lowest));
-        self.corrected = corrected;
-        self
+        self.corrected = corrected.map(Arc::new);
+        self.fingerprinted()
+    }
+
+    /// The same number for layers in which the same parameters change; 0 where none does.
+    pub fn fingerprint(&self, layer: usize) -> u64 {
+        self.layers.get(&layer).copied().unwrap_or(0)
+    }
+
+    /// Layers in which something changes, in ascending order.
+    pub fn layers(&self) -> impl Iterator<Item = usize> {
+        self.layers.keys().copied()
+    }
+
+    /// The same number for sets that differ in the number of their lowest layer only.
+    pub fn shape(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        let first = self.layers().next().unwrap_or(0);
+        for (layer, fingerprint) in self.layers.iter() {
+            (layer - first, fingerprint).hash(&mut hasher);
+        }
+        for name in self.outside().chain(self.corrected().filter(|n| is_outside(n))) {
+            name.hash(&mut hasher);
+        }
+        hasher.finish()
+    }
+
+    /// Names of the active parameters of one layer.
+    pub fn of_layer(&self, layer: usize) -> impl Iterator<Item = &str> {
+        // `/` follows `.`: everything that begins with the layer's prefix lies between.
+        let (first, end) = (format!("model.layers.{layer}."), format!("model.layers.{layer}/"));
+        self.names.range(first..end).map(String::as_str)
+    }
+
+    /// Names of the active parameters that belong to no layer.
+    pub fn outside(&self) -> impl Iterator<Item = &str> {
+        let (first, end) = ("model.layers.".to_string(), "model.layers/".to_string());
+        let (before, after) = (self.names.range(..first), self.names.range(end..));
+        before.chain(after).map(String::as_str)
     }
 
     /// Does anybody want the gradient of this parameter?
@@ -72,7 +146,7 @@ impl Active {
 
     /// What happens to this parameter if it is not active.
     pub fn corrects(&self, name: &str) -> Option<&Corrected> {
-        self.corrected.as_ref().filter(|c| c.names.contains(name))
+        self.corrected.as_deref().filter(|c| c.names.contains(name))
     }
 
     /// Names of the parameters that are corrected.
@@ -136,6 +210,32 @@ mod tests {
         };
         let both = a(&["model.layers.3.mlp.up_proj.weight"]).correcting(Some(corrected));
         assert_eq!(both.lowest(), Group::Layer(1));
+        assert_eq!(both.layers().collect::<Vec<_>>(), [1, 3]);
         assert!(both.wants("model.layers.1.mlp.up_proj.weight") && !both.contains("model.layers.1.mlp.up_proj.weight"));
+    }
+
+    #[test]
+    fn layers_with_the_same_parameters_have_the_same_fingerprint() {
+        let names = |layer: usize, parts: &[&str]| {
+            let names = parts.iter().map(|p| format!("model.layers.{layer}.{p}.weight"));
+            names.collect::<Vec<_>>()
+        };
+        let parts = ["mlp.up_proj", "input_layernorm"];
+        let more = ["lm_head.weight".to_string(), "model.norm.weight".to_string()];
+        let set = |layer| Active::new(names(layer, &parts).into_iter().chain(more.clone()));
+        let (a, b) = (set(3), set(12));
+        assert_eq!(a.fingerprint(3), b.fingerprint(12));
+        assert_eq!((a.shape(), a.fingerprint(12)), (b.shape(), 0));
+        assert_ne!(a.shape(), Active::new(names(3, &parts)).shape());
+        assert_ne!(a.fingerprint(3), Active::new(names(3, &parts[..1])).fingerprint(3));
+        assert_eq!(a.of_layer(3).count(), 2);
+        assert_eq!(a.of_layer(1).count(), 0, "layer 12 is not layer 1");
+        assert!(a.outside().eq(more.iter().map(String::as_str)));
+        // A parameter that is active whole in one layer only.
+        let whole = BTreeSet::from([names(3, &parts[..1])[0].clone()]);
+        let both = Active::new([names(3, &parts), names(4, &parts)].concat());
+        assert_eq!(both.fingerprint(3), both.fingerprint(4));
+        let masked = both.masked(Some(Masks::new(0.1, false, 1, 0, whole)));
+        assert_ne!(masked.fingerprint(3), masked.fingerprint(4));
     }
 }

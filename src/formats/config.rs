@@ -16,7 +16,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// Reads `config.json` of a model directory.
+    /// Reads `config.json` of a model directory, and compares its sizes with the weights there.
     pub fn load(dir: &Path) -> Result<Self> {
         let path = dir.join("config.json");
         if !path.exists() {
@@ -28,10 +28,12 @@ impl Config {
                 error.hint("give a directory in Hugging Face format, or a hub id")
             });
         }
-        Ok(Self {
+        let config = Self {
             raw: read_json_object(&path)?,
             path,
-        })
+        };
+        super::fits::check(&config, dir)?;
+        Ok(config)
     }
 
     /// A config from a value that is not (yet) a file; `path` is named in errors.

@@ -5,6 +5,7 @@
 pub mod adapter;
 pub mod config;
 pub mod dtype;
+mod fits;
 pub(crate) mod header;
 pub(crate) mod index;
 pub mod template;

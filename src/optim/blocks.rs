@@ -100,9 +100,27 @@ impl BlockSchedule {
             BlockOrder::Ascending => vec![place],
             BlockOrder::Descending => vec![d as usize - 1 - place],
             BlockOrder::Fixed => vec![self.start],
-            BlockOrder::Random => vec![Rng::new(self.seed, Stream::Blocks, &[epoch]).permutation(d as usize)[place]],
+            BlockOrder::Random => vec![self.order_of(epoch)[place]],
             BlockOrder::Importance => self.drawn(visit),
         }
+    }
+
+    /// The blocks of the first `count` turns, each as `active` says.
+    pub fn turns(&self, count: u64) -> Vec<Vec<usize>> {
+        let d = self.blocks.len() as u64;
+        if self.order != BlockOrder::Random {
+            return (0..count)
+                .map(|turn| self.active(turn * self.switch_every + 1))
+                .collect();
+        }
+        // One draw serves all turns of an epoch.
+        let epochs = (0..count.div_ceil(d)).flat_map(|epoch| self.order_of(epoch));
+        epochs.take(count as usize).map(|block| vec![block]).collect()
+    }
+
+    /// The order of the blocks in an epoch of random order.
+    fn order_of(&self, epoch: u64) -> Vec<usize> {
+        Rng::new(self.seed, Stream::Blocks, &[epoch]).permutation(self.blocks.len())
     }
 
     /// `together` blocks without repetition, each draw with probability in proportion to importance (Efraimidis &
@@ -137,15 +155,20 @@ impl BlockSchedule {
         if self.order == BlockOrder::Fixed {
             return vec![vec![self.start]];
         }
+        let mut largest: Vec<usize> = (0..self.blocks.len()).collect();
+        largest.sort_by_key(|o| std::cmp::Reverse(self.blocks[*o].elements));
+        largest.truncate(self.together);
         (0..self.blocks.len())
             .map(|b| {
-                let mut others: Vec<usize> = (0..self.blocks.len()).filter(|o| *o != b).collect();
-                others.sort_by_key(|o| std::cmp::Reverse(self.blocks[*o].elements));
-                others.truncate(self.together - 1);
-                others.push(b);
-                others
+                let others = largest.iter().copied().filter(|o| *o != b).take(self.together - 1);
+                others.chain([b]).collect()
             })
             .collect()
+    }
+
+    /// Is only a part of each parameter active (partition `ratio`)?
+    pub fn is_masked(&self) -> bool {
+        self.ratio.is_some()
     }
 
     pub fn label(&self, step: u64) -> String {

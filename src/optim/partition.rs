@@ -15,17 +15,15 @@ pub fn partition(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Ve
     if recipe.include_embedding {
         blocks.push(named("embedding".into(), &|p| p.group == Group::Embedding));
     }
-    let layers = params
-        .iter()
-        .filter_map(|p| {
-            if let Group::Layer(l) = p.group {
-                Some(l + 1)
-            } else {
-                None
-            }
-        })
-        .max()
-        .unwrap_or(0);
+    // By layer, so that a block looks at its own layers only.
+    let mut of_layer: Vec<Vec<&ParamInfo>> = Vec::new();
+    for p in params {
+        if let Group::Layer(l) = p.group {
+            of_layer.resize_with(of_layer.len().max(l + 1), Vec::new);
+            of_layer[l].push(p);
+        }
+    }
+    let layers = of_layer.len();
     // Drawn together, layers are no neighbours: each is a block of its own.
     let per_block = match recipe.order {
         BlockOrder::Importance => 1,
@@ -33,17 +31,20 @@ pub fn partition(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Ve
     };
     for first in (0..layers).step_by(per_block) {
         let end = (first + per_block).min(layers);
-        let inside = |p: &ParamInfo| matches!(p.group, Group::Layer(l) if (first..end).contains(&l));
+        let inside: Vec<&ParamInfo> = of_layer[first..end].concat();
+        let part_of = |label: String, wanted: &dyn Fn(&ParamInfo) -> bool| {
+            block(label, inside.iter().copied().filter(|p| wanted(p)))
+        };
         let label = if end == first + 1 {
             format!("model.layers.{first}")
         } else {
             format!("model.layers.{first}-{}", end - 1)
         };
         match recipe.partition {
-            Partition::Layer => blocks.push(named(label, &inside)),
+            Partition::Layer => blocks.push(part_of(label, &|_| true)),
             Partition::Module => {
                 for (name, part) in [("self_attn", Part::Attention), ("mlp", Part::Mlp)] {
-                    blocks.push(named(format!("{label}.{name}"), &|p| inside(p) && p.part == part));
+                    blocks.push(part_of(format!("{label}.{name}"), &|p| p.part == part));
                 }
             }
             Partition::Matrix => {
@@ -53,12 +54,12 @@ pub fn partition(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Ve
                     rest.rsplit_once('.').map(|(module, _)| module.to_string())
                 };
                 let mut modules: Vec<String> = Vec::new();
-                for p in params.iter().filter(|p| inside(p) && !p.is_vector()) {
+                for p in inside.iter().filter(|p| !p.is_vector()) {
                     modules.extend(below(p).filter(|m| !modules.contains(m)));
                 }
                 for module in modules {
-                    let same = |p: &ParamInfo| inside(p) && below(p).as_deref() == Some(module.as_str());
-                    blocks.push(named(format!("{label}.{module}"), &same));
+                    let same = |p: &ParamInfo| below(p).as_deref() == Some(module.as_str());
+                    blocks.push(part_of(format!("{label}.{module}"), &same));
                 }
             }
             Partition::Ratio => {}

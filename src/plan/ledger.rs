@@ -1,6 +1,6 @@
 //! An allocator on paper: what would be held at each moment of a step, by kind, and when it was most.
 
-use std::collections::BTreeMap;
+use std::ops::{Index, IndexMut};
 
 /// A line of the plan. The order is the order of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -20,10 +20,31 @@ pub enum Kind {
     Loss,
     Rollout,
     Teacher,
+    Judges,
     Saving,
     Data,
     Scratch,
     Process,
+}
+
+const KINDS: usize = Kind::Process as usize + 1;
+
+/// Bytes of each kind.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Sizes([u64; KINDS]);
+
+impl Index<Kind> for Sizes {
+    type Output = u64;
+
+    fn index(&self, kind: Kind) -> &u64 {
+        &self.0[kind as usize]
+    }
+}
+
+impl IndexMut<Kind> for Sizes {
+    fn index_mut(&mut self, kind: Kind) -> &mut u64 {
+        &mut self.0[kind as usize]
+    }
 }
 
 /// Bytes of one thing that is held. Has to be given back with `Ledger::drop`.
@@ -36,11 +57,13 @@ pub struct Held {
 
 #[derive(Debug, Clone, Default)]
 pub struct Ledger {
-    now: BTreeMap<Kind, u64>,
+    now: Sizes,
     total: u64,
+    /// Before the name of each moment.
+    prefix: &'static str,
     moment: String,
     /// The most that each kind ever was.
-    pub largest: BTreeMap<Kind, u64>,
+    pub largest: Sizes,
     /// Host memory is counted apart.
     two_places: bool,
     host: u64,
@@ -48,10 +71,33 @@ pub struct Ledger {
     /// The most that all were together, when, and what they were then.
     pub peak: u64,
     pub peak_moment: String,
-    pub at_peak: BTreeMap<Kind, u64>,
+    pub at_peak: Sizes,
 }
 
 impl Kind {
+    const ALL: [Kind; KINDS] = [
+        Kind::Weights,
+        Kind::Copies,
+        Kind::Reference,
+        Kind::Adapters,
+        Kind::Optimizer,
+        Kind::Retired,
+        Kind::OnHost,
+        Kind::Parked,
+        Kind::Gradients,
+        Kind::Inputs,
+        Kind::Activations,
+        Kind::Layer,
+        Kind::Loss,
+        Kind::Rollout,
+        Kind::Teacher,
+        Kind::Judges,
+        Kind::Saving,
+        Kind::Data,
+        Kind::Scratch,
+        Kind::Process,
+    ];
+
     /// Does this stay in host memory where tensors lie on a GPU?
     fn on_host(self) -> bool {
         matches!(
@@ -72,36 +118,39 @@ impl Ledger {
 
     /// What follows happens at this moment of the step.
     pub fn moment(&mut self, name: impl Into<String>) {
-        self.moment = name.into();
+        self.moment = format!("{}{}", self.prefix, name.into());
+    }
+
+    /// The moments that follow are part of this.
+    pub fn during(&mut self, prefix: &'static str) {
+        self.prefix = prefix;
     }
 
     pub fn hold(&mut self, kind: Kind, bytes: u64) -> Held {
-        let now = self.now.entry(kind).or_default();
-        *now += bytes;
-        let largest = self.largest.entry(kind).or_default();
-        *largest = (*largest).max(*now);
+        // Saturating: an absurd size must stay absurd, not wrap around to a small one.
+        self.now[kind] = self.now[kind].saturating_add(bytes);
+        self.largest[kind] = self.largest[kind].max(self.now[kind]);
         if self.two_places && kind.on_host() {
-            self.host += bytes;
+            self.host = self.host.saturating_add(bytes);
             self.host_peak = self.host_peak.max(self.host);
             return Held { kind, bytes };
         }
-        self.total += bytes;
+        self.total = self.total.saturating_add(bytes);
         if self.total > self.peak {
             self.peak = self.total;
             self.peak_moment.clone_from(&self.moment);
-            self.at_peak.clone_from(&self.now);
+            self.at_peak = self.now;
         }
         Held { kind, bytes }
     }
 
     pub fn drop(&mut self, held: Held) {
-        if let Some(now) = self.now.get_mut(&held.kind) {
-            *now -= held.bytes;
-        }
+        let now = &mut self.now[held.kind];
+        *now = now.saturating_sub(held.bytes);
         if self.two_places && held.kind.on_host() {
-            self.host -= held.bytes;
+            self.host = self.host.saturating_sub(held.bytes);
         } else {
-            self.total -= held.bytes;
+            self.total = self.total.saturating_sub(held.bytes);
         }
     }
 
@@ -120,6 +169,20 @@ impl Ledger {
     pub fn touch(&mut self, kind: Kind, bytes: u64) {
         let held = self.hold(kind, bytes);
         self.drop(held);
+    }
+
+    /// What is held now.
+    pub fn sizes(&self) -> Sizes {
+        self.now
+    }
+
+    /// `times` of what is held now and was not `before`.
+    pub fn hold_again(&mut self, before: &Sizes, times: u64) -> Vec<Held> {
+        let now = self.now;
+        let kinds = (0..KINDS).filter_map(|i| Some((Kind::ALL[i], now.0[i].checked_sub(before.0[i])?)));
+        let grown = kinds.filter(|(_, bytes)| *bytes > 0).collect::<Vec<_>>();
+        let hold = |(kind, bytes): (Kind, u64)| self.hold(kind, bytes.saturating_mul(times));
+        grown.into_iter().map(hold).collect()
     }
 
     #[cfg(test)]
@@ -144,11 +207,30 @@ mod tests {
         l.drop(a);
         l.touch(Kind::Layer, 15);
         assert_eq!((l.peak, l.peak_moment.as_str()), (160, "layer"));
-        assert_eq!(l.at_peak[&Kind::Layer], 60);
-        assert_eq!(l.at_peak[&Kind::Loss], 0);
-        assert_eq!((l.largest[&Kind::Loss], l.largest[&Kind::Layer]), (50, 60));
+        assert_eq!(l.at_peak[Kind::Layer], 60);
+        assert_eq!(l.at_peak[Kind::Loss], 0);
+        assert_eq!((l.largest[Kind::Loss], l.largest[Kind::Layer]), (50, 60));
         l.drop_all([weights, b]);
         assert_eq!(l.now(), 0);
+    }
+
+    #[test]
+    fn the_same_again_is_held_as_often_as_asked() {
+        let mut l = Ledger::default();
+        let first = l.hold(Kind::Inputs, 5);
+        let before = l.sizes();
+        let more = [l.hold(Kind::Inputs, 7), l.hold(Kind::Activations, 11)];
+        let again = l.hold_again(&before, 3);
+        assert_eq!((l.sizes()[Kind::Inputs], l.sizes()[Kind::Activations]), (33, 44));
+        l.drop_all(again);
+        l.drop_all(more);
+        l.drop(first);
+        assert_eq!((l.now(), l.peak), (0, 77));
+        // An absurd size does not wrap around.
+        l.touch(Kind::Layer, u64::MAX);
+        let most = [l.hold(Kind::Layer, u64::MAX), l.hold(Kind::Loss, u64::MAX)];
+        assert_eq!(l.peak, u64::MAX);
+        l.drop_all(most);
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! One optimizer step on paper: the order of `engine::step` and `engine::pass`.
 
 use super::Inputs;
-use super::elements;
 use super::ledger::{Held, Kind, Ledger};
+use super::model::{Model, Stretch};
 use super::weights;
 use super::work::{self, Block};
 use crate::engine::{Active, Gradients};
@@ -13,7 +13,7 @@ use crate::ops::{CpuPath, attention};
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
 use crate::source::Group;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Bytes of an element of a masked weight that is being updated: f32, or the two halves of bf16.
 const MASKED: u64 = 4;
@@ -31,9 +31,11 @@ const PACKED_TILES: u64 = 16 << 20;
 /// Where gradients go, on paper.
 pub(super) struct Sink<'a> {
     pub active: &'a Active,
-    sizes: &'a BTreeMap<String, u64>,
+    model: &'a Model<'a>,
     keep: bool,
     kept: BTreeMap<String, Held>,
+    /// Of layers that are like those that were walked through.
+    alike: Vec<Held>,
     /// Gradients that come in parts, while they do.
     sums: Option<BTreeMap<String, Held>>,
 }
@@ -56,7 +58,7 @@ impl Sink<'_> {
     }
 
     fn bytes(&self, name: &str) -> u64 {
-        4 * self.sizes.get(name).copied().unwrap_or(0)
+        4 * self.model.elements(name)
     }
 
     /// The gradient of `name` comes into being.
@@ -79,7 +81,7 @@ impl Sink<'_> {
             l.drop(gradient);
             return;
         }
-        let elements = self.sizes.get(name).copied().unwrap_or(0) as usize;
+        let elements = self.model.elements(name) as usize;
         let part = self.active.places(name, elements).map(|p| p.len as u64);
         // Of a masked parameter only the active part is kept.
         let gradient = match part {
@@ -111,14 +113,15 @@ impl Sink<'_> {
     }
 }
 
-pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, active: &Active) {
-    let sizes = elements(spec, &inputs.adapters);
+pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active) {
+    let spec = model.spec;
     let bf16 = recipe.model.dtype == Dtype::Bf16;
     let mut sink = Sink {
         active,
-        sizes: &sizes,
+        model,
         keep: inputs.gradients == Gradients::Keep,
         kept: BTreeMap::new(),
+        alike: Vec::new(),
         sums: None,
     };
     let tokens = inputs.tokens as u64;
@@ -134,18 +137,38 @@ pub(super) fn walk(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs
     ];
     // The second micro-batch finds the sums of the first; those after it are like the second.
     for micro in 0..inputs.micro_batches.min(2) {
-        micro_batch(l, spec, recipe, inputs, &mut sink, micro);
+        micro_batch(l, model, recipe, inputs, &mut sink, micro);
     }
     l.moment("the update");
     // A masked weight is changed in a copy of its active part.
     let largest = sink.kept.keys().filter_map(|n| {
-        let elements = sizes.get(n).copied().unwrap_or(0) as usize;
+        let elements = model.elements(n) as usize;
         active.places(n, elements).map(|p| p.len as u64)
     });
     l.touch(Kind::Scratch, MASKED * largest.max().unwrap_or(0));
     let kept: Vec<Held> = std::mem::take(&mut sink.kept).into_values().collect();
     l.drop_all(kept);
+    l.drop_all(std::mem::take(&mut sink.alike));
     l.drop_all(held);
+}
+
+/// An evaluation: a forward pass that keeps nothing, and a loss.
+pub(super) fn evaluate(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs) {
+    let evaluation = inputs.evaluation;
+    l.during("an evaluation, ");
+    if evaluation.answers > 0 {
+        l.moment("its answers");
+        let answer = inputs.answer(model.spec, evaluation.answer);
+        l.touch(Kind::Rollout, evaluation.answers as u64 * answer);
+    }
+    // With fewer tokens than a step has it needs less in every part.
+    if evaluation.tokens > inputs.tokens || evaluation.longest > inputs.longest {
+        let mut own = inputs.clone();
+        (own.tokens, own.longest, own.documents) = (evaluation.tokens, evaluation.longest, 1);
+        (own.keep_layers, own.micro_batches, own.parked) = (0, 1, false);
+        walk(l, model, recipe, &own, &Active::new([]));
+    }
+    l.during("");
 }
 
 /// Buffers of the CPU's products and attention; a GPU packs nothing.
@@ -173,10 +196,10 @@ fn thread_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
         window,
         bf16,
     };
-    let windows = spec
-        .layers
-        .iter()
-        .map(|s| attention::scratch(&form(s.window), inputs.longest));
+    let windows: BTreeSet<Option<usize>> = spec.layers.iter().map(|s| s.window).collect();
+    let windows = windows
+        .into_iter()
+        .map(|w| attention::scratch(&form(w), inputs.longest));
     let attention = windows.max().unwrap_or(0) as u64;
     // The larger operand decides: activations in the forward pass, a gradient's rows in the backward pass.
     let widest = spec
@@ -215,18 +238,26 @@ fn riding(inputs: &Inputs) -> u64 {
     ranks.filter(|r| *r <= RIDES).max().unwrap_or(0)
 }
 
-fn micro_batch(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
+fn micro_batch(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
     // Of the inputs that wait on the host two are here at a time: one leaving or coming, one in use.
     let parked = if inputs.parked { 2 } else { 0 };
     let here = l.hold(
         Kind::Inputs,
-        parked * inputs.element * (inputs.tokens * spec.hidden) as u64,
+        parked * inputs.element * (inputs.tokens * model.spec.hidden) as u64,
     );
-    pass(l, spec, recipe, inputs, sink, micro);
+    pass(l, model, recipe, inputs, sink, micro);
     l.drop(here);
 }
 
-fn pass(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
+/// What waits for the backward pass.
+enum Waiting {
+    Layer(usize, Held, Option<work::Kept>),
+    /// Of so many layers that are alike.
+    Alike(usize, Vec<Held>),
+}
+
+fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
+    let spec = model.spec;
     let n = inputs.tokens as u64;
     let nd = inputs.element * n * spec.hidden as u64;
     let layers = spec.layers.len();
@@ -244,10 +275,20 @@ fn pass(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mu
             stored * (inputs.tokens.min(spec.vocab) * spec.hidden) as u64 + nd,
         );
     }
-    let mut inputs_kept: Vec<(Held, Option<work::Kept>)> = Vec::new();
-    for layer in 0..layers {
+    let keep_from = layers.saturating_sub(inputs.keep_layers);
+    let mut waiting: Vec<Waiting> = Vec::new();
+    let mut before = l.sizes();
+    for stretch in model.stretches(active, &[lowest, lowest + 1, keep_from]) {
+        let layer = match stretch {
+            Stretch::One(layer) => layer,
+            Stretch::Same(count) => {
+                waiting.push(Waiting::Alike(count, l.hold_again(&before, count as u64)));
+                continue;
+            }
+        };
         l.moment(format!("the forward pass of layer {layer}"));
-        let keep = layer >= lowest && layer + inputs.keep_layers >= layers;
+        before = l.sizes();
+        let keep = layer >= lowest && layer >= keep_from;
         let kind = match (layer >= lowest, inputs.parked && !keep) {
             (true, true) => Kind::Parked,
             (true, false) => Kind::Inputs,
@@ -257,7 +298,7 @@ fn pass(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mu
         let (y, kept) = block(layer).forward(l, keep);
         l.drop(y);
         if layer >= lowest {
-            inputs_kept.push((x, kept));
+            waiting.push(Waiting::Layer(layer, x, kept));
         } else {
             l.drop(x);
         }
@@ -310,15 +351,23 @@ fn pass(l: &mut Ledger, spec: &Spec, recipe: &Recipe, inputs: &Inputs, sink: &mu
     sink.give(l, FINAL_NORM);
     l.drop_all([x, d_hidden]);
 
-    for layer in (lowest..layers).rev() {
-        l.moment(format!("the backward pass of layer {layer}"));
-        let need_dx = layer > lowest || to_embedding;
-        let (x, kept) = match inputs_kept.pop() {
-            Some((x, kept)) => (Some(x), kept),
-            None => (None, None),
+    let mut gradients = 0;
+    while let Some(next) = waiting.pop() {
+        let (layer, x, kept) = match next {
+            Waiting::Layer(layer, x, kept) => (layer, x, kept),
+            Waiting::Alike(count, held) => {
+                l.drop_all(held);
+                let kept = l.hold(Kind::Gradients, gradients * count as u64);
+                sink.alike.push(kept);
+                continue;
+            }
         };
+        l.moment(format!("the backward pass of layer {layer}"));
+        let before = l.sizes()[Kind::Gradients];
+        let need_dx = layer > lowest || to_embedding;
         let below = block(layer).vjp(l, kept, dx, need_dx, sink);
-        l.drop_all(x);
+        l.drop(x);
+        gradients = l.sizes()[Kind::Gradients].saturating_sub(before);
         match below {
             Some(below) => dx = below,
             None => {

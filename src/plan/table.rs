@@ -2,6 +2,7 @@
 
 use super::Inputs;
 use super::ledger::{Kind, Ledger};
+use super::model::Model;
 use crate::base::units::{bytes, count};
 use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, LM_HEAD};
@@ -120,17 +121,18 @@ impl Plan {
 
 fn head_trained(spec: &Spec, inputs: &Inputs) -> bool {
     let head = if spec.tied { EMBEDDING } else { LM_HEAD };
-    inputs.active.iter().any(|active| active.contains(head))
+    inputs.turns.iter().any(|turn| turn.active.contains(head))
 }
 
-pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, parameters: u64, trained: u64) -> Plan {
+pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, parameters: u64, trained: u64) -> Plan {
+    let spec = model.spec;
     let n = count(inputs.tokens as u64);
     let state = match recipe.tune.method {
         Method::Block => "optimizer of the active block",
         _ => "optimizer",
     };
     let chunk = CausalLm::chunk_for(spec.vocab, head_trained(spec, inputs)).min(inputs.tokens);
-    let stored = inputs.storage.describe();
+    let stored = &model.stored;
     let gradients = match inputs.gradients {
         crate::engine::Gradients::Keep => "f32, kept until the update",
         _ => "f32, each applied and dropped as it comes",
@@ -242,6 +244,12 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
                 .as_ref()
                 .map_or(String::new(), |t| format!("{}; its forward pass", t.storage.describe())),
         ),
+        (
+            Kind::Judges,
+            "reward_models",
+            "reward models",
+            "their weights and a forward pass".into(),
+        ),
         (Kind::Saving, "saving", "saving", "the largest tensor as f32".into()),
         (
             Kind::Data,
@@ -257,22 +265,21 @@ pub(super) fn plan(spec: &Spec, recipe: &Recipe, inputs: &Inputs, l: Ledger, par
         ),
         (Kind::Process, "process", "program", "before the model is loaded".into()),
     ];
-    let get = |map: &std::collections::BTreeMap<Kind, u64>, kind| map.get(&kind).copied().unwrap_or(0);
     // Only some stages have these.
     let rare = |kind| {
         matches!(
             kind,
-            Kind::Copies | Kind::Reference | Kind::Rollout | Kind::Teacher | Kind::OnHost | Kind::Parked
+            Kind::Copies | Kind::Reference | Kind::Rollout | Kind::Teacher | Kind::Judges | Kind::OnHost | Kind::Parked
         )
     };
     let lines = lines
         .into_iter()
-        .filter(|(kind, ..)| !rare(*kind) || get(&l.largest, *kind) > 0)
+        .filter(|(kind, ..)| !rare(*kind) || l.largest[*kind] > 0)
         .map(|(kind, key, label, note)| Line {
             key,
             label: label.to_string(),
-            bytes: get(&l.largest, kind),
-            at_peak: get(&l.at_peak, kind),
+            bytes: l.largest[kind],
+            at_peak: l.at_peak[kind],
             note,
         })
         .collect();

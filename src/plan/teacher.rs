@@ -1,12 +1,15 @@
-//! A teacher beside the student: its weights, its hidden states, and the work of its forward pass.
+//! Models beside the one that trains: a teacher with its weights, hidden states and forward pass; reward models.
 
 use super::ledger::{Kind, Ledger};
+use super::model::Model;
 use super::work::Block;
 use super::{Inputs, Place, weights};
 use crate::engine::Active;
 use crate::model::Spec;
 use crate::ops::cross_entropy::PIECE;
 use crate::source::Policy;
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// What a distillation runs beside the student.
 #[derive(Debug, Clone)]
@@ -33,13 +36,25 @@ impl Teacher {
 
     /// Bytes of the weights that stay.
     pub(super) fn weights(&self) -> u64 {
-        weights::held(&self.spec, &self.storage, self.stored(), self.place, &Self::nothing())
+        weights::held(
+            &self.model(),
+            &self.storage,
+            self.stored(),
+            self.place,
+            &Self::nothing(),
+        )
+    }
+
+    fn model(&self) -> Model<'_> {
+        Model::new(&self.spec, &self.storage, &BTreeMap::new())
     }
 
     /// Bytes that stay on the host, or are read ahead there, where the device is another.
     pub(super) fn on_host(&self, on_gpu: bool) -> u64 {
         match self.place {
-            Place::Host => self.storage.bytes(&self.spec.params()),
+            Place::Host => self
+                .model()
+                .sum(&Self::nothing(), |p| self.storage.of(p).bytes(&p.shape)),
             Place::Disk { .. } if on_gpu => self.weights(),
             _ => 0,
         }
@@ -47,31 +62,68 @@ impl Teacher {
 
     /// Keys, values and logits while the student `spec` writes its answers, before the step.
     pub(super) fn answers(&self, spec: &Spec, inputs: &Inputs) -> u64 {
-        self.answers as u64 * (inputs.cache(spec) + 8 * spec.vocab as u64)
+        self.answers as u64 * inputs.answer(spec, inputs.longest)
     }
 
     /// The forward pass and what stays of it until the next batch: bytes that are held, and the most beside them. The
     /// teacher's logits share the chunk of the student's.
     pub(super) fn forward(&self, inputs: &Inputs) -> (u64, u64) {
         let mut own = inputs.clone();
-        own.adapters.clear();
+        own.adapters = Arc::default();
         own.storage = self.storage.clone();
         own.place = self.place;
         (own.mlp_tokens, own.parked) = (None, false);
         let state = inputs.element * (inputs.tokens * self.spec.hidden) as u64;
-        let mut ledger = Ledger::new(false);
-        let nothing = Self::nothing();
-        let x = ledger.hold(Kind::Layer, state);
-        for layer in 0..self.spec.layers.len() {
-            let (y, _) = Block::new(&self.spec, layer, &own, &nothing, false).forward(&mut ledger, false);
-            ledger.drop(y);
-        }
-        ledger.drop(x);
-        let rows = match weights::head_in_pieces(&self.spec, self.place, &nothing) {
+        let work = layer_work(&self.model(), &own);
+        let rows = match weights::head_in_pieces(&self.spec, self.place, &Self::nothing()) {
             // The trained tokens once more, and a piece of logits.
             Some(_) => state + 4 * (PIECE.min(self.spec.vocab) * inputs.tokens.min(512)) as u64,
             None => 4 * (inputs.tokens.min(512) * self.spec.hidden) as u64,
         };
-        (state * (1 + self.states as u64), ledger.peak.max(rows))
+        (state * (1 + self.states as u64), work.max(rows))
     }
+}
+
+/// A reward model beside the one that answers, dense and held whole.
+#[derive(Debug, Clone)]
+pub struct Judge {
+    pub spec: Spec,
+    pub storage: Policy,
+    /// Tokens of answers that it reads together, unless one answer is longer.
+    pub tokens: usize,
+}
+
+impl Judge {
+    fn model(&self) -> Model<'_> {
+        Model::new(&self.spec, &self.storage, &BTreeMap::new())
+    }
+
+    pub(super) fn weights(&self) -> u64 {
+        self.model()
+            .sum(&Active::new([]), |p| self.storage.of(p).bytes(&p.shape))
+    }
+
+    /// The most that it needs beside its weights to read `answers` of `longest` tokens each.
+    pub(super) fn forward(&self, inputs: &Inputs, answers: usize, longest: usize) -> u64 {
+        let mut own = inputs.clone();
+        own.adapters = Arc::default();
+        (own.storage, own.place) = (self.storage.clone(), Place::Device);
+        (own.mlp_tokens, own.parked) = (None, false);
+        own.tokens = (answers * longest).min(self.tokens.max(longest));
+        own.longest = longest;
+        layer_work(&self.model(), &own)
+    }
+}
+
+/// The most that a forward pass takes which keeps nothing: the input of a layer and its work.
+fn layer_work(model: &Model, inputs: &Inputs) -> u64 {
+    let (nothing, mut ledger) = (Active::new([]), Ledger::new(false));
+    let x = ledger.hold(Kind::Layer, inputs.element * (inputs.tokens * model.spec.hidden) as u64);
+    // A layer leaves nothing behind: one of each kind is enough.
+    for run in model.runs(&nothing) {
+        let (y, _) = Block::new(model.spec, run.first, inputs, &nothing, false).forward(&mut ledger, false);
+        ledger.drop(y);
+    }
+    ledger.drop(x);
+    ledger.peak
 }

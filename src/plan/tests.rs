@@ -5,10 +5,12 @@ use crate::model::rope::Rope;
 use crate::model::spec::LayerSpec;
 use crate::ops::glu::Activation;
 use crate::ops::prepacked::Orders;
+use crate::peft::Cost;
 use crate::recipe;
 use crate::source::Policy;
+use std::collections::BTreeSet;
 
-fn spec() -> Spec {
+pub(super) fn spec() -> Spec {
     Spec {
         model_type: "test".into(),
         vocab: 1000,
@@ -58,16 +60,18 @@ pub(super) fn inputs(active: Active, gradients: Gradients) -> Inputs {
         threads: 1,
         element: 4,
         on_gpu: false,
-        active: vec![active],
+        turns: [Turn::alone(active)].into(),
+        evaluation: Evaluation::default(),
         place: Place::Device,
         teacher: None,
+        judges: Arc::default(),
         parked: false,
         reference: false,
         rollout: 0,
         copies: None,
         storage: Policy::dense(recipe::Dtype::Bf16),
         file_bytes: 2,
-        adapters: BTreeMap::new(),
+        adapters: Arc::default(),
         data_bytes: 0,
         process_bytes: 0,
     }
@@ -180,7 +184,9 @@ fn the_worst_block_counts_and_a_lower_one_keeps_more_inputs() {
         (2048 * 256, 6 * 2048 * 256)
     );
     let mut both = inputs(layer(5), Gradients::Keep);
-    both.active.push(layer(0));
+    let sets = vec![layer(5), layer(0)];
+    let (model, storage) = (spec(), both.storage.clone());
+    both.turns = Turn::each(&Model::new(&model, &storage, &both.adapters), &storage, sets).into();
     let both = forecast(&spec(), &recipe, &both);
     // The other block keeps the lower halves of its masters.
     assert_eq!(line(&both, "retired_halves"), 2 * both.trained_parameters);
@@ -226,13 +232,14 @@ fn everything_that_is_held_is_given_back() {
             whole: 5,
             widens: true,
         };
-        inputs.adapters.insert(name(3, "self_attn.qkv_proj"), cost);
+        Arc::make_mut(&mut inputs.adapters).insert(name(3, "self_attn.qkv_proj"), cost);
         inputs.micro_batches = 2;
         for keep in [0, 2, 6] {
             inputs.keep_layers = keep;
             let mut ledger = Ledger::default();
-            step::walk(&mut ledger, &spec, &recipe, &inputs, &inputs.active[0]);
-            assert_eq!(ledger.now(), 0, "{:?}", inputs.active[0]);
+            let model = Model::new(&spec, &inputs.storage, &inputs.adapters);
+            step::walk(&mut ledger, &model, &recipe, &inputs, &inputs.turns[0].active);
+            assert_eq!(ledger.now(), 0, "{:?}", inputs.turns[0].active);
         }
     }
 }
@@ -308,7 +315,7 @@ fn packed_weights_are_counted_of_what_is_frozen() {
     let copies = |orders| Copies {
         orders,
         head: Some(spec().head_name().to_string()),
-        ranks: BTreeMap::new(),
+        ranks: Arc::default(),
     };
     let with = |orders| {
         let inputs = Inputs {
@@ -386,7 +393,7 @@ fn a_bf16_weight_that_is_multiplied_in_f32_is_widened_on_a_gpu() {
             widens,
             ..Cost::default()
         };
-        inputs.adapters.insert("model.layers.4.mlp.up_proj".into(), cost);
+        Arc::make_mut(&mut inputs.adapters).insert("model.layers.4.mlp.up_proj".into(), cost);
         line(&forecast(&spec(), &recipe, &inputs), "layer_work")
     };
     // x1, dy, h, q, k, v, o; lse; gate and up; and the whole weight as f32.

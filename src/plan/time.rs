@@ -3,6 +3,8 @@
 //! Letters as in the room's first page. A product of N tokens with a weight of p elements costs 2·N·p operations, and the
 //! packing of the weight as much as `PACKED_TOKENS` more tokens.
 
+use super::candidates::candidates;
+use super::model::Model;
 use super::{Inputs, Place, weights};
 use crate::engine::Gradients;
 use crate::model::Spec;
@@ -10,7 +12,6 @@ use crate::model::pieces::pieces;
 use crate::ops::prepacked::{self, Orders};
 use crate::recipe::{Dtype, Method, Recipe};
 use crate::sft::CausalLm;
-use crate::source::Group;
 
 /// Measured: packing is about 15 % of a product with 512 tokens, and a quarter to a third of one on a tile unit (a first kernel on
 /// Sapphire Rapids: 1.92 and 1.38 TFLOP/s instead of 2.56 and 2.05).
@@ -29,12 +30,20 @@ const NOT_HIDDEN: f64 = 0.1;
 
 /// Seconds of one optimizer step of the slowest active set, on a machine of no name.
 pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> f64 {
+    seconds_of(&Model::new(spec, &inputs.storage, &inputs.adapters), recipe, inputs)
+}
+
+/// The same for a model that was looked at before; it has the storage and the adapters of `inputs`.
+pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
+    let spec = model.spec;
     let tiles = prepacked::is_of_use() && !inputs.on_gpu && recipe.model.dtype == Dtype::Bf16;
     let packed = if tiles { PACKED_TOKENS_TILES } else { PACKED_TOKENS };
     let orders = inputs.copies.as_ref().map(|c| c.orders);
     let forward = if orders.is_some() { 0.0 } else { packed };
     let backward = if orders == Some(Orders::Both) { 0.0 } else { packed };
-    let sets = inputs.active.iter().map(|active| {
+    // The lowest of those that are alike is the slowest: it is always one of them.
+    let sets = candidates(model, inputs, (0, 0)).into_iter().map(|turn| {
+        let active = &turn.active;
         let layers = spec.layers.len();
         let lowest = active.lowest_layer(layers);
         let n = inputs.tokens as f64;
@@ -55,12 +64,8 @@ pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> f64 {
         let chunks = inputs.tokens.div_ceil(chunk.max(1)) as f64;
         let head = |packed: f64| 2.0 * (n + packed * chunks) * (spec.vocab * spec.hidden) as f64;
         let streamed = weights::head_in_pieces(spec, inputs.place, active).is_some();
-        let trained: f64 = spec
-            .params()
-            .iter()
-            .filter(|p| active.wants(&p.name))
-            .map(|p| 2.0 * n * p.elements() as f64)
-            .sum();
+        let wanted = model.sum(active, |p| if active.wants(&p.name) { p.elements() as u64 } else { 0 });
+        let trained = 2.0 * n * wanted as f64;
         // The loss goes through a head that comes in pieces twice.
         let through = layer(forward) * (layers as f64 + recomputed) + layer(backward) * above;
         let loss = head(forward) * if streamed { 2.0 } else { 1.0 } + head(backward);
@@ -74,7 +79,7 @@ pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> f64 {
             Place::Host => LINK_RATE,
             _ => DISK_RATE,
         };
-        let (work, read) = (work / rate, bytes_read(spec, recipe, inputs, active, lowest) / from);
+        let (work, read) = (work / rate, bytes_read(model, recipe, inputs, active, lowest) / from);
         work.max(read) + NOT_HIDDEN * work.min(read)
     });
     let passes = match inputs.gradients {
@@ -85,18 +90,19 @@ pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> f64 {
 }
 
 /// From the disk in one micro-batch: every layer forward, those that go backward again, a streamed head twice.
-fn bytes_read(spec: &Spec, recipe: &Recipe, inputs: &Inputs, active: &crate::engine::Active, lowest: usize) -> f64 {
+fn bytes_read(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &crate::engine::Active, lowest: usize) -> f64 {
     if inputs.place == Place::Device {
         return 0.0;
     }
-    let stored = recipe.model.dtype.bytes();
+    let (spec, stored) = (model.spec, recipe.model.dtype.bytes());
     let held = |name: &str| active.contains(name) && recipe.tune.method != Method::Lora;
-    let layers = spec.params().into_iter().filter_map(|p| match p.group {
-        Group::Layer(l) if !held(&p.name) => {
-            let times = if l >= lowest { 2 } else { 1 };
-            Some((times * inputs.storage.of(&p).bytes(&p.shape)) as f64)
-        }
-        _ => None,
+    let layer = |first: usize| {
+        let read = model.layer(first).filter(|p| !held(&p.name));
+        read.map(|p| inputs.storage.of(&p).bytes(&p.shape)).sum::<u64>() as f64
+    };
+    let layers = model.runs(active).into_iter().map(|run| {
+        let twice = (run.first + run.count).saturating_sub(lowest.max(run.first));
+        layer(run.first) * (run.count + twice) as f64
     });
     let head = match weights::head_in_pieces(spec, inputs.place, active) {
         Some(_) => (2 * stored * (spec.vocab * spec.hidden) as u64) as f64,

@@ -1,7 +1,8 @@
 //! Weights on their way, on paper: read one at a time before the run, and turned from codes to numbers and back
 //! between two blocks.
 
-use super::ledger::{Kind, Ledger};
+use super::ledger::{Held, Kind, Ledger};
+use super::model::Model;
 use super::{Inputs, Place};
 use crate::engine::Active;
 use crate::quant::Storage;
@@ -16,58 +17,102 @@ fn aside(inputs: &Inputs) -> Kind {
 }
 
 /// Every weight of the model comes in. A weight that becomes codes is here twice for a moment: its numbers, and the codes.
-pub(super) fn load(l: &mut Ledger, params: &[ParamInfo], inputs: &Inputs) {
+pub(super) fn load(l: &mut Ledger, model: &Model, inputs: &Inputs) {
     l.moment("loading");
-    let kind = match inputs.place {
-        Place::Device => Kind::Weights,
-        _ => Kind::OnHost,
-    };
     let mut held = Vec::new();
-    for p in params {
-        let storage = inputs.storage.of(p);
-        let numbers = match storage {
-            Storage::Coded(..) => inputs.file_bytes * p.elements() as u64,
-            Storage::Dense(_) => 0,
-        };
-        let numbers = l.hold(aside(inputs), numbers);
-        match inputs.place {
-            Place::Device | Place::Host => held.push(l.hold(kind, storage.bytes(&p.shape))),
-            // The codes go to a file of their own before anything is held.
-            Place::Disk { .. } if storage.is_coded() => l.touch(aside(inputs), storage.bytes(&p.shape)),
-            Place::Disk { .. } => {}
+    let (first, last) = match model.outside() {
+        [first, last @ ..] => (Some(first), last),
+        [] => (None, &[][..]),
+    };
+    first.into_iter().for_each(|p| held.extend(load_one(l, p, inputs)));
+    for run in model.runs(&Active::new([])) {
+        // What is held grows with each layer: the last of those that are alike is the worst.
+        let before = l.sizes();
+        for p in model.layer(run.first) {
+            held.extend(load_one(l, &p, inputs));
         }
-        l.drop(numbers);
+        if run.count > 1 {
+            held.extend(l.hold_again(&before, run.count as u64 - 2));
+            for p in model.layer(run.first) {
+                held.extend(load_one(l, &p, inputs));
+            }
+        }
     }
+    last.iter().for_each(|p| held.extend(load_one(l, p, inputs)));
     l.drop_all(held);
+}
+
+fn load_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs) -> Option<Held> {
+    let storage = inputs.storage.of(p);
+    let numbers = match storage {
+        Storage::Coded(..) => inputs.file_bytes * p.elements() as u64,
+        Storage::Dense(_) => 0,
+    };
+    let numbers = l.hold(aside(inputs), numbers);
+    let held = match inputs.place {
+        Place::Device => Some(l.hold(Kind::Weights, storage.bytes(&p.shape))),
+        Place::Host => Some(l.hold(Kind::OnHost, storage.bytes(&p.shape))),
+        // The codes go to a file of their own before anything is held.
+        Place::Disk { .. } => {
+            if storage.is_coded() {
+                l.touch(aside(inputs), storage.bytes(&p.shape));
+            }
+            None
+        }
+    };
+    l.drop(numbers);
+    held
 }
 
 /// A block that was trained goes, its weights that were codes before one by one: their exact values stay beside the codes. What
 /// `weights::held` and the exact values of other blocks take is held by the caller. Bytes of a number of the model's
 /// type, and of what a master knows beyond it.
-pub(super) fn turn(l: &mut Ledger, params: &[ParamInfo], inputs: &Inputs, active: &Active, (stored, low): (u64, u64)) {
-    let leaving = || params.iter().filter(|p| active.contains(&p.name));
-    if !leaving().any(|p| inputs.storage.of(p).is_coded()) {
+pub(super) fn turn(l: &mut Ledger, model: &Model, inputs: &Inputs, active: &Active, (stored, low): (u64, u64)) {
+    let coded = |p: &ParamInfo| active.contains(&p.name) && inputs.storage.of(p).is_coded();
+    let (mut elements, mut any) = (0, false);
+    model.each(active, |p, count| {
+        if active.contains(&p.name) {
+            elements += count * p.elements() as u64;
+            any |= coded(p);
+        }
+    });
+    if !any {
         return;
     }
     l.moment("a block becomes codes again");
-    let elements: usize = leaving().map(ParamInfo::elements).sum();
-    let mut held = vec![l.hold(aside(inputs), low * elements as u64)];
-    for p in leaving().filter(|p| inputs.storage.of(p).is_coded()) {
-        let (storage, n) = (inputs.storage.of(p), p.elements() as u64);
-        if inputs.on_gpu {
-            held.push(l.hold(Kind::OnHost, stored * n));
+    let mut held = vec![l.hold(aside(inputs), low * elements)];
+    for run in model.runs(active) {
+        let layer: Vec<ParamInfo> = model.layer(run.first).filter(coded).collect();
+        let before = l.sizes();
+        for p in &layer {
+            held.extend(turn_one(l, p, inputs, (stored, low)));
         }
-        let exact = l.hold(aside(inputs), 4 * n);
-        // The lower half is copied to join it with the upper one.
-        l.touch(aside(inputs), low * n);
-        let codes = l.hold(Kind::Weights, storage.bytes(&p.shape));
-        l.drop(exact);
-        match inputs.place {
-            Place::Device | Place::Host => held.push(codes),
-            Place::Disk { .. } => l.drop(codes),
+        if run.count > 1 {
+            held.extend(l.hold_again(&before, run.count as u64 - 2));
+            for p in &layer {
+                held.extend(turn_one(l, p, inputs, (stored, low)));
+            }
         }
     }
     l.drop_all(held);
+}
+
+fn turn_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs, (stored, low): (u64, u64)) -> Vec<Held> {
+    let (storage, n) = (inputs.storage.of(p), p.elements() as u64);
+    let mut held = Vec::new();
+    if inputs.on_gpu {
+        held.push(l.hold(Kind::OnHost, stored * n));
+    }
+    let exact = l.hold(aside(inputs), 4 * n);
+    // The lower half is copied to join it with the upper one.
+    l.touch(aside(inputs), low * n);
+    let codes = l.hold(Kind::Weights, storage.bytes(&p.shape));
+    l.drop(exact);
+    match inputs.place {
+        Place::Device | Place::Host => held.push(codes),
+        Place::Disk { .. } => l.drop(codes),
+    }
+    held
 }
 
 #[cfg(test)]
@@ -103,7 +148,7 @@ mod tests {
         Active::new(params().iter().map(|p| p.name.to_string()))
     }
 
-    fn peak(coded: bool, place: Place, walk: impl Fn(&mut Ledger, &[ParamInfo], &Inputs)) -> u64 {
+    fn peak(coded: bool, place: Place, walk: impl Fn(&mut Ledger, &Model, &Inputs)) -> u64 {
         let recipe = recipe("[memory]\nfrozen_weights = \"int8\"");
         let mut inputs = inputs(all(), crate::engine::Gradients::Keep);
         inputs.place = place;
@@ -111,7 +156,10 @@ mod tests {
             inputs.storage = Policy::new(&recipe.memory, recipe.model.dtype, &params(), |_| false).unwrap();
         }
         let mut ledger = Ledger::new(false);
-        walk(&mut ledger, &params(), &inputs);
+        let mut spec = crate::plan::tests::spec();
+        spec.layers.truncate(1);
+        let model = Model::of(&spec, params(), &inputs.storage, &inputs.adapters);
+        walk(&mut ledger, &model, &inputs);
         let peak = ledger.peak;
         // All of it was given back.
         let more = ledger.hold(Kind::Data, 1 << 40);
@@ -138,7 +186,7 @@ mod tests {
     #[test]
     fn a_block_that_leaves_is_coded_one_weight_after_another() {
         // bf16 with a master that knows two bytes more.
-        let walk = |l: &mut Ledger, params: &[ParamInfo], inputs: &Inputs| turn(l, params, inputs, &all(), (2, 2));
+        let walk = |l: &mut Ledger, model: &Model, inputs: &Inputs| turn(l, model, inputs, &all(), (2, 2));
         assert_eq!(peak(false, Place::Device, walk), 0);
         let low = 2 * (NUMBERS[0] + NUMBERS[1] + NORM / 2);
         let first = 4 * NUMBERS[0] + (2 * NUMBERS[0]).max(CODES[0]);

@@ -1,5 +1,6 @@
 //! The weights that are here at one time.
 
+use super::model::Model;
 use super::{Inputs, Place};
 use crate::engine::Active;
 use crate::model::Spec;
@@ -29,44 +30,45 @@ pub(super) fn embedding_in_rows(spec: &Spec, place: Place, active: &Active) -> b
 }
 
 /// Bytes of the packed copies of what is frozen.
-pub(super) fn copies(spec: &Spec, inputs: &Inputs, active: &Active) -> u64 {
+pub(super) fn copies(model: &Model, inputs: &Inputs, active: &Active) -> u64 {
     let Some(copies) = &inputs.copies else { return 0 };
-    let params = spec.params();
-    let frozen = params.iter().filter(|p| !active.contains(&p.name));
-    frozen.map(|p| copies.bytes(p, &inputs.storage)).sum()
+    model.sum(active, |p| match active.contains(&p.name) {
+        true => 0,
+        false => copies.bytes(p, &inputs.storage),
+    })
 }
 
 /// Bytes of the weights that are held, and of the places for those that come from the disk.
-pub(super) fn held(spec: &Spec, storage: &Policy, stored: u64, place: Place, active: &Active) -> u64 {
-    let params = spec.params();
+pub(super) fn held(model: &Model, storage: &Policy, stored: u64, place: Place, active: &Active) -> u64 {
+    let spec = model.spec;
     // What is trained now is dense.
     let bytes = |p: &ParamInfo| match active.contains(&p.name) {
         true => stored * p.elements() as u64,
         false => storage.of(p).bytes(&p.shape),
     };
     let Some(head_rows) = place.travels() else {
-        return params.iter().map(bytes).sum();
+        return model.sum(active, bytes);
     };
     let always = |p: &ParamInfo| match &*p.name == spec.head_name() {
         true => head_rows.is_none(),
         false => p.group == Group::Head,
     };
-    let stays = |p: &&ParamInfo| active.contains(&p.name) || always(p);
-    let held: u64 = params.iter().filter(stays).map(bytes).sum();
+    let stays = |p: &ParamInfo| active.contains(&p.name) || always(p);
+    let held = model.sum(active, |p| if stays(p) { bytes(p) } else { 0 });
     // A place is as large as the largest layer that is not held; equal parameters of two layers share their room.
-    let mut layers: BTreeMap<usize, BTreeMap<String, u64>> = BTreeMap::new();
-    for p in params.iter().filter(|p| !stays(p)) {
-        if let Group::Layer(l) = p.group {
+    let mut room: BTreeMap<String, u64> = BTreeMap::new();
+    let mut travelling = 0;
+    for run in model.runs(active) {
+        let mut travels = false;
+        for p in model.layer(run.first).filter(|p| !stays(p)) {
             let below = p.name.splitn(4, '.').nth(3).unwrap_or_default().to_string();
-            layers.entry(l).or_default().insert(below, bytes(p));
+            let most = room.entry(below).or_default();
+            *most = (*most).max(bytes(&p));
+            travels = true;
         }
+        travelling += if travels { run.count as u64 } else { 0 };
     }
-    let mut room: BTreeMap<&String, u64> = BTreeMap::new();
-    for (below, bytes) in layers.values().flatten() {
-        let most = room.entry(below).or_default();
-        *most = (*most).max(*bytes);
-    }
-    let places = PLACES.min(layers.len() as u64) * room.values().sum::<u64>();
+    let places = PLACES.min(travelling) * room.values().sum::<u64>();
     let pieces = match head_in_pieces(spec, place, active) {
         Some(rows) => {
             let rows = rows.min(spec.vocab);

@@ -352,6 +352,7 @@ pub fn build(values: &Values) -> Recipe {
         },
         memory: Memory {
             budget: unset("memory.budget", "auto").and_then(|t| units::parse_bytes(&t).ok()),
+            host_budget: unset("memory.host_budget", "auto").and_then(|t| units::parse_bytes(&t).ok()),
             frozen_weights: values.name("memory.frozen_weights"),
             overrides: values
                 .map("memory.overrides")

@@ -29,6 +29,7 @@ dtype = "bf16"
 device = "auto"
 [memory]
 budget = "auto"
+host_budget = "auto"
 frozen_weights = "auto"
 tier = "auto"
 head_chunk = "auto"
@@ -148,6 +149,7 @@ fn every_key_reaches_the_recipe() {
         ("model.device", "cpu"),
         ("model.init", "random"),
         ("memory.budget", "2GiB"),
+        ("memory.host_budget", "3GiB"),
         ("memory.frozen_weights", "bf16"),
         ("memory.overrides", "{ \"layers.0.\" = \"bf16\" }"),
         ("memory.group_size", "128"),

@@ -252,6 +252,8 @@ pub struct Model {
 pub struct Memory {
     /// Bytes; `None` is `auto`.
     pub budget: Option<u64>,
+    /// Of the host beside a GPU, bytes; `None` is `auto`.
+    pub host_budget: Option<u64>,
     pub frozen_weights: FrozenWeights,
     /// Starts of parameter names, or names with `*`, and the storage of the projections that they fit.
     pub overrides: Vec<(String, Storage)>,

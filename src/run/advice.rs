@@ -1,8 +1,9 @@
 //! What to change in a recipe whose run does not fit: each change is planned before it is named.
 
 use super::adapters;
-use super::choose::{Chosen, Setting};
+use super::choose::{Chosen, Setting, fits, over};
 use super::forecast::{Limits, Refused};
+use super::row_sizes::RowSizes;
 use super::tuning::Tuning;
 use crate::base::units::bytes;
 use crate::base::{Error, Result};
@@ -47,15 +48,34 @@ pub(super) fn refused(setting: &Setting, recipe: &Recipe, limits: Limits, chosen
     let most = most.map_or(String::new(), |l| {
         format!(", most of it {} ({})", l.label, bytes(l.at_peak))
     });
-    let by_budget = recipe.memory.budget.is_some();
-    let what = match by_budget {
-        true => "the run does not fit the memory budget",
-        false => "the run does not fit the memory that is free",
+    let on_host = plan.peak_host_bytes.unwrap_or(0);
+    let (error, by_budget) = match limits.most.filter(|most| plan.peak_bytes > *most) {
+        // Here there is room.
+        None => {
+            let given = recipe.memory.host_budget.is_some();
+            let what = match given {
+                true => "the run does not fit the host's memory budget",
+                false => "the run does not fit the host's memory",
+            };
+            let error = Error::new(what)
+                .at("memory.host_budget")
+                .found(format!("a forecast peak of {} beside the GPU", bytes(on_host)))
+                .expected(format!("at most {}", bytes(limits.host.unwrap_or(0))));
+            (error, given)
+        }
+        Some(budget) => {
+            let given = recipe.memory.budget.is_some();
+            let what = match given {
+                true => "the run does not fit the memory budget",
+                false => "the run does not fit the memory that is free",
+            };
+            let error = Error::new(what)
+                .at("memory.budget")
+                .found(format!("a forecast peak of {}{most}", bytes(plan.peak_bytes)))
+                .expected(format!("at most {}", bytes(budget)));
+            (error, given)
+        }
     };
-    let error = Error::new(what)
-        .at("memory.budget")
-        .found(format!("a forecast peak of {}{most}", bytes(plan.peak_bytes)))
-        .expected(format!("at most {}", bytes(limits.most.unwrap_or(0))));
     Refused {
         error: error.hint(hint(setting, recipe, limits, chosen)),
         by_budget,
@@ -107,13 +127,14 @@ fn hint(setting: &Setting, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> 
             if p.chosen.fits {
                 p.chosen.seconds
             } else {
-                p.chosen.plan.peak_bytes as f64
+                over(&p.chosen.plan, limits).0 as f64
             }
         };
         rank(a).cmp(&rank(b)).then(time(a).total_cmp(&time(b)))
     });
     let none_fits = fitting(&all) == 0;
-    let smaller = |p: &Planned| p.chosen.fits || (none_fits && p.chosen.plan.peak_bytes < chosen.plan.peak_bytes);
+    let before = over(&chosen.plan, limits);
+    let smaller = |p: &Planned| p.chosen.fits || (none_fits && over(&p.chosen.plan, limits) < before);
     let lines = all.into_iter().filter(smaller).take(NAMED).map(|p| {
         let times = p.chosen.seconds / chosen.seconds;
         let speed = match times {
@@ -131,15 +152,14 @@ fn hint(setting: &Setting, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> 
         )
     });
     let lines: String = lines.collect();
+    // Which of the two budgets is short.
+    let needed = match limits.most.is_some_and(|most| chosen.plan.peak_bytes > most) {
+        true => bytes(chosen.plan.peak_bytes),
+        false => format!("{} on the host", bytes(chosen.plan.peak_host_bytes.unwrap_or(0))),
+    };
     match (lines.is_empty(), none_fits) {
-        (true, _) => format!(
-            "nothing smaller is known; the budget would have to be {}",
-            bytes(chosen.plan.peak_bytes)
-        ),
-        (false, true) => format!(
-            "no change fits; these help most, or a budget of {}{lines}",
-            bytes(chosen.plan.peak_bytes)
-        ),
+        (true, _) => format!("nothing smaller is known; the budget would have to be {needed}"),
+        (false, true) => format!("no change fits; these help most, or a budget of {needed}{lines}"),
         (false, false) => format!("the cheapest changes that fit:{lines}"),
     }
 }
@@ -167,7 +187,7 @@ fn plan(setting: &Setting, recipe: &Recipe, limits: Limits) -> Result<Chosen> {
         ..*setting
     };
     let mut chosen = changed.choose(recipe, limits)?;
-    chosen.fits = limits.most.is_none_or(|most| chosen.plan.peak_bytes <= most);
+    chosen.fits = fits(&chosen.plan, limits.most, limits.host);
     Ok(chosen)
 }
 

@@ -2,18 +2,21 @@
 
 use super::forecast::Limits;
 use super::prompts;
+use super::row_sizes::RowSizes;
 use super::setup::Stored;
 use super::stage::lesson::needs_copy;
 use super::tuning::Tuning;
 use crate::base::{Error, Result};
 use crate::engine::Gradients;
+use crate::generate;
 use crate::model::{Adapters, Spec};
 use crate::ops::cross_entropy::PIECE;
 use crate::ops::prepacked::{self, Orders};
 use crate::peft::Adapter;
-use crate::plan::{self, Inputs, Place, Plan};
+use crate::plan::{self, Costs, Inputs, Model, Place, Plan};
 use crate::recipe::{Activations, Correction, Dtype, FrozenWeights, Method, PackedWeights, Recipe, Stage, Tier};
 use crate::source::{Copies, Policy};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Tokens that go through an MLP at a time, where all do not fit.
@@ -25,12 +28,21 @@ pub(super) struct Setting<'a> {
     pub spec: &'a Spec,
     pub adapters: &'a Adapters,
     pub tuning: &'a Tuning,
-    /// Tokens of each row; without them every row is as long as it may be.
-    pub lengths: Option<&'a [usize]>,
+    /// Without rows every one is as long as it may be.
+    pub rows: Option<&'a RowSizes>,
     pub stored: &'a Stored,
     pub on_gpu: bool,
     /// Runs beside the model.
     pub teacher: Option<&'a plan::Teacher>,
+    pub judges: &'a Arc<[plan::Judge]>,
+}
+
+/// What all plans of a recipe with one storage share: the model is looked at once.
+pub(super) struct Base<'a> {
+    model: Model<'a>,
+    inputs: Inputs,
+    /// With its orders open.
+    copies: Copies,
 }
 
 /// One way through a step; only how many layers keep their activations is open.
@@ -55,23 +67,43 @@ pub(super) struct Chosen {
     pub fits: bool,
 }
 
+impl Chosen {
+    /// Is `other` nearer to fitting?
+    fn is_above(&self, other: &Plan, limits: Limits) -> bool {
+        over(other, limits) < over(&self.plan, limits)
+    }
+}
+
+/// By how many bytes a plan is above the memory that there is, here or on the host, and what it takes.
+pub(super) fn over(plan: &Plan, limits: Limits) -> (u64, u64) {
+    let above = |bytes: u64, most: Option<u64>| most.map_or(0, |most| bytes.saturating_sub(most));
+    let host = above(plan.peak_host_bytes.unwrap_or(0), limits.host);
+    (above(plan.peak_bytes, limits.most) + host, plan.peak_bytes)
+}
+
+/// Does a plan stay below `goal`, and on the host below what there is?
+pub(super) fn fits(plan: &Plan, goal: Option<u64>, host: Option<u64>) -> bool {
+    let below = |bytes: u64, most: Option<u64>| most.is_none_or(|most| bytes <= most);
+    below(plan.peak_bytes, goal) && below(plan.peak_host_bytes.unwrap_or(0), host)
+}
+
 impl Setting<'_> {
     /// Without loss, the fastest way that reaches the goal; else the fastest that fits at all; else the same with codes of
     /// ever fewer bits; else the smallest.
     pub fn choose(&self, recipe: &Recipe, limits: Limits) -> Result<Chosen> {
         let mut smallest: Option<Chosen> = None;
         for lossy in self.storages(recipe) {
+            let base = self.base(recipe, lossy)?;
             let mut goals = vec![limits.most];
             if lossy.is_none() && limits.goal != limits.most {
                 goals.insert(0, limits.goal);
             }
             for goal in goals {
-                let found = self.fastest(recipe, lossy, goal)?;
+                let found = self.fastest(recipe, &base, lossy, Limits { goal, ..limits })?;
                 if found.fits {
                     return Ok(found);
                 }
-                let is_smaller = |old: &Chosen| found.plan.peak_bytes < old.plan.peak_bytes;
-                if smallest.as_ref().is_none_or(is_smaller) {
+                if smallest.as_ref().is_none_or(|old| old.is_above(&found.plan, limits)) {
                     smallest = Some(found);
                 }
             }
@@ -79,7 +111,8 @@ impl Setting<'_> {
         smallest.ok_or_else(|| Error::new("there is no place for the weights"))
     }
 
-    fn fastest(&self, recipe: &Recipe, lossy: Option<FrozenWeights>, goal: Option<u64>) -> Result<Chosen> {
+    /// The fastest way below `limits.goal`.
+    fn fastest(&self, recipe: &Recipe, base: &Base, lossy: Option<FrozenWeights>, limits: Limits) -> Result<Chosen> {
         let layers = self.spec.layers.len();
         let (least, most) = match recipe.memory.activations {
             Activations::Keep => (layers, layers),
@@ -92,10 +125,9 @@ impl Setting<'_> {
                 .found("the host's memory is the device's")
                 .hint("use `recompute`: it needs the least"));
         }
-        let storage = self.policy(recipe, lossy)?;
-        let seconds = |way: &Way, keep| plan::seconds(self.spec, recipe, &self.inputs(recipe, way, &storage, keep));
+        let seconds = |way: &Way, keep| plan::seconds_of(&base.model, recipe, &self.inputs(base, way, keep));
         let mut ways: Vec<(f64, Way)> = Vec::new();
-        for way in self.ways(recipe, lossy)? {
+        for way in self.ways(recipe, base, lossy)? {
             ways.push((seconds(&way, most), way));
         }
         // Stable: of equally fast ways the first one.
@@ -105,18 +137,18 @@ impl Setting<'_> {
             if best.as_ref().is_some_and(|b| b.fits && b.seconds <= at_best) {
                 break;
             }
-            let (keep, plan, fits) = self.most_kept(recipe, &way, &storage, goal, least..=most);
+            let (keep, plan, fits) = self.most_kept(recipe, base, &way, limits, least..=most);
             let seconds = seconds(&way, keep);
             let better = best.as_ref().is_none_or(|b| match (fits, b.fits) {
                 (true, true) => seconds < b.seconds,
-                (false, false) => plan.peak_bytes < b.plan.peak_bytes,
+                (false, false) => b.is_above(&plan, limits),
                 (fits, _) => fits,
             });
             if better {
                 best = Some(Chosen {
                     way,
                     keep,
-                    storage: storage.clone(),
+                    storage: base.inputs.storage.clone(),
                     plan,
                     seconds,
                     fits,
@@ -126,17 +158,17 @@ impl Setting<'_> {
         best.ok_or_else(|| Error::new("there is no place for the weights"))
     }
 
-    /// The most layers that can keep their activations under `goal`; the least of `range` where none can.
+    /// The most layers that can keep their activations below `limits.goal`; the least of `range` where none can.
     fn most_kept(
         &self,
         recipe: &Recipe,
+        base: &Base,
         way: &Way,
-        storage: &Policy,
-        goal: Option<u64>,
+        limits: Limits,
         range: std::ops::RangeInclusive<usize>,
     ) -> (usize, Plan, bool) {
-        let plan = |keep| plan::forecast(self.spec, recipe, &self.inputs(recipe, way, storage, keep));
-        let fits = |plan: &Plan| goal.is_none_or(|most| plan.peak_bytes <= most);
+        let plan = |keep| plan::forecast_of(&base.model, recipe, &self.inputs(base, way, keep));
+        let fits = |plan: &Plan| fits(plan, limits.goal, limits.host);
         let (mut low, mut high) = (*range.start(), range.end() + 1);
         let mut chosen = plan(low);
         if !fits(&chosen) {
@@ -171,8 +203,7 @@ impl Setting<'_> {
         let mut wanted = recipe.memory.clone();
         wanted.frozen_weights = lossy.unwrap_or(wanted.frozen_weights);
         // What trains by turns is stored like the rest while it does not.
-        let possible = self.tuning.possible();
-        let always = |name: &str| possible.iter().all(|active| active.contains(name));
+        let always = self.tuning.always_trains();
         let mut storage = Policy::new(&wanted, recipe.model.dtype, &self.spec.params(), always)?;
         if corrects_all(recipe) && !storage.coded().is_empty() {
             return Err(
@@ -199,7 +230,7 @@ impl Setting<'_> {
     }
 
     /// Everything that the recipe leaves open, the plainest first.
-    fn ways(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<Vec<Way>> {
+    fn ways(&self, recipe: &Recipe, base: &Base, lossy: Option<FrozenWeights>) -> Result<Vec<Way>> {
         let choose = |keep_fits| {
             let all_active = recipe.tune.method == Method::Full;
             let micro_batches = recipe.train.gradient_accumulation_steps;
@@ -215,7 +246,7 @@ impl Setting<'_> {
             Some(0) => vec![None],
             Some(tokens) => vec![Some(tokens)],
             None => {
-                let smaller = MLP_TOKENS.into_iter().filter(|n| *n < self.measured(recipe).tokens);
+                let smaller = MLP_TOKENS.into_iter().filter(|n| *n < base.inputs.tokens);
                 std::iter::once(None).chain(smaller.map(Some)).collect()
             }
         };
@@ -260,12 +291,16 @@ impl Setting<'_> {
     pub fn copies(&self, recipe: &Recipe, orders: Orders) -> Copies {
         // Rows that train change in a matrix that is frozen otherwise.
         let rows_train = !recipe.tune.lora.trainable_token_indices.is_empty();
-        let rank = |(module, adapter): (&String, &Arc<Adapter>)| (format!("{module}.weight"), adapter.cost().rank);
         Copies {
             orders,
             head: (!rows_train).then(|| self.spec.head_name().to_string()),
-            ranks: self.adapters.iter().map(rank).collect(),
+            ranks: self.ranks(),
         }
+    }
+
+    fn ranks(&self) -> Arc<BTreeMap<String, usize>> {
+        let rank = |(module, adapter): (&String, &Arc<Adapter>)| (format!("{module}.weight"), adapter.cost().rank);
+        Arc::new(self.adapters.iter().map(rank).collect())
     }
 
     /// Where the weights may live, the fastest first.
@@ -308,51 +343,65 @@ impl Setting<'_> {
         }
     }
 
-    pub fn inputs(&self, recipe: &Recipe, way: &Way, storage: &Policy, keep_layers: usize) -> Inputs {
-        let mut inputs = self.measured(recipe);
+    /// What all plans of `recipe` with one storage share.
+    pub fn base(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<Base<'_>> {
+        let storage = self.policy(recipe, lossy)?;
+        let costs = plan::costs(self.adapters);
+        Ok(Base {
+            copies: self.copies(recipe, Orders::Forward),
+            model: Model::new(self.spec, &storage, &costs),
+            inputs: self.measured(recipe, storage, costs),
+        })
+    }
+
+    fn inputs(&self, base: &Base, way: &Way, keep_layers: usize) -> Inputs {
+        let mut inputs = base.inputs.clone();
         inputs.gradients = way.gradients;
-        inputs.storage = storage.clone();
-        inputs.file_bytes = self.stored.number_bytes.unwrap_or(inputs.file_bytes);
         inputs.keep_layers = keep_layers;
         inputs.mlp_tokens = way.mlp;
         inputs.place = way.place;
-        inputs.copies = way.copies.map(|orders| self.copies(recipe, orders));
+        inputs.copies = way.copies.map(|orders| Copies {
+            orders,
+            ..base.copies.clone()
+        });
         inputs
     }
 
-    /// The largest micro-batch that these rows can make.
-    fn measured(&self, recipe: &Recipe) -> Inputs {
-        let mut inputs = Inputs::of_recipe(recipe, self.tuning.possible(), self.adapters, Gradients::Keep);
+    pub fn plan(&self, recipe: &Recipe, base: &Base, way: &Way, keep_layers: usize) -> Plan {
+        plan::forecast_of(&base.model, recipe, &self.inputs(base, way, keep_layers))
+    }
+
+    /// The largest micro-batch that these rows make, and what trains in a run over them.
+    fn measured(&self, recipe: &Recipe, storage: Policy, costs: Costs) -> Inputs {
+        let sizes = self.rows.and_then(|rows| Some((rows, rows.of(recipe)?)));
+        // Without rows only a number of steps that is given is known.
+        let given = u64::try_from(recipe.train.max_steps).ok();
+        let steps = sizes.as_ref().map(|(_, sizes)| sizes.steps).or(given);
+        let turns = self.tuning.turns(steps.unwrap_or(u64::MAX), &storage);
+        let mut inputs = Inputs::of_recipe(recipe, turns, costs, Gradients::Keep);
+        inputs.storage = storage;
+        inputs.file_bytes = self.stored.number_bytes.unwrap_or(inputs.file_bytes);
         inputs.on_gpu = self.on_gpu;
         inputs.reference = needs_copy(recipe);
         if prompts::reinforces(recipe) {
-            inputs.rollout = prompts::answers_of_rollout(recipe);
+            // So many are in flight at a time.
+            inputs.rollout = prompts::answers_of_rollout(recipe).min(generate::Limits::default().rows);
         }
         if self.on_gpu && recipe.model.dtype == Dtype::Bf16 {
             inputs.element = 2;
         }
         inputs.teacher = self.teacher.cloned();
-        // Answers of a student can be as long as a row may be.
-        let grows = self.teacher.is_some() && recipe.distill.lmbda > 0.0;
-        let Some(lengths) = self.lengths.filter(|_| !grows) else {
-            return inputs;
-        };
-        let mut lengths: Vec<usize> = lengths.iter().map(|n| (*n).min(recipe.data.max_length)).collect();
-        lengths.sort_unstable_by(|a, b| b.cmp(a));
-        let rows = recipe.train.batch_size;
-        inputs.longest = lengths.first().copied().unwrap_or(1);
-        inputs.tokens = match recipe.data.packing {
-            true => {
-                let most = recipe.data.packing_length.min(recipe.data.max_length);
-                // A row that is longer stands alone.
-                (rows * most.max(inputs.longest)).min(lengths.iter().sum())
-            }
-            // Any rows can meet in a micro-batch: the longest do at worst.
-            false => lengths.iter().cycle().take(rows).sum(),
-        };
-        // The rows are read already: they are part of what the process holds.
-        inputs.data_bytes = lengths.iter().map(|n| 5 * *n as u64 + 80).sum();
-        inputs.process_bytes = inputs.process_bytes.saturating_sub(inputs.data_bytes);
+        inputs.judges = self.judges.clone();
+        if let Some((rows, sizes)) = sizes {
+            inputs.tokens = sizes.largest.tokens;
+            inputs.longest = sizes.largest.longest;
+            inputs.documents = sizes.largest.documents;
+            inputs.micro_batches = sizes.micro_batches;
+            inputs.evaluation = rows.evaluation(recipe);
+            // The rows are read already: they are part of what the process holds.
+            inputs.data_bytes = sizes.data_bytes;
+            inputs.process_bytes = inputs.process_bytes.saturating_sub(inputs.data_bytes);
+        }
         inputs
     }
 
@@ -360,17 +409,17 @@ impl Setting<'_> {
     pub fn least(
         &self,
         recipe: &Recipe,
+        base: &Base,
         lossy: Option<FrozenWeights>,
         of: impl Fn(&Way) -> bool,
-    ) -> Result<Option<u64>> {
-        let storage = self.policy(recipe, lossy)?;
+    ) -> Result<Option<Plan>> {
         let keep = match recipe.memory.activations {
             Activations::Keep => self.spec.layers.len(),
             _ => 0,
         };
-        let ways = self.ways(recipe, lossy)?.into_iter().filter(of);
-        let peaks = ways.map(|way| plan::forecast(self.spec, recipe, &self.inputs(recipe, &way, &storage, keep)));
-        Ok(peaks.map(|plan| plan.peak_bytes).min())
+        let ways = self.ways(recipe, base, lossy)?.into_iter().filter(of);
+        let plans = ways.map(|way| self.plan(recipe, base, &way, keep));
+        Ok(plans.min_by_key(|plan| plan.peak_bytes))
     }
 }
 

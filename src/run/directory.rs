@@ -1,10 +1,11 @@
 //! The run directory: opened, described, cleaned.
 
-use super::setup::{self, Described};
+use super::setup;
 use super::train::Options;
 use super::{starts, state};
 use crate::base::{Error, Result, files};
 use crate::checkpoint::{self, Loaded};
+use crate::model::{Spec, shapes};
 use crate::ops::CpuPath;
 use crate::plan::{Place, Plan};
 use crate::recipe::{self, Method, Recipe};
@@ -92,17 +93,17 @@ pub fn clean(run_dir: &Path) -> Result<()> {
 }
 
 /// Bytes of what a run writes: checkpoints (one more than are kept) and `final/`; `elements` are trained in all.
-pub fn space_needed(recipe: &Recipe, model: &Described, elements: u64, place: Place) -> u64 {
+pub fn space_needed(recipe: &Recipe, spec: &Spec, elements: u64, place: Place) -> u64 {
     let kept = if recipe.train.save_steps > 0 {
         recipe.train.save_total_limit as u64 + 1
     } else {
         1
     };
-    let all: usize = model.spec.params().iter().map(|p| p.elements()).sum();
+    let all: usize = spec.params().iter().map(|p| p.elements()).sum();
     let stored = recipe.model.dtype.bytes();
     let out = match recipe.tune.method {
         // Its weights are not worth a file.
-        _ if model.is_shape() => 0,
+        _ if recipe.model.path.starts_with(shapes::PREFIX) => 0,
         // A start that is taken off doubles the rank.
         Method::Lora if starts::changes_base(recipe) => elements * 8 + all as u64 * 4,
         Method::Lora => elements * 8,

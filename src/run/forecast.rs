@@ -2,22 +2,24 @@
 //! nothing does.
 
 use super::advice;
+use super::choose::{Base, Chosen, Setting, Way};
 use super::defaults;
-use super::choose::{Chosen, Setting, Way};
+use super::plan::Verdict;
+use super::row_sizes::RowSizes;
 use super::setup::Stored;
-use super::teacher;
 use super::tuning::Tuning;
+use super::{prompts, rewards, teacher};
 use crate::base::units::bytes;
 use crate::base::{Error, Result, files, memory};
-use crate::data::order::BatchStream;
 use crate::engine::Gradients;
 use crate::model::{Adapters, Spec};
 use crate::ops::{self, prepacked::Orders};
-use crate::plan::{self, Choice, Place, Plan};
+use crate::plan::{Choice, Place, Plan};
 use crate::recipe::{Activations, FrozenWeights, PackedWeights, Recipe, Tier};
 use crate::source::{Copies, Policy};
 use candle_core::Device;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// Tenths of the free memory that a run without a budget may take for speed.
 const OF_FREE: u64 = 8;
@@ -38,6 +40,7 @@ pub struct Forecast {
     pub copies: Option<Copies>,
     /// It does not fit: what to say instead of running.
     pub refused: Option<Refused>,
+    pub limits: Limits,
 }
 
 pub struct Refused {
@@ -48,7 +51,7 @@ pub struct Refused {
 
 /// How much memory there is: what a choice aims at, and what nothing may exceed.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Limits {
+pub struct Limits {
     pub goal: Option<u64>,
     pub most: Option<u64>,
     /// Of the host beside a GPU.
@@ -67,13 +70,14 @@ impl Limits {
             (None, None) if on_gpu => (None, None),
             (None, None) => (free.map(goal), here),
         };
-        let host = here.filter(|_| gpu_free.is_some());
+        // Where the GPU is not here, its host is taken to be like this machine.
+        let host = recipe.memory.host_budget.or(here).filter(|_| on_gpu);
         Self { goal, most, host }
     }
 }
 
-/// The plan for the largest micro-batch that the rows of `stream` can make; without rows, for full ones. A recipe
-/// that names a GPU is planned for one, whether or not it is here. `stored`: how the weights lie in the files.
+/// The plan for the largest micro-batch that a run over these rows makes; without rows, for full ones. A recipe that
+/// names a GPU is planned for one, whether or not it is here. `stored`: how the weights lie in the files.
 ///
 /// Errors: settings that contradict each other. A run that does not fit is no error: see `refused`.
 pub fn forecast(
@@ -81,38 +85,39 @@ pub fn forecast(
     spec: &Spec,
     adapters: &Adapters,
     tuning: &Tuning,
-    stream: Option<&BatchStream>,
+    rows: Option<&RowSizes>,
     stored: &Stored,
     device: &Device,
 ) -> Result<Forecast> {
     let gpu = ops::device::memory(device)?;
     let on_gpu = recipe.model.device.starts_with("cuda") || gpu.is_some();
+    if recipe.memory.host_budget.is_some() && !on_gpu {
+        return Err(Error::usage("`memory.host_budget` means nothing on a CPU")
+            .at("memory.host_budget")
+            .found("the host's memory is the device's")
+            .hint("set `memory.budget`"));
+    }
     let teacher = teacher::cost(recipe, spec, on_gpu)?;
+    let judges = match prompts::reinforces(recipe) {
+        true => rewards::costs(&recipe.reinforce)?.into(),
+        false => Arc::default(),
+    };
     let setting = Setting {
         spec,
         adapters,
         tuning,
-        lengths: stream.map(BatchStream::lengths),
+        rows,
         stored,
         on_gpu,
         teacher: teacher.as_ref(),
+        judges: &judges,
     };
     let limits = Limits::of(recipe, gpu.map(|g| g.free), setting.on_gpu);
     let mut chosen = setting.choose(recipe, limits)?;
     chosen.plan.choices = setting.choices(recipe, limits, &chosen)?;
-    let host = chosen.plan.peak_host_bytes.unwrap_or(0);
-    let host_short = limits.host.filter(|most| host > *most);
-    let refused = match (chosen.fits, host_short) {
-        (false, _) => Some(advice::refused(&setting, recipe, limits, &chosen)),
-        (true, Some(most)) => Some(Refused {
-            error: Error::new("the run does not fit the host's memory")
-                .at("what stays on the host beside the GPU")
-                .found(format!("a forecast peak of {}", bytes(host)))
-                .expected(format!("at most {}", bytes(most)))
-                .hint("use fewer rows, or set `optimizer.master = \"stochastic\"`"),
-            by_budget: false,
-        }),
-        (true, None) => None,
+    let refused = match chosen.fits {
+        false => Some(advice::refused(&setting, recipe, limits, &chosen)),
+        true => None,
     };
     Ok(Forecast {
         copies: chosen.way.copies.map(|orders| setting.copies(recipe, orders)),
@@ -123,17 +128,56 @@ pub fn forecast(
         place: chosen.way.place,
         plan: chosen.plan,
         refused,
+        limits,
     })
+}
+
+impl Forecast {
+    /// Whether the run fits, in one line.
+    pub fn verdict(&self, recipe: &Recipe) -> Verdict {
+        let (limits, plan) = (self.limits, &self.plan);
+        let of = |needed: u64, most: u64, budget: bool| match budget {
+            true => format!("{} of a budget of {}", bytes(needed), bytes(most)),
+            false => format!("{} of {} free", bytes(needed), bytes(most)),
+        };
+        let device = match limits.most {
+            Some(most) => of(plan.peak_bytes, most, recipe.memory.budget.is_some()),
+            None => format!("{} of a GPU that is not here", bytes(plan.peak_bytes)),
+        };
+        let host = match (plan.peak_host_bytes, limits.host) {
+            (Some(host), Some(most)) => {
+                format!(", on the host {}", of(host, most, recipe.memory.host_budget.is_some()))
+            }
+            _ => String::new(),
+        };
+        let fits = self.refused.is_none();
+        let word = match (fits, limits.most) {
+            (true, Some(_)) => "fits",
+            (true, None) => "needs",
+            (false, _) => "does not fit",
+        };
+        Verdict {
+            fits,
+            text: format!("{word}: {device}{host}"),
+        }
+    }
 }
 
 impl Setting<'_> {
     /// What was chosen for what the recipe leaves open, and why.
     fn choices(&self, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> Result<Vec<Choice>> {
         let way = chosen.way;
+        let base = self.base(recipe, way.lossy)?;
+        let least = |of: &dyn Fn(&Way) -> bool| self.least(recipe, &base, way.lossy, of);
         let mut all = Vec::new();
         let mut say = |key, value: String, why: String| all.push(Choice { key, value, why });
-        let needs = |what: &str, least: Option<u64>| match least {
-            Some(least) => format!("{what} takes {} at least", bytes(least)),
+        let needs = |what: &str, least: Option<Plan>| match least {
+            Some(plan) => match (plan.peak_host_bytes, limits.host) {
+                (Some(host), Some(most)) if host > most => {
+                    format!("{what} takes {} of the host at least", bytes(host))
+                }
+                _ => format!("{what} takes {} at least", bytes(plan.peak_bytes)),
+            },
             None => format!("{what} does not fit"),
         };
         if let (None, Some(goal)) = (recipe.memory.budget, limits.goal) {
@@ -145,11 +189,15 @@ impl Setting<'_> {
         }
         if recipe.memory.frozen_weights == FrozenWeights::Auto {
             match way.lossy {
-                Some(lossy) => say(
-                    "memory.frozen_weights",
-                    lossy.name().into(),
-                    needs("a storage without loss", self.least(recipe, None, |_| true)?),
-                ),
+                Some(lossy) => {
+                    let exact: Base = self.base(recipe, None)?;
+                    let least = self.least(recipe, &exact, None, |_| true)?;
+                    say(
+                        "memory.frozen_weights",
+                        lossy.name().into(),
+                        needs("a storage without loss", least),
+                    )
+                }
                 None => say(
                     "memory.frozen_weights",
                     recipe.model.dtype.name().into(),
@@ -162,12 +210,16 @@ impl Setting<'_> {
             match way.place {
                 Place::Device => say("memory.tier", "device".into(), "nothing has to be read again".into()),
                 Place::Host => {
-                    let least = self.least(recipe, way.lossy, on_device)?;
+                    let least = least(&on_device)?;
                     say("memory.tier", "host".into(), needs("all weights on the GPU", least));
                 }
                 Place::Disk { .. } => {
-                    let least = self.least(recipe, way.lossy, on_device)?;
-                    say("memory.tier", "disk".into(), needs("all weights in memory", least));
+                    let on_host = |w: &Way| w.place == Place::Host;
+                    let (what, least) = match self.on_gpu {
+                        true => ("all weights in the host's memory", least(&on_host)?),
+                        false => ("all weights in memory", least(&on_device)?),
+                    };
+                    say("memory.tier", "disk".into(), needs(what, least));
                 }
             }
         }
@@ -178,7 +230,7 @@ impl Setting<'_> {
                 Some(rows) => say(
                     "memory.head_chunk",
                     rows.to_string(),
-                    needs("a whole head", self.least(recipe, way.lossy, whole)?),
+                    needs("a whole head", least(&whole)?),
                 ),
             }
         }
@@ -188,8 +240,7 @@ impl Setting<'_> {
             if chosen.keep == layers {
                 say("memory.activations", value, "nothing is computed twice".into());
             } else {
-                let more = self.inputs(recipe, &way, &chosen.storage, chosen.keep + 1);
-                let more = plan::forecast(self.spec, recipe, &more).peak_bytes;
+                let more = self.plan(recipe, &base, &way, chosen.keep + 1);
                 say("memory.activations", value, needs("one layer more", Some(more)));
             }
         }
@@ -200,7 +251,7 @@ impl Setting<'_> {
                 Some(tokens) => say(
                     "memory.mlp_chunk",
                     tokens.to_string(),
-                    needs("all tokens at once", self.least(recipe, way.lossy, whole)?),
+                    needs("all tokens at once", least(&whole)?),
                 ),
             }
         }
@@ -215,7 +266,7 @@ impl Setting<'_> {
                 let more = |w: &Way| w.copies > way.copies && w.place == way.place;
                 let why = match way.copies {
                     Some(Orders::Both) => "no frozen weight is packed in a product".into(),
-                    _ => needs("more of them", self.least(recipe, way.lossy, more)?),
+                    _ => needs("more of them", least(&more)?),
                 };
                 say("memory.packed_weights", packed(way.copies).name().into(), why);
             }
@@ -231,7 +282,7 @@ impl Setting<'_> {
             say(
                 "gradients",
                 "two passes".into(),
-                needs("keeping them for clipping", self.least(recipe, way.lossy, kept)?),
+                needs("keeping them for clipping", least(&kept)?),
             );
         }
         Ok(all)

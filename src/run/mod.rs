@@ -23,6 +23,7 @@ pub mod plan;
 pub mod prompts;
 pub mod quantize;
 pub mod rewards;
+pub mod row_sizes;
 pub mod rows;
 mod running;
 pub mod samples;

@@ -7,7 +7,7 @@ use super::stage::Feed;
 use super::state::{self, Facts};
 use super::tuning::Tuning;
 use crate::base::units::bytes;
-use crate::base::{Error, Result, signal};
+use crate::base::{Error, Result, memory, signal};
 use crate::checkpoint;
 use crate::data::Dataset;
 use crate::engine::{self, Engine, Gradients};
@@ -15,6 +15,7 @@ use crate::ops;
 use crate::plan::Plan;
 use crate::recipe::Recipe;
 use crate::report::{EvalMetrics, Reporter};
+use candle_core::Device;
 use serde_json::json;
 use std::path::Path;
 
@@ -29,6 +30,45 @@ pub struct Run<'a> {
     pub facts: Facts,
     pub reporter: Reporter,
     pub plan: &'a Plan,
+    pub budget: Option<Budget>,
+}
+
+/// A memory budget that a recipe gives for a run on the CPU.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Budget {
+    bytes: u64,
+    /// The most that the process took before the model was loaded, reading its rows for example.
+    before: u64,
+}
+
+impl Budget {
+    /// `None`: the recipe gives no budget, or the GPU's own memory is bounded by it.
+    pub fn of(recipe: &Recipe, device: &Device) -> Option<Self> {
+        let bytes = recipe.memory.budget.filter(|_| device.is_cpu())?;
+        let before = memory::peak_resident();
+        Some(Self { bytes, before })
+    }
+
+    /// A forecast is right to a tenth, so a run that was planned up to its budget may take so much more.
+    fn most(self) -> u64 {
+        self.bytes.saturating_add(self.bytes / 10)
+    }
+
+    /// Did the process take more while it trained? `peak`: the most it took so far.
+    fn is_passed(self, peak: u64) -> bool {
+        peak > self.most().max(self.before)
+    }
+
+    /// What to say before the run where the process took more already.
+    pub fn warning(self) -> Option<String> {
+        (self.before > self.most()).then(|| {
+            format!(
+                "reading the model's files and the rows took {}, more than `memory.budget` ({})",
+                bytes(self.before),
+                bytes(self.bytes)
+            )
+        })
+    }
 }
 
 impl Run<'_> {
@@ -108,6 +148,37 @@ impl Run<'_> {
         .hint("go on with `--resume`"))
     }
 
+    /// Errors: the process took more than the budget of the recipe; the state after `step` is saved then.
+    pub fn stop_above_budget(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        let peak = memory::peak_resident();
+        let Some(budget) = self.budget.filter(|budget| budget.is_passed(peak)) else {
+            return Ok(());
+        };
+        self.save(engine, step)?;
+        self.reporter.note(&self.plan.table());
+        self.reporter.event(
+            "stop",
+            json!({"step": step, "reason": "memory budget", "peak_memory_bytes": peak}),
+        );
+        self.reporter.finish();
+        Err(Error::new("the run took more memory than its budget")
+            .at("memory.budget")
+            .found(format!(
+                "a measured peak of {} in step {step}, {} forecast",
+                bytes(peak),
+                bytes(self.plan.peak_bytes)
+            ))
+            .expected(format!(
+                "at most {}, a tenth more than the budget of {}",
+                bytes(budget.most()),
+                bytes(budget.bytes)
+            ))
+            .hint(format!(
+                "the state after step {step} is saved: go on with `--resume memory.budget={}MiB`, or remove the budget",
+                peak.div_ceil(1 << 20)
+            )))
+    }
+
     /// A step failed. Its weights are those of the step before where gradients are kept: that state is saved.
     pub fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error) -> Error {
         self.facts.trained_tokens = trained_tokens;
@@ -151,5 +222,24 @@ impl Run<'_> {
                  or let other programs leave the GPU",
             )
             .cause(e)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_budget_is_passed_by_a_tenth_and_only_by_the_training() {
+        let budget = Budget {
+            bytes: 1000,
+            before: 400,
+        };
+        assert!(!budget.is_passed(1100) && budget.is_passed(1101));
+        assert_eq!(budget.warning(), None);
+        // Reading the rows took more already: the training is to blame only if it takes more than that.
+        let before = Budget { before: 3000, ..budget };
+        assert!(!before.is_passed(3000) && before.is_passed(3001));
+        assert!(before.warning().is_some_and(|w| w.contains("2.9 KiB")));
     }
 }

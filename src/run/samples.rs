@@ -11,7 +11,7 @@ use crate::recipe::Recipe;
 use serde_json::json;
 
 /// Tokens an answer may have: longer ones are cut.
-const SAMPLE_TOKENS: usize = 48;
+pub(super) const SAMPLE_TOKENS: usize = 48;
 /// Rows decoded together.
 const ROWS: usize = 64;
 

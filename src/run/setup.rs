@@ -303,12 +303,14 @@ impl Stored {
     }
 }
 
-/// What a model computes, from its `config.json` alone.
-pub fn read_spec(path: &str, revision: &str) -> Result<Spec> {
+/// What a model computes, from its `config.json` alone, and the directory of that.
+pub fn read_spec(path: &str, revision: &str) -> Result<(PathBuf, Spec)> {
     if let Some(config) = shapes::config(path)? {
-        return families::read(&config);
+        return Ok((PathBuf::from(path), families::read(&config)?));
     }
-    families::read(&Config::load(&hub::resolve_config(path, revision)?)?)
+    let dir = hub::resolve_config(path, revision)?;
+    let spec = families::read(&Config::load(&dir)?)?;
+    Ok((dir, spec))
 }
 
 /// The device of that name, ready for use; a choice that may surprise is told.

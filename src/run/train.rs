@@ -4,8 +4,9 @@ use super::defaults::{self, Before};
 use super::forecast::{self, Forecast};
 use super::header::{header, trained_elements};
 use super::learning::{self, Watch};
+use super::row_sizes::RowSizes;
 use super::rows::{self, Rows};
-use super::running::Run;
+use super::running::{Budget, Run};
 use super::setup::{self, Described};
 use super::stage::{self, Stage};
 use super::starts::{self, Setting};
@@ -98,12 +99,13 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         place,
         copies: packed,
         refused,
+        ..
     } = forecast::forecast(
         recipe,
         &model.spec,
         &prepared.adapters,
         &tuning,
-        Some(&stream),
+        Some(&RowSizes::new(recipe, &stream, eval.as_ref())),
         &setup::Stored::find(&model.dir, &model.spec, recipe.model.init)?,
         &device,
     )?;
@@ -145,7 +147,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         None => 0,
     };
     let elements = trained_elements(&tuning, total_steps, &params, &prepared.adapters);
-    checkpoint::check_space(&run_dir, directory::space_needed(recipe, &model, elements, place))?;
+    checkpoint::check_space(&run_dir, directory::space_needed(recipe, &model.spec, elements, place))?;
     directory::describe(&run_dir, loaded, &plan)?;
     let mut reporter = Reporter::new(&run_dir, total_steps, start_step);
     let lines = header(recipe, &model, &train, eval.as_ref(), &stream, &plan, &tuning, elements, &params);
@@ -162,6 +164,10 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     }
 
     // ---- engine
+    let budget = Budget::of(recipe, &device);
+    if let Some(warning) = budget.and_then(Budget::warning) {
+        reporter.warn(&warning);
+    }
     let mut network = model.load_to(place, &storage, recipe, &run_dir, &device)?;
     for adapter in prepared.adapters.values_mut() {
         *adapter = Arc::new(adapter.on(&device)?);
@@ -250,6 +256,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         facts,
         reporter,
         plan: &plan,
+        budget,
     };
     if start_step == 0 && total_steps > 0 {
         run.samples(&engine, "before")?;
@@ -320,6 +327,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
             run.save(&engine, step)?;
         }
         run.stop_if_asked(&engine, step)?;
+        run.stop_above_budget(&engine, step)?;
         if due(recipe.train.eval_steps) && step < total_steps {
             run.evaluate(&engine, step)?;
             run.stop_if_asked(&engine, step)?;

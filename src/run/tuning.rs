@@ -6,9 +6,11 @@ use crate::engine::Active;
 use crate::engine::active::{Corrected, group_of};
 use crate::model::Spec;
 use crate::optim::{BlockSchedule, Masks, Optimizer};
+use crate::plan::{Retired, Turn};
 use crate::recipe::{self, Correction, CorrectionScope, Method, Recipe};
-use crate::source::{Group, ParamInfo};
-use std::collections::BTreeSet;
+use crate::source::{Group, ParamInfo, Policy};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
 
 /// Turns that are looked at to see which blocks ever train.
 const TURNS: usize = 10_000;
@@ -27,7 +29,15 @@ pub struct Blocks {
     scale: f64,
     /// Names of the matrices of `correction = "lora"`.
     adapters: Vec<String>,
+    /// Names and elements of the parameters of each block.
+    sizes: Vec<Vec<(Arc<str>, u64)>>,
 }
+
+/// Turns of blocks that are gone through one by one, for each block: after so many every block has found all others
+/// trained, if it comes again at all.
+const TURNS: u64 = 4;
+/// Sets of one kind that are planned where each of them names every parameter of the model.
+const LARGE_SETS: usize = 8;
 
 impl Tuning {
     pub fn new(recipe: &Recipe, spec: &Spec, params: &[ParamInfo], prepared: &Prepared) -> Result<Self> {
@@ -44,7 +54,18 @@ impl Tuning {
                     correction_scale: scale,
                     ..
                 } = tune.block;
+                let by_name: HashMap<&str, &ParamInfo> = params.iter().map(|p| (&*p.name, p)).collect();
+                let found = |name: &String| {
+                    by_name
+                        .get(name.as_str())
+                        .map(|p| (p.name.clone(), p.elements() as u64))
+                };
+                let sizes = schedule
+                    .blocks
+                    .iter()
+                    .map(|b| b.params.iter().filter_map(found).collect());
                 Self::Blocks(Box::new(Blocks {
+                    sizes: sizes.collect(),
                     schedule,
                     correction,
                     scope,
@@ -72,15 +93,27 @@ impl Tuning {
         }
     }
 
-    /// Every set that can be active, for the planner.
-    pub fn possible(&self) -> Vec<Active> {
+    /// Is a parameter trained in every step of the run?
+    pub fn always_trains(&self) -> Box<dyn Fn(&str) -> bool + '_> {
         match self {
-            Self::Static(active) => vec![active.clone()],
-            Self::Blocks(b) => match b.schedule.masks(1) {
-                // All windows are alike.
-                Some(masks) => vec![b.set(&[0], Some(masks))],
-                None => b.schedule.possible().iter().map(|set| b.set(set, None)).collect(),
-            },
+            Self::Static(active) => Box::new(|name| active.contains(name)),
+            Self::Blocks(b) => {
+                let s = &b.schedule;
+                let mut sets = s.possible();
+                sets.iter_mut().for_each(|set| set.sort_unstable());
+                sets.dedup();
+                // A fixed block, or a part of every parameter.
+                let only = (sets.len() == 1 || s.is_masked()).then(|| b.set(&sets[0], None));
+                Box::new(move |name| s.always.contains(name) || only.as_ref().is_some_and(|o| o.contains(name)))
+            }
+        }
+    }
+
+    /// Every set that is trained in `steps` steps, and what was trained before it, for the planner.
+    pub fn turns(&self, steps: u64, storage: &Policy) -> Arc<[Turn]> {
+        match self {
+            Self::Static(active) => [Turn::alone(active.clone())].into(),
+            Self::Blocks(b) => b.turns(steps, storage),
         }
     }
 
@@ -183,6 +216,82 @@ pub fn optimizer(recipe: &Recipe) -> Optimizer {
 }
 
 impl Blocks {
+    fn turns(&self, steps: u64, storage: &Policy) -> Arc<[Turn]> {
+        let s = &self.schedule;
+        // All windows are alike.
+        if let Some(masks) = s.masks(1) {
+            return [Turn::alone(self.set(&[0], Some(masks)))].into();
+        }
+        let count = steps.div_ceil(s.switch_every.max(1)).max(1);
+        let long = count > TURNS * s.blocks.len() as u64;
+        let sets = if long { s.possible() } else { s.turns(count) };
+        let retired: Vec<Retired> = self.sizes.iter().map(|block| rests(block, storage)).collect();
+        // What was trained so far; in a long run everything was before any turn.
+        let mut trained = vec![long; s.blocks.len()];
+        let mut turns: BTreeMap<Vec<usize>, (Retired, bool)> = BTreeMap::new();
+        let end = sets.len() - 1;
+        for (i, set) in sets.into_iter().enumerate() {
+            let corrected = self.corrected(&set);
+            let found = (0..trained.len()).filter(|b| trained[*b] && !set.contains(b) && !corrected(*b));
+            let found = found.fold(Retired::default(), |sum, b| Retired {
+                dense: sum.dense + retired[b].dense,
+                coded: sum.coded + retired[b].coded,
+            });
+            (0..trained.len())
+                .filter(|b| corrected(*b))
+                .chain(set.iter().copied())
+                .for_each(|b| trained[b] = true);
+            // Of one set a later turn finds more.
+            let leaves = long || i < end;
+            let kept = turns.entry(set).or_insert((found, leaves));
+            *kept = (found, kept.1 || leaves);
+        }
+        let alone = turns.len() == 1;
+        let turns: Vec<Found> = turns
+            .into_iter()
+            .map(|(set, (retired, leaves))| (set, retired, leaves && !alone))
+            .collect();
+        let turns = self.fewer(turns, storage).into_iter();
+        turns
+            .map(|(set, retired, leaves)| Turn {
+                active: self.set(&set, None),
+                retired,
+                leaves,
+            })
+            .collect()
+    }
+
+    /// With a correction each set names every parameter of the model: some of those that are alike stand for all.
+    fn fewer(&self, turns: Vec<Found>, storage: &Policy) -> Vec<Found> {
+        if self.correction == Correction::None {
+            return turns;
+        }
+        let mut alike: BTreeMap<(u64, Vec<Retired>), Vec<Found>> = BTreeMap::new();
+        for turn in turns {
+            let names = turn.0.iter().flat_map(|b| &self.schedule.blocks[*b].params);
+            let shape = Active::new(names.cloned()).shape();
+            let storages = turn.0.iter().map(|b| rests(&self.sizes[*b], storage)).collect();
+            alike.entry((shape, storages)).or_default().push(turn);
+        }
+        let mut out = Vec::new();
+        for all in alike.into_values() {
+            // Spread evenly, the lowest and the highest among them.
+            let count = all.len().min(LARGE_SETS);
+            let at = |i: usize| i * (all.len() - 1) / (count - 1).max(1);
+            out.extend((0..count).map(|i| all[at(i)].clone()));
+        }
+        out
+    }
+
+    /// Is a block corrected while these are active?
+    fn corrected(&self, active: &[usize]) -> impl Fn(usize) -> bool + use<> {
+        let at_once = matches!(self.correction, Correction::Sgd | Correction::Signsgd);
+        let partial = self.scope == CorrectionScope::Partial;
+        let (first, active) = (active.iter().min().copied().unwrap_or(0), active.to_vec());
+        // Blocks are in the order of the model: those after the first active one lie above it.
+        move |block| at_once && !active.contains(&block) && (!partial || block > first)
+    }
+
     /// What trains, and what is corrected, while these blocks are active.
     fn set(&self, active: &[usize], masks: Option<Masks>) -> Active {
         let s = &self.schedule;
@@ -197,9 +306,8 @@ impl Blocks {
         match self.correction {
             Correction::None => Active::new(names).masked(masks),
             Correction::Sgd | Correction::Signsgd => {
-                // Blocks are in the order of the model: those after the first active one lie above it.
-                let others = s.blocks.iter().enumerate();
-                let others = others.filter(|(i, _)| !active.contains(i) && (!partial || *i > first));
+                let is_corrected = self.corrected(active);
+                let others = s.blocks.iter().enumerate().filter(|(i, _)| is_corrected(*i));
                 let others = others.flat_map(|(_, b)| b.params.iter());
                 let corrected = Corrected {
                     names: others.filter(|n| !names.contains(*n)).cloned().collect(),
@@ -215,6 +323,19 @@ impl Blocks {
                 Active::new(names.into_iter().chain(adapters))
             }
         }
+    }
+}
+
+/// Blocks that are active together, what has retired when they are, and whether others follow.
+type Found = (Vec<usize>, Retired, bool);
+
+/// What a block leaves behind when it rests, by the storage that its parameters rest in.
+fn rests(block: &[(Arc<str>, u64)], storage: &Policy) -> Retired {
+    let coded = |name: &Arc<str>| storage.coded().contains_key(name);
+    let sum = |wanted: bool| block.iter().filter(|(n, _)| coded(n) == wanted).map(|(_, n)| n).sum();
+    Retired {
+        dense: sum(false),
+        coded: sum(true),
     }
 }
 
@@ -253,4 +374,82 @@ fn frozen(recipe: &Recipe, spec: &Spec, params: &[ParamInfo]) -> Result<Active> 
             .hint("set `tune.freeze.trainable_layers` or name parameters in `tune.freeze.trainable`"));
     }
     Ok(Active::new(chosen))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{families, shapes};
+    use crate::recipe::Dtype;
+    use crate::run::adapters;
+
+    /// Lowest layer, elements retired, and whether another set follows, of each turn of a run.
+    fn turns(more: &str, steps: u64) -> Vec<(usize, u64, bool)> {
+        let text = format!("[model]\npath = \"shape:small\"\n[tune]\nmethod = \"block\"\n[tune.block]\n{more}");
+        let recipe = recipe::parse(&text, "r.toml", &[]).unwrap().recipe;
+        let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
+        let prepared = adapters::of(&recipe, &spec).unwrap();
+        let tuning = Tuning::new(&recipe, &spec, &spec.params(), &prepared).unwrap();
+        let turns = tuning.turns(steps, &Policy::dense(Dtype::Bf16));
+        let found = turns
+            .iter()
+            .map(|t| (t.active.lowest_layer(99), t.retired.dense, t.leaves));
+        found.collect()
+    }
+
+    #[test]
+    fn a_short_run_retires_what_it_has_trained() {
+        let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
+        let layers = spec.layers.len();
+        let of_layer = spec.params().into_iter().filter(|p| p.group == Group::Layer(0));
+        let one: u64 = of_layer.map(|p| p.elements() as u64).sum();
+        let up = "order = \"ascending\"\nswitch_every = 1\n";
+        assert_eq!(turns(up, 1), [(0, 0, false)]);
+        assert_eq!(turns(up, 3), [(0, 0, true), (1, one, true), (2, 2 * one, false)]);
+        // A block that comes again finds the others.
+        let again = turns(up, layers as u64 + 1);
+        assert_eq!(again[0], (0, (layers as u64 - 1) * one, true));
+        assert_eq!(again[1], (1, one, true));
+        // In a long run each finds all others.
+        for steps in [5 * layers as u64, u64::MAX] {
+            for more in [up, "switch_every = 1\n", "order = \"descending\"\nswitch_every = 1\n"] {
+                let all = turns(more, steps);
+                assert_eq!(all.len(), layers);
+                assert!(
+                    all.iter().all(|t| (t.1, t.2) == ((layers as u64 - 1) * one, true)),
+                    "{more} {all:?}"
+                );
+            }
+        }
+        // One block alone, and parts of all parameters, retire nothing.
+        assert_eq!(
+            turns("order = \"fixed\"\nstart_block = 1\nswitch_every = 1\n", 50),
+            [(1, 0, false)]
+        );
+        assert_eq!(turns("partition = \"ratio\"\nswitch_every = 1\n", 50), [(0, 0, false)]);
+        // What is corrected at once is no block at rest.
+        let corrected = turns(&format!("{up}correction = \"sgd\"\n"), 50);
+        assert!(
+            corrected.len() <= LARGE_SETS && corrected.iter().all(|t| t.1 == 0),
+            "{corrected:?}"
+        );
+    }
+
+    #[test]
+    fn a_random_order_is_drawn_as_the_run_draws_it() {
+        let text = "[model]\npath = \"shape:small\"\n[tune]\nmethod = \"block\"\nblock.switch_every = 3\n";
+        let recipe = recipe::parse(text, "r.toml", &[]).unwrap().recipe;
+        let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
+        let prepared = adapters::of(&recipe, &spec).unwrap();
+        let tuning = Tuning::new(&recipe, &spec, &spec.params(), &prepared).unwrap();
+        let Tuning::Blocks(b) = &tuning else { panic!("blocks") };
+        let count = 3 * spec.layers.len() as u64 + 1;
+        let want: Vec<Vec<usize>> = (0..count).map(|turn| b.schedule.active(3 * turn + 1)).collect();
+        assert_eq!(b.schedule.turns(count), want);
+        let few = tuning.turns(4, &Policy::dense(Dtype::Bf16));
+        let mut lowest: Vec<usize> = few.iter().map(|t| t.active.lowest_layer(99)).collect();
+        let mut drawn = vec![want[0][0], want[1][0]];
+        (lowest.sort_unstable(), drawn.sort_unstable());
+        assert_eq!(lowest, drawn);
+    }
 }

@@ -11,7 +11,8 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub struct Policy {
     dtype: Dtype,
-    coded: BTreeMap<Arc<str>, Format>,
+    /// Shared by the clones: plans make many.
+    coded: Arc<BTreeMap<Arc<str>, Format>>,
 }
 
 impl Policy {
@@ -19,7 +20,7 @@ impl Policy {
     pub fn dense(dtype: Dtype) -> Self {
         Self {
             dtype,
-            coded: BTreeMap::new(),
+            coded: Arc::default(),
         }
     }
 
@@ -64,7 +65,10 @@ impl Policy {
                 Some((p.name.clone(), format(wanted)?))
             })
             .collect();
-        Ok(Self { dtype, coded })
+        Ok(Self {
+            dtype,
+            coded: Arc::new(coded),
+        })
     }
 
     /// Of what is not coded, and of decoded values.
@@ -86,9 +90,10 @@ impl Policy {
 
     /// Of each parameter another format, or none: what a choice of bits per layer gives.
     pub fn set(&mut self, name: Arc<str>, format: Option<Format>) {
+        let coded = Arc::make_mut(&mut self.coded);
         match format {
-            Some(format) => self.coded.insert(name, format),
-            None => self.coded.remove(&name),
+            Some(format) => coded.insert(name, format),
+            None => coded.remove(&name),
         };
     }
 

@@ -20,7 +20,7 @@ pub struct Copies {
     /// The matrix that projects to the vocabulary, unless rows of it train.
     pub head: Option<String>,
     /// The rank of the delta that rides on a weight, by the weight's name.
-    pub ranks: BTreeMap<String, usize>,
+    pub ranks: Arc<BTreeMap<String, usize>>,
 }
 
 impl Copies {
@@ -219,7 +219,7 @@ mod tests {
         Copies {
             orders,
             head: Some("embed".into()),
-            ranks: [("layers.0.a".to_string(), 16)].into(),
+            ranks: Arc::new([("layers.0.a".to_string(), 16)].into()),
         }
     }
 

@@ -16,7 +16,7 @@ use ft::ops::glu::Activation;
 use ft::ops::prepacked::Orders;
 use ft::optim::Optimizer;
 use ft::peft::{Adapter, Cost, Lora, Mask, lora};
-use ft::plan::{self, Inputs, Place};
+use ft::plan::{self, Evaluation, Inputs, Place, Turn};
 use ft::recipe::{self, Dtype, Method, Recipe};
 use ft::sft::CausalLm;
 use ft::source::{Copies, Disk, LayerSource, ParamInfo, Policy, Prepacking, Resident, disk};
@@ -194,7 +194,7 @@ impl Way {
         packed.then(|| Copies {
             orders: Orders::Both,
             head: Some(spec.head_name().to_string()),
-            ranks: ranks.collect(),
+            ranks: Arc::new(ranks.collect()),
         })
     }
 
@@ -338,16 +338,18 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
         threads: rayon::current_num_threads(),
         element: 4,
         on_gpu: false,
-        active: vec![active],
+        turns: [Turn::alone(active)].into(),
+        evaluation: Evaluation::default(),
         place,
         teacher: None,
+        judges: Arc::default(),
         parked: false,
         reference: false,
         rollout: 0,
         copies,
         storage,
         file_bytes: dtype.bytes(),
-        adapters: costs,
+        adapters: Arc::new(costs),
         data_bytes: 0,
         process_bytes: 0,
     };

@@ -17,13 +17,14 @@ use ft::model::spec::Spec;
 use ft::model::{Network, families, shapes};
 use ft::ops::cross_entropy::PIECE;
 use ft::optim::Optimizer;
-use ft::plan::{self, Inputs, Place, Plan};
+use ft::plan::{self, Evaluation, Inputs, Model, Place, Plan, Turn};
 use ft::recipe::{self, Dtype, Recipe};
 use ft::sft::CausalLm;
 use ft::source::{Disk, LayerSource, ParamInfo, Policy, Resident, disk, resident};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 const CASE: &str = "FT_TEST_MEMORY_CASE";
@@ -141,8 +142,10 @@ fn measure(case: &Case, file: &Path) -> Value {
         0
     };
     network.mlp_tokens = case.activations.contains("pieces").then_some(count * length / 4);
+    let costs = plan::costs(&network.adapters);
     let inputs = Inputs {
         teacher: None,
+        judges: Arc::default(),
         parked: false,
         reference: false,
         rollout: 0,
@@ -157,11 +160,12 @@ fn measure(case: &Case, file: &Path) -> Value {
         threads: rayon::current_num_threads(),
         element: 4,
         on_gpu: false,
-        active: active.clone(),
+        turns: Turn::each(&Model::new(&spec, &storage, &costs), &storage, active.clone()).into(),
+        evaluation: Evaluation::default(),
         place: place(case),
         storage,
         file_bytes: 2,
-        adapters: network.adapters.iter().map(|(m, a)| (m.clone(), a.cost())).collect(),
+        adapters: costs,
         data_bytes: 0,
         process_bytes: process,
     };

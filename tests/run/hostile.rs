@@ -79,7 +79,13 @@ fn configs_that_ft_cannot_compute() {
         ("num_local_experts", "8", &["num_local_experts"][..]),
         ("num_attention_heads", "-1", &["num_attention_heads"][..]),
         ("num_hidden_layers", "2", &["config.json"][..]),
-        ("vocab_size", "64", &["tokens", "embedding"][..]),
+        (
+            "num_hidden_layers",
+            "1000000000",
+            &["num_hidden_layers", "at most 4"][..],
+        ),
+        ("head_dim", "4294967296", &["head_dim", "64"][..]),
+        ("vocab_size", "64", &["vocab_size", "320"][..]),
     ] {
         let bench = Bench::new();
         let path = bench.path("model/config.json");

@@ -272,7 +272,8 @@ fn changes_that_are_named_fit() {
 #[test]
 fn a_plan_for_a_gpu_counts_its_memory_and_the_host_apart() {
     let bench = Bench::new();
-    let more = ["model.device=cuda:0", "train.gradient_accumulation_steps=1"];
+    let roomy = "memory.host_budget=512GiB";
+    let more = ["model.device=cuda:0", "train.gradient_accumulation_steps=1", roomy];
     let out = shape_plan(&bench, "llama-3.1-8b", "24GiB", &more);
     let (peak, _) = chosen(&out);
     let plan: Value = serde_json::from_slice(&out.stdout).unwrap();
@@ -285,6 +286,7 @@ fn a_plan_for_a_gpu_counts_its_memory_and_the_host_apart() {
         "memory.tier=device",
         "tune.method=lora",
         "tune.lora.r=8",
+        roomy,
     ];
     for (budget, storage) in [("17GiB", "bf16"), ("11GiB", "int8"), ("8GiB", "nf4")] {
         let (peak, choice) = chosen(&shape_plan(&bench, "qwen2.5-7b", budget, &tight));
@@ -295,8 +297,131 @@ fn a_plan_for_a_gpu_counts_its_memory_and_the_host_apart() {
         );
     }
     // Where layers may travel, nothing has to be lost.
-    let (_, choice) = chosen(&shape_plan(&bench, "qwen2.5-7b", "8GiB", &[tight[0], tight[2]]));
+    let (_, choice) = chosen(&shape_plan(&bench, "qwen2.5-7b", "8GiB", &[tight[0], tight[2], roomy]));
     assert_eq!(choice("memory.frozen_weights"), "bf16");
+}
+
+#[test]
+fn beside_a_gpu_the_host_has_to_have_room_too() {
+    let bench = Bench::new();
+    let plan = |host: &str| {
+        let host = format!("memory.host_budget={host}");
+        let more = ["model.device=cuda:0", "tune.method=lora", "tune.lora.r=8", &host];
+        let out = shape_plan(&bench, "llama-3.1-70b", "24GiB", &more);
+        let plan: Value = serde_json::from_slice(&out.stdout).unwrap_or_default();
+        let bytes = |key: &str| plan[key].as_u64().unwrap_or(0);
+        let tier = plan["chosen"]["memory.tier"].clone();
+        (
+            tier["value"].clone(),
+            tier["why"].to_string(),
+            bytes("peak_host_bytes"),
+            out,
+        )
+    };
+    let (tier, _, host, _) = plan("512GiB");
+    assert!(tier == "host" && host > 128 << 30, "{tier} {host}");
+    let (tier, why, host, out) = plan("64GiB");
+    assert!(tier == "disk" && host < 64 << 30, "{tier} {host}\n{}", said(&out));
+    assert!(why.contains("of the host"), "{why}");
+    // Too little for any way, and the other budget is not blamed.
+    let (.., out) = plan("64MiB");
+    assert_eq!(out.status.code(), Some(1));
+    assert!(said(&out).contains("the host's memory budget"), "{}", said(&out));
+    // On a CPU there is no such thing.
+    let out = shape_plan(&bench, "small", "4GiB", &["memory.host_budget=1GiB"]);
+    assert!(said(&out).contains("memory.host_budget"), "{}", said(&out));
+    assert_eq!(out.status.code(), Some(2));
+}
+
+/// Verdict and disk, as text and as JSON; `ft train` refuses what the plan says is too little disk.
+#[test]
+fn a_plan_says_whether_it_fits_and_what_the_disk_has_to_hold() {
+    let bench = Bench::new();
+    let out = bench.ft(&["plan", "--recipe", "r.toml", "--budget", "2GiB"]);
+    let text = String::from_utf8_lossy(&out.stdout).into_owned();
+    let line = |start: &str| text.lines().find(|l| l.starts_with(start)).map(str::to_string);
+    assert!(
+        line("fits: ").is_some_and(|l| l.ends_with("of a budget of 2.0 GiB")),
+        "{text}"
+    );
+    assert!(line("disk: ").is_some_and(|l| l.contains(" free in ")), "{text}");
+    let json = |more: &[&str]| -> Value {
+        let out = bench.ft(&[&["plan", "--recipe", "r.toml", "--json"], more].concat());
+        assert!(out.status.success(), "{}", said(&out));
+        serde_json::from_slice(&out.stdout).unwrap()
+    };
+    let plan = json(&[]);
+    assert!(
+        plan["fits"] == true && plan["verdict"].as_str().unwrap().ends_with(" free"),
+        "{plan}"
+    );
+    assert!(plan["disk"]["fits"] == true && plan["disk"]["free_bytes"].as_u64().unwrap() > 0);
+    // Each checkpoint that is kept takes its part.
+    let needed = |limit: &str| {
+        let plan = json(&["train.save_steps=1", &format!("train.save_total_limit={limit}")]);
+        plan["disk"]["needed_bytes"].as_u64().unwrap()
+    };
+    assert_eq!(needed("3") - needed("2"), needed("2") - needed("1"));
+    let out = bench.ft(&[
+        "plan",
+        "--recipe",
+        "r.toml",
+        "train.save_steps=1",
+        "train.save_total_limit=1000000000",
+    ]);
+    let text = said(&out);
+    assert!(out.status.success() && text.contains("disk: does not fit: "), "{text}");
+    let refused = bench.ft(&[
+        "train",
+        "--recipe",
+        "r.toml",
+        "train.save_steps=1",
+        "train.save_total_limit=1000000000",
+    ]);
+    assert!(!refused.status.success() && said(&refused).contains("not enough disk space"));
+}
+
+/// A plan costs no more than in proportion to the layers: it used to take minutes for a thousand of them.
+#[test]
+fn a_plan_of_a_thousand_layers_takes_no_time() {
+    let bench = Bench::new();
+    let seconds = |layers: usize, more: &[&str]| {
+        let model = bench.path(&format!("layers-{layers}"));
+        fs::create_dir_all(&model).unwrap();
+        let config = config("qwen3", 4096, 64, layers, [2, 2, 32], 128, true);
+        fs::write(model.join("config.json"), config.to_string()).unwrap();
+        let text = format!("[model]\npath = \"{}\"\n[data]\nmax_length = 512\n", model.display());
+        let more: Vec<String> = more.iter().map(|s| s.to_string()).collect();
+        let recipe = ft::recipe::parse(&text, "r.toml", &more).unwrap().recipe;
+        // The best of two: a test beside this one may take the processor.
+        let once = || {
+            let started = std::time::Instant::now();
+            ft::run::plan::plan(&recipe).unwrap();
+            started.elapsed().as_secs_f64()
+        };
+        once().min(once())
+    };
+    for more in [
+        &["tune.method=block", "memory.budget=8GiB"][..],
+        &["tune.method=block", "tune.block.correction=sgd", "memory.budget=8GiB"],
+        &[
+            "tune.method=block",
+            "tune.block.partition=matrix",
+            "train.max_steps=900",
+            "memory.budget=8GiB",
+        ],
+        &["tune.method=lora", "memory.budget=8GiB"],
+        &["tune.method=full", "memory.budget=8GiB"],
+        &["tune.method=lora", "memory.budget=150MiB", "memory.frozen_weights=nf4"],
+    ] {
+        let (few, many) = (seconds(250, more), seconds(1000, more));
+        println!("{more:?}: {few:.3} s for 250 layers, {many:.3} s for 1000");
+        assert!(many < 4.0, "{more:?}: {many} s");
+        assert!(
+            many < 0.1 + 10.0 * few,
+            "{more:?}: {few} s for 250 layers, {many} s for 1000"
+        );
+    }
 }
 
 #[test]

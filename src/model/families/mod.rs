@@ -54,9 +54,30 @@ pub fn read(config: &Config) -> Result<Spec> {
     Ok(spec)
 }
 
+/// The largest sizes that a config without weights is believed: well above those of any published model. Weights that are
+/// there bound them first (`formats::fits`).
+const LARGEST: [(&str, usize); 7] = [
+    ("vocab_size", 1 << 24),
+    ("hidden_size", 1 << 20),
+    ("intermediate_size", 1 << 22),
+    ("num_hidden_layers", 1 << 12),
+    ("num_attention_heads", 1 << 14),
+    ("num_key_value_heads", 1 << 14),
+    ("head_dim", 1 << 14),
+];
+/// Parameters of the whole model, so that bytes of them can be added up.
+const PARAMETERS: u128 = 1 << 48;
+
 fn common(config: &Config, model_type: &str) -> Result<Spec> {
+    // Before anything is made of them.
+    for (key, most) in LARGEST {
+        if let Some(n) = config.opt_usize(key)?.filter(|n| *n > most) {
+            return Err(out_of_range(key, n, most, &config.path.display().to_string()));
+        }
+    }
     let hidden = config.usize("hidden_size")?;
     let heads = config.usize("num_attention_heads")?;
+    let layers = config.usize("num_hidden_layers")?;
     let head_dim = match config.opt_usize("head_dim")? {
         Some(e) => e,
         None if heads > 0 && hidden.is_multiple_of(heads) => hidden / heads,
@@ -90,7 +111,7 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         logit_softcap: None,
         embedding_scale: 1.0,
         tied: config.bool_or("tie_word_embeddings", false)?,
-        layers: vec![LayerSpec { window: None, rope: 0 }; config.usize("num_hidden_layers")?],
+        layers: vec![LayerSpec { window: None, rope: 0 }; layers],
         ropes: Vec::new(),
         max_positions: config.opt_usize("max_position_embeddings")?.unwrap_or(usize::MAX),
         initializer_range: config.opt_f64("initializer_range")?.unwrap_or(0.02) as f32,
@@ -255,6 +276,13 @@ fn refuse_unsupported(config: &Config, place: &str) -> Result<()> {
     Ok(())
 }
 
+fn out_of_range(key: &str, found: usize, most: usize, place: &str) -> Error {
+    Error::new(format!("`{key}` is out of range"))
+        .at(place)
+        .found(found)
+        .expected(format!("1 to {most}"))
+}
+
 fn check(spec: &Spec, place: &str) -> Result<()> {
     let sizes = [
         ("vocab_size", spec.vocab),
@@ -266,12 +294,19 @@ fn check(spec: &Spec, place: &str) -> Result<()> {
         ("head_dim", spec.head_dim),
     ];
     for (key, n) in sizes {
-        if n == 0 || n > 1 << 24 {
-            return Err(Error::new(format!("`{key}` is out of range"))
-                .at(place)
-                .found(n)
-                .expected("1 to 16777216"));
+        let most = LARGEST.iter().find(|(k, _)| *k == key).map_or(0, |(_, most)| *most);
+        if n == 0 || n > most {
+            return Err(out_of_range(key, n, most, place));
         }
+    }
+    let matrices: u128 = spec.linears().iter().map(|(_, i, o, ..)| *i as u128 * *o as u128).sum();
+    let tables = 2 * spec.vocab as u128 * spec.hidden as u128;
+    let parameters = matrices * spec.layers.len() as u128 + tables;
+    if parameters > PARAMETERS {
+        return Err(Error::new("the sizes make a model that is too large")
+            .at(place)
+            .found(format!("{parameters} parameters"))
+            .expected(format!("at most {PARAMETERS}")));
     }
     if !spec.heads.is_multiple_of(spec.kv_heads) {
         return Err(

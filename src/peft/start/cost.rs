@@ -41,6 +41,9 @@ pub fn bytes(lora: &Lora, hidden: usize, tokens: u64, adapters: &BTreeMap<String
         return 0;
     }
     let init = lora.init_lora_weights;
+    if matches!(init, LoraInit::Default | LoraInit::Gaussian) {
+        return 0;
+    }
     let mut layers: BTreeMap<Option<usize>, Vec<Linear>> = BTreeMap::new();
     for (module, cost) in adapters {
         if let Some(linear) = Linear::of(module, cost) {

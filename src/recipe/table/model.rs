@@ -49,7 +49,15 @@ pub(super) static KEYS: &[Key] = &[
         Kind::Size,
         "\"auto\"",
         "what the device has free at the start",
-        "Most memory to use, such as `22GiB`.",
+        "Most memory to use, such as `22GiB`. On a CPU a run whose process takes a tenth more than a size that is given here stops after the step; its state is saved.",
+    ),
+    key(
+        "memory",
+        "host_budget",
+        Kind::Size,
+        "\"auto\"",
+        "what this machine has free at the start",
+        "Beside a GPU: most memory of the host to use. Set it to plan for a GPU in another machine. On a CPU it has no effect and is refused.",
     ),
     key(
         "memory",

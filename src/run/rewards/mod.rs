@@ -8,6 +8,7 @@ mod schema;
 
 use crate::base::{Error, Result, files};
 use crate::data::prompts::Prompt;
+use crate::plan;
 use crate::recipe::Reinforce;
 use candle_core::Device;
 use fancy_regex::Regex;
@@ -166,6 +167,18 @@ pub fn check(rlhf: &Reinforce, prompts: &[Prompt]) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// What the plan has to know of the reward models, from their configs and headers; one that is not here costs nothing: who
+/// loads it finds what is wrong.
+///
+/// Errors: rewards that do not exist.
+pub fn costs(rlhf: &Reinforce) -> Result<Vec<plan::Judge>> {
+    let cost = |kind: Kind| match kind {
+        Kind::Model(dir) => RewardModel::cost(&dir).ok(),
+        _ => None,
+    };
+    Ok(kinds(rlhf)?.into_iter().filter_map(cost).collect())
 }
 
 impl Rewards {

@@ -9,9 +9,11 @@ use crate::data::{Batch, Example};
 use crate::export;
 use crate::formats::weights::Weights;
 use crate::model::{Network, Spec};
-use crate::recipe::TrainOn;
+use crate::plan;
+use crate::recipe::{Dtype, ModelInit, TrainOn};
 use crate::rlhf::preference::reward::scores;
-use crate::run::setup::Described;
+use crate::run::setup::{Described, Stored};
+use crate::source::Policy;
 use candle_core::{Device, Tensor};
 
 /// Tokens that are run together.
@@ -46,6 +48,21 @@ impl RewardModel {
             ..described.spec
         };
         Ok(described)
+    }
+
+    /// For the plan. Errors: as `describe`.
+    pub fn cost(dir: &str) -> Result<plan::Judge> {
+        let described = Self::describe(dir)?;
+        let stored = Stored::find(&described.dir, &described.spec, ModelInit::Pretrained)?;
+        let dtype = match stored.number_bytes {
+            Some(2) => Dtype::Bf16,
+            _ => Dtype::F32,
+        };
+        Ok(plan::Judge {
+            spec: described.spec,
+            storage: Policy::dense(dtype),
+            tokens: TOKENS,
+        })
     }
 
     pub fn open(dir: &str, device: &Device) -> Result<Self> {

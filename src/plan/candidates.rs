@@ -1,0 +1,199 @@
+//! Which sets of parameters a run trains one after another, and the few of them that can be the worst for memory.
+
+use super::Inputs;
+use super::Place;
+use super::model::Model;
+use crate::engine::Active;
+use crate::source::Policy;
+use std::collections::BTreeMap;
+
+/// What was trained in earlier turns and rests now, in elements.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Retired {
+    pub dense: u64,
+    /// Stored as codes while it rests.
+    pub coded: u64,
+}
+
+impl Retired {
+    /// Bytes of numbers of the model's type, and of what a master knows beyond it. From the disk both come back when they
+    /// are needed.
+    pub(super) fn bytes(self, place: Place, (stored, master): (u64, u64)) -> u64 {
+        match place {
+            // The exact value is beside the codes.
+            Place::Device | Place::Host => self.dense * master + self.coded * (stored + master),
+            Place::Disk { .. } => 0,
+        }
+    }
+}
+
+/// A set that is trained at one time.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Turn {
+    pub active: Active,
+    pub retired: Retired,
+    /// Another set is trained after it.
+    pub leaves: bool,
+}
+
+impl Turn {
+    /// The only set of a run.
+    pub fn alone(active: Active) -> Self {
+        Self {
+            active,
+            retired: Retired::default(),
+            leaves: false,
+        }
+    }
+
+    /// Each of these sets after all the others were trained.
+    pub fn each(model: &Model, storage: &Policy, sets: Vec<Active>) -> Vec<Self> {
+        let retired = |active: &Active| {
+            let mut retired = Retired::default();
+            let rests = |name: &str| !active.wants(name) && sets.iter().any(|s| s.wants(name));
+            for layer in 0..model.layers() {
+                for p in model.layer(layer).filter(|p| rests(&p.name)) {
+                    match storage.of(&p).is_coded() {
+                        true => retired.coded += p.elements() as u64,
+                        false => retired.dense += p.elements() as u64,
+                    }
+                }
+            }
+            let outside = model.outside().iter().filter(|p| rests(&p.name));
+            retired.dense += outside.map(|p| p.elements() as u64).sum::<u64>();
+            retired
+        };
+        let turn = |active: &Active| Self {
+            active: active.clone(),
+            retired: retired(active),
+            leaves: sets.len() > 1,
+        };
+        sets.iter().map(turn).collect()
+    }
+}
+
+/// Lowest layer and retired bytes of a turn.
+type Point<'a> = (u64, u64, &'a Turn);
+/// Shape of a set, storage and adapters of its layers, and whether another set follows.
+type Likeness = (u64, Vec<u64>, bool);
+
+/// Of sets that differ in the number of their layer only, those that can be the worst. A lower set keeps more inputs of
+/// layers, a later one finds more that has retired; both grow in proportion, so only the corners of what is possible count.
+pub(super) fn candidates<'a>(model: &Model, inputs: &'a Inputs, bytes: (u64, u64)) -> Vec<&'a Turn> {
+    let layers = model.layers();
+    let mut alike: BTreeMap<Likeness, Vec<Point>> = BTreeMap::new();
+    for turn in inputs.turns.iter() {
+        let kinds = turn.active.layers().map(|l| model.kind(l)).collect();
+        let retired = turn.retired.bytes(inputs.place, bytes);
+        let point = (turn.active.lowest_layer(layers) as u64, retired, turn);
+        let key = (turn.active.shape(), kinds, turn.leaves);
+        alike.entry(key).or_default().push(point);
+    }
+    // Below this layer no activations are kept: what a lower set needs grows more slowly there.
+    let bend = layers.saturating_sub(inputs.keep_layers) as u64;
+    let mut out = Vec::new();
+    for mut points in alike.into_values() {
+        // The lowest first, and of one layer the one that finds most.
+        points.sort_by_key(|(layer, retired, _)| (*layer, std::cmp::Reverse(*retired)));
+        let mut most = None;
+        points.retain(|(_, retired, _)| {
+            let more = most.is_none_or(|m| *retired > m);
+            if more {
+                most = Some(*retired);
+            }
+            more
+        });
+        // Around the bend on either side, because a corner of one side need not be one of the whole.
+        let split = points.partition_point(|(layer, ..)| *layer < bend);
+        let (below, above) = points.split_at(split);
+        out.extend(corners(below).into_iter().chain(corners(above)).map(|(.., turn)| turn));
+    }
+    out
+}
+
+/// The upper convex hull of points of rising layer and rising retired bytes: any sum of both is largest in one of them.
+fn corners<'a>(points: &[Point<'a>]) -> Vec<Point<'a>> {
+    let mut hull: Vec<Point> = Vec::new();
+    for &point in points {
+        let rise = |a: &Point, b: &Point| (i128::from(b.0) - i128::from(a.0), i128::from(b.1) - i128::from(a.1));
+        while let [.., a, b] = &hull[..] {
+            let ((x1, y1), (x2, y2)) = (rise(a, b), rise(b, &point));
+            // The slope must fall.
+            if y1 * x2 > y2 * x1 {
+                break;
+            }
+            hull.pop();
+        }
+        hull.push(point);
+    }
+    hull
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{families, shapes};
+    use crate::plan::tests::inputs;
+    use crate::recipe::Dtype;
+
+    fn layer(l: usize) -> Active {
+        Active::new(["mlp.up_proj", "input_layernorm"].map(|p| format!("model.layers.{l}.{p}.weight")))
+    }
+
+    /// Layers in this order, each after those before it.
+    fn chosen(order: &[usize], keep: usize, place: Place, storage: Policy) -> Vec<usize> {
+        let spec = families::read(&shapes::config("shape:qwen2.5-1.5b").unwrap().unwrap()).unwrap();
+        let mut inputs = inputs(layer(0), crate::engine::Gradients::Keep);
+        let turn = |(i, l): (usize, &usize)| Turn {
+            retired: Retired {
+                dense: 100 * i as u64,
+                coded: 0,
+            },
+            leaves: true,
+            ..Turn::alone(layer(*l))
+        };
+        inputs.turns = order.iter().enumerate().map(turn).collect();
+        (inputs.keep_layers, inputs.place, inputs.storage) = (keep, place, storage);
+        let model = Model::new(&spec, &inputs.storage, &inputs.adapters);
+        let mut found: Vec<usize> = candidates(&model, &inputs, (2, 2))
+            .into_iter()
+            .map(|t| t.active.lowest_layer(28))
+            .collect();
+        found.sort_unstable();
+        found
+    }
+
+    #[test]
+    fn only_the_corners_of_what_is_possible_are_planned() {
+        let bf16 = || Policy::dense(Dtype::Bf16);
+        let up: Vec<usize> = (0..28).collect();
+        let down: Vec<usize> = (0..28).rev().collect();
+        // From the top down the lowest finds everything.
+        assert_eq!(chosen(&down, 0, Place::Device, bf16()), [0]);
+        assert_eq!(chosen(&up, 0, Place::Device, bf16()), [0, 27]);
+        // Layers 20 and above keep their activations.
+        assert_eq!(chosen(&up, 8, Place::Device, bf16()), [0, 19, 20, 27]);
+        // From the disk nothing retires.
+        assert_eq!(chosen(&up, 8, Place::Disk { head_rows: None }, bf16()), [0]);
+        // Another storage is another kind.
+        let mut mixed = bf16();
+        mixed.set(
+            "model.layers.9.mlp.up_proj.weight".into(),
+            Some(crate::quant::Format::Int8 { group: 0 }),
+        );
+        assert_eq!(chosen(&down, 0, Place::Device, mixed), [0, 9]);
+    }
+
+    #[test]
+    fn any_sum_is_largest_in_a_corner() {
+        let turn = Turn::alone(layer(0));
+        let retired = [3, 9, 10, 40, 41, 55, 56, 57];
+        let points: Vec<Point> = retired.iter().enumerate().map(|(i, r)| (i as u64, *r, &turn)).collect();
+        let hull = corners(&points);
+        for factor in 0..60i64 {
+            let best = |points: &[Point]| points.iter().map(|p| p.1 as i64 - factor * p.0 as i64).max();
+            assert_eq!(best(&points), best(&hull), "{factor}");
+        }
+        assert!(hull.len() < points.len());
+    }
+}

@@ -1,0 +1,300 @@
+//! The model as the planner sees it. Layers that are alike (same storage, same adapters, the same parameters trained) are
+//! counted, not walked through one by one: a plan costs the same for ten such layers and for a thousand.
+
+use crate::engine::Active;
+use crate::model::Spec;
+use crate::peft::Cost;
+use crate::source::{Group, ParamInfo, Policy};
+use std::collections::hash_map::DefaultHasher;
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+
+/// What an adapter on each linear costs, by module.
+pub type Costs = Arc<BTreeMap<String, Cost>>;
+
+pub struct Model<'a> {
+    pub spec: &'a Spec,
+    /// Parameters of layer 0 by their names below it; every layer has them.
+    below: Vec<(String, ParamInfo)>,
+    /// Embedding, final norm, head.
+    outside: Vec<ParamInfo>,
+    /// Shapes of the adapters' matrices.
+    adapters: HashMap<Arc<str>, Vec<usize>>,
+    /// The same number for layers of the same storage with the same adapters.
+    kinds: Vec<u64>,
+    /// How the weights are stored, in words.
+    pub stored: String,
+}
+
+/// Neighboring layers that are alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Run {
+    pub first: usize,
+    pub count: usize,
+}
+
+/// One step of a walk through the layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stretch {
+    One(usize),
+    /// So many layers like the one before and the one after.
+    Same(usize),
+}
+
+impl<'a> Model<'a> {
+    pub fn new(spec: &'a Spec, storage: &Policy, adapters: &BTreeMap<String, Cost>) -> Self {
+        let mut one = spec.clone();
+        one.layers.truncate(1);
+        Self::of(spec, one.params(), storage, adapters)
+    }
+
+    /// Every layer of `spec` has the parameters that layer 0 has in `params`.
+    pub(super) fn of(
+        spec: &'a Spec,
+        params: Vec<ParamInfo>,
+        storage: &Policy,
+        adapters: &BTreeMap<String, Cost>,
+    ) -> Self {
+        let layers = spec.layers.len();
+        let (mut below, mut outside) = (Vec::new(), Vec::new());
+        for p in params {
+            match p.group {
+                Group::Layer(_) => below.push((p.name.trim_start_matches("model.layers.0.").to_string(), p)),
+                _ => outside.push(p),
+            }
+        }
+        let mut hashers = vec![DefaultHasher::new(); layers];
+        let mut at = |name: &str, what: &dyn Fn(&str, &mut DefaultHasher)| {
+            let Some((layer, rest)) = name.strip_prefix("model.layers.").and_then(|n| n.split_once('.')) else {
+                return;
+            };
+            if let Some(hasher) = layer.parse().ok().and_then(|l: usize| hashers.get_mut(l)) {
+                what(rest, hasher);
+            }
+        };
+        for (name, format) in storage.coded().iter() {
+            at(name, &|rest, hasher| (rest, format.to_string()).hash(hasher));
+        }
+        let mut shapes = HashMap::new();
+        for (module, cost) in adapters {
+            at(module, &|rest, hasher| {
+                let numbers = (cost.fixed, cost.rank, cost.per_token, cost.whole, cost.widens);
+                (rest, numbers).hash(hasher);
+                // Names differ in their layer: what follows the module counts.
+                let parts = cost
+                    .trained
+                    .iter()
+                    .map(|(name, shape)| (name.strip_prefix(module.as_str()), shape));
+                parts.for_each(|part| part.hash(hasher));
+            });
+            shapes.extend(cost.trained.iter().cloned());
+        }
+        Self {
+            spec,
+            below,
+            outside,
+            adapters: shapes,
+            kinds: hashers.into_iter().map(|h| h.finish()).collect(),
+            stored: storage.describe(),
+        }
+    }
+
+    /// Storage and adapters of a layer, as one number.
+    pub fn kind(&self, layer: usize) -> u64 {
+        self.kinds.get(layer).copied().unwrap_or(0)
+    }
+
+    pub fn layers(&self) -> usize {
+        self.spec.layers.len()
+    }
+
+    /// The parameters of a layer.
+    pub fn layer(&self, layer: usize) -> impl Iterator<Item = ParamInfo> {
+        self.below.iter().map(move |(below, p)| ParamInfo {
+            name: format!("model.layers.{layer}.{below}").into(),
+            group: Group::Layer(layer),
+            ..p.clone()
+        })
+    }
+
+    /// The parameters that belong to no layer: the embedding comes before the layers, the others after them.
+    pub fn outside(&self) -> &[ParamInfo] {
+        &self.outside
+    }
+
+    /// Parameters of the whole model, without adapters.
+    pub fn parameters(&self) -> u64 {
+        let layer: u64 = self.below.iter().map(|(_, p)| p.elements() as u64).sum();
+        let outside: u64 = self.outside.iter().map(|p| p.elements() as u64).sum();
+        layer * self.layers() as u64 + outside
+    }
+
+    /// Elements of all adapters that train.
+    pub fn adapter_elements(&self) -> u64 {
+        let count = |shape: &Vec<usize>| shape.iter().product::<usize>() as u64;
+        self.adapters.values().map(count).sum()
+    }
+
+    pub fn is_adapter(&self, name: &str) -> bool {
+        self.adapters.contains_key(name)
+    }
+
+    /// The shape of a parameter or of an adapter's matrix.
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        if let Some(shape) = self.adapters.get(name) {
+            return Some(shape);
+        }
+        match name.strip_prefix("model.layers.").and_then(|n| n.split_once('.')) {
+            Some((_, rest)) => self.below.iter().find(|(b, _)| b == rest).map(|(_, p)| &p.shape[..]),
+            None => self.outside.iter().find(|p| &*p.name == name).map(|p| &p.shape[..]),
+        }
+    }
+
+    pub fn elements(&self, name: &str) -> u64 {
+        self.shape(name)
+            .map_or(0, |shape| shape.iter().product::<usize>() as u64)
+    }
+
+    /// Elements of the largest parameter or adapter matrix.
+    pub fn largest(&self) -> u64 {
+        let params = self.below.iter().map(|(_, p)| p).chain(&self.outside);
+        let adapters = self.adapters.values().map(|s| s.iter().product::<usize>());
+        params.map(ParamInfo::elements).chain(adapters).max().unwrap_or(0) as u64
+    }
+
+    /// The layers in runs of neighbors that are alike under `active`.
+    pub fn runs(&self, active: &Active) -> Vec<Run> {
+        let mut runs: Vec<Run> = Vec::new();
+        let mut last = None;
+        for layer in 0..self.layers() {
+            let kind = Some((self.kind(layer), active.fingerprint(layer)));
+            match runs.last_mut().filter(|_| kind == last) {
+                Some(run) => run.count += 1,
+                None => runs.push(Run { first: layer, count: 1 }),
+            }
+            last = kind;
+        }
+        runs
+    }
+
+    /// The layers as a walk takes them: of a run only its first and its last. Runs end at each of `cuts` too.
+    pub fn stretches(&self, active: &Active, cuts: &[usize]) -> Vec<Stretch> {
+        let mut out = Vec::new();
+        for Run { first, count } in self.runs(active) {
+            let end = first + count;
+            let mut edges = vec![first, end];
+            edges.extend(cuts.iter().filter(|c| (first + 1..end).contains(c)));
+            edges.sort_unstable();
+            edges.dedup();
+            for piece in edges.windows(2) {
+                out.push(Stretch::One(piece[0]));
+                match piece[1] - piece[0] {
+                    1 => {}
+                    2 => out.push(Stretch::One(piece[1] - 1)),
+                    n => out.extend([Stretch::Same(n - 2), Stretch::One(piece[1] - 1)]),
+                }
+            }
+        }
+        out
+    }
+
+    /// Every parameter, and how many there are like it.
+    pub fn each(&self, active: &Active, mut f: impl FnMut(&ParamInfo, u64)) {
+        self.outside.iter().for_each(|p| f(p, 1));
+        for run in self.runs(active) {
+            self.layer(run.first).for_each(|p| f(&p, run.count as u64));
+        }
+    }
+
+    /// The sum over every parameter.
+    pub fn sum(&self, active: &Active, mut f: impl FnMut(&ParamInfo) -> u64) -> u64 {
+        let mut sum = 0u64;
+        self.each(active, |p, count| sum = sum.saturating_add(f(p).saturating_mul(count)));
+        sum
+    }
+
+    /// The sum over the names of everything that is trained.
+    pub fn sum_trained(&self, active: &Active, f: impl Fn(&str) -> u64) -> u64 {
+        let mut sum: u64 = active.outside().map(&f).sum();
+        for run in self.runs(active) {
+            let one: u64 = active.of_layer(run.first).map(&f).sum();
+            sum = sum.saturating_add(one.saturating_mul(run.count as u64));
+        }
+        sum
+    }
+
+    /// The sum over the names of everything that is corrected.
+    pub fn sum_corrected(&self, active: &Active, f: impl Fn(&str) -> u64) -> u64 {
+        if active.corrected().next().is_none() {
+            return 0;
+        }
+        let mut sum = 0u64;
+        self.each(active, |p, count| {
+            if !active.contains(&p.name) && active.corrects(&p.name).is_some() {
+                sum = sum.saturating_add(f(&p.name).saturating_mul(count));
+            }
+        });
+        sum
+    }
+
+    /// Elements of the largest thing that is trained.
+    pub fn largest_trained(&self, active: &Active) -> u64 {
+        let runs = self.runs(active);
+        let names = runs
+            .iter()
+            .flat_map(|run| active.of_layer(run.first))
+            .chain(active.outside());
+        names.map(|name| self.elements(name)).max().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{families, shapes};
+    use crate::recipe::Dtype;
+
+    fn layers(of: impl Iterator<Item = usize>) -> Active {
+        Active::new(of.map(|l| format!("model.layers.{l}.mlp.up_proj.weight")))
+    }
+
+    #[test]
+    fn alike_layers_are_one_run_and_sums_count_each_of_them() {
+        let spec = families::read(&shapes::config("shape:qwen2.5-1.5b").unwrap().unwrap()).unwrap();
+        let mut storage = Policy::dense(Dtype::Bf16);
+        let model = Model::new(&spec, &storage, &BTreeMap::new());
+        let run = |first, count| Run { first, count };
+        assert_eq!(model.runs(&layers(0..28)), [run(0, 28)]);
+        assert_eq!(model.runs(&layers(5..7)), [run(0, 5), run(5, 2), run(7, 21)]);
+        let all: u64 = spec.params().iter().map(|p| p.elements() as u64).sum();
+        assert_eq!(
+            (model.parameters(), model.sum(&layers(5..7), |p| p.elements() as u64)),
+            (all, all)
+        );
+        let up = (spec.hidden * spec.intermediate) as u64;
+        assert_eq!(model.sum_trained(&layers(5..7), |n| model.elements(n)), 2 * up);
+        assert_eq!(model.largest(), (spec.vocab * spec.hidden) as u64);
+        assert_eq!(model.largest_trained(&layers(3..4)), up);
+        // A layer with a storage of its own stands alone.
+        let name = "model.layers.9.mlp.up_proj.weight";
+        storage.set(name.into(), Some(crate::quant::Format::Int8 { group: 0 }));
+        let model = Model::new(&spec, &storage, &BTreeMap::new());
+        assert_eq!(model.runs(&layers(0..28)), [run(0, 9), run(9, 1), run(10, 18)]);
+    }
+
+    #[test]
+    fn a_walk_takes_the_ends_of_what_is_alike() {
+        let spec = families::read(&shapes::config("shape:qwen2.5-1.5b").unwrap().unwrap()).unwrap();
+        let model = Model::new(&spec, &Policy::dense(Dtype::Bf16), &BTreeMap::new());
+        use Stretch::{One, Same};
+        assert_eq!(model.stretches(&layers(0..28), &[]), [One(0), Same(26), One(27)]);
+        let want = [One(0), One(1), One(2), Same(2), One(5), One(6), Same(20), One(27)];
+        assert_eq!(model.stretches(&layers(0..28), &[2, 6, 40, 0]), want);
+        let walked = |s: &Stretch| match s {
+            One(_) => 1,
+            Same(n) => *n,
+        };
+        assert_eq!(want.iter().map(walked).sum::<usize>(), 28);
+    }
+}

@@ -9,7 +9,7 @@ use super::batch::{Batch, Example};
 use super::dataset::Dataset;
 use super::pack::{Bin, pack};
 use crate::base::rng::{Rng, Stream};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, progress};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -95,6 +95,7 @@ impl<'a> BatchStream<'a> {
             units: 0,
             epochs: Mutex::default(),
         };
+        let _phase = progress::phase("ordering rows", 0, "");
         stream.units = match &*stream.epoch(0) {
             Units::Rows(rows) => rows.len(),
             Units::Bins(bins) => bins.len(),

@@ -3,7 +3,7 @@
 use super::forecast::{self, Forecast};
 use super::header::{header, trained_elements};
 use super::rows::{self, Rows};
-use super::running::Run;
+use super::running::{Pace, Run};
 use super::setup::{self, Described};
 use super::stage::{self, Stage};
 use super::starts::{self, Setting};
@@ -11,7 +11,8 @@ use super::state::{self, Facts};
 use super::tuning::{self, Tuning};
 use super::{adapters, allocation, directory, finish};
 use crate::base::lock::RunLock;
-use crate::base::{Result, files, memory, signal};
+use crate::base::signal::{Conduct, Stop};
+use crate::base::{ErrorKind, Result, files, memory, progress, signal};
 use crate::checkpoint;
 use crate::data::Dataset;
 use crate::data::order::BatchStream;
@@ -58,6 +59,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let run_dir = PathBuf::from(&recipe.train.output_dir);
     let device = setup::device(&recipe.model.device)?;
     signal::install()?;
+    signal::quit("stopped: nothing was trained yet");
 
     // ---- model directory and data: everything that can be wrong is found before anything is written
     let model = Described::open(
@@ -122,6 +124,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     }
     let start_step = match &resumed {
         Some(checkpoint) => {
+            signal::quit(format!("stopped: the run is as it was, after step {}", checkpoint.step));
             state::check_same(&state::facts(checkpoint), &facts).map_err(|e| e.or_at(checkpoint.path.display()))?;
             checkpoint::set_aside_later(&run_dir, checkpoint.step)?;
             checkpoint.step
@@ -203,6 +206,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     };
     let mut trained_tokens = 0;
     if let Some(checkpoint) = &resumed {
+        let _phase = progress::phase("restoring the state", 0, "");
         state::restore(checkpoint, &mut engine)?;
         if let Some(state) = state::feed(checkpoint)? {
             feed.restore(&state).map_err(|e| e.or_at(checkpoint.path.display()))?;
@@ -232,7 +236,13 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         facts,
         reporter,
         plan: &plan,
+        pace: Pace {
+            saved: start_step,
+            ..Pace::default()
+        },
     };
+    run.facts.trained_tokens = trained_tokens;
+    run.expect_signal_after(start_step);
     if start_step == 0 && total_steps > 0 {
         run.samples(&engine, "before")?;
         run.evaluate(&engine, 0)?;
@@ -240,6 +250,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     }
 
     // ---- steps
+    run.reporter.begin();
     let schedule = Schedule::new(&recipe.schedule, total_steps);
     let mut active = tuning.active(start_step + 1);
     for step in start_step + 1..=total_steps {
@@ -260,19 +271,27 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
                 .event("switch", json!({"step": step, "active_block": tuning.label(step)}));
         }
         let started = Instant::now();
+        run.expect_signal(step, engine.changes_last(&active));
         let window = match run.feed.window(step - 1, &engine) {
             Ok(window) => window,
             Err(e) => {
                 // A rollout takes long: a signal in it loses nothing.
-                if !switches {
+                run.stop_if_asked(&engine, step - 1)?;
+                return Err(run.failed(&engine, step, trained_tokens, e));
+            }
+        };
+        let lr = recipe.optimizer.learning_rate * schedule.multiplier(step) * tuning.warmup(step);
+        let report = match engine.step_or_stop(step, &window, &active, lr, true) {
+            Ok(report) => report,
+            Err(e) => {
+                if matches!(e.kind(), ErrorKind::Signal(_)) {
                     run.stop_if_asked(&engine, step - 1)?;
                 }
                 return Err(run.failed(&engine, step, trained_tokens, e));
             }
         };
-        let lr = recipe.optimizer.learning_rate * schedule.multiplier(step) * tuning.warmup(step);
-        let report = engine.step(step, &window, &active, lr);
-        let report = report.map_err(|e| run.failed(&engine, step, trained_tokens, e))?;
+        run.pace.step = Some(started.elapsed());
+        run.expect_signal_after(step);
         trained_tokens += report.totals.trained;
         let metrics = StepMetrics {
             step,
@@ -307,8 +326,16 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     // ---- what the user takes away
     if total_steps > start_step {
         run.evaluate(&engine, total_steps)?;
+        run.stop_if_asked(&engine, total_steps)?;
         run.samples(&engine, "after")?;
+        run.stop_if_asked(&engine, total_steps)?;
     }
+    signal::conduct(Conduct::Stop(Stop {
+        what: "the last step is done and `final/` is being written".into(),
+        then: "; Ctrl-C again stops now, without `final/`".into(),
+        lost: "`final/` was not written; `--resume` goes on from the newest checkpoint".into(),
+        finishes: None,
+    }));
     let mut said = Vec::new();
     let final_dir = finish::export(&run_dir, recipe, &model, &engine, &prepared, &mut |line| {
         said.push(line.to_string());

@@ -43,7 +43,11 @@ const SLOW: [&str; 9] = [
 fn slow<'a>(more: &[&'a str]) -> Vec<&'a str> {
     let key = |word: &str| word.split('=').next().map(str::to_string);
     let base = SLOW.into_iter().filter(|s| !more.iter().any(|m| key(m) == key(s)));
-    ["train", "--recipe", "quickstart.toml"].into_iter().chain(base).chain(more.iter().copied()).collect()
+    ["train", "--recipe", "quickstart.toml"]
+        .into_iter()
+        .chain(base)
+        .chain(more.iter().copied())
+        .collect()
 }
 
 fn first_ten_minutes(width: u16) {
@@ -94,7 +98,15 @@ fn first_ten_minutes(width: u16) {
     ]
     .concat();
     ft(at, width, &lora, &[], 0);
-    let merge = ["merge", "--model", "assets/tiny", "--adapter", "runs/lora/final", "--out", "merged"];
+    let merge = [
+        "merge",
+        "--model",
+        "assets/tiny",
+        "--adapter",
+        "runs/lora/final",
+        "--out",
+        "merged",
+    ];
     ft(at, width, &merge, &[], 0);
 }
 
@@ -126,7 +138,10 @@ fn a_second_interrupt_says_what_is_lost() {
     pty.interrupt();
     let second = pty.wait_for("stopped now: step 1 lost", Duration::from_secs(30));
     let seen = pty.finish(Duration::from_secs(60));
-    assert!(first < seen.patience() && second < seen.patience(), "{first:?} {second:?}");
+    assert!(
+        first < seen.patience() && second < seen.patience(),
+        "{first:?} {second:?}"
+    );
     assert_eq!(seen.code, 131, "{}", seen.text());
     seen.check("two interrupts");
     let text = seen.text();
@@ -141,7 +156,13 @@ fn without_utf8_everything_is_ascii() {
     for arguments in [
         &["plan", "--recipe", "quickstart.toml"][..],
         &["data", "--recipe", "quickstart.toml"],
-        &["train", "--recipe", "quickstart.toml", "train.max_steps=2", "train.save_steps=0"],
+        &[
+            "train",
+            "--recipe",
+            "quickstart.toml",
+            "train.max_steps=2",
+            "train.save_steps=0",
+        ],
     ] {
         let seen = ft(dir.path(), 80, arguments, &ascii, 0);
         assert!(seen.raw().is_ascii(), "{arguments:?}\n{}", seen.text());
@@ -156,7 +177,10 @@ fn quiet_leaves_results_only() {
     let more = ["train.save_steps=0", "schedule.warmup_ratio=0"];
     let seen = ft(dir.path(), 80, &[&arguments[..], &more].concat(), &[], 0);
     let lines: Vec<String> = seen.text().lines().map(str::to_string).collect();
-    let results: Vec<&String> = lines.iter().filter(|l| !l.starts_with("warning:") && !l.starts_with("  ")).collect();
+    let results: Vec<&String> = lines
+        .iter()
+        .filter(|l| !l.starts_with("warning:") && !l.starts_with("  "))
+        .collect();
     assert_eq!(results, ["runs/quickstart/final"], "{}", seen.text());
 
     // Without progress no line is drawn twice.

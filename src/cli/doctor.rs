@@ -169,7 +169,10 @@ fn verdict(lines: &[Line]) -> Line {
             format!("ready to train {place}; look at {warns}"),
             "the hints above say how; `ft recipes` lists recipes to start from",
         ),
-        _ => ok("verdict", format!("ready to train {place}; `ft recipes` lists recipes to start from")),
+        _ => ok(
+            "verdict",
+            format!("ready to train {place}; `ft recipes` lists recipes to start from"),
+        ),
     }
 }
 
@@ -371,7 +374,11 @@ fn hub(settings: &HubSettings) -> Line {
     if !cfg!(feature = "hub") {
         return ok("hub", "not in this build: local model directories only");
     }
-    let token = if settings.token.is_some() { "token set" } else { "no token" };
+    let token = if settings.token.is_some() {
+        "token set"
+    } else {
+        "no token"
+    };
     let endpoint = match settings.endpoint == HubSettings::default().endpoint {
         true => "",
         false => ", own endpoint",
@@ -444,7 +451,10 @@ mod tests {
         assert_eq!(verdict(&lines).level, Level::Warn);
         lines.retain(|l| l.level == Level::Ok);
         let verdict = verdict(&lines);
-        assert!(verdict.level == Level::Ok && verdict.value.starts_with("ready"), "{verdict:?}");
+        assert!(
+            verdict.level == Level::Ok && verdict.value.starts_with("ready"),
+            "{verdict:?}"
+        );
         assert!(files::list(dir.path()).unwrap().is_empty(), "the check leaves nothing");
     }
 }

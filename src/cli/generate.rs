@@ -201,7 +201,9 @@ fn chat(writer: &mut Writer) -> Result<i32> {
                 continue;
             }
             Line::Unknown(command) => {
-                report::warn(&format!("`{command}` is no command; `/help` shows them, `//` begins a message with a slash"));
+                report::warn(&format!(
+                    "`{command}` is no command; `/help` shows them, `//` begins a message with a slash"
+                ));
                 continue;
             }
             Line::Message(message) => message,

@@ -25,7 +25,11 @@ pub fn out_raw(text: &str) -> Result<()> {
     let text = match report::result_is_terminal() {
         true => {
             let text = report::visible_but_colors(text);
-            Cow::Owned(if report::style().unicode { text } else { report::ascii(&text) })
+            Cow::Owned(if report::style().unicode {
+                text
+            } else {
+                report::ascii(&text)
+            })
         }
         false => Cow::Borrowed(text),
     };

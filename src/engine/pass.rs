@@ -71,7 +71,10 @@ impl Keeping<'_> {
     /// Errors: a signal asks to stop, and the pass may.
     fn unless_stopped(&self) -> Result<()> {
         match signal::received().filter(|_| self.may_stop) {
-            Some(s) => Err(Error::signal(s, "stopped within a step; the weights were not changed by it")),
+            Some(s) => Err(Error::signal(
+                s,
+                "stopped within a step; the weights were not changed by it",
+            )),
             None => Ok(()),
         }
     }

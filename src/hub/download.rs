@@ -3,8 +3,8 @@
 use crate::base::partial::PartialFile;
 use crate::base::progress::{self, Phase};
 use crate::base::{Error, Result, files};
-use crate::hub::{Answer, HubSettings};
 use crate::hub::errors::{Wanted, explain, is_passing, not_cached, status};
+use crate::hub::{Answer, HubSettings};
 use hf_hub::repository::RepoTreeEntry;
 use hf_hub::{HFClient, HFError, HFRepositorySync, RepoType};
 use sha2::{Digest, Sha256};
@@ -379,7 +379,10 @@ impl<'a, T: RepoType> Repository<'a, T> {
     /// Shows how much of a file is here, unless the settings ask for silence.
     fn phase(&self, file: &str, size: u64, done: u64) -> Option<Phase> {
         let name = file.rsplit('/').next().unwrap_or(file);
-        let phase = self.settings.progress.then(|| progress::bytes(format!("downloading {name}"), size));
+        let phase = self
+            .settings
+            .progress
+            .then(|| progress::bytes(format!("downloading {name}"), size));
         phase.iter().for_each(|phase| phase.set(done));
         phase
     }

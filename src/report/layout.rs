@@ -97,7 +97,9 @@ pub fn ascii(text: &str) -> String {
 /// indented like the line it belongs to, and by `hang` more.
 pub fn wrapped(text: &str, width: usize, hang: usize, hard: bool) -> Vec<String> {
     let width = width.max(NARROWEST);
-    text.lines().flat_map(|line| wrapped_line(line, width, hang, hard)).collect()
+    text.lines()
+        .flat_map(|line| wrapped_line(line, width, hang, hard))
+        .collect()
 }
 
 fn wrapped_line(line: &str, width: usize, hang: usize, hard: bool) -> Vec<String> {
@@ -211,26 +213,39 @@ mod tests {
         let evil = "a\x1b]0;title\x07b\u{9b}2Jc\u{202e}d\r\n\te\x1b[31mf";
         let clean = visible(evil);
         assert!(!clean.contains(['\x1b', '\x07', '\u{9b}', '\u{202e}', '\r']), "{clean}");
-        assert_eq!(visible_but_colors("\x1b[1;31mx\x1b[0m\x1b[2J"), "\x1b[1;31mx\x1b[0m\\u{1b}[2J");
+        assert_eq!(
+            visible_but_colors("\x1b[1;31mx\x1b[0m\x1b[2J"),
+            "\x1b[1;31mx\x1b[0m\\u{1b}[2J"
+        );
         assert_eq!(visible("ä 中\n"), "ä 中\n");
     }
 
     #[test]
     fn lines_break_at_spaces_and_hang() {
         let lines = wrapped("  found a very long list of words, expected another one", 30, 2, false);
-        assert_eq!(lines, ["  found a very long list of", "    words, expected another", "    one"]);
+        assert_eq!(
+            lines,
+            ["  found a very long list of", "    words, expected another", "    one"]
+        );
         assert_eq!(wrapped("name    value  more", 40, 2, false), ["name    value  more"]);
         let path = format!("at {}", "x".repeat(40));
         assert_eq!(wrapped(&path, 30, 2, false).len(), 2, "a path is left whole");
         assert!(wrapped(&path, 30, 2, true).iter().all(|l| columns(l) <= 30));
-        assert!(wrapped(&"中文".repeat(20), 30, 0, true).iter().all(|l| columns(l) <= 30));
+        assert!(
+            wrapped(&"中文".repeat(20), 30, 0, true)
+                .iter()
+                .all(|l| columns(l) <= 30)
+        );
         assert_eq!(wrapped("a\n\nb", 30, 2, false), ["a", "", "b"]);
     }
 
     #[test]
     fn the_box_is_straight_at_every_width() {
         let lines = [
-            ("model", "größe 中文 and a text of many words that does not fit on one line".to_string()),
+            (
+                "model",
+                "größe 中文 and a text of many words that does not fit on one line".to_string(),
+            ),
             ("output", format!("runs/{}", "x".repeat(60))),
         ];
         for width in [20, 40, 60, 80, 200] {
@@ -244,13 +259,21 @@ mod tests {
                 }
             }
         }
-        assert_eq!(boxed(&[("a", "b".into())], false, None), ["+------+", "| a  b |", "+------+"]);
+        assert_eq!(
+            boxed(&[("a", "b".into())], false, None),
+            ["+------+", "| a  b |", "+------+"]
+        );
     }
 
     #[test]
     fn the_least_important_parts_go_first() {
         let part = |text: &str, rank| (text.to_string(), 0, rank);
-        let parts = [part("step 1/9", 0), part("loss 1.0", 0), part("grad 1.0", 2), part("eta 1s", 1)];
+        let parts = [
+            part("step 1/9", 0),
+            part("loss 1.0", 0),
+            part("grad 1.0", 2),
+            part("eta 1s", 1),
+        ];
         assert_eq!(fit(&parts, 80).len(), 4);
         assert_eq!(fit(&parts, 34), ["step 1/9", "loss 1.0", "eta 1s"]);
         assert_eq!(fit(&parts, 3), ["step 1/9", "loss 1.0"]);

@@ -8,9 +8,11 @@ mod screen;
 mod terminal;
 
 pub use environment::{cpu, environment, write_environment};
-pub use log::truncate_after;
 pub use layout::{ascii, columns, visible, visible_but_colors, wrapped};
-pub use screen::{Style, above, aside, ask, clear, error, note, result_is_terminal, result_width, start, style, warn, width};
+pub use log::truncate_after;
+pub use screen::{
+    Style, above, aside, ask, clear, error, note, result_is_terminal, result_width, start, style, warn, width,
+};
 
 use log::Log;
 use serde_json::{Map, Value, json};

@@ -253,7 +253,12 @@ fn details(open: &[Seen], finishes: Option<Option<Duration>>) -> String {
     let parts = progress::current(open).map_or(&[][..], |(_, parts)| parts);
     let mut said: Vec<String> = Vec::new();
     if let Some(first) = parts.first() {
-        said.push(format!("{} {} of {}", first.label, (first.done + 1).min(first.total), first.total));
+        said.push(format!(
+            "{} {} of {}",
+            first.label,
+            (first.done + 1).min(first.total),
+            first.total
+        ));
     }
     if let Some(usual) = finishes
         && let Some(left) = time_left(parts, usual)
@@ -366,7 +371,11 @@ fn bar(share: f64, width: usize, unicode: bool) -> String {
     let full = ((share * width as f64) as usize).min(width);
     let (done, tip, left) = if unicode { ("━", "╸", " ") } else { ("=", ">", " ") };
     let tip = if full < width { tip } else { "" };
-    format!("{}{tip}{}", done.repeat(full), left.repeat(width.saturating_sub(full + 1)))
+    format!(
+        "{}{tip}{}",
+        done.repeat(full),
+        left.repeat(width.saturating_sub(full + 1))
+    )
 }
 
 fn spinner(elapsed: Duration) -> String {
@@ -409,7 +418,10 @@ mod tests {
             }
         }
         let line = progress_line(&training(), 59, true);
-        assert!(line.contains("7/120 steps  micro-batch 12/40  backward 30/36"), "{line}");
+        assert!(
+            line.contains("7/120 steps  micro-batch 12/40  backward 30/36"),
+            "{line}"
+        );
         let line = progress_line(&training(), 119, false);
         assert!(line.contains("loss 2.5000  eta 1m 05s  1m 05s"), "{line}");
         let long = [seen(&"x".repeat(300), 5, 0, Unit::Bytes, false)];
@@ -422,9 +434,15 @@ mod tests {
     #[test]
     fn a_log_gets_plain_lines() {
         let reading = [seen("reading rows.jsonl", 12 << 20, 57 << 20, Unit::Bytes, false)];
-        assert_eq!(plain_line(&reading), "reading rows.jsonl: 12.0 MiB of 57.0 MiB, 1m 05s\n");
+        assert_eq!(
+            plain_line(&reading),
+            "reading rows.jsonl: 12.0 MiB of 57.0 MiB, 1m 05s\n"
+        );
         let text = plain_line(&training());
-        assert_eq!(text, "training: 7 of 120 steps, micro-batch 12/40, backward 30/36, 1m 05s\n");
+        assert_eq!(
+            text,
+            "training: 7 of 120 steps, micro-batch 12/40, backward 30/36, 1m 05s\n"
+        );
     }
 
     #[test]
@@ -434,7 +452,10 @@ mod tests {
         let text = details(&open, Some(None));
         assert!(text.starts_with(" (micro-batch 12 of 40, about 2m "), "{text}");
         assert_eq!(details(&[], Some(Some(Duration::from_secs(3)))), "");
-        let early = [seen("training", 0, 9, Unit::Count(""), false), seen("micro-batch", 0, 40, Unit::Count(""), true)];
+        let early = [
+            seen("training", 0, 9, Unit::Count(""), false),
+            seen("micro-batch", 0, 40, Unit::Count(""), true),
+        ];
         let text = details(&early, Some(Some(Duration::from_secs(125))));
         assert!(text.contains("about 1m 00s") || text.contains("about 59."), "{text}");
     }

@@ -178,11 +178,17 @@ mod tests {
                     .to_vec();
                 names.push(words);
             }
-            assert!(names.windows(2).all(|w| w[0] == w[1]), "{width}: the same parts in every line");
+            assert!(
+                names.windows(2).all(|w| w[0] == w[1]),
+                "{width}: the same parts in every line"
+            );
             assert!(names[0][4], "{width}: the time that is left is shown");
         }
         let line = step_line(&m, None, 1000, Duration::ZERO, true, Some(80));
-        assert!(line.contains("grad ") && line.contains("lr ") && line.contains("tok/s"), "{line}");
+        assert!(
+            line.contains("grad ") && line.contains("lr ") && line.contains("tok/s"),
+            "{line}"
+        );
     }
 
     #[test]

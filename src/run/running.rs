@@ -6,8 +6,8 @@ use super::setup::Described;
 use super::stage::Feed;
 use super::state::{self, Facts};
 use super::tuning::Tuning;
-use crate::base::units::bytes;
 use crate::base::signal::{Conduct, Stop};
+use crate::base::units::bytes;
 use crate::base::{Error, Result, progress, signal, units};
 use crate::checkpoint;
 use crate::data::Dataset;
@@ -82,14 +82,21 @@ impl Pace {
 
     /// What a signal does after step `step`, while nothing is trained.
     fn after(&self, step: u64) -> Stop {
-        let lost = match self.saved >= step {
-            true => "nothing".into(),
-            false => self.lost(step),
+        let what = format!("stopping: the state after step {step} is saved{}", self.saving());
+        let (then, lost) = match self.saved >= step {
+            true => ("; Ctrl-C again stops now".into(), "nothing lost".into()),
+            false => {
+                let lost = self.lost(step);
+                (
+                    format!("; Ctrl-C again stops now and loses {lost}"),
+                    format!("{lost} lost"),
+                )
+            }
         };
         Stop {
-            what: format!("stopping: the state after step {step} is saved{}", self.saving()),
-            then: format!("; Ctrl-C again stops now and loses {lost}"),
-            lost: format!("{lost} lost"),
+            what,
+            then,
+            lost,
             finishes: None,
         }
     }

@@ -176,7 +176,8 @@ impl Progress {
     pub fn layer(&self, done: usize, note: &mut dyn FnMut(&str)) -> Result<()> {
         let left = self.begun.elapsed().as_secs_f64() / done as f64 * (self.layers - done) as f64;
         self.phase.set(done as u64);
-        self.phase.note(format!("eta {}", units::duration(Duration::from_secs_f64(left))));
+        self.phase
+            .note(format!("eta {}", units::duration(Duration::from_secs_f64(left))));
         if self.last.get().unwrap_or(self.begun).elapsed() >= NOTES {
             self.last.set(Some(Instant::now()));
             note(&format!(

@@ -307,22 +307,32 @@ fn a_run_stopped_within_steps_resumes_to_the_same_bits() {
     ];
     let named = |name: &str| METHODS.iter().find(|m| m.0 == name).unwrap().1;
     let mut given_up = 0;
-    for (n, settings) in [block, coded, named("lora"), named("dpo"), named("adalora"), grpo, at_once]
-        .into_iter()
-        .enumerate()
+    for (n, settings) in [
+        block,
+        coded,
+        named("lora"),
+        named("dpo"),
+        named("adalora"),
+        grpo,
+        at_once,
+    ]
+    .into_iter()
+    .enumerate()
     {
         let bench = Bench::new();
         let base = ["train.max_steps=6", "train.save_steps=0", "train.batch_size=2"];
         let base = base.iter().chain(&["train.gradient_accumulation_steps=16"]);
         let key = |s: &str| s.split('=').next().unwrap().to_string();
-        let base: Vec<&str> = base.copied().filter(|b| !settings.iter().any(|s| key(s) == key(b))).collect();
+        let base: Vec<&str> = base
+            .copied()
+            .filter(|b| !settings.iter().any(|s| key(s) == key(b)))
+            .collect();
         let with = |out: &'static str| [&base[..], settings, &[out]].concat();
         bench.train(&with("train.output_dir=whole"));
         let rng = Rng::new(12, Stream::Sampling, &[n as u64]);
         for attempt in 0..40 {
-            let saved = fs::read_dir(bench.path("broken")).is_ok_and(|d| {
-                d.flatten().any(|e| e.path().join("manifest.json").exists())
-            });
+            let saved = fs::read_dir(bench.path("broken"))
+                .is_ok_and(|d| d.flatten().any(|e| e.path().join("manifest.json").exists()));
             let flag = if saved { "--resume" } else { "--overwrite" };
             let arguments = [&with("train.output_dir=broken")[..], &[flag]].concat();
             let mut child = bench

@@ -223,12 +223,20 @@ impl Seen {
         let mut longest = (Duration::ZERO, String::new());
         let ends = std::iter::once((self.ended, String::new()));
         let pieces = self.pieces.iter();
-        for (at, shown) in pieces.map(|p| (p.at, String::from_utf8_lossy(&p.bytes).into_owned())).chain(ends) {
+        for (at, shown) in pieces
+            .map(|p| (p.at, String::from_utf8_lossy(&p.bytes).into_owned()))
+            .chain(ends)
+        {
             longest = (at.saturating_duration_since(last), shown).max(longest);
             last = at;
         }
         let patience = self.patience();
-        assert!(longest.0 < patience, "{what}: silent for {:?} (allowed {patience:?}) before {:?}\n{text}", longest.0, longest.1);
+        assert!(
+            longest.0 < patience,
+            "{what}: silent for {:?} (allowed {patience:?}) before {:?}\n{text}",
+            longest.0,
+            longest.1
+        );
         for mark in ["━", "micro-batch 1/", "ETA"] {
             assert!(!text.contains(mark), "{what}: rest of a progress line:\n{text}");
         }
@@ -242,7 +250,13 @@ impl Seen {
         for piece in &self.pieces {
             // What was written just before a change of the window may still be of the width before.
             let settled = |(at, _): &&(Instant, u16)| *at == self.started || piece.at > *at + self.patience();
-            let width = self.widths.iter().filter(settled).map(|w| usize::from(w.1)).last().unwrap();
+            let width = self
+                .widths
+                .iter()
+                .filter(settled)
+                .map(|w| usize::from(w.1))
+                .last()
+                .unwrap();
             held.extend(&piece.bytes);
             let text = match std::str::from_utf8(&held) {
                 Ok(text) => text.to_string(),

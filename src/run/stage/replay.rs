@@ -199,7 +199,11 @@ impl<'a> Reader<'a> {
         }
         let mut metrics = Vec::new();
         for _ in 0..if magic == FIRST { 0 } else { self.word()? } {
-            let name = self.list()?.iter().map(|c| char::from_u32(*c)).collect::<Option<String>>()?;
+            let name = self
+                .list()?
+                .iter()
+                .map(|c| char::from_u32(*c))
+                .collect::<Option<String>>()?;
             metrics.push((name, f64::from_bits(self.long()?)));
         }
         Some(Replay {

@@ -89,7 +89,7 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
         if is_expected() {
             return;
         }
-        report::error(&format!(
+        report::bug(&format!(
             "bug in ft {}: {info}\nhint: report it with this message, the command and the output of `ft doctor`",
             env!("CARGO_PKG_VERSION")
         ));

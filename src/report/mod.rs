@@ -11,7 +11,7 @@ pub use environment::{cpu, environment, write_environment};
 pub use layout::{ascii, columns, visible, visible_but_colors, wrapped};
 pub use log::truncate_after;
 pub use screen::{
-    Style, above, aside, ask, clear, error, note, result_is_terminal, result_width, start, style, warn, width,
+    Style, above, aside, ask, bug, clear, error, note, result_is_terminal, result_width, start, style, warn, width,
 };
 
 use log::Log;

@@ -204,6 +204,15 @@ pub fn error(text: &str) {
     put(Some(("31", "error:")), text);
 }
 
+/// As `error`, from a panic: the thread may have been writing just then.
+pub fn bug(text: &str) {
+    let text = lines(Some(("31", "error:")), text, width());
+    match SCREEN.try_lock() {
+        Ok(mut screen) => screen.above(|| write(&text)),
+        Err(_) => write(&text),
+    }
+}
+
 /// The beginning of a line that the person completes.
 pub fn ask(text: &str) {
     above(|| write(text));
@@ -352,6 +361,7 @@ fn progress_line(open: &[Seen], room: usize, unicode: bool) -> String {
     };
     let mut said = vec![
         (bar, 0, 5),
+        (around(open).unwrap_or_default(), 0, 7),
         (clipped(&ascii_if(&head.label, unicode), room / 2), 0, 0),
         (amount(head, "/"), 0, 1),
     ];
@@ -361,6 +371,13 @@ fn progress_line(open: &[Seen], room: usize, unicode: bool) -> String {
     said.push((head.note.clone(), 0, 6));
     said.push((units::seconds(elapsed), 0, 4));
     clipped(&visible(&fit(&said, room).join("  ")).replace(['\n', '\t'], " "), room)
+}
+
+/// What the phase that matters now is done for: `answering 64/200 questions`. Training is what all are done for.
+fn around(open: &[Seen]) -> Option<String> {
+    let mut phases = open.iter().rev().filter(|s| !s.part);
+    let outer = phases.nth(1).filter(|s| s.unit != Unit::Count("steps"))?;
+    Some(format!("{} {}", outer.label, amount(outer, "/")).trim_end().to_string())
 }
 
 fn ascii_if(text: &str, unicode: bool) -> String {
@@ -426,6 +443,17 @@ mod tests {
         assert!(line.contains("loss 2.5000  eta 1m 05s  1m 05s"), "{line}");
         let long = [seen(&"x".repeat(300), 5, 0, Unit::Bytes, false)];
         assert!(columns(&progress_line(&long, 59, true)) <= 59);
+        let inner = [
+            training().remove(0),
+            seen("answering", 64, 200, Unit::Count("questions"), false),
+            seen("generating", 3, 64, Unit::Count("answers"), false),
+        ];
+        let line = progress_line(&inner, 100, false);
+        assert!(
+            line.contains("answering 64/200 questions  generating  3/64 answers"),
+            "{line}"
+        );
+        assert!(!line.contains("training"), "{line}");
         let evil = [seen("reading a\x1b[2Jb\n.jsonl", 5, 0, Unit::Bytes, false)];
         let line = progress_line(&evil, 79, true);
         assert!(!line.contains(['\x1b', '\n']), "{line:?}");

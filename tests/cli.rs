@@ -66,12 +66,24 @@ fn recipes_are_listed_shown_and_copied() {
 #[test]
 fn doctor_tells_lines_of_json() {
     let dir = tempfile::tempdir().unwrap();
-    let out = ft(dir.path(), &["doctor", "--json", "--threads", "1"]);
+    let out = Command::new(env!("CARGO_BIN_EXE_ft"))
+        .args(["doctor", "--json", "--threads", "1"])
+        .current_dir(dir.path())
+        .env("HF_HUB_OFFLINE", "1")
+        .output()
+        .unwrap();
     assert_eq!(out.status.code(), Some(0));
     let said = text(&out.stdout);
     let lines: Vec<serde_json::Value> = said.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
     let cpu = lines.iter().find(|l| l["name"] == "cpu").unwrap();
     assert!(cpu["value"].as_str().unwrap().contains("with 1 threads"), "{cpu}");
+    let named = |name: &str| lines.iter().find(|l| l["name"] == name).unwrap();
+    assert!(named("hub")["value"].as_str().unwrap().starts_with("not asked"));
+    for key in ["write_bytes_per_second", "read_bytes_per_second"] {
+        assert!(named("writable")["data"][key].as_f64().unwrap() > 0.0, "{said}");
+    }
+    assert!(named("bandwidth")["data"]["bytes_per_second"].as_f64().unwrap() > 0.0);
+    assert_eq!(lines.last().unwrap()["name"], "verdict");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 

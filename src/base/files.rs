@@ -1,9 +1,11 @@
 //! Files with the path in every error; whole files appear at their name or not at all.
 
 use crate::base::{Error, Result};
+use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 fn io(what: &str, path: &Path, e: std::io::Error) -> Error {
     let err = Error::new(format!("cannot {what}")).at_path(path).cause(&e);
@@ -113,6 +115,32 @@ pub fn sync_dir(path: &Path) -> Result<()> {
         .map_err(|e| io("sync the directory", path, e))
 }
 
+/// Files and directories that are being written under a temporary name.
+static UNFINISHED: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+fn unfinished() -> MutexGuard<'static, BTreeSet<PathBuf>> {
+    UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// `path` is being written: it is removed if the process ends by a signal before `finished`.
+pub(super) fn begun(path: &Path) {
+    unfinished().insert(path.to_path_buf());
+}
+
+pub(super) fn finished(path: &Path) {
+    unfinished().remove(path);
+}
+
+/// Before the process ends by a signal: removes what is written halfway. Another thread may still write.
+pub(super) fn remove_unfinished() {
+    for path in unfinished().iter() {
+        let _ = match path.is_dir() {
+            true => fs::remove_dir_all(path),
+            false => fs::remove_file(path),
+        };
+    }
+}
+
 /// The temporary name beside `path`; leftovers are recognised by `.tmp-`.
 pub fn temporary(path: &Path) -> PathBuf {
     let name = path
@@ -141,6 +169,7 @@ impl AtomicFile {
             .truncate(true)
             .open(&temporary)
             .map_err(|e| io("create the file", &temporary, e))?;
+        begun(&temporary);
         Ok(Self {
             file: Some(BufWriter::with_capacity(1 << 20, file)),
             temporary,
@@ -163,6 +192,18 @@ impl AtomicFile {
         self.written
     }
 
+    /// What was written so far is on the disk.
+    pub(super) fn sync(&mut self) -> Result<()> {
+        let Some(file) = self.file.as_mut() else { return Ok(()) };
+        let synced = file.flush().and_then(|()| file.get_ref().sync_data());
+        synced.map_err(|e| io("sync the file", &self.path, e))
+    }
+
+    /// Another handle, to read what was written.
+    pub(super) fn reopen(&self) -> Result<File> {
+        open(&self.temporary)
+    }
+
     /// Flush, fsync, rename, fsync of the directory.
     pub fn commit(mut self) -> Result<()> {
         if let Some(file) = self.file.take() {
@@ -179,6 +220,7 @@ impl AtomicFile {
 
 impl Drop for AtomicFile {
     fn drop(&mut self) {
+        finished(&self.temporary);
         if !self.committed {
             let _ = fs::remove_file(&self.temporary);
         }

@@ -1,5 +1,5 @@
 //! Errors with hints, caught panics of libraries, atomic files, locks, counter-based random numbers, units, signals,
-//! the allocator, memory readings.
+//! the allocator, memory readings, how far the program is, how fast the machine is.
 //! Knows nothing of models or recipes. The only room that writes files.
 
 mod caught;
@@ -9,8 +9,10 @@ pub mod heap;
 pub mod lock;
 pub mod memory;
 pub mod partial;
+pub mod progress;
 pub mod rng;
 pub mod signal;
+pub mod speed;
 pub mod staging;
 pub mod units;
 

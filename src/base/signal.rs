@@ -1,39 +1,136 @@
-//! SIGINT and SIGTERM: the first one asks the run to save and stop, a second SIGINT ends it at once.
+//! Signals that ask the program to stop. The first one is answered at once and lets a run save its state; a second
+//! Ctrl-C ends the program at once.
+//!
+//! A thread waits for the signals, so the answer does not depend on what the program computes meanwhile.
 
+use super::files;
 use crate::base::{Error, Result};
 use signal_hook::consts::{SIGINT, SIGTERM};
-use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
+use signal_hook::iterator::Signals;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering::SeqCst};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+/// Signals that ask to stop.
+const SIGNALS: [i32; 2] = [SIGINT, SIGTERM];
+
+/// Exit code after a second Ctrl-C: what was not saved is lost.
+pub const ABANDONED: i32 = 131;
+
+/// What a signal does at this moment.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Conduct {
+    /// The program ends at once. `said`: why nothing is lost, or what is.
+    Quit { said: String },
+    /// The program stops by itself, at the next point where its state is whole.
+    Stop(Stop),
+}
+
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Stop {
+    /// What happens on the first signal: `stopping after this step`.
+    pub what: String,
+    /// What stands after how far it is: `; Ctrl-C again stops now and loses this step`.
+    pub then: String,
+    /// What is lost on a second Ctrl-C.
+    pub lost: String,
+    /// The step is finished first: how long steps take, if that is known.
+    pub finishes: Option<Option<Duration>>,
+}
+
+/// What the person at the terminal is told.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Notice {
+    Stopping(Stop),
+    /// The last words before the program ends.
+    Ending(String),
+}
 
 static RECEIVED: AtomicI32 = AtomicI32::new(0);
+static INTERRUPTS: AtomicU32 = AtomicU32::new(0);
+static CONDUCT: Mutex<Option<Conduct>> = Mutex::new(None);
+static TELL: OnceLock<fn(Notice)> = OnceLock::new();
+static INSTALLED: AtomicBool = AtomicBool::new(false);
+static CHAT: AtomicBool = AtomicBool::new(false);
+static ANSWERING: AtomicBool = AtomicBool::new(false);
 
-/// Installs the handlers; call once at the start of a run that can save its state.
+/// Who tells the person; only the first call counts.
+pub fn tell_with(tell: fn(Notice)) {
+    let _ = TELL.set(tell);
+}
+
+/// Says what a signal does from now on.
+pub fn conduct(conduct: Conduct) {
+    *CONDUCT.lock().unwrap_or_else(PoisonError::into_inner) = Some(conduct);
+}
+
+/// Until the next call of `conduct` a signal ends the program at once.
+pub fn quit(said: impl Into<String>) {
+    conduct(Conduct::Quit { said: said.into() });
+}
+
+/// Installs the handlers; later calls do nothing.
 pub fn install() -> Result<()> {
-    for signal in [SIGINT, SIGTERM] {
-        let action = move || {
-            if RECEIVED.swap(signal, SeqCst) != 0 && signal == SIGINT {
-                signal_hook::low_level::exit(128 + signal);
-            }
-        };
-        // The handler does one atomic swap and `_exit`: both are async-signal-safe.
-        unsafe { signal_hook::low_level::register(signal, action) }
-            .map_err(|e| Error::new("cannot install a signal handler").cause(e))?;
+    if INSTALLED.swap(true, SeqCst) {
+        return Ok(());
     }
+    let fault = |e: std::io::Error| Error::new("cannot install a signal handler").cause(e);
+    // The way out where even the thread below is stuck, on a terminal that takes no text.
+    let third = || {
+        if INTERRUPTS.fetch_add(1, SeqCst) >= 2 {
+            signal_hook::low_level::exit(ABANDONED);
+        }
+    };
+    // SAFETY: the handler does one atomic addition and `_exit`; both are async-signal-safe.
+    unsafe { signal_hook::low_level::register(SIGINT, third) }.map_err(fault)?;
+    let mut signals = Signals::new(SIGNALS).map_err(fault)?;
+    let wait = move || signals.forever().for_each(handle);
+    std::thread::Builder::new()
+        .name("signals".into())
+        .spawn(wait)
+        .map_err(fault)?;
     Ok(())
 }
 
-static ANSWERING: AtomicBool = AtomicBool::new(false);
-
-/// For a conversation: while an answer is written SIGINT stops it (a second one the program), else it ends the program.
-pub fn install_for_chat() -> Result<()> {
-    let action = || {
-        if !ANSWERING.load(SeqCst) || RECEIVED.swap(SIGINT, SeqCst) != 0 {
-            signal_hook::low_level::exit(128 + SIGINT);
+fn handle(signal: i32) {
+    let conduct = CONDUCT.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    if CHAT.load(SeqCst) {
+        // An answer is stopped; anything else ends the conversation.
+        match ANSWERING.load(SeqCst) && signal == SIGINT && RECEIVED.swap(signal, SeqCst) == 0 {
+            true => INTERRUPTS.store(0, SeqCst),
+            false => end(128 + signal, String::new()),
         }
-    };
-    // The handler does atomic operations and `_exit`: all are async-signal-safe.
-    unsafe { signal_hook::low_level::register(SIGINT, action) }
-        .map_err(|e| Error::new("cannot install a signal handler").cause(e))?;
-    Ok(())
+        return;
+    }
+    match conduct {
+        None => end(128 + signal, "stopped".into()),
+        Some(Conduct::Quit { said }) => end(128 + signal, said),
+        Some(Conduct::Stop(stop)) => match RECEIVED.swap(signal, SeqCst) {
+            0 => tell(Notice::Stopping(stop)),
+            // Others may come twice: who sends them wants the state saved.
+            _ if signal != SIGINT => {}
+            _ => end(ABANDONED, format!("stopped now: {}", stop.lost)),
+        },
+    }
+}
+
+fn tell(notice: Notice) {
+    if let Some(tell) = TELL.get() {
+        tell(notice);
+    }
+}
+
+/// Ends the process without unwinding: half written files are removed, complete ones stay.
+fn end(code: i32, said: String) {
+    tell(Notice::Ending(said));
+    files::remove_unfinished();
+    signal_hook::low_level::exit(code);
+}
+
+/// For a conversation: while an answer is written Ctrl-C stops the answer, else it ends the program.
+pub fn install_for_chat() -> Result<()> {
+    CHAT.store(true, SeqCst);
+    install()
 }
 
 /// An answer begins, or it has ended: then what has stopped it is forgotten. True if something had.

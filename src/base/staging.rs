@@ -29,6 +29,7 @@ impl Staging {
         let temporary = files::temporary(target);
         // Process ids come back (in containers always): what an earlier process left here is not ours to keep.
         remove(&temporary)?;
+        files::begun(&temporary);
         files::create_dir_all(&temporary)?;
         Ok(Self {
             temporary,
@@ -65,6 +66,7 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
+        files::finished(&self.temporary);
         if !self.done {
             let _ = remove(&self.temporary);
         }

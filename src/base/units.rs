@@ -80,6 +80,14 @@ pub fn duration(d: Duration) -> String {
     }
 }
 
+/// As `duration`, without fractions: for a clock that is redrawn.
+pub fn seconds(d: Duration) -> String {
+    match d.as_secs() {
+        s @ 0..60 => format!("{s}s"),
+        _ => duration(d),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

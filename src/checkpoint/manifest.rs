@@ -1,7 +1,7 @@
 //! `manifest.json`: what a checkpoint consists of. Written after everything else, so that a directory
 //! without it, or one that it does not describe, is no checkpoint.
 
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result, files, progress};
 use serde::{Deserialize, Serialize};
 use std::io::Read;
 use std::path::Path;
@@ -143,7 +143,8 @@ pub(super) fn is_plain(name: &str) -> bool {
 
 /// Size in bytes and blake3 hash of a file.
 fn hash(path: &Path) -> Result<(u64, String)> {
-    let mut file = files::open(path)?;
+    let phase = progress::bytes(progress::about("checking", path), files::size(path)?);
+    let mut file = phase.reader(files::open(path)?);
     let mut hasher = blake3::Hasher::new();
     let mut buffer = vec![0u8; 1 << 17];
     let mut size = 0;

@@ -1,6 +1,6 @@
 //! `ft data`: rendered rows with the trained tokens marked, and the counts.
 
-use super::out::out;
+use super::out::out_text;
 use super::recipe_args::RecipeArgs;
 use crate::base::Result;
 use crate::report;
@@ -20,7 +20,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<i32> {
     let loaded = args.recipe.load_and_warn()?;
-    out(crate::run::rows::describe(
+    out_text(crate::run::rows::describe(
         &loaded.recipe,
         args.rows,
         report::style().color,

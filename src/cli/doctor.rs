@@ -1,21 +1,23 @@
 //! `ft doctor`: what this machine and this build can do; each line ok, warn or fail, with a fix.
 
-use super::out::out;
-use crate::base::{Result, files, memory, units};
-use crate::hub::HubSettings;
+use super::out::{out, out_text};
+use crate::base::{Result, files, memory, progress, speed, units};
+use crate::hub::{self, Answer, HubSettings};
 use crate::ops::CpuPath;
 use crate::ops::device::{self, Gpu};
 use crate::report;
 use serde_json::{Value, json};
 use std::path::Path;
+use std::time::Duration;
 
-/// Check this machine: processor, memory, disk, cache
+/// Check this machine: processor, memory, disk, hub
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft doctor
   ft doctor --json                                   one JSON object a line
 
-Exit code 1 if a line says fail.")]
+The last line is the verdict. Exit code 1 if a line says fail. The hub is asked unless HF_HUB_OFFLINE is set, for 3
+seconds at most; the disk is measured with a file of at most 64 MiB that is removed.")]
 pub struct Args {
     /// One JSON object a line
     #[arg(long)]
@@ -45,6 +47,15 @@ struct Line {
     name: &'static str,
     value: String,
     fix: Option<String>,
+    /// Numbers behind `value`, for `--json`.
+    data: Value,
+}
+
+impl Line {
+    fn data(mut self, data: Value) -> Self {
+        self.data = data;
+        self
+    }
 }
 
 fn ok(name: &'static str, value: impl Into<String>) -> Line {
@@ -53,6 +64,7 @@ fn ok(name: &'static str, value: impl Into<String>) -> Line {
         name,
         value: value.into(),
         fix: None,
+        data: Value::Null,
     }
 }
 
@@ -62,50 +74,115 @@ fn not_ok(level: Level, name: &'static str, value: impl Into<String>, fix: &str)
         name,
         value: value.into(),
         fix: Some(fix.into()),
+        data: Value::Null,
     }
 }
 
 const GIB: u64 = 1 << 30;
 
 pub fn run(args: Args) -> Result<i32> {
-    let lines = examine();
-    for line in &lines {
-        if args.json {
-            out(json!({"level": line.level.name(), "name": line.name, "value": line.value, "fix": line.fix}))?;
-            continue;
-        }
-        out(format!("{:<4}  {:<9}  {}", line.level.name(), line.name, line.value))?;
-        if let Some(fix) = &line.fix {
-            out(format!("      hint: {fix}"))?;
-        }
-    }
-    Ok(i32::from(lines.iter().any(|l| l.level == Level::Fail)))
+    let mut lines = Vec::new();
+    examine(&HubSettings::from_env(), &mut |line| {
+        show(&line, args.json)?;
+        lines.push(line);
+        Ok(())
+    })?;
+    let verdict = verdict(&lines);
+    show(&verdict, args.json)?;
+    Ok(i32::from(verdict.level == Level::Fail))
 }
 
-fn examine() -> Vec<Line> {
+fn show(line: &Line, as_json: bool) -> Result<()> {
+    if as_json {
+        let mut object = json!({"level": line.level.name(), "name": line.name, "value": line.value, "fix": line.fix});
+        if !line.data.is_null() {
+            object["data"] = line.data.clone();
+        }
+        return out(object);
+    }
+    // Wrapped below the value.
+    const INDENT: usize = 17;
+    let room = report::result_width().map_or(usize::MAX, |w| w.saturating_sub(INDENT));
+    for (i, part) in report::wrapped(&line.value, room, 0, false).iter().enumerate() {
+        match i {
+            0 => out(format!("{:<4}  {:<9}  {part}", line.level.name(), line.name))?,
+            _ => out(format!("{:INDENT$}{part}", ""))?,
+        }
+    }
+    match &line.fix {
+        Some(fix) => out_text(format!("      hint: {fix}")),
+        None => Ok(()),
+    }
+}
+
+/// Every line is handed over as soon as it is known.
+fn examine(settings: &HubSettings, tell: &mut dyn FnMut(Line) -> Result<()>) -> Result<()> {
     let (name, cores, features) = report::cpu();
     let environment = report::environment();
-    let mut lines = vec![
-        ok("version", version(&environment)),
-        ok("system", environment["os"].as_str().unwrap_or_default()),
-        ok(
-            "cpu",
-            format!(
-                "{name}, {cores} cores, computing with {} threads and the {} operations",
-                rayon::current_num_threads(),
-                CpuPath::current().name()
-            ),
+    tell(ok("version", version(&environment)))?;
+    tell(ok("system", environment["os"].as_str().unwrap_or_default()))?;
+    tell(ok(
+        "cpu",
+        format!(
+            "{name}, {cores} cores, computing with {} threads and the {} operations",
+            rayon::current_num_threads(),
+            CpuPath::current().name()
         ),
-    ];
-    lines.push(features_line(&features));
-    lines.extend(devices());
-    lines.push(memory_line(memory::available(), memory::total()));
-    lines.extend(disk(Path::new(".")));
-    lines.push(open_files());
-    let settings = HubSettings::from_env();
-    lines.push(cache(&settings));
-    lines.push(hub_settings(&settings));
-    lines
+    ))?;
+    tell(features_line(&features))?;
+    for line in devices() {
+        tell(line)?;
+    }
+    tell(memory_line(memory::available(), memory::total()))?;
+    tell(bandwidth())?;
+    for line in disk(Path::new(".")) {
+        tell(line)?;
+    }
+    tell(open_files())?;
+    tell(cache(settings))?;
+    tell(hub(settings))
+}
+
+/// What the lines come to.
+fn verdict(lines: &[Line]) -> Line {
+    let named = |level| {
+        let mut names: Vec<&str> = lines.iter().filter(|l| l.level == level).map(|l| l.name).collect();
+        names.dedup();
+        names.join(", ")
+    };
+    let device = lines.iter().filter(|l| l.name == "device" && l.level != Level::Fail);
+    let place = match device.filter(|l| l.value.starts_with("cuda:")).count() {
+        0 => "on the CPU".to_string(),
+        1 => "on the GPU".to_string(),
+        n => format!("on one of {n} GPUs"),
+    };
+    match (named(Level::Fail), named(Level::Warn)) {
+        (fails, _) if !fails.is_empty() => not_ok(
+            Level::Fail,
+            "verdict",
+            format!("not ready: mend {fails} first"),
+            "the hints above say how",
+        ),
+        (_, warns) if !warns.is_empty() => not_ok(
+            Level::Warn,
+            "verdict",
+            format!("ready to train {place}; look at {warns}"),
+            "the hints above say how; `ft recipes` lists recipes to start from",
+        ),
+        _ => ok(
+            "verdict",
+            format!("ready to train {place}; `ft recipes` lists recipes to start from"),
+        ),
+    }
+}
+
+fn bandwidth() -> Line {
+    let phase = progress::phase("measuring memory", 0, "");
+    let threads = rayon::current_num_threads();
+    let speed = speed::memory(threads, memory::available().unwrap_or(1 << 30));
+    drop(phase);
+    let value = format!("reads {}/s with {threads} threads", units::bytes(speed as u64));
+    ok("bandwidth", value).data(json!({"bytes_per_second": speed.round(), "threads": threads}))
 }
 
 fn version(environment: &Value) -> String {
@@ -216,18 +293,43 @@ fn disk(directory: &Path) -> Vec<Line> {
             "look at it with `df`",
         ),
     };
-    // Dropped before its commit: leaves nothing.
-    let writable = match files::AtomicFile::create(&directory.join("ft-doctor")) {
-        Ok(_) => ok("writable", shown.to_string()),
-        Err(_) => not_ok(
+    // A disk that is almost full is not filled further.
+    if files::free_space(directory).is_some_and(|free| free < 256 << 20) {
+        return vec![space];
+    }
+    let phase = progress::phase("measuring the disk", 0, "");
+    let measured = speed::disk(directory);
+    drop(phase);
+    let speed = match measured {
+        Ok(speed) => {
+            let rate = |x: f64| format!("{}/s", units::bytes(x as u64));
+            let value = format!("writes {}, reads {} at {shown}", rate(speed.write), rate(speed.read));
+            let data = json!({
+                "write_bytes_per_second": speed.write.round(), "read_bytes_per_second": speed.read.round(),
+            });
+            match speed.write < SLOW {
+                true => not_ok(
+                    Level::Warn,
+                    "writable",
+                    value,
+                    "saving will be slow: set `train.output_dir` to a faster disk",
+                ),
+                false => ok("writable", value),
+            }
+            .data(data)
+        }
+        Err(e) => not_ok(
             Level::Fail,
             "writable",
-            format!("cannot write at {shown}"),
+            format!("cannot write at {shown}: {}", e.what()),
             "go to a directory of yours, or set `train.output_dir` to one",
         ),
     };
-    vec![space, writable]
+    vec![space, speed]
 }
+
+/// Bytes a second that a disk for checkpoints should write.
+const SLOW: f64 = 20e6;
 
 /// A sharded model has hundreds of files at most; a few hundred handles are enough.
 fn open_files() -> Line {
@@ -265,17 +367,57 @@ fn cache(settings: &HubSettings) -> Line {
     )
 }
 
-fn hub_settings(settings: &HubSettings) -> Line {
+/// How long the hub may take to answer.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+fn hub(settings: &HubSettings) -> Line {
     if !cfg!(feature = "hub") {
         return ok("hub", "not in this build: local model directories only");
     }
-    let token = if settings.token.is_some() { "set" } else { "not set" };
-    let mode = if settings.offline { "offline" } else { "online" };
+    let token = if settings.token.is_some() {
+        "token set"
+    } else {
+        "no token"
+    };
     let endpoint = match settings.endpoint == HubSettings::default().endpoint {
         true => "",
         false => ", own endpoint",
     };
-    ok("hub", format!("{mode}, token {token}{endpoint}"))
+    if settings.offline {
+        return ok("hub", format!("not asked: HF_HUB_OFFLINE is set; {token}{endpoint}"));
+    }
+    let phase = progress::phase("asking the hub", 0, "");
+    let answer = ask(settings);
+    drop(phase);
+    match answer {
+        Answer::Reached(time) => ok(
+            "hub",
+            format!("answers after {}; {token}{endpoint}", units::duration(time)),
+        )
+        .data(json!({"seconds": time.as_secs_f64()})),
+        Answer::Refused => not_ok(
+            Level::Warn,
+            "hub",
+            format!("does not accept the token{endpoint}"),
+            "check HF_TOKEN, or unset it for public models",
+        ),
+        Answer::Failed(why) => not_ok(
+            Level::Warn,
+            "hub",
+            format!("cannot be reached: {why}; {token}{endpoint}"),
+            "check the network and HF_ENDPOINT; local model directories work without it",
+        ),
+    }
+}
+
+fn ask(settings: &HubSettings) -> Answer {
+    #[cfg(feature = "hub")]
+    return hub::ask(settings, PATIENCE);
+    #[cfg(not(feature = "hub"))]
+    {
+        let _ = (settings, PATIENCE);
+        Answer::Failed("not in this build".into())
+    }
 }
 
 #[cfg(test)]
@@ -285,7 +427,16 @@ mod tests {
     #[test]
     fn every_line_that_is_not_ok_has_a_fix() {
         let dir = tempfile::tempdir().unwrap();
-        let mut lines = examine();
+        let mut lines = Vec::new();
+        let settings = HubSettings {
+            endpoint: "http://127.0.0.1:9".into(),
+            ..HubSettings::default()
+        };
+        examine(&settings, &mut |line| {
+            lines.push(line);
+            Ok(())
+        })
+        .unwrap();
         lines.extend(disk(dir.path()));
         lines.extend(disk(&dir.path().join("not/there")));
         lines.push(features_line(&[]));
@@ -293,6 +444,17 @@ mod tests {
         lines.push(memory_line(Some(1), Some(2)));
         assert!(lines.iter().all(|l| (l.level == Level::Ok) == l.fix.is_none()));
         assert_eq!(lines.iter().filter(|l| l.level == Level::Fail).count(), 1);
+        let unreachable = lines.iter().find(|l| l.value.contains("cannot be reached"));
+        assert!(unreachable.is_some_and(|l| l.level == Level::Warn), "{lines:#?}");
+        assert_eq!(verdict(&lines).level, Level::Fail);
+        lines.retain(|l| l.level != Level::Fail);
+        assert_eq!(verdict(&lines).level, Level::Warn);
+        lines.retain(|l| l.level == Level::Ok);
+        let verdict = verdict(&lines);
+        assert!(
+            verdict.level == Level::Ok && verdict.value.starts_with("ready"),
+            "{verdict:?}"
+        );
         assert!(files::list(dir.path()).unwrap().is_empty(), "the check leaves nothing");
     }
 }

@@ -1,6 +1,6 @@
 //! `ft eval`: loss, perplexity and accuracy of a model on a data file; of a reward model accuracy and margin.
 
-use super::out::out;
+use super::out::{out, out_text};
 use crate::base::Result;
 use crate::recipe::Dtype;
 use crate::run::evaluate::evaluate;
@@ -40,7 +40,7 @@ pub fn run(args: Args) -> Result<i32> {
     if args.json {
         out(report.json())?
     } else {
-        out(report.text())?
+        out_text(report.text())?
     }
     Ok(0)
 }

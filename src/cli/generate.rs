@@ -5,6 +5,7 @@ use crate::base::{Error, Result, signal};
 use crate::generate::Stored;
 use crate::quant::Format;
 use crate::recipe::Dtype;
+use crate::report;
 use crate::run::generate::{Choice, Holding, Writer, Written};
 use std::io::IsTerminal;
 use std::path::PathBuf;
@@ -43,22 +44,22 @@ pub struct Args {
     #[arg(long, value_name = "X", default_value_t = 0.8, value_parser = temperature)]
     pub temperature: f64,
     /// Choose among the K most likely tokens only [default: all]
-    #[arg(long, value_name = "K", value_parser = top_k)]
+    #[arg(hide_short_help = true, long, value_name = "K", value_parser = top_k)]
     pub top_k: Option<usize>,
     /// Choose among the most likely tokens that together have this probability [default: all]
-    #[arg(long, value_name = "P", value_parser = top_p)]
+    #[arg(hide_short_help = true, long, value_name = "P", value_parser = top_p)]
     pub top_p: Option<f64>,
     /// Seed of the choice
-    #[arg(long, value_name = "N", default_value_t = 42)]
+    #[arg(hide_short_help = true, long, value_name = "N", default_value_t = 42)]
     pub seed: u64,
     /// f32 or bf16 [default: as the weights are stored]
-    #[arg(long, value_name = "TYPE", value_parser = super::parse_dtype)]
+    #[arg(hide_short_help = true, long, value_name = "TYPE", value_parser = super::parse_dtype)]
     pub dtype: Option<Dtype>,
     /// Store the weights of the layers and the head as int8 or int4 [default: as they are]
-    #[arg(long, value_name = "TYPE", value_parser = weights)]
+    #[arg(hide_short_help = true, long, value_name = "TYPE", value_parser = weights)]
     pub weights: Option<Format>,
     /// Store keys and values of earlier tokens as f32, bf16 or int8 [default: f32; on a GPU as the activations]
-    #[arg(long, value_name = "TYPE", value_parser = kv_cache)]
+    #[arg(hide_short_help = true, long, value_name = "TYPE", value_parser = kv_cache)]
     pub kv_cache: Option<Stored>,
 }
 
@@ -127,29 +128,92 @@ pub fn run(args: Args) -> Result<i32> {
 
 fn end(written: &Written) -> Result<i32> {
     out("")?;
-    super::note(&written.speed());
+    report::aside(&written.speed());
     Ok(0)
 }
+
+/// What a line of a chat asks for.
+#[derive(Debug, PartialEq)]
+enum Line<'a> {
+    Nothing,
+    Exit,
+    Help,
+    Clear,
+    Speed,
+    Unknown(&'a str),
+    Message(&'a str),
+}
+
+impl<'a> Line<'a> {
+    fn read(line: &'a str) -> Self {
+        let word = line.trim();
+        match word.to_ascii_lowercase().as_str() {
+            "" => Line::Nothing,
+            "exit" | "quit" | "/exit" | "/quit" | "/bye" | "/q" => Line::Exit,
+            "/help" | "/?" => Line::Help,
+            "/clear" | "/new" | "/reset" => Line::Clear,
+            "/speed" => Line::Speed,
+            // A path or a second slash is no command.
+            _ if word.starts_with("//") => Line::Message(&word[1..]),
+            command if command.starts_with('/') && command[1..].chars().all(|c| c.is_ascii_alphabetic()) => {
+                Line::Unknown(word)
+            }
+            _ => Line::Message(line),
+        }
+    }
+}
+
+const CHAT_HELP: &str = "One line is one message.
+/clear   begin a new conversation
+/speed   show tokens per second after each answer, or stop showing them
+/exit    end (also `exit`, `quit`, Ctrl-D)
+Ctrl-C stops an answer. A message that begins with a slash is written with two.";
 
 /// Each line is a turn, from a person or from a pipe; the end of the input ends the conversation.
 fn chat(writer: &mut Writer) -> Result<i32> {
     let person = std::io::stdin().is_terminal();
     if person {
-        super::note("One line is one message. Ctrl-C stops an answer, Ctrl-D ends the conversation.");
+        super::note("One line is one message. Ctrl-C stops an answer, `/help` shows commands, `/exit` ends.");
     }
     let mut lines = std::io::stdin().lines();
+    let mut speed = false;
     loop {
         if person {
-            super::ask("> ");
+            report::ask("> ");
         }
         let Some(line) = lines.next() else { break };
         let line = line.map_err(|e| Error::new("cannot read standard input").cause(e))?;
-        if line.trim().is_empty() {
-            continue;
-        }
-        match writer.reply(&line, &mut out_raw) {
+        let message = match Line::read(&line) {
+            Line::Nothing => continue,
+            Line::Exit => break,
+            Line::Help => {
+                super::note(CHAT_HELP);
+                continue;
+            }
+            Line::Clear => {
+                writer.forget();
+                super::note("a new conversation begins");
+                continue;
+            }
+            Line::Speed => {
+                speed = !speed;
+                super::note(if speed { "speed is shown" } else { "speed is not shown" });
+                continue;
+            }
+            Line::Unknown(command) => {
+                report::warn(&format!(
+                    "`{command}` is no command; `/help` shows them, `//` begins a message with a slash"
+                ));
+                continue;
+            }
+            Line::Message(message) => message,
+        };
+        match writer.reply(message, &mut out_raw) {
             Ok(written) => {
-                end(&written)?;
+                out("")?;
+                if speed {
+                    report::aside(&written.speed());
+                }
                 if written.stopped {
                     super::note("stopped");
                 }
@@ -160,4 +224,24 @@ fn chat(writer: &mut Writer) -> Result<i32> {
         }
     }
     Ok(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_are_told_from_messages() {
+        for line in ["exit", " Quit ", "/exit", "/quit", "/bye"] {
+            assert_eq!(Line::read(line), Line::Exit, "{line}");
+        }
+        assert_eq!(Line::read("  "), Line::Nothing);
+        assert_eq!(Line::read("/help"), Line::Help);
+        assert_eq!(Line::read("/clear"), Line::Clear);
+        assert_eq!(Line::read("/nothing"), Line::Unknown("/nothing"));
+        for message in ["exit the building", "/usr/bin is a directory", "quit?", " two "] {
+            assert_eq!(Line::read(message), Line::Message(message));
+        }
+        assert_eq!(Line::read("//help"), Line::Message("/help"));
+    }
 }

@@ -2,7 +2,8 @@
 //! environment variables and prints results. Knows no tensors.
 //!
 //! Results go to standard output, everything else to standard error. Exit codes: 0 ok, 1 the run or an input
-//! failed, 2 usage or recipe error, 70 a bug in ft, 130/143 stopped by a signal with the state saved.
+//! failed, 2 usage or recipe error, 70 a bug in ft, 130/143 stopped by a signal with the state saved, 131 stopped by a
+//! second Ctrl-C.
 
 mod adapter;
 mod data;
@@ -18,30 +19,40 @@ mod recipe_args;
 mod recipes;
 mod train;
 
-pub use out::{out, out_raw};
+pub use out::{out, out_raw, out_text};
 pub use recipes::SHIPPED;
 
-use crate::base::{Error, Result, heap, is_expected};
+use crate::base::{Error, Result, heap, is_expected, signal};
 use crate::ops::CpuPath;
 use crate::report::{self, Style};
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
+
+const EXAMPLES: &str = "Examples:
+  ft recipes                                         recipes to start from
+  ft recipes copy quickstart                         copy one and edit it
+  ft plan  --recipe quickstart.toml                  the memory it needs
+  ft train --recipe quickstart.toml train.max_steps=20";
+
+const MORE: &str = "Results go to standard output, everything else to standard error.
+
+Exit codes: 0 ok, 1 the run or an input failed, 2 usage or recipe error, 70 a bug in ft, 130/143 stopped by a signal with
+the state saved, 131 stopped by a second Ctrl-C: what was not saved is lost
+
+Environment: NO_COLOR, FT_NO_PROGRESS (no progress lines), HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE";
 
 /// Fine-tune large language models on little memory, one layer at a time
 #[derive(Debug, Parser)]
 #[command(name = "ft", version, max_term_width = 110, arg_required_else_help = true)]
-#[command(after_help = "Examples:
-  ft recipes                                         recipes to start from
-  ft recipes copy quickstart                         copy one and edit it
-  ft plan  --recipe quickstart.toml                  the memory it needs
-  ft train --recipe quickstart.toml train.max_steps=20
-
-Exit codes: 0 ok, 1 the run or an input failed, 2 usage or recipe error, 130/143 stopped by a signal, state saved")]
+#[command(after_help = EXAMPLES, after_long_help = format!("{EXAMPLES}\n\n{MORE}"))]
 pub struct Cli {
     /// Threads to compute with [default: all cores]
     #[arg(long, global = true, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     threads: Option<u16>,
+    /// Print errors, warnings and results only
+    #[arg(short, long, global = true)]
+    quiet: bool,
     #[command(subcommand)]
     command: Command,
 }
@@ -70,28 +81,33 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
             return e.exit_code();
         }
     };
-    report::set_style(style_of_terminal());
+    report::start(Style {
+        quiet: cli.quiet,
+        ..style_of_terminal()
+    });
     std::panic::set_hook(Box::new(|info| {
         if is_expected() {
             return;
         }
-        let _ = writeln!(
-            std::io::stderr(),
+        report::bug(&format!(
             "bug in ft {}: {info}\nhint: report it with this message, the command and the output of `ft doctor`",
             env!("CARGO_PKG_VERSION")
-        );
+        ));
     }));
-    match std::panic::catch_unwind(|| run(cli)) {
+    let code = match std::panic::catch_unwind(|| run(cli)) {
         Ok(Ok(code)) => code,
         Ok(Err(error)) => {
             show_error(&error);
             error.exit_code()
         }
         Err(_) => 70,
-    }
+    };
+    report::clear();
+    code
 }
 
 fn run(cli: Cli) -> Result<i32> {
+    signal::install()?;
     heap::keep_freed();
     if let Some(n) = cli.threads {
         rayon::ThreadPoolBuilder::new()
@@ -119,22 +135,12 @@ fn run(cli: Cli) -> Result<i32> {
 }
 
 fn show_error(error: &Error) {
-    let label = match report::style().color {
-        true => "\x1b[31merror:\x1b[0m",
-        false => "error:",
-    };
-    let _ = writeln!(std::io::stderr(), "{label} {error}");
+    report::error(&error.to_string());
 }
 
-/// A line for the person at the terminal.
+/// A line for the person at the terminal; not with `--quiet`.
 fn note(line: &str) {
-    let _ = writeln!(std::io::stderr(), "{line}");
-}
-
-/// The beginning of a line that the person completes.
-fn ask(text: &str) {
-    let mut stderr = std::io::stderr();
-    let _ = stderr.write_all(text.as_bytes()).and_then(|()| stderr.flush());
+    report::note(line);
 }
 
 /// Meaning never depends on colour: this only decides how things look.
@@ -151,6 +157,8 @@ fn style_of_terminal() -> Style {
         bar: terminal && !dumb && !set("FT_NO_PROGRESS"),
         color: terminal && !dumb && !set("NO_COLOR"),
         unicode: locale.contains("utf-8") || locale.contains("utf8"),
+        no_progress: set("FT_NO_PROGRESS"),
+        quiet: false,
     }
 }
 
@@ -194,6 +202,22 @@ mod tests {
             let call = format!("ft {}", command.get_name());
             assert!(help.contains(&call), "{}", command.get_name());
             assert!(command.get_about().is_some());
+        }
+    }
+
+    /// The first help that a person sees fits one screen, without rare options.
+    #[test]
+    fn the_short_help_is_one_screen() {
+        let mut command = Cli::command().term_width(80);
+        command.build();
+        let short = command.render_help().to_string();
+        assert!(short.lines().count() <= 34, "{short}");
+        assert!(short.len() < command.render_long_help().to_string().len());
+        for sub in command.get_subcommands_mut() {
+            let (short, long) = (sub.render_help().to_string(), sub.render_long_help().to_string());
+            assert!(short.lines().count() <= 34, "{short}");
+            assert!(short.contains("Examples:"), "{short}");
+            assert!(long.lines().count() >= short.lines().count(), "{long}");
         }
     }
 

@@ -1,6 +1,8 @@
 //! Standard output. A reader that went away (`ft data | head`) is no failure.
 
 use crate::base::{Error, Result};
+use crate::report;
+use std::borrow::Cow;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 
@@ -9,10 +11,33 @@ pub fn out(line: impl Display) -> Result<()> {
     out_raw(&format!("{line}\n"))
 }
 
-/// Text without a line end, flushed: for answers that appear as they are made.
+/// Lines for a person: broken at spaces where standard output is a terminal and they are wider.
+pub fn out_text(text: impl Display) -> Result<()> {
+    let text = text.to_string();
+    match report::result_width() {
+        Some(width) => out(report::wrapped(text.trim_end_matches('\n'), width, 2, false).join("\n")),
+        None => out(text.trim_end_matches('\n')),
+    }
+}
+
+/// Text without a line end, flushed: for answers that appear as they are made. On a terminal it can only set colors.
 pub fn out_raw(text: &str) -> Result<()> {
-    let mut stdout = std::io::stdout().lock();
-    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+    let text = match report::result_is_terminal() {
+        true => {
+            let text = report::visible_but_colors(text);
+            Cow::Owned(if report::style().unicode {
+                text
+            } else {
+                report::ascii(&text)
+            })
+        }
+        false => Cow::Borrowed(text),
+    };
+    let write = || {
+        let mut stdout = std::io::stdout().lock();
+        stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())
+    };
+    match report::above(write) {
         Ok(()) => Ok(()),
         Err(e) if e.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
         Err(e) => Err(Error::new("cannot write to standard output").cause(e)),

@@ -1,8 +1,9 @@
 //! `ft plan`: the memory a recipe needs, before anything is allocated.
 
-use super::out::out;
+use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;
 use crate::base::Result;
+use crate::report;
 use crate::run::plan::plan;
 
 /// Forecast the memory of a recipe; allocates nothing
@@ -32,7 +33,7 @@ pub fn run(args: Args) -> Result<i32> {
     if args.json {
         out(planned.json())?
     } else {
-        out(planned.plan.table())?;
+        out_text(planned.plan.table_within(report::result_width()))?;
         out(&planned.verdict.text)?;
         out(planned.disk.text())?
     }

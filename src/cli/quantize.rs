@@ -27,10 +27,10 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
     /// Weights that share a scale: 128 (int8), 64 or 128 (int4) [default: a row, 64]
-    #[arg(long, value_name = "N")]
+    #[arg(hide_short_help = true, long, value_name = "N")]
     pub group_size: Option<usize>,
     /// nf4: keep the scales in 32 bits
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     pub no_double_quantization: bool,
     /// Most bytes that all weights may take, such as 6GiB
     #[arg(long, value_name = "SIZE", requires = "data", value_parser = super::parse_bytes)]
@@ -39,7 +39,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE", requires = "budget")]
     pub data: Option<PathBuf>,
     /// Tokens to measure on, at most
-    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(hide_short_help = true, long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
     pub calibration_tokens: u32,
 }
 

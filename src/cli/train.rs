@@ -1,11 +1,25 @@
 //! `ft train`: run a recipe, or show what it would do.
 
-use super::out::out;
+use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;
 use crate::base::Result;
 use crate::base::units::bytes;
 use crate::run::train::{self, Options};
 use std::path::{Path, PathBuf};
+
+const LONG: &str = "Examples:
+  ft train --recipe recipes/quickstart.toml
+  ft train --recipe my.toml train.max_steps=20 tune.method=lora
+  ft train --recipe my.toml --dry-run                the plan and the resolved recipe only
+  ft train --recipe my.toml --resume                 go on from the newest complete checkpoint
+
+Ctrl-C (or SIGTERM) is answered at once. Where gradients are kept until the update, the step that is being computed is
+given up at the next layer and the state after the step before is saved: it is computed again after `--resume`, to the
+same bits. Where gradients are applied as they come, the step is finished first. Exit code 130 (SIGTERM: 143). A second
+Ctrl-C ends the program at once, without saving: exit code 131.
+
+On a terminal a line below the others shows how far the run is. Elsewhere a plain line is written when nothing else was
+for ten seconds; FT_NO_PROGRESS=1 and --quiet leave both out.";
 
 /// Train a model as a recipe says
 #[derive(Debug, clap::Args)]
@@ -15,7 +29,8 @@ use std::path::{Path, PathBuf};
   ft train --recipe my.toml --dry-run                the plan and the resolved recipe only
   ft train --recipe my.toml --resume                 go on from the newest complete checkpoint
 
-Ctrl-C saves the state and stops (exit code 130); a second Ctrl-C stops at once.")]
+Ctrl-C saves the state and stops; a second Ctrl-C stops at once.",
+    after_long_help = LONG)]
 pub struct Args {
     #[command(flatten)]
     pub recipe: RecipeArgs,
@@ -54,7 +69,8 @@ pub fn run(mut args: Args) -> Result<i32> {
     let outcome = train::train(&loaded, &options)?;
     if args.dry_run {
         loaded.warnings.iter().for_each(|line| crate::report::warn(line));
-        out(outcome.plan.table())?;
+        out_text(outcome.plan.table_within(crate::report::result_width()))?;
+        out("")?;
         out(&outcome.resolved)?;
         return Ok(0);
     }

@@ -8,7 +8,7 @@ use super::read::{self, Row};
 use super::rows;
 use crate::base::rng::{Rng, Stream};
 use crate::base::units::count;
-use crate::base::{Error, Result, signal};
+use crate::base::{Error, Result, progress, signal};
 use crate::recipe::{Data, RowFormat, Stage, TrainOn};
 use rayon::prelude::*;
 
@@ -245,6 +245,7 @@ impl Dataset {
     }
 
     pub(super) fn finish(&mut self) {
+        let _phase = progress::phase("counting tokens", 0, "");
         self.stats.measure(&self.examples);
         let mut hasher = blake3::Hasher::new();
         for e in &self.examples {

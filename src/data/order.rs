@@ -9,7 +9,7 @@ use super::batch::{Batch, Example};
 use super::dataset::Dataset;
 use super::pack::{Bin, pack};
 use crate::base::rng::{Rng, Stream};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, progress};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -150,6 +150,7 @@ impl Order {
             units: 0,
             epochs: Mutex::default(),
         };
+        let _phase = progress::phase("ordering rows", 0, "");
         order.units = match &*order.epoch(0) {
             Units::Rows(rows) => rows.len(),
             Units::Bins(bins) => bins.len(),

@@ -1,7 +1,8 @@
 //! Forward through the layers keeping only layer inputs, the objective, and the reverse pass.
 
 use super::active::Active;
-use crate::base::{Error, Result};
+use crate::base::progress::{self, Phase};
+use crate::base::{Error, Result, signal};
 use crate::data::Batch;
 use crate::model::spec::EMBEDDING;
 use crate::model::{Context, GradSink, Layer, Need, Network, Objective, Param, TokenRows};
@@ -62,6 +63,50 @@ pub struct Keeping<'a> {
     pub layers: usize,
     /// Inputs of layers wait on the host.
     pub parked: Option<&'a Copier>,
+    /// The pass changes nothing that lasts, so a signal may end it at any layer.
+    pub may_stop: bool,
+}
+
+impl Keeping<'_> {
+    /// Errors: a signal asks to stop, and the pass may.
+    fn unless_stopped(&self) -> Result<()> {
+        match signal::received().filter(|_| self.may_stop) {
+            Some(s) => Err(Error::signal(
+                s,
+                "stopped within a step; the weights were not changed by it",
+            )),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Work of a backward pass through a layer, in forward passes: it computes the layer anew.
+const BACKWARD: u64 = 3;
+
+/// How far a micro-batch is, layer by layer.
+struct Layers {
+    phase: Phase,
+    layers: usize,
+}
+
+impl Layers {
+    fn new(layers: usize, lowest: usize) -> Self {
+        Self {
+            phase: progress::part("layer", layers + BACKWARD as usize * (layers - lowest)),
+            layers,
+        }
+    }
+
+    fn forward(&self, layer: usize) {
+        self.phase.note(format!("forward {}/{}", layer + 1, self.layers));
+        self.phase.set(layer as u64);
+    }
+
+    fn backward(&self, layer: usize) {
+        let above = (self.layers - 1 - layer) as u64;
+        self.phase.note(format!("backward {}/{}", above + 1, self.layers));
+        self.phase.set(self.layers as u64 + BACKWARD * above);
+    }
 }
 
 /// The input of a layer until the backward pass comes to it.
@@ -114,7 +159,9 @@ pub fn window(
         );
     }
     let mut totals = Totals::default();
+    let phase = progress::part("micro-batch", batches.len());
     for (micro, batch) in batches.iter().enumerate() {
+        phase.set(micro as u64);
         if batch.is_empty() {
             continue;
         }
@@ -151,12 +198,15 @@ fn micro_batch(
     let ctx = network.context(&batch.positions, &batch.documents, dropout)?;
 
     let need = |dh| Need { scale, dh, dw: false };
+    let progress = Layers::new(layers, lowest);
 
     // Forward: the inputs of the layers that backward will visit are kept, of some all that it needs.
     let mut inputs = Vec::with_capacity(layers - lowest);
     network.source.prefetch(Group::Layer(0));
     let mut x = network.embed(&batch.ids)?;
     for l in 0..layers {
+        keep.unless_stopped()?;
+        progress.forward(l);
         if l + 1 < layers {
             network.source.prefetch(Group::Layer(l + 1));
         }
@@ -244,6 +294,8 @@ fn micro_batch(
 
     // Reverse, down to the lowest active layer.
     for l in (lowest..layers).rev() {
+        keep.unless_stopped()?;
+        progress.backward(l);
         // Below the lowest comes the forward pass of the next batch.
         network
             .source

@@ -61,8 +61,29 @@ impl Engine {
     ///
     /// Errors: a loss or gradient that is not finite; with kept gradients the active weights are then unchanged.
     pub fn step(&mut self, step: u64, batches: &[Batch], active: &Active, lr: f64) -> Result<StepReport> {
+        self.step_or_stop(step, batches, active, lr, false)
+    }
+
+    /// Does nothing change before the last gradient of a step is there? Then a step can be given up halfway.
+    pub fn changes_last(&self, active: &Active) -> bool {
+        let keeps = self.gradients == Gradients::Keep || self.network.ranks.is_some();
+        keeps && active.corrected().next().is_none()
+    }
+
+    /// As `step`; where `may_stop` is set and `changes_last` holds, a signal ends it at the next layer.
+    ///
+    /// Errors: of the kind `Signal` if it was given up: the state is that of the step before.
+    pub fn step_or_stop(
+        &mut self,
+        step: u64,
+        batches: &[Batch],
+        active: &Active,
+        lr: f64,
+        may_stop: bool,
+    ) -> Result<StepReport> {
+        let may_stop = may_stop && self.changes_last(active);
         let mut ranks = self.network.ranks.take();
-        let report = self.step_with(step, batches, active, lr, ranks.as_mut());
+        let report = self.step_with(step, batches, active, lr, may_stop, ranks.as_mut());
         self.network.ranks = ranks;
         for rows in &self.network.tokens {
             rows.place(&self.network)?;
@@ -76,6 +97,7 @@ impl Engine {
         batches: &[Batch],
         active: &Active,
         lr: f64,
+        may_stop: bool,
         ranks: Option<&mut Allocator>,
     ) -> Result<StepReport> {
         let (network, objective, seed) = (&self.network, self.objective.as_ref(), self.seed);
@@ -83,6 +105,7 @@ impl Engine {
         let keep = Keeping {
             layers: self.keep_layers,
             parked: self.parked.as_ref(),
+            may_stop,
         };
         let tally = Tally::new(&network.device)?;
         self.optimizer.begin(step);

@@ -3,7 +3,7 @@
 //!
 //! A number that is not finite stops the file: it then never appears under its name.
 
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result, files, progress};
 use crate::formats::dtype::StoredDtype;
 use crate::formats::index::{INDEX, SINGLE};
 use half::{bf16, f16};
@@ -112,13 +112,17 @@ type Fill<'a> = &'a mut dyn FnMut(&TensorPlan, &mut dyn FnMut(Values) -> Result<
 
 fn write_one(path: &Path, tensors: &[&TensorPlan], metadata: &[(String, String)], fill: Fill) -> Result<u64> {
     let mut file = files::AtomicFile::create(path)?;
+    let total = tensors.iter().filter_map(|t| t.bytes()).sum();
+    let phase = progress::bytes(progress::about("writing", path), total);
     file.write(&header(tensors, metadata, path)?)?;
     for plan in tensors {
         let expected = size_of(plan)?;
         let before = file.written();
         let mut buffer = Vec::new();
         fill(plan, &mut |values| {
-            put(&mut file, plan, values, &mut buffer, before, expected).map_err(|e| e.or_at(path.display()))
+            let put = put(&mut file, plan, values, &mut buffer, before, expected);
+            phase.set(file.written());
+            put.map_err(|e| e.or_at(path.display()))
         })?;
         let written = file.written() - before;
         if written != expected {

@@ -3,7 +3,7 @@
 //! exact weights would: `Answer::log_probs` are its own, and a loss takes those of the exact weights beside them.
 
 use super::decode::Policy;
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, progress};
 use crate::formats::weights::Weights;
 use crate::model::Network;
 use crate::ops::update;
@@ -81,7 +81,9 @@ impl CodedCopy {
         let params = of.source.params();
         let mut kinds: Vec<Group> = params.iter().map(|p| p.group).collect();
         kinds.dedup();
+        let phase = progress::phase("coding weights", kinds.len(), "layers");
         for group in kinds {
+            phase.add(1);
             let known = self.groups.get(group).ok();
             let own = || params.iter().filter(|p| p.group == group);
             if known.is_some() && !own().any(|p| changed(&p.name)) {

@@ -3,7 +3,7 @@
 use super::cache::{Sequence, Step};
 use super::sampler::Sampler;
 use super::schedule::{OnToken, Schedule};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, progress};
 use crate::model::Network;
 use crate::ops::paged::Stored;
 use crate::ops::update;
@@ -173,7 +173,12 @@ pub fn answer<'a>(
 ) -> Result<(Vec<Answer>, Speed)> {
     let policy = policy.into();
     check(policy.network, requests)?;
-    let (answers, speed, _) = Schedule::new(policy, requests, settings)?.run(on_token)?;
+    // A number of answers says more than a number of tokens, unless there is only one.
+    let phase = match requests.len() {
+        1 => progress::phase("generating", settings.max_new_tokens, "tokens"),
+        n => progress::phase("generating", n, "answers"),
+    };
+    let (answers, speed, _) = Schedule::new(policy, requests, settings)?.shown(&phase).run(on_token)?;
     Ok((answers, speed))
 }
 

@@ -5,7 +5,8 @@ use super::cache::{Layout, Run, Sequence};
 use super::decode::{Answer, Part, Policy, Request, Settings, Speed, step};
 use super::prefix::Tree;
 use super::sampler::Sampler;
-use crate::base::units::bytes;
+use crate::base::progress::Phase;
+use crate::base::units::{bytes, count};
 use crate::base::{Error, Result, signal};
 use rayon::prelude::*;
 use std::collections::VecDeque;
@@ -59,6 +60,8 @@ pub struct Schedule<'a> {
     /// The cache of a text that the (only) request may begin with, and that is wanted back.
     pub kept: Option<Sequence>,
     keep: bool,
+    /// Where is shown how far it is.
+    phase: Option<&'a Phase>,
 }
 
 /// Sees every token as it is chosen: index of the request, id.
@@ -92,6 +95,7 @@ impl<'a> Schedule<'a> {
             speed: Speed::default(),
             kept: None,
             keep: false,
+            phase: None,
             tree,
         })
     }
@@ -100,6 +104,23 @@ impl<'a> Schedule<'a> {
     pub fn going_on(mut self, kept: Option<Sequence>) -> Self {
         (self.kept, self.keep) = (kept, true);
         self
+    }
+
+    pub fn shown(mut self, phase: &'a Phase) -> Self {
+        self.phase = Some(phase);
+        self
+    }
+
+    fn show(&self) {
+        let Some(phase) = self.phase else { return };
+        let tokens = self.speed.prefill_tokens + self.speed.decode_tokens;
+        match self.requests.len() {
+            1 => phase.set(self.speed.decode_tokens),
+            n => {
+                phase.set((n - self.waiting.len() - self.rows.len()) as u64);
+                phase.note(format!("{} tokens", count(tokens)));
+            }
+        }
     }
 
     pub fn run(mut self, on_token: &mut OnToken) -> Result<(Vec<Answer>, Speed, Option<Sequence>)> {
@@ -111,8 +132,11 @@ impl<'a> Schedule<'a> {
             if self.rows.is_empty() {
                 return Ok((self.answers, self.speed, self.kept));
             }
-            while self.read(on_token)? {}
+            while self.read(on_token)? {
+                self.show();
+            }
             self.decode(on_token)?;
+            self.show();
         }
     }
 

@@ -1,12 +1,12 @@
 //! Files of one repository into the cache, resumed and checked.
 
 use crate::base::partial::PartialFile;
+use crate::base::progress::{self, Phase};
 use crate::base::{Error, Result, files};
-use crate::hub::HubSettings;
 use crate::hub::errors::{Wanted, explain, is_passing, not_cached, status};
+use crate::hub::{Answer, HubSettings};
 use hf_hub::repository::RepoTreeEntry;
 use hf_hub::{HFClient, HFError, HFRepositorySync, RepoType};
-use indicatif::{ProgressBar, ProgressStyle};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -56,6 +56,35 @@ pub(crate) fn client(settings: &HubSettings) -> Result<hf_hub::HFClientSync> {
     })
 }
 
+/// A small public model that every hub has.
+const PUBLIC: (&str, &str) = ("openai-community", "gpt2");
+
+pub(super) fn ask(settings: &HubSettings) -> Answer {
+    let begun = std::time::Instant::now();
+    let client = match client(settings) {
+        Ok(client) => client,
+        Err(e) => return Answer::Failed(e.what().to_string()),
+    };
+    let listed = client.model(PUBLIC.0, PUBLIC.1).list_tree().revision("main").send();
+    let Err(e) = listed else {
+        return Answer::Reached(begun.elapsed());
+    };
+    match status(&e) {
+        // A mirror may not have this model, or lists nothing.
+        Some(404 | 405 | 501) => Answer::Reached(begun.elapsed()),
+        Some(401 | 403) if settings.token.is_some() => Answer::Refused,
+        Some(status) => Answer::Failed(format!("it answers with HTTP status {status}")),
+        None => {
+            // The innermost cause is what a person can act on.
+            let mut cause: &dyn std::error::Error = &e;
+            while let Some(inner) = cause.source() {
+                cause = inner;
+            }
+            Answer::Failed(settings.scrub(&cause.to_string()))
+        }
+    }
+}
+
 impl<'a, T: RepoType> Repository<'a, T> {
     /// Opens a repository: asks the hub what is there, unless offline.
     ///
@@ -79,6 +108,7 @@ impl<'a, T: RepoType> Repository<'a, T> {
             }
             return Ok(out);
         }
+        let _asking = progress::phase(format!("asking the hub for {}", wanted.id), 0, "");
         match out.retry(|| out.handle.list_tree().revision(wanted.revision).recursive(true).send()) {
             Ok(entries) => out.listing = Some(entries.into_iter().filter_map(blob_of).collect()),
             // A mirror may serve files without listing them; then every file is asked for by name.
@@ -268,24 +298,24 @@ impl<'a, T: RepoType> Repository<'a, T> {
         if partial.length() > blob.size {
             partial.clear()?;
         }
-        let bar = self.bar(file, blob.size, partial.length());
+        let phase = self.phase(file, blob.size, partial.length());
         let mut failures = 0;
         while partial.length() < blob.size {
             let before = partial.length();
-            match self.batch(file, blob, &mut partial, &bar)? {
+            match self.batch(file, blob, &mut partial, phase.as_ref())? {
                 None => failures = 0,
                 Some(e) => {
                     // A batch that brought something is no failure of the whole.
                     failures = if partial.length() > before { 1 } else { failures + 1 };
                     if !is_passing(&e) || failures >= self.settings.attempts {
-                        bar.abandon();
                         return Err(explain(&e, wanted, self.settings));
                     }
                     std::thread::sleep(self.settings.wait * (1 << (failures - 1).min(6)));
                 }
             }
         }
-        bar.finish_and_clear();
+        drop(phase);
+        let _checking = progress::phase(progress::about("checking", Path::new(file)), 0, "");
         let name = match blob.large {
             true => hash_of(|f| partial.read(f))?,
             false => blob.oid.clone(),
@@ -295,7 +325,14 @@ impl<'a, T: RepoType> Repository<'a, T> {
     }
 
     /// Fetches the next pieces side by side and appends them in order; `Some` is the first failure.
-    fn batch(&self, file: &str, blob: &Blob, partial: &mut PartialFile, bar: &ProgressBar) -> Result<Option<HFError>> {
+    fn batch(
+        &self,
+        file: &str,
+        blob: &Blob,
+        partial: &mut PartialFile,
+        phase: Option<&Phase>,
+    ) -> Result<Option<HFError>> {
+        let show = |done| phase.iter().for_each(|phase| phase.set(done));
         let piece = self.settings.piece.max(1);
         let start = partial.length();
         let ranges: Vec<std::ops::Range<u64>> = (0..PARALLEL)
@@ -326,7 +363,7 @@ impl<'a, T: RepoType> Repository<'a, T> {
                 // The server does not know ranges and sent everything.
                 partial.clear()?;
                 partial.append(&bytes)?;
-                bar.set_position(blob.size);
+                show(blob.size);
                 return Ok(None);
             } else {
                 return Ok(Some(HFError::malformed_response(format!(
@@ -334,24 +371,20 @@ impl<'a, T: RepoType> Repository<'a, T> {
                     bytes.len()
                 ))));
             }
-            bar.set_position(partial.length());
+            show(partial.length());
         }
         Ok(None)
     }
 
-    fn bar(&self, file: &str, size: u64, done: u64) -> ProgressBar {
-        if !self.settings.progress {
-            return ProgressBar::hidden();
-        }
-        // On stderr, and hidden by indicatif where that is no terminal.
-        let bar = ProgressBar::new(size);
-        if let Ok(style) = ProgressStyle::with_template("{msg} [{bar:30}] {bytes}/{total_bytes} {bytes_per_sec} {eta}")
-        {
-            bar.set_style(style.progress_chars("=> "));
-        }
-        bar.set_message(file.to_string());
-        bar.set_position(done);
-        bar
+    /// Shows how much of a file is here, unless the settings ask for silence.
+    fn phase(&self, file: &str, size: u64, done: u64) -> Option<Phase> {
+        let name = file.rsplit('/').next().unwrap_or(file);
+        let phase = self
+            .settings
+            .progress
+            .then(|| progress::bytes(format!("downloading {name}"), size));
+        phase.iter().for_each(|phase| phase.set(done));
+        phase
     }
 
     /// Tries again after failures that may pass.

@@ -114,6 +114,32 @@ fn no_feature(settings: &HubSettings, id: &str) -> Error {
         ))
 }
 
+/// How the hub answers.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Answer {
+    /// It gave what was asked for, after so long.
+    Reached(std::time::Duration),
+    /// It does not take the token.
+    Refused,
+    /// No answer, or none that helps: why.
+    Failed(String),
+}
+
+/// Asks the hub what files a small public model has, as every download begins; waits for at most `limit`.
+#[cfg(feature = "hub")]
+pub fn ask(settings: &HubSettings, limit: std::time::Duration) -> Answer {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let settings = settings.clone();
+    // The thread may still wait for the network when the program ends.
+    let asking = std::thread::Builder::new().name("hub".into()).spawn(move || {
+        let _ = sender.send(download::ask(&settings));
+    });
+    match asking.map(|_| receiver.recv_timeout(limit)) {
+        Ok(Ok(answer)) => answer,
+        _ => Answer::Failed(format!("no answer within {} s", limit.as_secs())),
+    }
+}
+
 /// `org/name` with the characters that the hub allows.
 pub fn is_id(text: &str) -> bool {
     let part = |p: &str| {

@@ -7,7 +7,7 @@ use super::head::{Head, HeadWeight, Parts};
 use super::linear::Linear;
 use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
 use super::tokens::TokenRows;
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, progress};
 use crate::ops::{embedding, rms_norm};
 use crate::peft::ranks::Allocator;
 use crate::peft::{Adapter, Dropout};
@@ -247,7 +247,9 @@ impl Network {
         use super::contracts::Layer;
         self.source.prefetch(Group::Layer(0));
         let mut x = self.embed(ids)?;
+        let phase = progress::part("layer", self.layers());
         for l in 0..self.layers() {
+            phase.set(l as u64);
             // After the last comes the first of the next batch.
             self.source.prefetch(Group::Layer((l + 1) % self.layers()));
             see(l, &x)?;

@@ -9,6 +9,7 @@ use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::ops::cross_entropy::PIECE;
 use crate::ops::prepacked::Orders;
 use crate::recipe::{Method, Recipe};
+use crate::report;
 use crate::sft::CausalLm;
 use serde_json::{Value, json};
 
@@ -51,45 +52,37 @@ pub struct Plan {
 impl Plan {
     /// Lines, their largest size, their size at the peak, and a note each.
     pub fn table(&self) -> String {
+        self.table_within(None)
+    }
+
+    /// As `table`, no line wider than `columns`.
+    pub fn table_within(&self, columns: Option<usize>) -> String {
         let width = self.lines.iter().map(|l| l.label.len()).max().unwrap_or(0).max(12);
         let mut out = format!("{:width$}  {:>10}  {:>10}\n", "", "largest", "at peak");
         for l in &self.lines {
-            let row = format!(
-                "{:width$}  {:>10}  {:>10}  {}",
-                l.label,
-                bytes(l.bytes),
-                bytes(l.at_peak),
-                l.note
-            );
-            out.push_str(row.trim_end());
-            out.push('\n');
+            let row = format!("{:width$}  {:>10}  {:>10}  ", l.label, bytes(l.bytes), bytes(l.at_peak));
+            out.push_str(&with_note(row, &l.note, columns));
         }
-        out.push_str(&format!(
-            "{:width$}  {:>10}  {:>10}  in {}\n",
-            "peak",
-            "",
-            bytes(self.peak_bytes),
-            self.peak_moment
-        ));
+        let row = format!("{:width$}  {:>10}  {:>10}  ", "peak", "", bytes(self.peak_bytes));
+        out.push_str(&with_note(row, &format!("in {}", self.peak_moment), columns));
         if let Some(host) = self.peak_host_bytes {
             out.push_str(&format!("{:width$}  {:>10}  {:>10}\n", "on the host", "", bytes(host)));
         }
-        out.push_str(&format!(
-            "{:width$}  {} of {} trained at one time ({:.2} %)\n",
-            "parameters",
+        let share = format!(
+            "{} of {} trained at one time ({:.2} %)",
             count(self.trained_parameters),
             count(self.parameters),
             100.0 * self.trained_parameters as f64 / self.parameters.max(1) as f64
-        ));
+        );
+        out.push_str(&with_note(format!("{:width$}  ", "parameters"), &share, columns));
         if !self.choices.is_empty() {
             out.push_str("chosen\n");
         }
         let key = self.choices.iter().map(|c| c.key.len()).max().unwrap_or(0);
         let value = self.choices.iter().map(|c| c.value.len()).max().unwrap_or(0);
         for c in &self.choices {
-            let row = format!("  {:key$}  {:value$}  {}", c.key, c.value, c.why);
-            out.push_str(row.trim_end());
-            out.push('\n');
+            let row = format!("  {:key$}  {:value$}  ", c.key, c.value);
+            out.push_str(&with_note(row, &c.why, columns));
         }
         out
     }
@@ -117,6 +110,34 @@ impl Plan {
         );
         Value::Object(out)
     }
+}
+
+/// A row and its note: beside it in a column of its own, or below it where the terminal has no room for that.
+fn with_note(row: String, note: &str, columns: Option<usize>) -> String {
+    /// A narrower column is hard to read.
+    const LEAST: usize = 22;
+    let used = report::columns(&row);
+    let fits = columns.is_none_or(|all| used + report::columns(note) <= all);
+    let all = columns.unwrap_or(usize::MAX);
+    let lines = match all.saturating_sub(used) {
+        _ if fits => vec![format!("{row}{note}")],
+        room if room >= LEAST => {
+            let mut parts = report::wrapped(note, room, 0, false).into_iter();
+            let first = format!("{row}{}", parts.next().unwrap_or_default());
+            let indent = " ".repeat(used);
+            std::iter::once(first)
+                .chain(parts.map(|part| format!("{indent}{part}")))
+                .collect()
+        }
+        _ => {
+            let below = report::wrapped(note, all.saturating_sub(6), 0, false);
+            std::iter::once(row)
+                .chain(below.into_iter().map(|part| format!("      {part}")))
+                .collect()
+        }
+    };
+    let ended = |line: String| format!("{}\n", line.trim_end());
+    lines.into_iter().map(ended).collect()
 }
 
 fn head_trained(spec: &Spec, inputs: &Inputs) -> bool {

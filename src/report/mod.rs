@@ -2,12 +2,17 @@
 //! Knows numbers and texts. Never blocks or fails a step: a file that cannot be written gives one warning.
 
 mod environment;
+mod layout;
 mod log;
+mod screen;
 mod terminal;
 
 pub use environment::{cpu, environment, write_environment};
+pub use layout::{ascii, columns, visible, visible_but_colors, wrapped};
 pub use log::truncate_after;
-pub use terminal::{Style, set_style, style, warn};
+pub use screen::{
+    Style, above, aside, ask, bug, clear, error, note, result_is_terminal, result_width, start, style, warn, width,
+};
 
 use log::Log;
 use serde_json::{Map, Value, json};
@@ -70,7 +75,7 @@ impl Reporter {
             events: Log::open(&dir.join("events.jsonl")),
             samples: None,
             dir: dir.to_path_buf(),
-            terminal: Terminal::new(terminal::style(), total_steps, resumed_from),
+            terminal: Terminal::new(total_steps, resumed_from),
             last_loss: None,
             losses: Vec::new(),
         };
@@ -183,7 +188,12 @@ impl Reporter {
         self.event("warning", json!({ "message": line }));
     }
 
-    /// Takes the progress bar away; later notes are plain lines.
+    /// The first step begins now.
+    pub fn begin(&mut self) {
+        self.terminal.begin();
+    }
+
+    /// The run has ended: nothing shows any more how far it is.
     pub fn finish(&mut self) {
         self.terminal.finish();
     }

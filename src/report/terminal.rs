@@ -1,113 +1,61 @@
-//! Lines and a progress bar on standard error. A terminal gets a bar that redraws; anything else gets plain
-//! lines without carriage returns. Faults of standard error are ignored: a closed terminal ends no run.
+//! The lines of a training run: the box at its start, one line a report, and how far it is.
 
+use super::layout::{boxed, columns, fit};
+use super::screen::{self, style};
 use super::{EvalMetrics, StepMetrics};
+use crate::base::progress::{self, Phase};
 use crate::base::units;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use std::io::Write;
-use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// How to write; `cli` decides, from flags, the environment and what standard error is.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Style {
-    /// A bar that redraws itself.
-    pub bar: bool,
-    pub color: bool,
-    /// Box and arrow characters outside of ASCII.
-    pub unicode: bool,
-}
-
-static STYLE: OnceLock<Style> = OnceLock::new();
-
-/// Sets the style of the whole process; only the first call counts.
-pub fn set_style(style: Style) {
-    let _ = STYLE.set(style);
-}
-
-/// The style of the process; plain text where none was set.
-pub fn style() -> Style {
-    STYLE.get().copied().unwrap_or_default()
-}
-
-/// A warning outside of a run's progress.
-pub fn warn(line: &str) {
-    let label = if style().color {
-        "\x1b[33mwarning:\x1b[0m"
-    } else {
-        "warning:"
-    };
-    let _ = writeln!(std::io::stderr(), "{label} {line}");
-}
-
 pub(super) struct Terminal {
-    style: Style,
-    bar: Option<ProgressBar>,
+    phase: Option<Phase>,
     total: u64,
     first: u64,
     started: Instant,
 }
 
 impl Terminal {
-    pub(super) fn new(style: Style, total: u64, first: u64) -> Self {
-        let bar = style.bar.then(|| {
-            let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(10));
-            let filled = if style.unicode { "━╸ " } else { "=> " };
-            if let Ok(look) = ProgressStyle::with_template("{bar:30} {pos}/{len}  {elapsed}  {msg}") {
-                bar.set_style(look.progress_chars(filled));
-            }
-            bar.set_position(first);
-            bar
-        });
+    pub(super) fn new(total: u64, first: u64) -> Self {
+        let phase = progress::phase("training", usize::try_from(total).unwrap_or(0), "steps");
+        phase.set(first);
         Self {
-            style,
-            bar,
+            phase: Some(phase),
             total,
             first,
             started: Instant::now(),
         }
     }
 
-    fn put(&self, text: &str) {
-        let write = || {
-            let _ = writeln!(std::io::stderr(), "{text}");
-        };
-        match &self.bar {
-            Some(bar) => bar.suspend(write),
-            None => write(),
-        }
-    }
-
-    fn paint(&self, code: &str, text: &str) -> String {
-        match self.style.color {
-            true => format!("\x1b[{code}m{text}\x1b[0m"),
-            false => text.to_string(),
-        }
-    }
-
     pub(super) fn note(&self, line: &str) {
-        self.put(line);
+        screen::note(line);
     }
 
     pub(super) fn warn(&self, line: &str) {
-        self.put(&format!("{} {line}", self.paint("33", "warning:")));
+        screen::warn(line);
     }
 
     pub(super) fn header(&self, lines: &[(&str, String)]) {
-        for line in boxed(lines, self.style.unicode) {
-            self.put(&line);
+        // Wrapped already, so the lines go out as they are.
+        for line in boxed(lines, style().unicode, screen::width()) {
+            screen::note(&line);
         }
+    }
+
+    /// The first step begins now: what came before it does not count for the time that is left.
+    pub(super) fn begin(&mut self) {
+        self.started = Instant::now();
     }
 
     /// `print` is given for a report line, with the loss of the line before.
     pub(super) fn step(&self, m: &StepMetrics, print: Option<Option<f64>>) {
         let eta = self.eta(m.step);
-        if let Some(bar) = &self.bar {
-            bar.set_position(m.step);
-            bar.set_message(format!("loss {:.4}  eta {}", m.loss, units::duration(eta)));
+        if let Some(phase) = &self.phase {
+            phase.set(m.step);
+            phase.note(format!("loss {:.4}  eta {}", m.loss, units::duration(eta)));
         }
         if let Some(before) = print {
-            self.put(&step_line(m, before, self.total, eta, self.style.unicode));
+            let line = step_line(m, before, self.total, eta, style().unicode, screen::width());
+            screen::note(&line);
         }
     }
 
@@ -127,12 +75,12 @@ impl Terminal {
         if let Some(a) = m.eval_accuracy {
             line.push_str(&format!("  accuracy {:.1} %", a * 100.0));
         }
-        self.put(&self.paint("36", &line));
+        screen::colored("36", &line);
     }
 
     pub(super) fn finish(&mut self) {
-        if let Some(bar) = self.bar.take() {
-            bar.finish_and_clear();
+        if self.phase.take().is_some() {
+            screen::clear();
         }
     }
 
@@ -146,7 +94,16 @@ impl Terminal {
     }
 }
 
-fn step_line(m: &StepMetrics, before: Option<f64>, total: u64, eta: Duration, unicode: bool) -> String {
+/// A report line. A terminal of `width` columns gets the parts that fit on one line; they are the same in every line of
+/// a run.
+fn step_line(
+    m: &StepMetrics,
+    before: Option<f64>,
+    total: u64,
+    eta: Duration,
+    unicode: bool,
+    width: Option<usize>,
+) -> String {
     let arrow = match before {
         Some(b) if m.loss < b && unicode => "▼",
         Some(b) if m.loss > b && unicode => "▲",
@@ -154,48 +111,37 @@ fn step_line(m: &StepMetrics, before: Option<f64>, total: u64, eta: Duration, un
         Some(b) if m.loss > b => "^",
         _ => " ",
     };
-    let width = total.to_string().len();
-    let mut line = format!(
-        "step {:>width$}/{total}  loss {:.4} {arrow}  grad {:.3}  lr {:<7}  {:>6} tok/s  {}  eta {}",
-        m.step,
-        m.loss,
-        m.grad_norm,
-        units::rate(m.learning_rate),
-        units::count(m.tokens_per_second.round() as u64),
-        units::bytes(m.peak_memory_bytes),
-        units::duration(eta),
-    );
+    let digits = total.to_string().len();
+    // Text, the columns it may take in this run, and which go first where there are too few.
+    let mut parts = vec![
+        (format!("step {:>digits$}/{total}", m.step), 0, 0),
+        (format!("loss {:.4} {arrow}", m.loss), 13, 0),
+        (format!("grad {:.3}", m.grad_norm), 10, 4),
+        (format!("lr {:<7}", units::rate(m.learning_rate)), 10, 3),
+        (
+            format!("{:>6} tok/s", units::count(m.tokens_per_second.round() as u64)),
+            13,
+            2,
+        ),
+        (units::bytes(m.peak_memory_bytes), 9, 5),
+        (format!("eta {}", units::duration(eta)), 10, 1),
+    ];
     for (name, value) in m.more.iter().filter(|(n, _)| ["reward", "kl"].contains(n)) {
-        line.push_str(&format!("  {name} {value:.3}"));
+        parts.push((format!("{name} {value:.3}"), name.len() + 7, 1));
     }
     if let Some(block) = &m.active_block {
-        line.push_str(&format!("  {block}"));
+        parts.push((block.clone(), columns(block), 6));
     }
-    line
-}
-
-fn boxed(lines: &[(&str, String)], unicode: bool) -> Vec<String> {
-    let names = lines.iter().map(|(n, _)| n.chars().count()).max().unwrap_or(0);
-    let rows: Vec<String> = lines.iter().map(|(n, v)| format!("{n:<names$}  {v}")).collect();
-    let width = rows.iter().map(|r| r.chars().count()).max().unwrap_or(0);
-    let [tl, tr, bl, br, h, v] = if unicode {
-        ["┌", "┐", "└", "┘", "─", "│"]
-    } else {
-        ["+", "+", "+", "+", "-", "|"]
-    };
-    let mut out = vec![format!("{tl}{}{tr}", h.repeat(width + 2))];
-    out.extend(rows.iter().map(|r| format!("{v} {r:<width$} {v}")));
-    out.push(format!("{bl}{}{br}", h.repeat(width + 2)));
-    out
+    let shown = fit(&parts, width.unwrap_or(usize::MAX / 2));
+    shown.join("  ")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_report_line_tells_all() {
-        let m = StepMetrics {
+    fn metrics() -> StepMetrics {
+        StepMetrics {
             step: 7,
             loss: 2.5,
             grad_norm: 1.25,
@@ -204,28 +150,52 @@ mod tests {
             peak_memory_bytes: 3 << 30,
             active_block: Some("layers.3".into()),
             ..Default::default()
-        };
-        let line = step_line(&m, Some(2.6), 120, Duration::from_secs(65), false);
+        }
+    }
+
+    #[test]
+    fn a_report_line_tells_all() {
+        let m = metrics();
+        let line = step_line(&m, Some(2.6), 120, Duration::from_secs(65), false, None);
         assert_eq!(
             line,
             "step   7/120  loss 2.5000 v  grad 1.250  lr 1e-5      1,234 tok/s  3.0 GiB  eta 1m 05s  layers.3"
         );
-        assert!(step_line(&m, Some(2.4), 9, Duration::ZERO, true).contains("2.5000 ▲"));
+        assert!(step_line(&m, Some(2.4), 9, Duration::ZERO, true, None).contains("2.5000 ▲"));
+    }
+
+    #[test]
+    fn a_report_line_fits_the_terminal() {
+        let mut m = metrics();
+        for width in [60, 80, 100] {
+            let mut names = Vec::new();
+            for (loss, speed, eta) in [(0.5, 7.0, 1), (9.5, 123_456.0, 3599), (1.0, 1e3, 360_000)] {
+                (m.loss, m.tokens_per_second) = (loss, speed);
+                let line = step_line(&m, Some(2.0), 1000, Duration::from_secs(eta), true, Some(width));
+                assert!(columns(&line) <= width, "{line}");
+                let words: Vec<bool> = ["grad ", "lr ", "tok/s", "iB", "eta ", "layers"]
+                    .map(|w| line.contains(w))
+                    .to_vec();
+                names.push(words);
+            }
+            assert!(
+                names.windows(2).all(|w| w[0] == w[1]),
+                "{width}: the same parts in every line"
+            );
+            assert!(names[0][4], "{width}: the time that is left is shown");
+        }
+        let line = step_line(&m, None, 1000, Duration::ZERO, true, Some(80));
+        assert!(
+            line.contains("grad ") && line.contains("lr ") && line.contains("tok/s"),
+            "{line}"
+        );
     }
 
     #[test]
     fn a_run_without_end_has_an_end_in_sight() {
-        let mut terminal = Terminal::new(Style::default(), u64::MAX, 0);
+        let mut terminal = Terminal::new(u64::MAX, 0);
         terminal.started -= Duration::from_secs(100);
         assert_eq!(terminal.eta(1), Duration::MAX);
         assert!(terminal.eta(u64::MAX - 2) < Duration::from_secs(1));
-    }
-
-    #[test]
-    fn the_box_is_straight() {
-        let rows = boxed(&[("model", "größe".into()), ("output", "runs/x".into())], true);
-        assert_eq!(rows.len(), 4);
-        assert!(rows.iter().all(|r| r.chars().count() == rows[0].chars().count()));
-        assert_eq!(boxed(&[("a", "b".into())], false), ["+------+", "| a  b |", "+------+"]);
     }
 }

@@ -3,7 +3,7 @@
 
 use super::setup::{Described, device};
 use super::stage::preference;
-use crate::base::{Error, Result, signal};
+use crate::base::{Error, Result, progress, signal};
 use crate::data::order::eval_batches;
 use crate::data::preference::{Want, load};
 use crate::data::{Batch, Dataset, dataset};
@@ -104,7 +104,7 @@ pub fn evaluate(model: &str, adapter: Option<&Path>, data: &Path, dtype: Option<
         let batches = rows
             .chunks(BATCH_PAIRS)
             .map(|rows| preference::batch(&pairs, rows, None));
-        let totals = totals(&network, &reward, batches, data)?;
+        let totals = totals(&network, &reward, batches, 2 * rows.len(), data)?;
         let means = reward.metrics();
         let mean = |name| {
             means
@@ -122,7 +122,7 @@ pub fn evaluate(model: &str, adapter: Option<&Path>, data: &Path, dtype: Option<
     let rows = Dataset::load(&spec, &described.tokenizer, described.template())?;
     let objective = CausalLm::new(described.spec.vocab);
     let batches = eval_batches(&rows, BATCH_TOKENS).map(Ok);
-    let totals = totals(&network, &objective, batches, data)?;
+    let totals = totals(&network, &objective, batches, rows.examples.len(), data)?;
     let questions = rows.questions(&spec, &described.tokenizer, described.template(), usize::MAX)?;
     let accuracy = match questions.is_empty() {
         true => None,
@@ -141,14 +141,18 @@ fn totals(
     network: &Network,
     objective: &dyn Objective,
     batches: impl Iterator<Item = Result<Batch>>,
+    rows: usize,
     data: &Path,
 ) -> Result<Totals> {
     let mut totals = Totals::default();
+    let phase = progress::phase("evaluating", rows, "rows");
     for batch in batches {
         if let Some(s) = signal::received() {
             return Err(Error::signal(s, "stopped while evaluating"));
         }
-        totals.add(engine::evaluate(network, objective, &batch?)?);
+        let batch = batch?;
+        totals.add(engine::evaluate(network, objective, &batch)?);
+        phase.add(batch.documents.len().saturating_sub(1) as u64);
     }
     if totals.weight == 0 {
         return Err(Error::new("there is nothing to evaluate: no row has a trained token")

@@ -1,7 +1,7 @@
 //! `ft generate`: the continuation of a prompt, or a chat.
 
 use super::setup::{Described, device};
-use crate::base::{Error, Result, signal};
+use crate::base::{Error, Result, progress, signal};
 use crate::formats::Tokenizer;
 use crate::generate::{CodedCopy, Formats, Limits, Policy, Request, Session, Settings, Speed, Stored};
 use crate::model::Network;
@@ -117,6 +117,11 @@ impl Writer {
         self.conversation.push(json!({"role": "system", "content": system}));
     }
 
+    /// A new conversation begins; what the model is told before the first message stays.
+    pub fn forget(&mut self) {
+        self.conversation.retain(|message| message["role"] == "system");
+    }
+
     /// Answers `message` in the conversation. An answer that a signal ended belongs to it as far as it went.
     pub fn reply(&mut self, message: &str, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<Written> {
         let Some(template) = &self.described.template else {
@@ -160,9 +165,12 @@ impl Writer {
             text.push_str(&new);
             if new.is_empty() { Ok(()) } else { show(&new) }
         };
+        let mut phase = Some(progress::phase("reading the prompt", 0, ""));
         let request = Request { prompt, number: 0 };
         signal::answering(true);
         let result = self.session.answer(policy, &request, &self.settings, &mut |_, id| {
+            // From here on the text itself shows that something happens.
+            phase = None;
             give(stream.push(id)?, &mut text)
         });
         let stopped = signal::answering(false);

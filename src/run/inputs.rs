@@ -6,7 +6,7 @@
 //!
 //! Letters: N tokens, D hidden size, I input features.
 
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, progress};
 use crate::data::{Batch, batch::Example};
 use crate::model::{Layer, Network, Observer};
 use crate::ops::{linear, update};
@@ -129,6 +129,7 @@ pub fn observe(
         .map(|b| network.embed(&b.ids))
         .collect::<Result<Vec<Tensor>>>()?;
     for layer in 0..network.layers() {
+        let phase = progress::part("batch", batches.len());
         let seen = Seen {
             arithmetic,
             found: RefCell::default(),
@@ -138,7 +139,9 @@ pub fn observe(
             let mut ctx = network.context(&batch.positions, &batch.documents, None)?;
             ctx.observer = Some(&seen);
             *x = block.forward(x, &ctx)?;
+            phase.add(1);
         }
+        drop(phase);
         each(layer, &seen.found.into_inner().all)?;
     }
     Ok(())

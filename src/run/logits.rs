@@ -3,7 +3,7 @@
 //! in memory at a time.
 
 use crate::base::rng::{Rng, Stream};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, progress};
 use crate::export::{self, Weighted};
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
@@ -82,6 +82,7 @@ fn logits(
         folded,
     };
     let mut network = Network::new(spec.clone(), Box::new(source), Device::Cpu);
+    let _phase = progress::phase("comparing answers", 1, "");
     network.adapters = adapters;
     let rng = Rng::new(0, Stream::Sampling, &[1]);
     let ids: Vec<u32> = (0..TOKENS as u64)

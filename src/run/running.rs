@@ -6,18 +6,20 @@ use super::setup::Described;
 use super::stage::Feed;
 use super::state::{self, Facts};
 use super::tuning::Tuning;
+use crate::base::signal::{Conduct, Stop};
 use crate::base::units::bytes;
-use crate::base::{Error, Result, memory, signal};
+use crate::base::{Error, Result, memory, progress, signal, units};
 use crate::checkpoint;
 use crate::data::Dataset;
 use crate::engine::{self, Engine, Gradients};
 use crate::ops;
 use crate::plan::Plan;
 use crate::recipe::Recipe;
-use crate::report::{EvalMetrics, Reporter};
+use crate::report::{self, EvalMetrics, Reporter};
 use candle_core::Device;
 use serde_json::json;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 /// What a training needs beside the engine.
 pub struct Run<'a> {
@@ -31,6 +33,7 @@ pub struct Run<'a> {
     pub reporter: Reporter,
     pub plan: &'a Plan,
     pub budget: Option<Budget>,
+    pub pace: Pace,
 }
 
 /// A memory budget that a recipe gives for a run on the CPU.
@@ -71,8 +74,88 @@ impl Budget {
     }
 }
 
+/// What is safe on the disk, and how long things took last.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Pace {
+    /// The newest checkpoint's step.
+    pub saved: u64,
+    pub step: Option<Duration>,
+    pub save: Option<Duration>,
+}
+
+impl Pace {
+    /// What ends without being saved while step `step` is computed.
+    fn lost(&self, step: u64) -> String {
+        match self.saved + 1 {
+            first if first >= step => format!("step {step}"),
+            first => format!("steps {first} to {step}"),
+        }
+    }
+
+    fn saving(&self) -> String {
+        let long = self.save.filter(|time| time.as_secs() > 0);
+        long.map_or(String::new(), |time| format!(" (about {})", units::duration(time)))
+    }
+
+    /// What a signal does while step `step` is computed, which is given up or finished first.
+    fn within(&self, step: u64, gives_up: bool) -> Stop {
+        let lost = self.lost(step);
+        match gives_up {
+            true => Stop {
+                what: format!("stopping: step {step} is given up"),
+                then: format!(
+                    ", the state after step {} is saved{}; Ctrl-C again stops now and loses {lost}",
+                    step - 1,
+                    self.saving()
+                ),
+                lost: format!("{lost} lost"),
+                finishes: None,
+            },
+            false => Stop {
+                what: "stopping after this step".into(),
+                then: format!("; Ctrl-C again stops now and loses {lost}"),
+                lost: format!("{lost} lost"),
+                finishes: Some(self.step),
+            },
+        }
+    }
+
+    /// What a signal does after step `step`, while nothing is trained.
+    fn after(&self, step: u64) -> Stop {
+        let what = format!("stopping: the state after step {step} is saved{}", self.saving());
+        let (then, lost) = match self.saved >= step {
+            true => ("; Ctrl-C again stops now".into(), "nothing lost".into()),
+            false => {
+                let lost = self.lost(step);
+                (
+                    format!("; Ctrl-C again stops now and loses {lost}"),
+                    format!("{lost} lost"),
+                )
+            }
+        };
+        Stop {
+            what,
+            then,
+            lost,
+            finishes: None,
+        }
+    }
+}
+
 impl Run<'_> {
+    /// Says what a signal does while step `step` is computed.
+    pub fn expect_signal(&self, step: u64, gives_up: bool) {
+        signal::conduct(Conduct::Stop(self.pace.within(step, gives_up)));
+    }
+
+    /// Says what a signal does until the step after `step` begins.
+    pub fn expect_signal_after(&self, step: u64) {
+        signal::conduct(Conduct::Stop(self.pace.after(step)));
+    }
+
     pub fn save(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        let begun = Instant::now();
+        let _phase = progress::phase(format!("saving step {step}"), 0, "");
         let path = state::save(
             self.run_dir,
             step,
@@ -82,16 +165,22 @@ impl Run<'_> {
             self.feed.state(step)?,
         )?;
         checkpoint::rotate(self.run_dir, self.recipe.train.save_total_limit)?;
+        (self.pace.saved, self.pace.save) = (step, Some(begun.elapsed()));
         self.reporter
             .event("save", json!({"step": step, "checkpoint": path.display().to_string()}));
         Ok(())
     }
 
+    /// A signal ends it early: the caller saves and stops.
     pub fn evaluate(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        let found = match self.feed.evaluate(engine) {
-            Err(_) if signal::received().is_some() => return Ok(()), // the caller saves and stops
-            found => found?,
-        };
+        match self.evaluate_all(engine, step) {
+            Err(_) if signal::received().is_some() => Ok(()),
+            done => done,
+        }
+    }
+
+    fn evaluate_all(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        let found = self.feed.evaluate(engine)?;
         if !found.is_empty() {
             self.reporter.measured(step, &found);
         }
@@ -101,12 +190,13 @@ impl Run<'_> {
         }
         engine.objective.metrics();
         let mut totals = engine::Totals::default();
+        let phase = progress::phase("evaluating", batches.len(), "batches");
         for batch in &batches {
-            if signal::received().is_some() {
-                return Ok(()); // the caller saves and stops
-            }
+            phase.unless_stopped()?;
             totals.add(engine::evaluate(&engine.network, engine.objective.as_ref(), batch)?);
+            phase.add(1);
         }
+        drop(phase);
         let eval_accuracy = match self.eval {
             Some(eval) if self.recipe.train.predict_with_generate => {
                 Some(samples::accuracy(self.recipe, self.model, engine, eval)?)
@@ -124,8 +214,13 @@ impl Run<'_> {
         Ok(())
     }
 
+    /// A signal ends it early: the caller saves and stops.
     pub fn samples(&mut self, engine: &Engine, when: &str) -> Result<()> {
-        for (prompt, answer) in samples::answers(self.recipe, self.model, engine)? {
+        let answers = match samples::answers(self.recipe, self.model, engine) {
+            Err(_) if signal::received().is_some() => return Ok(()),
+            answers => answers?,
+        };
+        for (prompt, answer) in answers {
             self.reporter.note(&format!("{when}: {prompt}\n        -> {answer}"));
         }
         Ok(())
@@ -136,7 +231,15 @@ impl Run<'_> {
         let Some(signal) = signal::received() else {
             return Ok(());
         };
-        self.save(engine, step)?;
+        // What is saved already is saved again only if the stage has more to keep by now.
+        let saved = self.run_dir.join(format!("checkpoint-{step}/manifest.json")).exists();
+        if !saved || self.pace.saved != step || self.feed.state(step)?.is_some() {
+            self.save(engine, step)?;
+        }
+        // The answers of a step that was given up are learned from later, and not written again.
+        for sample in self.feed.samples() {
+            self.reporter.sample(&sample);
+        }
         self.reporter
             .event("stop", json!({"step": step, "reason": "signal", "signal": signal}));
         self.reporter.finish();
@@ -203,7 +306,8 @@ impl Run<'_> {
 
     /// A GPU ran out of memory: the plan beside what was really used, and what to change.
     fn explain_memory(&mut self, engine: &Engine, e: Error) -> Error {
-        self.reporter.note(&self.plan.table());
+        let table = self.plan.table_within(report::width());
+        self.reporter.note(&table);
         let used = ops::device::memory(&engine.network.device)
             .ok()
             .flatten()

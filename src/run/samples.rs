@@ -1,7 +1,7 @@
 //! Answers of the model as it stands: to show a person, and to count exact matches.
 
 use super::setup::Described;
-use crate::base::Result;
+use crate::base::{Result, progress};
 use crate::data::encode::Question;
 use crate::data::{Dataset, dataset};
 use crate::engine::Engine;
@@ -68,6 +68,7 @@ pub fn accuracy(recipe: &Recipe, model: &Described, engine: &Engine, rows: &Data
 /// Part of `questions` that greedy decoding answers exactly.
 pub fn exact_matches(model: &Described, network: &Network, questions: &[Question]) -> Result<f64> {
     let mut right = 0;
+    let phase = progress::phase("answering", questions.len(), "questions");
     for chunk in questions.chunks(ROWS) {
         let longest = chunk.iter().map(|q| q.answer.len()).max().unwrap_or(0);
         let prompts: Vec<Vec<u32>> = chunk.iter().map(|q| q.prompt.clone()).collect();
@@ -76,6 +77,7 @@ pub fn exact_matches(model: &Described, network: &Network, questions: &[Question
         for (question, ids) in chunk.iter().zip(ids) {
             right += usize::from(model.tokenizer.decode(&ids, true)?.trim() == question.answer.trim());
         }
+        phase.add(chunk.len() as u64);
     }
     Ok(right as f64 / questions.len().max(1) as f64)
 }

@@ -7,7 +7,7 @@
 
 use super::setup::Described;
 use crate::base::units::bytes;
-use crate::base::{Error, Result, signal};
+use crate::base::{Error, Result, progress, signal};
 use crate::data::order::eval_batches;
 use crate::data::{Batch, Dataset, dataset};
 use crate::engine::Totals;
@@ -156,8 +156,11 @@ pub fn measure(model: &Described, data: &Path, smallest: Format, decoded: Dtype,
 impl Sensitivity {
     fn run(&mut self) -> Result<()> {
         let mut xs = self.embed()?;
+        let phase = progress::phase("measuring", self.network.layers(), "layers");
         self.base = self.loss_from(0, &xs)?;
         for layer in 0..self.network.layers() {
+            phase.set(layer as u64);
+            let parts = progress::part("part", 2 * self.formats.len());
             for part in [Part::Attention, Part::Mlp] {
                 let mut rises = Vec::new();
                 for format in self.formats.clone() {
@@ -172,6 +175,7 @@ impl Sensitivity {
                             (self.loss_from(layer, &xs)? - self.base).max(0.0)
                         }
                     });
+                    parts.add(1);
                     self.clear();
                 }
                 self.rises.insert((layer, part), rises);
@@ -250,6 +254,7 @@ impl Sensitivity {
                 self.formats[units.get(&(layer, p.part)).copied().unwrap_or(0)]
             })?;
         }
+        let _phase = progress::phase("measuring the choice", 0, "");
         let loss = self.embed().and_then(|xs| self.loss_from(0, &xs));
         self.clear();
         loss

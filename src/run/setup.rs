@@ -1,6 +1,6 @@
 //! What every program opens first: the model directory with its config, tokenizer and template.
 
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result, files, progress};
 use crate::data::codec::ChatRender;
 use crate::export;
 use crate::formats::StoredDtype;
@@ -47,7 +47,9 @@ impl Described {
         let dir = hub::resolve_model(path, revision, true)?;
         let config = Config::load(&dir)?;
         let spec = families::read(&config)?;
+        let phase = progress::phase("reading the tokenizer", 0, "");
         let tokenizer = Tokenizer::load(&dir)?;
+        drop(phase);
         if tokenizer.vocab_size() > spec.vocab {
             return Err(
                 Error::new("the tokenizer knows more tokens than the embedding has rows")

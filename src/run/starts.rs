@@ -9,7 +9,8 @@ use super::loftq;
 use super::rows;
 use super::setup::Described;
 use super::start_cache as cache;
-use crate::base::{Error, Result, signal};
+use crate::base::progress::{self, Phase};
+use crate::base::{Error, Result, signal, units};
 use crate::data::{Batch, Dataset};
 use crate::engine::{self, Active};
 use crate::export;
@@ -24,10 +25,11 @@ use crate::peft::{self, Adapter, Dora, Frozen, Lora};
 use crate::recipe::{CordaArithmetic, CordaMethod, LoraInit, Method, PeftType, Recipe};
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What a start needs beside the network.
 pub struct Setting<'a> {
@@ -152,7 +154,12 @@ pub(super) struct Progress {
     name: &'static str,
     begun: Instant,
     layers: usize,
+    phase: Phase,
+    last: Cell<Option<Instant>>,
 }
+
+/// Notes of how far a start is stand at least so far apart: the progress line shows every layer.
+const NOTES: Duration = Duration::from_secs(10);
 
 impl Progress {
     pub fn new(name: &'static str, network: &Network) -> Self {
@@ -160,16 +167,24 @@ impl Progress {
             name,
             begun: Instant::now(),
             layers: network.layers(),
+            phase: progress::phase(format!("preparing adapters ({name})"), network.layers(), "layers"),
+            last: Cell::new(None),
         }
     }
 
     /// Layer `done` of all is finished. Errors: a signal asks to stop.
     pub fn layer(&self, done: usize, note: &mut dyn FnMut(&str)) -> Result<()> {
         let left = self.begun.elapsed().as_secs_f64() / done as f64 * (self.layers - done) as f64;
-        note(&format!(
-            "{}: layer {done} of {}, about {left:.0} s left",
-            self.name, self.layers
-        ));
+        self.phase.set(done as u64);
+        self.phase
+            .note(format!("eta {}", units::duration(Duration::from_secs_f64(left))));
+        if self.last.get().unwrap_or(self.begun).elapsed() >= NOTES {
+            self.last.set(Some(Instant::now()));
+            note(&format!(
+                "{}: layer {done} of {}, about {left:.0} s left",
+                self.name, self.layers
+            ));
+        }
         match signal::received() {
             Some(signal) => Err(Error::signal(
                 signal,
@@ -488,6 +503,7 @@ fn from_gradient(s: &mut Setting, network: &Network) -> Result<()> {
         network,
     };
     let tally = Tally::new(&network.device)?;
+    let _phase = progress::phase("preparing adapters (lora_ga)", 1, "gradient");
     engine::window(
         network,
         s.objective,

@@ -10,7 +10,8 @@
 use super::rows::Rows;
 use super::setup::Described;
 use super::{inputs, setup, teacher};
-use crate::base::{Error, Result, files, signal};
+use crate::base::signal::{Conduct, Stop};
+use crate::base::{Error, Result, files, progress, signal};
 use crate::data::batch::Example;
 use crate::data::{Batch, Dataset, IGNORE};
 use crate::distill::{self, Stored};
@@ -152,6 +153,14 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
         covered: 0.0,
     };
     let scratch = out.join(setup::TEACHER);
+    let all = shards.iter().map(Vec::len).sum();
+    let phase = progress::phase("asking the teacher", all, "rows");
+    signal::conduct(Conduct::Stop(Stop {
+        what: "stopping after this batch".into(),
+        then: "; the shards that are complete stay, the same command goes on from there".into(),
+        lost: "the shard that was being made".into(),
+        finishes: None,
+    }));
     for (index, documents) in shards.iter().enumerate() {
         let path = shard_path(out, index);
         report.documents += documents.len();
@@ -161,6 +170,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
             report.tokens += shard.tokens;
             report.covered += shard.covered()?;
             report.bytes += files::size(&path)?;
+            phase.add(documents.len() as u64);
             continue;
         }
         let network = match &mut network {
@@ -179,6 +189,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
                     .hint("the same command goes on"));
             }
             let part = distill::likeliest(network, &batch, (common, facts.k), facts.temperature)?;
+            phase.add(batch.documents.len().saturating_sub(1) as u64);
             if part.log_probs.iter().chain(&part.rest).any(|x| x.is_nan()) {
                 return Err(Error::new("the teacher's outputs are not finite")
                     .at("distill.teacher")

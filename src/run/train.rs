@@ -6,7 +6,7 @@ use super::header::{header, trained_elements};
 use super::learning::{self, Watch};
 use super::row_sizes::RowSizes;
 use super::rows::{self, Rows};
-use super::running::{Budget, Run};
+use super::running::{Budget, Pace, Run};
 use super::setup::{self, Described};
 use super::stage::{self, Stage};
 use super::starts::{self, Setting};
@@ -14,7 +14,8 @@ use super::state::{self, Facts};
 use super::tuning::{self, Tuning};
 use super::{adapters, allocation, directory, finish, next};
 use crate::base::lock::RunLock;
-use crate::base::{Result, files, memory, signal};
+use crate::base::signal::{Conduct, Stop};
+use crate::base::{ErrorKind, Result, files, memory, progress, signal};
 use crate::checkpoint;
 use crate::data::Dataset;
 use crate::data::order::BatchStream;
@@ -65,6 +66,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let run_dir = PathBuf::from(&recipe.train.output_dir);
     let device = setup::device(&recipe.model.device)?;
     signal::install()?;
+    signal::quit("stopped: nothing was trained yet");
 
     // ---- model directory and data: everything that can be wrong is found before anything is written
     let model = Described::open(
@@ -140,6 +142,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     }
     let start_step = match &resumed {
         Some(checkpoint) => {
+            signal::quit(format!("stopped: the run is as it was, after step {}", checkpoint.step));
             state::check_same(&state::facts(checkpoint), &facts).map_err(|e| e.or_at(checkpoint.path.display()))?;
             checkpoint::set_aside_later(&run_dir, checkpoint.step)?;
             checkpoint.step
@@ -227,6 +230,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     };
     let mut trained_tokens = 0;
     if let Some(checkpoint) = &resumed {
+        let _phase = progress::phase("restoring the state", 0, "");
         state::restore(checkpoint, &mut engine)?;
         if let Some(state) = state::feed(checkpoint)? {
             feed.restore(&state).map_err(|e| e.or_at(checkpoint.path.display()))?;
@@ -257,7 +261,13 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         reporter,
         plan: &plan,
         budget,
+        pace: Pace {
+            saved: start_step,
+            ..Pace::default()
+        },
     };
+    run.facts.trained_tokens = trained_tokens;
+    run.expect_signal_after(start_step);
     if start_step == 0 && total_steps > 0 {
         run.samples(&engine, "before")?;
         run.evaluate(&engine, 0)?;
@@ -265,6 +275,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     }
 
     // ---- steps
+    run.reporter.begin();
     let schedule = Schedule::new(&recipe.schedule, total_steps);
     let mut active = tuning.active(start_step + 1);
     let mut watch = Watch::new(recipe, model.spec.vocab);
@@ -286,19 +297,27 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
                 .event("switch", json!({"step": step, "active_block": tuning.label(step)}));
         }
         let started = Instant::now();
+        run.expect_signal(step, engine.changes_last(&active));
         let window = match run.feed.window(step - 1, &engine) {
             Ok(window) => window,
             Err(e) => {
                 // A rollout takes long: a signal in it loses nothing.
-                if !switches {
+                run.stop_if_asked(&engine, step - 1)?;
+                return Err(run.failed(&engine, step, trained_tokens, e));
+            }
+        };
+        let lr = learning::rate(recipe, &schedule, &tuning, step);
+        let report = match engine.step_or_stop(step, &window, &active, lr, true) {
+            Ok(report) => report,
+            Err(e) => {
+                if matches!(e.kind(), ErrorKind::Signal(_)) {
                     run.stop_if_asked(&engine, step - 1)?;
                 }
                 return Err(run.failed(&engine, step, trained_tokens, e));
             }
         };
-        let lr = learning::rate(recipe, &schedule, &tuning, step);
-        let report = engine.step(step, &window, &active, lr);
-        let report = report.map_err(|e| run.failed(&engine, step, trained_tokens, e))?;
+        run.pace.step = Some(started.elapsed());
+        run.expect_signal_after(step);
         trained_tokens += report.totals.trained;
         let metrics = StepMetrics {
             step,
@@ -340,8 +359,16 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     }
     if total_steps > start_step {
         run.evaluate(&engine, total_steps)?;
+        run.stop_if_asked(&engine, total_steps)?;
         run.samples(&engine, "after")?;
+        run.stop_if_asked(&engine, total_steps)?;
     }
+    signal::conduct(Conduct::Stop(Stop {
+        what: "the last step is done and `final/` is being written".into(),
+        then: "; Ctrl-C again stops now, without `final/`".into(),
+        lost: "`final/` was not written; `--resume` goes on from the newest checkpoint".into(),
+        finishes: None,
+    }));
     let mut said = Vec::new();
     let final_dir = finish::export(&run_dir, recipe, &model, &engine, &prepared, &mut |line| {
         said.push(line.to_string());

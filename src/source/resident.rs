@@ -3,7 +3,7 @@
 use super::turns::{Exact, encode, recode};
 use super::{Group, GroupWeights, Groups, LayerSource, LowerHalves, Numbers, NumbersSink, ParamInfo, Recoded, stored};
 use crate::base::rng::{Rng, Stream};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, progress};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::ops::{step, update};
@@ -96,8 +96,11 @@ impl Resident {
     ) -> Result<Self> {
         let mut made: BTreeMap<Group, GroupWeights> = BTreeMap::new();
         let mut coded = BTreeMap::new();
+        let all: usize = params.iter().map(|p| p.elements()).sum();
+        let phase = progress::phase("loading the model", all, "parameters");
         for p in &params {
             let weight = make(p)?;
+            phase.add(p.elements() as u64);
             match &weight {
                 Weight::Coded(c) => drop(coded.insert(p.name.clone(), (c.format(), c.decoded()))),
                 Weight::Placed(c) => drop(coded.insert(p.name.clone(), (c.format(), c.decoded()))),

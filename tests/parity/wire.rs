@@ -113,6 +113,7 @@ pub fn logits_and_grads(dir: &Path, documents: &[Document]) -> Measured {
     let parked = Keeping {
         layers: 1,
         parked: Some(&copier),
+        ..Keeping::default()
     };
     let (_, again) = loss_and_grads(&network, &objective, &batches, parked);
     for (name, gradient) in &gradients {

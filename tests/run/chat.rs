@@ -67,7 +67,7 @@ fn every_line_is_a_turn_of_one_conversation() {
         text.push_str(&turn("assistant", &said));
         want.push_str(&format!("{said}\n"));
     }
-    let input = "Add 17 and 25.\n\n  \nNow sort 9 4 7.\n";
+    let input = "/speed\nAdd 17 and 25.\n\n  \nNow sort 9 4 7.\n/exit\nnot said\n";
     let out = chat(&bench, &["--system", "Be short."], input);
     assert!(out.status.success(), "{}", said(&out));
     assert_eq!(String::from_utf8_lossy(&out.stdout), want);

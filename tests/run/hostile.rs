@@ -60,6 +60,37 @@ fn weights_that_lie() {
     refused(&bench, &[], 1, &["pickle", "hint:"]);
 }
 
+/// Text of a stranger's files reaches the terminal in messages: as text only.
+#[test]
+fn nothing_from_a_file_acts_on_the_terminal() {
+    let evil = "\\u001b]0;mine\\u0007\\u001b[2J\\u009b31m";
+    let config = |bench: &Bench, key: &str| {
+        let path = bench.path("model/config.json");
+        let text = fs::read_to_string(&path).unwrap();
+        let mut value: serde_json::Value = serde_json::from_str(&text).unwrap();
+        value[key] = serde_json::from_str(&format!("\"x{evil}\"")).unwrap();
+        fs::write(&path, value.to_string()).unwrap();
+    };
+    let bench = Bench::new();
+    let mut said_all = Vec::new();
+    for key in ["model_type", "hidden_act", "quantization_config", "num_attention_heads"] {
+        let bench = Bench::new();
+        config(&bench, key);
+        said_all.push(bench.ft(&["train", "--recipe", "r.toml", "train.output_dir=out"]));
+        said_all.push(bench.ft(&["plan", "--recipe", "r.toml"]));
+        said_all.push(bench.ft(&["generate", "--model", "model", "--prompt", "x"]));
+    }
+    let escape = "\u{1b}[2J";
+    fs::write(bench.path(&format!("{escape}.jsonl")), "{\"messages\": 1}\n").unwrap();
+    said_all.push(bench.ft(&["train", "--recipe", "r.toml", &format!("data.train={escape}.jsonl")]));
+    said_all.push(bench.ft(&["eval", "--model", escape, "--data", "rows.jsonl"]));
+    for out in said_all {
+        let said = said(&out);
+        assert!(!out.status.success() && said.starts_with("error:"), "{said:?}");
+        assert!(!said.chars().any(|c| c.is_control() && c != '\n'), "{said:?}");
+    }
+}
+
 #[test]
 fn configs_that_ft_cannot_compute() {
     for (key, value, words) in [

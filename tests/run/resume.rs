@@ -274,6 +274,100 @@ fn signals_save_the_state_and_exit_130_or_143() {
     }
 }
 
+/// Signals that arrive within a step: it is given up where that changes nothing, finished where it does not.
+#[test]
+fn a_run_stopped_within_steps_resumes_to_the_same_bits() {
+    let grpo: &[&str] = &[
+        "train.stage=grpo",
+        "tune.method=lora",
+        "tune.lora.r=4",
+        "rlhf.rewards=[\"regex:[aeiou]\", \"length:4\"]",
+        "rlhf.num_generations=4",
+        "rlhf.max_completion_length=8",
+        "rlhf.num_iterations=2",
+        "rlhf.grpo.beta=0.1",
+    ];
+    // A block switches before every second step.
+    let block: &[&str] = &[
+        "tune.method=block",
+        "tune.block.switch_every=2",
+        "memory.tier=disk",
+        "model.dtype=bf16",
+    ];
+    let coded: &[&str] = &[
+        "tune.method=block",
+        "tune.block.switch_every=1",
+        "memory.frozen_weights=nf4",
+    ];
+    let at_once: &[&str] = &[
+        "tune.method=full",
+        "train.gradient_accumulation_steps=1",
+        "train.batch_size=32",
+        "train.max_grad_norm=0",
+    ];
+    let named = |name: &str| METHODS.iter().find(|m| m.0 == name).unwrap().1;
+    let mut given_up = 0;
+    for (n, settings) in [
+        block,
+        coded,
+        named("lora"),
+        named("dpo"),
+        named("adalora"),
+        grpo,
+        at_once,
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let bench = Bench::new();
+        let base = ["train.max_steps=6", "train.save_steps=0", "train.batch_size=2"];
+        let base = base.iter().chain(&["train.gradient_accumulation_steps=16"]);
+        let key = |s: &str| s.split('=').next().unwrap().to_string();
+        let base: Vec<&str> = base
+            .copied()
+            .filter(|b| !settings.iter().any(|s| key(s) == key(b)))
+            .collect();
+        let with = |out: &'static str| [&base[..], settings, &[out]].concat();
+        bench.train(&with("train.output_dir=whole"));
+        let rng = Rng::new(12, Stream::Sampling, &[n as u64]);
+        for attempt in 0..40 {
+            let saved = fs::read_dir(bench.path("broken"))
+                .is_ok_and(|d| d.flatten().any(|e| e.path().join("manifest.json").exists()));
+            let flag = if saved { "--resume" } else { "--overwrite" };
+            let arguments = [&with("train.output_dir=broken")[..], &[flag]].concat();
+            let mut child = bench
+                .command(&[&["train", "--recipe", "r.toml"][..], &arguments].concat())
+                .stdout(std::process::Stdio::null())
+                .stderr(std::process::Stdio::piped())
+                .spawn()
+                .unwrap();
+            let patience = Duration::from_millis(30 + 25 * attempt + rng.below(attempt, 300));
+            if wait(&mut child, patience).is_none() {
+                signal(&child, "-INT");
+            }
+            let out = child.wait_with_output().unwrap();
+            let told = String::from_utf8_lossy(&out.stderr);
+            let code = out.status.code();
+            // At its very start the program has no handler yet.
+            assert!(matches!(code, Some(0 | 130) | None), "{code:?}\n{told}");
+            given_up += usize::from(told.contains("is given up") && told.contains("is saved"));
+            if code == Some(0) && bench.path("broken/final").exists() {
+                break;
+            }
+        }
+        if !bench.path("broken/final").exists() {
+            bench.train(&[&with("train.output_dir=broken")[..], &["--resume"]].concat());
+        }
+        assert_same(&bench, "whole", "broken");
+        for (a, b) in bench.steps("whole").iter().zip(&bench.steps("broken")) {
+            for key in ["reward", "reward_std", "completion_length", "kl"] {
+                assert_eq!(a[key], b[key], "{key} at step {}", a["step"]);
+            }
+        }
+    }
+    assert!(given_up > 7, "only {given_up} signals met a step");
+}
+
 #[test]
 fn a_run_directory_belongs_to_one_run() {
     let bench = Bench::new();

@@ -8,7 +8,7 @@ mod table;
 #[cfg(test)]
 mod tests;
 
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result, files, progress};
 use serde_json::{Map, Value};
 use std::fmt;
 use std::path::Path;
@@ -71,11 +71,14 @@ pub fn read_rows(path: &str, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<
             .at_path(file)
             .hint("name the files: `data.train = [\"a.jsonl\", \"b.jsonl\"]`"));
     }
+    // The rows are tokenized between two reads.
+    let phase = progress::bytes(progress::about("reading", file), files::size(file).unwrap_or(0));
+    let open = || Ok::<_, Error>(phase.reader(files::open(file)?));
     match extension.as_str() {
-        "jsonl" | "ndjson" => json::read_lines(path, files::open(file)?, each),
-        "json" => json::read_json(path, files::open(file)?, each),
-        "csv" => table::read_table(path, files::open(file)?, b',', each),
-        "tsv" => table::read_table(path, files::open(file)?, b'\t', each),
+        "jsonl" | "ndjson" => json::read_lines(path, open()?, each),
+        "json" => json::read_json(path, open()?, each),
+        "csv" => table::read_table(path, open()?, b',', each),
+        "tsv" => table::read_table(path, open()?, b'\t', each),
         "parquet" => parquet::read_parquet(path, files::open(file)?, each),
         _ => Err(Error::new("unknown kind of data file")
             .at_path(file)

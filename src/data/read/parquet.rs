@@ -1,11 +1,12 @@
 //! parquet through its record interface: nested lists and structs become JSON values.
 
 use super::{Place, Row};
-use crate::base::{Error, Result, caught};
+use crate::base::{Error, Result, caught, progress};
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::{Field, Row as Record};
 use serde_json::{Map, Number, Value};
 use std::fs::File;
+use std::path::Path;
 use std::sync::Arc;
 
 /// Deepest nesting of lists and structs that is read.
@@ -18,8 +19,11 @@ pub(super) fn read_parquet(path: &str, file: File, each: &mut dyn FnMut(Row) -> 
         is_line: false,
     };
     let reader = guarded(path, || SerializedFileReader::new(file))?;
+    let rows = usize::try_from(reader.metadata().file_metadata().num_rows()).unwrap_or(0);
+    let phase = progress::phase(progress::about("reading", Path::new(path)), rows, "rows");
     let mut records = guarded(path, || reader.get_row_iter(None))?;
     loop {
+        phase.set(place.number);
         place.number += 1;
         let Some(record) = guarded(&place.to_string(), || records.next().transpose())? else {
             return Ok(());

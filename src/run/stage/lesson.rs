@@ -3,7 +3,7 @@
 //! Letters: N tokens of a batch, D hidden size, T tokens of an answer.
 
 use super::replay::{self, Kept};
-use crate::base::Result;
+use crate::base::{Result, progress};
 use crate::data::Batch;
 use crate::model::{Head, Network, Objective};
 use crate::recipe::{self, GrpoLoss, ImportanceLevel, Method, Recipe, RolloutCorrection, RolloutWeights, ScaleRewards};
@@ -144,7 +144,9 @@ impl<'a> Lesson<'a> {
     pub fn read(&self, kept: &mut [Kept], network: &Network, start: Option<&Reference>) -> Result<()> {
         let values = self.is_ppo().then(|| ValueHead::of(&network.own)).transpose()?;
         let old = !self.on_policy() || self.coded() || self.is_ppo() || self.is_rloo();
+        let phase = progress::phase("reading answers", kept.len(), "answers");
         for kept in kept.chunks_mut(self.recipe.train.batch_size) {
+            phase.advance(kept.len() as u64)?;
             let batch = replay::batch(&kept.iter().collect::<Vec<_>>(), false);
             let ranges = policy::answers(&batch);
             let mut put = |column: Vec<f32>, of: fn(&mut Kept) -> &mut Vec<f32>| {

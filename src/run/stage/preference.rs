@@ -5,7 +5,7 @@
 //! before the first step finds a number for each answer, and checkpoints carry these numbers.
 
 use super::{Feed, Setting, Stage};
-use crate::base::{Error, Result, signal};
+use crate::base::{Error, Result, progress, signal};
 use crate::data::order::BatchStream;
 use crate::data::preference::Want;
 use crate::data::{Batch, Dataset};
@@ -177,6 +177,8 @@ impl Feed for Rows<'_> {
         };
         let network = &engine.network;
         let mut found: [Vec<f32>; 2] = Default::default();
+        let rows = self.sets.iter().flatten().map(|set| set.examples.len()).sum();
+        let phase = progress::phase("asking the reference", rows, "rows");
         for (set, found) in self.sets.iter().zip(&mut found) {
             let Some(set) = set else { continue };
             for rows in self.groups(set) {
@@ -191,6 +193,7 @@ impl Feed for Rows<'_> {
                 let h = network.hidden_states(&batch.ids, &ctx)?;
                 let log_probs = network.head()?.log_probs(&h, &batch.targets)?;
                 found.extend(algorithm.logps(&batch, &log_probs)?.iter().map(|x| *x as f32));
+                phase.add(rows.len() as u64);
             }
             if let Some(at) = found.iter().position(|x| !x.is_finite()) {
                 return Err(Error::new("a log-probability of the reference is not finite")

@@ -10,7 +10,7 @@ use super::lesson::{self, Lesson, Reference, base_rests, needs_copy};
 use super::replay::{self, Kept, Replay};
 use super::{Feed, Setting, Stage};
 use crate::base::rng::{Rng, Stream};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, progress};
 use crate::data::Batch;
 use crate::data::prompts::Prompt;
 use crate::engine::Engine;
@@ -180,7 +180,9 @@ impl Rollouts<'_> {
                 finished: answer.finished,
             })
             .collect();
+        let phase = progress::phase("judging", judged.len(), "answers");
         let scores = self.rewards.scores(&judged)?;
+        drop(phase);
         Ok((texts, scores))
     }
 
@@ -230,6 +232,7 @@ impl Rollouts<'_> {
             rollout,
             kept,
             kl_coefficient: self.lesson.kl.coefficient,
+            metrics: Vec::new(),
         })
     }
 
@@ -339,13 +342,16 @@ impl Feed for Rollouts<'_> {
     }
 
     fn state(&self, steps: u64) -> Result<Option<Vec<u8>>> {
+        let pending = self.metrics.iter().chain(&self.lesson.metrics);
         let mut replay = Replay {
             kl_coefficient: self.lesson.kl.coefficient,
+            metrics: pending.map(|(name, value)| (name.to_string(), *value)).collect(),
             ..self.replay.clone()
         };
         // Used up, unless the next step learns from it too.
         if replay.rollout != steps / steps_of_rollout(self.recipe) {
             replay.kept.clear();
+            replay.metrics.clear();
         }
         Ok(Some(replay.to_bytes()))
     }
@@ -353,6 +359,8 @@ impl Feed for Rollouts<'_> {
     fn restore(&mut self, state: &[u8]) -> Result<()> {
         self.replay = Replay::from_bytes(state)?;
         self.lesson.kl.coefficient = self.replay.kl_coefficient;
+        let pending = std::mem::take(&mut self.replay.metrics).into_iter();
+        self.metrics = pending.map(|(name, value)| (lasting(name), value)).collect();
         Ok(())
     }
 

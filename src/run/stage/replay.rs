@@ -92,9 +92,13 @@ pub struct Replay {
     pub kept: Vec<Kept>,
     /// Factor of the KL penalty for the next rollout.
     pub kl_coefficient: f64,
+    /// What was measured on the rollout and is not in `metrics.jsonl` yet: its first step was given up.
+    pub metrics: Vec<(String, f64)>,
 }
 
-const MAGIC: u32 = 0x31_50_52_66;
+const MAGIC: u32 = 0x32_50_52_66;
+/// Without metrics.
+const FIRST: u32 = 0x31_50_52_66;
 
 impl Replay {
     pub fn to_bytes(&self) -> Vec<u8> {
@@ -115,6 +119,13 @@ impl Replay {
                 words.push(part.len() as u32);
                 words.extend(part.iter().map(|x| x.to_bits()));
             }
+        }
+        words.push(self.metrics.len() as u32);
+        for (name, value) in &self.metrics {
+            words.push(name.chars().count() as u32);
+            words.extend(name.chars().map(u32::from));
+            let bits = value.to_bits();
+            words.extend([bits as u32, (bits >> 32) as u32]);
         }
         words.iter().flat_map(|w| w.to_le_bytes()).collect()
     }
@@ -161,7 +172,8 @@ impl<'a> Reader<'a> {
     }
 
     fn read(&mut self) -> Option<Replay> {
-        if self.word()? != MAGIC {
+        let magic = self.word()?;
+        if magic != MAGIC && magic != FIRST {
             return None;
         }
         let (rollout, kl_coefficient, count) = (self.long()?, f64::from_bits(self.long()?), self.long()?);
@@ -185,10 +197,20 @@ impl<'a> Reader<'a> {
                 counts: f32::from_bits(counts),
             });
         }
+        let mut metrics = Vec::new();
+        for _ in 0..if magic == FIRST { 0 } else { self.word()? } {
+            let name = self
+                .list()?
+                .iter()
+                .map(|c| char::from_u32(*c))
+                .collect::<Option<String>>()?;
+            metrics.push((name, f64::from_bits(self.long()?)));
+        }
         Some(Replay {
             rollout,
             kept,
             kl_coefficient,
+            metrics,
         })
     }
 }
@@ -245,6 +267,7 @@ mod tests {
             rollout: 1 << 40,
             kept: kept(),
             kl_coefficient: 0.1 + 0.2,
+            metrics: vec![("reward_länge".into(), -0.1), ("kl".into(), f64::MIN_POSITIVE)],
         };
         let bytes = replay.to_bytes();
         assert_eq!(Replay::from_bytes(&bytes).unwrap(), replay);

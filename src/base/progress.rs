@@ -1,0 +1,237 @@
+//! What the program does at the moment, and how far it is: any room opens a phase, the terminal shows it.
+//!
+//! A phase ends when it is dropped. Phases that are open at the same time are nested. Nothing is printed here.
+
+use super::signal;
+use super::{Error, Result};
+use std::borrow::Cow;
+use std::io::Read;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+/// What is counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unit {
+    /// `batches`, `tensors`, `layers`
+    Count(&'static str),
+    Bytes,
+}
+
+#[derive(Debug)]
+struct Counter {
+    label: Cow<'static, str>,
+    unit: Unit,
+    /// Its fraction is a part of the next unit of the phase around it.
+    part: bool,
+    started: Instant,
+    done: AtomicU64,
+    total: AtomicU64,
+    note: Mutex<String>,
+}
+
+/// An open phase.
+#[derive(Debug)]
+pub struct Phase(Arc<Counter>);
+
+/// A phase as it is now.
+#[derive(Debug, Clone)]
+pub struct Seen {
+    pub label: String,
+    pub unit: Unit,
+    pub part: bool,
+    pub started: Instant,
+    pub done: u64,
+    /// 0: not known.
+    pub total: u64,
+    pub note: String,
+}
+
+impl Seen {
+    /// Between 0 and 1; `None` where the total is not known.
+    pub fn fraction(&self) -> Option<f64> {
+        (self.total > 0).then(|| (self.done as f64 / self.total as f64).min(1.0))
+    }
+}
+
+static OPEN: Mutex<Vec<Arc<Counter>>> = Mutex::new(Vec::new());
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn open(label: Cow<'static, str>, total: u64, unit: Unit, part: bool) -> Phase {
+    let counter = Arc::new(Counter {
+        label,
+        unit,
+        part,
+        started: Instant::now(),
+        done: AtomicU64::new(0),
+        total: AtomicU64::new(total),
+        note: Mutex::default(),
+    });
+    lock(&OPEN).push(counter.clone());
+    Phase(counter)
+}
+
+/// Opens a phase of `total` units (0: not known), such as `saving`, `evaluating`.
+pub fn phase(label: impl Into<Cow<'static, str>>, total: usize, unit: &'static str) -> Phase {
+    open(label.into(), total as u64, Unit::Count(unit), false)
+}
+
+/// Opens a phase of `total` bytes (0: not known).
+pub fn bytes(label: impl Into<Cow<'static, str>>, total: u64) -> Phase {
+    open(label.into(), total, Unit::Bytes, false)
+}
+
+/// Opens a phase that is a part of one unit of the phase around it: the micro-batches of a step.
+pub fn part(label: &'static str, total: usize) -> Phase {
+    open(label.into(), total as u64, Unit::Count(""), true)
+}
+
+/// `reading rows.jsonl`
+pub fn about(what: &str, path: &Path) -> String {
+    let name = path.file_name().unwrap_or(path.as_os_str());
+    format!("{what} {}", name.to_string_lossy())
+}
+
+impl Phase {
+    /// `n` more units are done.
+    pub fn add(&self, n: u64) {
+        self.0.done.fetch_add(n, Relaxed);
+    }
+
+    /// As `add`, where the work may end. Errors: a signal asks to stop.
+    pub fn advance(&self, n: u64) -> Result<()> {
+        self.add(n);
+        self.unless_stopped()
+    }
+
+    /// Errors: a signal asks to stop.
+    pub fn unless_stopped(&self) -> Result<()> {
+        match signal::received() {
+            Some(s) => Err(Error::signal(s, format!("stopped while {}", self.0.label))),
+            None => Ok(()),
+        }
+    }
+
+    pub fn set(&self, done: u64) {
+        self.0.done.store(done, Relaxed);
+    }
+
+    pub fn total(&self, total: u64) {
+        self.0.total.store(total, Relaxed);
+    }
+
+    /// A few words that are shown beside the numbers.
+    pub fn note(&self, text: impl Into<String>) {
+        *lock(&self.0.note) = text.into();
+    }
+
+    /// A reader whose bytes count.
+    pub fn reader<R: Read>(&self, inner: R) -> Counted<R> {
+        Counted {
+            inner,
+            counter: self.0.clone(),
+        }
+    }
+}
+
+impl Drop for Phase {
+    fn drop(&mut self) {
+        let mut open = lock(&OPEN);
+        if let Some(at) = open.iter().rposition(|c| Arc::ptr_eq(c, &self.0)) {
+            open.remove(at);
+        }
+    }
+}
+
+pub struct Counted<R> {
+    inner: R,
+    counter: Arc<Counter>,
+}
+
+impl<R: Read> Read for Counted<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let n = self.inner.read(buffer)?;
+        self.counter.done.fetch_add(n as u64, Relaxed);
+        Ok(n)
+    }
+}
+
+/// The open phases, the outermost first.
+pub fn now() -> Vec<Seen> {
+    let open = lock(&OPEN);
+    let see = |c: &Arc<Counter>| Seen {
+        label: c.label.to_string(),
+        unit: c.unit,
+        part: c.part,
+        started: c.started,
+        done: c.done.load(Relaxed),
+        total: c.total.load(Relaxed),
+        note: lock(&c.note).clone(),
+    };
+    open.iter().map(see).collect()
+}
+
+/// The phase that matters now (the innermost that is no part of another), and the parts of its next unit.
+pub fn current(open: &[Seen]) -> Option<(&Seen, &[Seen])> {
+    let head = open.iter().rposition(|s| !s.part)?;
+    Some((&open[head], &open[head + 1..]))
+}
+
+/// How far a phase is with the parts of its next unit; `None` where its total is not known.
+pub fn fraction(head: &Seen, parts: &[Seen]) -> Option<f64> {
+    let mut inner = 0.0;
+    for part in parts.iter().rev().filter(|p| p.total > 0) {
+        inner = ((part.done as f64 + inner) / part.total as f64).min(1.0);
+    }
+    (head.total > 0).then(|| ((head.done as f64 + inner) / head.total as f64).min(1.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seen(label: &str, done: u64, total: u64, part: bool) -> Seen {
+        Seen {
+            label: label.into(),
+            unit: Unit::Count("x"),
+            part,
+            started: Instant::now(),
+            done,
+            total,
+            note: String::new(),
+        }
+    }
+
+    #[test]
+    fn parts_move_the_phase_around_them() {
+        let open = [
+            seen("training", 7, 10, false),
+            seen("micro-batch", 1, 2, true),
+            seen("backward", 3, 6, true),
+        ];
+        let (head, parts) = current(&open).unwrap();
+        assert_eq!((head.label.as_str(), parts.len()), ("training", 2));
+        assert!((fraction(head, parts).unwrap() - 0.775).abs() < 1e-9);
+        let open = [seen("training", 7, 10, false), seen("evaluating", 1, 4, false)];
+        let (head, parts) = current(&open).unwrap();
+        assert_eq!((head.label.as_str(), fraction(head, parts)), ("evaluating", Some(0.25)));
+        assert_eq!(fraction(&seen("reading", 5, 0, false), &[]), None);
+        assert!(current(&[]).is_none());
+    }
+
+    #[test]
+    fn a_phase_is_open_until_it_is_dropped() {
+        let mine = || now().into_iter().find(|s| s.label == "a phase of this test");
+        let phase = bytes("a phase of this test", 10);
+        let mut read = Vec::new();
+        phase.reader(&b"1234"[..]).read_to_end(&mut read).unwrap();
+        phase.add(2);
+        assert_eq!(mine().map(|s| (s.done, s.total)), Some((6, 10)));
+        drop(phase);
+        assert!(mine().is_none());
+    }
+}

@@ -1,0 +1,192 @@
+//! The first ten minutes in a terminal: every command in a pseudo-terminal of 80 and of 60 columns. No line is wider
+//! than the window, nothing is silent for long, Ctrl-C is answered at once.
+#![cfg(target_os = "linux")]
+
+#[path = "terminal/pty.rs"]
+mod pty;
+
+use pty::{Pty, Seen};
+use std::path::Path;
+use std::time::Duration;
+
+/// The first screen of a user: the recipes of the clone work from its root only.
+fn workplace() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
+    std::os::unix::fs::symlink(assets, dir.path().join("assets")).unwrap();
+    dir
+}
+
+/// Runs to the end, looks at everything that was shown, and gives it back.
+fn ft(dir: &Path, width: u16, arguments: &[&str], environment: &[(&str, &str)], code: i32) -> Seen {
+    let mut pty = Pty::start(dir, width, arguments, environment);
+    let seen = pty.finish(Duration::from_secs(120));
+    assert_eq!(seen.code, code, "{arguments:?}\n{}", seen.text());
+    seen.check(&format!("{arguments:?} at {width} columns"));
+    seen
+}
+
+/// Steps of some seconds each: a large window of small micro-batches, whose gradients are kept.
+const SLOW: [&str; 9] = [
+    "train.gradient_accumulation_steps=60",
+    "train.batch_size=8",
+    "train.max_steps=3",
+    "train.logging_steps=1",
+    "train.save_steps=0",
+    "train.predict_with_generate=false",
+    "train.sample_prompts=[]",
+    "tune.method=full",
+    "train.output_dir=runs/slow",
+];
+
+/// `ft train` of the quickstart with the slow steps; what `more` says takes the place of that.
+fn slow<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    let key = |word: &str| word.split('=').next().map(str::to_string);
+    let base = SLOW.into_iter().filter(|s| !more.iter().any(|m| key(m) == key(s)));
+    ["train", "--recipe", "quickstart.toml"]
+        .into_iter()
+        .chain(base)
+        .chain(more.iter().copied())
+        .collect()
+}
+
+fn first_ten_minutes(width: u16) {
+    let dir = workplace();
+    let at = dir.path();
+    // A hub that takes the call and never answers.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let hub = format!("http://{}", silent.local_addr().unwrap());
+    let seen = ft(at, width, &["doctor"], &[("HF_ENDPOINT", &hub), ("NO_PROXY", "*")], 0);
+    assert!(seen.text().contains("verdict"), "{}", seen.text());
+    assert!(seen.text().contains("no answer within 3 s"), "{}", seen.text());
+    ft(at, width, &["recipes"], &[], 0);
+    ft(at, width, &["recipes", "copy", "quickstart"], &[], 0);
+    ft(at, width, &["data", "--recipe", "quickstart.toml"], &[], 0);
+    ft(at, width, &["plan", "--recipe", "quickstart.toml"], &[], 0);
+
+    // ---- a run that is stopped in the middle of a step
+    let mut pty = Pty::start(at, width, &slow(&[]), &[]);
+    pty.wait_for("micro-batch", Duration::from_secs(60));
+    pty.interrupt();
+    let answered = pty.wait_for("stopping", Duration::from_secs(30));
+    let seen = pty.finish(Duration::from_secs(60));
+    let (text, allowed) = (seen.text(), seen.patience());
+    assert!(answered < allowed, "Ctrl-C was answered after {answered:?}\n{text}");
+    assert_eq!(seen.code, 130, "{text}");
+    seen.check(&format!("a stop at {width} columns"));
+    assert!(text.contains("is given up (micro-batch "), "{text}");
+    assert!(at.join("runs/slow/checkpoint-0").exists() || at.join("runs/slow/checkpoint-1").exists());
+
+    // ---- goes on, in a window that becomes narrower
+    let mut pty = Pty::start(at, width, &slow(&["--resume"]), &[]);
+    pty.wait_for("micro-batch", Duration::from_secs(60));
+    pty.resize(width - 15);
+    let seen = pty.finish(Duration::from_secs(120));
+    assert_eq!(seen.code, 0, "{}", seen.text());
+    seen.check(&format!("a resume at {width} columns"));
+
+    let model = "runs/slow/final";
+    let data = "assets/world/eval.jsonl";
+    let seen = ft(at, width, &["eval", "--model", model, "--data", data], &[], 0);
+    assert!(seen.text().contains("perplexity"), "{}", seen.text());
+    let ask = ["generate", "--model", model, "--chat", "--prompt", "What is 2 + 3?"];
+    ft(at, width, &ask, &[], 0);
+    let lora = [
+        &["train", "--recipe", "quickstart.toml", "tune.method=lora"][..],
+        &["train.max_steps=2", "train.save_steps=0", "train.sample_prompts=[]"],
+        &["train.predict_with_generate=false", "train.output_dir=runs/lora"],
+    ]
+    .concat();
+    ft(at, width, &lora, &[], 0);
+    let merge = [
+        "merge",
+        "--model",
+        "assets/tiny",
+        "--adapter",
+        "runs/lora/final",
+        "--out",
+        "merged",
+    ];
+    ft(at, width, &merge, &[], 0);
+}
+
+#[test]
+fn the_first_ten_minutes_at_80_columns() {
+    first_ten_minutes(80);
+}
+
+#[test]
+fn the_first_ten_minutes_at_60_columns() {
+    first_ten_minutes(60);
+}
+
+#[test]
+fn a_second_interrupt_says_what_is_lost() {
+    let dir = workplace();
+    ft(dir.path(), 80, &["recipes", "copy", "quickstart"], &[], 0);
+    // Gradients are applied as they come: the step has to be finished.
+    let train = slow(&[
+        "train.gradient_accumulation_steps=1",
+        "train.batch_size=800",
+        "train.max_grad_norm=0",
+        "train.max_steps=2",
+    ]);
+    let mut pty = Pty::start(dir.path(), 80, &train, &[]);
+    pty.wait_for("backward", Duration::from_secs(60));
+    pty.interrupt();
+    let first = pty.wait_for("stopping after this step", Duration::from_secs(30));
+    pty.interrupt();
+    let second = pty.wait_for("stopped now: step 1 lost", Duration::from_secs(30));
+    let seen = pty.finish(Duration::from_secs(60));
+    assert!(
+        first < seen.patience() && second < seen.patience(),
+        "{first:?} {second:?}"
+    );
+    assert_eq!(seen.code, 131, "{}", seen.text());
+    seen.check("two interrupts");
+    let text = seen.text();
+    assert!(text.contains("Ctrl-C again stops now and loses step 1"), "{text}");
+}
+
+#[test]
+fn without_utf8_everything_is_ascii() {
+    let dir = workplace();
+    let ascii = [("LC_ALL", "C")];
+    ft(dir.path(), 80, &["recipes", "copy", "quickstart"], &ascii, 0);
+    for arguments in [
+        &["plan", "--recipe", "quickstart.toml"][..],
+        &["data", "--recipe", "quickstart.toml"],
+        &[
+            "train",
+            "--recipe",
+            "quickstart.toml",
+            "train.max_steps=2",
+            "train.save_steps=0",
+        ],
+    ] {
+        let seen = ft(dir.path(), 80, arguments, &ascii, 0);
+        assert!(seen.raw().is_ascii(), "{arguments:?}\n{}", seen.text());
+    }
+}
+
+#[test]
+fn quiet_leaves_results_only() {
+    let dir = workplace();
+    ft(dir.path(), 80, &["recipes", "copy", "quickstart"], &[], 0);
+    let arguments = ["train", "--recipe", "quickstart.toml", "train.max_steps=2", "--quiet"];
+    let more = ["train.save_steps=0", "schedule.warmup_ratio=0"];
+    let seen = ft(dir.path(), 80, &[&arguments[..], &more].concat(), &[], 0);
+    let lines: Vec<String> = seen.text().lines().map(str::to_string).collect();
+    let results: Vec<&String> = lines
+        .iter()
+        .filter(|l| !l.starts_with("warning:") && !l.starts_with("  "))
+        .collect();
+    assert_eq!(results, ["runs/quickstart/final"], "{}", seen.text());
+
+    // Without progress no line is drawn twice.
+    let train = slow(&["train.gradient_accumulation_steps=20", "train.max_steps=1"]);
+    let mut pty = Pty::start(dir.path(), 80, &train, &[("FT_NO_PROGRESS", "1")]);
+    let seen = pty.finish(Duration::from_secs(60));
+    assert!(seen.code == 0 && !seen.raw().contains("\x1b["), "{}", seen.raw());
+    assert!(seen.text().contains("step 1/1"), "{}", seen.text());
+}

@@ -1,0 +1,319 @@
+//! A program in a pseudo-terminal, and what a person would see there.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+pub struct Pty {
+    master: File,
+    child: Child,
+    started: Instant,
+    output: Arc<Mutex<Vec<Piece>>>,
+    reader: Option<std::thread::JoinHandle<()>>,
+    /// Where the search for the next text begins.
+    from: usize,
+    widths: Vec<(Instant, u16)>,
+    busy: Arc<Mutex<Duration>>,
+    done: Arc<AtomicBool>,
+}
+
+struct Piece {
+    at: Instant,
+    bytes: Vec<u8>,
+}
+
+/// What was shown from start to end.
+pub struct Seen {
+    pub code: i32,
+    pieces: Vec<Piece>,
+    started: Instant,
+    ended: Instant,
+    widths: Vec<(Instant, u16)>,
+    busy: Duration,
+}
+
+fn window(width: u16) -> libc::winsize {
+    libc::winsize {
+        ws_row: 24,
+        ws_col: width,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    }
+}
+
+impl Pty {
+    pub fn start(dir: &Path, width: u16, arguments: &[&str], environment: &[(&str, &str)]) -> Self {
+        let (mut master, mut slave) = (0, 0);
+        let mut size = window(width);
+        // SAFETY: all pointers are valid or null for the call; both descriptors are new and owned below.
+        let (master, slave) = unsafe {
+            let rc = libc::openpty(
+                &mut master,
+                &mut slave,
+                std::ptr::null_mut(),
+                std::ptr::null_mut(),
+                &mut size,
+            );
+            assert_eq!(rc, 0, "no pseudo-terminal");
+            (OwnedFd::from_raw_fd(master), OwnedFd::from_raw_fd(slave))
+        };
+        let stdio = || Stdio::from(slave.try_clone().unwrap());
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ft"));
+        command
+            .args(arguments)
+            .current_dir(dir)
+            .env("TERM", "xterm")
+            .env("LC_ALL", "C.UTF-8")
+            .env_remove("FT_NO_PROGRESS")
+            .env_remove("NO_COLOR")
+            .env("HF_HOME", dir.join("hf"))
+            .envs(environment.iter().copied())
+            .stdin(stdio())
+            .stdout(stdio())
+            .stderr(stdio());
+        // SAFETY: both calls are async-signal-safe; the terminal becomes that of the new session.
+        unsafe {
+            command.pre_exec(|| {
+                if libc::setsid() < 0 || libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 {
+                    return Err(std::io::Error::last_os_error());
+                }
+                Ok(())
+            });
+        }
+        let started = Instant::now();
+        let child = command.spawn().unwrap();
+        drop((command, slave));
+        let master = File::from(master);
+        let output = Arc::new(Mutex::new(Vec::new()));
+        let (mut from, to) = (master.try_clone().unwrap(), output.clone());
+        let reader = std::thread::spawn(move || {
+            let mut buffer = [0u8; 4096];
+            // The last end of the terminal that closes reads as an error.
+            while let Ok(n @ 1..) = from.read(&mut buffer) {
+                to.lock().unwrap().push(Piece {
+                    at: Instant::now(),
+                    bytes: buffer[..n].to_vec(),
+                });
+            }
+        });
+        // How late a thread of this machine wakes up now: others may work here too.
+        let (busy, done) = (Arc::new(Mutex::new(Duration::ZERO)), Arc::new(AtomicBool::new(false)));
+        let (late, end) = (busy.clone(), done.clone());
+        std::thread::spawn(move || {
+            while !end.load(Relaxed) {
+                let (nap, begun) = (Duration::from_millis(50), Instant::now());
+                std::thread::sleep(nap);
+                let over = begun.elapsed().saturating_sub(nap);
+                let mut late = late.lock().unwrap();
+                *late = over.max(*late);
+            }
+        });
+        Self {
+            master,
+            child,
+            started,
+            output,
+            reader: Some(reader),
+            from: 0,
+            widths: vec![(started, width)],
+            busy,
+            done,
+        }
+    }
+
+    fn text(&self) -> String {
+        let pieces = self.output.lock().unwrap();
+        let bytes: Vec<u8> = pieces.iter().flat_map(|p| p.bytes.iter().copied()).collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    /// Waits until `text` is shown, after what was waited for last. Returns how long that took.
+    pub fn wait_for(&mut self, text: &str, patience: Duration) -> Duration {
+        let begun = Instant::now();
+        loop {
+            let shown = self.text();
+            let from = shown.floor_char_boundary(self.from);
+            if let Some(at) = shown[from..].find(text) {
+                self.from = from + at + text.len();
+                return begun.elapsed();
+            }
+            let ended = self.child.try_wait().unwrap();
+            assert!(
+                begun.elapsed() < patience && ended.is_none(),
+                "`{text}` was not shown ({ended:?}):\n{shown}"
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Ctrl-C, as the keyboard sends it.
+    pub fn interrupt(&mut self) {
+        self.master.write_all(b"\x03").unwrap();
+    }
+
+    pub fn resize(&mut self, width: u16) {
+        let size = window(width);
+        // SAFETY: a valid descriptor, and a structure that outlives the call.
+        let rc = unsafe { libc::ioctl(self.master.as_raw_fd(), libc::TIOCSWINSZ, &size) };
+        assert_eq!(rc, 0);
+        self.widths.push((Instant::now(), width));
+    }
+
+    pub fn finish(&mut self, patience: Duration) -> Seen {
+        let begun = Instant::now();
+        let status = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status;
+            }
+            if begun.elapsed() > patience {
+                let _ = self.child.kill();
+                panic!("still running:\n{}", self.text());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        let ended = Instant::now();
+        self.done.store(true, Relaxed);
+        self.reader.take().unwrap().join().unwrap();
+        Seen {
+            code: status.code().unwrap_or(-1),
+            pieces: std::mem::take(&mut self.output.lock().unwrap()),
+            started: self.started,
+            ended,
+            widths: self.widths.clone(),
+            busy: *self.busy.lock().unwrap(),
+        }
+    }
+}
+
+impl Drop for Pty {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        self.done.store(true, Relaxed);
+    }
+}
+
+impl Seen {
+    pub fn raw(&self) -> String {
+        let bytes: Vec<u8> = self.pieces.iter().flat_map(|p| p.bytes.iter().copied()).collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    /// The lines that stay in the window at the end.
+    pub fn text(&self) -> String {
+        self.play().0
+    }
+
+    /// The longest silence that is allowed: a second, and what a busy machine adds.
+    pub fn patience(&self) -> Duration {
+        Duration::from_millis(1250) + 4 * self.busy
+    }
+
+    /// Nothing was wider than the window, nothing was silent for long, nothing is left of the progress line.
+    pub fn check(&self, what: &str) {
+        let (text, wide) = self.play();
+        assert!(wide.is_empty(), "{what}: wider than the window: {wide:#?}\n{text}");
+        let mut last = self.started;
+        let mut longest = (Duration::ZERO, String::new());
+        let ends = std::iter::once((self.ended, String::new()));
+        let pieces = self.pieces.iter();
+        for (at, shown) in pieces
+            .map(|p| (p.at, String::from_utf8_lossy(&p.bytes).into_owned()))
+            .chain(ends)
+        {
+            longest = (at.saturating_duration_since(last), shown).max(longest);
+            last = at;
+        }
+        let patience = self.patience();
+        assert!(
+            longest.0 < patience,
+            "{what}: silent for {:?} (allowed {patience:?}) before {:?}\n{text}",
+            longest.0,
+            longest.1
+        );
+        for mark in ["━", "micro-batch 1/", "ETA"] {
+            assert!(!text.contains(mark), "{what}: rest of a progress line:\n{text}");
+        }
+    }
+
+    /// The window as a terminal would fill it (without its height), and the lines that did not fit its width.
+    fn play(&self) -> (String, Vec<String>) {
+        let (mut rows, mut row, mut column) = (vec![Vec::<char>::new()], 0usize, 0usize);
+        let mut wide = Vec::new();
+        let mut held = Vec::new();
+        for piece in &self.pieces {
+            // What was written just before a change of the window may still be of the width before.
+            let settled = |(at, _): &&(Instant, u16)| *at == self.started || piece.at > *at + self.patience();
+            let width = self
+                .widths
+                .iter()
+                .filter(settled)
+                .map(|w| usize::from(w.1))
+                .last()
+                .unwrap();
+            held.extend(&piece.bytes);
+            let text = match std::str::from_utf8(&held) {
+                Ok(text) => text.to_string(),
+                // A character in two pieces.
+                Err(e) if held.len() - e.valid_up_to() < 4 && e.error_len().is_none() => {
+                    String::from_utf8_lossy(&held[..e.valid_up_to()]).into_owned()
+                }
+                Err(_) => String::from_utf8_lossy(&held).into_owned(),
+            };
+            held.drain(..text.len().min(held.len()));
+            let mut chars = text.chars();
+            while let Some(c) = chars.next() {
+                match c {
+                    '\r' => column = 0,
+                    '\n' => {
+                        row += 1;
+                        if row == rows.len() {
+                            rows.push(Vec::new());
+                        }
+                    }
+                    '\x1b' => {
+                        // ESC [ parameters letter
+                        let (mut parameters, mut letter) = (String::new(), ' ');
+                        for c in chars.by_ref().skip(1) {
+                            if c.is_ascii_alphabetic() {
+                                letter = c;
+                                break;
+                            }
+                            parameters.push(c);
+                        }
+                        match letter {
+                            'A' => row = row.saturating_sub(1),
+                            'K' => rows[row].truncate(column),
+                            'J' => {
+                                rows[row].truncate(column);
+                                rows.truncate(row + 1);
+                            }
+                            'm' => {}
+                            other => wide.push(format!("unknown code {parameters}{other}")),
+                        }
+                    }
+                    c => {
+                        let line = &mut rows[row];
+                        if column >= width {
+                            let shown: String = line.iter().collect();
+                            if wide.last() != Some(&shown) {
+                                wide.push(shown);
+                            }
+                        }
+                        line.resize(line.len().max(column + 1), ' ');
+                        line[column] = c;
+                        column += 1;
+                    }
+                }
+            }
+        }
+        let lines = rows.iter().map(|r| r.iter().collect::<String>().trim_end().to_string());
+        (lines.collect::<Vec<_>>().join("\n"), wide)
+    }
+}

@@ -135,11 +135,12 @@ fn main() {
                 Orders::Forward
             },
             head: Some(spec.head_name().to_string()),
-            ranks: spec
-                .sites()
-                .into_iter()
-                .map(|s| (format!("{}.weight", s.module), 16))
-                .collect(),
+            ranks: std::sync::Arc::new(
+                spec.sites()
+                    .into_iter()
+                    .map(|s| (format!("{}.weight", s.module), 16))
+                    .collect(),
+            ),
         };
         network.source = Box::new(Prepacking::new(network.source, copies, sets[0].names()));
     }

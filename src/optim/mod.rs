@@ -11,6 +11,6 @@ mod state;
 pub use crate::ops::master;
 pub use blocks::{BlockPlan, BlockSchedule};
 pub use mask::Masks;
-pub use partition::partition;
 pub use optimizer::{Optimizer, SavedState, Update};
+pub use partition::partition;
 pub use schedule::Schedule;

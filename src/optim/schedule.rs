@@ -85,8 +85,19 @@ mod tests {
             decay_ratio: 0.1,
             min_lr_ratio: 0.0,
         };
-        for (ratio, total, warmup) in [(0.03, 1, 0), (0.03, 33, 0), (0.03, 34, 1), (0.03, 75, 2), (0.29, 100, 29), (1.0, 4, 4)] {
-            assert_eq!(Schedule::new(&recipe(ratio), total).warmup(), warmup, "{ratio} of {total}");
+        for (ratio, total, warmup) in [
+            (0.03, 1, 0),
+            (0.03, 33, 0),
+            (0.03, 34, 1),
+            (0.03, 75, 2),
+            (0.29, 100, 29),
+            (1.0, 4, 4),
+        ] {
+            assert_eq!(
+                Schedule::new(&recipe(ratio), total).warmup(),
+                warmup,
+                "{ratio} of {total}"
+            );
         }
         assert_eq!(Schedule::new(&recipe(0.03), 1).multiplier(1), 1.0);
     }

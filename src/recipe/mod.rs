@@ -64,7 +64,10 @@ pub fn written(text: &str) -> BTreeMap<String, String> {
         _ => None,
     };
     let written = Draft::new(text, "resolved.toml", &[]).written;
-    written.iter().filter_map(|w| Some((w.dotted(), typed(&w.value)?))).collect()
+    written
+        .iter()
+        .filter_map(|w| Some((w.dotted(), typed(&w.value)?)))
+        .collect()
 }
 
 /// A number as the TOML of this key.

@@ -107,7 +107,9 @@ pub fn unused(values: &Values, path: &str) -> Option<String> {
             Some("rlhf.grpo.beta = 0".into())
         }
         "rlhf.ppo.kl_horizon" if values.number("rlhf.ppo.kl_target") == 0.0 => Some("rlhf.ppo.kl_target = 0".into()),
-        "data.train_on" | "data.packing" | "data.packing_length" | "train.predict_with_generate" if reinforced => Some(text("train.stage")),
+        "data.train_on" | "data.packing" | "data.packing_length" | "train.predict_with_generate" if reinforced => {
+            Some(text("train.stage"))
+        }
         _ => None,
     }
 }

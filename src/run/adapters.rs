@@ -148,11 +148,13 @@ fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
     };
     if above.len() == chosen.len() {
         let most = above.iter().map(|(.., most)| *most).max().unwrap_or(*most);
-        return Err(Error::usage("the rank is above that of every matrix that gets an adapter")
-            .at("tune.lora.r")
-            .found(r)
-            .expected(format!("at most {most}"))
-            .hint("set `tune.lora.r = 16`, or `tune.method = \"full\"` to train whole matrices"));
+        return Err(
+            Error::usage("the rank is above that of every matrix that gets an adapter")
+                .at("tune.lora.r")
+                .found(r)
+                .expected(format!("at most {most}"))
+                .hint("set `tune.lora.r = 16`, or `tune.method = \"full\"` to train whole matrices"),
+        );
     }
     Ok(vec![format!(
         "{} of {} adapters have a rank above that of their matrix and gain nothing from it: `{}` has rank {r}, the matrix at most {most}",

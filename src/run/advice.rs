@@ -3,7 +3,6 @@
 use super::adapters;
 use super::choose::{Chosen, Setting, fits, over};
 use super::forecast::{Limits, Refused};
-use super::row_sizes::RowSizes;
 use super::tuning::Tuning;
 use crate::base::units::bytes;
 use crate::base::{Error, Result};

@@ -120,13 +120,7 @@ pub fn settle(recipe: &Recipe, spec: &Spec, lengths: Option<&[usize]>, before: &
 }
 
 /// Steps that a block stays active, where `tune.block.switch_every` is open; `rows` are those of the training data.
-pub fn settle_blocks(
-    recipe: &mut Recipe,
-    spec: &Spec,
-    rows: usize,
-    steps: u64,
-    before: &Before,
-) -> Option<Choice> {
+pub fn settle_blocks(recipe: &mut Recipe, spec: &Spec, rows: usize, steps: u64, before: &Before) -> Option<Choice> {
     let block = &mut recipe.tune.block;
     if recipe.tune.method != Method::Block || block.switch_every.is_some() {
         return None;
@@ -355,7 +349,10 @@ mod tests {
     fn the_rate_follows_method_stage_optimizer_and_width() {
         let rate = |more: &str, hidden| learning_rate(&recipe(more), hidden);
         assert_eq!(rate("", 2048), 6e-5);
-        assert_eq!(rate("[tune]\nmethod = \"freeze\"\nfreeze.trainable_layers = 2", 2048), 2e-5);
+        assert_eq!(
+            rate("[tune]\nmethod = \"freeze\"\nfreeze.trainable_layers = 2", 2048),
+            2e-5
+        );
         assert_eq!(rate("[tune]\nmethod = \"full\"", 4096), 1e-5);
         assert_eq!(rate("[tune]\nmethod = \"lora\"", 2048), 2e-4);
         assert_eq!(rate("[tune]\nmethod = \"lora\"\nlora.peft_type = \"ia3\"", 2048), 2e-3);
@@ -369,7 +366,14 @@ mod tests {
 
     #[test]
     fn every_block_has_its_turn() {
-        for (steps, blocks, every) in [(75, 4, 19), (75, 32, 2), (20, 32, 1), (1000, 4, 100), (300, 4, 75), (1, 1, 1)] {
+        for (steps, blocks, every) in [
+            (75, 4, 19),
+            (75, 32, 2),
+            (20, 32, 1),
+            (1000, 4, 100),
+            (300, 4, 75),
+            (1, 1, 1),
+        ] {
             assert_eq!(turns(steps, blocks), every, "{steps} steps, {blocks} blocks");
             assert!(steps < blocks || every * (blocks - 1) < steps);
         }
@@ -389,7 +393,7 @@ mod tests {
             "[data]\npacking_length = 77\n[tune.block]\nswitch_every = 9\n[optimizer]\nlearning_rate = 3.3e-4\n\
              [train]\nnum_epochs = 2.0\ngradient_accumulation_steps = 5\n",
         );
-        let spec = crate::run::setup::read_spec("shape:small", "main").unwrap();
+        let spec = crate::run::setup::read_spec("shape:small", "main").unwrap().1;
         let (mut settled, choices) = settle(&r, &spec, Some(&[20; 200]), &new);
         assert_eq!(settled.data.packing_length, 77);
         assert_eq!(settled.optimizer.learning_rate, 3.3e-4);
@@ -400,9 +404,13 @@ mod tests {
         assert_eq!((choice.value.as_str(), settled.tune.block.switch_every), ("9", Some(9)));
 
         // An older version: full rows, blocks by the rule of then, which its checkpoints call `auto`.
-        let old = read("[train]\nnum_epochs = 1.0\ngradient_accumulation_steps = 8\n[optimizer]\nlearning_rate = 1e-5\n");
+        let old =
+            read("[train]\nnum_epochs = 1.0\ngradient_accumulation_steps = 8\n[optimizer]\nlearning_rate = 1e-5\n");
         let (mut settled, choices) = settle(&r, &spec, Some(&[20; 200]), &old);
-        assert_eq!((settled.data.packing_length, settled.train.gradient_accumulation_steps), (2048, 8));
+        assert_eq!(
+            (settled.data.packing_length, settled.train.gradient_accumulation_steps),
+            (2048, 8)
+        );
         let shown: Vec<(&str, &str)> = choices.iter().map(|c| (c.key, c.value.as_str())).collect();
         assert!(shown.contains(&("optimizer.learning_rate", "1e-5")), "{shown:?}");
         assert!(settle_blocks(&mut settled, &spec, 200, 75, &old).is_none());

@@ -1,8 +1,8 @@
 //! The header of a training run: what is trained, on which data, how long, and with how much memory.
 //! Knows the recipe, the data and the plan; knows nothing of the engine.
 
-use super::setup::Described;
 use super::learning;
+use super::setup::Described;
 use super::tuning::Tuning;
 use crate::base::units::{bytes, count, rate};
 use crate::data::Dataset;
@@ -49,10 +49,13 @@ pub fn header(
         1 => ", 1 step of warm-up".to_string(),
         n => format!(", {} steps of warm-up", count(n)),
     };
-    let turns = learning::turns(recipe, tuning, steps);
+    let turns = learning::blocks_trained(recipe, tuning, steps);
     let turns = turns.map_or(String::new(), |(turns, all)| format!(", {turns} of {all} blocks"));
     let packed = match recipe.data.packing {
-        true => format!("packed rows of up to {} tokens", count(recipe.data.packing_length as u64)),
+        true => format!(
+            "packed rows of up to {} tokens",
+            count(recipe.data.packing_length as u64)
+        ),
         false => "rows".to_string(),
     };
     let seen = learning::seen(recipe, stream).map_or(String::new(), |seen| format!("; {seen}"));

@@ -76,9 +76,9 @@ pub fn seen(recipe: &Recipe, stream: &BatchStream) -> Option<String> {
 }
 
 /// Blocks that have a turn, and all of them; none where one set trains all the time.
-pub fn turns(recipe: &Recipe, tuning: &Tuning, steps: u64) -> Option<(usize, usize)> {
+pub fn blocks_trained(recipe: &Recipe, tuning: &Tuning, steps: u64) -> Option<(usize, usize)> {
     let schedule = Schedule::new(&recipe.schedule, steps);
-    tuning.turns(steps, |step| learns(rate(recipe, &schedule, tuning, step)))
+    tuning.blocks_trained(steps, |step| learns(rate(recipe, &schedule, tuning, step)))
 }
 
 /// What is allowed, but seldom meant.
@@ -110,7 +110,7 @@ pub fn warnings(recipe: &Recipe, tuning: &Tuning, stream: &BatchStream) -> Vec<S
             if recipe.data.packing { " packed ones" } else { "" },
         ));
     }
-    if let Some((turns, blocks)) = turns(recipe, tuning, steps)
+    if let Some((turns, blocks)) = blocks_trained(recipe, tuning, steps)
         && turns < blocks
     {
         all.push(format!(
@@ -233,7 +233,7 @@ mod tests {
     }
 
     fn tuning(recipe: &Recipe) -> Tuning {
-        let spec = setup::read_spec("shape:small", "main").unwrap();
+        let spec = setup::read_spec("shape:small", "main").unwrap().1;
         let prepared = adapters::of(recipe, &spec).unwrap();
         Tuning::new(recipe, &spec, &spec.params(), &prepared).unwrap()
     }

@@ -22,12 +22,19 @@ pub fn after_training(recipe: &Recipe, final_dir: &Path) -> Vec<String> {
     }
     // Prompts without answers, and pairs for other models than reward models, cannot be evaluated.
     if !matches!(stage, Stage::Grpo | Stage::Ppo) && (!stage.is_preference() || stage == Stage::Reward) {
-        let rows = recipe.data.eval.first().map_or("test.jsonl".to_string(), |file| word(file));
+        let rows = recipe
+            .data
+            .eval
+            .first()
+            .map_or("test.jsonl".to_string(), |file| word(file));
         all.push(format!("ft eval {result} --data {rows}"));
     }
     if adapter {
         let merged = final_dir.with_file_name("merged");
-        all.push(format!("ft merge {result} --out {}", word(&merged.display().to_string())));
+        all.push(format!(
+            "ft merge {result} --out {}",
+            word(&merged.display().to_string())
+        ));
     }
     all
 }

@@ -1,9 +1,9 @@
 //! `ft plan`: the forecast of a recipe from `config.json` alone; the rows are read too where they are here.
 
+use super::defaults::{self, Before};
 use super::row_sizes::RowSizes;
 use super::rows::{self, Rows};
 use super::setup::{self, Described};
-use super::defaults::{self, Before};
 use super::{adapters, directory, forecast, header, learning, tuning::Tuning};
 use crate::base::units::bytes;
 use crate::base::{Result, files};
@@ -100,7 +100,13 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
         Some(rows) => {
             let count = rows.train.examples.len();
             let stream = BatchStream::new(&rows.train, rows::stream(&settled, count))?;
-            choices.extend(defaults::settle_blocks(&mut settled, &spec, count, stream.steps(), &before));
+            choices.extend(defaults::settle_blocks(
+                &mut settled,
+                &spec,
+                count,
+                stream.steps(),
+                &before,
+            ));
             Some(stream)
         }
         None => {

@@ -153,7 +153,17 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     checkpoint::check_space(&run_dir, directory::space_needed(recipe, &model.spec, elements, place))?;
     directory::describe(&run_dir, loaded, &plan)?;
     let mut reporter = Reporter::new(&run_dir, total_steps, start_step);
-    let lines = header(recipe, &model, &train, eval.as_ref(), &stream, &plan, &tuning, elements, &params);
+    let lines = header(
+        recipe,
+        &model,
+        &train,
+        eval.as_ref(),
+        &stream,
+        &plan,
+        &tuning,
+        elements,
+        &params,
+    );
     reporter.header(&lines);
     for warning in loaded
         .warnings
@@ -386,7 +396,9 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     run.reporter.finish();
     drop(run);
     Ok(Outcome {
-        next: final_dir.as_deref().map_or(Vec::new(), |dir| next::after_training(recipe, dir)),
+        next: final_dir
+            .as_deref()
+            .map_or(Vec::new(), |dir| next::after_training(recipe, dir)),
         final_dir,
         plan,
         resolved: loaded.resolved.clone(),

@@ -12,8 +12,8 @@ use crate::source::{Group, ParamInfo, Policy};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-/// Turns that are looked at to see which blocks ever train.
-const TURNS: usize = 10_000;
+/// Switches that are looked at to see which blocks ever train.
+const SWITCHES: usize = 10_000;
 
 /// Full, freeze and LoRA train one set all the time; block changes it on schedule.
 pub enum Tuning {
@@ -35,7 +35,7 @@ pub struct Blocks {
 
 /// Turns of blocks that are gone through one by one, for each block: after so many every block has found all others
 /// trained, if it comes again at all.
-const TURNS: u64 = 4;
+const ROUNDS: u64 = 4;
 /// Sets of one kind that are planned where each of them names every parameter of the model.
 const LARGE_SETS: usize = 8;
 
@@ -126,7 +126,7 @@ impl Tuning {
 
     /// Blocks that have a turn in `steps` steps, and all blocks; `None` where one set trains all the time. A step counts
     /// where `learns` says so.
-    pub fn turns(&self, steps: u64, learns: impl Fn(u64) -> bool) -> Option<(usize, usize)> {
+    pub fn blocks_trained(&self, steps: u64, learns: impl Fn(u64) -> bool) -> Option<(usize, usize)> {
         let Self::Blocks(b) = self else { return None };
         let s = &b.schedule;
         if s.is_fixed() {
@@ -135,7 +135,7 @@ impl Tuning {
         let mut seen = BTreeSet::new();
         let mut first = 1;
         // Random draws may leave a block out for long.
-        for _ in 0..TURNS {
+        for _ in 0..SWITCHES {
             if first > steps || seen.len() == s.blocks.len() {
                 break;
             }
@@ -223,7 +223,7 @@ impl Blocks {
             return [Turn::alone(self.set(&[0], Some(masks)))].into();
         }
         let count = steps.div_ceil(s.switch_every.max(1)).max(1);
-        let long = count > TURNS * s.blocks.len() as u64;
+        let long = count > ROUNDS * s.blocks.len() as u64;
         let sets = if long { s.possible() } else { s.turns(count) };
         let retired: Vec<Retired> = self.sizes.iter().map(|block| rests(block, storage)).collect();
         // What was trained so far; in a long run everything was before any turn.
@@ -449,7 +449,8 @@ mod tests {
         let few = tuning.turns(4, &Policy::dense(Dtype::Bf16));
         let mut lowest: Vec<usize> = few.iter().map(|t| t.active.lowest_layer(99)).collect();
         let mut drawn = vec![want[0][0], want[1][0]];
-        (lowest.sort_unstable(), drawn.sort_unstable());
+        lowest.sort_unstable();
+        drawn.sort_unstable();
         assert_eq!(lowest, drawn);
     }
 }

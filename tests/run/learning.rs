@@ -22,11 +22,17 @@ fn shortest(rows: usize) -> Bench {
 /// (exact answers, loss) on rows of the training data, before and after.
 fn answers(bench: &Bench, run: &str, more: &[&str]) -> [(f64, f64); 2] {
     let out = format!("train.output_dir={run}");
-    let base = ["data.eval=seen.jsonl", "train.predict_with_generate=true", "train.save_steps=0"];
+    let base = [
+        "data.eval=seen.jsonl",
+        "train.predict_with_generate=true",
+        "train.save_steps=0",
+    ];
     bench.train(&[&base[..], &[&out], more].concat());
     let lines = bench.lines(&format!("{run}/metrics.jsonl"));
     let evals = lines.iter().filter(|l| l.get("eval_accuracy").is_some());
-    let evals: Vec<(f64, f64)> = evals.map(|l| (number(l, "eval_accuracy"), number(l, "eval_loss"))).collect();
+    let evals: Vec<(f64, f64)> = evals
+        .map(|l| (number(l, "eval_accuracy"), number(l, "eval_loss")))
+        .collect();
     [evals[0], evals[evals.len() - 1]]
 }
 
@@ -77,7 +83,10 @@ fn the_defaults_learn_what_trl_s_defaults_learn() {
         let [_, theirs] = answers(&bench, &format!("trl-{method}"), &trl);
         let [_, ours] = answers(&bench, &format!("ours-{method}"), &[&method]);
         println!("{method}: TRL's {theirs:?}, ours {ours:?}");
-        assert!(ours.0 >= theirs.0 && ours.1 < theirs.1, "{method}: TRL's {theirs:?}, ours {ours:?}");
+        assert!(
+            ours.0 >= theirs.0 && ours.1 < theirs.1,
+            "{method}: TRL's {theirs:?}, ours {ours:?}"
+        );
     }
 }
 
@@ -93,7 +102,12 @@ fn a_run_that_cannot_learn_is_refused_before_anything_is_written() {
         &["optimizer.learning_rate=1e-300"],
         &["train.max_steps=1", "schedule.warmup_steps=1"],
         &["train.max_steps=1", "schedule.warmup_ratio=1", "schedule.name=wsd"],
-        &["train.max_steps=1", "schedule.warmup_steps=5", "tune.method=lora", "--dry-run"],
+        &[
+            "train.max_steps=1",
+            "schedule.warmup_steps=5",
+            "tune.method=lora",
+            "--dry-run",
+        ],
     ];
     for more in refused {
         let out = ft(&bench, more);
@@ -105,7 +119,10 @@ fn a_run_that_cannot_learn_is_refused_before_anything_is_written() {
     let one = ft(&bench, &["train.max_steps=1"]);
     assert!(one.status.success(), "{}", said(&one));
     assert!(number(&bench.steps("run")[0], "learning_rate") > 0.0);
-    let none = ft(&bench, &["train.max_steps=0", "optimizer.learning_rate=0", "--overwrite"]);
+    let none = ft(
+        &bench,
+        &["train.max_steps=0", "optimizer.learning_rate=0", "--overwrite"],
+    );
     assert!(none.status.success(), "{}", said(&none));
     assert!(bench.path("run/final/model.safetensors").is_file());
 }
@@ -121,10 +138,17 @@ fn a_run_that_learns_little_says_so() {
         let found = said.lines().any(|l| l.starts_with("warning:") && l.contains(words));
         assert!(found, "{more:?}: no warning with `{words}`\n{said}");
         let events = bench.lines("run/events.jsonl");
-        assert!(events.iter().any(|e| e["message"].as_str().is_some_and(|m| m.contains(words))));
+        assert!(
+            events
+                .iter()
+                .any(|e| e["message"].as_str().is_some_and(|m| m.contains(words)))
+        );
         said
     };
-    warned(&["train.gradient_accumulation_steps=64", "train.num_epochs=1"], "only 1 step,");
+    warned(
+        &["train.gradient_accumulation_steps=64", "train.num_epochs=1"],
+        "only 1 step,",
+    );
     let large = format!("train.gradient_accumulation_steps={}", 5 * rows);
     let said = warned(
         &["train.batch_size=8", &large, "train.max_steps=2"],
@@ -140,13 +164,21 @@ fn a_run_that_learns_little_says_so() {
     assert!(said.contains("only 1 of "), "{said}");
     warned(&["schedule.warmup_steps=50", "train.max_steps=12"], "never reaches");
     let lora = ["tune.method=lora", "train.max_steps=2"];
-    let wide = warned(&[&lora[..], &["tune.lora.rank_pattern=q_proj=100"]].concat(), "rank above");
+    let wide = warned(
+        &[&lora[..], &["tune.lora.rank_pattern=q_proj=100"]].concat(),
+        "rank above",
+    );
     assert!(wide.contains("rank 100,"), "{wide}");
     let out = ft(&bench, &[&lora[..], &["tune.lora.r=100000", "--overwrite"]].concat());
     assert_eq!(out.status.code(), Some(2), "{}", self::said(&out));
     assert!(self::said(&out).contains("the rank is above"), "{}", self::said(&out));
     // Far too high a rate.
-    let high = ["tune.method=full", "train.max_steps=12", "optimizer.learning_rate=50", "train.max_grad_norm=0"];
+    let high = [
+        "tune.method=full",
+        "train.max_steps=12",
+        "optimizer.learning_rate=50",
+        "train.max_grad_norm=0",
+    ];
     warned(&high, "the loss diverges");
 }
 
@@ -156,11 +188,21 @@ fn every_block_has_a_turn_by_default() {
     let bench = Bench::new();
     for steps in ["6", "30", "70"] {
         let steps = format!("train.max_steps={steps}");
-        let out = ft(&bench, &["tune.method=block", &steps, "--overwrite", "train.save_steps=0"]);
+        let out = ft(
+            &bench,
+            &["tune.method=block", &steps, "--overwrite", "train.save_steps=0"],
+        );
         assert!(out.status.success(), "{}", said(&out));
-        let blocks: std::collections::BTreeSet<String> =
-            bench.steps("run").iter().map(|s| s["active_block"].to_string()).collect();
-        assert!(said(&out).contains(&format!("{0} of {0} blocks", blocks.len())), "{}", said(&out));
+        let blocks: std::collections::BTreeSet<String> = bench
+            .steps("run")
+            .iter()
+            .map(|s| s["active_block"].to_string())
+            .collect();
+        assert!(
+            said(&out).contains(&format!("{0} of {0} blocks", blocks.len())),
+            "{}",
+            said(&out)
+        );
         assert!(!said(&out).contains("blocks will be trained"), "{}", said(&out));
     }
 }
@@ -169,7 +211,12 @@ fn every_block_has_a_turn_by_default() {
 #[test]
 fn a_run_that_goes_on_keeps_what_was_decided() {
     let bench = Bench::new();
-    let base = ["tune.method=full", "train.num_epochs=2", "train.save_steps=3", "data.packing=true"];
+    let base = [
+        "tune.method=full",
+        "train.num_epochs=2",
+        "train.save_steps=3",
+        "data.packing=true",
+    ];
     bench.train(&[&base[..], &["train.output_dir=whole"]].concat());
     let steps = bench.steps("whole").len();
     assert!(steps > 6, "{steps}");
@@ -185,9 +232,20 @@ fn a_run_that_goes_on_keeps_what_was_decided() {
     bench.train(&[&base[..], &["train.output_dir=part", "train.max_steps=4"]].concat());
     let resumed = |run: &str| {
         let out = format!("train.output_dir={run}");
-        bench.train(&["tune.method=full", "train.max_steps=8", "data.packing=true", "--resume", &out]);
+        bench.train(&[
+            "tune.method=full",
+            "train.max_steps=8",
+            "data.packing=true",
+            "--resume",
+            &out,
+        ]);
         let text = fs::read_to_string(bench.path(run).join("resolved.toml")).unwrap();
-        let line = |key: &str| text.lines().find(|l| l.starts_with(key)).unwrap_or_default().to_string();
+        let line = |key: &str| {
+            text.lines()
+                .find(|l| l.starts_with(key))
+                .unwrap_or_default()
+                .to_string()
+        };
         assert_eq!(bench.steps(run).len(), 8);
         [line("gradient_accumulation_steps = "), line("packing_length = ")]
     };
@@ -217,7 +275,10 @@ fn a_run_that_goes_on_keeps_what_was_decided() {
     let older: Vec<&str> = text.lines().filter(|l| !l.starts_with("packing_length")).collect();
     fs::write(&file, older.join("\n")).unwrap();
     let [accumulation, length] = resumed("old");
-    assert_eq!(accumulation, "gradient_accumulation_steps = 8  # auto: as the run began");
+    assert_eq!(
+        accumulation,
+        "gradient_accumulation_steps = 8  # auto: as the run began"
+    );
     assert_eq!(length, "packing_length = 512  # auto: as the run began");
 }
 
@@ -225,7 +286,10 @@ fn a_run_that_goes_on_keeps_what_was_decided() {
 #[test]
 fn printed_losses_are_means() {
     let bench = Bench::new();
-    let out = ft(&bench, &["tune.method=full", "train.max_steps=9", "train.logging_steps=4"]);
+    let out = ft(
+        &bench,
+        &["tune.method=full", "train.max_steps=9", "train.logging_steps=4"],
+    );
     assert!(out.status.success(), "{}", said(&out));
     let losses: Vec<f64> = bench.steps("run").iter().map(|s| number(s, "loss")).collect();
     let shown: Vec<String> = said(&out)
@@ -235,5 +299,9 @@ fn printed_losses_are_means() {
         .collect();
     let mean = |part: &[f64]| format!("{:.4}", part.iter().sum::<f64>() / part.len() as f64);
     assert_eq!(shown, [mean(&losses[..4]), mean(&losses[4..8]), mean(&losses[8..])]);
-    assert!(said(&out).contains("next:\n  ft generate --model run/final --chat"), "{}", said(&out));
+    assert!(
+        said(&out).contains("next:\n  ft generate --model run/final --chat"),
+        "{}",
+        said(&out)
+    );
 }

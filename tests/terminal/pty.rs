@@ -50,7 +50,7 @@ fn window(width: u16) -> libc::winsize {
 impl Pty {
     pub fn start(dir: &Path, width: u16, arguments: &[&str], environment: &[(&str, &str)]) -> Self {
         let (mut master, mut slave) = (0, 0);
-        let mut size = window(width);
+        let size = window(width);
         // SAFETY: all pointers are valid or null for the call; both descriptors are new and owned below.
         let (master, slave) = unsafe {
             let rc = libc::openpty(
@@ -58,7 +58,7 @@ impl Pty {
                 &mut slave,
                 std::ptr::null_mut(),
                 std::ptr::null_mut(),
-                &mut size,
+                &size,
             );
             assert_eq!(rc, 0, "no pseudo-terminal");
             (OwnedFd::from_raw_fd(master), OwnedFd::from_raw_fd(slave))
@@ -250,13 +250,7 @@ impl Seen {
         for piece in &self.pieces {
             // What was written just before a change of the window may still be of the width before.
             let settled = |(at, _): &&(Instant, u16)| *at == self.started || piece.at > *at + self.patience();
-            let width = self
-                .widths
-                .iter()
-                .filter(settled)
-                .map(|w| usize::from(w.1))
-                .last()
-                .unwrap();
+            let width = self.widths.iter().rfind(settled).map(|w| usize::from(w.1)).unwrap();
             held.extend(&piece.bytes);
             let text = match std::str::from_utf8(&held) {
                 Ok(text) => text.to_string(),

@@ -14,7 +14,7 @@ fn specs() -> Vec<Spec> {
         window: None,
         bf16: false,
     };
-    let exact = vec![
+    let exact = [
         plain.clone(),
         Spec {
             head_dim: 48,

@@ -78,10 +78,7 @@ pub(super) static KEYS: &[Key] = &[
     key(
         "memory",
         "group_size",
-        Kind::AutoInteger {
-            min: 1,
-            max: i64::MAX,
-        },
+        Kind::AutoInteger { min: 1, max: i64::MAX },
         "\"auto\"",
         "a whole row for `int8`, 64 for `int4`",
         "Weights that share a scale: 64 or 128 for `int4`, 128 for `int8`. `nf4` has blocks of 64.",
@@ -105,10 +102,7 @@ pub(super) static KEYS: &[Key] = &[
     key(
         "memory",
         "head_chunk",
-        Kind::AutoInteger {
-            min: 0,
-            max: i64::MAX,
-        },
+        Kind::AutoInteger { min: 0, max: i64::MAX },
         "\"auto\"",
         "held whole where it fits",
         "With `tier = \"disk\"`: how many rows of the output projection are here at a time (rounded up to a multiple of 4096); `0` holds it whole. The results are the same bits.",
@@ -124,10 +118,7 @@ pub(super) static KEYS: &[Key] = &[
     key(
         "memory",
         "mlp_chunk",
-        Kind::AutoInteger {
-            min: 0,
-            max: i64::MAX,
-        },
+        Kind::AutoInteger { min: 0, max: i64::MAX },
         "\"auto\"",
         "all at once where that fits",
         "How many tokens go through an MLP at a time: of its wide tensors only so much exists at once. `0` takes all. Outputs are the same bits; a gradient that is summed over the pieces can differ in its last bits.",

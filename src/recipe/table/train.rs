@@ -112,10 +112,7 @@ pub(super) static KEYS: &[Key] = &[
     key(
         "schedule",
         "warmup_steps",
-        Kind::AutoInteger {
-            min: 0,
-            max: i64::MAX,
-        },
+        Kind::AutoInteger { min: 0, max: i64::MAX },
         "\"auto\"",
         "told by `warmup_ratio`",
         "Steps over which the rate rises, in place of `warmup_ratio`.",

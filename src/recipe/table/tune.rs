@@ -90,10 +90,7 @@ pub(super) static KEYS: &[Key] = &[
     ),
     block(
         "switch_every",
-        Kind::AutoInteger {
-            min: 1,
-            max: i64::MAX,
-        },
+        Kind::AutoInteger { min: 1, max: i64::MAX },
         "\"auto\"",
         "steps of the run / blocks, from 1 to 100: every block has its turn",
         "Optimizer steps a block stays active (K).",

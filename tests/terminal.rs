@@ -17,20 +17,23 @@ fn workplace() -> tempfile::TempDir {
     dir
 }
 
+/// A build without optimization takes long.
+const PATIENCE: Duration = Duration::from_secs(500);
+
 /// Runs to the end, looks at everything that was shown, and gives it back.
 fn ft(dir: &Path, width: u16, arguments: &[&str], environment: &[(&str, &str)], code: i32) -> Seen {
     let mut pty = Pty::start(dir, width, arguments, environment);
-    let seen = pty.finish(Duration::from_secs(120));
+    let seen = pty.finish(PATIENCE);
     assert_eq!(seen.code, code, "{arguments:?}\n{}", seen.text());
     seen.check(&format!("{arguments:?} at {width} columns"));
     seen
 }
 
-/// Steps of some seconds each: a large window of small micro-batches, whose gradients are kept.
+/// Steps of two seconds each: a large window of small micro-batches, whose gradients are kept.
 const SLOW: [&str; 9] = [
-    "train.gradient_accumulation_steps=60",
-    "train.batch_size=8",
-    "train.max_steps=3",
+    "train.gradient_accumulation_steps=40",
+    "train.batch_size=4",
+    "train.max_steps=2",
     "train.logging_steps=1",
     "train.save_steps=0",
     "train.predict_with_generate=false",
@@ -66,10 +69,10 @@ fn first_ten_minutes(width: u16) {
 
     // ---- a run that is stopped in the middle of a step
     let mut pty = Pty::start(at, width, &slow(&[]), &[]);
-    pty.wait_for("micro-batch", Duration::from_secs(60));
+    pty.wait_for("micro-batch", PATIENCE);
     pty.interrupt();
-    let answered = pty.wait_for("stopping", Duration::from_secs(30));
-    let seen = pty.finish(Duration::from_secs(60));
+    let answered = pty.wait_for("stopping", PATIENCE);
+    let seen = pty.finish(PATIENCE);
     let (text, allowed) = (seen.text(), seen.patience());
     assert!(answered < allowed, "Ctrl-C was answered after {answered:?}\n{text}");
     assert_eq!(seen.code, 130, "{text}");
@@ -79,9 +82,9 @@ fn first_ten_minutes(width: u16) {
 
     // ---- goes on, in a window that becomes narrower
     let mut pty = Pty::start(at, width, &slow(&["--resume"]), &[]);
-    pty.wait_for("micro-batch", Duration::from_secs(60));
+    pty.wait_for("micro-batch", PATIENCE);
     pty.resize(width - 15);
-    let seen = pty.finish(Duration::from_secs(120));
+    let seen = pty.finish(PATIENCE);
     assert_eq!(seen.code, 0, "{}", seen.text());
     seen.check(&format!("a resume at {width} columns"));
 
@@ -127,17 +130,17 @@ fn a_second_interrupt_says_what_is_lost() {
     // Gradients are applied as they come: the step has to be finished.
     let train = slow(&[
         "train.gradient_accumulation_steps=1",
-        "train.batch_size=800",
+        "train.batch_size=200",
         "train.max_grad_norm=0",
         "train.max_steps=2",
     ]);
     let mut pty = Pty::start(dir.path(), 80, &train, &[]);
-    pty.wait_for("backward", Duration::from_secs(60));
+    pty.wait_for("backward", PATIENCE);
     pty.interrupt();
-    let first = pty.wait_for("stopping after this step", Duration::from_secs(30));
+    let first = pty.wait_for("stopping after this step", PATIENCE);
     pty.interrupt();
-    let second = pty.wait_for("stopped now: step 1 lost", Duration::from_secs(30));
-    let seen = pty.finish(Duration::from_secs(60));
+    let second = pty.wait_for("stopped now: step 1 lost", PATIENCE);
+    let seen = pty.finish(PATIENCE);
     assert!(
         first < seen.patience() && second < seen.patience(),
         "{first:?} {second:?}"
@@ -174,8 +177,14 @@ fn quiet_leaves_results_only() {
     let dir = workplace();
     ft(dir.path(), 80, &["recipes", "copy", "quickstart"], &[], 0);
     let arguments = ["train", "--recipe", "quickstart.toml", "train.max_steps=2", "--quiet"];
-    let more = ["train.save_steps=0", "schedule.warmup_ratio=0"];
-    let seen = ft(dir.path(), 80, &[&arguments[..], &more].concat(), &[], 0);
+    let more = [
+        "train.save_steps=0",
+        "train.sample_prompts=[]",
+        "train.predict_with_generate=false",
+    ];
+    let mut pty = Pty::start(dir.path(), 80, &[&arguments[..], &more].concat(), &[]);
+    let seen = pty.finish(PATIENCE);
+    assert_eq!(seen.code, 0, "{}", seen.text());
     let lines: Vec<String> = seen.text().lines().map(str::to_string).collect();
     let results: Vec<&String> = lines
         .iter()
@@ -184,9 +193,9 @@ fn quiet_leaves_results_only() {
     assert_eq!(results, ["runs/quickstart/final"], "{}", seen.text());
 
     // Without progress no line is drawn twice.
-    let train = slow(&["train.gradient_accumulation_steps=20", "train.max_steps=1"]);
+    let train = slow(&["train.gradient_accumulation_steps=10", "train.max_steps=1"]);
     let mut pty = Pty::start(dir.path(), 80, &train, &[("FT_NO_PROGRESS", "1")]);
-    let seen = pty.finish(Duration::from_secs(60));
+    let seen = pty.finish(PATIENCE);
     assert!(seen.code == 0 && !seen.raw().contains("\x1b["), "{}", seen.raw());
     assert!(seen.text().contains("step 1/1"), "{}", seen.text());
 }

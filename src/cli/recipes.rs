@@ -1,6 +1,6 @@
 //! `ft recipes`: the recipes inside the binary: list, show, copy.
 
-use super::out::{out, out_raw};
+use super::out::{out, out_raw, out_text};
 use crate::base::{Error, Result, files};
 use crate::recipe::{self, suggest};
 use std::path::PathBuf;
@@ -74,7 +74,7 @@ fn list() -> Result<()> {
     for (name, text) in SHIPPED {
         let r = recipe::parse(text, name, &[])?.recipe;
         let method = format!("{} {}", r.train.stage.name(), r.tune.method.name());
-        out(format!("{name:<width$}  {method:<14}  {}", r.model.path))?;
+        out_text(format!("{name:<width$}  {method:<14}  {}", r.model.path))?;
     }
     Ok(())
 }

@@ -96,7 +96,7 @@ pub fn ascii(text: &str) -> String {
 /// Lines of at most `width` columns: broken at spaces, and within a word only where `hard` says so. What goes on is
 /// indented like the line it belongs to, and by `hang` more.
 pub fn wrapped(text: &str, width: usize, hang: usize, hard: bool) -> Vec<String> {
-    let width = width.max(NARROWEST);
+    let width = width.max(NARROWEST / 3);
     text.lines()
         .flat_map(|line| wrapped_line(line, width, hang, hard))
         .collect()

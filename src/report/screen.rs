@@ -240,6 +240,8 @@ fn tell(notice: Notice) {
     // The terminal has shown `^C` on the line where the cursor is.
     let begin = if style().bar { "\r\x1b[K" } else { "" };
     let text = match text.is_empty() {
+        // The shell's prompt begins on a line of its own.
+        true if style().bar => "\n".into(),
         true => String::new(),
         false => format!("{begin}{}", lines(None, &text, width())),
     };

@@ -77,7 +77,7 @@ fn first_ten_minutes(width: u16) {
     assert!(answered < allowed, "Ctrl-C was answered after {answered:?}\n{text}");
     assert_eq!(seen.code, 130, "{text}");
     seen.check(&format!("a stop at {width} columns"));
-    assert!(text.contains("is given up (micro-batch "), "{text}");
+    assert!(seen.flat().contains("is given up (micro-batch "), "{text}");
     assert!(at.join("runs/slow/checkpoint-0").exists() || at.join("runs/slow/checkpoint-1").exists());
 
     // ---- goes on, in a window that becomes narrower
@@ -147,7 +147,7 @@ fn a_second_interrupt_says_what_is_lost() {
     );
     assert_eq!(seen.code, 131, "{}", seen.text());
     seen.check("two interrupts");
-    let text = seen.text();
+    let text = seen.flat();
     assert!(text.contains("Ctrl-C again stops now and loses step 1"), "{text}");
 }
 

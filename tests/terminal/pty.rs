@@ -216,6 +216,11 @@ impl Seen {
         self.play().0
     }
 
+    /// As `text`, on one line.
+    pub fn flat(&self) -> String {
+        self.text().split_whitespace().collect::<Vec<_>>().join(" ")
+    }
+
     /// The longest silence that is allowed: a second, and what a busy machine adds.
     pub fn patience(&self) -> Duration {
         Duration::from_millis(1250) + 4 * self.busy

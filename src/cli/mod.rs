@@ -2,8 +2,8 @@
 //! environment variables and prints results. Knows no tensors.
 //!
 //! Results go to standard output, everything else to standard error. Exit codes: 0 ok, 1 the run or an input
-//! failed, 2 usage or recipe error, 70 a bug in ft, 130/143 stopped by a signal with the state saved, 131 stopped by a
-//! second Ctrl-C.
+//! failed, 2 usage or recipe error, 70 a bug in ft, 128 + N stopped by signal N with the state saved (130 for Ctrl-C, 143
+//! for SIGTERM, 129 for SIGHUP), 131 stopped by a second Ctrl-C.
 
 mod adapter;
 mod data;
@@ -22,7 +22,7 @@ mod train;
 pub use out::{out, out_raw, out_text};
 pub use recipes::SHIPPED;
 
-use crate::base::{Error, Result, heap, is_expected, signal};
+use crate::base::{Error, Result, cache, heap, is_expected, signal};
 use crate::ops::CpuPath;
 use crate::report::{self, Style};
 use clap::{Parser, Subcommand};
@@ -106,9 +106,31 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
     code
 }
 
+/// `FT_CACHE_DIR`, or `ft` in the user's cache directory; empty turns it off.
+fn cache_directory() -> Option<std::path::PathBuf> {
+    let set = |name: &str| std::env::var_os(name).map(std::path::PathBuf::from);
+    let own = set("FT_CACHE_DIR");
+    let default = || {
+        let absolute = |path: std::path::PathBuf| path.is_absolute().then_some(path);
+        let users = set("XDG_CACHE_HOME").and_then(absolute);
+        Some(
+            users
+                .or_else(|| Some(set("HOME").and_then(absolute)?.join(".cache")))?
+                .join("ft"),
+        )
+    };
+    match own {
+        Some(own) => Some(own).filter(|p| !p.as_os_str().is_empty()),
+        None => default(),
+    }
+}
+
 fn run(cli: Cli) -> Result<i32> {
     signal::install()?;
     heap::keep_freed();
+    if let Some(directory) = cache_directory() {
+        cache::set_directory(directory);
+    }
     if let Some(n) = cli.threads {
         rayon::ThreadPoolBuilder::new()
             .num_threads(usize::from(n))

@@ -396,7 +396,9 @@ fn a_plan_of_a_thousand_layers_takes_no_time() {
         // The best of two: a test beside this one may take the processor.
         let once = || {
             let started = std::time::Instant::now();
-            ft::run::plan::plan(&recipe).unwrap();
+            // Where nothing fits, changes are planned too.
+            let planned = ft::run::plan::plan(&recipe);
+            assert_eq!(planned.is_err(), more.iter().any(|s| s == "memory.budget=40MiB"));
             started.elapsed().as_secs_f64()
         };
         once().min(once())
@@ -412,11 +414,11 @@ fn a_plan_of_a_thousand_layers_takes_no_time() {
         ],
         &["tune.method=lora", "memory.budget=8GiB"],
         &["tune.method=full", "memory.budget=8GiB"],
-        &["tune.method=lora", "memory.budget=150MiB", "memory.frozen_weights=nf4"],
+        &["tune.method=lora", "memory.budget=40MiB", "memory.tier=device"],
     ] {
         let (few, many) = (seconds(250, more), seconds(1000, more));
         println!("{more:?}: {few:.3} s for 250 layers, {many:.3} s for 1000");
-        assert!(many < 4.0, "{more:?}: {many} s");
+        assert!(many < 8.0, "{more:?}: {many} s");
         assert!(
             many < 0.1 + 10.0 * few,
             "{more:?}: {few} s for 250 layers, {many} s for 1000"

@@ -263,7 +263,8 @@ fn tell(notice: Notice) {
 fn details(open: &[Seen], finishes: Option<Option<Duration>>) -> String {
     let parts = progress::current(open).map_or(&[][..], |(_, parts)| parts);
     let mut said: Vec<String> = Vec::new();
-    if let Some(first) = parts.first() {
+    // Layers alone say nothing to who waits.
+    if let Some(first) = parts.first().filter(|first| first.label == "micro-batch") {
         said.push(format!(
             "{} {} of {}",
             first.label,

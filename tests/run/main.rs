@@ -6,6 +6,7 @@ mod caps;
 mod coded;
 mod distill;
 mod chat;
+mod columns;
 mod equal;
 mod hostile;
 mod learning;

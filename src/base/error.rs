@@ -113,6 +113,21 @@ impl Error {
         &self.0.what
     }
 
+    pub fn hint_text(&self) -> Option<&str> {
+        self.0.hint.as_deref()
+    }
+
+    /// All but the hint in one line, for lists of errors.
+    pub fn line(&self) -> String {
+        let p = &self.0;
+        let place = p.place.as_ref().map_or(String::new(), |place| format!("{place}: "));
+        let more = [("found", &p.found), ("expected", &p.expected), ("cause:", &p.cause)];
+        let more = more
+            .into_iter()
+            .filter_map(|(name, text)| Some(format!(", {name} {}", text.as_ref()?)));
+        format!("{place}{}{}", p.what, more.collect::<String>()).replace('\n', " ")
+    }
+
     pub fn exit_code(&self) -> i32 {
         match self.0.kind {
             ErrorKind::Failed => 1,

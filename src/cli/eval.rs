@@ -2,7 +2,7 @@
 
 use super::out::{out, out_text};
 use crate::base::Result;
-use crate::recipe::Dtype;
+use crate::recipe::{Dtype, Render};
 use crate::run::evaluate::evaluate;
 use std::path::PathBuf;
 
@@ -22,6 +22,9 @@ pub struct Args {
     /// Rows: jsonl, json, csv or parquet
     #[arg(long, value_name = "FILE")]
     pub data: PathBuf,
+    /// How prompts and answers that are texts become one text, as `data.render` of a recipe: auto, chat or plain
+    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = render)]
+    pub render: Render,
     /// f32 or bf16 [default: as the weights are stored]
     #[arg(long, value_name = "TYPE", value_parser = super::parse_dtype)]
     pub dtype: Option<Dtype>,
@@ -30,11 +33,16 @@ pub struct Args {
     pub json: bool,
 }
 
+fn render(text: &str) -> std::result::Result<Render, String> {
+    Render::parse(text).ok_or(format!("expected one of {}", Render::NAMES.join(", ")))
+}
+
 pub fn run(args: Args) -> Result<i32> {
     let report = evaluate(
         &args.model.to_string_lossy(),
         args.adapter.as_deref(),
         &args.data,
+        args.render,
         args.dtype,
     )?;
     if args.json {

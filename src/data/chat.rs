@@ -31,8 +31,8 @@ fn bad(index: usize, what: impl std::fmt::Display) -> Error {
     Error::new(format!("message {} {what}", index + 1))
 }
 
-/// Checks `[{role, content, ...}]`. Fields that are null are dropped (columnar files fill them in), except
-/// the content of an assistant that only calls tools; content in text parts is joined.
+/// Checks `[{role, content, ...}]`. Fields of a message that are null are dropped, as transformers does: columnar files
+/// fill them in, and templates print them. Content in text parts is joined.
 pub(super) fn messages(list: &[Value]) -> Result<Vec<Value>> {
     if list.is_empty() {
         return Err(Error::new("the conversation is empty").expected("at least one message"));
@@ -66,9 +66,15 @@ fn one(i: usize, value: &Value) -> Result<Value> {
         }
     };
     if !ROLES.contains(&role.as_str()) {
-        return Err(bad(i, "has an unknown role")
+        let error = bad(i, "has an unknown role")
             .found(format!("`{}`", clip(&role)))
-            .expected(ROLES.join(", ")));
+            .expected(ROLES.join(", "));
+        return Err(match sharegpt_role(&role) {
+            Some(name) => error.hint(format!(
+                "`{role}` is `{name}` in ShareGPT: `data.format = \"sharegpt\"` reads such rows"
+            )),
+            None => error.hint("rename the role, for example to `user` or `assistant`"),
+        });
     }
     let calls = out
         .get("tool_calls")
@@ -83,11 +89,7 @@ fn one(i: usize, value: &Value) -> Result<Value> {
             let text = join_parts(i, parts)?;
             out.insert("content".into(), Value::String(text));
         }
-        None if calls && role == "assistant" => {
-            if fields.contains_key("content") {
-                out.insert("content".into(), Value::Null);
-            }
-        }
+        None if calls && role == "assistant" => {}
         None => {
             let what = match fields.contains_key("content") {
                 true => "has null `content`",
@@ -142,7 +144,12 @@ pub(super) fn sharegpt(list: &[Value]) -> Result<Vec<Value>> {
     for (i, turn) in list.iter().enumerate() {
         let Some(from) = turn.get("from") else {
             if turn.get("role").is_some() {
-                out.push(one(i, turn)?);
+                let mut turn = turn.clone();
+                let name = turn.get("role").and_then(Value::as_str).and_then(sharegpt_role);
+                if let Some(name) = name {
+                    turn["role"] = name.into();
+                }
+                out.push(one(i, &turn)?);
                 continue;
             }
             return Err(bad(i, "has no `from`")
@@ -155,11 +162,10 @@ pub(super) fn sharegpt(list: &[Value]) -> Result<Vec<Value>> {
                 .found(kind(value))
                 .expected("a string"));
         };
-        out.push(match from.as_str().unwrap_or_default() {
-            "human" | "user" => message("user", text),
-            "gpt" | "assistant" | "chatgpt" | "model" | "bing" | "bard" => message("assistant", text),
-            "system" => message("system", text),
-            "tool" | "observation" | "function" | "function_response" => message("tool", text),
+        let name = from.as_str().unwrap_or_default();
+        out.push(match sharegpt_role(name).unwrap_or(name) {
+            role @ ("user" | "assistant" | "system" | "tool") => message(role, text),
+            "function" => message("tool", text),
             "function_call" => call(i, text)?,
             _ => {
                 return Err(bad(i, "has an unknown `from`")
@@ -172,6 +178,16 @@ pub(super) fn sharegpt(list: &[Value]) -> Result<Vec<Value>> {
         return Err(Error::new("the conversation is empty").expected("at least one message"));
     }
     Ok(out)
+}
+
+/// The role that has another name in ShareGPT.
+fn sharegpt_role(name: &str) -> Option<&'static str> {
+    match name.to_ascii_lowercase().as_str() {
+        "human" => Some("user"),
+        "gpt" | "chatgpt" | "bot" | "model" | "bing" | "bard" | "ai" | "chatbot" => Some("assistant"),
+        "observation" | "function_response" => Some("tool"),
+        _ => None,
+    }
 }
 
 /// A call written as `{"name", "arguments"}`, or a list of them.

@@ -3,14 +3,19 @@
 use super::batch::Example;
 use super::codec::{ChatRender, TextCodec};
 use super::encode::{Encoded, Encoder, Question};
+use super::faults::BadRows;
+use super::layout::{Layout, Purpose, Rules};
 use super::preference::Preference;
 use super::read::{self, Row};
+use super::reading::Reading;
 use super::rows;
 use crate::base::rng::{Rng, Stream};
 use crate::base::units::count;
 use crate::base::{Error, Result, progress, signal};
-use crate::recipe::{Data, RowFormat, Stage, TrainOn};
+use crate::recipe::{Data, Render, RowFormat, Stage, TrainOn};
 use rayon::prelude::*;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Rows that are read before they are tokenized side by side.
 pub(super) const CHUNK_ROWS: usize = 512;
@@ -22,6 +27,7 @@ const CHUNK_BYTES: usize = 32 << 20;
 pub struct Spec<'a> {
     pub files: &'a [String],
     pub format: RowFormat,
+    pub render: Render,
     /// Longest row in tokens.
     pub max_length: usize,
     pub train_on: TrainOn,
@@ -35,6 +41,7 @@ impl<'a> Spec<'a> {
         Self {
             files,
             format: data.format,
+            render: render(data, stage),
             max_length: data.max_length,
             train_on: if stage == Stage::Pretrain {
                 TrainOn::All
@@ -55,23 +62,56 @@ impl<'a> Spec<'a> {
         }
     }
 
-    /// Hands each row to `each` with its format (found from the first row of its file) and its origin.
-    pub(super) fn rows(&self, each: &mut dyn FnMut(Row, RowFormat, Origin) -> Result<()>) -> Result<()> {
+    /// Hands each row to `each` with its file's layout and its origin; broken rows go to `bad`.
+    ///
+    /// Errors: a file that cannot be read, or whose first row tells no layout.
+    pub(super) fn rows(
+        &self,
+        purpose: Purpose,
+        encoder: &Encoder,
+        bad: &mut BadRows,
+        each: &mut dyn FnMut(Row, &Arc<Layout>, Origin, &mut BadRows) -> Result<()>,
+    ) -> Result<Vec<Reading>> {
+        let rules = Rules {
+            render: self.render,
+            template: encoder.template,
+            codec: encoder.codec,
+            answer: "",
+        };
+        let mut readings = Vec::new();
         for (file, path) in self.files.iter().enumerate() {
-            let mut format = self.format;
+            let mut found: Option<(Reading, Arc<Layout>)> = None;
             read::read_rows(path, &mut |row| {
-                if format == RowFormat::Auto {
-                    format = rows::detect(&row)?;
+                let row = match row {
+                    Ok(row) => row,
+                    Err(e) => return bad.add(e),
+                };
+                if found.is_none() {
+                    let layout = Layout::find(&row, self.format, purpose, &rules)?;
+                    found = Some((Reading::new(path, layout.clone(), &row), Arc::new(layout)));
                 }
+                let Some((reading, layout)) = &mut found else {
+                    return Ok(());
+                };
+                reading.see(&row);
                 let origin = Origin {
                     file: file as u32,
                     number: row.place.number,
                     is_line: row.place.is_line,
                 };
-                each(row, format, origin)
+                each(row, layout, origin, bad)
             })?;
+            readings.extend(found.map(|(reading, _)| reading));
         }
-        Ok(())
+        Ok(readings)
+    }
+}
+
+/// How texts are rendered in a stage: pre-training reads them as they are, unless asked.
+pub fn render(data: &Data, stage: Stage) -> Render {
+    match (data.render, stage) {
+        (Render::Auto, Stage::Pretrain) => Render::Plain,
+        (render, _) => render,
     }
 }
 
@@ -174,6 +214,8 @@ pub struct Dataset {
     /// Where each example came from.
     pub origins: Vec<Origin>,
     pub stats: Stats,
+    /// How each file was read.
+    pub readings: Vec<Reading>,
     /// Of preference rows, one for each example: which documents it is made of. Else empty.
     pub preferences: Vec<Preference>,
     /// Neighbours belong together: no epoch brings the rows into another order.
@@ -208,9 +250,15 @@ impl Dataset {
             bytes: 0,
             out: Dataset::default(),
         };
-        spec.rows(&mut |row, format, origin| loader.push(row, format, origin))?;
-        loader.flush()?;
+        let mut bad = BadRows::new();
+        let encoder = spec.encoder(codec, template);
+        let readings = spec.rows(Purpose::Learn, &encoder, &mut bad, &mut |row, layout, origin, bad| {
+            loader.push(row, layout, origin, bad)
+        })?;
+        loader.flush(&mut bad)?;
+        bad.end()?;
         let mut out = loader.out;
+        out.readings = readings;
         out.finish();
         match out.examples.is_empty() {
             true => Err(nothing_to_train(spec, &out.stats)),
@@ -270,9 +318,13 @@ impl Dataset {
         rows.dedup();
         let is_eval = held_out(rows.len(), fraction, seed)?;
         let held_out = is_eval.iter().filter(|held| **held).count();
-        let mut eval = Dataset::default();
+        let mut eval = Dataset {
+            readings: self.readings.clone(),
+            ..Dataset::default()
+        };
         let mut train = Dataset {
             stats: self.stats.clone(),
+            readings: std::mem::take(&mut self.readings),
             ..Dataset::default()
         };
         let mut preferences = self.preferences.drain(..);
@@ -305,19 +357,20 @@ impl Dataset {
         let mut origins = self.origins.iter().peekable();
         let mut out = Vec::new();
         let mut full = false;
-        let result = spec.rows(&mut |row, format, origin| {
+        let mut bad = BadRows::new();
+        let result = spec.rows(Purpose::Learn, &encoder, &mut bad, &mut |row, layout, origin, _| {
             if out.len() >= limit || origins.peek().is_none() {
                 // Ends the reading; taken back below.
                 full = true;
                 return Err(Error::new("enough questions"));
             }
             if origins.next_if(|&&o| o == origin).is_some() {
-                let question = encoder.question(&rows::understand(&row, format)?);
+                let question = encoder.question(&rows::understand(&row, layout)?);
                 out.extend(question.map_err(|e| e.within(&row.place))?);
             }
             Ok(())
         });
-        if full { Ok(out) } else { result.map(|()| out) }
+        if full { Ok(out) } else { result.map(|_| out) }
     }
 }
 
@@ -348,34 +401,30 @@ pub(super) fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
 /// Collects rows in chunks and tokenizes a chunk on all cores; the order stays that of the file.
 struct Loader<'a> {
     encoder: Encoder<'a>,
-    chunk: Vec<(Row, RowFormat, Origin)>,
+    chunk: Vec<(Row, Arc<Layout>, Origin)>,
     bytes: usize,
     out: Dataset,
 }
 
 impl Loader<'_> {
-    fn push(&mut self, row: Row, format: RowFormat, origin: Origin) -> Result<()> {
+    fn push(&mut self, row: Row, layout: &Arc<Layout>, origin: Origin, bad: &mut BadRows) -> Result<()> {
         let size = |v: &serde_json::Value| v.as_str().map_or(1024, str::len);
         self.bytes += row.fields.values().map(size).sum::<usize>();
-        self.chunk.push((row, format, origin));
+        self.chunk.push((row, layout.clone(), origin));
         if self.chunk.len() >= CHUNK_ROWS || self.bytes >= CHUNK_BYTES {
-            self.flush()?;
+            self.flush(bad)?;
         }
         Ok(())
     }
 
-    fn flush(&mut self) -> Result<()> {
+    fn flush(&mut self, bad: &mut BadRows) -> Result<()> {
         let encoder = &self.encoder;
-        let encoded: Vec<Result<Encoded>> = self
-            .chunk
-            .par_iter()
-            .map(|(row, format, _)| {
-                let sample = rows::understand(row, *format)?;
-                encoder.encode(&sample).map_err(|e| e.within(&row.place))
-            })
-            .collect();
+        let encoded = side_by_side(&self.chunk, bad, |(row, layout, _)| {
+            let sample = rows::understand(row, layout)?;
+            encoder.encode(&sample).map_err(|e| e.within(&row.place))
+        });
         for (row, (_, _, origin)) in encoded.into_iter().zip(self.chunk.drain(..)) {
-            let row = row?;
+            let Some(row) = kept(row, bad)? else { continue };
             self.out.stats.add(&row);
             if row.example.trained.contains(&true) {
                 self.out.examples.push(row.example);
@@ -384,6 +433,36 @@ impl Loader<'_> {
         }
         self.bytes = 0;
         unless_stopped()
+    }
+}
+
+/// Encodes rows on all cores. `None`: the row was not tried, because none before it was good and time is up.
+pub(super) fn side_by_side<R: Sync, T: Send>(
+    rows: &[R],
+    bad: &BadRows,
+    encode: impl Fn(&R) -> Result<T> + Sync,
+) -> Vec<Option<Result<T>>> {
+    let good = AtomicBool::new(false);
+    let one = |row: &R| {
+        if !good.load(Ordering::Relaxed) && bad.hopeless() {
+            return None;
+        }
+        let encoded = encode(row);
+        good.fetch_or(encoded.is_ok(), Ordering::Relaxed);
+        Some(encoded)
+    };
+    rows.par_iter().map(one).collect()
+}
+
+/// A row that was encoded; the fault of another is counted. Errors: no row is good.
+pub(super) fn kept<T>(row: Option<Result<T>>, bad: &mut BadRows) -> Result<Option<T>> {
+    match row {
+        None => bad.end().map(|()| None),
+        Some(Err(e)) => bad.add(e).map(|()| None),
+        Some(Ok(row)) => {
+            bad.good();
+            Ok(Some(row))
+        }
     }
 }
 

@@ -7,11 +7,14 @@ pub mod codec;
 pub mod dataset;
 pub mod describe;
 pub mod encode;
+mod faults;
+pub mod layout;
 pub mod order;
 pub mod pack;
 pub mod preference;
 pub mod prompts;
 pub mod read;
+pub mod reading;
 pub mod rows;
 
 #[cfg(test)]
@@ -24,3 +27,4 @@ pub use codec::{ChatRender, TextCodec};
 pub use dataset::{Dataset, Origin, Spec, Stats};
 pub use encode::{Encoder, Question};
 pub use order::{BatchStream, Length, StreamSpec, eval_batches};
+pub use reading::Reading;

@@ -1,15 +1,19 @@
 //! Rows to answer, for training by reward: a prompt, the answer where the row has one, and all its columns.
 //!
-//! A row of format `prompt` has `prompt`, as text or as a list of messages. A row of any other format with an answer
-//! (a conversation, prompt and completion) is its prompt, and its last answer is the known one.
+//! A row of format `prompt` has `prompt` (or a column that is read as one), as text or as a list of messages. A row of
+//! any other format with an answer (a conversation, prompt and completion) is its prompt, and its last answer is the
+//! known one.
 
 use super::chat;
 use super::dataset::unless_stopped;
 use super::encode::Encoder;
+use super::faults::BadRows;
+use super::layout::{self, Layout, Purpose, Rules};
 use super::read::{self, Row};
+use super::reading::Reading;
 use super::rows::{self, Chat, Sample};
 use crate::base::{Error, Result};
-use crate::recipe::RowFormat;
+use crate::recipe::{Render, RowFormat};
 use serde_json::{Map, Value};
 
 /// What was said before the answer.
@@ -24,6 +28,8 @@ pub struct Prompt {
     /// `[T]`, up to and with the generation prompt.
     pub ids: Vec<u32>,
     pub said: Said,
+    /// The prompt as the row has it: a text, or messages.
+    pub shown: Value,
     /// A text, a number, or a list of answers that are all right.
     pub answer: Option<Value>,
     /// The row as it was written.
@@ -55,6 +61,8 @@ impl Prompt {
 #[derive(Debug, Clone, Default)]
 pub struct Prompts {
     pub rows: Vec<Prompt>,
+    /// How each file was read.
+    pub readings: Vec<Reading>,
     /// Hash of ids and columns.
     pub fingerprint: String,
 }
@@ -66,31 +74,53 @@ impl Prompts {
     /// `window` for the answer, a signal.
     pub fn load(
         files: &[String],
-        format: RowFormat,
+        (format, render): (RowFormat, Render),
         encoder: &Encoder,
         answer: &str,
         (window, room): (usize, usize),
     ) -> Result<Self> {
         let mut out = Self::default();
         let mut hasher = blake3::Hasher::new();
+        let mut bad = BadRows::new();
+        let rules = Rules {
+            render,
+            template: encoder.template,
+            codec: encoder.codec,
+            answer,
+        };
         for path in files {
-            let mut format = format;
+            let mut found: Option<Reading> = None;
             read::read_rows(path, &mut |row| {
-                if format == RowFormat::Auto {
-                    format = detect(&row)?;
+                unless_stopped()?;
+                let row = match row {
+                    Ok(row) => row,
+                    Err(e) => return bad.add(e),
+                };
+                if found.is_none() {
+                    let layout = Layout::find(&row, format, Purpose::Ask, &rules)?;
+                    found = Some(Reading::new(path, layout, &row));
                 }
-                let prompt = one(&row, format, encoder, answer).map_err(|e| e.or_at(&row.place))?;
-                if prompt.ids.len() + room > window {
-                    return Err(too_long(&prompt, window, room));
-                }
+                let Some(reading) = &mut found else {
+                    return Ok(());
+                };
+                reading.see(&row);
+                let prompt = one(&row, &reading.layout, encoder, answer).map_err(|e| e.or_at(&row.place));
+                let prompt = match prompt {
+                    Ok(prompt) if prompt.ids.len() + room > window => return bad.add(too_long(&prompt, window, room)),
+                    Ok(prompt) => prompt,
+                    Err(e) => return bad.add(e),
+                };
+                bad.good();
                 prompt.ids.iter().for_each(|id| {
                     hasher.update(&id.to_le_bytes());
                 });
                 hasher.update(Value::Object(row.fields).to_string().as_bytes());
                 out.rows.push(prompt);
-                unless_stopped()
+                Ok(())
             })?;
+            out.readings.extend(found);
         }
+        bad.end()?;
         if out.rows.is_empty() {
             return Err(Error::new("the data has no rows").at(files.join(", ")).found("0 rows"));
         }
@@ -112,24 +142,21 @@ fn too_long(prompt: &Prompt, window: usize, room: usize) -> Error {
         .hint("raise `data.max_length`, lower `rlhf.max_completion_length`, or remove the row")
 }
 
-fn detect(row: &Row) -> Result<RowFormat> {
-    let has = |name: &str| row.fields.get(name).is_some_and(|v| !v.is_null());
-    if has("prompt") && !has("completion") {
-        return Ok(RowFormat::Prompt);
-    }
-    rows::detect(row)
-}
-
-fn one(row: &Row, format: RowFormat, encoder: &Encoder, answer: &str) -> Result<Prompt> {
-    let sample = match format {
-        RowFormat::Prompt => prompt(&row.fields)?,
-        other => rows::understand(row, other)?,
+fn one(row: &Row, layout: &Layout, encoder: &Encoder, answer: &str) -> Result<Prompt> {
+    let sample = match layout.format {
+        RowFormat::Prompt => prompt(&row.fields, layout).map_err(|e| e.within(&row.place))?,
+        _ => rows::understand(row, layout)?,
     };
     let none = || {
         Error::new("the row has no answer after its prompt")
             .expected("`prompt`, or a conversation with an assistant message, or prompt and completion")
     };
-    let question = encoder.question(&sample)?.ok_or_else(none)?;
+    let question = encoder
+        .question(&sample)
+        .map_err(|e| e.within(&row.place))?
+        .ok_or_else(none)?;
+    let written = layout.prompt.as_deref().and_then(|name| row.fields.get(name));
+    let is_text = written.is_some_and(|v| v.is_string() && !layout::is_turns(v));
     let said = match sample {
         Sample::PromptCompletion { prompt, .. } => Said::Text(prompt),
         Sample::Chat(chat) => {
@@ -144,7 +171,7 @@ fn one(row: &Row, format: RowFormat, encoder: &Encoder, answer: &str) -> Result<
         Sample::Text(_) => return Err(none()),
     };
     let column = row.fields.get(answer).filter(|v| !v.is_null()).cloned();
-    let known = match format {
+    let known = match layout.format {
         RowFormat::Prompt => column,
         _ => column.or(Some(Value::String(question.answer))),
     };
@@ -153,6 +180,11 @@ fn one(row: &Row, format: RowFormat, encoder: &Encoder, answer: &str) -> Result<
     }
     Ok(Prompt {
         ids: question.prompt,
+        shown: match &said {
+            _ if is_text => Value::String(rows::prompt_text(&row.fields, layout)?),
+            Said::Text(text) => Value::String(text.clone()),
+            Said::Chat { messages, .. } => Value::Array(messages.clone()),
+        },
         said,
         answer: known,
         columns: row.fields.clone(),
@@ -161,24 +193,28 @@ fn one(row: &Row, format: RowFormat, encoder: &Encoder, answer: &str) -> Result<
 }
 
 /// A prompt with a stand-in for the answer, which a question leaves out again.
-fn prompt(fields: &Map<String, Value>) -> Result<Sample> {
+fn prompt(fields: &Map<String, Value>, layout: &Layout) -> Result<Sample> {
     const ANSWER: &str = "answer";
-    match fields.get("prompt") {
-        None | Some(Value::Null) => Err(rows::missing(fields, "prompt", RowFormat::Prompt)),
-        Some(value) if rows::is_chat(value) => {
-            let mut messages = chat::messages(&rows::list(fields, "prompt", RowFormat::Prompt)?)?;
-            messages.push(chat::message("assistant", ANSWER));
-            chat::check_order(&messages)?;
-            Ok(Sample::Chat(Chat {
-                first_trained: messages.len() - 1,
-                messages,
-                tools: rows::tools(fields)?,
-            }))
-        }
-        Some(Value::String(text)) => Ok(Sample::PromptCompletion {
-            prompt: text.clone(),
+    let name = layout.prompt.as_deref().unwrap_or("prompt");
+    let is_turns = match fields.get(name) {
+        None | Some(Value::Null) => return Err(rows::missing(fields, name, RowFormat::Prompt)),
+        Some(value) if layout::is_turns(value) => true,
+        Some(Value::String(_)) => false,
+        Some(other) => return Err(rows::wrong(other, name, "a text, or a list of messages")),
+    };
+    if !is_turns && !layout.renders() {
+        rows::without_system(fields, layout)?;
+        return Ok(Sample::PromptCompletion {
+            prompt: rows::prompt_text(fields, layout)?,
             completion: ANSWER.to_string(),
-        }),
-        Some(other) => Err(rows::wrong(other, "prompt", "a text, or a list of messages")),
+        });
     }
+    let mut messages = rows::prompt_turns(fields, layout)?;
+    messages.push(chat::message("assistant", ANSWER));
+    chat::check_order(&messages)?;
+    Ok(Sample::Chat(Chat {
+        first_trained: messages.len() - 1,
+        messages,
+        tools: rows::tools(fields)?,
+    }))
 }

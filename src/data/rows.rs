@@ -1,6 +1,7 @@
 //! Row formats: what the fields of a row mean. Everything becomes one of three samples.
 
 use super::chat;
+use super::layout::{self, Layout};
 use super::read::{Row, clip, kind};
 use crate::base::{Error, Result};
 use crate::recipe::RowFormat;
@@ -30,10 +31,9 @@ pub struct Chat {
 /// The fields that a format needs, as messages show them.
 fn shape(format: RowFormat) -> &'static str {
     match format {
-        RowFormat::Auto => "messages | conversations | prompt, completion | instruction, output | text",
-        RowFormat::Messages => "messages: [{role, content}, ...]",
+        RowFormat::Auto | RowFormat::Messages => "messages: [{role, content}, ...]",
         RowFormat::PromptCompletion => "prompt, completion",
-        RowFormat::Alpaca => "instruction, output (and input, system, history, tools)",
+        RowFormat::Alpaca => "instruction, output (and input, context, system, history, tools)",
         RowFormat::Sharegpt => "conversations: [{from, value}, ...]",
         RowFormat::Text => "text",
         RowFormat::Preference => "prompt, chosen, rejected",
@@ -48,68 +48,115 @@ pub(super) fn names(fields: &Map<String, Value>) -> String {
     }
 }
 
-/// The format of a file, from its first row.
+/// Reads a row.
 ///
-/// Errors: no known set of fields is there, or the rows are for another kind of training.
-pub fn detect(row: &Row) -> Result<RowFormat> {
-    let has = |name: &str| row.fields.get(name).is_some_and(|v| !v.is_null());
-    let format = if has("messages") {
-        RowFormat::Messages
-    } else if has("conversations") {
-        RowFormat::Sharegpt
-    } else if has("prompt") && has("completion") {
-        RowFormat::PromptCompletion
-    } else if has("instruction") && has("output") {
-        RowFormat::Alpaca
-    } else if has("text") {
-        RowFormat::Text
-    } else if has("chosen") && has("rejected") {
-        RowFormat::Preference
-    } else {
-        return Err(Error::new("cannot tell the format of the rows")
-            .at(&row.place)
-            .found(names(&row.fields))
-            .expected(shape(RowFormat::Auto))
-            .hint("rename the fields, or set `data.format`"));
+/// Errors, with the place of the row: a field is missing or has another type, a role is unknown, the answer is marked
+/// as a bad one.
+pub fn understand(row: &Row, layout: &Layout) -> Result<Sample> {
+    let sample = || match layout.format {
+        RowFormat::Text => Ok(Sample::Text(text(&row.fields, "text", layout.format)?.to_string())),
+        RowFormat::Messages | RowFormat::Sharegpt => {
+            refuse_rejected(&row.fields)?;
+            let name = layout.list.as_deref().unwrap_or("messages");
+            let list = list(&row.fields, name, layout.format)?;
+            let messages = match layout.format {
+                RowFormat::Messages => chat::messages(&list)?,
+                _ => chat::sharegpt(&list)?,
+            };
+            let (messages, _) = with_system(messages, &row.fields, layout)?;
+            conversation(messages, &row.fields, 0)
+        }
+        _ => {
+            refuse_rejected(&row.fields)?;
+            pair(&row.fields, layout)
+        }
     };
-    supported(format).map_err(|e| e.or_at(&row.place).found(names(&row.fields)))
+    sample().map_err(|e| e.within(&row.place))
 }
 
-fn supported(format: RowFormat) -> Result<RowFormat> {
-    match format {
-        RowFormat::Preference | RowFormat::Prompt => Err(Error::new(format!(
-            "rows of format `{}` cannot be learned from directly",
-            format.name()
-        ))
-        .expected(shape(RowFormat::Auto))
-        .hint("use rows with an answer for stages `sft` and `pretrain`; pairs are for `dpo` and `reward`")),
-        other => Ok(other),
+/// Errors: the row is one of the answers that KTO learns to avoid.
+fn refuse_rejected(fields: &Map<String, Value>) -> Result<()> {
+    let rejected = |name: &&str| fields.get(*name).is_some_and(|v| label(v) == Some(false));
+    match ["label", "kto_tag"].into_iter().find(rejected) {
+        None => Ok(()),
+        Some(name) => Err(Error::new(format!("the answer is marked as a bad one by `{name}`"))
+            .found(format!("{name}: {}", fields[name]))
+            .expected("answers to learn")
+            .hint(format!(
+                "`train.stage = \"kto\"` learns from good and bad answers; if `{name}` means something else, rename or remove it"
+            ))),
     }
 }
 
-/// Reads a row as `format` (not `auto`).
+/// A judgement: true or 1, false or 0, also as text.
+pub(super) fn label(value: &Value) -> Option<bool> {
+    match value {
+        Value::Bool(label) => Some(*label),
+        Value::Number(n) if n.as_f64() == Some(1.0) => Some(true),
+        Value::Number(n) if n.as_f64() == Some(0.0) => Some(false),
+        Value::String(s) => match s.trim().to_ascii_lowercase().as_str() {
+            "true" | "1" => Some(true),
+            "false" | "0" => Some(false),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// The messages after the text of the system column, where the row has one; and whether it was put there.
 ///
-/// Errors, with the place of the row: a field is missing or has another type, a role is unknown.
-pub fn understand(row: &Row, format: RowFormat) -> Result<Sample> {
-    let fields = &row.fields;
-    let sample = supported(format).and_then(|format| match format {
-        RowFormat::Text => Ok(Sample::Text(text(fields, "text", format)?.to_string())),
-        RowFormat::PromptCompletion => prompt_completion(fields),
-        RowFormat::Messages => {
-            let messages = chat::messages(&list(fields, "messages", format)?)?;
-            conversation(messages, fields, 0)
+/// Errors: the messages have another system message.
+pub(super) fn with_system(
+    mut messages: Vec<Value>,
+    fields: &Map<String, Value>,
+    layout: &Layout,
+) -> Result<(Vec<Value>, bool)> {
+    let Some(system) = optional(fields, &layout.system)? else {
+        return Ok((messages, false));
+    };
+    match messages
+        .first()
+        .filter(|m| matches!(chat::role(m), "system" | "developer"))
+    {
+        Some(own) if chat::content(own).trim() == system.trim() => Ok((messages, false)),
+        Some(own) => Err(Error::new("the row has two system messages")
+            .found(format!("`{}` and {}", clip(system), clip(chat::content(own))))
+            .expected("one")
+            .hint(format!("remove the column `{}`, or the first message", layout.system))),
+        None => {
+            messages.insert(0, chat::message("system", system));
+            Ok((messages, true))
         }
-        RowFormat::Alpaca => alpaca(fields),
-        RowFormat::Sharegpt => {
-            let mut messages = chat::sharegpt(&list(fields, "conversations", format)?)?;
-            if let Some(system) = optional(fields, "system")? {
-                messages.insert(0, chat::message("system", system));
+    }
+}
+
+/// Errors: the row has a system text, which only a chat template can place.
+pub(super) fn without_system(fields: &Map<String, Value>, layout: &Layout) -> Result<()> {
+    match optional(fields, &layout.system)? {
+        None => Ok(()),
+        Some(system) => Err(Error::new(format!("plain text has no place for `{}`", layout.system))
+            .found(clip(system))
+            .expected("a chat template, which renders it as a system message")
+            .hint(format!(
+                "set `data.chat_template`, or `data.render = \"chat\"`; or put the text into the prompt and remove `{}`",
+                layout.system
+            ))),
+    }
+}
+
+/// The prompt's text with the text of the columns that belong to it.
+pub(super) fn prompt_text(fields: &Map<String, Value>, layout: &Layout) -> Result<String> {
+    let name = layout.prompt.as_deref().unwrap_or("prompt");
+    let mut prompt = text(fields, name, layout.format)?.to_string();
+    for extra in &layout.extras {
+        if let Some(extra) = optional(fields, extra)? {
+            if !prompt.is_empty() {
+                prompt.push('\n');
             }
-            conversation(messages, fields, 0)
+            prompt.push_str(extra);
         }
-        other => detect(row).and_then(|_| Err(Error::new(format!("format `{}` is not a row format", other.name())))),
-    });
-    sample.map_err(|e| e.or_at(&row.place))
+    }
+    Ok(prompt)
 }
 
 fn conversation(messages: Vec<Value>, fields: &Map<String, Value>, first_trained: usize) -> Result<Sample> {
@@ -129,10 +176,10 @@ pub(super) fn missing(fields: &Map<String, Value>, name: &str, format: RowFormat
     Error::new(what)
         .found(names(fields))
         .expected(shape(format))
-        .hint("every row of a file has the same fields; set `data.format` if this is another format")
+        .hint("every row of a file has the columns that its first row has")
 }
 
-fn text<'a>(fields: &'a Map<String, Value>, name: &str, format: RowFormat) -> Result<&'a str> {
+pub(super) fn text<'a>(fields: &'a Map<String, Value>, name: &str, format: RowFormat) -> Result<&'a str> {
     match fields.get(name) {
         None | Some(Value::Null) => Err(missing(fields, name, format)),
         Some(value) => string(value, name),
@@ -150,7 +197,7 @@ pub(super) fn wrong(value: &Value, name: &str, expected: &str) -> Error {
 }
 
 /// A text that may be missing, null or empty.
-fn optional<'a>(fields: &'a Map<String, Value>, name: &str) -> Result<Option<&'a str>> {
+pub(super) fn optional<'a>(fields: &'a Map<String, Value>, name: &str) -> Result<Option<&'a str>> {
     match fields.get(name) {
         None | Some(Value::Null) => Ok(None),
         Some(value) => Ok(Some(string(value, name)?).filter(|s| !s.is_empty())),
@@ -198,45 +245,87 @@ pub(super) fn tools(fields: &Map<String, Value>) -> Result<Option<Value>> {
     }
 }
 
-/// Are prompt and completion conversations? Errors: one is, the other is text.
-pub(super) fn are_chats(prompt: &Value, completion: &Value) -> Result<bool> {
-    match (is_chat(prompt), is_chat(completion)) {
-        (a, b) if a == b => Ok(a),
-        _ => Err(Error::new("`prompt` and `completion` are of different kinds")
-            .found(format!("{} and {}", kind(prompt), kind(completion)))
-            .expected("two strings or two lists of messages")),
+/// The messages of a field: a list (also one written as JSON text), or one message.
+pub(super) fn turns(fields: &Map<String, Value>, name: &str, format: RowFormat) -> Result<Vec<Value>> {
+    let list = match fields.get(name) {
+        Some(one @ Value::Object(_)) => vec![one.clone()],
+        _ => list(fields, name, format)?,
+    };
+    let messages = match list.first().is_some_and(|m| m.get("from").is_some()) {
+        true => chat::sharegpt(&list),
+        false => chat::messages(&list),
+    };
+    messages.map_err(|e| e.within(format!("`{name}`")))
+}
+
+/// The messages of an answer: those of the field, or its text as one message of the assistant.
+pub(super) fn answer_turns(fields: &Map<String, Value>, name: &str, format: RowFormat) -> Result<Vec<Value>> {
+    match fields.get(name) {
+        Some(value) if layout::is_turns(value) => turns(fields, name, format),
+        _ => Ok(vec![chat::message("assistant", text(fields, name, format)?)]),
     }
 }
 
-fn prompt_completion(fields: &Map<String, Value>) -> Result<Sample> {
-    let format = RowFormat::PromptCompletion;
-    let field = |name: &str| match fields.get(name) {
+/// The messages before an answer: those of the prompt, or its text as one message of the user, after system and history.
+pub(super) fn prompt_turns(fields: &Map<String, Value>, layout: &Layout) -> Result<Vec<Value>> {
+    let name = layout.prompt.as_deref().unwrap_or("prompt");
+    let messages = match fields.get(name) {
+        Some(value) if layout::is_turns(value) => turns(fields, name, layout.format)?,
+        _ => {
+            let mut messages = Vec::new();
+            if layout.format == RowFormat::Alpaca {
+                messages = history(fields, layout.format)?;
+            }
+            messages.push(chat::message("user", &prompt_text(fields, layout)?));
+            messages
+        }
+    };
+    Ok(with_system(messages, fields, layout)?.0)
+}
+
+/// A prompt and its answer.
+fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Sample> {
+    let format = layout.format;
+    let prompt = layout.prompt.as_deref().unwrap_or("prompt");
+    let answer = layout.answer.as_deref().unwrap_or("completion");
+    let value = |name: &str| match fields.get(name) {
         None | Some(Value::Null) => Err(missing(fields, name, format)),
         Some(value) => Ok(value),
     };
-    if are_chats(field("prompt")?, field("completion")?)? {
-        let mut messages = chat::messages(&list(fields, "prompt", format)?)?;
-        let first_trained = messages.len();
-        messages.extend(chat::messages(&list(fields, "completion", format)?)?);
+    let (said, answered) = (value(prompt)?, value(answer)?);
+    let chats = (layout::is_turns(said), layout::is_turns(answered));
+    if layout.renders() || chats.0 {
+        let mut messages = prompt_turns(fields, layout)?;
+        // The answers of an alpaca row's history are learned too.
+        let first_trained = if format == RowFormat::Alpaca { 0 } else { messages.len() };
+        messages.extend(answer_turns(fields, answer, format)?);
         return conversation(messages, fields, first_trained);
     }
+    if chats.1 {
+        return Err(Error::new(format!("`{prompt}` and `{answer}` are of different kinds"))
+            .found(format!("{} and {}", kind(said), kind(answered)))
+            .expected("two strings or two lists of messages"));
+    }
+    without_system(fields, layout)?;
+    if format == RowFormat::Alpaca && !history(fields, format)?.is_empty() {
+        return Err(Error::new("plain text has no place for `history`")
+            .expected("a chat template, which renders it as earlier turns")
+            .hint("set `data.chat_template`, or `data.render = \"chat\"`"));
+    }
     Ok(Sample::PromptCompletion {
-        prompt: text(fields, "prompt", format)?.to_string(),
-        completion: text(fields, "completion", format)?.to_string(),
+        prompt: prompt_text(fields, layout)?,
+        completion: text(fields, answer, format)?.to_string(),
     })
 }
 
-fn alpaca(fields: &Map<String, Value>) -> Result<Sample> {
-    let format = RowFormat::Alpaca;
-    let mut messages = Vec::new();
-    if let Some(system) = optional(fields, "system")? {
-        messages.push(chat::message("system", system));
-    }
+/// Earlier turns of an alpaca row.
+fn history(fields: &Map<String, Value>, format: RowFormat) -> Result<Vec<Value>> {
     let history = match fields.get("history") {
         None | Some(Value::Null) => Vec::new(),
         Some(Value::String(s)) if s.trim().is_empty() => Vec::new(),
         Some(_) => list(fields, "history", format)?,
     };
+    let mut messages = Vec::with_capacity(2 * history.len());
     for turn in &history {
         let pair = turn.as_array().map(Vec::as_slice);
         let Some([Value::String(question), Value::String(answer)]) = pair else {
@@ -245,14 +334,5 @@ fn alpaca(fields: &Map<String, Value>) -> Result<Sample> {
         messages.push(chat::message("user", question));
         messages.push(chat::message("assistant", answer));
     }
-    let mut instruction = text(fields, "instruction", format)?.to_string();
-    if let Some(input) = optional(fields, "input")? {
-        if !instruction.is_empty() {
-            instruction.push('\n');
-        }
-        instruction.push_str(input);
-    }
-    messages.push(chat::message("user", &instruction));
-    messages.push(chat::message("assistant", text(fields, "output", format)?));
-    conversation(messages, fields, 0)
+    Ok(messages)
 }

@@ -1,9 +1,12 @@
 //! A small tokenizer and small templates for the tests of this room.
 
 use super::codec::{ChatRender, IdsAndOffsets, TextCodec};
+use super::layout::{Layout, Purpose, Rules};
 use super::read::{Place, Row};
+use super::rows::{self, Sample};
 use crate::base::{Error, Result};
 use crate::formats::Tokenizer;
+use crate::recipe::{Render, RowFormat};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Serde, Value as JinjaValue};
 use minijinja::{Environment, ErrorKind, context};
@@ -26,6 +29,22 @@ pub fn row(value: Value) -> Row {
             is_line: true,
         },
     }
+}
+
+/// The layout of a row where there is no chat template.
+pub fn layout(row: &Row, format: RowFormat, purpose: Purpose) -> Result<Layout> {
+    let rules = Rules {
+        render: Render::Auto,
+        template: None,
+        codec: &Words::chatml(),
+        answer: "answer",
+    };
+    Layout::find(row, format, purpose, &rules)
+}
+
+/// A row to learn, read as `format`.
+pub fn understand(row: &Row, format: RowFormat) -> Result<Sample> {
+    rows::understand(row, &layout(row, format, Purpose::Learn)?)
 }
 
 /// Files of rows, as long as this lives.

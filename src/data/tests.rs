@@ -3,15 +3,16 @@
 use super::codec::ChatRender;
 use super::dataset::{Dataset, Spec};
 use super::describe::describe;
-use super::rows::{Chat, Sample, detect, understand};
+use super::layout::Purpose;
+use super::rows::{Chat, Sample};
 use super::testing::*;
 use crate::base::Result;
-use crate::recipe::{RowFormat, TrainOn};
+use crate::recipe::{Render, RowFormat, TrainOn};
 use serde_json::{Value, json};
 
 fn auto(value: Value) -> Result<Sample> {
     let row = row(value);
-    understand(&row, detect(&row)?)
+    understand(&row, RowFormat::Auto)
 }
 
 fn chat(value: Value) -> Vec<Value> {
@@ -43,11 +44,14 @@ fn formats_are_told_from_the_fields_of_the_first_row() {
         (json!({"text": "a", "id": 1}), RowFormat::Text),
         (json!({"messages": null, "text": "a"}), RowFormat::Text),
     ] {
-        assert_eq!(detect(&row(value)).unwrap(), format);
+        assert_eq!(
+            layout(&row(value), RowFormat::Auto, Purpose::Learn).unwrap().format,
+            format
+        );
     }
     refused(
-        json!({"question": "a", "answer": "b"}),
-        &["fields question, answer", "instruction, output", "data.format"],
+        json!({"heading": "a", "body": "b"}),
+        &["fields heading, body", "instruction, output", "rename"],
     );
     refused(json!({}), &["no fields"]);
     refused(
@@ -112,6 +116,16 @@ fn sharegpt_becomes_messages() {
         }
         other => panic!("{other:?}"),
     }
+    // The hints of `messages` with such roles lead here.
+    for list in ["conversations", "messages"] {
+        let row = row(json!({list: [{"role": "human", "content": "a"}, {"role": "bot", "content": "b"}]}));
+        match understand(&row, RowFormat::Sharegpt).unwrap() {
+            Sample::Chat(c) => assert_eq!(c.messages, [message("user", "a"), message("assistant", "b")]),
+            other => panic!("{other:?}"),
+        }
+    }
+    let from = json!({"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]});
+    assert_eq!(chat(from), [message("user", "a"), message("assistant", "b")]);
     let roles = json!({"conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]});
     assert_eq!(chat(roles), [message("user", "a"), message("assistant", "b")]);
     refused(
@@ -133,13 +147,14 @@ fn sharegpt_becomes_messages() {
 fn messages_are_brought_to_one_form() {
     let value = json!({"messages": [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": null},
-        {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f", "arguments": {"x": null}}}]},
         {"role": "tool", "content": "x", "tool_calls": null},
         {"role": "assistant", "content": "done"},
     ]});
     let expected = [
         message("user", "ab"),
-        json!({"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f"}}]}),
+        // As transformers does: what is null is not there. A null inside a call stays.
+        json!({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": null}}}]}),
         message("tool", "x"),
         message("assistant", "done"),
     ];
@@ -176,6 +191,14 @@ fn hostile_messages_are_refused_with_their_number() {
         with(json!({"role": "robot", "content": "x"})),
         &["message 2", "unknown role", "`robot`"],
     );
+    refused(
+        with(json!({"role": "gpt", "content": "x"})),
+        &[
+            "message 2",
+            "`gpt` is `assistant` in ShareGPT",
+            "data.format = \"sharegpt\"",
+        ],
+    );
     refused(with(json!({"role": 1, "content": "x"})), &["message 2", "role"]);
     refused(
         with(json!({"from": "gpt", "value": "x"})),
@@ -200,7 +223,7 @@ fn hostile_messages_are_refused_with_their_number() {
         &["`messages`", "an object", "a list"],
     );
     refused(json!({"messages": "[{"}), &["`messages`", "not valid JSON"]);
-    refused(json!({"prompt": "a", "completion": []}), &["different kinds"]);
+    refused(json!({"prompt": "a", "completion": []}), &["`completion`", "is empty"]);
     refused(json!({"prompt": "a", "completion": 1}), &["`completion`", "a number"]);
     refused(json!({"text": ["a"]}), &["`text`", "a list"]);
 }
@@ -209,6 +232,7 @@ fn spec(files: &Files, max_length: usize) -> Spec<'_> {
     Spec {
         files: &files.paths,
         format: RowFormat::Auto,
+        render: Render::Plain,
         max_length,
         train_on: TrainOn::Assistant,
         embedding_rows: 100_000,

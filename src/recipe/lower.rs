@@ -297,6 +297,10 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
         "data.packing_length" if !values.flag("data.packing") => Some("data.packing = false".into()),
         "train.num_epochs" if max_steps >= 0 => Some(format!("train.max_steps = {max_steps}")),
         "data.train_on" if values.text("data.train_on") != "all" => text_rows.map(str::to_string),
+        // Conversations always take the template, text rows never.
+        "data.render" if ["messages", "sharegpt", "text"].contains(&values.text("data.format")) => {
+            Some(format!("data.format = \"{}\"", values.text("data.format")))
+        }
         "tune.block.layers_per_block" if values.text("tune.block.partition") == "ratio" => {
             Some("tune.block.partition = \"ratio\"".to_string())
         }
@@ -372,6 +376,7 @@ pub fn build(values: &Values) -> Recipe {
             eval: values.list("data.eval"),
             eval_fraction: values.number("data.eval_fraction"),
             format: values.name("data.format"),
+            render: values.name("data.render"),
             max_length: number("data.max_length"),
             // A pair is never packed with others: there is no padding to save. Answers neither.
             packing: values.flag("data.packing") && !stage.is_preference() && !reinforce::applies(values),

@@ -40,6 +40,7 @@ packed_weights = "auto"
 train = "data/train.jsonl"
 eval = "data/eval.jsonl"
 format = "auto"
+render = "auto"
 max_length = 2048
 packing = true
 packing_length = "auto"
@@ -163,6 +164,7 @@ fn every_key_reaches_the_recipe() {
         ("data.eval", "e.jsonl"),
         ("data.eval_fraction", "0.1"),
         ("data.format", "messages"),
+        ("data.render", "chat"),
         ("data.max_length", "7"),
         ("data.packing", "false"),
         ("data.packing_length", "9"),
@@ -519,6 +521,10 @@ fn keys_without_effect_are_warned_of() {
             "memory.tier = \"device\"",
         ),
         (&["train.predict_with_generate=true"], "data.eval = []"),
+        (
+            &["data.format=messages", "data.render=plain"],
+            "data.format = \"messages\"",
+        ),
         (
             &["tune.method=lora", "optimizer.master=stochastic"],
             "tune.method = \"lora\"",

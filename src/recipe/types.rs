@@ -71,6 +71,10 @@ named!(RowFormat {
     Preference = "preference",
     Prompt = "prompt",
 });
+named!(
+    /// How texts of prompts and answers become one text.
+    Render { Auto = "auto", Chat = "chat", Plain = "plain" }
+);
 named!(TrainOn { Assistant = "assistant", Completion = "completion", All = "all" });
 named!(Method { Full = "full", Block = "block", Lora = "lora", Freeze = "freeze" });
 named!(Partition { Layer = "layer", Module = "module", Matrix = "matrix", Ratio = "ratio" });
@@ -277,6 +281,7 @@ pub struct Data {
     /// Part of the train rows held out when `eval` is empty, 0 to 1.
     pub eval_fraction: f64,
     pub format: RowFormat,
+    pub render: Render,
     pub max_length: usize,
     pub packing: bool,
     /// Tokens of a packed row at most; never more than `max_length`.

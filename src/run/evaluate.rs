@@ -9,7 +9,7 @@ use crate::data::preference::{Want, load};
 use crate::data::{Batch, Dataset, dataset};
 use crate::engine::{self, Totals};
 use crate::model::{Network, Objective};
-use crate::recipe::{Dtype, RowFormat, TrainOn};
+use crate::recipe::{Dtype, Render, RowFormat, TrainOn};
 use crate::rlhf::preference::Reward;
 use crate::sft::CausalLm;
 use serde_json::{Value, json};
@@ -81,13 +81,20 @@ impl Report {
 /// `model` is a directory or hub id. Rows are cut at the model's own context length; pairs that do not fit it are left out.
 ///
 /// Errors: what is wrong with the model, the adapter or a row.
-pub fn evaluate(model: &str, adapter: Option<&Path>, data: &Path, dtype: Option<Dtype>) -> Result<Report> {
+pub fn evaluate(
+    model: &str,
+    adapter: Option<&Path>,
+    data: &Path,
+    render: Render,
+    dtype: Option<Dtype>,
+) -> Result<Report> {
     let described = Described::open(model, "main", None)?;
     let (network, score) = described.infer_scored(adapter, dtype, &device("auto")?)?;
     let files = [data.display().to_string()];
     let spec = dataset::Spec {
         files: &files,
         format: RowFormat::Auto,
+        render,
         max_length: described.spec.max_positions,
         train_on: TrainOn::Assistant,
         embedding_rows: described.spec.vocab,

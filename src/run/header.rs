@@ -2,10 +2,12 @@
 //! Knows the recipe, the data and the plan; knows nothing of the engine.
 
 use super::learning;
+use super::rows;
 use super::setup::Described;
 use super::tuning::Tuning;
 use crate::base::units::{bytes, count, rate};
 use crate::data::Dataset;
+use crate::data::describe::visible;
 use crate::data::order::BatchStream;
 use crate::model::Adapters;
 use crate::optim::Schedule;
@@ -40,6 +42,7 @@ pub fn header(
 ) -> Vec<(&'static str, String)> {
     let all: usize = params.iter().map(|p| p.elements()).sum();
     let share = 100.0 * elements as f64 / all as f64;
+    let eval_rows = eval;
     let eval = eval.map_or(String::new(), |e| {
         format!(", {} held out", count(e.examples.len() as u64))
     });
@@ -59,7 +62,8 @@ pub fn header(
         false => "rows".to_string(),
     };
     let seen = learning::seen(recipe, stream).map_or(String::new(), |seen| format!("; {seen}"));
-    vec![
+    let formats = rows::formats(recipe, train, eval_rows);
+    let mut lines = vec![
         (
             "model",
             format!(
@@ -87,6 +91,9 @@ pub fn header(
                 count(train.stats.trained_tokens)
             ),
         ),
+    ];
+    lines.extend(formats.into_iter().map(|line| ("format", visible(&line))));
+    lines.extend([
         (
             "steps",
             format!(
@@ -106,5 +113,6 @@ pub fn header(
         ),
         ("memory", format!("{} forecast peak", bytes(plan.peak_bytes))),
         ("output", recipe.train.output_dir.clone()),
-    ]
+    ]);
+    lines
 }

@@ -7,6 +7,7 @@ use super::setup::{self, Described};
 use super::{adapters, directory, forecast, header, learning, tuning::Tuning};
 use crate::base::units::bytes;
 use crate::base::{Result, files};
+use crate::data::describe::visible;
 use crate::data::order::BatchStream;
 use crate::ops;
 use crate::plan::Plan;
@@ -98,6 +99,9 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
     let mut notes = Vec::new();
     let stream = match &rows {
         Some(rows) => {
+            let formats = rows::formats(recipe, &rows.train, rows.eval.as_ref());
+            notes.extend(formats.iter().map(|line| format!("format {}", visible(line))));
+            notes.extend(rows.train.readings.iter().flat_map(|r| r.warnings()));
             let count = rows.train.examples.len();
             let stream = BatchStream::new(&rows.train, rows::stream(&settled, count))?;
             choices.extend(defaults::settle_blocks(

@@ -60,7 +60,7 @@ pub fn read(recipe: &Recipe, model: &Described) -> Result<(Dataset, Option<Datas
     let load = |named: &[String]| {
         Prompts::load(
             &local(named)?,
-            recipe.data.format,
+            (recipe.data.format, recipe.data.render),
             &encoder,
             &recipe.reinforce.answer_column,
             limits,
@@ -71,6 +71,7 @@ pub fn read(recipe: &Recipe, model: &Described) -> Result<(Dataset, Option<Datas
     }
     let train = load(&recipe.data.train)?;
     let (mut hash, mut eval_hash) = (train.fingerprint, None);
+    let readings = train.readings;
     let mut questions = Questions {
         train: train.rows,
         eval: Vec::new(),
@@ -101,7 +102,9 @@ pub fn read(recipe: &Recipe, model: &Described) -> Result<(Dataset, Option<Datas
         dataset
     };
     let eval = eval_hash.map(|hash| stand_in(&questions.eval, hash));
-    Ok((stand_in(&questions.train, hash), eval, questions))
+    let mut train = stand_in(&questions.train, hash);
+    train.readings = readings;
+    Ok((train, eval, questions))
 }
 
 fn example(prompt: &Prompt, room: usize) -> Example {

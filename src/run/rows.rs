@@ -5,9 +5,9 @@ use super::setup::Described;
 use super::stage::preference;
 use crate::base::Result;
 use crate::data::order::{Length, StreamSpec};
-use crate::data::{self, Dataset, dataset, describe};
+use crate::data::{self, Dataset, Reading, dataset, describe, reading};
 use crate::hub;
-use crate::recipe::Recipe;
+use crate::recipe::{Recipe, Render, RowFormat, Stage};
 
 /// Tokenized rows of a recipe.
 pub struct Rows {
@@ -62,9 +62,66 @@ pub fn read(recipe: &Recipe, named: &[String], model: &Described) -> Result<Data
     }
 }
 
+/// Formats, columns and rendering of the files: a line for all that are read alike.
+pub fn formats(recipe: &Recipe, train: &Dataset, eval: Option<&Dataset>) -> Vec<String> {
+    // A program that gives rewards sees every column of a row.
+    let sees_all = recipe
+        .reinforce
+        .rewards
+        .iter()
+        .any(|r| r.trim_start().starts_with("program"));
+    let rest = match prompts::reinforces(recipe) && sees_all {
+        true => "for the reward program",
+        false => "not used",
+    };
+    let mut readings = train.readings.clone();
+    for reading in eval.map_or(&[][..], |e| &e.readings) {
+        if !readings.contains(reading) {
+            readings.push(reading.clone());
+        }
+    }
+    reading::lines(&readings, rest)
+}
+
+/// Later questions that the chat template renders, where no row of the training did. `None`: none are.
+fn rendered_later(train: &Dataset, eval: Option<&Dataset>, recipe: &Recipe, has_template: bool) -> Option<String> {
+    let plain = |r: &Reading| !r.layout.renders();
+    if !has_template || train.readings.is_empty() || !train.readings.iter().all(plain) {
+        return None;
+    }
+    let texts = |r: &Reading| r.layout.format == RowFormat::Text;
+    let mut later = Vec::new();
+    if !recipe.train.sample_prompts.is_empty() && recipe.data.render != Render::Plain {
+        later.push("`train.sample_prompts`");
+    }
+    if eval.is_some_and(|e| e.readings.iter().any(|r| !plain(r))) {
+        later.push("rows of `data.eval`");
+    }
+    // Rows of text are no questions: who trains on them knows.
+    if recipe.train.stage != Stage::Pretrain && !train.readings.iter().all(texts) {
+        later.push("`ft generate --chat` and `ft eval`");
+    }
+    match later.is_empty() {
+        true => None,
+        false => Some(format!(
+            "no row is rendered with the chat template, but {} take it: what they show is not what was trained \
+             (`data.render`; `ft generate --prompt` without `--chat` asks in plain text)",
+            later.join(", ")
+        )),
+    }
+}
+
 /// What a user should know of the rows before the run.
-pub fn warnings(train: &Dataset, recipe: &Recipe, positions: usize) -> Vec<String> {
+pub fn warnings(
+    train: &Dataset,
+    eval: Option<&Dataset>,
+    recipe: &Recipe,
+    has_template: bool,
+    positions: usize,
+) -> Vec<String> {
     let mut all = train.stats.warnings(recipe.data.max_length);
+    all.extend(train.readings.iter().flat_map(|r| r.warnings()));
+    all.extend(rendered_later(train, eval, recipe, has_template));
     let longest = train.stats.longest;
     // A preference example is several documents.
     if train.preferences.is_empty() && longest > positions {
@@ -106,15 +163,32 @@ pub fn describe(recipe: &Recipe, rows: usize, colour: bool) -> Result<String> {
     )?;
     let Rows {
         train: dataset,
+        eval,
         questions,
-        ..
     } = Rows::read(recipe, &model)?;
-    if let Some(questions) = questions {
-        return prompts::describe(&questions, &model, rows);
+    let mut out: String = formats(recipe, &dataset, eval.as_ref())
+        .iter()
+        .map(|line| format!("format {}\n", describe::visible(line)))
+        .collect();
+    for warning in dataset.readings.iter().flat_map(|r| r.warnings()) {
+        out += &format!("warning: {}\n", describe::visible(&warning));
     }
+    let has_template = model.template.is_some();
+    if let Some(warning) = rendered_later(&dataset, eval.as_ref(), recipe, has_template) {
+        out += &format!("warning: {warning}\n");
+    }
+    out.push('\n');
+    out += &match questions {
+        Some(questions) => prompts::describe(&questions, &model, rows)?,
+        None => describe_rows(recipe, &dataset, &model, rows, colour)?,
+    };
+    Ok(out)
+}
+
+fn describe_rows(recipe: &Recipe, dataset: &Dataset, model: &Described, rows: usize, colour: bool) -> Result<String> {
     describe::describe(
-        &dataset,
-        &spec(recipe, &local(&recipe.data.train)?, &model),
+        dataset,
+        &spec(recipe, &local(&recipe.data.train)?, model),
         &model.tokenizer,
         rows,
         colour,
@@ -146,8 +220,8 @@ mod tests {
     fn rows_beyond_the_positions_are_told() {
         let recipe = recipe::parse("[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n", "r.toml", &[]).unwrap();
         let rows = Dataset::random(2, 20, 50, 1);
-        assert!(warnings(&rows, &recipe.recipe, 20).is_empty());
-        let told = warnings(&rows, &recipe.recipe, 19);
+        assert!(warnings(&rows, None, &recipe.recipe, true, 20).is_empty());
+        let told = warnings(&rows, None, &recipe.recipe, true, 19);
         assert!(
             told.len() == 1 && told[0].contains("20 tokens, the model 19"),
             "{told:?}"

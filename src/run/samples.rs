@@ -7,7 +7,7 @@ use crate::data::{Dataset, dataset};
 use crate::engine::Engine;
 use crate::generate::{Settings, generate};
 use crate::model::Network;
-use crate::recipe::Recipe;
+use crate::recipe::{Recipe, Render};
 use serde_json::json;
 
 /// Tokens an answer may have: longer ones are cut.
@@ -23,19 +23,19 @@ fn settings(model: &Described, max_new_tokens: usize) -> Settings {
     }
 }
 
-/// Greedy answers to `train.sample_prompts`, through the chat template where there is one.
+/// Greedy answers to `train.sample_prompts`, through the chat template where there is one and `data.render` allows it.
 pub fn answers(recipe: &Recipe, model: &Described, engine: &Engine) -> Result<Vec<(String, String)>> {
     let prompts = &recipe.train.sample_prompts;
     let mut encoded = Vec::new();
     for prompt in prompts {
         encoded.push(match &model.template {
-            Some(template) => {
+            Some(template) if recipe.data.render != Render::Plain => {
                 let messages = [json!({"role": "user", "content": prompt})];
                 model
                     .tokenizer
                     .encode(&template.render(&messages, None, true)?, false)?
             }
-            None => model.tokenizer.encode(prompt, true)?,
+            _ => model.tokenizer.encode(prompt, true)?,
         });
     }
     let ids = generate(

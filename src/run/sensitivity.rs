@@ -15,7 +15,7 @@ use crate::formats::weights::Weights;
 use crate::model::{Context, Layer, Need, Network, Objective};
 use crate::ops::tally::Tally;
 use crate::quant::{self, Format, Weight};
-use crate::recipe::{Dtype, RowFormat, TrainOn};
+use crate::recipe::{Dtype, Render, RowFormat, TrainOn};
 use crate::sft::CausalLm;
 use crate::source::policy::is_projection;
 use crate::source::{Group, GroupWeights, LayerSource, LowerHalves, NumbersSink, ParamInfo, Part, Policy, Resident};
@@ -112,6 +112,7 @@ pub fn measure(model: &Described, data: &Path, smallest: Format, decoded: Dtype,
     let spec = dataset::Spec {
         files: &files,
         format: RowFormat::Auto,
+        render: Render::Auto,
         max_length: model.spec.max_positions.min(BATCH_TOKENS),
         train_on: TrainOn::Assistant,
         embedding_rows: model.spec.vocab,

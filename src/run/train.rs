@@ -176,7 +176,13 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         .warnings
         .iter()
         .cloned()
-        .chain(rows::warnings(&train, recipe, model.spec.max_positions))
+        .chain(rows::warnings(
+            &train,
+            eval.as_ref(),
+            recipe,
+            model.template.is_some(),
+            model.spec.max_positions,
+        ))
         .chain(learning::warnings(recipe, &tuning, &stream))
         .chain(prepared.warnings.clone())
         .chain(model.tokenizer.end_conflict().map(str::to_string))

@@ -154,7 +154,8 @@ pub fn eval(model: &Path, adapter: Option<&Path>, rows: &Path) -> (f64, u64) {
     if let Some(adapter) = adapter {
         args.extend(["--adapter", path(adapter)]);
     }
-    args.extend(["--dtype", "f32", "--json"]);
+    // The goldens are prompts and completions as they are.
+    args.extend(["--render", "plain", "--dtype", "f32", "--json"]);
     let out = ft(&args);
     let value: Value = serde_json::from_str(out.trim()).unwrap_or_else(|e| panic!("ft eval --json: {e}\n{out}"));
     let loss = value["loss"].as_f64().expect("`loss`");

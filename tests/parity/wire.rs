@@ -239,8 +239,13 @@ pub fn rows(model: &Path, file: &Path, stage: &str) -> Vec<Document> {
 /// A recipe over these rows and this model.
 fn preference_recipe(model: &Path, rows: &Path, lines: &str) -> Recipe {
     let mut text = String::from(lines);
-    for (table, key, value) in [("model", "path", model), ("data", "train", rows)] {
-        let line = format!("{key} = {}\n", serde_json::to_string(value.to_str().unwrap()).unwrap());
+    // The goldens of text rows are made without a chat template.
+    for (table, key, value) in [
+        ("model", "path", model.to_str().unwrap()),
+        ("data", "train", rows.to_str().unwrap()),
+        ("data", "render", "plain"),
+    ] {
+        let line = format!("{key} = {}\n", serde_json::to_string(value).unwrap());
         match text.find(&format!("[{table}]\n")) {
             Some(at) => text.insert_str(at + table.len() + 3, &line),
             None => text.push_str(&format!("[{table}]\n{line}")),

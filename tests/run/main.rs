@@ -7,6 +7,7 @@ mod coded;
 mod directory;
 mod distill;
 mod chat;
+mod columns;
 mod equal;
 mod hostile;
 mod learning;

@@ -41,6 +41,7 @@ fn broken_rows_are_refused_before_anything_is_written() {
             "r.toml",
             &stage,
             "data.train=bad.jsonl",
+            "data.render=plain",
             "data.max_length=16",
             "train.batch_size=2",
             "train.output_dir=bad",

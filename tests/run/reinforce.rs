@@ -229,11 +229,11 @@ fn prompts_and_rewards_that_are_wrong_are_refused_before_anything_is_written() {
         1,
         &["needs the right answer", "bare.jsonl:1", "`answer`"],
     );
-    fs::write(bench.path("none.jsonl"), "{\"question\": \"one and one?\"}\n").unwrap();
+    fs::write(bench.path("none.jsonl"), "{\"heading\": \"one and one?\"}\n").unwrap();
     refused(
         &["data.train=none.jsonl", "data.format=prompt"],
         1,
-        &["field `prompt` is missing", "none.jsonl:1", "question"],
+        &["cannot tell which column is the prompt", "none.jsonl:1", "heading"],
     );
     // Rows with a prompt and an answer of its own column are fine.
     fs::write(

@@ -7,7 +7,8 @@
 //!   then EOS. Trained from the first token that reaches past the prompt's last byte: a token that holds the end of
 //!   the prompt and the start of the completion belongs to the completion.
 //! - Conversations: rendered once, encoded without added special tokens. Of each assistant turn the tokens after
-//!   the generation prompt up to and with the end-of-turn token are trained.
+//!   the generation prompt up to and with the end-of-turn token are trained; where the template has `{% generation %}`
+//!   blocks, the tokens of these.
 //!
 //! The first token of a row is never trained: nothing comes before it.
 
@@ -20,6 +21,8 @@ mod tests;
 mod tests_chat;
 #[cfg(test)]
 mod tests_real;
+#[cfg(test)]
+mod tests_turns;
 
 use super::batch::Example;
 use super::chat;
@@ -195,7 +198,10 @@ impl Encoder<'_> {
         let mut open_turns = 0;
         for turn in &rendered.turns {
             let mut tokens = reaching_past(&offsets, turn.start)..reaching_past(&offsets, turn.end);
-            if let Some(end) = self.end_of_turn(&ids, &offsets, &rendered.text, tokens.clone()) {
+            if rendered.marked {
+                // A token that holds the last byte is in, as in transformers.
+                tokens.end = (reaching_past(&offsets, turn.end - 1) + 1).min(ids.len());
+            } else if let Some(end) = self.end_of_turn(&ids, &offsets, &rendered.text, tokens.clone()) {
                 tokens.end = end + 1;
             } else {
                 open_turns += 1;
@@ -207,6 +213,21 @@ impl Encoder<'_> {
                 );
             }
             trained[tokens].fill(true);
+        }
+        if let (true, Some(last)) = (rendered.marked, rendered.turns.last()) {
+            let tokens = reaching_past(&offsets, last.start)..reaching_past(&offsets, last.end);
+            open_turns += usize::from(self.end_of_turn(&ids, &offsets, &rendered.text, tokens).is_none());
+        }
+        for block in &rendered.tools {
+            let first = reaching_past(&offsets, block.start);
+            let last = reaching_past(&offsets, block.end - 1).min(ids.len().saturating_sub(1));
+            if block.is_empty() || first > last {
+                continue;
+            }
+            // The token that opens it may be the one at which generation stops: then the assistant writes it.
+            let stops = first > 0 && trained[first - 1] && self.codec.stop_ids().contains(&ids[first]);
+            trained[first..=last].fill(false);
+            trained[first] |= stops;
         }
         Ok(Masked {
             ids,

@@ -3,7 +3,7 @@
 use super::{Encoded, Encoder};
 use crate::base::Result;
 use crate::data::codec::TextCodec;
-use crate::data::rows::{Sample, understand};
+use crate::data::rows::Sample;
 use crate::data::testing::*;
 use crate::recipe::{RowFormat, TrainOn};
 use serde_json::{Value, json};

@@ -4,17 +4,17 @@ use super::{Encoder, spans};
 use crate::base::files;
 use crate::data::codec::ChatRender;
 use crate::data::read::read_rows;
-use crate::data::rows::{Sample, detect, understand};
-use crate::data::testing::{goldens, real};
+use crate::data::rows::Sample;
+use crate::data::testing::{goldens, real, understand};
 use crate::formats::{ChatTemplate, Tokenizer};
-use crate::recipe::TrainOn;
+use crate::recipe::{RowFormat, TrainOn};
 use serde_json::Value;
 use std::path::Path;
 
 fn samples(path: &Path) -> Vec<Sample> {
     let mut out = Vec::new();
     read_rows(path.to_str().unwrap(), &mut |row| {
-        out.push(understand(&row, detect(&row)?)?);
+        out.push(understand(&row?, RowFormat::Auto)?);
         Ok(())
     })
     .unwrap();

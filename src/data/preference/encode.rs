@@ -5,6 +5,7 @@ use super::rows::{Judgement, Sides, understand};
 use crate::base::{Error, Result};
 use crate::data::batch::Example;
 use crate::data::encode::Encoder;
+use crate::data::layout::Layout;
 use crate::data::read::Row;
 
 /// A row in tokens.
@@ -30,8 +31,8 @@ pub(super) struct PairEncoder<'a> {
 
 impl PairEncoder<'_> {
     /// Errors: what is wrong with the row, with its place.
-    pub fn encode(&self, row: &Row) -> Result<Unit> {
-        let (whole, prompt, margin, label) = match understand(row)? {
+    pub fn encode(&self, row: &Row, layout: &Layout) -> Result<Unit> {
+        let (whole, prompt, margin, label) = match understand(row, layout)? {
             Judgement::Pair { sides, margin } => {
                 let (whole, prompt) = self.tokens(&sides).map_err(|e| e.within(&row.place))?;
                 if whole[0] == whole[1] {

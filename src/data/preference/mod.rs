@@ -16,15 +16,17 @@ mod tests;
 
 use super::batch::{Batch, Example};
 use super::codec::{ChatRender, TextCodec};
-use super::dataset::{CHUNK_ROWS, Dataset, Origin, Spec, nothing_to_train, unless_stopped};
+use super::dataset::{CHUNK_ROWS, Dataset, Origin, Spec, kept, nothing_to_train, side_by_side, unless_stopped};
+use super::faults::BadRows;
+use super::layout::{Layout, Purpose};
 use super::read::Row;
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::recipe::RowFormat;
 use encode::{Side, Unit};
-use rayon::prelude::*;
 use std::borrow::Cow;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// What is wanted of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,15 +89,19 @@ pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dy
         rejected: Vec::new(),
         margins: None,
     };
-    spec.rows(&mut |row, _, origin| {
-        loader.chunk.push((row, origin));
+    let mut bad = BadRows::new();
+    let encoder = spec.encoder(codec, template);
+    let readings = spec.rows(Purpose::Prefer, &encoder, &mut bad, &mut |row, layout, origin, bad| {
+        loader.chunk.push((row, layout.clone(), origin));
         match loader.chunk.len() >= CHUNK_ROWS {
-            true => loader.flush(),
+            true => loader.flush(bad),
             false => Ok(()),
         }
     })?;
-    loader.flush()?;
+    loader.flush(&mut bad)?;
+    bad.end()?;
     let mut out = loader.out;
+    out.readings = readings;
     for (example, preference, origin) in loader.rejected {
         out.examples.push(example);
         out.preferences.push(preference);
@@ -110,7 +116,7 @@ pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dy
 
 struct Loader<'a> {
     encoder: encode::PairEncoder<'a>,
-    chunk: Vec<(Row, Origin)>,
+    chunk: Vec<(Row, Arc<Layout>, Origin)>,
     out: Dataset,
     /// Rejected sides of pairs that become judged answers: they stand after all others, so that no answer is
     /// neighbour of the other answer to its own prompt.
@@ -120,17 +126,21 @@ struct Loader<'a> {
 }
 
 impl Loader<'_> {
-    fn flush(&mut self) -> Result<()> {
+    fn flush(&mut self, bad: &mut BadRows) -> Result<()> {
         let encoder = &self.encoder;
-        let encode = |(row, _): &(Row, Origin)| encoder.encode(row).map_err(|e| e.or_at(&row.place));
         let chunk = std::mem::take(&mut self.chunk);
-        let units: Vec<Result<Unit>> = chunk.par_iter().map(encode).collect();
-        for (unit, (row, origin)) in units.into_iter().zip(chunk) {
-            let unit = unit?;
+        let units = side_by_side(&chunk, bad, |(row, layout, _)| {
+            encoder.encode(row, layout).map_err(|e| e.or_at(&row.place))
+        });
+        for (unit, (row, _, origin)) in units.into_iter().zip(chunk) {
+            let Some(unit) = kept(unit, bad)? else { continue };
             if *self.margins.get_or_insert(unit.margin.is_some()) != unit.margin.is_some() {
-                return Err(Error::new("some rows have a `margin` and others have none")
-                    .at(&row.place)
-                    .expected("a number in every row, or in none"));
+                bad.add(
+                    Error::new("some rows have a `margin` and others have none")
+                        .at(&row.place)
+                        .expected("a number in every row, or in none"),
+                )?;
+                continue;
             }
             let stats = &mut self.out.stats;
             stats.rows += 1;
@@ -255,6 +265,7 @@ impl Dataset {
         };
         let mut out = Dataset {
             stats: self.stats.clone(),
+            readings: self.readings.clone(),
             grouped: true,
             ..Dataset::default()
         };

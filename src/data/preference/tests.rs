@@ -3,7 +3,7 @@
 use super::*;
 use crate::data::testing::{Jinja, Words, files};
 use crate::data::{BatchStream, IGNORE, Length, StreamSpec};
-use crate::recipe::TrainOn;
+use crate::recipe::{Render, TrainOn};
 
 const CHATML: &str = r#"{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"#;
@@ -13,6 +13,7 @@ fn read(words: &Words, lines: &[&str], want: Want, max_length: usize) -> Result<
     let spec = Spec {
         files: &files.paths,
         format: RowFormat::Auto,
+        render: Render::Plain,
         max_length,
         train_on: TrainOn::Assistant,
         embedding_rows: 1000,

@@ -1,6 +1,6 @@
 //! jsonl (one object a line) and json (one array of objects).
 
-use super::{MAX_ROW_BYTES, Place, Row, clip, not_utf8};
+use super::{Each, MAX_ROW_BYTES, Place, Row, clip, not_utf8};
 use crate::base::{Error, Result};
 use serde::de::{DeserializeSeed, Deserializer, SeqAccess, Visitor};
 use serde_json::Value;
@@ -8,6 +8,8 @@ use std::fmt;
 use std::io::{BufRead, BufReader, Chain, Cursor, Read};
 use std::sync::Arc;
 
+const SURROGATE: &str = "escapes from \\ud800 to \\udfff are halves of a character, of an emoji mostly: write both \
+    halves (\\ud83d\\ude00), or remove the half; cutting a text in the middle of a character leaves one";
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
 pub(super) fn cannot_read(path: &str, e: std::io::Error) -> Error {
@@ -15,11 +17,11 @@ pub(super) fn cannot_read(path: &str, e: std::io::Error) -> Error {
 }
 
 /// One object a line; blank lines are skipped, line numbers are physical.
-pub(super) fn read_lines(path: &str, file: impl Read, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+pub(super) fn read_lines(path: &str, file: impl Read, each: &mut Each) -> Result<()> {
     lines(path, BufReader::with_capacity(1 << 18, file), each)
 }
 
-fn lines(path: &str, mut input: impl BufRead, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+fn lines(path: &str, mut input: impl BufRead, each: &mut Each) -> Result<()> {
     let mut place = Place {
         file: Arc::from(path),
         number: 0,
@@ -53,13 +55,18 @@ fn lines(path: &str, mut input: impl BufRead, each: &mut dyn FnMut(Row) -> Resul
         } else {
             0
         };
-        let text = std::str::from_utf8(&line).map_err(|e| not_utf8(&place, &line, e.valid_up_to()))?;
-        let text = &text[start..];
+        let text = match std::str::from_utf8(&line) {
+            Ok(text) => &text[start..],
+            Err(e) => {
+                each(Err(not_utf8(&place, &line, e.valid_up_to())))?;
+                continue;
+            }
+        };
         if text.trim().is_empty() {
             continue;
         }
-        let value = serde_json::from_str(text).map_err(|e| bad_json(&place, start, text, &e))?;
-        each(Row::new(value, place.clone())?)?;
+        let value = serde_json::from_str(text).map_err(|e| bad_json(&place, start, text, &e));
+        each(value.and_then(|value| Row::new(value, place.clone())))?;
     }
 }
 
@@ -71,6 +78,7 @@ fn head(line: &[u8]) -> String {
 fn bad_json(place: &Place, start: usize, text: &str, e: &serde_json::Error) -> Error {
     let column = e.column().max(1) + start;
     let hint = match text.trim() {
+        _ if is_surrogate(e) => SURROGATE,
         "{" | "[" => "a .jsonl file holds one whole object a line; an array of objects belongs in a .json file",
         _ => "check the quotes and commas of this line; text inside a string needs \\n for a line break",
     };
@@ -80,6 +88,12 @@ fn bad_json(place: &Place, start: usize, text: &str, e: &serde_json::Error) -> E
         .expected("one JSON object")
         .cause(message(e))
         .hint(hint)
+}
+
+/// Half a character in an escape. The parser has two messages for it, for a first half and for a second one.
+fn is_surrogate(e: &serde_json::Error) -> bool {
+    let text = e.to_string();
+    text.contains("surrogate") || text.contains("unexpected end of hex escape")
 }
 
 /// The parser's message without its own place.
@@ -92,7 +106,7 @@ fn message(e: &serde_json::Error) -> String {
 }
 
 /// A `.json` file: an array of objects, or objects a line.
-pub(super) fn read_json(path: &str, file: impl Read, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+pub(super) fn read_json(path: &str, file: impl Read, each: &mut Each) -> Result<()> {
     let mut input = BufReader::with_capacity(1 << 18, file);
     let mut seen = Vec::new();
     let first = loop {
@@ -120,7 +134,7 @@ fn rejoin<R: BufRead>(seen: Vec<u8>, rest: R) -> Chain<Cursor<Vec<u8>>, R> {
     Cursor::new(seen).chain(rest)
 }
 
-fn array(path: &str, input: impl BufRead, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+fn array(path: &str, input: impl BufRead, each: &mut Each) -> Result<()> {
     let mut place = Place {
         file: Arc::from(path),
         number: 0,
@@ -143,14 +157,17 @@ fn array(path: &str, input: impl BufRead, each: &mut dyn FnMut(Row) -> Result<()
             .found(format!("a fault after row {}", place.number))
             .expected("one array of objects")
             .cause(message(&e))
-            .hint("check the quotes and commas before this place")
+            .hint(match is_surrogate(&e) {
+                true => SURROGATE,
+                false => "check the quotes and commas before this place",
+            })
     })
 }
 
 /// Takes the elements of the outer array one by one, so that the array is never held whole.
 struct Rows<'a> {
     place: &'a mut Place,
-    each: &'a mut dyn FnMut(Row) -> Result<()>,
+    each: &'a mut Each<'a>,
     refused: &'a mut Option<Error>,
 }
 
@@ -172,7 +189,7 @@ impl<'de> Visitor<'de> for Rows<'_> {
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> std::result::Result<(), A::Error> {
         while let Some(value) = seq.next_element::<Value>()? {
             self.place.number += 1;
-            if let Err(e) = Row::new(value, self.place.clone()).and_then(&mut *self.each) {
+            if let Err(e) = (self.each)(Row::new(value, self.place.clone())) {
                 *self.refused = Some(e);
                 return Err(serde::de::Error::custom("row refused"));
             }

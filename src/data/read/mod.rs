@@ -57,10 +57,14 @@ impl Row {
     }
 }
 
+/// Takes rows, and the faults of those that are broken.
+pub type Each<'a> = dyn FnMut(Result<Row>) -> Result<()> + 'a;
+
 /// Hands each row of a file to `each`, in order. The extension chooses the reader; `.json` may hold an array or lines.
+/// A broken row goes to `each` as its error (place, clipped row) where those behind it can be read.
 ///
-/// Errors: the file cannot be read, row N is broken (place, clipped row), or `each` refuses a row.
-pub fn read_rows(path: &str, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+/// Errors: the file cannot be read, or not beyond a row; or `each` ends the reading.
+pub fn read_rows(path: &str, each: &mut Each) -> Result<()> {
     let file = Path::new(path);
     let extension = file
         .extension()

@@ -1,6 +1,6 @@
 //! parquet through its record interface: nested lists and structs become JSON values.
 
-use super::{Place, Row};
+use super::{Each, Place, Row};
 use crate::base::{Error, Result, caught, progress};
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::{Field, Row as Record};
@@ -12,7 +12,7 @@ use std::sync::Arc;
 /// Deepest nesting of lists and structs that is read.
 const MAX_DEPTH: usize = 64;
 
-pub(super) fn read_parquet(path: &str, file: File, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+pub(super) fn read_parquet(path: &str, file: File, each: &mut Each) -> Result<()> {
     let mut place = Place {
         file: Arc::from(path),
         number: 0,
@@ -28,11 +28,11 @@ pub(super) fn read_parquet(path: &str, file: File, each: &mut dyn FnMut(Row) -> 
         let Some(record) = guarded(&place.to_string(), || records.next().transpose())? else {
             return Ok(());
         };
-        let fields = object(record, 0).map_err(|e| e.or_at(&place))?;
-        each(Row {
+        let fields = object(record, 0).map_err(|e| e.or_at(&place));
+        each(fields.map(|fields| Row {
             fields,
             place: place.clone(),
-        })?;
+        }))?;
     }
 }
 

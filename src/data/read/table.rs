@@ -1,6 +1,6 @@
 //! csv and tsv with a header row. Every value is a string.
 
-use super::{Place, Row, clip, not_utf8};
+use super::{Each, Place, Row, clip, not_utf8};
 use crate::base::{Error, Result};
 use serde_json::{Map, Value};
 use std::cell::RefCell;
@@ -44,12 +44,7 @@ fn line_at(breaks: &Breaks, line: &mut u64, mut offset: u64) -> u64 {
     *line
 }
 
-pub(super) fn read_table(
-    path: &str,
-    file: impl Read,
-    delimiter: u8,
-    each: &mut dyn FnMut(Row) -> Result<()>,
-) -> Result<()> {
+pub(super) fn read_table(path: &str, file: impl Read, delimiter: u8, each: &mut Each) -> Result<()> {
     let breaks = Breaks::default();
     let mut reader = csv::ReaderBuilder::new()
         .delimiter(delimiter)
@@ -82,13 +77,15 @@ pub(super) fn read_table(
         if let Some(position) = record.position() {
             place.number = line_at(&breaks, &mut line, position.byte());
         }
-        let cells = cells(&record, &place)?;
+        let cells = cells(&record, &place);
         match &header {
-            None => header = Some(check_header(cells, &place)?),
-            Some(names) => each(Row {
-                fields: fields(names, cells, &place)?,
-                place: place.clone(),
-            })?,
+            None => header = Some(check_header(cells?, &place)?),
+            Some(names) => each(cells.and_then(|cells| {
+                Ok(Row {
+                    fields: fields(names, cells, &place)?,
+                    place: place.clone(),
+                })
+            }))?,
         }
     }
 }
@@ -121,7 +118,7 @@ fn check_header(mut names: Vec<String>, place: &Place) -> Result<Vec<String>> {
 
 fn fields(names: &[String], cells: Vec<String>, place: &Place) -> Result<Map<String, Value>> {
     if names.len() != cells.len() {
-        return Err(Error::new("the row has another number of columns than the header")
+        return Err(Error::new("the row and the header have different numbers of columns")
             .at(place)
             .found(format!("{} columns: {}", cells.len(), clip(&cells.join(","))))
             .expected(format!("{} columns: {}", names.len(), clip(&names.join(","))))

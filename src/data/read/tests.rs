@@ -12,6 +12,7 @@ fn read(name: &str, bytes: &[u8]) -> Result<Vec<(Value, String)>> {
     let folder = format!("{}/", dir.path().display());
     let mut out = Vec::new();
     read_rows(path.to_str().unwrap(), &mut |row| {
+        let row = row?;
         out.push((Value::Object(row.fields), row.place.to_string().replace(&folder, "")));
         Ok(())
     })?;

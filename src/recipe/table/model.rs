@@ -160,8 +160,16 @@ pub(super) static KEYS: &[Key] = &[
         "format",
         Kind::Name(RowFormat::NAMES),
         "\"auto\"",
-        "told by the fields of the first row",
+        "told by the columns of a file's first row; `ft data` shows which are read, as what, and which are not",
         "How a row is written.",
+    ),
+    key(
+        "data",
+        "render",
+        Kind::Name(Render::NAMES),
+        "\"auto\"",
+        "what a chat model is asked later is rendered by its template too; rows that hold the marks of a template are rendered already",
+        "How prompts and answers that are texts become one text. `chat`: as messages of user and assistant, by the chat template; `plain`: one after the other; `auto`: `chat` where the model has a template and the stage is not `pretrain`. Conversations always take the template, text rows never.",
     ),
     key(
         "data",

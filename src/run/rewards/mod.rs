@@ -239,13 +239,7 @@ fn row(answer: &Judged) -> Value {
     if let Some(known) = &answer.prompt.answer {
         row.entry("answer").or_insert_with(|| known.clone());
     }
-    row.insert(
-        "prompt".into(),
-        match &answer.prompt.said {
-            crate::data::prompts::Said::Text(text) => json!(text),
-            crate::data::prompts::Said::Chat { messages, .. } => json!(messages),
-        },
-    );
+    row.insert("prompt".into(), answer.prompt.shown.clone());
     row.insert("completion".into(), json!(answer.text));
     row.insert("completion_tokens".into(), json!(answer.tokens));
     row.insert("finished".into(), json!(answer.finished));

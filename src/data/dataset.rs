@@ -17,6 +17,9 @@ use rayon::prelude::*;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+/// Takes a row with its layout and place; a bad one is counted.
+pub(super) type EachRow<'a> = dyn FnMut(Row, &Arc<Layout>, Origin, &mut BadRows) -> Result<()> + 'a;
+
 /// Rows that are read before they are tokenized side by side.
 pub(super) const CHUNK_ROWS: usize = 512;
 /// Bytes of text in such a chunk; long rows come in smaller chunks.
@@ -70,7 +73,7 @@ impl<'a> Spec<'a> {
         purpose: Purpose,
         encoder: &Encoder,
         bad: &mut BadRows,
-        each: &mut dyn FnMut(Row, &Arc<Layout>, Origin, &mut BadRows) -> Result<()>,
+        each: &mut EachRow<'_>,
     ) -> Result<Vec<Reading>> {
         let rules = Rules {
             render: self.render,

@@ -248,7 +248,7 @@ fn check_place(out: &Path, facts: &Facts) -> Result<()> {
             .unwrap_or_default();
         if name.starts_with("rows-") && name.ends_with(".safetensors") {
             Shard::open(&path, &facts.key, facts.k)?;
-        } else if !(name == MANIFEST && is_manifest(&path)) && !(name == setup::TEACHER && staging::is_marked(&path)) {
+        } else if !(name == MANIFEST && is_manifest(&path) || name == setup::TEACHER && staging::is_marked(&path)) {
             return Err(Error::usage("the directory holds something else")
                 .at_path(&path)
                 .hint("give `--out` a new directory"));

@@ -3,8 +3,10 @@
 use crate::base::{Error, Result};
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
-use std::io::{BufWriter, Write};
+use std::io::{BufWriter, Read, Write};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 fn io(what: &str, path: &Path, e: std::io::Error) -> Error {
@@ -16,17 +18,63 @@ fn io(what: &str, path: &Path, e: std::io::Error) -> Error {
     }
 }
 
+/// Opens a regular file for reading (links are followed).
+///
+/// Errors: a pipe, a device, a socket or a directory: reading one could block for ever or never end.
 pub fn open(path: &Path) -> Result<File> {
-    File::open(path).map_err(|e| io("open the file", path, e))
+    let kind = fs::metadata(path)
+        .map_err(|e| io("open the file", path, e))?
+        .file_type();
+    regular(kind, path)?;
+    // O_NONBLOCK: should a pipe have taken the file's place meanwhile, opening it does not wait for a writer.
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+        .open(path)
+        .map_err(|e| io("open the file", path, e))?;
+    let kind = file.metadata().map_err(|e| io("open the file", path, e))?.file_type();
+    regular(kind, path)?;
+    Ok(file)
+}
+
+fn regular(kind: fs::FileType, path: &Path) -> Result<()> {
+    let found = match kind {
+        k if k.is_file() => return Ok(()),
+        k if k.is_dir() => "a directory",
+        k if k.is_fifo() => "a named pipe",
+        k if k.is_socket() => "a socket",
+        k if k.is_char_device() || k.is_block_device() => "a device",
+        _ => "something else",
+    };
+    Err(Error::new("cannot open the file")
+        .at_path(path)
+        .found(found)
+        .expected("a regular file"))
 }
 
 pub fn read(path: &Path) -> Result<Vec<u8>> {
-    fs::read(path).map_err(|e| io("read the file", path, e))
+    let mut out = Vec::new();
+    open(path)?
+        .read_to_end(&mut out)
+        .map_err(|e| io("read the file", path, e))?;
+    Ok(out)
 }
 
 /// Reads UTF-8 text; a byte order mark at the start is dropped.
 pub fn read_text(path: &Path) -> Result<String> {
-    let bytes = read(path)?;
+    text_of(path, read(path)?)
+}
+
+/// As `read_text`; standard input and a shell's `<(command)` may be read too. Other pipes may not.
+pub fn read_text_or_stdin(path: &Path) -> Result<String> {
+    let handed_over = path == Path::new("/dev/stdin") || path.parent() == Some(Path::new("/dev/fd"));
+    match handed_over && !path.is_dir() {
+        true => text_of(path, fs::read(path).map_err(|e| io("read the file", path, e))?),
+        false => read_text(path),
+    }
+}
+
+fn text_of(path: &Path, bytes: Vec<u8>) -> Result<String> {
     let text = String::from_utf8(bytes).map_err(|e| {
         Error::new("file is not UTF-8 text")
             .at_path(path)
@@ -47,6 +95,24 @@ pub fn remove_dir_all(path: &Path) -> Result<()> {
     fs::remove_dir_all(path).map_err(|e| io("remove the directory", path, e))
 }
 
+/// Removes a directory that is empty; `false`: it holds something.
+pub fn remove_empty_dir(path: &Path) -> Result<bool> {
+    match fs::remove_dir(path) {
+        Ok(()) => Ok(true),
+        Err(e) if e.kind() == std::io::ErrorKind::DirectoryNotEmpty => Ok(false),
+        Err(e) => Err(io("remove the directory", path, e)),
+    }
+}
+
+/// Makes a directory that must not be there yet; `false`: something has this name.
+pub fn create_new_dir(path: &Path) -> Result<bool> {
+    match fs::create_dir(path) {
+        Ok(()) => Ok(true),
+        Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => Ok(false),
+        Err(e) => Err(io("create the directory", path, e)),
+    }
+}
+
 pub fn remove_file(path: &Path) -> Result<()> {
     fs::remove_file(path).map_err(|e| io("remove the file", path, e))
 }
@@ -55,6 +121,16 @@ pub fn remove_file(path: &Path) -> Result<()> {
 pub fn rename(from: &Path, to: &Path) -> Result<()> {
     fs::rename(from, to).map_err(|e| io("rename to", to, e))?;
     sync_dir(to.parent().unwrap_or(Path::new(".")))
+}
+
+/// Makes a symbolic link to `target`, in the place of a link that is there.
+pub fn link(target: &Path, path: &Path) -> Result<()> {
+    let mut temporary = temporary(path);
+    while temporary.symlink_metadata().is_ok() {
+        temporary = self::temporary(path);
+    }
+    std::os::unix::fs::symlink(target, &temporary).map_err(|e| io("create the link", path, e))?;
+    rename(&temporary, path)
 }
 
 /// Swaps two names in one step, durably; both must exist. `false`: this system or this disk cannot do it.
@@ -141,13 +217,21 @@ pub(super) fn remove_unfinished() {
     }
 }
 
-/// The temporary name beside `path`; leftovers are recognised by `.tmp-`.
+/// Between a name and the process that builds it: `model.safetensors.tmp-1234`.
+pub const TEMPORARY: &str = ".tmp-";
+
+/// A name beside `path` for what is not complete yet; another one in every call.
 pub fn temporary(path: &Path) -> PathBuf {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
     let name = path
         .file_name()
         .map(|n| n.to_string_lossy().into_owned())
         .unwrap_or_default();
-    path.with_file_name(format!("{name}.tmp-{}", std::process::id()))
+    let process = std::process::id();
+    path.with_file_name(match NEXT.fetch_add(1, Ordering::Relaxed) {
+        0 => format!("{name}{TEMPORARY}{process}"),
+        n => format!("{name}{TEMPORARY}{process}-{n}"),
+    })
 }
 
 /// A file that appears at its name, synced, only when `commit` is called; without a `commit` that went well it leaves
@@ -161,14 +245,17 @@ pub struct AtomicFile {
 }
 
 impl AtomicFile {
+    /// Errors: the directory does not exist or cannot be written. What stands at the temporary name is never touched.
     pub fn create(path: &Path) -> Result<Self> {
-        let temporary = temporary(path);
-        let file = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .open(&temporary)
-            .map_err(|e| io("create the file", &temporary, e))?;
+        let mut tries = 0;
+        let (file, temporary) = loop {
+            let temporary = temporary(path);
+            match OpenOptions::new().write(true).create_new(true).open(&temporary) {
+                Ok(file) => break (file, temporary),
+                Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists && tries < 1000 => tries += 1,
+                Err(e) => return Err(cannot_create(path, e)),
+            }
+        };
         begun(&temporary);
         Ok(Self {
             file: Some(BufWriter::with_capacity(1 << 20, file)),
@@ -227,6 +314,18 @@ impl Drop for AtomicFile {
     }
 }
 
+/// Names the file that was asked for, not the temporary one.
+fn cannot_create(path: &Path, e: std::io::Error) -> Error {
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
+    match (e.kind(), parent) {
+        (std::io::ErrorKind::NotFound, Some(parent)) if !parent.exists() => Error::new("cannot create the file")
+            .at_path(path)
+            .found(format!("no directory {}", parent.display()))
+            .hint(format!("make it first: `mkdir -p {}`", parent.display())),
+        _ => io("create the file", path, e),
+    }
+}
+
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
     let mut file = AtomicFile::create(path)?;
     file.write(bytes)?;
@@ -240,12 +339,16 @@ pub struct AppendFile {
 }
 
 impl AppendFile {
+    /// Errors: what stands there is no regular file. A link is refused too: its target may be another's file.
     pub fn open(path: &Path) -> Result<Self> {
         let file = OpenOptions::new()
             .create(true)
             .append(true)
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
             .open(path)
             .map_err(|e| io("open the file", path, e))?;
+        let kind = file.metadata().map_err(|e| io("open the file", path, e))?.file_type();
+        regular(kind, path)?;
         Ok(Self {
             file,
             path: path.to_path_buf(),
@@ -258,6 +361,11 @@ impl AppendFile {
             .write_all(format!("{text}\n").as_bytes())
             .map_err(|e| io("append to the file", &self.path, e))
     }
+
+    /// Makes the lines so far durable.
+    pub fn sync(&mut self) -> Result<()> {
+        self.file.sync_data().map_err(|e| io("sync the file", &self.path, e))
+    }
 }
 
 /// Copies a file so that it appears whole or not at all.
@@ -266,7 +374,7 @@ pub fn copy_atomic(from: &Path, to: &Path) -> Result<()> {
     let mut out = AtomicFile::create(to)?;
     let mut buffer = vec![0u8; 1 << 20];
     loop {
-        let n = std::io::Read::read(&mut source, &mut buffer).map_err(|e| io("read the file", from, e))?;
+        let n = source.read(&mut buffer).map_err(|e| io("read the file", from, e))?;
         if n == 0 {
             return out.commit();
         }
@@ -347,5 +455,57 @@ mod tests {
         assert!(write_atomic(&taken, b"x").is_err());
         assert_eq!(list(dir.path()).unwrap().len(), 2);
         assert!(free_space(&dir.path().join("not/there")).unwrap() > 0);
+    }
+
+    #[test]
+    fn only_regular_files_are_opened_and_nothing_waits() {
+        let dir = tempfile::tempdir().unwrap();
+        let pipe = dir.path().join("pipe");
+        let name = std::ffi::CString::new(pipe.to_str().unwrap()).unwrap();
+        // SAFETY: a valid C string for the whole call.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink(&pipe, &link).unwrap();
+        for path in [&pipe, &link] {
+            for e in [open(path).err(), read(path).err(), read_text_or_stdin(path).err()] {
+                assert!(e.unwrap().to_string().contains("a named pipe"));
+            }
+        }
+        assert!(copy_atomic(&pipe, &dir.path().join("copy")).is_err() && AppendFile::open(&pipe).is_err());
+        assert!(open(dir.path()).unwrap_err().to_string().contains("a directory"));
+        assert!(
+            open(Path::new("/dev/zero"))
+                .unwrap_err()
+                .to_string()
+                .contains("a device")
+        );
+        // Lines are never appended to the target of a link.
+        let (target, log) = (dir.path().join("other.txt"), dir.path().join("metrics.jsonl"));
+        write_atomic(&target, b"mine").unwrap();
+        std::os::unix::fs::symlink(&target, &log).unwrap();
+        assert!(AppendFile::open(&log).is_err());
+        assert_eq!(read(&target).unwrap(), b"mine");
+    }
+
+    #[test]
+    fn a_temporary_name_that_is_taken_stays_as_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.txt");
+        let process = std::process::id();
+        let taken: Vec<PathBuf> = std::iter::once(format!("a.txt.tmp-{process}"))
+            .chain((0..200).map(|n| format!("a.txt.tmp-{process}-{n}")))
+            .map(|name| dir.path().join(name))
+            .collect();
+        taken.iter().for_each(|p| fs::write(p, "another's").unwrap());
+        write_atomic(&path, b"whole").unwrap();
+        assert_eq!(read_text(&path).unwrap(), "whole");
+        assert!(taken.iter().all(|p| read_text(p).unwrap() == "another's"));
+        let e = write_atomic(&dir.path().join("no/q.toml"), b"x")
+            .unwrap_err()
+            .to_string();
+        assert!(
+            e.contains("no/q.toml") && !e.contains(".tmp-") && e.contains("mkdir -p"),
+            "{e}"
+        );
     }
 }

@@ -2,6 +2,7 @@
 //! the allocator, memory readings, how far the program is, how fast the machine is.
 //! Knows nothing of models or recipes. The only room that writes files.
 
+pub mod cache;
 mod caught;
 pub mod error;
 pub mod files;

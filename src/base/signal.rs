@@ -5,14 +5,14 @@
 
 use super::files;
 use crate::base::{Error, Result};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU};
 use signal_hook::iterator::Signals;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering::SeqCst};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-/// Signals that ask to stop.
-const SIGNALS: [i32; 2] = [SIGINT, SIGTERM];
+/// Signals that ask to stop: Ctrl-C and `kill`, a terminal that is closed, what batch systems send before a time limit.
+const SIGNALS: [i32; 6] = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU];
 
 /// Exit code after a second Ctrl-C: what was not saved is lost.
 pub const ABANDONED: i32 = 131;
@@ -83,13 +83,23 @@ pub fn install() -> Result<()> {
     };
     // SAFETY: the handler does one atomic addition and `_exit`; both are async-signal-safe.
     unsafe { signal_hook::low_level::register(SIGINT, third) }.map_err(fault)?;
-    let mut signals = Signals::new(SIGNALS).map_err(fault)?;
+    // `nohup` has the end of the terminal ignored.
+    let wanted = SIGNALS.into_iter().filter(|s| *s != SIGHUP || !is_ignored(*s));
+    let mut signals = Signals::new(wanted).map_err(fault)?;
     let wait = move || signals.forever().for_each(handle);
     std::thread::Builder::new()
         .name("signals".into())
         .spawn(wait)
         .map_err(fault)?;
     Ok(())
+}
+
+fn is_ignored(signal: i32) -> bool {
+    // SAFETY: all bits zero is a valid `sigaction`; a null new action only asks for the old one.
+    unsafe {
+        let mut old: libc::sigaction = std::mem::zeroed();
+        libc::sigaction(signal, std::ptr::null(), &mut old) == 0 && old.sa_sigaction == libc::SIG_IGN
+    }
 }
 
 fn handle(signal: i32) {

@@ -57,6 +57,27 @@ pub fn rate(x: f64) -> String {
     }
 }
 
+/// A point in time as `2026-11-22 12:30:05 UTC`.
+pub fn utc(time: std::time::SystemTime) -> String {
+    let seconds = time.duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let (days, rest) = (seconds / 86_400, seconds % 86_400);
+    // Years of 400 repeat, and begin in March: the leap day is the last day of a year.
+    let shifted = days + 719_468;
+    let (era, day) = (shifted / 146_097, shifted % 146_097);
+    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
+    let of_year = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * of_year + 2) / 153;
+    let of_month = of_year - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    let year = era * 400 + year + u64::from(month <= 2);
+    format!(
+        "{year:04}-{month:02}-{of_month:02} {:02}:{:02}:{:02} UTC",
+        rest / 3600,
+        rest / 60 % 60,
+        rest % 60
+    )
+}
+
 /// `1_234_567` as `1,234,567`.
 pub fn count(n: u64) -> String {
     let digits = n.to_string();
@@ -96,6 +117,18 @@ mod tests {
     fn rates_are_short() {
         let shown = [0.0, 2e-5, 3.2e-4, 2e-5 / 3.0, 1.0, 12.5, 0.0009999].map(rate);
         assert_eq!(shown, ["0", "2e-5", "3.2e-4", "6.67e-6", "1e0", "1.25e1", "1e-3"]);
+    }
+
+    #[test]
+    fn points_in_time_are_written_as_people_do() {
+        let at = |s: u64| utc(std::time::UNIX_EPOCH + Duration::from_secs(s));
+        // From `date -u -d @N`.
+        assert_eq!(at(0), "1970-01-01 00:00:00 UTC");
+        assert_eq!(at(951_782_399), "2000-02-28 23:59:59 UTC");
+        assert_eq!(at(951_868_799), "2000-02-29 23:59:59 UTC");
+        assert_eq!(at(1_709_251_199), "2024-02-29 23:59:59 UTC");
+        assert_eq!(at(1_795_350_605), "2026-11-22 12:30:05 UTC");
+        assert_eq!(at(4_102_444_800), "2100-01-01 00:00:00 UTC");
     }
 
     #[test]

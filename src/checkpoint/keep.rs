@@ -1,8 +1,10 @@
 //! Which checkpoints a run has, and which of them stay.
 
-use super::manifest::verify;
-use crate::base::staging;
-use crate::base::{Error, Result, files};
+use super::STATE;
+use super::manifest::{self, verify};
+use crate::base::staging::{self, Cleaned, Owner};
+use crate::base::{Result, files};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 const PREFIX: &str = "checkpoint-";
@@ -32,55 +34,84 @@ pub fn list(run_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     Ok(out)
 }
 
+/// Is this directory (no link to one) a checkpoint that ft has written, with nothing else in it? Its sealed manifest
+/// names all its files; whether they are damaged does not matter.
+pub fn is_ours(path: &Path) -> bool {
+    let Some(named) = manifest::files_of(path).filter(|_| staging::is_directory(path)) else {
+        return false;
+    };
+    let known = |entry: &PathBuf| {
+        let name = entry.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+        let plain = entry.symlink_metadata().is_ok_and(|m| m.is_file());
+        plain && (name == manifest::MANIFEST || named.iter().any(|n| n == name)) || staging::is_marker(entry)
+    };
+    files::list(path).is_ok_and(|entries| entries.iter().all(known))
+}
+
+/// What became of checkpoints that a run needs no more.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Rotated {
+    pub deleted: Vec<PathBuf>,
+    /// They hold what is not ft's, or are links: they stay.
+    pub kept: Vec<PathBuf>,
+}
+
 /// Deletes the oldest checkpoints beyond `keep`, and only after the newest was verified: a damaged newest one
-/// never costs a good older one. `keep = 0` keeps all, as `save_total_limit` of Hugging Face does. Returns what
-/// was deleted.
+/// never costs a good older one. `keep = 0` keeps all, as `save_total_limit` of Hugging Face does.
 ///
 /// Errors: the newest does not verify (nothing is deleted then).
-pub fn rotate(run_dir: &Path, keep: usize) -> Result<Vec<PathBuf>> {
+pub fn rotate(run_dir: &Path, keep: usize) -> Result<Rotated> {
+    let mut out = Rotated::default();
     let all = list(run_dir)?;
     if keep == 0 || all.len() <= keep {
-        return Ok(Vec::new());
+        return Ok(out);
     }
     if let Some((_, newest)) = all.last() {
         verify(newest)?;
     }
-    let mut deleted = Vec::new();
     for (_, path) in all.iter().take(all.len() - keep) {
-        staging::remove_whole(path)?;
-        deleted.push(path.clone());
+        match remove(path)? {
+            true => out.deleted.push(path.clone()),
+            false => out.kept.push(path.clone()),
+        }
     }
-    Ok(deleted)
+    Ok(out)
 }
 
-/// Removes what killed processes left: `*.tmp-<pid>`. Returns what was found, so that it can be mentioned.
-/// Call it with the run's lock held and before `latest`: a save that was cut off while it replaced a
-/// checkpoint of the same step is put right here too.
-pub fn clean_leftovers(run_dir: &Path) -> Result<Vec<PathBuf>> {
-    staging::clean(run_dir)
+/// Removes a checkpoint; `false`: it is not one of ft's, or holds something else too, and stays.
+pub fn remove(path: &Path) -> Result<bool> {
+    match is_ours(path) {
+        true => staging::remove_whole(path).map(|()| true),
+        false => Ok(false),
+    }
+}
+
+/// Removes what killed processes of this run left (`checkpoint-<step>.tmp-<pid>` and the like): `processes` are those
+/// that have worked in the run directory, `is_name` says which other names the run uses.
+///
+/// Call it with the run's lock held and before `latest`: a save that was cut off while it replaced a checkpoint of the
+/// same step is put right here too.
+pub fn clean_leftovers(run_dir: &Path, processes: &BTreeSet<u32>, is_name: &dyn Fn(&str) -> bool) -> Result<Cleaned> {
+    let owner = Owner {
+        processes,
+        is_name: &|name| step_of(Path::new(name)).is_some() || is_name(name),
+        is_ours: &is_ours,
+    };
+    staging::clean(run_dir, &owner)
 }
 
 /// For a run that resumes at `step` although later checkpoints exist: renames those to
 /// `checkpoint-<step>.left`, `.left-2` and so on. They belong to a run that is no longer continued, and must
-/// neither be resumed next time nor push out the new ones. Returns the new names.
+/// neither be resumed next time nor push out the new ones. A directory that has nothing of a checkpoint stays. Returns
+/// the new names.
 pub fn set_aside_later(run_dir: &Path, step: u64) -> Result<Vec<PathBuf>> {
     let mut out = Vec::new();
     for (_, path) in list(run_dir)?.into_iter().filter(|(s, _)| *s > step) {
-        let name = path
-            .file_name()
-            .map(|n| n.to_string_lossy().into_owned())
-            .unwrap_or_default();
-        let free = (1..1000)
-            .map(|i| match i {
-                1 => path.with_file_name(format!("{name}.left")),
-                i => path.with_file_name(format!("{name}.left-{i}")),
-            })
-            .find(|p| p.symlink_metadata().is_err());
-        let Some(free) = free else {
-            return Err(Error::new("too many checkpoints of this step were set aside").at_path(&path));
-        };
-        files::rename(&path, &free)?;
-        out.push(free);
+        // Damaged ones too: the next resume would stumble over them.
+        let part = |name: &str| path.join(name).symlink_metadata().is_ok_and(|m| m.is_file());
+        if staging::is_directory(&path) && (part(manifest::MANIFEST) || part(STATE)) {
+            out.push(staging::set_aside(&path, &path)?);
+        }
     }
     Ok(out)
 }

@@ -4,6 +4,7 @@ use super::tests::{OPTIMIZER, WEIGHTS, plan, save_step, values};
 use super::*;
 use crate::base::rng::{Rng, Stream};
 use serde_json::json;
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -22,7 +23,6 @@ fn child_saves_until_it_is_killed() {
     let Some(run) = std::env::var_os(RUN).map(PathBuf::from) else {
         return;
     };
-    clean_leftovers(&run).unwrap();
     let mut step = latest(&run).unwrap().map_or(0, |l| l.step);
     let parent = std::os::unix::process::parent_id();
     // Ends by itself should the parent be gone.
@@ -65,7 +65,10 @@ fn a_process_killed_at_any_moment_leaves_a_state_that_loads() {
         child.kill().unwrap();
         child.wait().unwrap();
 
-        cut_off += u64::from(!clean_leftovers(run).unwrap().is_empty());
+        let cleaned = clean_leftovers(run, &BTreeSet::from([child.id()]), &|_| false).unwrap();
+        cut_off += u64::from(!cleaned.removed.is_empty() || !cleaned.restored.is_empty());
+        let left = crate::base::files::list(run).unwrap();
+        assert!(left.iter().all(|p| !p.to_string_lossy().contains(".tmp-")), "{left:?}");
         let loaded = latest(run).unwrap().expect("a complete state");
         assert!(loaded.step > before, "a finished save was lost");
         before = loaded.step;

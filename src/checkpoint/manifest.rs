@@ -122,6 +122,12 @@ impl Manifest {
     }
 }
 
+/// The files that a whole manifest in `dir` names; `None` where there is no such manifest.
+pub(super) fn files_of(dir: &Path) -> Option<Vec<String>> {
+    let manifest = Manifest::read(dir).ok()?;
+    Some(manifest.files.into_iter().map(|f| f.name).collect())
+}
+
 const OTHER: &str = "remove this directory, or resume from an older checkpoint by name: `--resume DIR`";
 
 fn other_version(path: &Path, format: u64, ft: Option<&serde_json::Value>) -> Error {

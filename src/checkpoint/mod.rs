@@ -17,7 +17,7 @@ mod manifest;
 mod save;
 
 pub use crate::formats::writer::{TensorPlan, Values};
-pub use keep::{clean_leftovers, list, rotate, set_aside_later};
+pub use keep::{Rotated, clean_leftovers, is_ours, list, remove, rotate, set_aside_later};
 pub use load::{Loaded, latest, load};
 pub use manifest::{Entry, Manifest, verify};
 pub use save::{Files, Sink, check_space, save, space_needed};

@@ -1,6 +1,6 @@
 //! Writing a training state, and whether there is room for it.
 
-use super::keep::name_of;
+use super::keep::{is_ours, name_of};
 use super::manifest::{self, Manifest};
 use super::{STATE, TensorPlan, Values};
 use crate::base::staging::Staging;
@@ -22,7 +22,7 @@ pub type Sink<'a> = dyn FnMut(Values) -> Result<()> + 'a;
 
 /// Writes `run_dir/checkpoint-<step>/`: every file synced, the manifest last, then the final name. `fill` is
 /// called once for each tensor of each file, in order. A checkpoint of this step that is there already is
-/// replaced when the new one is complete.
+/// replaced when the new one is complete; another directory of that name becomes `checkpoint-<step>.left`.
 ///
 /// Errors: no room on the disk (bytes needed and free), a number that is not finite, a tensor that is not
 /// filled; older checkpoints are untouched and nothing half written stays.
@@ -41,14 +41,15 @@ pub fn save(
         }
     }
     check_space(run_dir, space_needed(files, 1))?;
-    let staging = Staging::create(&run_dir.join(name_of(step)))?;
+    // A run directory that is gone is not made again: the rest of the run is elsewhere.
+    let staging = Staging::beside(&run_dir.join(name_of(step)))?;
     for file in files {
         let path = staging.path().join(file.name);
         writer::write_file(&path, file.tensors, &[], |plan, sink| fill(file.name, plan, sink))?;
     }
     write_state(&staging.path().join(STATE), state)?;
     Manifest::of(staging.path(), step, &names)?.write(staging.path())?;
-    staging.commit()
+    staging.commit_over(&is_ours)
 }
 
 /// Numbers in the state must come back bit for bit, or a resumed run is another run.

@@ -4,6 +4,7 @@ use super::*;
 use crate::base::Result;
 use crate::formats::StoredDtype;
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 pub(super) const WEIGHTS: &str = "weights.safetensors";
@@ -275,7 +276,6 @@ fn only_names_that_save_writes_are_checkpoints() {
 fn the_same_step_twice_replaces_the_state() {
     let dir = tempfile::tempdir().unwrap();
     save_small(dir.path(), 5);
-    std::fs::write(dir.path().join("checkpoint-5/stray"), "x").unwrap();
     let plans = [plan("other", &[3])];
     save_step(dir.path(), 5, &plans, &json!({"second": true})).unwrap();
     let loaded = latest(dir.path()).unwrap().unwrap();
@@ -283,6 +283,12 @@ fn the_same_step_twice_replaces_the_state() {
     assert_eq!(loaded.open(WEIGHTS).unwrap().names().collect::<Vec<_>>(), ["other"]);
     assert_eq!(names(dir.path()), ["checkpoint-5"]);
     assert_eq!(names(&loaded.path).len(), 4);
+    // What someone else put there is not lost.
+    std::fs::write(dir.path().join("checkpoint-5/notes.txt"), "x").unwrap();
+    save_step(dir.path(), 5, &plans, &json!({"third": true})).unwrap();
+    assert_eq!(latest(dir.path()).unwrap().unwrap().state, json!({"third": true}));
+    assert_eq!(names(dir.path()), ["checkpoint-5", "checkpoint-5.left"]);
+    assert!(dir.path().join("checkpoint-5.left/notes.txt").exists());
 }
 
 #[test]
@@ -293,12 +299,16 @@ fn a_save_cut_off_between_two_files_is_ignored_and_cleaned() {
     for n in 0..=3 {
         let partial = dir.path().join("checkpoint-6.tmp-4242");
         std::fs::create_dir(&partial).unwrap();
+        let marked = crate::base::staging::scratch(&partial);
+        marked.unwrap();
         for name in [WEIGHTS, OPTIMIZER, STATE].iter().take(n) {
             std::fs::copy(good.join(name), partial.join(name)).unwrap();
         }
         std::fs::write(partial.join("manifest.json.tmp-4242"), "{").unwrap();
         assert_eq!(latest(dir.path()).unwrap().unwrap().step, 5);
-        assert_eq!(clean_leftovers(dir.path()).unwrap(), [partial]);
+        let by = |process| clean_leftovers(dir.path(), &BTreeSet::from([process]), &|_| false).unwrap();
+        assert!(by(4243).removed.is_empty(), "another process has made it");
+        assert_eq!(by(4242).removed, [partial]);
         assert_eq!(names(dir.path()), ["checkpoint-5"]);
     }
 }
@@ -309,20 +319,52 @@ fn rotation_keeps_the_newest_and_deletes_only_when_it_verifies() {
     for step in [1, 2, 10] {
         save_small(dir.path(), step);
     }
-    assert!(rotate(dir.path(), 0).unwrap().is_empty(), "0 keeps all");
-    assert!(rotate(dir.path(), 3).unwrap().is_empty());
+    assert_eq!(rotate(dir.path(), 0).unwrap(), Rotated::default(), "0 keeps all");
+    assert_eq!(rotate(dir.path(), 3).unwrap(), Rotated::default());
     let newest = dir.path().join("checkpoint-10").join(WEIGHTS);
     flip(&newest, 100, 0);
     assert!(rotate(dir.path(), 1).unwrap_err().to_string().contains("checkpoint-10"));
     assert_eq!(list(dir.path()).unwrap().len(), 3);
     flip(&newest, 100, 0);
-    let deleted = rotate(dir.path(), 1).unwrap();
+    let deleted = rotate(dir.path(), 1).unwrap().deleted;
     assert_eq!(
         deleted,
         [dir.path().join("checkpoint-1"), dir.path().join("checkpoint-2")]
     );
     assert_eq!(names(dir.path()), ["checkpoint-10"]);
     verify(&dir.path().join("checkpoint-10")).unwrap();
+}
+
+#[test]
+fn only_what_a_manifest_names_is_ever_deleted() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path();
+    // A directory of someone else, one with a file more, a link to a checkpoint, one without a manifest.
+    std::fs::create_dir(run.join("checkpoint-1")).unwrap();
+    std::fs::write(run.join("checkpoint-1/photo.jpg"), "x").unwrap();
+    std::fs::write(save_small(run, 2).join("notes.txt"), "x").unwrap();
+    let elsewhere = tempfile::tempdir().unwrap();
+    let real = save_small(elsewhere.path(), 3);
+    std::os::unix::fs::symlink(&real, run.join("checkpoint-3")).unwrap();
+    std::fs::remove_file(save_small(run, 4).join("manifest.json")).unwrap();
+    // A file that is a link, and a damaged file: the second is still ft's.
+    let linked = save_small(run, 5);
+    std::fs::remove_file(linked.join(OPTIMIZER)).unwrap();
+    std::os::unix::fs::symlink(real.join(OPTIMIZER), linked.join(OPTIMIZER)).unwrap();
+    flip(&save_small(run, 6).join(WEIGHTS), 100, 0);
+    save_small(run, 7);
+    let rotated = rotate(run, 1).unwrap();
+    assert_eq!(rotated.deleted, [run.join("checkpoint-6")]);
+    assert_eq!(rotated.kept.len(), 5);
+    assert!(run.join("checkpoint-1/photo.jpg").exists() && run.join("checkpoint-2/notes.txt").exists());
+    verify(&real).unwrap();
+    assert!(run.join("checkpoint-3").is_symlink() && linked.join(OPTIMIZER).is_symlink());
+    // Later directories: only what is a checkpoint gets another name, and no link.
+    save_small(run, 1000);
+    std::fs::create_dir(run.join("checkpoint-2000")).unwrap();
+    std::fs::write(run.join("checkpoint-2000/photo.jpg"), "x").unwrap();
+    std::os::unix::fs::symlink(&real, run.join("checkpoint-3000")).unwrap();
+    assert_eq!(set_aside_later(run, 7).unwrap(), [run.join("checkpoint-1000.left")]);
 }
 
 #[test]

@@ -22,7 +22,7 @@ mod train;
 pub use out::{out, out_raw, out_text};
 pub use recipes::SHIPPED;
 
-use crate::base::{Error, Result, heap, is_expected, signal};
+use crate::base::{Error, Result, cache, heap, is_expected, signal};
 use crate::ops::CpuPath;
 use crate::report::{self, Style};
 use clap::{Parser, Subcommand};
@@ -106,9 +106,31 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
     code
 }
 
+/// `FT_CACHE_DIR`, or `ft` in the user's cache directory; empty turns it off.
+fn cache_directory() -> Option<std::path::PathBuf> {
+    let set = |name: &str| std::env::var_os(name).map(std::path::PathBuf::from);
+    let own = set("FT_CACHE_DIR");
+    let default = || {
+        let absolute = |path: std::path::PathBuf| path.is_absolute().then_some(path);
+        let users = set("XDG_CACHE_HOME").and_then(absolute);
+        Some(
+            users
+                .or_else(|| Some(set("HOME").and_then(absolute)?.join(".cache")))?
+                .join("ft"),
+        )
+    };
+    match own {
+        Some(own) => Some(own).filter(|p| !p.as_os_str().is_empty()),
+        None => default(),
+    }
+}
+
 fn run(cli: Cli) -> Result<i32> {
     signal::install()?;
     heap::keep_freed();
+    if let Some(directory) = cache_directory() {
+        cache::set_directory(directory);
+    }
     if let Some(n) = cli.threads {
         rayon::ThreadPoolBuilder::new()
             .num_threads(usize::from(n))

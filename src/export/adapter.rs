@@ -1,6 +1,6 @@
 //! A PEFT adapter directory: `adapter_config.json`, `adapter_model.safetensors`, a short README.
 
-use super::fingerprint::KEY;
+use super::fingerprint::{self, Base};
 use super::load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, rank_of};
 use super::{TOKENIZER, copy_beside};
 use crate::base::staging::Staging;
@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 /// Writes the directory and returns its path: every tensor in f32 under PEFT's names, and the tokenizer files of
 /// `base_dir`. `adapters` are keyed by module (`model.layers.0.self_attn.q_proj`), `whole` are parameters stored
-/// beside them (`modules_to_save`); `base_fingerprint` is what `fingerprint` says of the base, kept in the metadata
+/// beside them (`modules_to_save`); `base` is what `fingerprint` says of the base, kept in the metadata
 /// of the weights. A start that is taken off must be made plain before (`plain_lora`).
 ///
 /// Errors: no adapter; one whose rank or scale is not what the config says (PEFT would compute something
@@ -30,10 +30,9 @@ pub fn adapter(
     adapters: &Adapters,
     whole: &BTreeMap<String, Tensor>,
     base_dir: &Path,
-    base_fingerprint: &str,
+    base: &Base,
 ) -> Result<PathBuf> {
-    let print = base_fingerprint.to_string();
-    adapter_over(out, config, adapters, whole, base_dir, &mut |_| Ok(print.clone()))
+    adapter_over(out, config, adapters, whole, base_dir, &mut |_| Ok(base.clone()))
 }
 
 /// As `adapter`, over a base that `base` writes into the directory that is being built, and whose fingerprint it gives.
@@ -43,7 +42,7 @@ pub fn adapter_over(
     adapters: &Adapters,
     whole: &BTreeMap<String, Tensor>,
     base_dir: &Path,
-    base: &mut dyn FnMut(&Path) -> Result<String>,
+    base: &mut dyn FnMut(&Path) -> Result<Base>,
 ) -> Result<PathBuf> {
     if adapters.is_empty() {
         return Err(Error::new("there is no adapter to save").at_path(out));
@@ -74,7 +73,11 @@ pub fn adapter_over(
     let staging = Staging::create(out)?;
     let dir = staging.path();
     let mut next = tensors.iter();
-    let metadata = [(KEY.to_string(), base(dir)?)];
+    let base = base(dir)?;
+    let metadata = [
+        (fingerprint::SAMPLED.to_string(), base.sampled),
+        (fingerprint::WEIGHTS.to_string(), base.weights),
+    ];
     writer::write_file(&dir.join(WEIGHTS), &list, &metadata, |plan, sink| match next.next() {
         Some((_, tensor)) => sink(Values::F32(&update::to_f32_vec(tensor)?)),
         None => Err(Error::new("no such adapter tensor").at(&plan.name)),

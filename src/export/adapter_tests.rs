@@ -30,7 +30,11 @@ fn lora_key(module: &str, side: &str) -> String {
 
 /// Without whole parameters beside it.
 fn write(out: &Path, config: &AdapterConfig, adapters: &Adapters, base: &Path, print: &str) -> Result<PathBuf> {
-    adapter(out, config, adapters, &BTreeMap::new(), base, print)
+    let named = Base {
+        sampled: print.into(),
+        ..Base::default()
+    };
+    adapter(out, config, adapters, &BTreeMap::new(), base, &named)
 }
 
 pub(crate) fn adapter_config() -> AdapterConfig {
@@ -133,8 +137,12 @@ fn an_adapter_comes_back_as_it_was() {
             "{readme}"
         );
     }
-    check_base(&out, "blake3:base").unwrap();
-    let e = check_base(&out, "blake3:other").unwrap_err().to_string();
+    let named = |sampled: &str| Base {
+        weights: "blake3-all:1".into(),
+        sampled: sampled.into(),
+    };
+    check_base(&out, &named("blake3:base")).unwrap();
+    let e = check_base(&out, &named("blake3:other")).unwrap_err().to_string();
     assert!(e.contains("another base") && e.contains("blake3:other"), "{e}");
     config.base_model_name_or_path = Some("/mnt/someone/models/x".into());
     write(&out, &config, &adapters(&config, |_| (2, 3.0)), &base, "").unwrap();
@@ -222,7 +230,11 @@ fn half_precision_adapters_are_widened() {
                 .all(|l| bits(&l.lora().unwrap().a).iter().all(|b| f32::from_bits(*b) == 0.75))
         );
     }
-    check_base(dir.path(), "anything").unwrap();
+    let anything = Base {
+        weights: "anything".into(),
+        sampled: "anything".into(),
+    };
+    check_base(dir.path(), &anything).unwrap();
 }
 
 #[test]
@@ -319,9 +331,12 @@ fn a_fingerprint_tells_bases_apart_and_ignores_how_they_are_stored() {
     let of = |name: &str, tied: bool, dtype: StoredDtype| base(&dir.path().join(name), tied, dtype);
     let first = of("a", true, StoredDtype::F32);
     let print = fingerprint(&first).unwrap();
-    assert!(print.starts_with("blake3:") && print.len() == 71);
-    assert_eq!(fingerprint(&of("b", true, StoredDtype::Bf16)).unwrap(), print);
-    assert_ne!(fingerprint(&of("c", false, StoredDtype::F32)).unwrap(), print);
+    assert!(print.sampled.starts_with("blake3:") && print.sampled.len() == 71);
+    let copy = fingerprint(&of("b", true, StoredDtype::Bf16)).unwrap();
+    assert_eq!(copy.base(), print.base());
+    assert_ne!(copy.exact, print.exact, "a resumed run has the same bytes");
+    let other = fingerprint(&of("c", false, StoredDtype::F32)).unwrap();
+    assert!(other.weights != print.weights && other.sampled != print.sampled);
     let edit = |from: &str, to: &str| {
         let path = first.join("config.json");
         let text = files::read_text(&path).unwrap();
@@ -337,12 +352,42 @@ fn a_fingerprint_tells_bases_apart_and_ignores_how_they_are_stored() {
     edit("10000.0", "20000.0");
     assert_ne!(fingerprint(&first).unwrap(), print, "what is computed does");
     edit("20000.0", "10000.0");
+    // Any bit of any number, though the copy in bf16 may stay the same.
     let path = first.join("model.safetensors");
-    let mut bytes = std::fs::read(&path).unwrap();
-    let n = bytes.len();
-    bytes[n - 2] ^= 0x40;
-    std::fs::write(&path, bytes).unwrap();
-    assert_ne!(fingerprint(&first).unwrap(), print);
+    let whole = std::fs::read(&path).unwrap();
+    let header = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    for at in (header..whole.len()).step_by(4).flat_map(|at| [(at, 0), (at + 2, 4)]) {
+        let mut bytes = whole.clone();
+        bytes[at.0] ^= 1 << at.1;
+        std::fs::write(&path, bytes).unwrap();
+        let now = fingerprint(&first).unwrap();
+        assert_ne!(now.exact, print.exact);
+        assert!(at.1 == 0 || now.weights != print.weights);
+    }
+    // A number that is none has a name.
+    for bits in [f32::NAN.to_bits(), f32::NEG_INFINITY.to_bits(), 0x7f80_0001] {
+        let mut bytes = whole.clone();
+        let n = bytes.len();
+        bytes[n - 4..].copy_from_slice(&bits.to_le_bytes());
+        std::fs::write(&path, bytes).unwrap();
+        let e = fingerprint(&first).unwrap_err().to_string();
+        assert!(e.contains("tensor `") && e.contains("not finite"), "{e}");
+    }
+}
+
+#[test]
+fn adapters_of_older_versions_are_compared_as_they_can_be() {
+    let base = |weights: &str, sampled: &str| Base {
+        weights: weights.into(),
+        sampled: sampled.into(),
+    };
+    let now = base("blake3-all:1", "blake3:7");
+    assert!(now.agrees(&base("blake3-all:1", "blake3:7")) && now.agrees(&Base::default()));
+    assert!(
+        !now.agrees(&base("blake3-all:2", "blake3:7")),
+        "all numbers count where both know them"
+    );
+    assert!(now.agrees(&base("", "blake3:7")) && !now.agrees(&base("", "blake3:8")));
 }
 
 #[test]
@@ -391,7 +436,15 @@ fn whole_modules_and_pickles() {
     let head = Tensor::from_vec(vec![0.5f32; 16 * 8], (16, 8), &Device::Cpu).unwrap();
     let whole = BTreeMap::from([("lm_head.weight".to_string(), head)]);
     let out = dir.path().join("a");
-    adapter(&out, &config, &adapters(&config, |_| (2, 3.0)), &whole, dir.path(), "").unwrap();
+    adapter(
+        &out,
+        &config,
+        &adapters(&config, |_| (2, 3.0)),
+        &whole,
+        dir.path(),
+        &Base::default(),
+    )
+    .unwrap();
     let read = load_adapter(&out, &untied).unwrap();
     assert_eq!(bits(&read.whole["lm_head.weight"]), bits(&whole["lm_head.weight"]));
     // A model whose head is its embedding has no such parameter.

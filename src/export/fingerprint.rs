@@ -1,6 +1,13 @@
-//! Which weights an adapter belongs to, told from a few numbers of every tensor.
+//! Which weights are in a directory: a hash of all their numbers, for resumes and for adapters.
+//!
+//! A `Fingerprint` has three names. `exact` covers every stored byte of every parameter: a resumed run compares it.
+//! `weights` covers every number as bf16, so that copies in f32 and bf16 have the same: adapters keep it. `sampled`
+//! covers 64 numbers of each tensor: older runs and adapters know only that one, and are compared by it.
+//!
+//! Reading all bytes takes a while for large models, so the result is kept in ft's cache, under the paths of the files
+//! and what the model computes. It holds as long as size, inode and the times of the last change of every file stay.
 
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result, cache, files};
 use crate::formats::StoredDtype;
 use crate::formats::adapter;
 use crate::formats::config::Config;
@@ -8,64 +15,258 @@ use crate::formats::weights::{TensorInfo, Weights};
 use crate::model::{Spec, families};
 use crate::source::stored;
 use half::{bf16, f16};
+use rayon::prelude::*;
+use serde_json::{Value, json};
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// The metadata key in `adapter_model.safetensors`.
-pub(super) const KEY: &str = "ft_base_fingerprint";
+/// Keys in the metadata of `adapter_model.safetensors`.
+pub(super) const SAMPLED: &str = "ft_base_fingerprint";
+pub(super) const WEIGHTS: &str = "ft_base_weights";
 
-/// Places read in each tensor, and numbers at each.
+/// Numbers hashed at a time.
+const PIECE: usize = 1 << 20;
+/// Places read in each tensor for `sampled`, and numbers at each.
 const PLACES: usize = 4;
 const NUMBERS: usize = 16;
+/// Smaller models are hashed each time: that takes no longer than to look.
+const WORTH_KEEPING: u64 = 64 << 20;
 
-/// Says which base model is in `dir`, cheaply: a blake3 hash over what the model computes (not how its config
-/// spells it), and the name, the shape and some numbers of every parameter. The numbers are taken as bf16, so
-/// a copy of the same weights stored in f32 or bf16 has the same fingerprint.
+/// What tells base models apart.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fingerprint {
+    pub exact: String,
+    pub weights: String,
+    pub sampled: String,
+}
+
+/// The base model of an adapter, as its file names it; what the file does not say is empty.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Base {
+    pub weights: String,
+    pub sampled: String,
+}
+
+impl Fingerprint {
+    /// What an adapter on these weights keeps.
+    pub fn base(&self) -> Base {
+        Base {
+            weights: self.weights.clone(),
+            sampled: self.sampled.clone(),
+        }
+    }
+}
+
+impl Base {
+    /// Do both name the same weights? By all numbers where both know them, else by the sampled ones; who says nothing
+    /// agrees with everyone.
+    pub fn agrees(&self, other: &Base) -> bool {
+        let both = |a: &str, b: &str| !a.is_empty() && !b.is_empty();
+        if both(&self.weights, &other.weights) {
+            return self.weights == other.weights;
+        }
+        !both(&self.sampled, &other.sampled) || self.sampled == other.sampled
+    }
+
+    /// The name to show.
+    pub fn name(&self) -> &str {
+        match self.weights.is_empty() {
+            true => &self.sampled,
+            false => &self.weights,
+        }
+    }
+}
+
+/// Says which base model is in `dir`: hashes over what the model computes (not how its config spells it), and the name,
+/// the shape and the numbers of every parameter.
 ///
-/// Errors: an unsupported model; a parameter is missing or has another shape; a file cannot be read.
-pub fn fingerprint(dir: &Path) -> Result<String> {
+/// Errors: an unsupported model; a parameter is missing, has another shape, or a number that is not finite; a file
+/// cannot be read.
+pub fn fingerprint(dir: &Path) -> Result<Fingerprint> {
     let spec = families::read(&Config::load(dir)?)?;
     of(&spec, &Weights::open(dir)?)
 }
 
 /// As `fingerprint`, of a model that is open already.
-pub(crate) fn of(spec: &Spec, weights: &Weights) -> Result<String> {
+pub(crate) fn of(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
+    let before = Files::look(weights);
+    let kept = before.as_ref().filter(|_| weights.total_bytes() >= WORTH_KEEPING);
+    let name = kept.map(|files| files.name(spec));
+    if let (Some(files), Some(name)) = (kept, &name)
+        && let Some(found) = cache::read(name).and_then(|text| files.found(&text))
+    {
+        return Ok(found);
+    }
+    let out = compute(spec, weights)?;
+    if let (Some(files), Some(name)) = (kept, &name)
+        && files.is_settled()
+        && Files::look(weights).as_ref() == Some(files)
+    {
+        cache::write(name, &files.text(&out));
+    }
+    Ok(out)
+}
+
+/// Bytes to hash: numbers of a parameter, or a part of its codes.
+struct Job<'a> {
+    info: &'a TensorInfo,
+    /// A number format of weights; `None`: bytes that are hashed as they are.
+    dtype: Option<StoredDtype>,
+    first: usize,
+    count: usize,
+}
+
+fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
     let handles: Vec<File> = weights.files().iter().map(|p| files::open(p)).collect::<Result<_>>()?;
-    let mut hasher = blake3::Hasher::new();
-    let mut text = |t: &str| {
-        hasher.update(&(t.len() as u64).to_le_bytes());
-        hasher.update(t.as_bytes());
+    let params = spec.params();
+    let mut jobs: Vec<Job> = Vec::new();
+    let mut split = |info, dtype: Option<StoredDtype>, total: usize| {
+        for first in (0..total.max(1)).step_by(PIECE) {
+            let count = PIECE.min(total - first);
+            jobs.push(Job {
+                info,
+                dtype,
+                first,
+                count,
+            });
+        }
     };
-    text("ft base 1");
-    text(&computes(spec));
-    for p in &spec.params() {
-        if let Some((_, format)) = stored::find(weights, &p.name)? {
-            // Codes are no numbers: what turns them into numbers stands for them.
-            text(&format!("{} {:?} {}", p.name, p.shape, format.tag()));
+    let mut sampled = Texts::new("ft base 1", spec);
+    // What is hashed of each parameter beside its numbers, and how many jobs it has.
+    let mut parts: Vec<(String, usize)> = Vec::new();
+    for p in &params {
+        if let (Some((layout, format)), &[rows, columns]) = (stored::find(weights, &p.name)?, p.shape.as_slice()) {
+            // Codes are no numbers: what turns them into numbers stands for them in `sampled`.
+            let head = format!("{} {:?} {}", p.name, p.shape, format.tag());
+            sampled.put(&head);
             let scales = ["scales", "absmax"].map(|part| format!("{}.{part}", p.name));
             if let Some(scales) = scales.iter().find(|n| weights.info(n).is_some()) {
-                text(&blake3::hash(&weights.read_bytes(scales)?).to_hex());
+                sampled.put(&blake3::hash(&weights.read_bytes(scales)?).to_hex());
+            }
+            for part in stored::tensors(layout, format, &p.name, (rows, columns)) {
+                let info = weights.info(&part.name).ok_or_else(|| {
+                    Error::new(format!("tensor `{}` is missing", part.name)).at_path(&weights.files()[0])
+                })?;
+                split(info, None, info.bytes as usize);
+                parts.push((
+                    format!("{head} {}", part.name),
+                    (info.bytes as usize).max(1).div_ceil(PIECE),
+                ));
             }
             continue;
         }
         let info = weights.require(&p.name, &p.shape)?;
-        text(&p.name);
-        text(&format!("{:?}", p.shape));
-        let path = &weights.files()[info.file];
-        let numbers = sample(&handles[info.file], info).map_err(|e| {
-            Error::new(format!("cannot read tensor `{}`", p.name))
-                .at_path(path)
-                .cause(e)
-        })?;
-        text(
+        let head = format!("{:?}", p.shape);
+        let numbers = sample(&handles[info.file], info).map_err(|e| unreadable(weights, info, e))?;
+        sampled.put(&p.name);
+        sampled.put(&head);
+        sampled.put(
             &numbers
                 .iter()
                 .map(|x| format!("{:04x}", x.to_bits()))
                 .collect::<String>(),
         );
+        split(info, Some(info.dtype), info.count());
+        parts.push((format!("{} {head}", p.name), info.count().max(1).div_ceil(PIECE)));
     }
-    Ok(format!("blake3:{}", hasher.finalize().to_hex()))
+    let hash = |(raw, rounded): &mut (Vec<u8>, Vec<u8>), job: &Job| -> Result<([u8; 32], [u8; 32])> {
+        let size = job.dtype.map_or(1, StoredDtype::size);
+        raw.resize(job.count * size, 0);
+        handles[job.info.file]
+            .read_exact_at(raw, job.info.offset + (job.first * size) as u64)
+            .map_err(|e| unreadable(weights, job.info, e))?;
+        let exact = *blake3::hash(raw).as_bytes();
+        let Some(dtype) = job.dtype else {
+            return Ok((exact, exact));
+        };
+        if let Some(at) = not_finite(dtype, raw) {
+            return Err(
+                Error::new(format!("tensor `{}` has a number that is not finite", job.info.name))
+                    .at_path(&weights.files()[job.info.file])
+                    .found(format!(
+                        "{} as number {}",
+                        number(dtype, &raw[at * size..(at + 1) * size]),
+                        job.first + at
+                    ))
+                    .hint("the file is damaged, or it was saved by a training that had diverged: get the model again"),
+            );
+        }
+        if dtype == StoredDtype::Bf16 {
+            return Ok((exact, exact));
+        }
+        rounded.clear();
+        rounded.extend(raw.chunks_exact(size).flat_map(|b| number(dtype, b).to_le_bytes()));
+        Ok((exact, *blake3::hash(rounded).as_bytes()))
+    };
+    let found: Vec<Result<_>> = jobs.par_iter().map_init(Default::default, hash).collect();
+    let mut found = found.into_iter();
+    let (mut exact, mut whole) = (Texts::new("ft base 2 exact", spec), Texts::new("ft base 2", spec));
+    for (head, pieces) in parts {
+        exact.put(&head);
+        whole.put(&head);
+        for _ in 0..pieces {
+            let Some(piece) = found.next() else { break };
+            let (a, b) = piece?;
+            exact.0.update(&a);
+            whole.0.update(&b);
+        }
+    }
+    Ok(Fingerprint {
+        exact: exact.name("blake3-exact"),
+        weights: whole.name("blake3-all"),
+        sampled: sampled.name("blake3"),
+    })
+}
+
+fn unreadable(weights: &Weights, info: &TensorInfo, e: std::io::Error) -> Error {
+    Error::new(format!("cannot read tensor `{}`", info.name))
+        .at_path(&weights.files()[info.file])
+        .cause(e)
+}
+
+/// A hash over texts, each with its length.
+struct Texts(blake3::Hasher);
+
+impl Texts {
+    fn new(first: &str, spec: &Spec) -> Self {
+        let mut out = Self(blake3::Hasher::new());
+        out.put(first);
+        out.put(&computes(spec));
+        out
+    }
+
+    fn put(&mut self, text: &str) {
+        self.0.update(&(text.len() as u64).to_le_bytes());
+        self.0.update(text.as_bytes());
+    }
+
+    fn name(&self, kind: &str) -> String {
+        format!("{kind}:{}", self.0.finalize().to_hex())
+    }
+}
+
+/// The first number of `raw` that is not finite: all bits of its exponent are set.
+fn not_finite(dtype: StoredDtype, raw: &[u8]) -> Option<usize> {
+    fn find<const N: usize>(raw: &[u8], bad: impl Fn([u8; N]) -> bool) -> Option<usize> {
+        let (all, _) = raw.as_chunks::<N>();
+        // Without a way out of the loop it runs on whole vectors.
+        let any = all
+            .chunks(4096)
+            .position(|some| some.iter().fold(false, |any, b| any | bad(*b)))?;
+        all.iter()
+            .skip(any * 4096)
+            .position(|b| bad(*b))
+            .map(|at| at + any * 4096)
+    }
+    match dtype {
+        StoredDtype::F32 => find(raw, |b| u32::from_le_bytes(b) & 0x7f80_0000 == 0x7f80_0000),
+        StoredDtype::F16 => find(raw, |b| u16::from_le_bytes(b) & 0x7c00 == 0x7c00),
+        StoredDtype::Bf16 => find(raw, |b| u16::from_le_bytes(b) & 0x7f80 == 0x7f80),
+        StoredDtype::F64 => find(raw, |b| u64::from_le_bytes(b) & (0x7ff << 52) == 0x7ff << 52),
+        _ => None,
+    }
 }
 
 /// What the shapes do not say. Written out by hand: a field that is added to `Spec` must not make every
@@ -125,24 +326,95 @@ fn number(dtype: StoredDtype, b: &[u8]) -> bf16 {
     }
 }
 
-/// The fingerprint of the base that an adapter's file names.
-pub fn base_of(weights: &Weights) -> Option<String> {
-    weights.metadata().get(KEY).filter(|p| !p.is_empty()).cloned()
+/// The files of weights as the file system shows them.
+#[derive(Debug, PartialEq)]
+struct Files(Vec<Value>);
+
+impl Files {
+    fn look(weights: &Weights) -> Option<Self> {
+        let time = |s: i64, ns: i64| s.saturating_mul(1_000_000_000).saturating_add(ns);
+        let one = |path: &std::path::PathBuf| {
+            let path = path.canonicalize().ok()?;
+            let m = path.metadata().ok()?;
+            // The second time cannot be set by a program: a file that was written again has another.
+            let times = [time(m.mtime(), m.mtime_nsec()), time(m.ctime(), m.ctime_nsec())];
+            Some(json!([path.to_str()?, m.len(), m.ino(), times[0], times[1]]))
+        };
+        weights.files().iter().map(one).collect::<Option<_>>().map(Self)
+    }
+
+    /// A change that follows at once could have the same time: younger files are not remembered.
+    fn is_settled(&self) -> bool {
+        let newest = self.0.iter().filter_map(|f| f[4].as_i64()).max().unwrap_or(i64::MAX);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        u64::try_from(newest).is_ok_and(|t| Duration::from_nanos(t) + Duration::from_secs(2) < now)
+    }
+
+    fn name(&self, spec: &Spec) -> String {
+        let mut texts = Texts::new("ft weights", spec);
+        for p in spec.params() {
+            texts.put(&format!("{} {:?}", p.name, p.shape));
+        }
+        self.0.iter().for_each(|f| texts.put(f[0].as_str().unwrap_or_default()));
+        format!("weights-{}.json", &texts.0.finalize().to_hex()[..32])
+    }
+
+    fn text(&self, found: &Fingerprint) -> String {
+        let body = json!([self.0, found.exact, found.weights, found.sampled]);
+        let seal = blake3::hash(body.to_string().as_bytes()).to_hex().to_string();
+        format!(
+            "{:#}\n",
+            json!({"format": "ft weights 1", "seal": seal, "weights": body})
+        )
+    }
+
+    /// What was kept, if it is whole and of these very files.
+    fn found(&self, text: &str) -> Option<Fingerprint> {
+        let value: Value = serde_json::from_str(text).ok()?;
+        let body = &value["weights"];
+        let seal = blake3::hash(body.to_string().as_bytes()).to_hex().to_string();
+        let same = body[0].as_array().is_some_and(|files| *files == self.0);
+        if value["format"] != "ft weights 1" || value["seal"] != seal.as_str() || !same {
+            return None;
+        }
+        let text = |i: usize| body[i].as_str().map(str::to_string);
+        Some(Fingerprint {
+            exact: text(1)?,
+            weights: text(2)?,
+            sampled: text(3)?,
+        })
+    }
 }
 
-/// Checks that the adapter in `dir` was trained on the base with this fingerprint. Adapters of other tools say
-/// nothing of their base and pass.
+/// The base that an adapter's file names.
+pub fn base_of(weights: &Weights) -> Option<Base> {
+    let text = |key: &str| weights.metadata().get(key).cloned().unwrap_or_default();
+    let base = Base {
+        weights: text(WEIGHTS),
+        sampled: text(SAMPLED),
+    };
+    (base != Base::default()).then_some(base)
+}
+
+/// Checks that the adapter in `dir` was trained on this base. Adapters of other tools say nothing of their base and
+/// pass.
 ///
 /// Errors: it was trained on another base.
-pub fn check_base(dir: &Path, fingerprint: &str) -> Result<()> {
+pub fn check_base(dir: &Path, base: &Base) -> Result<()> {
     let path = dir.join(adapter::WEIGHTS);
     let weights = Weights::open_file(&path)?;
     match base_of(&weights) {
-        Some(own) if own != fingerprint => Err(Error::new("adapter was trained on another base model")
-            .at_path(&path)
-            .found(format!("base {own}"))
-            .expected(format!("base {fingerprint}, the given model"))
-            .hint("give the model that the adapter was trained on; the same shapes are not the same weights")),
+        Some(own) if !own.agrees(base) => {
+            let (found, expected) = match own.weights.is_empty() {
+                true => (&own.sampled, &base.sampled),
+                false => (&own.weights, &base.weights),
+            };
+            Err(Error::new("adapter was trained on another base model")
+                .at_path(&path)
+                .found(format!("base {found}"))
+                .expected(format!("base {expected}, the given model"))
+                .hint("give the model that the adapter was trained on; the same shapes are not the same weights"))
+        }
         _ => Ok(()),
     }
 }

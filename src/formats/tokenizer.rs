@@ -35,6 +35,7 @@ pub struct Tokenizer {
     special: HashSet<u32>,
     stop: Vec<u32>,
     size: usize,
+    conflict: Option<String>,
 }
 
 const ROLES: [&str; 7] = [
@@ -88,6 +89,17 @@ impl Tokenizer {
             .collect();
         special.extend(named.iter().filter_map(|(_, n)| n.id));
         let (generation, model) = (end_ids(dir, "generation_config.json")?, end_ids(dir, "config.json")?);
+        let own: Vec<u32> = named
+            .iter()
+            .filter(|(role, _)| *role == "eos_token")
+            .filter_map(|(_, n)| n.id)
+            .collect();
+        let said = [
+            ("the tokenizer", own.as_slice()),
+            ("generation_config.json", &generation),
+            ("config.json", &model),
+        ];
+        let conflict = ends_disagree(&said, &|id| inner.id_to_token(id));
         if !named.iter().any(|(role, n)| *role == "eos_token" && n.id.is_some())
             && let Some((id, text)) = generation
                 .iter()
@@ -115,7 +127,13 @@ impl Tokenizer {
             special,
             stop,
             size,
+            conflict,
         })
+    }
+
+    /// The files of the model name different end tokens: what to tell the user.
+    pub fn end_conflict(&self) -> Option<&str> {
+        self.conflict.as_deref()
     }
 
     /// One token for each byte, and an end of text: for models that have no tokenizer.
@@ -145,6 +163,7 @@ impl Tokenizer {
             special: id.into_iter().collect(),
             stop: id.into_iter().collect(),
             named: vec![("eos_token", Named { text, id })],
+            conflict: None,
         })
     }
 
@@ -337,6 +356,33 @@ fn end_ids(dir: &Path, name: &str) -> Result<Vec<u32>> {
         Some(raw) => Config::from_map(raw, &dir.join(name)).token_ids("eos_token_id"),
         None => Ok(Vec::new()),
     }
+}
+
+/// Files that have no end token in common with the first one that names any.
+fn ends_disagree(said: &[(&str, &[u32])], token: &dyn Fn(u32) -> Option<String>) -> Option<String> {
+    let mut said = said.iter().filter(|(_, ids)| !ids.is_empty());
+    let (first, taken) = said.next()?;
+    let others: Vec<_> = said.filter(|(_, ids)| !ids.contains(&taken[0])).collect();
+    if others.is_empty() {
+        return None;
+    }
+    let show = |ids: &[u32]| -> String {
+        let one = |id: &u32| match token(*id) {
+            Some(text) => format!("{id} {}", clip(&text)),
+            None => format!("{id}, which is no token"),
+        };
+        ids.iter().map(one).collect::<Vec<_>>().join(" or ")
+    };
+    let others: Vec<String> = others
+        .iter()
+        .map(|(file, ids)| format!("{file} says {}", show(ids)))
+        .collect();
+    Some(format!(
+        "the files of the model name different end tokens: {first} says {}, {}; rows end with the first, answers with any \
+         of them: make the files agree if that is not meant",
+        show(&taken[..1]),
+        others.join(", ")
+    ))
 }
 
 fn clip(text: &str) -> String {

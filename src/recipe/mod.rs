@@ -92,7 +92,7 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<Loaded> {
             .at_path(path)
             .hint("`ft recipes` lists recipes to start from, `ft recipes copy NAME` copies one"));
     }
-    let text = files::read_text(path)?;
+    let text = files::read_text_or_stdin(path)?;
     parse(&text, &path.display().to_string(), overrides)
 }
 

@@ -5,6 +5,9 @@ use crate::base::{Error, Result};
 use serde_json::Value;
 use std::path::Path;
 
+pub(super) const METRICS: &str = "metrics.jsonl";
+pub(super) const SAMPLES: &str = "samples.jsonl";
+
 pub(super) struct Log {
     file: Option<AppendFile>,
     fault: Option<Error>,
@@ -33,6 +36,16 @@ impl Log {
         }
     }
 
+    /// Makes the lines so far durable.
+    pub(super) fn sync(&mut self) {
+        if let Some(file) = &mut self.file
+            && let Err(fault) = file.sync()
+        {
+            self.file = None;
+            self.fault = Some(fault);
+        }
+    }
+
     pub(super) fn take_fault(&mut self) -> Option<Error> {
         self.fault.take()
     }
@@ -45,27 +58,52 @@ pub(super) fn unix_time() -> f64 {
         .map_or(0.0, |d| d.as_secs_f64())
 }
 
-/// Rewrites `metrics.jsonl` in `dir` without the lines of steps after `step` and without a torn line, so that
-/// a resumed run leaves each step once. `step` 0 is a new start: nothing is kept. No file is no error.
+/// Rewrites `metrics.jsonl` and `samples.jsonl` in `dir` without the lines of steps after `step` and without a torn
+/// line, so that a resumed run leaves each line once. `step` 0 is a new start: nothing is kept. No file is no error.
 pub fn truncate_after(dir: &Path, step: u64) -> Result<()> {
-    let path = dir.join("metrics.jsonl");
+    for name in [METRICS, SAMPLES] {
+        keep_lines(&dir.join(name), |at, _| step > 0 && at <= step)?;
+    }
+    Ok(())
+}
+
+/// Rewrites `metrics.jsonl` in `dir` without the evaluation of `step`.
+pub(super) fn drop_evaluation(dir: &Path, step: u64) -> Result<()> {
+    keep_lines(&dir.join(METRICS), |at, line| {
+        at != step || !is_evaluation(line, "eval_")
+    })
+}
+
+/// Has `metrics.jsonl` in `dir` a whole line of `step` with a key that begins with `key`?
+pub fn has_evaluation(dir: &Path, step: u64, key: &str) -> bool {
+    let bytes = files::read(&dir.join(METRICS)).unwrap_or_default();
+    let mut lines = bytes.split_inclusive(|b| *b == b'\n').filter_map(whole);
+    lines.any(|(at, line)| at == step && is_evaluation(&line, key))
+}
+
+fn is_evaluation(line: &Value, key: &str) -> bool {
+    line.as_object().is_some_and(|l| l.keys().any(|k| k.starts_with(key)))
+}
+
+/// The step of a line that was written to its end.
+fn whole(line: &[u8]) -> Option<(u64, Value)> {
+    let value: Value = serde_json::from_slice(line.strip_suffix(b"\n")?).ok()?;
+    Some((value.get("step")?.as_u64()?, value))
+}
+
+fn keep_lines(path: &Path, keep: impl Fn(u64, &Value) -> bool) -> Result<()> {
     if !path.exists() {
         return Ok(());
     }
-    let bytes = files::read(&path)?;
+    let bytes = files::read(path)?;
     let mut kept = Vec::with_capacity(bytes.len());
-    if step > 0 {
-        for line in bytes.split_inclusive(|b| *b == b'\n') {
-            let at = serde_json::from_slice::<Value>(line)
-                .ok()
-                .and_then(|v| v.get("step")?.as_u64());
-            if line.ends_with(b"\n") && at.is_some_and(|s| s <= step) {
-                kept.extend_from_slice(line);
-            }
+    for line in bytes.split_inclusive(|b| *b == b'\n') {
+        if whole(line).is_some_and(|(at, value)| keep(at, &value)) {
+            kept.extend_from_slice(line);
         }
     }
     if kept.len() == bytes.len() {
         return Ok(());
     }
-    files::write_atomic(&path, &kept)
+    files::write_atomic(path, &kept)
 }

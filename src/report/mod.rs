@@ -9,7 +9,7 @@ mod terminal;
 
 pub use environment::{cpu, environment, write_environment};
 pub use layout::{ascii, columns, visible, visible_but_colors, wrapped};
-pub use log::truncate_after;
+pub use log::{has_evaluation, truncate_after};
 pub use screen::{
     Style, above, aside, ask, bug, clear, error, note, result_is_terminal, result_width, start, style, warn, width,
 };
@@ -66,12 +66,12 @@ pub struct Reporter {
 
 impl Reporter {
     /// `total_steps` of the whole run; `resumed_from` is the step of the checkpoint, 0 for a new run.
-    /// Lines of `metrics.jsonl` after that step are dropped: the run will write them again.
+    /// Lines of `metrics.jsonl` and `samples.jsonl` after that step are dropped: the run will write them again.
     pub fn new(dir: &Path, total_steps: u64, resumed_from: u64) -> Self {
         // Before the file is opened: the rewrite gives it a new inode.
         let truncated = truncate_after(dir, resumed_from);
         let mut reporter = Self {
-            metrics: Log::open(&dir.join("metrics.jsonl")),
+            metrics: Log::open(&dir.join(log::METRICS)),
             events: Log::open(&dir.join("events.jsonl")),
             samples: None,
             dir: dir.to_path_buf(),
@@ -172,8 +172,29 @@ impl Reporter {
 
     /// A line of `samples.jsonl`: what the model wrote during the run.
     pub fn sample(&mut self, sample: &Value) {
-        let path = self.dir.join("samples.jsonl");
+        let path = self.dir.join(log::SAMPLES);
         self.samples.get_or_insert_with(|| Log::open(&path)).line(sample);
+        self.complain();
+    }
+
+    /// Drops the lines of an evaluation that is made again.
+    pub fn drop_evaluation(&mut self, step: u64) {
+        if let Err(e) = log::drop_evaluation(&self.dir, step) {
+            self.warn(&format!("metrics of an earlier evaluation are kept: {e}"));
+        }
+        // The rewrite gives the file a new inode.
+        self.metrics = Log::open(&self.dir.join(log::METRICS));
+        self.complain();
+    }
+
+    /// Makes the lines so far durable.
+    pub fn sync(&mut self) {
+        for log in [&mut self.metrics, &mut self.events]
+            .into_iter()
+            .chain(&mut self.samples)
+        {
+            log.sync();
+        }
         self.complain();
     }
 
@@ -301,6 +322,9 @@ mod tests {
         files::write_atomic(&path, text.as_bytes()).unwrap();
         let mut r = Reporter::new(dir.path(), 6, 3);
         r.step(&step(4, 4.0), false);
+        r.drop_evaluation(3);
+        assert!(has_evaluation(dir.path(), 2, "eval_loss") && !has_evaluation(dir.path(), 3, "eval_"));
+        r.sync();
         drop(r);
         let steps: Vec<u64> = lines(dir.path(), "metrics.jsonl")
             .iter()
@@ -310,6 +334,25 @@ mod tests {
         assert_eq!(steps, [1, 2, 3, 4]);
         drop(Reporter::new(dir.path(), 6, 0));
         assert!(lines(dir.path(), "metrics.jsonl").is_empty());
+    }
+
+    #[test]
+    fn samples_of_later_steps_go_too() {
+        let dir = tempfile::tempdir().unwrap();
+        let sample = |r: &mut Reporter, s: u64| r.sample(&json!({"step": s, "completion": "a"}));
+        let mut r = Reporter::new(dir.path(), 6, 0);
+        (1..=5).for_each(|s| sample(&mut r, s));
+        drop(r);
+        let mut r = Reporter::new(dir.path(), 6, 3);
+        sample(&mut r, 4);
+        drop(r);
+        let steps = lines(dir.path(), "samples.jsonl");
+        assert_eq!(
+            steps.iter().map(|l| l["step"].as_u64().unwrap()).collect::<Vec<_>>(),
+            [1, 2, 3, 4]
+        );
+        drop(Reporter::new(dir.path(), 6, 0));
+        assert!(lines(dir.path(), "samples.jsonl").is_empty());
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! `ft adapter`: adapter directories looked at, compared and added up. No model is needed.
 
 use crate::base::{Error, Result, files};
-use crate::export;
+use crate::export::{self, Base};
 use crate::formats::adapter::{self, AdapterConfig, Key, Kind, Targets};
 use crate::formats::weights::Weights;
 use crate::model::Adapters;
@@ -98,7 +98,7 @@ pub fn show(dir: &Path) -> Result<Shown> {
         elements,
         bytes: weights.total_bytes(),
         base: config.base_model_name_or_path.clone(),
-        fingerprint: export::base_of(&weights),
+        fingerprint: export::base_of(&weights).map(|base| base.name().to_string()),
         settings,
         modules: counted
             .into_iter()
@@ -226,7 +226,7 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
         return Err(Error::usage("output directory is not empty").at_path(out));
     }
     let mut pairs: BTreeMap<String, (Vec<Tensor>, Vec<Tensor>)> = BTreeMap::new();
-    let mut base: Option<(String, &Path)> = None;
+    let mut base: Option<(Base, &Path)> = None;
     let mut first: Option<(AdapterConfig, &Path)> = None;
     for (dir, weight) in adapters {
         let (config, weights) = open(dir)?;
@@ -240,15 +240,17 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
                 .found(config.name())
                 .hint("`ft merge` adds adapters of every kind to the weights of the model"));
         }
-        if let Some(print) = export::base_of(&weights) {
+        if let Some(named) = export::base_of(&weights) {
             match &base {
-                Some((own, other)) if *own != print => {
+                Some((own, other)) if !own.agrees(&named) => {
                     return Err(Error::new("the adapters belong to two base models")
                         .at_path(dir)
-                        .found(print)
-                        .expected(format!("{own}, as {}", other.display())));
+                        .found(named.name())
+                        .expected(format!("{}, as {}", own.name(), other.display())));
                 }
-                _ => base = Some((print, dir)),
+                // The one that says more.
+                Some((own, _)) if !own.weights.is_empty() => {}
+                _ => base = Some((named, dir)),
             }
         }
         for name in weights.names() {
@@ -310,8 +312,8 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
         config.rank_pattern.push((module.replace('.', "\\."), r));
         config.alpha_pattern.push((module.replace('.', "\\."), r as f64));
     }
-    let print = base.map(|(print, _)| print).unwrap_or_default();
-    export::adapter(out, &config, &all, &BTreeMap::new(), dir, &print)?;
+    let base = base.map(|(base, _)| base).unwrap_or_default();
+    export::adapter(out, &config, &all, &BTreeMap::new(), dir, &base)?;
     Ok(Combined {
         rank: config.r,
         modules: all.len(),

@@ -1,75 +1,245 @@
 //! The run directory: opened, described, cleaned.
 
-use super::setup;
+use super::owner::{self, Kind, Manifest};
 use super::train::Options;
 use super::{starts, state};
-use crate::base::{Error, Result, files};
+use crate::base::lock::{self, RunLock};
+use crate::base::{Error, Result, files, staging};
 use crate::checkpoint::{self, Loaded};
 use crate::model::{Spec, shapes};
 use crate::ops::CpuPath;
 use crate::plan::{Place, Plan};
 use crate::recipe::{self, Method, Recipe};
-use crate::report;
+use crate::report::{self, Reporter};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// New, resumed or refused: the checkpoint to go on from, if there is one.
-pub fn open(run_dir: &Path, options: &Options) -> Result<Option<Loaded>> {
-    checkpoint::clean_leftovers(run_dir)?;
-    if let Some(from) = &options.resume {
-        let from = from.as_deref().unwrap_or(run_dir);
-        let is_checkpoint = from.join("manifest.json").exists();
-        let loaded = if is_checkpoint {
-            Some(checkpoint::load(from)?)
-        } else {
-            checkpoint::latest(from)?
-        };
-        return match loaded {
-            Some(loaded) => Ok(Some(loaded)),
-            None => Err(Error::new("there is no checkpoint to resume from")
-                .at_path(from)
-                .hint("start without `--resume`")),
-        };
-    }
-    let old: Vec<PathBuf> = files::list(run_dir)?
-        .into_iter()
-        .filter(|p| p.file_name().is_some_and(|n| n != "run.lock"))
-        .collect();
-    if old.is_empty() {
-        return Ok(None);
-    }
-    if !options.overwrite {
-        return Err(Error::usage("the run directory holds an earlier run")
-            .at_path(run_dir)
-            .hint("go on with `--resume`, replace it with `--overwrite`, or set another `train.output_dir`"));
-    }
-    for path in old {
-        let name = path
-            .file_name()
-            .map(|n| n.to_string_lossy().into_owned())
-            .unwrap_or_default();
-        match path.is_dir() {
-            // Only what ft itself writes is removed.
-            true if OWN_DIRECTORIES.contains(&name.as_str()) || name.starts_with("checkpoint-") => {
-                files::remove_dir_all(&path)?
-            }
-            false if OWN_FILES.contains(&name.as_str()) => files::remove_file(&path)?,
-            _ => {}
-        }
-    }
-    Ok(None)
+/// A run directory that this process owns. Dropped before `begin` it is as it was.
+pub struct Directory {
+    path: PathBuf,
+    lock: Option<RunLock>,
+    manifest: Manifest,
+    /// No run was here.
+    new: bool,
+    /// This process has made the directory.
+    made: bool,
+    /// ... and the manifest.
+    written: bool,
+    begun: bool,
+    /// Checkpoints that rotation leaves, as the user knows.
+    kept: BTreeSet<PathBuf>,
+    /// What was removed, and what was left alone: for the user.
+    pub notes: Vec<String>,
 }
 
-const OWN_DIRECTORIES: [&str; 4] = ["final", setup::TRAINED, setup::DRAWN, setup::TEACHER];
-const OWN_FILES: [&str; 8] = [
-    setup::CODES,
-    "recipe.toml",
-    "resolved.toml",
-    "plan.json",
-    "environment.json",
-    "metrics.jsonl",
-    "events.jsonl",
-    "samples.jsonl",
-];
+/// May a run begin here, go on, or start anew? Looks only, so that a refusal comes early and leaves no trace.
+///
+/// Errors: the directory holds something else than a run; a run, and neither `--resume` nor `--overwrite` is given; no
+/// checkpoint to go on from.
+pub fn check(run_dir: &Path, options: &Options) -> Result<()> {
+    let kind = Kind::of(run_dir)?;
+    owner::refuse_links(run_dir)?;
+    let explicit = options.resume.as_ref().and_then(Option::as_deref);
+    match (&kind, &options.resume) {
+        (Kind::Other(names), _) => {
+            let shown: Vec<&str> = names.iter().take(5).map(String::as_str).collect();
+            let more = match names.len().saturating_sub(shown.len()) {
+                0 => String::new(),
+                n => format!(" and {n} more"),
+            };
+            Err(
+                Error::usage("the output directory holds files that are not a run of ft")
+                    .at_path(run_dir)
+                    .found(format!("{}{more}", shown.join(", ")))
+                    .hint("set `train.output_dir` to a new or empty directory"),
+            )
+        }
+        (Kind::New, Some(None)) => Err(Error::new("there is no run to resume")
+            .at_path(run_dir)
+            .hint("start it without `--resume`")),
+        (Kind::Run(_), Some(None)) => resumable(run_dir).map(drop),
+        (_, Some(Some(_))) => {
+            match explicit.filter(|from| checkpoint::list(from).is_ok_and(|l| l.is_empty()) && !is_checkpoint(from)) {
+                Some(from) => Err(Error::new("there is no checkpoint to resume from")
+                    .at_path(from)
+                    .hint("give a run directory, or a `checkpoint-<step>` directory of one")),
+                None => Ok(()),
+            }
+        }
+        (Kind::Run(_), None) if !options.overwrite => {
+            let error = Error::usage("the output directory holds an earlier run").at_path(run_dir);
+            Err(error.hint(match resumable(run_dir) {
+                Ok(true) => "go on with `--resume`, replace it with `--overwrite`, or set another `train.output_dir`",
+                Ok(false) => {
+                    "it has no checkpoint yet: start it again with `--resume` or `--overwrite`, or set another \
+                     `train.output_dir`"
+                }
+                Err(_) => "it is finished: replace it with `--overwrite`, or set another `train.output_dir`",
+            }))
+        }
+        (Kind::New | Kind::Run(_), None) => Ok(()),
+    }
+}
+
+fn is_checkpoint(from: &Path) -> bool {
+    from.join("manifest.json").exists()
+}
+
+/// Has the run a checkpoint to go on from? One that ended before its first starts again.
+///
+/// Errors: a finished run without checkpoints.
+fn resumable(run_dir: &Path) -> Result<bool> {
+    let any = !checkpoint::list(run_dir)?.is_empty();
+    if !any && run_dir.join(owner::FINAL).exists() {
+        return Err(Error::new("the run is finished and has no checkpoint to go on from")
+            .at_path(run_dir)
+            .hint("its result is in `final/`; `--overwrite` trains it again, or set another `train.output_dir`"));
+    }
+    Ok(any)
+}
+
+/// Bytes that starting anew frees.
+pub fn freed(run_dir: &Path, options: &Options) -> u64 {
+    match Kind::of(run_dir) {
+        Ok(Kind::Run(manifest)) if options.overwrite => manifest.bytes(run_dir),
+        _ => 0,
+    }
+}
+
+/// Takes the directory: new, resumed or overwritten; with the checkpoint to go on from, if there is one. `same` may
+/// refuse the checkpoint.
+///
+/// Errors: as `check`; another run is in progress; a damaged checkpoint. Then nothing was changed but leftovers of this
+/// run's own killed processes.
+pub fn open(
+    run_dir: &Path,
+    options: &Options,
+    same: &dyn Fn(&Loaded) -> Result<()>,
+) -> Result<(Directory, Option<Loaded>)> {
+    let made = run_dir.symlink_metadata().is_err();
+    let new = Kind::of(run_dir)? == Kind::New;
+    files::create_dir_all(run_dir)?;
+    let mut out = Directory {
+        path: run_dir.to_path_buf(),
+        lock: None,
+        manifest: Manifest::default(),
+        new,
+        made,
+        written: false,
+        begun: false,
+        kept: BTreeSet::new(),
+        notes: Vec::new(),
+    };
+    let last = lock::last_process(run_dir);
+    out.lock = Some(RunLock::acquire(run_dir)?);
+    // Another process may have come first.
+    check(run_dir, options)?;
+    if let Kind::Run(manifest) = Kind::of(run_dir)? {
+        out.manifest = manifest;
+        let cleaned = out.manifest.clean(run_dir, last)?;
+        out.note("removed what a stopped run left unfinished", &cleaned.removed);
+        out.note("gave back its name to", &cleaned.restored);
+        out.note("left alone, as nothing proves that ft made it", &cleaned.left);
+    }
+    let resumed = match &options.resume {
+        None => None,
+        Some(from) => {
+            let from = from.as_deref().unwrap_or(run_dir);
+            match is_checkpoint(from) {
+                true => Some(checkpoint::load(from)?),
+                false => checkpoint::latest(from)?,
+            }
+        }
+    };
+    if let Some(checkpoint) = &resumed {
+        same(checkpoint).map_err(|e| e.or_at(checkpoint.path.display()))?;
+        let aside = checkpoint::set_aside_later(run_dir, checkpoint.step)?;
+        out.note("later checkpoints were set aside", &aside);
+    } else if options.resume.is_some() {
+        out.notes
+            .push("the run has no checkpoint yet: it starts from the beginning".into());
+    } else if options.overwrite {
+        let (removed, left) = out.manifest.remove(run_dir)?;
+        let paths = |names: Vec<String>| names.into_iter().map(PathBuf::from).collect::<Vec<_>>();
+        out.note("removed of the earlier run", &paths(removed));
+        out.note("left alone, as it is not all ft's", &paths(left));
+    }
+    out.manifest.join(run_dir)?;
+    out.written = true;
+    Ok((out, resumed))
+}
+
+impl Directory {
+    fn note(&mut self, what: &str, paths: &[PathBuf]) {
+        let names: Vec<String> = paths
+            .iter()
+            .map(|p| {
+                p.file_name()
+                    .map(|n| n.to_string_lossy().into_owned())
+                    .unwrap_or_default()
+            })
+            .collect();
+        if !names.is_empty() {
+            self.notes.push(format!("{what}: {}", names.join(", ")));
+        }
+    }
+
+    /// The run goes ahead: the directory stays.
+    pub fn begin(&mut self) {
+        self.begun = true;
+    }
+
+    /// Errors: the directory is not at its place any more.
+    pub fn check(&self) -> Result<()> {
+        self.lock.as_ref().map_or(Ok(()), RunLock::check)
+    }
+
+    /// Warns, once for each, of checkpoints that rotation leaves.
+    pub fn keeps(&mut self, kept: &[PathBuf], reporter: &mut Reporter) {
+        for path in kept {
+            if self.kept.insert(path.clone()) {
+                reporter.warn(&format!(
+                    "{} stays beyond `train.save_total_limit`: not all in it is ft's",
+                    path.display()
+                ));
+            }
+        }
+    }
+
+    /// Where the `final/` that is there now goes when a new one is written.
+    pub fn aside(&self) -> Result<PathBuf> {
+        staging::left_name(&self.path.join(owner::FINAL))
+    }
+
+    /// `final/` was written; `before` is what `aside` said. Returns what to tell the user.
+    pub fn exported(&mut self, before: &Path) -> Result<Option<String>> {
+        let stays = self.manifest.exported(&self.path, before)?;
+        Ok(stays.then(|| {
+            format!(
+                "the `final/` that was there was changed by someone else: it is now {}",
+                before.display()
+            )
+        }))
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        if self.begun || !self.new {
+            return;
+        }
+        // A run that was refused leaves no trace in a directory that was new.
+        if self.written {
+            let _ = files::remove_file(&self.path.join(owner::MANIFEST));
+        }
+        if let Some(lock) = self.lock.take() {
+            let _ = lock.abandon();
+        }
+        if self.made {
+            let _ = files::remove_empty_dir(&self.path);
+        }
+    }
+}
 
 /// Recipe, plan and environment: what the run is.
 pub fn describe(run_dir: &Path, loaded: &recipe::Loaded, plan: &Plan) -> Result<()> {
@@ -77,19 +247,6 @@ pub fn describe(run_dir: &Path, loaded: &recipe::Loaded, plan: &Plan) -> Result<
     files::write_atomic(&run_dir.join("resolved.toml"), loaded.resolved.as_bytes())?;
     files::write_atomic(&run_dir.join("plan.json"), format!("{:#}\n", plan.json()).as_bytes())?;
     report::write_environment(run_dir, CpuPath::current().name())
-}
-
-/// Removes what only the run itself needed.
-pub fn clean(run_dir: &Path) -> Result<()> {
-    for scratch in [setup::TRAINED, setup::DRAWN, setup::TEACHER].map(|name| run_dir.join(name)) {
-        if scratch.is_dir() {
-            files::remove_dir_all(&scratch)?;
-        }
-    }
-    match run_dir.join(setup::CODES) {
-        codes if codes.is_file() => files::remove_file(&codes),
-        _ => Ok(()),
-    }
 }
 
 /// Bytes of what a run writes: checkpoints (one more than are kept) and `final/`; `elements` are trained in all.

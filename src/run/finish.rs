@@ -6,7 +6,7 @@ use super::stage::preference;
 use super::starts;
 use crate::base::{Error, Result};
 use crate::engine::Engine;
-use crate::export::{self, ModelExport};
+use crate::export::{self, Base, ModelExport};
 use crate::formats::adapter::AdapterConfig;
 use crate::formats::writer::Values;
 use crate::model::Adapters;
@@ -23,14 +23,15 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Writes `final/`; it appears whole or not at all. The random weights of a shape are not worth a file. `note` is
-/// told what a reader should know.
+/// Writes `final/`; it appears whole or not at all. The random weights of a shape are not worth a file. `print` names the
+/// base weights; `note` gets what a reader should know.
 pub fn export(
     run_dir: &Path,
     recipe: &Recipe,
     model: &Described,
     engine: &Engine,
     prepared: &Prepared,
+    print: &Base,
     note: &mut dyn FnMut(&str),
 ) -> Result<Option<PathBuf>> {
     if model.is_shape() {
@@ -38,7 +39,7 @@ pub fn export(
     }
     let out = run_dir.join("final");
     if let Some(config) = &prepared.config {
-        let out = adapter(&out, recipe, model, engine, prepared, config, note)?;
+        let out = adapter(&out, recipe, model, engine, prepared, (config, print), note)?;
         return with_template(recipe, model, out).map(Some);
     }
     let scores = recipe.train.stage == Stage::Reward;
@@ -98,7 +99,7 @@ fn adapter(
     model: &Described,
     engine: &Engine,
     prepared: &Prepared,
-    config: &AdapterConfig,
+    (config, print): (&AdapterConfig, &Base),
     note: &mut dyn FnMut(&str),
 ) -> Result<PathBuf> {
     let lora = &recipe.tune.lora;
@@ -132,8 +133,7 @@ fn adapter(
     };
     let coded = starts::changes_base(recipe);
     if !residual && !random && !coded {
-        let print = export::fingerprint(&model.dir)?;
-        return export::adapter(out, &config, &adapters, &whole, &model.dir, &print);
+        return export::adapter(out, &config, &adapters, &whole, &model.dir, print);
     }
     // The weights under this adapter exist nowhere else: they go along.
     config.base_model_name_or_path = Some(format!("{}/final/base", recipe.train.output_dir));
@@ -156,7 +156,7 @@ fn adapter(
                 None => as_stored(engine, name, sink),
             }
         })?;
-        export::fingerprint(&written)
+        Ok(export::fingerprint(&written)?.base())
     })
 }
 

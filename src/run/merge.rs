@@ -58,13 +58,13 @@ pub fn merge(
     let weights = Weights::open(model_dir)?;
     refuse_codes(&spec, &weights)?;
     refuse_strangers(&spec, &weights)?;
-    let print = export::fingerprint_of(&spec, &weights)?;
+    let base = export::fingerprint_of(&spec, &weights)?.base();
     let mut adapters = Vec::new();
     for (dir, weight) in adapter_dirs {
         if !weight.is_finite() {
             return Err(Error::usage("the weight of an adapter is not a finite number").at_path(dir));
         }
-        export::check_base(dir, &print)?;
+        export::check_base(dir, &base)?;
         adapters.push(Weighted {
             adapter: export::load_adapter(dir, &spec)?,
             weight: *weight,

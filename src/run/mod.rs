@@ -19,6 +19,7 @@ mod learning;
 mod loftq;
 pub mod merge;
 mod next;
+mod owner;
 pub mod plan;
 pub mod prompts;
 pub mod quantize;

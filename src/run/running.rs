@@ -1,6 +1,7 @@
 //! A training between two steps: save, evaluate, show samples, stop after a signal, explain a failure.
 //! Knows the engine and the run directory; the order of the events is `train`'s.
 
+use super::directory::Directory;
 use super::samples;
 use super::setup::Described;
 use super::stage::Feed;
@@ -32,6 +33,7 @@ pub struct Run<'a> {
     pub facts: Facts,
     pub reporter: Reporter,
     pub plan: &'a Plan,
+    pub directory: Directory,
     pub budget: Option<Budget>,
     pub pace: Pace,
 }
@@ -154,8 +156,11 @@ impl Run<'_> {
     }
 
     pub fn save(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        self.directory.check()?;
         let begun = Instant::now();
         let _phase = progress::phase(format!("saving step {step}"), 0, "");
+        // The lines up to this step must be as durable as the state.
+        self.reporter.sync();
         let path = state::save(
             self.run_dir,
             step,
@@ -164,7 +169,8 @@ impl Run<'_> {
             &self.facts,
             self.feed.state(step)?,
         )?;
-        checkpoint::rotate(self.run_dir, self.recipe.train.save_total_limit)?;
+        let rotated = checkpoint::rotate(self.run_dir, self.recipe.train.save_total_limit)?;
+        self.directory.keeps(&rotated.kept, &mut self.reporter);
         (self.pace.saved, self.pace.save) = (step, Some(begun.elapsed()));
         self.reporter
             .event("save", json!({"step": step, "checkpoint": path.display().to_string()}));
@@ -212,6 +218,24 @@ impl Run<'_> {
             more: engine.objective.metrics(),
         });
         Ok(())
+    }
+
+    /// Evaluates after `step` unless `metrics.jsonl` has the result already: a run may have been stopped between a save
+    /// and the evaluation of the same step.
+    ///
+    /// Errors: as `stop_if_asked`.
+    pub fn evaluate_if_missing(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        // The line that `evaluate` writes last.
+        let last = match self.feed.eval()?.is_empty() {
+            true => "eval_",
+            false => "eval_loss",
+        };
+        if report::has_evaluation(self.run_dir, step, last) {
+            return Ok(());
+        }
+        self.reporter.drop_evaluation(step);
+        self.evaluate(engine, step)?;
+        self.stop_if_asked(engine, step)
     }
 
     /// A signal ends it early: the caller saves and stops.

@@ -1,6 +1,6 @@
 //! What every program opens first: the model directory with its config, tokenizer and template.
 
-use crate::base::{Error, Result, files, progress};
+use crate::base::{Error, Result, progress, staging};
 use crate::data::codec::ChatRender;
 use crate::export;
 use crate::formats::StoredDtype;
@@ -150,7 +150,7 @@ impl Described {
             ModelInit::Random => {
                 let file = run_dir.join(DRAWN).join("model.safetensors");
                 if !file.is_file() {
-                    files::create_dir_all(&run_dir.join(DRAWN))?;
+                    staging::scratch(&run_dir.join(DRAWN))?;
                     let norm = if self.spec.norm_plus_one { 0.0 } else { 1.0 };
                     disk::write_random(&file, &params, seed, self.spec.initializer_range, norm, dtype)?;
                 }
@@ -248,7 +248,7 @@ impl Described {
         let mut network = Network::new(spec.clone(), Box::new(source), device.clone());
         if let Some(dir) = adapter {
             let loaded = export::load_adapter(dir, &spec)?;
-            export::check_base(dir, &export::fingerprint_of(&spec, &weights)?)?;
+            export::check_base(dir, &export::fingerprint_of(&spec, &weights)?.base())?;
             if let Some(own) = &loaded.score {
                 score = Some(own.to_device(device)?);
             }

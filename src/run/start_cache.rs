@@ -43,13 +43,40 @@ fn path(dir: &Path, key: &str) -> PathBuf {
     dir.join(format!("corda-{key}.safetensors"))
 }
 
-/// Pairs by module with their ranks; `None` where there is no such file, or it does not fit.
-pub fn read(dir: &Path, key: &str, network: &Network) -> Result<Option<BTreeMap<String, (usize, Pair)>>> {
+/// The metadata key for the hash of all pairs.
+const HASH: &str = "ft_hash";
+
+type Pairs = BTreeMap<String, (usize, Pair)>;
+
+fn hash(pairs: &Pairs) -> String {
+    let mut hasher = blake3::Hasher::new();
+    let mut buffer = Vec::new();
+    for (module, (r, pair)) in pairs {
+        hasher.update(format!("{module} {r} {} {}\n", pair.a.len(), pair.b.len()).as_bytes());
+        for numbers in pair.a.chunks(1 << 16).chain(pair.b.chunks(1 << 16)) {
+            buffer.clear();
+            buffer.extend(numbers.iter().flat_map(|x| x.to_le_bytes()));
+            hasher.update(&buffer);
+        }
+    }
+    hasher.finalize().to_hex().to_string()
+}
+
+/// Pairs by module with their ranks; `None` where there is no such file, or it does not fit. A file that is damaged, or
+/// too old to have a hash, is not used: `note` is told.
+pub fn read(dir: &Path, key: &str, network: &Network, note: &mut dyn FnMut(&str)) -> Result<Option<Pairs>> {
     let path = path(dir, key);
     if !path.is_file() {
         return Ok(None);
     }
-    let weights = Weights::open_file(&path)?;
+    let mut unusable = |why: &str| note(&format!("{} {why}: it is computed again", path.display()));
+    let weights = match Weights::open_file(&path) {
+        Ok(weights) => weights,
+        Err(e) => {
+            unusable(&format!("cannot be used ({})", e.what()));
+            return Ok(None);
+        }
+    };
     let mut pairs = BTreeMap::new();
     for (module, adapter) in &network.adapters {
         let (Some(lora), Some(info)) = (adapter.lora(), weights.info(&format!("{module}.A"))) else {
@@ -57,18 +84,31 @@ pub fn read(dir: &Path, key: &str, network: &Network) -> Result<Option<BTreeMap<
         };
         let r = info.shape.first().copied().unwrap_or(0);
         let (inputs, outputs) = (lora.a.dim(1)?, lora.b.dim(0)?);
-        weights.require(&format!("{module}.A"), &[r, inputs])?;
-        weights.require(&format!("{module}.B"), &[outputs, r])?;
+        let a = weights.require(&format!("{module}.A"), &[r, inputs]);
+        if a.and(weights.require(&format!("{module}.B"), &[outputs, r])).is_err() {
+            unusable("does not fit the model");
+            return Ok(None);
+        }
         let pair = Pair {
             a: weights.read_f32(&format!("{module}.A"))?,
             b: weights.read_f32(&format!("{module}.B"))?,
         };
         pairs.insert(module.clone(), (r, pair));
     }
-    Ok(Some(pairs))
+    match weights.metadata().get(HASH) {
+        Some(stored) if *stored == hash(&pairs) => Ok(Some(pairs)),
+        Some(_) => {
+            unusable("is damaged");
+            Ok(None)
+        }
+        None => {
+            unusable("has no hash of its numbers");
+            Ok(None)
+        }
+    }
 }
 
-pub fn write(dir: &Path, key: &str, network: &Network, pairs: &BTreeMap<String, (usize, Pair)>) -> Result<()> {
+pub fn write(dir: &Path, key: &str, network: &Network, pairs: &Pairs) -> Result<()> {
     files::create_dir_all(dir)?;
     let mut plans = Vec::new();
     let mut values: Vec<&[f32]> = Vec::new();
@@ -90,7 +130,8 @@ pub fn write(dir: &Path, key: &str, network: &Network, pairs: &BTreeMap<String, 
         }
     }
     let mut next = values.into_iter();
-    writer::write_file(&path(dir, key), &plans, &[], |_, sink| {
+    let metadata = [(HASH.to_string(), hash(pairs))];
+    writer::write_file(&path(dir, key), &plans, &metadata, |_, sink| {
         sink(Values::F32(next.next().unwrap_or_default()))
     })?;
     Ok(())

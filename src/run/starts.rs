@@ -297,7 +297,7 @@ fn corda(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Res
         }
     };
     let key = cache::key(s.recipe, s.base, rows, network)?;
-    if let Some(pairs) = cache::read(s.cache, &key, network)? {
+    if let Some(pairs) = cache::read(s.cache, &key, network, s.note)? {
         (s.note)("corda: the components of an earlier run with the same model, rows and settings are used");
         return place(s.recipe, network, prepared, pairs);
     }

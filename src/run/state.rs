@@ -30,7 +30,10 @@ pub struct Facts {
     pub recipe: BTreeMap<String, String>,
     pub data: String,
     pub eval_data: String,
+    /// Hash of all base weights, or `RANDOM`.
     pub base: String,
+    /// The hash of some of them: checkpoints of older versions have only that one, under `base`.
+    pub sampled: String,
     pub trained_tokens: u64,
 }
 
@@ -159,6 +162,7 @@ pub fn facts(loaded: &Loaded) -> Facts {
         data: text("data"),
         eval_data: text("eval_data"),
         base: text("base"),
+        sampled: String::new(),
         trained_tokens: loaded.state.get("trained_tokens").and_then(Value::as_u64).unwrap_or(0),
     }
 }
@@ -245,23 +249,45 @@ const FREE: [&str; 10] = [
     "memory.budget",
 ];
 
+/// `base` of weights that are drawn.
+pub const RANDOM: &str = "random";
+
+/// Paths: what they name may be moved, as long as a hash says that it is the same.
+const MODEL_PATHS: [&str; 2] = ["model.path", "model.revision"];
+const DATA_PATHS: [&str; 1] = ["data.train"];
+const EVAL_PATHS: [&str; 1] = ["data.eval"];
+/// Compared by the stage, which keeps the teacher's fingerprint in its state.
+const TEACHER_PATHS: [&str; 3] = ["distill.teacher", "distill.teacher_revision", "distill.teacher_cache"];
+
 /// Errors: anything that would make the resumed run another run, as a table old -> new.
 pub fn check_same(old: &Facts, new: &Facts) -> Result<()> {
+    let same_base = old.base == new.base || (!new.sampled.is_empty() && old.base == new.sampled);
+    let moved = |key: &str| {
+        MODEL_PATHS.contains(&key) && same_base && new.base != RANDOM
+            || DATA_PATHS.contains(&key) && old.data == new.data
+            || EVAL_PATHS.contains(&key) && old.eval_data == new.eval_data
+            || TEACHER_PATHS.contains(&key)
+    };
     let mut differences = Vec::new();
     for (key, now) in &new.recipe {
         match old.recipe.get(key) {
-            Some(was) if was != now && !FREE.contains(&key.as_str()) => {
+            Some(was) if was != now && !FREE.contains(&key.as_str()) && !moved(key) => {
                 differences.push(format!("{key}: {was} -> {now}"))
             }
             _ => {}
         }
     }
-    for (what, was, now) in [
-        ("training rows", &old.data, &new.data),
-        ("evaluation rows", &old.eval_data, &new.eval_data),
-        ("base model", &old.base, &new.base),
+    for (what, was, now, same) in [
+        ("training rows", &old.data, &new.data, old.data == new.data),
+        (
+            "evaluation rows",
+            &old.eval_data,
+            &new.eval_data,
+            old.eval_data == new.eval_data,
+        ),
+        ("base model", &old.base, &new.base, same_base),
     ] {
-        if was != now {
+        if !same {
             differences.push(format!("{what}: hash {} -> {}", short(was), short(now)));
         }
     }
@@ -270,15 +296,22 @@ pub fn check_same(old: &Facts, new: &Facts) -> Result<()> {
     }
     Err(Error::new("this is not the run that was saved")
         .found(format!(
-            "{} differences:\n      {}",
+            "{} {}:\n      {}",
             differences.len(),
+            if differences.len() == 1 {
+                "difference"
+            } else {
+                "differences"
+            },
             differences.join("\n      ")
         ))
         .hint("take these changes back to resume, or start a new run in another `train.output_dir`"))
 }
 
 fn short(hash: &str) -> &str {
-    hash.get(..12).unwrap_or(hash)
+    // Behind the kind of hash.
+    let digits = hash.rsplit_once(':').map_or(hash, |(_, digits)| digits);
+    digits.get(..12).unwrap_or(digits)
 }
 
 #[cfg(test)]
@@ -298,5 +331,29 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert!(e.contains("train.seed: 1 -> 2") && e.contains("training rows"), "{e}");
+    }
+
+    #[test]
+    fn what_was_moved_is_known_by_its_hash() {
+        let facts = |path: &str, base: &str, sampled: &str| Facts {
+            recipe: [("model.path".to_string(), path.to_string())].into(),
+            base: base.into(),
+            sampled: sampled.into(),
+            ..Facts::default()
+        };
+        let old = facts("a", "blake3-exact:11", "");
+        check_same(&old, &facts("b", "blake3-exact:11", "blake3:7")).unwrap();
+        let e = check_same(&old, &facts("b", "blake3-exact:12", "blake3:7"))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            e.contains("model.path") && e.contains("base model: hash 11 -> 12"),
+            "{e}"
+        );
+        // A checkpoint that knows only the sampled hash.
+        check_same(&facts("a", "blake3:7", ""), &facts("b", "blake3-exact:12", "blake3:7")).unwrap();
+        assert!(check_same(&facts("a", "blake3:8", ""), &facts("a", "blake3-exact:12", "blake3:7")).is_err());
+        // Of drawn weights the path says which shape.
+        assert!(check_same(&facts("a", RANDOM, ""), &facts("b", RANDOM, "")).is_err());
     }
 }

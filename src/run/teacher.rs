@@ -1,7 +1,7 @@
 //! The teacher of a distillation: its directory, whether it fits the student, and its network.
 
 use super::setup::{self, Described};
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result, staging};
 use crate::data::Dataset;
 use crate::distill::hidden;
 use crate::export;
@@ -19,6 +19,26 @@ pub struct Opened {
     pub model: Described,
     pub dtype: Dtype,
     pub storage: Policy,
+}
+
+/// Names of a teacher: by all of its numbers, and as older versions of ft named it, by some of them.
+pub struct Named {
+    pub now: String,
+    pub before: String,
+}
+
+impl Named {
+    /// Something that has one name only.
+    pub fn only(name: &str) -> Self {
+        Self {
+            now: name.to_string(),
+            before: name.to_string(),
+        }
+    }
+
+    pub fn is(&self, name: &str) -> bool {
+        name == self.now || name == self.before
+    }
 }
 
 /// Texts that tell tokenizers apart which have the same tokens.
@@ -105,7 +125,7 @@ impl Opened {
     pub fn load(&self, recipe: &Recipe, scratch: &Path, device: &Device) -> Result<Network> {
         let place = place(recipe, !device.is_cpu());
         if matches!(place, Place::Disk { .. }) {
-            files::create_dir_all(scratch)?;
+            staging::scratch(scratch)?;
         }
         let mut own = recipe.clone();
         own.model.init = ModelInit::Pretrained;
@@ -114,9 +134,13 @@ impl Opened {
     }
 
     /// Names the teacher's weights, and how they are stored.
-    pub fn fingerprint(&self) -> Result<String> {
+    pub fn fingerprint(&self) -> Result<Named> {
         let print = export::fingerprint(&self.model.dir)?;
-        Ok(format!("{print} {}", self.storage.describe()))
+        let storage = self.storage.describe();
+        Ok(Named {
+            now: format!("{} {storage}", print.exact),
+            before: format!("{} {storage}", print.sampled),
+        })
     }
 }
 

@@ -11,7 +11,7 @@ use super::rows::Rows;
 use super::setup::Described;
 use super::{inputs, setup, teacher};
 use crate::base::signal::{Conduct, Stop};
-use crate::base::{Error, Result, files, progress, signal};
+use crate::base::{Error, Result, files, progress, signal, staging};
 use crate::data::batch::Example;
 use crate::data::{Batch, Dataset, IGNORE};
 use crate::distill::{self, Stored};
@@ -20,6 +20,7 @@ use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::ops::distill::TopK;
 use crate::recipe::Recipe;
+use crate::report;
 use half::f16;
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -76,6 +77,11 @@ struct Facts {
 }
 
 impl Facts {
+    fn name_teacher(&mut self, teacher: String) {
+        (self.teacher, self.key) = (teacher, String::new());
+        self.key = blake3::hash(self.json().to_string().as_bytes()).to_hex()[..32].to_string();
+    }
+
     fn json(&self) -> Value {
         json!({
             "format": "ft teacher outputs 1", "key": self.key, "common": self.common, "k": self.k,
@@ -132,9 +138,14 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
         k: d.top_k.min(common),
         temperature: d.temperature as f32,
         data: rows.fingerprint.clone(),
-        teacher: opened.fingerprint()?,
+        teacher: String::new(),
     };
-    facts.key = blake3::hash(facts.json().to_string().as_bytes()).to_hex()[..32].to_string();
+    let named = opened.fingerprint()?;
+    // Shards of an older version name the teacher in its way: it is completed in the same way.
+    facts.name_teacher(named.before);
+    if !holds(out, &facts.key) {
+        facts.name_teacher(named.now);
+    }
     let shards = shards(&rows);
     if shards.is_empty() {
         return Err(Error::new("the rows have no trained tokens").hint("look at them with `ft data --recipe R`"));
@@ -164,8 +175,13 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
     for (index, documents) in shards.iter().enumerate() {
         let path = shard_path(out, index);
         report.documents += documents.len();
-        if path.is_file() {
-            let shard = Shard::open(&path, &facts.key, facts.k)?;
+        let stored = match path.is_file() {
+            true => Some(Shard::open(&path, &facts.key, facts.k)?),
+            false => None,
+        };
+        if stored.as_ref().is_some_and(|s| s.is_whole() == Some(false)) {
+            note(&format!("{} is damaged: it is stored again", path.display()));
+        } else if let Some(shard) = stored {
             report.found += 1;
             report.tokens += shard.tokens;
             report.covered += shard.covered()?;
@@ -205,9 +221,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
         report.bytes += files::size(&path)?;
         note(&format!("{} of {} shards", index + 1, shards.len()));
     }
-    if scratch.is_dir() {
-        files::remove_dir_all(&scratch)?;
-    }
+    staging::remove_scratch(&scratch)?;
     report.covered /= report.tokens as f64;
     let mut manifest = facts.json();
     manifest["shards"] = json!(shards.len());
@@ -229,13 +243,20 @@ fn check_place(out: &Path, facts: &Facts) -> Result<()> {
             .unwrap_or_default();
         if name.starts_with("rows-") && name.ends_with(".safetensors") {
             Shard::open(&path, &facts.key, facts.k)?;
-        } else if name != MANIFEST && name != setup::TEACHER {
+        } else if name != MANIFEST && !(name == setup::TEACHER && staging::is_marked(&path)) {
             return Err(Error::usage("the directory holds something else")
                 .at_path(&path)
                 .hint("give `--out` a new directory"));
         }
     }
     Ok(())
+}
+
+/// Is one of the shards in `out` of this key?
+fn holds(out: &Path, key: &str) -> bool {
+    let shards = files::list(out).unwrap_or_default().into_iter();
+    let mut shards = shards.filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with("rows-")));
+    shards.any(|p| Weights::open_file(&p).is_ok_and(|w| w.metadata().get("ft_key").is_some_and(|k| k == key)))
 }
 
 fn write_shard(path: &Path, documents: &[&Example], top: &TopK, facts: &Facts) -> Result<()> {
@@ -253,35 +274,46 @@ fn write_shard(path: &Path, documents: &[&Example], top: &TopK, facts: &Facts) -
         plan("log_probs", StoredDtype::F16, vec![tokens, k]),
         plan("rest", StoredDtype::F32, vec![tokens]),
     ];
-    let metadata = [("ft_key".to_string(), facts.key.clone())];
-    writer::write_file(path, &tensors, &metadata, |tensor, sink| match tensor.name.as_str() {
-        "documents" => {
-            let entry = |e: &&Example| {
-                let count = e.trained.iter().skip(1).filter(|t| **t).count() as u32;
-                let mut bytes = hash_of(e).to_vec();
-                bytes.extend(count.to_le_bytes());
-                bytes
-            };
-            sink(Values::Raw(&documents.iter().flat_map(entry).collect::<Vec<u8>>()))
-        }
-        "ids" => {
-            let bytes: Vec<u8> = match narrow {
-                true => top.ids.iter().flat_map(|id| (*id as u16).to_le_bytes()).collect(),
-                false => top.ids.iter().flat_map(|id| id.to_le_bytes()).collect(),
-            };
-            sink(Values::Raw(&bytes))
-        }
-        "log_probs" => {
-            // What f16 cannot hold is as good as never.
-            let short: Vec<f16> = top.log_probs.iter().map(|x| f16::from_f32(x.max(-60000.0))).collect();
-            sink(Values::F16(&short))
-        }
-        // -infinity where nothing is left: a number that no file may hold.
-        _ => sink(Values::F32(
-            &top.rest.iter().map(|x| x.max(f32::MIN)).collect::<Vec<_>>(),
-        )),
+    let entry = |e: &&Example| {
+        let count = e.trained.iter().skip(1).filter(|t| **t).count() as u32;
+        let mut bytes = hash_of(e).to_vec();
+        bytes.extend(count.to_le_bytes());
+        bytes
+    };
+    // What f16 cannot hold is as good as never.
+    let short = |x: &f32| f16::from_f32(x.max(-60000.0)).to_le_bytes();
+    // -infinity where nothing is left: a number that no file may hold.
+    let left = |x: &f32| x.max(f32::MIN).to_le_bytes();
+    let bytes: [Vec<u8>; 4] = [
+        documents.iter().flat_map(entry).collect(),
+        match narrow {
+            true => top.ids.iter().flat_map(|id| (*id as u16).to_le_bytes()).collect(),
+            false => top.ids.iter().flat_map(|id| id.to_le_bytes()).collect(),
+        },
+        top.log_probs.iter().flat_map(short).collect(),
+        top.rest.iter().flat_map(left).collect(),
+    ];
+    let mut hasher = blake3::Hasher::new();
+    for (tensor, bytes) in tensors.iter().zip(&bytes) {
+        hasher.update(tensor_head(&tensor.name, tensor.dtype, &tensor.shape).as_bytes());
+        hasher.update(bytes);
+    }
+    let metadata = [
+        ("ft_key".to_string(), facts.key.clone()),
+        (HASH.to_string(), hasher.finalize().to_hex().to_string()),
+    ];
+    let mut next = bytes.iter();
+    writer::write_file(path, &tensors, &metadata, |_, sink| {
+        sink(Values::Raw(next.next().map_or(&[], Vec::as_slice)))
     })?;
     Ok(())
+}
+
+/// The metadata key for the hash of all tensors.
+const HASH: &str = "ft_hash";
+
+fn tensor_head(name: &str, dtype: StoredDtype, shape: &[usize]) -> String {
+    format!("{name} {} {shape:?}\n", dtype.name())
 }
 
 /// A shard that is open.
@@ -319,6 +351,26 @@ impl Shard {
             k,
             tokens,
         })
+    }
+
+    /// Have the tensors the hash that was stored with them? `None`: none was stored, or they cannot be read.
+    fn is_whole(&self) -> Option<bool> {
+        let stored = self.weights.metadata().get(HASH)?;
+        let mut hasher = blake3::Hasher::new();
+        let mut buffer = vec![0u8; 1 << 20];
+        for name in ["documents", "ids", "log_probs", "rest"] {
+            let info = self.weights.info(name)?;
+            hasher.update(tensor_head(name, info.dtype, &info.shape).as_bytes());
+            let total = info.bytes as usize;
+            for first in (0..total).step_by(buffer.len()) {
+                let piece = &mut buffer[..(total - first).min(1 << 20)];
+                if self.weights.read_bytes_at(name, first, piece).is_err() {
+                    return Some(false);
+                }
+                hasher.update(piece);
+            }
+        }
+        Some(hasher.finalize().to_hex().as_str() == stored)
     }
 
     /// Sum over the tokens of what the stored ids have.
@@ -444,18 +496,36 @@ pub fn open(dir: &Path, recipe: &Recipe, model: &Described, rows: &Dataset) -> R
     }
     if recipe.distill.teacher.is_some() {
         let named = teacher::open(recipe, model)?.fingerprint()?;
-        if named != word("teacher") {
-            return other("of another teacher than `distill.teacher`", word("teacher"), named);
+        if !named.is(&word("teacher")) {
+            return other("of another teacher than `distill.teacher`", word("teacher"), named.now);
         }
     }
     let key = word("key");
     let (mut shards, mut places) = (Vec::new(), HashMap::new());
+    let mut unknown = 0;
     for index in 0..number("shards") {
-        let shard = Shard::open(&shard_path(dir, index), &key, k)?;
+        let path = shard_path(dir, index);
+        let shard = Shard::open(&path, &key, k)?;
+        match shard.is_whole() {
+            Some(true) => {}
+            Some(false) => {
+                return Err(Error::new("a file of the teacher's outputs is damaged")
+                    .at_path(&path)
+                    .found("numbers that its own hash does not confirm")
+                    .hint("`ft distill cache` with the same recipe and `--out` stores it again"));
+            }
+            None => unknown += 1,
+        }
         for (hash, first, count) in shard.documents()? {
             places.insert(hash, (index, first, count));
         }
         shards.push(shard);
+    }
+    if unknown > 0 {
+        report::warn(&format!(
+            "{} was stored by an older ft without hashes: damage would not be noticed; store it again in a new directory",
+            dir.display()
+        ));
     }
     Ok(Cache {
         dir: dir.to_path_buf(),

@@ -12,15 +12,14 @@ use super::stage::{self, Stage};
 use super::starts::{self, Setting};
 use super::state::{self, Facts};
 use super::tuning::{self, Tuning};
-use super::{adapters, allocation, directory, finish, next};
-use crate::base::lock::RunLock;
+use super::{adapters, allocation, directory, finish, next, owner};
 use crate::base::signal::{Conduct, Stop};
-use crate::base::{ErrorKind, Result, files, memory, progress, signal};
-use crate::checkpoint;
+use crate::base::{ErrorKind, Result, memory, progress, signal};
+use crate::checkpoint::{self, Loaded};
 use crate::data::Dataset;
 use crate::data::order::BatchStream;
 use crate::engine::Engine;
-use crate::export;
+use crate::export::{self, Fingerprint};
 use crate::ops::transfer::Copier;
 use crate::ops::{self, update};
 use crate::optim::Schedule;
@@ -64,6 +63,9 @@ pub struct Outcome {
 pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let recipe = &forecast::as_before(&loaded.recipe, &options.resume)?;
     let run_dir = PathBuf::from(&recipe.train.output_dir);
+    if !options.dry_run {
+        directory::check(&run_dir, options)?;
+    }
     let device = setup::device(&recipe.model.device)?;
     signal::install()?;
     signal::quit("stopped: nothing was trained yet");
@@ -130,27 +132,28 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         ops::device::limit(&device, budget)?;
     }
 
-    // ---- run directory
-    files::create_dir_all(&run_dir)?;
-    let _lock = RunLock::acquire(&run_dir)?;
-    let resumed = directory::open(&run_dir, options)?;
-    let facts = facts(loaded, &model, &train, eval.as_ref())?;
-    if let (Some(dir), recipe::ModelInit::Pretrained) = (&recipe.tune.lora.adapter, recipe.model.init)
+    // ---- run directory: what can still be refused is refused before it is touched
+    let print = match recipe.model.init {
+        recipe::ModelInit::Pretrained => Some(export::fingerprint(&model.dir)?),
+        recipe::ModelInit::Random => None,
+    };
+    let base = print.as_ref().map(Fingerprint::base).unwrap_or_default();
+    let facts = facts(loaded, print, &train, eval.as_ref());
+    if let Some(dir) = &recipe.tune.lora.adapter
         && recipe.tune.method == Method::Lora
     {
-        export::check_base(Path::new(dir), &facts.base)?;
+        export::check_base(Path::new(dir), &base)?;
     }
-    let start_step = match &resumed {
-        Some(checkpoint) => {
-            signal::quit(format!("stopped: the run is as it was, after step {}", checkpoint.step));
-            state::check_same(&state::facts(checkpoint), &facts).map_err(|e| e.or_at(checkpoint.path.display()))?;
-            checkpoint::set_aside_later(&run_dir, checkpoint.step)?;
-            checkpoint.step
-        }
-        None => 0,
-    };
     let elements = trained_elements(&tuning, total_steps, &params, &prepared.adapters);
-    checkpoint::check_space(&run_dir, directory::space_needed(recipe, &model.spec, elements, place))?;
+    let needed = directory::space_needed(recipe, &model.spec, elements, place);
+    checkpoint::check_space(&run_dir, needed.saturating_sub(directory::freed(&run_dir, options)))?;
+    let same = |checkpoint: &Loaded| state::check_same(&state::facts(checkpoint), &facts);
+    let (mut directory, resumed) = directory::open(&run_dir, options, &same)?;
+    let start_step = resumed.as_ref().map_or(0, |checkpoint| checkpoint.step);
+    if resumed.is_some() {
+        signal::quit(format!("stopped: the run is as it was, after step {start_step}"));
+    }
+    directory.begin();
     directory::describe(&run_dir, loaded, &plan)?;
     let mut reporter = Reporter::new(&run_dir, total_steps, start_step);
     let lines = header(
@@ -165,6 +168,10 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         &params,
     );
     reporter.header(&lines);
+    for line in &directory.notes {
+        reporter.note(line);
+        reporter.event("directory", json!({ "message": line }));
+    }
     for warning in loaded
         .warnings
         .iter()
@@ -172,6 +179,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         .chain(rows::warnings(&train, recipe, model.spec.max_positions))
         .chain(learning::warnings(recipe, &tuning, &stream))
         .chain(prepared.warnings.clone())
+        .chain(model.tokenizer.end_conflict().map(str::to_string))
     {
         reporter.warn(&warning);
     }
@@ -270,6 +278,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         facts,
         reporter,
         plan: &plan,
+        directory,
         budget,
         pace: Pace {
             saved: start_step,
@@ -278,10 +287,14 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     };
     run.facts.trained_tokens = trained_tokens;
     run.expect_signal_after(start_step);
+    let eval_due = |step: u64| recipe.train.eval_steps > 0 && step % recipe.train.eval_steps as u64 == 0;
     if start_step == 0 && total_steps > 0 {
         run.samples(&engine, "before")?;
         run.evaluate(&engine, 0)?;
         run.stop_if_asked(&engine, 0)?;
+    } else if start_step < total_steps && eval_due(start_step) {
+        // The checkpoint of this step was written before its evaluation.
+        run.evaluate_if_missing(&engine, start_step)?;
     }
 
     // ---- steps
@@ -290,6 +303,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let mut active = tuning.active(start_step + 1);
     let mut watch = Watch::new(recipe, model.spec.vocab);
     for step in start_step + 1..=total_steps {
+        run.directory.check()?;
         let switches = tuning.switches_at(step);
         if switches || step == start_step + 1 {
             let survives = |name: &str| !switches || tuning.survives_switch(name, step);
@@ -351,13 +365,13 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
             run.reporter.sample(&sample);
         }
 
-        let due = |every: usize| every > 0 && step % every as u64 == 0;
-        if due(recipe.train.save_steps) {
+        let every = recipe.train.save_steps as u64;
+        if every > 0 && step % every == 0 {
             run.save(&engine, step)?;
         }
         run.stop_if_asked(&engine, step)?;
         run.stop_above_budget(&engine, step)?;
-        if due(recipe.train.eval_steps) && step < total_steps {
+        if eval_due(step) && step < total_steps {
             run.evaluate(&engine, step)?;
             run.stop_if_asked(&engine, step)?;
         }
@@ -367,9 +381,10 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     for warning in watch.end() {
         run.reporter.warn(&warning);
     }
-    if total_steps > start_step {
-        run.evaluate(&engine, total_steps)?;
-        run.stop_if_asked(&engine, total_steps)?;
+    if total_steps > 0 {
+        run.evaluate_if_missing(&engine, total_steps)?;
+    }
+    if total_steps > start_step || !run_dir.join("final").exists() {
         run.samples(&engine, "after")?;
         run.stop_if_asked(&engine, total_steps)?;
     }
@@ -380,13 +395,18 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         finishes: None,
     }));
     let mut said = Vec::new();
-    let final_dir = finish::export(&run_dir, recipe, &model, &engine, &prepared, &mut |line| {
+    run.directory.check()?;
+    let before = run.directory.aside()?;
+    let final_dir = finish::export(&run_dir, recipe, &model, &engine, &prepared, &base, &mut |line| {
         said.push(line.to_string());
     })?;
     said.iter().for_each(|line| run.reporter.note(line));
     let peak = peak_memory(&device)?;
     drop(engine);
-    directory::clean(&run_dir)?;
+    owner::remove_scratch(&run_dir)?;
+    if let Some(line) = run.directory.exported(&before)? {
+        run.reporter.note(&line);
+    }
     if final_dir.is_none() {
         run.reporter
             .note("a built-in shape has random weights: no `final/` is written");
@@ -426,17 +446,15 @@ fn peak_memory(device: &Device) -> Result<u64> {
     Ok(gpu.map_or_else(memory::peak_resident, |m| m.peak_used))
 }
 
-fn facts(loaded: &recipe::Loaded, model: &Described, train: &Dataset, eval: Option<&Dataset>) -> Result<Facts> {
-    Ok(Facts {
+fn facts(loaded: &recipe::Loaded, print: Option<Fingerprint>, train: &Dataset, eval: Option<&Dataset>) -> Facts {
+    Facts {
         recipe: loaded.values.iter().cloned().collect(),
         data: train.fingerprint.clone(),
         eval_data: eval.map(|e| e.fingerprint.clone()).unwrap_or_default(),
-        base: match loaded.recipe.model.init {
-            recipe::ModelInit::Pretrained => export::fingerprint(&model.dir)?,
-            recipe::ModelInit::Random => "random".to_string(),
-        },
+        base: print.as_ref().map_or(state::RANDOM.to_string(), |p| p.exact.clone()),
+        sampled: print.map(|p| p.sampled).unwrap_or_default(),
         trained_tokens: 0,
-    })
+    }
 }
 
 /// Beside the run directories: starts that other runs of the same model and rows can use.

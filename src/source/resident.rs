@@ -232,9 +232,9 @@ pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device)
         Storage::Dense(dtype) => Ok(read_dense(weights, p, dtype, device)?.into()),
         // Half the memory on the way, the same codes.
         Storage::Coded(format, decoded) if weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) => {
-            code(&weights.read_bf16(&p.name)?, p, format, decoded, device)
+            code(&bf16s(weights, p)?, p, format, decoded, device)
         }
-        Storage::Coded(format, decoded) => code(&weights.read_f32(&p.name)?, p, format, decoded, device),
+        Storage::Coded(format, decoded) => code(&f32s(weights, p)?, p, format, decoded, device),
     }
 }
 
@@ -242,9 +242,39 @@ pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device)
 pub fn read_dense(weights: &Weights, p: &ParamInfo, dtype: Dtype, device: &Device) -> Result<Tensor> {
     let shape = p.shape.as_slice();
     Ok(match dtype {
-        Dtype::F32 => Tensor::from_vec(weights.read_f32(&p.name)?, shape, device)?,
-        Dtype::Bf16 => Tensor::from_vec(weights.read_bf16(&p.name)?, shape, device)?,
+        Dtype::F32 => Tensor::from_vec(f32s(weights, p)?, shape, device)?,
+        Dtype::Bf16 => Tensor::from_vec(bf16s(weights, p)?, shape, device)?,
     })
+}
+
+/// Errors: a number that is not finite, with the tensor's name: later it would only be a loss that is none.
+fn f32s(weights: &Weights, p: &ParamInfo) -> Result<Vec<f32>> {
+    let values = weights.read_f32(&p.name)?;
+    match values
+        .chunks(4096)
+        .any(|some| some.iter().fold(false, |any, x| any | !x.is_finite()))
+    {
+        true => Err(not_finite(weights, p)),
+        false => Ok(values),
+    }
+}
+
+fn bf16s(weights: &Weights, p: &ParamInfo) -> Result<Vec<bf16>> {
+    let values = weights.read_bf16(&p.name)?;
+    match values
+        .chunks(4096)
+        .any(|some| some.iter().fold(false, |any, x| any | !x.is_finite()))
+    {
+        true => Err(not_finite(weights, p)),
+        false => Ok(values),
+    }
+}
+
+fn not_finite(weights: &Weights, p: &ParamInfo) -> Error {
+    let error = Error::new(format!("tensor `{}` has a number that is not finite", p.name));
+    let file = weights.info(&p.name).map(|i| &weights.files()[i.file]);
+    file.map_or(Error::new(error.what()), |file| Error::new(error.what()).at_path(file))
+        .hint("the file is damaged, or it was saved by a training that had diverged: get the model again")
 }
 
 fn code<V: quant::Value>(

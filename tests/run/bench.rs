@@ -75,6 +75,7 @@ impl Bench {
             .args(arguments)
             .current_dir(self.dir.path())
             .env("NO_COLOR", "1")
+            .env("FT_CACHE_DIR", self.path("cache"))
             .env("HF_HUB_OFFLINE", "1");
         command
     }

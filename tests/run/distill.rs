@@ -56,6 +56,22 @@ fn stored_outputs_teach_like_the_teacher() {
         (Some(1), Some(0))
     );
     assert!((number(&report, "covered") - 1.0).abs() < 1e-6);
+    // A flipped bit is noticed, and the same command mends it.
+    let shard = bench.path("all/rows-00000.safetensors");
+    let whole = fs::read(&shard).unwrap();
+    for at in [whole.len() - 1, whole.len() / 2] {
+        let mut bytes = whole.clone();
+        bytes[at] ^= 1;
+        fs::write(&shard, bytes).unwrap();
+        let e = refused(
+            &bench,
+            &[&BASE[..], &terms[..], &["distill.teacher_cache=all"]].concat(),
+        );
+        assert!(e.contains("damaged") && e.contains("rows-00000.safetensors"), "{e}");
+        let report = cache(&bench, "all", &[&terms[..], &["distill.top_k=400"]].concat());
+        assert_eq!(report["found"].as_u64(), Some(0));
+        assert!(fs::read(&shard).unwrap() == whole);
+    }
     let stored =
         |dir: &'static str, out: &'static str| [&BASE[..], &terms[..], &["tune.method=full", dir, out]].concat();
     bench.train(&stored("distill.teacher_cache=all", "train.output_dir=stored"));

@@ -4,6 +4,7 @@ mod adapters;
 mod bench;
 mod caps;
 mod coded;
+mod directory;
 mod distill;
 mod chat;
 mod equal;

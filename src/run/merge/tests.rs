@@ -48,7 +48,7 @@ fn merging_adds_the_delta_and_touches_nothing_else() {
     {
         let d = dir.path().join(i.to_string());
         let base = base(&d, true, stored);
-        let print = export::fingerprint(&base).unwrap();
+        let print = export::fingerprint(&base).unwrap().base();
         let adapter = export::adapter(&d.join("adapter"), &config, &adapters, &BTreeMap::new(), &base, &print).unwrap();
         export::set_chat_template(&adapter, "trained with this").unwrap();
         let out = d.join("merged");
@@ -102,7 +102,7 @@ fn merging_refuses_what_it_must_not_touch_or_does_not_know() {
     let config = adapter_config();
     let adapters = adapters(&config, |_| (2, 3.0));
     let base = base(d, true, StoredDtype::F32);
-    let print = export::fingerprint(&base).unwrap();
+    let print = export::fingerprint(&base).unwrap().base();
     let adapter = export::adapter(&d.join("adapter"), &config, &adapters, &BTreeMap::new(), &base, &print).unwrap();
     let error = |out: &str| merge(&base, &one(&adapter), &d.join(out), None).unwrap_err();
     let e = error("base");
@@ -116,7 +116,10 @@ fn merging_refuses_what_it_must_not_touch_or_does_not_know() {
         &adapters,
         &BTreeMap::new(),
         &base,
-        "blake3:of another",
+        &export::Base {
+            sampled: "blake3:of another".into(),
+            ..export::Base::default()
+        },
     )
     .unwrap();
     assert!(error("out").to_string().contains("another base"));

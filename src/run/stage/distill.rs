@@ -12,7 +12,7 @@ use crate::distill::{Distill, Teacher, Terms};
 use crate::engine::Engine;
 use crate::generate::{Request, Settings, rollout};
 use crate::recipe::{HiddenLoss, Recipe};
-use crate::run::teacher::{self, Opened};
+use crate::run::teacher::{self, Named, Opened};
 use crate::run::{setup, teacher_cache};
 
 /// Errors: a teacher, or its stored outputs, that do not fit the student and its rows.
@@ -34,7 +34,7 @@ pub(super) fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
     let (teacher, matched, fingerprint) = match &d.teacher_cache {
         Some(dir) => {
             let cache = teacher_cache::open(dir.as_ref(), recipe, setting.model, setting.train)?;
-            let key = cache.key().to_string();
+            let key = Named::only(cache.key());
             (Teacher::Stored(Box::new(cache)), None, key)
         }
         None => {
@@ -87,7 +87,7 @@ struct Rows<'a> {
     /// Tokens of a batch of the evaluation.
     eval_tokens: usize,
     /// Of the teacher, or of its stored outputs: a resumed run has the same.
-    fingerprint: String,
+    fingerprint: Named,
     students: Option<Students>,
     answered: Answered,
 }
@@ -217,11 +217,11 @@ impl Feed for Rows<'_> {
     }
 
     fn state(&self, _: u64) -> Result<Option<Vec<u8>>> {
-        Ok(Some(self.fingerprint.as_bytes().to_vec()))
+        Ok(Some(self.fingerprint.now.as_bytes().to_vec()))
     }
 
     fn restore(&mut self, state: &[u8]) -> Result<()> {
-        match state == self.fingerprint.as_bytes() {
+        match std::str::from_utf8(state).is_ok_and(|name| self.fingerprint.is(name)) {
             true => Ok(()),
             false => Err(Error::new("the teacher is not the one that the run started with")
                 .hint("give the same `distill.teacher` or `distill.teacher_cache`, or start a new run")),

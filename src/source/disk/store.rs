@@ -4,7 +4,7 @@
 //! alone, training that goes on and checkpoints read both. The files are scratch of the running process: a resumed
 //! run makes them anew from its checkpoint.
 
-use crate::base::{Result, files};
+use crate::base::{Result, files, staging};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{TensorPlan, Values, write_file};
@@ -38,11 +38,9 @@ pub(super) struct Store {
 }
 
 impl Store {
-    /// An empty store in `dir`; what another run left there is removed.
+    /// An empty store in `dir`; what another run of ft left there is removed.
     pub fn create(dir: &Path) -> Result<Self> {
-        if dir.symlink_metadata().is_ok() {
-            files::remove_dir_all(dir)?;
-        }
+        staging::remove_scratch(dir)?;
         Ok(Self {
             dir: dir.to_path_buf(),
             names: Mutex::new(BTreeSet::new()),
@@ -116,7 +114,7 @@ impl Store {
     }
 
     fn put(&self, name: &str, tensors: &[TensorPlan], fill: &mut Fill) -> Result<()> {
-        files::create_dir_all(&self.dir)?;
+        staging::scratch(&self.dir)?;
         let path = self.path(name);
         write_file(&path, tensors, &[], fill)?;
         files::forget(&files::open(&path)?, 0, 0);

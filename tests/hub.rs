@@ -30,6 +30,28 @@ struct State {
     damages: Option<String>,
     /// Method, path, first byte asked for.
     log: Vec<(String, String, Option<u64>)>,
+    lies: Lies,
+    /// Requests that carried a token.
+    tokens: usize,
+}
+
+/// What a hostile mirror says in the place of the truth.
+#[derive(Default, Clone)]
+struct Lies {
+    /// Name of the commit, in headers and in the API.
+    commit: Option<String>,
+    /// `ETag` and `X-Linked-Etag`.
+    tag: Option<String>,
+    /// Hash of a file in the list.
+    oid: Option<String>,
+    /// Size of a file in the list, and in headers.
+    size: Option<u64>,
+    /// Where a request for a file is sent on to.
+    location: Option<String>,
+    /// A file in the list that is not there.
+    path: Option<String>,
+    /// Bytes without an end behind every file.
+    endless: bool,
 }
 
 struct Hub {
@@ -75,6 +97,7 @@ impl Hub {
             cache: cache.to_path_buf(),
             endpoint: self.address.clone(),
             token: None,
+            insecure_token: false,
             offline: false,
             progress: false,
             attempts: 3,
@@ -155,13 +178,16 @@ fn serve(mut stream: TcpStream, state: &Mutex<State>) -> Option<()> {
         stream.flush().ok()
     };
     let auth = headers.get("authorization").cloned().unwrap_or_default();
+    state.tokens += usize::from(!auth.is_empty());
+    let lies = state.lies.clone();
+    let named = lies.commit.clone().unwrap_or_else(|| COMMIT.to_string());
     if state.token.as_ref().is_some_and(|t| auth != format!("Bearer {t}")) {
         // A careless server that quotes what it was sent.
         let body = json!({"error": format!("bad credentials: {auth}")}).to_string();
         return reply("401 Unauthorized", "", body.as_bytes(), body.len());
     }
     if let Some(rest) = path.strip_prefix("/api/") {
-        let (repo, revision) = rest.split_once("/tree/")?;
+        let (repo, revision) = rest.split_once("/tree/").or_else(|| rest.split_once("/revision/"))?;
         if !state.lists {
             return reply("404 Not Found", "", b"", 0);
         }
@@ -171,15 +197,28 @@ fn serve(mut stream: TcpStream, state: &Mutex<State>) -> Option<()> {
         if revision != "main" && revision != COMMIT {
             return reply("404 Not Found", "X-Error-Code: RevisionNotFound\r\n", b"", 0);
         }
+        if rest.contains("/revision/") {
+            let body = json!({ "sha": named }).to_string();
+            return reply("200 OK", "", body.as_bytes(), body.len());
+        }
         let entry = |(path, bytes): (&String, &Vec<u8>)| {
-            let mut entry = json!({"type": "file", "oid": oid(bytes), "size": bytes.len(), "path": path});
+            let size = lies.size.unwrap_or(bytes.len() as u64);
+            let mut entry = json!({"type": "file", "oid": oid(bytes), "size": size, "path": path});
             if bytes.len() > 10_000 {
                 // The real hub calls the hash `oid` here.
-                entry["lfs"] = json!({"oid": sha256(bytes), "size": bytes.len(), "pointerSize": 130});
+                entry["lfs"] = json!({"oid": sha256(bytes), "size": size, "pointerSize": 130});
+            }
+            if let Some(oid) = &lies.oid {
+                entry["oid"] = json!(oid);
+                entry["lfs"] = json!({"oid": oid, "size": size});
             }
             entry
         };
-        let body = Value::Array(files.iter().map(entry).collect()).to_string();
+        let mut all: Vec<Value> = files.iter().map(entry).collect();
+        if let Some(path) = &lies.path {
+            all.push(json!({"type": "file", "oid": oid(b"x"), "size": 1, "path": path}));
+        }
+        let body = Value::Array(all).to_string();
         return reply(
             "200 OK",
             "Content-Type: application/json\r\n",
@@ -194,17 +233,37 @@ fn serve(mut stream: TcpStream, state: &Mutex<State>) -> Option<()> {
         format!("models/{repo}")
     };
     let (_, file) = rest.split_once('/')?;
-    let commit = format!("X-Repo-Commit: {COMMIT}\r\n");
+    let commit = format!("X-Repo-Commit: {named}\r\n");
     let Some(mut bytes) = state.repos.get(&repo).and_then(|f| f.get(file)).cloned() else {
         let extra = format!("{commit}X-Error-Code: EntryNotFound\r\n");
         return reply("404 Not Found", &extra, b"", 0);
     };
-    let extra = format!("{commit}ETag: \"{}\"\r\nAccept-Ranges: bytes\r\n", etag(&bytes));
+    let tag = lies.tag.clone().unwrap_or_else(|| etag(&bytes));
+    let linked = lies.tag.as_ref().map(|t| format!("X-Linked-Etag: \"{t}\"\r\n"));
+    let linked = linked.unwrap_or_default();
+    let mut extra = format!("{commit}ETag: \"{tag}\"\r\n{linked}Accept-Ranges: bytes\r\n");
+    if let Some(size) = lies.size {
+        extra.push_str(&format!("X-Linked-Size: {size}\r\n"));
+    }
+    if let Some(location) = &lies.location {
+        let extra = format!("{extra}Location: {location}\r\n");
+        return reply("302 Found", &extra, b"", 0);
+    }
     if method == "HEAD" {
         return reply("200 OK", &extra, b"", bytes.len());
     }
+    if lies.endless {
+        let head = format!("HTTP/1.1 206 Partial Content\r\nConnection: close\r\n{extra}\r\n");
+        drop(state);
+        stream.write_all(head.as_bytes()).ok()?;
+        while stream.write_all(&[b'x'; 4096]).is_ok() {}
+        return Some(());
+    }
     if state.damages.as_deref() == Some(file) {
         bytes[0] ^= 1;
+    }
+    if range.is_some_and(|r| r.0 >= bytes.len() as u64) {
+        return reply("416 Range Not Satisfiable", "", b"", 0);
     }
     let (status, body) = match range.filter(|_| state.ranges) {
         Some((a, b)) => (
@@ -289,7 +348,7 @@ fn a_model_is_downloaded_loaded_and_then_found_in_the_cache() {
     assert!(dir.join(TOOL_TEMPLATE).exists());
     assert!(!dir.join("pytorch_model.bin").exists() && !dir.join("README.md").exists());
     assert_eq!(std::fs::read_to_string(repo.join("refs/main")).unwrap(), COMMIT);
-    // Every file was fetched in ranges and checked, none by the library's own unchecked transfer.
+    // Every file was fetched in ranges and checked.
     let log = std::mem::take(&mut hub.state().log);
     let whole = log
         .iter()
@@ -575,4 +634,209 @@ fn a_cached_model_is_planned_like_its_directory() {
     for part in parts {
         assert_eq!(short[part], run[part], "{part}");
     }
+}
+
+/// Every path below `dir`, links as links, with the contents of files.
+fn everything(dir: &Path) -> BTreeMap<String, String> {
+    let mut out = BTreeMap::new();
+    let mut open = vec![dir.to_path_buf()];
+    while let Some(next) = open.pop() {
+        for entry in std::fs::read_dir(next).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.strip_prefix(dir).unwrap().to_string_lossy().into_owned();
+            let metadata = path.symlink_metadata().unwrap();
+            let what = match () {
+                _ if metadata.is_symlink() => format!("link to {}", path.read_link().unwrap().display()),
+                _ if metadata.is_dir() => {
+                    open.push(path);
+                    "directory".to_string()
+                }
+                _ => format!("file {:?}", std::fs::read(&path).unwrap()),
+            };
+            out.insert(name, what);
+        }
+    }
+    out
+}
+
+#[test]
+fn a_lying_hub_writes_and_removes_nothing_outside_the_cache() {
+    let long = "a".repeat(20_000);
+    let nul = format!("{}\u{0}/../../x", "a".repeat(40));
+    let names: Vec<String> = [
+        "../../../../victim/keep.txt",
+        "../../../../victim/new.txt",
+        "../../../victim",
+        "..",
+        ".",
+        "",
+        "/etc/hostname",
+        "VICTIM",
+        "..\\..\\victim",
+        "%2e%2e%2fvictim",
+        "~/victim",
+        &long,
+        &nul,
+        "main",
+        "0123456789abcdef0123456789abcdef0123456g",
+        "0123456789ABCDEF0123456789ABCDEF01234567",
+    ]
+    .map(str::to_string)
+    .to_vec();
+    let lie = |make: fn(String) -> Lies| names.iter().cloned().map(make);
+    let mut lies: Vec<(Lies, bool)> = Vec::new();
+    for lists in [true, false] {
+        lies.extend(
+            lie(|name| Lies {
+                commit: Some(name),
+                ..Lies::default()
+            })
+            .map(|l| (l, lists)),
+        );
+        lies.extend(
+            lie(|name| Lies {
+                tag: Some(name),
+                ..Lies::default()
+            })
+            .map(|l| (l, lists)),
+        );
+        for size in [0, 1, 10, 1 << 40, u64::MAX] {
+            let size = Some(size);
+            lies.push((
+                Lies {
+                    size,
+                    ..Lies::default()
+                },
+                lists,
+            ));
+        }
+        let endless = true;
+        lies.push((
+            Lies {
+                endless,
+                ..Lies::default()
+            },
+            lists,
+        ));
+        for to in [
+            "file:///etc/hostname",
+            "/resolve",
+            "http://",
+            "gopher://x/",
+            "..",
+            "http://a@127.0.0.1/x",
+            "ftp://x",
+        ] {
+            let location = Some(to.to_string());
+            lies.push((
+                Lies {
+                    location,
+                    ..Lies::default()
+                },
+                lists,
+            ));
+        }
+    }
+    lies.extend(
+        lie(|name| Lies {
+            oid: Some(name),
+            ..Lies::default()
+        })
+        .map(|l| (l, true)),
+    );
+    lies.extend(
+        lie(|name| Lies {
+            path: Some(name),
+            ..Lies::default()
+        })
+        .map(|l| (l, true)),
+    );
+    let hub = Hub::with_model();
+    let mut served = 0;
+    for (lies, lists) in lies {
+        let place = tempfile::tempdir().unwrap();
+        // Where `../../../../victim` of a blob, a link and a lock would be.
+        for depth in ["", "a", "a/b", "a/b/c"] {
+            let victim = place.path().join(depth).join("victim");
+            std::fs::create_dir_all(&victim).unwrap();
+            std::fs::write(victim.join("keep.txt"), "mine").unwrap();
+        }
+        let cache = place.path().join("a/b/c/cache");
+        std::fs::create_dir(&cache).unwrap();
+        let outside = || {
+            let all = everything(place.path()).into_iter();
+            all.filter(|(name, _)| !name.starts_with("a/b/c/cache/"))
+                .collect::<Vec<_>>()
+        };
+        let before = outside();
+        {
+            let mut state = hub.state();
+            (state.lies, state.lists) = (lies.clone(), lists);
+        }
+        let mut settings = hub.settings(&cache);
+        settings.attempts = 1;
+        let found = resolve_with(&settings, ID, "main");
+        assert_eq!(outside(), before, "{:?} {:?} {:?}", lies.commit, lies.tag, lies.oid);
+        // Whatever came is what the hub has, whole and in its place.
+        for (name, what) in everything(&cache) {
+            let inside = [
+                "models--tester--tiny-model/blobs",
+                "models--tester--tiny-model/snapshots",
+                "models--tester--tiny-model/refs",
+            ];
+            assert!(
+                name == "models--tester--tiny-model" || inside.iter().any(|i| name.starts_with(i)),
+                "{name}"
+            );
+            if let Some(target) = what.strip_prefix("link to ") {
+                let blob = target.trim_start_matches("../").strip_prefix("blobs/").unwrap();
+                assert!(
+                    blob.len() >= 40 && blob.bytes().all(|b| b.is_ascii_hexdigit()),
+                    "{target}"
+                );
+            }
+        }
+        if let Ok(dir) = found {
+            assert_eq!(dir, cache.join("models--tester--tiny-model/snapshots").join(COMMIT));
+            loads(&dir);
+            served += 1;
+        }
+    }
+    // Tags do not matter where the hub lists its files, nor do names that are left out of the list.
+    assert!(served > 20, "{served}");
+}
+
+#[test]
+fn a_redirect_to_another_host_gets_no_token() {
+    let (hub, other) = (Hub::with_model(), Hub::with_model());
+    other.state().lists = false;
+    let cache = tempfile::tempdir().unwrap();
+    let mut settings = hub.settings(cache.path());
+    settings.token = Some("hf_secret".into());
+    // The files are on another server: no token goes there, the files are fetched and checked.
+    let redirect = |file: &str| format!("{}/{ID}/resolve/{COMMIT}/{file}", other.address);
+    hub.put(
+        &format!("models/{ID}"),
+        BTreeMap::from([("config.json".into(), model()["config.json"].clone())]),
+    );
+    hub.state().lies.location = Some(redirect("config.json"));
+    let e = resolve_with(&settings, ID, "main").unwrap_err().to_string();
+    assert!(e.contains("no `model.safetensors`"), "{e}");
+    assert!(hub.state().tokens > 0);
+    assert_eq!(other.state().tokens, 0);
+    assert!(other.state().log.iter().any(|(method, ..)| method == "GET"));
+    // What comes from there is damaged: nothing of it stays.
+    let cache = tempfile::tempdir().unwrap();
+    settings.cache = cache.path().to_path_buf();
+    other.state().damages = Some("config.json".into());
+    let e = resolve_with(&settings, ID, "main").unwrap_err().to_string();
+    assert!(e.contains("damaged on the way"), "{e}");
+    // An address without encryption, and a token: refused before anything is sent.
+    settings.endpoint = "http://hub.invalid".into();
+    let e = resolve_with(&settings, ID, "main").unwrap_err();
+    assert_eq!(e.exit_code(), 2);
+    assert!(
+        e.to_string().contains("unencrypted") && !e.to_string().contains("hf_secret"),
+        "{e}"
+    );
 }

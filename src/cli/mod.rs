@@ -2,8 +2,8 @@
 //! environment variables and prints results. Knows no tensors.
 //!
 //! Results go to standard output, everything else to standard error. Exit codes: 0 ok, 1 the run or an input
-//! failed, 2 usage or recipe error, 70 a bug in ft, 130/143 stopped by a signal with the state saved, 131 stopped by a
-//! second Ctrl-C.
+//! failed, 2 usage or recipe error, 70 a bug in ft, 128 + N stopped by signal N with the state saved (130 for Ctrl-C, 143
+//! for SIGTERM, 129 for SIGHUP), 131 stopped by a second Ctrl-C.
 
 mod adapter;
 mod data;

@@ -1,7 +1,7 @@
 //! Which files of a data set repository are its training rows.
 
 use crate::base::{Error, Result};
-use crate::hub::download::{Repository, client};
+use crate::hub::download::Repository;
 use crate::hub::errors::Wanted;
 use crate::hub::{DATA_KINDS, HubSettings, data_kind, is_inside};
 use std::path::{Path, PathBuf};
@@ -13,9 +13,7 @@ pub(crate) fn resolve(settings: &HubSettings, id: &str, file: Option<&str>, revi
         revision,
         file: None,
     };
-    let (owner, name) = hf_hub::split_id(id);
-    let handle = client(settings)?.dataset(owner, name);
-    let repository = Repository::open(handle, settings, wanted)?;
+    let repository = Repository::open(settings, "datasets", wanted)?;
     if let Some(file) = file {
         return Ok(vec![repository.required(file)?]);
     }

@@ -1,9 +1,9 @@
 //! A path or a hub id to local files: a model directory, or the data files of a data set.
 //!
-//! Downloads go to the cache that the Hugging Face tools share (blobs, snapshots, refs). `hf-hub` lists,
-//! transfers and links; what it lacks is done here: it starts a broken download from the beginning and
-//! takes the body of a failed request for the file, so files are fetched in ranges into
-//! `blobs/<etag>.incomplete`, which a later run takes up again, and their size and hash are checked.
+//! Downloads go to the cache that the Hugging Face tools share (blobs, snapshots, refs). Files are fetched in ranges into
+//! `blobs/<hash>.incomplete`, which a later run takes up again. A hub is not trusted with anything but the content: names
+//! of commits and files are checked before they become paths (`store`), a content must have the hash that was promised,
+//! and the token goes to the hub's own address only (`http`).
 
 #[cfg(feature = "hub")]
 mod dataset;
@@ -12,8 +12,12 @@ mod download;
 #[cfg(feature = "hub")]
 mod errors;
 #[cfg(feature = "hub")]
+mod http;
+#[cfg(feature = "hub")]
 mod model;
 mod settings;
+#[cfg(feature = "hub")]
+mod store;
 
 pub use settings::HubSettings;
 

@@ -3,9 +3,8 @@
 use crate::base::{Error, Result};
 use crate::formats::index;
 use crate::hub::HubSettings;
-use crate::hub::download::{Repository, client};
+use crate::hub::download::Repository;
 use crate::hub::errors::{Wanted, not_cached};
-use hf_hub::RepoTypeModel;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -28,9 +27,7 @@ pub(crate) fn resolve(settings: &HubSettings, id: &str, revision: &str) -> Resul
         revision,
         file: None,
     };
-    let (owner, name) = hf_hub::split_id(id);
-    let handle = client(settings)?.model(owner, name);
-    let repository = Repository::open(handle, settings, wanted)?;
+    let repository = Repository::open(settings, "models", wanted)?;
     let config = match repository.optional("config.json")? {
         Some(path) => path,
         None => match repository.optional("adapter_config.json")? {
@@ -56,9 +53,7 @@ pub(crate) fn resolve_config(settings: &HubSettings, id: &str, revision: &str) -
         revision,
         file: None,
     };
-    let (owner, name) = hf_hub::split_id(id);
-    let handle = client(settings)?.model(owner, name);
-    let repository = Repository::open(handle, settings, wanted)?;
+    let repository = Repository::open(settings, "models", wanted)?;
     match repository.optional("config.json")? {
         Some(path) => directory(&path),
         None => Err(absent(&repository, "config.json", wanted, settings)),
@@ -71,12 +66,7 @@ fn directory(file: &Path) -> Result<PathBuf> {
         .ok_or_else(|| Error::new("a downloaded file has no directory").at_path(file))
 }
 
-fn weights(
-    repository: &Repository<'_, RepoTypeModel>,
-    directory: &Path,
-    wanted: Wanted,
-    settings: &HubSettings,
-) -> Result<()> {
+fn weights(repository: &Repository<'_>, directory: &Path, wanted: Wanted, settings: &HubSettings) -> Result<()> {
     if repository.optional(index::SINGLE)?.is_some() {
         return Ok(());
     }
@@ -98,7 +88,7 @@ fn weights(
 }
 
 /// Why a repository cannot be used as a model.
-fn absent(repository: &Repository<'_, RepoTypeModel>, file: &str, wanted: Wanted, settings: &HubSettings) -> Error {
+fn absent(repository: &Repository<'_>, file: &str, wanted: Wanted, settings: &HubSettings) -> Error {
     if repository.is_offline() {
         let file = Some(file);
         return not_cached(Wanted { file, ..wanted }, settings);

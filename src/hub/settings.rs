@@ -11,6 +11,8 @@ pub struct HubSettings {
     pub cache: PathBuf,
     pub endpoint: String,
     pub token: Option<String>,
+    /// Send the token over plain `http://` too.
+    pub insecure_token: bool,
     /// Only what is in the cache.
     pub offline: bool,
     /// Show a progress bar (on stderr, when it is a terminal).
@@ -29,6 +31,7 @@ impl Default for HubSettings {
             cache: PathBuf::from(".cache/huggingface/hub"),
             endpoint: "https://huggingface.co".into(),
             token: None,
+            insecure_token: false,
             offline: false,
             progress: true,
             attempts: 5,
@@ -89,6 +92,7 @@ impl HubSettings {
                 .map(|e| e.trim_end_matches('/').to_string())
                 .unwrap_or(default.endpoint),
             token: token.map(|t| t.trim().to_string()).filter(|t| !t.is_empty()),
+            insecure_token: truthy("FT_HUB_HTTP_TOKEN"),
             offline: truthy("HF_HUB_OFFLINE") || truthy("TRANSFORMERS_OFFLINE"),
             progress: !truthy("HF_HUB_DISABLE_PROGRESS_BARS"),
             ..Self::default()

@@ -204,11 +204,9 @@ impl Manifest {
                 left.push(format!("{name} (now {})", name_of(&staging::set_aside(&path, &path)?)));
             } else if SCRATCH.contains(&name.as_str()) && staging::remove_scratch(&path)? {
                 removed.push(name);
-            } else if FILES.contains(&name.as_str()) && file {
-                if name != MANIFEST {
-                    files::remove_file(&path)?;
-                    removed.push(name);
-                }
+            } else if FILES.contains(&name.as_str()) && file && name != MANIFEST {
+                files::remove_file(&path)?;
+                removed.push(name);
             }
         }
         Ok((removed, left))

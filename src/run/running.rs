@@ -168,7 +168,12 @@ impl Run<'_> {
             self.tuning,
             &self.facts,
             self.feed.state(step)?,
-        )?;
+        );
+        let path = match path {
+            Ok(path) => path,
+            // Why it failed, if the directory went away meanwhile.
+            Err(e) => return Err(self.directory.check().err().unwrap_or(e)),
+        };
         let rotated = checkpoint::rotate(self.run_dir, self.recipe.train.save_total_limit)?;
         self.directory.keeps(&rotated.kept, &mut self.reporter);
         (self.pace.saved, self.pace.save) = (step, Some(begun.elapsed()));

@@ -231,6 +231,11 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
     Ok(report)
 }
 
+fn is_manifest(path: &Path) -> bool {
+    let text = files::read_text(path).unwrap_or_default();
+    serde_json::from_str::<Value>(&text).is_ok_and(|m| m["format"] == "ft teacher outputs 1")
+}
+
 /// Only an empty place, or one with the same outputs, is written to.
 fn check_place(out: &Path, facts: &Facts) -> Result<()> {
     if !out.is_dir() {
@@ -243,7 +248,7 @@ fn check_place(out: &Path, facts: &Facts) -> Result<()> {
             .unwrap_or_default();
         if name.starts_with("rows-") && name.ends_with(".safetensors") {
             Shard::open(&path, &facts.key, facts.k)?;
-        } else if name != MANIFEST && !(name == setup::TEACHER && staging::is_marked(&path)) {
+        } else if !(name == MANIFEST && is_manifest(&path) || name == setup::TEACHER && staging::is_marked(&path)) {
             return Err(Error::usage("the directory holds something else")
                 .at_path(&path)
                 .hint("give `--out` a new directory"));

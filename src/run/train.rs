@@ -287,7 +287,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     };
     run.facts.trained_tokens = trained_tokens;
     run.expect_signal_after(start_step);
-    let eval_due = |step: u64| recipe.train.eval_steps > 0 && step % recipe.train.eval_steps as u64 == 0;
+    let eval_due = |step: u64| recipe.train.eval_steps > 0 && step.is_multiple_of(recipe.train.eval_steps as u64);
     if start_step == 0 && total_steps > 0 {
         run.samples(&engine, "before")?;
         run.evaluate(&engine, 0)?;

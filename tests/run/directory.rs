@@ -190,7 +190,12 @@ fn a_run_directory_that_moves_away_stops_the_run() {
         said(&out)
     );
     assert!(!bench.path("run").exists(), "no second run directory");
-    bench.train(&["train.output_dir=moved", "train.max_steps=12", "--resume"]);
+    let steps = fs::read_dir(bench.path("moved")).unwrap().filter_map(|e| {
+        let name = e.unwrap().file_name().into_string().unwrap();
+        name.strip_prefix("checkpoint-")?.parse::<u64>().ok()
+    });
+    let end = format!("train.max_steps={}", steps.max().unwrap() + 2);
+    bench.train(&["train.output_dir=moved", &end, "--resume"]);
 }
 
 #[test]
@@ -334,10 +339,8 @@ fn a_stored_start_that_was_damaged_is_computed_again() {
     fs::write(&file, bytes).unwrap();
     assert!(run("three").contains("is damaged: it is computed again"));
     assert!(run("four").contains("of an earlier run"));
+    let adapter = |run: &str| fs::read(bench.path(run).join("final/adapter_model.safetensors")).unwrap();
     for other in ["two", "three", "four"] {
-        assert_eq!(
-            files(&bench.path("one/final")),
-            files(&bench.path(&format!("{other}/final")))
-        );
+        assert!(adapter("one") == adapter(other), "{other}");
     }
 }

@@ -683,7 +683,7 @@ fn a_lying_hub_writes_and_removes_nothing_outside_the_cache() {
     ]
     .map(str::to_string)
     .to_vec();
-    let lie = |make: fn(String) -> Lies| names.iter().cloned().map(move |name| make(name));
+    let lie = |make: fn(String) -> Lies| names.iter().cloned().map(make);
     let mut lies: Vec<(Lies, bool)> = Vec::new();
     for lists in [true, false] {
         lies.extend(

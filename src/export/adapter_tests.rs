@@ -385,7 +385,7 @@ fn a_start_is_saved_as_plain_lora_of_twice_the_rank() {
 #[test]
 fn whole_modules_and_pickles() {
     let dir = tempfile::tempdir().unwrap();
-    let untied = spec(&config(false));
+    let (untied, tied_config) = (spec(&config(false)), config(true));
     let mut config = adapter_config();
     config.modules_to_save = vec!["lm_head".into()];
     let head = Tensor::from_vec(vec![0.5f32; 16 * 8], (16, 8), &Device::Cpu).unwrap();
@@ -394,9 +394,10 @@ fn whole_modules_and_pickles() {
     adapter(&out, &config, &adapters(&config, |_| (2, 3.0)), &whole, dir.path(), "").unwrap();
     let read = load_adapter(&out, &untied).unwrap();
     assert_eq!(bits(&read.whole["lm_head.weight"]), bits(&whole["lm_head.weight"]));
-    // A model whose head is its embedding has no such parameter.
+    // A model whose head is its embedding must be untied before.
     let e = load(&out).unwrap_err().to_string();
-    assert!(e.contains("lm_head.weight: this model has no such parameter"), "{e}");
+    assert!(e.contains("matrices of their own, which is not possible here"), "{e}");
+    assert!(super::unties(&out, &spec(&tied_config)).unwrap() && !super::unties(&out, &untied).unwrap());
     write(&out, &config, &adapters(&config, |_| (2, 3.0)), dir.path(), "").unwrap();
     let e = load_adapter(&out, &untied).unwrap_err().to_string();
     assert!(e.contains("lm_head.weight: in `modules_to_save`, but"), "{e}");

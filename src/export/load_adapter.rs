@@ -7,6 +7,7 @@ use crate::formats::adapter::{self, AdapterConfig, Key};
 use crate::formats::weights::Weights;
 use crate::formats::{header, index};
 use crate::model::{Adapters, Spec, spec};
+use crate::ops::update;
 use crate::peft::targets::{self, Choice, Site};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
@@ -48,6 +49,13 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
     let mut rows = BTreeMap::new();
     let scores = config.task_type.as_deref() == Some(SEQUENCE_CLASSIFIER);
     let mut score = None;
+    let mut head = None;
+    if super::tie::config_unties(&config, spec) {
+        faults.push(format!(
+            "`modules_to_save` {:?}: gives embedding and head of a tied model matrices of their own, which is not possible here",
+            config.modules_to_save
+        ));
+    }
     for name in weights.names() {
         if adapter::VERA.contains(&name) && matches!(config.kind, adapter::Kind::Vera { .. }) {
             continue;
@@ -61,6 +69,10 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
             Some(Key::Whole(parameter)) if scores && parameter == SCORE => {
                 score = build::read(&weights, name, &[1, spec.hidden], &mut faults)?;
             }
+            // PEFT writes a tied head beside the embedding.
+            Some(Key::Whole(parameter)) if parameter == spec::LM_HEAD && spec.tied && config.ensure_weight_tying => {
+                head = build::read(&weights, name, &[spec.vocab, spec.hidden], &mut faults)?;
+            }
             Some(Key::Whole(parameter)) => {
                 if let Some(tensor) = whole_parameter(&config, spec, &weights, name, &parameter, &mut faults)? {
                     whole.insert(parameter, tensor);
@@ -72,6 +84,19 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
                 }
             }
             None => faults.push(format!("{name}: not a tensor of a {} adapter", config.name())),
+        }
+    }
+    if let Some(head) = head {
+        let values = |t: &Tensor| update::to_f32_vec(t);
+        let same = match whole.get(spec::EMBEDDING) {
+            Some(embedding) => values(embedding)? == values(&head)?,
+            None => false,
+        };
+        if !same {
+            faults.push(format!(
+                "{}: the head of a tied model, and not the embedding in the same file",
+                spec::LM_HEAD
+            ));
         }
     }
     if scores && score.is_none() && faults.is_empty() {

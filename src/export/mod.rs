@@ -9,6 +9,7 @@ mod fingerprint;
 mod load_adapter;
 mod merged;
 mod model;
+mod tie;
 
 pub use adapter::{adapter, adapter_over, plain_lora, pruned};
 pub use classifier::{SCORE, as_classifier};
@@ -19,6 +20,7 @@ pub(crate) use load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, choice, rank_of, ro
 pub use merged::{Weighted, merged};
 pub(crate) use model::{Directory, set_dtype, stored};
 pub use model::{ModelExport, ParamFill, model};
+pub(crate) use tie::{untied_weights, unties};
 
 use crate::base::{Result, files};
 use std::path::Path;

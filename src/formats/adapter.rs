@@ -73,6 +73,8 @@ pub struct AdapterConfig {
     pub alpha_pattern: Vec<(String, f64)>,
     /// Modules stored whole beside the adapter.
     pub modules_to_save: Vec<String>,
+    /// What is saved of a tied embedding is the head too.
+    pub ensure_weight_tying: bool,
     /// Rows of the embedding and of the head that train, by the end of the matrix's module. LoRA only.
     pub token_rows: Vec<(String, Vec<u32>)>,
     pub layers_to_transform: Option<Vec<usize>>,
@@ -100,6 +102,7 @@ impl Default for AdapterConfig {
             rank_pattern: Vec::new(),
             alpha_pattern: Vec::new(),
             modules_to_save: Vec::new(),
+            ensure_weight_tying: false,
             token_rows: Vec::new(),
             layers_to_transform: None,
             layers_pattern: Vec::new(),
@@ -113,7 +116,7 @@ impl Default for AdapterConfig {
 }
 
 /// Keys that say nothing about the mathematics of a trained adapter.
-const HARMLESS: [&str; 14] = [
+const HARMLESS: [&str; 13] = [
     "auto_mapping",
     "inference_mode",
     "megatron_core",
@@ -123,7 +126,6 @@ const HARMLESS: [&str; 14] = [
     "lora_ga_config",
     "qalora_group_size",
     "runtime_config",
-    "ensure_weight_tying",
     "peft_type",
     "bias",
     "parent_library",
@@ -131,10 +133,11 @@ const HARMLESS: [&str; 14] = [
 ];
 
 /// Keys that a typed field holds, for every kind.
-const TYPED: [&str; 10] = [
+const TYPED: [&str; 11] = [
     "target_modules",
     "exclude_modules",
     "modules_to_save",
+    "ensure_weight_tying",
     "layers_to_transform",
     "layers_pattern",
     "base_model_name_or_path",
@@ -338,6 +341,7 @@ impl AdapterConfig {
             },
             alpha_pattern: c.table("alpha_pattern", finite)?,
             modules_to_save: c.texts("modules_to_save")?,
+            ensure_weight_tying: c.flag("ensure_weight_tying")?,
             token_rows: c.token_rows("trainable_token_indices")?,
             layers_to_transform: c.layers("layers_to_transform")?,
             layers_pattern: c.texts("layers_pattern")?,

@@ -1,18 +1,23 @@
 //! The tokenizer of a model directory: text to ids and back, special tokens, the ids that end a turn.
 //!
-//! `tokenizer.json` decides what is added around a text, as in transformers 5: `add_bos_token` and
+//! Some tokenizer classes build their own pipeline around the vocabulary of `tokenizer.json` (`rebuilt`); every other file is
+//! taken as it stands. `tokenizer.json` decides what is added around a text, as in transformers 5: `add_bos_token` and
 //! `add_eos_token` of `tokenizer_config.json` count for nothing beside it (measured with 5.23, for every
 //! tokenizer class and both values). Lengths and paddings stored in `tokenizer.json` are not applied.
 
 use crate::base::{Error, Result, caught, files};
 use crate::formats::config::Config;
 use crate::formats::{header, read_json_object};
+use crate::report;
 use serde_json::{Map, Value};
 use std::collections::HashSet;
 use std::path::Path;
 use tokenizers::AddedToken;
 use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+
+mod rebuilt;
+use rebuilt::Class;
 
 /// Largest `tokenizer.json`, bytes.
 const LIMIT: u64 = 512 << 20;
@@ -57,6 +62,7 @@ impl Tokenizer {
             None => Map::new(),
         };
         let map = optional(dir, "special_tokens_map.json")?.unwrap_or_default();
+        as_its_class(dir, &mut inner, &config)?;
         add_listed(&mut inner, &config);
         let mut named = Vec::new();
         for role in ROLES {
@@ -274,6 +280,33 @@ fn read_tokenizer(dir: &Path, path: &Path) -> Result<tokenizers::Tokenizer> {
         return Err(bad("the vocabulary is empty".into()));
     }
     Ok(inner)
+}
+
+/// The pipeline of the tokenizer's class, where transformers takes that instead of the file's.
+fn as_its_class(dir: &Path, inner: &mut tokenizers::Tokenizer, config: &Map<String, Value>) -> Result<()> {
+    let model = optional(dir, "config.json")?.unwrap_or_default();
+    let text = |map: &Map<String, Value>, key: &str| map.get(key).and_then(Value::as_str).map(str::to_string);
+    let declared = text(config, "tokenizer_class").or_else(|| text(&model, "tokenizer_class"));
+    let written = [
+        serde_json::to_string(&inner.get_normalizer()),
+        serde_json::to_string(&inner.get_pre_tokenizer()),
+        serde_json::to_string(&inner.get_decoder()),
+        serde_json::to_string(&inner.get_post_processor()),
+    ];
+    let byte_level = written.iter().flatten().any(|part| part.contains("\"ByteLevel\""));
+    let model_type = text(&model, "model_type");
+    let Some(class) = Class::of(declared.as_deref(), model_type.as_deref(), byte_level) else {
+        return Ok(());
+    };
+    if rebuilt::rebuild(inner, class, config)? {
+        report::warn(&format!(
+            "{}: the tokenizer class {} splits text in its own way, as in transformers 5, not as `tokenizer.json` says; a model that \
+             was trained on other tokens, by earlier versions of ft too, sees new ones",
+            dir.display(),
+            class.name()
+        ));
+    }
+    Ok(())
 }
 
 fn optional(dir: &Path, name: &str) -> Result<Option<Map<String, Value>>> {

@@ -190,6 +190,14 @@ impl Weights {
         self.tensors.get(name)
     }
 
+    /// Reads tensor `of` under another name too. Is it there?
+    pub fn alias(&mut self, name: &str, of: &str) -> bool {
+        let info = self.tensors.get(of).cloned();
+        let found = info.is_some();
+        self.tensors.extend(info.map(|info| (name.to_string(), info)));
+        found
+    }
+
     pub fn len(&self) -> usize {
         self.tensors.len()
     }

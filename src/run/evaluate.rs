@@ -10,6 +10,7 @@ use crate::data::{Batch, Dataset, dataset};
 use crate::engine::{self, Totals};
 use crate::model::{Network, Objective};
 use crate::recipe::{Dtype, RowFormat, TrainOn};
+use crate::report;
 use crate::rlhf::preference::Reward;
 use crate::sft::CausalLm;
 use serde_json::{Value, json};
@@ -78,7 +79,7 @@ impl Report {
     }
 }
 
-/// `model` is a directory or hub id. Rows are cut at the model's own context length; pairs that do not fit it are left out.
+/// `model` is a directory or hub id. Rows are taken whole, as in training; what is longer than the model's positions is told.
 ///
 /// Errors: what is wrong with the model, the adapter or a row.
 pub fn evaluate(model: &str, adapter: Option<&Path>, data: &Path, dtype: Option<Dtype>) -> Result<Report> {
@@ -88,7 +89,7 @@ pub fn evaluate(model: &str, adapter: Option<&Path>, data: &Path, dtype: Option<
     let spec = dataset::Spec {
         files: &files,
         format: RowFormat::Auto,
-        max_length: described.spec.max_positions,
+        max_length: usize::MAX,
         train_on: TrainOn::Assistant,
         embedding_rows: described.spec.vocab,
     };
@@ -120,6 +121,9 @@ pub fn evaluate(model: &str, adapter: Option<&Path>, data: &Path, dtype: Option<
         });
     }
     let rows = Dataset::load(&spec, &described.tokenizer, described.template())?;
+    if let Some(line) = super::rows::beyond(rows.stats.longest, described.spec.max_positions) {
+        report::warn(&line);
+    }
     let objective = CausalLm::new(described.spec.vocab);
     let batches = eval_batches(&rows, BATCH_TOKENS).map(Ok);
     let totals = totals(&network, &objective, batches, rows.examples.len(), data)?;

@@ -7,6 +7,7 @@ use crate::base::{Error, Result, progress};
 use crate::export::{self, Weighted};
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
+use crate::model::spec::LM_HEAD;
 use crate::model::{Adapters, Network, Spec, families};
 use crate::ops::{linear, update};
 use crate::source::{Group, GroupWeights, LayerSource, LowerHalves, Numbers, NumbersSink, ParamInfo};
@@ -76,8 +77,13 @@ fn logits(
     folded: Vec<Weighted>,
     score: Option<&Tensor>,
 ) -> Result<Vec<f32>> {
+    let mut weights = Weights::open(dir)?;
+    if !spec.tied && weights.info(LM_HEAD).is_none() {
+        // A tied model that an adapter unties.
+        weights = export::untied_weights(weights)?;
+    }
     let source = Streamed {
-        weights: Weights::open(dir)?,
+        weights,
         params: spec.params(),
         folded,
     };
@@ -105,8 +111,10 @@ fn logits(
 
 /// The largest difference of a logit (or score), and the largest one. One whole adapter runs beside the base as in training;
 /// weighted sums are folded in in f32.
-pub fn difference(base: &Path, adapters: Vec<Weighted>, merged: &Path) -> Result<(f32, f32)> {
+/// `untied`: an adapter gave embedding and head of a tied model matrices of their own.
+pub fn difference(base: &Path, adapters: Vec<Weighted>, merged: &Path, untied: bool) -> Result<(f32, f32)> {
     let mut spec = families::read(&Config::load(base)?)?;
+    spec.tied &= !untied;
     let score = adapters.iter().find_map(|a| a.adapter.score.clone());
     let stored = match score {
         Some(_) => {

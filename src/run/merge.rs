@@ -10,7 +10,7 @@ use crate::formats::config::Config;
 use crate::formats::tokenizer::Tokenizer;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
-use crate::model::spec::LM_HEAD;
+use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::model::{Spec, families};
 use crate::ops::update;
 use crate::recipe::Dtype;
@@ -54,11 +54,19 @@ pub fn merge(
 ) -> Result<MergeReport> {
     refuse_existing(out)?;
     let config = Config::load(model_dir)?;
-    let spec = families::read(&config)?;
-    let weights = Weights::open(model_dir)?;
+    let mut spec = families::read(&config)?;
+    let mut weights = Weights::open(model_dir)?;
     refuse_codes(&spec, &weights)?;
     refuse_strangers(&spec, &weights)?;
     let print = export::fingerprint_of(&spec, &weights)?;
+    let tied = spec.clone();
+    for (dir, _) in adapter_dirs {
+        spec.tied &= !export::unties(dir, &tied)?;
+    }
+    let untied = tied.tied && !spec.tied;
+    if untied {
+        weights = export::untied_weights(weights)?;
+    }
     let mut adapters = Vec::new();
     for (dir, weight) in adapter_dirs {
         if !weight.is_finite() {
@@ -71,6 +79,9 @@ pub fn merge(
         });
     }
 
+    if untied {
+        refuse_mixed_ties(adapter_dirs, &adapters, &tied)?;
+    }
     let score = score_of(&adapters)?.cloned();
     let mut tensors = Vec::new();
     let mut params = spec.params();
@@ -84,6 +95,9 @@ pub fn merge(
         });
     }
     let mut raw = config.raw.clone();
+    if untied {
+        raw.insert("tie_word_embeddings".into(), false.into());
+    }
     if score.is_some() {
         let tokenizer = Tokenizer::load(model_dir)?;
         export::as_classifier(&mut raw, pad_id(&tokenizer));
@@ -132,10 +146,25 @@ pub fn merge(
             .count(),
         dtypes,
         rounding: rounding.ratio(),
-        logits: logits::difference(model_dir, adapters, &out)?,
+        logits: logits::difference(model_dir, adapters, &out, untied)?,
         out,
         bytes,
     })
+}
+
+/// One adapter unties embedding and head of the model, another changes both at once: their sum has no meaning.
+fn refuse_mixed_ties(dirs: &[(PathBuf, f32)], adapters: &[Weighted], tied: &Spec) -> Result<()> {
+    for ((dir, _), a) in dirs.iter().zip(adapters) {
+        if !export::unties(dir, tied)? && (a.changes(EMBEDDING) || a.changes(LM_HEAD) || a.adapter.score.is_some()) {
+            return Err(
+                Error::usage("the adapters treat the tied embedding and head of the model in different ways")
+                    .at_path(dir)
+                    .expected("adapters that all untie them, or leave both alone")
+                    .hint("merge each into a directory of its own"),
+            );
+        }
+    }
+    Ok(())
 }
 
 /// The score head that an adapter brings. Errors: two bring one.

@@ -80,7 +80,8 @@ impl Planned {
 ///
 /// Errors: what is wrong with the config, with files that are here, or a plan above a budget of the recipe.
 pub fn plan(recipe: &Recipe) -> Result<Planned> {
-    let (dir, spec) = setup::read_spec(&recipe.model.path, &recipe.model.revision)?;
+    let (dir, mut spec) = setup::read_spec(&recipe.model.path, &recipe.model.revision)?;
+    spec.tied = setup::stays_tied(recipe, &spec)?;
     // A GPU that a recipe names may be on another machine.
     let device = match recipe.model.device.as_str() {
         "auto" => ops::device::open("auto")?.device,

@@ -67,13 +67,22 @@ pub fn warnings(train: &Dataset, recipe: &Recipe, positions: usize) -> Vec<Strin
     let mut all = train.stats.warnings(recipe.data.max_length);
     let longest = train.stats.longest;
     // A preference example is several documents.
-    if train.preferences.is_empty() && longest > positions {
-        all.push(format!(
-            "the longest row has {longest} tokens, the model {positions} positions (`max_position_embeddings`): what \
-             lies beyond is new to it; lower `data.max_length`"
-        ));
+    if train.preferences.is_empty()
+        && let Some(line) = beyond(longest, positions)
+    {
+        all.push(format!("{line}; lower `data.max_length` to cut rows"));
     }
     all
+}
+
+/// Training and evaluation take rows whole: what to say of the longest one.
+pub fn beyond(longest: usize, positions: usize) -> Option<String> {
+    (longest > positions).then(|| {
+        format!(
+            "the longest row has {longest} tokens, the model {positions} positions (`max_position_embeddings`): rows are taken \
+             whole, and what lies beyond is new to the model"
+        )
+    })
 }
 
 /// Rows of random ids for a shape: every step has its own, up to a bound.

@@ -127,7 +127,7 @@ pub fn measure(model: &Described, data: &Path, smallest: Format, decoded: Dtype,
         .filter(|batch| batch.trained() > 0)
         .collect();
     let policy = Policy::dense(decoded);
-    let weights = Weights::open(&model.dir)?;
+    let weights = model.weights()?;
     let below = Resident::load(model.spec.params(), &weights, |p| policy.of(p), &device)?;
     let overlay = Overlay::default();
     let source = Overlaid {

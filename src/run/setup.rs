@@ -13,7 +13,7 @@ use crate::model::{Network, Spec, TokenRows, families, shapes};
 use crate::ops::{self, update};
 use crate::plan::Place;
 use crate::quant::Format;
-use crate::recipe::{Dtype, ModelInit, Recipe};
+use crate::recipe::{Dtype, Method, ModelInit, Recipe};
 use crate::report;
 use crate::source::{Disk, LayerSource, Policy, Resident, Uploaded, disk, policy, resident, stored};
 use candle_core::{Device, Tensor};
@@ -77,6 +77,21 @@ impl Described {
         self.dir.to_string_lossy().starts_with(shapes::PREFIX)
     }
 
+    /// Gives embedding and head matrices of their own where the adapter that a recipe trains on does so (`export::unties`).
+    pub fn untie_for(&mut self, recipe: &Recipe) -> Result<()> {
+        self.spec.tied = stays_tied(recipe, &self.spec)?;
+        Ok(())
+    }
+
+    /// The weights in its files.
+    pub fn weights(&self) -> Result<Weights> {
+        let weights = Weights::open(&self.dir)?;
+        match !self.spec.tied && families::read(&self.config)?.tied {
+            true => export::untied_weights(weights),
+            false => Ok(weights),
+        }
+    }
+
     /// The chat template as the data room sees it.
     pub fn template(&self) -> Option<&dyn ChatRender> {
         self.template.as_ref().map(|t| t as &dyn ChatRender)
@@ -86,7 +101,7 @@ impl Described {
     pub fn check_weights(&self, init: ModelInit) -> Result<()> {
         match init {
             ModelInit::Pretrained => {
-                let weights = Weights::open(&self.dir)?;
+                let weights = self.weights()?;
                 if weights.info(export::SCORE).is_some() {
                     return Err(Error::new("a reward model gives scores, not text")
                         .at_path(&self.dir)
@@ -108,7 +123,7 @@ impl Described {
         let params = self.spec.params();
         let source = match init {
             ModelInit::Pretrained => {
-                let weights = Weights::open(&self.dir)?;
+                let weights = self.weights()?;
                 let source = Resident::load(params, &weights, |p| storage.of(p), device)?;
                 source.with_originals(move |p, dtype| resident::read_dense(&weights, p, dtype, &Device::Cpu))
             }
@@ -146,7 +161,7 @@ impl Described {
         };
         let params = self.spec.params();
         let weights = match init {
-            ModelInit::Pretrained => Weights::open(&self.dir)?,
+            ModelInit::Pretrained => self.weights()?,
             ModelInit::Random => {
                 let file = run_dir.join(DRAWN).join("model.safetensors");
                 if !file.is_file() {
@@ -226,7 +241,7 @@ impl Described {
             let storage = Policy::dense(dtype.unwrap_or(Dtype::Bf16));
             return Ok((self.load(&storage, ModelInit::Random, 0, device)?, None));
         }
-        let weights = Weights::open(&self.dir)?;
+        let mut weights = self.weights()?;
         let (mut spec, mut score) = (self.spec.clone(), None);
         if self.has_score(&weights)? {
             score = Some(Tensor::from_vec(
@@ -237,6 +252,17 @@ impl Described {
             // There is no output projection to look for.
             spec.tied = true;
         }
+        let print = match adapter {
+            Some(_) => Some(export::fingerprint_of(&spec, &weights)?),
+            None => None,
+        };
+        if let Some(dir) = adapter
+            && score.is_none()
+            && export::unties(dir, &spec)?
+        {
+            spec.tied = false;
+            weights = export::untied_weights(weights)?;
+        }
         let mut kinds = spec
             .params()
             .into_iter()
@@ -246,9 +272,9 @@ impl Described {
         let storage = Policy::dense(dtype.unwrap_or(stored));
         let source = Resident::load(spec.params(), &weights, |p| storage.of(p), device)?;
         let mut network = Network::new(spec.clone(), Box::new(source), device.clone());
-        if let Some(dir) = adapter {
+        if let (Some(dir), Some(print)) = (adapter, &print) {
             let loaded = export::load_adapter(dir, &spec)?;
-            export::check_base(dir, &export::fingerprint_of(&spec, &weights)?)?;
+            export::check_base(dir, print)?;
             if let Some(own) = &loaded.score {
                 score = Some(own.to_device(device)?);
             }
@@ -302,6 +328,14 @@ impl Stored {
             false => Dtype::F32.bytes(),
         });
         Ok(found)
+    }
+}
+
+/// Is the model of a recipe still tied with the adapter that it trains on?
+pub fn stays_tied(recipe: &Recipe, spec: &Spec) -> Result<bool> {
+    match &recipe.tune.lora.adapter {
+        Some(dir) if spec.tied && recipe.tune.method == Method::Lora => Ok(!export::unties(Path::new(dir), spec)?),
+        _ => Ok(spec.tied),
     }
 }
 

@@ -69,11 +69,12 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     signal::quit("stopped: nothing was trained yet");
 
     // ---- model directory and data: everything that can be wrong is found before anything is written
-    let model = Described::open(
+    let mut model = Described::open(
         &recipe.model.path,
         &recipe.model.revision,
         recipe.data.chat_template.as_deref(),
     )?;
+    model.untie_for(recipe)?;
     model.check_weights(recipe.model.init)?;
     let Rows { train, eval, questions } = Rows::read(recipe, &model)?;
     let (before, rows) = (Before::read(recipe, &options.resume)?, train.examples.len());

@@ -106,7 +106,7 @@ fn kinds(filled: bool) -> Vec<String> {
 #[test]
 fn every_kind_by_peft_gives_its_logits_and_its_loss_also_merged() {
     let names = kinds(true);
-    assert_eq!(names.len(), 15);
+    assert_eq!(names.len(), 19);
     for name in names {
         let from = goldens().join("adapters").join(&name);
         let info = json(&from.join("golden.json"));
@@ -262,7 +262,7 @@ fn eva_spends_ranks_as_peft_does() {
 #[test]
 fn twenty_steps_follow_peft_from_every_adapter_and_start() {
     let names: Vec<String> = kinds(true).into_iter().chain(kinds(false)).collect();
-    assert_eq!(names.len(), 19);
+    assert_eq!(names.len(), 23);
     for name in names {
         let golden = goldens().join("adapters").join(&name);
         let info = json(&golden.join("golden.json"));

@@ -7,6 +7,8 @@ Letters: T tokens of a document, V vocabulary.
 
 import json
 import pathlib
+import shutil
+import tempfile
 
 import numpy
 import peft
@@ -56,6 +58,16 @@ class Encoder:
         self.eos = self.tokenizer.token_to_id(END_OF_TEXT)
         # The template of `small_bos` writes the BOS itself; nothing adds a second one.
         self.opening = "<s>" if directory.name == "small_bos" else ""
+
+    def as_loaded(self, directory, model):
+        """The tokenizer that transformers makes of these files beside the config of a model: some classes are built anew."""
+        with tempfile.TemporaryDirectory() as both:
+            shutil.copytree(directory, both, dirs_exist_ok=True)
+            shutil.copy(model / "config.json", both)
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(both).backend_tokenizer
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        return self
 
     def ids(self, text, special):
         return self.tokenizer.encode(text, add_special_tokens=special).ids

@@ -72,6 +72,23 @@ fn logits_loss_and_gradients_are_those_of_transformers() {
     }
 }
 
+/// transformers reads the key for Gemma 3 and never applies it.
+#[test]
+fn gemma3_has_no_soft_cap_of_attention() {
+    let golden = tensors(&goldens().join("families/gemma3_text/golden.safetensors"));
+    let dir = family("gemma3_text", Form::V5);
+    let mut config = json(&dir.path().join("config.json"));
+    config["attn_logit_softcapping"] = 0.5.into();
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let got = wire::logits(dir.path(), None, &documents(&golden, 1));
+    all_close(&got[0], &golden["logits.0"], 1e-4, "gemma3_text with a soft cap");
+    let mut raw = config.clone();
+    raw["attn_logit_softcapping"] = (-1.0).into();
+    std::fs::write(dir.path().join("config.json"), raw.to_string()).unwrap();
+    let refused = std::panic::catch_unwind(|| wire::logits(dir.path(), None, &documents(&golden, 1)));
+    assert!(refused.is_err(), "a value without meaning is refused all the same");
+}
+
 #[test]
 fn both_forms_of_config_mean_the_same() {
     for name in variants() {

@@ -71,6 +71,11 @@ FILLED = {
                       {"tune.lora.adalora.target_r": 3, "tune.lora.adalora.tinit": 3, "tune.lora.adalora.tfinal": 5,
                        "tune.lora.adalora.deltaT": 2, "tune.lora.adalora.beta1": 0.8, "tune.lora.adalora.beta2": 0.7,
                        "tune.lora.adalora.orth_reg_weight": 0.1}),
+    # A tied model: what is saved whole is a matrix of its own, unless the config ensures the tie.
+    "tied_embed": ("qwen3", lora(modules_to_save=["embed_tokens"]), 3e-3, 0.1, {}),
+    "tied_head": ("qwen3", lora(modules_to_save=["lm_head"]), 3e-3, 0.1, {}),
+    "tied_both": ("qwen3", lora(modules_to_save=["embed_tokens", "lm_head"]), 3e-3, 0.1, {}),
+    "tied_ensure": ("qwen3", lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True), 3e-3, 0.1, {}),
 }
 # name: (model, config, learning rate, further recipe keys)
 STARTED = {

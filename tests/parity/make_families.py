@@ -163,6 +163,7 @@ def make(index, name, spec):
     model.to(DTYPES[stored]).save_pretrained(directory, max_shard_size=spec.get("shards", "5GB"))
     write_json(directory / "config.v4.json", v4)
 
+    encoder.as_loaded(GOLDENS / "tokenizers" / tokenizer, directory)
     model = load(directory)
     assert model.dtype == torch.float32
     docs = documents(seed=2000 + index)

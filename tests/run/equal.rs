@@ -168,6 +168,49 @@ fn every_set_of_cpu_operations_learns_the_same() {
     );
 }
 
+/// Rows longer than the model's positions: training and evaluation take the same tokens of them, and both say so.
+#[test]
+fn evaluation_takes_the_rows_that_training_takes() {
+    let bench = Bench::new();
+    let config = std::fs::read_to_string(bench.path("model/config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_str(&config).unwrap();
+    config["max_position_embeddings"] = 16.into();
+    std::fs::write(bench.path("model/config.json"), config.to_string()).unwrap();
+    let rows = std::fs::read_to_string(bench.path("rows.jsonl")).unwrap();
+    let few: Vec<&str> = rows.lines().take(4).collect();
+    std::fs::write(bench.path("rows.jsonl"), few.join("\n")).unwrap();
+    let args = [
+        "train",
+        "--recipe",
+        "r.toml",
+        "tune.method=full",
+        "train.max_steps=1",
+        "train.save_steps=0",
+        "train.batch_size=4",
+        "train.gradient_accumulation_steps=1",
+        "train.output_dir=run",
+    ];
+    let trained = bench.ft(&args);
+    assert!(trained.status.success(), "{}", said(&trained));
+    let evaluated = bench.ft(&["eval", "--model", "model", "--data", "rows.jsonl", "--json"]);
+    assert!(evaluated.status.success(), "{}", said(&evaluated));
+    for out in [&trained, &evaluated] {
+        assert!(
+            said(out).contains("the model 16 positions (`max_position_embeddings`): rows are taken whole"),
+            "{}",
+            said(out)
+        );
+    }
+    let report: serde_json::Value = serde_json::from_slice(&evaluated.stdout).unwrap();
+    let step = bench.steps("run").remove(0);
+    assert_eq!(report["tokens"], step["trained_tokens"]);
+    close(
+        number(&report, "loss"),
+        number(&step, "loss"),
+        "loss before the first step",
+    );
+}
+
 /// Frozen weights that are kept packed give the bits of those that are packed in every product: under adapters, and when
 /// what is frozen changes.
 #[test]

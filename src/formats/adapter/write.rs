@@ -112,7 +112,7 @@ impl AdapterConfig {
             "arrow_config": null,
             "bias": "none",
             "corda_config": null,
-            "ensure_weight_tying": false,
+            "ensure_weight_tying": self.ensure_weight_tying,
             "eva_config": null,
             "fan_in_fan_out": false,
             "init_lora_weights": self.init_lora_weights,

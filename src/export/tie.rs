@@ -1,0 +1,43 @@
+//! Adapters that save the embedding or the head of a tied model whole. As in PEFT 0.21, what is saved is then a matrix of
+//! its own and the other one stays as it was: the model is no longer tied. With `ensure_weight_tying` it stays tied.
+
+use super::load_adapter::SEQUENCE_CLASSIFIER;
+use crate::base::{Error, Result};
+use crate::formats::adapter::AdapterConfig;
+use crate::formats::weights::Weights;
+use crate::model::{Spec, spec};
+use crate::peft::targets;
+use std::path::Path;
+
+/// Does this config untie embedding and head?
+pub(super) fn config_unties(config: &AdapterConfig, spec: &Spec) -> bool {
+    let tables = [spec::EMBEDDING, spec::LM_HEAD].map(|t| t.trim_end_matches(".weight"));
+    let saves = |m: &String| tables.iter().any(|table| targets::ends(table, m));
+    let generates = config.task_type.as_deref() != Some(SEQUENCE_CLASSIFIER);
+    spec.tied && generates && !config.ensure_weight_tying && config.modules_to_save.iter().any(saves)
+}
+
+/// Does the adapter in `dir` untie embedding and head of this model? Then it is loaded into a network whose `spec.tied` is
+/// false, with `untied_weights`.
+///
+/// Errors: rows of tokens beside a whole matrix, which PEFT refuses too.
+pub(crate) fn unties(dir: &Path, spec: &Spec) -> Result<bool> {
+    let config = AdapterConfig::load(dir)?;
+    let unties = config_unties(&config, spec);
+    if unties && !config.token_rows.is_empty() {
+        return Err(Error::new(
+            "`trainable_token_indices` and `modules_to_save` of the adapter both change the embedding or head of a tied model",
+        )
+        .at_path(dir)
+        .expected("one of them"));
+    }
+    Ok(unties)
+}
+
+/// Weights of a tied model whose head is read as a matrix of its own.
+pub(crate) fn untied_weights(mut weights: Weights) -> Result<Weights> {
+    match weights.alias(spec::LM_HEAD, spec::EMBEDDING) {
+        true => Ok(weights),
+        false => Err(Error::new("the model has no embedding").at(spec::EMBEDDING)),
+    }
+}

@@ -10,14 +10,18 @@ use crate::formats::config::Config;
 use crate::formats::{header, read_json_object};
 use crate::report;
 use serde_json::{Map, Value};
-use std::collections::HashSet;
-use std::path::Path;
+use std::collections::{BTreeSet, HashSet};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use tokenizers::AddedToken;
 use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
 mod rebuilt;
 use rebuilt::Class;
+
+/// Of what directories a warning was shown: a tokenizer is read several times in one run.
+static TOLD: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
 /// Largest `tokenizer.json`, bytes.
 const LIMIT: u64 = 512 << 20;
@@ -298,7 +302,8 @@ fn as_its_class(dir: &Path, inner: &mut tokenizers::Tokenizer, config: &Map<Stri
     let Some(class) = Class::of(declared.as_deref(), model_type.as_deref(), byte_level) else {
         return Ok(());
     };
-    if rebuilt::rebuild(inner, class, config)? {
+    let changed = rebuilt::rebuild(inner, class, config)?;
+    if changed && TOLD.lock().unwrap_or_else(PoisonError::into_inner).insert(dir.into()) {
         report::warn(&format!(
             "{}: the tokenizer class {} splits text in its own way, as in transformers 5, not as `tokenizer.json` says; a model that \
              was trained on other tokens, by earlier versions of ft too, sees new ones",

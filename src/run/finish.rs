@@ -10,7 +10,7 @@ use crate::export::{self, ModelExport};
 use crate::formats::adapter::AdapterConfig;
 use crate::formats::writer::Values;
 use crate::model::Adapters;
-use crate::model::spec::LM_HEAD;
+use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::ops::update;
 use crate::peft::lora::scaling;
 use crate::peft::start::algebra;
@@ -106,6 +106,13 @@ fn adapter(
     let mut whole: BTreeMap<String, Tensor> = BTreeMap::new();
     for name in &prepared.whole {
         whole.insert(name.clone(), network.param(name)?.tensor);
+    }
+    if config.ensure_weight_tying
+        && model.spec.tied
+        && let Some(embedding) = whole.get(EMBEDDING).cloned()
+    {
+        // PEFT refuses a file without it.
+        whole.insert(LM_HEAD.into(), embedding);
     }
     let mut config = config.clone();
     if recipe.train.stage == Stage::Reward {

@@ -227,7 +227,10 @@ impl Blocks {
         let sets = if long { s.possible() } else { s.turns(count) };
         let retired: Vec<Retired> = self.sizes.iter().map(|block| rests(block, storage)).collect();
         // What was trained so far; in a long run everything was before any turn.
-        let mut trained = vec![long; s.blocks.len()];
+        let mut trained = vec![false; s.blocks.len()];
+        if long {
+            sets.iter().flatten().for_each(|b| trained[*b] = true);
+        }
         let mut turns: BTreeMap<Vec<usize>, (Retired, bool)> = BTreeMap::new();
         let end = sets.len() - 1;
         for (i, set) in sets.into_iter().enumerate() {

@@ -440,7 +440,7 @@ fn above_the_budget() {
     let events = fs::read_to_string("run/events.jsonl").unwrap();
     assert!(events.lines().last().unwrap().contains("memory budget"), "{events}");
     // With the budget that the hint names the run goes on.
-    let budget = error.split("memory.budget=").nth(1).unwrap().split(',').next().unwrap();
+    let budget = error.split("memory.budget=").nth(1).unwrap().split('`').next().unwrap();
     let steps = format!("train.max_steps={}", step + 1);
     let resume = Options {
         resume: Some(None),

@@ -180,17 +180,34 @@ impl Tuning {
         match self {
             Self::Static(active) => active.names().map(str::to_string).collect(),
             Self::Blocks(b) => {
-                let mut names: BTreeSet<String> = b.schedule.always.clone();
+                // By blocks: with a correction the names of one set are those of the whole model.
                 let mut seen = BTreeSet::new();
+                let mut blocks = BTreeSet::new();
+                let mut lowest: Option<Vec<usize>> = None;
                 let mut at = 1;
                 while at <= step && seen.len() < b.schedule.blocks.len() {
                     let set = b.schedule.active(at);
                     if !set.iter().all(|block| seen.contains(block)) {
-                        let active = b.set(&set, None);
-                        names.extend(active.names().chain(active.corrected()).map(str::to_string));
+                        let corrected = b.corrected(&set);
+                        blocks.extend((0..b.schedule.blocks.len()).filter(|block| corrected(*block)));
+                        blocks.extend(&set);
+                        if lowest.as_ref().is_none_or(|l| set.iter().min() < l.iter().min()) {
+                            lowest = Some(set.clone());
+                        }
                         seen.extend(set);
                     }
-                    at += b.schedule.switch_every;
+                    at = at.saturating_add(b.schedule.switch_every);
+                }
+                let mut names: BTreeSet<String> = b.schedule.always.clone();
+                names.extend(
+                    blocks
+                        .iter()
+                        .flat_map(|block| &b.schedule.blocks[*block].params)
+                        .cloned(),
+                );
+                // Of the adapters of a correction the lowest set trains the most.
+                if let (Correction::Lora, Some(set)) = (b.correction, lowest) {
+                    names.extend(b.set(&set, None).names().map(str::to_string));
                 }
                 names
             }

@@ -390,7 +390,10 @@ fn a_plan_of_a_thousand_layers_takes_no_time() {
         fs::create_dir_all(&model).unwrap();
         let config = config("qwen3", 4096, 64, layers, [2, 2, 32], 128, true);
         fs::write(model.join("config.json"), config.to_string()).unwrap();
-        let text = format!("[model]\npath = \"{}\"\n[data]\nmax_length = 512\n", model.display());
+        let text = format!(
+            "[model]\npath = \"{}\"\n[data]\ntrain = \"none.jsonl\"\nmax_length = 512\n",
+            model.display()
+        );
         let more: Vec<String> = more.iter().map(|s| s.to_string()).collect();
         let recipe = ft::recipe::parse(&text, "r.toml", &more).unwrap().recipe;
         // The best of two: a test beside this one may take the processor.
@@ -418,7 +421,7 @@ fn a_plan_of_a_thousand_layers_takes_no_time() {
     ] {
         let (few, many) = (seconds(250, more), seconds(1000, more));
         println!("{more:?}: {few:.3} s for 250 layers, {many:.3} s for 1000");
-        assert!(many < 8.0, "{more:?}: {many} s");
+        assert!(many < 20.0, "{more:?}: {many} s");
         assert!(
             many < 0.1 + 10.0 * few,
             "{more:?}: {few} s for 250 layers, {many} s for 1000"

@@ -18,7 +18,8 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 use std::fs::File;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

@@ -243,7 +243,7 @@ pub fn limit_time() {
         0 => u64::try_from(time.tv_sec).unwrap_or(0),
         _ => return,
     };
-    let _ = limit(libc::RLIMIT_CPU, used + SECONDS + 1, libc::RLIM_INFINITY as u64);
+    let _ = limit(libc::RLIMIT_CPU, used + SECONDS + 1, u64::MAX);
 }
 
 #[cfg(test)]

@@ -392,7 +392,7 @@ fn parse_int(s: &str, base: u32) -> Done<Option<i128>> {
             (Some(d), ..) => (d, 16),
             (_, Some(d), _) => (d, 8),
             (_, _, Some(d)) => (d, 2),
-            _ if lower.starts_with('0') && lower.trim_matches(['0', '_']) != "" => return Ok(None),
+            _ if lower.starts_with('0') && !lower.trim_matches(['0', '_']).is_empty() => return Ok(None),
             _ => (lower.clone(), 10),
         },
         16 => (prefixed("0x").unwrap_or(lower.clone()), 16),

@@ -452,7 +452,7 @@ impl<'t> Interp<'t> {
             Some(test) => loops::filtered(self, node, test, iterable, scope)?,
             None => iterable.source()?,
         };
-        let state = Rc::new(Object::Loop(RefCell::new(Loop {
+        let state = Rc::new(Object::Loop(Box::new(RefCell::new(Loop {
             length: match &source {
                 super::value::Source::Items(_, length) if node.test.is_none() => Some(*length as i128),
                 _ => None,
@@ -465,7 +465,7 @@ impl<'t> Interp<'t> {
             depth0,
             changed: None,
             recursive: node.recursive.then(|| (node.clone(), scope)),
-        })));
+        }))));
         let loop_name = self.tree.names.iter().position(|n| &**n == "loop").map(|n| n as Name);
         let mut ran = false;
         while let Some(item) = loops::step(&state)? {

@@ -41,6 +41,9 @@ use serde_json::Value as Json;
 use std::ops::Range;
 use value::Value;
 
+/// A rendered text, and what `{% generation %}` blocks printed of it, in bytes.
+pub(in crate::formats) type Text = (String, Vec<Range<usize>>);
+
 /// A parsed template.
 #[derive(Debug)]
 pub(in crate::formats) struct Template {
@@ -66,7 +69,7 @@ impl Template {
         variables: &[(&str, &Json)],
         messages: &[Json],
         asks: &[(usize, bool)],
-    ) -> Vec<Result<(String, Vec<Range<usize>>), Fail>> {
+    ) -> Vec<Result<Text, Fail>> {
         let input = size(messages.iter()) + size(variables.iter().map(|(_, v)| *v));
         fail::begin(input);
         let given = || -> Result<_, Fail> {
@@ -102,12 +105,7 @@ impl Template {
 
     /// A block that prints into a macro cannot see where its text comes to lie: it is rendered once more with marks
     /// around the blocks, which have to leave the text as it is. Where they do not, there is a text and no range.
-    fn marked(
-        &self,
-        variables: &[(&str, Value)],
-        input: usize,
-        plain: Output,
-    ) -> Result<(String, Vec<Range<usize>>), Fail> {
+    fn marked(&self, variables: &[(&str, Value)], input: usize, plain: Output) -> Result<Text, Fail> {
         // Characters that stand for nothing; the first pair that the text has not.
         let free: Vec<char> = ('\u{fdd0}'..='\u{fdef}')
             .filter(|c| !plain.text.contains(*c))

@@ -77,7 +77,7 @@ pub(super) enum Object {
         scope: usize,
         name: Option<Arc<str>>,
     },
-    Loop(RefCell<Loop>),
+    Loop(Box<RefCell<Loop>>),
     Method(Value, &'static str),
     Function(&'static str),
     Cycler(Vec<Value>, Cell<usize>),

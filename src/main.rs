@@ -2,9 +2,34 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use ft::base::worker;
+use std::path::PathBuf;
+
 #[global_allocator]
 static HEAP: ft::base::heap::Heap = ft::base::heap::Heap;
 
 fn main() {
+    // Before anything else starts: no threads, no large memory.
+    if std::env::args_os()
+        .nth(1)
+        .is_some_and(|first| first == worker::ARGUMENT)
+    {
+        std::process::exit(ft::formats::template::serve());
+    }
+    worker::set_program(worker::Program {
+        path: own_path(),
+        variables: ["TZ", "LD_LIBRARY_PATH"]
+            .into_iter()
+            .filter_map(|name| Some((name.into(), std::env::var_os(name)?)))
+            .collect(),
+    });
     std::process::exit(ft::cli::start(std::env::args_os()));
+}
+
+/// This program, also after its file was replaced.
+fn own_path() -> PathBuf {
+    match cfg!(target_os = "linux") {
+        true => "/proc/self/exe".into(),
+        false => std::env::current_exe().unwrap_or_default(),
+    }
 }

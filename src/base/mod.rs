@@ -1,5 +1,5 @@
 //! Errors with hints, caught panics of libraries, atomic files, locks, counter-based random numbers, units, signals,
-//! the allocator, memory readings, how far the program is, how fast the machine is.
+//! the allocator, memory readings, how far the program is, how fast the machine is, confined processes.
 //! Knows nothing of models or recipes. The only room that writes files.
 
 pub mod cache;
@@ -15,7 +15,10 @@ pub mod rng;
 pub mod signal;
 pub mod speed;
 pub mod staging;
+#[cfg(target_os = "linux")]
+mod syscalls;
 pub mod units;
+pub mod worker;
 
 pub use caught::{caught, is_expected};
 pub use error::{Error, ErrorKind, Result};

@@ -4,7 +4,7 @@ use crate::base::Result;
 use crate::formats::{ChatTemplate, Tokenizer};
 use serde_json::Value;
 
-pub use crate::formats::template::Rendered;
+pub use crate::formats::template::{Job, Rendered};
 pub use crate::formats::tokenizer::IdsAndOffsets;
 
 /// Text to token ids and back.
@@ -45,6 +45,14 @@ pub trait ChatRender: Send + Sync {
     ) -> Result<Option<Rendered>> {
         Ok(None)
     }
+
+    /// The texts of many conversations at once, for each ask of each job; what is `None`, or is missing, `render` does.
+    fn render_many(&self, _jobs: &[Job]) -> Vec<Vec<Option<Rendered>>> {
+        Vec::new()
+    }
+
+    /// Nothing is rendered for a while: what waits for work may end.
+    fn rest(&self) {}
 }
 
 impl TextCodec for Tokenizer {
@@ -96,5 +104,13 @@ impl ChatRender for ChatTemplate {
             true => self.render_marked(messages, tools, add_generation_prompt).map(Some),
             false => Ok(None),
         }
+    }
+
+    fn render_many(&self, jobs: &[Job]) -> Vec<Vec<Option<Rendered>>> {
+        self.render_many(jobs)
+    }
+
+    fn rest(&self) {
+        self.rest();
     }
 }

@@ -6,9 +6,10 @@ use super::encode::{Encoded, Encoder, Question};
 use super::faults::BadRows;
 use super::layout::{Layout, Purpose, Rules};
 use super::preference::Preference;
+use super::prepare;
 use super::read::{self, Row};
 use super::reading::Reading;
-use super::rows;
+use super::rows::{self, Sample};
 use crate::base::rng::{Rng, Stream};
 use crate::base::units::count;
 use crate::base::{Error, Result, progress, signal};
@@ -260,6 +261,7 @@ impl Dataset {
         })?;
         loader.flush(&mut bad)?;
         bad.end()?;
+        template.iter().for_each(|t| t.rest());
         let mut out = loader.out;
         out.readings = readings;
         out.finish();
@@ -422,10 +424,13 @@ impl Loader<'_> {
 
     fn flush(&mut self, bad: &mut BadRows) -> Result<()> {
         let encoder = &self.encoder;
-        let encoded = side_by_side(&self.chunk, bad, |(row, layout, _)| {
-            let sample = rows::understand(row, layout)?;
-            encoder.encode(&sample).map_err(|e| e.within(&row.place))
-        });
+        let good = AtomicBool::new(false);
+        let bad_rows = &*bad;
+        let encoded: Vec<Option<Result<Encoded>>> = self
+            .chunk
+            .par_chunks(prepare::ROWS)
+            .flat_map_iter(|group| encode_group(encoder, group, &good, bad_rows))
+            .collect();
         for (row, (_, _, origin)) in encoded.into_iter().zip(self.chunk.drain(..)) {
             let Some(row) = kept(row, bad)? else { continue };
             self.out.stats.add(&row);
@@ -467,6 +472,41 @@ pub(super) fn kept<T>(row: Option<Result<T>>, bad: &mut BadRows) -> Result<Optio
             Ok(Some(row))
         }
     }
+}
+
+/// As `side_by_side`, for a few rows whose renderings are asked for at once.
+fn encode_group(
+    encoder: &Encoder,
+    group: &[(Row, Arc<Layout>, Origin)],
+    good: &AtomicBool,
+    bad: &BadRows,
+) -> Vec<Option<Result<Encoded>>> {
+    let is_hopeless = || !good.load(Ordering::Relaxed) && bad.hopeless();
+    if is_hopeless() {
+        return group.iter().map(|_| None).collect();
+    }
+    let samples: Vec<Result<Sample>> = group
+        .iter()
+        .map(|(row, layout, _)| rows::understand(row, layout))
+        .collect();
+    let prepared = encoder.template.map(|t| prepare::prepare(encoder, t, &samples));
+    let one = |(i, (row, layout, _)): (usize, &(Row, Arc<Layout>, Origin))| {
+        if is_hopeless() {
+            return None;
+        }
+        let encoder = Encoder {
+            template: prepared.as_ref().and_then(|p| p.get(i)).map(|p| p as &dyn ChatRender),
+            ..*encoder
+        };
+        let encoded = match &samples[i] {
+            Ok(sample) => encoder.encode(sample).map_err(|e| e.within(&row.place)),
+            // An error cannot be copied: it is made once more.
+            Err(_) => rows::understand(row, layout).and_then(|sample| encoder.encode(&sample)),
+        };
+        good.fetch_or(encoded.is_ok(), Ordering::Relaxed);
+        Some(encoded)
+    };
+    group.iter().enumerate().map(one).collect()
 }
 
 /// Which of `n` rows are held out, chosen by the seed: at least one, and not all.

@@ -12,6 +12,7 @@ pub mod layout;
 pub mod order;
 pub mod pack;
 pub mod preference;
+mod prepare;
 pub mod prompts;
 pub mod read;
 pub mod reading;

@@ -4,12 +4,9 @@ use super::codec::{ChatRender, IdsAndOffsets, TextCodec};
 use super::layout::{Layout, Purpose, Rules};
 use super::read::{Place, Row};
 use super::rows::{self, Sample};
-use crate::base::{Error, Result};
-use crate::formats::Tokenizer;
+use crate::base::Result;
+use crate::formats::{ChatTemplate, Tokenizer};
 use crate::recipe::{Render, RowFormat};
-use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Serde, Value as JinjaValue};
-use minijinja::{Environment, ErrorKind, context};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -188,40 +185,20 @@ impl TextCodec for Words {
     }
 }
 
-/// A template in the way transformers sets Jinja up.
-pub struct Jinja(Environment<'static>);
+/// A template with its tokens, without a tokenizer.
+pub struct Jinja(ChatTemplate);
 
 impl Jinja {
     pub fn new(source: &'static str) -> Self {
-        let mut env = Environment::new();
-        let syntax = SyntaxConfig::builder()
-            .trim_blocks(true)
-            .lstrip_blocks(true)
-            .build()
-            .unwrap();
-        env.set_syntax(syntax);
-        env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        env.add_function(
-            "raise_exception",
-            |text: String| -> std::result::Result<String, minijinja::Error> {
-                Err(minijinja::Error::new(ErrorKind::InvalidOperation, text))
-            },
-        );
-        env.add_template("chat", source).unwrap();
-        Self(env)
+        let tokens = [("bos_token", "<s>"), ("eos_token", "</s>")];
+        let tokens = tokens.map(|(name, text)| (name.to_string(), Value::from(text)));
+        Self(ChatTemplate::with_tokens(source, "chat", tokens.into_iter().collect()).unwrap())
     }
 }
 
 impl ChatRender for Jinja {
     fn render(&self, messages: &[Value], tools: Option<&Value>, add_generation_prompt: bool) -> Result<String> {
-        let (messages, tools) = (JinjaValue::from(Serde(messages)), JinjaValue::from(Serde(tools)));
-        let template = self
-            .0
-            .get_template("chat")
-            .map_err(|e| Error::new("no template").cause(e))?;
-        template
-            .render(context! { messages, tools, add_generation_prompt, bos_token => "<s>", eos_token => "</s>" })
-            .map_err(|e| Error::new("the chat template refuses the conversation").cause(e))
+        self.0.render(messages, tools, add_generation_prompt)
     }
 }
 

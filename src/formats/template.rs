@@ -1,57 +1,65 @@
 //! Chat templates: messages in, the text that the model was trained to see out.
 //!
-//! A template is a stranger's program. It runs in an interpreter without files, network, environment or
-//! Python objects, with a limit on instructions, recursion, time and output, and only when a conversation
-//! is rendered. What it sees and prints is what transformers 5 would show it.
+//! A template is a stranger's program. It runs in an interpreter (`jinja`) that knows no files, network or environment
+//! and limits work, nesting and output, and it runs in a process of its own (`pool`, `wire`) with limits on memory and
+//! time. What it sees and prints is what transformers 5 would show it.
+
+mod pool;
+mod wire;
+
+#[cfg(test)]
+mod tests;
+
+pub use wire::serve;
 
 use crate::base::{Error, Result, files};
-use crate::formats::template_methods as methods;
+use crate::formats::jinja::{self, Fail, Kind};
 use crate::formats::{Tokenizer, json_kind, read_json_object};
-use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Serde;
-use minijinja::{Environment, ErrorKind};
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::ops::Range;
 use std::path::Path;
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Largest template text, bytes; real ones have at most some tens of thousands.
 const TEMPLATE_LIMIT: usize = 1 << 20;
-/// Largest rendered conversation, bytes.
-pub const OUTPUT_LIMIT: usize = 64 << 20;
-/// Instructions of one rendering, and more for each message.
-const FUEL: u64 = 3_000_000;
-const FUEL_PER_MESSAGE: u64 = 20_000;
-/// Nested blocks, macros and calls.
-const RECURSION: usize = 200;
-/// Time of one rendering; far above what a real template takes.
-const TIME: Duration = Duration::from_millis(800);
 
-const NAME: &str = "chat template";
-
-/// A compiled chat template with the special tokens of its tokenizer.
+/// A parsed chat template with the special tokens of its tokenizer.
 pub struct ChatTemplate {
     default: Program,
     /// A template of its own for conversations with tools.
     tools: Option<Program>,
     tokens: Map<String, Value>,
     place: String,
+    /// The user's own file: it may be rendered here if no process can be started.
+    is_users: bool,
 }
 
 struct Program {
-    env: Environment<'static>,
+    parsed: jinja::Template,
     source: String,
-    /// The source has `{% generation %}`.
-    marks_generation: bool,
+    /// No other program of this process has it.
+    id: u64,
 }
 
 /// A rendered conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rendered {
     pub text: String,
-    /// Byte ranges of `text` that `{% generation %}` blocks printed, in the order of the text.
+    /// Byte ranges of `text` that `{% generation %}` blocks printed, in the order of the text. Empty too where a
+    /// block prints into a macro whose text is changed afterwards.
     pub generation: Vec<Range<usize>>,
 }
+
+/// A conversation and what is wanted of it: its first messages, and whether a generation prompt follows.
+#[derive(Debug, Clone)]
+pub struct Job<'a> {
+    pub messages: &'a [Value],
+    pub tools: Option<&'a Value>,
+    pub asks: Vec<(usize, bool)>,
+}
+
+type Answer = std::result::Result<Rendered, Fail>;
 
 impl ChatTemplate {
     /// The template of a model directory: `chat_template.jinja`, else `chat_template.json`, else
@@ -87,6 +95,7 @@ impl ChatTemplate {
             tools: None,
             tokens: tokens(tokenizer),
             place,
+            is_users: false,
         })
     }
 
@@ -97,6 +106,24 @@ impl ChatTemplate {
             tools: None,
             tokens: tokens(tokenizer),
             place: place.to_string(),
+            is_users: false,
+        })
+    }
+
+    /// The user chose this file: where no process can be started to render it, it is rendered in this one.
+    pub fn trusted(mut self) -> Self {
+        self.is_users = true;
+        self
+    }
+
+    #[cfg(test)]
+    pub(crate) fn with_tokens(text: &str, place: &str, tokens: Map<String, Value>) -> Result<Self> {
+        Ok(Self {
+            default: Program::new(text, place)?,
+            tools: None,
+            tokens,
+            place: place.to_string(),
+            is_users: false,
         })
     }
 
@@ -151,7 +178,7 @@ impl ChatTemplate {
 
     /// True if the template for such a conversation has `{% generation %}` blocks.
     pub fn marks_generation(&self, tools: Option<&Value>) -> bool {
-        self.program(tools).marks_generation
+        self.program(tools).parsed.marks_generation()
     }
 
     /// As `render`, with the ranges of the `{% generation %}` blocks.
@@ -161,13 +188,42 @@ impl ChatTemplate {
         tools: Option<&Value>,
         add_generation_prompt: bool,
     ) -> Result<Rendered> {
-        let messages: Vec<Value> = messages.iter().map(with_reasoning).collect();
-        let mut context = self.tokens.clone();
-        context.insert("messages".into(), Value::Array(messages));
-        context.insert("tools".into(), tools.cloned().unwrap_or(Value::Null));
-        context.insert("documents".into(), Value::Null);
-        context.insert("add_generation_prompt".into(), Value::Bool(add_generation_prompt));
-        self.program(tools).run(&Value::Object(context), &self.place)
+        let job = Job {
+            messages,
+            tools,
+            asks: vec![(messages.len(), add_generation_prompt)],
+        };
+        let mut answers = self.answers(&[job])?;
+        match answers.pop().and_then(|mut of_job| of_job.pop()) {
+            Some(answer) => answer.map_err(|fail| explain(&fail, &self.place)),
+            None => Err(Error::new("the process that renders chat templates gave no answer").at(&self.place)),
+        }
+    }
+
+    /// The texts of many conversations at once; `None` where `render` has the error.
+    pub fn render_many(&self, jobs: &[Job]) -> Vec<Vec<Option<Rendered>>> {
+        // A process that ended while it worked on several: which one it was shows when they are rendered one by one.
+        let answers = self.answers(jobs).unwrap_or_default();
+        answers
+            .into_iter()
+            .map(|of_job| of_job.into_iter().map(Answer::ok).collect())
+            .collect()
+    }
+
+    /// Ends the processes that render, until they are needed again.
+    pub fn rest(&self) {
+        pool::rest();
+    }
+
+    /// Answers to each job, to each of its asks. Errors: the process could not be started, or ended.
+    fn answers(&self, jobs: &[Job]) -> Result<Vec<Vec<Answer>>> {
+        match pool::answers(self, jobs) {
+            None => Ok(jobs
+                .iter()
+                .map(|job| self.program(job.tools).answer(&self.tokens, job))
+                .collect()),
+            Some(answers) => answers.map_err(|e| e.or_at(&self.place)),
+        }
     }
 
     fn program(&self, tools: Option<&Value>) -> &Program {
@@ -186,74 +242,55 @@ impl std::fmt::Debug for ChatTemplate {
 
 impl Program {
     fn new(source: &str, place: &str) -> Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
         if source.len() > TEMPLATE_LIMIT {
             return Err(Error::new("chat template is too large")
                 .at(place)
                 .found(format!("{} bytes", source.len()))
                 .expected(format!("at most {TEMPLATE_LIMIT}")));
         }
-        let wrong = |e: minijinja::Error| {
-            let line = e.line().map(|l| format!(":{l}")).unwrap_or_default();
-            Error::new("chat template is not valid")
-                .at(format!("{place}{line}"))
-                .cause(describe(&e))
-                .hint("correct the template, or set `data.chat_template` to a file with another one")
-        };
-        let mut env = Environment::new();
-        let syntax = SyntaxConfig::builder()
-            .trim_blocks(true)
-            .lstrip_blocks(true)
-            .build()
-            .map_err(wrong)?;
-        env.set_syntax(syntax);
-        env.set_recursion_limit(RECURSION);
-        env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-        methods::install(&mut env);
-        let translated = without_generation_tags(source);
-        let marks_generation = translated != source;
-        env.add_template_owned(NAME, translated).map_err(wrong)?;
+        let parsed = jinja::Template::parse(source).map_err(|fail| {
+            let what = match fail.kind {
+                Kind::Unsupported => format!("chat template needs {}, which ft does not support", fail.text),
+                _ => "chat template is not valid".to_string(),
+            };
+            let error = Error::new(what).at(format!("{place}{}", line_of(&fail)));
+            let error = match fail.kind {
+                Kind::Unsupported => error,
+                _ => error.cause(&fail),
+            };
+            error.hint("correct the template, or set `data.chat_template` to a file with another one")
+        })?;
         Ok(Self {
-            env,
+            parsed,
             source: source.to_string(),
-            marks_generation,
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
         })
     }
 
-    fn run(&self, context: &Value, place: &str) -> Result<Rendered> {
-        let failed = |e: minijinja::Error| explain(&e, place);
-        let messages = context.get("messages").and_then(Value::as_array).map_or(0, Vec::len) as u64;
-        let mut env = self.env.clone();
-        env.set_fuel(Some(FUEL + FUEL_PER_MESSAGE * messages));
-        let template = env.get_template(NAME).map_err(failed)?;
-        let mut out = Capped(Vec::new());
-        methods::start_marks();
-        methods::start_clock(TIME);
-        let result = template.render_captured_to(Serde(context), &mut out).map(|_| ());
-        methods::stop_clock();
-        result.map_err(failed)?;
-        let text = String::from_utf8(out.0)
-            .map_err(|_| Error::new("chat template printed text that is not UTF-8").at(place))?;
-        let generation = methods::take_marks();
-        Ok(Rendered { text, generation })
+    fn answer(&self, tokens: &Map<String, Value>, job: &Job) -> Vec<Answer> {
+        answer(&self.parsed, tokens, job.messages, job.tools, &job.asks)
     }
 }
 
-/// Output that ends with an error at the limit.
-struct Capped(Vec<u8>);
-
-impl std::io::Write for Capped {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        if self.0.len() + bytes.len() > OUTPUT_LIMIT {
-            return Err(std::io::Error::other(methods::TOO_MUCH));
-        }
-        self.0.extend_from_slice(bytes);
-        methods::printed(self.0.len());
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
+/// What a template sees and prints for the beginnings of a conversation.
+fn answer(
+    template: &jinja::Template,
+    tokens: &Map<String, Value>,
+    messages: &[Value],
+    tools: Option<&Value>,
+    asks: &[(usize, bool)],
+) -> Vec<Answer> {
+    let mut variables: Vec<(&str, &Value)> = tokens.iter().map(|(name, text)| (&**name, text)).collect();
+    variables.push(("tools", tools.unwrap_or(&Value::Null)));
+    variables.push(("documents", &Value::Null));
+    let messages: Cow<[Value]> = match messages.iter().any(has_reasoning) {
+        true => messages.iter().map(with_reasoning).collect(),
+        false => messages.into(),
+    };
+    let texts = template.render(&variables, &messages, asks);
+    let rendered = |(text, generation)| Rendered { text, generation };
+    texts.into_iter().map(|text| text.map(rendered)).collect()
 }
 
 /// Special tokens under the names that templates use.
@@ -264,13 +301,24 @@ fn tokens(tokenizer: &Tokenizer) -> Map<String, Value> {
         .collect()
 }
 
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+fn has_reasoning(message: &Value) -> bool {
+    REASONING
+        .iter()
+        .any(|name| message.get(*name).is_some_and(|v| !v.is_null()))
+}
+
 /// A message's reasoning goes by three names; the template may look for any of them.
 fn with_reasoning(message: &Value) -> Value {
     let Some(map) = message.as_object() else {
         return message.clone();
     };
-    let names = ["reasoning_content", "thinking", "reasoning"];
-    let Some(reasoning) = names.iter().find_map(|n| map.get(*n).filter(|v| !v.is_null())).cloned() else {
+    let Some(reasoning) = REASONING
+        .iter()
+        .find_map(|n| map.get(*n).filter(|v| !v.is_null()))
+        .cloned()
+    else {
         return message.clone();
     };
     let mut out = Map::new();
@@ -280,65 +328,23 @@ fn with_reasoning(message: &Value) -> Value {
     Value::Object(out)
 }
 
-/// `{% generation %}` marks what an assistant wrote. It becomes a `with` block whose first and last statements note how
-/// much has been printed.
-fn without_generation_tags(source: &str) -> String {
-    let mut out = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some(start) = rest.find("{%") {
-        let (before, tag) = rest.split_at(start);
-        out.push_str(before);
-        rest = tag;
-        let Some(end) = tag[2..].find("%}").map(|end| end + 4) else {
-            break;
-        };
-        let inner = tag[2..end - 2]
-            .trim_start_matches(['-', '+'])
-            .trim_end_matches(['-', '+']);
-        let word = match inner.trim() {
-            "generation" => Some("with ft_generation = ft_generation_start()"),
-            "endgeneration" => Some("set ft_generation = ft_generation_end() %}{% endwith"),
-            _ => None,
-        };
-        match word {
-            Some(word) => out.push_str(&tag[..end].replace(inner.trim(), word)),
-            None => out.push_str(&tag[..2]),
-        }
-        rest = if word.is_some() { &tag[end..] } else { &tag[2..] };
-    }
-    out.push_str(rest);
-    out
-}
-
-fn describe(e: &minijinja::Error) -> String {
-    match e.detail() {
-        Some(detail) => format!("{}: {detail}", e.kind()),
-        None => e.kind().to_string(),
-    }
+fn line_of(fail: &Fail) -> String {
+    fail.line.map(|l| format!(":{l}")).unwrap_or_default()
 }
 
 /// A failed rendering in words.
-fn explain(e: &minijinja::Error, place: &str) -> Error {
-    let line = e.line().map(|l| format!(":{l}")).unwrap_or_default();
-    let at = format!("{place}{line}");
-    let detail = e.detail().unwrap_or_default();
-    let limit = "the template loops or was made to: use another one with `data.chat_template`";
-    if e.kind() == ErrorKind::OutOfFuel || detail == methods::TOO_LONG {
-        return Error::new("chat template did not come to an end").at(at).hint(limit);
-    }
-    let source = std::error::Error::source(e).map(|s| s.to_string()).unwrap_or_default();
-    if source.contains(methods::TOO_MUCH) || detail == methods::TOO_MUCH {
-        return Error::new(format!("chat template printed more than {} MiB", OUTPUT_LIMIT >> 20))
+fn explain(fail: &Fail, place: &str) -> Error {
+    let at = format!("{place}{}", line_of(fail));
+    match fail.kind {
+        Kind::Limit => Error::new(format!("chat template was stopped: {}", fail.text))
             .at(at)
-            .hint(limit);
-    }
-    if let Some(message) = detail.strip_prefix(methods::REFUSED) {
-        return Error::new(format!("chat template refuses this conversation: {message}"))
+            .hint("the template loops or was made to: use another one with `data.chat_template`"),
+        Kind::Raised => Error::new(format!("chat template refuses this conversation: {}", fail.text))
             .at(at)
-            .hint("look at the roles and their order in this row, or use another template with `data.chat_template`");
+            .hint("look at the roles and their order in this row, or use another template with `data.chat_template`"),
+        Kind::Unsupported => Error::new(format!("chat template needs {}, which ft does not support", fail.text))
+            .at(at)
+            .hint("docs/templates.md lists what is supported; use another template with `data.chat_template`"),
+        Kind::Syntax | Kind::Failed => Error::new("chat template failed").at(at).cause(&fail.text),
     }
-    Error::new("chat template failed").at(at).cause(describe(e))
 }
-
-#[cfg(test)]
-mod tests;

@@ -60,7 +60,7 @@ impl Described {
             );
         }
         let template = match template {
-            Some(file) => Some(ChatTemplate::from_file(Path::new(file), &tokenizer)?),
+            Some(file) => Some(ChatTemplate::from_file(Path::new(file), &tokenizer)?.trusted()),
             None => ChatTemplate::from_dir(&dir, &tokenizer)?,
         };
         Ok(Self {

@@ -17,5 +17,6 @@ mod preference;
 mod quickstart;
 mod reinforce;
 mod resume;
+mod sandbox;
 mod shipped;
 mod tiers;

@@ -34,6 +34,7 @@ use serde_json::Value;
 use std::ops::Range;
 
 /// What a row becomes.
+#[derive(Clone, Copy)]
 pub struct Encoder<'a> {
     pub codec: &'a dyn TextCodec,
     /// `None`: there is no chat template.
@@ -169,6 +170,17 @@ impl Encoder<'_> {
             text: &text,
         };
         Ok(source.encode()?.0)
+    }
+
+    /// What is rendered of a conversation: all of it, and where each trained turn begins and ends.
+    pub(super) fn asks(&self, chat: &Chat) -> Vec<(usize, bool)> {
+        let mut out = vec![(chat.messages.len(), false)];
+        for i in self.wanted(chat) {
+            out.extend([(i, true), (i + 1, false), (i, false)]);
+        }
+        out.sort_unstable();
+        out.dedup();
+        out
     }
 
     /// Indices of the assistant messages to train.

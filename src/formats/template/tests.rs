@@ -28,7 +28,7 @@ fn render(text: &str) -> Result<String> {
     template(text).render(&[json!({"role": "user", "content": "hi"})], None, false)
 }
 
-/// The refusal, which must come within a second.
+/// The refusal, which must come soon.
 #[track_caller]
 fn fails(text: &str) -> String {
     let t = template(text);
@@ -38,7 +38,7 @@ fn fails(text: &str) -> String {
         .unwrap_err()
         .to_string();
     assert!(
-        start.elapsed() < Duration::from_millis(1500),
+        start.elapsed() < std::time::Duration::from_secs(15),
         "took {:?}: {e}",
         start.elapsed()
     );
@@ -125,9 +125,9 @@ fn reasoning_is_found_under_each_name() {
 #[test]
 fn a_template_that_loops_comes_to_an_end() {
     let nested = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}";
-    assert!(fails(nested).contains("did not come to an end"));
+    assert!(fails(nested).contains("too much work"));
     let slow = "{% for a in range(100000) %}{% set x = range(100000) | join %}{% endfor %}";
-    assert!(fails(slow).contains("did not come to an end"));
+    assert!(fails(slow).contains("too much work"));
     assert!(fails("{% for a in range(1000000000) %}{% endfor %}").contains("too many elements"));
     let e = fails("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}");
     assert!(e.contains("recursion"), "{e}");
@@ -137,8 +137,8 @@ fn a_template_that_loops_comes_to_an_end() {
 fn a_template_that_prints_without_end_is_stopped() {
     let e = fails("{% set x = 'x' * 10000000 %}{% for a in range(100) %}{{ x }}{% endfor %}");
     assert!(e.contains("more than 64 MiB"), "{e}");
-    assert!(fails("{{ 'x' * 1000000000 }}").contains("too large"));
-    assert!(fails("{{ 'x' | indent(1000000000, true) }}").contains("small number"));
+    assert!(fails("{{ 'x' * 1000000000 }}").contains("more than 64 MiB"));
+    assert!(fails("{{ 'x' | indent(1000000000, true) }}").contains("more than 64 MiB"));
 }
 
 #[test]
@@ -155,7 +155,9 @@ fn nothing_outside_can_be_reached() {
     ] {
         fails(text);
     }
-    assert_eq!(render("{{ env }}{{ HOME }}{{ self }}{{ config }}").unwrap(), "");
+    assert_eq!(render("{{ env }}{{ HOME }}{{ config }}").unwrap(), "");
+    fails("{{ self }}");
+    fails("{{ self._TemplateReference__context }}");
 }
 
 #[test]
@@ -180,14 +182,65 @@ fn wrong_templates_say_where() {
 }
 
 #[test]
-fn generation_tags_are_a_block_that_does_nothing() {
-    assert_eq!(
-        without_generation_tags("a{%- generation -%}b{% endgeneration %}{% if x %}{%"),
-        "a{%- with ft_generation = ft_generation_start() -%}b{% set ft_generation = ft_generation_end() %}{% endwith %}{% if x %}{%"
-    );
-    assert_eq!(without_generation_tags("{%}{%"), "{%}{%");
+fn generation_tags_are_a_block_that_changes_no_text() {
     assert!(ChatTemplate::from_text("{%}", "t.jinja", &tokenizer(json!({}))).is_err());
     assert_eq!(render("{% generation %}\nx\n{%- endgeneration %}y").unwrap(), "xy");
+}
+
+#[test]
+fn what_is_not_supported_is_said() {
+    let e = fails("a\n{{ 'x' | pprint }}");
+    assert!(
+        e.contains("the filter `pprint`, which ft does not support") && e.contains("t.jinja:2"),
+        "{e}"
+    );
+    let e = ChatTemplate::from_text(
+        "{% autoescape true %}{% endautoescape %}",
+        "t.jinja",
+        &tokenizer(json!({})),
+    )
+    .unwrap_err()
+    .to_string();
+    assert!(e.contains("does not support") && e.contains("t.jinja:1"), "{e}");
+}
+
+#[test]
+fn answers_cross_the_pipe_as_they_are() {
+    let answers: Vec<Answer> = vec![
+        Ok(Rendered {
+            text: "héllo\0".into(),
+            generation: vec![0..3, 3..3],
+        }),
+        Err(Fail {
+            kind: Kind::Unsupported,
+            text: "ü".into(),
+            line: Some(0),
+        }),
+        Err(Fail {
+            kind: Kind::Limit,
+            text: String::new(),
+            line: None,
+        }),
+    ];
+    let mut bytes = Vec::new();
+    wire::put_job(&mut bytes, &answers);
+    let body = &bytes[8..];
+    assert_eq!(u64::from_le_bytes(bytes[..8].try_into().unwrap()), body.len() as u64);
+    let shown = |answers: &[Answer]| format!("{answers:?}");
+    assert_eq!(shown(&wire::Reader(body).job(3).unwrap()), shown(&answers));
+    // What is cut short, too long, or a lie is no answer.
+    for n in 0..body.len() {
+        assert!(wire::Reader(&body[..n]).job(3).is_none(), "{n}");
+    }
+    assert!(wire::Reader(body).job(2).is_none());
+    for i in 0..body.len() {
+        let mut other = body.to_vec();
+        other[i] ^= 0xff;
+        let _ = wire::Reader(&other).job(3);
+    }
+    let mut range = body.to_vec();
+    range[24] = 2;
+    assert!(wire::Reader(&range).job(3).is_none(), "a range inside of a character");
 }
 
 #[test]

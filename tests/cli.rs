@@ -26,7 +26,7 @@ fn recipe_faults_exit_2_and_leave_nothing() {
         assert_eq!(out.status.code(), Some(2), "{command}");
         assert!(out.stdout.is_empty());
         let said = text(&out.stderr);
-        assert!(said.starts_with("error: 3 faults in the recipe\n"), "{said}");
+        assert!(said.starts_with("error: the recipe has 3 errors\n"), "{said}");
         assert!(
             said.contains("r.toml:6:1\nhint: did you mean `learning_rate`?"),
             "{said}"
@@ -57,10 +57,134 @@ fn recipes_are_listed_shown_and_copied() {
     let shown = ft(dir.path(), &["recipes", "show", "quickstart"]);
     let copied = ft(dir.path(), &["recipes", "copy", "quickstart"]);
     assert_eq!(text(&copied.stdout), "quickstart.toml\n");
+    let said = text(&copied.stderr);
+    assert!(said.contains("`ft recipes copy quickstart --with-data`"), "{said}");
+    assert!(said.contains("next:\n  ft data quickstart.toml\n"), "{said}");
     assert_eq!(std::fs::read(dir.path().join("quickstart.toml")).unwrap(), shown.stdout);
     let again = ft(dir.path(), &["recipes", "copy", "quickstart"]);
     assert_eq!(again.status.code(), Some(1));
     assert!(text(&again.stderr).contains("hint: give another name with `--to FILE`"));
+}
+
+#[test]
+fn a_copied_recipe_runs_where_it_was_copied() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = |args: &[&str]| {
+        ft(
+            dir.path(),
+            &[&["train", "quickstart.toml", "--dry-run", "--json"], args].concat(),
+        )
+    };
+    ft(dir.path(), &["recipes", "copy", "quickstart"]);
+    let said = text(&plan(&[]).stderr);
+    assert!(said.contains("no directory `assets/tiny` here"), "{said}");
+    assert!(said.contains("ft recipes copy NAME --with-data"), "{said}");
+    let copied = ft(dir.path(), &["recipes", "copy", "quickstart", "--with-data"]);
+    assert_eq!(copied.status.code(), Some(0), "{}", text(&copied.stderr));
+    let planned = plan(&[]);
+    assert_eq!(planned.status.code(), Some(0), "{}", text(&planned.stderr));
+    let object: serde_json::Value = serde_json::from_slice(&planned.stdout).unwrap();
+    assert!(object["plan"]["peak_bytes"].as_u64().unwrap() > 0 && object["recipe"]["train.max_steps"] == "400");
+    // What the recipe does not name is not written, and what is there is not overwritten.
+    assert!(dir.path().join("assets/world/train.jsonl").is_file() && !dir.path().join("assets/small").exists());
+    std::fs::write(dir.path().join("assets/world/eval.jsonl"), "mine").unwrap();
+    let again = ft(dir.path(), &["recipes", "copy", "quickstart", "--with-data"]);
+    assert!(again.status.code() == Some(1) && text(&again.stderr).contains("assets/world/eval.jsonl"));
+    for (typed, meant) in [("assets/tinny", "assets/tiny"), ("asets/tiny", "assets/tiny")] {
+        let said = text(&plan(&[&format!("model.path={typed}")]).stderr);
+        assert!(
+            said.contains(&format!("no directory `{typed}` here")) || typed == "asets/tiny",
+            "{said}"
+        );
+        assert!(said.contains(&format!("did you mean `{meant}`?")), "{said}");
+    }
+    let said = text(&plan(&["data.train=assets/world/trian.jsonl"]).stderr);
+    assert!(said.contains("did you mean `assets/world/train.jsonl`?"), "{said}");
+    let said = text(&plan(&["tune.method=lora", "tune.lora.adapter=runs/none"]).stderr);
+    assert!(said.contains("no directory `runs/none` here"), "{said}");
+}
+
+#[test]
+fn the_list_says_what_fits_and_what_comes_first() {
+    let dir = tempfile::tempdir().unwrap();
+    let started = std::time::Instant::now();
+    let list = ft(dir.path(), &["recipes", "--json"]);
+    println!("{:?} for the list", started.elapsed());
+    let said = text(&list.stdout);
+    let lines: Vec<serde_json::Value> = said.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let of = |name: &str| lines.iter().find(|l| l["name"] == name).unwrap();
+    assert_eq!(of("quickstart")["fit"], "fits", "{said}");
+    assert!(
+        of("grpo-tiny")["first"][0]
+            .as_str()
+            .unwrap()
+            .contains("grpo-start-tiny")
+    );
+    assert!(lines.iter().all(|l| l["peak_bytes"].as_u64().unwrap() > 0));
+}
+
+#[test]
+fn flags_that_are_keys_and_words_that_are_recipes() {
+    let dir = tempfile::tempdir().unwrap();
+    let said = |args: &[&str]| {
+        let out = ft(dir.path(), args);
+        assert_eq!(out.status.code(), Some(2), "{args:?}");
+        text(&out.stderr)
+    };
+    for (args, wanted) in [
+        (&["train", "--max_steps", "3"][..], "`train.max_steps=3`"),
+        (&["train", "r.toml", "--train.max_steps", "3"], "`train.max_steps=3`"),
+        (
+            &["train", "r.toml", "--learning_rate=1e-4"],
+            "`optimizer.learning_rate=1e-4`",
+        ),
+        (&["plan", "r.toml", "--lora-rank", "8"], "`tune.lora.r=8`"),
+        (
+            &["train", "r.toml", "--load_in_4bit"],
+            "memory.frozen_weights = \"nf4\"",
+        ),
+        (&["train", "r.toml", "--epochs=3"], "`train.num_epochs=3`"),
+        (&["train"], "`ft recipes`"),
+        (&["train", "none.toml"], "no recipe `none.toml` here"),
+        (&["train", "--recipe", "a.toml", "b.toml"], "two recipes"),
+    ] {
+        let said = said(args);
+        assert!(said.contains(wanted), "{args:?}: {said}");
+    }
+    std::fs::write(dir.path().join("r.yaml"), "model_name_or_path: m\nlora_rank: 8\n").unwrap();
+    let yaml = said(&["train", "r.yaml"]);
+    assert!(
+        yaml.contains("a recipe is TOML") && yaml.contains("tune.lora.r = 8"),
+        "{yaml}"
+    );
+    ft(dir.path(), &["recipes", "copy", "quickstart", "--with-data"]);
+    for command in ["plan", "data"] {
+        let out = ft(dir.path(), &[command, "quickstart.toml", "--json", "train.max_steps=3"]);
+        assert_eq!(out.status.code(), Some(0), "{}", text(&out.stderr));
+    }
+    let misspelled = ft(dir.path(), &["plan", "quickstrat.toml"]);
+    assert!(text(&misspelled.stderr).contains("did you mean `quickstart.toml`?"));
+}
+
+#[test]
+fn families_that_are_not_there_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    for (config, wanted) in [
+        (
+            r#"{"model_type": "gpt2", "n_embd": 768}"#,
+            "model type `gpt2` is not supported",
+        ),
+        (
+            r#"{"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}"#,
+            "its language model is a `gemma3_text`",
+        ),
+        (r#"{"model_type": "mixtral"}"#, "llama, mistral"),
+    ] {
+        std::fs::write(dir.path().join("config.json"), config).unwrap();
+        let out = ft(dir.path(), &["generate", "--model", ".", "--prompt", "x"]);
+        let said = text(&out.stderr);
+        assert!(said.contains(wanted) && !said.contains("is missing"), "{said}");
+    }
 }
 
 #[test]

@@ -105,6 +105,12 @@ impl Error {
         self
     }
 
+    /// Puts a sentence before what went wrong.
+    pub fn after(mut self, first: &str) -> Self {
+        self.0.what = format!("{first}, and {}", self.0.what);
+        self
+    }
+
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }

@@ -1,6 +1,6 @@
 //! Files with the path in every error; whole files appear at their name or not at all.
 
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, paths};
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufWriter, Read, Write};
@@ -18,12 +18,20 @@ fn io(what: &str, path: &Path, e: std::io::Error) -> Error {
     }
 }
 
+/// What is not there may be misspelled.
+fn not_read(what: &str, path: &Path, e: std::io::Error) -> Error {
+    match e.kind() {
+        std::io::ErrorKind::NotFound => paths::missing("file", path),
+        _ => io(what, path, e),
+    }
+}
+
 /// Opens a regular file for reading (links are followed).
 ///
 /// Errors: a pipe, a device, a socket or a directory: reading one could block for ever or never end.
 pub fn open(path: &Path) -> Result<File> {
     let kind = fs::metadata(path)
-        .map_err(|e| io("open the file", path, e))?
+        .map_err(|e| not_read("open the file", path, e))?
         .file_type();
     regular(kind, path)?;
     // O_NONBLOCK: should a pipe have taken the file's place meanwhile, opening it does not wait for a writer.

@@ -1,5 +1,6 @@
 //! Errors with hints, caught panics of libraries, atomic files, locks, counter-based random numbers, units, signals,
-//! the allocator, memory readings, how far the program is, how fast the machine is, confined processes.
+//! the allocator, memory readings, how far the program is, how fast the machine is, confined processes, paths that are
+//! not there.
 //! Knows nothing of models or recipes. The only room that writes files.
 
 pub mod cache;
@@ -10,6 +11,7 @@ pub mod heap;
 pub mod lock;
 pub mod memory;
 pub mod partial;
+pub mod paths;
 pub mod progress;
 pub mod rng;
 pub mod signal;

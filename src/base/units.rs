@@ -78,6 +78,12 @@ pub fn utc(time: std::time::SystemTime) -> String {
     )
 }
 
+/// `1 row`, `2 rows`, `1,234 rows`.
+pub fn counted(n: usize, what: &str) -> String {
+    let plural = if n == 1 { "" } else { "s" };
+    format!("{} {what}{plural}", count(n as u64))
+}
+
 /// `1_234_567` as `1,234,567`.
 pub fn count(n: u64) -> String {
     let digits = n.to_string();

@@ -1,7 +1,7 @@
 //! Reading a training state back.
 
 use super::{STATE, keep, manifest};
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result, files, paths};
 use crate::formats::weights::Weights;
 use std::path::{Path, PathBuf};
 
@@ -33,8 +33,7 @@ impl Loaded {
 /// another step than its manifest (a copy under a wrong name must not be resumed as that step).
 pub fn load(dir: &Path) -> Result<Loaded> {
     if !dir.is_dir() {
-        let error = Error::new("checkpoint directory does not exist").at_path(dir);
-        return Err(error.hint("give a `checkpoint-<step>` directory of a run"));
+        return Err(paths::missing("checkpoint directory", dir).expected("a `checkpoint-<step>` directory of a run"));
     }
     let manifest = manifest::verify(dir)?;
     if let Some(named) = keep::step_of(dir).filter(|s| *s != manifest.step) {

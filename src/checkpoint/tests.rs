@@ -224,7 +224,7 @@ fn a_checkpoint_that_lacks_something_is_refused_by_name() {
         load(&dir.path().join("checkpoint-99"))
             .unwrap_err()
             .to_string()
-            .contains("does not exist")
+            .contains("no checkpoint directory `")
     );
 }
 

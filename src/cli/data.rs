@@ -1,6 +1,6 @@
 //! `ft data`: rendered rows with the trained tokens marked, and the counts.
 
-use super::out::out_text;
+use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;
 use crate::base::Result;
 use crate::report;
@@ -8,18 +8,26 @@ use crate::report;
 /// Show rows as the model sees them, trained tokens marked, and the counts
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
-  ft data --recipe recipes/quickstart.toml
-  ft data --recipe my.toml --rows 20 data.train_on=all")]
+  ft data recipes/quickstart.toml
+  ft data --recipe my.toml --rows 20 data.train_on=all
+  ft data my.toml --json                             rows, tokens, trained tokens, cut rows")]
 pub struct Args {
     #[command(flatten)]
     pub recipe: RecipeArgs,
     /// Rows to show
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub rows: usize,
+    /// The counts as one JSON object, no rows
+    #[arg(long)]
+    pub json: bool,
 }
 
-pub fn run(args: Args) -> Result<i32> {
+pub fn run(mut args: Args) -> Result<i32> {
     let loaded = args.recipe.load_and_warn()?;
+    if args.json {
+        out(crate::run::counts::counts(&loaded.recipe)?)?;
+        return Ok(0);
+    }
     out_text(crate::run::rows::describe(
         &loaded.recipe,
         args.rows,

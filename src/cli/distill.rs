@@ -43,7 +43,7 @@ struct Cache {
 }
 
 pub fn run(args: Args) -> Result<i32> {
-    let Command::Cache(args) = args.command;
+    let Command::Cache(mut args) = args.command;
     let loaded = args.recipe.load_and_warn()?;
     let report = teacher_cache::cache(&loaded.recipe, &args.out, &mut |line| super::note(line))?;
     if args.json {

@@ -1,54 +1,163 @@
-//! `ft eval`: loss, perplexity and accuracy of a model on a data file; of a reward model accuracy and margin.
+//! `ft eval`: loss, accuracy and margins of a model on rows of any kind that training takes.
 
 use super::out::{out, out_text};
-use crate::base::Result;
-use crate::recipe::{Dtype, Render};
-use crate::run::evaluate::evaluate;
+use super::recipe_args::RecipeArgs;
+use crate::base::{Error, Result};
+use crate::recipe::{self, Dtype, Render, RowFormat, TrainOn};
+use crate::run::evaluate::{Request, evaluate};
 use std::path::PathBuf;
 
-/// Loss and perplexity on a data file; accuracy where rows have answers, or of a reward model on pairs
+const LONG: &str = "Examples:
+  ft eval --model runs/quickstart --data assets/world/eval.jsonl
+  ft eval --model runs/lora/checkpoint-400 --data eval.jsonl --json
+  ft eval --model runs/dpo --data pairs.jsonl        chosen and rejected answers
+  ft eval --model base --adapter runs/reward/final --data pairs.jsonl
+  ft eval --recipe my.toml                           the recipe's run and rows
+  ft eval --model base --data rows.jsonl --format alpaca data.train_on=all
+
+What is measured, by the kind of rows:
+  texts    loss, perplexity (its exponential) and token_accuracy (part of the trained tokens that were the most likely
+           one); accuracy is the part of the rows with an answer that greedy decoding answers exactly
+  pairs    accuracy and margin: how often, and by how much, the chosen answer is more likely. With an adapter or
+           --reference also reward_accuracy and reward_margin, of DPO's implicit reward. The loss is that of the chosen
+           answers. A reward model scores instead
+  judged   log-probability per token of desirable and undesirable answers
+  prompts  accuracy: exact answers of greedy decoding; numeric_accuracy: the last number is right";
+
+/// Measure a model on rows: loss, exact answers, or preferences
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
-  ft eval --model runs/quickstart/final --data assets/world/eval.jsonl
-  ft eval --model base --adapter runs/lora/final --data eval.jsonl --json
-  ft eval --model base --adapter runs/reward/final --data pairs.jsonl")]
+  ft eval --model runs/quickstart --data assets/world/eval.jsonl
+  ft eval --recipe my.toml                           the recipe's run and rows
+
+What the numbers mean: `ft eval --help`", after_long_help = LONG)]
 pub struct Args {
-    /// Model directory, or hub id
-    #[arg(long, value_name = "DIR")]
-    pub model: PathBuf,
-    /// PEFT adapter directory
+    #[command(flatten)]
+    pub recipe: RecipeArgs,
+    /// Model directory, adapter directory, run, checkpoint, or hub id [default: the recipe's run]
+    #[arg(long, value_name = "MODEL")]
+    pub model: Option<PathBuf>,
+    /// PEFT adapter directory, run, checkpoint, or hub id
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,
-    /// Rows: jsonl, json, csv or parquet
+    /// Rows: a file or a hub data set [default: what the recipe evaluates on]
     #[arg(long, value_name = "FILE")]
-    pub data: PathBuf,
-    /// How prompts and answers that are texts become one text, as `data.render` of a recipe: auto, chat or plain
-    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = render)]
-    pub render: Render,
+    pub data: Option<String>,
+    /// How a row is written, as `data.format` [default: seen from the first row]
+    #[arg(long, value_name = "FORMAT", value_parser = format)]
+    pub format: Option<RowFormat>,
+    /// Longest row in tokens, as `data.max_length` [default: the recipe's, else rows whole]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
+    pub max_length: Option<u32>,
+    /// Tokens that count, as `data.train_on`: assistant, completion or all
+    #[arg(long, hide_short_help = true, value_name = "WHAT", value_parser = train_on)]
+    pub train_on: Option<TrainOn>,
+    /// How prompts and answers that are texts become one text, as `data.render`: auto, chat or plain
+    #[arg(long, hide_short_help = true, value_name = "HOW", value_parser = render)]
+    pub render: Option<Render>,
+    /// A Jinja file in place of the model's chat template
+    #[arg(long, hide_short_help = true, value_name = "FILE")]
+    pub chat_template: Option<String>,
+    /// Pairs: the model that implicit rewards are measured from [default: the model without its adapter]
+    #[arg(long, hide_short_help = true, value_name = "MODEL")]
+    pub reference: Option<String>,
+    /// Prompts: longest answer in tokens
+    #[arg(long, hide_short_help = true, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_new_tokens: u32,
+    /// auto, cpu or cuda:0 [default: the recipe's, else auto]
+    #[arg(long, hide_short_help = true, value_name = "DEVICE")]
+    pub device: Option<String>,
     /// f32 or bf16 [default: as the weights are stored]
-    #[arg(long, value_name = "TYPE", value_parser = super::parse_dtype)]
+    #[arg(long, hide_short_help = true, value_name = "TYPE", value_parser = super::parse_dtype)]
     pub dtype: Option<Dtype>,
-    /// One JSON object: loss, perplexity, tokens, accuracy (of a reward model margin and mean_reward)
+    /// One JSON object: kind, rows, and the numbers by their names
     #[arg(long)]
     pub json: bool,
+}
+
+fn format(text: &str) -> std::result::Result<RowFormat, String> {
+    let names = RowFormat::NAMES;
+    RowFormat::parse(text).ok_or_else(|| match recipe::suggest::value("data.format", text, names) {
+        Some(hint) => format!("expected one of {}; {hint}", names.join(", ")),
+        None => format!("expected one of {}", names.join(", ")),
+    })
 }
 
 fn render(text: &str) -> std::result::Result<Render, String> {
     Render::parse(text).ok_or(format!("expected one of {}", Render::NAMES.join(", ")))
 }
 
-pub fn run(args: Args) -> Result<i32> {
-    let report = evaluate(
-        &args.model.to_string_lossy(),
-        args.adapter.as_deref(),
-        &args.data,
-        args.render,
-        args.dtype,
-    )?;
-    if args.json {
-        out(report.json())?
-    } else {
-        out_text(report.text())?
+fn train_on(text: &str) -> std::result::Result<TrainOn, String> {
+    TrainOn::parse(text).ok_or_else(|| "expected assistant, completion or all".to_string())
+}
+
+pub fn run(mut args: Args) -> Result<i32> {
+    args.recipe.settle()?;
+    let length_given = |o: &String| o.starts_with("data.max_length");
+    let own_length =
+        args.recipe.recipe.is_some() || args.max_length.is_some() || args.recipe.overrides.iter().any(length_given);
+    let mut recipe = match args.recipe.recipe {
+        Some(_) => args.recipe.load_and_warn()?.recipe,
+        None => {
+            // Keys that have to be written stand for what the flags say.
+            let text = "[model]\npath = \"-\"\n[data]\ntrain = []\n";
+            let mut values = args.recipe.overrides.clone();
+            let data = args.data.clone().unwrap_or("-".into());
+            values.insert(0, format!("data.train=[{}]", toml_text(&data)));
+            recipe::parse(text, "the command line", &values)?.recipe
+        }
+    };
+    let model = match (&args.model, &args.recipe.recipe) {
+        (Some(model), _) => model.to_string_lossy().into_owned(),
+        (None, Some(_)) => recipe.train.output_dir.clone(),
+        (None, None) => {
+            return Err(Error::usage("no model is given")
+                .expected("`--model MODEL`, or `--recipe FILE` for the model of its run")
+                .hint("`ft eval --model runs/NAME --data FILE`"));
+        }
+    };
+    if let Some(data) = &args.data {
+        recipe.data.train = vec![data.clone()];
+    } else if args.recipe.recipe.is_none() {
+        return Err(Error::usage("no rows are given")
+            .expected("`--data FILE`, or `--recipe FILE` with `data.eval`")
+            .hint(format!("`ft eval --model {model} --data FILE`")));
+    }
+    if let Some(format) = args.format {
+        recipe.data.format = format;
+    }
+    if let Some(length) = args.max_length {
+        recipe.data.max_length = length as usize;
+    }
+    if let Some(train_on) = args.train_on {
+        recipe.data.train_on = train_on;
+    }
+    if let Some(render) = args.render {
+        recipe.data.render = render;
+    }
+    if args.chat_template.is_some() {
+        recipe.data.chat_template = args.chat_template.clone();
+    }
+    let report = evaluate(&Request {
+        model: &model,
+        adapter: args.adapter.as_deref(),
+        reference: args.reference.as_deref(),
+        recipe: &recipe,
+        all_rows: args.data.is_some(),
+        own_length,
+        device: args.device.as_deref().unwrap_or(&recipe.model.device),
+        dtype: args.dtype,
+        max_new_tokens: args.max_new_tokens as usize,
+    })?;
+    report.notes.iter().for_each(|line| super::note(line));
+    match args.json {
+        true => out(report.json())?,
+        false => out_text(report.text())?,
     }
     Ok(0)
+}
+
+/// A text as TOML.
+fn toml_text(text: &str) -> String {
+    serde_json::Value::from(text).to_string()
 }

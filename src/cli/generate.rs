@@ -15,12 +15,14 @@ use std::path::PathBuf;
 #[command(after_help = "Examples:
   ft generate --model runs/quickstart/final --prompt \"The capital is\" --temperature 0
   ft generate --model runs/quickstart/final --chat --prompt \"What is 2 + 3?\"
+  ft generate --model runs/lora --chat                 a LoRA run finds its base
+  ft generate --model runs/lora/checkpoint-400 --chat
   ft generate --model base --adapter runs/lora/final --chat")]
 pub struct Args {
-    /// Model directory, or hub id
-    #[arg(long, value_name = "DIR")]
+    /// Model directory, adapter directory, run, checkpoint, or hub id
+    #[arg(long, value_name = "MODEL")]
     pub model: PathBuf,
-    /// PEFT adapter directory
+    /// PEFT adapter directory, run, checkpoint, or hub id
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,
     /// The text to continue; with --chat, the first message of the user
@@ -52,6 +54,12 @@ pub struct Args {
     /// Seed of the choice
     #[arg(hide_short_help = true, long, value_name = "N", default_value_t = 42)]
     pub seed: u64,
+    /// A Jinja file in place of the model's chat template
+    #[arg(long, value_name = "FILE", requires = "chat")]
+    pub chat_template: Option<String>,
+    /// auto, cpu or cuda:0 [default: auto]
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<String>,
     /// f32 or bf16 [default: as the weights are stored]
     #[arg(hide_short_help = true, long, value_name = "TYPE", value_parser = super::parse_dtype)]
     pub dtype: Option<Dtype>,
@@ -107,12 +115,15 @@ pub fn run(args: Args) -> Result<i32> {
         seed: args.seed,
     };
     let holding = Holding {
+        device: args.device.clone(),
         dtype: args.dtype,
         weights: args.weights,
         kv_cache: args.kv_cache,
     };
     let model = args.model.to_string_lossy();
-    let mut writer = Writer::open(&model, args.adapter.as_deref(), holding, choice)?;
+    let template = args.chat_template.as_deref();
+    let mut writer = Writer::open(&model, args.adapter.as_deref(), template, &holding, choice)?;
+    writer.notes.iter().for_each(|line| super::note(line));
     if !args.chat {
         return end(&writer.complete(args.prompt.as_deref().unwrap_or_default(), &mut out_raw)?);
     }

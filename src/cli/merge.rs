@@ -5,11 +5,13 @@ use crate::base::Result;
 use crate::base::units::bytes;
 use crate::recipe::Dtype;
 use crate::run::merge::merge;
+use crate::run::named;
 use std::path::PathBuf;
 
-/// Merge PEFT adapters into their base model; that of a reward model makes a sequence classifier
+/// Merge PEFT adapters into their base model
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
+  ft merge --adapter runs/lora --out merged            a run knows its base
   ft merge --model base --adapter runs/lora/final --out merged
   ft merge --model base --adapter runs/lora/final --out merged --dtype f32
   ft merge --model base --adapter skill=0.7 --adapter style=0.3 --out both
@@ -17,10 +19,10 @@ use std::path::PathBuf;
 
 The sum is made in f32; --dtype only says how it is stored.")]
 pub struct Args {
-    /// Base model directory
-    #[arg(long, value_name = "DIR")]
-    pub model: PathBuf,
-    /// PEFT adapter directory; several are added up, each with its weight [default: 1]
+    /// Base model: directory, run, or hub id [default: the base that the adapter names]
+    #[arg(long, value_name = "MODEL")]
+    pub model: Option<PathBuf>,
+    /// PEFT adapter directory, run, checkpoint, or hub id; several are added up, each with its weight [default: 1]
     #[arg(long, value_name = "DIR[=WEIGHT]", required = true, value_parser = super::parse_weighted)]
     pub adapter: Vec<(PathBuf, f32)>,
     /// New directory for the merged model
@@ -32,7 +34,15 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<i32> {
-    let report = merge(&args.model, &args.adapter, &args.out, args.dtype)?;
+    let names: Vec<PathBuf> = args.adapter.iter().map(|(dir, _)| dir.clone()).collect();
+    let (model, adapters, named) = named::directories(args.model.as_deref(), &names)?;
+    named.notes.iter().for_each(|line| super::note(line));
+    let adapters: Vec<(PathBuf, f32)> = adapters
+        .into_iter()
+        .zip(&args.adapter)
+        .map(|(dir, (_, w))| (dir, *w))
+        .collect();
+    let report = merge(&model, &adapters, &args.out, args.dtype)?;
     super::note(&format!(
         "merged {} of {} tensors, {}, stored as {}; rounding is {:.2e} of the change; outputs differ by at most {:.2e} \
          (the largest is {:.3})",
@@ -45,5 +55,6 @@ pub fn run(args: Args) -> Result<i32> {
         report.logits.1,
     ));
     out(report.out.display())?;
+    super::next(&report.out, &["generate", "eval", "quantize"]);
     Ok(0)
 }

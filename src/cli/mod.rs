@@ -10,6 +10,7 @@ mod data;
 mod distill;
 mod doctor;
 mod eval;
+mod export;
 mod generate;
 mod merge;
 mod out;
@@ -28,12 +29,13 @@ use crate::report::{self, Style};
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
 use std::io::IsTerminal;
+use std::path::Path;
 
 const EXAMPLES: &str = "Examples:
-  ft recipes                                         recipes to start from
-  ft recipes copy quickstart                         copy one and edit it
-  ft plan  --recipe quickstart.toml                  the memory it needs
-  ft train --recipe quickstart.toml train.max_steps=20";
+  ft recipes                              recipes to start from
+  ft recipes copy quickstart --with-data  copy one, with its model and rows
+  ft plan  quickstart.toml                the memory it needs
+  ft train quickstart.toml train.max_steps=20";
 
 const MORE: &str = "Results go to standard output, everything else to standard error.
 
@@ -65,6 +67,7 @@ enum Command {
     Eval(eval::Args),
     Generate(generate::Args),
     Merge(merge::Args),
+    Export(export::Args),
     Quantize(quantize::Args),
     Distill(distill::Args),
     Adapter(adapter::Args),
@@ -74,9 +77,15 @@ enum Command {
 
 /// The whole program: arguments in (the first is the program's name), exit code out.
 pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
-    let cli = match Cli::try_parse_from(arguments) {
+    let arguments: Vec<OsString> = arguments.collect();
+    let cli = match Cli::try_parse_from(&arguments) {
         Ok(cli) => cli,
         Err(e) => {
+            if let Some(error) = recipe_args::explain(&e, &arguments) {
+                report::start(style_of_terminal());
+                show_error(&error);
+                return error.exit_code();
+            }
             let _ = e.print();
             return e.exit_code();
         }
@@ -148,6 +157,7 @@ fn run(cli: Cli) -> Result<i32> {
         Command::Eval(args) => eval::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Merge(args) => merge::run(args),
+        Command::Export(args) => export::run(args),
         Command::Quantize(args) => quantize::run(args),
         Command::Distill(args) => distill::run(args),
         Command::Adapter(args) => adapter::run(args),
@@ -163,6 +173,22 @@ fn show_error(error: &Error) {
 /// A line for the person at the terminal; not with `--quiet`.
 fn note(line: &str) {
     report::note(line);
+}
+
+/// Commands that take what was just made.
+fn next(dir: &Path, commands: &[&str]) {
+    let dir = dir.display();
+    note("next:");
+    for command in commands {
+        let rest = match *command {
+            "generate" => format!("generate --model {dir} --chat"),
+            "eval" => format!("eval --model {dir} --data FILE"),
+            "quantize" => format!("quantize --model {dir} --to nf4 --out DIR"),
+            "merge" => format!("merge --adapter {dir} --out DIR"),
+            other => format!("{other} {dir}"),
+        };
+        note(&format!("  ft {rest}"));
+    }
 }
 
 /// Meaning never depends on colour: this only decides how things look.
@@ -250,7 +276,6 @@ mod tests {
             Err(e) => e.exit_code(),
         };
         assert_eq!(code(&["ft", "trian"]), 2);
-        assert_eq!(code(&["ft", "train"]), 2);
         assert_eq!(code(&["ft", "train", "--recipe", "r", "--threads", "0"]), 2);
         assert_eq!(code(&["ft", "generate", "--model", "m"]), 2);
         assert_eq!(code(&["ft", "eval", "--model", "m", "--data", "d", "--dtype", "f8"]), 2);

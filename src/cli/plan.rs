@@ -9,7 +9,7 @@ use crate::run::plan::plan;
 /// Forecast the memory of a recipe; allocates nothing
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
-  ft plan --recipe recipes/quickstart.toml
+  ft plan recipes/quickstart.toml
   ft plan --recipe my.toml --budget 24GiB            does it fit?
   ft plan --recipe my.toml tune.method=lora --json")]
 pub struct Args {
@@ -23,7 +23,7 @@ pub struct Args {
     pub json: bool,
 }
 
-pub fn run(args: Args) -> Result<i32> {
+pub fn run(mut args: Args) -> Result<i32> {
     let mut loaded = args.recipe.load_and_warn()?;
     if args.budget.is_some() {
         loaded.recipe.memory.budget = args.budget;

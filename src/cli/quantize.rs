@@ -4,6 +4,7 @@ use super::out::out;
 use crate::base::units::bytes;
 use crate::base::{Error, Result};
 use crate::quant::Format;
+use crate::run::named;
 use crate::run::quantize::{Request, quantize};
 use std::path::PathBuf;
 
@@ -17,8 +18,8 @@ nf4 is written as bitsandbytes stores it: transformers loads the directory. The 
 With --budget every half of a layer gets 16, 8 or the bits of --to, by what each costs in loss on the rows of --data;
 quantization.md in the new directory says what was measured and chosen.")]
 pub struct Args {
-    /// Model directory
-    #[arg(long, value_name = "DIR")]
+    /// Model: directory, run, checkpoint, or hub id
+    #[arg(long, value_name = "MODEL")]
     pub model: PathBuf,
     /// int8, int4 or nf4; with --budget the smallest that may be chosen
     #[arg(long, value_name = "FORMAT", value_parser = ["int8", "int4", "nf4"])]
@@ -46,8 +47,10 @@ pub struct Args {
 pub fn run(args: Args) -> Result<i32> {
     let to = format(&args)?;
     let budget = args.budget.zip(args.data.as_deref());
+    let (model, _, named) = named::directories(Some(&args.model), &[])?;
+    named.notes.iter().for_each(|line| super::note(line));
     let report = quantize(&Request {
-        model: &args.model,
+        model: &model,
         out: &args.out,
         to,
         budget,
@@ -60,6 +63,7 @@ pub fn run(args: Args) -> Result<i32> {
         bytes(report.after)
     ));
     out(report.out.display())?;
+    super::next(&report.out, &["generate", "eval"]);
     Ok(0)
 }
 

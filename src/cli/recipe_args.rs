@@ -1,15 +1,17 @@
-//! `--recipe R key=value ...`, as several subcommands take it.
+//! `RECIPE key=value ...`, as several subcommands take it; and what to say to flags that are keys of a recipe.
 
 use crate::base::{Error, Result};
-use crate::recipe::{self, Loaded};
+use crate::recipe::{self, Loaded, peers};
 use crate::report::warn;
+use clap::error::{ContextKind, ContextValue};
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 #[derive(Debug, clap::Args)]
 pub struct RecipeArgs {
-    /// The recipe, a TOML file (`ft recipes` lists some to start from)
+    /// The recipe, a TOML file (`ft recipes` lists some to start from); the flag can be left out
     #[arg(long, value_name = "FILE")]
-    pub recipe: PathBuf,
+    pub recipe: Option<PathBuf>,
     /// Values that take the place of the recipe's, such as `train.max_steps=20`
     #[arg(value_name = "KEY=VALUE")]
     pub overrides: Vec<String>,
@@ -17,7 +19,7 @@ pub struct RecipeArgs {
 
 impl RecipeArgs {
     /// Reads and checks the recipe, and shows a warning for each key without effect.
-    pub fn load_and_warn(&self) -> Result<Loaded> {
+    pub fn load_and_warn(&mut self) -> Result<Loaded> {
         let loaded = self.load()?;
         for line in &loaded.warnings {
             warn(line);
@@ -26,12 +28,75 @@ impl RecipeArgs {
     }
 
     /// Reads and checks the recipe; its warnings are left to the caller.
-    pub fn load(&self) -> Result<Loaded> {
-        if let Some(file) = self.overrides.iter().find(|o| !o.contains('=') && o.ends_with(".toml")) {
-            return Err(Error::usage("a recipe is given by its flag")
-                .found(format!("`{file}`"))
-                .hint(format!("write `--recipe {file}`")));
+    pub fn load(&mut self) -> Result<Loaded> {
+        self.settle()?;
+        match &self.recipe {
+            Some(recipe) => recipe::load(recipe, &self.overrides),
+            None => Err(Error::usage("no recipe is given")
+                .expected("`--recipe FILE`")
+                .hint("`ft recipes` lists recipes to start from, `ft recipes copy NAME` copies one")),
         }
-        recipe::load(&self.recipe, &self.overrides)
     }
+
+    /// A word without `=` is the recipe. Errors: there are two.
+    pub fn settle(&mut self) -> Result<()> {
+        let is_file = |o: &String| !o.contains('=') || PathBuf::from(o).is_file();
+        let Some(index) = self.overrides.iter().position(is_file) else {
+            return Ok(());
+        };
+        let file = self.overrides.remove(index);
+        if let Some(recipe) = &self.recipe {
+            return Err(Error::usage("two recipes are given")
+                .found(format!("`{}` and `{file}`", recipe.display()))
+                .hint("a value is given as `key=value`, as in `train.max_steps=20`"));
+        }
+        self.recipe = Some(file.into());
+        match self.overrides.iter().find(|o| is_file(o)) {
+            Some(second) => Err(Error::usage("argument is not `key=value`")
+                .found(format!("`{second}`"))
+                .hint("write the dotted recipe path and the value, as in `train.max_steps=20`")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Subcommands that take values of a recipe.
+const WITH_RECIPE: [&str; 5] = ["train", "plan", "data", "eval", "distill"];
+
+/// The error for a flag that is unknown to clap and is a key of a recipe, of ft's own or of another tool; `None`: clap
+/// says it better.
+pub fn explain(error: &clap::Error, arguments: &[OsString]) -> Option<Error> {
+    if error.kind() != clap::error::ErrorKind::UnknownArgument {
+        return None;
+    }
+    let words: Vec<String> = arguments.iter().map(|a| a.to_string_lossy().into_owned()).collect();
+    let command = words.get(1).filter(|c| WITH_RECIPE.contains(&c.as_str()))?;
+    let Some(ContextValue::String(flag)) = error.get(ContextKind::InvalidArg) else {
+        return None;
+    };
+    let at = words
+        .iter()
+        .position(|w| w == flag || w.starts_with(&format!("{flag}=")))?;
+    let (name, given) = match words[at].split_once('=') {
+        Some((name, value)) => (name, Some(value.to_string())),
+        None => (
+            words[at].as_str(),
+            words.get(at + 1).filter(|w| !w.starts_with("--")).cloned(),
+        ),
+    };
+    let name = name.trim_start_matches('-');
+    let unknown = Error::usage(format!("`ft {command}` has no flag `{flag}`"));
+    if let Some(key) = peers::key_for(name) {
+        let value = given.unwrap_or_else(|| "true".into());
+        let value = match peers::value_for(name, &key, &value) {
+            Some(toml) => toml.trim_matches('"').to_string(),
+            None => "VALUE".into(),
+        };
+        return Some(unknown.hint(format!("values of a recipe are given as `key=value`: `{key}={value}`")));
+    }
+    let last = name.rsplit('.').next().unwrap_or(name);
+    let sentence = peers::sentence_for(last).map(str::to_string);
+    let path: Vec<String> = name.split('.').map(str::to_string).collect();
+    let near = || Some(recipe::suggest::hint(&path, false)).filter(|hint| hint.starts_with("did you mean"));
+    sentence.or_else(near).map(|hint| unknown.hint(hint))
 }

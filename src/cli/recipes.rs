@@ -1,27 +1,39 @@
 //! `ft recipes`: the recipes inside the binary: list, show, copy.
 
+mod assets;
+
 use super::out::{out, out_raw, out_text};
+use crate::base::units::bytes;
 use crate::base::{Error, Result, files};
-use crate::recipe::{self, suggest};
-use std::path::PathBuf;
+use crate::recipe::{self, Recipe, suggest};
+use crate::run::plan::{self, Fit};
+use assets::ASSETS;
+use serde_json::json;
+use std::path::{Path, PathBuf};
+
+macro_rules! shipped {
+    ($($name:literal),+ $(,)?) => {
+        [$(($name, include_str!(concat!("../../recipes/", $name, ".toml")))),+]
+    };
+}
 
 /// Name and text of every shipped recipe.
-pub const SHIPPED: [(&str, &str); 12] = [
-    (
-        "block-llama3-8b-24gb",
-        include_str!("../../recipes/block-llama3-8b-24gb.toml"),
-    ),
-    ("distill-qwen3", include_str!("../../recipes/distill-qwen3.toml")),
-    ("distill-tiny", include_str!("../../recipes/distill-tiny.toml")),
-    ("dpo-tiny", include_str!("../../recipes/dpo-tiny.toml")),
-    ("grpo-start-tiny", include_str!("../../recipes/grpo-start-tiny.toml")),
-    ("grpo-tiny", include_str!("../../recipes/grpo-tiny.toml")),
-    ("lora-qwen3-4b", include_str!("../../recipes/lora-qwen3-4b.toml")),
-    ("ppo-tiny", include_str!("../../recipes/ppo-tiny.toml")),
-    ("pretrain-tiny", include_str!("../../recipes/pretrain-tiny.toml")),
-    ("quickstart", include_str!("../../recipes/quickstart.toml")),
-    ("reward-tiny", include_str!("../../recipes/reward-tiny.toml")),
-    ("sft-qwen", include_str!("../../recipes/sft-qwen.toml")),
+pub const SHIPPED: [(&str, &str); 15] = shipped![
+    "block-llama3-8b-24gb",
+    "block-qwen3-4b-16gb",
+    "distill-qwen3",
+    "distill-tiny",
+    "dpo-tiny",
+    "grpo-start-tiny",
+    "grpo-tiny",
+    "lora-qwen3-4b",
+    "ppo-tiny",
+    "pretrain-tiny",
+    "qlora-qwen3-4b-8gb",
+    "qlora-qwen3-8b-16gb",
+    "quickstart",
+    "reward-tiny",
+    "sft-qwen",
 ];
 
 /// Recipes to start from: list, show, copy
@@ -29,54 +41,212 @@ pub const SHIPPED: [(&str, &str); 12] = [
 #[command(after_help = "Examples:
   ft recipes
   ft recipes show quickstart
-  ft recipes copy sft-qwen                           writes sft-qwen.toml here")]
+  ft recipes copy quickstart --with-data  quickstart.toml, its model and rows
+  ft recipes copy sft-qwen                writes sft-qwen.toml here
+
+The list says whether a recipe fits the memory that is free here: `fits`, `tight` (nearly all of it, or only with weights
+on the disk or in fewer bits) or `no`. The forecast takes every row as long as `data.max_length`.")]
 pub struct Args {
     #[command(subcommand)]
     action: Option<Action>,
+    /// The list as JSON, one object a line
+    #[arg(long, global = true)]
+    json: bool,
 }
 
 #[derive(Debug, clap::Subcommand)]
 enum Action {
-    /// Names, methods and models
+    /// Names, methods, and what fits this machine
     List,
     /// Print a recipe
-    Show { name: String },
+    #[command(after_help = "Examples:
+  ft recipes show quickstart
+  ft recipes show lora-qwen3-4b > my.toml")]
+    Show {
+        /// Name of a recipe in the list
+        name: String,
+    },
     /// Write a recipe to a file
+    #[command(after_help = "Examples:
+  ft recipes copy quickstart --with-data             quickstart.toml, assets/tiny and its rows
+  ft recipes copy sft-qwen                           sft-qwen.toml
+  ft recipes copy sft-qwen --to my.toml
+
+Paths in a recipe are taken from the directory in which ft is started: --with-data writes below that one.")]
     Copy {
+        /// Name of a recipe in the list
         name: String,
         /// The new file [default: NAME.toml]
         #[arg(long, value_name = "FILE")]
         to: Option<PathBuf>,
+        /// Write the model and the rows that ship with ft too, as far as the recipe names them
+        #[arg(long)]
+        with_data: bool,
     },
 }
 
 pub fn run(args: Args) -> Result<i32> {
     match args.action.unwrap_or(Action::List) {
-        Action::List => list()?,
+        Action::List => list(args.json)?,
         Action::Show { name } => out_raw(find(&name)?.1)?,
-        Action::Copy { name, to } => {
-            let (name, text) = find(&name)?;
-            let to = to.unwrap_or_else(|| PathBuf::from(format!("{name}.toml")));
-            if to.exists() {
-                return Err(Error::new("file exists already")
-                    .at_path(&to)
-                    .hint("give another name with `--to FILE`"));
-            }
-            files::write_atomic(&to, text.as_bytes())?;
-            out(to.display())?;
-        }
+        Action::Copy { name, to, with_data } => copy(&name, to, with_data)?,
     }
     Ok(0)
 }
 
-fn list() -> Result<()> {
+/// What the first lines of a recipe say.
+#[derive(Debug, Default, PartialEq)]
+struct About {
+    what: &'static str,
+    needs: &'static str,
+    gives: &'static str,
+    /// What has to be done before.
+    first: Vec<&'static str>,
+}
+
+impl About {
+    fn of(text: &'static str) -> Self {
+        let mut about = Self::default();
+        for line in text.lines().map_while(|l| l.strip_prefix("# ")) {
+            if let Some(needs) = line.strip_prefix("Needs: ") {
+                about.needs = needs;
+            } else if let Some(gives) = line.strip_prefix("Gives: ") {
+                about.gives = gives;
+            } else if let Some(first) = line.strip_prefix("First: ") {
+                about.first = match first.contains(' ') && !first.contains(", ") {
+                    true => vec![first],
+                    false => first.split(", ").collect(),
+                };
+            } else if about.what.is_empty() {
+                about.what = line;
+            }
+        }
+        about
+    }
+
+    /// Commands to run before the recipe.
+    fn commands(&self) -> Vec<String> {
+        let command = |first: &&str| match SHIPPED.iter().any(|(name, _)| name == first) {
+            true => format!("ft recipes copy {first} --with-data && ft train {first}.toml"),
+            false => first.to_string(),
+        };
+        self.first.iter().map(command).collect()
+    }
+}
+
+fn list(as_json: bool) -> Result<()> {
     let width = SHIPPED.iter().map(|(n, _)| n.len()).max().unwrap_or(0);
     for (name, text) in SHIPPED {
-        let r = recipe::parse(text, name, &[])?.recipe;
-        let method = format!("{} {}", r.train.stage.name(), r.tune.method.name());
-        out_text(format!("{name:<width$}  {method:<14}  {}", r.model.path))?;
+        let recipe = recipe::parse(text, name, &[])?.recipe;
+        let about = About::of(text);
+        let fitted = plan::fit(&recipe)?;
+        let method = format!("{} {}", recipe.train.stage.name(), recipe.tune.method.name());
+        let fit = match fitted.fit {
+            Fit::Fits => "fits",
+            Fit::Tight => "tight",
+            Fit::No => "no",
+        };
+        if as_json {
+            out(json!({
+                "name": name, "stage": recipe.train.stage.name(), "method": recipe.tune.method.name(),
+                "model": recipe.model.path, "fit": fit, "peak_bytes": fitted.peak, "remark": fitted.remark,
+                "what": about.what, "needs": about.needs, "gives": about.gives, "first": about.commands(),
+            }))?;
+            continue;
+        }
+        let remark = fitted.remark.map_or(String::new(), |r| format!(", {r}"));
+        out_text(format!(
+            "{name:<width$}  {method:<14}  {fit:<5}  {}{remark}",
+            bytes(fitted.peak)
+        ))?;
+        out_text(format!("    {}", about.what))?;
+        out_text(format!("    needs {}", about.needs))?;
+        for command in about.commands() {
+            out_text(format!("    first {command}"))?;
+        }
     }
     Ok(())
+}
+
+/// Files of ft's own that the recipe names.
+fn assets_of(recipe: &Recipe) -> Vec<&'static (&'static str, &'static [u8])> {
+    let named = [Some(&recipe.model.path), recipe.distill.teacher.as_ref()];
+    let named = named
+        .into_iter()
+        .flatten()
+        .chain(&recipe.data.train)
+        .chain(&recipe.data.eval);
+    let named: Vec<&String> = named.collect();
+    let is_named = |path: &str| named.iter().any(|n| Path::new(path).starts_with(n.as_str()));
+    ASSETS.iter().filter(|(path, _)| is_named(path)).collect()
+}
+
+fn copy(name: &str, to: Option<PathBuf>, with_data: bool) -> Result<()> {
+    let (name, text) = find(name)?;
+    let to = to.unwrap_or_else(|| PathBuf::from(format!("{name}.toml")));
+    let recipe = recipe::parse(text, name, &[])?.recipe;
+    let assets = assets_of(&recipe);
+    // Nothing is written where something else lies.
+    let mut new: Vec<(&Path, &[u8])> = vec![(&to, text.as_bytes())];
+    if with_data {
+        new.extend(assets.iter().map(|(path, bytes)| (Path::new(*path), *bytes)));
+    }
+    let mut missing = Vec::new();
+    for (path, bytes) in new {
+        if !path.exists() {
+            missing.push((path, bytes));
+        } else if !with_data || path.is_dir() || files::read(path)? != bytes {
+            let hint = match path == to {
+                true => "give another name with `--to FILE`",
+                false => "it is another file than the one that ships with ft: copy the recipe in another directory",
+            };
+            return Err(Error::new("file exists already").at_path(path).hint(hint));
+        }
+    }
+    for (path, bytes) in missing {
+        if let Some(folder) = path.parent().filter(|f| !f.as_os_str().is_empty()) {
+            files::create_dir_all(folder)?;
+        }
+        files::write_atomic(path, bytes)?;
+    }
+    out(to.display())?;
+    if let Some(rest) = to.to_str() {
+        tell(name, rest, text, &recipe, with_data);
+    }
+    Ok(())
+}
+
+/// What the recipe needs here, and what to do next.
+fn tell(name: &str, to: &str, text: &'static str, recipe: &Recipe, with_data: bool) {
+    let about = About::of(text);
+    let mut lines = vec![format!("needs: {}", about.needs)];
+    if !with_data && assets_of(recipe).iter().any(|(path, _)| !Path::new(path).exists()) {
+        let to = match to == format!("{name}.toml") {
+            true => String::new(),
+            false => format!(" --to {to}"),
+        };
+        lines.push(format!(
+            "its model and rows are not here: `ft recipes copy {name}{to} --with-data` writes them"
+        ));
+    }
+    for file in recipe
+        .data
+        .train
+        .iter()
+        .filter(|f| f.starts_with("data/") && !Path::new(f).exists())
+    {
+        lines.push(format!(
+            "write your rows to {file}, or name another file in `data.train`"
+        ));
+    }
+    let commands = about.commands();
+    if !commands.is_empty() {
+        lines.push("first:".into());
+        lines.extend(commands.iter().map(|command| format!("  {command}")));
+    }
+    lines.push("next:".into());
+    lines.extend(["data", "plan", "train"].map(|command| format!("  ft {command} {to}")));
+    super::note(&lines.join("\n"));
 }
 
 fn find(name: &str) -> Result<(&'static str, &'static str)> {
@@ -96,7 +266,6 @@ fn find(name: &str) -> Result<(&'static str, &'static str)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::path::Path;
 
     #[test]
     fn every_recipe_in_the_folder_is_shipped_and_parses_without_a_warning() {
@@ -110,12 +279,72 @@ mod tests {
             assert_eq!(loaded.warnings, Vec::<String>::new(), "{name}");
             let again = recipe::parse(&loaded.resolved, name, &[]).unwrap();
             assert_eq!(loaded.values, again.values, "{name}");
-            assert!(
-                text.starts_with('#'),
-                "{name} starts with a comment that says what it does"
-            );
+            let about = About::of(text);
+            for said in [about.what, about.needs, about.gives] {
+                assert!(
+                    said.ends_with('.'),
+                    "{name} says what it does, needs and gives: {said:?}"
+                );
+            }
             assert!(text.lines().count() <= 40, "{name} is short");
         }
+    }
+
+    #[test]
+    fn every_recipe_is_planned_and_those_for_a_gpu_fit_it() {
+        for (name, text) in SHIPPED {
+            let recipe = recipe::parse(text, name, &[]).unwrap().recipe;
+            assert!(plan::fit(&recipe).unwrap().peak > 0, "{name}");
+            // `-16gb`: what a GPU of that size has beside its own needs.
+            let size = name.rsplit('-').next().and_then(|last| last.strip_suffix("gb"));
+            let Some(size) = size.and_then(|s| s.parse::<u64>().ok()) else {
+                continue;
+            };
+            let mut recipe = plan::with_shapes(&recipe);
+            recipe.model.device = "cuda:0".into();
+            recipe.memory.budget = Some(((size as f64 - 1.0) * 1e9) as u64);
+            let planned = plan::plan(&recipe).unwrap();
+            assert!(planned.plan.peak_bytes <= recipe.memory.budget.unwrap(), "{name}");
+        }
+    }
+
+    #[test]
+    fn what_a_recipe_needs_is_in_its_first_lines() {
+        let about = About::of(find("ppo-tiny").unwrap().1);
+        let commands = about.commands();
+        assert_eq!(
+            commands[0],
+            "ft recipes copy grpo-start-tiny --with-data && ft train grpo-start-tiny.toml"
+        );
+        assert_eq!(commands.len(), 2);
+        let about = About::of(find("distill-tiny").unwrap().1);
+        assert!(about.commands()[0].contains("cargo run --release --example tiny_world"));
+        for (name, text) in SHIPPED {
+            let recipe = recipe::parse(text, name, &[]).unwrap().recipe;
+            let own = recipe.model.path.starts_with("assets/") || recipe.data.train[0].starts_with("assets/");
+            assert_eq!(assets_of(&recipe).is_empty(), !own, "{name}");
+            // A run that another recipe leaves is named.
+            let reads_a_run = [&recipe.model.path, &recipe.data.train[0]]
+                .iter()
+                .any(|p| p.starts_with("runs/"));
+            assert_eq!(About::of(text).first.is_empty(), !reads_a_run, "{name}");
+        }
+    }
+
+    /// The folder and the binary hold the same files.
+    #[test]
+    fn all_assets_are_inside() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let mut found = 0;
+        for folder in ["small", "tiny", "world"] {
+            for path in files::list(&root.join("assets").join(folder)).unwrap() {
+                let name = path.strip_prefix(root).unwrap().to_str().unwrap().replace('\\', "/");
+                let (_, inside) = ASSETS.iter().find(|(n, _)| *n == name).unwrap();
+                assert_eq!(files::read(&path).unwrap(), *inside, "{name}");
+                found += 1;
+            }
+        }
+        assert_eq!(found, ASSETS.len());
     }
 
     #[test]

@@ -5,6 +5,7 @@ use super::recipe_args::RecipeArgs;
 use crate::base::Result;
 use crate::base::units::bytes;
 use crate::run::train::{self, Options};
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
 const LONG: &str = "Examples:
@@ -24,7 +25,7 @@ for ten seconds; FT_NO_PROGRESS=1 and --quiet leave both out.";
 /// Train a model as a recipe says
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
-  ft train --recipe recipes/quickstart.toml
+  ft train recipes/quickstart.toml
   ft train --recipe my.toml train.max_steps=20 tune.method=lora
   ft train --recipe my.toml --dry-run                the plan and the resolved recipe only
   ft train --recipe my.toml --resume                 go on from the newest complete checkpoint
@@ -43,14 +44,17 @@ pub struct Args {
     /// Remove what an earlier run left in the run directory
     #[arg(long, conflicts_with = "resume")]
     pub overwrite: bool,
+    /// One JSON object at the end: final, peak_memory_bytes, forecast_bytes; with --dry-run the plan and the values
+    #[arg(long)]
+    json: bool,
 }
 
 impl Args {
-    /// `Some(None)`: the recipe's own run directory. The word after `--resume` may be the first `key=value`
-    /// instead of a directory.
+    /// `Some(None)`: the recipe's own run directory. The word after `--resume` may be the recipe, or the first
+    /// `key=value`, instead of a directory.
     fn settle_resume(&mut self) -> Option<Option<PathBuf>> {
         let word = self.resume.take()?;
-        if word.contains('=') && !Path::new(&word).exists() {
+        if word.ends_with(".toml") || (word.contains('=') && !Path::new(&word).exists()) {
             self.recipe.overrides.insert(0, word);
             return Some(None);
         }
@@ -69,9 +73,26 @@ pub fn run(mut args: Args) -> Result<i32> {
     let outcome = train::train(&loaded, &options)?;
     if args.dry_run {
         loaded.warnings.iter().for_each(|line| crate::report::warn(line));
+        if args.json {
+            let values: serde_json::Map<String, Value> = loaded
+                .values
+                .iter()
+                .map(|(key, value)| (key.clone(), json!(value)))
+                .collect();
+            out(json!({"plan": outcome.plan.json(), "recipe": values}))?;
+            return Ok(0);
+        }
         out_text(outcome.plan.table_within(crate::report::result_width()))?;
         out("")?;
         out(&outcome.resolved)?;
+        return Ok(0);
+    }
+    if args.json {
+        out(json!({
+            "final": outcome.final_dir.as_ref().map(|dir| dir.display().to_string()),
+            "peak_memory_bytes": outcome.peak_memory_bytes,
+            "forecast_bytes": outcome.plan.peak_bytes,
+        }))?;
         return Ok(0);
     }
     if let Some(final_dir) = &outcome.final_dir {

@@ -11,6 +11,7 @@ mod faults;
 pub mod layout;
 pub mod order;
 pub mod pack;
+pub mod peek;
 pub mod preference;
 mod prepare;
 pub mod prompts;

@@ -11,7 +11,7 @@ mod write;
 pub use allocation::Allocation;
 pub use keys::{Key, PREFIX, VERA, below, file_key, parse};
 
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result, files, paths};
 use crate::formats::{header, json_kind, read_json_object};
 use read::{Reader, is_empty};
 use serde_json::{Map, Value};
@@ -232,6 +232,9 @@ impl AdapterConfig {
     /// Errors: missing files, a pickle, wrong values, and every feature that ft does not compute, by name.
     pub fn load(dir: &Path) -> Result<Self> {
         let path = dir.join(CONFIG);
+        if !dir.exists() {
+            return Err(paths::missing("directory", dir));
+        }
         if !path.exists() {
             let error = Error::new(format!("adapter directory has no `{CONFIG}`")).at_path(dir);
             return Err(if dir.join("config.json").exists() {

@@ -1,6 +1,6 @@
 //! `config.json` as typed values; what a key means is for `model` to say.
 
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, paths};
 use crate::formats::{json_kind, nearest, read_json_object};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -19,10 +19,27 @@ impl Config {
     /// Reads `config.json` of a model directory, and compares its sizes with the weights there.
     pub fn load(dir: &Path) -> Result<Self> {
         let path = dir.join("config.json");
+        if !dir.exists() {
+            return Err(paths::missing("directory", dir));
+        }
         if !path.exists() {
             let adapter = dir.join("adapter_config.json").exists();
             let error = Error::new("model directory has no `config.json`").at_path(dir);
-            return Err(if adapter {
+            let inner = dir.join("final");
+            let checkpoint = dir.join("manifest.json").exists();
+            return Err(if inner.join("config.json").exists() {
+                error.hint(format!("this is a run: did you mean `{}`?", inner.display()))
+            } else if inner.join("adapter_config.json").exists() {
+                error.hint(format!(
+                    "this is a run that left an adapter: `ft merge --adapter {} --out DIR` makes a model of it",
+                    dir.display()
+                ))
+            } else if checkpoint {
+                let dir = dir.display();
+                error.hint(format!(
+                    "this is a checkpoint: `ft export {dir} --out DIR` makes a model directory of it"
+                ))
+            } else if adapter {
                 error.hint("this is an adapter: give its base as the model and this directory as the adapter")
             } else {
                 error.hint("give a directory in Hugging Face format, or a hub id")

@@ -3,7 +3,7 @@
 //! A name in an index is a stranger's text: only a plain file name in the same directory is taken.
 //! A link may leave the directory only as the hub cache does it (`snapshots/<rev>/x` to `blobs/<hash>`).
 
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result, files, paths};
 use crate::formats::{header, json_kind, read_json_object};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,7 +24,7 @@ pub(crate) struct Shards {
 /// Finds `model.safetensors`, or the index and its shards.
 pub(crate) fn find(dir: &Path) -> Result<Shards> {
     if !dir.is_dir() {
-        return Err(Error::new("model directory does not exist").at_path(dir));
+        return Err(paths::missing("directory", dir));
     }
     let single = dir.join(SINGLE);
     if single.symlink_metadata().is_ok() {

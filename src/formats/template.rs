@@ -12,7 +12,7 @@ mod tests;
 
 pub use wire::serve;
 
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result, files, paths};
 use crate::formats::jinja::{self, Fail, Kind};
 use crate::formats::{Tokenizer, json_kind, read_json_object};
 use serde_json::{Map, Value};
@@ -89,6 +89,9 @@ impl ChatTemplate {
 
     /// A template file named by the user.
     pub fn from_file(path: &Path, tokenizer: &Tokenizer) -> Result<Self> {
+        if !path.exists() {
+            return Err(paths::missing("file", path));
+        }
         let place = path.display().to_string();
         Ok(Self {
             default: Program::new(&files::read_text(path)?, &place)?,

@@ -21,7 +21,7 @@ mod store;
 
 pub use settings::HubSettings;
 
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, paths};
 use std::path::{Path, PathBuf};
 
 /// A local directory as it is; else the model with this hub id, downloaded as far as it is not cached.
@@ -46,16 +46,13 @@ pub fn resolve_with(settings: &HubSettings, path: &str, revision: &str) -> Resul
             .at(path)
             .hint("give the directory that holds `config.json` and the weights"));
     }
-    if !is_id(path) {
-        return Err(
-            Error::new("model directory does not exist, and the name is not a hub id")
-                .found(format!("`{path}`"))
-                .expected("a directory, or an id such as `Qwen/Qwen2.5-0.5B-Instruct`"),
-        );
+    if paths::is_meant(path) || !is_id(path) {
+        return Err(paths::missing("directory", Path::new(path))
+            .expected("a directory, or a hub id such as `Qwen/Qwen2.5-0.5B-Instruct`"));
     }
     check_revision(revision)?;
     #[cfg(feature = "hub")]
-    return model::resolve(settings, path, revision);
+    return model::resolve(settings, path, revision).map_err(|e| not_here("directory", path, e));
     #[cfg(not(feature = "hub"))]
     Err(no_feature(settings, path))
 }
@@ -64,9 +61,9 @@ pub fn resolve_with(settings: &HubSettings, path: &str, revision: &str) -> Resul
 pub fn resolve_config(path: &str, revision: &str) -> Result<PathBuf> {
     let settings = HubSettings::from_env();
     #[cfg(feature = "hub")]
-    if !Path::new(path).exists() && is_id(path) {
+    if !Path::new(path).exists() && is_id(path) && !paths::is_meant(path) {
         check_revision(revision)?;
-        return model::resolve_config(&settings, path, revision);
+        return model::resolve_config(&settings, path, revision).map_err(|e| not_here("directory", path, e));
     }
     resolve_with(&settings, path, revision)
 }
@@ -92,19 +89,37 @@ pub fn resolve_dataset_with(settings: &HubSettings, path: &str, revision: &str) 
         None => (path, None),
     };
     let looks_like_a_file = file.is_none() && data_kind(path).is_some();
-    if !is_id(id) || looks_like_a_file || file.is_some_and(|f| !is_inside(f)) {
-        return Err(
-            Error::new("data file does not exist, and the name is not a hub data set")
-                .found(format!("`{path}`"))
-                .expected("a file, or an id such as `org/name` or `org/name:train.jsonl`")
-                .hint("paths are taken from the directory in which ft was started"),
-        );
+    let is_path = file.is_none() && paths::is_meant(path);
+    if !is_id(id) || is_path || looks_like_a_file || file.is_some_and(|f| !is_inside(f)) {
+        return Err(paths::missing("file", Path::new(path))
+            .expected("a file, or a hub data set: `org/name`, or `org/name:train.jsonl`"));
     }
     check_revision(revision)?;
     #[cfg(feature = "hub")]
-    return dataset::resolve(settings, id, file, revision);
+    return dataset::resolve(settings, id, file, revision).map_err(|e| not_here("file", id, e));
     #[cfg(not(feature = "hub"))]
     Err(no_feature(settings, id))
+}
+
+/// What a hub id that was not found, or could not be looked for, says: it may have been meant as a path.
+#[cfg(feature = "hub")]
+const NOT_FOUND: [&str; 4] = [
+    "cannot reach",
+    "there is no",
+    "does not exist",
+    "not in the local cache",
+];
+
+#[cfg(feature = "hub")]
+fn not_here(kind: &str, id: &str, error: Error) -> Error {
+    if !NOT_FOUND.iter().any(|words| error.what().contains(words)) {
+        return error;
+    }
+    let error = error.after(&format!("no {kind} `{id}` here"));
+    match paths::hint(Path::new(id)) {
+        Some(hint) => error.hint(hint),
+        None => error,
+    }
 }
 
 #[cfg(not(feature = "hub"))]
@@ -220,7 +235,10 @@ mod tests {
         let path = dir.path().to_str().unwrap();
         assert_eq!(resolve_model(path, "main", false).unwrap(), dir.path());
         let e = resolve_model("no such model", "main", false).unwrap_err().to_string();
-        assert!(e.contains("not a hub id") && e.contains("Qwen/"), "{e}");
+        assert!(
+            e.contains("no directory `no such model` here") && e.contains("Qwen/"),
+            "{e}"
+        );
         let file = dir.path().join("train.jsonl");
         std::fs::write(&file, "{}").unwrap();
         let found = resolve_dataset_file(file.to_str().unwrap(), "main", false).unwrap();
@@ -246,7 +264,7 @@ mod tests {
             "nothing",
         ] {
             let e = resolve_dataset_file(bad, "main", false).unwrap_err().to_string();
-            assert!(e.contains("does not exist") && e.contains(bad), "{e}");
+            assert!(e.contains("no file `") && e.contains(bad), "{e}");
         }
         assert_eq!(
             resolve_with(&HubSettings::from_env(), "a/b", "../x")

@@ -22,16 +22,24 @@ struct Shape {
 }
 
 #[rustfmt::skip]
-const SHAPES: [Shape; 10] = [
+const SHAPES: [Shape; 17] = [
     Shape { name: "llama-3.1-8b", model_type: "llama", vocab: 128_256, hidden: 4096, intermediate: 14_336, layers: 32, heads: 32, kv_heads: 8, tied: false },
     Shape { name: "llama-3.1-70b", model_type: "llama", vocab: 128_256, hidden: 8192, intermediate: 28_672, layers: 80, heads: 64, kv_heads: 8, tied: false },
+    Shape { name: "llama-3.2-1b", model_type: "llama", vocab: 128_256, hidden: 2048, intermediate: 8192, layers: 16, heads: 32, kv_heads: 8, tied: true },
+    Shape { name: "llama-3.2-3b", model_type: "llama", vocab: 128_256, hidden: 3072, intermediate: 8192, layers: 28, heads: 24, kv_heads: 8, tied: true },
     Shape { name: "qwen2.5-0.5b", model_type: "qwen2", vocab: 151_936, hidden: 896, intermediate: 4864, layers: 24, heads: 14, kv_heads: 2, tied: true },
     Shape { name: "qwen2.5-1.5b", model_type: "qwen2", vocab: 151_936, hidden: 1536, intermediate: 8960, layers: 28, heads: 12, kv_heads: 2, tied: true },
+    Shape { name: "qwen2.5-3b", model_type: "qwen2", vocab: 151_936, hidden: 2048, intermediate: 11_008, layers: 36, heads: 16, kv_heads: 2, tied: true },
     Shape { name: "qwen2.5-7b", model_type: "qwen2", vocab: 152_064, hidden: 3584, intermediate: 18_944, layers: 28, heads: 28, kv_heads: 4, tied: false },
     Shape { name: "qwen2.5-72b", model_type: "qwen2", vocab: 152_064, hidden: 8192, intermediate: 29_568, layers: 80, heads: 64, kv_heads: 8, tied: false },
+    Shape { name: "qwen3-0.6b", model_type: "qwen3", vocab: 151_936, hidden: 1024, intermediate: 3072, layers: 28, heads: 16, kv_heads: 8, tied: true },
+    Shape { name: "qwen3-1.7b", model_type: "qwen3", vocab: 151_936, hidden: 2048, intermediate: 6144, layers: 28, heads: 16, kv_heads: 8, tied: true },
     Shape { name: "qwen3-4b", model_type: "qwen3", vocab: 151_936, hidden: 2560, intermediate: 9728, layers: 36, heads: 32, kv_heads: 8, tied: true },
     Shape { name: "qwen3-8b", model_type: "qwen3", vocab: 151_936, hidden: 4096, intermediate: 12_288, layers: 36, heads: 32, kv_heads: 8, tied: false },
     Shape { name: "qwen3-32b", model_type: "qwen3", vocab: 151_936, hidden: 5120, intermediate: 25_600, layers: 64, heads: 64, kv_heads: 8, tied: false },
+    // Those of `assets/tiny` and `assets/small`.
+    Shape { name: "tiny", model_type: "qwen3", vocab: 896, hidden: 128, intermediate: 384, layers: 4, heads: 4, kv_heads: 2, tied: true },
+    Shape { name: "tiny-student", model_type: "qwen3", vocab: 896, hidden: 64, intermediate: 192, layers: 2, heads: 2, kv_heads: 1, tied: true },
     // Made for benchmarks.
     Shape { name: "small", model_type: "qwen2", vocab: 4096, hidden: 256, intermediate: 704, layers: 4, heads: 4, kv_heads: 4, tied: true },
 ];
@@ -53,6 +61,20 @@ pub fn config(path: &str) -> Result<Option<Config>> {
         return Err(Error::new("a shape is no table"));
     };
     Ok(Some(Config::from_map(raw, Path::new(path))))
+}
+
+/// The built-in shape of a well-known model by its hub id, or of a model that ships with ft.
+pub fn of_model(path: &str) -> Option<String> {
+    let last = path.trim_end_matches('/').rsplit('/').next()?.to_lowercase();
+    let name = match path {
+        "assets/small" => "tiny-student",
+        // What shipped recipes leave is a tiny model.
+        _ if path.starts_with("runs/") => "tiny",
+        _ => ["-instruct", "-base", "-chat", "-it"]
+            .iter()
+            .fold(last.as_str(), |n, end| n.trim_end_matches(end)),
+    };
+    SHAPES.iter().any(|s| s.name == name).then(|| format!("{PREFIX}{name}"))
 }
 
 impl Shape {
@@ -85,6 +107,10 @@ impl Shape {
                     "original_max_position_embeddings": 8192,
                 });
             }
+            "qwen3" if self.name.starts_with("tiny") => {
+                config["head_dim"] = json!(32);
+                config["max_position_embeddings"] = json!(512);
+            }
             "qwen3" => {
                 config["head_dim"] = json!(128);
                 config["max_position_embeddings"] = json!(40_960);
@@ -106,6 +132,12 @@ mod tests {
         let known = [
             ("llama-3.1-8b", 8_030),
             ("llama-3.1-70b", 70_554),
+            ("llama-3.2-1b", 1_236),
+            ("llama-3.2-3b", 3_213),
+            ("qwen2.5-3b", 3_086),
+            ("qwen3-0.6b", 596),
+            ("qwen3-1.7b", 1_721),
+            ("tiny", 1),
             ("qwen2.5-0.5b", 494),
             ("qwen2.5-1.5b", 1_544),
             ("qwen2.5-7b", 7_616),
@@ -119,6 +151,39 @@ mod tests {
             let params = families::read(&config).unwrap().params();
             let sum: usize = params.iter().map(|p| p.elements()).sum();
             assert_eq!((sum + 500_000) / 1_000_000, millions, "{name}");
+        }
+    }
+
+    #[test]
+    fn shapes_of_models() {
+        for (model, shape) in [
+            ("Qwen/Qwen2.5-0.5B-Instruct", "shape:qwen2.5-0.5b"),
+            ("meta-llama/Llama-3.1-8B-Instruct", "shape:llama-3.1-8b"),
+            ("Qwen/Qwen3-4B", "shape:qwen3-4b"),
+            ("assets/tiny", "shape:tiny"),
+            ("assets/small", "shape:tiny-student"),
+            ("runs/grpo-start/final", "shape:tiny"),
+        ] {
+            assert_eq!(of_model(model).as_deref(), Some(shape), "{model}");
+        }
+        assert_eq!(of_model("org/unknown"), None);
+    }
+
+    /// The shapes of what ships are those of its files.
+    #[test]
+    fn shipped_models_have_their_shapes() {
+        for (folder, name) in [("tiny", "tiny"), ("small", "tiny-student")] {
+            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets").join(folder);
+            let of = |c: &Config| {
+                families::read(c)
+                    .unwrap()
+                    .params()
+                    .iter()
+                    .map(|p| p.shape.clone())
+                    .collect::<Vec<_>>()
+            };
+            let shape = config(&format!("shape:{name}")).unwrap().unwrap();
+            assert_eq!(of(&Config::load(&dir).unwrap()), of(&shape));
         }
     }
 

@@ -2,9 +2,9 @@
 //! Knows the table of keys. Knows nothing of what keys mean together.
 
 use super::draft::{Draft, Place, Problem, Typed, Written};
-use super::suggest;
 use super::table::{Key, Kind, Range, TABLES, keys};
 use super::types::Named;
+use super::{peers, suggest};
 use crate::base::{Error, units};
 
 #[derive(Debug, Clone, PartialEq)]
@@ -262,7 +262,7 @@ fn put(draft: &Draft, entry: &mut Entry, written: &Written) -> Result<(), Proble
     };
     if name.is_empty() || !names.contains(&value.as_str()) {
         return Err(fault(Error::usage(format!(
-            "`{name}` in `{path}` has no value `{value}`"
+            "`{value}` is not a value of `{path}`, for `{name}`"
         ))));
     }
     let origin = match written.key_at {
@@ -306,7 +306,12 @@ fn unknown(draft: &Draft, written: &Written) -> Problem {
         (false, false) => format!("unknown key `{name}` in `[{table}]`"),
     };
     let error = Error::usage(what).at(place);
-    Problem::new(&written.key_at, error.hint(suggest::hint(&written.path, is_table)))
+    let argument = draft.raw_value(&written.key_at).filter(|_| table.is_empty());
+    let hint = match argument.zip(peers::key_for(&name)) {
+        Some((value, key)) => format!("write `{key}={value}`"),
+        None => suggest::hint(&written.path, is_table),
+    };
+    Problem::new(&written.key_at, error.hint(hint))
 }
 
 /// What a kind accepts, for errors and the reference.
@@ -356,16 +361,9 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
         let error = Error::usage(format!("`{path}` has the wrong type"))
             .found(written.value.describe())
             .expected(expectation(key));
-        let quoted = match (&written.value, key.kind) {
-            (Typed::Text(t), Kind::Flag) => t == "true" || t == "false",
-            (Typed::Text(t), Kind::Texts | Kind::Text | Kind::Name(_)) => t.is_empty(),
-            (Typed::Text(t), _) => t.parse::<f64>().is_ok(),
-            _ => false,
-        };
-        one(if quoted {
-            error.hint("write it without quotes")
-        } else {
-            error
+        one(match suggest::type_hint(key, &written.value) {
+            Some(hint) => error.hint(hint),
+            None => error,
         })
     };
     let out_of_range = |found: String| {
@@ -392,14 +390,9 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
             if names.contains(&text.as_str()) {
                 return Ok(Value::Text(text));
             }
-            let error = Error::usage(format!("`{path}` has no value `{text}`")).expected(expectation(key));
-            let meant = match text.to_lowercase().as_str() {
-                "bfloat16" if names.contains(&"bf16") => Some("bf16"),
-                "float32" | "fp32" if names.contains(&"f32") => Some("f32"),
-                _ => suggest::nearest(&text, names.iter().copied()),
-            };
-            Err(one(match meant {
-                Some(near) => error.hint(format!("did you mean `{near}`?")),
+            let error = Error::usage(format!("`{text}` is not a value of `{path}`")).expected(expectation(key));
+            Err(one(match suggest::value(&path, &text, names) {
+                Some(hint) => error.hint(hint),
                 None => error,
             }))
         }
@@ -495,7 +488,12 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
             }
             match as_text(draft, written) {
                 Some(t) if t.is_empty() => Ok(Value::List(Vec::new())),
-                Some(t) => Ok(Value::List(vec![t])),
+                Some(t) => match suggest::list_hint(&path, &t) {
+                    Some(hint) => Err(one(Error::usage(format!("`{t}` is not a value of `{path}`"))
+                        .expected(expectation(key))
+                        .hint(hint))),
+                    None => Ok(Value::List(vec![t])),
+                },
                 None => Err(wrong_type()),
             }
         }

@@ -3,7 +3,7 @@
 use super::check::{Entry, Origin, Value, Values, default_of};
 use super::draft::{Draft, Place, Problem};
 use super::types::*;
-use super::{distill, lora, preference, reinforce};
+use super::{distill, lora, peers, preference, reinforce};
 use crate::base::{Error, units};
 use std::path::Path;
 
@@ -75,9 +75,14 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
     }
     let device = values.text("model.device");
     if !valid_device(device) {
+        let error =
+            Error::usage(format!("`{device}` is not a value of `model.device`")).expected("`auto`, `cpu`, or `cuda:0`");
         fault(
             &["model.device"],
-            Error::usage(format!("`model.device` has no value `{device}`")).expected("`auto`, `cpu`, or `cuda:0`"),
+            match peers::value("model.device", device) {
+                Some(hint) => error.hint(hint),
+                None => error,
+            },
         );
     }
     for path in ["train.output_dir", "model.revision", "data.chat_template"] {

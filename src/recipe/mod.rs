@@ -7,9 +7,11 @@
 mod check;
 mod distill;
 mod draft;
+mod foreign;
 mod lora;
 mod reinforce;
 mod lower;
+pub mod peers;
 mod preference;
 mod resolved;
 pub mod suggest;
@@ -25,7 +27,7 @@ pub use lower::ACCUMULATION;
 pub use resolved::reference;
 pub use types::*;
 
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result, files, paths};
 use draft::{Draft, Problem};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -88,11 +90,14 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<Loaded> {
             .expected("a TOML file"));
     }
     if !path.exists() {
-        return Err(Error::usage("recipe does not exist")
-            .at_path(path)
-            .hint("`ft recipes` lists recipes to start from, `ft recipes copy NAME` copies one"));
+        let hint = "`ft recipes` lists recipes to start from, `ft recipes copy NAME` copies one";
+        let hint = paths::hint(path).unwrap_or(hint.into());
+        return Err(Error::usage(format!("no recipe `{}` here", path.display())).hint(hint));
     }
     let text = files::read_text_or_stdin(path)?;
+    if let Some(error) = foreign::refused(&text, path) {
+        return Err(error);
+    }
     parse(&text, &path.display().to_string(), overrides)
 }
 
@@ -125,13 +130,25 @@ pub fn parse(text: &str, name: &str, overrides: &[String]) -> Result<Loaded> {
     })
 }
 
+/// A recipe anew from the values that an earlier run had, as `Loaded::values` has them.
+///
+/// Errors: keys or values that this version does not have.
+pub fn again(values: &BTreeMap<String, String>) -> Result<Loaded> {
+    let is_default = |path: &String, value: &String| {
+        table::find(path).is_some_and(|key| resolved::toml(&check::default_of(key)) == *value)
+    };
+    let written = values.iter().filter(|(path, value)| !is_default(path, value));
+    let arguments: Vec<String> = written.map(|(path, value)| format!("{path}={value}")).collect();
+    parse("", "the recipe of the run", &arguments)
+}
+
 /// One error as it is; several under one heading, in the order of the text.
 fn together(mut problems: Vec<Problem>) -> Option<Error> {
     problems.sort_by(|a, b| a.place.cmp(&b.place));
     if problems.len() < 2 {
         return problems.pop().map(|p| p.error);
     }
-    let mut what = format!("{} faults in the recipe", problems.len());
+    let mut what = format!("the recipe has {} errors", problems.len());
     for problem in &problems {
         what.push_str(&format!("\n\nerror: {}", problem.error));
     }

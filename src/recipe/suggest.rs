@@ -1,7 +1,8 @@
 //! "Did you mean": the nearest known name, the right table, the names of other tools.
 
-use super::table::{ALIASES, TABLES, keys};
-use std::collections::BTreeSet;
+use super::draft::Typed;
+use super::peers;
+use super::table::{Key, Kind, TABLES, keys};
 
 /// The nearest of `names` to `typed`, if it is near enough to be meant.
 pub fn nearest<'a>(typed: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
@@ -30,39 +31,184 @@ pub fn hint(path: &[String], is_table: bool) -> String {
         Some((name, table)) => (name.as_str(), table.join(".")),
         None => return "write a key of `docs/recipe.md`".into(),
     };
-    let tables: Vec<&str> = TABLES.iter().map(|(t, _)| *t).collect();
     if is_table {
-        let dotted = path.join(".");
-        let inside = tables.iter().find(|t| t.rsplit('.').next() == Some(name));
-        let begins = tables.iter().find(|t| name.len() > 2 && t.starts_with(&dotted));
-        return match inside.or(begins).copied().or(nearest(&dotted, tables.iter().copied())) {
-            Some(meant) => format!("did you mean `[{meant}]`?"),
-            None => format!("the tables are {}", tables.join(", ")),
-        };
+        return table_hint(name, &path.join("."));
     }
+    let known = known_table(&table);
+    let table = known.unwrap_or(&table);
     let here: Vec<&str> = keys().filter(|k| k.table == table).map(|k| k.name).collect();
-    if let Some(near) = nearest(name, here.iter().copied()) {
-        return format!("did you mean `{near}`?");
+    if known.is_some() && here.contains(&name) {
+        return format!("did you mean `{table}.{name}`?");
     }
-    let homes: Vec<&str> = keys().filter(|k| k.name == name).map(|k| k.table).collect();
-    if !homes.is_empty() {
-        let homes: Vec<String> = homes.iter().map(|t| format!("[{t}]")).collect();
-        return format!("this key belongs in {}", homes.join(" or in "));
+    let exact = peers::qualified(table, name).map(peers::shown);
+    let own = || (!peers::is_shadowed(name)).then(|| elsewhere(table, name)).flatten();
+    let theirs = || peers::anywhere(name).map(peers::shown);
+    let near = || {
+        let near = part_of(name, &here).or_else(|| nearest(name, here.iter().copied()))?;
+        Some(format!("did you mean `{near}`?"))
+    };
+    let family = || peers::family(name).map(peers::shown);
+    // A slip of one letter is likelier than a key of another table.
+    let slip = || {
+        let one = |key: &&&str| name.len() > 3 && strsim::damerau_levenshtein(key, name) == 1;
+        here.iter().find(one).map(|near| format!("did you mean `{near}`?"))
+    };
+    let hint = exact
+        .or_else(slip)
+        .or_else(own)
+        .or_else(theirs)
+        .or_else(near)
+        .or_else(family);
+    if let Some(hint) = hint.or_else(|| near_anywhere(&path.join("."), name)) {
+        return hint;
     }
-    if let Some((_, ours)) = ALIASES.iter().find(|(theirs, _)| *theirs == name.to_lowercase()) {
-        return format!("did you mean `{ours}`?");
+    match here.is_empty() {
+        true => format!("the tables are {}", names_of_tables()),
+        false => format!("the keys of `[{table}]` are {}", here.join(", ")),
     }
-    let all: BTreeSet<&str> = keys().map(|k| k.name).collect();
-    if let Some(near) = nearest(name, all)
-        && let Some(key) = keys().find(|k| k.name == near)
-    {
-        return format!("did you mean `{}`?", key.path());
+}
+
+/// What to write in place of the value `typed`, which is none of `names`.
+pub fn value(path: &str, typed: &str, names: &[&str]) -> Option<String> {
+    let start = typed.to_lowercase();
+    if path == "tune.lora.init_lora_weights" && start.starts_with("pissa_niter") {
+        return Some("write `pissa`, and the number in `tune.lora.pissa_niter`".into());
     }
-    if here.is_empty() {
-        format!("the tables are {}", tables.join(", "))
-    } else {
-        format!("the keys of `[{table}]` are {}", here.join(", "))
+    match peers::value(path, typed) {
+        Some(name) if names.contains(&name) => Some(format!("did you mean `{name}`?")),
+        Some(sentence) => Some(sentence.to_string()),
+        None => nearest(typed, names.iter().copied()).map(|near| format!("did you mean `{near}`?")),
     }
+}
+
+/// Keys whose items never have a comma in them.
+const NAMES: [&str; 8] = [
+    "tune.lora.target_modules",
+    "tune.lora.exclude_modules",
+    "tune.lora.modules_to_save",
+    "tune.lora.rank_pattern",
+    "tune.lora.alpha_pattern",
+    "tune.freeze.trainable",
+    "tune.block.always_active",
+    "tune.block.importance",
+];
+
+/// Why one text is not what a list of names takes; `None` if it may be.
+pub fn list_hint(path: &str, typed: &str) -> Option<String> {
+    if let Some(answer) = peers::value(path, typed) {
+        return Some(format!("did you mean `{answer}`?"));
+    }
+    let parts: Vec<&str> = typed
+        .split([',', ' '])
+        .map(str::trim)
+        .filter(|p| !p.is_empty())
+        .collect();
+    let plain = |p: &&str| p.chars().all(|c| c.is_alphanumeric() || "_.-=".contains(c));
+    let is_list = NAMES.contains(&path) && parts.len() > 1 && parts.iter().all(plain);
+    is_list.then(|| format!("write a list: `[\"{}\"]`", parts.join("\", \"")))
+}
+
+/// What to write in place of a value of the wrong type.
+pub fn type_hint(key: &Key, typed: &Typed) -> Option<String> {
+    let text = match typed {
+        Typed::Text(t) => t.trim().to_lowercase(),
+        Typed::Flag(b) => b.to_string(),
+        Typed::Integer(i) => i.to_string(),
+        _ => return None,
+    };
+    if ["none", "null", "nil", "~"].contains(&text.as_str()) {
+        return Some("remove the key to get its default".into());
+    }
+    let is_text = matches!(typed, Typed::Text(_));
+    match key.kind {
+        Kind::Flag => match text.as_str() {
+            "true" | "false" if is_text => Some("write it without quotes".into()),
+            "1" | "yes" | "on" | "y" => Some("write `true`".into()),
+            "0" | "no" | "off" | "n" => Some("write `false`".into()),
+            _ => None,
+        },
+        Kind::Name(names) => value(&key.path(), &text, names),
+        Kind::Text | Kind::Texts => None,
+        _ => (is_text && text.parse::<f64>().is_ok()).then(|| "write it without quotes".into()),
+    }
+}
+
+fn names_of_tables() -> String {
+    TABLES.iter().map(|(t, _)| *t).collect::<Vec<_>>().join(", ")
+}
+
+fn table_hint(name: &str, dotted: &str) -> String {
+    let tables = || TABLES.iter().map(|(t, _)| *t);
+    let inside = tables().find(|t| t.rsplit('.').next() == Some(name));
+    let begins = || tables().find(|t| name.len() > 2 && t.starts_with(dotted));
+    if let Some(meant) = inside.or_else(begins) {
+        return format!("did you mean `[{meant}]`?");
+    }
+    if let Some(key) = keys().find(|k| k.name == name) {
+        return format!("`{}` is a key, not a table", key.path());
+    }
+    match peers::of_table(name) {
+        Some(hint) => hint,
+        None => match nearest(dotted, tables()) {
+            Some(meant) => format!("did you mean `[{meant}]`?"),
+            None => format!("the tables are {}", names_of_tables()),
+        },
+    }
+}
+
+/// The table that is meant by `typed`: `lora` is `tune.lora`. `None`: `typed` is a table, or none is meant.
+fn known_table(typed: &str) -> Option<&'static str> {
+    let is_table = |t: &&str| *t == typed;
+    let mut tables = TABLES.iter().map(|(t, _)| *t);
+    match typed.is_empty() || tables.clone().any(|t| is_table(&t)) {
+        true => None,
+        false => tables.find(|t| t.rsplit('.').next() == Some(typed)),
+    }
+}
+
+/// The tables that have a key of this very name, those of the same root before all others.
+fn elsewhere(table: &str, name: &str) -> Option<String> {
+    let mut homes: Vec<&str> = keys().filter(|k| k.name == name).map(|k| k.table).collect();
+    let root = |t: &str| t.split('.').next().unwrap_or_default().to_string();
+    if homes.iter().any(|t| root(t) == root(table)) {
+        homes.retain(|t| root(t) == root(table));
+    }
+    let homes: Vec<String> = homes.iter().map(|t| format!("[{t}]")).collect();
+    (!homes.is_empty()).then(|| format!("this key belongs in {}", homes.join(" or in ")))
+}
+
+/// The only key of a table whose words are all those of `typed` and more: `alpha` is a part of `lora_alpha`.
+fn part_of<'a>(typed: &str, here: &[&'a str]) -> Option<&'a str> {
+    let words = |name: &str| -> Vec<String> {
+        let name = name.to_lowercase().replace('-', "_");
+        name.split('_').map(|w| w.trim_end_matches('s').to_string()).collect()
+    };
+    let wanted = words(typed);
+    let long = wanted.iter().any(|w| w.len() > 2);
+    let mut found = here.iter().filter(|key| {
+        let has = words(key);
+        long && wanted.iter().all(|w| has.contains(w))
+    });
+    match (found.next(), found.next()) {
+        (Some(key), None) => Some(key),
+        _ => None,
+    }
+}
+
+/// A key of another table with nearly the same name, or nearly the same path. Short names are like too many others.
+fn near_anywhere(dotted: &str, name: &str) -> Option<String> {
+    let close = |typed: &str, known: &str| {
+        let typed = typed.to_lowercase().replace('-', "_");
+        let limit = typed.chars().count() / 4;
+        let distance = strsim::damerau_levenshtein(&typed, known);
+        (typed.chars().count() >= 6 && distance <= limit.min(3)).then_some(distance)
+    };
+    let by_path = keys().filter_map(|k| Some((close(dotted, &k.path())?, k)));
+    let by_name = keys().filter_map(|k| Some((close(name, k.name)?, k)));
+    let key = by_path
+        .min_by_key(|(d, _)| *d)
+        .or_else(|| by_name.min_by_key(|(d, _)| *d));
+    key.map(|(_, key)| format!("did you mean `{}`?", key.path()))
 }
 
 #[cfg(test)]
@@ -96,5 +242,67 @@ mod tests {
             "did you mean `tune.lora.target_modules`?"
         );
         assert!(hint_of("memory.zzz").starts_with("the keys of `[memory]` are budget"));
+    }
+
+    /// What people type who come from other tools, and near misses.
+    #[test]
+    fn hints_point_the_right_way() {
+        for (typed, wanted) in [
+            ("tune.lora.alpha", "`tune.lora.lora_alpha`"),
+            ("tune.lora.targets", "`tune.lora.target_modules`"),
+            ("tune.lora.dropout", "`tune.lora.lora_dropout`"),
+            ("tune.lora.bias", "docs/adapters.md"),
+            ("tune.type", "`tune.method`"),
+            ("train.task", "`train.stage`"),
+            ("train.method", "`tune.method`"),
+            ("distill.teacher_model", "`distill.teacher`"),
+            ("data.path", "`data.train`"),
+            ("data.dataset", "`data.train`"),
+            ("model.name", "`model.path`"),
+            ("model_name_or_path", "`model.path`"),
+            ("lora.r", "`tune.lora.r`"),
+            ("lora.alpha", "`tune.lora.lora_alpha`"),
+            ("lora.lora_alpha", "`tune.lora.lora_alpha`"),
+            ("alpha", "`tune.lora.lora_alpha` (LoRA)"),
+            ("modle.path", "[model]"),
+            ("optimizer.decay", "`weight_decay`"),
+            ("optimizer.type", "`optimizer.name`"),
+            ("optimizer.beta1", "`optimizer.betas = [0.9, 0.999]`"),
+            ("tune.lora.adalora.beta", "`beta1`"),
+            ("schedule.type", "`schedule.name`"),
+            ("schedule.warmup", "`schedule.warmup_steps`"),
+            ("schedule.steps", "`schedule.warmup_steps`"),
+            ("rlhf.grpo.temperature", "belongs in [rlhf]"),
+            ("train.save_stepps", "`save_steps`"),
+            ("train.learning_rat", "`optimizer.learning_rate`"),
+            ("train.wandb_project", "metrics.jsonl"),
+            ("wandb_something_new", "metrics.jsonl"),
+            ("load_in_4bit", "memory.frozen_weights = \"nf4\""),
+            ("memory.load_in_4bit", "memory.frozen_weights = \"nf4\""),
+            ("gradient_checkpointing", "memory.activations"),
+            ("train.report_to", "metrics.jsonl"),
+            ("val_size", "`data.eval_fraction`"),
+            ("save_strategy", "train.save_steps"),
+            ("eval_strategy", "train.eval_steps"),
+            ("reward_funcs", "`rlhf.rewards`"),
+            ("push_to_hub", "hf upload"),
+            ("LoRA-Rank", "`tune.lora.r`"),
+        ] {
+            let hint = hint_of(typed);
+            assert!(hint.contains(wanted), "{typed}: {hint}");
+        }
+        for (typed, wanted) in [
+            ("datasets", "`[data]`"),
+            ("training", "`[train]`"),
+            ("lora_parameters", "`[tune.lora]`"),
+            ("deepspeed", "one device"),
+            ("bnb_config", "memory.frozen_weights"),
+            ("grpo", "`[rlhf.grpo]`"),
+            ("wandb", "metrics.jsonl"),
+            ("batch_size", "`train.batch_size` is a key"),
+        ] {
+            let hint = table_hint(typed);
+            assert!(hint.contains(wanted), "{typed}: {hint}");
+        }
     }
 }

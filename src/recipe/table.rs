@@ -128,43 +128,6 @@ pub const TABLES: &[(&str, &str)] = &[
     ("train", "The run: stage, length, batch, saving."),
 ];
 
-/// Names that other tools use for our keys.
-pub const ALIASES: &[(&str, &str)] = &[
-    ("alpha", "tune.lora.lora_alpha"),
-    ("badam_mask_mode", "tune.block.mask"),
-    ("badam_update_ratio", "tune.block.update_ratio"),
-    ("base_model", "model.path"),
-    ("bf16", "model.dtype"),
-    ("cutoff_len", "data.max_length"),
-    ("dataset", "data.train"),
-    ("dropout", "tune.lora.lora_dropout"),
-    ("epochs", "train.num_epochs"),
-    ("finetuning_type", "tune.method"),
-    ("grad_accum", "train.gradient_accumulation_steps"),
-    ("grad_clip", "train.max_grad_norm"),
-    ("init_r", "tune.lora.r"),
-    ("iters", "train.max_steps"),
-    ("lora_r", "tune.lora.r"),
-    ("lora_rank", "tune.lora.r"),
-    ("lr", "optimizer.learning_rate"),
-    ("lr_scheduler_type", "schedule.name"),
-    ("mask_mode", "tune.block.mask"),
-    ("max_seq_len", "data.max_length"),
-    ("max_seq_length", "data.max_length"),
-    ("micro_batch_size", "train.batch_size"),
-    ("model_name_or_path", "model.path"),
-    ("num_train_epochs", "train.num_epochs"),
-    ("optim", "optimizer.name"),
-    ("per_device_train_batch_size", "train.batch_size"),
-    ("rank", "tune.lora.r"),
-    ("sequence_len", "data.max_length"),
-    ("switch_block_every", "tune.block.switch_every"),
-    ("switch_mode", "tune.block.order"),
-    ("torch_dtype", "model.dtype"),
-    ("train_file", "data.train"),
-    ("validation_file", "data.eval"),
-];
-
 const fn key(
     table: &'static str,
     name: &'static str,

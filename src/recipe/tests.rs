@@ -135,9 +135,6 @@ fn every_default_is_valid_and_has_a_reason() {
             assert!(table::find(other).is_some(), "{other}");
         }
     }
-    for (_, path) in table::ALIASES {
-        assert!(table::find(path).is_some(), "{path}");
-    }
 }
 
 /// A value other than the default for every key: each one must reach the recipe.
@@ -348,7 +345,7 @@ fn all_faults_at_once_each_with_its_place() {
     let text = "[model]\npath = \"m\"\nmax_steps = 3\n[data]\ntrain = \"t\"\npacking = \"yes\"\n\
                 [optimizer]\nlearnin_rate = 1e-4\nname = \"adam\"\n[train]\nbatch_size = 0\n[optim]\nlr = 1\n";
     let error = bad(text, &["train.max_steps=1.5", "max_steps=2", "oops"]);
-    let expected = "9 faults in the recipe
+    let expected = "the recipe has 9 errors
 
 error: unknown key `max_steps` in `[model]`
   --> r.toml:3:1
@@ -357,12 +354,13 @@ hint: this key belongs in [train]
 error: `data.packing` has the wrong type
   --> r.toml:6:11
   found the text \"yes\", expected `true` or `false`
+hint: write `true`
 
 error: unknown key `learnin_rate` in `[optimizer]`
   --> r.toml:8:1
 hint: did you mean `learning_rate`?
 
-error: `optimizer.name` has no value `adam`
+error: `adam` is not a value of `optimizer.name`
   --> r.toml:9:8
   expected one of adamw, sgd, lion, adafactor
 hint: did you mean `adamw`?
@@ -381,7 +379,7 @@ error: `train.max_steps` has the wrong type
 
 error: unknown key `max_steps` outside of any table
   --> argument `max_steps=2`
-hint: this key belongs in [train]
+hint: write `train.max_steps=2`
 
 error: argument is not `key=value`
   --> argument `oops`
@@ -395,7 +393,7 @@ fn faults_in_other_shapes_of_toml() {
     assert!(e.contains("`pth` in `[model]`\n  --> r.toml:1:23"), "{e}");
     let e = bad(&format!("{LEAST}[train.batch_size]\nx = 1\n"), &[]);
     assert!(
-        e.contains("`train.batch_size` has the wrong type") && !e.contains("faults"),
+        e.contains("`train.batch_size` has the wrong type") && !e.contains("errors"),
         "{e}"
     );
     let e = bad(&format!("{LEAST}[[train]]\nseed = 1\n"), &[]);

@@ -1,6 +1,7 @@
 //! The adapters of a run: which linears carry one, of which kind, and what trains beside them; also those that correct
 //! a block run.
 
+use super::named;
 use crate::base::{Error, Result};
 use crate::export::{self, LoadedAdapter};
 use crate::formats::adapter::{AdapterConfig, Allocation, Kind, Targets};
@@ -11,7 +12,6 @@ use crate::peft::{self, Adalora, Adapter, Cayley, Dora, Ia3, Loha, Lokr, Lora, M
 use crate::recipe::{self, Correction, LoraInit, Method, PeftType, Recipe};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::Arc;
 
 /// PEFT's number of terms of the Cayley-Neumann series.
@@ -73,7 +73,7 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
             whole,
             rows,
             score,
-        } = export::load_adapter(Path::new(dir), spec)?;
+        } = export::load_adapter(&named::adapter_directory(dir)?, spec)?;
         if score.is_some() {
             return Err(
                 Error::new("the adapter is that of a reward model, and cannot be trained on")

@@ -1,150 +1,204 @@
-//! `ft eval`: loss and perplexity on a data file, exact matches where rows have an answer; of a reward model how often the
-//! chosen side of a pair scores higher.
+//! `ft eval`: what a model does on rows, by their kind: the loss on texts, log-probabilities of chosen and rejected
+//! answers, exact answers to prompts; of a reward model how often the chosen side scores higher.
 
-use super::setup::{Described, device};
+mod answers;
+mod report;
+
+pub use report::{Measure, Report};
+
+use super::named::{self, Named};
+use super::rows;
+use super::setup::{self, Described};
 use super::stage::preference;
 use crate::base::{Error, Result, progress, signal};
+use crate::data::dataset::Spec;
 use crate::data::order::eval_batches;
-use crate::data::preference::{Want, load};
-use crate::data::{Batch, Dataset, dataset};
+use crate::data::peek::{self, Kind};
+use crate::data::{Batch, Dataset};
 use crate::engine::{self, Totals};
 use crate::model::{Network, Objective};
-use crate::recipe::{Dtype, Render, RowFormat, TrainOn};
-use crate::report;
+use crate::recipe::{Dtype, Recipe, Stage};
+use crate::report as terminal;
 use crate::rlhf::preference::Reward;
 use crate::sft::CausalLm;
-use serde_json::{Value, json};
+use candle_core::Tensor;
 use std::path::Path;
 
 /// Tokens evaluated together, and pairs.
 const BATCH_TOKENS: usize = 2048;
 const BATCH_PAIRS: usize = 8;
 
-#[derive(Debug, Clone, PartialEq)]
-pub struct Report {
-    /// Rows; for a reward model pairs.
-    pub rows: usize,
-    pub totals: Totals,
-    /// Part of the rows with an answer that greedy decoding answers exactly; of the pairs whose chosen side scores
-    /// higher.
-    pub accuracy: Option<f64>,
-    /// Of a reward model: by how much the chosen side scores higher, and the mean score.
-    pub margin_and_score: Option<(f64, f64)>,
+/// What is evaluated, and how.
+pub struct Request<'a> {
+    /// A model directory, a hub id, a run, a checkpoint, or an adapter directory.
+    pub model: &'a str,
+    pub adapter: Option<&'a Path>,
+    /// A model to compare pairs with; `None`: the model without its adapter.
+    pub reference: Option<&'a str>,
+    /// How rows are read. `model.path` and `tune` have no meaning here.
+    pub recipe: &'a Recipe,
+    /// The rows are those of `recipe.data.train` as they are, not what the recipe evaluates on.
+    pub all_rows: bool,
+    /// `data.max_length` is meant; else rows are taken whole.
+    pub own_length: bool,
+    pub device: &'a str,
+    pub dtype: Option<Dtype>,
+    /// Longest answer to a prompt, in tokens.
+    pub max_new_tokens: usize,
 }
 
-impl Report {
-    pub fn json(&self) -> Value {
-        let loss = self.totals.loss();
-        let mut out = match self.margin_and_score {
-            Some((margin, score)) => json!({
-                "loss": loss,
-                "margin": margin,
-                "mean_reward": score,
-                "tokens": self.totals.tokens,
-                "rows": self.rows,
-            }),
-            None => json!({
-                "loss": loss,
-                "perplexity": loss.exp(),
-                "tokens": self.totals.trained,
-                "rows": self.rows,
-                "token_accuracy": self.totals.correct as f64 / self.totals.trained as f64,
-            }),
-        };
-        if let Some(accuracy) = self.accuracy {
-            out["accuracy"] = json!(accuracy);
-        }
-        out
-    }
-
-    pub fn text(&self) -> String {
-        let (loss, rows) = (self.totals.loss(), self.rows);
-        let percent = self.accuracy.map(|accuracy| 100.0 * accuracy);
-        if let Some((margin, score)) = self.margin_and_score {
-            return format!(
-                "loss        {loss:.4}\naccuracy    {:.1} % of {rows} pairs\nmargin      {margin:.4}\nscore       \
-                 {score:.4} on average",
-                percent.unwrap_or_default()
-            );
-        }
-        let mut out = format!(
-            "loss        {loss:.4}\nperplexity  {:.3}\ntokens      {} trained, in {rows} rows",
-            loss.exp(),
-            self.totals.trained,
-        );
-        if let Some(percent) = percent {
-            out += &format!("\naccuracy    {percent:.1} % exact answers");
-        }
-        out
-    }
+/// A model, ready to be looked at.
+struct Opened {
+    described: Described,
+    network: Network,
+    score: Option<Tensor>,
+    adapter: bool,
+    named: Named,
 }
 
-/// `model` is a directory or hub id. Rows are taken whole, as in training; what is longer than the model's positions is told.
-///
-/// Errors: what is wrong with the model, the adapter or a row.
-pub fn evaluate(
-    model: &str,
-    adapter: Option<&Path>,
-    data: &Path,
-    render: Render,
-    dtype: Option<Dtype>,
-) -> Result<Report> {
-    let described = Described::open(model, "main", None)?;
-    let (network, score) = described.infer_scored(adapter, dtype, &device("auto")?)?;
-    let files = [data.display().to_string()];
-    let spec = dataset::Spec {
-        files: &files,
-        format: RowFormat::Auto,
-        render,
-        max_length: usize::MAX,
-        train_on: TrainOn::Assistant,
-        embedding_rows: described.spec.vocab,
+fn open(model: &str, adapter: Option<&Path>, request: &Request) -> Result<Opened> {
+    let named = named::find(model, adapter)?;
+    let template = request.recipe.data.chat_template.clone().or(named.template.clone());
+    let described = Described::open(&named.model, &request.recipe.model.revision, template.as_deref())?;
+    let device = setup::device(request.device)?;
+    let (network, score) = described.infer_scored(named.adapter.as_deref(), request.dtype, &device)?;
+    Ok(Opened {
+        described,
+        network,
+        score,
+        adapter: named.adapter.is_some(),
+        named,
+    })
+}
+
+/// Errors: what is wrong with the model, the adapter or a row; a signal.
+pub fn evaluate(request: &Request) -> Result<Report> {
+    let opened = open(request.model, request.adapter, request)?;
+    let mut recipe = request.recipe.clone();
+    if !request.own_length {
+        recipe.data.max_length = usize::MAX;
+    }
+    let kind = match &opened.score {
+        Some(_) => Kind::Pairs,
+        None => kind_of(&recipe, request)?,
     };
-    if let Some(score) = score {
-        let pad = match adapter {
-            // As in its training.
-            Some(_) => preference::pad_id(&described.tokenizer),
-            None => described.config.opt_usize0("pad_token_id")?.map(|id| id as u32),
-        };
-        let reward = Reward::with_head(score, pad, 0.0)?;
-        let pairs = load(&spec, Want::WholePairs, &described.tokenizer, described.template())?;
-        let rows: Vec<usize> = (0..pairs.examples.len()).collect();
-        let batches = rows
-            .chunks(BATCH_PAIRS)
-            .map(|rows| preference::batch(&pairs, rows, None));
-        let totals = totals(&network, &reward, batches, 2 * rows.len(), data)?;
-        let means = reward.metrics();
-        let mean = |name| {
-            means
-                .iter()
-                .find(|(n, _)| *n == name)
-                .map_or(f64::NAN, |(_, mean)| *mean)
-        };
-        return Ok(Report {
-            rows: rows.len(),
-            accuracy: Some(mean("accuracy")),
-            margin_and_score: Some((mean("margin"), mean("mean_reward"))),
-            totals,
-        });
+    let mut report = match (kind, &opened.score) {
+        (_, Some(score)) => reward(&opened, score, &recipe, request)?,
+        (Kind::Text, None) => texts(&opened, &recipe, request)?,
+        (Kind::Prompts, None) => answers::prompts(&opened, &recipe, request)?,
+        (Kind::Pairs, None) => answers::pairs(&opened, &recipe, request)?,
+        (Kind::Judged, None) => answers::judged(&opened, &recipe, request)?,
+    };
+    report.notes = opened.named.notes.clone();
+    Ok(report)
+}
+
+/// What the recipe's stage learns from; where rows are given or the stage learns from texts, what the first row is.
+fn kind_of(recipe: &Recipe, request: &Request) -> Result<Kind> {
+    match recipe.train.stage {
+        Stage::Grpo | Stage::Ppo if !request.all_rows => return Ok(Kind::Prompts),
+        Stage::Kto if !request.all_rows => return Ok(Kind::Judged),
+        stage if stage.is_preference() && !request.all_rows => return Ok(Kind::Pairs),
+        _ => {}
     }
-    let rows = Dataset::load(&spec, &described.tokenizer, described.template())?;
-    if let Some(line) = super::rows::beyond(rows.stats.longest, described.spec.max_positions) {
-        report::warn(&line);
+    let files = rows::local(files(recipe, request))?;
+    match files.first() {
+        Some(file) => peek::kind(file, recipe.data.format, &recipe.reinforce.answer_column),
+        None => Err(no_rows()),
+    }
+}
+
+fn no_rows() -> Error {
+    Error::usage("there are no rows to evaluate on")
+        .hint("give `--data FILE`, or a recipe with `data.eval` or `data.eval_fraction`")
+}
+
+/// The names of the files that are read, whole or in part.
+fn files<'a>(recipe: &'a Recipe, request: &Request) -> &'a [String] {
+    match request.all_rows || recipe.data.eval.is_empty() {
+        true => &recipe.data.train,
+        false => &recipe.data.eval,
+    }
+}
+
+/// The rows, as this stage reads them.
+fn read(opened: &Opened, recipe: &Recipe, request: &Request, stage: Stage) -> Result<Dataset> {
+    let mut recipe = recipe.clone();
+    recipe.train.stage = stage;
+    let held_out = !request.all_rows && recipe.data.eval.is_empty();
+    if held_out && recipe.data.eval_fraction == 0.0 {
+        return Err(no_rows());
+    }
+    let rows = rows::read(&recipe, files(&recipe, request), &opened.described)?;
+    match held_out {
+        true => Ok(rows.split(recipe.data.eval_fraction, recipe.train.seed)?.1),
+        false => Ok(rows),
+    }
+}
+
+fn texts(opened: &Opened, recipe: &Recipe, request: &Request) -> Result<Report> {
+    let Opened { described, network, .. } = opened;
+    let stage = match recipe.train.stage {
+        Stage::Pretrain => Stage::Pretrain,
+        _ => Stage::Sft,
+    };
+    let rows = read(opened, recipe, request, stage)?;
+    if let Some(line) = rows::beyond(rows.stats.longest, described.spec.max_positions) {
+        terminal::warn(&line);
     }
     let objective = CausalLm::new(described.spec.vocab);
     let batches = eval_batches(&rows, BATCH_TOKENS).map(Ok);
-    let totals = totals(&network, &objective, batches, rows.examples.len(), data)?;
+    let count = rows.examples.len();
+    let totals = totals(network, &objective, batches, count, files(recipe, request))?;
+    let local = rows::local(files(recipe, request))?;
+    let spec = Spec::new(&local, &recipe.data, stage, described.spec.vocab);
     let questions = rows.questions(&spec, &described.tokenizer, described.template(), usize::MAX)?;
-    let accuracy = match questions.is_empty() {
-        true => None,
-        false => Some(super::samples::exact_matches(&described, &network, &questions)?),
+    let mut report = Report::of_loss("rows", rows.examples.len(), totals);
+    if !questions.is_empty() {
+        let right = super::samples::exact_matches(described, network, &questions)?;
+        report.add("accuracy", right, Measure::Part, "exact answers of greedy decoding");
+    }
+    Ok(report)
+}
+
+fn reward(opened: &Opened, score: &Tensor, recipe: &Recipe, request: &Request) -> Result<Report> {
+    let described = &opened.described;
+    let pad = match opened.adapter {
+        // As in its training.
+        true => preference::pad_id(&described.tokenizer),
+        false => described.config.opt_usize0("pad_token_id")?.map(|id| id as u32),
     };
-    Ok(Report {
-        rows: rows.examples.len(),
-        totals,
-        accuracy,
-        margin_and_score: None,
-    })
+    let reward = Reward::with_head(score.clone(), pad, 0.0)?;
+    let pairs = read(opened, recipe, request, Stage::Reward)?;
+    let batches = pair_batches(&pairs);
+    let count = 2 * pairs.examples.len();
+    let totals = totals(&opened.network, &reward, batches, count, files(recipe, request))?;
+    let means = reward.metrics();
+    let mean = |name| {
+        means
+            .iter()
+            .find(|(n, _)| *n == name)
+            .map_or(f64::NAN, |(_, mean)| *mean)
+    };
+    let mut report = Report::of_scores(pairs.examples.len(), totals);
+    let of_pairs = "pairs whose chosen answer scores higher";
+    report.add("accuracy", mean("accuracy"), Measure::Part, of_pairs);
+    report.add("margin", mean("margin"), Measure::Number, "by how much, on average");
+    report.add("mean_reward", mean("mean_reward"), Measure::Number, "mean score");
+    Ok(report)
+}
+
+fn pair_batches(pairs: &Dataset) -> impl Iterator<Item = Result<Batch>> + '_ {
+    let rows: Vec<usize> = (0..pairs.examples.len()).collect();
+    let chunks: Vec<Vec<usize>> = rows.chunks(BATCH_PAIRS).map(<[usize]>::to_vec).collect();
+    chunks.into_iter().map(|rows| preference::batch(pairs, &rows, None))
+}
+
+fn stop_if_asked() -> Result<()> {
+    match signal::received() {
+        Some(s) => Err(Error::signal(s, "stopped while evaluating")),
+        None => Ok(()),
+    }
 }
 
 /// Errors: a signal; a loss that is not finite.
@@ -153,27 +207,25 @@ fn totals(
     objective: &dyn Objective,
     batches: impl Iterator<Item = Result<Batch>>,
     rows: usize,
-    data: &Path,
+    files: &[String],
 ) -> Result<Totals> {
     let mut totals = Totals::default();
     let phase = progress::phase("evaluating", rows, "rows");
     for batch in batches {
-        if let Some(s) = signal::received() {
-            return Err(Error::signal(s, "stopped while evaluating"));
-        }
+        stop_if_asked()?;
         let batch = batch?;
         totals.add(engine::evaluate(network, objective, &batch)?);
         phase.add(batch.documents.len().saturating_sub(1) as u64);
     }
     if totals.weight == 0 {
         return Err(Error::new("there is nothing to evaluate: no row has a trained token")
-            .at_path(data)
+            .at(files.join(", "))
             .hint("see with `ft data` which tokens are trained; a `max_length` that cuts every answer off does this"));
     }
     match totals.loss().is_finite() {
         true => Ok(totals),
         false => Err(Error::new("the loss is not finite")
-            .at_path(data)
+            .at(files.join(", "))
             .found(totals.loss_sum)
             .hint("check the weights, or use `--dtype f32`")),
     }

@@ -23,10 +23,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Writes `final/`; it appears whole or not at all. The random weights of a shape are not worth a file. `print` names the
-/// base weights; `note` gets what a reader should know.
+/// Writes `out` (`final/` of a run); it appears whole or not at all. The random weights of a shape are not worth a file.
+/// `print` names the base weights; `note` gets what a reader should know.
 pub fn export(
-    run_dir: &Path,
+    out: &Path,
     recipe: &Recipe,
     model: &Described,
     engine: &Engine,
@@ -37,13 +37,12 @@ pub fn export(
     if model.is_shape() {
         return Ok(None);
     }
-    let out = run_dir.join("final");
     if let Some(config) = &prepared.config {
-        let out = adapter(&out, recipe, model, engine, prepared, (config, print), note)?;
+        let out = adapter(out, recipe, model, engine, prepared, (config, print), note)?;
         return with_template(recipe, model, out).map(Some);
     }
     let scores = recipe.train.stage == Stage::Reward;
-    let out = base(&out, scores, recipe.model.dtype, model, engine, &mut |name, sink| {
+    let out = base(out, scores, recipe.model.dtype, model, engine, &mut |name, sink| {
         let module = name.strip_suffix(".weight").unwrap_or(name);
         let Some(lora) = engine.network.adapters.get(module).and_then(|a| a.lora()) else {
             return as_stored(engine, name, sink);
@@ -143,12 +142,10 @@ fn adapter(
         return export::adapter(out, &config, &adapters, &whole, &model.dir, print);
     }
     // The weights under this adapter exist nowhere else: they go along.
-    config.base_model_name_or_path = Some(format!("{}/final/base", recipe.train.output_dir));
+    config.base_model_name_or_path = Some(format!("{}/base", out.display()));
     note(match coded {
-        true => {
-            "final/base holds what the codes of the weights stand for, in f32: the adapter belongs to these weights"
-        }
-        false => "final/base holds the weights that this adapter belongs to",
+        true => "base/ holds what the codes of the weights stand for, in f32: the adapter belongs to these weights",
+        false => "base/ holds the weights that this adapter belongs to",
     });
     let dtype = if coded { Dtype::F32 } else { recipe.model.dtype };
     export::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {
@@ -253,7 +250,7 @@ fn compressed(
         );
     }
     note(&format!(
-        "final/ is compressed to rank {rank}: at most {:.2e} of a linear's change is lost ({})",
+        "the adapter is compressed to rank {rank}: at most {:.2e} of a linear's change is lost ({})",
         most.0, most.1
     ));
     Ok((config, plain))

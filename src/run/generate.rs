@@ -1,5 +1,6 @@
 //! `ft generate`: the continuation of a prompt, or a chat.
 
+use super::named;
 use super::setup::{Described, device};
 use crate::base::{Error, Result, progress, signal};
 use crate::formats::Tokenizer;
@@ -22,8 +23,10 @@ pub struct Choice {
 }
 
 /// How the model is held.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Holding {
+    /// `auto`, `cpu`, `cuda:0`.
+    pub device: Option<String>,
     pub dtype: Option<Dtype>,
     /// The projections as codes.
     pub weights: Option<Format>,
@@ -39,6 +42,8 @@ pub struct Writer {
     settings: Settings,
     conversation: Vec<Value>,
     session: Session,
+    /// Which model was taken, where that is not what was written.
+    pub notes: Vec<String>,
 }
 
 /// What was written.
@@ -72,9 +77,20 @@ impl Written {
 }
 
 impl Writer {
-    pub fn open(model: &str, adapter: Option<&Path>, holding: Holding, choice: Choice) -> Result<Self> {
-        let described = Described::open(model, "main", None)?;
-        let network = described.infer(adapter, holding.dtype, &device("auto")?)?;
+    /// `model` is a model directory, a hub id, an adapter directory, a run or a checkpoint; `template` a Jinja file in
+    /// place of the model's own. Errors: what is wrong with them.
+    pub fn open(
+        model: &str,
+        adapter: Option<&Path>,
+        template: Option<&str>,
+        holding: &Holding,
+        choice: Choice,
+    ) -> Result<Self> {
+        let named = named::find(model, adapter)?;
+        let template = template.map(str::to_string).or(named.template.clone());
+        let described = Described::open(&named.model, "main", template.as_deref())?;
+        let place = device(holding.device.as_deref().unwrap_or("auto"))?;
+        let network = described.infer(named.adapter.as_deref(), holding.dtype, &place)?;
         let coded = holding.weights.map(|w| CodedCopy::new(&network, Formats::of(w)));
         let settings = Settings {
             max_new_tokens: choice.max_new_tokens,
@@ -89,6 +105,7 @@ impl Writer {
             },
         };
         Ok(Self {
+            notes: named.notes.clone(),
             described,
             network,
             coded: coded.transpose()?,

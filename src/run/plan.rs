@@ -6,12 +6,13 @@ use super::rows::{self, Rows};
 use super::setup::{self, Described};
 use super::{adapters, directory, forecast, header, learning, tuning::Tuning};
 use crate::base::units::bytes;
-use crate::base::{Result, files};
+use crate::base::{Result, files, memory};
 use crate::data::describe::visible;
 use crate::data::order::BatchStream;
+use crate::model::shapes;
 use crate::ops;
 use crate::plan::Plan;
-use crate::recipe::Recipe;
+use crate::recipe::{ModelInit, Recipe};
 use candle_core::Device;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -22,6 +23,8 @@ pub struct Planned {
     pub disk: Space,
     /// What the plan had to assume.
     pub notes: Vec<String>,
+    /// It does not fit this machine.
+    pub refused: bool,
 }
 
 /// Does the run fit, here and now?
@@ -158,6 +161,7 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
         directory: recipe.train.output_dir.clone(),
     };
     let verdict = forecast.verdict(recipe);
+    let does_not_fit = forecast.refused.is_some();
     match forecast.refused {
         Some(refused) if refused.by_budget => return Err(refused.error),
         // The run may be meant for another machine.
@@ -169,7 +173,74 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
         verdict,
         disk,
         notes,
+        refused: does_not_fit,
     })
+}
+
+/// Does a recipe fit the memory that is free here?
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fit {
+    Fits,
+    /// Nearly all of it, or only with weights on the disk or in fewer bits.
+    Tight,
+    No,
+}
+
+pub struct Fitted {
+    pub fit: Fit,
+    pub peak: u64,
+    /// What the planner gave up to make it fit.
+    pub remark: Option<String>,
+}
+
+/// The verdict on a recipe whose model has a built-in shape: nothing is read and nothing is fetched.
+///
+/// Errors: settings that contradict each other.
+pub fn fit(recipe: &Recipe) -> Result<Fitted> {
+    let recipe = with_shapes(recipe);
+    let gpu = ops::device::memory(&ops::device::open("auto")?.device)?;
+    let free = match gpu {
+        Some(gpu) => Some(gpu.free),
+        None => memory::available(),
+    };
+    let planned = plan(&recipe)?;
+    let peak = planned.plan.peak_bytes;
+    let lost = |key: &str, values: &[&str]| {
+        let choices = planned.plan.choices.iter();
+        let choice = choices
+            .filter(|c| c.key == key)
+            .find(|c| values.contains(&c.value.as_str()));
+        choice.map(|c| c.value.clone())
+    };
+    let disk = lost("memory.tier", &["disk"]).map(|_| "weights on the disk".to_string());
+    let fewer = lost("memory.frozen_weights", &["int8", "int4", "nf4"]).map(|bits| format!("frozen weights in {bits}"));
+    let fit = match planned.refused {
+        true => Fit::No,
+        false if disk.is_some() || fewer.is_some() => Fit::Tight,
+        false if free.is_some_and(|free| peak > free / 10 * 9) => Fit::Tight,
+        false => Fit::Fits,
+    };
+    let remark = [disk, fewer].into_iter().flatten().collect::<Vec<_>>().join(", ");
+    Ok(Fitted {
+        fit,
+        peak,
+        remark: Some(remark).filter(|r| !r.is_empty() && fit != Fit::No),
+    })
+}
+
+fn shape_of(path: &str) -> String {
+    shapes::of_model(path).unwrap_or_else(|| path.to_string())
+}
+
+/// The recipe with built-in shapes in the place of its models, and without rows.
+pub fn with_shapes(recipe: &Recipe) -> Recipe {
+    let mut recipe = recipe.clone();
+    recipe.model.path = shape_of(&recipe.model.path);
+    recipe.model.init = ModelInit::Random;
+    recipe.distill.teacher = recipe.distill.teacher.as_deref().map(shape_of);
+    recipe.data.train = vec!["-".into()];
+    recipe.data.eval = Vec::new();
+    recipe
 }
 
 fn rows_are_here(recipe: &Recipe, dir: &Path) -> bool {

@@ -65,6 +65,18 @@ pub fn accuracy(recipe: &Recipe, model: &Described, engine: &Engine, rows: &Data
     exact_matches(model, &engine.network, &questions)
 }
 
+/// Greedy answers to these prompts, each of at most `longest` tokens. Errors: a signal.
+pub fn greedy(model: &Described, network: &Network, prompts: &[Vec<u32>], longest: usize) -> Result<Vec<String>> {
+    let mut texts = Vec::with_capacity(prompts.len());
+    for chunk in prompts.chunks(ROWS) {
+        let ids = generate(network, chunk, &settings(model, longest), &mut |_, _| Ok(()))?;
+        for ids in ids {
+            texts.push(model.tokenizer.decode(&ids, true)?);
+        }
+    }
+    Ok(texts)
+}
+
 /// Part of `questions` that greedy decoding answers exactly.
 pub fn exact_matches(model: &Described, network: &Network, questions: &[Question]) -> Result<f64> {
     let mut right = 0;

@@ -47,6 +47,14 @@ impl Described {
         let dir = hub::resolve_model(path, revision, true)?;
         let config = Config::load(&dir)?;
         let spec = families::read(&config)?;
+        if config.get("auto_map").is_some() {
+            report::warn(&format!(
+                "{} names code of its own (`auto_map`): ft never runs code of a model directory, and reads the model \
+                 as `{}`",
+                config.path.display(),
+                spec.model_type
+            ));
+        }
         let phase = progress::phase("reading the tokenizer", 0, "");
         let tokenizer = Tokenizer::load(&dir)?;
         drop(phase);

@@ -5,7 +5,7 @@
 //! dropout are functions of (seed, step), so the step is all that has to be kept of them.
 
 use super::tuning::Tuning;
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, units};
 use crate::checkpoint::{self, Files, Loaded};
 use crate::engine::Engine;
 use crate::formats::dtype::StoredDtype;
@@ -182,6 +182,34 @@ pub fn sizes(loaded: &Loaded) -> Result<BTreeMap<String, usize>> {
     Ok(weights.names().map(|n| (n.to_string(), size(n))).collect())
 }
 
+/// Puts weights back, as far as the engine has parameters of their names: enough to write them.
+pub fn restore_weights(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
+    let weights = loaded.open(WEIGHTS)?;
+    let names: Vec<String> = weights.names().map(str::to_string).collect();
+    for name in names {
+        // The value head of PPO, for example, is no part of what is written.
+        if engine.elements(&name).is_err() {
+            continue;
+        }
+        engine
+            .restore(&name, &weights)
+            .map_err(|e| e.or_at(loaded.path.display()))?;
+    }
+    restore_ranks(loaded, engine)
+}
+
+fn restore_ranks(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
+    if let Some(ranks) = &mut engine.network.ranks {
+        let saved = loaded.open(RANKS)?;
+        for name in saved.names() {
+            ranks
+                .restore(name, saved.read_f32(name)?)
+                .map_err(|e| e.or_at(loaded.path.display()))?;
+        }
+    }
+    Ok(())
+}
+
 /// Puts weights and moments back; the engine is then where it was after step `loaded.step`.
 pub fn restore(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
     let device = engine.network.device.clone();
@@ -207,14 +235,7 @@ pub fn restore(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
             .or_default()
             .insert(part.to_string(), tensor);
     }
-    if let Some(ranks) = &mut engine.network.ranks {
-        let saved = loaded.open(RANKS)?;
-        for name in saved.names() {
-            ranks
-                .restore(name, saved.read_f32(name)?)
-                .map_err(|e| e.or_at(loaded.path.display()))?;
-        }
-    }
+    restore_ranks(loaded, engine)?;
     let steps = loaded.state.get("optimizer_steps").and_then(Value::as_object);
     let steps = steps.ok_or_else(|| Error::new("checkpoint has no `optimizer_steps`").at_path(&loaded.path))?;
     for (name, step) in steps {
@@ -296,13 +317,8 @@ pub fn check_same(old: &Facts, new: &Facts) -> Result<()> {
     }
     Err(Error::new("this is not the run that was saved")
         .found(format!(
-            "{} {}:\n      {}",
-            differences.len(),
-            if differences.len() == 1 {
-                "difference"
-            } else {
-                "differences"
-            },
+            "{}:\n      {}",
+            units::counted(differences.len(), "difference"),
             differences.join("\n      ")
         ))
         .hint("take these changes back to resume, or start a new run in another `train.output_dir`"))

@@ -11,7 +11,7 @@ use super::rows::Rows;
 use super::setup::Described;
 use super::{inputs, setup, teacher};
 use crate::base::signal::{Conduct, Stop};
-use crate::base::{Error, Result, files, progress, signal, staging};
+use crate::base::{Error, Result, files, paths, progress, signal, staging};
 use crate::data::batch::Example;
 use crate::data::{Batch, Dataset, IGNORE};
 use crate::distill::{self, Stored};
@@ -459,6 +459,9 @@ pub struct Cache {
 pub fn open(dir: &Path, recipe: &Recipe, model: &Described, rows: &Dataset) -> Result<Cache> {
     let at = |e: Error| e.or_at("distill.teacher_cache");
     let path = dir.join(MANIFEST);
+    if let (false, Some(hint)) = (dir.exists(), paths::hint(dir)) {
+        return Err(paths::missing("directory", dir).hint(hint));
+    }
     if !path.is_file() {
         return Err(Error::new("the teacher's outputs are not there, or not finished")
             .at_path(dir)

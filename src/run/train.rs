@@ -12,7 +12,7 @@ use super::stage::{self, Stage};
 use super::starts::{self, Setting};
 use super::state::{self, Facts};
 use super::tuning::{self, Tuning};
-use super::{adapters, allocation, directory, finish, next, owner};
+use super::{adapters, allocation, directory, finish, named, next, owner};
 use crate::base::signal::{Conduct, Stop};
 use crate::base::{ErrorKind, Result, memory, progress, signal};
 use crate::checkpoint::{self, Loaded};
@@ -143,7 +143,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     if let Some(dir) = &recipe.tune.lora.adapter
         && recipe.tune.method == Method::Lora
     {
-        export::check_base(Path::new(dir), &base)?;
+        export::check_base(&named::adapter_directory(dir)?, &base)?;
     }
     let elements = trained_elements(&tuning, total_steps, &params, &prepared.adapters);
     let needed = directory::space_needed(recipe, &model.spec, elements, place);
@@ -404,7 +404,8 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let mut said = Vec::new();
     run.directory.check()?;
     let before = run.directory.aside()?;
-    let final_dir = finish::export(&run_dir, recipe, &model, &engine, &prepared, &base, &mut |line| {
+    let out = run_dir.join("final");
+    let final_dir = finish::export(&out, recipe, &model, &engine, &prepared, &base, &mut |line| {
         said.push(line.to_string());
     })?;
     said.iter().for_each(|line| run.reporter.note(line));

@@ -3,7 +3,7 @@
 use super::turns::{Exact, encode, recode};
 use super::{Group, GroupWeights, Groups, LayerSource, LowerHalves, Numbers, NumbersSink, ParamInfo, Recoded, stored};
 use crate::base::rng::{Rng, Stream};
-use crate::base::{Error, Result, progress};
+use crate::base::{Error, Result, progress, units};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::ops::{step, update};
@@ -334,7 +334,10 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
         .unwrap_or_default();
     Err(Error::new("config.json and the weights do not agree")
         .at(place)
-        .found(format!("{} differences:\n      {shown}{more}", faults.len()))
+        .found(format!(
+            "{}:\n      {shown}{more}",
+            units::counted(faults.len(), "difference")
+        ))
         .hint("check that config.json belongs to these weights"))
 }
 

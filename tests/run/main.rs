@@ -9,6 +9,7 @@ mod distill;
 mod chat;
 mod columns;
 mod equal;
+mod export;
 mod hostile;
 mod learning;
 mod optimizers;

@@ -6,7 +6,7 @@ use std::fs;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-const METHODS: [(&str, &[&str]); 13] = [
+pub const METHODS: [(&str, &[&str]); 13] = [
     (
         "block",
         &["tune.method=block", "tune.block.switch_every=4", "model.dtype=bf16"],

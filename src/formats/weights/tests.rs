@@ -268,7 +268,7 @@ fn git_lfs_pointers() {
 #[test]
 fn directories_without_weights() {
     let dir = tempfile::tempdir().unwrap();
-    refuses(&dir.path().join("none"), &["does not exist"]);
+    refuses(&dir.path().join("none"), &["no directory `"]);
     refuses(dir.path(), &["holds no weights"]);
     std::fs::write(dir.path().join("m.gguf"), b"GGUF").unwrap();
     refuses(dir.path(), &["GGUF"]);

@@ -25,6 +25,9 @@ pub const NAMES: [&str; 7] = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "g
 pub fn read(config: &Config) -> Result<Spec> {
     let place = config.path.display().to_string();
     let model_type = config.model_type()?;
+    if !NAMES.contains(&model_type) {
+        return Err(unsupported(config, model_type, &place));
+    }
     refuse_unsupported(config, &place)?;
     let mut spec = common(config, model_type)?;
     match model_type {
@@ -35,20 +38,7 @@ pub fn read(config: &Config) -> Result<Spec> {
         "gemma2" => gemma2::apply(config, &mut spec)?,
         "gemma3_text" => gemma3_text::apply(config, &mut spec)?,
         "phi3" => phi3::apply(config, &mut spec)?,
-        other => {
-            let close = NAMES
-                .iter()
-                .max_by(|a, b| strsim::jaro_winkler(a, other).total_cmp(&strsim::jaro_winkler(b, other)));
-            let e = Error::new(format!("model type `{other}` is not supported"))
-                .at(place)
-                .expected(format!("one of {}", NAMES.join(", ")));
-            return Err(match close {
-                Some(name) if strsim::jaro_winkler(name, other) > 0.75 => e.hint(format!(
-                    "`{name}` is close, but its layers are not the same: ft does not guess"
-                )),
-                _ => e,
-            });
-        }
+        other => return Err(unsupported(config, other, &place)),
     }
     check(&spec, &place)?;
     Ok(spec)
@@ -67,6 +57,29 @@ const LARGEST: [(&str, usize); 7] = [
 ];
 /// Parameters of the whole model, so that bytes of them can be added up.
 const PARAMETERS: u128 = 1 << 48;
+
+/// A family that ft does not have, by its name.
+fn unsupported(config: &Config, model_type: &str, place: &str) -> Error {
+    let e = Error::new(format!("model type `{model_type}` is not supported"))
+        .at(place)
+        .expected(format!("one of {}", NAMES.join(", ")));
+    let near = |name: &&&str| strsim::jaro_winkler(name, model_type);
+    let close = NAMES.iter().max_by(|a, b| near(a).total_cmp(&near(b)));
+    let inner = config
+        .get("text_config")
+        .and_then(|t| t.get("model_type"))
+        .and_then(Value::as_str);
+    match (inner, close) {
+        (Some(inner), _) if NAMES.contains(&inner) => e.hint(format!(
+            "this model reads more than text; its language model is a `{inner}`: give a text-only checkpoint of that type"
+        )),
+        (Some(_), _) => e.hint("this model reads more than text: ft trains language models only"),
+        (None, Some(name)) if near(&name) > 0.75 => {
+            e.hint(format!("`{name}` is close, but its layers are not the same: ft does not guess"))
+        }
+        _ => e,
+    }
+}
 
 fn common(config: &Config, model_type: &str) -> Result<Spec> {
     // Before anything is made of them.

@@ -1,6 +1,6 @@
 //! Rewards of answers: checks of the text, a reward model, a local program; several together, each with a weight.
 
-mod checks;
+pub(super) mod checks;
 mod model;
 mod numbers;
 mod program;

@@ -1,0 +1,168 @@
+//! A path that is not there: what it is near to.
+
+use super::Error;
+use std::path::{Component, Path, PathBuf};
+
+/// Folders that shipped recipes use.
+const SHIPPED: &str = "assets";
+const RUNS: &str = "runs";
+
+/// Is this text a path, whatever else it may look like? A name such as `org/name` may be both: it is a path if its first
+/// folder is here, or if it is one of the folders that shipped recipes use.
+pub fn is_meant(text: &str) -> bool {
+    let first = text.split('/').next().unwrap_or_default();
+    let own = [SHIPPED, RUNS].contains(&first) && text.contains('/');
+    text.starts_with(['.', '/', '~'])
+        || text.ends_with('/')
+        || text.contains('\\')
+        || text.matches('/').count() > 1
+        || own
+        || (text.contains('/') && Path::new(first).is_dir())
+}
+
+/// The error for a path that does not exist; `kind` is what was wanted: `directory`, `file`.
+pub fn missing(kind: &str, path: &Path) -> Error {
+    let here = std::env::current_dir().ok().filter(|_| path.is_relative());
+    let error = match &here {
+        Some(here) => Error::new(format!("no {kind} `{}` here", path.display())).at_path(here),
+        None => Error::new(format!("no {kind} `{}`", path.display())),
+    };
+    match hint(path) {
+        Some(hint) => error.hint(hint),
+        None => error,
+    }
+}
+
+/// What may have been meant by a path that does not exist.
+pub fn hint(path: &Path) -> Option<String> {
+    if path.starts_with("~") {
+        return Some("`~` is not read here: write the whole path".into());
+    }
+    let text = path.to_string_lossy();
+    let parts: Vec<&str> = text
+        .split([',', ' '])
+        .map(str::trim)
+        .filter(|p| !p.is_empty())
+        .collect();
+    if parts.len() > 1 && parts.iter().all(|p| Path::new(p).exists()) {
+        return Some(format!("write a list: `[\"{}\"]`", parts.join("\", \"")));
+    }
+    if let Some(near) = near(path) {
+        return Some(format!("did you mean `{}`?", near.display()));
+    }
+    let first = path
+        .components()
+        .next()
+        .map(|c| c.as_os_str().to_string_lossy().into_owned());
+    match first.as_deref() {
+        Some(SHIPPED) => Some(
+            "`ft recipes copy NAME --with-data` writes the model and the rows of a shipped recipe into `assets`".into(),
+        ),
+        Some(RUNS) => Some("a run writes it: run the recipe with this `train.output_dir` first".into()),
+        _ => None,
+    }
+}
+
+/// The path with its first missing part replaced by what is there under nearly the same name.
+fn near(path: &Path) -> Option<PathBuf> {
+    let mut found = PathBuf::new();
+    let mut parts = path.components();
+    for part in parts.by_ref() {
+        let next = found.join(part);
+        if next.exists() || !matches!(part, Component::Normal(_)) {
+            found = next;
+            continue;
+        }
+        let folder = match found.as_os_str().is_empty() {
+            true => Path::new("."),
+            false => &found,
+        };
+        let rest = parts.as_path();
+        let whole = |name: String| {
+            let near = found.join(name);
+            match rest.as_os_str().is_empty() {
+                true => near,
+                false => near.join(rest),
+            }
+        };
+        return nearest(folder, &part.as_os_str().to_string_lossy(), |name| {
+            whole(name.to_string()).exists()
+        })
+        .map(whole);
+    }
+    None
+}
+
+/// The entry of a folder whose name is nearest to `typed`; of equally near ones one that `leads` on.
+fn nearest(folder: &Path, typed: &str, leads: impl Fn(&str) -> bool) -> Option<String> {
+    let plain = |s: &str| s.to_lowercase().replace('_', "-");
+    let wanted = plain(typed);
+    let limit = (wanted.chars().count() / 3).max(1);
+    let names = std::fs::read_dir(folder).ok()?.flatten();
+    let names = names.filter_map(|e| e.file_name().into_string().ok());
+    let mut near: Vec<(usize, bool, String)> = names
+        .filter(|name| !name.starts_with('.'))
+        .map(|name| (strsim::damerau_levenshtein(&plain(&name), &wanted), !leads(&name), name))
+        .filter(|(distance, ..)| *distance <= limit)
+        .collect();
+    near.sort();
+    near.into_iter()
+        .next()
+        .filter(|(_, dead, _)| !dead)
+        .map(|(.., name)| name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_near_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |p: &str| dir.path().join(p);
+        std::fs::create_dir_all(at("assets/tiny")).unwrap();
+        std::fs::write(at("assets/tiny/train.jsonl"), "").unwrap();
+        for (typed, meant) in [
+            ("assets/tinny", "assets/tiny"),
+            ("asets/tiny", "assets/tiny"),
+            ("assets/tiny/trian.jsonl", "assets/tiny/train.jsonl"),
+            ("Assets/tiny/", "assets/tiny"),
+        ] {
+            let error = missing("directory", &at(typed)).to_string();
+            assert!(
+                error.contains(&format!("did you mean `{}`?", at(meant).display())),
+                "{error}"
+            );
+        }
+        for typed in ["assets/other", "nothing/tiny", "assets/tiny/x/y"] {
+            let error = missing("directory", &at(typed)).to_string();
+            assert!(
+                error.starts_with("no directory `") && !error.contains("did you mean"),
+                "{error}"
+            );
+        }
+        let two = format!("{},{}", at("assets").display(), at("assets/tiny").display());
+        assert!(hint(Path::new(&two)).unwrap().contains("write a list: `[\""));
+    }
+
+    #[test]
+    fn paths_are_told_from_ids() {
+        for path in [
+            "./a",
+            "../a/b",
+            "/a",
+            "~/a",
+            "a/",
+            "a/b/c",
+            "a\\b",
+            "src/nothing",
+            "assets/tiny",
+            "runs/x",
+        ] {
+            assert!(is_meant(path), "{path}");
+        }
+        for id in ["Qwen/Qwen3-4B", "a/b", "name", "data", "assets"] {
+            assert!(!is_meant(id), "{id}");
+        }
+    }
+}

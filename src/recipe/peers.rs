@@ -1,0 +1,222 @@
+//! The keys and values of other training tools, and what ft calls them. Knows the table of keys; the rows are in
+//! `keys` and `values`.
+
+mod keys;
+mod values;
+
+use super::table;
+
+/// Names of ft's own keys that other tools use for something else: a row of `keys` counts first.
+const SHADOWED: [&str; 1] = ["alpha"];
+
+fn plain(name: &str) -> String {
+    name.trim().to_lowercase().replace(['-', ' '], "_")
+}
+
+/// A row's answer as a hint.
+pub fn shown(answer: &str) -> String {
+    match table::find(answer) {
+        Some(_) => format!("did you mean `{answer}`?"),
+        None => answer.to_string(),
+    }
+}
+
+fn find(wanted: impl Fn(&str) -> bool) -> Option<&'static str> {
+    let mut rows = keys::KEYS.iter();
+    rows.find(|(names, _)| names.split(' ').any(&wanted)).map(|(_, a)| *a)
+}
+
+/// The answer for a key in this very table; `""` is outside of any table.
+pub fn qualified(table: &str, name: &str) -> Option<&'static str> {
+    let wanted = format!("{}.{}", plain(table), plain(name));
+    find(|n| n == wanted)
+}
+
+/// The answer for a name in any table.
+pub fn anywhere(name: &str) -> Option<&'static str> {
+    let name = plain(name);
+    find(|n| n == name)
+}
+
+/// The answer for a family of names, such as `wandb_*`.
+pub fn family(name: &str) -> Option<&'static str> {
+    let name = plain(name);
+    find(|n| n.strip_suffix('*').is_some_and(|start| name.starts_with(start)))
+}
+
+/// Is the name one of ft's own keys, but usually meant as another tool's?
+pub fn is_shadowed(name: &str) -> bool {
+    SHADOWED.contains(&plain(name).as_str())
+}
+
+/// The hint for a table of another tool.
+pub fn of_table(name: &str) -> Option<String> {
+    let name = plain(name);
+    let row = keys::TABLES
+        .iter()
+        .find(|(names, _)| names.split(' ').any(|n| n == name));
+    match row {
+        Some((_, answer)) => Some(answer.to_string()),
+        None => anywhere(&name).or_else(|| family(&name)).map(shown),
+    }
+}
+
+/// The path of the key that takes the place of `name`, which was written outside of any table: a flag, a line of YAML.
+pub fn key_for(name: &str) -> Option<String> {
+    let name = plain(name);
+    if table::find(&name).is_some() {
+        return Some(name);
+    }
+    let mut own = table::keys().filter(|k| k.name == name);
+    let own = match (own.next(), own.next()) {
+        (Some(key), None) if !is_shadowed(&name) => Some(key.path()),
+        _ => None,
+    };
+    let answer = || qualified("", &name).or_else(|| anywhere(&name)).map(str::to_string);
+    qualified("", &name)
+        .map(str::to_string)
+        .or(own)
+        .or_else(answer)
+        .filter(|a| table::find(a).is_some())
+}
+
+/// A value of another tool's key as TOML for ft's `key`; `None`: it has to be looked at by a person.
+pub fn value_for(name: &str, key: &str, value: &str) -> Option<String> {
+    let is_true = ["true", "1", "yes"].contains(&value.to_lowercase().as_str());
+    let flag = match plain(name).as_str() {
+        "bf16" | "bfloat16" | "pure_bf16" => Some("bf16"),
+        "float32" => Some("f32"),
+        "use_cpu" | "no_cuda" => Some("cpu"),
+        "train_from_scratch" | "from_scratch" | "reinit_weights" => Some("random"),
+        "lora_target_linear" | "target_linear" => Some("all-linear"),
+        _ => None,
+    };
+    if let Some(meant) = flag {
+        return is_true.then(|| format!("\"{meant}\""));
+    }
+    if plain(name) == "disable_shuffling" {
+        return Some((!is_true).to_string());
+    }
+    let value = match self::value(key, value) {
+        Some(sentence) if sentence.contains(' ') => return None,
+        Some(name) => name,
+        None => value,
+    };
+    if let Some(hint) = super::suggest::list_hint(key, value) {
+        return hint.split('`').nth(1).map(str::to_string);
+    }
+    let kind = table::find(key)?.kind;
+    let is_number = value.parse::<f64>().is_ok();
+    let is_flag = ["true", "false"].contains(&value);
+    match kind {
+        table::Kind::Text | table::Kind::Name(_) | table::Kind::Texts | table::Kind::Size => {
+            Some(if value.starts_with('[') {
+                value.to_string()
+            } else {
+                format!("\"{value}\"")
+            })
+        }
+        table::Kind::Flag => is_flag.then(|| value.to_string()),
+        table::Kind::Map(_) => None,
+        _ => is_number.then(|| value.to_string()),
+    }
+}
+
+/// What to say of another tool's key, written outside of any table.
+pub fn sentence_for(name: &str) -> Option<&'static str> {
+    let answer = qualified("", name).or_else(|| anywhere(name)).or_else(|| family(name));
+    answer.filter(|a| table::find(a).is_none())
+}
+
+/// The answer for a value: one of the key's names, or a sentence.
+pub fn value(path: &str, typed: &str) -> Option<&'static str> {
+    let typed = typed.trim().to_lowercase();
+    let mut rows = values::VALUES.iter();
+    let row = rows.find(|(key, names, _)| *key == path && names.split('|').any(|n| n == typed));
+    row.map(|(_, _, answer)| *answer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    /// Paths in backticks that begin with one of ft's tables.
+    fn paths(text: &str) -> Vec<String> {
+        let quoted = text.split('`').skip(1).step_by(2);
+        let paths = quoted.map(|q| q.split([' ', '=', '[']).next().unwrap_or_default().to_string());
+        let is_path = |p: &String| {
+            p.split_once('.').is_some_and(|(root, rest)| {
+                !rest.is_empty()
+                    && !["toml", "json", "jsonl"].contains(&rest)
+                    && table::TABLES.iter().any(|(t, _)| t.split('.').next() == Some(root))
+            })
+        };
+        paths.filter(is_path).collect()
+    }
+
+    #[test]
+    fn every_answer_names_keys_that_exist() {
+        let answers = keys::KEYS.iter().map(|(_, a)| *a);
+        let answers = answers.chain(keys::TABLES.iter().map(|(_, a)| *a));
+        for answer in answers.chain(values::VALUES.iter().map(|(_, _, a)| *a)) {
+            let looks_like_a_path = !answer.contains(' ') && answer.contains('.');
+            assert!(!looks_like_a_path || table::find(answer).is_some(), "{answer}");
+            for path in paths(answer) {
+                assert!(table::find(&path).is_some(), "`{path}` in: {answer}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_value_is_accepted_or_explained() {
+        for (path, names, answer) in values::VALUES {
+            let key = table::find(path).unwrap();
+            if let table::Kind::Name(accepted) = key.kind {
+                for name in names.split('|') {
+                    assert!(!accepted.contains(&name), "`{name}` is a value of `{path}`");
+                }
+                assert!(accepted.contains(answer) || answer.contains(' '), "{path}: {answer}");
+            }
+        }
+    }
+
+    #[test]
+    fn no_name_has_two_answers() {
+        let mut seen = BTreeSet::new();
+        for name in keys::KEYS.iter().flat_map(|(names, _)| names.split(' ')) {
+            assert!(seen.insert(name), "{name}");
+            let own = table::find(name).is_some();
+            assert!(!own && !name.is_empty(), "`{name}` is a key of ft");
+        }
+    }
+
+    /// Words that other tools use only inside tables of their own, which have answers as tables.
+    const NESTED: &str = "adaptive_max_tokens capabilities compute_capability enabled end env_capabilities \
+                          feature_layers gt_length_multiplier host include_end include_start length port save \
+                          save_sliding_window skip start stride torch_version";
+
+    /// Every option of other tools: `tests/peers/make_names.py` lists them with the versions.
+    #[test]
+    fn the_options_of_other_tools_have_answers() {
+        let known: BTreeSet<&str> = table::keys().map(|k| k.name).collect();
+        let mut missing = Vec::new();
+        for line in include_str!("../../tests/peers/names.txt").lines() {
+            let (tool, names) = line.split_once(": ").unwrap();
+            for name in names.split(' ') {
+                let answered = qualified("", name).or_else(|| anywhere(name)).or_else(|| family(name));
+                let own = known.contains(name) || table::TABLES.iter().any(|(t, _)| *t == name);
+                let nested = NESTED.split_whitespace().any(|n| n == name);
+                if answered.is_none() && !own && !nested && of_table(name).is_none() {
+                    missing.push(format!("{tool}: {name}"));
+                }
+            }
+        }
+        assert!(
+            missing.is_empty(),
+            "{} without an answer:\n{}",
+            missing.len(),
+            missing.join("\n")
+        );
+    }
+}

@@ -1,0 +1,48 @@
+//! `ft data --json`: the counts of a recipe's rows.
+
+use super::rows::Rows;
+use super::setup::Described;
+use crate::base::Result;
+use crate::data::{Dataset, Stats};
+use crate::recipe::Recipe;
+use serde_json::{Value, json};
+
+/// Reads all rows. Errors: what is wrong with the model directory or a row.
+pub fn counts(recipe: &Recipe) -> Result<Value> {
+    let model = Described::open(
+        &recipe.model.path,
+        &recipe.model.revision,
+        recipe.data.chat_template.as_deref(),
+    )?;
+    let Rows { train, eval, questions } = Rows::read(recipe, &model)?;
+    if let Some(questions) = questions {
+        return Ok(json!({
+            "train": {"rows": questions.train.len()},
+            "eval": {"rows": questions.eval.len()},
+            "max_length": recipe.data.max_length,
+        }));
+    }
+    Ok(json!({
+        "train": of(&train),
+        "eval": eval.as_ref().map(of),
+        "max_length": recipe.data.max_length,
+    }))
+}
+
+fn of(rows: &Dataset) -> Value {
+    let Stats {
+        tokens,
+        trained_tokens,
+        truncated_rows,
+        truncated_tokens,
+        dropped_rows,
+        longest,
+        shortest,
+        ..
+    } = rows.stats;
+    json!({
+        "rows": rows.examples.len(), "tokens": tokens, "trained_tokens": trained_tokens,
+        "truncated_rows": truncated_rows, "truncated_tokens": truncated_tokens, "dropped_rows": dropped_rows,
+        "longest": longest, "shortest": shortest,
+    })
+}

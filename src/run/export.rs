@@ -1,0 +1,252 @@
+//! `ft export`: a model directory, or an adapter directory, of a checkpoint: what `final/` would have been at that step.
+//! Needs the base model and the checkpoint; the training rows are not read.
+
+use super::forecast::as_before;
+use super::setup::{self, Described};
+use super::stage::preference;
+use super::starts::{self, Setting};
+use super::{adapters, allocation, finish, merge, named, state, tuning};
+use crate::base::{Error, Result, files, memory};
+use crate::checkpoint::{self, Loaded};
+use crate::data::Dataset;
+use crate::engine::{Engine, Gradients};
+use crate::export;
+use crate::model::Objective;
+use crate::plan::Place;
+use crate::recipe::{self, Dtype, ModelInit, Recipe, Stage};
+use crate::rlhf::preference::Reward;
+use crate::sft::CausalLm;
+use crate::source::Policy;
+use candle_core::Device;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// What was written.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Report {
+    pub out: PathBuf,
+    pub adapter: bool,
+    /// Of a checkpoint.
+    pub step: Option<u64>,
+    /// What a reader should know.
+    pub notes: Vec<String>,
+}
+
+/// Writes `out` from a checkpoint, a run directory (its `final/`, else its newest checkpoint), a model directory, a hub
+/// id or an adapter directory. `dtype` is for whole models.
+///
+/// Errors: `out` holds something; nothing to export there; the base model is not the one of the run.
+pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<Report> {
+    merge::refuse_existing(out)?;
+    let found = named::locate(from)?;
+    let mut report = match &found {
+        named::Place::Checkpoint(dir) => checkpoint(dir, out)?,
+        named::Place::Adapter(dir) => copied(dir, out)?,
+        named::Place::Model(dir) => {
+            let written = merge::merge(dir, &[], out, dtype)?;
+            return Ok(Report {
+                out: written.out,
+                adapter: false,
+                step: None,
+                notes: Vec::new(),
+            });
+        }
+    };
+    match (dtype, report.adapter) {
+        (None, _) => return Ok(report),
+        (Some(_), true) => {
+            let note = "an adapter has the type in which it was trained: `--dtype` has no effect";
+            report.notes.push(note.into());
+        }
+        (Some(dtype), false) => {
+            let whole = Scratch::beside(out)?;
+            files::rename(out, &whole.0)?;
+            merge::merge(&whole.0, &[], out, Some(dtype))?;
+        }
+    }
+    Ok(report)
+}
+
+/// An adapter directory as it is, with the base that may lie in it.
+fn copied(dir: &Path, out: &Path) -> Result<Report> {
+    let mut folders = vec![(dir.to_path_buf(), out.to_path_buf())];
+    while let Some((from, to)) = folders.pop() {
+        files::create_dir_all(&to)?;
+        for path in files::list(&from)? {
+            let Some(name) = path.file_name() else { continue };
+            match path.is_dir() {
+                true => folders.push((path.clone(), to.join(name))),
+                false => files::copy_atomic(&path, &to.join(name))?,
+            }
+        }
+    }
+    Ok(Report {
+        out: out.to_path_buf(),
+        adapter: true,
+        step: None,
+        notes: Vec::new(),
+    })
+}
+
+/// A directory that is removed at the end.
+pub struct Scratch(pub PathBuf);
+
+impl Scratch {
+    /// A new name beside `path`, in a directory that exists.
+    pub fn beside(path: &Path) -> Result<Self> {
+        let scratch = files::temporary(path);
+        if scratch.exists() {
+            files::remove_dir_all(&scratch)?;
+        }
+        Ok(Self(scratch))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        if self.0.is_dir() {
+            // What is left is removed by the next run in this directory.
+            let _ = files::remove_dir_all(&self.0);
+        }
+    }
+}
+
+/// Writes what `final/` would have been after the step of the checkpoint in `dir`.
+pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
+    let loaded = checkpoint::load(dir)?;
+    let facts = state::facts(&loaded);
+    let written = recipe::again(&facts.recipe).map_err(|e| e.within(dir.display()))?;
+    let recipe = &as_before(&written.recipe, &Some(Some(dir.to_path_buf())))?;
+    let device = Device::Cpu;
+    let model = Described::open(
+        &recipe.model.path,
+        &recipe.model.revision,
+        recipe.data.chat_template.as_deref(),
+    )
+    .map_err(|e| e.after("the base model of the checkpoint is needed"))?;
+    if model.is_shape() {
+        return Err(Error::new("a built-in shape has random weights: there is nothing to export").at_path(dir));
+    }
+    let print = match recipe.model.init {
+        ModelInit::Pretrained => Some(export::fingerprint(&model.dir)?),
+        ModelInit::Random => None,
+    };
+    if let Some(print) = &print
+        && ![&print.exact, &print.sampled].contains(&&facts.base)
+    {
+        return Err(Error::new("the base model is not the one that was trained")
+            .at_path(&model.dir)
+            .hint(
+                "a checkpoint holds what was trained; all other weights come from the model that the run began with",
+            ));
+    }
+    let base = print.as_ref().map(export::Fingerprint::base).unwrap_or_default();
+    let mut prepared = adapters::of(recipe, &model.spec)?;
+    allocation::settle(recipe, &mut prepared, steps_of_run(&loaded, recipe))?;
+    let params = model.spec.params();
+    let storage = match starts::changes_base(recipe) {
+        true => Policy::new(&recipe.memory, recipe.model.dtype, &params, |_| false)?,
+        // Exact values are saved for codes too: they need not be made again.
+        false => Policy::dense(recipe.model.dtype),
+    };
+    let bytes = storage.bytes(&params);
+    checkpoint::check_space(out, bytes)?;
+    let scratch = Scratch::beside(&out.with_extension("weights"))?;
+    let fits = memory::available().is_none_or(|free| bytes < free / 10 * 8);
+    let place = match fits || starts::changes_base(recipe) {
+        true => Place::Device,
+        false => Place::Disk { head_rows: None },
+    };
+    if place != Place::Device {
+        files::create_dir_all(&scratch.0)?;
+    }
+    let mut network = model.load_to(place, &storage, recipe, &scratch.0, &device)?;
+    for adapter in prepared.adapters.values_mut() {
+        *adapter = Arc::new(adapter.on(&device)?);
+    }
+    network.adapters = prepared.adapters.clone();
+    adapters::place_rows(&prepared, &mut network)?;
+    network.ranks = allocation::of(recipe, &prepared);
+    let sizes = state::sizes(&loaded)?;
+    let ranks = starts::ranks_of(&network, |name| sizes.get(name).copied());
+    starts::resize(recipe, &mut network, &mut prepared, &ranks)?;
+    if starts::changes_base(recipe) {
+        let mut setting = Setting {
+            recipe,
+            model: &model,
+            objective: &CausalLm::new(model.spec.vocab),
+            train: &Dataset::default(),
+            base: &facts.base,
+            cache: &scratch.0,
+            note: &mut |_| {},
+        };
+        starts::fill(&mut setting, &mut network, &mut prepared)?;
+    }
+    if recipe.train.stage == Stage::Reward {
+        let pad = preference::pad_id(&model.tokenizer);
+        network.own = Reward::new(model.spec.hidden, 0.0, pad, 0.0, 0, &device)?.params();
+    }
+    let mut engine = Engine {
+        objective: Box::new(CausalLm::new(model.spec.vocab)),
+        optimizer: tuning::optimizer(recipe),
+        gradients: Gradients::Keep,
+        keep_layers: 0,
+        parked: None,
+        max_grad_norm: 0.0,
+        seed: recipe.train.seed,
+        network,
+    };
+    state::restore_weights(&loaded, &mut engine)?;
+    let mut notes = Vec::new();
+    finish::export(out, recipe, &model, &engine, &prepared, &base, &mut |line| {
+        notes.push(line.to_string())
+    })?;
+    Ok(Report {
+        out: out.to_path_buf(),
+        adapter: prepared.config.is_some(),
+        step: Some(loaded.step),
+        notes,
+    })
+}
+
+/// Steps that the run was to have: the schedule of AdaLoRA's ranks is written with the adapter.
+fn steps_of_run(loaded: &Loaded, recipe: &Recipe) -> u64 {
+    if let Ok(steps) = u64::try_from(recipe.train.max_steps) {
+        return steps;
+    }
+    let events = loaded.path.parent().map(|run| run.join("events.jsonl"));
+    let text = events.and_then(|file| files::read_text(&file).ok()).unwrap_or_default();
+    let starts = text
+        .lines()
+        .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+    let mut steps = starts.filter_map(|event| event["steps"].as_u64());
+    steps.next_back().unwrap_or(loaded.step)
+}
+
+/// What a run directory has to give: `final/`, else the newest checkpoint.
+pub fn newest(run_dir: &Path) -> Result<Option<PathBuf>> {
+    let last = run_dir.join("final");
+    if last.is_dir() {
+        return Ok(Some(last));
+    }
+    Ok(checkpoint::list(run_dir)?.pop().map(|(_, path)| path))
+}
+
+/// Files of a run directory that no other directory has.
+pub fn is_run(dir: &Path) -> bool {
+    ["resolved.toml", "events.jsonl", "plan.json"]
+        .iter()
+        .any(|f| dir.join(f).is_file())
+        || dir.join("final").is_dir()
+        || checkpoint::list(dir).is_ok_and(|all| !all.is_empty())
+}
+
+/// A checkpoint as `save` writes it.
+pub fn is_checkpoint(dir: &Path) -> bool {
+    dir.join("manifest.json").is_file() && dir.join(checkpoint::STATE).is_file()
+}
+
+/// The device of `--device`, for programs that only look at a model.
+pub fn device(name: Option<&str>) -> Result<Device> {
+    setup::device(name.unwrap_or("auto"))
+}

@@ -1,0 +1,239 @@
+//! `ft export`: a checkpoint becomes what `final/` would have been; and runs and checkpoints as models.
+
+use crate::bench::{Bench, files, number, said};
+use crate::resume::METHODS;
+use serde_json::Value;
+use std::path::Path;
+
+/// The files of a directory; an adapter over a base of its own names its directory.
+fn plain(dir: &Path, run: &str) -> Vec<(String, String)> {
+    let hash = |bytes: &[u8]| blake3::hash(bytes).to_string();
+    files(dir)
+        .into_iter()
+        .map(
+            |(name, bytes)| match name.ends_with("adapter_config.json") || name.ends_with("README.md") {
+                true => (name, String::from_utf8_lossy(&bytes).replace(run, "DIR")),
+                false => (name, hash(&bytes)),
+            },
+        )
+        .collect()
+}
+
+#[test]
+fn a_checkpoint_becomes_what_final_is() {
+    let bench = Bench::new();
+    for (name, overrides) in METHODS {
+        let steps = if name == "adalora" { "12" } else { "6" };
+        let run = format!("runs/{}", name.replace(' ', "-"));
+        let (out, steps_key) = (format!("train.output_dir={run}"), format!("train.max_steps={steps}"));
+        bench.train(&[overrides, &[&out, &steps_key, "train.save_steps=3"]].concat());
+        let (from, to) = (format!("{run}/checkpoint-{steps}"), format!("{run}-out"));
+        // The rows are not read.
+        let rows = std::fs::read(bench.path("rows.jsonl")).unwrap();
+        std::fs::remove_file(bench.path("rows.jsonl")).unwrap();
+        let exported = bench.ft(&["export", &from, "--out", &to]);
+        std::fs::write(bench.path("rows.jsonl"), rows).unwrap();
+        assert!(exported.status.success(), "{name}: {}", said(&exported));
+        assert!(
+            said(&exported).contains(&format!("the state after step {steps}")),
+            "{name}"
+        );
+        let want = plain(&bench.path(&run).join("final"), &format!("{run}/final"));
+        assert_eq!(plain(&bench.path(&to), &to), want, "{name}");
+    }
+}
+
+#[test]
+fn an_earlier_checkpoint_is_the_model_of_its_step() {
+    let bench = Bench::new();
+    let method = ["tune.method=block", "tune.block.switch_every=2", "model.dtype=bf16"];
+    let constant = ["schedule.name=constant", "schedule.warmup_steps=0"];
+    let run = |out: &str, steps: &str| {
+        let own = [format!("train.output_dir={out}"), format!("train.max_steps={steps}")];
+        let own: Vec<&str> = own.iter().map(String::as_str).collect();
+        bench.train(&[&method[..], &constant, &own, &["train.save_steps=3"]].concat());
+    };
+    run("long", "6");
+    run("short", "3");
+    let exported = bench.ft(&["export", "long/checkpoint-3", "--out", "at-3", "--json"]);
+    assert!(exported.status.success(), "{}", said(&exported));
+    let object: Value = serde_json::from_slice(&exported.stdout).unwrap();
+    assert!(object["step"] == 3 && object["kind"] == "model", "{object}");
+    assert_eq!(files(&bench.path("at-3")), files(&bench.path("short/final")));
+    // What is there is not overwritten; a model can be written in another type.
+    let again = bench.ft(&["export", "long/checkpoint-3", "--out", "at-3"]);
+    assert!(again.status.code() == Some(2) && said(&again).contains("not empty"));
+    let wide = bench.ft(&[
+        "export", "--model", "long", "--to", "hf", "--dtype", "f32", "--out", "wide",
+    ]);
+    assert!(wide.status.success(), "{}", said(&wide));
+    let size = |p: &str| {
+        std::fs::metadata(bench.path(p).join("model.safetensors"))
+            .unwrap()
+            .len()
+    };
+    assert!(size("wide") > size("long/final") * 19 / 10);
+    // Without the base there is nothing to build on.
+    std::fs::rename(bench.path("model"), bench.path("moved")).unwrap();
+    let lost = bench.ft(&["export", "long/checkpoint-3", "--out", "lost"]);
+    assert!(
+        said(&lost).contains("the base model of the checkpoint is needed"),
+        "{}",
+        said(&lost)
+    );
+    assert!(!bench.path("lost").exists());
+}
+
+#[test]
+fn runs_and_checkpoints_are_models() {
+    let bench = Bench::new();
+    let lora = [
+        "tune.method=lora",
+        "tune.lora.r=4",
+        "train.max_steps=4",
+        "train.save_steps=2",
+    ];
+    bench.train(&[&lora[..], &["train.output_dir=runs/lora"]].concat());
+    let eval = |args: &[&str]| -> Value {
+        let out = bench.ft(&[&["eval", "--data", "rows.jsonl", "--json"], args].concat());
+        assert!(out.status.success(), "{args:?}: {}", said(&out));
+        serde_json::from_slice(&out.stdout).unwrap()
+    };
+    let want = eval(&["--model", "model", "--adapter", "runs/lora/final"]);
+    for model in ["runs/lora", "runs/lora/final", "runs/lora/checkpoint-4"] {
+        assert_eq!(eval(&["--model", model]), want, "{model}");
+    }
+    assert_eq!(eval(&["--model", "model", "--adapter", "runs/lora"]), want);
+    let earlier = eval(&["--model", "runs/lora/checkpoint-2"]);
+    assert!(number(&earlier, "loss") > number(&want, "loss"), "{earlier} {want}");
+    // Nothing is left behind.
+    let names: Vec<String> = files(&bench.path("runs")).into_iter().map(|(name, _)| name).collect();
+    assert!(names.iter().all(|name| !name.contains("tmp")), "{names:?}");
+    // A recipe names its run and its rows.
+    bench.recipe("[tune]\nmethod = \"lora\"\n[train]\noutput_dir = \"runs/lora\"\n");
+    let of_recipe = bench.ft(&["eval", "--recipe", "r.toml", "--json"]);
+    assert!(
+        said(&of_recipe).contains("no rows to evaluate on"),
+        "{}",
+        said(&of_recipe)
+    );
+    let held = bench.ft(&["eval", "r.toml", "data.eval=rows.jsonl", "--json"]);
+    let held: Value = serde_json::from_slice(&held.stdout).unwrap();
+    assert_eq!(held["loss"], want["loss"]);
+    // Answers: the adapter finds its base, and merging does too.
+    let said_by = |model: &[&str]| {
+        let args = [
+            "generate",
+            "--prompt",
+            "the mill",
+            "--temperature",
+            "0",
+            "--max-new-tokens",
+            "8",
+        ];
+        let out = bench.ft(&[&args[..], model].concat());
+        assert!(out.status.success(), "{}", said(&out));
+        out.stdout
+    };
+    let with_base = said_by(&["--model", "model", "--adapter", "runs/lora/final"]);
+    assert_eq!(said_by(&["--model", "runs/lora"]), with_base);
+    assert_eq!(said_by(&["--model", "runs/lora/checkpoint-4"]), with_base);
+    let merged = bench.ft(&["merge", "--adapter", "runs/lora", "--out", "merged"]);
+    assert!(
+        merged.status.success() && said(&merged).contains("next:"),
+        "{}",
+        said(&merged)
+    );
+    assert_eq!(eval(&["--model", "merged"])["rows"], want["rows"]);
+    // What is missing is said, with what to do.
+    for (args, wanted) in [
+        (&["--model", "runs/lroa"][..], "did you mean `runs/lora`?"),
+        (&["--model", "runs"], "no model in this directory"),
+        (
+            &["--model", "model", "--adapter", "model"],
+            "a whole model, not an adapter",
+        ),
+    ] {
+        let out = bench.ft(&[&["eval", "--data", "rows.jsonl"], args].concat());
+        assert!(said(&out).contains(wanted), "{args:?}: {}", said(&out));
+    }
+}
+
+#[test]
+fn eval_measures_every_kind_of_rows() {
+    let bench = Bench::new();
+    let eval = |args: &[&str]| -> Value {
+        let out = bench.ft(&[&["eval", "--json"], args].concat());
+        assert!(out.status.success(), "{args:?}: {}", said(&out));
+        serde_json::from_slice(&out.stdout).unwrap()
+    };
+    // Pairs: without a reference log-probabilities are compared.
+    let pairs = eval(&["--model", "model", "--data", "pairs.jsonl"]);
+    assert_eq!(pairs["kind"], "pairs");
+    assert!(
+        pairs["margin"].is_f64() && pairs.get("reward_margin").is_none(),
+        "{pairs}"
+    );
+    // With one, DPO's implicit reward: that of a run at its end, as the run itself measures it.
+    let dpo = [
+        "train.stage=dpo",
+        "data.train=pairs.jsonl",
+        "data.eval=pairs.jsonl",
+        "tune.method=lora",
+        "train.max_steps=4",
+        "train.output_dir=dpo",
+    ];
+    bench.train(&dpo);
+    let measured = eval(&["--model", "dpo", "--data", "pairs.jsonl", "--max-length", "512"]);
+    let lines = bench.lines("dpo/metrics.jsonl");
+    let last = lines.iter().rev().find(|l| l.get("eval_loss").is_some()).unwrap();
+    assert_eq!(
+        measured["reward_accuracy"], last["eval_rewards/accuracies"],
+        "{measured} {last}"
+    );
+    let (ours, theirs) = (number(&measured, "reward_margin"), number(last, "eval_rewards/margins"));
+    assert!((ours - theirs).abs() < 1e-5, "{ours} {theirs}");
+    let against_base = eval(&["--model", "dpo", "--data", "pairs.jsonl", "--reference", "model"]);
+    assert!((number(&against_base, "reward_margin") - ours).abs() < 1e-6);
+    // Judged answers and prompts.
+    let row = |row: &str, name: &str| std::fs::write(bench.path(name), row).unwrap();
+    row(
+        "{\"prompt\": \"a\", \"completion\": \" mill\", \"label\": true}\n\
+         {\"prompt\": \"a\", \"completion\": \" river\", \"label\": false}\n",
+        "judged.jsonl",
+    );
+    let judged = eval(&["--model", "model", "--data", "judged.jsonl"]);
+    assert!(
+        number(&judged, "desirable_logp") < 0.0 && number(&judged, "undesirable_logp") < 0.0,
+        "{judged}"
+    );
+    let greedy = bench.ft(&[
+        "generate",
+        "--model",
+        "model",
+        "--prompt",
+        "the mill",
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "3",
+    ]);
+    let answer = String::from_utf8(greedy.stdout).unwrap();
+    let rows = [("the mill", answer.trim()), ("the river", "certainly not this")];
+    let rows: Vec<String> = rows
+        .iter()
+        .map(|(p, a)| serde_json::json!({"prompt": p, "answer": a}).to_string())
+        .collect();
+    row(&rows.join("\n"), "prompts.jsonl");
+    let prompts = eval(&["--model", "model", "--data", "prompts.jsonl", "--max-new-tokens", "3"]);
+    assert_eq!(
+        (prompts["kind"].as_str(), prompts["accuracy"].as_f64()),
+        (Some("prompts"), Some(0.5))
+    );
+    // Formats and lengths by flags, as in a recipe.
+    let short = eval(&["--model", "model", "--data", "rows.jsonl", "--max-length", "64"]);
+    let pair = eval(&["--model", "model", "--data", "rows.jsonl", "data.max_length=64"]);
+    assert_eq!(short, pair);
+    let wrong = bench.ft(&["eval", "--model", "model", "--data", "rows.jsonl", "--format", "chatml"]);
+    assert!(said(&wrong).contains("did you mean `messages`?"), "{}", said(&wrong));
+}

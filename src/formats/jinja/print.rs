@@ -184,7 +184,7 @@ fn address(value: &Value) -> Fail {
 
 /// A string between the quotes that Python chooses.
 pub(super) fn quote(out: &mut String, text: &str) -> Done<()> {
-    charge(text.len())?;
+    charge(text.len().saturating_mul(6))?;
     let mark = if text.contains('\'') && !text.contains('"') {
         '"'
     } else {

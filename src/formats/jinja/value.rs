@@ -258,7 +258,7 @@ pub(super) fn hash_of(value: &Value) -> Done<u64> {
         }
         Value::Tuple(seq) | Value::Group(seq) => {
             for item in &seq.items {
-                charge(8)?;
+                charge(40)?;
                 hash_of(item)?.hash(&mut hasher);
             }
         }

@@ -152,7 +152,15 @@ fn texts(opened: &Opened, recipe: &Recipe, request: &Request) -> Result<Report> 
     let totals = totals(network, &objective, batches, count, files(recipe, request))?;
     let local = rows::local(files(recipe, request))?;
     let spec = Spec::new(&local, &recipe.data, stage, described.spec.vocab);
-    let questions = rows.questions(&spec, &described.tokenizer, described.template(), usize::MAX)?;
+    let mut questions = rows.questions(&spec, &described.tokenizer, described.template(), usize::MAX)?;
+    let (all, most) = (questions.len(), described.spec.max_positions);
+    questions.retain(|q| q.prompt.len() < most);
+    if questions.len() < all {
+        terminal::warn(&format!(
+            "{} of {all} prompts are longer than the model's positions ({most}): they are not answered, and do not count in the accuracy",
+            all - questions.len()
+        ));
+    }
     let mut report = Report::of_loss("rows", rows.examples.len(), totals);
     if !questions.is_empty() {
         let right = super::samples::exact_matches(described, network, &questions)?;

@@ -57,7 +57,7 @@ fn a_model_larger_than_the_cap_trains_from_the_disk_to_the_same_bits() {
         ("layer", "tune.block.partition=layer"),
         ("module", "tune.block.partition=module"),
     ] {
-        let cap = 190 * MIB;
+        let cap = 140 * MIB;
         let arguments = with(&["memory.tier=disk", "memory.head_chunk=4096", partition]);
         let out = format!("train.output_dir={run}");
         let ran = capped(&bench, cap, &[&arguments[..], &[&out]].concat());
@@ -68,7 +68,7 @@ fn a_model_larger_than_the_cap_trains_from_the_disk_to_the_same_bits() {
     // The cap bites: the same run from memory does not fit.
     let ran = capped(
         &bench,
-        190 * MIB,
+        140 * MIB,
         &with(&["memory.tier=device", "train.output_dir=refused"]),
     );
     assert!(!ran.status.success());

@@ -132,6 +132,8 @@ fn a_signal_stops_an_answer() {
     config["num_hidden_layers"] = 40.into();
     config["max_position_embeddings"] = 32_768.into();
     std::fs::write(bench.path("model/config.json"), config.to_string()).unwrap();
+    // The sizes are not those of the weights.
+    std::fs::remove_file(bench.path("model/model.safetensors")).unwrap();
     bench.train(&[
         "model.init=random",
         "tune.method=full",

@@ -248,7 +248,7 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
             "distill.hidden_weight=1",
         ]),
     );
-    assert!(e.contains("2 faults"), "{e}");
+    assert!(e.contains("2 errors"), "{e}");
     let e = refused(
         &bench,
         &with(&["distill.hidden_weight=1", "distill.layer_map=[[1, 9]]"]),

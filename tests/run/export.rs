@@ -26,7 +26,13 @@ fn a_checkpoint_becomes_what_final_is() {
         let steps = if name == "adalora" { "12" } else { "6" };
         let run = format!("runs/{}", name.replace(' ', "-"));
         let (out, steps_key) = (format!("train.output_dir={run}"), format!("train.max_steps={steps}"));
-        bench.train(&[overrides, &[&out, &steps_key, "train.save_steps=3"]].concat());
+        bench.train(
+            &[
+                overrides,
+                &[&out, &steps_key, "train.save_steps=3", "train.batch_size=2"],
+            ]
+            .concat(),
+        );
         let (from, to) = (format!("{run}/checkpoint-{steps}"), format!("{run}-out"));
         // The rows are not read.
         let rows = std::fs::read(bench.path("rows.jsonl")).unwrap();
@@ -225,7 +231,16 @@ fn eval_measures_every_kind_of_rows() {
         .map(|(p, a)| serde_json::json!({"prompt": p, "answer": a}).to_string())
         .collect();
     row(&rows.join("\n"), "prompts.jsonl");
-    let prompts = eval(&["--model", "model", "--data", "prompts.jsonl", "--max-new-tokens", "3"]);
+    let plain = "data.render=plain";
+    let prompts = eval(&[
+        "--model",
+        "model",
+        "--data",
+        "prompts.jsonl",
+        "--max-new-tokens",
+        "3",
+        plain,
+    ]);
     assert_eq!(
         (prompts["kind"].as_str(), prompts["accuracy"].as_f64()),
         (Some("prompts"), Some(0.5))

@@ -86,6 +86,9 @@ fn every_shipped_recipe_is_planned() {
         ("distill-qwen3", &[start, "distill.teacher=assets/tiny"]),
         ("grpo-tiny", &[start]),
         ("ppo-tiny", &[start, reward]),
+        ("block-qwen3-4b-16gb", &["model.path=shape:qwen3-4b"]),
+        ("qlora-qwen3-4b-8gb", &["model.path=shape:qwen3-4b"]),
+        ("qlora-qwen3-8b-16gb", &["model.path=shape:qwen3-8b"]),
     ] {
         let recipe = format!("recipes/{name}.toml");
         let out = bench
@@ -369,7 +372,7 @@ fn a_plan_says_whether_it_fits_and_what_the_disk_has_to_hold() {
         "train.save_steps=1",
         "train.save_total_limit=1000000000",
     ]);
-    let text = said(&out);
+    let text = format!("{}{}", String::from_utf8_lossy(&out.stdout), said(&out));
     assert!(out.status.success() && text.contains("disk: does not fit: "), "{text}");
     let refused = bench.ft(&[
         "train",

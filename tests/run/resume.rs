@@ -330,19 +330,19 @@ fn a_run_stopped_within_steps_resumes_to_the_same_bits() {
         "train.batch_size=32",
         "train.max_grad_norm=0",
     ];
+    let adalora: &[&str] = &[
+        "tune.method=lora",
+        "tune.lora.r=4",
+        "tune.lora.peft_type=adalora",
+        "tune.lora.adalora.target_r=1",
+        "tune.lora.adalora.deltaT=2",
+        "tune.lora.adalora.tfinal=2",
+    ];
     let named = |name: &str| METHODS.iter().find(|m| m.0 == name).unwrap().1;
     let mut given_up = 0;
-    for (n, settings) in [
-        block,
-        coded,
-        named("lora"),
-        named("dpo"),
-        named("adalora"),
-        grpo,
-        at_once,
-    ]
-    .into_iter()
-    .enumerate()
+    for (n, settings) in [block, coded, named("lora"), named("dpo"), adalora, grpo, at_once]
+        .into_iter()
+        .enumerate()
     {
         let bench = Bench::new();
         let base = ["train.max_steps=6", "train.save_steps=0", "train.batch_size=2"];

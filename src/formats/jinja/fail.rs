@@ -73,7 +73,7 @@ pub(super) const TOO_LONG: &str = "the template does too much work";
 /// Longest text that a template can make, bytes.
 pub(in crate::formats) const LONGEST: usize = 64 << 20;
 /// Work of any template, and more for each byte that it is given. One unit is about a nanosecond.
-const WORK: u64 = 1_000_000_000;
+const WORK: u64 = 100_000_000;
 const WORK_PER_BYTE: u64 = 1_000;
 /// Work of the largest input.
 const MOST_WORK: u64 = 20_000_000_000;

@@ -188,6 +188,7 @@ fn runs_are_those_of_trl() {
                 ("data.train", path(&rows).into()),
                 ("data.max_length", golden["max_length"].clone()),
                 ("data.shuffle", false.into()),
+                ("data.render", "plain".into()),
                 ("model.path", path(policy.path()).into()),
                 ("model.dtype", "f32".into()),
                 ("model.device", "cpu".into()),

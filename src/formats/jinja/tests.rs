@@ -146,6 +146,7 @@ fn check_docs(versions: &Json, refused: &BTreeMap<String, (usize, usize, Vec<Str
 }
 
 #[test]
+#[ignore = "141 templates that use up every bound: many minutes"]
 fn no_template_hangs_or_takes_all_memory_or_stack() {
     let mut slow = Vec::new();
     for (name, source) in hostile::templates() {

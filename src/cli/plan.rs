@@ -34,8 +34,10 @@ pub fn run(mut args: Args) -> Result<i32> {
         out(planned.json())?
     } else {
         out_text(planned.plan.table_within(report::result_width()))?;
-        out(&planned.verdict.text)?;
-        out(planned.disk.text())?
+        for text in [planned.verdict.text, planned.disk.text()] {
+            let width = report::result_width().unwrap_or(usize::MAX / 2);
+            report::wrapped(&text, width, 2, false).iter().try_for_each(out)?;
+        }
     }
     Ok(0)
 }

@@ -38,7 +38,7 @@ pub struct Stop {
     pub finishes: Option<Option<Duration>>,
 }
 
-/// What the person at the terminal is told.
+/// A message for the terminal.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Notice {
     Stopping(Stop),

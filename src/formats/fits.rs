@@ -5,8 +5,8 @@ use super::{Config, Weights};
 use crate::base::{Error, Result};
 use std::path::Path;
 
-/// Compares with the weights in `dir`. A directory without weights, or with weights that cannot be opened, is left to
-/// whoever needs them.
+/// Compares with the weights in `dir`. A directory without weights, or with weights that cannot be opened, passes:
+/// the code that reads the weights reports it.
 ///
 /// Errors: a size that is not that of the weights.
 pub(super) fn check(config: &Config, dir: &Path) -> Result<()> {
@@ -17,7 +17,7 @@ pub(super) fn check(config: &Config, dir: &Path) -> Result<()> {
 }
 
 fn compare(config: &Config, weights: &Weights) -> Result<()> {
-    // Sizes that are no sizes are for whoever reads them to refuse.
+    // A value that is not a size is refused by the code that reads it.
     let number = |key: &str| config.opt_usize(key).ok().flatten();
     let wrong = |key: &str, found: usize, expected: String| {
         Error::new(format!("`{key}` does not fit the weights"))

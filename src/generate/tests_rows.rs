@@ -42,7 +42,7 @@ fn adapted(mut network: Network, rank: usize) -> Network {
     network
 }
 
-/// Networks held in `dtype`: dense, with riding deltas and with one that is too large to ride, and of codes.
+/// Networks in `dtype`: dense, with fused LoRA, with a LoRA rank too large to fuse, and quantized.
 fn networks(dtype: Dtype) -> Vec<(&'static str, Network)> {
     let nf4 = Format::Nf4 { double: false };
     let int8 = Format::Int8 { group: 0 };

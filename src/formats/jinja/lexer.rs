@@ -154,7 +154,7 @@ impl<'a> Lexer<'a> {
         text
     }
 
-    /// The end of a block or comment is at hand: takes it and the white space that belongs to it.
+    /// Consumes the end of a block or comment and the white space that belongs to it.
     fn end(&mut self, tag: &str) -> bool {
         let rest = self.rest();
         if let Some(tail) = rest.strip_prefix('-').and_then(|r| r.strip_prefix(tag)) {

@@ -13,7 +13,11 @@ const PANEL: usize = 512;
 /// Codes that are decoded at a time, for all columns together.
 const DECODED: usize = 1 << 19;
 
-/// `dst [m, n] = a [m, k] · b [k, n] (+ dst)` on one thread; strides are (row, column).
+/// The crate sums results of up to this many elements in another order if both operands lie along k.
+const SMALL: usize = 16 * 16;
+
+/// `dst [m, n] = a [m, k] · b [k, n] (+ dst)` on one thread; strides are (row, column). Up to 512 steps of k are summed in
+/// one order, whatever m and n are (but for m or n of 1).
 /// # Safety
 /// All addresses with their strides must lie inside live slices; `dst` must not be shared.
 #[allow(clippy::too_many_arguments)]
@@ -27,6 +31,31 @@ pub(super) unsafe fn gemm(
     b: *const f32,
     (b_rs, b_cs): (usize, usize),
 ) {
+    if a_cs == 1 && b_rs == 1 && m * n <= SMALL {
+        // A copy of A across k, so that the order is that of larger results.
+        let step = m.max(2);
+        return with_scratch(step * k, |turned| {
+            for row in 0..m {
+                for at in 0..k {
+                    // SAFETY: an element of A, inside its slice as the caller promised.
+                    turned[at * step + row] = unsafe { *a.add(row * a_rs + at) };
+                }
+            }
+            // SAFETY: promised by the caller; A is the copy.
+            unsafe {
+                gemm(
+                    (m, n, k),
+                    dst,
+                    (dst_rs, dst_cs),
+                    accumulate,
+                    turned.as_ptr(),
+                    (1, step),
+                    b,
+                    (b_rs, b_cs),
+                )
+            }
+        });
+    }
     let keep = if accumulate { 1.0 } else { 0.0 };
     // SAFETY: promised by the caller.
     unsafe {

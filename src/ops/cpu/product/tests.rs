@@ -153,6 +153,33 @@ fn bit_equal_for_any_number_of_threads() {
     }
 }
 
+/// Rows that share a product change nothing of each other: what generation with `same_bits` stands on.
+#[test]
+fn a_row_has_the_same_bits_among_any_number_of_rows() {
+    for (n, k) in [(16, 24), (24, 40), (90, 700)] {
+        let (a, b) = (Operand::new(100, k, 1), Operand::new(n, k, 2));
+        for path in paths() {
+            for rounding in [Rounding::Exact, Rounding::Bf16] {
+                let run = |m: usize, bf16: bool| {
+                    let mut c = vec![0f32; m * n];
+                    let (a, b) = (a.matrix(false, true), b.matrix(bf16, true));
+                    product_on(path, (m, n, k), &mut c, Start::Zero, a, b, rounding);
+                    c.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+                };
+                for bf16 in [false, true] {
+                    let all = run(100, bf16);
+                    for m in [9, 10, 15, 28, 40] {
+                        assert!(
+                            all[..m * n] == run(m, bf16),
+                            "{path:?} {rounding:?} bf16 {bf16}: {m} rows of {n}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn blocks_cover_c_exactly() {
     for (m, n) in [(1, 1), (512, 896), (2048, 4864), (16, 16), (5000, 33)] {

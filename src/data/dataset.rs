@@ -3,7 +3,7 @@
 use super::batch::Example;
 use super::codec::{ChatRender, TextCodec};
 use super::encode::{Encoded, Encoder, Question};
-use super::faults::BadRows;
+use super::faults::{BadRows, Tried};
 use super::layout::{Layout, Purpose, Rules};
 use super::preference::Preference;
 use super::prepare;
@@ -16,7 +16,6 @@ use crate::base::{Error, Result, progress, signal};
 use crate::recipe::{Data, Render, RowFormat, Stage, TrainOn};
 use rayon::prelude::*;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Takes a row with its layout and place; a bad one is counted.
 pub(super) type EachRow<'a> = dyn FnMut(Row, &Arc<Layout>, Origin, &mut BadRows) -> Result<()> + 'a;
@@ -424,12 +423,11 @@ impl Loader<'_> {
 
     fn flush(&mut self, bad: &mut BadRows) -> Result<()> {
         let encoder = &self.encoder;
-        let good = AtomicBool::new(false);
-        let bad_rows = &*bad;
+        let tried = Tried::new(bad);
         let encoded: Vec<Option<Result<Encoded>>> = self
             .chunk
             .par_chunks(prepare::ROWS)
-            .flat_map_iter(|group| encode_group(encoder, group, &good, bad_rows))
+            .flat_map_iter(|group| encode_group(encoder, group, &tried))
             .collect();
         for (row, (_, _, origin)) in encoded.into_iter().zip(self.chunk.drain(..)) {
             let Some(row) = kept(row, bad)? else { continue };
@@ -450,13 +448,10 @@ pub(super) fn side_by_side<R: Sync, T: Send>(
     bad: &BadRows,
     encode: impl Fn(&R) -> Result<T> + Sync,
 ) -> Vec<Option<Result<T>>> {
-    let good = AtomicBool::new(false);
+    let tried = Tried::new(bad);
     let one = |row: &R| {
-        if !good.load(Ordering::Relaxed) && bad.hopeless() {
-            return None;
-        }
-        let encoded = encode(row);
-        good.fetch_or(encoded.is_ok(), Ordering::Relaxed);
+        let encoded = tried.go_on().then(|| encode(row))?;
+        tried.note(&encoded);
         Some(encoded)
     };
     rows.par_iter().map(one).collect()
@@ -478,11 +473,9 @@ pub(super) fn kept<T>(row: Option<Result<T>>, bad: &mut BadRows) -> Result<Optio
 fn encode_group(
     encoder: &Encoder,
     group: &[(Row, Arc<Layout>, Origin)],
-    good: &AtomicBool,
-    bad: &BadRows,
+    tried: &Tried,
 ) -> Vec<Option<Result<Encoded>>> {
-    let is_hopeless = || !good.load(Ordering::Relaxed) && bad.hopeless();
-    if is_hopeless() {
+    if !tried.go_on() {
         return group.iter().map(|_| None).collect();
     }
     let samples: Vec<Result<Sample>> = group
@@ -491,7 +484,7 @@ fn encode_group(
         .collect();
     let prepared = encoder.template.map(|t| prepare::prepare(encoder, t, &samples));
     let one = |(i, (row, layout, _)): (usize, &(Row, Arc<Layout>, Origin))| {
-        if is_hopeless() {
+        if !tried.go_on() {
             return None;
         }
         let encoder = Encoder {
@@ -503,7 +496,7 @@ fn encode_group(
             // An error cannot be copied: it is made once more.
             Err(_) => rows::understand(row, layout).and_then(|sample| encoder.encode(&sample)),
         };
-        good.fetch_or(encoded.is_ok(), Ordering::Relaxed);
+        tried.note(&encoded);
         Some(encoded)
     };
     group.iter().enumerate().map(one).collect()

@@ -1,6 +1,7 @@
 //! Bad rows: all of them are counted and the first ones shown, so that a file is repaired once.
 
 use crate::base::{Error, ErrorKind, Result};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Bad rows that are shown.
@@ -82,9 +83,51 @@ impl BadRows {
     }
 }
 
+/// Whether the rows of a chunk, encoded side by side, are still worth the time.
+pub(super) struct Tried<'a> {
+    before: &'a BadRows,
+    good: AtomicBool,
+    failed: AtomicBool,
+}
+
+impl<'a> Tried<'a> {
+    pub fn new(before: &'a BadRows) -> Self {
+        let failed = AtomicBool::new(before.bad > 0);
+        Self {
+            before,
+            good: AtomicBool::new(false),
+            failed,
+        }
+    }
+
+    /// False once rows failed, none was good and `BadRows` gives up. Before the first fault there is nothing to report.
+    pub fn go_on(&self) -> bool {
+        self.good.load(Ordering::Relaxed) || !self.failed.load(Ordering::Relaxed) || !self.before.hopeless()
+    }
+
+    pub fn note<T>(&self, row: &Result<T>) {
+        match row {
+            Ok(_) => self.good.store(true, Ordering::Relaxed),
+            Err(_) => self.failed.store(true, Ordering::Relaxed),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_row_is_always_tried() {
+        let mut rows = BadRows::new();
+        rows.since -= 2 * HOPELESS_TIME;
+        let tried = Tried::new(&rows);
+        assert!(tried.go_on());
+        tried.note::<()>(&Err(bad(1)));
+        assert!(!tried.go_on());
+        tried.note(&Ok(()));
+        assert!(tried.go_on());
+    }
 
     fn bad(line: usize) -> Error {
         Error::new("is bad")

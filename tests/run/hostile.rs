@@ -162,7 +162,6 @@ fn templates_that_are_missing() {
 }
 
 #[test]
-#[ignore = "known fault: the error names the rows instead of the template"]
 fn a_template_that_does_not_end_is_named() {
     let bench = Bench::new();
     let endless = "{% for i in range(100000) %}{% for j in range(100000) %}{{ i }}{% endfor %}{% endfor %}";

@@ -119,7 +119,6 @@ fn the_first_ten_minutes_at_80_columns() {
 }
 
 #[test]
-#[ignore = "not seen to pass since `ft plan` was mended"]
 fn the_first_ten_minutes_at_60_columns() {
     first_ten_minutes(60);
 }

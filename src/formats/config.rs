@@ -18,6 +18,13 @@ pub struct Config {
 impl Config {
     /// Reads `config.json` of a model directory, and compares its sizes with the weights there.
     pub fn load(dir: &Path) -> Result<Self> {
+        let config = Self::read(dir)?;
+        super::fits::check(&config, dir)?;
+        Ok(config)
+    }
+
+    /// Reads `config.json` alone: for a model that does not take the weights in `dir`.
+    pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join("config.json");
         if !dir.exists() {
             return Err(paths::missing("directory", dir));
@@ -45,12 +52,10 @@ impl Config {
                 error.hint("give a directory in Hugging Face format, or a hub id")
             });
         }
-        let config = Self {
+        Ok(Self {
             raw: read_json_object(&path)?,
             path,
-        };
-        super::fits::check(&config, dir)?;
-        Ok(config)
+        })
     }
 
     /// A config from a value that is not (yet) a file; `path` is named in errors.

@@ -24,7 +24,9 @@ fn compare(config: &Config, weights: &Weights) -> Result<()> {
             .at_path(&config.path)
             .found(found)
             .expected(expected)
-            .hint("use the `config.json` that belongs to these weights; for `model.init = \"random\"` a directory without weights")
+            .hint(
+                "use the `config.json` that belongs to these weights, or draw new ones with `model.init = \"random\"`",
+            )
     };
     let layers = weights.names().filter_map(|name| {
         let (layer, _) = name.strip_prefix("model.layers.")?.split_once('.')?;

@@ -9,11 +9,7 @@ use serde_json::{Value, json};
 
 /// Reads all rows. Errors: what is wrong with the model directory or a row.
 pub fn counts(recipe: &Recipe) -> Result<Value> {
-    let model = Described::open(
-        &recipe.model.path,
-        &recipe.model.revision,
-        recipe.data.chat_template.as_deref(),
-    )?;
+    let model = Described::of_recipe(recipe)?;
     let Rows { train, eval, questions } = Rows::read(recipe, &model)?;
     if let Some(questions) = questions {
         return Ok(json!({

@@ -118,12 +118,7 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
     let written = recipe::again(&facts.recipe).map_err(|e| e.within(dir.display()))?;
     let recipe = &as_before(&written.recipe, &Some(Some(dir.to_path_buf())))?;
     let device = Device::Cpu;
-    let model = Described::open(
-        &recipe.model.path,
-        &recipe.model.revision,
-        recipe.data.chat_template.as_deref(),
-    )
-    .map_err(|e| e.after("the base model of the checkpoint is needed"))?;
+    let model = Described::of_recipe(recipe).map_err(|e| e.after("the base model of the checkpoint is needed"))?;
     if model.is_shape() {
         return Err(Error::new("a built-in shape has random weights: there is nothing to export").at_path(dir));
     }

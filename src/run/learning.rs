@@ -233,7 +233,9 @@ mod tests {
     }
 
     fn tuning(recipe: &Recipe) -> Tuning {
-        let spec = setup::read_spec("shape:small", "main").unwrap().1;
+        let spec = setup::read_spec("shape:small", "main", crate::recipe::ModelInit::Pretrained)
+            .unwrap()
+            .1;
         let prepared = adapters::of(recipe, &spec).unwrap();
         Tuning::new(recipe, &spec, &spec.params(), &prepared).unwrap()
     }

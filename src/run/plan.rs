@@ -84,7 +84,7 @@ impl Planned {
 ///
 /// Errors: what is wrong with the config, with files that are here, or a plan above a budget of the recipe.
 pub fn plan(recipe: &Recipe) -> Result<Planned> {
-    let (dir, mut spec) = setup::read_spec(&recipe.model.path, &recipe.model.revision)?;
+    let (dir, mut spec) = setup::read_spec(&recipe.model.path, &recipe.model.revision, recipe.model.init)?;
     spec.tied = setup::stays_tied(recipe, &spec)?;
     // A GPU that a recipe names may be on another machine.
     let device = match recipe.model.device.as_str() {
@@ -250,7 +250,7 @@ fn rows_are_here(recipe: &Recipe, dir: &Path) -> bool {
 
 /// From the model's directory: a hub id would be downloaded whole.
 fn read(recipe: &Recipe, dir: &Path) -> Result<Rows> {
-    let template = recipe.data.chat_template.as_deref();
-    let model = Described::open(&dir.to_string_lossy(), &recipe.model.revision, template)?;
-    Rows::read(recipe, &model)
+    let mut here = recipe.clone();
+    here.model.path = dir.to_string_lossy().into_owned();
+    Rows::read(recipe, &Described::of_recipe(&here)?)
 }

@@ -165,11 +165,7 @@ fn spec<'a>(recipe: &Recipe, files: &'a [String], model: &Described) -> dataset:
 
 /// What `ft data` shows: `rows` rendered rows with the trained tokens marked, and the counts.
 pub fn describe(recipe: &Recipe, rows: usize, colour: bool) -> Result<String> {
-    let model = Described::open(
-        &recipe.model.path,
-        &recipe.model.revision,
-        recipe.data.chat_template.as_deref(),
-    )?;
+    let model = Described::of_recipe(recipe)?;
     let Rows {
         train: dataset,
         eval,

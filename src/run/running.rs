@@ -265,10 +265,6 @@ impl Run<'_> {
         if !saved || self.pace.saved != step || self.feed.state(step)?.is_some() {
             self.save(engine, step)?;
         }
-        // The answers of a step that was given up are learned from later, and not written again.
-        for sample in self.feed.samples() {
-            self.reporter.sample(&sample);
-        }
         self.reporter
             .event("stop", json!({"step": step, "reason": "signal", "signal": signal}));
         self.reporter.finish();

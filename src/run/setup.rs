@@ -31,10 +31,20 @@ pub struct Described {
 }
 
 impl Described {
+    /// The model of a recipe. Errors: as `open`.
+    pub fn of_recipe(recipe: &Recipe) -> Result<Self> {
+        let (model, template) = (&recipe.model, recipe.data.chat_template.as_deref());
+        Self::read(&model.path, &model.revision, model.init, template)
+    }
+
     /// `path` is a directory or a hub id; `template` a Jinja file that takes the place of the model's own.
     ///
     /// Errors: everything that is wrong with the directory; a tokenizer with more ids than the embedding has rows.
     pub fn open(path: &str, revision: &str, template: Option<&str>) -> Result<Self> {
+        Self::read(path, revision, ModelInit::Pretrained, template)
+    }
+
+    fn read(path: &str, revision: &str, init: ModelInit, template: Option<&str>) -> Result<Self> {
         if let Some(config) = shapes::config(path)? {
             return Ok(Self {
                 dir: PathBuf::from(path),
@@ -45,7 +55,7 @@ impl Described {
             });
         }
         let dir = hub::resolve_model(path, revision, true)?;
-        let config = Config::load(&dir)?;
+        let config = read_config(&dir, init)?;
         let spec = families::read(&config)?;
         if config.get("auto_map").is_some() {
             report::warn(&format!(
@@ -348,13 +358,21 @@ pub fn stays_tied(recipe: &Recipe, spec: &Spec) -> Result<bool> {
 }
 
 /// What a model computes, from its `config.json` alone, and the directory of that.
-pub fn read_spec(path: &str, revision: &str) -> Result<(PathBuf, Spec)> {
+pub fn read_spec(path: &str, revision: &str, init: ModelInit) -> Result<(PathBuf, Spec)> {
     if let Some(config) = shapes::config(path)? {
         return Ok((PathBuf::from(path), families::read(&config)?));
     }
     let dir = hub::resolve_config(path, revision)?;
-    let spec = families::read(&Config::load(&dir)?)?;
+    let spec = families::read(&read_config(&dir, init)?)?;
     Ok((dir, spec))
+}
+
+/// Random weights may have other sizes than the files beside the config.
+fn read_config(dir: &Path, init: ModelInit) -> Result<Config> {
+    match init {
+        ModelInit::Pretrained => Config::load(dir),
+        ModelInit::Random => Config::read(dir),
+    }
 }
 
 /// The device of that name, ready for use; a choice that may surprise is told.

@@ -153,7 +153,8 @@ pub fn cost(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<plan
     if d.teacher_cache.is_some() {
         return Ok(None);
     }
-    let (dir, spec) = setup::read_spec(path, &d.teacher_revision).map_err(|e| e.or_at("distill.teacher"))?;
+    let (dir, spec) = setup::read_spec(path, &d.teacher_revision, crate::recipe::ModelInit::Pretrained)
+        .map_err(|e| e.or_at("distill.teacher"))?;
     let (dtype, mut storage) = storage(recipe, &spec)?;
     for (name, format) in setup::Stored::find(&dir, &spec, ModelInit::Pretrained)?.codes {
         storage.set(name, Some(format));

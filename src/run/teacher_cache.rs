@@ -122,11 +122,7 @@ fn shard_path(dir: &Path, index: usize) -> PathBuf {
 /// other rows or other settings; a signal (what was written stays, the next call goes on).
 pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<Report> {
     signal::install()?;
-    let model = Described::open(
-        &recipe.model.path,
-        &recipe.model.revision,
-        recipe.data.chat_template.as_deref(),
-    )?;
+    let model = Described::of_recipe(recipe)?;
     let opened = teacher::open(recipe, &model)?;
     let rows = Rows::read(recipe, &model)?.train;
     opened.check_rows(&rows)?;

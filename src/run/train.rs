@@ -71,11 +71,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     signal::quit("stopped: nothing was trained yet");
 
     // ---- model directory and data: everything that can be wrong is found before anything is written
-    let mut model = Described::open(
-        &recipe.model.path,
-        &recipe.model.revision,
-        recipe.data.chat_template.as_deref(),
-    )?;
+    let mut model = Described::of_recipe(recipe)?;
     model.untie_for(recipe)?;
     model.check_weights(recipe.model.init)?;
     let Rows { train, eval, questions } = Rows::read(recipe, &model)?;

@@ -232,7 +232,7 @@ impl Rollouts<'_> {
             rollout,
             kept,
             kl_coefficient: self.lesson.kl.coefficient,
-            metrics: Vec::new(),
+            ..Replay::default()
         })
     }
 
@@ -346,12 +346,14 @@ impl Feed for Rollouts<'_> {
         let mut replay = Replay {
             kl_coefficient: self.lesson.kl.coefficient,
             metrics: pending.map(|(name, value)| (name.to_string(), *value)).collect(),
+            samples: self.samples.iter().map(Value::to_string).collect(),
             ..self.replay.clone()
         };
         // Used up, unless the next step learns from it too.
         if replay.rollout != steps / steps_of_rollout(self.recipe) {
             replay.kept.clear();
             replay.metrics.clear();
+            replay.samples.clear();
         }
         Ok(Some(replay.to_bytes()))
     }
@@ -361,6 +363,10 @@ impl Feed for Rollouts<'_> {
         self.lesson.kl.coefficient = self.replay.kl_coefficient;
         let pending = std::mem::take(&mut self.replay.metrics).into_iter();
         self.metrics = pending.map(|(name, value)| (lasting(name), value)).collect();
+        let samples = std::mem::take(&mut self.replay.samples);
+        let parsed = samples.iter().map(|line| serde_json::from_str(line));
+        let broken = |e| Error::new("the samples of a rollout in the checkpoint are broken").cause(e);
+        self.samples = parsed.collect::<std::result::Result<_, _>>().map_err(broken)?;
         Ok(())
     }
 

@@ -94,11 +94,20 @@ pub struct Replay {
     pub kl_coefficient: f64,
     /// What was measured on the rollout and is not in `metrics.jsonl` yet: its first step was given up.
     pub metrics: Vec<(String, f64)>,
+    /// Lines of JSON of the rollout that are not in `samples.jsonl` yet, for the same reason.
+    pub samples: Vec<String>,
 }
 
-const MAGIC: u32 = 0x32_50_52_66;
-/// Without metrics.
+const MAGIC: u32 = 0x33_50_52_66;
+/// Without samples.
+const SECOND: u32 = 0x32_50_52_66;
+/// Without metrics too.
 const FIRST: u32 = 0x31_50_52_66;
+
+fn put_text(words: &mut Vec<u32>, text: &str) {
+    words.push(text.chars().count() as u32);
+    words.extend(text.chars().map(u32::from));
+}
 
 impl Replay {
     pub fn to_bytes(&self) -> Vec<u8> {
@@ -122,11 +131,12 @@ impl Replay {
         }
         words.push(self.metrics.len() as u32);
         for (name, value) in &self.metrics {
-            words.push(name.chars().count() as u32);
-            words.extend(name.chars().map(u32::from));
+            put_text(&mut words, name);
             let bits = value.to_bits();
             words.extend([bits as u32, (bits >> 32) as u32]);
         }
+        words.push(self.samples.len() as u32);
+        self.samples.iter().for_each(|line| put_text(&mut words, line));
         words.iter().flat_map(|w| w.to_le_bytes()).collect()
     }
 
@@ -171,9 +181,13 @@ impl<'a> Reader<'a> {
         Some(self.list()?.iter().map(|w| f32::from_bits(*w)).collect())
     }
 
+    fn text(&mut self) -> Option<String> {
+        self.list()?.iter().map(|c| char::from_u32(*c)).collect()
+    }
+
     fn read(&mut self) -> Option<Replay> {
         let magic = self.word()?;
-        if magic != MAGIC && magic != FIRST {
+        if ![FIRST, SECOND, MAGIC].contains(&magic) {
             return None;
         }
         let (rollout, kl_coefficient, count) = (self.long()?, f64::from_bits(self.long()?), self.long()?);
@@ -199,18 +213,18 @@ impl<'a> Reader<'a> {
         }
         let mut metrics = Vec::new();
         for _ in 0..if magic == FIRST { 0 } else { self.word()? } {
-            let name = self
-                .list()?
-                .iter()
-                .map(|c| char::from_u32(*c))
-                .collect::<Option<String>>()?;
-            metrics.push((name, f64::from_bits(self.long()?)));
+            metrics.push((self.text()?, f64::from_bits(self.long()?)));
+        }
+        let mut samples = Vec::new();
+        for _ in 0..if magic == MAGIC { self.word()? } else { 0 } {
+            samples.push(self.text()?);
         }
         Some(Replay {
             rollout,
             kept,
             kl_coefficient,
             metrics,
+            samples,
         })
     }
 }
@@ -268,6 +282,7 @@ mod tests {
             kept: kept(),
             kl_coefficient: 0.1 + 0.2,
             metrics: vec![("reward_länge".into(), -0.1), ("kl".into(), f64::MIN_POSITIVE)],
+            samples: vec![r#"{"completion": "süß"}"#.into(), String::new()],
         };
         let bytes = replay.to_bytes();
         assert_eq!(Replay::from_bytes(&bytes).unwrap(), replay);

@@ -31,10 +31,10 @@ pub mod model; // one decoder block with options; one file a family
 pub mod source; // where a layer's weights live
 pub mod quant; // storage types of frozen weights: int8, int4, nf4
 pub mod peft; // adapters on a linear
-pub mod ops; // fused operations, forward and backward
-pub mod data; // readers, chat rendering, loss mask, packing, order
-pub mod hub; // a hub id or a path to local files
-pub mod formats; // bytes to validated types
+pub use ft_data as data; // readers, chat rendering, loss mask, packing, order
+pub use ft_formats as formats;
+pub use ft_hub as hub;
+pub use ft_ops as ops; // fused operations, forward and backward // a hub id or a path to local files // bytes to validated types
 pub mod recipe; // what was written, and what it means
 pub mod report; // metrics, events, progress
-pub mod base; // errors with hints, atomic files, locks, random numbers, units
+pub use ft_base as base; // errors with hints, atomic files, locks, random numbers, units

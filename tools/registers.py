@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Registers, spills and shared memory of every CUDA kernel, as `ptxas -v` tells them: writes kernels/REGISTERS.md.
+"""Registers, spills and shared memory of every CUDA kernel, as `ptxas -v` tells them: writes crates/ft-kernels/REGISTERS.md.
 
 Needs nvcc (in PATH or as NVCC). Usage: tools/registers.py [NAME...]   with names (of cuda/NAME.cu): only their tables
 """
@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 ARCHS = [80, 86, 89, 90]
-PAGE = Path(__file__).parent.parent / "kernels" / "REGISTERS.md"
-SOURCES = sorted((Path(__file__).parent.parent / "kernels" / "cuda").glob("*.cu"))
+PAGE = Path(__file__).parent.parent / "crates/ft-kernels" / "REGISTERS.md"
+SOURCES = sorted((Path(__file__).parent.parent / "crates/ft-kernels" / "cuda").glob("*.cu"))
 
 
 def kernels(source, arch):

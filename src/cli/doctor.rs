@@ -2,7 +2,7 @@
 
 use super::out::{out, out_text};
 use crate::base::{Result, files, memory, progress, speed, units};
-use crate::hub::{self, Answer, HubSettings};
+use crate::hub::{HubSettings, HubStatus};
 use crate::ops::CpuPath;
 use crate::ops::device::{self, Gpu};
 use crate::report;
@@ -390,18 +390,18 @@ fn hub(settings: &HubSettings) -> Line {
     let answer = ask(settings);
     drop(phase);
     match answer {
-        Answer::Reached(time) => ok(
+        HubStatus::Reached(time) => ok(
             "hub",
             format!("answers after {}; {token}{endpoint}", units::duration(time)),
         )
         .data(json!({"seconds": time.as_secs_f64()})),
-        Answer::Refused => not_ok(
+        HubStatus::Refused => not_ok(
             Level::Warn,
             "hub",
             format!("does not accept the token{endpoint}"),
             "check HF_TOKEN, or unset it for public models",
         ),
-        Answer::Failed(why) => not_ok(
+        HubStatus::Failed(why) => not_ok(
             Level::Warn,
             "hub",
             format!("cannot be reached: {why}; {token}{endpoint}"),
@@ -410,13 +410,13 @@ fn hub(settings: &HubSettings) -> Line {
     }
 }
 
-fn ask(settings: &HubSettings) -> Answer {
+fn ask(settings: &HubSettings) -> HubStatus {
     #[cfg(feature = "hub")]
-    return hub::ask(settings, PATIENCE);
+    return crate::hub::ask(settings, PATIENCE);
     #[cfg(not(feature = "hub"))]
     {
         let _ = (settings, PATIENCE);
-        Answer::Failed("not in this build".into())
+        HubStatus::Failed("not in this build".into())
     }
 }
 

@@ -7,7 +7,7 @@ use super::*;
 use crate::base::Result;
 use crate::model::KvStore;
 use crate::ops::attention;
-use crate::ops::paged::tests::read_back;
+use crate::ops::oracle::read_back;
 use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
 
@@ -26,7 +26,7 @@ impl KvStore for Rounded<'_> {
         v: &Tensor,
         spec: &attention::Spec,
     ) -> Result<(Tensor, Tensor)> {
-        let [k, v] = [k, v].map(|t| read_back(t, spec, self.stored));
+        let [k, v] = [k, v].map(|t| read_back(t, spec.head_dim, self.stored));
         self.cache.attend(layer, q, &k, &v, spec)
     }
 }

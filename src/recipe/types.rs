@@ -1,33 +1,9 @@
 //! The meaning of a recipe. Field names are the recipe's keys; nothing here is optional unless "unset" means something.
 
-/// An enum of which a recipe writes one value by its name.
-pub trait Named: Sized {
-    /// The value of this name. (Other names were refused by the table; they give the first value.)
-    fn of(name: &str) -> Self;
-}
+use ft_base::named;
 
-/// Declares an enum whose values have the names used in recipes.
-macro_rules! named {
-    ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
-        $(#[$doc])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-        pub enum $name { $($(#[$vdoc])* $variant),+ }
-        impl $name {
-            pub const NAMES: &'static [&'static str] = &[$($text),+];
-            pub fn parse(text: &str) -> Option<Self> {
-                match text { $($text => Some(Self::$variant),)+ _ => None }
-            }
-            pub fn name(self) -> &'static str {
-                match self { $(Self::$variant => $text),+ }
-            }
-        }
-        impl Named for $name {
-            fn of(name: &str) -> Self {
-                Self::parse(name).unwrap_or([$(Self::$variant),+][0])
-            }
-        }
-    };
-}
+pub use ft_base::Named;
+pub use ft_data::{Render, RowFormat, TrainOn};
 
 named!(
     /// Storage of unquantized weights and the type of matrix products.
@@ -61,21 +37,6 @@ named!(
 named!(Tier { Auto = "auto", Device = "device", Host = "host", Disk = "disk" });
 named!(PackedWeights { Auto = "auto", None = "none", Forward = "forward", Both = "both" });
 named!(Activations { Auto = "auto", Keep = "keep", Recompute = "recompute", Host = "host" });
-named!(RowFormat {
-    Auto = "auto",
-    Messages = "messages",
-    PromptCompletion = "prompt-completion",
-    Alpaca = "alpaca",
-    Sharegpt = "sharegpt",
-    Text = "text",
-    Preference = "preference",
-    Prompt = "prompt",
-});
-named!(
-    /// How texts of prompts and answers become one text.
-    Render { Auto = "auto", Chat = "chat", Plain = "plain" }
-);
-named!(TrainOn { Assistant = "assistant", Completion = "completion", All = "all" });
 named!(Method { Full = "full", Block = "block", Lora = "lora", Freeze = "freeze" });
 named!(Partition { Layer = "layer", Module = "module", Matrix = "matrix", Ratio = "ratio" });
 named!(

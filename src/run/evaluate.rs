@@ -11,7 +11,6 @@ use super::rows;
 use super::setup::{self, Described};
 use super::stage::preference;
 use crate::base::{Error, Result, progress, signal};
-use crate::data::dataset::Spec;
 use crate::data::order::eval_batches;
 use crate::data::peek::{self, Kind};
 use crate::data::{Batch, Dataset};
@@ -151,7 +150,7 @@ fn texts(opened: &Opened, recipe: &Recipe, request: &Request) -> Result<Report> 
     let count = rows.examples.len();
     let totals = totals(network, &objective, batches, count, files(recipe, request))?;
     let local = rows::local(files(recipe, request))?;
-    let spec = Spec::new(&local, &recipe.data, stage, described.spec.vocab);
+    let spec = rows::spec(&local, &recipe.data, stage, described.spec.vocab);
     let mut questions = rows.questions(&spec, &described.tokenizer, described.template(), usize::MAX)?;
     let (all, most) = (questions.len(), described.spec.max_positions);
     questions.retain(|q| q.prompt.len() < most);

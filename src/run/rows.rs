@@ -7,7 +7,7 @@ use crate::base::Result;
 use crate::data::order::{Length, StreamSpec};
 use crate::data::{self, Dataset, Reading, dataset, describe, reading};
 use crate::hub;
-use crate::recipe::{Recipe, Render, RowFormat, Stage};
+use crate::recipe::{self, Recipe, Render, RowFormat, Stage, TrainOn};
 
 /// Tokenized rows of a recipe.
 pub struct Rows {
@@ -55,7 +55,7 @@ impl Rows {
 /// The rows of these files in the recipe's format.
 pub fn read(recipe: &Recipe, named: &[String], model: &Described) -> Result<Dataset> {
     let files = local(named)?;
-    let spec = spec(recipe, &files, model);
+    let spec = spec(&files, &recipe.data, recipe.train.stage, model.spec.vocab);
     match preference::want(recipe.train.stage) {
         Some(want) => data::preference::load(&spec, want, &model.tokenizer, model.template()),
         None => Dataset::load(&spec, &model.tokenizer, model.template()),
@@ -159,8 +159,20 @@ pub fn local(named: &[String]) -> Result<Vec<String>> {
     Ok(files)
 }
 
-fn spec<'a>(recipe: &Recipe, files: &'a [String], model: &Described) -> dataset::Spec<'a> {
-    dataset::Spec::new(files, &recipe.data, recipe.train.stage, model.spec.vocab)
+/// How `files` are read in a stage. Pre-training takes texts as they are, unless asked, and trains every token of a row.
+pub fn spec<'a>(files: &'a [String], data: &recipe::Data, stage: Stage, embedding_rows: usize) -> dataset::Spec<'a> {
+    let pretrain = stage == Stage::Pretrain;
+    dataset::Spec {
+        files,
+        format: data.format,
+        render: match data.render {
+            Render::Auto if pretrain => Render::Plain,
+            render => render,
+        },
+        max_length: data.max_length,
+        train_on: if pretrain { TrainOn::All } else { data.train_on },
+        embedding_rows,
+    }
 }
 
 /// What `ft data` shows: `rows` rendered rows with the trained tokens marked, and the counts.
@@ -193,7 +205,12 @@ pub fn describe(recipe: &Recipe, rows: usize, colour: bool) -> Result<String> {
 fn describe_rows(recipe: &Recipe, dataset: &Dataset, model: &Described, rows: usize, colour: bool) -> Result<String> {
     describe::describe(
         dataset,
-        &spec(recipe, &local(&recipe.data.train)?, model),
+        &spec(
+            &local(&recipe.data.train)?,
+            &recipe.data,
+            recipe.train.stage,
+            model.spec.vocab,
+        ),
         &model.tokenizer,
         rows,
         colour,

@@ -1,9 +1,10 @@
 //! Answers of the model as it stands: to show a person, and to count exact matches.
 
+use super::rows;
 use super::setup::Described;
 use crate::base::{Result, progress};
+use crate::data::Dataset;
 use crate::data::encode::Question;
-use crate::data::{Dataset, dataset};
 use crate::engine::Engine;
 use crate::generate::{Settings, generate};
 use crate::model::Network;
@@ -60,7 +61,7 @@ pub fn accuracy(recipe: &Recipe, model: &Described, engine: &Engine, rows: &Data
         &recipe.data.eval
     };
     let files = &super::rows::local(files)?;
-    let spec = dataset::Spec::new(files, &recipe.data, recipe.train.stage, model.spec.vocab);
+    let spec = rows::spec(files, &recipe.data, recipe.train.stage, model.spec.vocab);
     let questions = rows.questions(&spec, &model.tokenizer, model.template(), usize::MAX)?;
     exact_matches(model, &engine.network, &questions)
 }

@@ -17,9 +17,9 @@ use crate::recipe::{Dtype, Method, ModelInit, Recipe};
 use crate::report;
 use crate::source::{Disk, LayerSource, Policy, Resident, Uploaded, disk, policy, resident, stored};
 use candle_core::{Device, Tensor};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A model directory, read but not loaded.
 pub struct Described {
@@ -68,6 +68,7 @@ impl Described {
         let phase = progress::phase("reading the tokenizer", 0, "");
         let tokenizer = Tokenizer::load(&dir)?;
         drop(phase);
+        warn_once(&dir, tokenizer.warning());
         if tokenizer.vocab_size() > spec.vocab {
             return Err(
                 Error::new("the tokenizer knows more tokens than the embedding has rows")
@@ -365,6 +366,16 @@ pub fn read_spec(path: &str, revision: &str, init: ModelInit) -> Result<(PathBuf
     let dir = hub::resolve_config(path, revision)?;
     let spec = families::read(&read_config(&dir, init)?)?;
     Ok((dir, spec))
+}
+
+/// Warns about a tokenizer: it is read several times in one run.
+fn warn_once(dir: &Path, warning: Option<&str>) {
+    static SHOWN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+    if let Some(warning) = warning
+        && SHOWN.lock().unwrap_or_else(PoisonError::into_inner).insert(dir.into())
+    {
+        report::warn(warning);
+    }
 }
 
 /// Random weights may have other sizes than the files beside the config.

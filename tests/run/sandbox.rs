@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-#[path = "../../src/formats/testdata/hostile.rs"]
+#[path = "../../crates/ft-formats/src/testdata/hostile.rs"]
 mod hostile;
 
 fn ft(dir: &Path, arguments: &[&str]) -> Output {

@@ -1,0 +1,519 @@
+//! Files with the path in every error; whole files appear at their name or not at all.
+
+use crate::{Error, Result, paths};
+use std::collections::BTreeSet;
+use std::fs::{self, File, OpenOptions};
+use std::io::{BufWriter, Read, Write};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+fn io(what: &str, path: &Path, e: std::io::Error) -> Error {
+    let err = Error::new(format!("cannot {what}")).at_path(path).cause(&e);
+    match e.kind() {
+        std::io::ErrorKind::StorageFull => err.hint("free some disk space, or set `train.output_dir` to another disk"),
+        std::io::ErrorKind::PermissionDenied => err.hint("check the permissions of this path"),
+        _ => err,
+    }
+}
+
+/// What is not there may be misspelled.
+fn not_read(what: &str, path: &Path, e: std::io::Error) -> Error {
+    match e.kind() {
+        std::io::ErrorKind::NotFound => paths::missing("file", path),
+        _ => io(what, path, e),
+    }
+}
+
+/// Opens a regular file for reading (links are followed).
+///
+/// Errors: a pipe, a device, a socket or a directory: reading one could block for ever or never end.
+pub fn open(path: &Path) -> Result<File> {
+    let kind = fs::metadata(path)
+        .map_err(|e| not_read("open the file", path, e))?
+        .file_type();
+    regular(kind, path)?;
+    // O_NONBLOCK: should a pipe have taken the file's place meanwhile, opening it does not wait for a writer.
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+        .open(path)
+        .map_err(|e| io("open the file", path, e))?;
+    let kind = file.metadata().map_err(|e| io("open the file", path, e))?.file_type();
+    regular(kind, path)?;
+    Ok(file)
+}
+
+fn regular(kind: fs::FileType, path: &Path) -> Result<()> {
+    let found = match kind {
+        k if k.is_file() => return Ok(()),
+        k if k.is_dir() => "a directory",
+        k if k.is_fifo() => "a named pipe",
+        k if k.is_socket() => "a socket",
+        k if k.is_char_device() || k.is_block_device() => "a device",
+        _ => "something else",
+    };
+    Err(Error::new("cannot open the file")
+        .at_path(path)
+        .found(found)
+        .expected("a regular file"))
+}
+
+pub fn read(path: &Path) -> Result<Vec<u8>> {
+    let mut out = Vec::new();
+    open(path)?
+        .read_to_end(&mut out)
+        .map_err(|e| io("read the file", path, e))?;
+    Ok(out)
+}
+
+/// Reads UTF-8 text; a byte order mark at the start is dropped.
+pub fn read_text(path: &Path) -> Result<String> {
+    text_of(path, read(path)?)
+}
+
+/// As `read_text`; standard input and a shell's `<(command)` may be read too. Other pipes may not.
+pub fn read_text_or_stdin(path: &Path) -> Result<String> {
+    let handed_over = path == Path::new("/dev/stdin") || path.parent() == Some(Path::new("/dev/fd"));
+    match handed_over && !path.is_dir() {
+        true => text_of(path, fs::read(path).map_err(|e| io("read the file", path, e))?),
+        false => read_text(path),
+    }
+}
+
+fn text_of(path: &Path, bytes: Vec<u8>) -> Result<String> {
+    let text = String::from_utf8(bytes).map_err(|e| {
+        Error::new("file is not UTF-8 text")
+            .at_path(path)
+            .found(format!("byte {} is not valid", e.utf8_error().valid_up_to()))
+    })?;
+    Ok(text.strip_prefix('\u{feff}').map(str::to_string).unwrap_or(text))
+}
+
+pub fn size(path: &Path) -> Result<u64> {
+    Ok(fs::metadata(path).map_err(|e| io("look at the file", path, e))?.len())
+}
+
+pub fn create_dir_all(path: &Path) -> Result<()> {
+    fs::create_dir_all(path).map_err(|e| io("create the directory", path, e))
+}
+
+pub fn remove_dir_all(path: &Path) -> Result<()> {
+    fs::remove_dir_all(path).map_err(|e| io("remove the directory", path, e))
+}
+
+/// Removes a directory that is empty; `false`: it holds something.
+pub fn remove_empty_dir(path: &Path) -> Result<bool> {
+    match fs::remove_dir(path) {
+        Ok(()) => Ok(true),
+        Err(e) if e.kind() == std::io::ErrorKind::DirectoryNotEmpty => Ok(false),
+        Err(e) => Err(io("remove the directory", path, e)),
+    }
+}
+
+/// Makes a directory that must not be there yet; `false`: something has this name.
+pub fn create_new_dir(path: &Path) -> Result<bool> {
+    match fs::create_dir(path) {
+        Ok(()) => Ok(true),
+        Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => Ok(false),
+        Err(e) => Err(io("create the directory", path, e)),
+    }
+}
+
+pub fn remove_file(path: &Path) -> Result<()> {
+    fs::remove_file(path).map_err(|e| io("remove the file", path, e))
+}
+
+/// Renames and makes the new name durable.
+pub fn rename(from: &Path, to: &Path) -> Result<()> {
+    fs::rename(from, to).map_err(|e| io("rename to", to, e))?;
+    sync_dir(to.parent().unwrap_or(Path::new(".")))
+}
+
+/// Makes a symbolic link to `target`, in the place of a link that is there.
+pub fn link(target: &Path, path: &Path) -> Result<()> {
+    let mut temporary = temporary(path);
+    while temporary.symlink_metadata().is_ok() {
+        temporary = self::temporary(path);
+    }
+    std::os::unix::fs::symlink(target, &temporary).map_err(|e| io("create the link", path, e))?;
+    rename(&temporary, path)
+}
+
+/// Swaps two names in one step, durably; both must exist. `false`: this system or this disk cannot do it.
+pub fn exchange(a: &Path, b: &Path) -> Result<bool> {
+    #[cfg(target_os = "linux")]
+    {
+        let c = |p: &Path| std::ffi::CString::new(p.as_os_str().as_encoded_bytes()).ok();
+        let (Some(from), Some(to)) = (c(a), c(b)) else {
+            return Ok(false);
+        };
+        // Both are valid C strings for the whole call; the numbers are AT_FDCWD and RENAME_EXCHANGE.
+        let rc = unsafe {
+            libc::syscall(
+                libc::SYS_renameat2,
+                libc::AT_FDCWD,
+                from.as_ptr(),
+                libc::AT_FDCWD,
+                to.as_ptr(),
+                2 as libc::c_uint,
+            )
+        };
+        if rc == 0 {
+            sync_dir(b.parent().unwrap_or(Path::new(".")))?;
+            return Ok(true);
+        }
+        let e = std::io::Error::last_os_error();
+        match e.raw_os_error() {
+            Some(libc::ENOSYS | libc::EINVAL | libc::EOPNOTSUPP | libc::EPERM) => Ok(false),
+            _ => Err(io("swap names with", b, e)),
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = (a, b);
+        Ok(false)
+    }
+}
+
+/// Entries of a directory, sorted by name.
+pub fn list(path: &Path) -> Result<Vec<PathBuf>> {
+    let mut out = Vec::new();
+    for entry in fs::read_dir(path).map_err(|e| io("list the directory", path, e))? {
+        out.push(entry.map_err(|e| io("list the directory", path, e))?.path());
+    }
+    out.sort();
+    Ok(out)
+}
+
+/// Makes names in a directory durable.
+pub fn sync_dir(path: &Path) -> Result<()> {
+    let path = if path.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        path
+    };
+    File::open(path)
+        .and_then(|d| d.sync_all())
+        .map_err(|e| io("sync the directory", path, e))
+}
+
+/// Files and directories that are being written under a temporary name.
+static UNFINISHED: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+fn unfinished() -> MutexGuard<'static, BTreeSet<PathBuf>> {
+    UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// `path` is being written: it is removed if the process ends by a signal before `finished`.
+pub(super) fn begun(path: &Path) {
+    unfinished().insert(path.to_path_buf());
+}
+
+pub(super) fn finished(path: &Path) {
+    unfinished().remove(path);
+}
+
+/// Before the process ends by a signal: removes what is written halfway. Another thread may still write.
+pub(super) fn remove_unfinished() {
+    for path in unfinished().iter() {
+        let _ = match path.is_dir() {
+            true => fs::remove_dir_all(path),
+            false => fs::remove_file(path),
+        };
+    }
+}
+
+/// Between a name and the process that builds it: `model.safetensors.tmp-1234`.
+pub const TEMPORARY: &str = ".tmp-";
+
+/// A name beside `path` for what is not complete yet; another one in every call.
+pub fn temporary(path: &Path) -> PathBuf {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let name = path
+        .file_name()
+        .map(|n| n.to_string_lossy().into_owned())
+        .unwrap_or_default();
+    let process = std::process::id();
+    path.with_file_name(match NEXT.fetch_add(1, Ordering::Relaxed) {
+        0 => format!("{name}{TEMPORARY}{process}"),
+        n => format!("{name}{TEMPORARY}{process}-{n}"),
+    })
+}
+
+/// A file that appears at its name, synced, only when `commit` is called; without a `commit` that went well it leaves
+/// nothing.
+pub struct AtomicFile {
+    file: Option<BufWriter<File>>,
+    temporary: PathBuf,
+    path: PathBuf,
+    written: u64,
+    committed: bool,
+}
+
+impl AtomicFile {
+    /// Errors: the directory does not exist or cannot be written. What stands at the temporary name is never touched.
+    pub fn create(path: &Path) -> Result<Self> {
+        let mut tries = 0;
+        let (file, temporary) = loop {
+            let temporary = temporary(path);
+            match OpenOptions::new().write(true).create_new(true).open(&temporary) {
+                Ok(file) => break (file, temporary),
+                Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists && tries < 1000 => tries += 1,
+                Err(e) => return Err(cannot_create(path, e)),
+            }
+        };
+        begun(&temporary);
+        Ok(Self {
+            file: Some(BufWriter::with_capacity(1 << 20, file)),
+            temporary,
+            path: path.to_path_buf(),
+            written: 0,
+            committed: false,
+        })
+    }
+
+    pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        let path = &self.path;
+        if let Some(file) = self.file.as_mut() {
+            file.write_all(bytes).map_err(|e| io("write the file", path, e))?;
+        }
+        self.written += bytes.len() as u64;
+        Ok(())
+    }
+
+    pub fn written(&self) -> u64 {
+        self.written
+    }
+
+    /// What was written so far is on the disk.
+    pub(super) fn sync(&mut self) -> Result<()> {
+        let Some(file) = self.file.as_mut() else { return Ok(()) };
+        let synced = file.flush().and_then(|()| file.get_ref().sync_data());
+        synced.map_err(|e| io("sync the file", &self.path, e))
+    }
+
+    /// Another handle, to read what was written.
+    pub(super) fn reopen(&self) -> Result<File> {
+        open(&self.temporary)
+    }
+
+    /// Flush, fsync, rename, fsync of the directory.
+    pub fn commit(mut self) -> Result<()> {
+        if let Some(file) = self.file.take() {
+            let file = file
+                .into_inner()
+                .map_err(|e| io("write the file", &self.path, e.into_error()))?;
+            file.sync_all().map_err(|e| io("sync the file", &self.path, e))?;
+        }
+        rename(&self.temporary, &self.path)?;
+        self.committed = true;
+        Ok(())
+    }
+}
+
+impl Drop for AtomicFile {
+    fn drop(&mut self) {
+        finished(&self.temporary);
+        if !self.committed {
+            let _ = fs::remove_file(&self.temporary);
+        }
+    }
+}
+
+/// Names the file that was asked for, not the temporary one.
+fn cannot_create(path: &Path, e: std::io::Error) -> Error {
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
+    match (e.kind(), parent) {
+        (std::io::ErrorKind::NotFound, Some(parent)) if !parent.exists() => Error::new("cannot create the file")
+            .at_path(path)
+            .found(format!("no directory {}", parent.display()))
+            .hint(format!("make it first: `mkdir -p {}`", parent.display())),
+        _ => io("create the file", path, e),
+    }
+}
+
+pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
+    let mut file = AtomicFile::create(path)?;
+    file.write(bytes)?;
+    file.commit()
+}
+
+/// A text file of lines that only grows (metrics, events).
+pub struct AppendFile {
+    file: File,
+    path: PathBuf,
+}
+
+impl AppendFile {
+    /// Errors: what stands there is no regular file. A link is refused too: its target may be another's file.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+            .open(path)
+            .map_err(|e| io("open the file", path, e))?;
+        let kind = file.metadata().map_err(|e| io("open the file", path, e))?.file_type();
+        regular(kind, path)?;
+        Ok(Self {
+            file,
+            path: path.to_path_buf(),
+        })
+    }
+
+    /// Appends one line in one write.
+    pub fn line(&mut self, text: &str) -> Result<()> {
+        self.file
+            .write_all(format!("{text}\n").as_bytes())
+            .map_err(|e| io("append to the file", &self.path, e))
+    }
+
+    /// Makes the lines so far durable.
+    pub fn sync(&mut self) -> Result<()> {
+        self.file.sync_data().map_err(|e| io("sync the file", &self.path, e))
+    }
+}
+
+/// Copies a file so that it appears whole or not at all.
+pub fn copy_atomic(from: &Path, to: &Path) -> Result<()> {
+    let mut source = open(from)?;
+    let mut out = AtomicFile::create(to)?;
+    let mut buffer = vec![0u8; 1 << 20];
+    loop {
+        let n = source.read(&mut buffer).map_err(|e| io("read the file", from, e))?;
+        if n == 0 {
+            return out.commit();
+        }
+        out.write(&buffer[..n])?;
+    }
+}
+
+/// The file is read at places of our own choosing: the system reads nothing ahead of us.
+pub fn no_readahead(file: &File) {
+    #[cfg(target_os = "linux")]
+    // SAFETY: a valid descriptor for the whole call; only advice.
+    unsafe {
+        libc::posix_fadvise(std::os::fd::AsRawFd::as_raw_fd(file), 0, 0, libc::POSIX_FADV_RANDOM);
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = file;
+}
+
+/// Gives back the memory in which the system caches `bytes` bytes from `offset` on (0: to the end). What was not
+/// written to the disk yet stays.
+pub fn forget(file: &File, offset: u64, bytes: u64) {
+    #[cfg(target_os = "linux")]
+    {
+        // Whole pages only: outward, or the ends of every read would stay.
+        const PAGE: u64 = 4096;
+        let start = offset / PAGE * PAGE;
+        let len = match bytes {
+            0 => 0,
+            _ => (offset + bytes).next_multiple_of(PAGE) - start,
+        };
+        // SAFETY: as above.
+        unsafe {
+            libc::posix_fadvise(
+                std::os::fd::AsRawFd::as_raw_fd(file),
+                start as libc::off_t,
+                len as libc::off_t,
+                libc::POSIX_FADV_DONTNEED,
+            );
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = (file, offset, bytes);
+}
+
+/// Free bytes on the disk that holds `path` (or its nearest existing parent).
+pub fn free_space(path: &Path) -> Option<u64> {
+    let mut dir = path;
+    while !dir.exists() {
+        dir = dir.parent()?;
+        if dir.as_os_str().is_empty() {
+            dir = Path::new(".");
+        }
+    }
+    let c = std::ffi::CString::new(dir.as_os_str().as_encoded_bytes()).ok()?;
+    let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
+    // `c` is a valid C string and `stat` a valid out pointer for the whole call.
+    (unsafe { libc::statvfs(c.as_ptr(), &mut stat) } == 0).then_some(stat.f_bavail as u64 * stat.f_frsize as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dropped_file_leaves_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.txt");
+        let mut f = AtomicFile::create(&path).unwrap();
+        f.write(b"half").unwrap();
+        drop(f);
+        assert!(list(dir.path()).unwrap().is_empty());
+        write_atomic(&path, b"whole").unwrap();
+        assert_eq!(read_text(&path).unwrap(), "whole");
+        assert_eq!(list(dir.path()).unwrap().len(), 1);
+        // A file cannot take the place of a directory.
+        let taken = dir.path().join("taken");
+        create_dir_all(&taken).unwrap();
+        assert!(write_atomic(&taken, b"x").is_err());
+        assert_eq!(list(dir.path()).unwrap().len(), 2);
+        assert!(free_space(&dir.path().join("not/there")).unwrap() > 0);
+    }
+
+    #[test]
+    fn only_regular_files_are_opened_and_nothing_waits() {
+        let dir = tempfile::tempdir().unwrap();
+        let pipe = dir.path().join("pipe");
+        let name = std::ffi::CString::new(pipe.to_str().unwrap()).unwrap();
+        // SAFETY: a valid C string for the whole call.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink(&pipe, &link).unwrap();
+        for path in [&pipe, &link] {
+            for e in [open(path).err(), read(path).err(), read_text_or_stdin(path).err()] {
+                assert!(e.unwrap().to_string().contains("a named pipe"));
+            }
+        }
+        assert!(copy_atomic(&pipe, &dir.path().join("copy")).is_err() && AppendFile::open(&pipe).is_err());
+        assert!(open(dir.path()).unwrap_err().to_string().contains("a directory"));
+        assert!(
+            open(Path::new("/dev/zero"))
+                .unwrap_err()
+                .to_string()
+                .contains("a device")
+        );
+        // Lines are never appended to the target of a link.
+        let (target, log) = (dir.path().join("other.txt"), dir.path().join("metrics.jsonl"));
+        write_atomic(&target, b"mine").unwrap();
+        std::os::unix::fs::symlink(&target, &log).unwrap();
+        assert!(AppendFile::open(&log).is_err());
+        assert_eq!(read(&target).unwrap(), b"mine");
+    }
+
+    #[test]
+    fn a_temporary_name_that_is_taken_stays_as_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.txt");
+        let process = std::process::id();
+        let taken: Vec<PathBuf> = std::iter::once(format!("a.txt.tmp-{process}"))
+            .chain((0..200).map(|n| format!("a.txt.tmp-{process}-{n}")))
+            .map(|name| dir.path().join(name))
+            .collect();
+        taken.iter().for_each(|p| fs::write(p, "another's").unwrap());
+        write_atomic(&path, b"whole").unwrap();
+        assert_eq!(read_text(&path).unwrap(), "whole");
+        assert!(taken.iter().all(|p| read_text(p).unwrap() == "another's"));
+        let e = write_atomic(&dir.path().join("no/q.toml"), b"x")
+            .unwrap_err()
+            .to_string();
+        assert!(
+            e.contains("no/q.toml") && !e.contains(".tmp-") && e.contains("mkdir -p"),
+            "{e}"
+        );
+    }
+}

@@ -1,0 +1,44 @@
+//! Errors with hints, caught panics of libraries, atomic files, locks, counter-based random numbers, units, signals,
+//! the allocator, memory readings, how far the program is, how fast the machine is, confined processes, paths that are
+//! not there.
+//! Knows nothing of models or recipes. The only room that writes files.
+
+// Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
+#![cfg_attr(
+    not(test),
+    deny(
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo,
+        clippy::unimplemented
+    )
+)]
+
+pub mod cache;
+mod caught;
+pub mod error;
+pub mod files;
+pub mod heap;
+pub mod lock;
+pub mod memory;
+mod named;
+pub mod partial;
+pub mod paths;
+pub mod progress;
+pub mod rng;
+pub mod signal;
+pub mod speed;
+pub mod staging;
+#[cfg(target_os = "linux")]
+mod syscalls;
+pub mod units;
+pub mod worker;
+
+pub use caught::{caught, is_expected};
+pub use error::{Error, ErrorKind, Result};
+pub use named::Named;
+
+/// The target of a position that is not trained, in batches and in losses.
+pub const IGNORE: u32 = u32::MAX;

@@ -1,0 +1,171 @@
+//! One run a directory: an advisory lock on `run.lock` that the system drops when the process ends.
+
+use crate::{Error, Result, files, units};
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{Read, Seek, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// The file that is locked.
+pub const NAME: &str = "run.lock";
+
+/// Held for as long as it lives.
+#[derive(Debug)]
+pub struct RunLock {
+    file: File,
+    path: PathBuf,
+    made: bool,
+}
+
+impl RunLock {
+    /// Errors: another process holds the lock (who and since when are in the message); `run.lock` is not a file that ft
+    /// has made.
+    pub fn acquire(directory: &Path) -> Result<Self> {
+        let path = directory.join(NAME);
+        let made = path.symlink_metadata().is_err();
+        if !made && !is_lock(&path) {
+            return Err(Error::new("the directory has a `run.lock` that is not ft's")
+                .at_path(&path)
+                .hint("set `train.output_dir` to another directory"));
+        }
+        let cannot = |e: std::io::Error| Error::new("cannot lock the run directory").at_path(&path).cause(e);
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+            .open(&path)
+            .map_err(cannot)?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                let mut holder = String::new();
+                let _ = file.read_to_string(&mut holder);
+                return Err(Error::new("another run is in progress in this directory")
+                    .at_path(&path)
+                    .found(if holder.trim().is_empty() {
+                        "a held lock".to_string()
+                    } else {
+                        holder.trim().to_string()
+                    })
+                    .hint("wait for it to end, or set `train.output_dir` to another directory"));
+            }
+            Err(TryLockError::Error(e)) => return Err(cannot(e)),
+        }
+        file.set_len(0).map_err(cannot)?;
+        file.rewind().map_err(cannot)?;
+        let since = units::utc(std::time::SystemTime::now());
+        writeln!(file, "process {} since {since}", std::process::id()).map_err(cannot)?;
+        Ok(Self { file, path, made })
+    }
+
+    /// Errors: the directory has been moved, removed or replaced since it was locked. Whoever writes there by name would
+    /// write to another place.
+    pub fn check(&self) -> Result<()> {
+        let same = |a: &std::fs::Metadata, b: &std::fs::Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
+        match (self.file.metadata(), self.path.symlink_metadata()) {
+            (Ok(own), Ok(now)) if same(&own, &now) => Ok(()),
+            _ => {
+                let directory = self.path.parent().unwrap_or(Path::new("."));
+                let error = Error::new("the run directory was moved or removed during the run").at_path(directory);
+                Err(match self.found_at() {
+                    Some(now) => error.found(format!("it at {}", now.display())).hint(format!(
+                        "move it back, or set `train.output_dir = \"{}\"`, and use `--resume`",
+                        now.display()
+                    )),
+                    None => error.hint("what was saved is where the directory is now; `--resume` goes on from there"),
+                })
+            }
+        }
+    }
+
+    /// Where the lock file is now.
+    fn found_at(&self) -> Option<PathBuf> {
+        let descriptor = std::os::fd::AsRawFd::as_raw_fd(&self.file);
+        let now = std::fs::read_link(format!("/proc/self/fd/{descriptor}")).ok()?;
+        (now.file_name()? == NAME && now.exists()).then(|| now.parent().map(Path::to_path_buf))?
+    }
+
+    /// Removes the file again if this call has made it: the run was refused.
+    pub fn abandon(self) -> Result<()> {
+        match self.made && self.check().is_ok() {
+            true => files::remove_file(&self.path),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Is this a lock file of ft, held or not?
+pub fn is_lock(path: &Path) -> bool {
+    path.symlink_metadata().is_ok_and(|m| m.is_file() && m.len() < 200)
+        && files::read_text(path).is_ok_and(|text| text.is_empty() || process_in(&text).is_some())
+}
+
+/// The process that held the lock last.
+pub fn last_process(directory: &Path) -> Option<u32> {
+    let path = directory.join(NAME);
+    is_lock(&path).then(|| process_in(&files::read_text(&path).ok()?))?
+}
+
+fn process_in(text: &str) -> Option<u32> {
+    text.strip_prefix("process ")?.split_once(" since ")?.0.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_second_lock_is_refused_until_the_first_is_dropped() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = RunLock::acquire(dir.path()).unwrap();
+        let second = RunLock::acquire(dir.path()).unwrap_err();
+        assert!(second.to_string().contains("in progress"));
+        assert!(second.to_string().contains(" UTC"), "{second}");
+        assert_eq!(last_process(dir.path()), Some(std::process::id()));
+        drop(first);
+        RunLock::acquire(dir.path()).unwrap();
+        RunLock::acquire(dir.path()).unwrap().abandon().unwrap();
+        assert!(dir.path().join(NAME).exists(), "an earlier call has made it");
+    }
+
+    #[test]
+    fn a_directory_that_moves_away_is_noticed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (run, moved) = (dir.path().join("run"), dir.path().join("moved"));
+        std::fs::create_dir(&run).unwrap();
+        let lock = RunLock::acquire(&run).unwrap();
+        lock.check().unwrap();
+        std::fs::rename(&run, &moved).unwrap();
+        let e = lock.check().unwrap_err().to_string();
+        assert!(
+            e.contains("moved or removed") && e.contains(moved.to_str().unwrap()),
+            "{e}"
+        );
+        std::fs::create_dir(&run).unwrap();
+        drop(RunLock::acquire(&run).unwrap());
+        assert!(lock.check().is_err(), "another directory has its name");
+        lock.abandon().unwrap();
+        std::fs::remove_dir_all(&moved).unwrap();
+        let lock = RunLock::acquire(&run).unwrap();
+        std::fs::remove_dir_all(&run).unwrap();
+        assert!(lock.check().is_err());
+    }
+
+    #[test]
+    fn a_file_of_another_program_is_no_lock() {
+        let dir = tempfile::tempdir().unwrap();
+        let (target, lock) = (dir.path().join("target"), dir.path().join(NAME));
+        std::fs::write(&target, "").unwrap();
+        std::os::unix::fs::symlink(&target, &lock).unwrap();
+        assert!(RunLock::acquire(dir.path()).is_err());
+        std::fs::remove_file(&lock).unwrap();
+        std::fs::write(&lock, "my notes").unwrap();
+        assert!(RunLock::acquire(dir.path()).is_err());
+        assert_eq!(std::fs::read_to_string(&lock).unwrap(), "my notes");
+        std::fs::write(&lock, "process 12 since unix time 1700000000\n").unwrap();
+        assert_eq!(last_process(dir.path()), Some(12));
+        RunLock::acquire(dir.path()).unwrap();
+    }
+}

@@ -1,0 +1,108 @@
+//! A file that grows over several runs until it is whole: a download that can be taken up again.
+
+use crate::{Error, Result, files};
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Seek, Write};
+use std::path::{Path, PathBuf};
+
+/// Held by one process at a time; what was written stays when it is dropped.
+#[derive(Debug)]
+pub struct PartialFile {
+    file: File,
+    path: PathBuf,
+    length: u64,
+}
+
+impl PartialFile {
+    /// Opens or creates the file, waiting for another process that is writing it.
+    pub fn open(path: &Path) -> Result<Self> {
+        let cannot = |e: std::io::Error| Error::new("cannot open the partial download").at_path(path).cause(e);
+        let file = OpenOptions::new()
+            .read(true)
+            .append(true)
+            .create(true)
+            .open(path)
+            .map_err(cannot)?;
+        file.lock().map_err(cannot)?;
+        let length = file.metadata().map_err(cannot)?.len();
+        Ok(Self {
+            file,
+            path: path.to_path_buf(),
+            length,
+        })
+    }
+
+    /// Bytes that are there.
+    pub fn length(&self) -> u64 {
+        self.length
+    }
+
+    pub fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        self.file.write_all(bytes).map_err(|e| {
+            Error::new("cannot write the download")
+                .at_path(&self.path)
+                .cause(e)
+                .hint(
+                    "free some disk space, or set HF_HUB_CACHE to another disk; the download goes on where it stopped",
+                )
+        })?;
+        self.length += bytes.len() as u64;
+        Ok(())
+    }
+
+    /// Throws away what is there.
+    pub fn clear(&mut self) -> Result<()> {
+        self.file.set_len(0).map_err(|e| {
+            Error::new("cannot empty the partial download")
+                .at_path(&self.path)
+                .cause(e)
+        })?;
+        self.length = 0;
+        Ok(())
+    }
+
+    /// Hands everything that is there to `f`, piece by piece.
+    pub fn read(&mut self, f: &mut dyn FnMut(&[u8])) -> Result<()> {
+        let cannot = |e: std::io::Error| Error::new("cannot read the download").at_path(&self.path).cause(e);
+        self.file.rewind().map_err(cannot)?;
+        let mut buffer = vec![0u8; 1 << 20];
+        loop {
+            let n = self.file.read(&mut buffer).map_err(cannot)?;
+            if n == 0 {
+                return Ok(());
+            }
+            f(&buffer[..n]);
+        }
+    }
+
+    /// Makes it durable under its final name.
+    pub fn finish(self, to: &Path) -> Result<()> {
+        self.file
+            .sync_all()
+            .map_err(|e| Error::new("cannot sync the download").at_path(&self.path).cause(e))?;
+        files::rename(&self.path, to)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_goes_on_where_it_stopped() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.incomplete");
+        PartialFile::open(&path).unwrap().append(b"ab").unwrap();
+        let mut f = PartialFile::open(&path).unwrap();
+        assert_eq!(f.length(), 2);
+        f.append(b"cd").unwrap();
+        let mut all = Vec::new();
+        f.read(&mut |p| all.extend_from_slice(p)).unwrap();
+        assert_eq!(all, b"abcd");
+        f.clear().unwrap();
+        f.append(b"z").unwrap();
+        f.finish(&dir.path().join("x")).unwrap();
+        assert_eq!(files::read(&dir.path().join("x")).unwrap(), b"z");
+        assert!(!path.exists());
+    }
+}

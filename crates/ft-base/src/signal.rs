@@ -1,0 +1,158 @@
+//! Signals that ask the program to stop. The first one is answered at once and lets a run save its state; a second
+//! Ctrl-C ends the program at once.
+//!
+//! A thread waits for the signals, so the answer does not depend on what the program computes meanwhile.
+
+use super::files;
+use crate::{Error, Result};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU};
+use signal_hook::iterator::Signals;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering::SeqCst};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+/// Signals that ask to stop: Ctrl-C and `kill`, a terminal that is closed, what batch systems send before a time limit.
+const SIGNALS: [i32; 6] = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU];
+
+/// Exit code after a second Ctrl-C: what was not saved is lost.
+pub const ABANDONED: i32 = 131;
+
+/// What a signal does at this moment.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Conduct {
+    /// The program ends at once. `said`: why nothing is lost, or what is.
+    Quit { said: String },
+    /// The program stops by itself, at the next point where its state is whole.
+    Stop(Stop),
+}
+
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Stop {
+    /// What happens on the first signal: `stopping after this step`.
+    pub what: String,
+    /// What stands after how far it is: `; Ctrl-C again stops now and loses this step`.
+    pub then: String,
+    /// What is lost on a second Ctrl-C.
+    pub lost: String,
+    /// The step is finished first: how long steps take, if that is known.
+    pub finishes: Option<Option<Duration>>,
+}
+
+/// A message for the terminal.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Notice {
+    Stopping(Stop),
+    /// The last words before the program ends.
+    Ending(String),
+}
+
+static RECEIVED: AtomicI32 = AtomicI32::new(0);
+static INTERRUPTS: AtomicU32 = AtomicU32::new(0);
+static CONDUCT: Mutex<Option<Conduct>> = Mutex::new(None);
+static TELL: OnceLock<fn(Notice)> = OnceLock::new();
+static INSTALLED: AtomicBool = AtomicBool::new(false);
+static CHAT: AtomicBool = AtomicBool::new(false);
+static ANSWERING: AtomicBool = AtomicBool::new(false);
+
+/// Who tells the person; only the first call counts.
+pub fn tell_with(tell: fn(Notice)) {
+    let _ = TELL.set(tell);
+}
+
+/// Says what a signal does from now on.
+pub fn conduct(conduct: Conduct) {
+    *CONDUCT.lock().unwrap_or_else(PoisonError::into_inner) = Some(conduct);
+}
+
+/// Until the next call of `conduct` a signal ends the program at once.
+pub fn quit(said: impl Into<String>) {
+    conduct(Conduct::Quit { said: said.into() });
+}
+
+/// Installs the handlers; later calls do nothing.
+pub fn install() -> Result<()> {
+    if INSTALLED.swap(true, SeqCst) {
+        return Ok(());
+    }
+    let fault = |e: std::io::Error| Error::new("cannot install a signal handler").cause(e);
+    // The way out where even the thread below is stuck, on a terminal that takes no text.
+    let third = || {
+        if INTERRUPTS.fetch_add(1, SeqCst) >= 2 {
+            signal_hook::low_level::exit(ABANDONED);
+        }
+    };
+    // SAFETY: the handler does one atomic addition and `_exit`; both are async-signal-safe.
+    unsafe { signal_hook::low_level::register(SIGINT, third) }.map_err(fault)?;
+    // `nohup` has the end of the terminal ignored.
+    let wanted = SIGNALS.into_iter().filter(|s| *s != SIGHUP || !is_ignored(*s));
+    let mut signals = Signals::new(wanted).map_err(fault)?;
+    let wait = move || signals.forever().for_each(handle);
+    std::thread::Builder::new()
+        .name("signals".into())
+        .spawn(wait)
+        .map_err(fault)?;
+    Ok(())
+}
+
+fn is_ignored(signal: i32) -> bool {
+    // SAFETY: all bits zero is a valid `sigaction`; a null new action only asks for the old one.
+    unsafe {
+        let mut old: libc::sigaction = std::mem::zeroed();
+        libc::sigaction(signal, std::ptr::null(), &mut old) == 0 && old.sa_sigaction == libc::SIG_IGN
+    }
+}
+
+fn handle(signal: i32) {
+    let conduct = CONDUCT.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    if CHAT.load(SeqCst) {
+        // An answer is stopped; anything else ends the conversation.
+        match ANSWERING.load(SeqCst) && signal == SIGINT && RECEIVED.swap(signal, SeqCst) == 0 {
+            true => INTERRUPTS.store(0, SeqCst),
+            false => end(128 + signal, String::new()),
+        }
+        return;
+    }
+    match conduct {
+        None => end(128 + signal, "stopped".into()),
+        Some(Conduct::Quit { said }) => end(128 + signal, said),
+        Some(Conduct::Stop(stop)) => match RECEIVED.swap(signal, SeqCst) {
+            0 => tell(Notice::Stopping(stop)),
+            // Others may come twice: who sends them wants the state saved.
+            _ if signal != SIGINT => {}
+            _ => end(ABANDONED, format!("stopped now: {}", stop.lost)),
+        },
+    }
+}
+
+fn tell(notice: Notice) {
+    if let Some(tell) = TELL.get() {
+        tell(notice);
+    }
+}
+
+/// Ends the process without unwinding: half written files are removed, complete ones stay.
+fn end(code: i32, said: String) {
+    tell(Notice::Ending(said));
+    files::remove_unfinished();
+    signal_hook::low_level::exit(code);
+}
+
+/// For a conversation: while an answer is written Ctrl-C stops the answer, else it ends the program.
+pub fn install_for_chat() -> Result<()> {
+    CHAT.store(true, SeqCst);
+    install()
+}
+
+/// An answer begins, or it has ended: then what has stopped it is forgotten. True if something had.
+pub fn answering(begins: bool) -> bool {
+    ANSWERING.store(begins, SeqCst);
+    !begins && RECEIVED.swap(0, SeqCst) != 0
+}
+
+/// The signal that asked this run to stop, if any.
+pub fn received() -> Option<i32> {
+    match RECEIVED.load(SeqCst) {
+        0 => None,
+        s => Some(s),
+    }
+}

@@ -1,0 +1,454 @@
+//! Directories that appear whole or not at all: built under a temporary name beside the final one, renamed at the end.
+//! And directories for temporary files. Both carry a marker while ft may throw them away: a name alone is no proof
+//! that ft made a directory.
+
+use crate::{Error, Result, files};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+const REPLACED: &str = ".old-";
+/// The file that marks a directory whose contents ft may remove.
+const MARKER: &str = ".ft-temporary";
+const MARK: &str = "Temporary files of ft: ft removes this directory when it needs it no more.\n";
+
+/// A directory in the making; dropped before `commit` it leaves nothing.
+#[derive(Debug)]
+pub struct Staging {
+    temporary: PathBuf,
+    target: PathBuf,
+    done: bool,
+}
+
+impl Staging {
+    /// Starts `<target>.tmp-<pid>`; the parent is created if need be.
+    ///
+    /// Errors: `target` is there and is no directory; the disk refuses.
+    pub fn create(target: &Path) -> Result<Self> {
+        if let Some(parent) = target.parent().filter(|p| !p.as_os_str().is_empty()) {
+            files::create_dir_all(parent)?;
+        }
+        Self::beside(target)
+    }
+
+    /// As `create`, in a parent that must exist.
+    pub fn beside(target: &Path) -> Result<Self> {
+        if target.file_name().is_none() {
+            return Err(Error::new("output path has no name of its own").at_path(target));
+        }
+        if target.exists() && !target.is_dir() {
+            return Err(Error::new("a file stands where a directory should be written").at_path(target));
+        }
+        Ok(Self {
+            temporary: new_temporary(target)?,
+            target: target.to_path_buf(),
+            done: false,
+        })
+    }
+
+    /// Where to write.
+    pub fn path(&self) -> &Path {
+        &self.temporary
+    }
+
+    /// Gives the directory its name, durably. What had the name before is kept as `<name>.left` unless it is empty.
+    pub fn commit(self) -> Result<PathBuf> {
+        self.commit_over(&|_| false)
+    }
+
+    /// As `commit`; the directory that had the name is removed if `ours` says that nothing in it is anyone else's. It
+    /// is replaced in one step where the system can swap two names; elsewhere it is moved aside first, and `clean`
+    /// moves it back if the process ends between the two steps.
+    pub fn commit_over(mut self, ours: &dyn Fn(&Path) -> bool) -> Result<PathBuf> {
+        unmark(&self.temporary)?;
+        files::sync_dir(&self.temporary)?;
+        // From here on the temporary name may stand for what was there before: a signal must not remove it.
+        files::finished(&self.temporary);
+        let mut replaced = None;
+        if self.target.symlink_metadata().is_err() {
+            files::rename(&self.temporary, &self.target)?;
+        } else if files::exchange(&self.temporary, &self.target)? {
+            replaced = Some(self.temporary.clone());
+        } else {
+            let aside = with_suffix(&self.target, REPLACED)?;
+            files::rename(&self.target, &aside)?;
+            files::rename(&self.temporary, &self.target)?;
+            replaced = Some(aside);
+        }
+        self.done = true;
+        if let Some(old) = replaced {
+            if !is_directory(&old) || !(ours(&old) || is_empty(&old)) {
+                set_aside(&old, &self.target)?;
+            } else {
+                remove_temporary(&old)?;
+            }
+        }
+        Ok(self.target.clone())
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        files::finished(&self.temporary);
+        if !self.done {
+            // This very object has made it.
+            let _ = files::remove_dir_all(&self.temporary);
+        }
+    }
+}
+
+/// A new marked directory under a temporary name.
+fn new_temporary(target: &Path) -> Result<PathBuf> {
+    for _ in 0..1000 {
+        let temporary = files::temporary(target);
+        if files::create_new_dir(&temporary)? {
+            files::begun(&temporary);
+            mark(&temporary)?;
+            return Ok(temporary);
+        }
+    }
+    Err(Error::new("all temporary names beside this directory are taken").at_path(target))
+}
+
+fn mark(dir: &Path) -> Result<()> {
+    files::write_atomic(&dir.join(MARKER), MARK.as_bytes())
+}
+
+fn unmark(dir: &Path) -> Result<()> {
+    files::remove_file(&dir.join(MARKER))
+}
+
+/// Is this a directory (no link to one) whose contents ft may remove?
+pub fn is_marked(dir: &Path) -> bool {
+    let marker = dir.join(MARKER);
+    is_directory(dir)
+        && marker.symlink_metadata().is_ok_and(|m| m.is_file())
+        && files::read(&marker).is_ok_and(|text| text == MARK.as_bytes())
+}
+
+/// A directory itself, not a link to one.
+pub fn is_directory(path: &Path) -> bool {
+    path.symlink_metadata().is_ok_and(|m| m.is_dir())
+}
+
+/// Is this file a marker, or one that was not written to its end?
+pub fn is_marker(path: &Path) -> bool {
+    path.file_name()
+        .is_some_and(|n| n.to_string_lossy().starts_with(MARKER))
+        && path
+            .symlink_metadata()
+            .is_ok_and(|m| m.is_file() && m.len() <= MARK.len() as u64)
+}
+
+fn is_empty(dir: &Path) -> bool {
+    is_directory(dir) && files::list(dir).is_ok_and(|entries| entries.iter().all(|e| is_marker(e)))
+}
+
+/// Makes `dir` a directory for temporary files, or takes the one that ft has made there. What else has this name is
+/// renamed to `<name>.left`.
+pub fn scratch(dir: &Path) -> Result<()> {
+    if is_marked(dir) {
+        return Ok(());
+    }
+    if dir.symlink_metadata().is_ok() && !is_empty(dir) {
+        set_aside(dir, dir)?;
+    }
+    files::create_dir_all(dir)?;
+    mark(dir)
+}
+
+/// Removes a directory of temporary files; anything else of this name stays. True if it is gone.
+pub fn remove_scratch(dir: &Path) -> Result<bool> {
+    if is_marked(dir) {
+        files::remove_dir_all(dir)?;
+    }
+    Ok(dir.symlink_metadata().is_err())
+}
+
+/// The first free name of `<name>.left`, `<name>.left-2`, ...
+pub fn left_name(target: &Path) -> Result<PathBuf> {
+    let name = target
+        .file_name()
+        .map(|n| n.to_string_lossy().into_owned())
+        .unwrap_or_default();
+    (1..1000)
+        .map(|i| match i {
+            1 => target.with_file_name(format!("{name}.left")),
+            i => target.with_file_name(format!("{name}.left-{i}")),
+        })
+        .find(|p| p.symlink_metadata().is_err())
+        .ok_or_else(|| Error::new("too many directories of this name were set aside").at_path(target))
+}
+
+/// Renames `path` to the `left_name` of `target`.
+pub fn set_aside(path: &Path, target: &Path) -> Result<PathBuf> {
+    let free = left_name(target)?;
+    files::rename(path, &free)?;
+    Ok(free)
+}
+
+/// Removes a directory that the caller knows to be ft's, so that it is never seen half removed under its own name.
+pub fn remove_whole(path: &Path) -> Result<()> {
+    let mut temporary = files::temporary(path);
+    while temporary.symlink_metadata().is_ok() {
+        temporary = files::temporary(path);
+    }
+    files::rename(path, &temporary)?;
+    remove_temporary(&temporary)
+}
+
+/// The marker goes last: `clean` recognizes what a killed process leaves of it.
+fn remove_temporary(dir: &Path) -> Result<()> {
+    mark(dir)?;
+    for entry in files::list(dir)? {
+        match is_marker(&entry) {
+            true => {}
+            false if is_directory(&entry) => files::remove_dir_all(&entry)?,
+            false => files::remove_file(&entry)?,
+        }
+    }
+    files::remove_dir_all(dir)
+}
+
+/// What `clean` did.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Cleaned {
+    pub removed: Vec<PathBuf>,
+    /// Directories that have their names again.
+    pub restored: Vec<PathBuf>,
+    /// They look like ft's work, but nothing proves it.
+    pub left: Vec<PathBuf>,
+}
+
+/// Who may have left something in a directory, and what.
+pub struct Owner<'a> {
+    /// Process ids that are known to have worked here.
+    pub processes: &'a BTreeSet<u32>,
+    /// Names that ft gives to files and directories here.
+    pub is_name: &'a dyn Fn(&str) -> bool,
+    /// Is everything in this directory ft's?
+    pub is_ours: &'a dyn Fn(&Path) -> bool,
+}
+
+/// Removes what killed processes left in `dir` (`<name>.tmp-<pid>`); a directory that was moved aside while it was
+/// replaced (`<name>.old-<pid>`) gets its name back if nothing took it.
+///
+/// Only for the process that owns `dir`. Touches an entry only if name and process are the owner's; a directory only if
+/// it carries ft's marker, is empty, or is the owner's by its contents; never a link.
+pub fn clean(dir: &Path, owner: &Owner) -> Result<Cleaned> {
+    let mut out = Cleaned::default();
+    if !dir.is_dir() {
+        return Ok(out);
+    }
+    for path in files::list(dir)? {
+        let name = path
+            .file_name()
+            .map(|n| n.to_string_lossy().into_owned())
+            .unwrap_or_default();
+        let mine = |mark: &str| {
+            before(&name, mark).filter(|(original, pid)| (owner.is_name)(original) && owner.processes.contains(pid))
+        };
+        let certain = |path: &Path| is_directory(path) && (is_marked(path) || is_empty(path) || (owner.is_ours)(path));
+        if let Some((original, _)) = mine(REPLACED) {
+            let original = dir.join(original);
+            if original.symlink_metadata().is_err() && is_directory(&path) {
+                files::rename(&path, &original)?;
+                out.restored.push(original);
+            } else if certain(&path) {
+                files::remove_dir_all(&path)?;
+                out.removed.push(path);
+            } else {
+                out.left.push(path);
+            }
+        } else if mine(files::TEMPORARY).is_some() {
+            if certain(&path) {
+                files::remove_dir_all(&path)?;
+                out.removed.push(path);
+            } else if path.symlink_metadata().is_ok_and(|m| m.is_file()) {
+                files::remove_file(&path)?;
+                out.removed.push(path);
+            } else {
+                out.left.push(path);
+            }
+        }
+    }
+    Ok(out)
+}
+
+fn with_suffix(path: &Path, mark: &str) -> Result<PathBuf> {
+    let name = path
+        .file_name()
+        .map(|n| n.to_string_lossy().into_owned())
+        .unwrap_or_default();
+    let process = std::process::id();
+    (0..1000)
+        .map(|n| match n {
+            0 => path.with_file_name(format!("{name}{mark}{process}")),
+            n => path.with_file_name(format!("{name}{mark}{process}-{n}")),
+        })
+        .find(|p| p.symlink_metadata().is_err())
+        .ok_or_else(|| Error::new("all temporary names beside this directory are taken").at_path(path))
+}
+
+/// `checkpoint-5` and 1234 of `checkpoint-5.tmp-1234` or `checkpoint-5.tmp-1234-2`.
+fn before<'a>(name: &'a str, mark: &str) -> Option<(&'a str, u32)> {
+    let (original, process) = name.rsplit_once(mark)?;
+    let (process, number) = process.split_once('-').unwrap_or((process, "0"));
+    let digits = |t: &str| !t.is_empty() && t.bytes().all(|b| b.is_ascii_digit());
+    if original.is_empty() || !digits(process) || !digits(number) {
+        return None;
+    }
+    Some((original, process.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn make(target: &Path, text: &str) -> Staging {
+        let staging = Staging::create(target).unwrap();
+        files::write_atomic(&staging.path().join("a.txt"), text.as_bytes()).unwrap();
+        staging
+    }
+
+    fn read(target: &Path) -> String {
+        files::read_text(&target.join("a.txt")).unwrap()
+    }
+
+    fn names(dir: &Path) -> Vec<String> {
+        let name = |p: &PathBuf| p.file_name().unwrap().to_string_lossy().into_owned();
+        files::list(dir).unwrap().iter().map(name).collect()
+    }
+
+    #[test]
+    fn a_directory_appears_whole_is_replaced_whole_or_leaves_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("deep/final");
+        drop(make(&target, "lost"));
+        let parent = target.parent().unwrap();
+        assert!(names(parent).is_empty());
+        make(&target, "one").commit().unwrap();
+        assert_eq!(read(&target), "one");
+        std::fs::write(target.join("stale.txt"), "x").unwrap();
+        make(&target, "two").commit_over(&|_| true).unwrap();
+        assert_eq!(read(&target), "two");
+        assert_eq!(names(&target), ["a.txt"], "nothing of the old directory is mixed in");
+        assert_eq!(names(parent), ["final"]);
+        std::fs::write(dir.path().join("file"), "x").unwrap();
+        assert!(Staging::create(&dir.path().join("file")).is_err());
+        assert!(Staging::beside(&dir.path().join("gone/final")).is_err() && !dir.path().join("gone").exists());
+    }
+
+    #[test]
+    fn what_is_not_known_to_be_ours_is_kept_when_it_is_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("final");
+        for text in ["mine", "also mine"] {
+            std::fs::create_dir_all(&target).unwrap();
+            std::fs::write(target.join("notes.txt"), text).unwrap();
+            make(&target, text).commit().unwrap();
+        }
+        assert_eq!(names(dir.path()), ["final", "final.left", "final.left-2"]);
+        assert_eq!(
+            files::read_text(&dir.path().join("final.left/notes.txt")).unwrap(),
+            "mine"
+        );
+        // A link is kept as a link: what it points to is not ours even if it looks so.
+        let (other, link) = (dir.path().join("other"), dir.path().join("link"));
+        std::fs::create_dir(&other).unwrap();
+        std::fs::write(other.join("b.txt"), "x").unwrap();
+        std::os::unix::fs::symlink(&other, &link).unwrap();
+        make(&link, "new").commit_over(&|_| true).unwrap();
+        assert!(other.join("b.txt").exists() && dir.path().join("link.left").is_symlink());
+    }
+
+    #[test]
+    fn a_directory_that_has_the_temporary_name_is_not_touched() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("final");
+        let process = std::process::id();
+        let taken: Vec<PathBuf> = std::iter::once(format!("final.tmp-{process}"))
+            .chain((0..200).map(|n| format!("final.tmp-{process}-{n}")))
+            .map(|name| dir.path().join(name))
+            .collect();
+        for path in &taken {
+            std::fs::create_dir(path).unwrap();
+            std::fs::write(path.join("half.bin"), "x").unwrap();
+        }
+        make(&target, "one").commit().unwrap();
+        drop(make(&target, "two"));
+        assert_eq!(names(&target), ["a.txt"]);
+        assert!(taken.iter().all(|p| names(p) == ["half.bin"]));
+    }
+
+    #[test]
+    fn cleaning_takes_what_is_proved_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let d = dir.path();
+        let put = |name: &str, marked: bool| {
+            std::fs::create_dir(d.join(name)).unwrap();
+            std::fs::write(d.join(name).join("a.txt"), name).unwrap();
+            if marked {
+                mark(&d.join(name)).unwrap();
+            }
+        };
+        put("final", false);
+        put("checkpoint-6", false);
+        // Ours: marked, or moved aside while its name is free.
+        for name in ["final.tmp-77", "checkpoint-5.tmp-77-12", "checkpoint-6.old-77"] {
+            put(name, true);
+        }
+        put("checkpoint-5.old-77", false);
+        std::fs::write(d.join("plan.json.tmp-77"), "x").unwrap();
+        std::fs::create_dir(d.join("checkpoint-9.tmp-77")).unwrap();
+        // Not ours: no marker, another process, another name, a link.
+        put("checkpoint-7.tmp-77", false);
+        put("final.tmp-78", true);
+        put("photos.old-77", true);
+        put("notes.tmp-77", true);
+        put("final.old-1999", false);
+        std::fs::write(d.join("notes.txt.tmp-77"), "x").unwrap();
+        std::os::unix::fs::symlink(d.join("final"), d.join("final.tmp-77-1")).unwrap();
+
+        let processes = BTreeSet::from([77]);
+        let owner = Owner {
+            processes: &processes,
+            is_name: &|name| ["final", "plan.json"].contains(&name) || name.starts_with("checkpoint-"),
+            is_ours: &|_| false,
+        };
+        let cleaned = clean(d, &owner).unwrap();
+        let left = [
+            "checkpoint-5",
+            "checkpoint-6",
+            "checkpoint-7.tmp-77",
+            "final",
+            "final.old-1999",
+            "final.tmp-77-1",
+            "final.tmp-78",
+            "notes.tmp-77",
+            "notes.txt.tmp-77",
+            "photos.old-77",
+        ];
+        assert_eq!(names(d), left);
+        assert_eq!((cleaned.removed.len(), cleaned.restored.len()), (5, 1));
+        assert_eq!(cleaned.left, [d.join("checkpoint-7.tmp-77"), d.join("final.tmp-77-1")]);
+        assert_eq!(read(&d.join("checkpoint-5")), "checkpoint-5.old-77");
+        assert_eq!(clean(&d.join("not there"), &owner).unwrap(), Cleaned::default());
+        remove_whole(&d.join("final")).unwrap();
+        assert!(!d.join("final").exists() && clean(d, &owner).unwrap().removed.is_empty());
+    }
+
+    #[test]
+    fn temporary_files_have_a_marked_directory_and_others_keep_theirs() {
+        let dir = tempfile::tempdir().unwrap();
+        let trained = dir.path().join("trained");
+        std::fs::create_dir(&trained).unwrap();
+        std::fs::write(trained.join("theirs.txt"), "x").unwrap();
+        assert!(!remove_scratch(&trained).unwrap());
+        scratch(&trained).unwrap();
+        std::fs::write(trained.join("ours.bin"), "x").unwrap();
+        scratch(&trained).unwrap();
+        assert!(trained.join("ours.bin").exists());
+        assert!(remove_scratch(&trained).unwrap() && remove_scratch(&trained).unwrap());
+        assert_eq!(names(&dir.path().join("trained.left")), ["theirs.txt"]);
+    }
+}

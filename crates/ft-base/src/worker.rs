@@ -1,0 +1,297 @@
+//! A second process of the same program for work on what a stranger wrote: it may use little memory and time, and opens
+//! nothing. The program says once how it is started; a library or a test that says nothing has none.
+//!
+//! Limits: address space, processor time, stack, no new files, no core dump, no new rights; on Linux also a filter of
+//! system calls, where the kernel allows it.
+
+use crate::{Error, Result};
+use std::ffi::OsString;
+use std::fmt;
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// The first argument of a process that is a worker.
+pub const ARGUMENT: &str = "internal-worker";
+/// Address space, bytes.
+const MEMORY: u64 = 1 << 30;
+const STACK: u64 = 8 << 20;
+/// Processor time for one piece of work, seconds.
+const SECONDS: u64 = 20;
+/// Longest silence of a worker that has work.
+const SILENCE: Duration = Duration::from_secs(60);
+
+/// How a worker is started.
+#[derive(Debug)]
+pub struct Program {
+    pub path: PathBuf,
+    /// The whole environment of a worker.
+    pub variables: Vec<(OsString, OsString)>,
+}
+
+static PROGRAM: OnceLock<Program> = OnceLock::new();
+
+/// Called once by the program, before anything asks for a worker.
+pub fn set_program(program: Program) {
+    let _ = PROGRAM.set(program);
+}
+
+/// False in a library or a test that never called `set_program`.
+pub fn is_available() -> bool {
+    PROGRAM.get().is_some()
+}
+
+/// Why a worker gave no answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    Memory,
+    Stack,
+    Time,
+    Silence,
+    Signal(i32),
+    Exit(i32),
+}
+
+impl fmt::Display for End {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Memory => write!(f, "used more than {} MiB", MEMORY >> 20),
+            Self::Stack => write!(f, "overflowed the stack"),
+            Self::Time => write!(f, "used more than {SECONDS} s of processor time"),
+            Self::Silence => write!(f, "gave no answer for {} s", SILENCE.as_secs()),
+            Self::Signal(signal) => write!(f, "was ended by signal {signal}"),
+            Self::Exit(code) => write!(f, "ended with code {code}"),
+        }
+    }
+}
+
+/// A running worker. Dropping it ends the process.
+pub struct Worker {
+    child: Child,
+    input: ChildStdin,
+    output: ChildStdout,
+}
+
+impl Worker {
+    /// Errors: there is no program, or the system starts none.
+    pub fn start() -> Result<Self> {
+        match PROGRAM.get() {
+            Some(program) => Self::of(program),
+            None => Err(Error::new("there is no program to start a confined process of")),
+        }
+    }
+
+    fn of(program: &Program) -> Result<Self> {
+        let failed = || Error::new("cannot start a process with limits");
+        let mut child = Command::new(&program.path)
+            .arg(ARGUMENT)
+            .env_clear()
+            .envs(program.variables.iter().map(|(k, v)| (k, v)))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            // Ctrl-C in the terminal is for this process, which then closes the input of the other.
+            .process_group(0)
+            .spawn()
+            .map_err(|e| failed().cause(e))?;
+        match (child.stdin.take(), child.stdout.take()) {
+            (Some(input), Some(output)) => Ok(Self { child, input, output }),
+            _ => Err(failed()),
+        }
+    }
+
+    /// Errors: the worker has ended.
+    pub fn send(&mut self, bytes: &[u8]) -> std::result::Result<(), End> {
+        self.input
+            .write_all(bytes)
+            .and_then(|()| self.input.flush())
+            .map_err(|_| self.end())
+    }
+
+    /// Fills `bytes`. Errors: the worker has ended, or is silent.
+    pub fn receive(&mut self, mut bytes: &mut [u8]) -> std::result::Result<(), End> {
+        while !bytes.is_empty() {
+            if !self.wait() {
+                let _ = self.child.kill();
+                let _ = self.child.wait();
+                return Err(End::Silence);
+            }
+            match self.output.read(bytes) {
+                Ok(0) => return Err(self.end()),
+                Ok(n) => bytes = &mut bytes[n..],
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(_) => return Err(self.end()),
+            }
+        }
+        Ok(())
+    }
+
+    /// True when there is something to read, or the worker has ended.
+    fn wait(&self) -> bool {
+        let start = Instant::now();
+        loop {
+            let left = SILENCE.saturating_sub(start.elapsed());
+            let mut poll = libc::pollfd {
+                fd: self.output.as_raw_fd(),
+                events: libc::POLLIN,
+                revents: 0,
+            };
+            let millis = i32::try_from(left.as_millis()).unwrap_or(i32::MAX);
+            // SAFETY: one valid pollfd, whose descriptor is open as long as `self`.
+            match unsafe { libc::poll(&mut poll, 1, millis) } {
+                0 => return false,
+                n if n > 0 => return true,
+                // A signal came in between: the rest of the time is waited for.
+                _ if left.is_zero() => return false,
+                _ => {}
+            }
+        }
+    }
+
+    /// Ends the process and says why it gave no answer.
+    fn end(&mut self) -> End {
+        // It has closed its output: it is dead or dying.
+        let start = Instant::now();
+        let status = loop {
+            match self.child.try_wait() {
+                Ok(Some(status)) => break Some(status),
+                Ok(None) if start.elapsed() < Duration::from_secs(2) => std::thread::sleep(Duration::from_millis(2)),
+                _ => break None,
+            }
+        };
+        let mut said = Vec::new();
+        if let (Some(_), Some(stderr)) = (status, self.child.stderr.take()) {
+            let _ = stderr.take(4096).read_to_end(&mut said);
+        }
+        let said = String::from_utf8_lossy(&said);
+        let Some(status) = status else {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+            return End::Silence;
+        };
+        match (status.signal(), status.code()) {
+            (Some(libc::SIGXCPU), _) => End::Time,
+            _ if said.contains("overflowed its stack") => End::Stack,
+            _ if said.contains("memory allocation") => End::Memory,
+            (Some(libc::SIGSEGV | libc::SIGBUS), _) => End::Stack,
+            (Some(signal), _) => End::Signal(signal),
+            (None, code) => End::Exit(code.unwrap_or(-1)),
+        }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl fmt::Debug for Worker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Worker({})", self.child.id())
+    }
+}
+
+/// Sets a limit, or keeps a lower one that the process was started with.
+fn limit(what: Resource, soft: u64, hard: u64) -> std::io::Result<()> {
+    let mut value = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: writes one `rlimit`.
+    if unsafe { libc::getrlimit(what, &mut value) } != 0 {
+        return Err(std::io::Error::last_os_error());
+    }
+    value.rlim_max = value.rlim_max.min(hard as libc::rlim_t);
+    value.rlim_cur = value.rlim_max.min(soft as libc::rlim_t);
+    // SAFETY: reads one `rlimit`.
+    match unsafe { libc::setrlimit(what, &value) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
+
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+type Resource = libc::__rlimit_resource_t;
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+type Resource = libc::c_int;
+
+/// Takes from this process what a worker does not need, for ever.
+///
+/// Errors: a limit cannot be set. A filter of system calls that cannot be set is no error.
+pub fn confine() -> std::io::Result<()> {
+    limit(libc::RLIMIT_AS, MEMORY, MEMORY)?;
+    limit(libc::RLIMIT_STACK, STACK, STACK)?;
+    limit(libc::RLIMIT_CORE, 0, 0)?;
+    limit(libc::RLIMIT_FSIZE, 0, 0)?;
+    limit(libc::RLIMIT_NOFILE, 3, 3)?;
+    #[cfg(target_os = "linux")]
+    super::syscalls::filter();
+    Ok(())
+}
+
+/// Starts the clock for the next piece of work: what it may use of the processor from now on.
+pub fn limit_time() {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: writes one `timespec`.
+    let used = match unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) } {
+        0 => u64::try_from(time.tv_sec).unwrap_or(0),
+        _ => return,
+    };
+    let _ = limit(libc::RLIMIT_CPU, used + SECONDS + 1, u64::MAX);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    /// A worker that is this script.
+    fn script(lines: &str) -> (tempfile::TempDir, Worker) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("worker");
+        std::fs::write(&path, format!("#!/bin/sh\n{lines}\n")).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).unwrap();
+        let variables = vec![("GIVEN".into(), "yes".into())];
+        let worker = Worker::of(&Program { path, variables }).unwrap();
+        (dir, worker)
+    }
+
+    #[test]
+    fn the_end_of_a_worker_is_told_in_words() {
+        let end = |lines: &str| {
+            let (_dir, mut worker) = script(lines);
+            worker.receive(&mut [0]).unwrap_err()
+        };
+        assert_eq!(end("kill -XCPU $$"), End::Time);
+        assert_eq!(
+            end("echo memory allocation of 9 bytes failed >&2; kill -ABRT $$"),
+            End::Memory
+        );
+        assert_eq!(
+            end("echo thread main has overflowed its stack >&2; kill -ABRT $$"),
+            End::Stack
+        );
+        assert_eq!(end("kill -SEGV $$"), End::Stack);
+        assert_eq!(end("kill -KILL $$"), End::Signal(9));
+        assert_eq!(end("exit 3"), End::Exit(3));
+        assert_eq!(End::Memory.to_string(), "used more than 1024 MiB");
+    }
+
+    #[test]
+    fn a_worker_has_its_own_group_and_no_environment_but_what_is_given() {
+        let (_dir, mut worker) = script("read line; echo \"$line $GIVEN ${HOME:-none}\"; read line");
+        worker.send(b"hello\n").unwrap();
+        let mut said = [0u8; 15];
+        worker.receive(&mut said).unwrap();
+        assert_eq!(&said, b"hello yes none\n");
+        // SAFETY: asks for a number.
+        let group = unsafe { libc::getpgid(worker.child.id() as i32) };
+        assert_eq!(group, worker.child.id() as i32);
+    }
+}

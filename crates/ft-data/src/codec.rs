@@ -1,0 +1,116 @@
+//! What this room needs of a tokenizer and of a chat template, so that tests can bring their own.
+
+use ft_base::Result;
+use ft_formats::{ChatTemplate, Tokenizer};
+use serde_json::Value;
+
+pub use ft_formats::template::{Job, Rendered};
+pub use ft_formats::tokenizer::IdsAndOffsets;
+
+/// Text to token ids and back.
+pub trait TextCodec: Send + Sync {
+    /// `add_special`: the special tokens that the tokenizer itself puts around a text.
+    fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>>;
+
+    /// The same ids, with byte ranges in `text`; a token that stands for no text has an empty range.
+    fn encode_with_offsets(&self, text: &str, add_special: bool) -> Result<IdsAndOffsets>;
+
+    /// Text of the tokens, special tokens included.
+    fn decode(&self, ids: &[u32]) -> Result<String>;
+
+    fn bos_id(&self) -> Option<u32>;
+
+    fn eos_id(&self) -> Option<u32>;
+
+    fn is_special(&self, id: u32) -> bool;
+
+    /// Number of ids that the tokenizer can give.
+    fn vocab_size(&self) -> usize;
+
+    /// Ids at which generation stops.
+    fn stop_ids(&self) -> &[u32];
+}
+
+/// A conversation to text.
+pub trait ChatRender: Send + Sync {
+    /// Errors: the template fails or refuses the conversation.
+    fn render(&self, messages: &[Value], tools: Option<&Value>, add_generation_prompt: bool) -> Result<String>;
+
+    /// As `render`, with the byte ranges that `{% generation %}` blocks printed. `None`: the template has no such block.
+    fn render_marked(
+        &self,
+        _messages: &[Value],
+        _tools: Option<&Value>,
+        _add_generation_prompt: bool,
+    ) -> Result<Option<Rendered>> {
+        Ok(None)
+    }
+
+    /// The texts of many conversations at once, for each ask of each job; what is `None`, or is missing, `render` does.
+    fn render_many(&self, _jobs: &[Job]) -> Vec<Vec<Option<Rendered>>> {
+        Vec::new()
+    }
+
+    /// Nothing is rendered for a while: what waits for work may end.
+    fn rest(&self) {}
+}
+
+impl TextCodec for Tokenizer {
+    fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
+        self.encode(text, add_special)
+    }
+
+    fn encode_with_offsets(&self, text: &str, add_special: bool) -> Result<IdsAndOffsets> {
+        self.encode_with_offsets(text, add_special)
+    }
+
+    fn decode(&self, ids: &[u32]) -> Result<String> {
+        self.decode(ids, false)
+    }
+
+    fn bos_id(&self) -> Option<u32> {
+        self.bos_id()
+    }
+
+    fn eos_id(&self) -> Option<u32> {
+        self.eos_id()
+    }
+
+    fn is_special(&self, id: u32) -> bool {
+        self.is_special(id)
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.vocab_size()
+    }
+
+    fn stop_ids(&self) -> &[u32] {
+        self.stop_ids()
+    }
+}
+
+impl ChatRender for ChatTemplate {
+    fn render(&self, messages: &[Value], tools: Option<&Value>, add_generation_prompt: bool) -> Result<String> {
+        self.render(messages, tools, add_generation_prompt)
+    }
+
+    fn render_marked(
+        &self,
+        messages: &[Value],
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> Result<Option<Rendered>> {
+        match self.marks_generation(tools) {
+            true => self.render_marked(messages, tools, add_generation_prompt).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    fn render_many(&self, jobs: &[Job]) -> Vec<Vec<Option<Rendered>>> {
+        self.render_many(jobs)
+    }
+
+    fn rest(&self) {
+        self.rest();
+    }
+}

@@ -1,0 +1,126 @@
+//! What `ft data` shows: rows as the model sees them with the trained tokens marked, the counts, the lengths.
+
+use super::codec::TextCodec;
+use super::dataset::{Dataset, Spec, Stats};
+use ft_base::Result;
+use ft_base::units::count;
+use std::fmt::Write;
+
+/// Marks around the trained parts. With colour they are green too.
+const OPEN: &str = "⟦";
+const CLOSE: &str = "⟧";
+const GREEN: &str = "\x1b[32m";
+const PLAIN: &str = "\x1b[0m";
+/// Columns of the longest bar.
+const BAR: usize = 40;
+
+/// The first `rows` rows, then counts, cuts and a histogram of lengths.
+///
+/// Errors: a token cannot be decoded.
+pub fn describe(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, rows: usize, colour: bool) -> Result<String> {
+    let mut out = String::new();
+    for (row, (example, origin)) in dataset.examples.iter().zip(&dataset.origins).enumerate().take(rows) {
+        let file = spec.files.get(origin.file as usize).map_or("", String::as_str);
+        let at = if origin.is_line { ":" } else { ":row " };
+        let trained = example.trained.iter().filter(|&&t| t).count();
+        let title = format!(
+            "{}{at}{}  {} tokens, {} trained",
+            visible(file),
+            origin.number,
+            count(example.ids.len() as u64),
+            count(trained as u64),
+        );
+        let _ = writeln!(out, "--- {title}");
+        for document in dataset.documents(row) {
+            let text = marked(
+                &example.ids[document.clone()],
+                &example.trained[document],
+                codec,
+                colour,
+            )?;
+            let _ = writeln!(out, "{text}\n");
+        }
+    }
+    if rows > 0 {
+        let _ = writeln!(out, "{OPEN}trained{CLOSE} not trained\n");
+    }
+    out.push_str(&counts(&dataset.stats));
+    out.push_str(&histogram(dataset.examples.iter().map(|e| e.ids.len())));
+    for warning in dataset.stats.warnings(spec.max_length) {
+        let _ = writeln!(out, "warning: {warning}");
+    }
+    Ok(out)
+}
+
+/// The row's text, runs of trained tokens between marks.
+fn marked(ids: &[u32], trained: &[bool], codec: &dyn TextCodec, colour: bool) -> Result<String> {
+    let mut out = String::new();
+    let mut start = 0;
+    while start < ids.len() {
+        let run = trained[start..].iter().take_while(|&&t| t == trained[start]).count();
+        let text = visible(&codec.decode(&ids[start..start + run])?);
+        match (trained[start], colour) {
+            (false, _) => out.push_str(&text),
+            (true, false) => out.extend([OPEN, &text, CLOSE]),
+            (true, true) => out.extend([GREEN, OPEN, &text, CLOSE, PLAIN]),
+        }
+        start += run;
+    }
+    Ok(out)
+}
+
+/// Control characters of the data must not act on the terminal; line breaks and tabs stay.
+pub fn visible(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '\n' | '\t' => out.push(c),
+            c if c.is_control() => out.extend(c.escape_unicode()),
+            c => out.push(c),
+        }
+    }
+    out
+}
+
+fn counts(stats: &Stats) -> String {
+    let share = 100.0 * stats.trained_tokens as f64 / (stats.tokens as f64).max(1.0);
+    let kept = stats.rows - stats.dropped_rows;
+    let lines = [
+        ("rows", count(stats.rows as u64)),
+        ("rows used", count(kept as u64)),
+        ("tokens", count(stats.tokens)),
+        (
+            "trained tokens",
+            format!("{} ({share:.1} %)", count(stats.trained_tokens)),
+        ),
+        (
+            "shortest, longest",
+            format!("{}, {}", count(stats.shortest as u64), count(stats.longest as u64)),
+        ),
+        ("rows cut", count(stats.truncated_rows as u64)),
+        ("tokens cut", count(stats.truncated_tokens)),
+        ("rows left out", count(stats.dropped_rows as u64)),
+    ];
+    lines
+        .iter()
+        .map(|(name, value)| format!("{name:<18} {value}\n"))
+        .collect()
+}
+
+/// Rows by length; each bin reaches to twice the length of the one before.
+fn histogram(lengths: impl Iterator<Item = usize>) -> String {
+    let mut bins: Vec<usize> = Vec::new();
+    for length in lengths {
+        let bin = length.max(1).next_power_of_two().trailing_zeros() as usize;
+        bins.resize(bins.len().max(bin + 1), 0);
+        bins[bin] += 1;
+    }
+    let most = bins.iter().copied().max().unwrap_or(0).max(1);
+    let mut out = String::from("tokens a row\n");
+    let first = bins.iter().position(|&n| n > 0).unwrap_or(0);
+    for (bin, &n) in bins.iter().enumerate().skip(first) {
+        let bar = "#".repeat((n * BAR).div_ceil(most));
+        let _ = writeln!(out, "  up to {:>7} {:>9} {bar}", count(1 << bin), count(n as u64));
+    }
+    out
+}

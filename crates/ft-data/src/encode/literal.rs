@@ -1,0 +1,110 @@
+//! Special tokens written inside a user's or a tool's text are text: `<|im_end|>` in a question must not end
+//! the turn. (Text and prompt-completion rows are the author's own and keep their special tokens, and so do
+//! assistant and system messages.)
+
+use super::spans::content_range;
+use crate::chat;
+use crate::codec::{ChatRender, IdsAndOffsets, TextCodec};
+use crate::read::clip;
+use ft_base::{Error, Result};
+use serde_json::Value;
+use std::ops::Range;
+
+/// A rendered conversation, as the template saw it.
+pub(super) struct Source<'a> {
+    pub codec: &'a dyn TextCodec,
+    pub template: &'a dyn ChatRender,
+    pub messages: &'a [Value],
+    pub tools: Option<&'a Value>,
+    pub add_generation_prompt: bool,
+    pub text: &'a str,
+}
+
+impl Source<'_> {
+    /// Encodes the text; special tokens that come from a message and not from the template become plain text.
+    ///
+    /// Errors: the message cannot be found in the text, or the token's text gives that token in any spelling.
+    pub(super) fn encode(&self) -> Result<IdsAndOffsets> {
+        let (ids, offsets) = self.codec.encode_with_offsets(self.text, false)?;
+        let foreign = self.foreign(&ids, &offsets)?;
+        if foreign.is_empty() {
+            return Ok((ids, offsets));
+        }
+        let (mut new_ids, mut new_offsets) = (Vec::with_capacity(ids.len()), Vec::with_capacity(ids.len()));
+        for (id, (start, end)) in ids.into_iter().zip(offsets) {
+            // A token may take the white space beside it; its own text decides whose it is.
+            let own = self.text[start..end].trim_start();
+            let own = end - own.len()..end - own.len() + own.trim_end().len();
+            let inside = foreign.iter().any(|r| r.start <= own.start && own.end <= r.end);
+            if start < end && inside && self.codec.is_special(id) {
+                for (piece, offset) in spelled_out(self.codec, &self.text[start..end])? {
+                    new_ids.push(piece);
+                    new_offsets.push((start + offset.0, start + offset.1));
+                }
+            } else {
+                new_ids.push(id);
+                new_offsets.push((start, end));
+            }
+        }
+        Ok((new_ids, new_offsets))
+    }
+
+    /// Where contents of users and tools that hold special tokens stand in the text.
+    fn foreign(&self, ids: &[u32], offsets: &[(usize, usize)]) -> Result<Vec<Range<usize>>> {
+        let mut specials: Vec<&str> = ids
+            .iter()
+            .zip(offsets)
+            .filter(|&(&id, _)| self.codec.is_special(id))
+            .map(|(_, &(start, end))| self.text[start..end].trim())
+            .filter(|special| !special.is_empty())
+            .collect();
+        specials.sort_unstable();
+        specials.dedup();
+        let mut ranges = Vec::new();
+        for (i, message) in self.messages.iter().enumerate() {
+            let content = chat::content(message);
+            let foreign = matches!(chat::role(message), "user" | "tool" | "function" | "ipython");
+            if !foreign || !specials.iter().any(|special| content.contains(special)) {
+                continue;
+            }
+            let (prompt, text) = (self.add_generation_prompt, self.text);
+            match content_range(self.template, self.messages, self.tools, prompt, text, i) {
+                Some(range) => ranges.push(range),
+                None => {
+                    return Err(Error::new(format!(
+                        "message {} holds the text of a special token, and it cannot be found in the template's text",
+                        i + 1
+                    ))
+                    .found(clip(content))
+                    .hint("remove the special token's text from the message"));
+                }
+            }
+        }
+        Ok(ranges)
+    }
+}
+
+/// The ids of a special token's text, cut in two so that it is not recognised; cut into characters if need be.
+fn spelled_out(codec: &dyn TextCodec, token: &str) -> Result<Vec<(u32, (usize, usize))>> {
+    let first = token.chars().next().map_or(0, char::len_utf8);
+    let characters: Vec<usize> = token.char_indices().map(|(i, _)| i).collect();
+    for cuts in [vec![0, first], characters] {
+        let mut out = Vec::new();
+        for (k, &start) in cuts.iter().enumerate() {
+            let end = cuts.get(k + 1).copied().unwrap_or(token.len());
+            let (ids, offsets) = codec.encode_with_offsets(&token[start..end], false)?;
+            out.extend(
+                ids.into_iter()
+                    .zip(offsets.into_iter().map(|(s, e)| (start + s, start + e))),
+            );
+        }
+        if !out.iter().any(|&(id, _)| codec.is_special(id)) {
+            return Ok(out);
+        }
+    }
+    Err(
+        Error::new("the text of a special token in a message cannot be encoded as plain text")
+            .found(format!("`{token}`"))
+            .hint("remove it from the message"),
+    )
+}

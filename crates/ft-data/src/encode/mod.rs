@@ -1,0 +1,333 @@
+//! Samples to token ids with a mask of what is trained. The mask follows positions in the text, never token ids.
+//!
+//! Letters: T tokens of a row.
+//!
+//! - Text: the tokenizer's own encoding, then EOS unless it is last. All of it is trained.
+//! - Prompt and completion: encoded as one text (so that a word across the border is cut as the model knows it),
+//!   then EOS. Trained from the first token that reaches past the prompt's last byte: a token that holds the end of
+//!   the prompt and the start of the completion belongs to the completion.
+//! - Conversations: rendered once, encoded without added special tokens. Of each assistant turn the tokens after
+//!   the generation prompt up to and with the end-of-turn token are trained; where the template has `{% generation %}`
+//!   blocks, the tokens of these.
+//!
+//! The first token of a row is never trained: nothing comes before it.
+
+mod literal;
+mod spans;
+
+#[cfg(test)]
+mod tests;
+#[cfg(test)]
+mod tests_chat;
+#[cfg(test)]
+mod tests_real;
+#[cfg(test)]
+mod tests_turns;
+
+use super::batch::Example;
+use super::chat;
+use super::codec::{ChatRender, TextCodec};
+use super::rows::{Chat, Sample};
+use crate::TrainOn;
+use ft_base::{Error, Result};
+use serde_json::Value;
+use std::ops::Range;
+
+/// What a row becomes.
+#[derive(Clone, Copy)]
+pub struct Encoder<'a> {
+    pub codec: &'a dyn TextCodec,
+    /// `None`: there is no chat template.
+    pub template: Option<&'a dyn ChatRender>,
+    pub train_on: TrainOn,
+    /// Longest row in tokens; what is longer loses its end.
+    pub max_length: usize,
+    /// Rows of the model's embedding: no id may reach it.
+    pub embedding_rows: usize,
+}
+
+/// A row in tokens, and what happened to it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Encoded {
+    pub example: Example,
+    /// Tokens cut off at `max_length`.
+    pub cut: usize,
+    /// Trained tokens before the cut.
+    pub trained_before_cut: usize,
+    /// Trained assistant turns whose last token is not a special one: the model does not learn to end them.
+    pub open_turns: usize,
+}
+
+/// A prompt to answer, and the answer that its row has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Question {
+    /// `[T]`, up to and with the generation prompt.
+    pub prompt: Vec<u32>,
+    pub answer: String,
+}
+
+/// `[T]` ids and mask before the checks.
+struct Masked {
+    ids: Vec<u32>,
+    trained: Vec<bool>,
+    open_turns: usize,
+}
+
+impl Encoder<'_> {
+    /// Errors: no chat template for a conversation, the template refuses it, two BOS tokens, an id beyond the embedding.
+    pub fn encode(&self, sample: &Sample) -> Result<Encoded> {
+        let mut row = match sample {
+            Sample::Text(text) => self.text(text)?,
+            Sample::PromptCompletion { prompt, completion } => self.completion(prompt, completion)?,
+            Sample::Chat(chat) => self.chat(chat)?,
+        };
+        if let Some(first) = row.trained.first_mut() {
+            *first = false;
+        }
+        self.check(&row.ids)?;
+        let count = |mask: &[bool]| mask.iter().filter(|&&t| t).count();
+        let trained_before_cut = count(&row.trained);
+        let cut = row.ids.len().saturating_sub(self.max_length);
+        row.ids.truncate(self.max_length);
+        row.trained.truncate(self.max_length);
+        Ok(Encoded {
+            example: Example {
+                ids: row.ids,
+                trained: row.trained,
+            },
+            cut,
+            trained_before_cut,
+            open_turns: row.open_turns,
+        })
+    }
+
+    pub(super) fn eos(&self) -> Result<u32> {
+        self.codec.eos_id().ok_or_else(|| {
+            Error::new("the tokenizer has no end-of-sequence token")
+                .expected("`eos_token` in tokenizer_config.json")
+                .hint("without it the model would never learn to stop; add the token's text to tokenizer_config.json")
+        })
+    }
+
+    fn text(&self, text: &str) -> Result<Masked> {
+        let mut ids = self.codec.encode(text, true)?;
+        let eos = self.eos()?;
+        if ids.last() != Some(&eos) {
+            ids.push(eos);
+        }
+        Ok(Masked {
+            trained: vec![true; ids.len()],
+            ids,
+            open_turns: 0,
+        })
+    }
+
+    fn completion(&self, prompt: &str, completion: &str) -> Result<Masked> {
+        let (mut ids, offsets) = self.codec.encode_with_offsets(&format!("{prompt}{completion}"), true)?;
+        let eos = self.eos()?;
+        let mut first = reaching_past(&offsets, prompt.len());
+        if first == offsets.len() {
+            // An empty completion: special tokens that the tokenizer puts after the text are still its end.
+            first = offsets
+                .iter()
+                .rposition(|(start, end)| end > start)
+                .map_or(0, |i| i + 1);
+        }
+        if ids.last() != Some(&eos) {
+            ids.push(eos);
+        }
+        let all = self.train_on == TrainOn::All;
+        Ok(Masked {
+            trained: (0..ids.len()).map(|t| all || t >= first).collect(),
+            ids,
+            open_turns: 0,
+        })
+    }
+
+    fn template(&self) -> Result<&dyn ChatRender> {
+        self.template.ok_or_else(|| {
+            Error::usage("the rows are conversations and the model has no chat template")
+                .expected("chat_template.jinja, or `chat_template` in tokenizer_config.json")
+                .hint("set `data.chat_template` to the path of a Jinja file, or use prompt-completion or text rows")
+        })
+    }
+
+    /// The template's text of a conversation, in tokens. Errors: as in `encode`.
+    pub(super) fn rendered(
+        &self,
+        messages: &[Value],
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> Result<Vec<u32>> {
+        let template = self.template()?;
+        let text = template.render(messages, tools, add_generation_prompt)?;
+        let source = literal::Source {
+            codec: self.codec,
+            template,
+            messages,
+            tools,
+            add_generation_prompt,
+            text: &text,
+        };
+        Ok(source.encode()?.0)
+    }
+
+    /// What is rendered of a conversation: all of it, and where each trained turn begins and ends.
+    pub(super) fn asks(&self, chat: &Chat) -> Vec<(usize, bool)> {
+        let mut out = vec![(chat.messages.len(), false)];
+        for i in self.wanted(chat) {
+            out.extend([(i, true), (i + 1, false), (i, false)]);
+        }
+        out.sort_unstable();
+        out.dedup();
+        out
+    }
+
+    /// Indices of the assistant messages to train.
+    fn wanted(&self, chat: &Chat) -> Vec<usize> {
+        let mut turns =
+            (chat.first_trained..chat.messages.len()).filter(|&i| chat::role(&chat.messages[i]) == "assistant");
+        match self.train_on {
+            TrainOn::All => Vec::new(),
+            TrainOn::Assistant => turns.collect(),
+            TrainOn::Completion => turns.next_back().into_iter().collect(),
+        }
+    }
+
+    fn chat(&self, chat: &Chat) -> Result<Masked> {
+        let template = self.template()?;
+        let rendered = spans::render(template, &chat.messages, chat.tools.as_ref(), &self.wanted(chat))?;
+        let source = literal::Source {
+            codec: self.codec,
+            template,
+            messages: &chat.messages,
+            tools: chat.tools.as_ref(),
+            add_generation_prompt: false,
+            text: &rendered.text,
+        };
+        let (ids, offsets) = source.encode()?;
+        let mut trained = vec![self.train_on == TrainOn::All; ids.len()];
+        let mut open_turns = 0;
+        for turn in &rendered.turns {
+            let mut tokens = reaching_past(&offsets, turn.start)..reaching_past(&offsets, turn.end);
+            if rendered.marked {
+                // A token that holds the last byte is in, as in transformers.
+                tokens.end = (reaching_past(&offsets, turn.end - 1) + 1).min(ids.len());
+            } else if let Some(end) = self.end_of_turn(&ids, &offsets, &rendered.text, tokens.clone()) {
+                tokens.end = end + 1;
+            } else {
+                open_turns += 1;
+            }
+            if tokens.is_empty() {
+                return Err(
+                    Error::new("an assistant turn has no tokens in the chat template's text")
+                        .hint("check `data.chat_template`; `ft data` shows what it prints"),
+                );
+            }
+            trained[tokens].fill(true);
+        }
+        if let (true, Some(last)) = (rendered.marked, rendered.turns.last()) {
+            let tokens = reaching_past(&offsets, last.start)..reaching_past(&offsets, last.end);
+            open_turns += usize::from(self.end_of_turn(&ids, &offsets, &rendered.text, tokens).is_none());
+        }
+        for block in &rendered.tools {
+            let first = reaching_past(&offsets, block.start);
+            let last = reaching_past(&offsets, block.end - 1).min(ids.len().saturating_sub(1));
+            if block.is_empty() || first > last {
+                continue;
+            }
+            // The token that opens it may be the one at which generation stops: then the assistant writes it.
+            let stops = first > 0 && trained[first - 1] && self.codec.stop_ids().contains(&ids[first]);
+            trained[first..=last].fill(false);
+            trained[first] |= stops;
+        }
+        Ok(Masked {
+            ids,
+            trained,
+            open_turns,
+        })
+    }
+
+    /// The special token that ends a turn: the last one in it, with nothing but white space after it. Where
+    /// several end it (`<|end|>` and a final `<|endoftext|>`), the first at which generation stops.
+    fn end_of_turn(&self, ids: &[u32], offsets: &[(usize, usize)], text: &str, turn: Range<usize>) -> Option<usize> {
+        let blank = |t: &usize| {
+            let (start, end) = offsets[*t];
+            self.codec.is_special(ids[*t]) || text[start..end].trim().is_empty()
+        };
+        let ends = turn.rev().take_while(blank).filter(|&t| self.codec.is_special(ids[t]));
+        let ends: Vec<usize> = ends.collect();
+        let stops = |t: &&usize| self.codec.stop_ids().contains(&ids[**t]);
+        ends.iter().rev().find(stops).or(ends.first()).copied()
+    }
+
+    pub(super) fn check(&self, ids: &[u32]) -> Result<()> {
+        if let Some(&id) = ids.iter().find(|&&id| id as usize >= self.embedding_rows) {
+            let token = self.codec.decode(&[id]).unwrap_or_default();
+            return Err(
+                Error::new("the tokenizer gives an id that the model has no embedding for")
+                    .found(format!("id {id} (`{}`)", super::read::clip(&token)))
+                    .expected(format!("ids below {}", self.embedding_rows))
+                    .hint("use the tokenizer that belongs to the model: both from the same directory"),
+            );
+        }
+        if let (Some(bos), [first, second, ..]) = (self.codec.bos_id(), ids)
+            && *first == bos
+            && *second == bos
+            && self.codec.eos_id() != Some(bos)
+        {
+            return Err(Error::new("the row starts with two beginning-of-sequence tokens")
+                .found(format!("id {bos} twice"))
+                .expected("one")
+                .hint(
+                    "the text already holds the token that the tokenizer or the template adds: remove it from the row",
+                ));
+        }
+        Ok(())
+    }
+
+    /// The prompt of the row's last answer; `None` where the row has no answer in text.
+    ///
+    /// Errors: as in `encode`.
+    pub fn question(&self, sample: &Sample) -> Result<Option<Question>> {
+        match sample {
+            Sample::Text(_) => Ok(None),
+            Sample::PromptCompletion { prompt, completion } => {
+                let (mut ids, offsets) = self.codec.encode_with_offsets(prompt, true)?;
+                // A tokenizer that ends every text with EOS must not end the prompt.
+                while ids.len() > 1 && ids.last().copied() == self.codec.eos_id() && is_empty(offsets[ids.len() - 1]) {
+                    ids.pop();
+                }
+                self.check(&ids)?;
+                Ok(Some(Question {
+                    prompt: ids,
+                    answer: completion.clone(),
+                }))
+            }
+            Sample::Chat(chat) => {
+                let last = (chat.first_trained..chat.messages.len())
+                    .rev()
+                    .find(|&i| chat::role(&chat.messages[i]) == "assistant");
+                // Nothing was asked before a first message.
+                let Some(last) = last.filter(|&i| i > 0 && !chat::content(&chat.messages[i]).is_empty()) else {
+                    return Ok(None);
+                };
+                let ids = self.rendered(&chat.messages[..last], chat.tools.as_ref(), true)?;
+                self.check(&ids)?;
+                Ok(Some(Question {
+                    prompt: ids,
+                    answer: chat::content(&chat.messages[last]).to_string(),
+                }))
+            }
+        }
+    }
+}
+
+fn is_empty((start, end): (usize, usize)) -> bool {
+    start >= end
+}
+
+/// The first token that ends after `byte`: tokens from there on hold text from there on.
+fn reaching_past(offsets: &[(usize, usize)], byte: usize) -> usize {
+    offsets.iter().position(|&(_, end)| end > byte).unwrap_or(offsets.len())
+}

@@ -1,0 +1,402 @@
+//! Which bytes of a rendered conversation an assistant turn wrote.
+//!
+//! A template with `{% generation %}` blocks says it. Any other template is a program that may strip the thinking of earlier
+//! turns, open a turn in another way than its generation prompt, print what a tool answered inside the turn that
+//! called it, or refuse part of a conversation. So for turn i the text is compared with other renderings:
+//!
+//! - Start: P, the messages before i with a generation prompt. Where the text begins with P, the turn begins after it;
+//!   where the text leaves P inside the generation prompt (an empty thought that it opens), at that place.
+//! - End: F, the messages up to and with i. Where the text begins with F, the turn ends there. Else the place of the
+//!   content (or of the last call's arguments) is found by rendering other words there, and what follows it in F, or in F
+//!   with a generation prompt, follows it in the text.
+//! - Out of the turn: what a message of a tool prints, which is what the text has twice if the message is there twice.
+
+use crate::chat;
+use crate::codec::ChatRender;
+use ft_base::{Error, Result};
+use serde_json::{Value, json};
+use std::cell::OnceCell;
+use std::ops::Range;
+
+/// Words that no row holds; two of them, so that one differs from the content in its first and last character.
+const PROBES: [&str; 2] = ["Zq7probe4xW", "9Kv probe Yj3"];
+
+/// The full text of a conversation and the byte range of each wanted assistant turn in it.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Rendered {
+    pub text: String,
+    /// Turn by turn: from after the generation prompt to the end of the turn. White space after the turn's
+    /// end token is still inside; the caller cuts at the token.
+    pub turns: Vec<Range<usize>>,
+    /// What tools answered, inside turns or right behind them.
+    pub tools: Vec<Range<usize>>,
+    /// The ranges are the template's own: they are taken as they are.
+    pub marked: bool,
+}
+
+/// Renders once and finds the turns of `wanted` (indices of assistant messages, ascending).
+///
+/// Errors: the template refuses the conversation, or a turn cannot be found in its text.
+pub(crate) fn render(
+    template: &dyn ChatRender,
+    messages: &[Value],
+    tools: Option<&Value>,
+    wanted: &[usize],
+) -> Result<Rendered> {
+    if let Some(marked) = template.render_marked(messages, tools, false)? {
+        return of_marks(template, messages, tools, wanted, marked.text, marked.generation);
+    }
+    let text = template.render(messages, tools, false)?;
+    let talk = Talk::new(template, messages, tools, &text);
+    let mut turns: Vec<Range<usize>> = Vec::with_capacity(wanted.len());
+    for &i in wanted {
+        let after = turns.last().map_or(0, |t| t.end);
+        // Turns stand one after the other; anything else means that the template was misread.
+        match talk.turn(i, after) {
+            Some(turn) if turn.start >= after && !text[turn.clone()].is_empty() => turns.push(turn),
+            _ => return Err(not_found(i)),
+        }
+    }
+    let tools = talk.tool_outputs(wanted, &turns);
+    Ok(Rendered {
+        text,
+        turns,
+        tools,
+        marked: false,
+    })
+}
+
+fn not_found(i: usize) -> Error {
+    Error::new(format!(
+        "cannot tell which part of the chat template's text is assistant message {}",
+        i + 1
+    ))
+    .hint("set `data.train_on = \"all\"`, or `data.chat_template` to a template that prints each message in place or has `{% generation %}` blocks")
+}
+
+/// The ranges that the template marked, of the wanted turns: without those of earlier messages.
+fn of_marks(
+    template: &dyn ChatRender,
+    messages: &[Value],
+    tools: Option<&Value>,
+    wanted: &[usize],
+    text: String,
+    mut marks: Vec<Range<usize>>,
+) -> Result<Rendered> {
+    marks.retain(|m| !m.is_empty());
+    let is_assistant = |m: &Value| chat::role(m) == "assistant";
+    match wanted.first() {
+        None => marks.clear(),
+        Some(&first) if messages[..first].iter().any(is_assistant) => {
+            let talk = Talk::new(template, messages, tools, &text);
+            let start = talk.start(first, 0).ok_or_else(|| not_found(first))?;
+            marks.retain(|m| m.end > start);
+        }
+        Some(_) => {}
+    }
+    Ok(Rendered {
+        text,
+        turns: marks,
+        tools: Vec::new(),
+        marked: true,
+    })
+}
+
+/// A conversation and its text.
+struct Talk<'a> {
+    template: &'a dyn ChatRender,
+    messages: &'a [Value],
+    tools: Option<&'a Value>,
+    text: &'a str,
+    /// What the template prints to ask for an answer; `None`: nothing.
+    prompt: OnceCell<Option<String>>,
+}
+
+/// A place in a message that is printed once: the content, or the arguments of the last call.
+#[derive(Clone, Copy)]
+enum Anchor {
+    Content,
+    Arguments,
+}
+
+impl<'a> Talk<'a> {
+    fn new(template: &'a dyn ChatRender, messages: &'a [Value], tools: Option<&'a Value>, text: &'a str) -> Self {
+        Self {
+            template,
+            messages,
+            tools,
+            text,
+            prompt: OnceCell::new(),
+        }
+    }
+
+    /// A template may refuse a history that ends here.
+    fn show(&self, messages: &[Value], add_generation_prompt: bool) -> Option<String> {
+        self.template.render(messages, self.tools, add_generation_prompt).ok()
+    }
+
+    fn turn(&self, i: usize, after: usize) -> Option<Range<usize>> {
+        let start = self.start(i, after)?;
+        let end = self.end(i, start)?;
+        Some(start..end)
+    }
+
+    /// The generation prompt after the last question, or after one of ours.
+    fn prompt(&self) -> Option<&str> {
+        let asked = |messages: &[Value]| {
+            let (with, without) = (self.show(messages, true)?, self.show(messages, false)?);
+            let prompt = with.strip_prefix(&without)?;
+            (!prompt.is_empty()).then(|| prompt.to_string())
+        };
+        let find = || {
+            let questions = (0..self.messages.len()).rev();
+            let mut questions = questions.filter(|&u| chat::role(&self.messages[u]) == "user");
+            questions
+                .find_map(|u| asked(&self.messages[..=u]))
+                .or_else(|| asked(&[chat::message("user", PROBES[0])]))
+        };
+        self.prompt.get_or_init(find).as_deref()
+    }
+
+    fn start(&self, i: usize, after: usize) -> Option<usize> {
+        let before = &self.messages[..i];
+        let (with, without) = (self.show(before, true), self.show(before, false));
+        let prefix = with.as_deref().filter(|p| self.text.starts_with(p)).map(str::len);
+        if let Some(start) = prefix.filter(|_| with != without) {
+            return Some(start);
+        }
+        let content = content_range(self.template, self.messages, self.tools, false, self.text, i);
+        let Some(prompt) = self.prompt() else {
+            // Without a generation prompt the header of a turn is not the assistant's.
+            return match content {
+                Some(content) => Some(content.start.max(prefix.unwrap_or(0))),
+                None => prefix,
+            };
+        };
+        if i > 0
+            && let Some(history) = without.as_deref().filter(|h| self.text.starts_with(h))
+        {
+            // The turn opens in another way than the generation prompt, or goes on with one that is open.
+            let here = with
+                .as_deref()
+                .and_then(|w| w.strip_prefix(history))
+                .unwrap_or_default();
+            let header = if here.is_empty() { prompt } else { here };
+            let rest = &self.text[history.len()..];
+            return Some(history.len() + whole_part(&rest[..common_prefix(header, rest)]));
+        }
+        let said = match i {
+            0 => 0,
+            _ => content_range(self.template, self.messages, self.tools, false, self.text, i - 1)
+                .map_or(after, |r| r.end.max(after)),
+        };
+        self.after_header(prompt, said, content.as_ref())
+            .or_else(|| {
+                let with = with.as_deref()?;
+                let shared = whole_part(&self.text[..common_prefix(with, self.text)]);
+                (shared >= said.max(1)).then_some(shared)
+            })
+            .or(content.map(|c| c.start))
+    }
+
+    /// After the last place between `said` and the content where the text has the generation prompt, or its beginning.
+    fn after_header(&self, prompt: &str, said: usize, content: Option<&Range<usize>>) -> Option<usize> {
+        let between = self.text.get(said..content?.start)?;
+        let mut header = prompt;
+        while !header.is_empty() {
+            if let Some(at) = between.rfind(header) {
+                return Some(said + at + header.len());
+            }
+            let last = header.chars().next_back().map_or(0, char::len_utf8);
+            header = &header[..whole_part(&header[..header.len() - last])];
+        }
+        None
+    }
+
+    fn end(&self, i: usize, start: usize) -> Option<usize> {
+        let whole = |shown: &Option<String>| {
+            let shown = shown.as_deref()?;
+            (self.text.starts_with(shown) && shown.len() > start).then_some(shown.len())
+        };
+        let upto = &self.messages[..=i];
+        let last = self.show(upto, false);
+        if let Some(end) = whole(&last) {
+            return Some(end);
+        }
+        // An inner turn may end in another way than the last one.
+        let inner = self.as_inner(upto);
+        if let Some(end) = whole(&inner) {
+            return Some(end);
+        }
+        let ours = [chat::message("user", "x"), chat::message("assistant", "y")];
+        for anchor in [Anchor::Content, Anchor::Arguments] {
+            let Some(here) = self.find(anchor, self.messages, self.text, i) else {
+                continue;
+            };
+            let rest = &self.text[here.end..];
+            let mut best = None;
+            for (messages, shown, is_ours) in [
+                (upto, &inner, false),
+                (upto, &last, false),
+                (&ours[..], &self.as_inner(&ours), true),
+                (&ours[..], &self.show(&ours, false), true),
+            ] {
+                let Some(shown) = shown else { continue };
+                let Some(there) = self.find(anchor, messages, shown, messages.len() - 1) else {
+                    continue;
+                };
+                let tail = &shown[there.end..];
+                if !tail.is_empty() && rest.starts_with(tail) {
+                    best = Some(here.end + tail.len());
+                    break;
+                }
+                // Where the last turn ends in more than an inner one, what both have.
+                let shared = here.end + whole_part(&rest[..common_prefix(tail, rest)]);
+                if !is_ours {
+                    best = best.max(Some(shared));
+                }
+            }
+            if let Some(end) = best.filter(|&end| end >= start) {
+                return Some(end);
+            }
+        }
+        None
+    }
+
+    /// The text up to the generation prompt that follows these messages.
+    fn as_inner(&self, messages: &[Value]) -> Option<String> {
+        let shown = self.show(messages, true)?;
+        shown.strip_suffix(self.prompt()?).map(str::to_string)
+    }
+
+    /// Where the anchor of message i stands in `text`, the rendering of `messages`.
+    fn find(&self, anchor: Anchor, messages: &[Value], text: &str, i: usize) -> Option<Range<usize>> {
+        match anchor {
+            Anchor::Content => content_range(self.template, messages, self.tools, false, text, i),
+            Anchor::Arguments => {
+                let mut changed = messages.to_vec();
+                let call = changed[i].get_mut("tool_calls")?.as_array_mut()?.last_mut()?;
+                let call = match call.get("function") {
+                    Some(Value::Object(_)) => &mut call["function"],
+                    _ => call,
+                };
+                let arguments = call.get_mut("arguments")?;
+                *arguments = match arguments {
+                    Value::String(_) => json!(PROBES[0]),
+                    _ => json!({"k": PROBES[0]}),
+                };
+                parting(self.template, &changed, self.tools, false, text, PROBES[0])
+            }
+        }
+    }
+
+    /// What the messages of tools after the wanted turns print, where it touches a turn.
+    fn tool_outputs(&self, wanted: &[usize], turns: &[Range<usize>]) -> Vec<Range<usize>> {
+        let mut out = Vec::new();
+        for &i in wanted {
+            let answers = (i + 1..self.messages.len())
+                .take_while(|&j| !["assistant", "user"].contains(&chat::role(&self.messages[j])));
+            for j in answers {
+                let Some(block) = self.printed_by(j) else { continue };
+                if turns.iter().any(|t| t.start < block.end && block.start < t.end) {
+                    out.push(block);
+                }
+            }
+        }
+        out
+    }
+
+    /// What message j prints: the text has it twice if the message is there twice. `None`: it is not found in the text.
+    fn printed_by(&self, j: usize) -> Option<Range<usize>> {
+        let content = content_range(self.template, self.messages, self.tools, false, self.text, j);
+        let mut doubled = self.messages.to_vec();
+        doubled.insert(j, self.messages[j].clone());
+        let Some(other) = self.show(&doubled, false).filter(|o| o.len() > self.text.len()) else {
+            return content;
+        };
+        let length = other.len() - self.text.len();
+        let end = common_prefix(self.text, &other);
+        let from = self.text.len() - common_suffix(self.text, &other).min(self.text.len());
+        let Some(to) = end.checked_sub(length).filter(|to| from <= *to) else {
+            return content;
+        };
+        // Where its ends are like what stands beside it several places would do: one that holds the content, behind the
+        // border of a token and best before the opening of one.
+        let holds = |at: &usize| content.as_ref().is_none_or(|c| *at <= c.start && c.end <= at + length);
+        let cuts_no_character = |at: &usize| [*at, at + length].iter().all(|&b| self.text.is_char_boundary(b));
+        let places: Vec<usize> = (from..=to).rev().filter(holds).filter(cuts_no_character).collect();
+        let borders = |at: &&usize| whole_part(&self.text[..**at]) == **at;
+        let opens = |at: &&usize| borders(at) && self.text[**at..].starts_with(['<', '[', '\n', ' ']);
+        let best = places.iter().find(opens).or(places.iter().find(borders));
+        let Some(&start) = best.or(places.first()) else {
+            return content;
+        };
+        Some(start..start + length)
+    }
+}
+
+/// Where the content of message i stands in `text`, the conversation's rendering: the place at which it parts from
+/// a rendering with a probe instead. `None`: the template does not print the content, or not once.
+pub(super) fn content_range(
+    template: &dyn ChatRender,
+    messages: &[Value],
+    tools: Option<&Value>,
+    add_generation_prompt: bool,
+    text: &str,
+    i: usize,
+) -> Option<Range<usize>> {
+    let content = chat::content(&messages[i]).trim();
+    let differs = |probe: &&&str| {
+        probe.chars().next() != content.chars().next() && probe.chars().last() != content.chars().last()
+    };
+    let probe = PROBES.iter().find(differs).or(PROBES.first())?;
+    let mut changed = messages.to_vec();
+    changed[i]
+        .as_object_mut()?
+        .insert("content".into(), Value::String((*probe).to_string()));
+    parting(template, &changed, tools, add_generation_prompt, text, probe)
+}
+
+/// The part of `text` that is the probe in the rendering of `changed`.
+fn parting(
+    template: &dyn ChatRender,
+    changed: &[Value],
+    tools: Option<&Value>,
+    add_generation_prompt: bool,
+    text: &str,
+    probe: &str,
+) -> Option<Range<usize>> {
+    let other = template.render(changed, tools, add_generation_prompt).ok()?;
+    if other.matches(probe).count() != 1 {
+        return None;
+    }
+    let at = other.find(probe)?;
+    let start = common_prefix(text, &other).min(at);
+    let behind = other.len() - at - probe.len();
+    let end = text.len() - common_suffix(text, &other).min(text.len() - start).min(behind);
+    Some(start..end)
+}
+
+/// Bytes of `text` up to the last white space or bracket: a special token is not cut in two.
+fn whole_part(text: &str) -> usize {
+    text.trim_end_matches(|c: char| !c.is_whitespace() && c != '>' && c != ']')
+        .len()
+}
+
+/// Bytes that two texts share at their start, on a character boundary.
+fn common_prefix(a: &str, b: &str) -> usize {
+    a.char_indices()
+        .zip(b.chars())
+        .find(|((_, x), y)| x != y)
+        .map_or(a.len().min(b.len()), |((i, _), _)| i)
+}
+
+/// Bytes that two texts share at their end, on a character boundary.
+fn common_suffix(a: &str, b: &str) -> usize {
+    a.chars()
+        .rev()
+        .zip(b.chars().rev())
+        .take_while(|(x, y)| x == y)
+        .map(|(x, _)| x.len_utf8())
+        .sum()
+}

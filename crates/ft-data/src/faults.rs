@@ -1,0 +1,167 @@
+//! Bad rows: all of them are counted and the first ones shown, so that a file is repaired once.
+
+use ft_base::{Error, ErrorKind, Result};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// Bad rows that are shown.
+const SHOWN: usize = 10;
+/// With no good row among so many, or after so long, the fault is not in the rows.
+const HOPELESS_ROWS: u64 = 1000;
+const HOPELESS_TIME: Duration = Duration::from_secs(5);
+
+pub struct BadRows {
+    good: u64,
+    bad: u64,
+    first: Vec<Error>,
+    since: Instant,
+}
+
+impl BadRows {
+    pub fn new() -> Self {
+        Self {
+            good: 0,
+            bad: 0,
+            first: Vec::new(),
+            since: Instant::now(),
+        }
+    }
+
+    pub fn good(&mut self) {
+        self.good += 1;
+    }
+
+    /// True once more rows need not be tried.
+    pub fn hopeless(&self) -> bool {
+        self.good == 0 && (self.bad >= HOPELESS_ROWS || self.since.elapsed() > HOPELESS_TIME)
+    }
+
+    /// Keeps the fault of a row. Errors: it is not the row's fault (a signal, a setting), or no row is good.
+    pub fn add(&mut self, e: Error) -> Result<()> {
+        if e.kind() != ErrorKind::Failed {
+            return Err(e);
+        }
+        self.bad += 1;
+        if self.first.len() < SHOWN {
+            self.first.push(e);
+        }
+        match self.hopeless() {
+            true => Err(self.error()),
+            false => Ok(()),
+        }
+    }
+
+    /// Errors: there were bad rows.
+    pub fn end(&mut self) -> Result<()> {
+        match self.bad {
+            0 => Ok(()),
+            _ => Err(self.error()),
+        }
+    }
+
+    /// The only fault as it is; several in a list.
+    fn error(&mut self) -> Error {
+        if self.first.len() == 1 {
+            return self.first.remove(0);
+        }
+        let lines: Vec<String> = self.first.iter().map(|e| format!("\n    {}", e.line())).collect();
+        let more = self.bad - self.first.len() as u64;
+        let more = if more > 0 {
+            format!("\n    and {more} more")
+        } else {
+            String::new()
+        };
+        let what = match self.good {
+            0 => format!("none of the first {} rows can be used", self.bad),
+            good => format!("{} of {} rows cannot be used", self.bad, self.bad + good),
+        };
+        let error = Error::new(what + &lines.concat() + &more);
+        match self.first.iter().find_map(Error::hint_text) {
+            Some(hint) => error.hint(hint),
+            None => error,
+        }
+    }
+}
+
+/// Whether the rows of a chunk, encoded side by side, are still worth the time.
+pub(super) struct Tried<'a> {
+    before: &'a BadRows,
+    good: AtomicBool,
+    failed: AtomicBool,
+}
+
+impl<'a> Tried<'a> {
+    pub fn new(before: &'a BadRows) -> Self {
+        let failed = AtomicBool::new(before.bad > 0);
+        Self {
+            before,
+            good: AtomicBool::new(false),
+            failed,
+        }
+    }
+
+    /// False once rows failed, none was good and `BadRows` gives up. Before the first fault there is nothing to report.
+    pub fn go_on(&self) -> bool {
+        self.good.load(Ordering::Relaxed) || !self.failed.load(Ordering::Relaxed) || !self.before.hopeless()
+    }
+
+    pub fn note<T>(&self, row: &Result<T>) {
+        match row {
+            Ok(_) => self.good.store(true, Ordering::Relaxed),
+            Err(_) => self.failed.store(true, Ordering::Relaxed),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_row_is_always_tried() {
+        let mut rows = BadRows::new();
+        rows.since -= 2 * HOPELESS_TIME;
+        let tried = Tried::new(&rows);
+        assert!(tried.go_on());
+        tried.note::<()>(&Err(bad(1)));
+        assert!(!tried.go_on());
+        tried.note(&Ok(()));
+        assert!(tried.go_on());
+    }
+
+    fn bad(line: usize) -> Error {
+        Error::new("is bad")
+            .at(format!("a.jsonl:{line}"))
+            .found("x")
+            .expected("y")
+            .hint("mend it")
+    }
+
+    #[test]
+    fn one_fault_is_as_it_was_and_many_are_counted() {
+        let mut rows = BadRows::new();
+        rows.good();
+        assert!(rows.end().is_ok());
+        rows.add(bad(3)).unwrap();
+        assert_eq!(rows.end().unwrap_err().to_string(), bad(3).to_string());
+
+        let mut rows = BadRows::new();
+        (0..30).for_each(|_| rows.good());
+        (1..=12).for_each(|line| rows.add(bad(line)).unwrap());
+        let e = rows.end().unwrap_err().to_string();
+        assert!(e.starts_with("12 of 42 rows cannot be used"), "{e}");
+        assert!(
+            e.contains("\n    a.jsonl:10: is bad, found x, expected y\n    and 2 more\n"),
+            "{e}"
+        );
+        assert!(!e.contains("a.jsonl:11") && e.ends_with("hint: mend it"), "{e}");
+    }
+
+    #[test]
+    fn what_is_not_the_fault_of_a_row_ends_the_reading() {
+        let mut rows = BadRows::new();
+        assert_eq!(rows.add(Error::usage("no template")).unwrap_err().exit_code(), 2);
+        let end = (0..HOPELESS_ROWS).find_map(|i| rows.add(bad(i as usize)).err());
+        assert!(end.unwrap().to_string().contains("none of the first 1000 rows"));
+    }
+}

@@ -1,0 +1,535 @@
+//! Which columns of a file are read, as what, and which are not: decided once, from the first row of the file.
+//!
+//! A column is found by its name. Where a row could be read in two ways, it is refused with both; nothing is guessed.
+//! Knows names and kinds of values; `rows`, `preference` and `prompts` read the values.
+
+use super::chat;
+use super::codec::{ChatRender, TextCodec};
+use super::read::Row;
+use super::rows::{is_chat, names};
+use crate::{Render, RowFormat};
+use ft_base::{Error, Result};
+use serde_json::{Map, Value};
+
+/// Columns that hold a prompt. `input` is one only where no other is there: else it is appended to it.
+pub(super) const PROMPTS: [&str; 6] = ["prompt", "instruction", "question", "problem", "query", "input"];
+/// Columns that hold an answer.
+const ANSWERS: [&str; 5] = ["completion", "output", "answer", "solution", "response"];
+/// Names that belong together, where a row has several prompts or several answers.
+const PAIRS: [(&str, &str); 8] = [
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("problem", "solution"),
+    ("query", "response"),
+    ("input", "output"),
+];
+/// Columns whose text is appended to a prompt other than `prompt`, which is whole.
+const EXTRAS: [&str; 2] = ["input", "context"];
+const SYSTEMS: [&str; 2] = ["system", "system_prompt"];
+pub(super) const LISTS: [&str; 3] = ["messages", "conversations", "conversation"];
+/// Parts of names of columns that may hold a prompt, or a part of one.
+const LIKE_A_PROMPT: [&str; 17] = [
+    "prompt",
+    "question",
+    "instruction",
+    "problem",
+    "query",
+    "input",
+    "context",
+    "system",
+    "user",
+    "conversation",
+    "history",
+    "dialog",
+    "message",
+    "passage",
+    "article",
+    "document",
+    "task",
+];
+
+/// What the rows of a file are for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// Text, answers or conversations to learn.
+    Learn,
+    /// Answers that are compared or judged.
+    Prefer,
+    /// Prompts to answer.
+    Ask,
+}
+
+/// How the texts of a prompt and its answer become one text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rendering {
+    /// The rows are conversations, or become conversations: the chat template renders them.
+    Template,
+    /// One after the other, as they are. Why.
+    Plain(&'static str),
+    /// Rows of one text.
+    Text,
+}
+
+/// What a text is rendered with.
+pub struct Rules<'a> {
+    pub render: Render,
+    pub template: Option<&'a dyn ChatRender>,
+    pub codec: &'a dyn TextCodec,
+    /// The column with the known answer of a prompt.
+    pub answer: &'a str,
+}
+
+/// How the rows of a file are read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layout {
+    /// Not `auto`.
+    pub format: RowFormat,
+    pub rendering: Rendering,
+    /// The column of a conversation.
+    pub list: Option<String>,
+    pub prompt: Option<String>,
+    /// Columns whose text is appended to the prompt.
+    pub extras: Vec<String>,
+    pub answer: Option<String>,
+    pub system: String,
+}
+
+impl Layout {
+    /// The layout of a file with this first row. `format` may be `auto`.
+    ///
+    /// Errors, with the place of the row: no known columns, columns that can be read in two ways, rows for another stage,
+    /// a chat that the model has no template for.
+    pub fn find(row: &Row, format: RowFormat, purpose: Purpose, rules: &Rules) -> Result<Self> {
+        let find = || {
+            let fields = Fields(&row.fields);
+            let mut layout = match purpose {
+                Purpose::Learn => fields.learned(format)?,
+                Purpose::Prefer => fields.preferred()?,
+                Purpose::Ask => fields.asked(format, rules.answer)?,
+            };
+            layout.rendering = layout.rendered(&fields, rules)?;
+            Ok(layout)
+        };
+        find().map_err(|e: Error| e.or_at(&row.place))
+    }
+
+    fn of(format: RowFormat) -> Self {
+        Self {
+            format,
+            rendering: Rendering::Text,
+            list: None,
+            prompt: None,
+            extras: Vec::new(),
+            answer: None,
+            system: SYSTEMS[0].to_string(),
+        }
+    }
+
+    /// Do texts of prompts and answers become conversations?
+    pub fn renders(&self) -> bool {
+        self.rendering == Rendering::Template
+    }
+
+    fn rendered(&self, fields: &Fields, rules: &Rules) -> Result<Rendering> {
+        match self.format {
+            RowFormat::Text => return Ok(Rendering::Text),
+            RowFormat::Messages | RowFormat::Sharegpt => return Ok(Rendering::Template),
+            _ => {}
+        }
+        let read = ["chosen", "rejected"]
+            .into_iter()
+            .chain(self.prompt.as_deref())
+            .chain(self.answer.as_deref());
+        let values: Vec<&Value> = read.filter_map(|name| fields.value(name)).collect();
+        if self.list.is_some() || values.iter().any(|v| is_turns(v)) {
+            return Ok(Rendering::Template);
+        }
+        let implied = self.format == RowFormat::Preference && self.prompt.is_none();
+        match rules.render {
+            Render::Plain => return Ok(Rendering::Plain("data.render")),
+            Render::Chat if implied => {
+                return Err(Error::usage("rows without a prompt cannot be rendered as a chat")
+                    .found(names(fields.0))
+                    .expected("a column `prompt`")
+                    .hint("add the prompt, or set `data.render = \"plain\"`"));
+            }
+            Render::Chat if rules.template.is_none() => {
+                return Err(
+                    Error::usage("`data.render` is \"chat\" and the model has no chat template")
+                        .hint("set `data.chat_template` to the path of a Jinja file, or `data.render = \"plain\"`"),
+                );
+            }
+            Render::Chat => return Ok(Rendering::Template),
+            Render::Auto => {}
+        }
+        let texts: Vec<&str> = values.iter().filter_map(|v| v.as_str()).collect();
+        Ok(match rules.template {
+            _ if implied => Rendering::Plain("the prompt is a part of the answers"),
+            // As always: such a row is no text that goes on.
+            _ if self.format == RowFormat::Alpaca => Rendering::Template,
+            None => Rendering::Plain("the model has no chat template"),
+            Some(template) if is_rendered(&texts, template, rules.codec) => {
+                Rendering::Plain("the rows hold the marks of a chat template")
+            }
+            Some(_) => Rendering::Template,
+        })
+    }
+
+    /// What is read, in words, and from which columns.
+    pub(super) fn roles(&self) -> Vec<(&str, Vec<&str>)> {
+        let mut out: Vec<(&str, Vec<&str>)> = Vec::new();
+        if self.format == RowFormat::Text {
+            return vec![("text", vec!["text"])];
+        }
+        out.extend(self.list.as_deref().map(|name| ("messages", vec![name])));
+        out.push(("system", vec![&self.system]));
+        if self.format == RowFormat::Alpaca {
+            out.push(("history", vec!["history"]));
+        }
+        if let Some(prompt) = &self.prompt {
+            let extras = self.extras.iter().map(String::as_str);
+            out.push(("prompt", std::iter::once(prompt.as_str()).chain(extras).collect()));
+        }
+        match self.format {
+            RowFormat::Preference => {
+                out.extend(["chosen", "rejected", "margin"].map(|name| (name, vec![name])));
+                if let Some(answer) = &self.answer {
+                    out.extend([("completion", vec![answer.as_str()]), ("label", vec!["label"])]);
+                }
+            }
+            RowFormat::Messages | RowFormat::Sharegpt => {}
+            RowFormat::PromptCompletion => {
+                out.extend(self.answer.as_deref().map(|name| ("completion", vec![name])));
+            }
+            _ => out.extend(self.answer.as_deref().map(|name| ("answer", vec![name]))),
+        }
+        if self.renders() {
+            out.push(("tools", vec!["tools"]));
+        }
+        out
+    }
+
+    /// Is the column read?
+    pub(super) fn reads(&self, column: &str) -> bool {
+        self.roles().iter().any(|(_, columns)| columns.contains(&column))
+    }
+}
+
+/// A list of messages, or one message.
+pub(super) fn is_turns(value: &Value) -> bool {
+    is_chat(value) || value.get("role").is_some() || value.get("from").is_some()
+}
+
+/// Has someone rendered these texts already? They hold special tokens that the template prints, or the prompt ends in what
+/// the template puts before an answer.
+fn is_rendered(texts: &[&str], template: &dyn ChatRender, codec: &dyn TextCodec) -> bool {
+    const WORD: &str = "Zq7probe4xW";
+    let specials = |text: &str| {
+        let mut ids = codec.encode(text, false).unwrap_or_default();
+        ids.retain(|&id| codec.is_special(id));
+        ids
+    };
+    let asked = [chat::message("user", WORD)];
+    let answered = [chat::message("user", WORD), chat::message("assistant", WORD)];
+    let printed = template.render(&answered, None, false).map(|text| specials(&text));
+    let is_mark = |id: &u32| printed.as_ref().map_or(true, |printed| printed.contains(id));
+    if texts.iter().any(|text| specials(text).iter().any(is_mark)) {
+        return true;
+    }
+    let Ok(shown) = template.render(&asked, None, true) else {
+        return false;
+    };
+    let tail = shown.rsplit(WORD).next().unwrap_or_default().trim();
+    tail.len() > 1 && texts.iter().any(|text| text.trim_end().ends_with(tail))
+}
+
+/// The fields of the first row.
+struct Fields<'a>(&'a Map<String, Value>);
+
+impl Fields<'_> {
+    fn value(&self, name: &str) -> Option<&Value> {
+        self.0.get(name).filter(|v| !v.is_null())
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.value(name).is_some()
+    }
+
+    /// A text, or messages; a number is one by mistake, which the reader says.
+    fn is_said(&self, name: &str) -> bool {
+        self.value(name).is_some_and(|v| match v {
+            Value::Array(_) | Value::Object(_) => is_chat(v),
+            _ => true,
+        })
+    }
+
+    fn system(&self) -> String {
+        let found = SYSTEMS.into_iter().find(|name| self.has(name));
+        found.unwrap_or(SYSTEMS[0]).to_string()
+    }
+
+    fn extras(&self, prompt: &str) -> Vec<String> {
+        if prompt == "prompt" {
+            return Vec::new();
+        }
+        let text = |name: &&str| *name != prompt && self.value(name).is_none_or(|v| v.is_string());
+        EXTRAS.into_iter().filter(text).map(str::to_string).collect()
+    }
+
+    fn layout(&self, format: RowFormat) -> Layout {
+        Layout {
+            system: self.system(),
+            ..Layout::of(format)
+        }
+    }
+
+    fn pair_layout(&self, format: RowFormat, prompt: &str, answer: &str) -> Layout {
+        Layout {
+            prompt: Some(prompt.to_string()),
+            extras: self.extras(prompt),
+            answer: Some(answer.to_string()),
+            ..self.layout(format)
+        }
+    }
+
+    /// Prompts that the row has, without an `input` beside another one.
+    fn prompts(&self) -> Vec<&'static str> {
+        let mut found: Vec<&str> = PROMPTS.into_iter().filter(|name| self.is_said(name)).collect();
+        if found.len() > 1 {
+            found.retain(|name| *name != "input");
+        }
+        found
+    }
+
+    /// The columns of a prompt and its answer. `None`: there is no such pair.
+    fn pair(&self) -> Result<Option<(&'static str, &'static str)>> {
+        for pair in [PAIRS[0], PAIRS[2]] {
+            if self.is_said(pair.0) && self.is_said(pair.1) {
+                return Ok(Some(pair));
+            }
+        }
+        let prompts = self.prompts();
+        let answers: Vec<&str> = ANSWERS.into_iter().filter(|name| self.is_said(name)).collect();
+        if prompts.is_empty() || answers.is_empty() {
+            return Ok(None);
+        }
+        let known: Vec<_> = PAIRS
+            .into_iter()
+            .filter(|(p, a)| prompts.contains(p) && answers.contains(a))
+            .collect();
+        match (&prompts[..], &answers[..], &known[..]) {
+            (_, _, [pair]) => Ok(Some(*pair)),
+            ([prompt], [answer], _) => Ok(Some((prompt, answer))),
+            _ => Err(
+                Error::new("cannot tell which column is the prompt and which the answer")
+                    .found(format!("{} and {}", prompts.join(", "), answers.join(", ")))
+                    .expected("one of each")
+                    .hint("name them `prompt` and `completion`, or remove the columns that are neither"),
+            ),
+        }
+    }
+
+    fn list(&self, preferred: &'static str) -> &'static str {
+        let first = std::iter::once(preferred).chain(LISTS);
+        first.into_iter().find(|name| self.has(name)).unwrap_or(preferred)
+    }
+
+    fn list_layout(&self, format: RowFormat, preferred: &'static str) -> Layout {
+        Layout {
+            list: Some(self.list(preferred).to_string()),
+            ..self.layout(format)
+        }
+    }
+
+    fn learned(&self, format: RowFormat) -> Result<Layout> {
+        match format {
+            RowFormat::Auto => self.detected(),
+            RowFormat::Messages => Ok(self.list_layout(format, "messages")),
+            RowFormat::Sharegpt => Ok(self.list_layout(format, "conversations")),
+            RowFormat::Text => Ok(Layout::of(format)),
+            RowFormat::PromptCompletion => match self.has("prompt") && self.has("completion") {
+                true => Ok(self.pair_layout(format, "prompt", "completion")),
+                false => match self.pair()? {
+                    Some((prompt, answer)) => Ok(self.pair_layout(format, prompt, answer)),
+                    None => Err(self.no_pair(format)),
+                },
+            },
+            RowFormat::Alpaca => {
+                let answer = ANSWERS.into_iter().filter(|name| self.has(name)).collect::<Vec<_>>();
+                match (&answer[..], self.has("output")) {
+                    ([answer], false) => Ok(self.pair_layout(format, "instruction", answer)),
+                    _ => Ok(self.pair_layout(format, "instruction", "output")),
+                }
+            }
+            RowFormat::Preference | RowFormat::Prompt => Err(for_another_stage(format, self.0)),
+        }
+    }
+
+    fn no_pair(&self, format: RowFormat) -> Error {
+        Error::new(format!("the rows are not of format `{}`", format.name()))
+            .found(names(self.0))
+            .expected(format!(
+                "a prompt ({}) and an answer ({})",
+                PROMPTS.join(", "),
+                ANSWERS.join(", ")
+            ))
+            .hint(self.rename())
+    }
+
+    /// Which names to give to which columns, as far as the row tells.
+    fn rename(&self) -> String {
+        let texts: Vec<&str> = self
+            .0
+            .iter()
+            .filter(|(_, v)| v.is_string())
+            .map(|(name, _)| name.as_str())
+            .collect();
+        match &texts[..] {
+            [] => "rows need columns of text, or a list of messages".to_string(),
+            [only] => format!("rename `{only}` to `text` if it is to be learned whole"),
+            [first, second, ..] => format!(
+                "rename the column of the prompt to `prompt` and that of the answer to `completion`, for example `{first}` \
+                 and `{second}`; in csv the names are the first line"
+            ),
+        }
+    }
+
+    fn detected(&self) -> Result<Layout> {
+        if let Some(list) = LISTS.into_iter().find(|name| self.has(name)) {
+            let turns = self.value(list).and_then(Value::as_array);
+            let from = turns.is_some_and(|t| t.first().is_some_and(|t| t.get("from").is_some()));
+            return Ok(match from || list == "conversations" {
+                true => self.list_layout(RowFormat::Sharegpt, list),
+                false => self.list_layout(RowFormat::Messages, list),
+            });
+        }
+        let preference = self.has("chosen") && self.has("rejected");
+        let pair = match self.pair() {
+            Err(_) if preference => None,
+            pair => pair?,
+        };
+        match pair {
+            Some(("prompt", "completion")) => Ok(self.pair_layout(RowFormat::PromptCompletion, "prompt", "completion")),
+            Some(("instruction", answer)) if !preference && (answer == "output" || !self.has("text")) => {
+                Ok(self.pair_layout(RowFormat::Alpaca, "instruction", answer))
+            }
+            Some((prompt, answer)) if self.has("text") => Err(Error::new("the rows can be read in two ways")
+                .found(names(self.0))
+                .expected(format!("`text` alone, or `{prompt}` and `{answer}`"))
+                .hint("set `data.format = \"prompt-completion\"`, or `data.format = \"text\"`")),
+            Some((prompt, answer)) if !preference => Ok(self.pair_layout(RowFormat::PromptCompletion, prompt, answer)),
+            _ if self.has("text") => Ok(Layout::of(RowFormat::Text)),
+            _ if preference => Err(for_another_stage(RowFormat::Preference, self.0)),
+            _ => Err(Error::new("cannot tell the format of the rows")
+                .found(names(self.0))
+                .expected(
+                    "messages | conversations | prompt, completion | instruction, output | question, answer | problem, \
+                     solution | query, response | input, output | text",
+                )
+                .hint(self.rename())),
+        }
+    }
+
+    fn preferred(&self) -> Result<Layout> {
+        let mut layout = self.layout(RowFormat::Preference);
+        let prompts = self.prompts();
+        match &prompts[..] {
+            ["prompt", ..] | [_] => {
+                layout.prompt = Some(prompts[0].to_string());
+                layout.extras = self.extras(prompts[0]);
+            }
+            [] => {}
+            _ => {
+                return Err(Error::new("cannot tell which column is the prompt")
+                    .found(prompts.join(", "))
+                    .expected("one")
+                    .hint("name it `prompt`, or remove the others"));
+            }
+        }
+        if !self.has("chosen") && !self.has("rejected") {
+            let answers: Vec<&str> = ANSWERS.into_iter().filter(|name| self.is_said(name)).collect();
+            if answers.is_empty() && !self.has("label") {
+                return Err(not_a_preference(self.0));
+            }
+            layout.answer = Some(match &answers[..] {
+                [answer] => answer.to_string(),
+                _ => "completion".to_string(),
+            });
+        }
+        // A conversation, and answers to it.
+        let whole = self
+            .value("chosen")
+            .is_some_and(|v| is_chat(v) && starts_with_a_question(v));
+        if prompts.is_empty() && !whole {
+            layout.list = LISTS.into_iter().find(|name| self.has(name)).map(str::to_string);
+        }
+        Ok(layout)
+    }
+
+    fn asked(&self, format: RowFormat, answer: &str) -> Result<Layout> {
+        let asked = |prompt: &str| Layout {
+            prompt: Some(prompt.to_string()),
+            extras: self.extras(prompt),
+            answer: Some(answer.to_string()),
+            ..self.layout(RowFormat::Prompt)
+        };
+        match format {
+            RowFormat::Prompt => {}
+            RowFormat::Auto if self.has("prompt") && !self.has("completion") => {}
+            RowFormat::Auto if LISTS.into_iter().any(|name| self.has(name)) => return self.learned(format),
+            RowFormat::Auto if self.has(answer) && self.prompts().len() == 1 => {}
+            RowFormat::Auto => match (self.pair(), &self.prompts()[..]) {
+                (Ok(None), [_]) => {}
+                _ => return self.learned(format),
+            },
+            other => return self.learned(other),
+        }
+        match &self.prompts()[..] {
+            _ if self.has("prompt") => Ok(asked("prompt")),
+            [prompt] => Ok(asked(prompt)),
+            _ => Err(Error::new("cannot tell which column is the prompt")
+                .found(names(self.0))
+                .expected(format!("one of {}", PROMPTS.join(", ")))
+                .hint("rename the column of the prompt to `prompt`")),
+        }
+    }
+}
+
+fn starts_with_a_question(chat: &Value) -> bool {
+    let text = |v: &Value| v.as_str().and_then(|s| serde_json::from_str::<Value>(s).ok());
+    let list = text(chat).unwrap_or_else(|| chat.clone());
+    let role = list.get(0).and_then(|m| m.get("role").or(m.get("from")));
+    role.and_then(Value::as_str)
+        .is_some_and(|role| !["assistant", "gpt", "bot", "model"].contains(&role))
+}
+
+pub(super) fn not_a_preference(fields: &Map<String, Value>) -> Error {
+    Error::new("this is not a preference row")
+        .found(names(fields))
+        .expected("prompt, chosen, rejected (text or messages; optional margin), or prompt, completion, label")
+        .hint("rename the fields; stages `sft` and `pretrain` learn from rows with one answer")
+}
+
+fn for_another_stage(format: RowFormat, fields: &Map<String, Value>) -> Error {
+    Error::new(format!(
+        "rows of format `{}` cannot be learned from directly",
+        format.name()
+    ))
+    .found(names(fields))
+    .expected("rows with one answer, as messages, prompt and completion, or text")
+    .hint("stages `sft` and `pretrain` need one answer a row; pairs are for `dpo` and `reward`, prompts for `grpo` and `ppo`")
+}
+
+/// May a column of this name hold a prompt?
+pub(super) fn is_like_a_prompt(column: &str) -> bool {
+    let name = column.to_ascii_lowercase();
+    let is_number =
+        name.ends_with("_id") || name.ends_with("_ids") || name.ends_with("_hash") || name.ends_with("_type");
+    !is_number && LIKE_A_PROMPT.iter().any(|part| name.contains(part))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,47 @@
+//! Rows in, batches of token ids out: readers, chat rendering, loss mask, packing, deterministic order.
+//! Knows tokenizers and templates. Knows no tensors, no models.
+
+// Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
+#![cfg_attr(
+    not(test),
+    deny(
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo,
+        clippy::unimplemented
+    )
+)]
+
+pub mod batch;
+mod chat;
+mod choices;
+pub mod codec;
+pub mod dataset;
+pub mod describe;
+pub mod encode;
+mod faults;
+pub mod layout;
+pub mod order;
+pub mod pack;
+pub mod peek;
+pub mod preference;
+mod prepare;
+pub mod prompts;
+pub mod read;
+pub mod reading;
+pub mod rows;
+
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod tests;
+
+pub use batch::{Batch, Columns, Example, IGNORE};
+pub use choices::{Render, RowFormat, TrainOn};
+pub use codec::{ChatRender, TextCodec};
+pub use dataset::{Dataset, Origin, Spec, Stats};
+pub use encode::{Encoder, Question};
+pub use order::{BatchStream, Length, StreamSpec, eval_batches};
+pub use reading::Reading;

@@ -1,0 +1,546 @@
+//! The infinite stream of micro-batches. Its position is one number: (seed, epoch, index) gives the rows, so
+//! nothing else has to be saved to resume.
+//!
+//! A unit is a row, or a bin of packed rows. Units follow each other epoch after epoch; each epoch is a permutation
+//! of its own (rows that are grouped keep their order). Micro-batch m takes units m*B to (m+1)*B, across the end of an
+//! epoch if need be; a window is the G micro-batches of one optimizer step.
+
+use super::batch::{Batch, Example};
+use super::dataset::Dataset;
+use super::pack::{Bin, pack};
+use ft_base::rng::{Rng, Stream};
+use ft_base::{Error, Result, progress};
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+/// How long a run is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Length {
+    /// This many steps, wrapping around the data as often as it takes.
+    Steps(u64),
+    /// This many times through the data; the last window may be short.
+    Epochs(f64),
+}
+
+impl Length {
+    /// `train.max_steps` (-1: by epochs) and `train.num_epochs`.
+    pub fn new(max_steps: i64, num_epochs: f64) -> Self {
+        match u64::try_from(max_steps) {
+            Ok(steps) => Length::Steps(steps),
+            Err(_) => Length::Epochs(num_epochs),
+        }
+    }
+}
+
+/// Settings of a stream.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StreamSpec {
+    /// B: units a micro-batch.
+    pub batch_size: usize,
+    /// G: micro-batches a step.
+    pub accumulation: usize,
+    pub packing: bool,
+    /// Capacity of a bin in tokens.
+    pub max_length: usize,
+    pub shuffle: bool,
+    pub seed: u64,
+    pub length: Length,
+}
+
+/// The units of one epoch, in order.
+#[derive(Debug)]
+enum Units {
+    Rows(Vec<usize>),
+    Bins(Vec<Bin>),
+}
+
+/// Which rows each micro-batch has, from the lengths of the rows alone.
+#[derive(Debug)]
+pub struct Order {
+    spec: StreamSpec,
+    lengths: Vec<usize>,
+    /// Units of an epoch: the same in every epoch.
+    units: u64,
+    /// The epochs used last: a micro-batch may reach into the next one.
+    epochs: Mutex<VecDeque<(u64, Arc<Units>)>>,
+}
+
+/// Micro-batches of a data set; see the module.
+#[derive(Debug)]
+pub struct BatchStream<'a> {
+    examples: &'a [Example],
+    order: Order,
+}
+
+/// The largest of the micro-batches of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Largest {
+    /// Tokens of the largest micro-batch.
+    pub tokens: usize,
+    /// Tokens of the longest row in any.
+    pub longest: usize,
+    /// Fewest rows in a micro-batch of about that size.
+    pub documents: usize,
+}
+
+/// Rows of epochs that are ordered, and rows that are packed, to find the largest micro-batch exactly.
+const ORDERED: u64 = 20_000_000;
+const PACKED: u64 = 2_000_000;
+
+impl std::ops::Deref for BatchStream<'_> {
+    type Target = Order;
+
+    fn deref(&self) -> &Order {
+        &self.order
+    }
+}
+
+impl<'a> BatchStream<'a> {
+    /// Errors: as `Order::new`.
+    pub fn new(dataset: &'a Dataset, spec: StreamSpec) -> Result<Self> {
+        let spec = StreamSpec {
+            shuffle: spec.shuffle && !dataset.grouped,
+            ..spec
+        };
+        Ok(Self {
+            examples: &dataset.examples,
+            order: Order::new(dataset.examples.iter().map(|e| e.ids.len()).collect(), spec)?,
+        })
+    }
+
+    pub fn examples(&self) -> &'a [Example] {
+        self.examples
+    }
+
+    /// Micro-batch `index`, from 0.
+    pub fn batch(&self, index: u64) -> Batch {
+        Batch::from_examples(self.rows(index).into_iter().map(|row| &self.examples[row]))
+    }
+
+    /// The micro-batches of step `step`, from 0.
+    pub fn window(&self, step: u64) -> Vec<Batch> {
+        self.window_indices(step).map(|index| self.batch(index)).collect()
+    }
+}
+
+impl Order {
+    /// Of rows of these lengths.
+    ///
+    /// Errors: no rows, a batch size or accumulation of zero, a number of epochs that is no positive number.
+    pub fn new(lengths: Vec<usize>, spec: StreamSpec) -> Result<Self> {
+        if lengths.is_empty() {
+            return Err(Error::new("the data has no rows"));
+        }
+        if spec.batch_size == 0 || spec.accumulation == 0 {
+            return Err(Error::usage(
+                "`train.batch_size` and `train.gradient_accumulation_steps` must be at least 1",
+            ));
+        }
+        if let Length::Epochs(epochs) = spec.length
+            && (!epochs.is_finite() || epochs <= 0.0)
+        {
+            return Err(Error::usage("`train.num_epochs` must be more than 0")
+                .found(epochs)
+                .hint("or set `train.max_steps`"));
+        }
+        let mut order = Self {
+            spec,
+            lengths,
+            units: 0,
+            epochs: Mutex::default(),
+        };
+        let _phase = progress::phase("ordering rows", 0, "");
+        order.units = match &*order.epoch(0) {
+            Units::Rows(rows) => rows.len(),
+            Units::Bins(bins) => bins.len(),
+        } as u64;
+        Ok(order)
+    }
+
+    /// How the rows are walked through.
+    pub fn spec(&self) -> StreamSpec {
+        self.spec
+    }
+
+    /// Tokens of each row.
+    pub fn lengths(&self) -> &[usize] {
+        &self.lengths
+    }
+
+    /// The largest micro-batch of the run: exact, or what the largest units of an epoch would make together where going
+    /// through the run would take long. Bins of every epoch are equally full.
+    pub fn largest(&self) -> Largest {
+        let epochs = self.total_units().div_ceil(self.units);
+        let rows = epochs.saturating_mul(self.lengths.len() as u64);
+        let most = if self.spec.packing { PACKED } else { ORDERED };
+        if rows <= most {
+            return self.exactly_largest();
+        }
+        let units: Vec<(usize, usize)> = match &*self.epoch(0) {
+            Units::Rows(rows) => rows.iter().map(|row| (self.lengths[*row], 1)).collect(),
+            Units::Bins(bins) => bins.iter().map(|bin| (self.tokens_of(bin), bin.len())).collect(),
+        };
+        let count = self.spec.batch_size;
+        let mut tokens: Vec<usize> = units.iter().map(|u| u.0).collect();
+        tokens.sort_unstable_by(|a, b| b.cmp(a));
+        let all: usize = tokens.iter().sum();
+        let rest: usize = tokens.iter().take(count % tokens.len()).sum();
+        let fewest = units.iter().map(|u| u.1).min().unwrap_or(1);
+        Largest {
+            tokens: (count / tokens.len()).saturating_mul(all).saturating_add(rest),
+            longest: self.lengths.iter().copied().max().unwrap_or(1),
+            documents: count.saturating_mul(fewest),
+        }
+    }
+
+    fn tokens_of(&self, rows: &[usize]) -> usize {
+        rows.iter().map(|row| self.lengths[*row]).sum()
+    }
+
+    fn exactly_largest(&self) -> Largest {
+        let mut largest = Largest {
+            tokens: 1,
+            longest: 1,
+            documents: usize::MAX,
+        };
+        let mut sizes = Vec::new();
+        for index in 0..self.micro_batches().max(1) {
+            let rows = self.rows(index);
+            let tokens = self.tokens_of(&rows);
+            largest.tokens = largest.tokens.max(tokens);
+            let longest = rows.iter().map(|row| self.lengths[*row]).max();
+            largest.longest = largest.longest.max(longest.unwrap_or(0));
+            sizes.push((tokens, rows.len()));
+        }
+        // A short micro-batch at the end of a run is not the one that counts.
+        let large = sizes.iter().filter(|(tokens, _)| tokens * 10 >= largest.tokens * 9);
+        largest.documents = large.map(|(_, rows)| *rows).min().unwrap_or(1).max(1);
+        largest
+    }
+
+    /// Units (rows or bins) of one epoch.
+    pub fn units_per_epoch(&self) -> u64 {
+        self.units
+    }
+
+    /// Tokens in the bins of an epoch over what they could hold; 1 without packing.
+    pub fn density(&self) -> f64 {
+        match self.spec.packing {
+            true => self.lengths.iter().sum::<usize>() as f64 / (self.units as f64 * self.spec.max_length as f64),
+            false => 1.0,
+        }
+    }
+
+    /// Units of a whole optimizer step.
+    pub fn units_per_window(&self) -> u64 {
+        self.spec.batch_size as u64 * self.spec.accumulation as u64
+    }
+
+    /// Units of the whole run; the last window of a run by epochs may be short.
+    fn total_units(&self) -> u64 {
+        match self.spec.length {
+            Length::Steps(steps) => steps.saturating_mul(self.units_per_window()),
+            // 0.1 * 30 is a little over 3 in floating point: that must not become a fourth row.
+            Length::Epochs(epochs) => (epochs * self.units as f64 - 1e-6).ceil().max(1.0) as u64,
+        }
+    }
+
+    /// Optimizer steps of the run.
+    pub fn steps(&self) -> u64 {
+        self.total_units().div_ceil(self.units_per_window())
+    }
+
+    /// Micro-batches of the run.
+    pub fn micro_batches(&self) -> u64 {
+        self.total_units().div_ceil(self.spec.batch_size as u64)
+    }
+
+    /// Epochs seen after `steps` steps, e.g. 1.5. A step that is larger than the data counts for several.
+    pub fn epoch_after(&self, steps: u64) -> f64 {
+        let seen = steps.saturating_mul(self.units_per_window()).min(self.total_units());
+        seen as f64 / self.units as f64
+    }
+
+    /// Rows of micro-batch `index` (from 0), in order. Shorter than B units only at the end of a run by epochs;
+    /// past that end the stream goes on with whole micro-batches.
+    pub fn rows(&self, index: u64) -> Vec<usize> {
+        let b = self.spec.batch_size as u64;
+        let first = index * b;
+        let end = match self.total_units() {
+            total if first < total => total.min(first + b),
+            _ => first + b,
+        };
+        let mut out = Vec::new();
+        let mut unit = first;
+        while unit < end {
+            let epoch = self.epoch(unit / self.units);
+            let from = (unit % self.units) as usize;
+            let n = (end - unit).min(self.units - from as u64) as usize;
+            match &*epoch {
+                Units::Rows(rows) => out.extend_from_slice(&rows[from..from + n]),
+                Units::Bins(bins) => out.extend(bins[from..from + n].iter().flatten()),
+            }
+            unit += n as u64;
+        }
+        out
+    }
+
+    /// Indices of the micro-batches of step `step`, from 0.
+    pub fn window_indices(&self, step: u64) -> Range<u64> {
+        let g = self.spec.accumulation as u64;
+        let end = match self.micro_batches() {
+            total if step * g < total => total.min((step + 1) * g),
+            _ => (step + 1) * g,
+        };
+        step * g..end
+    }
+
+    /// The order of an epoch: a function of (seed, epoch), kept for the two epochs used last.
+    fn epoch(&self, epoch: u64) -> Arc<Units> {
+        // The cache holds finished values only, so a panic elsewhere cannot have broken it.
+        let mut cache = self.epochs.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some((_, units)) = cache.iter().find(|(e, _)| *e == epoch) {
+            return units.clone();
+        }
+        let n = self.lengths.len();
+        let order = match self.spec.shuffle {
+            true => Rng::new(self.spec.seed, Stream::Shuffle, &[epoch]).permutation(n),
+            false => (0..n).collect(),
+        };
+        let units = Arc::new(match self.spec.packing {
+            true => Units::Bins(pack(&order, &self.lengths, self.spec.max_length)),
+            false => Units::Rows(order),
+        });
+        cache.push_front((epoch, units.clone()));
+        cache.truncate(2);
+        units
+    }
+}
+
+/// Batches for an evaluation: rows in file order, at most `max_tokens` a batch (a longer row stands alone).
+pub fn eval_batches(dataset: &Dataset, max_tokens: usize) -> impl Iterator<Item = Batch> + '_ {
+    let mut rest = dataset.examples.as_slice();
+    std::iter::from_fn(move || {
+        let mut tokens = 0;
+        let fits = rest.iter().take_while(|e| {
+            tokens += e.ids.len();
+            tokens <= max_tokens
+        });
+        let n = fits.count().max(1).min(rest.len());
+        let (now, later) = rest.split_at(n);
+        rest = later;
+        (!now.is_empty()).then(|| Batch::from_examples(now))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// n rows; row i has i % 7 + 2 tokens with ids 100 i, 100 i + 1, ...
+    fn dataset(n: usize) -> Dataset {
+        let row = |i: usize| {
+            let t = i % 7 + 2;
+            Example {
+                ids: (0..t as u32).map(|j| 100 * i as u32 + j).collect(),
+                trained: (0..t).map(|j| j > 0).collect(),
+            }
+        };
+        Dataset::from_examples((0..n).map(row).collect())
+    }
+
+    fn spec(batch_size: usize, accumulation: usize, length: Length) -> StreamSpec {
+        StreamSpec {
+            batch_size,
+            accumulation,
+            packing: false,
+            max_length: 16,
+            shuffle: false,
+            seed: 42,
+            length,
+        }
+    }
+
+    #[test]
+    fn unshuffled_steps_take_the_next_rows_of_the_file_and_wrap_around() {
+        let data = dataset(5);
+        let stream = BatchStream::new(&data, spec(2, 2, Length::Steps(3))).unwrap();
+        let rows: Vec<_> = (0..6).map(|m| stream.rows(m)).collect();
+        assert_eq!(rows, [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4], [0, 1]]);
+        assert_eq!((stream.steps(), stream.micro_batches()), (3, 6));
+        assert_eq!(stream.window(1), vec![stream.batch(2), stream.batch(3)]);
+        assert_eq!(stream.batch(2).documents, vec![0, 6, 8]);
+        assert_eq!(stream.epoch_after(2), 1.6);
+    }
+
+    #[test]
+    fn a_run_by_epochs_sees_each_row_equally_often_and_its_last_window_is_short() {
+        let data = dataset(7);
+        for (batch_size, accumulation, epochs, steps, last) in [
+            (2, 2, 1.0, 2, vec![2, 1]),
+            (2, 2, 2.0, 4, vec![2]),
+            (4, 1, 1.0, 2, vec![3]),
+            (3, 8, 0.1, 1, vec![1]),
+        ] {
+            let stream = BatchStream::new(&data, spec(batch_size, accumulation, Length::Epochs(epochs))).unwrap();
+            assert_eq!(stream.steps(), steps);
+            let windows: Vec<_> = (0..steps).map(|s| stream.window(s)).collect();
+            let shape = |w: &Vec<Batch>| w.iter().map(|b| b.documents.len() - 1).collect::<Vec<_>>();
+            assert_eq!(shape(windows.last().unwrap()), last);
+            let rows: usize = windows.iter().flat_map(shape).sum();
+            assert_eq!(rows, (7.0 * epochs).ceil() as usize);
+            assert_eq!(stream.epoch_after(steps), rows as f64 / 7.0);
+        }
+        assert_eq!(
+            BatchStream::new(&dataset(30), spec(1, 1, Length::Epochs(0.1)))
+                .unwrap()
+                .steps(),
+            3
+        );
+    }
+
+    #[test]
+    fn the_order_is_a_function_of_seed_epoch_and_index_only() {
+        let data = dataset(23);
+        for packing in [false, true] {
+            let shuffled = StreamSpec {
+                shuffle: true,
+                packing,
+                ..spec(3, 1, Length::Steps(100))
+            };
+            let a = BatchStream::new(&data, shuffled).unwrap();
+            let b = BatchStream::new(&data, shuffled).unwrap();
+            let forward: Vec<_> = (0..40).map(|m| a.rows(m)).collect();
+            let backward: Vec<_> = (0..40).rev().map(|m| b.rows(m)).collect();
+            assert_eq!(forward, backward.into_iter().rev().collect::<Vec<_>>());
+            let c = BatchStream::new(&data, StreamSpec { seed: 43, ..shuffled }).unwrap();
+            assert_ne!(forward, (0..40).map(|m| c.rows(m)).collect::<Vec<_>>());
+            // Each epoch holds every row once and has an order of its own.
+            let per_epoch = StreamSpec {
+                batch_size: a.units_per_epoch() as usize,
+                ..shuffled
+            };
+            let e = BatchStream::new(&data, per_epoch).unwrap();
+            assert_ne!(e.rows(0), e.rows(1));
+            for m in 0..3 {
+                let mut rows = e.rows(m);
+                rows.sort_unstable();
+                assert_eq!(rows, (0..23).collect::<Vec<_>>());
+            }
+        }
+    }
+
+    #[test]
+    fn packed_and_unpacked_epochs_hold_the_same_tokens_targets_and_documents() {
+        let data = dataset(50);
+        let of = |packing: bool| {
+            let s = StreamSpec {
+                packing,
+                shuffle: true,
+                ..spec(1, 1, Length::Epochs(1.0))
+            };
+            let stream = BatchStream::new(&data, s).unwrap();
+            let mut documents = Vec::new();
+            for m in 0..stream.micro_batches() {
+                let b = stream.batch(m);
+                assert!(!packing || b.len() <= 16);
+                for d in b.documents.windows(2) {
+                    let range = d[0]..d[1];
+                    assert_eq!(b.positions[range.clone()], (0..range.len() as u32).collect::<Vec<_>>());
+                    documents.push((b.ids[range.clone()].to_vec(), b.targets[range].to_vec()));
+                }
+            }
+            documents.sort();
+            (documents, stream.micro_batches(), stream.density())
+        };
+        let ((unpacked, rows, _), (packed, bins, density)) = (of(false), of(true));
+        assert_eq!(unpacked, packed);
+        assert_eq!(rows, 50);
+        assert!(bins < 25, "{bins} bins");
+        assert!(density > 0.8 && density <= 1.0, "density {density}");
+    }
+
+    #[test]
+    fn evaluation_batches_keep_the_file_order_and_hold_each_row_once() {
+        let data = dataset(20);
+        let batches: Vec<Batch> = eval_batches(&data, 12).collect();
+        assert!(batches.iter().all(|b| b.len() <= 12) && batches.len() < 20);
+        let ids: Vec<u32> = batches.iter().flat_map(|b| b.ids.clone()).collect();
+        assert_eq!(
+            ids,
+            data.examples.iter().flat_map(|e| e.ids.clone()).collect::<Vec<_>>()
+        );
+        assert_eq!(eval_batches(&data, 1).count(), 20);
+        assert_eq!(eval_batches(&Dataset::default(), 1).count(), 0);
+    }
+
+    #[test]
+    fn the_largest_micro_batch_is_the_one_that_the_run_makes() {
+        let data = dataset(50);
+        let largest = |s: StreamSpec| BatchStream::new(&data, s).unwrap().largest();
+        for (packing, shuffle, batch_size, length) in [
+            (false, true, 3, Length::Steps(40)),
+            (true, true, 2, Length::Epochs(3.0)),
+            (false, false, 7, Length::Epochs(1.0)),
+            // More than an epoch in one micro-batch.
+            (true, false, 40, Length::Steps(2)),
+            (false, false, 120, Length::Steps(1)),
+        ] {
+            let s = StreamSpec {
+                packing,
+                shuffle,
+                ..spec(batch_size, 1, length)
+            };
+            let stream = BatchStream::new(&data, s).unwrap();
+            let batches = (0..stream.micro_batches()).map(|m| stream.batch(m));
+            let tokens = batches.map(|b| b.len()).max().unwrap();
+            let found = stream.largest();
+            assert_eq!((found.tokens, found.longest), (tokens, 8), "{s:?}");
+            assert!(
+                found.documents >= batch_size.min(stream.units_per_epoch() as usize),
+                "{s:?}"
+            );
+        }
+        // A run that ends before the longest rows.
+        let short = StreamSpec {
+            shuffle: false,
+            ..spec(1, 1, Length::Steps(3))
+        };
+        assert_eq!(largest(short).longest, 4);
+        // Too long to go through: the largest units together, which is never too little.
+        let endless = spec(2, 1, Length::Steps(u64::MAX / 4));
+        assert_eq!(largest(endless).tokens, 16);
+        let packed = StreamSpec {
+            packing: true,
+            ..spec(500, 1, Length::Steps(1 << 40))
+        };
+        let stream = BatchStream::new(&data, packed).unwrap();
+        let all: usize = stream.lengths().iter().sum();
+        let (full, rest) = (
+            500 / stream.units_per_epoch() as usize,
+            500 % stream.units_per_epoch() as usize,
+        );
+        let found = stream.largest().tokens;
+        assert!(found >= full * all && found <= full * all + rest * 16, "{found}");
+        // As many bytes as a batch says do not have to be added up one by one.
+        let absurd = spec(usize::MAX, 1, Length::Steps(1));
+        assert_eq!(largest(absurd).tokens, usize::MAX);
+    }
+
+    #[test]
+    fn impossible_settings_are_refused() {
+        let data = dataset(3);
+        assert!(BatchStream::new(&Dataset::default(), spec(1, 1, Length::Steps(1))).is_err());
+        assert!(BatchStream::new(&data, spec(0, 1, Length::Steps(1))).is_err());
+        assert!(BatchStream::new(&data, spec(1, 0, Length::Steps(1))).is_err());
+        for epochs in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            assert!(BatchStream::new(&data, spec(1, 1, Length::Epochs(epochs))).is_err());
+        }
+        assert_eq!(
+            BatchStream::new(&data, spec(1, 1, Length::Steps(0))).unwrap().steps(),
+            0
+        );
+        assert_eq!(Length::new(-1, 2.0), Length::Epochs(2.0));
+    }
+}

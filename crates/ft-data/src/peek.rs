@@ -1,0 +1,79 @@
+//! What kind of rows a file holds, by its first row: for programs that take all of them.
+
+use super::read;
+use crate::RowFormat;
+use ft_base::{Error, Result};
+use serde_json::Value;
+
+/// What can be measured on rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// A text to predict: conversations, prompts with completions, plain text.
+    Text,
+    /// A chosen and a rejected answer.
+    Pairs,
+    /// One answer, and whether it is desirable.
+    Judged,
+    /// A prompt, and a known answer that need not be written word for word.
+    Prompts,
+}
+
+/// The kind of the rows in the file at `path`; `answer` is the column with known answers.
+///
+/// Errors: the file cannot be read.
+pub fn kind(path: &str, format: RowFormat, answer: &str) -> Result<Kind> {
+    let mut found = None;
+    let enough = || Error::new("the first row is enough");
+    let read = read::read_rows(path, &mut |row| {
+        let row = row?;
+        let has = |name: &str| row.fields.get(name).is_some_and(|v| !v.is_null());
+        let sides = has("chosen") && has("rejected");
+        let judged = matches!(row.fields.get("label"), Some(Value::Bool(_))) && has("completion");
+        found = Some(match format {
+            RowFormat::Prompt => Kind::Prompts,
+            RowFormat::Preference | RowFormat::Auto if judged => Kind::Judged,
+            RowFormat::Preference => Kind::Pairs,
+            RowFormat::Auto if sides => Kind::Pairs,
+            RowFormat::Auto if has("prompt") && has(answer) && !has("completion") => Kind::Prompts,
+            _ => Kind::Text,
+        });
+        Err(enough())
+    });
+    match (found, read) {
+        (Some(kind), _) => Ok(kind),
+        (None, Err(e)) => Err(e),
+        // The reader of the whole file says that there are no rows.
+        (None, Ok(_)) => Ok(Kind::Text),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_row_tells_the_kind() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("rows.jsonl");
+        let of = |row: &str, format| {
+            std::fs::write(&file, format!("{row}\n{row}\n")).unwrap();
+            kind(file.to_str().unwrap(), format, "answer").unwrap()
+        };
+        use RowFormat::{Auto, Messages, Preference, Prompt};
+        let messages = r#"{"messages": [{"role": "user", "content": "a"}]}"#;
+        assert_eq!(of(messages, Auto), Kind::Text);
+        assert_eq!(
+            of(r#"{"prompt": "a", "completion": "b", "answer": "c"}"#, Auto),
+            Kind::Text
+        );
+        let pair = r#"{"prompt": "a", "chosen": "b", "rejected": "c"}"#;
+        assert_eq!((of(pair, Auto), of(pair, Preference)), (Kind::Pairs, Kind::Pairs));
+        let judged = r#"{"prompt": "a", "completion": "b", "label": false}"#;
+        assert_eq!((of(judged, Auto), of(judged, Preference)), (Kind::Judged, Kind::Judged));
+        let prompt = r#"{"prompt": "2 + 3", "answer": "5"}"#;
+        assert_eq!((of(prompt, Auto), of(prompt, Prompt)), (Kind::Prompts, Kind::Prompts));
+        assert_eq!(of(messages, Messages), Kind::Text);
+        assert_eq!(of(messages, Prompt), Kind::Prompts);
+        assert!(kind("/no/such/file.jsonl", Auto, "answer").is_err());
+    }
+}

@@ -1,0 +1,298 @@
+//! Preference rows to examples: pairs of answers, and judged answers.
+//!
+//! An example of such a data set is one unit of training: its documents end to end, the chosen answer and the rejected
+//! one (each after the prompt), or one judged answer. So order, batches and lengths work as for other rows, and a pair
+//! is never split.
+//!
+//! Tokens are those of TRL: the prompt alone (a conversation with the generation prompt), and prompt with answer
+//! (text gets EOS); an answer begins where the two part, for both sides at the earlier place. What is longer than
+//! `max_length` loses its end.
+
+mod encode;
+mod rows;
+
+#[cfg(test)]
+mod tests;
+
+use super::batch::{Batch, Example};
+use super::codec::{ChatRender, TextCodec};
+use super::dataset::{CHUNK_ROWS, Dataset, Origin, Spec, kept, nothing_to_train, side_by_side, unless_stopped};
+use super::faults::BadRows;
+use super::layout::{Layout, Purpose};
+use super::read::Row;
+use crate::RowFormat;
+use encode::{Side, Unit};
+use ft_base::rng::{Rng, Stream};
+use ft_base::{Error, Result};
+use std::borrow::Cow;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// What is wanted of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Want {
+    /// Both answers; the tokens of the answers are trained.
+    Pairs,
+    /// Both answers, and of the chosen one the prompt is trained too (ORPO).
+    PairsAndPrompts,
+    /// Both answers whole: rows with a longer one are left out (a reward model reads the end of a row).
+    WholePairs,
+    /// One answer with a label; a pair is two of them (KTO).
+    Judged,
+}
+
+/// What an example of preference rows is made of.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Preference {
+    /// Tokens of the first document: the chosen side, or the judged answer. The rest is the rejected side, or the
+    /// prompt with the answer of another row (`mismatched`).
+    pub first: usize,
+    /// Tokens of the prompt, the same in both documents.
+    pub prompt: usize,
+    /// By how much the chosen side should win; 0 where the row has none.
+    pub margin: f32,
+    /// A judged answer is desirable.
+    pub label: bool,
+}
+
+impl Preference {
+    pub(super) fn hash(&self, hasher: &mut blake3::Hasher) {
+        hasher.update(&(self.first as u64).to_le_bytes());
+        hasher.update(&(self.prompt as u64).to_le_bytes());
+        hasher.update(&self.margin.to_le_bytes());
+        hasher.update(&[self.label.into()]);
+    }
+}
+
+/// Reads and tokenizes preference rows.
+///
+/// Errors: a broken row, equal sides, a prompt that fills `max_length` (each with its place), margins in some rows
+/// only, no rows, nothing to train, a signal that asks to stop.
+pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Dataset> {
+    if !matches!(spec.format, RowFormat::Auto | RowFormat::Preference) {
+        return Err(Error::usage("this stage learns from preferences")
+            .at("data.format")
+            .found(format!("`{}`", spec.format.name()))
+            .expected("`preference`, or `auto`"));
+    }
+    let spec = Spec {
+        format: RowFormat::Preference,
+        ..spec.clone()
+    };
+    let mut loader = Loader {
+        encoder: encode::PairEncoder {
+            encoder: spec.encoder(codec, template),
+            want,
+        },
+        chunk: Vec::new(),
+        out: Dataset::default(),
+        rejected: Vec::new(),
+        margins: None,
+    };
+    let mut bad = BadRows::new();
+    let encoder = spec.encoder(codec, template);
+    let readings = spec.rows(Purpose::Prefer, &encoder, &mut bad, &mut |row, layout, origin, bad| {
+        loader.chunk.push((row, layout.clone(), origin));
+        match loader.chunk.len() >= CHUNK_ROWS {
+            true => loader.flush(bad),
+            false => Ok(()),
+        }
+    })?;
+    loader.flush(&mut bad)?;
+    bad.end()?;
+    let mut out = loader.out;
+    out.readings = readings;
+    for (example, preference, origin) in loader.rejected {
+        out.examples.push(example);
+        out.preferences.push(preference);
+        out.origins.push(origin);
+    }
+    out.finish();
+    match out.examples.is_empty() {
+        true => Err(nothing_to_train(&spec, &out.stats)),
+        false => Ok(out),
+    }
+}
+
+struct Loader<'a> {
+    encoder: encode::PairEncoder<'a>,
+    chunk: Vec<(Row, Arc<Layout>, Origin)>,
+    out: Dataset,
+    /// Rejected sides of pairs that become judged answers: they stand after all others, so that no answer is
+    /// neighbour of the other answer to its own prompt.
+    rejected: Vec<(Example, Preference, Origin)>,
+    /// Do rows have a margin?
+    margins: Option<bool>,
+}
+
+impl Loader<'_> {
+    fn flush(&mut self, bad: &mut BadRows) -> Result<()> {
+        let encoder = &self.encoder;
+        let chunk = std::mem::take(&mut self.chunk);
+        let units = side_by_side(&chunk, bad, |(row, layout, _)| {
+            encoder.encode(row, layout).map_err(|e| e.or_at(&row.place))
+        });
+        for (unit, (row, _, origin)) in units.into_iter().zip(chunk) {
+            let Some(unit) = kept(unit, bad)? else { continue };
+            if *self.margins.get_or_insert(unit.margin.is_some()) != unit.margin.is_some() {
+                bad.add(
+                    Error::new("some rows have a `margin` and others have none")
+                        .at(&row.place)
+                        .expected("a number in every row, or in none"),
+                )?;
+                continue;
+            }
+            let stats = &mut self.out.stats;
+            stats.rows += 1;
+            let cut: usize = unit.sides.iter().map(|s| s.cut).sum();
+            let longest = unit.sides.iter().map(|s| s.example.ids.len() + s.cut).max();
+            stats.longest_written = stats.longest_written.max(longest.unwrap_or(0));
+            if cut > 0 && self.encoder.want == Want::WholePairs {
+                stats.dropped_rows += 1;
+                stats.dropped_by_truncation += 1;
+                continue;
+            }
+            if cut > 0 {
+                stats.truncated_rows += 1;
+                stats.truncated_tokens += cut as u64;
+            }
+            if let [a, b] = &unit.sides[..]
+                && a.example.ids == b.example.ids
+            {
+                // What told the sides apart was cut off.
+                stats.dropped_rows += 1;
+                stats.dropped_by_truncation += 1;
+                continue;
+            }
+            self.push(unit, origin);
+        }
+        unless_stopped()
+    }
+
+    fn push(&mut self, unit: Unit, origin: Origin) {
+        let Unit {
+            sides,
+            prompt,
+            margin,
+            label,
+        } = unit;
+        let preference = |first, label| Preference {
+            first,
+            prompt,
+            margin: margin.unwrap_or(0.0),
+            label,
+        };
+        let judged = self.encoder.want == Want::Judged;
+        let paired = sides.len() == 2;
+        let mut whole = Example {
+            ids: Vec::new(),
+            trained: Vec::new(),
+        };
+        for (side, Side { example, .. }) in sides.into_iter().enumerate() {
+            let n = example.ids.len();
+            if judged && paired && side == 1 {
+                self.rejected.push((example, preference(n, false), origin));
+            } else if judged {
+                self.out.preferences.push(preference(n, label || paired));
+                self.out.examples.push(example);
+                self.out.origins.push(origin);
+            } else {
+                if side == 0 {
+                    self.out.preferences.push(preference(n, true));
+                }
+                whole.ids.extend(example.ids);
+                whole.trained.extend(example.trained);
+            }
+        }
+        if !judged {
+            self.out.examples.push(whole);
+            self.out.origins.push(origin);
+        }
+    }
+}
+
+impl Dataset {
+    /// Tokens of the documents of an example.
+    pub fn documents(&self, row: usize) -> Vec<Range<usize>> {
+        let whole = self.examples[row].ids.len();
+        match self.preferences.get(row) {
+            Some(p) if p.first < whole => vec![0..p.first, p.first..whole],
+            _ => std::iter::once(0..whole).collect(),
+        }
+    }
+
+    /// The documents of an example, each as one.
+    pub fn parts(&self, row: usize) -> impl Iterator<Item = Example> + '_ {
+        let e = &self.examples[row];
+        self.documents(row).into_iter().map(|d| Example {
+            ids: e.ids[d.clone()].to_vec(),
+            trained: e.trained[d].to_vec(),
+        })
+    }
+
+    /// Each document as an example of its own: for what looks at texts and knows no pairs.
+    pub fn flat(&self) -> Cow<'_, Dataset> {
+        if self.preferences.is_empty() {
+            return Cow::Borrowed(self);
+        }
+        let rows = 0..self.examples.len();
+        Cow::Owned(Dataset::from_examples(rows.flat_map(|row| self.parts(row)).collect()))
+    }
+
+    /// The documents of these rows end to end: those of a row are neighbours.
+    pub fn batch(&self, rows: &[usize]) -> Batch {
+        let parts: Vec<Example> = rows.iter().flat_map(|&row| self.parts(row)).collect();
+        Batch::from_examples(&parts)
+    }
+
+    /// Judged answers, each followed by its prompt with the answer of the row before it in its group of `group` rows
+    /// (the first row of a group takes the last answer): KTO estimates from these how far the policy is from its
+    /// reference. With a `seed` the rows are brought into another order first; it stays that of every epoch, since
+    /// the answers of a micro-batch and of its mismatched pairs should be the same.
+    ///
+    /// Errors: groups of one row, or a row with two answers.
+    pub fn mismatched(mut self, group: usize, max_length: usize, seed: Option<u64>) -> Result<Self> {
+        let n = self.examples.len();
+        if group < 2 || n < 2 {
+            return Err(Error::usage("KTO needs at least two rows in a micro-batch")
+                .found(format!("train.batch_size = {group}, {n} rows"))
+                .expected("2 or more: the answer of another row tells how far the policy is from its reference")
+                .hint("raise `train.batch_size`, or set `rlhf.loss_type = \"apo_zero_unpaired\"`"));
+        }
+        let order: Vec<usize> = match seed {
+            Some(seed) => Rng::new(seed, Stream::Shuffle, &[u64::MAX]).permutation(n),
+            None => (0..n).collect(),
+        };
+        let mut out = Dataset {
+            stats: self.stats.clone(),
+            readings: self.readings.clone(),
+            grouped: true,
+            ..Dataset::default()
+        };
+        for first in (0..n).step_by(group) {
+            // A single row at the end has the row before its group as neighbour.
+            let rows = &order[first..n.min(first + group)];
+            for (i, &row) in rows.iter().enumerate() {
+                let other = match rows.len() {
+                    1 => order[first - 1],
+                    len => rows[(i + len - 1) % len],
+                };
+                let (mine, theirs) = (self.preferences[row], self.preferences[other]);
+                let mut example = self.examples[row].clone();
+                let answer = &self.examples[other].ids[theirs.prompt..];
+                let room = max_length.saturating_sub(mine.prompt).min(answer.len());
+                example.ids.extend_from_within(..mine.prompt);
+                example.ids.extend_from_slice(&answer[..room]);
+                example
+                    .trained
+                    .extend((0..mine.prompt + room).map(|t| t >= mine.prompt.max(1)));
+                out.examples.push(example);
+                out.preferences.push(mine);
+                out.origins.push(self.origins[row]);
+            }
+        }
+        self.examples.clear();
+        out.finish();
+        Ok(out)
+    }
+}

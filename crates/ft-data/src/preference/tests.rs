@@ -1,0 +1,248 @@
+//! Preference rows end to end: tokens as in TRL, cuts, refusals, mismatched pairs.
+
+use super::*;
+use crate::testing::{Jinja, Words, files};
+use crate::{BatchStream, IGNORE, Length, StreamSpec};
+use crate::{Render, TrainOn};
+
+const CHATML: &str = r#"{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"#;
+
+fn read(words: &Words, lines: &[&str], want: Want, max_length: usize) -> Result<Dataset> {
+    let files = files(&[("p.jsonl", &lines.join("\n"))]);
+    let spec = Spec {
+        files: &files.paths,
+        format: RowFormat::Auto,
+        render: Render::Plain,
+        max_length,
+        train_on: TrainOn::Assistant,
+        embedding_rows: 1000,
+    };
+    load(&spec, want, words, Some(&Jinja::new(CHATML)))
+}
+
+/// Documents of an example as text, trained tokens in brackets.
+fn shown(words: &Words, data: &Dataset, row: usize) -> Vec<String> {
+    let parts = data.parts(row).map(|e| {
+        let tokens = words.tokens(&e.ids);
+        let marked = tokens.iter().zip(&e.trained).map(|(t, &trained)| match trained {
+            true => format!("[{t}]"),
+            false => t.clone(),
+        });
+        marked.collect::<String>()
+    });
+    parts.collect()
+}
+
+#[test]
+fn a_pair_becomes_two_documents_of_one_example() {
+    let words = Words::chatml();
+    let rows = [
+        r#"{"prompt": "a b", "chosen": " c d", "rejected": " e"}"#,
+        r#"{"chosen": [{"role":"user","content":"q"},{"role":"assistant","content":"yes"}], "rejected": [{"role":"user","content":"q"},{"role":"assistant","content":"no"}]}"#,
+    ];
+    let data = read(&words, &rows, Want::Pairs, 64).unwrap();
+    assert_eq!(
+        shown(&words, &data, 0),
+        ["a b[ c][ d][<|im_end|>]", "a b[ e][<|im_end|>]"]
+    );
+    let head = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n";
+    // As in TRL all after the prompt is the answer, also what the template puts after the end of the turn.
+    assert_eq!(
+        shown(&words, &data, 1),
+        [
+            format!("{head}[yes][<|im_end|>][\n]"),
+            format!("{head}[no][<|im_end|>][\n]")
+        ]
+    );
+    assert_eq!(
+        data.preferences[0],
+        Preference {
+            first: 5,
+            prompt: 2,
+            margin: 0.0,
+            label: true
+        }
+    );
+    let batch = data.batch(&[1, 0]);
+    assert_eq!(batch.documents.len(), 5);
+    assert_eq!(batch.targets.iter().filter(|&&t| t != IGNORE).count(), 3 + 3 + 3 + 2);
+    let flat = data.flat();
+    assert_eq!((flat.examples.len(), flat.stats.tokens), (4, data.stats.tokens));
+
+    let data = read(&words, &rows, Want::PairsAndPrompts, 64).unwrap();
+    assert_eq!(
+        shown(&words, &data, 0),
+        ["a[ b][ c][ d][<|im_end|>]", "a b[ e][<|im_end|>]"]
+    );
+}
+
+#[test]
+fn the_prompt_ends_where_the_tokens_part_for_both_sides() {
+    let words = Words::chatml();
+    // "foo" + "bar" is one word: the prompt's last token is another one then.
+    let rows = [r#"{"prompt": "a foo", "chosen": "bar", "rejected": " bar"}"#];
+    let data = read(&words, &rows, Want::Pairs, 64).unwrap();
+    assert_eq!(
+        shown(&words, &data, 0),
+        ["a[ foobar][<|im_end|>]", "a[ foo][ bar][<|im_end|>]"]
+    );
+    let rows = [r#"{"prompt": "a", "chosen": " b<|im_end|>", "rejected": " c"}"#];
+    let data = read(&words, &rows, Want::Pairs, 64).unwrap();
+    assert_eq!(shown(&words, &data, 0), ["a[ b][<|im_end|>]", "a[ c][<|im_end|>]"]);
+}
+
+#[test]
+fn long_answers_are_cut_and_long_prompts_refused() {
+    let words = Words::chatml();
+    let rows = [
+        r#"{"prompt": "a b", "chosen": " c d e f", "rejected": " g"}"#,
+        r#"{"prompt": "a b", "chosen": " x y z", "rejected": " x y w"}"#,
+    ];
+    let data = read(&words, &rows, Want::Pairs, 4).unwrap();
+    assert_eq!(shown(&words, &data, 0), ["a b[ c][ d]", "a b[ g][<|im_end|>]"]);
+    // The second row's sides are equal after the cut.
+    let stats = &data.stats;
+    assert_eq!((data.examples.len(), stats.rows, stats.dropped_rows), (1, 2, 1));
+    assert_eq!((stats.truncated_rows, stats.longest_written), (2, 7));
+    // A reward model reads the end of a text: rows that lose it are left out.
+    let e = read(&words, &rows[..1], Want::WholePairs, 4).unwrap_err().to_string();
+    assert!(e.contains("nothing in the data") && e.contains("max_length"), "{e}");
+    let long = r#"{"prompt": "a b c d e", "chosen": " f", "rejected": " g"}"#;
+    let short = r#"{"prompt": "a", "chosen": " b", "rejected": " c"}"#;
+    let data = read(&words, &[long, short], Want::WholePairs, 4).unwrap();
+    assert_eq!((data.examples.len(), data.stats.dropped_by_truncation), (1, 1));
+    let e = read(&words, &[rows[0], rows[0]], Want::Pairs, 2)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        e.contains("leaves no room") && e.contains(".jsonl:1") && e.contains("2 tokens"),
+        "{e}"
+    );
+}
+
+#[test]
+fn equal_sides_mixed_margins_and_foreign_rows_are_refused_with_their_line() {
+    let words = Words::chatml();
+    let good = r#"{"prompt": "a", "chosen": " b", "rejected": " c", "margin": 1}"#;
+    for (row, want, what) in [
+        (
+            r#"{"prompt": "a", "chosen": " b", "rejected": " b", "margin": 1}"#,
+            Want::Pairs,
+            "are equal",
+        ),
+        (
+            r#"{"prompt": "a", "chosen": " b", "rejected": " b<|im_end|>", "margin": 1}"#,
+            Want::Pairs,
+            "same tokens",
+        ),
+        (
+            r#"{"prompt": "a", "chosen": " b", "rejected": " c"}"#,
+            Want::WholePairs,
+            "have a `margin`",
+        ),
+        (
+            r#"{"prompt": "a", "completion": " b", "label": true}"#,
+            Want::Pairs,
+            "train.stage = \"kto\"",
+        ),
+        (r#"{"messages": []}"#, Want::Pairs, "not a preference row"),
+    ] {
+        let e = read(&words, &[good, row], want, 64).unwrap_err().to_string();
+        assert!(e.contains(what) && e.contains(".jsonl:2"), "{e}");
+    }
+}
+
+#[test]
+fn judged_rows_get_the_answer_of_their_neighbour_as_mismatch() {
+    let words = Words::chatml();
+    let rows = [
+        r#"{"prompt": "a", "completion": " b", "label": true}"#,
+        r#"{"prompt": "c d", "completion": " e f", "label": false}"#,
+        r#"{"prompt": "g", "chosen": " h", "rejected": " i"}"#,
+    ];
+    let data = read(&words, &rows, Want::Judged, 64).unwrap();
+    // A pair is two judged answers; the rejected ones stand after all others.
+    let labels: Vec<bool> = data.preferences.iter().map(|p| p.label).collect();
+    assert_eq!(labels, [true, false, true, false]);
+    assert_eq!(shown(&words, &data, 3), ["g[ i][<|im_end|>]"]);
+
+    let paired = data.clone().mismatched(2, 64, None).unwrap();
+    assert_eq!(
+        shown(&words, &paired, 0),
+        ["a[ b][<|im_end|>]", "a[ e][ f][<|im_end|>]"]
+    );
+    assert_eq!(
+        shown(&words, &paired, 1),
+        ["c d[ e][ f][<|im_end|>]", "c d[ b][<|im_end|>]"]
+    );
+    let three = data.clone().mismatched(3, 64, None).unwrap();
+    assert_eq!(shown(&words, &three, 0)[1], "a[ h][<|im_end|>]");
+    // Alone in the last group: the row before it.
+    assert_eq!(shown(&words, &three, 3)[1], "g[ h][<|im_end|>]");
+    // The mismatched pair is cut as well.
+    assert_eq!(
+        shown(&words, &data.clone().mismatched(2, 4, None).unwrap(), 1)[1],
+        "c d[ b][<|im_end|>]"
+    );
+    assert_eq!(
+        shown(&words, &data.clone().mismatched(2, 3, None).unwrap(), 1)[1],
+        "c d[ b]"
+    );
+    let mixed = data.clone().mismatched(2, 64, Some(3)).unwrap();
+    assert_eq!(
+        mixed.fingerprint,
+        data.clone().mismatched(2, 64, Some(3)).unwrap().fingerprint
+    );
+    assert_eq!(mixed.examples.len(), 4);
+    // A micro-batch holds the rows of a group, in every epoch.
+    let spec = StreamSpec {
+        batch_size: 2,
+        accumulation: 1,
+        packing: false,
+        max_length: 64,
+        shuffle: true,
+        seed: 3,
+        length: Length::Epochs(8.0),
+    };
+    let stream = BatchStream::new(&mixed, spec).unwrap();
+    assert!((0..16).all(|m| stream.rows(m) == [[0, 1], [2, 3]][m as usize % 2]));
+    assert!(
+        data.mismatched(1, 64, None)
+            .unwrap_err()
+            .to_string()
+            .contains("at least two rows")
+    );
+}
+
+#[test]
+fn splits_keep_what_belongs_to_a_row() {
+    let words = Words::chatml();
+    let rows: Vec<String> = (0..10)
+        .map(|i| format!(r#"{{"prompt": "p{i}", "chosen": " a", "rejected": " b c", "margin": {i}}}"#))
+        .collect();
+    let rows: Vec<&str> = rows.iter().map(String::as_str).collect();
+    let data = read(&words, &rows, Want::Pairs, 64).unwrap();
+    let whole = data.fingerprint.clone();
+    let (train, eval) = data.split(0.3, 5).unwrap();
+    assert_eq!((train.preferences.len(), eval.preferences.len()), (7, 3));
+    for set in [&train, &eval] {
+        for (row, p) in set.preferences.iter().enumerate() {
+            assert_eq!(set.origins[row].number as f32, p.margin + 1.0);
+        }
+    }
+    // Two judged answers of a row are never on both sides.
+    let judged = read(&words, &rows, Want::Judged, 64).unwrap();
+    let (train, eval) = judged.split(0.7, 5).unwrap();
+    assert_eq!((train.examples.len(), eval.examples.len()), (6, 14));
+    assert_eq!((train.stats.rows, eval.stats.rows), (3, 7));
+    assert!(eval.origins.iter().all(|o| !train.origins.contains(o)));
+    assert_eq!(eval.preferences.iter().filter(|p| p.label).count(), 7);
+    // Margins are part of what a data set is.
+    let other: Vec<String> = rows
+        .iter()
+        .map(|r| r.replace("\"margin\": 3", "\"margin\": 4"))
+        .collect();
+    let other: Vec<&str> = other.iter().map(String::as_str).collect();
+    assert_ne!(read(&words, &other, Want::Pairs, 64).unwrap().fingerprint, whole);
+}

@@ -1,0 +1,83 @@
+//! Renderings of many rows asked for at once: each question to the process that renders costs as much as a row.
+
+use super::codec::{ChatRender, Job, Rendered};
+use super::encode::Encoder;
+use super::rows::Sample;
+use ft_base::Result;
+use serde_json::Value;
+
+/// Rows of one request.
+pub(super) const ROWS: usize = 64;
+
+/// A chat template that already knows what it prints for the beginnings of one conversation.
+pub(super) struct Prepared<'a> {
+    template: &'a dyn ChatRender,
+    job: Option<Job<'a>>,
+    texts: Vec<Option<Rendered>>,
+}
+
+/// One for each sample.
+pub(super) fn prepare<'a>(
+    encoder: &Encoder<'a>,
+    template: &'a dyn ChatRender,
+    samples: &'a [Result<Sample>],
+) -> Vec<Prepared<'a>> {
+    let job = |sample: &'a Result<Sample>| match sample {
+        Ok(Sample::Chat(chat)) => Some(Job {
+            messages: &chat.messages,
+            tools: chat.tools.as_ref(),
+            asks: encoder.asks(chat),
+        }),
+        _ => None,
+    };
+    let jobs: Vec<Option<Job>> = samples.iter().map(job).collect();
+    let given: Vec<Job> = jobs.iter().flatten().cloned().collect();
+    let answers = match given.is_empty() {
+        true => Vec::new(),
+        false => template.render_many(&given),
+    };
+    let mut answers = answers.into_iter();
+    let prepared = |job: Option<Job<'a>>| Prepared {
+        template,
+        texts: job.as_ref().and_then(|_| answers.next()).unwrap_or_default(),
+        job,
+    };
+    jobs.into_iter().map(prepared).collect()
+}
+
+impl Prepared<'_> {
+    fn find(&self, messages: &[Value], tools: Option<&Value>, prompt: bool) -> Option<&Rendered> {
+        let job = self.job.as_ref()?;
+        let is_same = std::ptr::eq(messages.as_ptr(), job.messages.as_ptr())
+            && messages.len() <= job.messages.len()
+            && match (tools, job.tools) {
+                (Some(a), Some(b)) => std::ptr::eq(a, b),
+                (None, None) => true,
+                _ => false,
+            };
+        let at = job.asks.iter().position(|ask| *ask == (messages.len(), prompt));
+        self.texts.get(at.filter(|_| is_same)?)?.as_ref()
+    }
+}
+
+impl ChatRender for Prepared<'_> {
+    fn render(&self, messages: &[Value], tools: Option<&Value>, add_generation_prompt: bool) -> Result<String> {
+        match self.find(messages, tools, add_generation_prompt) {
+            Some(rendered) => Ok(rendered.text.clone()),
+            None => self.template.render(messages, tools, add_generation_prompt),
+        }
+    }
+
+    fn render_marked(
+        &self,
+        messages: &[Value],
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> Result<Option<Rendered>> {
+        // Without a range in it, the text may be that of a template without such blocks.
+        match self.find(messages, tools, add_generation_prompt) {
+            Some(rendered) if !rendered.generation.is_empty() => Ok(Some(rendered.clone())),
+            _ => self.template.render_marked(messages, tools, add_generation_prompt),
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! Rows to answer, for training by reward: a prompt, the answer where the row has one, and all its columns.
+//!
+//! A row of format `prompt` has `prompt` (or a column that is read as one), as text or as a list of messages. A row of
+//! any other format with an answer (a conversation, prompt and completion) is its prompt, and its last answer is the
+//! known one.
+
+use super::chat;
+use super::dataset::unless_stopped;
+use super::encode::Encoder;
+use super::faults::BadRows;
+use super::layout::{self, Layout, Purpose, Rules};
+use super::read::{self, Row};
+use super::reading::Reading;
+use super::rows::{self, Chat, Sample};
+use crate::{Render, RowFormat};
+use ft_base::{Error, Result};
+use serde_json::{Map, Value};
+
+/// What was said before the answer.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Said {
+    Text(String),
+    Chat { messages: Vec<Value>, tools: Option<Value> },
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Prompt {
+    /// `[T]`, up to and with the generation prompt.
+    pub ids: Vec<u32>,
+    pub said: Said,
+    /// The prompt as the row has it: a text, or messages.
+    pub shown: Value,
+    /// A text, a number, or a list of answers that are all right.
+    pub answer: Option<Value>,
+    /// The row as it was written.
+    pub columns: Map<String, Value>,
+    pub place: read::Place,
+}
+
+impl Prompt {
+    /// The conversation that `answer` ends; `None` where the prompt is plain text.
+    pub fn answered(&self, answer: &str) -> Sample {
+        match &self.said {
+            Said::Text(text) => Sample::PromptCompletion {
+                prompt: text.clone(),
+                completion: answer.to_string(),
+            },
+            Said::Chat { messages, tools } => {
+                let mut messages = messages.clone();
+                messages.push(chat::message("assistant", answer));
+                Sample::Chat(Chat {
+                    first_trained: messages.len() - 1,
+                    messages,
+                    tools: tools.clone(),
+                })
+            }
+        }
+    }
+}
+
+#[derive(Debug, Clone, Default)]
+pub struct Prompts {
+    pub rows: Vec<Prompt>,
+    /// How each file was read.
+    pub readings: Vec<Reading>,
+    /// Hash of ids and columns.
+    pub fingerprint: String,
+}
+
+impl Prompts {
+    /// All rows of these files. `answer` names the column with the known answer.
+    ///
+    /// Errors: a row without a prompt (its place), no rows, a prompt that leaves less than `room` tokens of
+    /// `window` for the answer, a signal.
+    pub fn load(
+        files: &[String],
+        (format, render): (RowFormat, Render),
+        encoder: &Encoder,
+        answer: &str,
+        (window, room): (usize, usize),
+    ) -> Result<Self> {
+        let mut out = Self::default();
+        let mut hasher = blake3::Hasher::new();
+        let mut bad = BadRows::new();
+        let rules = Rules {
+            render,
+            template: encoder.template,
+            codec: encoder.codec,
+            answer,
+        };
+        for path in files {
+            let mut found: Option<Reading> = None;
+            read::read_rows(path, &mut |row| {
+                unless_stopped()?;
+                let row = match row {
+                    Ok(row) => row,
+                    Err(e) => return bad.add(e),
+                };
+                if found.is_none() {
+                    let layout = Layout::find(&row, format, Purpose::Ask, &rules)?;
+                    found = Some(Reading::new(path, layout, &row));
+                }
+                let Some(reading) = &mut found else {
+                    return Ok(());
+                };
+                reading.see(&row);
+                let prompt = one(&row, &reading.layout, encoder, answer).map_err(|e| e.or_at(&row.place));
+                let prompt = match prompt {
+                    Ok(prompt) if prompt.ids.len() + room > window => return bad.add(too_long(&prompt, window, room)),
+                    Ok(prompt) => prompt,
+                    Err(e) => return bad.add(e),
+                };
+                bad.good();
+                prompt.ids.iter().for_each(|id| {
+                    hasher.update(&id.to_le_bytes());
+                });
+                hasher.update(Value::Object(row.fields).to_string().as_bytes());
+                out.rows.push(prompt);
+                Ok(())
+            })?;
+            out.readings.extend(found);
+        }
+        bad.end()?;
+        if out.rows.is_empty() {
+            return Err(Error::new("the data has no rows").at(files.join(", ")).found("0 rows"));
+        }
+        out.fingerprint = hasher.finalize().to_hex().to_string();
+        Ok(out)
+    }
+}
+
+fn too_long(prompt: &Prompt, window: usize, room: usize) -> Error {
+    Error::new("the prompt is too long: no room is left for the answer")
+        .at(&prompt.place)
+        .found(format!(
+            "{} tokens and {room} of `rlhf.max_completion_length`",
+            prompt.ids.len()
+        ))
+        .expected(format!(
+            "at most {window} together (`data.max_length`, and the model's positions)"
+        ))
+        .hint("raise `data.max_length`, lower `rlhf.max_completion_length`, or remove the row")
+}
+
+fn one(row: &Row, layout: &Layout, encoder: &Encoder, answer: &str) -> Result<Prompt> {
+    let sample = match layout.format {
+        RowFormat::Prompt => prompt(&row.fields, layout).map_err(|e| e.within(&row.place))?,
+        _ => rows::understand(row, layout)?,
+    };
+    let none = || {
+        Error::new("the row has no answer after its prompt")
+            .expected("`prompt`, or a conversation with an assistant message, or prompt and completion")
+    };
+    let question = encoder
+        .question(&sample)
+        .map_err(|e| e.within(&row.place))?
+        .ok_or_else(none)?;
+    let written = layout.prompt.as_deref().and_then(|name| row.fields.get(name));
+    let is_text = written.is_some_and(|v| v.is_string() && !layout::is_turns(v));
+    let said = match sample {
+        Sample::PromptCompletion { prompt, .. } => Said::Text(prompt),
+        Sample::Chat(chat) => {
+            let last = chat.messages.iter().rposition(|m| chat::role(m) == "assistant");
+            let mut messages = chat.messages;
+            messages.truncate(last.unwrap_or(0));
+            Said::Chat {
+                messages,
+                tools: chat.tools,
+            }
+        }
+        Sample::Text(_) => return Err(none()),
+    };
+    let column = row.fields.get(answer).filter(|v| !v.is_null()).cloned();
+    let known = match layout.format {
+        RowFormat::Prompt => column,
+        _ => column.or(Some(Value::String(question.answer))),
+    };
+    if question.prompt.is_empty() {
+        return Err(Error::new("the prompt has no tokens").hint("give it some text to continue"));
+    }
+    Ok(Prompt {
+        ids: question.prompt,
+        shown: match &said {
+            _ if is_text => Value::String(rows::prompt_text(&row.fields, layout)?),
+            Said::Text(text) => Value::String(text.clone()),
+            Said::Chat { messages, .. } => Value::Array(messages.clone()),
+        },
+        said,
+        answer: known,
+        columns: row.fields.clone(),
+        place: row.place.clone(),
+    })
+}
+
+/// A prompt with a stand-in for the answer, which a question leaves out again.
+fn prompt(fields: &Map<String, Value>, layout: &Layout) -> Result<Sample> {
+    const ANSWER: &str = "answer";
+    let name = layout.prompt.as_deref().unwrap_or("prompt");
+    let is_turns = match fields.get(name) {
+        None | Some(Value::Null) => return Err(rows::missing(fields, name, RowFormat::Prompt)),
+        Some(value) if layout::is_turns(value) => true,
+        Some(Value::String(_)) => false,
+        Some(other) => return Err(rows::wrong(other, name, "a text, or a list of messages")),
+    };
+    if !is_turns && !layout.renders() {
+        rows::without_system(fields, layout)?;
+        return Ok(Sample::PromptCompletion {
+            prompt: rows::prompt_text(fields, layout)?,
+            completion: ANSWER.to_string(),
+        });
+    }
+    let mut messages = rows::prompt_turns(fields, layout)?;
+    messages.push(chat::message("assistant", ANSWER));
+    chat::check_order(&messages)?;
+    Ok(Sample::Chat(Chat {
+        first_trained: messages.len() - 1,
+        messages,
+        tools: rows::tools(fields)?,
+    }))
+}

@@ -1,0 +1,199 @@
+//! jsonl (one object a line) and json (one array of objects).
+
+use super::{Each, MAX_ROW_BYTES, Place, Row, clip, not_utf8};
+use ft_base::{Error, Result};
+use serde::de::{DeserializeSeed, Deserializer, SeqAccess, Visitor};
+use serde_json::Value;
+use std::fmt;
+use std::io::{BufRead, BufReader, Chain, Cursor, Read};
+use std::sync::Arc;
+
+const SURROGATE: &str = "escapes from \\ud800 to \\udfff are halves of a character, of an emoji mostly: write both \
+    halves (\\ud83d\\ude00), or remove the half; cutting a text in the middle of a character leaves one";
+const BOM: &[u8] = b"\xef\xbb\xbf";
+
+pub(super) fn cannot_read(path: &str, e: std::io::Error) -> Error {
+    Error::new("cannot read the file").at(path).cause(e)
+}
+
+/// One object a line; blank lines are skipped, line numbers are physical.
+pub(super) fn read_lines(path: &str, file: impl Read, each: &mut Each) -> Result<()> {
+    lines(path, BufReader::with_capacity(1 << 18, file), each)
+}
+
+fn lines(path: &str, mut input: impl BufRead, each: &mut Each) -> Result<()> {
+    let mut place = Place {
+        file: Arc::from(path),
+        number: 0,
+        is_line: true,
+    };
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        place.number += 1;
+        let limit = MAX_ROW_BYTES as u64 + 2;
+        let n = input
+            .by_ref()
+            .take(limit)
+            .read_until(b'\n', &mut line)
+            .map_err(|e| cannot_read(path, e))?;
+        if n == 0 {
+            return Ok(());
+        }
+        if n as u64 == limit && line.last() != Some(&b'\n') {
+            return Err(Error::new("the row is too long")
+                .at(&place)
+                .found(format!(
+                    "over {MAX_ROW_BYTES} bytes in one line: {}",
+                    clip(&head(&line))
+                ))
+                .expected("one object a line")
+                .hint("split the text over several rows"));
+        }
+        let start = if place.number == 1 && line.starts_with(BOM) {
+            BOM.len()
+        } else {
+            0
+        };
+        let text = match std::str::from_utf8(&line) {
+            Ok(text) => &text[start..],
+            Err(e) => {
+                each(Err(not_utf8(&place, &line, e.valid_up_to())))?;
+                continue;
+            }
+        };
+        if text.trim().is_empty() {
+            continue;
+        }
+        let value = serde_json::from_str(text).map_err(|e| bad_json(&place, start, text, &e));
+        each(value.and_then(|value| Row::new(value, place.clone())))?;
+    }
+}
+
+/// The first part of a line as text; a cut character at the end does not matter, the text is clipped anyway.
+fn head(line: &[u8]) -> String {
+    String::from_utf8_lossy(&line[..line.len().min(400)]).into_owned()
+}
+
+fn bad_json(place: &Place, start: usize, text: &str, e: &serde_json::Error) -> Error {
+    let column = e.column().max(1) + start;
+    let hint = match text.trim() {
+        _ if is_surrogate(e) => SURROGATE,
+        "{" | "[" => "a .jsonl file holds one whole object a line; an array of objects belongs in a .json file",
+        _ => "check the quotes and commas of this line; text inside a string needs \\n for a line break",
+    };
+    Error::new("the row is not valid JSON")
+        .at(format!("{place}:{column}"))
+        .found(clip(text))
+        .expected("one JSON object")
+        .cause(message(e))
+        .hint(hint)
+}
+
+/// Half a character in an escape. The parser has two messages for it, for a first half and for a second one.
+fn is_surrogate(e: &serde_json::Error) -> bool {
+    let text = e.to_string();
+    text.contains("surrogate") || text.contains("unexpected end of hex escape")
+}
+
+/// The parser's message without its own place.
+fn message(e: &serde_json::Error) -> String {
+    let text = e.to_string();
+    match text.rfind(" at line ") {
+        Some(i) => text[..i].to_string(),
+        None => text,
+    }
+}
+
+/// A `.json` file: an array of objects, or objects a line.
+pub(super) fn read_json(path: &str, file: impl Read, each: &mut Each) -> Result<()> {
+    let mut input = BufReader::with_capacity(1 << 18, file);
+    let mut seen = Vec::new();
+    let first = loop {
+        let mut byte = [0u8];
+        if input.read(&mut byte).map_err(|e| cannot_read(path, e))? == 0 {
+            return Ok(());
+        }
+        seen.push(byte[0]);
+        if !byte[0].is_ascii_whitespace() && !BOM.contains(&byte[0]) {
+            break byte[0];
+        }
+    };
+    if first != b'[' {
+        return lines(path, rejoin(seen, input), each);
+    }
+    // The byte order mark is no JSON; blanks keep the columns right.
+    let seen: Vec<u8> = seen
+        .into_iter()
+        .map(|b| if BOM.contains(&b) { b' ' } else { b })
+        .collect();
+    array(path, rejoin(seen, input), each)
+}
+
+fn rejoin<R: BufRead>(seen: Vec<u8>, rest: R) -> Chain<Cursor<Vec<u8>>, R> {
+    Cursor::new(seen).chain(rest)
+}
+
+fn array(path: &str, input: impl BufRead, each: &mut Each) -> Result<()> {
+    let mut place = Place {
+        file: Arc::from(path),
+        number: 0,
+        is_line: false,
+    };
+    let mut refused = None;
+    let mut parser = serde_json::Deserializer::from_reader(input);
+    let rows = Rows {
+        place: &mut place,
+        each,
+        refused: &mut refused,
+    };
+    let result = rows.deserialize(&mut parser).and_then(|()| parser.end());
+    if let Some(e) = refused {
+        return Err(e);
+    }
+    result.map_err(|e| {
+        Error::new("the file is not valid JSON")
+            .at(format!("{path}:{}:{}", e.line(), e.column()))
+            .found(format!("a fault after row {}", place.number))
+            .expected("one array of objects")
+            .cause(message(&e))
+            .hint(match is_surrogate(&e) {
+                true => SURROGATE,
+                false => "check the quotes and commas before this place",
+            })
+    })
+}
+
+/// Takes the elements of the outer array one by one, so that the array is never held whole.
+struct Rows<'a> {
+    place: &'a mut Place,
+    each: &'a mut Each<'a>,
+    refused: &'a mut Option<Error>,
+}
+
+impl<'de> DeserializeSeed<'de> for Rows<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, d: D) -> std::result::Result<(), D::Error> {
+        d.deserialize_seq(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Rows<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("an array of objects")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> std::result::Result<(), A::Error> {
+        while let Some(value) = seq.next_element::<Value>()? {
+            self.place.number += 1;
+            if let Err(e) = (self.each)(Row::new(value, self.place.clone())) {
+                *self.refused = Some(e);
+                return Err(serde::de::Error::custom("row refused"));
+            }
+        }
+        Ok(())
+    }
+}

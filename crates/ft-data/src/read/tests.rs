@@ -1,0 +1,271 @@
+//! Readers on good files and on bad ones.
+
+use super::{MAX_ROW_BYTES, read_rows};
+use ft_base::Result;
+use serde_json::{Value, json};
+
+/// Rows and their places.
+fn read(name: &str, bytes: &[u8]) -> Result<Vec<(Value, String)>> {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(name);
+    std::fs::write(&path, bytes).unwrap();
+    let folder = format!("{}/", dir.path().display());
+    let mut out = Vec::new();
+    read_rows(path.to_str().unwrap(), &mut |row| {
+        let row = row?;
+        out.push((Value::Object(row.fields), row.place.to_string().replace(&folder, "")));
+        Ok(())
+    })?;
+    Ok(out)
+}
+
+fn rows(name: &str, bytes: &[u8]) -> Vec<Value> {
+    read(name, bytes).unwrap().into_iter().map(|(row, _)| row).collect()
+}
+
+/// The error's text must hold all the parts.
+fn refused(name: &str, bytes: &[u8], parts: &[&str]) {
+    let e = read(name, bytes).unwrap_err().to_string();
+    for part in parts {
+        assert!(e.contains(part), "no {part:?} in: {e}");
+    }
+}
+
+#[test]
+fn jsonl_with_bom_crlf_and_blank_lines_keeps_physical_line_numbers() {
+    let bytes = b"\xef\xbb\xbf{\"text\": \"a\"}\r\n\r\n  \n{\"text\": \"b\"}\r\n{\"text\": \"c\"}";
+    let found = read("t.jsonl", bytes).unwrap();
+    let places: Vec<&str> = found.iter().map(|(_, p)| p.as_str()).collect();
+    assert_eq!(places, ["t.jsonl:1", "t.jsonl:4", "t.jsonl:5"]);
+    assert_eq!(found[1].0, json!({"text": "b"}));
+    assert!(rows("t.jsonl", b"").is_empty());
+    assert!(rows("t.jsonl", b"\xef\xbb\xbf\n\n").is_empty());
+}
+
+#[test]
+fn a_broken_line_is_named_with_line_and_column() {
+    let bytes = b"{\"text\": \"a\"}\n\n{\"text\": \"b\",, \"x\": 1}\n";
+    refused(
+        "t.jsonl",
+        bytes,
+        &["t.jsonl:3:14", "not valid JSON", "{\"text\": \"b\",,", "hint:"],
+    );
+    let long = format!("{{\"text\": \"{}\n", "x".repeat(500));
+    let e = read("t.jsonl", long.as_bytes()).unwrap_err().to_string();
+    assert!(e.contains("t.jsonl:1:") && e.contains("xxx...") && e.len() < 500, "{e}");
+    refused(
+        "t.jsonl",
+        b"{\n  \"text\": \"a\"\n}\n",
+        &["t.jsonl:1:", "one whole object a line"],
+    );
+    refused("t.jsonl", b"{\"text\": NaN}", &["t.jsonl:1:"]);
+    refused("t.jsonl", b"{\"text\": \"\\ud800\"}", &["t.jsonl:1:"]);
+    refused("t.jsonl", b"{\"a\": 1} {\"b\": 2}", &["t.jsonl:1:10"]);
+    refused(
+        "t.jsonl",
+        format!("{}1{}", "[".repeat(5000), "]".repeat(5000)).as_bytes(),
+        &["t.jsonl:1:", "recursion"],
+    );
+}
+
+#[test]
+fn a_row_that_is_not_an_object_is_named() {
+    refused(
+        "t.jsonl",
+        b"{\"text\": \"a\"}\n[1, 2]\n",
+        &["t.jsonl:2", "a list: [1,2]"],
+    );
+    refused("t.jsonl", b"\"text\"\n", &["t.jsonl:1", "a string"]);
+    refused("t.json", b"[{\"text\": \"a\"}, 7]", &["t.json:row 2", "a number: 7"]);
+}
+
+#[test]
+fn bytes_that_are_not_utf8_are_named_with_their_column() {
+    refused(
+        "t.jsonl",
+        b"{\"text\": \"a\"}\n{\"text\": \"caf\xe9\"}\n",
+        &["t.jsonl:2:14", "e9", "UTF-8"],
+    );
+    refused("t.jsonl", b"\xff\xfe{\0\"\0", &["t.jsonl:1:1", "UTF-16"]);
+    refused("t.csv", b"text\ncaf\xe9\n", &["t.csv:2:4", "UTF-8"]);
+}
+
+#[test]
+fn a_line_without_end_is_refused_before_it_is_parsed_and_a_long_one_is_read() {
+    let mut bytes = b"{\"text\": \"".to_vec();
+    bytes.resize(MAX_ROW_BYTES + 100, b'x');
+    refused("t.jsonl", &bytes, &["t.jsonl:1", "too long", "hint:"]);
+    bytes.truncate(10 << 20);
+    bytes.extend(b"\"}\n{\"text\": \"next\"}\n");
+    assert_eq!(rows("t.jsonl", &bytes).len(), 2);
+}
+
+#[test]
+fn json_holds_an_array_or_lines() {
+    let two = [json!({"text": "a"}), json!({"text": "b"})];
+    assert_eq!(rows("t.json", b"[\n {\"text\": \"a\"},\n {\"text\": \"b\"}\n]\n"), two);
+    assert_eq!(
+        rows("t.json", b"\xef\xbb\xbf [{\"text\": \"a\"}, {\"text\": \"b\"}]"),
+        two
+    );
+    assert_eq!(
+        rows("t.json", b"\xef\xbb\xbf\n{\"text\": \"a\"}\n{\"text\": \"b\"}\n"),
+        two
+    );
+    let places = read("t.json", b"\n{\"text\": \"a\"}\n").unwrap();
+    assert_eq!(places[0].1, "t.json:2");
+    assert!(rows("t.json", b" \n").is_empty());
+    assert!(rows("t.json", b"[]").is_empty());
+    refused(
+        "t.json",
+        b"[{\"text\": \"a\"},\n{\"text\" \"b\"}]",
+        &["t.json:2:9", "after row 1", "array of objects"],
+    );
+    refused("t.json", b"[{\"text\": \"a\"}", &["t.json:1:", "EOF"]);
+    refused("t.json", b"[{\"text\": \"a\"}] {}", &["t.json:1:", "trailing"]);
+}
+
+#[test]
+fn an_error_of_the_caller_ends_the_reading() {
+    for name in ["t.jsonl", "t.json"] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(name);
+        let bytes: &[u8] = if name == "t.json" {
+            b"[{}, {}, {}]"
+        } else {
+            b"{}\n{}\n{}\n"
+        };
+        ft_base::files::write_atomic(&path, bytes).unwrap();
+        let mut seen = 0;
+        let e = read_rows(path.to_str().unwrap(), &mut |_| {
+            seen += 1;
+            match seen {
+                2 => Err(ft_base::Error::new("enough")),
+                _ => Ok(()),
+            }
+        });
+        assert_eq!((e.unwrap_err().what(), seen), ("enough", 2));
+    }
+}
+
+#[test]
+fn csv_has_a_header_quotes_and_line_numbers() {
+    let bytes = b"\xef\xbb\xbfprompt,completion\r\n\"a, b\",\"say \"\"x\"\"\nand y\"\r\n\r\nc,\r\n";
+    let found = read("t.csv", bytes).unwrap();
+    assert_eq!(found[0].0, json!({"prompt": "a, b", "completion": "say \"x\"\nand y"}));
+    assert_eq!(found[1].0, json!({"prompt": "c", "completion": ""}));
+    assert_eq!((found[0].1.as_str(), found[1].1.as_str()), ("t.csv:2", "t.csv:5"));
+    assert_eq!(
+        rows("t.tsv", b"text\tn\na, b\t1\n"),
+        [json!({"text": "a, b", "n": "1"})]
+    );
+    assert!(rows("t.csv", b"").is_empty());
+    refused(
+        "t.csv",
+        b"prompt,completion\na,b\nc\n",
+        &["t.csv:3", "1 columns", "2 columns"],
+    );
+    refused("t.csv", b"a,a\n1,2\n", &["t.csv:1", "two columns are named `a`"]);
+}
+
+#[test]
+fn other_files_are_refused_by_name() {
+    refused(
+        "t.txt",
+        b"x",
+        &["t.txt", "extension .txt", "jsonl, json, csv, tsv or parquet"],
+    );
+    refused("t.jsonl.gz", b"x", &["extension .gz"]);
+    refused("t.parquet", b"x", &["t.parquet", "parquet"]);
+    let dir = tempfile::tempdir().unwrap();
+    let e = read_rows(dir.path().to_str().unwrap(), &mut |_| Ok(())).unwrap_err();
+    assert!(e.to_string().contains("directory"), "{e}");
+    let e = read_rows("not/there.jsonl", &mut |_| Ok(())).unwrap_err().to_string();
+    assert!(e.contains("no file `") && e.contains("not/there.jsonl"), "{e}");
+}
+
+mod parquet_files {
+    use super::*;
+    use parquet::data_type::{ByteArray, ByteArrayType, DoubleType, Int64Type};
+    use parquet::file::properties::WriterProperties;
+    use parquet::file::writer::SerializedFileWriter;
+    use parquet::schema::parser::parse_message_type;
+    use std::sync::Arc;
+
+    const SCHEMA: &str = "message rows {
+        optional group messages (LIST) { repeated group list { optional group element {
+            optional binary role (UTF8); optional binary content (UTF8); } } }
+        optional binary raw; optional int64 n; optional double x; }";
+
+    /// Values, definition and repetition levels.
+    type Column<'a> = (Vec<ByteArray>, &'a [i16], Option<&'a [i16]>);
+
+    /// Two rows: a conversation of two messages (the second without content), and a row of nulls.
+    fn file(raw: &[u8]) -> Vec<u8> {
+        let schema = Arc::new(parse_message_type(SCHEMA).unwrap());
+        let mut bytes = Vec::new();
+        let mut writer =
+            SerializedFileWriter::new(&mut bytes, schema, Arc::new(WriterProperties::builder().build())).unwrap();
+        let mut group = writer.next_row_group().unwrap();
+        let text = |values: &[&[u8]]| values.iter().map(|v| ByteArray::from(v.to_vec())).collect::<Vec<_>>();
+        let columns: [Column; 3] = [
+            (text(&[b"user", b"assistant"]), &[4, 4, 0], Some(&[0, 1, 0])),
+            (text(&["h\u{e9}".as_bytes()]), &[4, 3, 0], Some(&[0, 1, 0])),
+            (text(&[raw]), &[1, 0], None),
+        ];
+        for (values, definition, repetition) in columns {
+            let mut column = group.next_column().unwrap().unwrap();
+            column
+                .typed::<ByteArrayType>()
+                .write_batch(&values, Some(definition), repetition)
+                .unwrap();
+            column.close().unwrap();
+        }
+        let mut column = group.next_column().unwrap().unwrap();
+        column
+            .typed::<Int64Type>()
+            .write_batch(&[7], Some(&[1, 0]), None)
+            .unwrap();
+        column.close().unwrap();
+        let mut column = group.next_column().unwrap().unwrap();
+        column
+            .typed::<DoubleType>()
+            .write_batch(&[0.5], Some(&[1, 0]), None)
+            .unwrap();
+        column.close().unwrap();
+        group.close().unwrap();
+        writer.close().unwrap();
+        bytes
+    }
+
+    #[test]
+    fn nested_lists_of_structs_become_json() {
+        let found = read("t.parquet", &file(b"raw")).unwrap();
+        let first = json!({
+            "messages": [{"role": "user", "content": "h\u{e9}"}, {"role": "assistant", "content": null}],
+            "raw": "raw", "n": 7, "x": 0.5,
+        });
+        assert_eq!(found[0], (first, "t.parquet:row 1".to_string()));
+        assert_eq!(found[1].0, json!({"messages": null, "raw": null, "n": null, "x": null}));
+        assert_eq!(found.len(), 2);
+    }
+
+    #[test]
+    fn broken_files_and_binary_columns_are_refused_without_a_panic() {
+        refused(
+            "t.parquet",
+            &file(b"\xff\xfe"),
+            &["t.parquet:row 1", "column `raw`", "not UTF-8"],
+        );
+        let whole = file(b"raw");
+        for cut in [0, 3, 8, whole.len() / 2, whole.len() - 1] {
+            refused("t.parquet", &whole[..cut], &["t.parquet", "hint:"]);
+        }
+        // Every damaged byte gives rows or an error, never a crash.
+        for at in 0..whole.len() {
+            let mut damaged = whole.clone();
+            damaged[at] ^= 0xff;
+            let _ = read("t.parquet", &damaged);
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! How the files of a data set were read, in words: format, columns that are read and that are not, rendering.
+
+use super::layout::{LISTS, Layout, Rendering, is_like_a_prompt};
+use super::read::Row;
+use crate::RowFormat;
+use serde_json::Value;
+use std::collections::BTreeSet;
+
+/// How a file was read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reading {
+    pub file: String,
+    pub layout: Layout,
+    /// Columns that any row of the file has, null apart.
+    seen: BTreeSet<String>,
+    /// The texts of the first row meet without white space.
+    touching: bool,
+}
+
+impl Reading {
+    pub(super) fn new(file: &str, layout: Layout, first: &Row) -> Self {
+        let text = |name: &Option<String>| {
+            let name = name.as_deref()?;
+            first.fields.get(name).and_then(Value::as_str)
+        };
+        let touching = match (&layout.rendering, text(&layout.prompt), text(&layout.answer)) {
+            (Rendering::Plain(_), Some(prompt), Some(answer)) => {
+                let ends = |c: char| c.is_alphanumeric() || ".!?:;)\"'".contains(c);
+                prompt.ends_with(ends) && answer.starts_with(char::is_alphanumeric)
+            }
+            _ => false,
+        };
+        Self {
+            file: file.to_string(),
+            layout,
+            seen: BTreeSet::new(),
+            touching,
+        }
+    }
+
+    pub(super) fn see(&mut self, row: &Row) {
+        let has = |name: &str| row.fields.get(name).is_some_and(|v| !v.is_null());
+        let layout = &mut self.layout;
+        if layout.format == RowFormat::Preference && layout.answer.is_none() && !has("chosen") && has("label") {
+            // A judged answer among pairs.
+            layout.answer = Some("completion".to_string());
+        }
+        for (name, value) in &row.fields {
+            if !value.is_null() && !self.seen.contains(name) {
+                self.seen.insert(name.clone());
+            }
+        }
+    }
+
+    /// Columns that are there and not read.
+    pub fn unused(&self) -> Vec<&str> {
+        let all = self.seen.iter().map(String::as_str);
+        all.filter(|name| !self.layout.reads(name)).collect()
+    }
+
+    /// Format, columns and rendering. `rest` says what happens to the columns that are not read.
+    pub fn describe(&self, rest: &str) -> String {
+        let mut parts: Vec<String> = Vec::new();
+        for (role, columns) in self.layout.roles() {
+            let there: Vec<&str> = columns.into_iter().filter(|c| self.seen.contains(*c)).collect();
+            match &there[..] {
+                [] => {}
+                [column] if *column == role => parts.push(role.to_string()),
+                columns => parts.push(format!("{role} from {}", columns.join(" and "))),
+            }
+        }
+        let mut out = format!("{}: {}", self.layout.format.name(), parts.join(", "));
+        let unused = self.unused();
+        if !unused.is_empty() {
+            out += &format!("; {rest}: {}", unused.join(", "));
+        }
+        match self.layout.rendering {
+            Rendering::Template => out += "; rendered with the chat template",
+            Rendering::Plain(why) => out += &format!("; plain text ({why})"),
+            Rendering::Text => {}
+        }
+        out
+    }
+
+    /// What may not be meant.
+    pub fn warnings(&self) -> Vec<String> {
+        let mut out = Vec::new();
+        let lost: Vec<&str> = self
+            .unused()
+            .into_iter()
+            .filter(|name| is_like_a_prompt(name) && !LISTS.contains(name))
+            .collect();
+        if !lost.is_empty() && self.layout.list.is_none() && self.layout.format != RowFormat::Text {
+            out.push(format!(
+                "{}: the columns {} are not used, and may belong to the prompt",
+                self.file,
+                lost.join(", ")
+            ));
+        }
+        if self.touching {
+            out.push(format!(
+                "{}: prompt and answer of the first row meet without a space or a line break",
+                self.file
+            ));
+        }
+        out
+    }
+}
+
+/// The files of a data set in lines: one for all that are read alike. A line names its files where there are several.
+pub fn lines(readings: &[Reading], rest: &str) -> Vec<String> {
+    let mut groups: Vec<(String, Vec<&str>)> = Vec::new();
+    for reading in readings {
+        let text = reading.describe(rest);
+        match groups.iter_mut().find(|(known, _)| *known == text) {
+            Some((_, files)) => files.push(&reading.file),
+            None => groups.push((text, vec![&reading.file])),
+        }
+    }
+    match &groups[..] {
+        [(text, _)] => vec![text.clone()],
+        _ => groups
+            .iter()
+            .map(|(text, files)| format!("{text} ({})", files.join(", ")))
+            .collect(),
+    }
+}

@@ -1,0 +1,423 @@
+//! PEFT adapter directories: `adapter_config.json` and the names in `adapter_model.safetensors`.
+//!
+//! A key that ft does not understand is refused by name when it could change what the adapter computes;
+//! it is never dropped. Keys with an empty value (null, false, 0, empty list) change nothing and pass.
+
+mod allocation;
+mod keys;
+mod read;
+mod write;
+
+pub use allocation::Allocation;
+pub use keys::{Key, PREFIX, VERA, below, file_key, parse};
+
+use crate::{header, json_kind, read_json_object};
+use ft_base::{Error, Result, files, paths};
+use read::{Reader, is_empty};
+use serde_json::{Map, Value};
+use std::path::{Path, PathBuf};
+
+pub const CONFIG: &str = "adapter_config.json";
+pub const WEIGHTS: &str = "adapter_model.safetensors";
+
+/// Which modules carry an adapter.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Targets {
+    /// Every linear layer except the output layer.
+    AllLinear,
+    /// Module names, or ends of module paths.
+    List(Vec<String>),
+    /// A regular expression over whole module paths.
+    Pattern(String),
+}
+
+/// What an adapter adds, and the settings that only this kind has.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Kind {
+    /// Also DoRA and rsLoRA.
+    Lora,
+    Ia3 {
+        /// Modules whose input is scaled, not their output.
+        feedforward: Vec<String>,
+    },
+    Vera {
+        d_initial: f64,
+    },
+    Loha,
+    Lokr {
+        factor: i64,
+        both: bool,
+    },
+    Oft {
+        block: usize,
+        /// Terms of the Neumann series; `None` is Cayley's formula itself.
+        neumann: Option<usize>,
+    },
+    Adalora(Allocation),
+}
+
+/// What an adapter computes, typed.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AdapterConfig {
+    pub kind: Kind,
+    pub r: usize,
+    /// `alpha` of LoHa and LoKr.
+    pub lora_alpha: f64,
+    pub lora_dropout: f64,
+    pub target_modules: Targets,
+    pub exclude_modules: Option<Targets>,
+    pub use_rslora: bool,
+    pub use_dora: bool,
+    /// In the order of the file: the first key that matches a module counts.
+    pub rank_pattern: Vec<(String, usize)>,
+    pub alpha_pattern: Vec<(String, f64)>,
+    /// Modules stored whole beside the adapter.
+    pub modules_to_save: Vec<String>,
+    /// What is saved of a tied embedding is the head too.
+    pub ensure_weight_tying: bool,
+    /// Rows of the embedding and of the head that train, by the end of the matrix's module. LoRA only.
+    pub token_rows: Vec<(String, Vec<u32>)>,
+    pub layers_to_transform: Option<Vec<usize>>,
+    pub layers_pattern: Vec<String>,
+    pub base_model_name_or_path: Option<String>,
+    pub revision: Option<String>,
+    pub task_type: Option<String>,
+    /// `true`, `false` or a name; how A and B were filled before training.
+    pub init_lora_weights: Value,
+    pub peft_version: Option<String>,
+}
+
+impl Default for AdapterConfig {
+    /// The defaults of PEFT.
+    fn default() -> Self {
+        Self {
+            kind: Kind::Lora,
+            r: 8,
+            lora_alpha: 8.0,
+            lora_dropout: 0.0,
+            target_modules: Targets::List(vec!["q_proj".into(), "v_proj".into()]),
+            exclude_modules: None,
+            use_rslora: false,
+            use_dora: false,
+            rank_pattern: Vec::new(),
+            alpha_pattern: Vec::new(),
+            modules_to_save: Vec::new(),
+            ensure_weight_tying: false,
+            token_rows: Vec::new(),
+            layers_to_transform: None,
+            layers_pattern: Vec::new(),
+            base_model_name_or_path: None,
+            revision: None,
+            task_type: Some("CAUSAL_LM".into()),
+            init_lora_weights: Value::Bool(true),
+            peft_version: None,
+        }
+    }
+}
+
+/// Keys that say nothing about the mathematics of a trained adapter.
+const HARMLESS: [&str; 13] = [
+    "auto_mapping",
+    "inference_mode",
+    "megatron_core",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "qalora_group_size",
+    "runtime_config",
+    "peft_type",
+    "bias",
+    "parent_library",
+    "library_name",
+];
+
+/// Keys that a typed field holds, for every kind.
+const TYPED: [&str; 11] = [
+    "target_modules",
+    "exclude_modules",
+    "modules_to_save",
+    "ensure_weight_tying",
+    "layers_to_transform",
+    "layers_pattern",
+    "base_model_name_or_path",
+    "revision",
+    "task_type",
+    "peft_version",
+    "r",
+];
+
+/// Typed and harmless keys of each kind alone.
+fn own_keys(kind: &str) -> &'static [&'static str] {
+    match kind {
+        "LORA" => &[
+            "lora_alpha",
+            "lora_dropout",
+            "use_rslora",
+            "rank_pattern",
+            "alpha_pattern",
+            "init_lora_weights",
+            "use_dora",
+            "trainable_token_indices",
+        ],
+        "IA3" => &["feedforward_modules", "init_ia3_weights"],
+        "VERA" => &[
+            "d_initial",
+            "init_weights",
+            "projection_prng_key",
+            "save_projection",
+            "vera_dropout",
+        ],
+        "LOHA" => &[
+            "alpha",
+            "alpha_pattern",
+            "rank_pattern",
+            "init_weights",
+            "use_effective_conv2d",
+        ],
+        "LOKR" => &[
+            "alpha",
+            "alpha_pattern",
+            "rank_pattern",
+            "init_weights",
+            "use_effective_conv2d",
+            "decompose_both",
+            "decompose_factor",
+            "rank_dropout_scale",
+        ],
+        "OFT" => &[
+            "oft_block_size",
+            "use_cayley_neumann",
+            "num_cayley_neumann_terms",
+            "init_weights",
+            "eps",
+        ],
+        "ADALORA" => &[
+            "lora_alpha",
+            "lora_dropout",
+            "init_lora_weights",
+            "target_r",
+            "init_r",
+            "tinit",
+            "tfinal",
+            "deltaT",
+            "beta1",
+            "beta2",
+            "orth_reg_weight",
+            "total_step",
+            "rank_pattern",
+        ],
+        _ => &[],
+    }
+}
+
+/// Why a known feature is refused.
+const REFUSED: [(&str, &str); 11] = [
+    ("fan_in_fan_out", "weights stored transposed"),
+    ("lora_bias", "a bias on B"),
+    ("target_parameters", "adapters on bare parameters"),
+    ("layer_replication", "layers used twice"),
+    ("alora_invocation_tokens", "an adapter that starts inside the sequence"),
+    ("use_qalora", "pooled inputs"),
+    ("megatron_config", "parallel layers"),
+    ("coft", "rotations held near the start"),
+    ("block_share", "one rotation for all blocks"),
+    ("rank_dropout", "whole rows dropped"),
+    ("module_dropout", "whole adapters dropped"),
+];
+
+impl AdapterConfig {
+    /// Reads `adapter_config.json` of an adapter directory and looks that its weights are safetensors.
+    ///
+    /// Errors: missing files, a pickle, wrong values, and every feature that ft does not compute, by name.
+    pub fn load(dir: &Path) -> Result<Self> {
+        let path = dir.join(CONFIG);
+        if !dir.exists() {
+            return Err(paths::missing("directory", dir));
+        }
+        if !path.exists() {
+            let error = Error::new(format!("adapter directory has no `{CONFIG}`")).at_path(dir);
+            return Err(if dir.join("config.json").exists() {
+                error.hint("this is a model directory: give it as the model, not as the adapter")
+            } else if dir.join("adapters.safetensors").exists() {
+                error.hint("this looks like an mlx-lm adapter: convert it to PEFT format first")
+            } else {
+                error.hint("give the directory that PEFT (or ft) saved the adapter in")
+            });
+        }
+        let config = Self::from_map(&read_json_object(&path)?, &path)?;
+        if !dir.join(WEIGHTS).exists() {
+            let pickle = dir.join("adapter_model.bin");
+            return Err(if pickle.exists() {
+                header::pickle(&pickle).hint(
+                    "convert it on a machine you trust: load the adapter with PEFT and call \
+                     `save_pretrained(DIR, safe_serialization=True)`",
+                )
+            } else {
+                Error::new(format!("adapter directory has no `{WEIGHTS}`")).at_path(dir)
+            });
+        }
+        Ok(config)
+    }
+
+    /// Checks the object of an `adapter_config.json`; `path` is named in errors.
+    pub fn from_map(map: &Map<String, Value>, path: &Path) -> Result<Self> {
+        let c = Reader { map, path };
+        let refuse = |key: &str, why: &str| {
+            Error::new(format!("adapter uses `{key}`, which ft does not support ({why})"))
+                .at_path(path)
+                .found(map.get(key).map_or("nothing".into(), json_kind))
+        };
+        let Some(peft_type) = c.text("peft_type")? else {
+            return Err(c.wrong("peft_type", "\"LORA\""));
+        };
+        let own = own_keys(&peft_type);
+        if own.is_empty() {
+            return Err(refuse("peft_type", "not a kind of adapter that ft knows")
+                .expected("LORA, IA3, VERA, LOHA, LOKR, OFT or ADALORA"));
+        }
+        if let Some(bias) = c.text("bias")?.filter(|b| b != "none") {
+            return Err(refuse("bias", &format!("biases trained beside the adapter: {bias}")).expected("\"none\""));
+        }
+        for (key, value) in map {
+            if is_empty(value) || HARMLESS.contains(&key.as_str()) {
+                continue;
+            }
+            if let Some((_, why)) = REFUSED.iter().find(|(k, _)| k == key) {
+                return Err(refuse(key, why));
+            }
+            if !TYPED.contains(&key.as_str()) && !own.contains(&key.as_str()) {
+                return Err(refuse(
+                    key,
+                    "ft does not know this key, so it cannot know what the adapter computes",
+                ));
+            }
+        }
+        let init = c.get("init_lora_weights").cloned().unwrap_or(Value::Bool(true));
+        if let Some(name) = init.as_str()
+            && ["pissa", "olora", "corda", "loftq", "lora_ga"]
+                .iter()
+                .any(|p| name.to_lowercase().starts_with(p))
+        {
+            return Err(refuse(
+                "init_lora_weights",
+                "it changes the base weights that the adapter belongs to",
+            )
+            .hint(
+                "save it as plain LoRA with PEFT: `save_pretrained(DIR, path_initial_model_for_weight_conversion=...)`",
+            ));
+        }
+        let kind = kind(&c, &peft_type)?;
+        let d = Self::default();
+        let (alpha_key, dropout_key) = match kind {
+            Kind::Loha | Kind::Lokr { .. } => ("alpha", "rank_dropout"),
+            Kind::Vera { .. } => ("lora_alpha", "vera_dropout"),
+            _ => ("lora_alpha", "lora_dropout"),
+        };
+        let r = match &kind {
+            Kind::Adalora(_) => c.rank_or("init_r", 12)?,
+            Kind::Vera { .. } => c.rank_or("r", 256)?,
+            Kind::Oft { .. } | Kind::Ia3 { .. } => d.r,
+            _ => c.rank_or("r", d.r)?,
+        };
+        let dropout = c.number(dropout_key, 0.0)?;
+        if !(0.0..1.0).contains(&dropout) {
+            return Err(c.wrong(dropout_key, "a number from 0 up to 1"));
+        }
+        let finite = |v: &Value| {
+            v.as_f64()
+                .filter(|x| x.is_finite())
+                .ok_or_else(|| c.wrong("alpha_pattern", "an object of numbers"))
+        };
+        Ok(Self {
+            r,
+            lora_alpha: c.number(alpha_key, d.lora_alpha)?,
+            lora_dropout: dropout,
+            target_modules: c.targets("target_modules")?.unwrap_or(d.target_modules),
+            exclude_modules: c.targets("exclude_modules")?,
+            use_rslora: c.flag("use_rslora")?,
+            use_dora: c.flag("use_dora")?,
+            rank_pattern: match kind {
+                // There it lists which singular values are left: part of the kind.
+                Kind::Adalora(_) => Vec::new(),
+                _ => c.table("rank_pattern", |v| c.rank("rank_pattern", v))?,
+            },
+            alpha_pattern: c.table("alpha_pattern", finite)?,
+            modules_to_save: c.texts("modules_to_save")?,
+            ensure_weight_tying: c.flag("ensure_weight_tying")?,
+            token_rows: c.token_rows("trainable_token_indices")?,
+            layers_to_transform: c.layers("layers_to_transform")?,
+            layers_pattern: c.texts("layers_pattern")?,
+            base_model_name_or_path: c.text("base_model_name_or_path")?,
+            revision: c.text("revision")?,
+            task_type: c.text("task_type")?,
+            init_lora_weights: init,
+            peft_version: c.text("peft_version")?,
+            kind,
+        })
+    }
+
+    /// The name of the kind as people say it.
+    pub fn name(&self) -> &'static str {
+        match self.kind {
+            Kind::Lora if self.use_dora => "DoRA",
+            Kind::Lora if self.use_rslora => "rsLoRA",
+            Kind::Lora => "LoRA",
+            Kind::Ia3 { .. } => "IA3",
+            Kind::Vera { .. } => "VeRA",
+            Kind::Loha => "LoHa",
+            Kind::Lokr { .. } => "LoKr",
+            Kind::Oft { .. } => "OFT",
+            Kind::Adalora(_) => "AdaLoRA",
+        }
+    }
+
+    /// Writes `adapter_config.json` into a directory.
+    pub fn save(&self, dir: &Path) -> Result<PathBuf> {
+        let path = dir.join(CONFIG);
+        let text = serde_json::to_string_pretty(&self.to_json())
+            .map_err(|e| Error::new("cannot write the adapter config").at_path(&path).cause(e))?;
+        files::write_atomic(&path, format!("{text}\n").as_bytes())?;
+        Ok(path)
+    }
+}
+
+fn kind(c: &Reader, peft_type: &str) -> Result<Kind> {
+    Ok(match peft_type {
+        "IA3" => Kind::Ia3 {
+            feedforward: c.texts("feedforward_modules")?,
+        },
+        "VERA" => {
+            if !c.flag_or("save_projection", true)? {
+                return Err(c
+                    .wrong("save_projection", "true")
+                    .hint("save the adapter again with `save_projection=True`: without the projections in the file they are another tool's random numbers"));
+            }
+            Kind::Vera {
+                d_initial: c.number("d_initial", 0.1)?,
+            }
+        }
+        "LOHA" => Kind::Loha,
+        "LOKR" => Kind::Lokr {
+            factor: c.number("decompose_factor", -1.0)? as i64,
+            both: c.flag("decompose_both")?,
+        },
+        "OFT" => {
+            let neumann = c.flag_or("use_cayley_neumann", true)?;
+            let terms = c.rank_or("num_cayley_neumann_terms", 5)?;
+            if terms > 64 {
+                return Err(c.wrong("num_cayley_neumann_terms", "a whole number from 1 to 64"));
+            }
+            Kind::Oft {
+                // 0 with a number of blocks in `r`: the tensors say it.
+                block: c.number("oft_block_size", 0.0)?.max(0.0) as usize,
+                neumann: neumann.then_some(terms),
+            }
+        }
+        "ADALORA" => Kind::Adalora(Allocation::read(c)?),
+        _ => Kind::Lora,
+    })
+}
+
+#[cfg(test)]
+mod tests;

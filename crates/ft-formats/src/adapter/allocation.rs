@@ -1,0 +1,101 @@
+//! What an AdaLoRA config says of ranks: PEFT wants all of it again when it loads one.
+
+use super::read::Reader;
+use ft_base::Result;
+use serde_json::{Map, Value, json};
+
+/// The schedule that ranks followed, and which singular values are left.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Allocation {
+    pub target_r: usize,
+    pub tinit: usize,
+    pub tfinal: usize,
+    pub delta_t: usize,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub orth_reg_weight: f64,
+    pub total_step: usize,
+    /// By module: for each of the first singular values, is it left? Empty: all are. The tensors hold those that are
+    /// left.
+    pub kept: Vec<(String, Vec<bool>)>,
+}
+
+impl Default for Allocation {
+    /// The defaults of PEFT; it wants a number of steps, also to load.
+    fn default() -> Self {
+        Self {
+            target_r: 8,
+            tinit: 0,
+            tfinal: 0,
+            delta_t: 1,
+            beta1: 0.85,
+            beta2: 0.85,
+            orth_reg_weight: 0.5,
+            total_step: 1,
+            kept: Vec::new(),
+        }
+    }
+}
+
+impl Allocation {
+    pub(super) fn read(c: &Reader) -> Result<Self> {
+        let d = Self::default();
+        let whole = |key: &str, default: usize| match c.get(key) {
+            None => Ok(default),
+            Some(v) => v
+                .as_u64()
+                .map(|n| n as usize)
+                .ok_or_else(|| c.wrong(key, "a whole number")),
+        };
+        let wrong = || c.wrong("rank_pattern", "an object of lists of true and false");
+        let flags = |v: &Value| -> Result<Vec<bool>> {
+            let list = v.as_array().ok_or_else(wrong)?.iter();
+            list.map(|x| x.as_bool().ok_or_else(wrong)).collect()
+        };
+        let kept = c.table("rank_pattern", flags)?.into_iter();
+        Ok(Self {
+            target_r: c.rank_or("target_r", d.target_r)?,
+            tinit: whole("tinit", d.tinit)?,
+            tfinal: whole("tfinal", d.tfinal)?,
+            delta_t: c.rank_or("deltaT", d.delta_t)?,
+            beta1: c.number("beta1", d.beta1)?,
+            beta2: c.number("beta2", d.beta2)?,
+            orth_reg_weight: c.number("orth_reg_weight", d.orth_reg_weight)?,
+            total_step: whole("total_step", d.total_step)?,
+            kept: kept.map(|(name, flags)| (module_of(&name), flags)).collect(),
+        })
+    }
+
+    pub(super) fn json(&self) -> Value {
+        let kept: Map<String, Value> = self
+            .kept
+            .iter()
+            .map(|(m, f)| (format!("{m}.lora_E"), json!(f)))
+            .collect();
+        json!({
+            "beta1": self.beta1,
+            "beta2": self.beta2,
+            "deltaT": self.delta_t,
+            "orth_reg_weight": self.orth_reg_weight,
+            "rank_pattern": if kept.is_empty() { Value::Null } else { Value::Object(kept) },
+            "target_r": self.target_r,
+            "tfinal": self.tfinal,
+            "tinit": self.tinit,
+            "total_step": self.total_step,
+        })
+    }
+
+    /// Which singular values of this module are left; `None`: all.
+    pub fn kept_of(&self, module: &str) -> Option<&[bool]> {
+        self.kept
+            .iter()
+            .find(|(m, _)| m == module)
+            .map(|(_, flags)| flags.as_slice())
+    }
+}
+
+/// `model.layers.0.self_attn.q_proj.lora_E`, also with the adapter's name behind it, to its module.
+fn module_of(key: &str) -> String {
+    let key = key.strip_suffix(".default").unwrap_or(key);
+    key.strip_suffix(".lora_E").unwrap_or(key).to_string()
+}

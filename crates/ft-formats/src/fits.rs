@@ -1,0 +1,142 @@
+//! Do the sizes in `config.json` fit the names and shapes of the weights beside it? Asked before anything is made of these
+//! sizes: a config is a few bytes that can ask for any amount of memory, weights are as large as they say.
+
+use super::{Config, Weights};
+use ft_base::{Error, Result};
+use std::path::Path;
+
+/// Compares with the weights in `dir`. A directory without weights, or with weights that cannot be opened, passes:
+/// the code that reads the weights reports it.
+///
+/// Errors: a size that is not that of the weights.
+pub(super) fn check(config: &Config, dir: &Path) -> Result<()> {
+    match Weights::open(dir) {
+        Ok(weights) => compare(config, &weights),
+        Err(_) => Ok(()),
+    }
+}
+
+fn compare(config: &Config, weights: &Weights) -> Result<()> {
+    // A value that is not a size is refused by the code that reads it.
+    let number = |key: &str| config.opt_usize(key).ok().flatten();
+    let wrong = |key: &str, found: usize, expected: String| {
+        Error::new(format!("`{key}` does not fit the weights"))
+            .at_path(&config.path)
+            .found(found)
+            .expected(expected)
+            .hint(
+                "use the `config.json` that belongs to these weights, or draw new ones with `model.init = \"random\"`",
+            )
+    };
+    let layers = weights.names().filter_map(|name| {
+        let (layer, _) = name.strip_prefix("model.layers.")?.split_once('.')?;
+        layer.parse::<usize>().ok()
+    });
+    let layers = layers.max().map_or(0, |last| last.saturating_add(1));
+    if let Some(n) = number("num_hidden_layers").filter(|n| layers > 0 && *n > layers) {
+        return Err(wrong("num_hidden_layers", n, format!("at most {layers}")));
+    }
+    // Of a matrix that is stored as codes the shape is another.
+    let shape = |name: &str| {
+        let info = weights.info(name).filter(|i| i.dtype.is_weight())?;
+        Some((info.name.clone(), info.shape.clone()))
+    };
+    let in_first = |below: &str| shape(&format!("model.layers.0.{below}.weight"));
+    let matrix = |found: Option<(String, Vec<usize>)>| match found {
+        Some((name, shape)) if shape.len() == 2 => Some((name, shape[0], shape[1])),
+        _ => None,
+    };
+    let same = |key: &str, is: Option<usize>, name: &str, size: usize| match is.filter(|n| *n != size) {
+        Some(n) => Err(wrong(key, n, format!("{size}, the size of `{name}`"))),
+        None => Ok(()),
+    };
+    if let Some((name, rows, columns)) = matrix(shape("model.embed_tokens.weight")) {
+        same("vocab_size", number("vocab_size"), &name, rows)?;
+        same("hidden_size", number("hidden_size"), &name, columns)?;
+    }
+    if let Some((name, rows, _)) = matrix(in_first("mlp.gate_proj")) {
+        same("intermediate_size", number("intermediate_size"), &name, rows)?;
+    }
+    if let Some((name, rows, _)) = matrix(in_first("mlp.gate_up_proj")) {
+        same("intermediate_size", number("intermediate_size"), &name, rows / 2)?;
+    }
+    if let Some((name, size)) = in_first("self_attn.q_norm").and_then(|(n, s)| Some((n, *s.first()?))) {
+        same("head_dim", number("head_dim"), &name, size)?;
+    }
+    // Heads times their size; without a size of its own a head is what its family says.
+    let (heads, key_heads) = (number("num_attention_heads"), number("num_key_value_heads"));
+    let wide = |heads: Option<usize>| heads?.checked_mul(number("head_dim")?).or(Some(usize::MAX));
+    for (key, heads, part) in [
+        ("num_attention_heads", heads, "self_attn.q_proj"),
+        ("num_key_value_heads", key_heads.or(heads), "self_attn.k_proj"),
+    ] {
+        let (Some((name, rows, _)), Some(heads)) = (matrix(in_first(part)), heads) else {
+            continue;
+        };
+        if wide(Some(heads)).is_some_and(|n| n != rows) || heads > rows {
+            let found = match number("head_dim") {
+                Some(size) => format!("{heads} heads of {size} (`head_dim`)"),
+                None => format!("{heads} heads"),
+            };
+            return Err(Error::new(format!("`{key}` and `head_dim` do not fit the weights"))
+                .at_path(&config.path)
+                .found(found)
+                .expected(format!("a product of {rows}, the rows of `{name}`"))
+                .hint("use the `config.json` that belongs to these weights"));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    /// The tiny model with one value of its config changed; `null` removes it.
+    fn with(key: &str, value: &str) -> Result<Config> {
+        let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny");
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::copy(tiny.join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+        let mut config = Config::load(&tiny).unwrap().raw;
+        config.insert(key.into(), serde_json::from_str::<Value>(value).unwrap());
+        std::fs::write(dir.path().join("config.json"), Value::Object(config).to_string()).unwrap();
+        Config::load(dir.path())
+    }
+
+    #[test]
+    fn sizes_that_are_not_those_of_the_weights_are_refused() {
+        for (key, value, expected) in [
+            ("num_hidden_layers", "1000000000", "at most 4"),
+            ("num_hidden_layers", "5", "at most 4"),
+            ("vocab_size", "4294967296", "896"),
+            ("hidden_size", "64", "128"),
+            ("intermediate_size", "385", "384"),
+            ("head_dim", "4294967296", "32"),
+            ("num_attention_heads", "4294967295", "product of 128"),
+            ("num_attention_heads", "8", "product of 128"),
+            ("num_key_value_heads", "4", "product of 64"),
+        ] {
+            let e = with(key, value).unwrap_err().to_string();
+            assert!(
+                e.contains(key) && e.contains(expected) && e.contains("config.json"),
+                "{e}"
+            );
+        }
+        for (key, value) in [("head_dim", "32"), ("num_hidden_layers", "4"), ("vocab_size", "896.0")] {
+            with(key, value).unwrap();
+        }
+        // What is no size at all is named where it is read.
+        let config = with("hidden_size", "-1").unwrap();
+        assert!(config.usize("hidden_size").is_err());
+    }
+
+    #[test]
+    fn a_config_without_weights_is_not_compared() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), r#"{"num_hidden_layers": 9}"#).unwrap();
+        Config::load(dir.path()).unwrap();
+        std::fs::write(dir.path().join("model.safetensors"), "damaged").unwrap();
+        Config::load(dir.path()).unwrap();
+    }
+}

@@ -1,0 +1,220 @@
+//! Which files hold the weights of a directory, and whether they may be opened at all.
+//!
+//! A name in an index is a stranger's text: only a plain file name in the same directory is taken.
+//! A link may leave the directory only as the hub cache does it (`snapshots/<rev>/x` to `blobs/<hash>`).
+
+use crate::{header, json_kind, read_json_object};
+use ft_base::{Error, Result, files, paths};
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Component, Path, PathBuf};
+
+pub const INDEX: &str = "model.safetensors.index.json";
+pub const SINGLE: &str = "model.safetensors";
+
+/// Endings under which PyTorch pickles are found.
+const PICKLES: [&str; 5] = ["bin", "pt", "pth", "ckpt", "pkl"];
+
+/// The files of a model directory, and the index when there is one: tensor to file name.
+pub struct Shards {
+    pub files: Vec<PathBuf>,
+    pub map: Option<BTreeMap<String, String>>,
+}
+
+/// Finds `model.safetensors`, or the index and its shards.
+pub fn find(dir: &Path) -> Result<Shards> {
+    if !dir.is_dir() {
+        return Err(paths::missing("directory", dir));
+    }
+    let single = dir.join(SINGLE);
+    if single.symlink_metadata().is_ok() {
+        stays_inside(&single)?;
+        return Ok(Shards {
+            files: vec![single],
+            map: None,
+        });
+    }
+    let index = dir.join(INDEX);
+    if index.symlink_metadata().is_ok() {
+        stays_inside(&index)?;
+        return from_index(dir, &index);
+    }
+    Err(no_weights(dir)?)
+}
+
+/// The tensor to file map of an index, every name checked.
+pub fn read_map(dir: &Path, index: &Path) -> Result<BTreeMap<String, String>> {
+    let json = read_json_object(index)?;
+    let map = match json.get("weight_map") {
+        Some(Value::Object(map)) if !map.is_empty() => map,
+        Some(Value::Object(_)) => return Err(Error::new("index lists no tensor").at_path(index)),
+        other => {
+            return Err(Error::new("index has no `weight_map`")
+                .at_path(index)
+                .found(other.map_or("nothing".into(), json_kind))
+                .expected("an object from tensor to file name"));
+        }
+    };
+    let mut out = BTreeMap::new();
+    for (tensor, file) in map {
+        let Value::String(file) = file else {
+            return Err(Error::new(format!("index names no file for tensor `{tensor}`"))
+                .at_path(index)
+                .found(json_kind(file))
+                .expected("a file name"));
+        };
+        check_name(file).map_err(|why| {
+            Error::new(format!("index names a file that ft will not open: {why}"))
+                .at_path(index)
+                .found(format!("{file:?} for tensor `{tensor}`"))
+                .expected("a plain file name such as `model-00001-of-00002.safetensors`")
+                .hint("this index may be made to read files outside the model directory: do not trust this model")
+        })?;
+        let path = dir.join(file);
+        if is_pickle(&path) {
+            return Err(header::pickle(&path));
+        }
+        out.insert(tensor.clone(), file.clone());
+    }
+    Ok(out)
+}
+
+fn from_index(dir: &Path, index: &Path) -> Result<Shards> {
+    let out = read_map(dir, index)?;
+    let names: BTreeSet<&str> = out.values().map(String::as_str).collect();
+    let missing: Vec<&str> = names.iter().copied().filter(|n| !dir.join(n).exists()).collect();
+    if !missing.is_empty() {
+        return Err(
+            Error::new(format!("{} of {} weight files are missing", missing.len(), names.len()))
+                .at_path(dir)
+                .found(format!("no {}", missing.join(", ")))
+                .hint("the download is not complete: download the model again (files that are there are kept)"),
+        );
+    }
+    extra_shard(dir, index, &names)?;
+    let files: Vec<PathBuf> = names.iter().map(|n| dir.join(n)).collect();
+    for file in &files {
+        stays_inside(file)?;
+    }
+    Ok(Shards { files, map: Some(out) })
+}
+
+/// `model-00003-of-00003.safetensors` beside an index that knows only two of three: the index is stale.
+fn extra_shard(dir: &Path, index: &Path, names: &BTreeSet<&str>) -> Result<()> {
+    let totals: BTreeSet<&str> = names.iter().filter_map(|n| shard_total(n)).collect();
+    for path in files::list(dir)? {
+        let name = path
+            .file_name()
+            .map(|n| n.to_string_lossy().into_owned())
+            .unwrap_or_default();
+        if !names.contains(name.as_str()) && shard_total(&name).is_some_and(|t| totals.contains(t)) {
+            return Err(Error::new("a shard in the directory is not in the index")
+                .at_path(index)
+                .found(format!("`{name}`"))
+                .hint("the index belongs to another version of the weights: download both again"));
+        }
+    }
+    Ok(())
+}
+
+/// `00003` of `model-00001-of-00003.safetensors`.
+fn shard_total(name: &str) -> Option<&str> {
+    let rest = name.strip_prefix("model-")?.strip_suffix(".safetensors")?;
+    let (i, n) = rest.split_once("-of-")?;
+    (i.len() == 5 && n.len() == 5 && i.bytes().chain(n.bytes()).all(|b| b.is_ascii_digit())).then_some(n)
+}
+
+fn check_name(name: &str) -> std::result::Result<(), &'static str> {
+    if name.is_empty() {
+        return Err("the name is empty");
+    }
+    if name.contains('\\') {
+        return Err("the name has a backslash");
+    }
+    if name.contains(':') {
+        return Err("the name looks like a URL or a drive");
+    }
+    if name.chars().any(char::is_control) {
+        return Err("the name has control characters");
+    }
+    let mut parts = Path::new(name).components();
+    match (parts.next(), parts.next()) {
+        (Some(Component::RootDir), _) => Err("the path is absolute"),
+        (Some(Component::ParentDir), _) => Err("the path leaves the directory"),
+        (Some(Component::Normal(_)), None) if !name.contains('/') => Ok(()),
+        (Some(Component::Normal(_)), _) if name.split('/').any(|p| p == "..") => Err("the path leaves the directory"),
+        _ => Err("the path is not a plain file name"),
+    }
+}
+
+/// Refuses a link out of the file's directory, except into the `blobs` of a hub cache.
+pub fn stays_inside(file: &Path) -> Result<()> {
+    let cannot = |e: std::io::Error| Error::new("cannot open the file").at_path(file).cause(e);
+    let parent = match file.parent() {
+        Some(p) if !p.as_os_str().is_empty() => p,
+        _ => Path::new("."),
+    };
+    let directory = parent.canonicalize().map_err(cannot)?;
+    let target = file.canonicalize().map_err(cannot)?;
+    if target.starts_with(&directory) || hub_blobs(&directory).is_some_and(|blobs| target.starts_with(blobs)) {
+        return Ok(());
+    }
+    Err(Error::new("file is a link that leaves its directory")
+        .at_path(file)
+        .found(format!("a link to {}", target.display()))
+        .hint("copy the file into the directory, or give the directory where it really is"))
+}
+
+/// `<repo>/blobs` for a directory at or under `<repo>/snapshots/<revision>`.
+fn hub_blobs(directory: &Path) -> Option<PathBuf> {
+    let snapshot = directory
+        .ancestors()
+        .find(|d| d.parent().and_then(Path::file_name).is_some_and(|n| n == "snapshots"))?;
+    Some(snapshot.parent()?.parent()?.join("blobs"))
+}
+
+fn is_pickle(path: &Path) -> bool {
+    path.extension()
+        .is_some_and(|e| PICKLES.iter().any(|p| e.eq_ignore_ascii_case(p)))
+}
+
+/// Whether a file name is a pickle that could hold weights (not `optimizer.pt`, `training_args.bin`, ...).
+pub fn is_weight_pickle(path: &Path) -> bool {
+    let name = path
+        .file_name()
+        .map(|n| n.to_string_lossy().to_lowercase())
+        .unwrap_or_default();
+    is_pickle(path)
+        && !["training_args", "optimizer", "scheduler", "rng_state", "scaler"]
+            .iter()
+            .any(|s| name.starts_with(s))
+}
+
+/// Why a directory has no weights that ft reads.
+fn no_weights(dir: &Path) -> Result<Error> {
+    let found = files::list(dir)?;
+    if let Some(pickle) = found.iter().find(|p| is_weight_pickle(p)) {
+        return Ok(header::pickle(pickle));
+    }
+    let error = Error::new("directory holds no weights")
+        .at_path(dir)
+        .expected(format!("`{SINGLE}`, or `{INDEX}` and its shards"));
+    let has = |name: &str| found.iter().any(|p| p.file_name().is_some_and(|n| n == name));
+    if has("adapter_config.json") {
+        return Ok(error.hint("this is an adapter: give its base as the model and this directory as the adapter"));
+    }
+    if let Some(gguf) = found.iter().find(|p| p.extension().is_some_and(|e| e == "gguf")) {
+        return Ok(error
+            .found(format!("`{}`", gguf.file_name().unwrap_or_default().to_string_lossy()))
+            .hint("training starts from the Hugging Face weights, not from a GGUF file"));
+    }
+    if found.iter().any(|p| {
+        p.file_name()
+            .is_some_and(|n| shard_total(&n.to_string_lossy()).is_some())
+    }) {
+        return Ok(error
+            .found("shards without their index")
+            .hint(format!("download `{INDEX}` too")));
+    }
+    Ok(error.hint("check the path; for a model on the hub give its id, e.g. `Qwen/Qwen2.5-0.5B-Instruct`"))
+}

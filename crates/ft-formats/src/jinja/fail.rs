@@ -1,0 +1,151 @@
+//! How a template fails, and the work that it may do before it is stopped.
+
+use std::cell::Cell;
+use std::fmt;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// The text is not a template.
+    Syntax,
+    /// A statement or expression fails; it would under jinja2.
+    Failed,
+    /// The template called `raise_exception`.
+    Raised,
+    /// jinja2 has it, ft has not.
+    Unsupported,
+    /// Too much work, memory, output or nesting.
+    Limit,
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct Fail {
+    pub kind: Kind,
+    pub text: String,
+    pub line: Option<u32>,
+}
+
+pub(super) type Done<T> = Result<T, Fail>;
+
+impl Fail {
+    fn new(kind: Kind, text: impl Into<String>) -> Self {
+        Self {
+            kind,
+            text: text.into(),
+            line: None,
+        }
+    }
+
+    pub fn syntax(text: impl Into<String>) -> Self {
+        Self::new(Kind::Syntax, text)
+    }
+
+    pub fn failed(text: impl Into<String>) -> Self {
+        Self::new(Kind::Failed, text)
+    }
+
+    pub fn raised(text: impl Into<String>) -> Self {
+        Self::new(Kind::Raised, text)
+    }
+
+    pub fn unsupported(text: impl Into<String>) -> Self {
+        Self::new(Kind::Unsupported, text)
+    }
+
+    pub fn limit(text: impl Into<String>) -> Self {
+        Self::new(Kind::Limit, text)
+    }
+
+    /// The innermost line stays.
+    pub fn at(mut self, line: u32) -> Self {
+        self.line.get_or_insert(line);
+        self
+    }
+}
+
+impl fmt::Display for Fail {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+pub(super) const TOO_LONG: &str = "the template does too much work";
+
+/// Longest text that a template can make, bytes.
+pub(crate) const LONGEST: usize = 64 << 20;
+/// Work of any template, and more for each byte that it is given. One unit is about a nanosecond.
+const WORK: u64 = 100_000_000;
+const WORK_PER_BYTE: u64 = 1_000;
+/// Work of the largest input.
+const MOST_WORK: u64 = 20_000_000_000;
+/// Work of one node of the tree.
+pub(super) const NODE: usize = 50;
+/// Stack of one rendering, bytes.
+const STACK: usize = 1 << 20;
+
+thread_local! {
+    static LEFT: Cell<u64> = const { Cell::new(0) };
+    static STACK_TOP: Cell<usize> = const { Cell::new(0) };
+}
+
+fn here() -> usize {
+    let mark = 0u8;
+    std::hint::black_box(&raw const mark) as usize
+}
+
+/// Starts the account of one rendering on this thread.
+pub(super) fn begin(input_bytes: usize) {
+    LEFT.set((WORK + WORK_PER_BYTE * input_bytes as u64).min(MOST_WORK));
+    STACK_TOP.set(here());
+}
+
+/// Takes `units` of work from the account. Errors: nothing is left.
+pub(super) fn charge(units: usize) -> Done<()> {
+    let left = LEFT.get();
+    match left.checked_sub(units as u64) {
+        Some(rest) => {
+            LEFT.set(rest);
+            Ok(())
+        }
+        None => Err(Fail::limit(TOO_LONG)),
+    }
+}
+
+/// Accounts for a text of `bytes` before it is made. Errors: it is too long, or too much work.
+pub(super) fn charge_text(bytes: usize) -> Done<()> {
+    if bytes > LONGEST {
+        return Err(Fail::limit(format!(
+            "the template makes a text of more than {} MiB",
+            LONGEST >> 20
+        )));
+    }
+    charge(bytes)
+}
+
+/// Errors: a text that grows has become too long.
+pub(super) fn check_text(text: &str) -> Done<()> {
+    match text.len() > LONGEST {
+        true => charge_text(text.len()),
+        false => Ok(()),
+    }
+}
+
+/// Accounts for a list of `items` before it is made.
+pub(super) fn charge_items(items: usize) -> Done<()> {
+    const MOST: usize = 1 << 22;
+    if items > MOST {
+        return Err(Fail::limit(format!(
+            "the template makes a list of more than {MOST} elements"
+        )));
+    }
+    charge(items.saturating_mul(32))
+}
+
+/// Errors: the calls of this rendering have used up their stack.
+pub(super) fn check_stack() -> Done<()> {
+    match STACK_TOP.get().abs_diff(here()) > STACK {
+        true => Err(Fail::limit(
+            "the template's calls are nested too deeply (recursion limit)",
+        )),
+        false => Ok(()),
+    }
+}

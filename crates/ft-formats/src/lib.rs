@@ -1,0 +1,125 @@
+//! Bytes to validated types: safetensors and their index, config, tokenizer, chat template, adapter.
+//! Every file here may come from a stranger. Puts no tensor on a device, runs nothing it reads, and
+//! knows no model family.
+
+// Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
+#![cfg_attr(
+    not(test),
+    deny(
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo,
+        clippy::unimplemented
+    )
+)]
+
+pub mod adapter;
+pub mod config;
+pub mod dtype;
+mod fits;
+pub mod header;
+pub mod index;
+mod jinja;
+pub mod template;
+pub mod tokenizer;
+pub mod weights;
+pub mod writer;
+
+pub use adapter::AdapterConfig;
+pub use config::Config;
+pub use dtype::StoredDtype;
+pub use template::ChatTemplate;
+pub use tokenizer::Tokenizer;
+pub use weights::{TensorInfo, Weights};
+pub use writer::{TensorPlan, Values};
+
+use ft_base::{Error, Result, files};
+use serde_json::{Map, Value};
+use std::path::Path;
+
+/// JSON files of a model directory are small; more than this is not one of them.
+const JSON_LIMIT: u64 = 256 << 20;
+
+/// Reads a file that holds one JSON object. Errors name line and column.
+pub fn read_json_object(path: &Path) -> Result<Map<String, Value>> {
+    let bytes = files::size(path)?;
+    if bytes > JSON_LIMIT {
+        return Err(Error::new("JSON file is too large")
+            .at_path(path)
+            .found(ft_base::units::bytes(bytes))
+            .expected(format!("at most {}", ft_base::units::bytes(JSON_LIMIT))));
+    }
+    let text = files::read_text(path)?;
+    if text.starts_with("version https://git-lfs") {
+        return Err(header::lfs_pointer(path, bytes));
+    }
+    match serde_json::from_str(&text) {
+        Ok(Value::Object(map)) => Ok(map),
+        Ok(other) => Err(Error::new("JSON file does not hold an object")
+            .at_path(path)
+            .found(json_kind(&other))
+            .expected("an object `{...}`")),
+        Err(e) => Err(Error::new("file is not valid JSON")
+            .at(format!("{}:{}:{}", path.display(), e.line(), e.column()))
+            .cause(e)),
+    }
+}
+
+/// What a JSON value is, in words, with its text when it is short.
+pub fn json_kind(value: &Value) -> String {
+    let kind = match value {
+        Value::Null => return "null".into(),
+        Value::Bool(b) => return format!("{b}"),
+        Value::Number(n) => return format!("{n}"),
+        Value::String(_) => "a string",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    };
+    let text = value.to_string();
+    if text.len() <= 60 {
+        format!("{kind} {text}")
+    } else {
+        kind.to_string()
+    }
+}
+
+/// Up to three of `names` that look most like `name`, for error messages.
+pub(crate) fn nearest<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let mut scored: Vec<(f64, &str)> = names
+        .map(|n| (strsim::normalized_levenshtein(name, n), n))
+        .filter(|(score, _)| *score > 0.5)
+        .collect();
+    scored.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(b.1)));
+    scored.into_iter().take(3).map(|(_, n)| n.to_string()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_errors_name_the_place() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.json");
+        std::fs::write(&path, "{\n  \"a\": ,\n}").unwrap();
+        assert!(
+            read_json_object(&path)
+                .unwrap_err()
+                .to_string()
+                .contains("config.json:2:8")
+        );
+        std::fs::write(&path, "[1, 2]").unwrap();
+        let e = read_json_object(&path).unwrap_err().to_string();
+        assert!(e.contains("found an array [1,2]"), "{e}");
+        std::fs::write(&path, b"\xff\xfe{}").unwrap();
+        assert!(read_json_object(&path).unwrap_err().to_string().contains("not UTF-8"));
+        assert!(
+            read_json_object(&dir.path().join("none.json"))
+                .unwrap_err()
+                .to_string()
+                .contains("none.json")
+        );
+    }
+}

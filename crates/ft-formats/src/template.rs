@@ -1,0 +1,353 @@
+//! Chat templates: messages in, the text that the model was trained to see out.
+//!
+//! A template is a stranger's program. It runs in an interpreter (`jinja`) that knows no files, network or environment
+//! and limits work, nesting and output, and it runs in a process of its own (`pool`, `wire`) with limits on memory and
+//! time. What it sees and prints is what transformers 5 would show it.
+
+mod pool;
+mod wire;
+
+#[cfg(test)]
+mod tests;
+
+pub use wire::serve;
+
+use crate::jinja::{self, Fail, Kind};
+use crate::{Tokenizer, json_kind, read_json_object};
+use ft_base::{Error, Result, files, paths};
+use serde_json::{Map, Value};
+use std::borrow::Cow;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Largest template text, bytes; real ones have at most some tens of thousands.
+const TEMPLATE_LIMIT: usize = 1 << 20;
+
+/// A parsed chat template with the special tokens of its tokenizer.
+pub struct ChatTemplate {
+    default: Program,
+    /// A template of its own for conversations with tools.
+    tools: Option<Program>,
+    tokens: Map<String, Value>,
+    place: String,
+    /// The user's own file: it may be rendered here if no process can be started.
+    is_users: bool,
+}
+
+struct Program {
+    parsed: jinja::Template,
+    source: String,
+    /// No other program of this process has it.
+    id: u64,
+}
+
+/// A rendered conversation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rendered {
+    pub text: String,
+    /// Byte ranges of `text` that `{% generation %}` blocks printed, in the order of the text. Empty too where a
+    /// block prints into a macro whose text is changed afterwards.
+    pub generation: Vec<Range<usize>>,
+}
+
+/// A conversation and what is wanted of it: its first messages, and whether a generation prompt follows.
+#[derive(Debug, Clone)]
+pub struct Job<'a> {
+    pub messages: &'a [Value],
+    pub tools: Option<&'a Value>,
+    pub asks: Vec<(usize, bool)>,
+}
+
+type Answer = std::result::Result<Rendered, Fail>;
+
+impl ChatTemplate {
+    /// The template of a model directory: `chat_template.jinja`, else `chat_template.json`, else
+    /// `chat_template` in `tokenizer_config.json`. `None` when there is none.
+    pub fn from_dir(dir: &Path, tokenizer: &Tokenizer) -> Result<Option<Self>> {
+        let file = dir.join("chat_template.jinja");
+        if file.exists() {
+            let mut out = Self::from_file(&file, tokenizer)?;
+            let extra = dir.join("additional_chat_templates").join("tool_use.jinja");
+            if extra.exists() {
+                out.tools = Some(Program::new(&files::read_text(&extra)?, &extra.display().to_string())?);
+            }
+            return Ok(Some(out));
+        }
+        let json = dir.join("chat_template.json");
+        if json.exists() {
+            let map = read_json_object(&json)?;
+            if let Some(value) = map.get("chat_template") {
+                return Self::from_value(value, &json, tokenizer).map(Some);
+            }
+        }
+        match tokenizer.config().get("chat_template") {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => Self::from_value(value, &dir.join("tokenizer_config.json"), tokenizer).map(Some),
+        }
+    }
+
+    /// A template file named by the user.
+    pub fn from_file(path: &Path, tokenizer: &Tokenizer) -> Result<Self> {
+        if !path.exists() {
+            return Err(paths::missing("file", path));
+        }
+        let place = path.display().to_string();
+        Ok(Self {
+            default: Program::new(&files::read_text(path)?, &place)?,
+            tools: None,
+            tokens: tokens(tokenizer),
+            place,
+            is_users: false,
+        })
+    }
+
+    /// A template text; `place` is named in errors.
+    pub fn from_text(text: &str, place: &str, tokenizer: &Tokenizer) -> Result<Self> {
+        Ok(Self {
+            default: Program::new(text, place)?,
+            tools: None,
+            tokens: tokens(tokenizer),
+            place: place.to_string(),
+            is_users: false,
+        })
+    }
+
+    /// The user chose this file: where no process can be started to render it, it is rendered in this one.
+    pub fn trusted(mut self) -> Self {
+        self.is_users = true;
+        self
+    }
+
+    /// A template text with special tokens (`bos_token`, ...) by name, without a tokenizer.
+    pub fn with_tokens(text: &str, place: &str, tokens: Map<String, Value>) -> Result<Self> {
+        Ok(Self {
+            default: Program::new(text, place)?,
+            tools: None,
+            tokens,
+            place: place.to_string(),
+            is_users: false,
+        })
+    }
+
+    /// A string, a list of `{name, template}`, or an object from name to template.
+    fn from_value(value: &Value, path: &Path, tokenizer: &Tokenizer) -> Result<Self> {
+        let place = path.display().to_string();
+        let named: Vec<(String, &str)> = match value {
+            Value::String(text) => return Self::from_text(text, &place, tokenizer),
+            Value::Object(map) => map.iter().filter_map(|(k, v)| Some((k.clone(), v.as_str()?))).collect(),
+            Value::Array(list) => list
+                .iter()
+                .filter_map(|v| Some((v.get("name")?.as_str()?.to_string(), v.get("template")?.as_str()?)))
+                .collect(),
+            other => {
+                return Err(Error::new("`chat_template` has a wrong value")
+                    .at_path(path)
+                    .found(json_kind(other))
+                    .expected("a template, or a list of named templates"));
+            }
+        };
+        let find = |name: &str| named.iter().find(|(n, _)| n == name).map(|(_, t)| *t);
+        let Some(default) = find("default").or(if named.len() == 1 { Some(named[0].1) } else { None }) else {
+            let names: Vec<&str> = named.iter().map(|(n, _)| n.as_str()).collect();
+            return Err(Error::new("`chat_template` has no template named `default`")
+                .at_path(path)
+                .found(if names.is_empty() {
+                    "none".into()
+                } else {
+                    names.join(", ")
+                })
+                .hint("save the template you want in a file and set `data.chat_template` to its path"));
+        };
+        let mut out = Self::from_text(default, &place, tokenizer)?;
+        if let Some(text) = find("tool_use") {
+            out.tools = Some(Program::new(text, &place)?);
+        }
+        Ok(out)
+    }
+
+    /// The template text, as written.
+    pub fn source(&self) -> &str {
+        &self.default.source
+    }
+
+    /// The text of a conversation. `messages` are objects with `role` and `content` (and what else the
+    /// template looks at); `tools` is a list of JSON schemas.
+    ///
+    /// Errors: the template refuses the conversation, is wrong, or runs into a limit.
+    pub fn render(&self, messages: &[Value], tools: Option<&Value>, add_generation_prompt: bool) -> Result<String> {
+        Ok(self.render_marked(messages, tools, add_generation_prompt)?.text)
+    }
+
+    /// True if the template for such a conversation has `{% generation %}` blocks.
+    pub fn marks_generation(&self, tools: Option<&Value>) -> bool {
+        self.program(tools).parsed.marks_generation()
+    }
+
+    /// As `render`, with the ranges of the `{% generation %}` blocks.
+    pub fn render_marked(
+        &self,
+        messages: &[Value],
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> Result<Rendered> {
+        let job = Job {
+            messages,
+            tools,
+            asks: vec![(messages.len(), add_generation_prompt)],
+        };
+        let mut answers = self.answers(&[job])?;
+        match answers.pop().and_then(|mut of_job| of_job.pop()) {
+            Some(answer) => answer.map_err(|fail| explain(&fail, &self.place)),
+            None => Err(Error::new("the process that renders chat templates gave no answer").at(&self.place)),
+        }
+    }
+
+    /// The texts of many conversations at once; `None` where `render` has the error.
+    pub fn render_many(&self, jobs: &[Job]) -> Vec<Vec<Option<Rendered>>> {
+        // A process that ended while it worked on several: which one it was shows when they are rendered one by one.
+        let answers = self.answers(jobs).unwrap_or_default();
+        answers
+            .into_iter()
+            .map(|of_job| of_job.into_iter().map(Answer::ok).collect())
+            .collect()
+    }
+
+    /// Ends the processes that render, until they are needed again.
+    pub fn rest(&self) {
+        pool::rest();
+    }
+
+    /// Answers to each job, to each of its asks. Errors: the process could not be started, or ended.
+    fn answers(&self, jobs: &[Job]) -> Result<Vec<Vec<Answer>>> {
+        match pool::answers(self, jobs) {
+            None => Ok(jobs
+                .iter()
+                .map(|job| self.program(job.tools).answer(&self.tokens, job))
+                .collect()),
+            Some(answers) => answers.map_err(|e| e.or_at(&self.place)),
+        }
+    }
+
+    fn program(&self, tools: Option<&Value>) -> &Program {
+        match (&self.tools, tools) {
+            (Some(program), Some(t)) if !t.is_null() => program,
+            _ => &self.default,
+        }
+    }
+}
+
+impl std::fmt::Debug for ChatTemplate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "ChatTemplate({}, {} bytes)", self.place, self.default.source.len())
+    }
+}
+
+impl Program {
+    fn new(source: &str, place: &str) -> Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        if source.len() > TEMPLATE_LIMIT {
+            return Err(Error::new("chat template is too large")
+                .at(place)
+                .found(format!("{} bytes", source.len()))
+                .expected(format!("at most {TEMPLATE_LIMIT}")));
+        }
+        let parsed = jinja::Template::parse(source).map_err(|fail| {
+            let what = match fail.kind {
+                Kind::Unsupported => format!("chat template needs {}, which ft does not support", fail.text),
+                _ => "chat template is not valid".to_string(),
+            };
+            let error = Error::new(what).at(format!("{place}{}", line_of(&fail)));
+            let error = match fail.kind {
+                Kind::Unsupported => error,
+                _ => error.cause(&fail),
+            };
+            error.hint("correct the template, or set `data.chat_template` to a file with another one")
+        })?;
+        Ok(Self {
+            parsed,
+            source: source.to_string(),
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+        })
+    }
+
+    fn answer(&self, tokens: &Map<String, Value>, job: &Job) -> Vec<Answer> {
+        answer(&self.parsed, tokens, job.messages, job.tools, &job.asks)
+    }
+}
+
+/// What a template sees and prints for the beginnings of a conversation.
+fn answer(
+    template: &jinja::Template,
+    tokens: &Map<String, Value>,
+    messages: &[Value],
+    tools: Option<&Value>,
+    asks: &[(usize, bool)],
+) -> Vec<Answer> {
+    let mut variables: Vec<(&str, &Value)> = tokens.iter().map(|(name, text)| (&**name, text)).collect();
+    variables.push(("tools", tools.unwrap_or(&Value::Null)));
+    variables.push(("documents", &Value::Null));
+    let messages: Cow<[Value]> = match messages.iter().any(has_reasoning) {
+        true => messages.iter().map(with_reasoning).collect(),
+        false => messages.into(),
+    };
+    let texts = template.render(&variables, &messages, asks);
+    let rendered = |(text, generation)| Rendered { text, generation };
+    texts.into_iter().map(|text| text.map(rendered)).collect()
+}
+
+/// Special tokens under the names that templates use.
+fn tokens(tokenizer: &Tokenizer) -> Map<String, Value> {
+    tokenizer
+        .named_tokens()
+        .map(|(role, text)| (role.to_string(), Value::String(text.to_string())))
+        .collect()
+}
+
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+fn has_reasoning(message: &Value) -> bool {
+    REASONING
+        .iter()
+        .any(|name| message.get(*name).is_some_and(|v| !v.is_null()))
+}
+
+/// A message's reasoning goes by three names; the template may look for any of them.
+fn with_reasoning(message: &Value) -> Value {
+    let Some(map) = message.as_object() else {
+        return message.clone();
+    };
+    let Some(reasoning) = REASONING
+        .iter()
+        .find_map(|n| map.get(*n).filter(|v| !v.is_null()))
+        .cloned()
+    else {
+        return message.clone();
+    };
+    let mut out = Map::new();
+    out.insert("thinking".into(), reasoning.clone());
+    out.extend(map.iter().map(|(k, v)| (k.clone(), v.clone())));
+    out.insert("reasoning_content".into(), reasoning);
+    Value::Object(out)
+}
+
+fn line_of(fail: &Fail) -> String {
+    fail.line.map(|l| format!(":{l}")).unwrap_or_default()
+}
+
+/// A failed rendering in words.
+fn explain(fail: &Fail, place: &str) -> Error {
+    let at = format!("{place}{}", line_of(fail));
+    match fail.kind {
+        Kind::Limit => Error::new(format!("chat template was stopped: {}", fail.text))
+            .at(at)
+            .hint("the template loops or was made to: use another one with `data.chat_template`"),
+        Kind::Raised => Error::new(format!("chat template refuses this conversation: {}", fail.text))
+            .at(at)
+            .hint("look at the roles and their order in this row, or use another template with `data.chat_template`"),
+        Kind::Unsupported => Error::new(format!("chat template needs {}, which ft does not support", fail.text))
+            .at(at)
+            .hint("docs/templates.md lists what is supported; use another template with `data.chat_template`"),
+        Kind::Syntax | Kind::Failed => Error::new("chat template failed").at(at).cause(&fail.text),
+    }
+}

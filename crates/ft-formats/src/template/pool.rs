@@ -1,0 +1,151 @@
+//! The processes that render chat templates: started when they are needed, kept for the next conversations.
+
+use super::wire::{JobText, Reader, Request};
+use super::{Answer, ChatTemplate, Job};
+use crate::jinja;
+use ft_base::worker::{self, Worker};
+use ft_base::{Error, Result};
+use std::collections::HashSet;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+/// Most processes at one time.
+const MOST: usize = 8;
+/// Bytes of an answer to one ask: the longest text, and what is around it.
+const LONGEST: usize = jinja::LONGEST + (1 << 20);
+
+struct Renderer {
+    worker: Worker,
+    /// Programs that the process has.
+    programs: HashSet<u64>,
+}
+
+struct Pool {
+    idle: Vec<Renderer>,
+    busy: usize,
+}
+
+static POOL: Mutex<Pool> = Mutex::new(Pool {
+    idle: Vec::new(),
+    busy: 0,
+});
+static FREE: Condvar = Condvar::new();
+
+fn lock() -> MutexGuard<'static, Pool> {
+    // Nothing is half done while the lock is held.
+    POOL.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+pub(super) fn rest() {
+    // They end outside of the lock.
+    let idle = std::mem::take(&mut lock().idle);
+    drop(idle);
+}
+
+/// A place among the busy ones, given back when it is dropped.
+struct Busy;
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        lock().busy -= 1;
+        FREE.notify_one();
+    }
+}
+
+fn take() -> (Busy, Option<Renderer>) {
+    let mut pool = lock();
+    while pool.busy >= MOST {
+        pool = FREE.wait(pool).unwrap_or_else(PoisonError::into_inner);
+    }
+    pool.busy += 1;
+    (Busy, pool.idle.pop())
+}
+
+/// Answers of a process; `None`: the conversations are to be rendered in this one.
+///
+/// Errors: no process could be started, or it ended.
+pub(super) fn answers(template: &ChatTemplate, jobs: &[Job]) -> Option<Result<Vec<Vec<Answer>>>> {
+    if !worker::is_available() {
+        return None;
+    }
+    let (_busy, idle) = take();
+    let renderer = idle.map_or_else(
+        || {
+            Worker::start().map(|worker| Renderer {
+                worker,
+                programs: HashSet::new(),
+            })
+        },
+        Ok,
+    );
+    let mut renderer = match renderer {
+        Ok(renderer) => renderer,
+        // Its limits of work, text and nesting hold here too; those of the process do not.
+        Err(_) if template.is_users => return None,
+        Err(e) => {
+            return Some(Err(e.hint(
+                "chat templates of models run in a process of their own; set `data.chat_template` to a file that you trust \
+                 to do without",
+            )));
+        }
+    };
+    let mut out = Vec::with_capacity(jobs.len());
+    // Neighbours with the same program go in one request.
+    let mut rest = jobs;
+    while let Some(first) = rest.first() {
+        let id = template.program(first.tools).id;
+        let same = rest
+            .iter()
+            .take_while(|job| template.program(job.tools).id == id)
+            .count();
+        let (group, tail) = rest.split_at(same);
+        if let Err(e) = renderer.ask(template, group, &mut out) {
+            return Some(Err(e));
+        }
+        rest = tail;
+    }
+    lock().idle.push(renderer);
+    Some(Ok(out))
+}
+
+impl Renderer {
+    fn ask(&mut self, template: &ChatTemplate, jobs: &[Job], out: &mut Vec<Vec<Answer>>) -> Result<()> {
+        let Some(first) = jobs.first() else { return Ok(()) };
+        let program = template.program(first.tools);
+        let is_new = self.programs.insert(program.id);
+        let request = Request {
+            program: program.id,
+            source: is_new.then_some(&*program.source),
+            tokens: &template.tokens,
+            jobs: jobs
+                .iter()
+                .map(|job| JobText {
+                    messages: job.messages,
+                    tools: job.tools,
+                    asks: &job.asks,
+                })
+                .collect(),
+        };
+        let mut text = vec![0u8; 8];
+        serde_json::to_writer(&mut text, &request)
+            .map_err(|e| Error::new("a conversation cannot be handed to the process that renders it").cause(e))?;
+        let length = (text.len() - 8) as u64;
+        text[..8].copy_from_slice(&length.to_le_bytes());
+        self.worker.send(&text).map_err(stopped)?;
+        for job in jobs {
+            let mut length = [0u8; 8];
+            self.worker.receive(&mut length).map_err(stopped)?;
+            let most = job.asks.len().saturating_mul(LONGEST);
+            let length = usize::try_from(u64::from_le_bytes(length)).ok().filter(|n| *n <= most);
+            let wrong = || Error::new("the process that renders chat templates gave an answer that cannot be read");
+            let mut answer = vec![0u8; length.ok_or_else(wrong)?];
+            self.worker.receive(&mut answer).map_err(stopped)?;
+            out.push(Reader(&answer).job(job.asks.len()).ok_or_else(wrong)?);
+        }
+        Ok(())
+    }
+}
+
+fn stopped(why: worker::End) -> Error {
+    let limit = "the template loops or was made to: use another one with `data.chat_template`";
+    Error::new(format!("chat template was stopped: it {why}")).hint(limit)
+}

@@ -1,0 +1,439 @@
+//! The tokenizer of a model directory: text to ids and back, special tokens, the ids that end a turn.
+//!
+//! Some tokenizer classes build their own pipeline around the vocabulary of `tokenizer.json` (`rebuilt`); every other file is
+//! taken as it stands. `tokenizer.json` decides what is added around a text, as in transformers 5: `add_bos_token` and
+//! `add_eos_token` of `tokenizer_config.json` count for nothing beside it (measured with 5.23, for every
+//! tokenizer class and both values). Lengths and paddings stored in `tokenizer.json` are not applied.
+
+use crate::config::Config;
+use crate::{header, read_json_object};
+use ft_base::{Error, Result, caught, files};
+use serde_json::{Map, Value};
+use std::collections::HashSet;
+use std::path::Path;
+use tokenizers::AddedToken;
+use tokenizers::models::bpe::BPE;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+
+mod rebuilt;
+use rebuilt::Class;
+
+/// Largest `tokenizer.json`, bytes.
+const LIMIT: u64 = 512 << 20;
+
+/// Token ids of a text, and for each token its byte range (start, end) in the text.
+pub type IdsAndOffsets = (Vec<u32>, Vec<(usize, usize)>);
+
+/// A special token that the config names.
+#[derive(Debug, Clone, PartialEq)]
+struct Named {
+    text: String,
+    id: Option<u32>,
+}
+
+/// A loaded tokenizer.
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    config: Value,
+    named: Vec<(&'static str, Named)>,
+    special: HashSet<u32>,
+    stop: Vec<u32>,
+    size: usize,
+    conflict: Option<String>,
+    warning: Option<String>,
+}
+
+const ROLES: [&str; 7] = [
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+];
+
+impl Tokenizer {
+    /// Reads `tokenizer.json` of a model directory, and what the configs beside it say of special tokens.
+    pub fn load(dir: &Path) -> Result<Self> {
+        let path = dir.join("tokenizer.json");
+        let mut inner = read_tokenizer(dir, &path)?;
+        let config = match optional(dir, "tokenizer_config.json")? {
+            Some(map) => map,
+            None => Map::new(),
+        };
+        let map = optional(dir, "special_tokens_map.json")?.unwrap_or_default();
+        let warning = as_its_class(dir, &mut inner, &config)?;
+        add_listed(&mut inner, &config);
+        let mut named = Vec::new();
+        for role in ROLES {
+            if let Some(text) = content(config.get(role)).or_else(|| content(map.get(role))) {
+                named.push((role, text));
+            }
+        }
+        // A token of the plain vocabulary that the config calls special is cut out of text whole, too.
+        let specials: Vec<AddedToken> = named
+            .iter()
+            .filter(|(_, t)| is_plain(&inner, t))
+            .map(|(_, t)| AddedToken::from(t.clone(), true).normalized(false))
+            .collect();
+        inner
+            .add_special_tokens(specials)
+            .map_err(|e| Error::new("cannot register the special tokens").at_path(&path).cause(e))?;
+        let mut special: HashSet<u32> = inner
+            .get_added_tokens_decoder()
+            .iter()
+            .filter(|(_, t)| t.special)
+            .map(|(id, _)| *id)
+            .collect();
+        let mut named: Vec<(&'static str, Named)> = named
+            .into_iter()
+            .map(|(role, text)| {
+                let id = inner.token_to_id(&text);
+                (role, Named { text, id })
+            })
+            .collect();
+        special.extend(named.iter().filter_map(|(_, n)| n.id));
+        let (generation, model) = (end_ids(dir, "generation_config.json")?, end_ids(dir, "config.json")?);
+        let own: Vec<u32> = named
+            .iter()
+            .filter(|(role, _)| *role == "eos_token")
+            .filter_map(|(_, n)| n.id)
+            .collect();
+        let said = [
+            ("the tokenizer", own.as_slice()),
+            ("generation_config.json", &generation),
+            ("config.json", &model),
+        ];
+        let conflict = ends_disagree(&said, &|id| inner.id_to_token(id));
+        if !named.iter().any(|(role, n)| *role == "eos_token" && n.id.is_some())
+            && let Some((id, text)) = generation
+                .iter()
+                .chain(&model)
+                .find_map(|&id| Some((id, inner.id_to_token(id)?)))
+        {
+            named.retain(|(role, _)| *role != "eos_token");
+            named.push(("eos_token", Named { text, id: Some(id) }));
+        }
+        let own = named
+            .iter()
+            .filter(|(role, _)| *role == "eos_token")
+            .filter_map(|(_, n)| n.id);
+        let mut stop: Vec<u32> = Vec::new();
+        for id in own.chain(generation).chain(model) {
+            if !stop.contains(&id) {
+                stop.push(id);
+            }
+        }
+        let size = inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
+        Ok(Self {
+            inner,
+            config: Value::Object(config),
+            named,
+            special,
+            stop,
+            size,
+            conflict,
+            warning,
+        })
+    }
+
+    /// What the user should hear about how texts are split, if anything.
+    pub fn warning(&self) -> Option<&str> {
+        self.warning.as_deref()
+    }
+
+    /// The files of the model name different end tokens: what to tell the user.
+    pub fn end_conflict(&self) -> Option<&str> {
+        self.conflict.as_deref()
+    }
+
+    /// One token for each byte, and an end of text: for models that have no tokenizer.
+    pub fn bytes() -> Result<Self> {
+        let failed = |e: tokenizers::Error| Error::new("cannot make the tokenizer of bytes").cause(e);
+        let mut alphabet: Vec<char> = ByteLevel::alphabet().into_iter().collect();
+        alphabet.sort_unstable();
+        let vocab: Vec<(String, u32)> = alphabet.iter().map(char::to_string).zip(0..).collect();
+        let vocab = <[(String, u32); 256]>::try_from(vocab);
+        let vocab = vocab.map_err(|v| Error::new("a byte has no letter").found(v.len()))?;
+        let model = BPE::builder()
+            .vocab_and_merges(vocab, Vec::new())
+            .build()
+            .map_err(failed)?;
+        let mut inner = tokenizers::Tokenizer::new(model);
+        let level = ByteLevel::new(false, true, false);
+        inner.with_pre_tokenizer(Some(level));
+        inner.with_decoder(Some(level));
+        let text = "<|endoftext|>".to_string();
+        let special = AddedToken::from(text.clone(), true).normalized(false);
+        inner.add_special_tokens([special]).map_err(failed)?;
+        let id = inner.token_to_id(&text);
+        Ok(Self {
+            size: inner.get_vocab_size(true),
+            inner,
+            config: Value::Object(Map::new()),
+            special: id.into_iter().collect(),
+            stop: id.into_iter().collect(),
+            named: vec![("eos_token", Named { text, id })],
+            conflict: None,
+            warning: None,
+        })
+    }
+
+    /// The ids of a text, with or without what the tokenizer adds around one.
+    pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
+        Ok(self.encoding(text, add_special_tokens)?.get_ids().to_vec())
+    }
+
+    /// The ids of a text and the bytes `start..end` of the text each stands for. An added token stands for
+    /// `0..0`; a token inside a character of several bytes stands for the whole character; some tokenizers
+    /// leave the blank before a word out.
+    pub fn encode_with_offsets(&self, text: &str, add_special_tokens: bool) -> Result<IdsAndOffsets> {
+        let e = self.encoding(text, add_special_tokens)?;
+        Ok((e.get_ids().to_vec(), e.get_offsets().to_vec()))
+    }
+
+    fn encoding(&self, text: &str, add_special_tokens: bool) -> Result<tokenizers::Encoding> {
+        self.inner
+            .encode(text, add_special_tokens)
+            .map_err(|e| Error::new("cannot tokenize the text").found(clip(text)).cause(e))
+    }
+
+    /// The text of ids.
+    pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
+        self.inner
+            .decode(ids, skip_special_tokens)
+            .map_err(|e| Error::new("cannot turn token ids into text").cause(e))
+    }
+
+    /// Highest id + 1, added tokens included.
+    pub fn vocab_size(&self) -> usize {
+        self.size
+    }
+
+    fn named(&self, role: &str) -> Option<&Named> {
+        self.named.iter().find(|(r, _)| *r == role).map(|(_, n)| n)
+    }
+
+    pub fn bos_id(&self) -> Option<u32> {
+        self.named("bos_token")?.id
+    }
+
+    /// The end-of-text id: the tokenizer's, or else the first one that the configs name.
+    pub fn eos_id(&self) -> Option<u32> {
+        self.named("eos_token")?.id
+    }
+
+    pub fn pad_id(&self) -> Option<u32> {
+        self.named("pad_token")?.id
+    }
+
+    /// All named special tokens, as `("bos_token", "<s>")`.
+    pub fn named_tokens(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        self.named.iter().map(|(role, n)| (*role, n.text.as_str()))
+    }
+
+    /// Ids at which generation ends: the tokenizer's end of text, then those of `generation_config.json`
+    /// and `config.json`.
+    pub fn stop_ids(&self) -> &[u32] {
+        &self.stop
+    }
+
+    pub fn is_special(&self, id: u32) -> bool {
+        self.special.contains(&id)
+    }
+
+    pub fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    pub fn id_to_token(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
+    }
+
+    /// `tokenizer_config.json`; an empty object where there is none.
+    pub fn config(&self) -> &Value {
+        &self.config
+    }
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Tokenizer({} ids, stop {:?})", self.size, self.stop)
+    }
+}
+
+fn read_tokenizer(dir: &Path, path: &Path) -> Result<tokenizers::Tokenizer> {
+    if !path.exists() {
+        let error = Error::new("model directory has no `tokenizer.json`").at_path(dir);
+        let old = [
+            "tokenizer.model",
+            "vocab.json",
+            "vocab.txt",
+            "spiece.model",
+            "tekken.json",
+        ];
+        return Err(match old.iter().find(|n| dir.join(n).exists()) {
+            Some(name) => error.found(format!("only `{name}`")).hint(
+                "make one with transformers: `python -c \"from transformers import AutoTokenizer as T; \
+                 T.from_pretrained('DIR').save_pretrained('DIR')\"`",
+            ),
+            None => error.hint("the tokenizer files must lie beside the weights: download the whole model"),
+        });
+    }
+    let bytes = files::size(path)?;
+    if bytes > LIMIT {
+        return Err(Error::new("`tokenizer.json` is too large")
+            .at_path(path)
+            .found(ft_base::units::bytes(bytes)));
+    }
+    let text = files::read(path)?;
+    if text.starts_with(b"version https://git-lfs") {
+        return Err(header::lfs_pointer(path, bytes));
+    }
+    let bad = |cause: String| {
+        Error::new("`tokenizer.json` cannot be read")
+            .at_path(path)
+            .cause(cause)
+            .hint("the file is damaged or written by a newer `tokenizers`: download it again")
+    };
+    let mut inner = caught(|| tokenizers::Tokenizer::from_bytes(&text))
+        .ok_or_else(|| bad("its library met a value that it cannot read".into()))?
+        .map_err(|e| bad(e.to_string()))?;
+    inner.with_padding(None);
+    inner.with_truncation(None).map_err(|e| bad(e.to_string()))?;
+    if inner.get_vocab_size(true) == 0 {
+        return Err(bad("the vocabulary is empty".into()));
+    }
+    Ok(inner)
+}
+
+/// The pipeline of the tokenizer's class, where transformers takes that instead of the file's. Returns a warning if it is another one.
+fn as_its_class(dir: &Path, inner: &mut tokenizers::Tokenizer, config: &Map<String, Value>) -> Result<Option<String>> {
+    let model = optional(dir, "config.json")?.unwrap_or_default();
+    let text = |map: &Map<String, Value>, key: &str| map.get(key).and_then(Value::as_str).map(str::to_string);
+    let declared = text(config, "tokenizer_class").or_else(|| text(&model, "tokenizer_class"));
+    let written = [
+        serde_json::to_string(&inner.get_normalizer()),
+        serde_json::to_string(&inner.get_pre_tokenizer()),
+        serde_json::to_string(&inner.get_decoder()),
+        serde_json::to_string(&inner.get_post_processor()),
+    ];
+    let byte_level = written.iter().flatten().any(|part| part.contains("\"ByteLevel\""));
+    let model_type = text(&model, "model_type");
+    let Some(class) = Class::of(declared.as_deref(), model_type.as_deref(), byte_level) else {
+        return Ok(None);
+    };
+    let changed = rebuilt::rebuild(inner, class, config)?;
+    let warning = || {
+        format!(
+            "{}: the tokenizer class {} splits text in its own way, as in transformers 5, not as `tokenizer.json` says; a model that \
+             was trained on other tokens, by earlier versions of ft too, sees new ones",
+            dir.display(),
+            class.name()
+        )
+    };
+    Ok(changed.then(warning))
+}
+
+fn optional(dir: &Path, name: &str) -> Result<Option<Map<String, Value>>> {
+    let path = dir.join(name);
+    if path.exists() {
+        read_json_object(&path).map(Some)
+    } else {
+        Ok(None)
+    }
+}
+
+/// A token is written as a string or as an object with `content`.
+fn content(value: Option<&Value>) -> Option<String> {
+    let text = match value? {
+        Value::String(s) => s,
+        Value::Object(o) => o.get("content")?.as_str()?,
+        _ => return None,
+    };
+    (!text.is_empty()).then(|| text.to_string())
+}
+
+/// In the vocabulary, but not yet an added token.
+fn is_plain(inner: &tokenizers::Tokenizer, token: &str) -> bool {
+    inner.token_to_id(token).is_some() && !inner.get_added_vocabulary().get_vocab().contains_key(token)
+}
+
+/// Registers the tokens of `added_tokens_decoder` that `tokenizer.json` lacks, where their ids fit.
+fn add_listed(inner: &mut tokenizers::Tokenizer, config: &Map<String, Value>) {
+    let Some(Value::Object(listed)) = config.get("added_tokens_decoder") else {
+        return;
+    };
+    let mut sorted: Vec<(u32, &Value)> = listed
+        .iter()
+        .filter_map(|(id, v)| Some((id.parse().ok()?, v)))
+        .collect();
+    sorted.sort_by_key(|(id, _)| *id);
+    for (id, value) in sorted {
+        let Some(text) = content(Some(value)) else { continue };
+        let fits = match inner.token_to_id(&text) {
+            Some(known) => known == id && is_plain(inner, &text),
+            // Counts all added tokens anew: only where it is needed.
+            None => id as usize == inner.get_vocab_size(true),
+        };
+        if !fits {
+            continue;
+        }
+        let flag = |key: &str| value.get(key).and_then(Value::as_bool).unwrap_or(false);
+        let token = AddedToken::from(text, flag("special"))
+            .single_word(flag("single_word"))
+            .lstrip(flag("lstrip"))
+            .rstrip(flag("rstrip"))
+            .normalized(flag("normalized"));
+        // Refused only by a normalizer that fails on the token; it then stays ordinary text.
+        let _ = inner.add_tokens([token]);
+    }
+}
+
+/// `eos_token_id` of a config file.
+fn end_ids(dir: &Path, name: &str) -> Result<Vec<u32>> {
+    match optional(dir, name)? {
+        Some(raw) => Config::from_map(raw, &dir.join(name)).token_ids("eos_token_id"),
+        None => Ok(Vec::new()),
+    }
+}
+
+/// Files that have no end token in common with the first one that names any.
+fn ends_disagree(said: &[(&str, &[u32])], token: &dyn Fn(u32) -> Option<String>) -> Option<String> {
+    let mut said = said.iter().filter(|(_, ids)| !ids.is_empty());
+    let (first, taken) = said.next()?;
+    let others: Vec<_> = said.filter(|(_, ids)| !ids.contains(&taken[0])).collect();
+    if others.is_empty() {
+        return None;
+    }
+    let show = |ids: &[u32]| -> String {
+        let one = |id: &u32| match token(*id) {
+            Some(text) => format!("{id} {}", clip(&text)),
+            None => format!("{id}, which is no token"),
+        };
+        ids.iter().map(one).collect::<Vec<_>>().join(" or ")
+    };
+    let others: Vec<String> = others
+        .iter()
+        .map(|(file, ids)| format!("{file} says {}", show(ids)))
+        .collect();
+    Some(format!(
+        "the files of the model name different end tokens: {first} says {}, {}; rows end with the first, answers with any \
+         of them: make the files agree if that is not meant",
+        show(&taken[..1]),
+        others.join(", ")
+    ))
+}
+
+fn clip(text: &str) -> String {
+    let short: String = text.chars().take(80).collect();
+    if short.len() < text.len() {
+        format!("{short:?}...")
+    } else {
+        format!("{short:?}")
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,329 @@
+//! The weights of a model directory or of one file: names, shapes, and numbers read on demand.
+//!
+//! Everything is checked when it is opened (see `header` and `index`); numbers are then read with
+//! positioned reads in pieces, converted straight into the target: no whole raw copy, and no memory map
+//! that a shrinking file could turn into a crash.
+
+use crate::dtype::StoredDtype;
+use crate::{header, index, nearest};
+use ft_base::{Error, Result};
+use half::{bf16, f16};
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// Bytes read at a time: as much of a file is cached at once.
+const PIECE: usize = 4 << 20;
+
+/// Where one tensor lies.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TensorInfo {
+    pub name: String,
+    pub dtype: StoredDtype,
+    pub shape: Vec<usize>,
+    /// Index into `Weights::files`.
+    pub file: usize,
+    /// First byte in that file.
+    pub offset: u64,
+    /// Stored bytes.
+    pub bytes: u64,
+}
+
+impl TensorInfo {
+    /// How many numbers it holds.
+    pub fn count(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// Numbers that weights are read as.
+trait Number: Copy {
+    fn of_f32(x: f32) -> Self;
+    fn of_bf16(x: bf16) -> Self;
+    fn of_f64(x: f64) -> Self;
+}
+
+impl Number for f32 {
+    fn of_f32(x: f32) -> Self {
+        x
+    }
+    fn of_bf16(x: bf16) -> Self {
+        x.to_f32()
+    }
+    fn of_f64(x: f64) -> Self {
+        x as f32
+    }
+}
+
+impl Number for bf16 {
+    fn of_f32(x: f32) -> Self {
+        bf16::from_f32(x)
+    }
+    fn of_bf16(x: bf16) -> Self {
+        x
+    }
+    fn of_f64(x: f64) -> Self {
+        bf16::from_f64(x)
+    }
+}
+
+/// Stored bytes of a number format of weights to numbers, as many as `out` holds.
+fn decode<T: Number>(dtype: StoredDtype, raw: &[u8], out: &mut [T]) {
+    fn each<T, const N: usize>(raw: &[u8], out: &mut [T], f: impl Fn([u8; N]) -> T) {
+        for (to, from) in out.iter_mut().zip(raw.as_chunks::<N>().0) {
+            *to = f(*from);
+        }
+    }
+    match dtype {
+        StoredDtype::F32 => each(raw, out, |b| T::of_f32(f32::from_le_bytes(b))),
+        StoredDtype::F16 => each(raw, out, |b| T::of_f32(f16::from_le_bytes(b).to_f32())),
+        StoredDtype::Bf16 => each(raw, out, |b| T::of_bf16(bf16::from_le_bytes(b))),
+        _ => each(raw, out, |b| T::of_f64(f64::from_le_bytes(b))),
+    }
+}
+
+/// All tensors of one or several safetensors files.
+#[derive(Debug)]
+pub struct Weights {
+    place: PathBuf,
+    paths: Vec<PathBuf>,
+    handles: Vec<File>,
+    tensors: BTreeMap<String, TensorInfo>,
+    metadata: HashMap<String, String>,
+}
+
+impl Weights {
+    /// Opens `model.safetensors` of a directory, or its index and all shards.
+    ///
+    /// Errors: anything missing, damaged, ambiguous or pointing elsewhere; pickles and Git LFS pointers by name.
+    pub fn open(dir: &Path) -> Result<Self> {
+        let shards = index::find(dir)?;
+        let out = Self::open_all(dir, shards.files)?;
+        if let Some(map) = shards.map {
+            out.agrees_with(&map, &dir.join(index::INDEX))?;
+        }
+        Ok(out)
+    }
+
+    /// Opens one safetensors file (an adapter, a training state).
+    pub fn open_file(path: &Path) -> Result<Self> {
+        let extension = path
+            .extension()
+            .map(|e| e.to_string_lossy().to_lowercase())
+            .unwrap_or_default();
+        if ["bin", "pt", "pth", "ckpt", "pkl"].contains(&extension.as_str()) {
+            return Err(header::pickle(path));
+        }
+        index::stays_inside(path)?;
+        Self::open_all(path, vec![path.to_path_buf()])
+    }
+
+    fn open_all(place: &Path, paths: Vec<PathBuf>) -> Result<Self> {
+        let mut tensors: BTreeMap<String, TensorInfo> = BTreeMap::new();
+        let mut metadata = HashMap::new();
+        let mut handles = Vec::with_capacity(paths.len());
+        for (i, path) in paths.iter().enumerate() {
+            let (handle, header) = header::open(path)?;
+            handles.push(handle);
+            metadata.extend(header.metadata);
+            for e in header.entries {
+                if let Some(first) = tensors.get(&e.name) {
+                    return Err(Error::new(format!("tensor `{}` is in two shards", e.name))
+                        .at_path(path)
+                        .found(format!("also in {}", paths[first.file].display()))
+                        .hint("shards of two versions are mixed: download the weights again"));
+                }
+                let info = TensorInfo {
+                    name: e.name.clone(),
+                    dtype: e.dtype,
+                    shape: e.shape,
+                    file: i,
+                    offset: e.offset,
+                    bytes: e.bytes,
+                };
+                tensors.insert(e.name, info);
+            }
+        }
+        Ok(Self {
+            place: place.to_path_buf(),
+            paths,
+            handles,
+            tensors,
+            metadata,
+        })
+    }
+
+    /// The index and the shards must tell the same story.
+    fn agrees_with(&self, map: &BTreeMap<String, String>, index: &Path) -> Result<()> {
+        let disagree = |what: String| {
+            Error::new(what)
+                .at_path(index)
+                .hint("index and shards are from different versions: download both again")
+        };
+        for (name, file) in map {
+            let Some(info) = self.tensors.get(name) else {
+                return Err(disagree(format!("tensor `{name}` is in the index but not in `{file}`")));
+            };
+            let real = self.paths[info.file].file_name().unwrap_or_default();
+            if real != file.as_str() {
+                return Err(
+                    disagree(format!("tensor `{name}` is in another shard than the index says"))
+                        .found(format!("`{}`", real.to_string_lossy()))
+                        .expected(format!("`{file}`")),
+                );
+            }
+        }
+        match self.tensors.values().find(|t| !map.contains_key(&t.name)) {
+            Some(t) => Err(disagree(format!("tensor `{}` is not in the index", t.name))
+                .found(format!("it in `{}`", self.paths[t.file].display()))),
+            None => Ok(()),
+        }
+    }
+
+    /// Tensor names, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    pub fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.get(name)
+    }
+
+    /// Reads tensor `of` under another name too. Is it there?
+    pub fn alias(&mut self, name: &str, of: &str) -> bool {
+        let info = self.tensors.get(of).cloned();
+        let found = info.is_some();
+        self.tensors.extend(info.map(|info| (name.to_string(), info)));
+        found
+    }
+
+    pub fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    /// The tensor `name`, which must have this shape and be stored as f64, f32, f16 or bf16.
+    pub fn require(&self, name: &str, shape: &[usize]) -> Result<&TensorInfo> {
+        let info = self.must(name)?;
+        if info.shape != shape {
+            return Err(Error::new(format!("tensor `{name}` has the wrong shape"))
+                .at_path(&self.paths[info.file])
+                .found(format!("{:?}", info.shape))
+                .expected(format!("{shape:?}"))
+                .hint("`config.json` and the weights are not from the same model"));
+        }
+        self.readable(info)?;
+        Ok(info)
+    }
+
+    fn must(&self, name: &str) -> Result<&TensorInfo> {
+        self.tensors.get(name).ok_or_else(|| {
+            let near = nearest(name, self.names());
+            let error = Error::new(format!("tensor `{name}` is missing")).at_path(&self.place);
+            if near.is_empty() {
+                error.found(format!("{} tensors of other names", self.tensors.len()))
+            } else {
+                error.hint(format!("nearest names: {}", near.join(", ")))
+            }
+        })
+    }
+
+    fn readable(&self, info: &TensorInfo) -> Result<()> {
+        if info.dtype.is_weight() {
+            return Ok(());
+        }
+        let error = Error::new(format!("tensor `{}` cannot be read as weights", info.name))
+            .at_path(&self.paths[info.file])
+            .found(info.dtype)
+            .expected("F32, F16, BF16 or F64");
+        Err(if info.dtype.size() == 1 {
+            error.hint("these weights are quantized: use the model's unquantized weights")
+        } else {
+            error
+        })
+    }
+
+    /// All numbers of a tensor as f32, in row-major order.
+    pub fn read_f32(&self, name: &str) -> Result<Vec<f32>> {
+        self.read_whole(name)
+    }
+
+    /// All numbers of a tensor as bf16 (rounded to nearest, ties to even), in row-major order.
+    pub fn read_bf16(&self, name: &str) -> Result<Vec<bf16>> {
+        self.read_whole(name)
+    }
+
+    /// The stored bytes of a tensor of any number format.
+    pub fn read_bytes(&self, name: &str) -> Result<Vec<u8>> {
+        let info = self.must(name)?;
+        let mut out = Vec::with_capacity(info.bytes as usize);
+        self.pieces(info, |piece| out.extend_from_slice(piece))?;
+        Ok(out)
+    }
+
+    fn read_whole<T: Number>(&self, name: &str) -> Result<Vec<T>> {
+        let info = self.must(name)?;
+        self.readable(info)?;
+        let mut out = vec![T::of_f32(0.0); info.count()];
+        let mut at = 0;
+        self.pieces(info, |piece| {
+            let n = piece.len() / info.dtype.size();
+            decode(info.dtype, piece, &mut out[at..at + n]);
+            at += n;
+        })?;
+        Ok(out)
+    }
+
+    /// Hands the bytes of a tensor to `f`, piece by piece; a piece holds whole numbers.
+    fn pieces(&self, info: &TensorInfo, mut f: impl FnMut(&[u8])) -> Result<()> {
+        let mut buffer = vec![0u8; PIECE.min(info.bytes as usize)];
+        let mut at = 0u64;
+        while at < info.bytes {
+            let n = (info.bytes - at).min(PIECE as u64) as usize;
+            let piece = &mut buffer[..n];
+            self.read_exact(info, at, piece)?;
+            f(piece);
+            at += n as u64;
+        }
+        Ok(())
+    }
+
+    /// Bytes of a tensor from its byte `at` on.
+    fn read_exact(&self, info: &TensorInfo, at: u64, out: &mut [u8]) -> Result<()> {
+        self.handles[info.file]
+            .read_exact_at(out, info.offset + at)
+            .map_err(|e| {
+                let error = Error::new(format!("cannot read tensor `{}`", info.name))
+                    .at_path(&self.paths[info.file])
+                    .cause(&e);
+                match e.kind() {
+                    std::io::ErrorKind::UnexpectedEof => {
+                        error.hint("the file became shorter while it was read: another program is writing to it")
+                    }
+                    _ => error,
+                }
+            })
+    }
+
+    /// Metadata of all files together.
+    pub fn metadata(&self) -> &HashMap<String, String> {
+        &self.metadata
+    }
+
+    /// Bytes of all tensors as stored.
+    pub fn total_bytes(&self) -> u64 {
+        self.tensors.values().map(|t| t.bytes).sum()
+    }
+
+    pub fn files(&self) -> &[PathBuf] {
+        &self.paths
+    }
+}
+
+mod stream;
+#[cfg(test)]
+mod tests;

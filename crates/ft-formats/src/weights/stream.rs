@@ -1,0 +1,184 @@
+//! Parts of tensors into memory that the caller has: for weights that come from the disk again and again. What
+//! was read does not stay in the system's cache, which would otherwise fill with the whole model.
+
+use super::{Number, PIECE, TensorInfo, Weights, decode};
+use crate::dtype::StoredDtype;
+use ft_base::{Error, Result, files};
+use half::bf16;
+
+/// Numbers that a file may hold as they are.
+trait Plain: Copy {
+    const STORED: StoredDtype;
+}
+
+impl Plain for f32 {
+    const STORED: StoredDtype = StoredDtype::F32;
+}
+
+impl Plain for bf16 {
+    const STORED: StoredDtype = StoredDtype::Bf16;
+}
+
+impl Plain for i16 {
+    const STORED: StoredDtype = StoredDtype::I16;
+}
+
+fn bytes_of<T: Plain>(numbers: &mut [T]) -> &mut [u8] {
+    let len = size_of_val(numbers);
+    // SAFETY: the same memory, borrowed as long; every bit pattern of these types is valid.
+    unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), len) }
+}
+
+impl Weights {
+    /// From now on these files are read in parts: the system does not read ahead.
+    pub fn streamed(self) -> Self {
+        self.handles.iter().for_each(files::no_readahead);
+        self
+    }
+
+    /// Numbers of tensor `name` from number `first` on, as f32, as many as `out` holds.
+    ///
+    /// Errors: no such tensor, or not as many numbers in it; no number format of weights; the disk.
+    pub fn read_f32_at(&self, name: &str, first: usize, out: &mut [f32]) -> Result<()> {
+        self.read_at(name, first, out)
+    }
+
+    /// As `read_f32_at`, as bf16 (rounded to nearest, ties to even: the values of `read_bf16`).
+    pub fn read_bf16_at(&self, name: &str, first: usize, out: &mut [bf16]) -> Result<()> {
+        self.read_at(name, first, out)
+    }
+
+    /// As `read_f32_at`, of a tensor that is stored as I16.
+    pub fn read_i16_at(&self, name: &str, first: usize, out: &mut [i16]) -> Result<()> {
+        let info = self.must(name)?;
+        if info.dtype != StoredDtype::I16 {
+            return Err(Error::new(format!("tensor `{name}` has another number format"))
+                .at_path(&self.paths[info.file])
+                .found(info.dtype)
+                .expected("I16"));
+        }
+        self.inside(name, first, out.len())?;
+        self.plain(name, first, out)
+    }
+
+    /// Stored bytes of a tensor of any number format, from byte `first` on.
+    pub fn read_bytes_at(&self, name: &str, first: usize, out: &mut [u8]) -> Result<()> {
+        let info = self.must(name)?;
+        if (first + out.len()) as u64 > info.bytes {
+            return Err(self.too_short(info, out.len(), first));
+        }
+        let mut at = first as u64;
+        for part in out.chunks_mut(PIECE) {
+            self.read_and_forget(name, at, part)?;
+            at += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    fn read_at<T: Plain + Number>(&self, name: &str, first: usize, out: &mut [T]) -> Result<()> {
+        let info = self.must(name)?;
+        self.readable(info)?;
+        self.inside(name, first, out.len())?;
+        if info.dtype == T::STORED && cfg!(target_endian = "little") {
+            return self.plain(name, first, out);
+        }
+        let size = info.dtype.size();
+        let most = (PIECE / 4 / size).min(out.len());
+        let mut buffer = vec![0u8; most * size];
+        let mut at = first;
+        for part in out.chunks_mut(most.max(1)) {
+            let raw = &mut buffer[..part.len() * size];
+            self.read_and_forget(name, (at * size) as u64, raw)?;
+            decode(info.dtype, raw, part);
+            at += part.len();
+        }
+        Ok(())
+    }
+
+    fn plain<T: Plain>(&self, name: &str, first: usize, out: &mut [T]) -> Result<()> {
+        let size = size_of::<T>();
+        let mut at = (first * size) as u64;
+        for part in bytes_of(out).chunks_mut(PIECE) {
+            self.read_and_forget(name, at, part)?;
+            at += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    fn read_and_forget(&self, name: &str, at: u64, out: &mut [u8]) -> Result<()> {
+        let info = self.must(name)?;
+        self.read_exact(info, at, out)?;
+        files::forget(&self.handles[info.file], info.offset + at, out.len() as u64);
+        Ok(())
+    }
+
+    fn inside(&self, name: &str, first: usize, count: usize) -> Result<()> {
+        let info = self.must(name)?;
+        match first.checked_add(count) {
+            Some(end) if end <= info.count() => Ok(()),
+            _ => Err(self.too_short(info, count, first)),
+        }
+    }
+
+    fn too_short(&self, info: &TensorInfo, count: usize, first: usize) -> Error {
+        Error::new(format!("tensor `{}` has fewer numbers than are asked for", info.name))
+            .at_path(&self.paths[info.file])
+            .found(info.count())
+            .expected(format!("{count} from number {first} on"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::writer::{TensorPlan, Values, write_file};
+    use ft_base::rng::{Rng, Stream};
+
+    #[test]
+    fn parts_are_the_parts_of_the_whole_in_every_format() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("w.safetensors");
+        let rng = Rng::new(1, Stream::Init, &[]);
+        // Longer than a piece, and not a multiple of anything.
+        let n = (PIECE / 4) + 12_347;
+        let values: Vec<f32> = (0..n as u64).map(|i| rng.normal(i)).collect();
+        let formats = [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16, StoredDtype::F64];
+        let mut plans: Vec<TensorPlan> = formats
+            .iter()
+            .map(|&dtype| TensorPlan {
+                name: dtype.name().into(),
+                dtype,
+                shape: vec![n],
+            })
+            .collect();
+        plans.push(TensorPlan {
+            name: "low".into(),
+            dtype: StoredDtype::I16,
+            shape: vec![3],
+        });
+        write_file(&path, &plans, &[], |plan, sink| match plan.name.as_str() {
+            "low" => sink(Values::Raw(&[1, 0, 2, 0, 255, 255])),
+            _ => sink(Values::F32(&values)),
+        })
+        .unwrap();
+        let w = Weights::open_file(&path).unwrap().streamed();
+        for dtype in formats {
+            let (wide, narrow) = (w.read_f32(dtype.name()).unwrap(), w.read_bf16(dtype.name()).unwrap());
+            for (first, count) in [(0, n), (1, 7), (n - 1, 1), (12_345, PIECE / 4), (n, 0)] {
+                let mut got = vec![f32::NAN; count];
+                w.read_f32_at(dtype.name(), first, &mut got).unwrap();
+                assert_eq!(got, wide[first..first + count], "{dtype} {first}");
+                let mut got = vec![bf16::NAN; count];
+                w.read_bf16_at(dtype.name(), first, &mut got).unwrap();
+                assert_eq!(got, narrow[first..first + count], "{dtype} {first}");
+            }
+            assert!(w.read_f32_at(dtype.name(), n - 1, &mut [0.0; 2]).is_err());
+            assert!(w.read_i16_at(dtype.name(), 0, &mut [0; 1]).is_err());
+        }
+        let mut low = [0; 2];
+        w.read_i16_at("low", 1, &mut low).unwrap();
+        assert_eq!(low, [2, -1]);
+        assert!(w.read_f32_at("low", 0, &mut [0.0; 1]).is_err());
+        assert!(w.read_f32_at("none", 0, &mut [0.0; 1]).is_err());
+    }
+}

@@ -1,0 +1,402 @@
+//! Files of one repository into the cache, resumed and checked.
+
+use crate::errors::{Wanted, explain, not_cached};
+use crate::http::{Answer, Client, Fault, encode, next_page};
+use crate::store::{Blob, Hash, Store, is_commit};
+use crate::{HubSettings, HubStatus, is_inside};
+use ft_base::partial::PartialFile;
+use ft_base::progress::{self, Phase};
+use ft_base::{Error, Result};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// Pieces under way at the same time.
+const PARALLEL: u64 = 4;
+/// Pages of a list of files.
+const PAGES: usize = 2000;
+
+/// A small public model that every hub has.
+const PUBLIC: &str = "openai-community/gpt2";
+
+/// How the hub answers a request that every download begins with.
+pub(super) fn ask(settings: &HubSettings) -> HubStatus {
+    let begun = std::time::Instant::now();
+    let client = match Client::new(settings) {
+        Ok(client) => client,
+        Err(e) => return HubStatus::Failed(e.what().to_string()),
+    };
+    let Err(e) = client.json(&format!("/api/models/{PUBLIC}/revision/main")) else {
+        return HubStatus::Reached(begun.elapsed());
+    };
+    match (&e, e.status()) {
+        // A mirror may not have this model, or lists nothing.
+        (_, Some(404 | 405 | 501)) => HubStatus::Reached(begun.elapsed()),
+        (_, Some(401 | 403)) if settings.token.is_some() => HubStatus::Refused,
+        (_, Some(status)) => HubStatus::Failed(format!("it answers with HTTP status {status}")),
+        (Fault::Unreachable(text) | Fault::Untrusted(text), None) => HubStatus::Failed(settings.scrub(text)),
+        (Fault::Status { text, .. }, None) => HubStatus::Failed(settings.scrub(text)),
+    }
+}
+
+/// One repository at one revision.
+pub(crate) struct Repository<'a> {
+    client: Client,
+    settings: &'a HubSettings,
+    wanted: Wanted<'a>,
+    store: Store,
+    /// `models` or `datasets`.
+    plural: &'static str,
+    /// What the hub says is there; `None` offline, or when it does not tell.
+    listing: Option<BTreeMap<String, Blob>>,
+    /// The commit that the revision is, as far as the hub has told.
+    commit: OnceLock<String>,
+    /// Only the cache: asked for, or the network is down.
+    offline: bool,
+}
+
+impl<'a> Repository<'a> {
+    /// Opens a repository: asks the hub what is there, unless offline.
+    ///
+    /// Errors: no access or not found. Without a network and with a cached revision it goes on offline.
+    pub(crate) fn open(settings: &'a HubSettings, plural: &'static str, wanted: Wanted<'a>) -> Result<Self> {
+        let mut out = Self {
+            client: Client::new(settings)?,
+            settings,
+            wanted,
+            store: Store::new(&settings.cache, plural, wanted.id),
+            plural,
+            listing: None,
+            commit: OnceLock::new(),
+            offline: settings.offline,
+        };
+        if settings.offline {
+            if out.snapshot().is_none() {
+                return Err(not_cached(wanted, settings));
+            }
+            return Ok(out);
+        }
+        let _asking = progress::phase(format!("asking the hub for {}", wanted.id), 0, "");
+        match out.retry(|| out.list()) {
+            Ok((commit, listing)) => {
+                let _ = out.commit.set(commit);
+                out.listing = Some(listing);
+            }
+            // A mirror may serve files without listing them; then every file is asked for by name.
+            Err(e) if matches!(e.status(), Some(404 | 405 | 501)) && e.code().is_none() => {}
+            Err(e) if e.is_passing() && out.snapshot().is_some() => out.offline = true,
+            Err(e) => return Err(explain(&e, wanted, settings)),
+        }
+        Ok(out)
+    }
+
+    pub(crate) fn is_offline(&self) -> bool {
+        self.offline
+    }
+
+    /// Files in the repository, when the hub told.
+    pub(crate) fn names(&self) -> Option<Vec<String>> {
+        self.listing.as_ref().map(|l| l.keys().cloned().collect())
+    }
+
+    /// The directory of this revision in the cache, if there is one.
+    pub(crate) fn snapshot(&self) -> Option<PathBuf> {
+        self.store.snapshot(&self.store.commit(self.wanted.revision)?)
+    }
+
+    /// The commit of the revision, and what is in it.
+    fn list(&self) -> Answer<(String, BTreeMap<String, Blob>)> {
+        let api = format!("/api/{}/{}", self.plural, self.wanted.id);
+        let revision = encode(self.wanted.revision).replace('/', "%2F");
+        let (info, _) = self
+            .client
+            .json(&format!("{api}/revision/{revision}?expand%5B%5D=sha"))?;
+        let commit = info["sha"].as_str().unwrap_or_default().to_string();
+        if !is_commit(&commit) {
+            return Err(Fault::Untrusted(format!("{commit:?} as the name of a commit")));
+        }
+        let mut files = BTreeMap::new();
+        let mut next = Some(format!("{api}/tree/{commit}?recursive=true"));
+        for _ in 0..PAGES {
+            let Some(page) = next else { return Ok((commit, files)) };
+            let (entries, headers) = self.client.json(&page)?;
+            let entries = entries
+                .as_array()
+                .ok_or_else(|| Fault::Untrusted("a list that is none".into()))?;
+            files.extend(entries.iter().filter_map(blob_of));
+            next = next_page(&headers, &self.client)?;
+        }
+        Err(Fault::Untrusted("a list without an end".into()))
+    }
+
+    /// The address of a file at the commit, or at the revision while the commit is not known.
+    fn path_of(&self, file: &str) -> String {
+        let kind = if self.plural == "datasets" { "datasets/" } else { "" };
+        let revision = self.commit.get().map_or(self.wanted.revision, String::as_str);
+        let revision = encode(revision).replace('/', "%2F");
+        format!("/{kind}{}/resolve/{revision}/{}", self.wanted.id, encode(file))
+    }
+
+    /// What the hub says of a file that it does not list.
+    fn ask(&self, file: &str) -> Answer<Blob> {
+        let found = self.client.file(&self.path_of(file), None, true)?;
+        let text = |name: &str| found.hub.get(name).and_then(|v| v.to_str().ok());
+        let commit = text("x-repo-commit").unwrap_or_default();
+        if !is_commit(commit) {
+            return Err(Fault::Untrusted(format!("{commit:?} as the name of a commit")));
+        }
+        if self.commit.get_or_init(|| commit.to_string()) != commit {
+            return Err(Fault::Untrusted("another commit than before".into()));
+        }
+        let tag = text("x-linked-etag").or(text("etag")).unwrap_or_default();
+        let tag = tag.strip_prefix("W/").unwrap_or(tag).trim_matches('"');
+        let hash =
+            Hash::parse(tag).ok_or_else(|| Fault::Untrusted(format!("{:?} as the hash of a file", shorten(tag))))?;
+        // The length of a redirect is that of its own text.
+        let size = text("x-linked-size").or(text("content-length").filter(|_| !found.redirected));
+        let size = size
+            .and_then(|s| s.parse().ok())
+            .ok_or_else(|| Fault::Untrusted("a file without a size".into()))?;
+        Ok(Blob { size, hash })
+    }
+
+    /// A file of the repository in the cache; `None` when the repository does not have it.
+    pub(crate) fn optional(&self, file: &str) -> Result<Option<PathBuf>> {
+        let wanted = Wanted {
+            file: Some(file),
+            ..self.wanted
+        };
+        let cached = || self.snapshot().map(|s| s.join(file)).filter(|p| p.exists());
+        if self.offline {
+            return Ok(cached());
+        }
+        let blob = match &self.listing {
+            Some(listing) => match listing.get(file) {
+                Some(blob) => blob.clone(),
+                None => return Ok(None),
+            },
+            None => match self.retry(|| self.ask(file)) {
+                Ok(blob) => blob,
+                Err(e) if e.status() == Some(404) && matches!(e.code(), None | Some("EntryNotFound")) => {
+                    return Ok(None);
+                }
+                Err(e) if e.is_passing() && cached().is_some() => return Ok(cached()),
+                Err(e) => return Err(explain(&e, wanted, self.settings)),
+            },
+        };
+        if !self.store.has(&blob) {
+            self.fill(file, &blob, wanted)?;
+        }
+        let commit = self.commit.get().map_or("", String::as_str);
+        let path = self.store.place(commit, file, &blob)?;
+        self.store.remember(self.wanted.revision, commit)?;
+        Ok(Some(path))
+    }
+
+    /// A file that must be there.
+    pub(crate) fn required(&self, file: &str) -> Result<PathBuf> {
+        let wanted = Wanted {
+            file: Some(file),
+            ..self.wanted
+        };
+        match self.optional(file)? {
+            Some(path) => Ok(path),
+            None if self.offline => Err(not_cached(wanted, self.settings)),
+            None => {
+                let missing = Fault::Status {
+                    status: 404,
+                    code: Some("EntryNotFound".into()),
+                    text: String::new(),
+                };
+                Err(explain(&missing, wanted, self.settings))
+            }
+        }
+    }
+
+    /// Fetches the content of a file into the cache, from where an earlier attempt stopped.
+    fn fill(&self, file: &str, blob: &Blob, wanted: Wanted) -> Result<()> {
+        let mut partial = self.store.partial(blob)?;
+        if self.store.has(blob) {
+            return Ok(());
+        }
+        if partial.length() > blob.size {
+            partial.clear()?;
+        }
+        let phase = self.phase(file, blob.size, partial.length());
+        let (mut failures, mut parallel) = (0, 1);
+        while partial.length() < blob.size {
+            let before = partial.length();
+            match self.batch(file, blob, &mut partial, parallel, phase.as_ref())? {
+                None => (failures, parallel) = (0, PARALLEL),
+                Some(e) => {
+                    // A batch that brought something is no failure of the whole.
+                    failures = if partial.length() > before { 1 } else { failures + 1 };
+                    if !e.is_passing() || failures >= self.settings.attempts {
+                        return Err(explain(&e, wanted, self.settings));
+                    }
+                    std::thread::sleep(self.settings.wait * (1 << (failures - 1).min(6)));
+                }
+            }
+        }
+        drop(phase);
+        let _checking = progress::phase(progress::about("checking", Path::new(file)), 0, "");
+        let at = format!("{}/{}", self.settings.endpoint, self.wanted.id);
+        self.store.finish(partial, blob, file).map_err(|e| e.or_at(at))
+    }
+
+    /// Fetches the next pieces side by side and appends them in order; `Some` is the first failure. One piece alone may be
+    /// answered with the whole file: the server does not know ranges.
+    fn batch(
+        &self,
+        file: &str,
+        blob: &Blob,
+        partial: &mut PartialFile,
+        parallel: u64,
+        phase: Option<&Phase>,
+    ) -> Result<Option<Fault>> {
+        let piece = self.settings.piece.max(1);
+        let start = partial.length();
+        let ranges: Vec<Range<u64>> = (0..parallel)
+            .map(|i| (start + i * piece).min(blob.size)..(start + (i + 1) * piece).min(blob.size))
+            .filter(|r| !r.is_empty())
+            .collect();
+        let path = self.path_of(file);
+        if let [range] = ranges.as_slice() {
+            let found = match self.client.file(&path, Some(range.clone()), false) {
+                Ok(found) => found,
+                Err(e) => return Ok(Some(e)),
+            };
+            let whole = found.response.status().as_u16() == 200;
+            let end = if whole { blob.size } else { range.end };
+            if whole && start > 0 {
+                partial.clear()?;
+            }
+            let mut body = found.response.into_body().into_reader();
+            return append(&mut body, end, partial, phase);
+        }
+        let get = |range: &Range<u64>| -> Answer<Vec<u8>> {
+            let found = self.client.file(&path, Some(range.clone()), false)?;
+            if found.response.status().as_u16() != 206 {
+                return Err(Fault::Untrusted("a whole file where a part was asked for".into()));
+            }
+            let length = range.end - range.start;
+            let mut bytes = Vec::new();
+            // No more than was asked for, whatever the server says of its length.
+            let mut body = found.response.into_body().into_reader().take(length);
+            body.read_to_end(&mut bytes)
+                .map_err(|e| Fault::Unreachable(e.to_string()))?;
+            match bytes.len() as u64 == length {
+                true => Ok(bytes),
+                false => Err(Fault::Unreachable(format!("{} of {length} bytes came", bytes.len()))),
+            }
+        };
+        let results: Vec<_> = std::thread::scope(|scope| {
+            let threads: Vec<_> = ranges.iter().map(|r| scope.spawn(|| get(r))).collect();
+            threads.into_iter().map(|t| t.join()).collect()
+        });
+        for result in results {
+            match result {
+                Ok(Ok(bytes)) => partial.append(&bytes)?,
+                Ok(Err(e)) => return Ok(Some(e)),
+                Err(_) => return Err(Error::new("the download ended in a fault of its library").at(file)),
+            }
+            show(phase, partial.length());
+        }
+        Ok(None)
+    }
+
+    fn phase(&self, file: &str, size: u64, done: u64) -> Option<Phase> {
+        let name = file.rsplit('/').next().unwrap_or(file);
+        let phase = self
+            .settings
+            .progress
+            .then(|| progress::bytes(format!("downloading {name}"), size));
+        show(phase.as_ref(), done);
+        phase
+    }
+
+    /// Tries again after failures that may pass.
+    fn retry<R>(&self, mut send: impl FnMut() -> Answer<R>) -> Answer<R> {
+        let mut wait = self.settings.wait;
+        for _ in 1..self.settings.attempts {
+            match send() {
+                Err(e) if e.is_passing() && e.status() != Some(429) => std::thread::sleep(wait),
+                other => return other,
+            }
+            wait *= 2;
+        }
+        send()
+    }
+}
+
+/// Appends what comes until the file is `end` bytes long.
+fn append(body: &mut dyn Read, end: u64, partial: &mut PartialFile, phase: Option<&Phase>) -> Result<Option<Fault>> {
+    let mut buffer = vec![0u8; 1 << 18];
+    while partial.length() < end {
+        let most = (end - partial.length()).min(buffer.len() as u64) as usize;
+        match body.read(&mut buffer[..most]) {
+            Ok(0) => return Ok(Some(Fault::Unreachable("the connection ended early".into()))),
+            Ok(n) => partial.append(&buffer[..n])?,
+            Err(e) => return Ok(Some(Fault::Unreachable(e.to_string()))),
+        }
+        show(phase, partial.length());
+    }
+    Ok(None)
+}
+
+fn show(phase: Option<&Phase>, done: u64) {
+    phase.iter().for_each(|phase| phase.set(done));
+}
+
+/// A file of the hub's list; `None`: a directory, a name that leaves the repository, or no hash.
+fn blob_of(entry: &Value) -> Option<(String, Blob)> {
+    let path = entry["path"].as_str().filter(|p| is_inside(p) && p.len() <= 1024)?;
+    if entry["type"] != "file" {
+        return None;
+    }
+    let lfs = &entry["lfs"];
+    // The hub calls the hash of a large file `oid`; some mirrors call it `sha256`.
+    let large = ["oid", "sha256"].iter().find_map(|key| lfs[*key].as_str());
+    let (hash, size) = match lfs.is_object() {
+        true => (large, lfs["size"].as_u64().or(entry["size"].as_u64())),
+        false => (entry["oid"].as_str(), entry["size"].as_u64()),
+    };
+    let hash = Hash::parse(hash?)?;
+    Some((path.to_string(), Blob { size: size?, hash }))
+}
+
+fn shorten(text: &str) -> String {
+    text.chars().take(80).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_list_gives_only_names_inside_and_whole_hashes() {
+        let (git, sha) = ("1".repeat(40), "2".repeat(64));
+        let small = json!({"type": "file", "path": "a/b.json", "oid": git, "size": 3});
+        assert_eq!(blob_of(&small).unwrap().1.hash, Hash::Git(git.clone()));
+        let large = json!({"type": "file", "path": "m", "oid": git, "size": 9, "lfs": {"oid": sha, "size": 9}});
+        assert_eq!(blob_of(&large).unwrap().1.hash, Hash::Sha256(sha));
+        for (key, bad) in [
+            ("path", json!("../x")),
+            ("path", json!("/etc/x")),
+            ("path", json!("a\0b")),
+            ("oid", json!("../../x")),
+            ("oid", json!("/x")),
+            ("oid", json!("a".repeat(100_000))),
+            ("size", json!(-1)),
+            ("type", json!("directory")),
+        ] {
+            let mut entry = small.clone();
+            entry[key] = bad;
+            assert!(blob_of(&entry).is_none(), "{key}");
+        }
+    }
+}

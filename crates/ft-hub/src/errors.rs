@@ -1,0 +1,92 @@
+//! What went wrong at the hub, in words; the token is in none of them.
+
+use crate::HubSettings;
+use crate::http::Fault;
+use ft_base::Error;
+
+/// What was asked for.
+#[derive(Clone, Copy)]
+pub(crate) struct Wanted<'a> {
+    /// `"model"` or `"data set"`.
+    pub kind: &'static str,
+    pub id: &'a str,
+    pub revision: &'a str,
+    pub file: Option<&'a str>,
+}
+
+pub(crate) fn explain(e: &Fault, wanted: Wanted, settings: &HubSettings) -> Error {
+    let Wanted {
+        kind,
+        id,
+        revision,
+        file,
+    } = wanted;
+    let at = match file {
+        Some(file) => format!("{}/{id}, revision {revision}, {file}", settings.endpoint),
+        None => format!("{}/{id}, revision {revision}", settings.endpoint),
+    };
+    let say = |what: String| Error::new(what).at(settings.scrub(&at));
+    // An error may quote the answer of the server, and that the request.
+    let cause = || {
+        let text = match e {
+            Fault::Status { status, text, .. } => format!("HTTP status {status}: {text}"),
+            Fault::Unreachable(text) | Fault::Untrusted(text) => text.clone(),
+        };
+        let text: String = text.chars().filter(|c| !c.is_control()).collect();
+        // Before it is cut: a part of the token must not be left.
+        settings.scrub(text.trim()).chars().take(600).collect::<String>()
+    };
+    let gated = e.code() == Some("GatedRepo");
+    match (e.status(), settings.token.is_some()) {
+        (Some(401 | 403), true) if !gated => say(format!("the hub does not let this token read the {kind} `{id}`")).hint(
+            "HF_TOKEN (or the stored token) may be wrong, expired or without read access: make a new one in the hub's \
+             settings; check the id too, as the hub answers the same when it does not exist",
+        ),
+        (Some(401 | 403), _) if gated => say(format!("the {kind} `{id}` is gated"))
+            .hint("accept its terms on its page on the hub, then set HF_TOKEN to a token of that account"),
+        (Some(401 | 403), _) => say(format!("the {kind} `{id}` does not exist, or it is private or gated")).hint(
+            "check the id; for a private or gated one set HF_TOKEN to a token that may read it",
+        ),
+        (Some(404), _) if e.code() == Some("RevisionNotFound") => say(format!("the {kind} `{id}` has no revision `{revision}`"))
+            .hint("use a branch, a tag or a full commit hash of that repository; the default is `main`"),
+        (Some(404), _) if e.code() == Some("EntryNotFound") && file.is_some() => {
+            say(format!("the {kind} `{id}` has no file `{}`", file.unwrap_or_default()))
+        }
+        (Some(404), _) => say(format!("there is no {kind} `{id}` with a revision `{revision}` on the hub")).hint(
+            "check the id and the revision; if a local directory was meant, its path does not exist",
+        ),
+        (Some(429), _) => say("the hub asks to slow down".into()).hint("wait some minutes, or set HF_TOKEN: accounts may ask more often"),
+        (Some(_), _) => say("the hub failed".into()).cause(cause()).hint("try again later; what is downloaded is kept"),
+        (None, _) => match e {
+            Fault::Untrusted(_) => say("the hub gave an answer that ft does not act on".into()).cause(cause()).hint(
+                "a mirror (HF_ENDPOINT) or a proxy on the way changes what the hub says: use another one",
+            ),
+            _ => say("cannot reach the hub".into()).cause(cause()).hint(
+                "check the network and HF_ENDPOINT; if the files are in the cache already, set HF_HUB_OFFLINE=1; \
+                 what is downloaded is kept",
+            ),
+        },
+    }
+}
+
+/// Offline, and the cache does not have it.
+pub(crate) fn not_cached(wanted: Wanted, settings: &HubSettings) -> Error {
+    let what = match wanted.file {
+        Some(file) => format!(
+            "`{file}` of the {} `{}` is not in the local cache",
+            wanted.kind, wanted.id
+        ),
+        None => format!("the {} `{}` is not in the local cache", wanted.kind, wanted.id),
+    };
+    let error = Error::new(what).at_path(&settings.cache);
+    if settings.offline {
+        error
+            .found(format!(
+                "offline mode, and no complete copy of revision {}",
+                wanted.revision
+            ))
+            .hint("unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE to download it, or give a local path")
+    } else {
+        error.hint("connect to the network to download it, or give a local path")
+    }
+}

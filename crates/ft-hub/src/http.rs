@@ -1,0 +1,380 @@
+//! Requests to a hub, and what its answers may make ft do. A hub is not trusted: a mirror may be hostile, and a
+//! connection may be intercepted. Redirects are followed here, so that the token goes to the hub's own address only.
+
+use crate::HubSettings;
+use ft_base::{Error, Result};
+use std::io::Read;
+use std::time::Duration;
+use ureq::http::{HeaderMap, Response, Uri, header};
+use ureq::tls::{RootCerts, TlsConfig};
+use ureq::{Agent, Body};
+
+/// Hosts that a file may be on, one after the other.
+const REDIRECTS: usize = 8;
+/// Bytes of an answer that is no file.
+const ANSWER: u64 = 64 << 20;
+const ERROR_TEXT: u64 = 4 << 10;
+
+/// Why a request gave nothing.
+#[derive(Debug)]
+pub(crate) enum Fault {
+    /// The server answered with this status; `code` is the hub's own word for it (`RepoNotFound`, `GatedRepo`, ...).
+    Status {
+        status: u16,
+        code: Option<String>,
+        text: String,
+    },
+    /// No answer, or one that broke off.
+    Unreachable(String),
+    /// An answer that ft does not act on.
+    Untrusted(String),
+}
+
+impl Fault {
+    pub fn status(&self) -> Option<u16> {
+        match self {
+            Self::Status { status, .. } => Some(*status),
+            _ => None,
+        }
+    }
+
+    pub fn code(&self) -> Option<&str> {
+        match self {
+            Self::Status { code, .. } => code.as_deref(),
+            _ => None,
+        }
+    }
+
+    /// Another attempt may cure it.
+    pub fn is_passing(&self) -> bool {
+        match self {
+            Self::Unreachable(_) => true,
+            Self::Untrusted(_) => false,
+            Self::Status { status, .. } => matches!(status, 408 | 429 | 500 | 502 | 503 | 504),
+        }
+    }
+}
+
+pub(crate) type Answer<T> = std::result::Result<T, Fault>;
+
+pub(crate) struct Client {
+    agent: Agent,
+    endpoint: Uri,
+    address: String,
+    bearer: Option<String>,
+}
+
+/// The answer to a request for a file: that of the hub itself, and that of the server which has the file.
+pub(crate) struct Found {
+    pub hub: HeaderMap,
+    pub redirected: bool,
+    pub response: Response<Body>,
+}
+
+impl Client {
+    /// Errors: an address that is none; a token that would go over a connection anyone can read.
+    pub fn new(settings: &HubSettings) -> Result<Self> {
+        let wrong = |cause: String| {
+            Error::usage("the hub address cannot be used")
+                .found(format!("`{}`", settings.scrub(&settings.endpoint)))
+                .cause(cause)
+                .hint("HF_ENDPOINT must be a URL such as `https://huggingface.co`")
+        };
+        let endpoint: Uri = settings.endpoint.parse().map_err(|e| wrong(format!("{e}")))?;
+        let scheme = endpoint.scheme_str().unwrap_or_default().to_string();
+        let host = endpoint.host().unwrap_or_default();
+        if !["http", "https"].contains(&scheme.as_str()) || host.is_empty() {
+            return Err(wrong("it has no `https://` and host".into()));
+        }
+        if endpoint.authority().is_some_and(|a| a.as_str().contains('@')) || endpoint.query().is_some() {
+            return Err(wrong("it has a user name or a query".into()));
+        }
+        let open = scheme == "http" && !is_loopback(host);
+        if open && settings.token.is_some() && !settings.insecure_token {
+            return Err(Error::usage("the token would be sent unencrypted")
+                .at(&settings.endpoint)
+                .found("a hub address with `http://`, and a token (HF_TOKEN, or a stored one)")
+                .expected("`https://`")
+                .hint(
+                    "use an https address; without a token: unset HF_TOKEN and set HF_HUB_DISABLE_IMPLICIT_TOKEN=1; to \
+                     send it all the same, set FT_HUB_HTTP_TOKEN=1",
+                ));
+        }
+        let tls = TlsConfig::builder().root_certs(RootCerts::PlatformVerifier).build();
+        let agent = Agent::config_builder()
+            .http_status_as_error(false)
+            .max_redirects(0)
+            .max_redirects_will_error(false)
+            .max_response_header_size(64 << 10)
+            .timeout_connect(Some(Duration::from_secs(20)))
+            .timeout_recv_response(Some(Duration::from_secs(60)))
+            .timeout_per_read(Some(Duration::from_secs(60)))
+            .accept_encoding("identity")
+            .user_agent(concat!("ft/", env!("CARGO_PKG_VERSION")))
+            .tls_config(tls)
+            .build()
+            .new_agent();
+        Ok(Self {
+            agent,
+            endpoint,
+            address: settings.endpoint.trim_end_matches('/').to_string(),
+            bearer: settings.token.as_ref().map(|t| format!("Bearer {t}")),
+        })
+    }
+
+    /// A JSON answer of the hub's API, and its headers. `path` is encoded.
+    pub fn json(&self, path: &str) -> Answer<(serde_json::Value, HeaderMap)> {
+        let found = self.send("GET", &format!("{}{path}", self.address), None, true)?;
+        let mut text = Vec::new();
+        let mut body = found.response.into_body().into_reader().take(ANSWER + 1);
+        body.read_to_end(&mut text)
+            .map_err(|e| Fault::Unreachable(e.to_string()))?;
+        if text.len() as u64 > ANSWER {
+            return Err(Fault::Untrusted("an answer without an end".into()));
+        }
+        let value =
+            serde_json::from_slice(&text).map_err(|e| Fault::Untrusted(format!("an answer that is no JSON: {e}")))?;
+        Ok((value, found.hub))
+    }
+
+    /// A file, or bytes `range` of it. `path` is encoded. With `head` only what the hub says of it.
+    pub fn file(&self, path: &str, range: Option<std::ops::Range<u64>>, head: bool) -> Answer<Found> {
+        let range = range.map(|r| format!("bytes={}-{}", r.start, r.end - 1));
+        let method = if head { "HEAD" } else { "GET" };
+        self.send(method, &format!("{}{path}", self.address), range, false)
+    }
+
+    /// `own`: the answer must come from the hub's own address. Of a HEAD request only redirects within it are followed:
+    /// the hub has said all by then.
+    fn send(&self, method: &str, url: &str, range: Option<String>, own: bool) -> Answer<Found> {
+        let mut at: Uri = url.parse().map_err(|e| Fault::Untrusted(format!("{e}")))?;
+        let mut hub: Option<HeaderMap> = None;
+        for _ in 0..REDIRECTS {
+            let home = same_server(&at, &self.endpoint);
+            let mut request = ureq::http::Request::builder().method(method).uri(&at);
+            if let Some(range) = &range {
+                request = request.header(header::RANGE, range);
+            }
+            if let Some(bearer) = self.bearer.as_ref().filter(|_| home) {
+                request = request.header(header::AUTHORIZATION, bearer);
+            }
+            let request = request.body(()).map_err(|e| Fault::Untrusted(e.to_string()))?;
+            let response = self.agent.run(request).map_err(|e| match e {
+                ureq::Error::Protocol(e) => Fault::Unreachable(format!("not an HTTP answer: {e}")),
+                e => Fault::Unreachable(e.to_string()),
+            })?;
+            let status = response.status().as_u16();
+            let headers = response.headers().clone();
+            let to = headers.get(header::LOCATION).and_then(|l| l.to_str().ok());
+            if let (301 | 302 | 303 | 307 | 308, Some(to)) = (status, to) {
+                let next = self.target(&at, to)?;
+                let leaves = !same_server(&next, &self.endpoint);
+                if leaves && own {
+                    return Err(Fault::Untrusted("its API answers with another address".into()));
+                }
+                // What the hub says of a file stands in the answer that names another server.
+                if leaves && home {
+                    hub = Some(headers.clone());
+                }
+                if leaves && method == "HEAD" {
+                    return Ok(Found {
+                        hub: headers,
+                        redirected: true,
+                        response,
+                    });
+                }
+                at = next;
+                continue;
+            }
+            if !response.status().is_success() {
+                let code = headers
+                    .get("x-error-code")
+                    .and_then(|c| c.to_str().ok())
+                    .map(str::to_string);
+                let mut text = Vec::new();
+                let _ = response
+                    .into_body()
+                    .into_reader()
+                    .take(ERROR_TEXT)
+                    .read_to_end(&mut text);
+                let text = String::from_utf8_lossy(&text).into_owned();
+                return Err(Fault::Status { status, code, text });
+            }
+            return Ok(Found {
+                redirected: hub.is_some(),
+                hub: hub.unwrap_or(headers),
+                response,
+            });
+        }
+        Err(Fault::Untrusted(format!("more than {REDIRECTS} redirects")))
+    }
+
+    /// Where a redirect goes. Errors: not to a web server, or from https to http.
+    fn target(&self, from: &Uri, to: &str) -> Answer<Uri> {
+        let scheme = from.scheme_str().unwrap_or("https");
+        let authority = from.authority().map_or("", |a| a.as_str());
+        let whole = match to {
+            t if t.starts_with("//") => format!("{scheme}:{t}"),
+            t if t.starts_with('/') => format!("{scheme}://{authority}{t}"),
+            t => t.to_string(),
+        };
+        let next: Uri = whole
+            .parse()
+            .map_err(|_| Fault::Untrusted("a redirect to something that is no address".into()))?;
+        let secure = next.scheme_str() == Some("https");
+        let plain = next.scheme_str() == Some("http") && self.endpoint.scheme_str() == Some("http");
+        let named = next.authority().is_some_and(|a| !a.as_str().contains('@'));
+        match (secure || plain) && named && next.host().is_some_and(|h| !h.is_empty()) {
+            true => Ok(next),
+            false => Err(Fault::Untrusted(
+                "a redirect that leaves https, or to no web server".into(),
+            )),
+        }
+    }
+}
+
+fn same_server(a: &Uri, b: &Uri) -> bool {
+    let port = |u: &Uri| {
+        u.port_u16().or(match u.scheme_str() {
+            Some("https") => Some(443),
+            _ => Some(80),
+        })
+    };
+    let host = |u: &Uri| u.host().unwrap_or_default().to_ascii_lowercase();
+    a.scheme_str() == b.scheme_str() && host(a) == host(b) && port(a) == port(b)
+}
+
+/// This very machine.
+fn is_loopback(host: &str) -> bool {
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    bare == "localhost" || bare.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback())
+}
+
+/// A path of an address: everything but letters, digits and `-._~` is encoded, `/` stays.
+pub(crate) fn encode(path: &str) -> String {
+    let mut out = String::with_capacity(path.len());
+    for b in path.bytes() {
+        match b {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => out.push(b as char),
+            _ => out.push_str(&format!("%{b:02X}")),
+        }
+    }
+    out
+}
+
+/// The next page of a list: the path of a link to the hub itself.
+pub(crate) fn next_page(headers: &HeaderMap, client: &Client) -> Answer<Option<String>> {
+    let links = headers
+        .get(header::LINK)
+        .and_then(|l| l.to_str().ok())
+        .unwrap_or_default();
+    let Some(next) = links.split(',').find(|l| l.contains("rel=\"next\"")) else {
+        return Ok(None);
+    };
+    let address = next
+        .trim()
+        .strip_prefix('<')
+        .and_then(|l| l.split_once('>'))
+        .map_or("", |(a, _)| a);
+    let here = client.endpoint.clone();
+    let uri = client.target(&here, address)?;
+    let path = uri.path_and_query().map_or("/", |p| p.as_str());
+    let below = client.endpoint.path().trim_end_matches('/');
+    match path.strip_prefix(below).filter(|_| same_server(&uri, &client.endpoint)) {
+        Some(path) => Ok(Some(path.to_string())),
+        None => Err(Fault::Untrusted("a list that goes on at another address".into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn client(endpoint: &str, token: Option<&str>, insecure_token: bool) -> Result<Client> {
+        Client::new(&HubSettings {
+            endpoint: endpoint.into(),
+            token: token.map(str::to_string),
+            insecure_token,
+            ..HubSettings::default()
+        })
+    }
+
+    #[test]
+    fn a_token_goes_over_https_or_stays_on_this_machine() {
+        for good in [
+            "https://hub.example",
+            "http://localhost:8080",
+            "http://127.0.0.1:1/sub",
+            "http://[::1]:80",
+        ] {
+            assert!(client(good, Some("hf_x"), false).is_ok(), "{good}");
+        }
+        assert!(client("http://hub.example", None, false).is_ok());
+        assert!(client("http://hub.example", Some("hf_x"), true).is_ok());
+        for open in [
+            "http://hub.example",
+            "http://10.0.0.1",
+            "http://localhost.example",
+            "http://127.0.0.1.example",
+        ] {
+            let e = client(open, Some("hf_x"), false).err().unwrap().to_string();
+            assert!(
+                e.contains("unencrypted") && e.contains("FT_HUB_HTTP_TOKEN") && !e.contains("hf_x"),
+                "{e}"
+            );
+        }
+        for bad in [
+            "no url",
+            "ftp://hub.example",
+            "https://",
+            "https://me@hub.example",
+            "file:///etc",
+            "https://h/?q=1",
+        ] {
+            assert!(
+                client(bad, None, false)
+                    .err()
+                    .unwrap()
+                    .to_string()
+                    .contains("HF_ENDPOINT"),
+                "{bad}"
+            );
+        }
+    }
+
+    #[test]
+    fn redirects_stay_on_web_servers_and_on_https() {
+        let client = client("https://hub.example/base", None, false).unwrap();
+        let from: Uri = "https://hub.example/a/b".parse().unwrap();
+        let to = |t: &str| client.target(&from, t).map(|u| u.to_string());
+        assert_eq!(to("/x?y=1").unwrap(), "https://hub.example/x?y=1");
+        assert_eq!(to("//cdn.example/x").unwrap(), "https://cdn.example/x");
+        assert_eq!(to("https://cdn.example/x").unwrap(), "https://cdn.example/x");
+        for bad in [
+            "http://hub.example/x",
+            "file:///etc/passwd",
+            "x",
+            "",
+            "https://a@b/x",
+            "ftp://x/y",
+            "https:///x",
+        ] {
+            assert!(to(bad).is_err(), "{bad}");
+        }
+        let page = |link: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::LINK, link.parse().unwrap());
+            next_page(&headers, &client)
+        };
+        let next = page("<https://hub.example/base/api/x?cursor=2>; rel=\"next\"").unwrap();
+        assert_eq!(next.unwrap(), "/api/x?cursor=2");
+        assert!(
+            page("<https://hub.example/base/api/x>; rel=\"prev\"")
+                .unwrap()
+                .is_none()
+        );
+        assert!(page("<https://evil.example/base/api/x>; rel=\"next\"").is_err());
+        assert!(page("<https://hub.example/other>; rel=\"next\"").is_err());
+        assert_eq!(encode("a b/ü#?%.json"), "a%20b/%C3%BC%23%3F%25.json");
+    }
+}

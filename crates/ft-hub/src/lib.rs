@@ -1,0 +1,289 @@
+//! A path or a hub id to local files: a model directory, or the data files of a data set.
+//!
+//! Downloads go to the cache that the Hugging Face tools share (blobs, snapshots, refs). Files are fetched in ranges into
+//! `blobs/<hash>.incomplete`, which a later run takes up again. A hub is not trusted with anything but the content: names
+//! of commits and files are checked before they become paths (`store`), a content must have the hash that was promised,
+//! and the token goes to the hub's own address only (`http`).
+
+// Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
+#![cfg_attr(
+    not(test),
+    deny(
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo,
+        clippy::unimplemented
+    )
+)]
+
+#[cfg(feature = "hub")]
+mod dataset;
+#[cfg(feature = "hub")]
+mod download;
+#[cfg(feature = "hub")]
+mod errors;
+#[cfg(feature = "hub")]
+mod http;
+#[cfg(feature = "hub")]
+mod model;
+mod settings;
+#[cfg(feature = "hub")]
+mod store;
+
+pub use settings::HubSettings;
+
+use ft_base::{Error, Result, paths};
+use std::path::{Path, PathBuf};
+
+/// A local directory as it is; else the model with this hub id, downloaded as far as it is not cached.
+///
+/// Errors: neither a directory nor an id; not found; no access; no network and not cached.
+pub fn resolve_model(path: &str, revision: &str, progress: bool) -> Result<PathBuf> {
+    if Path::new(path).is_dir() {
+        return Ok(PathBuf::from(path));
+    }
+    let mut settings = HubSettings::from_env();
+    settings.progress &= progress;
+    resolve_with(&settings, path, revision)
+}
+
+/// `resolve_model` with settings that are given instead of read from the environment.
+pub fn resolve_with(settings: &HubSettings, path: &str, revision: &str) -> Result<PathBuf> {
+    if Path::new(path).is_dir() {
+        return Ok(PathBuf::from(path));
+    }
+    if Path::new(path).is_file() {
+        return Err(Error::new("the model is a file, not a directory")
+            .at(path)
+            .hint("give the directory that holds `config.json` and the weights"));
+    }
+    if paths::is_meant(path) || !is_id(path) {
+        return Err(paths::missing("directory", Path::new(path))
+            .expected("a directory, or a hub id such as `Qwen/Qwen2.5-0.5B-Instruct`"));
+    }
+    check_revision(revision)?;
+    #[cfg(feature = "hub")]
+    return model::resolve(settings, path, revision).map_err(|e| not_here("directory", path, e));
+    #[cfg(not(feature = "hub"))]
+    Err(no_feature(settings, path))
+}
+
+/// As `resolve_model`, but only `config.json` is fetched: enough for a plan.
+pub fn resolve_config(path: &str, revision: &str) -> Result<PathBuf> {
+    let settings = HubSettings::from_env();
+    #[cfg(feature = "hub")]
+    if !Path::new(path).exists() && is_id(path) && !paths::is_meant(path) {
+        check_revision(revision)?;
+        return model::resolve_config(&settings, path, revision).map_err(|e| not_here("directory", path, e));
+    }
+    resolve_with(&settings, path, revision)
+}
+
+/// The local data files that `path` names: what is there as it is (readers refuse a directory); else a hub data set, as `org/name` (the
+/// files of its train split) or `org/name:file.jsonl`.
+pub fn resolve_dataset_file(path: &str, revision: &str, progress: bool) -> Result<Vec<PathBuf>> {
+    if Path::new(path).exists() {
+        return Ok(vec![PathBuf::from(path)]);
+    }
+    let mut settings = HubSettings::from_env();
+    settings.progress &= progress;
+    resolve_dataset_with(&settings, path, revision)
+}
+
+/// `resolve_dataset_file` with settings that are given instead of read from the environment.
+pub fn resolve_dataset_with(settings: &HubSettings, path: &str, revision: &str) -> Result<Vec<PathBuf>> {
+    if Path::new(path).exists() {
+        return Ok(vec![PathBuf::from(path)]);
+    }
+    let (id, file) = match path.split_once(':') {
+        Some((id, file)) => (id, Some(file)),
+        None => (path, None),
+    };
+    let looks_like_a_file = file.is_none() && data_kind(path).is_some();
+    let is_path = file.is_none() && paths::is_meant(path);
+    if !is_id(id) || is_path || looks_like_a_file || file.is_some_and(|f| !is_inside(f)) {
+        return Err(paths::missing("file", Path::new(path))
+            .expected("a file, or a hub data set: `org/name`, or `org/name:train.jsonl`"));
+    }
+    check_revision(revision)?;
+    #[cfg(feature = "hub")]
+    return dataset::resolve(settings, id, file, revision).map_err(|e| not_here("file", id, e));
+    #[cfg(not(feature = "hub"))]
+    Err(no_feature(settings, id))
+}
+
+/// What a hub id that was not found, or could not be looked for, says: it may have been meant as a path.
+#[cfg(feature = "hub")]
+const NOT_FOUND: [&str; 4] = [
+    "cannot reach",
+    "there is no",
+    "does not exist",
+    "not in the local cache",
+];
+
+#[cfg(feature = "hub")]
+fn not_here(kind: &str, id: &str, error: Error) -> Error {
+    if !NOT_FOUND.iter().any(|words| error.what().contains(words)) {
+        return error;
+    }
+    let error = error.after(&format!("no {kind} `{id}` here"));
+    match paths::hint(Path::new(id)) {
+        Some(hint) => error.hint(hint),
+        None => error,
+    }
+}
+
+#[cfg(not(feature = "hub"))]
+fn no_feature(settings: &HubSettings, id: &str) -> Error {
+    Error::new("this build of ft has no downloads")
+        .found(format!("the hub id `{id}`"))
+        .expected("a local path")
+        .hint(format!(
+            "build with `--features hub`, or download it with another tool (cache: {})",
+            settings.cache.display()
+        ))
+}
+
+/// How the hub answers.
+#[derive(Debug, Clone, PartialEq)]
+pub enum HubStatus {
+    /// It gave what was asked for, after so long.
+    Reached(std::time::Duration),
+    /// It does not take the token.
+    Refused,
+    /// No answer, or none that helps: why.
+    Failed(String),
+}
+
+/// Asks the hub what files a small public model has, as every download begins; waits for at most `limit`.
+#[cfg(feature = "hub")]
+pub fn ask(settings: &HubSettings, limit: std::time::Duration) -> HubStatus {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let settings = settings.clone();
+    // The thread may still wait for the network when the program ends.
+    let asking = std::thread::Builder::new().name("hub".into()).spawn(move || {
+        let _ = sender.send(download::ask(&settings));
+    });
+    match asking.map(|_| receiver.recv_timeout(limit)) {
+        Ok(Ok(answer)) => answer,
+        _ => HubStatus::Failed(format!("no answer within {} s", limit.as_secs())),
+    }
+}
+
+/// `org/name` with the characters that the hub allows.
+pub fn is_id(text: &str) -> bool {
+    let part = |p: &str| {
+        !p.is_empty()
+            && p.len() <= 96
+            && p.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+            && !p.starts_with(['-', '.'])
+            && !p.ends_with(['-', '.'])
+            && !p.contains("..")
+            && !p.contains("--")
+    };
+    matches!(text.split_once('/'), Some((org, name)) if part(org) && part(name))
+}
+
+/// A path inside a repository: no `..`, not absolute.
+fn is_inside(path: &str) -> bool {
+    !path.is_empty()
+        && !path.contains('\\')
+        && !path.contains(':')
+        && path
+            .split('/')
+            .all(|p| !p.is_empty() && p != "." && p != ".." && !p.chars().any(char::is_control))
+}
+
+fn check_revision(revision: &str) -> Result<()> {
+    let good = is_inside(revision) && revision.len() <= 200;
+    if good {
+        return Ok(());
+    }
+    Err(Error::usage(format!("`{revision}` is not a revision"))
+        .expected("a branch, a tag or a commit hash")
+        .hint("set `model.revision = \"main\"`"))
+}
+
+/// Endings of data files that ft reads, those with the most structure first.
+const DATA_KINDS: [&str; 6] = ["parquet", "jsonl", "ndjson", "json", "csv", "tsv"];
+
+/// The ending of a data file that ft reads.
+fn data_kind(path: &str) -> Option<&'static str> {
+    let lower = path.to_lowercase();
+    DATA_KINDS.into_iter().find(|kind| lower.ends_with(&format!(".{kind}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_told_from_paths() {
+        for good in ["Qwen/Qwen2.5-0.5B-Instruct", "a/b", "org_1/na.me_2"] {
+            assert!(is_id(good), "{good}");
+        }
+        for bad in [
+            "a",
+            "a/b/c",
+            "/a/b",
+            "../b",
+            "a/..",
+            "./a",
+            "a b/c",
+            "a/b\n",
+            "~/x",
+            "a/",
+            "a--b/c",
+            "http://x/y",
+        ] {
+            assert!(!is_id(bad), "{bad}");
+        }
+    }
+
+    #[test]
+    fn local_directories_need_no_hub() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().to_str().unwrap();
+        assert_eq!(resolve_model(path, "main", false).unwrap(), dir.path());
+        let e = resolve_model("no such model", "main", false).unwrap_err().to_string();
+        assert!(
+            e.contains("no directory `no such model` here") && e.contains("Qwen/"),
+            "{e}"
+        );
+        let file = dir.path().join("train.jsonl");
+        std::fs::write(&file, "{}").unwrap();
+        let found = resolve_dataset_file(file.to_str().unwrap(), "main", false).unwrap();
+        assert_eq!(found, std::slice::from_ref(&file));
+        assert!(
+            resolve_model(file.to_str().unwrap(), "main", false)
+                .unwrap_err()
+                .to_string()
+                .contains("is a file")
+        );
+        // A directory is no id, though it looks like one.
+        let inside = dir.path().join("rows");
+        std::fs::create_dir(&inside).unwrap();
+        assert_eq!(
+            resolve_dataset_file(inside.to_str().unwrap(), "main", false).unwrap(),
+            [inside]
+        );
+        for bad in [
+            "data/train.jsonl",
+            "data/train.tsv",
+            "org/name:../x.jsonl",
+            "org/name:/etc/passwd",
+            "nothing",
+        ] {
+            let e = resolve_dataset_file(bad, "main", false).unwrap_err().to_string();
+            assert!(e.contains("no file `") && e.contains(bad), "{e}");
+        }
+        assert_eq!(
+            resolve_with(&HubSettings::from_env(), "a/b", "../x")
+                .unwrap_err()
+                .exit_code(),
+            2
+        );
+    }
+}

@@ -1,0 +1,162 @@
+//! What the environment says about the hub, read once: the names that the Hugging Face tools use.
+
+use ft_base::files;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Where the hub is, where its files are kept, and who asks.
+#[derive(Clone)]
+pub struct HubSettings {
+    /// The directory with `models--org--name/...`.
+    pub cache: PathBuf,
+    pub endpoint: String,
+    pub token: Option<String>,
+    /// Send the token over plain `http://` too.
+    pub insecure_token: bool,
+    /// Only what is in the cache.
+    pub offline: bool,
+    /// Show a progress bar (on stderr, when it is a terminal).
+    pub progress: bool,
+    /// Failed attempts in a row before a download is given up.
+    pub attempts: usize,
+    /// Wait after the first failed attempt; doubled after each further one.
+    pub wait: Duration,
+    /// Bytes asked for at a time.
+    pub piece: u64,
+}
+
+impl Default for HubSettings {
+    fn default() -> Self {
+        Self {
+            cache: PathBuf::from(".cache/huggingface/hub"),
+            endpoint: "https://huggingface.co".into(),
+            token: None,
+            insecure_token: false,
+            offline: false,
+            progress: true,
+            attempts: 5,
+            wait: Duration::from_millis(300),
+            piece: 16 << 20,
+        }
+    }
+}
+
+impl std::fmt::Debug for HubSettings {
+    /// The token is never printed.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HubSettings")
+            .field("cache", &self.cache)
+            .field("endpoint", &self.endpoint)
+            .field("token", &self.token.as_ref().map(|_| "..."))
+            .field("offline", &self.offline)
+            .finish()
+    }
+}
+
+impl HubSettings {
+    /// HF_HUB_CACHE, HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE and their kin.
+    pub fn from_env() -> Self {
+        Self::from_lookup(|name| std::env::var(name).ok().filter(|v| !v.is_empty()))
+    }
+
+    /// The same with another place to look names up in.
+    pub fn from_lookup(get: impl Fn(&str) -> Option<String>) -> Self {
+        let truthy = |name: &str| {
+            get(name).is_some_and(|v| matches!(v.trim().to_ascii_lowercase().as_str(), "1" | "true" | "yes" | "on"))
+        };
+        let user = PathBuf::from(get("HOME").unwrap_or_else(|| ".".into()));
+        let expand = |path: String| match path.strip_prefix("~/") {
+            Some(rest) => user.join(rest),
+            None => PathBuf::from(path),
+        };
+        let home = get("HF_HOME").map(expand).unwrap_or_else(|| {
+            get("XDG_CACHE_HOME")
+                .map(PathBuf::from)
+                .unwrap_or_else(|| user.join(".cache"))
+                .join("huggingface")
+        });
+        let cache = get("HF_HUB_CACHE")
+            .or_else(|| get("HUGGINGFACE_HUB_CACHE"))
+            .map(expand)
+            .unwrap_or_else(|| home.join("hub"));
+        let stored = || {
+            let path = get("HF_TOKEN_PATH").map(expand).unwrap_or_else(|| home.join("token"));
+            files::read_text(&path).ok()
+        };
+        let implicit = !truthy("HF_HUB_DISABLE_IMPLICIT_TOKEN");
+        let token = get("HF_TOKEN").or_else(|| if implicit { stored() } else { None });
+        let default = Self::default();
+        Self {
+            cache,
+            endpoint: get("HF_ENDPOINT")
+                .map(|e| e.trim_end_matches('/').to_string())
+                .unwrap_or(default.endpoint),
+            token: token.map(|t| t.trim().to_string()).filter(|t| !t.is_empty()),
+            insecure_token: truthy("FT_HUB_HTTP_TOKEN"),
+            offline: truthy("HF_HUB_OFFLINE") || truthy("TRANSFORMERS_OFFLINE"),
+            progress: !truthy("HF_HUB_DISABLE_PROGRESS_BARS"),
+            ..Self::default()
+        }
+    }
+
+    /// `text` without the token, for messages.
+    pub fn scrub(&self, text: &str) -> String {
+        match &self.token {
+            Some(token) => text.replace(token.as_str(), "<token>"),
+            None => text.to_string(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    fn from(pairs: &[(&str, &str)]) -> HubSettings {
+        let pairs: Vec<(String, String)> = pairs.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
+        HubSettings::from_lookup(move |name| pairs.iter().find(|(k, _)| k == name).map(|(_, v)| v.clone()))
+    }
+
+    #[test]
+    fn the_names_of_the_hugging_face_tools_are_honoured() {
+        let s = from(&[("HOME", "/h")]);
+        assert_eq!(s.cache, Path::new("/h/.cache/huggingface/hub"));
+        assert_eq!(
+            (s.endpoint.as_str(), s.offline, s.token.is_some()),
+            ("https://huggingface.co", false, false)
+        );
+        assert_eq!(
+            from(&[("HOME", "/h"), ("XDG_CACHE_HOME", "/x")]).cache,
+            Path::new("/x/huggingface/hub")
+        );
+        assert_eq!(from(&[("HF_HOME", "/f")]).cache, Path::new("/f/hub"));
+        assert_eq!(
+            from(&[("HF_HOME", "/f"), ("HF_HUB_CACHE", "/c")]).cache,
+            Path::new("/c")
+        );
+        assert_eq!(from(&[("HOME", "/h"), ("HF_HOME", "~/f")]).cache, Path::new("/h/f/hub"));
+        assert_eq!(from(&[("HF_ENDPOINT", "http://m/")]).endpoint, "http://m");
+        for name in ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"] {
+            assert!(from(&[(name, "1")]).offline && from(&[(name, "True")]).offline && !from(&[(name, "0")]).offline);
+        }
+        assert!(!from(&[("HF_HUB_DISABLE_PROGRESS_BARS", "1")]).progress);
+    }
+
+    #[test]
+    fn the_token_is_found_and_never_shown() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("token"), "hf_stored\n").unwrap();
+        let home = dir.path().to_str().unwrap();
+        assert_eq!(from(&[("HF_HOME", home)]).token.as_deref(), Some("hf_stored"));
+        let s = from(&[("HF_HOME", home), ("HF_TOKEN", " hf_secret ")]);
+        assert_eq!(s.token.as_deref(), Some("hf_secret"));
+        assert!(
+            from(&[("HF_HOME", home), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")])
+                .token
+                .is_none()
+        );
+        assert!(!format!("{s:?}").contains("hf_secret"));
+        assert_eq!(s.scrub("Bearer hf_secret!"), "Bearer <token>!");
+    }
+}

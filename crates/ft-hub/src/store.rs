@@ -1,0 +1,246 @@
+//! The cache that the Hugging Face tools share: `blobs/<hash>`, `snapshots/<commit>/<path>` (links to blobs) and
+//! `refs/<revision>` below a directory for each repository. Every name that comes from a hub is checked before it
+//! becomes part of a path, and nothing outside `blobs` is ever removed.
+
+use crate::is_inside;
+use ft_base::partial::PartialFile;
+use ft_base::{Error, Result, files};
+use sha2::{Digest, Sha256};
+use std::path::{Path, PathBuf};
+
+/// What a hub says of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Blob {
+    pub size: u64,
+    pub hash: Hash,
+}
+
+/// The name of a content, and how to check it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Hash {
+    /// SHA-256 of a large file.
+    Sha256(String),
+    /// Git's name of a small file: SHA-1 of a head and the content.
+    Git(String),
+}
+
+impl Hash {
+    /// From text of a hub; `None`: it is no hash.
+    pub fn parse(text: &str) -> Option<Self> {
+        match text.len() {
+            64 if is_hex(text) => Some(Self::Sha256(text.to_string())),
+            40 if is_hex(text) => Some(Self::Git(text.to_string())),
+            _ => None,
+        }
+    }
+
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Sha256(name) | Self::Git(name) => name,
+        }
+    }
+}
+
+/// Lower case digits only: the name of a hash is also the name of a file.
+fn is_hex(text: &str) -> bool {
+    text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
+}
+
+pub(crate) fn is_commit(text: &str) -> bool {
+    [40, 64].contains(&text.len()) && is_hex(text)
+}
+
+/// The directory of one repository.
+#[derive(Debug, Clone)]
+pub(crate) struct Store {
+    folder: PathBuf,
+}
+
+impl Store {
+    /// `kind`: `models` or `datasets`; `id` is a checked hub id.
+    pub fn new(cache: &Path, kind: &str, id: &str) -> Self {
+        Self {
+            folder: cache.join(format!("{kind}--{}", id.replace('/', "--"))),
+        }
+    }
+
+    /// The commit that this revision was last.
+    pub fn commit(&self, revision: &str) -> Option<String> {
+        if is_commit(revision) {
+            return Some(revision.to_string());
+        }
+        let text = files::read_text(&self.folder.join("refs").join(revision)).ok()?;
+        Some(text.trim().to_string()).filter(|c| is_commit(c))
+    }
+
+    /// The directory of a commit, if it is there.
+    pub fn snapshot(&self, commit: &str) -> Option<PathBuf> {
+        Some(self.folder.join("snapshots").join(commit)).filter(|d| is_commit(commit) && d.is_dir())
+    }
+
+    pub fn blob(&self, hash: &Hash) -> PathBuf {
+        self.folder.join("blobs").join(hash.name())
+    }
+
+    /// Is the content here, under any revision?
+    pub fn has(&self, blob: &Blob) -> bool {
+        let path = self.blob(&blob.hash);
+        path.symlink_metadata()
+            .is_ok_and(|m| m.is_file() && m.len() == blob.size)
+    }
+
+    /// The file in which this content grows. Errors: the disk has no room for it.
+    pub fn partial(&self, blob: &Blob) -> Result<PartialFile> {
+        let blobs = self.folder.join("blobs");
+        files::create_dir_all(&blobs)?;
+        let partial = PartialFile::open(&blobs.join(format!("{}.incomplete", blob.hash.name())))?;
+        let needed = blob.size.saturating_sub(partial.length());
+        match files::free_space(&blobs) {
+            Some(free) if free < needed => Err(Error::new("not enough disk space for the download")
+                .at_path(&blobs)
+                .found(format!("{free} bytes free"))
+                .expected(format!("{needed} bytes"))
+                .hint("free some space, or set HF_HUB_CACHE to another disk")),
+            _ => Ok(partial),
+        }
+    }
+
+    /// Checks a content that is complete and gives it its name.
+    ///
+    /// Errors: it has another hash; then it is thrown away.
+    pub fn finish(&self, mut partial: PartialFile, blob: &Blob, what: &str) -> Result<()> {
+        let found = match &blob.hash {
+            Hash::Sha256(_) => {
+                let mut hash = Sha256::new();
+                partial.read(&mut |piece| hash.update(piece))?;
+                hex(&hash.finalize())
+            }
+            Hash::Git(_) => {
+                let mut hash = sha1::Sha1::new();
+                hash.update(format!("blob {}\0", blob.size));
+                partial.read(&mut |piece| hash.update(piece))?;
+                hex(&hash.finalize())
+            }
+        };
+        if found == blob.hash.name() {
+            return partial.finish(&self.blob(&blob.hash));
+        }
+        partial.clear()?;
+        let kind = match blob.hash {
+            Hash::Sha256(_) => "SHA-256",
+            Hash::Git(_) => "Git hash",
+        };
+        Err(Error::new(format!("`{what}` was damaged on the way"))
+            .found(format!("{kind} {found}"))
+            .expected(blob.hash.name())
+            .hint("run the same command again: the damaged download was thrown away"))
+    }
+
+    /// Gives a content its place in the directory of a commit, and returns that.
+    pub fn place(&self, commit: &str, file: &str, blob: &Blob) -> Result<PathBuf> {
+        if !is_commit(commit) || !is_inside(file) {
+            return Err(Error::new("the hub gave a name that cannot be a path").found(format!("{commit:?}, {file:?}")));
+        }
+        let path = self.folder.join("snapshots").join(commit).join(file);
+        let up = "../".repeat(file.split('/').count() + 1);
+        let target = format!("{up}blobs/{}", blob.hash.name());
+        if path.read_link().is_ok_and(|now| now == Path::new(&target)) {
+            return Ok(path);
+        }
+        if let Ok(metadata) = path.symlink_metadata()
+            && !metadata.is_symlink()
+        {
+            // Some tools copy where they cannot link. What is there is left as it is.
+            return match metadata.is_file() && metadata.len() == blob.size {
+                true => Ok(path),
+                false => Err(Error::new("the cache holds another file in this place")
+                    .at_path(&path)
+                    .found(format!("{} bytes", metadata.len()))
+                    .expected(format!("a link to a content of {} bytes", blob.size))
+                    .hint("remove it, and run the same command again")),
+            };
+        }
+        if let Some(parent) = path.parent() {
+            files::create_dir_all(parent)?;
+        }
+        files::link(Path::new(&target), &path)?;
+        Ok(path)
+    }
+
+    /// Remembers the commit of a revision.
+    pub fn remember(&self, revision: &str, commit: &str) -> Result<()> {
+        if is_commit(revision) || self.commit(revision).as_deref() == Some(commit) {
+            return Ok(());
+        }
+        let path = self.folder.join("refs").join(revision);
+        if let Some(parent) = path.parent() {
+            files::create_dir_all(parent)?;
+        }
+        files::write_atomic(&path, commit.as_bytes())
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_hashes_become_names() {
+        let git = "3f20b51a0a25d87c30cb636d2875b09456ec3b12";
+        assert_eq!(Hash::parse(git), Some(Hash::Git(git.into())));
+        assert_eq!(Hash::parse(&"a".repeat(64)).unwrap().name().len(), 64);
+        let dots = format!("../../{}", "a".repeat(34));
+        let nul = format!("\0{}", "a".repeat(39));
+        for bad in [
+            "",
+            "..",
+            "/etc/passwd",
+            "ABCDEF",
+            &"A".repeat(40),
+            &"a".repeat(41),
+            &dots,
+            &nul,
+            &"é".repeat(20),
+        ] {
+            assert_eq!(Hash::parse(bad), None, "{bad:?}");
+            assert!(!is_commit(bad), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_place_is_inside_the_cache_and_other_files_stay() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::new(dir.path(), "models", "a/b");
+        let commit = "0".repeat(40);
+        let blob = Blob {
+            size: 3,
+            hash: Hash::Git("1".repeat(40)),
+        };
+        for (commit, file) in [
+            ("..", "x"),
+            (commit.as_str(), "../x"),
+            (&commit, "/x"),
+            (&commit, "a/../../x"),
+        ] {
+            assert!(store.place(commit, file, &blob).is_err());
+        }
+        files::create_dir_all(&dir.path().join("models--a--b/blobs")).unwrap();
+        std::fs::write(store.blob(&blob.hash), "abc").unwrap();
+        let path = store.place(&commit, "sub/x.json", &blob).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"abc");
+        assert_eq!(store.place(&commit, "sub/x.json", &blob).unwrap(), path);
+        // A link to another content is replaced, a file is not.
+        std::fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink("../../../blobs/old", &path).unwrap();
+        store.place(&commit, "sub/x.json", &blob).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"abc");
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, "mine!").unwrap();
+        assert!(store.place(&commit, "sub/x.json", &blob).is_err());
+        assert_eq!(std::fs::read(&path).unwrap(), b"mine!");
+    }
+}

@@ -1,0 +1,228 @@
+//! Causal attention over documents laid end to end, with grouped queries, a sliding window and a soft cap.
+//! Memory is linear in the length: scores exist for a block of queries only; of the softmax the log-sum-exp is
+//! kept, and the backward pass computes the probabilities again.
+//!
+//! q `[Nq, H·E]`, k and v `[Nk, K·E]`, o `[Nq, H·E]`, lse `[Nq, H]`. Query head h reads key head h / (H / K).
+//! A score is `q·k scale`, then `cap tanh(score / cap)` if there is a cap, then the mask.
+
+use super::cpu::product::inside::{Inside, UNIT};
+use super::cpu::product::{Path, Rounding};
+use super::cpu::storage::{expect_dims, expect_f32, floats, tensor};
+use super::cpu::{attention as cpu, attention_backward};
+use candle_core::Tensor;
+use ft_base::{Error, Result};
+
+/// The form of an attention.
+#[derive(Debug, Clone)]
+pub struct Spec {
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub scale: f32,
+    pub softcap: Option<f32>,
+    /// With window w, query i sees the keys j with i - w < j <= i.
+    pub window: Option<usize>,
+    /// The model is held in bf16: its products may round their operands to bf16, where that is faster.
+    pub bf16: bool,
+}
+
+impl Spec {
+    pub(super) fn check(&self) -> Result<()> {
+        if self.kv_heads == 0 || self.heads == 0 || !self.heads.is_multiple_of(self.kv_heads) {
+            return Err(Error::new("query heads do not share the key heads evenly")
+                .found(format!("{} and {}", self.heads, self.kv_heads)));
+        }
+        if self.head_dim == 0 {
+            return Err(Error::new("an attention head has no elements"));
+        }
+        if self.window == Some(0) {
+            return Err(Error::new("an attention window of 0 sees nothing"));
+        }
+        if self.softcap.is_some_and(|cap| cap.is_nan() || cap <= 0.0) {
+            return Err(Error::new("an attention soft cap must be positive"));
+        }
+        Ok(())
+    }
+
+    pub(super) fn rounding(&self) -> Rounding {
+        if self.bf16 { Rounding::Bf16 } else { Rounding::Exact }
+    }
+
+    /// Are q, k, v and the probabilities rounded to bf16 on the path in use?
+    pub(super) fn rounds(&self) -> bool {
+        Path::current().rounds(self.rounding())
+    }
+
+    fn query_width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    fn key_width(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+}
+
+/// Elements of f32 that a thread of the CPU needs beside the tensors, forward or backward, in documents of up to `longest`
+/// tokens.
+pub fn scratch(spec: &Spec, longest: usize) -> usize {
+    let inside = Inside::of(Path::current(), spec.rounding());
+    let seen = |queries: usize| spec.window.map_or(longest, |w| longest.min(w + queries + UNIT));
+    attention_backward::scratch(
+        inside,
+        spec.head_dim,
+        seen(cpu::BLOCKS * cpu::QUERIES),
+        seen(cpu::QUERIES),
+    )
+}
+
+/// `documents` must be offsets from 0 to `tokens`, never falling.
+fn check_documents(documents: &[usize], tokens: usize) -> Result<()> {
+    let whole = documents.first() == Some(&0) && documents.last() == Some(&tokens);
+    if whole && documents.is_sorted() {
+        Ok(())
+    } else {
+        Err(Error::new("document offsets do not cover the tokens")
+            .found(format!("{documents:?}"))
+            .expected(format!("0 to {tokens}, rising")))
+    }
+}
+
+/// Document d has the queries `q_documents[d]..q_documents[d + 1]` and the keys `k_documents[d]..`. Causal,
+/// aligned at the end: its last query sees its last key, so one query on a cache of T keys is a decoding step.
+/// Gives o and lse. Fails when shapes or offsets do not fit, or a document has more queries than keys.
+pub fn forward(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    spec: &Spec,
+    q_documents: &[usize],
+    k_documents: &[usize],
+) -> Result<(Tensor, Tensor)> {
+    forward_on(Path::current(), q, k, v, spec, q_documents, k_documents)
+}
+
+fn forward_on(
+    path: Path,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    spec: &Spec,
+    q_documents: &[usize],
+    k_documents: &[usize],
+) -> Result<(Tensor, Tensor)> {
+    spec.check()?;
+    let (nq, nk) = (
+        q.dims().first().copied().unwrap_or(0),
+        k.dims().first().copied().unwrap_or(0),
+    );
+    expect_dims(q, "the queries", &[nq, spec.query_width()])?;
+    expect_dims(k, "the keys", &[nk, spec.key_width()])?;
+    expect_dims(v, "the values", &[nk, spec.key_width()])?;
+    check_documents(q_documents, nq)?;
+    check_documents(k_documents, nk)?;
+    if q_documents.len() != k_documents.len() {
+        return Err(Error::new("queries and keys have different numbers of documents")
+            .found(q_documents.len() - 1)
+            .expected(k_documents.len() - 1));
+    }
+    for (d, (q, k)) in q_documents.windows(2).zip(k_documents.windows(2)).enumerate() {
+        if q[1] - q[0] > k[1] - k[0] {
+            return Err(Error::new("a document has more queries than keys")
+                .at(format!("document {d}"))
+                .found(q[1] - q[0])
+                .expected(format!("at most {}", k[1] - k[0])));
+        }
+    }
+    on_gpu!(
+        q,
+        super::cuda::attention::forward(q, k, v, spec, q_documents, k_documents)
+    );
+    let mut o = vec![0f32; nq * spec.query_width()];
+    let mut lse = vec![0f32; nq * spec.heads];
+    floats(q, "the queries", |q| {
+        floats(k, "the keys", |k| {
+            floats(v, "the values", |v| {
+                cpu::forward(path, q, k, v, spec, q_documents, k_documents, &mut o, &mut lse);
+                Ok(())
+            })
+        })
+    })?;
+    Ok((tensor(o, (nq, spec.query_width()))?, tensor(lse, (nq, spec.heads))?))
+}
+
+/// From o and lse of `forward` (queries and keys in the same documents) and dout `[N, H·E]`: dq, dk and dv.
+#[allow(clippy::too_many_arguments)]
+pub fn backward(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    o: &Tensor,
+    lse: &Tensor,
+    dout: &Tensor,
+    spec: &Spec,
+    documents: &[usize],
+) -> Result<(Tensor, Tensor, Tensor)> {
+    backward_on(Path::current(), q, k, v, o, lse, dout, spec, documents)
+}
+
+#[allow(clippy::too_many_arguments)]
+fn backward_on(
+    path: Path,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    o: &Tensor,
+    lse: &Tensor,
+    dout: &Tensor,
+    spec: &Spec,
+    documents: &[usize],
+) -> Result<(Tensor, Tensor, Tensor)> {
+    spec.check()?;
+    let n = q.dims().first().copied().unwrap_or(0);
+    let (wide, narrow) = ([n, spec.query_width()], [n, spec.key_width()]);
+    let all = [
+        (q, "the queries", wide),
+        (k, "the keys", narrow),
+        (v, "the values", narrow),
+        (o, "the output of attention", wide),
+        (lse, "the log-sum-exp of attention", [n, spec.heads]),
+        (dout, "the gradient of attention", wide),
+    ];
+    for (t, name, dims) in all {
+        expect_dims(t, name, &dims)?;
+    }
+    check_documents(documents, n)?;
+    on_gpu!(
+        q,
+        super::cuda::attention::backward(q, k, v, o, lse, dout, spec, documents)
+    );
+    for (t, name, _) in all {
+        expect_f32(t, name)?;
+    }
+    let guard = |i: usize, f: &mut dyn FnMut(&[f32]) -> Result<()>| floats(all[i].0, all[i].1, f);
+    let mut result = None;
+    guard(0, &mut |q| {
+        guard(1, &mut |k| {
+            guard(2, &mut |v| {
+                guard(3, &mut |o| {
+                    guard(4, &mut |lse| {
+                        guard(5, &mut |dout| {
+                            let saved = attention_backward::Saved { q, k, v, o, lse, dout };
+                            result = Some(attention_backward::backward(path, &saved, spec, documents));
+                            Ok(())
+                        })
+                    })
+                })
+            })
+        })
+    })?;
+    let (dq, dk, dv) = result.ok_or_else(|| Error::new("attention did not run"))?;
+    Ok((
+        tensor(dq, &wide[..])?,
+        tensor(dk, &narrow[..])?,
+        tensor(dv, &narrow[..])?,
+    ))
+}
+
+#[cfg(test)]
+mod tests;

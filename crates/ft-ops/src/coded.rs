@@ -1,0 +1,272 @@
+//! Products with a weight that is stored as codes: `y = x Wᵀ + b` and `dx = dy W`, as `linear` for dense weights.
+//! W `[O, I]` is decoded while the operands of a product are packed, panel by panel; for a few tokens row by row,
+//! in the first-level cache. Forward and backward see the same decoded values. Decoding into f32 is exact (one
+//! rounding of scale times code); a weight of a bf16 model is rounded to the nearest bf16 once more.
+
+use super::cpu::decode::{round_bf16, round_table};
+use super::cpu::product::{Matrix, Operand, Start, product};
+use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten};
+use super::linear::read_bias;
+use super::update::with_slices;
+use candle_core::Tensor;
+use ft_base::Result;
+
+mod placed;
+pub use placed::{Placed, Scales, TILE, work_bytes};
+
+pub(crate) use super::cpu::decode::Isa;
+pub use super::cpu::decode::NF4_TABLE;
+
+/// The nearest integer, ties to even, of `|x| < 2^22`. (`round_ties_even` is a call where SSE4.1 cannot be taken for
+/// granted, and keeps loops from being vectorized.)
+pub fn nearest(x: f32) -> f32 {
+    const SHIFT: f32 = 12_582_912.0;
+    (x + SHIFT) - SHIFT
+}
+
+/// Codes of a weight `[O, I]`, borrowed. Element e of a row counts from its first column.
+#[derive(Debug, Clone, Copy)]
+pub struct View<'a> {
+    /// O
+    pub rows: usize,
+    /// I
+    pub columns: usize,
+    pub codes: Codes<'a>,
+    /// Decoded values are rounded to bf16.
+    pub bf16: bool,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub enum Codes<'a> {
+    /// value = code · scale, code a signed byte. Rows of `codes` are `stride` bytes apart; `group` columns share a
+    /// scale; `scales` is `[O, ceil(I / group)]`.
+    Int8 {
+        codes: &'a [u8],
+        stride: usize,
+        group: usize,
+        scales: &'a [f32],
+    },
+    /// value = minimum + code · scale, two codes in a byte, the first in the upper half. `scales` is
+    /// `[O, ceil(I / group)]`: a bf16 scale in the lower half of a word, a bf16 minimum in the upper.
+    Int4 {
+        codes: &'a [u8],
+        stride: usize,
+        group: usize,
+        scales: &'a [u32],
+    },
+    /// value = table[code] · absmax, two codes in a byte, the first in the upper half; blocks of 64 elements of the
+    /// flattened weight share an absmax.
+    Nf4 { codes: &'a [u8], absmax: Absmax<'a> },
+}
+
+/// The largest magnitude of each NF4 block.
+#[derive(Debug, Clone, Copy)]
+pub enum Absmax<'a> {
+    Plain(&'a [f32]),
+    /// absmax of block b = table[codes[b]] · scales[b / 256] + offset.
+    Double {
+        codes: &'a [u8],
+        table: &'a [f32; 256],
+        scales: &'a [f32],
+        offset: f32,
+    },
+}
+
+impl Absmax<'_> {
+    /// Of block `block`.
+    #[inline(always)]
+    pub fn get(&self, block: usize) -> f32 {
+        match self {
+            Absmax::Plain(values) => values[block],
+            Absmax::Double {
+                codes,
+                table,
+                scales,
+                offset,
+            } => table[codes[block] as usize] * scales[block / NESTED] + offset,
+        }
+    }
+
+    fn blocks(&self) -> usize {
+        match self {
+            Absmax::Plain(values) => values.len(),
+            Absmax::Double { codes, scales, .. } => codes.len().min(scales.len() * NESTED),
+        }
+    }
+}
+
+/// Elements of an NF4 block.
+pub const BLOCK: usize = 64;
+/// NF4 blocks that share a scale of their absmax codes.
+pub const NESTED: usize = 256;
+
+/// Elements that share one scale, and how they decode.
+pub(crate) enum Run {
+    /// First byte, scale.
+    Int8(usize, f32),
+    /// Index of the first half byte, values of the 16 codes.
+    Nibbles(usize, [f32; 16]),
+}
+
+impl View<'_> {
+    /// Does everything that decoding reads lie inside the slices?
+    pub fn fits(&self) -> bool {
+        let (rows, columns) = (self.rows, self.columns);
+        match self.codes {
+            Codes::Int8 {
+                codes,
+                stride,
+                group,
+                scales,
+            } => {
+                let groups = columns.div_ceil(group.max(1));
+                group > 0 && stride >= columns && codes.len() >= rows * stride && scales.len() >= rows * groups
+            }
+            Codes::Int4 {
+                codes,
+                stride,
+                group,
+                scales,
+            } => {
+                let groups = columns.div_ceil(group.max(1));
+                let inside = stride >= columns.div_ceil(2) && codes.len() >= rows * stride;
+                group > 0 && group % 2 == 0 && inside && scales.len() >= rows * groups
+            }
+            Codes::Nf4 { codes, absmax } => {
+                let n = rows * columns;
+                codes.len() >= n.div_ceil(2) && absmax.blocks() >= n.div_ceil(BLOCK)
+            }
+        }
+    }
+
+    /// Where the run that holds element (`row`, `column`) ends, at most `left` elements on, and how it decodes.
+    #[inline(always)]
+    pub(crate) fn run(&self, row: usize, column: usize, left: usize) -> (usize, Run) {
+        match self.codes {
+            Codes::Int8 {
+                stride, group, scales, ..
+            } => {
+                let scale = scales[row * self.columns.div_ceil(group) + column / group];
+                let n = (group - column % group).min(left);
+                (n, Run::Int8(row * stride + column, scale))
+            }
+            Codes::Int4 {
+                stride, group, scales, ..
+            } => {
+                let word = scales[row * self.columns.div_ceil(group) + column / group];
+                let (scale, minimum) = (f32::from_bits(word << 16), f32::from_bits(word & 0xFFFF_0000));
+                let mut table = [0f32; 16];
+                for (code, value) in table.iter_mut().enumerate() {
+                    // The product of 4 and 8 bits is exact: fused or not, the sum is the same.
+                    *value = code as f32 * scale + minimum;
+                }
+                let n = (group - column % group).min(left);
+                (n, Run::Nibbles(2 * row * stride + column, self.finish(table)))
+            }
+            Codes::Nf4 { absmax, .. } => {
+                let at = row * self.columns + column;
+                let scale = absmax.get(at / BLOCK);
+                let mut table = NF4_TABLE;
+                for value in &mut table {
+                    *value *= scale;
+                }
+                let n = (BLOCK - at % BLOCK).min(left);
+                (n, Run::Nibbles(at, self.finish(table)))
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn finish(&self, mut table: [f32; 16]) -> [f32; 16] {
+        if self.bf16 {
+            round_table(&mut table);
+        }
+        table
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        match self.codes {
+            Codes::Int8 { codes, .. } | Codes::Int4 { codes, .. } | Codes::Nf4 { codes, .. } => codes,
+        }
+    }
+
+    /// Columns `start..start + to.len()` of row `row`. Panics outside the weight.
+    pub fn decode(&self, row: usize, start: usize, to: &mut [f32]) {
+        super::cpu::decode::decode(Isa::current(), self, row, start, to)
+    }
+
+    /// One element, by the definition of the format.
+    pub fn element(&self, row: usize, column: usize) -> f32 {
+        match (self.run(row, column, 1).1, self.bf16) {
+            (Run::Int8(at, scale), bf16) => {
+                let value = self.bytes()[at] as i8 as f32 * scale;
+                if bf16 { round_bf16(value) } else { value }
+            }
+            (Run::Nibbles(at, table), _) => {
+                let byte = self.bytes()[at / 2];
+                table[(if at % 2 == 0 { byte >> 4 } else { byte & 15 }) as usize]
+            }
+        }
+    }
+}
+
+/// `x [N, I]` f32, `w [O, I]`, `bias [O]` f32 or bf16: `x·wᵀ + bias`, `[N, O]` f32.
+/// Fails on shapes that do not fit, on tensors that are not contiguous or not on the CPU.
+pub fn forward(x: &Tensor, w: View<'_>, bias: Option<&Tensor>) -> Result<Tensor> {
+    let (rows, inputs) = (dims2(x, "x of a linear")?.0, w.columns);
+    expect_dims(x, "x of a linear", &[rows, inputs])?;
+    let bias = read_bias(bias, w.rows)?;
+    let mut y = unwritten(rows * w.rows);
+    floats(x, "x of a linear", |x| {
+        let start = bias.as_deref().map_or(Start::Zero, Start::Bias);
+        forward_slices(rows, &mut y, start, x, w);
+        Ok(())
+    })?;
+    tensor(y, (rows, w.rows))
+}
+
+/// `y [N, O] += x·wᵀ`, `x [N, I]`, both f32. `y` must not share storage with `x`.
+pub fn forward_add(y: &Tensor, x: &Tensor, w: View<'_>) -> Result<()> {
+    let rows = dims2(x, "x of a linear")?.0;
+    expect_dims(x, "x of a linear", &[rows, w.columns])?;
+    expect_dims(y, "y of a linear", &[rows, w.rows])?;
+    with_slices(y, x, |y, x| forward_slices(rows, y, Start::C, x, w))
+}
+
+fn forward_slices(rows: usize, y: &mut [f32], start: Start<'_>, x: &[f32], w: View<'_>) {
+    let (n, k) = (w.rows, w.columns);
+    let (a, b) = (
+        Matrix::vectors(Operand::F32(x), k),
+        Matrix::vectors(Operand::Coded(w), k),
+    );
+    product((rows, n, k), y, start, a, b, b.rounding());
+}
+
+/// `dy [N, O]` f32, `w [O, I]`: `dx = dy·w`, `[N, I]` f32.
+pub fn backward_input(dy: &Tensor, w: View<'_>) -> Result<Tensor> {
+    let rows = dims2(dy, "dy of a linear")?.0;
+    expect_dims(dy, "dy of a linear", &[rows, w.rows])?;
+    let mut dx = unwritten(rows * w.columns);
+    floats(dy, "dy of a linear", |dy| {
+        backward_slices(rows, &mut dx, Start::Zero, dy, w);
+        Ok(())
+    })?;
+    tensor(dx, (rows, w.columns))
+}
+
+/// `dx [N, I] += dy·w`; as `backward_input`. `dx` must not share storage with `dy`.
+pub fn backward_input_add(dx: &Tensor, dy: &Tensor, w: View<'_>) -> Result<()> {
+    let rows = dims2(dy, "dy of a linear")?.0;
+    expect_dims(dy, "dy of a linear", &[rows, w.rows])?;
+    expect_dims(dx, "dx of a linear", &[rows, w.columns])?;
+    with_slices(dx, dy, |dx, dy| backward_slices(rows, dx, Start::C, dy, w))
+}
+
+fn backward_slices(rows: usize, dx: &mut [f32], start: Start<'_>, dy: &[f32], w: View<'_>) {
+    let (n, k) = (w.columns, w.rows);
+    let (a, b) = (
+        Matrix::vectors(Operand::F32(dy), k),
+        Matrix::steps(Operand::Coded(w), n),
+    );
+    product((rows, n, k), dx, start, a, b, b.rounding());
+}

@@ -1,0 +1,217 @@
+//! Codes of a weight as tensors, which may lie on a GPU, and the products with them. There W is decoded block by block,
+//! each into the same bounded place, for the product that follows; for a few tokens in registers. The decoded values
+//! have the bits of those of the CPU.
+
+use super::{Absmax, BLOCK, Codes, NESTED, View};
+use crate::cpu::storage::{dims2, expect_dims};
+use candle_core::{DType, Storage, Tensor, WithDType};
+use ft_base::{Error, Result};
+
+/// Most elements of W `[O, I]` that a GPU decodes at a time.
+pub const TILE: usize = 1 << 25;
+
+/// Bytes that the products with a weight `[O, I]` need on a GPU beside operands and results.
+pub fn work_bytes(rows: usize, columns: usize, bf16: bool) -> u64 {
+    let lines = rows.max(columns).max(1);
+    // A line is a row (forward) or a column (backward).
+    let most = (rows * columns).min(TILE.max(lines));
+    most as u64 * if bf16 { 2 } else { 4 }
+}
+
+/// Codes of a weight `[O, I]`, as `View`, in tensors `[..]` of one device.
+#[derive(Debug, Clone)]
+pub struct Placed {
+    /// O
+    pub rows: usize,
+    /// I
+    pub columns: usize,
+    /// u8
+    pub codes: Tensor,
+    pub scales: Scales,
+    /// Decoded values are rounded to bf16.
+    pub bf16: bool,
+}
+
+/// What turns the codes into values, as `Codes` has it.
+#[derive(Debug, Clone)]
+pub enum Scales {
+    /// f32
+    Int8 {
+        stride: usize,
+        group: usize,
+        scales: Tensor,
+    },
+    /// u32
+    Int4 {
+        stride: usize,
+        group: usize,
+        scales: Tensor,
+    },
+    /// f32
+    Nf4 { absmax: Tensor },
+    /// `codes` u8, `scales` f32.
+    Nf4Double {
+        codes: Tensor,
+        table: &'static [f32; 256],
+        scales: Tensor,
+        offset: f32,
+    },
+}
+
+impl Placed {
+    /// Errors: a tensor that is too small or of the wrong type; other rows or groups than kernels can decode.
+    pub fn check(&self) -> Result<()> {
+        let (rows, columns) = (self.rows, self.columns);
+        let blocks = (rows * columns).div_ceil(BLOCK);
+        let (codes, wanted) = match &self.scales {
+            Scales::Int8 { stride, group, scales } | Scales::Int4 { stride, group, scales } => {
+                let int8 = matches!(self.scales, Scales::Int8 { .. });
+                let (width, dtype) = if int8 {
+                    (columns, DType::F32)
+                } else {
+                    (columns.div_ceil(2), DType::U32)
+                };
+                // A kernel decodes up to 32 columns with one scale.
+                let regular = *group >= columns || group.is_power_of_two() && *group >= 32;
+                if *stride < width || *stride % 16 != 0 || !regular {
+                    return Err(Error::new(
+                        "a coded weight has rows or groups that do not fit its shape",
+                    ));
+                }
+                let groups = rows * columns.div_ceil((*group).max(1));
+                (rows * stride, vec![(scales, dtype, groups)])
+            }
+            Scales::Nf4 { absmax } => ((rows * columns).div_ceil(2), vec![(absmax, DType::F32, blocks)]),
+            Scales::Nf4Double { codes, scales, .. } => {
+                let nested = blocks.div_ceil(NESTED);
+                let parts = vec![(codes, DType::U8, blocks), (scales, DType::F32, nested)];
+                ((rows * columns).div_ceil(2), parts)
+            }
+        };
+        for (tensor, dtype, least) in wanted.into_iter().chain([(&self.codes, DType::U8, codes)]) {
+            if tensor.dtype() != dtype || tensor.elem_count() < least || !tensor.is_contiguous() {
+                return Err(Error::new("a part of a coded weight is not what its shape asks for")
+                    .found(format!("{} {:?}", tensor.dtype().as_str(), tensor.dims()))
+                    .expected(format!("{} {least}", dtype.as_str())));
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs `f` on the codes, which lie on the CPU.
+    fn with_view<R>(&self, f: impl FnOnce(View) -> Result<R>) -> Result<R> {
+        let (rows, columns, bf16) = (self.rows, self.columns, self.bf16);
+        self.with_codes(|codes| {
+            f(View {
+                rows,
+                columns,
+                codes,
+                bf16,
+            })
+        })
+    }
+
+    fn with_codes<R>(&self, f: impl FnOnce(Codes) -> Result<R>) -> Result<R> {
+        slice(&self.codes, |codes: &[u8]| match &self.scales {
+            Scales::Int8 { stride, group, scales } => slice(scales, |scales| {
+                let (stride, group) = (*stride, *group);
+                f(Codes::Int8 {
+                    codes,
+                    stride,
+                    group,
+                    scales,
+                })
+            }),
+            Scales::Int4 { stride, group, scales } => slice(scales, |scales| {
+                let (stride, group) = (*stride, *group);
+                f(Codes::Int4 {
+                    codes,
+                    stride,
+                    group,
+                    scales,
+                })
+            }),
+            Scales::Nf4 { absmax } => slice(absmax, |absmax| {
+                let absmax = Absmax::Plain(absmax);
+                f(Codes::Nf4 { codes, absmax })
+            }),
+            Scales::Nf4Double {
+                codes: nested,
+                table,
+                scales,
+                offset,
+            } => slice(nested, |nested| {
+                slice(scales, |scales| {
+                    let absmax = Absmax::Double {
+                        codes: nested,
+                        table,
+                        scales,
+                        offset: *offset,
+                    };
+                    f(Codes::Nf4 { codes, absmax })
+                })
+            }),
+        })
+    }
+
+    /// Rows `first..first + n` in f32, `[n · I]`. From a GPU they are brought here.
+    pub fn rows(&self, first: usize, n: usize) -> Result<Vec<f32>> {
+        if first + n > self.rows {
+            return Err(Error::new("rows outside of a weight were asked for").found(first + n));
+        }
+        on_gpu!(self.codes, crate::cuda::coded::rows(self, first, n));
+        let mut values = vec![0f32; n * self.columns];
+        self.with_view(|view| {
+            let rows = values.chunks_exact_mut(self.columns.max(1)).enumerate();
+            rows.for_each(|(row, to)| view.decode(first + row, 0, to));
+            Ok(())
+        })?;
+        Ok(values)
+    }
+
+    /// `x [N, I]`, `bias [O]`: `x·wᵀ + bias`, `[N, O]`.
+    pub fn forward(&self, x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let (rows, _) = dims2(x, "x of a linear")?;
+        expect_dims(x, "x of a linear", &[rows, self.columns])?;
+        if let Some(bias) = bias {
+            expect_dims(bias, "the bias of a linear", &[self.rows])?;
+        }
+        on_gpu!(x, crate::cuda::coded::forward(x, self, bias));
+        self.with_view(|view| super::forward(x, view, bias))
+    }
+
+    /// `y [N, O] += x·wᵀ`. `y` must not share storage with `x`.
+    pub fn forward_add(&self, y: &Tensor, x: &Tensor) -> Result<()> {
+        let (rows, _) = dims2(x, "x of a linear")?;
+        expect_dims(x, "x of a linear", &[rows, self.columns])?;
+        expect_dims(y, "y of a linear", &[rows, self.rows])?;
+        on_gpu!(x, crate::cuda::coded::forward_add(y, x, self));
+        self.with_view(|view| super::forward_add(y, x, view))
+    }
+
+    /// `dy [N, O]`: `dx = dy·w`, `[N, I]`.
+    pub fn backward_input(&self, dy: &Tensor) -> Result<Tensor> {
+        let (rows, _) = dims2(dy, "dy of a linear")?;
+        expect_dims(dy, "dy of a linear", &[rows, self.rows])?;
+        on_gpu!(dy, crate::cuda::coded::backward_input(dy, self));
+        self.with_view(|view| super::backward_input(dy, view))
+    }
+
+    /// `dx [N, I] += dy·w`. `dx` must not share storage with `dy`.
+    pub fn backward_input_add(&self, dx: &Tensor, dy: &Tensor) -> Result<()> {
+        let (rows, _) = dims2(dy, "dy of a linear")?;
+        expect_dims(dy, "dy of a linear", &[rows, self.rows])?;
+        expect_dims(dx, "dx of a linear", &[rows, self.columns])?;
+        on_gpu!(dy, crate::cuda::coded::backward_input_add(dx, dy, self));
+        self.with_view(|view| super::backward_input_add(dx, dy, view))
+    }
+}
+
+/// Runs `f` on the elements of a contiguous tensor on the CPU.
+fn slice<T: WithDType, R>(t: &Tensor, f: impl FnOnce(&[T]) -> Result<R>) -> Result<R> {
+    let (storage, layout) = t.storage_and_layout();
+    match (&*storage, layout.contiguous_offsets()) {
+        (Storage::Cpu(storage), Some((start, end))) => f(&storage.as_slice::<T>()?[start..end]),
+        _ => Err(Error::new("codes lie on a device for which this is not built")),
+    }
+}

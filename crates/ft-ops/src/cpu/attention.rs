@@ -1,0 +1,268 @@
+//! Attention on slices, forward: one task for a few blocks of queries of a document and the query heads of a key head, so
+//! that keys and values are laid for the products once for all of them.
+
+use super::math::{LANES, exp, fma, sum_lanes, tanh, vectorized};
+use super::product::inside::{Inside, Place, Side, UNIT, friendly};
+use super::product::{Matrix, Path};
+use super::{LINE, Shared, with_scratch};
+use crate::attention::Spec;
+use rayon::prelude::*;
+
+/// Queries of a block.
+pub(crate) const QUERIES: usize = 64;
+/// Blocks of queries that share what was laid of their keys, at most.
+pub(crate) const BLOCKS: usize = 8;
+/// Tasks for a thread at least, where there are so many.
+const TASKS: usize = 4;
+
+/// A block of queries of a document and the keys it can see at all.
+#[derive(Clone, Copy)]
+pub(crate) struct Block {
+    /// First query and number of queries, counted over all documents.
+    pub query: usize,
+    pub queries: usize,
+    /// First key counted over all documents, and number of keys.
+    pub key: usize,
+    pub keys: usize,
+    /// Place of the first query among the keys of the block.
+    pub place: usize,
+}
+
+impl Block {
+    /// Queries `first..first + queries` of the document with queries from `q0` and keys `k0..k0 + keys`; its
+    /// first query stands at `offset` among its keys. The first key is a multiple of `UNIT` from `k0`.
+    pub(crate) fn new(
+        (q0, first, queries): (usize, usize, usize),
+        k0: usize,
+        offset: usize,
+        window: Option<usize>,
+    ) -> Self {
+        let place = offset + first;
+        let low = window.map_or(0, |w| (place + 1).saturating_sub(w)) / UNIT * UNIT;
+        Self {
+            query: q0 + first,
+            queries,
+            key: k0 + low,
+            keys: place + queries - low,
+            place: place - low,
+        }
+    }
+
+    /// The keys that query `i` of the block sees, as a range inside the block.
+    pub(crate) fn visible(&self, i: usize, window: Option<usize>) -> std::ops::Range<usize> {
+        let end = self.place + i + 1;
+        window.map_or(0, |w| end.saturating_sub(w))..end
+    }
+}
+
+/// A document of the batch.
+#[derive(Clone, Copy)]
+pub(crate) struct Document {
+    /// First query and number of queries, counted over all documents; the same of the keys.
+    pub query: usize,
+    pub queries: usize,
+    pub key: usize,
+    pub keys: usize,
+}
+
+impl Document {
+    pub(crate) fn blocks(&self) -> usize {
+        self.queries.div_ceil(QUERIES)
+    }
+
+    /// Blocks `first..first + count`, as many of them as there are.
+    pub(crate) fn run(self, first: usize, count: usize, window: Option<usize>) -> impl Iterator<Item = Block> + Clone {
+        (first..(first + count).min(self.blocks())).map(move |block| {
+            let at = block * QUERIES;
+            let part = (self.query, at, QUERIES.min(self.queries - at));
+            Block::new(part, self.key, self.keys - self.queries, window)
+        })
+    }
+}
+
+/// First key and number of keys that some block of a run sees.
+pub(crate) fn keys_of(run: impl Iterator<Item = Block>) -> (usize, usize) {
+    let (low, high) = run.fold((usize::MAX, 0), |(low, high), b| {
+        (low.min(b.key), high.max(b.key + b.keys))
+    });
+    (low, high.saturating_sub(low))
+}
+
+/// Takes parts of a scratch one after the other, each from a cache line on.
+pub(crate) struct Cutter<'a>(pub &'a mut [f32]);
+
+impl<'a> Cutter<'a> {
+    pub(crate) fn take(&mut self, len: usize) -> &'a mut [f32] {
+        let (part, rest) = std::mem::take(&mut self.0).split_at_mut(len.next_multiple_of(LINE));
+        self.0 = rest;
+        part
+    }
+}
+
+/// Of the query heads of a key head, and of a document's blocks, those of one task.
+struct Task {
+    document: Document,
+    kv_head: usize,
+    heads: std::ops::Range<usize>,
+    first: usize,
+    blocks: usize,
+}
+
+fn tasks(spec: &Spec, q_documents: &[usize], k_documents: &[usize]) -> Vec<Task> {
+    let group = spec.heads / spec.kv_heads;
+    let documents = || {
+        let offsets = q_documents.windows(2).zip(k_documents.windows(2));
+        offsets.map(|(q, k)| Document {
+            query: q[0],
+            queries: q[1] - q[0],
+            key: k[0],
+            keys: k[1] - k[0],
+        })
+    };
+    // The fewer tasks, the less is laid twice. No sum crosses them: they may depend on the number of threads.
+    let count = |blocks: usize, parts: usize| {
+        let runs: usize = documents().map(|d| d.blocks().div_ceil(blocks)).sum();
+        runs * spec.kv_heads * parts
+    };
+    let enough = TASKS * rayon::current_num_threads();
+    let cuts = (0..=BLOCKS.ilog2()).map(|halved| (BLOCKS >> halved, 1));
+    let parts = (2..=group).filter(|p| group.is_multiple_of(*p)).map(|p| (1, p));
+    let (blocks, parts) = cuts
+        .chain(parts)
+        .find(|(blocks, parts)| count(*blocks, *parts) >= enough)
+        .unwrap_or((1, group));
+    let heads = group / parts;
+    let mut tasks = Vec::new();
+    for document in documents() {
+        for first in (0..document.blocks()).step_by(blocks) {
+            tasks.extend((0..spec.kv_heads * parts).map(|part| Task {
+                document,
+                kv_head: part / parts,
+                heads: part * heads..(part + 1) * heads,
+                first,
+                blocks,
+            }));
+        }
+    }
+    tasks
+}
+
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn forward(
+    path: Path,
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    spec: &Spec,
+    q_documents: &[usize],
+    k_documents: &[usize],
+    o: &mut [f32],
+    lse: &mut [f32],
+) {
+    let (o, lse) = (Shared::new(o), Shared::new(lse));
+    let tasks = tasks(spec, q_documents, k_documents);
+    tasks
+        .into_par_iter()
+        .with_max_len(1)
+        .for_each(|task| run(path, q, k, v, spec, &task, o, lse));
+}
+
+#[allow(clippy::too_many_arguments)]
+fn run(path: Path, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: &Task, o: Shared, lse: Shared) {
+    let e = spec.head_dim;
+    let (q_width, k_width) = (spec.heads * e, spec.kv_heads * e);
+    let inside = Inside::of(path, spec.rounding());
+    let blocks = task.document.run(task.first, task.blocks, spec.window);
+    let (low, keys) = keys_of(blocks.clone());
+    let longest = blocks.clone().map(|b| b.keys).max().unwrap_or(0);
+    let rooms = [
+        inside.room(Side::B, keys, e),
+        inside.room(Side::B, e, keys),
+        inside.room(Side::A, QUERIES, e),
+        inside.room(Side::Own, QUERIES, longest),
+        QUERIES * friendly(longest),
+    ];
+    with_scratch(rooms.iter().sum(), |scratch| {
+        let mut scratch = Cutter(scratch);
+        let [laid_k, laid_v, laid_q, laid_p, scores] = rooms.map(|room| scratch.take(room));
+        let at = low * k_width + task.kv_head * e;
+        let k = inside.lay(Side::B, Matrix::vectors(&k[at..], k_width), (keys, e), laid_k);
+        let v = inside.lay(Side::B, Matrix::steps(&v[at..], k_width), (e, keys), laid_v);
+        for b in blocks {
+            let stride = friendly(b.keys);
+            for head in task.heads.clone() {
+                let at = b.query * q_width + head * e;
+                let rows = Matrix::vectors(&q[at..], q_width);
+                let q = inside.lay(Side::A, rows, (b.queries, e), laid_q);
+                let to = Place {
+                    c: Shared::new(scores),
+                    at: 0,
+                    stride,
+                    add: false,
+                };
+                // SAFETY: the scores are this task's own.
+                unsafe { inside.multiply((b.queries, b.keys, e), to, &q, &k.part(b.key - low, 0)) };
+                let mut inverse = [0f32; QUERIES];
+                for (i, row) in scores.chunks_exact_mut(stride).enumerate().take(b.queries) {
+                    let seen = b.visible(i, spec.window);
+                    row[..seen.start].fill(0.0);
+                    row[seen.end..b.keys].fill(0.0);
+                    let (max, sum) = softmax(&mut row[seen], spec.scale, spec.softcap.unwrap_or(0.0));
+                    inverse[i] = 1.0 / sum;
+                    // SAFETY: this task's own element.
+                    unsafe { *lse.at((b.query + i) * spec.heads + head) = max + sum.ln() };
+                }
+                let own = Matrix::vectors(&*scores, stride);
+                let p = inside.lay(Side::Own, own, (b.queries, b.keys), laid_p);
+                let to = Place {
+                    c: o,
+                    at,
+                    stride: q_width,
+                    add: false,
+                };
+                // SAFETY: these rows of this head are this task's own.
+                unsafe { inside.multiply((b.queries, e, b.keys), to, &p, &v.part(0, b.key - low)) };
+                for (i, inverse) in inverse[..b.queries].iter().enumerate() {
+                    // SAFETY: as above.
+                    let row = unsafe { o.part(at + i * q_width, e) };
+                    row.iter_mut().for_each(|o| *o *= inverse);
+                }
+            }
+        }
+    });
+}
+
+/// Scales scores (and caps them if `cap` is not 0), replaces them by `e^(score - max)`; gives max and the sum.
+#[inline(always)]
+pub(super) fn softmax_body<const FMA: bool>(row: &mut [f32], scale: f32, cap: f32) -> (f32, f32) {
+    if cap != 0.0 {
+        for x in row.iter_mut() {
+            *x = cap * tanh::<FMA>(*x * scale / cap);
+        }
+    }
+    let scale = if cap != 0.0 { 1.0 } else { scale };
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let (blocks, rest) = row.as_chunks::<LANES>();
+    for block in blocks {
+        for i in 0..LANES {
+            let x = block[i] * scale;
+            lanes[i] = if x > lanes[i] { x } else { lanes[i] };
+        }
+    }
+    let rest = rest.iter().map(|x| x * scale);
+    let max = lanes.into_iter().chain(rest).fold(f32::NEG_INFINITY, f32::max);
+    let mut lanes = [0f32; LANES];
+    let (blocks, rest) = row.as_chunks_mut::<LANES>();
+    for block in blocks {
+        for i in 0..LANES {
+            block[i] = exp::<FMA>(fma::<FMA>(block[i], scale, -max));
+            lanes[i] += block[i];
+        }
+    }
+    for (i, x) in rest.iter_mut().enumerate() {
+        *x = exp::<FMA>(fma::<FMA>(*x, scale, -max));
+        lanes[i] += *x;
+    }
+    (max, sum_lanes(lanes))
+}
+vectorized!(fn softmax(row: &mut [f32], scale: f32, cap: f32) -> (f32, f32) = softmax_body);

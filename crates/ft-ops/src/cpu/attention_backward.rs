@@ -1,0 +1,276 @@
+//! Attention on slices, backward: one task for a document and a key head, or a part of its query heads.
+
+use super::attention::{BLOCKS, Block, Cutter, Document, QUERIES, keys_of};
+use super::math::{add_slice, dot, exp, fma, tanh, vectorized};
+use super::product::inside::{Inside, Laid, Place, Side, friendly};
+use super::product::{Matrix, Path};
+use super::{Shared, with_scratch};
+use crate::attention::Spec;
+use rayon::prelude::*;
+
+/// With fewer tasks than this the query heads of a key head are shared out, each part with its own dk and dv.
+const ENOUGH_TASKS: usize = 8;
+
+/// What the backward pass reads.
+pub(crate) struct Saved<'a> {
+    pub q: &'a [f32],
+    pub k: &'a [f32],
+    pub v: &'a [f32],
+    pub o: &'a [f32],
+    pub lse: &'a [f32],
+    pub dout: &'a [f32],
+}
+
+/// dq, dk, dv.
+pub(crate) fn backward(
+    path: Path,
+    saved: &Saved<'_>,
+    spec: &Spec,
+    documents: &[usize],
+) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
+    let group = spec.heads / spec.kv_heads;
+    let filled = documents.windows(2).filter(|d| d[1] > d[0]).count();
+    // Depends on shapes alone: sums keep their order on any number of threads.
+    let parts = (1..=group)
+        .find(|p| group.is_multiple_of(*p) && filled * spec.kv_heads * p >= ENOUGH_TASKS)
+        .unwrap_or(group);
+    let mut dq = vec![0f32; saved.q.len()];
+    let mut dk = vec![0f32; saved.k.len() * parts];
+    let mut dv = vec![0f32; saved.k.len() * parts];
+    let mut tasks = Vec::new();
+    for d in documents.windows(2).filter(|d| d[1] > d[0]) {
+        let document = Document {
+            query: d[0],
+            queries: d[1] - d[0],
+            key: d[0],
+            keys: d[1] - d[0],
+        };
+        tasks.extend((0..spec.kv_heads * parts).map(|part| (document, part)));
+    }
+    let out = Out {
+        dq: Shared::new(&mut dq),
+        dk: Shared::new(&mut dk),
+        dv: Shared::new(&mut dv),
+        parts,
+    };
+    tasks.into_par_iter().with_max_len(1).for_each(|(document, part)| {
+        let inside = Inside::of(path, spec.rounding());
+        for first in (0..document.blocks()).step_by(BLOCKS) {
+            let blocks = document.run(first, BLOCKS, spec.window);
+            run(inside, saved, spec, blocks, part, &out);
+        }
+    });
+    if parts > 1 {
+        dk = join(&dk, parts, spec.head_dim);
+        dv = join(&dv, parts, spec.head_dim);
+    }
+    (dq, dk, dv)
+}
+
+#[derive(Clone, Copy)]
+struct Out {
+    dq: Shared,
+    /// `[N, K·parts·E]`
+    dk: Shared,
+    dv: Shared,
+    parts: usize,
+}
+
+/// What is laid of the keys that a run of blocks sees.
+struct Keys<'a> {
+    /// First key, counted over all documents.
+    low: usize,
+    /// K for scores, K for dq, V for the gradients of the probabilities.
+    scores: Laid<'a>,
+    dq: Laid<'a>,
+    values: Laid<'a>,
+}
+
+/// A few blocks, and the query heads of a part of a key head.
+fn run(
+    inside: Inside,
+    saved: &Saved<'_>,
+    spec: &Spec,
+    blocks: impl Iterator<Item = Block> + Clone,
+    part: usize,
+    out: &Out,
+) {
+    let e = spec.head_dim;
+    let k_width = spec.kv_heads * e;
+    let (low, keys) = keys_of(blocks.clone());
+    let longest = blocks.clone().map(|b| b.keys).max().unwrap_or(0);
+    let rooms = run_rooms(inside, e, keys);
+    with_scratch(scratch(inside, e, keys, longest), |scratch| {
+        let mut scratch = Cutter(scratch);
+        let at = low * k_width + part / out.parts * e;
+        let [scores, dq, values] = rooms.map(|room| scratch.take(room));
+        let across = |values| Matrix::vectors(values, k_width);
+        let keys = Keys {
+            low,
+            scores: inside.lay(Side::B, across(&saved.k[at..]), (keys, e), scores),
+            dq: inside.lay(Side::B, Matrix::steps(&saved.k[at..], k_width), (e, keys), dq),
+            values: inside.lay(Side::B, across(&saved.v[at..]), (keys, e), values),
+        };
+        let heads = spec.heads / spec.kv_heads / out.parts;
+        for head in part * heads..(part + 1) * heads {
+            for b in blocks.clone() {
+                block_backward(inside, saved, spec, b, head, part, &keys, out, &mut *scratch.0);
+            }
+        }
+    });
+}
+
+/// Elements of memory of a task: its run of blocks sees `keys` keys, none of the blocks more than `longest`.
+pub(crate) fn scratch(inside: Inside, e: usize, keys: usize, longest: usize) -> usize {
+    run_rooms(inside, e, keys).iter().sum::<usize>() + block_rooms(inside, e, longest).iter().sum::<usize>()
+}
+
+/// Elements of memory of what is laid of the keys, in the order of `Keys`.
+fn run_rooms(inside: Inside, e: usize, keys: usize) -> [usize; 3] {
+    [(keys, e), (e, keys), (keys, e)].map(|(vectors, k)| inside.room(Side::B, vectors, k))
+}
+
+/// Elements of memory of a block with up to `keys` keys: the rows of q and dout as A and as B, those of p and ds, and these laid.
+fn block_rooms(inside: Inside, e: usize, keys: usize) -> [usize; 5] {
+    [
+        inside.room(Side::A, QUERIES, e),
+        inside.room(Side::B, e, QUERIES),
+        QUERIES * friendly(keys),
+        QUERIES * friendly(keys),
+        inside
+            .room(Side::Own, QUERIES, keys)
+            .max(inside.room(Side::Own, keys, QUERIES)),
+    ]
+}
+
+#[allow(clippy::too_many_arguments)]
+fn block_backward(
+    inside: Inside,
+    saved: &Saved<'_>,
+    spec: &Spec,
+    b: Block,
+    head: usize,
+    part: usize,
+    keys: &Keys<'_>,
+    out: &Out,
+    scratch: &mut [f32],
+) {
+    let (heads, e) = (spec.heads, spec.head_dim);
+    let q_width = heads * e;
+    let part_width = spec.kv_heads * e * out.parts;
+    let at_q = b.query * q_width + head * e;
+    let at_part = b.key * part_width + part * e;
+    let (first, stride) = (b.key - keys.low, friendly(b.keys));
+    let mut scratch = Cutter(scratch);
+    let [rows, columns, p, ds, laid] = block_rooms(inside, e, b.keys).map(|room| scratch.take(room));
+    // `scores [queries, keys]` = rows of a head · what is laid of the keys.
+    let mut score = |scores: &mut [f32], from: &[f32], keys: Laid| {
+        let from = Matrix::vectors(&from[at_q..], q_width);
+        let a = inside.lay(Side::A, from, (b.queries, e), rows);
+        let to = Place {
+            c: Shared::new(scores),
+            at: 0,
+            stride,
+            add: false,
+        };
+        // SAFETY: the scores are this task's own.
+        unsafe { inside.multiply((b.queries, b.keys, e), to, &a, &keys) }
+    };
+    score(p, saved.q, keys.scores.part(first, 0));
+    score(ds, saved.dout, keys.values.part(first, 0));
+    let pairs = p.chunks_exact_mut(stride).zip(ds.chunks_exact_mut(stride));
+    for (i, (p, ds)) in pairs.enumerate().take(b.queries) {
+        let seen = b.visible(i, spec.window);
+        for row in [&mut *p, &mut *ds] {
+            row[..seen.start].fill(0.0);
+            row[seen.end..b.keys].fill(0.0);
+        }
+        let at = at_q + i * q_width;
+        let delta = dot_rows(&saved.dout[at..][..e], &saved.o[at..][..e]);
+        let lse = saved.lse[(b.query + i) * heads + head];
+        let cap = spec.softcap.unwrap_or(0.0);
+        softmax_backward(&mut p[seen.clone()], &mut ds[seen], lse, delta, spec.scale, cap);
+    }
+    let a = inside.lay(
+        Side::Own,
+        Matrix::vectors(&*ds, stride),
+        (b.queries, b.keys),
+        &mut *laid,
+    );
+    let to = Place {
+        c: out.dq,
+        at: at_q,
+        stride: q_width,
+        add: false,
+    };
+    // SAFETY: these rows of this head are this task's own.
+    unsafe { inside.multiply((b.queries, e, b.keys), to, &a, &keys.dq.part(0, first)) };
+    // `dst [keys, E] += scores [queries, keys]ᵀ · rows of a head`.
+    let mut add = |dst: Shared, scores: &[f32], from: &[f32]| {
+        let from = Matrix::steps(&from[at_q..], q_width);
+        let rows = inside.lay(Side::B, from, (e, b.queries), columns);
+        let turned = Matrix::steps(scores, stride);
+        let a = inside.lay(Side::Own, turned, (b.keys, b.queries), &mut *laid);
+        let to = Place {
+            c: dst,
+            at: at_part,
+            stride: part_width,
+            add: true,
+        };
+        // SAFETY: the columns of this part are this task's own.
+        unsafe { inside.multiply((b.keys, e, b.queries), to, &a, &rows) };
+    };
+    add(out.dk, ds, saved.q);
+    add(out.dv, p, saved.dout);
+}
+
+/// Sums the parts of each key head, in order: `[N, K, parts, E]` to `[N, K, E]`.
+fn join(partial: &[f32], parts: usize, e: usize) -> Vec<f32> {
+    const HEADS: usize = 64;
+    let mut sum = vec![0f32; partial.len() / parts];
+    sum.par_chunks_mut(HEADS * e)
+        .zip(partial.par_chunks(HEADS * parts * e))
+        .for_each(|(sum, partial)| {
+            let heads = sum.chunks_exact_mut(e).zip(partial.chunks_exact(parts * e));
+            for (sum, partial) in heads {
+                for part in partial.chunks_exact(e) {
+                    add_slice(sum, part);
+                }
+            }
+        });
+    sum
+}
+
+#[inline(always)]
+fn dot_body<const FMA: bool>(a: &[f32], b: &[f32]) -> f32 {
+    dot::<FMA>(a, b)
+}
+vectorized!(fn dot_rows(a: &[f32], b: &[f32]) -> f32 = dot_body);
+
+/// p: scores (neither scaled nor capped) become probabilities. ds: gradients of the probabilities become gradients of
+/// `q·k`. `delta` is the sum of probability times gradient over the row.
+#[inline(always)]
+fn softmax_backward_body<const FMA: bool>(p: &mut [f32], ds: &mut [f32], lse: f32, delta: f32, scale: f32, cap: f32) {
+    if cap == 0.0 {
+        for (p, ds) in p.iter_mut().zip(ds) {
+            *p = exp::<FMA>(fma::<FMA>(*p, scale, -lse));
+            *ds = *p * (*ds - delta) * scale;
+        }
+    } else {
+        for (p, ds) in p.iter_mut().zip(ds) {
+            let t = tanh::<FMA>(*p * scale / cap);
+            *p = exp::<FMA>(cap * t - lse);
+            *ds = *p * (*ds - delta) * scale * (1.0 - t * t);
+        }
+    }
+}
+vectorized!(
+    fn softmax_backward(
+        p: &mut [f32],
+        ds: &mut [f32],
+        lse: f32,
+        delta: f32,
+        scale: f32,
+        cap: f32,
+    ) = softmax_backward_body
+);

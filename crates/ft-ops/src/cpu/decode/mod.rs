@@ -1,0 +1,144 @@
+//! Decoding a part of a row of codes to f32. Every instruction set gives the same bits: an int8 value is one
+//! product, a 4-bit value comes from a table of 16 that is made once for the elements that share a scale.
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod dots;
+#[cfg(test)]
+pub(crate) mod tests;
+#[cfg(target_arch = "x86_64")]
+mod vectors;
+
+use super::product::Path;
+use crate::coded::{Run, View};
+
+/// The 16 levels of NF4 (Dettmers et al. 2023, arXiv 2305.14314, appendix E).
+pub const NF4_TABLE: [f32; 16] = [
+    -1.0,
+    -0.696_192_8,
+    -0.525_073_05,
+    -0.394_917_5,
+    -0.284_441_38,
+    -0.184_773_43,
+    -0.091_050_036,
+    0.0,
+    0.079_580_3,
+    0.160_930_2,
+    0.246_112_3,
+    0.337_915_24,
+    0.440_709_83,
+    0.562_617,
+    0.722_956_84,
+    1.0,
+];
+
+/// Instructions that decode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Isa {
+    Avx512,
+    Avx2,
+    Portable,
+}
+
+impl Isa {
+    pub(crate) fn current() -> Isa {
+        Isa::of(Path::current())
+    }
+
+    pub(crate) fn of(path: Path) -> Isa {
+        match path {
+            Path::Amx | Path::Dots | Path::Avx512 => Isa::Avx512,
+            Path::Avx2 => Isa::Avx2,
+            Path::Portable => Isa::Portable,
+        }
+    }
+}
+
+/// Columns `start..start + to.len()` of row `row`. The instructions of `isa` must be there. Panics outside the weight.
+pub(crate) fn decode(isa: Isa, view: &View<'_>, row: usize, start: usize, to: &mut [f32]) {
+    assert!(row < view.rows && start <= view.columns && to.len() <= view.columns - start);
+    debug_assert!(view.fits());
+    match isa {
+        // SAFETY: the caller found these instructions.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => unsafe { vectors::wide(view, row, start, to) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => unsafe { vectors::narrow(view, row, start, to) },
+        _ => runs::<Plain>(view, row, start, to),
+    }
+}
+
+/// How elements with one scale decode.
+trait Kernel {
+    /// # Safety
+    /// The instructions of the kernel must be there.
+    unsafe fn int8(codes: &[u8], scale: f32, bf16: bool, to: &mut [f32]);
+    /// Two elements a byte, the first in the upper half; `to` has twice as many elements as `codes` bytes.
+    /// # Safety
+    /// As above.
+    unsafe fn nibbles(codes: &[u8], table: &[f32; 16], to: &mut [f32]);
+}
+
+/// Goes over the runs of a part of a row.
+#[inline(always)]
+fn runs<K: Kernel>(view: &View<'_>, row: usize, start: usize, to: &mut [f32]) {
+    let bytes = view.bytes();
+    let mut done = 0;
+    while done < to.len() {
+        let (n, run) = view.run(row, start + done, to.len() - done);
+        let mut to = &mut to[done..done + n];
+        done += n;
+        match run {
+            // SAFETY: promised by the caller of `decode`.
+            Run::Int8(at, scale) => unsafe { K::int8(&bytes[at..at + n], scale, view.bf16, to) },
+            Run::Nibbles(mut at, table) => {
+                if at % 2 == 1 {
+                    to[0] = table[(bytes[at / 2] & 15) as usize];
+                    to = &mut to[1..];
+                    at += 1;
+                }
+                let pairs = to.len() / 2;
+                // SAFETY: as above.
+                unsafe { K::nibbles(&bytes[at / 2..][..pairs], &table, &mut to[..2 * pairs]) };
+                if to.len() % 2 == 1 {
+                    to[2 * pairs] = table[(bytes[at / 2 + pairs] >> 4) as usize];
+                }
+            }
+        }
+    }
+}
+
+/// The nearest bf16, ties to even, as f32. Finite numbers only.
+#[inline(always)]
+pub(crate) fn round_bf16(x: f32) -> f32 {
+    let bits = x.to_bits();
+    f32::from_bits((bits + (0x7FFF + (bits >> 16 & 1))) & 0xFFFF_0000)
+}
+
+#[inline(always)]
+pub(crate) fn round_table(table: &mut [f32; 16]) {
+    for value in table {
+        *value = round_bf16(*value);
+    }
+}
+
+struct Plain;
+
+impl Kernel for Plain {
+    #[inline(always)]
+    unsafe fn int8(codes: &[u8], scale: f32, bf16: bool, to: &mut [f32]) {
+        for (to, code) in to.iter_mut().zip(codes) {
+            *to = *code as i8 as f32 * scale;
+        }
+        if bf16 {
+            to.iter_mut().for_each(|x| *x = round_bf16(*x));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn nibbles(codes: &[u8], table: &[f32; 16], to: &mut [f32]) {
+        for (to, byte) in to.as_chunks_mut::<2>().0.iter_mut().zip(codes) {
+            *to = [table[(byte >> 4) as usize], table[(byte & 15) as usize]];
+        }
+    }
+}

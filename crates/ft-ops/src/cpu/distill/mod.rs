@@ -1,0 +1,331 @@
+//! Divergences between the next-token distributions of two models, on slices. As in `cross_entropy` the vocabulary is
+//! cut into pieces, whether a head is here whole or comes piece by piece: the same products, the same sums, the same
+//! bits.
+//!
+//! Letters: D, V hidden size and vocabulary of the student, C the ids that both models know (C <= V), T temperature;
+//! q the student's probabilities and p the teacher's, both over C at T; m = (1 - beta) q + beta p.
+
+mod rows;
+mod stored;
+mod terms;
+mod top;
+
+use super::cross_entropy::{PIECE, back, multiply, pieces};
+use super::product::{Matrix, Start, WeightRows, product};
+use super::storage::{Values, unwritten, values};
+use candle_core::Tensor;
+use ft_base::Result;
+use rows::{Live, Student, cap_rows};
+
+pub(crate) use stored::TopK;
+pub(crate) use top::{Chosen, Selection};
+
+/// Gives the rows of a head from the row `first` on, so many.
+pub(crate) type Piece<'a> = dyn Fn(usize, usize) -> Result<Tensor> + 'a;
+
+/// One model's part: hidden states `[N, D]` and a head `[rows, D]`. `cap` 0 means none.
+pub(crate) struct Side<'a> {
+    pub h: &'a [f32],
+    pub width: usize,
+    pub rows: usize,
+    pub piece: &'a Piece<'a>,
+    pub cap: f32,
+}
+
+/// What the student is compared with.
+pub(crate) enum Teacher<'a> {
+    Live(Side<'a>),
+    /// One row a trained token.
+    Stored(TopK<'a>),
+}
+
+/// How they are compared.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Terms {
+    /// 0: KL(p|q), 1: KL(q|p), between: beta KL(p|m) + (1 - beta) KL(q|m).
+    pub beta: f32,
+    pub temperature: f32,
+    /// Part of the cross-entropy in the loss; the rest is the divergence's.
+    pub alpha: f32,
+    /// C
+    pub common: usize,
+}
+
+/// Where gradients go; zero at first.
+pub(crate) struct Gradients {
+    pub scale: f32,
+    pub dh: Option<Vec<f32>>,
+    pub dw: Option<Vec<f32>>,
+}
+
+/// The result of one token.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Row {
+    pub divergence: f64,
+    pub cross_entropy: f64,
+    pub correct: bool,
+}
+
+/// Logits of a group of tokens: kept for all pieces, or made again for each.
+struct Logits {
+    data: Vec<f32>,
+    kept: bool,
+}
+
+impl Logits {
+    /// Room for `count` tokens and `rows` ids, or for `chunk` tokens and one piece.
+    fn new(kept: bool, count: usize, chunk: usize, rows: usize) -> Self {
+        let len = if kept { count * rows } else { chunk * PIECE.min(rows) };
+        Self {
+            data: unwritten(len),
+            kept,
+        }
+    }
+
+    fn part(&mut self, tokens: usize, first: usize, width: usize) -> &mut [f32] {
+        let start = if self.kept { tokens * first } else { 0 };
+        &mut self.data[start..start + tokens * width]
+    }
+}
+
+/// A side with the hidden states of a group of tokens.
+struct Group<'a> {
+    side: &'a Side<'a>,
+    /// `[count, D]`
+    h: Vec<f32>,
+    logits: Logits,
+}
+
+impl<'a> Group<'a> {
+    fn new(side: &'a Side<'a>, tokens: &[usize], rows: usize, kept: bool, chunk: usize) -> Self {
+        let d = side.width;
+        let mut h = unwritten(tokens.len() * d);
+        for (row, n) in h.chunks_exact_mut(d.max(1)).zip(tokens) {
+            row.copy_from_slice(&side.h[n * d..][..d]);
+        }
+        Self {
+            side,
+            h,
+            logits: Logits::new(kept, tokens.len(), chunk, rows),
+        }
+    }
+
+    /// Makes the logits `[count, width]` of the tokens from `start` on; not yet capped.
+    fn multiply(&mut self, head: Values<'_>, (start, count): (usize, usize), first: usize) -> &mut [f32] {
+        let d = self.side.width;
+        let width = head.len() / d.max(1);
+        let logits = self.logits.part(count, first, width);
+        let head = WeightRows::new(head, d);
+        multiply(&self.h[start * d..][..count * d], head, (count, width, d), logits);
+        logits
+    }
+
+    /// The logits as `survey` left them: kept, or made and capped again.
+    fn again(&mut self, head: Values<'_>, tokens: (usize, usize), first: usize) -> &mut [f32] {
+        let (d, cap) = (self.side.width, self.side.cap);
+        let width = head.len() / d.max(1);
+        match self.logits.kept {
+            true => self.logits.part(tokens.1, first, width),
+            false => {
+                let logits = self.multiply(head, tokens, first);
+                cap_rows(logits, width, cap);
+                logits
+            }
+        }
+    }
+}
+
+/// Loss and gradients of the tokens `trained`; `each` gets their results in order. `kept`: logits of a chunk of tokens
+/// exist for the whole vocabulary, and heads are read for every chunk. Else logits exist for a piece only, and every
+/// head is read three times in all.
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn run(
+    student: &Side<'_>,
+    teacher: &Teacher<'_>,
+    targets: &[u32],
+    trained: &[usize],
+    terms: Terms,
+    (chunk, kept): (usize, bool),
+    mut gradients: Option<&mut Gradients>,
+    each: &mut impl FnMut(&Row),
+) -> Result<()> {
+    let chunk = chunk.clamp(1, trained.len().max(1));
+    let size = if kept { chunk } else { trained.len().max(1) };
+    for (index, tokens) in trained.chunks(size).enumerate() {
+        let targets: Vec<u32> = tokens.iter().map(|n| targets[*n]).collect();
+        let first = index * size;
+        let rows = group(
+            student,
+            teacher,
+            (tokens, first),
+            targets,
+            terms,
+            (chunk, kept),
+            gradients.as_deref_mut(),
+        )?;
+        rows.iter().for_each(&mut *each);
+    }
+    Ok(())
+}
+
+/// The tokens of one group; `first` is the place of the first among all trained tokens.
+fn group(
+    student: &Side<'_>,
+    teacher: &Teacher<'_>,
+    (tokens, first_token): (&[usize], usize),
+    targets: Vec<u32>,
+    terms: Terms,
+    (chunk, kept): (usize, bool),
+    gradients: Option<&mut Gradients>,
+) -> Result<Vec<Row>> {
+    let (all, d, v) = (tokens.len(), student.width, student.rows);
+    let parts = || (0..all).step_by(chunk).map(|start| (start, chunk.min(all - start)));
+    let mut own = Group::new(student, tokens, v, kept, chunk);
+    let stored = match teacher {
+        Teacher::Live(_) => None,
+        Teacher::Stored(top) => Some(top.of(first_token, all)),
+    };
+    let mut state = Student::new(targets, v, student.cap, terms, stored);
+    for (first, width) in pieces(v) {
+        let head = (student.piece)(first, width)?;
+        values(&head, "the head", |head| {
+            for part in parts() {
+                let logits = own.multiply(head, part, first);
+                state.survey(part.0, logits, first, width);
+            }
+            Ok(())
+        })?;
+    }
+    state.finish();
+    let mut live = match teacher {
+        Teacher::Stored(_) => None,
+        Teacher::Live(side) => {
+            let mut group = Group::new(side, tokens, terms.common, kept, chunk);
+            let mut live = Live::new(all, terms, side.cap);
+            for (first, width) in pieces(terms.common) {
+                let head = (side.piece)(first, width)?;
+                values(&head, "the teacher's head", |head| {
+                    for part in parts() {
+                        let logits = group.multiply(head, part, first);
+                        live.survey(part.0, logits, first, width);
+                    }
+                    Ok(())
+                })?;
+            }
+            live.finish();
+            for (first, width) in pieces(terms.common) {
+                // A piece of the student may reach beyond the common ids.
+                let wide = PIECE.min(v - first);
+                let head = (student.piece)(first, wide)?;
+                let other = (side.piece)(first, width)?;
+                values(&head, "the head", |head| {
+                    values(&other, "the teacher's head", |other| {
+                        for part in parts() {
+                            let theirs = group.again(other, part, first);
+                            let ours = own.again(head, part, first);
+                            live.measure(&state, part, (ours, wide), (theirs, width), first);
+                        }
+                        Ok(())
+                    })
+                })?;
+            }
+            Some((live, group))
+        }
+    };
+    let rows = match &mut live {
+        Some((live, _)) => live.rows(&state),
+        None => state.stored_rows(),
+    };
+    let Some(gradients) = gradients else { return Ok(rows) };
+    let scale = gradients.scale;
+    let mut dh = gradients.dh.is_some().then(|| unwritten(all * d));
+    for (first, wide) in pieces(v) {
+        let head = (student.piece)(first, wide)?;
+        let width = terms.common.saturating_sub(first).min(wide);
+        let other = match teacher {
+            Teacher::Live(side) if width > 0 => Some((side.piece)(first, width)?),
+            _ => None,
+        };
+        values(&head, "the head", |head| {
+            for part in parts() {
+                let (start, count) = part;
+                match (&mut live, &other) {
+                    (Some((live, group)), Some(other)) => {
+                        values(other, "the teacher's head", |other| {
+                            let theirs = group.again(other, part, first);
+                            let ours = own.again(head, part, first);
+                            live.turn(&state, part, (ours, wide), (theirs, width), first, scale);
+                            Ok(())
+                        })?;
+                    }
+                    (Some((live, _)), None) => {
+                        let ours = own.again(head, part, first);
+                        live.turn(&state, part, (ours, wide), (&mut [], 0), first, scale);
+                    }
+                    (None, _) => {
+                        let ours = own.again(head, part, first);
+                        state.turn_stored(part.0, ours, first, wide, scale);
+                    }
+                }
+                let Group { h, logits, .. } = &mut own;
+                let dlogits = &*logits.part(count, first, wide);
+                let h = &h[start * d..][..count * d];
+                if let Some(dw) = &mut gradients.dw {
+                    product(
+                        (wide, d, count),
+                        &mut dw[first * d..][..wide * d],
+                        Start::C,
+                        Matrix::steps(Values::F32(dlogits), wide),
+                        Matrix::steps(Values::F32(h), d),
+                        head.rounding(),
+                    );
+                }
+                if let Some(dh) = &mut dh {
+                    back(
+                        dlogits,
+                        WeightRows::new(head, d),
+                        (count, wide, d),
+                        first,
+                        &mut dh[start * d..][..count * d],
+                    );
+                }
+            }
+            Ok(())
+        })?;
+    }
+    if let (Some(to), Some(from)) = (&mut gradients.dh, &dh) {
+        for (row, n) in from.chunks_exact(d.max(1)).zip(tokens) {
+            to[n * d..][..d].copy_from_slice(row);
+        }
+    }
+    Ok(rows)
+}
+
+/// Log-probabilities at `temperature` of the `k` likeliest of the first `common` ids, for the tokens `chosen`, and
+/// what the others share. The head is read once.
+pub(crate) fn likeliest(
+    side: &Side<'_>,
+    chosen: &[usize],
+    (common, k): (usize, usize),
+    temperature: f32,
+    chunk: usize,
+) -> Result<Chosen> {
+    let mut out = Chosen::default();
+    let all = chosen.len();
+    let chunk = chunk.clamp(1, all.max(1));
+    // Logits are looked at once: none are kept.
+    let mut group = Group::new(side, chosen, common, false, chunk);
+    let mut selection = Selection::new(all, common, k, temperature, side.cap);
+    for (first, width) in pieces(common) {
+        let head = (side.piece)(first, width)?;
+        values(&head, "the head", |head| {
+            for start in (0..all).step_by(chunk) {
+                let logits = group.multiply(head, (start, chunk.min(all - start)), first);
+                selection.survey(start, logits, first, width);
+            }
+            Ok(())
+        })?;
+    }
+    selection.finish(&mut out);
+    Ok(out)
+}

@@ -1,0 +1,156 @@
+//! The likeliest ids of each token, found piece by piece, and the logarithm of what all others share.
+
+use super::rows::{Block, cap_rows, scale};
+use super::terms;
+use crate::cpu::cross_entropy::{BLOCK, largest};
+use rayon::prelude::*;
+
+/// Rows of k ids (rising), their log-probabilities, and the logarithm of the rest (-infinity where there is none).
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct Chosen {
+    pub ids: Vec<u32>,
+    pub log_probs: Vec<f32>,
+    pub rest: Vec<f32>,
+}
+
+/// The best so far of one token.
+#[derive(Clone)]
+struct Best {
+    /// Logit and id; at most k.
+    kept: Vec<(f32, u32)>,
+    /// Logits that were kept once and are not any more.
+    lost: Block,
+    odd: bool,
+}
+
+pub(crate) struct Selection {
+    k: usize,
+    cap: f32,
+    inverse: f32,
+    per: usize,
+    rows: Vec<Best>,
+    /// `[tokens, blocks]`: of what was not kept when the block was seen.
+    blocks: Vec<Block>,
+}
+
+/// Larger logits first; of equals the smaller id.
+fn order(a: &(f32, u32), b: &(f32, u32)) -> std::cmp::Ordering {
+    b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
+}
+
+impl Selection {
+    pub fn new(tokens: usize, common: usize, k: usize, temperature: f32, cap: f32) -> Self {
+        let (per, best) = (
+            common.div_ceil(BLOCK),
+            Best {
+                kept: Vec::new(),
+                lost: Block::default(),
+                odd: false,
+            },
+        );
+        Self {
+            k: k.min(common),
+            cap,
+            inverse: 1.0 / temperature,
+            per,
+            rows: vec![best; tokens],
+            blocks: vec![Block::default(); tokens * per],
+        }
+    }
+
+    /// Looks at the logits `[count, width]` of a piece.
+    pub fn survey(&mut self, start: usize, logits: &mut [f32], first: usize, width: usize) {
+        let (k, cap, inverse, per) = (self.k, self.cap, self.inverse, self.per);
+        let count = logits.len() / width.max(1);
+        let odd: Vec<bool> = logits
+            .par_chunks(width)
+            .map(|row| row.iter().any(|x| !x.is_finite()))
+            .collect();
+        cap_rows(logits, width, cap);
+        let blocks = &mut self.blocks[start * per..][..count * per];
+        logits
+            .par_chunks_mut(width)
+            .zip(blocks.par_chunks_mut(per))
+            .zip(self.rows[start..][..count].par_iter_mut().zip(&odd))
+            .for_each(|((row, blocks), (best, odd))| {
+                best.odd |= odd;
+                if best.odd {
+                    return;
+                }
+                // Only what beats the last of those kept can be kept.
+                let least = match best.kept.len() < k {
+                    true => f32::NEG_INFINITY,
+                    false => best.kept.iter().fold(f32::INFINITY, |m, x| m.min(x.0)),
+                };
+                let seen = row.iter().zip(first as u32..);
+                let mut all = best.kept.clone();
+                all.extend(seen.filter(|(x, _)| **x > least).map(|(x, id)| (*x, id)));
+                if all.len() > k {
+                    all.select_nth_unstable_by(k - 1, order);
+                    for (x, id) in all.drain(k..) {
+                        if (id as usize) < first {
+                            best.lose(x, inverse);
+                        }
+                    }
+                }
+                all.sort_unstable_by_key(|x| x.1);
+                best.kept = all;
+                for (_, id) in best.kept.iter().filter(|x| x.1 as usize >= first) {
+                    row[*id as usize - first] = f32::NEG_INFINITY;
+                }
+                for (part, block) in row.chunks_mut(BLOCK).zip(&mut blocks[first / BLOCK..]) {
+                    let (max, _) = largest(part, 0.0);
+                    if max > f32::NEG_INFINITY {
+                        let sum = terms::sum_exp(part, max, inverse);
+                        *block = Block { max, sum };
+                    }
+                }
+            });
+    }
+
+    /// Adds the results of all tokens to `out`; NaN where a logit was not finite.
+    pub fn finish(self, out: &mut Chosen) {
+        for (best, blocks) in self.rows.iter().zip(self.blocks.chunks(self.per.max(1))) {
+            let present: Vec<Block> = blocks
+                .iter()
+                .chain([&best.lost])
+                .filter(|b| b.sum > 0.0)
+                .copied()
+                .collect();
+            let mut all = present.clone();
+            all.extend(best.kept.iter().map(|(x, _)| Block { max: *x, sum: 1.0 }));
+            let whole = scale(&all, self.inverse);
+            let rest = match present.is_empty() {
+                true => f32::NEG_INFINITY,
+                false => {
+                    let part = scale(&present, self.inverse);
+                    (part.max - whole.max) * self.inverse + part.ln_sum - whole.ln_sum
+                }
+            };
+            if best.odd {
+                out.ids.extend(0..self.k as u32);
+                out.log_probs.extend(std::iter::repeat_n(f32::NAN, self.k));
+                out.rest.push(f32::NAN);
+                continue;
+            }
+            out.ids.extend(best.kept.iter().map(|x| x.1));
+            out.log_probs.extend(best.kept.iter().map(|x| whole.log(x.0)));
+            out.rest.push(rest);
+        }
+    }
+}
+
+impl Best {
+    fn lose(&mut self, logit: f32, inverse: f32) {
+        let Block { max, sum } = self.lost;
+        if sum == 0.0 || logit > max {
+            let old = sum * ((max - logit) as f64 * inverse as f64).exp();
+            self.lost = Block {
+                max: logit,
+                sum: if sum == 0.0 { 1.0 } else { old + 1.0 },
+            };
+        } else {
+            self.lost.sum += ((logit - max) as f64 * inverse as f64).exp();
+        }
+    }
+}

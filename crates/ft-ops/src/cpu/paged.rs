@@ -1,0 +1,261 @@
+//! Attention on pages: one task for a document, a key head and a few queries. All its query heads meet each page while
+//! the page is in the first-level cache; numbers that are not f32 are widened there once.
+
+use super::attention::softmax_body;
+use super::math::{LANES, fma, nearest_bf16, vectorized, widen};
+use super::{Shared, with_scratch};
+use crate::attention::Spec;
+use crate::paged::{Document, Numbers, PAGE, Page};
+use rayon::prelude::*;
+
+/// Score rows (queries times heads) of a task, about.
+const ROWS: usize = 32;
+/// Score rows that share a load.
+const TOGETHER: usize = 4;
+
+/// A key head and some queries of a document.
+struct Task<'a> {
+    pages: &'a [&'a Page],
+    head: usize,
+    /// First query counted over all documents, and their number.
+    query: usize,
+    queries: usize,
+    /// Place of the first query among the tokens of its document.
+    place: usize,
+}
+
+/// q `[N, H·E]`, o alike, lse `[N, H]`.
+pub(crate) fn attend(q: &[f32], documents: &[Document], spec: &Spec, o: &mut [f32], lse: &mut [f32]) {
+    let step = (ROWS * spec.kv_heads / spec.heads).max(1);
+    let mut tasks = Vec::new();
+    for d in documents {
+        let (all, offset) = (d.queries.len(), d.tokens() - d.queries.len());
+        for first in (0..all).step_by(step) {
+            tasks.extend((0..spec.kv_heads).map(|head| Task {
+                pages: &d.pages,
+                head,
+                query: d.queries.start + first,
+                queries: step.min(all - first),
+                place: offset + first,
+            }));
+        }
+    }
+    let (o, lse) = (Shared::new(o), Shared::new(lse));
+    tasks.into_par_iter().with_max_len(1).for_each(|task| {
+        let (rows, e) = (task.queries * (spec.heads / spec.kv_heads), spec.head_dim);
+        let padded = e.next_multiple_of(LANES);
+        let seen = task.place + task.queries - task.low(spec);
+        let sizes = [rows * e, PAGE * padded, rows * padded, rows * seen];
+        with_scratch(sizes.iter().sum(), |scratch| {
+            run(&task, spec, q, sizes, scratch, o, lse)
+        });
+    });
+}
+
+impl Task<'_> {
+    /// The first token that any query sees.
+    fn low(&self, spec: &Spec) -> usize {
+        spec.window.map_or(0, |w| (self.place + 1).saturating_sub(w))
+    }
+}
+
+#[inline(always)]
+fn run_body<const FMA: bool>(
+    task: &Task<'_>,
+    spec: &Spec,
+    q: &[f32],
+    sizes: [usize; 4],
+    scratch: &mut [f32],
+    o: Shared,
+    lse: Shared,
+) {
+    let (group, e) = (spec.heads / spec.kv_heads, spec.head_dim);
+    let rounds = spec.rounds();
+    let (rows, padded) = (task.queries * group, e.next_multiple_of(LANES));
+    let (queries, rest) = scratch.split_at_mut(sizes[0]);
+    let (tile, rest) = rest.split_at_mut(sizes[1]);
+    let (sums, scores) = rest.split_at_mut(sizes[2]);
+    let (low, high) = (task.low(spec), task.place + task.queries);
+    let seen = high - low;
+    let row_of = |row: usize| (task.query + row / group) * spec.heads + task.head * group + row % group;
+    for (row, to) in queries.chunks_exact_mut(e).enumerate() {
+        for (to, x) in to.iter_mut().zip(&q[row_of(row) * e..][..e]) {
+            let x = if rounds { nearest_bf16(*x) } else { *x };
+            *to = x * spec.scale;
+        }
+    }
+    // Scores of the tokens low..high, `[rows, seen]`.
+    for (page, tokens, at) in pages(task, low, high) {
+        let keys = head_of(&page.keys, task.head, e, PAGE, true, tile);
+        for row in (0..rows).step_by(TOGETHER) {
+            let count = TOGETHER.min(rows - row);
+            let q = &queries[row * e..][..count * e];
+            let mut got = [[0f32; PAGE]; TOGETHER];
+            match count {
+                1 => score::<FMA, 1>(q, keys, &mut got),
+                2 => score::<FMA, 2>(q, keys, &mut got),
+                3 => score::<FMA, 3>(q, keys, &mut got),
+                _ => score::<FMA, TOGETHER>(q, keys, &mut got),
+            }
+            for (j, got) in got[..count].iter().enumerate() {
+                scores[(row + j) * seen + at..][..tokens.len()].copy_from_slice(&got[tokens.clone()]);
+            }
+        }
+    }
+    let mut inverse = [0f32; ROWS];
+    let mut more = Vec::new();
+    let inverse = match rows > ROWS {
+        true => {
+            more.resize(rows, 0.0);
+            &mut more[..]
+        }
+        false => &mut inverse[..],
+    };
+    for (row, scores) in scores.chunks_exact_mut(seen).enumerate().take(rows) {
+        let end = task.place + row / group + 1 - low;
+        let start = spec.window.map_or(0, |w| end.saturating_sub(w));
+        scores[..start].fill(0.0);
+        scores[end..].fill(0.0);
+        let (max, sum) = softmax_body::<FMA>(&mut scores[start..end], 1.0, spec.softcap.unwrap_or(0.0));
+        inverse[row] = 1.0 / sum;
+        if rounds {
+            scores[start..end].iter_mut().for_each(|p| *p = nearest_bf16(*p));
+        }
+        // SAFETY: this task's own element.
+        unsafe { *lse.at(row_of(row)) = max + sum.ln() };
+    }
+    // Sums of values, `[rows, padded]`.
+    sums.fill(0.0);
+    for (page, tokens, at) in pages(task, low, high) {
+        let values = head_of(&page.values, task.head, PAGE, padded, false, tile);
+        for row in (0..rows).step_by(TOGETHER) {
+            let count = TOGETHER.min(rows - row);
+            let sums = &mut sums[row * padded..][..count * padded];
+            let weights = &scores[row * seen + at..];
+            let values = &values[tokens.start * padded..tokens.end * padded];
+            match count {
+                1 => gather::<FMA, 1>(sums, weights, seen, values, padded),
+                2 => gather::<FMA, 2>(sums, weights, seen, values, padded),
+                3 => gather::<FMA, 3>(sums, weights, seen, values, padded),
+                _ => gather::<FMA, TOGETHER>(sums, weights, seen, values, padded),
+            }
+        }
+    }
+    for (row, sums) in sums.chunks_exact(padded).enumerate() {
+        // SAFETY: this task's own elements.
+        let o = unsafe { o.part(row_of(row) * e, e) };
+        for (o, x) in o.iter_mut().zip(sums) {
+            *o = x * inverse[row];
+        }
+    }
+}
+vectorized!(fn run(task: &Task<'_>, spec: &Spec, q: &[f32], sizes: [usize; 4], scratch: &mut [f32], o: Shared, lse: Shared) = run_body);
+
+/// The pages that hold some of the tokens `low..high`: each with which of its tokens these are, and the place of the first
+/// of them after `low`. (Not a function that calls a closure: closures are compiled without the wide instructions.)
+fn pages<'a>(
+    task: &Task<'a>,
+    low: usize,
+    high: usize,
+) -> impl Iterator<Item = (&'a Page, std::ops::Range<usize>, usize)> {
+    let mut end = 0;
+    task.pages.iter().filter_map(move |page| {
+        let start = end;
+        end += page.len();
+        let (first, last) = (low.max(start), high.min(end));
+        (first < last).then(|| (*page, first - start..last - start, first - low))
+    })
+}
+
+/// The matrix `[rows, columns]` of a head in f32: where it lies, or widened in `tile`. `scale_of_column`: a token is a
+/// column, else a row.
+#[inline(always)]
+fn head_of<'a>(
+    numbers: &'a Numbers,
+    head: usize,
+    rows: usize,
+    columns: usize,
+    scale_of_column: bool,
+    tile: &'a mut [f32],
+) -> &'a [f32] {
+    let n = rows * columns;
+    let part = head * n..(head + 1) * n;
+    match numbers {
+        Numbers::F32(v) => &v[part],
+        Numbers::Bf16(v) => {
+            for (to, from) in tile.iter_mut().zip(&v[part]) {
+                *to = widen(*from);
+            }
+            &tile[..n]
+        }
+        Numbers::Int8 { codes, scales } => {
+            let scales = &scales[head * PAGE..][..PAGE];
+            let lines = codes[part].chunks_exact(columns).zip(tile.chunks_exact_mut(columns));
+            for (row, (from, to)) in lines.enumerate() {
+                match scale_of_column {
+                    true => {
+                        for ((to, from), scale) in to.iter_mut().zip(from).zip(scales) {
+                            *to = *from as f32 * scale;
+                        }
+                    }
+                    false => {
+                        for (to, from) in to.iter_mut().zip(from) {
+                            *to = *from as f32 * scales[row];
+                        }
+                    }
+                }
+            }
+            &tile[..n]
+        }
+    }
+}
+
+/// Products of R queries `[R, E]` with the keys `[E, PAGE]` of a page.
+#[inline(always)]
+fn score<const FMA: bool, const R: usize>(q: &[f32], keys: &[f32], to: &mut [[f32; PAGE]; TOGETHER]) {
+    let e = q.len() / R;
+    for half in (0..PAGE).step_by(LANES) {
+        let mut acc = [[0f32; LANES]; R];
+        for (i, keys) in keys.chunks_exact(PAGE).enumerate() {
+            let keys: &[f32] = &keys[half..half + LANES];
+            for (j, acc) in acc.iter_mut().enumerate() {
+                let x = q[j * e + i];
+                for l in 0..LANES {
+                    acc[l] = fma::<FMA>(x, keys[l], acc[l]);
+                }
+            }
+        }
+        for (to, acc) in to.iter_mut().zip(&acc) {
+            to[half..half + LANES].copy_from_slice(acc);
+        }
+    }
+}
+
+/// `sums [R, padded] += weights · values [tokens, padded]`; weights of a row are `seen` apart from those of the next.
+#[inline(always)]
+fn gather<const FMA: bool, const R: usize>(
+    sums: &mut [f32],
+    weights: &[f32],
+    seen: usize,
+    values: &[f32],
+    padded: usize,
+) {
+    for column in (0..padded).step_by(LANES) {
+        let mut acc = [[0f32; LANES]; R];
+        for (j, acc) in acc.iter_mut().enumerate() {
+            acc.copy_from_slice(&sums[j * padded + column..][..LANES]);
+        }
+        for (t, values) in values.chunks_exact(padded).enumerate() {
+            let values: &[f32] = &values[column..column + LANES];
+            for (j, acc) in acc.iter_mut().enumerate() {
+                let w = weights[j * seen + t];
+                for l in 0..LANES {
+                    acc[l] = fma::<FMA>(w, values[l], acc[l]);
+                }
+            }
+        }
+        for (j, acc) in acc.iter().enumerate() {
+            sums[j * padded + column..][..LANES].copy_from_slice(acc);
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! A few rows times a weight, e.g. one decoded token: every element of the weight is read once, nothing is packed.
+//! Codes are decoded once for all rows, a piece at a time, into the first-level cache.
+
+use super::super::Shared;
+#[cfg(target_arch = "x86_64")]
+use super::super::decode::dots;
+use super::super::decode::{Isa, decode};
+use super::super::math::{LANES, dot, dot_bf16, dot_lanes, round_to_bf16, sum_lanes, vectorized};
+use super::{Job, Matrix, Operand, Start};
+use crate::coded::View;
+use half::bf16;
+use rayon::prelude::*;
+
+const ROWS: usize = 4;
+/// Packing codes costs more: more rows go this way.
+const CODED_ROWS: usize = 8;
+/// Columns of a task.
+const BLOCK: usize = 32;
+/// Codes that are decoded at a time: a multiple of `LANES`.
+const PIECE: usize = 512;
+
+/// `rounds`: operands are rounded to bf16. The few rows of A are rounded before; a B in f32 is rounded where it is packed.
+pub(super) fn fits(job: &Job, rounds: bool) -> bool {
+    if rounds && matches!(job.b.values, Operand::F32(_)) {
+        return false;
+    }
+    let f32_rows = job.a.along_k && matches!(job.a.values, Operand::F32(_));
+    let (most, start) = match job.b.is_coded() {
+        true => (CODED_ROWS, true),
+        false => (ROWS, !matches!(job.start, Start::C)),
+    };
+    job.sizes.0 <= most && f32_rows && job.b.along_k && start
+}
+
+pub(super) fn run(job: &Job, isa: Isa, rounds: bool) {
+    let (m, n, k) = job.sizes;
+    let Operand::F32(a) = job.a.values else { return };
+    if rounds {
+        let mut rows = vec![0f32; m * k];
+        for (i, to) in rows.chunks_exact_mut(k).enumerate() {
+            round_to_bf16(to, &a[i * job.a.stride..][..k]);
+        }
+        let a = Matrix::vectors(Operand::F32(&rows), k);
+        return run(&Job { a, ..*job }, isa, false);
+    }
+    let c: Shared = job.c;
+    let arranged = arranged(job, isa, a);
+    (0..n.div_ceil(BLOCK)).into_par_iter().for_each(|block| {
+        let first = block * BLOCK;
+        let count = BLOCK.min(n - first);
+        if let Operand::Coded(view) = &job.b.values {
+            return coded(job, isa, a, arranged.as_deref(), view, (first, count));
+        }
+        for row in 0..m {
+            let a = &a[row * job.a.stride..][..k];
+            // SAFETY: this row's part of this task's own columns.
+            let out = unsafe { c.part(row * n + first, count) };
+            match job.b.values {
+                Operand::F32(b) => dots(out, a, &b[first * job.b.stride..], job.b.stride),
+                Operand::Bf16(b) => dots_bf16(out, a, &b[first * job.b.stride..], job.b.stride),
+                Operand::Coded(_) => {}
+            }
+            if let Start::Bias(bias) = job.start {
+                out.iter_mut().zip(&bias[first..]).for_each(|(o, b)| *o += b);
+            }
+        }
+    });
+}
+
+/// The rows of A as the decoding in registers wants them, where there is one.
+fn arranged(job: &Job, isa: Isa, a: &[f32]) -> Option<Vec<f32>> {
+    #[cfg(target_arch = "x86_64")]
+    if let Operand::Coded(view) = &job.b.values
+        && isa == Isa::Avx512
+        && dots::fits(view)
+    {
+        let (m, _, k) = job.sizes;
+        let mut all = vec![0f32; m * k];
+        for (row, to) in all.chunks_exact_mut(k).enumerate() {
+            dots::arrange(view, &a[row * job.a.stride..][..k], to);
+        }
+        return Some(all);
+    }
+    let _ = (job, isa, a);
+    None
+}
+
+/// The sums of row `row` of the weight by decoding in registers; false: there are no arranged rows of A.
+fn in_registers(arranged: Option<&[f32]>, view: &View<'_>, row: usize, sums: &mut [[f32; LANES]]) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(x) = arranged {
+        // SAFETY: rows are arranged only with AVX-512 and for a weight that fits.
+        unsafe { dots::dots(view, row, x, sums) };
+        return true;
+    }
+    let _ = (arranged, view, row, sums);
+    false
+}
+
+/// Columns `first..first + count` of C for all rows.
+fn coded(job: &Job, isa: Isa, a: &[f32], arranged: Option<&[f32]>, view: &View<'_>, (first, count): (usize, usize)) {
+    let (m, n, k) = job.sizes;
+    let mut piece = [0f32; PIECE];
+    for column in first..first + count {
+        let mut sums = [[0f32; LANES]; CODED_ROWS];
+        let pieces = match in_registers(arranged, view, column, &mut sums[..m]) {
+            true => 0,
+            false => k,
+        };
+        for start in (0..pieces).step_by(PIECE) {
+            let piece = &mut piece[..PIECE.min(k - start)];
+            decode(isa, view, column, start, piece);
+            add_dots(&mut sums[..m], &a[start..], job.a.stride, piece);
+        }
+        for (row, sums) in sums[..m].iter().enumerate() {
+            // SAFETY: an element of this task's own columns.
+            let out = unsafe { job.c.part(row * n + column, 1) };
+            let sum = sum_lanes(*sums);
+            out[0] = match job.start {
+                Start::Zero => sum,
+                Start::C => out[0] + sum,
+                Start::Bias(bias) => sum + bias[column],
+            };
+        }
+    }
+}
+
+#[inline(always)]
+fn add_dots_body<const FMA: bool>(sums: &mut [[f32; LANES]], a: &[f32], stride: usize, b: &[f32]) {
+    for (row, sums) in sums.iter_mut().enumerate() {
+        *sums = dot_lanes::<FMA>(*sums, &a[row * stride..][..b.len()], b);
+    }
+}
+vectorized!(fn add_dots(sums: &mut [[f32; LANES]], a: &[f32], stride: usize, b: &[f32]) = add_dots_body);
+
+#[inline(always)]
+fn dots_body<const FMA: bool>(out: &mut [f32], a: &[f32], b: &[f32], stride: usize) {
+    for (i, out) in out.iter_mut().enumerate() {
+        *out = dot::<FMA>(a, &b[i * stride..][..a.len()]);
+    }
+}
+vectorized!(fn dots(out: &mut [f32], a: &[f32], b: &[f32], stride: usize) = dots_body);
+
+#[inline(always)]
+fn dots_bf16_body<const FMA: bool>(out: &mut [f32], a: &[f32], b: &[bf16], stride: usize) {
+    for (i, out) in out.iter_mut().enumerate() {
+        *out = dot_bf16::<FMA>(a, &b[i * stride..][..a.len()]);
+    }
+}
+vectorized!(fn dots_bf16(out: &mut [f32], a: &[f32], b: &[bf16], stride: usize) = dots_bf16_body);

@@ -1,0 +1,146 @@
+//! Products inside a task against plain loops, on every path.
+
+use super::inside::{Inside, Place, Side, friendly};
+use super::{Matrix, Path, Rounding, testable};
+use crate::cpu::{LINE, Shared, with_scratch};
+use crate::oracle::{flat, random};
+use half::bf16;
+
+/// Rows of `width` elements, of which products read some from `AT` on.
+const AT: usize = 3;
+
+struct Case {
+    sizes: (usize, usize, usize),
+    /// Where the part that is multiplied begins in what was laid: a column of B, a step of k.
+    first: (usize, usize),
+    /// The form of A and of B: elements of k side by side.
+    along_k: (bool, bool),
+    side: Side,
+    add: bool,
+}
+
+fn check(path: Path, rounding: Rounding, case: &Case) {
+    let (m, n, k) = case.sizes;
+    let (n0, k0) = case.first;
+    let (whole_n, whole_k) = (n0 + n + 5, k0 + k);
+    let inside = Inside::of(path, rounding);
+    let outer = |along_k: bool, vectors: usize, steps: usize| if along_k { (vectors, steps) } else { (steps, vectors) };
+    let (a_rows, a_width) = outer(case.along_k.0, m, k);
+    let a_stride = if case.side == Side::Own {
+        friendly(a_width)
+    } else {
+        a_width + 7
+    };
+    let (b_rows, b_width) = outer(case.along_k.1, whole_n, whole_k);
+    let b_stride = b_width + 9;
+    let a = flat(&random(a_rows * a_stride + AT, 1));
+    let b = flat(&random(b_rows * b_stride + AT, 2));
+    let matrix = |values, stride, along_k| match along_k {
+        true => Matrix::vectors(values, stride),
+        false => Matrix::steps(values, stride),
+    };
+    let (a_at, b_at) = (&a[AT..], &b[AT..]);
+    let c_stride = n + 4;
+    let mut c = vec![0.5f32; (m - 1) * c_stride + n + AT];
+    let rooms = [inside.room(case.side, m, k), inside.room(Side::B, whole_n, whole_k)];
+    with_scratch(rooms.iter().sum(), |scratch| {
+        assert!(rooms.iter().all(|room| room.is_multiple_of(LINE)));
+        scratch.fill(f32::NAN);
+        let (room_a, room_b) = scratch.split_at_mut(rooms[0]);
+        let a = inside.lay(case.side, matrix(a_at, a_stride, case.along_k.0), (m, k), room_a);
+        let b = inside.lay(
+            Side::B,
+            matrix(b_at, b_stride, case.along_k.1),
+            (whole_n, whole_k),
+            room_b,
+        );
+        let to = Place {
+            c: Shared::new(&mut c),
+            at: AT,
+            stride: c_stride,
+            add: case.add,
+        };
+        // SAFETY: nobody else has `c`.
+        unsafe { inside.multiply(case.sizes, to, &a, &b.part(n0, k0)) }
+    });
+    let narrow = path.packs_bf16() && rounding == Rounding::Bf16;
+    let value = |x: f32| if narrow { bf16::from_f32(x).to_f64() } else { x as f64 };
+    let read = |from: &[f32], stride: usize, along_k: bool, vector: usize, step: usize| {
+        let (row, column) = if along_k { (vector, step) } else { (step, vector) };
+        value(from[row * stride + column])
+    };
+    for (at, got) in c.iter().enumerate() {
+        let inner = at.checked_sub(AT).map(|at| (at / c_stride, at % c_stride));
+        let want = match inner {
+            Some((i, j)) if j < n => {
+                let from = if case.add { 0.5 } else { 0.0 };
+                let products = (0..k).map(|p| {
+                    read(a_at, a_stride, case.along_k.0, i, p) * read(b_at, b_stride, case.along_k.1, n0 + j, k0 + p)
+                });
+                from + products.sum::<f64>()
+            }
+            _ => 0.5,
+        };
+        let bound = 2e-6 * (k as f64).max(1.0);
+        assert!(
+            (*got as f64 - want).abs() < bound,
+            "{path:?} {rounding:?} {:?}: {got} {want} at {at}",
+            case.sizes
+        );
+    }
+}
+
+#[test]
+fn agrees_with_plain_loops() {
+    for path in testable() {
+        for rounding in [Rounding::Exact, Rounding::Bf16] {
+            for (number, sizes) in [
+                (1, 1, 1),
+                (64, 130, 80),
+                (65, 33, 16),
+                (17, 96, 300),
+                (200, 64, 64),
+                (13, 7, 129),
+            ]
+            .into_iter()
+            .enumerate()
+            {
+                for form in 0..8 {
+                    let case = Case {
+                        sizes,
+                        first: [(0, 0), (32, 0), (0, 64), (96, 32)][(form + number) % 4],
+                        along_k: (form & 1 == 0, form & 2 == 0),
+                        side: if form & 4 == 0 { Side::A } else { Side::Own },
+                        add: (form + number) % 3 == 0,
+                    };
+                    check(path, rounding, &case);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_part_that_is_not_there_is_refused() {
+    let values = flat(&random(64 * 64, 1));
+    let run = |first: (usize, usize)| {
+        std::panic::catch_unwind(|| {
+            let inside = Inside::of(Path::Portable, Rounding::Exact);
+            let a = inside.lay(Side::A, Matrix::vectors(&values[..], 64), (64, 32), &mut []);
+            let b = inside.lay(Side::B, Matrix::vectors(&values[..], 64), (64, 64), &mut []);
+            let mut c = vec![0f32; 64 * 32];
+            let to = Place {
+                c: Shared::new(&mut c),
+                at: 0,
+                stride: 32,
+                add: false,
+            };
+            // SAFETY: nobody else has `c`.
+            unsafe { inside.multiply((64, 32, 32), to, &a, &b.part(first.0, first.1)) }
+        })
+    };
+    assert!(run((32, 32)).is_ok());
+    assert!(run((64, 0)).is_err());
+    assert!(run((0, 64)).is_err());
+    assert!(run((1, 0)).is_err());
+}

@@ -1,0 +1,388 @@
+//! Copies a part of a matrix into panels in the order in which a micro-kernel reads them, `[k][width]`, widened to f32.
+
+use super::super::decode::{Isa, decode};
+use super::{Matrix, Operand};
+use crate::coded::View;
+use half::bf16;
+use std::arch::x86_64::*;
+
+/// One panel: vectors `start..start + count` of the part, in rows of `width`.
+#[derive(Clone, Copy)]
+pub(super) struct Panel {
+    pub start: usize,
+    pub count: usize,
+    pub width: usize,
+}
+
+/// Steps of k in the panels of a buffer, and the first of those that are packed now: others can stand beside them.
+#[derive(Clone, Copy)]
+pub(super) struct Room {
+    pub steps: usize,
+    pub at: usize,
+}
+
+impl Room {
+    /// For `steps` alone.
+    pub fn of(steps: usize) -> Self {
+        Self { steps, at: 0 }
+    }
+
+    /// Where step `p` of a panel goes.
+    #[inline(always)]
+    pub fn place(self, panel: Panel, p: usize) -> usize {
+        panel.start * self.steps + (self.at + p) * panel.width
+    }
+}
+
+/// Packs vectors from `first` on, elements `k0..k0 + k` of each, panel by panel: element (i, p) of a panel goes to
+/// `to[room.place(panel, p) + i]`. Places beyond `count` get anything. The panels follow each other. `wide` uses
+/// AVX-512, else AVX2. Codes along k need room for one panel in `spare`.
+#[allow(clippy::too_many_arguments)]
+pub(super) fn panels(
+    m: &Matrix,
+    first: usize,
+    (k0, k): (usize, usize),
+    panels: impl Iterator<Item = Panel> + Clone,
+    wide: bool,
+    room: Room,
+    to: &mut [f32],
+    spare: &mut [f32],
+) {
+    let Some(last) = panels.clone().last() else { return };
+    assert!(to.len() >= room.place(last, k) && room.at + k <= room.steps);
+    m.check(first + last.start + last.count, k0 + k);
+    // SAFETY: these instructions were found; the ranges were checked.
+    unsafe {
+        match (m.values, wide) {
+            (Operand::F32(v), true) => wide::run(v, m, first, (k0, k), panels, room, to),
+            (Operand::Bf16(v), true) => wide::run(v, m, first, (k0, k), panels, room, to),
+            (Operand::F32(v), false) => narrow::run(v, m, first, (k0, k), panels, room, to),
+            (Operand::Bf16(v), false) => narrow::run(v, m, first, (k0, k), panels, room, to),
+            (Operand::Coded(view), _) if m.along_k => {
+                coded_vectors(&view, first, (k0, k), panels, wide, room, to, spare)
+            }
+            (Operand::Coded(view), _) => coded_steps(&view, first, (k0, k), panels, wide, room, to),
+        }
+    }
+}
+
+/// Steps of k whose elements are on their way when a step is packed: weights come from memory, in runs too short for the
+/// processor to see what follows.
+const AHEAD: usize = 8;
+
+fn isa(wide: bool) -> Isa {
+    if wide { Isa::Avx512 } else { Isa::Avx2 }
+}
+
+/// A row of codes is a vector: a panel is decoded as it lies, then turned.
+#[allow(clippy::too_many_arguments)]
+fn coded_vectors(
+    view: &View<'_>,
+    first: usize,
+    (k0, k): (usize, usize),
+    all: impl Iterator<Item = Panel>,
+    wide: bool,
+    room: Room,
+    to: &mut [f32],
+    spare: &mut [f32],
+) {
+    for panel in all {
+        let decoded = &mut spare[..panel.count * k];
+        for (i, row) in decoded.chunks_exact_mut(k).enumerate() {
+            decode(isa(wide), view, first + panel.start + i, k0, row);
+        }
+        let alone = std::iter::once(Panel { start: 0, ..panel });
+        let decoded = Matrix::vectors(Operand::F32(decoded), k);
+        let to = &mut to[panel.start * room.steps..];
+        panels(&decoded, 0, (0, k), alone, wide, room, to, &mut []);
+    }
+}
+
+/// A row of codes is a step of k: it is decoded in pieces, which go to the panels.
+fn coded_steps(
+    view: &View<'_>,
+    first: usize,
+    (k0, k): (usize, usize),
+    all: impl Iterator<Item = Panel> + Clone,
+    wide: bool,
+    room: Room,
+    to: &mut [f32],
+) {
+    const PIECE: usize = 512;
+    let mut piece = [0f32; PIECE];
+    let columns = all.clone().last().map_or(0, |p| p.start + p.count);
+    for p in 0..k {
+        // Decoded are columns `from..until` of the part.
+        let (mut from, mut until) = (0, 0);
+        for panel in all.clone() {
+            let end = panel.start + panel.count;
+            if end > until {
+                (from, until) = (panel.start, (panel.start + PIECE).min(columns));
+                decode(isa(wide), view, k0 + p, first + from, &mut piece[..until - from]);
+            }
+            let values = &piece[panel.start - from..][..panel.count];
+            to[room.place(panel, p)..][..panel.count].copy_from_slice(values);
+        }
+    }
+}
+
+macro_rules! packing {
+    ($module:ident, $features:literal, $vector:ty, $lanes:literal, $load:ident, $zero:ident, $store:ident) => {
+        mod $module {
+            use super::*;
+
+            #[target_feature(enable = $features)]
+            pub(super) unsafe fn run<T: Element>(
+                from: &[T],
+                m: &Matrix,
+                first: usize,
+                (k0, k): (usize, usize),
+                panels: impl Iterator<Item = Panel> + Clone,
+                room: Room,
+                to: &mut [f32],
+            ) {
+                // SAFETY: see `panels`.
+                unsafe {
+                    if m.along_k {
+                        for p in panels {
+                            let from = from.as_ptr().add((first + p.start) * m.stride + k0);
+                            turned(from, m.stride, p, k, to[room.place(p, 0)..].as_mut_ptr());
+                        }
+                    } else {
+                        across(from, m.stride, first, (k0, k), panels, room, to)
+                    }
+                }
+            }
+
+            /// Vectors lie side by side: every step of k is read from left to right, for all panels.
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn across<T: Element>(
+                from: &[T],
+                stride: usize,
+                first: usize,
+                (k0, k): (usize, usize),
+                panels: impl Iterator<Item = Panel> + Clone,
+                room: Room,
+                to: &mut [f32],
+            ) {
+                for p in 0..k {
+                    let row = &from[(k0 + p) * stride + first..];
+                    for panel in panels.clone() {
+                        let place = room.place(panel, p);
+                        let whole = panel.count.next_multiple_of($lanes);
+                        if panel.start + whole > row.len() {
+                            for i in 0..panel.count {
+                                to[place + i] = row[panel.start + i].get();
+                            }
+                            continue;
+                        }
+                        for i in (0..panel.count).step_by($lanes) {
+                            // SAFETY: inside `row` by the test above, inside the row of the panel; a prefetch may be anywhere.
+                            unsafe {
+                                let at = row.as_ptr().add(panel.start + i);
+                                _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(AHEAD * stride).cast());
+                                let values = T::$load(at);
+                                let to = to.as_mut_ptr().add(place + i);
+                                match panel.width - i {
+                                    $lanes.. => $store(to, values),
+                                    less => store_part(to, less, values),
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+
+            /// Elements of k lie side by side: square blocks are transposed in registers.
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn turned<T: Element>(from: *const T, stride: usize, panel: Panel, k: usize, to: *mut f32) {
+                let Panel { count, width, .. } = panel;
+                let blocks = k / $lanes;
+                // SAFETY: reads are inside (count, k), stores inside the rows of the panel.
+                unsafe {
+                    for i in (0..count).step_by($lanes) {
+                        let there = $lanes.min(count - i);
+                        for block in 0..blocks {
+                            let mut rows = [$zero(); $lanes];
+                            for (r, row) in rows.iter_mut().enumerate().take(there) {
+                                let at = from.add((i + r) * stride + block * $lanes);
+                                // The same place of the vectors that come next.
+                                _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add($lanes * stride).cast());
+                                *row = T::$load(at);
+                            }
+                            rows = transpose(rows);
+                            for (r, row) in rows.into_iter().enumerate() {
+                                let to = to.add((block * $lanes + r) * width + i);
+                                match width - i {
+                                    $lanes.. => $store(to, row),
+                                    less => store_part(to, less, row),
+                                }
+                            }
+                        }
+                        for p in blocks * $lanes..k {
+                            for r in 0..there {
+                                *to.add(p * width + i + r) = (*from.add((i + r) * stride + p)).get();
+                            }
+                        }
+                    }
+                }
+            }
+
+            use super::store_part::$module as store_part;
+            use super::transpose::$module as transpose;
+        }
+    };
+}
+
+packing!(
+    wide,
+    "avx512f,avx512bw,avx512vl",
+    __m512,
+    16,
+    load16,
+    _mm512_setzero_ps,
+    _mm512_storeu_ps
+);
+packing!(narrow, "avx2", __m256, 8, load8, _mm256_setzero_ps, _mm256_storeu_ps);
+
+/// The first `n` lanes.
+mod store_part {
+    use std::arch::x86_64::*;
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn wide(to: *mut f32, n: usize, values: __m512) {
+        // SAFETY: promised by the caller: `n` elements may be written.
+        unsafe { _mm512_mask_storeu_ps(to, ((1u32 << n) - 1) as u16, values) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    pub(super) unsafe fn narrow(to: *mut f32, n: usize, values: __m256) {
+        let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        // SAFETY: as above.
+        unsafe { _mm256_maskstore_ps(to, _mm256_cmpgt_epi32(_mm256_set1_epi32(n as i32), lanes), values) }
+    }
+}
+
+mod transpose {
+    use std::arch::x86_64::*;
+
+    /// 8 x 8
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    pub(super) fn narrow(r: [__m256; 8]) -> [__m256; 8] {
+        let mut t = r;
+        for i in 0..4 {
+            t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+            t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+        }
+        let mut s = t;
+        for q in [0, 4] {
+            s[q] = _mm256_shuffle_ps::<0x44>(t[q], t[q + 2]);
+            s[q + 1] = _mm256_shuffle_ps::<0xEE>(t[q], t[q + 2]);
+            s[q + 2] = _mm256_shuffle_ps::<0x44>(t[q + 1], t[q + 3]);
+            s[q + 3] = _mm256_shuffle_ps::<0xEE>(t[q + 1], t[q + 3]);
+        }
+        let mut out = s;
+        for i in 0..4 {
+            out[i] = _mm256_permute2f128_ps::<0x20>(s[i], s[i + 4]);
+            out[i + 4] = _mm256_permute2f128_ps::<0x31>(s[i], s[i + 4]);
+        }
+        out
+    }
+
+    /// 16 x 16
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn wide(r: [__m512; 16]) -> [__m512; 16] {
+        let mut t = r;
+        for i in 0..8 {
+            t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+            t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+        }
+        let mut s = t;
+        for q in [0, 4, 8, 12] {
+            s[q] = _mm512_shuffle_ps::<0x44>(t[q], t[q + 2]);
+            s[q + 1] = _mm512_shuffle_ps::<0xEE>(t[q], t[q + 2]);
+            s[q + 2] = _mm512_shuffle_ps::<0x44>(t[q + 1], t[q + 3]);
+            s[q + 3] = _mm512_shuffle_ps::<0xEE>(t[q + 1], t[q + 3]);
+        }
+        for i in 0..4 {
+            t[i] = _mm512_shuffle_f32x4::<0x88>(s[i], s[i + 4]);
+            t[i + 4] = _mm512_shuffle_f32x4::<0xDD>(s[i], s[i + 4]);
+            t[i + 8] = _mm512_shuffle_f32x4::<0x88>(s[i + 8], s[i + 12]);
+            t[i + 12] = _mm512_shuffle_f32x4::<0xDD>(s[i + 8], s[i + 12]);
+        }
+        for i in 0..4 {
+            s[i] = _mm512_shuffle_f32x4::<0x88>(t[i], t[i + 8]);
+            s[i + 4] = _mm512_shuffle_f32x4::<0x88>(t[i + 4], t[i + 12]);
+            s[i + 8] = _mm512_shuffle_f32x4::<0xDD>(t[i], t[i + 8]);
+            s[i + 12] = _mm512_shuffle_f32x4::<0xDD>(t[i + 4], t[i + 12]);
+        }
+        s
+    }
+}
+
+// `#[target_feature]` cannot stand on trait methods: the methods only call functions that have it.
+trait Element: Copy {
+    /// # Safety
+    /// Eight elements must be readable.
+    unsafe fn load8(from: *const Self) -> __m256;
+    /// # Safety
+    /// Sixteen elements must be readable.
+    unsafe fn load16(from: *const Self) -> __m512;
+    fn get(self) -> f32;
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    unsafe fn load8(from: *const f32) -> __m256 {
+        // SAFETY: promised by the caller.
+        unsafe { _mm256_loadu_ps(from) }
+    }
+    #[inline(always)]
+    unsafe fn load16(from: *const f32) -> __m512 {
+        // SAFETY: promised by the caller.
+        unsafe { _mm512_loadu_ps(from) }
+    }
+    #[inline(always)]
+    fn get(self) -> f32 {
+        self
+    }
+}
+
+impl Element for bf16 {
+    #[inline(always)]
+    unsafe fn load8(from: *const bf16) -> __m256 {
+        // SAFETY: promised by the caller.
+        unsafe { widen8(from) }
+    }
+    #[inline(always)]
+    unsafe fn load16(from: *const bf16) -> __m512 {
+        // SAFETY: promised by the caller.
+        unsafe { widen16(from) }
+    }
+    #[inline(always)]
+    fn get(self) -> f32 {
+        f32::from_bits((self.to_bits() as u32) << 16)
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn widen8(from: *const bf16) -> __m256 {
+    // SAFETY: promised by the caller.
+    let narrow = unsafe { _mm_loadu_si128(from.cast()) };
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(narrow)))
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn widen16(from: *const bf16) -> __m512 {
+    // SAFETY: promised by the caller.
+    let narrow = unsafe { _mm256_loadu_si256(from.cast()) };
+    _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(narrow)))
+}

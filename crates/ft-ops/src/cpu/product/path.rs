@@ -1,0 +1,150 @@
+//! Which instructions the CPU operations use: found at run time, or forced to test them all on one machine.
+
+use super::Rounding;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use super::tiles::Unit;
+use ft_base::{Error, Result};
+use std::sync::atomic::{AtomicU8, Ordering};
+
+/// Best first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Path {
+    /// AVX-512, with the tile unit for products of bf16 weights.
+    Amx = 1,
+    /// AVX-512, with dot products of bf16 pairs for products of bf16 weights.
+    Dots,
+    Avx512,
+    Avx2,
+    Portable,
+}
+
+/// 0: not decided yet.
+static CHOSEN: AtomicU8 = AtomicU8::new(0);
+
+impl Path {
+    pub const ALL: [Path; 5] = [Path::Amx, Path::Dots, Path::Avx512, Path::Avx2, Path::Portable];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Path::Amx => "amx",
+            Path::Dots => "avx512-bf16",
+            Path::Avx512 => "avx512",
+            Path::Avx2 => "avx2",
+            Path::Portable => "portable",
+        }
+    }
+
+    /// Can this machine run it?
+    pub fn available(self) -> bool {
+        match self {
+            Path::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512 => {
+                Path::Avx2.available()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+            }
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            Path::Amx | Path::Dots => Path::Avx512.available() && self.unit().is_some_and(Unit::available),
+            #[allow(unreachable_patterns)]
+            _ => false,
+        }
+    }
+
+    /// The path in use.
+    #[inline]
+    pub fn current() -> Path {
+        match CHOSEN.load(Ordering::Relaxed) {
+            0 => Self::detect(),
+            n => Self::ALL[n as usize - 1],
+        }
+    }
+
+    /// What multiplies packed bf16 operands on this path.
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    pub(crate) fn unit(self) -> Option<Unit> {
+        match self {
+            Path::Amx => Some(Unit::Tiles),
+            Path::Dots => Some(Unit::Dots),
+            _ => None,
+        }
+    }
+
+    /// Are products of bf16 weights made of packed bf16 operands?
+    pub fn packs_bf16(self) -> bool {
+        matches!(self, Path::Amx | Path::Dots)
+    }
+
+    /// Are the f32 operands of a product with this rounding rounded to bf16? Never depends on a size: the same activation
+    /// is the same operand alone and in a batch.
+    pub(crate) fn rounds(self, rounding: Rounding) -> bool {
+        self.packs_bf16() && rounding == Rounding::Bf16
+    }
+
+    /// Is it better than the next one that this machine can run?
+    fn pays(self) -> bool {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        return self.unit().is_none_or(Unit::is_fast);
+        #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+        true
+    }
+
+    #[cold]
+    fn detect() -> Path {
+        // A name that cannot be used is an error in `force`, which the program calls first.
+        if let Some(name) = std::env::var_os("FT_CPU")
+            && Self::force(&name.to_string_lossy()).is_ok()
+        {
+            return Self::current();
+        }
+        let mut best = Self::ALL.into_iter().filter(|p| p.available() && p.pays());
+        let best = best.next().unwrap_or(Path::Portable);
+        CHOSEN.store(best as u8, Ordering::Relaxed);
+        best
+    }
+
+    /// Uses `name` from now on: that of a path, or `amx-emulated`, so that the code for the tile unit is tested on machines
+    /// without one. Errors: an unknown name, or instructions that this machine lacks.
+    pub fn force(name: &str) -> Result<()> {
+        let lacks = || {
+            Error::new(format!("this CPU cannot run the {name} operations"))
+                .hint("leave FT_CPU unset: the best that it can run is found at the start")
+        };
+        if name == "amx-emulated" {
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            if Path::Avx512.available() && super::tiles::emulate() {
+                CHOSEN.store(Path::Amx as u8, Ordering::Relaxed);
+                return Ok(());
+            }
+            return Err(lacks());
+        }
+        let Some(path) = Self::ALL.into_iter().find(|p| p.name() == name) else {
+            return Err(Error::new("there is no such set of CPU operations")
+                .found(name)
+                .expected("amx, amx-emulated, avx512-bf16, avx512, avx2 or portable"));
+        };
+        if !path.available() {
+            return Err(lacks());
+        }
+        CHOSEN.store(path as u8, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Tests of the crates above run on the path that `FT_CPU` names: a name that means nothing must not pass.
+    #[test]
+    fn the_path_in_use_is_that_of_the_environment() {
+        if let Ok(name) = std::env::var("FT_CPU") {
+            assert_eq!(Path::current().name(), name.trim_end_matches("-emulated"));
+        }
+    }
+}

@@ -1,0 +1,386 @@
+//! The tile path against plain loops; where there is no tile unit, one is played.
+
+use super::super::super::Shared;
+use super::super::super::storage::Values;
+use super::super::{Job, Matrix, Operand, Packed, Path, Rider, Rounding, Start, WeightRows, product_on, product_with};
+use super::Unit;
+use crate::oracle::{flat, random};
+use half::bf16;
+
+fn rounded(values: &[f32]) -> Vec<bf16> {
+    values.iter().map(|x| bf16::from_f32(*x)).collect()
+}
+
+fn ready() -> bool {
+    if !Path::Avx512.available() {
+        eprintln!("skipped: packing for the tile unit needs AVX-512");
+        return false;
+    }
+    super::emulate()
+}
+
+/// Who can multiply here: the tile unit, or one that is played, and dot products where there are such.
+fn units() -> Vec<Unit> {
+    let all = [(ready(), Unit::Tiles), (Unit::Dots.available(), Unit::Dots)];
+    all.into_iter()
+        .filter(|(there, _)| *there)
+        .map(|(_, unit)| unit)
+        .collect()
+}
+
+/// The paths that go there.
+fn paths() -> Vec<Path> {
+    let goes = |unit| [Path::Amx, Path::Dots].into_iter().find(|p| p.unit() == Some(unit));
+    units().into_iter().filter_map(goes).collect()
+}
+
+/// C from operands in every storage must be the product of the operands rounded to bf16.
+fn check(unit: Unit, (m, n, k): (usize, usize, usize)) {
+    let (a, b) = (flat(&random((m, k), 1)), flat(&random((n, k), 2)));
+    let turned =
+        |v: &[f32], count: usize| -> Vec<f32> { (0..count * k).map(|i| v[i % count * k + i / count]).collect() };
+    let (at, bt) = (turned(&a, m), turned(&b, n));
+    let bias = flat(&random(n, 3));
+    let narrow = [&a, &at, &b, &bt].map(|v| rounded(v));
+    let (wide_a, wide_b): (Vec<f64>, Vec<f64>) = (
+        narrow[0].iter().map(|x| x.to_f64()).collect(),
+        narrow[2].iter().map(|x| x.to_f64()).collect(),
+    );
+    for kind in 0..16 {
+        let a = match kind & 3 {
+            0 => Matrix::vectors(Values::F32(&a), k),
+            1 => Matrix::steps(Values::F32(&at), m),
+            2 => Matrix::vectors(Values::Bf16(&narrow[0]), k),
+            _ => Matrix::steps(Values::Bf16(&narrow[1]), m),
+        };
+        let b = match kind >> 2 {
+            0 => Matrix::vectors(Values::F32(&b), k),
+            1 => Matrix::steps(Values::F32(&bt), n),
+            2 => Matrix::vectors(Values::Bf16(&narrow[2]), k),
+            _ => Matrix::steps(Values::Bf16(&narrow[3]), n),
+        };
+        let start = [Start::Zero, Start::C, Start::Bias(&bias)][kind % 3];
+        let mut c = vec![if kind % 3 == 1 { 0.25 } else { f32::NAN }; m * n];
+        super::run(
+            &Job {
+                sizes: (m, n, k),
+                c: Shared::new(&mut c),
+                start,
+                a,
+                b,
+                rider: None,
+            },
+            unit,
+        );
+        for i in 0..m {
+            for j in 0..n {
+                let from = [0.0, 0.25, bias[j] as f64][kind % 3];
+                let want: f64 = from + (0..k).map(|p| wide_a[i * k + p] * wide_b[j * k + p]).sum::<f64>();
+                let got = c[i * n + j] as f64;
+                assert!(
+                    (got - want).abs() < 2e-6 * k as f64,
+                    "{m} {n} {k} kind {kind} at {i}, {j}: {got} {want}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn tiles_agree_with_plain_loops() {
+    for unit in units() {
+        // Ragged edges, one step and several, k below and above what is written between the products.
+        for sizes in [
+            (1, 1, 1),
+            (5, 3, 7),
+            (9, 40, 33),
+            (16, 16, 16),
+            (33, 70, 50),
+            (64, 96, 512),
+            (70, 65, 545),
+            (96, 64, 1100),
+        ] {
+            check(unit, sizes);
+        }
+    }
+}
+
+/// What rides, rounded as the operands are: u, and C with it; the last operand is too large to be packed at once.
+#[test]
+fn a_rider_is_a_few_steps_more() {
+    paths().into_iter().for_each(rides);
+}
+
+fn rides(path: Path) {
+    // A few rows and large ranks are three products, with the same operands.
+    for (m, n, k, rank) in [
+        (1, 70, 50, 5),
+        (4, 33, 600, 16),
+        (9, 20, 40, 3),
+        (3, 40, 90, 100),
+        (40, 50, 60, 100),
+        (33, 70, 50, 5),
+        (64, 96, 512, 16),
+        (70, 65, 545, 33),
+        (40, 64, 1100, 64),
+        (2048, 33, 4128, 7),
+    ] {
+        let sizes = [(m, k), (n, k), (rank, k), (n, rank)];
+        let [a, b, down, up] = [1, 2, 3, 4].map(|i| flat(&random(sizes[i - 1], i as u64)));
+        let [ra, rb, rdown, rup] = [&a, &b, &down, &up].map(|v| rounded(v));
+        let (mut c, mut u) = (vec![0.25; m * n], vec![f32::NAN; m * rank]);
+        let rider = Rider {
+            rank,
+            down: Matrix::vectors(Values::F32(&down), k),
+            up: Matrix::vectors(Values::F32(&up), rank),
+            scale: 0.5,
+            u: &mut u,
+        };
+        let operands = (
+            Matrix::vectors(Values::F32(&a), k),
+            Matrix::vectors(Values::Bf16(&rb), k),
+        );
+        product_with(path, (m, n, k), &mut c, Start::C, operands, Rounding::Bf16, rider);
+        let ru = rounded(&u);
+        let dot = |x: &[bf16], y: &[bf16]| -> f64 { x.iter().zip(y).map(|(x, y)| x.to_f64() * y.to_f64()).sum() };
+        for i in (0..m).step_by((m / 30).max(1)) {
+            let row = &ra[i * k..][..k];
+            for r in 0..rank {
+                let (got, want) = (u[i * rank + r] as f64, 0.5 * dot(row, &rdown[r * k..][..k]));
+                assert!(
+                    (got - want).abs() < 2e-6 * k as f64,
+                    "{m} {n} {k} u at {i}, {r}: {got} {want}"
+                );
+            }
+            for j in 0..n {
+                let ridden = dot(&ru[i * rank..][..rank], &rup[j * rank..][..rank]);
+                let (got, want) = (c[i * n + j] as f64, 0.25 + dot(row, &rb[j * k..][..k]) + ridden);
+                assert!(
+                    (got - want).abs() < 2e-6 * k as f64,
+                    "{m} {n} {k} at {i}, {j}: {got} {want}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn codes_give_the_bits_of_the_decoded_values() {
+    units().into_iter().for_each(codes_on);
+}
+
+fn codes_on(unit: Unit) {
+    // More vectors and steps than are decoded at a time.
+    for (tokens, o, i) in [(40, 70, 545), (33, 300, 1100), (20, 1100, 90)] {
+        let codes = crate::cpu::decode::tests::Random::new(o, i);
+        for view in codes.views().into_iter().filter(|v| v.bf16) {
+            let mut dense = vec![0f32; o * i];
+            for (row, to) in dense.chunks_exact_mut(i).enumerate() {
+                view.decode(row, 0, to);
+            }
+            let dense = rounded(&dense);
+            let (x, dy) = (flat(&random((tokens, i), 1)), flat(&random((tokens, o), 2)));
+            let run = |backward: bool, w: Operand| {
+                let (n, k) = if backward { (i, o) } else { (o, i) };
+                let mut c = vec![f32::NAN; tokens * n];
+                super::run(
+                    &Job {
+                        sizes: (tokens, n, k),
+                        c: Shared::new(&mut c),
+                        start: Start::Zero,
+                        a: Matrix::vectors(Operand::F32(if backward { &dy } else { &x }), k),
+                        b: if backward {
+                            Matrix::steps(w, i)
+                        } else {
+                            Matrix::vectors(w, i)
+                        },
+                        rider: None,
+                    },
+                    unit,
+                );
+                c.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+            };
+            for backward in [false, true] {
+                let (got, want) = (
+                    run(backward, Operand::Coded(view)),
+                    run(backward, Operand::Bf16(&dense)),
+                );
+                assert!(got == want, "{tokens} {o} {i} backward {backward} {:?}", view.codes);
+            }
+        }
+    }
+}
+
+#[test]
+fn nan_infinity_and_ties_survive_the_rounding() {
+    units().into_iter().for_each(odd_numbers);
+}
+
+fn odd_numbers(unit: Unit) {
+    let mut a = vec![0f32; 32 * 32];
+    let odd = [
+        f32::NAN,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::from_bits(0x7FFF_FFFF),
+        1.0 + 1.0 / 256.0,
+        1.0 + 3.0 / 256.0,
+        -0.0,
+        3e38,
+    ];
+    for (i, x) in odd.iter().enumerate() {
+        a[i * 32 + i] = *x;
+    }
+    let identity: Vec<f32> = (0..32 * 32).map(|i| if i % 33 == 0 { 1.0 } else { 0.0 }).collect();
+    let mut c = vec![0f32; 32 * 32];
+    super::run(
+        &Job {
+            sizes: (32, 32, 32),
+            c: Shared::new(&mut c),
+            start: Start::Zero,
+            a: Matrix::vectors(Values::F32(&a), 32),
+            b: Matrix::vectors(Values::F32(&identity), 32),
+            rider: None,
+        },
+        unit,
+    );
+    for (i, x) in odd.iter().enumerate() {
+        let (got, want) = (c[i * 32 + i], bf16::from_f32(*x).to_f32());
+        assert!(
+            got == want || (got.is_nan() && (want.is_nan() || want.is_infinite())),
+            "{x}: {got} {want}"
+        );
+    }
+}
+
+#[test]
+fn bit_equal_for_any_number_of_threads() {
+    units().into_iter().for_each(threads_on);
+}
+
+fn threads_on(unit: Unit) {
+    let (m, n, k) = (130, 200, 600);
+    let (a, b) = (flat(&random((m, k), 1)), flat(&random((n, k), 2)));
+    let run = |threads| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let mut c = vec![0f32; m * n];
+        pool.install(|| {
+            super::run(
+                &Job {
+                    sizes: (m, n, k),
+                    c: Shared::new(&mut c),
+                    start: Start::Zero,
+                    a: Matrix::vectors(Values::F32(&a), k),
+                    b: Matrix::vectors(Values::F32(&b), k),
+                    rider: None,
+                },
+                unit,
+            )
+        });
+        c.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+    };
+    let one = run(1);
+    assert!(one == run(2) && one == run(5));
+}
+
+/// A weight `[O, I]` that was packed before, whole or from a row on, with and without what rides: the same bits. Two rows of
+/// chunks, so that a part begins and ends inside.
+#[test]
+fn packed_before_is_packed_now() {
+    paths().into_iter().for_each(packed_on);
+}
+
+fn packed_on(path: Path) {
+    let tokens = 40;
+    for (outputs, inputs, rank) in [(70, 50, 0), (64, 1100, 16), (2100, 96, 33), (1025, 2049, 64)] {
+        let w = rounded(&flat(&random((outputs, inputs), 1)));
+        let plain = WeightRows::new(Operand::Bf16(&w), inputs);
+        let packed = Packed::new(plain, (outputs, inputs), true, rank).unwrap();
+        let kept = plain.with(Some(&packed));
+        let operand = |width: usize, seed: u64| flat(&random((tokens, width), seed));
+        let mut parts = vec![(0, outputs)];
+        if outputs > 1024 {
+            parts.extend([(0, 1024), (1024, outputs - 1024)]);
+        }
+        for (first, count) in parts {
+            let forms = [
+                (
+                    plain.part(first, count).forward(),
+                    kept.part(first, count).forward(),
+                    inputs,
+                    count,
+                ),
+                (
+                    plain.part(first, count).backward(),
+                    kept.part(first, count).backward(),
+                    count,
+                    inputs,
+                ),
+            ];
+            for (plain, kept, k, n) in forms {
+                let x = operand(k, 2);
+                let run = |b: Matrix| {
+                    let mut c = vec![0.5; tokens * n];
+                    let a = Matrix::vectors(Values::F32(&x), k);
+                    product_on(path, (tokens, n, k), &mut c, Start::C, a, b, Rounding::Bf16);
+                    c
+                };
+                assert!(
+                    kept.kept.unwrap().hold((n, k), 0).is_some(),
+                    "{outputs} {inputs} {first} {count}"
+                );
+                assert_eq!(run(kept), run(plain), "{outputs} {inputs} {first} {count}");
+                if rank == 0 || count < outputs {
+                    continue;
+                }
+                let (down, up) = (flat(&random((rank, k), 3)), flat(&random((n, rank), 4)));
+                let ride = |b: Matrix| {
+                    let (mut c, mut u) = (vec![0.5; tokens * n], vec![f32::NAN; tokens * rank]);
+                    let rider = Rider {
+                        rank,
+                        down: Matrix::vectors(Values::F32(&down), k),
+                        up: Matrix::vectors(Values::F32(&up), rank),
+                        scale: 0.5,
+                        u: &mut u,
+                    };
+                    let operands = (Matrix::vectors(Values::F32(&x), k), b);
+                    product_with(path, (tokens, n, k), &mut c, Start::C, operands, Rounding::Bf16, rider);
+                    (c, u)
+                };
+                assert!(kept.kept.unwrap().hold((n, k), rank.div_ceil(32)).is_some());
+                assert!(ride(kept) == ride(plain), "{outputs} {inputs} rank {rank}");
+                // What rode before is not in the way of a product without it.
+                assert_eq!(run(kept), run(plain));
+            }
+        }
+    }
+}
+
+/// Parts that do not begin or end with panels and chunks, more of a rider than there is room, panels that another product has.
+#[test]
+fn what_cannot_be_used_is_packed_anew() {
+    if !ready() {
+        return;
+    }
+    let (outputs, inputs) = (2100, 96);
+    let w = rounded(&flat(&random((outputs, inputs), 1)));
+    let rows = WeightRows::new(Operand::Bf16(&w), inputs);
+    let packed = Packed::new(rows, (outputs, inputs), true, 16).unwrap();
+    let rows = rows.with(Some(&packed));
+    let holds = |b: Matrix, sizes, riding| b.kept.unwrap().hold(sizes, riding).is_some();
+    assert!(holds(rows.forward(), (outputs, inputs), 1) && !holds(rows.forward(), (outputs, inputs), 2));
+    assert!(holds(rows.part(64, 96).forward(), (96, inputs), 0));
+    for (first, count) in [(1, 64), (64, 65)] {
+        assert!(!holds(rows.part(first, count).forward(), (count, inputs), 0));
+    }
+    assert!(holds(rows.part(1024, 1024).backward(), (inputs, 1024), 0));
+    // The last chunk is not in it, so nothing can ride behind it.
+    assert!(!holds(rows.part(0, 1024).backward(), (inputs, 1024), 1));
+    assert!(!holds(rows.part(32, 1024).backward(), (inputs, 1024), 0));
+    let another = rows.forward().kept.unwrap().hold((outputs, inputs), 0);
+    assert!(another.is_some() && !holds(rows.forward(), (outputs, inputs), 0));
+    drop(another);
+    assert!(holds(rows.forward(), (outputs, inputs), 0));
+    let packed = Packed::new(WeightRows::new(Operand::F32(&[0.0; 4]), 2), (2, 2), true, 0);
+    assert!(packed.is_none(), "f32 weights never go to the tile unit");
+}

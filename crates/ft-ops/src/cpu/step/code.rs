@@ -1,0 +1,186 @@
+//! Eight-bit codes of optimizer states: the dynamic tree code of Dettmers et al. 2021 (arXiv 2110.02861, section
+//! 1.3 and appendix F): seven decades of exponent, the fewer exponent digits the more bits of fraction.
+//!
+//! A moment is coded in blocks of `BLOCK` elements: code · (largest magnitude of the block). The first moment has
+//! a sign; the second has none, and a value above zero never becomes zero: the update divides by its root.
+
+use super::super::math::LANES;
+use std::sync::LazyLock;
+
+/// Elements that share one largest magnitude.
+pub(crate) const BLOCK: usize = 256;
+
+/// Buckets of the look-up: exponents from 2^-25 up to 2^0, `FINE` buckets each; none holds two middles.
+const EXPONENTS: usize = 26;
+const FINE: usize = 128;
+/// Bits of an f32 that are cut off to get a bucket.
+const CUT: u32 = 23 - FINE.ilog2();
+/// The bucket number of 2^-25.
+const LOWEST: u32 = (127 - 25) * FINE as u32;
+
+/// A sorted table of 256 numbers from -1 (or 0) to 1.
+pub(crate) struct Code {
+    pub(crate) values: [f32; 256],
+    /// `middles[i]` lies halfway between `values[i]` and `values[i + 1]`.
+    pub(crate) middles: [f32; 256],
+    /// Below which code a number of this bucket cannot lie, for each sign.
+    from: [[u8; EXPONENTS * FINE]; 2],
+    signed: bool,
+}
+
+pub(crate) static SIGNED: LazyLock<Code> = LazyLock::new(|| Code::dynamic(true));
+pub(crate) static UNSIGNED: LazyLock<Code> = LazyLock::new(|| Code::dynamic(false));
+
+/// Where a bucket begins.
+fn edge(bucket: usize) -> f32 {
+    f32::from_bits((LOWEST + bucket as u32) << CUT)
+}
+
+impl Code {
+    /// The dynamic code: decade d has 2^d fractions (2^(d+1) without sign), the middles of equal parts of 0.1 to 1;
+    /// beside them 0 and 1.
+    fn dynamic(signed: bool) -> Self {
+        let mut all = vec![0.0, 1.0];
+        for decade in 0..7i32 {
+            let parts = 1usize << if signed { decade } else { decade + 1 };
+            let size = 10f64.powi(decade - 6) as f32;
+            // In f32 and from both ends, as torch's linspace goes: then the table has the bits of bitsandbytes'.
+            let (low, high) = (0.1f32, 1.0f32);
+            let step = (high - low) / parts as f32;
+            let edge = |i: usize| match i < parts.div_ceil(2) {
+                true => step.mul_add(i as f32, low),
+                false => (-step).mul_add((parts - i) as f32, high),
+            };
+            for i in 0..parts {
+                let value = size * ((edge(i) + edge(i + 1)) / 2.0);
+                all.push(value);
+                if signed {
+                    all.push(-value);
+                }
+            }
+        }
+        all.sort_by(f32::total_cmp);
+        let mut values = [0f32; 256];
+        values.iter_mut().zip(all).for_each(|(to, from)| *to = from);
+        let mut middles = [f32::INFINITY; 256];
+        for i in 0..255 {
+            middles[i] = (values[i] + values[i + 1]) / 2.0;
+        }
+        let below = |x: f32| middles[..255].iter().filter(|m| **m < x).count() as u8;
+        let mut from = [[0u8; EXPONENTS * FINE]; 2];
+        let [positive, negative] = &mut from;
+        for (bucket, (positive, negative)) in positive.iter_mut().zip(negative).enumerate() {
+            // The first bucket also takes what is smaller.
+            *positive = below(if bucket == 0 { 0.0 } else { edge(bucket) });
+            *negative = below(-edge(bucket + 1));
+        }
+        Self {
+            values,
+            middles,
+            from,
+            signed,
+        }
+    }
+
+    /// The code nearest to `x`, which lies in -1..=1; ties go down.
+    #[inline(always)]
+    pub(crate) fn nearest(&self, x: f32) -> u8 {
+        let bits = x.to_bits();
+        let bucket = ((bits & 0x7FFF_FFFF) >> CUT)
+            .saturating_sub(LOWEST)
+            .min((EXPONENTS * FINE) as u32 - 1);
+        let code = self.from[(bits >> 31) as usize][bucket as usize];
+        // No branch: on moments it would be a coin's.
+        code + u8::from(self.middles[code as usize] < x)
+    }
+
+    /// Codes of one block; returns its largest magnitude.
+    pub(crate) fn encode(&self, values: &[f32], codes: &mut [u8]) -> f32 {
+        let mut lanes = [0f32; LANES];
+        for values in values.chunks(LANES) {
+            for (most, x) in lanes.iter_mut().zip(values) {
+                *most = if x.abs() > *most { x.abs() } else { *most };
+            }
+        }
+        let most = lanes.into_iter().fold(0f32, f32::max);
+        if most == 0.0 {
+            codes.fill(0);
+            return 0.0;
+        }
+        let least = |x: f32| u8::from(!self.signed && x > 0.0);
+        for (codes, values) in codes.chunks_mut(LANES).zip(values.chunks(LANES)) {
+            let mut parts = [0f32; LANES];
+            parts.iter_mut().zip(values).for_each(|(part, x)| *part = x / most);
+            for ((code, part), x) in codes.iter_mut().zip(parts).zip(values) {
+                *code = self.nearest(part).max(least(*x));
+            }
+        }
+        most
+    }
+
+    /// The values of one block.
+    #[inline(always)]
+    pub(crate) fn decode(&self, codes: &[u8], most: f32, values: &mut [f32]) {
+        for (x, code) in values.iter_mut().zip(codes) {
+            *x = self.values[*code as usize] * most;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ft_base::rng::{Rng, Stream};
+
+    fn searched(code: &Code, x: f32) -> u8 {
+        code.middles[..255].iter().filter(|m| **m < x).count() as u8
+    }
+
+    #[test]
+    fn the_table_is_sorted_and_the_look_up_finds_the_nearest() {
+        let rng = Rng::new(5, Stream::Init, &[]);
+        for code in [&*SIGNED, &*UNSIGNED] {
+            assert!(code.values.windows(2).all(|w| w[0] < w[1]));
+            assert_eq!(code.values[255], 1.0);
+            assert_eq!(code.values.iter().filter(|v| **v == 0.0).count(), 1);
+            let mut all: Vec<f32> = code.values.iter().chain(&code.middles[..255]).copied().collect();
+            all.extend((0..100_000).map(|i| {
+                let x = rng.uniform(2 * i) * 10f32.powi(-((i % 10) as i32));
+                if code.signed && i % 2 == 0 { -x } else { x }
+            }));
+            all.extend([0.0, -0.0, 1e-30, 1e-44]);
+            // Every border: of buckets, and of codes.
+            let borders = (0..25 * FINE).map(edge).chain(code.middles[..255].to_vec());
+            all.extend(borders.flat_map(|x| [x.next_down(), x, x.next_up()]));
+            if code.signed {
+                all.extend(all.clone().into_iter().map(|x| -x));
+            }
+            for x in all {
+                assert_eq!(code.nearest(x), searched(code, x), "{x}");
+            }
+        }
+        for x in [-1.0, -1e-30, -1e-44] {
+            assert_eq!(SIGNED.nearest(x), searched(&SIGNED, x));
+        }
+    }
+
+    #[test]
+    fn a_round_trip_stays_within_half_a_step_and_keeps_what_is_not_zero() {
+        let rng = Rng::new(6, Stream::Init, &[]);
+        let x: Vec<f32> = (0..BLOCK as u64).map(|i| rng.normal(i)).collect();
+        let squares: Vec<f32> = x.iter().map(|x| x * x * 1e-9).collect();
+        let tiny: Vec<f32> = (0..BLOCK).map(|i| if i == 0 { 1.0 } else { 1e-20 }).collect();
+        for (code, values) in [(&*SIGNED, &x), (&*UNSIGNED, &squares), (&*UNSIGNED, &tiny)] {
+            let (mut codes, mut back) = ([0u8; BLOCK], [0f32; BLOCK]);
+            let most = code.encode(values, &mut codes);
+            code.decode(&codes, most, &mut back);
+            let widest = code.values.windows(2).map(|w| w[1] - w[0]).fold(0.0, f32::max);
+            for (a, b) in values.iter().zip(&back) {
+                assert!((a - b).abs() <= 0.51 * widest * most, "{a} {b}");
+                assert!(code.signed || (*a > 0.0) == (*b > 0.0), "{a} {b}");
+            }
+        }
+        let mut codes = [7u8; BLOCK];
+        assert_eq!(SIGNED.encode(&[0.0; BLOCK], &mut codes), 0.0);
+    }
+}

@@ -1,0 +1,180 @@
+//! One pass over weight, gradient and state: each element is read once, updated, and written once. The work is cut
+//! into chunks by the number of elements alone.
+
+pub(crate) mod adafactor;
+pub(crate) mod code;
+pub(crate) mod rules;
+
+use super::math::vectorized;
+use crate::master;
+use code::{BLOCK, Code};
+use ft_base::rng::Rng;
+use half::bf16;
+use rayon::prelude::*;
+use std::mem::take;
+
+/// Elements of a task: whole blocks of the eight-bit code.
+const CHUNK: usize = 64 * BLOCK;
+
+/// A weight, and how it takes what bf16 cannot hold.
+pub(crate) enum Weight<'a> {
+    F32(&'a mut [f32]),
+    /// Upper and lower halves of an f32 master.
+    Halves(&'a mut [bf16], &'a mut [i16]),
+    /// Rounded by draw number `e / 4`, lane `e % 4`, of element `e`.
+    Stochastic(&'a mut [bf16], Rng),
+}
+
+/// A moment as it is stored.
+pub(crate) enum Moment<'a> {
+    None,
+    F32(&'a mut [f32]),
+    /// Codes, and the largest magnitude of each block.
+    Int8(&'a mut [u8], &'a mut [f32], &'static Code),
+}
+
+/// A rule with everything that does not depend on the element worked out.
+pub(crate) enum Ready {
+    Adamw(rules::Adamw),
+    Sgd(rules::Sgd),
+    Lion(rules::Lion),
+    /// Against the sign of the gradient, by this much.
+    Sign(f32),
+    Adafactor(adafactor::Direction),
+}
+
+fn cut<'a, T>(slice: &mut &'a mut [T], n: usize) -> &'a mut [T] {
+    let (head, tail) = take(slice).split_at_mut(n);
+    *slice = tail;
+    head
+}
+
+impl<'a> Weight<'a> {
+    /// Splits off the first `n` elements.
+    fn cut(&mut self, n: usize) -> Weight<'a> {
+        match self {
+            Self::F32(w) => Weight::F32(cut(w, n)),
+            Self::Halves(w, low) => Weight::Halves(cut(w, n), cut(low, n)),
+            Self::Stochastic(w, rng) => Weight::Stochastic(cut(w, n), *rng),
+        }
+    }
+}
+
+impl<'a> Moment<'a> {
+    fn cut(&mut self, n: usize) -> Moment<'a> {
+        match self {
+            Self::None => Moment::None,
+            Self::F32(m) => Moment::F32(cut(m, n)),
+            Self::Int8(codes, most, code) => Moment::Int8(cut(codes, n), cut(most, n.div_ceil(BLOCK)), code),
+        }
+    }
+
+    /// The values of elements `at..at + n`, in place or decoded into `buffer`.
+    fn values<'b>(&'b mut self, at: usize, n: usize, buffer: &'b mut [f32; BLOCK]) -> &'b mut [f32] {
+        match self {
+            Self::None => &mut [],
+            Self::F32(m) => &mut m[at..at + n],
+            Self::Int8(codes, most, code) => {
+                code.decode(&codes[at..at + n], most[at / BLOCK], &mut buffer[..n]);
+                &mut buffer[..n]
+            }
+        }
+    }
+
+    /// Encodes what `values` decoded.
+    fn store(&mut self, at: usize, n: usize, buffer: &[f32; BLOCK]) {
+        if let Self::Int8(codes, most, code) = self {
+            most[at / BLOCK] = code.encode(&buffer[..n], &mut codes[at..at + n]);
+        }
+    }
+}
+
+struct Task<'a> {
+    first: usize,
+    weight: Weight<'a>,
+    gradient: &'a [f32],
+    m: Moment<'a>,
+    v: Moment<'a>,
+}
+
+/// Updates one parameter. All slices have the length of `gradient`; what a rule does not keep is `Moment::None`.
+pub(crate) fn run(rule: &Ready, mut weight: Weight, gradient: &[f32], mut m: Moment, mut v: Moment) {
+    let tasks: Vec<Task> = gradient
+        .chunks(CHUNK)
+        .enumerate()
+        .map(|(i, gradient)| Task {
+            first: i * CHUNK,
+            weight: weight.cut(gradient.len()),
+            gradient,
+            m: m.cut(gradient.len()),
+            v: v.cut(gradient.len()),
+        })
+        .collect();
+    tasks.into_par_iter().for_each(|task| one(rule, task));
+}
+
+fn one(rule: &Ready, mut task: Task) {
+    let (mut wide, mut first, mut second) = ([0f32; BLOCK], [0f32; BLOCK], [0f32; BLOCK]);
+    let mut at = 0;
+    for g in task.gradient.chunks(BLOCK) {
+        let n = g.len();
+        let m = task.m.values(at, n, &mut first);
+        let v = task.v.values(at, n, &mut second);
+        match &mut task.weight {
+            Weight::F32(w) => apply(rule, task.first + at, &mut w[at..at + n], g, m, v),
+            Weight::Halves(high, low) => {
+                let (high, low, wide) = (&mut high[at..at + n], &mut low[at..at + n], &mut wide[..n]);
+                join(high, low, wide);
+                apply(rule, task.first + at, wide, g, m, v);
+                split(wide, high, low);
+            }
+            Weight::Stochastic(high, rng) => {
+                let (high, wide) = (&mut high[at..at + n], &mut wide[..n]);
+                super::math::widen_slice(wide, high);
+                apply(rule, task.first + at, wide, g, m, v);
+                round(rng, task.first + at, wide, high);
+            }
+        }
+        task.m.store(at, n, &first);
+        task.v.store(at, n, &second);
+        at += n;
+    }
+}
+
+fn apply(rule: &Ready, first: usize, w: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32]) {
+    match rule {
+        Ready::Adamw(s) => rules::adamw(s, w, g, m, v),
+        Ready::Sgd(s) if m.is_empty() => rules::sgd(s, w, g),
+        Ready::Sgd(s) => rules::momentum(s, w, g, m),
+        Ready::Lion(s) => rules::lion(s, w, g, m),
+        Ready::Sign(lr) => rules::descend(*lr, w, g),
+        Ready::Adafactor(d) => adafactor::apply(d, first, w, g),
+    }
+}
+
+#[inline(always)]
+fn join_body<const FMA: bool>(high: &[bf16], low: &[i16], wide: &mut [f32]) {
+    for ((x, h), l) in wide.iter_mut().zip(high).zip(low) {
+        *x = master::join(*h, *l as u16);
+    }
+}
+vectorized!(fn join(high: &[bf16], low: &[i16], wide: &mut [f32]) = join_body);
+
+#[inline(always)]
+fn split_body<const FMA: bool>(wide: &[f32], high: &mut [bf16], low: &mut [i16]) {
+    for ((x, h), l) in wide.iter().zip(high).zip(low) {
+        let halves = master::split(*x);
+        (*h, *l) = (halves.0, halves.1 as i16);
+    }
+}
+vectorized!(pub(crate) fn split(wide: &[f32], high: &mut [bf16], low: &mut [i16]) = split_body);
+
+/// Rounds the elements from number `first` on, a multiple of 4.
+fn round(rng: &Rng, first: usize, wide: &[f32], high: &mut [bf16]) {
+    for (i, (x, h)) in wide.chunks(4).zip(high.chunks_mut(4)).enumerate() {
+        let draws = rng.bits((first / 4 + i) as u64);
+        for (lane, (x, h)) in x.iter().zip(h).enumerate() {
+            *h = master::round(*x, (draws >> (16 * lane)) as u16);
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Reading tensors as slices: contiguous, on the CPU, f32 or bf16, or a clear error.
+
+use super::product::Rounding;
+use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor};
+use ft_base::{Error, Result};
+use half::bf16;
+
+/// Elements of a weight in the type in which they are stored.
+#[derive(Clone, Copy)]
+pub(crate) enum Values<'a> {
+    F32(&'a [f32]),
+    Bf16(&'a [bf16]),
+}
+
+impl Values<'_> {
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Values::F32(v) => v.len(),
+            Values::Bf16(v) => v.len(),
+        }
+    }
+
+    /// How exact products with a weight stored like this are.
+    pub(crate) fn rounding(self) -> Rounding {
+        match self {
+            Values::F32(_) => Rounding::Exact,
+            Values::Bf16(_) => Rounding::Bf16,
+        }
+    }
+
+    /// Widened, for small vectors (a norm, a bias).
+    pub(crate) fn to_f32(self) -> Vec<f32> {
+        match self {
+            Values::F32(v) => v.to_vec(),
+            Values::Bf16(v) => v.iter().map(|x| x.to_f32()).collect(),
+        }
+    }
+}
+
+/// Runs `f` on the elements of `t` (f32 or bf16), holding the read lock.
+pub(crate) fn values<R>(t: &Tensor, name: &str, f: impl FnOnce(Values<'_>) -> Result<R>) -> Result<R> {
+    let (storage, layout) = t.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else {
+        return Err(not_on_cpu(t, name));
+    };
+    let (start, end) = layout.contiguous_offsets().ok_or_else(|| not_contiguous(name))?;
+    match storage {
+        CpuStorage::F32(v) => f(Values::F32(&v[start..end])),
+        CpuStorage::BF16(v) => f(Values::Bf16(&v[start..end])),
+        _ => Err(wrong_type(t, name, "f32 or bf16")),
+    }
+}
+
+/// Runs `f` on the f32 elements of `t`, holding the read lock.
+pub(crate) fn floats<R>(t: &Tensor, name: &str, f: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
+    values(t, name, |v| match v {
+        Values::F32(v) => f(v),
+        Values::Bf16(_) => Err(wrong_type(t, name, "f32")),
+    })
+}
+
+/// `len` elements that the caller writes before anybody reads them: their first contents are arbitrary. Zeroing
+/// them would cost a pass over memory in every operation.
+pub(crate) fn unwritten(len: usize) -> Vec<f32> {
+    let mut data = Vec::with_capacity(len);
+    // SAFETY: the capacity is there, every bit pattern is an f32, and every caller is an operation that fills it.
+    #[allow(clippy::uninit_vec)]
+    unsafe {
+        data.set_len(len)
+    };
+    data
+}
+
+/// A CPU tensor around `data`, without a copy.
+pub(crate) fn tensor(data: Vec<f32>, shape: impl Into<Shape>) -> Result<Tensor> {
+    Ok(Tensor::from_vec(data, shape.into(), &Device::Cpu)?)
+}
+
+/// `[rows, columns]` of a matrix.
+pub(crate) fn dims2(t: &Tensor, name: &str) -> Result<(usize, usize)> {
+    match *t.dims() {
+        [rows, columns] => Ok((rows, columns)),
+        _ => Err(wrong_shape(t, name, "two dimensions")),
+    }
+}
+
+/// `t` must have the shape `dims`.
+pub(crate) fn expect_dims(t: &Tensor, name: &str, dims: &[usize]) -> Result<()> {
+    if t.dims() == dims {
+        Ok(())
+    } else {
+        Err(wrong_shape(t, name, &format!("{dims:?}")))
+    }
+}
+
+/// `t` must be f32.
+pub(crate) fn expect_f32(t: &Tensor, name: &str) -> Result<()> {
+    if t.dtype() == DType::F32 {
+        Ok(())
+    } else {
+        Err(wrong_type(t, name, "f32"))
+    }
+}
+
+pub(crate) fn wrong_shape(t: &Tensor, name: &str, expected: &str) -> Error {
+    Error::new(format!("{name} has the wrong shape"))
+        .found(format!("{:?}", t.dims()))
+        .expected(expected)
+}
+
+fn wrong_type(t: &Tensor, name: &str, expected: &str) -> Error {
+    Error::new(format!("{name} has the wrong element type"))
+        .found(t.dtype().as_str())
+        .expected(expected)
+}
+
+fn not_on_cpu(t: &Tensor, name: &str) -> Error {
+    Error::new(format!("{name} lies on a device for which this operation is not built"))
+        .found(format!("{:?}", t.device().location()))
+        .expected("the CPU")
+}
+
+fn not_contiguous(name: &str) -> Error {
+    Error::new(format!("{name} is not contiguous"))
+}

@@ -1,0 +1,102 @@
+//! Elementwise changes and reductions on slices.
+
+use super::math::{LANES, add_slice, dot, fma, sum_lanes, vectorized, widen_slice};
+use super::storage::{Values, unwritten};
+use ft_base::rng::Rng;
+use rayon::prelude::*;
+
+const CHUNK: usize = 1 << 14;
+
+pub(crate) fn add_assign(to: &mut [f32], from: &[f32]) {
+    to.par_chunks_mut(CHUNK)
+        .zip(from.par_chunks(CHUNK))
+        .for_each(|(to, from)| add_slice(to, from));
+}
+
+pub(crate) fn scale(t: &mut [f32], factor: f32) {
+    t.par_chunks_mut(CHUNK)
+        .for_each(|t| t.iter_mut().for_each(|x| *x *= factor));
+}
+
+pub(crate) fn add(a: &[f32], b: &[f32]) -> Vec<f32> {
+    let mut sum = unwritten(a.len());
+    sum.par_chunks_mut(CHUNK)
+        .zip(a.par_chunks(CHUNK).zip(b.par_chunks(CHUNK)))
+        .for_each(|(sum, (a, b))| {
+            for ((sum, a), b) in sum.iter_mut().zip(a).zip(b) {
+                *sum = a + b;
+            }
+        });
+    sum
+}
+
+/// f32 within chunks, f64 over the chunks, in order.
+pub(crate) fn sum_squares(t: &[f32]) -> f64 {
+    let parts: Vec<f32> = t.par_chunks(CHUNK).map(squares).collect();
+    parts.iter().map(|x| *x as f64).sum()
+}
+
+#[inline(always)]
+fn squares_body<const FMA: bool>(t: &[f32]) -> f32 {
+    dot::<FMA>(t, t)
+}
+vectorized!(fn squares(t: &[f32]) -> f32 = squares_body);
+
+pub(crate) fn all_finite(t: &[f32]) -> bool {
+    t.par_chunks(CHUNK).all(finite)
+}
+
+#[inline(always)]
+fn finite_body<const FMA: bool>(t: &[f32]) -> bool {
+    // 0 x is 0 for finite x, else NaN.
+    let mut odd = [0f32; LANES];
+    let (blocks, rest) = t.as_chunks::<LANES>();
+    for block in blocks {
+        for i in 0..LANES {
+            odd[i] = fma::<FMA>(block[i], 0.0, odd[i]);
+        }
+    }
+    for (i, x) in rest.iter().enumerate() {
+        odd[i] = fma::<FMA>(*x, 0.0, odd[i]);
+    }
+    sum_lanes(odd) == 0.0
+}
+vectorized!(fn finite(t: &[f32]) -> bool = finite_body);
+
+/// Zero where the element's number lies below p, else times `keep`.
+pub(crate) fn dropout(t: &mut [f32], rng: Rng, p: f32, keep: f32) {
+    t.par_chunks_mut(CHUNK).enumerate().for_each(|(c, chunk)| {
+        for (i, v) in chunk.iter_mut().enumerate() {
+            *v = if rng.uniform((c * CHUNK + i) as u64) < p {
+                0.0
+            } else {
+                *v * keep
+            };
+        }
+    });
+}
+
+pub(crate) fn to_f32_vec(v: Values<'_>) -> Vec<f32> {
+    match v {
+        Values::F32(v) => v.to_vec(),
+        Values::Bf16(v) => {
+            let mut wide = unwritten(v.len());
+            wide.par_chunks_mut(CHUNK)
+                .zip(v.par_chunks(CHUNK))
+                .for_each(|(wide, v)| widen_slice(wide, v));
+            wide
+        }
+    }
+}
+
+/// Sum over the rows of `a [k, n]`, added in the order of the rows.
+pub(crate) fn sum_rows(a: &[f32], n: usize) -> Vec<f32> {
+    const COLUMNS: usize = 256;
+    let mut sum = vec![0f32; n];
+    sum.par_chunks_mut(COLUMNS).enumerate().for_each(|(i, sum)| {
+        for row in a.chunks_exact(n) {
+            add_slice(sum, &row[i * COLUMNS..][..sum.len()]);
+        }
+    });
+    sum
+}

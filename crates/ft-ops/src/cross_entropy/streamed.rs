@@ -1,0 +1,287 @@
+//! The same loss through a head that is never here whole: its parts come twice, once for the sums of the
+//! exponentials and once for the gradient. Logits exist for one chunk of tokens and one piece of the vocabulary. On a GPU
+//! the chunks are `PIECE_TOKENS` long, and sums have another order than those of a whole head.
+
+use super::{Options, Output, PIECE, Sum, check, cpu};
+use crate::cpu::storage::{expect_dims, floats, tensor};
+use crate::prepacked::Dense;
+use crate::tally::Tally;
+use candle_core::Tensor;
+use ft_base::{Error, Result};
+
+/// A head `[V, D]` that comes in parts.
+pub struct Pieces<'a> {
+    /// V
+    pub rows: usize,
+    /// D
+    pub width: usize,
+    /// Rows of a part, a multiple of `PIECE`; the last part may have fewer.
+    pub rows_of_part: usize,
+    /// The part from this row on.
+    pub part: &'a dyn Fn(usize) -> Result<Tensor>,
+}
+
+impl Pieces<'_> {
+    /// Hands every part to `f`, with its first row.
+    pub(crate) fn each(&self, mut f: impl FnMut(usize, &Tensor) -> Result<()>) -> Result<()> {
+        for first in (0..self.rows).step_by(self.rows_of_part) {
+            let part = (self.part)(first)?;
+            let count = self.rows_of_part.min(self.rows - first);
+            expect_dims(&part, "a part of the head", &[count, self.width])?;
+            f(first, &part)?;
+        }
+        Ok(())
+    }
+
+    /// The rows that have a target, after all checks.
+    fn trained_rows(&self, h: &Tensor, targets: &[u32], options: &Options) -> Result<Vec<usize>> {
+        if self.rows_of_part == 0 || !self.rows_of_part.is_multiple_of(PIECE) {
+            return Err(Error::new("the head comes in parts of the wrong size")
+                .found(self.rows_of_part)
+                .expected(format!("a multiple of {PIECE}")));
+        }
+        if options.need_dw {
+            return Err(Error::new("a head that comes in parts cannot be trained"));
+        }
+        let trained = check(h, (self.rows, self.width), targets, options.softcap)?;
+        options.check(targets.len())?;
+        Ok(trained)
+    }
+}
+
+/// As `forward_backward`, and without wanted gradients as `forward_only`: on the CPU the same bits. The head cannot have a
+/// gradient of its own: what is trained is here whole.
+pub fn streamed(h: &Tensor, head: &Pieces, targets: &[u32], options: &Options, tally: &Tally) -> Result<Output> {
+    on_gpu!(h, gpu::streamed(h, head, targets, options, tally));
+    let mut sum = Sum::default();
+    let dh = rows(h, head, targets, options, &mut |_, row| sum.add(row))?;
+    tally.add(sum.sums());
+    Ok(Output {
+        trained: sum.trained,
+        dh,
+        dw: None,
+    })
+}
+
+/// As `token_log_probs`.
+pub fn streamed_log_probs(
+    h: &Tensor,
+    head: &Pieces,
+    targets: &[u32],
+    softcap: Option<f32>,
+    chunk: usize,
+) -> Result<Vec<f32>> {
+    on_gpu!(h, gpu::of_each_token(h, head, targets, softcap, gpu::Which::LogProbs));
+    let mut log_probs = vec![0f32; targets.len()];
+    let options = Options::losses(softcap, chunk);
+    rows(h, head, targets, &options, &mut |n, row| {
+        log_probs[n] = -row.loss as f32
+    })?;
+    Ok(log_probs)
+}
+
+/// Hands every trained token's result to `each`, in order; gives the wanted gradient of the hidden states.
+fn rows(
+    h: &Tensor,
+    head: &Pieces,
+    targets: &[u32],
+    options: &Options,
+    each: &mut dyn FnMut(usize, &cpu::Row),
+) -> Result<Option<Tensor>> {
+    let (v, d) = (head.rows, head.width);
+    let trained = head.trained_rows(h, targets, options)?;
+    let cap = options.softcap.unwrap_or(0.0);
+    let n = targets.len();
+    let mut dh = options.need_dh.then(|| vec![0f32; n * d]);
+    if !trained.is_empty() {
+        let mut state = floats(h, "the hidden states", |h| {
+            let mut state = cpu::Streamed::new(h, targets, &trained, (d, v), cap, options.chunk);
+            state.weigh(options.weights, &trained);
+            Ok(state)
+        })?;
+        head.each(|first, part| {
+            Dense::from(part).with_rows("a part of the head", |part| {
+                state.survey(part, first);
+                Ok(())
+            })
+        })?;
+        for (n, row) in trained.iter().zip(&state.finish()) {
+            each(*n, row);
+        }
+        if let Some(dh) = &mut dh {
+            head.each(|first, part| {
+                Dense::from(part).with_rows("a part of the head", |part| {
+                    state.turn(part, first, options.scale as f32);
+                    Ok(())
+                })
+            })?;
+            for (row, n) in state.gradient().chunks_exact(d).zip(&trained) {
+                dh[n * d..][..d].copy_from_slice(row);
+            }
+        }
+    }
+    dh.map(|dh| tensor(dh, (n, d))).transpose()
+}
+
+/// The same on a GPU.
+#[cfg(feature = "cuda")]
+pub(super) mod gpu {
+    use super::super::super::cuda::cross_entropy_parts::{Job, run};
+    use super::super::super::cuda::memory::to_f32_vec;
+    use super::*;
+    use candle_core::DType;
+
+    pub(super) fn streamed(
+        h: &Tensor,
+        head: &Pieces,
+        targets: &[u32],
+        options: &Options,
+        tally: &Tally,
+    ) -> Result<Output> {
+        let trained = head.trained_rows(h, targets, options)?;
+        let totals = tally
+            .losses()?
+            .ok_or_else(|| Error::new("the sums of a step do not lie on the GPU"))?;
+        let job = Job {
+            h,
+            trained: &trained,
+            targets,
+            weights: options.weights,
+            softcap: options.softcap,
+            totals: &totals,
+            each: None,
+            entropies: None,
+        };
+        let dh = run(&job, head, options.need_dh.then_some(options.scale as f32))?;
+        Ok(Output {
+            trained: trained.len(),
+            dh,
+            dw: None,
+        })
+    }
+
+    /// What is wanted of each token.
+    #[derive(Clone, Copy, PartialEq)]
+    pub(in super::super) enum Which {
+        LogProbs,
+        Entropies,
+    }
+
+    /// `[N]`; 0 where the target is `IGNORE`.
+    pub(in super::super) fn of_each_token(
+        h: &Tensor,
+        head: &Pieces,
+        targets: &[u32],
+        softcap: Option<f32>,
+        which: Which,
+    ) -> Result<Vec<f32>> {
+        let trained = head.trained_rows(h, targets, &Options::losses(softcap, 0))?;
+        let each = Tensor::zeros(targets.len(), DType::F32, h.device())?;
+        let totals = Tensor::zeros(2, DType::F64, h.device())?;
+        let job = Job {
+            h,
+            trained: &trained,
+            targets,
+            weights: None,
+            softcap,
+            totals: &totals,
+            each: (which == Which::LogProbs).then_some(&each),
+            entropies: (which == Which::Entropies).then_some(&each),
+        };
+        run(&job, head, None)?;
+        to_f32_vec(&each)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{forward_backward, forward_only};
+    use super::*;
+    use crate::oracle::{bf16_pair, flat, random};
+    use candle_core::Device;
+    use ft_base::IGNORE;
+
+    #[test]
+    fn a_head_in_parts_gives_the_bits_of_the_whole_head() {
+        let (n, d, v) = (37, 24, 2 * PIECE + 777);
+        let h = random((n, d), 1);
+        let targets: Vec<u32> = (0..n as u32)
+            .map(|i| if i % 5 == 1 { IGNORE } else { i * 2399 % v as u32 })
+            .collect();
+        for weight in [random((v, d), 2), bf16_pair((v, d), 2).0] {
+            for (softcap, chunk) in [(None, 1000), (Some(3.0), 16), (None, 5)] {
+                for rows_of_part in [PIECE, 2 * PIECE, 3 * PIECE] {
+                    let part = |first: usize| {
+                        let count = rows_of_part.min(v - first);
+                        Ok(weight.narrow(0, first, count)?)
+                    };
+                    let head = Pieces {
+                        rows: v,
+                        width: d,
+                        rows_of_part,
+                        part: &part,
+                    };
+                    let factors = flat(&random(targets.len(), 9));
+                    let mut options = Options {
+                        softcap,
+                        chunk,
+                        scale: 0.3,
+                        need_dh: true,
+                        need_dw: false,
+                        weights: Some(&factors),
+                    };
+                    let (a, b, c, e) = (tally(), tally(), tally(), tally());
+                    let whole = forward_backward(&h, &weight, &targets, &options, &a).unwrap();
+                    let parts = streamed(&h, &head, &targets, &options, &b).unwrap();
+                    assert_eq!(a.read().unwrap(), b.read().unwrap());
+                    assert_eq!(whole.trained, parts.trained);
+                    assert_eq!(flat(&whole.dh.unwrap()), flat(&parts.dh.unwrap()));
+                    options.need_dh = false;
+                    let none = streamed(&h, &head, &targets, &options, &c).unwrap();
+                    forward_only(&h, &weight, &targets, softcap, chunk, &e).unwrap();
+                    assert!(none.dh.is_none());
+                    assert_eq!(
+                        (c.read().unwrap(), a.read().unwrap()),
+                        (e.read().unwrap(), e.read().unwrap())
+                    );
+                }
+            }
+        }
+    }
+
+    fn tally() -> Tally {
+        Tally::new(&Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn what_is_wrong_is_refused() {
+        let (h, weight) = (random((3, 4), 1), random((PIECE + 5, 4), 2));
+        let part = |first: usize| Ok(weight.narrow(0, first, PIECE.min(PIECE + 5 - first))?);
+        let mut head = Pieces {
+            rows: PIECE + 5,
+            width: 4,
+            rows_of_part: PIECE,
+            part: &part,
+        };
+        let mut options = Options {
+            softcap: None,
+            chunk: 2,
+            scale: 1.0,
+            need_dh: true,
+            need_dw: false,
+            weights: None,
+        };
+        let targets = [IGNORE; 3];
+        let out = streamed(&h, &head, &targets, &options, &tally()).unwrap();
+        assert!(out.trained == 0 && flat(&out.dh.unwrap()).iter().all(|x| *x == 0.0));
+        assert!(streamed(&h, &head, &[0, PIECE as u32 + 5, 1], &options, &tally()).is_err());
+        options.need_dw = true;
+        assert!(streamed(&h, &head, &targets, &options, &tally()).is_err());
+        options.need_dw = false;
+        head.rows_of_part = PIECE / 2;
+        assert!(streamed(&h, &head, &targets, &options, &tally()).is_err());
+        head.rows_of_part = PIECE;
+        head.width = 5;
+        assert!(streamed(&h, &head, &targets, &options, &tally()).is_err());
+    }
+}

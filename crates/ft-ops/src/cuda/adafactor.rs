@@ -1,0 +1,157 @@
+//! Steps of Adafactor: a few small kernels for each parameter, none of which is waited for.
+//!
+//! Letters: R rows and C columns of a matrix; a vector has no rows and its elements as columns.
+
+use super::reduce::SHARE;
+use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
+use crate::step::{Gate, Item, Moment, Precision};
+use candle_core::{DType, Tensor};
+use ft_base::{Error, Result};
+
+/// Rows that a thread sums of its column at least, and stripes of them at most.
+const STRIPE: usize = 64;
+const STRIPES: usize = 128;
+const THREADS: usize = 256;
+
+/// Updates the parameters in place.
+pub(crate) fn run(items: &[Item], coefficient: f32, gate: Gate) -> Result<()> {
+    let scalar = |t: Option<&Tensor>, dtype| t.map_or(Ok(0), |t| address_of(t, "a number of an optimizer step", dtype));
+    let finite = [
+        Arg::Address(scalar(gate.finite, DType::F64)?),
+        Arg::small(gate.finite.map_or(0, Tensor::elem_count), "the numbers of a gate")?,
+    ];
+    let factor = [
+        Arg::F32(coefficient),
+        Arg::Address(scalar(gate.coefficient, DType::F32)?),
+    ];
+    let common = Common { finite, factor };
+    let all = items.iter().filter(|item| item.weight.elem_count() > 0);
+    all.into_iter().try_for_each(|item| common.step(item))
+}
+
+/// The last arguments of the kernels: the gate, and the factor of the gradients.
+struct Common {
+    finite: [Arg; 2],
+    factor: [Arg; 2],
+}
+
+fn wrong(what: &str) -> Error {
+    Error::new(format!("an optimizer step was given {what}"))
+}
+
+/// The second moment of a parameter, f32: addresses of the row means, if it has any, and of the others; R and C.
+fn moments(item: &Item) -> Result<(u64, u64, usize, usize)> {
+    let place = |t: &Tensor, n: usize| match t.elem_count() == n {
+        true => address_of(t, "an optimizer state", DType::F32),
+        false => Err(wrong("a state of another size").found(t.elem_count()).expected(n)),
+    };
+    match (item.first, item.second, item.weight.dims()) {
+        (Some(Moment::F32(rows)), Some(Moment::F32(columns)), &[r, c]) => {
+            Ok((place(rows, r)?, place(columns, c)?, r, c))
+        }
+        (None, Some(Moment::F32(whole)), _) => {
+            let n = item.weight.elem_count();
+            Ok((0, place(whole, n)?, 1, n))
+        }
+        _ => Err(wrong("the wrong moments")),
+    }
+}
+
+/// Address, address of the lower halves, key and form of the weight, as `change` of `cuda/weight.cuh` takes them; `gradient`
+/// is read beside it.
+fn weight(item: &Item, gradient: u64) -> Result<[Arg; 4]> {
+    let kind = Kind::of(item.weight, "a weight")?;
+    let (low, key, random) = match item.precision {
+        Precision::Whole => (0, 0, false),
+        Precision::Halves(low) if low.elem_count() == item.weight.elem_count() => {
+            (address_of(low, "the lower half of a weight", DType::I16)?, 0, false)
+        }
+        Precision::Halves(_) => return Err(wrong("tensors of different sizes")),
+        Precision::Stochastic(rng) => (0, rng.key(), true),
+    };
+    if (kind == Kind::F32) != matches!(item.precision, Precision::Whole) {
+        return Err(wrong("a weight of another type than its precision says"));
+    }
+    let place = address(item.weight, "a weight")?;
+    let form = (kind == Kind::Bf16) as i32 | (aligned(&[place, low, gradient]) as i32) << 2 | (random as i32) << 3;
+    Ok([Arg::Address(place), Arg::Address(low), Arg::U64(key), Arg::I32(form)])
+}
+
+impl Common {
+    fn step(&self, item: &Item) -> Result<()> {
+        let gpu = Gpu::of(item.weight, "a weight")?;
+        let n = item.weight.elem_count();
+        if item.gradient.elem_count() != n {
+            return Err(wrong("tensors of different sizes")
+                .found(item.gradient.elem_count())
+                .expected(n));
+        }
+        let gradient = address_of(item.gradient, "a gradient", DType::F32)?;
+        let weight = weight(item, gradient)?;
+        let (rows, columns, r, c) = moments(item)?;
+        let beta2 = 1.0 - (item.step as f64).powf(-0.8);
+        let [keep, take] = [Arg::F32(beta2 as f32), Arg::F32((1.0 - beta2) as f32)];
+        let g = Arg::Address(gradient);
+
+        let launch = |kernel: &str, grid: Grid, args: &[Arg], factor: bool| {
+            let factor = if factor { &self.factor[..] } else { &[] };
+            let args = [args, &self.finite, factor].concat();
+            // SAFETY: gradient, weight and means were checked above to have the sizes of each other; the sums beside them
+            // have a place for each block.
+            unsafe { gpu.launch("adafactor", kernel, grid, &args) }
+        };
+        if rows != 0 {
+            let args = [g, Arg::size(c), Arg::Address(rows), keep, take];
+            launch("adafactor_rows", Grid::line(r, threads(c)), &args, true)?;
+        }
+        // Columns: sums over stripes of rows, then over the stripes.
+        let count = STRIPE.max(r.div_ceil(STRIPES));
+        let stripes = r.div_ceil(count);
+        let sums = gpu.empty(stripes * c, DType::F32)?;
+        let sums = Arg::Address(address(&sums, "sums of columns")?);
+        let line = Grid::line(c.div_ceil(THREADS), THREADS as u32);
+        let grid = Grid {
+            blocks: (line.blocks.0, stripes),
+            ..line
+        };
+        let args = [g, Arg::size(r), Arg::size(c), Arg::size(count), sums];
+        launch("adafactor_stripes", grid, &args, true)?;
+        let (row, column) = (Arg::Address(rows), Arg::Address(columns));
+        let args = [sums, Arg::size(stripes), Arg::size(r), Arg::size(c), column, keep, take];
+        launch("adafactor_columns", line, &args, false)?;
+
+        let scalars = gpu.empty(2, DType::F32)?;
+        let scalars = address(&scalars, "numbers of a step")?;
+        let (mean, size) = (Arg::Address(scalars), Arg::Address(scalars + 4));
+        if rows != 0 {
+            let args = [Arg::Address(rows), Arg::size(r), mean];
+            // SAFETY: there are so many rows, and `mean` is one number.
+            unsafe { gpu.launch("adafactor", "adafactor_mean", Grid::line(1, 1024), &args)? };
+        }
+        let shares = c.div_ceil(SHARE);
+        let partial = gpu.empty(r * shares, DType::F64)?;
+        let partial = Arg::Address(address(&partial, "partial sums")?);
+        let grid = Grid {
+            blocks: (r, shares),
+            ..Grid::line(r, threads(c))
+        };
+        let args = [g, Arg::size(c), row, mean, column, partial];
+        launch("adafactor_squares", grid, &args, true)?;
+        let args = [partial, Arg::size(r * shares), Arg::size(n), Arg::F64(item.lr), size];
+        launch("adafactor_size", Grid::line(1, 1024), &args, true)?;
+        let keep = Arg::F32((1.0 - item.weight_decay * item.lr) as f32);
+        let args = [g, Arg::size(n), Arg::size(c), row, mean, column, keep, size];
+        let args = [&weight[..], &args].concat();
+        launch(
+            "adafactor_apply",
+            Grid::line(n.div_ceil(SHARE), THREADS as u32),
+            &args,
+            false,
+        )
+    }
+}
+
+/// Threads for a row of `c` elements.
+fn threads(c: usize) -> u32 {
+    c.div_ceil(4).div_ceil(32).clamp(1, 8) as u32 * 32
+}

@@ -1,0 +1,461 @@
+//! Attention on a GPU: launches of the kernels in `cuda/attention_*.cu`, on the lists of `tiles`.
+//!
+//! bf16 runs on the tensor cores where the head size is a multiple of 8 up to 256; other bf16 heads and f32 run on the
+//! plain f32 kernels, with heads of up to 256. Shapes and letters as in `ops::attention`.
+
+use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned, elementwise, narrow};
+use crate::attention::Spec;
+use crate::tiles::{Documents, Join, Tile, Tiles};
+use candle_core::cuda::DeviceId;
+use candle_core::cuda::cudarc::driver::DeviceRepr;
+use candle_core::cuda::cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as MOST_SHARED;
+use candle_core::{DType, Tensor};
+use ft_base::{Error, Result};
+use std::collections::VecDeque;
+use std::sync::Mutex;
+
+/// As `attention::Form` of `cuda/attention.cuh`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct Form {
+    heads: i32,
+    kv_heads: i32,
+    size: i32,
+    window: i32,
+    scale: f32,
+    cap: f32,
+    pack: i32,
+    parts: i32,
+}
+
+// SAFETY: numbers alone, laid out as the kernels read them.
+unsafe impl DeviceRepr for Form {}
+
+impl Form {
+    fn new(spec: &Spec, pack: usize, parts: usize) -> Result<Self> {
+        /// No document is longer, and twice as much is still a 32-bit number.
+        const NO_WINDOW: usize = 1 << 30;
+        Ok(Self {
+            heads: narrow(spec.heads, "the number of heads")?,
+            kv_heads: narrow(spec.kv_heads, "the number of heads")?,
+            size: narrow(spec.head_dim, "an attention head")?,
+            window: spec.window.unwrap_or(NO_WINDOW).min(NO_WINDOW) as i32,
+            scale: spec.scale,
+            cap: spec.softcap.unwrap_or(0.0),
+            pack: narrow(pack, "the number of heads")?,
+            parts: narrow(parts, "the number of heads")?,
+        })
+    }
+}
+
+/// Kernels of one head size, and the rows of their tiles as they were compiled.
+struct Compiled {
+    size: usize,
+    /// Forward: queries of a block, keys of a step. A block of the split pass has 64 queries.
+    queries: usize,
+    keys: usize,
+    /// Keys of a step of the split forward pass.
+    split_keys: usize,
+    /// dk and dv: columns that a block makes, queries of all stages together. A block has 64 keys.
+    columns: usize,
+    staged_queries: usize,
+    /// dq: keys of all stages together. A block has 64 queries.
+    staged_keys: usize,
+}
+
+/// As at the ends of `attention_forward.cu` and `attention_backward.cu`.
+#[rustfmt::skip]
+const BF16: [Compiled; 4] = [
+    Compiled { size: 64, queries: 128, keys: 64, split_keys: 64, columns: 64, staged_queries: 128, staged_keys: 128 },
+    Compiled { size: 96, queries: 128, keys: 32, split_keys: 64, columns: 96, staged_queries: 64, staged_keys: 128 },
+    Compiled { size: 128, queries: 128, keys: 32, split_keys: 64, columns: 128, staged_queries: 64, staged_keys: 64 },
+    Compiled { size: 256, queries: 64, keys: 32, split_keys: 32, columns: 128, staged_queries: 32, staged_keys: 32 },
+];
+/// Size and rows of a tile, as at the end of `attention_f32.cu`.
+const F32: [(usize, usize); 3] = [(64, 32), (128, 32), (256, 16)];
+const LARGEST: usize = 256;
+
+/// Rows of a tile where `Compiled` does not say otherwise, and threads of a block.
+const ROWS: usize = 64;
+const THREADS: u32 = 128;
+/// Blocks that fill a large GPU.
+const ENOUGH_BLOCKS: usize = 256;
+/// With at most this many queries in every document the keys are split over several blocks.
+const FEW_QUERIES: usize = 16;
+/// Keys that are worth a block of their own.
+const SPLIT: usize = 256;
+
+const FORWARD: &str = "attention_forward";
+const BACKWARD: &str = "attention_backward";
+const PLAIN: &str = "attention_f32";
+
+fn too_large(spec: &Spec) -> Error {
+    Error::new("an attention head is too large for the GPU")
+        .found(spec.head_dim)
+        .expected(format!("at most {LARGEST}"))
+}
+
+fn compiled(spec: &Spec) -> Result<&'static Compiled> {
+    BF16.iter()
+        .find(|c| spec.head_dim <= c.size)
+        .ok_or_else(|| too_large(spec))
+}
+
+fn plain(spec: &Spec) -> Result<(usize, usize)> {
+    F32.into_iter()
+        .find(|(size, _)| spec.head_dim <= *size)
+        .ok_or_else(|| too_large(spec))
+}
+
+/// Do the tensor cores take these tensors? Their rows are moved 16 bytes at a time.
+fn on_tensor_cores(spec: &Spec, kind: Kind, addresses: &[u64]) -> bool {
+    kind == Kind::Bf16 && spec.head_dim.is_multiple_of(8) && aligned(addresses)
+}
+
+fn elements(t: &Tensor, name: &str, kind: Kind) -> Result<u64> {
+    address_of(t, name, kind.dtype())
+}
+
+/// A list of work on the device. It must live until the launch is queued; memory is given back in stream order.
+/// Every layer of a step wants the same few lists: the last ones are kept.
+fn upload<const N: usize>(gpu: &Gpu, rows: impl Iterator<Item = [i32; N]>) -> Result<Tensor> {
+    const KEPT: usize = 8;
+    type Lists = VecDeque<(DeviceId, Vec<u8>, Tensor)>;
+    static LISTS: Mutex<Lists> = Mutex::new(VecDeque::new());
+    let bytes: Vec<u8> = rows.flatten().flat_map(i32::to_ne_bytes).collect();
+    let id = gpu.device().id();
+    let mut lists = LISTS
+        .lock()
+        .map_err(|_| Error::new("the lists of attention were left locked"))?;
+    let known = lists.iter().find(|(on, of, _)| *on == id && *of == bytes);
+    if let Some((_, _, list)) = known {
+        return Ok(list.clone());
+    }
+    let list = gpu.upload_bytes(&bytes)?;
+    if lists.len() == KEPT {
+        lists.pop_front();
+    }
+    lists.push_back((id, bytes, list.clone()));
+    Ok(list)
+}
+
+/// Queues a kernel that wants more shared memory than a kernel gets unasked, with the form as its last argument.
+///
+/// # Safety
+/// As `Gpu::launch`.
+unsafe fn launch(gpu: &Gpu, module: &'static str, name: &str, grid: Grid, args: &[Arg], form: &Form) -> Result<()> {
+    gpu.function(module, name)?
+        .set_attribute(MOST_SHARED, grid.shared as i32)
+        .map_err(|e| Error::new(format!("the GPU has too little shared memory for `{name}`")).cause(e))?;
+    // SAFETY: promised by the caller.
+    unsafe { gpu.launch_with(module, name, grid, args, Some(form)) }
+}
+
+fn grid(blocks: usize, threads: u32, shared: usize) -> Grid {
+    Grid {
+        shared: shared as u32,
+        ..Grid::line(blocks, threads)
+    }
+}
+
+/// o `[Nq, H·E]` of the type of q, lse f32 `[Nq, H]`. The caller checked shapes and offsets.
+pub(crate) fn forward(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    spec: &Spec,
+    q_documents: &[usize],
+    k_documents: &[usize],
+) -> Result<(Tensor, Tensor)> {
+    let gpu = Gpu::of(q, "the queries")?;
+    let kind = Kind::of(q, "the queries")?;
+    let documents = Documents {
+        queries: q_documents,
+        keys: k_documents,
+        window: spec.window,
+    };
+    documents.check()?;
+    let inputs = [
+        elements(q, "the queries", kind)?,
+        elements(k, "the keys", kind)?,
+        elements(v, "the values", kind)?,
+    ];
+    if kind == Kind::Bf16 && !on_tensor_cores(spec, kind, &inputs) {
+        let [q, k, v] = [q, k, v].map(|t| elementwise::cast(t, Kind::F32));
+        let (o, lse) = forward(&q?, &k?, &v?, spec, q_documents, k_documents)?;
+        return Ok((elementwise::cast(&o, kind)?, lse));
+    }
+    let n = q.dims()[0];
+    let o = gpu.empty((n, spec.heads * spec.head_dim), q.dtype())?;
+    let lse = gpu.empty((n, spec.heads), DType::F32)?;
+    if n == 0 {
+        return Ok((o, lse));
+    }
+    let outputs = [
+        address(&o, "the output of attention")?,
+        address(&lse, "the log-sum-exp of attention")?,
+    ];
+    let [q, k, v] = inputs.map(Arg::Address);
+    let [to_o, to_lse] = outputs.map(Arg::Address);
+    match kind {
+        Kind::F32 => {
+            let (size, rows) = plain(spec)?;
+            let (_list, tiles, count) = documents.query_tiles(rows, 1).upload(&gpu)?;
+            let shared = 4 * rows * (3 * (size + 4) + rows + 1);
+            let grid = grid(count * spec.heads, 8 * rows as u32, shared);
+            let args = [q, k, v, to_o, to_lse, Arg::Address(tiles)];
+            let name = format!("attention_f32_forward_{size}");
+            // SAFETY: the tiles lie inside the tensors, whose shapes were checked.
+            unsafe { launch(&gpu, PLAIN, &name, grid, &args, &Form::new(spec, 1, 1)?)? };
+        }
+        Kind::Bf16 if documents.longest_query() <= FEW_QUERIES => {
+            decode(&gpu, [q, k, v], [to_o, to_lse], spec, &documents)?
+        }
+        Kind::Bf16 => {
+            let compiled = compiled(spec)?;
+            let (_list, tiles, count) = documents.query_tiles(compiled.queries, 1).upload(&gpu)?;
+            let shared = 2 * compiled.size * (compiled.queries + 2 * compiled.keys);
+            let grid = grid(count * spec.heads, THREADS, shared);
+            let args = [q, k, v, to_o, to_lse, Arg::Address(tiles)];
+            let name = format!("attention_forward_{}", compiled.size);
+            // SAFETY: as above.
+            unsafe { launch(&gpu, FORWARD, &name, grid, &args, &Form::new(spec, 1, 1)?)? };
+        }
+    }
+    Ok((o, lse))
+}
+
+/// Few queries on many keys: the heads of a key head share the rows of a tile, and the keys are split.
+fn decode(gpu: &Gpu, inputs: [Arg; 3], outputs: [Arg; 2], spec: &Spec, documents: &Documents<'_>) -> Result<()> {
+    let compiled = compiled(spec)?;
+    let group = spec.heads / spec.kv_heads;
+    let pack = if group <= ROWS { group } else { 1 };
+    let heads = spec.heads / pack;
+    let tiles = documents.query_tiles(ROWS, pack);
+    let all_keys: usize = tiles.0.iter().map(|t| t.high - t.low).sum();
+    let keys = (all_keys * heads)
+        .div_ceil(ENOUGH_BLOCKS)
+        .max(SPLIT)
+        .next_multiple_of(ROWS);
+    let (tiles, joins, slots) = tiles.split(keys);
+    let (_tiles, tiles, count) = tiles.upload(gpu)?;
+    let joins_list = upload(gpu, joins.iter().map(Join::numbers))?;
+    let partial = gpu.empty((heads, slots, spec.head_dim), DType::F32)?;
+    let partial_lse = gpu.empty((heads, slots), DType::F32)?;
+    let partial = [
+        address(&partial, "partial results of attention")?,
+        address(&partial_lse, "partial results of attention")?,
+    ]
+    .map(Arg::Address);
+    let form = Form::new(spec, pack, 1)?;
+    let slots = Arg::small(slots, "the number of rows")?;
+
+    let shared = 2 * compiled.size * (ROWS + 2 * compiled.split_keys);
+    let [q, k, v] = inputs;
+    let args = [q, k, v, partial[0], partial[1], Arg::Address(tiles), slots];
+    let name = format!("attention_split_{}", compiled.size);
+    // SAFETY: the tiles lie inside the tensors, and every tile has its own slots of the partial results.
+    unsafe { launch(gpu, FORWARD, &name, grid(count * heads, THREADS, shared), &args, &form)? };
+    let list = Arg::Address(address(&joins_list, "a list of rows")?);
+    let args = [outputs[0], outputs[1], partial[0], partial[1], list, slots];
+    let grid = grid(joins.len() * heads, THREADS, 0);
+    // SAFETY: the joins name the slots that were written just now.
+    unsafe { launch(gpu, FORWARD, "attention_join", grid, &args, &form) }
+}
+
+impl Tiles {
+    /// The list on the device, its address and its length.
+    fn upload(&self, gpu: &Gpu) -> Result<(Tensor, u64, usize)> {
+        let list = upload(gpu, self.0.iter().map(Tile::numbers))?;
+        let place = address(&list, "a list of tiles")?;
+        Ok((list, place, self.0.len()))
+    }
+}
+
+/// dq, dk, dv of the types of q, k, v. Queries and keys are the same tokens; the caller checked shapes and offsets.
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn backward(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    o: &Tensor,
+    lse: &Tensor,
+    dout: &Tensor,
+    spec: &Spec,
+    documents: &[usize],
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let gpu = Gpu::of(q, "the queries")?;
+    let kind = Kind::of(q, "the queries")?;
+    let dout = &elementwise::cast(dout, kind)?;
+    let inputs = [
+        elements(q, "the queries", kind)?,
+        elements(k, "the keys", kind)?,
+        elements(v, "the values", kind)?,
+        elements(dout, "the gradient of attention", kind)?,
+        elements(o, "the output of attention", kind)?,
+    ];
+    if kind == Kind::Bf16 && !on_tensor_cores(spec, kind, &inputs) {
+        let [q, k, v, o, dout] = [q, k, v, o, dout].map(|t| elementwise::cast(t, Kind::F32));
+        let (dq, dk, dv) = backward(&q?, &k?, &v?, &o?, lse, &dout?, spec, documents)?;
+        let [dq, dk, dv] = [dq, dk, dv].map(|t| elementwise::cast(&t, kind));
+        return Ok((dq?, dk?, dv?));
+    }
+    let lse = address_of(lse, "the log-sum-exp of attention", DType::F32)?;
+    let documents = Documents {
+        queries: documents,
+        keys: documents,
+        window: spec.window,
+    };
+    documents.check()?;
+    let n = q.dims()[0];
+    let grads = [q, k, v].map(|t| gpu.empty(t.shape(), t.dtype()));
+    let [dq, dk, dv] = grads;
+    let (dq, dk, dv) = (dq?, dk?, dv?);
+    if n == 0 {
+        return Ok((dq, dk, dv));
+    }
+    let delta = gpu.empty((n, spec.heads), DType::F32)?;
+    let delta_place = address(&delta, "the row sums of attention")?;
+    let [q, k, v, dout, o] = inputs.map(Arg::Address);
+    let read = [q, k, v, dout, Arg::Address(lse), Arg::Address(delta_place)];
+    let to_dq = Arg::Address(address(&dq, "the gradient of the queries")?);
+    let to_dkv = [
+        Arg::Address(address(&dk, "the gradient of the keys")?),
+        Arg::Address(address(&dv, "the gradient of the values")?),
+    ];
+
+    let (module, delta_name) = match kind {
+        Kind::F32 => (PLAIN, "attention_f32_delta"),
+        Kind::Bf16 => (BACKWARD, "attention_delta"),
+    };
+    let args = [
+        Arg::Address(delta_place),
+        o,
+        dout,
+        Arg::size(n * spec.heads),
+        Arg::small(spec.head_dim, "an attention head")?,
+    ];
+    // SAFETY: o and dout have n·H rows of E elements, delta one number for each.
+    unsafe {
+        gpu.launch(
+            module,
+            delta_name,
+            Grid::line((n * spec.heads).div_ceil(4), THREADS),
+            &args,
+        )?
+    };
+
+    if kind == Kind::F32 {
+        let (size, rows) = plain(spec)?;
+        let form = Form::new(spec, 1, 1)?;
+        let shared = 4 * rows * (4 * (size + 4) + 2 * (rows + 1));
+        let threads = 8 * rows as u32;
+        let (_queries, tiles, count) = documents.query_tiles(rows, 1).upload(&gpu)?;
+        let args = [&read[..], &[to_dq, Arg::Address(tiles)]].concat();
+        let name = format!("attention_f32_queries_{size}");
+        // SAFETY: the tiles lie inside the tensors, whose shapes were checked.
+        unsafe {
+            launch(
+                &gpu,
+                PLAIN,
+                &name,
+                grid(count * spec.heads, threads, shared),
+                &args,
+                &form,
+            )?
+        };
+        let (_keys, tiles, count) = documents.key_tiles(rows).upload(&gpu)?;
+        let args = [&read[..], &to_dkv[..], &[Arg::Address(tiles)]].concat();
+        let name = format!("attention_f32_keys_{size}");
+        // SAFETY: as above.
+        unsafe {
+            launch(
+                &gpu,
+                PLAIN,
+                &name,
+                grid(count * spec.kv_heads, threads, shared),
+                &args,
+                &form,
+            )?
+        };
+        return Ok((dq, dk, dv));
+    }
+
+    let compiled = compiled(spec)?;
+    let (_queries, tiles, count) = documents.query_tiles(ROWS, 1).upload(&gpu)?;
+    let args = [&read[..], &[to_dq, Arg::Address(tiles)]].concat();
+    let shared = 2 * compiled.size * (2 * ROWS + 2 * compiled.staged_keys);
+    let name = format!("attention_queries_{}", compiled.size);
+    let form = Form::new(spec, 1, 1)?;
+    // SAFETY: as above.
+    unsafe {
+        launch(
+            &gpu,
+            BACKWARD,
+            &name,
+            grid(count * spec.heads, THREADS, shared),
+            &args,
+            &form,
+        )?
+    };
+
+    let (_keys, tiles, count) = documents.key_tiles(ROWS).upload(&gpu)?;
+    let group = spec.heads / spec.kv_heads;
+    let blocks = count * spec.kv_heads * (compiled.size / compiled.columns);
+    // Depends on shapes alone: sums keep their order on any GPU.
+    let parts = (1..=group)
+        .find(|p| group.is_multiple_of(*p) && blocks * p >= ENOUGH_BLOCKS)
+        .unwrap_or(group);
+    let width = spec.kv_heads * spec.head_dim;
+    let partial = match parts {
+        1 => None,
+        _ => Some((
+            gpu.empty((parts, n, width), DType::F32)?,
+            gpu.empty((parts, n, width), DType::F32)?,
+        )),
+    };
+    let places = match &partial {
+        Some((dk, dv)) => [
+            address(dk, "parts of the gradient of the keys")?,
+            address(dv, "parts of the gradient of the values")?,
+        ],
+        None => [0; 2],
+    };
+    let args = [
+        &read[..],
+        &to_dkv[..],
+        &places.map(Arg::Address)[..],
+        &[Arg::small(n, "the number of tokens")?, Arg::Address(tiles)],
+    ]
+    .concat();
+    let shared = 2 * compiled.size * (2 * ROWS + 2 * compiled.staged_queries) + 8 * compiled.staged_queries;
+    let name = format!("attention_keys_{}", compiled.size);
+    let form = Form::new(spec, 1, parts)?;
+    // SAFETY: as above; with several parts each has its own [n, K·E] of the partial sums.
+    unsafe {
+        launch(
+            &gpu,
+            BACKWARD,
+            &name,
+            grid(blocks * parts, THREADS, shared),
+            &args,
+            &form,
+        )?
+    };
+    if parts > 1 {
+        for (to, from) in to_dkv.into_iter().zip(places) {
+            let count = [Arg::size(n * width), Arg::small(parts, "the number of heads")?];
+            let args = [to, Arg::Address(from), count[0], count[1]];
+            // SAFETY: `parts` times n·K·E sums, n·K·E results.
+            unsafe {
+                gpu.launch(
+                    BACKWARD,
+                    "attention_sum_parts",
+                    Grid::line((n * width).div_ceil(256), 256),
+                    &args,
+                )?
+            };
+        }
+    }
+    Ok((dq, dk, dv))
+}

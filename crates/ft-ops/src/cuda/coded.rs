@@ -1,0 +1,264 @@
+//! Products with codes on a GPU: a block of W is decoded and multiplied by cuBLAS, again and again in the same memory;
+//! for a few tokens one kernel decodes in registers.
+
+use super::elementwise::cast;
+use super::gemm::{Matrix, gemm};
+use super::linear::bias_rows;
+use super::memory::{to_f32_vec, write};
+use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned, narrow};
+use crate::coded::{Placed, Scales, TILE};
+use candle_core::cuda::DeviceId;
+use candle_core::{DType, Tensor};
+use ft_base::{Error, Result};
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::{Mutex, OnceLock};
+
+/// Most tokens of the product in one kernel.
+const FEW: usize = 8;
+const WARPS: usize = 4;
+/// Blocks of W start at multiples of so many rows or columns.
+const STEP: usize = 128;
+
+/// Of the kernels, and what they are given of the weight: the structures of `cuda/decode.cu`.
+enum Weight {
+    /// Also int4. Addresses of codes and scales, stride; columns and shift in one word.
+    Grouped([u64; 4]),
+    /// Addresses of codes, absmax, their codes, the table, their scales; offset and columns in one word.
+    Nf4([u64; 6]),
+}
+
+fn pair(low: u32, high: u32) -> u64 {
+    low as u64 | (high as u64) << 32
+}
+
+/// Name of the format in the names of the kernels, and the structure. The addresses are good as long as `w` lives.
+fn weight(gpu: &Gpu, w: &Placed) -> Result<(&'static str, Weight)> {
+    const NAME: &str = "a coded weight";
+    let columns = narrow(w.columns, "a row of a weight")? as u32;
+    let codes = address_of(&w.codes, NAME, DType::U8)?;
+    Ok(match &w.scales {
+        Scales::Int8 { stride, group, scales } | Scales::Int4 { stride, group, scales } => {
+            let (name, dtype) = match w.scales {
+                Scales::Int8 { .. } => ("int8", DType::F32),
+                _ => ("int4", DType::U32),
+            };
+            let shift = if *group < w.columns { group.ilog2() } else { 31 };
+            let scales = address_of(scales, NAME, dtype)?;
+            let numbers = [codes, scales, *stride as u64, pair(columns, shift)];
+            (name, Weight::Grouped(numbers))
+        }
+        Scales::Nf4 { absmax } => {
+            let absmax = address_of(absmax, NAME, DType::F32)?;
+            ("nf4", Weight::Nf4([codes, absmax, 0, 0, 0, pair(0, columns)]))
+        }
+        Scales::Nf4Double {
+            codes: nested,
+            table,
+            scales,
+            offset,
+        } => {
+            let numbers = [
+                codes,
+                0,
+                address_of(nested, NAME, DType::U8)?,
+                table_on(gpu, table)?,
+                address_of(scales, NAME, DType::F32)?,
+                pair(offset.to_bits(), columns),
+            ];
+            ("nf4", Weight::Nf4(numbers))
+        }
+    })
+}
+
+/// The values of absmax codes, once on each device: there is one table.
+fn table_on(gpu: &Gpu, table: &'static [f32; 256]) -> Result<u64> {
+    static KEPT: OnceLock<Mutex<HashMap<DeviceId, Tensor>>> = OnceLock::new();
+    const NAME: &str = "a table of codes";
+    let mut kept = KEPT
+        .get_or_init(Mutex::default)
+        .lock()
+        .map_err(|_| Error::new("the table of codes was left locked"))?;
+    match kept.entry(gpu.device().id()) {
+        Entry::Occupied(known) => address(known.get(), NAME),
+        Entry::Vacant(place) => {
+            let there = gpu.empty(table.len(), DType::F32)?;
+            write(&there, NAME, DType::F32, table)?;
+            address(place.insert(there), NAME)
+        }
+    }
+}
+
+/// Queues a kernel whose last argument is the weight.
+///
+/// # Safety
+/// As `Gpu::launch`.
+unsafe fn launch(gpu: &Gpu, kernel: &str, grid: Grid, args: &[Arg], weight: &Weight) -> Result<()> {
+    // SAFETY: promised by the caller.
+    unsafe {
+        match weight {
+            Weight::Grouped(numbers) => gpu.launch_with("decode", kernel, grid, args, Some(numbers)),
+            Weight::Nf4(numbers) => gpu.launch_with("decode", kernel, grid, args, Some(numbers)),
+        }
+    }
+}
+
+/// The type of the decoded values.
+fn decoded(w: &Placed) -> Kind {
+    if w.bf16 { Kind::Bf16 } else { Kind::F32 }
+}
+
+/// A part of W: `(first, count)` rows, `(first, count)` columns.
+type Range = (usize, usize);
+
+/// Decodes a part of W into the first elements of `to`, as a matrix `[count, count]`.
+fn decode(gpu: &Gpu, w: &Placed, (first, count): Range, (from, width): Range, to: &Tensor) -> Result<()> {
+    let (format, weight) = weight(gpu, w)?;
+    let kind = decoded(w);
+    if count * width > to.elem_count() || first + count > w.rows || from + width > w.columns {
+        return Err(Error::new("a part of a coded weight does not fit its place"));
+    }
+    let args = [
+        Arg::size(first),
+        Arg::size(count),
+        Arg::small(from, "a row of a weight")?,
+        Arg::small(width, "a row of a weight")?,
+        Arg::Address(address_of(to, "a decoded weight", kind.dtype())?),
+    ];
+    let kernel = format!("decode_{format}_{}", kind.name());
+    // SAFETY: the part lies inside of W, whose tensors were checked when it was made, and fits its place.
+    unsafe { launch(gpu, &kernel, Grid::stride(count * width / 8 + 1), &args, &weight) }
+}
+
+/// Rows in f32 on the host. Waits for the GPU.
+pub(crate) fn rows(w: &Placed, first: usize, n: usize) -> Result<Vec<f32>> {
+    let gpu = Gpu::of(&w.codes, "a coded weight")?;
+    let to = gpu.empty((n, w.columns), decoded(w).dtype())?;
+    decode(&gpu, w, (first, n), (0, w.columns), &to)?;
+    to_f32_vec(&to)
+}
+
+/// How many of `lines`, each of `length` elements, are decoded at a time.
+fn step(lines: usize, length: usize) -> usize {
+    let most = TILE / length.max(1);
+    let whole = most / STEP * STEP;
+    lines.min(if whole > 0 { whole } else { most.max(1) }).max(1)
+}
+
+/// `x [N, I]`: `x·wᵀ + bias`, `[N, O]` of the type of x.
+pub(crate) fn forward(x: &Tensor, w: &Placed, bias: Option<&Tensor>) -> Result<Tensor> {
+    let gpu = Gpu::of(x, "x of a linear")?;
+    let (n, dtype) = (x.dims()[0], Kind::of(x, "x of a linear")?.dtype());
+    let y = match w.columns {
+        0 => gpu.zeros((n, w.rows), dtype)?,
+        _ => gpu.empty((n, w.rows), dtype)?,
+    };
+    if let Some(bias) = bias {
+        bias_rows(&gpu, bias, &y)?;
+    }
+    forward_into(&gpu, &y, x, w, bias.is_some())?;
+    Ok(y)
+}
+
+/// `y += x·wᵀ`.
+pub(crate) fn forward_add(y: &Tensor, x: &Tensor, w: &Placed) -> Result<()> {
+    forward_into(&Gpu::of(x, "x of a linear")?, y, x, w, true)
+}
+
+fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &Placed, add: bool) -> Result<()> {
+    let (n, outputs, inputs) = (x.dims()[0], w.rows, w.columns);
+    if n == 0 || outputs == 0 || inputs == 0 {
+        return Ok(());
+    }
+    let kind = Kind::of(x, "x of a linear")?;
+    if n <= FEW && kind == decoded(w) && y.dtype() == kind.dtype() {
+        return few(gpu, y, x, w, add);
+    }
+    let a = Matrix::new(address(x, "x of a linear")?, kind, inputs);
+    let to = Matrix::new(address(y, "y of a linear")?, Kind::of(y, "y of a linear")?, outputs);
+    let step = step(outputs, inputs);
+    let tile = gpu.empty(step * inputs, decoded(w).dtype())?;
+    for first in (0..outputs).step_by(step) {
+        let count = step.min(outputs - first);
+        decode(gpu, w, (first, count), (0, inputs), &tile)?;
+        let part = cast(&tile.narrow(0, 0, count * inputs)?, kind)?;
+        let b = Matrix::new(address(&part, "a decoded weight")?, kind, inputs).t();
+        let c = Matrix {
+            address: to.address + (first * to.kind.bytes()) as u64,
+            ..to
+        };
+        // SAFETY: columns first .. first + count of y; the tile holds so many rows.
+        unsafe { gemm(gpu, (n, count, inputs), a, b, c, add)? };
+    }
+    Ok(())
+}
+
+/// The product in one kernel. x, y and the decoded values are of one type.
+fn few(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &Placed, add: bool) -> Result<()> {
+    let (n, outputs, inputs) = (x.dims()[0], w.rows, w.columns);
+    let (format, weight) = weight(gpu, w)?;
+    let kind = decoded(w);
+    let from = address(x, "x of a linear")?;
+    let codes = address(&w.codes, "a coded weight")?;
+    // Columns of 16 bytes of codes.
+    let wide = if format == "int8" { 16 } else { 32 };
+    let form = match inputs.is_multiple_of(wide) && aligned(&[from, codes]) {
+        true => "packed",
+        false => "single",
+    };
+    let most = if n == 1 { 1 } else { FEW };
+    let kernel = format!("few_{format}_{}_{most}_{form}", kind.name());
+    let args = [
+        Arg::size(outputs),
+        Arg::Address(from),
+        Arg::Address(address_of(y, "y of a linear", kind.dtype())?),
+        Arg::small(n, "a batch")?,
+        Arg::I32(add as i32),
+    ];
+    let grid = Grid::line(outputs.div_ceil(WARPS), 32 * WARPS as u32);
+    // SAFETY: x is [n, inputs], y [n, outputs], n at most FEW; the tensors of W were checked when it was made.
+    unsafe { launch(gpu, &kernel, grid, &args, &weight) }
+}
+
+/// `dy [N, O]`: `dy·w`, `[N, I]` of the type of dy.
+pub(crate) fn backward_input(dy: &Tensor, w: &Placed) -> Result<Tensor> {
+    let gpu = Gpu::of(dy, "dy of a linear")?;
+    let (n, dtype) = (dy.dims()[0], Kind::of(dy, "dy of a linear")?.dtype());
+    if w.rows == 0 {
+        return gpu.zeros((n, w.columns), dtype);
+    }
+    let dx = gpu.empty((n, w.columns), dtype)?;
+    backward_into(&gpu, &dx, dy, w, false)?;
+    Ok(dx)
+}
+
+/// `dx += dy·w`.
+pub(crate) fn backward_input_add(dx: &Tensor, dy: &Tensor, w: &Placed) -> Result<()> {
+    backward_into(&Gpu::of(dy, "dy of a linear")?, dx, dy, w, true)
+}
+
+/// Columns of W at a time: each element of dx is rounded once.
+fn backward_into(gpu: &Gpu, dx: &Tensor, dy: &Tensor, w: &Placed, add: bool) -> Result<()> {
+    let (n, outputs, inputs) = (dy.dims()[0], w.rows, w.columns);
+    if n == 0 || outputs == 0 || inputs == 0 {
+        return Ok(());
+    }
+    let kind = Kind::of(dy, "dy of a linear")?;
+    let a = Matrix::new(address(dy, "dy of a linear")?, kind, outputs);
+    let to = Matrix::new(address(dx, "dx of a linear")?, Kind::of(dx, "dx of a linear")?, inputs);
+    let step = step(inputs, outputs);
+    let tile = gpu.empty(outputs * step, decoded(w).dtype())?;
+    for from in (0..inputs).step_by(step) {
+        let width = step.min(inputs - from);
+        decode(gpu, w, (0, outputs), (from, width), &tile)?;
+        let part = cast(&tile.narrow(0, 0, outputs * width)?, kind)?;
+        let b = Matrix::new(address(&part, "a decoded weight")?, kind, width);
+        let c = Matrix {
+            address: to.address + (from * to.kind.bytes()) as u64,
+            ..to
+        };
+        // SAFETY: columns from .. from + width of dx; the tile holds so many columns of W.
+        unsafe { gemm(gpu, (n, width, outputs), a, b, c, add)? };
+    }
+    Ok(())
+}

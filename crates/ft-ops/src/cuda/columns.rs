@@ -1,0 +1,77 @@
+//! Sums over the rows of a matrix, in two stages with a fixed order.
+
+use super::{Arg, Gpu, Grid, Kind, address, aligned};
+use candle_core::{DType, Tensor};
+use ft_base::Result;
+
+/// As in `cuda/columns.cu`.
+const ACROSS: usize = 32;
+const DOWN: usize = 8;
+const PACK: usize = 4;
+/// So many blocks keep a large GPU busy.
+const BLOCKS: usize = 1024;
+const MOST_PARTS: usize = 256;
+
+/// Sum over the rows of `a` `[rows, columns]`, or with `Some((b, factor))` of `a · b · factor` with b as a and factor
+/// f32 `[rows]`: `[columns]` f32.
+pub(crate) fn sums(
+    gpu: &Gpu,
+    a: &Tensor,
+    product: Option<(&Tensor, &Tensor)>,
+    (rows, columns): (usize, usize),
+) -> Result<Tensor> {
+    if rows == 0 || columns == 0 {
+        return gpu.zeros(columns, DType::F32);
+    }
+    let kind = Kind::of(a, "a summed matrix")?;
+    let first = address(a, "a summed matrix")?;
+    let (second, factor) = match product {
+        Some((b, factor)) => (address(b, "a summed matrix")?, address(factor, "factors of rows")?),
+        None => (0, 0),
+    };
+    let packed = columns.is_multiple_of(PACK) && aligned(&[first, second]);
+    let across = columns.div_ceil(ACROSS * if packed { PACK } else { 1 });
+    let parts = (BLOCKS / across).clamp(1, MOST_PARTS).min(rows.div_ceil(DOWN));
+    let part = rows.div_ceil(parts);
+    let parts = rows.div_ceil(part);
+    let partial = gpu.empty((parts, columns), DType::F32)?;
+    let sum = gpu.empty(columns, DType::F32)?;
+    let name = format!(
+        "column_{}_{}_{}",
+        if product.is_some() { "products" } else { "sums" },
+        kind.name(),
+        if packed { "packed" } else { "single" }
+    );
+    let grid = Grid {
+        blocks: (across, parts),
+        threads: (ACROSS as u32, DOWN as u32),
+        shared: 0,
+    };
+    let args = [
+        Arg::Address(first),
+        Arg::Address(second),
+        Arg::Address(factor),
+        Arg::Address(address(&partial, "partial sums")?),
+        Arg::size(rows),
+        Arg::size(columns),
+        Arg::size(part),
+    ];
+    // SAFETY: a and b are [rows, columns], factor [rows], partial [parts, columns].
+    unsafe { gpu.launch("columns", &name, grid, &args)? };
+    let args = [
+        Arg::Address(address(&partial, "partial sums")?),
+        Arg::Address(address(&sum, "a sum")?),
+        Arg::size(parts),
+        Arg::size(columns),
+    ];
+    // SAFETY: as above, sum is [columns].
+    unsafe {
+        gpu.launch(
+            "columns",
+            "column_totals",
+            Grid::line(columns.div_ceil(128), 128),
+            &args,
+        )?
+    };
+    Ok(sum)
+}

@@ -1,0 +1,220 @@
+//! Linear and cross-entropy in one on a GPU: the products by cuBLAS, the rest of a chunk in one kernel, in place.
+
+use super::elementwise::cast;
+use super::embedding::{gather_rows, put_rows};
+use super::gemm::{Matrix, gemm};
+use super::{Arg, Gpu, Grid, Kind, address, address_of};
+use candle_core::{DType, Tensor};
+use ft_base::{Error, Result};
+
+/// What is computed of which tokens.
+pub(crate) struct Job<'a> {
+    /// `[N, D]`
+    pub h: &'a Tensor,
+    /// `[V, D]`
+    pub head: &'a Tensor,
+    /// Rows of h that have a target, rising, and their targets.
+    pub trained: &'a [usize],
+    pub targets: &'a [u32],
+    /// `[N]`: factors of the tokens' gradients.
+    pub weights: Option<&'a [f32]>,
+    pub softcap: Option<f32>,
+    pub chunk: usize,
+    /// f64: the loss is added to its element 0, the hits to element 1.
+    pub totals: &'a Tensor,
+    /// f32 `[N]`: gets the log-probabilities.
+    pub each: Option<&'a Tensor>,
+}
+
+/// Which gradients, and their factor.
+#[derive(Clone, Copy)]
+pub(crate) struct Wanted {
+    pub scale: f32,
+    pub dh: bool,
+    pub dw: bool,
+}
+
+/// dh `[N, D]` of the type of h, and dw `[V, D]` f32, where wanted.
+pub(crate) fn run(job: &Job, wanted: Option<Wanted>) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    let gpu = Gpu::of(job.h, "the hidden states")?;
+    let kind = Kind::of(job.h, "the hidden states")?;
+    let (n, d) = job.h.dims2()?;
+    let v = job.head.dims2()?.0;
+    let trained = job.trained.len();
+    let (need_dh, need_dw) = wanted.map_or((false, false), |w| (w.dh, w.dw));
+    if trained == 0 || d == 0 {
+        let dh = need_dh.then(|| gpu.zeros((n, d), kind.dtype())).transpose()?;
+        let dw = need_dw.then(|| gpu.zeros((v, d), DType::F32)).transpose()?;
+        return Ok((dh, dw));
+    }
+    let head = cast(job.head, kind)?;
+    let head = Matrix::new(address(&head, "the head")?, kind, d);
+    // Rows without a target keep their zeros.
+    let dh = match need_dh {
+        true if trained == n => Some(gpu.empty((n, d), kind.dtype())?),
+        true => Some(gpu.zeros((n, d), kind.dtype())?),
+        false => None,
+    };
+    let dw = need_dw.then(|| gpu.empty((v, d), DType::F32)).transpose()?;
+
+    let chunk = job.chunk.clamp(1, trained);
+    // Rows of logits start at 32 bytes.
+    let stride = v.next_multiple_of(8);
+    let logits = gpu.empty(chunk * stride, DType::F32)?;
+    let gathered = gpu.empty(chunk * d, kind.dtype())?;
+    let loss = gpu.empty(chunk, DType::F64)?;
+    let correct = gpu.empty(chunk, DType::U32)?;
+    let mut numbers: Vec<u32> = job.trained.iter().map(|row| *row as u32).collect();
+    numbers.extend(job.trained.iter().map(|row| job.targets[*row]));
+    let numbers = gpu.upload_u32(&numbers)?;
+    let numbers = address(&numbers, "trained tokens")?;
+    let weights = job.weights.map(|all| {
+        let bits: Vec<u32> = job.trained.iter().map(|row| all[*row].to_bits()).collect();
+        gpu.upload_u32(&bits)
+    });
+    let weights = weights.transpose()?;
+    let weights = weights.as_ref().map(|w| address(w, "weights of tokens")).transpose()?;
+
+    let row_bytes = (d * kind.bytes()) as u64;
+    let buffers = Buffers {
+        gpu: &gpu,
+        kind,
+        d,
+        v,
+        stride,
+        logits: address(&logits, "logits")?,
+        gathered: address(&gathered, "gathered rows")?,
+        loss: address(&loss, "losses")?,
+        correct: address(&correct, "hits")?,
+    };
+    let h = address(job.h, "the hidden states")?;
+    let dh_place = dh.as_ref().map(|t| address(t, "dh")).transpose()?;
+    let dw_place = dw.as_ref().map(|t| address(t, "dw")).transpose()?;
+    for start in (0..trained).step_by(chunk) {
+        let rows = &job.trained[start..(start + chunk).min(trained)];
+        let count = rows.len();
+        let row_numbers = (numbers + 4 * start as u64, count);
+        // Neighbouring rows need no copy.
+        let together = rows[count - 1] - rows[0] + 1 == count;
+        let offset = rows[0] as u64 * row_bytes;
+        let hidden = match together {
+            true => h + offset,
+            false => {
+                // SAFETY: the rows lie in h, `gathered` has room for a chunk.
+                unsafe { gather_rows(&gpu, kind, h, row_numbers, 1.0, d, buffers.gathered)? };
+                buffers.gathered
+            }
+        };
+        let hidden = Matrix::new(hidden, kind, d);
+        buffers.losses(
+            hidden,
+            head,
+            row_numbers,
+            (
+                numbers + 4 * (trained + start) as u64,
+                weights.map_or(0, |w| w + 4 * start as u64),
+            ),
+            job,
+            wanted,
+        )?;
+        let dlogits = buffers.gradients();
+        if let Some(dw) = dw_place {
+            let dw = Matrix::new(dw, Kind::F32, d);
+            // SAFETY: [V, count] · [count, D]; the first chunk sets dw.
+            unsafe { gemm(&gpu, (v, d, count), dlogits.t(), hidden, dw, start > 0)? };
+        }
+        if let Some(dh) = dh_place {
+            // The gathered rows are not needed any more.
+            let to = if together { dh + offset } else { buffers.gathered };
+            // SAFETY: [count, V] · [V, D] into rows of dh or a whole chunk.
+            unsafe {
+                gemm(&gpu, (count, d, v), dlogits, head, Matrix::new(to, kind, d), false)?;
+                if !together {
+                    put_rows(&gpu, kind, to, row_numbers, d, dh)?;
+                }
+            }
+        }
+    }
+    Ok((dh, dw))
+}
+
+/// What a chunk needs. Addresses of logits `[chunk, stride]`, rows `[chunk, D]`, losses and hits `[chunk]`.
+struct Buffers<'a> {
+    gpu: &'a Gpu,
+    kind: Kind,
+    d: usize,
+    v: usize,
+    stride: usize,
+    logits: u64,
+    gathered: u64,
+    loss: u64,
+    correct: u64,
+}
+
+impl Buffers<'_> {
+    /// Logits, losses and, where wanted, the gradient of the logits, of the tokens whose hidden states are given.
+    fn losses(
+        &self,
+        hidden: Matrix,
+        head: Matrix,
+        (rows, count): (u64, usize),
+        (targets, weights): (u64, u64),
+        job: &Job,
+        wanted: Option<Wanted>,
+    ) -> Result<()> {
+        let logits = Matrix::new(self.logits, Kind::F32, self.stride);
+        // SAFETY: [count, D] · [D, V] into rows of `stride` elements.
+        unsafe { gemm(self.gpu, (count, self.v, self.d), hidden, head.t(), logits, false)? };
+        let kernel = match (wanted, self.kind) {
+            (None, _) => "cross_entropy_loss",
+            (Some(_), Kind::F32) => "cross_entropy_f32",
+            (Some(_), Kind::Bf16) => "cross_entropy_bf16",
+        };
+        let threads = self.v.div_ceil(4).div_ceil(32).clamp(1, 16) as u32 * 32;
+        let args = [
+            Arg::Address(self.logits),
+            Arg::Address(targets),
+            Arg::Address(self.loss),
+            Arg::Address(self.correct),
+            Arg::small(self.v, "the vocabulary")?,
+            Arg::size(self.stride),
+            Arg::F32(job.softcap.unwrap_or(0.0)),
+            Arg::F32(wanted.map_or(0.0, |w| w.scale)),
+            Arg::Address(weights),
+        ];
+        // SAFETY: `count` rows of logits, targets below V (checked by the caller), losses and hits.
+        unsafe {
+            self.gpu
+                .launch("cross_entropy", kernel, Grid::line(count, threads), &args)?
+        };
+        let each = match job.each {
+            Some(each) => address_of(each, "log-probabilities", DType::F32)?,
+            None => 0,
+        };
+        if job.totals.elem_count() < 2 {
+            return Err(Error::new("the totals of a loss have no room"));
+        }
+        let args = [
+            Arg::Address(self.loss),
+            Arg::Address(self.correct),
+            Arg::small(count, "a chunk")?,
+            Arg::Address(address_of(job.totals, "the totals of a loss", DType::F64)?),
+            Arg::Address(rows),
+            Arg::Address(each),
+        ];
+        // SAFETY: as above; `each` has an element for each row of h.
+        unsafe {
+            self.gpu
+                .launch("cross_entropy", "cross_entropy_totals", Grid::line(1, 256), &args)
+        }
+    }
+
+    /// The gradient of the logits, which lies in their place; bf16 fills the first half of each row.
+    fn gradients(&self) -> Matrix {
+        let stride = match self.kind {
+            Kind::F32 => self.stride,
+            Kind::Bf16 => 2 * self.stride,
+        };
+        Matrix::new(self.logits, self.kind, stride)
+    }
+}

@@ -1,0 +1,267 @@
+//! Linear and cross-entropy in one on a GPU, through a head that comes in parts: twice, once for what is known of each row
+//! in the end, and once for the gradient. Logits exist for some tokens and one piece of the vocabulary.
+
+use super::elementwise::cast;
+use super::embedding::{gather_rows, put_rows};
+use super::gemm::{Matrix, gemm};
+use super::{Arg, Gpu, Grid, Kind, address, address_of};
+use crate::cross_entropy::{PIECE, PIECE_TOKENS, Pieces};
+use candle_core::{DType, Tensor};
+use ft_base::{Error, Result};
+
+/// 32-bit words of what is known of a row: `Seen` of the kernels.
+const SEEN: usize = 6;
+
+/// What is computed of which tokens.
+pub(crate) struct Job<'a> {
+    /// `[N, D]`
+    pub h: &'a Tensor,
+    /// Rows of h that have a target, rising.
+    pub trained: &'a [usize],
+    /// `[N]`
+    pub targets: &'a [u32],
+    /// `[N]`: factors of the tokens' gradients.
+    pub weights: Option<&'a [f32]>,
+    pub softcap: Option<f32>,
+    /// f64: the loss is added to its element 0, the hits to element 1.
+    pub totals: &'a Tensor,
+    /// f32 `[N]`: gets the log-probabilities.
+    pub each: Option<&'a Tensor>,
+    /// f32 `[N]`: gets the entropies.
+    pub entropies: Option<&'a Tensor>,
+}
+
+/// dh `[N, D]` of the type of h, where its factor is given.
+pub(crate) fn run(job: &Job, head: &Pieces, scale: Option<f32>) -> Result<Option<Tensor>> {
+    let gpu = Gpu::of(job.h, "the hidden states")?;
+    let kind = Kind::of(job.h, "the hidden states")?;
+    let (n, d) = job.h.dims2()?;
+    let count = job.trained.len();
+    if count == 0 || d == 0 {
+        return scale.map(|_| gpu.zeros((n, d), kind.dtype())).transpose();
+    }
+    let mut numbers: Vec<u32> = job.trained.iter().map(|row| *row as u32).collect();
+    numbers.extend(job.trained.iter().map(|row| job.targets[*row]));
+    let numbers = gpu.upload_u32(&numbers)?;
+    let rows = address(&numbers, "trained tokens")?;
+    let weights = job.weights.map(|all| {
+        let bits: Vec<u32> = job.trained.iter().map(|row| all[*row].to_bits()).collect();
+        gpu.upload_u32(&bits)
+    });
+    let weights = weights.transpose()?;
+    let weights = weights.as_ref().map(|w| address(w, "weights of tokens")).transpose()?;
+
+    // Where every row has a target no copy is needed.
+    let gathered = match count == n {
+        true => job.h.clone(),
+        false => {
+            let to = gpu.empty((count, d), kind.dtype())?;
+            let (from, place) = (address(job.h, "the hidden states")?, address(&to, "gathered rows")?);
+            // SAFETY: the rows lie in h, the copy has room for all of them.
+            unsafe { gather_rows(&gpu, kind, from, (rows, count), 1.0, d, place)? };
+            to
+        }
+    };
+    let stride = PIECE.min(head.rows).next_multiple_of(8);
+    let step = PIECE_TOKENS.min(count);
+    let logits = gpu.empty(step * stride, DType::F32)?;
+    let seen = gpu.empty(count * SEEN, DType::U32)?;
+    let places = Places {
+        gpu: &gpu,
+        kind,
+        d,
+        count,
+        step,
+        stride,
+        hidden: address(&gathered, "the hidden states")?,
+        logits: address(&logits, "logits")?,
+        targets: rows + 4 * count as u64,
+        seen: address(&seen, "what is known of rows")?,
+        softcap: job.softcap.unwrap_or(0.0),
+    };
+    places.each(head, |start, tokens, first, part| {
+        places.survey(start, tokens, first, part)
+    })?;
+    places.finish(job, rows)?;
+
+    let Some(scale) = scale else { return Ok(None) };
+    let sum = gpu.empty((count, d), DType::F32)?;
+    let to = address(&sum, "dh")?;
+    let factors = (scale, weights.unwrap_or(0));
+    places.each(head, |start, tokens, first, part| {
+        places.turn(start, tokens, first, part, factors, to)
+    })?;
+    let dh = cast(&sum, kind)?;
+    drop(sum);
+    if count == n {
+        return Ok(Some(dh));
+    }
+    // Rows without a target keep their zeros.
+    let all = gpu.zeros((n, d), kind.dtype())?;
+    let (from, to) = (address(&dh, "dh")?, address(&all, "dh")?);
+    // SAFETY: no row comes twice, and each lies in dh.
+    unsafe { put_rows(&gpu, kind, from, (rows, count), d, to)? };
+    Ok(Some(all))
+}
+
+/// Addresses and sizes: hidden states `[count, D]`, logits `[step, stride]`, targets and what is known of the rows `[count]`.
+struct Places<'a> {
+    gpu: &'a Gpu,
+    kind: Kind,
+    d: usize,
+    count: usize,
+    step: usize,
+    stride: usize,
+    hidden: u64,
+    logits: u64,
+    targets: u64,
+    seen: u64,
+    softcap: f32,
+}
+
+/// Rows of the head: the address of the first, and how many.
+type Part = (u64, usize);
+
+impl Places<'_> {
+    /// Hands `f` every piece of the head with every group of tokens: their first and number, the first row of the piece, and
+    /// the piece. What `f` queues is done before the memory of the piece is used again: it is given back on this stream.
+    fn each(&self, head: &Pieces, mut f: impl FnMut(usize, usize, usize, Part) -> Result<()>) -> Result<()> {
+        head.each(|first, part| {
+            let part = cast(part, self.kind)?;
+            let from = address(&part, "a part of the head")?;
+            let rows = part.dims2()?.0;
+            for at in (0..rows).step_by(PIECE) {
+                let piece = (from + (at * self.d * self.kind.bytes()) as u64, PIECE.min(rows - at));
+                for start in (0..self.count).step_by(self.step) {
+                    f(start, self.step.min(self.count - start), first + at, piece)?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn hidden(&self, start: usize) -> Matrix {
+        let offset = start * self.d * self.kind.bytes();
+        Matrix::new(self.hidden + offset as u64, self.kind, self.d)
+    }
+
+    /// Logits of some tokens for a piece of the head.
+    fn product(&self, start: usize, tokens: usize, (head, width): Part) -> Result<()> {
+        let head = Matrix::new(head, self.kind, self.d).t();
+        let logits = Matrix::new(self.logits, Kind::F32, self.stride);
+        // SAFETY: [tokens, D] · [D, width] into rows of `stride` elements.
+        unsafe {
+            gemm(
+                self.gpu,
+                (tokens, width, self.d),
+                self.hidden(start),
+                head,
+                logits,
+                false,
+            )
+        }
+    }
+
+    fn grid(&self, tokens: usize, width: usize) -> Grid {
+        let threads = width.div_ceil(4).div_ceil(32).clamp(1, 16) as u32 * 32;
+        Grid::line(tokens, threads)
+    }
+
+    /// What the kernels of both directions are given.
+    fn args(&self, start: usize, first: usize, width: usize) -> Result<[Arg; 7]> {
+        Ok([
+            Arg::Address(self.logits),
+            Arg::Address(self.targets + 4 * start as u64),
+            Arg::Address(self.seen + (4 * SEEN * start) as u64),
+            Arg::small(width, "a piece of the vocabulary")?,
+            Arg::size(self.stride),
+            Arg::size(first),
+            Arg::F32(self.softcap),
+        ])
+    }
+
+    fn survey(&self, start: usize, tokens: usize, first: usize, part: Part) -> Result<()> {
+        self.product(start, tokens, part)?;
+        let args = self.args(start, first, part.1)?;
+        let grid = self.grid(tokens, part.1);
+        // SAFETY: `tokens` rows of logits with their targets; pieces come in order, the first one first.
+        unsafe {
+            self.gpu
+                .launch("cross_entropy_parts", "cross_entropy_survey", grid, &args)
+        }
+    }
+
+    /// Losses, hits and entropies of all rows; `rows` are their numbers in h.
+    fn finish(&self, job: &Job, rows: u64) -> Result<()> {
+        let loss = self.gpu.empty(self.count, DType::F64)?;
+        let correct = self.gpu.empty(self.count, DType::U32)?;
+        let (loss, correct) = (address(&loss, "losses")?, address(&correct, "hits")?);
+        let count = Arg::small(self.count, "a batch")?;
+        let optional = |t: Option<&Tensor>, name| t.map_or(Ok(0), |t| address_of(t, name, DType::F32));
+        if job.totals.elem_count() < 2 {
+            return Err(Error::new("the totals of a loss have no room"));
+        }
+        let args = [
+            Arg::Address(self.seen),
+            Arg::Address(self.targets),
+            count,
+            Arg::Address(loss),
+            Arg::Address(correct),
+            Arg::Address(rows),
+            Arg::Address(optional(job.entropies, "entropies")?),
+        ];
+        let grid = Grid::line(self.count.div_ceil(256), 256);
+        // SAFETY: all have an element for each row, entropies one for each row of h.
+        unsafe {
+            self.gpu
+                .launch("cross_entropy_parts", "cross_entropy_finish", grid, &args)?
+        };
+        let args = [
+            Arg::Address(loss),
+            Arg::Address(correct),
+            count,
+            Arg::Address(address_of(job.totals, "the totals of a loss", DType::F64)?),
+            Arg::Address(rows),
+            Arg::Address(optional(job.each, "log-probabilities")?),
+        ];
+        // SAFETY: as above.
+        unsafe {
+            self.gpu
+                .launch("cross_entropy", "cross_entropy_totals", Grid::line(1, 256), &args)
+        }
+    }
+
+    /// Adds what a piece gives to dh `[count, D]` f32; the first piece sets it. `weights`: an address, or 0.
+    fn turn(
+        &self,
+        start: usize,
+        tokens: usize,
+        first: usize,
+        part: Part,
+        (scale, weights): (f32, u64),
+        dh: u64,
+    ) -> Result<()> {
+        self.product(start, tokens, part)?;
+        let weights = match weights {
+            0 => 0,
+            all => all + 4 * start as u64,
+        };
+        let args = self.args(start, first, part.1)?;
+        let more = [Arg::F32(scale), Arg::Address(weights)];
+        let args: Vec<Arg> = args.into_iter().chain(more).collect();
+        let kernel = format!("cross_entropy_turn_{}", self.kind.name());
+        let grid = self.grid(tokens, part.1);
+        // SAFETY: as in `survey`; every row was finished.
+        unsafe { self.gpu.launch("cross_entropy_parts", &kernel, grid, &args)? };
+        // bf16 fills the first half of each row.
+        let stride = match self.kind {
+            Kind::F32 => self.stride,
+            Kind::Bf16 => 2 * self.stride,
+        };
+        let dlogits = Matrix::new(self.logits, self.kind, stride);
+        let head = Matrix::new(part.0, self.kind, self.d);
+        let to = Matrix::new(dh + (4 * start * self.d) as u64, Kind::F32, self.d);
+        // SAFETY: [tokens, width] · [width, D] into rows of dh.
+        unsafe { gemm(self.gpu, (tokens, self.d, part.1), dlogits, head, to, first > 0) }
+    }
+}

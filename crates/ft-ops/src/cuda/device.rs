@@ -1,0 +1,129 @@
+//! A GPU: one real stream, its own memory pool with a cap, and counters of what the pool holds.
+
+use crate::device::{DeviceMemory, Gpu};
+use candle_core::cuda::cudarc::cublas::sys::cublasGetVersion_v2;
+use candle_core::cuda::cudarc::driver::{CudaContext, result, sys};
+use candle_core::{CudaDevice, Device};
+use ft_base::{Error, Result};
+use std::ffi::c_void;
+use sys::CUmemPool_attribute_enum as Attribute;
+
+fn driver(what: &str) -> impl Fn(result::DriverError) -> Error + '_ {
+    move |e| Error::new(format!("{what} failed")).found(format!("{e:?}"))
+}
+
+/// GPU `ordinal`, with a stream of its own; memory that is freed stays in the pool.
+pub fn open(ordinal: usize) -> Result<Device> {
+    let found = CudaContext::device_count().map_err(|e| {
+        Error::new("the CUDA driver does not answer")
+            .found(format!("{e:?}"))
+            .hint("`nvidia-smi` must work; `ft doctor` shows what ft sees")
+    })?;
+    if ordinal >= found.max(0) as usize {
+        return Err(Error::new(format!("there is no GPU `cuda:{ordinal}`")).found(format!("{found} GPUs")));
+    }
+    let device = Device::new_cuda_with_stream(ordinal).map_err(|e| {
+        Error::new(format!("GPU `cuda:{ordinal}` cannot be used"))
+            .found(e)
+            .hint("`ft doctor` shows the versions of driver and libraries")
+    })?;
+    if let Device::Cuda(device) = &device {
+        // SAFETY: no tensor exists yet, and every tensor of this device is used on its one stream only.
+        unsafe { device.disable_event_tracking() };
+        keep_freed_memory(device)?;
+    }
+    Ok(device)
+}
+
+fn pool(device: &CudaDevice) -> Result<sys::CUmemoryPool> {
+    let mut pool = std::ptr::null_mut();
+    let cu_device = device.cuda_stream().context().cu_device();
+    // SAFETY: `pool` is a valid place for the answer, the device was opened.
+    unsafe { sys::cuDeviceGetMemPool(&mut pool, cu_device).result() }.map_err(driver("asking for the memory pool"))?;
+    Ok(pool)
+}
+
+fn get(pool: sys::CUmemoryPool, attribute: Attribute) -> Result<u64> {
+    let mut value = 0u64;
+    let place = (&mut value as *mut u64).cast::<c_void>();
+    // SAFETY: these attributes are 64-bit numbers, `value` is one.
+    unsafe { result::mem_pool::get_attribute(pool, attribute, place) }.map_err(driver("reading the memory pool"))?;
+    Ok(value)
+}
+
+fn set(pool: sys::CUmemoryPool, attribute: Attribute, mut value: u64) -> Result<()> {
+    let place = (&mut value as *mut u64).cast::<c_void>();
+    // SAFETY: as in `get`.
+    unsafe { result::mem_pool::set_attribute(pool, attribute, place) }.map_err(driver("setting the memory pool"))
+}
+
+/// By default every synchronisation may give freed memory back to the driver, and the next step asks for it again.
+fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
+    set(pool(device)?, Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)
+}
+
+/// What the pool holds now and held at most.
+pub fn memory(device: &CudaDevice) -> Result<DeviceMemory> {
+    let pool = pool(device)?;
+    let context = device.cuda_stream().context().clone();
+    let (free, total) = context.mem_get_info().map_err(driver("asking for free memory"))?;
+    Ok(DeviceMemory {
+        used: get(pool, Attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
+        peak_used: get(pool, Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
+        reserved: get(pool, Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?,
+        peak_reserved: get(pool, Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)?,
+        free: free as u64,
+        total: total as u64,
+    })
+}
+
+/// Replaces the pool by one that holds at most `bytes`. Code, library workspaces and the context come on top.
+pub fn limit(device: &CudaDevice, bytes: u64) -> Result<()> {
+    let context = device.cuda_stream().context().clone();
+    // SAFETY: all zeros is a valid description; the fields that matter are set below. A location is two ints
+    // in every version of the header: its type and the number of the device.
+    let pool = unsafe {
+        let mut wanted: sys::CUmemPoolProps = std::mem::zeroed();
+        wanted.allocType = sys::CUmemAllocationType_enum::CU_MEM_ALLOCATION_TYPE_PINNED;
+        let on_device = sys::CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE as i32;
+        (&mut wanted.location as *mut sys::CUmemLocation)
+            .cast::<[i32; 2]>()
+            .write([on_device, context.ordinal() as i32]);
+        wanted.maxSize = bytes as usize;
+        let pool = result::mem_pool::create(&wanted).map_err(driver("making a memory pool"))?;
+        sys::cuDeviceSetMemPool(context.cu_device(), pool)
+            .result()
+            .map_err(driver("using the new memory pool"))?;
+        pool
+    };
+    set(pool, Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)
+}
+
+/// Every GPU, by ordinal.
+pub fn all() -> Result<Vec<Gpu>> {
+    let count = CudaContext::device_count().map_err(driver("counting the GPUs"))?;
+    (0..count.max(0) as usize).map(describe).collect()
+}
+
+fn describe(ordinal: usize) -> Result<Gpu> {
+    let context = CudaContext::new(ordinal).map_err(driver("opening the GPU"))?;
+    let (mut driver_version, mut cublas) = (0, 0);
+    // SAFETY: both are valid places for the answers; the version of cuBLAS needs no handle.
+    unsafe {
+        sys::cuDriverGetVersion(&mut driver_version)
+            .result()
+            .map_err(driver("asking for the driver's version"))?;
+        let _ = cublasGetVersion_v2(std::ptr::null_mut(), &mut cublas);
+    }
+    let (free, total) = context.mem_get_info().map_err(driver("asking for free memory"))?;
+    Ok(Gpu {
+        name: context.name().map_err(driver("asking for the GPU's name"))?,
+        compute: context
+            .compute_capability()
+            .map_err(driver("asking what the GPU can do"))?,
+        total: total as u64,
+        free: free as u64,
+        driver: driver_version,
+        cublas,
+    })
+}

@@ -1,0 +1,118 @@
+//! Element by element on a GPU.
+
+use super::{Arg, Gpu, Grid, Kind, address, aligned};
+use candle_core::Tensor;
+use ft_base::Result;
+
+/// Count and packs of `pack` elements, as the kernels take them: no packs where an address is not aligned.
+pub(super) fn counts(n: usize, pack: usize, addresses: &[u64]) -> [Arg; 2] {
+    let packs = if aligned(addresses) { n / pack } else { 0 };
+    [Arg::size(n), Arg::size(packs)]
+}
+
+/// For a loop over n elements in packs.
+pub(super) fn grid(n: usize, pack: usize) -> Grid {
+    Grid::stride(n.div_ceil(pack))
+}
+
+/// `t` as `kind`: itself or a copy.
+pub(crate) fn cast(t: &Tensor, kind: Kind) -> Result<Tensor> {
+    const NAME: &str = "a tensor whose type is changed";
+    let from = Kind::of(t, NAME)?;
+    if from == kind {
+        return Ok(t.clone());
+    }
+    let gpu = Gpu::of(t, NAME)?;
+    let y = gpu.empty(t.shape(), kind.dtype())?;
+    let n = t.elem_count();
+    let places = [address(t, NAME)?, address(&y, NAME)?];
+    let [count, packs] = counts(n, 8, &places);
+    let args = [Arg::Address(places[0]), Arg::Address(places[1]), count, packs];
+    let name = format!("cast_{}_{}", from.name(), kind.name());
+    // SAFETY: both have n elements of these types.
+    unsafe { gpu.launch("elementwise", &name, grid(n, 8), &args)? };
+    Ok(y)
+}
+
+/// `y = a + b` into `y`, which may be `a`. y has the type of a.
+fn add_into(y: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
+    const NAME: &str = "a tensor that is added";
+    let gpu = Gpu::of(a, NAME)?;
+    let kinds = (Kind::of(a, NAME)?, Kind::of(b, NAME)?);
+    let pack = kinds.0.pack().max(kinds.1.pack());
+    let n = a.elem_count();
+    let places = [address(a, NAME)?, address(b, NAME)?, address(y, NAME)?];
+    let [count, packs] = counts(n, pack, &places);
+    let args = [places[0], places[1], places[2]].map(Arg::Address);
+    let name = format!("add_{}_{}", kinds.0.name(), kinds.1.name());
+    // SAFETY: all have n elements (checked by the callers); each is written where it was read only.
+    unsafe {
+        gpu.launch(
+            "elementwise",
+            &name,
+            grid(n, pack),
+            &[args[0], args[1], args[2], count, packs],
+        )
+    }
+}
+
+/// `a + b`, of the type of a.
+pub(crate) fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let gpu = Gpu::of(a, "a tensor that is added")?;
+    let y = gpu.empty(a.shape(), a.dtype())?;
+    add_into(&y, a, b)?;
+    Ok(y)
+}
+
+/// `acc += g`.
+pub(crate) fn add_assign(acc: &Tensor, g: &Tensor) -> Result<()> {
+    add_into(acc, acc, g)
+}
+
+/// `t *= factor`.
+pub(crate) fn scale_assign(t: &Tensor, factor: f32) -> Result<()> {
+    const NAME: &str = "a tensor that is scaled";
+    let gpu = Gpu::of(t, NAME)?;
+    let kind = Kind::of(t, NAME)?;
+    let n = t.elem_count();
+    let place = address(t, NAME)?;
+    let [count, packs] = counts(n, kind.pack(), &[place]);
+    let args = [Arg::Address(place), Arg::F32(factor), count, packs];
+    // SAFETY: t has n elements of this type.
+    unsafe {
+        gpu.launch(
+            "elementwise",
+            &format!("scale_{}", kind.name()),
+            grid(n, kind.pack()),
+            &args,
+        )
+    }
+}
+
+/// Zeroes the elements of `t` whose random number lies below `p` and multiplies the others by `keep`.
+pub(crate) fn dropout_assign(t: &Tensor, key: u64, p: f32, keep: f32) -> Result<()> {
+    const NAME: &str = "a tensor with dropout";
+    let gpu = Gpu::of(t, NAME)?;
+    let kind = Kind::of(t, NAME)?;
+    let n = t.elem_count();
+    let place = address(t, NAME)?;
+    let [count, packs] = counts(n, kind.pack(), &[place]);
+    let args = [
+        Arg::Address(place),
+        Arg::Address(place),
+        Arg::U64(key),
+        Arg::F32(p),
+        Arg::F32(keep),
+        count,
+        packs,
+    ];
+    // SAFETY: t has n elements of this type.
+    unsafe {
+        gpu.launch(
+            "elementwise",
+            &format!("dropout_{}", kind.name()),
+            grid(n, kind.pack()),
+            &args,
+        )
+    }
+}

@@ -1,0 +1,140 @@
+//! Rows by number on a GPU.
+
+use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
+use candle_core::{DType, Tensor};
+use ft_base::Result;
+
+/// Threads for a row of `d` elements.
+fn threads(d: usize, pack: usize) -> u32 {
+    d.div_ceil(pack).div_ceil(32).clamp(1, 8) as u32 * 32
+}
+
+/// Packs of 16 bytes in a row: none where a row may start elsewhere.
+fn packs(kind: Kind, d: usize, from: u64, to: u64) -> usize {
+    match d.is_multiple_of(kind.pack()) && aligned(&[from, to]) {
+        true => d / kind.pack(),
+        false => 0,
+    }
+}
+
+/// Rows `ids` of a table with `d` columns, times `scale`, of the type of the table.
+pub(crate) fn gather(table: &Tensor, ids: &[u32], scale: f32, d: usize) -> Result<Tensor> {
+    let gpu = Gpu::of(table, "the embedding table")?;
+    let y = gpu.empty((ids.len(), d), table.dtype())?;
+    let ids_there = gpu.upload_u32(ids)?;
+    let place = address(&ids_there, "token ids")?;
+    let kind = Kind::of(table, "the embedding table")?;
+    let (from, to) = (address(table, "the embedding table")?, address(&y, "embeddings")?);
+    // SAFETY: the caller checked that every id is a row.
+    unsafe { gather_rows(&gpu, kind, from, (place, ids.len()), scale, d, to)? };
+    Ok(y)
+}
+
+/// `to[n] = scale · from[ids[n]]`; `ids` are an address and a count.
+///
+/// # Safety
+/// The addresses are matrices of `d` columns of this kind; every id is a row of the first.
+pub(super) unsafe fn gather_rows(
+    gpu: &Gpu,
+    kind: Kind,
+    from: u64,
+    (ids, count): (u64, usize),
+    scale: f32,
+    d: usize,
+    to: u64,
+) -> Result<()> {
+    let args = [
+        Arg::Address(from),
+        Arg::Address(ids),
+        Arg::F32(scale),
+        Arg::size(d),
+        Arg::size(packs(kind, d, from, to)),
+        Arg::Address(to),
+    ];
+    let grid = Grid::line(count, threads(d, kind.pack()));
+    // SAFETY: promised by the caller.
+    unsafe { gpu.launch("embedding", &format!("gather_{}", kind.name()), grid, &args) }
+}
+
+/// `to[rows[n]] = from[n]`.
+///
+/// # Safety
+/// As `gather_rows`; no row comes twice.
+pub(super) unsafe fn put_rows(
+    gpu: &Gpu,
+    kind: Kind,
+    from: u64,
+    (rows, count): (u64, usize),
+    d: usize,
+    to: u64,
+) -> Result<()> {
+    let args = [
+        Arg::Address(from),
+        Arg::Address(rows),
+        Arg::size(d),
+        Arg::size(packs(kind, d, from, to)),
+        Arg::Address(to),
+    ];
+    let grid = Grid::line(count, threads(d, kind.pack()));
+    // SAFETY: promised by the caller.
+    unsafe { gpu.launch("embedding", &format!("put_rows_{}", kind.name()), grid, &args) }
+}
+
+/// The rows of `ids` by id: distinct ids, where the places of each start, and the places in order.
+fn by_id(ids: &[u32]) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
+    let mut order: Vec<u32> = (0..ids.len() as u32).collect();
+    // Stable: the places of an id stay in order.
+    order.sort_by_key(|n| ids[*n as usize]);
+    let (mut distinct, mut starts) = (Vec::new(), Vec::new());
+    for (place, n) in order.iter().enumerate() {
+        let id = ids[*n as usize];
+        if distinct.last() != Some(&id) {
+            distinct.push(id);
+            starts.push(place as u32);
+        }
+    }
+    starts.push(ids.len() as u32);
+    (distinct, starts, order)
+}
+
+/// `dw[ids[n]] += scale · dx[n]`, each row in the order of n; dw f32 with `d` columns, dx f32 or bf16.
+pub(crate) fn scatter_add(dw: &Tensor, ids: &[u32], dx: &Tensor, scale: f32, d: usize) -> Result<()> {
+    if ids.is_empty() || d == 0 {
+        return Ok(());
+    }
+    const PACK: usize = 4;
+    let gpu = Gpu::of(dx, "dx of the embedding")?;
+    let kind = Kind::of(dx, "dx of the embedding")?;
+    let (distinct, starts, order) = by_id(ids);
+    let numbers = gpu.upload_u32(&[&distinct[..], &starts, &order].concat())?;
+    let first = address(&numbers, "token ids")?;
+    let at = |n: usize| Arg::Address(first + 4 * n as u64);
+    let places = [
+        address_of(dw, "the gradient of the embedding", DType::F32)?,
+        address(dx, "dx of the embedding")?,
+    ];
+    let packed = d.is_multiple_of(PACK) && aligned(&places);
+    let pack = if packed { PACK } else { 1 };
+    let threads = threads(d, pack).min(128);
+    let name = format!(
+        "scatter_add_{}_{}",
+        kind.name(),
+        if packed { "packed" } else { "single" }
+    );
+    let grid = Grid {
+        blocks: (distinct.len(), d.div_ceil(pack * threads as usize)),
+        threads: (threads, 1),
+        shared: 0,
+    };
+    let args = [
+        Arg::Address(places[0]),
+        at(0),
+        at(distinct.len()),
+        at(distinct.len() + starts.len()),
+        Arg::Address(places[1]),
+        Arg::F32(scale),
+        Arg::size(d),
+    ];
+    // SAFETY: the caller checked the ids and the shapes; each block owns its part of a row.
+    unsafe { gpu.launch("embedding", &name, grid, &args) }
+}

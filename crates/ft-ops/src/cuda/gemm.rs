@@ -1,0 +1,118 @@
+//! Matrix products by cuBLAS: operands f32 or bf16, sums always f32, no TF32.
+
+use super::{Gpu, Kind, narrow};
+use candle_core::cuda::cudarc::cublas::{result, sys};
+use ft_base::{Error, Result};
+use std::ffi::c_void;
+
+/// A matrix of a product, row after row.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Matrix {
+    pub address: u64,
+    pub kind: Kind,
+    /// Elements from one row to the next.
+    pub stride: usize,
+    /// Stored the other way round: a row is a step of the sum.
+    pub transposed: bool,
+}
+
+impl Matrix {
+    pub fn new(address: u64, kind: Kind, stride: usize) -> Self {
+        Self {
+            address,
+            kind,
+            stride,
+            transposed: false,
+        }
+    }
+
+    pub fn t(self) -> Self {
+        Self {
+            transposed: !self.transposed,
+            ..self
+        }
+    }
+
+    fn data_type(self) -> sys::cudaDataType_t {
+        match self.kind {
+            Kind::F32 => sys::cudaDataType_t::CUDA_R_32F,
+            Kind::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
+        }
+    }
+
+    fn operation(self) -> sys::cublasOperation_t {
+        match self.transposed {
+            false => sys::cublasOperation_t::CUBLAS_OP_N,
+            true => sys::cublasOperation_t::CUBLAS_OP_T,
+        }
+    }
+}
+
+/// `C [m, n] = A [m, k] · B [k, n]`, or `C += A · B` if `add`. `k` > 0.
+///
+/// # Safety
+/// The addresses are matrices of these sizes in the memory of this GPU, and C shares none with A and B.
+pub(crate) unsafe fn gemm(
+    gpu: &Gpu,
+    (m, n, k): (usize, usize, usize),
+    a: Matrix,
+    b: Matrix,
+    c: Matrix,
+    add: bool,
+) -> Result<()> {
+    if m == 0 || n == 0 {
+        return Ok(());
+    }
+    if a.kind != b.kind || c.transposed {
+        return Err(Error::new("a product of matrices of different types was asked for"));
+    }
+    let size = |x| narrow(x, "a matrix");
+    let (alpha, beta) = (1f32, if add { 1f32 } else { 0f32 });
+    let number = |x: &f32| (x as *const f32).cast::<c_void>();
+    let device = gpu.device();
+    let failed = |e: &dyn std::fmt::Debug| {
+        Error::new("cuBLAS failed on a product of matrices")
+            .found(format!("{e:?}"))
+            .at(format!("[{m}, {k}] · [{k}, {n}]"))
+    };
+    device
+        .cuda_stream()
+        .context()
+        .bind_to_thread()
+        .map_err(|e| failed(&e))?;
+    let blas = device.cublas_handle();
+    let handle = *blas.handle();
+    // cuBLAS counts by columns: it sees the transposes of A, B and C, so it is asked for Cᵀ = Bᵀ · Aᵀ.
+    // SAFETY: promised by the caller; the handle is candle's and works on its stream.
+    unsafe {
+        // Parts of a sum that is split over blocks must not be rounded to bf16 on the way.
+        sys::cublasSetMathMode(
+            handle,
+            sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION,
+        )
+        .result()
+        .map_err(|e| failed(&e))?;
+        result::gemm_ex(
+            handle,
+            b.operation(),
+            a.operation(),
+            size(n)?,
+            size(m)?,
+            size(k)?,
+            number(&alpha),
+            b.address as *const c_void,
+            b.data_type(),
+            size(b.stride)?,
+            a.address as *const c_void,
+            a.data_type(),
+            size(a.stride)?,
+            number(&beta),
+            c.address as *mut c_void,
+            c.data_type(),
+            size(c.stride)?,
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
+        )
+        .map_err(|e| failed(&e))
+    }
+}

@@ -1,0 +1,47 @@
+//! Gated linear units on a GPU.
+
+use super::elementwise::{counts, grid};
+use super::{Arg, Gpu, Kind};
+use crate::glu::Activation;
+use candle_core::Tensor;
+use ft_base::Result;
+
+fn prefix(act: Activation) -> &'static str {
+    match act {
+        Activation::Silu => "silu",
+        Activation::GeluTanh => "gelu_tanh",
+        Activation::Gelu => "gelu",
+    }
+}
+
+fn run(inputs: &[&Tensor], outputs: &[&Tensor], act: Activation, direction: &str) -> Result<()> {
+    let gpu = Gpu::of(inputs[0], "gate of a gated unit")?;
+    let kind = Kind::of(inputs[0], "gate of a gated unit")?;
+    let places: Vec<u64> = inputs
+        .iter()
+        .chain(outputs)
+        .map(|t| super::address_of(t, "an operand of a gated unit", kind.dtype()))
+        .collect::<Result<_>>()?;
+    let n = inputs[0].elem_count();
+    let mut args: Vec<Arg> = places.iter().map(|p| Arg::Address(*p)).collect();
+    args.extend(counts(n, kind.pack(), &places));
+    let name = format!("{}_{direction}_{}", prefix(act), kind.name());
+    // SAFETY: all have n elements of one type (shapes were checked by the caller).
+    unsafe { gpu.launch("glu", &name, grid(n, kind.pack()), &args) }
+}
+
+/// `act(gate) · up`.
+pub(crate) fn forward(gate: &Tensor, up: &Tensor, act: Activation) -> Result<Tensor> {
+    let y = Gpu::of(gate, "gate of a gated unit")?.empty(gate.shape(), gate.dtype())?;
+    run(&[gate, up], &[&y], act, "forward")?;
+    Ok(y)
+}
+
+/// dgate and dup.
+pub(crate) fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor, act: Activation) -> Result<(Tensor, Tensor)> {
+    let gpu = Gpu::of(gate, "gate of a gated unit")?;
+    let dgate = gpu.empty(gate.shape(), gate.dtype())?;
+    let dup = gpu.empty(gate.shape(), gate.dtype())?;
+    run(&[gate, up, dy], &[&dgate, &dup], act, "backward")?;
+    Ok((dgate, dup))
+}

@@ -1,0 +1,198 @@
+//! The linear on a GPU. x, dy and the results are bf16 or f32; a weight of the other type is cast for the call.
+
+use super::elementwise::cast;
+use super::gemm::{Matrix, gemm};
+use super::{Arg, Gpu, Grid, Kind, address, address_of, columns};
+use crate::coded::TILE;
+use candle_core::{DType, Tensor};
+use ft_base::Result;
+
+fn matrix(t: &Tensor, name: &str, columns: usize) -> Result<Matrix> {
+    Ok(Matrix::new(address(t, name)?, Kind::of(t, name)?, columns))
+}
+
+/// `(N, O, I)`: `x·wᵀ + bias`, of the type of x.
+pub(crate) fn forward(
+    x: &Tensor,
+    w: &Tensor,
+    bias: Option<&Tensor>,
+    (rows, outputs, inputs): (usize, usize, usize),
+) -> Result<Tensor> {
+    let gpu = Gpu::of(x, "x of a linear")?;
+    let kind = Kind::of(x, "x of a linear")?;
+    let y = match inputs {
+        0 => gpu.zeros((rows, outputs), kind.dtype())?,
+        _ => gpu.empty((rows, outputs), kind.dtype())?,
+    };
+    if let Some(bias) = bias {
+        bias_rows(&gpu, bias, &y)?;
+    }
+    forward_into(&gpu, &y, x, w, (rows, outputs, inputs), bias.is_some())?;
+    Ok(y)
+}
+
+/// Sets every row of y `[N, O]` to the bias `[O]`.
+pub(super) fn bias_rows(gpu: &Gpu, bias: &Tensor, y: &Tensor) -> Result<()> {
+    let (rows, outputs) = y.dims2()?;
+    let kind = Kind::of(y, "y of a linear")?;
+    let name = format!(
+        "rows_{}_{}",
+        kind.name(),
+        Kind::of(bias, "the bias of a linear")?.name()
+    );
+    let args = [
+        Arg::Address(address(bias, "the bias of a linear")?),
+        Arg::Address(address(y, "y of a linear")?),
+        Arg::size(rows),
+        Arg::size(outputs),
+    ];
+    let mut grid = Grid::line(outputs.div_ceil(256), 256);
+    grid.blocks.1 = rows.min(1024);
+    // SAFETY: `bias` has `outputs` elements, y is [rows, outputs].
+    unsafe { gpu.launch("elementwise", &name, grid, &args) }
+}
+
+/// `x [N, I]·wᵀ` as f32, whatever the type of x: logits.
+pub(crate) fn forward_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
+    let gpu = Gpu::of(x, "x of a linear")?;
+    let kind = Kind::of(x, "x of a linear")?;
+    let ((rows, inputs), (outputs, _)) = (x.dims2()?, w.dims2()?);
+    if inputs == 0 || rows == 0 {
+        return gpu.zeros((rows, outputs), DType::F32);
+    }
+    let (w, y) = (cast(w, kind)?, gpu.empty((rows, outputs), DType::F32)?);
+    let (a, b) = (matrix(x, "x of a linear", inputs)?, matrix(&w, "a weight", inputs)?);
+    // SAFETY: [N, I] · [I, O] into [N, O].
+    unsafe {
+        gemm(
+            &gpu,
+            (rows, outputs, inputs),
+            a,
+            b.t(),
+            matrix(&y, "logits", outputs)?,
+            false,
+        )?
+    };
+    Ok(y)
+}
+
+/// `y += x·wᵀ`.
+pub(crate) fn forward_add(y: &Tensor, x: &Tensor, w: &Tensor, sizes: (usize, usize, usize)) -> Result<()> {
+    forward_into(&Gpu::of(x, "x of a linear")?, y, x, w, sizes, true)
+}
+
+fn forward_into(
+    gpu: &Gpu,
+    y: &Tensor,
+    x: &Tensor,
+    w: &Tensor,
+    (rows, outputs, inputs): (usize, usize, usize),
+    add: bool,
+) -> Result<()> {
+    if inputs == 0 {
+        return Ok(());
+    }
+    let kind = Kind::of(x, "x of a linear")?;
+    let a = matrix(x, "x of a linear", inputs)?;
+    let c = matrix(y, "y of a linear", outputs)?;
+    // A large weight of the other type is never cast whole.
+    let step = match Kind::of(w, "the weight of a linear")? == kind {
+        true => outputs,
+        false => (TILE / inputs).max(1),
+    };
+    for first in (0..outputs).step_by(step.max(1)) {
+        let count = step.min(outputs - first);
+        let part = cast(&w.narrow(0, first, count)?, kind)?;
+        let b = matrix(&part, "the weight of a linear", inputs)?.t();
+        let c = Matrix {
+            address: c.address + (first * c.kind.bytes()) as u64,
+            ..c
+        };
+        // SAFETY: columns first .. first + count of y; the sizes were checked by the caller.
+        unsafe { gemm(gpu, (rows, count, inputs), a, b, c, add)? };
+    }
+    Ok(())
+}
+
+/// `(N, I, O)`: `dy·w`, of the type of dy.
+pub(crate) fn backward_input(
+    dy: &Tensor,
+    w: &Tensor,
+    (rows, inputs, outputs): (usize, usize, usize),
+) -> Result<Tensor> {
+    let gpu = Gpu::of(dy, "dy of a linear")?;
+    let dtype = Kind::of(dy, "dy of a linear")?.dtype();
+    if outputs == 0 {
+        return gpu.zeros((rows, inputs), dtype);
+    }
+    let dx = gpu.empty((rows, inputs), dtype)?;
+    backward_into(&gpu, &dx, dy, w, (rows, inputs, outputs), false)?;
+    Ok(dx)
+}
+
+/// `dx += dy·w`.
+pub(crate) fn backward_input_add(dx: &Tensor, dy: &Tensor, w: &Tensor, sizes: (usize, usize, usize)) -> Result<()> {
+    backward_into(&Gpu::of(dy, "dy of a linear")?, dx, dy, w, sizes, true)
+}
+
+fn backward_into(
+    gpu: &Gpu,
+    dx: &Tensor,
+    dy: &Tensor,
+    w: &Tensor,
+    (rows, inputs, outputs): (usize, usize, usize),
+    add: bool,
+) -> Result<()> {
+    if outputs == 0 {
+        return Ok(());
+    }
+    let w = cast(w, Kind::of(dy, "dy of a linear")?)?;
+    let (a, b) = (
+        matrix(dy, "dy of a linear", outputs)?,
+        matrix(&w, "the weight of a linear", inputs)?,
+    );
+    let c = matrix(dx, "dx of a linear", inputs)?;
+    // SAFETY: the sizes were checked by the caller.
+    unsafe { gemm(gpu, (rows, inputs, outputs), a, b, c, add) }
+}
+
+/// `(O, I, N)`: `dyᵀ·x`, f32, added to `sum` or new.
+pub(crate) fn grad_weight(
+    dy: &Tensor,
+    x: &Tensor,
+    (outputs, inputs, rows): (usize, usize, usize),
+    sum: Option<&Tensor>,
+) -> Result<Tensor> {
+    let gpu = Gpu::of(dy, "dy of a linear")?;
+    let dw = match sum {
+        Some(sum) => sum.clone(),
+        None if rows == 0 => gpu.zeros((outputs, inputs), DType::F32)?,
+        None => gpu.empty((outputs, inputs), DType::F32)?,
+    };
+    if rows == 0 {
+        return Ok(dw);
+    }
+    // The wider of the two types: an f32 gradient beside bf16 activations keeps its bits.
+    let kinds = (Kind::of(dy, "dy of a linear")?, Kind::of(x, "x of a linear")?);
+    let kind = if kinds == (Kind::Bf16, Kind::Bf16) {
+        Kind::Bf16
+    } else {
+        Kind::F32
+    };
+    let (dy, x) = (cast(dy, kind)?, cast(x, kind)?);
+    let a = matrix(&dy, "dy of a linear", outputs)?.t();
+    let b = matrix(&x, "x of a linear", inputs)?;
+    let c = Matrix::new(
+        address_of(&dw, "the gradient of a weight", DType::F32)?,
+        Kind::F32,
+        inputs,
+    );
+    // SAFETY: the sizes were checked by the caller.
+    unsafe { gemm(&gpu, (outputs, inputs, rows), a, b, c, sum.is_some())? };
+    Ok(dw)
+}
+
+/// Sum of dy `[N, O]` over its rows, `[O]` f32.
+pub(crate) fn grad_bias(dy: &Tensor) -> Result<Tensor> {
+    columns::sums(&Gpu::of(dy, "dy of a linear")?, dy, None, dy.dims2()?)
+}

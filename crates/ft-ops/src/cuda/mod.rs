@@ -1,0 +1,372 @@
+//! The operations on a GPU. Activations are bf16 or f32; the arithmetic inside is f32. Work is queued on candle's
+//! stream and nothing here waits for it, except where a result goes to the host.
+//!
+//! Tensors are handed to kernels as addresses. That is sound because one stream does all work on a device: what was
+//! queued before is done before, and memory is given back in stream order too. A device must therefore be made by
+//! `Device::new_cuda_with_stream`, once, and cloned.
+
+use candle_core::cuda::cudarc::driver::{CudaFunction, CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg};
+use candle_core::cuda::cudarc::nvrtc::Ptx;
+use candle_core::cuda::{CudaStorageSlice, DeviceId};
+use candle_core::op::BackpropOp;
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Shape, Storage, Tensor};
+use ft_base::{Error, Result};
+use half::bf16;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+
+pub(crate) mod adafactor;
+pub(crate) mod attention;
+pub(crate) mod coded;
+mod columns;
+pub(crate) mod cross_entropy;
+pub(crate) mod cross_entropy_parts;
+pub(crate) mod device;
+pub(crate) mod elementwise;
+pub(crate) mod embedding;
+pub(crate) mod gemm;
+pub(crate) mod glu;
+pub(crate) mod linear;
+pub(crate) mod memory;
+pub(crate) mod part;
+pub(crate) mod reduce;
+pub(crate) mod rms_norm;
+pub(crate) mod rope;
+pub(crate) mod step;
+pub(crate) mod transfer;
+
+/// Element type of an activation or weight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    F32,
+    Bf16,
+}
+
+impl Kind {
+    /// As it stands in the names of the kernels.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::F32 => "f32",
+            Kind::Bf16 => "bf16",
+        }
+    }
+
+    pub fn bytes(self) -> usize {
+        match self {
+            Kind::F32 => 4,
+            Kind::Bf16 => 2,
+        }
+    }
+
+    /// Elements in 16 bytes: what one thread moves at once.
+    pub fn pack(self) -> usize {
+        16 / self.bytes()
+    }
+
+    pub fn dtype(self) -> DType {
+        match self {
+            Kind::F32 => DType::F32,
+            Kind::Bf16 => DType::BF16,
+        }
+    }
+
+    /// f32 or bf16, else an error that calls the tensor `name`.
+    pub fn of(t: &Tensor, name: &str) -> Result<Self> {
+        match t.dtype() {
+            DType::F32 => Ok(Kind::F32),
+            DType::BF16 => Ok(Kind::Bf16),
+            _ => Err(wrong_type(t, name, "f32 or bf16")),
+        }
+    }
+}
+
+fn wrong_type(t: &Tensor, name: &str, expected: &str) -> Error {
+    Error::new(format!("{name} has the wrong element type"))
+        .found(t.dtype().as_str())
+        .expected(expected)
+}
+
+/// An argument of a kernel.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Arg {
+    Address(u64),
+    I32(i32),
+    I64(i64),
+    U64(u64),
+    F32(f32),
+    F64(f64),
+    /// Four f32 as one structure.
+    Four([f32; 4]),
+}
+
+impl Arg {
+    /// A count or a size that a kernel takes as a 64-bit number.
+    pub fn size(n: usize) -> Self {
+        Arg::I64(n as i64)
+    }
+
+    /// A size that a kernel takes as a 32-bit number.
+    pub fn small(n: usize, name: &str) -> Result<Self> {
+        Ok(Arg::I32(narrow(n, name)?))
+    }
+}
+
+/// `n` as a 32-bit number, for cuBLAS and for sizes inside a row.
+pub(crate) fn narrow(n: usize, name: &str) -> Result<i32> {
+    i32::try_from(n).map_err(|_| {
+        Error::new(format!("{name} is too large for the GPU"))
+            .found(n)
+            .expected(format!("at most {}", i32::MAX))
+    })
+}
+
+/// Threads and blocks of a launch.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Grid {
+    pub blocks: (usize, usize),
+    pub threads: (u32, u32),
+    /// Bytes of shared memory beyond what the kernel declares itself.
+    pub shared: u32,
+}
+
+impl Grid {
+    /// `blocks` in a row, each of `threads`.
+    pub fn line(blocks: usize, threads: u32) -> Self {
+        Self {
+            blocks: (blocks, 1),
+            threads: (threads, 1),
+            shared: 0,
+        }
+    }
+
+    /// For a loop over `items` that any number of blocks shares: enough to fill the GPU, not more.
+    pub fn stride(items: usize) -> Self {
+        const THREADS: usize = 256;
+        const BLOCKS: usize = 4096;
+        Self::line(items.div_ceil(THREADS).clamp(1, BLOCKS), THREADS as u32)
+    }
+}
+
+/// A device and its stream.
+#[derive(Clone)]
+pub(crate) struct Gpu {
+    device: CudaDevice,
+}
+
+impl Gpu {
+    /// The GPU on which `t` lies.
+    pub fn of(t: &Tensor, name: &str) -> Result<Self> {
+        match t.device() {
+            Device::Cuda(device) => Ok(Self { device: device.clone() }),
+            _ => {
+                Err(Error::new(format!("{name} does not lie on the GPU")).found(format!("{:?}", t.device().location())))
+            }
+        }
+    }
+
+    /// A GPU itself.
+    pub fn on(device: &Device) -> Result<Self> {
+        match device {
+            Device::Cuda(device) => Ok(Self { device: device.clone() }),
+            _ => Err(Error::new("this device is no GPU").found(format!("{:?}", device.location()))),
+        }
+    }
+
+    pub fn device(&self) -> &CudaDevice {
+        &self.device
+    }
+
+    /// Queues the kernel `function` of `cuda/MODULE.cu`.
+    ///
+    /// # Safety
+    /// The arguments are those of the kernel, in order, and every address in them is valid for what it does with it.
+    pub unsafe fn launch(&self, module: &'static str, function: &str, grid: Grid, args: &[Arg]) -> Result<()> {
+        // SAFETY: promised by the caller; the block of numbers is empty.
+        unsafe { self.launch_with(module, function, grid, args, None::<&[u32; 1]>) }
+    }
+
+    /// As `launch`, with a last argument that is passed by value.
+    ///
+    /// # Safety
+    /// As `launch`.
+    pub unsafe fn launch_with<T: DeviceRepr>(
+        &self,
+        module: &'static str,
+        function: &str,
+        grid: Grid,
+        args: &[Arg],
+        last: Option<&T>,
+    ) -> Result<()> {
+        const MOST: (usize, usize) = (i32::MAX as usize, 65_535);
+        if grid.blocks.0 == 0 || grid.blocks.1 == 0 {
+            return Ok(());
+        }
+        if grid.blocks.0 > MOST.0 || grid.blocks.1 > MOST.1 {
+            return Err(Error::new(format!("a tensor is too large for the kernel `{function}`"))
+                .found(format!("{:?} blocks", grid.blocks)));
+        }
+        let function_handle = self.function(module, function)?;
+        let stream = self.device.cuda_stream();
+        let mut builder = stream.launch_builder(&function_handle);
+        for arg in args {
+            match arg {
+                Arg::Address(x) | Arg::U64(x) => builder.arg(x),
+                Arg::I32(x) => builder.arg(x),
+                Arg::I64(x) => builder.arg(x),
+                Arg::F32(x) => builder.arg(x),
+                Arg::F64(x) => builder.arg(x),
+                Arg::Four(x) => builder.arg(x),
+            };
+        }
+        if let Some(last) = last {
+            builder.arg(last);
+        }
+        let config = LaunchConfig {
+            grid_dim: (grid.blocks.0 as u32, grid.blocks.1 as u32, 1),
+            block_dim: (grid.threads.0, grid.threads.1, 1),
+            shared_mem_bytes: grid.shared,
+        };
+        // SAFETY: promised by the caller.
+        unsafe { builder.launch(config) }
+            .map(|_| ())
+            .map_err(|e| failed(function, e))
+    }
+
+    /// The kernel, loaded once for each device.
+    pub fn function(&self, module: &'static str, function: &str) -> Result<CudaFunction> {
+        let mut loaded = loaded()?;
+        let loaded = loaded.entry(self.device.id()).or_default();
+        if let Some(found) = loaded.functions.get(function) {
+            return Ok(found.clone());
+        }
+        let code = match loaded.modules.get(module) {
+            Some(code) => code.clone(),
+            None => {
+                let binary = ft_kernels::module(module)
+                    .ok_or_else(|| Error::new(format!("this build has no CUDA module `{module}`")))?;
+                let code = self
+                    .device
+                    .cuda_stream()
+                    .context()
+                    .load_module(Ptx::from_binary(binary.to_vec()))
+                    .map_err(|e| {
+                        failed(module, e).hint(
+                            "the GPU must have compute capability 8.0 or more, and the driver must be as new as the \
+                             toolkit of this build: see `ft doctor`",
+                        )
+                    })?;
+                loaded.modules.insert(module, code.clone());
+                code
+            }
+        };
+        let found = code.load_function(function).map_err(|e| failed(function, e))?;
+        loaded.functions.insert(function.to_string(), found.clone());
+        Ok(found)
+    }
+
+    /// A tensor whose elements the caller writes before anybody reads them.
+    pub fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+        let shape = shape.into();
+        // No element still gets an address.
+        let n = shape.elem_count().max(1);
+        let device = &self.device;
+        // SAFETY: every caller is an operation that fills the tensor.
+        let slice = unsafe {
+            match dtype {
+                DType::F32 => CudaStorageSlice::F32(device.alloc::<f32>(n)?),
+                DType::BF16 => CudaStorageSlice::BF16(device.alloc::<bf16>(n)?),
+                DType::F64 => CudaStorageSlice::F64(device.alloc::<f64>(n)?),
+                DType::U32 => CudaStorageSlice::U32(device.alloc::<u32>(n)?),
+                DType::I16 => CudaStorageSlice::I16(device.alloc::<i16>(n)?),
+                DType::U8 => CudaStorageSlice::U8(device.alloc::<u8>(n)?),
+                other => return Err(Error::new("no GPU memory for this element type").found(other.as_str())),
+            }
+        };
+        Ok(self.wrap(slice, shape))
+    }
+
+    /// Zeros.
+    pub fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+        Ok(Tensor::zeros(shape, dtype, &Device::Cuda(self.device.clone()))?)
+    }
+
+    /// Copies numbers to the device.
+    pub fn upload_u32(&self, values: &[u32]) -> Result<Tensor> {
+        if values.is_empty() {
+            return self.empty(0, DType::U32);
+        }
+        let slice = self.device.clone_htod(values)?;
+        Ok(self.wrap(CudaStorageSlice::U32(slice), values.len().into()))
+    }
+
+    /// Copies bytes (a table that a kernel reads) to the device.
+    pub fn upload_bytes(&self, values: &[u8]) -> Result<Tensor> {
+        if values.is_empty() {
+            return self.empty(0, DType::U8);
+        }
+        let slice = self.device.clone_htod(values)?;
+        Ok(self.wrap(CudaStorageSlice::U8(slice), values.len().into()))
+    }
+
+    fn wrap(&self, slice: CudaStorageSlice, shape: Shape) -> Tensor {
+        let storage = CudaStorage {
+            slice,
+            device: self.device.clone(),
+        };
+        Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
+    }
+}
+
+/// What was loaded for one device.
+#[derive(Default)]
+struct Loaded {
+    modules: HashMap<&'static str, Arc<CudaModule>>,
+    functions: HashMap<String, CudaFunction>,
+}
+
+fn loaded() -> Result<MutexGuard<'static, HashMap<DeviceId, Loaded>>> {
+    static LOADED: OnceLock<Mutex<HashMap<DeviceId, Loaded>>> = OnceLock::new();
+    LOADED
+        .get_or_init(Mutex::default)
+        .lock()
+        .map_err(|_| Error::new("the list of CUDA kernels was left locked"))
+}
+
+fn failed(what: &str, e: impl std::fmt::Display) -> Error {
+    Error::new(format!("CUDA failed on `{what}`")).cause(e)
+}
+
+/// Address of the first element of a contiguous tensor on the GPU. It stays valid as long as the tensor lives.
+pub(crate) fn address(t: &Tensor, name: &str) -> Result<u64> {
+    let (storage, layout) = t.storage_and_layout();
+    let Storage::Cuda(storage) = &*storage else {
+        return Err(Error::new(format!("{name} does not lie on the GPU")).found(format!("{:?}", t.device().location())));
+    };
+    let (start, _) = layout
+        .contiguous_offsets()
+        .ok_or_else(|| Error::new(format!("{name} is not contiguous")))?;
+    let stream = storage.device.cuda_stream();
+    let (first, bytes) = match &storage.slice {
+        CudaStorageSlice::F32(s) => (s.device_ptr(&stream).0, 4),
+        CudaStorageSlice::BF16(s) => (s.device_ptr(&stream).0, 2),
+        CudaStorageSlice::F64(s) => (s.device_ptr(&stream).0, 8),
+        CudaStorageSlice::U32(s) => (s.device_ptr(&stream).0, 4),
+        CudaStorageSlice::I16(s) => (s.device_ptr(&stream).0, 2),
+        CudaStorageSlice::U8(s) => (s.device_ptr(&stream).0, 1),
+        _ => return Err(wrong_type(t, name, "f32, bf16, f64, u32, i16 or u8")),
+    };
+    Ok(first + (start * bytes) as u64)
+}
+
+/// As `address`, for a tensor of type `dtype`.
+pub(crate) fn address_of(t: &Tensor, name: &str, dtype: DType) -> Result<u64> {
+    if t.dtype() != dtype {
+        return Err(wrong_type(t, name, dtype.as_str()));
+    }
+    address(t, name)
+}
+
+/// Can all of these be moved 16 bytes at a time?
+pub(crate) fn aligned(addresses: &[u64]) -> bool {
+    addresses.iter().all(|a| a.is_multiple_of(16))
+}

@@ -1,0 +1,40 @@
+//! A part of a tensor on a GPU: gathered, and put back.
+
+use super::{Arg, Gpu, Grid, address_of};
+use crate::part::Places;
+use candle_core::Tensor;
+use ft_base::Result;
+
+/// As `Places` of `cuda/part.cu`.
+fn numbers(places: &Places) -> [u64; 5] {
+    let (key, half) = places.scattered.map_or((0, 0), |permutation| permutation.network());
+    let start = places.start % places.n.max(1);
+    [start as u64, places.len as u64, places.n as u64, key, half as u64]
+}
+
+fn run(kernel: &str, from: &Tensor, to: &Tensor, places: &Places) -> Result<()> {
+    const NAME: &str = "a part of a tensor";
+    if places.len == 0 {
+        return Ok(());
+    }
+    let gpu = Gpu::of(from, NAME)?;
+    let args = [
+        Arg::Address(address_of(from, NAME, from.dtype())?),
+        Arg::Address(address_of(to, NAME, from.dtype())?),
+    ];
+    let name = format!("{kernel}_{}", from.dtype().size_in_bytes());
+    // SAFETY: the caller checked the sizes; every place lies inside of the whole and comes once.
+    unsafe { gpu.launch_with("part", &name, Grid::stride(places.len), &args, Some(&numbers(places))) }
+}
+
+/// The elements of `whole` (f32, bf16 or i16) at `places`.
+pub(crate) fn gather(whole: &Tensor, places: &Places) -> Result<Tensor> {
+    let part = Gpu::of(whole, "a part of a tensor")?.empty(places.len, whole.dtype())?;
+    run("part_gather", whole, &part, places)?;
+    Ok(part)
+}
+
+/// Puts `part` back into `whole`, of the same type.
+pub(crate) fn put(part: &Tensor, whole: &Tensor, places: &Places) -> Result<()> {
+    run("part_put", part, whole, places)
+}

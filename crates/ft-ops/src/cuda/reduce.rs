@@ -1,0 +1,110 @@
+//! Sums of squares and the search for what is not finite, over many tensors in one launch.
+
+use super::memory::read;
+use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
+use candle_core::{DType, Tensor};
+use ft_base::{Error, Result};
+
+/// Elements of a block's share, as in `cuda/many.cuh`.
+pub(super) const SHARE: usize = 16_384;
+
+/// Counts the shares of tensors one after another.
+#[derive(Default)]
+pub(super) struct Shares(usize);
+
+impl Shares {
+    /// The number of the first share of a tensor of n elements.
+    pub fn next(&mut self, n: usize) -> Result<u32> {
+        let first = self.0;
+        self.0 += n.div_ceil(SHARE);
+        match i32::try_from(self.0) {
+            Ok(_) => Ok(first as u32),
+            Err(_) => Err(Error::new("tensors are too large for one launch")),
+        }
+    }
+
+    pub fn count(&self) -> usize {
+        self.0
+    }
+}
+
+/// The table `Part` of `cuda/reduce.cu`, and the number of shares.
+fn table(tensors: &[&Tensor]) -> Result<(Vec<u8>, usize)> {
+    const NAME: &str = "a tensor that is summed";
+    let mut shares = Shares::default();
+    let mut table = Vec::with_capacity(24 * tensors.len());
+    for t in tensors {
+        let n = t.elem_count();
+        let place = address(t, NAME)?;
+        let form = (Kind::of(t, NAME)? == Kind::Bf16) as u32 | (aligned(&[place]) as u32) << 1;
+        table.extend(place.to_ne_bytes());
+        table.extend((n as i64).to_ne_bytes());
+        table.extend(shares.next(n)?.to_ne_bytes());
+        table.extend(form.to_ne_bytes());
+    }
+    Ok((table, shares.count()))
+}
+
+/// The sum of `kernel` over all elements goes to the f64 `total` (one element), added or set.
+fn run(kernel: &'static str, tensors: &[&Tensor], total: &Tensor, add: bool) -> Result<()> {
+    let Some(first) = tensors.first() else {
+        return Ok(());
+    };
+    let gpu = Gpu::of(first, "a tensor that is summed")?;
+    let tensors: Vec<&Tensor> = tensors.iter().copied().filter(|t| t.elem_count() > 0).collect();
+    let (table, shares) = table(&tensors)?;
+    let parts = gpu.upload_bytes(&table)?;
+    let partial = gpu.empty(shares, DType::F64)?;
+    let place = address(&partial, "partial sums")?;
+    let args = [
+        Arg::Address(address(&parts, "a table of tensors")?),
+        Arg::small(tensors.len(), "a list of tensors")?,
+        Arg::Address(place),
+    ];
+    // SAFETY: the table describes the tensors, which live until the launch is queued; `partial` has a place a share.
+    unsafe { gpu.launch("reduce", kernel, Grid::line(shares, 256), &args)? };
+    let args = [
+        Arg::Address(place),
+        Arg::size(shares),
+        Arg::Address(address_of(total, "a total", DType::F64)?),
+        Arg::I32(add as i32),
+    ];
+    // SAFETY: as above.
+    unsafe { gpu.launch("reduce", "reduce_totals", Grid::line(1, 1024), &args) }
+}
+
+fn one(kernel: &'static str, t: &Tensor) -> Result<f64> {
+    let total = Gpu::of(t, "a tensor that is summed")?.zeros(1, DType::F64)?;
+    run(kernel, &[t], &total, false)?;
+    let total: Vec<f64> = read(&total, "a total", DType::F64)?;
+    total.first().copied().ok_or_else(|| Error::new("a total is empty"))
+}
+
+/// Sum of the squares of an f32 or bf16 tensor. Waits for the GPU.
+pub(crate) fn sum_squares(t: &Tensor) -> Result<f64> {
+    one("sum_squares", t)
+}
+
+/// Is every element finite? Waits for the GPU.
+pub(crate) fn all_finite(t: &Tensor) -> Result<bool> {
+    Ok(one("count_odd", t)? == 0.0)
+}
+
+/// Adds the squares of all elements of f32 or bf16 tensors to the f64 `total` (one element).
+pub(crate) fn add_squares(tensors: &[&Tensor], total: &Tensor) -> Result<()> {
+    run("sum_squares", tensors, total, true)
+}
+
+/// `min(1, max / (√squares + 1e-6))` as an f32 tensor of one element; `squares` f64.
+pub(crate) fn clip_coefficient(squares: &Tensor, max: f64) -> Result<Tensor> {
+    let gpu = Gpu::of(squares, "a sum of squares")?;
+    let coefficient = gpu.empty(1, DType::F32)?;
+    let args = [
+        Arg::Address(address_of(squares, "a sum of squares", DType::F64)?),
+        Arg::F64(max),
+        Arg::Address(address(&coefficient, "a clipping factor")?),
+    ];
+    // SAFETY: one element each.
+    unsafe { gpu.launch("reduce", "clip_coefficient", Grid::line(1, 1), &args)? };
+    Ok(coefficient)
+}

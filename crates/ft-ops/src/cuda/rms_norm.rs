@@ -1,0 +1,99 @@
+//! RMSNorm on a GPU.
+
+use super::{Arg, Gpu, Grid, Kind, address, aligned, columns};
+use candle_core::{DType, Tensor};
+use ft_base::Result;
+
+/// Lanes that share a short row, as in `cuda/rms_norm.cu`.
+const LANES: usize = 16;
+const THREADS: usize = 256;
+
+/// Name of the kernel and its grid, for `rows` of `size` elements.
+fn plan(direction: &str, kinds: (Kind, Kind), rows: usize, size: usize, addresses: &[u64]) -> (String, Grid) {
+    let packed = size.is_multiple_of(kinds.0.pack()) && aligned(addresses);
+    let pack = if packed { kinds.0.pack() } else { 1 };
+    // Up to 4 packs a lane the row is narrow.
+    let wide = size > 4 * LANES * pack;
+    let grid = match wide {
+        true => Grid::line(rows, size.div_ceil(pack).div_ceil(32).clamp(1, 8) as u32 * 32),
+        false => Grid::line(rows.div_ceil(THREADS / LANES), THREADS as u32),
+    };
+    let name = format!(
+        "rms_norm_{direction}_{}_{}_{}_{}",
+        if wide { "wide" } else { "narrow" },
+        kinds.0.name(),
+        kinds.1.name(),
+        if packed { "packed" } else { "single" }
+    );
+    (name, grid)
+}
+
+/// The last arguments of both kernels.
+fn numbers(rows: usize, size: usize, eps: f64, plus_one: bool) -> Result<[Arg; 4]> {
+    Ok([
+        Arg::size(rows),
+        Arg::small(size, "a row of a norm")?,
+        Arg::F32(eps as f32),
+        Arg::F32(if plus_one { 1.0 } else { 0.0 }),
+    ])
+}
+
+/// x in rows of `w.len()` elements, which divides it.
+pub(crate) fn forward(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool) -> Result<Tensor> {
+    let gpu = Gpu::of(x, "x of a norm")?;
+    let kinds = (Kind::of(x, "x of a norm")?, Kind::of(w, "the weight of a norm")?);
+    let size = w.elem_count();
+    let rows = x.elem_count() / size;
+    let y = gpu.empty(x.shape(), x.dtype())?;
+    let places = [
+        address(x, "x of a norm")?,
+        address(w, "the weight of a norm")?,
+        address(&y, "y of a norm")?,
+    ];
+    let (name, grid) = plan("forward", kinds, rows, size, &places);
+    let args = [&places.map(Arg::Address)[..], &numbers(rows, size, eps, plus_one)?[..]].concat();
+    // SAFETY: x and y are rows of `size` elements, w is one.
+    unsafe { gpu.launch("rms_norm", &name, grid, &args)? };
+    Ok(y)
+}
+
+/// dx, and dw f32 when wanted.
+pub(crate) fn backward(
+    x: &Tensor,
+    w: &Tensor,
+    dy: &Tensor,
+    eps: f64,
+    plus_one: bool,
+    need_dw: bool,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let gpu = Gpu::of(x, "x of a norm")?;
+    let kinds = (Kind::of(x, "x of a norm")?, Kind::of(w, "the weight of a norm")?);
+    let dy = super::elementwise::cast(dy, kinds.0)?;
+    let size = w.elem_count();
+    let rows = x.elem_count() / size;
+    let dx = gpu.empty(x.shape(), x.dtype())?;
+    let inverse = need_dw.then(|| gpu.empty(rows, DType::F32)).transpose()?;
+    let places = [
+        address(x, "x of a norm")?,
+        address(w, "the weight of a norm")?,
+        address(&dy, "dy of a norm")?,
+        address(&dx, "dx of a norm")?,
+    ];
+    let (name, grid) = plan("backward", kinds, rows, size, &places);
+    let inverse_place = match &inverse {
+        Some(inverse) => address(inverse, "the inverse of a norm")?,
+        None => 0,
+    };
+    let args = [
+        &places.map(Arg::Address)[..],
+        &[Arg::Address(inverse_place)],
+        &numbers(rows, size, eps, plus_one)?[..],
+    ]
+    .concat();
+    // SAFETY: as in `forward`; `inverse` has an element for each row or is not there.
+    unsafe { gpu.launch("rms_norm", &name, grid, &args)? };
+    let dw = inverse
+        .map(|inverse| columns::sums(&gpu, &dy, Some((x, &inverse)), (rows, size)))
+        .transpose()?;
+    Ok((dx, dw))
+}

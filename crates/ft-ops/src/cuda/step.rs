@@ -1,0 +1,251 @@
+//! Optimizer steps of many parameters in one launch.
+
+use super::memory::write;
+use super::reduce::Shares;
+use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
+use crate::cpu::step::code::{SIGNED, UNSIGNED};
+use crate::cpu::step::rules::Adamw;
+use crate::master;
+use crate::step::{BLOCK, Gate, Item, Moment, Precision, Rule};
+use candle_core::cuda::DeviceId;
+use candle_core::{DType, Tensor};
+use ft_base::{Error, Result};
+use half::bf16;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::{Mutex, OnceLock};
+
+/// Groups of parameters that share their numbers in one launch, as in `cuda/optimizer.cu`.
+const GROUPS: usize = 16;
+
+/// Numbers that only some parameters share. AdamW: 1 - lr · decay, step size, root of the second correction. SGD: lr,
+/// decay, 1 in the first step or without momentum, else 0. Lion: 1 - lr · decay, lr. Sign: lr.
+fn numbers(rule: Rule, item: &Item) -> [f32; 3] {
+    let (lr, decay) = (item.lr, item.weight_decay);
+    match rule {
+        Rule::Adamw { betas, eps } => {
+            let ready = Adamw::new(lr, betas, eps, decay, item.step, 1.0);
+            [ready.keep, ready.step_size, ready.correction2_sqrt]
+        }
+        Rule::Sgd { momentum } => {
+            let first = item.step == 1 || momentum == 0.0;
+            [lr as f32, decay as f32, if first { 1.0 } else { 0.0 }]
+        }
+        Rule::Lion { .. } => [(1.0 - lr * decay) as f32, lr as f32, 0.0],
+        Rule::Sign | Rule::Adafactor => [lr as f32, 0.0, 0.0],
+    }
+}
+
+/// Name of the kernel, the numbers that all parameters share, and which moments there are.
+fn plan(rule: Rule) -> Result<(&'static str, [f32; 3], (bool, bool))> {
+    Ok(match rule {
+        Rule::Adamw { betas: [b1, b2], eps } => ("adamw_step", [b1 as f32, b2 as f32, eps as f32], (true, true)),
+        Rule::Sgd { momentum } => ("sgd_step", [momentum as f32, 0.0, 0.0], (momentum != 0.0, false)),
+        Rule::Lion { betas: [b1, b2] } => ("lion_step", [b1 as f32, b2 as f32, 0.0], (true, false)),
+        Rule::Sign => ("sign_step", [0.0; 3], (false, false)),
+        Rule::Adafactor => return Err(Error::new("Adafactor has kernels of its own")),
+    })
+}
+
+/// Updates the parameters in place.
+pub(crate) fn run(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> Result<()> {
+    if rule == Rule::Adafactor {
+        return super::adafactor::run(items, coefficient, gate);
+    }
+    // Eight-bit states have kernels of their own.
+    let (coded, plain): (Vec<Item>, Vec<Item>) = items.iter().copied().partition(is_coded);
+    run_alike(rule, &plain, coefficient, gate)?;
+    run_alike(rule, &coded, coefficient, gate)
+}
+
+fn is_coded(item: &Item) -> bool {
+    matches!(item.first, Some(Moment::Int8 { .. }))
+}
+
+/// Parameters that all have eight-bit states, or all none.
+fn run_alike(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> Result<()> {
+    let mut rest = items;
+    while let Some(first) = rest.first() {
+        // As many as share at most GROUPS triples of numbers.
+        let mut groups: Vec<[f32; 3]> = Vec::new();
+        let fits = rest.iter().take_while(|item| {
+            let own = numbers(rule, item);
+            let known = groups.contains(&own);
+            if !known && groups.len() < GROUPS {
+                groups.push(own);
+            }
+            known || groups.last() == Some(&own)
+        });
+        let (now, later) = rest.split_at(fits.count().max(1));
+        launch(
+            &Gpu::of(first.weight, "a weight")?,
+            rule,
+            now,
+            &groups,
+            coefficient,
+            gate,
+        )?;
+        rest = later;
+    }
+    Ok(())
+}
+
+fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficient: f32, gate: Gate) -> Result<()> {
+    let (kernel, [b1, b2, eps], moments) = plan(rule)?;
+    let mut shares = Shares::default();
+    let mut table = Vec::with_capacity(80 * items.len());
+    let mut count = 0;
+    for item in items.iter().filter(|item| item.weight.elem_count() > 0) {
+        let own = numbers(rule, item);
+        let group = groups.iter().position(|g| *g == own).unwrap_or(0);
+        entry(item, moments, group, &mut shares, &mut table)?;
+        count += 1;
+    }
+    let scalar = |t: Option<&Tensor>, dtype| t.map_or(Ok(0), |t| address_of(t, "a number of an optimizer step", dtype));
+    // `Common` and `Groups` of the kernel.
+    let common = [b1, b2, eps, coefficient];
+    let mut numbers = [[0f32; 3]; GROUPS];
+    numbers[..groups.len()].copy_from_slice(groups);
+    let (kernel, tables) = match items.iter().any(is_coded) {
+        true => (format!("{kernel}_codes"), code_tables(gpu)?),
+        false => (kernel.to_string(), 0),
+    };
+    with_table(gpu, table, |table| {
+        let args = [
+            Arg::Address(table),
+            Arg::small(count, "a list of parameters")?,
+            Arg::Address(scalar(gate.coefficient, DType::F32)?),
+            Arg::Address(scalar(gate.finite, DType::F64)?),
+            Arg::small(gate.finite.map_or(0, Tensor::elem_count), "the numbers of a gate")?,
+            Arg::Address(tables),
+            Arg::Four(common),
+        ];
+        let grid = Grid::line(shares.count(), 256);
+        // SAFETY: the table describes tensors of these sizes, which live until the launch is queued.
+        unsafe { gpu.launch_with("optimizer", &kernel, grid, &args, Some(&numbers)) }
+    })
+}
+
+/// Adds one `Entry` of the kernel to the table.
+fn entry(item: &Item, moments: (bool, bool), group: usize, shares: &mut Shares, table: &mut Vec<u8>) -> Result<()> {
+    let n = item.weight.elem_count();
+    let wrong = |what: &str| Error::new(format!("an optimizer step was given {what}"));
+    let sized = |t: &Tensor, name: &str| match t.elem_count() == n {
+        true => address(t, name),
+        false => Err(wrong("tensors of different sizes").found(t.elem_count()).expected(n)),
+    };
+    // Address of the moment, and of its scales where it is coded.
+    let state = |moment: Option<&Moment>, name: &str| match moment {
+        None => Ok((0, 0)),
+        Some(Moment::F32(t)) => sized(t, name)
+            .and_then(|_| address_of(t, name, DType::F32))
+            .map(|t| (t, 0)),
+        Some(Moment::Int8 { codes, scales }) if scales.elem_count() == n.div_ceil(BLOCK) => sized(codes, name)
+            .and_then(|_| {
+                Ok((
+                    address_of(codes, name, DType::U8)?,
+                    address_of(scales, name, DType::F32)?,
+                ))
+            }),
+        Some(Moment::Int8 { scales, .. }) => Err(wrong("scales of another tensor").found(scales.elem_count())),
+    };
+    let kind = Kind::of(item.weight, "a weight")?;
+    let (low, key, random) = match item.precision {
+        Precision::Whole => (None, 0, false),
+        Precision::Halves(low) => (Some(low), 0, false),
+        Precision::Stochastic(rng) => (None, rng.key(), true),
+    };
+    if (kind == Kind::F32) != matches!(item.precision, Precision::Whole) {
+        return Err(wrong("a weight of another type than its precision says"));
+    }
+    if (item.first.is_some(), item.second.is_some()) != moments {
+        return Err(wrong("the wrong moments"));
+    }
+    let low = match low {
+        Some(low) => sized(low, "the lower half of a weight")
+            .and_then(|_| address_of(low, "the lower half of a weight", DType::I16))?,
+        None => 0,
+    };
+    let (first, first_scales) = state(item.first, "a first moment")?;
+    let (second, second_scales) = state(item.second, "a second moment")?;
+    let coded = is_coded(item);
+    if (first_scales != 0) != coded || (second_scales != 0) != (coded && second != 0) {
+        return Err(wrong("moments of different types"));
+    }
+    let places = [
+        sized(item.weight, "a weight")?,
+        low,
+        sized(item.gradient, "a gradient")?,
+        first,
+        second,
+        first_scales,
+        second_scales,
+    ];
+    let form = (kind == Kind::Bf16) as u32
+        | ((Kind::of(item.gradient, "a gradient")? == Kind::Bf16) as u32) << 1
+        | (aligned(&places) as u32) << 2
+        | (random as u32) << 3
+        | (group as u32) << 8;
+    for place in places {
+        table.extend(place.to_ne_bytes());
+    }
+    table.extend(key.to_ne_bytes());
+    table.extend((n as i64).to_ne_bytes());
+    table.extend(shares.next(n)?.to_ne_bytes());
+    table.extend(form.to_ne_bytes());
+    Ok(())
+}
+
+/// Runs `f` on the address of the table on the GPU. The table of the step before is used again if it is the same.
+fn with_table(gpu: &Gpu, table: Vec<u8>, f: impl FnOnce(u64) -> Result<()>) -> Result<()> {
+    type Kept = HashMap<DeviceId, (Vec<u8>, Tensor)>;
+    static KEPT: OnceLock<Mutex<Kept>> = OnceLock::new();
+    let mut kept = KEPT
+        .get_or_init(Mutex::default)
+        .lock()
+        .map_err(|_| Error::new("the table of parameters was left locked"))?;
+    let id = gpu.device().id();
+    if kept.get(&id).is_none_or(|(old, _)| *old != table) {
+        let there = gpu.upload_bytes(&table)?;
+        kept.insert(id, (table, there));
+    }
+    match kept.get(&id) {
+        Some((_, there)) => f(address(there, "a table of parameters")?),
+        None => Err(Error::new("the table of parameters is lost")),
+    }
+}
+
+/// Values and middles of the code with sign, then of that without: `Table[2]` of the kernel, made once for a device.
+fn code_tables(gpu: &Gpu) -> Result<u64> {
+    static KEPT: OnceLock<Mutex<HashMap<DeviceId, Tensor>>> = OnceLock::new();
+    let mut kept = KEPT
+        .get_or_init(Mutex::default)
+        .lock()
+        .map_err(|_| Error::new("the table of codes was left locked"))?;
+    let id = gpu.device().id();
+    match kept.entry(id) {
+        Entry::Occupied(known) => address(known.get(), "a table of codes"),
+        Entry::Vacant(place) => {
+            let numbers: Vec<f32> = [&*SIGNED, &*UNSIGNED]
+                .into_iter()
+                .flat_map(|code| code.values.into_iter().chain(code.middles))
+                .collect();
+            let there = gpu.empty(numbers.len(), DType::F32)?;
+            write(&there, "a table of codes", DType::F32, &numbers)?;
+            address(place.insert(there), "a table of codes")
+        }
+    }
+}
+
+/// Sets a bf16 weight and its lower halves (i16) to exact f32 values, which are as many.
+pub(crate) fn split(values: &[f32], weight: &Tensor, low: &Tensor) -> Result<()> {
+    let (high, lower): (Vec<bf16>, Vec<i16>) = values
+        .iter()
+        .map(|x| {
+            let (high, low) = master::split(*x);
+            (high, low as i16)
+        })
+        .unzip();
+    write(weight, "a weight", DType::BF16, &high)?;
+    write(low, "the lower half of a weight", DType::I16, &lower)
+}

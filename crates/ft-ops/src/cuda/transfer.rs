@@ -1,0 +1,267 @@
+//! Copies between host memory and a GPU on a stream of their own.
+//!
+//! Memory of a GPU is given out and back in the order of the computing stream, so each copy is tied to that stream by
+//! events: a copy to the GPU starts after its place was free and is waited for before it is used; the memory of a
+//! tensor that is copied away is given back after a wait for the copy.
+
+use super::{Gpu, address};
+use crate::transfer::CopyTimes;
+use candle_core::cuda::cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice, result, sys};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+use ft_base::{Error, Result};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+fn failed(e: impl std::fmt::Debug) -> Error {
+    Error::new("a copy between host and GPU failed").found(format!("{e:?}"))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+const TIMED: Option<sys::CUevent_flags> = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
+/// Smaller tensors are not worth being locked in memory.
+const LEAST_LOCKED: usize = 1 << 16;
+/// Copies whose events are kept until their times are read; later ones are not measured.
+const MOST_TIMED: usize = 4096;
+
+/// Host memory that the GPU reads and writes directly.
+type Pinned = PinnedHostSlice<u8>;
+
+/// A tensor on its way to the GPU.
+pub(crate) struct Arriving {
+    /// Until it is received.
+    tensor: Option<(Tensor, CudaEvent, CudaEvent)>,
+    computing: Arc<CudaStream>,
+}
+
+impl Drop for Arriving {
+    fn drop(&mut self) {
+        // Nobody waits for it any more, but its memory must not be given out again while the copy writes there.
+        if let Some((_, _, arrived)) = &self.tensor
+            && self.computing.wait(arrived).is_err()
+        {
+            let _ = arrived.synchronize();
+        }
+    }
+}
+
+/// A tensor on the host, or on its way there.
+pub(crate) struct Parked {
+    host: Option<Pinned>,
+    shape: Vec<usize>,
+    dtype: DType,
+    /// Its memory on the GPU until it is let go.
+    leaving: Option<Tensor>,
+    done: CudaEvent,
+}
+
+impl Drop for Parked {
+    fn drop(&mut self) {
+        // The copy writes to memory that goes now.
+        if self.host.is_some() {
+            let _ = self.done.synchronize();
+        }
+    }
+}
+
+/// The copying stream of one GPU.
+pub(crate) struct Copier {
+    gpu: Gpu,
+    stream: Arc<CudaStream>,
+    /// Tensors of the host that are locked in memory, by address: kept as long as they are.
+    locked: Mutex<BTreeMap<usize, Tensor>>,
+    /// Pinned memory that is free, by size. All copies run on one stream: who takes it writes after who read it.
+    free: Mutex<BTreeMap<usize, Vec<Pinned>>>,
+    /// Copies whose times are not read yet: started, arrived, and when the computing stood before it.
+    timed: Mutex<Vec<(CudaEvent, CudaEvent, CudaEvent)>>,
+}
+
+impl Drop for Copier {
+    fn drop(&mut self) {
+        let _ = self.stream.synchronize();
+        for address in std::mem::take(&mut *lock(&self.locked)).keys() {
+            // SAFETY: it was locked by this copier, and its tensor still lives.
+            let _ = unsafe { sys::cuMemHostUnregister(*address as *mut _) };
+        }
+    }
+}
+
+impl Copier {
+    pub fn new(device: &Device) -> Result<Self> {
+        let gpu = Gpu::on(device)?;
+        let stream = gpu.device().cuda_stream().context().new_stream().map_err(failed)?;
+        Ok(Self {
+            gpu,
+            stream,
+            locked: Mutex::default(),
+            free: Mutex::default(),
+            timed: Mutex::default(),
+        })
+    }
+
+    /// Starts the copy of a contiguous tensor of the host; see `ops::transfer`.
+    pub fn send(&self, host: &Tensor, stays: bool) -> Result<Arriving> {
+        let (from, len) = host_bytes(host)?;
+        if stays && len >= LEAST_LOCKED {
+            self.lock_in_memory(host, from as usize, len)?;
+        }
+        // SAFETY: the tensor holds so many bytes. Of memory that is not locked the driver takes a copy before it
+        // returns; what is locked stays by the promise of the caller.
+        let bytes = unsafe { std::slice::from_raw_parts(from, len) };
+        let tensor = self.gpu.empty(host.dims(), host.dtype())?;
+        self.copy_to(tensor, bytes)
+    }
+
+    /// The bytes go to the tensor, which is fresh.
+    fn copy_to(&self, tensor: Tensor, bytes: &[u8]) -> Result<Arriving> {
+        let to = address(&tensor, "a tensor that is sent")?;
+        let computing = self.gpu.device().cuda_stream();
+        // Its memory may still be read by what was queued before it was given back.
+        self.stream.join(&computing).map_err(failed)?;
+        let started = self.stream.record_event(TIMED).map_err(failed)?;
+        if !bytes.is_empty() {
+            // SAFETY: the tensor has room for so many bytes.
+            unsafe { result::memcpy_htod_async(to, bytes, self.stream.cu_stream()) }.map_err(failed)?;
+        }
+        let arrived = self.stream.record_event(TIMED).map_err(failed)?;
+        Ok(Arriving {
+            tensor: Some((tensor, started, arrived)),
+            computing,
+        })
+    }
+
+    /// Where the system refuses, copies take a detour: nothing is wrong but the speed.
+    fn lock_in_memory(&self, host: &Tensor, from: usize, len: usize) -> Result<()> {
+        let mut locked = lock(&self.locked);
+        if locked.contains_key(&from) {
+            return Ok(());
+        }
+        self.stream.context().bind_to_thread().map_err(failed)?;
+        // SAFETY: the memory belongs to the tensor, of which a clone is kept until it is unlocked.
+        let code = unsafe { sys::cuMemHostRegister_v2(from as *mut _, len, 0) };
+        if code == sys::CUresult::CUDA_SUCCESS {
+            locked.insert(from, host.clone());
+        }
+        Ok(())
+    }
+
+    /// Gives back what was locked of a tensor, when no copy reads it any more.
+    pub fn forget(&self, host: &Tensor) -> Result<()> {
+        let from = host_bytes(host)?.0 as usize;
+        if let Some(tensor) = lock(&self.locked).remove(&from) {
+            self.stream.synchronize().map_err(failed)?;
+            // SAFETY: it was locked by this copier, and its tensor still lives.
+            let code = unsafe { sys::cuMemHostUnregister(from as *mut _) };
+            drop(tensor);
+            if code != sys::CUresult::CUDA_SUCCESS {
+                return Err(failed(code));
+            }
+        }
+        Ok(())
+    }
+
+    /// The tensor, for work that is queued from now on.
+    pub fn receive(&self, mut arriving: Arriving) -> Result<Tensor> {
+        let stood = arriving.computing.record_event(TIMED).map_err(failed)?;
+        if let Some((_, _, arrived)) = &arriving.tensor {
+            arriving.computing.wait(arrived).map_err(failed)?;
+        }
+        let Some((tensor, started, arrived)) = arriving.tensor.take() else {
+            return Err(Error::new("a tensor was received twice"));
+        };
+        let mut timed = lock(&self.timed);
+        if timed.len() < MOST_TIMED {
+            timed.push((started, arrived, stood));
+        }
+        Ok(tensor)
+    }
+
+    /// Starts the copy of a tensor to the host.
+    pub fn park(&self, tensor: Tensor) -> Result<Parked> {
+        let from = address(&tensor, "a tensor that is parked")?;
+        let len = tensor.elem_count() * tensor.dtype().size_in_bytes();
+        let mut host = self.pinned(len)?;
+        // The tensor is complete when the computing that is queued now is.
+        self.stream.join(&self.gpu.device().cuda_stream()).map_err(failed)?;
+        let to = host.as_mut_slice().map_err(failed)?;
+        // SAFETY: `to` has room for the bytes of the tensor; both stay until `done`.
+        unsafe { result::memcpy_dtoh_async(&mut to[..len], from, self.stream.cu_stream()) }.map_err(failed)?;
+        let done = self.stream.record_event(None).map_err(failed)?;
+        Ok(Parked {
+            host: Some(host),
+            shape: tensor.dims().to_vec(),
+            dtype: tensor.dtype(),
+            leaving: Some(tensor),
+            done,
+        })
+    }
+
+    pub fn let_go(&self, parked: &mut Parked) -> Result<()> {
+        if let Some(tensor) = parked.leaving.take() {
+            self.gpu.device().cuda_stream().wait(&parked.done).map_err(failed)?;
+            drop(tensor);
+        }
+        Ok(())
+    }
+
+    /// Starts the way back of a parked tensor.
+    pub fn fetch(&self, mut parked: Parked) -> Result<Arriving> {
+        self.let_go(&mut parked)?;
+        let Some(host) = parked.host.take() else {
+            return Err(Error::new("a parked tensor was fetched twice"));
+        };
+        let tensor = self.gpu.empty(parked.shape.as_slice(), parked.dtype)?;
+        let len = tensor.elem_count() * parked.dtype.size_in_bytes();
+        let arriving = self.copy_to(tensor, &host.as_slice().map_err(failed)?[..len])?;
+        lock(&self.free).entry(host.len()).or_default().push(host);
+        Ok(arriving)
+    }
+
+    fn pinned(&self, len: usize) -> Result<Pinned> {
+        let len = len.max(1);
+        if let Some(found) = lock(&self.free).get_mut(&len).and_then(Vec::pop) {
+            return Ok(found);
+        }
+        // SAFETY: it is filled before it is read.
+        unsafe { self.stream.context().alloc_pinned_with_flags::<u8>(len, 0) }.map_err(|e| {
+            Error::new("the host has no more memory that a GPU can read")
+                .found(format!("{e:?}"))
+                .expected(format!("{len} bytes"))
+                .hint("set `memory.activations = \"recompute\"`")
+        })
+    }
+
+    pub fn times(&self) -> Result<CopyTimes> {
+        let mut sum = CopyTimes::default();
+        for (started, arrived, stood) in std::mem::take(&mut *lock(&self.timed)) {
+            let copying = f64::from(started.elapsed_ms(&arrived).map_err(failed)?);
+            // Negative where the tensor was there before the computing asked for it.
+            let waiting = f64::from(stood.elapsed_ms(&arrived).map_err(failed)?);
+            sum.copying += copying;
+            sum.waiting += waiting.clamp(0.0, copying);
+        }
+        Ok(sum)
+    }
+}
+
+/// Address and length of a tensor of the host. The address is good as long as the tensor lives.
+fn host_bytes(t: &Tensor) -> Result<(*const u8, usize)> {
+    let (storage, layout) = t.storage_and_layout();
+    let Some((start, end)) = layout.contiguous_offsets() else {
+        return Err(Error::new("a tensor that is sent is not contiguous"));
+    };
+    let Storage::Cpu(storage) = &*storage else {
+        return Err(Error::new("a tensor that is sent does not lie on the host"));
+    };
+    let first = match storage {
+        CpuStorage::F32(v) => v[start..end].as_ptr().cast(),
+        CpuStorage::BF16(v) => v[start..end].as_ptr().cast(),
+        CpuStorage::I16(v) => v[start..end].as_ptr().cast(),
+        CpuStorage::U8(v) => v[start..end].as_ptr().cast(),
+        CpuStorage::U32(v) => v[start..end].as_ptr().cast(),
+        _ => return Err(Error::new("a tensor of this type is not sent to a GPU").found(t.dtype().as_str())),
+    };
+    Ok((first, (end - start) * t.dtype().size_in_bytes()))
+}

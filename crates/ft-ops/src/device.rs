@@ -1,0 +1,190 @@
+//! The devices of this machine: opening one by name, and what its memory holds.
+
+use candle_core::Device;
+use ft_base::{Error, Result};
+
+/// A device that is ready, and what the user should know about the choice.
+pub struct Opened {
+    pub device: Device,
+    pub note: Option<String>,
+}
+
+/// Memory of a GPU in bytes. `used` is what tensors take, `reserved` what the pool took from the GPU for them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct DeviceMemory {
+    pub used: u64,
+    pub peak_used: u64,
+    pub reserved: u64,
+    pub peak_reserved: u64,
+    pub free: u64,
+    pub total: u64,
+}
+
+/// What `ft doctor` shows of a GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gpu {
+    pub name: String,
+    /// Compute capability, for example (9, 0).
+    pub compute: (i32, i32),
+    pub total: u64,
+    pub free: u64,
+    /// Highest CUDA version that the driver knows, as 1000 · major + 10 · minor.
+    pub driver: i32,
+    /// Version of cuBLAS, as the library writes it.
+    pub cublas: i32,
+}
+
+impl Gpu {
+    /// What keeps this build from using this GPU. `toolkit` is the CUDA version of the build, as in `driver`.
+    pub fn problems(&self, toolkit: Option<i32>) -> Vec<String> {
+        let mut problems = Vec::new();
+        if self.compute < (8, 0) {
+            problems.push(format!(
+                "compute capability {}.{} is too old: 8.0 (Ampere) or newer is needed",
+                self.compute.0, self.compute.1
+            ));
+        }
+        if let Some(toolkit) = toolkit.filter(|t| t / 1000 > self.driver / 1000) {
+            problems.push(format!(
+                "the driver knows CUDA up to {}, this build was made with {}: update the driver or build with an older toolkit",
+                version(self.driver),
+                version(toolkit)
+            ));
+        }
+        problems
+    }
+}
+
+/// `13000` as `13.0`.
+pub fn version(number: i32) -> String {
+    format!("{}.{}", number / 1000, number % 1000 / 10)
+}
+
+/// Is this a build that can use NVIDIA GPUs?
+pub const HAS_CUDA: bool = cfg!(feature = "cuda");
+
+/// The CUDA version this build was made with, as 1000 · major + 10 · minor, where it is known.
+pub fn toolkit() -> Option<i32> {
+    #[cfg(feature = "cuda")]
+    return ft_kernels::toolkit();
+    #[cfg(not(feature = "cuda"))]
+    None
+}
+
+/// `cpu`, `cuda:N`, or `auto`: the first GPU that can be used, else the CPU with a note why.
+///
+/// Errors: a GPU that was asked for by name and cannot be used; a name that is none of these.
+pub fn open(name: &str) -> Result<Opened> {
+    let cpu = |note| Opened {
+        device: Device::Cpu,
+        note,
+    };
+    if name == "cpu" || (name == "auto" && !HAS_CUDA) {
+        return Ok(cpu(None));
+    }
+    let ordinal = match name {
+        "auto" => 0,
+        _ => ordinal(name)?,
+    };
+    match (gpu(ordinal), name) {
+        (Ok(device), _) => Ok(Opened { device, note: None }),
+        (Err(e), "auto") => Ok(cpu(Some(format!("no GPU is used: {e}")))),
+        (Err(e), _) => Err(e.or_at("model.device")),
+    }
+}
+
+fn ordinal(name: &str) -> Result<usize> {
+    name.strip_prefix("cuda:").and_then(|n| n.parse().ok()).ok_or_else(|| {
+        Error::usage(format!("device `{name}` is not known"))
+            .at("model.device")
+            .expected("`auto`, `cpu` or `cuda:0`")
+    })
+}
+
+#[cfg(not(feature = "cuda"))]
+fn gpu(ordinal: usize) -> Result<Device> {
+    Err(Error::new(format!("device `cuda:{ordinal}` is not available"))
+        .found("a build without CUDA")
+        .hint("set `model.device = \"cpu\"` or `\"auto\"`, or build with `--features cuda`"))
+}
+
+#[cfg(feature = "cuda")]
+use super::cuda::device::open as gpu;
+
+/// Memory of `device`; `None` for the CPU.
+pub fn memory(device: &Device) -> Result<Option<DeviceMemory>> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => Ok(Some(super::cuda::device::memory(device)?)),
+        _ => Ok(None),
+    }
+}
+
+/// At most `bytes` of tensors on the GPU from now on: what is more fails as out of memory. Call it before the
+/// first tensor. Does nothing on the CPU.
+pub fn limit(device: &Device, bytes: u64) -> Result<()> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => super::cuda::device::limit(device, bytes),
+        _ => {
+            let _ = bytes;
+            Ok(())
+        }
+    }
+}
+
+/// Every GPU of the machine; none in a build without CUDA. Errors: a driver that does not answer.
+pub fn gpus() -> Result<Vec<Gpu>> {
+    #[cfg(feature = "cuda")]
+    return super::cuda::device::all();
+    #[cfg(not(feature = "cuda"))]
+    Ok(Vec::new())
+}
+
+/// Did this fail because a GPU has no memory left?
+pub fn out_of_memory(error: &Error) -> bool {
+    let text = error.to_string();
+    text.contains("CUDA_ERROR_OUT_OF_MEMORY") || text.contains("ALLOC_FAILED")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_checked() {
+        assert!(open("cpu").unwrap().device.is_cpu());
+        for bad in ["gpu", "cuda", "cuda:x", "cuda:-1", ""] {
+            let e = open(bad).err().unwrap();
+            assert!(e.to_string().contains("is not known"), "{bad}: {e}");
+        }
+    }
+
+    #[test]
+    #[cfg(not(feature = "cuda"))]
+    fn without_cuda_auto_is_the_cpu_and_a_gpu_is_refused() {
+        let opened = open("auto").unwrap();
+        assert!(opened.device.is_cpu() && opened.note.is_none());
+        let e = open("cuda:0").err().unwrap().to_string();
+        assert!(e.contains("build without CUDA") && e.contains("model.device"), "{e}");
+        assert_eq!(memory(&Device::Cpu).unwrap(), None);
+        assert!(gpus().unwrap().is_empty());
+        limit(&Device::Cpu, 1).unwrap();
+    }
+
+    #[test]
+    fn what_does_not_match_is_named() {
+        let mut gpu = Gpu {
+            name: "test".into(),
+            compute: (9, 0),
+            total: 1,
+            free: 1,
+            driver: 12040,
+            cublas: 0,
+        };
+        assert!(gpu.problems(None).is_empty() && gpu.problems(Some(12080)).is_empty());
+        assert!(gpu.problems(Some(13000))[0].contains("up to 12.4, this build was made with 13.0"));
+        gpu.compute = (7, 5);
+        assert!(gpu.problems(None)[0].contains("7.5 is too old"));
+    }
+}

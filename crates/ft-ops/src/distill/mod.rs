@@ -1,0 +1,328 @@
+//! Distillation through two output projections in one: hidden states of a student and of a teacher in, the divergence
+//! between their next-token distributions and its gradients out. Neither model's logits exist for more than a chunk
+//! of tokens.
+//!
+//! Letters: N tokens, D and V hidden size and vocabulary of the student, Dt and Vt of the teacher, C = min(V, Vt) the
+//! ids that both know, k stored ids of a token.
+//!
+//! Loss of a token: `alpha · cross-entropy + (1 - alpha) · divergence`. The divergence is between the distributions over
+//! the C common ids at temperature T, q of the student and p of the teacher: KL(p‖q) for beta = 0, KL(q‖p) for
+//! beta = 1, else the generalized Jensen-Shannon divergence beta KL(p‖m) + (1 - beta) KL(q‖m), m = (1 - beta) q + beta p
+//! (Agarwal et al. 2024, arXiv 2306.13649, section 3). No factor T² is put on it. The cross-entropy is over all V ids
+//! at T = 1.
+
+#[cfg(any(test, feature = "cuda"))]
+mod composed;
+#[cfg(test)]
+mod tests;
+
+use super::cpu::cross_entropy::PIECE;
+use super::cpu::distill as cpu;
+use super::cpu::storage::{dims2, expect_dims, expect_f32, floats, tensor};
+use super::cross_entropy::Pieces;
+use super::tally::{Sums, Tally};
+use candle_core::Tensor;
+use ft_base::IGNORE;
+use ft_base::{Error, Result};
+use std::cell::RefCell;
+
+/// An output projection `[rows, D]`.
+#[derive(Clone, Copy)]
+pub enum Matrix<'a> {
+    Whole(&'a Tensor),
+    /// Parts of a multiple of `cross_entropy::PIECE` rows.
+    Parts(&'a Pieces<'a>),
+}
+
+/// One model: hidden states after the final norm, `[N, D]`, and its head.
+#[derive(Clone, Copy)]
+pub struct Side<'a> {
+    pub h: &'a Tensor,
+    pub head: Matrix<'a>,
+    pub softcap: Option<f32>,
+}
+
+/// The likeliest ids of each trained token, in order, as `likeliest` finds them.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct TopK {
+    pub k: usize,
+    /// `[trained, k]`, rising in each row.
+    pub ids: Vec<u32>,
+    /// `[trained, k]`: log-probabilities over the C common ids at the temperature.
+    pub log_probs: Vec<f32>,
+    /// `[trained]`: logarithm of what the ids that are not among them share; -infinity where there are none.
+    pub rest: Vec<f32>,
+}
+
+/// What the student is compared with.
+pub enum Teacher<'a> {
+    Live(Side<'a>),
+    /// The distributions of the `common` first ids.
+    Stored {
+        top: &'a TopK,
+        common: usize,
+    },
+}
+
+#[derive(Debug, Clone)]
+pub struct Options {
+    pub beta: f32,
+    pub temperature: f32,
+    pub alpha: f32,
+    /// Tokens a chunk; 0 counts as 1.
+    pub chunk: usize,
+    /// Factor of the gradients (not of the loss): 1 / tokens of the window.
+    pub scale: f64,
+    pub need_dh: bool,
+    pub need_dw: bool,
+}
+
+#[derive(Debug)]
+pub struct Output {
+    pub trained: usize,
+    /// Sums over the trained tokens, in nats.
+    pub divergence: f64,
+    pub cross_entropy: f64,
+    /// `[N, D]` of the type of h, zero where nothing is trained.
+    pub dh: Option<Tensor>,
+    /// `[V, D]` f32.
+    pub dw: Option<Tensor>,
+}
+
+impl Side<'_> {
+    /// (rows, width) of the head.
+    pub fn sizes(&self) -> Result<(usize, usize)> {
+        match self.head {
+            Matrix::Whole(w) => dims2(w, "the head"),
+            Matrix::Parts(parts) => Ok((parts.rows, parts.width)),
+        }
+    }
+
+    fn in_parts(&self) -> bool {
+        matches!(self.head, Matrix::Parts(_))
+    }
+
+    /// Do hidden states, head and cap fit together, for `n` tokens?
+    fn check(&self, n: usize, who: &str) -> Result<(usize, usize)> {
+        let (rows, width) = self.sizes()?;
+        expect_dims(self.h, &format!("the hidden states of the {who}"), &[n, width])?;
+        if self.softcap.is_some_and(|cap| cap.is_nan() || cap <= 0.0) {
+            return Err(Error::new("the soft cap of the logits must be positive"));
+        }
+        if let Matrix::Parts(parts) = self.head
+            && (parts.rows_of_part == 0 || !parts.rows_of_part.is_multiple_of(PIECE))
+        {
+            return Err(Error::new("the head comes in parts of the wrong size")
+                .found(parts.rows_of_part)
+                .expected(format!("a multiple of {PIECE}")));
+        }
+        Ok((rows, width))
+    }
+
+    /// Hands `f` this side as slices. The part of a head that was asked for last stays.
+    fn on_cpu<R>(&self, who: &str, f: impl FnOnce(&cpu::Side) -> Result<R>) -> Result<R> {
+        let (rows, width) = self.sizes()?;
+        let name = format!("the hidden states of the {who}");
+        expect_f32(self.h, &name)?;
+        let held: RefCell<Option<(usize, Tensor)>> = RefCell::new(None);
+        let piece = |first: usize, count: usize| -> Result<Tensor> {
+            let parts = match self.head {
+                Matrix::Whole(w) => return Ok(w.narrow(0, first, count)?),
+                Matrix::Parts(parts) => parts,
+            };
+            let start = first / parts.rows_of_part * parts.rows_of_part;
+            let known = held.borrow().as_ref().map(|(at, _)| *at);
+            if known != Some(start) {
+                held.replace(None);
+                let part = (parts.part)(start)?;
+                let rows = parts.rows_of_part.min(parts.rows - start);
+                expect_dims(&part, "a part of the head", &[rows, width])?;
+                held.replace(Some((start, part)));
+            }
+            let held = held.borrow();
+            let (_, part) = held.as_ref().ok_or_else(|| Error::new("a part of the head is gone"))?;
+            Ok(part.narrow(0, first - start, count)?)
+        };
+        floats(self.h, &name, |h| {
+            f(&cpu::Side {
+                h,
+                width,
+                rows,
+                piece: &piece,
+                cap: self.softcap.unwrap_or(0.0),
+            })
+        })
+    }
+}
+
+/// Loss and gradients. The loss, not finite when a logit is not, and the tokens whose target has the student's largest
+/// logit go to `tally`. On a GPU heads have to be whole.
+///
+/// Errors: shapes that do not fit, targets outside the vocabulary, settings out of range, stored rows that are not
+/// those of the trained tokens.
+pub fn forward_backward(
+    student: &Side,
+    teacher: &Teacher,
+    targets: &[u32],
+    options: &Options,
+    tally: &Tally,
+) -> Result<Output> {
+    let n = targets.len();
+    let (v, d) = student.check(n, "student")?;
+    let trained = trained(targets, v)?;
+    check_terms(options)?;
+    if options.need_dw && student.in_parts() {
+        return Err(Error::new("a head that comes in parts cannot be trained"));
+    }
+    let common = match teacher {
+        Teacher::Live(side) => side.check(n, "teacher")?.0.min(v),
+        Teacher::Stored { top, common } => {
+            check_stored(top, *common, trained.len(), v)?;
+            *common
+        }
+    };
+    on_gpu!(
+        student.h,
+        composed::forward_backward(student, teacher, targets, &trained, common, options, tally)
+    );
+    let terms = cpu::Terms {
+        beta: options.beta,
+        temperature: options.temperature,
+        alpha: options.alpha,
+        common,
+    };
+    let mut gradients = cpu::Gradients {
+        scale: options.scale as f32,
+        dh: options.need_dh.then(|| vec![0f32; n * d]),
+        dw: options.need_dw.then(|| vec![0f32; v * d]),
+    };
+    let parts = student.in_parts() || matches!(teacher, Teacher::Live(side) if side.in_parts());
+    let chunk = (options.chunk.max(1), !parts);
+    let mut sum = Sum::default();
+    {
+        let wanted = (options.need_dh || options.need_dw).then_some(&mut gradients);
+        let each = &mut |row: &cpu::Row| sum.add(row, options.alpha as f64);
+        student.on_cpu("student", |own| match teacher {
+            Teacher::Live(side) => side.on_cpu("teacher", |side| {
+                let teacher = cpu::Teacher::Live(cpu::Side { ..*side });
+                cpu::run(own, &teacher, targets, &trained, terms, chunk, wanted, each)
+            }),
+            Teacher::Stored { top, .. } => {
+                let teacher = cpu::Teacher::Stored(cpu::TopK {
+                    k: top.k,
+                    ids: &top.ids,
+                    log_probs: &top.log_probs,
+                    rest: &top.rest,
+                });
+                cpu::run(own, &teacher, targets, &trained, terms, chunk, wanted, each)
+            }
+        })?;
+    }
+    tally.add(sum.sums);
+    Ok(Output {
+        trained: trained.len(),
+        divergence: sum.divergence,
+        cross_entropy: sum.cross_entropy,
+        dh: gradients.dh.map(|dh| tensor(dh, (n, d))).transpose()?,
+        dw: gradients.dw.map(|dw| tensor(dw, (v, d))).transpose()?,
+    })
+}
+
+/// The `k` likeliest of the first `common` ids after each of the trained positions, with their log-probabilities at
+/// `temperature`; fewer where there are fewer ids. NaN where a logit is not finite.
+pub fn likeliest(
+    side: &Side,
+    targets: &[u32],
+    (common, k): (usize, usize),
+    temperature: f32,
+    chunk: usize,
+) -> Result<TopK> {
+    let (v, _) = side.check(targets.len(), "teacher")?;
+    if common == 0 || common > v || k == 0 {
+        return Err(Error::new("the ids to store are not in the vocabulary")
+            .found(format!("{k} of {common}"))
+            .expected(format!("at most {v}, at least 1")));
+    }
+    check_temperature(temperature)?;
+    let chosen: Vec<usize> = (0..targets.len()).filter(|n| targets[*n] != IGNORE).collect();
+    on_gpu!(
+        side.h,
+        composed::likeliest(side, &chosen, (common, k), temperature, chunk)
+    );
+    let found = side.on_cpu("teacher", |side| {
+        cpu::likeliest(side, &chosen, (common, k), temperature, chunk)
+    })?;
+    Ok(TopK {
+        k: k.min(common),
+        ids: found.ids,
+        log_probs: found.log_probs,
+        rest: found.rest,
+    })
+}
+
+#[derive(Default)]
+struct Sum {
+    sums: Sums,
+    divergence: f64,
+    cross_entropy: f64,
+}
+
+impl Sum {
+    fn add(&mut self, row: &cpu::Row, alpha: f64) {
+        self.sums.loss += alpha * row.cross_entropy + (1.0 - alpha) * row.divergence;
+        self.sums.correct += f64::from(row.correct);
+        self.divergence += row.divergence;
+        self.cross_entropy += row.cross_entropy;
+    }
+}
+
+fn trained(targets: &[u32], v: usize) -> Result<Vec<usize>> {
+    let outside = |t: &u32| *t != IGNORE && *t as usize >= v;
+    if let Some(at) = targets.iter().position(outside) {
+        return Err(Error::new("a target lies outside the vocabulary")
+            .at(format!("token {at}"))
+            .found(targets[at])
+            .expected(format!("below {v}")));
+    }
+    Ok((0..targets.len()).filter(|n| targets[*n] != IGNORE).collect())
+}
+
+fn check_temperature(temperature: f32) -> Result<()> {
+    match temperature.is_finite() && temperature > 0.0 {
+        true => Ok(()),
+        false => Err(Error::new("the temperature of a divergence must be a positive number").found(temperature)),
+    }
+}
+
+fn check_terms(options: &Options) -> Result<()> {
+    check_temperature(options.temperature)?;
+    for (what, value) in [("beta", options.beta), ("alpha", options.alpha)] {
+        if !(0.0..=1.0).contains(&value) {
+            return Err(Error::new(format!("`{what}` of a distillation is out of range"))
+                .found(value)
+                .expected("0 to 1"));
+        }
+    }
+    Ok(())
+}
+
+fn check_stored(top: &TopK, common: usize, trained: usize, v: usize) -> Result<()> {
+    let lengths = [top.ids.len(), top.log_probs.len(), top.rest.len() * top.k];
+    if top.k == 0 || common > v || lengths != [trained * top.k; 3] {
+        return Err(
+            Error::new("the stored rows of the teacher are not those of the trained tokens")
+                .found(format!("{} rows of {} ids below {common}", top.rest.len(), top.k))
+                .expected(format!("{trained} rows, ids below {v}")),
+        );
+    }
+    for (i, row) in top.ids.chunks(top.k).enumerate() {
+        let rising = row.windows(2).all(|w| w[0] < w[1]) && row.last().is_none_or(|id| (*id as usize) < common);
+        let rest = top.k >= common || top.rest[i].is_finite();
+        if !rising || !rest || top.log_probs[i * top.k..][..top.k].iter().any(|x| !x.is_finite()) {
+            return Err(Error::new("a stored row of the teacher is not a distribution")
+                .at(format!("trained token {i}"))
+                .expected("rising ids and finite log-probabilities"));
+        }
+    }
+    Ok(())
+}

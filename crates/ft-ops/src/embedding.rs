@@ -1,0 +1,78 @@
+//! Rows of the embedding table `[V, D]` by token id, and the sum of their gradients.
+
+use super::cpu::embedding as cpu;
+use super::cpu::storage::{dims2, expect_dims, tensor, unwritten, values};
+use super::update::with_slices;
+use candle_core::Tensor;
+use ft_base::{Error, Result};
+
+fn check(ids: &[u32], v: usize) -> Result<()> {
+    match ids.iter().enumerate().find(|(_, id)| **id as usize >= v) {
+        None => Ok(()),
+        Some((at, id)) => Err(Error::new("a token id lies outside the vocabulary")
+            .at(format!("token {at}"))
+            .found(id)
+            .expected(format!("below {v}"))),
+    }
+}
+
+/// table f32 or bf16 `[V, D]`: its rows `ids` times `scale`, `[N, D]` f32, on a GPU of
+/// the type of the table. An id that is not below V is an error.
+pub fn gather(table: &Tensor, ids: &[u32], scale: f32) -> Result<Tensor> {
+    let (v, d) = dims2(table, "the embedding table")?;
+    check(ids, v)?;
+    on_gpu!(table, super::cuda::embedding::gather(table, ids, scale, d));
+    let mut y = unwritten(ids.len() * d);
+    values(table, "the embedding table", |table| {
+        cpu::gather(table, ids, scale, d, &mut y);
+        Ok(())
+    })?;
+    tensor(y, (ids.len(), d))
+}
+
+/// Adds `scale · dx[n]` to row `ids[n]` of dw, f32 `[V, D]`, in place, for each n in order; dx `[N, D]`.
+pub fn scatter_add(dw: &Tensor, ids: &[u32], dx: &Tensor, scale: f32) -> Result<()> {
+    let (v, d) = dims2(dw, "the gradient of the embedding")?;
+    expect_dims(dx, "dx of the embedding", &[ids.len(), d])?;
+    check(ids, v)?;
+    on_gpu!(dw, super::cuda::embedding::scatter_add(dw, ids, dx, scale, d));
+    with_slices(dw, dx, |dw, dx| cpu::scatter_add(dw, ids, dx, scale, d))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::oracle::{assert_close, assert_same_on_any_threads, bf16_pair, flat, random};
+    use candle_core::{DType, Device, Var};
+
+    #[test]
+    fn matches_autograd() {
+        let ids = [3u32, 0, 3, 6, 3, 1, 0];
+        let (n, v, d) = (ids.len(), 7, 300);
+        let table = Var::from_tensor(&random((v, d), 1)).unwrap();
+        let dy = random((n, d), 2);
+        let index = Tensor::new(&ids, &Device::Cpu).unwrap();
+        let want = (table.index_select(&index, 0).unwrap() * 1.5).unwrap();
+        let grads = (&want * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+        assert_close(&gather(&table, &ids, 1.5).unwrap(), &want, 0.0);
+        let before = random((v, d), 3);
+        let dw = before.copy().unwrap();
+        scatter_add(&dw, &ids, &dy, 1.5).unwrap();
+        assert_close(&dw, &(before + grads.get(&table).unwrap()).unwrap(), 1e-6);
+        assert_same_on_any_threads(|| {
+            let dw = Tensor::zeros((v, d), DType::F32, &Device::Cpu).unwrap();
+            scatter_add(&dw, &ids, &dy, 0.3).unwrap();
+            vec![dw, gather(&table, &ids, 0.3).unwrap()]
+        });
+    }
+
+    #[test]
+    fn bf16_table_and_ids_outside() {
+        let (table, wide) = bf16_pair((5, 9), 1);
+        let got = gather(&table, &[4, 2], 2.0).unwrap();
+        assert_eq!(flat(&got), flat(&gather(&wide, &[4, 2], 2.0).unwrap()));
+        assert!(gather(&table, &[4, 5], 1.0).is_err());
+        assert!(scatter_add(&wide, &[5], &random((1, 9), 1), 1.0).is_err());
+        assert_eq!(gather(&table, &[], 1.0).unwrap().dims(), [0, 9]);
+    }
+}

@@ -1,0 +1,64 @@
+//! Fused operations, each with a forward and a backward. Knows tensors; knows no layers, no names, no files.
+//!
+//! Letters: N tokens of a batch (all documents end to end), D hidden size, H query heads, K key/value heads,
+//! E head size, I intermediate size, O/I output/input features of a linear, V vocabulary size.
+//! Weights are f32 or bf16. Activations `[N, ...]` are f32 on the CPU; on a GPU they are f32 or bf16. Every tensor given
+//! here is contiguous. Results do not depend on the number of threads. An operation runs where its tensors lie: see
+//! `cuda` for what a GPU does.
+
+// Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
+#![cfg_attr(
+    not(test),
+    deny(
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo,
+        clippy::unimplemented
+    )
+)]
+
+/// Leaves the function with the result of `$call` if the tensor lies on a GPU. Nothing without the feature `cuda`.
+macro_rules! on_gpu {
+    ($tensor:expr, $call:expr) => {
+        #[cfg(feature = "cuda")]
+        if $tensor.device().is_cuda() {
+            return $call;
+        }
+        #[cfg(not(feature = "cuda"))]
+        let _ = &$tensor;
+    };
+}
+
+pub mod attention;
+pub mod coded;
+pub mod cross_entropy;
+pub mod device;
+pub mod distill;
+pub mod embedding;
+pub mod glu;
+pub mod linear;
+pub mod low_rank;
+pub mod master;
+pub mod paged;
+pub mod part;
+pub mod prepacked;
+pub mod rms_norm;
+pub mod rope;
+pub mod softmax;
+pub mod step;
+pub mod tally;
+pub mod transfer;
+pub mod update;
+
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(any(test, feature = "cuda"))]
+mod tiles;
+
+pub use cpu::product::Path as CpuPath;
+#[doc(hidden)]
+#[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+pub mod oracle;

@@ -1,0 +1,354 @@
+//! `y = x Wᵀ + b` and its three derivatives. x `[N, I]`, W `[O, I]`, b `[O]`, y `[N, O]`.
+//! A bf16 weight is never widened whole on the CPU. On a GPU activations may be bf16; gradients of weights are f32.
+
+use super::cpu::product::{Matrix, Rounding, Start, WeightRows, product};
+use super::cpu::storage::{Values, dims2, expect_dims, floats, tensor, unwritten, values};
+use super::cpu::update::sum_rows;
+use super::prepacked::Dense;
+use super::update::with_slices;
+use candle_core::{DType, Tensor};
+use ft_base::Result;
+
+/// `x [N, I]` f32, `w [O, I]` f32 or bf16, `bias [O]` f32 or bf16: `x·wᵀ + bias`, `[N, O]` f32.
+/// Fails on shapes that do not fit, on tensors that are not contiguous or not on the CPU.
+pub fn forward<'w>(x: &Tensor, w: impl Into<Dense<'w>>, bias: Option<&Tensor>) -> Result<Tensor> {
+    let w = w.into();
+    let (rows, inputs) = dims2(x, "x of a linear")?;
+    let outputs = outputs_of(w, inputs)?;
+    if let Some(bias) = bias {
+        expect_dims(bias, "the bias of a linear", &[outputs])?;
+    }
+    on_gpu!(
+        x,
+        super::cuda::linear::forward(x, w.tensor, bias, (rows, outputs, inputs))
+    );
+    let bias = read_bias(bias, outputs)?;
+    let mut y = unwritten(rows * outputs);
+    floats(x, "x of a linear", |x| {
+        w.with_rows(WEIGHT, |w| {
+            let start = bias.as_deref().map_or(Start::Zero, Start::Bias);
+            forward_slices((rows, outputs, inputs), &mut y, start, x, w);
+            Ok(())
+        })
+    })?;
+    tensor(y, (rows, outputs))
+}
+
+const WEIGHT: &str = "the weight of a linear";
+
+/// O of a weight `[O, inputs]`.
+fn outputs_of(w: Dense<'_>, inputs: usize) -> Result<usize> {
+    let (outputs, _) = dims2(w.tensor, WEIGHT)?;
+    expect_dims(w.tensor, WEIGHT, &[outputs, inputs])?;
+    Ok(outputs)
+}
+
+/// I of a weight `[outputs, I]`.
+fn inputs_of(w: Dense<'_>, outputs: usize) -> Result<usize> {
+    let (_, inputs) = dims2(w.tensor, WEIGHT)?;
+    expect_dims(w.tensor, WEIGHT, &[outputs, inputs])?;
+    Ok(inputs)
+}
+
+/// The bias of a linear, `[outputs]`, widened.
+pub(super) fn read_bias(bias: Option<&Tensor>, outputs: usize) -> Result<Option<Vec<f32>>> {
+    let Some(bias) = bias else { return Ok(None) };
+    expect_dims(bias, "the bias of a linear", &[outputs])?;
+    values(bias, "the bias of a linear", |v| Ok(Some(v.to_f32())))
+}
+
+/// `y [N, O] += x·wᵀ`, all of `y`, `x [N, I]` f32; `w [O, I]` f32 or bf16. `y` must not share storage with `x`.
+pub fn forward_add<'w>(y: &Tensor, x: &Tensor, w: impl Into<Dense<'w>>) -> Result<()> {
+    let w = w.into();
+    let (rows, inputs) = dims2(x, "x of a linear")?;
+    let outputs = outputs_of(w, inputs)?;
+    expect_dims(y, "y of a linear", &[rows, outputs])?;
+    on_gpu!(
+        x,
+        super::cuda::linear::forward_add(y, x, w.tensor, (rows, outputs, inputs))
+    );
+    w.with_rows(WEIGHT, |w| {
+        with_slices(y, x, |y, x| forward_slices((rows, outputs, inputs), y, Start::C, x, w))
+    })
+}
+
+fn forward_slices(sizes: (usize, usize, usize), y: &mut [f32], start: Start<'_>, x: &[f32], w: WeightRows<'_>) {
+    let x = Matrix::vectors(Values::F32(x), sizes.2);
+    product(sizes, y, start, x, w.forward(), w.rounding());
+}
+
+/// `dy [N, O]` f32, `w [O, I]` f32 or bf16: `dx = dy·w`, `[N, I]` f32.
+pub fn backward_input<'w>(dy: &Tensor, w: impl Into<Dense<'w>>) -> Result<Tensor> {
+    let w = w.into();
+    let (rows, outputs) = dims2(dy, "dy of a linear")?;
+    let inputs = inputs_of(w, outputs)?;
+    on_gpu!(
+        dy,
+        super::cuda::linear::backward_input(dy, w.tensor, (rows, inputs, outputs))
+    );
+    let mut dx = unwritten(rows * inputs);
+    floats(dy, "dy of a linear", |dy| {
+        w.with_rows(WEIGHT, |w| {
+            backward_slices((rows, inputs, outputs), &mut dx, Start::Zero, dy, w);
+            Ok(())
+        })
+    })?;
+    tensor(dx, (rows, inputs))
+}
+
+/// `dx [N, I] += dy·w`; as `backward_input`. `dx` must not share storage with `dy`.
+pub fn backward_input_add<'w>(dx: &Tensor, dy: &Tensor, w: impl Into<Dense<'w>>) -> Result<()> {
+    let w = w.into();
+    let (rows, outputs) = dims2(dy, "dy of a linear")?;
+    let inputs = inputs_of(w, outputs)?;
+    expect_dims(dx, "dx of a linear", &[rows, inputs])?;
+    on_gpu!(
+        dy,
+        super::cuda::linear::backward_input_add(dx, dy, w.tensor, (rows, inputs, outputs))
+    );
+    w.with_rows(WEIGHT, |w| {
+        with_slices(dx, dy, |dx, dy| {
+            backward_slices((rows, inputs, outputs), dx, Start::C, dy, w)
+        })
+    })
+}
+
+fn backward_slices(sizes: (usize, usize, usize), dx: &mut [f32], start: Start<'_>, dy: &[f32], w: WeightRows<'_>) {
+    let dy = Matrix::vectors(Values::F32(dy), sizes.2);
+    product(sizes, dx, start, dy, w.backward(), w.rounding());
+}
+
+/// `dy [N, O]`, `x [N, I]`: `dW = dyᵀ·x`, `[O, I]` f32. `stored` is the type of the weight: with bf16 the operands may
+/// be rounded to bf16.
+pub fn grad_weight(dy: &Tensor, x: &Tensor, stored: DType) -> Result<Tensor> {
+    let (outputs, inputs, rows) = gradient_sizes(dy, x)?;
+    on_gpu!(
+        dy,
+        super::cuda::linear::grad_weight(dy, x, (outputs, inputs, rows), None)
+    );
+    let mut dw = unwritten(outputs * inputs);
+    floats(dy, "dy of a linear", |dy| {
+        floats(x, "x of a linear", |x| {
+            gradient_slices((outputs, inputs, rows), &mut dw, Start::Zero, dy, x, stored);
+            Ok(())
+        })
+    })?;
+    tensor(dw, (outputs, inputs))
+}
+
+/// `sum [O, I] += dyᵀ·x`, f32; as `grad_weight`. `sum` must not share storage with `dy` or `x`.
+pub fn grad_weight_add(sum: &Tensor, dy: &Tensor, x: &Tensor, stored: DType) -> Result<()> {
+    let (outputs, inputs, rows) = gradient_sizes(dy, x)?;
+    expect_dims(sum, "the gradient of a weight", &[outputs, inputs])?;
+    on_gpu!(
+        dy,
+        super::cuda::linear::grad_weight(dy, x, (outputs, inputs, rows), Some(sum)).map(|_| ())
+    );
+    floats(dy, "dy of a linear", |dy| {
+        with_slices(sum, x, |sum, x| {
+            gradient_slices((outputs, inputs, rows), sum, Start::C, dy, x, stored)
+        })
+    })
+}
+
+/// (O, I, N)
+fn gradient_sizes(dy: &Tensor, x: &Tensor) -> Result<(usize, usize, usize)> {
+    let (rows, outputs) = dims2(dy, "dy of a linear")?;
+    let (_, inputs) = dims2(x, "x of a linear")?;
+    expect_dims(x, "x of a linear", &[rows, inputs])?;
+    Ok((outputs, inputs, rows))
+}
+
+fn gradient_slices(
+    sizes: (usize, usize, usize),
+    dw: &mut [f32],
+    start: Start<'_>,
+    dy: &[f32],
+    x: &[f32],
+    stored: DType,
+) {
+    let (outputs, inputs, _) = sizes;
+    let rounding = if stored == DType::BF16 {
+        Rounding::Bf16
+    } else {
+        Rounding::Exact
+    };
+    product(
+        sizes,
+        dw,
+        start,
+        Matrix::steps(Values::F32(dy), outputs),
+        Matrix::steps(Values::F32(x), inputs),
+        rounding,
+    );
+}
+
+/// `dy [N, O]`: its sum over the tokens, `[O]` f32.
+pub fn grad_bias(dy: &Tensor) -> Result<Tensor> {
+    let (_, outputs) = dims2(dy, "dy of a linear")?;
+    on_gpu!(dy, super::cuda::linear::grad_bias(dy));
+    let sum = floats(dy, "dy of a linear", |dy| Ok(sum_rows(dy, outputs)))?;
+    tensor(sum, outputs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::oracle::{as_operand, assert_close, assert_same_on_any_threads, bf16_pair, random};
+    use candle_core::Var;
+
+    const SHAPES: [(usize, usize, usize); 6] = [
+        (1, 40, 70),
+        (3, 513, 33),
+        (7, 1100, 16),
+        (70, 16, 530),
+        (130, 600, 250),
+        (600, 96, 300),
+    ];
+
+    #[test]
+    fn matches_autograd() {
+        for (n, i, o) in SHAPES {
+            let x = Var::from_tensor(&random((n, i), 1)).unwrap();
+            let w_var = Var::from_tensor(&random((o, i), 2)).unwrap();
+            let w = w_var.as_tensor();
+            let b = Var::from_tensor(&random(o, 3)).unwrap();
+            let dy = random((n, o), 4);
+            let y = x.matmul(&w.t().unwrap()).unwrap().broadcast_add(&b).unwrap();
+            let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+            assert_close(&forward(&x, w, Some(&b)).unwrap(), &y, 1e-5);
+            assert_close(&backward_input(&dy, w).unwrap(), grads.get(&x).unwrap(), 1e-5);
+            assert_close(&grad_weight(&dy, &x, DType::F32).unwrap(), grads.get(w).unwrap(), 1e-5);
+            let (more_y, more_dx) = (y.copy().unwrap(), random((n, i), 9));
+            forward_add(&more_y, &x, w).unwrap();
+            let want = (&y + x.matmul(&w.t().unwrap()).unwrap()).unwrap();
+            assert_close(&more_y, &want, 1e-5);
+            let want = (&more_dx + grads.get(&x).unwrap()).unwrap();
+            backward_input_add(&more_dx, &dy, w).unwrap();
+            assert_close(&more_dx, &want, 1e-5);
+            assert_close(&grad_bias(&dy).unwrap(), grads.get(&b).unwrap(), 1e-5);
+            let more_dw = random((o, i), 8);
+            let want = (&more_dw + grads.get(w).unwrap()).unwrap();
+            grad_weight_add(&more_dw, &dy, &x, DType::F32).unwrap();
+            assert_close(&more_dw, &want, 1e-5);
+        }
+    }
+
+    #[test]
+    fn bf16_weights_are_used_as_they_are() {
+        for (n, i, o) in SHAPES {
+            let (x, dy) = (random((n, i), 1), random((n, o), 4));
+            let (w, wide) = bf16_pair((o, i), 2);
+            let (b, wide_b) = bf16_pair(o, 3);
+            let (narrow_x, narrow_dy) = (as_operand(&x), as_operand(&dy));
+            assert_close(
+                &forward(&x, &w, Some(&b)).unwrap(),
+                &forward(&narrow_x, &wide, Some(&wide_b)).unwrap(),
+                2e-6,
+            );
+            assert_close(
+                &backward_input(&dy, &w).unwrap(),
+                &backward_input(&narrow_dy, &wide).unwrap(),
+                2e-6,
+            );
+            assert_close(
+                &grad_weight(&dy, &x, DType::BF16).unwrap(),
+                &grad_weight(&narrow_dy, &narrow_x, DType::F32).unwrap(),
+                2e-6,
+            );
+        }
+    }
+
+    /// A row alone, among few and among many: other orders of its sums, never other operands.
+    #[test]
+    fn a_row_means_the_same_among_few_and_many() {
+        for (i, o) in [(40, 70), (1100, 16), (9, 33), (300, 1)] {
+            let (x, dy) = (random((40, i), 1), random((40, o), 4));
+            let w = bf16_pair((o, i), 2).0;
+            let all = [forward(&x, &w, None).unwrap(), backward_input(&dy, &w).unwrap()];
+            for rows in [1, 2, 4, 5, 8, 9, 15, 16, 17, 33] {
+                let first = |t: &Tensor| t.narrow(0, 0, rows).unwrap();
+                let few = [
+                    forward(&first(&x), &w, None).unwrap(),
+                    backward_input(&first(&dy), &w).unwrap(),
+                ];
+                for (few, all) in few.iter().zip(&all) {
+                    assert_close(few, &first(all), 2e-6);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn bit_equal_on_any_number_of_threads() {
+        for (n, i, o) in SHAPES {
+            let (x, dy) = (random((n, i), 1), random((n, o), 4));
+            for w in [random((o, i), 2), bf16_pair((o, i), 2).0] {
+                assert_same_on_any_threads(|| {
+                    vec![
+                        forward(&x, &w, None).unwrap(),
+                        backward_input(&dy, &w).unwrap(),
+                        grad_weight(&dy, &x, DType::F32).unwrap(),
+                        grad_bias(&dy).unwrap(),
+                    ]
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn empty_and_wrong_shapes() {
+        let w = random((5, 4), 1);
+        assert_eq!(forward(&random((0, 4), 1), &w, None).unwrap().dims(), [0, 5]);
+        let dw = grad_weight(&random((0, 5), 1), &random((0, 4), 1), DType::F32).unwrap();
+        assert_eq!(dw.flatten_all().unwrap().to_vec1::<f32>().unwrap(), [0.0; 20]);
+        assert!(forward(&random((2, 3), 1), &w, None).is_err());
+        assert!(forward(&random((2, 4), 1), &w, Some(&random(4, 1))).is_err());
+        assert!(backward_input(&random((2, 4), 1), &w).is_err());
+        let not_contiguous = random((4, 2), 1).t().unwrap();
+        let e = forward(&not_contiguous, &w, None).unwrap_err();
+        assert!(e.to_string().contains("not contiguous"), "{e}");
+    }
+
+    /// CPU seconds of this process, all threads.
+    fn cpu_seconds() -> f64 {
+        let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: `t` is a valid place for the answer.
+        unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut t) };
+        t.tv_sec as f64 + t.tv_nsec as f64 * 1e-9
+    }
+
+    /// Run with `--ignored --nocapture` alone on the machine.
+    #[test]
+    #[ignore = "a measurement"]
+    fn speed() {
+        let time = |name: &str, flops: f64, f: &dyn Fn() -> Tensor| {
+            let (mut wall, mut cpu) = (f64::MAX, f64::MAX);
+            for _ in 0..5 {
+                let (t, c) = (std::time::Instant::now(), cpu_seconds());
+                std::hint::black_box(f());
+                (wall, cpu) = (wall.min(t.elapsed().as_secs_f64()), cpu.min(cpu_seconds() - c));
+            }
+            let rate = |seconds: f64| flops / seconds / 1e9;
+            eprintln!("{name}: {:.1} GFLOP/s, {:.1} a CPU second", rate(wall), rate(cpu));
+        };
+        for (n, i, o) in [(512, 896, 4864), (512, 4864, 896), (512, 896, 16), (1, 896, 4864)] {
+            let flops = 2.0 * (n * i * o) as f64;
+            let (x, dy) = (random((n, i), 1), random((n, o), 2));
+            let (narrow, wide) = bf16_pair((o, i), 3);
+            for (dtype, w) in [("f32", &wide), ("bf16", &narrow)] {
+                let name = format!("{n}x{i}x{o} {dtype}");
+                time(&format!("{name} forward"), flops, &|| forward(&x, w, None).unwrap());
+                time(&format!("{name} backward_input"), flops, &|| {
+                    backward_input(&dy, w).unwrap()
+                });
+            }
+            time(&format!("{n}x{i}x{o} grad_weight"), flops, &|| {
+                grad_weight(&dy, &x, DType::F32).unwrap()
+            });
+            time(&format!("{n}x{i}x{o} candle f32"), flops, &|| {
+                x.matmul(&wide.t().unwrap()).unwrap()
+            });
+        }
+    }
+}

@@ -1,0 +1,283 @@
+//! A linear with a delta of low rank, in one product: `y = x·Wᵀ + b + s · (x·Aᵀ)·Bᵀ` and `∂x`. x `[N, I]`, W `[O, I]`,
+//! A `[R, I]`, B `[O, R]`, y `[N, O]`. On the CPU; elsewhere the parts of `LowRank` do it one by one.
+
+use super::coded::View;
+use super::cpu::product::{Matrix, Operand, Path, Rider, Start, WeightRows, product_with};
+use super::cpu::storage::{Values, dims2, expect_dims, floats, tensor, unwritten};
+use super::prepacked::Dense;
+use super::update::with_slices;
+use super::{linear, update};
+use candle_core::Tensor;
+use ft_base::Result;
+
+/// The pair of a delta, f32, and its scale s.
+#[derive(Debug, Clone, Copy)]
+pub struct LowRank<'a> {
+    /// `[R, I]`
+    pub a: &'a Tensor,
+    /// `[O, R]`
+    pub b: &'a Tensor,
+    pub scale: f32,
+}
+
+/// The weight `[O, I]` under the delta.
+#[derive(Clone, Copy)]
+pub enum Base<'a> {
+    Dense(Dense<'a>),
+    Coded(View<'a>),
+}
+
+impl LowRank<'_> {
+    /// u = s · x·Aᵀ, `[N, R]`.
+    pub fn down(&self, x: &Tensor) -> Result<Tensor> {
+        let u = linear::forward(x, self.a, None)?;
+        update::scale_assign(&u, self.scale)?;
+        Ok(u)
+    }
+
+    /// `y [N, O] += u·Bᵀ`.
+    pub fn add_up(&self, y: &Tensor, u: &Tensor) -> Result<()> {
+        linear::forward_add(y, u, self.b)
+    }
+
+    /// ∂u = s · ∂y·B, `[N, R]`.
+    pub fn back_down(&self, dy: &Tensor) -> Result<Tensor> {
+        let du = linear::backward_input(dy, self.b)?;
+        update::scale_assign(&du, self.scale)?;
+        Ok(du)
+    }
+
+    /// `∂x [N, I] += ∂u·A`.
+    pub fn add_back_up(&self, dx: &Tensor, du: &Tensor) -> Result<()> {
+        linear::backward_input_add(dx, du, self.a)
+    }
+
+    /// (R, I, O). Errors: shapes that do not fit.
+    fn sizes(&self) -> Result<(usize, usize, usize)> {
+        let (rank, inputs) = dims2(self.a, "A of a delta")?;
+        let (outputs, _) = dims2(self.b, "B of a delta")?;
+        expect_dims(self.b, "B of a delta", &[outputs, rank])?;
+        Ok((rank, inputs, outputs))
+    }
+}
+
+impl Base<'_> {
+    /// Runs `f` on the elements of the weight, which must be `[outputs, inputs]`.
+    fn with<R>(&self, (outputs, inputs): (usize, usize), f: impl FnOnce(WeightRows<'_>) -> Result<R>) -> Result<R> {
+        match self {
+            Base::Dense(w) => {
+                expect_dims(w.tensor, "the weight of a linear", &[outputs, inputs])?;
+                w.with_rows("the weight of a linear", f)
+            }
+            Base::Coded(view) if (view.rows, view.columns) != (outputs, inputs) => {
+                Err(ft_base::Error::new("the weight of a linear has the wrong shape")
+                    .found(format!("[{}, {}]", view.rows, view.columns))
+                    .expected(format!("[{outputs}, {inputs}]")))
+            }
+            Base::Coded(view) => f(WeightRows::new(Operand::Coded(*view), inputs)),
+        }
+    }
+}
+
+/// `x [N, I]`, `bias [O]` f32 or bf16: y `[N, O]`, and u = s · x·Aᵀ `[N, R]`; f32.
+/// Errors: shapes that do not fit, tensors that are not contiguous or not on the CPU.
+pub fn forward(x: &Tensor, w: Base<'_>, bias: Option<&Tensor>, low: LowRank<'_>) -> Result<(Tensor, Tensor)> {
+    let (rank, inputs, outputs) = low.sizes()?;
+    let rows = dims2(x, "x of a linear")?.0;
+    expect_dims(x, "x of a linear", &[rows, inputs])?;
+    let bias = linear::read_bias(bias, outputs)?;
+    let (mut y, mut u) = (unwritten(rows * outputs), unwritten(rows * rank));
+    floats(x, "x of a linear", |x| {
+        w.with((outputs, inputs), |w| {
+            with_pair(low, |a, b| {
+                let rider = Rider {
+                    rank,
+                    down: Matrix::vectors(a, inputs),
+                    up: Matrix::vectors(b, rank),
+                    scale: low.scale,
+                    u: &mut u,
+                };
+                let start = bias.as_deref().map_or(Start::Zero, Start::Bias);
+                let operands = (Matrix::vectors(Values::F32(x), inputs), w.forward());
+                product_with(
+                    Path::current(),
+                    (rows, outputs, inputs),
+                    &mut y,
+                    start,
+                    operands,
+                    w.rounding(),
+                    rider,
+                );
+                Ok(())
+            })
+        })
+    })?;
+    Ok((tensor(y, (rows, outputs))?, tensor(u, (rows, rank))?))
+}
+
+/// `dy [N, O]`: ∂x = dy·W + ∂u·A `[N, I]`, added to `sum` where it is given, and ∂u = s · dy·B `[N, R]`; f32. Errors: as
+/// `forward`. `sum` must not share storage with `dy`.
+pub fn backward(dy: &Tensor, w: Base<'_>, sum: Option<&Tensor>, low: LowRank<'_>) -> Result<(Tensor, Tensor)> {
+    let (rank, inputs, outputs) = low.sizes()?;
+    let rows = dims2(dy, "dy of a linear")?.0;
+    expect_dims(dy, "dy of a linear", &[rows, outputs])?;
+    let mut du = unwritten(rows * rank);
+    let mut run = |dx: &mut [f32], start: Start<'_>, dy: &[f32], w: WeightRows<'_>| {
+        with_pair(low, |a, b| {
+            let rider = Rider {
+                rank,
+                down: Matrix::steps(b, rank),
+                up: Matrix::steps(a, inputs),
+                scale: low.scale,
+                u: &mut du,
+            };
+            let operands = (Matrix::vectors(Values::F32(dy), outputs), w.backward());
+            product_with(
+                Path::current(),
+                (rows, inputs, outputs),
+                dx,
+                start,
+                operands,
+                w.rounding(),
+                rider,
+            );
+            Ok(())
+        })
+    };
+    let dx = match sum {
+        Some(sum) => {
+            expect_dims(sum, "dx of a linear", &[rows, inputs])?;
+            w.with((outputs, inputs), |w| {
+                let mut done = Ok(());
+                with_slices(sum, dy, |dx, dy| done = run(dx, Start::C, dy, w))?;
+                done
+            })?;
+            sum.clone()
+        }
+        None => {
+            let mut dx = unwritten(rows * inputs);
+            floats(dy, "dy of a linear", |dy| {
+                w.with((outputs, inputs), |w| run(&mut dx, Start::Zero, dy, w))
+            })?;
+            tensor(dx, (rows, inputs))?
+        }
+    };
+    Ok((dx, tensor(du, (rows, rank))?))
+}
+
+fn with_pair<R>(low: LowRank<'_>, f: impl FnOnce(Values<'_>, Values<'_>) -> Result<R>) -> Result<R> {
+    floats(low.a, "A of a delta", |a| {
+        floats(low.b, "B of a delta", |b| f(Values::F32(a), Values::F32(b)))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::decode::tests::Random;
+    use crate::oracle::{as_operand, assert_close, assert_same_on_any_threads, random};
+    use candle_core::DType;
+
+    /// Few rows, ragged edges, several chunks of k, a rank above what rides.
+    const SHAPES: [(usize, usize, usize, usize); 7] = [
+        (1, 40, 70, 4),
+        (3, 513, 33, 8),
+        (9, 300, 100, 1),
+        (70, 16, 530, 16),
+        (130, 600, 250, 16),
+        (600, 300, 96, 33),
+        (40, 90, 80, 100),
+    ];
+
+    #[test]
+    fn it_rides_on_codes_as_on_their_values() {
+        for (n, i, o, r) in SHAPES {
+            let (x, dy) = (random((n, i), 1), random((n, o), 2));
+            let (a, b) = (random((r, i), 3), random((o, r), 4));
+            let low = LowRank {
+                a: &a,
+                b: &b,
+                scale: 0.7,
+            };
+            let codes = Random::new(o, i);
+            for view in codes.views() {
+                let mut decoded = vec![0f32; o * i];
+                for (row, to) in decoded.chunks_exact_mut(i).enumerate() {
+                    view.decode(row, 0, to);
+                }
+                let dtype = if view.bf16 { DType::BF16 } else { DType::F32 };
+                let w = tensor(decoded, (o, i)).unwrap().to_dtype(dtype).unwrap();
+                let (y, u) = forward(&x, Base::Coded(view), None, low).unwrap();
+                let (want, want_u) = forward(&x, Base::Dense((&w).into()), None, low).unwrap();
+                assert_close(&y, &want, 1e-5);
+                assert_close(&u, &want_u, 1e-5);
+                let (dx, du) = backward(&dy, Base::Coded(view), None, low).unwrap();
+                let (want, want_du) = backward(&dy, Base::Dense((&w).into()), None, low).unwrap();
+                assert_close(&dx, &want, 1e-5);
+                assert_close(&du, &want_du, 1e-5);
+            }
+        }
+    }
+
+    #[test]
+    fn the_same_on_any_number_of_threads() {
+        let (n, i, o, r) = (600, 300, 330, 16);
+        let (x, dy) = (random((n, i), 1), random((n, o), 2));
+        let (a, b) = (random((r, i), 3), random((o, r), 4));
+        let w = random((o, i), 6).to_dtype(DType::BF16).unwrap();
+        assert_same_on_any_threads(|| {
+            let low = LowRank {
+                a: &a,
+                b: &b,
+                scale: 2.0,
+            };
+            let (y, u) = forward(&x, Base::Dense((&w).into()), None, low).unwrap();
+            let (dx, du) = backward(&dy, Base::Dense((&w).into()), None, low).unwrap();
+            vec![y, u, dx, du]
+        });
+    }
+
+    #[test]
+    fn one_product_is_as_good_as_three() {
+        for (n, i, o, r) in SHAPES {
+            let (x, dy) = (random((n, i), 1), random((n, o), 2));
+            let (a, b, bias) = (random((r, i), 3), random((o, r), 4), random(o, 5));
+            let low = LowRank {
+                a: &a,
+                b: &b,
+                scale: 0.7,
+            };
+            for dtype in [DType::F32, DType::BF16] {
+                let w = random((o, i), 6).to_dtype(dtype).unwrap();
+                // With a bf16 weight all that rides is an operand as the others are: A, B and u too.
+                let narrow = |t: &Tensor| if dtype == DType::BF16 { as_operand(t) } else { t.clone() };
+                let (narrow_a, narrow_b) = (narrow(&a), narrow(&b));
+                let parts = LowRank {
+                    a: &narrow_a,
+                    b: &narrow_b,
+                    scale: 0.7,
+                };
+                let (y, u) = forward(&x, Base::Dense((&w).into()), Some(&bias), low).unwrap();
+                let want = linear::forward(&x, &w, Some(&bias)).unwrap();
+                assert_close(&u, &parts.down(&narrow(&x)).unwrap(), 1e-5);
+                parts.add_up(&want, &narrow(&u)).unwrap();
+                assert_close(&y, &want, 1e-5);
+
+                for start in [None, Some(random((n, i), 7))] {
+                    let want = match &start {
+                        Some(start) => {
+                            let want = start.copy().unwrap();
+                            linear::backward_input_add(&want, &dy, &w).unwrap();
+                            want
+                        }
+                        None => linear::backward_input(&dy, &w).unwrap(),
+                    };
+                    let (dx, du) = backward(&dy, Base::Dense((&w).into()), start.as_ref(), low).unwrap();
+                    assert_close(&du, &parts.back_down(&narrow(&dy)).unwrap(), 1e-5);
+                    parts.add_back_up(&want, &narrow(&du)).unwrap();
+                    assert_close(&dx, &want, 1e-5);
+                }
+            }
+        }
+    }
+}

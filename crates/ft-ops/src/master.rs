@@ -1,0 +1,80 @@
+//! Weights in bf16 that take updates smaller than their last bit, in two ways.
+//!
+//! An f32 master in two halves: the weight itself holds the upper 16 bits as bf16, `low` the lower 16.
+//! Together they are the exact f32 value, so the master of a bf16 weight costs 2 bytes more, not 4, and
+//! nothing learned is lost when a block retires: only `low` has to stay. The weight is the master rounded to
+//! nearest, ties away from zero.
+//!
+//! Or stochastic rounding: no master at all; a value between two neighbours becomes the upper one with the
+//! probability of its distance from the lower one, so that the mean over the draws is the value itself.
+
+use half::bf16;
+
+/// The exact value of weight and lower half.
+#[inline(always)]
+pub fn join(high: bf16, low: u16) -> f32 {
+    // A lower half of 0x8000 or more was rounded up into the upper half.
+    let bits = ((high.to_bits() as u32) << 16).wrapping_sub(((low >> 15) as u32) << 16) | low as u32;
+    f32::from_bits(bits)
+}
+
+/// The weight and the lower half of `x`.
+#[inline(always)]
+pub fn split(x: f32) -> (bf16, u16) {
+    let bits = x.to_bits();
+    (bf16::from_bits((bits.wrapping_add(0x8000) >> 16) as u16), bits as u16)
+}
+
+/// `x` rounded to one of its two neighbours in bf16 by `draw`, uniform in 0..2^16: the expected value is `x`.
+#[inline(always)]
+pub fn round(x: f32, draw: u16) -> bf16 {
+    // In sign and magnitude the lower 16 bits are the distance from the neighbour nearer to zero.
+    bf16::from_bits((x.to_bits().wrapping_add(draw as u32) >> 16) as u16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_draw_gives_a_neighbour_and_all_together_give_the_value() {
+        for x in [1.003_f32, -1.003, 3.1e-5, -7.77e12, 1.0, -0.0, 255.5, 1.9999999] {
+            let (mut sum, mut most, mut least) = (0f64, f32::MIN, f32::MAX);
+            for draw in 0..=u16::MAX {
+                let y = round(x, draw).to_f32();
+                (sum, most, least) = (sum + y as f64, most.max(y), least.min(y));
+            }
+            // All 65536 draws: the mean is exact up to the rounding of this sum.
+            assert!((sum / 65536.0 - x as f64).abs() <= 1e-12 * x.abs() as f64, "{x}");
+            assert!(least <= x && x <= most);
+            let gap = f32::from_bits((x.to_bits() & 0x7F80_0000).max(0x0080_0000)) / 128.0;
+            assert!(most - least <= gap, "{x} {least} {most}");
+        }
+    }
+    use ft_base::rng::{Rng, Stream};
+
+    #[test]
+    fn join_undoes_split_exactly_and_the_weight_is_the_nearest() {
+        let rng = Rng::new(3, Stream::Init, &[]);
+        let mut values: Vec<f32> = (0..20_000)
+            .map(|i| rng.normal(i) * 10f32.powi((i % 40) as i32 - 20))
+            .collect();
+        values.extend([
+            0.0,
+            -0.0,
+            1.0,
+            -1.0,
+            f32::MIN_POSITIVE,
+            1e-40,
+            f32::from_bits(0x3F80_8000),
+            f32::from_bits(0xBF81_8000),
+        ]);
+        for x in values {
+            let (high, low) = split(x);
+            assert_eq!(join(high, low).to_bits(), x.to_bits(), "{x}");
+            let error = (high.to_f32() - x).abs();
+            let ulp = f32::from_bits((x.to_bits() & 0x7F80_0000).max(0x0080_0000)) / 128.0;
+            assert!(error <= ulp / 2.0, "{x} {error}");
+        }
+    }
+}

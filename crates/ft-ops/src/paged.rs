@@ -1,0 +1,199 @@
+//! Attention of new tokens on cached keys and values. They lie in pages of `PAGE` tokens; a document is a list of pages,
+//! and pages can belong to several documents (a shared prompt). Numbers are stored as f32, as bf16, or as int8 with a
+//! scale for each token and head (absmax / 127).
+//!
+//! q `[N, H·E]`, o `[N, H·E]`, lse `[N, H]`; query head h reads key head h / (H / K). A result depends on its query and
+//! on the keys it sees, in their order: not on how they are cut into pages, nor on what else is computed with it.
+//! On the CPU only. Where products round to bf16, queries, keys, values and probabilities are rounded here too, as they are
+//! in attention on tensors (but not what int8 decodes to): a query sees the same numbers in both.
+
+use super::attention::Spec;
+use super::coded::nearest;
+use super::cpu::math::nearest_bf16;
+use super::cpu::storage::{expect_dims, floats, tensor};
+use super::cpu::{math, paged as cpu};
+use candle_core::Tensor;
+use ft_base::{Error, Result};
+use half::bf16;
+use std::ops::Range;
+
+/// Tokens of a page.
+pub const PAGE: usize = 64;
+/// A value of a head is stored on a multiple of these elements.
+pub(crate) const STEP: usize = math::LANES;
+
+/// How a cached number is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stored {
+    F32,
+    Bf16,
+    Int8,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Form {
+    pub stored: Stored,
+    /// K
+    pub kv_heads: usize,
+    /// E
+    pub head_dim: usize,
+}
+
+impl Form {
+    /// Elements of a stored value of a head.
+    pub(crate) fn padded(&self) -> usize {
+        self.head_dim.next_multiple_of(STEP)
+    }
+
+    /// Bytes of a page.
+    pub fn page_bytes(&self) -> u64 {
+        let numbers = self.kv_heads * PAGE * (self.head_dim + self.padded());
+        let bytes = match self.stored {
+            Stored::F32 => 4 * numbers,
+            Stored::Bf16 => 2 * numbers,
+            Stored::Int8 => numbers + 4 * 2 * self.kv_heads * PAGE,
+        };
+        bytes as u64
+    }
+}
+
+/// Keys and values of up to `PAGE` tokens of one layer.
+pub struct Page {
+    form: Form,
+    len: usize,
+    /// `[K, E, PAGE]`: scores of many tokens are computed side by side.
+    pub(crate) keys: Numbers,
+    /// `[K, PAGE, padded E]`
+    pub(crate) values: Numbers,
+}
+
+pub(crate) enum Numbers {
+    F32(Vec<f32>),
+    Bf16(Vec<bf16>),
+    /// Scales are `[K, PAGE]`.
+    Int8 {
+        codes: Vec<i8>,
+        scales: Vec<f32>,
+    },
+}
+
+impl Numbers {
+    fn new(form: &Form, width: usize) -> Self {
+        let n = form.kv_heads * PAGE * width;
+        match form.stored {
+            Stored::F32 => Self::F32(vec![0.0; n]),
+            Stored::Bf16 => Self::Bf16(vec![bf16::ZERO; n]),
+            Stored::Int8 => Self::Int8 {
+                codes: vec![0; n],
+                scales: vec![0.0; form.kv_heads * PAGE],
+            },
+        }
+    }
+
+    /// Stores `x` from `start` on, `stride` elements apart; `scale` is the place of its scale. `rounds`: f32 is stored as the
+    /// nearest bf16.
+    fn put(&mut self, x: &[f32], start: usize, stride: usize, scale: usize, rounds: bool) {
+        match self {
+            Self::F32(to) if rounds => (0..x.len()).for_each(|i| to[start + i * stride] = nearest_bf16(x[i])),
+            Self::F32(to) => (0..x.len()).for_each(|i| to[start + i * stride] = x[i]),
+            Self::Bf16(to) => (0..x.len()).for_each(|i| to[start + i * stride] = bf16::from_f32(x[i])),
+            Self::Int8 { codes, scales } => {
+                let absmax = x.iter().fold(0f32, |m, x| m.max(x.abs()));
+                // What is no number must not become one.
+                let finite = x.iter().all(|x| x.is_finite());
+                let by = if absmax > 0.0 { 127.0 / absmax } else { 0.0 };
+                scales[scale] = if finite { absmax / 127.0 } else { f32::NAN };
+                (0..x.len()).for_each(|i| codes[start + i * stride] = nearest(x[i] * by) as i8);
+            }
+        }
+    }
+}
+
+impl Page {
+    pub fn new(form: Form) -> Self {
+        Self {
+            form,
+            len: 0,
+            keys: Numbers::new(&form, form.head_dim),
+            values: Numbers::new(&form, form.padded()),
+        }
+    }
+
+    /// Tokens in it.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub fn is_full(&self) -> bool {
+        self.len == PAGE
+    }
+
+    /// Forgets all tokens from the `len`-th on.
+    pub fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+
+    /// Adds a token with key `k` and value `v`, `[K·E]`, of a model whose attention is `spec`: they are rounded where products
+    /// round. Panics if the page is full or the sizes are others.
+    pub fn push(&mut self, k: &[f32], v: &[f32], spec: &Spec) {
+        let rounds = spec.rounds();
+        let (t, e) = (self.len, self.form.head_dim);
+        assert!(t < PAGE && k.len() == self.form.kv_heads * e && v.len() == k.len());
+        for head in 0..self.form.kv_heads {
+            let part = head * e..(head + 1) * e;
+            let scale = head * PAGE + t;
+            self.keys
+                .put(&k[part.clone()], head * e * PAGE + t, PAGE, scale, rounds);
+            self.values
+                .put(&v[part], (head * PAGE + t) * self.form.padded(), 1, scale, rounds);
+        }
+        self.len += 1;
+    }
+}
+
+/// New tokens of a document and all its pages, theirs included: the last query sees the last token.
+pub struct Document<'a> {
+    pub queries: Range<usize>,
+    pub pages: Vec<&'a Page>,
+}
+
+impl Document<'_> {
+    /// Tokens in the pages.
+    pub fn tokens(&self) -> usize {
+        self.pages.iter().map(|p| p.len).sum()
+    }
+}
+
+/// Causal attention of the queries of each document on its pages: o and lse.
+///
+/// Errors: shapes that do not fit, queries that are not one after the other, more queries than tokens.
+pub fn attend(q: &Tensor, documents: &[Document], spec: &Spec) -> Result<(Tensor, Tensor)> {
+    spec.check()?;
+    let n = documents.last().map_or(0, |d| d.queries.end);
+    let width = spec.heads * spec.head_dim;
+    expect_dims(q, "the queries", &[n, width])?;
+    let mut at = 0;
+    for d in documents {
+        let fits = |p: &&Page| p.form.kv_heads == spec.kv_heads && p.form.head_dim == spec.head_dim;
+        if d.queries.start != at || d.queries.end < at || d.queries.len() > d.tokens() || !d.pages.iter().all(fits) {
+            return Err(Error::new("queries do not fit the cached keys")
+                .found(format!("queries {:?}, {} tokens", d.queries, d.tokens()))
+                .expected(format!("queries from {at} on, at most one a token")));
+        }
+        at = d.queries.end;
+    }
+    let mut o = vec![0f32; n * width];
+    let mut lse = vec![0f32; n * spec.heads];
+    floats(q, "the queries", |q| {
+        cpu::attend(q, documents, spec, &mut o, &mut lse);
+        Ok(())
+    })?;
+    Ok((tensor(o, (n, width))?, tensor(lse, (n, spec.heads))?))
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,0 +1,214 @@
+//! Against attention on tensors, and that neither pages nor neighbours change a bit.
+
+use super::*;
+use crate::attention;
+use crate::oracle::{assert_close, assert_same_on_any_threads, flat, random, read_back};
+
+fn specs() -> Vec<Spec> {
+    let plain = Spec {
+        heads: 6,
+        kv_heads: 2,
+        head_dim: 8,
+        scale: 0.3,
+        softcap: None,
+        window: None,
+        bf16: false,
+    };
+    let exact = [
+        plain.clone(),
+        Spec {
+            head_dim: 48,
+            window: Some(70),
+            ..plain.clone()
+        },
+        Spec {
+            heads: 7,
+            kv_heads: 1,
+            head_dim: 64,
+            softcap: Some(1.5),
+            window: Some(5),
+            ..plain.clone()
+        },
+        // More heads than the rows of a task.
+        Spec {
+            heads: 40,
+            kv_heads: 1,
+            ..plain
+        },
+    ];
+    let narrow = exact.iter().map(|spec| Spec {
+        bf16: true,
+        ..spec.clone()
+    });
+    narrow.chain(exact.iter().cloned()).collect()
+}
+
+fn form(spec: &Spec, stored: Stored) -> Form {
+    Form {
+        stored,
+        kv_heads: spec.kv_heads,
+        head_dim: spec.head_dim,
+    }
+}
+
+/// Tokens of `k` and `v` in pages; a page ends early before each of `cuts`.
+fn pages(spec: &Spec, stored: Stored, k: &Tensor, v: &Tensor, cuts: &[usize]) -> Vec<Page> {
+    let form = form(spec, stored);
+    let (k, v) = (k.to_vec2::<f32>().unwrap(), v.to_vec2::<f32>().unwrap());
+    let mut pages: Vec<Page> = Vec::new();
+    for (t, (k, v)) in k.iter().zip(&v).enumerate() {
+        if pages.last().is_none_or(Page::is_full) || cuts.contains(&t) {
+            pages.push(Page::new(form));
+        }
+        pages.last_mut().unwrap().push(k, v, spec);
+    }
+    pages
+}
+
+fn keys(spec: &Spec, n: usize, seed: u64) -> (Tensor, Tensor) {
+    let width = spec.kv_heads * spec.head_dim;
+    (random((n, width), seed), random((n, width), seed + 1))
+}
+
+#[test]
+fn as_attention_on_tensors() {
+    for spec in specs() {
+        // Decoding steps, a continued prompt, a whole prompt, a row without new tokens.
+        let (qd, kd) = (vec![0, 1, 2, 72, 72, 162], vec![0, 1, 131, 271, 281, 371]);
+        let q = random((162, spec.heads * spec.head_dim), 1);
+        let (k, v) = keys(&spec, 371, 2);
+        let all: Vec<Vec<Page>> = kd
+            .windows(2)
+            .map(|d| {
+                let rows = |t: &Tensor| t.narrow(0, d[0], d[1] - d[0]).unwrap();
+                pages(&spec, Stored::F32, &rows(&k), &rows(&v), &[3, 70])
+            })
+            .collect();
+        let documents: Vec<Document> = all
+            .iter()
+            .zip(qd.windows(2))
+            .map(|(pages, q)| Document {
+                queries: q[0]..q[1],
+                pages: pages.iter().collect(),
+            })
+            .collect();
+        let (o, lse) = attend(&q, &documents, &spec).unwrap();
+        let (want, want_lse) = attention::forward(&q, &k, &v, &spec, &qd, &kd).unwrap();
+        assert_close(&lse, &want_lse, 1e-5);
+        if !spec.rounds() {
+            assert_close(&o, &want, 1e-5);
+        } else {
+            // The operands are the same, but a probability whose bits the order of a sum changed may be rounded the other
+            // way: by a step of 2^-8 of it, and no probability is above 1.
+            assert_close(&o, &want, 2f32.powi(-8));
+            let (o, want) = (flat(&o), flat(&want));
+            let largest = want.iter().fold(0f32, |m, x| m.max(x.abs()));
+            let off = o.iter().zip(&want).filter(|(a, b)| (*a - *b).abs() > 1e-5 * largest);
+            assert!(off.count() * 20 < o.len(), "few are rounded the other way");
+        }
+        assert_same_on_any_threads(|| {
+            let (o, lse) = attend(&q, &documents, &spec).unwrap();
+            vec![o, lse]
+        });
+    }
+}
+
+#[test]
+fn cuts_and_neighbours_change_no_bit() {
+    for spec in specs() {
+        for stored in [Stored::F32, Stored::Bf16, Stored::Int8] {
+            let q = random((100, spec.heads * spec.head_dim), 1);
+            let (k, v) = keys(&spec, 200, 2);
+            let run = |q: &Tensor, pages: &[Page]| {
+                let document = Document {
+                    queries: 0..q.dims()[0],
+                    pages: pages.iter().collect(),
+                };
+                flat(&attend(q, &[document], &spec).unwrap().0)
+            };
+            let whole = run(&q, &pages(&spec, stored, &k, &v, &[]));
+            assert_eq!(whole, run(&q, &pages(&spec, stored, &k, &v, &[1, 2, 90, 150, 199])));
+            // The queries one by one, each when its key is the last.
+            let width = spec.heads * spec.head_dim;
+            for i in [0, 17, 63, 99] {
+                let (k, v) = (k.narrow(0, 0, 101 + i).unwrap(), v.narrow(0, 0, 101 + i).unwrap());
+                let got = run(
+                    &q.narrow(0, i, 1).unwrap().copy().unwrap(),
+                    &pages(&spec, stored, &k, &v, &[7]),
+                );
+                assert_eq!(got, whole[i * width..(i + 1) * width]);
+            }
+        }
+    }
+}
+
+#[test]
+fn attention_sees_what_is_stored_and_what_is_no_number_stays_so() {
+    // A model in f32: where products round, what was stored as f32 would be rounded once more.
+    for spec in specs().iter().filter(|spec| !spec.bf16) {
+        let width = spec.heads * spec.head_dim;
+        let (q, (k, v)) = (random((9, width), 1), keys(spec, 130, 2));
+        let run = |stored, k: &Tensor, v: &Tensor| {
+            let pages = pages(spec, stored, k, v, &[]);
+            let document = Document {
+                queries: 0..9,
+                pages: pages.iter().collect(),
+            };
+            attend(&q, &[document], spec).unwrap().0
+        };
+        let exact = run(Stored::F32, &k, &v);
+        for stored in [Stored::Bf16, Stored::Int8] {
+            let got = run(stored, &k, &v);
+            let want = run(
+                Stored::F32,
+                &read_back(&k, spec.head_dim, stored),
+                &read_back(&v, spec.head_dim, stored),
+            );
+            assert_close(&got, &want, 1e-5);
+            assert_ne!(flat(&got), flat(&exact));
+            let mut bad = flat(&k);
+            bad[129 * spec.kv_heads * spec.head_dim + 5] = f32::NAN;
+            let bad = Tensor::from_vec(bad, k.dims(), &candle_core::Device::Cpu).unwrap();
+            let got = flat(&run(stored, &bad, &v));
+            let heads = spec.heads / spec.kv_heads * spec.head_dim;
+            assert!(got[8 * width..][..heads].iter().all(|x| x.is_nan()));
+            assert!(got[..8 * width].iter().all(|x| x.is_finite()));
+        }
+    }
+    let bytes = |stored| form(&specs()[2], stored).page_bytes();
+    assert_eq!(bytes(Stored::F32), 2 * 64 * 64 * 4);
+    assert_eq!(bytes(Stored::Bf16), 2 * 64 * 64 * 2);
+    assert_eq!(bytes(Stored::Int8), 2 * 64 * (64 + 4));
+}
+
+#[test]
+fn a_page_can_be_cut_and_what_does_not_fit_is_an_error() {
+    let spec = &specs()[0];
+    let (form, stored) = (form(spec, Stored::F32), Stored::F32);
+    let (k, v) = keys(spec, 30, 2);
+    let q = random((1, 48), 1);
+    let (mut long, short) = (
+        pages(spec, stored, &k, &v, &[]),
+        pages(
+            spec,
+            stored,
+            &k.narrow(0, 0, 20).unwrap(),
+            &v.narrow(0, 0, 20).unwrap(),
+            &[],
+        ),
+    );
+    long[0].truncate(20);
+    let run = |pages: &[Page], queries: Range<usize>| {
+        let document = Document {
+            queries,
+            pages: pages.iter().collect(),
+        };
+        attend(&q, &[document], spec)
+    };
+    assert_eq!(flat(&run(&long, 0..1).unwrap().0), flat(&run(&short, 0..1).unwrap().0));
+    assert!(run(&[], 0..1).is_err());
+    assert!(run(&short, 0..2).is_err());
+    assert!(run(&short, 1..1).is_err());
+    let other = Page::new(Form { head_dim: 4, ..form });
+    assert!(run(&[other], 0..1).is_err());
+}

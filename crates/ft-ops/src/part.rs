@@ -1,0 +1,142 @@
+//! A part of a tensor as a tensor of its own: gathered, and put back. For masks inside a matrix.
+
+use super::update::{Stored, with_mut};
+use candle_core::{DType, Device, Storage, Tensor};
+use ft_base::rng::Permutation;
+use ft_base::{Error, Result};
+use half::bf16;
+use rayon::prelude::*;
+
+const CHUNK: usize = 1 << 12;
+
+/// `len` places of a tensor of `n` elements: numbers `start, start + 1, ..` modulo n, as they are or through a
+/// permutation.
+#[derive(Debug, Clone, Copy)]
+pub struct Places {
+    pub start: usize,
+    pub len: usize,
+    pub n: usize,
+    pub scattered: Option<Permutation>,
+}
+
+impl Places {
+    /// The place of element `i` < len of the part.
+    #[inline]
+    pub fn at(&self, i: usize) -> usize {
+        let number = (self.start + i) % self.n;
+        match &self.scattered {
+            Some(permutation) => permutation.at(number as u64) as usize,
+            None => number,
+        }
+    }
+}
+
+/// The elements of `t` (f32, bf16 or i16, contiguous) at `places`, `[len]`.
+pub fn gather(t: &Tensor, places: &Places) -> Result<Tensor> {
+    check(t, places)?;
+    check_type(t)?;
+    on_gpu!(t, super::cuda::part::gather(t, places));
+    match t.dtype() {
+        DType::F32 => gathered::<f32>(t, places),
+        DType::BF16 => gathered::<bf16>(t, places),
+        _ => gathered::<i16>(t, places),
+    }
+}
+
+/// Puts `part` `[len]` back into `t`, of the same type.
+pub fn scatter(t: &Tensor, part: &Tensor, places: &Places) -> Result<()> {
+    check(t, places)?;
+    if part.elem_count() != places.len || part.dtype() != t.dtype() {
+        return Err(Error::new("a part of a tensor does not fit it"));
+    }
+    check_type(t)?;
+    on_gpu!(t, super::cuda::part::put(part, t, places));
+    match t.dtype() {
+        DType::F32 => scattered::<f32>(t, part, places),
+        DType::BF16 => scattered::<bf16>(t, part, places),
+        _ => scattered::<i16>(t, part, places),
+    }
+}
+
+fn check_type(t: &Tensor) -> Result<()> {
+    match t.dtype() {
+        DType::F32 | DType::BF16 | DType::I16 => Ok(()),
+        other => Err(Error::new("a tensor of such a type has no parts").found(other.as_str())),
+    }
+}
+
+fn check(t: &Tensor, places: &Places) -> Result<()> {
+    if t.elem_count() != places.n || places.len > places.n || !t.is_contiguous() {
+        return Err(Error::new("places of another tensor")
+            .found(format!("{:?}", t.dims()))
+            .expected(format!("{} elements", places.n)));
+    }
+    Ok(())
+}
+
+fn with<T: Stored, R>(t: &Tensor, f: impl FnOnce(&[T]) -> R) -> Result<R> {
+    let (storage, layout) = t.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else {
+        return Err(Error::new(
+            "a part of a tensor is taken on a device for which this is not built",
+        ));
+    };
+    match (T::read(storage), layout.contiguous_offsets()) {
+        (Some(all), Some((start, end))) => Ok(f(&all[start..end])),
+        _ => Err(Error::new("a tensor has the wrong type or is not contiguous")),
+    }
+}
+
+fn gathered<T: Stored + candle_core::WithDType>(t: &Tensor, places: &Places) -> Result<Tensor> {
+    let part: Vec<T> = with(t, |all: &[T]| {
+        (0..places.len)
+            .into_par_iter()
+            .with_min_len(CHUNK)
+            .map(|i| all[places.at(i)])
+            .collect()
+    })?;
+    Ok(Tensor::from_vec(part, places.len, &Device::Cpu)?)
+}
+
+fn scattered<T: Stored + candle_core::WithDType>(t: &Tensor, part: &Tensor, places: &Places) -> Result<()> {
+    with(part, |part: &[T]| {
+        with_mut(t, |all: &mut [T]| {
+            for (i, x) in part.iter().enumerate() {
+                all[places.at(i)] = *x;
+            }
+        })
+    })?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::oracle::{flat, random};
+    use ft_base::rng::{Rng, Stream};
+
+    #[test]
+    fn a_part_comes_out_and_goes_back_to_its_places() {
+        for (start, len) in [(0, 5), (17, 12), (20, 21), (0, 21)] {
+            for scattered in [false, true] {
+                let t = random((3, 7), 1);
+                let permutation = Permutation::new(Rng::new(1, Stream::Mask, &[]), 21);
+                let places = Places {
+                    start,
+                    len,
+                    n: 21,
+                    scattered: scattered.then_some(permutation),
+                };
+                let part = gather(&t, &places).unwrap();
+                let mut want = flat(&t);
+                for (i, x) in flat(&part).iter().enumerate() {
+                    assert_eq!(*x, want[places.at(i)]);
+                    want[places.at(i)] = x + 1.0;
+                }
+                let moved = part.affine(1.0, 1.0).unwrap();
+                scatter(&t, &moved, &places).unwrap();
+                assert_eq!(flat(&t), want);
+                assert!(gather(&random((4, 7), 1), &places).is_err());
+            }
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! Rotary positions, paired as in Hugging Face: element i of a head turns with element i + R/2, where R is the
+//! rotary size; elements from R on pass through.
+
+use super::cpu::rope as cpu;
+use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten, wrong_shape};
+use candle_core::Tensor;
+use ft_base::{Error, Result};
+
+/// Which way to turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    Forward,
+    /// The transpose of `Forward`: the negative angle, the same factor.
+    Backward,
+}
+
+/// x `[N, heads·E]` with E = `head_dim`; cos and sin f32 `[N, R/2]`, R <= E. The result is as x.
+/// cos and sin may carry a common factor; `Backward` is the transpose of `Forward` also then.
+pub fn apply(x: &Tensor, cos: &Tensor, sin: &Tensor, head_dim: usize, direction: Direction) -> Result<Tensor> {
+    let (tokens, width) = dims2(x, "x of a rotation")?;
+    let (_, half) = dims2(cos, "the cosines of a rotation")?;
+    expect_dims(cos, "the cosines of a rotation", &[tokens, half])?;
+    expect_dims(sin, "the sines of a rotation", &[tokens, half])?;
+    if head_dim == 0 || width % head_dim != 0 {
+        return Err(wrong_shape(
+            x,
+            "x of a rotation",
+            &format!("heads of {head_dim} elements"),
+        ));
+    }
+    if 2 * half > head_dim {
+        return Err(Error::new("the rotary part is larger than a head")
+            .found(2 * half)
+            .expected(format!("at most {head_dim}")));
+    }
+    let sign = match direction {
+        Direction::Forward => 1.0,
+        Direction::Backward => -1.0,
+    };
+    on_gpu!(
+        x,
+        super::cuda::rope::apply(x, cos, sin, sign, (tokens, width, head_dim, half))
+    );
+    let mut y = unwritten(tokens * width);
+    floats(x, "x of a rotation", |x| {
+        floats(cos, "the cosines of a rotation", |cos| {
+            floats(sin, "the sines of a rotation", |sin| {
+                cpu::apply(x, cos, sin, sign, (width, head_dim, half), &mut y);
+                Ok(())
+            })
+        })
+    })?;
+    tensor(y, (tokens, width))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::oracle::{assert_close, assert_same_on_any_threads, random};
+    use candle_core::Var;
+
+    /// `rotate_half` as Hugging Face writes it, over the first R elements.
+    fn composed(x: &Tensor, cos: &Tensor, sin: &Tensor, e: usize) -> Tensor {
+        let (n, width) = x.dims2().unwrap();
+        let half = cos.dim(1).unwrap();
+        let heads = x.reshape((n, width / e, e)).unwrap();
+        let (a, b) = (heads.narrow(2, 0, half).unwrap(), heads.narrow(2, half, half).unwrap());
+        let rest = heads.narrow(2, 2 * half, e - 2 * half).unwrap();
+        let (cos, sin) = (cos.unsqueeze(1).unwrap(), sin.unsqueeze(1).unwrap());
+        let mul = |x: &Tensor, y: &Tensor| x.broadcast_mul(y).unwrap();
+        let first = (mul(&a, &cos) - mul(&b, &sin)).unwrap();
+        let second = (mul(&b, &cos) + mul(&a, &sin)).unwrap();
+        let parts = if e == 2 * half {
+            vec![first, second]
+        } else {
+            vec![first, second, rest]
+        };
+        Tensor::cat(&parts, 2).unwrap().reshape((n, width)).unwrap()
+    }
+
+    #[test]
+    fn matches_autograd() {
+        for (n, heads, e, half) in [(5, 3, 8, 4), (9, 2, 10, 3), (300, 4, 64, 32), (2, 1, 6, 0)] {
+            let x = Var::from_tensor(&random((n, heads * e), 1)).unwrap();
+            // Not on the unit circle: a factor must survive both ways.
+            let (cos, sin) = (random((n, half), 2), random((n, half), 3));
+            let dy = random((n, heads * e), 4);
+            if half == 0 {
+                let same = apply(&x, &cos, &sin, e, Direction::Forward).unwrap();
+                assert_close(&same, &x, 0.0);
+                continue;
+            }
+            let want = composed(&x, &cos, &sin, e);
+            let grads = (&want * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+            let y = apply(&x, &cos, &sin, e, Direction::Forward).unwrap();
+            assert_close(&y, &want, 1e-6);
+            let dx = apply(&dy, &cos, &sin, e, Direction::Backward).unwrap();
+            assert_close(&dx, grads.get(&x).unwrap(), 1e-6);
+            assert_same_on_any_threads(|| vec![apply(&x, &cos, &sin, e, Direction::Forward).unwrap()]);
+        }
+    }
+
+    #[test]
+    fn wrong_shapes_are_errors() {
+        let (x, c) = (random((4, 12), 1), random((4, 3), 1));
+        assert!(apply(&x, &c, &c, 5, Direction::Forward).is_err());
+        assert!(apply(&x, &c, &c, 4, Direction::Forward).is_err());
+        assert!(apply(&x, &random((3, 3), 1), &c, 6, Direction::Forward).is_err());
+    }
+}

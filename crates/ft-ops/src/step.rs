@@ -1,0 +1,274 @@
+//! The update of weights: a list of parameters with gradients and states goes in, every weight and state is changed
+//! in place. One pass over memory; results do not depend on the number of threads.
+
+use super::cpu::step::adafactor::{self, Direction};
+use super::cpu::step::code::{self, SIGNED, UNSIGNED};
+use super::cpu::step::{self as cpu, Ready, rules};
+use super::cpu::storage::{expect_dims, floats};
+use super::update::with_mut;
+use candle_core::{DType, Device, Tensor};
+use ft_base::rng::Rng;
+use ft_base::{Error, Result};
+use half::bf16;
+
+/// Elements of an eight-bit moment that share one scale.
+pub const BLOCK: usize = code::BLOCK;
+
+/// An update rule. Sources and arithmetic stand beside the code of each.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Rule {
+    Adamw {
+        betas: [f64; 2],
+        eps: f64,
+    },
+    Sgd {
+        momentum: f64,
+    },
+    Lion {
+        betas: [f64; 2],
+    },
+    Adafactor,
+    /// Against the sign of the gradient; no state, no decay.
+    Sign,
+}
+
+/// A moment of one parameter of n elements.
+#[derive(Debug, Clone)]
+pub enum Moment {
+    /// f32 `[n]`.
+    F32(Tensor),
+    /// Codes u8 `[n]`, scales f32 `[n / BLOCK]`, rounded up.
+    Int8 { codes: Tensor, scales: Tensor },
+}
+
+impl Moment {
+    /// All zero.
+    pub fn zeros(n: usize, int8: bool, device: &Device) -> Result<Self> {
+        Ok(match int8 {
+            true => Self::Int8 {
+                codes: Tensor::zeros(n, DType::U8, device)?,
+                scales: Tensor::zeros(n.div_ceil(BLOCK), DType::F32, device)?,
+            },
+            false => Self::F32(Tensor::zeros(n, DType::F32, device)?),
+        })
+    }
+
+    /// Bytes of `n` elements.
+    pub fn bytes(n: usize, int8: bool) -> u64 {
+        match int8 {
+            true => (n + 4 * n.div_ceil(BLOCK)) as u64,
+            false => 4 * n as u64,
+        }
+    }
+}
+
+/// How a weight takes updates that are smaller than its last bit.
+#[derive(Debug, Clone, Copy)]
+pub enum Precision<'a> {
+    /// f32: it does.
+    Whole,
+    /// bf16: the lower halves of its f32 master, i16 `[n]` (see `ops::master`).
+    Halves(&'a Tensor),
+    /// bf16: rounded by these random numbers; element `e` takes bits `16·(e % 4)..` of number `e / 4`.
+    Stochastic(Rng),
+}
+
+/// One parameter of a list. Tensors are contiguous and on one device.
+#[derive(Debug, Clone, Copy)]
+pub struct Item<'a> {
+    /// f32 or bf16, n elements.
+    pub weight: &'a Tensor,
+    pub precision: Precision<'a>,
+    /// f32, the shape of `weight`.
+    pub gradient: &'a Tensor,
+    /// AdamW, Lion, SGD with momentum: the first moment. Adafactor: row means f32 `[R]` of a matrix `[R, C]`.
+    pub first: Option<&'a Moment>,
+    /// AdamW: the second moment. Adafactor: column means f32 `[C]` of a matrix, the whole `[n]` of a vector.
+    pub second: Option<&'a Moment>,
+    pub lr: f64,
+    pub weight_decay: f64,
+    /// Updates of this parameter, this one included.
+    pub step: u64,
+}
+
+/// Numbers that lie on a device and need not come to the host before a step.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Gate<'a> {
+    /// f32 `[1]`: a further factor of all gradients.
+    pub coefficient: Option<&'a Tensor>,
+    /// f64 `[n]`: nothing is changed if one of them is not finite.
+    pub finite: Option<&'a Tensor>,
+}
+
+/// Updates every parameter of the list. `coefficient` is the factor of all gradients (clipping).
+///
+/// Errors: a tensor of another size, type or device than its weight needs.
+pub fn step(rule: Rule, items: &[Item], coefficient: f32) -> Result<()> {
+    step_gated(rule, items, coefficient, Gate::default())
+}
+
+/// As `step`, on a GPU in one launch that waits for nothing. The state counts a step that does not happen too.
+pub fn step_gated(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> Result<()> {
+    let Some(first) = items.first() else {
+        return Ok(());
+    };
+    on_gpu!(first.weight, super::cuda::step::run(rule, items, coefficient, gate));
+    let finite = match gate.finite {
+        Some(t) => t.to_vec1::<f64>()?.iter().all(|x| x.is_finite()),
+        None => true,
+    };
+    let further = match gate.coefficient {
+        Some(t) => t.to_vec1::<f32>()?.iter().product(),
+        None => 1.0,
+    };
+    if !finite {
+        return Ok(());
+    }
+    items.iter().try_for_each(|item| one(rule, item, coefficient * further))
+}
+
+fn one(rule: Rule, item: &Item, coefficient: f32) -> Result<()> {
+    expect_dims(item.gradient, "a gradient", item.weight.dims())?;
+    let (lr, decay) = (item.lr, item.weight_decay);
+    floats(item.gradient, "a gradient", |g| {
+        let ready = match rule {
+            Rule::Adamw { betas, eps } => {
+                Ready::Adamw(rules::Adamw::new(lr, betas, eps, decay, item.step, coefficient))
+            }
+            Rule::Sgd { momentum } => Ready::Sgd(rules::Sgd {
+                lr: lr as f32,
+                momentum: momentum as f32,
+                weight_decay: decay as f32,
+                first: item.step == 1,
+                coefficient,
+            }),
+            Rule::Lion { betas: [b1, b2] } => Ready::Lion(rules::Lion {
+                lr: lr as f32,
+                keep: (1.0 - lr * decay) as f32,
+                b1: b1 as f32,
+                b2: b2 as f32,
+                coefficient,
+            }),
+            Rule::Sign => Ready::Sign(lr as f32),
+            Rule::Adafactor => Ready::Adafactor(factored(item, g, coefficient)?),
+        };
+        // The means of Adafactor are up to date now; the pass over the weight needs no moments.
+        let kept = |moment| if rule == Rule::Adafactor { None } else { moment };
+        let (first, second) = (kept(item.first), kept(item.second));
+        let wanted = match rule {
+            Rule::Adamw { .. } => (true, true),
+            Rule::Sgd { momentum } => (momentum != 0.0, false),
+            Rule::Lion { .. } => (true, false),
+            Rule::Sign | Rule::Adafactor => (false, false),
+        };
+        if (first.is_some(), second.is_some()) != wanted {
+            return Err(Error::new("an optimizer state has the wrong parts"));
+        }
+        let n = g.len();
+        with_moment(first, &SIGNED, n, |m| {
+            with_moment(second, &UNSIGNED, n, |v| {
+                with_weight(item, |w| {
+                    cpu::run(&ready, w, g, m, v);
+                    Ok(())
+                })
+            })
+        })
+    })
+}
+
+fn factored(item: &Item, g: &[f32], coefficient: f32) -> Result<Direction> {
+    let (lr, decay, t) = (item.lr, item.weight_decay, item.step);
+    match (item.first, item.second, item.weight.dims()) {
+        (Some(Moment::F32(rows)), Some(Moment::F32(columns)), &[r, c]) => {
+            expect_dims(rows, "an optimizer state", &[r])?;
+            expect_dims(columns, "an optimizer state", &[c])?;
+            with_mut(rows, |rows: &mut [f32]| {
+                with_mut(columns, |columns: &mut [f32]| {
+                    adafactor::matrix(g, rows, columns, lr, decay, t, coefficient)
+                })
+            })?
+        }
+        (None, Some(Moment::F32(v)), _) => {
+            expect_dims(v, "an optimizer state", &[g.len()])?;
+            with_mut(v, |v: &mut [f32]| adafactor::vector(g, v, lr, decay, t, coefficient))
+        }
+        _ => Err(Error::new("an optimizer state has the wrong parts")),
+    }
+}
+
+fn with_moment(
+    moment: Option<&Moment>,
+    code: &'static code::Code,
+    n: usize,
+    f: impl FnOnce(cpu::Moment) -> Result<()>,
+) -> Result<()> {
+    match moment {
+        None => f(cpu::Moment::None),
+        Some(Moment::F32(m)) => {
+            expect_dims(m, "an optimizer state", &[n])?;
+            with_mut(m, |m: &mut [f32]| f(cpu::Moment::F32(m)))?
+        }
+        Some(Moment::Int8 { codes, scales }) => {
+            expect_dims(codes, "an optimizer state", &[n])?;
+            expect_dims(scales, "an optimizer state", &[n.div_ceil(BLOCK)])?;
+            with_mut(codes, |codes: &mut [u8]| {
+                with_mut(scales, |scales: &mut [f32]| f(cpu::Moment::Int8(codes, scales, code)))?
+            })?
+        }
+    }
+}
+
+fn with_weight(item: &Item, f: impl FnOnce(cpu::Weight) -> Result<()>) -> Result<()> {
+    match item.precision {
+        Precision::Whole => with_mut(item.weight, |w: &mut [f32]| f(cpu::Weight::F32(w)))?,
+        Precision::Halves(low) => {
+            expect_dims(low, "the lower halves of a weight", &[item.weight.elem_count()])?;
+            with_mut(item.weight, |w: &mut [bf16]| {
+                with_mut(low, |low: &mut [i16]| f(cpu::Weight::Halves(w, low)))?
+            })?
+        }
+        Precision::Stochastic(rng) => with_mut(item.weight, |w: &mut [bf16]| f(cpu::Weight::Stochastic(w, rng)))?,
+    }
+}
+
+/// Sets a bf16 weight and its lower halves (i16 `[n]`) to exact f32 values.
+pub fn split(values: &[f32], weight: &Tensor, low: &Tensor) -> Result<()> {
+    if values.len() != weight.elem_count() || values.len() != low.elem_count() {
+        return Err(Error::new("a weight and its values differ in size"));
+    }
+    on_gpu!(weight, super::cuda::step::split(values, weight, low));
+    with_mut(weight, |w: &mut [bf16]| {
+        with_mut(low, |low: &mut [i16]| cpu::split(values, w, low))
+    })?
+}
+
+/// The exact f32 values of a bf16 weight and its lower halves.
+pub fn join(weight: &Tensor, low: &Tensor) -> Result<Vec<f32>> {
+    let high = weight.flatten_all()?.to_vec1::<bf16>()?;
+    let low = low.flatten_all()?.to_vec1::<i16>()?;
+    Ok(high
+        .iter()
+        .zip(low)
+        .map(|(&h, l)| super::master::join(h, l as u16))
+        .collect())
+}
+
+/// The table of the eight-bit code: with sign for first moments, without for second ones.
+pub fn code_table(signed: bool) -> [f32; 256] {
+    if signed { SIGNED.values } else { UNSIGNED.values }
+}
+
+/// Codes and scales of `values` in blocks of `BLOCK`.
+pub fn encode(values: &[f32], signed: bool) -> (Vec<u8>, Vec<f32>) {
+    let code: &code::Code = if signed { &SIGNED } else { &UNSIGNED };
+    let mut codes = vec![0u8; values.len()];
+    let scales = values
+        .chunks(BLOCK)
+        .zip(codes.chunks_mut(BLOCK))
+        .map(|(x, c)| code.encode(x, c))
+        .collect();
+    (codes, scales)
+}
+
+#[cfg(test)]
+mod tests;

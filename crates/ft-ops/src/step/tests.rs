@@ -1,0 +1,304 @@
+//! Every rule against a plain loop, states in eight bits, rounding at random.
+
+use super::*;
+use crate::master;
+use crate::oracle::{assert_same_on_any_threads, flat, random};
+use ft_base::rng::Stream;
+
+const RULES: [Rule; 6] = [
+    Rule::Adamw {
+        betas: [0.9, 0.999],
+        eps: 1e-8,
+    },
+    Rule::Sgd { momentum: 0.0 },
+    Rule::Sgd { momentum: 0.9 },
+    Rule::Lion { betas: [0.9, 0.99] },
+    Rule::Adafactor,
+    Rule::Sign,
+];
+
+/// `[R, C]`: not a multiple of a block, more than one chunk.
+const SHAPE: (usize, usize) = (67, 301);
+
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    Whole,
+    Halves,
+    Stochastic(u64),
+}
+
+/// The moments that a rule keeps of a weight of `SHAPE`.
+fn moments(rule: Rule, int8: bool) -> (Option<Moment>, Option<Moment>) {
+    let (r, c) = SHAPE;
+    let zeros = |n| Some(Moment::zeros(n, int8 && rule != Rule::Adafactor, &Device::Cpu).unwrap());
+    match rule {
+        Rule::Adamw { .. } => (zeros(r * c), zeros(r * c)),
+        Rule::Lion { .. } => (zeros(r * c), None),
+        Rule::Sgd { momentum } if momentum > 0.0 => (zeros(r * c), None),
+        Rule::Adafactor => (zeros(r), zeros(c)),
+        _ => (None, None),
+    }
+}
+
+/// `steps` steps on one weight; its exact values, and the weight as it is stored.
+fn run(rule: Rule, int8: bool, kind: Kind, steps: u64, lr: f64, decay: f64) -> (Vec<f32>, Tensor) {
+    let start = random(SHAPE, 1);
+    let (weight, low) = match kind {
+        Kind::Whole => (start, None),
+        _ => {
+            let weight = start.to_dtype(DType::BF16).unwrap();
+            (
+                weight,
+                Some(Tensor::zeros(start.elem_count(), DType::I16, &Device::Cpu).unwrap()),
+            )
+        }
+    };
+    let (first, second) = moments(rule, int8);
+    for step_number in 1..=steps {
+        let gradient = random(SHAPE, 100 + step_number);
+        let precision = match (kind, &low) {
+            (Kind::Halves, Some(low)) => Precision::Halves(low),
+            (Kind::Stochastic(seed), _) => Precision::Stochastic(Rng::new(seed, Stream::Rounding, &[step_number])),
+            _ => Precision::Whole,
+        };
+        let item = Item {
+            weight: &weight,
+            precision,
+            gradient: &gradient,
+            first: first.as_ref(),
+            second: second.as_ref(),
+            lr,
+            weight_decay: decay,
+            step: step_number,
+        };
+        step(rule, &[item], 0.7).unwrap();
+    }
+    let exact = match (kind, &low) {
+        (Kind::Halves, Some(low)) => join(&weight, low).unwrap(),
+        _ => flat(&weight.to_dtype(DType::F32).unwrap()),
+    };
+    (exact, weight)
+}
+
+/// The rules written out in f64, element by element, from the papers.
+fn plain(rule: Rule, steps: u64, lr: f64, decay: f64) -> Vec<f64> {
+    let (r, c) = SHAPE;
+    let mut w: Vec<f64> = flat(&random(SHAPE, 1)).iter().map(|x| *x as f64).collect();
+    let (mut m, mut v) = (vec![0f64; r * c], vec![0f64; r * c]);
+    let (mut rows, mut columns) = (vec![0f64; r], vec![0f64; c]);
+    for t in 1..=steps {
+        let g: Vec<f64> = flat(&random(SHAPE, 100 + t)).iter().map(|x| 0.7 * *x as f64).collect();
+        let mut size = 1.0;
+        let mut u = vec![0f64; r * c];
+        if rule == Rule::Adafactor {
+            let b2 = 1.0 - (t as f64).powf(-0.8);
+            for i in 0..r {
+                let mean = (0..c).map(|j| g[i * c + j].powi(2) + 1e-30).sum::<f64>() / c as f64;
+                rows[i] = b2 * rows[i] + (1.0 - b2) * mean;
+            }
+            for j in 0..c {
+                let mean = (0..r).map(|i| g[i * c + j].powi(2) + 1e-30).sum::<f64>() / r as f64;
+                columns[j] = b2 * columns[j] + (1.0 - b2) * mean;
+            }
+            let all = rows.iter().sum::<f64>() / r as f64;
+            for i in 0..r * c {
+                u[i] = g[i] / (rows[i / c] * columns[i % c] / all).sqrt();
+            }
+            size = (u.iter().map(|x| x * x).sum::<f64>() / (r * c) as f64).sqrt().max(1.0);
+        }
+        for i in 0..r * c {
+            let (g, x) = (g[i], w[i]);
+            w[i] = match rule {
+                Rule::Adamw { betas: [b1, b2], eps } => {
+                    m[i] = b1 * m[i] + (1.0 - b1) * g;
+                    v[i] = b2 * v[i] + (1.0 - b2) * g * g;
+                    let (m, v) = (m[i] / (1.0 - b1.powf(t as f64)), v[i] / (1.0 - b2.powf(t as f64)));
+                    x - lr * decay * x - lr * m / (v.sqrt() + eps)
+                }
+                Rule::Sgd { momentum } => {
+                    let g = g + decay * x;
+                    m[i] = if t == 1 { g } else { momentum * m[i] + g };
+                    x - lr * m[i]
+                }
+                Rule::Lion { betas: [b1, b2] } => {
+                    let c = b1 * m[i] + (1.0 - b1) * g;
+                    m[i] = b2 * m[i] + (1.0 - b2) * g;
+                    x - lr * decay * x - lr * c.signum()
+                }
+                Rule::Adafactor => x - lr * decay * x - lr * u[i] / size,
+                Rule::Sign => x - lr * g.signum(),
+            };
+        }
+    }
+    w
+}
+
+fn distance(a: &[f32], b: &[f64]) -> f64 {
+    a.iter()
+        .zip(b)
+        .map(|(a, b)| (*a as f64 - b).powi(2))
+        .sum::<f64>()
+        .sqrt()
+}
+
+/// How far a rule went: differences are measured by it.
+fn way(b: &[f64]) -> f64 {
+    distance(&flat(&random(SHAPE, 1)), b)
+}
+
+#[test]
+fn every_rule_is_that_of_its_paper() {
+    for rule in RULES {
+        for decay in [0.0, 0.1] {
+            let decay = if rule == Rule::Sign { 0.0 } else { decay };
+            let want = plain(rule, 5, 0.01, decay);
+            let (got, _) = run(rule, false, Kind::Whole, 5, 0.01, decay);
+            let error = distance(&got, &want) / way(&want);
+            assert!(error < 2e-5, "{rule:?} {error}");
+        }
+    }
+}
+
+#[test]
+fn halves_are_the_master_bit_for_bit() {
+    // A start that bf16 holds exactly: then every step must agree with f32 in every bit.
+    for rule in RULES {
+        for int8 in [false, true] {
+            let start = random(SHAPE, 1).to_dtype(DType::BF16).unwrap();
+            let wide = start.to_dtype(DType::F32).unwrap();
+            let narrow = start.copy().unwrap();
+            let low = Tensor::zeros(start.elem_count(), DType::I16, &Device::Cpu).unwrap();
+            let (a, b) = (moments(rule, int8), moments(rule, int8));
+            for number in 1..=3 {
+                let gradient = random(SHAPE, 100 + number);
+                let item = |weight, precision, state| {
+                    let (first, second): &(Option<Moment>, Option<Moment>) = state;
+                    Item {
+                        weight,
+                        precision,
+                        gradient: &gradient,
+                        first: first.as_ref(),
+                        second: second.as_ref(),
+                        lr: 1e-4,
+                        weight_decay: 0.0,
+                        step: number,
+                    }
+                };
+                // One list: parameters do not touch each other.
+                let items = [
+                    item(&wide, Precision::Whole, &a),
+                    item(&narrow, Precision::Halves(&low), &b),
+                ];
+                step(rule, &items, 1.0).unwrap();
+                let (want, got) = (flat(&wide), join(&narrow, &low).unwrap());
+                assert!(
+                    want.iter().zip(&got).all(|(a, b)| a.to_bits() == b.to_bits()),
+                    "{rule:?}"
+                );
+                let stored = narrow.flatten_all().unwrap().to_vec1::<bf16>().unwrap();
+                assert!(want.iter().zip(stored).all(|(x, h)| master::split(*x).0 == h));
+            }
+        }
+    }
+}
+
+#[test]
+fn results_do_not_depend_on_the_number_of_threads() {
+    for rule in RULES {
+        for int8 in [false, true] {
+            for kind in [Kind::Whole, Kind::Halves, Kind::Stochastic(3)] {
+                assert_same_on_any_threads(|| {
+                    let (exact, weight) = run(rule, int8, kind, 3, 0.01, 0.1);
+                    let n = exact.len();
+                    let weight = weight.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
+                    vec![Tensor::from_vec(exact, n, &Device::Cpu).unwrap(), weight]
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn eight_bits_stay_near_f32() {
+    for (rule, most) in [(RULES[0], 0.03), (RULES[2], 0.03), (RULES[3], 0.25)] {
+        let want: Vec<f64> = run(rule, false, Kind::Whole, 30, 0.01, 0.0)
+            .0
+            .iter()
+            .map(|x| *x as f64)
+            .collect();
+        let (got, _) = run(rule, true, Kind::Whole, 30, 0.01, 0.0);
+        let error = distance(&got, &want) / way(&want);
+        assert!(error > 1e-6 && error < most, "{rule:?} {error}");
+    }
+}
+
+#[test]
+fn rounding_at_random_is_right_on_average() {
+    // Steps far below the last bit of bf16: rounding to nearest would never move.
+    let rule = Rule::Sgd { momentum: 0.0 };
+    let start: Vec<f64> = flat(
+        &random(SHAPE, 1)
+            .to_dtype(DType::BF16)
+            .unwrap()
+            .to_dtype(DType::F32)
+            .unwrap(),
+    )
+    .iter()
+    .map(|x| *x as f64)
+    .collect();
+    let gradients: Vec<f32> = flat(&random(SHAPE, 101));
+    let lr = 1e-5;
+    let draws = 200;
+    let mut mean = vec![0f64; start.len()];
+    let mut moved = 0;
+    for seed in 0..draws {
+        let (got, _) = run(rule, false, Kind::Stochastic(seed), 1, lr, 0.0);
+        moved += got.iter().zip(&start).filter(|(a, b)| **a as f64 != **b).count();
+        mean.iter_mut()
+            .zip(got)
+            .for_each(|(m, x)| *m += x as f64 / draws as f64);
+    }
+    assert!(moved > 0);
+    // The sum over elements of (moved - wanted) · sign of wanted: its deviation is known from the variance p(1 - p).
+    let (mut excess, mut variance, mut wanted) = (0.0, 0.0, 0.0);
+    for ((m, w), g) in mean.iter().zip(&start).zip(&gradients) {
+        let want = -lr * 0.7 * *g as f64;
+        let ulp = f32::from_bits((*w as f32).to_bits() & 0x7F80_0000) as f64 / 128.0;
+        let p = (want.abs() / ulp).min(1.0);
+        excess += (m - w - want) * want.signum();
+        wanted += want.abs();
+        variance += ulp * ulp * p * (1.0 - p) / draws as f64;
+    }
+    assert!(excess.abs() < 4.0 * variance.sqrt(), "{excess} {}", variance.sqrt());
+    // The test can see a bias of a tenth of the movement.
+    assert!(4.0 * variance.sqrt() < 0.1 * wanted, "{} {wanted}", variance.sqrt());
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let (weight, gradient) = (random((4, 8), 1), random((4, 8), 2));
+    let moment = |n| Moment::zeros(n, false, &Device::Cpu).unwrap();
+    let (right, wrong) = (moment(32), moment(31));
+    let narrow = weight.to_dtype(DType::BF16).unwrap();
+    let item = |weight, gradient, first| Item {
+        weight,
+        precision: Precision::Whole,
+        gradient,
+        first,
+        second: None,
+        lr: 0.1,
+        weight_decay: 0.0,
+        step: 1,
+    };
+    let rule = Rule::Sgd { momentum: 0.9 };
+    step(rule, &[item(&weight, &gradient, Some(&right))], 1.0).unwrap();
+    let other = random((8, 4), 1);
+    for bad in [
+        item(&weight, &gradient, Some(&wrong)),
+        item(&weight, &gradient, None),
+        item(&weight, &other, Some(&right)),
+        item(&narrow, &gradient, Some(&right)),
+    ] {
+        assert!(step(rule, &[bad], 1.0).is_err());
+    }
+}

@@ -1,0 +1,277 @@
+//! Lists of work for the attention kernels of the GPU: which rows a block owns and which it visits. Built on the host,
+//! for each call; blocks that see nothing are never in a list.
+
+use ft_base::{Error, Result};
+
+/// As `attention::Tile` of `cuda/attention.cuh`. Places count from the first key of the document.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Tile {
+    /// First own token in the whole batch, and own rows (tokens times packed heads).
+    pub token: usize,
+    pub rows: usize,
+    /// Place of the first own token.
+    pub place: usize,
+    /// Token of the other side at place 0.
+    pub other: usize,
+    /// Places of the other side to visit.
+    pub low: usize,
+    pub high: usize,
+    /// First row in the partial results.
+    pub slot: usize,
+}
+
+impl Tile {
+    /// As the kernels read it. `Documents::check` made sure that the numbers fit.
+    pub fn numbers(&self) -> [i32; 8] {
+        [
+            self.token, self.rows, self.place, self.other, self.low, self.high, self.slot, 0,
+        ]
+        .map(|n| n as i32)
+    }
+}
+
+/// As `attention::Join`: the rows of a tile, whose keys were split.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Join {
+    pub token: usize,
+    pub rows: usize,
+    pub slot: usize,
+    pub splits: usize,
+}
+
+impl Join {
+    pub fn numbers(&self) -> [i32; 4] {
+        [self.token, self.rows, self.slot, self.splits].map(|n| n as i32)
+    }
+}
+
+/// The heaviest first: the last blocks of a launch are then short ones.
+pub(crate) struct Tiles(pub Vec<Tile>);
+
+/// Documents by their offsets, as in `ops::attention::forward`.
+pub(crate) struct Documents<'a> {
+    pub queries: &'a [usize],
+    pub keys: &'a [usize],
+    pub window: Option<usize>,
+}
+
+impl Documents<'_> {
+    /// The kernels count tokens in 32 bits, with room to spare.
+    pub fn check(&self) -> Result<()> {
+        const MOST: usize = 1 << 28;
+        let tokens = self.queries.last().max(self.keys.last()).copied().unwrap_or(0);
+        if tokens > MOST {
+            return Err(Error::new("too many tokens for attention on the GPU")
+                .found(tokens)
+                .expected(format!("at most {MOST}")));
+        }
+        Ok(())
+    }
+
+    /// Queries of the document that has most.
+    pub fn longest_query(&self) -> usize {
+        self.queries.windows(2).map(|d| d[1] - d[0]).max().unwrap_or(0)
+    }
+
+    /// Tiles of up to `rows` rows, each query being `pack` rows, and the keys they see.
+    pub fn query_tiles(&self, rows: usize, pack: usize) -> Tiles {
+        let step = (rows / pack).max(1);
+        let mut tiles = Vec::new();
+        for (q, k) in self.queries.windows(2).zip(self.keys.windows(2)) {
+            let (queries, keys) = (q[1] - q[0], k[1] - k[0]);
+            for first in (0..queries).step_by(step) {
+                let n = step.min(queries - first);
+                let place = keys - queries + first;
+                tiles.push(Tile {
+                    token: q[0] + first,
+                    rows: n * pack,
+                    place,
+                    other: k[0],
+                    low: self.window.map_or(0, |w| (place + 1).saturating_sub(w)),
+                    high: place + n,
+                    slot: 0,
+                });
+            }
+        }
+        Tiles::sorted(tiles)
+    }
+
+    /// Tiles of up to `rows` keys and the queries that see them. Queries and keys are the same tokens.
+    pub fn key_tiles(&self, rows: usize) -> Tiles {
+        let mut tiles = Vec::new();
+        for d in self.keys.windows(2) {
+            let tokens = d[1] - d[0];
+            for first in (0..tokens).step_by(rows) {
+                let n = rows.min(tokens - first);
+                tiles.push(Tile {
+                    token: d[0] + first,
+                    rows: n,
+                    place: first,
+                    other: d[0],
+                    low: first,
+                    high: self
+                        .window
+                        .map_or(tokens, |w| (first + n - 1).saturating_add(w).min(tokens)),
+                    slot: 0,
+                });
+            }
+        }
+        Tiles::sorted(tiles)
+    }
+}
+
+impl Tiles {
+    fn sorted(mut tiles: Vec<Tile>) -> Self {
+        tiles.sort_by_key(|t| std::cmp::Reverse(t.high - t.low));
+        Self(tiles)
+    }
+
+    /// Cuts the visits into pieces of at most `keys`. Gives the pieces, how to put them together, and the number of
+    /// rows of partial results.
+    pub fn split(&self, keys: usize) -> (Tiles, Vec<Join>, usize) {
+        let (mut pieces, mut joins, mut slots) = (Vec::new(), Vec::new(), 0);
+        for tile in &self.0 {
+            let splits = (tile.high - tile.low).div_ceil(keys);
+            joins.push(Join {
+                token: tile.token,
+                rows: tile.rows,
+                slot: slots,
+                splits,
+            });
+            for piece in 0..splits {
+                let low = tile.low + piece * keys;
+                pieces.push(Tile {
+                    low,
+                    high: (low + keys).min(tile.high),
+                    slot: slots + piece * tile.rows,
+                    ..*tile
+                });
+            }
+            slots += splits * tile.rows;
+        }
+        (Tiles(pieces), joins, slots)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every pair that attention sees must be in exactly one tile's rectangle; others may be in one.
+    fn pairs(tiles: &Tiles, queries: usize, keys: usize, own_queries: bool) -> Vec<u8> {
+        let mut seen = vec![0; queries * keys];
+        for t in &tiles.0 {
+            for own in 0..t.rows {
+                for other in t.low..t.high {
+                    let (i, j) = match own_queries {
+                        true => (t.token + own, t.other + other),
+                        false => (t.other + other, t.token + own),
+                    };
+                    seen[i * keys + j] += 1;
+                }
+            }
+        }
+        seen
+    }
+
+    fn check(q: &[usize], k: &[usize], window: Option<usize>, tiles: &Tiles, own_queries: bool) {
+        let (nq, nk) = (q[q.len() - 1], k[k.len() - 1]);
+        let seen = pairs(tiles, nq, nk, own_queries);
+        for d in 0..q.len() - 1 {
+            let offset = (k[d + 1] - k[d]) - (q[d + 1] - q[d]);
+            for i in 0..nq {
+                for j in 0..nk {
+                    let inside = (q[d]..q[d + 1]).contains(&i) && (k[d]..k[d + 1]).contains(&j);
+                    if inside {
+                        let (place, key) = (i - q[d] + offset, j - k[d]);
+                        let visible = key <= place && window.is_none_or(|w| key + w > place);
+                        let count = seen[i * nk + j];
+                        assert!(count == 1 || (count == 0 && !visible), "query {i}, key {j}");
+                    }
+                }
+            }
+        }
+        let across = (0..nq * nk).filter(|at| {
+            let of = |offsets: &[usize], x: usize| offsets.windows(2).position(|d| (d[0]..d[1]).contains(&x));
+            of(q, at / nk) != of(k, at % nk)
+        });
+        assert!(across.into_iter().all(|at| seen[at] == 0));
+    }
+
+    #[test]
+    fn every_visible_pair_is_visited_once() {
+        let same = vec![0, 1, 8, 73, 73, 203];
+        let (q, k) = (vec![0, 1, 71, 71, 81], vec![0, 90, 190, 200, 210]);
+        for window in [None, Some(1), Some(20), Some(64), Some(1000)] {
+            let documents = Documents {
+                queries: &same,
+                keys: &same,
+                window,
+            };
+            check(&same, &same, window, &documents.query_tiles(64, 1), true);
+            check(&same, &same, window, &documents.key_tiles(64), false);
+            let documents = Documents {
+                queries: &q,
+                keys: &k,
+                window,
+            };
+            assert_eq!(documents.longest_query(), 70);
+            check(&q, &k, window, &documents.query_tiles(64, 1), true);
+            check(&q, &k, window, &documents.query_tiles(64, 1).split(32).0, true);
+        }
+    }
+
+    #[test]
+    fn the_heaviest_come_first_as_the_kernels_read_them() {
+        let documents = Documents {
+            queries: &[0, 3, 73],
+            keys: &[0, 10, 80],
+            window: Some(66),
+        };
+        assert!(documents.check().is_ok());
+        let tiles = documents.query_tiles(64, 1);
+        let numbers: Vec<[i32; 8]> = tiles.0.iter().map(Tile::numbers).collect();
+        let want = [
+            [3, 64, 0, 10, 0, 64, 0, 0],
+            [67, 6, 64, 10, 0, 70, 0, 0],
+            [0, 3, 7, 0, 0, 10, 0, 0],
+        ];
+        assert_eq!(numbers, [want[1], want[0], want[2]]);
+        let (_, joins, slots) = tiles.split(32);
+        let numbers: Vec<[i32; 4]> = joins.iter().map(Join::numbers).collect();
+        assert_eq!(numbers, [[67, 6, 0, 3], [3, 64, 18, 2], [0, 3, 146, 1]]);
+        assert_eq!(slots, 149);
+        let too_many = [0, (1 << 28) + 1];
+        let documents = Documents {
+            queries: &too_many,
+            keys: &too_many,
+            window: None,
+        };
+        assert!(documents.check().is_err());
+    }
+
+    #[test]
+    fn pieces_have_their_own_slots() {
+        let (q, k) = (vec![0, 2, 42], vec![0, 300, 400]);
+        let documents = Documents {
+            queries: &q,
+            keys: &k,
+            window: None,
+        };
+        let tiles = documents.query_tiles(64, 4);
+        assert!(tiles.0.iter().all(|t| t.rows <= 64 && t.rows.is_multiple_of(4)));
+        assert_eq!(tiles.0.iter().map(|t| t.rows).sum::<usize>(), 4 * 42);
+        assert!(tiles.0.is_sorted_by_key(|t| std::cmp::Reverse(t.high - t.low)));
+        let (pieces, joins, slots) = tiles.split(128);
+        let mut used = vec![0; slots];
+        for join in &joins {
+            for piece in 0..join.splits {
+                let slot = join.slot + piece * join.rows;
+                let of = |t: &&Tile| t.slot == slot && t.token == join.token && t.rows == join.rows;
+                assert_eq!(pieces.0.iter().filter(of).count(), 1);
+                used[slot..slot + join.rows].iter_mut().for_each(|u| *u += 1);
+            }
+        }
+        assert!(used.iter().all(|u| *u == 1));
+    }
+}

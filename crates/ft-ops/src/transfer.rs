@@ -1,0 +1,168 @@
+//! Copies between host memory and the device where the computing happens, beside the computing.
+//!
+//! On a GPU they run on a stream of their own (`cuda::transfer`). Where host and device are one, a copy is a copy: the
+//! same calls work, which is how the tests see them.
+
+use candle_core::{Device, Tensor};
+use ft_base::{Error, Result};
+
+/// How long the copies to the device took, and how long the computing stood waiting for them, in milliseconds.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct CopyTimes {
+    pub copying: f64,
+    pub waiting: f64,
+}
+
+impl CopyTimes {
+    /// The part of the copying that was hidden behind computing.
+    pub fn hidden(&self) -> Option<f64> {
+        (self.copying > 0.0).then(|| (1.0 - self.waiting / self.copying).clamp(0.0, 1.0))
+    }
+}
+
+/// Copies for one device.
+pub struct Copier {
+    #[cfg(feature = "cuda")]
+    gpu: Option<super::cuda::transfer::Copier>,
+    device: Device,
+}
+
+/// A tensor on its way to the device.
+pub struct Arriving(Way<Tensor>);
+
+/// A tensor that waits on the host.
+pub struct Parked(Waiting);
+
+enum Way<T> {
+    Here(T),
+    #[cfg(feature = "cuda")]
+    Gpu(super::cuda::transfer::Arriving),
+}
+
+enum Waiting {
+    Here(Tensor),
+    #[cfg(feature = "cuda")]
+    Gpu(super::cuda::transfer::Parked),
+}
+
+impl Copier {
+    /// Errors: a GPU that gives no second stream.
+    pub fn new(device: &Device) -> Result<Self> {
+        Ok(Self {
+            #[cfg(feature = "cuda")]
+            gpu: match device.is_cuda() {
+                true => Some(super::cuda::transfer::Copier::new(device)?),
+                false => None,
+            },
+            device: device.clone(),
+        })
+    }
+
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Starts the copy of a contiguous tensor of the host. `stays`: its memory is not changed and not given back
+    /// while the copier lives; then a GPU reads it directly.
+    pub fn send(&self, host: &Tensor, stays: bool) -> Result<Arriving> {
+        if !host.device().is_cpu() {
+            return Err(Error::new("only a tensor of the host can be sent to a device"));
+        }
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &self.gpu {
+            return Ok(Arriving(Way::Gpu(gpu.send(host, stays)?)));
+        }
+        let _ = stays;
+        Ok(Arriving(Way::Here(host.copy()?)))
+    }
+
+    /// The memory of this tensor will not stay after all, though it was sent so.
+    pub fn forget(&self, host: &Tensor) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &self.gpu {
+            return gpu.forget(host);
+        }
+        let _ = host;
+        Ok(())
+    }
+
+    /// The tensor on the device, for everything that is computed from now on.
+    pub fn receive(&self, arriving: Arriving) -> Result<Tensor> {
+        match arriving.0 {
+            Way::Here(tensor) => Ok(tensor),
+            #[cfg(feature = "cuda")]
+            Way::Gpu(arriving) => self.gpu()?.receive(arriving),
+        }
+    }
+
+    /// Starts the copy of a tensor of the device to the host; it must not be changed after.
+    pub fn park(&self, tensor: Tensor) -> Result<Parked> {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &self.gpu {
+            return Ok(Parked(Waiting::Gpu(gpu.park(tensor)?)));
+        }
+        Ok(Parked(Waiting::Here(tensor.copy()?)))
+    }
+
+    /// Gives the tensor's memory on the device back: what is computed from now on may use it, after the copy.
+    pub fn let_go(&self, parked: &mut Parked) -> Result<()> {
+        match &mut parked.0 {
+            Waiting::Here(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Waiting::Gpu(parked) => self.gpu()?.let_go(parked),
+        }
+    }
+
+    /// Starts the way back of a parked tensor.
+    pub fn fetch(&self, parked: Parked) -> Result<Arriving> {
+        match parked.0 {
+            Waiting::Here(tensor) => Ok(Arriving(Way::Here(tensor))),
+            #[cfg(feature = "cuda")]
+            Waiting::Gpu(parked) => Ok(Arriving(Way::Gpu(self.gpu()?.fetch(parked)?))),
+        }
+    }
+
+    /// The copies to the device since the last call; waits for them. `None` where host and device are one.
+    pub fn times(&self) -> Result<Option<CopyTimes>> {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &self.gpu {
+            return gpu.times().map(Some);
+        }
+        Ok(None)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn gpu(&self) -> Result<&super::cuda::transfer::Copier> {
+        self.gpu
+            .as_ref()
+            .ok_or_else(|| Error::new("a tensor of a GPU came to a copier of the host"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_sent_or_parked_is_a_copy() {
+        let copier = Copier::new(&Device::Cpu).unwrap();
+        let host = Tensor::new(&[1f32, 2.0, 3.0], &Device::Cpu).unwrap();
+        let sent = copier.receive(copier.send(&host, true).unwrap()).unwrap();
+        let mut parked = copier.park(host.clone()).unwrap();
+        copier.let_go(&mut parked).unwrap();
+        super::super::update::with_slice_mut(&host, |x| x.fill(0.0)).unwrap();
+        let back = copier.receive(copier.fetch(parked).unwrap()).unwrap();
+        for t in [sent, back] {
+            assert_eq!(t.to_vec1::<f32>().unwrap(), [1.0, 2.0, 3.0]);
+        }
+        assert_eq!(copier.times().unwrap(), None);
+    }
+
+    #[test]
+    fn the_hidden_part_is_what_did_not_wait() {
+        let times = |copying, waiting| CopyTimes { copying, waiting };
+        assert_eq!(times(10.0, 2.5).hidden(), Some(0.75));
+        assert_eq!(times(10.0, 12.0).hidden(), Some(0.0));
+        assert_eq!(times(0.0, 0.0).hidden(), None);
+    }
+}

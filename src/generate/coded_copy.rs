@@ -1,7 +1,6 @@
 //! A copy of a network for decoding with quantized projections, while the trained weights stay exact. It shares
 //! everything else (embedding, norms, biases, adapters) with the original network. Its outputs differ from those of
-//! the exact weights: `Answer::log_probs` are those of the copy, and a loss also computes those of the exact
-//! weights.
+//! the exact weights: `Answer::log_probs` are those of the copy, and a loss also computes those of the exact weights.
 
 use super::decode::Policy;
 use crate::base::{Error, Result, progress};
@@ -101,7 +100,7 @@ impl CodedCopy {
                     (Ok(tensor), _) if is_projection(p) => encode(tensor, self.formats.projections)
                         .map_err(|e| e.or_at(&*p.name))?
                         .into(),
-                    // A tensor from a reused staging buffer must be copied.
+                    // A tensor that the source does not keep in memory is copied: its buffer will be reused.
                     (Ok(tensor), _) if of.source.held(&p.name).is_none() => tensor.copy()?.into(),
                     _ => weight,
                 };

@@ -187,8 +187,7 @@ mod tests {
         let t = tree(&prompts);
         let ranges: Vec<(usize, usize, usize)> = t.nodes.iter().map(|n| (n.start, n.end, n.users)).collect();
         assert_eq!(ranges.len(), 3);
-        // One request is the system prompt itself: the prefix shared by all is limited to its tokens except the
-        // last.
+        // One request is the system prompt itself: the prefix shared by all is limited to its tokens except the last.
         assert!(ranges.contains(&(0, 49, 5)));
         assert!(ranges.contains(&(49, 79, 2)) && ranges.contains(&(49, 69, 2)));
         assert_eq!(t.of_request[3], None);

@@ -15,7 +15,7 @@ use std::time::Instant;
 
 /// The state of a shared prefix (a node of the tree).
 enum Held {
-    /// Not in memory: no request in flight needs it, or none will need it again.
+    /// Not in memory: no request in flight needs it yet, or all that needed it are finished.
     Out,
     /// Its memory is reserved; its parent is not computed yet.
     Planned,
@@ -27,7 +27,7 @@ enum Held {
 /// A request in flight.
 struct Row {
     request: usize,
-    /// None only during a step.
+    /// None before prefill and during a step.
     sequence: Option<Sequence>,
     /// The next input token; None during prefill.
     last: Option<u32>,

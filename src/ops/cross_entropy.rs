@@ -24,8 +24,7 @@ pub const PIECE_TOKENS: usize = LOGITS_BYTES / (4 * PIECE);
 
 /// Largest size of the f32 logits in memory, in bytes.
 const LOGITS_BYTES: usize = 48 << 20;
-/// The same limit if the projection is trained: it is larger because every chunk reads and writes the whole
-/// gradient.
+/// The same limit if the projection is trained: it is larger because every chunk reads and writes the whole gradient.
 const LOGITS_BYTES_TRAINED: usize = 128 << 20;
 
 /// Returns the tokens per chunk for a projection to `vocab` rows, which is `trained` or frozen.

@@ -9,8 +9,7 @@ pub struct Opened {
     pub note: Option<String>,
 }
 
-/// Memory of a GPU in bytes. `used` is the memory of tensors, `reserved` the memory that the pool took from the
-/// GPU.
+/// Memory of a GPU in bytes. `used` is the memory of tensors, `reserved` the memory that the pool took from the GPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DeviceMemory {
     pub used: u64,

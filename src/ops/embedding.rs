@@ -1,4 +1,4 @@
-//! Rows of the embedding table `[V, D]` by token id, and the sum of their gradients.
+//! Rows of the embedding table `[V, D]` by token id, and the scatter-add of their gradients.
 
 use super::cpu::embedding as cpu;
 use super::cpu::storage::{dims2, expect_dims, tensor, unwritten, values};

@@ -6,8 +6,7 @@
 //! contiguous. Results do not depend on the number of threads. An operation runs on the device of its tensors;
 //! `cuda` has the GPU versions.
 
-/// Returns the result of `$call` from the function if the tensor is on a GPU. Does nothing without the feature
-/// `cuda`.
+/// Returns the result of `$call` from the function if the tensor is on a GPU. Does nothing without the feature `cuda`.
 macro_rules! on_gpu {
     ($tensor:expr, $call:expr) => {
         #[cfg(feature = "cuda")]

@@ -82,8 +82,7 @@ mod tests {
 
     #[test]
     fn matches_autograd() {
-        // (tokens, width of x, size of w): whole rows, heads, sizes that are no multiple of a SIMD vector, many
-        // rows.
+        // (tokens, width of x, size of w): whole rows, heads, sizes that are no multiple of a SIMD vector, many rows.
         for (n, d, e) in [(5, 64, 64), (7, 96, 24), (3, 37, 37), (1000, 12, 4)] {
             for (eps, plus_one) in [(1e-6, false), (1e-1, true)] {
                 let x = Var::from_tensor(&random((n, d), 1)).unwrap();

@@ -59,7 +59,7 @@ mod tests {
     use crate::ops::oracle::{assert_close, assert_same_on_any_threads, random};
     use candle_core::Var;
 
-    /// `rotate_half` as Hugging Face writes it, over the first R elements.
+    /// `rotate_half` of Hugging Face, over the first R elements.
     fn composed(x: &Tensor, cos: &Tensor, sin: &Tensor, e: usize) -> Tensor {
         let (n, width) = x.dims2().unwrap();
         let half = cos.dim(1).unwrap();

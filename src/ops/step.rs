@@ -69,8 +69,7 @@ pub enum Precision<'a> {
     Whole,
     /// bf16: the low 16 bits of its fp32 master, i16 `[n]` (see `ops::master`).
     Halves(&'a Tensor),
-    /// bf16 with stochastic rounding by these random numbers; element `e` uses bits `16·(e % 4)..` of number
-    /// `e / 4`.
+    /// bf16 with stochastic rounding by these random numbers; element `e` uses bits `16·(e % 4)..` of number `e / 4`.
     Stochastic(Rng),
 }
 

@@ -96,8 +96,7 @@ impl Documents<'_> {
         Tiles::sorted(tiles)
     }
 
-    /// Returns tiles of up to `rows` keys, with the queries that attend to them. Queries and keys are the same
-    /// tokens.
+    /// Returns tiles of up to `rows` keys, with the queries that attend to them. Queries and keys are the same tokens.
     pub fn key_tiles(&self, rows: usize) -> Tiles {
         let mut tiles = Vec::new();
         for d in self.keys.windows(2) {

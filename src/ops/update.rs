@@ -82,8 +82,7 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     tensor(sum, a.shape())
 }
 
-/// Returns the sum of the squares of an f32 tensor (on a GPU also bf16; synchronizes); not finite if an element is
-/// not.
+/// Returns the sum of the squares of an f32 tensor (on a GPU also bf16; synchronizes); not finite if an element is not.
 pub fn sum_squares(t: &Tensor) -> Result<f64> {
     on_gpu!(t, super::cuda::reduce::sum_squares(t));
     with_slice(t, cpu::sum_squares)

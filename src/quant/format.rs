@@ -13,8 +13,7 @@ pub enum Format {
     /// Integers 0 to 15 times a scale, plus a minimum, both bf16, per `group` columns.
     Int4 { group: usize },
     /// NF4 of QLoRA (Dettmers et al. 2023, arXiv 2305.14314, section 3) with the tables and the packing of
-    /// bitsandbytes: blocks of 64 of the flattened weight. `double`: the absmax are quantized too, in blocks of
-    /// 256.
+    /// bitsandbytes: blocks of 64 of the flattened weight. `double`: the absmax are quantized too, in blocks of 256.
     Nf4 { double: bool },
 }
 

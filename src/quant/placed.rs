@@ -18,8 +18,7 @@ pub struct Placed {
 
 impl Coded {
     /// Returns the quantized data as tensors of `device`: data u8, then the scales (f32 for int8 and NF4, u32 for
-    /// int4, u8 and f32 for NF4 with double quantization). They are the input of `Placed::new`, with
-    /// `nested_offset`.
+    /// int4, u8 and f32 for NF4 with double quantization). They are the input of `Placed::new`, with `nested_offset`.
     pub fn tensors(&self, device: &Device) -> Result<Vec<Tensor>> {
         let bytes = |v: &[u8]| Tensor::from_slice(v, v.len(), device);
         let floats = |v: &[f32]| Tensor::from_slice(v, v.len(), device);
@@ -37,8 +36,7 @@ impl Coded {
         })
     }
 
-    /// Returns the mean of the absmax, which NF4 with double quantization subtracts before it quantizes them; else
-    /// 0.
+    /// Returns the mean of the absmax, which NF4 with double quantization subtracts before it quantizes them; else 0.
     pub fn nested_offset(&self) -> f32 {
         match self.view().codes {
             Codes::Nf4 {

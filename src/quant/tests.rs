@@ -283,8 +283,7 @@ fn a_linear_with_codes_is_one_with_the_decoded_weight() {
     }
 }
 
-/// Products with quantized tensors are bit-equal to those with quantized data in memory; damaged tensors are
-/// refused.
+/// Products with quantized tensors are bit-equal to those with quantized data in memory; damaged tensors are refused.
 #[test]
 fn placed_codes_are_the_codes() {
     for (o, i) in SHAPES {
@@ -324,8 +323,7 @@ fn placed_codes_are_the_codes() {
     }
 }
 
-/// Measures quantized against dense bf16 weights, alternating. Run with `--ignored --nocapture` alone on the
-/// machine.
+/// Measures quantized against dense bf16 weights, alternating. Run with `--ignored --nocapture` alone on the machine.
 #[test]
 #[ignore = "a measurement"]
 fn speed() {

@@ -232,8 +232,7 @@ fn run(path: Path, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: &Task, o:
     });
 }
 
-/// Scales scores (and caps them if `cap` is not 0), replaces them by `e^(score - max)`, and returns max and the
-/// sum.
+/// Scales scores (and caps them if `cap` is not 0), replaces them by `e^(score - max)`, and returns max and the sum.
 #[inline(always)]
 pub(super) fn softmax_body<const FMA: bool>(row: &mut [f32], scale: f32, cap: f32) -> (f32, f32) {
     if cap != 0.0 {

@@ -120,8 +120,7 @@ fn run(
     });
 }
 
-/// Returns the scratch elements of a task: its run of blocks attends to `keys` keys, each block to at most
-/// `longest`.
+/// Returns the scratch elements of a task: its run of blocks attends to `keys` keys, each block to at most `longest`.
 pub(crate) fn scratch(inside: Inside, e: usize, keys: usize, longest: usize) -> usize {
     run_rooms(inside, e, keys).iter().sum::<usize>() + block_rooms(inside, e, longest).iter().sum::<usize>()
 }

@@ -45,7 +45,7 @@ struct Block {
     sum: f64,
 }
 
-/// The target of a token, before all pieces were processed.
+/// The logit of the target of a token; NaN until its piece was processed.
 #[derive(Clone, Copy)]
 struct Hit {
     logit: f32,

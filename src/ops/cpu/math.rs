@@ -33,7 +33,7 @@ pub(crate) fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FMA { a.mul_add(b, c) } else { a * b + c }
 }
 
-// Adding and subtracting this rounds to an integer, which then sits in the low bits.
+// Adding and then subtracting this constant rounds to an integer; after the addition it is in the low bits.
 const ROUND: f32 = 12_582_912.0;
 // ln 2 in two parts; the first has few bits, so that n * LN2_HI is exact for |n| < 2^9.
 const LN2_HI: f32 = 0.693_359_4;
@@ -55,26 +55,26 @@ fn reduce<const FMA: bool>(x: f32) -> (i32, f32, f32) {
     (n, r, q)
 }
 
-/// `2^n` for -126 <= n <= 127.
+/// Computes `2^n` for -126 <= n <= 127.
 #[inline(always)]
 fn power_of_two(n: i32) -> f32 {
     f32::from_bits((n.wrapping_add(127) as u32) << 23)
 }
 
-/// `e^x`, relative error below 2e-7; NaN stays NaN.
+/// Computes `e^x`, relative error below 2e-7; NaN stays NaN.
 #[inline(always)]
 pub(crate) fn exp<const FMA: bool>(x: f32) -> f32 {
-    // Beyond these the result is 0 or infinity anyway. Written so that NaN passes.
+    // Outside this range the result is 0 or infinity. Written such that NaN stays NaN.
     let x = if x < -104.0 { -104.0 } else { x };
     let x = if x > 89.0 { 89.0 } else { x };
     let (n, r, q) = reduce::<FMA>(x);
     let e = fma::<FMA>(r * r, q, r) + 1.0;
-    // Two factors: n itself may lie outside the exponents of normal numbers.
+    // Two factors, because n itself may be outside the exponent range of normal numbers.
     let half = n >> 1;
     e * power_of_two(half) * power_of_two(n.wrapping_sub(half))
 }
 
-/// `tanh x`, relative error below 5e-7; NaN stays NaN.
+/// Computes `tanh x`, relative error below 5e-7; NaN stays NaN.
 #[inline(always)]
 pub(crate) fn tanh<const FMA: bool>(x: f32) -> f32 {
     let a = 2.0 * x.abs();
@@ -86,7 +86,7 @@ pub(crate) fn tanh<const FMA: bool>(x: f32) -> f32 {
     (e / (e + 2.0)).copysign(x)
 }
 
-/// `1 / (1 + e^-x)`.
+/// Computes `1 / (1 + e^-x)`.
 #[inline(always)]
 pub(crate) fn sigmoid<const FMA: bool>(x: f32) -> f32 {
     1.0 / (1.0 + exp::<FMA>(-x))

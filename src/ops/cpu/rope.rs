@@ -1,4 +1,4 @@
-//! Rotary positions on slices.
+//! Rotary position embeddings on slices.
 
 use super::math::{fma, vectorized};
 use rayon::prelude::*;

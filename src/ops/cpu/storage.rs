@@ -63,8 +63,7 @@ pub(crate) fn floats<R>(t: &Tensor, name: &str, f: impl FnOnce(&[f32]) -> Result
 /// them would cost a pass over memory in every operation.
 pub(crate) fn unwritten(len: usize) -> Vec<f32> {
     let mut data = Vec::with_capacity(len);
-    // SAFETY: the capacity is reserved, every bit pattern is an f32, and every caller is an operation that fills
-    // it.
+    // SAFETY: the capacity is reserved, every bit pattern is an f32, and every caller is an operation that fills it.
     #[allow(clippy::uninit_vec)]
     unsafe {
         data.set_len(len)

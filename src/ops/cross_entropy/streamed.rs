@@ -80,8 +80,7 @@ pub fn streamed_log_probs(
     Ok(log_probs)
 }
 
-/// Calls `each` with the result of every trained token, in order. Returns the requested gradient of the hidden
-/// states.
+/// Calls `each` with the result of every trained token, in order. Returns the requested gradient of the hidden states.
 fn rows(
     h: &Tensor,
     head: &Pieces,

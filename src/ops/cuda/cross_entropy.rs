@@ -1,5 +1,4 @@
-//! Fused linear and cross-entropy on a GPU: cuBLAS computes the products, one kernel does the rest of a chunk in
-//! place.
+//! Fused linear and cross-entropy on a GPU: cuBLAS computes the products, one kernel does the rest of a chunk in place.
 
 use super::elementwise::cast;
 use super::embedding::{gather_rows, put_rows};
@@ -154,8 +153,7 @@ struct Buffers<'a> {
 }
 
 impl Buffers<'_> {
-    /// Computes logits, losses and, if requested, the gradient of the logits of the tokens with these hidden
-    /// states.
+    /// Computes logits, losses and, if requested, the gradient of the logits of the tokens with these hidden states.
     fn losses(
         &self,
         hidden: Matrix,

@@ -46,8 +46,7 @@ fn add_into(y: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     let [count, packs] = counts(n, pack, &places);
     let args = [places[0], places[1], places[2]].map(Arg::Address);
     let name = format!("add_{}_{}", kinds.0.name(), kinds.1.name());
-    // SAFETY: all have n elements (checked by the callers); a thread writes only positions that no other thread
-    // reads.
+    // SAFETY: all have n elements (checked by the callers); a thread writes only positions that no other thread reads.
     unsafe {
         gpu.launch(
             "elementwise",

@@ -1,4 +1,4 @@
-//! Matrix products by cuBLAS: operands f32 or bf16, sums always f32, no TF32.
+//! Matrix products with cuBLAS: operands f32 or bf16, sums always f32, no TF32.
 
 use super::{Gpu, Kind, narrow};
 use crate::base::{Error, Result};
@@ -12,7 +12,7 @@ pub(crate) struct Matrix {
     pub kind: Kind,
     /// Distance between rows, in elements.
     pub stride: usize,
-    /// True if the transpose is stored: a row of the memory is an index of the summed dimension.
+    /// True if the transpose is stored.
     pub transposed: bool,
 }
 

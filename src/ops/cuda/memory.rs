@@ -23,8 +23,7 @@ pub(crate) fn read<T: DeviceRepr + Copy + Default>(t: &Tensor, name: &str, dtype
     let gpu = Gpu::of(t, name)?;
     let stream = gpu.device().cuda_stream();
     stream.context().bind_to_thread().map_err(failed)?;
-    // SAFETY: the tensor has this number of elements of this size, and the values live until the stream has
-    // finished.
+    // SAFETY: the tensor has this number of elements of this size, and the values live until the stream has finished.
     unsafe { result::memcpy_dtoh_async(&mut values, from, stream.cu_stream()) }.map_err(failed)?;
     stream.synchronize().map_err(failed)?;
     Ok(values)
@@ -44,8 +43,7 @@ pub(crate) fn write<T: DeviceRepr>(t: &Tensor, name: &str, dtype: DType, values:
     let gpu = Gpu::of(t, name)?;
     let stream = gpu.device().cuda_stream();
     stream.context().bind_to_thread().map_err(failed)?;
-    // SAFETY: the tensor has space for the values; from memory that is not pinned the driver copies before it
-    // returns.
+    // SAFETY: the tensor has space for the values; from memory that is not pinned the driver copies before it returns.
     unsafe { result::memcpy_htod_async(to, values, stream.cu_stream()) }.map_err(failed)
 }
 

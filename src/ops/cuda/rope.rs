@@ -1,4 +1,4 @@
-//! Rotary positions on a GPU.
+//! Rotary position embeddings on a GPU.
 
 use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
 use crate::base::Result;

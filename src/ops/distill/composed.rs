@@ -69,8 +69,7 @@ fn ln_mixture(lq: &Tensor, lp: &Tensor, beta: f64) -> Result<Tensor> {
     Ok((a.maximum(&b)? + (small + 1.0)?.log()?)?)
 }
 
-/// For each outcome: its part of the loss, its part of the sum k, and the slope divided by q before k is
-/// subtracted.
+/// For each outcome: its part of the loss, its part of the sum k, and the slope divided by q before k is subtracted.
 struct Outcomes {
     loss: Tensor,
     k: Option<Tensor>,

@@ -80,7 +80,7 @@ fn run(rule: Rule, int8: bool, kind: Kind, steps: u64, lr: f64, decay: f64) -> (
     (exact, weight)
 }
 
-/// The rules written out in f64, element by element, from the papers.
+/// Computes the rules in f64, element by element, as in the papers.
 fn plain(rule: Rule, steps: u64, lr: f64, decay: f64) -> Vec<f64> {
     let (r, c) = SHAPE;
     let mut w: Vec<f64> = flat(&random(SHAPE, 1)).iter().map(|x| *x as f64).collect();

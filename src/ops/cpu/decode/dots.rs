@@ -118,8 +118,7 @@ unsafe fn wide<const M: usize>(view: &View<'_>, row: usize, x: &[f32], sums: &mu
     }
 }
 
-/// Adds the products of 64 columns of 4-bit values. The element with the even index is in the high half of its
-/// byte.
+/// Adds the products of 64 columns of 4-bit values. The element with the even index is in the high half of its byte.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 unsafe fn halves<const M: usize>(

@@ -83,7 +83,7 @@ unsafe fn int8_wide<const BF16: bool>(codes: &[u8], scale: f32, to: &mut [f32]) 
             _mm512_storeu_ps(to.as_mut_ptr(), values);
         }
     }
-    // SAFETY: plain code.
+    // SAFETY: `Plain` needs no CPU feature.
     unsafe { Plain::int8(rest, scale, BF16, to_rest) }
 }
 
@@ -108,7 +108,7 @@ unsafe fn int8_narrow<const BF16: bool>(codes: &[u8], scale: f32, to: &mut [f32]
             _mm256_storeu_ps(to.as_mut_ptr(), values);
         }
     }
-    // SAFETY: plain code.
+    // SAFETY: `Plain` needs no CPU feature.
     unsafe { Plain::int8(rest, scale, BF16, to_rest) }
 }
 
@@ -130,7 +130,7 @@ unsafe fn nibbles_wide(codes: &[u8], table: &[f32; 16], to: &mut [f32]) {
             _mm512_storeu_ps(to.as_mut_ptr().add(16), _mm512_permutexvar_ps(second, table));
         }
     }
-    // SAFETY: plain code.
+    // SAFETY: `Plain` needs no CPU feature.
     unsafe { Plain::nibbles(rest, table, to_rest) }
 }
 
@@ -155,6 +155,6 @@ unsafe fn nibbles_narrow(codes: &[u8], table: &[f32; 16], to: &mut [f32]) {
             _mm256_storeu_ps(to.as_mut_ptr(), _mm256_blendv_ps(a, b, half));
         }
     }
-    // SAFETY: plain code.
+    // SAFETY: `Plain` needs no CPU feature.
     unsafe { Plain::nibbles(rest, table, to_rest) }
 }

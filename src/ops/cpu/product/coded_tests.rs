@@ -55,8 +55,7 @@ fn check(path: Path, (tokens, o, i): Sizes) {
                     c
                 };
                 let (got, want) = (run(Operand::Coded(view)), run(dense));
-                // If a quantized weight takes the few-rows path, or k is cut elsewhere, the order of the sum
-                // differs.
+                // If a quantized weight takes the few-rows path, or k is cut elsewhere, the order of the sum differs.
                 let same_order = path != Path::Portable
                     && (backward || tokens > 8 || tokens <= 4)
                     && !(matches!(start, Start::C) && tokens <= 4 && !backward);

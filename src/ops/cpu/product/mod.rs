@@ -87,7 +87,7 @@ pub(crate) struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
-    /// A from `[m, k]`, B from `[n, k]`.
+    /// Operand A from `[m, k]`, or operand B from `[n, k]`.
     pub(crate) fn vectors(values: impl Into<Operand<'a>>, k: usize) -> Self {
         Self {
             values: values.into(),
@@ -97,7 +97,7 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// A from `[k, m]`, B from `[k, n]`.
+    /// Operand A from `[k, m]`, or operand B from `[k, n]`.
     pub(crate) fn steps(values: impl Into<Operand<'a>>, count: usize) -> Self {
         Self {
             values: values.into(),
@@ -120,7 +120,7 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// How exact products with this weight are.
+    /// Returns the rounding of products with this weight.
     pub(crate) fn rounding(&self) -> Rounding {
         match &self.values {
             Operand::F32(_) => Rounding::Exact,

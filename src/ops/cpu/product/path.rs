@@ -1,5 +1,4 @@
-//! The instruction set of the CPU operations: detected at run time, or forced, so that all are tested on one
-//! machine.
+//! The instruction set of the CPU operations: detected at run time, or forced, so that all are tested on one machine.
 
 use super::Rounding;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]

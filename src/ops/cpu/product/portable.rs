@@ -125,8 +125,7 @@ pub(super) fn run(job: &Job) {
             let accumulate = k0 > 0 || !matches!(job.start, Start::Zero);
             with_operand(&job.a, (r0, rows), (k0, steps), |a, a_stride, a_step| {
                 with_operand(&job.b, (c0, columns), (k0, steps), |b, b_stride, b_step| {
-                    // SAFETY: the block lies inside C and belongs to this task alone; A and B are inside their
-                    // slices.
+                    // SAFETY: the block lies inside C and belongs to this task alone; A and B are inside their slices.
                     unsafe {
                         gemm(
                             (rows, columns, steps),

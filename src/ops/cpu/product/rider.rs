@@ -10,8 +10,7 @@ use super::{Job, Matrix, Operand, Path, Rounding, Sizes, Start, few_rows, produc
 /// A larger rank would evict the packed A from the cache (`plan` uses this limit).
 pub(super) const LARGEST: usize = 64;
 
-/// The LoRA matrices. The summed dimension of `down` is that of the product, the summed dimension of `up` is the
-/// rank.
+/// The LoRA matrices. The summed dimension of `down` is that of the product, the summed dimension of `up` is the rank.
 pub(crate) struct Rider<'a> {
     pub rank: usize,
     pub down: Matrix<'a>,

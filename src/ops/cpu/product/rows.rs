@@ -147,7 +147,7 @@ impl<'a> WeightRows<'a> {
         }
     }
 
-    /// How exact products with this weight are.
+    /// Returns the rounding of products with this weight.
     pub fn rounding(&self) -> Rounding {
         self.forward().rounding()
     }

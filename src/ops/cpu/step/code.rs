@@ -2,8 +2,7 @@
 //! section 1.3 and appendix F): seven decades of exponent; the fewer exponent digits, the more fraction bits.
 //!
 //! A moment is quantized in blocks of `BLOCK` elements as (table value) · absmax of the block. The first moment is
-//! signed. The second is unsigned, and a value above zero never becomes zero, because the update divides by its
-//! root.
+//! signed. The second is unsigned, and a value above zero never becomes zero, because the update divides by its root.
 
 use super::super::math::LANES;
 use std::sync::LazyLock;

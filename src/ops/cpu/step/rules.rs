@@ -80,7 +80,7 @@ fn sign(x: f32) -> f32 {
     f32::from(u8::from(x > 0.0)) - f32::from(u8::from(x < 0.0))
 }
 
-/// Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): the sign of a mean of gradient and momentum, decoupled decay.
+/// Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): sign of a mean of gradient and momentum, decoupled decay.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Lion {
     pub(crate) lr: f32,

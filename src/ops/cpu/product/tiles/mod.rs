@@ -5,8 +5,7 @@
 //! each panel of A with all panels of B of its block, chunk by chunk of k.
 //!
 //! A fused LoRA product (`rider.rs`) first multiplies the packed A with its `down`. Then its rank is appended after
-//! the last chunk of both operands. Its matrices and u are rounded to bf16 here, as the operands of the product
-//! are.
+//! the last chunk of both operands. Its matrices and u are rounded to bf16 here, as the operands of the product are.
 //!
 //! A weight that does not change can be kept prepacked (`panels.rs`): then only A is packed.
 

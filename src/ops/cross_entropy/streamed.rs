@@ -50,7 +50,7 @@ impl Pieces<'_> {
 }
 
 /// As `forward_backward`, or as `forward_only` if no gradient is requested; on the CPU with the same bits. The
-/// gradient of the head is not available: a trained head is in memory as a whole.
+/// gradient of the head is not available: a head that trains must be in memory as a whole.
 pub fn streamed(h: &Tensor, head: &Pieces, targets: &[u32], options: &Options, tally: &Tally) -> Result<Output> {
     on_gpu!(h, gpu::streamed(h, head, targets, options, tally));
     let mut sum = Sum::default();

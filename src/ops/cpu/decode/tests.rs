@@ -16,7 +16,7 @@ pub(crate) struct Random {
 impl Random {
     pub(crate) fn new(rows: usize, columns: usize) -> Self {
         let n = rows * columns.next_multiple_of(16);
-        // Steps of a full-period generator, high bits.
+        // A linear congruential generator with full period; only its high bits are used.
         let mut state = 1u32;
         let mut next = || {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);

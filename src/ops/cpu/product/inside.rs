@@ -111,7 +111,7 @@ impl Inside {
         }
     }
 
-    /// Returns the size of the memory that `lay` needs for `vectors` vectors of `k` elements, in elements, a multiple of 16.
+    /// Returns the number of f32 that `lay` needs for `vectors` vectors of `k` elements, a multiple of 16.
     pub(crate) fn room(self, side: Side, vectors: usize, k: usize) -> usize {
         let elements = match self {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]

@@ -65,8 +65,8 @@ pub(crate) struct Kept<'a> {
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 impl<'a> Kept<'a> {
-    /// Returns the panels for a product with `vectors` of `k` elements and a fused LoRA rank of `riding`. None if
-    /// the product cannot use them.
+    /// Returns the panels for a product with `vectors` of `k` elements and `riding` steps of a fused LoRA rank.
+    /// None if the product cannot use them.
     pub(super) fn hold(self, (vectors, k): (usize, usize), riding: usize) -> Option<super::tiles::panels::Held<'a>> {
         self.panels.hold((self.first, vectors), (self.k0, k), riding)
     }

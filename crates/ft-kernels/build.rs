@@ -1,7 +1,8 @@
-//! With the feature `cuda`: every `cuda/*.cu` becomes a fat binary with machine code for each architecture and PTX
-//! of the lowest, which the driver compiles for any newer GPU. Without the feature: nothing.
+//! Build script. With the feature `cuda`, it compiles every `cuda/*.cu` to a fat binary with machine code for each
+//! architecture, and PTX of the lowest one, which the driver compiles for any newer GPU. Without the feature it
+//! does nothing.
 //!
-//! `FT_CUDA_ARCHS` (such as `90` or `80,86`) replaces the architectures; the sources need 80 or more.
+//! `FT_CUDA_ARCHS` (such as `90` or `80,86`) replaces the architectures; the sources need 80 or higher.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -34,7 +35,7 @@ fn build() -> Result<(), String> {
     let nvcc = nvcc()?;
     let archs = archs()?;
     let sources = sources()?;
-    // Several files at once; cargo says how many processes are welcome.
+    // Compiles several files in parallel; cargo passes the number of jobs.
     let jobs = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok()).unwrap_or(1);
     let todo = Mutex::new(sources.iter());
     let failed = Mutex::new(Vec::new());
@@ -96,7 +97,7 @@ fn archs() -> Result<Vec<u32>, String> {
     }
 }
 
-/// Looks where candle's build script looks, in the same order, so that both use one toolkit.
+/// Finds nvcc in the places of candle's build script, in the same order, so that both use the same toolkit.
 fn nvcc() -> Result<PathBuf, String> {
     let exe = if cfg!(windows) { "nvcc.exe" } else { "nvcc" };
     let named = env::var_os("NVCC").map(PathBuf::from);
@@ -117,7 +118,7 @@ fn nvcc() -> Result<PathBuf, String> {
         })
 }
 
-/// From the line `Cuda compilation tools, release 13.0, ...`.
+/// Parses the line `Cuda compilation tools, release 13.0, ...`.
 fn toolkit(nvcc: &Path) -> Option<i32> {
     let output = Command::new(nvcc).arg("--version").output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();

@@ -1,11 +1,11 @@
-//! Keys and values of the tokens seen so far. A sequence owns the tokens that are its alone; those that it shares with
-//! others (a prompt prefix) lie in runs that each of them reads where they are: nothing is copied.
+//! The KV cache: keys and values of the tokens so far. A sequence owns the tokens that belong to it alone. Shared
+//! tokens (a common prompt prefix) are in runs that several sequences read without a copy.
 //!
-//! On the CPU a run is pages of `PAGE` tokens, as f32, bf16 or int8; what attention reads is always what is stored, so a
-//! token means the same whether its neighbours came with it or before it. On a GPU a run is one buffer in the type of the
-//! activations, and the runs of all rows are put together for every step.
+//! On the CPU a run is pages of `PAGE` tokens, as f32, bf16 or int8. Attention always reads the stored values, so a
+//! token gives the same result whether it was added together with its neighbors or after them. On a GPU a run is
+//! one buffer in the type of the activations, and the runs of all rows are concatenated for every step.
 //!
-//! Layers with a sliding window keep every token too: attention itself looks no further back than its window.
+//! Layers with a sliding window store every token too; attention itself reads only the window.
 
 use crate::base::{Error, Result};
 use crate::model::{KvStore, Spec};
@@ -14,7 +14,7 @@ use crate::ops::paged::{self, Document, Form, PAGE, Page, Stored};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
-/// How the cache of a network is laid out.
+/// The layout of the cache of a network.
 #[derive(Debug, Clone)]
 pub struct Layout {
     layers: usize,
@@ -22,14 +22,14 @@ pub struct Layout {
     width: usize,
     /// `None`: tensors on a GPU.
     form: Option<Form>,
-    /// Of those: bytes of an element.
+    /// On a GPU: bytes of an element.
     element: usize,
 }
 
 impl Layout {
-    /// `stored`: f32 if it is not said; on a GPU `activations`, the type of what the layers compute.
+    /// `stored` defaults to f32; on a GPU the storage type is `activations`, the output type of the layers.
     ///
-    /// Errors: a type that is not built for this device.
+    /// Errors: a type that is not supported on this device.
     pub fn new(spec: &Spec, stored: Option<Stored>, device: &Device, activations: DType) -> Result<Self> {
         let form = match (device.is_cpu(), stored) {
             (true, stored) => Some(Form {
@@ -53,7 +53,7 @@ impl Layout {
         })
     }
 
-    /// Bytes of a run with room for `tokens` tokens.
+    /// Returns the bytes of a run with a capacity of `tokens` tokens.
     pub fn bytes(&self, tokens: usize) -> u64 {
         let layer = match &self.form {
             Some(form) => tokens.div_ceil(PAGE) as u64 * form.page_bytes(),
@@ -62,8 +62,8 @@ impl Layout {
         self.layers as u64 * layer
     }
 
-    /// Bytes that attention needs beside its runs for a text of `tokens` tokens, shared ones included: on a GPU the keys and
-    /// values of one layer are put together.
+    /// Returns the bytes that attention needs in addition to the runs for a text of `tokens` tokens, shared ones
+    /// included: on a GPU the keys and values of one layer are concatenated.
     pub fn step_bytes(&self, tokens: usize) -> u64 {
         match &self.form {
             Some(_) => 0,
@@ -82,13 +82,13 @@ impl Layout {
     }
 }
 
-/// Some tokens, one after the other, in every layer.
+/// Consecutive tokens, with keys and values of every layer.
 pub struct Run {
     layers: Vec<Layer>,
 }
 
 impl Run {
-    /// Tokens in it.
+    /// Returns the number of tokens.
     fn len(&self) -> usize {
         match self.layers.first() {
             Some(Layer::Pages(pages)) => pages.iter().map(Page::len).sum(),
@@ -119,7 +119,7 @@ impl Layer {
     }
 }
 
-/// Keys and values `[room, W]`, of which the first `len` tokens are filled.
+/// Keys and values `[room, W]`; the first `len` tokens are filled.
 struct Whole {
     room: usize,
     kv: Option<(Tensor, Tensor)>,
@@ -131,7 +131,7 @@ impl Whole {
         let (tokens, width) = k.dims2()?;
         let need = self.len + tokens;
         if self.kv.is_none() || need > self.room {
-            // Some at a time: a chat outgrows the room that its first turn asked for.
+            // Grows in units of a page: a chat can outgrow the capacity that its first turn requested.
             self.room = self.room.max(need.next_multiple_of(PAGE));
             let room = || Tensor::zeros((self.room, width), k.dtype(), k.device());
             let new = (room()?, room()?);
@@ -159,16 +159,16 @@ impl Whole {
 
 /// The cached tokens of one text.
 pub struct Sequence {
-    /// What it shares, from the first token on.
+    /// The shared runs, from the first token on.
     shared: Vec<Arc<Run>>,
     own: Run,
     form: Option<Form>,
-    /// Tokens, shared ones included.
+    /// Number of tokens, shared ones included.
     len: usize,
 }
 
 impl Sequence {
-    /// After the tokens of `shared` (`len` in all), with room for `room` own ones.
+    /// Creates a sequence after the tokens of `shared` (`len` in all), with a capacity of `room` own tokens.
     pub fn new(layout: &Layout, shared: Vec<Arc<Run>>, len: usize, room: usize) -> Self {
         Self {
             shared,
@@ -182,7 +182,7 @@ impl Sequence {
         self.len
     }
 
-    /// Forgets all tokens from the `len`-th on; those that are shared stay.
+    /// Removes all tokens from index `len` on, but never shared ones.
     pub fn truncate(&mut self, len: usize) {
         let shared = self.len - self.own.len();
         let own = len.saturating_sub(shared);
@@ -190,7 +190,7 @@ impl Sequence {
         self.len = shared + self.own.len();
     }
 
-    /// A sequence of the same layout without tokens.
+    /// Returns an empty sequence of the same layout.
     pub fn empty(&self, room: usize) -> Self {
         let layer = |layer: &Layer| match layer {
             Layer::Pages(_) => Layer::Pages(Vec::new()),
@@ -206,7 +206,7 @@ impl Sequence {
         }
     }
 
-    /// All runs: what continues this text reads them.
+    /// Returns all runs, for sequences that continue this text.
     pub fn freeze(self) -> Vec<Arc<Run>> {
         let mut runs = self.shared;
         runs.push(Arc::new(self.own));
@@ -235,7 +235,7 @@ impl<'a> Step<'a> {
         Ok(Self { sequences, documents })
     }
 
-    /// All layers have seen the new tokens.
+    /// Adds the new tokens to the lengths, after all layers have processed them.
     pub fn finish(self) {
         for (sequence, d) in self.sequences.into_iter().zip(self.documents.windows(2)) {
             sequence.len += d[1] - d[0];

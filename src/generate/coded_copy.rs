@@ -1,6 +1,6 @@
-//! A copy of a network for decoding whose projections are codes, while the weights that train stay exact. Everything else
-//! (embedding, norms, biases, adapters) is shared with the network it was made from. What it answers is not what the
-//! exact weights would: `Answer::log_probs` are its own, and a loss takes those of the exact weights beside them.
+//! A copy of a network for decoding with quantized projections, while the trained weights stay exact. It shares
+//! everything else (embedding, norms, biases, adapters) with the original network. Its outputs differ from those of
+//! the exact weights: `Answer::log_probs` are those of the copy, and a loss also computes those of the exact weights.
 
 use super::decode::Policy;
 use crate::base::{Error, Result, progress};
@@ -22,17 +22,17 @@ pub struct CodedCopy {
     formats: Formats,
 }
 
-/// How the copy is stored.
+/// The quantization formats of the copy.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Formats {
-    /// The matrices of the decoder layers that are not codes already.
+    /// For the matrices of the decoder layers that are not already quantized.
     pub projections: Format,
-    /// The output projection; `None`: as it is. Where it is tied, the embedding stays exact.
+    /// For the output projection; `None`: unchanged. If it is tied, the embedding stays exact.
     pub head: Option<Format>,
 }
 
 impl Formats {
-    /// int8 (one scale a row), int4 (groups of 64) or nf4 for the projections; the head int8.
+    /// Uses int8 (one scale per row), int4 (groups of 64) or nf4 for the projections; int8 for the head.
     pub fn of(projections: Format) -> Self {
         Self {
             projections,
@@ -42,9 +42,9 @@ impl Formats {
 }
 
 impl CodedCopy {
-    /// Codes of the weights as they are now.
+    /// Quantizes the current weights.
     ///
-    /// Errors: a GPU; an embedding that comes in pieces from the disk; weights that are not finite.
+    /// Errors: a GPU; an embedding that is streamed from disk; weights that are not finite.
     pub fn new(of: &Network, formats: Formats) -> Result<Self> {
         let hint = "leave the weights of rollouts as they are";
         if !of.device.is_cpu() {
@@ -73,7 +73,8 @@ impl CodedCopy {
         Ok(copy)
     }
 
-    /// Codes again what `changed` names (by parameter), from the weights of `of` as they are now; takes its adapters.
+    /// Requantizes the parameters for which `changed` returns true, from the current weights of `of`, and takes its
+    /// adapters.
     ///
     /// Errors: weights that are not finite.
     pub fn refresh(&mut self, of: &Network, changed: &dyn Fn(&str) -> bool) -> Result<()> {
@@ -99,7 +100,7 @@ impl CodedCopy {
                     (Ok(tensor), _) if is_projection(p) => encode(tensor, self.formats.projections)
                         .map_err(|e| e.or_at(&*p.name))?
                         .into(),
-                    // What travels cannot be held: its memory is used again.
+                    // A tensor that the source does not keep in memory is copied: its buffer will be reused.
                     (Ok(tensor), _) if of.source.held(&p.name).is_none() => tensor.copy()?.into(),
                     _ => weight,
                 };
@@ -116,7 +117,7 @@ impl CodedCopy {
         Ok(())
     }
 
-    /// Bytes of the codes: what the copy needs beside the exact weights.
+    /// Returns the bytes of the quantized weights: the memory of the copy in addition to the exact weights.
     pub fn bytes(&self) -> u64 {
         let coded = |w: &Weight| if let Weight::Coded(c) = w { c.bytes() } else { 0 };
         self.groups.sum(coded) + self.head.as_ref().map_or(0, Coded::bytes)

@@ -1,4 +1,4 @@
-//! What is asked of the decoder and what it gives, and one pass of new tokens through the network.
+//! Input and output types of the decoder, and one pass of new tokens through the network.
 
 use super::cache::{Sequence, Step};
 use super::sampler::Sampler;
@@ -14,30 +14,31 @@ use candle_core::Tensor;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
     pub max_new_tokens: usize,
-    /// 0 is greedy.
+    /// 0: greedy.
     pub temperature: f32,
     pub top_k: Option<usize>,
     pub top_p: Option<f32>,
     pub seed: u64,
-    /// A row ends at any of these.
+    /// A row ends at any of these ids.
     pub stop_ids: Vec<u32>,
     pub limits: Limits,
 }
 
-/// What bounds a batch. Answers do not depend on it, but for the storage of the cache.
+/// The limits of a batch. They do not change answers, except for the storage type of the KV cache.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Limits {
-    /// Requests in flight.
+    /// Largest number of requests in flight.
     pub rows: usize,
-    /// Of the cache of keys and values; what a request may need at most is set aside when it joins.
+    /// Bytes of the KV cache; the largest possible need of a request is reserved when it joins.
     pub cache_bytes: u64,
-    /// Tokens of prompts that are read together.
+    /// Prompt tokens per prefill batch.
     pub prefill_tokens: usize,
-    /// How keys and values are stored: f32 if it is not said; on a GPU as the activations are.
+    /// The storage type of the KV cache; default: f32, on a GPU the type of the activations.
     pub kv_cache: Option<Stored>,
-    /// Common beginnings of prompts are computed once.
+    /// Common prefixes of prompts are computed once.
     pub share_prefixes: bool,
-    /// Log-probabilities too are the same bits whoever shares the batch (see `step`): a few rows cost more.
+    /// Log-probabilities too do not depend on the other rows of the batch, bit for bit (see `step`): this makes
+    /// small batches slower.
     pub same_bits: bool,
 }
 
@@ -79,28 +80,28 @@ impl Settings {
     }
 }
 
-/// A text to continue.
+/// A prompt to continue.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Request {
     pub prompt: Vec<u32>,
-    /// Key of its random numbers: its tokens follow from (weights, prompt, seed, number) alone, whoever shares the
-    /// batch. Requests with the same prompt need different numbers, else they get the same answer.
+    /// Key of its random numbers: its tokens depend only on (weights, prompt, seed, number), not on the batch.
+    /// Requests with the same prompt need different numbers, else they get the same answer.
     pub number: u64,
 }
 
-/// What a request was continued with.
+/// The continuation of a request.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Answer {
-    /// New ids; the last is the stop id if it is `finished`.
+    /// New ids; if `finished`, the last one is the stop id.
     pub ids: Vec<u32>,
-    /// Of each id its natural log-probability in the distribution it was drawn from: after temperature, top-k and
-    /// top-p, summed to 1 over what they left. Greedy answers: that of the model itself (temperature 1, all tokens).
+    /// Natural log-probability of each id in the distribution from which it was sampled: after temperature, top-k
+    /// and top-p, renormalized. Greedy answers: that of the model itself (temperature 1, all tokens).
     pub log_probs: Vec<f32>,
-    /// A stop id came. Else the answer was cut at `max_new_tokens` or at the model's last position.
+    /// True if the answer ends with a stop id; false if it was cut at `max_new_tokens` or at the model's last position.
     pub finished: bool,
 }
 
-/// What decoding cost.
+/// Statistics of decoding.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Speed {
     /// Prompt tokens that were computed, and the time until the first token of each answer.
@@ -109,13 +110,13 @@ pub struct Speed {
     /// Tokens after the first of each answer.
     pub decode_tokens: u64,
     pub decode_seconds: f64,
-    /// Prompt tokens that were found computed, added up over requests.
+    /// Prompt tokens that were reused from the cache, summed over requests.
     pub shared_tokens: u64,
-    /// Most bytes of the cache set aside at a time.
+    /// Peak of the reserved bytes of the KV cache.
     pub cache_bytes: u64,
 }
 
-/// The network that decodes; its head perhaps as codes.
+/// The network that decodes, optionally with a quantized head.
 #[derive(Clone, Copy)]
 pub struct Policy<'a> {
     pub network: &'a Network,
@@ -128,12 +129,12 @@ impl<'a> From<&'a Network> for Policy<'a> {
     }
 }
 
-/// Decodes prompts of different lengths together. A row ends at a stop id, after `max_new_tokens`, or at the model's
-/// last position. `on_token(row, id)` sees every token as it is chosen, but no stop id. Returns the new ids of each
-/// row, without the stop id.
+/// Decodes prompts of different lengths together. A row ends at a stop id, after `max_new_tokens`, or at the
+/// model's last position. `on_token(row, id)` is called for every token as it is sampled, except stop ids. Returns
+/// the new ids of each row, without the stop id.
 ///
-/// Errors: an empty prompt, one longer than the model's positions, an id beyond the embedding; logits that
-/// are not finite; whatever `on_token` returns; a signal that asks to stop; a cache too small for one request.
+/// Errors: an empty prompt, one longer than the model's positions, an id beyond the embedding; logits that are not
+/// finite; any error of `on_token`; a signal that requests a stop; a KV cache too small for one request.
 pub fn generate<'a>(
     policy: impl Into<Policy<'a>>,
     prompts: &[Vec<u32>],
@@ -157,14 +158,16 @@ pub fn generate<'a>(
     Ok(answers.into_iter().map(without_stop).collect())
 }
 
-/// Answers for reinforcement learning: with the stop id, which is trained too, and the log-probability of each id.
+/// Generates answers for reinforcement learning: with the stop id, which is trained too, and the log-probability of
+/// each id.
 ///
 /// Errors: as `generate`.
 pub fn rollout<'a>(policy: impl Into<Policy<'a>>, requests: &[Request], settings: &Settings) -> Result<Vec<Answer>> {
     Ok(answer(policy, requests, settings, &mut |_, _| Ok(()))?.0)
 }
 
-/// As `rollout`, with every token told as it is chosen (no stop id), and what it cost. Errors: as `generate`.
+/// As `rollout`; also calls `on_token` for every token as it is sampled (except stop ids), and returns statistics.
+/// Errors: as `generate`.
 pub fn answer<'a>(
     policy: impl Into<Policy<'a>>,
     requests: &[Request],
@@ -173,7 +176,7 @@ pub fn answer<'a>(
 ) -> Result<(Vec<Answer>, Speed)> {
     let policy = policy.into();
     check(policy.network, requests)?;
-    // A number of answers says more than a number of tokens, unless there is only one.
+    // Progress in answers is more useful than in tokens, unless there is only one answer.
     let phase = match requests.len() {
         1 => progress::phase("generating", settings.max_new_tokens, "tokens"),
         n => progress::phase("generating", n, "answers"),
@@ -182,7 +185,7 @@ pub fn answer<'a>(
     Ok((answers, speed))
 }
 
-/// One text that goes on and on, as in a chat: what was cached of it is used again.
+/// One growing text, as in a chat: its KV cache is reused.
 #[derive(Default)]
 pub struct Session {
     ids: Vec<u32>,
@@ -190,7 +193,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// As `answer`, for one request. After an error the next call starts afresh.
+    /// As `answer`, for one request. After an error the next call starts with an empty cache.
     pub fn answer<'a>(
         &mut self,
         policy: impl Into<Policy<'a>>,
@@ -201,7 +204,7 @@ impl Session {
         let (policy, requests) = (policy.into(), std::slice::from_ref(request));
         check(policy.network, requests)?;
         let known = self.ids.iter().zip(&request.prompt).take_while(|(a, b)| a == b).count();
-        // The last token is read again: its logits are needed.
+        // The last token is computed again, because its logits are needed.
         let known = known.min(request.prompt.len() - 1);
         let mut cache = self.cache.take().filter(|_| known > 0);
         if let Some(cache) = &mut cache {
@@ -251,16 +254,16 @@ fn check(network: &Network, requests: &[Request]) -> Result<()> {
 pub(super) struct Part<'a> {
     pub sequence: Sequence,
     pub tokens: &'a [u32],
-    /// Are the logits after the last one wanted?
+    /// True if the logits after the last token are requested.
     pub logits: bool,
 }
 
-/// A product with fewer rows than this goes another way than one with more, and sums in another order.
+/// A product with fewer rows than this uses another path than one with more rows, and sums in another order.
 const MANY: usize = 9;
 
-/// Runs new tokens through the network; logits `[wanted, V]` of the parts that want them. On the CPU a row's numbers do
-/// not depend on the other rows as long as there are many, or always few; with `same_bits` rows of padding see to it
-/// that there are always many.
+/// Runs new tokens through the network. Returns logits `[wanted, V]` of the parts that request them. On the CPU the
+/// values of a row do not depend on the other rows as long as there are always many rows, or always few; with
+/// `same_bits`, padding rows ensure that there are always many.
 pub(super) fn step(policy: &Policy, parts: &mut [Part], same_bits: bool) -> Result<Vec<f32>> {
     let network = policy.network;
     let (mut ids, mut positions, mut documents) = (Vec::new(), Vec::new(), vec![0]);

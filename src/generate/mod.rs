@@ -1,7 +1,7 @@
-//! Decoding: requests of different lengths continued together, one token a row at a time.
-//! Knows the network, a cache of keys and values, and how to draw a token. Knows no tokenizer, no files.
+//! Decoding: continues requests of different lengths together, one token per row and step. Works on the network, a
+//! KV cache and a sampler, without tokenizer or files.
 //!
-//! Letters: N new tokens of a step (all rows end to end), W width of the keys of a token (K·E), V vocabulary.
+//! Letters: N new tokens of a step (all rows concatenated), W width of the keys of a token (K·E), V vocabulary.
 
 mod cache;
 mod coded_copy;

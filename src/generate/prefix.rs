@@ -1,35 +1,35 @@
-//! Which beginnings requests have in common: a tree of token ranges, each computed once.
+//! Finds common prefixes of requests: a tree of token ranges, each computed once.
 //!
-//! A node is a range of positions that all requests below it share. The last token of a prompt is never in a node: each
-//! request feeds it itself, to get logits of its own.
+//! A node is a range of positions that all requests below it share. The last token of a prompt is never in a node:
+//! each request computes it itself, to get its own logits.
 
-/// Shorter common parts are not worth a node.
+/// Smallest number of tokens of a node.
 pub const LEAST: usize = 16;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Node {
-    /// The node that holds the tokens before.
+    /// The node with the preceding tokens.
     pub parent: Option<usize>,
     /// Positions `start..end`.
     pub start: usize,
     pub end: usize,
-    /// A request that has these tokens.
+    /// A request that contains these tokens.
     pub request: usize,
-    /// Requests below it.
+    /// Number of requests below the node.
     pub users: usize,
 }
 
 #[derive(Debug, Default)]
 pub struct Tree {
-    /// Parents before children.
+    /// Parents come before children.
     pub nodes: Vec<Node>,
     /// The last node of each request.
     pub of_request: Vec<Option<usize>>,
-    /// All requests, such that those below a node follow each other; else in the order given.
+    /// All requests, ordered such that those below a node are consecutive; otherwise in the given order.
     pub order: Vec<usize>,
 }
 
-/// Requests whose first `at` tokens are the same, of which `start` are in nodes already.
+/// Requests whose first `at` tokens are equal; the first `start` of them are already in nodes.
 struct Group {
     requests: Vec<usize>,
     start: usize,
@@ -38,7 +38,7 @@ struct Group {
 }
 
 impl Tree {
-    /// No common parts.
+    /// A tree without shared nodes.
     pub fn apart(requests: usize) -> Self {
         Self {
             nodes: Vec::new(),
@@ -78,7 +78,7 @@ impl Tree {
         tree
     }
 
-    /// From `last` up to the root.
+    /// Returns the nodes from `last` up to the root.
     pub fn path(&self, last: Option<usize>) -> impl Iterator<Item = usize> + '_ {
         std::iter::successors(last, |&node| self.nodes[node].parent)
     }
@@ -99,7 +99,7 @@ impl Tree {
             }
             [first, ..] => first,
         };
-        // How far all of them agree. Sorted, so neighbours tell.
+        // The length of the common prefix. The requests are sorted, so comparing neighbors is sufficient.
         let mut common = limit(first);
         for pair in requests.windows(2) {
             let (a, b) = (prompts[pair[0]], prompts[pair[1]]);
@@ -117,7 +117,7 @@ impl Tree {
             });
             (start, parent) = (common, Some(self.nodes.len() - 1));
         }
-        // Who ends here feeds its own last token; the others part by their next one.
+        // A request that ends here computes its own last token; the others are grouped by their next token.
         let (here, further): (Vec<_>, Vec<_>) = requests.into_iter().partition(|&r| limit(r) == common);
         here.into_iter().for_each(|r| self.of_request[r] = parent);
         for part in further.chunk_by(|&a, &b| prompts[a][common] == prompts[b][common]) {
@@ -138,7 +138,7 @@ mod tests {
     fn tree(prompts: &[Vec<u32>]) -> Tree {
         let prompts: Vec<&[u32]> = prompts.iter().map(|p| &p[..]).collect();
         let tree = Tree::new(&prompts);
-        // What must hold of every tree.
+        // Checks the invariants of every tree.
         let mut users = vec![0; tree.nodes.len()];
         for (r, last) in tree.of_request.iter().enumerate() {
             let mut end = last.map_or(0, |n| tree.nodes[n].end);
@@ -187,7 +187,7 @@ mod tests {
         let t = tree(&prompts);
         let ranges: Vec<(usize, usize, usize)> = t.nodes.iter().map(|n| (n.start, n.end, n.users)).collect();
         assert_eq!(ranges.len(), 3);
-        // The request that is the system prompt itself limits what all share to its own tokens but the last.
+        // One request is the system prompt itself: the prefix shared by all is limited to its tokens except the last.
         assert!(ranges.contains(&(0, 49, 5)));
         assert!(ranges.contains(&(49, 79, 2)) && ranges.contains(&(49, 69, 2)));
         assert_eq!(t.of_request[3], None);

@@ -1,34 +1,34 @@
-//! From logits to one token: temperature, then top-k, then top-p, as transformers orders its warpers.
+//! Samples a token from logits: temperature, then top-k, then top-p, in the order of transformers' warpers.
 
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::ops::softmax;
 
-/// How the next token is chosen.
+/// The sampling parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampler {
-    /// 0 takes the most likely token.
+    /// 0: takes the most likely token.
     pub temperature: f32,
-    /// Only the k most likely tokens (and those as likely as the last of them).
+    /// Keeps only the k most likely tokens (and those as likely as the last of them).
     pub top_k: Option<usize>,
-    /// Only the fewest tokens, most likely first, whose probabilities reach p.
+    /// Keeps only the smallest set of most likely tokens whose probabilities reach p.
     pub top_p: Option<f32>,
     pub seed: u64,
 }
 
-/// A token that was chosen.
+/// A sampled token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Drawn {
     pub id: u32,
-    /// Natural log of its probability among the tokens that could be drawn; greedy: among all.
+    /// Natural log of its probability among the kept tokens; greedy: among all.
     pub log_prob: f32,
 }
 
 impl Sampler {
-    /// The token after position `position` of the request with number `number`: a function of the logits `[V]` and
-    /// of (seed, number, position) alone, so it does not matter which rows are decoded together.
+    /// Samples the token after position `position` of request `number`. The result depends only on the logits `[V]`
+    /// and on (seed, number, position), so the other rows of the batch do not matter.
     ///
-    /// Errors: logits that are not numbers.
+    /// Errors: logits that are NaN or infinite.
     pub fn next(&self, logits: &[f32], number: u64, position: usize) -> Result<Drawn> {
         let highest = softmax::highest(logits);
         if !highest.is_finite() {
@@ -36,7 +36,7 @@ impl Sampler {
                 .found("a logit that is not a number")
                 .hint("check the weights, or use `--dtype f32`"));
         }
-        // What is smaller has no finite inverse.
+        // A smaller temperature has no finite inverse.
         let greedy = self.temperature < f32::MIN_POSITIVE;
         let mut weights = vec![0f32; logits.len()];
         let temperature = if greedy { 1.0 } else { self.temperature };
@@ -46,7 +46,7 @@ impl Sampler {
             log_prob: ((logits[id] - highest) / temperature) - total.ln() as f32,
         };
         if greedy {
-            // The lowest id where several are equal.
+            // In a tie, the lowest id.
             let id = logits.iter().position(|x| *x == highest).unwrap_or(0);
             return Ok(drawn(id, sum(&weights)));
         }
@@ -63,7 +63,7 @@ impl Sampler {
         Ok(drawn(kept[pick(&weights, uniform * total)] as usize, total))
     }
 
-    /// Tokens that top-k and top-p leave, most likely first; never none.
+    /// Returns the tokens that top-k and top-p keep, most likely first; at least one.
     fn kept(&self, logits: &[f32], weights: &[f32]) -> Vec<u32> {
         let mut order: Vec<u32> = (0..logits.len() as u32).collect();
         let by_logit = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
@@ -78,7 +78,7 @@ impl Sampler {
         };
         let of = |id: &u32| weights[*id as usize] as f64;
         let enough = p as f64 * order.iter().map(of).sum::<f64>();
-        // Few tokens are likely: only as many are sorted as it takes.
+        // Few tokens are likely: sorts only as many as needed.
         let mut first = 256.min(order.len());
         loop {
             if first < order.len() {
@@ -86,7 +86,7 @@ impl Sampler {
             }
             order[..first].sort_unstable_by(by_logit);
             let mut sum = 0.0;
-            // A token stays if those before it have not reached p; the first always stays.
+            // A token is kept if those before it have not reached p; the first is always kept.
             let stays = order[..first].iter().take_while(|id| {
                 let stays = sum < enough;
                 sum += of(id);
@@ -102,7 +102,7 @@ impl Sampler {
     }
 }
 
-/// In f64; a fixed order.
+/// Sums in f64, in a fixed order.
 fn sum(weights: &[f32]) -> f64 {
     let mut lanes = [0f64; 16];
     for block in weights.chunks(16) {
@@ -113,7 +113,8 @@ fn sum(weights: &[f32]) -> f64 {
     lanes.iter().sum()
 }
 
-/// Where the weights, added up, first exceed `left`. Rounding may use them up: then the last that is not 0.
+/// Returns the first index at which the cumulative weight exceeds `left`. If rounding prevents this, the last
+/// weight that is not 0.
 fn pick(weights: &[f32], mut left: f64) -> usize {
     for block in (0..weights.len()).step_by(1024) {
         let part = &weights[block..weights.len().min(block + 1024)];
@@ -145,7 +146,7 @@ mod tests {
         }
     }
 
-    /// How often each id is drawn over many positions.
+    /// Returns the frequency of each id over many positions.
     fn shares(s: &Sampler, logits: &[f32]) -> Vec<f64> {
         let n = 40_000;
         let mut counts = vec![0.0; logits.len()];
@@ -196,10 +197,10 @@ mod tests {
             &shares(&sampler(1.0, None, Some(0.6)), &l),
             &[0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0],
         );
-        // After top-k 2 the first has 4/7 > 0.55: it alone is left.
+        // After top-k 2 the first has 4/7 > 0.55: only this one is kept.
         assert_shares(&shares(&sampler(1.0, Some(2), Some(0.55)), &l), &[0.0, 1.0, 0.0, 0.0]);
         assert_shares(&shares(&sampler(1.0, None, Some(0.0)), &l), &[0.0, 1.0, 0.0, 0.0]);
-        // Equal to the last of the k: kept as well.
+        // Equal to the k-th: kept as well.
         assert_shares(
             &shares(&sampler(1.0, Some(1), None), &logits(&[0.4, 0.4, 0.2])),
             &[0.5, 0.5, 0.0],

@@ -1,5 +1,5 @@
-//! Continuous batching: requests wait until there is room, are read in batches of bounded size, are continued together,
-//! and leave one by one. What a request is answered with does not depend on any of this.
+//! Continuous batching: requests wait until there is space, are prefilled in batches of bounded size, are decoded
+//! together, and leave one by one. The answer to a request does not depend on the scheduling.
 
 use super::cache::{Layout, Run, Sequence};
 use super::decode::{Answer, Part, Policy, Request, Settings, Speed, step};
@@ -13,25 +13,25 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A shared beginning.
+/// The state of a shared prefix (a node of the tree).
 enum Held {
-    /// Nobody in flight needs it, or nobody will any more.
+    /// Not in memory: no request in flight needs it yet, or all that needed it are finished.
     Out,
-    /// Its memory is set aside; its parent is not read yet.
+    /// Its memory is reserved; its parent is not computed yet.
     Planned,
     Reading(Sequence),
-    /// Its runs and those above it.
+    /// Its runs and those of its ancestors.
     Read(Vec<Arc<Run>>),
 }
 
 /// A request in flight.
 struct Row {
     request: usize,
-    /// Out of here only during a step.
+    /// None before prefill and during a step.
     sequence: Option<Sequence>,
-    /// The token to feed next; none while the prompt is read.
+    /// The next input token; None during prefill.
     last: Option<u32>,
-    /// Memory set aside for what is its alone.
+    /// Bytes reserved for its own tokens.
     bytes: u64,
 }
 
@@ -49,22 +49,22 @@ pub struct Schedule<'a> {
     layout: Layout,
     tree: Tree,
     nodes: Vec<Held>,
-    /// Requests that still need each node.
+    /// For each node, the number of requests that still need it.
     users: Vec<usize>,
     waiting: VecDeque<usize>,
     rows: Vec<Row>,
-    /// Bytes set aside.
+    /// Reserved bytes.
     used: u64,
     answers: Vec<Answer>,
     speed: Speed,
-    /// The cache of a text that the (only) request may begin with, and that is wanted back.
+    /// The KV cache of a text with which the (only) request may begin; it is returned at the end.
     pub kept: Option<Sequence>,
     keep: bool,
-    /// Where is shown how far it is.
+    /// Progress display.
     phase: Option<&'a Phase>,
 }
 
-/// Sees every token as it is chosen: index of the request, id.
+/// Callback for every token as it is sampled: index of the request, id.
 pub type OnToken<'a> = dyn FnMut(usize, u32) -> Result<()> + 'a;
 
 impl<'a> Schedule<'a> {
@@ -100,7 +100,8 @@ impl<'a> Schedule<'a> {
         })
     }
 
-    /// The first request goes on from `kept`, whose tokens it begins with; its cache is wanted back.
+    /// Continues the first request from `kept`, which holds a prefix of its tokens; the KV cache is returned at the
+    /// end.
     pub fn going_on(mut self, kept: Option<Sequence>) -> Self {
         (self.kept, self.keep) = (kept, true);
         self
@@ -140,7 +141,7 @@ impl<'a> Schedule<'a> {
         }
     }
 
-    /// Lets requests join while there is room.
+    /// Admits requests while there is space.
     fn admit(&mut self) -> Result<()> {
         let limits = &self.settings.limits;
         while self.rows.len() < limits.rows.max(1)
@@ -176,7 +177,8 @@ impl<'a> Schedule<'a> {
         Ok(())
     }
 
-    /// The most tokens that a request has for itself: what of its prompt is not shared, and its answer.
+    /// Returns the largest number of own tokens of a request: the part of its prompt that is not shared, and its
+    /// answer.
     fn room(&self, request: usize) -> usize {
         let shared = self.tree.of_request[request].map_or(0, |n| self.tree.nodes[n].end);
         let whole = self.requests[request]
@@ -195,7 +197,7 @@ impl<'a> Schedule<'a> {
         self.layout.bytes(node.end - node.start)
     }
 
-    /// A sequence that goes on after `parent`, if that is read.
+    /// Returns a sequence that continues `parent`, if that node is computed.
     fn after(&self, parent: Option<usize>, room: usize) -> Option<Sequence> {
         match parent {
             None => Some(Sequence::new(&self.layout, Vec::new(), 0, room)),
@@ -206,7 +208,7 @@ impl<'a> Schedule<'a> {
         }
     }
 
-    /// One batch of tokens that are not read yet: false if there are none.
+    /// Computes one prefill batch. Returns false if no token is left to prefill.
     fn read(&mut self, on_token: &mut OnToken) -> Result<bool> {
         let started = Instant::now();
         let mut left = self.settings.limits.prefill_tokens.max(1);
@@ -281,7 +283,7 @@ impl<'a> Schedule<'a> {
         Ok(true)
     }
 
-    /// One more token for every row.
+    /// Decodes one more token for every row.
     fn decode(&mut self, on_token: &mut OnToken) -> Result<()> {
         let started = Instant::now();
         let mut taken = Vec::new();
@@ -314,7 +316,7 @@ impl<'a> Schedule<'a> {
         Ok(())
     }
 
-    /// Draws the next token of the rows `ready` from their logits `[ready, V]`; finished rows leave.
+    /// Samples the next token of the rows `ready` from their logits `[ready, V]`; finished rows leave.
     fn choose(&mut self, ready: &[usize], logits: &[f32], on_token: &mut OnToken) -> Result<()> {
         let spec = &self.policy.network.spec;
         let length = |&r: &usize| self.rows[r].sequence.as_ref().map_or(0, Sequence::len);

@@ -1,4 +1,4 @@
-//! Cached decoding against recomputing everything, and rows together against rows alone.
+//! Cached decoding, compared with full recomputation, and rows in a batch compared with single rows.
 
 use super::cache::{Layout, Sequence};
 use super::decode::{Part, step};
@@ -15,8 +15,8 @@ use candle_core::{DType, Device};
 
 pub(super) const VOCAB: usize = 61;
 
-/// Small, with everything that attention can have: shared key heads, norms of queries and keys, both caps,
-/// a layer with a window shorter than the prompts.
+/// A small model with all attention features: grouped key heads, norms of queries and keys, both softcaps, and a
+/// layer with a window shorter than the prompts.
 pub(super) fn spec() -> Spec {
     Spec {
         model_type: "test".into(),
@@ -65,7 +65,7 @@ pub(super) fn prompts() -> Vec<Vec<u32>> {
         .collect()
 }
 
-/// Logits `[V]` after the last of `ids`, without a cache.
+/// Returns the logits `[V]` after the last of `ids`, without a cache.
 pub(super) fn full_logits(network: &Network, ids: &[u32]) -> Vec<f32> {
     let batch = Batch::from_examples([&Example {
         ids: ids.to_vec(),
@@ -118,7 +118,7 @@ fn greedy_rows_together_are_rows_alone_and_recomputed() {
 fn rows_end_at_their_stop_id_while_others_go_on() {
     let network = network(spec(), Dtype::F32);
     let free = run(&network, &prompts(), &settings(16));
-    // The stop id is one that row 0 gives in the middle.
+    // The stop id is one that row 0 generates in the middle.
     let stop = free[0][6];
     let mut heard = vec![Vec::new(); 4];
     let settings = Settings {
@@ -182,7 +182,7 @@ fn the_last_position_ends_a_row_and_bad_prompts_are_refused() {
     short.max_positions = 12;
     let network = network(short, Dtype::F32);
     let got = run(&network, &prompts(), &settings(100));
-    // Position 12 is never fed: a prompt of 12 tokens has room for the token after it.
+    // Position 12 is never an input: a prompt of 12 tokens has space for the token after it.
     assert_eq!(got.iter().map(Vec::len).collect::<Vec<_>>(), [6, 12, 1, 9]);
     assert!(run(&network, &[], &settings(3)).is_empty());
     assert_eq!(run(&network, &prompts(), &settings(0)), vec![Vec::<u32>::new(); 4]);
@@ -235,13 +235,13 @@ fn rollouts_carry_the_stop_id_and_the_log_probability_of_every_id() {
                 ids.push(*id);
             }
         }
-        // A request answered alone, under its number.
+        // A request answered alone, with its number.
         let alone = rollout(&network, &requests[2..3], &settings).unwrap();
         assert_eq!(alone[0].ids, answers[2].ids);
     }
 }
 
-/// Groups with the same prompt, a common beginning, odd ones, of all lengths.
+/// Returns groups with the same prompt, with a common prefix, and unrelated ones, of all lengths.
 pub(super) fn many(groups: usize) -> Vec<Request> {
     let system: Vec<u32> = (0..21).map(|i| (i * 5 + 3) % VOCAB as u32).collect();
     let mut requests = Vec::new();
@@ -325,7 +325,7 @@ fn no_limit_changes_an_answer() {
     assert!(e.unwrap_err().to_string().contains("no room for one request"));
 }
 
-/// Tokens in nodes of the tree, each once.
+/// Returns the number of tokens in nodes of the tree, each counted once.
 fn shared_once(requests: &[Request]) -> u64 {
     let prompts: Vec<&[u32]> = requests.iter().map(|r| &r.prompt[..]).collect();
     let nodes = super::prefix::Tree::new(&prompts).nodes;
@@ -353,18 +353,18 @@ fn a_session_reads_only_what_is_new() {
         ids.extend(&answer.ids);
         ids.extend([turn, 5, 9]);
         if turn == 2 {
-            // Another text: only its beginning is the same.
+            // Another text with a common prefix.
             ids = prompts()[2][..6].to_vec();
             ids.push(1);
         }
     }
-    // Of each turn the last token was not fed.
+    // The last token of each turn was not an input.
     assert_eq!(speeds[..3], [(12, 0), (4, 20), (4, 32)]);
     assert_eq!(speeds[3].0 + speeds[3].1, 7);
     assert!(speeds[3].1 >= 5);
 }
 
-/// Logits after the last token of a prompt, `[V]`.
+/// Returns the logits after the last token of a prompt, `[V]`.
 fn logits<'a>(policy: impl Into<Policy<'a>>, prompt: &[u32]) -> Vec<f32> {
     let policy = policy.into();
     let layout = Layout::new(&policy.network.spec, None, &Device::Cpu, DType::F32).unwrap();
@@ -382,7 +382,7 @@ fn a_coded_copy_computes_with_decoded_weights_and_is_refreshed() {
     use crate::quant::{self, Format};
     let int8 = Format::Int8 { group: 0 };
     let (exact, prompt) = (network(spec(), Dtype::F32), prompts()[2].clone());
-    // The same weights, but projections as they decode.
+    // The same weights, but with dequantized projections.
     let decoded = network(spec(), Dtype::F32);
     for p in decoded.source.params() {
         if let (true, &[rows, columns]) = (crate::source::policy::is_projection(p), &p.shape[..]) {
@@ -404,14 +404,14 @@ fn a_coded_copy_computes_with_decoded_weights_and_is_refreshed() {
     assert!(furthest(&logits(&copy, &prompt), &want) < 1e-4 * largest);
     let off = furthest(&want, &logits(&exact, &prompt));
     assert!(off > 0.0 && off < 0.1 * largest, "{off} of {largest}");
-    // The head as codes too.
+    // Quantizes the head too.
     let mut copy = CodedCopy::new(&exact, Formats::of(int8)).unwrap();
     let with_head = logits(&copy, &prompt);
     let off = furthest(&with_head, &want);
     assert!(off > 0.0 && off < 0.1 * largest, "{off} of {largest}");
     let dense: u64 = exact.source.params().iter().map(|p| 4 * p.elements() as u64).sum();
     assert!(copy.bytes() > 0 && copy.bytes() < dense / 2);
-    // Other weights: the codes stay until they are made again.
+    // The weights change: the quantized copy stays the same until `refresh`.
     for name in [
         "model.layers.1.mlp.up_proj.weight",
         "model.layers.0.self_attn.v_proj.weight",
@@ -428,7 +428,7 @@ fn a_coded_copy_computes_with_decoded_weights_and_is_refreshed() {
     }
     assert!(seen.windows(2).all(|w| w[0] != w[1]));
     assert_eq!(seen[4], fresh);
-    // Rollouts tell the log-probabilities of the copy.
+    // Rollouts return the log-probabilities of the copy.
     let settings = Settings {
         temperature: 1.0,
         ..settings(6)

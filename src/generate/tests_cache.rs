@@ -1,4 +1,4 @@
-//! Keys and values stored as bf16 and int8: what is read back, and what that costs.
+//! A bf16 and int8 KV cache: the stored values, and the error they cause.
 
 use super::cache::{Layout, Sequence, Step};
 use super::decode::{Part, step};
@@ -11,7 +11,7 @@ use crate::ops::oracle::read_back;
 use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
 
-/// A cache of exact numbers that are rounded, as `stored` says, before they come to it.
+/// An exact cache whose inputs are rounded as `stored` requires.
 struct Rounded<'a> {
     cache: Step<'a>,
     stored: Stored,
@@ -31,8 +31,8 @@ impl KvStore for Rounded<'_> {
     }
 }
 
-/// Rounding is all that a smaller cache does: the logits are those of rounded keys and values in an exact cache, up to
-/// the order of f32 sums.
+/// A smaller cache only rounds: the logits are those of rounded keys and values in an exact cache, up to the order
+/// of f32 sums.
 #[test]
 fn a_smaller_cache_only_rounds() {
     let network = network(spec(), Dtype::F32);
@@ -69,15 +69,16 @@ fn a_smaller_cache_only_rounds() {
     }
 }
 
-/// What the rounding costs, held to what theory says of this network.
+/// The error of the rounding, compared with a theoretical bound for this network.
 ///
-/// A number x is off by at most 2^-9 |x| (bf16: half of a step of 2^-8), or by absmax / 254 of its head (int8). The errors
-/// are independent and uniform within their step, so their root mean square as a part of that of the numbers, η, is
-/// 2^-8 / √24 for bf16 (the mean of 1/x² over a binade is 1/2), and 1.85 / (127 √12) for int8 (the largest of 8 normal
-/// numbers is about 1.85 of their root mean square). To first order the attention of a layer is off by
-/// √(1 + 0.4² · 8) η = 1.5 η: by its values, and by its keys through scores of deviation 0.4 √8. Three layers: √3 times
-/// that, and a gated MLP may double it: 5 η of the hidden state. A logit has deviation 0.3 √24 = 1.5, and a
-/// log-probability is about the difference of two: 5 · 1.5 · √2 η = 11 η. The worst of six prompts: twice that.
+/// A number x is off by at most 2^-9 |x| (bf16: half of a step of 2^-8), or by absmax / 254 of its head (int8). The
+/// errors are independent and uniform within their step, so the ratio η of their root mean square to that of the
+/// numbers is 2^-8 / √24 for bf16 (the mean of 1/x² over a binade is 1/2), and 1.85 / (127 √12) for int8 (the
+/// largest of 8 normal numbers is about 1.85 of their root mean square). To first order the attention of a layer is
+/// off by √(1 + 0.4² · 8) η = 1.5 η: by its values, and by its keys through scores of deviation 0.4 √8. Three
+/// layers: √3 times that, and a gated MLP may double it: 5 η of the hidden state. A logit has deviation 0.3
+/// √24 = 1.5, and a log-probability is about the difference of two: 5 · 1.5 · √2 η = 11 η. The worst of six
+/// prompts: twice that.
 #[test]
 fn a_smaller_cache_costs_little() {
     let network = network(spec(), Dtype::F32);
@@ -102,7 +103,7 @@ fn a_smaller_cache_costs_little() {
         let same = answers.iter().zip(&exact).filter(|(a, b)| a.ids == b.ids);
         let worst = same.clone().map(|(a, b)| furthest(&a.log_probs, &b.log_probs));
         let worst = worst.fold(0f32, f32::max);
-        // Never wider than the bound that was set when this was first measured.
+        // Must not exceed the bound that was set at the first measurement.
         let (theory, same) = (22.0 * eta, same.count());
         println!(
             "{stored:?}: {worst:.5}, of {theory:.5} (and {found}); {same} of {} ids",

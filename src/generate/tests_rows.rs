@@ -1,5 +1,5 @@
-//! A row means the same alone, among few rows and among many, and with a cache as without: for weights of every storage,
-//! with adapters, on every path of the CPU (`FT_CPU`).
+//! A row gives the same result alone, among few rows and among many, and with a cache as without: for weights of
+//! every storage type, with adapters, on every path of the CPU (`FT_CPU`).
 
 use super::cache::{Layout, Sequence};
 use super::decode::{Part, step};
@@ -15,7 +15,7 @@ use crate::source::{Resident, policy};
 use candle_core::{DType, Device};
 use std::sync::Arc;
 
-/// The weights of `tests::network`, its projections as codes.
+/// Returns the network of `tests::network` with quantized projections.
 fn coded(format: Format, dtype: Dtype) -> Network {
     let spec = spec();
     let storage = |p: &crate::source::ParamInfo| match policy::is_projection(p) {
@@ -27,7 +27,7 @@ fn coded(format: Format, dtype: Dtype) -> Network {
     Network::new(spec, Box::new(source), Device::Cpu)
 }
 
-/// With LoRA of `rank` on every projection.
+/// Adds LoRA of rank `rank` to every projection.
 fn adapted(mut network: Network, rank: usize) -> Network {
     for (seed, p) in (100..).zip(network.spec.params()) {
         if let (true, [outputs, inputs], Some(module)) =
@@ -55,11 +55,11 @@ fn networks(dtype: Dtype) -> Vec<(&'static str, Network)> {
     ]
 }
 
-/// Order of f32 sums: a part of the largest logit.
+/// Tolerance for the order of f32 sums, relative to the largest logit.
 const ORDER: f32 = 1e-5;
-/// On a path that rounds operands the cached pass and the whole one round the same numbers, up to the order of the sums that
-/// gave them. Where that crosses a tie (about one number in 10⁴), an operand moves by a step of bf16: 2^-8 of itself, in sums
-/// of 24 and more operands, and through three layers by a few such steps at most.
+/// On a path that rounds operands, the cached pass and the full pass round the same numbers, up to the order of the
+/// sums that produced them. If this crosses a tie (about one number in 10⁴), an operand moves by a step of bf16:
+/// 2^-8 of itself, in sums of 24 and more operands, and through three layers by a few such steps at most.
 const STEP: f32 = 1.0 / 128.0;
 
 #[test]
@@ -77,7 +77,7 @@ fn cached_logits_are_those_of_the_whole_sequence() {
                 off <= steps && worst < bound,
                 "{dtype:?} {name}: {off} rows, {worst} at most"
             );
-            // Where attention takes bf16, a cache in bf16 loses nothing.
+            // If attention rounds to bf16, a bf16 cache loses nothing.
             if steps > 0 {
                 assert_eq!(errors(&network, Stored::Bf16), exact, "{name}");
             }
@@ -85,7 +85,8 @@ fn cached_logits_are_those_of_the_whole_sequence() {
     }
 }
 
-/// Of rows that grow together token by token: how far the logits are from those of the whole row, as a part of the largest.
+/// Decodes rows together token by token; returns the error of the logits against a full pass over the row, relative
+/// to the largest.
 fn errors(network: &Network, stored: Stored) -> Vec<f32> {
     let layout = Layout::new(&network.spec, Some(stored), &Device::Cpu, DType::F32).unwrap();
     let mut rows = prompts();
@@ -110,10 +111,10 @@ fn errors(network: &Network, stored: Stored) -> Vec<f32> {
     errors
 }
 
-/// With `same_bits` not even a log-probability changes, whoever shares the batch, however prompts are cut.
+/// With `same_bits` no bit of a log-probability depends on the other rows of the batch or on how prompts are cut.
 #[test]
 fn the_same_bits_in_any_company() {
-    // A tile unit that is played is slow, and f32 models never go there.
+    // The AMX emulator is slow, and f32 models never use AMX.
     let played = !CpuPath::current().available();
     let mut cases = vec![(Dtype::Bf16, Stored::Bf16, if played { "with LoRA" } else { "" })];
     if !played {

@@ -1,4 +1,4 @@
-//! A weight as codes.
+//! A quantized weight.
 
 use super::dynamic;
 use super::format::Format;
@@ -8,7 +8,7 @@ use crate::recipe::Dtype;
 use rayon::prelude::*;
 use std::borrow::Cow;
 
-/// The codes of a weight `[O, I]`. Never changed after it was made; share it in an `Arc`.
+/// The quantized data and scales of a weight `[O, I]`. Immutable; share it in an `Arc`.
 pub struct Coded {
     format: Format,
     rows: usize,
@@ -18,7 +18,7 @@ pub struct Coded {
     pub(super) scales: Scales,
 }
 
-/// What turns codes into values.
+/// Scales, in the form of each format.
 pub(super) enum Scales {
     /// int8 `[O, groups]`; NF4 absmax of each block.
     F32(Vec<f32>),
@@ -32,7 +32,7 @@ pub(super) enum Scales {
     },
 }
 
-/// A named piece of a coded weight, little-endian, as a file holds it.
+/// A named part of a quantized weight, little-endian, as in a file.
 pub struct Part<'a> {
     pub name: &'static str,
     pub bytes: Cow<'a, [u8]>,
@@ -60,22 +60,23 @@ impl Coded {
         self.format
     }
 
-    /// `(O, I)`
+    /// Returns `(O, I)`.
     pub fn dims(&self) -> (usize, usize) {
         (self.rows, self.columns)
     }
 
-    /// The type of the decoded values: those of a bf16 model are rounded to bf16, those of an f32 model are not.
+    /// Returns the type of the dequantized values: for a bf16 model they are rounded to bf16, for an f32 model they
+    /// are not.
     pub fn decoded(&self) -> Dtype {
         self.decoded
     }
 
-    /// Bytes of all parts.
+    /// Returns the bytes of all parts.
     pub fn bytes(&self) -> u64 {
         self.format.bytes(self.rows, self.columns)
     }
 
-    /// For products.
+    /// Returns a view for products.
     pub(crate) fn view(&self) -> View<'_> {
         let (stride, group) = (self.format.stride(self.columns), self.format.group(self.columns));
         let codes = self.codes.as_slice();
@@ -114,17 +115,17 @@ impl Coded {
         }
     }
 
-    /// Row `row`, `[I]`. Panics outside the weight.
+    /// Dequantizes row `row`, `[I]`. Panics outside the weight.
     pub fn decode_row(&self, row: usize, to: &mut [f32]) {
         self.decode_into(row, 0, to)
     }
 
-    /// Columns `start..start + to.len()` of row `row`. Panics outside the weight.
+    /// Dequantizes columns `start..start + to.len()` of row `row`. Panics outside the weight.
     pub fn decode_into(&self, row: usize, start: usize, to: &mut [f32]) {
         self.view().decode(row, start, to)
     }
 
-    /// All of it, `[O · I]`: for exports, tests and the measure of an error; products never need it.
+    /// Dequantizes the whole weight, `[O · I]`: for exports, tests and error measurements; products do not need it.
     pub fn decode(&self) -> Vec<f32> {
         let mut out = vec![0f32; self.rows * self.columns];
         if self.columns > 0 {
@@ -135,7 +136,7 @@ impl Coded {
         out
     }
 
-    /// Everything as named bytes, in the order of `Format::parts`; `from_parts` is the way back.
+    /// Serializes the weight to named parts, in the order of `Format::parts`; `from_parts` is the inverse.
     pub fn parts(&self) -> Vec<Part<'_>> {
         let owned = |name, bytes: Vec<u8>| Part {
             name,
@@ -160,9 +161,9 @@ impl Coded {
         parts
     }
 
-    /// From named bytes as `parts` gives them; `take` hands over a part by its name.
+    /// Builds the weight from the named parts of `parts`; `take` returns a part by its name.
     ///
-    /// Errors: a part that is missing or has another size than the shape says; a scale that is not finite.
+    /// Errors: a part that is missing or has another size than the shape requires; a scale that is not finite.
     pub fn from_parts(
         format: Format,
         (rows, columns): (usize, usize),
@@ -224,7 +225,7 @@ impl std::fmt::Debug for Coded {
     }
 }
 
-/// Errors: a group that the format does not have.
+/// Errors: a group size that the format does not support.
 pub(super) fn check_format(format: Format) -> Result<()> {
     let (group, known): (usize, &[usize]) = match format {
         Format::Int8 { group } => (group, &[0, 128]),

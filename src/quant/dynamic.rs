@@ -1,5 +1,5 @@
-//! The signed dynamic 8-bit code codes the absmax of NF4 blocks: the table of the first moments in eight bits, which
-//! has the bits of bitsandbytes' `create_dynamic_map`.
+//! The signed dynamic 8-bit code, which quantizes the absmax of NF4 blocks: the table of 8-bit first moments,
+//! bit-equal to bitsandbytes' `create_dynamic_map`.
 
 use crate::ops::step;
 use std::sync::LazyLock;
@@ -10,7 +10,7 @@ pub(crate) fn signed() -> &'static [f32; 256] {
     &TABLE
 }
 
-/// Index of the value nearest to `x`; of two equally near the lower.
+/// Returns the index of the value nearest to `x`; the lower one in a tie.
 pub(crate) fn nearest(table: &[f32; 256], x: f32) -> u8 {
     let above = table.partition_point(|v| *v <= x);
     let below = above.saturating_sub(1);

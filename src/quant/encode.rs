@@ -1,5 +1,5 @@
-//! Values to codes. One weight at a time; its rows or blocks in parallel, each on its own: the codes do not depend on
-//! the number of threads.
+//! Quantization, one weight at a time. Rows or blocks are quantized in parallel and independently: the result does
+//! not depend on the number of threads.
 
 use super::coded::{Coded, Scales, check_format};
 use super::dynamic;
@@ -10,7 +10,7 @@ use crate::recipe::Dtype;
 use half::bf16;
 use rayon::prelude::*;
 
-/// A number that can be coded.
+/// A number type that can be quantized.
 pub trait Value: Copy + Send + Sync {
     fn f32(self) -> f32;
 }
@@ -27,12 +27,12 @@ impl Value for bf16 {
     }
 }
 
-/// Codes of `values` `[rows, columns]`; products will see them decoded to `decoded`.
+/// Quantizes `values` `[rows, columns]`; products dequantize them to the type `decoded`.
 ///
-/// The error of an element is at most half a step: of absmax / 127 (int8), of (max - min) / 15 of its group, widened by
-/// less than 2^-6 for the rounding of scale and minimum to bf16 (int4), of the gap between two levels (NF4).
+/// The error of an element is at most half a step: of absmax / 127 (int8), of (max - min) / 15 of its group,
+/// widened by less than 2^-6 for the rounding of scale and minimum to bf16 (int4), of the gap between two levels (NF4).
 ///
-/// Errors: a count that does not fit the shape, an unknown group, a value that is not finite.
+/// Errors: a number of values that does not fit the shape, an unknown group size, a value that is not finite.
 pub fn encode<V: Value>(
     values: &[V],
     (rows, columns): (usize, usize),
@@ -45,7 +45,7 @@ pub fn encode<V: Value>(
             .found(format!("{} values", values.len()))
             .expected(format!("[{rows}, {columns}]")));
     }
-    // A bf16 decoder rounds up at most to the next power of two, which must be finite.
+    // Dequantization to bf16 rounds up at most to the next power of two, which must be finite.
     if !values.par_iter().all(|x| x.f32().abs() < 1e38) {
         return Err(
             Error::new("a weight that is to be coded holds a value that is not finite or too large")
@@ -74,7 +74,7 @@ fn empty(format: Format) -> (Vec<u8>, Scales) {
     (Vec::new(), scales)
 }
 
-/// The largest magnitude, found by lanes.
+/// Returns the absmax, computed in SIMD lanes.
 fn absmax<V: Value>(values: &[V]) -> f32 {
     let mut lanes = [0f32; 16];
     for block in values.chunks(16) {
@@ -120,7 +120,7 @@ fn int4<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, Sca
                 let (least, most) = row.iter().fold((f32::MAX, f32::MIN), |(least, most), x| {
                     (least.min(x.f32()), most.max(x.f32()))
                 });
-                // Rounded outward: the codes must reach both ends.
+                // Rounded outward: the quantized range must include both ends.
                 let minimum = down_to_bf16(least);
                 let scale = -down_to_bf16(-((most as f64 - minimum as f64) / 15.0) as f32);
                 *word = scale.to_bits() >> 16 | minimum.to_bits();
@@ -136,7 +136,7 @@ fn int4<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, Sca
     (codes, Scales::Pairs(scales))
 }
 
-/// The largest bf16 that is not above `x`. `x` is finite.
+/// Returns the largest bf16 that is not above `x`. `x` is finite.
 fn down_to_bf16(x: f32) -> f32 {
     let bits = x.to_bits();
     let cut = bits & 0xFFFF_0000;
@@ -160,7 +160,7 @@ fn nf4<V: Value>(values: &[V], double: bool) -> (Vec<u8>, Scales) {
                 codes[i / 2] |= if i % 2 == 0 { code << 4 } else { code };
             }
             if block.len() % 2 == 1 {
-                // bitsandbytes pads with a zero.
+                // Padding with a zero, as in bitsandbytes.
                 codes[block.len() / 2] |= nf4_code(0.0);
             }
         });
@@ -190,8 +190,8 @@ fn nf4<V: Value>(values: &[V], double: bool) -> (Vec<u8>, Scales) {
     (codes, scales)
 }
 
-/// Index of the level nearest to `x`; of two equally near the lower. A block of zeros gives NaN, which is coded as 0
-/// (bitsandbytes codes it as -1, and its absmax need not decode to 0).
+/// Returns the index of the level nearest to `x`; the lower one in a tie. A block of zeros gives NaN, which is
+/// quantized as 0 (bitsandbytes quantizes it as -1, and its absmax may dequantize to a value other than 0).
 fn nf4_code(x: f32) -> u8 {
     if x.is_nan() {
         return 7;

@@ -1,27 +1,27 @@
-//! The formats, and what they weigh.
+//! The quantization formats, and their sizes in bytes.
 
 use crate::ops::coded::{BLOCK, NESTED};
 use crate::recipe::Dtype;
 use std::fmt;
 
-/// How the elements of a weight `[O, I]` are coded.
+/// The quantization format of a weight `[O, I]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Format {
-    /// Signed bytes times a f32 scale: symmetric, the largest magnitude is 127. `group` columns share a scale; 0: a
-    /// whole row does.
+    /// Signed bytes times an f32 scale: symmetric, absmax maps to 127. `group` columns share a scale; 0: one scale
+    /// per row.
     Int8 { group: usize },
-    /// Codes 0 to 15 times a scale, plus a minimum, both bf16, for `group` columns.
+    /// Integers 0 to 15 times a scale, plus a minimum, both bf16, per `group` columns.
     Int4 { group: usize },
     /// NF4 of QLoRA (Dettmers et al. 2023, arXiv 2305.14314, section 3) with the tables and the packing of
-    /// bitsandbytes: blocks of 64 of the flattened weight. `double`: their absmax are coded too, in blocks of 256.
+    /// bitsandbytes: blocks of 64 of the flattened weight. `double`: the absmax are quantized too, in blocks of 256.
     Nf4 { double: bool },
 }
 
-/// How a parameter is held.
+/// The storage type of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Storage {
     Dense(Dtype),
-    /// Codes; products see the decoded values in this type.
+    /// Quantized; products use the dequantized values in this type.
     Coded(Format, Dtype),
 }
 
@@ -30,7 +30,7 @@ impl Storage {
         matches!(self, Storage::Coded(..))
     }
 
-    /// Bytes of a parameter of this shape.
+    /// Returns the bytes of a parameter of this shape.
     pub fn bytes(self, shape: &[usize]) -> u64 {
         let elements: usize = shape.iter().product();
         match (self, shape) {
@@ -41,7 +41,7 @@ impl Storage {
 }
 
 impl Format {
-    /// Every one there is.
+    /// All formats.
     pub const ALL: [Self; 6] = [
         Format::Int8 { group: 0 },
         Format::Int8 { group: 128 },
@@ -51,7 +51,7 @@ impl Format {
         Format::Nf4 { double: true },
     ];
 
-    /// As recipes and files name it.
+    /// Returns the name in recipes and files.
     pub fn name(self) -> &'static str {
         match self {
             Format::Int8 { .. } => "int8",
@@ -60,7 +60,7 @@ impl Format {
         }
     }
 
-    /// One word that says everything: `int8`, `int8:128`, `int4:64`, `nf4`, `nf4:double`.
+    /// Returns a unique tag with all settings: `int8`, `int8:128`, `int4:64`, `nf4`, `nf4:double`.
     pub fn tag(self) -> String {
         match self {
             Format::Int8 { group: 0 } | Format::Nf4 { double: false } => self.name().to_string(),
@@ -69,12 +69,12 @@ impl Format {
         }
     }
 
-    /// The way back from `tag`.
+    /// The inverse of `tag`.
     pub fn from_tag(tag: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|f| f.tag() == tag)
     }
 
-    /// Columns that share a scale, of a weight with `columns` columns.
+    /// Returns the number of columns that share a scale, for a weight with `columns` columns.
     pub fn group(self, columns: usize) -> usize {
         match self {
             Format::Int8 { group: 0 } => columns.max(1),
@@ -83,7 +83,7 @@ impl Format {
         }
     }
 
-    /// Names and bytes of the parts of a coded weight, in order.
+    /// Returns names and bytes of the parts of a quantized weight, in order.
     pub fn parts(self, rows: usize, columns: usize) -> Vec<(&'static str, usize)> {
         let groups = rows * columns.div_ceil(self.group(columns));
         let blocks = (rows * columns).div_ceil(BLOCK);
@@ -100,12 +100,13 @@ impl Format {
         }
     }
 
-    /// Bytes of a coded weight.
+    /// Returns the bytes of a quantized weight.
     pub fn bytes(self, rows: usize, columns: usize) -> u64 {
         self.parts(rows, columns).iter().map(|(_, n)| *n as u64).sum()
     }
 
-    /// Bytes from one row of codes to the next, a multiple of 16; the rows of NF4 follow each other without a gap.
+    /// Returns the bytes from one quantized row to the next, a multiple of 16; NF4 rows follow each other without a
+    /// gap.
     pub fn stride(self, columns: usize) -> usize {
         match self {
             Format::Int8 { .. } => columns.next_multiple_of(16),
@@ -116,7 +117,7 @@ impl Format {
 }
 
 impl fmt::Display for Format {
-    /// With everything that tells two formats apart: `int4 (groups of 64)`.
+    /// Includes all settings: `int4 (groups of 64)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Format::Int8 { group: 0 } => write!(f, "int8 (one scale a row)"),

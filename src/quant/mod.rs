@@ -1,5 +1,5 @@
-//! Storage types of weights that are not trained: int8, int4, NF4; encode, decode, and products with codes.
-//! Knows matrices and their codes. Knows no layers, no names of weights, no files.
+//! Storage types of frozen weights: int8, int4, NF4; quantization, dequantization, and products with quantized
+//! weights. Works on matrices, without layers, names of weights or files.
 //!
 //! Letters: N tokens, I input features (columns), O output features (rows).
 
@@ -16,7 +16,7 @@ pub use coded::{Coded, Part};
 pub use encode::{Value, encode};
 pub use format::{Format, Storage};
 pub use placed::Placed;
-/// The 16 levels of NF4, and the 256 values that its absmax are coded with.
+/// Returns the 16 levels of NF4, and the table of 256 values that quantizes its absmax.
 pub fn tables() -> ([f32; 16], [f32; 256]) {
     (crate::ops::coded::NF4_TABLE, *dynamic::signed())
 }

@@ -1,4 +1,4 @@
-//! The codes of a weight in tensors of a device: what a GPU computes with.
+//! Quantized weights as tensors of a device, for products on a GPU.
 
 use super::coded::{Coded, check_format};
 use super::dynamic;
@@ -8,7 +8,7 @@ use crate::ops::coded::{self, Absmax, Codes, Scales};
 use crate::recipe::Dtype;
 use candle_core::{Device, Tensor};
 
-/// The codes of a weight `[O, I]`. Never changed after it was made; share it in an `Arc`.
+/// A quantized weight `[O, I]` on a device. Immutable; share it in an `Arc`.
 #[derive(Clone)]
 pub struct Placed {
     format: Format,
@@ -17,8 +17,8 @@ pub struct Placed {
 }
 
 impl Coded {
-    /// The codes as tensors of `device`: codes u8, then the scales (f32 of int8 and of NF4, u32 of int4, u8 and f32 of
-    /// NF4 with double quantization). `Placed::new` takes them, and `nested_offset`.
+    /// Returns the quantized data as tensors of `device`: data u8, then the scales (f32 for int8 and NF4, u32 for
+    /// int4, u8 and f32 for NF4 with double quantization). They are the input of `Placed::new`, with `nested_offset`.
     pub fn tensors(&self, device: &Device) -> Result<Vec<Tensor>> {
         let bytes = |v: &[u8]| Tensor::from_slice(v, v.len(), device);
         let floats = |v: &[f32]| Tensor::from_slice(v, v.len(), device);
@@ -36,7 +36,7 @@ impl Coded {
         })
     }
 
-    /// The mean of the absmax that NF4 takes off before it codes them; 0 without double quantization.
+    /// Returns the mean of the absmax, which NF4 with double quantization subtracts before it quantizes them; else 0.
     pub fn nested_offset(&self) -> f32 {
         match self.view().codes {
             Codes::Nf4 {
@@ -47,7 +47,7 @@ impl Coded {
         }
     }
 
-    /// A copy on `device`.
+    /// Copies the weight to `device`.
     pub fn to_device(&self, device: &Device) -> Result<Placed> {
         let (tensors, offset) = (self.tensors(device)?, self.nested_offset());
         Placed::new(self.format(), self.dims(), self.decoded(), tensors, offset)
@@ -55,7 +55,7 @@ impl Coded {
 }
 
 impl Placed {
-    /// `tensors` and `offset` as `Coded::tensors` and `Coded::nested_offset` gave them, on one device.
+    /// Takes `tensors` and `offset` from `Coded::tensors` and `Coded::nested_offset`, on one device.
     ///
     /// Errors: tensors of another format or shape.
     pub fn new(
@@ -103,7 +103,7 @@ impl Placed {
         Ok(Self { format, decoded, codes })
     }
 
-    /// As `Coded::tensors`: for a copy to another device.
+    /// As `Coded::tensors`, for a copy to another device.
     pub fn tensors(&self) -> Vec<&Tensor> {
         let scales = match &self.codes.scales {
             Scales::Int8 { scales, .. } | Scales::Int4 { scales, .. } => vec![scales],
@@ -113,7 +113,7 @@ impl Placed {
         [vec![&self.codes.codes], scales].concat()
     }
 
-    /// The same codes in other tensors, in the order of `tensors`.
+    /// Returns the same weight in other tensors, in the order of `tensors`.
     pub fn with_tensors(&self, tensors: Vec<Tensor>) -> Result<Self> {
         let offset = match self.codes.scales {
             Scales::Nf4Double { offset, .. } => offset,
@@ -126,22 +126,22 @@ impl Placed {
         self.format
     }
 
-    /// `(O, I)`
+    /// Returns `(O, I)`.
     pub fn dims(&self) -> (usize, usize) {
         (self.codes.rows, self.codes.columns)
     }
 
-    /// The type of the decoded values.
+    /// Returns the type of the dequantized values.
     pub fn decoded(&self) -> Dtype {
         self.decoded
     }
 
-    /// Bytes of all parts.
+    /// Returns the bytes of all parts.
     pub fn bytes(&self) -> u64 {
         self.format.bytes(self.codes.rows, self.codes.columns)
     }
 
-    /// For products.
+    /// Returns the tensors for products.
     pub(super) fn codes(&self) -> &coded::Placed {
         &self.codes
     }

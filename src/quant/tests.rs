@@ -1,4 +1,4 @@
-//! Round trips within their theoretical error, parts, errors, products as a linear sees them.
+//! Round trips within their theoretical error, parts, errors, products of a linear layer.
 
 use super::*;
 use crate::base::rng::{Rng, Stream};
@@ -14,7 +14,7 @@ fn normal(n: usize, seed: u64) -> Vec<f32> {
     (0..n as u64).map(|i| 0.03 * rng.normal(i)).collect()
 }
 
-/// Values with what is hard: a far outlier, a constant row, zeros.
+/// Values with hard cases: a large outlier, a constant row, zeros.
 fn hard(rows: usize, columns: usize) -> Vec<f32> {
     let mut values = normal(rows * columns, 7);
     values[0] = 3.0;
@@ -30,7 +30,7 @@ fn largest(values: &[f32]) -> f32 {
     values.iter().fold(0.0, |m, x| m.max(x.abs()))
 }
 
-/// Half a step of the group or block that holds element (row, column).
+/// Returns half a quantization step of the group or block that contains element (row, column).
 fn half_step(format: Format, values: &[f32], columns: usize, at: usize) -> f32 {
     let group = format.group(columns);
     let (row, column) = (at / columns, at % columns);
@@ -46,7 +46,7 @@ fn half_step(format: Format, values: &[f32], columns: usize, at: usize) -> f32 {
         }
         Format::Nf4 { .. } => {
             let block = &values[at / 64 * 64..(at / 64 * 64 + 64).min(values.len())];
-            // The widest gap between two levels is that from -1 to the next.
+            // The widest gap between two levels is the one between -1 and the next level.
             largest(block) * (1.0 - 0.696_192_8) / 2.0
         }
     }
@@ -226,7 +226,7 @@ fn flat(t: &Tensor) -> Vec<f32> {
     t.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Forward and backward with codes against the dense operations on the decoded values.
+/// Forward and backward with quantized weights, compared with the dense operations on the dequantized values.
 #[test]
 fn a_linear_with_codes_is_one_with_the_decoded_weight() {
     let (o, i) = (96, 160);
@@ -283,7 +283,7 @@ fn a_linear_with_codes_is_one_with_the_decoded_weight() {
     }
 }
 
-/// Codes in tensors give the bits that codes in memory give; damaged tensors are refused.
+/// Products with quantized tensors are bit-equal to those with quantized data in memory; damaged tensors are refused.
 #[test]
 fn placed_codes_are_the_codes() {
     for (o, i) in SHAPES {
@@ -323,7 +323,7 @@ fn placed_codes_are_the_codes() {
     }
 }
 
-/// Coded against dense bf16, alternating. Run with `--ignored --nocapture` alone on the machine.
+/// Measures quantized against dense bf16 weights, alternating. Run with `--ignored --nocapture` alone on the machine.
 #[test]
 #[ignore = "a measurement"]
 fn speed() {
@@ -339,7 +339,7 @@ fn speed() {
     ] {
         let (x, dy) = (tensor(normal(n * i, 1), (n, i)), tensor(normal(n * o, 2), (n, o)));
         let values = normal(o * i, 3);
-        // So many weights that one token's do not stay in the cache, as in a model.
+        // As many weights as are needed so that those of one token do not fit in the cache, as in a model.
         let copies = if n <= 8 { 24 } else { 1 };
         let dense: Vec<Weight> = (0..copies)
             .map(|_| {

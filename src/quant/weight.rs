@@ -1,4 +1,4 @@
-//! A weight as a linear holds it, dense or coded, and its products.
+//! A weight of a linear layer, dense or quantized, and its products.
 
 use super::coded::Coded;
 use super::format::Format;
@@ -11,15 +11,15 @@ use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
-/// The weight `[O, I]` of a linear, or another parameter (then always dense). Cloning shares the storage.
+/// The weight `[O, I]` of a linear layer, or another parameter (then always dense). Cloning shares the storage.
 #[derive(Debug, Clone)]
 pub enum Weight {
     Dense(Tensor),
-    /// Dense too, with packed copies: frozen.
+    /// Dense with prepacked copies; frozen.
     Prepacked(Arc<Prepacked>),
-    /// On the CPU.
+    /// Quantized, on the CPU.
     Coded(Arc<Coded>),
-    /// On a GPU.
+    /// Quantized, on a GPU.
     Placed(Arc<Placed>),
 }
 
@@ -54,7 +54,7 @@ impl From<Coded> for Weight {
 }
 
 impl Weight {
-    /// Codes where products with them run: on the CPU as they are, else a copy on `device`.
+    /// Returns the quantized weight on the device of its products: unchanged on the CPU, else a copy on `device`.
     pub fn coded_on(coded: Coded, device: &Device) -> Result<Self> {
         match device.is_cpu() {
             true => Ok(coded.into()),
@@ -62,7 +62,7 @@ impl Weight {
         }
     }
 
-    /// The format of a coded weight.
+    /// Returns the format of a quantized weight.
     pub fn format(&self) -> Option<Format> {
         match self {
             Weight::Dense(_) | Weight::Prepacked(_) => None,
@@ -71,9 +71,9 @@ impl Weight {
         }
     }
 
-    /// The tensor of a dense weight.
+    /// Returns the tensor of a dense weight.
     ///
-    /// Errors: a coded weight, which cannot be trained, changed or written as it is.
+    /// Errors: a quantized weight, which cannot be trained, changed or written in this form.
     pub fn dense(&self) -> Result<&Tensor> {
         match (self, self.format()) {
             (Weight::Dense(tensor), _) => Ok(tensor),
@@ -84,7 +84,7 @@ impl Weight {
         }
     }
 
-    /// A dense weight as operations take it. Errors: as `dense`.
+    /// Returns a dense weight as operand of the operations. Errors: as `dense`.
     pub fn as_dense(&self) -> Result<Dense<'_>> {
         match self {
             Weight::Prepacked(weight) => Ok((&**weight).into()),
@@ -101,7 +101,7 @@ impl Weight {
         }
     }
 
-    /// Rows `first..first + n` in f32, `[n, I]`.
+    /// Returns rows `first..first + n` in f32, `[n, I]`.
     pub fn rows(&self, first: usize, n: usize) -> Result<Vec<f32>> {
         match self {
             Weight::Dense(tensor) => update::to_f32_vec(&tensor.narrow(0, first, n)?),
@@ -117,7 +117,7 @@ impl Weight {
         }
     }
 
-    /// Is it a weight of a model that is held in bf16?
+    /// True if the model of the weight is held in bf16.
     pub fn is_bf16(&self) -> bool {
         match self {
             Weight::Dense(tensor) => tensor.dtype() == DType::BF16,
@@ -136,7 +136,7 @@ impl Weight {
         }
     }
 
-    /// `x [N, I]` f32, `bias [O]`: `x·Wᵀ + bias`, `[N, O]` f32.
+    /// Computes `x·Wᵀ + bias`, `[N, O]` f32, from `x [N, I]` f32 and `bias [O]`.
     pub fn forward(&self, x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         match self {
             Weight::Dense(tensor) => linear::forward(x, tensor, bias),
@@ -146,7 +146,7 @@ impl Weight {
         }
     }
 
-    /// `y [N, O] += x·Wᵀ`. `y` must not share storage with `x`.
+    /// Computes `y [N, O] += x·Wᵀ`. `y` must not share storage with `x`.
     pub fn forward_add(&self, y: &Tensor, x: &Tensor) -> Result<()> {
         match self {
             Weight::Dense(tensor) => linear::forward_add(y, x, tensor),
@@ -156,7 +156,7 @@ impl Weight {
         }
     }
 
-    /// `dy [N, O]` f32: `dx = dy·W`, `[N, I]` f32.
+    /// Computes `dx = dy·W`, `[N, I]` f32, from `dy [N, O]` f32.
     pub fn backward_input(&self, dy: &Tensor) -> Result<Tensor> {
         match self {
             Weight::Dense(tensor) => linear::backward_input(dy, tensor),
@@ -166,7 +166,7 @@ impl Weight {
         }
     }
 
-    /// `dx [N, I] += dy·W`. `dx` must not share storage with `dy`.
+    /// Computes `dx [N, I] += dy·W`. `dx` must not share storage with `dy`.
     pub fn backward_input_add(&self, dx: &Tensor, dy: &Tensor) -> Result<()> {
         match self {
             Weight::Dense(tensor) => linear::backward_input_add(dx, dy, tensor),
@@ -176,7 +176,7 @@ impl Weight {
         }
     }
 
-    /// What a delta rides on: products on the CPU.
+    /// Returns the base weight for a fused LoRA product, which exists on the CPU only.
     fn base(&self) -> Option<Base<'_>> {
         match self {
             Weight::Dense(tensor) => tensor.device().is_cpu().then_some(Base::Dense(tensor.into())),
@@ -186,7 +186,7 @@ impl Weight {
         }
     }
 
-    /// As `forward`, with a delta of low rank: `[N, O]`.
+    /// As `forward`, with a LoRA pair: `[N, O]`.
     pub fn forward_with(&self, x: &Tensor, bias: Option<&Tensor>, low: LowRank<'_>) -> Result<Tensor> {
         if let Some(base) = self.base() {
             return Ok(low_rank::forward(x, base, bias, low)?.0);
@@ -196,8 +196,8 @@ impl Weight {
         Ok(y)
     }
 
-    /// `dy·W` with what comes through a delta of low rank, `[N, I]`, added to `sum` where it is given; and the delta's `∂u`
-    /// `[N, R]`. `sum` must not share storage with `dy`.
+    /// Computes `dy·W` plus the gradient through the LoRA pair, `[N, I]`, added to `sum` if given, and `∂u` of the
+    /// pair, `[N, R]`. `sum` must not share storage with `dy`.
     pub fn backward_with(&self, dy: &Tensor, sum: Option<&Tensor>, low: LowRank<'_>) -> Result<(Tensor, Tensor)> {
         if let Some(base) = self.base() {
             return low_rank::backward(dy, base, sum, low);
@@ -214,36 +214,37 @@ impl Weight {
         Ok((dx, du))
     }
 
-    /// `dy [N, O]`, `x [N, I]`: `dW = dyᵀ·x`, `[O, I]` f32. Errors: a coded weight.
+    /// Computes `dW = dyᵀ·x`, `[O, I]` f32, from `dy [N, O]` and `x [N, I]`. Errors: a quantized weight.
     pub fn grad(&self, dy: &Tensor, x: &Tensor) -> Result<Tensor> {
         let dtype: DType = self.dense()?.dtype();
         linear::grad_weight(dy, x, dtype)
     }
 
-    /// `sum [O, I] += dyᵀ·x`; otherwise as `grad`.
+    /// Computes `sum [O, I] += dyᵀ·x`; otherwise as `grad`.
     pub fn grad_add(&self, sum: &Tensor, dy: &Tensor, x: &Tensor) -> Result<()> {
         let dtype: DType = self.dense()?.dtype();
         linear::grad_weight_add(sum, dy, x, dtype)
     }
 }
 
-/// `x [N, I]` f32, `w [O, I]`, `bias [O]` f32 or bf16: `x·wᵀ + bias`, `[N, O]` f32. W is decoded while it is packed:
-/// no whole decoded copy of it exists.
+/// Computes `x·wᵀ + bias`, `[N, O]` f32, from `x [N, I]` f32, `w [O, I]`, `bias [O]` f32 or bf16. W is dequantized
+/// while it is packed: no full dequantized copy exists.
 pub fn forward(x: &Tensor, w: &Coded, bias: Option<&Tensor>) -> Result<Tensor> {
     coded::forward(x, w.view(), bias)
 }
 
-/// `y [N, O] += x·wᵀ`, both f32. `y` must not share storage with `x`.
+/// Computes `y [N, O] += x·wᵀ`, both f32. `y` must not share storage with `x`.
 pub fn forward_add(y: &Tensor, x: &Tensor, w: &Coded) -> Result<()> {
     coded::forward_add(y, x, w.view())
 }
 
-/// `dy [N, O]` f32, `w [O, I]`: `dx = dy·w`, `[N, I]` f32, with the values that `forward` used.
+/// Computes `dx = dy·w`, `[N, I]` f32, from `dy [N, O]` f32 and `w [O, I]`, with the same dequantized values as
+/// `forward`.
 pub fn backward_input(dy: &Tensor, w: &Coded) -> Result<Tensor> {
     coded::backward_input(dy, w.view())
 }
 
-/// `dx [N, I] += dy·w`. `dx` must not share storage with `dy`.
+/// Computes `dx [N, I] += dy·w`. `dx` must not share storage with `dy`.
 pub fn backward_input_add(dx: &Tensor, dy: &Tensor, w: &Coded) -> Result<()> {
     coded::backward_input_add(dx, dy, w.view())
 }

@@ -1,10 +1,10 @@
-//! The CUDA kernels of ft, one fat binary for each file of `cuda/`, embedded by the build script. Without the feature
-//! `cuda` this crate is empty. The kernels know numbers and addresses; who launches them stands in `ops/cuda` of ft.
+//! The CUDA kernels of ft: one fat binary for each file of `cuda/`, embedded by the build script. Without the
+//! feature `cuda` this crate is empty. `ops/cuda` of ft launches the kernels.
 
 #[cfg(feature = "cuda")]
 include!(concat!(env!("OUT_DIR"), "/modules.rs"));
 
-/// The fat binary of `cuda/NAME.cu`.
+/// Returns the fat binary of `cuda/NAME.cu`.
 #[cfg(feature = "cuda")]
 pub fn module(name: &str) -> Option<&'static [u8]> {
     MODULES
@@ -13,7 +13,7 @@ pub fn module(name: &str) -> Option<&'static [u8]> {
         .map(|(_, binary)| *binary)
 }
 
-/// The CUDA version of the toolkit that compiled the kernels, as 1000 · major + 10 · minor.
+/// Returns the CUDA version of the toolkit that compiled the kernels, as 1000 · major + 10 · minor.
 #[cfg(feature = "cuda")]
 pub fn toolkit() -> Option<i32> {
     TOOLKIT

@@ -1,6 +1,6 @@
 //! The kernels on the CPU: each `emulate/tests/NAME.cpp` is compiled with a C++ compiler (`CXX`, else c++, g++ or
-//! clang++) and run for several seeds, plain and under the address and undefined-behaviour sanitizers.
-//! See `emulate/README.md`. Where there is no C++ compiler the tests say so and pass.
+//! clang++) and run for several seeds, plain and under the address and undefined-behavior sanitizers. See
+//! `emulate/README.md`. Without a C++ compiler the tests print a message and pass.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
 
-/// One test for each file of `emulate/tests`.
+/// Defines one test for each file of `emulate/tests`.
 macro_rules! emulated {
     ($($name:ident)*) => {
         const NAMES: &[&str] = &[$(stringify!($name)),*];
@@ -61,7 +61,7 @@ fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("emulate")
 }
 
-/// The compiler that was named or the first that answers.
+/// Returns the compiler in `CXX`, or the first usual one that runs.
 fn compiler() -> Option<&'static str> {
     static FOUND: OnceLock<Option<String>> = OnceLock::new();
     let found = FOUND.get_or_init(|| {
@@ -97,7 +97,7 @@ fn compile(compiler: &str, source: &Path, flags: &[&str], program: &Path) -> Out
         .unwrap()
 }
 
-/// Some compilers come without the libraries of the sanitizers.
+/// True if the compiler has the libraries of the sanitizers; some do not.
 fn has_sanitizers(compiler: &str, scratch: &Path) -> bool {
     static FOUND: OnceLock<bool> = OnceLock::new();
     *FOUND.get_or_init(|| {

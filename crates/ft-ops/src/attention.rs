@@ -1,9 +1,9 @@
-//! Causal attention over documents laid end to end, with grouped queries, a sliding window and a soft cap.
-//! Memory is linear in the length: scores exist for a block of queries only; of the softmax the log-sum-exp is
-//! kept, and the backward pass computes the probabilities again.
+//! Causal attention over concatenated documents, with grouped queries, a sliding window and a softcap. Memory is
+//! linear in the length: scores exist for a block of queries only. Of the softmax only the log-sum-exp is saved,
+//! and the backward pass recomputes the probabilities.
 //!
-//! q `[Nq, H·E]`, k and v `[Nk, K·E]`, o `[Nq, H·E]`, lse `[Nq, H]`. Query head h reads key head h / (H / K).
-//! A score is `q·k scale`, then `cap tanh(score / cap)` if there is a cap, then the mask.
+//! q `[Nq, H·E]`, k and v `[Nk, K·E]`, o `[Nq, H·E]`, lse `[Nq, H]`. Query head h uses key head h / (H / K). A
+//! score is `q·k scale`, then `cap tanh(score / cap)` if there is a softcap, then the mask.
 
 use super::cpu::product::inside::{Inside, UNIT};
 use super::cpu::product::{Path, Rounding};
@@ -12,7 +12,7 @@ use super::cpu::{attention as cpu, attention_backward};
 use candle_core::Tensor;
 use ft_base::{Error, Result};
 
-/// The form of an attention.
+/// Parameters of an attention layer.
 #[derive(Debug, Clone)]
 pub struct Spec {
     pub heads: usize,
@@ -20,9 +20,9 @@ pub struct Spec {
     pub head_dim: usize,
     pub scale: f32,
     pub softcap: Option<f32>,
-    /// With window w, query i sees the keys j with i - w < j <= i.
+    /// With window w, query i attends to the keys j with i - w < j <= i.
     pub window: Option<usize>,
-    /// The model is held in bf16: its products may round their operands to bf16, where that is faster.
+    /// The model is held in bf16: products may round their operands to bf16 if that is faster.
     pub bf16: bool,
 }
 
@@ -48,7 +48,7 @@ impl Spec {
         if self.bf16 { Rounding::Bf16 } else { Rounding::Exact }
     }
 
-    /// Are q, k, v and the probabilities rounded to bf16 on the path in use?
+    /// True if q, k, v and the probabilities are rounded to bf16 on the current path.
     pub(super) fn rounds(&self) -> bool {
         Path::current().rounds(self.rounding())
     }
@@ -62,8 +62,8 @@ impl Spec {
     }
 }
 
-/// Elements of f32 that a thread of the CPU needs beside the tensors, forward or backward, in documents of up to `longest`
-/// tokens.
+/// Returns the number of f32 of scratch memory per CPU thread, forward or backward, for documents of up to
+/// `longest` tokens.
 pub fn scratch(spec: &Spec, longest: usize) -> usize {
     let inside = Inside::of(Path::current(), spec.rounding());
     let seen = |queries: usize| spec.window.map_or(longest, |w| longest.min(w + queries + UNIT));
@@ -75,7 +75,7 @@ pub fn scratch(spec: &Spec, longest: usize) -> usize {
     )
 }
 
-/// `documents` must be offsets from 0 to `tokens`, never falling.
+/// Checks that `documents` are non-decreasing offsets from 0 to `tokens`.
 fn check_documents(documents: &[usize], tokens: usize) -> Result<()> {
     let whole = documents.first() == Some(&0) && documents.last() == Some(&tokens);
     if whole && documents.is_sorted() {
@@ -87,9 +87,9 @@ fn check_documents(documents: &[usize], tokens: usize) -> Result<()> {
     }
 }
 
-/// Document d has the queries `q_documents[d]..q_documents[d + 1]` and the keys `k_documents[d]..`. Causal,
-/// aligned at the end: its last query sees its last key, so one query on a cache of T keys is a decoding step.
-/// Gives o and lse. Fails when shapes or offsets do not fit, or a document has more queries than keys.
+/// Document d has the queries `q_documents[d]..q_documents[d + 1]` and the keys `k_documents[d]..`. Causal, aligned
+/// at the end: its last query attends to its last key, so one query on a cache of T keys is a decoding step.
+/// Returns o and lse. Errors: shapes or offsets that do not fit, or a document with more queries than keys.
 pub fn forward(
     q: &Tensor,
     k: &Tensor,
@@ -150,7 +150,7 @@ fn forward_on(
     Ok((tensor(o, (nq, spec.query_width()))?, tensor(lse, (nq, spec.heads))?))
 }
 
-/// From o and lse of `forward` (queries and keys in the same documents) and dout `[N, H·E]`: dq, dk and dv.
+/// Computes dq, dk and dv from o and lse of `forward` (queries and keys in the same documents) and dout `[N, H·E]`.
 #[allow(clippy::too_many_arguments)]
 pub fn backward(
     q: &Tensor,

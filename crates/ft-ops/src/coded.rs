@@ -1,7 +1,7 @@
-//! Products with a weight that is stored as codes: `y = x Wᵀ + b` and `dx = dy W`, as `linear` for dense weights.
-//! W `[O, I]` is decoded while the operands of a product are packed, panel by panel; for a few tokens row by row,
-//! in the first-level cache. Forward and backward see the same decoded values. Decoding into f32 is exact (one
-//! rounding of scale times code); a weight of a bf16 model is rounded to the nearest bf16 once more.
+//! Products with a quantized weight: `y = x Wᵀ + b` and `dx = dy W`, as `linear` for dense weights. W `[O, I]` is
+//! dequantized while the operands of a product are packed, panel by panel; for a few tokens row by row, in the L1
+//! cache. Forward and backward use the same dequantized values. Dequantization to f32 is exact (one rounding of
+//! scale times quantized value); a weight of a bf16 model is rounded to the nearest bf16 once more.
 
 use super::cpu::decode::{round_bf16, round_table};
 use super::cpu::product::{Matrix, Operand, Start, product};
@@ -17,14 +17,14 @@ pub use placed::{Placed, Scales, TILE, work_bytes};
 pub(crate) use super::cpu::decode::Isa;
 pub use super::cpu::decode::NF4_TABLE;
 
-/// The nearest integer, ties to even, of `|x| < 2^22`. (`round_ties_even` is a call where SSE4.1 cannot be taken for
-/// granted, and keeps loops from being vectorized.)
+/// Returns the nearest integer, ties to even, for `|x| < 2^22`. (`round_ties_even` is a function call if SSE4.1 is
+/// not guaranteed, and then loops are not vectorized.)
 pub fn nearest(x: f32) -> f32 {
     const SHIFT: f32 = 12_582_912.0;
     (x + SHIFT) - SHIFT
 }
 
-/// Codes of a weight `[O, I]`, borrowed. Element e of a row counts from its first column.
+/// A borrowed quantized weight `[O, I]`. Element e of a row counts from its first column.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
     /// O
@@ -32,7 +32,7 @@ pub struct View<'a> {
     /// I
     pub columns: usize,
     pub codes: Codes<'a>,
-    /// Decoded values are rounded to bf16.
+    /// Dequantized values are rounded to bf16.
     pub bf16: bool,
 }
 
@@ -46,20 +46,20 @@ pub enum Codes<'a> {
         group: usize,
         scales: &'a [f32],
     },
-    /// value = minimum + code · scale, two codes in a byte, the first in the upper half. `scales` is
-    /// `[O, ceil(I / group)]`: a bf16 scale in the lower half of a word, a bf16 minimum in the upper.
+    /// value = minimum + code · scale, two codes per byte, the first in the high half. `scales` is
+    /// `[O, ceil(I / group)]`: a bf16 scale in the low 16 bits of a word, a bf16 minimum in the high 16 bits.
     Int4 {
         codes: &'a [u8],
         stride: usize,
         group: usize,
         scales: &'a [u32],
     },
-    /// value = table[code] · absmax, two codes in a byte, the first in the upper half; blocks of 64 elements of the
+    /// value = table[code] · absmax, two codes per byte, the first in the high half; blocks of 64 elements of the
     /// flattened weight share an absmax.
     Nf4 { codes: &'a [u8], absmax: Absmax<'a> },
 }
 
-/// The largest magnitude of each NF4 block.
+/// The absmax of each NF4 block, plain or with double quantization.
 #[derive(Debug, Clone, Copy)]
 pub enum Absmax<'a> {
     Plain(&'a [f32]),
@@ -73,7 +73,7 @@ pub enum Absmax<'a> {
 }
 
 impl Absmax<'_> {
-    /// Of block `block`.
+    /// Returns the absmax of block `block`.
     #[inline(always)]
     pub fn get(&self, block: usize) -> f32 {
         match self {
@@ -97,19 +97,19 @@ impl Absmax<'_> {
 
 /// Elements of an NF4 block.
 pub const BLOCK: usize = 64;
-/// NF4 blocks that share a scale of their absmax codes.
+/// NF4 blocks that share a scale of their quantized absmax.
 pub const NESTED: usize = 256;
 
-/// Elements that share one scale, and how they decode.
+/// Elements that share one scale, and the parameters of their dequantization.
 pub(crate) enum Run {
     /// First byte, scale.
     Int8(usize, f32),
-    /// Index of the first half byte, values of the 16 codes.
+    /// Index of the first 4-bit value, table of the 16 values.
     Nibbles(usize, [f32; 16]),
 }
 
 impl View<'_> {
-    /// Does everything that decoding reads lie inside the slices?
+    /// True if all data that dequantization reads lies inside the slices.
     pub fn fits(&self) -> bool {
         let (rows, columns) = (self.rows, self.columns);
         match self.codes {
@@ -139,7 +139,8 @@ impl View<'_> {
         }
     }
 
-    /// Where the run that holds element (`row`, `column`) ends, at most `left` elements on, and how it decodes.
+    /// Returns the length of the run that begins at element (`row`, `column`), at most `left`, and how to
+    /// dequantize it.
     #[inline(always)]
     pub(crate) fn run(&self, row: usize, column: usize, left: usize) -> (usize, Run) {
         match self.codes {
@@ -157,7 +158,7 @@ impl View<'_> {
                 let (scale, minimum) = (f32::from_bits(word << 16), f32::from_bits(word & 0xFFFF_0000));
                 let mut table = [0f32; 16];
                 for (code, value) in table.iter_mut().enumerate() {
-                    // The product of 4 and 8 bits is exact: fused or not, the sum is the same.
+                    // The product of 4 and 8 bits is exact: with or without FMA, the sum is the same.
                     *value = code as f32 * scale + minimum;
                 }
                 let n = (group - column % group).min(left);
@@ -190,12 +191,12 @@ impl View<'_> {
         }
     }
 
-    /// Columns `start..start + to.len()` of row `row`. Panics outside the weight.
+    /// Dequantizes columns `start..start + to.len()` of row `row`. Panics outside the weight.
     pub fn decode(&self, row: usize, start: usize, to: &mut [f32]) {
         super::cpu::decode::decode(Isa::current(), self, row, start, to)
     }
 
-    /// One element, by the definition of the format.
+    /// Dequantizes one element, by the definition of the format.
     pub fn element(&self, row: usize, column: usize) -> f32 {
         match (self.run(row, column, 1).1, self.bf16) {
             (Run::Int8(at, scale), bf16) => {
@@ -210,8 +211,8 @@ impl View<'_> {
     }
 }
 
-/// `x [N, I]` f32, `w [O, I]`, `bias [O]` f32 or bf16: `x·wᵀ + bias`, `[N, O]` f32.
-/// Fails on shapes that do not fit, on tensors that are not contiguous or not on the CPU.
+/// Computes `x·wᵀ + bias`, `[N, O]` f32, from `x [N, I]` f32, `w [O, I]`, `bias [O]` f32 or bf16. Errors: shapes
+/// that do not fit, tensors that are not contiguous or not on the CPU.
 pub fn forward(x: &Tensor, w: View<'_>, bias: Option<&Tensor>) -> Result<Tensor> {
     let (rows, inputs) = (dims2(x, "x of a linear")?.0, w.columns);
     expect_dims(x, "x of a linear", &[rows, inputs])?;
@@ -225,7 +226,7 @@ pub fn forward(x: &Tensor, w: View<'_>, bias: Option<&Tensor>) -> Result<Tensor>
     tensor(y, (rows, w.rows))
 }
 
-/// `y [N, O] += x·wᵀ`, `x [N, I]`, both f32. `y` must not share storage with `x`.
+/// Computes `y [N, O] += x·wᵀ`, `x [N, I]`, both f32. `y` must not share storage with `x`.
 pub fn forward_add(y: &Tensor, x: &Tensor, w: View<'_>) -> Result<()> {
     let rows = dims2(x, "x of a linear")?.0;
     expect_dims(x, "x of a linear", &[rows, w.columns])?;
@@ -242,7 +243,7 @@ fn forward_slices(rows: usize, y: &mut [f32], start: Start<'_>, x: &[f32], w: Vi
     product((rows, n, k), y, start, a, b, b.rounding());
 }
 
-/// `dy [N, O]` f32, `w [O, I]`: `dx = dy·w`, `[N, I]` f32.
+/// Computes `dx = dy·w`, `[N, I]` f32, from `dy [N, O]` f32 and `w [O, I]`.
 pub fn backward_input(dy: &Tensor, w: View<'_>) -> Result<Tensor> {
     let rows = dims2(dy, "dy of a linear")?.0;
     expect_dims(dy, "dy of a linear", &[rows, w.rows])?;
@@ -254,7 +255,7 @@ pub fn backward_input(dy: &Tensor, w: View<'_>) -> Result<Tensor> {
     tensor(dx, (rows, w.columns))
 }
 
-/// `dx [N, I] += dy·w`; as `backward_input`. `dx` must not share storage with `dy`.
+/// Computes `dx [N, I] += dy·w`; as `backward_input`. `dx` must not share storage with `dy`.
 pub fn backward_input_add(dx: &Tensor, dy: &Tensor, w: View<'_>) -> Result<()> {
     let rows = dims2(dy, "dy of a linear")?.0;
     expect_dims(dy, "dy of a linear", &[rows, w.rows])?;

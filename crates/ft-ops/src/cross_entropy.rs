@@ -1,5 +1,5 @@
-//! Linear and cross-entropy in one: hidden states `[N, D]` and head `[V, D]` in, loss and gradients out. Logits
-//! exist for one chunk of trained tokens at a time; tokens without a target cost nothing.
+//! Fused linear and cross-entropy: hidden states `[N, D]` and head `[V, D]` in, loss and gradients out. Logits are
+//! in memory for one chunk of trained tokens at a time; tokens without a target cost nothing.
 
 mod entropy;
 mod streamed;
@@ -15,41 +15,41 @@ use ft_base::{Error, Result};
 pub use entropy::{streamed_entropies, token_entropies};
 pub use streamed::{Pieces, streamed, streamed_log_probs};
 
-/// Rows of the head that are multiplied at a time. A head that comes in parts comes in multiples of it: then, on the
-/// CPU, the results are those of the whole head, bit for bit.
+/// Rows of the head per product. The parts of a streamed head are multiples of it: then, on the CPU, the results
+/// are bit-equal to those of the whole head.
 pub const PIECE: usize = cpu::PIECE;
 
-/// Tokens that a GPU multiplies with a piece of the head at a time.
+/// Tokens that a GPU multiplies with one piece of the head.
 pub const PIECE_TOKENS: usize = LOGITS_BYTES / (4 * PIECE);
 
-/// Bytes of f32 logits that exist at once.
+/// Largest size of the f32 logits in memory, in bytes.
 const LOGITS_BYTES: usize = 48 << 20;
-/// As many where the projection trains: every chunk reads and writes its whole gradient.
+/// The same limit if the projection is trained: it is larger because every chunk reads and writes the whole gradient.
 const LOGITS_BYTES_TRAINED: usize = 128 << 20;
 
-/// Tokens a chunk for a projection to `vocab` rows, which is `trained` or not.
+/// Returns the tokens per chunk for a projection to `vocab` rows, which is `trained` or frozen.
 pub fn chunk_for(vocab: usize, trained: bool) -> usize {
     let bytes = if trained { LOGITS_BYTES_TRAINED } else { LOGITS_BYTES };
     (bytes / (4 * vocab.max(1))).clamp(16, 512)
 }
 
-/// How to compute the loss and which gradients are wanted.
+/// Options of the loss, and the gradients to compute.
 #[derive(Debug, Clone)]
 pub struct Options<'a> {
     /// Logits become `cap tanh(logit / cap)`.
     pub softcap: Option<f32>,
-    /// Tokens a chunk; 0 counts as 1.
+    /// Tokens per chunk; 0 counts as 1.
     pub chunk: usize,
     /// Factor of the gradients (not of the loss): 1 / tokens of the window.
     pub scale: f64,
     pub need_dh: bool,
     pub need_dw: bool,
-    /// `[N]`: a factor of each token's gradient, of any sign; the loss stays the plain sum.
+    /// `[N]`: a factor of each token's gradient, of any sign; the loss stays the unweighted sum.
     pub weights: Option<&'a [f32]>,
 }
 
 impl Options<'_> {
-    /// Losses alone.
+    /// Options for losses without gradients.
     pub fn losses(softcap: Option<f32>, chunk: usize) -> Self {
         Self {
             softcap,
@@ -71,18 +71,19 @@ impl Options<'_> {
     }
 }
 
-/// The gradients that were wanted.
+/// The requested gradients.
 #[derive(Debug)]
 pub struct Output {
     pub trained: usize,
-    /// `[N, D]` of the type of h, zero where nothing is trained.
+    /// `[N, D]` of the type of h, zero for tokens without a target.
     pub dh: Option<Tensor>,
     /// `[V, D]` f32.
     pub dw: Option<Tensor>,
 }
 
-/// h `[N, D]`, head f32 or bf16 `[V, D]`, targets `[N]`, each below V or `IGNORE` (else an error). The loss, not
-/// finite when a logit is not, and the tokens whose target has the largest logit (the first of equals) go to `tally`.
+/// Computes the gradients of the fused linear and cross-entropy. h `[N, D]`, head f32 or bf16 `[V, D]`, targets
+/// `[N]`, each below V or `IGNORE` (else an error). Adds to `tally` the loss (not finite if a logit is not), and
+/// the number of tokens whose target has the largest logit (the first of equals).
 pub fn forward_backward<'w>(
     h: &Tensor,
     head: impl Into<Dense<'w>>,
@@ -117,7 +118,7 @@ pub fn forward_backward<'w>(
     })
 }
 
-/// As `forward_backward` without gradients; gives the number of trained tokens.
+/// As `forward_backward` without gradients; returns the number of trained tokens.
 pub fn forward_only<'w>(
     h: &Tensor,
     head: impl Into<Dense<'w>>,
@@ -140,7 +141,7 @@ pub fn forward_only<'w>(
     Ok(sum.trained)
 }
 
-/// Log-probability of each target, `[N]`; 0 where the target is `IGNORE`.
+/// Returns the log-probability of each target, `[N]`; 0 if the target is `IGNORE`.
 pub fn token_log_probs<'w>(
     h: &Tensor,
     head: impl Into<Dense<'w>>,
@@ -180,13 +181,13 @@ impl Sum {
     }
 }
 
-/// The rows that have a target, after all checks.
+/// Returns the rows that have a target, after all checks.
 fn trained_rows(h: &Tensor, head: &Tensor, targets: &[u32], softcap: Option<f32>) -> Result<Vec<usize>> {
     let (v, d) = dims2(head, "the head")?;
     check(h, (v, d), targets, softcap)
 }
 
-/// The rows that have a target, if everything fits a head `[V, D]`.
+/// Returns the rows that have a target, if all shapes and values fit a head `[V, D]`.
 fn check(h: &Tensor, (v, d): (usize, usize), targets: &[u32], softcap: Option<f32>) -> Result<Vec<usize>> {
     let (n, _) = dims2(h, "the hidden states")?;
     expect_dims(h, "the hidden states", &[n, d])?;
@@ -209,7 +210,7 @@ fn check(h: &Tensor, (v, d): (usize, usize), targets: &[u32], softcap: Option<f3
     Ok((0..n).filter(|i| targets[*i] != IGNORE).collect())
 }
 
-/// Hands every trained token's result to `each`, in order.
+/// Calls `each` with the result of every trained token, in order.
 fn run(
     h: &Tensor,
     head: Dense<'_>,
@@ -238,7 +239,7 @@ fn run(
     })
 }
 
-/// The same on a GPU.
+/// The GPU versions.
 #[cfg(feature = "cuda")]
 mod gpu {
     use super::super::cuda::cross_entropy::{Job, Wanted, run};
@@ -312,7 +313,7 @@ mod tests {
 
     const SHAPES: [(usize, usize, usize); 3] = [(1, 8, 5), (11, 16, 37), (70, 40, 300)];
 
-    /// The results with their sums: loss, trained, correct.
+    /// Returns the output and its sums: loss, trained, correct.
     fn with_gradients(h: &Tensor, head: &Tensor, targets: &[u32], options: &Options) -> (Output, (f64, usize, usize)) {
         let tally = Tally::new(&Device::Cpu).unwrap();
         let out = forward_backward(h, head, targets, options, &tally).unwrap();
@@ -339,7 +340,7 @@ mod tests {
             .collect()
     }
 
-    /// Log-probabilities of the targets of the trained rows.
+    /// Returns the log-probabilities of the targets of the trained rows.
     fn composed(h: &Tensor, head: &Tensor, targets: &[u32], cap: Option<f32>) -> Tensor {
         let rows: Vec<u32> = (0..targets.len() as u32)
             .filter(|i| targets[*i as usize] != IGNORE)
@@ -453,7 +454,7 @@ mod tests {
 
     #[test]
     fn counts_hits() {
-        // Logits are the rows of h; the target is the largest in rows 0 and 2, one of two equals in row 3.
+        // Logits are the rows of h; the target is the maximum in rows 0 and 2, and one of two equal ones in row 3.
         let h = Tensor::new(
             &[[3f32, 1., 2.], [0., 1., 2.], [0., 0., 9.], [4., 4., 0.]],
             &Device::Cpu,
@@ -478,7 +479,8 @@ mod tests {
             weights: None,
         };
         let (out, (loss, ..)) = with_gradients(&h, &head, &targets, &options);
-        // The same with a head in f32, each operand as a product with a bf16 head takes it: hidden states, gradients of logits.
+        // The reference uses an f32 head and rounds each operand as a product with a bf16 head does: hidden states,
+        // gradients of logits.
         let x = as_operand(&h);
         let want = composed(&x, &wide, &targets, None)
             .sum_all()
@@ -513,7 +515,7 @@ mod tests {
                 let h = Tensor::from_vec(data, (3, 4), &Device::Cpu).unwrap();
                 let (loss, ..) = without(&h, &(&head * 4.0).unwrap(), &[1, 2, 3], cap, 2).unwrap();
                 assert!(!loss.is_finite(), "{bad} {cap:?}: {loss}");
-                // The ignored row is not looked at.
+                // The ignored row is not evaluated.
                 assert!(without(&h, &head, &[1, IGNORE, 3], cap, 2).unwrap().0.is_finite());
             }
         }

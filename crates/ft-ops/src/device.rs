@@ -1,15 +1,15 @@
-//! The devices of this machine: opening one by name, and what its memory holds.
+//! The devices of this machine: opens one by name, and reports its memory.
 
 use candle_core::Device;
 use ft_base::{Error, Result};
 
-/// A device that is ready, and what the user should know about the choice.
+/// A device that is ready for use, and a note for the user about the choice.
 pub struct Opened {
     pub device: Device,
     pub note: Option<String>,
 }
 
-/// Memory of a GPU in bytes. `used` is what tensors take, `reserved` what the pool took from the GPU for them.
+/// Memory of a GPU in bytes. `used` is the memory of tensors, `reserved` the memory that the pool took from the GPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DeviceMemory {
     pub used: u64,
@@ -20,7 +20,7 @@ pub struct DeviceMemory {
     pub total: u64,
 }
 
-/// What `ft doctor` shows of a GPU.
+/// The properties of a GPU that `ft doctor` shows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
     pub name: String,
@@ -28,14 +28,15 @@ pub struct Gpu {
     pub compute: (i32, i32),
     pub total: u64,
     pub free: u64,
-    /// Highest CUDA version that the driver knows, as 1000 · major + 10 · minor.
+    /// Highest CUDA version that the driver supports, as 1000 · major + 10 · minor.
     pub driver: i32,
-    /// Version of cuBLAS, as the library writes it.
+    /// Version of cuBLAS, in the format of the library.
     pub cublas: i32,
 }
 
 impl Gpu {
-    /// What keeps this build from using this GPU. `toolkit` is the CUDA version of the build, as in `driver`.
+    /// Returns the reasons why this build cannot use this GPU. `toolkit` is the CUDA version of the build, as in
+    /// `driver`.
     pub fn problems(&self, toolkit: Option<i32>) -> Vec<String> {
         let mut problems = Vec::new();
         if self.compute < (8, 0) {
@@ -55,15 +56,15 @@ impl Gpu {
     }
 }
 
-/// `13000` as `13.0`.
+/// Formats `13000` as `13.0`.
 pub fn version(number: i32) -> String {
     format!("{}.{}", number / 1000, number % 1000 / 10)
 }
 
-/// Is this a build that can use NVIDIA GPUs?
+/// True if this build can use NVIDIA GPUs.
 pub const HAS_CUDA: bool = cfg!(feature = "cuda");
 
-/// The CUDA version this build was made with, as 1000 · major + 10 · minor, where it is known.
+/// Returns the CUDA version of this build, as 1000 · major + 10 · minor, if it is known.
 pub fn toolkit() -> Option<i32> {
     #[cfg(feature = "cuda")]
     return ft_kernels::toolkit();
@@ -71,9 +72,9 @@ pub fn toolkit() -> Option<i32> {
     None
 }
 
-/// `cpu`, `cuda:N`, or `auto`: the first GPU that can be used, else the CPU with a note why.
+/// Opens `cpu`, `cuda:N`, or `auto`: the first usable GPU, else the CPU with a note that says why.
 ///
-/// Errors: a GPU that was asked for by name and cannot be used; a name that is none of these.
+/// Errors: a GPU requested by name that cannot be used; an unknown name.
 pub fn open(name: &str) -> Result<Opened> {
     let cpu = |note| Opened {
         device: Device::Cpu,
@@ -111,7 +112,7 @@ fn gpu(ordinal: usize) -> Result<Device> {
 #[cfg(feature = "cuda")]
 use super::cuda::device::open as gpu;
 
-/// Memory of `device`; `None` for the CPU.
+/// Returns the memory of `device`; `None` for the CPU.
 pub fn memory(device: &Device) -> Result<Option<DeviceMemory>> {
     match device {
         #[cfg(feature = "cuda")]
@@ -120,8 +121,8 @@ pub fn memory(device: &Device) -> Result<Option<DeviceMemory>> {
     }
 }
 
-/// At most `bytes` of tensors on the GPU from now on: what is more fails as out of memory. Call it before the
-/// first tensor. Does nothing on the CPU.
+/// Limits the tensors on the GPU to `bytes` from now on: a larger allocation fails as out of memory. Call it before
+/// the first tensor. Does nothing on the CPU.
 pub fn limit(device: &Device, bytes: u64) -> Result<()> {
     match device {
         #[cfg(feature = "cuda")]
@@ -133,7 +134,7 @@ pub fn limit(device: &Device, bytes: u64) -> Result<()> {
     }
 }
 
-/// Every GPU of the machine; none in a build without CUDA. Errors: a driver that does not answer.
+/// Returns every GPU of the machine; none in a build without CUDA. Errors: a driver that does not answer.
 pub fn gpus() -> Result<Vec<Gpu>> {
     #[cfg(feature = "cuda")]
     return super::cuda::device::all();
@@ -141,7 +142,7 @@ pub fn gpus() -> Result<Vec<Gpu>> {
     Ok(Vec::new())
 }
 
-/// Did this fail because a GPU has no memory left?
+/// True if this error means that a GPU has no free memory.
 pub fn out_of_memory(error: &Error) -> bool {
     let text = error.to_string();
     text.contains("CUDA_ERROR_OUT_OF_MEMORY") || text.contains("ALLOC_FAILED")

@@ -1,4 +1,4 @@
-//! Rows of the embedding table `[V, D]` by token id, and the sum of their gradients.
+//! Rows of the embedding table `[V, D]` by token id, and the scatter-add of their gradients.
 
 use super::cpu::embedding as cpu;
 use super::cpu::storage::{dims2, expect_dims, tensor, unwritten, values};
@@ -16,8 +16,8 @@ fn check(ids: &[u32], v: usize) -> Result<()> {
     }
 }
 
-/// table f32 or bf16 `[V, D]`: its rows `ids` times `scale`, `[N, D]` f32, on a GPU of
-/// the type of the table. An id that is not below V is an error.
+/// Returns the rows `ids` of the table (f32 or bf16 `[V, D]`) times `scale`: `[N, D]` f32, on a GPU of the type of
+/// the table. Errors: an id that is not below V.
 pub fn gather(table: &Tensor, ids: &[u32], scale: f32) -> Result<Tensor> {
     let (v, d) = dims2(table, "the embedding table")?;
     check(ids, v)?;

@@ -1,4 +1,4 @@
-//! Gated linear unit: `y = act(gate) · up`, element by element, all `[N, I]` of one type.
+//! Gated linear unit: `y = act(gate) · up`, elementwise, all `[N, I]` of one type.
 
 use super::cpu::glu as cpu;
 use super::cpu::storage::{expect_dims, floats, tensor, unwritten};
@@ -6,18 +6,18 @@ use super::update::{with_slice_mut, with_slices};
 use candle_core::Tensor;
 use ft_base::Result;
 
-/// The function on the gate.
+/// The activation function of the gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
     /// `x / (1 + e^-x)`
     Silu,
-    /// The approximation of GELU by tanh.
+    /// The tanh approximation of GELU.
     GeluTanh,
     /// `x Φ(x)` with the exact error function.
     Gelu,
 }
 
-/// `act(gate) · up` in the shape of gate.
+/// Computes `act(gate) · up` in the shape of gate.
 pub fn forward(gate: &Tensor, up: &Tensor, act: Activation) -> Result<Tensor> {
     expect_dims(up, "up of a gated unit", gate.dims())?;
     on_gpu!(gate, super::cuda::glu::forward(gate, up, act));
@@ -31,7 +31,7 @@ pub fn forward(gate: &Tensor, up: &Tensor, act: Activation) -> Result<Tensor> {
     tensor(y, gate.shape())
 }
 
-/// dgate and dup from dy.
+/// Computes dgate and dup from dy.
 pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor, act: Activation) -> Result<(Tensor, Tensor)> {
     expect_dims(up, "up of a gated unit", gate.dims())?;
     expect_dims(dy, "dy of a gated unit", gate.dims())?;
@@ -49,8 +49,8 @@ pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor, act: Activation) -> Res
     Ok((tensor(dgate, gate.shape())?, tensor(dup, gate.shape())?))
 }
 
-/// As `backward`, the same bits, for a gate and an up that nobody needs any more: on the CPU dgate and dup take their
-/// place. gate, up and dy must not share storage.
+/// As `backward`, with the same bits, for a gate and an up that are no longer needed: on the CPU dgate and dup
+/// overwrite them. gate, up and dy must not share storage.
 pub fn backward_in_place(gate: Tensor, up: Tensor, dy: &Tensor, act: Activation) -> Result<(Tensor, Tensor)> {
     expect_dims(&up, "up of a gated unit", gate.dims())?;
     expect_dims(dy, "dy of a gated unit", gate.dims())?;
@@ -113,7 +113,7 @@ mod tests {
         }
         let (gate, up, dy) = (random((2, 9), 1), random((2, 9), 2), random((2, 9), 3));
         let (dgate, dup) = backward(&gate, &up, &dy, Activation::Gelu).unwrap();
-        // Against f64, so that the differences are good to 1e-6.
+        // Computed in f64, so that the differences are accurate to 1e-6.
         let exact = |x: f64| x * 0.5 * candle_core::cpu::erf::erfc_f64(-x / 2f64.sqrt());
         let slope: Vec<f32> = flat(&gate)
             .iter()
@@ -134,7 +134,7 @@ mod tests {
             for shape in [(1, 1), (3, 700), (40, 999)] {
                 let (gate, up, dy) = (random(shape, 7), random(shape, 8), random(shape, 9));
                 let (want_gate, want_up) = backward(&gate, &up, &dy, act).unwrap();
-                // Of a larger tensor only the middle rows change.
+                // Only the middle rows of a larger tensor change.
                 let around = |t: &Tensor| Tensor::cat(&[t, t, t], 0).unwrap().contiguous().unwrap();
                 let (wide_gate, wide_up) = (around(&gate), around(&up));
                 let middle = |t: &Tensor| t.narrow(0, shape.0, shape.0).unwrap();

@@ -1,10 +1,10 @@
-//! Fused operations, each with a forward and a backward. Knows tensors; knows no layers, no names, no files.
+//! Fused operations, each with a forward and a backward. They work on tensors, without layers, names or files.
 //!
-//! Letters: N tokens of a batch (all documents end to end), D hidden size, H query heads, K key/value heads,
-//! E head size, I intermediate size, O/I output/input features of a linear, V vocabulary size.
-//! Weights are f32 or bf16. Activations `[N, ...]` are f32 on the CPU; on a GPU they are f32 or bf16. Every tensor given
-//! here is contiguous. Results do not depend on the number of threads. An operation runs where its tensors lie: see
-//! `cuda` for what a GPU does.
+//! Letters: N tokens of a batch (all documents concatenated), D hidden size, H query heads, K key/value heads, E
+//! head size, I intermediate size, O/I output/input features of a linear, V vocabulary size. Weights are f32 or
+//! bf16. Activations `[N, ...]` are f32 on the CPU; on a GPU they are f32 or bf16. Every argument tensor is
+//! contiguous. Results do not depend on the number of threads. An operation runs on the device of its tensors;
+//! `cuda` has the GPU versions.
 
 // Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
 #![cfg_attr(
@@ -19,7 +19,7 @@
     )
 )]
 
-/// Leaves the function with the result of `$call` if the tensor lies on a GPU. Nothing without the feature `cuda`.
+/// Returns the result of `$call` from the function if the tensor is on a GPU. Does nothing without the feature `cuda`.
 macro_rules! on_gpu {
     ($tensor:expr, $call:expr) => {
         #[cfg(feature = "cuda")]

@@ -1,5 +1,5 @@
-//! `y = x Wᵀ + b` and its three derivatives. x `[N, I]`, W `[O, I]`, b `[O]`, y `[N, O]`.
-//! A bf16 weight is never widened whole on the CPU. On a GPU activations may be bf16; gradients of weights are f32.
+//! Linear layer `y = x Wᵀ + b` and its three derivatives. x `[N, I]`, W `[O, I]`, b `[O]`, y `[N, O]`. A bf16
+//! weight is never widened as a whole on the CPU. On a GPU activations may be bf16; gradients of weights are f32.
 
 use super::cpu::product::{Matrix, Rounding, Start, WeightRows, product};
 use super::cpu::storage::{Values, dims2, expect_dims, floats, tensor, unwritten, values};
@@ -9,8 +9,8 @@ use super::update::with_slices;
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
-/// `x [N, I]` f32, `w [O, I]` f32 or bf16, `bias [O]` f32 or bf16: `x·wᵀ + bias`, `[N, O]` f32.
-/// Fails on shapes that do not fit, on tensors that are not contiguous or not on the CPU.
+/// Computes `x·wᵀ + bias`, `[N, O]` f32, from `x [N, I]` f32, `w [O, I]` f32 or bf16, `bias [O]` f32 or bf16.
+/// Errors: shapes that do not fit, tensors that are not contiguous or not on the CPU.
 pub fn forward<'w>(x: &Tensor, w: impl Into<Dense<'w>>, bias: Option<&Tensor>) -> Result<Tensor> {
     let w = w.into();
     let (rows, inputs) = dims2(x, "x of a linear")?;
@@ -36,28 +36,28 @@ pub fn forward<'w>(x: &Tensor, w: impl Into<Dense<'w>>, bias: Option<&Tensor>) -
 
 const WEIGHT: &str = "the weight of a linear";
 
-/// O of a weight `[O, inputs]`.
+/// Returns O of a weight `[O, inputs]`.
 fn outputs_of(w: Dense<'_>, inputs: usize) -> Result<usize> {
     let (outputs, _) = dims2(w.tensor, WEIGHT)?;
     expect_dims(w.tensor, WEIGHT, &[outputs, inputs])?;
     Ok(outputs)
 }
 
-/// I of a weight `[outputs, I]`.
+/// Returns I of a weight `[outputs, I]`.
 fn inputs_of(w: Dense<'_>, outputs: usize) -> Result<usize> {
     let (_, inputs) = dims2(w.tensor, WEIGHT)?;
     expect_dims(w.tensor, WEIGHT, &[outputs, inputs])?;
     Ok(inputs)
 }
 
-/// The bias of a linear, `[outputs]`, widened.
+/// Reads the bias of a linear layer, `[outputs]`, widened to f32.
 pub(super) fn read_bias(bias: Option<&Tensor>, outputs: usize) -> Result<Option<Vec<f32>>> {
     let Some(bias) = bias else { return Ok(None) };
     expect_dims(bias, "the bias of a linear", &[outputs])?;
     values(bias, "the bias of a linear", |v| Ok(Some(v.to_f32())))
 }
 
-/// `y [N, O] += x·wᵀ`, all of `y`, `x [N, I]` f32; `w [O, I]` f32 or bf16. `y` must not share storage with `x`.
+/// Computes `y [N, O] += x·wᵀ`, `x [N, I]` f32, `w [O, I]` f32 or bf16. `y` must not share storage with `x`.
 pub fn forward_add<'w>(y: &Tensor, x: &Tensor, w: impl Into<Dense<'w>>) -> Result<()> {
     let w = w.into();
     let (rows, inputs) = dims2(x, "x of a linear")?;
@@ -77,7 +77,7 @@ fn forward_slices(sizes: (usize, usize, usize), y: &mut [f32], start: Start<'_>,
     product(sizes, y, start, x, w.forward(), w.rounding());
 }
 
-/// `dy [N, O]` f32, `w [O, I]` f32 or bf16: `dx = dy·w`, `[N, I]` f32.
+/// Computes `dx = dy·w`, `[N, I]` f32, from `dy [N, O]` f32 and `w [O, I]` f32 or bf16.
 pub fn backward_input<'w>(dy: &Tensor, w: impl Into<Dense<'w>>) -> Result<Tensor> {
     let w = w.into();
     let (rows, outputs) = dims2(dy, "dy of a linear")?;
@@ -96,7 +96,7 @@ pub fn backward_input<'w>(dy: &Tensor, w: impl Into<Dense<'w>>) -> Result<Tensor
     tensor(dx, (rows, inputs))
 }
 
-/// `dx [N, I] += dy·w`; as `backward_input`. `dx` must not share storage with `dy`.
+/// Computes `dx [N, I] += dy·w`; as `backward_input`. `dx` must not share storage with `dy`.
 pub fn backward_input_add<'w>(dx: &Tensor, dy: &Tensor, w: impl Into<Dense<'w>>) -> Result<()> {
     let w = w.into();
     let (rows, outputs) = dims2(dy, "dy of a linear")?;
@@ -118,8 +118,8 @@ fn backward_slices(sizes: (usize, usize, usize), dx: &mut [f32], start: Start<'_
     product(sizes, dx, start, dy, w.backward(), w.rounding());
 }
 
-/// `dy [N, O]`, `x [N, I]`: `dW = dyᵀ·x`, `[O, I]` f32. `stored` is the type of the weight: with bf16 the operands may
-/// be rounded to bf16.
+/// Computes `dW = dyᵀ·x`, `[O, I]` f32, from `dy [N, O]` and `x [N, I]`. `stored` is the type of the weight: with
+/// bf16 the operands may be rounded to bf16.
 pub fn grad_weight(dy: &Tensor, x: &Tensor, stored: DType) -> Result<Tensor> {
     let (outputs, inputs, rows) = gradient_sizes(dy, x)?;
     on_gpu!(
@@ -136,7 +136,7 @@ pub fn grad_weight(dy: &Tensor, x: &Tensor, stored: DType) -> Result<Tensor> {
     tensor(dw, (outputs, inputs))
 }
 
-/// `sum [O, I] += dyᵀ·x`, f32; as `grad_weight`. `sum` must not share storage with `dy` or `x`.
+/// Computes `sum [O, I] += dyᵀ·x`, f32; as `grad_weight`. `sum` must not share storage with `dy` or `x`.
 pub fn grad_weight_add(sum: &Tensor, dy: &Tensor, x: &Tensor, stored: DType) -> Result<()> {
     let (outputs, inputs, rows) = gradient_sizes(dy, x)?;
     expect_dims(sum, "the gradient of a weight", &[outputs, inputs])?;
@@ -151,7 +151,7 @@ pub fn grad_weight_add(sum: &Tensor, dy: &Tensor, x: &Tensor, stored: DType) -> 
     })
 }
 
-/// (O, I, N)
+/// Returns (O, I, N).
 fn gradient_sizes(dy: &Tensor, x: &Tensor) -> Result<(usize, usize, usize)> {
     let (rows, outputs) = dims2(dy, "dy of a linear")?;
     let (_, inputs) = dims2(x, "x of a linear")?;
@@ -183,7 +183,7 @@ fn gradient_slices(
     );
 }
 
-/// `dy [N, O]`: its sum over the tokens, `[O]` f32.
+/// Sums `dy [N, O]` over the tokens: `[O]` f32.
 pub fn grad_bias(dy: &Tensor) -> Result<Tensor> {
     let (_, outputs) = dims2(dy, "dy of a linear")?;
     on_gpu!(dy, super::cuda::linear::grad_bias(dy));
@@ -259,7 +259,7 @@ mod tests {
         }
     }
 
-    /// A row alone, among few and among many: other orders of its sums, never other operands.
+    /// A row alone, among few and among many: the order of its sums may differ, the operands never.
     #[test]
     fn a_row_means_the_same_among_few_and_many() {
         for (i, o) in [(40, 70), (1100, 16), (9, 33), (300, 1)] {
@@ -310,10 +310,10 @@ mod tests {
         assert!(e.to_string().contains("not contiguous"), "{e}");
     }
 
-    /// CPU seconds of this process, all threads.
+    /// Returns the CPU seconds of this process, all threads.
     fn cpu_seconds() -> f64 {
         let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: `t` is a valid place for the answer.
+        // SAFETY: `t` is a valid output address.
         unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut t) };
         t.tv_sec as f64 + t.tv_nsec as f64 * 1e-9
     }

@@ -1,5 +1,5 @@
-//! A linear with a delta of low rank, in one product: `y = x·Wᵀ + b + s · (x·Aᵀ)·Bᵀ` and `∂x`. x `[N, I]`, W `[O, I]`,
-//! A `[R, I]`, B `[O, R]`, y `[N, O]`. On the CPU; elsewhere the parts of `LowRank` do it one by one.
+//! Fused LoRA linear: `y = x·Wᵀ + b + s · (x·Aᵀ)·Bᵀ` and `∂x`. x `[N, I]`, W `[O, I]`, A `[R, I]`, B `[O, R]`, y
+//! `[N, O]`. Fused on the CPU; on other devices the methods of `LowRank` compute it step by step.
 
 use super::coded::View;
 use super::cpu::product::{Matrix, Operand, Path, Rider, Start, WeightRows, product_with};
@@ -10,7 +10,7 @@ use super::{linear, update};
 use candle_core::Tensor;
 use ft_base::Result;
 
-/// The pair of a delta, f32, and its scale s.
+/// The two LoRA matrices, f32, and their scale s.
 #[derive(Debug, Clone, Copy)]
 pub struct LowRank<'a> {
     /// `[R, I]`
@@ -20,7 +20,7 @@ pub struct LowRank<'a> {
     pub scale: f32,
 }
 
-/// The weight `[O, I]` under the delta.
+/// The base weight `[O, I]`.
 #[derive(Clone, Copy)]
 pub enum Base<'a> {
     Dense(Dense<'a>),
@@ -28,31 +28,31 @@ pub enum Base<'a> {
 }
 
 impl LowRank<'_> {
-    /// u = s · x·Aᵀ, `[N, R]`.
+    /// Computes u = s · x·Aᵀ, `[N, R]`.
     pub fn down(&self, x: &Tensor) -> Result<Tensor> {
         let u = linear::forward(x, self.a, None)?;
         update::scale_assign(&u, self.scale)?;
         Ok(u)
     }
 
-    /// `y [N, O] += u·Bᵀ`.
+    /// Computes `y [N, O] += u·Bᵀ`.
     pub fn add_up(&self, y: &Tensor, u: &Tensor) -> Result<()> {
         linear::forward_add(y, u, self.b)
     }
 
-    /// ∂u = s · ∂y·B, `[N, R]`.
+    /// Computes ∂u = s · ∂y·B, `[N, R]`.
     pub fn back_down(&self, dy: &Tensor) -> Result<Tensor> {
         let du = linear::backward_input(dy, self.b)?;
         update::scale_assign(&du, self.scale)?;
         Ok(du)
     }
 
-    /// `∂x [N, I] += ∂u·A`.
+    /// Computes `∂x [N, I] += ∂u·A`.
     pub fn add_back_up(&self, dx: &Tensor, du: &Tensor) -> Result<()> {
         linear::backward_input_add(dx, du, self.a)
     }
 
-    /// (R, I, O). Errors: shapes that do not fit.
+    /// Returns (R, I, O). Errors: shapes that do not fit.
     fn sizes(&self) -> Result<(usize, usize, usize)> {
         let (rank, inputs) = dims2(self.a, "A of a delta")?;
         let (outputs, _) = dims2(self.b, "B of a delta")?;
@@ -79,8 +79,8 @@ impl Base<'_> {
     }
 }
 
-/// `x [N, I]`, `bias [O]` f32 or bf16: y `[N, O]`, and u = s · x·Aᵀ `[N, R]`; f32.
-/// Errors: shapes that do not fit, tensors that are not contiguous or not on the CPU.
+/// Computes y `[N, O]` and u = s · x·Aᵀ `[N, R]`, both f32, from `x [N, I]` and `bias [O]` f32 or bf16. Errors:
+/// shapes that do not fit, tensors that are not contiguous or not on the CPU.
 pub fn forward(x: &Tensor, w: Base<'_>, bias: Option<&Tensor>, low: LowRank<'_>) -> Result<(Tensor, Tensor)> {
     let (rank, inputs, outputs) = low.sizes()?;
     let rows = dims2(x, "x of a linear")?.0;
@@ -115,8 +115,8 @@ pub fn forward(x: &Tensor, w: Base<'_>, bias: Option<&Tensor>, low: LowRank<'_>)
     Ok((tensor(y, (rows, outputs))?, tensor(u, (rows, rank))?))
 }
 
-/// `dy [N, O]`: ∂x = dy·W + ∂u·A `[N, I]`, added to `sum` where it is given, and ∂u = s · dy·B `[N, R]`; f32. Errors: as
-/// `forward`. `sum` must not share storage with `dy`.
+/// Computes ∂x = dy·W + ∂u·A `[N, I]`, added to `sum` if given, and ∂u = s · dy·B `[N, R]`, both f32, from
+/// `dy [N, O]`. Errors: as `forward`. `sum` must not share storage with `dy`.
 pub fn backward(dy: &Tensor, w: Base<'_>, sum: Option<&Tensor>, low: LowRank<'_>) -> Result<(Tensor, Tensor)> {
     let (rank, inputs, outputs) = low.sizes()?;
     let rows = dims2(dy, "dy of a linear")?.0;
@@ -178,7 +178,7 @@ mod tests {
     use crate::oracle::{as_operand, assert_close, assert_same_on_any_threads, random};
     use candle_core::DType;
 
-    /// Few rows, ragged edges, several chunks of k, a rank above what rides.
+    /// Few rows, ragged edges, several chunks of k, a rank that is too large to fuse.
     const SHAPES: [(usize, usize, usize, usize); 7] = [
         (1, 40, 70, 4),
         (3, 513, 33, 8),
@@ -249,7 +249,7 @@ mod tests {
             };
             for dtype in [DType::F32, DType::BF16] {
                 let w = random((o, i), 6).to_dtype(dtype).unwrap();
-                // With a bf16 weight all that rides is an operand as the others are: A, B and u too.
+                // With a bf16 weight the LoRA operands are rounded as the others are: A, B and u too.
                 let narrow = |t: &Tensor| if dtype == DType::BF16 { as_operand(t) } else { t.clone() };
                 let (narrow_a, narrow_b) = (narrow(&a), narrow(&b));
                 let parts = LowRank {

@@ -1,34 +1,34 @@
-//! Weights in bf16 that take updates smaller than their last bit, in two ways.
+//! bf16 weights that keep updates smaller than their last bit, in two ways.
 //!
-//! An f32 master in two halves: the weight itself holds the upper 16 bits as bf16, `low` the lower 16.
-//! Together they are the exact f32 value, so the master of a bf16 weight costs 2 bytes more, not 4, and
-//! nothing learned is lost when a block retires: only `low` has to stay. The weight is the master rounded to
-//! nearest, ties away from zero.
+//! An fp32 master weight in two halves: the weight itself holds the high 16 bits as bf16, `low` the low 16 bits.
+//! Together they are the exact f32 value, so the master of a bf16 weight costs 2 bytes more, not 4. When a block is
+//! deactivated, no precision is lost: only `low` must be kept. The weight is the master rounded to nearest, ties
+//! away from zero.
 //!
-//! Or stochastic rounding: no master at all; a value between two neighbours becomes the upper one with the
-//! probability of its distance from the lower one, so that the mean over the draws is the value itself.
+//! Or stochastic rounding, without a master: a value between two neighbors is rounded up with the probability of
+//! its distance from the lower neighbor, so that the mean over the draws is the value itself.
 
 use half::bf16;
 
-/// The exact value of weight and lower half.
+/// Returns the exact f32 value of a weight and its low 16 bits.
 #[inline(always)]
 pub fn join(high: bf16, low: u16) -> f32 {
-    // A lower half of 0x8000 or more was rounded up into the upper half.
+    // If the low 16 bits are 0x8000 or more, the high bits were rounded up.
     let bits = ((high.to_bits() as u32) << 16).wrapping_sub(((low >> 15) as u32) << 16) | low as u32;
     f32::from_bits(bits)
 }
 
-/// The weight and the lower half of `x`.
+/// Splits `x` into the weight and the low 16 bits.
 #[inline(always)]
 pub fn split(x: f32) -> (bf16, u16) {
     let bits = x.to_bits();
     (bf16::from_bits((bits.wrapping_add(0x8000) >> 16) as u16), bits as u16)
 }
 
-/// `x` rounded to one of its two neighbours in bf16 by `draw`, uniform in 0..2^16: the expected value is `x`.
+/// Rounds `x` to one of its two neighbors in bf16 by `draw`, uniform in 0..2^16: the expected value is `x`.
 #[inline(always)]
 pub fn round(x: f32, draw: u16) -> bf16 {
-    // In sign and magnitude the lower 16 bits are the distance from the neighbour nearer to zero.
+    // In sign and magnitude the low 16 bits are the distance from the neighbor nearer to zero.
     bf16::from_bits((x.to_bits().wrapping_add(draw as u32) >> 16) as u16)
 }
 

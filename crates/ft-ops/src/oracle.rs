@@ -1,4 +1,4 @@
-//! Helpers of tests, also of the crates above: seeded tensors, comparison, numeric derivatives, equality over thread counts.
+//! Helpers for the tests of the operations: seeded tensors, comparison, and equality on any number of threads.
 
 use super::cpu::product::{Path, Rounding};
 use super::paged::Stored;
@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Shape, Tensor};
 use ft_base::Result;
 use half::bf16;
 
-/// Seeded values, roughly normal.
+/// Returns seeded values, roughly normal.
 pub fn random(shape: impl Into<Shape>, seed: u64) -> Tensor {
     let shape = shape.into();
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -22,16 +22,16 @@ pub fn random(shape: impl Into<Shape>, seed: u64) -> Tensor {
     Tensor::from_vec(data, shape, &Device::Cpu).unwrap()
 }
 
-/// Seeded bf16 values and the same values in f32.
+/// Returns seeded bf16 values, and the same values in f32.
 pub fn bf16_pair(shape: impl Into<Shape>, seed: u64) -> (Tensor, Tensor) {
     let narrow = random(shape, seed).to_dtype(DType::BF16).unwrap();
     let wide = narrow.to_dtype(DType::F32).unwrap();
     (narrow, wide)
 }
 
-/// f32 numbers as products of a bf16 model take them on the path in use: the nearest bf16 where the path rounds, else as they
-/// are. With operands given like this, products of few rows, of many rows and of f32 weights differ by the order of
-/// f32 sums alone, on every path.
+/// Rounds f32 values as the products of a bf16 model do on the current path: to the nearest bf16 if the path
+/// rounds, else not at all. With such operands, products of few rows, of many rows and of f32 weights differ only
+/// by the order of f32 sums, on every path.
 pub fn as_operand(t: &Tensor) -> Tensor {
     match Path::current().rounds(Rounding::Bf16) {
         true => t.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap(),
@@ -43,7 +43,7 @@ pub fn flat(t: &Tensor) -> Vec<f32> {
     t.flatten_all().unwrap().to_vec1::<f32>().unwrap()
 }
 
-/// Largest difference is at most `tolerance` times the largest wanted magnitude.
+/// Asserts that the largest difference is at most `tolerance` times the largest expected magnitude.
 #[track_caller]
 pub fn assert_close(got: &Tensor, want: &Tensor, tolerance: f32) {
     assert_eq!(got.dims(), want.dims());
@@ -62,7 +62,7 @@ fn on_threads<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
     pool.install(f)
 }
 
-/// Bits of the results with 1, 2 and 5 threads must not differ.
+/// Asserts that the results with 1, 2 and 5 threads are bit-equal.
 #[track_caller]
 pub fn assert_same_on_any_threads(f: impl Fn() -> Vec<Tensor> + Sync) {
     let bits = |threads| -> Vec<Vec<u32>> {
@@ -78,7 +78,7 @@ pub fn assert_same_on_any_threads(f: impl Fn() -> Vec<Tensor> + Sync) {
     assert!(one == bits(5), "1 and 5 threads differ");
 }
 
-/// Derivative of `f` along each element of `x`, by central differences of step `h`.
+/// Returns the derivative of `f` along each element of `x`, by central differences of step `h`.
 pub fn differences(x: &Tensor, h: f32, f: impl Fn(&Tensor) -> Result<f64>) -> Tensor {
     let data = flat(x);
     let at = |i: usize, step: f32| {

@@ -1,11 +1,11 @@
-//! Attention of new tokens on cached keys and values. They lie in pages of `PAGE` tokens; a document is a list of pages,
-//! and pages can belong to several documents (a shared prompt). Numbers are stored as f32, as bf16, or as int8 with a
-//! scale for each token and head (absmax / 127).
+//! Attention of new tokens on a paged KV cache. Keys and values are stored in pages of `PAGE` tokens; a document is
+//! a list of pages, and a page can belong to several documents (a shared prompt). Values are stored as f32, as
+//! bf16, or as int8 with a scale for each token and head (absmax / 127).
 //!
-//! q `[N, H·E]`, o `[N, H·E]`, lse `[N, H]`; query head h reads key head h / (H / K). A result depends on its query and
-//! on the keys it sees, in their order: not on how they are cut into pages, nor on what else is computed with it.
-//! On the CPU only. Where products round to bf16, queries, keys, values and probabilities are rounded here too, as they are
-//! in attention on tensors (but not what int8 decodes to): a query sees the same numbers in both.
+//! q `[N, H·E]`, o `[N, H·E]`, lse `[N, H]`; query head h uses key head h / (H / K). A result depends on its query
+//! and on the keys it attends to, in their order. It does not depend on the page boundaries or on the other
+//! documents of the call. CPU only. If products round to bf16, queries, keys, values and probabilities are rounded
+//! here too, as in attention on tensors (but dequantized int8 values are not): both give a query the same operands.
 
 use super::attention::Spec;
 use super::coded::nearest;
@@ -17,12 +17,12 @@ use ft_base::{Error, Result};
 use half::bf16;
 use std::ops::Range;
 
-/// Tokens of a page.
+/// Tokens per page.
 pub const PAGE: usize = 64;
-/// A value of a head is stored on a multiple of these elements.
+/// The row of a value is padded to a multiple of this number of elements.
 pub(crate) const STEP: usize = math::LANES;
 
-/// How a cached number is stored.
+/// The storage type of the KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stored {
     F32,
@@ -40,12 +40,12 @@ pub struct Form {
 }
 
 impl Form {
-    /// Elements of a stored value of a head.
+    /// Returns the padded length of a value of one head.
     pub(crate) fn padded(&self) -> usize {
         self.head_dim.next_multiple_of(STEP)
     }
 
-    /// Bytes of a page.
+    /// Returns the bytes of a page.
     pub fn page_bytes(&self) -> u64 {
         let numbers = self.kv_heads * PAGE * (self.head_dim + self.padded());
         let bytes = match self.stored {
@@ -61,7 +61,7 @@ impl Form {
 pub struct Page {
     form: Form,
     len: usize,
-    /// `[K, E, PAGE]`: scores of many tokens are computed side by side.
+    /// `[K, E, PAGE]`: so the scores of many tokens are computed in SIMD lanes.
     pub(crate) keys: Numbers,
     /// `[K, PAGE, padded E]`
     pub(crate) values: Numbers,
@@ -90,8 +90,8 @@ impl Numbers {
         }
     }
 
-    /// Stores `x` from `start` on, `stride` elements apart; `scale` is the place of its scale. `rounds`: f32 is stored as the
-    /// nearest bf16.
+    /// Stores `x` from `start` on, `stride` elements apart; `scale` is the index of its scale. `rounds`: f32 is
+    /// stored as the nearest bf16.
     fn put(&mut self, x: &[f32], start: usize, stride: usize, scale: usize, rounds: bool) {
         match self {
             Self::F32(to) if rounds => (0..x.len()).for_each(|i| to[start + i * stride] = nearest_bf16(x[i])),
@@ -99,7 +99,7 @@ impl Numbers {
             Self::Bf16(to) => (0..x.len()).for_each(|i| to[start + i * stride] = bf16::from_f32(x[i])),
             Self::Int8 { codes, scales } => {
                 let absmax = x.iter().fold(0f32, |m, x| m.max(x.abs()));
-                // What is no number must not become one.
+                // A non-finite input must not become a finite number.
                 let finite = x.iter().all(|x| x.is_finite());
                 let by = if absmax > 0.0 { 127.0 / absmax } else { 0.0 };
                 scales[scale] = if finite { absmax / 127.0 } else { f32::NAN };
@@ -119,7 +119,7 @@ impl Page {
         }
     }
 
-    /// Tokens in it.
+    /// Returns the number of tokens in the page.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -132,13 +132,13 @@ impl Page {
         self.len == PAGE
     }
 
-    /// Forgets all tokens from the `len`-th on.
+    /// Removes all tokens from index `len` on.
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
     }
 
-    /// Adds a token with key `k` and value `v`, `[K·E]`, of a model whose attention is `spec`: they are rounded where products
-    /// round. Panics if the page is full or the sizes are others.
+    /// Appends a token with key `k` and value `v`, `[K·E]`, of a model with the attention `spec`: they are rounded
+    /// if products round. Panics if the page is full or the sizes differ.
     pub fn push(&mut self, k: &[f32], v: &[f32], spec: &Spec) {
         let rounds = spec.rounds();
         let (t, e) = (self.len, self.form.head_dim);
@@ -155,22 +155,23 @@ impl Page {
     }
 }
 
-/// New tokens of a document and all its pages, theirs included: the last query sees the last token.
+/// New tokens of a document, and all pages of the document including the new tokens: the last query attends to the
+/// last token.
 pub struct Document<'a> {
     pub queries: Range<usize>,
     pub pages: Vec<&'a Page>,
 }
 
 impl Document<'_> {
-    /// Tokens in the pages.
+    /// Returns the number of tokens in the pages.
     pub fn tokens(&self) -> usize {
         self.pages.iter().map(|p| p.len).sum()
     }
 }
 
-/// Causal attention of the queries of each document on its pages: o and lse.
+/// Computes causal attention of the queries of each document on its pages: o and lse.
 ///
-/// Errors: shapes that do not fit, queries that are not one after the other, more queries than tokens.
+/// Errors: shapes that do not fit, query ranges that are not consecutive, more queries than tokens.
 pub fn attend(q: &Tensor, documents: &[Document], spec: &Spec) -> Result<(Tensor, Tensor)> {
     spec.check()?;
     let n = documents.last().map_or(0, |d| d.queries.end);

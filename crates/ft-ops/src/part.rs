@@ -1,4 +1,4 @@
-//! A part of a tensor as a tensor of its own: gathered, and put back. For masks inside a matrix.
+//! Gather and scatter of a subset of a tensor, for masks inside a matrix.
 
 use super::update::{Stored, with_mut};
 use candle_core::{DType, Device, Storage, Tensor};
@@ -9,8 +9,8 @@ use rayon::prelude::*;
 
 const CHUNK: usize = 1 << 12;
 
-/// `len` places of a tensor of `n` elements: numbers `start, start + 1, ..` modulo n, as they are or through a
-/// permutation.
+/// A subset of `len` indices of a tensor of `n` elements: the numbers `start, start + 1, ..` modulo n, optionally
+/// mapped through a permutation.
 #[derive(Debug, Clone, Copy)]
 pub struct Places {
     pub start: usize,
@@ -20,7 +20,7 @@ pub struct Places {
 }
 
 impl Places {
-    /// The place of element `i` < len of the part.
+    /// Returns the index in the tensor of element `i` < len of the subset.
     #[inline]
     pub fn at(&self, i: usize) -> usize {
         let number = (self.start + i) % self.n;
@@ -31,7 +31,7 @@ impl Places {
     }
 }
 
-/// The elements of `t` (f32, bf16 or i16, contiguous) at `places`, `[len]`.
+/// Gathers the elements of `t` (f32, bf16 or i16, contiguous) at `places`, `[len]`.
 pub fn gather(t: &Tensor, places: &Places) -> Result<Tensor> {
     check(t, places)?;
     check_type(t)?;
@@ -43,7 +43,7 @@ pub fn gather(t: &Tensor, places: &Places) -> Result<Tensor> {
     }
 }
 
-/// Puts `part` `[len]` back into `t`, of the same type.
+/// Scatters `part` `[len]` back into `t`, of the same type.
 pub fn scatter(t: &Tensor, part: &Tensor, places: &Places) -> Result<()> {
     check(t, places)?;
     if part.elem_count() != places.len || part.dtype() != t.dtype() {

@@ -1,12 +1,12 @@
-//! The dense weight `[O, I]` of a linear as operations take it: a tensor, and on the CPU perhaps copies of it in the orders
-//! in which the tile unit reads it. The copies change no bit of a product; it only has one operand less to pack.
+//! A dense weight `[O, I]` of a linear layer: a tensor, and on the CPU optional prepacked copies in the orders that
+//! the AMX code reads. The copies change no bit of a product; they only save the packing of one operand.
 
 use super::cpu::product::{Packed, Path, WeightRows};
 use super::cpu::storage::{dims2, values};
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
-/// A weight and its packed copies. It must not change while they exist.
+/// A weight and its prepacked copies. The weight must not change while they exist.
 #[derive(Debug)]
 pub struct Prepacked {
     tensor: Tensor,
@@ -14,28 +14,28 @@ pub struct Prepacked {
     copies: u64,
 }
 
-/// Which products get a copy: `x·Wᵀ`, or `dy·W` too.
+/// The products that get a prepacked copy: `x·Wᵀ`, or `dy·W` too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Orders {
     Forward,
     Both,
 }
 
-/// A dense weight, borrowed.
+/// A borrowed dense weight.
 #[derive(Clone, Copy)]
 pub struct Dense<'a> {
     pub tensor: &'a Tensor,
     packed: Option<&'a Packed>,
 }
 
-/// Does any product on this machine read packed copies?
+/// True if products on this machine read prepacked copies.
 pub fn is_of_use() -> bool {
     Path::current().packs_bf16()
 }
 
 impl Prepacked {
-    /// `w [O, I]`, with room for a delta of rank `rank` that rides on its products. None where no tile unit could read them:
-    /// an f32 weight, a GPU, a CPU without AVX-512.
+    /// Packs `w [O, I]`, with space for a fused LoRA rank of `rank`. None if no product can read the copies: an f32
+    /// weight, a GPU, a CPU without AVX-512.
     pub fn new(w: &Tensor, orders: Orders, rank: usize) -> Result<Option<Self>> {
         if !w.device().is_cpu() || w.dtype() != DType::BF16 {
             return Ok(None);
@@ -51,7 +51,7 @@ impl Prepacked {
         }))
     }
 
-    /// Bytes of its copies.
+    /// Returns the bytes of the copies.
     pub fn copies(&self) -> u64 {
         self.copies
     }
@@ -60,7 +60,7 @@ impl Prepacked {
         &self.tensor
     }
 
-    /// Bytes of the copies of a weight `[O, I]`, beside its tensor.
+    /// Returns the bytes of the copies of a weight `[O, I]`, without its tensor.
     pub fn bytes(dims: (usize, usize), orders: Orders, rank: usize) -> u64 {
         Packed::bytes(dims, orders == Orders::Both, rank) as u64
     }
@@ -82,7 +82,7 @@ impl<'a> From<&'a Prepacked> for Dense<'a> {
 }
 
 impl Dense<'_> {
-    /// Runs `f` on the rows of the weight, holding the read lock of its tensor.
+    /// Runs `f` on the rows of the weight while holding the read lock of its tensor.
     pub(crate) fn with_rows<R>(self, name: &str, f: impl FnOnce(WeightRows<'_>) -> Result<R>) -> Result<R> {
         let (_, columns) = dims2(self.tensor, name)?;
         values(self.tensor, name, |v| f(WeightRows::new(v, columns).with(self.packed)))

@@ -1,12 +1,12 @@
-//! RMSNorm: `y = x / sqrt(mean(x²) + eps) · w` over rows of E = `w.len()` elements. x is `[N, D]` with w `[D]`,
-//! or `[N, H·E]` with w `[E]` (queries and keys normalised head by head). Gemma multiplies by `1 + w`.
+//! RMSNorm: `y = x / sqrt(mean(x²) + eps) · w` over rows of E = `w.len()` elements. x is `[N, D]` with w `[D]`, or
+//! `[N, H·E]` with w `[E]` (queries and keys normalized head by head). Gemma multiplies by `1 + w`.
 
 use super::cpu::rms_norm as cpu;
 use super::cpu::storage::{expect_dims, floats, tensor, unwritten, values, wrong_shape};
 use candle_core::Tensor;
 use ft_base::Result;
 
-/// x must be rows of as many elements as w has.
+/// Checks that x consists of rows with as many elements as w.
 fn check(x: &Tensor, w: &Tensor) -> Result<()> {
     let size = w.elem_count();
     expect_dims(w, "the weight of a norm", &[size])?;
@@ -16,7 +16,7 @@ fn check(x: &Tensor, w: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// The scale of each element, f32.
+/// Returns the scale of each element, f32.
 fn scale(w: &Tensor, plus_one: bool) -> Result<Vec<f32>> {
     let mut scale = values(w, "the weight of a norm", |w| Ok(w.to_f32()))?;
     if plus_one {
@@ -25,7 +25,7 @@ fn scale(w: &Tensor, plus_one: bool) -> Result<Vec<f32>> {
     Ok(scale)
 }
 
-/// x `[N, rows·E]`, w `[E]` f32 or bf16; the result is as x.
+/// Normalizes x `[N, rows·E]` with w `[E]` f32 or bf16; the result has the shape and type of x.
 pub fn forward(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool) -> Result<Tensor> {
     check(x, w)?;
     on_gpu!(x, super::cuda::rms_norm::forward(x, w, eps, plus_one));
@@ -38,7 +38,7 @@ pub fn forward(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool) -> Result<Tenso
     tensor(y, x.shape())
 }
 
-/// `dx` as x, and `dw [E]` f32 when `need_dw`.
+/// Computes `dx` with the shape and type of x, and `dw [E]` f32 if `need_dw`.
 pub fn backward(
     x: &Tensor,
     w: &Tensor,
@@ -82,7 +82,7 @@ mod tests {
 
     #[test]
     fn matches_autograd() {
-        // (tokens, width of x, size of w): whole rows, heads, sizes that no vector divides, many rows.
+        // (tokens, width of x, size of w): whole rows, heads, sizes that are no multiple of a SIMD vector, many rows.
         for (n, d, e) in [(5, 64, 64), (7, 96, 24), (3, 37, 37), (1000, 12, 4)] {
             for (eps, plus_one) in [(1e-6, false), (1e-1, true)] {
                 let x = Var::from_tensor(&random((n, d), 1)).unwrap();

@@ -1,12 +1,12 @@
-//! Rotary positions, paired as in Hugging Face: element i of a head turns with element i + R/2, where R is the
-//! rotary size; elements from R on pass through.
+//! Rotary position embeddings, paired as in Hugging Face: element i of a head is rotated with element i + R/2,
+//! where R is the rotary size; elements from R on are copied.
 
 use super::cpu::rope as cpu;
 use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten, wrong_shape};
 use candle_core::Tensor;
 use ft_base::{Error, Result};
 
-/// Which way to turn.
+/// The direction of the rotation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     Forward,
@@ -14,8 +14,8 @@ pub enum Direction {
     Backward,
 }
 
-/// x `[N, heads·E]` with E = `head_dim`; cos and sin f32 `[N, R/2]`, R <= E. The result is as x.
-/// cos and sin may carry a common factor; `Backward` is the transpose of `Forward` also then.
+/// Rotates x `[N, heads·E]` with E = `head_dim`; cos and sin f32 `[N, R/2]`, R <= E. The result has the shape and
+/// type of x. cos and sin may contain a common factor; `Backward` is the transpose of `Forward` in this case too.
 pub fn apply(x: &Tensor, cos: &Tensor, sin: &Tensor, head_dim: usize, direction: Direction) -> Result<Tensor> {
     let (tokens, width) = dims2(x, "x of a rotation")?;
     let (_, half) = dims2(cos, "the cosines of a rotation")?;
@@ -59,7 +59,7 @@ mod tests {
     use crate::oracle::{assert_close, assert_same_on_any_threads, random};
     use candle_core::Var;
 
-    /// `rotate_half` as Hugging Face writes it, over the first R elements.
+    /// `rotate_half` of Hugging Face, over the first R elements.
     fn composed(x: &Tensor, cos: &Tensor, sin: &Tensor, e: usize) -> Tensor {
         let (n, width) = x.dims2().unwrap();
         let half = cos.dim(1).unwrap();
@@ -82,7 +82,7 @@ mod tests {
     fn matches_autograd() {
         for (n, heads, e, half) in [(5, 3, 8, 4), (9, 2, 10, 3), (300, 4, 64, 32), (2, 1, 6, 0)] {
             let x = Var::from_tensor(&random((n, heads * e), 1)).unwrap();
-            // Not on the unit circle: a factor must survive both ways.
+            // Not on the unit circle: a common factor must be kept in both directions.
             let (cos, sin) = (random((n, half), 2), random((n, half), 3));
             let dy = random((n, heads * e), 4);
             if half == 0 {

@@ -1,8 +1,9 @@
-//! Weights of a softmax over a row of scores, for drawing from it.
+//! Softmax weights over a row of scores, for sampling.
 
 use super::cpu::math::{exp, vectorized};
 
-/// `to[i] = e^((scores[i] - highest) / temperature)`, relative error below 3e-7. Both of one length.
+/// Computes `to[i] = e^((scores[i] - highest) / temperature)`, relative error below 3e-7. Both slices have the same
+/// length.
 pub fn weights(scores: &[f32], highest: f32, temperature: f32, to: &mut [f32]) {
     fill(scores, highest, 1.0 / temperature, to)
 }
@@ -15,7 +16,7 @@ fn fill_body<const FMA: bool>(scores: &[f32], highest: f32, by: f32, to: &mut [f
 }
 vectorized!(fn fill(scores: &[f32], highest: f32, by: f32, to: &mut [f32]) = fill_body);
 
-/// The largest of `scores`; NaN if one is not a number, and if there are none negative infinity.
+/// Returns the maximum of `scores`; NaN if one is NaN, negative infinity if there are none.
 pub fn highest(scores: &[f32]) -> f32 {
     largest(scores)
 }

@@ -1,5 +1,5 @@
-//! The update of weights: a list of parameters with gradients and states goes in, every weight and state is changed
-//! in place. One pass over memory; results do not depend on the number of threads.
+//! Optimizer updates: the input is a list of parameters with gradients and states; every weight and state is
+//! updated in place. One pass over memory; results do not depend on the number of threads.
 
 use super::cpu::step::adafactor::{self, Direction};
 use super::cpu::step::code::{self, SIGNED, UNSIGNED};
@@ -11,10 +11,10 @@ use ft_base::rng::Rng;
 use ft_base::{Error, Result};
 use half::bf16;
 
-/// Elements of an eight-bit moment that share one scale.
+/// Elements of an 8-bit moment that share one scale.
 pub const BLOCK: usize = code::BLOCK;
 
-/// An update rule. Sources and arithmetic stand beside the code of each.
+/// An update rule. The code of each rule states its source and arithmetic.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rule {
     Adamw {
@@ -28,7 +28,7 @@ pub enum Rule {
         betas: [f64; 2],
     },
     Adafactor,
-    /// Against the sign of the gradient; no state, no decay.
+    /// Sign descent: against the sign of the gradient; no state, no decay.
     Sign,
 }
 
@@ -37,12 +37,12 @@ pub enum Rule {
 pub enum Moment {
     /// f32 `[n]`.
     F32(Tensor),
-    /// Codes u8 `[n]`, scales f32 `[n / BLOCK]`, rounded up.
+    /// Quantized data u8 `[n]`, scales f32 `[n / BLOCK]`, rounded up.
     Int8 { codes: Tensor, scales: Tensor },
 }
 
 impl Moment {
-    /// All zero.
+    /// Returns a moment of zeros.
     pub fn zeros(n: usize, int8: bool, device: &Device) -> Result<Self> {
         Ok(match int8 {
             true => Self::Int8 {
@@ -53,7 +53,7 @@ impl Moment {
         })
     }
 
-    /// Bytes of `n` elements.
+    /// Returns the bytes of `n` elements.
     pub fn bytes(n: usize, int8: bool) -> u64 {
         match int8 {
             true => (n + 4 * n.div_ceil(BLOCK)) as u64,
@@ -62,14 +62,14 @@ impl Moment {
     }
 }
 
-/// How a weight takes updates that are smaller than its last bit.
+/// How a weight keeps updates that are smaller than its last bit.
 #[derive(Debug, Clone, Copy)]
 pub enum Precision<'a> {
-    /// f32: it does.
+    /// f32: nothing more is needed.
     Whole,
-    /// bf16: the lower halves of its f32 master, i16 `[n]` (see `ops::master`).
+    /// bf16: the low 16 bits of its fp32 master, i16 `[n]` (see `ops::master`).
     Halves(&'a Tensor),
-    /// bf16: rounded by these random numbers; element `e` takes bits `16·(e % 4)..` of number `e / 4`.
+    /// bf16 with stochastic rounding by these random numbers; element `e` uses bits `16·(e % 4)..` of number `e / 4`.
     Stochastic(Rng),
 }
 
@@ -87,27 +87,28 @@ pub struct Item<'a> {
     pub second: Option<&'a Moment>,
     pub lr: f64,
     pub weight_decay: f64,
-    /// Updates of this parameter, this one included.
+    /// Number of updates of this parameter, including this one.
     pub step: u64,
 }
 
-/// Numbers that lie on a device and need not come to the host before a step.
+/// The `found_inf` guard: values that stay on a device, so that a step needs no synchronization.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Gate<'a> {
-    /// f32 `[1]`: a further factor of all gradients.
+    /// f32 `[1]`: an additional factor of all gradients.
     pub coefficient: Option<&'a Tensor>,
-    /// f64 `[n]`: nothing is changed if one of them is not finite.
+    /// f64 `[n]`: the step is skipped if one of them is not finite.
     pub finite: Option<&'a Tensor>,
 }
 
 /// Updates every parameter of the list. `coefficient` is the factor of all gradients (clipping).
 ///
-/// Errors: a tensor of another size, type or device than its weight needs.
+/// Errors: a tensor whose size, type or device does not match its weight.
 pub fn step(rule: Rule, items: &[Item], coefficient: f32) -> Result<()> {
     step_gated(rule, items, coefficient, Gate::default())
 }
 
-/// As `step`, on a GPU in one launch that waits for nothing. The state counts a step that does not happen too.
+/// As `step`; on a GPU in one launch without synchronization. A step that the guard skips still counts as a step of
+/// the state.
 pub fn step_gated(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> Result<()> {
     let Some(first) = items.first() else {
         return Ok(());
@@ -152,7 +153,7 @@ fn one(rule: Rule, item: &Item, coefficient: f32) -> Result<()> {
             Rule::Sign => Ready::Sign(lr as f32),
             Rule::Adafactor => Ready::Adafactor(factored(item, g, coefficient)?),
         };
-        // The means of Adafactor are up to date now; the pass over the weight needs no moments.
+        // The means of Adafactor are already updated; the pass over the weight needs no moments.
         let kept = |moment| if rule == Rule::Adafactor { None } else { moment };
         let (first, second) = (kept(item.first), kept(item.second));
         let wanted = match rule {
@@ -231,7 +232,7 @@ fn with_weight(item: &Item, f: impl FnOnce(cpu::Weight) -> Result<()>) -> Result
     }
 }
 
-/// Sets a bf16 weight and its lower halves (i16 `[n]`) to exact f32 values.
+/// Splits f32 values into a bf16 weight and its low 16 bits (i16 `[n]`), without loss.
 pub fn split(values: &[f32], weight: &Tensor, low: &Tensor) -> Result<()> {
     if values.len() != weight.elem_count() || values.len() != low.elem_count() {
         return Err(Error::new("a weight and its values differ in size"));
@@ -242,7 +243,7 @@ pub fn split(values: &[f32], weight: &Tensor, low: &Tensor) -> Result<()> {
     })?
 }
 
-/// The exact f32 values of a bf16 weight and its lower halves.
+/// Returns the exact f32 values of a bf16 weight and its low 16 bits.
 pub fn join(weight: &Tensor, low: &Tensor) -> Result<Vec<f32>> {
     let high = weight.flatten_all()?.to_vec1::<bf16>()?;
     let low = low.flatten_all()?.to_vec1::<i16>()?;
@@ -253,12 +254,12 @@ pub fn join(weight: &Tensor, low: &Tensor) -> Result<Vec<f32>> {
         .collect())
 }
 
-/// The table of the eight-bit code: with sign for first moments, without for second ones.
+/// Returns the table of the 8-bit quantization: signed for first moments, unsigned for second ones.
 pub fn code_table(signed: bool) -> [f32; 256] {
     if signed { SIGNED.values } else { UNSIGNED.values }
 }
 
-/// Codes and scales of `values` in blocks of `BLOCK`.
+/// Quantizes `values` in blocks of `BLOCK`: returns the quantized data and the scales.
 pub fn encode(values: &[f32], signed: bool) -> (Vec<u8>, Vec<f32>) {
     let code: &code::Code = if signed { &SIGNED } else { &UNSIGNED };
     let mut codes = vec![0u8; values.len()];

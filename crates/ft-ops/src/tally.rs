@@ -1,11 +1,11 @@
-//! Sums of one optimizer step that are read once, at its end: reading a number from a device waits for it.
+//! Statistics of one optimizer step that are read once, at its end: reading a number from a device synchronizes.
 
 use super::update;
 use candle_core::{DType, Device, Tensor};
 use ft_base::{Error, Result};
 use std::cell::Cell;
 
-/// What is added up.
+/// The accumulated statistics.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Sums {
     /// Losses of the trained tokens in nats, not scaled.
@@ -26,7 +26,7 @@ impl Sums {
     }
 }
 
-/// Adds up where the numbers are made: on the CPU at once, on another device there.
+/// Accumulates the statistics on the device that produces them.
 pub struct Tally {
     host: Cell<Sums>,
     /// f64 `[3]` on a GPU: loss, correct, squares.
@@ -45,17 +45,17 @@ impl Tally {
         })
     }
 
-    /// Numbers that the host has already.
+    /// Adds values that are on the host.
     pub fn add(&self, sums: Sums) {
         self.host.set(self.host.get().plus(sums));
     }
 
-    /// Adds the squares of a gradient; not finite from then on if an element is not.
+    /// Adds the squares of a gradient; the sum stays non-finite once an element is not finite.
     pub fn add_squares(&self, gradient: &Tensor) -> Result<()> {
         self.add_squares_of(&[gradient])
     }
 
-    /// Adds the squares of gradients that all lie on one device: there in one launch.
+    /// Adds the squares of gradients that are all on one device; on a GPU in one launch.
     pub fn add_squares_of(&self, gradients: &[&Tensor]) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(squares) = self.squares()? {
@@ -70,28 +70,30 @@ impl Tally {
         Ok(())
     }
 
-    /// Where losses and hits are added on a GPU: f64 `[2]`.
+    /// Returns the GPU accumulators of losses and correct predictions: f64 `[2]`.
     #[cfg(feature = "cuda")]
     pub(super) fn losses(&self) -> Result<Option<Tensor>> {
         Ok(self.device.as_ref().map(|t| t.narrow(0, 0, 2)).transpose()?)
     }
 
-    /// The sum of squares on a GPU, f64 `[1]`: for what must not wait for it. `None` where the host knows it.
+    /// Returns the sum of squares on a GPU, f64 `[1]`, for code that must not synchronize. `None` if the sum is on
+    /// the host.
     pub fn squares(&self) -> Result<Option<Tensor>> {
         Ok(self.device.as_ref().map(|t| t.narrow(0, 2, 1)).transpose()?)
     }
 
-    /// All sums on a GPU, f64 `[3]`: a step that asks them (`step::Gate`) changes nothing once one is not finite.
+    /// Returns all sums on a GPU, f64 `[3]`: a step with this guard (`step::Gate`) changes nothing once one is not
+    /// finite.
     pub fn gate(&self) -> Option<&Tensor> {
         self.device.as_ref()
     }
 
-    /// The sums so far, if no device has to be waited for.
+    /// Returns the sums so far, if this needs no synchronization.
     pub fn known(&self) -> Option<Sums> {
         self.device.is_none().then(|| self.host.get())
     }
 
-    /// The sums so far; waits for the device.
+    /// Returns the sums so far; synchronizes with the device.
     pub fn read(&self) -> Result<Sums> {
         let host = self.host.get();
         let Some(device) = &self.device else {

@@ -1,19 +1,19 @@
-//! Lists of work for the attention kernels of the GPU: which rows a block owns and which it visits. Built on the host,
-//! for each call; blocks that see nothing are never in a list.
+//! Work lists for the GPU attention kernels: the rows that a block owns and the rows that it visits. Built on the
+//! host for each call; blocks without any visible pair are not in a list.
 
 use ft_base::{Error, Result};
 
-/// As `attention::Tile` of `cuda/attention.cuh`. Places count from the first key of the document.
+/// Same layout as `attention::Tile` in `cuda/attention.cuh`. Positions count from the first key of the document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tile {
-    /// First own token in the whole batch, and own rows (tokens times packed heads).
+    /// First own token in the whole batch, and number of own rows (tokens times packed heads).
     pub token: usize,
     pub rows: usize,
-    /// Place of the first own token.
+    /// Position of the first own token.
     pub place: usize,
-    /// Token of the other side at place 0.
+    /// Token of the other side at position 0.
     pub other: usize,
-    /// Places of the other side to visit.
+    /// Range of positions of the other side to visit.
     pub low: usize,
     pub high: usize,
     /// First row in the partial results.
@@ -21,7 +21,7 @@ pub(crate) struct Tile {
 }
 
 impl Tile {
-    /// As the kernels read it. `Documents::check` made sure that the numbers fit.
+    /// Returns the fields in the layout of the kernels. `Documents::check` ensures that the numbers fit.
     pub fn numbers(&self) -> [i32; 8] {
         [
             self.token, self.rows, self.place, self.other, self.low, self.high, self.slot, 0,
@@ -30,7 +30,7 @@ impl Tile {
     }
 }
 
-/// As `attention::Join`: the rows of a tile, whose keys were split.
+/// Same layout as `attention::Join`: the rows of a tile whose keys were split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Join {
     pub token: usize,
@@ -45,10 +45,10 @@ impl Join {
     }
 }
 
-/// The heaviest first: the last blocks of a launch are then short ones.
+/// Sorted with the heaviest tile first, so that the last blocks of a launch are short.
 pub(crate) struct Tiles(pub Vec<Tile>);
 
-/// Documents by their offsets, as in `ops::attention::forward`.
+/// Documents as offsets, as in `ops::attention::forward`.
 pub(crate) struct Documents<'a> {
     pub queries: &'a [usize],
     pub keys: &'a [usize],
@@ -56,7 +56,7 @@ pub(crate) struct Documents<'a> {
 }
 
 impl Documents<'_> {
-    /// The kernels count tokens in 32 bits, with room to spare.
+    /// Checks the number of tokens, which the kernels count in 32 bits.
     pub fn check(&self) -> Result<()> {
         const MOST: usize = 1 << 28;
         let tokens = self.queries.last().max(self.keys.last()).copied().unwrap_or(0);
@@ -68,12 +68,12 @@ impl Documents<'_> {
         Ok(())
     }
 
-    /// Queries of the document that has most.
+    /// Returns the number of queries of the longest document.
     pub fn longest_query(&self) -> usize {
         self.queries.windows(2).map(|d| d[1] - d[0]).max().unwrap_or(0)
     }
 
-    /// Tiles of up to `rows` rows, each query being `pack` rows, and the keys they see.
+    /// Returns tiles of up to `rows` rows (each query is `pack` rows), with the keys that they attend to.
     pub fn query_tiles(&self, rows: usize, pack: usize) -> Tiles {
         let step = (rows / pack).max(1);
         let mut tiles = Vec::new();
@@ -96,7 +96,7 @@ impl Documents<'_> {
         Tiles::sorted(tiles)
     }
 
-    /// Tiles of up to `rows` keys and the queries that see them. Queries and keys are the same tokens.
+    /// Returns tiles of up to `rows` keys, with the queries that attend to them. Queries and keys are the same tokens.
     pub fn key_tiles(&self, rows: usize) -> Tiles {
         let mut tiles = Vec::new();
         for d in self.keys.windows(2) {
@@ -126,8 +126,8 @@ impl Tiles {
         Self(tiles)
     }
 
-    /// Cuts the visits into pieces of at most `keys`. Gives the pieces, how to put them together, and the number of
-    /// rows of partial results.
+    /// Splits the visited ranges into pieces of at most `keys`. Returns the pieces, how to join them, and the
+    /// number of rows of partial results.
     pub fn split(&self, keys: usize) -> (Tiles, Vec<Join>, usize) {
         let (mut pieces, mut joins, mut slots) = (Vec::new(), Vec::new(), 0);
         for tile in &self.0 {
@@ -157,7 +157,8 @@ impl Tiles {
 mod tests {
     use super::*;
 
-    /// Every pair that attention sees must be in exactly one tile's rectangle; others may be in one.
+    /// Counts the tiles that contain each pair. Every visible pair must be in exactly one tile; other pairs may be
+    /// in one.
     fn pairs(tiles: &Tiles, queries: usize, keys: usize, own_queries: bool) -> Vec<u8> {
         let mut seen = vec![0; queries * keys];
         for t in &tiles.0 {

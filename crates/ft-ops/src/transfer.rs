@@ -1,12 +1,12 @@
-//! Copies between host memory and the device where the computing happens, beside the computing.
+//! Asynchronous copies between host memory and the compute device.
 //!
-//! On a GPU they run on a stream of their own (`cuda::transfer`). Where host and device are one, a copy is a copy: the
-//! same calls work, which is how the tests see them.
+//! On a GPU the copies run on a separate stream (`cuda::transfer`). If host and device are the same, each call
+//! makes a plain copy, so that the tests can use the same code.
 
 use candle_core::{Device, Tensor};
 use ft_base::{Error, Result};
 
-/// How long the copies to the device took, and how long the computing stood waiting for them, in milliseconds.
+/// Time of the copies to the device, and time that the computation waited for them, in milliseconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct CopyTimes {
     pub copying: f64,
@@ -14,23 +14,23 @@ pub struct CopyTimes {
 }
 
 impl CopyTimes {
-    /// The part of the copying that was hidden behind computing.
+    /// Returns the fraction of the copy time that overlapped with computation.
     pub fn hidden(&self) -> Option<f64> {
         (self.copying > 0.0).then(|| (1.0 - self.waiting / self.copying).clamp(0.0, 1.0))
     }
 }
 
-/// Copies for one device.
+/// A copy engine for one device.
 pub struct Copier {
     #[cfg(feature = "cuda")]
     gpu: Option<super::cuda::transfer::Copier>,
     device: Device,
 }
 
-/// A tensor on its way to the device.
+/// A tensor during its copy to the device.
 pub struct Arriving(Way<Tensor>);
 
-/// A tensor that waits on the host.
+/// A tensor that is offloaded to the host.
 pub struct Parked(Waiting);
 
 enum Way<T> {
@@ -46,7 +46,7 @@ enum Waiting {
 }
 
 impl Copier {
-    /// Errors: a GPU that gives no second stream.
+    /// Errors: the GPU cannot create a second stream.
     pub fn new(device: &Device) -> Result<Self> {
         Ok(Self {
             #[cfg(feature = "cuda")]
@@ -62,8 +62,8 @@ impl Copier {
         &self.device
     }
 
-    /// Starts the copy of a contiguous tensor of the host. `stays`: its memory is not changed and not given back
-    /// while the copier lives; then a GPU reads it directly.
+    /// Starts the upload of a contiguous host tensor. `stays`: its memory is neither changed nor freed while the
+    /// copier lives; then a GPU reads it directly.
     pub fn send(&self, host: &Tensor, stays: bool) -> Result<Arriving> {
         if !host.device().is_cpu() {
             return Err(Error::new("only a tensor of the host can be sent to a device"));
@@ -76,7 +76,7 @@ impl Copier {
         Ok(Arriving(Way::Here(host.copy()?)))
     }
 
-    /// The memory of this tensor will not stay after all, though it was sent so.
+    /// Revokes `stays` of an earlier `send`: the memory of this tensor may be changed or freed.
     pub fn forget(&self, host: &Tensor) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
@@ -86,7 +86,7 @@ impl Copier {
         Ok(())
     }
 
-    /// The tensor on the device, for everything that is computed from now on.
+    /// Returns the tensor on the device, for all work that is queued from now on.
     pub fn receive(&self, arriving: Arriving) -> Result<Tensor> {
         match arriving.0 {
             Way::Here(tensor) => Ok(tensor),
@@ -95,7 +95,7 @@ impl Copier {
         }
     }
 
-    /// Starts the copy of a tensor of the device to the host; it must not be changed after.
+    /// Starts the offload of a device tensor to the host; the tensor must not be changed afterwards.
     pub fn park(&self, tensor: Tensor) -> Result<Parked> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
@@ -104,7 +104,7 @@ impl Copier {
         Ok(Parked(Waiting::Here(tensor.copy()?)))
     }
 
-    /// Gives the tensor's memory on the device back: what is computed from now on may use it, after the copy.
+    /// Releases the device memory of an offloaded tensor: later work may reuse it, after the copy.
     pub fn let_go(&self, parked: &mut Parked) -> Result<()> {
         match &mut parked.0 {
             Waiting::Here(_) => Ok(()),
@@ -113,7 +113,7 @@ impl Copier {
         }
     }
 
-    /// Starts the way back of a parked tensor.
+    /// Starts the copy of an offloaded tensor back to the device.
     pub fn fetch(&self, parked: Parked) -> Result<Arriving> {
         match parked.0 {
             Waiting::Here(tensor) => Ok(Arriving(Way::Here(tensor))),
@@ -122,7 +122,8 @@ impl Copier {
         }
     }
 
-    /// The copies to the device since the last call; waits for them. `None` where host and device are one.
+    /// Returns the times of the copies to the device since the last call; waits for them. `None` if host and device
+    /// are the same.
     pub fn times(&self) -> Result<Option<CopyTimes>> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {

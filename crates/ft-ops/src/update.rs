@@ -1,5 +1,5 @@
-//! Reading and changing tensors in place: gradients, accumulators, weights. All contiguous; sums in a fixed order.
-//! A tensor must not be changed while a slice of the same storage is held.
+//! Reads and in-place updates of tensors: gradients, accumulators, weights. All tensors are contiguous; sums have a
+//! fixed order. A tensor must not be changed while a slice of the same storage is held.
 
 use super::cpu::storage::{Values, expect_dims, floats, tensor, values};
 use super::cpu::update as cpu;
@@ -25,7 +25,7 @@ pub fn with_bf16<R>(t: &Tensor, f: impl FnOnce(&[bf16]) -> R) -> Result<R> {
     })
 }
 
-/// Runs `f` on the f32 elements of `t`, which it may change.
+/// Runs `f` on the mutable f32 elements of `t`.
 pub fn with_slice_mut(t: &Tensor, f: impl FnOnce(&mut [f32]) + Send + Sync) -> Result<()> {
     in_place(t, |storage, range| match storage {
         CpuStorage::F32(v) => {
@@ -36,7 +36,7 @@ pub fn with_slice_mut(t: &Tensor, f: impl FnOnce(&mut [f32]) + Send + Sync) -> R
     })
 }
 
-/// Runs `f` on the bf16 elements of `dst`, which it may change.
+/// Runs `f` on the mutable bf16 elements of `dst`.
 pub fn store_bf16(dst: &Tensor, f: impl FnOnce(&mut [bf16]) + Send + Sync) -> Result<()> {
     in_place(dst, |storage, range| match storage {
         CpuStorage::BF16(v) => {
@@ -47,7 +47,7 @@ pub fn store_bf16(dst: &Tensor, f: impl FnOnce(&mut [bf16]) + Send + Sync) -> Re
     })
 }
 
-/// Runs `f` on the f32 elements of `dst`, which it may change, and those of `src`. The two must not share storage.
+/// Runs `f` on the mutable f32 elements of `dst` and on those of `src`. The two must not share storage.
 pub(crate) fn with_slices(dst: &Tensor, src: &Tensor, f: impl FnOnce(&mut [f32], &[f32])) -> Result<()> {
     check_place(dst)?;
     floats(src, "a tensor that is read", |_| Ok(()))?;
@@ -59,20 +59,20 @@ pub(crate) fn with_slices(dst: &Tensor, src: &Tensor, f: impl FnOnce(&mut [f32],
     op.done(dst)
 }
 
-/// `acc += g`, both f32 (on a GPU each f32 or bf16) of the same shape, not sharing storage.
+/// Computes `acc += g`, both f32 (on a GPU each f32 or bf16) of the same shape, not sharing storage.
 pub fn add_assign(acc: &Tensor, g: &Tensor) -> Result<()> {
     expect_dims(g, "a tensor that is added", acc.dims())?;
     on_gpu!(acc, super::cuda::elementwise::add_assign(acc, g));
     with_slices(acc, g, cpu::add_assign)
 }
 
-/// `t *= factor`, f32, on a GPU also bf16.
+/// Computes `t *= factor`, f32, on a GPU also bf16.
 pub fn scale_assign(t: &Tensor, factor: f32) -> Result<()> {
     on_gpu!(t, super::cuda::elementwise::scale_assign(t, factor));
     with_slice_mut(t, |t| cpu::scale(t, factor))
 }
 
-/// `a + b`, both f32 (on a GPU each f32 or bf16) of the same shape; of the type of a.
+/// Computes `a + b`, both f32 (on a GPU each f32 or bf16) of the same shape; the result has the type of a.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     expect_dims(b, "a tensor that is added", a.dims())?;
     on_gpu!(a, super::cuda::elementwise::add(a, b));
@@ -82,19 +82,19 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     tensor(sum, a.shape())
 }
 
-/// Sum of the squares of an f32 tensor (on a GPU also bf16, and waits for it); not finite when an element is not.
+/// Returns the sum of the squares of an f32 tensor (on a GPU also bf16; synchronizes); not finite if an element is not.
 pub fn sum_squares(t: &Tensor) -> Result<f64> {
     on_gpu!(t, super::cuda::reduce::sum_squares(t));
     with_slice(t, cpu::sum_squares)
 }
 
-/// No element is infinite or NaN.
+/// True if no element is infinite or NaN.
 pub fn all_finite(t: &Tensor) -> Result<bool> {
     on_gpu!(t, super::cuda::reduce::all_finite(t));
     with_slice(t, cpu::all_finite)
 }
 
-/// The elements of an f32 or bf16 tensor, widened.
+/// Returns the elements of an f32 or bf16 tensor, widened.
 pub fn to_f32_vec(t: &Tensor) -> Result<Vec<f32>> {
     on_gpu!(t, super::cuda::memory::to_f32_vec(t));
     values(t, "a tensor that is read", |v| Ok(cpu::to_f32_vec(v)))
@@ -124,16 +124,16 @@ pub fn set(t: &Tensor, values: &[f32]) -> Result<()> {
     }
 }
 
-/// Dropout: zeroes each element whose number (of `rng`, by place) lies below `p`, scales the others by `1 / (1 - p)`.
-/// The numbers are the same on every device. t f32, on a GPU also bf16.
+/// Dropout: zeroes each element whose random number (of `rng`, by index) is below `p`, and scales the others by
+/// `1 / (1 - p)`. The random numbers are the same on every device. t f32, on a GPU also bf16.
 pub fn dropout_assign(t: &Tensor, rng: Rng, p: f32) -> Result<()> {
     let keep = 1.0 / (1.0 - p);
     on_gpu!(t, super::cuda::elementwise::dropout_assign(t, rng.key(), p, keep));
     with_slice_mut(t, move |t| cpu::dropout(t, rng, p, keep))
 }
 
-/// `min(1, max / (√squares + 1e-6))` (`torch.nn.utils.clip_grad_norm_`) where the sum of squares lies: `squares` f64
-/// `[1]`, the result f32 `[1]`. Waits for nothing.
+/// Computes `min(1, max / (√squares + 1e-6))` (`torch.nn.utils.clip_grad_norm_`) on the device of the sum of
+/// squares: `squares` f64 `[1]`, the result f32 `[1]`. On a GPU without synchronization.
 pub fn clip_coefficient(squares: &Tensor, max: f64) -> Result<Tensor> {
     expect_dims(squares, "a sum of squares", &[1])?;
     on_gpu!(squares, super::cuda::reduce::clip_coefficient(squares, max));
@@ -142,7 +142,7 @@ pub fn clip_coefficient(squares: &Tensor, max: f64) -> Result<Tensor> {
     Ok(Tensor::new(&[coefficient], squares.device())?)
 }
 
-/// Element types of tensors that are changed in place.
+/// Element types of tensors that support in-place updates.
 pub(crate) trait Stored: Sized {
     fn of(storage: &mut CpuStorage) -> Option<&mut Vec<Self>>;
     fn read(storage: &CpuStorage) -> Option<&[Self]>;
@@ -168,7 +168,7 @@ macro_rules! stored {
 }
 stored!(f32, F32; bf16, BF16; u8, U8; i16, I16);
 
-/// Runs `f` on the elements of `t`, which it may change, and returns what it returns.
+/// Runs `f` on the mutable elements of `t`, and returns its result.
 pub(crate) fn with_mut<T: Stored, R>(t: &Tensor, f: impl FnOnce(&mut [T]) -> R) -> Result<R> {
     let mut result = None;
     in_place(t, |storage, range| match T::of(storage) {
@@ -181,7 +181,7 @@ pub(crate) fn with_mut<T: Stored, R>(t: &Tensor, f: impl FnOnce(&mut [T]) -> R) 
     result.ok_or_else(|| Error::new("a tensor was not changed"))
 }
 
-/// Takes the write lock of `t`; `f` gets the storage and the range of `t` in it, and says whether its type fits.
+/// Takes the write lock of `t`. `f` gets the storage and the range of `t` in it, and returns whether its type fits.
 fn in_place<F>(t: &Tensor, f: F) -> Result<()>
 where
     F: FnOnce(&mut CpuStorage, Range<usize>) -> bool,
@@ -205,14 +205,14 @@ fn check_place(t: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// candle hands out `&self`; the closure can run once only.
+/// Wraps a closure for candle's in-place operations, which pass `&self`; the closure can run only once.
 struct InPlace<F> {
     f: Mutex<Option<F>>,
     fits: Mutex<bool>,
 }
 
 impl<F> InPlace<F> {
-    /// Runs `call` on the closure and notes whether the element type fitted.
+    /// Runs `call` on the closure and records whether the element type fits.
     fn run(&self, call: impl FnOnce(F) -> bool) -> candle_core::Result<()> {
         let poisoned = |_| candle_core::Error::msg("an in-place operation panicked before");
         let f = self.f.lock().map_err(|_| poisoned(()))?.take();

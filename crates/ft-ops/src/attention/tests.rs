@@ -1,4 +1,4 @@
-//! Attention on every path against whole score matrices and candle's autograd.
+//! Attention on every path, compared with full score matrices and candle's autograd.
 
 use super::*;
 use crate::cpu::product::testable;
@@ -18,7 +18,7 @@ fn spec(heads: usize, kv_heads: usize, head_dim: usize) -> Spec {
     }
 }
 
-/// 0 where query i of `queries` sees key j of `keys`, else far below every score.
+/// Returns 0 if query i of `queries` attends to key j of `keys`, else a number far below every score.
 fn mask(queries: usize, keys: usize, window: Option<usize>) -> Tensor {
     let data: Vec<f32> = (0..queries * keys)
         .map(|at| (at / keys + keys - queries, at % keys))
@@ -30,7 +30,7 @@ fn mask(queries: usize, keys: usize, window: Option<usize>) -> Tensor {
     Tensor::from_vec(data, (queries, keys), &Device::Cpu).unwrap()
 }
 
-/// Whole score matrices, head by head: o `[Nq, H·E]` and lse `[Nq, H]`.
+/// Computes full score matrices, head by head: o `[Nq, H·E]` and lse `[Nq, H]`.
 fn composed(q: &Tensor, k: &Tensor, v: &Tensor, spec: &Spec, qd: &[usize], kd: &[usize]) -> (Tensor, Tensor) {
     let e = spec.head_dim;
     let (mut outs, mut sums) = (Vec::new(), Vec::new());
@@ -94,7 +94,7 @@ fn cases() -> Vec<(Spec, Vec<usize>)> {
         (wide_window, vec![0, 260]),
         (capped, vec![0, 65, 90]),
         (both, vec![0, 7, 80]),
-        // Head sizes of real models; edges of tiles and of blocks, and more blocks than share their keys.
+        // Head sizes of real models; edges of tiles and of blocks, and more blocks than can share packed keys.
         (spec(4, 2, 64), vec![0, 65]),
         (spec(2, 1, 80), vec![0, 100, 133]),
         (
@@ -122,12 +122,12 @@ fn cases() -> Vec<(Spec, Vec<usize>)> {
     ]
 }
 
-/// What results may be off by, of the largest: on the tile unit operands have eight bits.
+/// Returns the allowed error, relative to the largest value: with AMX operands have eight bits.
 fn tolerance(path: Path, spec: &Spec) -> f32 {
     if path.rounds(spec.rounding()) { 1e-2 } else { 1e-5 }
 }
 
-/// Every path, with a model in f32 and one in bf16.
+/// Returns every path, with a model in f32 and one in bf16.
 fn paths() -> impl Iterator<Item = (Path, bool)> {
     testable().into_iter().flat_map(|path| [(path, false), (path, true)])
 }
@@ -157,7 +157,7 @@ fn matches_autograd() {
                 assert_close(&dq, grads.get(&q).unwrap(), tolerance);
                 assert_close(&dk, grads.get(&k).unwrap(), tolerance);
             } else {
-                // One key: the probability is 1 whatever q and k are; only rounding is left on either side.
+                // One key: the probability is 1 for any q and k; only rounding errors remain.
                 assert!(flat(&dq).iter().chain(&flat(&dk)).all(|x| x.abs() < tolerance));
             }
         }

@@ -1,16 +1,16 @@
-//! Codes of a weight as tensors, which may lie on a GPU, and the products with them. There W is decoded block by block,
-//! each into the same bounded place, for the product that follows; for a few tokens in registers. The decoded values
-//! have the bits of those of the CPU.
+//! Quantized weights as tensors, on the CPU or a GPU, and their products. On a GPU, W is dequantized block by block
+//! into one bounded buffer, each block for the product that follows; for a few tokens in registers. The dequantized
+//! values are bit-equal to those of the CPU.
 
 use super::{Absmax, BLOCK, Codes, NESTED, View};
 use crate::cpu::storage::{dims2, expect_dims};
 use candle_core::{DType, Storage, Tensor, WithDType};
 use ft_base::{Error, Result};
 
-/// Most elements of W `[O, I]` that a GPU decodes at a time.
+/// Largest number of elements of W `[O, I]` that a GPU dequantizes at a time.
 pub const TILE: usize = 1 << 25;
 
-/// Bytes that the products with a weight `[O, I]` need on a GPU beside operands and results.
+/// Returns the workspace in bytes that products with a weight `[O, I]` need on a GPU, without operands and results.
 pub fn work_bytes(rows: usize, columns: usize, bf16: bool) -> u64 {
     let lines = rows.max(columns).max(1);
     // A line is a row (forward) or a column (backward).
@@ -18,7 +18,7 @@ pub fn work_bytes(rows: usize, columns: usize, bf16: bool) -> u64 {
     most as u64 * if bf16 { 2 } else { 4 }
 }
 
-/// Codes of a weight `[O, I]`, as `View`, in tensors `[..]` of one device.
+/// A quantized weight `[O, I]`, as `View`, in tensors of one device.
 #[derive(Debug, Clone)]
 pub struct Placed {
     /// O
@@ -28,11 +28,11 @@ pub struct Placed {
     /// u8
     pub codes: Tensor,
     pub scales: Scales,
-    /// Decoded values are rounded to bf16.
+    /// Dequantized values are rounded to bf16.
     pub bf16: bool,
 }
 
-/// What turns the codes into values, as `Codes` has it.
+/// Scales and their layout, as in `Codes`.
 #[derive(Debug, Clone)]
 pub enum Scales {
     /// f32
@@ -59,7 +59,7 @@ pub enum Scales {
 }
 
 impl Placed {
-    /// Errors: a tensor that is too small or of the wrong type; other rows or groups than kernels can decode.
+    /// Errors: a tensor that is too small or of the wrong type; rows or groups that the kernels do not support.
     pub fn check(&self) -> Result<()> {
         let (rows, columns) = (self.rows, self.columns);
         let blocks = (rows * columns).div_ceil(BLOCK);
@@ -71,7 +71,7 @@ impl Placed {
                 } else {
                     (columns.div_ceil(2), DType::U32)
                 };
-                // A kernel decodes up to 32 columns with one scale.
+                // A kernel dequantizes up to 32 columns with one scale.
                 let regular = *group >= columns || group.is_power_of_two() && *group >= 32;
                 if *stride < width || *stride % 16 != 0 || !regular {
                     return Err(Error::new(
@@ -98,7 +98,7 @@ impl Placed {
         Ok(())
     }
 
-    /// Runs `f` on the codes, which lie on the CPU.
+    /// Runs `f` on the quantized data, which must be on the CPU.
     fn with_view<R>(&self, f: impl FnOnce(View) -> Result<R>) -> Result<R> {
         let (rows, columns, bf16) = (self.rows, self.columns, self.bf16);
         self.with_codes(|codes| {
@@ -154,7 +154,7 @@ impl Placed {
         })
     }
 
-    /// Rows `first..first + n` in f32, `[n · I]`. From a GPU they are brought here.
+    /// Returns dequantized rows `first..first + n` in f32 on the host, `[n · I]`.
     pub fn rows(&self, first: usize, n: usize) -> Result<Vec<f32>> {
         if first + n > self.rows {
             return Err(Error::new("rows outside of a weight were asked for").found(first + n));
@@ -169,7 +169,7 @@ impl Placed {
         Ok(values)
     }
 
-    /// `x [N, I]`, `bias [O]`: `x·wᵀ + bias`, `[N, O]`.
+    /// Computes `x·wᵀ + bias`, `[N, O]`, from `x [N, I]` and `bias [O]`.
     pub fn forward(&self, x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let (rows, _) = dims2(x, "x of a linear")?;
         expect_dims(x, "x of a linear", &[rows, self.columns])?;
@@ -180,7 +180,7 @@ impl Placed {
         self.with_view(|view| super::forward(x, view, bias))
     }
 
-    /// `y [N, O] += x·wᵀ`. `y` must not share storage with `x`.
+    /// Computes `y [N, O] += x·wᵀ`. `y` must not share storage with `x`.
     pub fn forward_add(&self, y: &Tensor, x: &Tensor) -> Result<()> {
         let (rows, _) = dims2(x, "x of a linear")?;
         expect_dims(x, "x of a linear", &[rows, self.columns])?;
@@ -189,7 +189,7 @@ impl Placed {
         self.with_view(|view| super::forward_add(y, x, view))
     }
 
-    /// `dy [N, O]`: `dx = dy·w`, `[N, I]`.
+    /// Computes `dx = dy·w`, `[N, I]`, from `dy [N, O]`.
     pub fn backward_input(&self, dy: &Tensor) -> Result<Tensor> {
         let (rows, _) = dims2(dy, "dy of a linear")?;
         expect_dims(dy, "dy of a linear", &[rows, self.rows])?;
@@ -197,7 +197,7 @@ impl Placed {
         self.with_view(|view| super::backward_input(dy, view))
     }
 
-    /// `dx [N, I] += dy·w`. `dx` must not share storage with `dy`.
+    /// Computes `dx [N, I] += dy·w`. `dx` must not share storage with `dy`.
     pub fn backward_input_add(&self, dx: &Tensor, dy: &Tensor) -> Result<()> {
         let (rows, _) = dims2(dy, "dy of a linear")?;
         expect_dims(dy, "dy of a linear", &[rows, self.rows])?;

@@ -1,5 +1,5 @@
-//! Attention on slices, forward: one task for a few blocks of queries of a document and the query heads of a key head, so
-//! that keys and values are laid for the products once for all of them.
+//! Attention forward on slices. One task computes a few blocks of queries of a document for the query heads of one
+//! key head, so that keys and values are packed once for all of them.
 
 use super::math::{LANES, exp, fma, sum_lanes, tanh, vectorized};
 use super::product::inside::{Inside, Place, Side, UNIT, friendly};
@@ -8,14 +8,14 @@ use super::{LINE, Shared, with_scratch};
 use crate::attention::Spec;
 use rayon::prelude::*;
 
-/// Queries of a block.
+/// Queries per block.
 pub(crate) const QUERIES: usize = 64;
-/// Blocks of queries that share what was laid of their keys, at most.
+/// Largest number of query blocks that share packed keys.
 pub(crate) const BLOCKS: usize = 8;
-/// Tasks for a thread at least, where there are so many.
+/// Smallest number of tasks per thread, if the work can be cut into so many.
 const TASKS: usize = 4;
 
-/// A block of queries of a document and the keys it can see at all.
+/// A block of queries of a document and the range of keys that any of its queries attends to.
 #[derive(Clone, Copy)]
 pub(crate) struct Block {
     /// First query and number of queries, counted over all documents.
@@ -24,13 +24,13 @@ pub(crate) struct Block {
     /// First key counted over all documents, and number of keys.
     pub key: usize,
     pub keys: usize,
-    /// Place of the first query among the keys of the block.
+    /// Position of the first query among the keys of the block.
     pub place: usize,
 }
 
 impl Block {
-    /// Queries `first..first + queries` of the document with queries from `q0` and keys `k0..k0 + keys`; its
-    /// first query stands at `offset` among its keys. The first key is a multiple of `UNIT` from `k0`.
+    /// Queries `first..first + queries` of the document whose queries begin at `q0` and keys at `k0`; its first
+    /// query has position `offset` among its keys. The distance of the first key from `k0` is a multiple of `UNIT`.
     pub(crate) fn new(
         (q0, first, queries): (usize, usize, usize),
         k0: usize,
@@ -48,7 +48,7 @@ impl Block {
         }
     }
 
-    /// The keys that query `i` of the block sees, as a range inside the block.
+    /// Returns the keys that query `i` of the block attends to, as a range inside the block.
     pub(crate) fn visible(&self, i: usize, window: Option<usize>) -> std::ops::Range<usize> {
         let end = self.place + i + 1;
         window.map_or(0, |w| end.saturating_sub(w))..end
@@ -58,7 +58,7 @@ impl Block {
 /// A document of the batch.
 #[derive(Clone, Copy)]
 pub(crate) struct Document {
-    /// First query and number of queries, counted over all documents; the same of the keys.
+    /// First query and number of queries, then first key and number of keys, counted over all documents.
     pub query: usize,
     pub queries: usize,
     pub key: usize,
@@ -70,7 +70,7 @@ impl Document {
         self.queries.div_ceil(QUERIES)
     }
 
-    /// Blocks `first..first + count`, as many of them as there are.
+    /// Returns the existing blocks among `first..first + count`.
     pub(crate) fn run(self, first: usize, count: usize, window: Option<usize>) -> impl Iterator<Item = Block> + Clone {
         (first..(first + count).min(self.blocks())).map(move |block| {
             let at = block * QUERIES;
@@ -80,7 +80,7 @@ impl Document {
     }
 }
 
-/// First key and number of keys that some block of a run sees.
+/// Returns the first key and the number of keys that any block of a run attends to.
 pub(crate) fn keys_of(run: impl Iterator<Item = Block>) -> (usize, usize) {
     let (low, high) = run.fold((usize::MAX, 0), |(low, high), b| {
         (low.min(b.key), high.max(b.key + b.keys))
@@ -88,7 +88,7 @@ pub(crate) fn keys_of(run: impl Iterator<Item = Block>) -> (usize, usize) {
     (low, high.saturating_sub(low))
 }
 
-/// Takes parts of a scratch one after the other, each from a cache line on.
+/// Splits a scratch buffer into parts that begin on cache lines.
 pub(crate) struct Cutter<'a>(pub &'a mut [f32]);
 
 impl<'a> Cutter<'a> {
@@ -99,7 +99,7 @@ impl<'a> Cutter<'a> {
     }
 }
 
-/// Of the query heads of a key head, and of a document's blocks, those of one task.
+/// The query heads and the query blocks of one task.
 struct Task {
     document: Document,
     kv_head: usize,
@@ -119,7 +119,7 @@ fn tasks(spec: &Spec, q_documents: &[usize], k_documents: &[usize]) -> Vec<Task>
             keys: k[1] - k[0],
         })
     };
-    // The fewer tasks, the less is laid twice. No sum crosses them: they may depend on the number of threads.
+    // Fewer tasks repeat less packing. No sum crosses tasks: their number may depend on the number of threads.
     let count = |blocks: usize, parts: usize| {
         let runs: usize = documents().map(|d| d.blocks().div_ceil(blocks)).sum();
         runs * spec.kv_heads * parts
@@ -200,7 +200,7 @@ fn run(path: Path, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: &Task, o:
                     stride,
                     add: false,
                 };
-                // SAFETY: the scores are this task's own.
+                // SAFETY: the scores belong to this task alone.
                 unsafe { inside.multiply((b.queries, b.keys, e), to, &q, &k.part(b.key - low, 0)) };
                 let mut inverse = [0f32; QUERIES];
                 for (i, row) in scores.chunks_exact_mut(stride).enumerate().take(b.queries) {
@@ -209,7 +209,7 @@ fn run(path: Path, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: &Task, o:
                     row[seen.end..b.keys].fill(0.0);
                     let (max, sum) = softmax(&mut row[seen], spec.scale, spec.softcap.unwrap_or(0.0));
                     inverse[i] = 1.0 / sum;
-                    // SAFETY: this task's own element.
+                    // SAFETY: this element belongs to this task alone.
                     unsafe { *lse.at((b.query + i) * spec.heads + head) = max + sum.ln() };
                 }
                 let own = Matrix::vectors(&*scores, stride);
@@ -220,7 +220,7 @@ fn run(path: Path, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: &Task, o:
                     stride: q_width,
                     add: false,
                 };
-                // SAFETY: these rows of this head are this task's own.
+                // SAFETY: these rows of this head belong to this task alone.
                 unsafe { inside.multiply((b.queries, e, b.keys), to, &p, &v.part(0, b.key - low)) };
                 for (i, inverse) in inverse[..b.queries].iter().enumerate() {
                     // SAFETY: as above.
@@ -232,7 +232,7 @@ fn run(path: Path, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: &Task, o:
     });
 }
 
-/// Scales scores (and caps them if `cap` is not 0), replaces them by `e^(score - max)`; gives max and the sum.
+/// Scales scores (and caps them if `cap` is not 0), replaces them by `e^(score - max)`, and returns max and the sum.
 #[inline(always)]
 pub(super) fn softmax_body<const FMA: bool>(row: &mut [f32], scale: f32, cap: f32) -> (f32, f32) {
     if cap != 0.0 {

@@ -1,4 +1,4 @@
-//! Attention on slices, backward: one task for a document and a key head, or a part of its query heads.
+//! Attention backward on slices: one task per document and key head, or per part of its query heads.
 
 use super::attention::{BLOCKS, Block, Cutter, Document, QUERIES, keys_of};
 use super::math::{add_slice, dot, exp, fma, tanh, vectorized};
@@ -8,10 +8,10 @@ use super::{Shared, with_scratch};
 use crate::attention::Spec;
 use rayon::prelude::*;
 
-/// With fewer tasks than this the query heads of a key head are shared out, each part with its own dk and dv.
+/// With fewer tasks than this the query heads of a key head are split into parts, each with its own dk and dv.
 const ENOUGH_TASKS: usize = 8;
 
-/// What the backward pass reads.
+/// The inputs of the backward pass.
 pub(crate) struct Saved<'a> {
     pub q: &'a [f32],
     pub k: &'a [f32],
@@ -21,7 +21,7 @@ pub(crate) struct Saved<'a> {
     pub dout: &'a [f32],
 }
 
-/// dq, dk, dv.
+/// Computes dq, dk, dv.
 pub(crate) fn backward(
     path: Path,
     saved: &Saved<'_>,
@@ -76,17 +76,17 @@ struct Out {
     parts: usize,
 }
 
-/// What is laid of the keys that a run of blocks sees.
+/// The packed keys and values of a run of blocks.
 struct Keys<'a> {
     /// First key, counted over all documents.
     low: usize,
-    /// K for scores, K for dq, V for the gradients of the probabilities.
+    /// K for the scores, K for dq, V for the gradients of the probabilities.
     scores: Laid<'a>,
     dq: Laid<'a>,
     values: Laid<'a>,
 }
 
-/// A few blocks, and the query heads of a part of a key head.
+/// Runs a few blocks, for the query heads of one part of a key head.
 fn run(
     inside: Inside,
     saved: &Saved<'_>,
@@ -120,17 +120,18 @@ fn run(
     });
 }
 
-/// Elements of memory of a task: its run of blocks sees `keys` keys, none of the blocks more than `longest`.
+/// Returns the scratch elements of a task: its run of blocks attends to `keys` keys, each block to at most `longest`.
 pub(crate) fn scratch(inside: Inside, e: usize, keys: usize, longest: usize) -> usize {
     run_rooms(inside, e, keys).iter().sum::<usize>() + block_rooms(inside, e, longest).iter().sum::<usize>()
 }
 
-/// Elements of memory of what is laid of the keys, in the order of `Keys`.
+/// Returns the elements of the packed keys and values, in the order of `Keys`.
 fn run_rooms(inside: Inside, e: usize, keys: usize) -> [usize; 3] {
     [(keys, e), (e, keys), (keys, e)].map(|(vectors, k)| inside.room(Side::B, vectors, k))
 }
 
-/// Elements of memory of a block with up to `keys` keys: the rows of q and dout as A and as B, those of p and ds, and these laid.
+/// Returns the elements of a block with up to `keys` keys: the rows of q and dout as A and as B, p, ds, and p or ds
+/// packed.
 fn block_rooms(inside: Inside, e: usize, keys: usize) -> [usize; 5] {
     [
         inside.room(Side::A, QUERIES, e),
@@ -163,7 +164,7 @@ fn block_backward(
     let (first, stride) = (b.key - keys.low, friendly(b.keys));
     let mut scratch = Cutter(scratch);
     let [rows, columns, p, ds, laid] = block_rooms(inside, e, b.keys).map(|room| scratch.take(room));
-    // `scores [queries, keys]` = rows of a head · what is laid of the keys.
+    // Computes `scores [queries, keys]` = rows of a head · packed keys.
     let mut score = |scores: &mut [f32], from: &[f32], keys: Laid| {
         let from = Matrix::vectors(&from[at_q..], q_width);
         let a = inside.lay(Side::A, from, (b.queries, e), rows);
@@ -173,7 +174,7 @@ fn block_backward(
             stride,
             add: false,
         };
-        // SAFETY: the scores are this task's own.
+        // SAFETY: the scores belong to this task alone.
         unsafe { inside.multiply((b.queries, b.keys, e), to, &a, &keys) }
     };
     score(p, saved.q, keys.scores.part(first, 0));
@@ -203,9 +204,9 @@ fn block_backward(
         stride: q_width,
         add: false,
     };
-    // SAFETY: these rows of this head are this task's own.
+    // SAFETY: these rows of this head belong to this task alone.
     unsafe { inside.multiply((b.queries, e, b.keys), to, &a, &keys.dq.part(0, first)) };
-    // `dst [keys, E] += scores [queries, keys]ᵀ · rows of a head`.
+    // Computes `dst [keys, E] += scores [queries, keys]ᵀ · rows of a head`.
     let mut add = |dst: Shared, scores: &[f32], from: &[f32]| {
         let from = Matrix::steps(&from[at_q..], q_width);
         let rows = inside.lay(Side::B, from, (e, b.queries), columns);
@@ -217,7 +218,7 @@ fn block_backward(
             stride: part_width,
             add: true,
         };
-        // SAFETY: the columns of this part are this task's own.
+        // SAFETY: the columns of this part belong to this task alone.
         unsafe { inside.multiply((b.keys, e, b.queries), to, &a, &rows) };
     };
     add(out.dk, ds, saved.q);
@@ -247,8 +248,8 @@ fn dot_body<const FMA: bool>(a: &[f32], b: &[f32]) -> f32 {
 }
 vectorized!(fn dot_rows(a: &[f32], b: &[f32]) -> f32 = dot_body);
 
-/// p: scores (neither scaled nor capped) become probabilities. ds: gradients of the probabilities become gradients of
-/// `q·k`. `delta` is the sum of probability times gradient over the row.
+/// Turns the scores p (neither scaled nor capped) into probabilities, and the gradients ds of the probabilities
+/// into gradients of `q·k`. `delta` is the sum of probability times gradient over the row.
 #[inline(always)]
 fn softmax_backward_body<const FMA: bool>(p: &mut [f32], ds: &mut [f32], lse: f32, delta: f32, scale: f32, cap: f32) {
     if cap == 0.0 {

@@ -1,31 +1,31 @@
-//! Cross-entropy on slices. The vocabulary is cut into pieces, whether the head is here whole or comes piece by
-//! piece: both make the same products and the same sums, so both give the same bits.
+//! Cross-entropy on slices. The vocabulary is cut into pieces, both for a head that is in memory as a whole and for
+//! a streamed head: both compute the same products and the same sums, so their results are bit-equal.
 //!
-//! The sum of the exponentials of a row is made block by block, each with a maximum of its own, and put together
-//! at the end (as in the online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867, but in a fixed order).
+//! The sum of the exponentials of a row is computed block by block, each with its own maximum, and merged at the
+//! end (as in the online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867, but in a fixed order).
 
 use super::math::{LANES, exp, fma, sum_lanes, tanh, vectorized};
 use super::product::{Matrix, Start, WeightRows, product};
 use super::storage::{Values, unwritten};
 use rayon::prelude::*;
 
-/// Rows of the head that are multiplied at a time.
+/// Rows of the head per product.
 pub(crate) const PIECE: usize = 4096;
-/// Logits with one maximum; a piece is cut into whole blocks.
+/// Logits that share a maximum; a piece is cut into whole blocks.
 pub(super) const BLOCK: usize = 2048;
 
-/// What is read. `sizes` are (D, V); `cap` 0 means none.
+/// The inputs. `sizes` are (D, V); `cap` 0 means no softcap.
 pub(crate) struct Job<'a> {
     pub h: &'a [f32],
     pub head: WeightRows<'a>,
     pub targets: &'a [u32],
-    /// `[N]`: factors of the tokens' gradients.
+    /// `[N]`: factors of the gradients of the tokens.
     pub weights: Option<&'a [f32]>,
     pub sizes: (usize, usize),
     pub cap: f32,
 }
 
-/// Where gradients go; zero at first.
+/// The output gradients, initially zero.
 pub(crate) struct Gradients {
     pub scale: f32,
     pub dh: Option<Vec<f32>>,
@@ -45,11 +45,11 @@ struct Block {
     sum: f64,
 }
 
-/// What is known of a token's target before all pieces were seen.
+/// The logit of the target of a token; NaN until its piece was processed.
 #[derive(Clone, Copy)]
 struct Hit {
     logit: f32,
-    /// An equal logit stands before it in its block.
+    /// True if an equal logit precedes it in its block.
     second: bool,
 }
 
@@ -60,14 +60,14 @@ struct End {
     sum: f64,
 }
 
-/// What a group of tokens has gathered from the pieces so far.
+/// Partial results of a group of tokens, accumulated over the pieces.
 struct Rows {
     /// `[tokens, blocks of the vocabulary]`
     blocks: Vec<Block>,
     hits: Vec<Hit>,
     ends: Vec<End>,
     targets: Vec<u32>,
-    /// Factor of each token's gradient; none: 1.
+    /// Factor of each token's gradient; empty: 1.
     weights: Vec<f32>,
     cap: f32,
 }
@@ -89,7 +89,8 @@ impl Rows {
         }
     }
 
-    /// Looks at the logits of a piece, `[count, width]`, of the tokens from `start` on: the vocabulary from `first` on.
+    /// Updates the partial results with the logits of a piece, `[count, width]`: tokens from `start` on, vocabulary
+    /// from `first` on.
     fn survey(&mut self, start: usize, logits: &mut [f32], first: usize, width: usize) {
         let count = logits.len() / width.max(1);
         let per = self.blocks.len() / self.hits.len().max(1);
@@ -114,7 +115,7 @@ impl Rows {
             });
     }
 
-    /// The result of every token, when all pieces were seen.
+    /// Returns the result of every token, after all pieces were processed.
     fn finish(&mut self) -> Vec<Row> {
         let per = (self.blocks.len() / self.hits.len().max(1)).max(1);
         let rows: Vec<(Row, End)> = self
@@ -128,7 +129,7 @@ impl Rows {
         rows
     }
 
-    /// Turns the logits of a piece into their gradients times `scale`.
+    /// Replaces the logits of a piece by their gradients times `scale`.
     fn turn(&self, start: usize, logits: &mut [f32], first: usize, width: usize, scale: f32) {
         let (cap, weights) = (self.cap, &self.weights);
         let tokens = self.hits[start..]
@@ -154,22 +155,22 @@ impl Rows {
     }
 }
 
-/// Place of a target in a piece.
+/// Returns the position of a target in a piece; None if it is in another piece.
 pub(super) fn inside(target: u32, first: usize, width: usize) -> Option<usize> {
     (target as usize).checked_sub(first).filter(|at| *at < width)
 }
 
-/// The weights of these tokens.
+/// Returns the weights of these tokens.
 fn weights_of(weights: Option<&[f32]>, tokens: &[usize]) -> Vec<f32> {
     weights.map_or_else(Vec::new, |w| tokens.iter().map(|n| w[*n]).collect())
 }
 
-/// First row and number of rows of each piece.
+/// Returns the first row and the number of rows of each piece.
 pub(super) fn pieces(v: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..v).step_by(PIECE).map(move |first| (first, PIECE.min(v - first)))
 }
 
-/// `logits [count, width] = h [count, D] · headᵀ`
+/// Computes `logits [count, width] = h [count, D] · headᵀ`.
 pub(super) fn multiply(h: &[f32], head: WeightRows<'_>, (count, width, d): (usize, usize, usize), logits: &mut [f32]) {
     product(
         (count, width, d),
@@ -181,7 +182,7 @@ pub(super) fn multiply(h: &[f32], head: WeightRows<'_>, (count, width, d): (usiz
     );
 }
 
-/// `dh [count, D] (+)= dlogits [count, width] · head [width, D]`, from zero with the first piece.
+/// Computes `dh [count, D] (+)= dlogits [count, width] · head [width, D]`, from zero with the first piece.
 pub(super) fn back(
     dlogits: &[f32],
     head: WeightRows<'_>,
@@ -199,7 +200,8 @@ pub(super) fn back(
     );
 }
 
-/// A head that is here whole. `trained` are the rows of h that have a target; `each` gets them in order.
+/// Runs with a head that is in memory as a whole. `trained` are the rows of h that have a target; `each` is called
+/// with them in order.
 pub(crate) fn run(
     job: &Job<'_>,
     trained: &[usize],
@@ -250,7 +252,7 @@ pub(crate) fn run(
             }
         }
         if let Some(dh) = &mut gradients.dh {
-            // The gathered rows are not needed any more.
+            // The gathered rows are no longer needed: dh overwrites them.
             for (first, width) in pieces(v) {
                 let logits = &logits[count * first..][..count * width];
                 let head = job.head.part(first, width);
@@ -263,8 +265,8 @@ pub(crate) fn run(
     }
 }
 
-/// A head that comes in parts of whole pieces, twice: first `survey` of all parts in order, `finish`, then, where
-/// the gradient is wanted, `turn` of all parts in order.
+/// Cross-entropy with a streamed head, which arrives twice in parts of whole pieces: first `survey` of all parts in
+/// order, then `finish`, then (only for the gradient) `turn` of all parts in order.
 pub(crate) struct Streamed {
     /// `[trained, D]`
     h: Vec<f32>,
@@ -277,7 +279,7 @@ pub(crate) struct Streamed {
 }
 
 impl Streamed {
-    /// Tokens `trained` of `h`, `chunk` at a time; `sizes` are (D, V).
+    /// Takes the tokens `trained` of `h`, processed `chunk` at a time; `sizes` are (D, V).
     pub fn new(h: &[f32], targets: &[u32], trained: &[usize], sizes: (usize, usize), cap: f32, chunk: usize) -> Self {
         let (d, v) = sizes;
         let chunk = chunk.min(trained.len()).max(1);
@@ -296,12 +298,12 @@ impl Streamed {
         }
     }
 
-    /// Gives each token's gradient a factor of its own: `weights` `[N]`.
+    /// Sets a factor for the gradient of each token: `weights` `[N]`.
     pub fn weigh(&mut self, weights: Option<&[f32]>, trained: &[usize]) {
         self.rows.weights = weights_of(weights, trained);
     }
 
-    /// Rows `head` of the head from row `first` on.
+    /// Processes the rows `head` of the head from row `first` on.
     pub fn survey(&mut self, head: WeightRows<'_>, first: usize) {
         let (d, all) = (self.d, self.rows.hits.len());
         for (at, width) in pieces(head.count()) {
@@ -315,12 +317,12 @@ impl Streamed {
         }
     }
 
-    /// The result of every trained token.
+    /// Returns the result of every trained token.
     pub fn finish(&mut self) -> Vec<Row> {
         self.rows.finish()
     }
 
-    /// As `survey`: adds the rows' part to the gradient of the hidden states.
+    /// As `survey`: adds the contribution of these rows to the gradient of the hidden states.
     pub fn turn(&mut self, head: WeightRows<'_>, first: usize, scale: f32) {
         let (d, all) = (self.d, self.rows.hits.len());
         if self.dh.is_empty() {
@@ -332,7 +334,7 @@ impl Streamed {
                 let count = self.chunk.min(all - start);
                 let logits = &mut self.logits[..count * width];
                 multiply(&self.h[start * d..][..count * d], head, (count, width, d), logits);
-                // The cap goes on again, as when they were first looked at.
+                // The softcap is applied again, as in `survey`.
                 if self.rows.cap != 0.0 {
                     logits.par_chunks_mut(width).for_each(|row| {
                         row.chunks_mut(BLOCK).for_each(|part| {
@@ -352,13 +354,13 @@ impl Streamed {
         }
     }
 
-    /// `[trained, D]`, after `turn`.
+    /// The gradient of the hidden states, `[trained, D]`, after `turn`.
     pub fn gradient(&self) -> &[f32] {
         &self.dh
     }
 }
 
-/// Puts the blocks of a row together.
+/// Merges the blocks of a row.
 fn row(blocks: &[Block], hit: Hit, target: usize) -> (Row, End) {
     let max = blocks
         .iter()
@@ -370,7 +372,7 @@ fn row(blocks: &[Block], hit: Hit, target: usize) -> (Row, End) {
     (Row { loss, correct }, End { max, sum })
 }
 
-/// Caps the logits if `cap` is not 0; gives the largest, and whether all were finite before.
+/// Caps the logits if `cap` is not 0. Returns the largest, and whether all were finite before.
 #[inline(always)]
 fn largest_body<const FMA: bool>(row: &mut [f32], cap: f32) -> (f32, bool) {
     // 0 x is 0 for finite x, else NaN.
@@ -395,7 +397,7 @@ fn largest_body<const FMA: bool>(row: &mut [f32], cap: f32) -> (f32, bool) {
 }
 vectorized!(pub(super) fn largest(row: &mut [f32], cap: f32) -> (f32, bool) = largest_body);
 
-/// Sum of `e^(x - max)`: f32 within blocks, f64 over the blocks.
+/// Computes the sum of `e^(x - max)`: f32 within blocks, f64 over the blocks.
 #[inline(always)]
 fn sum_exp_body<const FMA: bool>(row: &[f32], max: f32) -> f64 {
     let mut sum = 0f64;
@@ -416,7 +418,7 @@ fn sum_exp_body<const FMA: bool>(row: &[f32], max: f32) -> f64 {
 }
 vectorized!(fn sum_exp(row: &[f32], max: f32) -> f64 = sum_exp_body);
 
-/// Logits become `factor e^(x - max)`, times the slope of the cap.
+/// Replaces logits by `factor e^(x - max)`, times the slope of the cap.
 #[inline(always)]
 fn gradient_body<const FMA: bool>(row: &mut [f32], max: f32, factor: f32, cap: f32) {
     if cap == 0.0 {

@@ -21,7 +21,7 @@ pub(crate) fn gather(table: Values<'_>, ids: &[u32], scale: f32, d: usize, y: &m
     });
 }
 
-/// Tasks own columns, not rows: an id may come twice, and its rows are added in the order of the tokens.
+/// A task owns columns, not rows: an id may occur twice, and its rows are added in the order of the tokens.
 pub(crate) fn scatter_add(dw: &mut [f32], ids: &[u32], dx: &[f32], scale: f32, d: usize) {
     const COLUMNS: usize = 128;
     let dw = Shared::new(dw);
@@ -29,7 +29,7 @@ pub(crate) fn scatter_add(dw: &mut [f32], ids: &[u32], dx: &[f32], scale: f32, d
         let first = block * COLUMNS;
         let count = COLUMNS.min(d - first);
         for (id, dx) in ids.iter().zip(dx.chunks_exact(d)) {
-            // SAFETY: this task's own columns of a row; the slice before it is no longer used.
+            // SAFETY: the columns of this task in a row; the slice before it is no longer used.
             let row = unsafe { dw.part(*id as usize * d + first, count) };
             row.iter_mut().zip(&dx[first..]).for_each(|(w, x)| *w += scale * x);
         }

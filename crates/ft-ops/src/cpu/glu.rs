@@ -7,13 +7,13 @@ use rayon::prelude::*;
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
 const CHUNK: usize = 1 << 13;
-/// Elements of gate and up that are copied aside where their gradients take their place.
+/// Elements of gate and up that are copied before their gradients overwrite them.
 const PIECE: usize = 512;
 /// `sqrt(2 / π)` and the cubic coefficient of the tanh approximation.
 const GELU_SCALE: f32 = 0.797_884_6;
 const GELU_CUBIC: f32 = 0.044_715;
 
-/// A function of one variable: its value, and value and slope.
+/// A function of one variable: computes its value, or value and slope.
 trait Function {
     fn value<const FMA: bool>(x: f32) -> f32;
     fn slope<const FMA: bool>(x: f32) -> (f32, f32);
@@ -48,7 +48,7 @@ impl Function for GeluTanh {
         let square = GELU_CUBIC * x * x;
         let t = tanh::<FMA>(GELU_SCALE * fma::<FMA>(x, square, x));
         let rise = fma::<FMA>(-t, t, 1.0);
-        // Where tanh is flat the slope is 0, also where `square` overflows.
+        // If tanh is flat the slope is 0, even if `square` overflows.
         let inner = GELU_SCALE * x * fma::<FMA>(3.0, square, 1.0);
         let bend = if rise == 0.0 { 0.0 } else { rise * inner };
         let gate = 0.5 + 0.5 * t;
@@ -96,7 +96,7 @@ pub(crate) fn backward(gate: &[f32], up: &[f32], dy: &[f32], act: Activation, dg
         .for_each(|(((dgate, dup), (gate, up)), dy)| run(gate, up, dy, dgate, dup));
 }
 
-/// As `backward`, the same bits: dgate takes the place of gate, dup that of up.
+/// As `backward`, with the same bits: dgate overwrites gate, dup overwrites up.
 pub(crate) fn backward_in_place(gate: &mut [f32], up: &mut [f32], dy: &[f32], act: Activation) {
     let run = match act {
         Activation::Silu => silu_backward,

@@ -1,7 +1,7 @@
-//! Branch-free f32 functions that the compiler vectorizes, and the switch between instruction sets.
+//! Branch-free f32 functions that the compiler vectorizes, and the run-time dispatch between instruction sets.
 
-/// Defines `$name` as `$body` compiled for each instruction set; the best one is taken at run time.
-/// `$body` is `#[inline(always)] fn body<const FMA: bool>(..)`; FMA says that `mul_add` is one instruction.
+/// Defines `$name` as `$body` compiled for each instruction set; the best one is selected at run time. `$body` is
+/// `#[inline(always)] fn body<const FMA: bool>(..)`; FMA is true if `mul_add` is one instruction.
 macro_rules! vectorized {
     ($vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? = $body:ident) => {
         $vis fn $name($($arg: $ty),*) $(-> $ret)? {
@@ -13,7 +13,7 @@ macro_rules! vectorized {
                 fn avx2($($arg: $ty),*) $(-> $ret)? { $body::<true>($($arg),*) }
                 use $crate::cpu::product::Path;
                 match Path::current() {
-                    // SAFETY: `Path` found these instructions on this machine.
+                    // SAFETY: `Path` detected these instructions on this machine.
                     Path::Amx | Path::Dots | Path::Avx512 => unsafe { avx512($($arg),*) },
                     // SAFETY: as above.
                     Path::Avx2 => unsafe { avx2($($arg),*) },
@@ -27,19 +27,19 @@ macro_rules! vectorized {
 }
 pub(crate) use vectorized;
 
-/// `a * b + c`, fused where that is one instruction.
+/// Computes `a * b + c`, fused if that is one instruction.
 #[inline(always)]
 pub(crate) fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FMA { a.mul_add(b, c) } else { a * b + c }
 }
 
-// Adding and subtracting this rounds to an integer, which then sits in the low bits.
+// Adding and then subtracting this constant rounds to an integer; after the addition it is in the low bits.
 const ROUND: f32 = 12_582_912.0;
 // ln 2 in two parts; the first has few bits, so that n * LN2_HI is exact for |n| < 2^9.
 const LN2_HI: f32 = 0.693_359_4;
 const LN2_LO: f32 = -2.121_944_4e-4;
 
-/// `x = n ln 2 + r` with `|r| <= ln 2 / 2`; gives `n` and `q(r)`, where `e^r = 1 + r + r² q(r)`.
+/// Splits `x = n ln 2 + r` with `|r| <= ln 2 / 2`. Returns `n`, `r` and `q(r)`, where `e^r = 1 + r + r² q(r)`.
 #[inline(always)]
 fn reduce<const FMA: bool>(x: f32) -> (i32, f32, f32) {
     let shifted = fma::<FMA>(x, std::f32::consts::LOG2_E, ROUND);
@@ -55,26 +55,26 @@ fn reduce<const FMA: bool>(x: f32) -> (i32, f32, f32) {
     (n, r, q)
 }
 
-/// `2^n` for -126 <= n <= 127.
+/// Computes `2^n` for -126 <= n <= 127.
 #[inline(always)]
 fn power_of_two(n: i32) -> f32 {
     f32::from_bits((n.wrapping_add(127) as u32) << 23)
 }
 
-/// `e^x`, relative error below 2e-7; NaN stays NaN.
+/// Computes `e^x`, relative error below 2e-7; NaN stays NaN.
 #[inline(always)]
 pub(crate) fn exp<const FMA: bool>(x: f32) -> f32 {
-    // Beyond these the result is 0 or infinity anyway. Written so that NaN passes.
+    // Outside this range the result is 0 or infinity. Written such that NaN stays NaN.
     let x = if x < -104.0 { -104.0 } else { x };
     let x = if x > 89.0 { 89.0 } else { x };
     let (n, r, q) = reduce::<FMA>(x);
     let e = fma::<FMA>(r * r, q, r) + 1.0;
-    // Two factors: n itself may lie outside the exponents of normal numbers.
+    // Two factors, because n itself may be outside the exponent range of normal numbers.
     let half = n >> 1;
     e * power_of_two(half) * power_of_two(n.wrapping_sub(half))
 }
 
-/// `tanh x`, relative error below 5e-7; NaN stays NaN.
+/// Computes `tanh x`, relative error below 5e-7; NaN stays NaN.
 #[inline(always)]
 pub(crate) fn tanh<const FMA: bool>(x: f32) -> f32 {
     let a = 2.0 * x.abs();
@@ -86,7 +86,7 @@ pub(crate) fn tanh<const FMA: bool>(x: f32) -> f32 {
     (e / (e + 2.0)).copysign(x)
 }
 
-/// `1 / (1 + e^-x)`.
+/// Computes `1 / (1 + e^-x)`.
 #[inline(always)]
 pub(crate) fn sigmoid<const FMA: bool>(x: f32) -> f32 {
     1.0 / (1.0 + exp::<FMA>(-x))
@@ -94,7 +94,7 @@ pub(crate) fn sigmoid<const FMA: bool>(x: f32) -> f32 {
 
 pub(crate) const LANES: usize = 32;
 
-/// Sum of the lanes in a fixed tree order.
+/// Returns the sum of the lanes in a fixed tree order.
 #[inline(always)]
 pub(crate) fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
     let mut width = LANES / 2;
@@ -112,7 +112,7 @@ pub(crate) fn dot<const FMA: bool>(a: &[f32], b: &[f32]) -> f32 {
     sum_lanes(dot_lanes::<FMA>([0f32; LANES], a, b))
 }
 
-/// Adds the products to the lanes. A dot product may be cut at multiples of `LANES`: the bits stay the same.
+/// Adds the products to the lanes. A dot product may be cut at multiples of `LANES` without a change of the bits.
 #[inline(always)]
 pub(crate) fn dot_lanes<const FMA: bool>(mut lanes: [f32; LANES], a: &[f32], b: &[f32]) -> [f32; LANES] {
     let (a_blocks, a_rest) = a.as_chunks::<LANES>();
@@ -157,11 +157,11 @@ fn widen_slice_body<const FMA: bool>(to: &mut [f32], from: &[half::bf16]) {
 }
 vectorized!(pub(crate) fn widen_slice(to: &mut [f32], from: &[half::bf16]) = widen_slice_body);
 
-/// The nearest bf16, ties to even; NaN stays NaN. The bits of `half::bf16::from_f32` for all that is a number.
+/// Returns the nearest bf16, ties to even; NaN stays NaN. The same bits as `half::bf16::from_f32`, except for NaN.
 #[inline(always)]
 pub(crate) fn nearest_bf16(x: f32) -> f32 {
     let bits = x.to_bits();
-    // Adding to the bits of infinity changes nothing; those of a NaN could become infinity, or a number.
+    // The addition does not change infinity, but it could turn a NaN into infinity or a number.
     let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1)) & 0xFFFF_0000;
     f32::from_bits(if x.is_nan() { 0x7FC0_0000 } else { rounded })
 }

@@ -19,11 +19,11 @@ pub(crate) mod step;
 pub(crate) mod storage;
 pub(crate) mod update;
 
-/// A destination that several tasks write at once, each its own elements.
+/// An output slice that several tasks write concurrently, each its own elements.
 #[derive(Clone, Copy)]
 pub(crate) struct Shared(*mut f32, usize);
 
-// SAFETY: only an address and a length; whoever writes through it owns the elements it writes (see `part`).
+// SAFETY: only an address and a length; each writer owns the elements that it writes (see `part`).
 unsafe impl Send for Shared {}
 unsafe impl Sync for Shared {}
 
@@ -32,14 +32,14 @@ impl Shared {
         Self(slice.as_mut_ptr(), slice.len())
     }
 
-    /// Address of element `index`.
+    /// Returns the address of element `index`.
     pub(crate) fn at(self, index: usize) -> *mut f32 {
         assert!(index <= self.1);
         self.0.wrapping_add(index)
     }
 
     /// # Safety
-    /// The slice behind must outlive the use, and no other task may touch these elements meanwhile.
+    /// The slice must outlive the returned part, and no other task may access these elements at the same time.
     pub(crate) unsafe fn part<'a>(self, start: usize, len: usize) -> &'a mut [f32] {
         assert!(start <= self.1 && len <= self.1 - start);
         // SAFETY: inside the slice (checked above), not shared (promised by the caller).
@@ -47,9 +47,9 @@ impl Shared {
     }
 }
 
-/// Floats of a cache line.
+/// Number of f32 in a cache line.
 const LINE: usize = 16;
-/// A thread keeps a scratch of up to this many elements for its next task (4 MiB).
+/// A thread keeps a scratch buffer of up to this many elements for its next task (4 MiB).
 const KEEP: usize = 1 << 20;
 
 thread_local! {
@@ -62,7 +62,7 @@ pub(crate) fn with_scratch<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R 
     if scratch.len() < len + LINE {
         scratch = vec![0.0; len + LINE];
     }
-    // From a cache line on: a vector that crosses lines costs twice.
+    // Begins on a cache line: a vector load that crosses a cache line costs twice.
     let start = scratch.as_ptr().align_offset(4 * LINE).min(LINE);
     let result = f(&mut scratch[start..start + len]);
     if scratch.len() <= KEEP {

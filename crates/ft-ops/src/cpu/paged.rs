@@ -1,5 +1,5 @@
-//! Attention on pages: one task for a document, a key head and a few queries. All its query heads meet each page while
-//! the page is in the first-level cache; numbers that are not f32 are widened there once.
+//! Paged attention. A task is a document, a key head and a few queries. All its query heads use each page while the
+//! page is in the L1 cache; values that are not f32 are widened there once.
 
 use super::attention::softmax_body;
 use super::math::{LANES, fma, nearest_bf16, vectorized, widen};
@@ -8,23 +8,23 @@ use crate::attention::Spec;
 use crate::paged::{Document, Numbers, PAGE, Page};
 use rayon::prelude::*;
 
-/// Score rows (queries times heads) of a task, about.
+/// Approximate number of score rows (queries times heads) of a task.
 const ROWS: usize = 32;
-/// Score rows that share a load.
+/// Score rows that share one load of keys or values.
 const TOGETHER: usize = 4;
 
 /// A key head and some queries of a document.
 struct Task<'a> {
     pages: &'a [&'a Page],
     head: usize,
-    /// First query counted over all documents, and their number.
+    /// First query, counted over all documents, and number of queries.
     query: usize,
     queries: usize,
-    /// Place of the first query among the tokens of its document.
+    /// Position of the first query among the tokens of its document.
     place: usize,
 }
 
-/// q `[N, H·E]`, o alike, lse `[N, H]`.
+/// Shapes: q and o `[N, H·E]`, lse `[N, H]`.
 pub(crate) fn attend(q: &[f32], documents: &[Document], spec: &Spec, o: &mut [f32], lse: &mut [f32]) {
     let step = (ROWS * spec.kv_heads / spec.heads).max(1);
     let mut tasks = Vec::new();
@@ -53,7 +53,7 @@ pub(crate) fn attend(q: &[f32], documents: &[Document], spec: &Spec, o: &mut [f3
 }
 
 impl Task<'_> {
-    /// The first token that any query sees.
+    /// Returns the first token that any of the queries attends to.
     fn low(&self, spec: &Spec) -> usize {
         spec.window.map_or(0, |w| (self.place + 1).saturating_sub(w))
     }
@@ -121,10 +121,10 @@ fn run_body<const FMA: bool>(
         if rounds {
             scores[start..end].iter_mut().for_each(|p| *p = nearest_bf16(*p));
         }
-        // SAFETY: this task's own element.
+        // SAFETY: this element belongs to this task alone.
         unsafe { *lse.at(row_of(row)) = max + sum.ln() };
     }
-    // Sums of values, `[rows, padded]`.
+    // Weighted sums of values, `[rows, padded]`.
     sums.fill(0.0);
     for (page, tokens, at) in pages(task, low, high) {
         let values = head_of(&page.values, task.head, PAGE, padded, false, tile);
@@ -142,7 +142,7 @@ fn run_body<const FMA: bool>(
         }
     }
     for (row, sums) in sums.chunks_exact(padded).enumerate() {
-        // SAFETY: this task's own elements.
+        // SAFETY: these elements belong to this task alone.
         let o = unsafe { o.part(row_of(row) * e, e) };
         for (o, x) in o.iter_mut().zip(sums) {
             *o = x * inverse[row];
@@ -151,8 +151,9 @@ fn run_body<const FMA: bool>(
 }
 vectorized!(fn run(task: &Task<'_>, spec: &Spec, q: &[f32], sizes: [usize; 4], scratch: &mut [f32], o: Shared, lse: Shared) = run_body);
 
-/// The pages that hold some of the tokens `low..high`: each with which of its tokens these are, and the place of the first
-/// of them after `low`. (Not a function that calls a closure: closures are compiled without the wide instructions.)
+/// Returns the pages that hold some of the tokens `low..high`: page, range of these tokens in the page, and
+/// position of the first of them relative to `low`. (An iterator, not a function with a closure: closures are
+/// compiled without the wide instructions.)
 fn pages<'a>(
     task: &Task<'a>,
     low: usize,
@@ -167,8 +168,8 @@ fn pages<'a>(
     })
 }
 
-/// The matrix `[rows, columns]` of a head in f32: where it lies, or widened in `tile`. `scale_of_column`: a token is a
-/// column, else a row.
+/// Returns the matrix `[rows, columns]` of a head in f32, in place or widened into `tile`. `scale_of_column`: true
+/// if a token is a column, false if it is a row.
 #[inline(always)]
 fn head_of<'a>(
     numbers: &'a Numbers,
@@ -210,7 +211,7 @@ fn head_of<'a>(
     }
 }
 
-/// Products of R queries `[R, E]` with the keys `[E, PAGE]` of a page.
+/// Computes the products of R queries `[R, E]` with the keys `[E, PAGE]` of a page.
 #[inline(always)]
 fn score<const FMA: bool, const R: usize>(q: &[f32], keys: &[f32], to: &mut [[f32; PAGE]; TOGETHER]) {
     let e = q.len() / R;
@@ -231,7 +232,7 @@ fn score<const FMA: bool, const R: usize>(q: &[f32], keys: &[f32], to: &mut [[f3
     }
 }
 
-/// `sums [R, padded] += weights · values [tokens, padded]`; weights of a row are `seen` apart from those of the next.
+/// Computes `sums [R, padded] += weights · values [tokens, padded]`; rows of weights are `seen` elements apart.
 #[inline(always)]
 fn gather<const FMA: bool, const R: usize>(
     sums: &mut [f32],

@@ -3,7 +3,7 @@
 use super::math::{LANES, dot, fma, sum_lanes, vectorized};
 use rayon::prelude::*;
 
-/// Rows handled by one task in the forward pass, about this many elements.
+/// Approximate number of elements of one task in the forward pass.
 const ELEMENTS: usize = 1 << 14;
 /// The weight gradient is summed in at most this many parts.
 const PARTS: usize = 64;
@@ -34,7 +34,7 @@ fn forward_body<const FMA: bool>(x: &[f32], scale: &[f32], eps: f32, y: &mut [f3
 }
 vectorized!(fn forward_rows(x: &[f32], scale: &[f32], eps: f32, y: &mut [f32]) = forward_body);
 
-/// Fills dx; gives dw when wanted, summed over fixed parts of the rows, then over the parts in order.
+/// Fills dx. Returns dw if needed, summed over fixed parts of the rows, then over the parts in order.
 pub(crate) fn backward(
     x: &[f32],
     scale: &[f32],
@@ -95,7 +95,7 @@ fn backward_body<const FMA: bool>(x: &[f32], scale: &[f32], dy: &[f32], eps: f32
         for (((dx, x), dy), w) in dx.iter_mut().zip(x).zip(dy).zip(scale) {
             *dx = dy * w * r - x * pull;
         }
-        // Empty when dw is not wanted.
+        // Empty if dw is not needed.
         for ((dw, x), dy) in dw.iter_mut().zip(x).zip(dy) {
             *dw = fma::<FMA>(*dy, x * r, *dw);
         }

@@ -1,12 +1,13 @@
-//! Rotary positions on slices.
+//! Rotary position embeddings on slices.
 
 use super::math::{fma, vectorized};
 use rayon::prelude::*;
 
-/// Tokens handled by one task.
+/// Tokens per task.
 const TOKENS: usize = 32;
 
-/// x and y `[N, width]`, heads of `head` elements; cos and sin `[N, half]`. `sign` -1 gives the transpose.
+/// Rotates x to y, both `[N, width]`, heads of `head` elements; cos and sin `[N, half]`. `sign` -1 applies the
+/// transpose.
 pub(crate) fn apply(
     x: &[f32],
     cos: &[f32],

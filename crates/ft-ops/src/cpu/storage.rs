@@ -1,11 +1,11 @@
-//! Reading tensors as slices: contiguous, on the CPU, f32 or bf16, or a clear error.
+//! Access to tensors as slices: contiguous, on the CPU, f32 or bf16, or a clear error.
 
 use super::product::Rounding;
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, Tensor};
 use ft_base::{Error, Result};
 use half::bf16;
 
-/// Elements of a weight in the type in which they are stored.
+/// Elements of a weight in their storage type.
 #[derive(Clone, Copy)]
 pub(crate) enum Values<'a> {
     F32(&'a [f32]),
@@ -20,7 +20,7 @@ impl Values<'_> {
         }
     }
 
-    /// How exact products with a weight stored like this are.
+    /// Returns the rounding of products with a weight of this type.
     pub(crate) fn rounding(self) -> Rounding {
         match self {
             Values::F32(_) => Rounding::Exact,
@@ -28,7 +28,7 @@ impl Values<'_> {
         }
     }
 
-    /// Widened, for small vectors (a norm, a bias).
+    /// Widens to f32, for small vectors (a norm, a bias).
     pub(crate) fn to_f32(self) -> Vec<f32> {
         match self {
             Values::F32(v) => v.to_vec(),
@@ -59,11 +59,11 @@ pub(crate) fn floats<R>(t: &Tensor, name: &str, f: impl FnOnce(&[f32]) -> Result
     })
 }
 
-/// `len` elements that the caller writes before anybody reads them: their first contents are arbitrary. Zeroing
+/// Returns `len` elements with arbitrary contents, which the caller must write before anyone reads them. Zeroing
 /// them would cost a pass over memory in every operation.
 pub(crate) fn unwritten(len: usize) -> Vec<f32> {
     let mut data = Vec::with_capacity(len);
-    // SAFETY: the capacity is there, every bit pattern is an f32, and every caller is an operation that fills it.
+    // SAFETY: the capacity is reserved, every bit pattern is an f32, and every caller is an operation that fills it.
     #[allow(clippy::uninit_vec)]
     unsafe {
         data.set_len(len)
@@ -71,12 +71,12 @@ pub(crate) fn unwritten(len: usize) -> Vec<f32> {
     data
 }
 
-/// A CPU tensor around `data`, without a copy.
+/// Wraps `data` in a CPU tensor without a copy.
 pub(crate) fn tensor(data: Vec<f32>, shape: impl Into<Shape>) -> Result<Tensor> {
     Ok(Tensor::from_vec(data, shape.into(), &Device::Cpu)?)
 }
 
-/// `[rows, columns]` of a matrix.
+/// Returns `[rows, columns]` of a matrix.
 pub(crate) fn dims2(t: &Tensor, name: &str) -> Result<(usize, usize)> {
     match *t.dims() {
         [rows, columns] => Ok((rows, columns)),
@@ -84,7 +84,7 @@ pub(crate) fn dims2(t: &Tensor, name: &str) -> Result<(usize, usize)> {
     }
 }
 
-/// `t` must have the shape `dims`.
+/// Checks that `t` has the shape `dims`.
 pub(crate) fn expect_dims(t: &Tensor, name: &str, dims: &[usize]) -> Result<()> {
     if t.dims() == dims {
         Ok(())
@@ -93,7 +93,7 @@ pub(crate) fn expect_dims(t: &Tensor, name: &str, dims: &[usize]) -> Result<()> 
     }
 }
 
-/// `t` must be f32.
+/// Checks that `t` is f32.
 pub(crate) fn expect_f32(t: &Tensor, name: &str) -> Result<()> {
     if t.dtype() == DType::F32 {
         Ok(())

@@ -1,4 +1,4 @@
-//! Elementwise changes and reductions on slices.
+//! Elementwise updates and reductions on slices.
 
 use super::math::{LANES, add_slice, dot, fma, sum_lanes, vectorized, widen_slice};
 use super::storage::{Values, unwritten};
@@ -30,7 +30,7 @@ pub(crate) fn add(a: &[f32], b: &[f32]) -> Vec<f32> {
     sum
 }
 
-/// f32 within chunks, f64 over the chunks, in order.
+/// Sums the squares: f32 within chunks, f64 over the chunks, in order.
 pub(crate) fn sum_squares(t: &[f32]) -> f64 {
     let parts: Vec<f32> = t.par_chunks(CHUNK).map(squares).collect();
     parts.iter().map(|x| *x as f64).sum()
@@ -63,7 +63,7 @@ fn finite_body<const FMA: bool>(t: &[f32]) -> bool {
 }
 vectorized!(fn finite(t: &[f32]) -> bool = finite_body);
 
-/// Zero where the element's number lies below p, else times `keep`.
+/// Sets an element to zero if its random number is below p, else multiplies it by `keep`.
 pub(crate) fn dropout(t: &mut [f32], rng: Rng, p: f32, keep: f32) {
     t.par_chunks_mut(CHUNK).enumerate().for_each(|(c, chunk)| {
         for (i, v) in chunk.iter_mut().enumerate() {
@@ -89,7 +89,7 @@ pub(crate) fn to_f32_vec(v: Values<'_>) -> Vec<f32> {
     }
 }
 
-/// Sum over the rows of `a [k, n]`, added in the order of the rows.
+/// Sums the rows of `a [k, n]`, in the order of the rows.
 pub(crate) fn sum_rows(a: &[f32], n: usize) -> Vec<f32> {
     const COLUMNS: usize = 256;
     let mut sum = vec![0f32; n];

@@ -1,4 +1,5 @@
-//! The entropy of the distribution of each next token: for metrics, with a product of its own.
+//! The entropy of the next-token distribution of each token, for metrics; it computes the logits separately from
+//! the loss.
 
 use super::{Options, PIECE, Pieces, check};
 use crate::cpu::storage::dims2;
@@ -7,10 +8,10 @@ use candle_core::Tensor;
 use ft_base::Result;
 use rayon::prelude::*;
 
-/// Entropy in nats, `[N]`; 0 where the target is `IGNORE`. h `[N, D]`, head `[V, D]`, targets `[N]`. Logits exist for
-/// `chunk` tokens at a time; on a GPU for a piece of the vocabulary.
+/// Returns the entropy of each token in nats, `[N]`; 0 if the target is `IGNORE`. h `[N, D]`, head `[V, D]`,
+/// targets `[N]`. Logits are in memory for `chunk` tokens at a time; on a GPU for one piece of the vocabulary.
 ///
-/// Errors: a target outside of the vocabulary.
+/// Errors: a target outside the vocabulary.
 pub fn token_entropies(
     h: &Tensor,
     head: &Tensor,
@@ -28,7 +29,7 @@ pub fn token_entropies(
     streamed_entropies(h, &whole, targets, softcap, chunk)
 }
 
-/// The same through a head that comes in parts.
+/// As `token_entropies`, with a streamed head.
 pub fn streamed_entropies(
     h: &Tensor,
     head: &Pieces,
@@ -62,7 +63,7 @@ pub fn streamed_entropies(
     Ok(entropies)
 }
 
-/// Of each row of logits `[N, V]`, before the soft cap.
+/// Returns the entropy of each row of logits `[N, V]`, to which the softcap is not yet applied.
 fn of_rows(logits: &Tensor, softcap: Option<f32>) -> Result<Vec<f32>> {
     let v = dims2(logits, "the logits")?.1;
     let mut logits = update::to_f32_vec(logits)?;
@@ -97,7 +98,7 @@ mod tests {
             (found[0] - 4f32.ln()).abs() < 1e-6 && found[1].abs() < 1e-6,
             "{found:?}"
         );
-        // A cap of 1 leaves at most 1 between the first and the others.
+        // A cap of 1 leaves a difference of at most 1 between the first and the others.
         let p = 1f64.exp() / (1f64.exp() + 3.0);
         let q = (1.0 - p) / 3.0;
         let want = -(p * p.ln() + 3.0 * q * q.ln());

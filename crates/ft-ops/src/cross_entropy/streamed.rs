@@ -1,6 +1,6 @@
-//! The same loss through a head that is never here whole: its parts come twice, once for the sums of the
-//! exponentials and once for the gradient. Logits exist for one chunk of tokens and one piece of the vocabulary. On a GPU
-//! the chunks are `PIECE_TOKENS` long, and sums have another order than those of a whole head.
+//! Cross-entropy with a streamed head: its parts are read twice, once for the sums of the exponentials and once for
+//! the gradient. Logits are in memory for one chunk of tokens and one piece of the vocabulary. On a GPU the chunks
+//! are `PIECE_TOKENS` long, and sums have another order than with a whole head.
 
 use super::{Options, Output, PIECE, Sum, check, cpu};
 use crate::cpu::storage::{expect_dims, floats, tensor};
@@ -9,7 +9,7 @@ use crate::tally::Tally;
 use candle_core::Tensor;
 use ft_base::{Error, Result};
 
-/// A head `[V, D]` that comes in parts.
+/// A streamed head `[V, D]`.
 pub struct Pieces<'a> {
     /// V
     pub rows: usize,
@@ -17,12 +17,12 @@ pub struct Pieces<'a> {
     pub width: usize,
     /// Rows of a part, a multiple of `PIECE`; the last part may have fewer.
     pub rows_of_part: usize,
-    /// The part from this row on.
+    /// Returns the part that begins at this row.
     pub part: &'a dyn Fn(usize) -> Result<Tensor>,
 }
 
 impl Pieces<'_> {
-    /// Hands every part to `f`, with its first row.
+    /// Calls `f` for every part, with its first row.
     pub(crate) fn each(&self, mut f: impl FnMut(usize, &Tensor) -> Result<()>) -> Result<()> {
         for first in (0..self.rows).step_by(self.rows_of_part) {
             let part = (self.part)(first)?;
@@ -33,7 +33,7 @@ impl Pieces<'_> {
         Ok(())
     }
 
-    /// The rows that have a target, after all checks.
+    /// Returns the rows that have a target, after all checks.
     fn trained_rows(&self, h: &Tensor, targets: &[u32], options: &Options) -> Result<Vec<usize>> {
         if self.rows_of_part == 0 || !self.rows_of_part.is_multiple_of(PIECE) {
             return Err(Error::new("the head comes in parts of the wrong size")
@@ -49,8 +49,8 @@ impl Pieces<'_> {
     }
 }
 
-/// As `forward_backward`, and without wanted gradients as `forward_only`: on the CPU the same bits. The head cannot have a
-/// gradient of its own: what is trained is here whole.
+/// As `forward_backward`, or as `forward_only` if no gradient is requested; on the CPU with the same bits. The
+/// gradient of the head is not available: a head that trains must be in memory as a whole.
 pub fn streamed(h: &Tensor, head: &Pieces, targets: &[u32], options: &Options, tally: &Tally) -> Result<Output> {
     on_gpu!(h, gpu::streamed(h, head, targets, options, tally));
     let mut sum = Sum::default();
@@ -63,7 +63,7 @@ pub fn streamed(h: &Tensor, head: &Pieces, targets: &[u32], options: &Options, t
     })
 }
 
-/// As `token_log_probs`.
+/// As `token_log_probs`, with a streamed head.
 pub fn streamed_log_probs(
     h: &Tensor,
     head: &Pieces,
@@ -80,7 +80,7 @@ pub fn streamed_log_probs(
     Ok(log_probs)
 }
 
-/// Hands every trained token's result to `each`, in order; gives the wanted gradient of the hidden states.
+/// Calls `each` with the result of every trained token, in order. Returns the requested gradient of the hidden states.
 fn rows(
     h: &Tensor,
     head: &Pieces,
@@ -123,7 +123,7 @@ fn rows(
     dh.map(|dh| tensor(dh, (n, d))).transpose()
 }
 
-/// The same on a GPU.
+/// The GPU versions.
 #[cfg(feature = "cuda")]
 pub(super) mod gpu {
     use super::super::super::cuda::cross_entropy_parts::{Job, run};
@@ -160,14 +160,14 @@ pub(super) mod gpu {
         })
     }
 
-    /// What is wanted of each token.
+    /// The quantity to compute for each token.
     #[derive(Clone, Copy, PartialEq)]
     pub(in super::super) enum Which {
         LogProbs,
         Entropies,
     }
 
-    /// `[N]`; 0 where the target is `IGNORE`.
+    /// Returns the quantity for each token, `[N]`; 0 if the target is `IGNORE`.
     pub(in super::super) fn of_each_token(
         h: &Tensor,
         head: &Pieces,

@@ -1,6 +1,6 @@
-//! Steps of Adafactor: a few small kernels for each parameter, none of which is waited for.
+//! Adafactor updates on a GPU: a few small kernels per parameter, with no synchronization.
 //!
-//! Letters: R rows and C columns of a matrix; a vector has no rows and its elements as columns.
+//! Letters: R rows and C columns of a matrix; a vector has no rows, and its elements are columns.
 
 use super::reduce::SHARE;
 use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
@@ -8,7 +8,7 @@ use crate::step::{Gate, Item, Moment, Precision};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
-/// Rows that a thread sums of its column at least, and stripes of them at most.
+/// Smallest number of rows that a thread sums, and largest number of stripes of rows.
 const STRIPE: usize = 64;
 const STRIPES: usize = 128;
 const THREADS: usize = 256;
@@ -29,7 +29,7 @@ pub(crate) fn run(items: &[Item], coefficient: f32, gate: Gate) -> Result<()> {
     all.into_iter().try_for_each(|item| common.step(item))
 }
 
-/// The last arguments of the kernels: the gate, and the factor of the gradients.
+/// The last arguments of the kernels: the `found_inf` guard, and the factor of the gradients.
 struct Common {
     finite: [Arg; 2],
     factor: [Arg; 2],
@@ -39,7 +39,8 @@ fn wrong(what: &str) -> Error {
     Error::new(format!("an optimizer step was given {what}"))
 }
 
-/// The second moment of a parameter, f32: addresses of the row means, if it has any, and of the others; R and C.
+/// Returns the second moment of a parameter, f32: the address of the row means (0 for a vector) and of the other
+/// means; R and C.
 fn moments(item: &Item) -> Result<(u64, u64, usize, usize)> {
     let place = |t: &Tensor, n: usize| match t.elem_count() == n {
         true => address_of(t, "an optimizer state", DType::F32),
@@ -57,8 +58,8 @@ fn moments(item: &Item) -> Result<(u64, u64, usize, usize)> {
     }
 }
 
-/// Address, address of the lower halves, key and form of the weight, as `change` of `cuda/weight.cuh` takes them; `gradient`
-/// is read beside it.
+/// Returns the weight arguments of `change` in `cuda/weight.cuh`: address, address of the low 16 bits, random key
+/// and form. `gradient` is read together with the weight.
 fn weight(item: &Item, gradient: u64) -> Result<[Arg; 4]> {
     let kind = Kind::of(item.weight, "a weight")?;
     let (low, key, random) = match item.precision {
@@ -96,15 +97,15 @@ impl Common {
         let launch = |kernel: &str, grid: Grid, args: &[Arg], factor: bool| {
             let factor = if factor { &self.factor[..] } else { &[] };
             let args = [args, &self.finite, factor].concat();
-            // SAFETY: gradient, weight and means were checked above to have the sizes of each other; the sums beside them
-            // have a place for each block.
+            // SAFETY: the sizes of gradient, weight and means were checked above against each other; the buffers of
+            // sums have one element per block.
             unsafe { gpu.launch("adafactor", kernel, grid, &args) }
         };
         if rows != 0 {
             let args = [g, Arg::size(c), Arg::Address(rows), keep, take];
             launch("adafactor_rows", Grid::line(r, threads(c)), &args, true)?;
         }
-        // Columns: sums over stripes of rows, then over the stripes.
+        // Columns: sums within stripes of rows, then over the stripes.
         let count = STRIPE.max(r.div_ceil(STRIPES));
         let stripes = r.div_ceil(count);
         let sums = gpu.empty(stripes * c, DType::F32)?;
@@ -125,7 +126,7 @@ impl Common {
         let (mean, size) = (Arg::Address(scalars), Arg::Address(scalars + 4));
         if rows != 0 {
             let args = [Arg::Address(rows), Arg::size(r), mean];
-            // SAFETY: there are so many rows, and `mean` is one number.
+            // SAFETY: `rows` has r elements, and `mean` is one number.
             unsafe { gpu.launch("adafactor", "adafactor_mean", Grid::line(1, 1024), &args)? };
         }
         let shares = c.div_ceil(SHARE);
@@ -151,7 +152,7 @@ impl Common {
     }
 }
 
-/// Threads for a row of `c` elements.
+/// Returns the number of threads for a row of `c` elements.
 fn threads(c: usize) -> u32 {
     c.div_ceil(4).div_ceil(32).clamp(1, 8) as u32 * 32
 }

@@ -1,7 +1,7 @@
-//! Attention on a GPU: launches of the kernels in `cuda/attention_*.cu`, on the lists of `tiles`.
+//! Attention on a GPU: launches the kernels in `cuda/attention_*.cu` on the work lists of `tiles`.
 //!
-//! bf16 runs on the tensor cores where the head size is a multiple of 8 up to 256; other bf16 heads and f32 run on the
-//! plain f32 kernels, with heads of up to 256. Shapes and letters as in `ops::attention`.
+//! bf16 uses the tensor cores if the head size is a multiple of 8 up to 256. Other bf16 heads and f32 use the plain
+//! f32 kernels, with heads of up to 256. Shapes and letters as in `ops::attention`.
 
 use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned, elementwise, narrow};
 use crate::attention::Spec;
@@ -14,7 +14,7 @@ use ft_base::{Error, Result};
 use std::collections::VecDeque;
 use std::sync::Mutex;
 
-/// As `attention::Form` of `cuda/attention.cuh`.
+/// Same layout as `attention::Form` in `cuda/attention.cuh`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct Form {
@@ -28,12 +28,12 @@ struct Form {
     parts: i32,
 }
 
-// SAFETY: numbers alone, laid out as the kernels read them.
+// SAFETY: only numbers, in the layout that the kernels read.
 unsafe impl DeviceRepr for Form {}
 
 impl Form {
     fn new(spec: &Spec, pack: usize, parts: usize) -> Result<Self> {
-        /// No document is longer, and twice as much is still a 32-bit number.
+        /// No document is longer, and twice this number still fits in 32 bits.
         const NO_WINDOW: usize = 1 << 30;
         Ok(Self {
             heads: narrow(spec.heads, "the number of heads")?,
@@ -48,22 +48,22 @@ impl Form {
     }
 }
 
-/// Kernels of one head size, and the rows of their tiles as they were compiled.
+/// The kernels of one head size, with the tile rows that were compiled in.
 struct Compiled {
     size: usize,
-    /// Forward: queries of a block, keys of a step. A block of the split pass has 64 queries.
+    /// Forward: queries per block, keys per step. A block of the split pass has 64 queries.
     queries: usize,
     keys: usize,
-    /// Keys of a step of the split forward pass.
+    /// Keys per step of the split forward pass.
     split_keys: usize,
-    /// dk and dv: columns that a block makes, queries of all stages together. A block has 64 keys.
+    /// dk and dv: columns per block, and queries of all pipeline stages together. A block has 64 keys.
     columns: usize,
     staged_queries: usize,
-    /// dq: keys of all stages together. A block has 64 queries.
+    /// dq: keys of all pipeline stages together. A block has 64 queries.
     staged_keys: usize,
 }
 
-/// As at the ends of `attention_forward.cu` and `attention_backward.cu`.
+/// Same values as at the end of `attention_forward.cu` and `attention_backward.cu`.
 #[rustfmt::skip]
 const BF16: [Compiled; 4] = [
     Compiled { size: 64, queries: 128, keys: 64, split_keys: 64, columns: 64, staged_queries: 128, staged_keys: 128 },
@@ -71,18 +71,18 @@ const BF16: [Compiled; 4] = [
     Compiled { size: 128, queries: 128, keys: 32, split_keys: 64, columns: 128, staged_queries: 64, staged_keys: 64 },
     Compiled { size: 256, queries: 64, keys: 32, split_keys: 32, columns: 128, staged_queries: 32, staged_keys: 32 },
 ];
-/// Size and rows of a tile, as at the end of `attention_f32.cu`.
+/// Head size and rows of a tile, as at the end of `attention_f32.cu`.
 const F32: [(usize, usize); 3] = [(64, 32), (128, 32), (256, 16)];
 const LARGEST: usize = 256;
 
-/// Rows of a tile where `Compiled` does not say otherwise, and threads of a block.
+/// Rows of a tile unless `Compiled` says otherwise, and threads of a block.
 const ROWS: usize = 64;
 const THREADS: u32 = 128;
-/// Blocks that fill a large GPU.
+/// Number of blocks that fill a large GPU.
 const ENOUGH_BLOCKS: usize = 256;
-/// With at most this many queries in every document the keys are split over several blocks.
+/// With at most this many queries in every document, the keys are split over several blocks.
 const FEW_QUERIES: usize = 16;
-/// Keys that are worth a block of their own.
+/// Smallest number of keys for a block of its own.
 const SPLIT: usize = 256;
 
 const FORWARD: &str = "attention_forward";
@@ -107,7 +107,7 @@ fn plain(spec: &Spec) -> Result<(usize, usize)> {
         .ok_or_else(|| too_large(spec))
 }
 
-/// Do the tensor cores take these tensors? Their rows are moved 16 bytes at a time.
+/// True if the tensor-core kernels support these tensors. They move rows in units of 16 bytes.
 fn on_tensor_cores(spec: &Spec, kind: Kind, addresses: &[u64]) -> bool {
     kind == Kind::Bf16 && spec.head_dim.is_multiple_of(8) && aligned(addresses)
 }
@@ -116,8 +116,8 @@ fn elements(t: &Tensor, name: &str, kind: Kind) -> Result<u64> {
     address_of(t, name, kind.dtype())
 }
 
-/// A list of work on the device. It must live until the launch is queued; memory is given back in stream order.
-/// Every layer of a step wants the same few lists: the last ones are kept.
+/// Uploads a work list to the device. The tensor must live until the launch is queued; its memory is freed in
+/// stream order. Every layer of a step uses the same few lists, so the last ones are cached.
 fn upload<const N: usize>(gpu: &Gpu, rows: impl Iterator<Item = [i32; N]>) -> Result<Tensor> {
     const KEPT: usize = 8;
     type Lists = VecDeque<(DeviceId, Vec<u8>, Tensor)>;
@@ -139,7 +139,7 @@ fn upload<const N: usize>(gpu: &Gpu, rows: impl Iterator<Item = [i32; N]>) -> Re
     Ok(list)
 }
 
-/// Queues a kernel that wants more shared memory than a kernel gets unasked, with the form as its last argument.
+/// Queues a kernel that needs more shared memory than the default limit, with the form as its last argument.
 ///
 /// # Safety
 /// As `Gpu::launch`.
@@ -158,7 +158,7 @@ fn grid(blocks: usize, threads: u32, shared: usize) -> Grid {
     }
 }
 
-/// o `[Nq, H·E]` of the type of q, lse f32 `[Nq, H]`. The caller checked shapes and offsets.
+/// Returns o `[Nq, H·E]` of the type of q, lse f32 `[Nq, H]`. The caller checked shapes and offsets.
 pub(crate) fn forward(
     q: &Tensor,
     k: &Tensor,
@@ -225,7 +225,8 @@ pub(crate) fn forward(
     Ok((o, lse))
 }
 
-/// Few queries on many keys: the heads of a key head share the rows of a tile, and the keys are split.
+/// Split-KV attention for few queries and many keys: the query heads of a key head share the rows of a tile, and
+/// the keys are split over blocks.
 fn decode(gpu: &Gpu, inputs: [Arg; 3], outputs: [Arg; 2], spec: &Spec, documents: &Documents<'_>) -> Result<()> {
     let compiled = compiled(spec)?;
     let group = spec.heads / spec.kv_heads;
@@ -259,12 +260,12 @@ fn decode(gpu: &Gpu, inputs: [Arg; 3], outputs: [Arg; 2], spec: &Spec, documents
     let list = Arg::Address(address(&joins_list, "a list of rows")?);
     let args = [outputs[0], outputs[1], partial[0], partial[1], list, slots];
     let grid = grid(joins.len() * heads, THREADS, 0);
-    // SAFETY: the joins name the slots that were written just now.
+    // SAFETY: the joins refer to the slots that the previous kernel writes.
     unsafe { launch(gpu, FORWARD, "attention_join", grid, &args, &form) }
 }
 
 impl Tiles {
-    /// The list on the device, its address and its length.
+    /// Uploads the list; returns the tensor, its address and its length.
     fn upload(&self, gpu: &Gpu) -> Result<(Tensor, u64, usize)> {
         let list = upload(gpu, self.0.iter().map(Tile::numbers))?;
         let place = address(&list, "a list of tiles")?;
@@ -272,7 +273,8 @@ impl Tiles {
     }
 }
 
-/// dq, dk, dv of the types of q, k, v. Queries and keys are the same tokens; the caller checked shapes and offsets.
+/// Returns dq, dk, dv of the types of q, k, v. Queries and keys are the same tokens; the caller checked shapes and
+/// offsets.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn backward(
     q: &Tensor,
@@ -335,7 +337,7 @@ pub(crate) fn backward(
         Arg::size(n * spec.heads),
         Arg::small(spec.head_dim, "an attention head")?,
     ];
-    // SAFETY: o and dout have n·H rows of E elements, delta one number for each.
+    // SAFETY: o and dout have n·H rows of E elements, delta has one number per row.
     unsafe {
         gpu.launch(
             module,

@@ -1,5 +1,5 @@
-//! Products with codes on a GPU: a block of W is decoded and multiplied by cuBLAS, again and again in the same memory;
-//! for a few tokens one kernel decodes in registers.
+//! Products with quantized weights on a GPU: W is dequantized block by block into one buffer, and each block is
+//! multiplied by cuBLAS. For a few tokens a single kernel dequantizes in registers.
 
 use super::elementwise::cast;
 use super::gemm::{Matrix, gemm};
@@ -14,17 +14,17 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Mutex, OnceLock};
 
-/// Most tokens of the product in one kernel.
+/// Largest number of tokens of the single-kernel product.
 const FEW: usize = 8;
 const WARPS: usize = 4;
-/// Blocks of W start at multiples of so many rows or columns.
+/// Blocks of W start at multiples of this number of rows or columns.
 const STEP: usize = 128;
 
-/// Of the kernels, and what they are given of the weight: the structures of `cuda/decode.cu`.
+/// The weight argument of the kernels: the structures of `cuda/decode.cu`.
 enum Weight {
-    /// Also int4. Addresses of codes and scales, stride; columns and shift in one word.
+    /// int8 and int4. Addresses of data and scales, stride; columns and shift in one word.
     Grouped([u64; 4]),
-    /// Addresses of codes, absmax, their codes, the table, their scales; offset and columns in one word.
+    /// Addresses of data, absmax, absmax codes, table, absmax scales; offset and columns in one word.
     Nf4([u64; 6]),
 }
 
@@ -32,7 +32,7 @@ fn pair(low: u32, high: u32) -> u64 {
     low as u64 | (high as u64) << 32
 }
 
-/// Name of the format in the names of the kernels, and the structure. The addresses are good as long as `w` lives.
+/// Returns the name of the format in kernel names, and the structure. The addresses are valid as long as `w` lives.
 fn weight(gpu: &Gpu, w: &Placed) -> Result<(&'static str, Weight)> {
     const NAME: &str = "a coded weight";
     let columns = narrow(w.columns, "a row of a weight")? as u32;
@@ -71,7 +71,7 @@ fn weight(gpu: &Gpu, w: &Placed) -> Result<(&'static str, Weight)> {
     })
 }
 
-/// The values of absmax codes, once on each device: there is one table.
+/// Returns the address of the absmax table, uploaded once per device: there is only one table.
 fn table_on(gpu: &Gpu, table: &'static [f32; 256]) -> Result<u64> {
     static KEPT: OnceLock<Mutex<HashMap<DeviceId, Tensor>>> = OnceLock::new();
     const NAME: &str = "a table of codes";
@@ -103,15 +103,15 @@ unsafe fn launch(gpu: &Gpu, kernel: &str, grid: Grid, args: &[Arg], weight: &Wei
     }
 }
 
-/// The type of the decoded values.
+/// Returns the type of the dequantized values.
 fn decoded(w: &Placed) -> Kind {
     if w.bf16 { Kind::Bf16 } else { Kind::F32 }
 }
 
-/// A part of W: `(first, count)` rows, `(first, count)` columns.
+/// A range of rows or of columns of W: `(first, count)`.
 type Range = (usize, usize);
 
-/// Decodes a part of W into the first elements of `to`, as a matrix `[count, count]`.
+/// Dequantizes a part of W into the first elements of `to`, as a matrix `[count, width]`.
 fn decode(gpu: &Gpu, w: &Placed, (first, count): Range, (from, width): Range, to: &Tensor) -> Result<()> {
     let (format, weight) = weight(gpu, w)?;
     let kind = decoded(w);
@@ -126,11 +126,11 @@ fn decode(gpu: &Gpu, w: &Placed, (first, count): Range, (from, width): Range, to
         Arg::Address(address_of(to, "a decoded weight", kind.dtype())?),
     ];
     let kernel = format!("decode_{format}_{}", kind.name());
-    // SAFETY: the part lies inside of W, whose tensors were checked when it was made, and fits its place.
+    // SAFETY: the part lies inside W, whose tensors were checked on construction, and fits into `to`.
     unsafe { launch(gpu, &kernel, Grid::stride(count * width / 8 + 1), &args, &weight) }
 }
 
-/// Rows in f32 on the host. Waits for the GPU.
+/// Returns dequantized rows in f32 on the host. Synchronizes with the GPU.
 pub(crate) fn rows(w: &Placed, first: usize, n: usize) -> Result<Vec<f32>> {
     let gpu = Gpu::of(&w.codes, "a coded weight")?;
     let to = gpu.empty((n, w.columns), decoded(w).dtype())?;
@@ -138,14 +138,14 @@ pub(crate) fn rows(w: &Placed, first: usize, n: usize) -> Result<Vec<f32>> {
     to_f32_vec(&to)
 }
 
-/// How many of `lines`, each of `length` elements, are decoded at a time.
+/// Returns how many of `lines`, each of `length` elements, are dequantized at a time.
 fn step(lines: usize, length: usize) -> usize {
     let most = TILE / length.max(1);
     let whole = most / STEP * STEP;
     lines.min(if whole > 0 { whole } else { most.max(1) }).max(1)
 }
 
-/// `x [N, I]`: `x·wᵀ + bias`, `[N, O]` of the type of x.
+/// Computes `x·wᵀ + bias` for `x [N, I]`: `[N, O]` of the type of x.
 pub(crate) fn forward(x: &Tensor, w: &Placed, bias: Option<&Tensor>) -> Result<Tensor> {
     let gpu = Gpu::of(x, "x of a linear")?;
     let (n, dtype) = (x.dims()[0], Kind::of(x, "x of a linear")?.dtype());
@@ -160,7 +160,7 @@ pub(crate) fn forward(x: &Tensor, w: &Placed, bias: Option<&Tensor>) -> Result<T
     Ok(y)
 }
 
-/// `y += x·wᵀ`.
+/// Computes `y += x·wᵀ`.
 pub(crate) fn forward_add(y: &Tensor, x: &Tensor, w: &Placed) -> Result<()> {
     forward_into(&Gpu::of(x, "x of a linear")?, y, x, w, true)
 }
@@ -187,20 +187,20 @@ fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &Placed, add: bool) -> Res
             address: to.address + (first * to.kind.bytes()) as u64,
             ..to
         };
-        // SAFETY: columns first .. first + count of y; the tile holds so many rows.
+        // SAFETY: columns first .. first + count of y; the tile holds as many rows of W.
         unsafe { gemm(gpu, (n, count, inputs), a, b, c, add)? };
     }
     Ok(())
 }
 
-/// The product in one kernel. x, y and the decoded values are of one type.
+/// Computes the product in one kernel. x, y and the dequantized values have one type.
 fn few(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &Placed, add: bool) -> Result<()> {
     let (n, outputs, inputs) = (x.dims()[0], w.rows, w.columns);
     let (format, weight) = weight(gpu, w)?;
     let kind = decoded(w);
     let from = address(x, "x of a linear")?;
     let codes = address(&w.codes, "a coded weight")?;
-    // Columns of 16 bytes of codes.
+    // Columns in 16 bytes of quantized data.
     let wide = if format == "int8" { 16 } else { 32 };
     let form = match inputs.is_multiple_of(wide) && aligned(&[from, codes]) {
         true => "packed",
@@ -216,11 +216,11 @@ fn few(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &Placed, add: bool) -> Result<()> {
         Arg::I32(add as i32),
     ];
     let grid = Grid::line(outputs.div_ceil(WARPS), 32 * WARPS as u32);
-    // SAFETY: x is [n, inputs], y [n, outputs], n at most FEW; the tensors of W were checked when it was made.
+    // SAFETY: x is [n, inputs], y [n, outputs], n at most FEW; the tensors of W were checked on construction.
     unsafe { launch(gpu, &kernel, grid, &args, &weight) }
 }
 
-/// `dy [N, O]`: `dy·w`, `[N, I]` of the type of dy.
+/// Computes `dy·w` for `dy [N, O]`: `[N, I]` of the type of dy.
 pub(crate) fn backward_input(dy: &Tensor, w: &Placed) -> Result<Tensor> {
     let gpu = Gpu::of(dy, "dy of a linear")?;
     let (n, dtype) = (dy.dims()[0], Kind::of(dy, "dy of a linear")?.dtype());
@@ -232,12 +232,12 @@ pub(crate) fn backward_input(dy: &Tensor, w: &Placed) -> Result<Tensor> {
     Ok(dx)
 }
 
-/// `dx += dy·w`.
+/// Computes `dx += dy·w`.
 pub(crate) fn backward_input_add(dx: &Tensor, dy: &Tensor, w: &Placed) -> Result<()> {
     backward_into(&Gpu::of(dy, "dy of a linear")?, dx, dy, w, true)
 }
 
-/// Columns of W at a time: each element of dx is rounded once.
+/// Loops over columns of W, so that each element of dx is rounded once.
 fn backward_into(gpu: &Gpu, dx: &Tensor, dy: &Tensor, w: &Placed, add: bool) -> Result<()> {
     let (n, outputs, inputs) = (dy.dims()[0], w.rows, w.columns);
     if n == 0 || outputs == 0 || inputs == 0 {
@@ -257,7 +257,7 @@ fn backward_into(gpu: &Gpu, dx: &Tensor, dy: &Tensor, w: &Placed, add: bool) -> 
             address: to.address + (from * to.kind.bytes()) as u64,
             ..to
         };
-        // SAFETY: columns from .. from + width of dx; the tile holds so many columns of W.
+        // SAFETY: columns from .. from + width of dx; the tile holds as many columns of W.
         unsafe { gemm(gpu, (n, width, outputs), a, b, c, add)? };
     }
     Ok(())

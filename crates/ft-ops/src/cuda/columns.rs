@@ -1,19 +1,19 @@
-//! Sums over the rows of a matrix, in two stages with a fixed order.
+//! Column sums of a matrix, in two stages with a fixed order.
 
 use super::{Arg, Gpu, Grid, Kind, address, aligned};
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
-/// As in `cuda/columns.cu`.
+/// Same values as in `cuda/columns.cu`.
 const ACROSS: usize = 32;
 const DOWN: usize = 8;
 const PACK: usize = 4;
-/// So many blocks keep a large GPU busy.
+/// Number of blocks that keeps a large GPU busy.
 const BLOCKS: usize = 1024;
 const MOST_PARTS: usize = 256;
 
-/// Sum over the rows of `a` `[rows, columns]`, or with `Some((b, factor))` of `a · b · factor` with b as a and factor
-/// f32 `[rows]`: `[columns]` f32.
+/// Sums the rows of `a` `[rows, columns]`, or with `Some((b, factor))` of `a · b · factor`, with b of the shape of
+/// a and factor f32 `[rows]`. Returns `[columns]` f32.
 pub(crate) fn sums(
     gpu: &Gpu,
     a: &Tensor,

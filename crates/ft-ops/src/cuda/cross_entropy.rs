@@ -1,4 +1,4 @@
-//! Linear and cross-entropy in one on a GPU: the products by cuBLAS, the rest of a chunk in one kernel, in place.
+//! Fused linear and cross-entropy on a GPU: cuBLAS computes the products, one kernel does the rest of a chunk in place.
 
 use super::elementwise::cast;
 use super::embedding::{gather_rows, put_rows};
@@ -7,26 +7,26 @@ use super::{Arg, Gpu, Grid, Kind, address, address_of};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
-/// What is computed of which tokens.
+/// The inputs and outputs.
 pub(crate) struct Job<'a> {
     /// `[N, D]`
     pub h: &'a Tensor,
     /// `[V, D]`
     pub head: &'a Tensor,
-    /// Rows of h that have a target, rising, and their targets.
+    /// Rows of h that have a target, ascending, and their targets.
     pub trained: &'a [usize],
     pub targets: &'a [u32],
-    /// `[N]`: factors of the tokens' gradients.
+    /// `[N]`: factors of the gradients of the tokens.
     pub weights: Option<&'a [f32]>,
     pub softcap: Option<f32>,
     pub chunk: usize,
-    /// f64: the loss is added to its element 0, the hits to element 1.
+    /// f64: the loss is added to element 0, the number of correct predictions to element 1.
     pub totals: &'a Tensor,
-    /// f32 `[N]`: gets the log-probabilities.
+    /// f32 `[N]`: output of the log-probabilities.
     pub each: Option<&'a Tensor>,
 }
 
-/// Which gradients, and their factor.
+/// The gradients to compute, and their factor.
 #[derive(Clone, Copy)]
 pub(crate) struct Wanted {
     pub scale: f32,
@@ -34,7 +34,7 @@ pub(crate) struct Wanted {
     pub dw: bool,
 }
 
-/// dh `[N, D]` of the type of h, and dw `[V, D]` f32, where wanted.
+/// Returns dh `[N, D]` of the type of h, and dw `[V, D]` f32, each if requested.
 pub(crate) fn run(job: &Job, wanted: Option<Wanted>) -> Result<(Option<Tensor>, Option<Tensor>)> {
     let gpu = Gpu::of(job.h, "the hidden states")?;
     let kind = Kind::of(job.h, "the hidden states")?;
@@ -49,7 +49,7 @@ pub(crate) fn run(job: &Job, wanted: Option<Wanted>) -> Result<(Option<Tensor>, 
     }
     let head = cast(job.head, kind)?;
     let head = Matrix::new(address(&head, "the head")?, kind, d);
-    // Rows without a target keep their zeros.
+    // Rows without a target stay zero.
     let dh = match need_dh {
         true if trained == n => Some(gpu.empty((n, d), kind.dtype())?),
         true => Some(gpu.zeros((n, d), kind.dtype())?),
@@ -58,7 +58,7 @@ pub(crate) fn run(job: &Job, wanted: Option<Wanted>) -> Result<(Option<Tensor>, 
     let dw = need_dw.then(|| gpu.empty((v, d), DType::F32)).transpose()?;
 
     let chunk = job.chunk.clamp(1, trained);
-    // Rows of logits start at 32 bytes.
+    // Rows of logits are aligned to 32 bytes.
     let stride = v.next_multiple_of(8);
     let logits = gpu.empty(chunk * stride, DType::F32)?;
     let gathered = gpu.empty(chunk * d, kind.dtype())?;
@@ -94,13 +94,13 @@ pub(crate) fn run(job: &Job, wanted: Option<Wanted>) -> Result<(Option<Tensor>, 
         let rows = &job.trained[start..(start + chunk).min(trained)];
         let count = rows.len();
         let row_numbers = (numbers + 4 * start as u64, count);
-        // Neighbouring rows need no copy.
+        // Contiguous rows need no copy.
         let together = rows[count - 1] - rows[0] + 1 == count;
         let offset = rows[0] as u64 * row_bytes;
         let hidden = match together {
             true => h + offset,
             false => {
-                // SAFETY: the rows lie in h, `gathered` has room for a chunk.
+                // SAFETY: the rows lie in h, `gathered` has space for a chunk.
                 unsafe { gather_rows(&gpu, kind, h, row_numbers, 1.0, d, buffers.gathered)? };
                 buffers.gathered
             }
@@ -120,11 +120,11 @@ pub(crate) fn run(job: &Job, wanted: Option<Wanted>) -> Result<(Option<Tensor>, 
         let dlogits = buffers.gradients();
         if let Some(dw) = dw_place {
             let dw = Matrix::new(dw, Kind::F32, d);
-            // SAFETY: [V, count] · [count, D]; the first chunk sets dw.
+            // SAFETY: [V, count] · [count, D]; the first chunk overwrites dw.
             unsafe { gemm(&gpu, (v, d, count), dlogits.t(), hidden, dw, start > 0)? };
         }
         if let Some(dh) = dh_place {
-            // The gathered rows are not needed any more.
+            // The gathered rows are no longer needed: dh overwrites them.
             let to = if together { dh + offset } else { buffers.gathered };
             // SAFETY: [count, V] · [V, D] into rows of dh or a whole chunk.
             unsafe {
@@ -138,7 +138,8 @@ pub(crate) fn run(job: &Job, wanted: Option<Wanted>) -> Result<(Option<Tensor>, 
     Ok((dh, dw))
 }
 
-/// What a chunk needs. Addresses of logits `[chunk, stride]`, rows `[chunk, D]`, losses and hits `[chunk]`.
+/// Buffers of a chunk: addresses of logits `[chunk, stride]`, rows `[chunk, D]`, losses and correct predictions
+/// `[chunk]`.
 struct Buffers<'a> {
     gpu: &'a Gpu,
     kind: Kind,
@@ -152,7 +153,7 @@ struct Buffers<'a> {
 }
 
 impl Buffers<'_> {
-    /// Logits, losses and, where wanted, the gradient of the logits, of the tokens whose hidden states are given.
+    /// Computes logits, losses and, if requested, the gradient of the logits of the tokens with these hidden states.
     fn losses(
         &self,
         hidden: Matrix,
@@ -182,7 +183,7 @@ impl Buffers<'_> {
             Arg::F32(wanted.map_or(0.0, |w| w.scale)),
             Arg::Address(weights),
         ];
-        // SAFETY: `count` rows of logits, targets below V (checked by the caller), losses and hits.
+        // SAFETY: `count` rows of logits, targets below V (checked by the caller), losses and correct predictions.
         unsafe {
             self.gpu
                 .launch("cross_entropy", kernel, Grid::line(count, threads), &args)?
@@ -209,7 +210,7 @@ impl Buffers<'_> {
         }
     }
 
-    /// The gradient of the logits, which lies in their place; bf16 fills the first half of each row.
+    /// Returns the gradient of the logits, which overwrites the logits; bf16 fills the first half of each row.
     fn gradients(&self) -> Matrix {
         let stride = match self.kind {
             Kind::F32 => self.stride,

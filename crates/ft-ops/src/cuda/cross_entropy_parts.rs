@@ -1,5 +1,5 @@
-//! Linear and cross-entropy in one on a GPU, through a head that comes in parts: twice, once for what is known of each row
-//! in the end, and once for the gradient. Logits exist for some tokens and one piece of the vocabulary.
+//! Fused linear and cross-entropy on a GPU with a streamed head. The head is read twice: once for the statistics of
+//! each row, and once for the gradient. Only logits of some tokens and one piece of the vocabulary are in memory.
 
 use super::elementwise::cast;
 use super::embedding::{gather_rows, put_rows};
@@ -9,29 +9,29 @@ use crate::cross_entropy::{PIECE, PIECE_TOKENS, Pieces};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
-/// 32-bit words of what is known of a row: `Seen` of the kernels.
+/// 32-bit words of the statistics of a row: `Seen` of the kernels.
 const SEEN: usize = 6;
 
-/// What is computed of which tokens.
+/// The inputs and outputs.
 pub(crate) struct Job<'a> {
     /// `[N, D]`
     pub h: &'a Tensor,
-    /// Rows of h that have a target, rising.
+    /// Rows of h that have a target, ascending.
     pub trained: &'a [usize],
     /// `[N]`
     pub targets: &'a [u32],
-    /// `[N]`: factors of the tokens' gradients.
+    /// `[N]`: factors of the gradients of the tokens.
     pub weights: Option<&'a [f32]>,
     pub softcap: Option<f32>,
-    /// f64: the loss is added to its element 0, the hits to element 1.
+    /// f64: the loss is added to element 0, the number of correct predictions to element 1.
     pub totals: &'a Tensor,
-    /// f32 `[N]`: gets the log-probabilities.
+    /// f32 `[N]`: output of the log-probabilities.
     pub each: Option<&'a Tensor>,
-    /// f32 `[N]`: gets the entropies.
+    /// f32 `[N]`: output of the entropies.
     pub entropies: Option<&'a Tensor>,
 }
 
-/// dh `[N, D]` of the type of h, where its factor is given.
+/// Returns dh `[N, D]` of the type of h if its factor is given.
 pub(crate) fn run(job: &Job, head: &Pieces, scale: Option<f32>) -> Result<Option<Tensor>> {
     let gpu = Gpu::of(job.h, "the hidden states")?;
     let kind = Kind::of(job.h, "the hidden states")?;
@@ -51,13 +51,13 @@ pub(crate) fn run(job: &Job, head: &Pieces, scale: Option<f32>) -> Result<Option
     let weights = weights.transpose()?;
     let weights = weights.as_ref().map(|w| address(w, "weights of tokens")).transpose()?;
 
-    // Where every row has a target no copy is needed.
+    // No copy is needed if every row has a target.
     let gathered = match count == n {
         true => job.h.clone(),
         false => {
             let to = gpu.empty((count, d), kind.dtype())?;
             let (from, place) = (address(job.h, "the hidden states")?, address(&to, "gathered rows")?);
-            // SAFETY: the rows lie in h, the copy has room for all of them.
+            // SAFETY: the rows lie in h, the copy has space for all of them.
             unsafe { gather_rows(&gpu, kind, from, (rows, count), 1.0, d, place)? };
             to
         }
@@ -96,15 +96,15 @@ pub(crate) fn run(job: &Job, head: &Pieces, scale: Option<f32>) -> Result<Option
     if count == n {
         return Ok(Some(dh));
     }
-    // Rows without a target keep their zeros.
+    // Rows without a target stay zero.
     let all = gpu.zeros((n, d), kind.dtype())?;
     let (from, to) = (address(&dh, "dh")?, address(&all, "dh")?);
-    // SAFETY: no row comes twice, and each lies in dh.
+    // SAFETY: no row occurs twice, and each lies in dh.
     unsafe { put_rows(&gpu, kind, from, (rows, count), d, to)? };
     Ok(Some(all))
 }
 
-/// Addresses and sizes: hidden states `[count, D]`, logits `[step, stride]`, targets and what is known of the rows `[count]`.
+/// Addresses and sizes: hidden states `[count, D]`, logits `[step, stride]`, targets and row statistics `[count]`.
 struct Places<'a> {
     gpu: &'a Gpu,
     kind: Kind,
@@ -119,12 +119,13 @@ struct Places<'a> {
     softcap: f32,
 }
 
-/// Rows of the head: the address of the first, and how many.
+/// Rows of the head: the address of the first, and their number.
 type Part = (u64, usize);
 
 impl Places<'_> {
-    /// Hands `f` every piece of the head with every group of tokens: their first and number, the first row of the piece, and
-    /// the piece. What `f` queues is done before the memory of the piece is used again: it is given back on this stream.
+    /// Calls `f` for every piece of the head and every group of tokens: first token, number of tokens, first row of
+    /// the piece, and the piece. The work that `f` queues completes before the memory of the piece is reused,
+    /// because it is freed on this stream.
     fn each(&self, head: &Pieces, mut f: impl FnMut(usize, usize, usize, Part) -> Result<()>) -> Result<()> {
         head.each(|first, part| {
             let part = cast(part, self.kind)?;
@@ -145,7 +146,7 @@ impl Places<'_> {
         Matrix::new(self.hidden + offset as u64, self.kind, self.d)
     }
 
-    /// Logits of some tokens for a piece of the head.
+    /// Computes the logits of some tokens for a piece of the head.
     fn product(&self, start: usize, tokens: usize, (head, width): Part) -> Result<()> {
         let head = Matrix::new(head, self.kind, self.d).t();
         let logits = Matrix::new(self.logits, Kind::F32, self.stride);
@@ -167,7 +168,7 @@ impl Places<'_> {
         Grid::line(tokens, threads)
     }
 
-    /// What the kernels of both directions are given.
+    /// Returns the common arguments of the kernels of both passes.
     fn args(&self, start: usize, first: usize, width: usize) -> Result<[Arg; 7]> {
         Ok([
             Arg::Address(self.logits),
@@ -191,7 +192,7 @@ impl Places<'_> {
         }
     }
 
-    /// Losses, hits and entropies of all rows; `rows` are their numbers in h.
+    /// Computes losses, correct predictions and entropies of all rows; `rows` are their indices in h.
     fn finish(&self, job: &Job, rows: u64) -> Result<()> {
         let loss = self.gpu.empty(self.count, DType::F64)?;
         let correct = self.gpu.empty(self.count, DType::U32)?;
@@ -231,7 +232,8 @@ impl Places<'_> {
         }
     }
 
-    /// Adds what a piece gives to dh `[count, D]` f32; the first piece sets it. `weights`: an address, or 0.
+    /// Adds the contribution of a piece to dh `[count, D]` f32; the first piece overwrites it. `weights`: an
+    /// address, or 0.
     fn turn(
         &self,
         start: usize,

@@ -1,4 +1,4 @@
-//! A GPU: one real stream, its own memory pool with a cap, and counters of what the pool holds.
+//! A GPU: one stream, its own memory pool with a limit, and statistics of the pool.
 
 use crate::device::{DeviceMemory, Gpu};
 use candle_core::cuda::cudarc::cublas::sys::cublasGetVersion_v2;
@@ -12,7 +12,7 @@ fn driver(what: &str) -> impl Fn(result::DriverError) -> Error + '_ {
     move |e| Error::new(format!("{what} failed")).found(format!("{e:?}"))
 }
 
-/// GPU `ordinal`, with a stream of its own; memory that is freed stays in the pool.
+/// Opens GPU `ordinal` with its own stream; freed memory stays in the pool.
 pub fn open(ordinal: usize) -> Result<Device> {
     let found = CudaContext::device_count().map_err(|e| {
         Error::new("the CUDA driver does not answer")
@@ -38,7 +38,7 @@ pub fn open(ordinal: usize) -> Result<Device> {
 fn pool(device: &CudaDevice) -> Result<sys::CUmemoryPool> {
     let mut pool = std::ptr::null_mut();
     let cu_device = device.cuda_stream().context().cu_device();
-    // SAFETY: `pool` is a valid place for the answer, the device was opened.
+    // SAFETY: `pool` is a valid output address, the device was opened.
     unsafe { sys::cuDeviceGetMemPool(&mut pool, cu_device).result() }.map_err(driver("asking for the memory pool"))?;
     Ok(pool)
 }
@@ -46,7 +46,7 @@ fn pool(device: &CudaDevice) -> Result<sys::CUmemoryPool> {
 fn get(pool: sys::CUmemoryPool, attribute: Attribute) -> Result<u64> {
     let mut value = 0u64;
     let place = (&mut value as *mut u64).cast::<c_void>();
-    // SAFETY: these attributes are 64-bit numbers, `value` is one.
+    // SAFETY: these attributes are 64-bit numbers, as `value` is.
     unsafe { result::mem_pool::get_attribute(pool, attribute, place) }.map_err(driver("reading the memory pool"))?;
     Ok(value)
 }
@@ -57,12 +57,12 @@ fn set(pool: sys::CUmemoryPool, attribute: Attribute, mut value: u64) -> Result<
     unsafe { result::mem_pool::set_attribute(pool, attribute, place) }.map_err(driver("setting the memory pool"))
 }
 
-/// By default every synchronisation may give freed memory back to the driver, and the next step asks for it again.
+/// By default every synchronization may return freed memory to the driver, and the next step allocates it again.
 fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
     set(pool(device)?, Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)
 }
 
-/// What the pool holds now and held at most.
+/// Returns current and peak usage of the pool.
 pub fn memory(device: &CudaDevice) -> Result<DeviceMemory> {
     let pool = pool(device)?;
     let context = device.cuda_stream().context().clone();
@@ -77,11 +77,11 @@ pub fn memory(device: &CudaDevice) -> Result<DeviceMemory> {
     })
 }
 
-/// Replaces the pool by one that holds at most `bytes`. Code, library workspaces and the context come on top.
+/// Replaces the pool by one of at most `bytes`. Code, library workspaces and the context are not included.
 pub fn limit(device: &CudaDevice, bytes: u64) -> Result<()> {
     let context = device.cuda_stream().context().clone();
-    // SAFETY: all zeros is a valid description; the fields that matter are set below. A location is two ints
-    // in every version of the header: its type and the number of the device.
+    // SAFETY: all zeros is a valid description; the relevant fields are set below. In every version of the header a
+    // location is two ints: its type and the device number.
     let pool = unsafe {
         let mut wanted: sys::CUmemPoolProps = std::mem::zeroed();
         wanted.allocType = sys::CUmemAllocationType_enum::CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -99,7 +99,7 @@ pub fn limit(device: &CudaDevice, bytes: u64) -> Result<()> {
     set(pool, Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)
 }
 
-/// Every GPU, by ordinal.
+/// Returns every GPU, by ordinal.
 pub fn all() -> Result<Vec<Gpu>> {
     let count = CudaContext::device_count().map_err(driver("counting the GPUs"))?;
     (0..count.max(0) as usize).map(describe).collect()
@@ -108,7 +108,7 @@ pub fn all() -> Result<Vec<Gpu>> {
 fn describe(ordinal: usize) -> Result<Gpu> {
     let context = CudaContext::new(ordinal).map_err(driver("opening the GPU"))?;
     let (mut driver_version, mut cublas) = (0, 0);
-    // SAFETY: both are valid places for the answers; the version of cuBLAS needs no handle.
+    // SAFETY: both are valid output addresses; the version of cuBLAS needs no handle.
     unsafe {
         sys::cuDriverGetVersion(&mut driver_version)
             .result()

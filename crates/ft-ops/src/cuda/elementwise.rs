@@ -1,21 +1,22 @@
-//! Element by element on a GPU.
+//! Elementwise operations on a GPU.
 
 use super::{Arg, Gpu, Grid, Kind, address, aligned};
 use candle_core::Tensor;
 use ft_base::Result;
 
-/// Count and packs of `pack` elements, as the kernels take them: no packs where an address is not aligned.
+/// Returns the kernel arguments: number of elements, and number of packs of `pack` elements (0 if an address is not
+/// aligned).
 pub(super) fn counts(n: usize, pack: usize, addresses: &[u64]) -> [Arg; 2] {
     let packs = if aligned(addresses) { n / pack } else { 0 };
     [Arg::size(n), Arg::size(packs)]
 }
 
-/// For a loop over n elements in packs.
+/// Returns the grid for a loop over n elements in packs.
 pub(super) fn grid(n: usize, pack: usize) -> Grid {
     Grid::stride(n.div_ceil(pack))
 }
 
-/// `t` as `kind`: itself or a copy.
+/// Returns `t` as `kind`: `t` itself or a copy.
 pub(crate) fn cast(t: &Tensor, kind: Kind) -> Result<Tensor> {
     const NAME: &str = "a tensor whose type is changed";
     let from = Kind::of(t, NAME)?;
@@ -34,7 +35,7 @@ pub(crate) fn cast(t: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(y)
 }
 
-/// `y = a + b` into `y`, which may be `a`. y has the type of a.
+/// Computes `y = a + b` into `y`, which may be `a`. y has the type of a.
 fn add_into(y: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     const NAME: &str = "a tensor that is added";
     let gpu = Gpu::of(a, NAME)?;
@@ -45,7 +46,7 @@ fn add_into(y: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     let [count, packs] = counts(n, pack, &places);
     let args = [places[0], places[1], places[2]].map(Arg::Address);
     let name = format!("add_{}_{}", kinds.0.name(), kinds.1.name());
-    // SAFETY: all have n elements (checked by the callers); each is written where it was read only.
+    // SAFETY: all have n elements (checked by the callers); a thread writes only positions that no other thread reads.
     unsafe {
         gpu.launch(
             "elementwise",
@@ -56,7 +57,7 @@ fn add_into(y: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     }
 }
 
-/// `a + b`, of the type of a.
+/// Computes `a + b`, of the type of a.
 pub(crate) fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let gpu = Gpu::of(a, "a tensor that is added")?;
     let y = gpu.empty(a.shape(), a.dtype())?;
@@ -64,12 +65,12 @@ pub(crate) fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     Ok(y)
 }
 
-/// `acc += g`.
+/// Computes `acc += g`.
 pub(crate) fn add_assign(acc: &Tensor, g: &Tensor) -> Result<()> {
     add_into(acc, acc, g)
 }
 
-/// `t *= factor`.
+/// Computes `t *= factor`.
 pub(crate) fn scale_assign(t: &Tensor, factor: f32) -> Result<()> {
     const NAME: &str = "a tensor that is scaled";
     let gpu = Gpu::of(t, NAME)?;
@@ -89,7 +90,7 @@ pub(crate) fn scale_assign(t: &Tensor, factor: f32) -> Result<()> {
     }
 }
 
-/// Zeroes the elements of `t` whose random number lies below `p` and multiplies the others by `keep`.
+/// Zeroes the elements of `t` whose random number is below `p`, and multiplies the others by `keep`.
 pub(crate) fn dropout_assign(t: &Tensor, key: u64, p: f32, keep: f32) -> Result<()> {
     const NAME: &str = "a tensor with dropout";
     let gpu = Gpu::of(t, NAME)?;

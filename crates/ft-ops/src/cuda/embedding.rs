@@ -1,15 +1,15 @@
-//! Rows by number on a GPU.
+//! Gather and scatter of rows by index on a GPU.
 
 use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
-/// Threads for a row of `d` elements.
+/// Returns the number of threads for a row of `d` elements.
 fn threads(d: usize, pack: usize) -> u32 {
     d.div_ceil(pack).div_ceil(32).clamp(1, 8) as u32 * 32
 }
 
-/// Packs of 16 bytes in a row: none where a row may start elsewhere.
+/// Returns the number of 16-byte packs in a row: 0 if a row may be unaligned.
 fn packs(kind: Kind, d: usize, from: u64, to: u64) -> usize {
     match d.is_multiple_of(kind.pack()) && aligned(&[from, to]) {
         true => d / kind.pack(),
@@ -17,7 +17,7 @@ fn packs(kind: Kind, d: usize, from: u64, to: u64) -> usize {
     }
 }
 
-/// Rows `ids` of a table with `d` columns, times `scale`, of the type of the table.
+/// Returns rows `ids` of a table with `d` columns, times `scale`, of the type of the table.
 pub(crate) fn gather(table: &Tensor, ids: &[u32], scale: f32, d: usize) -> Result<Tensor> {
     let gpu = Gpu::of(table, "the embedding table")?;
     let y = gpu.empty((ids.len(), d), table.dtype())?;
@@ -30,7 +30,7 @@ pub(crate) fn gather(table: &Tensor, ids: &[u32], scale: f32, d: usize) -> Resul
     Ok(y)
 }
 
-/// `to[n] = scale · from[ids[n]]`; `ids` are an address and a count.
+/// Computes `to[n] = scale · from[ids[n]]`; `ids` are an address and a count.
 ///
 /// # Safety
 /// The addresses are matrices of `d` columns of this kind; every id is a row of the first.
@@ -56,10 +56,10 @@ pub(super) unsafe fn gather_rows(
     unsafe { gpu.launch("embedding", &format!("gather_{}", kind.name()), grid, &args) }
 }
 
-/// `to[rows[n]] = from[n]`.
+/// Computes `to[rows[n]] = from[n]`.
 ///
 /// # Safety
-/// As `gather_rows`; no row comes twice.
+/// As `gather_rows`; no row occurs twice.
 pub(super) unsafe fn put_rows(
     gpu: &Gpu,
     kind: Kind,
@@ -80,10 +80,11 @@ pub(super) unsafe fn put_rows(
     unsafe { gpu.launch("embedding", &format!("put_rows_{}", kind.name()), grid, &args) }
 }
 
-/// The rows of `ids` by id: distinct ids, where the places of each start, and the places in order.
+/// Groups the positions in `ids` by id: returns the distinct ids, the start of the positions of each, and the
+/// positions in order.
 fn by_id(ids: &[u32]) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
     let mut order: Vec<u32> = (0..ids.len() as u32).collect();
-    // Stable: the places of an id stay in order.
+    // Stable: the positions of an id stay in order.
     order.sort_by_key(|n| ids[*n as usize]);
     let (mut distinct, mut starts) = (Vec::new(), Vec::new());
     for (place, n) in order.iter().enumerate() {
@@ -97,7 +98,7 @@ fn by_id(ids: &[u32]) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
     (distinct, starts, order)
 }
 
-/// `dw[ids[n]] += scale · dx[n]`, each row in the order of n; dw f32 with `d` columns, dx f32 or bf16.
+/// Computes `dw[ids[n]] += scale · dx[n]`, each row in the order of n; dw f32 with `d` columns, dx f32 or bf16.
 pub(crate) fn scatter_add(dw: &Tensor, ids: &[u32], dx: &Tensor, scale: f32, d: usize) -> Result<()> {
     if ids.is_empty() || d == 0 {
         return Ok(());

@@ -1,18 +1,18 @@
-//! Matrix products by cuBLAS: operands f32 or bf16, sums always f32, no TF32.
+//! Matrix products with cuBLAS: operands f32 or bf16, sums always f32, no TF32.
 
 use super::{Gpu, Kind, narrow};
 use candle_core::cuda::cudarc::cublas::{result, sys};
 use ft_base::{Error, Result};
 use std::ffi::c_void;
 
-/// A matrix of a product, row after row.
+/// A row-major matrix of a product.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Matrix {
     pub address: u64,
     pub kind: Kind,
-    /// Elements from one row to the next.
+    /// Distance between rows, in elements.
     pub stride: usize,
-    /// Stored the other way round: a row is a step of the sum.
+    /// True if the transpose is stored.
     pub transposed: bool,
 }
 
@@ -48,10 +48,10 @@ impl Matrix {
     }
 }
 
-/// `C [m, n] = A [m, k] · B [k, n]`, or `C += A · B` if `add`. `k` > 0.
+/// Computes `C [m, n] = A [m, k] · B [k, n]`, or `C += A · B` if `add`. `k` > 0.
 ///
 /// # Safety
-/// The addresses are matrices of these sizes in the memory of this GPU, and C shares none with A and B.
+/// The addresses are matrices of these sizes in the memory of this GPU, and C does not overlap A and B.
 pub(crate) unsafe fn gemm(
     gpu: &Gpu,
     (m, n, k): (usize, usize, usize),
@@ -82,10 +82,10 @@ pub(crate) unsafe fn gemm(
         .map_err(|e| failed(&e))?;
     let blas = device.cublas_handle();
     let handle = *blas.handle();
-    // cuBLAS counts by columns: it sees the transposes of A, B and C, so it is asked for Cᵀ = Bᵀ · Aᵀ.
-    // SAFETY: promised by the caller; the handle is candle's and works on its stream.
+    // cuBLAS is column-major: it sees the transposes of A, B and C, so the call computes Cᵀ = Bᵀ · Aᵀ.
+    // SAFETY: promised by the caller; the handle belongs to candle and works on its stream.
     unsafe {
-        // Parts of a sum that is split over blocks must not be rounded to bf16 on the way.
+        // Partial sums of a split-K reduction must not be rounded to bf16.
         sys::cublasSetMathMode(
             handle,
             sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION,

@@ -30,14 +30,14 @@ fn run(inputs: &[&Tensor], outputs: &[&Tensor], act: Activation, direction: &str
     unsafe { gpu.launch("glu", &name, grid(n, kind.pack()), &args) }
 }
 
-/// `act(gate) · up`.
+/// Computes `act(gate) · up`.
 pub(crate) fn forward(gate: &Tensor, up: &Tensor, act: Activation) -> Result<Tensor> {
     let y = Gpu::of(gate, "gate of a gated unit")?.empty(gate.shape(), gate.dtype())?;
     run(&[gate, up], &[&y], act, "forward")?;
     Ok(y)
 }
 
-/// dgate and dup.
+/// Computes dgate and dup.
 pub(crate) fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor, act: Activation) -> Result<(Tensor, Tensor)> {
     let gpu = Gpu::of(gate, "gate of a gated unit")?;
     let dgate = gpu.empty(gate.shape(), gate.dtype())?;

@@ -1,4 +1,4 @@
-//! The linear on a GPU. x, dy and the results are bf16 or f32; a weight of the other type is cast for the call.
+//! Linear layers on a GPU. x, dy and the results are bf16 or f32; a weight of the other type is cast for the call.
 
 use super::elementwise::cast;
 use super::gemm::{Matrix, gemm};
@@ -11,7 +11,7 @@ fn matrix(t: &Tensor, name: &str, columns: usize) -> Result<Matrix> {
     Ok(Matrix::new(address(t, name)?, Kind::of(t, name)?, columns))
 }
 
-/// `(N, O, I)`: `x·wᵀ + bias`, of the type of x.
+/// Computes `x·wᵀ + bias`, of the type of x; sizes are `(N, O, I)`.
 pub(crate) fn forward(
     x: &Tensor,
     w: &Tensor,
@@ -52,7 +52,7 @@ pub(super) fn bias_rows(gpu: &Gpu, bias: &Tensor, y: &Tensor) -> Result<()> {
     unsafe { gpu.launch("elementwise", &name, grid, &args) }
 }
 
-/// `x [N, I]·wᵀ` as f32, whatever the type of x: logits.
+/// Computes `x [N, I]·wᵀ` in f32 for any type of x: logits.
 pub(crate) fn forward_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let gpu = Gpu::of(x, "x of a linear")?;
     let kind = Kind::of(x, "x of a linear")?;
@@ -76,7 +76,7 @@ pub(crate) fn forward_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     Ok(y)
 }
 
-/// `y += x·wᵀ`.
+/// Computes `y += x·wᵀ`.
 pub(crate) fn forward_add(y: &Tensor, x: &Tensor, w: &Tensor, sizes: (usize, usize, usize)) -> Result<()> {
     forward_into(&Gpu::of(x, "x of a linear")?, y, x, w, sizes, true)
 }
@@ -95,7 +95,7 @@ fn forward_into(
     let kind = Kind::of(x, "x of a linear")?;
     let a = matrix(x, "x of a linear", inputs)?;
     let c = matrix(y, "y of a linear", outputs)?;
-    // A large weight of the other type is never cast whole.
+    // A large weight of the other type is cast in parts, never as a whole.
     let step = match Kind::of(w, "the weight of a linear")? == kind {
         true => outputs,
         false => (TILE / inputs).max(1),
@@ -114,7 +114,7 @@ fn forward_into(
     Ok(())
 }
 
-/// `(N, I, O)`: `dy·w`, of the type of dy.
+/// Computes `dy·w`, of the type of dy; sizes are `(N, I, O)`.
 pub(crate) fn backward_input(
     dy: &Tensor,
     w: &Tensor,
@@ -130,7 +130,7 @@ pub(crate) fn backward_input(
     Ok(dx)
 }
 
-/// `dx += dy·w`.
+/// Computes `dx += dy·w`.
 pub(crate) fn backward_input_add(dx: &Tensor, dy: &Tensor, w: &Tensor, sizes: (usize, usize, usize)) -> Result<()> {
     backward_into(&Gpu::of(dy, "dy of a linear")?, dx, dy, w, sizes, true)
 }
@@ -156,7 +156,7 @@ fn backward_into(
     unsafe { gemm(gpu, (rows, inputs, outputs), a, b, c, add) }
 }
 
-/// `(O, I, N)`: `dyᵀ·x`, f32, added to `sum` or new.
+/// Computes `dyᵀ·x` in f32, added to `sum` or new; sizes are `(O, I, N)`.
 pub(crate) fn grad_weight(
     dy: &Tensor,
     x: &Tensor,
@@ -172,7 +172,7 @@ pub(crate) fn grad_weight(
     if rows == 0 {
         return Ok(dw);
     }
-    // The wider of the two types: an f32 gradient beside bf16 activations keeps its bits.
+    // Uses the wider of the two types, so that an f32 gradient with bf16 activations keeps its precision.
     let kinds = (Kind::of(dy, "dy of a linear")?, Kind::of(x, "x of a linear")?);
     let kind = if kinds == (Kind::Bf16, Kind::Bf16) {
         Kind::Bf16
@@ -192,7 +192,7 @@ pub(crate) fn grad_weight(
     Ok(dw)
 }
 
-/// Sum of dy `[N, O]` over its rows, `[O]` f32.
+/// Sums dy `[N, O]` over its rows: `[O]` f32.
 pub(crate) fn grad_bias(dy: &Tensor) -> Result<Tensor> {
     columns::sums(&Gpu::of(dy, "dy of a linear")?, dy, None, dy.dims2()?)
 }

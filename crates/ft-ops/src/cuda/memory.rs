@@ -10,7 +10,7 @@ fn failed(e: impl std::fmt::Debug) -> Error {
     Error::new("a copy between host and GPU failed").found(format!("{e:?}"))
 }
 
-/// The elements of `t`, which has the type `dtype`, stored as `T`. Waits for the GPU.
+/// Reads the elements of `t`, which has the type `dtype`, as `T`. Synchronizes with the GPU.
 pub(crate) fn read<T: DeviceRepr + Copy + Default>(t: &Tensor, name: &str, dtype: DType) -> Result<Vec<T>> {
     let from = address_of(t, name, dtype)?;
     let mut values = vec![T::default(); t.elem_count()];
@@ -23,13 +23,13 @@ pub(crate) fn read<T: DeviceRepr + Copy + Default>(t: &Tensor, name: &str, dtype
     let gpu = Gpu::of(t, name)?;
     let stream = gpu.device().cuda_stream();
     stream.context().bind_to_thread().map_err(failed)?;
-    // SAFETY: the tensor has so many elements of this size, and the values stay until the stream is done.
+    // SAFETY: the tensor has this number of elements of this size, and the values live until the stream has finished.
     unsafe { result::memcpy_dtoh_async(&mut values, from, stream.cu_stream()) }.map_err(failed)?;
     stream.synchronize().map_err(failed)?;
     Ok(values)
 }
 
-/// Sets the elements of `t`, which has the type `dtype`, stored as `T`.
+/// Writes the elements of `t`, which has the type `dtype`, from `T`.
 pub(crate) fn write<T: DeviceRepr>(t: &Tensor, name: &str, dtype: DType, values: &[T]) -> Result<()> {
     let to = address_of(t, name, dtype)?;
     if t.elem_count() != values.len() || dtype.size_in_bytes() != size_of::<T>() {
@@ -43,11 +43,11 @@ pub(crate) fn write<T: DeviceRepr>(t: &Tensor, name: &str, dtype: DType, values:
     let gpu = Gpu::of(t, name)?;
     let stream = gpu.device().cuda_stream();
     stream.context().bind_to_thread().map_err(failed)?;
-    // SAFETY: the tensor has room for so many; from memory that is not pinned the driver copies before it returns.
+    // SAFETY: the tensor has space for the values; from memory that is not pinned the driver copies before it returns.
     unsafe { result::memcpy_htod_async(to, values, stream.cu_stream()) }.map_err(failed)
 }
 
-/// The elements of an f32 or bf16 tensor, widened. Waits for the GPU.
+/// Reads the elements of an f32 or bf16 tensor, widened. Synchronizes with the GPU.
 pub(crate) fn to_f32_vec(t: &Tensor) -> Result<Vec<f32>> {
     const NAME: &str = "a tensor that is read";
     match t.dtype() {

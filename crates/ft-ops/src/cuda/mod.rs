@@ -1,9 +1,9 @@
-//! The operations on a GPU. Activations are bf16 or f32; the arithmetic inside is f32. Work is queued on candle's
-//! stream and nothing here waits for it, except where a result goes to the host.
+//! The operations on a GPU. Activations are bf16 or f32; the arithmetic is f32. Work is queued on candle's stream,
+//! without synchronization except where a result goes to the host.
 //!
-//! Tensors are handed to kernels as addresses. That is sound because one stream does all work on a device: what was
-//! queued before is done before, and memory is given back in stream order too. A device must therefore be made by
-//! `Device::new_cuda_with_stream`, once, and cloned.
+//! Kernels get tensors as addresses. This is sound because one stream does all work on a device: earlier work is
+//! complete before later work starts, and memory is freed in stream order too. Therefore a device must be created
+//! by `Device::new_cuda_with_stream`, once, and cloned.
 
 use candle_core::cuda::cudarc::driver::{CudaFunction, CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg};
 use candle_core::cuda::cudarc::nvrtc::Ptx;
@@ -43,7 +43,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// As it stands in the names of the kernels.
+    /// The name in kernel names.
     pub fn name(self) -> &'static str {
         match self {
             Kind::F32 => "f32",
@@ -58,7 +58,7 @@ impl Kind {
         }
     }
 
-    /// Elements in 16 bytes: what one thread moves at once.
+    /// Elements in 16 bytes, the unit of a vector load or store of one thread.
     pub fn pack(self) -> usize {
         16 / self.bytes()
     }
@@ -70,7 +70,7 @@ impl Kind {
         }
     }
 
-    /// f32 or bf16, else an error that calls the tensor `name`.
+    /// Returns f32 or bf16, else an error that calls the tensor `name`.
     pub fn of(t: &Tensor, name: &str) -> Result<Self> {
         match t.dtype() {
             DType::F32 => Ok(Kind::F32),
@@ -100,18 +100,18 @@ pub(crate) enum Arg {
 }
 
 impl Arg {
-    /// A count or a size that a kernel takes as a 64-bit number.
+    /// A count or a size as a 64-bit kernel argument.
     pub fn size(n: usize) -> Self {
         Arg::I64(n as i64)
     }
 
-    /// A size that a kernel takes as a 32-bit number.
+    /// A size as a 32-bit kernel argument.
     pub fn small(n: usize, name: &str) -> Result<Self> {
         Ok(Arg::I32(narrow(n, name)?))
     }
 }
 
-/// `n` as a 32-bit number, for cuBLAS and for sizes inside a row.
+/// Converts `n` to a 32-bit number, for cuBLAS and for sizes inside a row.
 pub(crate) fn narrow(n: usize, name: &str) -> Result<i32> {
     i32::try_from(n).map_err(|_| {
         Error::new(format!("{name} is too large for the GPU"))
@@ -125,12 +125,12 @@ pub(crate) fn narrow(n: usize, name: &str) -> Result<i32> {
 pub(crate) struct Grid {
     pub blocks: (usize, usize),
     pub threads: (u32, u32),
-    /// Bytes of shared memory beyond what the kernel declares itself.
+    /// Bytes of dynamic shared memory.
     pub shared: u32,
 }
 
 impl Grid {
-    /// `blocks` in a row, each of `threads`.
+    /// A one-dimensional grid of `blocks` blocks of `threads` threads.
     pub fn line(blocks: usize, threads: u32) -> Self {
         Self {
             blocks: (blocks, 1),
@@ -139,7 +139,7 @@ impl Grid {
         }
     }
 
-    /// For a loop over `items` that any number of blocks shares: enough to fill the GPU, not more.
+    /// A grid for a grid-stride loop over `items`: enough blocks to fill the GPU, not more.
     pub fn stride(items: usize) -> Self {
         const THREADS: usize = 256;
         const BLOCKS: usize = 4096;
@@ -154,7 +154,7 @@ pub(crate) struct Gpu {
 }
 
 impl Gpu {
-    /// The GPU on which `t` lies.
+    /// Returns the GPU that holds `t`.
     pub fn of(t: &Tensor, name: &str) -> Result<Self> {
         match t.device() {
             Device::Cuda(device) => Ok(Self { device: device.clone() }),
@@ -164,7 +164,7 @@ impl Gpu {
         }
     }
 
-    /// A GPU itself.
+    /// Returns the GPU of `device`.
     pub fn on(device: &Device) -> Result<Self> {
         match device {
             Device::Cuda(device) => Ok(Self { device: device.clone() }),
@@ -179,9 +179,10 @@ impl Gpu {
     /// Queues the kernel `function` of `cuda/MODULE.cu`.
     ///
     /// # Safety
-    /// The arguments are those of the kernel, in order, and every address in them is valid for what it does with it.
+    /// The arguments match the parameters of the kernel in order and type, and the kernel may access every address
+    /// among them.
     pub unsafe fn launch(&self, module: &'static str, function: &str, grid: Grid, args: &[Arg]) -> Result<()> {
-        // SAFETY: promised by the caller; the block of numbers is empty.
+        // SAFETY: promised by the caller; no structure is passed.
         unsafe { self.launch_with(module, function, grid, args, None::<&[u32; 1]>) }
     }
 
@@ -232,7 +233,7 @@ impl Gpu {
             .map_err(|e| failed(function, e))
     }
 
-    /// The kernel, loaded once for each device.
+    /// Returns the kernel, loaded once per device.
     pub fn function(&self, module: &'static str, function: &str) -> Result<CudaFunction> {
         let mut loaded = loaded()?;
         let loaded = loaded.entry(self.device.id()).or_default();
@@ -264,10 +265,10 @@ impl Gpu {
         Ok(found)
     }
 
-    /// A tensor whose elements the caller writes before anybody reads them.
+    /// Returns an uninitialized tensor, which the caller must write before it is read.
     pub fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         let shape = shape.into();
-        // No element still gets an address.
+        // A tensor without elements still needs an address.
         let n = shape.elem_count().max(1);
         let device = &self.device;
         // SAFETY: every caller is an operation that fills the tensor.
@@ -285,12 +286,12 @@ impl Gpu {
         Ok(self.wrap(slice, shape))
     }
 
-    /// Zeros.
+    /// Returns a tensor of zeros.
     pub fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         Ok(Tensor::zeros(shape, dtype, &Device::Cuda(self.device.clone()))?)
     }
 
-    /// Copies numbers to the device.
+    /// Uploads u32 values to the device.
     pub fn upload_u32(&self, values: &[u32]) -> Result<Tensor> {
         if values.is_empty() {
             return self.empty(0, DType::U32);
@@ -299,7 +300,7 @@ impl Gpu {
         Ok(self.wrap(CudaStorageSlice::U32(slice), values.len().into()))
     }
 
-    /// Copies bytes (a table that a kernel reads) to the device.
+    /// Uploads bytes (a table that a kernel reads) to the device.
     pub fn upload_bytes(&self, values: &[u8]) -> Result<Tensor> {
         if values.is_empty() {
             return self.empty(0, DType::U8);
@@ -317,7 +318,7 @@ impl Gpu {
     }
 }
 
-/// What was loaded for one device.
+/// Modules and kernels that are loaded on one device.
 #[derive(Default)]
 struct Loaded {
     modules: HashMap<&'static str, Arc<CudaModule>>,
@@ -336,7 +337,8 @@ fn failed(what: &str, e: impl std::fmt::Display) -> Error {
     Error::new(format!("CUDA failed on `{what}`")).cause(e)
 }
 
-/// Address of the first element of a contiguous tensor on the GPU. It stays valid as long as the tensor lives.
+/// Returns the address of the first element of a contiguous tensor on the GPU. It stays valid as long as the tensor
+/// lives.
 pub(crate) fn address(t: &Tensor, name: &str) -> Result<u64> {
     let (storage, layout) = t.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else {
@@ -366,7 +368,7 @@ pub(crate) fn address_of(t: &Tensor, name: &str, dtype: DType) -> Result<u64> {
     address(t, name)
 }
 
-/// Can all of these be moved 16 bytes at a time?
+/// True if all of these addresses are aligned to 16 bytes.
 pub(crate) fn aligned(addresses: &[u64]) -> bool {
     addresses.iter().all(|a| a.is_multiple_of(16))
 }

@@ -1,11 +1,11 @@
-//! A part of a tensor on a GPU: gathered, and put back.
+//! Gather and scatter of a subset of a tensor on a GPU.
 
 use super::{Arg, Gpu, Grid, address_of};
 use crate::part::Places;
 use candle_core::Tensor;
 use ft_base::Result;
 
-/// As `Places` of `cuda/part.cu`.
+/// The structure `Places` of `cuda/part.cu`.
 fn numbers(places: &Places) -> [u64; 5] {
     let (key, half) = places.scattered.map_or((0, 0), |permutation| permutation.network());
     let start = places.start % places.n.max(1);
@@ -23,18 +23,18 @@ fn run(kernel: &str, from: &Tensor, to: &Tensor, places: &Places) -> Result<()> 
         Arg::Address(address_of(to, NAME, from.dtype())?),
     ];
     let name = format!("{kernel}_{}", from.dtype().size_in_bytes());
-    // SAFETY: the caller checked the sizes; every place lies inside of the whole and comes once.
+    // SAFETY: the caller checked the sizes; every index lies inside the whole tensor and occurs once.
     unsafe { gpu.launch_with("part", &name, Grid::stride(places.len), &args, Some(&numbers(places))) }
 }
 
-/// The elements of `whole` (f32, bf16 or i16) at `places`.
+/// Gathers the elements of `whole` (f32, bf16 or i16) at `places`.
 pub(crate) fn gather(whole: &Tensor, places: &Places) -> Result<Tensor> {
     let part = Gpu::of(whole, "a part of a tensor")?.empty(places.len, whole.dtype())?;
     run("part_gather", whole, &part, places)?;
     Ok(part)
 }
 
-/// Puts `part` back into `whole`, of the same type.
+/// Scatters `part` back into `whole`, of the same type.
 pub(crate) fn put(part: &Tensor, whole: &Tensor, places: &Places) -> Result<()> {
     run("part_put", part, whole, places)
 }

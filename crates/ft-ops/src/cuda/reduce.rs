@@ -1,19 +1,19 @@
-//! Sums of squares and the search for what is not finite, over many tensors in one launch.
+//! Sums of squares, and counts of non-finite elements, over many tensors in one launch.
 
 use super::memory::read;
 use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
-/// Elements of a block's share, as in `cuda/many.cuh`.
+/// Elements per block, as in `cuda/many.cuh`.
 pub(super) const SHARE: usize = 16_384;
 
-/// Counts the shares of tensors one after another.
+/// Numbers the shares (elements of one block) of several tensors consecutively.
 #[derive(Default)]
 pub(super) struct Shares(usize);
 
 impl Shares {
-    /// The number of the first share of a tensor of n elements.
+    /// Returns the index of the first share of a tensor of n elements.
     pub fn next(&mut self, n: usize) -> Result<u32> {
         let first = self.0;
         self.0 += n.div_ceil(SHARE);
@@ -28,7 +28,7 @@ impl Shares {
     }
 }
 
-/// The table `Part` of `cuda/reduce.cu`, and the number of shares.
+/// Returns the table of `Part` structures for `cuda/reduce.cu`, and the number of shares.
 fn table(tensors: &[&Tensor]) -> Result<(Vec<u8>, usize)> {
     const NAME: &str = "a tensor that is summed";
     let mut shares = Shares::default();
@@ -45,7 +45,7 @@ fn table(tensors: &[&Tensor]) -> Result<(Vec<u8>, usize)> {
     Ok((table, shares.count()))
 }
 
-/// The sum of `kernel` over all elements goes to the f64 `total` (one element), added or set.
+/// Computes the sum of `kernel` over all elements. The f64 `total` (one element) is incremented or overwritten.
 fn run(kernel: &'static str, tensors: &[&Tensor], total: &Tensor, add: bool) -> Result<()> {
     let Some(first) = tensors.first() else {
         return Ok(());
@@ -61,7 +61,8 @@ fn run(kernel: &'static str, tensors: &[&Tensor], total: &Tensor, add: bool) -> 
         Arg::small(tensors.len(), "a list of tensors")?,
         Arg::Address(place),
     ];
-    // SAFETY: the table describes the tensors, which live until the launch is queued; `partial` has a place a share.
+    // SAFETY: the table describes the tensors, which live until the launch is queued; `partial` has one element per
+    // share.
     unsafe { gpu.launch("reduce", kernel, Grid::line(shares, 256), &args)? };
     let args = [
         Arg::Address(place),
@@ -80,12 +81,12 @@ fn one(kernel: &'static str, t: &Tensor) -> Result<f64> {
     total.first().copied().ok_or_else(|| Error::new("a total is empty"))
 }
 
-/// Sum of the squares of an f32 or bf16 tensor. Waits for the GPU.
+/// Returns the sum of the squares of an f32 or bf16 tensor. Synchronizes with the GPU.
 pub(crate) fn sum_squares(t: &Tensor) -> Result<f64> {
     one("sum_squares", t)
 }
 
-/// Is every element finite? Waits for the GPU.
+/// True if every element is finite. Synchronizes with the GPU.
 pub(crate) fn all_finite(t: &Tensor) -> Result<bool> {
     Ok(one("count_odd", t)? == 0.0)
 }
@@ -95,7 +96,7 @@ pub(crate) fn add_squares(tensors: &[&Tensor], total: &Tensor) -> Result<()> {
     run("sum_squares", tensors, total, true)
 }
 
-/// `min(1, max / (√squares + 1e-6))` as an f32 tensor of one element; `squares` f64.
+/// Computes `min(1, max / (√squares + 1e-6))` as an f32 tensor of one element; `squares` f64.
 pub(crate) fn clip_coefficient(squares: &Tensor, max: f64) -> Result<Tensor> {
     let gpu = Gpu::of(squares, "a sum of squares")?;
     let coefficient = gpu.empty(1, DType::F32)?;

@@ -4,15 +4,15 @@ use super::{Arg, Gpu, Grid, Kind, address, aligned, columns};
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
-/// Lanes that share a short row, as in `cuda/rms_norm.cu`.
+/// Threads that share a short row, as in `cuda/rms_norm.cu`.
 const LANES: usize = 16;
 const THREADS: usize = 256;
 
-/// Name of the kernel and its grid, for `rows` of `size` elements.
+/// Returns the kernel name and its grid, for `rows` of `size` elements.
 fn plan(direction: &str, kinds: (Kind, Kind), rows: usize, size: usize, addresses: &[u64]) -> (String, Grid) {
     let packed = size.is_multiple_of(kinds.0.pack()) && aligned(addresses);
     let pack = if packed { kinds.0.pack() } else { 1 };
-    // Up to 4 packs a lane the row is narrow.
+    // A row with more than 4 packs per thread uses the wide kernel.
     let wide = size > 4 * LANES * pack;
     let grid = match wide {
         true => Grid::line(rows, size.div_ceil(pack).div_ceil(32).clamp(1, 8) as u32 * 32),
@@ -38,7 +38,7 @@ fn numbers(rows: usize, size: usize, eps: f64, plus_one: bool) -> Result<[Arg; 4
     ])
 }
 
-/// x in rows of `w.len()` elements, which divides it.
+/// x is cut into rows of `w.len()` elements, which divides its size.
 pub(crate) fn forward(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool) -> Result<Tensor> {
     let gpu = Gpu::of(x, "x of a norm")?;
     let kinds = (Kind::of(x, "x of a norm")?, Kind::of(w, "the weight of a norm")?);
@@ -52,12 +52,12 @@ pub(crate) fn forward(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool) -> Resul
     ];
     let (name, grid) = plan("forward", kinds, rows, size, &places);
     let args = [&places.map(Arg::Address)[..], &numbers(rows, size, eps, plus_one)?[..]].concat();
-    // SAFETY: x and y are rows of `size` elements, w is one.
+    // SAFETY: x and y are rows of `size` elements, w is one row.
     unsafe { gpu.launch("rms_norm", &name, grid, &args)? };
     Ok(y)
 }
 
-/// dx, and dw f32 when wanted.
+/// Computes dx, and dw f32 if requested.
 pub(crate) fn backward(
     x: &Tensor,
     w: &Tensor,
@@ -90,7 +90,7 @@ pub(crate) fn backward(
         &numbers(rows, size, eps, plus_one)?[..],
     ]
     .concat();
-    // SAFETY: as in `forward`; `inverse` has an element for each row or is not there.
+    // SAFETY: as in `forward`; `inverse` has an element for each row or is null.
     unsafe { gpu.launch("rms_norm", &name, grid, &args)? };
     let dw = inverse
         .map(|inverse| columns::sums(&gpu, &dy, Some((x, &inverse)), (rows, size)))

@@ -1,10 +1,10 @@
-//! Rotary positions on a GPU.
+//! Rotary position embeddings on a GPU.
 
 use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
-/// x `[tokens, width]` in heads of `head` elements; cos and sin f32 `[tokens, half]`.
+/// Rotates x `[tokens, width]` in heads of `head` elements; cos and sin f32 `[tokens, half]`.
 pub(crate) fn apply(
     x: &Tensor,
     cos: &Tensor,
@@ -39,7 +39,7 @@ pub(crate) fn apply(
         Arg::small(half, "a head")?,
         Arg::Address(to),
     ];
-    // SAFETY: the shapes were checked by the caller; y is as x.
+    // SAFETY: the shapes were checked by the caller; y has the shape of x.
     unsafe { gpu.launch("rope", &name, Grid::line(tokens, threads), &args)? };
     Ok(y)
 }

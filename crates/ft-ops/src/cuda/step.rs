@@ -1,4 +1,4 @@
-//! Optimizer steps of many parameters in one launch.
+//! Optimizer steps of many parameters in one launch (multi-tensor kernels).
 
 use super::memory::write;
 use super::reduce::Shares;
@@ -15,11 +15,11 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Mutex, OnceLock};
 
-/// Groups of parameters that share their numbers in one launch, as in `cuda/optimizer.cu`.
+/// Largest number of distinct hyperparameter triples in one launch, as in `cuda/optimizer.cu`.
 const GROUPS: usize = 16;
 
-/// Numbers that only some parameters share. AdamW: 1 - lr · decay, step size, root of the second correction. SGD: lr,
-/// decay, 1 in the first step or without momentum, else 0. Lion: 1 - lr · decay, lr. Sign: lr.
+/// Returns the numbers that differ between parameters. AdamW: 1 - lr · decay, step size, root of the second
+/// correction. SGD: lr, decay, 1 in the first step or without momentum, else 0. Lion: 1 - lr · decay, lr. Sign: lr.
 fn numbers(rule: Rule, item: &Item) -> [f32; 3] {
     let (lr, decay) = (item.lr, item.weight_decay);
     match rule {
@@ -36,7 +36,7 @@ fn numbers(rule: Rule, item: &Item) -> [f32; 3] {
     }
 }
 
-/// Name of the kernel, the numbers that all parameters share, and which moments there are.
+/// Returns the kernel name, the numbers that all parameters share, and which moments exist.
 fn plan(rule: Rule) -> Result<(&'static str, [f32; 3], (bool, bool))> {
     Ok(match rule {
         Rule::Adamw { betas: [b1, b2], eps } => ("adamw_step", [b1 as f32, b2 as f32, eps as f32], (true, true)),
@@ -52,7 +52,7 @@ pub(crate) fn run(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> R
     if rule == Rule::Adafactor {
         return super::adafactor::run(items, coefficient, gate);
     }
-    // Eight-bit states have kernels of their own.
+    // 8-bit states use separate kernels.
     let (coded, plain): (Vec<Item>, Vec<Item>) = items.iter().copied().partition(is_coded);
     run_alike(rule, &plain, coefficient, gate)?;
     run_alike(rule, &coded, coefficient, gate)
@@ -62,11 +62,11 @@ fn is_coded(item: &Item) -> bool {
     matches!(item.first, Some(Moment::Int8 { .. }))
 }
 
-/// Parameters that all have eight-bit states, or all none.
+/// Updates parameters that all have 8-bit states, or all none.
 fn run_alike(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> Result<()> {
     let mut rest = items;
     while let Some(first) = rest.first() {
-        // As many as share at most GROUPS triples of numbers.
+        // Takes as many parameters as share at most GROUPS triples of numbers.
         let mut groups: Vec<[f32; 3]> = Vec::new();
         let fits = rest.iter().take_while(|item| {
             let own = numbers(rule, item);
@@ -102,7 +102,7 @@ fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficien
         count += 1;
     }
     let scalar = |t: Option<&Tensor>, dtype| t.map_or(Ok(0), |t| address_of(t, "a number of an optimizer step", dtype));
-    // `Common` and `Groups` of the kernel.
+    // The structures `Common` and `Groups` of the kernel.
     let common = [b1, b2, eps, coefficient];
     let mut numbers = [[0f32; 3]; GROUPS];
     numbers[..groups.len()].copy_from_slice(groups);
@@ -134,7 +134,7 @@ fn entry(item: &Item, moments: (bool, bool), group: usize, shares: &mut Shares, 
         true => address(t, name),
         false => Err(wrong("tensors of different sizes").found(t.elem_count()).expected(n)),
     };
-    // Address of the moment, and of its scales where it is coded.
+    // Address of the moment, and of its scales if it is quantized.
     let state = |moment: Option<&Moment>, name: &str| match moment {
         None => Ok((0, 0)),
         Some(Moment::F32(t)) => sized(t, name)
@@ -196,7 +196,7 @@ fn entry(item: &Item, moments: (bool, bool), group: usize, shares: &mut Shares, 
     Ok(())
 }
 
-/// Runs `f` on the address of the table on the GPU. The table of the step before is used again if it is the same.
+/// Runs `f` on the address of the table on the GPU. The table of the previous step is reused if it is equal.
 fn with_table(gpu: &Gpu, table: Vec<u8>, f: impl FnOnce(u64) -> Result<()>) -> Result<()> {
     type Kept = HashMap<DeviceId, (Vec<u8>, Tensor)>;
     static KEPT: OnceLock<Mutex<Kept>> = OnceLock::new();
@@ -215,7 +215,8 @@ fn with_table(gpu: &Gpu, table: Vec<u8>, f: impl FnOnce(u64) -> Result<()>) -> R
     }
 }
 
-/// Values and middles of the code with sign, then of that without: `Table[2]` of the kernel, made once for a device.
+/// Returns the address of `Table[2]` of the kernel: values and midpoints of the signed code, then of the unsigned
+/// one. Uploaded once per device.
 fn code_tables(gpu: &Gpu) -> Result<u64> {
     static KEPT: OnceLock<Mutex<HashMap<DeviceId, Tensor>>> = OnceLock::new();
     let mut kept = KEPT
@@ -237,7 +238,7 @@ fn code_tables(gpu: &Gpu) -> Result<u64> {
     }
 }
 
-/// Sets a bf16 weight and its lower halves (i16) to exact f32 values, which are as many.
+/// Splits f32 values into a bf16 weight and its low 16 bits (i16), of the same length, without loss.
 pub(crate) fn split(values: &[f32], weight: &Tensor, low: &Tensor) -> Result<()> {
     let (high, lower): (Vec<bf16>, Vec<i16>) = values
         .iter()

@@ -1,8 +1,8 @@
-//! Copies between host memory and a GPU on a stream of their own.
+//! Copies between host memory and a GPU on a separate copy stream.
 //!
-//! Memory of a GPU is given out and back in the order of the computing stream, so each copy is tied to that stream by
-//! events: a copy to the GPU starts after its place was free and is waited for before it is used; the memory of a
-//! tensor that is copied away is given back after a wait for the copy.
+//! GPU memory is allocated and freed in the order of the compute stream, so events tie each copy to that stream. A
+//! copy to the GPU starts after its target memory is free, and the compute stream waits for it before use. The
+//! memory of a tensor that is offloaded is freed after a wait for the copy.
 
 use super::{Gpu, address};
 use crate::transfer::CopyTimes;
@@ -21,24 +21,24 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 const TIMED: Option<sys::CUevent_flags> = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
-/// Smaller tensors are not worth being locked in memory.
+/// Smaller tensors are not page-locked: the gain is too small.
 const LEAST_LOCKED: usize = 1 << 16;
-/// Copies whose events are kept until their times are read; later ones are not measured.
+/// Largest number of copies with pending time measurements; later copies are not measured.
 const MOST_TIMED: usize = 4096;
 
-/// Host memory that the GPU reads and writes directly.
+/// Pinned host memory.
 type Pinned = PinnedHostSlice<u8>;
 
-/// A tensor on its way to the GPU.
+/// A tensor during its copy to the GPU.
 pub(crate) struct Arriving {
-    /// Until it is received.
+    /// None after `receive`.
     tensor: Option<(Tensor, CudaEvent, CudaEvent)>,
     computing: Arc<CudaStream>,
 }
 
 impl Drop for Arriving {
     fn drop(&mut self) {
-        // Nobody waits for it any more, but its memory must not be given out again while the copy writes there.
+        // The tensor is not received, but its memory must not be reused while the copy writes to it.
         if let Some((_, _, arrived)) = &self.tensor
             && self.computing.wait(arrived).is_err()
         {
@@ -47,34 +47,35 @@ impl Drop for Arriving {
     }
 }
 
-/// A tensor on the host, or on its way there.
+/// A tensor that is offloaded to the host, or on the way there.
 pub(crate) struct Parked {
     host: Option<Pinned>,
     shape: Vec<usize>,
     dtype: DType,
-    /// Its memory on the GPU until it is let go.
+    /// The tensor on the GPU, until `let_go` releases it.
     leaving: Option<Tensor>,
     done: CudaEvent,
 }
 
 impl Drop for Parked {
     fn drop(&mut self) {
-        // The copy writes to memory that goes now.
+        // The copy must not write to pinned memory that is freed.
         if self.host.is_some() {
             let _ = self.done.synchronize();
         }
     }
 }
 
-/// The copying stream of one GPU.
+/// The copy stream of one GPU.
 pub(crate) struct Copier {
     gpu: Gpu,
     stream: Arc<CudaStream>,
-    /// Tensors of the host that are locked in memory, by address: kept as long as they are.
+    /// Page-locked host tensors, by address; each is kept alive while it is locked.
     locked: Mutex<BTreeMap<usize, Tensor>>,
-    /// Pinned memory that is free, by size. All copies run on one stream: who takes it writes after who read it.
+    /// Free pinned memory, by size. All copies run on one stream, so a new write comes after the old read.
     free: Mutex<BTreeMap<usize, Vec<Pinned>>>,
-    /// Copies whose times are not read yet: started, arrived, and when the computing stood before it.
+    /// Copies whose times are not read yet: start of the copy, its end, and the point where the compute stream
+    /// waited for it.
     timed: Mutex<Vec<(CudaEvent, CudaEvent, CudaEvent)>>,
 }
 
@@ -82,7 +83,7 @@ impl Drop for Copier {
     fn drop(&mut self) {
         let _ = self.stream.synchronize();
         for address in std::mem::take(&mut *lock(&self.locked)).keys() {
-            // SAFETY: it was locked by this copier, and its tensor still lives.
+            // SAFETY: it was page-locked by this copier, and its tensor still lives.
             let _ = unsafe { sys::cuMemHostUnregister(*address as *mut _) };
         }
     }
@@ -101,28 +102,28 @@ impl Copier {
         })
     }
 
-    /// Starts the copy of a contiguous tensor of the host; see `ops::transfer`.
+    /// Starts the upload of a contiguous host tensor; see `ops::transfer`.
     pub fn send(&self, host: &Tensor, stays: bool) -> Result<Arriving> {
         let (from, len) = host_bytes(host)?;
         if stays && len >= LEAST_LOCKED {
             self.lock_in_memory(host, from as usize, len)?;
         }
-        // SAFETY: the tensor holds so many bytes. Of memory that is not locked the driver takes a copy before it
-        // returns; what is locked stays by the promise of the caller.
+        // SAFETY: the tensor holds this number of bytes. From memory that is not page-locked the driver copies
+        // before it returns; page-locked memory stays alive by the promise of the caller.
         let bytes = unsafe { std::slice::from_raw_parts(from, len) };
         let tensor = self.gpu.empty(host.dims(), host.dtype())?;
         self.copy_to(tensor, bytes)
     }
 
-    /// The bytes go to the tensor, which is fresh.
+    /// Starts the copy of the bytes to a new tensor.
     fn copy_to(&self, tensor: Tensor, bytes: &[u8]) -> Result<Arriving> {
         let to = address(&tensor, "a tensor that is sent")?;
         let computing = self.gpu.device().cuda_stream();
-        // Its memory may still be read by what was queued before it was given back.
+        // Earlier work that is still queued may read the memory of this allocation.
         self.stream.join(&computing).map_err(failed)?;
         let started = self.stream.record_event(TIMED).map_err(failed)?;
         if !bytes.is_empty() {
-            // SAFETY: the tensor has room for so many bytes.
+            // SAFETY: the tensor has space for the bytes.
             unsafe { result::memcpy_htod_async(to, bytes, self.stream.cu_stream()) }.map_err(failed)?;
         }
         let arrived = self.stream.record_event(TIMED).map_err(failed)?;
@@ -132,7 +133,7 @@ impl Copier {
         })
     }
 
-    /// Where the system refuses, copies take a detour: nothing is wrong but the speed.
+    /// Page-locks the memory of `host`. If the system refuses, copies are slower but still correct.
     fn lock_in_memory(&self, host: &Tensor, from: usize, len: usize) -> Result<()> {
         let mut locked = lock(&self.locked);
         if locked.contains_key(&from) {
@@ -147,12 +148,12 @@ impl Copier {
         Ok(())
     }
 
-    /// Gives back what was locked of a tensor, when no copy reads it any more.
+    /// Unlocks the memory of a tensor, after all copies that read it are complete.
     pub fn forget(&self, host: &Tensor) -> Result<()> {
         let from = host_bytes(host)?.0 as usize;
         if let Some(tensor) = lock(&self.locked).remove(&from) {
             self.stream.synchronize().map_err(failed)?;
-            // SAFETY: it was locked by this copier, and its tensor still lives.
+            // SAFETY: it was page-locked by this copier, and its tensor still lives.
             let code = unsafe { sys::cuMemHostUnregister(from as *mut _) };
             drop(tensor);
             if code != sys::CUresult::CUDA_SUCCESS {
@@ -162,7 +163,7 @@ impl Copier {
         Ok(())
     }
 
-    /// The tensor, for work that is queued from now on.
+    /// Returns the tensor, for work that is queued from now on.
     pub fn receive(&self, mut arriving: Arriving) -> Result<Tensor> {
         let stood = arriving.computing.record_event(TIMED).map_err(failed)?;
         if let Some((_, _, arrived)) = &arriving.tensor {
@@ -178,15 +179,15 @@ impl Copier {
         Ok(tensor)
     }
 
-    /// Starts the copy of a tensor to the host.
+    /// Starts the offload of a tensor to the host.
     pub fn park(&self, tensor: Tensor) -> Result<Parked> {
         let from = address(&tensor, "a tensor that is parked")?;
         let len = tensor.elem_count() * tensor.dtype().size_in_bytes();
         let mut host = self.pinned(len)?;
-        // The tensor is complete when the computing that is queued now is.
+        // The copy starts after the compute work that is queued now, which completes the tensor.
         self.stream.join(&self.gpu.device().cuda_stream()).map_err(failed)?;
         let to = host.as_mut_slice().map_err(failed)?;
-        // SAFETY: `to` has room for the bytes of the tensor; both stay until `done`.
+        // SAFETY: `to` has space for the bytes of the tensor; both live until `done`.
         unsafe { result::memcpy_dtoh_async(&mut to[..len], from, self.stream.cu_stream()) }.map_err(failed)?;
         let done = self.stream.record_event(None).map_err(failed)?;
         Ok(Parked {
@@ -206,7 +207,7 @@ impl Copier {
         Ok(())
     }
 
-    /// Starts the way back of a parked tensor.
+    /// Starts the copy of an offloaded tensor back to the GPU.
     pub fn fetch(&self, mut parked: Parked) -> Result<Arriving> {
         self.let_go(&mut parked)?;
         let Some(host) = parked.host.take() else {
@@ -237,7 +238,7 @@ impl Copier {
         let mut sum = CopyTimes::default();
         for (started, arrived, stood) in std::mem::take(&mut *lock(&self.timed)) {
             let copying = f64::from(started.elapsed_ms(&arrived).map_err(failed)?);
-            // Negative where the tensor was there before the computing asked for it.
+            // Negative if the tensor arrived before the compute stream needed it.
             let waiting = f64::from(stood.elapsed_ms(&arrived).map_err(failed)?);
             sum.copying += copying;
             sum.waiting += waiting.clamp(0.0, copying);
@@ -246,7 +247,7 @@ impl Copier {
     }
 }
 
-/// Address and length of a tensor of the host. The address is good as long as the tensor lives.
+/// Returns address and length in bytes of a host tensor. The address is valid as long as the tensor lives.
 fn host_bytes(t: &Tensor) -> Result<(*const u8, usize)> {
     let (storage, layout) = t.storage_and_layout();
     let Some((start, end)) = layout.contiguous_offsets() else {

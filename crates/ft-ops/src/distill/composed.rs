@@ -1,5 +1,6 @@
-//! The same composed of tensor operations, for tensors on a GPU. Heads have to be whole. Sums come to the host after
-//! every chunk. It runs on the CPU too: there it is compared with the fused form.
+//! The divergences of the module above, composed of tensor operations, for tensors on a GPU. Heads must be in
+//! memory as a whole. Sums are copied to the host after every chunk. It also runs on the CPU, where tests compare
+//! it with the fused form.
 //!
 //! Letters as in the module above; c tokens of a chunk.
 
@@ -10,7 +11,7 @@ use crate::update::to_f32_vec;
 use candle_core::{D, DType, Tensor};
 use ft_base::{Error, Result};
 
-/// The rows `chosen` of h, and the head.
+/// The hidden states h of one model, and its head.
 struct Here<'a> {
     h: &'a Tensor,
     head: &'a Tensor,
@@ -36,7 +37,7 @@ impl<'a> Here<'a> {
         Ok(self.h.index_select(rows, 0)?.contiguous()?)
     }
 
-    /// Capped logits `[c, V]` f32.
+    /// Computes the logits with softcap, `[c, V]` f32.
     fn logits(&self, rows: &Tensor) -> Result<Tensor> {
         let logits = logits(rows, self.head)?;
         match self.cap {
@@ -46,7 +47,7 @@ impl<'a> Here<'a> {
     }
 }
 
-/// `h [c, D] · headᵀ` in f32, whatever the type of h.
+/// Computes `h [c, D] · headᵀ` in f32 for any type of h.
 fn logits(h: &Tensor, head: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if h.device().is_cuda() && h.dtype() != DType::F32 {
@@ -61,21 +62,21 @@ fn log_softmax(logits: &Tensor) -> Result<Tensor> {
     Ok(x.broadcast_sub(&sum)?)
 }
 
-/// `ln((1 - beta) q + beta p)`.
+/// Computes `ln((1 - beta) q + beta p)`.
 fn ln_mixture(lq: &Tensor, lp: &Tensor, beta: f64) -> Result<Tensor> {
     let (a, b) = ((lq + (1.0 - beta).ln())?, (lp + beta.ln())?);
     let small = (&a - &b)?.abs()?.neg()?.exp()?;
     Ok((a.maximum(&b)? + (small + 1.0)?.log()?)?)
 }
 
-/// Of each outcome: its part of the loss, of the sum k, and the slope over q before k is taken off.
+/// For each outcome: its part of the loss, its part of the sum k, and the slope divided by q before k is subtracted.
 struct Outcomes {
     loss: Tensor,
     k: Option<Tensor>,
     slope: Tensor,
 }
 
-/// `lq`, `lp` `[c, outcomes]`.
+/// Computes the outcomes from `lq`, `lp` `[c, outcomes]`.
 fn outcomes(lq: &Tensor, lp: &Tensor, beta: f64) -> Result<Outcomes> {
     let (q, p) = (lq.exp()?, lp.exp()?);
     if beta == 0.0 {
@@ -106,12 +107,12 @@ fn outcomes(lq: &Tensor, lp: &Tensor, beta: f64) -> Result<Outcomes> {
     })
 }
 
-/// Divergence of each token `[c]`, and its slope along the common logits over T, `[c, C]`.
+/// Returns the divergence of each token `[c]`, and its slope with respect to the common logits / T, `[c, C]`.
 fn live(lq: &Tensor, lp: &Tensor, beta: f64) -> Result<(Tensor, Tensor)> {
     let all = outcomes(lq, lp, beta)?;
     let divergence = all.loss.sum(D::Minus1)?;
     let slope = match &all.k {
-        // q (1 - p / q) would lose a small q.
+        // q (1 - p / q) would lose a small q to rounding.
         None => (lq.exp()? - lp.exp()?)?,
         Some(k) => (lq.exp()? * all.slope.broadcast_sub(&k.sum_keepdim(D::Minus1)?)?)?,
     };
@@ -119,7 +120,8 @@ fn live(lq: &Tensor, lp: &Tensor, beta: f64) -> Result<(Tensor, Tensor)> {
     Ok((divergence, (slope * share)?))
 }
 
-/// The same against stored rows: `ids`, `lp` `[c, k]`, `rest` `[c, 1]`; `others`: are there any?
+/// As `live`, with a stored teacher: `ids`, `lp` `[c, k]`, `rest` `[c, 1]`; `others`: true if there are ids outside
+/// `ids`.
 fn stored(
     lq: &Tensor,
     (ids, lp, rest): (&Tensor, &Tensor, &Tensor),
@@ -130,7 +132,7 @@ fn stored(
     let mut all = outcomes(&own, lp, beta)?;
     let mut other = None;
     if others {
-        // Far below anything: the stored ids leave the sum.
+        // Adds a large negative number, so that the stored ids vanish from the sum.
         let gone = own.ones_like()?.affine(-1e9, 0.0)?;
         let left = lq.scatter_add(ids, &gone, 1)?.exp()?.sum_keepdim(D::Minus1)?;
         let o = outcomes(&left.log()?, rest, beta)?;
@@ -157,7 +159,7 @@ fn stored(
     Ok((divergence, (base.scatter_add(ids, &change, 1)? * share)?))
 }
 
-/// As the function of this name above, after its checks.
+/// As the function of the same name above, after its checks.
 pub(super) fn forward_backward(
     student: &Side,
     teacher: &Teacher,
@@ -252,7 +254,7 @@ pub(super) fn forward_backward(
     }
     tally.add(sums);
     if options.need_dh {
-        // A row of zeros stands for all that is not trained.
+        // A row of zeros is the gradient of all tokens that are not trained.
         gradients.push(Tensor::zeros((1, d), own.h.dtype(), device)?);
         let mut from = vec![trained.len() as u32; n];
         trained.iter().zip(0..).for_each(|(n, i)| from[*n] = i);
@@ -262,7 +264,7 @@ pub(super) fn forward_backward(
     Ok(out)
 }
 
-/// As the function of this name above: the host looks through the logits.
+/// As the function of the same name above; the host selects from the logits.
 pub(super) fn likeliest(
     side: &Side,
     chosen: &[usize],

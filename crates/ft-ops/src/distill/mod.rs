@@ -1,15 +1,15 @@
-//! Distillation through two output projections in one: hidden states of a student and of a teacher in, the divergence
-//! between their next-token distributions and its gradients out. Neither model's logits exist for more than a chunk
-//! of tokens.
+//! Fused distillation through two output projections: hidden states of a student and of a teacher in, the
+//! divergence between their next-token distributions and its gradients out. The logits of either model are in
+//! memory for at most a chunk of tokens.
 //!
-//! Letters: N tokens, D and V hidden size and vocabulary of the student, Dt and Vt of the teacher, C = min(V, Vt) the
-//! ids that both know, k stored ids of a token.
+//! Letters: N tokens, D and V hidden size and vocabulary of the student, Dt and Vt of the teacher, C = min(V, Vt)
+//! the number of common ids, k stored ids per token.
 //!
-//! Loss of a token: `alpha · cross-entropy + (1 - alpha) · divergence`. The divergence is between the distributions over
-//! the C common ids at temperature T, q of the student and p of the teacher: KL(p‖q) for beta = 0, KL(q‖p) for
-//! beta = 1, else the generalized Jensen-Shannon divergence beta KL(p‖m) + (1 - beta) KL(q‖m), m = (1 - beta) q + beta p
-//! (Agarwal et al. 2024, arXiv 2306.13649, section 3). No factor T² is put on it. The cross-entropy is over all V ids
-//! at T = 1.
+//! Loss of a token: `alpha · cross-entropy + (1 - alpha) · divergence`. The divergence is between the distributions
+//! over the C common ids at temperature T, q of the student and p of the teacher: KL(p‖q) for beta = 0, KL(q‖p) for
+//! beta = 1, else the generalized Jensen-Shannon divergence beta KL(p‖m) + (1 - beta) KL(q‖m), m = (1 - beta)
+//! q + beta p (Agarwal et al. 2024, arXiv 2306.13649, section 3). It is not multiplied by T². The cross-entropy is
+//! over all V ids at T = 1.
 
 #[cfg(any(test, feature = "cuda"))]
 mod composed;
@@ -30,7 +30,7 @@ use std::cell::RefCell;
 #[derive(Clone, Copy)]
 pub enum Matrix<'a> {
     Whole(&'a Tensor),
-    /// Parts of a multiple of `cross_entropy::PIECE` rows.
+    /// A streamed head; each part is a multiple of `cross_entropy::PIECE` rows.
     Parts(&'a Pieces<'a>),
 }
 
@@ -42,22 +42,22 @@ pub struct Side<'a> {
     pub softcap: Option<f32>,
 }
 
-/// The likeliest ids of each trained token, in order, as `likeliest` finds them.
+/// The top-k ids of each trained token, in order, as `likeliest` returns them.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct TopK {
     pub k: usize,
-    /// `[trained, k]`, rising in each row.
+    /// `[trained, k]`, ascending in each row.
     pub ids: Vec<u32>,
     /// `[trained, k]`: log-probabilities over the C common ids at the temperature.
     pub log_probs: Vec<f32>,
-    /// `[trained]`: logarithm of what the ids that are not among them share; -infinity where there are none.
+    /// `[trained]`: logarithm of the probability of all other ids together; -infinity if there are none.
     pub rest: Vec<f32>,
 }
 
-/// What the student is compared with.
+/// The teacher.
 pub enum Teacher<'a> {
     Live(Side<'a>),
-    /// The distributions of the `common` first ids.
+    /// Stored distributions over the first `common` ids.
     Stored {
         top: &'a TopK,
         common: usize,
@@ -69,7 +69,7 @@ pub struct Options {
     pub beta: f32,
     pub temperature: f32,
     pub alpha: f32,
-    /// Tokens a chunk; 0 counts as 1.
+    /// Tokens per chunk; 0 counts as 1.
     pub chunk: usize,
     /// Factor of the gradients (not of the loss): 1 / tokens of the window.
     pub scale: f64,
@@ -83,14 +83,14 @@ pub struct Output {
     /// Sums over the trained tokens, in nats.
     pub divergence: f64,
     pub cross_entropy: f64,
-    /// `[N, D]` of the type of h, zero where nothing is trained.
+    /// `[N, D]` of the type of h, zero for tokens without a target.
     pub dh: Option<Tensor>,
     /// `[V, D]` f32.
     pub dw: Option<Tensor>,
 }
 
 impl Side<'_> {
-    /// (rows, width) of the head.
+    /// Returns (rows, width) of the head.
     pub fn sizes(&self) -> Result<(usize, usize)> {
         match self.head {
             Matrix::Whole(w) => dims2(w, "the head"),
@@ -102,7 +102,7 @@ impl Side<'_> {
         matches!(self.head, Matrix::Parts(_))
     }
 
-    /// Do hidden states, head and cap fit together, for `n` tokens?
+    /// Checks that hidden states, head and softcap fit together for `n` tokens; returns the sizes of the head.
     fn check(&self, n: usize, who: &str) -> Result<(usize, usize)> {
         let (rows, width) = self.sizes()?;
         expect_dims(self.h, &format!("the hidden states of the {who}"), &[n, width])?;
@@ -119,7 +119,7 @@ impl Side<'_> {
         Ok((rows, width))
     }
 
-    /// Hands `f` this side as slices. The part of a head that was asked for last stays.
+    /// Calls `f` with this side as slices. The last part of a streamed head is cached.
     fn on_cpu<R>(&self, who: &str, f: impl FnOnce(&cpu::Side) -> Result<R>) -> Result<R> {
         let (rows, width) = self.sizes()?;
         let name = format!("the hidden states of the {who}");
@@ -155,11 +155,11 @@ impl Side<'_> {
     }
 }
 
-/// Loss and gradients. The loss, not finite when a logit is not, and the tokens whose target has the student's largest
-/// logit go to `tally`. On a GPU heads have to be whole.
+/// Computes loss and gradients. Adds to `tally` the loss (not finite if a logit is not), and the number of tokens
+/// whose target has the student's largest logit. On a GPU heads must be in memory as a whole.
 ///
-/// Errors: shapes that do not fit, targets outside the vocabulary, settings out of range, stored rows that are not
-/// those of the trained tokens.
+/// Errors: shapes that do not fit, targets outside the vocabulary, settings out of range, stored rows that do not
+/// match the trained tokens.
 pub fn forward_backward(
     student: &Side,
     teacher: &Teacher,
@@ -228,8 +228,8 @@ pub fn forward_backward(
     })
 }
 
-/// The `k` likeliest of the first `common` ids after each of the trained positions, with their log-probabilities at
-/// `temperature`; fewer where there are fewer ids. NaN where a logit is not finite.
+/// Returns the `k` most likely of the first `common` ids at each trained position, with their log-probabilities at
+/// `temperature`; fewer if there are fewer ids. NaN if a logit is not finite.
 pub fn likeliest(
     side: &Side,
     targets: &[u32],

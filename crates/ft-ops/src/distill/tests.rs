@@ -1,4 +1,4 @@
-//! Divergences against their definition by autograd, against each other, and on any number of threads.
+//! Divergences, compared with their definition by autograd and with each other, and on any number of threads.
 
 use super::super::cross_entropy;
 use super::*;
@@ -34,7 +34,7 @@ fn side<'a>(h: &'a Tensor, head: &'a Tensor, softcap: Option<f32>) -> Side<'a> {
     }
 }
 
-/// Capped logits of the trained rows.
+/// Returns the logits of the trained rows, with softcap.
 fn logits(h: &Tensor, head: &Tensor, targets: &[u32], cap: Option<f32>) -> Tensor {
     let rows: Vec<u32> = (0..targets.len() as u32)
         .filter(|i| targets[*i as usize] != IGNORE)
@@ -59,7 +59,7 @@ fn kl(p: &Tensor, q: &Tensor) -> Tensor {
     all.sum_all().unwrap()
 }
 
-/// The divergence by its definition, and the cross-entropy.
+/// Returns the divergence by its definition, and the cross-entropy.
 fn composed(z: &Tensor, t: &Tensor, targets: &[u32], o: &Options) -> (Tensor, Tensor) {
     let common = z.dim(1).unwrap().min(t.dim(1).unwrap());
     let soft = |x: &Tensor| {
@@ -124,7 +124,7 @@ fn matches_autograd() {
                 assert_close(out.dh.as_ref().unwrap(), grads.get(&h).unwrap(), 2e-5);
                 assert_close(out.dw.as_ref().unwrap(), grads.get(&head).unwrap(), 2e-5);
 
-                // What a GPU does.
+                // The composed form for GPUs.
                 let trained: Vec<usize> = (0..n).filter(|i| targets[*i] != IGNORE).collect();
                 let same = composed_form(&own, &other, &targets, &trained, v.min(vt), &o, &on_gpu);
                 assert!(near(same.divergence, out.divergence) && near(same.cross_entropy, out.cross_entropy));
@@ -174,7 +174,7 @@ fn with_alpha_one_it_is_the_cross_entropy() {
     assert!((a.loss - b.loss).abs() < 1e-6 * b.loss && a.correct == b.correct);
     assert_close(&out.dh.unwrap(), &want.dh.unwrap(), 1e-5);
     assert_close(&out.dw.unwrap(), &want.dw.unwrap(), 1e-5);
-    // A teacher that says the same has nothing to teach.
+    // A teacher with the same distribution gives a divergence of zero.
     assert!(out.divergence.abs() < 1e-6);
 }
 
@@ -212,7 +212,7 @@ fn all_stored_ids_are_the_whole_teacher_and_fewer_say_less() {
     }
 }
 
-/// The gradient against stored rows is the slope of its loss.
+/// The gradient with stored rows is the slope of their loss.
 #[test]
 fn stored_rows_have_the_gradient_of_their_loss() {
     let (n, d, v) = (3, 4, 30);

@@ -1,4 +1,4 @@
-//! Against attention on tensors, and that neither pages nor neighbours change a bit.
+//! Paged attention, compared with attention on tensors; page boundaries and other documents do not change a bit.
 
 use super::*;
 use crate::attention;
@@ -29,7 +29,7 @@ fn specs() -> Vec<Spec> {
             window: Some(5),
             ..plain.clone()
         },
-        // More heads than the rows of a task.
+        // More heads than rows per task.
         Spec {
             heads: 40,
             kv_heads: 1,
@@ -51,7 +51,7 @@ fn form(spec: &Spec, stored: Stored) -> Form {
     }
 }
 
-/// Tokens of `k` and `v` in pages; a page ends early before each of `cuts`.
+/// Stores the tokens of `k` and `v` in pages; a page ends early before each of `cuts`.
 fn pages(spec: &Spec, stored: Stored, k: &Tensor, v: &Tensor, cuts: &[usize]) -> Vec<Page> {
     let form = form(spec, stored);
     let (k, v) = (k.to_vec2::<f32>().unwrap(), v.to_vec2::<f32>().unwrap());
@@ -98,8 +98,8 @@ fn as_attention_on_tensors() {
         if !spec.rounds() {
             assert_close(&o, &want, 1e-5);
         } else {
-            // The operands are the same, but a probability whose bits the order of a sum changed may be rounded the other
-            // way: by a step of 2^-8 of it, and no probability is above 1.
+            // The operands are the same, but a probability that differs through the order of a sum may be rounded
+            // in the other direction: by a step of 2^-8 of it, and no probability is above 1.
             assert_close(&o, &want, 2f32.powi(-8));
             let (o, want) = (flat(&o), flat(&want));
             let largest = want.iter().fold(0f32, |m, x| m.max(x.abs()));
@@ -128,7 +128,7 @@ fn cuts_and_neighbours_change_no_bit() {
             };
             let whole = run(&q, &pages(&spec, stored, &k, &v, &[]));
             assert_eq!(whole, run(&q, &pages(&spec, stored, &k, &v, &[1, 2, 90, 150, 199])));
-            // The queries one by one, each when its key is the last.
+            // The queries one by one, each at the time when its key is the last.
             let width = spec.heads * spec.head_dim;
             for i in [0, 17, 63, 99] {
                 let (k, v) = (k.narrow(0, 0, 101 + i).unwrap(), v.narrow(0, 0, 101 + i).unwrap());
@@ -144,7 +144,7 @@ fn cuts_and_neighbours_change_no_bit() {
 
 #[test]
 fn attention_sees_what_is_stored_and_what_is_no_number_stays_so() {
-    // A model in f32: where products round, what was stored as f32 would be rounded once more.
+    // An f32 model: in a bf16 model, products could round again the values that are stored as f32.
     for spec in specs().iter().filter(|spec| !spec.bf16) {
         let width = spec.heads * spec.head_dim;
         let (q, (k, v)) = (random((9, width), 1), keys(spec, 130, 2));

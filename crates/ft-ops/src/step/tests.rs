@@ -1,4 +1,4 @@
-//! Every rule against a plain loop, states in eight bits, rounding at random.
+//! Every rule compared with a plain loop, 8-bit states, stochastic rounding.
 
 use super::*;
 use crate::master;
@@ -27,7 +27,7 @@ enum Kind {
     Stochastic(u64),
 }
 
-/// The moments that a rule keeps of a weight of `SHAPE`.
+/// Returns the moments of a rule for a weight of `SHAPE`.
 fn moments(rule: Rule, int8: bool) -> (Option<Moment>, Option<Moment>) {
     let (r, c) = SHAPE;
     let zeros = |n| Some(Moment::zeros(n, int8 && rule != Rule::Adafactor, &Device::Cpu).unwrap());
@@ -40,7 +40,7 @@ fn moments(rule: Rule, int8: bool) -> (Option<Moment>, Option<Moment>) {
     }
 }
 
-/// `steps` steps on one weight; its exact values, and the weight as it is stored.
+/// Runs `steps` steps on one weight. Returns its exact values, and the weight in its storage type.
 fn run(rule: Rule, int8: bool, kind: Kind, steps: u64, lr: f64, decay: f64) -> (Vec<f32>, Tensor) {
     let start = random(SHAPE, 1);
     let (weight, low) = match kind {
@@ -80,7 +80,7 @@ fn run(rule: Rule, int8: bool, kind: Kind, steps: u64, lr: f64, decay: f64) -> (
     (exact, weight)
 }
 
-/// The rules written out in f64, element by element, from the papers.
+/// Computes the rules in f64, element by element, as in the papers.
 fn plain(rule: Rule, steps: u64, lr: f64, decay: f64) -> Vec<f64> {
     let (r, c) = SHAPE;
     let mut w: Vec<f64> = flat(&random(SHAPE, 1)).iter().map(|x| *x as f64).collect();
@@ -141,7 +141,7 @@ fn distance(a: &[f32], b: &[f64]) -> f64 {
         .sqrt()
 }
 
-/// How far a rule went: differences are measured by it.
+/// Returns the distance that a rule moved the weight, the scale for differences.
 fn way(b: &[f64]) -> f64 {
     distance(&flat(&random(SHAPE, 1)), b)
 }
@@ -161,7 +161,7 @@ fn every_rule_is_that_of_its_paper() {
 
 #[test]
 fn halves_are_the_master_bit_for_bit() {
-    // A start that bf16 holds exactly: then every step must agree with f32 in every bit.
+    // A start value that bf16 represents exactly: then every step must be bit-equal to f32.
     for rule in RULES {
         for int8 in [false, true] {
             let start = random(SHAPE, 1).to_dtype(DType::BF16).unwrap();
@@ -184,7 +184,7 @@ fn halves_are_the_master_bit_for_bit() {
                         step: number,
                     }
                 };
-                // One list: parameters do not touch each other.
+                // One list: parameters do not affect each other.
                 let items = [
                     item(&wide, Precision::Whole, &a),
                     item(&narrow, Precision::Halves(&low), &b),
@@ -234,7 +234,7 @@ fn eight_bits_stay_near_f32() {
 
 #[test]
 fn rounding_at_random_is_right_on_average() {
-    // Steps far below the last bit of bf16: rounding to nearest would never move.
+    // Steps far below the last bit of bf16: with rounding to nearest the weight would not change.
     let rule = Rule::Sgd { momentum: 0.0 };
     let start: Vec<f64> = flat(
         &random(SHAPE, 1)
@@ -259,7 +259,8 @@ fn rounding_at_random_is_right_on_average() {
             .for_each(|(m, x)| *m += x as f64 / draws as f64);
     }
     assert!(moved > 0);
-    // The sum over elements of (moved - wanted) · sign of wanted: its deviation is known from the variance p(1 - p).
+    // The sum over elements of (moved - wanted) · sign of wanted: its standard deviation follows from the variance
+    // p(1 - p).
     let (mut excess, mut variance, mut wanted) = (0.0, 0.0, 0.0);
     for ((m, w), g) in mean.iter().zip(&start).zip(&gradients) {
         let want = -lr * 0.7 * *g as f64;
@@ -270,7 +271,7 @@ fn rounding_at_random_is_right_on_average() {
         variance += ulp * ulp * p * (1.0 - p) / draws as f64;
     }
     assert!(excess.abs() < 4.0 * variance.sqrt(), "{excess} {}", variance.sqrt());
-    // The test can see a bias of a tenth of the movement.
+    // The test can detect a bias of a tenth of the movement.
     assert!(4.0 * variance.sqrt() < 0.1 * wanted, "{} {wanted}", variance.sqrt());
 }
 

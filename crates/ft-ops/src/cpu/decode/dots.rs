@@ -1,14 +1,15 @@
-//! Dot products of a few vectors with a row of codes, decoded in registers (AVX-512): a token costs little more than
-//! reading the codes. The sums are those of `math::dot_lanes` over the decoded values, bit by bit.
+//! Dot products of a few vectors with a quantized row, dequantized in registers (AVX-512): a token costs little
+//! more than reading the quantized row. The sums are bit-equal to those of `math::dot_lanes` over the dequantized
+//! values.
 
 use super::super::math::LANES;
 use crate::coded::{BLOCK, Codes, View};
 use std::arch::x86_64::*;
 
-/// Vectors at most.
+/// Largest number of vectors.
 pub(crate) const MOST: usize = 8;
 
-/// Does `dots` do this weight? Then every scale holds for whole steps of `BLOCK` columns.
+/// True if `dots` supports this weight: then every scale applies to whole steps of `BLOCK` columns.
 pub(crate) fn fits(view: &View<'_>) -> bool {
     let groups = match view.codes {
         Codes::Int8 { group, .. } | Codes::Int4 { group, .. } => group % BLOCK == 0,
@@ -17,8 +18,8 @@ pub(crate) fn fits(view: &View<'_>) -> bool {
     view.columns.is_multiple_of(BLOCK) && groups
 }
 
-/// Copies vectors into the order in which `dots` reads them: where a byte holds two codes, of every 32 elements first
-/// those with an even number, then the others.
+/// Copies vectors into the order that `dots` reads. If a byte holds two 4-bit values, of every 32 elements the ones
+/// with an even index come first, then the others.
 pub(crate) fn arrange(view: &View<'_>, from: &[f32], to: &mut [f32]) {
     if let Codes::Int8 { .. } = view.codes {
         return to.copy_from_slice(from);
@@ -30,12 +31,12 @@ pub(crate) fn arrange(view: &View<'_>, from: &[f32], to: &mut [f32]) {
     }
 }
 
-/// The lanes of the sums of each of the `sums.len()` arranged vectors `x` with row `row`.
+/// Computes the lanes of the dot products of row `row` with each of the `sums.len()` arranged vectors `x`.
 /// # Safety
-/// AVX-512 (F, BW, DQ, VL) must be there; the view `fits`.
+/// The CPU must have AVX-512 (F, BW, DQ, VL); the view `fits`.
 pub(crate) unsafe fn dots(view: &View<'_>, row: usize, x: &[f32], sums: &mut [[f32; LANES]]) {
     assert!(row < view.rows && x.len() == sums.len() * view.columns && fits(view) && view.fits());
-    // SAFETY: promised by the caller; everything that is read was checked.
+    // SAFETY: promised by the caller; all ranges that are read were checked.
     unsafe {
         match sums.len() {
             1 => wide::<1>(view, row, x, sums),
@@ -117,7 +118,7 @@ unsafe fn wide<const M: usize>(view: &View<'_>, row: usize, x: &[f32], sums: &mu
     }
 }
 
-/// 64 columns of half bytes. The element with the even number is in the upper half of its byte.
+/// Adds the products of 64 columns of 4-bit values. The element with the even index is in the high half of its byte.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 unsafe fn halves<const M: usize>(
@@ -130,7 +131,7 @@ unsafe fn halves<const M: usize>(
     for half in 0..2 {
         // SAFETY: promised by the caller: 32 bytes, 64 elements of each vector.
         unsafe {
-            // Only the lower four bits of an index count.
+            // The permutation uses only the low four bits of an index.
             let pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(codes.add(16 * half).cast()));
             let even = _mm512_permutexvar_ps(_mm512_srli_epi32::<4>(pairs), table);
             let other = _mm512_permutexvar_ps(pairs, table);
@@ -139,7 +140,7 @@ unsafe fn halves<const M: usize>(
     }
 }
 
-/// 16 signed bytes, decoded.
+/// Dequantizes 16 signed bytes.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 unsafe fn bytes(codes: *const u8, scale: __m512, bf16: bool) -> __m512 {
@@ -160,7 +161,7 @@ unsafe fn add<const M: usize>(acc: &mut [[__m512; 2]; M], w: [__m512; 2], x: *co
     }
 }
 
-/// The nearest bf16 where `bf16`, ties to even.
+/// Rounds to the nearest bf16 if `bf16`, ties to even.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 fn finish(values: __m512, bf16: bool) -> __m512 {

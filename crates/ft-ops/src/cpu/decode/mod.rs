@@ -1,5 +1,5 @@
-//! Decoding a part of a row of codes to f32. Every instruction set gives the same bits: an int8 value is one
-//! product, a 4-bit value comes from a table of 16 that is made once for the elements that share a scale.
+//! Dequantization of a part of a row to f32. Every instruction set gives the same bits: an int8 value is one
+//! product; a 4-bit value is a lookup in a table of 16, which is computed once for the elements that share a scale.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod dots;
@@ -31,7 +31,7 @@ pub const NF4_TABLE: [f32; 16] = [
     1.0,
 ];
 
-/// Instructions that decode.
+/// Instruction sets for dequantization.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Isa {
     Avx512,
@@ -53,12 +53,13 @@ impl Isa {
     }
 }
 
-/// Columns `start..start + to.len()` of row `row`. The instructions of `isa` must be there. Panics outside the weight.
+/// Dequantizes columns `start..start + to.len()` of row `row`. The CPU must have the instructions of `isa`. Panics
+/// outside the weight.
 pub(crate) fn decode(isa: Isa, view: &View<'_>, row: usize, start: usize, to: &mut [f32]) {
     assert!(row < view.rows && start <= view.columns && to.len() <= view.columns - start);
     debug_assert!(view.fits());
     match isa {
-        // SAFETY: the caller found these instructions.
+        // SAFETY: the caller detected these instructions.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 => unsafe { vectors::wide(view, row, start, to) },
         // SAFETY: as above.
@@ -68,18 +69,18 @@ pub(crate) fn decode(isa: Isa, view: &View<'_>, row: usize, start: usize, to: &m
     }
 }
 
-/// How elements with one scale decode.
+/// Dequantizes elements that share a scale.
 trait Kernel {
     /// # Safety
-    /// The instructions of the kernel must be there.
+    /// The CPU must have the instructions of the kernel.
     unsafe fn int8(codes: &[u8], scale: f32, bf16: bool, to: &mut [f32]);
-    /// Two elements a byte, the first in the upper half; `to` has twice as many elements as `codes` bytes.
+    /// Two elements per byte, the first in the high half; `to` has twice as many elements as `codes` has bytes.
     /// # Safety
     /// As above.
     unsafe fn nibbles(codes: &[u8], table: &[f32; 16], to: &mut [f32]);
 }
 
-/// Goes over the runs of a part of a row.
+/// Dequantizes a part of a row, run by run (elements with one scale).
 #[inline(always)]
 fn runs<K: Kernel>(view: &View<'_>, row: usize, start: usize, to: &mut [f32]) {
     let bytes = view.bytes();
@@ -108,7 +109,7 @@ fn runs<K: Kernel>(view: &View<'_>, row: usize, start: usize, to: &mut [f32]) {
     }
 }
 
-/// The nearest bf16, ties to even, as f32. Finite numbers only.
+/// Returns the nearest bf16, ties to even, as f32. For finite numbers only.
 #[inline(always)]
 pub(crate) fn round_bf16(x: f32) -> f32 {
     let bits = x.to_bits();

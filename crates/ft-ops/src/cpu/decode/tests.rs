@@ -1,9 +1,9 @@
-//! Every instruction set against the definition of the formats, element by element, bit by bit.
+//! Every instruction set, compared with the definition of the formats, element by element and bit by bit.
 
 use super::*;
 use crate::coded::{Absmax, Codes};
 
-/// Codes and scales without meaning, for a weight `[rows, columns]`.
+/// Random quantized data and scales for a weight `[rows, columns]`.
 pub(crate) struct Random {
     rows: usize,
     columns: usize,
@@ -16,7 +16,7 @@ pub(crate) struct Random {
 impl Random {
     pub(crate) fn new(rows: usize, columns: usize) -> Self {
         let n = rows * columns.next_multiple_of(16);
-        // Steps of a full-period generator, upper byte.
+        // A linear congruential generator with full period; only its high bits are used.
         let mut state = 1u32;
         let mut next = || {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -37,7 +37,7 @@ impl Random {
         }
     }
 
-    /// Every format, with and without rounding.
+    /// Returns views in every format, with and without rounding.
     pub(crate) fn views(&self) -> Vec<View<'_>> {
         let (codes, stride) = (self.codes.as_slice(), self.columns.next_multiple_of(16));
         let int4 = |group| Codes::Int4 {
@@ -77,7 +77,7 @@ impl Random {
     }
 }
 
-/// The formats by hand.
+/// Dequantizes one element by the definition of the formats.
 fn by_hand(view: &View<'_>, row: usize, column: usize) -> f32 {
     let half = |codes: &[u8], at: usize| {
         (if at.is_multiple_of(2) {

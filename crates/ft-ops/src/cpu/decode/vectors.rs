@@ -1,18 +1,18 @@
-//! Decoding with AVX-512 and AVX2. A table of 16 is one register of AVX-512 and two of AVX2.
+//! Dequantization with AVX-512 and AVX2. A table of 16 is one register of AVX-512 and two of AVX2.
 
 use super::{Kernel, Plain, runs};
 use crate::coded::View;
 use std::arch::x86_64::*;
 
 /// # Safety
-/// AVX-512 (F, BW, DQ, VL) must be there.
+/// The CPU must have AVX-512 (F, BW, DQ, VL).
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 pub(super) unsafe fn wide(view: &View<'_>, row: usize, start: usize, to: &mut [f32]) {
     runs::<Wide>(view, row, start, to)
 }
 
 /// # Safety
-/// AVX2 must be there.
+/// The CPU must have AVX2.
 #[target_feature(enable = "avx2,fma")]
 pub(super) unsafe fn narrow(view: &View<'_>, row: usize, start: usize, to: &mut [f32]) {
     runs::<Narrow>(view, row, start, to)
@@ -21,7 +21,7 @@ pub(super) unsafe fn narrow(view: &View<'_>, row: usize, start: usize, to: &mut 
 struct Wide;
 struct Narrow;
 
-// `#[target_feature]` cannot stand on trait methods: the methods only call functions that have it.
+// `#[target_feature]` is not allowed on trait methods: the methods only call functions that have it.
 impl Kernel for Wide {
     #[inline(always)]
     unsafe fn int8(codes: &[u8], scale: f32, bf16: bool, to: &mut [f32]) {
@@ -83,7 +83,7 @@ unsafe fn int8_wide<const BF16: bool>(codes: &[u8], scale: f32, to: &mut [f32]) 
             _mm512_storeu_ps(to.as_mut_ptr(), values);
         }
     }
-    // SAFETY: plain code.
+    // SAFETY: `Plain` needs no CPU feature.
     unsafe { Plain::int8(rest, scale, BF16, to_rest) }
 }
 
@@ -108,7 +108,7 @@ unsafe fn int8_narrow<const BF16: bool>(codes: &[u8], scale: f32, to: &mut [f32]
             _mm256_storeu_ps(to.as_mut_ptr(), values);
         }
     }
-    // SAFETY: plain code.
+    // SAFETY: `Plain` needs no CPU feature.
     unsafe { Plain::int8(rest, scale, BF16, to_rest) }
 }
 
@@ -122,7 +122,7 @@ unsafe fn nibbles_wide(codes: &[u8], table: &[f32; 16], to: &mut [f32]) {
         let table = _mm512_loadu_ps(table.as_ptr());
         for (codes, to) in blocks.iter().zip(to_blocks) {
             let low = _mm_loadu_si128(codes.as_ptr().cast());
-            // Only the lower four bits of an index count: what lies above need not be cleared.
+            // The permutation uses only the low four bits of an index: the bits above need no masking.
             let high = _mm_srli_epi16::<4>(low);
             let first = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(high, low));
             let second = _mm512_cvtepu8_epi32(_mm_unpackhi_epi8(high, low));
@@ -130,7 +130,7 @@ unsafe fn nibbles_wide(codes: &[u8], table: &[f32; 16], to: &mut [f32]) {
             _mm512_storeu_ps(to.as_mut_ptr().add(16), _mm512_permutexvar_ps(second, table));
         }
     }
-    // SAFETY: plain code.
+    // SAFETY: `Plain` needs no CPU feature.
     unsafe { Plain::nibbles(rest, table, to_rest) }
 }
 
@@ -146,7 +146,7 @@ unsafe fn nibbles_narrow(codes: &[u8], table: &[f32; 16], to: &mut [f32]) {
             let low = _mm_cvtsi32_si128(i32::from_le_bytes(*codes));
             let high = _mm_srli_epi16::<4>(low);
             let index = _mm256_cvtepu8_epi32(_mm_unpacklo_epi8(high, low));
-            // Bits 0 to 2 choose inside a half of the table, bit 3 the half.
+            // Bits 0 to 2 select inside a half of the table, bit 3 selects the half.
             let half = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index));
             let (a, b) = (
                 _mm256_permutevar8x32_ps(lower, index),
@@ -155,6 +155,6 @@ unsafe fn nibbles_narrow(codes: &[u8], table: &[f32; 16], to: &mut [f32]) {
             _mm256_storeu_ps(to.as_mut_ptr(), _mm256_blendv_ps(a, b, half));
         }
     }
-    // SAFETY: plain code.
+    // SAFETY: `Plain` needs no CPU feature.
     unsafe { Plain::nibbles(rest, table, to_rest) }
 }

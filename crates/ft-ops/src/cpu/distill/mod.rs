@@ -1,9 +1,9 @@
-//! Divergences between the next-token distributions of two models, on slices. As in `cross_entropy` the vocabulary is
-//! cut into pieces, whether a head is here whole or comes piece by piece: the same products, the same sums, the same
-//! bits.
+//! Divergences between the next-token distributions of two models, on slices. As in `cross_entropy` the vocabulary
+//! is cut into pieces, both for a head that is in memory as a whole and for a streamed head: the same products, the
+//! same sums, the same bits.
 //!
-//! Letters: D, V hidden size and vocabulary of the student, C the ids that both models know (C <= V), T temperature;
-//! q the student's probabilities and p the teacher's, both over C at T; m = (1 - beta) q + beta p.
+//! Letters: D, V hidden size and vocabulary of the student, C the number of ids that both models share (C <= V), T
+//! temperature; q the student's probabilities and p the teacher's, both over C at T; m = (1 - beta) q + beta p.
 
 mod rows;
 mod stored;
@@ -20,10 +20,10 @@ use rows::{Live, Student, cap_rows};
 pub(crate) use stored::TopK;
 pub(crate) use top::{Chosen, Selection};
 
-/// Gives the rows of a head from the row `first` on, so many.
+/// Returns rows of a head: arguments are the first row and the number of rows.
 pub(crate) type Piece<'a> = dyn Fn(usize, usize) -> Result<Tensor> + 'a;
 
-/// One model's part: hidden states `[N, D]` and a head `[rows, D]`. `cap` 0 means none.
+/// One model: hidden states `[N, D]` and a head `[rows, D]`. `cap` 0 means no softcap.
 pub(crate) struct Side<'a> {
     pub h: &'a [f32],
     pub width: usize,
@@ -32,26 +32,26 @@ pub(crate) struct Side<'a> {
     pub cap: f32,
 }
 
-/// What the student is compared with.
+/// The teacher.
 pub(crate) enum Teacher<'a> {
     Live(Side<'a>),
-    /// One row a trained token.
+    /// One row per trained token.
     Stored(TopK<'a>),
 }
 
-/// How they are compared.
+/// The divergence and the weights of the loss.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Terms {
     /// 0: KL(p|q), 1: KL(q|p), between: beta KL(p|m) + (1 - beta) KL(q|m).
     pub beta: f32,
     pub temperature: f32,
-    /// Part of the cross-entropy in the loss; the rest is the divergence's.
+    /// Weight of the cross-entropy in the loss; the divergence has the rest.
     pub alpha: f32,
-    /// C
+    /// C.
     pub common: usize,
 }
 
-/// Where gradients go; zero at first.
+/// The output gradients, initially zero.
 pub(crate) struct Gradients {
     pub scale: f32,
     pub dh: Option<Vec<f32>>,
@@ -66,14 +66,14 @@ pub(crate) struct Row {
     pub correct: bool,
 }
 
-/// Logits of a group of tokens: kept for all pieces, or made again for each.
+/// Logits of a group of tokens: saved for all pieces, or recomputed for each.
 struct Logits {
     data: Vec<f32>,
     kept: bool,
 }
 
 impl Logits {
-    /// Room for `count` tokens and `rows` ids, or for `chunk` tokens and one piece.
+    /// Allocates for `count` tokens and `rows` ids, or for `chunk` tokens and one piece.
     fn new(kept: bool, count: usize, chunk: usize, rows: usize) -> Self {
         let len = if kept { count * rows } else { chunk * PIECE.min(rows) };
         Self {
@@ -88,7 +88,7 @@ impl Logits {
     }
 }
 
-/// A side with the hidden states of a group of tokens.
+/// One model with the hidden states of a group of tokens.
 struct Group<'a> {
     side: &'a Side<'a>,
     /// `[count, D]`
@@ -110,7 +110,7 @@ impl<'a> Group<'a> {
         }
     }
 
-    /// Makes the logits `[count, width]` of the tokens from `start` on; not yet capped.
+    /// Computes the logits `[count, width]` of the tokens from `start` on, without the softcap.
     fn multiply(&mut self, head: Values<'_>, (start, count): (usize, usize), first: usize) -> &mut [f32] {
         let d = self.side.width;
         let width = head.len() / d.max(1);
@@ -120,7 +120,7 @@ impl<'a> Group<'a> {
         logits
     }
 
-    /// The logits as `survey` left them: kept, or made and capped again.
+    /// Returns the logits with the softcap, as after `survey`: saved, or recomputed.
     fn again(&mut self, head: Values<'_>, tokens: (usize, usize), first: usize) -> &mut [f32] {
         let (d, cap) = (self.side.width, self.side.cap);
         let width = head.len() / d.max(1);
@@ -135,9 +135,9 @@ impl<'a> Group<'a> {
     }
 }
 
-/// Loss and gradients of the tokens `trained`; `each` gets their results in order. `kept`: logits of a chunk of tokens
-/// exist for the whole vocabulary, and heads are read for every chunk. Else logits exist for a piece only, and every
-/// head is read three times in all.
+/// Computes loss and gradients of the tokens `trained`; `each` is called with their results in order. `kept`: the
+/// logits of a chunk of tokens are in memory for the whole vocabulary, and heads are read for every chunk. Else
+/// only the logits of one piece are in memory, and every head is read three times in all.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn run(
     student: &Side<'_>,
@@ -168,7 +168,7 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// The tokens of one group; `first` is the place of the first among all trained tokens.
+/// Runs the tokens of one group; `first_token` is the position of the first among all trained tokens.
 fn group(
     student: &Side<'_>,
     teacher: &Teacher<'_>,
@@ -214,7 +214,7 @@ fn group(
             }
             live.finish();
             for (first, width) in pieces(terms.common) {
-                // A piece of the student may reach beyond the common ids.
+                // A piece of the student may contain ids beyond the common ones.
                 let wide = PIECE.min(v - first);
                 let head = (student.piece)(first, wide)?;
                 let other = (side.piece)(first, width)?;
@@ -301,8 +301,8 @@ fn group(
     Ok(rows)
 }
 
-/// Log-probabilities at `temperature` of the `k` likeliest of the first `common` ids, for the tokens `chosen`, and
-/// what the others share. The head is read once.
+/// Returns the log-probabilities at `temperature` of the `k` most likely of the first `common` ids, for the tokens
+/// `chosen`, and the log-probability of all others. The head is read once.
 pub(crate) fn likeliest(
     side: &Side<'_>,
     chosen: &[usize],
@@ -313,7 +313,7 @@ pub(crate) fn likeliest(
     let mut out = Chosen::default();
     let all = chosen.len();
     let chunk = chunk.clamp(1, all.max(1));
-    // Logits are looked at once: none are kept.
+    // Logits are used once: none are saved.
     let mut group = Group::new(side, chosen, common, false, chunk);
     let mut selection = Selection::new(all, common, k, temperature, side.cap);
     for (first, width) in pieces(common) {

@@ -1,5 +1,5 @@
-//! What a group of tokens gathers from the pieces of the vocabulary: first the sums of the exponentials of each model,
-//! then the sums of the divergence.
+//! Partial results of a group of tokens, accumulated over the pieces of the vocabulary: first the sums of the
+//! exponentials of each model, then the sums of the divergence.
 
 use super::stored::Kept;
 use super::terms::{self, FORWARD, MIXTURE, Mix, REVERSE, Scale, Turn};
@@ -7,7 +7,7 @@ use super::{Row, Terms, TopK};
 use crate::cpu::cross_entropy::{BLOCK, inside, largest};
 use rayon::prelude::*;
 
-/// Caps the logits of a piece again.
+/// Applies the softcap to the logits of a piece again.
 pub(super) fn cap_rows(logits: &mut [f32], width: usize, cap: f32) {
     if cap != 0.0 {
         logits.par_chunks_mut(width).for_each(|row| {
@@ -25,7 +25,7 @@ pub(super) struct Block {
     pub sum: f64,
 }
 
-/// Puts the blocks of a row together.
+/// Merges the blocks of a row.
 pub(super) fn scale(blocks: &[Block], inverse: f32) -> Scale {
     let max = blocks
         .iter()
@@ -55,7 +55,7 @@ impl Terms {
         }
     }
 
-    /// Weights of the sums of `p ln(p/m)` and of `q ln(q/m)`.
+    /// Returns the weights of the sums of `p ln(p/m)` and of `q ln(q/m)`.
     pub(super) fn weights(&self) -> (f32, f32) {
         match self.mode() {
             FORWARD => (1.0, 0.0),
@@ -68,7 +68,7 @@ impl Terms {
         1.0 / self.temperature
     }
 
-    /// Blocks of the common ids.
+    /// Returns the number of blocks of the common ids.
     pub(super) fn blocks(&self) -> usize {
         self.common.div_ceil(BLOCK)
     }
@@ -77,18 +77,18 @@ impl Terms {
 #[derive(Clone, Copy)]
 pub(super) struct Hit {
     pub logit: f32,
-    /// An equal logit stands before it in its block.
+    /// True if an equal logit precedes it in its block.
     second: bool,
 }
 
-/// The student's side.
+/// The student.
 pub(super) struct Student<'a> {
     pub terms: Terms,
     pub cap: f32,
     targets: Vec<u32>,
-    /// At T = 1 over all V, `[tokens, blocks of V]`: of the cross-entropy.
+    /// For the cross-entropy: at T = 1 over all V, `[tokens, blocks of V]`.
     hard: Vec<Block>,
-    /// At T over C, `[tokens, blocks of C]`.
+    /// For the divergence: at T over C, `[tokens, blocks of C]`.
     soft: Vec<Block>,
     hits: Vec<Hit>,
     pub(super) hard_ends: Vec<Scale>,
@@ -116,7 +116,8 @@ impl<'a> Student<'a> {
         }
     }
 
-    /// Looks at the logits `[count, width]` of a piece, of the tokens from `start` on, and caps them.
+    /// Applies the softcap to the logits `[count, width]` of a piece, of the tokens from `start` on, and updates
+    /// the sums.
     pub fn survey(&mut self, start: usize, logits: &mut [f32], first: usize, width: usize) {
         let count = logits.len() / width.max(1);
         let n = self.targets.len().max(1);
@@ -160,7 +161,7 @@ impl<'a> Student<'a> {
         }
     }
 
-    /// When all pieces were seen.
+    /// Merges the blocks, after all pieces were processed.
     pub fn finish(&mut self) {
         let n = self.targets.len().max(1);
         let ends = |blocks: &[Block], inverse: f32| -> Vec<Scale> {
@@ -171,7 +172,7 @@ impl<'a> Student<'a> {
         self.ends = ends(&self.soft, self.terms.inverse());
     }
 
-    /// The result of token `i`, whose divergence is known.
+    /// Returns the result of token `i` from its divergence.
     pub fn row(&self, i: usize, divergence: f64) -> Row {
         let per = self.hard.len() / self.targets.len().max(1);
         let (blocks, hit) = (&self.hard[i * per..][..per], self.hits[i]);
@@ -184,7 +185,7 @@ impl<'a> Student<'a> {
         }
     }
 
-    /// How token `i` is turned; `k` is the sum of q ln(q/m).
+    /// Returns the parameters that turn the logits of token `i` into gradients; `k` is the sum of q ln(q/m).
     pub fn turn(&self, i: usize, k: f64, scale: f32) -> Turn {
         let terms = &self.terms;
         let share = match terms.mode() {
@@ -204,7 +205,7 @@ impl<'a> Student<'a> {
         }
     }
 
-    /// Takes the target's part of the cross-entropy off the gradients of a row.
+    /// Subtracts the target's part of the cross-entropy from the gradients of a row.
     pub fn subtract_target(&self, i: usize, row: &mut [f32], first: usize, turn: &Turn, scale: f32) {
         if self.terms.alpha != 0.0
             && let Some(at) = inside(self.targets[i], first, row.len())
@@ -214,7 +215,7 @@ impl<'a> Student<'a> {
     }
 }
 
-/// A block at a temperature, of logits that are capped already.
+/// Computes a block at a temperature, from logits with the softcap applied.
 pub(super) fn soft_block(part: &mut [f32], inverse: f32, finite: bool) -> Block {
     let (max, _) = largest(part, 0.0);
     let sum = if finite {
@@ -225,7 +226,7 @@ pub(super) fn soft_block(part: &mut [f32], inverse: f32, finite: bool) -> Block 
     Block { max, sum }
 }
 
-/// A teacher whose logits are here.
+/// A teacher with logits in memory.
 pub(super) struct Live {
     terms: Terms,
     cap: f32,
@@ -234,7 +235,7 @@ pub(super) struct Live {
     ends: Vec<Scale>,
     /// `[tokens, blocks of C]`: sums of p ln(p/m) and of q ln(q/m).
     sums: Vec<(f64, f64)>,
-    /// Of each token: its sum of q ln(q/m).
+    /// The sum of q ln(q/m) of each token.
     k: Vec<f64>,
 }
 
@@ -252,7 +253,7 @@ impl Live {
         }
     }
 
-    /// Looks at the logits `[count, width]` of a piece of the common ids, and caps them.
+    /// Applies the softcap to the logits `[count, width]` of a piece of the common ids, and updates the sums.
     pub fn survey(&mut self, start: usize, logits: &mut [f32], first: usize, width: usize) {
         let (per, cap, inverse) = (self.terms.blocks(), self.cap, self.terms.inverse());
         let count = logits.len() / width.max(1);
@@ -279,7 +280,7 @@ impl Live {
         self.ends = rows.map(|row| scale(row, inverse)).collect();
     }
 
-    /// Adds a piece to the divergence. `ours` may be wider than what both know.
+    /// Adds a piece to the divergence. `ours` may contain ids beyond the common ones.
     pub fn measure(
         &mut self,
         student: &Student<'_>,
@@ -302,7 +303,7 @@ impl Live {
             });
     }
 
-    /// The result of every token.
+    /// Returns the result of every token.
     pub fn rows(&mut self, student: &Student<'_>) -> Vec<Row> {
         let (wa, wb) = self.terms.weights();
         let per = self.terms.blocks().max(1);
@@ -316,7 +317,7 @@ impl Live {
         rows
     }
 
-    /// Turns the student's logits `[count, wide]` of a piece into their gradients times `scale`.
+    /// Replaces the student's logits `[count, wide]` of a piece by their gradients times `scale`.
     pub fn turn(
         &self,
         student: &Student<'_>,

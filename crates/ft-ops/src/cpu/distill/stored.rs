@@ -1,6 +1,6 @@
-//! A teacher of whom only the likeliest ids of each token are known, and what all others share. Both distributions are
-//! compared over those ids and one more outcome, "any other": never more than the full divergence, and the same where
-//! nothing is left out.
+//! A stored teacher: the top-k ids of each token, and the probability of all others together. Both distributions
+//! are compared over those ids and one more outcome, "any other". The result is never more than the full
+//! divergence, and equal to it if no id is left out.
 
 use super::rows::{Block, Student};
 use super::terms::{self, FORWARD, MIXTURE, REVERSE, Scale, ln_mixture};
@@ -8,20 +8,20 @@ use super::{Row, Terms};
 use crate::cpu::cross_entropy::{BLOCK, largest};
 use rayon::prelude::*;
 
-/// One row a trained token.
+/// Top-k log-probabilities of a stored teacher, one row per trained token.
 #[derive(Clone, Copy)]
 pub(crate) struct TopK<'a> {
     pub k: usize,
-    /// `[tokens, k]`, rising, below C.
+    /// `[tokens, k]`, ascending, below C.
     pub ids: &'a [u32],
-    /// `[tokens, k]`, at T.
+    /// `[tokens, k]`, at temperature T.
     pub log_probs: &'a [f32],
-    /// `[tokens]`: logarithm of what the other ids share; -infinity where there are none.
+    /// `[tokens]`: logarithm of the probability of all other ids; -infinity if there are none.
     pub rest: &'a [f32],
 }
 
 impl<'a> TopK<'a> {
-    /// `count` tokens from `first` on.
+    /// Returns `count` tokens from `first` on.
     pub(super) fn of(&self, first: usize, count: usize) -> TopK<'a> {
         TopK {
             k: self.k,
@@ -32,7 +32,7 @@ impl<'a> TopK<'a> {
     }
 }
 
-/// What the student says of the stored ids.
+/// The student's data for the stored ids.
 pub(super) struct Kept<'a> {
     top: TopK<'a>,
     terms: Terms,
@@ -40,7 +40,7 @@ pub(super) struct Kept<'a> {
     logits: Vec<f32>,
     /// `[tokens, blocks of C]`: sums of the exponentials of all other ids.
     rest: Vec<Block>,
-    /// Of each token: sum of q ln(q/m), and the slope of "any other" over its probability.
+    /// Of each token: sum of q ln(q/m), and the slope of "any other" divided by its probability.
     ends: Vec<(f64, f32)>,
 }
 
@@ -55,8 +55,8 @@ impl<'a> Kept<'a> {
         }
     }
 
-    /// Keeps the logits of the stored ids in a piece, and makes the sums of the blocks of `soft` from two parts: the
-    /// stored ids', and the others'. A difference of sums would not know a small rest.
+    /// Saves the logits of the stored ids in a piece. Computes the sums of the blocks of `soft` from two parts, the
+    /// stored ids and the others: a difference of two sums would lose a small rest to cancellation.
     pub fn survey(
         &mut self,
         start: usize,
@@ -113,19 +113,19 @@ impl<'a> Kept<'a> {
     }
 }
 
-/// How many of the rising `ids` are below `id`.
+/// Returns the number of ascending `ids` that are below `id`.
 fn place(ids: &[u32], id: usize) -> usize {
     ids.partition_point(|x| (*x as usize) < id)
 }
 
-/// Logarithm of the sum of the blocks, as a part of the whole.
+/// Returns the logarithm of the sum of the blocks, as a fraction of the whole.
 fn ln_part(blocks: &[Block], q: Scale) -> f32 {
     let weight = |b: &Block| b.sum * ((b.max - q.max) as f64 * q.inverse as f64).exp();
     let sum: f64 = blocks.iter().map(weight).sum();
     (sum.ln() - q.ln_sum as f64) as f32
 }
 
-/// p ln(p/m), q ln(q/m), and the slope over q, of one outcome. `k` is taken off later.
+/// Returns p ln(p/m), q ln(q/m), and the slope divided by q, of one outcome. `k` is subtracted later.
 fn outcome(lq: f32, lp: f32, terms: &Terms) -> (f64, f64, f64) {
     let (q, p) = ((lq as f64).exp(), (lp as f64).exp());
     let times = |p: f64, difference: f32| if p == 0.0 { 0.0 } else { p * difference as f64 };
@@ -140,7 +140,7 @@ fn outcome(lq: f32, lp: f32, terms: &Terms) -> (f64, f64, f64) {
 }
 
 impl Student<'_> {
-    /// The result of every token, when all pieces were seen.
+    /// Returns the result of every token, after all pieces were processed.
     pub fn stored_rows(&mut self) -> Vec<Row> {
         let Some(mut kept) = self.kept.take() else {
             return Vec::new();
@@ -174,7 +174,7 @@ impl Student<'_> {
         rows
     }
 
-    /// Turns the logits of a piece into their gradients times `scale`.
+    /// Replaces the logits of a piece by their gradients times `scale`.
     pub fn turn_stored(&self, start: usize, logits: &mut [f32], first: usize, width: usize, scale: f32) {
         let Some(kept) = &self.kept else { return };
         let (k, common) = (kept.top.k, self.terms.common);

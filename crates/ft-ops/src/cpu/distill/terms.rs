@@ -1,14 +1,14 @@
-//! What is done to each element of two rows of logits. A log-probability is (logit - max) / T - ln sum: the largest is
-//! taken off first, so that nothing large is rounded.
+//! Elementwise functions on two rows of logits. A log-probability is (logit - max) / T - ln sum: the maximum is
+//! subtracted first, so that no large number is rounded.
 
 use crate::cpu::math::{LANES, exp, fma, sum_lanes, vectorized};
 
-/// Which divergence; the middle ones are mixtures.
+/// The kinds of divergence; MIXTURE is any beta between 0 and 1.
 pub(super) const FORWARD: u8 = 0;
 pub(super) const REVERSE: u8 = 1;
 pub(super) const MIXTURE: u8 = 2;
 
-/// A row's way from logits to log-probabilities.
+/// Parameters of a row that turn logits into log-probabilities.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Scale {
     pub max: f32,
@@ -54,7 +54,8 @@ pub(super) fn ln_mixture<const FMA: bool>(lq: f32, lp: f32, mix: Mix) -> f32 {
     high + ln_1p::<FMA>(exp::<FMA>(low - high))
 }
 
-/// The two sums of one element: p ln(p/m) and q ln(q/m); m is q where only the first counts, p where only the second.
+/// Returns the two terms of one element: p ln(p/m) and q ln(q/m). m is q if only the first is used, p if only the
+/// second.
 #[inline(always)]
 fn pair<const FMA: bool, const MODE: u8>(lq: f32, lp: f32, mix: Mix) -> (f32, f32) {
     match MODE {
@@ -98,8 +99,8 @@ fn sums_body<const FMA: bool>(ours: &[f32], theirs: &[f32], q: Scale, p: Scale, 
 }
 vectorized!(pub(super) fn sums(ours: &[f32], theirs: &[f32], q: Scale, p: Scale, mix: Mix, mode: u8) -> (f64, f64) = sums_body);
 
-/// The slope of the divergence along the logit over T: for KL(p|q) it is q - p, else w q (ln(q/m) - k), where k is the
-/// sum of q ln(q/m); `w` stands in the factor.
+/// Returns the slope of the divergence with respect to logit / T: for KL(p|q) it is q - p, else w q (ln(q/m) - k),
+/// where k is the sum of q ln(q/m); `w` is part of `Turn::factor`.
 #[inline(always)]
 pub(super) fn slope<const FMA: bool, const MODE: u8>(lq: f32, lp: f32, k: f32, mix: Mix) -> f32 {
     let q = exp::<FMA>(lq);
@@ -110,7 +111,7 @@ pub(super) fn slope<const FMA: bool, const MODE: u8>(lq: f32, lp: f32, k: f32, m
     }
 }
 
-/// What turns a row of logits into its gradient.
+/// Parameters that turn a row of logits into its gradient.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Turn {
     pub q: Scale,
@@ -118,9 +119,9 @@ pub(super) struct Turn {
     pub mode: u8,
     /// k of `slope`.
     pub k: f32,
-    /// Factor of the divergence's slope.
+    /// Factor of the slope of the divergence.
     pub factor: f32,
-    /// Of the cross-entropy: its largest logit, and its factor over the sum of the exponentials.
+    /// For the cross-entropy: its largest logit, and its weight divided by the sum of the exponentials.
     pub hard_max: f32,
     pub hard: f32,
     pub cap: f32,
@@ -132,7 +133,7 @@ impl Turn {
         self.hard * exp::<FMA>(logit - self.hard_max)
     }
 
-    /// Slope of the cap at a capped logit.
+    /// Returns the slope of the softcap at a capped logit.
     #[inline(always)]
     pub fn cap_slope(&self, logit: f32) -> f32 {
         if self.cap == 0.0 {
@@ -154,7 +155,7 @@ fn turn_of<const FMA: bool, const MODE: u8, const HARD: bool>(ours: &mut [f32], 
     }
 }
 
-/// Logits of ids that both know become gradients.
+/// Replaces logits of the common ids by their gradients.
 #[inline(always)]
 fn turn_body<const FMA: bool>(ours: &mut [f32], theirs: &[f32], p: Scale, t: &Turn) {
     match (t.mode, t.hard != 0.0) {
@@ -168,8 +169,8 @@ fn turn_body<const FMA: bool>(ours: &mut [f32], theirs: &[f32], p: Scale, t: &Tu
 }
 vectorized!(pub(super) fn turn(ours: &mut [f32], theirs: &[f32], p: Scale, t: &Turn) = turn_body);
 
-/// Logits whose slope is `rest` times their own probability become gradients: ids that only the student knows (`rest`
-/// is 0), ids that share what a stored teacher says of all others.
+/// Replaces logits whose slope is `rest` times their own probability by their gradients. Used for ids of the
+/// student alone (`rest` is 0), and for the ids outside a stored top-k.
 #[inline(always)]
 fn turn_rest_body<const FMA: bool>(ours: &mut [f32], rest: f32, t: &Turn) {
     let factor = t.factor * rest;
@@ -183,7 +184,7 @@ fn turn_rest_body<const FMA: bool>(ours: &mut [f32], rest: f32, t: &Turn) {
 }
 vectorized!(pub(super) fn turn_rest(ours: &mut [f32], rest: f32, t: &Turn) = turn_rest_body);
 
-/// Sum of `e^((x - max) / T)`.
+/// Computes the sum of `e^((x - max) / T)`.
 #[inline(always)]
 fn sum_exp_body<const FMA: bool>(part: &[f32], max: f32, inverse: f32) -> f64 {
     let mut lanes = [0f32; LANES];

@@ -1,11 +1,11 @@
-//! The likeliest ids of each token, found piece by piece, and the logarithm of what all others share.
+//! The top-k ids of each token, selected piece by piece, and the logarithm of the probability of all others.
 
 use super::rows::{Block, cap_rows, scale};
 use super::terms;
 use crate::cpu::cross_entropy::{BLOCK, largest};
 use rayon::prelude::*;
 
-/// Rows of k ids (rising), their log-probabilities, and the logarithm of the rest (-infinity where there is none).
+/// Rows of k ids (ascending), their log-probabilities, and the logarithm of the rest (-infinity if there is none).
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Chosen {
     pub ids: Vec<u32>,
@@ -13,12 +13,12 @@ pub(crate) struct Chosen {
     pub rest: Vec<f32>,
 }
 
-/// The best so far of one token.
+/// The top-k of one token so far.
 #[derive(Clone)]
 struct Best {
     /// Logit and id; at most k.
     kept: Vec<(f32, u32)>,
-    /// Logits that were kept once and are not any more.
+    /// Sum over logits that were in the top-k at first and were displaced later.
     lost: Block,
     odd: bool,
 }
@@ -29,11 +29,11 @@ pub(crate) struct Selection {
     inverse: f32,
     per: usize,
     rows: Vec<Best>,
-    /// `[tokens, blocks]`: of what was not kept when the block was seen.
+    /// `[tokens, blocks]`: sums over the logits outside the top-k at the time of the block.
     blocks: Vec<Block>,
 }
 
-/// Larger logits first; of equals the smaller id.
+/// Orders larger logits first; of equal ones the smaller id.
 fn order(a: &(f32, u32), b: &(f32, u32)) -> std::cmp::Ordering {
     b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
 }
@@ -58,7 +58,7 @@ impl Selection {
         }
     }
 
-    /// Looks at the logits `[count, width]` of a piece.
+    /// Updates the top-k with the logits `[count, width]` of a piece.
     pub fn survey(&mut self, start: usize, logits: &mut [f32], first: usize, width: usize) {
         let (k, cap, inverse, per) = (self.k, self.cap, self.inverse, self.per);
         let count = logits.len() / width.max(1);
@@ -77,7 +77,7 @@ impl Selection {
                 if best.odd {
                     return;
                 }
-                // Only what beats the last of those kept can be kept.
+                // Only a logit above the smallest of the top-k can enter it.
                 let least = match best.kept.len() < k {
                     true => f32::NEG_INFINITY,
                     false => best.kept.iter().fold(f32::INFINITY, |m, x| m.min(x.0)),
@@ -108,7 +108,7 @@ impl Selection {
             });
     }
 
-    /// Adds the results of all tokens to `out`; NaN where a logit was not finite.
+    /// Adds the results of all tokens to `out`; NaN if a logit was not finite.
     pub fn finish(self, out: &mut Chosen) {
         for (best, blocks) in self.rows.iter().zip(self.blocks.chunks(self.per.max(1))) {
             let present: Vec<Block> = blocks

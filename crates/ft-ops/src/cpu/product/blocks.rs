@@ -1,8 +1,8 @@
-//! Products on f32 with fused multiply-add (AVX-512 or AVX2).
+//! GEMM in f32 with fused multiply-add (AVX-512 or AVX2).
 //!
-//! A task owns a block of C. For each chunk of k it packs its rows of A, then goes over B in parts that stay in the
-//! second-level cache: a panel of A (in the first-level cache) meets every panel of the part, so that C is written
-//! along its rows.
+//! A task owns a block of C. For each chunk of k it packs its rows of A. Then it packs B in parts that fit in the
+//! L2 cache, and multiplies each panel of A (in the L1 cache) with all panels of the part, so that C is written row
+//! by row.
 
 use super::super::with_scratch;
 use super::fma::{self, From, Kernel, Tile};
@@ -11,11 +11,11 @@ use super::pack::{self, Panel, Room};
 use super::{Job, Matrix, Operand, Start, slim};
 use rayon::prelude::*;
 
-/// Steps of k in a chunk at most: a panel of A stays in the first-level cache.
+/// Largest chunk of k (KC): a panel of A stays in the L1 cache.
 const CHUNK: usize = 256;
-/// Elements of a packed part of B at most.
+/// Largest number of elements of a packed part of B (NC * KC).
 const PART: usize = 66_000;
-/// With so few columns an f32 A is read where it lies: packing would cost more than it saves.
+/// With at most this many columns an f32 A is read in place: packing costs more than it saves.
 const FEW_COLUMNS: usize = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,7 +25,7 @@ pub(crate) enum Width {
 }
 
 impl Width {
-    /// Rows and columns of a tile, elements of a vector.
+    /// Rows and columns of a micro-tile, elements of a SIMD vector.
     pub fn tile(self) -> (usize, usize, usize) {
         match self {
             Width::Avx512 => (fma::avx512::ROWS, 2 * fma::avx512::LANES, fma::avx512::LANES),
@@ -94,7 +94,7 @@ fn block(job: &Job, width: Width, (r0, rows): (usize, usize), (c0, columns): (us
         })
     };
     let packed_b = part_columns.max(rank.next_multiple_of(lanes)) * longest;
-    // One panel of codes is decoded at a time.
+    // Quantized B is dequantized one panel at a time.
     let spare = if job.b.is_coded() { tile_columns * longest } else { 0 };
     with_scratch(packed_a + packed_b + spare + rows * rank, |scratch| {
         let (a, rest) = scratch.split_at_mut(packed_a);
@@ -102,7 +102,7 @@ fn block(job: &Job, width: Width, (r0, rows): (usize, usize), (c0, columns): (us
         let (spare, u) = rest.split_at_mut(spare);
         for chunk in 0..chunks {
             let steps = part(k, chunks, chunk, 8);
-            // The rank of a rider is a few steps more at the end of k.
+            // The LoRA rank is appended to the end of k, in the last chunk.
             let ride = job.rider.as_ref().filter(|_| chunk + 1 == chunks);
             let room = Room::of(steps.1 + ride.map_or(0, |r| r.rank));
             if !direct {
@@ -126,7 +126,7 @@ fn block(job: &Job, width: Width, (r0, rows): (usize, usize), (c0, columns): (us
                 meet(width, panels_of_rows.clone(), rank, steps.1, laid, b, to, |_| from);
             }
             if let Some(rider) = ride {
-                // Its rows are the same in all columns: the leftmost block keeps them.
+                // These rows of u are the same for all columns: the leftmost block writes them.
                 rider.scale(u);
                 if c0 == 0 {
                     rider.keep(r0, u);
@@ -182,8 +182,9 @@ fn block(job: &Job, width: Width, (r0, rows): (usize, usize), (c0, columns): (us
     });
 }
 
-/// Every panel of rows meets every panel of `b`, `columns` in all, over `k` steps. `laid`: address of a panel of A, its strides
-/// of rows and of k; `to`: address of the first element of C, and its stride of rows; `from`: what a column starts from.
+/// The macro-kernel: multiplies every panel of rows with every panel of `b`, `columns` in all, over `k`. `laid`
+/// returns the address of a panel of A and its strides of rows and of k. `to`: address of the first element of C,
+/// and its row stride. `from` returns the start value of a column.
 #[allow(clippy::too_many_arguments)]
 fn meet(
     width: Width,
@@ -213,7 +214,8 @@ fn meet(
                 columns,
                 from: from(c),
             };
-            // SAFETY: the tile lies inside this task's block; the panels hold `k` steps; the instructions were found.
+            // SAFETY: the tile lies inside the block of this task; the panels hold `k` elements per vector; the CPU
+            // features were detected.
             unsafe { width.kernel(panel.count, vectors)(&tile) }
         }
     }

@@ -1,4 +1,4 @@
-//! Products with codes: bit by bit those with the decoded values, on every path.
+//! Products with quantized weights: on every path bit-equal to those with the dequantized values.
 
 use super::super::decode::tests::Random;
 use super::*;
@@ -23,7 +23,7 @@ fn bits(c: &[f32]) -> Vec<u32> {
     c.iter().map(|x| x.to_bits()).collect()
 }
 
-/// All products of a coded weight with a dense one that holds the decoded values.
+/// Compares all products of a quantized weight with those of a dense weight that holds the dequantized values.
 fn check(path: Path, (tokens, o, i): Sizes) {
     let (x, dy) = (flat(&random((tokens, i), 1)), flat(&random((tokens, o), 2)));
     let codes = Random::new(o, i);
@@ -55,7 +55,7 @@ fn check(path: Path, (tokens, o, i): Sizes) {
                     c
                 };
                 let (got, want) = (run(Operand::Coded(view)), run(dense));
-                // Where codes take the way for few rows, or cut k elsewhere, the order of the sum is another.
+                // If a quantized weight takes the few-rows path, or k is cut elsewhere, the order of the sum differs.
                 let same_order = path != Path::Portable
                     && (backward || tokens > 8 || tokens <= 4)
                     && !(matches!(start, Start::C) && tokens <= 4 && !backward);

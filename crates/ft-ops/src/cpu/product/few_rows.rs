@@ -1,5 +1,5 @@
-//! A few rows times a weight, e.g. one decoded token: every element of the weight is read once, nothing is packed.
-//! Codes are decoded once for all rows, a piece at a time, into the first-level cache.
+//! A few rows times a weight, e.g. one decoded token (GEMV): reads every element of the weight once and packs
+//! nothing. Quantized weights are dequantized once for all rows, a piece at a time, into the L1 cache.
 
 use super::super::Shared;
 #[cfg(target_arch = "x86_64")]
@@ -12,14 +12,15 @@ use half::bf16;
 use rayon::prelude::*;
 
 const ROWS: usize = 4;
-/// Packing codes costs more: more rows go this way.
+/// The limit for quantized weights is higher, because packing them costs more.
 const CODED_ROWS: usize = 8;
-/// Columns of a task.
+/// Columns of C per task.
 const BLOCK: usize = 32;
-/// Codes that are decoded at a time: a multiple of `LANES`.
+/// Elements that are dequantized at a time: a multiple of `LANES`.
 const PIECE: usize = 512;
 
-/// `rounds`: operands are rounded to bf16. The few rows of A are rounded before; a B in f32 is rounded where it is packed.
+/// True if this path can compute `job`. `rounds`: operands are rounded to bf16. The few rows of A are rounded in
+/// advance; an f32 B is rounded only where it is packed, so it does not fit.
 pub(super) fn fits(job: &Job, rounds: bool) -> bool {
     if rounds && matches!(job.b.values, Operand::F32(_)) {
         return false;
@@ -53,7 +54,7 @@ pub(super) fn run(job: &Job, isa: Isa, rounds: bool) {
         }
         for row in 0..m {
             let a = &a[row * job.a.stride..][..k];
-            // SAFETY: this row's part of this task's own columns.
+            // SAFETY: the part of this row that belongs to the columns of this task.
             let out = unsafe { c.part(row * n + first, count) };
             match job.b.values {
                 Operand::F32(b) => dots(out, a, &b[first * job.b.stride..], job.b.stride),
@@ -67,7 +68,7 @@ pub(super) fn run(job: &Job, isa: Isa, rounds: bool) {
     });
 }
 
-/// The rows of A as the decoding in registers wants them, where there is one.
+/// The rows of A in the order that `dots` reads (dequantization in registers). None if `dots` cannot be used.
 fn arranged(job: &Job, isa: Isa, a: &[f32]) -> Option<Vec<f32>> {
     #[cfg(target_arch = "x86_64")]
     if let Operand::Coded(view) = &job.b.values
@@ -85,7 +86,8 @@ fn arranged(job: &Job, isa: Isa, a: &[f32]) -> Option<Vec<f32>> {
     None
 }
 
-/// The sums of row `row` of the weight by decoding in registers; false: there are no arranged rows of A.
+/// Computes the sums of row `row` of the weight with dequantization in registers. Returns false if there are no
+/// arranged rows of A.
 fn in_registers(arranged: Option<&[f32]>, view: &View<'_>, row: usize, sums: &mut [[f32; LANES]]) -> bool {
     #[cfg(target_arch = "x86_64")]
     if let Some(x) = arranged {
@@ -97,7 +99,7 @@ fn in_registers(arranged: Option<&[f32]>, view: &View<'_>, row: usize, sums: &mu
     false
 }
 
-/// Columns `first..first + count` of C for all rows.
+/// Computes columns `first..first + count` of C for all rows.
 fn coded(job: &Job, isa: Isa, a: &[f32], arranged: Option<&[f32]>, view: &View<'_>, (first, count): (usize, usize)) {
     let (m, n, k) = job.sizes;
     let mut piece = [0f32; PIECE];
@@ -113,7 +115,7 @@ fn coded(job: &Job, isa: Isa, a: &[f32], arranged: Option<&[f32]>, view: &View<'
             add_dots(&mut sums[..m], &a[start..], job.a.stride, piece);
         }
         for (row, sums) in sums[..m].iter().enumerate() {
-            // SAFETY: an element of this task's own columns.
+            // SAFETY: an element in the columns of this task.
             let out = unsafe { job.c.part(row * n + column, 1) };
             let sum = sum_lanes(*sums);
             out[0] = match job.start {

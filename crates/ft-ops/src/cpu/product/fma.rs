@@ -1,19 +1,20 @@
-//! Micro-kernels on f32 with fused multiply-add: a tile of C stays in registers while k runs.
+//! Micro-kernels in f32 with fused multiply-add: a micro-tile of C stays in registers during the loop over k.
 //!
-//! A tile has up to `ROWS` rows and `VECTORS · LANES` columns. Per step of k it reads one row of B (vectors) and one
-//! column of A (broadcast, element by element), so a packed A and a packed B are both read front to back.
+//! A micro-tile has up to `ROWS` rows and `VECTORS · LANES` columns. For each k it reads one row of B (vectors) and
+//! one column of A (broadcast, element by element), so a packed A and a packed B are both read sequentially.
 
-/// Where a tile starts from.
+/// The start value of a micro-tile.
 #[derive(Clone, Copy)]
 pub(crate) enum From {
     Zero,
-    /// Added to what C holds.
+    /// Adds to the values in C.
     C,
-    /// Address of the bias of the tile's first column.
+    /// Address of the bias of the first column of the tile.
     Bias(*const f32),
 }
 
-/// One tile. Strides are in elements: element (row, k) of A is at `row * a_row + k * a_k`, a row of B is `b_k` apart.
+/// Arguments of a micro-kernel. Strides are in elements: element (row, k) of A is at `row * a_row + k * a_k`, rows
+/// of B are `b_k` apart.
 #[derive(Clone, Copy)]
 pub(crate) struct Tile {
     pub k: usize,
@@ -24,7 +25,7 @@ pub(crate) struct Tile {
     pub b_k: usize,
     pub c: *mut f32,
     pub c_row: usize,
-    /// Columns of C that exist; those of B must all be readable.
+    /// Columns of C that exist. In B all columns of the tile must be readable.
     pub columns: usize,
     pub from: From,
 }
@@ -42,7 +43,7 @@ macro_rules! kernels {
             pub(crate) const ROWS: usize = $rows;
             pub(crate) const VECTORS: usize = 2;
 
-            /// The kernel for `rows` rows (1..=ROWS) and `vectors` vectors (1 or 2).
+            /// Returns the kernel for `rows` rows (1..=ROWS) and `vectors` vectors (1 or 2).
             pub(crate) fn kernel(rows: usize, vectors: usize) -> Kernel {
                 const TILES: [[Kernel; ROWS]; VECTORS] = [[$(tile::<$row, 1>),*], [$(tile::<$row, 2>),*]];
                 TILES[vectors - 1][rows - 1]
@@ -52,7 +53,7 @@ macro_rules! kernels {
             unsafe fn tile<const R: usize, const V: usize>(t: &Tile) {
                 // SAFETY: the caller promises that every address of the tile may be read or written.
                 unsafe {
-                    // C is needed when k has run: until then it comes from memory.
+                    // Prefetches C, which is needed after the loop over k.
                     for r in 0..R {
                         let row = t.c.wrapping_add(r * t.c_row);
                         _mm_prefetch::<_MM_HINT_T0>(row.cast());
@@ -110,14 +111,14 @@ macro_rules! kernels {
                 }
             }
 
-            // The loops over `sum` are plain and short so that they unroll: an index known only at run time would force
-            // the sums into memory, with a store for every product.
+            // The loops over `sum` are plain and short so that the compiler unrolls them: an index known only at
+            // run time would force the sums into memory, with a store for every product.
             #[inline]
             #[target_feature(enable = $features)]
             unsafe fn put<const R: usize, const V: usize>(sum: &[[$vector; V]; R], c: *mut f32, c_row: usize) {
                 for r in 0..R {
                     for v in 0..V {
-                        // SAFETY: as `tile`.
+                        // SAFETY: as in `tile`.
                         unsafe { $store(c.add(r * c_row + v * LANES), sum[r][v]) };
                     }
                 }
@@ -126,7 +127,7 @@ macro_rules! kernels {
             #[inline]
             #[target_feature(enable = $features)]
             unsafe fn step<const R: usize, const V: usize>(sum: &mut [[$vector; V]; R], a: *const f32, a_row: usize, b: *const f32) {
-                // SAFETY: as `tile`.
+                // SAFETY: as in `tile`.
                 unsafe {
                     let mut row = [$zero(); V];
                     for (v, row) in row.iter_mut().enumerate() {

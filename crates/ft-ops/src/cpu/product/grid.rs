@@ -1,14 +1,14 @@
-//! How C is cut into blocks.
+//! Cuts C into blocks.
 
-/// Rows of a block at most: bounds the packed part of A.
+/// Largest number of rows of a block (MC): bounds the packed part of A.
 const MAX_ROWS: usize = 518;
 /// Packing one element costs about this many multiply-adds.
 const PACK: f64 = 24.0;
 const FEWEST_ROWS: usize = 14;
 const FEWEST_COLUMNS: usize = 64;
 
-/// Blocks (down, across) of an `m · n` matrix for `threads` threads: enough of them, and as little packed twice as
-/// possible.
+/// Returns the number of blocks (down, across) of an `m · n` matrix for `threads` threads: enough blocks for all
+/// threads, with as few elements packed twice as possible.
 pub(super) fn grid(m: usize, n: usize, threads: usize) -> (usize, usize) {
     let least = m.div_ceil(MAX_ROWS);
     let mut best = (f64::MAX, (least, 1));
@@ -28,7 +28,8 @@ pub(super) fn grid(m: usize, n: usize, threads: usize) -> (usize, usize) {
     best.1
 }
 
-/// Part `index` of `parts` of `total`, as equal as multiples of `unit` can be: (start, length).
+/// Returns part `index` of `parts` of `total`, cut into multiples of `unit` that are as equal as possible: (start,
+/// length).
 pub(super) fn part(total: usize, parts: usize, index: usize, unit: usize) -> (usize, usize) {
     let units = total.div_ceil(unit);
     let at = |i: usize| (units * i / parts * unit).min(total);

@@ -1,7 +1,8 @@
 //! Products inside one task: its thread multiplies parts of larger tensors, f32 in and out.
 //!
-//! An operand is laid once, in the form its products read, into memory of the task; then every product that needs it, or a
-//! part of it, takes it from there. An element of C is summed in an order that depends on k alone.
+//! An operand is packed once, in the order that its products read, into memory of the task. Every product that
+//! needs the operand, or a part of it, reads the packed form. An element of C is summed in an order that depends on
+//! k alone.
 
 #[cfg(target_arch = "x86_64")]
 use super::blocks::Width;
@@ -16,16 +17,16 @@ use super::portable::{gemm, lying};
 use super::tiles;
 use super::{Matrix, Operand, Path, Rounding, Shared, Sizes};
 
-/// A part of a laid operand begins at a multiple of this, in both directions.
+/// A part of a packed operand begins at a multiple of this number, in both directions.
 pub(crate) const UNIT: usize = 32;
-/// Steps of k at a time: a panel of B stays in the first-level cache.
+/// Elements of k at a time: a panel of B stays in the L1 cache.
 #[cfg(target_arch = "x86_64")]
 const STEPS: usize = 128;
-/// Elements of B that all rows meet before the next.
+/// Elements of B that are multiplied with all rows of A before the next ones are read.
 #[cfg(target_arch = "x86_64")]
 const NEAR: usize = 4096;
 
-/// How the products of a task are done.
+/// The implementation of the products of a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Inside {
     /// Operands are rounded to bf16.
@@ -33,54 +34,55 @@ pub(crate) enum Inside {
     Tiles(tiles::Unit),
     #[cfg(target_arch = "x86_64")]
     Fma(Width),
-    /// The `gemm` crate, on operands where they lie.
+    /// The `gemm` crate, on operands that are not packed.
     Portable,
 }
 
-/// What a laid operand is for.
+/// The side of the product on which an operand is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Side {
     /// Rows of A.
     A,
-    /// Rows of A in memory of the task, whose stride is a `friendly` one.
+    /// Rows of A in memory of the task, with a stride from `friendly`.
     Own,
     /// Columns of B.
     B,
 }
 
-/// Elements from row to row, at least `n`, such that rows start in different sets of the first-level cache and tiles are whole.
+/// Returns a row stride of at least `n` elements, such that rows start in different sets of the L1 cache and tiles
+/// are whole.
 pub(crate) fn friendly(n: usize) -> usize {
     const LINE: usize = 16;
     n.next_multiple_of(UNIT) + LINE
 }
 
-/// An operand as its products read it, or a part of it.
+/// An operand in the order that its products read, or a part of it.
 #[derive(Clone, Copy)]
 pub(crate) struct Laid<'a> {
-    /// Where it lies; read there if nothing is packed.
+    /// The original; read if nothing is packed.
     pub(super) matrix: Matrix<'a>,
     pub(super) packed: &'a [f32],
-    /// Vectors and steps of k of the whole operand.
+    /// Vectors and elements of k of the whole operand.
     pub(super) whole: (usize, usize),
-    /// The vector and the step with which the part begins.
+    /// The vector and the index of k at which the part begins.
     pub(super) first: (usize, usize),
 }
 
 impl<'a> Laid<'a> {
-    /// What begins with this vector and this step, both multiples of `UNIT`.
+    /// Returns the part that begins at this vector and this index of k, both multiples of `UNIT`.
     pub(crate) fn part(self, vector: usize, step: usize) -> Self {
         let first = (self.first.0 + vector, self.first.1 + step);
         Self { first, ..self }
     }
 
-    /// Panics unless `vectors` vectors of `k` elements lie inside.
+    /// Panics unless `vectors` vectors of `k` elements lie inside the part.
     fn check(&self, vectors: usize, k: usize) {
         assert!(self.first.0.is_multiple_of(UNIT) && self.first.1.is_multiple_of(UNIT));
         assert!(self.first.0 + vectors <= self.whole.0 && self.first.1 + k <= self.whole.1);
     }
 }
 
-/// A part of C: its first element, its stride of rows, and whether the product is added to what it holds.
+/// A part of C: its first element, its row stride, and whether the product is added to its values.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
     pub c: Shared,
@@ -109,7 +111,7 @@ impl Inside {
         }
     }
 
-    /// Elements of memory that `lay` takes for `vectors` vectors of `k` elements, a multiple of 16.
+    /// Returns the number of f32 that `lay` needs for `vectors` vectors of `k` elements, a multiple of 16.
     pub(crate) fn room(self, side: Side, vectors: usize, k: usize) -> usize {
         let elements = match self {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -123,7 +125,7 @@ impl Inside {
         elements.next_multiple_of(16)
     }
 
-    /// Lays the first `vectors` vectors of `k` elements of `matrix`, which holds f32. `to` begins on a cache line.
+    /// Packs the first `vectors` vectors of `k` elements of `matrix`, which holds f32. `to` begins on a cache line.
     pub(crate) fn lay<'a>(
         self,
         side: Side,
@@ -168,9 +170,10 @@ impl Inside {
         }
     }
 
-    /// `C [m, n] (+)= A [m, k] · B [k, n]`. A that is packed must be meant whole.
+    /// Computes `C [m, n] (+)= A [m, k] · B [k, n]`. A packed A must be used as a whole.
     /// # Safety
-    /// No other task may touch these elements of C meanwhile; both operands were laid by `self`, for their sides.
+    /// No other task may access these elements of C at the same time; both operands were packed by `self`, for
+    /// their sides.
     pub(crate) unsafe fn multiply(self, sizes: Sizes, to: Place, a: &Laid, b: &Laid) {
         let (m, n, k) = sizes;
         if m == 0 || n == 0 {
@@ -180,9 +183,9 @@ impl Inside {
         b.check(n, k);
         assert!(a.packed.is_empty() || (a.first == (0, 0) && a.whole == (m, k)));
         assert!(n <= to.stride);
-        // The end of C: tested for its bounds.
+        // Checks that the end of C is in bounds.
         to.c.at(to.at + (m - 1) * to.stride + n);
-        // SAFETY: C and both operands were tested; the instructions were found.
+        // SAFETY: C and both operands were checked; the CPU features were detected.
         unsafe {
             match self {
                 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -199,7 +202,7 @@ impl Inside {
     }
 }
 
-/// Rows in panels that are as equal as can be: (start, count).
+/// Returns panels of rows of nearly equal size: (start, count).
 #[cfg(target_arch = "x86_64")]
 fn rows_of(width: Width, rows: usize) -> impl Iterator<Item = (usize, usize)> + Clone {
     let panels = rows.div_ceil(width.tile().0);
@@ -207,7 +210,7 @@ fn rows_of(width: Width, rows: usize) -> impl Iterator<Item = (usize, usize)> + 
 }
 
 /// # Safety
-/// As `multiply`, and everything lies where the operands say.
+/// As `multiply`, and all elements that the operands describe are in bounds.
 #[cfg(target_arch = "x86_64")]
 unsafe fn fma(width: Width, (m, n, k): Sizes, to: Place, a: &Laid, b: &Laid) {
     let (_, tile_columns, lanes) = width.tile();

@@ -1,4 +1,4 @@
-//! Products inside a task against plain loops, on every path.
+//! Products inside a task, compared with plain loops, on every path.
 
 use super::inside::{Inside, Place, Side, friendly};
 use super::{Matrix, Path, Rounding, testable};
@@ -6,14 +6,14 @@ use crate::cpu::{LINE, Shared, with_scratch};
 use crate::oracle::{flat, random};
 use half::bf16;
 
-/// Rows of `width` elements, of which products read some from `AT` on.
+/// Rows have `width` elements; the products read some of them, from `AT` on.
 const AT: usize = 3;
 
 struct Case {
     sizes: (usize, usize, usize),
-    /// Where the part that is multiplied begins in what was laid: a column of B, a step of k.
+    /// The first column of B and the first index of k of the part that is multiplied.
     first: (usize, usize),
-    /// The form of A and of B: elements of k side by side.
+    /// The layout of A and of B: true if the elements of k are contiguous.
     along_k: (bool, bool),
     side: Side,
     add: bool,
@@ -60,7 +60,7 @@ fn check(path: Path, rounding: Rounding, case: &Case) {
             stride: c_stride,
             add: case.add,
         };
-        // SAFETY: nobody else has `c`.
+        // SAFETY: no other thread uses `c`.
         unsafe { inside.multiply(case.sizes, to, &a, &b.part(n0, k0)) }
     });
     let narrow = path.packs_bf16() && rounding == Rounding::Bf16;
@@ -135,7 +135,7 @@ fn a_part_that_is_not_there_is_refused() {
                 stride: 32,
                 add: false,
             };
-            // SAFETY: nobody else has `c`.
+            // SAFETY: no other thread uses `c`.
             unsafe { inside.multiply((64, 32, 32), to, &a, &b.part(first.0, first.1)) }
         })
     };

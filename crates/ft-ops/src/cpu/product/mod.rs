@@ -1,10 +1,10 @@
-//! Matrix products on slices: `C [m, n] (+)= A [m, k] · B [k, n]`, f32 sums.
+//! Matrix products (GEMM) on slices: `C [m, n] (+)= A [m, k] · B [k, n]`, f32 sums.
 //!
-//! One shape of work for every instruction set: C is cut into blocks, one a task; a task packs its part of A and
-//! of B into the order its micro-kernel reads them, widening bf16 on the way, chunk by chunk of k. Each element of
-//! C is summed over k in an order that depends on k alone: the result is bit-equal for any number of threads and
-//! any cut into blocks. An operand that is stored as codes is decoded while it is packed: the bits of the product are
-//! those with the decoded values, and never more than a bounded part of them exists.
+//! The structure is the same for every instruction set. C is cut into blocks; a block is a task. For each chunk of
+//! k a task packs its part of A and of B into the order that the micro-kernel reads, and widens bf16 to f32. Each
+//! element of C is summed over k in an order that depends on k alone: the result is bit-equal for any number of
+//! threads and any cut into blocks. A quantized operand is dequantized while it is packed: the product is bit-equal
+//! to that of the dequantized values, and only a bounded part of them is in memory at a time.
 
 #[cfg(target_arch = "x86_64")]
 mod blocks;
@@ -40,12 +40,12 @@ use super::storage::Values;
 use crate::coded::View;
 use half::bf16;
 
-/// Elements of an operand in the type in which they are stored.
+/// Elements of an operand in their storage type.
 #[derive(Clone, Copy)]
 pub(crate) enum Operand<'a> {
     F32(&'a [f32]),
     Bf16(&'a [bf16]),
-    /// Row-major `[rows, columns]`; a row is a vector, or a step of k.
+    /// Row-major `[rows, columns]`; a row is a vector, or one index of k.
     Coded(View<'a>),
 }
 
@@ -74,20 +74,20 @@ impl Operand<'_> {
     }
 }
 
-/// One operand: vectors (rows of A, columns of B) along the summed dimension k.
+/// One operand: a set of vectors (rows of A, columns of B) along the summed dimension k.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a> {
     pub values: Operand<'a>,
-    /// From one vector to the next if `along_k`, else from one step of k to the next.
+    /// Distance from one vector to the next if `along_k`, else from one index of k to the next.
     pub stride: usize,
-    /// The elements of a vector lie side by side.
+    /// True if the elements of a vector are contiguous.
     pub along_k: bool,
-    /// The same, packed before.
+    /// A prepacked copy of the operand.
     pub kept: Option<Kept<'a>>,
 }
 
 impl<'a> Matrix<'a> {
-    /// A from `[m, k]`, B from `[n, k]`.
+    /// Operand A from `[m, k]`, or operand B from `[n, k]`.
     pub(crate) fn vectors(values: impl Into<Operand<'a>>, k: usize) -> Self {
         Self {
             values: values.into(),
@@ -97,7 +97,7 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// A from `[k, m]`, B from `[k, n]`.
+    /// Operand A from `[k, m]`, or operand B from `[k, n]`.
     pub(crate) fn steps(values: impl Into<Operand<'a>>, count: usize) -> Self {
         Self {
             values: values.into(),
@@ -120,7 +120,7 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// How exact products with this weight are.
+    /// Returns the rounding of products with this weight.
     pub(crate) fn rounding(&self) -> Rounding {
         match &self.values {
             Operand::F32(_) => Rounding::Exact,
@@ -130,33 +130,33 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// Is it decoded while it is packed?
+    /// True if the operand is dequantized while it is packed.
     fn is_coded(&self) -> bool {
         matches!(self.values, Operand::Coded(_))
     }
 }
 
-/// What C starts from.
+/// The start value of C.
 #[derive(Clone, Copy)]
 pub(crate) enum Start<'a> {
     Zero,
-    /// What it holds.
+    /// The values in C.
     C,
     /// `[n]`, in every row.
     Bias(&'a [f32]),
 }
 
-/// Are the f32 operands of a product rounded to bf16? Sums are f32 either way.
+/// Whether the f32 operands of a product are rounded to bf16. Sums are f32 in both cases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Rounding {
-    /// No: the model is held in f32.
+    /// Not rounded: the model is held in f32.
     Exact,
-    /// The model is held in bf16: every operand of every size is rounded on a path with a unit for bf16, none on the others
-    /// (`Path::rounds`).
+    /// The model is held in bf16: on a path with bf16 instructions every operand of every size is rounded, on other
+    /// paths none (`Path::rounds`).
     Bf16,
 }
 
-/// The paths that can be tested here: where there is no tile unit, one is played.
+/// Returns the paths that can be tested on this machine. AMX is emulated where it is missing.
 #[cfg(test)]
 pub(crate) fn testable() -> Vec<Path> {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -170,7 +170,7 @@ pub(crate) fn testable() -> Vec<Path> {
 /// `(m, n, k)`.
 pub(crate) type Sizes = (usize, usize, usize);
 
-/// One product, ready to be cut into blocks.
+/// One product, before it is cut into blocks.
 #[derive(Clone, Copy)]
 struct Job<'a> {
     sizes: Sizes,
@@ -181,7 +181,7 @@ struct Job<'a> {
     rider: Option<rider::Aboard<'a>>,
 }
 
-/// `c [m, n] = start + a · b`.
+/// Computes `c [m, n] = start + a · b`.
 pub(crate) fn product(sizes: Sizes, c: &mut [f32], start: Start<'_>, a: Matrix<'_>, b: Matrix<'_>, rounding: Rounding) {
     product_on(Path::current(), sizes, c, start, a, b, rounding)
 }
@@ -223,7 +223,7 @@ fn product_on(
     run(path, &job, rounding)
 }
 
-/// A job whose operands were checked, none of its sizes 0.
+/// Runs a job whose operands were checked; none of its sizes is 0.
 fn run(path: Path, job: &Job, rounding: Rounding) {
     let rounds = path.rounds(rounding);
     if few_rows::fits(job, rounds) {

@@ -1,4 +1,4 @@
-//! Copies a part of a matrix into panels in the order in which a micro-kernel reads them, `[k][width]`, widened to f32.
+//! Packs a part of a matrix into panels in the order that a micro-kernel reads, `[k][width]`, widened to f32.
 
 use super::super::decode::{Isa, decode};
 use super::{Matrix, Operand};
@@ -14,7 +14,8 @@ pub(super) struct Panel {
     pub width: usize,
 }
 
-/// Steps of k in the panels of a buffer, and the first of those that are packed now: others can stand beside them.
+/// The layout of a panel buffer: elements of k per panel, and the index of k at which packing begins. So several
+/// operands can share one panel.
 #[derive(Clone, Copy)]
 pub(super) struct Room {
     pub steps: usize,
@@ -22,12 +23,12 @@ pub(super) struct Room {
 }
 
 impl Room {
-    /// For `steps` alone.
+    /// A layout for `steps` elements of k of one operand.
     pub fn of(steps: usize) -> Self {
         Self { steps, at: 0 }
     }
 
-    /// Where step `p` of a panel goes.
+    /// Returns the position of index `p` of k of a panel.
     #[inline(always)]
     pub fn place(self, panel: Panel, p: usize) -> usize {
         panel.start * self.steps + (self.at + p) * panel.width
@@ -35,8 +36,9 @@ impl Room {
 }
 
 /// Packs vectors from `first` on, elements `k0..k0 + k` of each, panel by panel: element (i, p) of a panel goes to
-/// `to[room.place(panel, p) + i]`. Places beyond `count` get anything. The panels follow each other. `wide` uses
-/// AVX-512, else AVX2. Codes along k need room for one panel in `spare`.
+/// `to[room.place(panel, p) + i]`. Positions beyond `count` get arbitrary values. The panels follow each other.
+/// `wide` selects AVX-512, else AVX2. A quantized operand that is contiguous in k needs memory for one panel in
+/// `spare`.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn panels(
     m: &Matrix,
@@ -51,7 +53,7 @@ pub(super) fn panels(
     let Some(last) = panels.clone().last() else { return };
     assert!(to.len() >= room.place(last, k) && room.at + k <= room.steps);
     m.check(first + last.start + last.count, k0 + k);
-    // SAFETY: these instructions were found; the ranges were checked.
+    // SAFETY: the CPU features were detected; the ranges were checked.
     unsafe {
         match (m.values, wide) {
             (Operand::F32(v), true) => wide::run(v, m, first, (k0, k), panels, room, to),
@@ -66,15 +68,14 @@ pub(super) fn panels(
     }
 }
 
-/// Steps of k whose elements are on their way when a step is packed: weights come from memory, in runs too short for the
-/// processor to see what follows.
+/// Prefetch distance in indices of k: weights come from main memory, in runs too short for the hardware prefetcher.
 const AHEAD: usize = 8;
 
 fn isa(wide: bool) -> Isa {
     if wide { Isa::Avx512 } else { Isa::Avx2 }
 }
 
-/// A row of codes is a vector: a panel is decoded as it lies, then turned.
+/// Packs a quantized operand whose rows are vectors: a panel is dequantized row by row, then transposed.
 #[allow(clippy::too_many_arguments)]
 fn coded_vectors(
     view: &View<'_>,
@@ -98,7 +99,8 @@ fn coded_vectors(
     }
 }
 
-/// A row of codes is a step of k: it is decoded in pieces, which go to the panels.
+/// Packs a quantized operand whose rows are indices of k: a row is dequantized in pieces, which are copied to the
+/// panels.
 fn coded_steps(
     view: &View<'_>,
     first: usize,
@@ -112,7 +114,7 @@ fn coded_steps(
     let mut piece = [0f32; PIECE];
     let columns = all.clone().last().map_or(0, |p| p.start + p.count);
     for p in 0..k {
-        // Decoded are columns `from..until` of the part.
+        // Columns `from..until` of the part are dequantized.
         let (mut from, mut until) = (0, 0);
         for panel in all.clone() {
             let end = panel.start + panel.count;
@@ -154,7 +156,8 @@ macro_rules! packing {
                 }
             }
 
-            /// Vectors lie side by side: every step of k is read from left to right, for all panels.
+            /// Packs vectors that are contiguous across vectors: every index of k is read from left to right, for
+            /// all panels.
             #[inline]
             #[target_feature(enable = $features)]
             unsafe fn across<T: Element>(
@@ -178,7 +181,8 @@ macro_rules! packing {
                             continue;
                         }
                         for i in (0..panel.count).step_by($lanes) {
-                            // SAFETY: inside `row` by the test above, inside the row of the panel; a prefetch may be anywhere.
+                            // SAFETY: inside `row` by the check above, inside the row of the panel; a prefetch may
+                            // use any address.
                             unsafe {
                                 let at = row.as_ptr().add(panel.start + i);
                                 _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(AHEAD * stride).cast());
@@ -194,7 +198,7 @@ macro_rules! packing {
                 }
             }
 
-            /// Elements of k lie side by side: square blocks are transposed in registers.
+            /// Packs vectors that are contiguous in k: square blocks are transposed in registers.
             #[inline]
             #[target_feature(enable = $features)]
             unsafe fn turned<T: Element>(from: *const T, stride: usize, panel: Panel, k: usize, to: *mut f32) {
@@ -208,7 +212,7 @@ macro_rules! packing {
                             let mut rows = [$zero(); $lanes];
                             for (r, row) in rows.iter_mut().enumerate().take(there) {
                                 let at = from.add((i + r) * stride + block * $lanes);
-                                // The same place of the vectors that come next.
+                                // Prefetches the same position of the next vectors.
                                 _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add($lanes * stride).cast());
                                 *row = T::$load(at);
                             }
@@ -247,14 +251,14 @@ packing!(
 );
 packing!(narrow, "avx2", __m256, 8, load8, _mm256_setzero_ps, _mm256_storeu_ps);
 
-/// The first `n` lanes.
+/// Stores the first `n` lanes.
 mod store_part {
     use std::arch::x86_64::*;
 
     #[inline]
     #[target_feature(enable = "avx512f")]
     pub(super) unsafe fn wide(to: *mut f32, n: usize, values: __m512) {
-        // SAFETY: promised by the caller: `n` elements may be written.
+        // SAFETY: the caller promises that `n` elements may be written.
         unsafe { _mm512_mask_storeu_ps(to, ((1u32 << n) - 1) as u16, values) }
     }
 
@@ -326,7 +330,7 @@ mod transpose {
     }
 }
 
-// `#[target_feature]` cannot stand on trait methods: the methods only call functions that have it.
+// `#[target_feature]` is not allowed on trait methods: the methods only call functions that have it.
 trait Element: Copy {
     /// # Safety
     /// Eight elements must be readable.

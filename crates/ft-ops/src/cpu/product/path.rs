@@ -1,4 +1,4 @@
-//! Which instructions the CPU operations use: found at run time, or forced to test them all on one machine.
+//! The instruction set of the CPU operations: detected at run time, or forced, so that all are tested on one machine.
 
 use super::Rounding;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -6,11 +6,11 @@ use super::tiles::Unit;
 use ft_base::{Error, Result};
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// Best first.
+/// The CPU code paths, best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Path {
-    /// AVX-512, with the tile unit for products of bf16 weights.
+    /// AVX-512, with AMX for products of bf16 weights.
     Amx = 1,
     /// AVX-512, with dot products of bf16 pairs for products of bf16 weights.
     Dots,
@@ -19,7 +19,7 @@ pub enum Path {
     Portable,
 }
 
-/// 0: not decided yet.
+/// 0: not detected yet.
 static CHOSEN: AtomicU8 = AtomicU8::new(0);
 
 impl Path {
@@ -35,7 +35,7 @@ impl Path {
         }
     }
 
-    /// Can this machine run it?
+    /// True if this machine can run the path.
     pub fn available(self) -> bool {
         match self {
             Path::Portable => true,
@@ -56,7 +56,7 @@ impl Path {
         }
     }
 
-    /// The path in use.
+    /// Returns the path in use.
     #[inline]
     pub fn current() -> Path {
         match CHOSEN.load(Ordering::Relaxed) {
@@ -65,7 +65,7 @@ impl Path {
         }
     }
 
-    /// What multiplies packed bf16 operands on this path.
+    /// Returns the unit that multiplies packed bf16 operands on this path.
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     pub(crate) fn unit(self) -> Option<Unit> {
         match self {
@@ -75,18 +75,18 @@ impl Path {
         }
     }
 
-    /// Are products of bf16 weights made of packed bf16 operands?
+    /// True if products of bf16 weights use packed bf16 operands.
     pub fn packs_bf16(self) -> bool {
         matches!(self, Path::Amx | Path::Dots)
     }
 
-    /// Are the f32 operands of a product with this rounding rounded to bf16? Never depends on a size: the same activation
-    /// is the same operand alone and in a batch.
+    /// True if the f32 operands of a product with this rounding are rounded to bf16. This never depends on a size:
+    /// an activation is the same operand alone and in a batch.
     pub(crate) fn rounds(self, rounding: Rounding) -> bool {
         self.packs_bf16() && rounding == Rounding::Bf16
     }
 
-    /// Is it better than the next one that this machine can run?
+    /// True if this path is faster here than the next one that the machine can run.
     fn pays(self) -> bool {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         return self.unit().is_none_or(Unit::is_fast);
@@ -108,8 +108,8 @@ impl Path {
         best
     }
 
-    /// Uses `name` from now on: that of a path, or `amx-emulated`, so that the code for the tile unit is tested on machines
-    /// without one. Errors: an unknown name, or instructions that this machine lacks.
+    /// Uses the path `name` from now on. `amx-emulated` tests the AMX code on machines without AMX. Errors: an
+    /// unknown name, or instructions that this machine lacks.
     pub fn force(name: &str) -> Result<()> {
         let lacks = || {
             Error::new(format!("this CPU cannot run the {name} operations"))

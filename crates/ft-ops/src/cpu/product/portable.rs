@@ -1,4 +1,4 @@
-//! Products by the `gemm` crate, on every architecture.
+//! Products with the `gemm` crate, on every architecture.
 
 use super::super::decode::{Isa, decode};
 use super::super::math::widen_slice;
@@ -8,16 +8,16 @@ use super::inside::Laid;
 use super::{Job, Matrix, Operand, Start};
 use rayon::prelude::*;
 
-/// Steps of k that are widened at a time.
+/// Elements of k that are widened at a time.
 const PANEL: usize = 512;
-/// Codes that are decoded at a time, for all columns together.
+/// Elements that are dequantized at a time, for all columns together.
 const DECODED: usize = 1 << 19;
 
-/// The crate sums results of up to this many elements in another order if both operands lie along k.
+/// Up to this many results, the `gemm` crate sums in another order if both operands are contiguous in k.
 const SMALL: usize = 16 * 16;
 
-/// `dst [m, n] = a [m, k] · b [k, n] (+ dst)` on one thread; strides are (row, column). Up to 512 steps of k are summed in
-/// one order, whatever m and n are (but for m or n of 1).
+/// Computes `dst [m, n] = a [m, k] · b [k, n] (+ dst)` on one thread; strides are (row, column). For k <= 512 the
+/// order of the sum does not depend on m and n (except for m or n of 1).
 /// # Safety
 /// All addresses with their strides must lie inside live slices; `dst` must not be shared.
 #[allow(clippy::too_many_arguments)]
@@ -32,7 +32,7 @@ pub(super) unsafe fn gemm(
     (b_rs, b_cs): (usize, usize),
 ) {
     if a_cs == 1 && b_rs == 1 && m * n <= SMALL {
-        // A copy of A across k, so that the order is that of larger results.
+        // A transposed copy of A, so that the order of the sum is that of larger results.
         let step = m.max(2);
         return with_scratch(step * k, |turned| {
             for row in 0..m {
@@ -83,7 +83,7 @@ pub(super) unsafe fn gemm(
     }
 }
 
-/// Where an operand of f32 lies that was not packed: address, stride of vectors, stride of k.
+/// Returns address, stride of vectors and stride of k of an f32 operand that was not packed.
 pub(super) fn lying(laid: &Laid) -> (*const f32, usize, usize) {
     let m = &laid.matrix;
     let (vector, step) = if m.along_k { (m.stride, 1) } else { (1, m.stride) };
@@ -101,7 +101,7 @@ pub(super) fn lying(laid: &Laid) -> (*const f32, usize, usize) {
 pub(super) fn run(job: &Job) {
     let (m, n, k) = job.sizes;
     let (down, across) = grid(m, n, rayon::current_num_threads());
-    // By the shape alone: where k is cut decides the order of the sum.
+    // Depends on the shape alone, because the cut of k decides the order of the sum.
     let panel = if job.b.is_coded() {
         (DECODED / n).clamp(16, PANEL)
     } else {
@@ -115,7 +115,7 @@ pub(super) fn run(job: &Job) {
         }
         if let Start::Bias(bias) = job.start {
             for row in r0..r0 + rows {
-                // SAFETY: a row of this task's own block.
+                // SAFETY: a row of the block of this task.
                 let part = unsafe { job.c.part(row * n + c0, columns) };
                 part.copy_from_slice(&bias[c0..][..columns]);
             }
@@ -125,7 +125,7 @@ pub(super) fn run(job: &Job) {
             let accumulate = k0 > 0 || !matches!(job.start, Start::Zero);
             with_operand(&job.a, (r0, rows), (k0, steps), |a, a_stride, a_step| {
                 with_operand(&job.b, (c0, columns), (k0, steps), |b, b_stride, b_step| {
-                    // SAFETY: the block lies inside C and is this task's alone; A and B are inside their slices.
+                    // SAFETY: the block lies inside C and belongs to this task alone; A and B are inside their slices.
                     unsafe {
                         gemm(
                             (rows, columns, steps),
@@ -144,7 +144,7 @@ pub(super) fn run(job: &Job) {
     });
 }
 
-/// Hands a part of an operand to `f` as f32: where it lies, or widened. Address, stride of vectors, stride of k.
+/// Calls `f` with a part of an operand as f32, in place or widened: address, stride of vectors, stride of k.
 fn with_operand(
     m: &Matrix,
     (first, count): (usize, usize),

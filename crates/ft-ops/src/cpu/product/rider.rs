@@ -1,26 +1,26 @@
-//! A product of low rank that rides along with another: `C (+)= A · B + u · up` with `u = scale · A · down`.
+//! Fused LoRA: `C (+)= A · B + u · up` with `u = scale · A · down`.
 //!
-//! What LoRA adds to a linear. `down` is one more panel beside those of B, and the rank is a few more steps at the end of
-//! k: A is packed once for both, and C is not read and written again. Where nothing can ride (another way through the
-//! product, a large rank), it is two more products.
+//! `down` is packed as one more panel of B, and the rank is appended to the end of k: A is packed once for both
+//! products, and C is not read and written again. Falls back to two more products if fusion is not possible
+//! (another path of the product, or a large rank).
 
 use super::super::Shared;
 use super::{Job, Matrix, Operand, Path, Rounding, Sizes, Start, few_rows, product_on, run};
 
-/// A larger rank would crowd a packed A out of the cache (`plan` counts with it).
+/// A larger rank would evict the packed A from the cache (`plan` uses this limit).
 pub(super) const LARGEST: usize = 64;
 
-/// What rides. The summed dimension of `down` is that of the product, that of `up` the rank.
+/// The LoRA matrices. The summed dimension of `down` is that of the product, the summed dimension of `up` is the rank.
 pub(crate) struct Rider<'a> {
     pub rank: usize,
     pub down: Matrix<'a>,
     pub up: Matrix<'a>,
     pub scale: f32,
-    /// u `[m, rank]`; written.
+    /// u `[m, rank]`; output.
     pub u: &'a mut [f32],
 }
 
-/// On board.
+/// A fused LoRA product whose output u is shared by all tasks.
 #[derive(Clone, Copy)]
 pub(super) struct Aboard<'a> {
     pub rank: usize,
@@ -31,7 +31,7 @@ pub(super) struct Aboard<'a> {
 }
 
 impl<'a> Aboard<'a> {
-    /// The product that gives u, without its scale.
+    /// Returns the product that computes u, without its scale.
     pub fn job(&self, of: &Job<'a>) -> Job<'a> {
         let (m, _, k) = of.sizes;
         Job {
@@ -44,11 +44,11 @@ impl<'a> Aboard<'a> {
         }
     }
 
-    /// u as an operand, when all its `m` rows are summed up.
+    /// Scales u and returns it as an operand, after the sums of all its `m` rows are complete.
     /// # Safety
     /// No task may be using u.
     pub unsafe fn scaled(&self, m: usize) -> Matrix<'a> {
-        // SAFETY: u has `m · rank` elements; that it is nobody else's is promised by the caller.
+        // SAFETY: u has `m · rank` elements; the caller promises that no other task uses it.
         let u = unsafe { self.u.part(0, m * self.rank) };
         self.scale(u);
         Matrix::vectors(Operand::F32(u), self.rank)
@@ -58,14 +58,14 @@ impl<'a> Aboard<'a> {
         u.iter_mut().for_each(|x| *x *= self.scale);
     }
 
-    /// Keeps the rows of u from `first` on.
+    /// Writes the rows of u from `first` on.
     pub fn keep(&self, first: usize, u: &[f32]) {
-        // SAFETY: rows of this task's own block, which one task hands over.
+        // SAFETY: rows of the block of this task; only one task writes them.
         unsafe { self.u.part(first * self.rank, u.len()) }.copy_from_slice(u);
     }
 }
 
-/// `c [m, n] = start + a · b + u · up`.
+/// Computes `c [m, n] = start + a · b + u · up`.
 pub(crate) fn product_with(
     path: Path,
     sizes: Sizes,
@@ -110,7 +110,7 @@ pub(crate) fn product_with(
     if path != Path::Portable && !empty && rank <= LARGEST && !few {
         return run(path, &job, rounding);
     }
-    // Rounded as what rides is: a row means the same among few rows and among many.
+    // Rounded as in the fused product: a row gives the same result among few rows and among many.
     product_on(path, (m, rank, k), u, Start::Zero, a, down, rounding);
     u.iter_mut().for_each(|x| *x *= scale);
     product_on(path, sizes, c, start, a, b, rounding);

@@ -1,4 +1,4 @@
-//! Rows of a weight as products take them: their elements, and the whole weight packed before, where it is kept so.
+//! Rows of a weight as operands of products: their elements, and optionally a prepacked copy of the whole weight.
 
 use super::rider::LARGEST;
 use super::{Matrix, Operand, Path, Rounding};
@@ -6,7 +6,7 @@ use super::{Matrix, Operand, Path, Rounding};
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use super::tiles::panels::{Panels, bytes};
 
-/// What only a tile unit reads.
+/// Stands for the prepacked panels, which exist only on x86-64 Linux.
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 #[derive(Debug)]
 enum Panels {}
@@ -16,7 +16,7 @@ fn bytes(_vectors: usize, _k: usize, _rank: usize) -> usize {
     0
 }
 
-/// A weight `[O, I]` in the orders in which the tile unit reads it.
+/// A weight `[O, I]`, prepacked in the orders that the AMX code reads.
 #[derive(Debug)]
 pub(crate) struct Packed {
     /// For `x·Wᵀ`: O vectors of I.
@@ -26,8 +26,8 @@ pub(crate) struct Packed {
 }
 
 impl Packed {
-    /// Packs `w` for `x·Wᵀ`, and for `dy·W` where `backward` says so, with room for `rank` that ride. None where no product
-    /// would read it: the weight is not bf16, the CPU has no AVX-512.
+    /// Packs `w` for `x·Wᵀ`, and for `dy·W` if `backward`, with space for a fused LoRA rank of `rank`. None if no
+    /// product would read it: the weight is not bf16, or the CPU has no AVX-512.
     pub fn new(w: WeightRows, (outputs, inputs): (usize, usize), backward: bool, rank: usize) -> Option<Self> {
         let pays = Path::Avx512.available() && w.rounding() == Rounding::Bf16 && outputs > 0 && inputs > 0;
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -42,7 +42,7 @@ impl Packed {
         None
     }
 
-    /// What `new` takes in memory.
+    /// Returns the bytes that `new` allocates.
     pub fn bytes((outputs, inputs): (usize, usize), backward: bool, rank: usize) -> usize {
         let rank = riding(rank);
         let backward = if backward { bytes(inputs, outputs, rank) } else { 0 };
@@ -50,12 +50,12 @@ impl Packed {
     }
 }
 
-/// A larger rank does not ride.
+/// Returns the rank that is fused: 0 if `rank` is too large.
 fn riding(rank: usize) -> usize {
     if rank <= LARGEST { rank } else { 0 }
 }
 
-/// An operand that was packed before, from a vector and an element of them on.
+/// A prepacked operand, from a given vector and element of k on.
 #[derive(Clone, Copy)]
 pub(crate) struct Kept<'a> {
     panels: &'a Panels,
@@ -65,7 +65,8 @@ pub(crate) struct Kept<'a> {
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 impl<'a> Kept<'a> {
-    /// For a product with `vectors` of `k` elements, and `riding` steps of a rider. None: it cannot use them.
+    /// Returns the panels for a product with `vectors` of `k` elements and `riding` steps of a fused LoRA rank.
+    /// None if the product cannot use them.
     pub(super) fn hold(self, (vectors, k): (usize, usize), riding: usize) -> Option<super::tiles::panels::Held<'a>> {
         self.panels.hold((self.first, vectors), (self.k0, k), riding)
     }
@@ -76,7 +77,7 @@ impl<'a> Kept<'a> {
 pub(crate) struct WeightRows<'a> {
     values: Operand<'a>,
     columns: usize,
-    /// The row of the weight with which `values` begins.
+    /// The row of the weight at which `values` begins.
     first: usize,
     packed: Option<&'a Packed>,
 }
@@ -91,12 +92,12 @@ impl<'a> WeightRows<'a> {
         }
     }
 
-    /// With what was packed of the same weight.
+    /// Adds the prepacked copy of the same weight.
     pub fn with(self, packed: Option<&'a Packed>) -> Self {
         Self { packed, ..self }
     }
 
-    /// `count` rows from row `first` on. Not of codes.
+    /// Returns `count` rows from row `first` on. Not for quantized weights.
     pub fn part(self, first: usize, count: usize) -> Self {
         let (from, len) = (first * self.columns, count * self.columns);
         let values = match self.values {
@@ -111,12 +112,12 @@ impl<'a> WeightRows<'a> {
         }
     }
 
-    /// Rows that are here.
+    /// Returns the number of rows in `values`.
     pub fn count(&self) -> usize {
         self.values.len() / self.columns.max(1)
     }
 
-    /// W of `x·Wᵀ`.
+    /// Returns W as operand of `x·Wᵀ`.
     pub fn forward(self) -> Matrix<'a> {
         let panels = self.packed.map(|p| &p.forward);
         Matrix {
@@ -131,7 +132,7 @@ impl<'a> WeightRows<'a> {
         }
     }
 
-    /// W of `dy·W`.
+    /// Returns W as operand of `dy·W`.
     pub fn backward(self) -> Matrix<'a> {
         let panels = self.packed.and_then(|p| p.backward.as_ref());
         Matrix {
@@ -146,7 +147,7 @@ impl<'a> WeightRows<'a> {
         }
     }
 
-    /// How exact products with this weight are.
+    /// Returns the rounding of products with this weight.
     pub fn rounding(&self) -> Rounding {
         self.forward().rounding()
     }

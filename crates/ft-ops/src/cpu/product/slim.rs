@@ -1,6 +1,6 @@
-//! A slim result, `Aᵀ·B` of two f32 operands that lie step by step, as the gradients of LoRA's matrices are: few rows or few
-//! columns. Each element of the wide operand meets so few others that packing it would cost more than the product:
-//! both are read where they lie, a few steps at a time along their rows.
+//! Skinny GEMM: `Aᵀ·B` of two row-major f32 operands `[k, ..]` with few rows or few columns in the result, such as
+//! the gradients of LoRA matrices. Each element of the wide operand is used so few times that packing would cost
+//! more than the product: both operands are read in place, a few rows of k at a time.
 
 use super::super::with_scratch;
 use super::blocks::Width;
@@ -9,16 +9,16 @@ use super::grid::part;
 use super::{Job, Operand, Start};
 use rayon::prelude::*;
 
-/// Vectors of the slim operand at most.
+/// Largest number of vectors of the skinny operand.
 const FEW: usize = 32;
-/// Steps of k at a time: their rows are as many streams as a core follows.
+/// Rows of k at a time: as many memory streams as a core can prefetch.
 const STEPS: usize = 32;
-/// Columns of a task at most: its sums stay in the second-level cache.
+/// Largest number of columns of a task: its sums stay in the L2 cache.
 const COLUMNS: usize = 2048;
-/// Columns that are brought to C at a time.
+/// Columns that are written to C at a time.
 const PIECE: usize = 16;
 
-/// Elements `[k, count]`.
+/// A row-major operand `[k, count]`.
 #[derive(Clone, Copy)]
 struct Rows<'a> {
     values: &'a [f32],
@@ -26,7 +26,7 @@ struct Rows<'a> {
     count: usize,
 }
 
-/// The slim operand, the wide one, and whether the slim one is B.
+/// Returns the skinny operand, the wide one, and whether the skinny one is B. None if the job is of another kind.
 fn operands<'a>(job: &Job<'a>) -> Option<(Rows<'a>, Rows<'a>, bool)> {
     let (m, n, _) = job.sizes;
     let (Operand::F32(a), Operand::F32(b)) = (job.a.values, job.b.values) else {
@@ -40,7 +40,7 @@ fn operands<'a>(job: &Job<'a>) -> Option<(Rows<'a>, Rows<'a>, bool)> {
     Some(if m <= n { (a, b, false) } else { (b, a, true) })
 }
 
-/// Does the job, if it is of this kind.
+/// Runs the job and returns true if it is skinny; else returns false.
 pub(super) fn run(job: &Job, width: Width) -> bool {
     let Some((slim, wide, turned)) = operands(job) else {
         return false;
@@ -51,13 +51,13 @@ pub(super) fn run(job: &Job, width: Width) -> bool {
         with_scratch(slim.count * columns + STEPS * width.tile().1, |scratch| {
             let (sums, tail) = scratch.split_at_mut(slim.count * columns);
             add_up(width, job.sizes.2, slim, wide, first, sums, tail);
-            // Turned in pieces: the lines of C and of the sums stay in the first-level cache.
+            // Transposed in pieces: the cache lines of C and of the sums stay in the L1 cache.
             for piece in (0..columns).step_by(PIECE) {
                 for (row, sums) in sums.chunks_exact(columns).enumerate() {
                     let sums = &sums[piece..(piece + PIECE).min(columns)];
                     for (column, sum) in (first + piece..).zip(sums) {
                         let (i, j) = if turned { (column, row) } else { (row, column) };
-                        // SAFETY: inside C; these columns of the wide operand are this task's alone.
+                        // SAFETY: inside C; these columns of the wide operand belong to this task alone.
                         let c = unsafe { &mut *job.c.at(i * job.sizes.1 + j) };
                         *c = match job.start {
                             Start::Zero => *sum,
@@ -72,8 +72,8 @@ pub(super) fn run(job: &Job, width: Width) -> bool {
     true
 }
 
-/// Sums over k of the products of every slim vector with the wide ones from `first` on: `[slim.count, columns]`. `tail` has room
-/// for the steps of one tile.
+/// Computes the products of every skinny vector with the wide ones from `first` on, summed over k:
+/// `[slim.count, columns]`. `tail` has space for one tile of `STEPS` rows.
 fn add_up(width: Width, k: usize, slim: Rows, wide: Rows, first: usize, sums: &mut [f32], tail: &mut [f32]) {
     let (tile_rows, tile_columns, lanes) = width.tile();
     let columns = sums.len() / slim.count.max(1);
@@ -86,7 +86,7 @@ fn add_up(width: Width, k: usize, slim: Rows, wide: Rows, first: usize, sums: &m
             let (b, b_k) = if count == vectors * lanes {
                 (wide.values[at(0)..].as_ptr(), wide.stride)
             } else {
-                // A kernel reads whole vectors, and there may be nothing behind the last one.
+                // A kernel reads whole vectors, and the memory after the last one may not be readable.
                 for p in 0..steps {
                     tail[p * tile_columns..][..count].copy_from_slice(&wide.values[at(p)..][..count]);
                 }
@@ -106,8 +106,8 @@ fn add_up(width: Width, k: usize, slim: Rows, wide: Rows, first: usize, sums: &m
                     columns: count,
                     from: if k0 == 0 { From::Zero } else { From::C },
                 };
-                // SAFETY: the tile lies in `sums`; both operands hold `steps` rows of these vectors; the instructions
-                // were found.
+                // SAFETY: the tile lies in `sums`; both operands hold `steps` rows of these vectors; the CPU
+                // features were detected.
                 unsafe { width.kernel(rows, vectors)(&tile) }
             }
         }

@@ -1,4 +1,4 @@
-//! Every path against a plain loop in f64.
+//! Every path, compared with a plain loop in f64.
 
 use super::*;
 use crate::oracle::{flat, random};
@@ -24,7 +24,7 @@ fn paths() -> Vec<Path> {
     testable()
 }
 
-/// One operand of `count` vectors of `k` elements in every storage: f32 or bf16, vectors or steps.
+/// One operand of `count` vectors of `k` elements in every storage: f32 or bf16, contiguous in k or across vectors.
 struct Operand {
     wide: Vec<f32>,
     narrow: Vec<bf16>,
@@ -52,7 +52,7 @@ impl Operand {
         }
     }
 
-    /// What a product takes, `[count, k]`; `narrow`: rounded to bf16.
+    /// Returns the operand of the product, `[count, k]`; `narrow`: rounded to bf16.
     fn all(&self, bf16: bool, along_k: bool, narrow: bool) -> Vec<f64> {
         let of = |place: usize| match (self.at(bf16, along_k, place / self.k, place % self.k), narrow) {
             (x, true) => bf16::from_f32(x as f32).to_f64(),
@@ -71,11 +71,11 @@ impl Operand {
     }
 }
 
-/// Every product must be the sum of the products of its operands, rounded to bf16 where the path says so, whatever the size.
-/// `bound(k)`: the largest error allowed for sums of k products of numbers of size 1.
+/// Checks that every product is the sum of the products of its operands, rounded to bf16 if the path rounds, for
+/// all sizes. `bound(k)`: the largest error allowed for sums of k products of numbers of size 1.
 fn check(path: Path, rounding: Rounding, bound: impl Fn(f64) -> f64) {
     let narrow = path.rounds(rounding);
-    // A unit that is played is slow.
+    // Emulation is slow.
     let played = !path.available();
     for sizes in SIZES.into_iter().filter(|(m, ..)| !played || *m < 100) {
         let (m, n, k) = sizes;
@@ -153,7 +153,7 @@ fn bit_equal_for_any_number_of_threads() {
     }
 }
 
-/// Rows that share a product change nothing of each other: what generation with `same_bits` stands on.
+/// Rows of the same product do not change each other: generation with `same_bits` depends on this.
 #[test]
 fn a_row_has_the_same_bits_among_any_number_of_rows() {
     for (n, k) in [(16, 24), (24, 40), (90, 700)] {

@@ -1,23 +1,23 @@
-//! Adafactor (Shazeer & Stern 2018, arXiv 1804.04235, algorithms 4 and 5): the second moment of a matrix `[R, C]` is
-//! kept as its row means `[R]` and column means `[C]`. In the arithmetic of transformers' `Adafactor` with
-//! `scale_parameter = False, relative_step = False`, no first moment, decay rate -0.8, clipping at 1.
+//! Adafactor (Shazeer & Stern 2018, arXiv 1804.04235, algorithms 4 and 5): the second moment of a matrix `[R, C]`
+//! is stored as its row means `[R]` and column means `[C]`. Follows the arithmetic of transformers' `Adafactor`
+//! with `scale_parameter = False, relative_step = False`, no first moment, decay rate -0.8, clipping at 1.
 
 use super::super::math::{dot, vectorized};
 use rayon::prelude::*;
 
 /// Added to the square of each gradient.
 const EPS: f32 = 1e-30;
-/// The root mean square of an update is at most this.
+/// Upper bound of the root mean square of an update.
 const THRESHOLD: f64 = 1.0;
-/// Columns that one task sums.
+/// Columns summed by one task.
 const STRIPE: usize = 256;
 const CHUNK: usize = 1 << 14;
 
-/// What is left to do after the second moment is known: `w = w·keep - u·size`, element by element.
+/// The update, after the second moment is known: `w = w·keep - u·size`, element by element.
 pub(crate) struct Direction {
     pub(crate) keep: f32,
     pub(crate) size: f32,
-    /// `u = g · rows[r] · columns[c]`; a vector has one row of its own columns.
+    /// `u = g · rows[r] · columns[c]`; a vector has a single row.
     pub(crate) rows: Vec<f32>,
     pub(crate) columns: Vec<f32>,
 }
@@ -45,7 +45,7 @@ fn direction(
     }
 }
 
-/// Updates `row` `[R]` and `column` `[C]` by the gradient `g` `[R, C]`.
+/// Updates `row` `[R]` and `column` `[C]` with the gradient `g` `[R, C]`.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn matrix(
     g: &[f32],
@@ -85,7 +85,7 @@ pub(crate) fn matrix(
     direction(lr, decay, coefficient, total, g.len(), rows, columns)
 }
 
-/// Updates the whole second moment `v` of a vector.
+/// Updates the full second moment `v` of a vector.
 pub(crate) fn vector(g: &[f32], v: &mut [f32], lr: f64, decay: f64, step: u64, coefficient: f32) -> Direction {
     let b2 = beta2(step);
     let (keep, take) = (b2 as f32, (1.0 - b2) as f32);
@@ -107,7 +107,7 @@ pub(crate) fn vector(g: &[f32], v: &mut [f32], lr: f64, decay: f64, step: u64, c
     direction(lr, decay, coefficient, total, g.len(), vec![1.0], columns)
 }
 
-/// Applies a direction to the elements of `w` from number `first` on.
+/// Applies a direction to the elements of `w`, whose first has index `first` in the parameter.
 pub(crate) fn apply(d: &Direction, first: usize, w: &mut [f32], g: &[f32]) {
     let c = d.columns.len();
     let mut at = 0;

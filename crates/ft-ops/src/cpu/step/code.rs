@@ -1,29 +1,29 @@
-//! Eight-bit codes of optimizer states: the dynamic tree code of Dettmers et al. 2021 (arXiv 2110.02861, section
-//! 1.3 and appendix F): seven decades of exponent, the fewer exponent digits the more bits of fraction.
+//! 8-bit quantization of optimizer states with the dynamic tree code of Dettmers et al. 2021 (arXiv 2110.02861,
+//! section 1.3 and appendix F): seven decades of exponent; the fewer exponent digits, the more fraction bits.
 //!
-//! A moment is coded in blocks of `BLOCK` elements: code · (largest magnitude of the block). The first moment has
-//! a sign; the second has none, and a value above zero never becomes zero: the update divides by its root.
+//! A moment is quantized in blocks of `BLOCK` elements as (table value) · absmax of the block. The first moment is
+//! signed. The second is unsigned, and a value above zero never becomes zero, because the update divides by its root.
 
 use super::super::math::LANES;
 use std::sync::LazyLock;
 
-/// Elements that share one largest magnitude.
+/// Elements that share one absmax.
 pub(crate) const BLOCK: usize = 256;
 
-/// Buckets of the look-up: exponents from 2^-25 up to 2^0, `FINE` buckets each; none holds two middles.
+/// Buckets of the lookup: exponents from 2^-25 up to 2^0, `FINE` buckets each; no bucket contains two midpoints.
 const EXPONENTS: usize = 26;
 const FINE: usize = 128;
-/// Bits of an f32 that are cut off to get a bucket.
+/// Bits of an f32 that are dropped to get a bucket.
 const CUT: u32 = 23 - FINE.ilog2();
-/// The bucket number of 2^-25.
+/// The bucket index of 2^-25.
 const LOWEST: u32 = (127 - 25) * FINE as u32;
 
-/// A sorted table of 256 numbers from -1 (or 0) to 1.
+/// A sorted quantization table of 256 values from -1 (or 0) to 1.
 pub(crate) struct Code {
     pub(crate) values: [f32; 256],
-    /// `middles[i]` lies halfway between `values[i]` and `values[i + 1]`.
+    /// `middles[i]` is the midpoint of `values[i]` and `values[i + 1]`.
     pub(crate) middles: [f32; 256],
-    /// Below which code a number of this bucket cannot lie, for each sign.
+    /// Lower bound of the table index for a number in this bucket, for each sign.
     from: [[u8; EXPONENTS * FINE]; 2],
     signed: bool,
 }
@@ -31,20 +31,20 @@ pub(crate) struct Code {
 pub(crate) static SIGNED: LazyLock<Code> = LazyLock::new(|| Code::dynamic(true));
 pub(crate) static UNSIGNED: LazyLock<Code> = LazyLock::new(|| Code::dynamic(false));
 
-/// Where a bucket begins.
+/// Returns the lower edge of a bucket.
 fn edge(bucket: usize) -> f32 {
     f32::from_bits((LOWEST + bucket as u32) << CUT)
 }
 
 impl Code {
-    /// The dynamic code: decade d has 2^d fractions (2^(d+1) without sign), the middles of equal parts of 0.1 to 1;
-    /// beside them 0 and 1.
+    /// Builds the dynamic code: decade d has 2^d fractions (2^(d+1) if unsigned), the midpoints of equal parts of
+    /// 0.1 to 1; in addition 0 and 1.
     fn dynamic(signed: bool) -> Self {
         let mut all = vec![0.0, 1.0];
         for decade in 0..7i32 {
             let parts = 1usize << if signed { decade } else { decade + 1 };
             let size = 10f64.powi(decade - 6) as f32;
-            // In f32 and from both ends, as torch's linspace goes: then the table has the bits of bitsandbytes'.
+            // In f32 and from both ends, as torch's linspace: so the table is bit-equal to that of bitsandbytes.
             let (low, high) = (0.1f32, 1.0f32);
             let step = (high - low) / parts as f32;
             let edge = |i: usize| match i < parts.div_ceil(2) {
@@ -70,7 +70,7 @@ impl Code {
         let mut from = [[0u8; EXPONENTS * FINE]; 2];
         let [positive, negative] = &mut from;
         for (bucket, (positive, negative)) in positive.iter_mut().zip(negative).enumerate() {
-            // The first bucket also takes what is smaller.
+            // The first bucket also contains all smaller numbers.
             *positive = below(if bucket == 0 { 0.0 } else { edge(bucket) });
             *negative = below(-edge(bucket + 1));
         }
@@ -82,7 +82,7 @@ impl Code {
         }
     }
 
-    /// The code nearest to `x`, which lies in -1..=1; ties go down.
+    /// Returns the index of the table value nearest to `x`, which is in -1..=1; ties go down.
     #[inline(always)]
     pub(crate) fn nearest(&self, x: f32) -> u8 {
         let bits = x.to_bits();
@@ -90,11 +90,11 @@ impl Code {
             .saturating_sub(LOWEST)
             .min((EXPONENTS * FINE) as u32 - 1);
         let code = self.from[(bits >> 31) as usize][bucket as usize];
-        // No branch: on moments it would be a coin's.
+        // Branch-free: on moments a branch would be unpredictable.
         code + u8::from(self.middles[code as usize] < x)
     }
 
-    /// Codes of one block; returns its largest magnitude.
+    /// Quantizes one block; returns its absmax.
     pub(crate) fn encode(&self, values: &[f32], codes: &mut [u8]) -> f32 {
         let mut lanes = [0f32; LANES];
         for values in values.chunks(LANES) {
@@ -118,7 +118,7 @@ impl Code {
         most
     }
 
-    /// The values of one block.
+    /// Dequantizes one block.
     #[inline(always)]
     pub(crate) fn decode(&self, codes: &[u8], most: f32, values: &mut [f32]) {
         for (x, code) in values.iter_mut().zip(codes) {
@@ -149,7 +149,7 @@ mod tests {
                 if code.signed && i % 2 == 0 { -x } else { x }
             }));
             all.extend([0.0, -0.0, 1e-30, 1e-44]);
-            // Every border: of buckets, and of codes.
+            // All boundaries: of buckets, and between table values.
             let borders = (0..25 * FINE).map(edge).chain(code.middles[..255].to_vec());
             all.extend(borders.flat_map(|x| [x.next_down(), x, x.next_up()]));
             if code.signed {

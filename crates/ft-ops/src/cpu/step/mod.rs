@@ -1,5 +1,5 @@
-//! One pass over weight, gradient and state: each element is read once, updated, and written once. The work is cut
-//! into chunks by the number of elements alone.
+//! The optimizer update in one pass over weight, gradient and state: each element is read once, updated, and
+//! written once. The work is cut into chunks by the number of elements alone.
 
 pub(crate) mod adafactor;
 pub(crate) mod code;
@@ -13,32 +13,32 @@ use half::bf16;
 use rayon::prelude::*;
 use std::mem::take;
 
-/// Elements of a task: whole blocks of the eight-bit code.
+/// Elements of a task: whole blocks of the 8-bit quantization.
 const CHUNK: usize = 64 * BLOCK;
 
-/// A weight, and how it takes what bf16 cannot hold.
+/// A weight, and the storage of the low 16 bits that bf16 cannot hold.
 pub(crate) enum Weight<'a> {
     F32(&'a mut [f32]),
-    /// Upper and lower halves of an f32 master.
+    /// High and low 16 bits of an f32 master weight.
     Halves(&'a mut [bf16], &'a mut [i16]),
-    /// Rounded by draw number `e / 4`, lane `e % 4`, of element `e`.
+    /// Stochastic rounding: element `e` uses lane `e % 4` of random draw `e / 4`.
     Stochastic(&'a mut [bf16], Rng),
 }
 
-/// A moment as it is stored.
+/// A moment in its storage type.
 pub(crate) enum Moment<'a> {
     None,
     F32(&'a mut [f32]),
-    /// Codes, and the largest magnitude of each block.
+    /// Quantized data, and the absmax of each block.
     Int8(&'a mut [u8], &'a mut [f32], &'static Code),
 }
 
-/// A rule with everything that does not depend on the element worked out.
+/// An update rule with all values that do not depend on the element precomputed.
 pub(crate) enum Ready {
     Adamw(rules::Adamw),
     Sgd(rules::Sgd),
     Lion(rules::Lion),
-    /// Against the sign of the gradient, by this much.
+    /// Sign descent: a step of this size against the sign of the gradient.
     Sign(f32),
     Adafactor(adafactor::Direction),
 }
@@ -69,7 +69,7 @@ impl<'a> Moment<'a> {
         }
     }
 
-    /// The values of elements `at..at + n`, in place or decoded into `buffer`.
+    /// Returns elements `at..at + n`, in place or dequantized into `buffer`.
     fn values<'b>(&'b mut self, at: usize, n: usize, buffer: &'b mut [f32; BLOCK]) -> &'b mut [f32] {
         match self {
             Self::None => &mut [],
@@ -81,7 +81,7 @@ impl<'a> Moment<'a> {
         }
     }
 
-    /// Encodes what `values` decoded.
+    /// Requantizes `buffer`, which `values` filled.
     fn store(&mut self, at: usize, n: usize, buffer: &[f32; BLOCK]) {
         if let Self::Int8(codes, most, code) = self {
             most[at / BLOCK] = code.encode(&buffer[..n], &mut codes[at..at + n]);
@@ -97,7 +97,8 @@ struct Task<'a> {
     v: Moment<'a>,
 }
 
-/// Updates one parameter. All slices have the length of `gradient`; what a rule does not keep is `Moment::None`.
+/// Updates one parameter. All slices have the length of `gradient`; a moment that the rule does not use is
+/// `Moment::None`.
 pub(crate) fn run(rule: &Ready, mut weight: Weight, gradient: &[f32], mut m: Moment, mut v: Moment) {
     let tasks: Vec<Task> = gradient
         .chunks(CHUNK)
@@ -169,7 +170,7 @@ fn split_body<const FMA: bool>(wide: &[f32], high: &mut [bf16], low: &mut [i16])
 }
 vectorized!(pub(crate) fn split(wide: &[f32], high: &mut [bf16], low: &mut [i16]) = split_body);
 
-/// Rounds the elements from number `first` on, a multiple of 4.
+/// Rounds elements stochastically; the first has index `first` in the parameter, a multiple of 4.
 fn round(rng: &Rng, first: usize, wide: &[f32], high: &mut [bf16]) {
     for (i, (x, h)) in wide.chunks(4).zip(high.chunks_mut(4)).enumerate() {
         let draws = rng.bits((first / 4 + i) as u64);

@@ -1,8 +1,8 @@
-//! The rules that look at one element at a time: AdamW, SGD, Lion, sign descent. `w`, `m`, `v` are changed in place.
+//! The elementwise update rules: AdamW, SGD, Lion, sign descent. `w`, `m`, `v` are updated in place.
 
 use super::super::math::vectorized;
 
-/// AdamW (Loshchilov & Hutter 2017, arXiv 1711.05101, algorithm 2), in the arithmetic of `torch.optim.AdamW`:
+/// AdamW (Loshchilov & Hutter 2017, arXiv 1711.05101, algorithm 2), with the arithmetic of `torch.optim.AdamW`:
 /// decoupled decay, bias correction, eps outside the root.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Adamw {
@@ -16,7 +16,7 @@ pub(crate) struct Adamw {
 }
 
 impl Adamw {
-    /// `step` counts the updates of this parameter, this one included.
+    /// `step` is the number of updates of this parameter, including this one.
     pub(crate) fn new(lr: f64, betas: [f64; 2], eps: f64, decay: f64, step: u64, coefficient: f32) -> Self {
         let [b1, b2] = betas;
         Self {
@@ -31,7 +31,7 @@ impl Adamw {
     }
 }
 
-// No fused multiply-add here: checkpoints of all machines go on with the same bits.
+// No fused multiply-add here: a run resumed on another machine must continue with the same bits.
 #[inline(always)]
 fn adamw_body<const FMA: bool>(s: &Adamw, w: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32]) {
     for (((w, g), m), v) in w.iter_mut().zip(g).zip(m).zip(v) {
@@ -44,13 +44,13 @@ fn adamw_body<const FMA: bool>(s: &Adamw, w: &mut [f32], g: &[f32], m: &mut [f32
 }
 vectorized!(pub(crate) fn adamw(s: &Adamw, w: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32]) = adamw_body);
 
-/// SGD with momentum, in the arithmetic of `torch.optim.SGD`: decay added to the gradient, no dampening.
+/// SGD with momentum, with the arithmetic of `torch.optim.SGD`: decay added to the gradient, no dampening.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sgd {
     pub(crate) lr: f32,
     pub(crate) momentum: f32,
     pub(crate) weight_decay: f32,
-    /// The first update starts the buffer with the gradient itself.
+    /// True for the first update, which initializes the momentum buffer with the gradient itself.
     pub(crate) first: bool,
     pub(crate) coefficient: f32,
 }
@@ -74,13 +74,13 @@ fn momentum_body<const FMA: bool>(s: &Sgd, w: &mut [f32], g: &[f32], m: &mut [f3
 }
 vectorized!(pub(crate) fn momentum(s: &Sgd, w: &mut [f32], g: &[f32], m: &mut [f32]) = momentum_body);
 
-/// -1, 0 or 1.
+/// Returns -1, 0 or 1.
 #[inline(always)]
 fn sign(x: f32) -> f32 {
     f32::from(u8::from(x > 0.0)) - f32::from(u8::from(x < 0.0))
 }
 
-/// Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): the sign of a mean of gradient and momentum, decoupled decay.
+/// Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): sign of a mean of gradient and momentum, decoupled decay.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Lion {
     pub(crate) lr: f32,

@@ -1,18 +1,18 @@
-//! Memory for packed operands: aligned, reused from product to product, in huge pages where the system has them.
+//! Memory for packed operands: aligned, reused by later products, on huge pages if the system has them.
 
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::sync::Mutex;
 
 const PAGE: usize = 2 << 20;
 
-/// Grows, never shrinks; contents are arbitrary.
+/// A buffer that grows and never shrinks; its contents are arbitrary.
 #[derive(Debug, Default)]
 pub(super) struct Buffer {
     memory: Option<(*mut u8, Layout)>,
 }
 
 impl Buffer {
-    /// Address of at least `bytes` bytes.
+    /// Returns the address of at least `bytes` bytes.
     pub(super) fn at_least(&mut self, bytes: usize) -> *const u8 {
         if let Some((address, layout)) = self.memory
             && layout.size() >= bytes
@@ -23,13 +23,13 @@ impl Buffer {
         let align = if bytes >= PAGE { PAGE } else { 4096 };
         let address = self.renew(bytes, align);
         if align == PAGE {
-            // SAFETY: the range was just allocated; advice changes no contents, and may be refused.
+            // SAFETY: the range was just allocated; `madvise` changes no contents, and may be refused.
             unsafe { libc::madvise(address.cast(), bytes, libc::MADV_HUGEPAGE) };
         }
         address
     }
 
-    /// One of `bytes` bytes that lies where the program's allocator puts large blocks.
+    /// Returns a buffer of `bytes` bytes that the program's allocator places among its large blocks.
     pub(super) fn of(bytes: usize) -> Self {
         let mut buffer = Self::default();
         buffer.renew(bytes, 4096);
@@ -49,7 +49,7 @@ impl Buffer {
         address
     }
 
-    /// Address of what was asked for last; null before.
+    /// Returns the address of the last allocation; null if there is none.
     pub(super) fn address(&self) -> *const u8 {
         self.memory.map_or(std::ptr::null(), |(address, _)| address)
     }
@@ -68,12 +68,12 @@ impl Drop for Buffer {
     }
 }
 
-// SAFETY: the memory belongs to the buffer alone.
+// SAFETY: the buffer is the only owner of the memory.
 unsafe impl Send for Buffer {}
 
 static BUFFERS: Mutex<Option<(Buffer, Buffer)>> = Mutex::new(None);
 
-/// Runs `f` with the two buffers of the process, or with fresh ones if somebody else is using them.
+/// Runs `f` with the two buffers of the process, or with new ones if another thread is using them.
 pub(super) fn with_buffers<R>(f: impl FnOnce(&mut Buffer, &mut Buffer) -> R) -> R {
     let kept = BUFFERS.lock().ok().and_then(|mut b| b.take());
     let (mut a, mut b) = kept.unwrap_or_default();

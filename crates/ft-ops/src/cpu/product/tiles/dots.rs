@@ -1,9 +1,10 @@
-//! The work of the tile unit by dot products of pairs (AVX512-BF16), on operands packed for the unit.
+//! The AMX kernels with dot products of bf16 pairs (AVX512-BF16), on operands packed for AMX.
 //!
-//! A core of AMD's, from Zen 4 on, does as many of them in a second as fused multiply-adds, each with twice the numbers
-//! (iree-org/iree, pull request 15089: 2 times f32). One of Intel's does a quarter as many (measured on Sapphire and Emerald Rapids:
-//! half the operations of f32). Which it is, is told by the maker: two runs on one machine must take the same way,
-//! and a measurement at the start of a program was wrong once in fifty times on a busy machine.
+//! A core of an AMD processor, from Zen 4 on, does as many of these instructions per second as fused multiply-adds,
+//! each with twice the numbers (iree-org/iree, pull request 15089: 2 times f32). A core of an Intel processor does
+//! a quarter as many (measured on Sapphire and Emerald Rapids: half the operations of f32). The vendor name
+//! decides, not a measurement: two runs on one machine must take the same path, and a measurement at the start of a
+//! program was wrong once in fifty times on a busy machine.
 
 use super::unit::{Call, STEP, TILE};
 use std::arch::x86_64::*;
@@ -15,24 +16,24 @@ pub(super) fn available() -> bool {
     is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bf16")
 }
 
-/// Are these products faster here than those in f32?
+/// True if these products are faster on this CPU than those in f32.
 pub(super) fn pays() -> bool {
     let maker = __cpuid(0);
     let name = [maker.ebx, maker.edx, maker.ecx].map(u32::to_le_bytes);
     available() && name.as_flattened() == b"AuthenticAMD"
 }
 
-/// 16 words as pairs of bf16.
+/// Reinterprets 16 words as pairs of bf16.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn words(x: __m512i) -> __m512bh {
-    // SAFETY: the same bits, seen as other numbers.
+    // SAFETY: the same bits, read as another type.
     unsafe { std::mem::transmute(x) }
 }
 
 /// As `unit::multiply_and_set` and `multiply_and_add`.
 /// # Safety
-/// AVX512-BF16 must be there; otherwise as there.
+/// The CPU must have AVX512-BF16; the other conditions are those of these two functions.
 #[target_feature(enable = "avx512f,avx512bf16")]
 pub(super) unsafe fn multiply(call: &Call, add: bool) {
     // SAFETY: promised by the caller.
@@ -67,7 +68,7 @@ pub(super) unsafe fn multiply(call: &Call, add: bool) {
 
 /// As `unit::multiply_in_place`, for the first `there` rows.
 /// # Safety
-/// AVX512-BF16 must be there; otherwise as there.
+/// The CPU must have AVX512-BF16; the other conditions are those of that function.
 #[target_feature(enable = "avx512f,avx512bf16")]
 pub(super) unsafe fn multiply_in_place(
     a: *const u8,
@@ -99,9 +100,9 @@ pub(super) unsafe fn multiply_in_place(
     }
 }
 
-/// `ROWS` rows of a panel of A from `first` on with a panel of B, added to `sums`.
+/// Multiplies `ROWS` rows of a panel of A, from `first` on, with a panel of B and adds the products to `sums`.
 /// # Safety
-/// AVX512-BF16 must be there; both panels hold `steps` steps.
+/// The CPU must have AVX512-BF16; both panels hold `steps` steps.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn rows(

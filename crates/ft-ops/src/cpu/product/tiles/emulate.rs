@@ -1,6 +1,6 @@
-//! Plays the tile unit on machines that have none: its instructions raise SIGILL, the handler does their work and
-//! goes on behind them. So the real assembly is tested everywhere, bit by bit of its encoding: the products by the unit
-//! tests, whole models with `FT_CPU=amx-emulated`.
+//! AMX emulator for machines without AMX. The AMX instructions raise SIGILL; the signal handler executes them and
+//! continues after them. So the real assembly and its encoding are tested on every machine: the products by the
+//! unit tests, whole models with `FT_CPU=amx-emulated`.
 //!
 //! Semantics and encodings: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, and the
 //! Architecture Instruction Set Extensions reference, chapter on AMX.
@@ -8,21 +8,21 @@
 use std::cell::RefCell;
 use std::sync::OnceLock;
 
-/// 8 registers of 16 rows x 16 words.
+/// 8 tile registers of 16 rows x 16 words.
 type Registers = [[[u32; 16]; 16]; 8];
 
 thread_local! {
     static REGISTERS: RefCell<Registers> = const { RefCell::new([[[0; 16]; 16]; 8]) };
 }
 
-/// From now on tile instructions work in this process, if the system lets it.
+/// Installs the emulator for this process. Returns false if the system refuses.
 pub(super) fn install() -> bool {
     static DONE: OnceLock<bool> = OnceLock::new();
     *DONE.get_or_init(|| {
         if super::unit::available() {
             return true;
         }
-        // SAFETY: a zeroed `sigaction` is valid; the handler only touches the context it is given and a thread local.
+        // SAFETY: a zeroed `sigaction` is valid; the handler only accesses the context argument and a thread local.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = handler as *const () as usize;
@@ -33,7 +33,7 @@ pub(super) fn install() -> bool {
 }
 
 extern "C" fn handler(_: i32, _: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel hands over a valid context; the bytes at its instruction pointer were just executed.
+    // SAFETY: the kernel passes a valid context; the bytes at its instruction pointer were just executed.
     unsafe {
         let gregs = &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs;
         let code = std::slice::from_raw_parts(gregs[libc::REG_RIP as usize] as *const u8, 12);
@@ -46,7 +46,7 @@ extern "C" fn handler(_: i32, _: *mut libc::siginfo_t, context: *mut libc::c_voi
     }
 }
 
-/// Does one instruction; gives its length, or nothing for an instruction that is not of the tile unit.
+/// Executes one instruction. Returns its length, or None if it is not an AMX instruction.
 unsafe fn execute(code: &[u8], gregs: &[i64]) -> Option<usize> {
     // VEX with three bytes, opcode map 0F38, W 0, L 0.
     let [0xC4, first, second, opcode, modrm, ..] = *code else {
@@ -69,7 +69,7 @@ unsafe fn execute(code: &[u8], gregs: &[i64]) -> Option<usize> {
             let at = address(code, gregs)?;
             for (i, row) in tiles[register].iter_mut().enumerate() {
                 let place = (at.base as *mut [u32; 16]).wrapping_byte_offset(i as isize * at.index as isize);
-                // SAFETY: what the instruction itself would touch.
+                // SAFETY: the memory that the instruction itself would access.
                 unsafe {
                     if prefix == 2 {
                         place.write_unaligned(*row)
@@ -99,13 +99,13 @@ unsafe fn execute(code: &[u8], gregs: &[i64]) -> Option<usize> {
 
 struct Address {
     base: i64,
-    /// Scaled index: the distance of two rows.
+    /// Scaled index: the distance between two rows.
     index: i64,
     /// Bytes of the whole instruction.
     length: usize,
 }
 
-/// Decodes ModRM, SIB and displacement; the VEX bits that extend registers are stored inverted.
+/// Decodes ModRM, SIB and displacement. The VEX bits that extend registers are stored inverted.
 fn address(code: &[u8], gregs: &[i64]) -> Option<Address> {
     let (extend_index, extend_base) = (!code[1] >> 6 & 1, !code[1] >> 5 & 1);
     let (mode, rm) = (code[4] >> 6, code[4] & 7);

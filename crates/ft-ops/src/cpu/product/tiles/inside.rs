@@ -1,4 +1,4 @@
-//! Products inside one task, on operands that the task packed for itself.
+//! Products inside one task, on operands that the task itself packed.
 
 use super::super::inside::{Laid, Place, Side};
 use super::super::{Matrix, Sizes};
@@ -6,15 +6,15 @@ use super::Unit;
 use super::pack::{self, Format};
 use super::unit::STEP;
 
-/// Elements of f32 in a step of a panel.
+/// Number of f32 in a step of a panel.
 const STEP_FLOATS: usize = STEP / 4;
 
-/// Elements of f32 that hold `vectors` packed vectors of `k` elements.
+/// Returns the number of f32 that hold `vectors` packed vectors of `k` elements.
 pub(crate) fn room(vectors: usize, k: usize) -> usize {
     vectors.div_ceil(32) * k.div_ceil(32) * STEP_FLOATS
 }
 
-/// Packs as [panel of 32][step]. `to` begins on a cache line and has the `room`.
+/// Packs as [panel of 32][step]. `to` begins on a cache line and has at least `room` elements.
 pub(crate) fn lay(side: Side, m: &Matrix, (vectors, k): (usize, usize), to: &mut [f32]) {
     let format = if side == Side::B { Format::B } else { Format::A };
     m.check(vectors, k);
@@ -22,7 +22,7 @@ pub(crate) fn lay(side: Side, m: &Matrix, (vectors, k): (usize, usize), to: &mut
     for (panel, to) in to.chunks_exact_mut((k.div_ceil(32) * STEP_FLOATS).max(1)).enumerate() {
         let first = panel * 32;
         if first < vectors {
-            // SAFETY: AVX-512 comes with the tile unit; the vectors and the steps were tested.
+            // SAFETY: AVX-512 is always present with AMX; the ranges of vectors and k were checked.
             unsafe {
                 pack::panel(
                     m,
@@ -40,7 +40,8 @@ pub(crate) fn lay(side: Side, m: &Matrix, (vectors, k): (usize, usize), to: &mut
 struct Edge([f32; 32 * 32]);
 
 /// # Safety
-/// The unit must be available, `to` this task's alone, and everything must lie where the operands say.
+/// The unit must be available, `to` must belong to this task alone, and all elements that the operands describe
+/// must be in bounds.
 pub(crate) unsafe fn multiply(unit: Unit, (m, n, k): Sizes, to: Place, a: &Laid, b: &Laid) {
     let steps = k.div_ceil(32);
     let panel = |laid: &Laid, vector: usize| {

@@ -1,13 +1,13 @@
-//! Products with bf16 operands and f32 sums on the tile unit, or by dot products of pairs in its place.
+//! Products with bf16 operands and f32 sums on AMX, or with AVX512-BF16 dot products instead.
 //!
-//! Operands are packed whole, in parallel, as [chunk of k][panel of 32][step], within a bound on memory: a product
-//! with a larger operand (the output projection) is done in parts. Then tasks own blocks of C; in a task a panel of
-//! A meets all panels of B of the block, chunk by chunk of k.
+//! Operands are packed completely and in parallel, as [chunk of k][panel of 32][step]. Memory is bounded: a product
+//! with a larger operand (the output projection) is computed in parts. Tasks own blocks of C. A task multiplies
+//! each panel of A with all panels of B of its block, chunk by chunk of k.
 //!
-//! A rider (`rider.rs`) meets the packed A first; then its rank is a few more steps behind the last chunk of both
-//! operands. Its matrices and u are rounded to bf16 here, as the operands of the product are.
+//! A fused LoRA product (`rider.rs`) first multiplies the packed A with its `down`. Then its rank is appended after
+//! the last chunk of both operands. Its matrices and u are rounded to bf16 here, as the operands of the product are.
 //!
-//! A weight that does not change can be kept packed (`panels.rs`): then only A is packed.
+//! A weight that does not change can be kept prepacked (`panels.rs`): then only A is packed.
 
 mod buffer;
 mod dots;
@@ -26,25 +26,25 @@ use pack::Format;
 use rayon::prelude::*;
 use unit::{Call, STEP, TILE, WRITING};
 
-/// Who multiplies the packed panels.
+/// The instructions that multiply the packed panels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Unit {
-    /// The tile unit.
+    /// AMX.
     Tiles,
-    /// Dot products of pairs in vector registers.
+    /// AVX512-BF16 dot products in vector registers.
     Dots,
 }
 
-/// Steps of k (of 32) in a chunk: B of a block stays in the second-level cache.
+/// Steps (of 32 elements of k) in a chunk (KC): B of a block stays in the L2 cache.
 const CHUNK: usize = 32;
-/// Steps of a panel of A that stay in the first-level cache.
+/// Steps of a panel of A that stay in the L1 cache.
 const NEAR: usize = 16;
-/// Panels of a block of C at most.
+/// Largest number of panels of a block of C.
 const BLOCK_ROWS: usize = 32;
 const BLOCK_COLUMNS: usize = 16;
-/// Bytes of a packed operand at most.
+/// Largest number of bytes of a packed operand.
 const PACKED: usize = 16 << 20;
-/// The same for an operand that is stored as codes: its decoded values are not to fill memory.
+/// The same limit for a quantized operand, so that its dequantized values do not fill memory.
 const DECODED: usize = 4 << 20;
 
 impl Unit {
@@ -55,7 +55,7 @@ impl Unit {
         }
     }
 
-    /// Is it faster than products in f32 on this processor?
+    /// True if the unit is faster than products in f32 on this processor.
     pub fn is_fast(self) -> bool {
         match self {
             Unit::Tiles => unit::available(),
@@ -63,7 +63,7 @@ impl Unit {
         }
     }
 
-    /// Before the calls of a task.
+    /// Prepares the unit for the calls of a task.
     /// # Safety
     /// The unit must be available.
     unsafe fn configure(self) {
@@ -73,7 +73,7 @@ impl Unit {
         }
     }
 
-    /// After them.
+    /// Releases the unit after the calls of a task.
     /// # Safety
     /// The unit must be available.
     unsafe fn release(self) {
@@ -83,7 +83,8 @@ impl Unit {
         }
     }
 
-    /// The sums of a tile; a finished one goes to C, and is added to what C holds if `add`.
+    /// Computes the sums of a tile. Writes the finished tile of `call`, if any, to C; adds it to the values in C if
+    /// `add`.
     /// # Safety
     /// As `unit::multiply_and_set`.
     unsafe fn multiply(self, call: &Call, add: bool) {
@@ -97,7 +98,7 @@ impl Unit {
         }
     }
 
-    /// C, of which only the first `rows` rows are wanted.
+    /// Computes a tile in C itself; only its first `rows` rows are needed.
     /// # Safety
     /// As `unit::multiply_in_place`.
     unsafe fn multiply_in_place(
@@ -119,7 +120,7 @@ impl Unit {
     }
 }
 
-/// Plays the unit where there is none, for tests. Needs AVX-512, as packing does. Could it be done?
+/// Installs the AMX emulator (for tests; needs AVX-512, as packing does). Returns false if it is unavailable.
 pub(super) fn emulate() -> bool {
     emulate::install()
 }
@@ -140,7 +141,7 @@ pub(super) fn run(job: &Job, unit: Unit) {
     };
     let riding = job.rider.map_or(0, |r| r.rank.div_ceil(32));
     let kept = job.b.kept.and_then(|kept| kept.hold((n, k), riding));
-    // Both operands within their bound: k is cut so that all of A fits, then n so that this part of B does.
+    // Keeps both operands within their bound: k is cut so that all of A fits, then n so that this part of B fits.
     let panels = |vectors: usize| vectors.div_ceil(32);
     let most_steps = (PACKED / STEP / panels(m)).max(CHUNK) / CHUNK * CHUNK;
     let k_parts = k.div_ceil(32).div_ceil(most_steps);
@@ -163,7 +164,7 @@ pub(super) fn run(job: &Job, unit: Unit) {
                 multiply(unit, &rider.job(job), a, down, rank, own, k_part > 0);
             }
             if let Some(rider) = ride {
-                // SAFETY: the tasks that wrote u are done.
+                // SAFETY: the tasks that wrote u are complete.
                 let u = unsafe { rider.scaled(m) };
                 pack_extra(&u, (0, m), rider.rank, depth, Format::A, a);
             }
@@ -191,21 +192,21 @@ pub(super) fn run(job: &Job, unit: Unit) {
     });
 }
 
-/// Steps of k in the packed operands.
+/// The steps of k in the packed operands.
 #[derive(Debug, Clone, Copy)]
 struct Depth {
     steps: usize,
-    /// Room for the rank of a rider, behind the last chunk.
+    /// Space for the LoRA rank after the last chunk.
     extra: usize,
 }
 
-/// Steps from `first` on that lie together, panel after panel.
+/// Contiguous steps of a panel, from step `first` on.
 #[derive(Clone, Copy)]
 struct Chunk {
     first: usize,
-    /// Of the operands themselves.
+    /// Steps of the operands themselves.
     own: usize,
-    /// With the room behind them.
+    /// Steps including the space after them.
     room: usize,
 }
 
@@ -226,11 +227,11 @@ impl Depth {
     }
 }
 
-/// A packed operand, or the part of one from a panel and a chunk on, for many tasks that only read.
+/// A packed operand, or the part of it from a panel and a chunk on; many tasks read it.
 #[derive(Clone, Copy)]
 struct Packed {
     memory: *const u8,
-    /// Of the whole operand.
+    /// Panels of the whole operand.
     panels: usize,
     depth: Depth,
     first_panel: usize,
@@ -241,7 +242,7 @@ unsafe impl Send for Packed {}
 unsafe impl Sync for Packed {}
 
 impl Packed {
-    /// Address of chunk `chunk` of panel `panel`, counted from where this part begins.
+    /// Returns the address of chunk `chunk` of panel `panel`, counted from the start of this part.
     fn at(self, panel: usize, chunk: usize) -> *const u8 {
         let chunk = self.depth.chunk(self.first_chunk + chunk);
         let step = chunk.first * self.panels + (self.first_panel + panel) * chunk.room;
@@ -269,9 +270,9 @@ fn pack_operand(
     to
 }
 
-/// Packs `count` vectors, their elements `k0..k0 + k`, as all panels of `to`.
+/// Packs elements `k0..k0 + k` of `count` vectors into all panels of `to`.
 fn pack_all(m: &Matrix, (first, count): (usize, usize), (k0, k): (usize, usize), format: Format, to: Packed) {
-    // Rows across k are shared by neighbouring panels: one task takes a few panels.
+    // If the operand is not contiguous in k, neighboring panels share its rows: one task packs a few panels.
     let group = if m.along_k { 4 } else { 8 };
     let (panels, chunks) = (to.panels, to.depth.count());
     (0..panels.div_ceil(group) * chunks)
@@ -297,19 +298,19 @@ fn pack_all(m: &Matrix, (first, count): (usize, usize), (k0, k): (usize, usize),
         });
 }
 
-/// What rides, `rank` elements of every vector, behind the last chunk of an operand of the product's `depth`.
+/// Packs a LoRA operand, `rank` elements of every vector, after the last chunk of an operand of depth `depth`.
 fn pack_extra(m: &Matrix, (first, count): (usize, usize), rank: usize, depth: Depth, format: Format, to: Packed) {
     let last = depth.count() - 1;
     let own = depth.chunk(last).own;
     (0..count.div_ceil(32)).into_par_iter().for_each(|p| {
         let vectors = (first + p * 32, 32.min(count - p * 32));
         let place = to.at(p, last).wrapping_add(own * STEP);
-        // SAFETY: the job was checked; each task writes behind its own panel, where there is room.
+        // SAFETY: the job was checked; each task writes after its own panel, where space is reserved.
         unsafe { pack::panel(m, vectors, (0, rank), format, place.cast_mut()) }
     });
 }
 
-/// C, columns `n0..n0 + n_len`, from packed operands with at least the steps of `depth`.
+/// Computes columns `n0..n0 + n_len` of C from packed operands that have at least the steps of `depth`.
 #[allow(clippy::too_many_arguments)]
 fn multiply(unit: Unit, job: &Job, a: Packed, b: Packed, (n0, n_len): (usize, usize), depth: Depth, add: bool) {
     let rows = job.sizes.0.div_ceil(32);
@@ -350,7 +351,7 @@ struct Block<'a> {
 #[repr(C, align(64))]
 struct Sums([[f32; TILE]; 2]);
 
-/// A tile whose sums are complete but not in C yet.
+/// A tile whose sums are complete but not yet written to C.
 #[derive(Clone, Copy)]
 struct Finished {
     which: usize,
@@ -364,13 +365,13 @@ impl Block<'_> {
         let mut sums = Sums([[0.0; TILE]; 2]);
         let mut finished: Option<Finished> = None;
         let mut next = 0;
-        // SAFETY: this path is taken only where the unit was found (tests: emulated).
+        // SAFETY: this path is taken only if the unit is available (tests: emulated).
         unsafe { self.unit.configure() };
         for chunk in 0..self.depth.count() {
             let steps = self.depth.chunk(chunk).room;
             for row in self.rows.0..self.rows.0 + self.rows.1 {
                 let a = self.a.at(row, chunk);
-                // Brought nearer meanwhile: the next panel of A, a part with each panel of B.
+                // The next panel of A is prefetched in parts, one with each panel of B.
                 let mut ahead = self.a.at(row + 1, chunk);
                 for column in self.columns.0..self.columns.0 + self.columns.1 {
                     let b = self.b.at(column, chunk);
@@ -399,7 +400,8 @@ impl Block<'_> {
                             call.near -= WRITING;
                             call.finished = sums.0[before.which].as_ptr();
                             call.c = self.job.c.at(self.place(&before));
-                            // SAFETY: panels hold `steps` steps; the finished tile lies whole in this task's block.
+                            // SAFETY: panels hold `steps` steps; the whole finished tile lies in the block of this
+                            // task.
                             unsafe { self.unit.multiply(&call, before.add) }
                         }
                         before => {
@@ -421,7 +423,7 @@ impl Block<'_> {
         unsafe { self.unit.release() };
     }
 
-    /// Place in C of the first element of a tile.
+    /// Returns the position in C of the first element of a tile.
     fn place(&self, tile: &Finished) -> usize {
         tile.row * 32 * self.job.sizes.1 + self.n0 + tile.column * 32
     }
@@ -430,13 +432,13 @@ impl Block<'_> {
         tile.row * 32 + 32 <= self.job.sizes.0 && tile.column * 32 + 32 <= self.n_len
     }
 
-    /// Writes the part of a tile that exists.
+    /// Writes the part of a tile that lies inside C.
     fn write(&self, tile: &Finished, sums: &Sums) {
         let n = self.job.sizes.1;
         let rows = 32.min(self.job.sizes.0 - tile.row * 32);
         let columns = 32.min(self.n_len - tile.column * 32);
         for row in 0..rows {
-            // SAFETY: a row of a tile of this task's own block.
+            // SAFETY: a row of a tile of the block of this task.
             let c = unsafe { self.job.c.part(self.place(tile) + row * n, columns) };
             for (column, c) in c.iter_mut().enumerate() {
                 let at = (row / 16 * 2 + column / 16) * 256 + row % 16 * 16 + column % 16;

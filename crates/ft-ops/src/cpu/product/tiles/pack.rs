@@ -1,8 +1,9 @@
-//! Packs operands for the tile unit: bf16, in steps of 2 KB (32 vectors x 32 elements of k).
+//! Packs operands for AMX: bf16, in steps of 2 KB (32 vectors x 32 elements of k).
 //!
-//! The unit multiplies pairs: two neighbours along k are one 32-bit word. A step is two blocks of 16 x 16 words:
-//! A wants its words as [vector][pair], B as [pair][vector]. A source along k gives [vector][pair] as it lies, one
-//! across k gives [pair][vector] by joining two rows; where that is the other order, the block is transposed.
+//! AMX multiplies pairs: two neighbors along k form one 32-bit word. A step is two blocks of 16 x 16 words:
+//! [vector][pair] for A, [pair][vector] for B. A source that is contiguous in k already has the order
+//! [vector][pair]. From any other source two rows are joined to [pair][vector]. If the other order is needed, the
+//! block is transposed.
 
 use super::super::super::decode::{Isa, decode};
 use super::super::{Matrix, Operand};
@@ -16,10 +17,11 @@ pub(super) enum Format {
     B,
 }
 
-/// Packs vectors `first..first + count` (at most 32) of `m`, elements `k0..k0 + k`, into `ceil(k / 32)` steps at `to`;
-/// the rest of the steps is 0. f32 is rounded to the nearest bf16, ties to even; NaN stays NaN.
+/// Packs vectors `first..first + count` (at most 32) of `m`, elements `k0..k0 + k`, into `ceil(k / 32)` steps at
+/// `to`, padded with 0. f32 is rounded to the nearest bf16, ties to even; NaN stays NaN.
 /// # Safety
-/// AVX-512 (F, BW, VL) must be there; the vectors must lie inside `m`; `to` is 64-byte aligned, its steps are writable.
+/// The CPU must have AVX-512 (F, BW, VL); the vectors must lie inside `m`; `to` is 64-byte aligned, its steps are
+/// writable.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 pub(super) unsafe fn panel(
     m: &Matrix,
@@ -38,10 +40,10 @@ pub(super) unsafe fn panel(
     }
 }
 
-/// Vectors that `coded` decodes at a time.
+/// Vectors that `coded` dequantizes at a time.
 pub(super) const CODED: usize = 256;
 
-/// As `panel` for `count` vectors of codes (at most `CODED`): panel i goes to `to(i)`.
+/// As `panel`, for `count` quantized vectors (at most `CODED`): panel i is written to `to(i)`.
 /// # Safety
 /// As `panel`, for every panel.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
@@ -53,7 +55,7 @@ pub(super) unsafe fn coded(
     to: impl Fn(usize) -> *mut u8,
 ) {
     let Operand::Coded(view) = &m.values else { return };
-    // 32 KB: so many steps of a panel, or one step of all panels.
+    // 32 KB: this many steps of one panel, or one step of all panels.
     let mut decoded = [0f32; 32 * CODED];
     if m.along_k {
         for (panel, start) in (0..count).step_by(32).enumerate() {
@@ -140,13 +142,13 @@ fn mask16(n: usize) -> u16 {
 }
 
 trait Element: Copy {
-    /// 32 neighbours as 16 words.
+    /// Loads 32 neighbors as 16 words.
     unsafe fn pairs(from: *const Self, mask: u32) -> __m512i;
-    /// 16 elements of two rows as 16 words, the first row in the lower halves.
+    /// Loads 16 elements of two rows as 16 words, the first row in the low 16 bits.
     unsafe fn joined(even: *const Self, even_mask: u16, odd: *const Self, odd_mask: u16) -> __m512i;
 }
 
-// `#[target_feature]` cannot stand on trait methods: the methods only call functions that have it.
+// `#[target_feature]` is not allowed on trait methods: the methods only call functions that have it.
 impl Element for bf16 {
     #[inline(always)]
     unsafe fn pairs(from: *const bf16, mask: u32) -> __m512i {
@@ -227,19 +229,19 @@ unsafe fn wide_joined(even: *const f32, even_mask: u16, odd: *const f32, odd_mas
     )
 }
 
-/// The upper halves are the nearest bf16, ties to even; the lower halves are arbitrary.
+/// Rounds to the nearest bf16, ties to even, in the high 16 bits; the low 16 bits are arbitrary.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 fn rounded(x: __m512) -> __m512i {
     let bits = _mm512_castps_si512(x);
     let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
     let sum = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-    // A NaN whose payload is rounded could become infinite.
+    // Rounding the payload of a NaN could make it infinite.
     let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
     _mm512_mask_mov_epi32(sum, nan, _mm512_set1_epi32(0x7FC0_0000))
 }
 
-/// 16 x 16 words.
+/// Transposes 16 x 16 words.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {

@@ -1,7 +1,8 @@
-//! A weight that is kept packed, as B: bf16, as [chunk of k][panel of 32][step].
+//! A prepacked weight as operand B: bf16, as [chunk of k][panel of 32][step].
 //!
-//! Behind the last chunk of every panel is room for what rides: its rank changes with every step of training, and is
-//! packed there anew in each product. So one product at a time has the panels; another packs for itself.
+//! After the last chunk of every panel there is space for a fused LoRA matrix. It changes with every training step,
+//! so each product packs it again. Therefore only one product at a time can use the panels; a concurrent one packs
+//! the weight itself.
 
 use super::super::Matrix;
 use super::buffer::Buffer;
@@ -21,7 +22,7 @@ pub(crate) struct Panels {
     memory: Mutex<Buffer>,
 }
 
-/// Panels that one product has, from the vector and the step of k on at which its operand begins.
+/// Panels locked by one product, from the vector and the element of k at which its operand begins.
 pub(in crate::cpu::product) struct Held<'a> {
     panels: &'a Panels,
     memory: MutexGuard<'a, Buffer>,
@@ -29,14 +30,14 @@ pub(in crate::cpu::product) struct Held<'a> {
     k0: usize,
 }
 
-/// Bytes of `vectors` packed vectors of `k` elements, with room for `rank` more.
+/// Returns the bytes of `vectors` packed vectors of `k` elements, with space for `rank` more.
 pub(crate) fn bytes(vectors: usize, k: usize, rank: usize) -> usize {
     vectors.div_ceil(32) * (k.div_ceil(32) + rank.div_ceil(32)) * STEP
 }
 
 impl Panels {
-    /// Packs `vectors` vectors of `k` elements, none of the two 0, with room for `rank` more that ride. The CPU must have
-    /// AVX-512, as it has with the tile unit.
+    /// Packs `vectors` vectors of `k` elements (both must not be 0), with space for a LoRA rank of `rank`. The CPU
+    /// must have AVX-512, which is always present with AMX.
     pub fn new(m: &Matrix, (vectors, k): (usize, usize), rank: usize) -> Self {
         m.check(vectors, k);
         let depth = Depth {
@@ -60,8 +61,9 @@ impl Panels {
         }
     }
 
-    /// For a product with `vectors` of them from `first` on, their elements `k0..k0 + k`, and `riding` steps of a rider.
-    /// None: they do not begin or end with a panel and a chunk, there is no room, or another product has them.
+    /// Locks the panels for a product with `vectors` of its vectors from `first` on, their elements `k0..k0 + k`,
+    /// and `riding` steps of a fused LoRA rank. None if this part does not begin and end with whole panels and
+    /// chunks, if there is no space for the rank, or if another product uses the panels.
     pub(in crate::cpu::product) fn hold(
         &self,
         (first, vectors): (usize, usize),
@@ -87,7 +89,7 @@ impl Panels {
 }
 
 impl Held<'_> {
-    /// From step `k0` of the product on, a multiple of the elements of a chunk.
+    /// Returns the operand from index `k0` of the product on, a multiple of `CHUNK_ELEMENTS`.
     pub(super) fn from(&self, k0: usize) -> Packed {
         Packed {
             memory: self.memory.address(),

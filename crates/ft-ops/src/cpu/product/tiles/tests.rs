@@ -1,4 +1,4 @@
-//! The tile path against plain loops; where there is no tile unit, one is played.
+//! The AMX path, compared with plain loops; AMX is emulated where it is missing.
 
 use super::super::super::Shared;
 use super::super::super::storage::Values;
@@ -19,7 +19,8 @@ fn ready() -> bool {
     super::emulate()
 }
 
-/// Who can multiply here: the tile unit, or one that is played, and dot products where there are such.
+/// Returns the units that can be tested on this machine: AMX, real or emulated, and AVX512-BF16 dot products if
+/// available.
 fn units() -> Vec<Unit> {
     let all = [(ready(), Unit::Tiles), (Unit::Dots.available(), Unit::Dots)];
     all.into_iter()
@@ -28,13 +29,13 @@ fn units() -> Vec<Unit> {
         .collect()
 }
 
-/// The paths that go there.
+/// Returns the paths that use these units.
 fn paths() -> Vec<Path> {
     let goes = |unit| [Path::Amx, Path::Dots].into_iter().find(|p| p.unit() == Some(unit));
     units().into_iter().filter_map(goes).collect()
 }
 
-/// C from operands in every storage must be the product of the operands rounded to bf16.
+/// Checks that C, from operands in every storage, is the product of the operands rounded to bf16.
 fn check(unit: Unit, (m, n, k): (usize, usize, usize)) {
     let (a, b) = (flat(&random((m, k), 1)), flat(&random((n, k), 2)));
     let turned =
@@ -89,7 +90,8 @@ fn check(unit: Unit, (m, n, k): (usize, usize, usize)) {
 #[test]
 fn tiles_agree_with_plain_loops() {
     for unit in units() {
-        // Ragged edges, one step and several, k below and above what is written between the products.
+        // Ragged edges; one step and several; k below and above the number of steps in which a finished tile is
+        // written.
         for sizes in [
             (1, 1, 1),
             (5, 3, 7),
@@ -105,14 +107,15 @@ fn tiles_agree_with_plain_loops() {
     }
 }
 
-/// What rides, rounded as the operands are: u, and C with it; the last operand is too large to be packed at once.
+/// Checks u and C of a fused LoRA product, rounded as the operands are; the last operand is too large to be packed
+/// at once.
 #[test]
 fn a_rider_is_a_few_steps_more() {
     paths().into_iter().for_each(rides);
 }
 
 fn rides(path: Path) {
-    // A few rows and large ranks are three products, with the same operands.
+    // A few rows and large ranks are computed as three products, with the same operands.
     for (m, n, k, rank) in [
         (1, 70, 50, 5),
         (4, 33, 600, 16),
@@ -170,7 +173,7 @@ fn codes_give_the_bits_of_the_decoded_values() {
 }
 
 fn codes_on(unit: Unit) {
-    // More vectors and steps than are decoded at a time.
+    // More vectors and steps than are dequantized at a time.
     for (tokens, o, i) in [(40, 70, 545), (33, 300, 1100), (20, 1100, 90)] {
         let codes = crate::cpu::decode::tests::Random::new(o, i);
         for view in codes.views().into_iter().filter(|v| v.bf16) {
@@ -283,8 +286,8 @@ fn threads_on(unit: Unit) {
     assert!(one == run(2) && one == run(5));
 }
 
-/// A weight `[O, I]` that was packed before, whole or from a row on, with and without what rides: the same bits. Two rows of
-/// chunks, so that a part begins and ends inside.
+/// A prepacked weight `[O, I]`, whole or from a given row on, with and without fused LoRA, gives the same bits. Two
+/// rows of chunks, so that a part begins and ends inside.
 #[test]
 fn packed_before_is_packed_now() {
     paths().into_iter().for_each(packed_on);
@@ -349,14 +352,15 @@ fn packed_on(path: Path) {
                 };
                 assert!(kept.kept.unwrap().hold((n, k), rank.div_ceil(32)).is_some());
                 assert!(ride(kept) == ride(plain), "{outputs} {inputs} rank {rank}");
-                // What rode before is not in the way of a product without it.
+                // LoRA data of an earlier product does not change a product without LoRA.
                 assert_eq!(run(kept), run(plain));
             }
         }
     }
 }
 
-/// Parts that do not begin or end with panels and chunks, more of a rider than there is room, panels that another product has.
+/// Parts that do not begin or end with panels and chunks, a larger rank than the reserved space, and panels that
+/// another product uses.
 #[test]
 fn what_cannot_be_used_is_packed_anew() {
     if !ready() {
@@ -374,7 +378,7 @@ fn what_cannot_be_used_is_packed_anew() {
         assert!(!holds(rows.part(first, count).forward(), (count, inputs), 0));
     }
     assert!(holds(rows.part(1024, 1024).backward(), (inputs, 1024), 0));
-    // The last chunk is not in it, so nothing can ride behind it.
+    // The last chunk is not part of it, so no rank can be appended.
     assert!(!holds(rows.part(0, 1024).backward(), (inputs, 1024), 1));
     assert!(!holds(rows.part(32, 1024).backward(), (inputs, 1024), 0));
     let another = rows.forward().kept.unwrap().hold((outputs, inputs), 0);

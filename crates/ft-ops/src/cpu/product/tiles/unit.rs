@@ -1,10 +1,11 @@
-//! The tile unit (Intel AMX, bf16): 8 registers of 16 rows x 64 bytes. In stable Rust only as inline assembly.
+//! AMX with bf16: 8 registers of 16 rows x 64 bytes. Stable Rust offers it only as inline assembly.
 //!
-//! One call multiplies a panel of A (32 rows) with a panel of B (32 columns): 4 registers sum, 2 hold A, 2 hold B; a
-//! step of 32 along k is 4 loads and 4 products. What a measurement of such kernels showed (Sapphire Rapids):
-//! - B streams from the second-level cache and must not push A out of the first: it is loaded with the hint `t1`
-//!   (+20 %); of A the first 16 steps (32 KB) stay in the first-level cache, the rest is loaded with `t1` too;
-//! - writing a finished tile of C costs a fifth of the time unless it is done between the products of the next tile.
+//! One call multiplies a panel of A (32 rows) with a panel of B (32 columns): 4 registers hold sums, 2 hold A, 2
+//! hold B. A step of 32 along k is 4 loads and 4 products. Measurements of such kernels on Sapphire Rapids show:
+//! - B streams from the L2 cache and must not evict A from the L1 cache: it is loaded with the hint `t1` (+20 %).
+//!   The first 16 steps of A (32 KB) stay in the L1 cache, the rest is loaded with `t1` too;
+//! - writing a finished tile of C costs a fifth of the time unless it is interleaved with the products of the next
+//!   tile.
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count};
@@ -12,12 +13,12 @@ use std::sync::OnceLock;
 
 /// Bytes of one step of a panel: 32 vectors of 32 bf16.
 pub(super) const STEP: usize = 2048;
-/// Floats of a tile of C.
+/// Number of f32 of a tile of C.
 pub(super) const TILE: usize = 32 * 32;
-/// Steps in which a finished tile is written: 2 of its 32 rows each.
+/// Steps in which a finished tile is written: 2 of its 32 rows per step.
 pub(super) const WRITING: usize = 16;
 
-/// Is there a tile unit for bf16, and may this process use it?
+/// True if the CPU has AMX for bf16 and this process may use it.
 pub(super) fn available() -> bool {
     static FOUND: OnceLock<bool> = OnceLock::new();
     *FOUND.get_or_init(|| {
@@ -28,7 +29,7 @@ pub(super) fn available() -> bool {
     })
 }
 
-/// Asks the kernel for the tile state, once per process.
+/// Requests permission for the tile state from the kernel, once per process.
 fn permitted() -> bool {
     const ARCH_REQ_XCOMP_PERM: i64 = 0x1023;
     const XFEATURE_XTILEDATA: i64 = 18;
@@ -39,9 +40,9 @@ fn permitted() -> bool {
 #[repr(C, align(64))]
 struct Shapes([u8; 64]);
 
-/// Sets all registers to 16 rows of 64 bytes. Undone by `release`, on the same thread.
+/// Configures all registers to 16 rows of 64 bytes. `release` undoes it, on the same thread.
 /// # Safety
-/// The tile unit must be available.
+/// AMX must be available.
 #[inline]
 pub(super) unsafe fn configure() {
     let mut shapes = Shapes([0; 64]);
@@ -55,32 +56,32 @@ pub(super) unsafe fn configure() {
 }
 
 /// # Safety
-/// The tile unit must be available.
+/// AMX must be available.
 #[inline]
 pub(super) unsafe fn release() {
-    // SAFETY: promised by the caller. The upper halves of the vector registers are cleared for the code that follows.
+    // SAFETY: promised by the caller. The upper halves of the vector registers are cleared for the following code.
     unsafe { asm!("tilerelease", "vzeroupper", out("xmm0") _, out("xmm1") _, options(nostack, nomem)) }
 }
 
-/// One tile.
+/// Arguments of one tile computation.
 #[derive(Clone, Copy)]
 pub(super) struct Call {
     pub a: *const u8,
     pub b: *const u8,
-    /// Where the sums go: 4 blocks of 16 x 16 f32, 64-byte aligned.
+    /// Output of the sums: 4 blocks of 16 x 16 f32, 64-byte aligned.
     pub sums: *mut f32,
-    /// Steps of k with A from the first-level cache, after the `WRITING` steps if there is a finished tile.
+    /// Steps with A from the L1 cache, after the `WRITING` steps if there is a finished tile.
     pub near: usize,
-    /// Steps of k with A from the second-level cache.
+    /// Steps with A from the L2 cache.
     pub far: usize,
-    /// 256 bytes a step from here on are brought into the second-level cache.
+    /// Prefetch address: 256 bytes per step from here on are prefetched into the L2 cache.
     pub ahead: *const u8,
-    /// A finished tile to write meanwhile, or null.
+    /// A finished tile to write during the computation, or null.
     pub finished: *const f32,
-    /// Its place in C, and the bytes from one row of C to the next.
+    /// The position of the finished tile in C, and the bytes from one row of C to the next.
     pub c: *mut f32,
     pub c_row: usize,
-    /// Rows of the panel of A that exist: dot products leave out what is only padding.
+    /// Rows of the panel of A that exist: dot products skip the padding.
     pub rows: usize,
 }
 
@@ -123,8 +124,8 @@ macro_rules! kernel {
     ($(#[$doc:meta])* $name:ident, $write0:literal, $write1:literal, $write2:literal, $write3:literal) => {
         $(#[$doc])*
         /// # Safety
-        /// The tile unit must be available and configured; every address of the call must be readable or writable
-        /// for what the call says; `near + far` (plus `WRITING` with a finished tile) must not be 0.
+        /// AMX must be available and configured; every address of the call must be readable or writable as its
+        /// field requires; `near + far` (plus `WRITING` with a finished tile) must not be 0.
         pub(super) unsafe fn $name(call: &Call) {
             // SAFETY: promised by the caller.
             unsafe {
@@ -175,7 +176,7 @@ macro_rules! kernel {
 }
 
 kernel!(
-    /// The finished tile replaces what C holds.
+    /// Computes the sums of a tile; the finished tile replaces the values in C.
     multiply_and_set,
     "vmovaps zmm0, [{finished}]\nvmovaps zmm1, [{finished} + 1024]\n",
     "vmovups [{c}], zmm0\nvmovups [{c} + 64], zmm1\nadd {c}, {c_row}\n",
@@ -183,7 +184,7 @@ kernel!(
     "vmovups [{lower}], zmm0\nvmovups [{lower} + 64], zmm1\nadd {lower}, {c_row}\n"
 );
 kernel!(
-    /// The finished tile is added to what C holds.
+    /// Computes the sums of a tile; the finished tile is added to the values in C.
     multiply_and_add,
     "vmovups zmm0, [{c}]\nvmovups zmm1, [{c} + 64]\nvaddps zmm0, zmm0, [{finished}]\nvaddps zmm1, zmm1, [{finished} + 1024]\n",
     "vmovups [{c}], zmm0\nvmovups [{c} + 64], zmm1\nadd {c}, {c_row}\n",
@@ -216,9 +217,11 @@ macro_rules! in_place {
     };
 }
 
-/// A tile of C that lies whole in memory, rows `c_row` floats apart: the sum over `steps` steps, and what C holds if `add`.
+/// Computes a whole tile in C itself, rows `c_row` floats apart: the sum over `steps` steps, added to the values in
+/// C if `add`.
 /// # Safety
-/// The tile unit must be available and configured; panels must hold `steps` steps, which must not be 0; C must be there.
+/// AMX must be available and configured; panels must hold `steps` steps, which must not be 0; all rows of the tile
+/// of C must be writable.
 pub(super) unsafe fn multiply_in_place(a: *const u8, b: *const u8, steps: usize, c: *mut f32, c_row: usize, add: bool) {
     macro_rules! call {
         ($code:expr) => {

@@ -1,8 +1,7 @@
 //! Directories that appear complete or not at all: built under a temporary name beside the final one, renamed at the
 //! end.
 //! Also directories for temporary files. Both contain a marker file while ft may remove them: a name alone does not
-//! prove
-//! that ft made a directory.
+//! prove that ft made a directory.
 
 use crate::base::{Error, Result, files};
 use std::collections::BTreeSet;
@@ -59,8 +58,8 @@ impl Staging {
     }
 
     /// As `commit`, but removes the existing directory if `ours` returns true for it (all its contents belong to ft).
-    /// The
-    /// replacement is atomic if the system can swap two names; otherwise the old directory is moved aside first, and
+    /// The replacement is atomic if the system can swap two names; otherwise the old directory is moved aside first,
+    /// and
     /// `clean`
     /// moves it back if the process ends between the two steps.
     pub fn commit_over(mut self, ours: &dyn Fn(&Path) -> bool) -> Result<PathBuf> {
@@ -240,8 +239,7 @@ pub struct Owner<'a> {
 /// replacement (`<name>.old-<pid>`) gets its name back if the name is free.
 ///
 /// Only the process that owns `dir` may call this. An entry is changed only if its name and process belong to the
-/// owner; a
-/// directory only if it has ft's marker, is empty, or its contents belong to the owner; a link never.
+/// owner; a directory only if it has ft's marker, is empty, or its contents belong to the owner; a link never.
 pub fn clean(dir: &Path, owner: &Owner) -> Result<Cleaned> {
     let mut out = Cleaned::default();
     if !dir.is_dir() {

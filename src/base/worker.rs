@@ -1,6 +1,5 @@
 //! A confined second process of the same program that handles untrusted input: limited memory and time, no new files.
-//! The
-//! program calls `set_program` once; a library or a test that does not call it has no worker.
+//! The program calls `set_program` once; a library or a test that does not call it has no worker.
 //!
 //! Limits: address space, CPU time, stack, no new files, no core dump, no new privileges; on Linux also a seccomp
 //! filter, if the kernel supports it.

@@ -58,10 +58,8 @@ impl Staging {
     }
 
     /// As `commit`, but removes the existing directory if `ours` returns true for it (all its contents belong to ft).
-    /// The replacement is atomic if the system can swap two names; otherwise the old directory is moved aside first,
-    /// and
-    /// `clean`
-    /// moves it back if the process ends between the two steps.
+    /// The replacement is atomic if the system can swap two names. Otherwise the old directory is moved aside first,
+    /// and `clean` moves it back if the process ends between the two steps.
     pub fn commit_over(mut self, ours: &dyn Fn(&Path) -> bool) -> Result<PathBuf> {
         unmark(&self.temporary)?;
         files::sync_dir(&self.temporary)?;

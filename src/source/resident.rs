@@ -43,8 +43,7 @@ impl Resident {
     /// returns for it; frozen weights are quantized while they are read.
     ///
     /// Errors: a missing parameter, or one of another shape; a tensor in the files that the model does not have (a
-    /// wrong
-    /// config must not silently train a part of the model).
+    /// wrong config must not silently train a part of the model).
     pub fn load(
         params: Vec<ParamInfo>,
         weights: &Weights,

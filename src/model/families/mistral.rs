@@ -3,7 +3,7 @@
 use super::{Config, Result, Spec};
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
-    // transformers' default where the key is missing; null switches the window off.
+    // transformers' default if the key is missing; null disables the window.
     let window = if config.raw.contains_key("sliding_window") {
         config.opt_usize("sliding_window")?
     } else {

@@ -1,4 +1,4 @@
-//! The one error type: what went wrong, where, what was found and expected, and a hint.
+//! The error type of ft: message, place, found and expected values, cause, hint.
 
 use std::fmt;
 use std::path::Path;
@@ -16,7 +16,7 @@ pub enum ErrorKind {
     Signal(i32),
 }
 
-/// `what`, then optional lines: place, found and expected, cause, hint.
+/// A message (`what`), then optional lines: place, found and expected, cause, hint.
 #[derive(Debug)]
 pub struct Error(Box<Parts>);
 
@@ -32,7 +32,7 @@ struct Parts {
 }
 
 impl Error {
-    /// An input or the run failed (exit code 1). No full stop, lower case: "tensor is truncated".
+    /// An input or the run failed (exit code 1). Lower case, no period: "tensor is truncated".
     pub fn new(what: impl Into<String>) -> Self {
         Self(Box::new(Parts {
             kind: ErrorKind::Failed,

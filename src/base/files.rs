@@ -141,8 +141,7 @@ pub fn link(target: &Path, path: &Path) -> Result<()> {
     rename(&temporary, path)
 }
 
-/// Swaps two existing names atomically and durably. Returns `false` if the system or the file system does not support
-/// it.
+/// Swaps two existing names atomically and durably. Returns `false` if the system does not support it.
 pub fn exchange(a: &Path, b: &Path) -> Result<bool> {
     #[cfg(target_os = "linux")]
     {
@@ -150,7 +149,7 @@ pub fn exchange(a: &Path, b: &Path) -> Result<bool> {
         let (Some(from), Some(to)) = (c(a), c(b)) else {
             return Ok(false);
         };
-        // Both are valid C strings for the whole call; the numbers are AT_FDCWD and RENAME_EXCHANGE.
+        // SAFETY: both are valid C strings for the whole call. The last argument 2 is RENAME_EXCHANGE.
         let rc = unsafe {
             libc::syscall(
                 libc::SYS_renameat2,
@@ -253,8 +252,7 @@ pub struct AtomicFile {
 }
 
 impl AtomicFile {
-    /// Errors: the directory does not exist or is not writable. An existing file at the temporary name is never
-    /// changed.
+    /// Errors: the directory does not exist or is not writable. Never overwrites a file at the temporary name.
     pub fn create(path: &Path) -> Result<Self> {
         let mut tries = 0;
         let (file, temporary) = loop {
@@ -438,7 +436,7 @@ pub fn free_space(path: &Path) -> Option<u64> {
     }
     let c = std::ffi::CString::new(dir.as_os_str().as_encoded_bytes()).ok()?;
     let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
-    // `c` is a valid C string and `stat` a valid out pointer for the whole call.
+    // SAFETY: `c` is a valid C string and `stat` a valid out pointer for the whole call.
     (unsafe { libc::statvfs(c.as_ptr(), &mut stat) } == 0).then_some(stat.f_bavail as u64 * stat.f_frsize as u64)
 }
 

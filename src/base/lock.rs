@@ -60,8 +60,7 @@ impl RunLock {
         Ok(Self { file, path, made })
     }
 
-    /// Errors: the directory was moved, removed or replaced since it was locked. Writing by name would go to another
-    /// directory.
+    /// Errors: the directory was moved, removed or replaced since it was locked; writes by name would go elsewhere.
     pub fn check(&self) -> Result<()> {
         let same = |a: &std::fs::Metadata, b: &std::fs::Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
         match (self.file.metadata(), self.path.symlink_metadata()) {

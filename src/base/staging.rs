@@ -51,8 +51,7 @@ impl Staging {
         &self.temporary
     }
 
-    /// Gives the directory its final name, durably. An existing directory of that name is kept as `<name>.left` unless
-    /// empty.
+    /// Gives the directory its final name, durably. An existing nonempty directory is kept as `<name>.left`.
     pub fn commit(self) -> Result<PathBuf> {
         self.commit_over(&|_| false)
     }
@@ -159,8 +158,7 @@ pub fn scratch(dir: &Path) -> Result<()> {
     mark(dir)
 }
 
-/// Removes a directory of temporary files; anything else of this name stays. Returns true if the name is free
-/// afterwards.
+/// Removes a directory of temporary files, and nothing else. Returns true if the name is free afterwards.
 pub fn remove_scratch(dir: &Path) -> Result<bool> {
     if is_marked(dir) {
         files::remove_dir_all(dir)?;

@@ -46,8 +46,7 @@ pub trait ChatRender: Send + Sync {
         Ok(None)
     }
 
-    /// Renders many conversations at once, for each request of each job; the caller uses `render` for `None` or missing
-    /// texts.
+    /// Renders many conversations at once, for each request of each job. For `None` or a missing text use `render`.
     fn render_many(&self, _jobs: &[Job]) -> Vec<Vec<Option<Rendered>>> {
         Vec::new()
     }

@@ -442,8 +442,7 @@ impl Loader<'_> {
     }
 }
 
-/// Encodes rows on all cores. `None`: the row was skipped, because no earlier row was good and the time limit has
-/// passed.
+/// Encodes rows on all cores. `None`: skipped, because no earlier row was good and the time limit has passed.
 pub(super) fn side_by_side<R: Sync, T: Send>(
     rows: &[R],
     bad: &BadRows,

@@ -2,9 +2,9 @@
 //! which is dropped after training (as in FitNets, Romero et al. 2015, arXiv 1412.6550, and TinyBERT, Jiao et al. 2020,
 //! arXiv 1909.10351).
 //!
-//! Letters: M trained tokens of a batch, D hidden size of the student, Dt of the teacher. Of a pair (s, t) the student's
-//! state x `[M, D]` at the input of layer s becomes y = x·Pᵀ `[M, Dt]`; its loss is the sum over the tokens of
-//! mean (y - t)² or 1 - cos(y, t), times weight / pairs. Sums are made in f32.
+//! Letters: M trained tokens of a batch, D hidden size of the student, Dt of the teacher. For a pair (s, t), the
+//! student's state x `[M, D]` at the input of layer s is projected to y = x·Pᵀ `[M, Dt]`; its loss is the sum over the
+//! tokens of mean (y - t)² or 1 - cos(y, t), times weight / pairs. Sums are in f32.
 
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
@@ -203,8 +203,7 @@ fn squares(y: &Tensor, t: &Tensor) -> Result<(f64, Tensor)> {
     Ok((loss, (difference * (2.0 / width))?))
 }
 
-/// Sum over the tokens of 1 - cos(y, t), and its gradient with respect to y. A zero state has cosine 0 with every
-/// state.
+/// Sum over the tokens of 1 - cos(y, t), and its gradient with respect to y. The cosine with a zero state is 0.
 fn cosine(y: &Tensor, t: &Tensor) -> Result<(f64, Tensor)> {
     let norm =
         |x: &Tensor| -> Result<Tensor> { Ok(x.sqr()?.sum_keepdim(D::Minus1)?.sqrt()?.clamp(1e-8f32, f32::MAX)?) };

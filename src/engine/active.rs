@@ -29,7 +29,7 @@ pub struct Active {
     layers: Arc<BTreeMap<usize, u64>>,
 }
 
-/// Number of elements for which two masks are compared; it stands for any parameter size.
+/// Fingerprints contain the number of active elements of a parameter of this size, as a sample of the mask.
 const SAMPLE: usize = 1 << 20;
 
 /// The parameter name without its layer prefix.

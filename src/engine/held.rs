@@ -1,5 +1,4 @@
-//! Moves parameters between the layer source and the optimizer when the active set changes; reads and sets exact
-//! values.
+//! Moves parameters between the layer source and the optimizer, and reads and sets exact values.
 
 use super::active::Active;
 use super::step::Engine;

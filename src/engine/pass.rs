@@ -221,8 +221,7 @@ fn micro_batch(
         } else {
             let y = block.forward(&x, &ctx)?;
             if l >= lowest {
-                // Release the memory of the previous input: its copy is finished by now, unless copying is slower than
-                // computing.
+                // Release the previous input on the device: its copy is finished by now, unless copying is slow.
                 if let (Some(copier), Some((Input::Parked(before), _))) = (keep.parked, inputs.last_mut()) {
                     copier.let_go(before)?;
                 }

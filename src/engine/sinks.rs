@@ -13,8 +13,7 @@ use std::collections::BTreeMap;
 /// Corrections of inactive parameters.
 #[derive(Default)]
 pub struct Corrections {
-    /// On a GPU: squares of their gradients. They stay non-finite after the first such gradient; no weight changes
-    /// then.
+    /// On a GPU: squares of their gradients. After the first non-finite gradient no weight changes.
     sums: Option<Tally>,
 }
 
@@ -91,8 +90,7 @@ impl<'a> Accumulate<'a> {
         }
     }
 
-    /// Adds the squares of all gradients to `tally` in order of arrival: on the CPU bit-equal to a pass that stores
-    /// none.
+    /// Adds the squares of all gradients to `tally` in order of arrival: on the CPU bit-equal to `Norm`.
     pub fn add_squares(&self, tally: &Tally) -> Result<()> {
         let gradients = self.order.iter().filter_map(|name| self.sums.get(name));
         tally.add_squares_of(&gradients.map(|(_, gradient)| gradient).collect::<Vec<_>>())

@@ -12,8 +12,7 @@ use crate::peft::{self, Adalora, Adapter, Cayley, Dora, Factor, Ia3, Loha, Lokr,
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 
-/// The tensors of a file for one linear: their names in the file by their names below the module. Mismatches are added
-/// to `faults`.
+/// The tensors of a file for one linear: names in the file by names below the module. `faults` gets all mismatches.
 pub(super) struct Found<'a> {
     pub config: &'a AdapterConfig,
     pub weights: &'a Weights,

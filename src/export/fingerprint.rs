@@ -61,8 +61,7 @@ impl Fingerprint {
 }
 
 impl Base {
-    /// True if both may be the same weights: compares `weights` if both have it, else `sampled`; a missing hash equals
-    /// any.
+    /// True if both may be the same weights: compares `weights` if both have it, else `sampled` if both have it.
     pub fn agrees(&self, other: &Base) -> bool {
         let both = |a: &str, b: &str| !a.is_empty() && !b.is_empty();
         if both(&self.weights, &other.weights) {
@@ -344,8 +343,7 @@ impl Files {
         weights.files().iter().map(one).collect::<Option<_>>().map(Self)
     }
 
-    /// True if all files are older than 2 s. A later change could have the same timestamp, so newer files are not
-    /// cached.
+    /// True if all files are older than 2 s. A later change of a newer file could have the same timestamp.
     fn is_settled(&self) -> bool {
         let newest = self.0.iter().filter_map(|f| f[4].as_i64()).max().unwrap_or(i64::MAX);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -398,8 +396,7 @@ pub fn base_of(weights: &Weights) -> Option<Base> {
     (base != Base::default()).then_some(base)
 }
 
-/// Checks that the adapter in `dir` was trained on this base model. Adapters of other tools contain no fingerprint and
-/// pass.
+/// Checks that the adapter in `dir` was trained on this base model. Adapters without a fingerprint pass.
 ///
 /// Errors: the adapter was trained on another base model.
 pub fn check_base(dir: &Path, base: &Base) -> Result<()> {

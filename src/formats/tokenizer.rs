@@ -394,8 +394,7 @@ fn end_ids(dir: &Path, name: &str) -> Result<Vec<u32>> {
     }
 }
 
-/// Compares the end tokens: returns a message if a file does not include the first end token of the first file that has
-/// one.
+/// Returns a message if a file lacks the first end token of the first file that has end tokens.
 fn ends_disagree(said: &[(&str, &[u32])], token: &dyn Fn(u32) -> Option<String>) -> Option<String> {
     let mut said = said.iter().filter(|(_, ids)| !ids.is_empty());
     let (first, taken) = said.next()?;

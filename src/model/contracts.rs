@@ -61,8 +61,7 @@ pub trait Observer {
 }
 
 impl Context<'_> {
-    /// The context for piece number `index` of the tokens, in a half without attention; each piece has its own dropout
-    /// masks.
+    /// The context for piece number `index` of the tokens, in a half without attention; it has its own dropout masks.
     pub fn piece(&self, index: usize) -> Context<'_> {
         let dropout = self.dropout.map(|key| Dropout {
             micro: key.micro + ((index as u64) << 32),
@@ -152,8 +151,7 @@ pub trait Objective {
         Err(Error::new("this objective does not look at inner layers").at(format!("layer {layer}")))
     }
 
-    /// Parameters of the objective (a score head, projections), named `objective.*`: always trained, saved with the
-    /// run.
+    /// Parameters of the objective (a score head, projections), named `objective.*`: always trained and saved.
     fn params(&self) -> Vec<Param> {
         Vec::new()
     }

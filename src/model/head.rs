@@ -87,8 +87,7 @@ impl Head<'_> {
     }
 }
 
-/// Building blocks of objectives other than cross-entropy: log-probabilities, then the gradient of any function of
-/// them.
+/// Building blocks of other objectives: log-probabilities, then the gradient of any function of them.
 impl Head<'_> {
     /// V.
     pub fn vocab(&self) -> Result<usize> {

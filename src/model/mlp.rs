@@ -63,8 +63,7 @@ impl Block {
         Ok((y, parts))
     }
 
-    /// Maps `dy` `[N, D]` to `∂x1` if it is needed; passes weight gradients to `sink`. Recomputes `parts` if it is
-    /// empty.
+    /// Maps `dy` `[N, D]` to `∂x1` if needed; passes weight gradients to `sink`. Recomputes `parts` if empty.
     pub(super) fn mlp_backward(
         &self,
         x1: &Tensor,

@@ -1,5 +1,4 @@
-//! Splits the tokens into pieces for the part of a layer without attention, and accumulates the gradients of the
-//! pieces.
+//! Splits the tokens into pieces for the parts without attention, and accumulates the gradients of the pieces.
 
 use super::contracts::{GradSink, Param};
 use crate::base::Result;

@@ -31,8 +31,7 @@ pub fn name_of(table: &str) -> String {
 }
 
 impl TokenRows {
-    /// Rows `ids` of `table` with their current values, or with the values `given` `[T, D]`; copies these into the
-    /// matrix.
+    /// Rows `ids` of `table` with their current values, or with `given` `[T, D]`, which is copied into the matrix.
     ///
     /// Errors: an id outside the matrix; a matrix that is not held in memory.
     pub fn new(network: &Network, table: &str, ids: &[u32], given: Option<&Tensor>) -> Result<Self> {

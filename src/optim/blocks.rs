@@ -184,8 +184,7 @@ impl BlockSchedule {
     pub fn masks(&self, step: u64) -> Option<Masks> {
         let (ratio, scattered) = self.ratio?;
         let round = match self.order {
-            // The window continues where it ended in the last round: the end of a round need not be the end of a
-            // parameter.
+            // The window continues where the last round ended, which need not be the parameter's end.
             BlockOrder::Fixed => 0,
             _ => self.visit(step) / self.blocks.len() as u64,
         };

@@ -173,8 +173,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// An SGD update without state by `lr`, against the gradient or its sign, without weight decay and clipping; `gate`
-    /// can disable it.
+    /// A stateless update by `lr` against the gradient or its sign, without decay or clipping; `gate` can disable it.
     pub fn descend(
         &mut self,
         name: &str,

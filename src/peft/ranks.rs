@@ -272,7 +272,7 @@ impl Allocator {
     }
 }
 
-/// M - 1 for `[R, R]`, and its Frobenius norm.
+/// M minus the identity, `[R, R]`, and its Frobenius norm.
 fn away(m: &Tensor) -> Result<(Tensor, f64)> {
     let r = m.dim(0)?;
     let mut values = update::to_f32_vec(m)?;

@@ -82,8 +82,7 @@ impl<'a> Matcher<'a> {
 
 /// Returns the sites that `choice` selects, in model order.
 ///
-/// Errors: a target or an exclusion that matches nothing (nearest names shown), a layer that does not exist, an empty
-/// selection.
+/// Errors: a pattern that matches nothing (nearest names shown), a layer that does not exist, an empty selection.
 pub fn select(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
     for (targets, key) in [
         (Some(choice.targets), "target_modules"),
@@ -149,8 +148,7 @@ pub fn matching(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
     Ok(chosen)
 }
 
-/// The value of `rank_pattern` or `alpha_pattern` for a module: of the first key that matches the end of its path as a
-/// regular expression.
+/// The `rank_pattern` or `alpha_pattern` value of a module: of the first key that matches the end of its path.
 pub fn of_pattern<'a, T>(patterns: &'a [(String, T)], module: &str) -> Result<Option<&'a T>> {
     for (pattern, value) in patterns {
         if Ending::new(pattern)?.matches(module)? {

@@ -1,5 +1,4 @@
-//! Importance sampling correction for rollouts that were sampled with other weights than the trained ones (quantized
-//! ones).
+//! Importance sampling correction for rollouts that were sampled with quantized instead of exact weights.
 //!
 //! Letters: T tokens of a completion.
 

@@ -188,8 +188,7 @@ struct Surrogate {
     high: f64,
 }
 
-/// The objective of the stage `grpo`. A document of a batch is a prompt and an answer; the answer tokens are the
-/// targets.
+/// The objective of the stage `grpo`. A document of a batch is a prompt and an answer (the targets).
 pub struct Grpo {
     pub settings: Settings,
     pub policy: Policy,

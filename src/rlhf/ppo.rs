@@ -132,8 +132,7 @@ impl ValueHead {
     }
 }
 
-/// The objective of the stage `ppo`. A document of a batch is a prompt and an answer; the answer tokens are the
-/// targets.
+/// The objective of the stage `ppo`. A document of a batch is a prompt and an answer (the targets).
 pub struct Ppo {
     pub settings: Settings,
     pub policy: Policy,

@@ -36,7 +36,7 @@ pub enum Group {
     Head,
 }
 
-/// Which half of a layer a parameter belongs to.
+/// The half of a layer to which a parameter belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Part {
     Attention,
@@ -44,7 +44,7 @@ pub enum Part {
     Other,
 }
 
-/// A parameter as the checkpoint names it.
+/// A parameter, by its name in the checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParamInfo {
     pub name: Arc<str>,
@@ -79,8 +79,7 @@ impl GroupWeights {
 
     /// Returns the tensor of a dense weight.
     ///
-    /// Errors: the group has no such weight (a bug in ft: names were checked when the source was opened); a quantized
-    /// weight.
+    /// Errors: the group has no such weight (a bug: names are checked when the source is opened); a quantized weight.
     pub fn get(&self, name: &str) -> Result<(Arc<str>, Tensor)> {
         let (name, weight) = self.weight(name)?;
         let tensor = weight.dense().map_err(|e| e.or_at(&*name))?.clone();
@@ -162,8 +161,7 @@ impl LowerHalves for BTreeMap<String, Tensor> {
 
 /// Delivers the weights of one group at a time. One of the four contracts of the engine.
 pub trait LayerSource: Send {
-    /// Returns the weights of `group` on the device. They are valid while the handle lives; then their memory is
-    /// reused.
+    /// Returns the weights of `group` on the device. Their memory is reused after the handle is dropped.
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>>;
 
     /// Prefetches the group that is needed next, so that the copy overlaps with the computation.
@@ -184,8 +182,7 @@ pub trait LayerSource: Send {
         true
     }
 
-    /// Gathers rows of the matrix `name` `[R, C]`: a matrix that contains the rows `ids`, and for each id its row in
-    /// it.
+    /// Gathers rows of the matrix `name` `[R, C]`: returns a matrix with the rows `ids`, and the row index of each id.
     ///
     /// Errors: an id that is not below R; a failed read from the disk.
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)>;
@@ -211,8 +208,7 @@ pub trait LayerSource: Send {
         Ok(Vec::new())
     }
 
-    /// Replaces the values of a quantized weight (one value per element) by quantizing `values`; the old data is
-    /// dropped.
+    /// Quantizes `values` (one per element) as the new values of a quantized weight, and drops the old data.
     ///
     /// Errors: the weight is not quantized; the weights of this source do not stay on the device.
     fn recode(&self, name: &str, _values: &[f32]) -> Result<()> {

@@ -118,8 +118,7 @@ pub fn is_projection(param: &ParamInfo) -> bool {
     matches!(param.group, Group::Layer(_)) && param.shape.len() == 2
 }
 
-/// True if `pattern` is a prefix of the name, with or without the leading `model.`; with `*` it must match the whole
-/// name.
+/// True if `pattern` is a prefix of the name, with or without `model.`; with `*` it must match the whole name.
 fn fits(pattern: &str, name: &str) -> bool {
     let short = name.strip_prefix("model.").unwrap_or(name);
     match pattern.contains('*') {

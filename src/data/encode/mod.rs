@@ -1,5 +1,4 @@
-//! Encodes samples to token ids with a mask of the trained tokens. The mask uses positions in the text, never token
-//! ids.
+//! Encodes samples to token ids and a loss mask. The mask uses positions in the text, never token ids.
 //!
 //! Letters: T tokens of a row.
 //!
@@ -75,8 +74,7 @@ struct Masked {
 }
 
 impl Encoder<'_> {
-    /// Errors: no chat template for a conversation, the template refuses it, two BOS tokens, an id outside the
-    /// embedding.
+    /// Errors: a conversation without a chat template, a template error, two BOS tokens, an id outside the embedding.
     pub fn encode(&self, sample: &Sample) -> Result<Encoded> {
         let mut row = match sample {
             Sample::Text(text) => self.text(text)?,

@@ -1,5 +1,4 @@
-//! Tests with real tokenizers and templates: ids and masks against golden files, and turns in templates of model
-//! families.
+//! Tests with real tokenizers and templates: ids and masks against golden files, and turns of model families.
 
 use super::{Encoder, spans};
 use crate::base::files;

@@ -238,7 +238,7 @@ fn not_of_the_prompt(prompt: &str, sides: &[Vec<Value>; 2]) -> Error {
         .hint("remove the column of the prompt if the conversations are whole")
 }
 
-/// The common beginning of both sides, and the rests.
+/// The common beginning of both sides, and the remainders.
 fn implied(sides: [Vec<Value>; 2]) -> (Vec<Value>, [Vec<Value>; 2]) {
     let at = shared(&sides[0], &sides[1]);
     let prompt = sides[0][..at].to_vec();

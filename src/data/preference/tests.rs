@@ -47,8 +47,7 @@ fn a_pair_becomes_two_documents_of_one_example() {
         ["a b[ c][ d][<|im_end|>]", "a b[ e][<|im_end|>]"]
     );
     let head = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n";
-    // As in TRL everything after the prompt is the answer, including the text that the template puts after the turn's
-    // end.
+    // As in TRL everything after the prompt is the answer, also the template's text after the end of the turn.
     assert_eq!(
         shown(&words, &data, 1),
         [

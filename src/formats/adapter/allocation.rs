@@ -15,8 +15,7 @@ pub struct Allocation {
     pub beta2: f64,
     pub orth_reg_weight: f64,
     pub total_step: usize,
-    /// By module: for each initial singular value, whether it is kept. Empty: all are kept. The tensors contain only
-    /// the kept ones.
+    /// By module: the kept ones among the initial singular values. Empty: all. The tensors contain only the kept ones.
     pub kept: Vec<(String, Vec<bool>)>,
 }
 

@@ -1,4 +1,4 @@
-//! Mistral: a sliding window in every layer, unless the config says null.
+//! Mistral: a sliding window in every layer, unless it is null in the config.
 
 use super::{Config, Result, Spec};
 

@@ -142,8 +142,7 @@ fn corda_parts_the_weight_by_its_inputs() {
     };
     let (kpm, ipm) = (all(Method::Kpm), all(Method::Ipm));
     assert!((kpm.total - ipm.total).abs() < 1e-9);
-    // For these inputs kpm takes the components with the least effect, ipm those with the most; plain SVD is in
-    // between.
+    // On these inputs the components of kpm have the least effect, those of ipm the most; plain SVD is in between.
     let moved = |method, r| {
         let found = components(w.as_ref(), &c, method, r).unwrap();
         let mut delta = product(&pair_of(&found, method, r, scale), r, 6, 9);

@@ -36,8 +36,7 @@ pub struct Side {
     pub length: f64,
     /// Number of predicted tokens of the answer: all but the first token of a row.
     pub predicted: f64,
-    /// Sum of the log-probabilities of every trained token of the document, and their number; for ORPO they include the
-    /// prompt.
+    /// Sum of the log-probabilities of all trained tokens of the document, and their number; ORPO includes the prompt.
     pub text_logp: f64,
     pub text_tokens: f64,
 }

@@ -20,8 +20,7 @@ pub(super) trait Load: Send + Sync + 'static {
     /// Allocates missing buffers. The requesting thread calls it, so that one thread allocates all memory.
     fn prepare(&self, key: Self::Key, buffers: &mut Buffers) -> Result<()>;
 
-    /// Fills the buffers and returns them by name. Runs on the reader thread, or on a thread that needs the item at
-    /// once.
+    /// Fills the buffers and returns them by name. Runs on the reader thread, or on the thread that needs the item.
     fn fill(&self, key: Self::Key, buffers: &Buffers) -> Result<GroupWeights>;
 }
 

@@ -83,8 +83,7 @@ impl Store {
         })
     }
 
-    /// Stores the exact values of tensor `name` of `saved` (f32) as a weight of `dtype` and the low 16 bits of its
-    /// master.
+    /// Stores the exact f32 values of tensor `name` of `saved` as a weight of `dtype` and the low bits of its master.
     pub fn restore(&self, name: &str, dtype: Dtype, saved: &Weights) -> Result<()> {
         let count = saved.info(name).map_or(0, |i| i.count());
         let (stored, low) = match dtype {

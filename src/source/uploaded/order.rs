@@ -12,8 +12,7 @@ pub(super) struct Order {
 }
 
 impl Order {
-    /// Records that `layer` is fetched; returns the predicted next one (at first the neighbor in the current
-    /// direction).
+    /// Records that `layer` is fetched; predicts the next one (at first the neighbor in the current direction).
     pub fn follow(&mut self, layer: usize) -> Option<usize> {
         self.after.insert(self.last, layer);
         let before = self.last.1;

@@ -1,7 +1,6 @@
 //! Directories that appear complete or not at all: built under a temporary name beside the final one, renamed at the
-//! end.
-//! Also directories for temporary files. Both contain a marker file while ft may remove them: a name alone does not
-//! prove that ft made a directory.
+//! end. Also directories for temporary files. Both contain a marker file while ft may remove them: a name alone does
+//! not prove that ft made a directory.
 
 use crate::base::{Error, Result, files};
 use std::collections::BTreeSet;
@@ -145,8 +144,7 @@ fn is_empty(dir: &Path) -> bool {
 }
 
 /// Makes `dir` a directory for temporary files, or reuses the one that ft made. Anything else of this name is renamed
-/// to
-/// `<name>.left`.
+/// to `<name>.left`.
 pub fn scratch(dir: &Path) -> Result<()> {
     if is_marked(dir) {
         return Ok(());

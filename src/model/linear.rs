@@ -86,9 +86,8 @@ impl Linear {
     }
 
     /// `x` `[N, I]` (needed only if `wanted`), `dy` `[N, O]`; returns `∂x` `[N, I]` if needed. `∂x` is computed before
-    /// any
-    /// gradient is passed to the sink: a sink that updates at once must not change the weight on which `∂x` depends.
-    /// Errors: the gradient of a quantized weight is wanted.
+    /// any gradient is passed to the sink: a sink that updates at once must not change the weight on which `∂x`
+    /// depends. Errors: the gradient of a quantized weight is wanted.
     pub fn backward(
         &self,
         x: Option<&Tensor>,

@@ -2,8 +2,7 @@
 //!
 //! `bitsandbytes`, for NF4 (written by transformers with `load_in_4bit`): for a weight NAME `[O, I]` the quantized data
 //! `NAME` U8 `[O·I/2, 1]`, `NAME.absmax`, with double quantization `NAME.nested_absmax` and `NAME.nested_quant_map`,
-//! the
-//! table `NAME.quant_map`, and JSON in the bytes of `NAME.quant_state.bitsandbytes__nf4`.
+//! the table `NAME.quant_map`, and JSON in the bytes of `NAME.quant_state.bitsandbytes__nf4`.
 //!
 //! `ft`: one tensor for each part of `quant::Coded`, `NAME.codes` and so on; `NAME.format` contains the format as text,
 //! for example `int4:64`, padded with spaces.

@@ -64,8 +64,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Uploaded {
     /// `inner` is a source on the host; `stays`: the memory of its frozen weights never changes. `head` is the name of
-    /// the
-    /// output projection (LM head): it is held on the device unless `inner` streams it in pieces.
+    /// the output projection (LM head): it is held on the device unless `inner` streams it in pieces.
     pub fn new(inner: Box<dyn LayerSource>, head: &str, stays: bool, device: &Device) -> Result<Self> {
         let always: Vec<Arc<str>> = inner
             .params()

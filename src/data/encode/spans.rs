@@ -5,10 +5,10 @@
 //! called it, or refuse part of a conversation. So for turn i the text is compared with other renderings:
 //!
 //! - Start: P, the messages before i with a generation prompt. If the text begins with P, the turn begins after it; if
-//!   the   text differs from P inside the generation prompt (which opens an empty thought), at the first difference.
+//!   the text differs from P inside the generation prompt (which opens an empty thought), at the first difference.
 //! - End: F, the messages up to and including i. If the text begins with F, the turn ends there. Else the content (or
-//!   the   arguments of the last call) is located by rendering probe words in its place; the suffix after it in F, or
-//!   in F with   a generation prompt, is the suffix in the text.
+//!   the arguments of the last call) is located by rendering probe words in its place; the suffix after it in F, or in
+//!   F with a generation prompt, is the suffix in the text.
 //! - Tool messages are excluded from the turn: the text that appears twice if the message is duplicated.
 
 use crate::base::{Error, Result};

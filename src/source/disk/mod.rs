@@ -1,10 +1,9 @@
 //! Disk offload: reads the weights from the checkpoint's own files, one layer at a time.
 //!
 //! In memory at any time: the active parameters, the parameters of the head group that are small or needed whole
-//! (`held`),
-//! at most two layers (the current one and the next, read by another thread), and two pieces of a streamed head. Rows
-//! of the embedding are read one by one. Parameters that were trained and are inactive now come from files of the run
-//! (`store`).
+//! (`held`), at most two layers (the current one and the next, read by another thread), and two pieces of a streamed
+//! head. Rows of the embedding are read one by one. Parameters that were trained and are inactive now come from files
+//! of the run (`store`).
 
 mod numbers;
 mod pool;

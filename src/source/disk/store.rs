@@ -1,9 +1,8 @@
 //! Files for trained parameters that are inactive now: one file per parameter, with its exact f32 value.
 //!
 //! A bf16 weight and the low 16 bits of its fp32 master are two tensors of the file: later fetches read the weight
-//! only,
-//! further training and checkpoints read both. The files are scratch files of the running process: a resumed run writes
-//! them again from its checkpoint.
+//! only, further training and checkpoints read both. The files are scratch files of the running process: a resumed run
+//! writes them again from its checkpoint.
 
 use crate::base::{Result, files, staging};
 use crate::formats::StoredDtype;

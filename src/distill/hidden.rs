@@ -1,9 +1,10 @@
-//! Hidden states of the student drawn to those of the teacher, through a learned projection that is dropped at the end
-//! (as in FitNets, Romero et al. 2015, arXiv 1412.6550, and TinyBERT, Jiao et al. 2020, arXiv 1909.10351).
+//! Distillation of hidden states: pulls the student's states to those of the teacher through a learned projection,
+//! which is dropped after training (as in FitNets, Romero et al. 2015, arXiv 1412.6550, and TinyBERT, Jiao et al. 2020,
+//! arXiv 1909.10351).
 //!
-//! Letters: M trained tokens of a batch, D hidden size of the student, Dt of the teacher. Of a pair (s, t) the student's
-//! state x `[M, D]` at the input of layer s becomes y = x·Pᵀ `[M, Dt]`; its loss is the sum over the tokens of
-//! mean (y - t)² or 1 - cos(y, t), times weight / pairs. Sums are made in f32.
+//! Letters: M trained tokens of a batch, D hidden size of the student, Dt of the teacher. For a pair (s, t), the
+//! student's state x `[M, D]` at the input of layer s is projected to y = x·Pᵀ `[M, Dt]`; its loss is the sum over the
+//! tokens of mean (y - t)² or 1 - cos(y, t), times weight / pairs. Sums are in f32.
 
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
@@ -13,7 +14,7 @@ use crate::ops::{linear, update};
 use candle_core::{D, DType, Device, Tensor};
 use std::collections::BTreeMap;
 
-/// How two states are compared.
+/// Distance between two states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Distance {
     Mse,
@@ -29,13 +30,13 @@ struct Pair {
 
 pub struct Hidden {
     pairs: Vec<Pair>,
-    /// Student layers, rising, each once.
+    /// Student layers, ascending, without duplicates.
     layers: Vec<usize>,
     distance: Distance,
     weight: f64,
 }
 
-/// What a comparison gives.
+/// Result of a comparison.
 #[derive(Debug)]
 pub struct Compared {
     pub loss: f64,
@@ -44,14 +45,14 @@ pub struct Compared {
     pub own: Vec<(Param, Tensor)>,
 }
 
-/// Pairs for a student of `student` layers and a teacher of `teacher`: every inner state of the student, with the
-/// teacher's at the same part of its depth.
+/// Pairs for a student of `student` layers and a teacher of `teacher` layers: each inner state of the student with the
+/// teacher's state at the same relative depth.
 pub fn auto_map(student: usize, teacher: usize) -> Vec<(usize, usize)> {
     let at = |s: usize| (2 * s * teacher + student) / (2 * student.max(1));
     (1..student).map(|s| (s, at(s))).collect()
 }
 
-/// Are these pairs of layers there? Errors: none, one twice, a layer that is not there.
+/// Checks the pairs of layers. Errors: no pairs, a duplicate, a layer that does not exist.
 pub fn check_map(pairs: &[(usize, usize)], student: usize, teacher: usize) -> Result<()> {
     let wrong = |what: String| {
         Err(Error::usage(what)
@@ -77,8 +78,8 @@ pub fn check_map(pairs: &[(usize, usize)], student: usize, teacher: usize) -> Re
 }
 
 impl Hidden {
-    /// `pairs` (student, teacher) have passed `check_map`; `sizes` are (D, Dt). Projections start as the identity, or
-    /// from normal numbers of variance 1/D where the sizes differ.
+    /// `pairs` (student, teacher) must have passed `check_map`; `sizes` are (D, Dt). Projections are initialized to the
+    /// identity, or to normal numbers of variance 1/D if the sizes differ.
     pub fn new(
         pairs: &[(usize, usize)],
         (d, dt): (usize, usize),
@@ -176,7 +177,7 @@ impl Hidden {
             out.own.push((pair.projection.clone(), dw));
         }
         if let Some(dx) = dx.filter(|_| need.dh) {
-            // A row of zeros stands for all that is not trained.
+            // Tokens that are not trained take the appended row of zeros.
             let rows = Tensor::cat(&[&dx, &Tensor::zeros((1, d), DType::F32, device)?], 0)?;
             let mut from = vec![m as u32; n];
             trained.iter().zip(0..).for_each(|(n, i)| from[*n as usize] = i);
@@ -194,7 +195,7 @@ fn total(rows: &Tensor) -> Result<f64> {
         .sum())
 }
 
-/// Sum over the tokens of mean (y - t)², and its gradient at y.
+/// Sum over the tokens of mean (y - t)², and its gradient with respect to y.
 fn squares(y: &Tensor, t: &Tensor) -> Result<(f64, Tensor)> {
     let width = y.dim(1)? as f64;
     let difference = (y - t)?;
@@ -202,7 +203,7 @@ fn squares(y: &Tensor, t: &Tensor) -> Result<(f64, Tensor)> {
     Ok((loss, (difference * (2.0 / width))?))
 }
 
-/// Sum over the tokens of 1 - cos(y, t), and its gradient at y. A state of zeros has the cosine 0 with all.
+/// Sum over the tokens of 1 - cos(y, t), and its gradient with respect to y. The cosine with a zero state is 0.
 fn cosine(y: &Tensor, t: &Tensor) -> Result<(f64, Tensor)> {
     let norm =
         |x: &Tensor| -> Result<Tensor> { Ok(x.sqr()?.sum_keepdim(D::Minus1)?.sqrt()?.clamp(1e-8f32, f32::MAX)?) };

@@ -1,10 +1,10 @@
-//! The objective of `distill`: the student learns the teacher's distribution of the next token, and if wanted its
-//! hidden states. Knows hidden states, heads and batches. Knows no optimizers, opens no files.
+//! The objective of `distill`: the student learns the teacher's next-token distribution and, optionally, its hidden
+//! states. Depends on hidden states, heads and batches. Independent of optimizers; opens no files.
 //!
 //! Letters: N tokens, D hidden size of the student, Dt of the teacher, V and Vt their vocabularies.
 //!
-//! In an evaluation the loss is the cross-entropy of the student alone, so that it can be compared with that of other
-//! stages; the teacher is not asked.
+//! In an evaluation the loss is the cross-entropy of the student alone, so that it is comparable with other stages; the
+//! teacher is not evaluated.
 
 pub mod hidden;
 mod teacher;
@@ -23,12 +23,12 @@ use hidden::Hidden;
 use std::cell::RefCell;
 pub use teacher::{Stored, Teacher};
 
-/// How the distributions are compared; see `ops::distill`.
+/// Parameters of the divergence between the distributions; see `ops::distill`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Terms {
     pub beta: f32,
     pub temperature: f32,
-    /// Part of the cross-entropy with the rows' own tokens.
+    /// Weight of the cross-entropy with the tokens of the data.
     pub alpha: f32,
 }
 
@@ -41,7 +41,7 @@ pub struct Distill {
     means: RefCell<Means>,
 }
 
-/// Sums since they were last asked for.
+/// Sums since the last report.
 #[derive(Default)]
 struct Means {
     tokens: f64,
@@ -51,7 +51,7 @@ struct Means {
 }
 
 impl Distill {
-    /// `vocab`: V. Errors: hidden states are wanted of a teacher of whom only outputs are stored.
+    /// `vocab`: V. Errors: hidden states are requested, but only outputs of the teacher are stored.
     pub fn new(teacher: Teacher, terms: Terms, hidden: Option<Hidden>, vocab: usize) -> Result<Self> {
         if hidden.is_some() && teacher.network().is_none() {
             return Err(Error::usage("stored outputs of a teacher have no hidden states")
@@ -68,13 +68,13 @@ impl Distill {
         })
     }
 
-    /// Tokens a chunk: logits of both models exist for it.
+    /// Tokens per chunk: the logits of both models exist for one chunk.
     pub fn chunk_for(vocab: usize, teacher: usize, trained: bool) -> usize {
         CausalLm::chunk_for(vocab + teacher.min(vocab), trained)
     }
 }
 
-/// Calls `f` with a head as the operations take it.
+/// Calls `f` with a head in the form that the operations expect.
 fn with_matrix<R>(head: &HeadWeight, f: impl FnOnce(Matrix) -> Result<R>) -> Result<R> {
     match head {
         HeadWeight::Whole(w) => f(Matrix::Whole(w.dense()?)),
@@ -82,7 +82,7 @@ fn with_matrix<R>(head: &HeadWeight, f: impl FnOnce(Matrix) -> Result<R>) -> Res
     }
 }
 
-/// Log-probabilities of the `k` likeliest ids after each trained position of a batch, of the first `common` ids, under
+/// Log-probabilities of the `k` most likely ids at each trained position of a batch, among the first `common` ids, for
 /// a network without a student.
 pub fn likeliest(
     network: &Network,

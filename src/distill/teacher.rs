@@ -1,4 +1,4 @@
-//! The teacher: a network whose forward pass runs beside the student's, or rows that were stored before.
+//! The teacher: a network whose forward pass runs beside the student's, or precomputed outputs.
 
 use crate::base::Result;
 use crate::data::Batch;
@@ -10,12 +10,12 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-/// Outputs of a teacher for the trained tokens of any batch of its rows.
+/// Precomputed outputs of a teacher for the trained tokens of a batch.
 pub trait Stored {
-    /// One row a trained token, in order. Errors: a document that is not stored; the disk.
+    /// One row per trained token, in order. Errors: a document that is not stored; a failed read.
     fn of(&self, batch: &Batch) -> Result<TopK>;
 
-    /// The distributions are over so many first ids.
+    /// The distributions cover the first `common` ids of the vocabulary.
     fn common(&self) -> usize;
 }
 
@@ -24,7 +24,7 @@ pub enum Teacher {
     Stored(Box<dyn Stored>),
 }
 
-/// A network, and what it said of the batch it saw last: objectives are asked several times about one batch.
+/// A network, and its states for the last batch: objectives need the same batch several times.
 pub struct Live {
     pub network: Network,
     wanted: BTreeSet<usize>,
@@ -33,9 +33,9 @@ pub struct Live {
 
 /// Hidden states of a batch.
 pub struct States {
-    /// `[N, Dt]` after the final norm.
+    /// `[N, Dt]`, after the final norm.
     pub last: Tensor,
-    /// `[N, Dt]` at the inputs of layers; those of the layer after the last are `last`.
+    /// `[N, Dt]` at the inputs of layers; the states after the last layer are `last`.
     pub inner: BTreeMap<usize, Tensor>,
 }
 
@@ -55,7 +55,7 @@ impl Teacher {
         }
     }
 
-    /// Hidden states of these layers are wanted too.
+    /// Requests the hidden states of these layers too.
     pub(super) fn watching(mut self, layers: BTreeSet<usize>) -> Self {
         if let Self::Live(live) = &mut self {
             live.wanted = layers;
@@ -65,7 +65,7 @@ impl Teacher {
 }
 
 impl Live {
-    /// What the teacher says of a batch: its forward pass runs once, layer by layer, keeping nothing else.
+    /// The teacher's states for a batch: one forward pass, layer by layer; saves only the requested states.
     pub(super) fn states(&self, batch: &Batch) -> Result<Rc<States>> {
         if let Some((known, states)) = &*self.seen.borrow()
             && known.ids == batch.ids
@@ -73,7 +73,7 @@ impl Live {
         {
             return Ok(states.clone());
         }
-        // Its memory is needed for what comes.
+        // Free the memory before the new states are computed.
         self.seen.replace(None);
         let (network, mut inner) = (&self.network, BTreeMap::new());
         let layers = network.layers();

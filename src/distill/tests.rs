@@ -1,4 +1,4 @@
-//! The objective: pairs of layers, distances of hidden states and their gradients.
+//! Tests of the objective: pairs of layers, distances of hidden states and their gradients.
 
 use super::hidden::{Distance, Hidden, auto_map, check_map};
 use super::*;

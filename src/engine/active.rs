@@ -1,5 +1,5 @@
-//! Which parameters are trained now, which part of each, which others are corrected, and how far down the backward
-//! pass has to go.
+//! The set of active parameters, their masks, the corrected inactive parameters, and the lowest layer that the backward
+//! pass must reach.
 
 use crate::ops::part::Places;
 use crate::optim::Masks;
@@ -9,8 +9,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-/// Parameters that are not active and change all the same: against their gradient, or its sign, the moment it
-/// appears (BREAD).
+/// Inactive parameters that change nevertheless: each is corrected with its gradient, or the sign of it, as soon as the
+/// gradient is computed (BREAD).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Corrected {
     pub names: BTreeSet<String>,
@@ -25,20 +25,20 @@ pub struct Active {
     masks: Option<Masks>,
     corrected: Option<Arc<Corrected>>,
     lowest: Group,
-    /// A fingerprint of what changes in each layer.
+    /// A fingerprint of the changing parameters of each layer.
     layers: Arc<BTreeMap<usize, u64>>,
 }
 
-/// Elements of a parameter that stands for any when masks are compared.
+/// Fingerprints contain the number of active elements of a parameter of this size, as a sample of the mask.
 const SAMPLE: usize = 1 << 20;
 
-/// A name without its layer.
+/// The parameter name without its layer prefix.
 fn below(name: &str) -> &str {
     let rest = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
     rest.map_or(name, |(_, below)| below)
 }
 
-/// The group a parameter name belongs to; adapters belong to the layer they sit in.
+/// The group of a parameter name; adapters belong to the layer of their linear.
 pub fn group_of(name: &str) -> Group {
     let layer = name
         .strip_prefix("model.layers.")
@@ -71,7 +71,7 @@ impl Active {
         active.fingerprinted()
     }
 
-    /// Names of one layer stand together in a sorted set, so one pass is enough.
+    /// Names of one layer are adjacent in a sorted set, so one pass is enough.
     fn fingerprinted(mut self) -> Self {
         let mut layers: BTreeMap<usize, DefaultHasher> = BTreeMap::new();
         for (name, corrected) in self
@@ -88,13 +88,13 @@ impl Active {
         self
     }
 
-    /// Only these parts of the parameters.
+    /// Restricts the active parameters to masks.
     pub fn masked(mut self, masks: Option<Masks>) -> Self {
         self.masks = masks;
         self.fingerprinted()
     }
 
-    /// Beside the active parameters these are corrected.
+    /// Adds parameters that are corrected beside the active ones.
     pub fn correcting(mut self, corrected: Option<Corrected>) -> Self {
         let lowest = corrected.iter().flat_map(|c| &c.names).map(|n| group_of(n)).min();
         self.lowest = lowest.map_or(self.lowest, |l| l.min(self.lowest));
@@ -102,17 +102,17 @@ impl Active {
         self.fingerprinted()
     }
 
-    /// The same number for layers in which the same parameters change; 0 where none does.
+    /// Equal for layers in which the same parameters change; 0 if nothing changes.
     pub fn fingerprint(&self, layer: usize) -> u64 {
         self.layers.get(&layer).copied().unwrap_or(0)
     }
 
-    /// Layers in which something changes, in ascending order.
+    /// Layers with changing parameters, in ascending order.
     pub fn layers(&self) -> impl Iterator<Item = usize> {
         self.layers.keys().copied()
     }
 
-    /// The same number for sets that differ in the number of their lowest layer only.
+    /// Equal for sets that differ only in the index of their lowest layer.
     pub fn shape(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         let first = self.layers().next().unwrap_or(0);
@@ -127,34 +127,34 @@ impl Active {
 
     /// Names of the active parameters of one layer.
     pub fn of_layer(&self, layer: usize) -> impl Iterator<Item = &str> {
-        // `/` follows `.`: everything that begins with the layer's prefix lies between.
+        // `/` is the character after `.`: all names with the layer's prefix are in this range.
         let (first, end) = (format!("model.layers.{layer}."), format!("model.layers.{layer}/"));
         self.names.range(first..end).map(String::as_str)
     }
 
-    /// Names of the active parameters that belong to no layer.
+    /// Names of the active parameters outside the layers.
     pub fn outside(&self) -> impl Iterator<Item = &str> {
         let (first, end) = ("model.layers.".to_string(), "model.layers/".to_string());
         let (before, after) = (self.names.range(..first), self.names.range(end..));
         before.chain(after).map(String::as_str)
     }
 
-    /// Does anybody want the gradient of this parameter?
+    /// True if the gradient of this parameter is needed.
     pub fn wants(&self, name: &str) -> bool {
         self.contains(name) || self.corrects(name).is_some()
     }
 
-    /// What happens to this parameter if it is not active.
+    /// The correction of this parameter, if it is inactive and corrected.
     pub fn corrects(&self, name: &str) -> Option<&Corrected> {
         self.corrected.as_deref().filter(|c| c.names.contains(name))
     }
 
-    /// Names of the parameters that are corrected.
+    /// Names of the corrected parameters.
     pub fn corrected(&self) -> impl Iterator<Item = &str> {
         self.corrected.iter().flat_map(|c| &c.names).map(String::as_str)
     }
 
-    /// The active part of a parameter of `n` elements; `None`: all of it.
+    /// The active elements of a parameter with `n` elements; `None`: all of them.
     pub fn places(&self, name: &str, n: usize) -> Option<Places> {
         self.masks.as_ref().and_then(|m| m.of(name, n))
     }
@@ -163,7 +163,7 @@ impl Active {
         self.masks.is_some()
     }
 
-    /// Is it trained by the optimizer?
+    /// True if the optimizer trains this parameter.
     pub fn contains(&self, name: &str) -> bool {
         self.names.contains(name)
     }
@@ -172,12 +172,12 @@ impl Active {
         self.names.iter().map(String::as_str)
     }
 
-    /// Nothing below this group gets a gradient.
+    /// The lowest group that gets a gradient.
     pub fn lowest(&self) -> Group {
         self.lowest
     }
 
-    /// The first layer whose input must be kept: `layers` if only the head trains.
+    /// The first layer whose input must be saved; `layers` if only the head is trained.
     pub fn lowest_layer(&self, layers: usize) -> usize {
         match self.lowest {
             Group::Embedding => 0,
@@ -231,7 +231,7 @@ mod tests {
         assert_eq!(a.of_layer(3).count(), 2);
         assert_eq!(a.of_layer(1).count(), 0, "layer 12 is not layer 1");
         assert!(a.outside().eq(more.iter().map(String::as_str)));
-        // A parameter that is active whole in one layer only.
+        // A parameter that is entirely active in one layer only.
         let whole = BTreeSet::from([names(3, &parts[..1])[0].clone()]);
         let both = Active::new([names(3, &parts), names(4, &parts)].concat());
         assert_eq!(both.fingerprint(3), both.fingerprint(4));

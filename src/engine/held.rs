@@ -1,4 +1,4 @@
-//! What is trained now is held by the source of the layers; what was trained goes back to it.
+//! Moves parameters between the layer source and the optimizer, and reads and sets exact values.
 
 use super::active::Active;
 use super::step::Engine;
@@ -7,12 +7,12 @@ use crate::formats::weights::Weights;
 use crate::ops::master;
 use crate::source::{Numbers, Recoded};
 
-/// Takes exact values, in pieces.
+/// Receives exact values in pieces.
 pub type ExactSink<'a> = dyn FnMut(&[f32]) -> Result<()> + 'a;
 
 impl Engine {
-    /// Ends the training of everything but `active` and begins that of `active`. Moments survive of the parameters
-    /// that `survives` names; what a master knows is never lost. Returns what became codes again.
+    /// Deactivates all parameters outside `active` and activates those in it. Moments are kept for the parameters that
+    /// `survives` accepts; the low bits of fp32 masters are never lost. Returns the requantized weights.
     pub fn switch(&mut self, active: &Active, survives: impl Fn(&str) -> bool) -> Result<Vec<Recoded>> {
         self.optimizer.retire_all_but(survives)?;
         let source = &self.network.source;
@@ -22,7 +22,7 @@ impl Engine {
         Ok(recoded)
     }
 
-    /// The exact f32 values of a weight that was trained, or of an adapter matrix.
+    /// Passes the exact f32 values of a trained weight or of an adapter matrix to `sink`.
     pub fn exact(&self, name: &str, sink: &mut ExactSink) -> Result<()> {
         let source = &self.network.source;
         let is_weight = source.params().iter().any(|p| &*p.name == name);
@@ -39,9 +39,9 @@ impl Engine {
         })
     }
 
-    /// Sets a weight or an adapter matrix to the exact values of the tensor of its name in `saved`.
+    /// Sets a weight or an adapter matrix to the exact values of the tensor of the same name in `saved`.
     ///
-    /// Errors: the model has no such parameter, or one of another size.
+    /// Errors: the model has no such parameter, or its size differs.
     pub fn restore(&mut self, name: &str, saved: &Weights) -> Result<()> {
         let source = &self.network.source;
         if source.params().iter().any(|p| &*p.name == name) {
@@ -56,7 +56,7 @@ impl Engine {
         }
     }
 
-    /// Elements of a weight or an adapter matrix.
+    /// Number of elements of a weight or an adapter matrix.
     pub fn elements(&self, name: &str) -> Result<usize> {
         if let Some(info) = self.network.source.params().iter().find(|p| &*p.name == name) {
             return Ok(info.elements());

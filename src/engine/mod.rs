@@ -1,5 +1,5 @@
-//! One optimizer step, for every method there is: forward, objective, reverse vjp, sinks, clip, update.
-//! Knows the four contracts and the optimizer. Does no file IO, knows no data formats.
+//! One optimizer step, for every method: forward, objective, backward, gradient sinks, clipping, update.
+//! Depends on the four contracts and the optimizer. No file IO, no data formats.
 
 pub mod active;
 mod held;

@@ -1,4 +1,4 @@
-//! Forward through the layers keeping only layer inputs, the objective, and the reverse pass.
+//! The forward pass that saves only layer inputs, the objective, and the backward pass.
 
 use super::active::Active;
 use crate::base::progress::{self, Phase};
@@ -17,11 +17,11 @@ use candle_core::{DType, Tensor};
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Totals {
     pub loss_sum: f64,
-    /// What the loss is divided by: for most objectives the trained tokens.
+    /// Divisor of the loss: for most objectives the number of trained tokens.
     pub weight: u64,
     /// Trained tokens.
     pub trained: u64,
-    /// Trained tokens whose most likely prediction was right.
+    /// Trained tokens whose most likely prediction is correct.
     pub correct: u64,
     /// All tokens.
     pub tokens: u64,
@@ -46,7 +46,7 @@ impl Totals {
         self.tokens += batch.len() as u64;
     }
 
-    /// With the sums that a tally has read.
+    /// Adds the sums read from a tally.
     pub fn with(self, sums: Sums) -> Self {
         Self {
             loss_sum: sums.loss,
@@ -56,19 +56,19 @@ impl Totals {
     }
 }
 
-/// What of a forward pass is kept for the backward pass beside the inputs of the layers, and where.
+/// What the forward pass saves for the backward pass beside the layer inputs, and where.
 #[derive(Clone, Copy, Default)]
 pub struct Keeping<'a> {
-    /// So many of the uppermost layers keep their activations.
+    /// Number of uppermost layers whose activations are saved.
     pub layers: usize,
-    /// Inputs of layers wait on the host.
+    /// Layer inputs are offloaded to the host by this copier.
     pub parked: Option<&'a Copier>,
-    /// The pass changes nothing that lasts, so a signal may end it at any layer.
+    /// The pass changes no weights, so a signal may end it at any layer.
     pub may_stop: bool,
 }
 
 impl Keeping<'_> {
-    /// Errors: a signal asks to stop, and the pass may.
+    /// Errors: a signal asks to stop, and the pass may stop.
     fn unless_stopped(&self) -> Result<()> {
         match signal::received().filter(|_| self.may_stop) {
             Some(s) => Err(Error::signal(
@@ -80,10 +80,10 @@ impl Keeping<'_> {
     }
 }
 
-/// Work of a backward pass through a layer, in forward passes: it computes the layer anew.
+/// Cost of the backward pass of a layer in forward passes, with recomputation.
 const BACKWARD: u64 = 3;
 
-/// How far a micro-batch is, layer by layer.
+/// Progress of a micro-batch, layer by layer.
 struct Layers {
     phase: Phase,
     layers: usize,
@@ -109,7 +109,7 @@ impl Layers {
     }
 }
 
-/// The input of a layer until the backward pass comes to it.
+/// The saved input of a layer until its backward pass: on the device, offloaded, or being prefetched.
 enum Input {
     Here(Tensor),
     Parked(Parked),
@@ -117,7 +117,7 @@ enum Input {
 }
 
 impl Input {
-    /// Starts the way back.
+    /// Starts the prefetch of an offloaded input.
     fn call(self, copier: Option<&Copier>) -> Result<Self> {
         match (self, copier) {
             (Input::Parked(parked), Some(copier)) => Ok(Input::Coming(copier.fetch(parked)?)),
@@ -136,10 +136,9 @@ impl Input {
     }
 }
 
-/// All micro-batches of one optimizer step: gradients of `active` go to `sink`, scaled by 1 / (weight of the
-/// whole window). What is not kept is recomputed: the same bits.
-/// `key(micro)` gives the dropout key of each micro-batch. Loss and correct predictions are added to `tally`; the
-/// totals that come back have the counts only.
+/// Runs all micro-batches of one optimizer step: gradients of `active` go to `sink`, scaled by 1 / (weight of the whole
+/// window). Activations that are not saved are recomputed, bit-exactly. `key(micro)` returns the dropout key of each
+/// micro-batch. Loss and correct predictions are added to `tally`; the returned totals contain the counts only.
 #[allow(clippy::too_many_arguments)]
 pub fn window(
     network: &Network,
@@ -200,7 +199,7 @@ fn micro_batch(
     let need = |dh| Need { scale, dh, dw: false };
     let progress = Layers::new(layers, lowest);
 
-    // Forward: the inputs of the layers that backward will visit are kept, of some all that it needs.
+    // Forward: save the inputs of the layers that the backward pass visits, and all activations of the uppermost ones.
     let mut inputs = Vec::with_capacity(layers - lowest);
     network.source.prefetch(Group::Layer(0));
     let mut x = network.embed(&batch.ids)?;
@@ -222,7 +221,7 @@ fn micro_batch(
         } else {
             let y = block.forward(&x, &ctx)?;
             if l >= lowest {
-                // The memory of the one before is free by now, or the copy is slower than the computing.
+                // Release the previous input on the device: its copy is finished by now, unless copying is slow.
                 if let (Some(copier), Some((Input::Parked(before), _))) = (keep.parked, inputs.last_mut()) {
                     copier.let_go(before)?;
                 }
@@ -237,12 +236,12 @@ fn micro_batch(
         x = y;
     }
 
-    // The first to be needed comes back while the loss is computed.
+    // Prefetch the first input of the backward pass while the loss is computed.
     if let Some((last, kept)) = inputs.pop() {
         inputs.push((last.call(keep.parked)?, kept));
     }
 
-    // Loss, and its gradient at the last hidden states.
+    // Loss, and its gradient with respect to the last hidden states.
     let norm = network.final_norm()?;
     let head = network.head()?;
     let need_dx = lowest < layers || active.lowest() == Group::Embedding;
@@ -255,11 +254,11 @@ fn micro_batch(
         return Err(non_finite_loss(sums.loss));
     }
     take_own(out.own, sink)?;
-    // A tied head is the embedding: its gradient waits for the embedding's own part.
+    // A tied head is the embedding: its gradient waits for the gradient of the embedding lookup.
     let mut tied = None;
     let mut rows: Vec<(&TokenRows, Tensor)> = Vec::new();
     if let Some(dw) = out.dw.take_if(|_| !sink.wants(&head.name)) {
-        // Of the whole gradient only some rows are wanted.
+        // Only some rows of the gradient are needed.
         for t in network.tokens.iter().filter(|t| t.table == head.name && t.wanted(sink)) {
             rows.push((t, t.of_whole(&dw)?));
         }
@@ -292,11 +291,11 @@ fn micro_batch(
     }
     drop((x, dh));
 
-    // Reverse, down to the lowest active layer.
+    // Backward, down to the lowest active layer.
     for l in (lowest..layers).rev() {
         keep.unless_stopped()?;
         progress.backward(l);
-        // Below the lowest comes the forward pass of the next batch.
+        // After the lowest layer follows the forward pass of the next batch.
         network
             .source
             .prefetch(Group::Layer(if l > lowest { l - 1 } else { 0 }));
@@ -304,7 +303,7 @@ fn micro_batch(
         let Some((x, kept)) = inputs.pop() else {
             return Err(Error::new("a layer input was not kept"));
         };
-        // The next one travels while this one is used.
+        // Prefetch the next input while this one is used.
         if let Some((next, kept)) = inputs.pop() {
             inputs.push((next.call(keep.parked)?, kept));
         }
@@ -338,7 +337,7 @@ fn micro_batch(
     Ok(())
 }
 
-/// Gradients of the objective's own parameters, where they are trained.
+/// Passes the gradients of the objective's own parameters to the sink, if they are trained.
 fn take_own(own: Vec<(Param, Tensor)>, sink: &mut dyn GradSink) -> Result<()> {
     for (param, gradient) in own {
         if sink.wants(&param.name) {
@@ -373,7 +372,7 @@ pub(super) fn non_finite_loss(loss: f64) -> Error {
         .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
 }
 
-/// Loss of one batch without gradients.
+/// Loss of one batch, without gradients.
 pub fn evaluate(network: &Network, objective: &dyn Objective, batch: &Batch) -> Result<Totals> {
     let mut totals = Totals::default();
     if objective.weight(batch) > 0 {

@@ -1,4 +1,4 @@
-//! What happens to a gradient the moment it exists.
+//! Gradient sinks: what happens to a gradient as soon as it is computed.
 
 use super::active::Active;
 use crate::base::{Error, Result};
@@ -10,15 +10,15 @@ use crate::optim::{Optimizer, Update};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 
-/// Corrections of what is not active.
+/// Corrections of inactive parameters.
 #[derive(Default)]
 pub struct Corrections {
-    /// On a GPU the squares of their gradients: not finite from the first that is not, and then no weight changes.
+    /// On a GPU: squares of their gradients. After the first non-finite gradient no weight changes.
     sums: Option<Tally>,
 }
 
 impl Corrections {
-    /// Does `param` only take a correction? Then it is made, at once; the gradient is dropped by the caller.
+    /// Applies the correction if `param` is only corrected, and returns true; the caller then drops the gradient.
     fn make(
         &mut self,
         active: &Active,
@@ -49,7 +49,7 @@ impl Corrections {
         Ok(true)
     }
 
-    /// Were all gradients finite? Waits for a GPU that made corrections.
+    /// True if all gradients were finite. Waits for the GPU if it applied corrections.
     pub fn finite(&self) -> Result<bool> {
         match &self.sums {
             Some(sums) => Ok(sums.read()?.squares.is_finite()),
@@ -58,7 +58,7 @@ impl Corrections {
     }
 }
 
-/// The active part of a gradient.
+/// The gradient of the active elements.
 fn active_part(active: &Active, param: &Param, gradient: Tensor) -> Result<Tensor> {
     match active.places(&param.name, gradient.elem_count()) {
         Some(places) => part::gather(&gradient, &places),
@@ -66,14 +66,14 @@ fn active_part(active: &Active, param: &Param, gradient: Tensor) -> Result<Tenso
     }
 }
 
-/// Adds gradients up over the micro-batches of a window; corrects what is not active.
+/// Accumulates gradients over the micro-batches of a window; corrects inactive parameters.
 pub struct Accumulate<'a> {
     active: &'a Active,
     optimizer: &'a mut Optimizer,
     lr: f64,
-    /// By name: f32 sums with the weight they belong to.
+    /// By name: the weight and its f32 gradient sum.
     pub sums: BTreeMap<String, (Tensor, Tensor)>,
-    /// Their names as they came.
+    /// Names in order of arrival.
     order: Vec<String>,
     pub corrections: Corrections,
 }
@@ -90,13 +90,13 @@ impl<'a> Accumulate<'a> {
         }
     }
 
-    /// Adds the squares of all gradients to `tally`, as they came: on the CPU the bits of a pass that keeps none.
+    /// Adds the squares of all gradients to `tally` in order of arrival: on the CPU bit-equal to `Norm`.
     pub fn add_squares(&self, tally: &Tally) -> Result<()> {
         let gradients = self.order.iter().filter_map(|name| self.sums.get(name));
         tally.add_squares_of(&gradients.map(|(_, gradient)| gradient).collect::<Vec<_>>())
     }
 
-    /// The sum of a parameter's gradients.
+    /// The accumulated gradient of a parameter.
     pub fn gradient(&self, name: &str) -> Option<Tensor> {
         self.sums.get(name).map(|(_, gradient)| gradient.clone())
     }
@@ -112,10 +112,10 @@ impl<'a> Accumulate<'a> {
         Ok(names)
     }
 
-    /// Updates every weight by its sum times `coefficient`.
+    /// Updates every weight with its accumulated gradient times `coefficient`.
     pub fn update(&mut self, coefficient: f32) -> Result<()> {
         if self.active.is_masked() {
-            // One after the other: each takes a copy of a part of its weight.
+            // One after the other: each update copies a part of its weight.
             while let Some((name, (weight, gradient))) = self.sums.pop_first() {
                 let update = Update {
                     name: &name,
@@ -163,8 +163,8 @@ impl GradSink for Accumulate<'_> {
         }
     }
 
-    /// On a GPU the product of the next micro-batch adds to the sum: no second gradient, no pass over both. The CPU
-    /// would round in another order, and gains nothing.
+    /// On a GPU the GEMM of the next micro-batch accumulates into the sum: no second gradient, no extra pass over both.
+    /// The CPU would round in another order, and gains nothing.
     fn sum(&self, name: &str) -> Option<Tensor> {
         let (_, sum) = self.sums.get(name)?;
         (sum.device().is_cuda() && !self.active.is_masked()).then(|| sum.clone())
@@ -176,9 +176,9 @@ pub struct Step<'a> {
     pub active: &'a Active,
     pub optimizer: &'a mut Optimizer,
     pub lr: f64,
-    /// Clipping factor, known beforehand or 1.
+    /// Clipping factor: known in advance, or 1.
     pub coefficient: f32,
-    /// Losses and squares. On a GPU no weight changes from the first on that is not finite: nobody waits to see it.
+    /// Losses and squares. On a GPU no weight changes after the first non-finite value; the host does not wait for it.
     pub tally: &'a Tally,
     pub corrections: Corrections,
 }
@@ -213,8 +213,8 @@ impl GradSink for Step<'_> {
     }
 }
 
-/// Only measures: the first of two passes where gradients cannot be kept but must be clipped (LOMO,
-/// Lv et al. 2023, arXiv 2306.09782, section 3.3).
+/// Only measures the norm: the first of two passes, for clipping without storing gradients (LOMO, Lv et al. 2023,
+/// arXiv 2306.09782, section 3.3).
 pub struct Norm<'a> {
     pub active: &'a Active,
     pub tally: &'a Tally,
@@ -230,7 +230,7 @@ impl GradSink for Norm<'_> {
     }
 }
 
-/// Keeps every gradient as it comes; for tests.
+/// Stores every gradient; for tests.
 pub struct Collect<'a> {
     pub active: &'a Active,
     pub gradients: BTreeMap<String, Tensor>,

@@ -1,4 +1,4 @@
-//! One optimizer step: gradients of a window, clipping by global norm, update.
+//! One optimizer step: gradients of a window, clipping by the global norm, update.
 
 use super::active::Active;
 use super::pass::{self, Keeping, Totals};
@@ -12,20 +12,19 @@ use crate::optim::Optimizer;
 use crate::peft::Dropout;
 use crate::peft::ranks::Allocator;
 
-/// How gradients live between backward and update.
+/// Lifetime of gradients between backward pass and update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Gradients {
-    /// Kept until the window is complete: accumulation and clipping.
+    /// Stored until the window is complete: accumulation and clipping.
     Keep,
-    /// Applied and dropped as they come: one micro-batch, no clipping.
+    /// Applied and dropped at once: one micro-batch, no clipping.
     Fused,
-    /// A pass for the norm, then a fused pass: clipping without keeping gradients, one micro-batch.
+    /// One pass for the norm, then a fused pass: clipping without storing gradients, one micro-batch.
     NormFirst,
 }
 
 impl Gradients {
-    /// The fastest way that is right for these settings; `keep_fits` is false where the budget has no room
-    /// for all gradients at once.
+    /// Chooses the fastest correct mode; `keep_fits` is false if the budget cannot hold all gradients at once.
     pub fn choose(micro_batches: usize, max_grad_norm: f64, all_active: bool, keep_fits: bool) -> Self {
         match (micro_batches, max_grad_norm > 0.0) {
             (1, false) if all_active || !keep_fits => Self::Fused,
@@ -40,11 +39,11 @@ pub struct Engine {
     pub objective: Box<dyn Objective>,
     pub optimizer: Optimizer,
     pub gradients: Gradients,
-    /// So many of the uppermost layers keep their activations; the others recompute them.
+    /// Number of uppermost layers that save their activations; the others recompute them.
     pub keep_layers: usize,
-    /// Inputs of layers wait on the host (`memory.activations = "host"`).
+    /// Offloads layer inputs to the host (`memory.activations = "host"`).
     pub parked: Option<Copier>,
-    /// 0 is off.
+    /// 0: no clipping.
     pub max_grad_norm: f64,
     pub seed: u64,
 }
@@ -57,22 +56,22 @@ pub struct StepReport {
 }
 
 impl Engine {
-    /// Step number `step` (from 1) on one window of micro-batches at learning rate `lr`.
+    /// Runs step number `step` (from 1) on one window of micro-batches at learning rate `lr`.
     ///
-    /// Errors: a loss or gradient that is not finite; with kept gradients the active weights are then unchanged.
+    /// Errors: a loss or gradient is not finite; with stored gradients the active weights are then unchanged.
     pub fn step(&mut self, step: u64, batches: &[Batch], active: &Active, lr: f64) -> Result<StepReport> {
         self.step_or_stop(step, batches, active, lr, false)
     }
 
-    /// Does nothing change before the last gradient of a step is there? Then a step can be given up halfway.
+    /// True if no weight changes before the last gradient of a step is computed; then a step can be abandoned halfway.
     pub fn changes_last(&self, active: &Active) -> bool {
         let keeps = self.gradients == Gradients::Keep || self.network.ranks.is_some();
         keeps && active.corrected().next().is_none()
     }
 
-    /// As `step`; where `may_stop` is set and `changes_last` holds, a signal ends it at the next layer.
+    /// As `step`; if `may_stop` is set and `changes_last` holds, a signal ends it at the next layer.
     ///
-    /// Errors: of the kind `Signal` if it was given up: the state is that of the step before.
+    /// Errors: kind `Signal` if the step was abandoned: the state is that of the previous step.
     pub fn step_or_stop(
         &mut self,
         step: u64,
@@ -112,7 +111,7 @@ impl Engine {
         let pass = |sink: &mut dyn GradSink, tally: &Tally| {
             pass::window(network, objective, batches, active, keep, key, sink, tally)
         };
-        // Ranks are chosen from gradients and new weights.
+        // The choice of ranks needs gradients and new weights.
         let gradients = if ranks.is_some() {
             Gradients::Keep
         } else {
@@ -167,7 +166,7 @@ impl Engine {
                 let totals = pass(&mut sink, &tally)?;
                 let corrected = sink.corrections;
                 let (sums, grad_norm) = read(&tally)?;
-                // What a GPU held back. The CPU has stopped at the gradient.
+                // Updates that the GPU skipped. The CPU has already returned an error at that gradient.
                 if !grad_norm.is_finite() || !corrected.finite()? {
                     return Err(held_back(step));
                 }
@@ -180,7 +179,7 @@ impl Engine {
     }
 }
 
-/// The sums of a step and the global norm of its gradients. Errors: a loss that is not finite.
+/// Reads the sums of a step and the global gradient norm. Errors: a loss that is not finite.
 fn read(tally: &Tally) -> Result<(Sums, f64)> {
     let sums = tally.read()?;
     match sums.loss.is_finite() {
@@ -211,7 +210,7 @@ fn non_finite(names: &[String], step: u64) -> Error {
     .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
 }
 
-/// With gradients that are applied as they come.
+/// The error of the modes that apply gradients at once.
 fn held_back(step: u64) -> Error {
     Error::new(format!(
         "a gradient is not finite at step {step}; no weight took it, nor any gradient after it"
@@ -229,7 +228,7 @@ mod tests {
     use crate::source::Resident;
     use candle_core::Device;
 
-    /// Two steps of SGD on one micro-batch: how far every weight went, and the norm that was told.
+    /// Two steps of SGD on one micro-batch: the change of every weight, and the reported norm.
     fn way(gradients: Gradients, max_grad_norm: f64) -> (Vec<f32>, f64) {
         let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
         let (params, vocab) = (spec.params(), spec.vocab);
@@ -283,7 +282,7 @@ mod tests {
         let size = distance(&kept.0, &vec![0.0; kept.0.len()]);
         let fused = way(Gradients::Fused, 0.0);
         assert!(fused == kept, "applied as they come");
-        // A clip that halves what is learned, and no less.
+        // A clip that halves the update.
         let max = 0.5 * kept.1;
         let (kept, twice) = (way(Gradients::Keep, max), way(Gradients::NormFirst, max));
         assert!(distance(&kept.0, &fused.0) > 0.3 * size, "nothing was clipped");

@@ -18,12 +18,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Writes the directory and returns its path: every tensor in f32 under PEFT's names, and the tokenizer files of
-/// `base_dir`. `adapters` are keyed by module (`model.layers.0.self_attn.q_proj`), `whole` are parameters stored
-/// beside them (`modules_to_save`); `base` is what `fingerprint` says of the base, kept in the metadata
-/// of the weights. A start that is taken off must be made plain before (`plain_lora`).
+/// `base_dir`. `adapters` are keyed by module (`model.layers.0.self_attn.q_proj`), `whole` are full parameters stored
+/// beside them (`modules_to_save`); `base` is the `fingerprint` of the base model, stored in the metadata of the
+/// weights. Adapters with a subtracted init must be converted first (`plain_lora`).
 ///
-/// Errors: no adapter; one whose rank or scale is not what the config says (PEFT would compute something
-/// else); a number that is not finite; a full disk. Then `out` is as before.
+/// Errors: no adapter; a rank or scale that differs from the config (PEFT would compute a different result); a value
+/// that is not finite; a full disk. Then `out` is unchanged.
 pub fn adapter(
     out: &Path,
     config: &AdapterConfig,
@@ -35,7 +35,7 @@ pub fn adapter(
     adapter_over(out, config, adapters, whole, base_dir, &mut |_| Ok(base.clone()))
 }
 
-/// As `adapter`, over a base that `base` writes into the directory that is being built, and whose fingerprint it gives.
+/// As `adapter`, for a base model that `base` writes into the staging directory; `base` returns its fingerprint.
 pub fn adapter_over(
     out: &Path,
     config: &AdapterConfig,
@@ -88,7 +88,7 @@ pub fn adapter_over(
     staging.commit()
 }
 
-/// Does the config say what the adapter computes?
+/// Checks that the config describes what the adapter computes.
 fn check(config: &AdapterConfig, module: &str, adapter: &Adapter) -> Result<()> {
     let r = rank_of(config, module)?;
     let alpha = alpha_of(config, module)?;
@@ -125,8 +125,8 @@ fn check(config: &AdapterConfig, module: &str, adapter: &Adapter) -> Result<()> 
         .expected(format!("rank {r}, scale {wanted}")))
 }
 
-/// The same change as a plain LoRA over the original weights: a start that is taken off becomes a second half of
-/// the pair, of the opposite sign; ranks double, scales stay.
+/// Converts to an equivalent plain LoRA on the original weights: a subtracted init becomes a second half of the pair
+/// with opposite sign; ranks double, scales stay.
 pub fn plain_lora(config: &AdapterConfig, adapters: &Adapters) -> Result<(AdapterConfig, Adapters)> {
     let starts = adapters
         .values()
@@ -157,8 +157,8 @@ pub fn plain_lora(config: &AdapterConfig, adapters: &Adapters) -> Result<(Adapte
     Ok((config, plain))
 }
 
-/// AdaLoRA adapters as PEFT saves them: without the singular values that are gone; the config says which are left.
-/// `kept` is by module; empty changes nothing.
+/// AdaLoRA adapters as PEFT saves them: without the pruned singular values; the config lists the kept ones.
+/// `kept` is by module; if it is empty, nothing changes.
 pub fn pruned(
     config: &AdapterConfig,
     adapters: &Adapters,
@@ -178,7 +178,7 @@ pub fn pruned(
 
 fn readme(c: &AdapterConfig, modules: usize) -> String {
     let base = c.base_model_name_or_path.as_deref().unwrap_or("");
-    // Local paths say something about the machine and nothing to a reader elsewhere.
+    // Local paths describe this machine and are useless elsewhere.
     let is_hub = base.split('/').count() == 2 && !base.starts_with(['.', '/', '~']) && !base.contains('\\');
     let (header, named) = if is_hub {
         (format!("base_model: {base}\n"), format!("`{base}`"))

@@ -1,4 +1,4 @@
-//! Adapter directories: written and read back, and every way in which one does not fit.
+//! Tests of adapter directories: written and read back, and every kind of mismatch.
 
 use super::model_tests::{base, config, names, spec};
 use super::*;
@@ -28,7 +28,7 @@ fn lora_key(module: &str, side: &str) -> String {
     file_key(&format!("{module}.lora_{side}.weight"))
 }
 
-/// Without whole parameters beside it.
+/// Without full parameters beside the adapters.
 fn write(out: &Path, config: &AdapterConfig, adapters: &Adapters, base: &Path, print: &str) -> Result<PathBuf> {
     let named = Base {
         sampled: print.into(),
@@ -48,7 +48,7 @@ pub(crate) fn adapter_config() -> AdapterConfig {
     }
 }
 
-/// Adapters on the config's targets, every number different.
+/// Adapters on the config's targets; all values differ.
 pub(crate) fn adapters(config: &AdapterConfig, r_of: impl Fn(&str) -> (usize, f64)) -> Adapters {
     let mut out = Adapters::new();
     for (index, site) in sites()
@@ -169,7 +169,7 @@ fn ranks_and_alphas_by_module_are_used() {
     assert_same(&read, &written);
     assert_eq!(read["model.layers.0.self_attn.q_proj"].lora().unwrap().scale, 2.5);
     assert_eq!(read["model.layers.1.mlp.down_proj"].lora().unwrap().scale, 3.0);
-    // PEFT would compute something else from this config: not written.
+    // PEFT would compute a different result from this config: refused.
     config.alpha_pattern.clear();
     let e = write(&dir.path().join("b"), &config, &written, dir.path(), "")
         .unwrap_err()
@@ -251,7 +251,7 @@ fn all_differences_stand_in_one_error() {
     let i = at(&list, &lora_key("model.layers.0.mlp.down_proj", "B"));
     list.remove(i); // half a pair
     list.retain(|(n, _)| !n.contains("layers.1.mlp.down_proj")); // a whole target
-    list.push((lora_key("model.layers.7.mlp.up_proj", "A"), vec![2, 8])); // a layer that is not there
+    list.push((lora_key("model.layers.7.mlp.up_proj", "A"), vec![2, 8])); // a layer that does not exist
     list.push((lora_key("lm_head", "A"), vec![2, 8]));
     list.push(("base_model.model.model.embed_tokens.weight".into(), vec![16, 8]));
     list.push((format!("base_model.model.{q0}.lora_magnitude_vector"), vec![8]));
@@ -352,7 +352,7 @@ fn a_fingerprint_tells_bases_apart_and_ignores_how_they_are_stored() {
     edit("10000.0", "20000.0");
     assert_ne!(fingerprint(&first).unwrap(), print, "what is computed does");
     edit("20000.0", "10000.0");
-    // Any bit of any number, though the copy in bf16 may stay the same.
+    // A change of any bit of any value is detected, even if the bf16 copy stays the same.
     let path = first.join("model.safetensors");
     let whole = std::fs::read(&path).unwrap();
     let header = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
@@ -364,7 +364,7 @@ fn a_fingerprint_tells_bases_apart_and_ignores_how_they_are_stored() {
         assert_ne!(now.exact, print.exact);
         assert!(at.1 == 0 || now.weights != print.weights);
     }
-    // A number that is none has a name.
+    // The error for a non-finite value names its tensor.
     for bits in [f32::NAN.to_bits(), f32::NEG_INFINITY.to_bits(), 0x7f80_0001] {
         let mut bytes = whole.clone();
         let n = bytes.len();
@@ -447,7 +447,7 @@ fn whole_modules_and_pickles() {
     .unwrap();
     let read = load_adapter(&out, &untied).unwrap();
     assert_eq!(bits(&read.whole["lm_head.weight"]), bits(&whole["lm_head.weight"]));
-    // A model whose head is its embedding must be untied before.
+    // A model whose head is tied must be untied first.
     let e = load(&out).unwrap_err().to_string();
     assert!(e.contains("matrices of their own, which is not possible here"), "{e}");
     assert!(super::unties(&out, &spec(&tied_config)).unwrap() && !super::unties(&out, &untied).unwrap());

@@ -1,4 +1,4 @@
-//! The tensors of a file into the adapter of one linear, for every kind.
+//! Builds the adapter of one linear from the tensors of a file, for every kind.
 //!
 //! Letters: I input features, O output features, R rank.
 
@@ -12,7 +12,7 @@ use crate::peft::{self, Adalora, Adapter, Cayley, Dora, Factor, Ia3, Loha, Lokr,
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 
-/// What the file holds for one linear: names in the file by names below the module. Differences go to `faults`.
+/// The tensors of a file for one linear: names in the file by names below the module. `faults` gets all mismatches.
 pub(super) struct Found<'a> {
     pub config: &'a AdapterConfig,
     pub weights: &'a Weights,
@@ -50,7 +50,7 @@ pub(super) fn projections(
 }
 
 impl Found<'_> {
-    /// The tensor under this name below the module; a fault if it is not there or not of this shape.
+    /// Reads the tensor with this name below the module; adds a fault if it is missing or has another shape.
     fn take(&mut self, below: &str, shape: &[usize]) -> Result<Option<Tensor>> {
         let Some(name) = self.names.get(below) else {
             self.faults.push(format!("{}.{below}: missing", self.site.module));
@@ -59,7 +59,7 @@ impl Found<'_> {
         read(self.weights, name, shape, self.faults)
     }
 
-    /// Its shape, if it is a matrix.
+    /// The shape of a tensor, if it is a matrix.
     fn matrix(&self, below: &str) -> Option<(usize, usize)> {
         match self.weights.info(self.names.get(below)?)?.shape.as_slice() {
             &[rows, columns] => Some((rows, columns)),
@@ -67,7 +67,7 @@ impl Found<'_> {
         }
     }
 
-    /// `None`: something did not fit and is listed.
+    /// `None`: there was a mismatch; it is in `faults`.
     pub fn build(mut self, shared: Option<&Projections>) -> Result<Option<Adapter>> {
         let (config, site) = (self.config, self.site);
         let (module, i, o) = (site.module.as_str(), site.input, site.output);
@@ -149,7 +149,7 @@ impl Found<'_> {
                     .map(|t| Adapter::Oft(Oft::new(module, t, s, cayley)))
             }
             Kind::Adalora(allocation) => {
-                // Pruned files are smaller; the scale is that of the rank it started with.
+                // Pruned files are smaller; the scale uses the initial rank.
                 let own = self.matrix("lora_E").map_or(r, |(rows, _)| rows).min(r);
                 if let Some(kept) = allocation.kept_of(module) {
                     let left = kept.iter().filter(|k| **k).count();
@@ -172,7 +172,7 @@ impl Found<'_> {
         })
     }
 
-    /// The size of a Kronecker factor, whole or as a product.
+    /// The size of a Kronecker factor, either a full matrix or a product.
     fn outer(&self, name: &str) -> Option<(usize, usize)> {
         self.matrix(name).or_else(|| {
             let (rows, _) = self.matrix(&format!("{name}_a"))?;
@@ -194,7 +194,7 @@ impl Found<'_> {
     }
 }
 
-/// The tensor `key` as f32 on the host; a fault if it is of another shape or holds what is no number.
+/// Reads tensor `key` as f32 on the host; adds a fault if its shape differs or a value is not finite.
 pub(super) fn read(weights: &Weights, key: &str, shape: &[usize], faults: &mut Vec<String>) -> Result<Option<Tensor>> {
     let found = weights.info(key).map(|i| (i.shape.clone(), i.dtype));
     match found {

@@ -1,17 +1,17 @@
-//! A reward model as transformers has it: sequence classification with one label.
+//! A reward model in the form of transformers: sequence classification with one label.
 
 use serde_json::{Map, Value, json};
 
-/// The score head's name in a model directory: `[1, D]`, no bias.
+/// Name of the score head in a model directory: `[1, D]`, no bias.
 pub const SCORE: &str = "score.weight";
 
-/// Makes the config of a causal language model that of its sequence classifier with one output. `pad_id`: trailing
-/// tokens with this id are padding; the score is read at the token before them.
+/// Changes the config of a causal language model to its sequence classifier with one output. `pad_id`: trailing tokens
+/// with this id are padding; the score is read at the last token before them.
 pub fn as_classifier(config: &mut Map<String, Value>, pad_id: Option<u32>) {
     if let Some(Value::Array(names)) = config.get_mut("architectures") {
         for name in names.iter_mut() {
             if let Some(family) = name.as_str().and_then(|n| n.strip_suffix("ForCausalLM")) {
-                // transformers calls the text model of Gemma 3 differently here.
+                // transformers uses another name for the text model of Gemma 3 here.
                 let family = if family == "Gemma3" { "Gemma3Text" } else { family };
                 *name = json!(format!("{family}ForSequenceClassification"));
             }

@@ -1,11 +1,11 @@
-//! Which weights are in a directory: a hash of all their numbers, for resumes and for adapters.
+//! Fingerprint of the weights in a directory: a hash of all values, for resumed runs and for adapters.
 //!
-//! A `Fingerprint` has three names. `exact` covers every stored byte of every parameter: a resumed run compares it.
-//! `weights` covers every number as bf16, so that copies in f32 and bf16 have the same: adapters keep it. `sampled`
-//! covers 64 numbers of each tensor: older runs and adapters know only that one, and are compared by it.
+//! A `Fingerprint` has three hashes. `exact` covers every stored byte of every parameter; resumed runs compare it.
+//! `weights` covers every value as bf16, so that f32 and bf16 copies are equal; adapters store it. `sampled` covers 64
+//! values per tensor; older runs and adapters have only this one and are compared by it.
 //!
-//! Reading all bytes takes a while for large models, so the result is kept in ft's cache, under the paths of the files
-//! and what the model computes. It holds as long as size, inode and the times of the last change of every file stay.
+//! Hashing a large model takes a while, so the result is stored in ft's cache, keyed by the file paths and the model's
+//! computation. It is valid while size, inode and change times of every file are unchanged.
 
 use crate::base::{Error, Result, cache, files};
 use crate::formats::StoredDtype;
@@ -27,15 +27,15 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 pub(super) const SAMPLED: &str = "ft_base_fingerprint";
 pub(super) const WEIGHTS: &str = "ft_base_weights";
 
-/// Numbers hashed at a time.
+/// Values hashed at a time.
 const PIECE: usize = 1 << 20;
-/// Places read in each tensor for `sampled`, and numbers at each.
+/// For `sampled`: positions per tensor, and values per position.
 const PLACES: usize = 4;
 const NUMBERS: usize = 16;
-/// Smaller models are hashed each time: that takes no longer than to look.
+/// Smaller models are always hashed: that is as fast as a cache lookup.
 const WORTH_KEEPING: u64 = 64 << 20;
 
-/// What tells base models apart.
+/// Identifies a base model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fingerprint {
     pub exact: String,
@@ -43,7 +43,7 @@ pub struct Fingerprint {
     pub sampled: String,
 }
 
-/// The base model of an adapter, as its file names it; what the file does not say is empty.
+/// The base model named in an adapter's file; unknown hashes are empty.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Base {
     pub weights: String,
@@ -51,7 +51,7 @@ pub struct Base {
 }
 
 impl Fingerprint {
-    /// What an adapter on these weights keeps.
+    /// The part of the fingerprint that an adapter stores.
     pub fn base(&self) -> Base {
         Base {
             weights: self.weights.clone(),
@@ -61,8 +61,7 @@ impl Fingerprint {
 }
 
 impl Base {
-    /// Do both name the same weights? By all numbers where both know them, else by the sampled ones; who says nothing
-    /// agrees with everyone.
+    /// True if both may be the same weights: compares `weights` if both have it, else `sampled` if both have it.
     pub fn agrees(&self, other: &Base) -> bool {
         let both = |a: &str, b: &str| !a.is_empty() && !b.is_empty();
         if both(&self.weights, &other.weights) {
@@ -71,7 +70,7 @@ impl Base {
         !both(&self.sampled, &other.sampled) || self.sampled == other.sampled
     }
 
-    /// The name to show.
+    /// The hash to show.
     pub fn name(&self) -> &str {
         match self.weights.is_empty() {
             true => &self.sampled,
@@ -80,17 +79,17 @@ impl Base {
     }
 }
 
-/// Says which base model is in `dir`: hashes over what the model computes (not how its config spells it), and the name,
-/// the shape and the numbers of every parameter.
+/// Computes the fingerprint of the base model in `dir`: hashes of the computation that the config defines (not of its
+/// text), and of name, shape and values of every parameter.
 ///
-/// Errors: an unsupported model; a parameter is missing, has another shape, or a number that is not finite; a file
+/// Errors: an unsupported model; a parameter is missing, has another shape, or contains a non-finite value; a file
 /// cannot be read.
 pub fn fingerprint(dir: &Path) -> Result<Fingerprint> {
     let spec = families::read(&Config::load(dir)?)?;
     of(&spec, &Weights::open(dir)?)
 }
 
-/// As `fingerprint`, of a model that is open already.
+/// As `fingerprint`, for a model that is already open.
 pub(crate) fn of(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
     let before = Files::look(weights);
     let kept = before.as_ref().filter(|_| weights.total_bytes() >= WORTH_KEEPING);
@@ -110,10 +109,10 @@ pub(crate) fn of(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
     Ok(out)
 }
 
-/// Bytes to hash: numbers of a parameter, or a part of its codes.
+/// Bytes to hash: values of a parameter, or a part of its quantized data.
 struct Job<'a> {
     info: &'a TensorInfo,
-    /// A number format of weights; `None`: bytes that are hashed as they are.
+    /// Number format of the values; `None`: raw bytes.
     dtype: Option<StoredDtype>,
     first: usize,
     count: usize,
@@ -135,11 +134,11 @@ fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
         }
     };
     let mut sampled = Texts::new("ft base 1", spec);
-    // What is hashed of each parameter beside its numbers, and how many jobs it has.
+    // Per parameter: the text that is hashed beside its values, and its number of jobs.
     let mut parts: Vec<(String, usize)> = Vec::new();
     for p in &params {
         if let (Some((layout, format)), &[rows, columns]) = (stored::find(weights, &p.name)?, p.shape.as_slice()) {
-            // Codes are no numbers: what turns them into numbers stands for them in `sampled`.
+            // Quantized data has no float values: its scales are hashed instead for `sampled`.
             let head = format!("{} {:?} {}", p.name, p.shape, format.tag());
             sampled.put(&head);
             let scales = ["scales", "absmax"].map(|part| format!("{}.{part}", p.name));
@@ -227,7 +226,7 @@ fn unreadable(weights: &Weights, info: &TensorInfo, e: std::io::Error) -> Error 
         .cause(e)
 }
 
-/// A hash over texts, each with its length.
+/// A hash of several texts, each with its length.
 struct Texts(blake3::Hasher);
 
 impl Texts {
@@ -248,11 +247,11 @@ impl Texts {
     }
 }
 
-/// The first number of `raw` that is not finite: all bits of its exponent are set.
+/// Index of the first non-finite value in `raw`: all exponent bits are set.
 fn not_finite(dtype: StoredDtype, raw: &[u8]) -> Option<usize> {
     fn find<const N: usize>(raw: &[u8], bad: impl Fn([u8; N]) -> bool) -> Option<usize> {
         let (all, _) = raw.as_chunks::<N>();
-        // Without a way out of the loop it runs on whole vectors.
+        // No early exit in the inner loop, so that the compiler vectorizes it.
         let any = all
             .chunks(4096)
             .position(|some| some.iter().fold(false, |any, b| any | bad(*b)))?;
@@ -270,8 +269,8 @@ fn not_finite(dtype: StoredDtype, raw: &[u8]) -> Option<usize> {
     }
 }
 
-/// What the shapes do not say. Written out by hand: a field that is added to `Spec` must not make every
-/// adapter a stranger.
+/// The parts of the computation that shapes do not define. Written by hand: a new field of `Spec` must not change the
+/// fingerprint of every base model.
 fn computes(s: &Spec) -> String {
     let mut out = format!(
         "{} heads {} kv {} eps {:?} plus_one {} activation {:?} scale {:?} softcaps {:?} {:?} embedding {:?} tied {}",
@@ -291,7 +290,7 @@ fn computes(s: &Spec) -> String {
         out.push_str(&format!(" layer {:?} {}", layer.window, layer.rope));
     }
     for rope in &s.ropes {
-        // Powers may differ in their last bits from one machine to another.
+        // The last bits of powers may differ between machines.
         let frequencies: Vec<String> = rope.inv_freq.iter().map(|f| format!("{f:.3e}")).collect();
         out.push_str(&format!(
             " rope {:.3e} {}",
@@ -302,7 +301,7 @@ fn computes(s: &Spec) -> String {
     out
 }
 
-/// Numbers at evenly spaced places, the first and the last ones among them.
+/// Values at evenly spaced positions, including the first and the last ones.
 fn sample(file: &File, info: &TensorInfo) -> std::io::Result<Vec<bf16>> {
     let (count, size) = (info.count(), info.dtype.size());
     let n = NUMBERS.min(count);
@@ -327,7 +326,7 @@ fn number(dtype: StoredDtype, b: &[u8]) -> bf16 {
     }
 }
 
-/// The files of weights as the file system shows them.
+/// Metadata of the weight files from the file system.
 #[derive(Debug, PartialEq)]
 struct Files(Vec<Value>);
 
@@ -337,14 +336,14 @@ impl Files {
         let one = |path: &std::path::PathBuf| {
             let path = path.canonicalize().ok()?;
             let m = path.metadata().ok()?;
-            // The second time cannot be set by a program: a file that was written again has another.
+            // A program cannot set the second time (ctime): it changes whenever the file is written.
             let times = [time(m.mtime(), m.mtime_nsec()), time(m.ctime(), m.ctime_nsec())];
             Some(json!([path.to_str()?, m.len(), m.ino(), times[0], times[1]]))
         };
         weights.files().iter().map(one).collect::<Option<_>>().map(Self)
     }
 
-    /// A change that follows at once could have the same time: younger files are not remembered.
+    /// True if all files are older than 2 s. A later change of a newer file could have the same timestamp.
     fn is_settled(&self) -> bool {
         let newest = self.0.iter().filter_map(|f| f[4].as_i64()).max().unwrap_or(i64::MAX);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -369,7 +368,7 @@ impl Files {
         )
     }
 
-    /// What was kept, if it is whole and of these very files.
+    /// The cached fingerprint, if it is intact and belongs to exactly these files.
     fn found(&self, text: &str) -> Option<Fingerprint> {
         let value: Value = serde_json::from_str(text).ok()?;
         let body = &value["weights"];
@@ -387,7 +386,7 @@ impl Files {
     }
 }
 
-/// The base that an adapter's file names.
+/// The base model named in an adapter's file.
 pub fn base_of(weights: &Weights) -> Option<Base> {
     let text = |key: &str| weights.metadata().get(key).cloned().unwrap_or_default();
     let base = Base {
@@ -397,10 +396,9 @@ pub fn base_of(weights: &Weights) -> Option<Base> {
     (base != Base::default()).then_some(base)
 }
 
-/// Checks that the adapter in `dir` was trained on this base. Adapters of other tools say nothing of their base and
-/// pass.
+/// Checks that the adapter in `dir` was trained on this base model. Adapters without a fingerprint pass.
 ///
-/// Errors: it was trained on another base.
+/// Errors: the adapter was trained on another base model.
 pub fn check_base(dir: &Path, base: &Base) -> Result<()> {
     let path = dir.join(adapter::WEIGHTS);
     let weights = Weights::open_file(&path)?;

@@ -1,4 +1,4 @@
-//! A PEFT adapter directory into adapters of a model: all of it, or an error that lists every difference.
+//! Loads a PEFT adapter directory: either completely, or an error that lists every mismatch.
 
 use super::build::{self, Found};
 use super::classifier::SCORE;
@@ -14,28 +14,28 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-/// PEFT's task of an adapter with a score head.
+/// PEFT's task type of an adapter with a score head.
 pub(crate) const SEQUENCE_CLASSIFIER: &str = "SEQ_CLS";
-/// Differences shown in full; the rest is counted.
+/// Number of mismatches that are shown; the others are counted.
 const SHOWN: usize = 20;
 
-/// What an adapter directory holds.
+/// Contents of an adapter directory.
 #[derive(Debug, Clone)]
 pub struct LoadedAdapter {
     pub config: AdapterConfig,
     pub adapters: Adapters,
-    /// Whole parameters in f32 that take the place of the model's, by name (`modules_to_save`).
+    /// Full parameters in f32 that replace the model's, by name (`modules_to_save`).
     pub whole: BTreeMap<String, Tensor>,
-    /// Rows of matrices, f32 `[T, D]`, by the name of the matrix (`trainable_token_indices`).
+    /// Trained rows of matrices, f32 `[T, D]`, by the name of the matrix (`trainable_token_indices`).
     pub rows: BTreeMap<String, (Vec<u32>, Tensor)>,
-    /// The score head `[1, D]`, f32, of an adapter that makes the model a reward model.
+    /// The score head `[1, D]`, f32, of a reward model's adapter.
     pub score: Option<Tensor>,
 }
 
-/// Reads config and tensors (as f32, on the host) of every linear of the model that the adapter sits on.
+/// Reads the config and the tensors (as f32, on the host) of all linears that have an adapter.
 ///
-/// Errors: what `AdapterConfig::load` refuses; a pickle beside the weights; and, in one error, every tensor that is
-/// missing, unexpected, of another shape or rank, on a module the model does not have, or not finite.
+/// Errors: any error of `AdapterConfig::load`; a pickle beside the weights; and, in one error, every tensor that is
+/// missing, unexpected, of another shape or rank, on a module that the model does not have, or not finite.
 pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
     let config = AdapterConfig::load(dir)?;
     refuse_pickles(dir)?;
@@ -69,7 +69,7 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
             Some(Key::Whole(parameter)) if scores && parameter == SCORE => {
                 score = build::read(&weights, name, &[1, spec.hidden], &mut faults)?;
             }
-            // PEFT writes a tied head beside the embedding.
+            // PEFT also writes the tied head beside the embedding.
             Some(Key::Whole(parameter)) if parameter == spec::LM_HEAD && spec.tied && config.ensure_weight_tying => {
                 head = build::read(&weights, name, &[spec.vocab, spec.hidden], &mut faults)?;
             }
@@ -193,7 +193,7 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
         .hint(format!("use the base model that the adapter was trained on: {base}")))
 }
 
-/// What the config says of its targets.
+/// The target selection of the config.
 pub(crate) fn choice(config: &AdapterConfig) -> Choice<'_> {
     Choice {
         targets: &config.target_modules,
@@ -202,13 +202,13 @@ pub(crate) fn choice(config: &AdapterConfig) -> Choice<'_> {
     }
 }
 
-/// The sites that are not stored whole: an adapter never sits on a module of `modules_to_save`.
+/// The sites outside `modules_to_save`: modules that are saved whole never have an adapter.
 pub(crate) fn unsaved(config: &AdapterConfig, sites: &[Site]) -> Vec<Site> {
     let saved = |s: &&Site| !config.modules_to_save.iter().any(|m| targets::ends(&s.module, m));
     sites.iter().filter(saved).cloned().collect()
 }
 
-/// Names of the parameters that the modules of this list have.
+/// Parameter names of the modules in this list.
 pub(crate) fn saved_whole(modules: &[String], spec: &Spec) -> Vec<String> {
     let params = spec.params();
     let of = |name: &str| {
@@ -218,7 +218,7 @@ pub(crate) fn saved_whole(modules: &[String], spec: &Spec) -> Vec<String> {
     params.iter().map(|p| p.name.to_string()).filter(|n| of(n)).collect()
 }
 
-/// Names of the matrices whose rows the config trains. A head that is the embedding is no matrix of its own.
+/// Names of the matrices whose rows the config trains. A tied head is not a separate matrix.
 pub(crate) fn row_tables(config: &AdapterConfig, spec: &Spec) -> Vec<String> {
     let params = spec.params();
     let tables = [spec::EMBEDDING, spec.head_name()];
@@ -285,7 +285,7 @@ fn whole_parameter(
     }
 }
 
-/// A pickle beside the weights is what another loader may take.
+/// Refuses a directory with a pickle beside the weights: another loader could read it.
 fn refuse_pickles(dir: &Path) -> Result<()> {
     if let Some(path) = files::list(dir)?.iter().find(|p| index::is_weight_pickle(p)) {
         return Err(header::pickle(path).hint("remove it from the adapter directory; ft reads safetensors only"));

@@ -1,4 +1,4 @@
-//! One weight with adapters folded in.
+//! Merges adapters into one weight.
 
 use super::LoadedAdapter;
 use crate::base::{Error, Result};
@@ -7,7 +7,7 @@ use crate::ops::update;
 use crate::source::ParamInfo;
 use candle_core::{Device, Tensor};
 
-/// An adapter and how much of its change is added: 1 is all of it, -1 takes it off.
+/// An adapter and the factor of its update: 1 adds it, -1 subtracts it.
 #[derive(Debug, Clone)]
 pub struct Weighted {
     pub adapter: LoadedAdapter,
@@ -15,7 +15,7 @@ pub struct Weighted {
 }
 
 impl Weighted {
-    /// Does the adapter change this parameter?
+    /// True if the adapter changes this parameter.
     pub fn changes(&self, name: &str) -> bool {
         let held = self.adapter.whole.contains_key(name) || self.adapter.rows.contains_key(name);
         held || self.of(name).is_some()
@@ -29,7 +29,7 @@ impl Weighted {
         (!bias || scales_bias).then_some((adapter, bias))
     }
 
-    /// The parameter `w` as this adapter alone would have it.
+    /// The parameter `w` after merging this adapter alone.
     fn after(&self, name: &str, w: &Tensor) -> Result<Option<Tensor>> {
         if let Some(whole) = self.adapter.whole.get(name) {
             return Ok(Some(whole.clone()));
@@ -49,7 +49,7 @@ impl Weighted {
     }
 }
 
-/// W + Σ weight · (W with the adapter - W), in f32 `[elements]`: each change is that to the original W.
+/// W + Σ weight · (W with the adapter - W), in f32 `[elements]`: each update is relative to the original W.
 ///
 /// Errors: the tensor is missing or has another shape than the parameter or an adapter.
 pub fn merged(weights: &Weights, param: &ParamInfo, adapters: &[Weighted]) -> Result<Vec<f32>> {

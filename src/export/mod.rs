@@ -1,6 +1,6 @@
-//! What the user takes away: a Hugging Face model directory, or a PEFT adapter directory. Each is built under
-//! a temporary name and renamed when complete. Also the way back: adapters into the model, and adapters
-//! into the weights. Knows file layouts of other tools. Knows no training.
+//! Output of ft: a Hugging Face model directory, or a PEFT adapter directory. Each is built under a temporary name and
+//! renamed when it is complete. Also the reverse: loads adapters into a model, and merges adapters into weights.
+//! Handles file layouts of other tools; independent of training.
 
 mod adapter;
 mod build;
@@ -25,7 +25,7 @@ pub(crate) use tie::{untied_weights, unties};
 use crate::base::{Result, files};
 use std::path::Path;
 
-/// What belongs to the tokenizer of a model.
+/// Tokenizer files of a model.
 const TOKENIZER: [&str; 10] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -40,7 +40,7 @@ const TOKENIZER: [&str; 10] = [
 ];
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
-/// Carried along with the weights: how to sample, and the terms the weights come under.
+/// Files copied with the weights: sampling settings and license.
 const BESIDE: [&str; 7] = [
     "generation_config.json",
     "LICENSE",
@@ -51,7 +51,7 @@ const BESIDE: [&str; 7] = [
     "USE_POLICY.md",
 ];
 
-/// Copies the files of `names` that `from` has.
+/// Copies those files of `names` that exist in `from`.
 fn copy_beside(from: &Path, to: &Path, names: &[&str]) -> Result<()> {
     for name in names {
         let source = from.join(name);
@@ -62,8 +62,7 @@ fn copy_beside(from: &Path, to: &Path, names: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Writes the chat template that a model was trained with into an exported directory; it goes before one in
-/// `tokenizer_config.json`.
+/// Writes the chat template used in training into an exported directory; it overrides one in `tokenizer_config.json`.
 pub fn set_chat_template(dir: &Path, text: &str) -> Result<()> {
     files::write_atomic(&dir.join(CHAT_TEMPLATE), text.as_bytes())
 }
@@ -73,7 +72,7 @@ mod adapter_tests;
 #[cfg(test)]
 mod model_tests;
 
-/// Made-up directories for the tests of rooms above.
+/// Model and adapter directories for the tests of higher modules.
 #[cfg(test)]
 pub(crate) mod testing {
     pub(crate) use super::adapter_tests::{adapter_config, adapters};

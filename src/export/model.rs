@@ -1,4 +1,4 @@
-//! A Hugging Face model directory: weights in safetensors, config carried through, tokenizer beside it.
+//! A Hugging Face model directory: weights in safetensors, config with all its keys, tokenizer files.
 
 use super::{BESIDE, TOKENIZER, copy_beside, set_chat_template};
 use crate::base::staging::Staging;
@@ -12,40 +12,40 @@ use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 pub struct ModelExport<'a> {
-    /// The directory to write, e.g. `run/final`. One that is there is replaced when the new one is complete.
+    /// The directory to write, e.g. `run/final`. An existing one is replaced when the new one is complete.
     pub out: &'a Path,
-    /// Where tokenizer files, generation settings and licence come from; files it lacks are left out.
+    /// Source of tokenizer files, generation settings and license; missing files are skipped.
     pub base_dir: &'a Path,
-    /// `config.json` as it was read: every key is carried through, only the number format is set.
+    /// The original `config.json`: all keys are copied, only the number format is set.
     pub config: Map<String, Value>,
-    /// The head is the embedding: `lm_head.weight` is not written.
+    /// True if the head is tied: `lm_head.weight` is not written.
     pub tied: bool,
     pub dtype: Dtype,
     pub params: &'a [ParamInfo],
 }
 
-/// A model directory whose tensors each have their own number format.
+/// A model directory in which each tensor has its own number format.
 pub(crate) struct Directory<'a> {
     pub out: &'a Path,
     pub base_dir: &'a Path,
     pub config: &'a Map<String, Value>,
     pub tensors: &'a [TensorPlan],
-    /// Largest weight file; one tensor may be larger.
+    /// Size limit of a weight file; a single larger tensor may exceed it.
     pub shard_bytes: u64,
-    /// Takes the place of the base's `chat_template.jinja`.
+    /// Replaces the base model's `chat_template.jinja`.
     pub chat_template: Option<&'a str>,
 }
 
-/// Hands the numbers of one tensor to the sink.
+/// Passes the values of one tensor to the sink.
 pub(crate) type TensorFill<'a> = dyn FnMut(&TensorPlan, &mut dyn FnMut(Values) -> Result<()>) -> Result<()> + 'a;
 
-/// Hands the numbers of the parameter of a name to the sink.
+/// Passes the values of the named parameter to the sink.
 pub type ParamFill<'a> = dyn FnMut(&str, &mut dyn FnMut(Values) -> Result<()>) -> Result<()> + 'a;
 
-/// Writes the directory and returns its path. `fill` hands the numbers of one parameter to the sink, whole or in
-/// pieces; in a bf16 directory they are rounded to nearest, so values that already are bf16 are written as they are.
+/// Writes the directory and returns its path. `fill` passes the values of one parameter to the sink, at once or in
+/// pieces; for bf16 output they are rounded to nearest, so bf16 values are written unchanged.
 ///
-/// Errors: a number that is not finite, a parameter of another size, a full disk; then `out` is as before.
+/// Errors: a value that is not finite, a parameter of another size, a full disk; then `out` is unchanged.
 pub fn model(e: &ModelExport, fill: &mut ParamFill) -> Result<PathBuf> {
     let dtype = stored(e.dtype);
     let tensors: Vec<TensorPlan> = e
@@ -72,7 +72,7 @@ pub fn model(e: &ModelExport, fill: &mut ParamFill) -> Result<PathBuf> {
 }
 
 impl Directory<'_> {
-    /// Errors as `model`.
+    /// Errors: as `model`.
     pub fn write(&self, fill: &mut TensorFill) -> Result<PathBuf> {
         let staging = Staging::create(self.out)?;
         let dir = staging.path();
@@ -97,8 +97,8 @@ pub(crate) fn stored(dtype: Dtype) -> StoredDtype {
     }
 }
 
-/// Sets the number format under the key that the config uses: `torch_dtype` (transformers 4) or `dtype`
-/// (transformers 5); under the first, which both read, where it has neither.
+/// Sets the number format under the key that the config uses: `torch_dtype` (transformers 4) or `dtype` (transformers
+/// 5); if it has neither, under the first one, which both versions read.
 pub(crate) fn set_dtype(config: &mut Map<String, Value>, dtype: StoredDtype) {
     let name = match dtype {
         StoredDtype::Bf16 => "bfloat16",

@@ -1,4 +1,4 @@
-//! Model directories: files, exact numbers, shards, and what happens when something fails.
+//! Tests of model directories: files, exact values, shards, and errors.
 
 use super::*;
 use crate::base::Error;
@@ -12,7 +12,7 @@ use half::bf16;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
-/// A llama of two layers, hidden size 8.
+/// A llama config with two layers, hidden size 8.
 pub(crate) fn config(tied: bool) -> Map<String, Value> {
     let value = json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 12,
@@ -27,7 +27,7 @@ pub(crate) fn spec(config: &Map<String, Value>) -> Spec {
     families::read(&Config::from_map(config.clone(), Path::new("config.json"))).unwrap()
 }
 
-/// Numbers that bf16 can hold, different for every parameter.
+/// Values that bf16 can represent, different for every parameter.
 pub(crate) fn numbers(name: &str, n: usize) -> Vec<f32> {
     let seed = name
         .bytes()
@@ -37,7 +37,7 @@ pub(crate) fn numbers(name: &str, n: usize) -> Vec<f32> {
         .collect()
 }
 
-/// A base model directory with everything that is carried through.
+/// A base model directory with all the files that an export copies.
 pub(crate) fn base(dir: &Path, tied: bool, dtype: StoredDtype) -> PathBuf {
     let config = config(tied);
     let base = dir.join("base");
@@ -210,7 +210,7 @@ fn an_older_directory_is_replaced_whole_or_stays_whole() {
     model(&export, &mut |name, sink| sink(Values::F32(&vec![3.0; size(name)]))).unwrap();
     assert_eq!(Weights::open(&out).unwrap().read_f32(&last).unwrap(), vec![3.0; 8]);
     assert_eq!(names(&out).len(), before.len() - 1);
-    // What was there before is kept: the caller may know that it was not only ft's.
+    // The previous directory is kept: it may contain files that are not ft's.
     assert_eq!(names(dir.path()), ["base", "final", "final.left"]);
     assert_eq!(names(&dir.path().join("final.left")), before);
 }

@@ -1,5 +1,5 @@
-//! Adapters that save the embedding or the head of a tied model whole. As in PEFT 0.21, what is saved is then a matrix of
-//! its own and the other one stays as it was: the model is no longer tied. With `ensure_weight_tying` it stays tied.
+//! Adapters that save the embedding or the head of a tied model as a whole. As in PEFT 0.21, the saved one is then a
+//! separate matrix and the other one is unchanged: the model is untied. With `ensure_weight_tying` it stays tied.
 
 use super::load_adapter::SEQUENCE_CLASSIFIER;
 use crate::base::{Error, Result};
@@ -9,7 +9,7 @@ use crate::model::{Spec, spec};
 use crate::peft::targets;
 use std::path::Path;
 
-/// Does this config untie embedding and head?
+/// True if this config unties embedding and head.
 pub(super) fn config_unties(config: &AdapterConfig, spec: &Spec) -> bool {
     let tables = [spec::EMBEDDING, spec::LM_HEAD].map(|t| t.trim_end_matches(".weight"));
     let saves = |m: &String| tables.iter().any(|table| targets::ends(table, m));
@@ -17,10 +17,10 @@ pub(super) fn config_unties(config: &AdapterConfig, spec: &Spec) -> bool {
     spec.tied && generates && !config.ensure_weight_tying && config.modules_to_save.iter().any(saves)
 }
 
-/// Does the adapter in `dir` untie embedding and head of this model? Then it is loaded into a network whose `spec.tied` is
-/// false, with `untied_weights`.
+/// True if the adapter in `dir` unties embedding and head of this model. Load it then into a network with
+/// `spec.tied = false`, with `untied_weights`.
 ///
-/// Errors: rows of tokens beside a whole matrix, which PEFT refuses too.
+/// Errors: trained token rows together with a whole matrix, which PEFT refuses too.
 pub(crate) fn unties(dir: &Path, spec: &Spec) -> Result<bool> {
     let config = AdapterConfig::load(dir)?;
     let unties = config_unties(&config, spec);
@@ -34,7 +34,7 @@ pub(crate) fn unties(dir: &Path, spec: &Spec) -> Result<bool> {
     Ok(unties)
 }
 
-/// Weights of a tied model whose head is read as a matrix of its own.
+/// Weights of a tied model whose head is read as a separate matrix.
 pub(crate) fn untied_weights(mut weights: Weights) -> Result<Weights> {
     match weights.alias(spec::LM_HEAD, spec::EMBEDDING) {
         true => Ok(weights),

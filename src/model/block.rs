@@ -1,4 +1,4 @@
-//! The decoder block: attention half and MLP half, each with a forward and an explicit backward.
+//! The decoder block: attention half and MLP half, each with a forward and an explicit backward pass.
 //!
 //! ```text
 //! x1 = x  + [norm] o_proj(attention(rope([norm] q), rope([norm] k), v))    with q, k, v from norm(x)
@@ -19,7 +19,7 @@ use candle_core::Tensor;
 use std::sync::Arc;
 
 pub struct Block {
-    /// Their memory is used again when nobody holds them.
+    /// Handle that keeps the weights' memory from being reused.
     pub _weights: Arc<GroupWeights>,
     pub spec: Arc<Spec>,
     pub index: usize,
@@ -35,32 +35,32 @@ pub struct Block {
     pub mlp_post_norm: Option<Param>,
 }
 
-/// Several projections of one input: q, k, v, or gate and up; one matrix each, or one for all (Phi-3).
+/// Several projections of one input: q, k, v, or gate and up; one matrix each, or one fused matrix (Phi-3).
 pub enum Projections {
     Separate(Vec<Linear>),
-    /// The widths of the parts.
+    /// One linear, and the widths of its parts.
     Fused(Linear, Vec<usize>),
 }
 
-/// Activations of the attention half that its backward needs.
+/// Saved activations of the attention half.
 struct AttentionKept {
-    /// q and k before their norms, where they have norms.
+    /// q and k before their norms, if they have norms.
     raw: Option<(Tensor, Tensor)>,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    /// Output of o_proj, where a norm follows it.
+    /// Output of o_proj, if a norm follows it.
     y: Option<Tensor>,
 }
 
-/// Activations of a block, `[N, ·]`. The outputs of its norms and of the gate are cheaper to compute again.
+/// Saved activations of a block, `[N, ·]`. The outputs of its norms and of the gate are cheap to recompute.
 pub struct Kept {
     attention: AttentionKept,
-    /// The stream between the halves.
+    /// The residual stream between the halves.
     x1: Tensor,
-    /// gate and up of each piece of the tokens
+    /// gate and up of each piece of the tokens.
     parts: Parts,
 }
 
@@ -81,7 +81,7 @@ impl Projections {
         }
     }
 
-    /// Sums `∂x` over the parts; `dys` are dropped one by one. `x` is needed only where `wanted`.
+    /// Sums `∂x` over the parts; drops `dys` one by one. `x` is needed only if `wanted`.
     pub(super) fn backward(
         &self,
         x: Option<&Tensor>,
@@ -116,7 +116,7 @@ impl Projections {
 }
 
 impl Block {
-    /// Its linears in model order, each with its module: `model.layers.0.self_attn.q_proj`.
+    /// Its linears in model order, each with its module name: `model.layers.0.self_attn.q_proj`.
     pub fn into_linears(self) -> Vec<(String, Linear)> {
         let many = |p: Projections| match p {
             Projections::Separate(linears) => linears,
@@ -134,7 +134,7 @@ impl Block {
         rms_norm::forward(x, &w.tensor, self.spec.norm_eps, self.spec.norm_plus_one)
     }
 
-    /// Backward of a norm; its weight's gradient goes to the sink. Returns `∂x`.
+    /// Backward of a norm: passes the weight's gradient to the sink, returns `∂x`.
     pub(super) fn norm_backward(&self, w: &Param, x: &Tensor, dy: &Tensor, sink: &mut dyn GradSink) -> Result<Tensor> {
         let need_dw = sink.wants(&w.name);
         let (dx, dw) = rms_norm::backward(x, &w.tensor, dy, self.spec.norm_eps, self.spec.norm_plus_one, need_dw)?;
@@ -161,7 +161,7 @@ impl Block {
         rope::apply(x, cos, sin, self.spec.head_dim, direction)
     }
 
-    /// The attention half: `[N, D]` to `[N, D]`, and what its backward needs.
+    /// The attention half: `[N, D]` to `[N, D]`, and the activations to save.
     fn attention(&self, x: &Tensor, ctx: &Context, cache: Option<&mut dyn KvStore>) -> Result<(Tensor, AttentionKept)> {
         let h = self.norm(&self.input_norm, x)?;
         let mut qkv = self.attention_in.forward(&h, ctx)?.into_iter();
@@ -202,7 +202,7 @@ impl Block {
         ))
     }
 
-    /// Decoding: as `forward`, with the keys and values of earlier tokens from `cache`.
+    /// Decoding: as `forward`, with the KV cache of earlier tokens.
     pub fn forward_cached(&self, x: &Tensor, ctx: &Context, cache: &mut dyn KvStore) -> Result<Tensor> {
         let x1 = self.attention(x, ctx, Some(cache))?.0;
         Ok(self.mlp(&x1, ctx, false)?.0)
@@ -306,7 +306,7 @@ impl Layer for Block {
                 (x1, attention, Parts::new())
             }
         };
-        // Where nothing in or below the attention half trains, its activations are not kept.
+        // If no parameter in or below the attention half is trained, its activations are dropped.
         let attention_needed = need_dx || self.attention_wanted(sink);
         let attention = attention_needed.then_some(attention);
         let dx1 = self.mlp_backward(&x1, parts, dy, ctx, attention_needed, sink)?;

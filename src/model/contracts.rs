@@ -1,5 +1,5 @@
-//! Three of the four contracts of the engine: `Layer`, `GradSink`, `Objective` (`LayerSource` stands in
-//! `source`), and what is handed from one to the other.
+//! Three of the four contracts of the engine: `Layer`, `GradSink`, `Objective` (`LayerSource` is in `source`), and the
+//! types that they exchange.
 
 use super::head::Head;
 use crate::base::{Error, Result};
@@ -17,30 +17,30 @@ pub struct Param {
     pub tensor: Tensor,
 }
 
-/// What happens to a gradient the moment it exists?
+/// Receives each gradient as soon as it is computed.
 pub trait GradSink {
-    /// Is this parameter trained now? If not, its gradient is never computed.
+    /// True if this parameter is trained now. If not, its gradient is never computed.
     fn wants(&self, name: &str) -> bool;
 
-    /// Takes the gradient (f32, the parameter's shape). Called after the parameter's last use in this
-    /// backward pass, so the sink may change the weight at once.
+    /// Takes the gradient (f32, the parameter's shape). Called after the last use of the parameter in this backward
+    /// pass, so the sink may change the weight at once.
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()>;
 
-    /// The gradient of `name` so far (f32), where it comes in parts and this is not the first: the next part is added
-    /// to it in place instead of being handed over.
+    /// The gradient of `name` accumulated so far (f32), if it is computed in parts and this is not the first: the
+    /// caller adds the next part to it in place instead of calling `take`.
     fn sum(&self, _name: &str) -> Option<Tensor> {
         None
     }
 }
 
-/// Keys and values of earlier tokens, for decoding.
+/// KV cache of earlier tokens, for decoding.
 pub trait KvStore {
-    /// Adds keys and values `[N, K·E]` of the new tokens of layer `layer`, and lets their queries `[N, H·E]` attend to
-    /// everything that their documents hold: o and lse as `ops::attention::forward` gives them.
+    /// Appends keys and values `[N, K·E]` of the new tokens of layer `layer`. Their queries `[N, H·E]` attend to all
+    /// tokens of their documents. Returns o and lse as `ops::attention::forward` does.
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor, spec: &Spec) -> Result<(Tensor, Tensor)>;
 }
 
-/// What a layer needs to know of the batch.
+/// The data of a batch that layers need.
 pub struct Context<'a> {
     /// Offsets of the documents, `[documents + 1]`.
     pub documents: &'a [usize],
@@ -48,20 +48,20 @@ pub struct Context<'a> {
     pub ropes: Vec<(Tensor, Tensor)>,
     /// Key of the dropout masks; `None` outside training.
     pub dropout: Option<Dropout>,
-    /// Is told the input of every linear.
+    /// Receives the input of every linear.
     pub observer: Option<&'a dyn Observer>,
-    /// Tokens that go through an MLP at a time; `None`: all.
+    /// Number of tokens per MLP piece; `None`: all.
     pub mlp_tokens: Option<usize>,
 }
 
-/// Looks at a forward pass.
+/// Observes a forward pass.
 pub trait Observer {
-    /// `x` `[N, I]` goes into the linear with this weight.
+    /// Called with the input `x` `[N, I]` of the linear with this weight.
     fn input(&self, weight: &str, x: &Tensor) -> Result<()>;
 }
 
 impl Context<'_> {
-    /// For piece number `index` of the tokens, in a half without attention: it has dropout masks of its own.
+    /// The context for piece number `index` of the tokens, in a half without attention; it has its own dropout masks.
     pub fn piece(&self, index: usize) -> Context<'_> {
         let dropout = self.dropout.map(|key| Dropout {
             micro: key.micro + ((index as u64) << 32),
@@ -84,19 +84,19 @@ impl Context<'_> {
     }
 }
 
-/// Forward, and the vector-Jacobian product, of one layer.
+/// Forward pass and vector-Jacobian product of one layer.
 pub trait Layer {
-    /// Activations of a forward pass that the backward pass would else compute again.
+    /// Saved activations, which the backward pass would otherwise recompute.
     type Kept;
 
-    /// `x` `[N, D]` to `[N, D]`; keeps nothing.
+    /// `x` `[N, D]` to `[N, D]`; saves no activations.
     fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor>;
 
-    /// As `forward`, the same bits, and what the backward pass needs.
+    /// As `forward`, bit-exactly, and returns the saved activations.
     fn forward_kept(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Self::Kept)>;
 
-    /// Goes back from the layer's input `x` `[N, D]`, recomputing what was not `kept`: gradients of the parameters
-    /// that `sink` wants go to it one by one; returns `∂loss/∂x` if `need_dx`.
+    /// Backward pass from the layer's input `x` `[N, D]`; recomputes the activations if `kept` is `None`. Passes the
+    /// gradients of the parameters that `sink` wants to it one by one; returns `∂loss/∂x` if `need_dx`.
     fn vjp(
         &self,
         x: &Tensor,
@@ -108,7 +108,7 @@ pub trait Layer {
     ) -> Result<Option<Tensor>>;
 }
 
-/// Which gradients an objective has to deliver.
+/// Gradients that an objective must compute.
 #[derive(Debug, Clone, Copy)]
 pub struct Need {
     /// Factor of every gradient: 1 / weight of the whole window (its trained tokens, for most objectives).
@@ -117,10 +117,10 @@ pub struct Need {
     pub dw: bool,
 }
 
-/// LossGradients that an objective delivers, where they are needed.
+/// Gradients that an objective returns, if they are needed.
 #[derive(Debug, Default)]
 pub struct LossGradients {
-    /// `[N, D]`: gradient at the hidden states.
+    /// `[N, D]`: gradient with respect to the hidden states.
     pub dh: Option<Tensor>,
     /// `[V, D]`: gradient of the output projection.
     pub dw: Option<Tensor>,
@@ -128,34 +128,35 @@ pub struct LossGradients {
     pub own: Vec<(Param, Tensor)>,
 }
 
-/// What is the loss, and its gradient at the last hidden states?
+/// Computes the loss and its gradient with respect to the last hidden states.
 pub trait Objective {
-    /// `h` `[N, D]`: hidden states after the final norm. The loss and the correct predictions of the trained tokens
-    /// go to `tally`.
+    /// `h` `[N, D]`: hidden states after the final norm. Adds the loss and the number of correct predictions of trained
+    /// tokens to `tally`.
     fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients>;
 
-    /// What a batch adds to the number by which the loss and the gradients of a window are divided.
+    /// The batch's contribution to the divisor of the loss and the gradients of a window.
     fn weight(&self, batch: &Batch) -> usize {
         batch.trained()
     }
 
-    /// Layers at whose inputs it looks too: 0 is the embedding's output, l the output of layer l - 1.
+    /// Layers whose inputs the objective uses too: 0 is the embedding's output, l the output of layer l - 1.
     fn inner_layers(&self) -> &[usize] {
         &[]
     }
 
-    /// `x` `[N, D]`: the input of layer `layer`, one of `inner_layers`. Its `dh` is added to the gradient there.
+    /// `x` `[N, D]`: the input of layer `layer`, one of `inner_layers`. The returned `dh` is added to the gradient
+    /// there.
     fn inner(&self, layer: usize, x: &Tensor, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
         let _ = (x, batch, need, tally);
         Err(Error::new("this objective does not look at inner layers").at(format!("layer {layer}")))
     }
 
-    /// Small weights of its own (a score head, projections), named `objective.*`: always trained, saved with the run.
+    /// Parameters of the objective (a score head, projections), named `objective.*`: always trained and saved.
     fn params(&self) -> Vec<Param> {
         Vec::new()
     }
 
-    /// Means since the last call, by the names of `metrics.jsonl`.
+    /// Means since the last call, by their names in `metrics.jsonl`.
     fn metrics(&self) -> Vec<(&'static str, f64)> {
         Vec::new()
     }

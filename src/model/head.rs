@@ -1,4 +1,4 @@
-//! The output projection: here whole, or in parts.
+//! The output projection (LM head): whole, or streamed in parts.
 
 use super::contracts::{LossGradients, Need, Param};
 use crate::base::{Error, Result};
@@ -11,9 +11,9 @@ use candle_core::Tensor;
 use std::cell::RefCell;
 use std::sync::Arc;
 
-/// The output projection as an objective sees it.
+/// The output projection, as objectives use it.
 pub struct Head<'a> {
-    /// Of the matrix `[V, D]`: that of the embedding where they are tied.
+    /// Name of the matrix `[V, D]`; if tied, that of the embedding.
     pub name: Arc<str>,
     pub weight: HeadWeight<'a>,
     pub softcap: Option<f32>,
@@ -25,15 +25,15 @@ pub enum HeadWeight<'a> {
     Parts(Parts<'a>),
 }
 
-/// A matrix that its source gives in parts.
+/// A matrix that its source streams in parts.
 pub struct Parts<'a> {
     pub source: &'a dyn LayerSource,
     pub name: Arc<str>,
-    /// V, D, and the rows of a part.
+    /// V, D, and the number of rows of a part.
     pub rows: usize,
     pub width: usize,
     pub rows_of_part: usize,
-    /// The part that was asked for last stays until the next.
+    /// Handle of the current part; it is kept until the next call.
     lease: RefCell<Option<Arc<GroupWeights>>>,
 }
 
@@ -49,9 +49,9 @@ impl<'a> Parts<'a> {
         }
     }
 
-    /// Rows from row `first` on, good until the next call.
+    /// Returns the part that starts at row `first`; valid until the next call.
     pub fn part(&self, first: usize) -> Result<Tensor> {
-        // Its memory is needed for what comes after.
+        // The source reuses this memory for the following part.
         self.lease.replace(None);
         let part = self.source.piece(&self.name, first)?;
         let tensor = part.get(&self.name)?.1;
@@ -61,7 +61,7 @@ impl<'a> Parts<'a> {
 }
 
 impl Head<'_> {
-    /// The whole matrix. Errors: it comes in parts.
+    /// The whole matrix. Errors: it is streamed in parts.
     pub fn param(&self) -> Result<Param> {
         match &self.weight {
             HeadWeight::Whole(w) => Ok(Param {
@@ -72,7 +72,7 @@ impl Head<'_> {
         }
     }
 
-    /// Logits `[N, V]` before the soft cap of hidden states `[N, D]`.
+    /// Logits `[N, V]` of hidden states `[N, D]`, before the soft cap.
     pub fn logits(&self, h: &Tensor) -> Result<Tensor> {
         match &self.weight {
             HeadWeight::Whole(w) => w.forward(h, None),
@@ -87,10 +87,9 @@ impl Head<'_> {
     }
 }
 
-/// What objectives other than cross-entropy are made of: log-probabilities first, then the gradient of any function
-/// of them.
+/// Building blocks of other objectives: log-probabilities, then the gradient of any function of them.
 impl Head<'_> {
-    /// V
+    /// V.
     pub fn vocab(&self) -> Result<usize> {
         match &self.weight {
             HeadWeight::Whole(w) => Ok(w.dense()?.dims2()?.0),
@@ -122,7 +121,7 @@ impl Head<'_> {
             need_dw: need.dw,
             weights: Some(weights),
         };
-        // The loss is the caller's.
+        // The caller computes the loss.
         let unused = Tally::new(h.device())?;
         let out = match &self.weight {
             HeadWeight::Whole(w) => cross_entropy::forward_backward(h, w.as_dense()?, targets, &options, &unused)?,
@@ -137,8 +136,8 @@ impl Head<'_> {
         })
     }
 
-    /// Entropy of the distribution of the next token in nats, `[N]`; 0 where the target is `IGNORE`. For metrics: a
-    /// product with the head of its own.
+    /// Entropy of the next-token distribution in nats, `[N]`; 0 where the target is `IGNORE`. For metrics: costs an
+    /// extra product with the head.
     pub fn entropies(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
         let chunk = cross_entropy::chunk_for(self.vocab()?, false);
         match &self.weight {
@@ -150,7 +149,7 @@ impl Head<'_> {
     }
 }
 
-/// Calls `f` with the parts as the loss takes them.
+/// Calls `f` with the parts in the form that the loss functions expect.
 pub fn with_pieces<R>(parts: &Parts, f: impl FnOnce(&Pieces) -> R) -> R {
     let part = |first| parts.part(first);
     f(&Pieces {

@@ -12,9 +12,9 @@ use std::sync::Arc;
 pub use crate::peft::Dx;
 
 pub struct Linear {
-    /// The name of `weight`.
+    /// Name of `weight`.
     pub name: Arc<str>,
-    /// `[O, I]`; as codes where it is frozen.
+    /// `[O, I]`; may be quantized while it is frozen.
     pub weight: Weight,
     /// `[O]`
     pub bias: Option<Param>,
@@ -75,7 +75,7 @@ impl Linear {
         }
     }
 
-    /// Does anything of this linear get a gradient?
+    /// True if any parameter of this linear gets a gradient.
     pub fn wanted(&self, sink: &dyn GradSink) -> bool {
         sink.wants(&self.name) || self.bias.as_ref().is_some_and(|b| sink.wants(&b.name)) || self.adapter_wanted(sink)
     }
@@ -85,9 +85,9 @@ impl Linear {
         self.adapter.as_ref().is_some_and(wants)
     }
 
-    /// `x` `[N, I]` (needed only where `wanted`), `dy` `[N, O]`; returns `∂x` `[N, I]` where needed. `∂x` is
-    /// computed before any gradient reaches the sink: a sink that updates at once must not change the weight
-    /// that `∂x` depends on. Errors: a gradient is wanted of a weight that is stored as codes.
+    /// `x` `[N, I]` (needed only if `wanted`), `dy` `[N, O]`; returns `∂x` `[N, I]` if needed. `∂x` is computed before
+    /// any gradient is passed to the sink: a sink that updates at once must not change the weight on which `∂x`
+    /// depends. Errors: the gradient of a quantized weight is wanted.
     pub fn backward(
         &self,
         x: Option<&Tensor>,

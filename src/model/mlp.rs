@@ -1,7 +1,7 @@
 //! The MLP half of a block: `x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))` with h = norm(x1).
 //!
-//! No token needs another one here, so the tokens can go through in pieces: of the wide tensors `[N, I]` (gate, up, their
-//! product, its gradient) only a piece exists at a time. The outputs and the input gradients are the same bits.
+//! The MLP handles tokens independently, so it can process them in pieces: of the wide tensors `[N, I]` (gate, up,
+//! their product, its gradient) only one piece exists at a time. Outputs and input gradients are bit-equal.
 
 use super::block::Block;
 use super::contracts::{Context, GradSink};
@@ -11,28 +11,28 @@ use crate::base::{Error, Result};
 use crate::ops::{glu, update};
 use candle_core::Tensor;
 
-/// gate and up of each piece; empty where they were not kept.
+/// gate and up of each piece; empty if they were not saved.
 pub(super) type Parts = Vec<Vec<Tensor>>;
 
-/// What the backward pass of an MLP has to find out.
+/// Gradients that the backward pass of an MLP must compute.
 #[derive(Clone, Copy)]
 pub struct Needs {
-    /// Does anything of gate and up train?
+    /// True if a parameter of gate or up is trained.
     pub inputs: bool,
     pub down: bool,
-    /// The gradient at the norm's output.
+    /// The gradient with respect to the norm's output.
     pub dh: bool,
 }
 
 impl Needs {
-    /// The gradient at the product of gate and up.
+    /// The gradient with respect to the product of gate and up.
     pub fn dm(self) -> bool {
         self.dh || self.inputs
     }
 }
 
 impl Block {
-    /// `[N, D]` to `[N, D]`, and gate and up if they are to be kept.
+    /// `[N, D]` to `[N, D]`; also returns gate and up if `keep`.
     pub(super) fn mlp(&self, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, Parts)> {
         let all = pieces(x1.dims()[0], ctx.mlp_tokens);
         if all.len() == 1 {
@@ -63,7 +63,7 @@ impl Block {
         Ok((y, parts))
     }
 
-    /// `dy` `[N, D]` to `∂x1` where it is needed; gradients of weights go to `sink`. Empty `parts` are computed again.
+    /// Maps `dy` `[N, D]` to `∂x1` if needed; passes weight gradients to `sink`. Recomputes `parts` if empty.
     pub(super) fn mlp_backward(
         &self,
         x1: &Tensor,
@@ -106,7 +106,7 @@ impl Block {
         Ok(need_dx.then_some(dx))
     }
 
-    /// To the gradient at h, the output of the norm, where it is needed.
+    /// Returns the gradient with respect to h, the output of the norm, if it is needed.
     fn mlp_piece_backward(
         &self,
         x1: &Tensor,

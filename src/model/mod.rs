@@ -1,7 +1,7 @@
-//! One decoder block with options, for every family; the maths of a layer, forward and backward.
-//! Knows layers, norms, adapters' places. Knows no optimizers, opens no files.
+//! One decoder block with options, for every model family; the math of a layer, forward and backward.
+//! Depends on layers, norms and adapters. Independent of optimizers; opens no files.
 //!
-//! Letters: N tokens of a batch (all documents end to end), D hidden size, H query heads, K key/value
+//! Letters: N tokens of a batch (all documents concatenated), D hidden size, H query heads, K key/value
 //! heads, E head size, I intermediate size, V vocabulary rows, R rotary size.
 
 pub mod block;

@@ -1,5 +1,5 @@
 //! The whole model: embedding, blocks, final norm, head, and the adapters on their linears.
-//! A block is bound to its weights when it is needed and dropped after.
+//! A block is created from its weights when it is needed, and dropped afterwards.
 
 use super::block::{Block, Projections};
 use super::contracts::{Context, Param};
@@ -17,23 +17,23 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Adapters by the module they sit on: `model.layers.0.self_attn.q_proj`.
+/// Adapters by the module name of their linear: `model.layers.0.self_attn.q_proj`.
 pub type Adapters = BTreeMap<String, Arc<Adapter>>;
 
 pub struct Network {
     pub spec: Arc<Spec>,
     pub source: Box<dyn LayerSource>,
     pub adapters: Adapters,
-    /// Rows of the embedding or the head that train.
+    /// Trained rows of the embedding or the head.
     pub tokens: Vec<TokenRows>,
-    /// Which ranks of AdaLoRA adapters live on, while they train.
+    /// Rank allocation of AdaLoRA adapters, during training.
     pub ranks: Option<Allocator>,
     /// Parameters of the objective: `objective.*`.
     pub own: Vec<Param>,
     pub device: Device,
-    /// Tokens that go through an MLP at a time; `None`: all.
+    /// Number of tokens per MLP piece; `None`: all.
     pub mlp_tokens: Option<usize>,
-    /// The adapters are left out for now.
+    /// True while the adapters are disabled.
     bare: AtomicBool,
 }
 
@@ -57,7 +57,7 @@ impl Network {
         }
     }
 
-    /// What `f` computes with the weights under the adapters.
+    /// Runs `f` with the adapters disabled.
     pub fn without_adapters<R>(&self, f: impl FnOnce() -> R) -> R {
         let before = self.bare.swap(true, Ordering::Relaxed);
         let result = f();
@@ -69,7 +69,7 @@ impl Network {
         self.spec.layers.len()
     }
 
-    /// Tables and offsets of one batch.
+    /// Rope tables and document offsets of one batch.
     pub fn context<'a>(
         &self,
         positions: &[u32],
@@ -135,7 +135,7 @@ impl Network {
         })
     }
 
-    /// A weight that is held, or an adapter matrix, by its name.
+    /// A weight that is held in memory, or an adapter matrix, by its name.
     pub fn param(&self, name: &str) -> Result<Param> {
         if let Some(info) = self.source.params().iter().find(|p| &*p.name == name) {
             return match self.source.held(name) {
@@ -152,7 +152,7 @@ impl Network {
         if let Some(param) = self.own.iter().find(|p| &*p.name == name) {
             return Ok(param.clone());
         }
-        // The module that carries the adapter is a beginning of the name.
+        // The module name of the adapter is a prefix of the parameter name.
         let mut module = name;
         while let Some((shorter, _)) = module.rsplit_once('.') {
             module = shorter;
@@ -169,12 +169,12 @@ impl Network {
         Err(Error::new("the model has no such parameter").at(name))
     }
 
-    /// The linears of layer `index` that carry an adapter or could: each with the module it is.
+    /// The linears of layer `index`, with or without an adapter, each with its module name.
     pub fn linears(&self, index: usize) -> Result<Vec<(String, Linear)>> {
         Ok(self.block(index)?.into_linears())
     }
 
-    /// Layer `index`, bound to its weights.
+    /// Creates the block of layer `index` from its weights.
     pub fn block(&self, index: usize) -> Result<Block> {
         let weights = self.source.fetch(Group::Layer(index))?;
         let spec = &self.spec;
@@ -232,12 +232,12 @@ impl Network {
         })
     }
 
-    /// Hidden states of every token after the final norm, `[N, D]`: no gradients, nothing kept.
+    /// Hidden states of all tokens after the final norm, `[N, D]`: no gradients, no saved activations.
     pub fn hidden_states(&self, ids: &[u32], ctx: &Context) -> Result<Tensor> {
         self.hidden_states_seen(ids, ctx, &mut |_, _| Ok(()))
     }
 
-    /// As `hidden_states`; `see` gets the number and the input `[N, D]` of every layer.
+    /// As `hidden_states`; calls `see` with the index and the input `[N, D]` of every layer.
     pub fn hidden_states_seen(
         &self,
         ids: &[u32],
@@ -250,7 +250,7 @@ impl Network {
         let phase = progress::part("layer", self.layers());
         for l in 0..self.layers() {
             phase.set(l as u64);
-            // After the last comes the first of the next batch.
+            // After the last layer follows the first layer of the next batch.
             self.source.prefetch(Group::Layer((l + 1) % self.layers()));
             see(l, &x)?;
             x = self.block(l)?.forward(&x, ctx)?;

@@ -1,4 +1,4 @@
-//! Tokens in pieces: what a half without attention needs to go through them one piece after the other.
+//! Splits the tokens into pieces for the parts without attention, and accumulates the gradients of the pieces.
 
 use super::contracts::{GradSink, Param};
 use crate::base::Result;
@@ -7,19 +7,19 @@ use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// `tokens` in pieces of at most `most`, all nearly alike, in order; one piece where there is no limit.
+/// Splits `tokens` into ordered pieces of nearly equal size, at most `most`; one piece if there is no limit.
 pub fn pieces(tokens: usize, most: Option<usize>) -> Vec<Range<usize>> {
     let count = most.map_or(1, |most| tokens.div_ceil(most.max(1))).max(1);
     let edge = |i: usize| tokens * i / count;
     (0..count).map(|i| edge(i)..edge(i + 1)).collect()
 }
 
-/// The rows of a piece, `[N, C]` to `[n, C]`, without a copy.
+/// The rows of a piece, `[N, C]` to `[n, C]`; a view without a copy.
 pub fn rows(x: &Tensor, piece: &Range<usize>) -> Result<Tensor> {
     Ok(x.narrow(0, piece.start, piece.len())?)
 }
 
-/// Adds gradients up over the pieces; `finish` hands the sums over.
+/// Accumulates gradients over the pieces; `finish` passes the sums on.
 pub struct Sums<'a> {
     inner: &'a mut dyn GradSink,
     sums: BTreeMap<String, (Param, Tensor)>,
@@ -35,7 +35,7 @@ impl<'a> Sums<'a> {
         }
     }
 
-    /// In the order in which the first piece gave them. No weight is used after this.
+    /// Passes the sums to the inner sink in the order of the first piece. No weight is used after this.
     pub fn finish(mut self) -> Result<()> {
         for name in &self.order {
             if let Some((param, sum)) = self.sums.remove(name) {

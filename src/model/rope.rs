@@ -5,7 +5,7 @@ use crate::base::{Error, Result};
 use candle_core::{Device, Tensor};
 use serde_json::{Map, Value};
 
-/// Frequencies of one kind of layer.
+/// Rope frequencies of one kind of layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rope {
     /// `[R/2]`
@@ -14,7 +14,7 @@ pub struct Rope {
     pub attention_factor: f32,
 }
 
-/// Where the parameters stand, for errors.
+/// Rope parameters and their place in the config, for errors.
 struct Reader<'a> {
     map: &'a Map<String, Value>,
     place: &'a str,
@@ -44,8 +44,8 @@ impl Reader<'_> {
 }
 
 impl Rope {
-    /// `parameters` is one set as transformers 5 writes it: `rope_type` (or `type`), `rope_theta`, and what
-    /// the type needs. `head_dim` is E, `max_positions` the config's `max_position_embeddings`.
+    /// `parameters` is one set in the form of transformers 5: `rope_type` (or `type`), `rope_theta`, and the options of
+    /// the type. `head_dim` is E, `max_positions` the config's `max_position_embeddings`.
     ///
     /// Errors: a `rope_type` that is not supported, by name; an option that is missing or not a number.
     pub fn new(parameters: &Map<String, Value>, head_dim: usize, max_positions: usize, place: &str) -> Result<Self> {
@@ -62,7 +62,7 @@ impl Rope {
                 .at(place)
                 .found(format!("{dim} (head size {head_dim} × {partial})")));
         }
-        // f32 like the reference: the power and the quotient are rounded there too.
+        // f32 like the reference, which rounds the power and the quotient too.
         let inv: Vec<f32> = (0..dim)
             .step_by(2)
             .map(|i| 1.0 / (theta as f32).powf(i as f32 / dim as f32))
@@ -112,7 +112,7 @@ impl Rope {
     }
 }
 
-/// Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, the band between interpolated.
+/// Llama 3.1: stretches long wavelengths by `factor`, keeps short ones, interpolates between both.
 fn llama3(r: &Reader, inv: &[f32]) -> Result<Vec<f32>> {
     let factor = r.positive("factor")?;
     let (low, high) = (r.positive("low_freq_factor")?, r.positive("high_freq_factor")?);

@@ -1,5 +1,5 @@
-//! The shapes of well-known models, by name: `model.path = "shape:llama-3.1-8b"`. Only numbers of their
-//! `config.json`; the weights of a shape are random.
+//! Shapes of well-known models by name: `model.path = "shape:llama-3.1-8b"`. Only the numbers of their `config.json`;
+//! the weights of a shape are random.
 
 use crate::base::{Error, Result};
 use crate::formats::config::Config;
@@ -8,7 +8,7 @@ use std::path::Path;
 
 pub const PREFIX: &str = "shape:";
 
-/// Where the numbers come from: the `config.json` of the model of that name on the hub.
+/// The numbers are from the `config.json` of the model of that name on the hub.
 struct Shape {
     name: &'static str,
     model_type: &'static str,
@@ -37,14 +37,14 @@ const SHAPES: [Shape; 17] = [
     Shape { name: "qwen3-4b", model_type: "qwen3", vocab: 151_936, hidden: 2560, intermediate: 9728, layers: 36, heads: 32, kv_heads: 8, tied: true },
     Shape { name: "qwen3-8b", model_type: "qwen3", vocab: 151_936, hidden: 4096, intermediate: 12_288, layers: 36, heads: 32, kv_heads: 8, tied: false },
     Shape { name: "qwen3-32b", model_type: "qwen3", vocab: 151_936, hidden: 5120, intermediate: 25_600, layers: 64, heads: 64, kv_heads: 8, tied: false },
-    // Those of `assets/tiny` and `assets/small`.
+    // The shapes of `assets/tiny` and `assets/small`.
     Shape { name: "tiny", model_type: "qwen3", vocab: 896, hidden: 128, intermediate: 384, layers: 4, heads: 4, kv_heads: 2, tied: true },
     Shape { name: "tiny-student", model_type: "qwen3", vocab: 896, hidden: 64, intermediate: 192, layers: 2, heads: 2, kv_heads: 1, tied: true },
-    // Made for benchmarks.
+    // For benchmarks.
     Shape { name: "small", model_type: "qwen2", vocab: 4096, hidden: 256, intermediate: 704, layers: 4, heads: 4, kv_heads: 4, tied: true },
 ];
 
-/// The config of `path`, which is `shape:NAME`; `None` if it is no shape.
+/// The config of `path`, which is `shape:NAME`; `None` if it does not have that form.
 ///
 /// Errors: a name that is not in the table.
 pub fn config(path: &str) -> Result<Option<Config>> {
@@ -63,12 +63,12 @@ pub fn config(path: &str) -> Result<Option<Config>> {
     Ok(Some(Config::from_map(raw, Path::new(path))))
 }
 
-/// The built-in shape of a well-known model by its hub id, or of a model that ships with ft.
+/// The built-in shape of a well-known model by its hub id, or of a model shipped with ft.
 pub fn of_model(path: &str) -> Option<String> {
     let last = path.trim_end_matches('/').rsplit('/').next()?.to_lowercase();
     let name = match path {
         "assets/small" => "tiny-student",
-        // What shipped recipes leave is a tiny model.
+        // The shipped recipes write tiny models to `runs/`.
         _ if path.starts_with("runs/") => "tiny",
         _ => ["-instruct", "-base", "-chat", "-it"]
             .iter()
@@ -128,7 +128,7 @@ mod tests {
 
     #[test]
     fn parameters_are_those_of_the_models() {
-        // As the model cards give them, in units of a million.
+        // From the model cards, in millions.
         let known = [
             ("llama-3.1-8b", 8_030),
             ("llama-3.1-70b", 70_554),
@@ -169,7 +169,7 @@ mod tests {
         assert_eq!(of_model("org/unknown"), None);
     }
 
-    /// The shapes of what ships are those of its files.
+    /// The shapes of the shipped models equal those in their files.
     #[test]
     fn shipped_models_have_their_shapes() {
         for (folder, name) in [("tiny", "tiny"), ("small", "tiny-student")] {

@@ -1,11 +1,11 @@
-//! What a model computes, in numbers: read once from `config.json`, used by layers, planner and export.
+//! The numbers that define a model: read once from `config.json`, used by layers, planner and export.
 
 use super::rope::Rope;
 use crate::ops::glu::Activation;
 use crate::peft::targets::Site;
 use crate::source::{Group, ParamInfo, Part};
 
-/// The options of the one decoder block. Families differ in these values only.
+/// Options of the decoder block. Families differ only in these values.
 #[derive(Debug, Clone)]
 pub struct Spec {
     pub model_type: String,
@@ -18,7 +18,7 @@ pub struct Spec {
     pub norm_eps: f64,
     /// Gemma: a norm multiplies by 1 + w.
     pub norm_plus_one: bool,
-    /// Gemma: norms after attention and after the MLP too.
+    /// Gemma: norms also after attention and after the MLP.
     pub sandwich_norms: bool,
     pub qk_norm: bool,
     pub qkv_bias: bool,
@@ -41,7 +41,7 @@ pub struct Spec {
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LayerSpec {
-    /// Sliding window in tokens; `None` sees everything before.
+    /// Sliding window in tokens; `None`: full causal attention.
     pub window: Option<usize>,
     /// Index into `Spec::ropes`.
     pub rope: usize,
@@ -60,7 +60,7 @@ impl Spec {
         self.kv_heads * self.head_dim
     }
 
-    /// The parameter that projects to the vocabulary.
+    /// Name of the output projection (LM head).
     pub fn head_name(&self) -> &'static str {
         if self.tied { EMBEDDING } else { LM_HEAD }
     }
@@ -168,7 +168,7 @@ impl Spec {
         all
     }
 
-    /// Every linear of the decoder layers, in order: where adapters can go.
+    /// Every linear of the decoder layers, in order: the possible places of adapters.
     pub fn sites(&self) -> Vec<Site> {
         (0..self.layers.len())
             .flat_map(|l| {

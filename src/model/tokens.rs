@@ -1,6 +1,6 @@
-//! Rows of the embedding, or of a head of its own, that train beside adapters (PEFT's `trainable_token_indices`): new
-//! tokens learn without the whole matrix. Their exact values are f32; the matrix holds them rounded to its type, so a
-//! forward pass is as ever, and a tied head sees them too.
+//! Trained rows of the embedding or of an untied head, beside adapters (PEFT's `trainable_token_indices`): new tokens
+//! are trained without the whole matrix. Their exact values are f32; the matrix holds them rounded to its type, so the
+//! forward pass is unchanged, and a tied head uses them too.
 //!
 //! Letters: N tokens, D hidden size, V vocabulary rows, T trained rows.
 
@@ -12,28 +12,28 @@ use crate::peft::Part;
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 
-/// Below the matrix's module, as PEFT names it.
+/// Name below the matrix's module, as in PEFT.
 pub const BELOW: &str = "token_adapter.trainable_tokens_delta";
 
 #[derive(Debug, Clone)]
 pub struct TokenRows {
     /// Name of the matrix `[V, D]`.
     pub table: Arc<str>,
-    /// T different rows of it.
+    /// T distinct rows of it.
     pub ids: Vec<u32>,
     /// Their values, f32 `[T, D]`.
     pub part: Part,
 }
 
-/// The name under which rows of the matrix `table` train.
+/// Parameter name of the trained rows of the matrix `table`.
 pub fn name_of(table: &str) -> String {
     format!("{}.{BELOW}", table.trim_end_matches(".weight"))
 }
 
 impl TokenRows {
-    /// Rows `ids` of `table` as they are, or with the values `given` `[T, D]`; the matrix takes these over.
+    /// Rows `ids` of `table` with their current values, or with `given` `[T, D]`, which is copied into the matrix.
     ///
-    /// Errors: an id that the matrix does not have; a matrix that is not held.
+    /// Errors: an id outside the matrix; a matrix that is not held in memory.
     pub fn new(network: &Network, table: &str, ids: &[u32], given: Option<&Tensor>) -> Result<Self> {
         let held = network.source.held(table).ok_or_else(|| {
             Error::new("rows of a matrix that stays on the disk cannot train")
@@ -72,7 +72,7 @@ impl TokenRows {
         Ok(rows)
     }
 
-    /// The matrix takes the values over.
+    /// Copies the values into the matrix.
     pub fn place(&self, network: &Network) -> Result<()> {
         let Some(table) = network.source.held(&self.table) else {
             return Err(Error::new("a matrix with trained rows is not held").at(&*self.table));
@@ -85,13 +85,13 @@ impl TokenRows {
         Ok(())
     }
 
-    /// Of the gradient of a whole matrix `[V, D]`, that of the rows, `[T, D]`.
+    /// Selects the gradient of the rows, `[T, D]`, from the gradient of the whole matrix `[V, D]`.
     pub fn of_whole(&self, gradient: &Tensor) -> Result<Tensor> {
         let ids = Tensor::from_slice(&self.ids, self.ids.len(), gradient.device())?;
         Ok(gradient.index_select(&ids, 0)?.contiguous()?)
     }
 
-    /// Adds what the embedded tokens `ids` `[N]` say, by `dx` `[N, D]`, to `gradient` `[T, D]`.
+    /// Adds the embedding gradient of the tokens `ids` `[N]`, from `dx` `[N, D]`, to `gradient` `[T, D]`.
     pub fn add_embedded(&self, gradient: &Tensor, ids: &[u32], dx: &Tensor, scale: f32) -> Result<()> {
         let (mut tokens, mut rows) = (Vec::new(), Vec::new());
         for (n, id) in ids.iter().enumerate() {

@@ -1,8 +1,8 @@
-//! The block schedule: which block is active at a step. Of BAdam (Luo, Yu, Li 2024, arXiv 2404.02827, algorithm 1), and
-//! of LISA (Pan et al. 2024, arXiv 2403.17919, algorithm 1), which draws layers by their importance.
+//! The block schedule: which block is active at a step. BAdam (Luo, Yu, Li 2024, arXiv 2404.02827, algorithm 1), and
+//! LISA (Pan et al. 2024, arXiv 2403.17919, algorithm 1), which draws layers by their importance.
 //!
-//! Every block is active for exactly `switch_every` steps, and the schedule is a function of the step and
-//! the seed alone, so a resumed run is in the right block by construction.
+//! Every block is active for exactly `switch_every` steps, and the schedule depends only on the step and the seed, so a
+//! resumed run continues with the right block.
 
 use super::mask::Masks;
 use super::partition::partition;
@@ -15,10 +15,10 @@ use std::collections::BTreeSet;
 /// One block.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BlockPlan {
-    /// What metrics and events call it: `model.layers.3`, `model.layers.0-1.mlp`, `embedding`, `lm_head`.
+    /// Label in metrics and events: `model.layers.3`, `model.layers.0-1.mlp`, `embedding`, `lm_head`.
     pub label: String,
     pub params: Vec<String>,
-    /// Of all of them.
+    /// Total number of elements.
     pub elements: usize,
 }
 
@@ -30,17 +30,17 @@ pub struct BlockSchedule {
     start: usize,
     seed: u64,
     warmup: u64,
-    /// Blocks that are drawn together (`order = "importance"`), and the importance of each.
+    /// Number of blocks that are drawn together (`order = "importance"`), and the importance of each block.
     together: usize,
     importance: Vec<f64>,
-    /// Partition `ratio`: part of each parameter, scattered or not.
+    /// Partition `ratio`: the active fraction of each parameter, and whether it is scattered.
     ratio: Option<(f64, bool)>,
-    /// Parameters that train in every step.
+    /// Parameters that are trained in every step.
     pub always: BTreeSet<String>,
 }
 
 impl BlockSchedule {
-    /// A run gives `switch_every` a number first (`run::defaults`); where its steps are not known, any will do.
+    /// A run resolves `switch_every` to a number first (`run::defaults`); without known steps any number is valid.
     pub fn new(recipe: &recipe::Block, params: &[ParamInfo], tied: bool, seed: u64) -> Result<Self> {
         let blocks = partition(recipe, params, tied);
         if blocks.is_empty() {
@@ -86,7 +86,7 @@ impl BlockSchedule {
         })
     }
 
-    /// How many switches lie before `step`.
+    /// Number of switches before `step`.
     fn visit(&self, step: u64) -> u64 {
         (step.max(1) - 1) / self.switch_every
     }
@@ -105,7 +105,7 @@ impl BlockSchedule {
         }
     }
 
-    /// The blocks of the first `count` turns, each as `active` says.
+    /// The blocks of the first `count` turns, each as in `active`.
     pub fn turns(&self, count: u64) -> Vec<Vec<usize>> {
         let d = self.blocks.len() as u64;
         if self.order != BlockOrder::Random {
@@ -113,18 +113,18 @@ impl BlockSchedule {
                 .map(|turn| self.active(turn * self.switch_every + 1))
                 .collect();
         }
-        // One draw serves all turns of an epoch.
+        // One permutation gives all turns of an epoch.
         let epochs = (0..count.div_ceil(d)).flat_map(|epoch| self.order_of(epoch));
         epochs.take(count as usize).map(|block| vec![block]).collect()
     }
 
-    /// The order of the blocks in an epoch of random order.
+    /// The order of the blocks in an epoch of `order = "random"`.
     fn order_of(&self, epoch: u64) -> Vec<usize> {
         Rng::new(self.seed, Stream::Blocks, &[epoch]).permutation(self.blocks.len())
     }
 
-    /// `together` blocks without repetition, each draw with probability in proportion to importance (Efraimidis &
-    /// Spirakis 2006, "Weighted random sampling with a reservoir", algorithm A: the largest u^(1/w)).
+    /// Draws `together` blocks without replacement, with probability proportional to importance (Efraimidis & Spirakis
+    /// 2006, "Weighted random sampling with a reservoir", algorithm A: the largest u^(1/w)).
     fn drawn(&self, visit: u64) -> Vec<usize> {
         let rng = Rng::new(self.seed, Stream::Blocks, &[u64::MAX, visit]);
         let mut keys: Vec<(f64, usize)> = self
@@ -139,18 +139,18 @@ impl BlockSchedule {
         chosen
     }
 
-    /// Is the active block the same in the whole run?
+    /// True if the active block is the same in the whole run.
     pub fn is_fixed(&self) -> bool {
         self.order == BlockOrder::Fixed
     }
 
-    /// The parameters that train at `step`.
+    /// The parameters that are trained at `step`.
     pub fn params(&self, step: u64) -> impl Iterator<Item = &String> {
         let active = self.active(step).into_iter();
         active.flat_map(|b| self.blocks[b].params.iter()).chain(&self.always)
     }
 
-    /// Every set of blocks that can be the worst for memory: each with the largest others that are drawn with it.
+    /// Every set of blocks that can need the most memory: each block with the largest others that can be drawn with it.
     pub fn possible(&self) -> Vec<Vec<usize>> {
         if self.order == BlockOrder::Fixed {
             return vec![vec![self.start]];
@@ -166,7 +166,7 @@ impl BlockSchedule {
             .collect()
     }
 
-    /// Is only a part of each parameter active (partition `ratio`)?
+    /// True if only a fraction of each parameter is active (partition `ratio`).
     pub fn is_masked(&self) -> bool {
         self.ratio.is_some()
     }
@@ -180,11 +180,11 @@ impl BlockSchedule {
         labels.join(" + ")
     }
 
-    /// The part of each parameter that is active at `step` (partition `ratio`).
+    /// The active elements of each parameter at `step` (partition `ratio`).
     pub fn masks(&self, step: u64) -> Option<Masks> {
         let (ratio, scattered) = self.ratio?;
         let round = match self.order {
-            // It goes on where the last round ended, though rounds do not end with the parameter.
+            // The window continues where the last round ended, which need not be the parameter's end.
             BlockOrder::Fixed => 0,
             _ => self.visit(step) / self.blocks.len() as u64,
         };
@@ -192,17 +192,17 @@ impl BlockSchedule {
         Some(Masks::new(ratio, scattered, self.seed, window, self.always.clone()))
     }
 
-    /// Does `step` start a new block? (A block that follows itself is not a switch.)
+    /// True if `step` starts a new block. (The same block again is not a switch.)
     pub fn switches_at(&self, step: u64) -> bool {
         step <= 1 || self.active(step) != self.active(step - 1) || self.masks(step) != self.masks(step - 1)
     }
 
-    /// Is the state of a parameter kept when `step` starts a new block?
+    /// True if the optimizer state of a parameter is kept when `step` starts a new block.
     pub fn survives(&self, name: &str, step: u64) -> bool {
         self.always.contains(name) || (self.ratio.is_none() && self.params(step).any(|n| n == name))
     }
 
-    /// Factor of the learning rate while a block warms up after its switch.
+    /// Factor of the learning rate while a block warms up after a switch.
     pub fn warmup(&self, step: u64) -> f64 {
         let since = step.max(1) - 1;
         let inside = match self.order {
@@ -217,7 +217,7 @@ impl BlockSchedule {
     }
 }
 
-/// The importance of each block: 1, or what `tune.block.importance` says of the start of its label.
+/// The importance of each block: 1, or the value in `tune.block.importance` for a prefix of its label.
 fn importance(recipe: &recipe::Block, blocks: &[BlockPlan]) -> Result<Vec<f64>> {
     let mut weights = vec![1.0; blocks.len()];
     for text in &recipe.importance {
@@ -371,7 +371,7 @@ mod tests {
             [1, 2, 3, 4].map(|k| s.warmup(k)),
             [1.0 / 3.0, 2.0 / 3.0, 1.0, 1.0 / 3.0]
         );
-        // A block that is never left warms up once.
+        // A block that is never deactivated warms up once.
         let s = schedule(&recipe::Block {
             order: BlockOrder::Fixed,
             ..r
@@ -408,7 +408,7 @@ mod tests {
         let label = s.label(1);
         assert!(label.contains(" + "), "{label}");
         assert!(s.possible().iter().all(|set| set.len() == 2));
-        // The two largest can be drawn together, though each is a matrix or two.
+        // The two largest blocks can be drawn together, although each is only a matrix or two.
         let mut wide = params();
         let tables = wide.iter_mut().filter(|p| !matches!(p.group, Group::Layer(_)));
         tables.for_each(|p| p.shape[0] = 100);

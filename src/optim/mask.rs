@@ -1,30 +1,30 @@
-//! Masks inside a matrix: the `ratio` partition of BAdam (Luo, Yu, Li 2024, arXiv 2404.02827, and the ratio mode of
-//! its reference implementation). Of every parameter a window of its elements is active; each switch moves the
-//! window on by its own length, around the end to the beginning.
+//! Masks inside a matrix: the `ratio` partition of BAdam (Luo, Yu, Li 2024, arXiv 2404.02827, and the ratio mode of its
+//! reference implementation). A window of the elements of each parameter is active; each switch moves the window by its
+//! own length, with wrap-around.
 
 use crate::base::rng::{Permutation, Rng, Stream};
 use crate::ops::part::Places;
 use std::collections::BTreeSet;
 
-/// Parameters with fewer elements are active whole, as in the reference.
+/// Parameters with fewer elements are active as a whole, as in the reference.
 const WHOLE: usize = 100;
 
-/// The masks of one window, for every parameter.
+/// The masks of all parameters for one window.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Masks {
-    /// Parts in a million of each parameter that are active: an integer, so that masks can be compared.
+    /// Active fraction of each parameter in parts per million: an integer, so that masks can be compared.
     ratio: u64,
     scattered: bool,
     seed: u64,
-    /// How often the window has moved.
+    /// Number of moves of the window.
     window: u64,
-    /// Parameters that are active whole whatever their size.
+    /// Parameters that are active as a whole, whatever their size.
     whole: BTreeSet<String>,
 }
 
 const MILLION: u64 = 1_000_000;
 
-/// The same number for the same name everywhere: FNV-1a.
+/// A hash that is the same on every machine: FNV-1a.
 pub(super) fn hash(name: &str) -> u64 {
     name.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| {
         (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3)
@@ -42,12 +42,12 @@ impl Masks {
         }
     }
 
-    /// Windows until every element was active.
+    /// Number of windows until every element was active.
     pub fn windows(ratio: f64) -> u64 {
         MILLION.div_ceil((ratio * MILLION as f64).round().max(1.0) as u64)
     }
 
-    /// Active elements of a parameter of `n`.
+    /// Number of active elements of a parameter with `n` elements.
     pub fn len(&self, name: &str, n: usize) -> usize {
         match n < WHOLE || self.ratio >= MILLION || self.whole.contains(name) {
             true => n,
@@ -55,7 +55,7 @@ impl Masks {
         }
     }
 
-    /// The active elements of a parameter of `n`; `None`: all of them.
+    /// The active elements of a parameter with `n` elements; `None`: all of them.
     pub fn of(&self, name: &str, n: usize) -> Option<Places> {
         let len = self.len(name, n);
         let rng = || Rng::new(self.seed, Stream::Mask, &[hash(name)]);

@@ -1,5 +1,5 @@
-//! Optimizers, learning-rate schedules and the block schedule: named parameters and gradients in, update out.
-//! Knows names, shapes and numbers. Knows no layers, no files. The arithmetic of the rules stands in `ops::step`.
+//! Optimizers, learning-rate schedules and the block schedule, on named parameters and gradients.
+//! Independent of layers and files. The arithmetic of the update rules is in `ops::step`.
 
 pub mod blocks;
 pub mod mask;

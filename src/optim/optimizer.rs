@@ -15,38 +15,38 @@ use std::collections::BTreeMap;
 pub struct Optimizer {
     settings: recipe::Optimizer,
     states: BTreeMap<String, State>,
-    /// Lower halves of the f32 masters of bf16 weights, i16 `[n]`: kept when a block retires.
+    /// Low 16 bits of the fp32 masters of bf16 weights, i16 `[n]`; kept when a block is deactivated.
     low: BTreeMap<String, Tensor>,
-    /// Ends of names, and the factor of the learning rate of parameters that end so.
+    /// Learning-rate factors by name suffix.
     rates: Vec<(String, f64)>,
     seed: u64,
-    /// The optimizer step that is being done, and how often each weight was rounded in it.
+    /// The current optimizer step, and how often each weight was rounded in it.
     now: u64,
     rounded: BTreeMap<String, u64>,
 }
 
-/// One parameter and what it is changed by.
+/// One parameter and its gradient.
 pub struct Update<'a> {
     pub name: &'a str,
-    /// f32 or bf16, changed in place.
+    /// f32 or bf16, updated in place.
     pub weight: &'a Tensor,
-    /// f32; the weight's shape, or of its active part `[len]`.
+    /// f32; shape of the weight, or `[len]` of its active elements.
     pub gradient: &'a Tensor,
-    /// The active part of the weight; `None`: all of it.
+    /// The active elements of the weight; `None`: all of them.
     pub places: Option<Places>,
 }
 
-/// What a checkpoint keeps of one parameter.
+/// State of one parameter in a checkpoint.
 pub struct SavedState<'a> {
     pub name: &'a str,
     pub step: u64,
-    /// Tensors by the name of the part: `m`, `v`; eight-bit states as `m.codes` (u8) and `m.scales`.
+    /// Tensors by part name: `m`, `v`; 8-bit states as `m.codes` (u8) and `m.scales`.
     pub parts: Vec<(&'static str, Tensor)>,
 }
 
-/// What is taken from the optimizer's tables while a weight changes.
+/// Values taken out of the optimizer's tables during an update.
 struct Held {
-    /// The weight, or a copy of its active part.
+    /// The weight, or a copy of its active elements.
     weight: Tensor,
     low: Option<Tensor>,
     precision: Kind,
@@ -81,29 +81,29 @@ impl Optimizer {
         }
     }
 
-    /// The seed of stochastic rounding.
+    /// Sets the seed of stochastic rounding.
     pub fn with_seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// Parameters whose names end like this learn at `factor` times the learning rate.
+    /// Parameters whose names end with `ending` use `factor` times the learning rate.
     pub fn set_rate(&mut self, ending: &str, factor: f64) {
         self.rates.push((ending.to_string(), factor));
     }
 
-    /// Says which optimizer step (from 1) follows: random numbers depend on it.
+    /// Sets the next optimizer step (from 1): random numbers depend on it.
     pub fn begin(&mut self, step: u64) {
         self.now = step;
         self.rounded.clear();
     }
 
-    /// Bytes of moments of a parameter of this shape (`[len]` for a masked one).
+    /// Bytes of the moments of a parameter of this shape (`[len]` for a masked one).
     pub fn state_bytes(settings: &recipe::Optimizer, shape: &[usize]) -> u64 {
         state::bytes(settings, shape)
     }
 
-    /// Bytes that every element of a weight needs once it was trained, beside the weight: the lower half of its master.
+    /// Bytes per element that a weight needs beside itself once it was trained: the low 16 bits of its fp32 master.
     pub fn master_bytes(settings: &recipe::Optimizer, bf16: bool) -> u64 {
         match settings.master {
             Master::F32 if bf16 => 2,
@@ -111,8 +111,8 @@ impl Optimizer {
         }
     }
 
-    /// Drops the moments of every parameter but those `keep` names; what a master knows beyond bf16 stays.
-    /// From a GPU that goes to the host.
+    /// Drops the moments of all parameters that `keep` rejects. The low bits of their fp32 masters are kept, and moved
+    /// to the host if they are on a GPU.
     pub fn retire_all_but(&mut self, keep: impl Fn(&str) -> bool) -> Result<()> {
         self.states.retain(|name, _| keep(name));
         for (_, low) in self.low.iter_mut().filter(|(name, _)| !keep(name)) {
@@ -121,12 +121,12 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Updates every parameter of a list, no name twice, by its gradient times `coefficient`.
+    /// Updates all parameters of a list (no name twice) with their gradients times `coefficient`.
     pub fn update_all(&mut self, updates: &[Update], lr: f64, coefficient: f32) -> Result<()> {
         self.update_gated(updates, lr, coefficient, Gate::default())
     }
 
-    /// As `update_all`, as far as `gate` lets it.
+    /// As `update_all`; `gate` can disable the update.
     pub fn update_gated(&mut self, updates: &[Update], lr: f64, coefficient: f32, gate: Gate) -> Result<()> {
         let mut held = Vec::with_capacity(updates.len());
         for u in updates {
@@ -173,8 +173,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// A change without state, as far as `gate` lets it: against the gradient (or its sign) by `lr`, no decay, no
-    /// clipping.
+    /// A stateless update by `lr` against the gradient or its sign, without decay or clipping; `gate` can disable it.
     pub fn descend(
         &mut self,
         name: &str,
@@ -203,7 +202,7 @@ impl Optimizer {
         factors.map(|(_, factor)| factor).product()
     }
 
-    /// The weight (or a copy of its active part) and what it needs to change.
+    /// Returns the weight (or a copy of its active elements) and the values that its update needs.
     fn hold(&mut self, name: &str, weight: &Tensor, places: Option<&Places>) -> Result<Held> {
         let take = |t: &Tensor| match places {
             Some(places) => part::gather(t, places),
@@ -212,7 +211,7 @@ impl Optimizer {
         let (low, precision) = match (weight.dtype(), self.settings.master) {
             (DType::F32, _) => (None, Kind::Whole),
             (DType::BF16, Master::Stochastic) => {
-                // A weight that changes twice in a step (a correction in two micro-batches) draws anew.
+                // A weight that is updated twice in a step (a correction in two micro-batches) uses new random numbers.
                 let times = self.rounded.entry(name.to_string()).or_insert(0);
                 *times += 1;
                 let key = [self.now, *times, mask::hash(name)];
@@ -257,7 +256,7 @@ impl Optimizer {
         }
     }
 
-    /// Sets a weight to exact f32 values, as `exact` gave them.
+    /// Sets a weight to exact f32 values from `exact`.
     pub fn restore_weight(&mut self, name: &str, weight: &Tensor, values: &[f32]) -> Result<()> {
         if values.len() != weight.elem_count() {
             return Err(Error::new("saved weight has another size").at(name));
@@ -269,7 +268,7 @@ impl Optimizer {
                 self.low.insert(name.to_string(), low);
                 Ok(())
             }
-            // Without a master the values are bf16 numbers already.
+            // Without an fp32 master the values are already bf16 numbers.
             _ => update::set(weight, values),
         }
     }
@@ -282,14 +281,14 @@ impl Optimizer {
         })
     }
 
-    /// Sets the state of a parameter, as `saved` gave it.
+    /// Restores the state of a parameter from `saved`.
     pub fn restore_state(&mut self, name: &str, step: u64, parts: BTreeMap<String, Tensor>) -> Result<()> {
         let state = State::from_parts(step, parts).map_err(|e| e.or_at(name))?;
         self.states.insert(name.to_string(), state);
         Ok(())
     }
 
-    /// Bytes held now.
+    /// Bytes of the current state.
     pub fn bytes(&self) -> u64 {
         let states: u64 = self.states.values().map(State::bytes).sum();
         let low: usize = self.low.values().map(|l| 2 * l.elem_count()).sum();
@@ -299,7 +298,7 @@ impl Optimizer {
 
 impl LowerHalves for Optimizer {
     fn put_low(&mut self, name: &str, low: Tensor) {
-        // Without a master nothing is known beyond the weight.
+        // Without fp32 masters there are no low bits.
         if self.settings.master == Master::F32 {
             self.low.insert(name.to_string(), low);
         }

@@ -1,11 +1,11 @@
-//! Which parameters form a block: a layer or several, a half of a layer, a matrix, or a part of every matrix.
+//! Partition of the parameters into blocks: one or more layers, half a layer, a matrix, or a fraction of every matrix.
 
 use super::blocks::BlockPlan;
 use super::mask::Masks;
 use crate::recipe::{self, BlockOrder, Partition};
 use crate::source::{Group, ParamInfo, Part};
 
-/// The blocks of a model in its order.
+/// The blocks of a model, in model order.
 pub fn partition(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Vec<BlockPlan> {
     let named = |label: String, wanted: &dyn Fn(&ParamInfo) -> bool| block(label, params.iter().filter(|p| wanted(p)));
     let mut blocks = Vec::new();
@@ -15,7 +15,7 @@ pub fn partition(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Ve
     if recipe.include_embedding {
         blocks.push(named("embedding".into(), &|p| p.group == Group::Embedding));
     }
-    // By layer, so that a block looks at its own layers only.
+    // Group by layer, so that a block searches its own layers only.
     let mut of_layer: Vec<Vec<&ParamInfo>> = Vec::new();
     for p in params {
         if let Group::Layer(l) = p.group {
@@ -24,7 +24,7 @@ pub fn partition(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Ve
         }
     }
     let layers = of_layer.len();
-    // Drawn together, layers are no neighbours: each is a block of its own.
+    // Layers that are drawn together are not adjacent: each is a block.
     let per_block = match recipe.order {
         BlockOrder::Importance => 1,
         _ => recipe.layers_per_block.max(1),
@@ -66,8 +66,8 @@ pub fn partition(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Ve
         }
     }
     if recipe.include_lm_head {
-        // The reference's last block: the output layer and what belongs to no layer. A tied head is the
-        // embedding, trained here unless it has a block of its own.
+        // As in the reference, the last block is the output layer and the parameters outside the layers. A tied head is
+        // the embedding, trained here unless the embedding is a separate block.
         let with_embedding = tied && !recipe.include_embedding;
         blocks.push(named("lm_head".into(), &|p| {
             p.group == Group::Head || (with_embedding && p.group == Group::Embedding)
@@ -76,8 +76,8 @@ pub fn partition(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Ve
     blocks
 }
 
-/// The windows of the `ratio` partition: each holds a part of every parameter of the layers, and of embedding and head
-/// where they are included.
+/// The windows of the `ratio` partition: each contains a fraction of every parameter of the layers, and of embedding
+/// and head if they are included.
 fn windows(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Vec<BlockPlan> {
     let wanted = |p: &&ParamInfo| match p.group {
         Group::Layer(_) => true,

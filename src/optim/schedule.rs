@@ -17,8 +17,8 @@ impl Schedule {
     /// `total` is the number of optimizer steps of the run.
     pub fn new(recipe: &recipe::Schedule, total: u64) -> Self {
         let part = |ratio: f64| ratio * total as f64;
-        // Down: the first step of a warm-up has rate 0, and in a short run that would be all of them.
-        // (0.29 * 100 is a little under 29 in floating point.)
+        // Rounded down: the first step of a warm-up has rate 0, and in a short run it could be the only one.
+        // (0.29 * 100 is slightly below 29 in floating point.)
         let warmup = (part(recipe.warmup_ratio) + 1e-6).floor() as u64;
         Self {
             name: recipe.name,
@@ -29,7 +29,7 @@ impl Schedule {
         }
     }
 
-    /// Steps over which the rate rises.
+    /// Number of warm-up steps.
     pub fn warmup(&self) -> u64 {
         self.warmup
     }

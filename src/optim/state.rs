@@ -1,4 +1,4 @@
-//! What is kept of a parameter between its updates, for each rule: made, measured, saved and read back.
+//! Optimizer state of a parameter, for each rule: created, measured, saved and restored.
 
 use crate::base::{Error, Result};
 use crate::ops::step::{BLOCK, Moment, Rule};
@@ -6,10 +6,10 @@ use crate::recipe::{self, OptimizerName, StateDtype};
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 
-/// Parameters with fewer elements keep f32 moments, as in bitsandbytes: norms and biases are small and touchy.
+/// Smaller parameters keep f32 moments, as in bitsandbytes: norms and biases are small and sensitive.
 const LEAST_FOR_INT8: usize = 4096;
 
-/// The rule that a recipe asks for.
+/// The update rule of a recipe.
 pub(super) fn rule(settings: &recipe::Optimizer) -> Rule {
     match settings.name {
         OptimizerName::Adamw => Rule::Adamw {
@@ -24,7 +24,7 @@ pub(super) fn rule(settings: &recipe::Optimizer) -> Rule {
     }
 }
 
-/// Lengths of the two moments of a parameter of this shape; `None`: the rule does not keep it.
+/// Lengths of the two moments of a parameter of this shape; `None`: the rule does not use that moment.
 fn lengths(settings: &recipe::Optimizer, shape: &[usize]) -> (Option<usize>, Option<usize>) {
     let n = shape.iter().product();
     match (settings.name, shape) {
@@ -53,10 +53,10 @@ pub(super) fn bytes(settings: &recipe::Optimizer, shape: &[usize]) -> u64 {
         .sum()
 }
 
-/// State of one parameter that is being trained.
+/// State of one active parameter.
 #[derive(Debug, Clone)]
 pub(super) struct State {
-    /// Updates so far.
+    /// Number of updates so far.
     pub(super) step: u64,
     pub(super) first: Option<Moment>,
     pub(super) second: Option<Moment>,
@@ -85,7 +85,7 @@ impl State {
             .sum()
     }
 
-    /// Its tensors under the names that a checkpoint gives them: `m`, `v`; in eight bits `m.codes`, `m.scales`, ...
+    /// Its tensors by their names in a checkpoint: `m`, `v`; 8-bit: `m.codes`, `m.scales`, ...
     pub(super) fn parts(&self) -> Vec<(&'static str, Tensor)> {
         let names = [("m", "m.codes", "m.scales"), ("v", "v.codes", "v.scales")];
         let mut parts = Vec::new();
@@ -101,7 +101,7 @@ impl State {
         parts
     }
 
-    /// The opposite of `parts`. Errors: half of an eight-bit moment, a wrong type, a name that is none.
+    /// The inverse of `parts`. Errors: an incomplete 8-bit moment, a wrong type, an unknown name.
     pub(super) fn from_parts(step: u64, mut parts: BTreeMap<String, Tensor>) -> Result<Self> {
         let mut moment = |name: &str| -> Result<Option<Moment>> {
             let coded = (

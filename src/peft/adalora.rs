@@ -1,5 +1,5 @@
-//! AdaLoRA (Zhang et al. 2023, arXiv 2303.10512, section 3.1): y = x·Wᵀ + c · ((e ⊙ (x·Aᵀ))·Bᵀ): a pair with learned
-//! singular values, of which the least important are set to zero while training goes on.
+//! AdaLoRA (Zhang et al. 2023, arXiv 2303.10512, section 3.1): y = x·Wᵀ + c · ((e ⊙ (x·Aᵀ))·Bᵀ): a LoRA pair with
+//! learned singular values; the least important ones are set to zero during training.
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
@@ -18,7 +18,7 @@ pub struct Adalora {
     pub b: Part,
     /// Singular values, `[R, 1]`.
     pub e: Part,
-    /// alpha / (rank + 1e-5), as in PEFT: with the rank the adapter started with.
+    /// alpha / (rank + 1e-5), as in PEFT: with the initial rank of the adapter.
     pub scale: f32,
     pub mask: Mask,
 }
@@ -34,7 +34,7 @@ impl Adalora {
         }
     }
 
-    /// A and B normal with deviation 0.02, singular values zero.
+    /// Initializes A and B normal with standard deviation 0.02, singular values zero.
     pub fn fresh(
         module: &str,
         (r, input, output): (usize, usize, usize),
@@ -49,12 +49,12 @@ impl Adalora {
 }
 
 impl Adalora {
-    /// R; 0 where all singular values were taken away.
+    /// R; 0 if all singular values were removed.
     pub fn rank(&self) -> usize {
         self.e.tensor.elem_count()
     }
 
-    /// The same without the singular values that `kept` marks false. Errors: `kept` has not R flags.
+    /// A copy without the singular values that are false in `kept`. Errors: `kept` does not have R flags.
     pub fn without(&self, module: &str, kept: &[bool]) -> Result<Self> {
         let (r, inputs) = self.a.tensor.dims2()?;
         let outputs = self.b.tensor.dim(0)?;
@@ -153,7 +153,7 @@ impl Kind for Adalora {
     fn work(&self) -> (u64, usize, u64, u64) {
         let r = self.rank() as u64;
         let i = self.a.tensor.elem_count() as u64 / r.max(1);
-        // Importance and uncertainty of every number (`ranks`).
+        // Importance and uncertainty of every element (`ranks`).
         let parts = [&self.a, &self.b, &self.e];
         let scored: usize = parts.iter().map(|p| 2 * p.tensor.elem_count()).sum();
         (scored as u64, 0, i + 4 * r, 0)

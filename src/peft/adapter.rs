@@ -1,4 +1,4 @@
-//! An adapter on one linear, of any kind: what each kind has to answer, and the one `match` over the kinds.
+//! An adapter of any kind on one linear: the trait of the kinds, and the one `match` over them.
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
@@ -8,7 +8,7 @@ use crate::base::Result;
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
 
-/// What the dropout masks of one micro-batch depend on.
+/// Key of the dropout masks of one micro-batch.
 #[derive(Debug, Clone, Copy)]
 pub struct Dropout {
     pub seed: u64,
@@ -19,7 +19,7 @@ pub struct Dropout {
 /// A named tensor of an adapter, f32.
 #[derive(Debug, Clone)]
 pub struct Part {
-    /// `model.layers.0.self_attn.q_proj.lora_A.weight`: in a PEFT file `base_model.model.` stands before it.
+    /// `model.layers.0.self_attn.q_proj.lora_A.weight`: a PEFT file adds the prefix `base_model.model.`.
     pub name: Arc<str>,
     pub tensor: Tensor,
 }
@@ -33,16 +33,16 @@ impl Part {
     }
 }
 
-/// The gradient of a part, of its shape.
+/// The gradient of a part, in its shape.
 pub struct Gradient {
     pub part: Part,
     pub gradient: Tensor,
 }
 
-/// A backward pass through a linear with its adapter.
+/// Inputs of a backward pass through a linear with its adapter.
 pub struct Backward<'a> {
     pub base: &'a dyn Frozen,
-    /// `[N, I]`: given where gradients of the adapter are wanted.
+    /// `[N, I]`: present if gradients of the adapter are needed.
     pub x: Option<&'a Tensor>,
     /// `[N, O]`
     pub dy: &'a Tensor,
@@ -50,44 +50,44 @@ pub struct Backward<'a> {
     pub dropout: Option<Dropout>,
 }
 
-/// `∂x` `[N, I]`, where it is needed, and the gradients of the trained parts, where `x` was given.
+/// `∂x` `[N, I]`, if it is needed, and the gradients of the trained parts, if `x` is present.
 pub type Backed = (Option<Tensor>, Vec<Gradient>);
 
-/// What an adapter holds and needs beside its linear, for the planner.
+/// Memory of an adapter beside its linear, for the planner.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Cost {
     /// Name and shape of every trained part.
     pub trained: Vec<(Arc<str>, Vec<usize>)>,
-    /// Elements that are held and not trained.
+    /// Elements that are stored and not trained.
     pub fixed: u64,
-    /// R of a delta that is applied as two thin products; 0 for other kinds.
+    /// R of a low-rank update that is applied as two thin products; 0 for other kinds.
     pub rank: usize,
-    /// Elements that forward and backward need for a moment: for each token, and in all.
+    /// Temporary elements of forward and backward: per token, and in total.
     pub per_token: u64,
     pub whole: u64,
-    /// Multiplies f32 numbers with W: on a GPU a bf16 W is widened for that, block by block.
+    /// True if it multiplies f32 activations with W: on a GPU a bf16 W is then widened, block by block.
     pub widens: bool,
 }
 
-/// What every kind answers.
+/// Operations of every adapter kind.
 pub(super) trait Kind {
-    /// The trained tensors, in the order of the file.
+    /// The trained tensors, in file order.
     fn parts(&self) -> Vec<Part>;
 
-    /// `x` `[N, I]` to the linear's output with the adapter, `[N, O]`.
+    /// Maps `x` `[N, I]` to the output of the linear with the adapter, `[N, O]`.
     fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor>;
 
     fn backward(&self, b: Backward<'_>) -> Result<Backed>;
 
-    /// W `[O, I]` with the adapter folded in, f32 on the CPU.
+    /// W `[O, I]` with the adapter merged, f32 on the CPU.
     fn merged(&self, w: &Tensor) -> Result<Tensor>;
 
-    /// The bias `[O]` with the adapter folded in; only some kinds change it.
+    /// The bias `[O]` with the adapter merged; only some kinds change it.
     fn merged_bias(&self, bias: &Tensor) -> Result<Tensor> {
         Ok(bias.clone())
     }
 
-    /// Elements that are held and not trained; R; moments per token and in all.
+    /// Elements that are stored and not trained; R; temporary elements per token and in total.
     fn work(&self) -> (u64, usize, u64, u64);
 
     /// As `Cost::widens`.
@@ -128,7 +128,7 @@ impl Adapter {
         self.kind().parts()
     }
 
-    /// Tensors that a run needs again after a stop: those that train, and a start that is taken off.
+    /// Tensors that a resumed run needs: the trained ones, and a subtracted init.
     pub fn saved(&self) -> Vec<Part> {
         let mut all = self.parts();
         if let Some(lora) = self.lora() {
@@ -137,22 +137,22 @@ impl Adapter {
         all
     }
 
-    /// `x` `[N, I]` to the linear's output with the adapter, `[N, O]`.
+    /// Maps `x` `[N, I]` to the output of the linear with the adapter, `[N, O]`.
     pub fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
         self.kind().forward(base, x, dropout)
     }
 
-    /// Goes back through linear and adapter; no gradient leaves before `∂x` is computed.
+    /// Backward pass through linear and adapter; `∂x` is computed before any gradient is returned.
     pub fn backward(&self, b: Backward<'_>) -> Result<Backed> {
         self.kind().backward(b)
     }
 
-    /// W `[O, I]` with the adapter folded in, f32 on the CPU.
+    /// W `[O, I]` with the adapter merged, f32 on the CPU.
     pub fn merged(&self, w: &Tensor) -> Result<Tensor> {
         self.kind().merged(w)
     }
 
-    /// The bias `[O]` with the adapter folded in.
+    /// The bias `[O]` with the adapter merged.
     pub fn merged_bias(&self, bias: &Tensor) -> Result<Tensor> {
         self.kind().merged_bias(bias)
     }
@@ -173,7 +173,7 @@ impl Adapter {
         }
     }
 
-    /// The same adapter with its tensors on this device.
+    /// A copy of the adapter on this device.
     pub fn on(&self, device: &Device) -> Result<Self> {
         let to = |t: &mut Tensor| -> Result<()> {
             *t = t.to_device(device)?;
@@ -220,7 +220,7 @@ impl Adapter {
         Ok(own)
     }
 
-    /// The low-rank pair, where the kind has one.
+    /// The LoRA pair, if the kind has one.
     pub fn lora(&self) -> Option<&Lora> {
         match self {
             Self::Lora(lora) => Some(lora),
@@ -229,7 +229,7 @@ impl Adapter {
         }
     }
 
-    /// How many trained elements there are.
+    /// Number of trained elements.
     pub fn elements(&self) -> usize {
         self.parts().iter().map(|p| p.tensor.elem_count()).sum()
     }

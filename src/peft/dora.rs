@@ -1,7 +1,7 @@
 //! DoRA (Liu et al. 2024, arXiv 2402.09353, section 4): W' = m ⊙ V / ‖V‖ with V = W + s·B·A, norms over the rows
-//! of V. As in its section 4.3 the norm counts as a constant in the backward pass.
+//! of V. As in its section 4.3 the backward pass treats the norm as a constant.
 //!
-//! V is never built: ‖V‖² = ‖W‖² + 2s·Σ B ⊙ (A·Wᵀ)ᵀ + s²·Σ (B·A·Aᵀ) ⊙ B, row by row, so any storage of W serves.
+//! V is never built: ‖V‖² = ‖W‖² + 2s·Σ B ⊙ (A·Wᵀ)ᵀ + s²·Σ (B·A·Aᵀ) ⊙ B, row by row, so W can have any storage type.
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
@@ -14,7 +14,7 @@ use crate::ops::{linear, update};
 use candle_core::Tensor;
 use std::sync::{Arc, OnceLock};
 
-/// Rows of W that are decoded at a time.
+/// Rows of W that are dequantized at a time.
 const ROWS: usize = 256;
 
 #[derive(Debug, Clone)]
@@ -23,7 +23,7 @@ pub struct Dora {
     /// m, `[O]`
     pub magnitude: Tensor,
     pub name: Arc<str>,
-    /// ‖W‖² of each row, `[O]`: found when first needed, W does not change.
+    /// ‖W‖² of each row, `[O]`: computed at the first use and cached; W does not change.
     squares: OnceLock<Tensor>,
 }
 
@@ -37,7 +37,7 @@ impl Dora {
         }
     }
 
-    /// The start of training: m is the norm, so the model is unchanged.
+    /// Initializes m with the norm, so that the model is unchanged.
     pub fn begin(&self, base: &dyn Frozen) -> Result<()> {
         small::fill(&self.magnitude, &update::to_f32_vec(&self.norm(base)?)?)
     }
@@ -91,7 +91,7 @@ impl Kind for Dora {
     fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
         let g = (&self.magnitude / self.norm(base)?)?; // [O]
         let y = base.forward(x)?;
-        // y = base + (g - 1) ⊙ x̃·Wᵀ + g ⊙ s·lora(x̃): with dropout x̃ is not x.
+        // y = base + (g - 1) ⊙ x̃·Wᵀ + g ⊙ s·lora(x̃); with dropout x̃ differs from x.
         let dropped = self.lora.mask.dropped(x, dropout)?;
         let plain = base.product(&dropped)?;
         let with = plain.copy()?;
@@ -104,7 +104,7 @@ impl Kind for Dora {
     fn backward(&self, b: Backward<'_>) -> Result<Backed> {
         let norm = self.norm(b.base)?;
         let g = (&self.magnitude / &norm)?;
-        let scaled = small::scale_columns(b.dy, &g)?; // ∂ at the direction
+        let scaled = small::scale_columns(b.dy, &g)?; // gradient with respect to the direction
         let drops = self.lora.mask.drops(b.dropout);
         let dropped = match b.x {
             Some(x) => Some(self.lora.mask.dropped(x, b.dropout)?),

@@ -1,4 +1,4 @@
-//! The linear under an adapter, as an adapter sees it: however its weight is stored.
+//! The frozen linear under an adapter, with any storage type of its weight.
 //!
 //! Letters: N tokens, I input features, O output features.
 
@@ -6,12 +6,12 @@ use crate::base::Result;
 use crate::ops::low_rank::LowRank;
 use candle_core::Tensor;
 
-/// What becomes of `∂x`.
+/// Destination of `∂x`.
 #[derive(Clone, Copy)]
 pub enum Dx<'a> {
     NotNeeded,
     New,
-    /// Added to this, which is returned: several linears read one input.
+    /// Added to this tensor, which is returned: for several linears with the same input.
     AddTo(&'a Tensor),
 }
 
@@ -36,13 +36,13 @@ pub trait Frozen {
     /// `x` `[N, I]` to `x·Wᵀ` `[N, O]`.
     fn product(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// `dy` `[N, O]` to `dy·W` `[N, I]`, where it is needed.
+    /// `dy` `[N, O]` to `dy·W` `[N, I]`, if it is needed.
     fn backward(&self, dy: &Tensor, dx: Dx<'_>) -> Result<Option<Tensor>>;
 
-    /// As `forward`, with a delta of low rank.
+    /// As `forward`, plus a LoRA update.
     fn forward_with(&self, x: &Tensor, low: LowRank<'_>) -> Result<Tensor>;
 
-    /// ∂x with a delta of low rank, `[N, I]`, and its `∂u` `[N, R]`. `dx` is needed.
+    /// `∂x` including a LoRA update, `[N, I]`, and its `∂u` `[N, R]`. `dx` must be needed.
     fn backward_with(&self, dy: &Tensor, dx: Dx<'_>, low: LowRank<'_>) -> Result<(Tensor, Tensor)>;
 
     /// Rows `first..first + n` of W in f32, `[n, I]`.

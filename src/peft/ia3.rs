@@ -12,7 +12,7 @@ use candle_core::Tensor;
 
 #[derive(Debug, Clone)]
 pub struct Ia3 {
-    /// `[O, 1]`; `[1, I]` where it scales the input.
+    /// `[O, 1]`; `[1, I]` if it scales the input.
     pub factors: Part,
     pub feedforward: bool,
 }
@@ -25,7 +25,7 @@ impl Ia3 {
         }
     }
 
-    /// All factors 1: the model is unchanged.
+    /// Initializes all factors with 1, so that the model is unchanged.
     pub fn fresh(module: &str, input: usize, output: usize, feedforward: bool) -> Result<Self> {
         let dims = if feedforward { [1, input] } else { [output, 1] };
         Ok(Self::new(module, small::full(&dims, 1.0)?, feedforward))

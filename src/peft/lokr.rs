@@ -1,6 +1,6 @@
 //! LoKr (Yeh et al. 2023, LyCORIS, arXiv 2309.14859, section 3.3): W' = W + s · U ⊗ V, a Kronecker product whose
-//! factors may be low-rank products themselves. The product is never built while training:
-//! x·(U ⊗ V)ᵀ is two thin products over x read as a matrix.
+//! factors may be low-rank products. Training never builds the Kronecker product: x·(U ⊗ V)ᵀ is two thin products on a
+//! reshaped x.
 //!
 //! Letters: N tokens, I = C·D input features, O = A·B output features, U `[A, C]`, V `[B, D]`, R rank.
 
@@ -11,7 +11,7 @@ use crate::base::Result;
 use crate::ops::{linear, update};
 use candle_core::Tensor;
 
-/// One factor, whole or as a product.
+/// One factor: a full matrix, or a low-rank product.
 #[derive(Debug, Clone)]
 pub enum Factor {
     Whole(Part),
@@ -60,7 +60,7 @@ impl Factor {
         }
     }
 
-    /// From the gradient of the whole factor.
+    /// Converts the gradient of the full factor to gradients of its parts.
     fn gradients(&self, d: Tensor, out: &mut Vec<Gradient>) -> Result<()> {
         let mut add = |part: &Part, gradient| {
             let part = part.clone();
@@ -90,8 +90,8 @@ pub struct Lokr {
     pub scale: f32,
 }
 
-/// Two numbers whose product is `n`, the first not larger: `factor` and the rest where it divides `n`; else as
-/// near to √n as a first number up to `factor` allows (-1: any).
+/// Splits `n` into two factors, the first not larger: `factor` and the quotient if it divides `n`; else as close to √n
+/// as a first factor up to `factor` allows (-1: any).
 pub fn split(n: usize, factor: i64) -> (usize, usize) {
     let limit = usize::try_from(factor).unwrap_or(n);
     if factor > 0 && n.is_multiple_of(limit) {
@@ -111,7 +111,7 @@ pub fn split(n: usize, factor: i64) -> (usize, usize) {
 }
 
 impl Lokr {
-    /// As in PEFT: U zero (of a product its first part), V uniform; a factor is a product where that is smaller.
+    /// As in PEFT: U zero (its first part if it is a product), V uniform; a factor is a product if that is smaller.
     pub fn fresh(
         module: &str,
         (r, input, output): (usize, usize, usize),
@@ -133,7 +133,7 @@ impl Lokr {
         Ok(Self { first, second, scale })
     }
 
-    /// `[N, P·Q]` read as P rows of Q to `[N·Q, P]`, and back with the numbers exchanged.
+    /// Transposes each row of `[N, P·Q]`, read as a P×Q matrix: returns `[N·Q, P]`.
     fn turned(x: &Tensor, n: usize, p: usize, q: usize) -> Result<Tensor> {
         Ok(x.reshape((n, p, q))?
             .transpose(1, 2)?
@@ -141,7 +141,7 @@ impl Lokr {
             .reshape((n * q, p))?)
     }
 
-    /// Of x `[N, C·D]`: x·Vᵀ turned, `[N·B, C]`.
+    /// x·Vᵀ for x `[N, C·D]`, transposed to `[N·B, C]`.
     fn middle(&self, x: &Tensor, v: &Tensor) -> Result<Tensor> {
         let n = x.dim(0)?;
         let ((_, c), (b, d)) = (self.first.dims(), self.second.dims());

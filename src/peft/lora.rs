@@ -1,9 +1,9 @@
 //! LoRA (Hu et al. 2021, arXiv 2106.09685, section 4.1): y = x·Wᵀ + s · (x·Aᵀ)·Bᵀ, with s = alpha / r, or
 //! alpha / √r with rsLoRA (Kalajdzievski 2023, arXiv 2312.03732).
 //!
-//! Starts that put a part of W into the pair (PiSSA, OLoRA, CorDA, LoRA-GA) take it off again here, by a second
-//! fixed pair: y = x·Wᵀ + s·x·(B·A - B₀·A₀)ᵀ. W itself stays as it is stored, so nothing is rounded, any storage
-//! serves, and the difference is a plain LoRA of rank 2R over the original weights.
+//! Inits that move a part of W into the pair (PiSSA, OLoRA, CorDA, LoRA-GA) subtract it again with a second, fixed
+//! pair: y = x·Wᵀ + s·x·(B·A - B₀·A₀)ᵀ. W stays as it is stored, so nothing is rounded, W can have any storage type,
+//! and the difference is a plain LoRA of rank 2R on the original weights.
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
@@ -17,7 +17,7 @@ use crate::ops::{linear, update};
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
 
-/// The low-rank delta of one linear.
+/// The LoRA pair of one linear.
 #[derive(Debug, Clone)]
 pub struct Lora {
     /// `[R, I]`, f32
@@ -27,9 +27,9 @@ pub struct Lora {
     pub a_name: Arc<str>,
     pub b_name: Arc<str>,
     pub scale: f32,
-    /// Input features dropped before A.
+    /// Dropout on the input of A.
     pub mask: Mask,
-    /// A₀ and B₀, taken off; not trained.
+    /// A₀ and B₀, subtracted; not trained.
     pub start: Option<(Tensor, Tensor)>,
 }
 
@@ -48,8 +48,8 @@ pub fn scaling(alpha: f64, r: usize, rslora: bool) -> f32 {
     }) as f32
 }
 
-/// A fresh pair: A Kaiming-uniform with a = √5, which is U(-1/√I, 1/√I), as in PEFT; or normal with
-/// deviation 1/r (`gaussian`). B is zero, so the model is unchanged at the start.
+/// A new pair: A Kaiming-uniform with a = √5, which is U(-1/√I, 1/√I), as in PEFT; or normal with standard deviation
+/// 1/r (`gaussian`). B is zero, so the model is unchanged at first.
 pub fn fresh(r: usize, input: usize, output: usize, gaussian: bool, seed: u64, site: u64) -> Result<(Tensor, Tensor)> {
     let rng = Rng::new(seed, Stream::Init, &[u64::MAX, site]);
     let bound = 1.0 / (input as f32).sqrt();
@@ -68,7 +68,7 @@ pub fn fresh(r: usize, input: usize, output: usize, gaussian: bool, seed: u64, s
 }
 
 impl Lora {
-    /// A pair under PEFT's names.
+    /// A pair with PEFT's parameter names.
     pub fn new(module: &str, (a, b): (Tensor, Tensor), scale: f32, mask: Mask) -> Self {
         Self {
             a,
@@ -85,7 +85,7 @@ impl Lora {
         self.a.dims().first().copied().unwrap_or(0)
     }
 
-    /// Adds the delta to `y` `[N, O]` in place; `x` is `[N, I]`.
+    /// Adds the LoRA output to `y` `[N, O]` in place; `x` is `[N, I]`.
     pub fn add_to(&self, y: &Tensor, x: &Tensor, dropout: Option<Dropout>) -> Result<()> {
         let low = self.low();
         let u = low.down(&self.mask.dropped(x, dropout)?)?;
@@ -104,20 +104,20 @@ impl Lora {
         }
     }
 
-    /// What is taken off.
+    /// The subtracted init.
     fn start_low(&self) -> Option<LowRank<'_>> {
         let (a, b) = self.start.as_ref()?;
         let scale = -self.scale;
         Some(LowRank { a, b, scale })
     }
 
-    /// Does the delta read what the linear reads, and is it alone?
+    /// True if the LoRA product can be fused with the base product: no dropout and no subtracted init.
     fn rides(&self, dropout: Option<Dropout>) -> bool {
         self.start.is_none() && !self.mask.drops(dropout)
     }
 
-    /// Adds `∂x` of the delta to `dx` `[N, I]` in place (where given) and returns the gradients of A and B
-    /// (where the input `x` is given). `dy` is `[N, O]`; u = x·Aᵀ is recomputed.
+    /// Adds `∂x` of the LoRA pair to `dx` `[N, I]` in place (if given) and returns the gradients of A and B (if the
+    /// input `x` is given). `dy` is `[N, O]`; u = x·Aᵀ is recomputed.
     pub fn gradients(
         &self,
         x: Option<&Tensor>,
@@ -152,7 +152,7 @@ impl Lora {
         })
     }
 
-    /// s · (B·A - B₀·A₀), `[O, I]`: what merging adds to the weight.
+    /// s · (B·A - B₀·A₀), `[O, I]`: the change of the weight by merging.
     pub fn delta(&self) -> Result<Tensor> {
         let (a, b) = self.plain()?;
         let delta = linear::forward(&b, &small::transposed(&a)?, None)?;
@@ -160,8 +160,8 @@ impl Lora {
         Ok(delta)
     }
 
-    /// The same delta without a start to take off: A `[R, I]` and B `[O, R]`, or [A; A₀] and [B, -B₀] of twice
-    /// the rank. The scale stays.
+    /// The equivalent pair without a subtracted init: A `[R, I]` and B `[O, R]`, or [A; A₀] and [B, -B₀] of twice the
+    /// rank. The scale is unchanged.
     pub fn plain(&self) -> Result<(Tensor, Tensor)> {
         match &self.start {
             None => Ok((self.a.clone(), self.b.clone())),
@@ -172,7 +172,7 @@ impl Lora {
         }
     }
 
-    /// A₀ and B₀ under names of their own.
+    /// A₀ and B₀ with their parameter names.
     pub fn start_parts(&self) -> Vec<Part> {
         let Some((a, b)) = &self.start else { return Vec::new() };
         let name = |of: &Arc<str>| format!("{}.start", of.trim_end_matches(".weight")).into();

@@ -1,5 +1,5 @@
-//! Adapters on a linear: shapes, start, forward, backward, merge; one small file a kind.
-//! Knows one matrix and what is added to it. Knows no layers, no optimizers, no files.
+//! Adapters on a linear: shapes, init, forward, backward, merge; one small file per kind.
+//! Depends on one matrix and its adapter only. Independent of layers, optimizers, files.
 
 mod adalora;
 pub mod adapter;

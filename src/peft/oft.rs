@@ -11,7 +11,7 @@ use crate::base::{Error, Result};
 use crate::ops::update;
 use candle_core::{DType, Tensor};
 
-/// How R comes from Q.
+/// How R is computed from Q.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Cayley {
     Exact,
@@ -48,13 +48,13 @@ impl Oft {
         }
     }
 
-    /// R = I: the model is unchanged.
+    /// Initializes R = I, so that the model is unchanged.
     pub fn fresh(module: &str, input: usize, block: usize, cayley: Cayley) -> Result<Self> {
         let dims = [input / block.max(1), Self::elements(block)];
         Ok(Self::new(module, small::full(&dims, 0.0)?, block, cayley))
     }
 
-    /// Elements above the diagonal of a block.
+    /// Number of elements above the diagonal of a block.
     pub fn elements(block: usize) -> usize {
         block * block.saturating_sub(1) / 2
     }
@@ -87,7 +87,7 @@ impl Oft {
         Ok(one.unsqueeze(0)?.repeat((k, 1, 1))?)
     }
 
-    /// R `[K, S, S]`, and what its gradient needs: the powers of Q, or (I + Q)⁻¹.
+    /// R `[K, S, S]`, and the values that its gradient needs: the powers of Q, or (I + Q)⁻¹.
     fn rotation(&self) -> Result<(Tensor, Vec<Tensor>)> {
         let q = self.skew()?;
         match self.cayley {
@@ -113,11 +113,11 @@ impl Oft {
         }
     }
 
-    /// From the gradient of R `[K, S, S]` to that of the triangles.
+    /// Converts the gradient of R `[K, S, S]` to that of the triangles.
     fn gradient(&self, r: &Tensor, kept: &[Tensor], dr: &Tensor) -> Result<Gradient> {
         let dq = match self.cayley {
             Cayley::Neumann(terms) => {
-                // P₁ = Q and Pₙ = Q·Pₙ₋₁, taken back one by one.
+                // Backward through P₁ = Q and Pₙ = Q·Pₙ₋₁, in reverse order.
                 let highest = Cayley::power(terms);
                 let mut dq = dr.zeros_like()?;
                 let mut dp = dr.zeros_like()?;
@@ -153,7 +153,7 @@ impl Oft {
         })
     }
 
-    /// x `[N, K·S]` by blocks, `[K, N, S]`, f32.
+    /// Reshapes x `[N, K·S]` into blocks, `[K, N, S]`, f32.
     fn by_block(&self, x: &Tensor) -> Result<Tensor> {
         let (n, x) = (x.dim(0)?, x.to_dtype(DType::F32)?);
         Ok(x.reshape((n, self.blocks(), self.block))?
@@ -177,7 +177,7 @@ fn factor(p: usize, highest: usize) -> f64 {
     }
 }
 
-/// The inverse of every block of `[K, S, S]`, by elimination with pivots in f64.
+/// The inverse of every block of `[K, S, S]`, by Gaussian elimination with pivoting in f64.
 fn inverses(m: &Tensor) -> Result<Tensor> {
     let s = m.dim(1)?;
     let from = update::to_f32_vec(m)?;

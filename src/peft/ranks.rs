@@ -1,6 +1,6 @@
-//! Which ranks of AdaLoRA adapters live on (Zhang et al. 2023, arXiv 2303.10512, sections 3.2 and 3.3): after each
-//! step every singular value with its two vectors gets a score, and the model as a whole keeps the best of them, fewer
-//! with every allocation; beside that, what keeps the vectors orthogonal. Arithmetic and moments as in PEFT.
+//! Rank allocation of AdaLoRA adapters (Zhang et al. 2023, arXiv 2303.10512, sections 3.2 and 3.3): after each step
+//! every singular value with its two vectors gets a score, and the model as a whole keeps the best ones within a budget
+//! that shrinks with every allocation; also the orthogonality regularization. Arithmetic and moments as in PEFT.
 //!
 //! Letters: I input features, O output features, R rank.
 
@@ -16,26 +16,26 @@ use std::sync::Arc;
 /// Names as in PEFT.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Schedule {
-    /// Mean rank in the end; the rank of the adapters: ranks never fall.
+    /// Final mean rank; if it equals the rank of the adapters, ranks never shrink.
     pub target_r: usize,
     pub tinit: u64,
     pub tfinal: u64,
     pub delta_t: u64,
     pub beta1: f64,
     pub beta2: f64,
-    /// Weight of the distance from orthogonal vectors.
+    /// Weight of the orthogonality regularization.
     pub orth_reg_weight: f64,
     pub total_steps: u64,
 }
 
-/// Importance of each number of a part, smoothed, and how uncertain it is.
+/// Smoothed importance of each element of a part, and its uncertainty.
 #[derive(Debug, Clone, PartialEq)]
 struct Moments {
     importance: Vec<f32>,
     uncertainty: Vec<f32>,
 }
 
-/// The three parts of an adapter.
+/// The three parts of an AdaLoRA adapter.
 struct Triplet {
     module: String,
     a: Part,
@@ -43,14 +43,14 @@ struct Triplet {
     e: Part,
 }
 
-/// Gradients of a step by the names of their parts.
+/// Gradients of a step by part name.
 pub type Gradients<'a> = dyn Fn(&str) -> Option<Tensor> + 'a;
 
 pub struct Allocator {
     pub schedule: Schedule,
     triplets: Vec<Triplet>,
     moments: BTreeMap<Arc<str>, Moments>,
-    /// By module, which singular values the last allocation has left.
+    /// By module: the singular values that the last allocation kept.
     kept: BTreeMap<String, Vec<bool>>,
 }
 
@@ -70,7 +70,7 @@ impl Allocator {
         }
     }
 
-    /// Sum of the ranks at the start.
+    /// Sum of the initial ranks.
     fn first_budget(&self) -> usize {
         self.triplets.iter().map(|t| t.e.tensor.elem_count()).sum()
     }
@@ -83,7 +83,7 @@ impl Allocator {
         self.target_budget() < self.first_budget()
     }
 
-    /// Ranks that may live after `step` (from 1), and whether they are allocated anew then.
+    /// Number of ranks to keep after `step` (from 1), and whether a new allocation is due.
     pub fn budget(&self, step: u64) -> (usize, bool) {
         let s = &self.schedule;
         let (first, target) = (self.first_budget(), self.target_budget());
@@ -100,7 +100,7 @@ impl Allocator {
     }
 
     /// Adds the gradient of weight · mean ‖A·Aᵀ - 1‖, ‖Bᵀ·B - 1‖ (Frobenius) over all A `[R, I]` and B `[O, R]` to
-    /// `gradients`, which are f32 and changed in place.
+    /// `gradients`, which are f32 and updated in place.
     pub fn regularise(&self, gradients: &Gradients) -> Result<()> {
         let weight = self.schedule.orth_reg_weight;
         if weight == 0.0 {
@@ -126,8 +126,8 @@ impl Allocator {
         Ok(())
     }
 
-    /// After the update of `step`: scores from the new weights and from `gradients` times `coefficient` (what clipping
-    /// left of them), and the singular values that lose their place set to zero.
+    /// Call after the update of `step`: computes scores from the new weights and from `gradients` times `coefficient`
+    /// (the clipping factor), and sets the singular values that are pruned to zero.
     pub fn after(&mut self, step: u64, gradients: &Gradients, coefficient: f32) -> Result<()> {
         if !self.prunes() {
             return Ok(());
@@ -172,7 +172,7 @@ impl Allocator {
         Ok(())
     }
 
-    /// Scores of the R singular values of an adapter: that of the value, and the means of those of its two vectors.
+    /// Scores of the R singular values of an adapter: score of the value plus mean scores of its two vectors.
     fn scores(&self, t: &Triplet) -> Vec<f32> {
         let r = t.e.tensor.elem_count();
         let of = |part: &Part, i: usize| {
@@ -207,7 +207,7 @@ impl Allocator {
         self.mask()
     }
 
-    /// Sets the singular values that are not kept to zero.
+    /// Sets the pruned singular values to zero.
     fn mask(&self) -> Result<()> {
         for t in &self.triplets {
             let Some(kept) = self.kept.get(&t.module) else { continue };
@@ -218,12 +218,12 @@ impl Allocator {
         Ok(())
     }
 
-    /// By module, which singular values are left; empty before the first allocation.
+    /// By module: the kept singular values; empty before the first allocation.
     pub fn kept(&self) -> &BTreeMap<String, Vec<bool>> {
         &self.kept
     }
 
-    /// What a resumed run needs: names and values.
+    /// State for a resumed run: names and values.
     pub fn saved(&self) -> Vec<(String, Vec<f32>)> {
         let flag = |k: &bool| if *k { 1.0 } else { 0.0 };
         let kept = self
@@ -239,9 +239,9 @@ impl Allocator {
         kept.chain(moments).collect()
     }
 
-    /// Takes one value of `saved` back.
+    /// Restores one entry of `saved`.
     ///
-    /// Errors: a name or a size that is not of these adapters.
+    /// Errors: a name or a size that does not belong to these adapters.
     pub fn restore(&mut self, name: &str, values: Vec<f32>) -> Result<()> {
         let wrong = || Error::new("not a state of these AdaLoRA ranks").at(name);
         let (of, what) = name.rsplit_once('#').ok_or_else(wrong)?;
@@ -272,7 +272,7 @@ impl Allocator {
     }
 }
 
-/// M - 1 for `[R, R]`, and its Frobenius norm.
+/// M minus the identity, `[R, R]`, and its Frobenius norm.
 fn away(m: &Tensor) -> Result<(Tensor, f64)> {
     let r = m.dim(0)?;
     let mut values = update::to_f32_vec(m)?;

@@ -1,5 +1,5 @@
-//! Small tensor arithmetic that several kinds share. Any device; all results are contiguous. On a GPU activations may be
-//! bf16: their products with numbers of an adapter are made in f32.
+//! Small tensor operations that several kinds share, for any device; all results are contiguous. On a GPU activations
+//! may be bf16: products with adapter parameters are computed in f32.
 
 use crate::base::Result;
 use crate::base::rng::{Rng, Stream};
@@ -8,18 +8,18 @@ use candle_core::{DType, Device, Tensor};
 
 use super::adapter::Dropout;
 
-/// `x` `[N, C]` times `v` (C elements, f32), column by column, in the type of x.
+/// Scales the columns of `x` `[N, C]` by `v` (C elements, f32), in the type of x.
 pub fn scale_columns(x: &Tensor, v: &Tensor) -> Result<Tensor> {
     let scaled = x.to_dtype(DType::F32)?.broadcast_mul(&v.flatten_all()?)?;
     Ok(scaled.to_dtype(x.dtype())?)
 }
 
-/// `x` `[N, C]` times `v` (N elements), row by row.
+/// Scales the rows of `x` `[N, C]` by `v` (N elements).
 pub fn scale_rows(x: &Tensor, v: &Tensor) -> Result<Tensor> {
     Ok(x.broadcast_mul(&v.flatten_all()?.unsqueeze(1)?)?)
 }
 
-/// The sums of `a ⊙ b` over the rows, `[N, C]` each, to `[C]`, f32.
+/// Sums `a ⊙ b` (`[N, C]` each) over the rows, to `[C]`, f32.
 pub fn sum_product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     linear::grad_bias(&(a.to_dtype(DType::F32)? * b.to_dtype(DType::F32)?)?)
 }
@@ -34,7 +34,7 @@ pub fn transposed(a: &Tensor) -> Result<Tensor> {
     Ok(a.t()?.contiguous()?)
 }
 
-/// U(-bound, bound) of these dimensions; `site` and `which` keep the numbers of two tensors apart.
+/// U(-bound, bound) of these dimensions; `site` and `which` select independent random streams.
 pub fn uniform(dims: (usize, usize), bound: f32, seed: u64, site: u64, which: u64) -> Result<Tensor> {
     let rng = Rng::new(seed, Stream::Init, &[u64::MAX, site, which]);
     let values: Vec<f32> = (0..(dims.0 * dims.1) as u64)
@@ -43,7 +43,7 @@ pub fn uniform(dims: (usize, usize), bound: f32, seed: u64, site: u64, which: u6
     Ok(Tensor::from_vec(values, dims, &Device::Cpu)?)
 }
 
-/// Normal with deviation `std`; otherwise as `uniform`.
+/// Normal with standard deviation `std`; otherwise as `uniform`.
 pub fn normal(dims: (usize, usize), std: f32, seed: u64, site: u64, which: u64) -> Result<Tensor> {
     let rng = Rng::new(seed, Stream::Init, &[u64::MAX, site, which]);
     let values: Vec<f32> = (0..(dims.0 * dims.1) as u64).map(|i| rng.normal(i) * std).collect();
@@ -64,12 +64,12 @@ pub fn fill(t: &Tensor, values: &[f32]) -> Result<()> {
     Ok(t.slice_set(&Tensor::from_slice(values, t.shape(), t.device())?, 0, 0)?)
 }
 
-/// Where elements of an adapter's input are dropped: the mask depends on the key only.
+/// Dropout of an adapter's input: the mask depends only on the key.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Mask {
-    /// Probability that an element is dropped.
+    /// Dropout probability.
     pub p: f32,
-    /// Which adapter of the model this is: keeps the masks of two sites apart.
+    /// Index of the adapter in the model: gives each site its own masks.
     pub site: u64,
 }
 
@@ -78,7 +78,7 @@ impl Mask {
         key.is_some() && self.p > 0.0
     }
 
-    /// A copy of `x` with elements dropped; `x` itself outside training.
+    /// A copy of `x` with dropout; `x` itself outside training.
     pub fn dropped(&self, x: &Tensor, key: Option<Dropout>) -> Result<Tensor> {
         if !self.drops(key) {
             return Ok(x.clone());
@@ -97,7 +97,7 @@ impl Mask {
         update::dropout_assign(t, rng, self.p)
     }
 
-    /// Adds `through` `[N, I]`, the gradient at the dropped input, to `dx` where that is needed.
+    /// Adds `through` `[N, I]`, the gradient with respect to the dropped-out input, to `dx` if it is needed.
     pub fn add_back(&self, dx: Option<&Tensor>, through: &Tensor, key: Option<Dropout>) -> Result<()> {
         let Some(dx) = dx else { return Ok(()) };
         self.assign(through, key)?;

@@ -1,11 +1,11 @@
-//! Which linears an adapter is put on, and what a pattern says of one: names, ends of names, or a regular
-//! expression over the whole path, as PEFT matches them.
+//! Selects the linears that get an adapter, and looks up patterns: names, suffixes of names, or a regular expression
+//! over the whole path, matched as in PEFT.
 
 use crate::base::{Error, Result};
 use crate::formats::adapter::Targets;
 use fancy_regex::Regex;
 
-/// A linear that can carry an adapter.
+/// A linear that can have an adapter.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Site {
     /// `model.layers.0.self_attn.q_proj`
@@ -14,16 +14,16 @@ pub struct Site {
     pub output: usize,
 }
 
-/// Which sites are meant.
+/// Selection of sites.
 #[derive(Debug, Clone, Copy)]
 pub struct Choice<'a> {
     pub targets: &'a Targets,
     pub exclude: Option<&'a Targets>,
-    /// Only in these layers; counts with a list of names only, as in PEFT.
+    /// Only these layers; applies to a list of names only, as in PEFT.
     pub layers: Option<&'a [usize]>,
 }
 
-/// Steps a regular expression may take back: a hostile one ends in an error.
+/// Limit of backtracking steps: a malicious regular expression ends in an error.
 const BACKTRACKS: usize = 100_000;
 
 fn compile(pattern: &str) -> Result<Regex> {
@@ -45,12 +45,12 @@ fn is_match(regex: &Regex, text: &str) -> Result<bool> {
     })
 }
 
-/// Whole module name or its last parts.
+/// True if `name` is the whole module name or its last components.
 pub fn ends(module: &str, name: &str) -> bool {
     module == name || module.strip_suffix(name).is_some_and(|rest| rest.ends_with('.'))
 }
 
-/// `3` of `model.layers.3.mlp.up_proj`.
+/// The layer index: `3` of `model.layers.3.mlp.up_proj`.
 pub fn layer_of(module: &str) -> Option<usize> {
     module.split('.').find_map(|part| part.parse().ok())
 }
@@ -80,10 +80,9 @@ impl<'a> Matcher<'a> {
     }
 }
 
-/// The sites that `choice` names, in model order.
+/// Returns the sites that `choice` selects, in model order.
 ///
-/// Errors: a target or an exclusion that matches nothing (nearest names shown), a layer that is not there, a
-/// choice that leaves nothing.
+/// Errors: a pattern that matches nothing (nearest names shown), a layer that does not exist, an empty selection.
 pub fn select(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
     for (targets, key) in [
         (Some(choice.targets), "target_modules"),
@@ -129,7 +128,7 @@ pub fn select(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
     Ok(chosen)
 }
 
-/// The sites that `choice` names, without a word about those that name nothing.
+/// As `select`, without errors for patterns that match nothing.
 pub fn matching(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
     let targets = Matcher::new(choice.targets)?;
     let exclude = choice.exclude.map(Matcher::new).transpose()?;
@@ -149,8 +148,7 @@ pub fn matching(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
     Ok(chosen)
 }
 
-/// What a `rank_pattern` or `alpha_pattern` says of a module: the first key that matches it, as a regular
-/// expression at the end of its path.
+/// The `rank_pattern` or `alpha_pattern` value of a module: of the first key that matches the end of its path.
 pub fn of_pattern<'a, T>(patterns: &'a [(String, T)], module: &str) -> Result<Option<&'a T>> {
     for (pattern, value) in patterns {
         if Ending::new(pattern)?.matches(module)? {
@@ -160,17 +158,17 @@ pub fn of_pattern<'a, T>(patterns: &'a [(String, T)], module: &str) -> Result<Op
     Ok(None)
 }
 
-/// A key of `rank_pattern` or `alpha_pattern`. Allocated ranks come with a key for every linear, which are plain paths:
-/// no expression is compiled for these.
+/// A key of `rank_pattern` or `alpha_pattern`. Allocated ranks have a key for every linear, which are plain paths: no
+/// regular expression is compiled for them.
 enum Ending {
-    /// Zeros stand for any character.
+    /// NUL characters stand for any character.
     Plain(String),
     Regex(Regex),
 }
 
 impl Ending {
     fn new(pattern: &str) -> Result<Self> {
-        // `\.` is a point, `.` is any character.
+        // `\.` is a literal dot, `.` is any character.
         let plain = pattern.replace('.', "\0").replace("\\\0", ".");
         match plain.is_ascii() && !is_regex(&plain.replace('\0', ".")) {
             true => Ok(Self::Plain(plain)),
@@ -208,7 +206,7 @@ pub fn check_pattern<T>(patterns: &[(String, T)], sites: &[Site], key: &str) -> 
     Ok(())
 }
 
-/// Does the text need a regular expression to say what it means?
+/// True if the text contains regular expression syntax.
 pub fn is_regex(text: &str) -> bool {
     !text.chars().all(|c| c.is_alphanumeric() || "._-".contains(c))
 }

@@ -1,4 +1,4 @@
-//! Every kind against what it means: forward and merged weights agree, gradients are those of central differences.
+//! Tests of every kind: forward and merged weights agree, gradients equal central differences.
 
 use super::*;
 use crate::base::Result;
@@ -85,12 +85,12 @@ pub(crate) fn dora(p: f32) -> Dora {
     Dora::new("m", lora(p, false), (size + 0.5).unwrap())
 }
 
-/// Small enough for the series to be nearly a rotation.
+/// Small values, so that the series is close to a rotation.
 fn triangles(block: usize) -> Tensor {
     (random((I / block, Oft::elements(block)), 11) * 0.2).unwrap()
 }
 
-/// Every kind, with numbers that change the output.
+/// Every kind, with parameters that change the output.
 pub(crate) fn kinds(p: f32) -> Vec<(&'static str, Adapter)> {
     let projections = Projections {
         a: random((3, I + 4), 6),
@@ -160,7 +160,7 @@ pub(crate) const KEY: Option<Dropout> = Some(Dropout {
     micro: 3,
 });
 
-/// Σ y ⊙ dy
+/// Σ y ⊙ dy.
 fn loss(adapter: &Adapter, x: &Tensor, dy: &Tensor, key: Option<Dropout>) -> Result<f64> {
     let y = adapter.forward(&base(), x, key)?;
     Ok(flat(&y)
@@ -226,7 +226,7 @@ fn gradients_are_those_of_central_differences() {
     }
 }
 
-/// The norm counts as a constant, so differences say nothing of DoRA: candle's autograd does.
+/// The norm is treated as a constant, so finite differences do not apply to DoRA: candle's autograd is the reference.
 #[test]
 fn dora_is_that_of_the_paper() {
     let (x, dy) = (random((N, I), 31), random((N, O), 32));
@@ -252,7 +252,7 @@ fn dora_is_that_of_the_paper() {
     for (g, var) in gradients.iter().zip([&a, &b, &m]) {
         assert_close(&g.gradient, grads.get(var).unwrap(), 1e-5);
     }
-    // Nothing dropped with a key: the same through the other path.
+    // A key with almost no dropout: the other code path gives the same result.
     let (dx_key, gradients_key) = backward(&Adapter::Dora(dora(1e-12)), &x, &dy, KEY);
     assert_close(&dx_key, &dx, 1e-5);
     for (g, h) in gradients_key.iter().zip(&gradients) {
@@ -329,7 +329,7 @@ fn fresh_adapters_change_nothing() {
     }
 }
 
-/// Activations of a GPU may be bf16, the numbers of an adapter never are.
+/// On a GPU activations may be bf16, adapter parameters never are.
 #[test]
 fn activations_of_another_type_are_scaled_in_f32() {
     let (x, v) = (random((N, I), 30), random(I, 31));

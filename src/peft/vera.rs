@@ -1,5 +1,5 @@
 //! VeRA (Kopiczko et al. 2023, arXiv 2310.11454, section 3): y = x·Wᵀ + b ⊙ ((d ⊙ (x·Aᵀ))·Bᵀ), with one random pair
-//! A, B shared by every linear and never trained, and two learned vectors for each.
+//! A, B that all linears share and that is never trained, and two learned vectors per linear.
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
@@ -10,7 +10,7 @@ use crate::base::Result;
 use crate::ops::{linear, update};
 use candle_core::Tensor;
 
-/// The random pair of a whole model.
+/// The shared random pair of a model.
 #[derive(Debug, Clone)]
 pub struct Projections {
     /// `[R, largest I]`
@@ -52,7 +52,7 @@ impl Vera {
         }
     }
 
-    /// The parts of the shared pair that this linear uses: A `[R, I]`, B `[O, R]`.
+    /// The slices of the shared pair that this linear uses: A `[R, I]`, B `[O, R]`.
     fn pair(&self) -> Result<(Tensor, Tensor)> {
         let outputs = self.lambda_b.tensor.elem_count();
         Ok((

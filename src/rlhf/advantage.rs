@@ -1,30 +1,29 @@
-//! From rewards to advantages.
+//! Computes advantages from rewards.
 //!
-//! Letters: B completions of a rollout, G completions of one prompt (a group: neighbours), T tokens of a completion.
-//! A reward that is NaN is no reward: its completion takes no part in means, and its advantage is 0.
+//! Letters: B completions of a rollout, G completions of one prompt (a group: consecutive), T tokens of a completion.
+//! A NaN reward is missing: its completion is excluded from means, and its advantage is 0.
 
-/// What an advantage is divided by.
+/// Divisor of an advantage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scale {
-    /// The standard deviation of its group.
+    /// The standard deviation of the group.
     Group,
-    /// That of all completions.
+    /// The standard deviation of all completions.
     Batch,
     None,
 }
 
-/// Added to a standard deviation before it divides.
+/// Added to a standard deviation before the division.
 const EPSILON: f64 = 1e-4;
 
-/// Advantages `[B]`, and the part of the groups (or of the batch) whose rewards are all equal.
+/// Advantages `[B]`, and the fraction of the groups (or of the batch) whose rewards are all equal.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Advantages {
     pub values: Vec<f64>,
     pub zero_std: f64,
 }
 
-/// Mean and standard deviation (of a sample: divided by n - 1) of the numbers that are numbers. NaN where there are
-/// too few.
+/// Mean and sample standard deviation (divisor n - 1) of the values that are not NaN. NaN if there are too few.
 pub fn moments(values: &[f64]) -> (f64, f64) {
     let known: Vec<f64> = values.iter().copied().filter(|x| !x.is_nan()).collect();
     let n = known.len() as f64;
@@ -45,7 +44,7 @@ fn is_zero(std: f64) -> bool {
     std.abs() <= 1e-8
 }
 
-/// GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2): reward less the mean of its group, over a standard
+/// GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2): reward minus the mean of its group, divided by a standard
 /// deviation. Without the division: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). `rewards` `[B]`, B a multiple of
 /// `group`.
 pub fn grouped(rewards: &[f64], group: usize, scale: Scale) -> Advantages {
@@ -66,8 +65,8 @@ pub fn grouped(rewards: &[f64], group: usize, scale: Scale) -> Advantages {
     }
 }
 
-/// RLOO (Ahmadian et al. 2024, arXiv 2402.14740, section 3.2): reward less the mean of the others of its group;
-/// `normalize` brings all of them to mean 0 and standard deviation 1.
+/// RLOO (Ahmadian et al. 2024, arXiv 2402.14740, section 3.2): reward minus the mean of the other rewards of its group;
+/// `normalize` scales all advantages to mean 0 and standard deviation 1.
 pub fn leave_one_out(rewards: &[f64], group: usize, normalize: bool) -> Advantages {
     let (mut values, mut zero, mut groups) = (Vec::with_capacity(rewards.len()), 0usize, 0usize);
     for rewards in rewards.chunks(group.max(1)) {
@@ -75,7 +74,7 @@ pub fn leave_one_out(rewards: &[f64], group: usize, normalize: bool) -> Advantag
         let sum: f64 = rewards.iter().filter(|r| !r.is_nan()).sum();
         groups += 1;
         zero += usize::from(is_zero(moments(rewards).1));
-        // One alone has nobody to be compared with: 0/0 is not a number, and becomes 0 below.
+        // A single reward has no others to compare with: 0/0 is NaN, and becomes 0 below.
         values.extend(rewards.iter().map(|r| r - (sum - r) / (count - 1.0)));
     }
     values.iter_mut().filter(|a| !a.is_finite()).for_each(|a| *a = f64::NAN);
@@ -95,7 +94,7 @@ fn known(x: f64) -> f64 {
 }
 
 /// Generalized advantage estimation of one completion (Schulman et al. 2016, arXiv 1506.02438, eq. 16): advantages
-/// and returns `[T]` from rewards and values `[T]`; nothing follows the last token.
+/// and returns `[T]` from rewards and values `[T]`; the episode ends after the last token.
 pub fn gae(rewards: &[f64], values: &[f64], gamma: f64, lambda: f64) -> (Vec<f64>, Vec<f64>) {
     let mut advantages = vec![0.0; rewards.len()];
     let (mut next_value, mut next) = (0.0, 0.0);
@@ -109,7 +108,7 @@ pub fn gae(rewards: &[f64], values: &[f64], gamma: f64, lambda: f64) -> (Vec<f64
     (advantages, returns)
 }
 
-/// Brings all numbers of all rows to variance 1, and to mean 0 unless `keep_mean`.
+/// Scales all values of all rows to variance 1, and shifts them to mean 0 unless `keep_mean`.
 pub fn whiten(rows: &mut [Vec<f64>], keep_mean: bool) {
     let all: Vec<f64> = rows.iter().flatten().copied().collect();
     let (mean, std) = moments(&all);
@@ -123,7 +122,7 @@ pub fn whiten(rows: &mut [Vec<f64>], keep_mean: bool) {
     }
 }
 
-/// How a KL divergence is estimated from one sample (Schulman 2020, "Approximating KL Divergence").
+/// Estimator of a KL divergence from one sample (Schulman 2020, "Approximating KL Divergence").
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KlEstimator {
     /// log p - log q: unbiased, may be negative.
@@ -133,7 +132,7 @@ pub enum KlEstimator {
 }
 
 impl KlEstimator {
-    /// Of the policy to the reference, at one token.
+    /// KL of the policy to the reference, at one token.
     pub fn of(self, log_prob: f64, reference: f64) -> f64 {
         let log_ratio = reference - log_prob;
         match self {
@@ -143,18 +142,18 @@ impl KlEstimator {
     }
 }
 
-/// The factor of the KL penalty in PPO's rewards: fixed, or led to a target (Ziegler et al. 2019, arXiv 1909.08593,
-/// section 2.2).
+/// Coefficient of the KL penalty in PPO's rewards: fixed, or adapted to a target (Ziegler et al. 2019, arXiv
+/// 1909.08593, section 2.2).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct KlControl {
     pub coefficient: f64,
-    /// KL per completion in nats to be led to, and completions over which the factor changes by about a fifth at most;
-    /// `None` is fixed.
+    /// Target KL per completion in nats, and the horizon in completions over which the coefficient changes by at most
+    /// about a fifth; `None`: fixed.
     pub target: Option<(f64, f64)>,
 }
 
 impl KlControl {
-    /// After `completions` completions with a mean KL per completion of `kl`.
+    /// Updates the coefficient after `completions` completions with a mean KL per completion of `kl`.
     pub fn update(&mut self, kl: f64, completions: usize) {
         if let Some((target, horizon)) = self.target {
             let error = (kl / target - 1.0).clamp(-0.2, 0.2);
@@ -212,12 +211,12 @@ mod tests {
     #[test]
     fn gae_has_its_two_ends() {
         let (rewards, values) = ([0.0, -0.1, 1.0], [0.3, 0.2, 0.6]);
-        // lambda = 1: the advantage is the discounted sum of rewards less the value.
+        // lambda = 1: the advantage is the discounted sum of rewards minus the value.
         let (a, returns) = gae(&rewards, &values, 0.9, 1.0);
         let sums = [0.9 * -0.1 + 0.81 * 1.0, -0.1 + 0.9, 1.0];
         assert_close(&returns, &sums);
         assert_close(&a, &[sums[0] - 0.3, sums[1] - 0.2, sums[2] - 0.6]);
-        // lambda = 0: one step ahead.
+        // lambda = 0: one-step estimate.
         let (a, _) = gae(&rewards, &values, 0.9, 0.0);
         assert_close(&a, &[0.9 * 0.2 - 0.3, -0.1 + 0.9 * 0.6 - 0.2, 1.0 - 0.6]);
     }

@@ -1,17 +1,17 @@
-//! Rollouts sampled under other weights than those that train (coded ones): importance ratios between the two.
+//! Importance sampling correction for rollouts that were sampled with quantized instead of exact weights.
 //!
 //! Letters: T tokens of a completion.
 
-/// How ratios are bounded (truncated importance sampling: Yao et al. 2025; masked: Zheng et al. 2025).
+/// Bound of the importance ratios (truncated importance sampling: Yao et al. 2025; masked: Zheng et al. 2025).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// One ratio a token, cut off at the bounds.
+    /// One ratio per token, clipped to the bounds.
     TokenTruncate,
-    /// One ratio a token, 0 outside of the bounds.
+    /// One ratio per token, 0 outside the bounds.
     TokenMask,
-    /// The product over the completion, cut off.
+    /// The product over the completion, clipped to the bounds.
     SequenceTruncate,
-    /// The product over the completion, 0 outside.
+    /// The product over the completion, 0 outside the bounds.
     SequenceMask,
 }
 
@@ -23,8 +23,8 @@ pub struct Correction {
 }
 
 impl Correction {
-    /// Ratios `[T]` of the exact weights over those that sampled, from their log-probabilities `[T]`. A sampling
-    /// log-probability that is NaN is not known: its ratio is 1.
+    /// Ratios `[T]` of the exact weights to the sampling weights, from their log-probabilities `[T]`. A NaN sampling
+    /// log-probability is unknown: its ratio is 1.
     pub fn ratios(&self, exact: &[f32], sampling: &[f32]) -> Vec<f32> {
         let difference = |(e, s): (&f32, &f32)| {
             let d = *e as f64 - *s as f64;

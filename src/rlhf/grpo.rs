@@ -1,10 +1,10 @@
-//! The clipped losses of GRPO and its kin, and RLOO: from log-probabilities of completions to the loss and its gradient.
+//! Clipped losses of GRPO, its variants, and RLOO: loss and gradient from the log-probabilities of completions.
 //!
-//! Letters: T tokens of a completion. All arithmetic is f64 on the host; a completion is a few thousand numbers.
+//! Letters: T tokens of a completion. All arithmetic is f64 on the host; a completion has a few thousand values.
 //!
-//! Sources: GRPO, Shao et al. 2024, arXiv 2402.03300; DAPO, Yu et al. 2025, arXiv 2503.14476; Dr. GRPO, Liu et al. 2025,
-//! arXiv 2503.20783; GSPO, Zheng et al. 2025, arXiv 2507.18071; RLOO, Ahmadian et al. 2024, arXiv 2402.14740. The
-//! conventions (which mean, what is clipped first) are those of TRL 1.16.
+//! Sources: GRPO, Shao et al. 2024, arXiv 2402.03300; DAPO, Yu et al. 2025, arXiv 2503.14476; Dr. GRPO, Liu et al.
+//! 2025, arXiv 2503.20783; GSPO, Zheng et al. 2025, arXiv 2507.18071; RLOO, Ahmadian et al. 2024, arXiv 2402.14740. The
+//! conventions (type of mean, order of clipping) are those of TRL 1.16.
 
 use super::advantage::KlEstimator;
 use super::means::Means;
@@ -16,26 +16,26 @@ use crate::ops::tally::{Sums, Tally};
 use candle_core::Tensor;
 use std::ops::Range;
 
-/// Over what the loss is a mean.
+/// Normalization of the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LossType {
-    /// Over the tokens of a completion, then over completions.
+    /// Mean over the tokens of a completion, then over completions.
     Grpo,
-    /// Over all tokens of the rollout.
+    /// Mean over all tokens of the rollout.
     Dapo,
-    /// Over completions, each divided by the longest length allowed.
+    /// Mean over completions, each divided by the maximum completion length.
     DrGrpo,
-    /// Over all tokens of the window.
+    /// Mean over all tokens of the window.
     Bnpo,
-    /// Over completions, whose ratio is that of the whole completion; the KL stands in the reward.
+    /// Mean over completions, with one ratio per completion; the KL is a part of the reward.
     Rloo,
 }
 
-/// Whose probability ratio is clipped.
+/// Level of the clipped probability ratio.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Level {
     Token,
-    /// The geometric mean over the completion (GSPO).
+    /// Geometric mean over the completion (GSPO).
     Sequence,
 }
 
@@ -43,48 +43,48 @@ pub enum Level {
 pub struct Settings {
     pub loss_type: LossType,
     pub level: Level,
-    /// The ratio is clipped to 1 - `epsilon` and 1 + `epsilon_high`.
+    /// The ratio is clipped to [1 - `epsilon`, 1 + `epsilon_high`].
     pub epsilon: f64,
     pub epsilon_high: f64,
-    /// Upper bound of the ratio on the side that clipping leaves open.
+    /// Upper bound of the ratio on the side without clipping.
     pub delta: Option<f64>,
-    /// Factor of the KL term in the loss.
+    /// Coefficient of the KL term in the loss.
     pub beta: f64,
-    /// The KL term takes the ratio as its importance weight.
+    /// Multiplies the KL term by the ratio as an importance weight.
     pub kl_weighted: bool,
-    /// Longest completion allowed in tokens, for `DrGrpo`.
+    /// Maximum completion length in tokens, for `DrGrpo`.
     pub max_completion_length: usize,
 }
 
-/// What is known of one completion, each `[T]`.
+/// Inputs of one completion, each `[T]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Completion<'a> {
-    /// Under the weights that train.
+    /// With the current weights.
     pub log_probs: &'a [f32],
-    /// Under the weights that the rollout belongs to; `None`: the same as now.
+    /// With the weights of the rollout; `None`: equal to the current ones.
     pub old: Option<&'a [f32]>,
     pub reference: Option<&'a [f32]>,
-    /// Factors for having sampled under other weights.
+    /// Importance ratios for rollouts sampled with other weights.
     pub ratios: Option<&'a [f32]>,
     pub advantage: f64,
 }
 
-/// One completion's part of a window's loss, before the division by the window's weight.
+/// Contribution of one completion to the loss of a window, before the division by the window's weight.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Part {
     pub loss: f64,
-    /// `[T]`: gradient at the log-probabilities.
+    /// `[T]`: gradient with respect to the log-probabilities.
     pub gradient: Vec<f64>,
-    /// Sum over tokens: KL to the reference.
+    /// Sum over tokens of the KL to the reference.
     pub kl: f64,
-    /// Ratios, and those clipped below and above.
+    /// Number of ratios, and of those clipped below and above.
     pub ratios: f64,
     pub clipped_low: f64,
     pub clipped_high: f64,
 }
 
 impl Settings {
-    /// A completion of `tokens` tokens counts so much in the number that the window's loss is divided by.
+    /// Contribution of a completion of `tokens` tokens to the divisor of the window's loss.
     pub fn weight(&self, tokens: usize) -> usize {
         match self.loss_type {
             LossType::Dapo | LossType::Bnpo => tokens,
@@ -111,7 +111,7 @@ impl Settings {
             ..Part::default()
         };
         if self.loss_type == LossType::Rloo {
-            // One ratio, one loss, one correction for the completion as a whole: of corrections by token their mean.
+            // One ratio, one loss, one correction for the whole completion: token-level corrections are averaged.
             let surrogate = self.surrogate(whole.exp(), c.advantage);
             let factor = (0..tokens).map(|t| at(c.ratios, t, 1.0)).sum::<f64>() / tokens as f64;
             part.loss = factor * surrogate.loss;
@@ -119,7 +119,7 @@ impl Settings {
             (part.ratios, part.clipped_low, part.clipped_high) = (1.0, surrogate.low, surrogate.high);
             return part;
         }
-        // Of the ratio of the completion, gathered over its tokens: each token moves it by 1/T of itself.
+        // Derivative with respect to the completion's ratio, summed over its tokens: each token contributes 1/T of it.
         let mut shared = 0.0;
         for t in 0..tokens {
             let log_weight = match self.level {
@@ -130,7 +130,7 @@ impl Settings {
             let surrogate = self.surrogate(ratio, c.advantage);
             let factor = per_token * at(c.ratios, t, 1.0);
             part.loss += factor * surrogate.loss;
-            // Ratios of a whole answer count once.
+            // A sequence-level ratio counts once per completion.
             let of_ratio = if self.level == Level::Token {
                 1.0
             } else {
@@ -159,12 +159,12 @@ impl Settings {
         part
     }
 
-    /// The clipped surrogate of one ratio.
+    /// The clipped surrogate loss of one ratio.
     fn surrogate(&self, ratio: f64, advantage: f64) -> Surrogate {
         let open = self.delta.map_or(ratio, |delta| ratio.min(delta));
         let clipped = ratio.clamp(1.0 - self.epsilon, 1.0 + self.epsilon_high);
         let (first, second) = (open * advantage, clipped * advantage);
-        // Where both are equal the ratio is inside: either has the same slope.
+        // If both are equal, the ratio is inside the bounds: both have the same derivative.
         let slope = match first <= second {
             true if open == ratio => ratio,
             true => 0.0,
@@ -182,13 +182,13 @@ impl Settings {
 
 struct Surrogate {
     loss: f64,
-    /// By the logarithm of the ratio.
+    /// Derivative with respect to the logarithm of the ratio.
     slope: f64,
     low: f64,
     high: f64,
 }
 
-/// The objective of the stage `grpo`. A document of a batch is a prompt and an answer, whose tokens are the targets.
+/// The objective of the stage `grpo`. A document of a batch is a prompt and an answer (the targets).
 pub struct Grpo {
     pub settings: Settings,
     pub policy: Policy,

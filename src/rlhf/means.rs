@@ -1,4 +1,4 @@
-//! Means for the metrics, by name: sums and the number of things summed.
+//! Means for the metrics, by name: sums and counts.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 pub struct Means(RefCell<BTreeMap<&'static str, (f64, f64)>>);
 
 impl Means {
-    /// Adds a sum over `count` things; over none it says nothing.
+    /// Adds a sum over `count` items; ignored if `count` is 0.
     pub fn add(&self, name: &'static str, sum: f64, count: f64) {
         if count > 0.0 {
             let mut all = self.0.borrow_mut();

@@ -1,5 +1,5 @@
-//! Objectives of preference learning and reinforcement: hidden states in, loss and gradient out. Knows heads and
-//! batches. Knows no files, no engine.
+//! Objectives of preference learning and reinforcement learning: hidden states in, loss and gradient out. Depends on
+//! heads and batches. Independent of files and of the engine.
 
 pub mod advantage;
 pub mod correction;

@@ -1,4 +1,4 @@
-//! What the objectives of reinforcement learning share: a policy at a temperature, and the answers of a batch.
+//! Shared code of the reinforcement learning objectives: a policy at a temperature, and the answers of a batch.
 //!
 //! Letters: N tokens of a batch, D hidden size, T tokens of an answer.
 
@@ -9,9 +9,9 @@ use crate::model::{Head, LossGradients, Need};
 use candle_core::Tensor;
 use std::ops::Range;
 
-/// Columns that the rollout gives to its objective.
+/// Names of the columns that the rollout passes to its objective.
 pub mod columns {
-    /// Token columns: log-probabilities under the weights of the rollout and of the reference, importance ratios.
+    /// Token columns: log-probabilities with the weights of the rollout and of the reference, importance ratios.
     pub const OLD: &str = "old_log_probs";
     pub const REFERENCE: &str = "reference_log_probs";
     pub const RATIOS: &str = "ratios";
@@ -20,7 +20,7 @@ pub mod columns {
     /// Token columns of PPO.
     pub const VALUES: &str = "old_values";
     pub const RETURNS: &str = "returns";
-    /// Document columns: a factor of the answer's loss; 0 where the answer does not count at all.
+    /// Document columns: a factor of the answer's loss; 0 if the answer is excluded.
     pub const FACTOR: &str = "factor";
     pub const COUNTS: &str = "counts";
 }
@@ -32,7 +32,7 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// cap tanh(x / cap) / t = c tanh((x / t) / c) with c = cap / t: so hidden states and cap are divided instead.
+    /// cap tanh(x / cap) / t = c tanh((x / t) / c) with c = cap / t, so hidden states and cap are divided instead.
     fn scaled<'a>(&self, h: &Tensor, head: &Head<'a>) -> Result<(Tensor, Head<'a>)> {
         let weight = match &head.weight {
             HeadWeight::Whole(weight) => HeadWeight::Whole(weight.clone()),
@@ -66,7 +66,7 @@ impl Policy {
         head.entropies(&h, targets)
     }
 
-    /// As `gradients`, of the log-probabilities at this temperature.
+    /// As `gradients`, for the log-probabilities at this temperature.
     pub fn gradients(
         &self,
         h: &Tensor,
@@ -85,17 +85,17 @@ impl Policy {
     }
 }
 
-/// Gradients of a loss whose gradient at the log-probabilities is `slopes` `[N]`, times `need.scale`. What has no slope
-/// costs no product: whole groups of GRPO teach nothing.
+/// Gradients of a loss whose derivatives with respect to the log-probabilities are `slopes` `[N]`, times `need.scale`.
+/// Tokens with derivative 0 are skipped: whole groups of GRPO can have no gradient.
 pub(super) fn gradients(h: &Tensor, head: &Head, targets: &[u32], slopes: &[f32], need: Need) -> Result<LossGradients> {
-    // The weights are those of -log p.
+    // `Head::weighted` uses weights of -log p.
     let weights: Vec<f32> = slopes.iter().map(|s| -s).collect();
     let target = |(&target, &slope): (&u32, &f32)| if slope == 0.0 { IGNORE } else { target };
     let targets: Vec<u32> = targets.iter().zip(slopes).map(target).collect();
     head.weighted(h, &targets, &weights, need)
 }
 
-/// The positions of each document that have a target: neighbours, for they are one answer.
+/// The trained positions of each document; they are consecutive, because they are one answer.
 pub fn answers(batch: &Batch) -> Vec<Range<usize>> {
     let answer = |w: &[usize]| {
         let trained = |n: &usize| batch.targets[*n] != IGNORE;
@@ -105,12 +105,12 @@ pub fn answers(batch: &Batch) -> Vec<Range<usize>> {
     batch.documents.windows(2).map(answer).collect()
 }
 
-/// A part of a column, if the batch has it.
+/// A slice of a token column, if the batch has that column.
 pub fn part<'a>(batch: &'a Batch, name: &str, range: &Range<usize>) -> Option<&'a [f32]> {
     batch.columns.tokens.get(name).map(|c| &c[range.clone()])
 }
 
-/// A number of a document; `other` where the batch has no such column.
+/// The value of a document; `other` if the batch has no such column.
 pub fn of_document(batch: &Batch, name: &str, document: usize, other: f32) -> f32 {
     let column = batch.columns.documents.get(name);
     column.map_or(other, |c| c[document])

@@ -1,8 +1,8 @@
-//! The losses of PPO on tokens: clipped policy, clipped value.
+//! Token-level losses of PPO: clipped policy loss, clipped value loss.
 //!
-//! Letters: T tokens of a completion. Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7 and 9; on language models
-//! as in Ziegler et al. 2019, arXiv 1909.08593: the value is read from the hidden state before each token, by a head on
-//! the policy's own hidden states.
+//! Letters: T tokens of a completion. Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7 and 9; for language models
+//! as in Ziegler et al. 2019, arXiv 1909.08593: a value head reads the value from the policy's hidden state before each
+//! token.
 
 use super::means::Means;
 use super::policy::{self, Policy, columns};
@@ -17,23 +17,23 @@ use candle_core::{DType, Device, Tensor};
 pub struct Settings {
     /// The ratio is clipped to 1 ± this.
     pub cliprange: f64,
-    /// A value moves at most so far from that of the rollout.
+    /// Largest change of a value from that of the rollout.
     pub cliprange_value: f64,
     pub vf_coef: f64,
 }
 
-/// What is known of one completion, each `[T]`.
+/// Inputs of one completion, each `[T]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Completion<'a> {
-    /// Under the weights that train.
+    /// With the current weights.
     pub log_probs: &'a [f32],
     pub values: &'a [f32],
-    /// Under the weights that the rollout belongs to; `None`: the same as now.
+    /// With the weights of the rollout; `None`: equal to the current ones.
     pub old: Option<&'a [f32]>,
     pub old_values: &'a [f32],
     pub advantages: &'a [f32],
     pub returns: &'a [f32],
-    /// Factors for having sampled under other weights.
+    /// Importance ratios for rollouts sampled with other weights.
     pub ratios: Option<&'a [f32]>,
 }
 
@@ -41,12 +41,12 @@ pub struct Completion<'a> {
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Part {
     pub policy_loss: f64,
-    /// Not multiplied with `vf_coef`.
+    /// Without the factor `vf_coef`.
     pub value_loss: f64,
     /// `[T]`: gradients of `policy_loss + vf_coef value_loss`.
     pub by_log_prob: Vec<f64>,
     pub by_value: Vec<f64>,
-    /// Tokens whose ratio or value is clipped.
+    /// Number of tokens whose ratio or value is clipped.
     pub clipped: f64,
     pub clipped_values: f64,
 }
@@ -71,7 +71,7 @@ impl Settings {
             let (free, bound) = ((value - target).powi(2), (near - target).powi(2));
             let outside = bound > free;
             part.value_loss += 0.5 * free.max(bound);
-            // Only a value that was moved can be outside.
+            // Only a value that has changed can be outside the bounds.
             let slope = if outside { 0.0 } else { value - target };
             part.by_value.push(self.vf_coef * slope);
             part.clipped_values += f64::from(outside);
@@ -80,7 +80,7 @@ impl Settings {
     }
 }
 
-/// A value for each position from its hidden state: a row `[1, D]` and a number `[1]`. It starts at 0.
+/// Value head: maps each hidden state to a value with a row `[1, D]` and a bias `[1]`. Initialized to 0.
 #[derive(Debug, Clone)]
 pub struct ValueHead {
     pub weight: Param,
@@ -99,7 +99,7 @@ impl ValueHead {
         })
     }
 
-    /// That of an objective's parameters. Errors: they have none.
+    /// The value head among an objective's parameters. Errors: they contain none.
     pub fn of(params: &[Param]) -> Result<Self> {
         let find = |name: &str| {
             let found = params.iter().find(|p| &*p.name == name).cloned();
@@ -111,14 +111,14 @@ impl ValueHead {
         })
     }
 
-    /// `h` `[N, D]` to values `[N]`.
+    /// Maps `h` `[N, D]` to values `[N]`.
     pub fn values(&self, h: &Tensor) -> Result<Vec<f32>> {
         let h = h.to_dtype(DType::F32)?;
         let values = h.broadcast_mul(&self.weight.tensor)?.sum(1)?;
         update::to_f32_vec(&values.broadcast_add(&self.bias.tensor)?)
     }
 
-    /// Adds to `out` what slopes `[N]` at the values (scaled already) mean for hidden states and head.
+    /// Adds the gradients of hidden states and head to `out`, from the scaled derivatives `slopes` `[N]` of the values.
     fn backward(&self, h: &Tensor, slopes: &[f32], out: &mut LossGradients) -> Result<()> {
         let slopes = Tensor::from_slice(slopes, (slopes.len(), 1), h.device())?;
         let dw = h.to_dtype(DType::F32)?.broadcast_mul(&slopes)?.sum_keepdim(0)?;
@@ -132,7 +132,7 @@ impl ValueHead {
     }
 }
 
-/// The objective of the stage `ppo`. A document of a batch is a prompt and an answer, whose tokens are the targets.
+/// The objective of the stage `ppo`. A document of a batch is a prompt and an answer (the targets).
 pub struct Ppo {
     pub settings: Settings,
     pub policy: Policy,

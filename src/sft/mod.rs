@@ -1,5 +1,5 @@
 //! The objective of `pretrain` and `sft`: mean cross-entropy of the next token over the trained positions.
-//! Knows hidden states and targets. Knows no layers, no optimizers.
+//! Depends on hidden states and targets. Independent of layers and optimizers.
 
 use crate::base::Result;
 use crate::data::Batch;
@@ -9,13 +9,13 @@ use crate::ops::cross_entropy;
 use crate::ops::tally::Tally;
 use candle_core::Tensor;
 
-/// Cross-entropy through the output projection, a chunk of tokens' logits at a time.
+/// Cross-entropy through the output projection; computes the logits of one chunk of tokens at a time.
 pub struct CausalLm {
     vocab: usize,
 }
 
 impl CausalLm {
-    /// Tokens a chunk for a projection to `vocab` rows, which is `trained` or not.
+    /// Tokens per chunk for a projection to `vocab` rows; `trained`: the projection is trained.
     pub fn chunk_for(vocab: usize, trained: bool) -> usize {
         cross_entropy::chunk_for(vocab, trained)
     }

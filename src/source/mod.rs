@@ -1,5 +1,5 @@
-//! Where a layer's weights live, and how they get here.
-//! Knows names, shapes and storage. Knows no mathematics of layers.
+//! Weight storage: where the weights of a layer are, and how they get to the device.
+//! Handles names, shapes and storage types; independent of the mathematics of layers.
 
 pub mod disk;
 pub mod policy;
@@ -25,7 +25,7 @@ pub use resident::Resident;
 pub use turns::Recoded;
 pub use uploaded::Uploaded;
 
-/// What is fetched as one piece.
+/// The unit of a fetch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Group {
     /// The token embedding.
@@ -36,7 +36,7 @@ pub enum Group {
     Head,
 }
 
-/// Which half of a layer a parameter belongs to.
+/// The half of a layer to which a parameter belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Part {
     Attention,
@@ -44,7 +44,7 @@ pub enum Part {
     Other,
 }
 
-/// A parameter as the checkpoint names it.
+/// A parameter, by its name in the checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParamInfo {
     pub name: Arc<str>,
@@ -64,29 +64,29 @@ impl ParamInfo {
     }
 }
 
-/// The weights of one group, ready for use on the device. Cloning a tensor shares its storage, so an
-/// update in place is seen by every holder. The weights of frozen linears can be codes.
+/// The weights of one group, ready for use on the device. A cloned tensor shares its storage, so every holder sees an
+/// in-place update. The weights of frozen linears may be quantized.
 #[derive(Debug, Default)]
 pub struct GroupWeights {
     weights: BTreeMap<Arc<str>, Weight>,
 }
 
 impl GroupWeights {
-    /// `weight`: a tensor or codes.
+    /// Inserts a weight, dense or quantized.
     pub fn insert(&mut self, name: Arc<str>, weight: impl Into<Weight>) {
         self.weights.insert(name, weight.into());
     }
 
-    /// The tensor of a dense weight.
+    /// Returns the tensor of a dense weight.
     ///
-    /// Errors: no such weight in this group (a fault in ft: shapes were checked when the source was opened); codes.
+    /// Errors: the group has no such weight (a bug: names are checked when the source is opened); a quantized weight.
     pub fn get(&self, name: &str) -> Result<(Arc<str>, Tensor)> {
         let (name, weight) = self.weight(name)?;
         let tensor = weight.dense().map_err(|e| e.or_at(&*name))?.clone();
         Ok((name, tensor))
     }
 
-    /// A weight, dense or coded. Errors: no such weight in this group.
+    /// Returns a weight, dense or quantized. Errors: the group has no such weight.
     pub fn weight(&self, name: &str) -> Result<(Arc<str>, Weight)> {
         self.weights
             .get_key_value(name)
@@ -99,7 +99,7 @@ impl GroupWeights {
     }
 }
 
-/// Every group of a model, where all of them are here.
+/// All groups of a model whose weights are all in memory.
 #[derive(Debug, Default)]
 pub struct Groups(Mutex<BTreeMap<Group, Arc<GroupWeights>>>);
 
@@ -113,39 +113,39 @@ impl Groups {
         found.ok_or_else(|| Error::new(format!("the model has no {group:?}")))
     }
 
-    /// Who holds the group as it was keeps that.
+    /// Replaces a group; existing handles keep the old weights.
     pub fn set(&self, group: Group, weights: GroupWeights) {
         self.lock().insert(group, Arc::new(weights));
     }
 
-    /// The tensor of a parameter; `None`: it is codes.
+    /// The tensor of a parameter; `None` if it is quantized.
     pub fn tensor(&self, param: &ParamInfo) -> Option<Tensor> {
         Some(self.get(param.group).ok()?.get(&param.name).ok()?.1)
     }
 
-    /// Sum over all weights.
+    /// Sum of `of` over all weights.
     pub fn sum(&self, of: impl Fn(&Weight) -> u64) -> u64 {
         let groups = self.lock();
         groups.values().flat_map(|g| g.iter()).map(|(_, w)| of(w)).sum()
     }
 }
 
-/// Some numbers of a parameter, in its order.
+/// A run of elements of a parameter, in order.
 #[derive(Debug, Clone, Copy)]
 pub enum Numbers<'a> {
     F32(&'a [f32]),
-    /// With what their f32 masters know beyond them, where they were trained (see `ops::master`).
+    /// For trained weights also the low 16 bits of their fp32 masters (see `ops::master`).
     Bf16(&'a [bf16], Option<&'a [i16]>),
 }
 
-/// Takes the numbers of a parameter, in pieces.
+/// Receives the elements of a parameter in pieces.
 pub type NumbersSink<'a> = dyn FnMut(Numbers) -> Result<()> + 'a;
 
-/// Lower halves of f32 masters (i16 `[n]`), by the name of their parameter: where the optimizer keeps them.
+/// Access to the optimizer's low 16 bits of fp32 masters (i16 `[n]`), by parameter name.
 pub trait LowerHalves {
     fn put_low(&mut self, name: &str, low: Tensor);
 
-    /// `None`: this parameter has no master beyond its weight.
+    /// `None`: this parameter has no master.
     fn take_low(&mut self, name: &str) -> Option<Tensor>;
 }
 
@@ -161,70 +161,70 @@ impl LowerHalves for BTreeMap<String, Tensor> {
 
 /// Delivers the weights of one group at a time. One of the four contracts of the engine.
 pub trait LayerSource: Send {
-    /// The weights of `group`, on the device, for as long as the handle lives: their memory is used again after.
+    /// Returns the weights of `group` on the device. Their memory is reused after the handle is dropped.
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>>;
 
-    /// Says which group is needed next, so that it can travel while another computes.
+    /// Prefetches the group that is needed next, so that the copy overlaps with the computation.
     fn prefetch(&self, _group: Group) {}
 
-    /// Every parameter, in the order of the model.
+    /// All parameters, in the order of the model.
     fn params(&self) -> &[ParamInfo];
 
-    /// Bytes held on the device now.
+    /// Bytes on the device now.
     fn resident_bytes(&self) -> u64;
 
-    /// A parameter that stays on the device (until the next `retire`); `None`: it has to be fetched.
+    /// The tensor of a parameter that stays on the device (until the next `retire`); `None`: it must be fetched.
     fn held(&self, name: &str) -> Option<Tensor>;
 
-    /// Is what its master knows with the optimizer? So it is of what is trained now, and of whatever never leaves.
+    /// True if the optimizer holds the low 16 bits of this parameter's fp32 master (active parameters, and those that
+    /// never leave the device).
     fn master_is_out(&self, _name: &str) -> bool {
         true
     }
 
-    /// A matrix with the rows `ids` of the matrix `name` `[R, C]`, and the row of each id in it.
+    /// Gathers rows of the matrix `name` `[R, C]`: returns a matrix with the rows `ids`, and the row index of each id.
     ///
-    /// Errors: an id that is not below R; the disk.
+    /// Errors: an id that is not below R; a failed read from the disk.
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)>;
 
-    /// How many rows of the matrix `name` come at a time, where it is never here whole.
+    /// Number of rows per piece of the matrix `name`, if it is streamed and never in memory as a whole.
     fn piece_rows(&self, _name: &str) -> Option<usize> {
         None
     }
 
-    /// Rows of such a matrix from row `first` on, a multiple of `piece_rows`, as one tensor under its name.
+    /// Returns the piece of a streamed matrix that starts at row `first`, a multiple of `piece_rows`, under its name.
     fn piece(&self, name: &str, _first: usize) -> Result<Arc<GroupWeights>> {
         Err(Error::new("this weight does not come in pieces").at(name))
     }
 
-    /// These parameters are trained from now on, and held until `retire`. What their masters know goes to `low`.
+    /// Activates these parameters: they are held until `retire`. The low 16 bits of their masters are moved to `low`.
     fn activate(&self, _names: &[&str], _low: &mut dyn LowerHalves) -> Result<()> {
         Ok(())
     }
 
-    /// Ends the training of the active parameters that `keep` does not name. What they learned is written back
-    /// exactly, with what `low` has of them, where their weights do not stay on the device. Returns what it cost
-    /// to make codes of them again, where they are stored so.
+    /// Deactivates the parameters that `keep` rejects: writes back their exact fp32 values (weight and low 16 bits) if
+    /// they do not stay on the device, requantizes those stored quantized, and returns the quantization error of each.
     fn retire(&self, _keep: &dyn Fn(&str) -> bool, _low: &mut dyn LowerHalves) -> Result<Vec<Recoded>> {
         Ok(Vec::new())
     }
 
-    /// Other values for a weight that is stored as codes: as many as it has elements. What it was is gone from the device.
+    /// Quantizes `values` (one per element) as the new values of a quantized weight, and drops the old data.
     ///
-    /// Errors: a weight that is no codes; a source whose weights do not stay on the device.
+    /// Errors: the weight is not quantized; the weights of this source do not stay on the device.
     fn recode(&self, name: &str, _values: &[f32]) -> Result<()> {
         Err(Error::new("codes that do not stay on the device cannot be made anew")
             .at(name)
             .hint("set `memory.tier = \"device\"`, or `tune.lora.loftq_iter = 1`"))
     }
 
-    /// How long weights travelled to the device since the last call; `None` where they do not.
+    /// Duration of the uploads to the device since the last call; `None` if there are no uploads.
     fn copies(&self) -> Result<Option<CopyTimes>> {
         Ok(None)
     }
 
-    /// All numbers of a parameter as they are now, a few at a time; with lower halves unless `master_is_out`.
+    /// Passes the current elements of a parameter to `sink` in pieces; with the low 16 bits unless `master_is_out`.
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()>;
 
-    /// Takes the exact f32 value of a parameter from the tensor of its name in `saved`. Not while it is active.
+    /// Restores the exact f32 value of an inactive parameter from the tensor of its name in `saved`.
     fn restore(&self, name: &str, saved: &Weights, low: &mut dyn LowerHalves) -> Result<()>;
 }

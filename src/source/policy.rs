@@ -1,4 +1,4 @@
-//! In which storage every parameter is held: what the recipe says, and what is trained.
+//! Storage type of each parameter: set by the recipe, and by which parameters are trained.
 
 use super::{Group, ParamInfo};
 use crate::base::{Error, Result};
@@ -7,16 +7,16 @@ use crate::recipe::{Dtype, FrozenWeights, Memory, Storage as Wanted};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The storage of each parameter of a model. Only the projections of decoder layers are ever coded.
+/// The storage of each parameter of a model. Only projections of decoder layers are ever quantized.
 #[derive(Debug, Clone)]
 pub struct Policy {
     dtype: Dtype,
-    /// Shared by the clones: plans make many.
+    /// Shared between clones: the planner makes many.
     coded: Arc<BTreeMap<Arc<str>, Format>>,
 }
 
 impl Policy {
-    /// Everything in `dtype`.
+    /// All parameters dense, in `dtype`.
     pub fn dense(dtype: Dtype) -> Self {
         Self {
             dtype,
@@ -24,9 +24,9 @@ impl Policy {
         }
     }
 
-    /// Projections that are not `trained` get the storage that `memory` names for them.
+    /// Projections that are not `trained` get the storage type that `memory` sets for them.
     ///
-    /// Errors: an override that fits no projection.
+    /// Errors: an override that matches no projection.
     pub fn new(memory: &Memory, dtype: Dtype, params: &[ParamInfo], trained: impl Fn(&str) -> bool) -> Result<Self> {
         for (pattern, _) in &memory.overrides {
             if !params.iter().any(|p| is_projection(p) && fits(pattern, &p.name)) {
@@ -71,7 +71,7 @@ impl Policy {
         })
     }
 
-    /// Of what is not coded, and of decoded values.
+    /// Data type of dense weights and of dequantized values.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
@@ -83,12 +83,12 @@ impl Policy {
         }
     }
 
-    /// Weights that are stored as codes, and how.
+    /// The quantized weights and their formats.
     pub fn coded(&self) -> &BTreeMap<Arc<str>, Format> {
         &self.coded
     }
 
-    /// Of each parameter another format, or none: what a choice of bits per layer gives.
+    /// Sets or removes the format of one parameter, for a mixed-precision choice of bits per layer.
     pub fn set(&mut self, name: Arc<str>, format: Option<Format>) {
         let coded = Arc::make_mut(&mut self.coded);
         match format {
@@ -97,7 +97,7 @@ impl Policy {
         };
     }
 
-    /// As the plan shows it: `bf16; 168 projections nf4`.
+    /// Text for the plan: `bf16; 168 projections nf4`.
     pub fn describe(&self) -> String {
         let mut counts: BTreeMap<String, usize> = BTreeMap::new();
         for format in self.coded.values() {
@@ -107,18 +107,18 @@ impl Policy {
         format!("{}{}", self.dtype.name(), counts.collect::<String>())
     }
 
-    /// Bytes of all parameters.
+    /// Total bytes of all parameters.
     pub fn bytes(&self, params: &[ParamInfo]) -> u64 {
         params.iter().map(|p| self.of(p).bytes(&p.shape)).sum()
     }
 }
 
-/// The weight matrix of a linear in a decoder layer.
+/// True if this is the weight matrix of a linear in a decoder layer.
 pub fn is_projection(param: &ParamInfo) -> bool {
     matches!(param.group, Group::Layer(_)) && param.shape.len() == 2
 }
 
-/// `pattern` is the start of the name, with or without its leading `model.`; with `*` it fits the whole name.
+/// True if `pattern` is a prefix of the name, with or without `model.`; with `*` it must match the whole name.
 fn fits(pattern: &str, name: &str) -> bool {
     let short = name.strip_prefix("model.").unwrap_or(name);
     match pattern.contains('*') {
@@ -127,7 +127,7 @@ fn fits(pattern: &str, name: &str) -> bool {
     }
 }
 
-/// `*` stands for any text.
+/// Matches a pattern in which `*` stands for any text.
 fn glob(pattern: &str, text: &str) -> bool {
     let Some((start, rest)) = pattern.split_once('*') else {
         return pattern == text;

@@ -1,5 +1,6 @@
-//! Frozen weights with packed copies (`ops::prepacked`), in front of a source that holds all weights on the CPU: a group gets
-//! its copies when it is fetched. What is trained has none; when its block rests it gets some again.
+//! Adds packed copies (`ops::prepacked`) to frozen weights, on top of a source that holds all weights on the CPU. A
+//! group is packed when it is fetched. Active parameters have no copies; they get new ones when their block is
+//! deactivated.
 
 use super::policy::is_projection;
 use super::{Group, GroupWeights, LayerSource, LowerHalves, NumbersSink, ParamInfo, Policy, Recoded};
@@ -13,18 +14,18 @@ use candle_core::Tensor;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What gets copies.
+/// Selects the weights that get packed copies.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Copies {
     pub orders: Orders,
-    /// The matrix that projects to the vocabulary, unless rows of it train.
+    /// Name of the output projection (LM head), unless some of its rows are trained.
     pub head: Option<String>,
-    /// The rank of the delta that rides on a weight, by the weight's name.
+    /// LoRA rank of each weight, by the weight's name.
     pub ranks: Arc<BTreeMap<String, usize>>,
 }
 
 impl Copies {
-    /// Does a parameter get copies while it is frozen and dense?
+    /// True if a parameter gets packed copies while it is frozen and dense.
     fn covers(&self, p: &ParamInfo) -> bool {
         is_projection(p) || self.head.as_deref() == Some(&*p.name)
     }
@@ -33,7 +34,7 @@ impl Copies {
         self.ranks.get(name).copied().unwrap_or(0)
     }
 
-    /// Bytes of the copies of a parameter in `storage`.
+    /// Bytes of the packed copies of a parameter in `storage`.
     pub fn bytes(&self, p: &ParamInfo, storage: &Policy) -> u64 {
         match p.shape[..] {
             [rows, columns] if self.covers(p) && storage.of(p) == Storage::Dense(Dtype::Bf16) => {
@@ -51,14 +52,14 @@ pub struct Prepacking {
 }
 
 struct State {
-    /// What is trained now.
+    /// Active parameters.
     active: BTreeSet<String>,
-    /// A group as it came from below, and with copies.
+    /// Each group as fetched from `below`, and with packed copies.
     groups: BTreeMap<Group, (Arc<GroupWeights>, Arc<GroupWeights>)>,
 }
 
 impl Prepacking {
-    /// `below` holds its weights on the CPU; `first` names what will be trained first.
+    /// `below` holds its weights on the CPU; `first` names the parameters that are trained first.
     pub fn new<'a>(below: Box<dyn LayerSource>, copies: Copies, first: impl Iterator<Item = &'a str>) -> Self {
         let state = State {
             active: first.map(str::to_string).collect(),
@@ -75,7 +76,7 @@ impl Prepacking {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The copies of groups with these parameters are not up to date any more.
+    /// Invalidates the copies of all groups that contain these parameters.
     fn forget(&self, names: &[&str]) {
         let mut state = self.state();
         for p in self.below.params().iter().filter(|p| names.contains(&&*p.name)) {
@@ -114,7 +115,7 @@ impl LayerSource for Prepacking {
         {
             return Ok(copied.clone());
         }
-        // The old copies go first.
+        // Free the old copies first.
         state.groups.remove(&group);
         let copied = Arc::new(self.packed(group, &from, &state.active)?);
         state.groups.insert(group, (from, copied.clone()));
@@ -239,7 +240,7 @@ mod tests {
     fn bytes_are_those_of_whole_panels() {
         let (params, bf16) = (params(), Policy::dense(Dtype::Bf16));
         let bytes = |orders, p: &ParamInfo, policy: &Policy| copies(orders).bytes(p, policy);
-        // 40 vectors of 70 elements: 2 panels of 3 steps, and one more for what rides; turned, 3 panels of 2 and 1.
+        // 40 vectors of 70 elements: 2 panels of 3 steps, and one more for LoRA; transposed, 3 panels of 2 and 1.
         assert_eq!(bytes(Orders::Forward, &params[1], &bf16), 2 * 4 * 2048);
         assert_eq!(bytes(Orders::Both, &params[1], &bf16), (2 * 4 + 3 * 3) * 2048);
         assert_eq!(bytes(Orders::Both, &params[3], &bf16), (2 * 3 + 3 * 2) * 2048);

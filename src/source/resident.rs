@@ -1,4 +1,4 @@
-//! All weights on the device for the whole run.
+//! A source that keeps all weights on the device for the whole run.
 
 use super::turns::{Exact, encode, recode};
 use super::{Group, GroupWeights, Groups, LayerSource, LowerHalves, Numbers, NumbersSink, ParamInfo, Recoded, stored};
@@ -18,20 +18,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub struct Resident {
     params: Vec<ParamInfo>,
     device: Device,
-    /// Changed when a weight turns from codes to a tensor, or back.
+    /// Updated when a weight changes between quantized and dense.
     groups: Groups,
-    /// Parameters that are codes while they do not train, and the type of their values.
+    /// Parameters that are quantized while they are frozen: format, and data type of the dequantized values.
     coded: BTreeMap<Arc<str>, (Format, Dtype)>,
     original: Option<Original>,
-    /// Of coded parameters: what was trained and is codes now.
+    /// Exact values of parameters that were trained and are quantized again.
     trained: Mutex<BTreeMap<Arc<str>, Exact>>,
-    /// Coded parameters that are trained now.
+    /// Active parameters among the quantized ones.
     active: Mutex<BTreeSet<Arc<str>>>,
-    /// Codes are held in tensors, ready to travel.
+    /// Quantized data is held in tensors, ready for an upload.
     placed: bool,
 }
 
-/// Reads a parameter again, uncoded, in this type; on the CPU.
+/// Reads the original, not quantized values of a parameter in this type; on the CPU.
 type Original = Box<dyn Fn(&ParamInfo, Dtype) -> Result<Tensor> + Send>;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -40,10 +40,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Resident {
     /// Reads every parameter from `weights`, one tensor at a time, onto `device`, into the storage that `storage`
-    /// names for it; frozen weights are coded on the way.
+    /// returns for it; frozen weights are quantized while they are read.
     ///
-    /// Errors: a parameter that is missing or has another shape; a parameter in the files that the model
-    /// does not have (a wrong config must not train a part of the model in silence).
+    /// Errors: a missing parameter, or one of another shape; a tensor in the files that the model does not have (a
+    /// wrong config must not silently train a part of the model).
     pub fn load(
         params: Vec<ParamInfo>,
         weights: &Weights,
@@ -54,7 +54,7 @@ impl Resident {
         Self::build(params, device, |p| read(weights, p, storage(p), device))
     }
 
-    /// Fresh weights: normal with standard deviation `std`, biases 0, norm weights `norm`.
+    /// Random weights: normal with standard deviation `std`, biases 0, norm weights `norm`.
     pub fn random(
         params: Vec<ParamInfo>,
         seed: u64,
@@ -66,7 +66,7 @@ impl Resident {
         Self::random_stored(params, seed, std, norm, |_| Storage::Dense(dtype), device)
     }
 
-    /// As `random`, each parameter in the storage that `storage` names for it.
+    /// As `random`, each parameter in the storage that `storage` returns for it.
     pub fn random_stored(
         params: Vec<ParamInfo>,
         seed: u64,
@@ -122,13 +122,13 @@ impl Resident {
         })
     }
 
-    /// With a way to read weights that are codes here as they were: for training them, and for exports.
+    /// Sets a reader for the original values of quantized weights, which training and exports need.
     pub fn with_originals(mut self, read: impl Fn(&ParamInfo, Dtype) -> Result<Tensor> + Send + 'static) -> Self {
         self.original = Some(Box::new(read));
         self
     }
 
-    /// Holds codes in tensors, ready to travel to another device; nothing here computes with them then.
+    /// Holds quantized data in tensors, ready for an upload; this source then does not compute with it.
     pub fn ready_to_travel(mut self) -> Result<Self> {
         self.placed = true;
         for p in &self.params {
@@ -146,7 +146,7 @@ impl Resident {
             .ok_or_else(|| no_such(name))
     }
 
-    /// A weight that is codes and was never trained, as it was before, on the CPU.
+    /// Original values of a quantized weight that was never trained, on the CPU.
     fn original(&self, p: &ParamInfo) -> Result<Tensor> {
         match (&self.original, self.coded.get(&p.name)) {
             (Some(read), Some((_, dtype))) => read(p, *dtype),
@@ -154,7 +154,7 @@ impl Resident {
         }
     }
 
-    /// Another storage of one weight; who holds the group keeps the old one.
+    /// Replaces one weight; existing handles of the group keep the old one.
     fn replace(&self, p: &ParamInfo, weight: impl Into<Weight>) -> Result<()> {
         let weight = match weight.into() {
             Weight::Coded(codes) if self.placed => codes.to_device(&self.device)?.into(),
@@ -169,7 +169,7 @@ impl Resident {
         Ok(())
     }
 
-    /// The parameters of `names` that are codes while they do not train.
+    /// The parameters of `names` that are quantized while they are frozen.
     fn turning<'a>(&'a self, names: impl Iterator<Item = &'a str>) -> Vec<&'a ParamInfo> {
         let turns = |name: &str| self.coded.contains_key(name);
         names.filter(|n| turns(n)).filter_map(|n| self.param(n).ok()).collect()
@@ -180,8 +180,8 @@ impl Resident {
     }
 }
 
-/// Numbers `range` of parameter `p`, the `index`-th of the model from 1 on, of random weights drawn from a seed with a
-/// standard deviation, and the value of norm weights.
+/// Draws elements `range` of parameter `p` of random weights, from (seed, standard deviation, value of norm weights).
+/// `index`: position of the parameter in the model, from 1 on.
 pub fn draw(p: &ParamInfo, index: u64, range: std::ops::Range<usize>, (seed, std, norm): (u64, f32, f32)) -> Vec<f32> {
     let rng = Rng::new(seed, Stream::Init, &[index]);
     match (p.is_vector(), p.name.ends_with(".bias")) {
@@ -191,7 +191,7 @@ pub fn draw(p: &ParamInfo, index: u64, range: std::ops::Range<usize>, (seed, std
     }
 }
 
-/// As `draw`, the whole parameter on the CPU; a bf16 one is never here as f32.
+/// As `draw`, for the whole parameter on the CPU; a bf16 parameter never exists as f32 as a whole.
 pub fn draw_tensor(p: &ParamInfo, index: u64, dtype: Dtype, drawn: (u64, f32, f32)) -> Result<Tensor> {
     const STEP: usize = 1 << 20;
     let all = p.elements();
@@ -212,7 +212,7 @@ pub(super) fn no_such(name: &str) -> Error {
     Error::new("the model has no such parameter").at(name)
 }
 
-/// The numbers of a tensor.
+/// Passes all elements of a tensor to `sink`.
 pub(super) fn send(tensor: &Tensor, sink: &mut NumbersSink) -> Result<()> {
     match tensor.dtype() {
         _ if !tensor.device().is_cpu() => sink(Numbers::F32(&update::to_f32_vec(tensor)?)),
@@ -221,8 +221,8 @@ pub(super) fn send(tensor: &Tensor, sink: &mut NumbersSink) -> Result<()> {
     }
 }
 
-/// One parameter from the files, in its storage; what the files hold as codes stays in them.
-/// Errors: as reading; codes of what is not a matrix.
+/// Reads one parameter from the files into its storage; a weight that is quantized in the files stays quantized.
+/// Errors: as reading; quantized data of a parameter that is not a matrix.
 pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device) -> Result<Weight> {
     if let Some(found) = stored::find(weights, &p.name)? {
         let (Storage::Dense(decoded) | Storage::Coded(_, decoded)) = storage;
@@ -230,7 +230,7 @@ pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device)
     }
     match storage {
         Storage::Dense(dtype) => Ok(read_dense(weights, p, dtype, device)?.into()),
-        // Half the memory on the way, the same codes.
+        // Reading bf16 halves the temporary memory; the quantized data is the same.
         Storage::Coded(format, decoded) if weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) => {
             code(&bf16s(weights, p)?, p, format, decoded, device)
         }
@@ -238,7 +238,7 @@ pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device)
     }
 }
 
-/// One parameter from the files as a tensor. Errors: as reading.
+/// Reads one parameter from the files as a tensor. Errors: as reading.
 pub fn read_dense(weights: &Weights, p: &ParamInfo, dtype: Dtype, device: &Device) -> Result<Tensor> {
     let shape = p.shape.as_slice();
     Ok(match dtype {
@@ -247,7 +247,7 @@ pub fn read_dense(weights: &Weights, p: &ParamInfo, dtype: Dtype, device: &Devic
     })
 }
 
-/// Errors: a number that is not finite, with the tensor's name: later it would only be a loss that is none.
+/// Errors: a value that is not finite, with the tensor's name; otherwise only the loss would become NaN later.
 fn f32s(weights: &Weights, p: &ParamInfo) -> Result<Vec<f32>> {
     let values = weights.read_f32(&p.name)?;
     match values
@@ -287,7 +287,7 @@ fn code<V: quant::Value>(
     Weight::coded_on(encode(values, p, format, decoded)?, device)
 }
 
-/// Errors: missing, misshapen and surplus tensors, all in one.
+/// Errors: missing, misshapen and surplus tensors, all in one error.
 pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
     let mut faults = Vec::new();
     let mut parts = std::collections::HashSet::new();
@@ -311,8 +311,8 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
     }
     let known: std::collections::HashSet<&str> = params.iter().map(|p| &*p.name).collect();
     for name in weights.names() {
-        // Old Llama checkpoints carry the rope frequencies; tied ones may carry a copy of the embedding. The score of a
-        // reward model is read apart; who wants text asks `Described::check_weights`.
+        // Old Llama checkpoints contain the rope frequencies; tied ones may contain a copy of the embedding. The score
+        // of a reward model is read separately; text generation checks it with `Described::check_weights`.
         let harmless = name.ends_with("rotary_emb.inv_freq") || ["lm_head.weight", "score.weight"].contains(&name);
         if !known.contains(name) && !parts.contains(name) && !harmless {
             faults.push(format!("{name}: not a weight of this model"));
@@ -386,7 +386,7 @@ impl LayerSource for Resident {
         let leaving: Vec<Arc<str>> = lock(&self.active).iter().filter(|n| !keep(n)).cloned().collect();
         let mut recoded = Vec::new();
         for p in self.turning(leaving.iter().map(|n| &**n)) {
-            // Beside the codes, on the host.
+            // Kept on the host, beside the quantized data.
             let low = low.take_low(&p.name).map(|low| low.to_device(&Device::Cpu));
             let exact = Exact {
                 weight: self.here(&p.name)?.to_device(&Device::Cpu)?,
@@ -440,7 +440,7 @@ impl LayerSource for Resident {
             DType::BF16 => {
                 let half = Tensor::zeros(values.len(), DType::I16, tensor.device())?;
                 step::split(&values, &tensor, &half)?;
-                // What does not train stays on the host.
+                // Inactive parameters keep it on the host.
                 low.put_low(name, half.to_device(&Device::Cpu)?);
                 Ok(())
             }

@@ -1,11 +1,11 @@
-//! Weights that a model directory holds as codes, in two layouts.
+//! Reads and writes weights that a model directory holds quantized, in two layouts.
 //!
-//! `bitsandbytes`, for NF4 (what transformers writes with `load_in_4bit`): of a weight NAME `[O, I]` the codes `NAME` U8
-//! `[O·I/2, 1]`, `NAME.absmax`, with double quantization `NAME.nested_absmax` and `NAME.nested_quant_map`, the table
-//! `NAME.quant_map`, and JSON in the bytes of `NAME.quant_state.bitsandbytes__nf4`.
+//! `bitsandbytes`, for NF4 (written by transformers with `load_in_4bit`): for a weight NAME `[O, I]` the quantized data
+//! `NAME` U8 `[O·I/2, 1]`, `NAME.absmax`, with double quantization `NAME.nested_absmax` and `NAME.nested_quant_map`,
+//! the table `NAME.quant_map`, and JSON in the bytes of `NAME.quant_state.bitsandbytes__nf4`.
 //!
-//! `ft`: one tensor for each part of `quant::Coded`, `NAME.codes` and so on, and in the bytes of `NAME.format` the format
-//! as text, for example `int4:64`, padded with spaces.
+//! `ft`: one tensor for each part of `quant::Coded`, `NAME.codes` and so on; `NAME.format` contains the format as text,
+//! for example `int4:64`, padded with spaces.
 
 use super::ParamInfo;
 use crate::base::{Error, Result};
@@ -17,7 +17,7 @@ use crate::recipe::Dtype;
 use serde_json::{Value, json};
 
 const STATE: &str = "quant_state.bitsandbytes__nf4";
-/// Bytes of the JSON of bitsandbytes, padded: the offset in it is known only when the weight has been coded.
+/// Bytes of the bitsandbytes JSON, padded: its offset is known only after the weight is quantized.
 const STATE_BYTES: usize = 320;
 const FORMAT: &str = "format";
 const FORMAT_BYTES: usize = 16;
@@ -28,9 +28,9 @@ pub enum Layout {
     Bitsandbytes,
 }
 
-/// How the files hold a parameter as codes, if they do.
+/// Returns layout and format of a parameter that is quantized in the files, or `None`.
 ///
-/// Errors: a format that ft does not know.
+/// Errors: a format that ft does not support.
 pub fn find(weights: &Weights, name: &str) -> Result<Option<(Layout, Format)>> {
     if weights.info(&format!("{name}.{STATE}")).is_some() {
         let double = weights.info(&format!("{name}.nested_absmax")).is_some();
@@ -51,7 +51,7 @@ pub fn find(weights: &Weights, name: &str) -> Result<Option<(Layout, Format)>> {
     }
 }
 
-/// The tensors that hold a coded parameter `[rows, columns]`.
+/// The tensors that hold a quantized parameter `[rows, columns]`.
 pub fn tensors(layout: Layout, format: Format, name: &str, (rows, columns): (usize, usize)) -> Vec<TensorPlan> {
     let plan = |name: String, dtype, shape: &[usize]| TensorPlan {
         name,
@@ -88,7 +88,7 @@ pub fn tensors(layout: Layout, format: Format, name: &str, (rows, columns): (usi
     all
 }
 
-/// The tensor of a part; none for the offset of bitsandbytes, which stands in its JSON.
+/// Name of the tensor of a part; `None` for the offset of bitsandbytes, which is in the JSON.
 fn place(layout: Layout, name: &str, part: &str) -> Option<String> {
     match (layout, part) {
         (Layout::Bitsandbytes, "codes") => Some(name.to_string()),
@@ -97,9 +97,9 @@ fn place(layout: Layout, name: &str, part: &str) -> Option<String> {
     }
 }
 
-/// The bytes of the tensor `plan` of the coded parameter `name`.
+/// Returns the bytes of the tensor `plan` of the quantized parameter `name`.
 ///
-/// Errors: a tensor that `tensors` did not name.
+/// Errors: a tensor that `tensors` does not list.
 pub fn bytes(layout: Layout, coded: &Coded, name: &str, plan: &TensorPlan) -> Result<Vec<u8>> {
     let rest = plan.name.strip_prefix(name).unwrap_or_default().trim_start_matches('.');
     let padded = |text: String, len: usize| {
@@ -123,7 +123,7 @@ pub fn bytes(layout: Layout, coded: &Coded, name: &str, plan: &TensorPlan) -> Re
     }
 }
 
-/// What bitsandbytes wants to know of a weight.
+/// The quantization state of a weight, as bitsandbytes expects it.
 fn state(coded: &Coded) -> Value {
     let (rows, columns) = coded.dims();
     let dtype = match coded.decoded() {
@@ -140,9 +140,9 @@ fn state(coded: &Coded) -> Value {
     state
 }
 
-/// Reads a parameter that `find` has found.
+/// Reads a quantized parameter in the layout and format returned by `find`.
 ///
-/// Errors: tensors of another size than the shape says; other blocks or tables than those of NF4.
+/// Errors: a tensor whose size does not match the shape; a block size or a table that is not NF4's.
 pub fn read(weights: &Weights, p: &ParamInfo, (layout, format): (Layout, Format), decoded: Dtype) -> Result<Coded> {
     let &[rows, columns] = p.shape.as_slice() else {
         return Err(Error::new("only a matrix can be stored as codes").at(&*p.name));
@@ -159,7 +159,7 @@ pub fn read(weights: &Weights, p: &ParamInfo, (layout, format): (Layout, Format)
     Coded::from_parts(format, (rows, columns), decoded, take).map_err(|e| e.or_at(&*p.name))
 }
 
-/// The offset of the absmax codes, if there is one.
+/// Checks the quantization state; returns the offset of the absmax codes, if any.
 fn check_state(weights: &Weights, p: &ParamInfo, (rows, columns): (usize, usize)) -> Result<Option<f64>> {
     let place = format!("{}.{STATE}", p.name);
     let bad = |what: &str, found: String| Error::new(what).at(&place).found(found);
@@ -191,7 +191,7 @@ fn check_state(weights: &Weights, p: &ParamInfo, (rows, columns): (usize, usize)
     Ok(state.get("nested_offset").and_then(Value::as_f64))
 }
 
-/// `quantization_config` of a directory whose projections are `formats`, as `config.json` holds it.
+/// The `quantization_config` of `config.json` for a directory whose projections have these `formats`.
 pub fn config(layout: Layout, formats: &[Format], decoded: Dtype) -> Value {
     match layout {
         Layout::Ft => {
@@ -213,7 +213,7 @@ pub fn config(layout: Layout, formats: &[Format], decoded: Dtype) -> Value {
     }
 }
 
-/// Is this `quantization_config` one whose weights `find` finds?
+/// True if `find` can read the weights of this `quantization_config`.
 pub fn supported(config: &Value) -> bool {
     let is = |key: &str, value: Value| config.get(key) == Some(&value);
     let nf4 = is("load_in_4bit", json!(true)) && is("bnb_4bit_quant_type", json!("nf4"));

@@ -1,4 +1,4 @@
-//! Weights that are codes while they do not train: their exact values beside the codes, and the way between.
+//! Requantization: weights that are quantized while frozen, their exact values, and the conversion between both.
 
 use super::{Numbers, NumbersSink, ParamInfo};
 use crate::base::{Error, Result};
@@ -10,22 +10,22 @@ use half::bf16;
 use rayon::prelude::*;
 use std::sync::Arc;
 
-/// A weight that went back to codes after its training.
+/// A weight that was requantized after its training.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Recoded {
     pub name: Arc<str>,
-    /// Root mean square of what the codes lose, as a part of that of the weight.
+    /// Relative RMS error: RMS of the quantization error divided by the RMS of the weight.
     pub error: f64,
 }
 
-/// The exact value of a parameter: the weight in the model's type, and what its f32 master knows beyond it (i16).
+/// The exact value of a parameter: the weight in the model's type, and the low 16 bits of its fp32 master (i16).
 pub(super) struct Exact {
     pub weight: Tensor,
     pub low: Option<Tensor>,
 }
 
 impl Exact {
-    /// Of `values`, f32.
+    /// Splits f32 `values`.
     pub fn new(values: Vec<f32>, shape: &[usize], dtype: Dtype, device: &Device) -> Result<Self> {
         match dtype {
             Dtype::F32 => Ok(Self {
@@ -44,7 +44,7 @@ impl Exact {
         }
     }
 
-    /// `[elements]`
+    /// The exact f32 values, `[elements]`.
     pub fn values(&self) -> Result<Vec<f32>> {
         match &self.low {
             Some(low) => {
@@ -69,7 +69,7 @@ impl Exact {
     }
 }
 
-/// Codes of exact values, and what they lose of them.
+/// Quantizes exact values; also returns the quantization error.
 pub(super) fn recode(values: &[f32], p: &ParamInfo, format: Format, decoded: Dtype) -> Result<(Coded, Recoded)> {
     let coded = encode(values, p, format, decoded)?;
     let (width, rows) = (coded.dims().1.max(1), values.par_chunks(coded.dims().1.max(1)));
@@ -96,7 +96,7 @@ pub(super) fn recode(values: &[f32], p: &ParamInfo, format: Format, decoded: Dty
     Ok((coded, recoded))
 }
 
-/// Errors: a parameter that is no matrix; values that cannot be coded.
+/// Errors: the parameter is not a matrix; the values cannot be quantized.
 pub(super) fn encode<V: quant::Value>(values: &[V], p: &ParamInfo, format: Format, decoded: Dtype) -> Result<Coded> {
     let &[rows, columns] = p.shape.as_slice() else {
         return Err(Error::new("only a matrix can be stored as codes")

@@ -1,6 +1,6 @@
-//! Frozen layers in host memory or on the disk, computing on a GPU: a source of the host, and its layers on their way
-//! to the device, two at a time. While one travels, the source is told which it will be asked for next. What is trained
-//! now lies on the device and goes back, exactly, when it retires.
+//! Frozen layers in host memory or on the disk, computed on a GPU: wraps a host source and uploads its layers to the
+//! device, two at a time. During each upload the host source prefetches the next layer. Active parameters stay on the
+//! device and are copied back bit-exactly when they are deactivated.
 
 mod order;
 
@@ -17,30 +17,30 @@ use order::Order;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Layers on the device at a time: the one in use and the next.
+/// Double buffer: layers on the device at a time, the current one and the next.
 const PLACES: usize = 2;
 
 pub struct Uploaded {
-    /// Its device is the host.
+    /// A source on the host.
     inner: Box<dyn LayerSource>,
     copier: Copier,
-    /// The memory of its weights stays as it is: a GPU may read it directly.
+    /// True if the memory of its weights never moves: a GPU may read it directly.
     stays: bool,
-    /// On the device: what is trained now, and what always is.
+    /// Parameters on the device: the active ones, and those that are always there.
     held: Mutex<BTreeMap<Arc<str>, Tensor>>,
     always: Vec<Arc<str>>,
     active: Mutex<Vec<Arc<str>>>,
-    /// On the host: what the masters of retired weights know beyond them (i16 `[n]`), where `inner` does not keep it.
+    /// On the host: low 16 bits of the masters of inactive weights (i16 `[n]`), if `inner` does not store them.
     low: Mutex<BTreeMap<String, Tensor>>,
     places: Mutex<Vec<Place>>,
-    /// Of the layers that were asked of `inner`.
+    /// Order in which layers are fetched from `inner`.
     order: Mutex<Order>,
 }
 
 struct Place {
     group: Group,
     content: Content,
-    /// Asked for in advance, and not fetched since.
+    /// True if the slot was prefetched, and not fetched since.
     awaited: bool,
 }
 
@@ -52,7 +52,7 @@ enum Content {
 enum Part {
     Held(Tensor),
     Coming(Arriving),
-    /// How the codes are put together again, without those of the host: they are not held meanwhile.
+    /// Function that rebuilds the quantized weight from its tensors, so that the host data need not be held meanwhile.
     Codes(Assemble, Vec<Arriving>),
 }
 
@@ -63,8 +63,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Uploaded {
-    /// `inner` is a source of the host; `stays`: the memory of its frozen weights never changes. `head` is the name of
-    /// the matrix that projects to the vocabulary: it is held on the device unless `inner` gives it in pieces.
+    /// `inner` is a source on the host; `stays`: the memory of its frozen weights never changes. `head` is the name of
+    /// the output projection (LM head): it is held on the device unless `inner` streams it in pieces.
     pub fn new(inner: Box<dyn LayerSource>, head: &str, stays: bool, device: &Device) -> Result<Self> {
         let always: Vec<Arc<str>> = inner
             .params()
@@ -93,7 +93,7 @@ impl Uploaded {
         Ok(source)
     }
 
-    /// A parameter in memory of its own on the device.
+    /// Uploads a parameter into newly allocated device memory.
     fn upload(&self, name: &str) -> Result<Tensor> {
         let host = match self.inner.held(name) {
             Some(tensor) => tensor,
@@ -138,7 +138,7 @@ impl Uploaded {
             };
             parts.push((name.clone(), part));
         }
-        // Its place is free again: the source can read the next layer there meanwhile.
+        // The host buffer is free again, so the source can read the next layer into it.
         drop(host);
         if let Group::Layer(layer) = group
             && let Some(next) = lock(&self.order).follow(layer)
@@ -171,7 +171,7 @@ impl Uploaded {
         Ok(Arc::new(weights))
     }
 
-    /// Takes what the place of `group` holds, or makes room for it: the oldest goes that nobody waits for.
+    /// Takes the slot of `group`; if there is none, frees the oldest slot that is not prefetched.
     fn take(&self, group: Group) -> Option<Content> {
         let mut places = lock(&self.places);
         if let Some(at) = places.iter().position(|p| p.group == group) {
@@ -197,7 +197,7 @@ impl Uploaded {
     }
 }
 
-/// The optimizer as a source of the host sees it: lower halves cross the border on the way.
+/// The optimizer's low 16 bits for a source on the host: copies them between host and device.
 struct Across<'a> {
     optimizer: &'a mut dyn LowerHalves,
     device: &'a Device,
@@ -236,7 +236,7 @@ impl LowerHalves for Across<'_> {
 impl LayerSource for Uploaded {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
         if !matches!(group, Group::Layer(_)) {
-            // The embedding whole, or a head of which all but a streamed matrix is held.
+            // The whole embedding, or a head whose parameters are all held except a streamed matrix.
             let mut weights = GroupWeights::default();
             for p in self.inner.params().iter().filter(|p| p.group == group) {
                 let held = lock(&self.held).get(&p.name).cloned();
@@ -261,7 +261,7 @@ impl LayerSource for Uploaded {
         if !matches!(group, Group::Layer(_)) {
             return;
         }
-        // An error comes again, and is told, when the group is fetched.
+        // Ignores an error: the fetch of the group returns it again.
         if let Some(content) = self.take(group).or_else(|| self.start(group).ok()) {
             self.put(group, content, true);
         }
@@ -288,7 +288,7 @@ impl LayerSource for Uploaded {
         if let Some(whole) = self.held(name) {
             return Ok((whole, ids.to_vec()));
         }
-        // Each row once, gathered on the host.
+        // Gathers each distinct row once, on the host.
         let (table, places) = self.inner.rows(name, ids)?;
         let mut distinct: BTreeMap<u32, u32> = places.iter().map(|p| (*p, 0)).collect();
         let rows: Vec<u32> = distinct.keys().copied().collect();
@@ -326,7 +326,7 @@ impl LayerSource for Uploaded {
             device: &device,
             failed: None,
         };
-        // Codes of what trains now are not needed, and made anew after.
+        // Quantized data of active parameters is not needed; it is recomputed at deactivation.
         for param in self.inner.params().iter().filter(|p| names.contains(&&*p.name)) {
             if self.stays
                 && let Ok((_, Weight::Placed(codes))) = self.inner.fetch(param.group)?.weight(&param.name)
@@ -369,7 +369,7 @@ impl LayerSource for Uploaded {
         };
         let recoded = self.inner.retire(keep, &mut across)?;
         for name in &leaving {
-            // Left over by a source that keeps its weights: nobody else has it.
+            // Left by a source that keeps its weights: there is no other copy.
             if let Some(half) = across.take_low(name) {
                 lock(&self.low).insert(name.to_string(), half);
             }
@@ -413,7 +413,7 @@ impl LayerSource for Uploaded {
     }
 }
 
-/// The numbers of a tensor of the device into the memory of one of the host.
+/// Copies a device tensor into the memory of a host tensor.
 fn write_back(here: &Tensor, host: &Tensor) -> Result<()> {
     let here = here.to_device(&Device::Cpu)?;
     match host.dtype() {

@@ -1,4 +1,4 @@
-//! Where ft keeps what it can compute again: small files of its own, shared by all runs of a user.
+//! Cache directory of ft: small files that can be recomputed, shared by all runs of a user.
 
 use super::files;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
 
-/// Sets the directory of the whole process; only the first call counts. Without one nothing is kept.
+/// Sets the cache directory of the process; only the first call has an effect. Without a directory nothing is cached.
 pub fn set_directory(directory: PathBuf) {
     let _ = DIRECTORY.set(directory);
 }
@@ -15,7 +15,7 @@ fn path(name: &str) -> Option<PathBuf> {
     Some(DIRECTORY.get()?.join(name))
 }
 
-/// The text that was kept under this name. A fault of the cache is no fault of the caller: nothing is found then.
+/// Reads the text cached under this name. Returns `None` on any error: a broken cache must not fail the caller.
 pub fn read(name: &str) -> Option<String> {
     let path = path(name)?;
     match path.is_file() {
@@ -24,7 +24,7 @@ pub fn read(name: &str) -> Option<String> {
     }
 }
 
-/// Keeps a text; where that fails it is not kept.
+/// Caches a text. Errors are ignored: the text is then not cached.
 pub fn write(name: &str, text: &str) {
     let Some(path) = path(name) else { return };
     let made = files::create_dir_all(path.parent().unwrap_or(Path::new(".")));

@@ -1,4 +1,4 @@
-//! Panics of libraries on broken input: caught, and no bug of ft.
+//! Catches panics of libraries on malformed input; such a panic is not a bug of ft.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,7 +7,7 @@ thread_local! {
     static EXPECTED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What `f` returns; `None` if it panics.
+/// Returns the result of `f`, or `None` if it panics.
 pub fn caught<T>(f: impl FnOnce() -> T) -> Option<T> {
     let before = EXPECTED.replace(true);
     let result = catch_unwind(AssertUnwindSafe(f));
@@ -15,7 +15,7 @@ pub fn caught<T>(f: impl FnOnce() -> T) -> Option<T> {
     result.ok()
 }
 
-/// Is a panic of this thread one that `caught` takes? Then nothing is to be said of it.
+/// True inside `caught`: the panic hook must stay silent.
 pub fn is_expected() -> bool {
     EXPECTED.get()
 }

@@ -1,11 +1,11 @@
-//! The one error type: what went wrong, where, what was found and expected, and a hint.
+//! The error type of ft: message, place, found and expected values, cause, hint.
 
 use std::fmt;
 use std::path::Path;
 
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Who has to act; decides the exit code.
+/// The class of an error; it decides the exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorKind {
     /// Usage or recipe error: exit code 2.
@@ -16,7 +16,7 @@ pub enum ErrorKind {
     Signal(i32),
 }
 
-/// `what`, then optional lines: place, found and expected, cause, hint.
+/// A message (`what`), then optional lines: place, found and expected, cause, hint.
 #[derive(Debug)]
 pub struct Error(Box<Parts>);
 
@@ -32,7 +32,7 @@ struct Parts {
 }
 
 impl Error {
-    /// An input or the run failed (exit code 1). No full stop, lower case: "tensor is truncated".
+    /// An input or the run failed (exit code 1). Lower case, no period: "tensor is truncated".
     pub fn new(what: impl Into<String>) -> Self {
         Self(Box::new(Parts {
             kind: ErrorKind::Failed,
@@ -45,21 +45,21 @@ impl Error {
         }))
     }
 
-    /// What the user typed cannot be meant (exit code 2).
+    /// The user's input is invalid (exit code 2).
     pub fn usage(what: impl Into<String>) -> Self {
         let mut e = Self::new(what);
         e.0.kind = ErrorKind::Usage;
         e
     }
 
-    /// The run ended because of `signal`; its state is saved.
+    /// A signal ended the run; its state is saved.
     pub fn signal(signal: i32, what: impl Into<String>) -> Self {
         let mut e = Self::new(what);
         e.0.kind = ErrorKind::Signal(signal);
         e
     }
 
-    /// Where: `file:line:column`, a tensor, a row.
+    /// Sets the place: `file:line:column`, a tensor, a row.
     pub fn at(mut self, place: impl fmt::Display) -> Self {
         self.0.place = Some(place.to_string());
         self
@@ -69,13 +69,13 @@ impl Error {
         self.at(path.display())
     }
 
-    /// Names the place only if none is named yet: inner places are closer to the fault.
+    /// Sets the place only if none is set: an inner place is closer to the fault.
     pub fn or_at(mut self, place: impl fmt::Display) -> Self {
         self.0.place.get_or_insert_with(|| place.to_string());
         self
     }
 
-    /// Names a place around the one that is named: the row for which line 3 of a template failed.
+    /// Adds an outer place to the place already set, for example the row for which line 3 of a template failed.
     pub fn within(mut self, outer: impl fmt::Display) -> Self {
         self.0.place = Some(match self.0.place.take() {
             Some(inner) => format!("{outer} ({inner})"),
@@ -99,13 +99,13 @@ impl Error {
         self
     }
 
-    /// A command to paste or a value to use.
+    /// Sets the hint: a command to paste or a value to use.
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.0.hint = Some(hint.into());
         self
     }
 
-    /// Puts a sentence before what went wrong.
+    /// Puts a sentence before the message.
     pub fn after(mut self, first: &str) -> Self {
         self.0.what = format!("{first}, and {}", self.0.what);
         self
@@ -123,7 +123,7 @@ impl Error {
         self.0.hint.as_deref()
     }
 
-    /// All but the hint in one line, for lists of errors.
+    /// The error without its hint in one line, for lists of errors.
     pub fn line(&self) -> String {
         let p = &self.0;
         let place = p.place.as_ref().map_or(String::new(), |place| format!("{place}: "));
@@ -169,7 +169,7 @@ impl fmt::Display for Error {
 impl std::error::Error for Error {}
 
 impl From<candle_core::Error> for Error {
-    /// A tensor operation failed: a fault in ft or memory that ran out, never a user's value.
+    /// A failed tensor operation is a fault of ft or a lack of memory, never a bad value of the user.
     fn from(e: candle_core::Error) -> Self {
         Error::new("tensor operation failed").cause(e)
     }

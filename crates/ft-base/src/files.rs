@@ -1,4 +1,4 @@
-//! Files with the path in every error; whole files appear at their name or not at all.
+//! File operations that put the path into every error, and atomic writes: a file appears complete or not at all.
 
 use crate::{Error, Result, paths};
 use std::collections::BTreeSet;
@@ -18,7 +18,7 @@ fn io(what: &str, path: &Path, e: std::io::Error) -> Error {
     }
 }
 
-/// What is not there may be misspelled.
+/// If the file does not exist, the error suggests similar names: the path may be misspelled.
 fn not_read(what: &str, path: &Path, e: std::io::Error) -> Error {
     match e.kind() {
         std::io::ErrorKind::NotFound => paths::missing("file", path),
@@ -26,15 +26,15 @@ fn not_read(what: &str, path: &Path, e: std::io::Error) -> Error {
     }
 }
 
-/// Opens a regular file for reading (links are followed).
+/// Opens a regular file for reading; follows links.
 ///
-/// Errors: a pipe, a device, a socket or a directory: reading one could block for ever or never end.
+/// Errors: the path is a pipe, a device, a socket or a directory: a read could block or never end.
 pub fn open(path: &Path) -> Result<File> {
     let kind = fs::metadata(path)
         .map_err(|e| not_read("open the file", path, e))?
         .file_type();
     regular(kind, path)?;
-    // O_NONBLOCK: should a pipe have taken the file's place meanwhile, opening it does not wait for a writer.
+    // O_NONBLOCK: if a pipe has replaced the file since the check, `open` does not wait for a writer.
     let file = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
@@ -68,12 +68,12 @@ pub fn read(path: &Path) -> Result<Vec<u8>> {
     Ok(out)
 }
 
-/// Reads UTF-8 text; a byte order mark at the start is dropped.
+/// Reads UTF-8 text and drops a byte order mark at the start.
 pub fn read_text(path: &Path) -> Result<String> {
     text_of(path, read(path)?)
 }
 
-/// As `read_text`; standard input and a shell's `<(command)` may be read too. Other pipes may not.
+/// As `read_text`, but also accepts standard input and a shell's `<(command)`. Other pipes are refused.
 pub fn read_text_or_stdin(path: &Path) -> Result<String> {
     let handed_over = path == Path::new("/dev/stdin") || path.parent() == Some(Path::new("/dev/fd"));
     match handed_over && !path.is_dir() {
@@ -103,7 +103,7 @@ pub fn remove_dir_all(path: &Path) -> Result<()> {
     fs::remove_dir_all(path).map_err(|e| io("remove the directory", path, e))
 }
 
-/// Removes a directory that is empty; `false`: it holds something.
+/// Removes an empty directory. Returns `false` if it is not empty.
 pub fn remove_empty_dir(path: &Path) -> Result<bool> {
     match fs::remove_dir(path) {
         Ok(()) => Ok(true),
@@ -112,7 +112,7 @@ pub fn remove_empty_dir(path: &Path) -> Result<bool> {
     }
 }
 
-/// Makes a directory that must not be there yet; `false`: something has this name.
+/// Creates a directory that must not exist yet. Returns `false` if the name is taken.
 pub fn create_new_dir(path: &Path) -> Result<bool> {
     match fs::create_dir(path) {
         Ok(()) => Ok(true),
@@ -125,13 +125,13 @@ pub fn remove_file(path: &Path) -> Result<()> {
     fs::remove_file(path).map_err(|e| io("remove the file", path, e))
 }
 
-/// Renames and makes the new name durable.
+/// Renames a file and makes the new name durable.
 pub fn rename(from: &Path, to: &Path) -> Result<()> {
     fs::rename(from, to).map_err(|e| io("rename to", to, e))?;
     sync_dir(to.parent().unwrap_or(Path::new(".")))
 }
 
-/// Makes a symbolic link to `target`, in the place of a link that is there.
+/// Creates a symbolic link to `target`; replaces an existing link.
 pub fn link(target: &Path, path: &Path) -> Result<()> {
     let mut temporary = temporary(path);
     while temporary.symlink_metadata().is_ok() {
@@ -141,7 +141,7 @@ pub fn link(target: &Path, path: &Path) -> Result<()> {
     rename(&temporary, path)
 }
 
-/// Swaps two names in one step, durably; both must exist. `false`: this system or this disk cannot do it.
+/// Swaps two existing names atomically and durably. Returns `false` if the system does not support it.
 pub fn exchange(a: &Path, b: &Path) -> Result<bool> {
     #[cfg(target_os = "linux")]
     {
@@ -149,7 +149,7 @@ pub fn exchange(a: &Path, b: &Path) -> Result<bool> {
         let (Some(from), Some(to)) = (c(a), c(b)) else {
             return Ok(false);
         };
-        // Both are valid C strings for the whole call; the numbers are AT_FDCWD and RENAME_EXCHANGE.
+        // SAFETY: both are valid C strings for the whole call. The last argument 2 is RENAME_EXCHANGE.
         let rc = unsafe {
             libc::syscall(
                 libc::SYS_renameat2,
@@ -187,7 +187,7 @@ pub fn list(path: &Path) -> Result<Vec<PathBuf>> {
     Ok(out)
 }
 
-/// Makes names in a directory durable.
+/// Makes the entries of a directory durable (fsync).
 pub fn sync_dir(path: &Path) -> Result<()> {
     let path = if path.as_os_str().is_empty() {
         Path::new(".")
@@ -206,7 +206,7 @@ fn unfinished() -> MutexGuard<'static, BTreeSet<PathBuf>> {
     UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// `path` is being written: it is removed if the process ends by a signal before `finished`.
+/// Registers `path` as being written: it is removed if a signal ends the process before `finished`.
 pub(super) fn begun(path: &Path) {
     unfinished().insert(path.to_path_buf());
 }
@@ -215,7 +215,7 @@ pub(super) fn finished(path: &Path) {
     unfinished().remove(path);
 }
 
-/// Before the process ends by a signal: removes what is written halfway. Another thread may still write.
+/// Removes half-written files before a signal ends the process. Another thread may still write.
 pub(super) fn remove_unfinished() {
     for path in unfinished().iter() {
         let _ = match path.is_dir() {
@@ -225,10 +225,10 @@ pub(super) fn remove_unfinished() {
     }
 }
 
-/// Between a name and the process that builds it: `model.safetensors.tmp-1234`.
+/// Separates the name from the id of the writing process: `model.safetensors.tmp-1234`.
 pub const TEMPORARY: &str = ".tmp-";
 
-/// A name beside `path` for what is not complete yet; another one in every call.
+/// A new temporary name beside `path`, different in every call.
 pub fn temporary(path: &Path) -> PathBuf {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let name = path
@@ -242,8 +242,7 @@ pub fn temporary(path: &Path) -> PathBuf {
     })
 }
 
-/// A file that appears at its name, synced, only when `commit` is called; without a `commit` that went well it leaves
-/// nothing.
+/// A file that appears at its name, synced, only at `commit`. If `commit` is not called or fails, no file is left.
 pub struct AtomicFile {
     file: Option<BufWriter<File>>,
     temporary: PathBuf,
@@ -253,7 +252,7 @@ pub struct AtomicFile {
 }
 
 impl AtomicFile {
-    /// Errors: the directory does not exist or cannot be written. What stands at the temporary name is never touched.
+    /// Errors: the directory does not exist or is not writable. Never overwrites a file at the temporary name.
     pub fn create(path: &Path) -> Result<Self> {
         let mut tries = 0;
         let (file, temporary) = loop {
@@ -287,19 +286,19 @@ impl AtomicFile {
         self.written
     }
 
-    /// What was written so far is on the disk.
+    /// Syncs all written bytes to the disk.
     pub(super) fn sync(&mut self) -> Result<()> {
         let Some(file) = self.file.as_mut() else { return Ok(()) };
         let synced = file.flush().and_then(|()| file.get_ref().sync_data());
         synced.map_err(|e| io("sync the file", &self.path, e))
     }
 
-    /// Another handle, to read what was written.
+    /// Opens a second handle, to read the bytes written so far.
     pub(super) fn reopen(&self) -> Result<File> {
         open(&self.temporary)
     }
 
-    /// Flush, fsync, rename, fsync of the directory.
+    /// Flushes, syncs and renames the file, then syncs the directory.
     pub fn commit(mut self) -> Result<()> {
         if let Some(file) = self.file.take() {
             let file = file
@@ -322,7 +321,7 @@ impl Drop for AtomicFile {
     }
 }
 
-/// Names the file that was asked for, not the temporary one.
+/// The error names the requested file, not the temporary one.
 fn cannot_create(path: &Path, e: std::io::Error) -> Error {
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
     match (e.kind(), parent) {
@@ -340,14 +339,14 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
     file.commit()
 }
 
-/// A text file of lines that only grows (metrics, events).
+/// A text file to which lines are appended (metrics, events).
 pub struct AppendFile {
     file: File,
     path: PathBuf,
 }
 
 impl AppendFile {
-    /// Errors: what stands there is no regular file. A link is refused too: its target may be another's file.
+    /// Errors: the path is not a regular file. Links are refused too: the target may belong to another program.
     pub fn open(path: &Path) -> Result<Self> {
         let file = OpenOptions::new()
             .create(true)
@@ -363,20 +362,20 @@ impl AppendFile {
         })
     }
 
-    /// Appends one line in one write.
+    /// Appends one line in a single write.
     pub fn line(&mut self, text: &str) -> Result<()> {
         self.file
             .write_all(format!("{text}\n").as_bytes())
             .map_err(|e| io("append to the file", &self.path, e))
     }
 
-    /// Makes the lines so far durable.
+    /// Makes all lines written so far durable.
     pub fn sync(&mut self) -> Result<()> {
         self.file.sync_data().map_err(|e| io("sync the file", &self.path, e))
     }
 }
 
-/// Copies a file so that it appears whole or not at all.
+/// Copies a file atomically: the copy appears complete or not at all.
 pub fn copy_atomic(from: &Path, to: &Path) -> Result<()> {
     let mut source = open(from)?;
     let mut out = AtomicFile::create(to)?;
@@ -390,7 +389,7 @@ pub fn copy_atomic(from: &Path, to: &Path) -> Result<()> {
     }
 }
 
-/// The file is read at places of our own choosing: the system reads nothing ahead of us.
+/// Turns off the system's readahead: the file is read in a custom order.
 pub fn no_readahead(file: &File) {
     #[cfg(target_os = "linux")]
     // SAFETY: a valid descriptor for the whole call; only advice.
@@ -401,12 +400,11 @@ pub fn no_readahead(file: &File) {
     let _ = file;
 }
 
-/// Gives back the memory in which the system caches `bytes` bytes from `offset` on (0: to the end). What was not
-/// written to the disk yet stays.
+/// Drops `bytes` bytes from `offset` on (0: to the end) from the page cache. Dirty pages stay.
 pub fn forget(file: &File, offset: u64, bytes: u64) {
     #[cfg(target_os = "linux")]
     {
-        // Whole pages only: outward, or the ends of every read would stay.
+        // Rounds outward to whole pages; otherwise the pages at both ends of every read would stay cached.
         const PAGE: u64 = 4096;
         let start = offset / PAGE * PAGE;
         let len = match bytes {
@@ -427,7 +425,7 @@ pub fn forget(file: &File, offset: u64, bytes: u64) {
     let _ = (file, offset, bytes);
 }
 
-/// Free bytes on the disk that holds `path` (or its nearest existing parent).
+/// Free bytes on the disk of `path` (or of its nearest existing parent).
 pub fn free_space(path: &Path) -> Option<u64> {
     let mut dir = path;
     while !dir.exists() {
@@ -438,7 +436,7 @@ pub fn free_space(path: &Path) -> Option<u64> {
     }
     let c = std::ffi::CString::new(dir.as_os_str().as_encoded_bytes()).ok()?;
     let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
-    // `c` is a valid C string and `stat` a valid out pointer for the whole call.
+    // SAFETY: `c` is a valid C string and `stat` a valid out pointer for the whole call.
     (unsafe { libc::statvfs(c.as_ptr(), &mut stat) } == 0).then_some(stat.f_bavail as u64 * stat.f_frsize as u64)
 }
 
@@ -457,7 +455,7 @@ mod tests {
         write_atomic(&path, b"whole").unwrap();
         assert_eq!(read_text(&path).unwrap(), "whole");
         assert_eq!(list(dir.path()).unwrap().len(), 1);
-        // A file cannot take the place of a directory.
+        // A file cannot replace a directory.
         let taken = dir.path().join("taken");
         create_dir_all(&taken).unwrap();
         assert!(write_atomic(&taken, b"x").is_err());
@@ -487,7 +485,7 @@ mod tests {
                 .to_string()
                 .contains("a device")
         );
-        // Lines are never appended to the target of a link.
+        // Lines are never appended through a link.
         let (target, log) = (dir.path().join("other.txt"), dir.path().join("metrics.jsonl"));
         write_atomic(&target, b"mine").unwrap();
         std::os::unix::fs::symlink(&target, &log).unwrap();

@@ -1,7 +1,6 @@
-//! The allocator of a program that works with tensors: large blocks lie on huge pages, and those that are free wait for
-//! the next that fits, so that a step seldom asks the system for pages that the step before it had. What waits and what is
-//! out together never exceed what was out at one time before: the process holds what its tensors need, not the holes
-//! between them. Small blocks are the system's.
+//! Caching allocator for blocks >= 1 MiB. Freed blocks are reused, so that a training step seldom asks the system for
+//! pages again; blocks of 8 MiB and more use huge pages. Cached plus live bytes never exceed the peak of live bytes, so
+//! the resident memory stays close to the size of the tensors. Smaller blocks go to the system's allocator.
 //!
 //! `#[global_allocator] static HEAP: Heap = Heap;`
 
@@ -9,18 +8,19 @@ use std::alloc::{GlobalAlloc, Layout, System};
 
 pub struct Heap;
 
-/// Blocks of this size or more are kept here.
+/// Smallest block that this allocator serves.
 #[cfg(target_os = "linux")]
 const LARGE: usize = 1 << 20;
 
-// SAFETY: a block is the system's or the pool's by its size alone, here and when it is given back.
+// SAFETY: the size alone decides whether a block belongs to the system or to the pool, both in `alloc` and in
+// `dealloc`.
 unsafe impl GlobalAlloc for Heap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         #[cfg(target_os = "linux")]
         if is_large(layout) {
             return pool::lock().take(layout.size()).0;
         }
-        // SAFETY: as promised by the caller of this.
+        // SAFETY: the caller upholds the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
@@ -29,12 +29,12 @@ unsafe impl GlobalAlloc for Heap {
         if is_large(layout) {
             let (at, is_fresh) = pool::lock().take(layout.size());
             if !at.is_null() && !is_fresh {
-                // SAFETY: a block of at least this size that nobody else has.
+                // SAFETY: a block of at least this size that only this call owns.
                 unsafe { at.write_bytes(0, layout.size()) };
             }
             return at;
         }
-        // SAFETY: as promised by the caller of this.
+        // SAFETY: the caller upholds the contract of `alloc_zeroed`.
         unsafe { System.alloc_zeroed(layout) }
     }
 
@@ -43,7 +43,7 @@ unsafe impl GlobalAlloc for Heap {
         if is_large(layout) {
             return pool::lock().put(at, layout.size());
         }
-        // SAFETY: as promised by the caller of this.
+        // SAFETY: the caller upholds the contract of `dealloc`.
         unsafe { System.dealloc(at, layout) }
     }
 
@@ -51,7 +51,7 @@ unsafe impl GlobalAlloc for Heap {
         // SAFETY: the caller promises that `size` is a valid size for this alignment.
         let new = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
         if !is_large(layout) && !is_large(new) {
-            // SAFETY: as promised by the caller of this; both sizes are the system's.
+            // SAFETY: the caller upholds the contract of `realloc`; both sizes belong to the system's allocator.
             return unsafe { System.realloc(at, layout, size) };
         }
         #[cfg(target_os = "linux")]
@@ -61,7 +61,7 @@ unsafe impl GlobalAlloc for Heap {
                 return moved;
             }
         }
-        // SAFETY: two different blocks, both at least as large as what is copied.
+        // SAFETY: two different blocks, both at least as large as the copied bytes.
         unsafe {
             let to = self.alloc(new);
             if !to.is_null() {
@@ -83,13 +83,13 @@ fn is_large(_: Layout) -> bool {
     false
 }
 
-/// Small blocks that are freed stay with the process for the next step too, instead of going back to the system and
-/// coming again page by page, each zeroed by the kernel. Call it once, before the large allocations.
+/// Makes the system's allocator keep small freed blocks for the next step. Otherwise they return to the system and come
+/// back page by page, each zeroed by the kernel. Call it once, before the large allocations.
 pub fn keep_freed() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    // SAFETY: sets numbers of the system's allocator.
+    // SAFETY: sets parameters of the system's allocator.
     unsafe {
-        // Larger blocks than this come from `mmap`; the largest value that is allowed.
+        // Larger blocks come from `mmap`; this is the largest value that is allowed.
         libc::mallopt(libc::M_MMAP_THRESHOLD, 1 << 30);
         libc::mallopt(libc::M_TRIM_THRESHOLD, i32::MAX);
     }
@@ -100,13 +100,13 @@ mod pool {
     use std::ptr::null_mut;
     use std::sync::{Mutex, MutexGuard, PoisonError};
 
-    /// All blocks are multiples of it.
+    /// Block sizes are multiples of it.
     pub(super) const GRAIN: usize = 1 << 16;
-    /// A huge page.
+    /// Size of a huge page.
     const HUGE: usize = 2 << 20;
-    /// Smaller blocks would hold more on huge pages than was asked for.
+    /// Smallest block on huge pages: for smaller ones the rounding would waste too much memory.
     const ON_HUGE: usize = 4 * HUGE;
-    /// Free blocks at most; nothing can be allocated here.
+    /// Capacity of the free list; it is fixed because the allocator itself cannot allocate.
     const PLACES: usize = 512;
 
     #[derive(Clone, Copy)]
@@ -116,12 +116,12 @@ mod pool {
     }
 
     pub(super) struct Pool {
-        /// The first `count`: the longest free first.
+        /// Free list: the first `count` entries are valid, the longest free first.
         free: [Block; PLACES],
         count: usize,
-        /// Bytes of them.
+        /// Total bytes in the free list.
         idle: usize,
-        /// Bytes that are out, and the most that ever were.
+        /// Live bytes, and their peak.
         out: usize,
         most: usize,
     }
@@ -132,7 +132,7 @@ mod pool {
         POOL.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The size of the block for `bytes`.
+    /// Rounds `bytes` up to a block size.
     pub(super) fn whole(bytes: usize) -> usize {
         bytes.saturating_add(GRAIN - 1) & !(GRAIN - 1)
     }
@@ -148,7 +148,7 @@ mod pool {
             }
         }
 
-        /// A block for `bytes`, and whether it comes from the system, all zeros. Null: there is no more memory.
+        /// Returns a block for `bytes`, and whether it is fresh from the system (all zeros). Null: out of memory.
         pub fn take(&mut self, bytes: usize) -> (*mut u8, bool) {
             let bytes = whole(bytes);
             let fits = (0..self.count).filter(|i| self.free[*i].bytes >= bytes);
@@ -182,7 +182,7 @@ mod pool {
             (at, true)
         }
 
-        /// Takes a block back that `take` gave for `bytes`.
+        /// Frees a block that `take` returned for `bytes`.
         pub fn put(&mut self, at: *mut u8, bytes: usize) {
             let mut block = Block {
                 at: at as usize,
@@ -190,7 +190,7 @@ mod pool {
             };
             self.out -= block.bytes;
             self.idle += block.bytes;
-            // One block with its free neighbours.
+            // Merges the block with its free neighbors.
             let mut i = 0;
             while i < self.count {
                 let other = self.free[i];
@@ -214,7 +214,7 @@ mod pool {
             self.count += 1;
         }
 
-        /// The same block with room for `to` bytes instead of `from`, without a copy. Null: that cannot be had.
+        /// Resizes a block from `from` to `to` bytes without a copy. Null: not possible.
         pub fn resize(&mut self, at: *mut u8, from: usize, to: usize) -> *mut u8 {
             let (old, new) = (whole(from), whole(to));
             if new <= old {
@@ -225,7 +225,7 @@ mod pool {
             }
             let most = self.most.max(self.out + new - old);
             self.shrink(most - self.out - (new - old));
-            // SAFETY: a whole block that its owner hands over.
+            // SAFETY: a whole block whose owner passed it in.
             let moved = unsafe { libc::mremap(at.cast(), old, new, libc::MREMAP_MAYMOVE) };
             if moved == libc::MAP_FAILED {
                 return null_mut();
@@ -240,7 +240,7 @@ mod pool {
             self.count -= 1;
         }
 
-        /// Gives the longest free back to the system until no more than `bytes` are idle.
+        /// Returns the longest free blocks to the system until at most `bytes` are idle.
         fn shrink(&mut self, bytes: usize) {
             while self.idle > bytes && self.count > 0 {
                 let block = self.free[0];
@@ -264,11 +264,11 @@ mod pool {
     }
 
     fn map(bytes: usize) -> *mut u8 {
-        // From a huge page on.
+        // Aligns the block to a huge page.
         let Some(room) = bytes.checked_add(HUGE) else {
             return null_mut();
         };
-        // SAFETY: new memory of this process alone; what is trimmed is part of it, and nobody's yet.
+        // SAFETY: new memory of this process alone; the trimmed parts belong to it and are not in use yet.
         unsafe {
             let (prot, flags) = (
                 libc::PROT_READ | libc::PROT_WRITE,
@@ -293,7 +293,7 @@ mod pool {
     }
 
     fn unmap(block: Block) {
-        // SAFETY: a free block, or the end of one: nobody has it.
+        // SAFETY: a free block, or the end of one: not in use.
         unsafe { libc::munmap(block.at as *mut _, block.bytes) };
     }
 }
@@ -311,7 +311,7 @@ mod tests {
         assert!(fresh && !first.is_null());
         pool.put(first, 3 << 20);
         assert_eq!(pool.take(3 << 20), (first, false));
-        // Cut in two, and one again.
+        // A block is split in two and merged again.
         pool.put(first, 3 << 20);
         let (low, _) = pool.take(1 << 20);
         let (high, _) = pool.take(2 << 20);
@@ -322,7 +322,7 @@ mod tests {
         pool.put(first, 3 << 20);
     }
 
-    /// Many blocks of all sizes: none overlaps another, and no more is held than was out at one time.
+    /// Many blocks of all sizes: no two overlap, and the pool never holds more than the peak of live bytes.
     #[test]
     fn what_is_held_never_exceeds_what_was_out() {
         let rng = Rng::new(3, Stream::Init, &[]);
@@ -344,7 +344,7 @@ mod tests {
                 out.push((at, bytes, mark));
             } else if !out.is_empty() {
                 let (at, bytes, mark) = out.swap_remove(rng.below(3 * i + 2, out.len() as u64) as usize);
-                // SAFETY: a block of `bytes` that is out.
+                // SAFETY: a live block of `bytes`.
                 unsafe { assert_eq!((at.read(), at.add(bytes - 1).read()), (mark, mark)) };
                 pool.put(at, bytes);
             }
@@ -362,7 +362,7 @@ mod tests {
     fn blocks_grow_and_shrink_over_the_border_with_what_they_hold() {
         let layout = |bytes| Layout::from_size_align(bytes, 8).unwrap();
         let sizes = [100, LARGE - 1, LARGE, LARGE + 1, 5 << 20, 40 << 20, LARGE, 1000];
-        // SAFETY: every block is given back in its own layout, and written inside of it.
+        // SAFETY: every block is freed with its own layout, and written only inside its bounds.
         unsafe {
             let mut at = Heap.alloc(layout(50));
             at.write_bytes(7, 50);

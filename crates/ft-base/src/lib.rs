@@ -1,7 +1,6 @@
 //! Errors with hints, caught panics of libraries, atomic files, locks, counter-based random numbers, units, signals,
-//! the allocator, memory readings, how far the program is, how fast the machine is, confined processes, paths that are
-//! not there.
-//! Knows nothing of models or recipes. The only room that writes files.
+//! the allocator, memory readings, progress, speed of the machine, confined processes, suggestions for missing paths.
+//! Independent of models and recipes. The only module that writes files.
 
 // Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
 #![cfg_attr(

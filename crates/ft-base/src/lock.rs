@@ -1,4 +1,4 @@
-//! One run a directory: an advisory lock on `run.lock` that the system drops when the process ends.
+//! One run per directory: an advisory lock on `run.lock`, which the system releases when the process ends.
 
 use crate::{Error, Result, files, units};
 use std::fs::{File, OpenOptions, TryLockError};
@@ -6,10 +6,10 @@ use std::io::{Read, Seek, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// The file that is locked.
+/// Name of the lock file.
 pub const NAME: &str = "run.lock";
 
-/// Held for as long as it lives.
+/// The lock is held until this value is dropped.
 #[derive(Debug)]
 pub struct RunLock {
     file: File,
@@ -18,8 +18,8 @@ pub struct RunLock {
 }
 
 impl RunLock {
-    /// Errors: another process holds the lock (who and since when are in the message); `run.lock` is not a file that ft
-    /// has made.
+    /// Errors: another process holds the lock (the message says which process and since when); `run.lock` was not made
+    /// by ft.
     pub fn acquire(directory: &Path) -> Result<Self> {
         let path = directory.join(NAME);
         let made = path.symlink_metadata().is_err();
@@ -60,8 +60,7 @@ impl RunLock {
         Ok(Self { file, path, made })
     }
 
-    /// Errors: the directory has been moved, removed or replaced since it was locked. Whoever writes there by name would
-    /// write to another place.
+    /// Errors: the directory was moved, removed or replaced since it was locked; writes by name would go elsewhere.
     pub fn check(&self) -> Result<()> {
         let same = |a: &std::fs::Metadata, b: &std::fs::Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
         match (self.file.metadata(), self.path.symlink_metadata()) {
@@ -80,14 +79,14 @@ impl RunLock {
         }
     }
 
-    /// Where the lock file is now.
+    /// Current location of the lock file.
     fn found_at(&self) -> Option<PathBuf> {
         let descriptor = std::os::fd::AsRawFd::as_raw_fd(&self.file);
         let now = std::fs::read_link(format!("/proc/self/fd/{descriptor}")).ok()?;
         (now.file_name()? == NAME && now.exists()).then(|| now.parent().map(Path::to_path_buf))?
     }
 
-    /// Removes the file again if this call has made it: the run was refused.
+    /// Removes the lock file if this call created it; used when the run is refused.
     pub fn abandon(self) -> Result<()> {
         match self.made && self.check().is_ok() {
             true => files::remove_file(&self.path),
@@ -96,13 +95,13 @@ impl RunLock {
     }
 }
 
-/// Is this a lock file of ft, held or not?
+/// True if this is a lock file of ft, held or not.
 pub fn is_lock(path: &Path) -> bool {
     path.symlink_metadata().is_ok_and(|m| m.is_file() && m.len() < 200)
         && files::read_text(path).is_ok_and(|text| text.is_empty() || process_in(&text).is_some())
 }
 
-/// The process that held the lock last.
+/// Process id of the last holder of the lock.
 pub fn last_process(directory: &Path) -> Option<u32> {
     let path = directory.join(NAME);
     is_lock(&path).then(|| process_in(&files::read_text(&path).ok()?))?

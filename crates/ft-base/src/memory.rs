@@ -1,4 +1,4 @@
-//! What this process and this machine say about memory.
+//! Memory readings of this process and this machine.
 
 use std::path::Path;
 
@@ -8,18 +8,18 @@ fn proc_kib(path: &str, key: &str) -> Option<u64> {
     line.split_whitespace().nth(1)?.parse().ok()
 }
 
-/// Highest resident memory of this process so far, bytes (0 where the system does not tell).
+/// Peak resident memory of this process, bytes (0 if the system does not report it).
 pub fn peak_resident() -> u64 {
     proc_kib("/proc/self/status", "VmHWM:").unwrap_or(0) * 1024
 }
 
-/// Resident memory of this process now, bytes (0 where the system does not tell).
+/// Current resident memory of this process, bytes (0 if the system does not report it).
 pub fn resident() -> u64 {
     proc_kib("/proc/self/status", "VmRSS:").unwrap_or(0) * 1024
 }
 
-/// Memory that this process could still take without swapping, bytes: what the machine has left, and what the limits of
-/// its control groups and of the process itself leave of that.
+/// Memory that this process can still allocate without swapping, bytes: the minimum of the machine's free memory, the
+/// headroom of its control groups and its own resource limits.
 pub fn available() -> Option<u64> {
     let machine = proc_kib("/proc/meminfo", "MemAvailable:").map(|k| k * 1024);
     [machine, group_headroom(), limit_headroom()]
@@ -28,12 +28,12 @@ pub fn available() -> Option<u64> {
         .min()
 }
 
-/// What the control groups (version 2) of this process leave.
+/// Headroom of the control groups (version 2) of this process.
 fn group_headroom() -> Option<u64> {
     let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let path = own.lines().find_map(|l| l.strip_prefix("0::/"))?;
     let root = Path::new("/sys/fs/cgroup");
-    // A group is also bound by those around it.
+    // The limits of all parent groups apply too.
     let groups = root.join(path).ancestors().map(Path::to_path_buf).collect::<Vec<_>>();
     let groups = groups.into_iter().take_while(|g| g.starts_with(root));
     groups.filter_map(|g| headroom_of(&g)).min()
@@ -44,7 +44,7 @@ fn headroom_of(group: &Path) -> Option<u64> {
         let text = std::fs::read_to_string(group.join(name)).ok()?;
         text.trim().parse().ok()
     };
-    // Pages of files that nobody holds are given back when they are needed.
+    // Inactive page cache is reclaimable, so it does not count as used.
     let stat = std::fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
     let inactive = stat.lines().find_map(|l| l.strip_prefix("inactive_file "));
     let inactive: u64 = inactive.and_then(|n| n.trim().parse().ok()).unwrap_or(0);
@@ -52,7 +52,7 @@ fn headroom_of(group: &Path) -> Option<u64> {
     Some(number("memory.max")?.saturating_sub(used))
 }
 
-/// What `ulimit -d` and `ulimit -v` leave.
+/// Headroom under `ulimit -d` and `ulimit -v`.
 #[cfg(target_os = "linux")]
 fn limit_headroom() -> Option<u64> {
     let left = |resource, used: &str| {
@@ -60,7 +60,7 @@ fn limit_headroom() -> Option<u64> {
             rlim_cur: 0,
             rlim_max: 0,
         };
-        // SAFETY: writes one structure that is here.
+        // SAFETY: writes one local structure.
         let known = unsafe { libc::getrlimit(resource, &mut limit) } == 0 && limit.rlim_cur != libc::RLIM_INFINITY;
         let used = proc_kib("/proc/self/status", used).unwrap_or(0) * 1024;
         known.then(|| limit.rlim_cur.saturating_sub(used))
@@ -74,7 +74,7 @@ fn limit_headroom() -> Option<u64> {
     None
 }
 
-/// Memory of the machine, bytes.
+/// Total memory of the machine, bytes.
 pub fn total() -> Option<u64> {
     proc_kib("/proc/meminfo", "MemTotal:").map(|k| k * 1024)
 }

@@ -1,11 +1,11 @@
-//! A file that grows over several runs until it is whole: a download that can be taken up again.
+//! A file that is completed over several runs: a download that can be resumed.
 
 use crate::{Error, Result, files};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
-/// Held by one process at a time; what was written stays when it is dropped.
+/// One process at a time holds the file; the written bytes stay when it is dropped.
 #[derive(Debug)]
 pub struct PartialFile {
     file: File,
@@ -14,7 +14,7 @@ pub struct PartialFile {
 }
 
 impl PartialFile {
-    /// Opens or creates the file, waiting for another process that is writing it.
+    /// Opens or creates the file; waits while another process writes it.
     pub fn open(path: &Path) -> Result<Self> {
         let cannot = |e: std::io::Error| Error::new("cannot open the partial download").at_path(path).cause(e);
         let file = OpenOptions::new()
@@ -32,7 +32,7 @@ impl PartialFile {
         })
     }
 
-    /// Bytes that are there.
+    /// Number of bytes in the file.
     pub fn length(&self) -> u64 {
         self.length
     }
@@ -50,7 +50,7 @@ impl PartialFile {
         Ok(())
     }
 
-    /// Throws away what is there.
+    /// Discards the contents.
     pub fn clear(&mut self) -> Result<()> {
         self.file.set_len(0).map_err(|e| {
             Error::new("cannot empty the partial download")
@@ -61,7 +61,7 @@ impl PartialFile {
         Ok(())
     }
 
-    /// Hands everything that is there to `f`, piece by piece.
+    /// Passes the whole contents to `f`, piece by piece.
     pub fn read(&mut self, f: &mut dyn FnMut(&[u8])) -> Result<()> {
         let cannot = |e: std::io::Error| Error::new("cannot read the download").at_path(&self.path).cause(e);
         self.file.rewind().map_err(cannot)?;
@@ -75,7 +75,7 @@ impl PartialFile {
         }
     }
 
-    /// Makes it durable under its final name.
+    /// Syncs the file and renames it to its final name.
     pub fn finish(self, to: &Path) -> Result<()> {
         self.file
             .sync_all()

@@ -1,4 +1,4 @@
-//! A path that is not there: what it is near to.
+//! Suggestions for a path that does not exist.
 
 use super::Error;
 use std::path::{Component, Path, PathBuf};
@@ -7,8 +7,8 @@ use std::path::{Component, Path, PathBuf};
 const SHIPPED: &str = "assets";
 const RUNS: &str = "runs";
 
-/// Is this text a path, whatever else it may look like? A name such as `org/name` may be both: it is a path if its first
-/// folder is here, or if it is one of the folders that shipped recipes use.
+/// True if this text is meant as a path. A name such as `org/name` may also be a hub id: it is a path if its first
+/// folder exists here, or is one of the folders that shipped recipes use.
 pub fn is_meant(text: &str) -> bool {
     let first = text.split('/').next().unwrap_or_default();
     let own = [SHIPPED, RUNS].contains(&first) && text.contains('/');
@@ -20,7 +20,7 @@ pub fn is_meant(text: &str) -> bool {
         || (text.contains('/') && Path::new(first).is_dir())
 }
 
-/// The error for a path that does not exist; `kind` is what was wanted: `directory`, `file`.
+/// The error for a path that does not exist; `kind` is the expected kind: `directory`, `file`.
 pub fn missing(kind: &str, path: &Path) -> Error {
     let here = std::env::current_dir().ok().filter(|_| path.is_relative());
     let error = match &here {
@@ -33,7 +33,7 @@ pub fn missing(kind: &str, path: &Path) -> Error {
     }
 }
 
-/// What may have been meant by a path that does not exist.
+/// A suggestion for a path that does not exist.
 pub fn hint(path: &Path) -> Option<String> {
     if path.starts_with("~") {
         return Some("`~` is not read here: write the whole path".into());
@@ -63,7 +63,7 @@ pub fn hint(path: &Path) -> Option<String> {
     }
 }
 
-/// The path with its first missing part replaced by what is there under nearly the same name.
+/// The path with its first missing component replaced by an existing entry of a similar name.
 fn near(path: &Path) -> Option<PathBuf> {
     let mut found = PathBuf::new();
     let mut parts = path.components();
@@ -93,7 +93,7 @@ fn near(path: &Path) -> Option<PathBuf> {
     None
 }
 
-/// The entry of a folder whose name is nearest to `typed`; of equally near ones one that `leads` on.
+/// The entry of a folder whose name is most similar to `typed`; ties go to one for which `leads` is true.
 fn nearest(folder: &Path, typed: &str, leads: impl Fn(&str) -> bool) -> Option<String> {
     let plain = |s: &str| s.to_lowercase().replace('_', "-");
     let wanted = plain(typed);

@@ -1,6 +1,6 @@
-//! What the program does at the moment, and how far it is: any room opens a phase, the terminal shows it.
+//! Progress of the program: any module opens a phase, the terminal shows it.
 //!
-//! A phase ends when it is dropped. Phases that are open at the same time are nested. Nothing is printed here.
+//! A phase ends when it is dropped. Phases that are open at the same time are nested. This module prints nothing.
 
 use super::signal;
 use super::{Error, Result};
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// What is counted.
+/// The counted unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unit {
     /// `batches`, `tensors`, `layers`
@@ -23,7 +23,7 @@ pub enum Unit {
 struct Counter {
     label: Cow<'static, str>,
     unit: Unit,
-    /// Its fraction is a part of the next unit of the phase around it.
+    /// True if its fraction is a part of the next unit of the enclosing phase.
     part: bool,
     started: Instant,
     done: AtomicU64,
@@ -35,7 +35,7 @@ struct Counter {
 #[derive(Debug)]
 pub struct Phase(Arc<Counter>);
 
-/// A phase as it is now.
+/// Snapshot of a phase.
 #[derive(Debug, Clone)]
 pub struct Seen {
     pub label: String,
@@ -43,13 +43,13 @@ pub struct Seen {
     pub part: bool,
     pub started: Instant,
     pub done: u64,
-    /// 0: not known.
+    /// 0: unknown.
     pub total: u64,
     pub note: String,
 }
 
 impl Seen {
-    /// Between 0 and 1; `None` where the total is not known.
+    /// Fraction done, between 0 and 1; `None` if the total is unknown.
     pub fn fraction(&self) -> Option<f64> {
         (self.total > 0).then(|| (self.done as f64 / self.total as f64).min(1.0))
     }
@@ -75,40 +75,40 @@ fn open(label: Cow<'static, str>, total: u64, unit: Unit, part: bool) -> Phase {
     Phase(counter)
 }
 
-/// Opens a phase of `total` units (0: not known), such as `saving`, `evaluating`.
+/// Opens a phase of `total` units (0: unknown), such as `saving`, `evaluating`.
 pub fn phase(label: impl Into<Cow<'static, str>>, total: usize, unit: &'static str) -> Phase {
     open(label.into(), total as u64, Unit::Count(unit), false)
 }
 
-/// Opens a phase of `total` bytes (0: not known).
+/// Opens a phase of `total` bytes (0: unknown).
 pub fn bytes(label: impl Into<Cow<'static, str>>, total: u64) -> Phase {
     open(label.into(), total, Unit::Bytes, false)
 }
 
-/// Opens a phase that is a part of one unit of the phase around it: the micro-batches of a step.
+/// Opens a phase that is a part of one unit of the enclosing phase, such as the micro-batches of a step.
 pub fn part(label: &'static str, total: usize) -> Phase {
     open(label.into(), total as u64, Unit::Count(""), true)
 }
 
-/// `reading rows.jsonl`
+/// A label such as `reading rows.jsonl`.
 pub fn about(what: &str, path: &Path) -> String {
     let name = path.file_name().unwrap_or(path.as_os_str());
     format!("{what} {}", name.to_string_lossy())
 }
 
 impl Phase {
-    /// `n` more units are done.
+    /// Counts `n` more units as done.
     pub fn add(&self, n: u64) {
         self.0.done.fetch_add(n, Relaxed);
     }
 
-    /// As `add`, where the work may end. Errors: a signal asks to stop.
+    /// As `add`, at a point where the work may stop. Errors: a signal asked to stop.
     pub fn advance(&self, n: u64) -> Result<()> {
         self.add(n);
         self.unless_stopped()
     }
 
-    /// Errors: a signal asks to stop.
+    /// Errors: a signal asked to stop.
     pub fn unless_stopped(&self) -> Result<()> {
         match signal::received() {
             Some(s) => Err(Error::signal(s, format!("stopped while {}", self.0.label))),
@@ -124,12 +124,12 @@ impl Phase {
         self.0.total.store(total, Relaxed);
     }
 
-    /// A few words that are shown beside the numbers.
+    /// Sets a short text that is shown beside the numbers.
     pub fn note(&self, text: impl Into<String>) {
         *lock(&self.0.note) = text.into();
     }
 
-    /// A reader whose bytes count.
+    /// Wraps a reader and counts its bytes.
     pub fn reader<R: Read>(&self, inner: R) -> Counted<R> {
         Counted {
             inner,
@@ -160,7 +160,7 @@ impl<R: Read> Read for Counted<R> {
     }
 }
 
-/// The open phases, the outermost first.
+/// All open phases, outermost first.
 pub fn now() -> Vec<Seen> {
     let open = lock(&OPEN);
     let see = |c: &Arc<Counter>| Seen {
@@ -175,13 +175,13 @@ pub fn now() -> Vec<Seen> {
     open.iter().map(see).collect()
 }
 
-/// The phase that matters now (the innermost that is no part of another), and the parts of its next unit.
+/// The phase to show (the innermost that is not a part), and the parts of its next unit.
 pub fn current(open: &[Seen]) -> Option<(&Seen, &[Seen])> {
     let head = open.iter().rposition(|s| !s.part)?;
     Some((&open[head], &open[head + 1..]))
 }
 
-/// How far a phase is with the parts of its next unit; `None` where its total is not known.
+/// Fraction done of a phase including the parts of its next unit; `None` if its total is unknown.
 pub fn fraction(head: &Seen, parts: &[Seen]) -> Option<f64> {
     let mut inner = 0.0;
     for part in parts.iter().rev().filter(|p| p.total > 0) {

@@ -1,8 +1,8 @@
 //! Counter-based random numbers: a number depends on (seed, stream, index) only.
 //!
-//! Nothing has to be saved to resume, the order of calls does not matter, and recomputing a layer
-//! sees the same dropout mask. The mixing function is SplitMix64 (Steele, Lea, Flood 2014, "Fast
-//! Splittable Pseudorandom Number Generators", section 4), applied twice over the key words.
+//! Nothing has to be saved to resume, the order of calls does not matter, and a recomputed layer uses the same dropout
+//! mask. The mixing function is SplitMix64 (Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number Generators",
+//! section 4), applied twice over the key words.
 
 /// One stream of random numbers, e.g. `Rng::new(seed, &[STREAM_SHUFFLE, epoch])`.
 #[derive(Debug, Clone, Copy)]
@@ -17,7 +17,7 @@ fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// What a stream is used for: keeps streams of one seed apart.
+/// Purpose of a stream: separates the streams of one seed.
 #[derive(Debug, Clone, Copy)]
 #[repr(u64)]
 pub enum Stream {
@@ -40,7 +40,7 @@ impl Rng {
         Self { key }
     }
 
-    /// What the numbers of this stream follow from, for generators elsewhere (a GPU).
+    /// Key of this stream, for generators elsewhere (a GPU).
     pub fn key(&self) -> u64 {
         self.key
     }
@@ -86,7 +86,7 @@ impl Rng {
 }
 
 /// A permutation of 0..n that is computed, not stored: a Feistel network of four rounds over the next power of four,
-/// applied again while the result lies outside (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains",
+/// applied again while the result is outside 0..n (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains",
 /// section 4).
 #[derive(Debug, Clone, Copy)]
 pub struct Permutation {
@@ -106,12 +106,12 @@ impl Permutation {
         }
     }
 
-    /// Key of the random numbers, and half the bits of a place: for generators elsewhere (a GPU).
+    /// Key of the random numbers, and half the number of bits of an index: for generators elsewhere (a GPU).
     pub fn network(&self) -> (u64, u32) {
         (self.rng.key(), self.half)
     }
 
-    /// Where `i` < n goes.
+    /// Image of `i` < n.
     pub fn at(&self, i: u64) -> u64 {
         let mask = (1u64 << self.half) - 1;
         let mut x = i;

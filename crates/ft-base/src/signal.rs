@@ -1,7 +1,7 @@
-//! Signals that ask the program to stop. The first one is answered at once and lets a run save its state; a second
+//! Signals that ask the program to stop. The first one is reported at once and lets a run save its state; a second
 //! Ctrl-C ends the program at once.
 //!
-//! A thread waits for the signals, so the answer does not depend on what the program computes meanwhile.
+//! A thread waits for the signals, so the report does not depend on the current computation.
 
 use super::files;
 use crate::{Error, Result};
@@ -11,30 +11,30 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering::SeqCst};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-/// Signals that ask to stop: Ctrl-C and `kill`, a terminal that is closed, what batch systems send before a time limit.
+/// Signals that ask to stop: Ctrl-C, `kill`, a closed terminal, and the warnings of batch systems before a time limit.
 const SIGNALS: [i32; 6] = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU];
 
-/// Exit code after a second Ctrl-C: what was not saved is lost.
+/// Exit code after a second Ctrl-C: unsaved work is lost.
 pub const ABANDONED: i32 = 131;
 
-/// What a signal does at this moment.
+/// Current reaction to a signal.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Conduct {
-    /// The program ends at once. `said`: why nothing is lost, or what is.
+    /// The program ends at once. `said`: why no work is lost, or which work is lost.
     Quit { said: String },
-    /// The program stops by itself, at the next point where its state is whole.
+    /// The program stops by itself at the next consistent state.
     Stop(Stop),
 }
 
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Stop {
-    /// What happens on the first signal: `stopping after this step`.
+    /// Reaction to the first signal: `stopping after this step`.
     pub what: String,
-    /// What stands after how far it is: `; Ctrl-C again stops now and loses this step`.
+    /// Text after the progress: `; Ctrl-C again stops now and loses this step`.
     pub then: String,
-    /// What is lost on a second Ctrl-C.
+    /// Work that a second Ctrl-C loses.
     pub lost: String,
-    /// The step is finished first: how long steps take, if that is known.
+    /// Set if the step is finished first; the inner value is the duration of a step, if known.
     pub finishes: Option<Option<Duration>>,
 }
 
@@ -42,7 +42,7 @@ pub struct Stop {
 #[derive(Debug, Clone, PartialEq)]
 pub enum Notice {
     Stopping(Stop),
-    /// The last words before the program ends.
+    /// The last message before the program ends.
     Ending(String),
 }
 
@@ -54,17 +54,17 @@ static INSTALLED: AtomicBool = AtomicBool::new(false);
 static CHAT: AtomicBool = AtomicBool::new(false);
 static ANSWERING: AtomicBool = AtomicBool::new(false);
 
-/// Who tells the person; only the first call counts.
+/// Sets the function that shows notices; only the first call has an effect.
 pub fn tell_with(tell: fn(Notice)) {
     let _ = TELL.set(tell);
 }
 
-/// Says what a signal does from now on.
+/// Sets the reaction to signals from now on.
 pub fn conduct(conduct: Conduct) {
     *CONDUCT.lock().unwrap_or_else(PoisonError::into_inner) = Some(conduct);
 }
 
-/// Until the next call of `conduct` a signal ends the program at once.
+/// From now on a signal ends the program at once, until the next call of `conduct`.
 pub fn quit(said: impl Into<String>) {
     conduct(Conduct::Quit { said: said.into() });
 }
@@ -75,7 +75,7 @@ pub fn install() -> Result<()> {
         return Ok(());
     }
     let fault = |e: std::io::Error| Error::new("cannot install a signal handler").cause(e);
-    // The way out where even the thread below is stuck, on a terminal that takes no text.
+    // A third Ctrl-C ends the process even if the thread below is blocked by a terminal that accepts no output.
     let third = || {
         if INTERRUPTS.fetch_add(1, SeqCst) >= 2 {
             signal_hook::low_level::exit(ABANDONED);
@@ -83,7 +83,7 @@ pub fn install() -> Result<()> {
     };
     // SAFETY: the handler does one atomic addition and `_exit`; both are async-signal-safe.
     unsafe { signal_hook::low_level::register(SIGINT, third) }.map_err(fault)?;
-    // `nohup` has the end of the terminal ignored.
+    // `nohup` sets SIGHUP to be ignored; keep that.
     let wanted = SIGNALS.into_iter().filter(|s| *s != SIGHUP || !is_ignored(*s));
     let mut signals = Signals::new(wanted).map_err(fault)?;
     let wait = move || signals.forever().for_each(handle);
@@ -105,7 +105,7 @@ fn is_ignored(signal: i32) -> bool {
 fn handle(signal: i32) {
     let conduct = CONDUCT.lock().unwrap_or_else(PoisonError::into_inner).clone();
     if CHAT.load(SeqCst) {
-        // An answer is stopped; anything else ends the conversation.
+        // Ctrl-C during an answer stops the answer; any other signal ends the conversation.
         match ANSWERING.load(SeqCst) && signal == SIGINT && RECEIVED.swap(signal, SeqCst) == 0 {
             true => INTERRUPTS.store(0, SeqCst),
             false => end(128 + signal, String::new()),
@@ -117,7 +117,7 @@ fn handle(signal: i32) {
         Some(Conduct::Quit { said }) => end(128 + signal, said),
         Some(Conduct::Stop(stop)) => match RECEIVED.swap(signal, SeqCst) {
             0 => tell(Notice::Stopping(stop)),
-            // Others may come twice: who sends them wants the state saved.
+            // Other signals may arrive twice: the sender wants the state to be saved.
             _ if signal != SIGINT => {}
             _ => end(ABANDONED, format!("stopped now: {}", stop.lost)),
         },
@@ -130,20 +130,20 @@ fn tell(notice: Notice) {
     }
 }
 
-/// Ends the process without unwinding: half written files are removed, complete ones stay.
+/// Ends the process without unwinding: removes half-written files, keeps complete ones.
 fn end(code: i32, said: String) {
     tell(Notice::Ending(said));
     files::remove_unfinished();
     signal_hook::low_level::exit(code);
 }
 
-/// For a conversation: while an answer is written Ctrl-C stops the answer, else it ends the program.
+/// Installs the handlers for a conversation: Ctrl-C stops the current answer, or else ends the program.
 pub fn install_for_chat() -> Result<()> {
     CHAT.store(true, SeqCst);
     install()
 }
 
-/// An answer begins, or it has ended: then what has stopped it is forgotten. True if something had.
+/// Marks the begin or the end of an answer. At the end, clears the signal; returns true if one stopped the answer.
 pub fn answering(begins: bool) -> bool {
     ANSWERING.store(begins, SeqCst);
     !begins && RECEIVED.swap(0, SeqCst) != 0

@@ -1,4 +1,4 @@
-//! How fast this machine moves bytes: to and from a disk, and within memory. Small, timed samples.
+//! Measures disk and memory bandwidth of this machine with short, timed samples.
 
 use super::files::{self, AtomicFile};
 use crate::{Error, Result};
@@ -6,7 +6,7 @@ use std::io::Read;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Bytes a second.
+/// Bytes per second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DiskSpeed {
     pub write: f64,
@@ -14,7 +14,7 @@ pub struct DiskSpeed {
 }
 
 const PIECE: usize = 4 << 20;
-/// Most that is written, and the time after which no more is written.
+/// Limits of the sample: bytes written, and time after which writing stops.
 const MOST: usize = 64 << 20;
 const PATIENCE: Duration = Duration::from_millis(250);
 
@@ -23,7 +23,7 @@ const PATIENCE: Duration = Duration::from_millis(250);
 /// Errors: the directory cannot be written, or is full.
 pub fn disk(dir: &Path) -> Result<DiskSpeed> {
     let path = dir.join("ft-speed");
-    // No two pieces are alike: some disks compress, some store a block once.
+    // All pieces differ: some disks compress or deduplicate.
     let mut word = 0x9e37_79b9_7f4a_7c15u64;
     let mut piece = vec![0u8; PIECE];
     let mut fill = |piece: &mut [u8]| {
@@ -62,7 +62,7 @@ pub fn disk(dir: &Path) -> Result<DiskSpeed> {
             Err(e) => return Err(Error::new("cannot read what was just written").at_path(dir).cause(e)),
         }
     }
-    // Dropped before its commit: leaves nothing.
+    // Dropped before `commit`: leaves no file.
     drop(file);
     Ok(DiskSpeed {
         write,
@@ -70,10 +70,10 @@ pub fn disk(dir: &Path) -> Result<DiskSpeed> {
     })
 }
 
-/// Bytes a second that `threads` threads read from memory together; `room` bounds the memory that this takes.
+/// Total read bandwidth of memory with `threads` threads, bytes per second; `room` bounds the memory used.
 pub fn memory(threads: usize, room: u64) -> f64 {
     let threads = threads.clamp(1, 256);
-    // Larger than the caches that cores share, as far as there is room.
+    // Larger than the shared caches, as far as `room` allows.
     let each = ((256u64 << 20).min(room / 4) as usize / threads).clamp(1 << 20, 64 << 20) / 8;
     let begun = std::sync::Barrier::new(threads);
     let rates: Vec<f64> = std::thread::scope(|scope| {

@@ -1,6 +1,6 @@
-//! Directories that appear whole or not at all: built under a temporary name beside the final one, renamed at the end.
-//! And directories for temporary files. Both carry a marker while ft may throw them away: a name alone is no proof
-//! that ft made a directory.
+//! Directories that appear complete or not at all: built under a temporary name beside the final one, renamed at the
+//! end. Also directories for temporary files. Both contain a marker file while ft may remove them: a name alone does
+//! not prove that ft made a directory.
 
 use crate::{Error, Result, files};
 use std::collections::BTreeSet;
@@ -11,7 +11,7 @@ const REPLACED: &str = ".old-";
 const MARKER: &str = ".ft-temporary";
 const MARK: &str = "Temporary files of ft: ft removes this directory when it needs it no more.\n";
 
-/// A directory in the making; dropped before `commit` it leaves nothing.
+/// A directory under construction; if it is dropped before `commit`, it leaves nothing.
 #[derive(Debug)]
 pub struct Staging {
     temporary: PathBuf,
@@ -20,9 +20,9 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// Starts `<target>.tmp-<pid>`; the parent is created if need be.
+    /// Creates `<target>.tmp-<pid>`, and its parent if necessary.
     ///
-    /// Errors: `target` is there and is no directory; the disk refuses.
+    /// Errors: `target` exists and is not a directory; a file operation fails.
     pub fn create(target: &Path) -> Result<Self> {
         if let Some(parent) = target.parent().filter(|p| !p.as_os_str().is_empty()) {
             files::create_dir_all(parent)?;
@@ -30,7 +30,7 @@ impl Staging {
         Self::beside(target)
     }
 
-    /// As `create`, in a parent that must exist.
+    /// As `create`, but the parent must exist.
     pub fn beside(target: &Path) -> Result<Self> {
         if target.file_name().is_none() {
             return Err(Error::new("output path has no name of its own").at_path(target));
@@ -45,23 +45,23 @@ impl Staging {
         })
     }
 
-    /// Where to write.
+    /// The directory to write to.
     pub fn path(&self) -> &Path {
         &self.temporary
     }
 
-    /// Gives the directory its name, durably. What had the name before is kept as `<name>.left` unless it is empty.
+    /// Gives the directory its final name, durably. An existing nonempty directory is kept as `<name>.left`.
     pub fn commit(self) -> Result<PathBuf> {
         self.commit_over(&|_| false)
     }
 
-    /// As `commit`; the directory that had the name is removed if `ours` says that nothing in it is anyone else's. It
-    /// is replaced in one step where the system can swap two names; elsewhere it is moved aside first, and `clean`
-    /// moves it back if the process ends between the two steps.
+    /// As `commit`, but removes the existing directory if `ours` returns true for it (all its contents belong to ft).
+    /// The replacement is atomic if the system can swap two names. Otherwise the old directory is moved aside first,
+    /// and `clean` moves it back if the process ends between the two steps.
     pub fn commit_over(mut self, ours: &dyn Fn(&Path) -> bool) -> Result<PathBuf> {
         unmark(&self.temporary)?;
         files::sync_dir(&self.temporary)?;
-        // From here on the temporary name may stand for what was there before: a signal must not remove it.
+        // From here on the temporary name may hold the previous directory: a signal must not remove it.
         files::finished(&self.temporary);
         let mut replaced = None;
         if self.target.symlink_metadata().is_err() {
@@ -90,13 +90,13 @@ impl Drop for Staging {
     fn drop(&mut self) {
         files::finished(&self.temporary);
         if !self.done {
-            // This very object has made it.
+            // This object created it.
             let _ = files::remove_dir_all(&self.temporary);
         }
     }
 }
 
-/// A new marked directory under a temporary name.
+/// Creates a new marked directory under a temporary name.
 fn new_temporary(target: &Path) -> Result<PathBuf> {
     for _ in 0..1000 {
         let temporary = files::temporary(target);
@@ -117,7 +117,7 @@ fn unmark(dir: &Path) -> Result<()> {
     files::remove_file(&dir.join(MARKER))
 }
 
-/// Is this a directory (no link to one) whose contents ft may remove?
+/// True if this is a directory (not a link) whose contents ft may remove.
 pub fn is_marked(dir: &Path) -> bool {
     let marker = dir.join(MARKER);
     is_directory(dir)
@@ -125,12 +125,12 @@ pub fn is_marked(dir: &Path) -> bool {
         && files::read(&marker).is_ok_and(|text| text == MARK.as_bytes())
 }
 
-/// A directory itself, not a link to one.
+/// True for a directory itself, not for a link to one.
 pub fn is_directory(path: &Path) -> bool {
     path.symlink_metadata().is_ok_and(|m| m.is_dir())
 }
 
-/// Is this file a marker, or one that was not written to its end?
+/// True if this file is a marker, complete or truncated.
 pub fn is_marker(path: &Path) -> bool {
     path.file_name()
         .is_some_and(|n| n.to_string_lossy().starts_with(MARKER))
@@ -143,8 +143,8 @@ fn is_empty(dir: &Path) -> bool {
     is_directory(dir) && files::list(dir).is_ok_and(|entries| entries.iter().all(|e| is_marker(e)))
 }
 
-/// Makes `dir` a directory for temporary files, or takes the one that ft has made there. What else has this name is
-/// renamed to `<name>.left`.
+/// Makes `dir` a directory for temporary files, or reuses the one that ft made. Anything else of this name is renamed
+/// to `<name>.left`.
 pub fn scratch(dir: &Path) -> Result<()> {
     if is_marked(dir) {
         return Ok(());
@@ -156,7 +156,7 @@ pub fn scratch(dir: &Path) -> Result<()> {
     mark(dir)
 }
 
-/// Removes a directory of temporary files; anything else of this name stays. True if it is gone.
+/// Removes a directory of temporary files, and nothing else. Returns true if the name is free afterwards.
 pub fn remove_scratch(dir: &Path) -> Result<bool> {
     if is_marked(dir) {
         files::remove_dir_all(dir)?;
@@ -186,7 +186,7 @@ pub fn set_aside(path: &Path, target: &Path) -> Result<PathBuf> {
     Ok(free)
 }
 
-/// Removes a directory that the caller knows to be ft's, so that it is never seen half removed under its own name.
+/// Removes a directory that is known to be ft's, so that it is never visible half removed under its own name.
 pub fn remove_whole(path: &Path) -> Result<()> {
     let mut temporary = files::temporary(path);
     while temporary.symlink_metadata().is_ok() {
@@ -196,7 +196,7 @@ pub fn remove_whole(path: &Path) -> Result<()> {
     remove_temporary(&temporary)
 }
 
-/// The marker goes last: `clean` recognizes what a killed process leaves of it.
+/// The marker is removed last, so that `clean` recognizes the rest if the process is killed.
 fn remove_temporary(dir: &Path) -> Result<()> {
     mark(dir)?;
     for entry in files::list(dir)? {
@@ -209,31 +209,31 @@ fn remove_temporary(dir: &Path) -> Result<()> {
     files::remove_dir_all(dir)
 }
 
-/// What `clean` did.
+/// Result of `clean`.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Cleaned {
     pub removed: Vec<PathBuf>,
-    /// Directories that have their names again.
+    /// Directories that got their original names back.
     pub restored: Vec<PathBuf>,
-    /// They look like ft's work, but nothing proves it.
+    /// Entries that look like ft's, but without proof.
     pub left: Vec<PathBuf>,
 }
 
-/// Who may have left something in a directory, and what.
+/// Describes the possible owner of leftover entries in a directory.
 pub struct Owner<'a> {
     /// Process ids that are known to have worked here.
     pub processes: &'a BTreeSet<u32>,
-    /// Names that ft gives to files and directories here.
+    /// True for names that ft gives to files and directories here.
     pub is_name: &'a dyn Fn(&str) -> bool,
-    /// Is everything in this directory ft's?
+    /// True if everything in this directory belongs to ft.
     pub is_ours: &'a dyn Fn(&Path) -> bool,
 }
 
-/// Removes what killed processes left in `dir` (`<name>.tmp-<pid>`); a directory that was moved aside while it was
-/// replaced (`<name>.old-<pid>`) gets its name back if nothing took it.
+/// Removes leftovers of killed processes in `dir` (`<name>.tmp-<pid>`). A directory that was moved aside during a
+/// replacement (`<name>.old-<pid>`) gets its name back if the name is free.
 ///
-/// Only for the process that owns `dir`. Touches an entry only if name and process are the owner's; a directory only if
-/// it carries ft's marker, is empty, or is the owner's by its contents; never a link.
+/// Only the process that owns `dir` may call this. An entry is changed only if its name and process belong to the
+/// owner; a directory only if it has ft's marker, is empty, or its contents belong to the owner; a link never.
 pub fn clean(dir: &Path, owner: &Owner) -> Result<Cleaned> {
     let mut out = Cleaned::default();
     if !dir.is_dir() {
@@ -289,7 +289,7 @@ fn with_suffix(path: &Path, mark: &str) -> Result<PathBuf> {
         .ok_or_else(|| Error::new("all temporary names beside this directory are taken").at_path(path))
 }
 
-/// `checkpoint-5` and 1234 of `checkpoint-5.tmp-1234` or `checkpoint-5.tmp-1234-2`.
+/// Splits `checkpoint-5.tmp-1234` or `checkpoint-5.tmp-1234-2` into `checkpoint-5` and 1234.
 fn before<'a>(name: &'a str, mark: &str) -> Option<(&'a str, u32)> {
     let (original, process) = name.rsplit_once(mark)?;
     let (process, number) = process.split_once('-').unwrap_or((process, "0"));
@@ -352,7 +352,7 @@ mod tests {
             files::read_text(&dir.path().join("final.left/notes.txt")).unwrap(),
             "mine"
         );
-        // A link is kept as a link: what it points to is not ours even if it looks so.
+        // A link is kept as a link: its target is not ft's even if it looks so.
         let (other, link) = (dir.path().join("other"), dir.path().join("link"));
         std::fs::create_dir(&other).unwrap();
         std::fs::write(other.join("b.txt"), "x").unwrap();
@@ -393,14 +393,14 @@ mod tests {
         };
         put("final", false);
         put("checkpoint-6", false);
-        // Ours: marked, or moved aside while its name is free.
+        // ft's: marked, or moved aside while the original name is free.
         for name in ["final.tmp-77", "checkpoint-5.tmp-77-12", "checkpoint-6.old-77"] {
             put(name, true);
         }
         put("checkpoint-5.old-77", false);
         std::fs::write(d.join("plan.json.tmp-77"), "x").unwrap();
         std::fs::create_dir(d.join("checkpoint-9.tmp-77")).unwrap();
-        // Not ours: no marker, another process, another name, a link.
+        // Not ft's: no marker, another process, another name, a link.
         put("checkpoint-7.tmp-77", false);
         put("final.tmp-78", true);
         put("photos.old-77", true);

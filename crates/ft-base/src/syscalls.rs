@@ -1,6 +1,6 @@
-//! A filter of system calls for a process that only computes and talks to two pipes.
+//! A seccomp filter for a process that only computes and uses two pipes.
 
-/// Allowed: to read and write what is open, memory, the clock, random bytes for hash tables, and to end.
+/// Allowed: reads and writes of open files, memory, the clock, random bytes for hash tables, and exit.
 #[cfg(target_arch = "x86_64")]
 const ALLOWED: &[libc::c_long] = &[
     libc::SYS_read,
@@ -64,13 +64,13 @@ const ALLOWED: &[libc::c_long] = &[
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 const ALLOWED: &[libc::c_long] = &[];
 
-/// The kernel's name of this processor (`AUDIT_ARCH_*`); a call by another one's numbers is refused.
+/// The kernel's name of this processor (`AUDIT_ARCH_*`); calls with the numbers of another one are refused.
 #[cfg(target_arch = "x86_64")]
 const MACHINE: u32 = 0xc000_003e;
 #[cfg(not(target_arch = "x86_64"))]
 const MACHINE: u32 = 0xc000_00b7;
 
-// The two words of `seccomp_data` that are looked at.
+// Offsets of the two words of `seccomp_data` that the filter reads.
 const NUMBER: u32 = 0;
 const ARCHITECTURE: u32 = 4;
 
@@ -86,9 +86,9 @@ fn step(code: u16, k: u32, jt: u8, jf: u8) -> libc::sock_filter {
     libc::sock_filter { code, jt, jf, k }
 }
 
-/// From now on every call that is not allowed fails. Where the kernel has no filters, nothing changes.
+/// From now on every system call that is not allowed fails. No effect if the kernel has no seccomp filters.
 pub(super) fn filter() {
-    // The jumps of the program are counted in one byte.
+    // Jump offsets of a BPF program are one byte.
     let Ok(count) = u8::try_from(ALLOWED.len()) else { return };
     if count == 0 {
         return;

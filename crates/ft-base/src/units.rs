@@ -1,4 +1,4 @@
-//! Sizes, counts and durations as people write and read them.
+//! Parses and formats sizes, counts and durations for people.
 
 use crate::{Error, Result};
 use std::time::Duration;
@@ -15,7 +15,7 @@ const SUFFIXES: [(&str, f64); 9] = [
     ("b", 1.0),
 ];
 
-/// `24GiB`, `22.5 GB`, `1048576` to bytes.
+/// Parses `24GiB`, `22.5 GB`, `1048576` to bytes.
 pub fn parse_bytes(text: &str) -> Result<u64> {
     let lower = text.trim().to_ascii_lowercase();
     let bad = || {
@@ -61,7 +61,7 @@ pub fn rate(x: f64) -> String {
 pub fn utc(time: std::time::SystemTime) -> String {
     let seconds = time.duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
-    // Years of 400 repeat, and begin in March: the leap day is the last day of a year.
+    // Periods of 400 years repeat; years start in March, so that the leap day is the last day of a year.
     let shifted = days + 719_468;
     let (era, day) = (shifted / 146_097, shifted % 146_097);
     let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;

@@ -1,8 +1,8 @@
-//! A second process of the same program for work on what a stranger wrote: it may use little memory and time, and opens
-//! nothing. The program says once how it is started; a library or a test that says nothing has none.
+//! A confined second process of the same program that handles untrusted input: limited memory and time, no new files.
+//! The program calls `set_program` once; a library or a test that does not call it has no worker.
 //!
-//! Limits: address space, processor time, stack, no new files, no core dump, no new rights; on Linux also a filter of
-//! system calls, where the kernel allows it.
+//! Limits: address space, CPU time, stack, no new files, no core dump, no new privileges; on Linux also a seccomp
+//! filter, if the kernel supports it.
 
 use crate::{Error, Result};
 use std::ffi::OsString;
@@ -15,27 +15,27 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// The first argument of a process that is a worker.
+/// First argument of a worker process.
 pub const ARGUMENT: &str = "internal-worker";
 /// Address space, bytes.
 const MEMORY: u64 = 1 << 30;
 const STACK: u64 = 8 << 20;
-/// Processor time for one piece of work, seconds.
+/// CPU time for one task, seconds.
 const SECONDS: u64 = 20;
-/// Longest silence of a worker that has work.
+/// Longest time without an answer of a busy worker.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// How a worker is started.
+/// Command that starts a worker.
 #[derive(Debug)]
 pub struct Program {
     pub path: PathBuf,
-    /// The whole environment of a worker.
+    /// The complete environment of a worker.
     pub variables: Vec<(OsString, OsString)>,
 }
 
 static PROGRAM: OnceLock<Program> = OnceLock::new();
 
-/// Called once by the program, before anything asks for a worker.
+/// Sets the command; the program calls this once, before the first worker starts.
 pub fn set_program(program: Program) {
     let _ = PROGRAM.set(program);
 }
@@ -45,7 +45,7 @@ pub fn is_available() -> bool {
     PROGRAM.get().is_some()
 }
 
-/// Why a worker gave no answer.
+/// Reason why a worker gave no answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     Memory,
@@ -77,7 +77,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Errors: there is no program, or the system starts none.
+    /// Errors: no program is set, or the process does not start.
     pub fn start() -> Result<Self> {
         match PROGRAM.get() {
             Some(program) => Self::of(program),
@@ -94,7 +94,7 @@ impl Worker {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
-            // Ctrl-C in the terminal is for this process, which then closes the input of the other.
+            // Ctrl-C in the terminal goes to this process only, which then closes the input of the worker.
             .process_group(0)
             .spawn()
             .map_err(|e| failed().cause(e))?;
@@ -112,7 +112,7 @@ impl Worker {
             .map_err(|_| self.end())
     }
 
-    /// Fills `bytes`. Errors: the worker has ended, or is silent.
+    /// Fills `bytes`. Errors: the worker has ended, or gave no answer in time.
     pub fn receive(&mut self, mut bytes: &mut [u8]) -> std::result::Result<(), End> {
         while !bytes.is_empty() {
             if !self.wait() {
@@ -130,7 +130,7 @@ impl Worker {
         Ok(())
     }
 
-    /// True when there is something to read, or the worker has ended.
+    /// Returns true when there is data to read, or the worker has ended.
     fn wait(&self) -> bool {
         let start = Instant::now();
         loop {
@@ -145,16 +145,16 @@ impl Worker {
             match unsafe { libc::poll(&mut poll, 1, millis) } {
                 0 => return false,
                 n if n > 0 => return true,
-                // A signal came in between: the rest of the time is waited for.
+                // Interrupted by a signal: wait for the rest of the time.
                 _ if left.is_zero() => return false,
                 _ => {}
             }
         }
     }
 
-    /// Ends the process and says why it gave no answer.
+    /// Ends the process and returns the reason why it gave no answer.
     fn end(&mut self) -> End {
-        // It has closed its output: it is dead or dying.
+        // It has closed its output, so it is dead or about to exit.
         let start = Instant::now();
         let status = loop {
             match self.child.try_wait() {
@@ -197,7 +197,7 @@ impl fmt::Debug for Worker {
     }
 }
 
-/// Sets a limit, or keeps a lower one that the process was started with.
+/// Sets a resource limit, or keeps a lower one that is already set.
 fn limit(what: Resource, soft: u64, hard: u64) -> std::io::Result<()> {
     let mut value = libc::rlimit {
         rlim_cur: 0,
@@ -221,9 +221,9 @@ type Resource = libc::__rlimit_resource_t;
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
 type Resource = libc::c_int;
 
-/// Takes from this process what a worker does not need, for ever.
+/// Drops all privileges that a worker does not need, permanently.
 ///
-/// Errors: a limit cannot be set. A filter of system calls that cannot be set is no error.
+/// Errors: a limit cannot be set. A seccomp filter that cannot be set is not an error.
 pub fn confine() -> std::io::Result<()> {
     limit(libc::RLIMIT_AS, MEMORY, MEMORY)?;
     limit(libc::RLIMIT_STACK, STACK, STACK)?;
@@ -235,7 +235,7 @@ pub fn confine() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Starts the clock for the next piece of work: what it may use of the processor from now on.
+/// Sets the CPU time limit for the next task.
 pub fn limit_time() {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: writes one `timespec`.
@@ -251,7 +251,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::PermissionsExt;
 
-    /// A worker that is this script.
+    /// A worker that runs this shell script.
     fn script(lines: &str) -> (tempfile::TempDir, Worker) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("worker");
@@ -290,7 +290,7 @@ mod tests {
         let mut said = [0u8; 15];
         worker.receive(&mut said).unwrap();
         assert_eq!(&said, b"hello yes none\n");
-        // SAFETY: asks for a number.
+        // SAFETY: only returns a number.
         let group = unsafe { libc::getpgid(worker.child.id() as i32) };
         assert_eq!(group, worker.child.id() as i32);
     }

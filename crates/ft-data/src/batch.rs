@@ -1,7 +1,7 @@
-//! The shape in which rows reach the engine.
+//! Batches of tokenized rows, as the engine uses them.
 //!
-//! Letters: N tokens of a batch, all its documents laid end to end. No padding exists in ft: rows of
-//! different lengths are neighbours, and attention never crosses a document boundary.
+//! Letters: N tokens of a batch, all its documents concatenated. ft uses no padding: rows of different lengths are
+//! adjacent, and attention never crosses a document boundary.
 
 pub use ft_base::IGNORE;
 use ft_base::{Error, Result};
@@ -16,8 +16,8 @@ pub struct Example {
     pub trained: Vec<bool>,
 }
 
-/// Plain numbers that a stage hands to its own objective: reference log-probabilities, advantages, margins. The
-/// names are theirs.
+/// Numbers that a stage passes to its own objective: reference log-probabilities, advantages, margins. The stage
+/// defines the names.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Columns {
     /// Each `[N]`: the value of position n belongs to its target.
@@ -40,7 +40,7 @@ impl Columns {
     }
 }
 
-/// Documents laid end to end.
+/// Concatenated documents.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Batch {
     /// `[N]`

@@ -1,4 +1,4 @@
-//! Messages of a conversation: checked, and brought to the form that chat templates read.
+//! Checks the messages of a conversation and converts them to the form that chat templates use.
 
 use super::read::{clip, kind};
 use ft_base::{Error, Result};
@@ -22,7 +22,7 @@ pub(super) fn role(message: &Value) -> &str {
     message.get("role").and_then(Value::as_str).unwrap_or_default()
 }
 
-/// The text of a message; empty where there is none.
+/// The text of a message; empty if there is none.
 pub(super) fn content(message: &Value) -> &str {
     message.get("content").and_then(Value::as_str).unwrap_or_default()
 }
@@ -31,8 +31,8 @@ fn bad(index: usize, what: impl std::fmt::Display) -> Error {
     Error::new(format!("message {} {what}", index + 1))
 }
 
-/// Checks `[{role, content, ...}]`. Fields of a message that are null are dropped, as transformers does: columnar files
-/// fill them in, and templates print them. Content in text parts is joined.
+/// Checks `[{role, content, ...}]`. Drops null fields of a message, as transformers does: columnar files add them, and
+/// templates print them. Concatenates content that is given as text parts.
 pub(super) fn messages(list: &[Value]) -> Result<Vec<Value>> {
     if list.is_empty() {
         return Err(Error::new("the conversation is empty").expected("at least one message"));
@@ -108,8 +108,8 @@ fn one(i: usize, value: &Value) -> Result<Value> {
     Ok(Value::Object(out))
 }
 
-/// Arguments of a call that are written as JSON text (as the OpenAI interface gives them) become the object that chat
-/// templates print: text would be quoted once more.
+/// Parses call arguments given as JSON text (as in the OpenAI API) to the object that chat templates print; text would
+/// be quoted a second time.
 fn open_arguments(call: &mut Value) {
     let holder = match call.get("function") {
         Some(Value::Object(_)) => &mut call["function"],
@@ -138,7 +138,7 @@ fn join_parts(i: usize, parts: &[Value]) -> Result<String> {
     Ok(text)
 }
 
-/// ShareGPT turns `{from, value}` (or `{role, content}`) as messages.
+/// Converts ShareGPT turns `{from, value}` (or `{role, content}`) to messages.
 pub(super) fn sharegpt(list: &[Value]) -> Result<Vec<Value>> {
     let mut out = Vec::with_capacity(list.len());
     for (i, turn) in list.iter().enumerate() {
@@ -180,7 +180,7 @@ pub(super) fn sharegpt(list: &[Value]) -> Result<Vec<Value>> {
     Ok(out)
 }
 
-/// The role that has another name in ShareGPT.
+/// The standard role of a ShareGPT role name.
 fn sharegpt_role(name: &str) -> Option<&'static str> {
     match name.to_ascii_lowercase().as_str() {
         "human" => Some("user"),
@@ -190,7 +190,7 @@ fn sharegpt_role(name: &str) -> Option<&'static str> {
     }
 }
 
-/// A call written as `{"name", "arguments"}`, or a list of them.
+/// Parses a call written as `{"name", "arguments"}`, or a list of them.
 fn call(i: usize, text: &str) -> Result<Value> {
     let calls = match serde_json::from_str::<Value>(text) {
         Ok(Value::Array(list)) => list,
@@ -209,7 +209,7 @@ fn call(i: usize, text: &str) -> Result<Value> {
     Ok(json!({"role": "assistant", "content": "", "tool_calls": calls}))
 }
 
-/// Orders that are wrong under every template; a template may refuse more.
+/// Refuses orders of roles that are wrong for every template; a template may refuse more.
 pub(super) fn check_order(messages: &[Value]) -> Result<()> {
     for (i, m) in messages.iter().enumerate() {
         let before = i.checked_sub(1).map(|j| role(&messages[j]));

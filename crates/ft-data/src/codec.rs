@@ -1,4 +1,4 @@
-//! What this room needs of a tokenizer and of a chat template, so that tests can bring their own.
+//! The interfaces of a tokenizer and of a chat template, so that tests can use their own.
 
 use ft_base::Result;
 use ft_formats::{ChatTemplate, Tokenizer};
@@ -7,15 +7,15 @@ use serde_json::Value;
 pub use ft_formats::template::{Job, Rendered};
 pub use ft_formats::tokenizer::IdsAndOffsets;
 
-/// Text to token ids and back.
+/// Converts text to token ids and back.
 pub trait TextCodec: Send + Sync {
-    /// `add_special`: the special tokens that the tokenizer itself puts around a text.
+    /// `add_special`: adds the special tokens that the tokenizer puts around a text.
     fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>>;
 
-    /// The same ids, with byte ranges in `text`; a token that stands for no text has an empty range.
+    /// The same ids, with byte ranges in `text`; a token without text has an empty range.
     fn encode_with_offsets(&self, text: &str, add_special: bool) -> Result<IdsAndOffsets>;
 
-    /// Text of the tokens, special tokens included.
+    /// Text of the tokens, including special tokens.
     fn decode(&self, ids: &[u32]) -> Result<String>;
 
     fn bos_id(&self) -> Option<u32>;
@@ -24,19 +24,19 @@ pub trait TextCodec: Send + Sync {
 
     fn is_special(&self, id: u32) -> bool;
 
-    /// Number of ids that the tokenizer can give.
+    /// Number of ids in the vocabulary.
     fn vocab_size(&self) -> usize;
 
     /// Ids at which generation stops.
     fn stop_ids(&self) -> &[u32];
 }
 
-/// A conversation to text.
+/// Renders a conversation to text.
 pub trait ChatRender: Send + Sync {
     /// Errors: the template fails or refuses the conversation.
     fn render(&self, messages: &[Value], tools: Option<&Value>, add_generation_prompt: bool) -> Result<String>;
 
-    /// As `render`, with the byte ranges that `{% generation %}` blocks printed. `None`: the template has no such block.
+    /// As `render`, with the byte ranges printed by `{% generation %}` blocks. `None`: the template has no such block.
     fn render_marked(
         &self,
         _messages: &[Value],
@@ -46,12 +46,12 @@ pub trait ChatRender: Send + Sync {
         Ok(None)
     }
 
-    /// The texts of many conversations at once, for each ask of each job; what is `None`, or is missing, `render` does.
+    /// Renders many conversations at once, for each request of each job. For `None` or a missing text use `render`.
     fn render_many(&self, _jobs: &[Job]) -> Vec<Vec<Option<Rendered>>> {
         Vec::new()
     }
 
-    /// Nothing is rendered for a while: what waits for work may end.
+    /// No rendering follows for a while: idle workers may exit.
     fn rest(&self) {}
 }
 

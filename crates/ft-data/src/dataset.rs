@@ -1,4 +1,4 @@
-//! Files to tokenized rows, with counts of everything that was cut or left out.
+//! Reads files to tokenized rows, and counts all rows that were truncated or dropped.
 
 use super::batch::Example;
 use super::codec::{ChatRender, TextCodec};
@@ -17,15 +17,15 @@ use ft_base::{Error, Result, progress, signal};
 use rayon::prelude::*;
 use std::sync::Arc;
 
-/// Takes a row with its layout and place; a bad one is counted.
+/// Receives a row with its layout and origin; bad rows are counted.
 pub(super) type EachRow<'a> = dyn FnMut(Row, &Arc<Layout>, Origin, &mut BadRows) -> Result<()> + 'a;
 
-/// Rows that are read before they are tokenized side by side.
+/// Rows that are read before they are tokenized in parallel.
 pub(super) const CHUNK_ROWS: usize = 512;
-/// Bytes of text in such a chunk; long rows come in smaller chunks.
+/// Text bytes of such a chunk; chunks of long rows have fewer rows.
 const CHUNK_BYTES: usize = 32 << 20;
 
-/// What to read and how.
+/// Files to read, and the options.
 #[derive(Debug, Clone)]
 pub struct Spec<'a> {
     pub files: &'a [String],
@@ -49,9 +49,9 @@ impl<'a> Spec<'a> {
         }
     }
 
-    /// Hands each row to `each` with its file's layout and its origin; broken rows go to `bad`.
+    /// Passes each row to `each` with its file's layout and its origin; broken rows go to `bad`.
     ///
-    /// Errors: a file that cannot be read, or whose first row tells no layout.
+    /// Errors: a file that cannot be read, or whose first row gives no layout.
     pub(super) fn rows(
         &self,
         purpose: Purpose,
@@ -94,7 +94,7 @@ impl<'a> Spec<'a> {
     }
 }
 
-/// Which row of which file an example was.
+/// The file and row of an example.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Origin {
     /// Index in the list of files.
@@ -104,7 +104,7 @@ pub struct Origin {
     pub is_line: bool,
 }
 
-/// Counts of a data set. Rows that were left out are in `rows` and `dropped_rows` only.
+/// Counts of a data set. Dropped rows are counted in `rows` and `dropped_rows` only.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Rows read.
@@ -113,17 +113,17 @@ pub struct Stats {
     pub tokens: u64,
     /// Tokens that are targets.
     pub trained_tokens: u64,
-    /// Rows longer than `max_length`, which lost their end.
+    /// Truncated rows: longer than `max_length`.
     pub truncated_rows: usize,
-    /// Tokens that these rows lost.
+    /// Tokens removed from these rows.
     pub truncated_tokens: u64,
-    /// Rows left out: nothing in them is trained.
+    /// Dropped rows: no token is trained.
     pub dropped_rows: usize,
-    /// Of these, rows whose trained part was behind `max_length`.
+    /// Dropped rows whose trained part was beyond `max_length`.
     pub dropped_by_truncation: usize,
     /// Trained assistant turns that do not end with a special token.
     pub open_turns: usize,
-    /// Tokens of the longest row as written, before any cut.
+    /// Tokens of the longest row before truncation.
     pub longest_written: usize,
     /// Tokens of the longest and of the shortest example.
     pub longest: usize,
@@ -146,7 +146,7 @@ impl Stats {
         }
     }
 
-    /// The counts that follow from the examples.
+    /// Computes the counts that depend on the examples only.
     fn measure(&mut self, examples: &[Example]) {
         let lengths = || examples.iter().map(|e| e.ids.len());
         self.tokens = lengths().sum::<usize>() as u64;
@@ -155,7 +155,7 @@ impl Stats {
         self.trained_tokens = examples.iter().flat_map(|e| &e.trained).filter(|&&t| t).count() as u64;
     }
 
-    /// Warnings to show once, before the run; empty when every row is whole.
+    /// Warnings to show once, before the run; empty if no row was changed.
     pub fn warnings(&self, max_length: usize) -> Vec<String> {
         let mut out = Vec::new();
         if self.truncated_rows > 0 {
@@ -190,21 +190,21 @@ impl Stats {
 #[derive(Debug, Clone, Default)]
 pub struct Dataset {
     pub examples: Vec<Example>,
-    /// Where each example came from.
+    /// Origin of each example.
     pub origins: Vec<Origin>,
     pub stats: Stats,
-    /// How each file was read.
+    /// Description of how each file was read.
     pub readings: Vec<Reading>,
-    /// Of preference rows, one for each example: which documents it is made of. Else empty.
+    /// For preference rows: the documents of each example. Else empty.
     pub preferences: Vec<Preference>,
-    /// Neighbours belong together: no epoch brings the rows into another order.
+    /// Consecutive rows belong together: no epoch shuffles them.
     pub grouped: bool,
-    /// Hash of ids and masks: the same rows give the same text, any change gives another.
+    /// Hash of ids and masks: equal for equal rows, different after any change.
     pub fingerprint: String,
 }
 
 impl Dataset {
-    /// `rows` rows of `length` random ids below `vocab`, all trained: for benchmarks of shapes.
+    /// `rows` rows of `length` random ids below `vocab`, all trained: for benchmarks with model shapes.
     pub fn random(rows: usize, length: usize, vocab: usize, seed: u64) -> Self {
         let rng = Rng::new(seed, Stream::Init, &[length as u64]);
         let id = |at: usize| rng.below(at as u64, vocab as u64) as u32;
@@ -217,7 +217,7 @@ impl Dataset {
 
     /// Reads and tokenizes all rows.
     ///
-    /// Errors: a broken row (its place), no rows, nothing to train, a signal that asks to stop.
+    /// Errors: a broken row (with its place), no rows, nothing to train, a signal that asks to stop.
     pub fn load(spec: &Spec, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Self> {
         if spec.max_length < 2 {
             return Err(Error::usage("rows of fewer than 2 tokens cannot be trained")
@@ -246,12 +246,12 @@ impl Dataset {
         }
     }
 
-    /// A data set of ready examples.
-    /// Tokens of each row.
+    /// Number of tokens of each row.
     pub fn lengths(&self) -> Vec<usize> {
         self.examples.iter().map(|e| e.ids.len()).collect()
     }
 
+    /// A data set of given examples.
     pub fn from_examples(examples: Vec<Example>) -> Self {
         let origin = |i| Origin {
             file: 0,
@@ -289,7 +289,7 @@ impl Dataset {
     }
 
     /// Holds out `fraction` of the rows (at least one), chosen by the seed; both parts keep the file order. The
-    /// examples of a row (two judged answers) stay together.
+    /// examples of one row (two judged answers) stay together.
     ///
     /// Errors: the fraction is not between 0 and 1, or there are fewer than two rows.
     pub fn split(mut self, fraction: f64, seed: u64) -> Result<(Self, Self)> {
@@ -315,7 +315,7 @@ impl Dataset {
             part.origins.push(origin);
             part.preferences.extend(preferences.next());
         }
-        // What was cut and left out while reading stays with the part that is trained.
+        // The counts of truncated and dropped rows stay with the training part.
         train.stats.rows -= held_out;
         eval.stats.rows = held_out;
         eval.stats.longest_written = eval.examples.iter().map(|e| e.ids.len()).max().unwrap_or(0);
@@ -325,7 +325,7 @@ impl Dataset {
     }
 
     /// The first `limit` questions of this data set's rows, in file order, read from the files again.
-    /// Rows without an answer in text have none.
+    /// Rows without a text answer have none.
     pub fn questions(
         &self,
         spec: &Spec,
@@ -340,7 +340,7 @@ impl Dataset {
         let mut bad = BadRows::new();
         let result = spec.rows(Purpose::Learn, &encoder, &mut bad, &mut |row, layout, origin, _| {
             if out.len() >= limit || origins.peek().is_none() {
-                // Ends the reading; taken back below.
+                // Ends the reading; the error is discarded below.
                 full = true;
                 return Err(Error::new("enough questions"));
             }
@@ -378,7 +378,7 @@ pub(super) fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
         .hint(hint)
 }
 
-/// Collects rows in chunks and tokenizes a chunk on all cores; the order stays that of the file.
+/// Collects rows in chunks and tokenizes a chunk on all cores; keeps the order of the file.
 struct Loader<'a> {
     encoder: Encoder<'a>,
     chunk: Vec<(Row, Arc<Layout>, Origin)>,
@@ -418,7 +418,7 @@ impl Loader<'_> {
     }
 }
 
-/// Encodes rows on all cores. `None`: the row was not tried, because none before it was good and time is up.
+/// Encodes rows on all cores. `None`: skipped, because no earlier row was good and the time limit has passed.
 pub(super) fn side_by_side<R: Sync, T: Send>(
     rows: &[R],
     bad: &BadRows,
@@ -433,7 +433,7 @@ pub(super) fn side_by_side<R: Sync, T: Send>(
     rows.par_iter().map(one).collect()
 }
 
-/// A row that was encoded; the fault of another is counted. Errors: no row is good.
+/// Returns an encoded row, or counts its error. Errors: no row is good.
 pub(super) fn kept<T>(row: Option<Result<T>>, bad: &mut BadRows) -> Result<Option<T>> {
     match row {
         None => bad.end().map(|()| None),
@@ -445,7 +445,7 @@ pub(super) fn kept<T>(row: Option<Result<T>>, bad: &mut BadRows) -> Result<Optio
     }
 }
 
-/// As `side_by_side`, for a few rows whose renderings are asked for at once.
+/// As `side_by_side`, for a few rows that are rendered with one request.
 fn encode_group(
     encoder: &Encoder,
     group: &[(Row, Arc<Layout>, Origin)],
@@ -469,7 +469,7 @@ fn encode_group(
         };
         let encoded = match &samples[i] {
             Ok(sample) => encoder.encode(sample).map_err(|e| e.within(&row.place)),
-            // An error cannot be copied: it is made once more.
+            // Errors are not cloneable: compute it again.
             Err(_) => rows::understand(row, layout).and_then(|sample| encoder.encode(&sample)),
         };
         tried.note(&encoded);
@@ -478,7 +478,7 @@ fn encode_group(
     group.iter().enumerate().map(one).collect()
 }
 
-/// Which of `n` rows are held out, chosen by the seed: at least one, and not all.
+/// Selects the held-out rows among `n`, by the seed: at least one, and not all.
 ///
 /// Errors: the fraction is not between 0 and 1, or there are fewer than two rows.
 pub fn held_out(n: usize, fraction: f64, seed: u64) -> Result<Vec<bool>> {

@@ -1,4 +1,4 @@
-//! What `ft data` shows: rows as the model sees them with the trained tokens marked, the counts, the lengths.
+//! Output of `ft data`: rows as the model sees them with marked trained tokens, counts, lengths.
 
 use super::codec::TextCodec;
 use super::dataset::{Dataset, Spec, Stats};
@@ -6,17 +6,17 @@ use ft_base::Result;
 use ft_base::units::count;
 use std::fmt::Write;
 
-/// Marks around the trained parts. With colour they are green too.
+/// Marks around the trained parts; with color they are also green.
 const OPEN: &str = "⟦";
 const CLOSE: &str = "⟧";
 const GREEN: &str = "\x1b[32m";
 const PLAIN: &str = "\x1b[0m";
-/// Columns of the longest bar.
+/// Width of the longest bar, in columns.
 const BAR: usize = 40;
 
-/// The first `rows` rows, then counts, cuts and a histogram of lengths.
+/// Shows the first `rows` rows, then counts, truncations and a histogram of lengths.
 ///
-/// Errors: a token cannot be decoded.
+/// Errors: a token that cannot be decoded.
 pub fn describe(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, rows: usize, colour: bool) -> Result<String> {
     let mut out = String::new();
     for (row, (example, origin)) in dataset.examples.iter().zip(&dataset.origins).enumerate().take(rows) {
@@ -52,7 +52,7 @@ pub fn describe(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, rows: usi
     Ok(out)
 }
 
-/// The row's text, runs of trained tokens between marks.
+/// The row's text with marks around runs of trained tokens.
 fn marked(ids: &[u32], trained: &[bool], codec: &dyn TextCodec, colour: bool) -> Result<String> {
     let mut out = String::new();
     let mut start = 0;
@@ -69,7 +69,7 @@ fn marked(ids: &[u32], trained: &[bool], codec: &dyn TextCodec, colour: bool) ->
     Ok(out)
 }
 
-/// Control characters of the data must not act on the terminal; line breaks and tabs stay.
+/// Escapes control characters, so that the data cannot control the terminal; keeps line breaks and tabs.
 pub fn visible(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -107,7 +107,7 @@ fn counts(stats: &Stats) -> String {
         .collect()
 }
 
-/// Rows by length; each bin reaches to twice the length of the one before.
+/// Histogram of row lengths; the upper limit doubles from bin to bin.
 fn histogram(lengths: impl Iterator<Item = usize>) -> String {
     let mut bins: Vec<usize> = Vec::new();
     for length in lengths {

@@ -1,12 +1,12 @@
-//! Bad rows: all of them are counted and the first ones shown, so that a file is repaired once.
+//! Bad rows: all are counted and the first ones are shown, so that the user can repair a file in one pass.
 
 use ft_base::{Error, ErrorKind, Result};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Bad rows that are shown.
+/// Number of bad rows that are shown.
 const SHOWN: usize = 10;
-/// With no good row among so many, or after so long, the fault is not in the rows.
+/// If there is no good row among this many rows, or after this time, reading stops: the cause is not in single rows.
 const HOPELESS_ROWS: u64 = 1000;
 const HOPELESS_TIME: Duration = Duration::from_secs(5);
 
@@ -31,12 +31,12 @@ impl BadRows {
         self.good += 1;
     }
 
-    /// True once more rows need not be tried.
+    /// True if it is useless to try more rows.
     pub fn hopeless(&self) -> bool {
         self.good == 0 && (self.bad >= HOPELESS_ROWS || self.since.elapsed() > HOPELESS_TIME)
     }
 
-    /// Keeps the fault of a row. Errors: it is not the row's fault (a signal, a setting), or no row is good.
+    /// Records the error of a row. Errors: the row is not the cause (a signal, a setting), or no row is good.
     pub fn add(&mut self, e: Error) -> Result<()> {
         if e.kind() != ErrorKind::Failed {
             return Err(e);
@@ -59,7 +59,7 @@ impl BadRows {
         }
     }
 
-    /// The only fault as it is; several in a list.
+    /// A single error unchanged; several as a list.
     fn error(&mut self) -> Error {
         if self.first.len() == 1 {
             return self.first.remove(0);
@@ -83,7 +83,7 @@ impl BadRows {
     }
 }
 
-/// Whether the rows of a chunk, encoded side by side, are still worth the time.
+/// Decides whether further rows of a chunk, encoded in parallel, should be tried.
 pub(super) struct Tried<'a> {
     before: &'a BadRows,
     good: AtomicBool,
@@ -100,7 +100,7 @@ impl<'a> Tried<'a> {
         }
     }
 
-    /// False once rows failed, none was good and `BadRows` gives up. Before the first fault there is nothing to report.
+    /// False if rows failed, none was good and `BadRows` gives up. Before the first error there is nothing to report.
     pub fn go_on(&self) -> bool {
         self.good.load(Ordering::Relaxed) || !self.failed.load(Ordering::Relaxed) || !self.before.hopeless()
     }

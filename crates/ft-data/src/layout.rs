@@ -1,7 +1,7 @@
-//! Which columns of a file are read, as what, and which are not: decided once, from the first row of the file.
+//! The column layout of a file: which columns are read and their roles; determined once, from the first row.
 //!
-//! A column is found by its name. Where a row could be read in two ways, it is refused with both; nothing is guessed.
-//! Knows names and kinds of values; `rows`, `preference` and `prompts` read the values.
+//! Columns are found by name. A row that could be read in two ways is refused with both options; nothing is guessed.
+//! Handles names and kinds of values; `rows`, `preference` and `prompts` read the values.
 
 use super::chat;
 use super::codec::{ChatRender, TextCodec};
@@ -11,11 +11,11 @@ use crate::{Render, RowFormat};
 use ft_base::{Error, Result};
 use serde_json::{Map, Value};
 
-/// Columns that hold a prompt. `input` is one only where no other is there: else it is appended to it.
+/// Columns that contain a prompt. `input` is a prompt only if there is no other one; else it is appended to it.
 pub(super) const PROMPTS: [&str; 6] = ["prompt", "instruction", "question", "problem", "query", "input"];
-/// Columns that hold an answer.
+/// Columns that contain an answer.
 const ANSWERS: [&str; 5] = ["completion", "output", "answer", "solution", "response"];
-/// Names that belong together, where a row has several prompts or several answers.
+/// Column names that belong together, if a row has several prompts or several answers.
 const PAIRS: [(&str, &str); 8] = [
     ("prompt", "completion"),
     ("prompt", "response"),
@@ -26,11 +26,11 @@ const PAIRS: [(&str, &str); 8] = [
     ("query", "response"),
     ("input", "output"),
 ];
-/// Columns whose text is appended to a prompt other than `prompt`, which is whole.
+/// Columns whose text is appended to the prompt, except to the column `prompt`, which is complete.
 const EXTRAS: [&str; 2] = ["input", "context"];
 const SYSTEMS: [&str; 2] = ["system", "system_prompt"];
 pub(super) const LISTS: [&str; 3] = ["messages", "conversations", "conversation"];
-/// Parts of names of columns that may hold a prompt, or a part of one.
+/// Substrings of column names that may contain a prompt, or a part of one.
 const LIKE_A_PROMPT: [&str; 17] = [
     "prompt",
     "question",
@@ -51,10 +51,10 @@ const LIKE_A_PROMPT: [&str; 17] = [
     "task",
 ];
 
-/// What the rows of a file are for.
+/// Use of the rows of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
-    /// Text, answers or conversations to learn.
+    /// Text, answers or conversations to train on.
     Learn,
     /// Answers that are compared or judged.
     Prefer,
@@ -62,18 +62,18 @@ pub enum Purpose {
     Ask,
 }
 
-/// How the texts of a prompt and its answer become one text.
+/// How a prompt and its answer are combined to one text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rendering {
-    /// The rows are conversations, or become conversations: the chat template renders them.
+    /// The rows are conversations, or are converted to conversations: the chat template renders them.
     Template,
-    /// One after the other, as they are. Why.
+    /// Plain concatenation, with the reason.
     Plain(&'static str),
-    /// Rows of one text.
+    /// Rows of a single text.
     Text,
 }
 
-/// What a text is rendered with.
+/// Settings and objects that decide the rendering.
 pub struct Rules<'a> {
     pub render: Render,
     pub template: Option<&'a dyn ChatRender>,
@@ -82,13 +82,13 @@ pub struct Rules<'a> {
     pub answer: &'a str,
 }
 
-/// How the rows of a file are read.
+/// Roles of the columns of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
-    /// Not `auto`.
+    /// Never `auto`.
     pub format: RowFormat,
     pub rendering: Rendering,
-    /// The column of a conversation.
+    /// The column with the conversation.
     pub list: Option<String>,
     pub prompt: Option<String>,
     /// Columns whose text is appended to the prompt.
@@ -98,10 +98,10 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout of a file with this first row. `format` may be `auto`.
+    /// Determines the layout of a file from its first row. `format` may be `auto`.
     ///
-    /// Errors, with the place of the row: no known columns, columns that can be read in two ways, rows for another stage,
-    /// a chat that the model has no template for.
+    /// Errors, with the place of the row: no known columns, columns that can be read in two ways, rows for another
+    /// stage, a conversation although the model has no chat template.
     pub fn find(row: &Row, format: RowFormat, purpose: Purpose, rules: &Rules) -> Result<Self> {
         let find = || {
             let fields = Fields(&row.fields);
@@ -128,7 +128,7 @@ impl Layout {
         }
     }
 
-    /// Do texts of prompts and answers become conversations?
+    /// True if prompt and answer texts are converted to conversations.
     pub fn renders(&self) -> bool {
         self.rendering == Rendering::Template
     }
@@ -168,7 +168,7 @@ impl Layout {
         let texts: Vec<&str> = values.iter().filter_map(|v| v.as_str()).collect();
         Ok(match rules.template {
             _ if implied => Rendering::Plain("the prompt is a part of the answers"),
-            // As always: such a row is no text that goes on.
+            // Alpaca rows are always conversations, never a text to continue.
             _ if self.format == RowFormat::Alpaca => Rendering::Template,
             None => Rendering::Plain("the model has no chat template"),
             Some(template) if is_rendered(&texts, template, rules.codec) => {
@@ -178,7 +178,7 @@ impl Layout {
         })
     }
 
-    /// What is read, in words, and from which columns.
+    /// The roles in words, with their columns.
     pub(super) fn roles(&self) -> Vec<(&str, Vec<&str>)> {
         let mut out: Vec<(&str, Vec<&str>)> = Vec::new();
         if self.format == RowFormat::Text {
@@ -212,19 +212,19 @@ impl Layout {
         out
     }
 
-    /// Is the column read?
+    /// True if the column is read.
     pub(super) fn reads(&self, column: &str) -> bool {
         self.roles().iter().any(|(_, columns)| columns.contains(&column))
     }
 }
 
-/// A list of messages, or one message.
+/// True for a list of messages, or one message.
 pub(super) fn is_turns(value: &Value) -> bool {
     is_chat(value) || value.get("role").is_some() || value.get("from").is_some()
 }
 
-/// Has someone rendered these texts already? They hold special tokens that the template prints, or the prompt ends in what
-/// the template puts before an answer.
+/// True if these texts are already rendered: they contain special tokens that the template prints, or the prompt ends
+/// with the template's generation prompt.
 fn is_rendered(texts: &[&str], template: &dyn ChatRender, codec: &dyn TextCodec) -> bool {
     const WORD: &str = "Zq7probe4xW";
     let specials = |text: &str| {
@@ -258,7 +258,7 @@ impl Fields<'_> {
         self.value(name).is_some()
     }
 
-    /// A text, or messages; a number is one by mistake, which the reader says.
+    /// True for a text or messages; also for a number, for which the reader gives an error.
     fn is_said(&self, name: &str) -> bool {
         self.value(name).is_some_and(|v| match v {
             Value::Array(_) | Value::Object(_) => is_chat(v),
@@ -295,7 +295,7 @@ impl Fields<'_> {
         }
     }
 
-    /// Prompts that the row has, without an `input` beside another one.
+    /// Prompt columns of the row, without an `input` beside another one.
     fn prompts(&self) -> Vec<&'static str> {
         let mut found: Vec<&str> = PROMPTS.into_iter().filter(|name| self.is_said(name)).collect();
         if found.len() > 1 {
@@ -379,7 +379,7 @@ impl Fields<'_> {
             .hint(self.rename())
     }
 
-    /// Which names to give to which columns, as far as the row tells.
+    /// Suggests how to rename the columns, as far as the row shows it.
     fn rename(&self) -> String {
         let texts: Vec<&str> = self
             .0
@@ -523,7 +523,7 @@ fn for_another_stage(format: RowFormat, fields: &Map<String, Value>) -> Error {
     .hint("stages `sft` and `pretrain` need one answer a row; pairs are for `dpo` and `reward`, prompts for `grpo` and `ppo`")
 }
 
-/// May a column of this name hold a prompt?
+/// True if a column of this name may contain a prompt.
 pub(super) fn is_like_a_prompt(column: &str) -> bool {
     let name = column.to_ascii_lowercase();
     let is_number =

@@ -1,5 +1,5 @@
-//! Rows in, batches of token ids out: readers, chat rendering, loss mask, packing, deterministic order.
-//! Knows tokenizers and templates. Knows no tensors, no models.
+//! Converts rows to batches of token ids: readers, chat rendering, loss masks, packing, deterministic order.
+//! Depends on tokenizers and templates. Independent of tensors and models.
 
 // Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
 #![cfg_attr(

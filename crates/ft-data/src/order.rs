@@ -1,9 +1,9 @@
-//! The infinite stream of micro-batches. Its position is one number: (seed, epoch, index) gives the rows, so
+//! The infinite stream of micro-batches. Its position is one number: (seed, epoch, index) determines the rows, so
 //! nothing else has to be saved to resume.
 //!
-//! A unit is a row, or a bin of packed rows. Units follow each other epoch after epoch; each epoch is a permutation
-//! of its own (rows that are grouped keep their order). Micro-batch m takes units m*B to (m+1)*B, across the end of an
-//! epoch if need be; a window is the G micro-batches of one optimizer step.
+//! A unit is a row, or a bin of packed rows. Each epoch is a new permutation of the units (grouped rows keep their
+//! order). Micro-batch m contains units m*B to (m+1)*B, across the end of an epoch if necessary; a window is the G
+//! micro-batches of one optimizer step.
 
 use super::batch::{Batch, Example};
 use super::dataset::Dataset;
@@ -14,12 +14,12 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-/// How long a run is.
+/// Length of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Length {
-    /// This many steps, wrapping around the data as often as it takes.
+    /// This number of steps, with as many epochs as necessary.
     Steps(u64),
-    /// This many times through the data; the last window may be short.
+    /// This number of epochs; the last window may be short.
     Epochs(f64),
 }
 
@@ -36,9 +36,9 @@ impl Length {
 /// Settings of a stream.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StreamSpec {
-    /// B: units a micro-batch.
+    /// B: units per micro-batch.
     pub batch_size: usize,
-    /// G: micro-batches a step.
+    /// G: micro-batches per step.
     pub accumulation: usize,
     pub packing: bool,
     /// Capacity of a bin in tokens.
@@ -55,36 +55,36 @@ enum Units {
     Bins(Vec<Bin>),
 }
 
-/// Which rows each micro-batch has, from the lengths of the rows alone.
+/// The rows of each micro-batch, computed from the row lengths only.
 #[derive(Debug)]
 pub struct Order {
     spec: StreamSpec,
     lengths: Vec<usize>,
-    /// Units of an epoch: the same in every epoch.
+    /// Units per epoch: the same in every epoch.
     units: u64,
-    /// The epochs used last: a micro-batch may reach into the next one.
+    /// The most recent epochs: a micro-batch may extend into the next one.
     epochs: Mutex<VecDeque<(u64, Arc<Units>)>>,
 }
 
-/// Micro-batches of a data set; see the module.
+/// Micro-batches of a data set; see the module documentation.
 #[derive(Debug)]
 pub struct BatchStream<'a> {
     examples: &'a [Example],
     order: Order,
 }
 
-/// The largest of the micro-batches of a run.
+/// Size of the largest micro-batch of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Largest {
     /// Tokens of the largest micro-batch.
     pub tokens: usize,
-    /// Tokens of the longest row in any.
+    /// Tokens of the longest row.
     pub longest: usize,
-    /// Fewest rows in a micro-batch of about that size.
+    /// Smallest number of rows in a micro-batch of about that size.
     pub documents: usize,
 }
 
-/// Rows of epochs that are ordered, and rows that are packed, to find the largest micro-batch exactly.
+/// Largest number of rows (ordered, or packed) for which the largest micro-batch is computed exactly.
 const ORDERED: u64 = 20_000_000;
 const PACKED: u64 = 2_000_000;
 
@@ -125,9 +125,9 @@ impl<'a> BatchStream<'a> {
 }
 
 impl Order {
-    /// Of rows of these lengths.
+    /// The order of rows of these lengths.
     ///
-    /// Errors: no rows, a batch size or accumulation of zero, a number of epochs that is no positive number.
+    /// Errors: no rows, a batch size or accumulation of zero, a number of epochs that is not positive.
     pub fn new(lengths: Vec<usize>, spec: StreamSpec) -> Result<Self> {
         if lengths.is_empty() {
             return Err(Error::new("the data has no rows"));
@@ -158,18 +158,18 @@ impl Order {
         Ok(order)
     }
 
-    /// How the rows are walked through.
+    /// The settings of the stream.
     pub fn spec(&self) -> StreamSpec {
         self.spec
     }
 
-    /// Tokens of each row.
+    /// Number of tokens of each row.
     pub fn lengths(&self) -> &[usize] {
         &self.lengths
     }
 
-    /// The largest micro-batch of the run: exact, or what the largest units of an epoch would make together where going
-    /// through the run would take long. Bins of every epoch are equally full.
+    /// The largest micro-batch of the run: exact, or, for runs that are too long to enumerate, the sum of the largest
+    /// units of an epoch. The bins of all epochs are equally full.
     pub fn largest(&self) -> Largest {
         let epochs = self.total_units().div_ceil(self.units);
         let rows = epochs.saturating_mul(self.lengths.len() as u64);
@@ -213,18 +213,18 @@ impl Order {
             largest.longest = largest.longest.max(longest.unwrap_or(0));
             sizes.push((tokens, rows.len()));
         }
-        // A short micro-batch at the end of a run is not the one that counts.
+        // A short micro-batch at the end of a run does not count.
         let large = sizes.iter().filter(|(tokens, _)| tokens * 10 >= largest.tokens * 9);
         largest.documents = large.map(|(_, rows)| *rows).min().unwrap_or(1).max(1);
         largest
     }
 
-    /// Units (rows or bins) of one epoch.
+    /// Units (rows or bins) per epoch.
     pub fn units_per_epoch(&self) -> u64 {
         self.units
     }
 
-    /// Tokens in the bins of an epoch over what they could hold; 1 without packing.
+    /// Packing density: tokens in the bins of an epoch divided by their capacity; 1 without packing.
     pub fn density(&self) -> f64 {
         match self.spec.packing {
             true => self.lengths.iter().sum::<usize>() as f64 / (self.units as f64 * self.spec.max_length as f64),
@@ -232,7 +232,7 @@ impl Order {
         }
     }
 
-    /// Units of a whole optimizer step.
+    /// Units per optimizer step.
     pub fn units_per_window(&self) -> u64 {
         self.spec.batch_size as u64 * self.spec.accumulation as u64
     }
@@ -241,29 +241,29 @@ impl Order {
     fn total_units(&self) -> u64 {
         match self.spec.length {
             Length::Steps(steps) => steps.saturating_mul(self.units_per_window()),
-            // 0.1 * 30 is a little over 3 in floating point: that must not become a fourth row.
+            // 0.1 * 30 is slightly above 3 in floating point: it must not become a fourth row.
             Length::Epochs(epochs) => (epochs * self.units as f64 - 1e-6).ceil().max(1.0) as u64,
         }
     }
 
-    /// Optimizer steps of the run.
+    /// Number of optimizer steps of the run.
     pub fn steps(&self) -> u64 {
         self.total_units().div_ceil(self.units_per_window())
     }
 
-    /// Micro-batches of the run.
+    /// Number of micro-batches of the run.
     pub fn micro_batches(&self) -> u64 {
         self.total_units().div_ceil(self.spec.batch_size as u64)
     }
 
-    /// Epochs seen after `steps` steps, e.g. 1.5. A step that is larger than the data counts for several.
+    /// Epochs done after `steps` steps, e.g. 1.5. A step larger than the data counts as several epochs.
     pub fn epoch_after(&self, steps: u64) -> f64 {
         let seen = steps.saturating_mul(self.units_per_window()).min(self.total_units());
         seen as f64 / self.units as f64
     }
 
-    /// Rows of micro-batch `index` (from 0), in order. Shorter than B units only at the end of a run by epochs;
-    /// past that end the stream goes on with whole micro-batches.
+    /// Rows of micro-batch `index` (from 0), in order. Fewer than B units only at the end of a run by epochs; after
+    /// that end the stream continues with full micro-batches.
     pub fn rows(&self, index: u64) -> Vec<usize> {
         let b = self.spec.batch_size as u64;
         let first = index * b;
@@ -296,9 +296,9 @@ impl Order {
         step * g..end
     }
 
-    /// The order of an epoch: a function of (seed, epoch), kept for the two epochs used last.
+    /// The order of an epoch: depends only on (seed, epoch); the two most recent epochs are cached.
     fn epoch(&self, epoch: u64) -> Arc<Units> {
-        // The cache holds finished values only, so a panic elsewhere cannot have broken it.
+        // The cache contains only complete values, so a panic in another thread cannot have corrupted it.
         let mut cache = self.epochs.lock().unwrap_or_else(|e| e.into_inner());
         if let Some((_, units)) = cache.iter().find(|(e, _)| *e == epoch) {
             return units.clone();
@@ -318,7 +318,7 @@ impl Order {
     }
 }
 
-/// Batches for an evaluation: rows in file order, at most `max_tokens` a batch (a longer row stands alone).
+/// Batches for an evaluation: rows in file order, at most `max_tokens` per batch (a longer row is a batch alone).
 pub fn eval_batches(dataset: &Dataset, max_tokens: usize) -> impl Iterator<Item = Batch> + '_ {
     let mut rest = dataset.examples.as_slice();
     std::iter::from_fn(move || {
@@ -416,7 +416,7 @@ mod tests {
             assert_eq!(forward, backward.into_iter().rev().collect::<Vec<_>>());
             let c = BatchStream::new(&data, StreamSpec { seed: 43, ..shuffled }).unwrap();
             assert_ne!(forward, (0..40).map(|m| c.rows(m)).collect::<Vec<_>>());
-            // Each epoch holds every row once and has an order of its own.
+            // Each epoch contains every row once, in its own order.
             let per_epoch = StreamSpec {
                 batch_size: a.units_per_epoch() as usize,
                 ..shuffled
@@ -508,7 +508,7 @@ mod tests {
             ..spec(1, 1, Length::Steps(3))
         };
         assert_eq!(largest(short).longest, 4);
-        // Too long to go through: the largest units together, which is never too little.
+        // Too long to enumerate: the sum of the largest units, which is never too small.
         let endless = spec(2, 1, Length::Steps(u64::MAX / 4));
         assert_eq!(largest(endless).tokens, 16);
         let packed = StreamSpec {
@@ -523,7 +523,7 @@ mod tests {
         );
         let found = stream.largest().tokens;
         assert!(found >= full * all && found <= full * all + rest * 16, "{found}");
-        // As many bytes as a batch says do not have to be added up one by one.
+        // An absurd batch size is not summed element by element.
         let absurd = spec(usize::MAX, 1, Length::Steps(1));
         assert_eq!(largest(absurd).tokens, usize::MAX);
     }

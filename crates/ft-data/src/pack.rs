@@ -1,7 +1,7 @@
-//! Rows into bins of at most `max_length` tokens, so that every micro-batch has about the same size.
+//! Packs rows into bins of at most `max_length` tokens, so that all micro-batches have about the same size.
 //!
-//! Best fit, longest rows first: each row goes to the bin with the least room that still holds it. Documents stay
-//! whole and stay apart (`Batch::documents`), so packing changes no loss, only what stands side by side.
+//! Best fit decreasing: each row goes to the bin with the least remaining space that is sufficient, longest rows first.
+//! Documents are not split and stay separate (`Batch::documents`), so packing does not change the loss of a document.
 
 use std::collections::BTreeSet;
 
@@ -10,12 +10,12 @@ pub type Bin = Vec<usize>;
 
 /// Packs rows of `lengths[row]` tokens, given in the order of the epoch.
 ///
-/// The bins, and the rows in a bin, keep that order as far as packing lets them. Every row is in exactly one bin;
-/// a row longer than `capacity` has a bin of its own. The number of bins does not depend on the order.
+/// The bins, and the rows in a bin, keep that order as far as packing allows. Every row is in exactly one bin; a row
+/// longer than `capacity` has its own bin. The number of bins does not depend on the order.
 pub fn pack(order: &[usize], lengths: &[usize], capacity: usize) -> Vec<Bin> {
     let mut longest_first: Vec<usize> = (0..order.len()).collect();
     longest_first.sort_by_key(|&at| std::cmp::Reverse(lengths[order[at]]));
-    // Bins as places in the epoch's order; (room, bin) for those that are not full.
+    // Bins as positions in the epoch's order; (remaining space, bin) for those that are not full.
     let mut bins: Vec<Vec<usize>> = Vec::new();
     let mut room: BTreeSet<(usize, usize)> = BTreeSet::new();
     for at in longest_first {
@@ -38,7 +38,7 @@ pub fn pack(order: &[usize], lengths: &[usize], capacity: usize) -> Vec<Bin> {
     for bin in &mut bins {
         bin.sort_unstable();
     }
-    // Longest-first would make the first bins the long rows: the bin of the epoch's first row goes first.
+    // Best fit decreasing puts the long rows into the first bins: sort the bins by their first row in the epoch.
     bins.sort_by_key(|bin| bin.first().copied());
     bins.into_iter()
         .map(|bin| bin.into_iter().map(|at| order[at]).collect())

@@ -1,11 +1,11 @@
-//! What kind of rows a file holds, by its first row: for programs that take all of them.
+//! Determines the kind of rows in a file from its first row, for commands that accept all kinds.
 
 use super::read;
 use crate::RowFormat;
 use ft_base::{Error, Result};
 use serde_json::Value;
 
-/// What can be measured on rows.
+/// Kind of rows, by what can be measured on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// A text to predict: conversations, prompts with completions, plain text.
@@ -14,7 +14,7 @@ pub enum Kind {
     Pairs,
     /// One answer, and whether it is desirable.
     Judged,
-    /// A prompt, and a known answer that need not be written word for word.
+    /// A prompt, and a known answer that need not match word for word.
     Prompts,
 }
 
@@ -42,7 +42,7 @@ pub fn kind(path: &str, format: RowFormat, answer: &str) -> Result<Kind> {
     match (found, read) {
         (Some(kind), _) => Ok(kind),
         (None, Err(e)) => Err(e),
-        // The reader of the whole file says that there are no rows.
+        // The reader of the whole file reports that there are no rows.
         (None, Ok(_)) => Ok(Kind::Text),
     }
 }

@@ -1,4 +1,4 @@
-//! Renderings of many rows asked for at once: each question to the process that renders costs as much as a row.
+//! Requests the renderings of many rows at once: a request to the rendering process costs as much as rendering a row.
 
 use super::codec::{ChatRender, Job, Rendered};
 use super::encode::Encoder;
@@ -6,17 +6,17 @@ use super::rows::Sample;
 use ft_base::Result;
 use serde_json::Value;
 
-/// Rows of one request.
+/// Rows per request.
 pub(super) const ROWS: usize = 64;
 
-/// A chat template that already knows what it prints for the beginnings of one conversation.
+/// A chat template with cached renderings of one conversation.
 pub(super) struct Prepared<'a> {
     template: &'a dyn ChatRender,
     job: Option<Job<'a>>,
     texts: Vec<Option<Rendered>>,
 }
 
-/// One for each sample.
+/// Returns one for each sample.
 pub(super) fn prepare<'a>(
     encoder: &Encoder<'a>,
     template: &'a dyn ChatRender,
@@ -74,7 +74,7 @@ impl ChatRender for Prepared<'_> {
         tools: Option<&Value>,
         add_generation_prompt: bool,
     ) -> Result<Option<Rendered>> {
-        // Without a range in it, the text may be that of a template without such blocks.
+        // Without a marked range, the cached text may be from a template without such blocks.
         match self.find(messages, tools, add_generation_prompt) {
             Some(rendered) if !rendered.generation.is_empty() => Ok(Some(rendered.clone())),
             _ => self.template.render_marked(messages, tools, add_generation_prompt),

@@ -1,8 +1,8 @@
-//! Rows to answer, for training by reward: a prompt, the answer where the row has one, and all its columns.
+//! Rows with prompts for training by reward: the prompt, the answer if the row has one, and all columns.
 //!
-//! A row of format `prompt` has `prompt` (or a column that is read as one), as text or as a list of messages. A row of
-//! any other format with an answer (a conversation, prompt and completion) is its prompt, and its last answer is the
-//! known one.
+//! A row of format `prompt` has the column `prompt` (or one that is read as such), as text or as a list of messages. A
+//! row of any other format with an answer (a conversation, prompt and completion) gives its prompt; its last answer is
+//! the known answer.
 
 use super::chat;
 use super::dataset::unless_stopped;
@@ -16,7 +16,7 @@ use crate::{Render, RowFormat};
 use ft_base::{Error, Result};
 use serde_json::{Map, Value};
 
-/// What was said before the answer.
+/// The text or the messages before the answer.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Said {
     Text(String),
@@ -25,20 +25,20 @@ pub enum Said {
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Prompt {
-    /// `[T]`, up to and with the generation prompt.
+    /// `[T]`, up to and including the generation prompt.
     pub ids: Vec<u32>,
     pub said: Said,
-    /// The prompt as the row has it: a text, or messages.
+    /// The prompt as in the row: a text, or messages.
     pub shown: Value,
-    /// A text, a number, or a list of answers that are all right.
+    /// A text, a number, or a list of correct answers.
     pub answer: Option<Value>,
-    /// The row as it was written.
+    /// All columns of the row.
     pub columns: Map<String, Value>,
     pub place: read::Place,
 }
 
 impl Prompt {
-    /// The conversation that `answer` ends; `None` where the prompt is plain text.
+    /// The conversation with `answer` as its end; `None` for a plain text prompt.
     pub fn answered(&self, answer: &str) -> Sample {
         match &self.said {
             Said::Text(text) => Sample::PromptCompletion {
@@ -61,16 +61,16 @@ impl Prompt {
 #[derive(Debug, Clone, Default)]
 pub struct Prompts {
     pub rows: Vec<Prompt>,
-    /// How each file was read.
+    /// Description of how each file was read.
     pub readings: Vec<Reading>,
     /// Hash of ids and columns.
     pub fingerprint: String,
 }
 
 impl Prompts {
-    /// All rows of these files. `answer` names the column with the known answer.
+    /// Reads all rows of these files. `answer` names the column with the known answer.
     ///
-    /// Errors: a row without a prompt (its place), no rows, a prompt that leaves less than `room` tokens of
+    /// Errors: a row without a prompt (with its place), no rows, a prompt that leaves fewer than `room` tokens of
     /// `window` for the answer, a signal.
     pub fn load(
         files: &[String],
@@ -192,7 +192,7 @@ fn one(row: &Row, layout: &Layout, encoder: &Encoder, answer: &str) -> Result<Pr
     })
 }
 
-/// A prompt with a stand-in for the answer, which a question leaves out again.
+/// The prompt with a placeholder answer, which `Encoder::question` removes again.
 fn prompt(fields: &Map<String, Value>, layout: &Layout) -> Result<Sample> {
     const ANSWER: &str = "answer";
     let name = layout.prompt.as_deref().unwrap_or("prompt");

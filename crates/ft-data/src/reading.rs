@@ -1,4 +1,4 @@
-//! How the files of a data set were read, in words: format, columns that are read and that are not, rendering.
+//! Describes in words how the files of a data set were read: format, used and unused columns, rendering.
 
 use super::layout::{LISTS, Layout, Rendering, is_like_a_prompt};
 use super::read::Row;
@@ -6,14 +6,14 @@ use crate::RowFormat;
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// How a file was read.
+/// Description of how a file was read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reading {
     pub file: String,
     pub layout: Layout,
-    /// Columns that any row of the file has, null apart.
+    /// Columns that are not null in at least one row of the file.
     seen: BTreeSet<String>,
-    /// The texts of the first row meet without white space.
+    /// True if the texts of the first row are concatenated without white space between them.
     touching: bool,
 }
 
@@ -52,13 +52,13 @@ impl Reading {
         }
     }
 
-    /// Columns that are there and not read.
+    /// Columns of the file that are not used.
     pub fn unused(&self) -> Vec<&str> {
         let all = self.seen.iter().map(String::as_str);
         all.filter(|name| !self.layout.reads(name)).collect()
     }
 
-    /// Format, columns and rendering. `rest` says what happens to the columns that are not read.
+    /// Format, columns and rendering. `rest` describes what happens to unused columns.
     pub fn describe(&self, rest: &str) -> String {
         let mut parts: Vec<String> = Vec::new();
         for (role, columns) in self.layout.roles() {
@@ -82,7 +82,7 @@ impl Reading {
         out
     }
 
-    /// What may not be meant.
+    /// Warnings about columns that are probably not used as intended.
     pub fn warnings(&self) -> Vec<String> {
         let mut out = Vec::new();
         let lost: Vec<&str> = self
@@ -107,7 +107,8 @@ impl Reading {
     }
 }
 
-/// The files of a data set in lines: one for all that are read alike. A line names its files where there are several.
+/// Describes the files of a data set, one line per group of files that are read alike. A line names its files if there
+/// are several groups.
 pub fn lines(readings: &[Reading], rest: &str) -> Vec<String> {
     let mut groups: Vec<(String, Vec<&str>)> = Vec::new();
     for reading in readings {

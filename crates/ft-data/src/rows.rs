@@ -1,4 +1,4 @@
-//! Row formats: what the fields of a row mean. Everything becomes one of three samples.
+//! Row formats: interprets the fields of a row as one of three samples.
 
 use super::chat;
 use super::layout::{self, Layout};
@@ -7,18 +7,18 @@ use crate::RowFormat;
 use ft_base::{Error, Result};
 use serde_json::{Map, Value};
 
-/// A row, understood.
+/// An interpreted row.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Sample {
-    /// Plain text, all of it to learn.
+    /// Plain text; all of it is trained.
     Text(String),
-    /// The completion is to learn.
+    /// Only the completion is trained.
     PromptCompletion { prompt: String, completion: String },
     /// A conversation for the chat template.
     Chat(Chat),
 }
 
-/// A conversation as the chat template takes it.
+/// A conversation in the form of the chat template.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Chat {
     /// Objects with `role` and `content`, as in the OpenAI format.
@@ -28,7 +28,7 @@ pub struct Chat {
     pub first_trained: usize,
 }
 
-/// The fields that a format needs, as messages show them.
+/// The fields that a format needs, for error messages.
 fn shape(format: RowFormat) -> &'static str {
     match format {
         RowFormat::Auto | RowFormat::Messages => "messages: [{role, content}, ...]",
@@ -48,7 +48,7 @@ pub(super) fn names(fields: &Map<String, Value>) -> String {
     }
 }
 
-/// Reads a row.
+/// Interprets a row.
 ///
 /// Errors, with the place of the row: a field is missing or has another type, a role is unknown, the answer is marked
 /// as a bad one.
@@ -74,7 +74,7 @@ pub fn understand(row: &Row, layout: &Layout) -> Result<Sample> {
     sample().map_err(|e| e.within(&row.place))
 }
 
-/// Errors: the row is one of the answers that KTO learns to avoid.
+/// Errors: the answer is marked as undesirable (KTO).
 fn refuse_rejected(fields: &Map<String, Value>) -> Result<()> {
     let rejected = |name: &&str| fields.get(*name).is_some_and(|v| label(v) == Some(false));
     match ["label", "kto_tag"].into_iter().find(rejected) {
@@ -88,7 +88,7 @@ fn refuse_rejected(fields: &Map<String, Value>) -> Result<()> {
     }
 }
 
-/// A judgement: true or 1, false or 0, also as text.
+/// Parses a label: true or 1, false or 0, also as text.
 pub(super) fn label(value: &Value) -> Option<bool> {
     match value {
         Value::Bool(label) => Some(*label),
@@ -103,9 +103,9 @@ pub(super) fn label(value: &Value) -> Option<bool> {
     }
 }
 
-/// The messages after the text of the system column, where the row has one; and whether it was put there.
+/// Puts the text of the system column before the messages, if the row has one; also returns whether it did.
 ///
-/// Errors: the messages have another system message.
+/// Errors: the messages already contain another system message.
 pub(super) fn with_system(
     mut messages: Vec<Value>,
     fields: &Map<String, Value>,
@@ -130,7 +130,7 @@ pub(super) fn with_system(
     }
 }
 
-/// Errors: the row has a system text, which only a chat template can place.
+/// Errors: the row has a system text, which needs a chat template.
 pub(super) fn without_system(fields: &Map<String, Value>, layout: &Layout) -> Result<()> {
     match optional(fields, &layout.system)? {
         None => Ok(()),
@@ -144,7 +144,7 @@ pub(super) fn without_system(fields: &Map<String, Value>, layout: &Layout) -> Re
     }
 }
 
-/// The prompt's text with the text of the columns that belong to it.
+/// The prompt's text, with the text of the columns that are appended to it.
 pub(super) fn prompt_text(fields: &Map<String, Value>, layout: &Layout) -> Result<String> {
     let name = layout.prompt.as_deref().unwrap_or("prompt");
     let mut prompt = text(fields, name, layout.format)?.to_string();
@@ -204,7 +204,7 @@ pub(super) fn optional<'a>(fields: &'a Map<String, Value>, name: &str) -> Result
     }
 }
 
-/// A list, also one written as JSON text (csv has no lists).
+/// A list, or a list written as JSON text (csv has no lists).
 pub(super) fn list(fields: &Map<String, Value>, name: &str, format: RowFormat) -> Result<Vec<Value>> {
     let value = match fields.get(name) {
         None | Some(Value::Null) => return Err(missing(fields, name, format)),
@@ -220,7 +220,7 @@ pub(super) fn list(fields: &Map<String, Value>, name: &str, format: RowFormat) -
     }
 }
 
-/// A list of messages, also one written as JSON text.
+/// True for a list of messages, or one written as JSON text.
 pub(super) fn is_chat(value: &Value) -> bool {
     match value {
         Value::Array(_) => true,
@@ -233,7 +233,7 @@ pub(super) fn is_chat(value: &Value) -> bool {
     }
 }
 
-/// Tools: a list of JSON schemas, or the same as JSON text. An empty list is no tools.
+/// Tools: a list of JSON schemas, or the same as JSON text. An empty list means no tools.
 pub(super) fn tools(fields: &Map<String, Value>) -> Result<Option<Value>> {
     match fields.get("tools") {
         None | Some(Value::Null) => Ok(None),
@@ -245,7 +245,7 @@ pub(super) fn tools(fields: &Map<String, Value>) -> Result<Option<Value>> {
     }
 }
 
-/// The messages of a field: a list (also one written as JSON text), or one message.
+/// The messages of a field: a list (or one written as JSON text), or one message.
 pub(super) fn turns(fields: &Map<String, Value>, name: &str, format: RowFormat) -> Result<Vec<Value>> {
     let list = match fields.get(name) {
         Some(one @ Value::Object(_)) => vec![one.clone()],
@@ -258,7 +258,7 @@ pub(super) fn turns(fields: &Map<String, Value>, name: &str, format: RowFormat) 
     messages.map_err(|e| e.within(format!("`{name}`")))
 }
 
-/// The messages of an answer: those of the field, or its text as one message of the assistant.
+/// The messages of an answer: those of the field, or its text as one assistant message.
 pub(super) fn answer_turns(fields: &Map<String, Value>, name: &str, format: RowFormat) -> Result<Vec<Value>> {
     match fields.get(name) {
         Some(value) if layout::is_turns(value) => turns(fields, name, format),
@@ -266,7 +266,7 @@ pub(super) fn answer_turns(fields: &Map<String, Value>, name: &str, format: RowF
     }
 }
 
-/// The messages before an answer: those of the prompt, or its text as one message of the user, after system and history.
+/// The messages before an answer: those of the prompt, or its text as one user message, after system and history.
 pub(super) fn prompt_turns(fields: &Map<String, Value>, layout: &Layout) -> Result<Vec<Value>> {
     let name = layout.prompt.as_deref().unwrap_or("prompt");
     let messages = match fields.get(name) {
@@ -296,7 +296,7 @@ fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Sample> {
     let chats = (layout::is_turns(said), layout::is_turns(answered));
     if layout.renders() || chats.0 {
         let mut messages = prompt_turns(fields, layout)?;
-        // The answers of an alpaca row's history are learned too.
+        // The answers in an alpaca row's history are trained too.
         let first_trained = if format == RowFormat::Alpaca { 0 } else { messages.len() };
         messages.extend(answer_turns(fields, answer, format)?);
         return conversation(messages, fields, first_trained);

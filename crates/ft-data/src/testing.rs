@@ -1,4 +1,4 @@
-//! A small tokenizer and small templates for the tests of this room.
+//! A small tokenizer and small templates for the tests of this module.
 
 use super::codec::{ChatRender, IdsAndOffsets, TextCodec};
 use super::layout::{Layout, Purpose, Rules};
@@ -11,12 +11,12 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-/// The parity goldens: tokenizers and rows with the ids and masks that they must give.
+/// The golden files of the parity tests: tokenizers, and rows with their expected ids and masks.
 pub fn goldens() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/parity/goldens")
 }
 
-/// The third line of `t.jsonl`.
+/// A row at line 3 of `t.jsonl`.
 pub fn row(value: Value) -> Row {
     Row {
         fields: value.as_object().unwrap().clone(),
@@ -28,7 +28,7 @@ pub fn row(value: Value) -> Row {
     }
 }
 
-/// The layout of a row where there is no chat template.
+/// The layout of a row without a chat template.
 pub fn layout(row: &Row, format: RowFormat, purpose: Purpose) -> Result<Layout> {
     let rules = Rules {
         render: Render::Auto,
@@ -39,12 +39,12 @@ pub fn layout(row: &Row, format: RowFormat, purpose: Purpose) -> Result<Layout> 
     Layout::find(row, format, purpose, &rules)
 }
 
-/// A row to learn, read as `format`.
+/// Interprets a row for training, read as `format`.
 pub fn understand(row: &Row, format: RowFormat) -> Result<Sample> {
     rows::understand(row, &layout(row, format, Purpose::Learn)?)
 }
 
-/// Files of rows, as long as this lives.
+/// Temporary files of rows, removed when this is dropped.
 pub struct Files {
     _dir: tempfile::TempDir,
     pub paths: Vec<String>,
@@ -61,19 +61,19 @@ pub fn files(contents: &[(&str, &str)]) -> Files {
     Files { _dir: dir, paths }
 }
 
-/// A byte-level tokenizer as models have it.
+/// A byte-level tokenizer like those of real models.
 pub fn real() -> Tokenizer {
     Tokenizer::load(&goldens().join("tokenizers/chat")).unwrap()
 }
 
-/// Words (with the space before them), runs of line breaks, and single characters, numbered as they come.
+/// Tokens are words (with the space before them), runs of line breaks, and single characters, numbered in order of use.
 pub struct Words {
     specials: Vec<&'static str>,
     bos: Option<&'static str>,
     eos: Option<&'static str>,
-    /// Puts BOS before a text when asked for special tokens.
+    /// Adds BOS before a text if special tokens are requested.
     pub adds_bos: bool,
-    /// Puts EOS after a text when asked for special tokens.
+    /// Adds EOS after a text if special tokens are requested.
     pub adds_eos: bool,
     table: Mutex<Vec<String>>,
     pub stops: Vec<u32>,
@@ -185,7 +185,7 @@ impl TextCodec for Words {
     }
 }
 
-/// A template with its tokens, without a tokenizer.
+/// A template with its special tokens, without a tokenizer.
 pub struct Jinja(ChatTemplate);
 
 impl Jinja {
@@ -214,7 +214,7 @@ pub const QWEN: &str = r#"{% if messages[0].role != 'system' %}{{ '<|im_start|>s
 {% endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"#;
 
-/// Earlier turns lose their thinking; the last one keeps it.
+/// Removes the thinking of earlier turns; keeps that of the last turn.
 pub const QWEN_THINKING: &str = r#"{% set ns = namespace(last=0) %}
 {% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {% for m in messages %}
@@ -244,7 +244,7 @@ pub const GEMMA: &str = r#"{{ '<s>' }}{% if messages[0].role == 'system' %}{{ ra
 {%- endfor %}
 {% if add_generation_prompt %}{{ '<|turn|>model\n' }}{% endif %}"#;
 
-/// No generation prompt at all.
+/// Has no generation prompt.
 pub const MISTRAL: &str = r#"{{ '<s>' }}{% for m in messages %}
 {% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate user/assistant') }}{% endif %}
 {% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}
@@ -254,7 +254,7 @@ pub const MISTRAL: &str = r#"{{ '<s>' }}{% for m in messages %}
 pub const NO_PROMPT: &str =
     r#"{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"#;
 
-/// Refuses a conversation that ends with a user, and ends the last turn in another way than the others.
+/// Refuses a conversation that ends with a user, and ends the last turn differently from the others.
 pub const PICKY: &str = r#"{% if messages[-1].role == 'user' %}{{ raise_exception('must end with assistant') }}{% endif %}
 {% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% if loop.last %}{{ '<|endoftext|>' }}{% else %}{{ '\n' }}{% endif %}{% endfor %}"#;
 
@@ -262,5 +262,5 @@ pub const PICKY: &str = r#"{% if messages[-1].role == 'user' %}{{ raise_exceptio
 pub const PLAIN: &str = r#"{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"#;
 
-/// Does not print what was said.
+/// Does not print the messages.
 pub const MUTE: &str = r#"{{ messages | length }} messages"#;

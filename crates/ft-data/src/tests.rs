@@ -1,4 +1,4 @@
-//! From files to data sets: formats, hostile rows, counts, splits, questions, and what `ft data` shows.
+//! Tests from files to data sets: formats, hostile rows, counts, splits, questions, and the output of `ft data`.
 
 use super::codec::ChatRender;
 use super::dataset::{Dataset, Spec};
@@ -26,7 +26,7 @@ fn message(role: &str, content: &str) -> Value {
     json!({"role": role, "content": content})
 }
 
-/// The error names the row and holds all the parts.
+/// The error contains the row's place and all `parts`.
 fn refused(value: Value, parts: &[&str]) {
     let e = auto(value.clone()).expect_err(&value.to_string()).to_string();
     for part in parts.iter().chain(&["t.jsonl:3"]) {
@@ -116,7 +116,7 @@ fn sharegpt_becomes_messages() {
         }
         other => panic!("{other:?}"),
     }
-    // The hints of `messages` with such roles lead here.
+    // The hints for `messages` with such roles recommend this format.
     for list in ["conversations", "messages"] {
         let row = row(json!({list: [{"role": "human", "content": "a"}, {"role": "bot", "content": "b"}]}));
         match understand(&row, RowFormat::Sharegpt).unwrap() {
@@ -153,7 +153,7 @@ fn messages_are_brought_to_one_form() {
     ]});
     let expected = [
         message("user", "ab"),
-        // As transformers does: what is null is not there. A null inside a call stays.
+        // As in transformers, null fields are dropped. A null inside a call stays.
         json!({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": null}}}]}),
         message("tool", "x"),
         message("assistant", "done"),
@@ -275,13 +275,13 @@ fn each_file_has_its_own_format_and_the_order_is_that_of_the_files() {
 
 #[test]
 fn the_same_rows_have_the_same_fingerprint_and_other_rows_another() {
-    // The codec of these tests numbers words as they come: one thread keeps their order.
+    // The codec of these tests numbers words in order of use: one thread makes that deterministic.
     let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
     let of = |text: &str| one.install(|| load(&files(&[("a.jsonl", text)]), 100).unwrap().fingerprint);
     let a = of("{\"text\": \"one two\"}\n{\"text\": \"three\"}\n");
     assert_eq!(a, of("{\"text\": \"one two\"}\r\n\r\n{\"text\": \"three\", \"id\": 1}"));
     assert_ne!(a, of("{\"text\": \"one\"}\n{\"text\": \"two three\"}\n"));
-    // The same ids with another mask are other data.
+    // The same ids with another mask are different data.
     let ids = |prompt: &str| {
         format!(
             "{{\"prompt\": \"one{prompt}\", \"completion\": \"{}\"}}",
@@ -350,7 +350,7 @@ fn a_fault_in_a_late_row_names_that_row() {
         e.contains("a.jsonl:1501") && e.contains("`text` is missing") && e.contains("fields txt"),
         "{e}"
     );
-    // Rows for which the template fails are named too.
+    // Errors of the template name the row too.
     let chats = files(&[(
         "a.json",
         "[{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}, {\"role\": \"user\", \"content\": \"a\"}]}]",
@@ -434,7 +434,7 @@ fn questions_are_the_prompts_and_answers_of_the_rows_kept() {
     // Only the rows of this part.
     let (train, eval) = data.split(0.5, 3).unwrap();
     assert_eq!(ask(&train, 10).len() + ask(&eval, 10).len(), 2);
-    // Only the last answer of a conversation is asked for; a call of a tool is no answer in text.
+    // Only the last answer of a conversation is a question; a tool call is not a text answer.
     let two = files(&[(
         "a.jsonl",
         "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}, {\"role\": \"assistant\", \
@@ -450,7 +450,7 @@ fn questions_are_the_prompts_and_answers_of_the_rows_kept() {
             .concat()
             .ends_with("b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n")
     );
-    // Nothing was asked before a first message.
+    // A first message has no question before it.
     let alone = files(&[(
         "a.jsonl",
         "{\"messages\": [{\"role\": \"assistant\", \"content\": \"a\"}]}",

@@ -1,7 +1,7 @@
-//! PEFT adapter directories: `adapter_config.json` and the names in `adapter_model.safetensors`.
+//! PEFT adapter directories: `adapter_config.json`, and the tensor names in `adapter_model.safetensors`.
 //!
-//! A key that ft does not understand is refused by name when it could change what the adapter computes;
-//! it is never dropped. Keys with an empty value (null, false, 0, empty list) change nothing and pass.
+//! An unknown key that could change what the adapter computes is refused by name; it is never dropped. Keys with an
+//! empty value (null, false, 0, empty list) have no effect and pass.
 
 mod allocation;
 mod keys;
@@ -20,24 +20,24 @@ use std::path::{Path, PathBuf};
 pub const CONFIG: &str = "adapter_config.json";
 pub const WEIGHTS: &str = "adapter_model.safetensors";
 
-/// Which modules carry an adapter.
+/// The modules that have an adapter.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Targets {
     /// Every linear layer except the output layer.
     AllLinear,
-    /// Module names, or ends of module paths.
+    /// Module names, or suffixes of module paths.
     List(Vec<String>),
     /// A regular expression over whole module paths.
     Pattern(String),
 }
 
-/// What an adapter adds, and the settings that only this kind has.
+/// The kind of an adapter, with the settings that only this kind has.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Kind {
     /// Also DoRA and rsLoRA.
     Lora,
     Ia3 {
-        /// Modules whose input is scaled, not their output.
+        /// Modules whose input is scaled instead of their output.
         feedforward: Vec<String>,
     },
     Vera {
@@ -50,13 +50,13 @@ pub enum Kind {
     },
     Oft {
         block: usize,
-        /// Terms of the Neumann series; `None` is Cayley's formula itself.
+        /// Number of terms of the Neumann series; `None`: the exact Cayley transform.
         neumann: Option<usize>,
     },
     Adalora(Allocation),
 }
 
-/// What an adapter computes, typed.
+/// The typed settings of an adapter.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdapterConfig {
     pub kind: Kind,
@@ -68,21 +68,21 @@ pub struct AdapterConfig {
     pub exclude_modules: Option<Targets>,
     pub use_rslora: bool,
     pub use_dora: bool,
-    /// In the order of the file: the first key that matches a module counts.
+    /// In file order: the first key that matches a module applies.
     pub rank_pattern: Vec<(String, usize)>,
     pub alpha_pattern: Vec<(String, f64)>,
-    /// Modules stored whole beside the adapter.
+    /// Modules that are saved whole beside the adapter.
     pub modules_to_save: Vec<String>,
-    /// What is saved of a tied embedding is the head too.
+    /// True if the saved embedding of a tied model is also the head.
     pub ensure_weight_tying: bool,
-    /// Rows of the embedding and of the head that train, by the end of the matrix's module. LoRA only.
+    /// Trained rows of the embedding and of the head, by suffix of the matrix's module. LoRA only.
     pub token_rows: Vec<(String, Vec<u32>)>,
     pub layers_to_transform: Option<Vec<usize>>,
     pub layers_pattern: Vec<String>,
     pub base_model_name_or_path: Option<String>,
     pub revision: Option<String>,
     pub task_type: Option<String>,
-    /// `true`, `false` or a name; how A and B were filled before training.
+    /// `true`, `false` or a name: the initialization of A and B.
     pub init_lora_weights: Value,
     pub peft_version: Option<String>,
 }
@@ -115,7 +115,7 @@ impl Default for AdapterConfig {
     }
 }
 
-/// Keys that say nothing about the mathematics of a trained adapter.
+/// Keys that do not change the mathematics of a trained adapter.
 const HARMLESS: [&str; 13] = [
     "auto_mapping",
     "inference_mode",
@@ -132,7 +132,7 @@ const HARMLESS: [&str; 13] = [
     "library_name",
 ];
 
-/// Keys that a typed field holds, for every kind.
+/// Keys of all kinds that have a typed field.
 const TYPED: [&str; 11] = [
     "target_modules",
     "exclude_modules",
@@ -147,7 +147,7 @@ const TYPED: [&str; 11] = [
     "r",
 ];
 
-/// Typed and harmless keys of each kind alone.
+/// Typed and harmless keys of one kind only.
 fn own_keys(kind: &str) -> &'static [&'static str] {
     match kind {
         "LORA" => &[
@@ -211,7 +211,7 @@ fn own_keys(kind: &str) -> &'static [&'static str] {
     }
 }
 
-/// Why a known feature is refused.
+/// Reasons why a known feature is refused.
 const REFUSED: [(&str, &str); 11] = [
     ("fan_in_fan_out", "weights stored transposed"),
     ("lora_bias", "a bias on B"),
@@ -227,9 +227,9 @@ const REFUSED: [(&str, &str); 11] = [
 ];
 
 impl AdapterConfig {
-    /// Reads `adapter_config.json` of an adapter directory and looks that its weights are safetensors.
+    /// Reads `adapter_config.json` of an adapter directory and checks that its weights are safetensors.
     ///
-    /// Errors: missing files, a pickle, wrong values, and every feature that ft does not compute, by name.
+    /// Errors: missing files, a pickle, wrong values, and every feature that ft does not support, by name.
     pub fn load(dir: &Path) -> Result<Self> {
         let path = dir.join(CONFIG);
         if !dir.exists() {
@@ -260,7 +260,7 @@ impl AdapterConfig {
         Ok(config)
     }
 
-    /// Checks the object of an `adapter_config.json`; `path` is named in errors.
+    /// Reads the object of an `adapter_config.json`; `path` appears in errors.
     pub fn from_map(map: &Map<String, Value>, path: &Path) -> Result<Self> {
         let c = Reader { map, path };
         let refuse = |key: &str, why: &str| {
@@ -338,7 +338,7 @@ impl AdapterConfig {
             use_rslora: c.flag("use_rslora")?,
             use_dora: c.flag("use_dora")?,
             rank_pattern: match kind {
-                // There it lists which singular values are left: part of the kind.
+                // For AdaLoRA it lists the kept singular values: part of the kind.
                 Kind::Adalora(_) => Vec::new(),
                 _ => c.table("rank_pattern", |v| c.rank("rank_pattern", v))?,
             },
@@ -357,7 +357,7 @@ impl AdapterConfig {
         })
     }
 
-    /// The name of the kind as people say it.
+    /// The usual name of the kind.
     pub fn name(&self) -> &'static str {
         match self.kind {
             Kind::Lora if self.use_dora => "DoRA",
@@ -409,7 +409,7 @@ fn kind(c: &Reader, peft_type: &str) -> Result<Kind> {
                 return Err(c.wrong("num_cayley_neumann_terms", "a whole number from 1 to 64"));
             }
             Kind::Oft {
-                // 0 with a number of blocks in `r`: the tensors say it.
+                // 0 if `r` is the number of blocks: the block size follows from the tensors.
                 block: c.number("oft_block_size", 0.0)?.max(0.0) as usize,
                 neumann: neumann.then_some(terms),
             }

@@ -1,14 +1,14 @@
-//! `config.json` as typed values; what a key means is for `model` to say.
+//! Typed access to `config.json`; `model` interprets the keys.
 
 use crate::{json_kind, nearest, read_json_object};
 use ft_base::{Error, Result, paths};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
-/// Larger than any size in a real config; a size above it is a mistake or an attack.
+/// Larger than any size in a real config; a larger value is a mistake or an attack.
 const LARGEST: u64 = 1 << 32;
 
-/// A model's `config.json`: everything in it is kept, so that it can be carried through.
+/// A model's `config.json`: all keys are kept, so that export can copy them.
 #[derive(Debug, Clone)]
 pub struct Config {
     pub raw: Map<String, Value>,
@@ -23,7 +23,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Reads `config.json` alone: for a model that does not take the weights in `dir`.
+    /// Reads `config.json` alone: for a model that does not use the weights in `dir`.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join("config.json");
         if !dir.exists() {
@@ -58,7 +58,7 @@ impl Config {
         })
     }
 
-    /// A config from a value that is not (yet) a file; `path` is named in errors.
+    /// A config from a value that is not a file (yet); `path` appears in errors.
     pub fn from_map(raw: Map<String, Value>, path: &Path) -> Self {
         Self {
             raw,
@@ -96,7 +96,7 @@ impl Config {
         self.opt_usize(key)?.ok_or_else(|| self.missing(key))
     }
 
-    /// A size of at least 1, if given. 0, negative, fractional and absurd values are errors.
+    /// A size of at least 1, if present. Errors: 0, negative, fractional and absurd values.
     pub fn opt_usize(&self, key: &str) -> Result<Option<usize>> {
         match self.opt_usize0(key)? {
             Some(0) => Err(self.wrong(key, "a whole number of at least 1")),
@@ -104,7 +104,7 @@ impl Config {
         }
     }
 
-    /// A size that may be 0, if given (a window that is off, a token id).
+    /// A size that may be 0, if present (a disabled window, a token id).
     pub fn opt_usize0(&self, key: &str) -> Result<Option<usize>> {
         let Some(value) = self.get(key) else {
             return Ok(None);
@@ -126,7 +126,7 @@ impl Config {
         self.opt_f64(key)?.ok_or_else(|| self.missing(key))
     }
 
-    /// A finite number, if given.
+    /// A finite number, if present.
     pub fn opt_f64(&self, key: &str) -> Result<Option<f64>> {
         let Some(value) = self.get(key) else {
             return Ok(None);
@@ -157,7 +157,7 @@ impl Config {
         }
     }
 
-    /// A table, if given, as a config of its own (`rope_scaling`, `rope_parameters`); errors name the inner key.
+    /// A table, if present, as a separate config (`rope_scaling`, `rope_parameters`); errors name the inner key.
     pub fn opt_table(&self, key: &str) -> Result<Option<Config>> {
         match self.get(key) {
             None => Ok(None),

@@ -1,6 +1,6 @@
-//! The number formats a safetensors file may hold.
+//! Number formats of safetensors files.
 
-/// How the numbers of a stored tensor are written.
+/// Number format of a stored tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum StoredDtype {
     F64,
@@ -55,7 +55,7 @@ impl StoredDtype {
         NAMES.iter().find(|(d, ..)| *d == self).map_or(1, |(.., s)| *s)
     }
 
-    /// Whether it can be read as weights: f64, f32, f16 or bf16.
+    /// True if it can be read as weights: f64, f32, f16 or bf16.
     pub fn is_weight(self) -> bool {
         matches!(self, Self::F64 | Self::F32 | Self::F16 | Self::Bf16)
     }

@@ -1,14 +1,14 @@
-//! Do the sizes in `config.json` fit the names and shapes of the weights beside it? Asked before anything is made of these
-//! sizes: a config is a few bytes that can ask for any amount of memory, weights are as large as they say.
+//! Compares the sizes in `config.json` with the names and shapes of the weights beside it, before the sizes are used: a
+//! config of a few bytes can request any amount of memory, but the shapes of weights are bound by the file size.
 
 use super::{Config, Weights};
 use ft_base::{Error, Result};
 use std::path::Path;
 
-/// Compares with the weights in `dir`. A directory without weights, or with weights that cannot be opened, passes:
-/// the code that reads the weights reports it.
+/// Compares a config with the weights in `dir`. A directory without weights, or with weights that cannot be opened,
+/// passes: the code that reads the weights reports it.
 ///
-/// Errors: a size that is not that of the weights.
+/// Errors: a size that differs from that of the weights.
 pub(super) fn check(config: &Config, dir: &Path) -> Result<()> {
     match Weights::open(dir) {
         Ok(weights) => compare(config, &weights),
@@ -17,7 +17,7 @@ pub(super) fn check(config: &Config, dir: &Path) -> Result<()> {
 }
 
 fn compare(config: &Config, weights: &Weights) -> Result<()> {
-    // A value that is not a size is refused by the code that reads it.
+    // The code that reads a key refuses values that are not sizes.
     let number = |key: &str| config.opt_usize(key).ok().flatten();
     let wrong = |key: &str, found: usize, expected: String| {
         Error::new(format!("`{key}` does not fit the weights"))
@@ -36,7 +36,7 @@ fn compare(config: &Config, weights: &Weights) -> Result<()> {
     if let Some(n) = number("num_hidden_layers").filter(|n| layers > 0 && *n > layers) {
         return Err(wrong("num_hidden_layers", n, format!("at most {layers}")));
     }
-    // Of a matrix that is stored as codes the shape is another.
+    // A quantized matrix has another shape in the file.
     let shape = |name: &str| {
         let info = weights.info(name).filter(|i| i.dtype.is_weight())?;
         Some((info.name.clone(), info.shape.clone()))
@@ -63,7 +63,7 @@ fn compare(config: &Config, weights: &Weights) -> Result<()> {
     if let Some((name, size)) = in_first("self_attn.q_norm").and_then(|(n, s)| Some((n, *s.first()?))) {
         same("head_dim", number("head_dim"), &name, size)?;
     }
-    // Heads times their size; without a size of its own a head is what its family says.
+    // Number of heads times head size; without an explicit head size, the family defines it.
     let (heads, key_heads) = (number("num_attention_heads"), number("num_key_value_heads"));
     let wide = |heads: Option<usize>| heads?.checked_mul(number("head_dim")?).or(Some(usize::MAX));
     for (key, heads, part) in [
@@ -126,7 +126,7 @@ mod tests {
         for (key, value) in [("head_dim", "32"), ("num_hidden_layers", "4"), ("vocab_size", "896.0")] {
             with(key, value).unwrap();
         }
-        // What is no size at all is named where it is read.
+        // A value that is not a size is refused where it is read.
         let config = with("hidden_size", "-1").unwrap();
         assert!(config.usize("hidden_size").is_err());
     }

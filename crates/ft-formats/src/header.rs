@@ -1,8 +1,8 @@
-//! The header of one safetensors file, checked before a single number is read.
+//! The header of one safetensors file, validated before any tensor is read.
 //!
-//! Layout: 8 bytes little-endian header length, the header (JSON), the data. What a file may lie about
-//! is checked here: lengths, offsets (no hole, no overlap, ending exactly at the end of the file),
-//! shapes, number formats, names that come twice.
+//! Layout: 8 bytes little-endian header length, the header (JSON), the data. Checks everything that a file may
+//! misstate: lengths, offsets (no hole, no overlap, ending exactly at the end of the file), shapes, number formats,
+//! duplicate names.
 
 use crate::dtype::StoredDtype;
 use ft_base::{Error, Result, files, units};
@@ -13,7 +13,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Largest header of a safetensors file, bytes.
+/// Largest accepted header of a safetensors file, bytes.
 const HEADER_LIMIT: u64 = 100_000_000;
 
 /// One tensor of one file; `offset` counts from the start of the file.
@@ -46,7 +46,7 @@ struct RawHeader {
     metadata: HashMap<String, String>,
 }
 
-/// `Metadata` and the header itself refuse a key that comes twice (a plain map would keep the last).
+/// `Metadata` and the header itself refuse duplicate keys (a plain map would keep the last one).
 struct Metadata(HashMap<String, String>);
 
 impl<'de> Deserialize<'de> for Metadata {
@@ -105,7 +105,7 @@ impl<'de> Deserialize<'de> for RawHeader {
     }
 }
 
-/// The error for a Git LFS pointer that stands where a file should be.
+/// The error for a Git LFS pointer in place of a file.
 pub fn lfs_pointer(path: &Path, bytes: u64) -> Error {
     Error::new("this is a Git LFS pointer, not the file itself")
         .at_path(path)
@@ -113,7 +113,7 @@ pub fn lfs_pointer(path: &Path, bytes: u64) -> Error {
         .hint("run `git lfs install && git lfs pull` in that directory, or give the hub id instead of the clone")
 }
 
-/// Reads and checks the header of `file`.
+/// Reads and validates the header of `file`.
 pub fn read(file: &File, path: &Path) -> Result<Header> {
     let io = |e: std::io::Error| Error::new("cannot read the safetensors header").at_path(path).cause(e);
     let size = file.metadata().map_err(io)?.len();
@@ -154,7 +154,7 @@ pub fn read(file: &File, path: &Path) -> Result<Header> {
     parse(&text, size - 8 - length, path)
 }
 
-/// The error for a pickle: named, never opened.
+/// The error for a pickle: it is named and never opened.
 pub fn pickle(path: &Path) -> Error {
     let name = path
         .file_name()
@@ -172,7 +172,7 @@ pub fn pickle(path: &Path) -> Error {
     )
 }
 
-/// Checks the header text against a data part of `data` bytes.
+/// Validates the header text against a data part of `data` bytes.
 fn parse(text: &[u8], data: u64, path: &Path) -> Result<Header> {
     let bad = |what: String| Error::new(what).at_path(path);
     if text.first() != Some(&b'{') {
@@ -258,7 +258,7 @@ pub fn open(path: &Path) -> Result<(File, Header)> {
 mod tests {
     use super::*;
 
-    /// A file of `header` text and `data` zero bytes, with a right length word.
+    /// A file with this `header` text, `data` zero bytes, and a correct length word.
     fn file(header: &[u8], data: usize) -> Vec<u8> {
         let mut out = (header.len() as u64).to_le_bytes().to_vec();
         out.extend_from_slice(header);
@@ -291,7 +291,7 @@ mod tests {
         let h = check(&file(ONE, 24)).unwrap();
         assert_eq!(h.entries[0].shape, [2, 3]);
         assert_eq!(h.entries[0].offset, 8 + ONE.len() as u64);
-        // Order in the header is free, an empty tensor has no bytes, spaces may follow.
+        // The order in the header is arbitrary, an empty tensor has no bytes, trailing spaces are allowed.
         let text = br#"{"b":{"dtype":"BF16","shape":[2],"data_offsets":[4,8]},"e":{"dtype":"F32","shape":[0,7],"data_offsets":[4,4]},"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]},"__metadata__":{"format":"pt"}}   "#;
         let h = check(&file(text, 8)).unwrap();
         assert_eq!(

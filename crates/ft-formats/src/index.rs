@@ -1,7 +1,7 @@
-//! Which files hold the weights of a directory, and whether they may be opened at all.
+//! Finds the weight files of a directory, and checks that they may be opened.
 //!
-//! A name in an index is a stranger's text: only a plain file name in the same directory is taken.
-//! A link may leave the directory only as the hub cache does it (`snapshots/<rev>/x` to `blobs/<hash>`).
+//! Names in an index are untrusted: only plain file names in the same directory are accepted. A link may leave the
+//! directory only as in the hub cache (`snapshots/<rev>/x` to `blobs/<hash>`).
 
 use crate::{header, json_kind, read_json_object};
 use ft_base::{Error, Result, files, paths};
@@ -12,10 +12,10 @@ use std::path::{Component, Path, PathBuf};
 pub const INDEX: &str = "model.safetensors.index.json";
 pub const SINGLE: &str = "model.safetensors";
 
-/// Endings under which PyTorch pickles are found.
+/// Extensions of PyTorch pickles.
 const PICKLES: [&str; 5] = ["bin", "pt", "pth", "ckpt", "pkl"];
 
-/// The files of a model directory, and the index when there is one: tensor to file name.
+/// The weight files of a model directory, and the index if there is one (tensor to file name).
 pub struct Shards {
     pub files: Vec<PathBuf>,
     pub map: Option<BTreeMap<String, String>>,
@@ -42,7 +42,7 @@ pub fn find(dir: &Path) -> Result<Shards> {
     Err(no_weights(dir)?)
 }
 
-/// The tensor to file map of an index, every name checked.
+/// Reads the tensor to file map of an index and checks every name.
 pub fn read_map(dir: &Path, index: &Path) -> Result<BTreeMap<String, String>> {
     let json = read_json_object(index)?;
     let map = match json.get("weight_map") {
@@ -99,7 +99,7 @@ fn from_index(dir: &Path, index: &Path) -> Result<Shards> {
     Ok(Shards { files, map: Some(out) })
 }
 
-/// `model-00003-of-00003.safetensors` beside an index that knows only two of three: the index is stale.
+/// Detects a shard such as `model-00003-of-00003.safetensors` that is missing in the index: the index is out of date.
 fn extra_shard(dir: &Path, index: &Path, names: &BTreeSet<&str>) -> Result<()> {
     let totals: BTreeSet<&str> = names.iter().filter_map(|n| shard_total(n)).collect();
     for path in files::list(dir)? {
@@ -117,7 +117,7 @@ fn extra_shard(dir: &Path, index: &Path, names: &BTreeSet<&str>) -> Result<()> {
     Ok(())
 }
 
-/// `00003` of `model-00001-of-00003.safetensors`.
+/// The total in a shard name: the second `00003` of `model-00003-of-00003.safetensors`.
 fn shard_total(name: &str) -> Option<&str> {
     let rest = name.strip_prefix("model-")?.strip_suffix(".safetensors")?;
     let (i, n) = rest.split_once("-of-")?;
@@ -147,7 +147,7 @@ fn check_name(name: &str) -> std::result::Result<(), &'static str> {
     }
 }
 
-/// Refuses a link out of the file's directory, except into the `blobs` of a hub cache.
+/// Refuses a link to a place outside the file's directory, except into the `blobs` of a hub cache.
 pub fn stays_inside(file: &Path) -> Result<()> {
     let cannot = |e: std::io::Error| Error::new("cannot open the file").at_path(file).cause(e);
     let parent = match file.parent() {
@@ -178,7 +178,7 @@ fn is_pickle(path: &Path) -> bool {
         .is_some_and(|e| PICKLES.iter().any(|p| e.eq_ignore_ascii_case(p)))
 }
 
-/// Whether a file name is a pickle that could hold weights (not `optimizer.pt`, `training_args.bin`, ...).
+/// True if a file name is a pickle that may contain weights (not `optimizer.pt`, `training_args.bin`, ...).
 pub fn is_weight_pickle(path: &Path) -> bool {
     let name = path
         .file_name()
@@ -190,7 +190,7 @@ pub fn is_weight_pickle(path: &Path) -> bool {
             .any(|s| name.starts_with(s))
 }
 
-/// Why a directory has no weights that ft reads.
+/// The error for a directory without supported weights.
 fn no_weights(dir: &Path) -> Result<Error> {
     let found = files::list(dir)?;
     if let Some(pickle) = found.iter().find(|p| is_weight_pickle(p)) {

@@ -1,6 +1,5 @@
-//! Bytes to validated types: safetensors and their index, config, tokenizer, chat template, adapter.
-//! Every file here may come from a stranger. Puts no tensor on a device, runs nothing it reads, and
-//! knows no model family.
+//! Parses files to validated types: safetensors and their index, config, tokenizer, chat template, adapter. All files
+//! are untrusted. Puts no tensor on a device, does not execute file contents, and is independent of model families.
 
 // Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
 #![cfg_attr(
@@ -39,10 +38,10 @@ use ft_base::{Error, Result, files};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// JSON files of a model directory are small; more than this is not one of them.
+/// Size limit of JSON files: those of a model directory are small.
 const JSON_LIMIT: u64 = 256 << 20;
 
-/// Reads a file that holds one JSON object. Errors name line and column.
+/// Reads a file with one JSON object. Errors name line and column.
 pub fn read_json_object(path: &Path) -> Result<Map<String, Value>> {
     let bytes = files::size(path)?;
     if bytes > JSON_LIMIT {
@@ -67,7 +66,7 @@ pub fn read_json_object(path: &Path) -> Result<Map<String, Value>> {
     }
 }
 
-/// What a JSON value is, in words, with its text when it is short.
+/// Describes a JSON value in words, with its text if it is short.
 pub fn json_kind(value: &Value) -> String {
     let kind = match value {
         Value::Null => return "null".into(),
@@ -85,7 +84,7 @@ pub fn json_kind(value: &Value) -> String {
     }
 }
 
-/// Up to three of `names` that look most like `name`, for error messages.
+/// Up to three of `names` that are most similar to `name`, for error messages.
 pub(crate) fn nearest<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> Vec<String> {
     let mut scored: Vec<(f64, &str)> = names
         .map(|n| (strsim::normalized_levenshtein(name, n), n))

@@ -1,9 +1,9 @@
-//! The tokenizer of a model directory: text to ids and back, special tokens, the ids that end a turn.
+//! The tokenizer of a model directory: text to ids and back, special tokens, stop ids.
 //!
-//! Some tokenizer classes build their own pipeline around the vocabulary of `tokenizer.json` (`rebuilt`); every other file is
-//! taken as it stands. `tokenizer.json` decides what is added around a text, as in transformers 5: `add_bos_token` and
-//! `add_eos_token` of `tokenizer_config.json` count for nothing beside it (measured with 5.23, for every
-//! tokenizer class and both values). Lengths and paddings stored in `tokenizer.json` are not applied.
+//! Some tokenizer classes build their own pipeline around the vocabulary of `tokenizer.json` (`rebuilt`); all other
+//! files are used unchanged. `tokenizer.json` decides which tokens are added around a text, as in transformers 5:
+//! `add_bos_token` and `add_eos_token` of `tokenizer_config.json` have no effect beside it (measured with 5.23, for
+//! every tokenizer class and both values). Truncation and padding settings in `tokenizer.json` are not applied.
 
 use crate::config::Config;
 use crate::{header, read_json_object};
@@ -24,7 +24,7 @@ const LIMIT: u64 = 512 << 20;
 /// Token ids of a text, and for each token its byte range (start, end) in the text.
 pub type IdsAndOffsets = (Vec<u32>, Vec<(usize, usize)>);
 
-/// A special token that the config names.
+/// A special token named in the config.
 #[derive(Debug, Clone, PartialEq)]
 struct Named {
     text: String,
@@ -54,7 +54,7 @@ const ROLES: [&str; 7] = [
 ];
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` of a model directory, and what the configs beside it say of special tokens.
+    /// Reads `tokenizer.json` of a model directory, and the special tokens from the configs beside it.
     pub fn load(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
         let mut inner = read_tokenizer(dir, &path)?;
@@ -71,7 +71,7 @@ impl Tokenizer {
                 named.push((role, text));
             }
         }
-        // A token of the plain vocabulary that the config calls special is cut out of text whole, too.
+        // A token of the plain vocabulary that the config names as special is also split off as a whole.
         let specials: Vec<AddedToken> = named
             .iter()
             .filter(|(_, t)| is_plain(&inner, t))
@@ -138,17 +138,16 @@ impl Tokenizer {
         })
     }
 
-    /// What the user should hear about how texts are split, if anything.
+    /// A message for the user if the files of the model name different end tokens.
     pub fn warning(&self) -> Option<&str> {
         self.warning.as_deref()
     }
 
-    /// The files of the model name different end tokens: what to tell the user.
     pub fn end_conflict(&self) -> Option<&str> {
         self.conflict.as_deref()
     }
 
-    /// One token for each byte, and an end of text: for models that have no tokenizer.
+    /// A tokenizer with one token per byte and an end of text, for models without a tokenizer.
     pub fn bytes() -> Result<Self> {
         let failed = |e: tokenizers::Error| Error::new("cannot make the tokenizer of bytes").cause(e);
         let mut alphabet: Vec<char> = ByteLevel::alphabet().into_iter().collect();
@@ -180,14 +179,13 @@ impl Tokenizer {
         })
     }
 
-    /// The ids of a text, with or without what the tokenizer adds around one.
+    /// The ids of a text, with or without the added special tokens.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
         Ok(self.encoding(text, add_special_tokens)?.get_ids().to_vec())
     }
 
-    /// The ids of a text and the bytes `start..end` of the text each stands for. An added token stands for
-    /// `0..0`; a token inside a character of several bytes stands for the whole character; some tokenizers
-    /// leave the blank before a word out.
+    /// The ids of a text and the byte range `start..end` of each token. An added token has `0..0`; a token inside a
+    /// multi-byte character has the range of the whole character; some tokenizers exclude the space before a word.
     pub fn encode_with_offsets(&self, text: &str, add_special_tokens: bool) -> Result<IdsAndOffsets> {
         let e = self.encoding(text, add_special_tokens)?;
         Ok((e.get_ids().to_vec(), e.get_offsets().to_vec()))
@@ -199,7 +197,7 @@ impl Tokenizer {
             .map_err(|e| Error::new("cannot tokenize the text").found(clip(text)).cause(e))
     }
 
-    /// The text of ids.
+    /// Decodes ids to text.
     pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
         self.inner
             .decode(ids, skip_special_tokens)
@@ -219,7 +217,7 @@ impl Tokenizer {
         self.named("bos_token")?.id
     }
 
-    /// The end-of-text id: the tokenizer's, or else the first one that the configs name.
+    /// The end-of-text id: from the tokenizer, else the first one in the configs.
     pub fn eos_id(&self) -> Option<u32> {
         self.named("eos_token")?.id
     }
@@ -233,8 +231,7 @@ impl Tokenizer {
         self.named.iter().map(|(role, n)| (*role, n.text.as_str()))
     }
 
-    /// Ids at which generation ends: the tokenizer's end of text, then those of `generation_config.json`
-    /// and `config.json`.
+    /// Ids that stop generation: the tokenizer's end of text, then those of `generation_config.json` and `config.json`.
     pub fn stop_ids(&self) -> &[u32] {
         &self.stop
     }
@@ -251,7 +248,7 @@ impl Tokenizer {
         self.inner.id_to_token(id)
     }
 
-    /// `tokenizer_config.json`; an empty object where there is none.
+    /// `tokenizer_config.json`; an empty object if it does not exist.
     pub fn config(&self) -> &Value {
         &self.config
     }
@@ -308,7 +305,7 @@ fn read_tokenizer(dir: &Path, path: &Path) -> Result<tokenizers::Tokenizer> {
     Ok(inner)
 }
 
-/// The pipeline of the tokenizer's class, where transformers takes that instead of the file's. Returns a warning if it is another one.
+/// Installs the pipeline of the tokenizer's class if transformers uses it instead of the file's.
 fn as_its_class(dir: &Path, inner: &mut tokenizers::Tokenizer, config: &Map<String, Value>) -> Result<Option<String>> {
     let model = optional(dir, "config.json")?.unwrap_or_default();
     let text = |map: &Map<String, Value>, key: &str| map.get(key).and_then(Value::as_str).map(str::to_string);
@@ -345,7 +342,7 @@ fn optional(dir: &Path, name: &str) -> Result<Option<Map<String, Value>>> {
     }
 }
 
-/// A token is written as a string or as an object with `content`.
+/// The text of a token given as a string or as an object with `content`.
 fn content(value: Option<&Value>) -> Option<String> {
     let text = match value? {
         Value::String(s) => s,
@@ -355,12 +352,12 @@ fn content(value: Option<&Value>) -> Option<String> {
     (!text.is_empty()).then(|| text.to_string())
 }
 
-/// In the vocabulary, but not yet an added token.
+/// True if the token is in the vocabulary, but not an added token.
 fn is_plain(inner: &tokenizers::Tokenizer, token: &str) -> bool {
     inner.token_to_id(token).is_some() && !inner.get_added_vocabulary().get_vocab().contains_key(token)
 }
 
-/// Registers the tokens of `added_tokens_decoder` that `tokenizer.json` lacks, where their ids fit.
+/// Adds the tokens of `added_tokens_decoder` that `tokenizer.json` lacks, if their ids fit.
 fn add_listed(inner: &mut tokenizers::Tokenizer, config: &Map<String, Value>) {
     let Some(Value::Object(listed)) = config.get("added_tokens_decoder") else {
         return;
@@ -374,7 +371,7 @@ fn add_listed(inner: &mut tokenizers::Tokenizer, config: &Map<String, Value>) {
         let Some(text) = content(Some(value)) else { continue };
         let fits = match inner.token_to_id(&text) {
             Some(known) => known == id && is_plain(inner, &text),
-            // Counts all added tokens anew: only where it is needed.
+            // `get_vocab_size` counts all added tokens: call it only if necessary.
             None => id as usize == inner.get_vocab_size(true),
         };
         if !fits {
@@ -386,7 +383,7 @@ fn add_listed(inner: &mut tokenizers::Tokenizer, config: &Map<String, Value>) {
             .lstrip(flag("lstrip"))
             .rstrip(flag("rstrip"))
             .normalized(flag("normalized"));
-        // Refused only by a normalizer that fails on the token; it then stays ordinary text.
+        // Fails only if a normalizer fails on the token, which then stays ordinary text.
         let _ = inner.add_tokens([token]);
     }
 }
@@ -399,7 +396,7 @@ fn end_ids(dir: &Path, name: &str) -> Result<Vec<u32>> {
     }
 }
 
-/// Files that have no end token in common with the first one that names any.
+/// Returns a message if a file lacks the first end token of the first file that has end tokens.
 fn ends_disagree(said: &[(&str, &[u32])], token: &dyn Fn(u32) -> Option<String>) -> Option<String> {
     let mut said = said.iter().filter(|(_, ids)| !ids.is_empty());
     let (first, taken) = said.next()?;

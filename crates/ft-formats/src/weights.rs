@@ -1,8 +1,8 @@
-//! The weights of a model directory or of one file: names, shapes, and numbers read on demand.
+//! The weights of a model directory or of one file: names, shapes, and tensors that are read on demand.
 //!
-//! Everything is checked when it is opened (see `header` and `index`); numbers are then read with
-//! positioned reads in pieces, converted straight into the target: no whole raw copy, and no memory map
-//! that a shrinking file could turn into a crash.
+//! All metadata is checked at open (see `header` and `index`). Tensors are then read with positioned reads in pieces
+//! and converted directly into the target: no raw copy of a whole tensor, and no memory map, which a shrinking file
+//! could turn into a crash.
 
 use crate::dtype::StoredDtype;
 use crate::{header, index, nearest};
@@ -13,10 +13,10 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// Bytes read at a time: as much of a file is cached at once.
+/// Bytes per read; the system caches this much of a file at once.
 const PIECE: usize = 4 << 20;
 
-/// Where one tensor lies.
+/// Location of one tensor.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TensorInfo {
     pub name: String,
@@ -31,13 +31,13 @@ pub struct TensorInfo {
 }
 
 impl TensorInfo {
-    /// How many numbers it holds.
+    /// Number of elements.
     pub fn count(&self) -> usize {
         self.shape.iter().product()
     }
 }
 
-/// Numbers that weights are read as.
+/// Element types that weights are converted to.
 trait Number: Copy {
     fn of_f32(x: f32) -> Self;
     fn of_bf16(x: bf16) -> Self;
@@ -68,7 +68,7 @@ impl Number for bf16 {
     }
 }
 
-/// Stored bytes of a number format of weights to numbers, as many as `out` holds.
+/// Converts stored bytes of a weight format to as many elements as `out` has.
 fn decode<T: Number>(dtype: StoredDtype, raw: &[u8], out: &mut [T]) {
     fn each<T, const N: usize>(raw: &[u8], out: &mut [T], f: impl Fn([u8; N]) -> T) {
         for (to, from) in out.iter_mut().zip(raw.as_chunks::<N>().0) {
@@ -96,7 +96,7 @@ pub struct Weights {
 impl Weights {
     /// Opens `model.safetensors` of a directory, or its index and all shards.
     ///
-    /// Errors: anything missing, damaged, ambiguous or pointing elsewhere; pickles and Git LFS pointers by name.
+    /// Errors: missing, damaged or ambiguous files, or links elsewhere; pickles and Git LFS pointers by name.
     pub fn open(dir: &Path) -> Result<Self> {
         let shards = index::find(dir)?;
         let out = Self::open_all(dir, shards.files)?;
@@ -154,7 +154,7 @@ impl Weights {
         })
     }
 
-    /// The index and the shards must tell the same story.
+    /// Checks that the index and the shards are consistent.
     fn agrees_with(&self, map: &BTreeMap<String, String>, index: &Path) -> Result<()> {
         let disagree = |what: String| {
             Error::new(what)
@@ -190,7 +190,7 @@ impl Weights {
         self.tensors.get(name)
     }
 
-    /// Reads tensor `of` under another name too. Is it there?
+    /// Makes tensor `of` readable under another name too. Returns true if it exists.
     pub fn alias(&mut self, name: &str, of: &str) -> bool {
         let info = self.tensors.get(of).cloned();
         let found = info.is_some();
@@ -247,12 +247,12 @@ impl Weights {
         })
     }
 
-    /// All numbers of a tensor as f32, in row-major order.
+    /// All elements of a tensor as f32, in row-major order.
     pub fn read_f32(&self, name: &str) -> Result<Vec<f32>> {
         self.read_whole(name)
     }
 
-    /// All numbers of a tensor as bf16 (rounded to nearest, ties to even), in row-major order.
+    /// All elements of a tensor as bf16 (rounded to nearest, ties to even), in row-major order.
     pub fn read_bf16(&self, name: &str) -> Result<Vec<bf16>> {
         self.read_whole(name)
     }
@@ -278,7 +278,7 @@ impl Weights {
         Ok(out)
     }
 
-    /// Hands the bytes of a tensor to `f`, piece by piece; a piece holds whole numbers.
+    /// Passes the bytes of a tensor to `f` in pieces; a piece contains whole elements.
     fn pieces(&self, info: &TensorInfo, mut f: impl FnMut(&[u8])) -> Result<()> {
         let mut buffer = vec![0u8; PIECE.min(info.bytes as usize)];
         let mut at = 0u64;
@@ -292,7 +292,7 @@ impl Weights {
         Ok(())
     }
 
-    /// Bytes of a tensor from its byte `at` on.
+    /// Reads bytes of a tensor, starting at its byte `at`.
     fn read_exact(&self, info: &TensorInfo, at: u64, out: &mut [u8]) -> Result<()> {
         self.handles[info.file]
             .read_exact_at(out, info.offset + at)
@@ -309,12 +309,12 @@ impl Weights {
             })
     }
 
-    /// Metadata of all files together.
+    /// Merged metadata of all files.
     pub fn metadata(&self) -> &HashMap<String, String> {
         &self.metadata
     }
 
-    /// Bytes of all tensors as stored.
+    /// Total stored bytes of all tensors.
     pub fn total_bytes(&self) -> u64 {
         self.tensors.values().map(|t| t.bytes).sum()
     }

@@ -1,7 +1,7 @@
-//! Writing safetensors: the header is known before the first number, so tensors stream through one
-//! small buffer and a model never has to be whole in memory.
+//! Writes safetensors. The header is known before the first element, so tensors are streamed through a small buffer and
+//! a model is never in memory as a whole.
 //!
-//! A number that is not finite stops the file: it then never appears under its name.
+//! A value that is not finite is an error: the file then does not appear under its name.
 
 use crate::dtype::StoredDtype;
 use crate::index::{INDEX, SINGLE};
@@ -10,13 +10,13 @@ use half::{bf16, f16};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
-/// Largest shard that loaders expect by default, bytes.
+/// Default size limit of a shard that loaders expect, bytes.
 pub const SHARD_BYTES: u64 = 5_000_000_000;
 
-/// Numbers converted at a time.
+/// Elements converted at a time.
 const PIECE: usize = 1 << 18;
 
-/// A tensor to be written.
+/// A tensor to write.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TensorPlan {
     pub name: String,
@@ -25,7 +25,7 @@ pub struct TensorPlan {
 }
 
 impl TensorPlan {
-    /// Stored bytes; `None` when the shape overflows.
+    /// Stored bytes; `None` if the shape overflows.
     pub fn bytes(&self) -> Option<u64> {
         self.shape
             .iter()
@@ -33,7 +33,7 @@ impl TensorPlan {
     }
 }
 
-/// Numbers of (a part of) a tensor, in row-major order; converted to the plan's format on the way.
+/// Elements of (a part of) a tensor, in row-major order; converted to the plan's format during the write.
 #[derive(Debug, Clone, Copy)]
 pub enum Values<'a> {
     F32(&'a [f32]),
@@ -43,8 +43,8 @@ pub enum Values<'a> {
     Raw(&'a [u8]),
 }
 
-/// Writes one file: `fill` is called once for each tensor, in order, and hands its numbers to the sink in
-/// one or several pieces. Returns the size of the file. Nothing appears at `path` unless all went well.
+/// Writes one file: calls `fill` once per tensor, in order; it passes the elements to the sink in one or several
+/// pieces. Returns the size of the file. The file appears at `path` only if there was no error.
 pub fn write_file(
     path: &Path,
     tensors: &[TensorPlan],
@@ -212,7 +212,7 @@ fn put(
     Ok(())
 }
 
-/// Appends the numbers in the plan's format; a finite number may still be too large for f16 or bf16.
+/// Appends the elements in the plan's format; a finite value may still be too large for f16 or bf16.
 fn encode(plan: &TensorPlan, values: impl Iterator<Item = f32>, out: &mut Vec<u8>, at: usize) -> Result<()> {
     let mut lost = None;
     match plan.dtype {
@@ -256,7 +256,7 @@ fn not_finite(plan: &TensorPlan, at: usize) -> Error {
         .hint("the training diverged: go back to an earlier checkpoint and lower the learning rate")
 }
 
-/// The first number of raw bytes that is not finite.
+/// Index of the first value in raw bytes that is not finite.
 fn raw_not_finite(dtype: StoredDtype, bytes: &[u8]) -> Option<usize> {
     match dtype {
         StoredDtype::F32 => bytes

@@ -1,4 +1,4 @@
-//! Which files of a data set repository are its training rows.
+//! Selects the files of a data set repository that contain the training rows.
 
 use crate::download::Repository;
 use crate::errors::Wanted;
@@ -44,8 +44,8 @@ pub(crate) fn resolve(settings: &HubSettings, id: &str, file: Option<&str>, revi
     chosen.iter().map(|f| repository.required(f)).collect()
 }
 
-/// The files of the train split: named for it, or all data files when none is named for a split. Of several
-/// kinds the one with the most structure is taken, of several configurations none is guessed.
+/// The files of the train split: those named for it, or all data files if none is named for a split. If there are
+/// several kinds, takes the one with the most structure; if there are several configurations, does not guess.
 fn train_files(names: &[String]) -> Vec<String> {
     let data: Vec<&String> = names
         .iter()
@@ -75,13 +75,13 @@ fn train_files(names: &[String]) -> Vec<String> {
     Vec::new()
 }
 
-/// JSON files about the data set instead of in it.
+/// True for JSON files that describe the data set.
 fn is_card(name: &str) -> bool {
     let base = name.rsplit('/').next().unwrap_or(name);
     ["dataset_infos.json", "dataset_info.json", "state.json", "config.json"].contains(&base) || base.starts_with('.')
 }
 
-/// The split that a path is named for.
+/// The split in the name of a path.
 fn split_of(name: &str) -> Option<&'static str> {
     let lower = name.to_lowercase();
     let mut words = lower.split(['/', '-', '_', '.']);
@@ -93,7 +93,7 @@ fn split_of(name: &str) -> Option<&'static str> {
     })
 }
 
-/// Data files of a cached snapshot, two folders deep, as paths in the repository.
+/// Data files of a cached snapshot, up to two folders deep, as paths in the repository.
 fn cached(snapshot: &Path) -> Vec<String> {
     let mut out = Vec::new();
     let mut folders = vec![(snapshot.to_path_buf(), 0)];

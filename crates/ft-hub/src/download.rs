@@ -1,4 +1,4 @@
-//! Files of one repository into the cache, resumed and checked.
+//! Downloads files of one repository into the cache; resumes and verifies them.
 
 use crate::errors::{Wanted, explain, not_cached};
 use crate::http::{Answer, Client, Fault, encode, next_page};
@@ -14,15 +14,15 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// Pieces under way at the same time.
+/// Number of pieces downloaded in parallel.
 const PARALLEL: u64 = 4;
-/// Pages of a list of files.
+/// Largest number of pages of a file list.
 const PAGES: usize = 2000;
 
 /// A small public model that every hub has.
 const PUBLIC: &str = "openai-community/gpt2";
 
-/// How the hub answers a request that every download begins with.
+/// Sends the first request of every download and returns how the hub responds.
 pub(super) fn ask(settings: &HubSettings) -> HubStatus {
     let begun = std::time::Instant::now();
     let client = match Client::new(settings) {
@@ -33,7 +33,7 @@ pub(super) fn ask(settings: &HubSettings) -> HubStatus {
         return HubStatus::Reached(begun.elapsed());
     };
     match (&e, e.status()) {
-        // A mirror may not have this model, or lists nothing.
+        // A mirror may not have this model, or may not list files.
         (_, Some(404 | 405 | 501)) => HubStatus::Reached(begun.elapsed()),
         (_, Some(401 | 403)) if settings.token.is_some() => HubStatus::Refused,
         (_, Some(status)) => HubStatus::Failed(format!("it answers with HTTP status {status}")),
@@ -50,18 +50,18 @@ pub(crate) struct Repository<'a> {
     store: Store,
     /// `models` or `datasets`.
     plural: &'static str,
-    /// What the hub says is there; `None` offline, or when it does not tell.
+    /// The hub's file list; `None` if offline, or if the hub does not list files.
     listing: Option<BTreeMap<String, Blob>>,
-    /// The commit that the revision is, as far as the hub has told.
+    /// The commit of the revision, once the hub has sent it.
     commit: OnceLock<String>,
-    /// Only the cache: asked for, or the network is down.
+    /// Use only the cache: by request, or because the network is down.
     offline: bool,
 }
 
 impl<'a> Repository<'a> {
-    /// Opens a repository: asks the hub what is there, unless offline.
+    /// Opens a repository: asks the hub for its file list, unless offline.
     ///
-    /// Errors: no access or not found. Without a network and with a cached revision it goes on offline.
+    /// Errors: no access, or not found. Without a network it continues offline if the revision is cached.
     pub(crate) fn open(settings: &'a HubSettings, plural: &'static str, wanted: Wanted<'a>) -> Result<Self> {
         let mut out = Self {
             client: Client::new(settings)?,
@@ -85,7 +85,7 @@ impl<'a> Repository<'a> {
                 let _ = out.commit.set(commit);
                 out.listing = Some(listing);
             }
-            // A mirror may serve files without listing them; then every file is asked for by name.
+            // A mirror may serve files without listing them; then every file is requested by name.
             Err(e) if matches!(e.status(), Some(404 | 405 | 501)) && e.code().is_none() => {}
             Err(e) if e.is_passing() && out.snapshot().is_some() => out.offline = true,
             Err(e) => return Err(explain(&e, wanted, settings)),
@@ -97,17 +97,17 @@ impl<'a> Repository<'a> {
         self.offline
     }
 
-    /// Files in the repository, when the hub told.
+    /// Files in the repository, if the hub lists them.
     pub(crate) fn names(&self) -> Option<Vec<String>> {
         self.listing.as_ref().map(|l| l.keys().cloned().collect())
     }
 
-    /// The directory of this revision in the cache, if there is one.
+    /// The cached directory of this revision, if it exists.
     pub(crate) fn snapshot(&self) -> Option<PathBuf> {
         self.store.snapshot(&self.store.commit(self.wanted.revision)?)
     }
 
-    /// The commit of the revision, and what is in it.
+    /// The commit of the revision, and its files.
     fn list(&self) -> Answer<(String, BTreeMap<String, Blob>)> {
         let api = format!("/api/{}/{}", self.plural, self.wanted.id);
         let revision = encode(self.wanted.revision).replace('/', "%2F");
@@ -132,7 +132,7 @@ impl<'a> Repository<'a> {
         Err(Fault::Untrusted("a list without an end".into()))
     }
 
-    /// The address of a file at the commit, or at the revision while the commit is not known.
+    /// The URL path of a file at the commit, or at the revision while the commit is unknown.
     fn path_of(&self, file: &str) -> String {
         let kind = if self.plural == "datasets" { "datasets/" } else { "" };
         let revision = self.commit.get().map_or(self.wanted.revision, String::as_str);
@@ -140,7 +140,7 @@ impl<'a> Repository<'a> {
         format!("/{kind}{}/resolve/{revision}/{}", self.wanted.id, encode(file))
     }
 
-    /// What the hub says of a file that it does not list.
+    /// Requests the metadata of a file that the hub does not list.
     fn ask(&self, file: &str) -> Answer<Blob> {
         let found = self.client.file(&self.path_of(file), None, true)?;
         let text = |name: &str| found.hub.get(name).and_then(|v| v.to_str().ok());
@@ -155,7 +155,7 @@ impl<'a> Repository<'a> {
         let tag = tag.strip_prefix("W/").unwrap_or(tag).trim_matches('"');
         let hash =
             Hash::parse(tag).ok_or_else(|| Fault::Untrusted(format!("{:?} as the hash of a file", shorten(tag))))?;
-        // The length of a redirect is that of its own text.
+        // The content length of a redirect is that of its own body.
         let size = text("x-linked-size").or(text("content-length").filter(|_| !found.redirected));
         let size = size
             .and_then(|s| s.parse().ok())
@@ -163,7 +163,7 @@ impl<'a> Repository<'a> {
         Ok(Blob { size, hash })
     }
 
-    /// A file of the repository in the cache; `None` when the repository does not have it.
+    /// A file of the repository in the cache; `None` if the repository does not have it.
     pub(crate) fn optional(&self, file: &str) -> Result<Option<PathBuf>> {
         let wanted = Wanted {
             file: Some(file),
@@ -196,7 +196,7 @@ impl<'a> Repository<'a> {
         Ok(Some(path))
     }
 
-    /// A file that must be there.
+    /// A file that must exist.
     pub(crate) fn required(&self, file: &str) -> Result<PathBuf> {
         let wanted = Wanted {
             file: Some(file),
@@ -216,7 +216,7 @@ impl<'a> Repository<'a> {
         }
     }
 
-    /// Fetches the content of a file into the cache, from where an earlier attempt stopped.
+    /// Downloads the content of a file into the cache; continues an earlier attempt.
     fn fill(&self, file: &str, blob: &Blob, wanted: Wanted) -> Result<()> {
         let mut partial = self.store.partial(blob)?;
         if self.store.has(blob) {
@@ -232,7 +232,7 @@ impl<'a> Repository<'a> {
             match self.batch(file, blob, &mut partial, parallel, phase.as_ref())? {
                 None => (failures, parallel) = (0, PARALLEL),
                 Some(e) => {
-                    // A batch that brought something is no failure of the whole.
+                    // A batch that received some data resets the failure count.
                     failures = if partial.length() > before { 1 } else { failures + 1 };
                     if !e.is_passing() || failures >= self.settings.attempts {
                         return Err(explain(&e, wanted, self.settings));
@@ -247,8 +247,8 @@ impl<'a> Repository<'a> {
         self.store.finish(partial, blob, file).map_err(|e| e.or_at(at))
     }
 
-    /// Fetches the next pieces side by side and appends them in order; `Some` is the first failure. One piece alone may be
-    /// answered with the whole file: the server does not know ranges.
+    /// Downloads the next pieces in parallel and appends them in order; returns the first failure, if any. A request
+    /// for a single piece may be answered with the whole file, if the server does not support ranges.
     fn batch(
         &self,
         file: &str,
@@ -284,7 +284,7 @@ impl<'a> Repository<'a> {
             }
             let length = range.end - range.start;
             let mut bytes = Vec::new();
-            // No more than was asked for, whatever the server says of its length.
+            // Reads at most the requested bytes, whatever length the server announces.
             let mut body = found.response.into_body().into_reader().take(length);
             body.read_to_end(&mut bytes)
                 .map_err(|e| Fault::Unreachable(e.to_string()))?;
@@ -318,7 +318,7 @@ impl<'a> Repository<'a> {
         phase
     }
 
-    /// Tries again after failures that may pass.
+    /// Retries after transient failures.
     fn retry<R>(&self, mut send: impl FnMut() -> Answer<R>) -> Answer<R> {
         let mut wait = self.settings.wait;
         for _ in 1..self.settings.attempts {
@@ -332,7 +332,7 @@ impl<'a> Repository<'a> {
     }
 }
 
-/// Appends what comes until the file is `end` bytes long.
+/// Appends received bytes until the file is `end` bytes long.
 fn append(body: &mut dyn Read, end: u64, partial: &mut PartialFile, phase: Option<&Phase>) -> Result<Option<Fault>> {
     let mut buffer = vec![0u8; 1 << 18];
     while partial.length() < end {
@@ -351,7 +351,7 @@ fn show(phase: Option<&Phase>, done: u64) {
     phase.iter().for_each(|phase| phase.set(done));
 }
 
-/// A file of the hub's list; `None`: a directory, a name that leaves the repository, or no hash.
+/// A file of the hub's list; `None`: a directory, a name outside the repository, or no hash.
 fn blob_of(entry: &Value) -> Option<(String, Blob)> {
     let path = entry["path"].as_str().filter(|p| is_inside(p) && p.len() <= 1024)?;
     if entry["type"] != "file" {

@@ -1,10 +1,10 @@
-//! What went wrong at the hub, in words; the token is in none of them.
+//! Error messages for hub failures; they never contain the token.
 
 use crate::HubSettings;
 use crate::http::Fault;
 use ft_base::Error;
 
-/// What was asked for.
+/// The requested object.
 #[derive(Clone, Copy)]
 pub(crate) struct Wanted<'a> {
     /// `"model"` or `"data set"`.
@@ -26,14 +26,14 @@ pub(crate) fn explain(e: &Fault, wanted: Wanted, settings: &HubSettings) -> Erro
         None => format!("{}/{id}, revision {revision}", settings.endpoint),
     };
     let say = |what: String| Error::new(what).at(settings.scrub(&at));
-    // An error may quote the answer of the server, and that the request.
+    // The error may quote the server's answer, which may quote the request.
     let cause = || {
         let text = match e {
             Fault::Status { status, text, .. } => format!("HTTP status {status}: {text}"),
             Fault::Unreachable(text) | Fault::Untrusted(text) => text.clone(),
         };
         let text: String = text.chars().filter(|c| !c.is_control()).collect();
-        // Before it is cut: a part of the token must not be left.
+        // Scrub before truncation: otherwise a part of the token could remain.
         settings.scrub(text.trim()).chars().take(600).collect::<String>()
     };
     let gated = e.code() == Some("GatedRepo");
@@ -69,7 +69,7 @@ pub(crate) fn explain(e: &Fault, wanted: Wanted, settings: &HubSettings) -> Erro
     }
 }
 
-/// Offline, and the cache does not have it.
+/// The error if offline and not cached.
 pub(crate) fn not_cached(wanted: Wanted, settings: &HubSettings) -> Error {
     let what = match wanted.file {
         Some(file) => format!(

@@ -1,5 +1,5 @@
-//! Requests to a hub, and what its answers may make ft do. A hub is not trusted: a mirror may be hostile, and a
-//! connection may be intercepted. Redirects are followed here, so that the token goes to the hub's own address only.
+//! HTTP requests to a hub. A hub is not trusted: a mirror may be hostile, and a connection may be intercepted.
+//! Redirects are followed here, so that the token is sent only to the hub's own address.
 
 use crate::HubSettings;
 use ft_base::{Error, Result};
@@ -9,24 +9,24 @@ use ureq::http::{HeaderMap, Response, Uri, header};
 use ureq::tls::{RootCerts, TlsConfig};
 use ureq::{Agent, Body};
 
-/// Hosts that a file may be on, one after the other.
+/// Largest number of redirects of a file.
 const REDIRECTS: usize = 8;
-/// Bytes of an answer that is no file.
+/// Size limit of a response that is not a file, bytes.
 const ANSWER: u64 = 64 << 20;
 const ERROR_TEXT: u64 = 4 << 10;
 
-/// Why a request gave nothing.
+/// Reason for a failed request.
 #[derive(Debug)]
 pub(crate) enum Fault {
-    /// The server answered with this status; `code` is the hub's own word for it (`RepoNotFound`, `GatedRepo`, ...).
+    /// The server responded with this status; `code` is the hub's error code (`RepoNotFound`, `GatedRepo`, ...).
     Status {
         status: u16,
         code: Option<String>,
         text: String,
     },
-    /// No answer, or one that broke off.
+    /// No response, or an incomplete one.
     Unreachable(String),
-    /// An answer that ft does not act on.
+    /// A response that ft rejects.
     Untrusted(String),
 }
 
@@ -45,7 +45,7 @@ impl Fault {
         }
     }
 
-    /// Another attempt may cure it.
+    /// True if another attempt may succeed.
     pub fn is_passing(&self) -> bool {
         match self {
             Self::Unreachable(_) => true,
@@ -64,7 +64,7 @@ pub(crate) struct Client {
     bearer: Option<String>,
 }
 
-/// The answer to a request for a file: that of the hub itself, and that of the server which has the file.
+/// The response to a file request: headers of the hub, and the response of the server that has the file.
 pub(crate) struct Found {
     pub hub: HeaderMap,
     pub redirected: bool,
@@ -72,7 +72,7 @@ pub(crate) struct Found {
 }
 
 impl Client {
-    /// Errors: an address that is none; a token that would go over a connection anyone can read.
+    /// Errors: an invalid address; a token that would be sent over an unencrypted connection.
     pub fn new(settings: &HubSettings) -> Result<Self> {
         let wrong = |cause: String| {
             Error::usage("the hub address cannot be used")
@@ -122,7 +122,7 @@ impl Client {
         })
     }
 
-    /// A JSON answer of the hub's API, and its headers. `path` is encoded.
+    /// A JSON response of the hub's API, and its headers. `path` is URL-encoded.
     pub fn json(&self, path: &str) -> Answer<(serde_json::Value, HeaderMap)> {
         let found = self.send("GET", &format!("{}{path}", self.address), None, true)?;
         let mut text = Vec::new();
@@ -137,15 +137,15 @@ impl Client {
         Ok((value, found.hub))
     }
 
-    /// A file, or bytes `range` of it. `path` is encoded. With `head` only what the hub says of it.
+    /// A file, or bytes `range` of it. `path` is URL-encoded. With `head` only the hub's headers.
     pub fn file(&self, path: &str, range: Option<std::ops::Range<u64>>, head: bool) -> Answer<Found> {
         let range = range.map(|r| format!("bytes={}-{}", r.start, r.end - 1));
         let method = if head { "HEAD" } else { "GET" };
         self.send(method, &format!("{}{path}", self.address), range, false)
     }
 
-    /// `own`: the answer must come from the hub's own address. Of a HEAD request only redirects within it are followed:
-    /// the hub has said all by then.
+    /// `own`: the response must come from the hub's own address. A HEAD request follows only redirects within the hub,
+    /// because the hub's headers are already complete.
     fn send(&self, method: &str, url: &str, range: Option<String>, own: bool) -> Answer<Found> {
         let mut at: Uri = url.parse().map_err(|e| Fault::Untrusted(format!("{e}")))?;
         let mut hub: Option<HeaderMap> = None;
@@ -172,7 +172,7 @@ impl Client {
                 if leaves && own {
                     return Err(Fault::Untrusted("its API answers with another address".into()));
                 }
-                // What the hub says of a file stands in the answer that names another server.
+                // The hub's metadata of a file is in the response that redirects to another server.
                 if leaves && home {
                     hub = Some(headers.clone());
                 }
@@ -209,7 +209,7 @@ impl Client {
         Err(Fault::Untrusted(format!("more than {REDIRECTS} redirects")))
     }
 
-    /// Where a redirect goes. Errors: not to a web server, or from https to http.
+    /// The target of a redirect. Errors: not an HTTP server, or a change from https to http.
     fn target(&self, from: &Uri, to: &str) -> Answer<Uri> {
         let scheme = from.scheme_str().unwrap_or("https");
         let authority = from.authority().map_or("", |a| a.as_str());
@@ -244,13 +244,13 @@ fn same_server(a: &Uri, b: &Uri) -> bool {
     a.scheme_str() == b.scheme_str() && host(a) == host(b) && port(a) == port(b)
 }
 
-/// This very machine.
+/// True for the local machine.
 fn is_loopback(host: &str) -> bool {
     let bare = host.trim_start_matches('[').trim_end_matches(']');
     bare == "localhost" || bare.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
-/// A path of an address: everything but letters, digits and `-._~` is encoded, `/` stays.
+/// URL-encodes a path: everything except letters, digits and `-._~` is encoded, `/` stays.
 pub(crate) fn encode(path: &str) -> String {
     let mut out = String::with_capacity(path.len());
     for b in path.bytes() {

@@ -1,9 +1,9 @@
-//! A path or a hub id to local files: a model directory, or the data files of a data set.
+//! Resolves a path or a hub id to local files: a model directory, or the data files of a data set.
 //!
-//! Downloads go to the cache that the Hugging Face tools share (blobs, snapshots, refs). Files are fetched in ranges into
-//! `blobs/<hash>.incomplete`, which a later run takes up again. A hub is not trusted with anything but the content: names
-//! of commits and files are checked before they become paths (`store`), a content must have the hash that was promised,
-//! and the token goes to the hub's own address only (`http`).
+//! Downloads go to the cache that the Hugging Face tools share (blobs, snapshots, refs). Files are fetched in ranges
+//! into `blobs/<hash>.incomplete`, which a later run continues. A hub is not trusted: names of commits and files are
+//! checked before they become paths (`store`), a file must have the announced hash, and the token is sent only to the
+//! hub's own address (`http`).
 
 // Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
 #![cfg_attr(
@@ -37,7 +37,7 @@ pub use settings::HubSettings;
 use ft_base::{Error, Result, paths};
 use std::path::{Path, PathBuf};
 
-/// A local directory as it is; else the model with this hub id, downloaded as far as it is not cached.
+/// Returns a local directory unchanged; else downloads the missing files of the model with this hub id.
 ///
 /// Errors: neither a directory nor an id; not found; no access; no network and not cached.
 pub fn resolve_model(path: &str, revision: &str, progress: bool) -> Result<PathBuf> {
@@ -49,7 +49,7 @@ pub fn resolve_model(path: &str, revision: &str, progress: bool) -> Result<PathB
     resolve_with(&settings, path, revision)
 }
 
-/// `resolve_model` with settings that are given instead of read from the environment.
+/// As `resolve_model`, with explicit settings instead of those from the environment.
 pub fn resolve_with(settings: &HubSettings, path: &str, revision: &str) -> Result<PathBuf> {
     if Path::new(path).is_dir() {
         return Ok(PathBuf::from(path));
@@ -70,7 +70,7 @@ pub fn resolve_with(settings: &HubSettings, path: &str, revision: &str) -> Resul
     Err(no_feature(settings, path))
 }
 
-/// As `resolve_model`, but only `config.json` is fetched: enough for a plan.
+/// As `resolve_model`, but downloads only `config.json`: enough for a plan.
 pub fn resolve_config(path: &str, revision: &str) -> Result<PathBuf> {
     let settings = HubSettings::from_env();
     #[cfg(feature = "hub")]
@@ -81,8 +81,8 @@ pub fn resolve_config(path: &str, revision: &str) -> Result<PathBuf> {
     resolve_with(&settings, path, revision)
 }
 
-/// The local data files that `path` names: what is there as it is (readers refuse a directory); else a hub data set, as `org/name` (the
-/// files of its train split) or `org/name:file.jsonl`.
+/// The local data files for `path`: an existing path is returned unchanged (readers refuse a directory); else a hub
+/// data set, as `org/name` (the files of its train split) or `org/name:file.jsonl`.
 pub fn resolve_dataset_file(path: &str, revision: &str, progress: bool) -> Result<Vec<PathBuf>> {
     if Path::new(path).exists() {
         return Ok(vec![PathBuf::from(path)]);
@@ -92,7 +92,7 @@ pub fn resolve_dataset_file(path: &str, revision: &str, progress: bool) -> Resul
     resolve_dataset_with(&settings, path, revision)
 }
 
-/// `resolve_dataset_file` with settings that are given instead of read from the environment.
+/// As `resolve_dataset_file`, with explicit settings instead of those from the environment.
 pub fn resolve_dataset_with(settings: &HubSettings, path: &str, revision: &str) -> Result<Vec<PathBuf>> {
     if Path::new(path).exists() {
         return Ok(vec![PathBuf::from(path)]);
@@ -114,7 +114,7 @@ pub fn resolve_dataset_with(settings: &HubSettings, path: &str, revision: &str) 
     Err(no_feature(settings, id))
 }
 
-/// What a hub id that was not found, or could not be looked for, says: it may have been meant as a path.
+/// Error texts of a hub id that was not found or could not be looked up: it may have been meant as a path.
 #[cfg(feature = "hub")]
 const NOT_FOUND: [&str; 4] = [
     "cannot reach",
@@ -146,18 +146,18 @@ fn no_feature(settings: &HubSettings, id: &str) -> Error {
         ))
 }
 
-/// How the hub answers.
+/// Result of a connection test.
 #[derive(Debug, Clone, PartialEq)]
 pub enum HubStatus {
-    /// It gave what was asked for, after so long.
+    /// The hub answered the request, after this time.
     Reached(std::time::Duration),
-    /// It does not take the token.
+    /// The hub refused the token.
     Refused,
-    /// No answer, or none that helps: why.
+    /// No answer, or a useless one: the reason.
     Failed(String),
 }
 
-/// Asks the hub what files a small public model has, as every download begins; waits for at most `limit`.
+/// Requests the file list of a small public model, as every download does first; waits for at most `limit`.
 #[cfg(feature = "hub")]
 pub fn ask(settings: &HubSettings, limit: std::time::Duration) -> HubStatus {
     let (sender, receiver) = std::sync::mpsc::channel();
@@ -172,7 +172,7 @@ pub fn ask(settings: &HubSettings, limit: std::time::Duration) -> HubStatus {
     }
 }
 
-/// `org/name` with the characters that the hub allows.
+/// True for `org/name` with the characters that the hub allows.
 pub fn is_id(text: &str) -> bool {
     let part = |p: &str| {
         !p.is_empty()
@@ -186,7 +186,7 @@ pub fn is_id(text: &str) -> bool {
     matches!(text.split_once('/'), Some((org, name)) if part(org) && part(name))
 }
 
-/// A path inside a repository: no `..`, not absolute.
+/// True for a path inside a repository: no `..`, not absolute.
 fn is_inside(path: &str) -> bool {
     !path.is_empty()
         && !path.contains('\\')
@@ -206,10 +206,10 @@ fn check_revision(revision: &str) -> Result<()> {
         .hint("set `model.revision = \"main\"`"))
 }
 
-/// Endings of data files that ft reads, those with the most structure first.
+/// File extensions of supported data files, those with the most structure first.
 const DATA_KINDS: [&str; 6] = ["parquet", "jsonl", "ndjson", "json", "csv", "tsv"];
 
-/// The ending of a data file that ft reads.
+/// The extension of a supported data file.
 fn data_kind(path: &str) -> Option<&'static str> {
     let lower = path.to_lowercase();
     DATA_KINDS.into_iter().find(|kind| lower.ends_with(&format!(".{kind}")))
@@ -262,7 +262,7 @@ mod tests {
                 .to_string()
                 .contains("is a file")
         );
-        // A directory is no id, though it looks like one.
+        // A directory is not a hub id, although it looks like one.
         let inside = dir.path().join("rows");
         std::fs::create_dir(&inside).unwrap();
         assert_eq!(

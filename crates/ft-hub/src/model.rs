@@ -1,4 +1,4 @@
-//! Which files of a model repository are needed, and that all of them are there.
+//! Lists the files of a model repository that are needed, and checks that all of them exist.
 
 use crate::HubSettings;
 use crate::download::Repository;
@@ -8,7 +8,7 @@ use ft_formats::index;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// Small files that may be absent.
+/// Small optional files.
 const OPTIONAL: [&str; 8] = [
     "generation_config.json",
     "tokenizer.json",
@@ -87,7 +87,7 @@ fn weights(repository: &Repository<'_>, directory: &Path, wanted: Wanted, settin
     Ok(())
 }
 
-/// Why a repository cannot be used as a model.
+/// The error for a repository that cannot be used as a model.
 fn absent(repository: &Repository<'_>, file: &str, wanted: Wanted, settings: &HubSettings) -> Error {
     if repository.is_offline() {
         let file = Some(file);

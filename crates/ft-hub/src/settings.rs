@@ -1,27 +1,27 @@
-//! What the environment says about the hub, read once: the names that the Hugging Face tools use.
+//! Hub settings from the environment, read once: the variables of the Hugging Face tools.
 
 use ft_base::files;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Where the hub is, where its files are kept, and who asks.
+/// Address of the hub, location of the cache, and credentials.
 #[derive(Clone)]
 pub struct HubSettings {
     /// The directory with `models--org--name/...`.
     pub cache: PathBuf,
     pub endpoint: String,
     pub token: Option<String>,
-    /// Send the token over plain `http://` too.
+    /// Send the token over unencrypted `http://` too.
     pub insecure_token: bool,
-    /// Only what is in the cache.
+    /// Use only the cache.
     pub offline: bool,
     /// Show a progress bar (on stderr, when it is a terminal).
     pub progress: bool,
-    /// Failed attempts in a row before a download is given up.
+    /// Number of consecutive failed attempts before a download is abandoned.
     pub attempts: usize,
-    /// Wait after the first failed attempt; doubled after each further one.
+    /// Delay after the first failed attempt; it doubles after each further one.
     pub wait: Duration,
-    /// Bytes asked for at a time.
+    /// Bytes per request.
     pub piece: u64,
 }
 
@@ -54,12 +54,12 @@ impl std::fmt::Debug for HubSettings {
 }
 
 impl HubSettings {
-    /// HF_HUB_CACHE, HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE and their kin.
+    /// Reads HF_HUB_CACHE, HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE and related variables.
     pub fn from_env() -> Self {
         Self::from_lookup(|name| std::env::var(name).ok().filter(|v| !v.is_empty()))
     }
 
-    /// The same with another place to look names up in.
+    /// As `from_env`, with a custom lookup function.
     pub fn from_lookup(get: impl Fn(&str) -> Option<String>) -> Self {
         let truthy = |name: &str| {
             get(name).is_some_and(|v| matches!(v.trim().to_ascii_lowercase().as_str(), "1" | "true" | "yes" | "on"))
@@ -99,7 +99,7 @@ impl HubSettings {
         }
     }
 
-    /// `text` without the token, for messages.
+    /// Removes the token from `text`, for messages.
     pub fn scrub(&self, text: &str) -> String {
         match &self.token {
             Some(token) => text.replace(token.as_str(), "<token>"),

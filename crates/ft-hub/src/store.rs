@@ -1,6 +1,6 @@
 //! The cache that the Hugging Face tools share: `blobs/<hash>`, `snapshots/<commit>/<path>` (links to blobs) and
-//! `refs/<revision>` below a directory for each repository. Every name that comes from a hub is checked before it
-//! becomes part of a path, and nothing outside `blobs` is ever removed.
+//! `refs/<revision>` below a directory per repository. Every name that comes from a hub is checked before it becomes
+//! part of a path, and only files in `blobs` are ever removed.
 
 use crate::is_inside;
 use ft_base::partial::PartialFile;
@@ -8,24 +8,24 @@ use ft_base::{Error, Result, files};
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 
-/// What a hub says of a file.
+/// A hub's metadata of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Blob {
     pub size: u64,
     pub hash: Hash,
 }
 
-/// The name of a content, and how to check it.
+/// Content hash: identifies and verifies a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Hash {
     /// SHA-256 of a large file.
     Sha256(String),
-    /// Git's name of a small file: SHA-1 of a head and the content.
+    /// Git's id of a small file: SHA-1 of a header and the content.
     Git(String),
 }
 
 impl Hash {
-    /// From text of a hub; `None`: it is no hash.
+    /// Parses text from a hub; `None`: not a valid hash.
     pub fn parse(text: &str) -> Option<Self> {
         match text.len() {
             64 if is_hex(text) => Some(Self::Sha256(text.to_string())),
@@ -41,7 +41,7 @@ impl Hash {
     }
 }
 
-/// Lower case digits only: the name of a hash is also the name of a file.
+/// True for lower-case hex digits only: the hash is also a file name.
 fn is_hex(text: &str) -> bool {
     text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
 }
@@ -64,7 +64,7 @@ impl Store {
         }
     }
 
-    /// The commit that this revision was last.
+    /// The last known commit of this revision.
     pub fn commit(&self, revision: &str) -> Option<String> {
         if is_commit(revision) {
             return Some(revision.to_string());
@@ -73,7 +73,7 @@ impl Store {
         Some(text.trim().to_string()).filter(|c| is_commit(c))
     }
 
-    /// The directory of a commit, if it is there.
+    /// The directory of a commit, if it exists.
     pub fn snapshot(&self, commit: &str) -> Option<PathBuf> {
         Some(self.folder.join("snapshots").join(commit)).filter(|d| is_commit(commit) && d.is_dir())
     }
@@ -82,14 +82,14 @@ impl Store {
         self.folder.join("blobs").join(hash.name())
     }
 
-    /// Is the content here, under any revision?
+    /// True if the content is in the cache, under any revision.
     pub fn has(&self, blob: &Blob) -> bool {
         let path = self.blob(&blob.hash);
         path.symlink_metadata()
             .is_ok_and(|m| m.is_file() && m.len() == blob.size)
     }
 
-    /// The file in which this content grows. Errors: the disk has no room for it.
+    /// The file for the partial download of this content. Errors: not enough free disk space.
     pub fn partial(&self, blob: &Blob) -> Result<PartialFile> {
         let blobs = self.folder.join("blobs");
         files::create_dir_all(&blobs)?;
@@ -105,9 +105,9 @@ impl Store {
         }
     }
 
-    /// Checks a content that is complete and gives it its name.
+    /// Verifies a complete content and gives it its name.
     ///
-    /// Errors: it has another hash; then it is thrown away.
+    /// Errors: the hash differs; then the content is discarded.
     pub fn finish(&self, mut partial: PartialFile, blob: &Blob, what: &str) -> Result<()> {
         let found = match &blob.hash {
             Hash::Sha256(_) => {
@@ -136,7 +136,7 @@ impl Store {
             .hint("run the same command again: the damaged download was thrown away"))
     }
 
-    /// Gives a content its place in the directory of a commit, and returns that.
+    /// Links a content into the directory of a commit, and returns its path.
     pub fn place(&self, commit: &str, file: &str, blob: &Blob) -> Result<PathBuf> {
         if !is_commit(commit) || !is_inside(file) {
             return Err(Error::new("the hub gave a name that cannot be a path").found(format!("{commit:?}, {file:?}")));
@@ -150,7 +150,7 @@ impl Store {
         if let Ok(metadata) = path.symlink_metadata()
             && !metadata.is_symlink()
         {
-            // Some tools copy where they cannot link. What is there is left as it is.
+            // Some tools copy where they cannot link. An existing file is not changed.
             return match metadata.is_file() && metadata.len() == blob.size {
                 true => Ok(path),
                 false => Err(Error::new("the cache holds another file in this place")
@@ -167,7 +167,7 @@ impl Store {
         Ok(path)
     }
 
-    /// Remembers the commit of a revision.
+    /// Stores the commit of a revision.
     pub fn remember(&self, revision: &str, commit: &str) -> Result<()> {
         if is_commit(revision) || self.commit(revision).as_deref() == Some(commit) {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Gemma 2: soft-caps, norms before and after each half, windows in every second layer.
+//! Gemma 2: soft caps, norms before and after each half, sliding windows in every second layer.
 
 use super::{Config, Result, Spec};
 use crate::base::Error;
@@ -13,7 +13,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     Ok(())
 }
 
-/// What Gemma 2 and 3 have in common.
+/// Options that Gemma 2 and 3 share.
 pub fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norm_plus_one = true;
     spec.sandwich_norms = true;
@@ -35,7 +35,7 @@ pub fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
     Ok(())
 }
 
-/// A soft-cap; null switches it off.
+/// Reads a soft cap; null disables it.
 pub fn softcap(config: &Config, key: &str, default: Option<f32>) -> Result<Option<f32>> {
     if !config.raw.contains_key(key) {
         return Ok(default);

@@ -1,5 +1,5 @@
-//! Gemma 3, text only: norms on q and k, five windowed layers for each full one, a rope of their own for
-//! the windowed layers.
+//! Gemma 3, text only: norms on q and k, five sliding-window layers per full-attention layer, a separate rope for the
+//! sliding-window layers.
 
 use super::{Config, Result, Spec};
 use crate::base::Error;
@@ -8,13 +8,13 @@ use crate::report;
 use serde_json::{Map, Value, json};
 use std::sync::Once;
 
-/// A config is read several times in one run.
+/// The warning is shown once, although a config is read several times in a run.
 static TOLD: Once = Once::new();
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::gemma2::shared(config, spec)?;
     spec.qk_norm = true;
-    // transformers reads this key and never applies it: neither do we. A value that is wrong is refused all the same.
+    // transformers reads this key and never applies it; ft does the same. An invalid value is still refused.
     if let Some(cap) = super::gemma2::softcap(config, "attn_logit_softcapping", None)? {
         TOLD.call_once(|| {
             report::warn(&format!(
@@ -42,7 +42,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
         positions,
         &super::place(config, "rope_parameters.full_attention"),
     )?;
-    // transformers 4 gives the windowed layers `rope_local_base_freq` and no scaling.
+    // In configs of transformers 4 the sliding-window layers use `rope_local_base_freq` and no scaling.
     let local = match config.get("rope_parameters").and_then(Value::as_object) {
         Some(_) => super::rope_parameters(config, Some("sliding_attention"), 10_000.0)?,
         None => {

@@ -1,9 +1,9 @@
-//! Mistral: a sliding window in every layer, unless the config says null.
+//! Mistral: a sliding window in every layer, unless it is null in the config.
 
 use super::{Config, Result, Spec};
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
-    // transformers' default where the key is missing; null switches the window off.
+    // transformers' default if the key is missing; null disables the window.
     let window = if config.raw.contains_key("sliding_window") {
         config.opt_usize("sliding_window")?
     } else {

@@ -1,7 +1,7 @@
-//! From `config.json` to `Spec`: what all families share stands here, one small file a family beside it.
+//! Converts `config.json` to `Spec`: the code that all families share; each family has a small file.
 //!
-//! Options that are not understood are carried through unchanged by export; options that are known to
-//! change the mathematics and are not supported are refused by name.
+//! Unknown options are copied unchanged by export; options that are known to change the mathematics and are not
+//! supported are refused by name.
 
 mod gemma2;
 mod gemma3_text;
@@ -18,10 +18,10 @@ use crate::formats::config::Config;
 use crate::ops::glu::Activation;
 use serde_json::{Map, Value, json};
 
-/// Values of `model_type` that ft reads.
+/// Supported values of `model_type`.
 pub const NAMES: [&str; 7] = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"];
 
-/// Errors: an unknown `model_type`; an option of this config that ft cannot compute.
+/// Errors: an unknown `model_type`; an option of this config that ft does not support.
 pub fn read(config: &Config) -> Result<Spec> {
     let place = config.path.display().to_string();
     let model_type = config.model_type()?;
@@ -44,8 +44,8 @@ pub fn read(config: &Config) -> Result<Spec> {
     Ok(spec)
 }
 
-/// The largest sizes that a config without weights is believed: well above those of any published model. Weights that are
-/// there bound them first (`formats::fits`).
+/// Largest accepted sizes for a config without weights: well above those of any published model. If there are weights,
+/// `formats::fits` checks the sizes against them first.
 const LARGEST: [(&str, usize); 7] = [
     ("vocab_size", 1 << 24),
     ("hidden_size", 1 << 20),
@@ -55,10 +55,10 @@ const LARGEST: [(&str, usize); 7] = [
     ("num_key_value_heads", 1 << 14),
     ("head_dim", 1 << 14),
 ];
-/// Parameters of the whole model, so that bytes of them can be added up.
+/// Largest number of parameters of the whole model; their bytes can be added without overflow.
 const PARAMETERS: u128 = 1 << 48;
 
-/// A family that ft does not have, by its name.
+/// The error for an unsupported family, with the nearest supported name.
 fn unsupported(config: &Config, model_type: &str, place: &str) -> Error {
     let e = Error::new(format!("model type `{model_type}` is not supported"))
         .at(place)
@@ -82,7 +82,7 @@ fn unsupported(config: &Config, model_type: &str, place: &str) -> Error {
 }
 
 fn common(config: &Config, model_type: &str) -> Result<Spec> {
-    // Before anything is made of them.
+    // Check before the sizes are used.
     for (key, most) in LARGEST {
         if let Some(n) = config.opt_usize(key)?.filter(|n| *n > most) {
             return Err(out_of_range(key, n, most, &config.path.display().to_string()));
@@ -142,7 +142,7 @@ fn activation(config: &Config, key: &str, default: &str) -> Result<Activation> {
     }
 }
 
-/// The one set of rope parameters of most families, however the config writes it.
+/// The single set of rope parameters of most families, in any form of the config.
 fn rope(config: &Config, spec: &Spec, default_theta: f64) -> Result<Rope> {
     Rope::new(
         &rope_parameters(config, None, default_theta)?,
@@ -152,8 +152,8 @@ fn rope(config: &Config, spec: &Spec, default_theta: f64) -> Result<Rope> {
     )
 }
 
-/// Rope parameters as transformers 5 writes them: `rope_parameters`, for all layers or by layer type; or as
-/// transformers 4 does: `rope_theta` and `rope_scaling`.
+/// Rope parameters in the form of transformers 5 (`rope_parameters`, for all layers or per layer type) or of
+/// transformers 4 (`rope_theta` and `rope_scaling`).
 fn rope_parameters(config: &Config, layer_type: Option<&str>, default_theta: f64) -> Result<Map<String, Value>> {
     let object = |key: &str| match config.get(key) {
         None | Some(Value::Null) => Ok(None),
@@ -197,7 +197,7 @@ fn rope_parameters(config: &Config, layer_type: Option<&str>, default_theta: f64
     Ok(map)
 }
 
-/// `layer_types` where the config has it; else `default(layer)`: does this layer use the window?
+/// Sets the sliding windows from `layer_types` if the config has it; else the layers for which `default` is true.
 fn windows(config: &Config, spec: &mut Spec, window: Option<usize>, default: impl Fn(usize) -> bool) -> Result<()> {
     let types = match config.get("layer_types") {
         None | Some(Value::Null) => None,
@@ -239,7 +239,7 @@ fn place(config: &Config, key: &str) -> String {
     format!("{}: {key}", config.path.display())
 }
 
-/// Options that change what a model computes and that no supported family uses.
+/// Refuses options that change the computation and that no supported family uses.
 fn refuse_unsupported(config: &Config, place: &str) -> Result<()> {
     let zero = |v: &Value| v.as_f64() == Some(0.0);
     let one = |v: &Value| v.as_f64() == Some(1.0);

@@ -9,7 +9,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     Ok(())
 }
 
-/// Qwen's windows: off unless `use_sliding_window`, then from layer `max_window_layers` up.
+/// Qwen's sliding windows: off unless `use_sliding_window`, then from layer `max_window_layers` on.
 pub fn sliding(config: &Config, spec: &mut Spec) -> Result<()> {
     let on = config.bool_or("use_sliding_window", false)?;
     let window = if on {
@@ -19,7 +19,7 @@ pub fn sliding(config: &Config, spec: &mut Spec) -> Result<()> {
     };
     let first = config.opt_usize("max_window_layers")?.unwrap_or(28);
     if !on {
-        // With the switch off a window is never applied, whatever `layer_types` says.
+        // If the switch is off, no window is applied, whatever `layer_types` contains.
         return Ok(());
     }
     super::windows(config, spec, window, |l| l >= first)

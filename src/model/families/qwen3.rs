@@ -1,4 +1,4 @@
-//! Qwen3: norms on q and k per head, optional biases, windows as Qwen2.
+//! Qwen3: norms on q and k per head, optional biases, sliding windows as in Qwen2.
 
 use super::{Config, Result, Spec};
 
@@ -6,7 +6,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.qk_norm = true;
     let bias = config.bool_or("attention_bias", false)?;
     (spec.qkv_bias, spec.o_bias) = (bias, bias);
-    // transformers' default where the key is missing is 128, not hidden / heads.
+    // transformers' default if the key is missing is 128, not hidden / heads.
     if config.opt_usize("head_dim")?.is_none() {
         spec.head_dim = 128;
         spec.attention_scale = 1.0 / 128f32.sqrt();

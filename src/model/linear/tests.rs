@@ -1,4 +1,4 @@
-//! Every kind of adapter over every storage of its weight: the same as over the weight that the storage stands for.
+//! Each adapter kind on each storage type of the weight gives the same results as on the dequantized weight.
 
 use super::*;
 use crate::ops::oracle::{assert_close, random};
@@ -9,7 +9,7 @@ use crate::recipe::Dtype;
 use candle_core::{DType, Device};
 use std::collections::BTreeMap;
 
-/// Wants everything of adapters.
+/// A sink that wants all gradients of adapters.
 #[derive(Default)]
 struct All(BTreeMap<String, Tensor>);
 
@@ -32,7 +32,7 @@ fn storages(w: &Tensor) -> Vec<(String, Weight, f32)> {
     };
     vec![
         ("f32".into(), w.clone().into(), 1e-6),
-        // Where the processor multiplies bf16 tiles, activations are rounded on the way.
+        // On processors with bf16 matrix instructions, the activations are rounded to bf16.
         ("bf16".into(), w.to_dtype(DType::BF16).unwrap().into(), 2e-2),
         coded(Format::Int8 { group: 0 }),
         coded(Format::Int8 { group: 128 }),
@@ -56,7 +56,7 @@ fn adapters_over_codes_are_adapters_over_what_the_codes_stand_for() {
             all.push(("dora", Adapter::Dora(dora(0.5))));
             for (kind, adapter) in all {
                 let run = |weight: &Weight| {
-                    // DoRA keeps the sizes of the weight that it saw first.
+                    // DoRA caches the row norms of the first weight it is used with.
                     let adapter = match &adapter {
                         Adapter::Dora(_) => Adapter::Dora(dora(0.5)),
                         other => other.clone(),

@@ -1,4 +1,4 @@
-//! States under names: made, measured, saved, read back; parts of weights; corrections.
+//! Tests of optimizer states: created, measured, saved, restored; masked weights; corrections.
 
 use super::*;
 use crate::optim::Masks;
@@ -61,7 +61,7 @@ fn what_is_held_is_what_the_plan_says() {
             }
         }
     }
-    // AdamW: 8 bytes, in eight bits 2 and two scales every 256.
+    // AdamW: 8 bytes per element; 8-bit: 2 bytes, and two scales per 256 elements.
     assert_eq!(Optimizer::state_bytes(&settings(""), &[64, 128]), 8 * 64 * 128);
     let int8 = Optimizer::state_bytes(&settings(KINDS[1]), &[64, 128]);
     assert_eq!(int8, 2 * 64 * 128 + 2 * 4 * 32);
@@ -122,7 +122,7 @@ fn a_state_that_is_not_whole_is_refused() {
     assert!(restore(&[("m.codes", codes.clone()), ("m.scales", scales(3))]).is_err());
     assert!(restore(&[("m", codes)]).is_err());
     assert!(restore(&[("x", scales(3))]).is_err());
-    // And one of another size when it is used.
+    // A wrong size is an error when the state is used.
     restore(&[("m", scales(4)), ("v", scales(4))]).unwrap();
     assert!(update(&mut o, "w", &tensor(&[3], 1), &tensor(&[3], 2), 0.1, 1.0).is_err());
 }
@@ -156,7 +156,7 @@ fn a_masked_update_changes_its_part_and_no_more() {
                 Optimizer::state_bytes(&s, &[places.len])
                     + n as u64 * Optimizer::master_bytes(&s, dtype == DType::BF16)
             );
-            // As the part on its own would have been updated.
+            // Equal to an update of the active elements alone.
             let mut alone = Optimizer::new(s);
             (0..2).for_each(|_| update(&mut alone, "w", &small, &part, 1e-4, 1.0).unwrap());
             let want = alone.exact("w", &small).unwrap();
@@ -190,7 +190,7 @@ fn corrections_keep_no_state_and_lose_nothing_small() {
         }
         assert_eq!(o.saved().count(), 0);
         let after = o.exact("w", &weight).unwrap();
-        // How far it went along the way it should go: all of it, though every step is below the last bit of bf16.
+        // The projection on the expected direction: all of it, though every step is below the last bit of bf16.
         let (mut along, mut whole) = (0f64, 0f64);
         for ((a, b), g) in after.iter().zip(&before).zip(values(&gradient)) {
             let want = -100.0 * lr * if sign { g.signum() as f64 } else { g as f64 };

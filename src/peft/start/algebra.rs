@@ -1,4 +1,4 @@
-//! Dense decompositions in f64, on one thread each: the same bits on any machine with the same instructions.
+//! Dense decompositions in f64, one thread each: bit-equal on all machines with the same instructions.
 //!
 //! Letters: M rows, N columns, R rank.
 
@@ -9,12 +9,12 @@ use crate::peft::Lora;
 use faer::linalg::solvers::Solve;
 use faer::{Mat, MatRef, Side};
 
-/// Row-major f32 `[M, N]` in f64.
+/// Converts row-major f32 `[M, N]` to f64.
 pub fn matrix(values: &[f32], rows: usize, columns: usize) -> Mat<f64> {
     Mat::from_fn(rows, columns, |i, j| f64::from(values[i * columns + j]))
 }
 
-/// Row-major f32.
+/// Converts to row-major f32.
 pub fn values(m: MatRef<'_, f64>) -> Vec<f32> {
     let mut out = Vec::with_capacity(m.nrows() * m.ncols());
     for i in 0..m.nrows() {
@@ -23,14 +23,14 @@ pub fn values(m: MatRef<'_, f64>) -> Vec<f32> {
     out
 }
 
-/// U `[M, K]`, the singular values from the largest down, V `[N, K]`, with K = min(M, N).
+/// U `[M, K]`, the singular values in descending order, V `[N, K]`, with K = min(M, N).
 pub struct Svd {
     pub u: Mat<f64>,
     pub s: Vec<f64>,
     pub v: Mat<f64>,
 }
 
-/// Errors: numbers that are not finite, or no convergence.
+/// Errors: values that are not finite, or no convergence.
 pub fn svd(m: MatRef<'_, f64>) -> Result<Svd> {
     let fault = |what: String| Error::new("a weight cannot be decomposed into singular values").cause(what);
     let found = m.thin_svd().map_err(|e| fault(format!("{e:?}")))?;
@@ -46,7 +46,7 @@ pub fn svd(m: MatRef<'_, f64>) -> Result<Svd> {
 }
 
 /// The largest R singular values by power iterations on a random basis (Halko, Martinsson, Tropp 2011, "Finding
-/// structure with randomness", algorithm 4.4), with `OVERSAMPLING` more columns than asked for.
+/// structure with randomness", algorithm 4.4), with `OVERSAMPLING` extra columns.
 pub fn fast_svd(m: MatRef<'_, f64>, r: usize, iterations: usize, seed: u64, site: u64) -> Result<Svd> {
     const OVERSAMPLING: usize = 8;
     let width = (r + OVERSAMPLING).min(m.nrows()).min(m.ncols());
@@ -64,7 +64,7 @@ pub fn fast_svd(m: MatRef<'_, f64>, r: usize, iterations: usize, seed: u64, site
     })
 }
 
-/// Orthonormal columns that span those of `m`.
+/// An orthonormal basis of the columns of `m`.
 fn basis(m: MatRef<'_, f64>) -> Mat<f64> {
     m.qr().compute_thin_Q()
 }
@@ -75,7 +75,7 @@ pub fn qr(m: MatRef<'_, f64>) -> (Mat<f64>, Mat<f64>) {
     (found.compute_thin_Q(), found.thin_R().to_owned())
 }
 
-/// The eigenvectors of a symmetric matrix as columns, from the largest eigenvalue down, and the values.
+/// The eigenvectors of a symmetric matrix as columns, and the eigenvalues, both in descending order.
 pub fn eigen(m: MatRef<'_, f64>) -> Result<(Mat<f64>, Vec<f64>)> {
     let fault = |what: String| Error::new("a covariance cannot be decomposed").cause(what);
     let found = m.self_adjoint_eigen(Side::Lower).map_err(|e| fault(format!("{e:?}")))?;
@@ -85,15 +85,15 @@ pub fn eigen(m: MatRef<'_, f64>) -> Result<(Mat<f64>, Vec<f64>)> {
     Ok((vectors, values))
 }
 
-/// C⁻¹·B for a symmetric positive definite C by Cholesky; `None` where it is not.
+/// C⁻¹·B for a symmetric positive definite C by Cholesky; `None` if C is not positive definite.
 pub fn solve(c: MatRef<'_, f64>, b: MatRef<'_, f64>) -> Option<Mat<f64>> {
     let found = c.llt(Side::Lower).ok()?.solve(b);
     let finite = (0..found.ncols()).all(|j| (0..found.nrows()).all(|i| found[(i, j)].is_finite()));
     finite.then_some(found)
 }
 
-/// The pair of rank `r` nearest to s·(B·A - B₀·A₀), for the scale `scale`: A `[R, I]`, B `[O, R]`; and the part of
-/// the change that is lost (ratio of Frobenius norms).
+/// The pair of rank `r` nearest to s·(B·A - B₀·A₀), for the scale `scale`: A `[R, I]`, B `[O, R]`; and the relative
+/// error (ratio of Frobenius norms).
 pub fn compressed(lora: &Lora, r: usize, scale: f32) -> Result<(Vec<f32>, Vec<f32>, f64)> {
     let (a, b) = lora.plain()?;
     let ((wide, inputs), (outputs, _)) = (a.dims2()?, b.dims2()?);

@@ -1,9 +1,9 @@
 //! CorDA (Yang et al. 2024, arXiv 2406.05223, section 3): the singular components of W·C, with C the covariance of the
-//! inputs; of these the least important (kpm: what C was made of is kept) or the most important ones (ipm: it is
-//! learned faster) become the pair: A = √(S/s)·Vᵀ·C⁻¹, B = U·√(S/s).
+//! inputs. The least important ones (kpm: preserves the knowledge in the calibration data) or the most important ones
+//! (ipm: learns them faster) become the pair: A = √(S/s)·Vᵀ·C⁻¹, B = U·√(S/s).
 //!
-//! Adaptive ranks after CorDA++ (arXiv 2506.13187): one budget for the model, spent on the components that count least
-//! (kpm) or most (ipm) within their own module.
+//! Adaptive ranks after CorDA++ (arXiv 2506.13187): one budget for the model, spent on the components that contribute
+//! least (kpm) or most (ipm) to their own module.
 //!
 //! Letters: I input features, O output features, R rank, K = min(O, I).
 
@@ -20,7 +20,7 @@ pub enum Method {
     Ipm,
 }
 
-/// Whose normalisation: in PEFT each row of data is divided by |max(x)| and counts as one.
+/// Normalization: PEFT divides each row of data by |max(x)| and counts it as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arithmetic {
     Ft,
@@ -53,7 +53,7 @@ impl Covariance {
         self.size
     }
 
-    /// Adds `products` (Σ x·xᵀ over some tokens) and `sums`, each times its power of `factor`; they count `count`.
+    /// Adds `products` (Σ x·xᵀ over some tokens) times `factor`² and `sums` times `factor`; they count as `count`.
     pub fn add(&mut self, products: &[f32], sums: &[f32], factor: f64, count: usize) {
         for (to, &from) in self.products.iter_mut().zip(products) {
             *to += f64::from(from) * factor * factor;
@@ -70,7 +70,7 @@ impl Covariance {
         Mat::from_fn(self.size, self.size, |i, j| self.products[i * self.size + j] / n)
     }
 
-    /// The same about the mean.
+    /// As `mean`, around the mean.
     pub fn centred(&self) -> Mat<f64> {
         let n = self.count.max(1.0);
         let mean = |i: usize| self.sums[i] / n;
@@ -80,12 +80,12 @@ impl Covariance {
     }
 }
 
-/// Components of one linear, ready to be chosen from: the nearest to be chosen first.
+/// Candidate components of one linear, in the order in which they are chosen.
 #[derive(Debug, Clone)]
 pub struct Component {
     /// Singular values of W·C in the order of choice.
     pub s: Vec<f64>,
-    /// Their sum over all components.
+    /// Sum of all singular values.
     pub total: f64,
     /// `[O, candidates]`
     pub u: Mat<f64>,
@@ -93,15 +93,15 @@ pub struct Component {
     pub v: Mat<f64>,
 }
 
-/// Where damping starts, as a part of the mean of C's diagonal; it doubles until C can be inverted.
+/// Initial damping, relative to the mean of C's diagonal; it doubles until C can be inverted.
 const DAMPING: f64 = 0.01;
-/// Distance of C·C⁻¹ from the identity that PEFT allows.
+/// Largest distance of C·C⁻¹ from the identity that PEFT accepts.
 const PEFT_ERROR: f64 = 0.05;
 
 /// The first `candidates` components of W `[O, I]` for this method. C is damped as in the reference code: with a
-/// hundredth of its mean diagonal, doubled until it can be inverted.
+/// hundredth of its mean diagonal, doubled until C can be inverted.
 ///
-/// Errors: fewer components than asked for; a covariance that is zero or not finite.
+/// Errors: fewer components than requested; a covariance that is zero or not finite.
 pub fn components(w: MatRef<'_, f64>, c: &Covariance, method: Method, candidates: usize) -> Result<Component> {
     check_rank(candidates, w.nrows(), w.ncols())?;
     let plain = c.mean();
@@ -140,12 +140,12 @@ pub fn components(w: MatRef<'_, f64>, c: &Covariance, method: Method, candidates
     }
 }
 
-/// ‖C·X - V‖
+/// ‖C·X - V‖.
 fn error(c: MatRef<'_, f64>, x: MatRef<'_, f64>, v: MatRef<'_, f64>) -> f64 {
     (c * x - v).norm_l2()
 }
 
-/// The pair of the `r` components that are chosen first, for this scale.
+/// The pair of the first `r` components, for this scale.
 pub fn pair_of(found: &Component, method: Method, r: usize, scale: f32) -> Pair {
     // In kpm the last columns are the smallest.
     let first = match method {
@@ -161,8 +161,8 @@ pub fn pair_of(found: &Component, method: Method, r: usize, scale: f32) -> Pair 
     }
 }
 
-/// Ranks by module that spend `budget` in all, at least 1 and at most all candidates each: one component after the
-/// other goes to the module where the next one counts least (kpm) or most (ipm) of the module's whole.
+/// Ranks by module, `budget` in total, at least 1 and at most all candidates each: greedily adds one component to the
+/// module whose next component contributes least (kpm) or most (ipm) to the module's sum.
 pub fn allocate(modules: &[(Vec<f64>, f64)], method: Method, budget: usize) -> Vec<usize> {
     let mut ranks: Vec<usize> = modules.iter().map(|(s, _)| s.len().min(1)).collect();
     let share = |m: usize, rank: usize| {

@@ -1,4 +1,4 @@
-//! What a start needs beside the model for a while, for the planner.
+//! Temporary memory of an adapter init, for the planner.
 //!
 //! Letters: I input features, O output features, R rank, K = min(O, I), D hidden size.
 
@@ -8,11 +8,11 @@ use crate::recipe::{Lora, LoraInit, PeftType};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Linears of a layer that are decomposed side by side: each holds a few matrices of its weight's size in f64.
+/// Linears of a layer that are decomposed in parallel: each needs a few matrices of its weight's size in f64.
 const AT_ONCE: usize = 4;
 
-/// Which linears `[O, I]` of a layer are decomposed side by side, as ranges in order: never more than `AT_ONCE`, and
-/// together not larger than the largest one alone, so that the small ones cost no memory.
+/// Groups the linears `[O, I]` of a layer that are decomposed in parallel, as consecutive ranges: at most `AT_ONCE`,
+/// and together not larger than the largest one alone, so that the small ones need no extra memory.
 pub fn together(linears: &[(usize, usize)]) -> Vec<Range<usize>> {
     let size = |&(o, i): &(usize, usize)| (3 * o * i + (o + i) * o.min(i) + 3 * i * i) as u64;
     let most = linears.iter().map(size).max().unwrap_or(0);
@@ -30,12 +30,12 @@ pub fn together(linears: &[(usize, usize)]) -> Vec<Range<usize>> {
     out
 }
 
-/// Tokens of a batch of calibration rows: the sums of so many are f32 before they are added up in f64.
+/// Tokens of a batch of calibration rows: sums over one batch are f32, then accumulated in f64.
 pub const TOKENS: usize = 4096;
 
-/// Bytes at the worst moment of the start: hidden states of `tokens` calibration tokens of width `hidden` (D; with LoRA-GA
-/// of every layer, without the work of a layer on so many tokens), one layer's covariances, what is decomposed at one
-/// time, and what is kept until the last layer is done. 0 for starts that need none of it.
+/// Peak bytes of an init: hidden states of `tokens` calibration tokens of width `hidden` (D; for LoRA-GA of every
+/// layer, without the temporary memory of a layer on so many tokens), the covariances of one layer, the parallel
+/// decompositions, and the results that are kept until the last layer is done. 0 for inits that need none of it.
 pub fn bytes(lora: &Lora, hidden: usize, tokens: u64, adapters: &BTreeMap<String, Cost>) -> u64 {
     if lora.peft_type != PeftType::Lora || lora.adapter.is_some() {
         return 0;
@@ -52,7 +52,7 @@ pub fn bytes(lora: &Lora, hidden: usize, tokens: u64, adapters: &BTreeMap<String
     }
     let looks = matches!(init, LoraInit::Corda | LoraInit::Eva);
     let states = match init {
-        // One backward pass over all rows: the input of every layer is kept.
+        // One backward pass over all rows: the input of every layer is saved.
         LoraInit::LoraGa => 4 * tokens * hidden as u64 * (layers.len() as u64 + 1),
         _ if looks => 4 * tokens * hidden as u64,
         _ => 0,
@@ -64,7 +64,7 @@ pub fn bytes(lora: &Lora, hidden: usize, tokens: u64, adapters: &BTreeMap<String
             true => inputs.iter().map(|(_, i)| 8 * i * i).sum(),
             false => 0,
         };
-        // While one is added to: the sums of a batch, as a tensor and as numbers.
+        // During accumulation: the sums of a batch, as a tensor and as numbers.
         let sums = inputs
             .iter()
             .map(|(_, i)| 8 * i * i)
@@ -88,7 +88,7 @@ struct Linear {
     i: u64,
     o: u64,
     r: u64,
-    /// Which of a layer's different inputs it reads.
+    /// Index of its input among the different inputs of the layer.
     input: u8,
 }
 
@@ -112,7 +112,7 @@ impl Linear {
         })
     }
 
-    /// Decomposed: copies of W, of what is made of it, and its two factors, in f64.
+    /// Work of the decomposition: copies of W, of the matrix to decompose, and its two factors, in f64.
     fn work(&self, init: LoraInit, lora: &Lora) -> u64 {
         let (w, c, factors) = (self.o * self.i, self.i * self.i, (self.o + self.i) * self.o.min(self.i));
         match init {
@@ -127,7 +127,7 @@ impl Linear {
         }
     }
 
-    /// Found for this linear and not placed yet.
+    /// Results of this linear that are not written to the adapter yet.
     fn kept(&self, lora: &Lora) -> u64 {
         match lora.init_lora_weights {
             LoraInit::Corda => {

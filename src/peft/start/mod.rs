@@ -1,5 +1,5 @@
-//! How a low-rank pair can start, beside noise and zero: from the weight (PiSSA, OLoRA), from the inputs (EVA), from
-//! both (CorDA), from the first gradient (LoRA-GA).
+//! Adapter inits other than random and zero: from the weight (PiSSA, OLoRA), from the inputs (EVA), from both (CorDA),
+//! from the first gradient (LoRA-GA).
 //!
 //! Letters: I input features, O output features, R rank.
 

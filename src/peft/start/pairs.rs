@@ -1,4 +1,4 @@
-//! Starts that need one matrix: the weight, the covariance of the inputs, or the gradient.
+//! Inits from one matrix: the weight, the covariance of the inputs, or the gradient.
 //!
 //! Letters: I input features, O output features, R rank, K = min(O, I).
 
@@ -7,14 +7,14 @@ use super::corda::Covariance;
 use crate::base::{Error, Result};
 use faer::{Mat, MatRef};
 
-/// A `[R, I]` and B `[O, R]`, row by row.
+/// A `[R, I]` and B `[O, R]`, row-major.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Pair {
     pub a: Vec<f32>,
     pub b: Vec<f32>,
 }
 
-/// Errors: a rank that the matrix does not have.
+/// Errors: a rank larger than the matrix allows.
 pub(super) fn check_rank(r: usize, rows: usize, columns: usize) -> Result<()> {
     if r <= rows.min(columns) {
         return Ok(());
@@ -28,7 +28,7 @@ pub(super) fn check_rank(r: usize, rows: usize, columns: usize) -> Result<()> {
 }
 
 /// PiSSA (Meng et al. 2024, arXiv 2404.02948, section 3): the R largest components of W `[O, I]`,
-/// A = √(S/s)·Vᵀ and B = U·√(S/s). With `iterations` > 0 by the fast SVD.
+/// A = √(S/s)·Vᵀ and B = U·√(S/s). Uses the fast SVD if `iterations` > 0.
 pub fn pissa(w: MatRef<'_, f64>, r: usize, scale: f32, iterations: usize, seed: u64, site: u64) -> Result<Pair> {
     check_rank(r, w.nrows(), w.ncols())?;
     let found = match iterations {
@@ -54,10 +54,10 @@ pub fn olora(w: MatRef<'_, f64>, r: usize) -> Result<Pair> {
     })
 }
 
-/// EVA (Paischer et al. 2024, arXiv 2410.07170, section 3.1): the main directions of the inputs (about their mean, as in
-/// PEFT), which become the rows of A while B is zero, and the part of the variance that each explains.
+/// EVA (Paischer et al. 2024, arXiv 2410.07170, section 3.1): the principal directions of the inputs (around their
+/// mean, as in PEFT), which become the rows of A (B is zero), and the fraction of the variance that each explains.
 ///
-/// Returns `count` directions `[count, I]`, row by row. Errors: more directions than inputs.
+/// Returns `count` directions `[count, I]`, row-major. Errors: more directions than inputs.
 pub fn eva(inputs: &Covariance, count: usize) -> Result<(Vec<f32>, Vec<f64>)> {
     check_rank(count, inputs.size(), inputs.size())?;
     let (vectors, values) = algebra::eigen(inputs.centred().as_ref())?;
@@ -66,15 +66,15 @@ pub fn eva(inputs: &Covariance, count: usize) -> Result<(Vec<f32>, Vec<f64>)> {
     Ok((algebra::values(vectors.transpose().get(..count, ..)), explained))
 }
 
-/// EVA's ranks (section 3.2, as PEFT spends them): of all directions of all linears, in the order of the model, the
-/// `budget` that explain most. `first_of[m]` is the first linear that reads the input of linear m: it gets the highest of
-/// their ranks.
+/// EVA's ranks (section 3.2, allocated as in PEFT): the `budget` directions that explain most variance, among all
+/// directions of all linears in model order. `first_of[m]` is the first linear with the same input as linear m: it gets
+/// the highest of their ranks.
 pub fn eva_ranks(explained: &[Vec<f64>], first_of: &[usize], budget: usize) -> Vec<usize> {
     let mut all: Vec<(usize, f64)> = Vec::new();
     for (m, values) in explained.iter().enumerate() {
         all.extend(values.iter().map(|v| (m, *v)));
     }
-    // A stable sort: of equals the first counts.
+    // Stable sort: among equal values the first one wins.
     all.sort_by(|a, b| b.1.total_cmp(&a.1));
     let mut ranks = vec![0; explained.len()];
     all.iter().take(budget).for_each(|(m, _)| ranks[*m] += 1);
@@ -86,8 +86,8 @@ pub fn eva_ranks(explained: &[Vec<f64>], first_of: &[usize], budget: usize) -> V
     ranks
 }
 
-/// LoRA-GA (Wang et al. 2024, arXiv 2407.05000, section 3.2), with PEFT's defaults: of the gradient `[O, I]` A takes
-/// the R largest right directions, B the next R left ones times their singular values and O^¼ / √16.
+/// LoRA-GA (Wang et al. 2024, arXiv 2407.05000, section 3.2), with PEFT's defaults: from the gradient `[O, I]`, A takes
+/// the R largest right singular vectors, B the next R left ones times their singular values and O^¼ / √16.
 pub fn lora_ga(gradient: MatRef<'_, f64>, r: usize) -> Result<Pair> {
     check_rank(2 * r, gradient.nrows(), gradient.ncols())?;
     let found = algebra::svd(gradient)?;

@@ -1,4 +1,4 @@
-//! Starts against what defines them.
+//! Compares adapter inits with their definitions.
 
 use super::algebra::{compressed, eigen, fast_svd, matrix, qr, solve, svd, values};
 use super::*;
@@ -21,7 +21,7 @@ fn close(a: &Mat<f64>, b: &Mat<f64>, tolerance: f64) {
 
 fn covariance(inputs: usize, tokens: usize, seed: u64) -> (Covariance, Mat<f64>) {
     let mut x = weight(tokens, inputs, seed);
-    // Directions of different sizes.
+    // Directions with different variances.
     for j in 0..inputs {
         for i in 0..tokens {
             x[(i, j)] *= 1.0 / (1.0 + j as f64);
@@ -91,7 +91,7 @@ fn olora_starts_from_an_orthonormal_basis() {
     let pair = olora(w.as_ref(), 3).unwrap();
     let b = matrix(&pair.b, 6, 3);
     close(&(b.transpose() * &b), &Mat::identity(3, 3), 1e-6);
-    // The first columns of W are those of Q·R.
+    // The first columns of W equal those of Q·R.
     let whole = product(&pair, 3, 6, 9);
     close(&whole.get(.., ..3).to_owned(), &w.get(.., ..3).to_owned(), 1e-6);
 }
@@ -123,7 +123,7 @@ fn lora_ga_follows_the_gradient() {
             .map(|k| found.u[(i, 2 + k)] * found.s[2 + k] * stable * found.v[(j, k)])
             .sum::<f64>()
     });
-    // Signs of the singular vectors are free, but come from one decomposition.
+    // Signs of the singular vectors are arbitrary, but consistent within one decomposition.
     close(&product(&pair, 2, 6, 9), &best, 1e-6);
     assert!(lora_ga(g.as_ref(), 4).is_err());
 }
@@ -142,7 +142,7 @@ fn corda_parts_the_weight_by_its_inputs() {
     };
     let (kpm, ipm) = (all(Method::Kpm), all(Method::Ipm));
     assert!((kpm.total - ipm.total).abs() < 1e-9);
-    // What is taken out by kpm matters least for these inputs, what ipm takes most; plain SVD lies between.
+    // On these inputs the components of kpm have the least effect, those of ipm the most; plain SVD is in between.
     let moved = |method, r| {
         let found = components(w.as_ref(), &c, method, r).unwrap();
         let mut delta = product(&pair_of(&found, method, r, scale), r, 6, 9);
@@ -163,7 +163,7 @@ fn corda_parts_the_weight_by_its_inputs() {
     let nothing = Covariance::new(9);
     assert!(components(w.as_ref(), &nothing, Method::Kpm, 2).is_err());
     assert!(components(w.as_ref(), &c, Method::Kpm, 7).is_err());
-    // Fewer tokens than directions: damping makes it invertible.
+    // Fewer tokens than directions: damping makes the covariance invertible.
     assert!(components(w.as_ref(), &covariance(9, 3, 8).0, Method::Kpm, 2).is_ok());
 }
 
@@ -197,7 +197,7 @@ fn compressing_keeps_what_fits_and_tells_what_is_lost() {
 #[test]
 fn eva_spends_ranks_where_directions_explain_most() {
     let explained = vec![vec![0.5, 0.1], vec![0.5, 0.1], vec![0.9, 0.4], vec![0.05, 0.01]];
-    // The first two read one input: of equals the first counts.
+    // The first two have the same input: among equal values the first one wins.
     assert_eq!(eva_ranks(&explained, &[0, 0, 2, 3], 4), [1, 1, 2, 0]);
     assert_eq!(eva_ranks(&explained, &[0, 0, 2, 3], 5), [2, 1, 2, 0]);
     assert_eq!(eva_ranks(&explained, &[0, 0, 2, 3], 100), [2, 2, 2, 2]);

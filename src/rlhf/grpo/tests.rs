@@ -1,4 +1,4 @@
-//! Losses of GRPO and its kin: slopes against differences, and what the correction of coded rollouts is for.
+//! Tests of GRPO losses: derivatives against finite differences, and the correction of rollouts with quantized weights.
 
 use super::*;
 use crate::rlhf::correction::{Correction, Mode};
@@ -24,7 +24,7 @@ fn settings(loss_type: LossType, level: Level) -> Settings {
     }
 }
 
-/// The gradient is that of the loss, on either side of every bound.
+/// The gradient equals that of the loss, on either side of every bound.
 #[test]
 fn slopes_are_those_of_the_loss() {
     let old = [-1.0f32, -2.0, -0.5, -1.5];
@@ -106,11 +106,11 @@ fn without_old_log_probs_the_ratio_is_one() {
     }
 }
 
-/// A policy of two tokens a step over two steps, sampled from coarser weights (as coded ones are): over all answers the
-/// corrected gradient has the exact policy gradient as its mean; the uncorrected one has not.
+/// A policy of two steps with two tokens each, sampled from rounded weights (as quantized ones are): over all answers
+/// the mean of the corrected gradient is the exact policy gradient; that of the uncorrected one is not.
 #[test]
 fn the_correction_of_coded_rollouts_is_unbiased() {
-    // p(first token = 1), p(second = 1 | first): exact, and as int8 rounding might leave them.
+    // p(first token = 1), p(second = 1 | first): exact, and with an error like that of int8 rounding.
     let exact = |a: usize, b: usize| {
         let first: f64 = [0.3, 0.7][a];
         let second: f64 = [[0.6, 0.4], [0.15, 0.85]][a][b];
@@ -127,7 +127,7 @@ fn the_correction_of_coded_rollouts_is_unbiased() {
         min: None,
         max: Some(3.0),
     };
-    // By the log-probability of each token of each answer, summed with the probability of having sampled it.
+    // With respect to the log-probability of each token of each answer, summed with the sampling probability.
     let gradient = |loss_type: LossType, corrected: bool| {
         let settings = Settings {
             beta: 0.0,
@@ -156,7 +156,7 @@ fn the_correction_of_coded_rollouts_is_unbiased() {
         let mut worst = 0f64;
         for (a, b) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
             let p = exact(a, b);
-            // Of -E[R]: -p(answer) R, by the log-probability of either token.
+            // Gradient of -E[R]: -p(answer) R, with respect to the log-probability of either token.
             let want = -p.0 * p.1 * reward[a][b];
             worst = sums[a][b].iter().fold(worst, |w, g| w.max((g - want).abs()));
         }

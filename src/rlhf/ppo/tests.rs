@@ -1,4 +1,4 @@
-//! Losses of PPO: slopes against differences, and the value head.
+//! Tests of PPO losses: derivatives against finite differences, and the value head.
 
 use super::*;
 

@@ -1,14 +1,14 @@
-//! Losses of pairs, as arithmetic on the log-probabilities of whole answers: loss and slope.
+//! Pairwise preference losses on the log-probabilities of whole answers: loss and derivatives.
 //!
-//! - DPO: Rafailov et al. 2023, arXiv 2305.18290, equation 7, and its variants, each with its source at its arm.
+//! - DPO: Rafailov et al. 2023, arXiv 2305.18290, equation 7, and its variants, each cited at its match arm.
 //! - ORPO: Hong et al. 2024, arXiv 2403.07691, equations 6 and 7.
 //! - SimPO: Meng et al. 2024, arXiv 2405.14734, equation 6.
 //!
-//! The loss of a batch is the sum over its pairs; TRL's is that divided by the pairs.
+//! The loss of a batch is the sum over its pairs; TRL's is that sum divided by the number of pairs.
 
 use crate::recipe::{FDivergence, PairLoss};
 
-/// ln σ(x)
+/// ln σ(x).
 pub fn log_sigmoid(x: f64) -> f64 {
     x.min(0.0) - (-x.abs()).exp().ln_1p()
 }
@@ -25,19 +25,18 @@ fn log_one_minus_exp(x: f64) -> f64 {
     }
 }
 
-/// An answer as the losses see it.
+/// Inputs of the losses for one answer.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Side {
-    /// Sum of the log-probabilities of the answer's tokens; with `ld_alpha` a weighted one.
+    /// Sum of the log-probabilities of the answer's tokens; with `ld_alpha` a weighted sum.
     pub logp: f64,
-    /// The same under the reference.
+    /// The same sum for the reference model.
     pub reference: f64,
-    /// Tokens of the answer.
+    /// Number of tokens of the answer.
     pub length: f64,
-    /// Tokens of the answer that are predicted: all but a row's first.
+    /// Number of predicted tokens of the answer: all but the first token of a row.
     pub predicted: f64,
-    /// Sum of the log-probabilities of every trained token of the document, and how many they are: with ORPO the
-    /// prompt belongs to them.
+    /// Sum of the log-probabilities of all trained tokens of the document, and their number; ORPO includes the prompt.
     pub text_logp: f64,
     pub text_tokens: f64,
 }
@@ -49,30 +48,30 @@ pub struct Pair {
     pub rejected: Side,
 }
 
-/// What a loss says of a batch of B pairs.
+/// Result of a loss for a batch of B pairs.
 #[derive(Debug, Clone, Default)]
 pub struct Terms {
     /// Sum over the pairs.
     pub loss: f64,
-    /// `[B]`: slopes at `chosen.logp` and `rejected.logp`.
+    /// `[B]`: derivatives with respect to `chosen.logp` and `rejected.logp`.
     pub slopes: Vec<[f64; 2]>,
-    /// Slope at every trained token of each chosen document.
+    /// Derivative with respect to the log-probability of every trained token of each chosen document.
     pub text_slope: f64,
-    /// Further means over the pairs, named as in TRL.
+    /// Additional means over the pairs, named as in TRL.
     pub metrics: Vec<(&'static str, f64)>,
     /// `[B]`: rewards of chosen and rejected.
     pub rewards: Vec<[f64; 2]>,
 }
 
-/// Which loss of pairs.
+/// Type of a pairwise loss.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Pairwise {
     Dpo(Dpo),
     Orpo {
         beta: f64,
     },
-    /// Length-normalised rewards without a reference, a target margin `gamma`, and `nll` times the cross-entropy of
-    /// the chosen answers (TRL's CPO with `loss_type = "simpo"` and its `cpo_alpha`).
+    /// Length-normalized rewards without a reference, a target margin `gamma`, and `nll` times the cross-entropy of the
+    /// chosen answers (TRL's CPO with `loss_type = "simpo"` and its `cpo_alpha`).
     Simpo {
         beta: f64,
         gamma: f64,
@@ -84,7 +83,7 @@ pub enum Pairwise {
 /// Settings of DPO, named as in TRL.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Dpo {
-    /// The losses that are added up, with their weights.
+    /// The losses to add, with their weights.
     pub losses: Vec<(PairLoss, f64)>,
     pub beta: f64,
     pub label_smoothing: f64,
@@ -94,7 +93,7 @@ pub struct Dpo {
 }
 
 impl Pairwise {
-    /// Does it compare with a reference?
+    /// True if the loss uses a reference model.
     pub fn has_reference(&self) -> bool {
         matches!(self, Pairwise::Dpo(_))
     }
@@ -113,7 +112,7 @@ impl Pairwise {
     }
 }
 
-/// Cross-entropy of the chosen texts, the mean over the tokens of the batch, and its slope at each of them.
+/// Cross-entropy of the chosen texts, averaged over the tokens of the batch, and its derivative for each token.
 fn chosen_nll(pairs: &[Pair]) -> (f64, f64) {
     let tokens: f64 = pairs.iter().map(|p| p.chosen.text_tokens).sum();
     let logp: f64 = pairs.iter().map(|p| p.chosen.text_logp).sum();
@@ -122,7 +121,7 @@ fn chosen_nll(pairs: &[Pair]) -> (f64, f64) {
 
 impl Dpo {
     /// The score of a log-ratio: f'(π/π_ref) without its constant (f-DPO: Wang et al. 2023, arXiv 2309.16240,
-    /// table 1), and its slope.
+    /// table 1), and its derivative.
     fn score(&self, ratio: f64) -> (f64, f64) {
         match self.f_divergence {
             FDivergence::ReverseKl => (ratio, 1.0),
@@ -133,7 +132,7 @@ impl Dpo {
                 let t = power * ratio;
                 match () {
                     _ if power.abs() < 1e-6 => (ratio, 1.0),
-                    // e^80 is about the largest f32, where TRL stops too.
+                    // e^80 is close to the largest f32; TRL stops there too.
                     _ if t > 80.0 => ((80f64.exp() - 1.0) / power, 0.0),
                     _ => (t.exp_m1() / power, t.exp()),
                 }
@@ -153,7 +152,7 @@ impl Dpo {
             match kind {
                 PairLoss::Sft => {
                     let (loss, slope) = chosen_nll(pairs);
-                    // TRL gives the batch's loss to each of its pairs.
+                    // TRL adds the batch's loss to each of its pairs.
                     out.loss += weight * loss * pairs.len() as f64;
                     out.text_slope += weight * slope * pairs.len() as f64;
                 }
@@ -172,11 +171,11 @@ impl Dpo {
         out
     }
 
-    /// The loss of one pair, and its slopes at the log-probabilities of chosen and rejected.
+    /// The loss of one pair, and its derivatives with respect to the log-probabilities of chosen and rejected.
     fn one(&self, kind: PairLoss, pair: &Pair, [chosen, rejected]: [f64; 2]) -> (f64, [f64; 2]) {
         let (beta, smooth) = (self.beta, self.label_smoothing);
         let ((sc, gc), (sr, gr)) = (self.score(chosen), self.score(rejected));
-        // Of a loss of x = β (score of chosen - score of rejected).
+        // For a loss of x = β (score of chosen - score of rejected).
         let of_difference = |loss: f64, slope: f64| (loss, [beta * slope * gc, -beta * slope * gr]);
         let x = beta * (sc - sr);
         let lengths = [pair.chosen.length.max(1.0), pair.rejected.length.max(1.0)];
@@ -247,19 +246,19 @@ impl Dpo {
                 let slope = -beta * sigmoid(-x);
                 (-log_sigmoid(x), [slope * gc / lengths[0], -slope * gr / lengths[1]])
             }
-            // These look at the whole batch: see `evaluate`.
+            // These losses need the whole batch: see `evaluate`.
             PairLoss::Sft | PairLoss::Aot | PairLoss::AotUnpaired => (0.0, [0.0; 2]),
         }
     }
 
-    /// Alignment by optimal transport: sorted values are compared (Melnyk et al. 2024, arXiv 2406.05882).
+    /// Alignment by optimal transport: compares sorted values (Melnyk et al. 2024, arXiv 2406.05882).
     fn aot(&self, pairs: &[Pair], ratios: &[[f64; 2]], paired: bool, weight: f64, out: &mut Terms) {
         let sorted = |value: &dyn Fn(usize) -> f64| {
             let mut order: Vec<usize> = (0..pairs.len()).collect();
             order.sort_by(|&a, &b| value(a).total_cmp(&value(b)));
             order
         };
-        // Both sides of each comparison: what is above, what is below.
+        // The two sides of each comparison: the upper and the lower one.
         let above = |i: usize| match paired {
             true => pairs[i].chosen.logp - pairs[i].rejected.logp,
             false => ratios[i][0],
@@ -282,7 +281,7 @@ impl Dpo {
     }
 }
 
-/// -ln σ(x) with a part of the labels flipped, and its slope.
+/// -ln σ(x) with label smoothing, and its derivative.
 fn smoothed(x: f64, label_smoothing: f64) -> (f64, f64) {
     (
         -log_sigmoid(x) * (1.0 - label_smoothing) - log_sigmoid(-x) * label_smoothing,
@@ -305,7 +304,7 @@ fn orpo(beta: f64, pairs: &[Pair]) -> Terms {
     };
     let (mut odds_sum, mut ratio_sum) = (0.0, 0.0);
     for pair in pairs {
-        // A mean of exactly 0 has infinite odds; the nearest f32 below has not.
+        // A mean of exactly 0 has infinite odds; the nearest f32 below 0 does not.
         let [c, r] = means(pair).map(|m| m.min(-f64::from(f32::EPSILON)));
         let odds = (c - r) - (log_one_minus_exp(c) - log_one_minus_exp(r));
         out.loss -= beta * log_sigmoid(odds);

@@ -1,9 +1,9 @@
 //! The objective of the stages that train a language model on preferences: `dpo`, `orpo`, `simpo`, `kto`.
 //!
-//! Two products with the output projection: one for the log-probabilities of the answers, then, with the slopes that
-//! the arithmetic of `losses` and `unpaired` finds, one for the gradients. Logits exist a chunk of tokens at a time.
+//! Two products with the output projection: one for the log-probabilities of the answers, then one for the gradients,
+//! with the derivatives from `losses` or `unpaired`. Logits exist for one chunk of tokens at a time.
 //!
-//! Documents of a batch stand in pairs: chosen and rejected; for KTO a judged answer and its mismatched pair.
+//! The documents of a batch are in pairs: chosen and rejected; for KTO a judged answer and its mismatched pair.
 
 use super::columns::{LABEL, PROMPT, REFERENCE};
 use super::losses::{Pair, Pairwise, Side, Terms};
@@ -17,20 +17,20 @@ use crate::rlhf::policy::gradients;
 use candle_core::Tensor;
 use std::ops::Range;
 
-/// What is learned from.
+/// Kind of training data, with its loss.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Algorithm {
     Pairs {
         loss: Pairwise,
         /// Weight of an answer's tokens beyond the length of the shorter answer (LD-DPO: Liu et al. 2024,
-        /// arXiv 2409.06411); 1 is off.
+        /// arXiv 2409.06411); 1: off.
         ld_alpha: f64,
     },
     Judged(Kto),
 }
 
 impl Algorithm {
-    /// Must the reference's log-probabilities be known?
+    /// True if the log-probabilities of the reference are needed.
     pub fn has_reference(&self) -> bool {
         match self {
             Algorithm::Pairs { loss, .. } => loss.has_reference(),
@@ -45,7 +45,7 @@ impl Algorithm {
         }
     }
 
-    /// Where the answers stand, and how their tokens count. Errors: the batch lacks a column.
+    /// Positions and token weights of the answers. Errors: the batch lacks a column.
     fn answers(&self, batch: &Batch) -> Result<Vec<Answer>> {
         let prompts = batch.columns.document(PROMPT)?;
         if prompts.len() + 1 != batch.documents.len() {
@@ -54,7 +54,7 @@ impl Algorithm {
         let mut answers = Vec::with_capacity(prompts.len());
         for (document, &prompt) in batch.documents.windows(2).zip(prompts) {
             let (start, end, prompt) = (document[0], document[1], prompt as usize);
-            // Position n predicts the token after it.
+            // Position n predicts token n + 1.
             let first = (start + prompt.max(1)).min(end) - 1;
             let length = (end - start).saturating_sub(prompt) as f64;
             answers.push(Answer {
@@ -83,11 +83,11 @@ impl Algorithm {
 /// The answer of a document.
 struct Answer {
     document: Range<usize>,
-    /// Positions whose targets are its tokens.
+    /// Positions whose targets are the answer tokens.
     targets: Range<usize>,
-    /// Its tokens, also one that nothing predicts.
+    /// Number of answer tokens, including one that no position predicts.
     length: f64,
-    /// Tokens beyond this many count less.
+    /// Tokens beyond this number have a lower weight.
     shared: usize,
 }
 
@@ -107,7 +107,7 @@ impl Answer {
     }
 }
 
-/// The objective; see the module.
+/// The preference objective.
 pub struct Preferences {
     algorithm: Algorithm,
     means: Means,
@@ -121,8 +121,8 @@ impl Preferences {
         }
     }
 
-    /// Slopes of the loss at the answers' sums, `[documents]`, at the trained tokens of each document, the sum of the
-    /// losses, and how many units were right.
+    /// Derivatives of the loss with respect to the answers' sums and to the trained tokens of each document,
+    /// `[documents]`, the sum of the losses, and the number of correct units.
     fn slopes(&self, batch: &Batch, answers: &[Answer], log_probs: &[f32]) -> Result<Slopes> {
         let ld_alpha = self.algorithm.ld_alpha();
         let none = vec![0f32; answers.len()];
@@ -134,7 +134,7 @@ impl Preferences {
             let answer = &answers[d];
             let texts = answer.document.clone().filter(|n| batch.targets[*n] != IGNORE);
             Side {
-                // Rounded as the reference is: where nothing has changed the difference is zero.
+                // Rounded like the reference: the difference is exactly zero for unchanged weights.
                 logp: f64::from(answer.sum(log_probs, ld_alpha) as f32),
                 reference: f64::from(reference[d]),
                 length: answer.length,
@@ -170,7 +170,7 @@ impl Preferences {
     fn measure(&self, loss: &Pairwise, pairs: &[Pair], terms: &Terms, correct: f64) {
         let count = pairs.len() as f64;
         let sum = |f: &dyn Fn(usize) -> f64| (0..pairs.len()).map(f).sum::<f64>();
-        // TRL reports sums over the tokens where the loss takes sums.
+        // TRL reports sums over the tokens if the loss uses sums.
         let logp = |s: &Side| match loss {
             Pairwise::Dpo(_) => s.logp,
             _ => s.logp / s.predicted.max(1.0),
@@ -228,7 +228,7 @@ impl Preferences {
         if let [chosen, rejected] = means[..] {
             self.means.add("rewards/margins", (chosen - rejected) * count, count);
         }
-        // Right: a desirable answer became likelier than it was under the reference, another one less likely.
+        // Correct: a desirable answer became more likely than with the reference, or an undesirable one less likely.
         let correct = answers.iter().filter(|a| (a.ratio > kl) == a.desirable).count() as f64;
         self.means.add("rewards/accuracies", correct, count);
         self.means.add("kl", kl * count, count);
@@ -245,9 +245,9 @@ struct Slopes {
     /// Sum over the units.
     loss: f64,
     correct: f64,
-    /// `[documents]`: at the answers' sums.
+    /// `[documents]`: with respect to the answers' sums.
     answers: Vec<f64>,
-    /// `[documents]`: at each trained token.
+    /// `[documents]`: with respect to each trained token.
     texts: Vec<f64>,
 }
 
@@ -278,7 +278,7 @@ impl Objective for Preferences {
         gradients(h, head, &batch.targets, &along, need)
     }
 
-    /// Units: pairs, or judged answers.
+    /// Number of units: pairs, or judged answers.
     fn weight(&self, batch: &Batch) -> usize {
         match &self.algorithm {
             Algorithm::Pairs { .. } => batch.documents.len().saturating_sub(1) / 2,

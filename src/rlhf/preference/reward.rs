@@ -17,20 +17,20 @@ use crate::ops::update;
 use crate::rlhf::means::Means;
 use candle_core::{DType, Device, Tensor};
 
-/// The name of the score head in a run's checkpoints.
+/// Name of the score head in a run's checkpoints.
 pub const SCORE: &str = "objective.score.weight";
 
-/// See the module.
+/// The reward objective.
 pub struct Reward {
     /// f32 `[1, D]`
     score: Param,
-    /// The id that transformers takes for padding: trailing ones are skipped, as there.
+    /// The padding id in transformers: trailing padding tokens are skipped, as there.
     pad: Option<u32>,
     center: f64,
     means: Means,
 }
 
-/// Scores of documents. `h` `[N, D]`: hidden states after the final norm; `score` `[1, D]`. Gives `[documents]`.
+/// Scores of documents, `[documents]`. `h` `[N, D]`: hidden states after the final norm; `score` `[1, D]`.
 pub fn scores(h: &Tensor, batch: &Batch, pad: Option<u32>, score: &Tensor) -> Result<Vec<f64>> {
     let (_, rows) = last_states(h, batch, pad)?;
     let weight = update::to_f32_vec(score)?;
@@ -62,7 +62,7 @@ fn last_states(h: &Tensor, batch: &Batch, pad: Option<u32>) -> Result<(Tensor, V
 }
 
 impl Reward {
-    /// A head of width D drawn from a normal distribution with deviation `std`. `center` is TRL's
+    /// A new head of width D, drawn from a normal distribution with standard deviation `std`. `center` is TRL's
     /// `center_rewards_coefficient`.
     pub fn new(width: usize, std: f64, pad: Option<u32>, center: f64, seed: u64, device: &Device) -> Result<Self> {
         let rng = Rng::new(seed, Stream::Init, &[u64::from_le_bytes(*b"score   ")]);
@@ -72,7 +72,7 @@ impl Reward {
         Self::with_head(Tensor::from_vec(values, (1, width), device)?, pad, center)
     }
 
-    /// With this head, f32 `[1, D]`.
+    /// Uses this head, f32 `[1, D]`.
     pub fn with_head(score: Tensor, pad: Option<u32>, center: f64) -> Result<Self> {
         Ok(Self {
             score: Param {
@@ -146,7 +146,7 @@ impl Objective for Reward {
         })
     }
 
-    /// Pairs.
+    /// Number of pairs.
     fn weight(&self, batch: &Batch) -> usize {
         batch.documents.len().saturating_sub(1) / 2
     }

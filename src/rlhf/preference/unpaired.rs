@@ -1,9 +1,9 @@
-//! KTO: answers judged one by one (Ethayarajh et al. 2024, arXiv 2402.01306, equations 7 and 8), and the variant
-//! `apo_zero_unpaired` of TRL without the KL term.
+//! KTO: answers judged one by one (Ethayarajh et al. 2024, arXiv 2402.01306, equations 7 and 8), and TRL's variant
+//! `apo_zero_unpaired` without the KL term.
 //!
-//! How far the policy is from its reference is estimated from mismatched pairs: each prompt of the micro-batch with
-//! another row's answer. The mean of their log-ratios, not below zero, moves the point from which an answer is better
-//! or worse; no gradient goes through it.
+//! The KL to the reference is estimated from mismatched pairs: each prompt of the micro-batch with the answer of
+//! another row. The mean of their log-ratios, at least zero, shifts the reference point between better and worse
+//! answers; no gradient flows through it.
 
 use super::losses::sigmoid;
 use crate::recipe::JudgedLoss;
@@ -25,7 +25,7 @@ pub struct Judged {
     pub desirable: bool,
 }
 
-/// Sum of the losses, the slope at each ratio, and the KL estimate. `mismatched`: log-ratios of the mismatched pairs.
+/// Sum of the losses, the derivative for each ratio, and the KL estimate. `mismatched`: log-ratios of mismatched pairs.
 pub fn evaluate(kto: &Kto, answers: &[Judged], mismatched: &[f64]) -> (f64, Vec<f64>, f64) {
     let kl = match kto.loss {
         JudgedLoss::Kto => (mismatched.iter().sum::<f64>() / mismatched.len().max(1) as f64).max(0.0),

@@ -1,9 +1,9 @@
-//! Weights on the disk: the checkpoint's own files, read one layer at a time.
+//! Disk offload: reads the weights from the checkpoint's own files, one layer at a time.
 //!
-//! What is here at any time: the parameters that are trained now and those of the head group that are small or
-//! asked for whole (`held`), at most two layers (the one in use and the next, which another thread reads), and two
-//! pieces of a head that comes in pieces. Rows of the embedding are read one by one. Parameters that were trained
-//! and are not any more come from files of the run (`store`).
+//! In memory at any time: the active parameters, the parameters of the head group that are small or needed whole
+//! (`held`), at most two layers (the current one and the next, read by another thread), and two pieces of a streamed
+//! head. Rows of the embedding are read one by one. Parameters that were trained and are inactive now come from files
+//! of the run (`store`).
 
 mod numbers;
 mod pool;
@@ -30,24 +30,24 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use store::STEP;
 
-/// How a model on the disk is used.
+/// Options of a disk source.
 #[derive(Debug, Clone)]
 pub struct Options {
     pub dtype: Dtype,
-    /// How each weight is stored while it is not trained.
+    /// Storage type of each weight while it is frozen.
     pub storage: Policy,
     pub device: Device,
-    /// Directory for what was trained; it is emptied.
+    /// Directory for trained parameters; it is emptied.
     pub trained: PathBuf,
-    /// File for the codes of weights that are stored so.
+    /// File for the quantized weights.
     pub codes: PathBuf,
-    /// Name of the matrix that projects to the vocabulary.
+    /// Name of the output projection (LM head).
     pub head: String,
-    /// Rows of it that come at a time, a multiple of `PIECE`; `None`: it is held whole.
+    /// Number of its rows read at a time, a multiple of `PIECE`; `None`: it is held whole.
     pub head_rows: Option<usize>,
 }
 
-/// Writes the weights of `Resident::random`, a few numbers at a time, to a file that can be opened.
+/// Writes the weights of `Resident::random` to a model file, a few elements at a time.
 pub fn write_random(path: &Path, params: &[ParamInfo], seed: u64, std: f32, norm: f32, dtype: Dtype) -> Result<()> {
     let dtype = match dtype {
         Dtype::F32 => StoredDtype::F32,
@@ -73,17 +73,17 @@ pub fn write_random(path: &Path, params: &[ParamInfo], seed: u64, std: f32, norm
 
 type Held = BTreeMap<Arc<str>, Tensor>;
 
-/// What the reading thread shares.
+/// State shared with the reader thread.
 struct Shared {
     params: Vec<ParamInfo>,
-    /// Positions in `params`.
+    /// Indices into `params`.
     groups: BTreeMap<Group, Vec<usize>>,
     files: Files,
-    /// Parameters that are codes while they do not train.
+    /// Parameters that are quantized while they are frozen.
     coded: BTreeMap<Arc<str>, Format>,
     dtype: DType,
     device: Device,
-    /// Parameters that stay here: those that are trained now, and those that always do.
+    /// Parameters in memory: the active ones, and those that are always held.
     held: Mutex<Held>,
 }
 
@@ -91,9 +91,9 @@ pub struct Disk {
     shared: Arc<Shared>,
     layers: Pool<Layers>,
     pieces: Pool<Pieces>,
-    /// Held without being trained.
+    /// Parameters that are always held, active or not.
     always: Vec<Arc<str>>,
-    /// Trained now; all of them are held.
+    /// Active parameters; all of them are in `held`.
     active: Mutex<BTreeSet<Arc<str>>>,
     options: Options,
     jobs: Option<mpsc::Sender<Job>>,
@@ -101,9 +101,9 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Reads what is always held; nothing else yet.
+    /// Reads the parameters that are always held, and nothing else.
     ///
-    /// Errors: as `Resident::load`; a number of head rows that is no multiple of `PIECE`.
+    /// Errors: as `Resident::load`; a number of head rows that is not a multiple of `PIECE`.
     pub fn open(params: Vec<ParamInfo>, weights: Weights, options: Options) -> Result<Self> {
         check_names(&params, &weights)?;
         if options
@@ -171,7 +171,7 @@ impl Disk {
 
     fn send(&self, job: Job) {
         if let Some(Err(mpsc::SendError(job))) = self.jobs.as_ref().map(|jobs| jobs.send(job)) {
-            // The thread is gone: whoever prefetches reads himself.
+            // The reader thread has ended: read on the calling thread.
             job();
         }
     }
@@ -210,7 +210,7 @@ impl Shared {
         Ok(Tensor::zeros(shape, self.dtype, &self.device)?)
     }
 
-    /// A parameter in memory of its own.
+    /// Reads a parameter into newly allocated memory.
     fn load(&self, param: &ParamInfo) -> Result<Tensor> {
         let tensor = self.zeros(&param.shape)?;
         self.files.fill(&param.name, 0, &tensor)?;
@@ -224,7 +224,7 @@ impl Shared {
     }
 }
 
-/// Loads whole layers: what is not held goes to the buffers, in the order of the layer's parameters.
+/// Loads whole layers: parameters that are not held are read into the buffers, in the order of the layer's parameters.
 struct Layers(Arc<Shared>);
 
 impl Load for Layers {
@@ -248,7 +248,7 @@ impl Load for Layers {
         for (i, p) in self.0.members(group)?.enumerate() {
             let weight: Weight = match (held.get(&p.name), self.0.coded.get(&p.name), buffers.get(&i)) {
                 (Some(held), ..) => held.clone().into(),
-                // Codes are never changed: they come in memory of their own.
+                // Quantized weights are read into new memory: they are never updated in place.
                 (None, Some(format), _) => self.0.files.coded(p, *format)?.into(),
                 (None, None, Some(buffer)) => {
                     self.0.files.fill(&p.name, 0, buffer)?;
@@ -262,7 +262,7 @@ impl Load for Layers {
     }
 }
 
-/// Loads rows of the head, from the row that is the key on.
+/// Loads rows of the head, starting at the row given by the key.
 struct Pieces {
     shared: Arc<Shared>,
     name: Arc<str>,
@@ -301,7 +301,7 @@ impl LayerSource for Disk {
         let all_held = self.shared.members(group)?.all(|p| held.contains_key(&p.name));
         match group {
             Group::Layer(_) if !all_held => self.layers.get(group),
-            // The embedding whole, or a head of which all but a streamed matrix is held.
+            // The whole embedding, or a head whose parameters are all held except a streamed matrix.
             _ => {
                 let mut weights = GroupWeights::default();
                 for p in self.shared.members(group)? {
@@ -377,7 +377,7 @@ impl LayerSource for Disk {
             return Err(Error::new("this weight does not come in pieces").at(name));
         };
         let piece = self.pieces.get(first)?;
-        // After the last comes the first: the head is gone through twice, and again in the next batch.
+        // After the last piece follows the first: the head is read twice per batch, and again in the next batch.
         let all = self.shared.param(name)?.shape[0];
         let next = if first + rows < all { first + rows } else { 0 };
         if next != first {
@@ -387,7 +387,7 @@ impl LayerSource for Disk {
     }
 
     fn activate(&self, names: &[&str], low: &mut dyn LowerHalves) -> Result<()> {
-        // Adapters are not of this room.
+        // Adapters are not parameters of this source.
         let params = |name: &&str| self.shared.param(name).ok();
         for param in names.iter().filter_map(params) {
             if self.held(&param.name).is_none() {

@@ -1,4 +1,4 @@
-//! Where the numbers of a parameter are: in the checkpoint, or, once it was trained, in the store.
+//! Reads and writes parameters: in the checkpoint, or, after training, in the store.
 
 use super::store::{CODES, LOW, STEP, Store, WEIGHT, part_name};
 use crate::base::{Error, Result, files};
@@ -18,7 +18,7 @@ use std::sync::{Mutex, PoisonError};
 pub(super) struct Files {
     weights: Weights,
     store: Store,
-    /// Codes of the checkpoint's weights.
+    /// Quantized weights of the checkpoint.
     codes: Option<Weights>,
     dtype: Dtype,
 }
@@ -33,7 +33,7 @@ impl Files {
         })
     }
 
-    /// Makes codes of these weights of the checkpoint, one weight at a time, in a file of their own.
+    /// Quantizes these weights of the checkpoint, one at a time, into a separate file.
     pub fn make_codes(&mut self, params: &[(&ParamInfo, Format)], file: &Path) -> Result<()> {
         let mut plans = Vec::new();
         for (p, format) in params {
@@ -67,9 +67,9 @@ impl Files {
         Ok(())
     }
 
-    /// Codes of a weight of the checkpoint.
+    /// Quantizes one weight of the checkpoint.
     fn code(&self, p: &ParamInfo, format: Format) -> Result<Coded> {
-        // Half the memory on the way, the same codes.
+        // Reading bf16 halves the temporary memory; the quantized data is the same.
         if self.weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) {
             let mut values = vec![bf16::ZERO; p.elements()];
             self.weights.read_bf16_at(&p.name, 0, &mut values)?;
@@ -80,7 +80,7 @@ impl Files {
         encode(&values, p, format, self.dtype)
     }
 
-    /// A weight as codes.
+    /// Reads a quantized weight.
     pub fn coded(&self, p: &ParamInfo, format: Format) -> Result<Coded> {
         let trained = self.store.open(&p.name)?;
         let (file, first) = match (&trained, &self.codes) {
@@ -101,7 +101,7 @@ impl Files {
         .map_err(|e| e.or_at(&*p.name))
     }
 
-    /// Runs `f` on the file that holds `name`, and the name under which it does.
+    /// Calls `f` with the file that contains `name`, and the tensor's name in that file.
     fn with<R>(&self, name: &str, f: impl FnOnce(&Weights, &str) -> Result<R>) -> Result<R> {
         match self.store.open(name)? {
             Some(file) => f(&file, WEIGHT),
@@ -109,7 +109,7 @@ impl Files {
         }
     }
 
-    /// Numbers of `name` from number `first` on, as many as `to` has.
+    /// Fills `to` with elements of `name`, starting at element `first`.
     pub fn fill(&self, name: &str, first: usize, to: &Tensor) -> Result<()> {
         self.with(name, |file, key| {
             write_to(
@@ -120,7 +120,7 @@ impl Files {
         })
     }
 
-    /// Rows of a matrix of `width` columns, to the rows of `to`.
+    /// Reads rows of a matrix with `width` columns into the rows of `to`.
     pub fn fill_rows(&self, name: &str, width: usize, rows: &[usize], to: &Tensor) -> Result<()> {
         self.with(name, |file, key| {
             let each = |row: &usize| row * width;
@@ -138,7 +138,7 @@ impl Files {
         })
     }
 
-    /// The lower half of a master, if there is one.
+    /// Reads the low 16 bits of the fp32 master, if they are stored.
     pub fn low(&self, name: &str, count: usize, device: &Device) -> Result<Option<Tensor>> {
         let Some(file) = self.store.open(name)?.filter(|f| f.info(LOW).is_some()) else {
             return Ok(None);
@@ -148,12 +148,12 @@ impl Files {
         Ok(Some(Tensor::from_vec(low, count, device)?))
     }
 
-    /// Keeps what was trained.
+    /// Stores a trained parameter.
     pub fn write(&self, name: &str, exact: &Exact, codes: Option<&Coded>) -> Result<()> {
         exact.send(&mut |numbers| self.store.write(name, numbers, codes))
     }
 
-    /// Takes the exact values in tensor `name` of `saved`.
+    /// Restores the exact values from tensor `name` of `saved`.
     pub fn restore(&self, p: &ParamInfo, format: Option<Format>, saved: &Weights, device: &Device) -> Result<()> {
         let Some(format) = format else {
             return self.store.restore(&p.name, self.dtype, saved);
@@ -165,7 +165,7 @@ impl Files {
         self.write(&p.name, &exact, Some(&codes))
     }
 
-    /// All numbers, a few at a time.
+    /// Passes all elements to `sink`, in pieces.
     pub fn read(&self, name: &str, count: usize, sink: &mut NumbersSink) -> Result<()> {
         self.with(name, |file, key| {
             let has_low = key == WEIGHT && file.info(LOW).is_some();
@@ -196,7 +196,7 @@ impl Files {
     }
 }
 
-/// Lets one of two readers write the numbers of a tensor.
+/// Fills a tensor with the reader that fits its data type.
 fn write_to(
     to: &Tensor,
     wide: impl Fn(&mut [f32]) -> Result<()> + Sync + Send,

@@ -1,5 +1,5 @@
-//! Places for what comes from the disk: two of them, so that the next thing travels while the present one is in
-//! use. Their memory is made once and used again and again.
+//! Double buffer for data from the disk: the next item is prefetched while the current one is in use. The memory is
+//! allocated once and reused.
 
 use crate::base::{Error, Result};
 use crate::source::GroupWeights;
@@ -7,24 +7,24 @@ use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// What is in use and what comes next.
+/// Double buffer: the current item and the next one.
 const PLACES: usize = 2;
 
-/// The memory of a place: tensors by their position in what is loaded.
+/// Memory of a slot: tensors by their index in the item.
 pub(super) type Buffers = BTreeMap<usize, Tensor>;
 
-/// Knows how a thing is loaded.
+/// Loads an item into the buffers of a slot.
 pub(super) trait Load: Send + Sync + 'static {
     type Key: Copy + Eq + Send + 'static;
 
-    /// Makes the buffers that are missing. Called by whoever asks: memory comes from one thread.
+    /// Allocates missing buffers. The requesting thread calls it, so that one thread allocates all memory.
     fn prepare(&self, key: Self::Key, buffers: &mut Buffers) -> Result<()>;
 
-    /// Fills the buffers and names what is in them. Called by the reader, or by whoever cannot wait for it.
+    /// Fills the buffers and returns them by name. Runs on the reader thread, or on the thread that needs the item.
     fn fill(&self, key: Self::Key, buffers: &Buffers) -> Result<GroupWeights>;
 }
 
-/// Work for the reading thread.
+/// A job for the reader thread.
 pub(super) type Job = Box<dyn FnOnce() + Send>;
 
 enum Content {
@@ -38,14 +38,14 @@ struct Place<K> {
     key: Option<K>,
     content: Content,
     buffers: Buffers,
-    /// Asked for in advance, and not fetched since.
+    /// True if the slot was prefetched, and not fetched since.
     awaited: bool,
-    /// When it was last asked for.
+    /// Time of the last request (a counter).
     last: u64,
 }
 
 impl<K> Place<K> {
-    /// Nobody reads or fills it.
+    /// True if the slot is not being read or filled.
     fn is_free(&self) -> bool {
         match &self.content {
             Content::Loading => false,
@@ -72,7 +72,7 @@ impl<L: Load> Pool<L> {
         }))
     }
 
-    /// What `key` names: it is here, on its way, or loaded now.
+    /// Returns the item `key`; waits if it is being loaded, loads it if it is not present.
     pub fn get(&self, key: L::Key) -> Result<Arc<GroupWeights>> {
         let inner = &*self.0;
         let mut places = inner.lock();
@@ -96,7 +96,7 @@ impl<L: Load> Pool<L> {
                 Content::Empty => break,
             }
         }
-        // Whoever holds both places gets a third: better than waiting for oneself.
+        // If the caller still holds both slots, a third one is created; waiting would be a deadlock.
         let at = inner.choose(&mut places, true).unwrap_or_else(|| {
             places.push(Place::new());
             places.len() - 1
@@ -126,7 +126,7 @@ impl<L: Load> Pool<L> {
         result
     }
 
-    /// Has `key` loaded by the reader, if a place is free; an error waits for `get`.
+    /// Prefetches `key` on the reader thread if a slot is free; `get` returns the error, if any.
     pub fn prefetch(&self, key: L::Key, send: impl FnOnce(Job)) {
         let inner = &*self.0;
         let mut places = inner.lock();
@@ -157,20 +157,20 @@ impl<L: Load> Pool<L> {
         send(Box::new(job));
     }
 
-    /// Forgets what was loaded (its weights have changed); the memory stays.
+    /// Invalidates the loaded items (their weights have changed); the memory is kept.
     pub fn forget(&self) {
         let inner = &*self.0;
         let mut places = inner.settled();
         for place in places.iter_mut() {
             if !place.is_free() {
-                // Somebody still reads this memory: it goes with the last reader.
+                // The memory is still in use: the last reader frees it.
                 place.buffers.clear();
             }
             (place.key, place.content, place.awaited) = (None, Content::Empty, false);
         }
     }
 
-    /// Bytes of all places; waits for what is on its way.
+    /// Bytes of all slots; waits for running loads.
     pub fn bytes(&self) -> u64 {
         let places = self.0.settled();
         let tensors = places.iter().flat_map(|p| p.buffers.values());
@@ -197,7 +197,7 @@ impl<L: Load> Inner<L> {
         self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// When nothing is being loaded.
+    /// Waits until no load is running.
     fn settled(&self) -> MutexGuard<'_, Vec<Place<L::Key>>> {
         let mut places = self.lock();
         while places.iter().any(|p| matches!(p.content, Content::Loading)) {
@@ -206,8 +206,8 @@ impl<L: Load> Inner<L> {
         places
     }
 
-    /// The place to load into: a new one, or the free one that was used longest ago. What was asked for and not
-    /// fetched yet gives way only if it `must`.
+    /// Returns the slot to load into: a new one, or the least recently used free one. A prefetched slot that was not
+    /// fetched yet is reused only if `must` is true.
     fn choose(&self, places: &mut Vec<Place<L::Key>>, must: bool) -> Option<usize> {
         let free = |p: &Place<L::Key>| p.is_free() && (must || !p.awaited);
         let oldest = (0..places.len())
@@ -228,7 +228,7 @@ fn clock<K>(places: &[Place<K>]) -> u64 {
     places.iter().map(|p| p.last).max().unwrap_or(0) + 1
 }
 
-/// The place now belongs to `key`, which is being loaded; its memory goes to the loader.
+/// Assigns the slot to `key` and marks it as loading; returns its memory for the loader.
 fn begin<K>(places: &mut [Place<K>], at: usize, key: K, awaited: bool) -> Buffers {
     let now = clock(places);
     let place = &mut places[at];
@@ -243,7 +243,7 @@ mod tests {
     use candle_core::Device;
     use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-    /// Loads the number itself; 13 fails.
+    /// Loads the key itself as a number; key 13 fails.
     #[derive(Default)]
     struct Numbered {
         filled: AtomicUsize,
@@ -275,7 +275,7 @@ mod tests {
         handle.get("x").unwrap().1.to_vec1::<f32>().unwrap()[0]
     }
 
-    /// A reader that runs its jobs at once, on another thread.
+    /// A reader that runs each job at once, on another thread.
     fn now(job: Job) {
         std::thread::spawn(job).join().unwrap();
     }
@@ -296,7 +296,7 @@ mod tests {
                 pool.prefetch(i.saturating_sub(1), now);
                 assert_eq!(value(&pool.get(i).unwrap()), i as f32);
             }
-            // The turning points are not loaded again.
+            // The first and last item of a sweep are still in memory at the turn.
             let once = n as usize + (n as usize - 2) * (2 * round - 1);
             assert_eq!(load.filled.load(Relaxed), once);
         }

@@ -1,8 +1,8 @@
-//! What was learned and is not being trained now: one file for each such parameter, with its exact f32 value.
+//! Files for trained parameters that are inactive now: one file per parameter, with its exact f32 value.
 //!
-//! A bf16 weight and the lower half of its f32 master are two tensors of the file: later fetches read the weight
-//! alone, training that goes on and checkpoints read both. The files are scratch of the running process: a resumed
-//! run makes them anew from its checkpoint.
+//! A bf16 weight and the low 16 bits of its fp32 master are two tensors of the file: later fetches read the weight
+//! only, further training and checkpoints read both. The files are scratch files of the running process: a resumed run
+//! writes them again from its checkpoint.
 
 use crate::base::{Result, files, staging};
 use crate::formats::StoredDtype;
@@ -17,19 +17,19 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// The tensors of a file.
+/// Names of the tensors in a file.
 pub(super) const WEIGHT: &str = "weight";
 pub(super) const LOW: &str = "low";
 
-/// The first half of the names of the parts of codes.
+/// Name prefix of the tensors with quantized data.
 pub(super) const CODES: &str = "codes";
 
-/// The tensor that holds a part of the codes of `name`.
+/// Name of the tensor with one part of the quantized data of `name`.
 pub(super) fn part_name(name: &str, part: &str) -> String {
     format!("{name}#{part}")
 }
 
-/// Numbers read from or written to a file at a time.
+/// Elements read or written at a time.
 pub(super) const STEP: usize = 1 << 19;
 
 pub(super) struct Store {
@@ -38,7 +38,7 @@ pub(super) struct Store {
 }
 
 impl Store {
-    /// An empty store in `dir`; what another run of ft left there is removed.
+    /// Creates an empty store in `dir`; removes the files that another run of ft left there.
     pub fn create(dir: &Path) -> Result<Self> {
         staging::remove_scratch(dir)?;
         Ok(Self {
@@ -47,7 +47,7 @@ impl Store {
         })
     }
 
-    /// The file of a parameter, if it was trained.
+    /// Opens the file of a parameter, if it was trained.
     pub fn open(&self, name: &str) -> Result<Option<Weights>> {
         match self.names.lock().unwrap_or_else(PoisonError::into_inner).contains(name) {
             true => Ok(Some(Weights::open_file(&self.path(name))?.streamed())),
@@ -55,7 +55,7 @@ impl Store {
         }
     }
 
-    /// Keeps the numbers of a parameter, all at once, and its codes where it is stored so.
+    /// Stores all elements of a parameter, and its quantized data if it is stored quantized.
     pub fn write(&self, name: &str, numbers: Numbers, codes: Option<&Coded>) -> Result<()> {
         let (count, dtype, low) = match numbers {
             Numbers::F32(v) => (v.len(), StoredDtype::F32, None),
@@ -82,7 +82,7 @@ impl Store {
         })
     }
 
-    /// Keeps the exact values in tensor `name` of `saved` (f32), as a weight of `dtype` and what is beyond it.
+    /// Stores the exact f32 values of tensor `name` of `saved` as a weight of `dtype` and the low bits of its master.
     pub fn restore(&self, name: &str, dtype: Dtype, saved: &Weights) -> Result<()> {
         let count = saved.info(name).map_or(0, |i| i.count());
         let (stored, low) = match dtype {

@@ -1,4 +1,4 @@
-//! A disk source against a resident one of the same weights, and what training leaves behind.
+//! Compares a disk source with a resident source of the same weights, and checks the files that training writes.
 
 use super::*;
 use crate::formats::writer::write_model;
@@ -107,7 +107,7 @@ fn every_group_row_and_piece_is_that_of_resident_weights() {
             } else {
                 assert_eq!(flat(&disk.held(head).unwrap()), flat(&here.held(head).unwrap()));
             }
-            // Two layers, two pieces, what is held: no more was ever made.
+            // Two layers, two pieces and the held parameters: nothing more was allocated.
             let size = dtype.bytes() as usize;
             let layer = (D * 3 * D + 2 * D) * size;
             let head = rows.map_or(V * D, |rows| 2 * rows.min(V) * D) * size;
@@ -116,7 +116,7 @@ fn every_group_row_and_piece_is_that_of_resident_weights() {
     }
 }
 
-/// What a source gives out of a parameter, exactly.
+/// All elements of a parameter, exactly.
 fn exact(source: &dyn LayerSource, name: &str) -> Vec<u32> {
     let mut all = Vec::new();
     source
@@ -149,7 +149,7 @@ fn what_was_trained_is_kept_exactly_and_used_from_then_on() {
         assert!(disk.master_is_out(name) && !disk.master_is_out("model.layers.2.a.bias"));
         let before = exact(&disk, "model.layers.2.a.bias");
 
-        // An update: values that bf16 cannot hold.
+        // An update with values that bf16 cannot represent.
         let count = D * 3 * D;
         let values: Vec<f32> = (0..count).map(|i| 1.0 + i as f32 * 1e-4).collect();
         let tensor = disk.held(name).unwrap();
@@ -244,7 +244,7 @@ fn what_is_wrong_is_told() {
     assert!(disk.piece("head", 0).is_err());
     assert!(disk.rows("nothing", &[0]).is_err());
     disk.prefetch(Group::Layer(LAYERS));
-    // A file that became shorter: the reader's error comes with the fetch.
+    // After the file is truncated, `fetch` returns the reader's error.
     let file = dir.path().join("model.safetensors");
     let size = std::fs::metadata(&file).unwrap().len();
     std::fs::OpenOptions::new()

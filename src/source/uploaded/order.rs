@@ -1,18 +1,18 @@
-//! Which layer is asked for after which. A step goes up and down the layers in the same way each time.
+//! Predicts the next layer: each step visits the layers up and down in the same order.
 
 use std::collections::BTreeMap;
 
-/// The layers in the order in which they were asked for.
+/// History of the fetched layers.
 #[derive(Debug, Default)]
 pub(super) struct Order {
-    /// The last two.
+    /// The last two layers.
     last: (Option<usize>, Option<usize>),
-    /// What came after two in a row, the last time.
+    /// The layer that followed a pair of consecutive layers the last time.
     after: BTreeMap<(Option<usize>, Option<usize>), usize>,
 }
 
 impl Order {
-    /// `layer` is asked for now: which will be the next? At first the neighbour in the direction of travel.
+    /// Records that `layer` is fetched; predicts the next one (at first the neighbor in the current direction).
     pub fn follow(&mut self, layer: usize) -> Option<usize> {
         self.after.insert(self.last, layer);
         let before = self.last.1;
@@ -31,7 +31,7 @@ mod tests {
 
     #[test]
     fn a_way_that_was_gone_before_is_known() {
-        // Two layers stay on the device: at a turn they are not asked for again.
+        // Two layers stay on the device: at a turn they are not fetched again.
         let round = [2, 3, 4, 2, 1, 0];
         let mut order = Order::default();
         let mut guesses = Vec::new();
@@ -39,7 +39,7 @@ mod tests {
             guesses.push(order.follow(layer));
         }
         assert_eq!(guesses[..5], [1, 2, 3, 4, 5].map(Some));
-        // From the second round on each guess is what comes.
+        // From the second round on every prediction is right.
         let known: Vec<_> = round
             .iter()
             .cycle()

@@ -1,4 +1,4 @@
-//! Weights that travel against weights that are here: the host plays the device.
+//! Compares uploaded weights with resident ones; the host acts as the device.
 
 use super::*;
 use crate::ops::master;
@@ -65,7 +65,7 @@ fn groups_and_rows_are_those_of_the_host() {
         let whole = flat(&here.held("embed").unwrap());
         assert_eq!(flat(&table)[D..2 * D], whole[5 * D..6 * D]);
         assert!(there.rows("embed", &[V as u32]).is_err());
-        // The head stays, layers do not.
+        // The head stays on the device, layers do not.
         assert!(there.held("head").is_some() && there.held("model.layers.1.a.weight").is_none());
         assert_eq!(flat(&there.held("head").unwrap()), flat(&here.held("head").unwrap()));
     }
@@ -80,7 +80,7 @@ fn what_was_asked_for_waits_until_it_is_fetched() {
         drop(there.fetch(Group::Layer(l)).unwrap());
         assert!(lock(&there.places).len() <= PLACES);
     };
-    // As a micro-batch goes up and down, twice.
+    // Forward and backward of a micro-batch, twice.
     there.prefetch(Group::Layer(0));
     for _ in 0..2 {
         for l in 0..LAYERS {
@@ -107,7 +107,7 @@ fn what_was_trained_goes_home_exactly() {
         let held = there.held(NAME).unwrap();
         assert_eq!(flat(&held), before);
         assert!(there.master_is_out(NAME) && !there.master_is_out("head"));
-        // The layer that is computed with is the weight that is trained.
+        // The fetched layer uses the tensor that is trained.
         match dtype {
             Dtype::F32 => update::with_slice_mut(&held, |w| w.copy_from_slice(&exact)).unwrap(),
             Dtype::Bf16 => {
@@ -133,7 +133,7 @@ fn what_was_trained_goes_home_exactly() {
             })
             .unwrap();
         assert_eq!(read, exact);
-        // And it comes back with its master.
+        // Activation returns it with the low bits of its master.
         there.activate(&[NAME], &mut low).unwrap();
         assert_eq!(flat(&there.held(NAME).unwrap()), seen);
         assert_eq!(low.contains_key(NAME), dtype == Dtype::Bf16);
@@ -166,7 +166,7 @@ fn codes_travel_as_they_are() {
             weight.rows(0, D).unwrap()
         };
         assert_eq!(rows(&here), rows(&there));
-        // Trained and back: codes again, of what was learned.
+        // After training, the new values are quantized again.
         let (mut a, mut b) = (Low::default(), Low::default());
         for (s, low) in [(&here as &dyn LayerSource, &mut a), (&there, &mut b)] {
             s.activate(&[NAME], low).unwrap();
@@ -178,7 +178,7 @@ fn codes_travel_as_they_are() {
     }
 }
 
-/// Weights of the host that write down what is asked of them.
+/// A host source that records its requests.
 struct Watched(Resident, Arc<Mutex<Vec<(bool, usize)>>>);
 
 impl LayerSource for Watched {
@@ -220,7 +220,7 @@ impl LayerSource for Watched {
     }
 }
 
-/// As a micro-batch goes up, and down to the layer `lowest`.
+/// Forward through all layers, and backward down to the layer `lowest`.
 fn up_and_down(source: &dyn LayerSource, lowest: usize) {
     source.prefetch(Group::Layer(0));
     for l in 0..LAYERS {
@@ -250,7 +250,7 @@ fn the_source_behind_reads_each_layer_ahead_and_none_for_nothing() {
         let fetched: Vec<usize> = asked.iter().filter(|a| a.0).map(|a| a.1).collect();
         let ahead: Vec<usize> = asked.iter().filter(|a| !a.0).map(|a| a.1).collect();
         assert!(fetched.len() >= LAYERS - 1, "{fetched:?}");
-        // One is told with each, while nothing of the source is in use, and it is the one that comes.
+        // Each fetch is followed by one prefetch, while no handle of the source is held, and the prediction is right.
         assert_eq!(
             asked.iter().map(|a| a.0).collect::<Vec<_>>(),
             [true, false].repeat(fetched.len())

@@ -1,6 +1,6 @@
-//! Special tokens written inside a user's or a tool's text are text: `<|im_end|>` in a question must not end
-//! the turn. (Text and prompt-completion rows are the author's own and keep their special tokens, and so do
-//! assistant and system messages.)
+//! Special tokens inside the text of a user or a tool are encoded as plain text: `<|im_end|>` in a question must not
+//! end the turn. (Text rows, prompt-completion rows, and assistant and system messages are written by the data's author
+//! and keep their special tokens.)
 
 use super::spans::content_range;
 use crate::chat;
@@ -10,7 +10,7 @@ use ft_base::{Error, Result};
 use serde_json::Value;
 use std::ops::Range;
 
-/// A rendered conversation, as the template saw it.
+/// A rendered conversation, with the template's inputs.
 pub(super) struct Source<'a> {
     pub codec: &'a dyn TextCodec,
     pub template: &'a dyn ChatRender,
@@ -21,9 +21,9 @@ pub(super) struct Source<'a> {
 }
 
 impl Source<'_> {
-    /// Encodes the text; special tokens that come from a message and not from the template become plain text.
+    /// Encodes the text; special tokens that come from a message, not from the template, are encoded as plain text.
     ///
-    /// Errors: the message cannot be found in the text, or the token's text gives that token in any spelling.
+    /// Errors: the message is not found in the text, or the token cannot be encoded as plain text.
     pub(super) fn encode(&self) -> Result<IdsAndOffsets> {
         let (ids, offsets) = self.codec.encode_with_offsets(self.text, false)?;
         let foreign = self.foreign(&ids, &offsets)?;
@@ -32,7 +32,7 @@ impl Source<'_> {
         }
         let (mut new_ids, mut new_offsets) = (Vec::with_capacity(ids.len()), Vec::with_capacity(ids.len()));
         for (id, (start, end)) in ids.into_iter().zip(offsets) {
-            // A token may take the white space beside it; its own text decides whose it is.
+            // A token may include adjacent white space; only its own text decides whether it is part of the message.
             let own = self.text[start..end].trim_start();
             let own = end - own.len()..end - own.len() + own.trim_end().len();
             let inside = foreign.iter().any(|r| r.start <= own.start && own.end <= r.end);
@@ -49,7 +49,7 @@ impl Source<'_> {
         Ok((new_ids, new_offsets))
     }
 
-    /// Where contents of users and tools that hold special tokens stand in the text.
+    /// Byte ranges of user and tool contents that contain special tokens.
     fn foreign(&self, ids: &[u32], offsets: &[(usize, usize)]) -> Result<Vec<Range<usize>>> {
         let mut specials: Vec<&str> = ids
             .iter()
@@ -84,7 +84,7 @@ impl Source<'_> {
     }
 }
 
-/// The ids of a special token's text, cut in two so that it is not recognised; cut into characters if need be.
+/// Encodes a special token's text in two parts, so that it is not recognized; in single characters if that fails.
 fn spelled_out(codec: &dyn TextCodec, token: &str) -> Result<Vec<(u32, (usize, usize))>> {
     let first = token.chars().next().map_or(0, char::len_utf8);
     let characters: Vec<usize> = token.char_indices().map(|(i, _)| i).collect();

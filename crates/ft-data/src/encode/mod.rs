@@ -1,16 +1,16 @@
-//! Samples to token ids with a mask of what is trained. The mask follows positions in the text, never token ids.
+//! Encodes samples to token ids and a loss mask. The mask uses positions in the text, never token ids.
 //!
 //! Letters: T tokens of a row.
 //!
-//! - Text: the tokenizer's own encoding, then EOS unless it is last. All of it is trained.
-//! - Prompt and completion: encoded as one text (so that a word across the border is cut as the model knows it),
-//!   then EOS. Trained from the first token that reaches past the prompt's last byte: a token that holds the end of
-//!   the prompt and the start of the completion belongs to the completion.
-//! - Conversations: rendered once, encoded without added special tokens. Of each assistant turn the tokens after
-//!   the generation prompt up to and with the end-of-turn token are trained; where the template has `{% generation %}`
-//!   blocks, the tokens of these.
+//! - Text: the tokenizer's own encoding, then EOS unless it is already last. All tokens are trained.
+//! - Prompt and completion: encoded as one text (so that a word across the boundary is tokenized as the model knows
+//!   it), then EOS. Trained from the first token that ends after the prompt's last byte: a token with the end of the
+//!   prompt and the start of the completion belongs to the completion.
+//! - Conversations: rendered once, encoded without added special tokens. In each assistant turn the tokens after the
+//!   generation prompt, up to and including the end-of-turn token, are trained; if the template has `{% generation %}`
+//!   blocks, their tokens are trained instead.
 //!
-//! The first token of a row is never trained: nothing comes before it.
+//! The first token of a row is never trained: it has no context.
 
 mod literal;
 mod spans;
@@ -33,40 +33,40 @@ use ft_base::{Error, Result};
 use serde_json::Value;
 use std::ops::Range;
 
-/// What a row becomes.
+/// Encodes samples to examples.
 #[derive(Clone, Copy)]
 pub struct Encoder<'a> {
     pub codec: &'a dyn TextCodec,
     /// `None`: there is no chat template.
     pub template: Option<&'a dyn ChatRender>,
     pub train_on: TrainOn,
-    /// Longest row in tokens; what is longer loses its end.
+    /// Longest row in tokens; longer rows are truncated at the end.
     pub max_length: usize,
-    /// Rows of the model's embedding: no id may reach it.
+    /// Rows of the model's embedding: all ids must be smaller.
     pub embedding_rows: usize,
 }
 
-/// A row in tokens, and what happened to it.
+/// A tokenized row, with counts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Encoded {
     pub example: Example,
-    /// Tokens cut off at `max_length`.
+    /// Tokens removed by truncation at `max_length`.
     pub cut: usize,
-    /// Trained tokens before the cut.
+    /// Trained tokens before truncation.
     pub trained_before_cut: usize,
-    /// Trained assistant turns whose last token is not a special one: the model does not learn to end them.
+    /// Trained assistant turns that do not end with a special token: the model does not learn to end them.
     pub open_turns: usize,
 }
 
-/// A prompt to answer, and the answer that its row has.
+/// A prompt, and the answer in its row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Question {
-    /// `[T]`, up to and with the generation prompt.
+    /// `[T]`, up to and including the generation prompt.
     pub prompt: Vec<u32>,
     pub answer: String,
 }
 
-/// `[T]` ids and mask before the checks.
+/// `[T]`: ids and mask before the checks.
 struct Masked {
     ids: Vec<u32>,
     trained: Vec<bool>,
@@ -74,7 +74,7 @@ struct Masked {
 }
 
 impl Encoder<'_> {
-    /// Errors: no chat template for a conversation, the template refuses it, two BOS tokens, an id beyond the embedding.
+    /// Errors: a conversation without a chat template, a template error, two BOS tokens, an id outside the embedding.
     pub fn encode(&self, sample: &Sample) -> Result<Encoded> {
         let mut row = match sample {
             Sample::Text(text) => self.text(text)?,
@@ -127,7 +127,7 @@ impl Encoder<'_> {
         let eos = self.eos()?;
         let mut first = reaching_past(&offsets, prompt.len());
         if first == offsets.len() {
-            // An empty completion: special tokens that the tokenizer puts after the text are still its end.
+            // An empty completion: the special tokens that the tokenizer appends are still its end.
             first = offsets
                 .iter()
                 .rposition(|(start, end)| end > start)
@@ -152,7 +152,7 @@ impl Encoder<'_> {
         })
     }
 
-    /// The template's text of a conversation, in tokens. Errors: as in `encode`.
+    /// Tokens of the rendered conversation. Errors: as in `encode`.
     pub(super) fn rendered(
         &self,
         messages: &[Value],
@@ -172,7 +172,7 @@ impl Encoder<'_> {
         Ok(source.encode()?.0)
     }
 
-    /// What is rendered of a conversation: all of it, and where each trained turn begins and ends.
+    /// The renderings that a conversation needs: the whole text, and begin and end of each trained turn.
     pub(super) fn asks(&self, chat: &Chat) -> Vec<(usize, bool)> {
         let mut out = vec![(chat.messages.len(), false)];
         for i in self.wanted(chat) {
@@ -183,7 +183,7 @@ impl Encoder<'_> {
         out
     }
 
-    /// Indices of the assistant messages to train.
+    /// Indices of the trained assistant messages.
     fn wanted(&self, chat: &Chat) -> Vec<usize> {
         let mut turns =
             (chat.first_trained..chat.messages.len()).filter(|&i| chat::role(&chat.messages[i]) == "assistant");
@@ -211,7 +211,7 @@ impl Encoder<'_> {
         for turn in &rendered.turns {
             let mut tokens = reaching_past(&offsets, turn.start)..reaching_past(&offsets, turn.end);
             if rendered.marked {
-                // A token that holds the last byte is in, as in transformers.
+                // A token that contains the last byte is included, as in transformers.
                 tokens.end = (reaching_past(&offsets, turn.end - 1) + 1).min(ids.len());
             } else if let Some(end) = self.end_of_turn(&ids, &offsets, &rendered.text, tokens.clone()) {
                 tokens.end = end + 1;
@@ -236,7 +236,7 @@ impl Encoder<'_> {
             if block.is_empty() || first > last {
                 continue;
             }
-            // The token that opens it may be the one at which generation stops: then the assistant writes it.
+            // If the opening token is a stop id, generation ends with it, so the assistant writes it.
             let stops = first > 0 && trained[first - 1] && self.codec.stop_ids().contains(&ids[first]);
             trained[first..=last].fill(false);
             trained[first] |= stops;
@@ -248,8 +248,8 @@ impl Encoder<'_> {
         })
     }
 
-    /// The special token that ends a turn: the last one in it, with nothing but white space after it. Where
-    /// several end it (`<|end|>` and a final `<|endoftext|>`), the first at which generation stops.
+    /// The special token that ends a turn: the last one, followed by white space only. If there are several (`<|end|>`
+    /// and a final `<|endoftext|>`), the first one that is a stop id.
     fn end_of_turn(&self, ids: &[u32], offsets: &[(usize, usize)], text: &str, turn: Range<usize>) -> Option<usize> {
         let blank = |t: &usize| {
             let (start, end) = offsets[*t];
@@ -286,7 +286,7 @@ impl Encoder<'_> {
         Ok(())
     }
 
-    /// The prompt of the row's last answer; `None` where the row has no answer in text.
+    /// The prompt of the row's last answer; `None` if the row has no text answer.
     ///
     /// Errors: as in `encode`.
     pub fn question(&self, sample: &Sample) -> Result<Option<Question>> {
@@ -294,7 +294,7 @@ impl Encoder<'_> {
             Sample::Text(_) => Ok(None),
             Sample::PromptCompletion { prompt, completion } => {
                 let (mut ids, offsets) = self.codec.encode_with_offsets(prompt, true)?;
-                // A tokenizer that ends every text with EOS must not end the prompt.
+                // If the tokenizer appends EOS to every text, remove it from the prompt.
                 while ids.len() > 1 && ids.last().copied() == self.codec.eos_id() && is_empty(offsets[ids.len() - 1]) {
                     ids.pop();
                 }
@@ -308,7 +308,7 @@ impl Encoder<'_> {
                 let last = (chat.first_trained..chat.messages.len())
                     .rev()
                     .find(|&i| chat::role(&chat.messages[i]) == "assistant");
-                // Nothing was asked before a first message.
+                // A first message has no question before it.
                 let Some(last) = last.filter(|&i| i > 0 && !chat::content(&chat.messages[i]).is_empty()) else {
                     return Ok(None);
                 };
@@ -327,7 +327,7 @@ fn is_empty((start, end): (usize, usize)) -> bool {
     start >= end
 }
 
-/// The first token that ends after `byte`: tokens from there on hold text from there on.
+/// Index of the first token that ends after `byte`.
 fn reaching_past(offsets: &[(usize, usize)], byte: usize) -> usize {
     offsets.iter().position(|&(_, end)| end > byte).unwrap_or(offsets.len())
 }

@@ -1,15 +1,15 @@
-//! Which bytes of a rendered conversation an assistant turn wrote.
+//! Finds the bytes of a rendered conversation that each assistant turn wrote.
 //!
-//! A template with `{% generation %}` blocks says it. Any other template is a program that may strip the thinking of earlier
-//! turns, open a turn in another way than its generation prompt, print what a tool answered inside the turn that
+//! A template with `{% generation %}` blocks marks them. Any other template is a program that may remove the thinking
+//! of earlier turns, open a turn differently from its generation prompt, print a tool's answer inside the turn that
 //! called it, or refuse part of a conversation. So for turn i the text is compared with other renderings:
 //!
-//! - Start: P, the messages before i with a generation prompt. Where the text begins with P, the turn begins after it;
-//!   where the text leaves P inside the generation prompt (an empty thought that it opens), at that place.
-//! - End: F, the messages up to and with i. Where the text begins with F, the turn ends there. Else the place of the
-//!   content (or of the last call's arguments) is found by rendering other words there, and what follows it in F, or in F
-//!   with a generation prompt, follows it in the text.
-//! - Out of the turn: what a message of a tool prints, which is what the text has twice if the message is there twice.
+//! - Start: P, the messages before i with a generation prompt. If the text begins with P, the turn begins after it; if
+//!   the text differs from P inside the generation prompt (which opens an empty thought), at the first difference.
+//! - End: F, the messages up to and including i. If the text begins with F, the turn ends there. Else the content (or
+//!   the arguments of the last call) is located by rendering probe words in its place; the suffix after it in F, or in
+//!   F with a generation prompt, is the suffix in the text.
+//! - Tool messages are excluded from the turn: the text that appears twice if the message is duplicated.
 
 use crate::chat;
 use crate::codec::ChatRender;
@@ -18,25 +18,25 @@ use serde_json::{Value, json};
 use std::cell::OnceCell;
 use std::ops::Range;
 
-/// Words that no row holds; two of them, so that one differs from the content in its first and last character.
+/// Words that occur in no row; two, so that one of them differs from the content in its first and last character.
 const PROBES: [&str; 2] = ["Zq7probe4xW", "9Kv probe Yj3"];
 
-/// The full text of a conversation and the byte range of each wanted assistant turn in it.
+/// The full text of a conversation and the byte range of each wanted assistant turn.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Rendered {
     pub text: String,
-    /// Turn by turn: from after the generation prompt to the end of the turn. White space after the turn's
-    /// end token is still inside; the caller cuts at the token.
+    /// Per turn: from after the generation prompt to the end of the turn. White space after the end-of-turn token is
+    /// still included; the caller cuts at the token.
     pub turns: Vec<Range<usize>>,
-    /// What tools answered, inside turns or right behind them.
+    /// Byte ranges of tool answers, inside turns or directly after them.
     pub tools: Vec<Range<usize>>,
-    /// The ranges are the template's own: they are taken as they are.
+    /// True if the ranges come from the template's own marks; they are used unchanged.
     pub marked: bool,
 }
 
-/// Renders once and finds the turns of `wanted` (indices of assistant messages, ascending).
+/// Renders once and locates the turns of `wanted` (indices of assistant messages, ascending).
 ///
-/// Errors: the template refuses the conversation, or a turn cannot be found in its text.
+/// Errors: the template refuses the conversation, or a turn is not found in its text.
 pub(crate) fn render(
     template: &dyn ChatRender,
     messages: &[Value],
@@ -51,7 +51,7 @@ pub(crate) fn render(
     let mut turns: Vec<Range<usize>> = Vec::with_capacity(wanted.len());
     for &i in wanted {
         let after = turns.last().map_or(0, |t| t.end);
-        // Turns stand one after the other; anything else means that the template was misread.
+        // Turns must be in order; otherwise the template was misinterpreted.
         match talk.turn(i, after) {
             Some(turn) if turn.start >= after && !text[turn.clone()].is_empty() => turns.push(turn),
             _ => return Err(not_found(i)),
@@ -74,7 +74,7 @@ fn not_found(i: usize) -> Error {
     .hint("set `data.train_on = \"all\"`, or `data.chat_template` to a template that prints each message in place or has `{% generation %}` blocks")
 }
 
-/// The ranges that the template marked, of the wanted turns: without those of earlier messages.
+/// The marked ranges of the wanted turns, without those of earlier messages.
 fn of_marks(
     template: &dyn ChatRender,
     messages: &[Value],
@@ -102,17 +102,17 @@ fn of_marks(
     })
 }
 
-/// A conversation and its text.
+/// A conversation and its rendered text.
 struct Talk<'a> {
     template: &'a dyn ChatRender,
     messages: &'a [Value],
     tools: Option<&'a Value>,
     text: &'a str,
-    /// What the template prints to ask for an answer; `None`: nothing.
+    /// The generation prompt; `None`: the template has none.
     prompt: OnceCell<Option<String>>,
 }
 
-/// A place in a message that is printed once: the content, or the arguments of the last call.
+/// A part of a message that is printed once: the content, or the arguments of the last call.
 #[derive(Clone, Copy)]
 enum Anchor {
     Content,
@@ -130,7 +130,7 @@ impl<'a> Talk<'a> {
         }
     }
 
-    /// A template may refuse a history that ends here.
+    /// Renders messages; `None` if the template refuses a history that ends here.
     fn show(&self, messages: &[Value], add_generation_prompt: bool) -> Option<String> {
         self.template.render(messages, self.tools, add_generation_prompt).ok()
     }
@@ -141,7 +141,7 @@ impl<'a> Talk<'a> {
         Some(start..end)
     }
 
-    /// The generation prompt after the last question, or after one of ours.
+    /// The generation prompt after the last question, or after a generic question.
     fn prompt(&self) -> Option<&str> {
         let asked = |messages: &[Value]| {
             let (with, without) = (self.show(messages, true)?, self.show(messages, false)?);
@@ -167,7 +167,7 @@ impl<'a> Talk<'a> {
         }
         let content = content_range(self.template, self.messages, self.tools, false, self.text, i);
         let Some(prompt) = self.prompt() else {
-            // Without a generation prompt the header of a turn is not the assistant's.
+            // Without a generation prompt the turn's header is not the assistant's text.
             return match content {
                 Some(content) => Some(content.start.max(prefix.unwrap_or(0))),
                 None => prefix,
@@ -176,7 +176,7 @@ impl<'a> Talk<'a> {
         if i > 0
             && let Some(history) = without.as_deref().filter(|h| self.text.starts_with(h))
         {
-            // The turn opens in another way than the generation prompt, or goes on with one that is open.
+            // The turn opens differently from the generation prompt, or continues an open turn.
             let here = with
                 .as_deref()
                 .and_then(|w| w.strip_prefix(history))
@@ -199,7 +199,7 @@ impl<'a> Talk<'a> {
             .or(content.map(|c| c.start))
     }
 
-    /// After the last place between `said` and the content where the text has the generation prompt, or its beginning.
+    /// The end of the last occurrence of the generation prompt, or of a prefix of it, between `said` and the content.
     fn after_header(&self, prompt: &str, said: usize, content: Option<&Range<usize>>) -> Option<usize> {
         let between = self.text.get(said..content?.start)?;
         let mut header = prompt;
@@ -223,7 +223,7 @@ impl<'a> Talk<'a> {
         if let Some(end) = whole(&last) {
             return Some(end);
         }
-        // An inner turn may end in another way than the last one.
+        // An inner turn may end differently from the last one.
         let inner = self.as_inner(upto);
         if let Some(end) = whole(&inner) {
             return Some(end);
@@ -250,7 +250,7 @@ impl<'a> Talk<'a> {
                     best = Some(here.end + tail.len());
                     break;
                 }
-                // Where the last turn ends in more than an inner one, what both have.
+                // If the last turn has a longer end than an inner one, use their common part.
                 let shared = here.end + whole_part(&rest[..common_prefix(tail, rest)]);
                 if !is_ours {
                     best = best.max(Some(shared));
@@ -263,13 +263,13 @@ impl<'a> Talk<'a> {
         None
     }
 
-    /// The text up to the generation prompt that follows these messages.
+    /// The rendering of these messages, up to the generation prompt that follows them.
     fn as_inner(&self, messages: &[Value]) -> Option<String> {
         let shown = self.show(messages, true)?;
         shown.strip_suffix(self.prompt()?).map(str::to_string)
     }
 
-    /// Where the anchor of message i stands in `text`, the rendering of `messages`.
+    /// Byte range of the anchor of message i in `text`, the rendering of `messages`.
     fn find(&self, anchor: Anchor, messages: &[Value], text: &str, i: usize) -> Option<Range<usize>> {
         match anchor {
             Anchor::Content => content_range(self.template, messages, self.tools, false, text, i),
@@ -290,7 +290,7 @@ impl<'a> Talk<'a> {
         }
     }
 
-    /// What the messages of tools after the wanted turns print, where it touches a turn.
+    /// Byte ranges printed by the tool messages after the wanted turns, if they touch a turn.
     fn tool_outputs(&self, wanted: &[usize], turns: &[Range<usize>]) -> Vec<Range<usize>> {
         let mut out = Vec::new();
         for &i in wanted {
@@ -306,7 +306,7 @@ impl<'a> Talk<'a> {
         out
     }
 
-    /// What message j prints: the text has it twice if the message is there twice. `None`: it is not found in the text.
+    /// Byte range printed by message j: the text that appears twice if the message is duplicated. `None`: not found.
     fn printed_by(&self, j: usize) -> Option<Range<usize>> {
         let content = content_range(self.template, self.messages, self.tools, false, self.text, j);
         let mut doubled = self.messages.to_vec();
@@ -320,8 +320,8 @@ impl<'a> Talk<'a> {
         let Some(to) = end.checked_sub(length).filter(|to| from <= *to) else {
             return content;
         };
-        // Where its ends are like what stands beside it several places would do: one that holds the content, behind the
-        // border of a token and best before the opening of one.
+        // If the text around it is similar, several ranges are possible: choose one that contains the content, starts
+        // at a token boundary, and preferably starts with an opening character.
         let holds = |at: &usize| content.as_ref().is_none_or(|c| *at <= c.start && c.end <= at + length);
         let cuts_no_character = |at: &usize| [*at, at + length].iter().all(|&b| self.text.is_char_boundary(b));
         let places: Vec<usize> = (from..=to).rev().filter(holds).filter(cuts_no_character).collect();
@@ -335,8 +335,8 @@ impl<'a> Talk<'a> {
     }
 }
 
-/// Where the content of message i stands in `text`, the conversation's rendering: the place at which it parts from
-/// a rendering with a probe instead. `None`: the template does not print the content, or not once.
+/// Byte range of the content of message i in `text`, the conversation's rendering: the difference to a rendering with a
+/// probe instead. `None`: the template does not print the content, or not exactly once.
 pub(super) fn content_range(
     template: &dyn ChatRender,
     messages: &[Value],
@@ -357,7 +357,7 @@ pub(super) fn content_range(
     parting(template, &changed, tools, add_generation_prompt, text, probe)
 }
 
-/// The part of `text` that is the probe in the rendering of `changed`.
+/// The part of `text` that is replaced by the probe in the rendering of `changed`.
 fn parting(
     template: &dyn ChatRender,
     changed: &[Value],
@@ -377,13 +377,13 @@ fn parting(
     Some(start..end)
 }
 
-/// Bytes of `text` up to the last white space or bracket: a special token is not cut in two.
+/// Length of `text` up to the last white space or bracket, so that no special token is split.
 fn whole_part(text: &str) -> usize {
     text.trim_end_matches(|c: char| !c.is_whitespace() && c != '>' && c != ']')
         .len()
 }
 
-/// Bytes that two texts share at their start, on a character boundary.
+/// Length of the common prefix in bytes, on a character boundary.
 fn common_prefix(a: &str, b: &str) -> usize {
     a.char_indices()
         .zip(b.chars())
@@ -391,7 +391,7 @@ fn common_prefix(a: &str, b: &str) -> usize {
         .map_or(a.len().min(b.len()), |((i, _), _)| i)
 }
 
-/// Bytes that two texts share at their end, on a character boundary.
+/// Length of the common suffix in bytes, on a character boundary.
 fn common_suffix(a: &str, b: &str) -> usize {
     a.chars()
         .rev()

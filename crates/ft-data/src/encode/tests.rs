@@ -1,4 +1,4 @@
-//! Text and prompt-completion rows, truncation, and rows that are refused.
+//! Tests of text and prompt-completion rows, truncation, and refused rows.
 
 use super::{Encoded, Encoder};
 use crate::TrainOn;
@@ -36,7 +36,7 @@ fn sample(prompt: &str, completion: &str) -> Sample {
     }
 }
 
-/// Tokens, with those that are trained in brackets.
+/// Tokens, with trained tokens in brackets.
 fn show(codec: &Words, encoded: &Encoded) -> String {
     let e = &encoded.example;
     let one = |(token, &trained): (String, &bool)| if trained { format!("[{token}]") } else { token };
@@ -135,7 +135,7 @@ fn two_beginnings_are_refused() {
         e.contains("two beginning-of-sequence tokens") && e.contains("hint:"),
         "{e}"
     );
-    // Without the tokenizer's own, the text's one is right.
+    // If the tokenizer adds no BOS, the BOS in the text is correct.
     let mut codec = llama();
     codec.adds_bos = false;
     assert_eq!(show(&codec, &text(&codec, "<s>hello").unwrap()), "<s>[hello][</s>]");

@@ -1,4 +1,4 @@
-//! What of a conversation is trained, template by template: the text of the trained tokens, exactly.
+//! Tests of the trained tokens of a conversation, for each template: their exact text.
 
 use super::{Encoded, Encoder};
 use crate::codec::TextCodec;
@@ -54,7 +54,7 @@ fn two() -> Value {
 fn check(codec: &Words, template: &'static str, value: Value, expected: &[&str]) {
     let encoded = encode(codec, template, TrainOn::Assistant, value.clone()).unwrap();
     assert_eq!(trained(codec, &encoded), expected, "{template}");
-    // The ids are those of the whole text, rendered once, with nothing added.
+    // The ids are those of the whole text, rendered once, without added tokens.
     let messages = value["messages"].as_array().unwrap();
     let text = crate::codec::ChatRender::render(&Jinja::new(template), messages, None, false).unwrap();
     assert_eq!(encoded.example.ids, codec.encode(&text, false).unwrap());
@@ -97,7 +97,7 @@ fn llama3_gemma_and_mistral() {
     check(&codec, LLAMA3, two(), &["two<|eot|>", "it is five<|eot|>"]);
     check(&codec, GEMMA, two(), &["two<|turn_end|>", "it is five<|turn_end|>"]);
     check(&codec, MISTRAL, two(), &[" two</s>", " it is five</s>"]);
-    // The template trims the content: what it prints is what counts.
+    // The template trims the content: the printed text counts.
     check(
         &codec,
         LLAMA3,
@@ -121,8 +121,8 @@ fn thinking_that_is_stripped_from_earlier_turns_is_not_looked_for() {
         value.clone(),
         &["first<|im_end|>", "<think>ha</think>\n\nsecond<|im_end|>"],
     );
-    // A generation prompt that opens the thinking is no prefix of the history.
-    // (The line breaks grow together with the header's into one token, which then belongs to the answer.)
+    // A generation prompt that opens the thinking is not a prefix of the history.
+    // (Its line breaks merge with the header's into one token, which then belongs to the answer.)
     check(
         &codec,
         OPENS_THINKING,
@@ -146,11 +146,11 @@ fn a_template_that_refuses_parts_of_the_conversation() {
         two(),
         &["two<|im_end|>", "it is five<|im_end|><|endoftext|>"],
     );
-    // Where two tokens end a turn, the first at which generation stops is the end.
+    // If two tokens end a turn, the first one that is a stop id is the end.
     let mut stops = Words::chatml();
     stops.stops = vec![stops.id("<|endoftext|>"), stops.id("<|im_end|>")];
     check(&stops, PICKY, two(), &["two<|im_end|>", "it is five<|im_end|>"]);
-    // An assistant that speaks first has nothing before it that could be rendered.
+    // If the assistant speaks first, there is no history to render before it.
     let first = turns(&[("assistant", "hello"), ("user", "hi"), ("assistant", "bye")]);
     check(&codec, QWEN, first.clone(), &["hello<|im_end|>", "bye<|im_end|>"]);
     check(&codec, PICKY, first, &["hello<|im_end|>", "bye<|im_end|><|endoftext|>"]);
@@ -180,7 +180,7 @@ fn content_that_repeats_the_template_or_itself_does_not_move_the_mask() {
             let encoded = encode(&codec, template, TrainOn::Assistant, value).unwrap();
             let expected = format!("{content}<|im_end|>");
             let got = trained(&codec, &encoded);
-            // A line break that grows together with the header's is one token, and belongs to the answer.
+            // A line break that merges with the header's is one token, and belongs to the answer.
             let got: Vec<&str> = got.iter().map(|t| t.trim_start_matches('\n')).collect();
             let expected = expected.trim_start_matches('\n');
             assert_eq!(got, [expected, expected], "{content:?} {template}");
@@ -218,7 +218,7 @@ fn tool_calls_are_trained_and_answers_of_tools_are_not() {
 }
 
 /// A trace of several steps: parallel calls, answers that look like calls or repeat the assistant, a failed call, a
-/// second question. Everything that the assistant wrote is trained, nothing that a tool wrote.
+/// second question. All assistant text is trained, no tool text.
 #[test]
 fn only_the_assistant_of_a_trace_is_trained() {
     let codec = Words::chatml();
@@ -269,7 +269,7 @@ fn arguments_written_as_text_become_what_templates_print() {
         json!({"city": "Bern", "n": 2})
     );
     assert_eq!(of(json!({"n": 2})), json!({"n": 2}));
-    // What is no object stays what it is.
+    // Values that are not objects are unchanged.
     assert_eq!(of(json!("Bern")), json!("Bern"));
     assert_eq!(of(json!("[1]")), json!("[1]"));
 }
@@ -320,7 +320,7 @@ fn special_tokens_in_a_users_text_are_plain_text() {
         let (n, text) = ends(turns(&[("user", hostile), ("assistant", "ok")]));
         assert_eq!(n, 3, "the ends of system, user and assistant");
         assert!(text.contains(hostile));
-        // What the author wrote for the assistant keeps its meaning.
+        // The author's text for the assistant keeps its special tokens.
         let (n, _) = ends(turns(&[
             ("user", "x"),
             ("assistant", hostile),

@@ -1,4 +1,4 @@
-//! Real tokenizers and templates: ids and masks against the goldens, and turns in the templates of model families.
+//! Tests with real tokenizers and templates: ids and masks against golden files, and turns of model families.
 
 use super::{Encoder, spans};
 use crate::codec::ChatRender;
@@ -80,7 +80,7 @@ fn a_completion_after_a_line_break_is_cut_as_if_encoded_alone() {
     }
 }
 
-/// The assistant turns of a conversation in a family's template.
+/// The assistant turns of a conversation in the template of a family.
 fn turns(template: &str, chat: &str) -> Vec<String> {
     let all = json(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../ft-formats/src/testdata/templates.json"));
     let source = all["templates"][template].as_str().unwrap();
@@ -118,22 +118,22 @@ fn turns_in_the_templates_of_the_families() {
             "{name}"
         );
     }
-    // Thinking of earlier turns is stripped, of the last one kept.
+    // The thinking of earlier turns is removed, that of the last turn is kept.
     assert_eq!(
         turns("qwen_think", "two"),
         ["2<|im_end|>\n", "<think>\ntwice\n</think>\n\n4<|im_end|>\n"]
     );
-    // The last turn ends in one token more.
+    // The last turn ends with an additional token.
     assert_eq!(
         turns("phi", "two"),
         [format!("{thought}<|end|>\n"), "4<|end|>\n<|endoftext|>".into()]
     );
-    // Spaces around the content stay where the template keeps them.
+    // Spaces around the content are kept if the template keeps them.
     assert_eq!(turns("qwen", "system"), [" I am a model.\n<|im_end|>\n"]);
     assert_eq!(turns("phi", "system"), [" I am a model.\n<|end|>\n"]);
     assert_eq!(turns("llama3", "system"), ["I am a model.<|eot_id|>"]);
     assert_eq!(turns("mistral", "system"), ["I am a model.<|endoftext|>"]);
-    // Calls of tools belong to the turn.
+    // Tool calls belong to the turn.
     let call =
         "<tool_call>\n{\"name\": \"w\", \"arguments\": {\"city\": \"Bern\", \"n\": 2, \"x\": 1.0}}\n</tool_call>";
     assert_eq!(

@@ -1,5 +1,5 @@
-//! Turns that templates open, end and fill in their own ways: thoughts, answers of tools inside a turn, other ends of inner
-//! turns, `{% generation %}` blocks. The templates have the structure of well-known ones.
+//! Tests of templates with special turn formats: thoughts, tool answers inside a turn, different ends of inner turns,
+//! `{% generation %}` blocks. The templates have the structure of well-known ones.
 
 use super::{Encoded, Encoder};
 use crate::codec::{ChatRender, TextCodec};
@@ -9,7 +9,7 @@ use ft_base::Result;
 use ft_formats::ChatTemplate;
 use serde_json::{Value, json};
 
-/// The generation prompt holds an empty thought; turns after the last question hold theirs.
+/// The generation prompt contains an empty thought; turns after the last question contain their own.
 const NO_THOUGHT: &str = r#"{% set ns = namespace(last=-1) %}
 {% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {% if ns.last == -1 %}{{ raise_exception('no user') }}{% endif %}
@@ -22,7 +22,7 @@ const NO_THOUGHT: &str = r#"{% set ns = namespace(last=-1) %}
 {%- endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}"#;
 
-/// Answers of tools are printed by the turn that called them, before its text; the turn goes on until a question.
+/// Tool answers are printed inside the turn that called them, before its text; the turn continues until a question.
 const ONE_TURN: &str = r#"{% set ns = namespace(open=false, stop=false) %}
 {% for m in messages %}
 {% if m.role == 'user' %}{{ '<|turn|>user\n' + m.content + '<|turn_end|>\n' }}{% set ns.open = false %}
@@ -43,7 +43,7 @@ const ONE_TURN: &str = r#"{% set ns = namespace(open=false, stop=false) %}
 {% endfor %}
 {% if add_generation_prompt and messages[-1].role == 'user' %}{{ '<|turn|>model\n' }}{% endif %}"#;
 
-/// Inner turns end in another token than the last one, and lose their thoughts.
+/// Inner turns end with another token than the last one, and lose their thoughts.
 const CHANNELS: &str = r#"{% for m in messages %}
 {% if m.role == 'assistant' %}
 {% if loop.last and not add_generation_prompt %}
@@ -144,17 +144,17 @@ fn a_thought_in_the_place_of_the_prompts_empty_one_is_trained() {
     let w = words();
     let got = trained(NO_THOUGHT, &w, json!([user("q"), thought("hm well", "yes")]));
     assert_eq!(got, ["hm well\n</think>\n\nyes<|im_end|>"]);
-    // The empty thought is a part of the question: it is given.
+    // The empty thought is part of the prompt, so it is not trained.
     let got = trained(NO_THOUGHT, &w, json!([user("q"), answer("yes")]));
     assert_eq!(got, ["yes<|im_end|>"]);
-    // An inner turn has none.
+    // An inner turn has no thought.
     let got = trained(
         NO_THOUGHT,
         &w,
         json!([user("q"), thought("hm", "yes"), user("r"), thought("so", "no")]),
     );
     assert_eq!(got, ["yes<|im_end|>", "so\n</think>\n\nno<|im_end|>"]);
-    // After a tool too.
+    // Also after a tool answer.
     let steps = json!([user("q"), call("rain", json!("")), tool("sun"), thought("now", "dry")]);
     assert_eq!(
         trained(NO_THOUGHT, &w, steps),
@@ -172,7 +172,7 @@ fn an_assistant_that_speaks_first_is_trained_where_the_template_prints_it() {
     assert_eq!(got, ["Hello you<|im_end|>", "yes<|im_end|>"]);
     let got = trained(CHANNELS, &w, json!([answer("Hello you"), user("q"), answer("yes")]));
     assert_eq!(got[0].trim_start_matches(" final<|message|>"), "Hello you<|end|>");
-    // What the template refuses, it refuses.
+    // A conversation that the template refuses is an error.
     let alone = json!({"messages": [answer("Hello you")]});
     let e = encode(&w, &Jinja::new(NO_THOUGHT), TrainOn::Assistant, alone).unwrap_err();
     assert!(e.to_string().contains("no user"), "{e}");
@@ -186,7 +186,7 @@ fn answers_of_tools_inside_a_turn_are_not_trained() {
         trained(ONE_TURN, &w, one),
         ["<|call|>rain<|call_end|>", "dry<|turn_end|>"]
     );
-    // Before the text of the turn that called, several of them, and over several steps.
+    // Tool answers before the text of the calling turn, several of them, and over several steps.
     let said = json!([
         user("q"),
         call("rain", json!("wait")),
@@ -220,7 +220,7 @@ fn answers_of_tools_inside_a_turn_are_not_trained() {
             "ok<|turn_end|>"
         ]
     );
-    // The token that opens the answer is the assistant's where generation stops at it.
+    // The token that opens the answer belongs to the assistant if it is a stop id.
     let mut stops = words();
     stops.stops = vec![stops.id("<|answer|>")];
     let one = json!([user("q"), call("rain", json!("")), tool("sun there"), answer("dry")]);
@@ -254,7 +254,7 @@ fn generation_blocks_decide() {
     assert_eq!(of(TrainOn::Assistant, talk()), ["one<|im_end|>", "two three<|im_end|>"]);
     assert_eq!(of(TrainOn::Completion, talk()), ["two three<|im_end|>"]);
     assert_eq!(of(TrainOn::All, talk()).len(), 1);
-    // Turns of a prompt are not trained.
+    // Assistant turns of a prompt are not trained.
     let prompt = json!({"prompt": [user("q"), answer("one"), user("r")], "completion": [answer("two three")]});
     assert_eq!(of(TrainOn::Assistant, prompt), ["two three<|im_end|>"]);
     // Several steps in one answer.
@@ -264,7 +264,7 @@ fn generation_blocks_decide() {
         ["<call>rain</call><|im_end|>", "dry<|im_end|>"]
     );
 
-    // A block without the end of the turn is taken as it is, and the open turn is counted.
+    // A block without the end of the turn is used unchanged, and the open turn is counted.
     let open = MARKED.replace(
         "{{ '<|im_end|>' }}{% endgeneration %}",
         "{% endgeneration %}{{ '<|im_end|>' }}",

@@ -1,4 +1,4 @@
-//! Which columns are read as what, which rows are refused, and how a file is described.
+//! Tests of column layouts: roles, refused rows, and the description of a file.
 
 use super::*;
 use crate::TrainOn;
@@ -9,7 +9,7 @@ use crate::rows::{self, Sample};
 use crate::testing::{Files, Jinja, QWEN, Words, files, row};
 use serde_json::{Value, json};
 
-/// A row to learn; `template`: of a model that has one.
+/// Reads a row for training; `template`: the model has a chat template.
 fn learned(value: Value, render: Render, template: bool) -> Result<(Sample, Layout)> {
     let jinja = Jinja::new(QWEN);
     let codec = Words::chatml();
@@ -74,7 +74,7 @@ fn common_names_are_read_as_prompt_and_answer() {
         (json!({"instruction": "q", "input": "i", "output": "a"}), "q\ni"),
         (json!({"prompt": "q", "completion": "a"}), "q"),
         (json!({"prompt": "q", "response": "a"}), "q"),
-        // Nothing is appended to a whole prompt.
+        // Nothing is appended to a complete prompt.
         (json!({"prompt": "q", "context": "c", "completion": "a"}), "q"),
     ] {
         let (sample, _) = learned(value.clone(), Render::Auto, true).unwrap();
@@ -127,7 +127,7 @@ fn rows_that_can_be_read_in_two_ways_are_refused() {
             "{value}: {e}"
         );
     }
-    // A format that is named decides, or says what it looked for.
+    // An explicit format is used, or its error names the expected columns.
     let f = |row: &str, format| described(&[("a.jsonl", row)], format, Render::Auto, true);
     let both = r#"{"question": "q", "answer": "a", "text": "t"}"#;
     assert_eq!(

@@ -1,4 +1,4 @@
-//! Preference rows to tokens.
+//! Tokenizes preference rows.
 
 use super::Want;
 use super::rows::{Judgement, Sides, understand};
@@ -8,11 +8,11 @@ use crate::layout::Layout;
 use crate::read::Row;
 use ft_base::{Error, Result};
 
-/// A row in tokens.
+/// A tokenized row.
 pub(super) struct Unit {
     /// Chosen and rejected, or the judged answer.
     pub sides: Vec<Side>,
-    /// Tokens of the prompt, the same in all sides.
+    /// Number of prompt tokens, the same in all sides.
     pub prompt: usize,
     pub margin: Option<f32>,
     pub label: bool,
@@ -20,7 +20,7 @@ pub(super) struct Unit {
 
 pub(super) struct Side {
     pub example: Example,
-    /// Tokens cut off at `max_length`.
+    /// Tokens removed by truncation at `max_length`.
     pub cut: usize,
 }
 
@@ -30,7 +30,7 @@ pub(super) struct PairEncoder<'a> {
 }
 
 impl PairEncoder<'_> {
-    /// Errors: what is wrong with the row, with its place.
+    /// Errors: the fault of the row, with its place.
     pub fn encode(&self, row: &Row, layout: &Layout) -> Result<Unit> {
         let (whole, prompt, margin, label) = match understand(row, layout)? {
             Judgement::Pair { sides, margin } => {
@@ -56,7 +56,7 @@ impl PairEncoder<'_> {
             }
         };
         let most = self.encoder.max_length;
-        // A row that must be whole is left out with its prompt: it is longer than this in any case.
+        // A row that must be complete is dropped with its prompt: it is longer than `max_length` in any case.
         if prompt >= most && self.want != Want::WholePairs {
             return Err(Error::new("the prompt leaves no room for an answer")
                 .at(&row.place)
@@ -85,7 +85,7 @@ impl PairEncoder<'_> {
         })
     }
 
-    /// The tokens of prompt and answer for each answer, and how many of them are the prompt.
+    /// The tokens of prompt and answer, for each answer, and the number of prompt tokens.
     fn tokens<const N: usize>(&self, sides: &Sides<N>) -> Result<([Vec<u32>; N], usize)> {
         let encoder = &self.encoder;
         let mut whole = [const { Vec::new() }; N];

@@ -1,12 +1,12 @@
-//! Preference rows to examples: pairs of answers, and judged answers.
+//! Converts preference rows to examples: pairs of answers, and judged answers.
 //!
-//! An example of such a data set is one unit of training: its documents end to end, the chosen answer and the rejected
-//! one (each after the prompt), or one judged answer. So order, batches and lengths work as for other rows, and a pair
-//! is never split.
+//! An example of such a data set is one unit of training: its concatenated documents, the chosen and the rejected
+//! answer (each after the prompt), or one judged answer. So order, batches and lengths work as for other rows, and a
+//! pair is never split.
 //!
-//! Tokens are those of TRL: the prompt alone (a conversation with the generation prompt), and prompt with answer
-//! (text gets EOS); an answer begins where the two part, for both sides at the earlier place. What is longer than
-//! `max_length` loses its end.
+//! Tokenization as in TRL: the prompt alone (a conversation with the generation prompt), and prompt with answer (text
+//! gets EOS); an answer begins at the first difference between the two, for both sides at the earlier position. Rows
+//! longer than `max_length` are truncated at the end.
 
 mod encode;
 mod rows;
@@ -28,30 +28,30 @@ use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What is wanted of a row.
+/// The part of a row that a stage uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Want {
     /// Both answers; the tokens of the answers are trained.
     Pairs,
-    /// Both answers, and of the chosen one the prompt is trained too (ORPO).
+    /// Both answers; the prompt of the chosen one is trained too (ORPO).
     PairsAndPrompts,
-    /// Both answers whole: rows with a longer one are left out (a reward model reads the end of a row).
+    /// Both answers without truncation: longer rows are dropped (a reward model reads the end of a row).
     WholePairs,
-    /// One answer with a label; a pair is two of them (KTO).
+    /// One labeled answer; a pair becomes two of them (KTO).
     Judged,
 }
 
-/// What an example of preference rows is made of.
+/// The documents of a preference example.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Preference {
     /// Tokens of the first document: the chosen side, or the judged answer. The rest is the rejected side, or the
     /// prompt with the answer of another row (`mismatched`).
     pub first: usize,
-    /// Tokens of the prompt, the same in both documents.
+    /// Number of prompt tokens, the same in both documents.
     pub prompt: usize,
-    /// By how much the chosen side should win; 0 where the row has none.
+    /// Required reward margin of the chosen side; 0 if the row has none.
     pub margin: f32,
-    /// A judged answer is desirable.
+    /// True if a judged answer is desirable.
     pub label: bool,
 }
 
@@ -118,10 +118,10 @@ struct Loader<'a> {
     encoder: encode::PairEncoder<'a>,
     chunk: Vec<(Row, Arc<Layout>, Origin)>,
     out: Dataset,
-    /// Rejected sides of pairs that become judged answers: they stand after all others, so that no answer is
-    /// neighbour of the other answer to its own prompt.
+    /// Rejected sides of pairs that become judged answers: they are placed after all others, so that the two answers to
+    /// a prompt are not adjacent.
     rejected: Vec<(Example, Preference, Origin)>,
-    /// Do rows have a margin?
+    /// Whether rows have a margin.
     margins: Option<bool>,
 }
 
@@ -159,7 +159,7 @@ impl Loader<'_> {
             if let [a, b] = &unit.sides[..]
                 && a.example.ids == b.example.ids
             {
-                // What told the sides apart was cut off.
+                // Truncation removed the difference between the sides.
                 stats.dropped_rows += 1;
                 stats.dropped_by_truncation += 1;
                 continue;
@@ -212,7 +212,7 @@ impl Loader<'_> {
 }
 
 impl Dataset {
-    /// Tokens of the documents of an example.
+    /// Ranges of the documents of an example.
     pub fn documents(&self, row: usize) -> Vec<Range<usize>> {
         let whole = self.examples[row].ids.len();
         match self.preferences.get(row) {
@@ -221,7 +221,7 @@ impl Dataset {
         }
     }
 
-    /// The documents of an example, each as one.
+    /// The documents of an example as separate examples.
     pub fn parts(&self, row: usize) -> impl Iterator<Item = Example> + '_ {
         let e = &self.examples[row];
         self.documents(row).into_iter().map(|d| Example {
@@ -230,7 +230,7 @@ impl Dataset {
         })
     }
 
-    /// Each document as an example of its own: for what looks at texts and knows no pairs.
+    /// A data set with each document as an example, for code that does not handle pairs.
     pub fn flat(&self) -> Cow<'_, Dataset> {
         if self.preferences.is_empty() {
             return Cow::Borrowed(self);
@@ -239,16 +239,16 @@ impl Dataset {
         Cow::Owned(Dataset::from_examples(rows.flat_map(|row| self.parts(row)).collect()))
     }
 
-    /// The documents of these rows end to end: those of a row are neighbours.
+    /// The concatenated documents of these rows: the documents of a row are adjacent.
     pub fn batch(&self, rows: &[usize]) -> Batch {
         let parts: Vec<Example> = rows.iter().flat_map(|&row| self.parts(row)).collect();
         Batch::from_examples(&parts)
     }
 
-    /// Judged answers, each followed by its prompt with the answer of the row before it in its group of `group` rows
-    /// (the first row of a group takes the last answer): KTO estimates from these how far the policy is from its
-    /// reference. With a `seed` the rows are brought into another order first; it stays that of every epoch, since
-    /// the answers of a micro-batch and of its mismatched pairs should be the same.
+    /// Judged answers, each followed by its prompt with the answer of the previous row in its group of `group` rows
+    /// (the first row of a group takes the last answer): KTO estimates the KL to the reference from these. With a
+    /// `seed` the rows are shuffled first; this order is the same in every epoch, because the answers of a micro-batch
+    /// and of its mismatched pairs should be the same.
     ///
     /// Errors: groups of one row, or a row with two answers.
     pub fn mismatched(mut self, group: usize, max_length: usize, seed: Option<u64>) -> Result<Self> {
@@ -270,7 +270,7 @@ impl Dataset {
             ..Dataset::default()
         };
         for first in (0..n).step_by(group) {
-            // A single row at the end has the row before its group as neighbour.
+            // A single row at the end uses the row before its group.
             let rows = &order[first..n.min(first + group)];
             for (i, &row) in rows.iter().enumerate() {
                 let other = match rows.len() {

@@ -1,10 +1,10 @@
-//! Preference rows: what their fields mean.
+//! Interprets the fields of preference rows.
 //!
 //! - A pair: `prompt`, `chosen`, `rejected`, as text or as lists of messages, optionally with `margin`. Without
-//!   `prompt`, what both sides begin with is the prompt. Lists may be whole conversations beside a prompt: then the
-//!   prompt must be in them.
+//!   `prompt`, the common beginning of both sides is the prompt. Lists may be whole conversations beside a prompt: then
+//!   they must contain the prompt.
 //! - A judged row: `prompt`, `completion`, `label` (true: desirable).
-//! - Texts become messages of a conversation where the file's layout says so.
+//! - Texts become messages of a conversation if the file's layout requires it.
 
 use super::super::chat;
 use super::super::layout::{Layout, PROMPTS, is_like_a_prompt, is_turns, not_a_preference};
@@ -14,7 +14,7 @@ use crate::RowFormat;
 use ft_base::{Error, Result};
 use serde_json::{Map, Value};
 
-/// A prompt and what may follow it.
+/// A prompt and its possible answers.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Sides<const N: usize> {
     Text {
@@ -28,7 +28,7 @@ pub(super) enum Sides<const N: usize> {
     },
 }
 
-/// A row, understood.
+/// An interpreted row.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Judgement {
     /// Chosen, then rejected.
@@ -175,11 +175,11 @@ fn judged(fields: &Map<String, Value>, layout: &Layout, answer: &str) -> Result<
     Ok(Judgement::Judged { sides, label })
 }
 
-/// What stands before the answers.
+/// The prompt part of a row.
 enum Before {
     Text(String),
     Turns(Vec<Value>),
-    /// No column: the answers begin with it.
+    /// No column: the answers begin with the prompt.
     Implied,
 }
 
@@ -191,7 +191,7 @@ fn before(fields: &Map<String, Value>, layout: &Layout) -> Result<Before> {
     };
     let whole = |name| fields.get(name).is_some_and(is_turns);
     match fields.get(name.as_str()).filter(|v| !v.is_null()) {
-        // Whole conversations need no prompt, whatever the other rows of the file have.
+        // Whole conversations need no prompt, even if other rows of the file have one.
         None if whole("chosen") && whole("rejected") => Ok(Before::Implied),
         Some(value) if is_turns(value) => Ok(Before::Turns(turns(fields, name, RowFormat::Preference)?)),
         _ if layout.prompt.is_none() => Err(missing(fields, name, RowFormat::Preference).expected(SHAPE)),
@@ -199,7 +199,7 @@ fn before(fields: &Map<String, Value>, layout: &Layout) -> Result<Before> {
     }
 }
 
-/// The prompt and what follows it, of sides that may begin with the whole prompt.
+/// Separates prompt and answers, if the sides begin with the whole prompt.
 fn apart(prompt: Vec<Value>, sides: [Vec<Value>; 2]) -> Result<(Vec<Value>, [Vec<Value>; 2])> {
     if sides
         .iter()
@@ -215,7 +215,7 @@ fn apart(prompt: Vec<Value>, sides: [Vec<Value>; 2]) -> Result<(Vec<Value>, [Vec
     }
 }
 
-/// The same of a prompt that is a text: a side is the answer alone, or the whole conversation with the prompt in it.
+/// As `apart`, for a text prompt: a side is the answer alone, or the whole conversation including the prompt.
 fn around(prompt: &str, sides: [Vec<Value>; 2]) -> Result<(Vec<Value>, [Vec<Value>; 2])> {
     let first = |side: &Vec<Value>| side.first().map(|m| chat::role(m).to_string()).unwrap_or_default();
     if sides.iter().all(|side| first(side) == "assistant") {
@@ -238,14 +238,14 @@ fn not_of_the_prompt(prompt: &str, sides: &[Vec<Value>; 2]) -> Error {
         .hint("remove the column of the prompt if the conversations are whole")
 }
 
-/// What both sides begin with, and the rests.
+/// The common beginning of both sides, and the remainders.
 fn implied(sides: [Vec<Value>; 2]) -> (Vec<Value>, [Vec<Value>; 2]) {
     let at = shared(&sides[0], &sides[1]);
     let prompt = sides[0][..at].to_vec();
     (prompt, sides.map(|side| side[at..].to_vec()))
 }
 
-/// Errors: there is no prompt, and a column that looks like one is not read.
+/// Errors: there is no prompt, and a column that looks like one is not used.
 fn refuse_leftover(fields: &Map<String, Value>, layout: &Layout) -> Result<()> {
     const WORDS: usize = 4;
     let is_left = |(name, value): &(&String, &Value)| {
@@ -293,14 +293,14 @@ fn chats<const N: usize>(
     })
 }
 
-/// Elements that both begin with. Where one begins with all of the other, the shorter one keeps its last.
+/// Length of the common prefix. If one side is a prefix of the other, the shorter one keeps its last element.
 fn shared<T: PartialEq>(a: &[T], b: &[T]) -> usize {
     let most = a.len().min(b.len());
     let equal = a.iter().zip(b).take_while(|(x, y)| x == y).count();
     if equal == most { most.saturating_sub(1) } else { equal }
 }
 
-/// Bytes that both texts begin with; a space before the place where they part belongs to the sides.
+/// Length of the common prefix in bytes; a space directly before the difference belongs to the sides.
 fn shared_text(a: &str, b: &str) -> usize {
     let (x, y): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
     let mut at = shared(&x, &y);
@@ -335,7 +335,7 @@ mod tests {
 
     #[test]
     fn the_implicit_prompt_is_what_both_sides_begin_with() {
-        // As TRL's `extract_prompt`: the space before the parting place goes to the sides.
+        // As TRL's `extract_prompt`: the space before the difference belongs to the sides.
         for (chosen, rejected, prompt) in [
             ("The sky is blue.", "The sky is green.", "The sky is"),
             ("ab", "ac", "a"),
@@ -370,12 +370,12 @@ mod tests {
         json!({"role": role, "content": text})
     }
 
-    /// A conversation of one question and one answer.
+    /// A conversation with one question and one answer.
     fn talk(question: &str, answer: &str) -> Value {
         json!([turn("user", question), turn("assistant", answer)])
     }
 
-    /// The row's prompt and answers as messages, where there is a chat template.
+    /// The row's prompt and answers as messages, for a model with a chat template.
     fn messages(value: Value) -> (Vec<Value>, [Vec<Value>; 2]) {
         let jinja = Jinja::new(QWEN);
         let rules = Rules {
@@ -414,7 +414,7 @@ mod tests {
             json!({"instruction": "q", "input": "i", "chosen": "a", "rejected": "b"}),
             &[turn("user", "q\ni")],
         );
-        // Answers as messages after a prompt of text, and the other way round.
+        // Answers as messages after a text prompt, and vice versa.
         let one = |text: &str| json!([turn("assistant", text)]);
         asked(
             json!({"prompt": "q", "chosen": one("a"), "rejected": one("b")}),
@@ -452,7 +452,7 @@ mod tests {
             let (before, sides) = messages(json!({"prompt": prompt, "chosen": long("a"), "rejected": long("b")}));
             assert_eq!((before.len(), sides), (4, answers()));
         }
-        // One conversation is the beginning of the other: the answer is what is left of it.
+        // One conversation is a prefix of the other: the answer is the remaining part.
         let (before, sides) = messages(json!({
             "system": "s", "chosen": talk("q", "a"), "rejected": [turn("user", "q"), turn("assistant", "b"), turn("user", "z"), turn("assistant", "c")],
         }));

@@ -1,4 +1,4 @@
-//! Preference rows end to end: tokens as in TRL, cuts, refusals, mismatched pairs.
+//! End-to-end tests of preference rows: tokens as in TRL, truncation, refused rows, mismatched pairs.
 
 use super::*;
 use crate::testing::{Jinja, Words, files};
@@ -21,7 +21,7 @@ fn read(words: &Words, lines: &[&str], want: Want, max_length: usize) -> Result<
     load(&spec, want, words, Some(&Jinja::new(CHATML)))
 }
 
-/// Documents of an example as text, trained tokens in brackets.
+/// Documents of an example as text, with trained tokens in brackets.
 fn shown(words: &Words, data: &Dataset, row: usize) -> Vec<String> {
     let parts = data.parts(row).map(|e| {
         let tokens = words.tokens(&e.ids);
@@ -47,7 +47,7 @@ fn a_pair_becomes_two_documents_of_one_example() {
         ["a b[ c][ d][<|im_end|>]", "a b[ e][<|im_end|>]"]
     );
     let head = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n";
-    // As in TRL all after the prompt is the answer, also what the template puts after the end of the turn.
+    // As in TRL everything after the prompt is the answer, also the template's text after the end of the turn.
     assert_eq!(
         shown(&words, &data, 1),
         [
@@ -80,7 +80,7 @@ fn a_pair_becomes_two_documents_of_one_example() {
 #[test]
 fn the_prompt_ends_where_the_tokens_part_for_both_sides() {
     let words = Words::chatml();
-    // "foo" + "bar" is one word: the prompt's last token is another one then.
+    // "foo" + "bar" is one word: the prompt's last token is then another one.
     let rows = [r#"{"prompt": "a foo", "chosen": "bar", "rejected": " bar"}"#];
     let data = read(&words, &rows, Want::Pairs, 64).unwrap();
     assert_eq!(
@@ -101,11 +101,11 @@ fn long_answers_are_cut_and_long_prompts_refused() {
     ];
     let data = read(&words, &rows, Want::Pairs, 4).unwrap();
     assert_eq!(shown(&words, &data, 0), ["a b[ c][ d]", "a b[ g][<|im_end|>]"]);
-    // The second row's sides are equal after the cut.
+    // The sides of the second row are equal after truncation.
     let stats = &data.stats;
     assert_eq!((data.examples.len(), stats.rows, stats.dropped_rows), (1, 2, 1));
     assert_eq!((stats.truncated_rows, stats.longest_written), (2, 7));
-    // A reward model reads the end of a text: rows that lose it are left out.
+    // A reward model reads the end of a text: rows that would be truncated are dropped.
     let e = read(&words, &rows[..1], Want::WholePairs, 4).unwrap_err().to_string();
     assert!(e.contains("nothing in the data") && e.contains("max_length"), "{e}");
     let long = r#"{"prompt": "a b c d e", "chosen": " f", "rejected": " g"}"#;
@@ -162,7 +162,7 @@ fn judged_rows_get_the_answer_of_their_neighbour_as_mismatch() {
         r#"{"prompt": "g", "chosen": " h", "rejected": " i"}"#,
     ];
     let data = read(&words, &rows, Want::Judged, 64).unwrap();
-    // A pair is two judged answers; the rejected ones stand after all others.
+    // A pair becomes two judged answers; the rejected ones are placed after all others.
     let labels: Vec<bool> = data.preferences.iter().map(|p| p.label).collect();
     assert_eq!(labels, [true, false, true, false]);
     assert_eq!(shown(&words, &data, 3), ["g[ i][<|im_end|>]"]);
@@ -178,9 +178,9 @@ fn judged_rows_get_the_answer_of_their_neighbour_as_mismatch() {
     );
     let three = data.clone().mismatched(3, 64, None).unwrap();
     assert_eq!(shown(&words, &three, 0)[1], "a[ h][<|im_end|>]");
-    // Alone in the last group: the row before it.
+    // A single row in the last group uses the row before it.
     assert_eq!(shown(&words, &three, 3)[1], "g[ h][<|im_end|>]");
-    // The mismatched pair is cut as well.
+    // The mismatched pair is truncated too.
     assert_eq!(
         shown(&words, &data.clone().mismatched(2, 4, None).unwrap(), 1)[1],
         "c d[ b][<|im_end|>]"
@@ -195,7 +195,7 @@ fn judged_rows_get_the_answer_of_their_neighbour_as_mismatch() {
         data.clone().mismatched(2, 64, Some(3)).unwrap().fingerprint
     );
     assert_eq!(mixed.examples.len(), 4);
-    // A micro-batch holds the rows of a group, in every epoch.
+    // A micro-batch contains the rows of a group, in every epoch.
     let spec = StreamSpec {
         batch_size: 2,
         accumulation: 1,
@@ -231,14 +231,14 @@ fn splits_keep_what_belongs_to_a_row() {
             assert_eq!(set.origins[row].number as f32, p.margin + 1.0);
         }
     }
-    // Two judged answers of a row are never on both sides.
+    // Two judged answers of a row are always in the same part.
     let judged = read(&words, &rows, Want::Judged, 64).unwrap();
     let (train, eval) = judged.split(0.7, 5).unwrap();
     assert_eq!((train.examples.len(), eval.examples.len()), (6, 14));
     assert_eq!((train.stats.rows, eval.stats.rows), (3, 7));
     assert!(eval.origins.iter().all(|o| !train.origins.contains(o)));
     assert_eq!(eval.preferences.iter().filter(|p| p.label).count(), 7);
-    // Margins are part of what a data set is.
+    // Margins are part of the fingerprint.
     let other: Vec<String> = rows
         .iter()
         .map(|r| r.replace("\"margin\": 3", "\"margin\": 4"))

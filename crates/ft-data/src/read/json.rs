@@ -1,4 +1,4 @@
-//! jsonl (one object a line) and json (one array of objects).
+//! Readers for jsonl (one object per line) and json (one array of objects).
 
 use super::{Each, MAX_ROW_BYTES, Place, Row, clip, not_utf8};
 use ft_base::{Error, Result};
@@ -16,7 +16,7 @@ pub(super) fn cannot_read(path: &str, e: std::io::Error) -> Error {
     Error::new("cannot read the file").at(path).cause(e)
 }
 
-/// One object a line; blank lines are skipped, line numbers are physical.
+/// Reads one object per line; skips blank lines; line numbers are physical.
 pub(super) fn read_lines(path: &str, file: impl Read, each: &mut Each) -> Result<()> {
     lines(path, BufReader::with_capacity(1 << 18, file), each)
 }
@@ -70,7 +70,7 @@ fn lines(path: &str, mut input: impl BufRead, each: &mut Each) -> Result<()> {
     }
 }
 
-/// The first part of a line as text; a cut character at the end does not matter, the text is clipped anyway.
+/// The first part of a line as text; a split character at the end does not matter, because the text is clipped later.
 fn head(line: &[u8]) -> String {
     String::from_utf8_lossy(&line[..line.len().min(400)]).into_owned()
 }
@@ -90,13 +90,13 @@ fn bad_json(place: &Place, start: usize, text: &str, e: &serde_json::Error) -> E
         .hint(hint)
 }
 
-/// Half a character in an escape. The parser has two messages for it, for a first half and for a second one.
+/// True for an unpaired surrogate in an escape. The parser has two messages, for a high and for a low surrogate.
 fn is_surrogate(e: &serde_json::Error) -> bool {
     let text = e.to_string();
     text.contains("surrogate") || text.contains("unexpected end of hex escape")
 }
 
-/// The parser's message without its own place.
+/// The parser's message without its position.
 fn message(e: &serde_json::Error) -> String {
     let text = e.to_string();
     match text.rfind(" at line ") {
@@ -105,7 +105,7 @@ fn message(e: &serde_json::Error) -> String {
     }
 }
 
-/// A `.json` file: an array of objects, or objects a line.
+/// Reads a `.json` file: an array of objects, or one object per line.
 pub(super) fn read_json(path: &str, file: impl Read, each: &mut Each) -> Result<()> {
     let mut input = BufReader::with_capacity(1 << 18, file);
     let mut seen = Vec::new();
@@ -122,7 +122,7 @@ pub(super) fn read_json(path: &str, file: impl Read, each: &mut Each) -> Result<
     if first != b'[' {
         return lines(path, rejoin(seen, input), each);
     }
-    // The byte order mark is no JSON; blanks keep the columns right.
+    // The byte order mark is not JSON; spaces keep the column numbers right.
     let seen: Vec<u8> = seen
         .into_iter()
         .map(|b| if BOM.contains(&b) { b' ' } else { b })
@@ -164,7 +164,7 @@ fn array(path: &str, input: impl BufRead, each: &mut Each) -> Result<()> {
     })
 }
 
-/// Takes the elements of the outer array one by one, so that the array is never held whole.
+/// Reads the elements of the outer array one by one, so that the whole array is never in memory.
 struct Rows<'a> {
     place: &'a mut Place,
     each: &'a mut Each<'a>,

@@ -1,5 +1,5 @@
-//! Files to rows: jsonl, json, csv, parquet. A row is a JSON object with the place it came from.
-//! Rows are handed over one at a time; no reader holds a whole file of rows.
+//! Reads files to rows: jsonl, json, csv, parquet. A row is a JSON object with its place.
+//! Rows are passed on one at a time; no reader holds all rows of a file.
 
 mod json;
 mod parquet;
@@ -14,15 +14,15 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Longest row that is read, in bytes: a longer one is a file without line breaks, not a row.
+/// Largest row in bytes: a longer one is a file without line breaks, not a row.
 pub const MAX_ROW_BYTES: usize = 64 << 20;
 
-/// Where a row stands in its file.
+/// Position of a row in its file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
     pub file: Arc<str>,
     pub number: u64,
-    /// The number counts lines (from 1), not rows (from 1).
+    /// True if the number counts lines (from 1), false if it counts rows (from 1).
     pub is_line: bool,
 }
 
@@ -36,7 +36,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// One row as it was written.
+/// One row with its original fields.
 #[derive(Debug, Clone)]
 pub struct Row {
     pub fields: Map<String, Value>,
@@ -44,7 +44,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// A value that must be an object. Errors: it is something else.
+    /// Converts a value that must be an object. Errors: it is not.
     fn new(value: Value, place: Place) -> Result<Self> {
         match value {
             Value::Object(fields) => Ok(Self { fields, place }),
@@ -57,13 +57,13 @@ impl Row {
     }
 }
 
-/// Takes rows, and the faults of those that are broken.
+/// Receives rows, and the errors of broken ones.
 pub type Each<'a> = dyn FnMut(Result<Row>) -> Result<()> + 'a;
 
-/// Hands each row of a file to `each`, in order. The extension chooses the reader; `.json` may hold an array or lines.
-/// A broken row goes to `each` as its error (place, clipped row) where those behind it can be read.
+/// Passes each row of a file to `each`, in order. The extension selects the reader; `.json` may contain an array or
+/// lines. A broken row is passed to `each` as an error (place, clipped row) if the rows after it can be read.
 ///
-/// Errors: the file cannot be read, or not beyond a row; or `each` ends the reading.
+/// Errors: the file cannot be read, or not beyond a row; or `each` stops the reading.
 pub fn read_rows(path: &str, each: &mut Each) -> Result<()> {
     let file = Path::new(path);
     let extension = file
@@ -75,7 +75,7 @@ pub fn read_rows(path: &str, each: &mut Each) -> Result<()> {
             .at_path(file)
             .hint("name the files: `data.train = [\"a.jsonl\", \"b.jsonl\"]`"));
     }
-    // The rows are tokenized between two reads.
+    // Rows are tokenized between two reads.
     let phase = progress::bytes(progress::about("reading", file), files::size(file).unwrap_or(0));
     let open = || Ok::<_, Error>(phase.reader(files::open(file)?));
     match extension.as_str() {
@@ -107,7 +107,7 @@ pub(super) fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// At most 80 characters of a row, with control characters made visible.
+/// At most 80 characters of a row; control characters are replaced.
 pub(super) fn clip(text: &str) -> String {
     let mut out: String = text
         .trim()
@@ -121,7 +121,7 @@ pub(super) fn clip(text: &str) -> String {
     out
 }
 
-/// Bytes of a row that are not UTF-8.
+/// The error for a row that is not UTF-8.
 pub(super) fn not_utf8(place: &Place, bytes: &[u8], valid_up_to: usize) -> Error {
     let utf16 = bytes.starts_with(&[0xff, 0xfe]) || bytes.starts_with(&[0xfe, 0xff]);
     let what = if utf16 { "UTF-16 text" } else { "bytes" };

@@ -1,4 +1,4 @@
-//! parquet through its record interface: nested lists and structs become JSON values.
+//! Reads parquet with the record interface: nested lists and structs become JSON values.
 
 use super::{Each, Place, Row};
 use ft_base::{Error, Result, caught, progress};
@@ -9,7 +9,7 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Deepest nesting of lists and structs that is read.
+/// Largest nesting depth of lists and structs.
 const MAX_DEPTH: usize = 64;
 
 pub(super) fn read_parquet(path: &str, file: File, each: &mut Each) -> Result<()> {
@@ -36,7 +36,7 @@ pub(super) fn read_parquet(path: &str, file: File, each: &mut Each) -> Result<()
     }
 }
 
-/// The decoder panics on some broken files and on types it does not know: both are faults of the input.
+/// The decoder panics on some broken files and on unsupported types: both are faults of the input.
 fn guarded<T>(place: &str, f: impl FnOnce() -> parquet::errors::Result<T>) -> Result<T> {
     let broken = || {
         Error::new("cannot read the parquet data")
@@ -79,7 +79,7 @@ fn json(field: Field, depth: usize) -> Result<Value> {
         Field::Float(x) => number(x.into()),
         Field::Double(x) => number(x),
         Field::Str(s) => Value::String(s),
-        // Some writers store text without saying that it is text.
+        // Some writers store text without marking it as text.
         Field::Bytes(bytes) => match std::str::from_utf8(bytes.data()) {
             Ok(text) => Value::String(text.to_string()),
             Err(_) => return Err(Error::new("binary data is not UTF-8 text").expected("text")),
@@ -102,7 +102,7 @@ fn json(field: Field, depth: usize) -> Result<Value> {
             }
             Value::Object(out)
         }
-        // Dates, times and decimals are never text to learn from; they keep the library's own words.
+        // Dates, times and decimals are not training text; they use the library's own format.
         other => Value::String(other.to_string()),
     })
 }

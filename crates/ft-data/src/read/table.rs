@@ -1,4 +1,4 @@
-//! csv and tsv with a header row. Every value is a string.
+//! Reads csv and tsv with a header row. Every value is a string.
 
 use super::{Each, Place, Row, clip, not_utf8};
 use ft_base::{Error, Result};
@@ -9,10 +9,10 @@ use std::io::Read;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Offset of a line break's byte, and whether it is the one that counts (`\n`, not the `\r` before it).
+/// Offset of a line break's byte, and whether it ends a line (`\n`, not the `\r` before it).
 type Breaks = Rc<RefCell<VecDeque<(u64, bool)>>>;
 
-/// Notes the line breaks that pass. (The csv reader's own line numbers fall behind with CRLF and blank lines.)
+/// Records the offsets of line breaks. (The csv reader's own line numbers are too small with CRLF and blank lines.)
 struct Watched<R> {
     input: R,
     offset: u64,
@@ -33,7 +33,7 @@ impl<R: Read> Read for Watched<R> {
     }
 }
 
-/// Physical line (from 1) of the text at or after `offset`, line breaks skipped; offsets must ascend.
+/// Physical line (from 1) of the text at or after `offset`, after skipping line breaks; offsets must ascend.
 fn line_at(breaks: &Breaks, line: &mut u64, mut offset: u64) -> u64 {
     let mut breaks = breaks.borrow_mut();
     while let Some(&(at, counts)) = breaks.front().filter(|(at, _)| *at <= offset) {

@@ -1,4 +1,4 @@
-//! Readers on good files and on bad ones.
+//! Tests of the readers with valid and broken files.
 
 use super::{MAX_ROW_BYTES, read_rows};
 use ft_base::Result;
@@ -23,7 +23,7 @@ fn rows(name: &str, bytes: &[u8]) -> Vec<Value> {
     read(name, bytes).unwrap().into_iter().map(|(row, _)| row).collect()
 }
 
-/// The error's text must hold all the parts.
+/// The error's text must contain all `parts`.
 fn refused(name: &str, bytes: &[u8], parts: &[&str]) {
     let e = read(name, bytes).unwrap_err().to_string();
     for part in parts {
@@ -200,7 +200,7 @@ mod parquet_files {
     /// Values, definition and repetition levels.
     type Column<'a> = (Vec<ByteArray>, &'a [i16], Option<&'a [i16]>);
 
-    /// Two rows: a conversation of two messages (the second without content), and a row of nulls.
+    /// Two rows: a conversation with two messages (the second without content), and a row of nulls.
     fn file(raw: &[u8]) -> Vec<u8> {
         let schema = Arc::new(parse_message_type(SCHEMA).unwrap());
         let mut bytes = Vec::new();
@@ -261,7 +261,7 @@ mod parquet_files {
         for cut in [0, 3, 8, whole.len() / 2, whole.len() - 1] {
             refused("t.parquet", &whole[..cut], &["t.parquet", "hint:"]);
         }
-        // Every damaged byte gives rows or an error, never a crash.
+        // Every damaged byte results in rows or an error, never in a crash.
         for at in 0..whole.len() {
             let mut damaged = whole.clone();
             damaged[at] ^= 0xff;

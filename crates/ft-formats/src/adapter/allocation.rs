@@ -1,10 +1,10 @@
-//! What an AdaLoRA config says of ranks: PEFT wants all of it again when it loads one.
+//! The rank allocation in an AdaLoRA config: PEFT needs all of it to load the adapter.
 
 use super::read::Reader;
 use ft_base::Result;
 use serde_json::{Map, Value, json};
 
-/// The schedule that ranks followed, and which singular values are left.
+/// The schedule of the ranks, and the kept singular values.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Allocation {
     pub target_r: usize,
@@ -15,13 +15,12 @@ pub struct Allocation {
     pub beta2: f64,
     pub orth_reg_weight: f64,
     pub total_step: usize,
-    /// By module: for each of the first singular values, is it left? Empty: all are. The tensors hold those that are
-    /// left.
+    /// By module: the kept ones among the initial singular values. Empty: all. The tensors contain only the kept ones.
     pub kept: Vec<(String, Vec<bool>)>,
 }
 
 impl Default for Allocation {
-    /// The defaults of PEFT; it wants a number of steps, also to load.
+    /// The defaults of PEFT, which needs a number of steps even for loading.
     fn default() -> Self {
         Self {
             target_r: 8,
@@ -85,7 +84,7 @@ impl Allocation {
         })
     }
 
-    /// Which singular values of this module are left; `None`: all.
+    /// Flags of the kept singular values of this module; `None`: all are kept.
     pub fn kept_of(&self, module: &str) -> Option<&[bool]> {
         self.kept
             .iter()
@@ -94,7 +93,7 @@ impl Allocation {
     }
 }
 
-/// `model.layers.0.self_attn.q_proj.lora_E`, also with the adapter's name behind it, to its module.
+/// The module of `model.layers.0.self_attn.q_proj.lora_E`, with or without the adapter's name as a suffix.
 fn module_of(key: &str) -> String {
     let key = key.strip_suffix(".default").unwrap_or(key);
     key.strip_suffix(".lora_E").unwrap_or(key).to_string()

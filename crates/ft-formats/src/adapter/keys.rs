@@ -6,7 +6,7 @@ pub const PREFIX: &str = "base_model.model.";
 /// The random pair that all linears of a VeRA adapter share.
 pub const VERA: [&str; 2] = ["base_model.vera_A", "base_model.vera_B"];
 
-/// Names below a module, for each kind of adapter.
+/// Tensor names below a module, for each kind of adapter.
 pub fn below(kind: &Kind, dora: bool) -> &'static [&'static str] {
     match kind {
         Kind::Lora if dora => &["lora_A.weight", "lora_B.weight", "lora_magnitude_vector"],
@@ -20,7 +20,7 @@ pub fn below(kind: &Kind, dora: bool) -> &'static [&'static str] {
     }
 }
 
-/// Parts of names that only tensors of adapters have.
+/// Substrings that occur only in names of adapter tensors.
 const MARKS: [&str; 8] = [
     ".lora_",
     ".ia3_",
@@ -32,7 +32,7 @@ const MARKS: [&str; 8] = [
     ".trainable_tokens",
 ];
 
-/// What a tensor of an adapter file is.
+/// Meaning of a tensor name in an adapter file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Key {
     /// A tensor of the adapter on a module: the module, and its name below it.
@@ -43,16 +43,16 @@ pub enum Key {
     Whole(String),
 }
 
-/// The name in the file of a tensor of an adapter: `model.layers.0.self_attn.q_proj.lora_A.weight`.
+/// The name in the file for an adapter tensor such as `model.layers.0.self_attn.q_proj.lora_A.weight`.
 pub fn file_key(part: &str) -> String {
     format!("{PREFIX}{part}")
 }
 
-/// Reads a tensor name back; `None` for a name that no adapter of this kind has.
+/// Parses a tensor name; `None` for a name that does not belong to this kind of adapter.
 pub fn parse(name: &str, kind: &Kind, dora: bool) -> Option<Key> {
     let rest = name.strip_prefix(PREFIX)?;
     for below in below(kind, dora) {
-        // Files written by hand sometimes keep the adapter name "default".
+        // Some hand-written files contain the adapter name "default".
         let by_hand = match below.strip_suffix(".weight") {
             Some(head) => format!(".{head}.default.weight"),
             None => format!(".{below}.default"),

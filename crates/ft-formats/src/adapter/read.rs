@@ -1,4 +1,4 @@
-//! Values of an `adapter_config.json`, each with the error for a wrong one.
+//! Reads the values of an `adapter_config.json`, with an error for each wrong value.
 
 use super::Targets;
 use crate::json_kind;
@@ -51,7 +51,7 @@ impl Reader<'_> {
         }
     }
 
-    /// A list of strings, or one string.
+    /// A list of strings, or a single string.
     pub fn texts(&self, key: &str) -> Result<Vec<String>> {
         match self.get(key) {
             None => Ok(Vec::new()),
@@ -96,7 +96,7 @@ impl Reader<'_> {
         }
     }
 
-    /// In the order of the file: the first key that matches a module counts.
+    /// In file order: the first key that matches a module applies.
     pub fn table<T>(&self, key: &str, read: impl Fn(&Value) -> Result<T>) -> Result<Vec<(String, T)>> {
         match self.get(key) {
             None => Ok(Vec::new()),
@@ -105,7 +105,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Ids of rows: a list is of the embedding, an object says of which module.
+    /// Row ids: a list belongs to the embedding, an object names the module of each list.
     pub fn token_rows(&self, key: &str) -> Result<Vec<(String, Vec<u32>)>> {
         let wrong = || self.wrong(key, "a list of token ids, or an object of such lists");
         let ids = |v: &Value| -> Result<Vec<u32>> {
@@ -146,7 +146,7 @@ impl Reader<'_> {
     }
 }
 
-/// Whether a value says "not used".
+/// True if a value means "not used".
 pub(super) fn is_empty(value: &Value) -> bool {
     match value {
         Value::Null => true,

@@ -1,4 +1,4 @@
-//! Tests of `adapter`: what is read and written, and every kind of lie that is refused.
+//! Tests of `adapter`: valid files, written files, and all refused inconsistencies.
 
 use super::*;
 use serde_json::json;
@@ -104,7 +104,7 @@ fn wrong_values_are_refused_by_name() {
 fn a_pickle_adapter_is_refused_and_not_opened() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join(CONFIG), GOOD).unwrap();
-    std::fs::create_dir(dir.path().join("adapter_model.bin")).unwrap(); // opening it would fail otherwise
+    std::fs::create_dir(dir.path().join("adapter_model.bin")).unwrap(); // a read attempt would fail with another error
     let e = AdapterConfig::load(dir.path()).unwrap_err().to_string();
     assert!(e.contains("pickle") && e.contains("safe_serialization"), "{e}");
     std::fs::write(dir.path().join(WEIGHTS), b"").unwrap();

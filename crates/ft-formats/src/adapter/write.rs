@@ -1,12 +1,12 @@
-//! `adapter_config.json` as PEFT writes it.
+//! Writes `adapter_config.json` in PEFT's form.
 
 use super::{AdapterConfig, Allocation, Kind, Targets};
 use serde_json::{Map, Value, json};
 
-/// The version of PEFT whose files these are.
+/// The PEFT version whose format is written.
 const PEFT: &str = "0.18.0";
 
-/// `16.0` as `16`, as PEFT writes it.
+/// Writes `16.0` as `16`, as PEFT does.
 fn whole(x: f64) -> Value {
     if x.fract() == 0.0 && x.abs() < 9e15 {
         json!(x as i64)

@@ -1,9 +1,9 @@
-//! Templates that were written to hang, to take all memory or to overflow the stack. None may do so.
+//! Templates that try to hang, to use all memory or to overflow the stack. None may succeed.
 
 pub fn templates() -> Vec<(&'static str, String)> {
     let many = |piece: &str, n: usize| piece.repeat(n);
     let mut out: Vec<(&str, String)> = vec![
-        // The parser's stack.
+        // Stack of the parser.
         ("attributes", format!("{{{{ a{} }}}}", many(".a", 100_000))),
         ("indices", format!("{{{{ a{} }}}}", many("[0]", 100_000))),
         ("sums", format!("{{{{ 1{} }}}}", many("+1", 100_000))),
@@ -70,7 +70,7 @@ pub fn templates() -> Vec<(&'static str, String)> {
         ("slices", format!("{{{{ a{} }}}}", many("[1:]", 100_000))),
     ];
     let plain = [
-        // Values in values.
+        // Nested values.
         (
             "deep list",
             "{% set ns = namespace(x=[]) %}{% for i in range(100000) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x == ns.x }}",

@@ -1,8 +1,9 @@
-//! What transformers 5 makes of a `tokenizer.json` whose class builds its own pipeline: vocabulary, merges, added tokens and
-//! post-processor are those of the file; normalizer, pre-tokenizer, decoder and the flags of the model are those of the class.
-//! Which class that is, `tokenizer_config.json` and `config.json` say together. Held to transformers 5.23 by a golden file.
+//! Rebuilds a tokenizer as transformers 5 does if its class builds its own pipeline: vocabulary, merges, added tokens
+//! and post-processor are those of `tokenizer.json`; normalizer, pre-tokenizer, decoder and model flags are those of
+//! the class. `tokenizer_config.json` and `config.json` determine the class. A golden file from transformers 5.23 tests
+//! this.
 //!
-//! Other classes that build their own pipeline belong to models that are not built here: there the file stands as it is.
+//! Other classes with their own pipeline belong to unsupported models: their file is used unchanged.
 
 use super::content;
 use ft_base::{Error, Result};
@@ -10,11 +11,11 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use tokenizers::{DecoderWrapper, ModelWrapper, NormalizerWrapper, PreTokenizerWrapper, Tokenizer};
 
-/// Splitting of Qwen2: contractions, words, single digits, signs, line ends, blanks.
+/// Pre-tokenizer pattern of Qwen2: contractions, words, single digits, punctuation, line breaks, spaces.
 const QWEN2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Classes that build their own pipeline.
+/// Tokenizer classes that build their own pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Class {
     Llama,
@@ -49,12 +50,13 @@ impl Class {
         }
     }
 
-    /// The class that transformers takes for a model directory; `None`: the file as it stands. `declared` is `tokenizer_class`
-    /// of `tokenizer_config.json`, else of `config.json`; `byte_level`: the file speaks of `ByteLevel`.
+    /// The class that transformers uses for a model directory; `None`: the file is used unchanged. `declared` is
+    /// `tokenizer_class` of `tokenizer_config.json`, else of `config.json`; `byte_level`: the file contains
+    /// `ByteLevel`.
     pub(super) fn of(declared: Option<&str>, model_type: Option<&str>, byte_level: bool) -> Option<Self> {
         let declared_class = declared.and_then(Self::named);
         match model_type {
-            // What their configs declare is known to be wrong.
+            // The class declared in their configs is known to be wrong.
             Some("qwen2") => Some(Self::Qwen2),
             Some("phi3" | "mistral") => None,
             _ if declared_class == Some(Self::Llama) && byte_level => None,
@@ -65,7 +67,7 @@ impl Class {
     }
 }
 
-/// The parts that a class brings, as `tokenizer.json` writes them.
+/// The parts that a class defines, in the form of `tokenizer.json`.
 struct Pipeline {
     normalizer: Value,
     pre_tokenizer: Value,
@@ -76,12 +78,12 @@ struct Pipeline {
     byte_fallback: bool,
 }
 
-/// Gives `inner` the pipeline of its class. Does that change how text is split?
+/// Installs the pipeline of a class in `inner`. Returns true if this changes how text is split.
 ///
-/// Errors: parts that the library refuses.
+/// Errors: a part that the library refuses.
 pub(super) fn rebuild(inner: &mut Tokenizer, class: Class, config: &Map<String, Value>) -> Result<bool> {
     let ModelWrapper::BPE(bpe) = inner.get_model() else {
-        // Another model than the class would build.
+        // The file has another model type than the class builds.
         return Ok(false);
     };
     let want = pipeline(class, config);
@@ -124,7 +126,7 @@ fn part<T: DeserializeOwned>(value: &Value) -> Result<Option<T>> {
         .map_err(|e| Error::new("a part of the tokenizer class is refused by its library").cause(e))
 }
 
-/// Does a part of the file do something else than the part of the class?
+/// True if a part of the file behaves differently from the part of the class.
 fn differs(own: Option<&impl serde::Serialize>, want: &Value) -> bool {
     let mut own = own
         .and_then(|own| serde_json::to_value(own).ok())
@@ -136,7 +138,7 @@ fn differs(own: Option<&impl serde::Serialize>, want: &Value) -> bool {
     own != want
 }
 
-/// Takes away what changes offsets alone, and lists of one part.
+/// Removes settings that affect only offsets, and unwraps sequences of one part.
 fn without_offsets(value: &mut Value) {
     if let Value::Object(map) = value {
         map.remove("trim_offsets");
@@ -192,7 +194,7 @@ fn pipeline(class: Class, config: &Map<String, Value>) -> Pipeline {
     let prefix = flag("add_prefix_space");
     match class {
         Class::Llama => {
-            // Absent is false, as in the class.
+            // Absent means false, as in the class.
             let legacy = flag("legacy").unwrap_or(false);
             let scheme = match (prefix.unwrap_or(true), legacy) {
                 (false, _) => "never",
@@ -229,7 +231,7 @@ mod tests {
     use crate::tokenizer::Tokenizer;
     use serde_json::Value;
 
-    /// Ids and texts of transformers, for every class and what its configs can say.
+    /// Compares with ids and texts of transformers, for every class and config variant.
     #[test]
     fn as_the_classes_of_transformers() {
         let golden: Value = serde_json::from_str(include_str!("../testdata/tokenizers_rebuilt.json")).unwrap();
@@ -259,7 +261,7 @@ mod tests {
         }
     }
 
-    /// Offsets cover the text whichever class splits it: loss masks are made from them.
+    /// Offsets are valid for every class: loss masks are computed from them.
     #[test]
     fn offsets_lie_in_the_text() {
         let golden: Value = serde_json::from_str(include_str!("../testdata/tokenizers_rebuilt.json")).unwrap();

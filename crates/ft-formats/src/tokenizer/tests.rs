@@ -1,9 +1,9 @@
-//! Tests of `tokenizer`: what is read and written, and every kind of lie that is refused.
+//! Tests of `tokenizer`: valid files, and all refused inconsistencies.
 
 use super::*;
 use serde_json::json;
 
-/// Byte-level BPE with one merge, as Qwen and Llama-3 tokenizers are built; `post` is the post-processor.
+/// Byte-level BPE with one merge, like the tokenizers of Qwen and Llama 3; `post` is the post-processor.
 fn write(dir: &Path, post: Value, config: Value) {
     let alphabet = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet();
     let mut letters: Vec<char> = alphabet.into_iter().collect();

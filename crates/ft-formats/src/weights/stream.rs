@@ -1,12 +1,12 @@
-//! Parts of tensors into memory that the caller has: for weights that come from the disk again and again. What
-//! was read does not stay in the system's cache, which would otherwise fill with the whole model.
+//! Reads parts of tensors into the caller's memory, for weights that are read from the disk repeatedly. The parts are
+//! dropped from the page cache after the read; otherwise the whole model would fill it.
 
 use super::{Number, PIECE, TensorInfo, Weights, decode};
 use crate::dtype::StoredDtype;
 use ft_base::{Error, Result, files};
 use half::bf16;
 
-/// Numbers that a file may hold as they are.
+/// Element types that a file may store directly.
 trait Plain: Copy {
     const STORED: StoredDtype;
 }
@@ -25,20 +25,20 @@ impl Plain for i16 {
 
 fn bytes_of<T: Plain>(numbers: &mut [T]) -> &mut [u8] {
     let len = size_of_val(numbers);
-    // SAFETY: the same memory, borrowed as long; every bit pattern of these types is valid.
+    // SAFETY: the same memory, borrowed for the same lifetime; every bit pattern of these types is valid.
     unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), len) }
 }
 
 impl Weights {
-    /// From now on these files are read in parts: the system does not read ahead.
+    /// Turns off the system's readahead: these files are now read in parts.
     pub fn streamed(self) -> Self {
         self.handles.iter().for_each(files::no_readahead);
         self
     }
 
-    /// Numbers of tensor `name` from number `first` on, as f32, as many as `out` holds.
+    /// Reads elements of tensor `name` as f32, from element `first` on, as many as `out` has.
     ///
-    /// Errors: no such tensor, or not as many numbers in it; no number format of weights; the disk.
+    /// Errors: no such tensor, or too few elements in it; not a weight format; a failed read.
     pub fn read_f32_at(&self, name: &str, first: usize, out: &mut [f32]) -> Result<()> {
         self.read_at(name, first, out)
     }
@@ -48,7 +48,7 @@ impl Weights {
         self.read_at(name, first, out)
     }
 
-    /// As `read_f32_at`, of a tensor that is stored as I16.
+    /// As `read_f32_at`, for a tensor that is stored as I16.
     pub fn read_i16_at(&self, name: &str, first: usize, out: &mut [i16]) -> Result<()> {
         let info = self.must(name)?;
         if info.dtype != StoredDtype::I16 {
@@ -61,7 +61,7 @@ impl Weights {
         self.plain(name, first, out)
     }
 
-    /// Stored bytes of a tensor of any number format, from byte `first` on.
+    /// Reads stored bytes of a tensor of any number format, starting at byte `first`.
     pub fn read_bytes_at(&self, name: &str, first: usize, out: &mut [u8]) -> Result<()> {
         let info = self.must(name)?;
         if (first + out.len()) as u64 > info.bytes {
@@ -139,7 +139,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("w.safetensors");
         let rng = Rng::new(1, Stream::Init, &[]);
-        // Longer than a piece, and not a multiple of anything.
+        // Longer than a piece, and not a multiple of a power of two.
         let n = (PIECE / 4) + 12_347;
         let values: Vec<f32> = (0..n as u64).map(|i| rng.normal(i)).collect();
         let formats = [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16, StoredDtype::F64];

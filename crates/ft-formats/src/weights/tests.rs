@@ -1,4 +1,4 @@
-//! Tests of `weights`: what is read and written, and every kind of lie that is refused.
+//! Tests of `weights`: valid files, and all refused inconsistencies.
 
 use super::*;
 use crate::writer::{TensorPlan, Values, write_file};
@@ -12,7 +12,7 @@ fn plan(name: &str, dtype: StoredDtype, shape: &[usize]) -> TensorPlan {
     }
 }
 
-/// A file with the named f32 tensors of two numbers each.
+/// Writes a file with the named f32 tensors of two elements each.
 fn shard(path: &Path, names: &[&str]) {
     let plans: Vec<_> = names.iter().map(|n| plan(n, StoredDtype::F32, &[2])).collect();
     write_file(path, &plans, &[], |_, put| put(Values::F32(&[1.0, -2.0]))).unwrap();
@@ -23,7 +23,7 @@ fn index(dir: &Path, map: Value) {
     std::fs::write(dir.join(index::INDEX), text).unwrap();
 }
 
-/// Two good shards and their index.
+/// Writes two valid shards and their index.
 fn sharded(dir: &Path) {
     shard(&dir.join("model-00001-of-00002.safetensors"), &["a", "b"]);
     shard(&dir.join("model-00002-of-00002.safetensors"), &["c"]);
@@ -92,7 +92,7 @@ fn numbers_of_every_format_are_read() {
     );
     assert_eq!(w.total_bytes(), (n * 6 + 18 + 72 + 8) as u64);
     assert!(w.read_f32("ids").unwrap_err().to_string().contains("`ids`"));
-    // Ties go to even: 1 + 2^-8 lies between two bf16 numbers.
+    // Ties go to even: 1 + 2^-8 is halfway between two bf16 numbers.
     assert_eq!(bf16::from_f32(1.0 + 1.0 / 256.0).to_f32(), 1.0);
     assert_eq!(bf16::from_f32(1.0 + 3.0 / 256.0).to_f32(), 1.015625);
 }
@@ -226,7 +226,7 @@ fn the_links_of_the_hub_cache_are_followed() {
     shard(&repo.join("blobs/abc"), &["a"]);
     std::os::unix::fs::symlink("../../blobs/abc", snapshot.join("model.safetensors")).unwrap();
     assert_eq!(Weights::open(&snapshot).unwrap().len(), 1);
-    // A directory that is itself a link to the snapshot works too; other places of the cache do not.
+    // A directory that is itself a link to the snapshot is accepted; other places in the cache are not.
     std::os::unix::fs::symlink(&snapshot, root.path().join("short")).unwrap();
     Weights::open(&root.path().join("short")).unwrap();
     shard(&root.path().join("elsewhere"), &["a"]);

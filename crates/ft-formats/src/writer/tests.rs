@@ -1,4 +1,4 @@
-//! Tests of `writer`: what is read and written, and every kind of lie that is refused.
+//! Tests of `writer`: written files, and all refused inconsistencies.
 
 use super::*;
 use crate::Weights;
@@ -55,7 +55,7 @@ fn a_number_that_is_not_finite_never_reaches_a_file() {
             "{e}"
         );
     }
-    // Finite, but not in the format it is saved in.
+    // Finite, but too large for the format of the file.
     let e = write_file(&path, &[plan("w", StoredDtype::F16, &[1])], &[], |_, put| {
         put(Values::F32(&[70000.0]))
     });

@@ -47,7 +47,7 @@ struct Options {
 /// CPU seconds of this process, all threads.
 fn cpu_seconds() -> f64 {
     let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `t` is a valid place for the answer.
+    // SAFETY: `t` is valid for the write.
     unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut t) };
     t.tv_sec as f64 + t.tv_nsec as f64 * 1e-9
 }

@@ -81,6 +81,6 @@ fn ppo_raises_the_reward_and_holds_the_divergence() {
     let most = kl.iter().copied().fold(0.0, f64::max);
     println!("reward {before:.3} -> {after:.3}, divergence at most {most:.2} nats an answer");
     assert!(after > before + 0.2, "{before} -> {after}");
-    // The bound follows from the recipe's `kl_target`.
+    // The bound is the recipe's `kl_target`.
     assert!(most < 3.0, "{kl:?}");
 }

@@ -29,7 +29,7 @@ pub struct RowSizes {
     lengths: Vec<usize>,
     /// Lengths of the held-out rows.
     eval: Vec<usize>,
-    /// Whether rows may be shuffled; grouped rows are not.
+    /// Whether rows may be shuffled; grouped ones are not.
     shuffle: bool,
     /// Cache of results: the planner asks again for each strategy.
     found: RefCell<Vec<(StreamSpec, Option<Sizes>)>>,

@@ -1,7 +1,7 @@
 //! Times decoding of a built-in shape with random weights: `cargo bench --bench generate -- --help`.
 //!
-//! `rows` answers to one prompt (or to as many prompts, with `--apart`). Prints one line of JSON: seconds and tokens per
-//! second of prefill and decode, CPU seconds of both, bytes of weights and cache.
+//! Generates `rows` answers to one prompt (with `--apart`, each to its own prompt). Prints one line of JSON: seconds
+//! and tokens per second of prefill and decode, CPU seconds of both, bytes of weights and cache.
 
 use candle_core::Device;
 use clap::Parser;

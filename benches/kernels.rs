@@ -56,7 +56,7 @@ mod peak {
         let mut lanes = [0f32; 8];
         let mut total = 0.0;
         for s in sums {
-            // SAFETY: eight floats fit.
+            // SAFETY: the buffer has room for eight floats.
             unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), s) };
             total += lanes.iter().sum::<f32>();
         }
@@ -66,7 +66,7 @@ mod peak {
     pub fn run(rounds: u64) -> Option<(u64, f32)> {
         #[cfg(target_arch = "x86_64")]
         {
-            // SAFETY: the processor was asked.
+            // SAFETY: the CPU feature was detected.
             if is_x86_feature_detected!("avx512f") {
                 return Some(unsafe { avx512(rounds) });
             }

@@ -58,7 +58,7 @@ impl Place {
     }
 }
 
-/// Code that is read in when it first runs (1.6 to 1.9 MiB in the steps of `tests/memory`), stacks, small blocks of the heap.
+/// Code pages loaded at first use (1.6 to 1.9 MiB in the steps of `tests/memory`), stacks, small heap blocks.
 pub const CODE: u64 = 3 << 20;
 
 /// An evaluation: forward passes over batches, or answers that are written.

@@ -1,4 +1,4 @@
-//! Distillation runs: stored outputs, resuming, what is refused.
+//! Distillation runs: stored outputs, resuming, refused inputs.
 
 use crate::bench::{Bench, copy_all, files, goldens, number, said};
 use serde_json::Value;

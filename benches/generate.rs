@@ -1,7 +1,7 @@
 //! Times decoding of a built-in shape with random weights: `cargo bench --bench generate -- --help`.
 //!
-//! `rows` answers to one prompt (or to as many prompts, with `--apart`). Prints one line of JSON: seconds and tokens per
-//! second of prefill and decode, CPU seconds of both, bytes of weights and cache.
+//! Generates `rows` answers to one prompt (with `--apart`, each to its own prompt). Prints one line of JSON: seconds
+//! and tokens per second of prefill and decode, CPU seconds of both, bytes of weights and cache.
 
 use candle_core::Device;
 use clap::Parser;
@@ -47,7 +47,7 @@ struct Options {
 /// CPU seconds of this process, all threads.
 fn cpu_seconds() -> f64 {
     let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `t` is a valid place for the answer.
+    // SAFETY: `t` is valid for the write.
     unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut t) };
     t.tv_sec as f64 + t.tv_nsec as f64 * 1e-9
 }

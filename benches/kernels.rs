@@ -1,5 +1,5 @@
-//! Speed of the operations beside the peak of the arithmetic unit, measured in the same run: `cargo bench --bench kernels`.
-//! Rates are in floating-point operations (matrix products, attention) or bytes moved (the others) a second.
+//! Speed of the operations relative to the peak of the arithmetic unit, measured in the same run: `cargo bench --bench
+//! kernels`. Rates are floating-point operations (matrix products, attention) or bytes moved (others) per second.
 
 use candle_core::{DType, Device, Tensor};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
@@ -20,7 +20,7 @@ fn random(rows: usize, columns: usize, seed: u64) -> Tensor {
     Tensor::from_vec(values, (rows, columns), &Device::Cpu).expect("a tensor")
 }
 
-/// Multiply-adds on registers alone: what the f32 unit can do at most. Returns operations done in `rounds`.
+/// Multiply-adds on registers only: the peak of the f32 unit. Returns the number of operations in `rounds`.
 mod peak {
     const SUMS: usize = 12;
 
@@ -56,7 +56,7 @@ mod peak {
         let mut lanes = [0f32; 8];
         let mut total = 0.0;
         for s in sums {
-            // SAFETY: eight floats fit.
+            // SAFETY: the buffer has room for eight floats.
             unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), s) };
             total += lanes.iter().sum::<f32>();
         }
@@ -66,7 +66,7 @@ mod peak {
     pub fn run(rounds: u64) -> Option<(u64, f32)> {
         #[cfg(target_arch = "x86_64")]
         {
-            // SAFETY: the processor was asked.
+            // SAFETY: the CPU feature was detected.
             if is_x86_feature_detected!("avx512f") {
                 return Some(unsafe { avx512(rounds) });
             }
@@ -79,7 +79,7 @@ mod peak {
     }
 }
 
-/// All threads at once; best of several, because other programs only take away.
+/// Uses all threads; shows the best of several runs, because other programs can only reduce the speed.
 fn show_peak() {
     const ROUNDS: u64 = 20_000_000;
     let best = (0..5)
@@ -133,7 +133,7 @@ fn products(c: &mut Criterion) {
     }
 }
 
-/// A linear with a delta of rank 16: alone, with the delta's products apart, and with the delta on board.
+/// A linear with a LoRA pair of rank 16: without it, with separate products for it, and with the fused product.
 fn deltas(c: &mut Criterion) {
     for (n, i, o) in [(512, 896, 4864), (512, 4864, 896), (2048, 896, 4864)] {
         let (x, dy) = (random(n, i, 1), random(n, o, 2));
@@ -193,7 +193,7 @@ fn attentions(c: &mut Criterion) {
         let dout = random(n, heads * head_dim, 4);
         let documents = [0, n];
         let (out, lse) = attention::forward(&q, &k, &v, &spec, &documents, &documents).expect("o");
-        // Two products of the lower half of [N, N] for each head; backward has five.
+        // Two products of the lower half of [N, N] per head; backward has five.
         let flops = 2 * (n * n * heads * head_dim) as u64;
         let mut group = c.benchmark_group(format!("attention {n} tokens, 14 heads of 64"));
         group.throughput(Throughput::Elements(flops));

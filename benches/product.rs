@@ -1,5 +1,5 @@
 //! Times the three products of training on bf16 weights: `cargo bench --bench product`. Activations are f32 and are
-//! packed in every call, as in training. One line of JSON a product, with the keys of `benches/peer_product.py`.
+//! packed in every call, as in training. Prints one JSON line per product, with the keys of `benches/peer_product.py`.
 
 use candle_core::{DType, Device, Tensor};
 use clap::Parser;

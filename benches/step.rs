@@ -1,7 +1,7 @@
 //! Times optimizer steps of a built-in shape with random weights: `cargo bench --bench step -- --help`.
 //!
-//! The same step as in `ft train` (`Engine::step`), on synthetic rows. One configuration a process, because the peak
-//! of resident memory belongs to a process. Prints one line of JSON, with the same keys as `benches/peer_cpu.py`.
+//! The same step as in `ft train` (`Engine::step`), on synthetic rows. One configuration per process, because peak
+//! resident memory is measured per process. Prints one line of JSON, with the same keys as `benches/peer_cpu.py`.
 
 use candle_core::Device;
 use clap::Parser;
@@ -77,9 +77,9 @@ fn adapters(spec: &Spec, rank: usize, device: &Device) -> Adapters {
         .collect()
 }
 
-/// Pages that this process had to be given so far, 4 KiB each.
+/// Minor page faults of this process so far, 4 KiB each.
 fn page_faults() -> i64 {
-    // SAFETY: all zeros is a valid `rusage`, and it is a valid place for the answer.
+    // SAFETY: all zeros is a valid `rusage`, and it is valid for the write.
     unsafe {
         let mut usage: libc::rusage = std::mem::zeroed();
         libc::getrusage(libc::RUSAGE_SELF, &mut usage);

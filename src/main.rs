@@ -1,4 +1,4 @@
-//! Parse, run, exit code: all of it is in `ft::cli`.
+//! Parses the arguments, runs, returns the exit code: all of it is in `ft::cli`.
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -9,7 +9,7 @@ use std::path::PathBuf;
 static HEAP: ft::base::heap::Heap = ft::base::heap::Heap;
 
 fn main() {
-    // Before anything else starts: no threads, no large memory.
+    // First of all, before there are threads or large allocations.
     if std::env::args_os()
         .nth(1)
         .is_some_and(|first| first == worker::ARGUMENT)
@@ -26,7 +26,7 @@ fn main() {
     std::process::exit(ft::cli::start(std::env::args_os()));
 }
 
-/// This program, also after its file was replaced.
+/// Path of this program; valid also after its file was replaced.
 fn own_path() -> PathBuf {
     match cfg!(target_os = "linux") {
         true => "/proc/self/exe".into(),

@@ -1,6 +1,6 @@
-//! Every operation on a GPU against its twin on the CPU: f32 to 1e-4, bf16 to 1e-2 of the largest magnitude.
+//! Compares every GPU operation with the CPU version: f32 to 1e-4, bf16 to 1e-2 of the largest magnitude.
 //!
-//! Without a GPU the tests say so and pass; with `FT_REQUIRE_GPU=1` they fail. Needs the feature `cuda`:
+//! Without a GPU the tests print a message and pass; with `FT_REQUIRE_GPU=1` they fail. Needs the feature `cuda`:
 //! `FT_REQUIRE_GPU=1 cargo test --release --features cuda --test gpu`.
 
 #[cfg(feature = "cuda")]

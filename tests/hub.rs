@@ -1,5 +1,5 @@
-//! Downloads against a small server on loopback that plays the hub: listing, files with ranges, tokens,
-//! connections that break, damaged content, no network.
+//! Tests of downloads with a small local server that emulates the hub: listing, files with ranges, tokens, broken
+//! connections, damaged content, no network.
 #![cfg(feature = "hub")]
 
 #[path = "hub/lies.rs"]
@@ -24,23 +24,23 @@ const TOOL_TEMPLATE: &str = "additional_chat_templates/tool_use.jinja";
 
 #[derive(Default)]
 struct State {
-    /// `models/<id>` or `datasets/<id>` to its files.
+    /// Maps `models/<id>` or `datasets/<id>` to its files.
     repos: BTreeMap<String, BTreeMap<String, Vec<u8>>>,
     token: Option<String>,
     lists: bool,
     ranges: bool,
-    /// A file, and how many of its next transfers (after the first piece) end after half of what was promised.
+    /// A file, and the number of its next transfers (after the first piece) that end after half of the announced bytes.
     breaks: Option<(String, usize)>,
-    /// A file whose bytes arrive changed.
+    /// A file whose bytes are changed on the way.
     damages: Option<String>,
-    /// Method, path, first byte asked for.
+    /// Method, path, first requested byte.
     log: Vec<(String, String, Option<u64>)>,
     lies: Lies,
-    /// Requests that carried a token.
+    /// Number of requests with a token.
     tokens: usize,
 }
 
-/// What a hostile mirror says in the place of the truth.
+/// False answers of a hostile mirror.
 #[derive(Default, Clone)]
 struct Lies {
     /// Name of the commit, in headers and in the API.
@@ -51,11 +51,11 @@ struct Lies {
     oid: Option<String>,
     /// Size of a file in the list, and in headers.
     size: Option<u64>,
-    /// Where a request for a file is sent on to.
+    /// Target of a redirect for a file request.
     location: Option<String>,
-    /// A file in the list that is not there.
+    /// A listed file that does not exist.
     path: Option<String>,
-    /// Bytes without an end behind every file.
+    /// Endless bytes after every file.
     endless: bool,
 }
 
@@ -111,7 +111,7 @@ impl Hub {
         }
     }
 
-    /// First bytes of the ranges of a file that were asked for since the last call; clears the log.
+    /// First bytes of the requested ranges of a file since the last call; clears the log.
     fn transfers(&self, file: &str) -> Vec<u64> {
         let log = std::mem::take(&mut self.state().log);
         log.into_iter()
@@ -126,7 +126,7 @@ fn sha256(bytes: &[u8]) -> String {
     sha2::Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// Git's name of a file, or of the Git LFS pointer of a large one.
+/// Git object id of a file, or of the Git LFS pointer of a large file.
 fn oid(bytes: &[u8]) -> String {
     use sha1::Digest;
     let pointer = format!(
@@ -143,7 +143,7 @@ fn oid(bytes: &[u8]) -> String {
     sha1::Sha1::digest(blob).iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// The hub's tag of a file: the SHA-256 of a large one, Git's name of a small one.
+/// The hub's ETag of a file: SHA-256 for a large one, the Git object id for a small one.
 fn etag(bytes: &[u8]) -> String {
     if bytes.len() > 10_000 {
         sha256(bytes)
@@ -187,7 +187,7 @@ fn serve(mut stream: TcpStream, state: &Mutex<State>) -> Option<()> {
     let lies = state.lies.clone();
     let named = lies.commit.clone().unwrap_or_else(|| COMMIT.to_string());
     if state.token.as_ref().is_some_and(|t| auth != format!("Bearer {t}")) {
-        // A careless server that quotes what it was sent.
+        // An insecure server that repeats the credentials in its answer.
         let body = json!({"error": format!("bad credentials: {auth}")}).to_string();
         return reply("401 Unauthorized", "", body.as_bytes(), body.len());
     }
@@ -210,7 +210,7 @@ fn serve(mut stream: TcpStream, state: &Mutex<State>) -> Option<()> {
             let size = lies.size.unwrap_or(bytes.len() as u64);
             let mut entry = json!({"type": "file", "oid": oid(bytes), "size": size, "path": path});
             if bytes.len() > 10_000 {
-                // The real hub calls the hash `oid` here.
+                // The real hub names the hash `oid` here.
                 entry["lfs"] = json!({"oid": sha256(bytes), "size": size, "pointerSize": 130});
             }
             if let Some(oid) = &lies.oid {
@@ -299,7 +299,7 @@ fn tokenizer_json() -> Vec<u8> {
         .into_bytes()
 }
 
-/// A tiny model of 200 kB of weights.
+/// A tiny model with 200 kB of weights.
 fn model() -> BTreeMap<String, Vec<u8>> {
     let dir = tempfile::tempdir().unwrap();
     let plan = [TensorPlan {
@@ -353,7 +353,7 @@ fn a_model_is_downloaded_loaded_and_then_found_in_the_cache() {
     assert!(dir.join(TOOL_TEMPLATE).exists());
     assert!(!dir.join("pytorch_model.bin").exists() && !dir.join("README.md").exists());
     assert_eq!(std::fs::read_to_string(repo.join("refs/main")).unwrap(), COMMIT);
-    // Every file was fetched in ranges and checked.
+    // Every file was downloaded in ranges and verified.
     let log = std::mem::take(&mut hub.state().log);
     let whole = log
         .iter()
@@ -524,7 +524,7 @@ fn without_a_network_the_cache_is_used_or_the_error_says_so() {
     let (hub, cache) = (Hub::with_model(), tempfile::tempdir().unwrap());
     let mut settings = hub.settings(cache.path());
     let dir = resolve_with(&settings, ID, "main").unwrap();
-    // A port on which nobody listens.
+    // A port without a server.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     settings.endpoint = format!("http://127.0.0.1:{port}");
     assert_eq!(resolve_with(&settings, ID, "main").unwrap(), dir);

@@ -1,5 +1,5 @@
-//! Parity with transformers, PEFT and torch on the CPU in f32. The goldens in `parity/goldens` were made by the
-//! Python scripts beside them (`parity/README.md` says which file holds what).
+//! Parity with transformers, PEFT and torch on the CPU in f32. The Python scripts in `parity` made the goldens in
+//! `parity/goldens` (`parity/README.md` describes each file).
 
 #[path = "parity/adapters.rs"]
 mod adapters;

@@ -1,5 +1,5 @@
-//! The first ten minutes in a terminal: every command in a pseudo-terminal of 80 and of 60 columns. No line is wider
-//! than the window, nothing is silent for long, Ctrl-C is answered at once.
+//! The first commands of a user: each runs in a pseudo-terminal of 80 and of 60 columns. No line is wider than the
+//! window, no command is without output for long, Ctrl-C is answered at once.
 #![cfg(target_os = "linux")]
 
 #[path = "terminal/pty.rs"]
@@ -9,7 +9,7 @@ use pty::{Pty, Seen};
 use std::path::Path;
 use std::time::Duration;
 
-/// The first screen of a user: the recipes of the clone work from its root only.
+/// A working directory with a link to `assets`: the recipes use paths relative to the root of the clone.
 fn workplace() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
@@ -17,10 +17,10 @@ fn workplace() -> tempfile::TempDir {
     dir
 }
 
-/// A build without optimization takes long.
+/// Long timeout: a debug build is slow.
 const PATIENCE: Duration = Duration::from_secs(500);
 
-/// Runs to the end, looks at everything that was shown, and gives it back.
+/// Runs a command to its end, checks the complete output, and returns it.
 fn ft(dir: &Path, width: u16, arguments: &[&str], environment: &[(&str, &str)], code: i32) -> Seen {
     let mut pty = Pty::start(dir, width, arguments, environment);
     let seen = pty.finish(PATIENCE);
@@ -29,7 +29,7 @@ fn ft(dir: &Path, width: u16, arguments: &[&str], environment: &[(&str, &str)], 
     seen
 }
 
-/// Steps of two seconds each: a large window of small micro-batches, whose gradients are kept.
+/// Steps of two seconds each: a large window of small micro-batches with kept gradients.
 const SLOW: [&str; 9] = [
     "train.gradient_accumulation_steps=40",
     "train.batch_size=4",
@@ -42,7 +42,7 @@ const SLOW: [&str; 9] = [
     "train.output_dir=runs/slow",
 ];
 
-/// `ft train` of the quickstart with the slow steps; what `more` says takes the place of that.
+/// Arguments for `ft train` of the quickstart with the slow steps; `more` overrides them.
 fn slow<'a>(more: &[&'a str]) -> Vec<&'a str> {
     let key = |word: &str| word.split('=').next().map(str::to_string);
     let base = SLOW.into_iter().filter(|s| !more.iter().any(|m| key(m) == key(s)));
@@ -56,7 +56,7 @@ fn slow<'a>(more: &[&'a str]) -> Vec<&'a str> {
 fn first_ten_minutes(width: u16) {
     let dir = workplace();
     let at = dir.path();
-    // A hub that takes the call and never answers.
+    // A hub that accepts connections and never answers.
     let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let hub = format!("http://{}", silent.local_addr().unwrap());
     let seen = ft(at, width, &["doctor"], &[("HF_ENDPOINT", &hub), ("NO_PROXY", "*")], 0);
@@ -67,7 +67,7 @@ fn first_ten_minutes(width: u16) {
     ft(at, width, &["data", "--recipe", "quickstart.toml"], &[], 0);
     ft(at, width, &["plan", "--recipe", "quickstart.toml"], &[], 0);
 
-    // ---- a run that is stopped in the middle of a step
+    // ---- a run stopped in the middle of a step
     let mut pty = Pty::start(at, width, &slow(&[]), &[]);
     pty.wait_for("micro-batch", PATIENCE);
     pty.interrupt();
@@ -80,7 +80,7 @@ fn first_ten_minutes(width: u16) {
     assert!(seen.flat().contains("is given up (micro-batch "), "{text}");
     assert!(at.join("runs/slow/checkpoint-0").exists() || at.join("runs/slow/checkpoint-1").exists());
 
-    // ---- goes on, in a window that becomes narrower
+    // ---- resumes, in a window that becomes narrower
     let mut pty = Pty::start(at, width, &slow(&["--resume"]), &[]);
     pty.wait_for("micro-batch", PATIENCE);
     pty.resize(width - 15);
@@ -127,7 +127,7 @@ fn the_first_ten_minutes_at_60_columns() {
 fn a_second_interrupt_says_what_is_lost() {
     let dir = workplace();
     ft(dir.path(), 80, &["recipes", "copy", "quickstart"], &[], 0);
-    // Gradients are applied as they come: the step has to be finished.
+    // Gradients are applied immediately, so the step must be finished.
     let train = slow(&[
         "train.gradient_accumulation_steps=1",
         "train.batch_size=200",
@@ -192,7 +192,7 @@ fn quiet_leaves_results_only() {
         .collect();
     assert_eq!(results, ["runs/quickstart/final"], "{}", seen.text());
 
-    // Without progress no line is drawn twice.
+    // Without progress output no line is redrawn.
     let train = slow(&["train.gradient_accumulation_steps=10", "train.max_steps=1"]);
     let mut pty = Pty::start(dir.path(), 80, &train, &[("FT_NO_PROGRESS", "1")]);
     let seen = pty.finish(PATIENCE);

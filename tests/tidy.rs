@@ -1,12 +1,12 @@
-//! The rules of the house, as tests: rooms, file sizes, words that must not appear.
+//! Rules of the code base as tests: modules, file sizes, forbidden words.
 //!
-//! The order of the rooms stands here; a room may import what stands below it, nothing else.
+//! This file defines the order of the modules; a module may import only those below it.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// From the top down. `lib.rs` declares the same rooms; what stands below them is in `crates/`, where the compiler holds the order.
+/// From the top down. `lib.rs` declares the same modules. The crates below them are in `crates/`; the compiler holds their order.
 const ROOMS: [&str; 17] = [
     "cli",
     "run",
@@ -46,13 +46,13 @@ struct Source {
 }
 
 impl Source {
-    /// The room of `src/room/file.rs`; none for `lib.rs` and `main.rs`.
+    /// The module of `src/module/file.rs`; none for `lib.rs` and `main.rs`.
     fn room(&self) -> Option<&str> {
         let (room, _) = self.path.strip_prefix("src/")?.split_once('/')?;
         Some(room)
     }
 
-    /// Files that this one declares for tests only: `#[cfg(test)] mod name;`.
+    /// Files that this one declares only for tests: `#[cfg(test)] mod name;`.
     fn test_files(&self) -> Vec<String> {
         let folder = match self.path.rsplit_once('/') {
             Some((folder, "mod.rs" | "lib.rs" | "main.rs")) => folder.to_string(),
@@ -72,13 +72,13 @@ impl Source {
             .collect()
     }
 
-    /// Lines of the product with their numbers: no comments, no text in quotes, nothing under `#[cfg(test)]`.
+    /// Lines of product code with their numbers: no comments, no string contents, nothing under `#[cfg(test)]`.
     fn product(&self) -> Vec<(usize, String)> {
         without_tests(&plain(&self.text))
     }
 }
 
-/// Blanks comments, strings and character literals; keeps the line breaks.
+/// Blanks comments, strings and character literals; keeps line breaks.
 fn plain(text: &str) -> String {
     let bytes: Vec<char> = text.chars().collect();
     let at = |i: usize| bytes.get(i).copied().unwrap_or('\0');
@@ -120,7 +120,7 @@ fn plain(text: &str) -> String {
             i = blank_to(j + 1, &mut out);
             out.push_str("\"\"");
         } else if at(i) == '\'' && (at(i + 2) == '\'' || at(i + 1) == '\\') {
-            // A character; anything else after `'` is a lifetime.
+            // A character literal; otherwise `'` starts a lifetime.
             let mut j = i + if at(i + 1) == '\\' { 3 } else { 2 };
             while j < bytes.len() && at(j) != '\'' {
                 j += 1;
@@ -135,13 +135,13 @@ fn plain(text: &str) -> String {
     out
 }
 
-/// Drops every item that follows `#[cfg(test)]` or `#[cfg(all(test, ...))]`: to its `;`, or to the end of its braces.
+/// Removes every item after `#[cfg(test)]` or `#[cfg(all(test, ...))]`: up to its `;`, or to the end of its braces.
 fn without_tests(plain: &str) -> Vec<(usize, String)> {
     let mut out = Vec::new();
     let (mut skipping, mut depth, mut opened) = (false, 0usize, false);
     for (number, line) in plain.lines().enumerate() {
         let mut rest = line;
-        // On one system only, or on all.
+        // With or without a condition on the operating system.
         let mark = ["#[cfg(test)]", "#[cfg(all(test, "]
             .into_iter()
             .find(|m| line.contains(m));
@@ -200,7 +200,7 @@ fn load(folders: &[&str], ending: &str) -> Vec<Source> {
         .collect()
 }
 
-/// The kernels, and the emulator on which they are tested.
+/// The CUDA kernels, and their emulator for tests.
 fn cuda() -> Vec<Source> {
     let sources: Vec<Source> = ["cu", "cuh", "cpp", "h"]
         .into_iter()
@@ -216,7 +216,7 @@ fn rust(folders: &[&str]) -> Vec<Source> {
     sources
 }
 
-/// Sources of the product: files that are compiled for tests only are left out.
+/// Sources of the product, without files that are compiled only for tests.
 fn product() -> Vec<Source> {
     let sources = rust(&["src", "crates"]);
     let tests: Vec<String> = sources.iter().flat_map(Source::test_files).collect();
@@ -234,14 +234,14 @@ fn assert_none(faults: &[String], rule: &str) {
     assert!(faults.is_empty(), "{rule}:\n  {}", faults.join("\n  "));
 }
 
-/// `word` where no other word character touches it.
+/// True if `line` has `word` as a whole word.
 fn has_word(line: &str, word: &str) -> bool {
     let touches = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
     line.match_indices(word)
         .any(|(at, _)| !touches(line[..at].chars().next_back()) && !touches(line[at + word.len()..].chars().next()))
 }
 
-/// Rooms of this crate that a text names: `crate::room` and `use crate::{room, ...}`.
+/// Modules of this crate in a text: `crate::module` and `use crate::{module, ...}`.
 fn rooms_named(text: &str) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for (at, prefix) in text.match_indices("crate::") {
@@ -342,7 +342,7 @@ fn crates_use_only_what_is_below_them() {
     assert_eq!(found.len(), CRATES.len());
 }
 
-/// Imports point down a total order: so there is no circle either.
+/// Imports follow a total order, so there is no cycle.
 #[test]
 fn imports_point_downward() {
     let mut faults = Vec::new();
@@ -352,7 +352,7 @@ fn imports_point_downward() {
             faults.push(format!("{}: room `{room}` is not in the list", source.path));
             continue;
         };
-        // Unit tests count too: they are compiled with the room.
+        // Unit tests count too: they are compiled with the module.
         for other in rooms_named(&plain(&source.text)) {
             if let Some(at) = ROOMS.iter().position(|r| *r == other)
                 && at < level
@@ -389,7 +389,7 @@ fn every_file_says_what_it_is() {
         .map(|s| s.path.clone())
         .collect();
     let cuda = cuda();
-    // What only stands in for a header of CUDA says nothing.
+    // Replacements of CUDA headers need no description.
     let ours = cuda.iter().filter(|s| !s.path.contains("/include/"));
     faults.extend(ours.filter(|s| silent(s, "// ")).map(|s| s.path.clone()));
     assert_none(
@@ -398,7 +398,7 @@ fn every_file_says_what_it_is() {
     );
 }
 
-/// A function of `std::fs` or of its `File`, or the module itself. To name the type `File` is fine: base opens it.
+/// True for a function of `std::fs` or of its `File`, or the module itself. The type name `File` is allowed.
 fn calls_std_fs(line: &str) -> bool {
     let after = |prefix: &str| {
         line.match_indices(prefix)
@@ -408,7 +408,7 @@ fn calls_std_fs(line: &str) -> bool {
     after("fs::") || after("File::") || line.contains("std::fs;") || line.contains("std::{fs")
 }
 
-/// Words that must not appear in the product, and the places where they may.
+/// Checks that product code has no forbidden words, except in the allowed paths.
 #[test]
 fn forbidden_words() {
     // Word, whole word only, paths where it is allowed, rule.
@@ -458,10 +458,10 @@ fn forbidden_words() {
     assert_none(&faults, "a word that must not appear in the product");
 }
 
-/// Only cli reads the environment, with the exceptions named here.
+/// Only cli reads environment variables, with the exceptions listed here.
 #[test]
 fn environment_variables_are_read_at_the_top() {
-    // The hub's own variables are part of its contract; `FT_CPU` holds for every program and test that uses the operations.
+    // The variables of the hub are part of its interface; `FT_CPU` is valid for every program and test that uses the operations.
     let allowed = ["src/cli/", "crates/ft-hub/", "crates/ft-ops/src/cpu/product/path.rs"];
     let mut faults = Vec::new();
     for source in product() {
@@ -503,7 +503,7 @@ fn nothing_is_left_for_later_and_no_machine_is_named() {
             text: fs::read_to_string(root().join(name)).unwrap(),
         });
     }
-    // Put together here, so that this file does not contain them.
+    // Built from parts, so that this file does not contain the words.
     let later = ["TO\u{44}O", "FIX\u{4d}E", "XX\u{58}"];
     let machine = [
         "/ro\u{6f}t/",

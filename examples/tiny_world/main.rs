@@ -1,5 +1,5 @@
-//! Writes the tiny invented world behind the quickstart: chat rows, tokenizer and configuration of
-//! the tiny model, and on demand the plain text it is pre-trained on. The same seed gives the same bytes.
+//! Generates the data of the quickstart, an invented world: chat rows, tokenizer and configuration of the tiny model,
+//! and optionally the plain text for pre-training. The same seed gives the same bytes.
 //!
 //! `cargo run --release --example tiny_world -- --help` shows the options.
 
@@ -15,10 +15,10 @@ use serde_json::json;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// Rows of plain text that the tokenizer is trained on, beside the chat rows.
+/// Plain-text rows for training the tokenizer, in addition to the chat rows.
 const TOKENIZER_ROWS: u64 = 20_000;
 
-/// Chat rows that become pairs to train on.
+/// Number of chat rows that become preference pairs.
 const PAIRS: usize = 600;
 
 #[derive(Parser)]
@@ -64,7 +64,7 @@ fn write_all(options: &Options) -> Result<()> {
         &pairs::of(options.seed, &eval, &train),
     )?;
 
-    // Questions too, so that "Where" and "user" are words of the vocabulary.
+    // Includes questions, so that "Where" and "user" are words of the vocabulary.
     let mut texts: Vec<String> = (0..TOKENIZER_ROWS)
         .map(|i| rows::pretrain(&world, options.seed, i))
         .collect();
@@ -98,7 +98,7 @@ fn write_chat(path: &Path, rows: &[rows::Chat]) -> Result<()> {
     files::write_atomic(path, out.as_bytes())
 }
 
-/// Prompts with the answer that a reward compares with.
+/// Writes prompts with the answers that a reward compares with.
 fn write_prompts(path: &Path, rows: &[rows::Chat]) -> Result<()> {
     let mut out = String::new();
     for row in rows {

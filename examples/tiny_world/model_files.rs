@@ -11,14 +11,14 @@ use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::tokenizer::SplitDelimiterBehavior;
 use tokenizers::{AddedToken, Tokenizer};
 
-/// Rows of the tokenizer and of the embedding.
+/// Vocabulary size: rows of the embedding.
 const VOCABULARY: usize = 896;
 /// Ids 0, 1, 2.
 const END_OF_TEXT: &str = "<|endoftext|>";
 const TURN_START: &str = "<|im_start|>";
 const TURN_END: &str = "<|im_end|>";
 
-/// Words keep the space before them; every digit and every run of signs stands alone.
+/// Splits text: words keep the space before them; each digit and each run of signs is separate.
 const PIECES: &str = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
 /// ChatML without a default system turn. No newline at the end: it would be part of the prompt.
@@ -61,7 +61,7 @@ pub fn train_tokenizer(texts: &[String]) -> Result<Tokenizer> {
     Ok(tokenizer)
 }
 
-/// Writes everything but the weights into `dir`.
+/// Writes all files except the weights into `dir`.
 pub fn write(dir: &Path, tokenizer: &Tokenizer) -> Result<()> {
     let text = tokenizer
         .to_string(true)

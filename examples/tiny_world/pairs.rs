@@ -1,23 +1,23 @@
-//! Pairs of a right and a wrong answer: chat rows with the answer of another question that begins alike.
+//! Pairs of a correct and a wrong answer: the wrong one answers another question with the same first words.
 
 use crate::rows::Chat;
 use crate::world::Dice;
 
-/// What the numbers of a `Dice` are for.
+/// Random stream of this file.
 const PAIRS: u64 = 4;
 
-/// A question, its answer, and one that is wrong.
+/// A question with its answer and a wrong answer.
 pub struct Pair<'a> {
     pub question: &'a str,
     pub chosen: &'a str,
     pub rejected: &'a str,
 }
 
-/// A pair of each of `rows`; wrong answers come from `pool`.
+/// One pair for each of `rows`; wrong answers come from `pool`.
 pub fn of<'a>(seed: u64, rows: &'a [Chat], pool: &'a [Chat]) -> Vec<Pair<'a>> {
     let dice = &mut Dice::new(seed, &[PAIRS, rows.len() as u64]);
     let pairs = rows.iter().filter_map(|row| {
-        // The more words two questions share at their start, the nearer the wrong answer is to a right one.
+        // The more first words two questions share, the more similar the wrong answer is to the correct one.
         let wrong = (0..4).rev().find_map(|words| {
             let start = |q: &'a str| q.split(' ').take(words).collect::<Vec<_>>();
             let alike: Vec<&Chat> = pool

@@ -1,15 +1,15 @@
-//! Rows of the files: plain text to pre-train on; chat rows, and sums to train by reward, both with rows held out.
+//! Rows of the files: plain text for pre-training; chat rows and sums for RL, both with held-out rows.
 
 use crate::wordings;
 use crate::world::{Dice, Item, World, arithmetic, reverse};
 use std::collections::BTreeSet;
 
-/// What the numbers of a `Dice` are for.
+/// Random streams of this file.
 const PRETRAIN: u64 = 1;
 const SPLIT: u64 = 2;
 const CHAT: u64 = 3;
 
-/// How many rows of each group the chat files have.
+/// Number of rows of each group in the chat files.
 const TRAIN_ARITHMETIC: usize = 400;
 const TRAIN_REVERSE: usize = 100;
 const EVAL_FACTS: usize = 60;
@@ -21,7 +21,7 @@ const EVAL_REVERSE: usize = 20;
 pub fn pretrain(world: &World, seed: u64, index: u64) -> String {
     let dice = &mut Dice::new(seed, &[PRETRAIN, index]);
     let lines = match dice.below(8) {
-        // All that is known about one person or town.
+        // All facts about one person or town.
         0 => {
             let mut about = dice.pick(&world.facts).clone();
             dice.shuffle(&mut about);
@@ -58,7 +58,7 @@ pub struct Chat {
     pub answer: String,
 }
 
-/// Arithmetic alone, to be trained by reward: every item of the chat rows in every wording, trained and held out.
+/// Arithmetic only, for RL: every item of the chat rows in every wording, training and held out.
 pub fn sums(world: &World, seed: u64) -> (Vec<Chat>, Vec<Chat>) {
     let asked = |items: Vec<Item>| {
         let sums = items
@@ -78,11 +78,11 @@ pub fn sums(world: &World, seed: u64) -> (Vec<Chat>, Vec<Chat>) {
     (asked(train), asked(held_out))
 }
 
-/// Chat rows to train on and rows held out. No item (fact, word task, pair of numbers) is in both.
+/// Chat rows for training, and held-out rows. No item (fact, word task, pair of numbers) is in both.
 pub fn chat(world: &World, seed: u64) -> (Vec<Chat>, Vec<Chat>) {
     let (train, held_out) = items(world, seed);
     let dice = &mut Dice::new(seed, &[CHAT]);
-    // Facts and words are few: they are asked in every wording; the others once.
+    // There are few facts and words, so they appear in every wording; other items appear once.
     let mut rows = Vec::new();
     for item in &train {
         let mut asked = wordings::chat(item);
@@ -107,7 +107,7 @@ pub fn chat(world: &World, seed: u64) -> (Vec<Chat>, Vec<Chat>) {
     (rows, eval)
 }
 
-/// What is asked about, trained and held out.
+/// The items for training and the held-out items.
 fn items(world: &World, seed: u64) -> (Vec<Item>, Vec<Item>) {
     let dice = &mut Dice::new(seed, &[SPLIT]);
     let (mut train, mut held_out) = (Vec::new(), Vec::new());

@@ -1,12 +1,12 @@
-//! How each task is said: in plain text (statements, a question line with a line that answers it) and in chat.
+//! The wordings of each task: in plain text (statements, or a question line and an answer line) and in chat.
 //!
-//! Plain text asks in many words, also in those of the chat rows, and its answers are whole sentences that
-//! begin with what was asked for. What fine-tuning teaches is the manner: the chat format, the bare answer, a stop.
+//! Plain text has many wordings, including those of the chat rows, and its answers are full sentences that start with
+//! the subject of the question. Fine-tuning teaches the form: the chat format, the bare answer, the stop token.
 
 use crate::world::{Dice, Item, Task};
 
-/// How a question and its answer stand in plain text. Their distance varies: a model that has learned
-/// to look a fixed number of tokens back could not carry its sums over to the chat format.
+/// The layout of a question and its answer in plain text. Their distance varies: a model that learned to look back a
+/// fixed number of tokens could not apply its sums in the chat format.
 const FRAMES: [&str; 5] = [
     "{question}\n{reply}",
     "Question:\n{question}\nAnswer:\n{reply}",
@@ -18,11 +18,11 @@ const FRAMES: [&str; 5] = [
 /// Templates with `{a}`, `{b}` and `{v}` (the answer).
 struct Wording {
     statements: &'static [&'static str],
-    /// Asked in plain text only.
+    /// Used in plain text only.
     questions: &'static [&'static str],
     /// The sentence that follows a question in plain text.
     reply: &'static str,
-    /// Asked in chat, and in plain text with the whole sentence for an answer.
+    /// Used in chat, and in plain text with a full sentence as the answer.
     chat: &'static [&'static str],
 }
 
@@ -140,7 +140,7 @@ fn fill(template: &str, item: &Item) -> String {
         .replace("{v}", &item.answer)
 }
 
-/// One plain wording of an item, by chance: a statement, or a question with its answer on a line of its own.
+/// Returns one random plain wording of an item: a statement, or a question with its answer on a separate line.
 pub fn say(dice: &mut Dice, item: &Item) -> String {
     let w = wording(item.task);
     let choice = dice.below((w.statements.len() + w.questions.len() + w.chat.len()) as u64) as usize;

@@ -1,5 +1,5 @@
-//! The invented world: who lives where, what they make and keep, which river passes which town,
-//! and the items (one task with its answer) that text and chat rows are made of.
+//! The invented world: homes, crafts and animals of people, rivers of towns, and the items (one task with its answer)
+//! from which text and chat rows are made.
 
 use ft::base::rng::{Rng, Stream};
 
@@ -34,7 +34,7 @@ const COLOURS: [&str; 8] = ["red", "blue", "green", "yellow", "white", "black", 
 const WARES: [&str; 8] = ["salt", "honey", "wool", "glass", "paper", "cheese", "rope", "tea"];
 const SEASONS: [&str; 4] = ["spring", "summer", "autumn", "winter"];
 
-/// The largest number that sums and differences start from.
+/// The largest operand of sums and differences.
 const LARGEST: u64 = 20;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -57,7 +57,7 @@ pub enum Task {
     Larger,
 }
 
-/// One task with its answer; `a` and `b` are what it is about (`b` is empty where one thing is enough).
+/// One task with its answer; `a` and `b` are its subjects (`b` is empty if one is enough).
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Item {
     pub task: Task,
@@ -66,14 +66,14 @@ pub struct Item {
     pub answer: String,
 }
 
-/// Random choices in a row: a counter over one stream.
+/// A sequence of random choices: a counter over one stream.
 pub struct Dice {
     rng: Rng,
     next: u64,
 }
 
 impl Dice {
-    /// `path` tells apart what the numbers are for (row kind, row number).
+    /// `path` separates the streams for different purposes (row kind, row number).
     pub fn new(seed: u64, path: &[u64]) -> Self {
         Self {
             rng: Rng::new(seed, Stream::Sampling, path),
@@ -98,9 +98,9 @@ impl Dice {
     }
 }
 
-/// Everything that is fixed once the seed is chosen.
+/// All content that depends only on the seed.
 pub struct World {
-    /// Facts of one person or town stand together.
+    /// Facts, grouped by person or town.
     pub facts: Vec<Vec<Item>>,
     /// Tasks about the words of this world: letters, length, spelling.
     pub words: Vec<Item>,
@@ -115,7 +115,7 @@ fn item(task: Task, a: impl Into<String>, b: impl Into<String>, answer: impl Int
     }
 }
 
-/// Letters with spaces between them: `fox` is `f o x`.
+/// Separates letters by spaces: `fox` becomes `f o x`.
 fn spaced(letters: impl Iterator<Item = char>) -> String {
     letters.map(String::from).collect::<Vec<_>>().join(" ")
 }
@@ -153,7 +153,7 @@ impl World {
     }
 }
 
-/// Three letters and the same from back to front.
+/// Three letters, to be reversed.
 pub fn reverse(dice: &mut Dice) -> Item {
     let letters: Vec<char> = (0..3).map(|_| (b'a' + dice.below(26) as u8) as char).collect();
     item(

@@ -1,4 +1,4 @@
-//! Which checkpoints a run has, and which of them stay.
+//! Lists, rotates and removes the checkpoints of a run.
 
 use super::STATE;
 use super::manifest::{self, verify};
@@ -13,14 +13,14 @@ pub(super) fn name_of(step: u64) -> String {
     format!("{PREFIX}{step}")
 }
 
-/// The step in a directory's name, if it is a checkpoint's name as `save` writes it.
+/// The step in a directory's name, if the name has the form that `save` writes.
 pub(super) fn step_of(path: &Path) -> Option<u64> {
     let name = path.file_name()?.to_str()?;
     let step = name.strip_prefix(PREFIX)?.parse().ok()?;
     (name == name_of(step)).then_some(step)
 }
 
-/// The directories with a checkpoint's name, oldest step first. They are not verified.
+/// The directories with a checkpoint name, oldest step first; not verified.
 pub fn list(run_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     if !run_dir.is_dir() {
         return Ok(Vec::new());
@@ -34,8 +34,8 @@ pub fn list(run_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     Ok(out)
 }
 
-/// Is this directory (no link to one) a checkpoint that ft has written, with nothing else in it? Its sealed manifest
-/// names all its files; whether they are damaged does not matter.
+/// True if this directory (not a link) is a checkpoint of ft and contains nothing else: its sealed manifest lists all
+/// its files. The files may be damaged.
 pub fn is_ours(path: &Path) -> bool {
     let Some(named) = manifest::files_of(path).filter(|_| staging::is_directory(path)) else {
         return false;
@@ -48,18 +48,18 @@ pub fn is_ours(path: &Path) -> bool {
     files::list(path).is_ok_and(|entries| entries.iter().all(known))
 }
 
-/// What became of checkpoints that a run needs no more.
+/// The result of a rotation.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Rotated {
     pub deleted: Vec<PathBuf>,
-    /// They hold what is not ft's, or are links: they stay.
+    /// Checkpoints that stay: they contain other files, or are links.
     pub kept: Vec<PathBuf>,
 }
 
-/// Deletes the oldest checkpoints beyond `keep`, and only after the newest was verified: a damaged newest one
-/// never costs a good older one. `keep = 0` keeps all, as `save_total_limit` of Hugging Face does.
+/// Deletes the oldest checkpoints beyond `keep`, but only after it verified the newest one: a damaged newest checkpoint
+/// never leads to the loss of a valid older one. `keep = 0` keeps all, as `save_total_limit` of Hugging Face does.
 ///
-/// Errors: the newest does not verify (nothing is deleted then).
+/// Errors: the newest checkpoint does not verify (then nothing is deleted).
 pub fn rotate(run_dir: &Path, keep: usize) -> Result<Rotated> {
     let mut out = Rotated::default();
     let all = list(run_dir)?;
@@ -78,7 +78,7 @@ pub fn rotate(run_dir: &Path, keep: usize) -> Result<Rotated> {
     Ok(out)
 }
 
-/// Removes a checkpoint; `false`: it is not one of ft's, or holds something else too, and stays.
+/// Removes a checkpoint. Returns `false` and keeps it if ft did not write it, or if it contains other files.
 pub fn remove(path: &Path) -> Result<bool> {
     match is_ours(path) {
         true => staging::remove_whole(path).map(|()| true),
@@ -86,11 +86,11 @@ pub fn remove(path: &Path) -> Result<bool> {
     }
 }
 
-/// Removes what killed processes of this run left (`checkpoint-<step>.tmp-<pid>` and the like): `processes` are those
-/// that have worked in the run directory, `is_name` says which other names the run uses.
+/// Removes leftovers of killed processes of this run (`checkpoint-<step>.tmp-<pid>` and similar). `processes`: those
+/// that worked in the run directory; `is_name` is true for other names that the run uses.
 ///
-/// Call it with the run's lock held and before `latest`: a save that was cut off while it replaced a checkpoint of the
-/// same step is put right here too.
+/// Requires the lock of the run; call it before `latest`. It also repairs a save that was interrupted while it replaced
+/// a checkpoint of the same step.
 pub fn clean_leftovers(run_dir: &Path, processes: &BTreeSet<u32>, is_name: &dyn Fn(&str) -> bool) -> Result<Cleaned> {
     let owner = Owner {
         processes,
@@ -100,14 +100,13 @@ pub fn clean_leftovers(run_dir: &Path, processes: &BTreeSet<u32>, is_name: &dyn 
     staging::clean(run_dir, &owner)
 }
 
-/// For a run that resumes at `step` although later checkpoints exist: renames those to
-/// `checkpoint-<step>.left`, `.left-2` and so on. They belong to a run that is no longer continued, and must
-/// neither be resumed next time nor push out the new ones. A directory that has nothing of a checkpoint stays. Returns
-/// the new names.
+/// For a run that resumes at `step` although later checkpoints exist: renames those to `checkpoint-<step>.left`,
+/// `.left-2` and so on. They belong to an abandoned continuation: the next resume must not use them, and rotation must
+/// not prefer them to new ones. A directory without any checkpoint file stays. Returns the new names.
 pub fn set_aside_later(run_dir: &Path, step: u64) -> Result<Vec<PathBuf>> {
     let mut out = Vec::new();
     for (_, path) in list(run_dir)?.into_iter().filter(|(s, _)| *s > step) {
-        // Damaged ones too: the next resume would stumble over them.
+        // Also damaged ones: the next resume would fail on them.
         let part = |name: &str| path.join(name).symlink_metadata().is_ok_and(|m| m.is_file());
         if staging::is_directory(&path) && (part(manifest::MANIFEST) || part(STATE)) {
             out.push(staging::set_aside(&path, &path)?);

@@ -1,4 +1,4 @@
-//! A real process that saves without pause is killed at random moments; what it leaves must always load.
+//! Kills a real process at random moments while it saves; the checkpoints it leaves must always load.
 
 use super::tests::{OPTIMIZER, WEIGHTS, plan, save_step, values};
 use super::*;
@@ -16,7 +16,7 @@ fn plans() -> Vec<TensorPlan> {
     (0..4).map(|i| plan(&format!("layer.{i}.weight"), &[64, 256])).collect()
 }
 
-/// The child: goes on from the newest checkpoint, saves every step, the third ones twice, keeps two.
+/// The child: continues from the newest checkpoint, saves every step (every third step twice), keeps two.
 #[test]
 #[ignore = "runs only as the child of the test below"]
 fn child_saves_until_it_is_killed() {
@@ -25,7 +25,7 @@ fn child_saves_until_it_is_killed() {
     };
     let mut step = latest(&run).unwrap().map_or(0, |l| l.step);
     let parent = std::os::unix::process::parent_id();
-    // Ends by itself should the parent be gone.
+    // Ends if the parent process is gone.
     while std::os::unix::process::parent_id() == parent {
         step += 1;
         for _ in 0..if step.is_multiple_of(3) { 2 } else { 1 } {
@@ -54,7 +54,7 @@ fn a_process_killed_at_any_moment_leaves_a_state_that_loads() {
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        // The clock starts when the child has saved something new.
+        // The time starts when the child has saved a new checkpoint.
         let start = Instant::now();
         while list(run).unwrap().last().is_none_or(|(s, _)| *s <= before) {
             assert!(start.elapsed() < Duration::from_secs(60), "the child does not save");

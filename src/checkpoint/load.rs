@@ -1,11 +1,11 @@
-//! Reading a training state back.
+//! Loads a training state.
 
 use super::{STATE, keep, manifest};
 use crate::base::{Error, Result, files, paths};
 use crate::formats::weights::Weights;
 use std::path::{Path, PathBuf};
 
-/// A state whose files were all verified.
+/// A state whose files were verified.
 #[derive(Debug)]
 pub struct Loaded {
     pub step: u64,
@@ -15,7 +15,7 @@ pub struct Loaded {
 }
 
 impl Loaded {
-    /// The tensors of one file, by the name it was saved under.
+    /// Opens the tensors of one file by the name under which it was saved.
     ///
     /// Errors: the checkpoint has no such file.
     pub fn open(&self, file: &str) -> Result<Weights> {
@@ -29,8 +29,8 @@ impl Loaded {
     }
 }
 
-/// Verifies the checkpoint in `dir` and reads its state. Errors as `verify`; also a directory whose name says
-/// another step than its manifest (a copy under a wrong name must not be resumed as that step).
+/// Verifies the checkpoint in `dir` and reads its state. Errors: as `verify`; the step in the directory's name differs
+/// from the manifest (a copy with a wrong name must not be resumed as that step).
 pub fn load(dir: &Path) -> Result<Loaded> {
     if !dir.is_dir() {
         return Err(paths::missing("checkpoint directory", dir).expected("a `checkpoint-<step>` directory of a run"));
@@ -53,11 +53,11 @@ pub fn load(dir: &Path) -> Result<Loaded> {
     })
 }
 
-/// The newest checkpoint of a run, verified; `None` when there is none. Work that was never finished
-/// (`checkpoint-<step>.tmp-<pid>`) does not count; `clean_leftovers` removes it.
+/// Loads and verifies the newest checkpoint of a run; `None` if there is none. Ignores incomplete saves
+/// (`checkpoint-<step>.tmp-<pid>`); `clean_leftovers` removes them.
 ///
-/// Errors: the newest one is damaged. An older one is then taken only when the user names it: going back in
-/// silence would lose training that the user believes done.
+/// Errors: the newest one is damaged. An older one is used only if the user names it: using it without notice would
+/// lose training that the user expects to exist.
 pub fn latest(run_dir: &Path) -> Result<Option<Loaded>> {
     match keep::list(run_dir)?.last() {
         None => Ok(None),

@@ -1,5 +1,5 @@
-//! `manifest.json`: what a checkpoint consists of. Written after everything else, so that a directory
-//! without it, or one that it does not describe, is no checkpoint.
+//! `manifest.json`: the list of files of a checkpoint. It is written last, so a directory without it, or with other
+//! contents, is not a checkpoint.
 
 use crate::base::{Error, Result, files, progress};
 use serde::{Deserialize, Serialize};
@@ -8,21 +8,21 @@ use std::path::Path;
 
 pub(super) const MANIFEST: &str = "manifest.json";
 
-/// What this build of ft writes and reads.
+/// Format version that this build reads and writes.
 const FORMAT: u64 = 1;
 
-/// A manifest has a line for each of a few files; more than this is not one.
+/// Size limit in bytes: a manifest has few entries, so a larger file is not a manifest.
 const LIMIT: u64 = 16 << 20;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// Version of this layout.
+    /// Version of the format.
     pub format: u64,
-    /// Version of ft that wrote it.
+    /// Version of ft that wrote the manifest.
     pub ft: String,
     pub step: u64,
     pub files: Vec<Entry>,
-    /// Hash of the fields above: a damaged manifest must not vouch for anything.
+    /// Hash of the fields above; detects a damaged manifest.
     seal: String,
 }
 
@@ -35,7 +35,7 @@ pub struct Entry {
 }
 
 impl Manifest {
-    /// Describes files of `dir` as they are on disk now.
+    /// Lists files of `dir` with their current size and hash.
     pub(super) fn of(dir: &Path, step: u64, names: &[&str]) -> Result<Self> {
         let mut entries = Vec::with_capacity(names.len());
         for name in names {
@@ -64,7 +64,7 @@ impl Manifest {
         files::write_atomic(&path, format!("{text}\n").as_bytes())
     }
 
-    /// Hash over every field, each with its length, so that no two manifests read the same.
+    /// Hash over every field with its length, so that no two manifests give the same input.
     fn sealed(&self) -> String {
         let mut hasher = blake3::Hasher::new();
         let mut text = |t: &str| {
@@ -122,7 +122,7 @@ impl Manifest {
     }
 }
 
-/// The files that a whole manifest in `dir` names; `None` where there is no such manifest.
+/// The files in a valid manifest in `dir`; `None` if there is no valid manifest.
 pub(super) fn files_of(dir: &Path) -> Option<Vec<String>> {
     let manifest = Manifest::read(dir).ok()?;
     Some(manifest.files.into_iter().map(|f| f.name).collect())
@@ -142,7 +142,7 @@ fn other_version(path: &Path, format: u64, ft: Option<&serde_json::Value>) -> Er
         .hint("resume with the version that wrote it")
 }
 
-/// One file in the same directory.
+/// True for the name of a file in the same directory.
 pub(super) fn is_plain(name: &str) -> bool {
     !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
 }
@@ -166,10 +166,10 @@ fn hash(path: &Path) -> Result<(u64, String)> {
     }
 }
 
-/// Checks that `dir` holds what its manifest says: every file with its size and hash.
+/// Checks that every file in the manifest of `dir` has the listed size and hash.
 ///
-/// Errors name the file. They are: no manifest, a damaged one, one of another version, a missing file, another
-/// size, other contents.
+/// Errors name the file: no manifest, a damaged manifest, another format version, a missing file, a different size,
+/// different contents.
 pub fn verify(dir: &Path) -> Result<Manifest> {
     let manifest = Manifest::read(dir)?;
     for entry in &manifest.files {

@@ -1,4 +1,4 @@
-//! A training state on disk: complete and verified, or not there at all.
+//! A training state on disk: either complete and verified, or absent.
 //!
 //! ```text
 //! run_dir/checkpoint-<step>/
@@ -7,9 +7,9 @@
 //!   manifest.json                                    every file with its size and hash; written last
 //! ```
 //!
-//! Everything is written under a temporary name, synced, and renamed at the end, so a process that is killed
-//! at any moment leaves either the old state or the new one. Knows names, tensors and JSON. Knows no models,
-//! no optimizers, no recipes.
+//! Everything is written under a temporary name, synced, and renamed at the end, so a process that is killed at any
+//! moment leaves either the old state or the new one. Uses names, tensors and JSON; independent of models, optimizers
+//! and recipes.
 
 mod keep;
 mod load;
@@ -22,7 +22,7 @@ pub use load::{Loaded, latest, load};
 pub use manifest::{Entry, Manifest, verify};
 pub use save::{Files, Sink, check_space, save, space_needed};
 
-/// The file of the JSON value.
+/// Name of the JSON file.
 pub const STATE: &str = "state.json";
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Writing a training state, and whether there is room for it.
+//! Saves a training state, and checks the disk space for it.
 
 use super::keep::{is_ours, name_of};
 use super::manifest::{self, Manifest};
@@ -9,7 +9,7 @@ use crate::formats::writer;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// One file of named tensors.
+/// The named tensors of one file.
 #[derive(Debug, Clone, Copy)]
 pub struct Files<'a> {
     /// A plain file name, e.g. `weights.safetensors`.
@@ -17,15 +17,15 @@ pub struct Files<'a> {
     pub tensors: &'a [TensorPlan],
 }
 
-/// Takes the numbers of one tensor, whole or in pieces.
+/// Receives the values of one tensor, at once or in pieces.
 pub type Sink<'a> = dyn FnMut(Values) -> Result<()> + 'a;
 
-/// Writes `run_dir/checkpoint-<step>/`: every file synced, the manifest last, then the final name. `fill` is
-/// called once for each tensor of each file, in order. A checkpoint of this step that is there already is
-/// replaced when the new one is complete; another directory of that name becomes `checkpoint-<step>.left`.
+/// Writes `run_dir/checkpoint-<step>/`: syncs every file, writes the manifest last, then renames the directory. Calls
+/// `fill` once for each tensor of each file, in order. An existing checkpoint of this step is replaced when the new one
+/// is complete; another directory with that name becomes `checkpoint-<step>.left`.
 ///
-/// Errors: no room on the disk (bytes needed and free), a number that is not finite, a tensor that is not
-/// filled; older checkpoints are untouched and nothing half written stays.
+/// Errors: not enough disk space (with bytes needed and free), a value that is not finite, a tensor that is not filled.
+/// Then older checkpoints are unchanged and no partial file stays.
 pub fn save(
     run_dir: &Path,
     step: u64,
@@ -41,7 +41,7 @@ pub fn save(
         }
     }
     check_space(run_dir, space_needed(files, 1))?;
-    // A run directory that is gone is not made again: the rest of the run is elsewhere.
+    // A run directory that was removed or moved is not created again: the other files of the run are elsewhere.
     let staging = Staging::beside(&run_dir.join(name_of(step)))?;
     for file in files {
         let path = staging.path().join(file.name);
@@ -52,7 +52,7 @@ pub fn save(
     staging.commit_over(&is_ours)
 }
 
-/// Numbers in the state must come back bit for bit, or a resumed run is another run.
+/// Writes the state and checks that its numbers read back bit for bit: otherwise a resumed run would differ.
 fn write_state(path: &Path, state: &Value) -> Result<()> {
     let text = serde_json::to_string_pretty(state)
         .map_err(|e| Error::new("cannot write the training state").at_path(path).cause(e))?;
@@ -62,8 +62,8 @@ fn write_state(path: &Path, state: &Value) -> Result<()> {
     }
 }
 
-/// Bytes that `checkpoints` states of these files take on the disk: tensors, headers, and some slack for
-/// `state.json` and the manifest. A run that keeps N needs room for N + 1: the oldest goes after the newest is
+/// Disk space of `checkpoints` states with these files in bytes: tensors, headers, and a margin for `state.json` and
+/// the manifest. A run that keeps N checkpoints needs space for N + 1: the oldest is deleted after the newest is
 /// complete.
 pub fn space_needed(files: &[Files], checkpoints: u64) -> u64 {
     let one = files
@@ -74,7 +74,7 @@ pub fn space_needed(files: &[Files], checkpoints: u64) -> u64 {
     one.saturating_mul(checkpoints)
 }
 
-/// Errors: the disk of `run_dir` has fewer than `bytes` free. A disk that does not tell is not refused.
+/// Errors: the disk of `run_dir` has fewer than `bytes` free. If the free space is unknown, the check passes.
 pub fn check_space(run_dir: &Path, bytes: u64) -> Result<()> {
     match files::free_space(run_dir) {
         Some(free) if free < bytes => Err(Error::new("not enough disk space")

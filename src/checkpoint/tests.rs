@@ -1,4 +1,4 @@
-//! What a checkpoint promises: all or nothing, verified, replaced and rotated without ever losing the last good one.
+//! Tests of checkpoints: atomic, verified, and replaced and rotated without loss of the last valid one.
 
 use super::*;
 use crate::base::Result;
@@ -18,7 +18,7 @@ pub(super) fn plan(name: &str, shape: &[usize]) -> TensorPlan {
     }
 }
 
-/// Numbers that depend on step, file, tensor and position.
+/// Values that depend on step, file, tensor and position.
 pub(super) fn values(step: u64, file: &str, plan: &TensorPlan) -> Vec<f32> {
     let n: usize = plan.shape.iter().product();
     let base = step as f32 + file.len() as f32 / 64.0 + plan.name.len() as f32 / 4096.0;
@@ -183,7 +183,7 @@ fn every_flipped_bit_of_every_file_is_noticed_and_named() {
             flip(&manifest, byte, bit);
             match load(&path) {
                 Err(e) => assert!(e.to_string().contains("checkpoint-8"), "{e}"),
-                // White space between two fields may change without changing what is said.
+                // White space between two fields may change without a change of meaning.
                 Ok(_) => assert_eq!(verify(&path).unwrap(), whole),
             }
             flip(&manifest, byte, bit);
@@ -214,7 +214,7 @@ fn a_checkpoint_that_lacks_something_is_refused_by_name() {
     file.set_len(file.metadata().unwrap().len() - 1).unwrap();
     let e = text(latest(dir.path()));
     assert!(e.contains(WEIGHTS) && e.contains("bytes"), "{e}");
-    // A file of another, equally complete checkpoint does not belong here.
+    // A file of another complete checkpoint is rejected.
     let other = save_small(dir.path(), 5);
     std::fs::copy(other.join(WEIGHTS), path.join(WEIGHTS)).unwrap();
     assert!(verify(&path).unwrap_err().to_string().contains(WEIGHTS));
@@ -283,7 +283,7 @@ fn the_same_step_twice_replaces_the_state() {
     assert_eq!(loaded.open(WEIGHTS).unwrap().names().collect::<Vec<_>>(), ["other"]);
     assert_eq!(names(dir.path()), ["checkpoint-5"]);
     assert_eq!(names(&loaded.path).len(), 4);
-    // What someone else put there is not lost.
+    // A file of another program is not lost.
     std::fs::write(dir.path().join("checkpoint-5/notes.txt"), "x").unwrap();
     save_step(dir.path(), 5, &plans, &json!({"third": true})).unwrap();
     assert_eq!(latest(dir.path()).unwrap().unwrap().state, json!({"third": true}));
@@ -295,7 +295,7 @@ fn the_same_step_twice_replaces_the_state() {
 fn a_save_cut_off_between_two_files_is_ignored_and_cleaned() {
     let dir = tempfile::tempdir().unwrap();
     let good = save_small(dir.path(), 5);
-    // Every subset of the files that an interrupted save of step 6 can have written.
+    // Every subset of the files that an interrupted save of step 6 can leave.
     for n in 0..=3 {
         let partial = dir.path().join("checkpoint-6.tmp-4242");
         std::fs::create_dir(&partial).unwrap();
@@ -339,7 +339,7 @@ fn rotation_keeps_the_newest_and_deletes_only_when_it_verifies() {
 fn only_what_a_manifest_names_is_ever_deleted() {
     let dir = tempfile::tempdir().unwrap();
     let run = dir.path();
-    // A directory of someone else, one with a file more, a link to a checkpoint, one without a manifest.
+    // A directory without ft's files, one with an extra file, a link to a checkpoint, one without a manifest.
     std::fs::create_dir(run.join("checkpoint-1")).unwrap();
     std::fs::write(run.join("checkpoint-1/photo.jpg"), "x").unwrap();
     std::fs::write(save_small(run, 2).join("notes.txt"), "x").unwrap();
@@ -347,7 +347,7 @@ fn only_what_a_manifest_names_is_ever_deleted() {
     let real = save_small(elsewhere.path(), 3);
     std::os::unix::fs::symlink(&real, run.join("checkpoint-3")).unwrap();
     std::fs::remove_file(save_small(run, 4).join("manifest.json")).unwrap();
-    // A file that is a link, and a damaged file: the second is still ft's.
+    // A file that is a link, and a damaged file: a checkpoint with the second is still ft's.
     let linked = save_small(run, 5);
     std::fs::remove_file(linked.join(OPTIMIZER)).unwrap();
     std::os::unix::fs::symlink(real.join(OPTIMIZER), linked.join(OPTIMIZER)).unwrap();
@@ -359,7 +359,7 @@ fn only_what_a_manifest_names_is_ever_deleted() {
     assert!(run.join("checkpoint-1/photo.jpg").exists() && run.join("checkpoint-2/notes.txt").exists());
     verify(&real).unwrap();
     assert!(run.join("checkpoint-3").is_symlink() && linked.join(OPTIMIZER).is_symlink());
-    // Later directories: only what is a checkpoint gets another name, and no link.
+    // Later directories: only checkpoints are renamed, and no link.
     save_small(run, 1000);
     std::fs::create_dir(run.join("checkpoint-2000")).unwrap();
     std::fs::write(run.join("checkpoint-2000/photo.jpg"), "x").unwrap();

@@ -1,4 +1,4 @@
-//! `ft adapter`: look at adapters, compare two, add several up into one.
+//! `ft adapter`: shows an adapter, compares two, combines several into one.
 
 use super::out::out;
 use crate::base::Result;

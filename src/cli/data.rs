@@ -1,4 +1,4 @@
-//! `ft data`: rendered rows with the trained tokens marked, and the counts.
+//! `ft data`: shows rendered rows with the trained tokens marked, and the counts.
 
 use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;

@@ -1,4 +1,4 @@
-//! `ft distill`: what a teacher says of the rows of a recipe, stored once.
+//! `ft distill`: stores the outputs of a teacher for the rows of a recipe.
 
 use super::out::out;
 use super::recipe_args::RecipeArgs;

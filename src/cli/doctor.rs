@@ -1,4 +1,4 @@
-//! `ft doctor`: what this machine and this build can do; each line ok, warn or fail, with a fix.
+//! `ft doctor`: checks the abilities of this machine and this build; each line is ok, warn or fail, with a fix.
 
 use super::out::{out, out_text};
 use crate::base::{Result, files, memory, progress, speed, units};
@@ -47,7 +47,7 @@ struct Line {
     name: &'static str,
     value: String,
     fix: Option<String>,
-    /// Numbers behind `value`, for `--json`.
+    /// The numbers in `value`, for `--json`.
     data: Value,
 }
 
@@ -100,7 +100,7 @@ fn show(line: &Line, as_json: bool) -> Result<()> {
         }
         return out(object);
     }
-    // Wrapped below the value.
+    // Column of the value, for wrapped lines.
     const INDENT: usize = 17;
     let room = report::result_width().map_or(usize::MAX, |w| w.saturating_sub(INDENT));
     for (i, part) in report::wrapped(&line.value, room, 0, false).iter().enumerate() {
@@ -115,7 +115,7 @@ fn show(line: &Line, as_json: bool) -> Result<()> {
     }
 }
 
-/// Every line is handed over as soon as it is known.
+/// Passes every line to `tell` as soon as it is known.
 fn examine(settings: &HubSettings, tell: &mut dyn FnMut(Line) -> Result<()>) -> Result<()> {
     let (name, cores, features) = report::cpu();
     let environment = report::environment();
@@ -143,7 +143,7 @@ fn examine(settings: &HubSettings, tell: &mut dyn FnMut(Line) -> Result<()>) -> 
     tell(hub(settings))
 }
 
-/// What the lines come to.
+/// Summarizes the lines.
 fn verdict(lines: &[Line]) -> Line {
     let named = |level| {
         let mut names: Vec<&str> = lines.iter().filter(|l| l.level == level).map(|l| l.name).collect();
@@ -205,7 +205,7 @@ fn features_line(features: &[&str]) -> Line {
     }
 }
 
-/// One line for each GPU that this build can use, or why it computes on the CPU.
+/// One line for each GPU that this build can use, or the reason for computing on the CPU.
 fn devices() -> Vec<Line> {
     if !device::HAS_CUDA {
         let driver = Path::new("/proc/driver/nvidia/version").exists();
@@ -293,7 +293,7 @@ fn disk(directory: &Path) -> Vec<Line> {
             "look at it with `df`",
         ),
     };
-    // A disk that is almost full is not filled further.
+    // Does not write to a disk that is almost full.
     if files::free_space(directory).is_some_and(|free| free < 256 << 20) {
         return vec![space];
     }
@@ -328,7 +328,7 @@ fn disk(directory: &Path) -> Vec<Line> {
     vec![space, speed]
 }
 
-/// Bytes a second that a disk for checkpoints should write.
+/// A disk for checkpoints should write at least this many bytes per second.
 const SLOW: f64 = 20e6;
 
 /// A sharded model has hundreds of files at most; a few hundred handles are enough.
@@ -367,7 +367,7 @@ fn cache(settings: &HubSettings) -> Line {
     )
 }
 
-/// How long the hub may take to answer.
+/// Timeout for the answer of the hub.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 fn hub(settings: &HubSettings) -> Line {

@@ -1,4 +1,4 @@
-//! `ft eval`: loss, accuracy and margins of a model on rows of any kind that training takes.
+//! `ft eval`: loss, accuracy and margins of a model on rows of any kind that training accepts.
 
 use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;
@@ -99,7 +99,7 @@ pub fn run(mut args: Args) -> Result<i32> {
     let mut recipe = match args.recipe.recipe {
         Some(_) => args.recipe.load_and_warn()?.recipe,
         None => {
-            // Keys that have to be written stand for what the flags say.
+            // Placeholders for required keys; the flags give the real values.
             let text = "[model]\npath = \"-\"\n[data]\ntrain = []\n";
             let mut values = args.recipe.overrides.clone();
             let data = args.data.clone().unwrap_or("-".into());
@@ -157,7 +157,7 @@ pub fn run(mut args: Args) -> Result<i32> {
     Ok(0)
 }
 
-/// A text as TOML.
+/// Formats a text as TOML.
 fn toml_text(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }

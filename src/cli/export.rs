@@ -1,4 +1,4 @@
-//! `ft export`: a model or adapter directory of a checkpoint, a run, or a model.
+//! `ft export`: writes a model or adapter directory from a checkpoint, a run, or a model.
 
 use super::out::out;
 use crate::base::{Error, Result};

@@ -1,4 +1,4 @@
-//! `ft generate`: text from a model, once or as a chat.
+//! `ft generate`: generates text with a model, once or in a chat.
 
 use super::out::{out, out_raw};
 use crate::base::{Error, Result, signal};
@@ -143,7 +143,7 @@ fn end(written: &Written) -> Result<i32> {
     Ok(0)
 }
 
-/// What a line of a chat asks for.
+/// The meaning of a line in a chat.
 #[derive(Debug, PartialEq)]
 enum Line<'a> {
     Nothing,
@@ -164,7 +164,7 @@ impl<'a> Line<'a> {
             "/help" | "/?" => Line::Help,
             "/clear" | "/new" | "/reset" => Line::Clear,
             "/speed" => Line::Speed,
-            // A path or a second slash is no command.
+            // A path, or a line that starts with two slashes, is not a command.
             _ if word.starts_with("//") => Line::Message(&word[1..]),
             command if command.starts_with('/') && command[1..].chars().all(|c| c.is_ascii_alphabetic()) => {
                 Line::Unknown(word)
@@ -180,7 +180,7 @@ const CHAT_HELP: &str = "One line is one message.
 /exit    end (also `exit`, `quit`, Ctrl-D)
 Ctrl-C stops an answer. A message that begins with a slash is written with two.";
 
-/// Each line is a turn, from a person or from a pipe; the end of the input ends the conversation.
+/// Runs a chat. Each line is a turn, from a terminal or from a pipe; the end of the input ends the conversation.
 fn chat(writer: &mut Writer) -> Result<i32> {
     let person = std::io::stdin().is_terminal();
     if person {
@@ -194,7 +194,7 @@ fn chat(writer: &mut Writer) -> Result<i32> {
         }
         let Some(line) = lines.next() else { break };
         let line = line.map_err(|e| Error::new("cannot read standard input").cause(e))?;
-        // The wait for the person was no silence of the program.
+        // Restarts the progress timer: the wait was for the user.
         report::clear();
         let message = match Line::read(&line) {
             Line::Nothing => continue,
@@ -231,7 +231,7 @@ fn chat(writer: &mut Writer) -> Result<i32> {
                     super::note("stopped");
                 }
             }
-            // A person can say something else.
+            // The user at the terminal can continue with another message.
             Err(e) if person => super::show_error(&e),
             Err(e) => return Err(e),
         }

@@ -1,4 +1,4 @@
-//! `ft merge`: base and adapter become one model directory.
+//! `ft merge`: merges a base model and its adapters into one model directory.
 
 use super::out::out;
 use crate::base::Result;

@@ -1,9 +1,9 @@
-//! The command line: text in, exit code out; one file a subcommand. The only place that reads flags and
-//! environment variables and prints results. Knows no tensors.
+//! The command line: arguments in, exit code out; one file per subcommand. Only this module reads flags and environment
+//! variables and prints results. Uses no tensors.
 //!
-//! Results go to standard output, everything else to standard error. Exit codes: 0 ok, 1 the run or an input
-//! failed, 2 usage or recipe error, 70 a bug in ft, 128 + N stopped by signal N with the state saved (130 for Ctrl-C, 143
-//! for SIGTERM, 129 for SIGHUP), 131 stopped by a second Ctrl-C.
+//! Results go to standard output, everything else to standard error. Exit codes: 0 ok, 1 the run or an input failed,
+//! 2 usage or recipe error, 70 a bug in ft, 128 + N stopped by signal N with the state saved (130 for Ctrl-C, 143 for
+//! SIGTERM, 129 for SIGHUP), 131 stopped by a second Ctrl-C.
 
 mod adapter;
 mod data;
@@ -75,7 +75,7 @@ enum Command {
     Recipes(recipes::Args),
 }
 
-/// The whole program: arguments in (the first is the program's name), exit code out.
+/// Runs the program. `arguments` starts with the program's name. Returns the exit code.
 pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
     let arguments: Vec<OsString> = arguments.collect();
     let cli = match Cli::try_parse_from(&arguments) {
@@ -115,7 +115,7 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
     code
 }
 
-/// `FT_CACHE_DIR`, or `ft` in the user's cache directory; empty turns it off.
+/// `FT_CACHE_DIR`, or `ft` in the user's cache directory; an empty value disables the cache.
 fn cache_directory() -> Option<std::path::PathBuf> {
     let set = |name: &str| std::env::var_os(name).map(std::path::PathBuf::from);
     let own = set("FT_CACHE_DIR");
@@ -170,12 +170,12 @@ fn show_error(error: &Error) {
     report::error(&error.to_string());
 }
 
-/// A line for the person at the terminal; not with `--quiet`.
+/// Prints a line for the user; not with `--quiet`.
 fn note(line: &str) {
     report::note(line);
 }
 
-/// Commands that take what was just made.
+/// Prints commands that use the new directory.
 fn next(dir: &Path, commands: &[&str]) {
     let dir = dir.display();
     note("next:");
@@ -191,7 +191,7 @@ fn next(dir: &Path, commands: &[&str]) {
     }
 }
 
-/// Meaning never depends on colour: this only decides how things look.
+/// The style of the output. Information never depends on color.
 fn style_of_terminal() -> Style {
     let set = |name: &str| std::env::var_os(name).is_some_and(|v| !v.is_empty());
     let terminal = std::io::stderr().is_terminal();
@@ -210,17 +210,17 @@ fn style_of_terminal() -> Style {
     }
 }
 
-/// `--dtype`.
+/// Parses `--dtype`.
 fn parse_dtype(text: &str) -> std::result::Result<crate::recipe::Dtype, String> {
     crate::recipe::Dtype::parse(text).ok_or_else(|| "expected f32 or bf16".to_string())
 }
 
-/// `DIR`, or `DIR=WEIGHT`.
+/// Parses `DIR` or `DIR=WEIGHT`.
 fn parse_weighted(text: &str) -> std::result::Result<(std::path::PathBuf, f32), String> {
     match text.rsplit_once('=') {
         Some((dir, weight)) => match weight.parse::<f32>() {
             Ok(w) if w.is_finite() && !dir.is_empty() => Ok((dir.into(), w)),
-            // A directory may have `=` in its name.
+            // The name of a directory may contain `=`.
             _ if std::path::Path::new(text).is_dir() => Ok((text.into(), 1.0)),
             _ => Err("expected DIR, or DIR=WEIGHT with a number".to_string()),
         },
@@ -228,7 +228,7 @@ fn parse_weighted(text: &str) -> std::result::Result<(std::path::PathBuf, f32), 
     }
 }
 
-/// `--budget`.
+/// Parses `--budget`.
 fn parse_bytes(text: &str) -> std::result::Result<u64, String> {
     crate::base::units::parse_bytes(text).map_err(|_| "expected a size such as 24GiB".to_string())
 }
@@ -253,7 +253,7 @@ mod tests {
         }
     }
 
-    /// The first help that a person sees fits one screen, without rare options.
+    /// Tests that the short help fits one screen, without rare options.
     #[test]
     fn the_short_help_is_one_screen() {
         let mut command = Cli::command().term_width(80);

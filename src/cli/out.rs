@@ -1,4 +1,4 @@
-//! Standard output. A reader that went away (`ft data | head`) is no failure.
+//! Standard output. A closed pipe (`ft data | head`) is not an error.
 
 use crate::base::{Error, Result};
 use crate::report;
@@ -6,12 +6,12 @@ use std::borrow::Cow;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 
-/// One line of results.
+/// Prints one line of results.
 pub fn out(line: impl Display) -> Result<()> {
     out_raw(&format!("{line}\n"))
 }
 
-/// Lines for a person: broken at spaces where standard output is a terminal and they are wider.
+/// Prints text for the user: if standard output is a terminal, long lines are wrapped at spaces.
 pub fn out_text(text: impl Display) -> Result<()> {
     let text = text.to_string();
     match report::result_width() {
@@ -20,7 +20,7 @@ pub fn out_text(text: impl Display) -> Result<()> {
     }
 }
 
-/// Text without a line end, flushed: for answers that appear as they are made. On a terminal it can only set colors.
+/// Prints text without a newline and flushes it, for streamed answers. On a terminal it can only set colors.
 pub fn out_raw(text: &str) -> Result<()> {
     let text = match report::result_is_terminal() {
         true => {

@@ -1,4 +1,4 @@
-//! `ft plan`: the memory a recipe needs, before anything is allocated.
+//! `ft plan`: the memory that a recipe needs, before anything is allocated.
 
 use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;

@@ -1,4 +1,4 @@
-//! `ft quantize`: a model directory with its projections stored as codes.
+//! `ft quantize`: writes a model directory with quantized projections.
 
 use super::out::out;
 use crate::base::units::bytes;

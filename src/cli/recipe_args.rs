@@ -1,4 +1,4 @@
-//! `RECIPE key=value ...`, as several subcommands take it; and what to say to flags that are keys of a recipe.
+//! The arguments `RECIPE key=value ...` of several subcommands, and the errors for flags that are keys of a recipe.
 
 use crate::base::{Error, Result};
 use crate::recipe::{self, Loaded, peers};
@@ -18,7 +18,7 @@ pub struct RecipeArgs {
 }
 
 impl RecipeArgs {
-    /// Reads and checks the recipe, and shows a warning for each key without effect.
+    /// Reads and checks the recipe, and prints a warning for each key without effect.
     pub fn load_and_warn(&mut self) -> Result<Loaded> {
         let loaded = self.load()?;
         for line in &loaded.warnings {
@@ -27,7 +27,7 @@ impl RecipeArgs {
         Ok(loaded)
     }
 
-    /// Reads and checks the recipe; its warnings are left to the caller.
+    /// Reads and checks the recipe; the caller prints its warnings.
     pub fn load(&mut self) -> Result<Loaded> {
         self.settle()?;
         match &self.recipe {
@@ -38,7 +38,7 @@ impl RecipeArgs {
         }
     }
 
-    /// A word without `=` is the recipe. Errors: there are two.
+    /// Takes a word without `=` as the recipe. Errors: there are two.
     pub fn settle(&mut self) -> Result<()> {
         let is_file = |o: &String| !o.contains('=') || PathBuf::from(o).is_file();
         let Some(index) = self.overrides.iter().position(is_file) else {
@@ -60,11 +60,11 @@ impl RecipeArgs {
     }
 }
 
-/// Subcommands that take values of a recipe.
+/// Subcommands that accept recipe keys.
 const WITH_RECIPE: [&str; 5] = ["train", "plan", "data", "eval", "distill"];
 
-/// The error for a flag that is unknown to clap and is a key of a recipe, of ft's own or of another tool; `None`: clap
-/// says it better.
+/// Returns the error for a flag that clap does not know and that is a recipe key of ft or of another tool; `None`: the
+/// error of clap is better.
 pub fn explain(error: &clap::Error, arguments: &[OsString]) -> Option<Error> {
     if error.kind() != clap::error::ErrorKind::UnknownArgument {
         return None;

@@ -1,4 +1,4 @@
-//! `ft recipes`: the recipes inside the binary: list, show, copy.
+//! `ft recipes`: lists, shows and copies the recipes in the binary.
 
 mod assets;
 
@@ -94,13 +94,13 @@ pub fn run(args: Args) -> Result<i32> {
     Ok(0)
 }
 
-/// What the first lines of a recipe say.
+/// The comment at the start of a recipe.
 #[derive(Debug, Default, PartialEq)]
 struct About {
     what: &'static str,
     needs: &'static str,
     gives: &'static str,
-    /// What has to be done before.
+    /// Recipes or commands to run before this one.
     first: Vec<&'static str>,
 }
 
@@ -168,7 +168,7 @@ fn list(as_json: bool) -> Result<()> {
     Ok(())
 }
 
-/// Files of ft's own that the recipe names.
+/// Files shipped with ft that the recipe uses.
 fn assets_of(recipe: &Recipe) -> Vec<&'static (&'static str, &'static [u8])> {
     let named = [Some(&recipe.model.path), recipe.distill.teacher.as_ref()];
     let named = named
@@ -186,7 +186,7 @@ fn copy(name: &str, to: Option<PathBuf>, with_data: bool) -> Result<()> {
     let to = to.unwrap_or_else(|| PathBuf::from(format!("{name}.toml")));
     let recipe = recipe::parse(text, name, &[])?.recipe;
     let assets = assets_of(&recipe);
-    // Nothing is written where something else lies.
+    // Refuses to overwrite other files.
     let mut new: Vec<(&Path, &[u8])> = vec![(&to, text.as_bytes())];
     if with_data {
         new.extend(assets.iter().map(|(path, bytes)| (Path::new(*path), *bytes)));
@@ -216,7 +216,7 @@ fn copy(name: &str, to: Option<PathBuf>, with_data: bool) -> Result<()> {
     Ok(())
 }
 
-/// What the recipe needs here, and what to do next.
+/// Prints the requirements of the recipe and the next command.
 fn tell(name: &str, to: &str, text: &'static str, recipe: &Recipe, with_data: bool) {
     let about = About::of(text);
     let mut lines = vec![format!("needs: {}", about.needs)];
@@ -295,7 +295,7 @@ mod tests {
         for (name, text) in SHIPPED {
             let recipe = recipe::parse(text, name, &[]).unwrap().recipe;
             assert!(plan::fit(&recipe).unwrap().peak > 0, "{name}");
-            // `-16gb`: what a GPU of that size has beside its own needs.
+            // `-16gb`: the budget is the memory of such a GPU less 1 GB.
             let size = name.rsplit('-').next().and_then(|last| last.strip_suffix("gb"));
             let Some(size) = size.and_then(|s| s.parse::<u64>().ok()) else {
                 continue;
@@ -323,7 +323,7 @@ mod tests {
             let recipe = recipe::parse(text, name, &[]).unwrap().recipe;
             let own = recipe.model.path.starts_with("assets/") || recipe.data.train[0].starts_with("assets/");
             assert_eq!(assets_of(&recipe).is_empty(), !own, "{name}");
-            // A run that another recipe leaves is named.
+            // A recipe that reads the run of another recipe must name that recipe.
             let reads_a_run = [&recipe.model.path, &recipe.data.train[0]]
                 .iter()
                 .any(|p| p.starts_with("runs/"));
@@ -331,7 +331,7 @@ mod tests {
         }
     }
 
-    /// The folder and the binary hold the same files.
+    /// Tests that the folder and the binary have the same files.
     #[test]
     fn all_assets_are_inside() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR"));

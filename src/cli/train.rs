@@ -1,4 +1,4 @@
-//! `ft train`: run a recipe, or show what it would do.
+//! `ft train`: runs a recipe, or shows its plan.
 
 use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;
@@ -50,8 +50,8 @@ pub struct Args {
 }
 
 impl Args {
-    /// `Some(None)`: the recipe's own run directory. The word after `--resume` may be the recipe, or the first
-    /// `key=value`, instead of a directory.
+    /// Resolves `--resume`. `Some(None)`: the recipe's own run directory. The word after `--resume` may be the recipe,
+    /// or the first `key=value`, instead of a directory.
     fn settle_resume(&mut self) -> Option<Option<PathBuf>> {
         let word = self.resume.take()?;
         if word.ends_with(".toml") || (word.contains('=') && !Path::new(&word).exists()) {

@@ -1,4 +1,4 @@
-//! Which sets of parameters a run trains one after another, and the few of them that can be the worst for memory.
+//! The sets of parameters that a run trains in turn, and the few of them that can have the highest memory peak.
 
 use super::Inputs;
 use super::Place;
@@ -7,37 +7,37 @@ use crate::engine::Active;
 use crate::source::Policy;
 use std::collections::BTreeMap;
 
-/// What was trained in earlier turns and rests now, in elements.
+/// Elements of parameters that were trained in earlier turns and are inactive now.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Retired {
     pub dense: u64,
-    /// Stored as codes while it rests.
+    /// Elements of quantized parameters.
     pub coded: u64,
 }
 
 impl Retired {
-    /// Bytes of numbers of the model's type, and of what a master knows beyond it. From the disk both come back when they
-    /// are needed.
+    /// Bytes in the model's type and of the low part of fp32 masters. With weights on the disk both are read back on
+    /// demand.
     pub(super) fn bytes(self, place: Place, (stored, master): (u64, u64)) -> u64 {
         match place {
-            // The exact value is beside the codes.
+            // The exact values stay beside the quantized data.
             Place::Device | Place::Host => self.dense * master + self.coded * (stored + master),
             Place::Disk { .. } => 0,
         }
     }
 }
 
-/// A set that is trained at one time.
+/// A set of parameters that is active at one time.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Turn {
     pub active: Active,
     pub retired: Retired,
-    /// Another set is trained after it.
+    /// True if another set becomes active after it.
     pub leaves: bool,
 }
 
 impl Turn {
-    /// The only set of a run.
+    /// A run with only one set.
     pub fn alone(active: Active) -> Self {
         Self {
             active,
@@ -46,7 +46,7 @@ impl Turn {
         }
     }
 
-    /// Each of these sets after all the others were trained.
+    /// Each of these sets, after all others were trained.
     pub fn each(model: &Model, storage: &Policy, sets: Vec<Active>) -> Vec<Self> {
         let retired = |active: &Active| {
             let mut retired = Retired::default();
@@ -72,13 +72,13 @@ impl Turn {
     }
 }
 
-/// Lowest layer and retired bytes of a turn.
+/// Lowest layer and bytes of inactive masters of a turn.
 type Point<'a> = (u64, u64, &'a Turn);
 /// Shape of a set, storage and adapters of its layers, and whether another set follows.
 type Likeness = (u64, Vec<u64>, bool);
 
-/// Of sets that differ in the number of their layer only, those that can be the worst. A lower set keeps more inputs of
-/// layers, a later one finds more that has retired; both grow in proportion, so only the corners of what is possible count.
+/// Of sets that differ only in the index of their layer, returns those that can be the worst. A lower set saves more
+/// layer inputs, a later one has more inactive masters. Memory is linear in both, so only corners of the hull matter.
 pub(super) fn candidates<'a>(model: &Model, inputs: &'a Inputs, bytes: (u64, u64)) -> Vec<&'a Turn> {
     let layers = model.layers();
     let mut alike: BTreeMap<Likeness, Vec<Point>> = BTreeMap::new();
@@ -89,11 +89,11 @@ pub(super) fn candidates<'a>(model: &Model, inputs: &'a Inputs, bytes: (u64, u64
         let key = (turn.active.shape(), kinds, turn.leaves);
         alike.entry(key).or_default().push(point);
     }
-    // Below this layer no activations are kept: what a lower set needs grows more slowly there.
+    // Layers below this one save no activations, so memory grows more slowly there.
     let bend = layers.saturating_sub(inputs.keep_layers) as u64;
     let mut out = Vec::new();
     for mut points in alike.into_values() {
-        // The lowest first, and of one layer the one that finds most.
+        // Sorted by layer; of one layer only the turn with the most inactive bytes is needed.
         points.sort_by_key(|(layer, retired, _)| (*layer, std::cmp::Reverse(*retired)));
         let mut most = None;
         points.retain(|(_, retired, _)| {
@@ -103,7 +103,7 @@ pub(super) fn candidates<'a>(model: &Model, inputs: &'a Inputs, bytes: (u64, u64
             }
             more
         });
-        // Around the bend on either side, because a corner of one side need not be one of the whole.
+        // Splits at the bend: a corner of one side need not be a corner of the whole.
         let split = points.partition_point(|(layer, ..)| *layer < bend);
         let (below, above) = points.split_at(split);
         out.extend(corners(below).into_iter().chain(corners(above)).map(|(.., turn)| turn));
@@ -111,7 +111,7 @@ pub(super) fn candidates<'a>(model: &Model, inputs: &'a Inputs, bytes: (u64, u64
     out
 }
 
-/// The upper convex hull of points of rising layer and rising retired bytes: any sum of both is largest in one of them.
+/// The upper convex hull of points with rising layer and rising bytes: it contains the maximum of any linear sum.
 fn corners<'a>(points: &[Point<'a>]) -> Vec<Point<'a>> {
     let mut hull: Vec<Point> = Vec::new();
     for &point in points {
@@ -168,14 +168,14 @@ mod tests {
         let bf16 = || Policy::dense(Dtype::Bf16);
         let up: Vec<usize> = (0..28).collect();
         let down: Vec<usize> = (0..28).rev().collect();
-        // From the top down the lowest finds everything.
+        // With descending order the lowest layer has the most inactive masters.
         assert_eq!(chosen(&down, 0, Place::Device, bf16()), [0]);
         assert_eq!(chosen(&up, 0, Place::Device, bf16()), [0, 27]);
-        // Layers 20 and above keep their activations.
+        // Layers 20 and above save their activations.
         assert_eq!(chosen(&up, 8, Place::Device, bf16()), [0, 19, 20, 27]);
-        // From the disk nothing retires.
+        // With weights on the disk, inactive parameters need no memory.
         assert_eq!(chosen(&up, 8, Place::Disk { head_rows: None }, bf16()), [0]);
-        // Another storage is another kind.
+        // A layer with another storage belongs to another group.
         let mut mixed = bf16();
         mixed.set(
             "model.layers.9.mlp.up_proj.weight".into(),

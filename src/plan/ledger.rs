@@ -1,4 +1,4 @@
-//! An allocator on paper: what would be held at each moment of a step, by kind, and when it was most.
+//! A simulated allocator: records the bytes held at each moment of a step, by kind, and the peak.
 
 use std::ops::{Index, IndexMut};
 
@@ -47,7 +47,7 @@ impl IndexMut<Kind> for Sizes {
     }
 }
 
-/// Bytes of one thing that is held. Has to be given back with `Ledger::drop`.
+/// Bytes of one simulated allocation. Must be freed with `Ledger::drop`.
 #[derive(Debug)]
 #[must_use]
 pub struct Held {
@@ -59,16 +59,16 @@ pub struct Held {
 pub struct Ledger {
     now: Sizes,
     total: u64,
-    /// Before the name of each moment.
+    /// Prefix of the names of moments.
     prefix: &'static str,
     moment: String,
-    /// The most that each kind ever was.
+    /// The peak of each kind.
     pub largest: Sizes,
-    /// Host memory is counted apart.
+    /// Host memory is counted separately.
     two_places: bool,
     host: u64,
     pub host_peak: u64,
-    /// The most that all were together, when, and what they were then.
+    /// The peak of the sum, its moment, and the sizes of all kinds at that moment.
     pub peak: u64,
     pub peak_moment: String,
     pub at_peak: Sizes,
@@ -98,7 +98,7 @@ impl Kind {
         Kind::Process,
     ];
 
-    /// Does this stay in host memory where tensors lie on a GPU?
+    /// True if this kind stays in host memory when tensors are on a GPU.
     fn on_host(self) -> bool {
         matches!(
             self,
@@ -108,7 +108,7 @@ impl Kind {
 }
 
 impl Ledger {
-    /// `two_places`: tensors on a GPU, the rest on the host.
+    /// `two_places`: tensors are on a GPU, the rest on the host.
     pub fn new(two_places: bool) -> Self {
         Self {
             two_places,
@@ -116,18 +116,18 @@ impl Ledger {
         }
     }
 
-    /// What follows happens at this moment of the step.
+    /// Names the current moment of the step.
     pub fn moment(&mut self, name: impl Into<String>) {
         self.moment = format!("{}{}", self.prefix, name.into());
     }
 
-    /// The moments that follow are part of this.
+    /// Sets the prefix of the following moments.
     pub fn during(&mut self, prefix: &'static str) {
         self.prefix = prefix;
     }
 
     pub fn hold(&mut self, kind: Kind, bytes: u64) -> Held {
-        // Saturating: an absurd size must stay absurd, not wrap around to a small one.
+        // Saturates: a huge size must not wrap around to a small one.
         self.now[kind] = self.now[kind].saturating_add(bytes);
         self.largest[kind] = self.largest[kind].max(self.now[kind]);
         if self.two_places && kind.on_host() {
@@ -154,7 +154,7 @@ impl Ledger {
         }
     }
 
-    /// The same bytes on another line.
+    /// Moves the bytes to another kind.
     pub fn relabel(&mut self, held: Held, kind: Kind) -> Held {
         let bytes = held.bytes;
         self.drop(held);
@@ -165,7 +165,7 @@ impl Ledger {
         held.into_iter().for_each(|h| self.drop(h));
     }
 
-    /// Held for a moment only.
+    /// Allocates and frees at once.
     pub fn touch(&mut self, kind: Kind, bytes: u64) {
         let held = self.hold(kind, bytes);
         self.drop(held);
@@ -176,7 +176,7 @@ impl Ledger {
         self.now
     }
 
-    /// `times` of what is held now and was not `before`.
+    /// Allocates `times` copies of the difference between the current sizes and `before`.
     pub fn hold_again(&mut self, before: &Sizes, times: u64) -> Vec<Held> {
         let now = self.now;
         let kinds = (0..KINDS).filter_map(|i| Some((Kind::ALL[i], now.0[i].checked_sub(before.0[i])?)));
@@ -226,7 +226,7 @@ mod tests {
         l.drop_all(more);
         l.drop(first);
         assert_eq!((l.now(), l.peak), (0, 77));
-        // An absurd size does not wrap around.
+        // A huge size does not wrap around.
         l.touch(Kind::Layer, u64::MAX);
         let most = [l.hold(Kind::Layer, u64::MAX), l.hold(Kind::Loss, u64::MAX)];
         assert_eq!(l.peak, u64::MAX);

@@ -1,4 +1,4 @@
-//! The MLP half of a layer on paper, tensor by tensor as in `model::mlp`.
+//! Simulates the memory of the MLP half of a layer, tensor by tensor as in `model::mlp`.
 
 use super::ledger::{Held, Kind, Ledger};
 use super::step::Sink;
@@ -6,18 +6,18 @@ use super::work::Block;
 use crate::model::mlp::Needs;
 use crate::model::pieces::pieces;
 
-/// gate and up of each piece of the tokens; empty where they were not kept.
+/// gate and up of each chunk of tokens; empty if they were not saved.
 pub(super) type Parts = Vec<Vec<Held>>;
 
 impl Block<'_> {
-    /// How many pieces the tokens go through in, and one of them.
+    /// The number of MLP chunks, and the largest one.
     fn cut(&self) -> (usize, Self) {
         let all = pieces(self.tokens, self.inputs.mlp_tokens);
         let most = all.iter().map(|p| p.len()).max().unwrap_or(0);
         (all.len(), self.piece(most))
     }
 
-    /// From x1, which stays with the caller, to the layer's output, and gate and up if they are to be kept.
+    /// From x1, which the caller holds, to the layer's output; also gate and up if they are saved.
     pub fn mlp(&self, l: &mut Ledger, keep: bool) -> (Held, Parts) {
         let (count, piece) = self.cut();
         if count == 1 {
@@ -53,7 +53,7 @@ impl Block<'_> {
         (y, parts)
     }
 
-    /// `dy` goes; `∂x1` is held when this returns some.
+    /// Frees `dy`; the returned `∂x1`, if there is one, is held.
     pub fn mlp_backward(
         &self,
         l: &mut Ledger,
@@ -87,7 +87,8 @@ impl Block<'_> {
         } else {
             let dh = needs.dh.then(|| l.hold(Kind::Layer, self.nd));
             sink.start_sums();
-            // The second piece finds the sums of the first; those after it are like the second, with less kept.
+            // The second chunk adds to the sums of the first; later chunks are like the second, with fewer saved
+            // tensors.
             let mut parts = parts.into_iter();
             for _ in 0..count.min(2) {
                 let part = piece.mlp_piece_backward(l, parts.next(), needs, sink);
@@ -141,7 +142,7 @@ impl Block<'_> {
             l.drop_all(h);
             return None;
         };
-        // On the CPU the gradients take the place of gate and up.
+        // On the CPU the gradients overwrite gate and up.
         let dys = match self.inputs.on_gpu {
             false => parts,
             true => {

@@ -1,10 +1,10 @@
-//! The memory a run will need, worked out on paper: one optimizer step is walked through as the engine takes
-//! it, every tensor written into a ledger when it comes and struck out when it goes. Allocates nothing.
+//! Forecasts the memory of a run: simulates one optimizer step in the order of the engine and records every tensor's
+//! allocation and release in a ledger. Allocates no tensors.
 //!
 //! Letters: N tokens of the largest micro-batch, D hidden size, H heads, K key/value heads, E head size,
 //! I intermediate size, V vocabulary, R rank of an adapter.
 //!
-//! In short: resident weights + optimizer(active) + layers above the lowest active · N · D · 4 + the larger of
+//! Summary: resident weights + optimizer(active) + layers above the lowest active · N · D · 4 + the larger of
 //! (work of one layer, chunk of logits) + gradients.
 
 mod candidates;
@@ -39,16 +39,16 @@ use std::sync::Arc;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     Device,
-    /// In the host's memory, computing on a GPU; the head and what is trained are on the device.
+    /// In host memory, with computation on a GPU; head and active parameters are on the device.
     Host,
-    /// Layers come from the disk; the output projection so many rows at a time, or held whole.
+    /// Layers are read from the disk; the output projection in chunks of rows, or held whole.
     Disk {
         head_rows: Option<usize>,
     },
 }
 
 impl Place {
-    /// Of weights that travel to the device layer by layer: the rows of the head that come at a time, or all at once.
+    /// For weights that are copied to the device layer by layer: rows per chunk of the head, or the whole head.
     pub(crate) fn travels(self) -> Option<Option<usize>> {
         match self {
             Place::Device => None,
@@ -58,7 +58,7 @@ impl Place {
     }
 }
 
-/// Code that is read in when it first runs (1.6 to 1.9 MiB in the steps of `tests/memory`), stacks, small blocks of the heap.
+/// Code pages loaded at first use (1.6 to 1.9 MiB in the steps of `tests/memory`), stacks, small heap blocks.
 pub const CODE: u64 = 3 << 20;
 
 /// An evaluation: forward passes over batches, or answers that are written.
@@ -67,12 +67,12 @@ pub struct Evaluation {
     /// Tokens of the largest batch, and of its longest document; 0: no batch.
     pub tokens: usize,
     pub longest: usize,
-    /// Rows that are answered together, and tokens of the longest prompt with its answer.
+    /// Rows per batch of answers, and tokens of the longest prompt with its answer.
     pub answers: usize,
     pub answer: usize,
 }
 
-/// What the plan needs to know beside model and recipe.
+/// The inputs of a plan beside model and recipe.
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// N: tokens of the largest micro-batch.
@@ -83,42 +83,42 @@ pub struct Inputs {
     pub documents: usize,
     /// Micro-batches of an optimizer step.
     pub micro_batches: usize,
-    /// What is evaluated between the steps.
+    /// The evaluation between the steps.
     pub evaluation: Evaluation,
     pub gradients: Gradients,
-    /// Uppermost layers that keep their activations.
+    /// Number of upper layers with saved activations.
     pub keep_layers: usize,
-    /// Tokens that go through an MLP at a time; `None`: all.
+    /// Tokens per MLP chunk; `None`: all.
     pub mlp_tokens: Option<usize>,
     pub threads: usize,
     /// Bytes of an element of an activation: 4 on the CPU, as the weights on a GPU.
     pub element: u64,
-    /// Tensors lie on a GPU; the program, its rows and what retired blocks leave behind on the host.
+    /// Tensors are on a GPU; the program, its rows and inactive masters are on the host.
     pub on_gpu: bool,
-    /// Every set of parameters that is trained at one time, and what was trained before it.
+    /// Every set of parameters that is active at one time, with the elements trained before it.
     pub turns: Arc<[Turn]>,
     /// How each weight is stored.
     pub storage: Policy,
-    /// What is kept packed, where a tile unit is.
+    /// Prepacked weights, if the CPU has a tile unit.
     pub copies: Option<Copies>,
-    /// Bytes of a number of the files as it is read to be coded; none where they hold codes already.
+    /// Bytes per value when a weight is read for quantization; 0 if the files are quantized already.
     pub file_bytes: u64,
-    /// What the adapter on each linear that has one holds and needs, by module.
+    /// Memory of the adapter on each linear, by module.
     pub adapters: Costs,
     pub place: Place,
-    /// Runs beside the model.
+    /// Loaded beside the model.
     pub teacher: Option<Teacher>,
     /// Reward models.
     pub judges: Arc<[Judge]>,
-    /// Inputs of layers wait on the host.
+    /// Layer inputs are offloaded to the host.
     pub parked: bool,
-    /// A frozen copy of the weights stands beside those that train.
+    /// A frozen reference copy of the weights is held beside the trained ones.
     pub reference: bool,
-    /// Answers of a rollout before the step.
+    /// Number of answers that the rollout before the step generates at a time.
     pub rollout: usize,
     /// The tokenized rows.
     pub data_bytes: u64,
-    /// What the program holds before the model is loaded, and `CODE`.
+    /// Bytes that the program holds before the model is loaded, and `CODE`.
     pub process_bytes: u64,
 }
 
@@ -184,7 +184,7 @@ impl Inputs {
     }
 }
 
-/// Bytes of the optimizer's state of a parameter of `shape`: moments of its active part, lower halves of all of it.
+/// Bytes of the optimizer state of a parameter of `shape`: moments of its active part, low 16 bits of the whole master.
 fn state_bytes(recipe: &Recipe, active: &Active, name: &str, shape: &[usize], bf16: bool) -> u64 {
     let n: usize = shape.iter().product();
     let moments = match active.places(name, n) {
@@ -200,10 +200,10 @@ pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
     forecast_of(&model, recipe, inputs)
 }
 
-/// The same for a model that was looked at before; it has the storage and the adapters of `inputs`.
+/// As `forecast`, for a model that was inspected before with the storage and the adapters of `inputs`.
 pub fn forecast_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> Plan {
     let stored = recipe.model.dtype.bytes();
-    // What a master knows beyond bf16 stays when its block retires.
+    // The low 16 bits of the fp32 master stay when its block is deactivated.
     let master = Optimizer::master_bytes(&recipe.optimizer, stored == 2);
     let mut worst: Option<(Ledger, u64)> = None;
     for turn in candidates(model, inputs, (stored, master)) {
@@ -217,8 +217,8 @@ pub fn forecast_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> Plan {
     table::plan(model, recipe, inputs, ledger, parameters, trained)
 }
 
-/// A whole run on paper while one set trains, and how much that set is. `stored`: bytes of a number of the model's type;
-/// `master`: of what a master knows beyond it.
+/// Simulates a whole run for one active set; also returns the number of active elements. `stored`: bytes per value in
+/// the model's type; `master`: bytes of the low part of the fp32 master.
 fn of_turn(
     model: &Model,
     recipe: &Recipe,
@@ -239,9 +239,9 @@ fn of_turn(
         let shape = model.shape(name);
         shape.map_or(0, |shape| state_bytes(recipe, active, name, shape, bf16))
     });
-    // Lower halves of what is corrected have to be at hand too.
+    // Corrected parameters need the low 16 bits of their masters too.
     let corrected = model.sum_corrected(active, |name| master * model.elements(name));
-    // What travels starts on the host: all of it, or two layers that were read ahead.
+    // Weights for the device start on the host: all of them, or two layers that were read ahead.
     let on_host: u64 = match inputs.place {
         Place::Host => model.sum(active, |p| inputs.storage.of(p).bytes(&p.shape)),
         Place::Disk { .. } if inputs.on_gpu => weights::held(model, &inputs.storage, stored, inputs.place, active),
@@ -289,7 +289,7 @@ fn of_turn(
     held.push(ledger.hold(Kind::Copies, weights::copies(model, inputs, active)));
     step::walk(&mut ledger, model, recipe, inputs, active);
     step::evaluate(&mut ledger, model, recipe, inputs);
-    // A checkpoint or `final/` takes one tensor at a time as f32; what is on the disk, a small part of it.
+    // A checkpoint or `final/` converts one tensor at a time to f32; from the disk only a small part of it.
     ledger.moment("saving");
     let largest = match (recipe.tune.method, inputs.place) {
         (Method::Lora, _) | (_, Place::Disk { .. }) => model.largest_trained(active),
@@ -300,9 +300,9 @@ fn of_turn(
     (ledger, trained)
 }
 
-/// The answers of a rollout; what is held is its coded copy of the weights.
+/// Simulates the answers of a rollout; returns the quantized copy of the weights.
 fn rollout(ledger: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs) -> ledger::Held {
-    // Codes of every matrix: of eight bits, or of four with a scale and a minimum for 64.
+    // Every matrix is quantized: to 8 bits, or to 4 bits with a scale and a minimum for 64 values.
     let matrices = model.sum(&Active::new([]), |p| match p.shape.len() {
         2 => p.elements() as u64,
         _ => 0,

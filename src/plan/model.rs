@@ -1,5 +1,5 @@
-//! The model as the planner sees it. Layers that are alike (same storage, same adapters, the same parameters trained) are
-//! counted, not walked through one by one: a plan costs the same for ten such layers and for a thousand.
+//! The model for the planner. Equal layers (same storage, same adapters, the same active parameters) are counted, not
+//! simulated one by one: a plan costs the same for ten such layers and for a thousand.
 
 use crate::engine::Active;
 use crate::model::Spec;
@@ -10,35 +10,35 @@ use std::collections::{BTreeMap, HashMap};
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-/// What an adapter on each linear costs, by module.
+/// Memory of the adapter on each linear, by module.
 pub type Costs = Arc<BTreeMap<String, Cost>>;
 
 pub struct Model<'a> {
     pub spec: &'a Spec,
-    /// Parameters of layer 0 by their names below it; every layer has them.
+    /// Parameters of layer 0 by their names within the layer; every layer has them.
     below: Vec<(String, ParamInfo)>,
     /// Embedding, final norm, head.
     outside: Vec<ParamInfo>,
     /// Shapes of the adapters' matrices.
     adapters: HashMap<Arc<str>, Vec<usize>>,
-    /// The same number for layers of the same storage with the same adapters.
+    /// Equal numbers for layers with the same storage and the same adapters.
     kinds: Vec<u64>,
-    /// How the weights are stored, in words.
+    /// Description of the storage of the weights.
     pub stored: String,
 }
 
-/// Neighboring layers that are alike.
+/// A run of equal neighboring layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
     pub first: usize,
     pub count: usize,
 }
 
-/// One step of a walk through the layers.
+/// One step of the simulation through the layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stretch {
     One(usize),
-    /// So many layers like the one before and the one after.
+    /// This many layers that are equal to the one before and the one after.
     Same(usize),
 }
 
@@ -81,7 +81,7 @@ impl<'a> Model<'a> {
             at(module, &|rest, hasher| {
                 let numbers = (cost.fixed, cost.rank, cost.per_token, cost.whole, cost.widens);
                 (rest, numbers).hash(hasher);
-                // Names differ in their layer: what follows the module counts.
+                // Names differ only in their layer, so the part after the module is compared.
                 let parts = cost
                     .trained
                     .iter()
@@ -100,7 +100,7 @@ impl<'a> Model<'a> {
         }
     }
 
-    /// Storage and adapters of a layer, as one number.
+    /// A number for the storage and the adapters of a layer.
     pub fn kind(&self, layer: usize) -> u64 {
         self.kinds.get(layer).copied().unwrap_or(0)
     }
@@ -118,12 +118,12 @@ impl<'a> Model<'a> {
         })
     }
 
-    /// The parameters that belong to no layer: the embedding comes before the layers, the others after them.
+    /// Parameters outside of the layers: the embedding comes before the layers, the others after them.
     pub fn outside(&self) -> &[ParamInfo] {
         &self.outside
     }
 
-    /// Parameters of the whole model, without adapters.
+    /// Number of parameters of the whole model, without adapters.
     pub fn parameters(&self) -> u64 {
         let layer: u64 = self.below.iter().map(|(_, p)| p.elements() as u64).sum();
         let outside: u64 = self.outside.iter().map(|p| p.elements() as u64).sum();
@@ -163,7 +163,7 @@ impl<'a> Model<'a> {
         params.map(ParamInfo::elements).chain(adapters).max().unwrap_or(0) as u64
     }
 
-    /// The layers in runs of neighbors that are alike under `active`.
+    /// Groups the layers into runs of neighbors that are equal under `active`.
     pub fn runs(&self, active: &Active) -> Vec<Run> {
         let mut runs: Vec<Run> = Vec::new();
         let mut last = None;
@@ -178,7 +178,7 @@ impl<'a> Model<'a> {
         runs
     }
 
-    /// The layers as a walk takes them: of a run only its first and its last. Runs end at each of `cuts` too.
+    /// The layers to simulate: only the first and the last of a run. Runs also end at each of `cuts`.
     pub fn stretches(&self, active: &Active, cuts: &[usize]) -> Vec<Stretch> {
         let mut out = Vec::new();
         for Run { first, count } in self.runs(active) {
@@ -199,7 +199,7 @@ impl<'a> Model<'a> {
         out
     }
 
-    /// Every parameter, and how many there are like it.
+    /// Calls `f` for every distinct parameter, with the number of equal ones.
     pub fn each(&self, active: &Active, mut f: impl FnMut(&ParamInfo, u64)) {
         self.outside.iter().for_each(|p| f(p, 1));
         for run in self.runs(active) {
@@ -214,7 +214,7 @@ impl<'a> Model<'a> {
         sum
     }
 
-    /// The sum over the names of everything that is trained.
+    /// The sum over the names of all active parameters.
     pub fn sum_trained(&self, active: &Active, f: impl Fn(&str) -> u64) -> u64 {
         let mut sum: u64 = active.outside().map(&f).sum();
         for run in self.runs(active) {
@@ -224,7 +224,7 @@ impl<'a> Model<'a> {
         sum
     }
 
-    /// The sum over the names of everything that is corrected.
+    /// The sum over the names of all corrected parameters.
     pub fn sum_corrected(&self, active: &Active, f: impl Fn(&str) -> u64) -> u64 {
         if active.corrected().next().is_none() {
             return 0;
@@ -238,7 +238,7 @@ impl<'a> Model<'a> {
         sum
     }
 
-    /// Elements of the largest thing that is trained.
+    /// Elements of the largest active parameter.
     pub fn largest_trained(&self, active: &Active) -> u64 {
         let runs = self.runs(active);
         let names = runs
@@ -276,7 +276,7 @@ mod tests {
         assert_eq!(model.sum_trained(&layers(5..7), |n| model.elements(n)), 2 * up);
         assert_eq!(model.largest(), (spec.vocab * spec.hidden) as u64);
         assert_eq!(model.largest_trained(&layers(3..4)), up);
-        // A layer with a storage of its own stands alone.
+        // A layer with another storage is a separate run.
         let name = "model.layers.9.mlp.up_proj.weight";
         storage.set(name.into(), Some(crate::quant::Format::Int8 { group: 0 }));
         let model = Model::new(&spec, &storage, &BTreeMap::new());

@@ -1,4 +1,4 @@
-//! One optimizer step on paper: the order of `engine::step` and `engine::pass`.
+//! Simulates the memory of one optimizer step in the order of `engine::step` and `engine::pass`.
 
 use super::Inputs;
 use super::ledger::{Held, Kind, Ledger};
@@ -17,36 +17,36 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Bytes of an element of a masked weight that is being updated: f32, or the two halves of bf16.
 const MASKED: u64 = 4;
-/// What the `gemm` crate packs its operands into, per thread.
+/// Bytes per thread that the `gemm` crate packs operands into.
 const PACKING: u64 = 1 << 20;
-/// What a task of a matrix product packs (as in `ops`): of A up to this many rows and steps of k, of B this many elements.
+/// Packing of one task of a matrix product (as in `ops`): up to this many rows of A and steps of k, elements of B.
 const PACKED_ROWS: u64 = 518;
 const PACKED_STEPS: u64 = 256;
 const PACKED_B: u64 = 66_000;
-/// The largest rank of a delta that rides along (as in `ops`).
+/// The largest rank of a fused LoRA product (as in `ops`).
 const RIDES: u64 = 64;
-/// Bytes of an operand that is packed for the tile unit at most (as in `ops`).
+/// Largest size in bytes of an operand packed for the tile unit (as in `ops`).
 const PACKED_TILES: u64 = 16 << 20;
 
-/// Where gradients go, on paper.
+/// Simulated gradient sink.
 pub(super) struct Sink<'a> {
     pub active: &'a Active,
     model: &'a Model<'a>,
     keep: bool,
     kept: BTreeMap<String, Held>,
-    /// Of layers that are like those that were walked through.
+    /// Gradients of layers equal to those that were simulated.
     alike: Vec<Held>,
-    /// Gradients that come in parts, while they do.
+    /// Sums of gradients that are computed in pieces, while this is in progress.
     sums: Option<BTreeMap<String, Held>>,
 }
 
 impl Sink<'_> {
-    /// Gradients come in parts from now on (as in `model::pieces`).
+    /// From now on gradients are computed in pieces (as in `model::pieces`).
     pub fn start_sums(&mut self) {
         self.sums = Some(BTreeMap::new());
     }
 
-    /// They are complete.
+    /// All pieces are complete.
     pub fn finish_sums(&mut self, l: &mut Ledger) {
         for (name, gradient) in self.sums.take().into_iter().flatten() {
             self.take(l, &name, gradient);
@@ -61,12 +61,12 @@ impl Sink<'_> {
         4 * self.model.elements(name)
     }
 
-    /// The gradient of `name` comes into being.
+    /// Allocates the gradient of `name`.
     pub fn compute(&self, l: &mut Ledger, name: &str) -> Held {
         l.hold(Kind::Gradients, self.bytes(name))
     }
 
-    /// The sink gets it.
+    /// Passes the gradient to the sink.
     pub fn take(&mut self, l: &mut Ledger, name: &str, gradient: Held) {
         if let Some(sums) = &mut self.sums {
             match sums.contains_key(name) {
@@ -102,7 +102,7 @@ impl Sink<'_> {
         l.drop(gradient);
     }
 
-    /// Computed and handed over at once, if it is wanted.
+    /// Computes the gradient and passes it to the sink, if it is needed.
     pub fn give(&mut self, l: &mut Ledger, name: &str) {
         // A later part is added to the sum in place.
         let summed = self.sums.as_ref().is_some_and(|sums| sums.contains_key(name));
@@ -210,12 +210,12 @@ fn thread_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
     let widest = widest.unwrap_or(0).max(spec.vocab) as u64;
     let packed = |rows: u64, steps: u64| rows.min(PACKED_ROWS) * steps.min(PACKED_STEPS);
     let n = inputs.tokens as u64;
-    // A delta that rides along: its rows, and as many steps more in A.
+    // Fused LoRA: its rows, and as many more steps of k in A.
     let rides = 2 * n.min(PACKED_ROWS) * riding(inputs);
     attention.max(packed(n, widest).max(packed(widest, n)) + PACKED_B.min(widest * PACKED_STEPS) + rides)
 }
 
-/// Bytes of the packed operands of the tile unit, where there is one: an activation and a weight.
+/// Bytes of the operands packed for the tile unit, if there is one: an activation and a weight.
 fn tile_buffers(spec: &Spec, inputs: &Inputs) -> u64 {
     if !CpuPath::current().packs_bf16() {
         return 0;
@@ -227,19 +227,19 @@ fn tile_buffers(spec: &Spec, inputs: &Inputs) -> u64 {
         large = large.max(input * output);
     }
     let bytes = |elements: usize| PACKED_TILES.min(2 * elements as u64);
-    // What rides is behind both, in steps of 32.
+    // A fused LoRA product extends both operands, in steps of 32.
     let rides = 2 * riding(inputs).next_multiple_of(32) * (inputs.tokens + wide) as u64;
     bytes(inputs.tokens * wide) + bytes(large) + rides
 }
 
-/// The largest rank that rides along with a product.
+/// The largest rank that is fused with a product.
 fn riding(inputs: &Inputs) -> u64 {
     let ranks = inputs.adapters.values().map(|c| c.rank as u64);
     ranks.filter(|r| *r <= RIDES).max().unwrap_or(0)
 }
 
 fn micro_batch(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
-    // Of the inputs that wait on the host two are here at a time: one leaving or coming, one in use.
+    // With offloading, two layer inputs are on the device at a time: one in a copy, one in use.
     let parked = if inputs.parked { 2 } else { 0 };
     let here = l.hold(
         Kind::Inputs,
@@ -249,10 +249,10 @@ fn micro_batch(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, 
     l.drop(here);
 }
 
-/// What waits for the backward pass.
+/// Tensors saved for the backward pass.
 enum Waiting {
     Layer(usize, Held, Option<work::Kept>),
-    /// Of so many layers that are alike.
+    /// Saved tensors of this many equal layers.
     Alike(usize, Vec<Held>),
 }
 
@@ -317,14 +317,14 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     let h = l.hold(Kind::Loss, nd);
     let indices = l.hold(Kind::Loss, 8 * n);
     let d_hidden = dh.then(|| l.hold(Kind::Loss, nd));
-    // Trained rows of the head are taken from the gradient of all of them.
+    // The gradient of trained rows of the head is taken from the gradient of the whole head.
     let to_head = sink.wants(head) || sink.wants(&tokens::name_of(head));
     let d_head = to_head.then(|| sink.compute(l, head));
     let chunk = CausalLm::chunk_for(spec.vocab, to_head).min(inputs.tokens) as u64;
     // A number and a sum for each 2048 logits of a row.
     let sums = 16 * spec.vocab.div_ceil(2048) as u64;
     let logits = match weights::head_in_pieces(spec, inputs.place, sink.active) {
-        // The trained tokens, and their gradient.
+        // The hidden states of the trained tokens, and their gradient.
         Some(_) => {
             let chunk = match inputs.on_gpu {
                 true => PIECE_TOKENS.min(inputs.tokens) as u64,

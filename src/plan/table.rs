@@ -13,18 +13,18 @@ use crate::report;
 use crate::sft::CausalLm;
 use serde_json::{Value, json};
 
-/// One line: the most that this part ever takes, and what it takes at the moment of the peak.
+/// One line: the peak of this part, and its size at the moment of the total peak.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Line {
     pub key: &'static str,
     pub label: String,
     pub bytes: u64,
-    /// The lines' sum is the peak.
+    /// The total peak is the sum over the lines.
     pub at_peak: u64,
     pub note: String,
 }
 
-/// A setting that the recipe left open.
+/// A setting that the recipe leaves open.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Choice {
     /// `memory.tier`
@@ -35,17 +35,17 @@ pub struct Choice {
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
-    /// What was chosen for the settings that were left open.
+    /// The chosen values of open settings.
     pub choices: Vec<Choice>,
     pub lines: Vec<Line>,
     pub peak_bytes: u64,
-    /// With a GPU: what the host holds at most beside it.
+    /// With a GPU: the peak of host memory.
     pub peak_host_bytes: Option<u64>,
-    /// When the peak is reached.
+    /// The moment of the peak.
     pub peak_moment: String,
     /// Parameters of the model, adapters included.
     pub parameters: u64,
-    /// Parameters trained at one time, in the worst block.
+    /// Active parameters in the worst block.
     pub trained_parameters: u64,
 }
 
@@ -112,7 +112,7 @@ impl Plan {
     }
 }
 
-/// A row and its note: beside it in a column of its own, or below it where the terminal has no room for that.
+/// A row with its note: in a separate column, or below it if the terminal is too narrow.
 fn with_note(row: String, note: &str, columns: Option<usize>) -> String {
     /// A narrower column is hard to read.
     const LEAST: usize = 22;

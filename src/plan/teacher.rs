@@ -1,4 +1,4 @@
-//! Models beside the one that trains: a teacher with its weights, hidden states and forward pass; reward models.
+//! Models beside the trained one: a teacher with its weights, hidden states and forward pass; reward models.
 
 use super::ledger::{Kind, Ledger};
 use super::model::Model;
@@ -11,7 +11,7 @@ use crate::source::Policy;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What a distillation runs beside the student.
+/// The teacher of a distillation.
 #[derive(Debug, Clone)]
 pub struct Teacher {
     pub spec: Spec,
@@ -34,7 +34,7 @@ impl Teacher {
         Active::new([])
     }
 
-    /// Bytes of the weights that stay.
+    /// Bytes of the resident weights.
     pub(super) fn weights(&self) -> u64 {
         weights::held(
             &self.model(),
@@ -49,7 +49,7 @@ impl Teacher {
         Model::new(&self.spec, &self.storage, &BTreeMap::new())
     }
 
-    /// Bytes that stay on the host, or are read ahead there, where the device is another.
+    /// Bytes on the host if the device is a GPU: resident weights, or weights read ahead.
     pub(super) fn on_host(&self, on_gpu: bool) -> u64 {
         match self.place {
             Place::Host => self
@@ -76,7 +76,7 @@ impl Teacher {
         let state = inputs.element * (inputs.tokens * self.spec.hidden) as u64;
         let work = layer_work(&self.model(), &own);
         let rows = match weights::head_in_pieces(&self.spec, self.place, &Self::nothing()) {
-            // The trained tokens once more, and a piece of logits.
+            // A second copy of the trained tokens, and a chunk of logits.
             Some(_) => state + 4 * (PIECE.min(self.spec.vocab) * inputs.tokens.min(512)) as u64,
             None => 4 * (inputs.tokens.min(512) * self.spec.hidden) as u64,
         };
@@ -84,7 +84,7 @@ impl Teacher {
     }
 }
 
-/// A reward model beside the one that answers, dense and held whole.
+/// A reward model, unquantized and held whole.
 #[derive(Debug, Clone)]
 pub struct Judge {
     pub spec: Spec,
@@ -103,7 +103,7 @@ impl Judge {
             .sum(&Active::new([]), |p| self.storage.of(p).bytes(&p.shape))
     }
 
-    /// The most that it needs beside its weights to read `answers` of `longest` tokens each.
+    /// Peak memory beside its weights for `answers` of `longest` tokens each.
     pub(super) fn forward(&self, inputs: &Inputs, answers: usize, longest: usize) -> u64 {
         let mut own = inputs.clone();
         own.adapters = Arc::default();

@@ -1,4 +1,4 @@
-//! The published formula, and what every plan must satisfy.
+//! Tests of the planner: the published formula, and properties of every plan.
 
 use super::*;
 use crate::model::rope::Rope;
@@ -125,11 +125,11 @@ fn lines_follow_the_published_formula() {
     assert_eq!(line(&plan, "gradients"), 4 * one);
     // Layers 2 to 5 keep their inputs.
     assert_eq!(line(&plan, "layer_inputs"), 4 * 2048 * 64 * 4);
-    // What the MLP backward holds at most: gate, up, their product, dm; x1, h, dy; of attention q, k, v, o, lse.
+    // Peak of the MLP backward pass: gate, up, their product, dm; x1, h, dy; of attention q, k, v, o, lse.
     let wide = 4 * 256 + 3 * 64 + 4 * 64 + 8;
     assert_eq!(line(&plan, "layer_work"), 2048 * 4 * wide as u64);
-    // 512 tokens of logits and a sum for every 2048 of a row, with what is gathered beside them: hidden states, their
-    // gradient, an index.
+    // 512 tokens of logits and a sum for every 2048 of a row, and the gathered tensors: hidden states, their gradient,
+    // an index.
     assert_eq!(line(&plan, "logits"), 512 * (1064 * 4 + 16) + 2048 * (2 * 64 * 4 + 8));
 }
 
@@ -188,7 +188,7 @@ fn the_worst_block_counts_and_a_lower_one_keeps_more_inputs() {
     let (model, storage) = (spec(), both.storage.clone());
     both.turns = Turn::each(&Model::new(&model, &storage, &both.adapters), &storage, sets).into();
     let both = forecast(&spec(), &recipe, &both);
-    // The other block keeps the lower halves of its masters.
+    // The inactive block keeps the low 16 bits of its masters.
     assert_eq!(line(&both, "retired_halves"), 2 * both.trained_parameters);
     assert_eq!(both.peak_bytes, bottom.peak_bytes + line(&both, "retired_halves"));
 }
@@ -258,7 +258,7 @@ fn of_a_masked_parameter_gradient_and_moments_are_parts() {
     let all = 6 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) as u64;
     assert_eq!(plan.trained_parameters, part);
     assert_eq!(line(&plan, "optimizer"), 8 * part + 2 * all);
-    // The parts, and one whole gradient in the making: the last large one finds the parts before it.
+    // The active parts, and one complete gradient: when the last large one is computed, the earlier parts are held.
     let gradients = line(&plan, "gradients");
     assert!(
         gradients > 4 * (64 * 256) && gradients < 4 * (part + 64 * 256),
@@ -363,7 +363,7 @@ fn on_a_gpu_codes_need_room_to_be_decoded_and_on_the_cpu_none() {
     let tokens = 10;
     let work = |on_gpu: bool, coded: bool, active: Active| {
         let mut inputs = inputs(active, Gradients::Keep);
-        // So few tokens that a decoded weight is larger than what is computed with it.
+        // So few tokens that a dequantized weight is larger than the activations.
         (inputs.tokens, inputs.longest, inputs.documents) = (tokens, tokens, 1);
         inputs.on_gpu = on_gpu;
         if coded {
@@ -375,10 +375,10 @@ fn on_a_gpu_codes_need_room_to_be_decoded_and_on_the_cpu_none() {
     // The layer that trains: gate, up, dm, their gradients; x1, h, dy, q, k, v, o; lse.
     let dense = tokens * 4 * (5 * 256 + 7 * 64 + 8);
     assert_eq!(work(true, false, layer(2)), dense as u64);
-    // A layer above it: gate, up, dm; x1, dy, q, k, v, o; lse; and the projection back, decoded to bf16.
+    // A layer above it: gate, up, dm; x1, dy, q, k, v, o; lse; and the output projection, dequantized to bf16.
     let coded = tokens * 4 * (3 * 256 + 6 * 64 + 8) + 2 * 64 * 256;
     assert_eq!(work(true, true, layer(2)), coded as u64);
-    // What trains is dense.
+    // Active parameters are not quantized.
     assert_eq!(work(true, true, all()), work(true, false, all()));
 }
 

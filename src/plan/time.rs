@@ -1,7 +1,7 @@
-//! How long a step takes, by counting: good for putting settings in order, not for a clock.
+//! Estimates the time of a step by counting operations: good for ranking settings, not as an absolute time.
 //!
-//! Letters as in the room's first page. A product of N tokens with a weight of p elements costs 2·N·p operations, and the
-//! packing of the weight as much as `PACKED_TOKENS` more tokens.
+//! Letters as in `plan`. A product of N tokens with a weight of p elements costs 2·N·p operations, and packing the
+//! weight costs as much as `PACKED_TOKENS` more tokens.
 
 use super::candidates::candidates;
 use super::model::Model;
@@ -13,27 +13,27 @@ use crate::ops::prepacked::{self, Orders};
 use crate::recipe::{Dtype, Method, Recipe};
 use crate::sft::CausalLm;
 
-/// Measured: packing is about 15 % of a product with 512 tokens, and a quarter to a third of one on a tile unit (a first kernel on
-/// Sapphire Rapids: 1.92 and 1.38 TFLOP/s instead of 2.56 and 2.05).
+/// Measured: packing takes about 15 % of a product with 512 tokens, and a quarter to a third of one on a tile unit (a
+/// first kernel on Sapphire Rapids: 1.92 and 1.38 TFLOP/s instead of 2.56 and 2.05).
 const PACKED_TOKENS: f64 = 75.0;
 const PACKED_TOKENS_TILES: f64 = 200.0;
-/// Operations a second of one thread, of one with a tile unit, and of a GPU.
+/// Operations per second of one thread, of one thread with a tile unit, and of a GPU.
 const THREAD_RATE: f64 = 50e9;
 const TILES_RATE: f64 = 500e9;
 const GPU_RATE: f64 = 200e12;
-/// Bytes a second from the disk.
+/// Bytes per second from the disk.
 const DISK_RATE: f64 = 1e9;
-/// And from the host to a GPU.
+/// Bytes per second from the host to a GPU.
 const LINK_RATE: f64 = 20e9;
-/// Part of the shorter one of computing and reading that does not hide behind the other.
+/// Fraction of the shorter one of computation and reading that does not overlap with the other.
 const NOT_HIDDEN: f64 = 0.1;
 
-/// Seconds of one optimizer step of the slowest active set, on a machine of no name.
+/// Seconds of one optimizer step of the slowest active set on a typical machine.
 pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> f64 {
     seconds_of(&Model::new(spec, &inputs.storage, &inputs.adapters), recipe, inputs)
 }
 
-/// The same for a model that was looked at before; it has the storage and the adapters of `inputs`.
+/// As `seconds`, for a model that was inspected before with the storage and the adapters of `inputs`.
 pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
     let spec = model.spec;
     let tiles = prepacked::is_of_use() && !inputs.on_gpu && recipe.model.dtype == Dtype::Bf16;
@@ -41,7 +41,7 @@ pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
     let orders = inputs.copies.as_ref().map(|c| c.orders);
     let forward = if orders.is_some() { 0.0 } else { packed };
     let backward = if orders == Some(Orders::Both) { 0.0 } else { packed };
-    // The lowest of those that are alike is the slowest: it is always one of them.
+    // Of equal sets the lowest one is the slowest; `candidates` always contains it.
     let sets = candidates(model, inputs, (0, 0)).into_iter().map(|turn| {
         let active = &turn.active;
         let layers = spec.layers.len();
@@ -66,7 +66,7 @@ pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
         let streamed = weights::head_in_pieces(spec, inputs.place, active).is_some();
         let wanted = model.sum(active, |p| if active.wants(&p.name) { p.elements() as u64 } else { 0 });
         let trained = 2.0 * n * wanted as f64;
-        // The loss goes through a head that comes in pieces twice.
+        // The loss uses a chunked head twice.
         let through = layer(forward) * (layers as f64 + recomputed) + layer(backward) * above;
         let loss = head(forward) * if streamed { 2.0 } else { 1.0 } + head(backward);
         let work = through + loss + trained;
@@ -89,7 +89,8 @@ pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
     sets.fold(0.0, f64::max) * inputs.micro_batches as f64 * passes
 }
 
-/// From the disk in one micro-batch: every layer forward, those that go backward again, a streamed head twice.
+/// Bytes read from the disk in one micro-batch: every layer forward, layers of the backward pass again, a chunked head
+/// twice.
 fn bytes_read(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &crate::engine::Active, lowest: usize) -> f64 {
     if inputs.place == Place::Device {
         return 0.0;

@@ -1,5 +1,4 @@
-//! Weights on their way, on paper: read one at a time before the run, and turned from codes to numbers and back
-//! between two blocks.
+//! Simulates the memory of loading weights one by one before the run, and of requantization between two blocks.
 
 use super::ledger::{Held, Kind, Ledger};
 use super::model::Model;
@@ -8,7 +7,7 @@ use crate::engine::Active;
 use crate::quant::Storage;
 use crate::source::ParamInfo;
 
-/// What a weight is read into: on the host.
+/// The kind of memory of the staging buffer: on the host.
 fn aside(inputs: &Inputs) -> Kind {
     match inputs.on_gpu {
         true => Kind::OnHost,
@@ -16,7 +15,7 @@ fn aside(inputs: &Inputs) -> Kind {
     }
 }
 
-/// Every weight of the model comes in. A weight that becomes codes is here twice for a moment: its numbers, and the codes.
+/// Loads every weight of the model. A weight that is quantized exists twice for a short time: as read, and quantized.
 pub(super) fn load(l: &mut Ledger, model: &Model, inputs: &Inputs) {
     l.moment("loading");
     let mut held = Vec::new();
@@ -26,7 +25,7 @@ pub(super) fn load(l: &mut Ledger, model: &Model, inputs: &Inputs) {
     };
     first.into_iter().for_each(|p| held.extend(load_one(l, p, inputs)));
     for run in model.runs(&Active::new([])) {
-        // What is held grows with each layer: the last of those that are alike is the worst.
+        // Memory grows with each layer, so the last of equal layers is the worst.
         let before = l.sizes();
         for p in model.layer(run.first) {
             held.extend(load_one(l, &p, inputs));
@@ -52,7 +51,7 @@ fn load_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs) -> Option<Held> {
     let held = match inputs.place {
         Place::Device => Some(l.hold(Kind::Weights, storage.bytes(&p.shape))),
         Place::Host => Some(l.hold(Kind::OnHost, storage.bytes(&p.shape))),
-        // The codes go to a file of their own before anything is held.
+        // The quantized data is written to a separate file before any weight is held.
         Place::Disk { .. } => {
             if storage.is_coded() {
                 l.touch(aside(inputs), storage.bytes(&p.shape));
@@ -64,9 +63,9 @@ fn load_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs) -> Option<Held> {
     held
 }
 
-/// A block that was trained goes, its weights that were codes before one by one: their exact values stay beside the codes. What
-/// `weights::held` and the exact values of other blocks take is held by the caller. Bytes of a number of the model's
-/// type, and of what a master knows beyond it.
+/// Deactivates a trained block: requantizes its quantized weights one by one; their exact values stay beside the
+/// quantized data. The caller holds `weights::held` and the exact values of other blocks. `stored`: bytes per value in
+/// the model's type; `low`: bytes of the low part of the fp32 master.
 pub(super) fn turn(l: &mut Ledger, model: &Model, inputs: &Inputs, active: &Active, (stored, low): (u64, u64)) {
     let coded = |p: &ParamInfo| active.contains(&p.name) && inputs.storage.of(p).is_coded();
     let (mut elements, mut any) = (0, false);
@@ -104,7 +103,7 @@ fn turn_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs, (stored, low): (u64,
         held.push(l.hold(Kind::OnHost, stored * n));
     }
     let exact = l.hold(aside(inputs), 4 * n);
-    // The lower half is copied to join it with the upper one.
+    // The low half is copied to join it with the high one.
     l.touch(aside(inputs), low * n);
     let codes = l.hold(Kind::Weights, storage.bytes(&p.shape));
     l.drop(exact);
@@ -122,7 +121,7 @@ mod tests {
     use crate::source::{Group, Part, Policy};
     use std::sync::Arc;
 
-    /// Two matrices of a layer as int8, an f32 scale a row, and a norm that stays bf16.
+    /// Two int8 matrices of a layer with an f32 scale per row, and a norm that stays bf16.
     fn params() -> Vec<ParamInfo> {
         let param = |name: &str, shape: &[usize]| {
             let name: Arc<str> = format!("model.layers.0.{name}").into();
@@ -161,7 +160,7 @@ mod tests {
         let model = Model::of(&spec, params(), &inputs.storage, &inputs.adapters);
         walk(&mut ledger, &model, &inputs);
         let peak = ledger.peak;
-        // All of it was given back.
+        // All simulated memory was freed.
         let more = ledger.hold(Kind::Data, 1 << 40);
         assert_eq!(ledger.peak, 1 << 40);
         ledger.drop(more);
@@ -185,7 +184,7 @@ mod tests {
 
     #[test]
     fn a_block_that_leaves_is_coded_one_weight_after_another() {
-        // bf16 with a master that knows two bytes more.
+        // bf16 with the low two bytes of the master.
         let walk = |l: &mut Ledger, model: &Model, inputs: &Inputs| turn(l, model, inputs, &all(), (2, 2));
         assert_eq!(peak(false, Place::Device, walk), 0);
         let low = 2 * (NUMBERS[0] + NUMBERS[1] + NORM / 2);

@@ -1,4 +1,4 @@
-//! The weights that are here at one time.
+//! Memory of the weights that are held at one time.
 
 use super::model::Model;
 use super::{Inputs, Place};
@@ -7,10 +7,10 @@ use crate::model::Spec;
 use crate::source::{Group, ParamInfo, Policy};
 use std::collections::BTreeMap;
 
-/// Layers that a source has room for whose layers travel, and pieces of a head.
+/// Buffers of a source that streams layers: two layers, and two chunks of the head.
 const PLACES: u64 = 2;
 
-/// Is the matrix that projects to the vocabulary here only in pieces?
+/// Returns the rows per chunk if the output projection is held only in chunks.
 pub(super) fn head_in_pieces(spec: &Spec, place: Place, active: &Active) -> Option<usize> {
     match place {
         Place::Disk { head_rows: Some(rows) } if !active.contains(spec.head_name()) => Some(rows),
@@ -18,7 +18,7 @@ pub(super) fn head_in_pieces(spec: &Spec, place: Place, active: &Active) -> Opti
     }
 }
 
-/// Are rows of the embedding read one by one?
+/// True if rows of the embedding are read one by one.
 pub(super) fn embedding_in_rows(spec: &Spec, place: Place, active: &Active) -> bool {
     let name = crate::model::spec::EMBEDDING;
     match place {
@@ -29,7 +29,7 @@ pub(super) fn embedding_in_rows(spec: &Spec, place: Place, active: &Active) -> b
     }
 }
 
-/// Bytes of the packed copies of what is frozen.
+/// Bytes of the prepacked copies of frozen weights.
 pub(super) fn copies(model: &Model, inputs: &Inputs, active: &Active) -> u64 {
     let Some(copies) = &inputs.copies else { return 0 };
     model.sum(active, |p| match active.contains(&p.name) {
@@ -38,10 +38,10 @@ pub(super) fn copies(model: &Model, inputs: &Inputs, active: &Active) -> u64 {
     })
 }
 
-/// Bytes of the weights that are held, and of the places for those that come from the disk.
+/// Bytes of the held weights, and of the double buffer for layers from the disk.
 pub(super) fn held(model: &Model, storage: &Policy, stored: u64, place: Place, active: &Active) -> u64 {
     let spec = model.spec;
-    // What is trained now is dense.
+    // Active parameters are not quantized.
     let bytes = |p: &ParamInfo| match active.contains(&p.name) {
         true => stored * p.elements() as u64,
         false => storage.of(p).bytes(&p.shape),
@@ -55,7 +55,7 @@ pub(super) fn held(model: &Model, storage: &Policy, stored: u64, place: Place, a
     };
     let stays = |p: &ParamInfo| active.contains(&p.name) || always(p);
     let held = model.sum(active, |p| if stays(p) { bytes(p) } else { 0 });
-    // A place is as large as the largest layer that is not held; equal parameters of two layers share their room.
+    // A buffer has the size of the largest streamed layer; equal parameters of two layers share their buffer.
     let mut room: BTreeMap<String, u64> = BTreeMap::new();
     let mut travelling = 0;
     for run in model.runs(active) {

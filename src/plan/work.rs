@@ -1,4 +1,5 @@
-//! Forward and vector-Jacobian product of one layer on paper, tensor by tensor as in `model::block`.
+//! Simulates the memory of forward pass and vector-Jacobian product of one layer, tensor by tensor as in
+//! `model::block`.
 
 use super::Inputs;
 use super::ledger::{Held, Kind, Ledger};
@@ -10,18 +11,18 @@ use crate::ops::coded;
 use crate::peft::Cost;
 use crate::recipe::Dtype;
 
-/// As in `ops`: with fewer tasks the query heads of a key head are shared out.
+/// As in `ops`: with fewer tasks the query heads of a key head are split over tasks.
 const ENOUGH_TASKS: usize = 8;
 
 pub(super) struct Block<'a> {
     pub spec: &'a Spec,
     index: usize,
     pub inputs: &'a Inputs,
-    /// What is trained is dense, whatever it is stored as otherwise.
+    /// Active parameters are not quantized, whatever their storage is.
     active: &'a Active,
-    /// Adapters drop input features: a masked copy of the input.
+    /// Adapters use dropout: a masked copy of the input.
     dropout: bool,
-    /// N: all tokens, or those of a piece of them.
+    /// N: all tokens, or those of an MLP chunk.
     pub tokens: usize,
     /// Bytes of `[N, ·]` tensors.
     pub nd: u64,
@@ -40,14 +41,14 @@ struct Attention {
     y: Option<Held>,
 }
 
-/// Activations of a layer.
+/// Saved activations of a layer.
 pub(super) struct Kept {
     attention: Attention,
     x1: Held,
     parts: Parts,
 }
 
-/// A linear: its name below the layer, input and output features.
+/// A linear: its name within the layer, input and output features.
 pub(super) type Linear = (&'static str, usize, usize);
 
 impl<'a> Block<'a> {
@@ -78,7 +79,7 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// The same for a piece of the tokens.
+    /// The same block for an MLP chunk.
     pub fn piece(&self, tokens: usize) -> Self {
         Self::of_tokens((self.spec, self.index), self.inputs, self.active, self.dropout, tokens)
     }
@@ -95,13 +96,13 @@ impl<'a> Block<'a> {
         self.inputs.adapters.get(&self.name(linear.0))
     }
 
-    /// What a kind other than LoRA needs for a moment.
+    /// Temporary memory of an adapter kind other than LoRA.
     fn moment(&self, cost: &Cost) -> u64 {
         4 * (self.tokens as u64 * cost.per_token + cost.whole)
     }
 
-    /// A product with a weight that is not of the type of the other side: on a GPU codes are decoded, and bf16 beside f32 is
-    /// widened, block by block; on the CPU both happen while it is packed.
+    /// A product with a weight of another type than the activation. On a GPU the weight is dequantized, or widened from
+    /// bf16 to f32, block by block; on the CPU both happen during packing.
     fn decode(&self, l: &mut Ledger, linear: Linear) {
         let (name, input, output) = linear;
         let weight = self.name(&format!("{name}.weight"));
@@ -119,7 +120,7 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// The linears of a half that read its norm's output, and the one that writes to the stream.
+    /// The linears of a half that read the norm's output, and the one that writes to the residual stream.
     pub fn linears(&self, attention: bool) -> (Vec<Linear>, Linear) {
         let part = if attention { "self_attn." } else { "mlp." };
         let mut all: Vec<Linear> = self
@@ -144,7 +145,7 @@ impl<'a> Block<'a> {
         y
     }
 
-    /// Several linears of one input: q, k, v, or gate and up.
+    /// Several linears with one input: q, k, v, or gate and up.
     pub fn projections(&self, l: &mut Ledger, linears: &[Linear], widths: &[u64]) -> Vec<Held> {
         if !self.spec.fused_projections {
             return linears.iter().map(|&x| self.linear(l, x)).collect();
@@ -185,7 +186,7 @@ impl<'a> Block<'a> {
         (x1, Attention { raw, qkv, o, lse, y })
     }
 
-    /// From the layer's input to its output, which is held when this returns.
+    /// From the layer's input to its output; the returned output is held.
     pub fn forward(&self, l: &mut Ledger, keep: bool) -> (Held, Option<Kept>) {
         let (x1, attention) = self.attention(l);
         let attention = match keep {
@@ -223,7 +224,7 @@ impl<'a> Block<'a> {
             || sink.wants(&self.name(&format!("{name}.bias")))
     }
 
-    /// Input and `∂y` stay with the caller; `∂x` is held when it is needed.
+    /// The caller holds the input and `∂y`; the returned `∂x`, if it is needed, is held.
     pub fn linear_backward(&self, l: &mut Ledger, linear: Linear, need_dx: bool, sink: &mut Sink) -> Option<Held> {
         let dx = need_dx.then(|| l.hold(Kind::Layer, self.n(linear.1)));
         self.linear_gradients(l, linear, need_dx, sink);
@@ -262,7 +263,7 @@ impl<'a> Block<'a> {
         sink.give(l, &self.name(&format!("{name}.bias")));
     }
 
-    /// `dys` go one by one.
+    /// Frees `dys` one by one.
     pub fn projections_backward(
         &self,
         l: &mut Ledger,
@@ -278,7 +279,7 @@ impl<'a> Block<'a> {
             l.drop(whole);
             return dx;
         }
-        // One ∂x for all: the later linears add to it.
+        // One ∂x for all: later linears add to it.
         let total = need_dx.then(|| l.hold(Kind::Layer, self.n(linears[0].1)));
         for (&linear, dy) in linears.iter().zip(dys) {
             self.linear_gradients(l, linear, need_dx, sink);
@@ -287,7 +288,7 @@ impl<'a> Block<'a> {
         total
     }
 
-    /// `∂` of a norm over `bytes`; its weight's gradient goes to the sink.
+    /// `∂` of a norm over `bytes`; passes its weight's gradient to the sink.
     pub fn norm_backward(&self, l: &mut Ledger, below: &str, bytes: u64, sink: &mut Sink) -> Held {
         let dx = l.hold(Kind::Layer, bytes);
         sink.give(l, &self.name(&format!("{below}.weight")));
@@ -304,7 +305,7 @@ impl<'a> Block<'a> {
         linears.iter().any(|&x| self.linear_wanted(sink, x)) || norms.iter().any(|n| self.wants(sink, n))
     }
 
-    /// The layer's input is held by the caller; `dy` goes, `∂x` is held when this returns some.
+    /// The caller holds the layer's input; `dy` is freed; the returned `∂x`, if there is one, is held.
     pub fn vjp(&self, l: &mut Ledger, kept: Option<Kept>, dy: Held, need_dx: bool, sink: &mut Sink) -> Option<Held> {
         let attention_needed = need_dx || self.attention_wanted(sink);
         let (x1, kept, parts) = match kept {
@@ -383,7 +384,7 @@ impl<'a> Block<'a> {
         };
         l.drop_all(qkv);
         l.drop_all([o, lse, d_o]);
-        // Turned back; those before the turn live until the end.
+        // The inverse rotation writes new tensors; the tensors before it live until the end.
         let before = [dq, dk];
         let mut dq = l.hold(Kind::Layer, self.nq);
         let mut dk = l.hold(Kind::Layer, self.nkv);
@@ -414,7 +415,7 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// How many partial sums of dk and dv attention keeps for each key head.
+    /// Number of partial sums of dk and dv that attention keeps for each key head.
     fn parts(&self) -> u64 {
         let group = self.spec.heads / self.spec.kv_heads.max(1);
         let tasks = self.inputs.documents.max(1) * self.spec.kv_heads;
@@ -423,7 +424,7 @@ impl<'a> Block<'a> {
     }
 }
 
-/// On the line of what is kept.
+/// Moves the tensors to the kind of saved activations.
 fn relabel(l: &mut Ledger, a: Attention) -> Attention {
     let mut move_to = |held| l.relabel(held, Kind::Activations);
     Attention {

@@ -1,5 +1,5 @@
-//! Typed values: every written key is known, has the right type and is in range; the rest gets its default.
-//! Knows the table of keys. Knows nothing of what keys mean together.
+//! Typed values: every written key must be known, have the right type and be in range; other keys get their default.
+//! Uses the table of keys only; `lower` checks combinations of keys.
 
 use super::draft::{Draft, Place, Problem, Typed, Written};
 use super::table::{Key, Kind, Range, TABLES, keys};
@@ -34,9 +34,9 @@ pub struct Entry {
     pub key: &'static Key,
     pub value: Value,
     pub origin: Origin,
-    /// Where it was written.
+    /// The position in the text or the arguments.
     pub place: Option<Place>,
-    /// False: what was written is refused, `value` is only a stand-in.
+    /// False: the written value is refused, and `value` is a placeholder.
     pub sound: bool,
 }
 
@@ -46,7 +46,7 @@ impl Entry {
     }
 }
 
-/// Every key of the table, in its order.
+/// Every key, in the order of the table.
 #[derive(Debug)]
 pub struct Values(pub Vec<Entry>);
 
@@ -63,7 +63,7 @@ impl Values {
         }
     }
 
-    /// `None` when the key says `auto`.
+    /// `None` if the value is `auto`.
     pub fn integer(&self, path: &str) -> Option<i64> {
         match self.entry(path).map(|e| &e.value) {
             Some(Value::Integer(i)) => Some(*i),
@@ -71,12 +71,12 @@ impl Values {
         }
     }
 
-    /// As `integer`, where the table allows no number below 0.
+    /// As `integer`, for keys whose range excludes negative numbers.
     pub fn size(&self, path: &str) -> Option<usize> {
         self.integer(path).and_then(|i| usize::try_from(i).ok())
     }
 
-    /// The value of a key that accepts the names of an enum.
+    /// The value of a key whose values are the names of an enum.
     pub fn name<T: Named>(&self, path: &str) -> T {
         T::of(self.text(path))
     }
@@ -88,7 +88,7 @@ impl Values {
         }
     }
 
-    /// Does the key leave its value to the program?
+    /// True if the value is `auto`.
     pub fn is_auto(&self, path: &str) -> bool {
         self.text(path) == "auto"
     }
@@ -125,7 +125,7 @@ impl Values {
         }
     }
 
-    /// `None` when the key says `auto`.
+    /// `None` if the value is `auto`.
     pub fn pairs(&self, path: &str) -> Option<Vec<(usize, usize)>> {
         match self.entry(path).map(|e| &e.value) {
             Some(Value::Pairs(l)) => Some(l.clone()),
@@ -141,7 +141,7 @@ impl Values {
     }
 }
 
-/// The default of a key; the empty value of its kind where it has to be written.
+/// The default of a key; for a required key the empty value of its kind.
 pub fn default_of(key: &Key) -> Value {
     let empty = match key.kind {
         Kind::Texts => Value::List(Vec::new()),
@@ -157,7 +157,7 @@ pub fn default_of(key: &Key) -> Value {
         .unwrap_or(empty)
 }
 
-/// Fills the table from what was typed. Faults go to `draft.problems`, repeated arguments to `warnings`.
+/// Fills the table from the draft. Errors go to `draft.problems`, repeated arguments to `warnings`.
 pub fn check(draft: &mut Draft, warnings: &mut Vec<String>) -> Values {
     let mut values = Values(
         keys()
@@ -173,7 +173,7 @@ pub fn check(draft: &mut Draft, warnings: &mut Vec<String>) -> Values {
     let mut refused: Vec<(Vec<String>, Place)> = Vec::new();
     for written in draft.written.clone() {
         let path = written.dotted();
-        // Inside a table that is refused as a whole, one error is enough.
+        // If a whole table is refused, its keys give no further errors.
         let inside = |(table, at): &(Vec<String>, Place)| {
             written.path.len() > table.len()
                 && written.path.starts_with(table)
@@ -234,13 +234,13 @@ pub fn check(draft: &mut Draft, warnings: &mut Vec<String>) -> Values {
     values
 }
 
-/// Is `path` a name of the user's own in the table that `key` is?
+/// True if `path` is a user-defined name in the table of `key`.
 fn is_in_map(key: &Key, path: &str) -> bool {
     let below = path.strip_prefix(&key.path()).is_some_and(|rest| rest.starts_with('.'));
     below && matches!(key.kind, Kind::Map(_))
 }
 
-/// One line of a table with names of the user's own.
+/// Adds one entry of a table with user-defined names.
 fn put(draft: &Draft, entry: &mut Entry, written: &Written) -> Result<(), Problem> {
     let path = entry.key.path();
     let name = written.dotted()[path.len() + 1..].to_string();
@@ -314,7 +314,7 @@ fn unknown(draft: &Draft, written: &Written) -> Problem {
     Problem::new(&written.key_at, error.hint(hint))
 }
 
-/// What a kind accepts, for errors and the reference.
+/// Describes the values that a key accepts, for errors and the reference.
 pub fn expectation(key: &Key) -> String {
     match key.kind {
         Kind::Text => "a text".into(),
@@ -345,7 +345,7 @@ fn limits(range: Range) -> String {
     }
 }
 
-/// An argument's bare word is text even where TOML reads a number, a flag or a date.
+/// Returns the value as text. For an argument also a bare word that TOML parses as a number, a flag or a date.
 fn as_text(draft: &Draft, written: &Written) -> Option<String> {
     match (&written.value, draft.raw_value(&written.value_at)) {
         (Typed::Text(t), _) => Some(t.clone()),
@@ -497,7 +497,7 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
                 None => Err(wrong_type()),
             }
         }
-        // What is in it follows, line by line.
+        // The entries follow one by one.
         Kind::Map(_) => match written.value {
             Typed::Table => Ok(Value::Map(Vec::new())),
             _ => Err(wrong_type()),

@@ -1,4 +1,4 @@
-//! The keys of `[distill]`: what they mean together, and the typed table.
+//! The keys of `[distill]`: checks of combinations, and the typed table.
 
 use super::check::Values;
 use super::types::*;
@@ -9,7 +9,7 @@ fn distils(values: &Values) -> bool {
     values.text("train.stage") == "distill"
 }
 
-/// Faults of the table, each with the keys that are involved.
+/// Errors of the table, each with the keys involved.
 pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     let mut out: Vec<(&'static [&'static str], Error)> = Vec::new();
     if !distils(values) {
@@ -50,7 +50,7 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     out
 }
 
-/// Why a key of the table has no effect.
+/// Returns the reason if a key of the table has no effect.
 pub fn unused(values: &Values, path: &str) -> Option<String> {
     let (cache, teacher) = (values.text("distill.teacher_cache"), values.text("distill.teacher"));
     match path {

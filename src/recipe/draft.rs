@@ -1,18 +1,18 @@
-//! What was typed, with places: recipe text and `key=value` arguments become one list of written keys.
-//! Knows TOML and places in text. Knows no key by name.
+//! The parsed input with positions: recipe text and `key=value` arguments become one list of written keys.
+//! Uses TOML and text positions only; no names of keys.
 
 use crate::base::Error;
 use std::ops::Range;
 use toml_edit::{Document, Item, Value};
 
-/// Where something was written: a byte range of the file, or the argument with this index.
+/// A position: a byte offset in the file, or the index of an argument.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Place {
     File(usize),
     Argument(usize),
 }
 
-/// One key as typed.
+/// One key as written.
 #[derive(Debug, Clone)]
 pub struct Written {
     /// The parts of the dotted path.
@@ -28,7 +28,7 @@ impl Written {
     }
 }
 
-/// A value as typed; a list keeps the place of each item.
+/// A value as written; a list stores the position of each item.
 #[derive(Debug, Clone)]
 pub enum Typed {
     Text(String),
@@ -37,13 +37,13 @@ pub enum Typed {
     Flag(bool),
     List(Vec<(Typed, Place)>),
     Table,
-    /// `[[name]]`, or a list with tables in it.
+    /// `[[name]]`, or a list that contains tables.
     Tables,
     Date,
 }
 
 impl Typed {
-    /// The value as an error shows it: `the text "a"`.
+    /// Describes the value for error messages: `the text "a"`.
     pub fn describe(&self) -> String {
         match self {
             Typed::Text(t) => format!("the text {t:?}"),
@@ -58,7 +58,7 @@ impl Typed {
     }
 }
 
-/// A fault and where it is; faults are sorted by place before they are shown.
+/// An error with its position; errors are sorted by position before they are shown.
 #[derive(Debug)]
 pub struct Problem {
     pub place: Place,
@@ -74,7 +74,7 @@ impl Problem {
     }
 }
 
-/// Everything typed, in the order of the text, then the arguments.
+/// All input: first in the order of the text, then the arguments.
 #[derive(Debug)]
 pub struct Draft<'a> {
     name: &'a str,
@@ -85,7 +85,7 @@ pub struct Draft<'a> {
 }
 
 impl<'a> Draft<'a> {
-    /// Lowers text and arguments; syntax faults are kept as problems.
+    /// Parses text and arguments; syntax errors become problems.
     pub fn new(text: &'a str, name: &'a str, arguments: &'a [String]) -> Self {
         let mut draft = Self {
             name,
@@ -191,7 +191,7 @@ impl<'a> Draft<'a> {
         let parsed = raw.parse::<Value>();
         let value = match &parsed {
             Ok(v) => typed(v),
-            // Quotes and brackets announce TOML; anything else is a bare word.
+            // A quote or a bracket means that the value is TOML; anything else is a bare word.
             Err(e) if raw.starts_with(['"', '\'', '[', '{']) => {
                 let error = Error::usage("argument's value is not valid TOML")
                     .at(self.show(&place))
@@ -241,7 +241,7 @@ fn typed(value: &Value) -> Typed {
     }
 }
 
-/// Spans of an argument's value count from the argument: its place is the argument as a whole.
+/// Replaces the spans in an argument's value: its position is the whole argument.
 fn at_argument(value: Typed, place: &Place) -> Typed {
     match value {
         Typed::List(items) => Typed::List(

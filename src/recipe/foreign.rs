@@ -1,13 +1,13 @@
-//! A recipe in another language than TOML: YAML, JSON, Python. Says so, and translates the first lines.
+//! Detects a recipe in YAML, JSON or Python instead of TOML, and translates its first lines in the error.
 
 use super::peers;
 use crate::base::Error;
 use std::path::Path;
 
-/// Lines that are translated in a hint.
+/// Number of lines that a hint translates.
 const SHOWN: usize = 6;
 
-/// The error for a recipe that is not TOML; `None`: it may be.
+/// Returns the error for a recipe that is not TOML; `None` if it may be TOML.
 pub fn refused(text: &str, path: &Path) -> Option<Error> {
     let ending = path.extension().map(|e| e.to_string_lossy().to_lowercase());
     let language = match ending.as_deref() {
@@ -28,7 +28,7 @@ pub fn refused(text: &str, path: &Path) -> Option<Error> {
     })
 }
 
-/// Tells by the first line that has something in it.
+/// Detects the language by the first line with content.
 fn of_text(text: &str) -> Option<&'static str> {
     let mut lines = text.lines().map(str::trim);
     let first = lines.find(|l| !l.is_empty() && !l.starts_with('#'))?;
@@ -41,7 +41,7 @@ fn of_text(text: &str) -> Option<&'static str> {
     (first.starts_with("import ") || first.starts_with("from ")).then_some("Python")
 }
 
-/// `key: value` of a line of YAML or JSON; `key: ` opens a table.
+/// Parses `key: value` from a line of YAML or JSON; `key: ` opens a table.
 fn pair(line: &str) -> Option<(&str, &str)> {
     let line = line.trim().trim_end_matches(',');
     let (key, value) = line.split_once(':')?;
@@ -51,7 +51,7 @@ fn pair(line: &str) -> Option<(&str, &str)> {
     is_name.then_some((key, value.trim()))
 }
 
-/// The line as TOML, where one of ft's keys takes its place.
+/// Translates the line to TOML if ft has a key for it.
 fn translated(line: &str) -> Option<String> {
     let (name, value) = pair(line)?;
     let key = peers::key_for(name)?;

@@ -1,10 +1,10 @@
-//! The keys of `tune.lora`: what they mean together, and the typed table.
+//! The keys of `tune.lora`: checks of combinations, and the typed table.
 
 use super::check::Values;
 use super::types::*;
 use crate::base::Error;
 
-/// `name=value` of a pattern key.
+/// Parses `name=value` of a pattern key.
 fn entry<T>(text: &str, value: impl Fn(&str) -> Option<T>) -> Option<(String, T)> {
     let (name, number) = text.rsplit_once('=')?;
     let name = name.trim();
@@ -20,7 +20,7 @@ fn alpha(text: &str) -> Option<f64> {
     text.parse().ok().filter(|a: &f64| a.is_finite() && *a > 0.0)
 }
 
-/// Faults of the table, each with the keys that are involved.
+/// Errors of the table, each with the keys involved.
 pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     let mut out: Vec<(&'static [&'static str], Error)> = Vec::new();
     for (path, key, what) in [
@@ -127,7 +127,7 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     out
 }
 
-/// Why a key of the table has no effect with the others.
+/// Returns the reason if a key of the table has no effect with the others.
 pub fn unused(values: &Values, path: &str) -> Option<String> {
     let kind = values.text("tune.lora.peft_type");
     let init = values.text("tune.lora.init_lora_weights");
@@ -169,7 +169,7 @@ pub fn unused(values: &Values, path: &str) -> Option<String> {
     }
 }
 
-/// The typed table. `values` has passed every check.
+/// Builds the typed table. `values` has passed every check.
 pub fn build(values: &Values) -> Lora {
     let size = |path: &str| values.size(path).unwrap_or(0);
     let text = |path: &str| Some(values.text(path).to_string()).filter(|t| !t.is_empty());

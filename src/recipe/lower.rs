@@ -1,4 +1,4 @@
-//! What the keys mean together: pairs that contradict, keys that have no effect, and the typed recipe.
+//! Rules over several keys: contradictions and keys without effect; then builds the typed recipe.
 
 use super::check::{Entry, Origin, Value, Values, default_of};
 use super::draft::{Draft, Place, Problem};
@@ -7,13 +7,13 @@ use super::{distill, lora, peers, preference, reinforce};
 use crate::base::{Error, units};
 use std::path::Path;
 
-/// Two keys that say the same thing in two ways.
+/// Pairs of keys that set the same thing in two ways.
 const RIVALS: [(&str, &str); 2] = [
     ("data.eval", "data.eval_fraction"),
     ("schedule.warmup_steps", "schedule.warmup_ratio"),
 ];
 
-/// Whether a rival was written to say something.
+/// True if a key of such a pair is set to a value that has an effect.
 fn is_set(values: &Values, path: &str) -> bool {
     values.entry(path).is_some_and(|e| {
         e.written()
@@ -26,7 +26,7 @@ fn is_set(values: &Values, path: &str) -> bool {
     })
 }
 
-/// An argument takes the place of what the recipe says in another key.
+/// For such a pair, an argument overrides the other key in the recipe.
 pub fn settle(values: &mut Values, warnings: &mut Vec<String>) {
     for (a, b) in RIVALS {
         let origin = |path: &str| values.entry(path).map(|e| e.origin);
@@ -47,10 +47,10 @@ pub fn settle(values: &mut Values, warnings: &mut Vec<String>) {
     }
 }
 
-/// Faults that need more than one key, or the meaning of a text.
+/// Checks that need more than one key, or the meaning of a text.
 pub fn cross_check(draft: &mut Draft, values: &Values) {
     let mut problems = Vec::new();
-    // Silent where a key involved is refused already: one error for one fault.
+    // Reports nothing if a key involved is refused already: one error per mistake.
     let mut fault = |paths: &[&str], error: Error| {
         let entries: Vec<&Entry> = paths.iter().filter_map(|p| values.entry(p)).collect();
         if entries.iter().all(|e| e.sound) {
@@ -66,7 +66,7 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
             Error::usage("`model.path` is missing").hint("write a hub id or a directory: `[model] path = \"...\"`"),
         );
     }
-    // A built-in shape is for plans and benchmarks: those need no data.
+    // A built-in shape is for plans and benchmarks, which need no data.
     if values.list("data.train").is_empty() && !shape {
         fault(
             &["data.train"],
@@ -209,7 +209,7 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
     draft.problems.extend(problems);
 }
 
-/// Are there rows to evaluate on?
+/// True if the recipe has evaluation rows.
 fn evaluates(values: &Values) -> bool {
     !values.list("data.eval").is_empty() || values.number("data.eval_fraction") > 0.0
 }
@@ -226,14 +226,14 @@ fn valid_device(device: &str) -> bool {
     }
 }
 
-/// Why the key has no effect in this recipe: the setting that makes it so.
+/// Returns the setting because of which the key has no effect in this recipe.
 pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
     let path = entry.key.path();
-    // The adapters of `correction = "lora"` are those of `[tune.lora]`.
+    // `correction = "lora"` uses the adapter settings of `[tune.lora]`.
     let corrects = path.starts_with("tune.lora.")
         && values.text("tune.method") == "block"
         && values.text("tune.block.correction") == "lora";
-    // A given adapter can be an AdaLoRA; its directory says so.
+    // A given adapter can be AdaLoRA; only its directory contains the kind.
     let given = path.starts_with("tune.lora.adalora.") && !values.text("tune.lora.adapter").is_empty();
     if given && values.text("tune.method") == "lora" {
         return None;
@@ -280,7 +280,7 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
         "memory.head_chunk" if ["device", "host"].contains(&values.text("memory.tier")) => {
             Some(format!("memory.tier = \"{}\"", values.text("memory.tier")))
         }
-        // Adapters are f32; modules trained whole are not.
+        // Adapters are f32; modules that train in full are not.
         "optimizer.master"
             if values.text("tune.method") == "lora"
                 && adapter.is_empty()
@@ -292,7 +292,7 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
         "memory.frozen_weights" | "memory.overrides" if values.text("tune.method") == "full" => {
             Some("tune.method = \"full\"".into())
         }
-        // With `auto` the planner may choose codes; a teacher's take the same key.
+        // With `auto` the planner may choose quantized weights; the teacher's weights use the same key.
         "memory.group_size" if !stored(&["auto", "int8", "int4"]) => Some(frozen()),
         "memory.double_quantization"
             if !stored(&["auto", "nf4"]) && values.text("distill.teacher_weights") != "nf4" =>
@@ -302,7 +302,7 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
         "data.packing_length" if !values.flag("data.packing") => Some("data.packing = false".into()),
         "train.num_epochs" if max_steps >= 0 => Some(format!("train.max_steps = {max_steps}")),
         "data.train_on" if values.text("data.train_on") != "all" => text_rows.map(str::to_string),
-        // Conversations always take the template, text rows never.
+        // Conversations always use the template, text rows never.
         "data.render" if ["messages", "sharegpt", "text"].contains(&values.text("data.format")) => {
             Some(format!("data.format = \"{}\"", values.text("data.format")))
         }
@@ -325,7 +325,7 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
     }
 }
 
-/// One line for each key that was written and changes nothing. A key at its default takes nothing away.
+/// One line for each written key without effect. A key at its default value is not reported.
 pub fn warnings(draft: &Draft, values: &Values) -> Vec<String> {
     let mut out = Vec::new();
     for entry in values.0.iter().filter(|e| e.written()) {
@@ -342,7 +342,7 @@ pub fn warnings(draft: &Draft, values: &Values) -> Vec<String> {
     out
 }
 
-/// The typed recipe. `values` has passed every check.
+/// Builds the typed recipe. `values` has passed every check.
 pub fn build(values: &Values) -> Recipe {
     let text = |path: &str| values.text(path).to_string();
     let number = |path: &str| values.size(path).unwrap_or(0);
@@ -383,7 +383,7 @@ pub fn build(values: &Values) -> Recipe {
             format: values.name("data.format"),
             render: values.name("data.render"),
             max_length: number("data.max_length"),
-            // A pair is never packed with others: there is no padding to save. Answers neither.
+            // Pairs and RL answers are never packed with others: they have no padding to save.
             packing: values.flag("data.packing") && !stage.is_preference() && !reinforce::applies(values),
             packing_length: values
                 .size("data.packing_length")
@@ -469,7 +469,7 @@ pub fn build(values: &Values) -> Recipe {
     }
 }
 
-/// `train.num_epochs = "auto"`.
+/// Value of `train.num_epochs = "auto"`.
 fn passes(stage: Stage) -> f64 {
     match stage {
         Stage::Sft | Stage::Distill => 3.0,
@@ -477,5 +477,5 @@ fn passes(stage: Stage) -> f64 {
     }
 }
 
-/// `train.gradient_accumulation_steps = "auto"` at most, and where the number of rows is not known.
+/// Maximum for `train.gradient_accumulation_steps = "auto"`, and its value if the number of rows is unknown.
 pub const ACCUMULATION: usize = 8;

@@ -1,8 +1,8 @@
-//! What the user wrote and what it means: one typed value with every default filled in.
-//! Knows names, defaults and checks. Knows no tensors, opens no model.
+//! Parses and checks a recipe; the result is one typed value with every default filled in.
+//! Contains names, defaults and checks. Uses no tensors, opens no model.
 //!
-//! Text and arguments -> `draft` (what was typed, with places) -> `check` (every key typed, in range) ->
-//! `lower` (what keys mean together) -> `Recipe`. `table` drives all of it.
+//! Text and arguments -> `draft` (the input with positions) -> `check` (type and range of every key) ->
+//! `lower` (rules over several keys) -> `Recipe`. `table` drives all steps.
 
 mod check;
 mod distill;
@@ -41,14 +41,14 @@ pub struct Loaded {
     pub text: String,
     /// TOML: every key with its value, and a comment: `recipe`, `argument` or `default: <reason>`.
     pub resolved: String,
-    /// Things that were written and have no effect, one line each.
+    /// Written keys without effect, one line each.
     pub warnings: Vec<String>,
-    /// Every key path with its value as TOML, in the order of the table: to compare two runs.
+    /// Every key path with its value as TOML, in the order of the table; used to compare two runs.
     pub values: Vec<(String, String)>,
 }
 
 impl Loaded {
-    /// Puts the number of a key that says `auto` into `values` and `resolved`. `value` is TOML.
+    /// Writes the resolved value of an `auto` key into `values` and `resolved`. `value` is TOML.
     pub fn settle(&mut self, key: &str, value: &str, why: &str) {
         if let Some((_, old)) = self.values.iter_mut().find(|(path, _)| path == key) {
             *old = value.to_string();
@@ -57,7 +57,7 @@ impl Loaded {
     }
 }
 
-/// The numbers and texts of a TOML text by dotted path: what `resolved.toml` of a run says.
+/// Returns the numbers and texts of a TOML text by dotted path, for `resolved.toml` of a run.
 pub fn written(text: &str) -> BTreeMap<String, String> {
     let typed = |value: &draft::Typed| match value {
         draft::Typed::Integer(i) => Some(i.to_string()),
@@ -72,7 +72,7 @@ pub fn written(text: &str) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// A number as the TOML of this key.
+/// Formats a number as TOML for this key.
 pub fn number(key: &str, value: f64) -> String {
     let whole = table::find(key).is_some_and(|k| matches!(k.kind, Kind::Integer { .. } | Kind::AutoInteger { .. }));
     match whole {
@@ -82,7 +82,7 @@ pub fn number(key: &str, value: f64) -> String {
 }
 
 /// Reads the recipe at `path` and applies `key=value` overrides.
-/// Errors: the file cannot be read; everything `parse` refuses.
+/// Errors: the file cannot be read; all errors of `parse`.
 pub fn load(path: &Path, overrides: &[String]) -> Result<Loaded> {
     if path.is_dir() {
         return Err(Error::usage("recipe is a directory")
@@ -101,13 +101,13 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<Loaded> {
     parse(&text, &path.display().to_string(), overrides)
 }
 
-/// Checks recipe text and overrides; `name` is the file's name in messages.
-/// Errors (exit code 2): every fault at once, each with its place and a hint.
+/// Checks recipe text and overrides; `name` is the file name in messages.
+/// Errors (exit code 2): all mistakes in one error, each with its position and a hint.
 pub fn parse(text: &str, name: &str, overrides: &[String]) -> Result<Loaded> {
     let mut draft = Draft::new(text, name, overrides);
     let mut warnings = Vec::new();
     let mut values = check::check(&mut draft, &mut warnings);
-    // A text that is not TOML would only add "is missing" for every key in it.
+    // If the text is not valid TOML, every key in it would be reported as missing too.
     let readable = !draft.problems.iter().any(|p| p.error.what().contains("not valid TOML"));
     if readable {
         lower::settle(&mut values, &mut warnings);
@@ -130,9 +130,9 @@ pub fn parse(text: &str, name: &str, overrides: &[String]) -> Result<Loaded> {
     })
 }
 
-/// A recipe anew from the values that an earlier run had, as `Loaded::values` has them.
+/// Rebuilds a recipe from the values of an earlier run, in the form of `Loaded::values`.
 ///
-/// Errors: keys or values that this version does not have.
+/// Errors: keys or values that this version does not support.
 pub fn again(values: &BTreeMap<String, String>) -> Result<Loaded> {
     let is_default = |path: &String, value: &String| {
         table::find(path).is_some_and(|key| resolved::toml(&check::default_of(key)) == *value)
@@ -142,7 +142,7 @@ pub fn again(values: &BTreeMap<String, String>) -> Result<Loaded> {
     parse("", "the recipe of the run", &arguments)
 }
 
-/// One error as it is; several under one heading, in the order of the text.
+/// Returns a single error unchanged, and several errors under one heading, in the order of the text.
 fn together(mut problems: Vec<Problem>) -> Option<Error> {
     problems.sort_by(|a, b| a.place.cmp(&b.place));
     if problems.len() < 2 {

@@ -1,19 +1,19 @@
-//! The keys and values of other training tools, and what ft calls them. Knows the table of keys; the rows are in
-//! `keys` and `values`.
+//! Maps keys and values of other training tools to those of ft. Uses the table of keys; the rows are in `keys` and
+//! `values`.
 
 mod keys;
 mod values;
 
 use super::table;
 
-/// Names of ft's own keys that other tools use for something else: a row of `keys` counts first.
+/// Names of ft's own keys with another meaning in other tools: here a row of `keys` has priority.
 const SHADOWED: [&str; 1] = ["alpha"];
 
 fn plain(name: &str) -> String {
     name.trim().to_lowercase().replace(['-', ' '], "_")
 }
 
-/// A row's answer as a hint.
+/// Formats the answer of a row as a hint.
 pub fn shown(answer: &str) -> String {
     match table::find(answer) {
         Some(_) => format!("did you mean `{answer}`?"),
@@ -26,7 +26,7 @@ fn find(wanted: impl Fn(&str) -> bool) -> Option<&'static str> {
     rows.find(|(names, _)| names.split(' ').any(&wanted)).map(|(_, a)| *a)
 }
 
-/// The answer for a key in this very table; `""` is outside of any table.
+/// The answer for a key in exactly this table; `""` means outside of any table.
 pub fn qualified(table: &str, name: &str) -> Option<&'static str> {
     let wanted = format!("{}.{}", plain(table), plain(name));
     find(|n| n == wanted)
@@ -44,7 +44,7 @@ pub fn family(name: &str) -> Option<&'static str> {
     find(|n| n.strip_suffix('*').is_some_and(|start| name.starts_with(start)))
 }
 
-/// Is the name one of ft's own keys, but usually meant as another tool's?
+/// True if the name is one of ft's own keys, but users usually mean the key of another tool.
 pub fn is_shadowed(name: &str) -> bool {
     SHADOWED.contains(&plain(name).as_str())
 }
@@ -61,7 +61,7 @@ pub fn of_table(name: &str) -> Option<String> {
     }
 }
 
-/// The path of the key that takes the place of `name`, which was written outside of any table: a flag, a line of YAML.
+/// The path of ft's key for `name`, which was written outside of any table: as a flag, or in a line of YAML.
 pub fn key_for(name: &str) -> Option<String> {
     let name = plain(name);
     if table::find(&name).is_some() {
@@ -80,7 +80,7 @@ pub fn key_for(name: &str) -> Option<String> {
         .filter(|a| table::find(a).is_some())
 }
 
-/// A value of another tool's key as TOML for ft's `key`; `None`: it has to be looked at by a person.
+/// Converts a value of another tool's key to TOML for ft's `key`; `None`: only the user can convert it.
 pub fn value_for(name: &str, key: &str, value: &str) -> Option<String> {
     let is_true = ["true", "1", "yes"].contains(&value.to_lowercase().as_str());
     let flag = match plain(name).as_str() {
@@ -122,13 +122,13 @@ pub fn value_for(name: &str, key: &str, value: &str) -> Option<String> {
     }
 }
 
-/// What to say of another tool's key, written outside of any table.
+/// The explanation for another tool's key that was written outside of any table.
 pub fn sentence_for(name: &str) -> Option<&'static str> {
     let answer = qualified("", name).or_else(|| anywhere(name)).or_else(|| family(name));
     answer.filter(|a| table::find(a).is_none())
 }
 
-/// The answer for a value: one of the key's names, or a sentence.
+/// The answer for a value: one of the key's names, or an explanation.
 pub fn value(path: &str, typed: &str) -> Option<&'static str> {
     let typed = typed.trim().to_lowercase();
     let mut rows = values::VALUES.iter();
@@ -141,7 +141,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    /// Paths in backticks that begin with one of ft's tables.
+    /// Paths in backticks that start with one of ft's tables.
     fn paths(text: &str) -> Vec<String> {
         let quoted = text.split('`').skip(1).step_by(2);
         let paths = quoted.map(|q| q.split([' ', '=', '[']).next().unwrap_or_default().to_string());
@@ -191,12 +191,12 @@ mod tests {
         }
     }
 
-    /// Words that other tools use only inside tables of their own, which have answers as tables.
+    /// Names that other tools use only inside tables of their own; the tables themselves have answers.
     const NESTED: &str = "adaptive_max_tokens capabilities compute_capability enabled end env_capabilities \
                           feature_layers gt_length_multiplier host include_end include_start length port save \
                           save_sliding_window skip start stride torch_version";
 
-    /// Every option of other tools: `tests/peers/make_names.py` lists them with the versions.
+    /// Tests every option of other tools: `tests/peers/make_names.py` lists them with the versions.
     #[test]
     fn the_options_of_other_tools_have_answers() {
         let known: BTreeSet<&str> = table::keys().map(|k| k.name).collect();

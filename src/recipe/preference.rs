@@ -1,10 +1,10 @@
-//! The keys of `rlhf` that the preference stages read: what they mean together, and the typed settings.
+//! The keys of `rlhf` for the preference stages: checks of combinations, and the typed settings.
 
 use super::check::Values;
 use super::types::*;
 use crate::base::Error;
 
-/// Losses of the stages that have several; the first is the stage's own.
+/// Losses of the stages that have several; the first is the default of the stage.
 fn losses(stage: Stage) -> Vec<&'static str> {
     match stage {
         Stage::Dpo => PairLoss::NAMES.to_vec(),
@@ -17,7 +17,7 @@ fn stage(values: &Values) -> Stage {
     values.name("train.stage")
 }
 
-/// The loss of the recipe's stage: what is written, or the stage's own.
+/// The loss of the recipe's stage: the written one, or the default of the stage.
 fn loss(values: &Values) -> &str {
     match (values.text("rlhf.loss_type"), losses(stage(values)).first()) {
         ("auto", Some(own)) => own,
@@ -37,7 +37,7 @@ const OF_DIFFERENCES: [&str; 8] = [
     "sft",
 ];
 
-/// Faults of the table, each with the keys that are involved.
+/// Errors of the table, each with the keys involved.
 pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     let mut out: Vec<(&'static [&'static str], Error)> = Vec::new();
     let stage = stage(values);
@@ -89,7 +89,7 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     out
 }
 
-/// Why a key has no effect in a preference stage.
+/// Returns the reason if a key has no effect in a preference stage.
 pub fn unused(values: &Values, path: &str) -> Option<String> {
     let stage = stage(values);
     if !stage.is_preference() {

@@ -1,10 +1,10 @@
-//! The keys of `rlhf`: what they mean together, and the typed table.
+//! The keys of `rlhf` for the RL stages: checks of combinations, and the typed table.
 
 use super::check::Values;
 use super::types::*;
 use crate::base::Error;
 
-/// Faults of the table, each with the keys that are involved.
+/// Errors of the table, each with the keys involved.
 pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     let mut out: Vec<(&'static [&'static str], Error)> = Vec::new();
     let stage = values.text("train.stage");
@@ -31,7 +31,7 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     let rest = whole("train.batch_size") * whole("rlhf.num_mini_batches");
     let answers = rest * whole("train.gradient_accumulation_steps");
     let group = whole("rlhf.num_generations");
-    // `auto` accumulates until the groups are whole.
+    // With `auto`, gradient accumulation is chosen so that the groups are complete.
     if answers % group != 0 && !values.is_auto("train.gradient_accumulation_steps") {
         out.push((
             &[
@@ -78,12 +78,12 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     out
 }
 
-/// Does the recipe train by reward?
+/// True if the recipe has an RL stage.
 pub fn applies(values: &Values) -> bool {
     ["grpo", "ppo"].contains(&values.text("train.stage"))
 }
 
-/// Why a key of the table has no effect.
+/// Returns the reason if a key of the table has no effect.
 pub fn unused(values: &Values, path: &str) -> Option<String> {
     let text = |path: &str| format!("{path} = \"{}\"", values.text(path));
     let reinforced = applies(values);

@@ -1,4 +1,4 @@
-//! Text made from the table: the resolved recipe of a run, and the reference of all keys.
+//! Text generated from the table: the resolved recipe of a run, and the reference of all keys.
 
 use super::check::{Entry, Origin, Value, Values, expectation};
 use super::lower::unused;
@@ -28,7 +28,7 @@ pub fn toml(value: &Value) -> String {
     }
 }
 
-/// Every bit of the number, as a TOML float.
+/// Formats the number as a TOML float without loss.
 pub fn number(x: f64) -> String {
     match x.abs() {
         0.0 => "0.0".into(),
@@ -37,12 +37,12 @@ pub fn number(x: f64) -> String {
     }
 }
 
-/// The value as it is printed in the resolved recipe: `all-linear` and files as written.
+/// Formats the entry for the resolved recipe: `all-linear` and file names as written.
 fn line(entry: &Entry) -> String {
     format!("{} = {}", entry.key.name, toml(&entry.value))
 }
 
-/// Every key with its value and where the value comes from. Reads back to the same recipe.
+/// Every key with its value and the origin of the value. Parsing it gives the same recipe.
 pub fn resolved(values: &Values) -> String {
     let mut out = String::from("# Every key of this run, its value, and where the value comes from.\n");
     for (table, _) in TABLES {
@@ -60,7 +60,7 @@ pub fn resolved(values: &Values) -> String {
             };
             let line = line(entry);
             let text = match no_effect {
-                // Not live: a default that means nothing here must not read like a choice.
+                // Commented out: a default without effect must not look like a choice.
                 Some(why) if entry.origin == Origin::Default => format!("# {line}  # no effect with {why}"),
                 Some(why) => format!("{line}  # {origin}; no effect with {why}"),
                 None => format!("{line}  # {origin}"),
@@ -72,7 +72,7 @@ pub fn resolved(values: &Values) -> String {
     out
 }
 
-/// The text of `resolved` with the number that was found for a key of value `auto`.
+/// Replaces the value of an `auto` key in the text of `resolved` by the chosen number.
 pub fn settle(text: &str, key: &str, value: &str, why: &str) -> String {
     let (table, name) = key.rsplit_once('.').unwrap_or(("", key));
     let (header, begin) = (format!("[{table}]"), format!("{name} = "));
@@ -89,7 +89,7 @@ pub fn settle(text: &str, key: &str, value: &str, why: &str) -> String {
     text.lines().map(line).collect()
 }
 
-/// `docs/recipe.md`: one table of keys for each recipe table.
+/// Generates `docs/recipe.md`: one table of keys for each recipe table.
 pub fn reference() -> String {
     let mut out = String::from(
         "# Recipe reference\n\n\

@@ -1,10 +1,10 @@
-//! "Did you mean": the nearest known name, the right table, the names of other tools.
+//! "Did you mean" hints: the nearest known name, the right table, the names of other tools.
 
 use super::draft::Typed;
 use super::peers;
 use super::table::{Key, Kind, TABLES, keys};
 
-/// The nearest of `names` to `typed`, if it is near enough to be meant.
+/// Returns the nearest of `names` to `typed`, if the distance is small enough.
 pub fn nearest<'a>(typed: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let plain = |s: &str| s.to_lowercase().replace(['-', ' '], "_");
     let typed = plain(typed);
@@ -25,7 +25,7 @@ pub fn nearest<'a>(typed: &str, names: impl IntoIterator<Item = &'a str>) -> Opt
         .map(|(_, name)| name)
 }
 
-/// What to write in place of the unknown key or table at `path`.
+/// The hint for the unknown key or table at `path`.
 pub fn hint(path: &[String], is_table: bool) -> String {
     let (name, table) = match path.split_last() {
         Some((name, table)) => (name.as_str(), table.join(".")),
@@ -48,7 +48,7 @@ pub fn hint(path: &[String], is_table: bool) -> String {
         Some(format!("did you mean `{near}`?"))
     };
     let family = || peers::family(name).map(peers::shown);
-    // A slip of one letter is likelier than a key of another table.
+    // A typo of one letter is more likely than a key of another table.
     let slip = || {
         let one = |key: &&&str| name.len() > 3 && strsim::damerau_levenshtein(key, name) == 1;
         here.iter().find(one).map(|near| format!("did you mean `{near}`?"))
@@ -68,7 +68,7 @@ pub fn hint(path: &[String], is_table: bool) -> String {
     }
 }
 
-/// What to write in place of the value `typed`, which is none of `names`.
+/// The hint for the value `typed`, which is not one of `names`.
 pub fn value(path: &str, typed: &str, names: &[&str]) -> Option<String> {
     let start = typed.to_lowercase();
     if path == "tune.lora.init_lora_weights" && start.starts_with("pissa_niter") {
@@ -81,7 +81,7 @@ pub fn value(path: &str, typed: &str, names: &[&str]) -> Option<String> {
     }
 }
 
-/// Keys whose items never have a comma in them.
+/// Keys whose items never contain a comma.
 const NAMES: [&str; 8] = [
     "tune.lora.target_modules",
     "tune.lora.exclude_modules",
@@ -93,7 +93,7 @@ const NAMES: [&str; 8] = [
     "tune.block.importance",
 ];
 
-/// Why one text is not what a list of names takes; `None` if it may be.
+/// The hint for a single text that is not a valid list of names; `None` if it may be valid.
 pub fn list_hint(path: &str, typed: &str) -> Option<String> {
     if let Some(answer) = peers::value(path, typed) {
         return Some(format!("did you mean `{answer}`?"));
@@ -108,7 +108,7 @@ pub fn list_hint(path: &str, typed: &str) -> Option<String> {
     is_list.then(|| format!("write a list: `[\"{}\"]`", parts.join("\", \"")))
 }
 
-/// What to write in place of a value of the wrong type.
+/// The hint for a value of the wrong type.
 pub fn type_hint(key: &Key, typed: &Typed) -> Option<String> {
     let text = match typed {
         Typed::Text(t) => t.trim().to_lowercase(),
@@ -156,7 +156,7 @@ fn table_hint(name: &str, dotted: &str) -> String {
     }
 }
 
-/// The table that is meant by `typed`: `lora` is `tune.lora`. `None`: `typed` is a table, or none is meant.
+/// The table that `typed` stands for: `lora` is `tune.lora`. `None`: `typed` is a table, or no table matches.
 fn known_table(typed: &str) -> Option<&'static str> {
     let is_table = |t: &&str| *t == typed;
     let mut tables = TABLES.iter().map(|(t, _)| *t);
@@ -166,7 +166,7 @@ fn known_table(typed: &str) -> Option<&'static str> {
     }
 }
 
-/// The tables that have a key of this very name, those of the same root before all others.
+/// The tables that have a key with exactly this name; tables with the same root come first.
 fn elsewhere(table: &str, name: &str) -> Option<String> {
     let mut homes: Vec<&str> = keys().filter(|k| k.name == name).map(|k| k.table).collect();
     let root = |t: &str| t.split('.').next().unwrap_or_default().to_string();
@@ -177,7 +177,7 @@ fn elsewhere(table: &str, name: &str) -> Option<String> {
     (!homes.is_empty()).then(|| format!("this key belongs in {}", homes.join(" or in ")))
 }
 
-/// The only key of a table whose words are all those of `typed` and more: `alpha` is a part of `lora_alpha`.
+/// The only key of a table that contains all words of `typed` and more: `alpha` is a part of `lora_alpha`.
 fn part_of<'a>(typed: &str, here: &[&'a str]) -> Option<&'a str> {
     let words = |name: &str| -> Vec<String> {
         let name = name.to_lowercase().replace('-', "_");
@@ -195,7 +195,7 @@ fn part_of<'a>(typed: &str, here: &[&'a str]) -> Option<&'a str> {
     }
 }
 
-/// A key of another table with nearly the same name, or nearly the same path. Short names are like too many others.
+/// A key of another table with nearly the same name or path. Short names are similar to too many others.
 fn near_anywhere(dotted: &str, name: &str) -> Option<String> {
     let close = |typed: &str, known: &str| {
         let typed = typed.to_lowercase().replace('-', "_");
@@ -244,7 +244,7 @@ mod tests {
         assert!(hint_of("memory.zzz").starts_with("the keys of `[memory]` are budget"));
     }
 
-    /// What people type who come from other tools, and near misses.
+    /// Tests names of other tools and typos.
     #[test]
     fn hints_point_the_right_way() {
         for (typed, wanted) in [

@@ -1,5 +1,5 @@
-//! The one table of recipe keys: type, range, default, the reason for the default, what the key does.
-//! Parsing, "did you mean", the resolved recipe and `docs/recipe.md` are all driven by it.
+//! The single table of recipe keys: type, range, default, the reason for the default, the effect of the key.
+//! It drives parsing, "did you mean", the resolved recipe and `docs/recipe.md`.
 
 mod adapters;
 mod distill;
@@ -11,7 +11,7 @@ mod tune;
 
 use super::types::*;
 
-/// What may be written for a key.
+/// The values that a key accepts.
 #[derive(Debug, Clone, Copy)]
 pub enum Kind {
     Text,
@@ -43,11 +43,11 @@ pub enum Kind {
     AutoPairs,
     /// Bytes as `24GiB`, or `auto`.
     Size,
-    /// A table of texts of the user's own to one of these names.
+    /// A table from user-defined texts to one of these names.
     Map(&'static [&'static str]),
 }
 
-/// `min` to `max`; an open end is not part of it.
+/// `min` to `max`; an open end is excluded.
 #[derive(Debug, Clone, Copy)]
 pub struct Range {
     pub min: f64,
@@ -56,7 +56,7 @@ pub struct Range {
     pub max_open: bool,
 }
 
-/// The key has a meaning only while the key `.0` has one of the values `.1`.
+/// The key has an effect only if the key `.0` has one of the values `.1`.
 pub type When = Option<(&'static str, &'static [&'static str])>;
 
 #[derive(Debug)]
@@ -64,7 +64,7 @@ pub struct Key {
     pub table: &'static str,
     pub name: &'static str,
     pub kind: Kind,
-    /// TOML text; empty means the key has to be written.
+    /// TOML text; empty means that the key is required.
     pub default: &'static str,
     pub reason: &'static str,
     pub doc: &'static str,
@@ -82,7 +82,7 @@ pub fn find(path: &str) -> Option<&'static Key> {
     keys().find(|k| k.table == table && k.name == name)
 }
 
-/// Tables in the order in which they are printed, each with what it is about.
+/// Tables in the order in which they are printed, each with its subject.
 pub const TABLES: &[(&str, &str)] = &[
     ("model", "Which model, and how it computes."),
     (
@@ -158,7 +158,7 @@ const fn from(min: i64) -> Kind {
     Kind::Integer { min, max: i64::MAX }
 }
 
-/// How many of something that is multiplied with others of its kind: the product of three fits in 64 bits.
+/// A count that is multiplied with other counts: the product of three fits in 64 bits.
 const MANY: Kind = Kind::Integer { min: 1, max: 1 << 20 };
 
 /// More than zero, less than one.

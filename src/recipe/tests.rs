@@ -1,4 +1,4 @@
-//! Tests of the whole path from text to recipe.
+//! Tests of the complete path from text to recipe.
 
 use super::*;
 use crate::base::ErrorKind;
@@ -20,7 +20,7 @@ pub(super) fn bad(text: &str, overrides: &[&str]) -> String {
     error.to_string()
 }
 
-/// The recipe of the design, every key written.
+/// A recipe with every key written.
 const FULL: &str = r#"
 [model]
 path = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -137,7 +137,7 @@ fn every_default_is_valid_and_has_a_reason() {
     }
 }
 
-/// A value other than the default for every key: each one must reach the recipe.
+/// Sets every key to a value other than the default and checks that it reaches the recipe.
 #[test]
 fn every_key_reaches_the_recipe() {
     let other = [
@@ -449,7 +449,7 @@ fn arguments_replace_and_bare_words_are_text() {
     assert_eq!(good(LEAST, &["train.seed=1", "train.seed=2"]).recipe.train.seed, 2);
     let twice = good(LEAST, &["train.seed=1", "train.seed=2"]).warnings;
     assert!(twice[0].contains("given twice"));
-    // An argument wins over the rival key of the recipe; two of one kind contradict.
+    // An argument overrides the other key of the pair in the recipe; two keys of the same origin contradict.
     let text = format!("{LEAST}eval = \"e\"\n[schedule]\nwarmup_ratio = 0.1\n");
     let l = good(&text, &["data.eval_fraction=0.5", "schedule.warmup_steps=3"]);
     assert!(l.recipe.data.eval.is_empty() && l.recipe.data.eval_fraction == 0.5);
@@ -534,7 +534,7 @@ fn keys_without_effect_are_warned_of() {
     for arguments in [
         &["model.revision=v1", "memory.head_chunk=4096"][..],
         &["memory.double_quantization=false", "memory.group_size=128"],
-        // It goes into `final/`.
+        // The template is written to `final/`.
         &["data.format=text", "data.chat_template=t.jinja"],
     ] {
         assert!(good(LEAST, arguments).warnings.is_empty(), "{arguments:?}");

@@ -1,4 +1,4 @@
-//! Keys of the stages beyond supervised fine-tuning.
+//! Tests of the keys for stages beyond supervised fine-tuning.
 
 use super::tests::{LEAST, bad, good};
 
@@ -10,7 +10,7 @@ fn training_by_reward_needs_rewards_and_whole_groups() {
     let eight = "train.gradient_accumulation_steps=8";
     let e = bad(LEAST, &["train.stage=grpo", reward, "rlhf.num_generations=5", eight]);
     assert!(e.contains("8 answers") && e.contains("a multiple of 5"), "{e}");
-    // `auto` finds a number that fits.
+    // `auto` chooses a number that fits.
     good(LEAST, &["train.stage=grpo", reward, "rlhf.num_generations=5"]);
     let e = bad(LEAST, &["train.stage=grpo", reward, "rlhf.num_generations=1"]);
     assert!(e.contains("at least 2"), "{e}");

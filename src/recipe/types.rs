@@ -1,4 +1,4 @@
-//! The meaning of a recipe. Field names are the recipe's keys; nothing here is optional unless "unset" means something.
+//! The typed recipe. Field names are the recipe's keys; a field is an `Option` only if "unset" has a meaning.
 
 use ft_base::named;
 
@@ -6,12 +6,12 @@ pub use ft_base::Named;
 pub use ft_data::{Render, RowFormat, TrainOn};
 
 named!(
-    /// Storage of unquantized weights and the type of matrix products.
+    /// Type of unquantized weights and of matrix products.
     Dtype { F32 = "f32", Bf16 = "bf16" }
 );
 
 impl Dtype {
-    /// Of one number.
+    /// Bytes per number.
     pub fn bytes(self) -> u64 {
         match self {
             Self::F32 => 4,
@@ -21,7 +21,7 @@ impl Dtype {
 }
 
 named!(
-    /// Where the first weights come from.
+    /// Source of the initial weights.
     ModelInit {
         /// The weights in the model directory.
         Pretrained = "pretrained",
@@ -31,7 +31,7 @@ named!(
 );
 named!(FrozenWeights { Auto = "auto", F32 = "f32", Bf16 = "bf16", Int8 = "int8", Int4 = "int4", Nf4 = "nf4" });
 named!(
-    /// Storage of one weight.
+    /// Storage type of one weight.
     Storage { F32 = "f32", Bf16 = "bf16", Int8 = "int8", Int4 = "int4", Nf4 = "nf4" }
 );
 named!(Tier { Auto = "auto", Device = "device", Host = "host", Disk = "disk" });
@@ -51,7 +51,7 @@ named!(
     }
 );
 named!(
-    /// Which elements of a parameter form a window of the `ratio` partition.
+    /// The elements of a parameter that form a window of the `ratio` partition.
     MaskShape { Adjacent = "adjacent", Scattered = "scattered" }
 );
 impl MaskShape {
@@ -72,7 +72,7 @@ named!(LoraInit {
     LoraGa = "lora_ga",
 });
 named!(
-    /// What an adapter adds to a linear.
+    /// The kind of adapter.
     PeftType {
         Lora = "lora",
         Adalora = "adalora",
@@ -84,21 +84,22 @@ named!(
     }
 );
 named!(
-    /// Which components CorDA trains: the least important for what must be kept, or the most important for the task.
+    /// The components that CorDA trains: the least important for knowledge to preserve, or the most important for the
+    /// task.
     CordaMethod { Kpm = "kpm", Ipm = "ipm" }
 );
 named!(
-    /// Whose normalisation and damping CorDA uses.
+    /// The variant of CorDA's normalization and damping.
     CordaArithmetic { Ft = "ft", Peft = "peft" }
 );
 named!(OptimizerName { Adamw = "adamw", Sgd = "sgd", Lion = "lion", Adafactor = "adafactor" });
 named!(StateDtype { F32 = "f32", Int8 = "int8" });
 named!(
-    /// How a bf16 weight takes updates that are smaller than its last bit.
+    /// How a bf16 weight accumulates updates below its last bit.
     Master {
-        /// By the lower halves of its f32 value, kept beside it.
+        /// Stores the low 16 bits of the fp32 master weight.
         F32 = "f32",
-        /// By rounding at random, right on average.
+        /// Stochastic rounding: exact on average.
         Stochastic = "stochastic",
     }
 );
@@ -116,13 +117,13 @@ named!(Stage {
     Grpo = "grpo",
 });
 impl Stage {
-    /// Does it learn from rows of `data.format = "preference"`?
+    /// True for stages that train on rows of `data.format = "preference"`.
     pub fn is_preference(self) -> bool {
         matches!(self, Self::Reward | Self::Dpo | Self::Orpo | Self::Simpo | Self::Kto)
     }
 }
 named!(
-    /// Losses of pairs over a reference (`dpo`), as in TRL's `loss_type`.
+    /// Losses of pairs with a reference (`dpo`), as in TRL's `loss_type`.
     PairLoss {
         Sigmoid = "sigmoid",
         Hinge = "hinge",
@@ -142,11 +143,11 @@ named!(
     }
 );
 named!(
-    /// Losses of judged answers (`kto`).
+    /// Losses of KTO rows (`kto`).
     JudgedLoss { Kto = "kto", ApoZeroUnpaired = "apo_zero_unpaired" }
 );
 named!(
-    /// How the distance from the reference is measured (f-DPO).
+    /// The divergence from the reference (f-DPO).
     FDivergence {
         ReverseKl = "reverse_kl",
         ForwardKl = "forward_kl",
@@ -169,11 +170,11 @@ named!(ScaleRewards { Group = "group", Batch = "batch", None = "none" });
 named!(KlEstimator { K1 = "k1", K3 = "k3" });
 
 named!(
-    /// Where the weights of a teacher live.
+    /// Placement of a teacher's weights.
     TeacherTier { Device = "device", Host = "host", Disk = "disk" }
 );
 named!(
-    /// How hidden states of student and teacher are compared.
+    /// The distance between hidden states of student and teacher.
     HiddenLoss { Mse = "mse", Cosine = "cosine" }
 );
 
@@ -192,8 +193,8 @@ pub struct Recipe {
     pub open: Open,
 }
 
-/// Keys that say `auto` and get their number once rows and model are known (`run::defaults`). Until then the field of
-/// the key holds a value for runs of unknown size.
+/// `auto` keys whose value depends on rows and model (`run::defaults`). Until it is resolved, the field of the key
+/// holds a value for runs of unknown size.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Open {
     pub num_epochs: bool,
@@ -217,20 +218,20 @@ pub struct Model {
 pub struct Memory {
     /// Bytes; `None` is `auto`.
     pub budget: Option<u64>,
-    /// Of the host beside a GPU, bytes; `None` is `auto`.
+    /// Bytes of host memory beside a GPU; `None` is `auto`.
     pub host_budget: Option<u64>,
     pub frozen_weights: FrozenWeights,
-    /// Starts of parameter names, or names with `*`, and the storage of the projections that they fit.
+    /// Prefixes of parameter names, or names with `*`, with the storage type of the projections that they match.
     pub overrides: Vec<(String, Storage)>,
-    /// Weights that share a scale; `None` is the format's own choice.
+    /// Number of weights per scale; `None` is the default of the format.
     pub group_size: Option<usize>,
-    /// NF4: the scales are coded too.
+    /// NF4: quantize the scales too.
     pub double_quantization: bool,
     pub tier: Tier,
-    /// Rows of the output projection at a time, with `tier = "disk"`; 0 holds it whole, `None` is `auto`.
+    /// Rows of the output projection per chunk, with `tier = "disk"`; 0 is the whole head, `None` is `auto`.
     pub head_chunk: Option<usize>,
     pub activations: Activations,
-    /// Tokens that go through an MLP at a time; 0 is all, `None` is `auto`.
+    /// Tokens per MLP chunk; 0 is all, `None` is `auto`.
     pub mlp_chunk: Option<usize>,
     pub packed_weights: PackedWeights,
 }
@@ -239,17 +240,17 @@ pub struct Memory {
 pub struct Data {
     pub train: Vec<String>,
     pub eval: Vec<String>,
-    /// Part of the train rows held out when `eval` is empty, 0 to 1.
+    /// Fraction of the training rows that is held out if `eval` is empty, 0 to 1.
     pub eval_fraction: f64,
     pub format: RowFormat,
     pub render: Render,
     pub max_length: usize,
     pub packing: bool,
-    /// Tokens of a packed row at most; never more than `max_length`.
+    /// Largest number of tokens of a packed row; at most `max_length`.
     pub packing_length: usize,
     pub train_on: TrainOn,
     pub shuffle: bool,
-    /// `None` is `auto`: the model's own template; else a path to a Jinja file.
+    /// `None` is `auto`, the model's own template; otherwise a path to a Jinja file.
     pub chat_template: Option<String>,
 }
 
@@ -268,9 +269,9 @@ pub struct Block {
     pub order: BlockOrder,
     /// First block for `order = "fixed"`.
     pub start_block: usize,
-    /// Importance of blocks for `order = "importance"`, as `start of the block's name=number`; 1 for the others.
+    /// Importance of blocks for `order = "importance"`, as `prefix of the block's name=number`; 1 for other blocks.
     pub importance: Vec<String>,
-    /// Part of each parameter that is active with `partition = "ratio"`.
+    /// Active fraction of each parameter with `partition = "ratio"`.
     pub update_ratio: f64,
     pub mask: MaskShape,
     /// Steps a block stays active; `None` is `auto`: clamp(n / (B * D), 50, 100).
@@ -280,7 +281,7 @@ pub struct Block {
     pub always_active: Vec<String>,
     pub correction: Correction,
     pub correction_scope: CorrectionScope,
-    /// Learning rate of the correction over that of the block.
+    /// Learning rate of the correction relative to that of the block.
     pub correction_scale: f64,
     pub warmup_after_switch: usize,
 }
@@ -291,22 +292,22 @@ pub struct Lora {
     pub r: usize,
     pub lora_alpha: f64,
     pub lora_dropout: f64,
-    /// Empty is `all-linear`; else names, name endings or regular expressions, as in PEFT.
+    /// Empty means `all-linear`; otherwise names, suffixes of names or regular expressions, as in PEFT.
     pub target_modules: Vec<String>,
     pub exclude_modules: Vec<String>,
-    /// Empty is every layer.
+    /// Empty means every layer.
     pub layers_to_transform: Vec<usize>,
-    /// In the order written: the first that matches counts.
+    /// In the written order; the first match is used.
     pub rank_pattern: Vec<(String, usize)>,
     pub alpha_pattern: Vec<(String, f64)>,
-    /// Modules trained whole beside the adapters.
+    /// Modules that train in full beside the adapters.
     pub modules_to_save: Vec<String>,
-    /// Rows of the embedding (and of a head of its own) that train.
+    /// Rows of the embedding (and of an untied head) that train.
     pub trainable_token_indices: Vec<usize>,
     pub init_lora_weights: LoraInit,
-    /// Training rows that `eva` and `lora_ga` look at.
+    /// Number of training rows for `eva` and `lora_ga`.
     pub init_samples: usize,
-    /// Power iterations of the fast SVD; 0 is the exact SVD.
+    /// Power iterations of the fast SVD; 0 means the exact SVD.
     pub pissa_niter: usize,
     /// Alternating iterations of LoftQ.
     pub loftq_iter: usize,
@@ -317,16 +318,16 @@ pub struct Lora {
     pub feedforward_modules: Vec<String>,
     pub oft_block_size: usize,
     pub use_cayley_neumann: bool,
-    /// LoKr: -1 is as square as can be.
+    /// LoKr: -1 factorizes as square as possible.
     pub decompose_factor: i64,
     pub decompose_both: bool,
-    /// VeRA: what the small vector starts with.
+    /// VeRA: initial value of the small vector.
     pub d_initial: f64,
-    /// Saves the adapter over changed base weights, which go along.
+    /// Saves the adapter with its changed base weights.
     pub save_residual: bool,
-    /// Rank of the saved plain LoRA; 0 is twice the trained rank, without loss.
+    /// Rank of the saved plain LoRA; 0 means twice the trained rank, which is exact.
     pub save_rank: usize,
-    /// Start from this PEFT adapter directory; `None` starts fresh.
+    /// Continue from this PEFT adapter directory; `None` starts a new adapter.
     pub adapter: Option<String>,
     pub corda: Corda,
     pub adalora: AdaloraRanks,
@@ -335,14 +336,14 @@ pub struct Lora {
 
 #[derive(Debug, Clone)]
 pub struct Eva {
-    /// Most that a rank may grow; 1 leaves all as they are.
+    /// Largest factor by which a rank may grow; 1 keeps all ranks.
     pub rho: f64,
 }
 
-/// How AdaLoRA gives ranks to linears; names as in PEFT.
+/// Rank allocation of AdaLoRA; names as in PEFT.
 #[derive(Debug, Clone)]
 pub struct AdaloraRanks {
-    /// Mean rank in the end; 0 is two thirds of `r`, or no change of a given adapter.
+    /// Mean final rank; 0 means two thirds of `r`, or no change for a given adapter.
     pub target_r: usize,
     pub tinit: usize,
     pub tfinal: usize,
@@ -355,19 +356,19 @@ pub struct AdaloraRanks {
 #[derive(Debug, Clone)]
 pub struct Corda {
     pub method: CordaMethod,
-    /// Empty is the training rows.
+    /// Empty means the training rows.
     pub data: Vec<String>,
     pub samples: usize,
     pub compatible: CordaArithmetic,
-    /// Ranks by layer under the same total.
+    /// Chooses ranks by layer with the same total.
     pub adaptive_rank: bool,
 }
 
 #[derive(Debug, Clone)]
 pub struct Freeze {
-    /// The last N layers are trained.
+    /// The number of last layers that train.
     pub trainable_layers: usize,
-    /// Parameters whose names start with one of these are trained too.
+    /// Prefixes of the names of other parameters that train.
     pub trainable: Vec<String>,
 }
 
@@ -388,22 +389,22 @@ pub struct Optimizer {
 pub struct Schedule {
     pub name: ScheduleName,
     pub warmup_ratio: f64,
-    /// Takes the place of `warmup_ratio` when set.
+    /// Replaces `warmup_ratio` if set.
     pub warmup_steps: Option<usize>,
-    /// Part of the steps that decays at the end (wsd).
+    /// Fraction of the steps in the final decay (wsd).
     pub decay_ratio: f64,
     /// Lowest multiplier of wsd.
     pub min_lr_ratio: f64,
 }
 
-/// The keys of `rlhf` that the preference stages read; names as in TRL.
+/// The keys of `rlhf` for the preference stages; names as in TRL.
 #[derive(Debug, Clone)]
 pub struct Preference {
-    /// Of the recipe's stage: a `PairLoss` or a `JudgedLoss`.
+    /// Loss of the recipe's stage: a `PairLoss` or a `JudgedLoss`.
     pub loss_type: String,
     pub beta: f64,
     pub label_smoothing: f64,
-    /// Weight of an answer's tokens beyond the shorter answer's length; 1 is off.
+    /// Weight of an answer's tokens beyond the length of the shorter answer; 1 disables it.
     pub ld_alpha: f64,
     pub f_divergence_type: FDivergence,
     pub f_alpha_divergence_coef: f64,
@@ -418,20 +419,20 @@ pub struct Preference {
 
 #[derive(Debug, Clone)]
 pub struct Distill {
-    /// Hub id or directory; `None` where only stored outputs are used.
+    /// Hub id or directory; `None` if only stored outputs are used.
     pub teacher: Option<String>,
     pub teacher_revision: String,
     pub teacher_weights: FrozenWeights,
     pub teacher_tier: TeacherTier,
-    /// Stored outputs in place of the teacher.
+    /// Stored outputs to use instead of the teacher.
     pub teacher_cache: Option<String>,
-    /// Ids of a token that are stored.
+    /// Number of stored ids per token.
     pub top_k: usize,
     pub beta: f64,
     pub temperature: f64,
-    /// Part of the cross-entropy in the loss.
+    /// Weight of the cross-entropy in the loss.
     pub alpha: f64,
-    /// Part of the rows that the student answers itself.
+    /// Fraction of the rows that the student answers itself.
     pub lmbda: f64,
     pub max_new_tokens: usize,
     pub rollout_temperature: f64,
@@ -446,11 +447,11 @@ pub struct Distill {
 pub struct Train {
     pub stage: Stage,
     pub num_epochs: f64,
-    /// -1: by `num_epochs`.
+    /// -1 means that `num_epochs` sets the length.
     pub max_steps: i64,
     pub batch_size: usize,
     pub gradient_accumulation_steps: usize,
-    /// 0 is off.
+    /// 0 disables clipping.
     pub max_grad_norm: f64,
     pub seed: u64,
     pub logging_steps: usize,
@@ -458,36 +459,36 @@ pub struct Train {
     pub save_steps: usize,
     pub save_total_limit: usize,
     pub output_dir: String,
-    /// Prompts answered before and after the run, to see the difference.
+    /// Prompts answered before and after the run for comparison.
     pub sample_prompts: Vec<String>,
-    /// Evaluations also answer the rows by greedy decoding and count exact matches.
+    /// Evaluations also answer the rows with greedy decoding and count exact matches.
     pub predict_with_generate: bool,
 }
 
-/// Training by reward.
+/// Settings of the RL stages.
 #[derive(Debug, Clone)]
 pub struct Reinforce {
     /// `name` or `name:argument`.
     pub rewards: Vec<String>,
-    /// Empty is 1 for all.
+    /// Empty means 1 for all.
     pub reward_weights: Vec<f64>,
     pub answer_column: String,
-    /// Seconds for one row.
+    /// Time limit for one row, in seconds.
     pub reward_timeout: f64,
     pub reward_restarts: usize,
     pub num_generations: usize,
     pub max_completion_length: usize,
     pub temperature: f64,
-    /// 0 is off.
+    /// 0 disables it.
     pub top_k: usize,
-    /// 1 is off.
+    /// 1 disables it.
     pub top_p: f64,
     pub num_iterations: usize,
     pub num_mini_batches: usize,
     pub rollout_weights: RolloutWeights,
     pub rollout_correction: RolloutCorrection,
     pub rollout_clip_max: f64,
-    /// 0 is none.
+    /// 0 means no lower bound.
     pub rollout_clip_min: f64,
     pub sample_steps: usize,
     pub samples: usize,
@@ -501,9 +502,9 @@ pub struct Grpo {
     pub importance_sampling_level: ImportanceLevel,
     pub scale_rewards: ScaleRewards,
     pub epsilon: f64,
-    /// 0 is `epsilon`.
+    /// 0 means the value of `epsilon`.
     pub epsilon_high: f64,
-    /// 0 is none.
+    /// 0 means no bound.
     pub delta: f64,
     pub beta: f64,
     pub use_bias_correction_kl: bool,

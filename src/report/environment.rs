@@ -1,10 +1,10 @@
-//! The machine and the build, as `environment.json` and `ft doctor` tell them. No names of users, no variables.
+//! The machine and the build, for `environment.json` and `ft doctor`. No user names, no environment variables.
 
 use crate::base::{Result, files, memory};
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// Processor features that matter for speed, in the names of `/proc/cpuinfo`.
+/// Processor features that affect speed, with the names of `/proc/cpuinfo`.
 const FEATURES: [&str; 10] = [
     "avx2",
     "fma",
@@ -67,7 +67,7 @@ pub fn environment() -> Value {
     })
 }
 
-/// `operations`: the instructions that the operations of the CPU take.
+/// Writes `environment.json`. `operations`: the instruction set of the CPU operations.
 pub fn write_environment(dir: &Path, operations: &str) -> Result<()> {
     let mut all = environment();
     all["cpu"]["operations"] = json!(operations);

@@ -1,11 +1,11 @@
-//! Text for a terminal: columns, wrapping, characters that must not act on it. Knows nothing of what the text says.
+//! Text layout for a terminal: columns, wrapping, escaping of control characters.
 
 use unicode_width::UnicodeWidthChar;
 
 /// A narrower terminal is treated as one of this width.
 pub const NARROWEST: usize = 24;
 
-/// Columns that `text` takes; color codes take none.
+/// Number of columns of `text`; color codes have none.
 pub fn columns(text: &str) -> usize {
     let mut rest = text;
     let mut n = 0;
@@ -20,22 +20,22 @@ pub fn columns(text: &str) -> usize {
     n
 }
 
-/// Bytes of the color code that `text` begins with: `ESC [ 0-9 ; m`.
+/// Length in bytes of the color code at the start of `text`: `ESC [ 0-9 ; m`.
 fn color_code(text: &str) -> Option<usize> {
     let inner = text.strip_prefix("\x1b[")?;
     let end = inner.find(|c: char| !c.is_ascii_digit() && c != ';')?;
     inner[end..].starts_with('m').then_some(end + 3)
 }
 
-/// Control characters, and characters that turn the direction of text, must not act on a terminal: they become
-/// `\u{1b}`. Line ends and tabs stay.
+/// Escapes control characters and characters that change the text direction, in the form `\u{1b}`, because a terminal
+/// would execute them. Newlines and tabs stay.
 pub fn visible(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     text.chars().for_each(|c| push_visible(&mut out, c));
     out
 }
 
-/// As `visible`; color codes stay.
+/// As `visible`, but color codes stay.
 pub fn visible_but_colors(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -64,7 +64,7 @@ fn push_visible(out: &mut String, c: char) {
     }
 }
 
-/// The symbols that ft itself prints, in ASCII; letters stay.
+/// Replaces the symbols that ft prints by ASCII; letters stay.
 pub fn ascii(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -93,8 +93,8 @@ pub fn ascii(text: &str) -> String {
     out
 }
 
-/// Lines of at most `width` columns: broken at spaces, and within a word only where `hard` says so. What goes on is
-/// indented like the line it belongs to, and by `hang` more.
+/// Breaks text into lines of at most `width` columns: at spaces, and within a word only if `hard`. Continuation lines
+/// have the indentation of their line plus `hang`.
 pub fn wrapped(text: &str, width: usize, hang: usize, hard: bool) -> Vec<String> {
     let width = width.max(NARROWEST / 3);
     text.lines()
@@ -112,7 +112,7 @@ fn wrapped_line(line: &str, width: usize, hang: usize, hard: bool) -> Vec<String
     let mut out = Vec::new();
     let mut now = " ".repeat(own.min(width / 2));
     let mut empty = true;
-    // Words with the spaces before them: those within a line stay.
+    // Each word with the spaces before it: spaces within a line stay.
     let mut rest = line[own..].trim_end();
     while !rest.is_empty() {
         let spaces = rest.len() - rest.trim_start_matches(' ').len();
@@ -139,7 +139,7 @@ fn wrapped_line(line: &str, width: usize, hang: usize, hard: bool) -> Vec<String
     out
 }
 
-/// Bytes of the beginning of `text` that fits in `width` columns, at least one character.
+/// Length in bytes of the longest start of `text` that fits in `width` columns, at least one character.
 fn fitting(text: &str, width: usize) -> usize {
     let mut used = 0;
     for (at, c) in text.char_indices() {
@@ -151,7 +151,7 @@ fn fitting(text: &str, width: usize) -> usize {
     text.len()
 }
 
-/// At most `width` columns of one line.
+/// Cuts one line to at most `width` columns.
 pub fn clipped(text: &str, width: usize) -> String {
     match columns(text) <= width {
         true => text.to_string(),
@@ -159,8 +159,8 @@ pub fn clipped(text: &str, width: usize) -> String {
     }
 }
 
-/// The parts that fit in `width` columns side by side. Each has its text, the columns that are kept free for it, and
-/// its rank: the highest rank goes first, rank 0 stays.
+/// Selects the parts that fit in `width` columns side by side. Each part has its text, its reserved columns, and a
+/// rank: the highest rank is dropped first, rank 0 always stays.
 pub fn fit(parts: &[(String, usize, u8)], width: usize) -> Vec<String> {
     let mut kept: Vec<&(String, usize, u8)> = parts.iter().filter(|p| !p.0.is_empty()).collect();
     let size = |p: &(String, usize, u8)| p.1.max(columns(&p.0)) + 2;
@@ -173,7 +173,7 @@ pub fn fit(parts: &[(String, usize, u8)], width: usize) -> Vec<String> {
     kept.into_iter().map(|p| p.0.clone()).collect()
 }
 
-/// Names and values in a box no wider than `width`; a terminal too narrow for it gets the lines without the box.
+/// Puts names and values in a box of at most `width` columns; a narrow terminal gets the lines without the box.
 pub fn boxed(lines: &[(&str, String)], unicode: bool, width: Option<usize>) -> Vec<String> {
     let names = lines.iter().map(|(n, _)| columns(n)).max().unwrap_or(0);
     let frame = match width {

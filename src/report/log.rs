@@ -1,4 +1,4 @@
-//! Files of one JSON object a line. A fault is kept to be told once; after it the file is left alone.
+//! JSONL files. The first error is stored for one report; after it the file is not written any more.
 
 use crate::base::files::{self, AppendFile};
 use crate::base::{Error, Result};
@@ -36,7 +36,7 @@ impl Log {
         }
     }
 
-    /// Makes the lines so far durable.
+    /// Syncs the lines to the disk.
     pub(super) fn sync(&mut self) {
         if let Some(file) = &mut self.file
             && let Err(fault) = file.sync()
@@ -58,8 +58,9 @@ pub(super) fn unix_time() -> f64 {
         .map_or(0.0, |d| d.as_secs_f64())
 }
 
-/// Rewrites `metrics.jsonl` and `samples.jsonl` in `dir` without the lines of steps after `step` and without a torn
-/// line, so that a resumed run leaves each line once. `step` 0 is a new start: nothing is kept. No file is no error.
+/// Rewrites `metrics.jsonl` and `samples.jsonl` in `dir` without the lines of steps after `step` and without an
+/// incomplete line, so that a resumed run writes each line once. With `step` 0, a new start, nothing is kept. A missing
+/// file is not an error.
 pub fn truncate_after(dir: &Path, step: u64) -> Result<()> {
     for name in [METRICS, SAMPLES] {
         keep_lines(&dir.join(name), |at, _| step > 0 && at <= step)?;
@@ -74,7 +75,7 @@ pub(super) fn drop_evaluation(dir: &Path, step: u64) -> Result<()> {
     })
 }
 
-/// Has `metrics.jsonl` in `dir` a whole line of `step` with a key that begins with `key`?
+/// True if `metrics.jsonl` in `dir` has a complete line of `step` with a key that starts with `key`.
 pub fn has_evaluation(dir: &Path, step: u64, key: &str) -> bool {
     let bytes = files::read(&dir.join(METRICS)).unwrap_or_default();
     let mut lines = bytes.split_inclusive(|b| *b == b'\n').filter_map(whole);
@@ -85,7 +86,7 @@ fn is_evaluation(line: &Value, key: &str) -> bool {
     line.as_object().is_some_and(|l| l.keys().any(|k| k.starts_with(key)))
 }
 
-/// The step of a line that was written to its end.
+/// The step of a complete line.
 fn whole(line: &[u8]) -> Option<(u64, Value)> {
     let value: Value = serde_json::from_slice(line.strip_suffix(b"\n")?).ok()?;
     Some((value.get("step")?.as_u64()?, value))

@@ -1,5 +1,5 @@
-//! What a run tells: metrics, events and environment as files; progress and report lines on the terminal.
-//! Knows numbers and texts. Never blocks or fails a step: a file that cannot be written gives one warning.
+//! The output of a run: metrics, events and environment as files; progress and report lines on the terminal.
+//! Handles numbers and texts only. Never blocks or fails a step: a file that cannot be written gives one warning.
 
 mod environment;
 mod layout;
@@ -19,7 +19,7 @@ use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use terminal::Terminal;
 
-/// One optimizer step; the names are those of `metrics.jsonl`.
+/// Metrics of one optimizer step, with the names of `metrics.jsonl`.
 #[derive(Debug, Clone, Default)]
 pub struct StepMetrics {
     pub step: u64,
@@ -30,11 +30,11 @@ pub struct StepMetrics {
     /// Before clipping.
     pub grad_norm: f64,
     pub tokens_per_second: f64,
-    /// Since the start of the run, over all resumes.
+    /// Since the start of the run, including all resumes.
     pub trained_tokens: u64,
     pub peak_memory_bytes: u64,
     pub active_block: Option<String>,
-    /// What the stage measures beside.
+    /// Other metrics of the stage.
     pub more: Vec<(&'static str, f64)>,
 }
 
@@ -44,17 +44,17 @@ pub struct EvalMetrics {
     pub eval_loss: f64,
     pub eval_perplexity: f64,
     pub eval_tokens: u64,
-    /// Part of the rows with an answer that were answered exactly.
+    /// Fraction of the rows with an answer that were answered exactly.
     pub eval_accuracy: Option<f64>,
-    /// What the stage measures beside; `eval_` is put before the names.
+    /// Other metrics of the stage; the names get the prefix `eval_`.
     pub more: Vec<(&'static str, f64)>,
 }
 
-/// Writes `metrics.jsonl` and `events.jsonl` of one run directory and speaks to the terminal.
+/// Writes `metrics.jsonl` and `events.jsonl` of one run directory, and lines to the terminal.
 pub struct Reporter {
     metrics: Log,
     events: Log,
-    /// Made with the first sample.
+    /// Created with the first sample.
     samples: Option<Log>,
     dir: PathBuf,
     terminal: Terminal,
@@ -65,8 +65,8 @@ pub struct Reporter {
 }
 
 impl Reporter {
-    /// `total_steps` of the whole run; `resumed_from` is the step of the checkpoint, 0 for a new run.
-    /// Lines of `metrics.jsonl` and `samples.jsonl` after that step are dropped: the run will write them again.
+    /// `total_steps`: length of the whole run; `resumed_from`: step of the checkpoint, 0 for a new run. Removes lines
+    /// of `metrics.jsonl` and `samples.jsonl` after that step: the run will write them again.
     pub fn new(dir: &Path, total_steps: u64, resumed_from: u64) -> Self {
         // Before the file is opened: the rewrite gives it a new inode.
         let truncated = truncate_after(dir, resumed_from);
@@ -86,12 +86,13 @@ impl Reporter {
         reporter
     }
 
-    /// The box at the start: names and values.
+    /// Prints the box at the start, with names and values.
     pub fn header(&mut self, lines: &[(&str, String)]) {
         self.terminal.header(lines);
     }
 
-    /// One line of metrics. With `print` a line on the terminal too: its loss is the mean since the last printed line.
+    /// Writes one line of metrics. With `print` also a line on the terminal; its loss is the mean since the last
+    /// printed line.
     pub fn step(&mut self, m: &StepMetrics, print: bool) {
         let mut line = json!({
             "step": m.step,
@@ -110,7 +111,7 @@ impl Reporter {
         self.metrics.line(&line);
         self.losses.push(m.loss);
         if print {
-            // As it is printed: what looks the same has not changed.
+            // Rounds as printed: equal texts must not show a change.
             let mean = self.losses.iter().sum::<f64>() / self.losses.len() as f64;
             let loss = (mean * 1e4).round() / 1e4;
             let shown = StepMetrics { loss, ..m.clone() };
@@ -140,7 +141,8 @@ impl Reporter {
         self.complain();
     }
 
-    /// `kind`: start, resume, switch, save, warning, stop. `fields` is an object; each event gets its unix time.
+    /// Writes an event. `kind`: start, resume, switch, save, warning, stop. `fields` is an object; the unix time is
+    /// added.
     pub fn event(&mut self, kind: &str, fields: Value) {
         let mut line = Map::new();
         line.insert("time".into(), json!(log::unix_time()));
@@ -156,7 +158,7 @@ impl Reporter {
         self.complain();
     }
 
-    /// What a stage measured on held-out rows without a loss; `eval_` is put before the names.
+    /// Writes measurements of a stage on held-out rows without a loss; the names get the prefix `eval_`.
     pub fn measured(&mut self, step: u64, values: &[(&'static str, f64)]) {
         let mut line = Map::new();
         line.insert("step".into(), json!(step));
@@ -170,24 +172,24 @@ impl Reporter {
         self.complain();
     }
 
-    /// A line of `samples.jsonl`: what the model wrote during the run.
+    /// Writes a line of `samples.jsonl`: text that the model generated during the run.
     pub fn sample(&mut self, sample: &Value) {
         let path = self.dir.join(log::SAMPLES);
         self.samples.get_or_insert_with(|| Log::open(&path)).line(sample);
         self.complain();
     }
 
-    /// Drops the lines of an evaluation that is made again.
+    /// Removes the lines of an evaluation that is repeated.
     pub fn drop_evaluation(&mut self, step: u64) {
         if let Err(e) = log::drop_evaluation(&self.dir, step) {
             self.warn(&format!("metrics of an earlier evaluation are kept: {e}"));
         }
-        // The rewrite gives the file a new inode.
+        // The rewrite creates a new inode.
         self.metrics = Log::open(&self.dir.join(log::METRICS));
         self.complain();
     }
 
-    /// Makes the lines so far durable.
+    /// Syncs the lines to the disk.
     pub fn sync(&mut self) {
         for log in [&mut self.metrics, &mut self.events]
             .into_iter()
@@ -198,23 +200,23 @@ impl Reporter {
         self.complain();
     }
 
-    /// A line above the progress bar.
+    /// Prints a line above the progress bar.
     pub fn note(&mut self, line: &str) {
         self.terminal.note(line);
     }
 
-    /// A warning: shown, and kept in `events.jsonl`.
+    /// Prints a warning and writes it to `events.jsonl`.
     pub fn warn(&mut self, line: &str) {
         self.terminal.warn(line);
         self.event("warning", json!({ "message": line }));
     }
 
-    /// The first step begins now.
+    /// Marks the start of the first step.
     pub fn begin(&mut self) {
         self.terminal.begin();
     }
 
-    /// The run has ended: nothing shows any more how far it is.
+    /// Marks the end of the run: removes the progress line.
     pub fn finish(&mut self) {
         self.terminal.finish();
     }
@@ -315,7 +317,7 @@ mod tests {
             });
         }
         drop(r);
-        // The process was killed in the middle of a line.
+        // The process was killed while it wrote a line.
         let path = dir.path().join("metrics.jsonl");
         let mut text = files::read_text(&path).unwrap();
         text.push_str("{\"step\": 3, \"lo");

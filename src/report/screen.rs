@@ -1,8 +1,8 @@
-//! The one place that writes to standard error: lines, and below them a line that shows what goes on. Lines that
-//! other code writes to standard output go through `above`, so that both do not mix.
+//! The only writer of standard error: lines, and below them a progress line. Output of other code to standard output
+//! goes through `above`, so that the two do not mix.
 //!
-//! A terminal gets a line that is redrawn ten times a second; anything else gets a plain line every ten seconds. Faults
-//! of standard error are ignored: a closed terminal ends no run.
+//! A terminal has a line that is redrawn ten times per second; other outputs get a plain line every ten seconds. Errors
+//! of standard error are ignored: a closed terminal does not end a run.
 
 use super::layout::{ascii, clipped, columns, fit, visible, wrapped};
 use crate::base::progress::{self, Seen, Unit};
@@ -12,10 +12,10 @@ use std::io::{IsTerminal, Write};
 use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-/// How to write; `cli` decides, from flags, the environment and what standard error is.
+/// The output style; `cli` derives it from flags, the environment and the type of standard error.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Style {
-    /// A line that redraws itself.
+    /// Redraw the progress line in place.
     pub bar: bool,
     pub color: bool,
     /// Box and arrow characters outside of ASCII.
@@ -37,7 +37,7 @@ pub fn start(style: Style) {
     static TICKER: Once = Once::new();
     TICKER.call_once(|| {
         if !style.quiet && !style.no_progress {
-            // Without it there is no bar, and everything else as before.
+            // If the thread cannot start, only the progress bar is missing.
             let _ = std::thread::Builder::new().name("progress".into()).spawn(tick);
         }
     });
@@ -48,7 +48,7 @@ pub fn style() -> Style {
     STYLE.get().copied().unwrap_or_default()
 }
 
-/// Columns of the terminal behind this descriptor; `None`: it is no terminal.
+/// Columns of the terminal behind this descriptor; `None`: it is not a terminal.
 fn columns_of(descriptor: i32) -> Option<usize> {
     // SAFETY: an all-zero `winsize` is valid, and it outlives the call.
     let mut size: libc::winsize = unsafe { std::mem::zeroed() };
@@ -56,31 +56,31 @@ fn columns_of(descriptor: i32) -> Option<usize> {
     (known && size.ws_col > 0).then_some(usize::from(size.ws_col))
 }
 
-/// Columns of standard error now; `None`: it is no terminal, lines may be as long as they like.
+/// Columns of standard error now; `None`: it is not a terminal, so line length is unlimited.
 pub fn width() -> Option<usize> {
     columns_of(libc::STDERR_FILENO)
 }
 
-/// Columns of standard output now; `None`: it is no terminal.
+/// Columns of standard output now; `None`: it is not a terminal.
 pub fn result_width() -> Option<usize> {
     columns_of(libc::STDOUT_FILENO)
 }
 
-/// Is standard output read by a person?
+/// True if standard output is a terminal.
 pub fn result_is_terminal() -> bool {
     std::io::stdout().is_terminal()
 }
 
 struct Screen {
-    /// Columns of the line that is drawn now; 0: there is none.
+    /// Columns of the current progress line; 0: there is none.
     drawn: usize,
-    /// When a person last saw something new.
+    /// Time of the last visible output.
     last: Option<Instant>,
 }
 
 static SCREEN: Mutex<Screen> = Mutex::new(Screen { drawn: 0, last: None });
 
-/// Silence that a person does not notice, and that in a log.
+/// Time without output before a progress line is drawn: on a terminal, and in a log.
 const SOON: Duration = Duration::from_millis(400);
 const SELDOM: Duration = Duration::from_secs(10);
 const TICK: Duration = Duration::from_millis(100);
@@ -99,7 +99,7 @@ impl Screen {
         if self.drawn == 0 {
             return;
         }
-        // A window that became narrower has broken the line into several.
+        // If the window became narrower, the terminal has wrapped the line.
         let rows = self.drawn.div_ceil(width().unwrap_or(usize::MAX).max(1));
         write(&format!("\r{}\x1b[J", "\x1b[A".repeat(rows.saturating_sub(1))));
         self.drawn = 0;
@@ -116,7 +116,7 @@ impl Screen {
         self.drawn = now.max(1);
     }
 
-    /// Writes above the line that is drawn, and draws it again.
+    /// Erases the progress line, runs `f`, and draws the line again.
     fn above<T>(&mut self, f: impl FnOnce() -> T) -> T {
         let drawn = self.drawn > 0;
         self.erase();
@@ -130,19 +130,19 @@ impl Screen {
     }
 }
 
-/// Runs `f`, which writes to the terminal by itself.
+/// Runs `f`, which writes to the terminal itself, above the progress line.
 pub fn above<T>(f: impl FnOnce() -> T) -> T {
     screen().above(f)
 }
 
-/// Takes the progress line away, for the end of the program or a question.
+/// Removes the progress line, for the end of the program or a question.
 pub fn clear() {
     let mut screen = screen();
     screen.erase();
     screen.last = Some(Instant::now());
 }
 
-/// A text on lines of its own, with a label in color before it. Nothing in `text` acts on the terminal.
+/// Prints a text as separate lines after a colored label. Control characters in `text` are escaped.
 pub(super) fn put(label: Option<(&str, &str)>, text: &str) {
     let lines = lines(label, text, width());
     above(|| write(&lines));
@@ -170,7 +170,7 @@ fn lines(label: Option<(&str, &str)>, text: &str, width: Option<usize>) -> Strin
     out
 }
 
-/// A line for the person at the terminal, not shown with `--quiet`.
+/// Prints a line for the user; not with `--quiet`.
 pub fn note(line: &str) {
     if !style().quiet {
         put(None, line);
@@ -191,7 +191,7 @@ pub(super) fn colored(code: &str, line: &str) {
     above(|| write(&text));
 }
 
-/// As `note`, for what matters less.
+/// As `note`, for less important text.
 pub fn aside(line: &str) {
     colored("2", line);
 }
@@ -204,7 +204,7 @@ pub fn error(text: &str) {
     put(Some(("31", "error:")), text);
 }
 
-/// As `error`, from a panic: the thread may have been writing just then.
+/// As `error`, for a panic: the panicking thread may hold the lock of the screen.
 pub fn bug(text: &str) {
     let text = lines(Some(("31", "error:")), text, width());
     match SCREEN.try_lock() {
@@ -213,12 +213,12 @@ pub fn bug(text: &str) {
     }
 }
 
-/// The beginning of a line that the person completes.
+/// Prints a prompt that the user completes.
 pub fn ask(text: &str) {
     above(|| write(text));
 }
 
-/// Answers a signal. The terminal may be stuck: then the answer waits for a moment only.
+/// Prints the response to a signal. If the screen is locked, it waits for a short time only.
 fn tell(notice: Notice) {
     let until = Instant::now() + Duration::from_millis(300);
     let mut screen = loop {
@@ -237,10 +237,10 @@ fn tell(notice: Notice) {
         }
         Notice::Ending(said) => said.clone(),
     };
-    // The terminal has shown `^C` on the line where the cursor is.
+    // The terminal has printed `^C` at the cursor.
     let begin = if style().bar { "\r\x1b[K" } else { "" };
     let text = match text.is_empty() {
-        // The shell's prompt begins on a line of its own.
+        // The shell prompt needs a new line.
         true if style().bar => "\n".into(),
         true => String::new(),
         false => format!("{begin}{}", lines(None, &text, width())),
@@ -254,7 +254,7 @@ fn tell(notice: Notice) {
         (None, _) => write(&text),
     }
     if let (Notice::Ending(_), Some(screen)) = (&notice, screen) {
-        // Nothing is written after the last words.
+        // Keeps the lock, so that nothing is written after this text.
         std::mem::forget(screen);
     }
 }
@@ -263,7 +263,7 @@ fn tell(notice: Notice) {
 fn details(open: &[Seen], finishes: Option<Option<Duration>>) -> String {
     let parts = progress::current(open).map_or(&[][..], |(_, parts)| parts);
     let mut said: Vec<String> = Vec::new();
-    // Layers alone say nothing to who waits.
+    // A position in the layers alone does not help the user.
     if let Some(first) = parts.first().filter(|first| first.label == "micro-batch") {
         said.push(format!(
             "{} {} of {}",
@@ -283,7 +283,7 @@ fn details(open: &[Seen], finishes: Option<Option<Duration>>) -> String {
     }
 }
 
-/// Until a step is complete: from what its parts took so far, else from the steps before.
+/// Remaining time of a step: from the progress of its parts, else from earlier steps.
 fn time_left(parts: &[Seen], usual: Option<Duration>) -> Option<Duration> {
     let (first, inner) = parts.split_first()?;
     let elapsed = first.started.elapsed();
@@ -344,7 +344,7 @@ fn amount(seen: &Seen, of: &str) -> String {
 fn part_of(part: &Seen) -> Option<String> {
     match (part.note.is_empty(), part.total) {
         (false, _) => Some(part.note.clone()),
-        // A single one says nothing.
+        // A single part is not worth showing.
         (true, 0 | 1) => None,
         (true, total) => Some(format!("{} {}/{total}", part.label, (part.done + 1).min(total))),
     }
@@ -357,7 +357,7 @@ fn progress_line(open: &[Seen], room: usize, unicode: bool) -> String {
     };
     let elapsed = head.started.elapsed();
     let share = progress::fraction(head, parts);
-    // The bar is dropped where the words need its place.
+    // The bar is dropped if the words need the space.
     let bar = match share {
         Some(share) => bar(share, (room / 5).clamp(6, 30), unicode),
         None => spinner(elapsed),
@@ -376,7 +376,7 @@ fn progress_line(open: &[Seen], room: usize, unicode: bool) -> String {
     clipped(&visible(&fit(&said, room).join("  ")).replace(['\n', '\t'], " "), room)
 }
 
-/// What the phase that matters now is done for: `answering 64/200 questions`. Training is what all are done for.
+/// The phase that contains the current one: `answering 64/200 questions`. Training itself is not shown.
 fn around(open: &[Seen]) -> Option<String> {
     let mut phases = open.iter().rev().filter(|s| !s.part);
     let outer = phases.nth(1).filter(|s| s.unit != Unit::Count("steps"))?;

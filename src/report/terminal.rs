@@ -1,4 +1,4 @@
-//! The lines of a training run: the box at its start, one line a report, and how far it is.
+//! Terminal lines of a training run: the box at its start, the report lines, and the progress.
 
 use super::layout::{boxed, columns, fit};
 use super::screen::{self, style};
@@ -35,18 +35,18 @@ impl Terminal {
     }
 
     pub(super) fn header(&self, lines: &[(&str, String)]) {
-        // Wrapped already, so the lines go out as they are.
+        // The lines are wrapped already, so they are printed unchanged.
         for line in boxed(lines, style().unicode, screen::width()) {
             screen::note(&line);
         }
     }
 
-    /// The first step begins now: what came before it does not count for the time that is left.
+    /// Marks the start of the first step: earlier time does not count in the estimate of the remaining time.
     pub(super) fn begin(&mut self) {
         self.started = Instant::now();
     }
 
-    /// `print` is given for a report line, with the loss of the line before.
+    /// Updates the progress. `print` is set for a report line, with the loss of the previous line.
     pub(super) fn step(&self, m: &StepMetrics, print: Option<Option<f64>>) {
         let eta = self.eta(m.step);
         if let Some(phase) = &self.phase {
@@ -61,7 +61,7 @@ impl Terminal {
 
     pub(super) fn eval(&self, m: &EvalMetrics) {
         let mut line = format!("eval  step {}  loss {:.4}", m.step, m.eval_loss);
-        // Stages that compare answers say how often they are right; theirs is no loss of tokens.
+        // Stages that compare answers show accuracy instead: their loss is not a token loss, so it has no perplexity.
         let mut shown = m
             .more
             .iter()
@@ -84,18 +84,18 @@ impl Terminal {
         }
     }
 
-    /// From the mean time of a step in this process.
+    /// Estimates the remaining time from the mean step time in this process.
     fn eta(&self, step: u64) -> Duration {
         let done = step.saturating_sub(self.first).max(1);
         let left = self.total.saturating_sub(step);
-        // A run "without end" has more seconds than a `Duration` holds.
+        // The seconds of a run "without end" overflow a `Duration`.
         let seconds = self.started.elapsed().as_secs_f64() / done as f64 * left as f64;
         Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
     }
 }
 
-/// A report line. A terminal of `width` columns gets the parts that fit on one line; they are the same in every line of
-/// a run.
+/// Formats a report line. On a terminal of `width` columns only the parts that fit on one line are used; the selection
+/// is the same for all lines of a run.
 fn step_line(
     m: &StepMetrics,
     before: Option<f64>,
@@ -112,7 +112,7 @@ fn step_line(
         _ => " ",
     };
     let digits = total.to_string().len();
-    // Text, the columns it may take in this run, and which go first where there are too few.
+    // Text, reserved columns in this run, and rank: parts with a high rank are dropped first.
     let mut parts = vec![
         (format!("step {:>digits$}/{total}", m.step), 0, 0),
         (format!("loss {:.4} {arrow}", m.loss), 13, 0),

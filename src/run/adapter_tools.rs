@@ -1,4 +1,4 @@
-//! `ft adapter`: adapter directories looked at, compared and added up. No model is needed.
+//! `ft adapter`: shows, compares and combines adapter directories. Needs no model.
 
 use crate::base::{Error, Result, files};
 use crate::export::{self, Base};
@@ -14,16 +14,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// What `ft adapter show` prints.
+/// The output of `ft adapter show`.
 pub struct Shown {
     pub kind: &'static str,
     pub elements: u64,
     pub bytes: u64,
     pub base: Option<String>,
     pub fingerprint: Option<String>,
-    /// Rank and what else the config says that is not the default.
+    /// The rank, and all other config values that are not the default.
     pub settings: Vec<(String, String)>,
-    /// Names of linears with how many layers have them.
+    /// Names of linears, each with the number of layers that have it.
     pub modules: Vec<String>,
 }
 
@@ -47,7 +47,7 @@ fn open(dir: &Path) -> Result<(AdapterConfig, Weights)> {
     Ok((config, weights))
 }
 
-/// Errors: what is wrong with the directory.
+/// Errors: an invalid adapter directory.
 pub fn show(dir: &Path) -> Result<Shown> {
     let (config, weights) = open(dir)?;
     let mut elements = 0u64;
@@ -107,13 +107,13 @@ pub fn show(dir: &Path) -> Result<Shown> {
     })
 }
 
-/// What `ft adapter diff` prints.
+/// The output of `ft adapter diff`.
 pub struct Difference {
     /// Keys of the configs with both values.
     pub settings: Vec<(String, String, String)>,
     pub only_a: Vec<String>,
     pub only_b: Vec<String>,
-    /// Tensors of other shapes or numbers: name, and what differs.
+    /// Tensors with different shapes or values: name and difference.
     pub tensors: Vec<(String, String)>,
     /// ‖a - b‖ over ‖a‖, over all tensors that both have.
     pub relative: f64,
@@ -154,7 +154,7 @@ impl Difference {
     }
 }
 
-/// Errors: what is wrong with one of the directories.
+/// Errors: one of the directories is invalid.
 pub fn diff(a: &Path, b: &Path) -> Result<Difference> {
     let ((config_a, weights_a), (config_b, weights_b)) = (open(a)?, open(b)?);
     let (json_a, json_b) = (config_a.to_json(), config_b.to_json());
@@ -209,18 +209,18 @@ pub fn diff(a: &Path, b: &Path) -> Result<Difference> {
     })
 }
 
-/// What `ft adapter combine` wrote.
+/// The result of `ft adapter combine`.
 pub struct Combined {
     pub rank: usize,
     pub modules: usize,
-    /// The largest part of a linear's change that compressing lost.
+    /// The largest relative error over all linears that compression to a lower rank caused.
     pub lost: Option<f64>,
 }
 
-/// Plain LoRA adapters with weights into one: Σ wᵢ·sᵢ·Bᵢ·Aᵢ as one pair of the summed rank, or the nearest one of
-/// rank `rank`.
+/// Combines plain LoRA adapters with weights into one: Σ wᵢ·sᵢ·Bᵢ·Aᵢ as one pair of the summed rank, or its best
+/// approximation of rank `rank`.
 ///
-/// Errors: another kind than LoRA; adapters of two bases; sizes that differ; something at `out`.
+/// Errors: an adapter that is not plain LoRA; adapters of two base models; sizes that differ; `out` is not empty.
 pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> Result<Combined> {
     if out.symlink_metadata().is_ok() && !(out.is_dir() && files::list(out)?.is_empty()) {
         return Err(Error::usage("output directory is not empty").at_path(out));
@@ -248,7 +248,7 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
                         .found(named.name())
                         .expected(format!("{}, as {}", own.name(), other.display())));
                 }
-                // The one that says more.
+                // The base that is known already has more information: it lists its weights.
                 Some((own, _)) if !own.weights.is_empty() => {}
                 _ => base = Some((named, dir)),
             }
@@ -273,7 +273,7 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
     let Some((mut config, dir)) = first else {
         return Err(Error::usage("no adapter is given"));
     };
-    // Everything is in B: the scale is 1.
+    // B already contains the scale, so the scale is 1.
     config.use_rslora = false;
     config.alpha_pattern.clear();
     config.rank_pattern.clear();

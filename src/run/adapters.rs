@@ -1,5 +1,5 @@
-//! The adapters of a run: which linears carry one, of which kind, and what trains beside them; also those that correct
-//! a block run.
+//! The adapters of a run: which linears have one, its kind, and the other parameters that train with it. Also the
+//! adapters that correct a block run.
 
 use super::named;
 use crate::base::{Error, Result};
@@ -14,30 +14,30 @@ use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// PEFT's number of terms of the Cayley-Neumann series.
+/// Number of terms of the Cayley-Neumann series, as in PEFT.
 const NEUMANN_TERMS: usize = 5;
 
-/// Name of a matrix, the rows of it that train, and their values where an adapter directory gave them.
+/// Name of a matrix, its rows that train, and their values if an adapter directory contains them.
 pub type Rows = (String, Vec<u32>, Option<Tensor>);
 
-/// Everything about adapters that is known before the weights are loaded.
+/// All facts about adapters that are known before the weights are loaded.
 #[derive(Default)]
 pub struct Prepared {
     pub adapters: Adapters,
     /// None: the method trains no adapters.
     pub config: Option<AdapterConfig>,
-    /// Names of parameters that train whole beside the adapters (`modules_to_save`).
+    /// Names of parameters that train in full beside the adapters (`modules_to_save`).
     pub whole: Vec<String>,
-    /// What an adapter directory gave for them.
+    /// The values of these parameters in an adapter directory.
     pub given: BTreeMap<String, Tensor>,
     /// Rows of embedding and head that train.
     pub rows: Vec<Rows>,
-    /// What a user should know.
+    /// Warnings for the user.
     pub warnings: Vec<String>,
 }
 
 impl Prepared {
-    /// Everything that trains.
+    /// Names of all parameters that train.
     pub fn trained(&self) -> impl Iterator<Item = String> + '_ {
         let parts = self.adapters.values().flat_map(|a| a.parts());
         let rows = self.rows.iter().map(|(table, ..)| tokens::name_of(table));
@@ -48,13 +48,14 @@ impl Prepared {
     }
 }
 
-/// Fresh adapters, or those of `tune.lora.adapter`; none for other methods.
+/// Returns new adapters, or those of `tune.lora.adapter`; none for other methods.
 ///
-/// Errors: targets that match nothing, sizes that do not fit a kind, an adapter directory that does not fit.
+/// Errors: targets that match nothing, sizes that the adapter kind does not allow, an adapter directory that does not
+/// fit.
 pub fn of(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
     match recipe.tune.method {
         Method::Lora => fresh_or_given(recipe, spec),
-        // A block run merges its adapters at the end: no config to be saved.
+        // A block run merges its adapters at the end, so no config is saved.
         Method::Block if recipe.tune.block.correction == Correction::Lora => Ok(Prepared {
             config: None,
             whole: Vec::new(),
@@ -129,9 +130,10 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
     })
 }
 
-/// A product of rank `r` in a matrix with fewer rows or columns than that has parameters that can add nothing.
+/// Checks the ranks: a product of rank `r` in a matrix with fewer than `r` rows or columns has parameters without
+/// effect.
 ///
-/// Errors: that is so in every adapter. A warning where it is so in some.
+/// Errors: every adapter has such a rank. If only some have it, the function returns a warning.
 fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
     if !matches!(config.kind, Kind::Lora | Kind::Loha | Kind::Adalora(_)) {
         return Ok(Vec::new());
@@ -164,7 +166,7 @@ fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
     )])
 }
 
-/// An adapter that is trained on: the recipe says how much is dropped.
+/// Sets the dropout of a given adapter to the value of the recipe.
 fn set_dropout(adapter: &mut Arc<Adapter>, recipe: &Recipe) {
     let p = recipe.tune.lora.lora_dropout as f32;
     let mut own = (**adapter).clone();
@@ -178,7 +180,7 @@ fn set_dropout(adapter: &mut Arc<Adapter>, recipe: &Recipe) {
     *adapter = Arc::new(own);
 }
 
-/// Names of a list, or one regular expression.
+/// Reads a list of names, or one regular expression.
 fn named(list: &[String], key: &str) -> Result<Targets> {
     match list {
         [one] if targets::is_regex(one) => Ok(Targets::Pattern(one.clone())),
@@ -196,7 +198,7 @@ fn named(list: &[String], key: &str) -> Result<Targets> {
     }
 }
 
-/// What the recipe says, as PEFT would.
+/// Converts the settings of the recipe to a PEFT config.
 fn config_of(recipe: &Recipe) -> Result<AdapterConfig> {
     let lora = &recipe.tune.lora;
     let kind = match lora.peft_type {
@@ -253,7 +255,7 @@ fn config_of(recipe: &Recipe) -> Result<AdapterConfig> {
     })
 }
 
-/// `all-linear` as the names it means for this model: other loaders may read more into it.
+/// Replaces `all-linear` by the module names of this model: other loaders may match more modules with it.
 fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
     if config.target_modules == Targets::AllLinear {
         let last = |s: &Site| s.module.rsplit('.').next().map(str::to_string);
@@ -263,14 +265,14 @@ fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
         config.target_modules = Targets::List(names);
     }
     if let Kind::Ia3 { feedforward } = &mut config.kind {
-        // PEFT wants them among the targets.
+        // PEFT requires that the feed-forward modules are among the targets.
         feedforward.retain(|f| chosen.iter().any(|s| targets::ends(&s.module, f)));
     }
 }
 
-/// Rows of the embedding, and of the head where it is another matrix. Writes them into the config as PEFT does.
+/// Rows of the embedding, and of the head if it is a separate matrix. Writes them to the config as PEFT does.
 ///
-/// Errors: a token twice, or beyond the vocabulary; a matrix that trains whole.
+/// Errors: a duplicate token, a token outside the vocabulary, or a matrix that trains in full.
 fn rows(recipe: &Recipe, config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<Rows>> {
     let key = "tune.lora.trainable_token_indices";
     let mut ids: Vec<u32> = Vec::new();
@@ -302,7 +304,7 @@ fn rows(recipe: &Recipe, config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<
     Ok(tables.map(|t| (t, ids.clone(), None)).collect())
 }
 
-/// The rows that train, read from the network or set in it.
+/// Adds the rows that train to the network. Their values come from the network or from the adapter directory.
 pub fn place_rows(prepared: &Prepared, network: &mut Network) -> Result<()> {
     for (table, ids, given) in &prepared.rows {
         let rows = TokenRows::new(network, table, ids, given.as_ref())?;
@@ -311,7 +313,7 @@ pub fn place_rows(prepared: &Prepared, network: &mut Network) -> Result<()> {
     Ok(())
 }
 
-/// Errors: a module that is not there, or shares its weights with the embedding.
+/// Errors: a module that does not exist, or that shares its weights with the embedding.
 fn whole(config: &AdapterConfig, spec: &Spec) -> Result<Vec<String>> {
     let key = "tune.lora.modules_to_save";
     for module in &config.modules_to_save {
@@ -409,7 +411,7 @@ fn one(
     })
 }
 
-/// Starts that move a part of the weights into the pair, and take it off again.
+/// True for initializations that put a part of the weights into the LoRA pair and subtract it from the base weights.
 pub fn takes_off_start(init: LoraInit) -> bool {
     match init {
         LoraInit::Pissa | LoraInit::Olora | LoraInit::Corda | LoraInit::LoraGa => true,

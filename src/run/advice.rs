@@ -1,4 +1,4 @@
-//! What to change in a recipe whose run does not fit: each change is planned before it is named.
+//! Recipe changes to suggest when a run does not fit. Each change is planned before it is suggested.
 
 use super::adapters;
 use super::choose::{Chosen, Setting, fits, over};
@@ -8,39 +8,39 @@ use crate::base::units::bytes;
 use crate::base::{Error, Result};
 use crate::recipe::*;
 
-/// Changes that are named.
+/// Number of changes in the error message.
 const NAMED: usize = 3;
-/// Pairs of changes that are planned at most.
+/// Largest number of pairs of changes that are planned.
 const PAIRS: usize = 60;
-/// Fewest tokens that a row is cut to.
+/// The shortest `max_length` that is suggested, in tokens.
 const SHORTEST: usize = 128;
 
-/// A change of a recipe. The smaller `cost`, the less it takes from what is learned.
+/// A change of a recipe. A smaller `cost` means less effect on training.
 struct Change {
-    /// As arguments of the command line.
+    /// The change as command-line arguments.
     arguments: String,
     cost: u8,
-    /// What it means, in a few words.
+    /// A short description.
     means: &'static str,
     recipe: Recipe,
 }
 
-/// Only where and when things are held: what is learned stays the same.
+/// Changes only the placement or the timing of data: the result of training is the same.
 const SAME: u8 = 0;
-/// Rounding.
+/// Changes rounding.
 const ROUNDING: u8 = 1;
-/// Less of every row is seen.
+/// Cuts the rows.
 const ROWS: u8 = 2;
-/// Other parameters train.
+/// Trains other parameters.
 const METHOD: u8 = 3;
 
-/// A change, planned.
+/// A change with its plan.
 struct Planned {
     change: Change,
     chosen: Chosen,
 }
 
-/// The error of a run that does not fit, with the cheapest changes that make it fit.
+/// Returns the error of a run that does not fit, with the cheapest changes that make it fit.
 pub(super) fn refused(setting: &Setting, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> Refused {
     let plan = &chosen.plan;
     let most = plan.lines.iter().max_by_key(|l| l.at_peak);
@@ -49,7 +49,7 @@ pub(super) fn refused(setting: &Setting, recipe: &Recipe, limits: Limits, chosen
     });
     let on_host = plan.peak_host_bytes.unwrap_or(0);
     let (error, by_budget) = match limits.most.filter(|most| plan.peak_bytes > *most) {
-        // Here there is room.
+        // The device has enough memory, so the host does not.
         None => {
             let given = recipe.memory.host_budget.is_some();
             let what = match given {
@@ -82,7 +82,7 @@ pub(super) fn refused(setting: &Setting, recipe: &Recipe, limits: Limits, chosen
 }
 
 fn hint(setting: &Setting, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> String {
-    // A change that cannot be planned is not named.
+    // A change that cannot be planned is not suggested.
     let tried = |change: Change| {
         let chosen = plan(setting, &change.recipe, limits).ok()?;
         Some(Planned { change, chosen })
@@ -106,7 +106,7 @@ fn hint(setting: &Setting, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> 
                 recipe: two.recipe,
             })
         });
-        // One order of two is enough.
+        // (a, b) and (b, a) are the same pair.
         let mut seen = Vec::new();
         for pair in pairs {
             if fitting(&all) >= NAMED || seen.len() >= PAIRS {
@@ -151,7 +151,7 @@ fn hint(setting: &Setting, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> 
         )
     });
     let lines: String = lines.collect();
-    // Which of the two budgets is short.
+    // Selects the budget that is exceeded: device or host.
     let needed = match limits.most.is_some_and(|most| chosen.plan.peak_bytes > most) {
         true => bytes(chosen.plan.peak_bytes),
         false => format!("{} on the host", bytes(chosen.plan.peak_host_bytes.unwrap_or(0))),
@@ -163,7 +163,7 @@ fn hint(setting: &Setting, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> 
     }
 }
 
-/// Do they change different keys?
+/// True if the two changes set different keys.
 fn apart(one: &Change, two: &Change) -> bool {
     let keys = |c: &Change| {
         let words = c.arguments.split(' ');
@@ -175,7 +175,7 @@ fn apart(one: &Change, two: &Change) -> bool {
     keys(two).iter().all(|key| !first.contains(key))
 }
 
-/// The plan of a changed recipe.
+/// Plans a changed recipe.
 fn plan(setting: &Setting, recipe: &Recipe, limits: Limits) -> Result<Chosen> {
     let spec = setting.spec;
     let prepared = adapters::of(recipe, spec)?;
@@ -190,7 +190,7 @@ fn plan(setting: &Setting, recipe: &Recipe, limits: Limits) -> Result<Chosen> {
     Ok(chosen)
 }
 
-/// Everything that makes this recipe smaller, one change each.
+/// All single changes that reduce the memory of this recipe.
 fn changes(recipe: &Recipe) -> Vec<Change> {
     let mut all = Vec::new();
     let mut add = |cost, arguments: String, means, change: &dyn Fn(&mut Recipe)| {

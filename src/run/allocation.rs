@@ -1,4 +1,4 @@
-//! AdaLoRA in a run: the schedule of its ranks from recipe and number of steps.
+//! AdaLoRA in a run: derives the rank schedule from the recipe and the number of steps.
 
 use super::adapters::Prepared;
 use crate::base::{Error, Result};
@@ -7,10 +7,10 @@ use crate::peft::Adapter;
 use crate::peft::ranks::{Allocator, Schedule};
 use crate::recipe::{Method, Recipe};
 
-/// Writes the schedule into the config of `prepared`, for PEFT.
+/// Writes the rank schedule into the config of `prepared`, in the form that PEFT reads.
 ///
-/// Errors: settings that leave no step to take ranks away; ranks to be allocated in an adapter that is none, or that has
-/// lost some already.
+/// Errors: settings that leave no step to reduce ranks; a given adapter that is not AdaLoRA, or whose ranks are already
+/// reduced.
 pub fn settle(recipe: &Recipe, prepared: &mut Prepared, steps: u64) -> Result<()> {
     let lora = &recipe.tune.lora;
     let given = lora.adapter.is_some();
@@ -31,7 +31,7 @@ pub fn settle(recipe: &Recipe, prepared: &mut Prepared, steps: u64) -> Result<()
     };
     let target = match (ranks.target_r, given) {
         (0, true) => {
-            // Its ranks stay; PEFT reads from the schedule that nothing is left to do.
+            // The adapter keeps its ranks. With this schedule PEFT sees that no allocation is left.
             let kept = std::mem::take(&mut own.kept);
             *own = Allocation {
                 target_r: own.target_r,
@@ -82,7 +82,7 @@ pub fn settle(recipe: &Recipe, prepared: &mut Prepared, steps: u64) -> Result<()
     Ok(())
 }
 
-/// What allocates the ranks of these adapters while they train; `None` where there is nothing of that kind.
+/// Returns the allocator that changes the ranks of these adapters during training; `None` if they are not AdaLoRA.
 pub fn of(recipe: &Recipe, prepared: &Prepared) -> Option<Allocator> {
     let config = prepared.config.as_ref()?;
     let Kind::Adalora(own) = &config.kind else { return None };

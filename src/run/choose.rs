@@ -1,4 +1,4 @@
-//! Every way through a step that a recipe leaves open, and the fastest of those that fit.
+//! Enumerates the strategies for a step that a recipe allows, and chooses the fastest that fits.
 
 use super::forecast::Limits;
 use super::prompts;
@@ -19,45 +19,45 @@ use crate::source::{Copies, Policy};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Tokens that go through an MLP at a time, where all do not fit.
+/// Tokens per MLP chunk, if all tokens together do not fit.
 const MLP_TOKENS: [usize; 3] = [1024, 512, 256];
 
-/// What a plan is made of, beside the recipe.
+/// The inputs of a plan, beside the recipe.
 #[derive(Clone, Copy)]
 pub(super) struct Setting<'a> {
     pub spec: &'a Spec,
     pub adapters: &'a Adapters,
     pub tuning: &'a Tuning,
-    /// Without rows every one is as long as it may be.
+    /// `None`: every row has the largest length.
     pub rows: Option<&'a RowSizes>,
     pub stored: &'a Stored,
     pub on_gpu: bool,
-    /// Runs beside the model.
+    /// Loaded beside the model.
     pub teacher: Option<&'a plan::Teacher>,
     pub judges: &'a Arc<[plan::Judge]>,
 }
 
-/// What all plans of a recipe with one storage share: the model is looked at once.
+/// Data that all plans of a recipe with one storage share, so the model is inspected once.
 pub(super) struct Base<'a> {
     model: Model<'a>,
     inputs: Inputs,
-    /// With its orders open.
+    /// Prepacked weights; `orders` is chosen later.
     copies: Copies,
 }
 
-/// One way through a step; only how many layers keep their activations is open.
+/// One strategy for a step; only the number of layers with saved activations is open.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Way {
-    /// A storage that loses something, where the recipe leaves it open.
+    /// A lossy storage, if the recipe leaves the storage open.
     pub lossy: Option<FrozenWeights>,
     pub place: Place,
     pub gradients: Gradients,
     pub mlp: Option<usize>,
-    /// Frozen weights that are kept packed.
+    /// Frozen weights that are prepacked.
     pub copies: Option<Orders>,
 }
 
-/// What was chosen, whether or not it fits.
+/// The chosen strategy, which may or may not fit.
 pub(super) struct Chosen {
     pub way: Way,
     pub keep: usize,
@@ -68,28 +68,28 @@ pub(super) struct Chosen {
 }
 
 impl Chosen {
-    /// Is `other` nearer to fitting?
+    /// True if `other` exceeds the limits by less.
     fn is_above(&self, other: &Plan, limits: Limits) -> bool {
         over(other, limits) < over(&self.plan, limits)
     }
 }
 
-/// By how many bytes a plan is above the memory that there is, here or on the host, and what it takes.
+/// Bytes by which a plan exceeds the limits of device and host, and its peak.
 pub(super) fn over(plan: &Plan, limits: Limits) -> (u64, u64) {
     let above = |bytes: u64, most: Option<u64>| most.map_or(0, |most| bytes.saturating_sub(most));
     let host = above(plan.peak_host_bytes.unwrap_or(0), limits.host);
     (above(plan.peak_bytes, limits.most) + host, plan.peak_bytes)
 }
 
-/// Does a plan stay below `goal`, and on the host below what there is?
+/// True if the device peak is at most `goal` and the host peak at most `host`.
 pub(super) fn fits(plan: &Plan, goal: Option<u64>, host: Option<u64>) -> bool {
     let below = |bytes: u64, most: Option<u64>| most.is_none_or(|most| bytes <= most);
     below(plan.peak_bytes, goal) && below(plan.peak_host_bytes.unwrap_or(0), host)
 }
 
 impl Setting<'_> {
-    /// Without loss, the fastest way that reaches the goal; else the fastest that fits at all; else the same with codes of
-    /// ever fewer bits; else the smallest.
+    /// Returns the fastest lossless strategy within the goal; else the fastest that fits at all; else the same with
+    /// quantized weights of ever fewer bits; else the smallest.
     pub fn choose(&self, recipe: &Recipe, limits: Limits) -> Result<Chosen> {
         let mut smallest: Option<Chosen> = None;
         for lossy in self.storages(recipe) {
@@ -111,7 +111,7 @@ impl Setting<'_> {
         smallest.ok_or_else(|| Error::new("there is no place for the weights"))
     }
 
-    /// The fastest way below `limits.goal`.
+    /// Returns the fastest strategy within `limits.goal`.
     fn fastest(&self, recipe: &Recipe, base: &Base, lossy: Option<FrozenWeights>, limits: Limits) -> Result<Chosen> {
         let layers = self.spec.layers.len();
         let (least, most) = match recipe.memory.activations {
@@ -130,7 +130,7 @@ impl Setting<'_> {
         for way in self.ways(recipe, base, lossy)? {
             ways.push((seconds(&way, most), way));
         }
-        // Stable: of equally fast ways the first one.
+        // A stable sort: of equally fast strategies the first one is chosen.
         ways.sort_by(|a, b| a.0.total_cmp(&b.0));
         let mut best: Option<Chosen> = None;
         for (at_best, way) in ways {
@@ -158,7 +158,7 @@ impl Setting<'_> {
         best.ok_or_else(|| Error::new("there is no place for the weights"))
     }
 
-    /// The most layers that can keep their activations below `limits.goal`; the least of `range` where none can.
+    /// The largest number of layers with saved activations within `limits.goal`; the start of `range` if none fits.
     fn most_kept(
         &self,
         recipe: &Recipe,
@@ -187,7 +187,7 @@ impl Setting<'_> {
         (low, chosen, true)
     }
 
-    /// Storages of what is not trained, the exact one first.
+    /// Storage types for frozen weights, the lossless one first.
     fn storages(&self, recipe: &Recipe) -> Vec<Option<FrozenWeights>> {
         let open = recipe.memory.frozen_weights == FrozenWeights::Auto
             && recipe.tune.method != Method::Full
@@ -202,7 +202,7 @@ impl Setting<'_> {
     fn policy(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<Policy> {
         let mut wanted = recipe.memory.clone();
         wanted.frozen_weights = lossy.unwrap_or(wanted.frozen_weights);
-        // What trains by turns is stored like the rest while it does not.
+        // Parameters that train only in some blocks are stored like frozen ones while they are inactive.
         let always = self.tuning.always_trains();
         let mut storage = Policy::new(&wanted, recipe.model.dtype, &self.spec.params(), always)?;
         if corrects_all(recipe) && !storage.coded().is_empty() {
@@ -229,7 +229,7 @@ impl Setting<'_> {
         Ok(storage)
     }
 
-    /// Everything that the recipe leaves open, the plainest first.
+    /// All strategies that the recipe allows, the simplest first.
     fn ways(&self, recipe: &Recipe, base: &Base, lossy: Option<FrozenWeights>) -> Result<Vec<Way>> {
         let choose = |keep_fits| {
             let all_active = recipe.tune.method == Method::Full;
@@ -237,7 +237,7 @@ impl Setting<'_> {
             Gradients::choose(micro_batches, recipe.train.max_grad_norm, all_active, keep_fits)
         };
         let mut gradients = vec![choose(true)];
-        // AdaLoRA chooses its ranks from the gradients of the whole step: the engine keeps them whatever is chosen here.
+        // AdaLoRA allocates ranks from the gradients of the whole step, so the engine always keeps them.
         let needed = self.adapters.values().any(|a| matches!(**a, Adapter::Adalora(_)));
         if choose(false) != choose(true) && !needed {
             gradients.push(choose(false));
@@ -268,7 +268,7 @@ impl Setting<'_> {
         Ok(ways)
     }
 
-    /// Can frozen weights be kept packed, and does it help?
+    /// True if frozen weights can be prepacked and this helps.
     pub fn can_pack(&self, recipe: &Recipe, place: Place) -> bool {
         let frozen = recipe.tune.method != Method::Full && !corrects_all(recipe);
         let dense = recipe.model.dtype == Dtype::Bf16 && place == Place::Device && !self.on_gpu;
@@ -287,7 +287,7 @@ impl Setting<'_> {
         }
     }
 
-    /// What is kept packed in these orders.
+    /// The prepacked copies for these orders.
     pub fn copies(&self, recipe: &Recipe, orders: Orders) -> Copies {
         // Rows that train change in a matrix that is frozen otherwise.
         let rows_train = !recipe.tune.lora.trainable_token_indices.is_empty();
@@ -310,7 +310,7 @@ impl Setting<'_> {
             Some(rows) => vec![Place::Disk {
                 head_rows: Some(rows.next_multiple_of(PIECE)),
             }],
-            // There the divergence takes whole heads.
+            // In this case the divergence needs the whole head.
             None if self.on_gpu && recipe.train.stage == Stage::Distill => vec![Place::Disk { head_rows: None }],
             None => [None, Some(PIECE)].map(|head_rows| Place::Disk { head_rows }).to_vec(),
         };
@@ -325,7 +325,7 @@ impl Setting<'_> {
             )
             .at("memory.tier")
             .hint("use `memory.tier = \"device\"`, or give the unquantized model and `memory.frozen_weights`")),
-            // These change every weight, and only what is trained comes back from the disk.
+            // These corrections change every weight, but only trained parameters are written back to the disk.
             Tier::Auto if corrects_all(recipe) => Ok(vec![Place::Device]),
             Tier::Host | Tier::Disk if corrects_all(recipe) => Err(Error::usage(format!(
                 "`memory.tier = \"{}\"` and `tune.block.correction` contradict each other",
@@ -343,7 +343,7 @@ impl Setting<'_> {
         }
     }
 
-    /// What all plans of `recipe` with one storage share.
+    /// The shared data of all plans of `recipe` with one storage.
     pub fn base(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<Base<'_>> {
         let storage = self.policy(recipe, lossy)?;
         let costs = plan::costs(self.adapters);
@@ -371,10 +371,10 @@ impl Setting<'_> {
         plan::forecast_of(&base.model, recipe, &self.inputs(base, way, keep_layers))
     }
 
-    /// The largest micro-batch that these rows make, and what trains in a run over them.
+    /// The inputs of a plan: largest micro-batch of these rows, and active parameters of the run.
     fn measured(&self, recipe: &Recipe, storage: Policy, costs: Costs) -> Inputs {
         let sizes = self.rows.and_then(|rows| Some((rows, rows.of(recipe)?)));
-        // Without rows only a number of steps that is given is known.
+        // Without rows the number of steps is known only if the recipe sets it.
         let given = u64::try_from(recipe.train.max_steps).ok();
         let steps = sizes.as_ref().map(|(_, sizes)| sizes.steps).or(given);
         let turns = self.tuning.turns(steps.unwrap_or(u64::MAX), &storage);
@@ -384,7 +384,7 @@ impl Setting<'_> {
         inputs.on_gpu = self.on_gpu;
         inputs.reference = needs_copy(recipe);
         if prompts::reinforces(recipe) {
-            // So many are in flight at a time.
+            // At most this many answers are generated at a time.
             inputs.rollout = prompts::answers_of_rollout(recipe).min(generate::Limits::default().rows);
         }
         if self.on_gpu && recipe.model.dtype == Dtype::Bf16 {
@@ -398,14 +398,14 @@ impl Setting<'_> {
             inputs.documents = sizes.largest.documents;
             inputs.micro_batches = sizes.micro_batches;
             inputs.evaluation = rows.evaluation(recipe);
-            // The rows are read already: they are part of what the process holds.
+            // The rows are loaded already: their memory is part of the process.
             inputs.data_bytes = sizes.data_bytes;
             inputs.process_bytes = inputs.process_bytes.saturating_sub(inputs.data_bytes);
         }
         inputs
     }
 
-    /// The least that any way of this kind needs.
+    /// The smallest peak of all strategies of this kind.
     pub fn least(
         &self,
         recipe: &Recipe,
@@ -423,7 +423,7 @@ impl Setting<'_> {
     }
 }
 
-/// Does a correction change every weight?
+/// True if a correction changes every weight.
 fn corrects_all(recipe: &Recipe) -> bool {
     let correction = recipe.tune.block.correction;
     recipe.tune.method == Method::Block && matches!(correction, Correction::Sgd | Correction::Signsgd)

@@ -7,7 +7,7 @@ use crate::data::{Dataset, Stats};
 use crate::recipe::Recipe;
 use serde_json::{Value, json};
 
-/// Reads all rows. Errors: what is wrong with the model directory or a row.
+/// Reads all rows. Errors: an invalid model directory or row.
 pub fn counts(recipe: &Recipe) -> Result<Value> {
     let model = Described::of_recipe(recipe)?;
     let Rows { train, eval, questions } = Rows::read(recipe, &model)?;

@@ -1,6 +1,6 @@
-//! Numbers for keys that say `auto` and depend on rows and model: epochs, learning rate, accumulation, the length of packed
-//! rows, the steps of a block. Decided once, before the first step; a resumed run takes the numbers it began with.
-//! Knows the recipe, row lengths and shapes; knows no weights.
+//! Values for `auto` keys that depend on rows and model: epochs, learning rate, gradient accumulation, length of packed
+//! rows, steps per block. They are chosen once, before the first step; a resumed run keeps the values of its start.
+//! Input: the recipe, row lengths and shapes; no weights.
 
 use crate::base::{Result, files};
 use crate::model::Spec;
@@ -13,23 +13,23 @@ use crate::run::prompts;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Rows of a step, as in TRL.
+/// Rows per step, as in TRL.
 const ROWS: f64 = 8.0;
-/// A run by epochs has at least about so many steps: what TRL's defaults make of 200 rows.
+/// Least number of steps of a run by epochs, about: TRL's defaults give this number for 200 rows.
 const FEWEST_STEPS: f64 = 75.0;
-/// Beyond so many steps a longer run takes more rows a step, as far as packed rows are not full.
+/// A longer run than this takes more rows per step, as long as packed rows are not full.
 const ENOUGH_STEPS: f64 = 1000.0;
 
-/// What `resolved.toml` of the run says that goes on.
+/// Values from `resolved.toml` of the run that is resumed.
 #[derive(Debug, Default)]
 pub struct Before {
     values: BTreeMap<String, String>,
-    /// Written by a version that had no `auto` for these keys.
+    /// The file comes from a version without `auto` for these keys.
     older: bool,
 }
 
 impl Before {
-    /// `resume` as in `train::Options`. Empty for a new run, and where the file is gone.
+    /// Reads the values. `resume` as in `train::Options`. Empty for a new run, or if the file does not exist.
     ///
     /// Errors: the file cannot be read.
     pub fn read(recipe: &Recipe, resume: &Option<Option<PathBuf>>) -> Result<Self> {
@@ -50,7 +50,7 @@ impl Before {
     }
 }
 
-/// The run directory that `--resume` means: the recipe's own, or that of the given run or checkpoint.
+/// Returns the run directory for `--resume`: the recipe's own, or that of the given run or checkpoint.
 pub fn run_of<'a>(recipe: &'a Recipe, from: Option<&'a Path>) -> &'a Path {
     let from = from.unwrap_or(Path::new(&recipe.train.output_dir));
     match from.join("manifest.json").exists() {
@@ -59,8 +59,8 @@ pub fn run_of<'a>(recipe: &'a Recipe, from: Option<&'a Path>) -> &'a Path {
     }
 }
 
-/// The recipe without open keys, and what was chosen for them. `lengths`: tokens of each row; without them the values for
-/// runs of unknown size stay.
+/// Returns the recipe with all `auto` keys resolved, and the choices. `lengths`: tokens of each row; without them the
+/// values for runs of unknown size stay.
 pub fn settle(recipe: &Recipe, spec: &Spec, lengths: Option<&[usize]>, before: &Before) -> (Recipe, Vec<Choice>) {
     let (mut settled, open) = (recipe.clone(), recipe.open);
     let mut choices = Vec::new();
@@ -119,7 +119,7 @@ pub fn settle(recipe: &Recipe, spec: &Spec, lengths: Option<&[usize]>, before: &
     (settled, choices)
 }
 
-/// Steps that a block stays active, where `tune.block.switch_every` is open; `rows` are those of the training data.
+/// Chooses the steps per block if `tune.block.switch_every` is `auto`; `rows` is the number of training rows.
 pub fn settle_blocks(recipe: &mut Recipe, spec: &Spec, rows: usize, steps: u64, before: &Before) -> Option<Choice> {
     let block = &mut recipe.tune.block;
     if recipe.tune.method != Method::Block || block.switch_every.is_some() {
@@ -131,7 +131,7 @@ pub fn settle_blocks(recipe: &mut Recipe, spec: &Spec, rows: usize, steps: u64, 
         _ => 1,
     };
     if before.older {
-        // Its checkpoints say `auto` and mean this.
+        // Checkpoints of that version store `auto` and use this formula.
         let batch = recipe.train.batch_size * recipe.train.gradient_accumulation_steps;
         block.switch_every = Some((rows * together / (batch * blocks).max(1)).clamp(50, 100));
         return None;
@@ -153,7 +153,7 @@ pub fn settle_blocks(recipe: &mut Recipe, spec: &Spec, rows: usize, steps: u64, 
     })
 }
 
-/// The recipe as it was settled: its values, and `resolved.toml`.
+/// Writes the choices into the recipe and into `resolved.toml`.
 pub fn record(loaded: &Loaded, choices: &[Choice]) -> Loaded {
     let mut loaded = loaded.clone();
     choices.iter().for_each(|c| loaded.settle(c.key, &c.value, &c.why));
@@ -162,7 +162,7 @@ pub fn record(loaded: &Loaded, choices: &[Choice]) -> Loaded {
 
 const AS_BEFORE: &str = "as the run began";
 
-/// Steps of a turn so that `turns` of them fit into the run. Longer turns than 100 steps gain nothing.
+/// Steps per block so that `turns` blocks fit into the run. More than 100 steps per block give no benefit.
 fn turns(steps: u64, turns: u64) -> u64 {
     let up = steps.div_ceil(turns);
     let every = match up * (turns - 1) < steps {
@@ -172,7 +172,7 @@ fn turns(steps: u64, turns: u64) -> u64 {
     every.clamp(1, 100)
 }
 
-/// Accumulation of a stage that trains by reward: a rollout holds whole groups.
+/// Gradient accumulation of an RL stage: a rollout must contain whole groups.
 fn whole_groups(recipe: &Recipe) -> usize {
     let r = &recipe.reinforce;
     let answers = |steps: usize| recipe.train.batch_size * steps * r.num_mini_batches;
@@ -182,7 +182,7 @@ fn whole_groups(recipe: &Recipe) -> usize {
         .unwrap_or(ACCUMULATION)
 }
 
-/// See the recipe's key for the rule; two digits, so that it is the number that is shown.
+/// The recipe key documents the rule. The value is rounded to two digits, so the displayed number is exact.
 fn learning_rate(recipe: &Recipe, hidden: usize) -> f64 {
     let stage = match recipe.train.stage {
         Stage::Sft | Stage::Pretrain | Stage::Distill => 1.0,
@@ -193,7 +193,7 @@ fn learning_rate(recipe: &Recipe, hidden: usize) -> f64 {
         (Method::Lora, PeftType::Ia3 | PeftType::Vera) => 100.0,
         (Method::Lora, _) => 10.0,
         _ if recipe.model.init == ModelInit::Random => 10.0,
-        // A block is updated in few of the steps.
+        // Each block is updated in only a few of the steps.
         (Method::Block, _) => 3.0,
         _ => 1.0,
     };
@@ -206,25 +206,25 @@ fn learning_rate(recipe: &Recipe, hidden: usize) -> f64 {
     format!("{rate:.1e}").parse().unwrap_or(rate)
 }
 
-/// How many rows a step takes, and how.
+/// The number of rows per step, and how it is reached.
 struct Step {
     accumulation: usize,
-    /// Tokens of a packed row at most.
+    /// Largest number of tokens of a packed row.
     length: usize,
-    /// Rows that a step should take.
+    /// Target number of rows per step.
     rows: f64,
-    /// What that number follows from.
+    /// The reason for that number.
     goal: Goal,
 }
 
 enum Goal {
-    /// `ROWS`.
+    /// The default: `ROWS`.
     Usual,
     FewestSteps,
     EnoughSteps,
-    /// A step takes no row twice.
+    /// No step contains a row twice.
     OnePass,
-    /// `max_steps` steps see every row.
+    /// `max_steps` steps cover every row.
     AllRows,
 }
 
@@ -236,7 +236,7 @@ impl Step {
         let batch = train.batch_size as f64;
         let own = recipe.open.gradient_accumulation_steps;
         let (rows, goal) = match u64::try_from(train.max_steps) {
-            // The user has said how large a step is: it is made smaller only where it would go over the data.
+            // The user set the size of a step. It is reduced only if it exceeds the number of rows.
             Ok(_) if !own => (n, Goal::OnePass),
             Ok(steps) => match n / steps.max(1) as f64 {
                 rows if rows > ROWS => (rows, Goal::AllRows),
@@ -297,21 +297,21 @@ mod tests {
 
     #[test]
     fn a_step_follows_the_number_of_rows() {
-        // 50 rows: 150 passes in 75 steps of 2; 200: of 8; 1000: 8, as in TRL.
+        // 50 rows: 150 row passes in 75 steps of 2 rows; 200 rows: 8 per step; 1000 rows: 8 per step, as in TRL.
         assert_eq!(step("", 50, 20), (1, 40));
         assert_eq!(step("", 200, 20), (1, 160));
         assert_eq!(step("", 1000, 20), (1, 160));
-        // Long runs fill their rows: 30 rows of 500 tokens are 7.3 packed rows.
+        // Long runs fill their rows: 30 rows of 500 tokens give 7.3 packed rows.
         assert_eq!(step("", 10_000, 500), (7, 2048));
         assert_eq!(step("", 1_000_000, 500), (8, 2048));
         assert_eq!(step("", 1000, 500), (2, 2000));
-        // Rows that are not packed.
+        // Without packing.
         assert_eq!(step("packing = false", 50, 20).0, 2);
         assert_eq!(step("packing = false", 100_000, 20).0, 8);
         assert_eq!(step("packing = false\n[train]\nbatch_size = 4", 200, 20).0, 2);
         assert_eq!(step("packing = false\n[train]\nbatch_size = 64", 200, 20).0, 1);
         assert_eq!(step("", 1, 20), (1, 20));
-        // With a number of steps: all rows, and no row twice in a step.
+        // With `max_steps`: all rows are used, and no row is twice in a step.
         assert_eq!(step("[train]\nmax_steps = 20", 200, 20), (1, 200));
         assert_eq!(step("[train]\nmax_steps = 400", 200, 20), (1, 160));
         assert_eq!(step("[train]\nmax_steps = 1", 4, 20), (1, 80));
@@ -326,7 +326,7 @@ mod tests {
         let steps = "[train]\ngradient_accumulation_steps = 8\nmax_steps = 5\n";
         assert_eq!(step(steps, 100_000, 500), (8, 2048));
         assert_eq!(step(steps, 200, 20), (8, 500));
-        // A written length is kept.
+        // A length set in the recipe is kept.
         assert_eq!(step("packing_length = 512\nmax_length = 1024", 1000, 500).0, 8);
     }
 
@@ -405,7 +405,7 @@ mod tests {
         let choice = settle_blocks(&mut settled, &spec, 200, 75, &new).unwrap();
         assert_eq!((choice.value.as_str(), settled.tune.block.switch_every), ("9", Some(9)));
 
-        // An older version: full rows, blocks by the rule of then, which its checkpoints call `auto`.
+        // A file of an older version: full rows, and the old rule for blocks, which its checkpoints call `auto`.
         let old =
             read("[train]\nnum_epochs = 1.0\ngradient_accumulation_steps = 8\n[optimizer]\nlearning_rate = 1e-5\n");
         let (mut settled, choices) = settle(&r, &spec, Some(&[20; 200]), &old);

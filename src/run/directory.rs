@@ -1,4 +1,4 @@
-//! The run directory: opened, described, cleaned.
+//! The run directory: opens it, writes its description files, removes leftovers.
 
 use super::owner::{self, Kind, Manifest};
 use super::train::Options;
@@ -14,28 +14,28 @@ use crate::report::{self, Reporter};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// A run directory that this process owns. Dropped before `begin` it is as it was.
+/// A run directory that this process owns. If it is dropped before `begin`, the directory stays unchanged.
 pub struct Directory {
     path: PathBuf,
     lock: Option<RunLock>,
     manifest: Manifest,
-    /// No run was here.
+    /// The directory held no run.
     new: bool,
-    /// This process has made the directory.
+    /// This process created the directory.
     made: bool,
-    /// ... and the manifest.
+    /// This process wrote the manifest.
     written: bool,
     begun: bool,
-    /// Checkpoints that rotation leaves, as the user knows.
+    /// Checkpoints that rotation does not remove and that were already reported.
     kept: BTreeSet<PathBuf>,
-    /// What was removed, and what was left alone: for the user.
+    /// Messages for the user: removed files, and files that were not touched.
     pub notes: Vec<String>,
 }
 
-/// May a run begin here, go on, or start anew? Looks only, so that a refusal comes early and leaves no trace.
+/// Checks if a run can start, resume or overwrite here. Changes nothing, so an early refusal leaves no trace.
 ///
-/// Errors: the directory holds something else than a run; a run, and neither `--resume` nor `--overwrite` is given; no
-/// checkpoint to go on from.
+/// Errors: the directory does not hold a run; it holds a run, and neither `--resume` nor `--overwrite` is given; there
+/// is no checkpoint to resume from.
 pub fn check(run_dir: &Path, options: &Options) -> Result<()> {
     let kind = Kind::of(run_dir)?;
     owner::refuse_links(run_dir)?;
@@ -85,7 +85,7 @@ fn is_checkpoint(from: &Path) -> bool {
     from.join("manifest.json").exists()
 }
 
-/// Has the run a checkpoint to go on from? One that ended before its first starts again.
+/// True if the run has a checkpoint to resume from. A run that stopped before its first checkpoint starts again.
 ///
 /// Errors: a finished run without checkpoints.
 fn resumable(run_dir: &Path) -> Result<bool> {
@@ -98,7 +98,7 @@ fn resumable(run_dir: &Path) -> Result<bool> {
     Ok(any)
 }
 
-/// Bytes that starting anew frees.
+/// Bytes that `--overwrite` frees.
 pub fn freed(run_dir: &Path, options: &Options) -> u64 {
     match Kind::of(run_dir) {
         Ok(Kind::Run(manifest)) if options.overwrite => manifest.bytes(run_dir),
@@ -106,11 +106,11 @@ pub fn freed(run_dir: &Path, options: &Options) -> u64 {
     }
 }
 
-/// Takes the directory: new, resumed or overwritten; with the checkpoint to go on from, if there is one. `same` may
-/// refuse the checkpoint.
+/// Opens the directory for a new, resumed or overwritten run. Returns it with the checkpoint to resume from, if there
+/// is one. `same` can reject the checkpoint.
 ///
-/// Errors: as `check`; another run is in progress; a damaged checkpoint. Then nothing was changed but leftovers of this
-/// run's own killed processes.
+/// Errors: as `check`; another run is in progress; a damaged checkpoint. In these cases only leftovers of killed
+/// processes of this run were removed.
 pub fn open(
     run_dir: &Path,
     options: &Options,
@@ -132,7 +132,7 @@ pub fn open(
     };
     let last = lock::last_process(run_dir);
     out.lock = Some(RunLock::acquire(run_dir)?);
-    // Another process may have come first.
+    // Another process may have created a run in the meantime.
     check(run_dir, options)?;
     if let Kind::Run(manifest) = Kind::of(run_dir)? {
         out.manifest = manifest;
@@ -184,17 +184,17 @@ impl Directory {
         }
     }
 
-    /// The run goes ahead: the directory stays.
+    /// Marks the run as started: the directory is kept.
     pub fn begin(&mut self) {
         self.begun = true;
     }
 
-    /// Errors: the directory is not at its place any more.
+    /// Errors: the directory was moved or removed.
     pub fn check(&self) -> Result<()> {
         self.lock.as_ref().map_or(Ok(()), RunLock::check)
     }
 
-    /// Warns, once for each, of checkpoints that rotation leaves.
+    /// Warns once about each checkpoint that rotation does not remove.
     pub fn keeps(&mut self, kept: &[PathBuf], reporter: &mut Reporter) {
         for path in kept {
             if self.kept.insert(path.clone()) {
@@ -206,12 +206,12 @@ impl Directory {
         }
     }
 
-    /// Where the `final/` that is there now goes when a new one is written.
+    /// Returns the path to which the existing `final/` is moved when a new one is written.
     pub fn aside(&self) -> Result<PathBuf> {
         staging::left_name(&self.path.join(owner::FINAL))
     }
 
-    /// `final/` was written; `before` is what `aside` said. Returns what to tell the user.
+    /// Registers the new `final/`; `before` is the path from `aside`. Returns a message for the user.
     pub fn exported(&mut self, before: &Path) -> Result<Option<String>> {
         let stays = self.manifest.exported(&self.path, before)?;
         Ok(stays.then(|| {
@@ -228,7 +228,7 @@ impl Drop for Directory {
         if self.begun || !self.new {
             return;
         }
-        // A run that was refused leaves no trace in a directory that was new.
+        // A refused run leaves no trace in a new directory.
         if self.written {
             let _ = files::remove_file(&self.path.join(owner::MANIFEST));
         }
@@ -241,7 +241,7 @@ impl Drop for Directory {
     }
 }
 
-/// Recipe, plan and environment: what the run is.
+/// Writes recipe, plan and environment of the run.
 pub fn describe(run_dir: &Path, loaded: &recipe::Loaded, plan: &Plan) -> Result<()> {
     files::write_atomic(&run_dir.join("recipe.toml"), loaded.text.as_bytes())?;
     files::write_atomic(&run_dir.join("resolved.toml"), loaded.resolved.as_bytes())?;
@@ -249,7 +249,7 @@ pub fn describe(run_dir: &Path, loaded: &recipe::Loaded, plan: &Plan) -> Result<
     report::write_environment(run_dir, CpuPath::current().name())
 }
 
-/// Bytes of what a run writes: checkpoints (one more than are kept) and `final/`; `elements` are trained in all.
+/// Bytes that a run writes: checkpoints (one more than the limit) and `final/`. `elements`: all elements it trains.
 pub fn space_needed(recipe: &Recipe, spec: &Spec, elements: u64, place: Place) -> u64 {
     let kept = if recipe.train.save_steps > 0 {
         recipe.train.save_total_limit as u64 + 1
@@ -259,14 +259,14 @@ pub fn space_needed(recipe: &Recipe, spec: &Spec, elements: u64, place: Place) -
     let all: usize = spec.params().iter().map(|p| p.elements()).sum();
     let stored = recipe.model.dtype.bytes();
     let out = match recipe.tune.method {
-        // Its weights are not worth a file.
+        // Random weights of a shape are not exported.
         _ if recipe.model.path.starts_with(shapes::PREFIX) => 0,
-        // A start that is taken off doubles the rank.
+        // An initialization that is subtracted from the base doubles the rank.
         Method::Lora if starts::changes_base(recipe) => elements * 8 + all as u64 * 4,
         Method::Lora => elements * 8,
         _ => all as u64 * stored,
     };
-    // What was trained, and weights that were drawn instead of read.
+    // Scratch files: trained parameters, and random weights.
     let scratch = match (place, recipe.tune.method) {
         (Place::Device | Place::Host, _) | (_, Method::Lora) => 0,
         _ => 4 * elements,

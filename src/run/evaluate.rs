@@ -1,5 +1,6 @@
-//! `ft eval`: what a model does on rows, by their kind: the loss on texts, log-probabilities of chosen and rejected
-//! answers, exact answers to prompts; of a reward model how often the chosen side scores higher.
+//! `ft eval`: evaluates a model on rows. The measure depends on the kind of rows: loss of texts, log-probabilities of
+//! chosen and rejected answers, exact answers to prompts. For a reward model: how often the chosen answer scores
+//! higher.
 
 mod answers;
 mod report;
@@ -23,22 +24,22 @@ use crate::sft::CausalLm;
 use candle_core::Tensor;
 use std::path::Path;
 
-/// Tokens evaluated together, and pairs.
+/// Tokens per batch, and pairs per batch.
 const BATCH_TOKENS: usize = 2048;
 const BATCH_PAIRS: usize = 8;
 
-/// What is evaluated, and how.
+/// The settings of an evaluation.
 pub struct Request<'a> {
     /// A model directory, a hub id, a run, a checkpoint, or an adapter directory.
     pub model: &'a str,
     pub adapter: Option<&'a Path>,
-    /// A model to compare pairs with; `None`: the model without its adapter.
+    /// The reference model for pairs; `None`: the model without its adapter.
     pub reference: Option<&'a str>,
-    /// How rows are read. `model.path` and `tune` have no meaning here.
+    /// Settings for reading the rows. `model.path` and `tune` are ignored.
     pub recipe: &'a Recipe,
-    /// The rows are those of `recipe.data.train` as they are, not what the recipe evaluates on.
+    /// Use all rows of `recipe.data.train` instead of the evaluation rows of the recipe.
     pub all_rows: bool,
-    /// `data.max_length` is meant; else rows are taken whole.
+    /// Apply `data.max_length`; otherwise rows are not cut.
     pub own_length: bool,
     pub device: &'a str,
     pub dtype: Option<Dtype>,
@@ -46,7 +47,7 @@ pub struct Request<'a> {
     pub max_new_tokens: usize,
 }
 
-/// A model, ready to be looked at.
+/// A loaded model.
 struct Opened {
     described: Described,
     network: Network,
@@ -70,7 +71,7 @@ fn open(model: &str, adapter: Option<&Path>, request: &Request) -> Result<Opened
     })
 }
 
-/// Errors: what is wrong with the model, the adapter or a row; a signal.
+/// Errors: an invalid model, adapter or row; a signal.
 pub fn evaluate(request: &Request) -> Result<Report> {
     let opened = open(request.model, request.adapter, request)?;
     let mut recipe = request.recipe.clone();
@@ -92,7 +93,8 @@ pub fn evaluate(request: &Request) -> Result<Report> {
     Ok(report)
 }
 
-/// What the recipe's stage learns from; where rows are given or the stage learns from texts, what the first row is.
+/// Returns the kind of rows that the recipe's stage uses. If rows are given, or for text stages: the kind of the first
+/// row.
 fn kind_of(recipe: &Recipe, request: &Request) -> Result<Kind> {
     match recipe.train.stage {
         Stage::Grpo | Stage::Ppo if !request.all_rows => return Ok(Kind::Prompts),
@@ -112,7 +114,7 @@ fn no_rows() -> Error {
         .hint("give `--data FILE`, or a recipe with `data.eval` or `data.eval_fraction`")
 }
 
-/// The names of the files that are read, whole or in part.
+/// Names of the files to read, in full or in part.
 fn files<'a>(recipe: &'a Recipe, request: &Request) -> &'a [String] {
     match request.all_rows || recipe.data.eval.is_empty() {
         true => &recipe.data.train,
@@ -120,7 +122,7 @@ fn files<'a>(recipe: &'a Recipe, request: &Request) -> &'a [String] {
     }
 }
 
-/// The rows, as this stage reads them.
+/// Reads the rows in the form that this stage uses.
 fn read(opened: &Opened, recipe: &Recipe, request: &Request, stage: Stage) -> Result<Dataset> {
     let mut recipe = recipe.clone();
     recipe.train.stage = stage;
@@ -171,7 +173,7 @@ fn texts(opened: &Opened, recipe: &Recipe, request: &Request) -> Result<Report> 
 fn reward(opened: &Opened, score: &Tensor, recipe: &Recipe, request: &Request) -> Result<Report> {
     let described = &opened.described;
     let pad = match opened.adapter {
-        // As in its training.
+        // The same id as in training.
         true => preference::pad_id(&described.tokenizer),
         false => described.config.opt_usize0("pad_token_id")?.map(|id| id as u32),
     };

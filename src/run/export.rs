@@ -1,5 +1,5 @@
-//! `ft export`: a model directory, or an adapter directory, of a checkpoint: what `final/` would have been at that step.
-//! Needs the base model and the checkpoint; the training rows are not read.
+//! `ft export`: writes a model directory or an adapter directory from a checkpoint, equal to `final/` at that step.
+//! Needs the base model and the checkpoint; does not read the training rows.
 
 use super::forecast::as_before;
 use super::setup::{self, Described};
@@ -21,21 +21,21 @@ use candle_core::Device;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// What was written.
+/// The result of an export.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
     pub out: PathBuf,
     pub adapter: bool,
-    /// Of a checkpoint.
+    /// The step, if the source is a checkpoint.
     pub step: Option<u64>,
-    /// What a reader should know.
+    /// Notes for the user.
     pub notes: Vec<String>,
 }
 
 /// Writes `out` from a checkpoint, a run directory (its `final/`, else its newest checkpoint), a model directory, a hub
-/// id or an adapter directory. `dtype` is for whole models.
+/// id or an adapter directory. `dtype` applies to full models only.
 ///
-/// Errors: `out` holds something; nothing to export there; the base model is not the one of the run.
+/// Errors: `out` is not empty; there is nothing to export; the base model is not the one of the run.
 pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<Report> {
     merge::refuse_existing(out)?;
     let found = named::locate(from)?;
@@ -67,7 +67,7 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<Report> {
     Ok(report)
 }
 
-/// An adapter directory as it is, with the base that may lie in it.
+/// Copies an adapter directory with its `base/`, if it has one.
 fn copied(dir: &Path, out: &Path) -> Result<Report> {
     let mut folders = vec![(dir.to_path_buf(), out.to_path_buf())];
     while let Some((from, to)) = folders.pop() {
@@ -88,11 +88,11 @@ fn copied(dir: &Path, out: &Path) -> Result<Report> {
     })
 }
 
-/// A directory that is removed at the end.
+/// A temporary directory; it is removed on drop.
 pub struct Scratch(pub PathBuf);
 
 impl Scratch {
-    /// A new name beside `path`, in a directory that exists.
+    /// Chooses a new name next to `path`; the parent directory must exist.
     pub fn beside(path: &Path) -> Result<Self> {
         let scratch = files::temporary(path);
         if scratch.exists() {
@@ -105,13 +105,13 @@ impl Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         if self.0.is_dir() {
-            // What is left is removed by the next run in this directory.
+            // If this fails, the next run in this directory removes it.
             let _ = files::remove_dir_all(&self.0);
         }
     }
 }
 
-/// Writes what `final/` would have been after the step of the checkpoint in `dir`.
+/// Writes the equivalent of `final/` after the step of the checkpoint in `dir`.
 pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
     let loaded = checkpoint::load(dir)?;
     let facts = state::facts(&loaded);
@@ -141,7 +141,7 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
     let params = model.spec.params();
     let storage = match starts::changes_base(recipe) {
         true => Policy::new(&recipe.memory, recipe.model.dtype, &params, |_| false)?,
-        // Exact values are saved for codes too: they need not be made again.
+        // The checkpoint also has exact values for quantized weights, so they are not quantized again.
         false => Policy::dense(recipe.model.dtype),
     };
     let bytes = storage.bytes(&params);
@@ -204,7 +204,7 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
     })
 }
 
-/// Steps that the run was to have: the schedule of AdaLoRA's ranks is written with the adapter.
+/// Planned number of steps of the run: the AdaLoRA schedule is saved with the adapter.
 fn steps_of_run(loaded: &Loaded, recipe: &Recipe) -> u64 {
     if let Ok(steps) = u64::try_from(recipe.train.max_steps) {
         return steps;
@@ -218,7 +218,7 @@ fn steps_of_run(loaded: &Loaded, recipe: &Recipe) -> u64 {
     steps.next_back().unwrap_or(loaded.step)
 }
 
-/// What a run directory has to give: `final/`, else the newest checkpoint.
+/// Returns `final/` of a run directory, else its newest checkpoint.
 pub fn newest(run_dir: &Path) -> Result<Option<PathBuf>> {
     let last = run_dir.join("final");
     if last.is_dir() {
@@ -227,7 +227,7 @@ pub fn newest(run_dir: &Path) -> Result<Option<PathBuf>> {
     Ok(checkpoint::list(run_dir)?.pop().map(|(_, path)| path))
 }
 
-/// Files of a run directory that no other directory has.
+/// True if the directory has files that only a run directory has.
 pub fn is_run(dir: &Path) -> bool {
     ["resolved.toml", "events.jsonl", "plan.json"]
         .iter()
@@ -236,12 +236,12 @@ pub fn is_run(dir: &Path) -> bool {
         || checkpoint::list(dir).is_ok_and(|all| !all.is_empty())
 }
 
-/// A checkpoint as `save` writes it.
+/// True if `dir` is a checkpoint as `save` writes it.
 pub fn is_checkpoint(dir: &Path) -> bool {
     dir.join("manifest.json").is_file() && dir.join(checkpoint::STATE).is_file()
 }
 
-/// The device of `--device`, for programs that only look at a model.
+/// Opens the device of `--device`, for commands that do not train.
 pub fn device(name: Option<&str>) -> Result<Device> {
     setup::device(name.unwrap_or("auto"))
 }

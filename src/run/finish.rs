@@ -1,4 +1,4 @@
-//! `final/`: a Hugging Face model directory, or a PEFT adapter directory for LoRA and its kin.
+//! Writes `final/`: a Hugging Face model directory, or a PEFT adapter directory for LoRA and the other adapter kinds.
 
 use super::adapters::Prepared;
 use super::setup::Described;
@@ -23,8 +23,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Writes `out` (`final/` of a run); it appears whole or not at all. The random weights of a shape are not worth a file.
-/// `print` names the base weights; `note` gets what a reader should know.
+/// Writes `out` (`final/` of a run) atomically. A run on random weights of a shape writes nothing.
+/// `print` is the fingerprint of the base weights; `note` receives notes for the user.
 pub fn export(
     out: &Path,
     recipe: &Recipe,
@@ -47,7 +47,7 @@ pub fn export(
         let Some(lora) = engine.network.adapters.get(module).and_then(|a| a.lora()) else {
             return as_stored(engine, name, sink);
         };
-        // Adapters that corrected a block run become part of the weights: exact values first, one rounding last.
+        // Merges the adapters that corrected a block run: adds in f32 to the exact values, then rounds once.
         let mut values = exact(engine, name)?;
         let delta = update::to_f32_vec(&lora.delta()?)?;
         values.iter_mut().zip(delta).for_each(|(w, d)| *w += d);
@@ -56,7 +56,7 @@ pub fn export(
     with_template(recipe, model, out).map(Some)
 }
 
-/// A model directory of the run's parameters; with `scores` a reward model's.
+/// Writes a model directory with the run's parameters; with `scores` that of a reward model.
 fn base(
     out: &Path,
     scores: bool,
@@ -76,7 +76,7 @@ fn base(
     if !scores {
         return export::model(&parts, fill);
     }
-    // A reward model has a score head in the place of the output projection.
+    // A reward model has a score head instead of the output projection.
     let mut params: Vec<ParamInfo> = parts.params.iter().filter(|p| &*p.name != LM_HEAD).cloned().collect();
     params.push(ParamInfo {
         name: export::SCORE.into(),
@@ -111,7 +111,7 @@ fn adapter(
         && model.spec.tied
         && let Some(embedding) = whole.get(EMBEDDING).cloned()
     {
-        // PEFT refuses a file without it.
+        // PEFT rejects a file without it.
         whole.insert(LM_HEAD.into(), embedding);
     }
     let mut config = config.clone();
@@ -141,7 +141,7 @@ fn adapter(
     if !residual && !random && !coded {
         return export::adapter(out, &config, &adapters, &whole, &model.dir, print);
     }
-    // The weights under this adapter exist nowhere else: they go along.
+    // The base weights of this adapter exist nowhere else, so `base/` stores them.
     config.base_model_name_or_path = Some(format!("{}/base", out.display()));
     note(match coded {
         true => "base/ holds what the codes of the weights stand for, in f32: the adapter belongs to these weights",
@@ -149,7 +149,7 @@ fn adapter(
     });
     let dtype = if coded { Dtype::F32 } else { recipe.model.dtype };
     export::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {
-        // A score head comes with the adapter.
+        // The score head is part of the adapter directory.
         let written = base(&dir.join("base"), false, dtype, model, engine, &mut |name, sink| {
             if coded && let Some(values) = decoded(engine, name)? {
                 return sink(Values::F32(&values));
@@ -164,7 +164,7 @@ fn adapter(
     })
 }
 
-/// The exact values of a weight.
+/// Returns the exact values of a weight.
 fn exact(engine: &Engine, name: &str) -> Result<Vec<f32>> {
     let mut values = Vec::new();
     engine.exact(name, &mut |piece| {
@@ -174,7 +174,7 @@ fn exact(engine: &Engine, name: &str) -> Result<Vec<f32>> {
     Ok(values)
 }
 
-/// What the codes of a weight stand for; `None`: it is not stored as codes.
+/// Returns the dequantized values of a weight; `None` if it is not quantized.
 fn decoded(engine: &Engine, name: &str) -> Result<Option<Vec<f32>>> {
     let source = &engine.network.source;
     let Some(p) = source.params().iter().find(|p| &*p.name == name) else {
@@ -187,7 +187,7 @@ fn decoded(engine: &Engine, name: &str) -> Result<Option<Vec<f32>>> {
     }
 }
 
-/// The numbers of a weight as they are held.
+/// Passes the values of a weight to `sink` in the type in which they are stored.
 fn as_stored(engine: &Engine, name: &str, sink: &mut dyn FnMut(Values) -> Result<()>) -> Result<()> {
     engine.network.source.read(name, &mut |numbers| match numbers {
         Numbers::F32(values) => sink(Values::F32(values)),
@@ -195,7 +195,7 @@ fn as_stored(engine: &Engine, name: &str, sink: &mut dyn FnMut(Values) -> Result
     })
 }
 
-/// W - s·B₀·A₀
+/// W - s·B₀·A₀, where (A₀, B₀) is the initial pair.
 fn residual_of(adapter: &Adapter, mut values: Vec<f32>) -> Result<Vec<f32>> {
     let Some(lora) = adapter.lora() else { return Ok(values) };
     if let Some(pair) = &lora.start {
@@ -218,7 +218,7 @@ fn without_start(adapters: &Adapters) -> Adapters {
     adapters.iter().map(|(m, a)| (m.clone(), plain(a))).collect()
 }
 
-/// Plain LoRA of this rank over the original weights, as near as can be; the scale is alpha / rank as before.
+/// Returns the best approximation of rank `rank` as plain LoRA over the original weights; the scale stays alpha / rank.
 fn compressed(
     config: &AdapterConfig,
     adapters: &Adapters,
@@ -256,7 +256,7 @@ fn compressed(
     Ok((config, plain))
 }
 
-/// The template that the rows were rendered with goes along.
+/// Writes the chat template of the recipe, if it has one, into the result.
 fn with_template(recipe: &Recipe, model: &Described, out: PathBuf) -> Result<PathBuf> {
     let own = model.template.as_ref().filter(|_| recipe.data.chat_template.is_some());
     own.map_or(Ok(()), |template| export::set_chat_template(&out, template.source()))?;

@@ -1,5 +1,4 @@
-//! The plan of a run: every setting that the recipe leaves open becomes the fastest that fits; and what to say where
-//! nothing does.
+//! The memory plan of a run: every open setting gets the fastest value that fits. Also the error if nothing fits.
 
 use super::advice;
 use super::choose::{Base, Chosen, Setting, Way};
@@ -24,44 +23,44 @@ use std::sync::Arc;
 /// Tenths of the free memory that a run without a budget may take for speed.
 const OF_FREE: u64 = 8;
 
-/// How a run goes through a step, and what it needs.
+/// The strategy of a run and its memory.
 pub struct Forecast {
     pub plan: Plan,
     pub gradients: Gradients,
-    /// Uppermost layers that keep their activations.
+    /// Number of upper layers with saved activations.
     pub keep_layers: usize,
-    /// Tokens that go through an MLP at a time; `None`: all.
+    /// Tokens per MLP chunk; `None`: all.
     pub mlp_tokens: Option<usize>,
     /// How each weight is stored.
     pub storage: Policy,
     /// Where the weights live that are not trained now.
     pub place: Place,
-    /// What is kept packed.
+    /// Prepacked frozen weights.
     pub copies: Option<Copies>,
-    /// It does not fit: what to say instead of running.
+    /// Set if the run does not fit: the error to report.
     pub refused: Option<Refused>,
     pub limits: Limits,
 }
 
 pub struct Refused {
     pub error: Error,
-    /// The recipe's own budget is too small, not the machine.
+    /// True if the recipe's budget is too small, false if the machine is.
     pub by_budget: bool,
 }
 
-/// How much memory there is: what a choice aims at, and what nothing may exceed.
+/// Available memory: the goal of the search, and the hard limit.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Limits {
     pub goal: Option<u64>,
     pub most: Option<u64>,
-    /// Of the host beside a GPU.
+    /// Host memory beside a GPU.
     pub host: Option<u64>,
 }
 
 impl Limits {
     fn of(recipe: &Recipe, gpu_free: Option<u64>, on_gpu: bool) -> Self {
         let free = memory::available();
-        // What this process holds already is part of a plan.
+        // The plan includes the current memory of this process.
         let here = free.map(|free| free + memory::resident());
         let goal = |free: u64| free / 10 * OF_FREE;
         let (goal, most) = match (recipe.memory.budget, gpu_free) {
@@ -70,14 +69,14 @@ impl Limits {
             (None, None) if on_gpu => (None, None),
             (None, None) => (free.map(goal), here),
         };
-        // Where the GPU is not here, its host is taken to be like this machine.
+        // If the GPU is on another machine, its host is assumed to be like this one.
         let host = recipe.memory.host_budget.or(here).filter(|_| on_gpu);
         Self { goal, most, host }
     }
 }
 
-/// The plan for the largest micro-batch that a run over these rows makes; without rows, for full ones. A recipe that
-/// names a GPU is planned for one, whether or not it is here. `stored`: how the weights lie in the files.
+/// Plans the largest micro-batch of a run over these rows; without rows, full ones. A recipe with a GPU is planned for
+/// a GPU even if there is none. `stored`: how the files store the weights.
 ///
 /// Errors: settings that contradict each other. A run that does not fit is no error: see `refused`.
 pub fn forecast(
@@ -164,7 +163,7 @@ impl Forecast {
 }
 
 impl Setting<'_> {
-    /// What was chosen for what the recipe leaves open, and why.
+    /// The chosen values of open settings, with reasons.
     fn choices(&self, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> Result<Vec<Choice>> {
         let way = chosen.way;
         let base = self.base(recipe, way.lossy)?;
@@ -289,8 +288,8 @@ impl Setting<'_> {
     }
 }
 
-/// A run that goes on keeps what its first plan chose, where another choice would change what it learns: the storage of
-/// frozen weights and the tokens of an MLP at a time. `resume` as in `train::Options`.
+/// For a resumed run, keeps the choices of its first plan that affect training: the storage of frozen weights and the
+/// MLP chunk. `resume` as in `train::Options`.
 ///
 /// Errors: a plan that cannot be read.
 pub fn as_before(recipe: &Recipe, resume: &Option<Option<PathBuf>>) -> Result<Recipe> {
@@ -315,7 +314,7 @@ pub fn as_before(recipe: &Recipe, resume: &Option<Option<PathBuf>>) -> Result<Re
     Ok(recipe)
 }
 
-/// What `as_before` has settled, for the plan of a run that goes on: the next resume reads it there.
+/// The values that `as_before` kept, for the plan of the resumed run: the next resume reads them there.
 pub fn settled(open: &Recipe, recipe: &Recipe) -> Vec<Choice> {
     let kept = |key, value| Choice {
         key,
@@ -361,7 +360,7 @@ mod tests {
         for from in [dir.path().to_path_buf(), dir.path().join("checkpoint-3")] {
             assert_eq!(memory(&open, Some(&from)), (FrozenWeights::Nf4, Some(512), Tier::Auto));
         }
-        // And the one after that, though the recipe is not open any more when the plan is made anew.
+        // A second resume too, although the setting is not open any more in the new plan.
         let again = as_before(&open, &Some(Some(dir.path().to_path_buf()))).unwrap();
         let choices = settled(&open, &again).into_iter().map(|c| (c.key, c.value));
         let want = [("memory.frozen_weights", "nf4"), ("memory.mlp_chunk", "512")];

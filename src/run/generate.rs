@@ -1,4 +1,4 @@
-//! `ft generate`: the continuation of a prompt, or a chat.
+//! `ft generate`: continues a prompt, or answers in a chat.
 
 use super::named;
 use super::setup::{Described, device};
@@ -11,51 +11,51 @@ use crate::recipe::Dtype;
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// How tokens are chosen.
+/// Sampling settings.
 #[derive(Debug, Clone, Copy)]
 pub struct Choice {
     pub max_new_tokens: usize,
-    /// 0 is greedy.
+    /// 0 means greedy decoding.
     pub temperature: f32,
     pub top_k: Option<usize>,
     pub top_p: Option<f32>,
     pub seed: u64,
 }
 
-/// How the model is held.
+/// How the model is loaded.
 #[derive(Debug, Clone, Default)]
 pub struct Holding {
     /// `auto`, `cpu`, `cuda:0`.
     pub device: Option<String>,
     pub dtype: Option<Dtype>,
-    /// The projections as codes.
+    /// Quantization format of the projections.
     pub weights: Option<Format>,
     pub kv_cache: Option<Stored>,
 }
 
-/// A model that writes, and what was said so far.
+/// A loaded model with the conversation so far.
 pub struct Writer {
     described: Described,
     network: Network,
-    /// Decodes in place of `network`.
+    /// Quantized copy that decodes instead of `network`.
     coded: Option<CodedCopy>,
     settings: Settings,
     conversation: Vec<Value>,
     session: Session,
-    /// Which model was taken, where that is not what was written.
+    /// The model that was used, if it differs from the given name.
     pub notes: Vec<String>,
 }
 
-/// What was written.
+/// A generated text.
 pub struct Written {
     pub text: String,
     pub speed: Speed,
-    /// A signal ended it early.
+    /// True if a signal stopped the generation.
     pub stopped: bool,
 }
 
 impl Written {
-    /// Tokens per second, for a person.
+    /// The speed in tokens per second, as text.
     pub fn speed(&self) -> String {
         let s = &self.speed;
         let rate = |tokens: u64, seconds: f64| match tokens {
@@ -77,8 +77,8 @@ impl Written {
 }
 
 impl Writer {
-    /// `model` is a model directory, a hub id, an adapter directory, a run or a checkpoint; `template` a Jinja file in
-    /// place of the model's own. Errors: what is wrong with them.
+    /// Opens `model`: a model directory, a hub id, an adapter directory, a run or a checkpoint. `template`: a Jinja
+    /// file that replaces the model's own template. Errors: an invalid model, adapter or template.
     pub fn open(
         model: &str,
         adapter: Option<&Path>,
@@ -115,11 +115,11 @@ impl Writer {
         })
     }
 
-    /// Continues `prompt`; `show` gets the text as it is made.
+    /// Continues `prompt`; `show` receives the text while it is generated.
     pub fn complete(&mut self, prompt: &str, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<Written> {
         let tokenizer = &self.described.tokenizer;
         let mut ids = tokenizer.encode(prompt, true)?;
-        // A tokenizer that ends every text must not end a prompt.
+        // Some tokenizers add an end-of-text id to every text. A prompt must not end with it.
         while ids.len() > 1 && ids.last().copied() == tokenizer.eos_id() {
             ids.pop();
         }
@@ -129,17 +129,18 @@ impl Writer {
         self.write(ids, show)
     }
 
-    /// What the model is told before the first message.
+    /// Adds a system message to the conversation.
     pub fn instruct(&mut self, system: &str) {
         self.conversation.push(json!({"role": "system", "content": system}));
     }
 
-    /// A new conversation begins; what the model is told before the first message stays.
+    /// Starts a new conversation; the system message stays.
     pub fn forget(&mut self) {
         self.conversation.retain(|message| message["role"] == "system");
     }
 
-    /// Answers `message` in the conversation. An answer that a signal ended belongs to it as far as it went.
+    /// Answers `message` in the conversation. If a signal stops the answer, the generated part is added to the
+    /// conversation.
     pub fn reply(&mut self, message: &str, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<Written> {
         let Some(template) = &self.described.template else {
             return Err(Error::new("this model has no chat template")
@@ -153,7 +154,7 @@ impl Writer {
         let written = written.and_then(|ids| self.write(ids, show));
         match &written {
             Ok(w) => self.conversation.push(json!({"role": "assistant", "content": w.text})),
-            // The turn is taken back: the conversation can go on.
+            // Removes the message, so that the conversation can continue.
             Err(_) => drop(self.conversation.pop()),
         }
         written
@@ -186,7 +187,7 @@ impl Writer {
         let request = Request { prompt, number: 0 };
         signal::answering(true);
         let result = self.session.answer(policy, &request, &self.settings, &mut |_, id| {
-            // From here on the text itself shows that something happens.
+            // From here on the generated text shows the progress.
             phase = None;
             give(stream.push(id)?, &mut text)
         });
@@ -201,14 +202,14 @@ impl Writer {
     }
 }
 
-/// Tokens of context that are decoded again with a new one: how a token reads depends on those before it
+/// Number of earlier tokens that are decoded again with a new one: the text of a token depends on the tokens before it
 /// (leading spaces).
 const CONTEXT: usize = 8;
 
-/// Token ids to text while they come. A character of several tokens is held back until it is whole.
+/// Converts token ids to text in a stream. A character of several tokens is shown when it is complete.
 struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// Context, then ids whose text was not given yet.
+    /// The context, then the ids whose text was not returned yet.
     ids: Vec<u32>,
     context: usize,
 }
@@ -223,7 +224,7 @@ impl<'a> TextStream<'a> {
         }
     }
 
-    /// Text of the ids behind the context.
+    /// Text of the ids after the context.
     fn pending(&self) -> Result<String> {
         let all = self.tokenizer.decode(&self.ids, true)?;
         let before = self.tokenizer.decode(&self.ids[..self.context], true)?;
@@ -233,7 +234,7 @@ impl<'a> TextStream<'a> {
         }
     }
 
-    /// What can be shown after one more token; may be empty.
+    /// Adds a token and returns the text that can be shown now; may be empty.
     fn push(&mut self, id: u32) -> Result<String> {
         self.ids.push(id);
         let text = self.pending()?;

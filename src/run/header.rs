@@ -1,5 +1,5 @@
-//! The header of a training run: what is trained, on which data, how long, and with how much memory.
-//! Knows the recipe, the data and the plan; knows nothing of the engine.
+//! The header of a training run: trained parameters, data, length of the run, and memory.
+//! Uses the recipe, the data and the plan; does not use the engine.
 
 use super::learning;
 use super::rows;
@@ -15,7 +15,7 @@ use crate::plan::Plan;
 use crate::recipe::Recipe;
 use crate::source::ParamInfo;
 
-/// Elements that the whole run trains.
+/// Number of elements that the run trains in total.
 pub fn trained_elements(tuning: &Tuning, steps: u64, params: &[ParamInfo], adapters: &Adapters) -> u64 {
     let names = tuning.trained_until(steps.max(1));
     let weights: usize = params
@@ -27,7 +27,7 @@ pub fn trained_elements(tuning: &Tuning, steps: u64, params: &[ParamInfo], adapt
     (weights + lora) as u64
 }
 
-/// The lines of the box before the first step: name and text.
+/// The lines of the box before the first step, each with a name and a text.
 #[allow(clippy::too_many_arguments)]
 pub fn header(
     recipe: &Recipe,

@@ -1,8 +1,8 @@
-//! The inputs of every linear over some rows, one layer at a time: all rows go through a layer before the next one is
-//! fetched, and the covariances of a layer are dropped before those of the next one exist.
+//! Computes the input covariance of every linear over some rows, one layer at a time. All rows go through a layer
+//! before the next one is fetched, and the covariances of a layer are freed before those of the next one are allocated.
 //!
-//! Held: the hidden states of all rows, N·D·4 bytes, and one layer's covariances, 8·I² bytes for each of its (up to
-//! four) different inputs. There is no padding to leave out: rows lie end to end.
+//! Memory: the hidden states of all rows, N·D·4 bytes, and one layer's covariances, 8·I² bytes for each of its (up to
+//! four) different inputs. The rows have no padding: they are concatenated.
 //!
 //! Letters: N tokens, D hidden size, I input features.
 
@@ -15,7 +15,7 @@ use crate::peft::start::{Arithmetic, Covariance};
 use candle_core::{DType, Tensor, TensorId};
 use std::cell::RefCell;
 
-/// Rows in order, several to a batch.
+/// Puts the rows in batches and keeps their order.
 pub fn batches(examples: &[Example]) -> Vec<Batch> {
     let mut out = Vec::new();
     let (mut first, mut tokens) = (0, 0);
@@ -38,7 +38,7 @@ pub struct Covariances {
     groups: Vec<Group>,
 }
 
-/// Linears that read one input share its covariance.
+/// Linears with the same input share one covariance.
 struct Group {
     modules: Vec<String>,
     covariance: Covariance,
@@ -54,7 +54,7 @@ impl Covariances {
     }
 }
 
-/// Adds up while a layer runs.
+/// Sums the covariances while a layer runs.
 struct Seen {
     arithmetic: Arithmetic,
     found: RefCell<Found>,
@@ -117,7 +117,7 @@ impl Observer for Seen {
     }
 }
 
-/// Hands the covariances of each layer to `each`, from the first layer up.
+/// Calls `each` with the covariances of each layer, from the first layer up.
 pub fn observe(
     network: &Network,
     batches: &[Batch],

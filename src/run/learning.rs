@@ -1,5 +1,5 @@
-//! Can this run learn, and what should a user know of its steps? Before the first step from recipe, schedule and rows; in
-//! the run from losses. Knows numbers; knows no engine.
+//! Checks if a run can learn: before the first step from recipe, schedule and rows, during the run from its losses.
+//! Works on numbers only; does not use the engine.
 
 use super::prompts;
 use super::tuning::Tuning;
@@ -10,24 +10,24 @@ use crate::optim::Schedule;
 use crate::recipe::{Recipe, Stage};
 use std::collections::VecDeque;
 
-/// Fewer steps than this get a warning.
+/// A run with fewer steps gets a warning.
 const FEW_STEPS: u64 = 10;
-/// Steps that are searched for a rate above 0; after a warm-up step the next one has it.
+/// Number of steps in which a rate above 0 is searched; a warm-up step with rate 0 is followed by one above 0.
 const SEARCHED: u64 = 10_000;
-/// A step this small changes no weight in f32.
+/// A learning rate below this changes no weight in f32.
 const TINY_RATE: f64 = 1e-10;
 
-/// Learning rate at optimizer step `step`, from 1.
+/// Learning rate of optimizer step `step`, counted from 1.
 pub fn rate(recipe: &Recipe, schedule: &Schedule, tuning: &Tuning, step: u64) -> f64 {
     recipe.optimizer.learning_rate * schedule.multiplier(step) * tuning.warmup(step)
 }
 
-/// As f32, in which weights are changed.
+/// True if the rate is above 0 in f32, the type in which weights are updated.
 fn learns(rate: f64) -> bool {
     rate as f32 > 0.0
 }
 
-/// Errors: a run of one step or more in which no step has a learning rate above 0.
+/// Errors: the run has steps, but none with a learning rate above 0.
 pub fn check(recipe: &Recipe, tuning: &Tuning, steps: u64) -> Result<()> {
     let schedule = Schedule::new(&recipe.schedule, steps);
     let mut rates = (1..=steps.min(SEARCHED)).map(|step| rate(recipe, &schedule, tuning, step));
@@ -58,7 +58,7 @@ fn plural(steps: u64) -> String {
     format!("{} step{}", count(steps), if steps == 1 { "" } else { "s" })
 }
 
-/// How often the run sees each row, in words; none for a stage that answers prompts.
+/// How often the run sees each row, as text; `None` for RL stages.
 pub fn seen(recipe: &Recipe, stream: &BatchStream) -> Option<String> {
     if prompts::reinforces(recipe) || stream.steps() == 0 {
         return None;
@@ -75,13 +75,13 @@ pub fn seen(recipe: &Recipe, stream: &BatchStream) -> Option<String> {
     })
 }
 
-/// Blocks that have a turn, and all of them; none where one set trains all the time.
+/// Number of blocks that are trained, and number of all blocks; `None` if one set trains in all steps.
 pub fn blocks_trained(recipe: &Recipe, tuning: &Tuning, steps: u64) -> Option<(usize, usize)> {
     let schedule = Schedule::new(&recipe.schedule, steps);
     tuning.blocks_trained(steps, |step| learns(rate(recipe, &schedule, tuning, step)))
 }
 
-/// What is allowed, but seldom meant.
+/// Warnings about settings that are allowed but rarely intended.
 pub fn warnings(recipe: &Recipe, tuning: &Tuning, stream: &BatchStream) -> Vec<String> {
     let (steps, train) = (stream.steps(), &recipe.train);
     let mut all = Vec::new();
@@ -138,19 +138,19 @@ pub fn warnings(recipe: &Recipe, tuning: &Tuning, stream: &BatchStream) -> Vec<S
     all
 }
 
-/// Watches the losses of a run for divergence, and whether any step could change a weight.
+/// Monitors the losses of a run for divergence, and checks if any step changed a weight.
 pub struct Watch {
     first: Vec<f64>,
     last: VecDeque<f64>,
     steps: u64,
-    /// A loss per token above this is worse than guessing.
+    /// A loss per token above this is worse than uniform guessing.
     guessing: Option<f64>,
     comparable: bool,
     moved: bool,
     warned: bool,
 }
 
-/// Losses in a mean.
+/// Number of losses in a mean.
 const MEAN: usize = 10;
 
 impl Watch {
@@ -161,14 +161,14 @@ impl Watch {
             last: VecDeque::new(),
             steps: 0,
             guessing: tokens.then(|| 1.5 * (vocab.max(2) as f64).ln()),
-            // The loss of a stage that answers prompts says little of its progress.
+            // In RL stages the loss does not measure progress.
             comparable: !prompts::reinforces(recipe),
             moved: false,
             warned: false,
         }
     }
 
-    /// One step; a warning, at most once in a run.
+    /// Adds a step. Returns a warning, at most once per run.
     pub fn step(&mut self, loss: f64, rate: f64, grad_norm: f64) -> Option<String> {
         self.moved |= learns(rate) && grad_norm > 0.0;
         self.steps += 1;
@@ -185,7 +185,7 @@ impl Watch {
         }
     }
 
-    /// At the end of a run: of what it should not be silent.
+    /// Returns the warnings at the end of a run.
     pub fn end(&mut self) -> Vec<String> {
         let mut all: Vec<String> = self.diverged().into_iter().collect();
         if self.steps > 0 && !self.moved {
@@ -205,7 +205,7 @@ impl Watch {
         let last = mean(&mut self.last.iter().rev());
         let worse = self.steps > 1 && last > 3.0 * first + 1.0;
         let guesses = self.guessing.is_some_and(|most| last > most && last > 1.2 * first);
-        // Of a resumed run the first losses are not those of the run.
+        // A resumed run does not have the first losses of the run, so `far` compares with guessing instead.
         let far = self.guessing.is_some_and(|most| last > 2.0 * most);
         if self.warned || !self.comparable || !(worse || guesses || far) {
             return None;
@@ -283,12 +283,12 @@ mod tests {
         assert_eq!(losses("sft", &falling), 0);
         assert_eq!(losses("sft", &[6.9, 3000.0, 750_000.0]), 1);
         assert_eq!(losses("sft", &[6.9, 7.0, 6.8, 7.1]), 0);
-        // A model that knew its task, and a jump that passes.
+        // A model that was good at first, and a single outlier.
         let spoiled: Vec<f64> = (0..100).map(|i| if i < 50 { 0.5 } else { 4.0 }).collect();
         assert_eq!(losses("sft", &spoiled), 1);
         let jump: Vec<f64> = (0..100).map(|i| if i == 50 { 8.0 } else { 0.5 }).collect();
         assert_eq!(losses("sft", &jump), 0);
-        // Resumed after it diverged.
+        // Resumed after divergence.
         assert_eq!(losses("sft", &[700.0; 3]), 1);
         assert_eq!(losses("dpo", &[0.69, 9.0]), 1);
         assert_eq!(losses("dpo", &[0.69, 0.9]), 0);

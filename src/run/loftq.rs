@@ -1,8 +1,8 @@
-//! LoftQ (Li et al. 2023, arXiv 2310.08659, algorithm 1): weights that are stored as codes lose something; the pair
-//! starts with the best low-rank part of it, and with more than one iteration the codes are made anew of what the pair
-//! does not say. Whatever the storage is: int8, int4 or nf4.
+//! LoftQ (Li et al. 2023, arXiv 2310.08659, algorithm 1). The LoRA pair starts with the best low-rank approximation of
+//! the quantization error. With more than one iteration the rest, W minus the pair, is quantized again. Works with
+//! every format: int8, int4 and nf4.
 //!
-//! The adapter belongs to the weights that the codes stand for, not to the original ones: `finish` saves both.
+//! The adapter belongs to the dequantized weights, not to the original ones: `finish` saves both.
 //!
 //! Letters: I input features, O output features, R rank.
 
@@ -17,22 +17,22 @@ use crate::recipe::{Dtype, LoraInit};
 use crate::source::Numbers;
 use faer::{Mat, MatRef};
 
-/// What the start found for one linear.
+/// The result for one linear.
 struct Found {
     pair: Pair,
-    /// Other codes than those that are here.
+    /// New values to quantize, if they differ from the current quantized data.
     codes: Option<Vec<f32>>,
-    /// ‖W - Q‖ before, ‖W - Q - s·B·A‖ after, over ‖W‖.
+    /// ‖W - Q‖ before and ‖W - Q - s·B·A‖ after, both relative to ‖W‖.
     errors: (f64, f64),
 }
 
-/// Errors: no weight is stored as codes, or the full-precision weights are not at hand.
+/// Errors: no weight is quantized, or the full-precision weights are not available.
 pub(super) fn fill(s: &mut Setting, network: &Network) -> Result<()> {
     let (iterations, dtype) = (s.recipe.tune.lora.loftq_iter, s.recipe.model.dtype);
     let progress = Progress::new(LoraInit::Loftq.name(), network);
     let (mut before, mut after, mut n) = (0.0, 0.0, 0usize);
     for layer in 0..network.layers() {
-        // A linear that loses nothing keeps the default start.
+        // A linear without quantization error keeps the default initialization.
         let coded = |t: &Task| t.linear.weight.format().is_some();
         let tasks: Vec<Task> = tasks(network, layer)?.into_iter().filter(coded).collect();
         let mut originals = Vec::new();
@@ -81,7 +81,7 @@ fn original(network: &Network, linear: &Linear) -> Result<Mat<f64>> {
     Ok(algebra::matrix(&values, outputs, inputs))
 }
 
-/// Q₁ = q(W); then (A, B) the best R components of W - Qₜ, and Qₜ₊₁ = q(W - s·B·A).
+/// Q₁ = q(W); then (A, B) is the best rank-R approximation of W - Qₜ, and Qₜ₊₁ = q(W - s·B·A).
 fn one(task: &Task, w: MatRef<'_, f64>, iterations: usize, dtype: Dtype) -> Result<Found> {
     let Some(format) = task.linear.weight.format() else {
         return Err(Error::new("this weight is not stored as codes"));

@@ -1,6 +1,6 @@
-//! What merging did to the answers: the largest difference between the logits of base and adapters, computed side by
-//! side, and those of the merged weights as they are stored; of a reward model between its scores. One layer's weights
-//! in memory at a time.
+//! Measures the effect of merging: the largest difference between the logits of the base with its adapters and the
+//! logits of the merged weights as they are stored. For a reward model it compares scores. Holds one layer's weights at
+//! a time.
 
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result, progress};
@@ -15,10 +15,10 @@ use candle_core::{Device, Tensor};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Ids that are looked at: drawn, so that any model can be compared.
+/// Number of random token ids that are compared; random ids work for any model.
 const TOKENS: usize = 48;
 
-/// Reads a group anew each time it is asked for, as f32, with adapters folded in where they are not run beside it.
+/// Reads a group as f32 each time it is fetched, and merges `folded` into it. Other adapters run beside it.
 struct Streamed {
     weights: Weights,
     params: Vec<ParamInfo>,
@@ -69,7 +69,7 @@ impl Streamed {
     }
 }
 
-/// Logits of the drawn ids, `[TOKENS · V]`; with a score head `[1, D]` their scores, `[TOKENS]`.
+/// Logits of the random ids, `[TOKENS · V]`; with a score head `[1, D]` their scores, `[TOKENS]`.
 fn logits(
     dir: &Path,
     spec: &Spec,
@@ -79,7 +79,7 @@ fn logits(
 ) -> Result<Vec<f32>> {
     let mut weights = Weights::open(dir)?;
     if !spec.tied && weights.info(LM_HEAD).is_none() {
-        // A tied model that an adapter unties.
+        // The adapter unties a tied model.
         weights = export::untied_weights(weights)?;
     }
     let source = Streamed {
@@ -109,16 +109,16 @@ fn logits(
     })
 }
 
-/// The largest difference of a logit (or score), and the largest one. One whole adapter runs beside the base as in training;
-/// weighted sums are folded in in f32.
-/// `untied`: an adapter gave embedding and head of a tied model matrices of their own.
+/// Returns the largest difference of a logit (or score), and the largest logit (or score). A single adapter of weight 1
+/// (without full modules or rows) runs beside the base as in training; other sums are merged in f32.
+/// `untied`: an adapter has separate embedding and head matrices for a tied model.
 pub fn difference(base: &Path, adapters: Vec<Weighted>, merged: &Path, untied: bool) -> Result<(f32, f32)> {
     let mut spec = families::read(&Config::load(base)?)?;
     spec.tied &= !untied;
     let score = adapters.iter().find_map(|a| a.adapter.score.clone());
     let stored = match score {
         Some(_) => {
-            // There is no output projection to look for.
+            // The model has no output projection.
             spec.tied = true;
             let values = Weights::open(merged)?.read_f32(export::SCORE)?;
             Some(Tensor::from_vec(values, (1, spec.hidden), &Device::Cpu)?)

@@ -1,4 +1,4 @@
-//! `ft merge`: a model and its adapters into one model directory, one tensor in memory at a time.
+//! `ft merge`: merges a model and its adapters into one model directory, one tensor in memory at a time.
 
 use super::logits;
 use super::stage::preference::pad_id;
@@ -20,7 +20,7 @@ use half::{bf16, f16};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-/// What was written.
+/// The result of a merge.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MergeReport {
     pub out: PathBuf,
@@ -29,23 +29,23 @@ pub struct MergeReport {
     pub merged: usize,
     /// Bytes of all tensors.
     pub bytes: u64,
-    /// Number formats of the written tensors, as safetensors names them.
+    /// Types of the written tensors, with their safetensors names.
     pub dtypes: Vec<&'static str>,
-    /// What rounding to the stored format did to the merged weights, as a part of what the adapter does to
-    /// them (ratio of the root mean squares): 0 in f32; near 1 the adapter is lost in the rounding.
+    /// Error of rounding the merged weights to the stored type, relative to the change by the adapter (ratio of the
+    /// root mean squares): 0 in f32; near 1 the rounding removes the effect of the adapter.
     pub rounding: f64,
-    /// The largest difference between a logit before and after, and the largest logit, on drawn ids; of a reward model
-    /// of scores.
+    /// The largest difference between a logit before and after the merge, and the largest logit, on random ids; for a
+    /// reward model the same with scores.
     pub logits: (f32, f32),
 }
 
-/// Adds the changes of adapters, each with its directory and weight (1: all of it, -1: taken off), to the weights
-/// of the model in `model_dir`, in f32, and writes `out` with the number format in which each tensor is stored, or
-/// in `dtype`. Tensors without an adapter keep their bytes. Every change is that to the original weights. The adapter of
-/// a reward model makes a sequence classifier of the model: its score head takes the place of the output projection.
+/// Adds adapters to the weights of the model in `model_dir`, in f32. Each has its directory and weight (1: added in
+/// full, -1: subtracted). Writes `out` with the stored type of each tensor, or with `dtype`. Tensors without an adapter
+/// keep their bytes. Every change is relative to the original weights. The adapter of a reward model turns the model
+/// into a sequence classifier: its score head replaces the output projection.
 ///
-/// Errors: `out` holds something; an adapter does not fit, or was trained on another base; a weight is
-/// missing, of another shape, or not one of this model; not enough disk. Then nothing is written.
+/// Errors: `out` is not empty; an adapter does not fit, or was trained on another base; a weight is missing, has
+/// another shape, or is not part of this model; not enough disk space. In these cases nothing is written.
 pub fn merge(
     model_dir: &Path,
     adapter_dirs: &[(PathBuf, f32)],
@@ -113,7 +113,7 @@ pub fn merge(
     if let Some(dtype) = dtype {
         export::set_dtype(&mut raw, export::stored(dtype));
     }
-    // An adapter knows the template it was trained with.
+    // The adapter directory has the template of its training.
     let templates = adapter_dirs.iter().map(|(dir, _)| dir.join("chat_template.jinja"));
     let template = match templates.rev().find(|t| t.is_file()) {
         Some(template) => Some(files::read_text(&template)?),
@@ -152,7 +152,8 @@ pub fn merge(
     })
 }
 
-/// One adapter unties embedding and head of the model, another changes both at once: their sum has no meaning.
+/// Refuses a mix of adapters that untie embedding and head with adapters that change both at once: the sum is
+/// undefined.
 fn refuse_mixed_ties(dirs: &[(PathBuf, f32)], adapters: &[Weighted], tied: &Spec) -> Result<()> {
     for ((dir, _), a) in dirs.iter().zip(adapters) {
         if !export::unties(dir, tied)? && (a.changes(EMBEDDING) || a.changes(LM_HEAD) || a.adapter.score.is_some()) {
@@ -167,7 +168,7 @@ fn refuse_mixed_ties(dirs: &[(PathBuf, f32)], adapters: &[Weighted], tied: &Spec
     Ok(())
 }
 
-/// The score head that an adapter brings. Errors: two bring one.
+/// The score head of an adapter. Errors: two adapters have one.
 fn score_of(adapters: &[Weighted]) -> Result<Option<&Tensor>> {
     let mut scores = adapters.iter().filter_map(|a| a.adapter.score.as_ref());
     match (scores.next(), scores.next()) {
@@ -199,7 +200,7 @@ fn write_one(
     }
 }
 
-/// Sums of squares: what rounding changed, and what the adapter changed.
+/// Sums of squares: changes by rounding, and changes by the adapter.
 #[derive(Debug, Default)]
 struct Rounding {
     lost: f64,
@@ -241,7 +242,7 @@ pub(super) fn refuse_existing(out: &Path) -> Result<()> {
         .hint("give the name of a directory that does not exist yet"))
 }
 
-/// Merging into codes would lose the adapter in their steps.
+/// Refuses quantized weights: their rounding would remove the effect of the adapter.
 pub(super) fn refuse_codes(spec: &Spec, weights: &Weights) -> Result<()> {
     for p in spec.params() {
         if let Some((_, format)) = stored::find(weights, &p.name)? {
@@ -255,7 +256,7 @@ pub(super) fn refuse_codes(spec: &Spec, weights: &Weights) -> Result<()> {
     Ok(())
 }
 
-/// A weight that this model does not use would be left out in silence.
+/// Refuses weights that this model does not use: they would be lost without notice.
 pub(super) fn refuse_strangers(spec: &Spec, weights: &Weights) -> Result<()> {
     let params = spec.params();
     let known: HashSet<&str> = params.iter().map(|p| &*p.name).collect();

@@ -1,5 +1,5 @@
-//! The programs behind the subcommands, each read from top to bottom.
-//! Knows every room below. Prints nothing: results go back to `cli`, progress through `report`.
+//! The programs of the subcommands; each reads from top to bottom.
+//! Uses all modules below. Prints nothing: `cli` receives the results, `report` shows the progress.
 
 pub mod adapter_tools;
 pub mod adapters;

@@ -1,4 +1,4 @@
-//! What a user names as a model: a model directory, a hub id, an adapter with its base, a run, or a checkpoint.
+//! Finds the model for a name: a model directory, a hub id, an adapter with its base, a run, or a checkpoint.
 
 use super::export::{self, Scratch};
 use crate::base::{Error, Result, paths};
@@ -7,7 +7,7 @@ use crate::hub;
 use crate::model::shapes;
 use std::path::{Path, PathBuf};
 
-/// What lies at a name.
+/// The kind of directory at a name.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Place {
     Model(PathBuf),
@@ -15,9 +15,9 @@ pub enum Place {
     Checkpoint(PathBuf),
 }
 
-/// Looks at a directory or fetches a hub id; of a run its `final/`, else its newest checkpoint.
+/// Inspects a directory or downloads a hub id. For a run: its `final/`, else its newest checkpoint.
 ///
-/// Errors: nothing is there, or nothing that holds a model.
+/// Errors: the directory does not exist or holds no model.
 pub fn locate(name: &str) -> Result<Place> {
     let dir = match Path::new(name).exists() {
         true => PathBuf::from(name),
@@ -58,22 +58,22 @@ pub fn locate(name: &str) -> Result<Place> {
     })
 }
 
-/// A base model with an adapter or without.
+/// A base model with or without an adapter.
 pub struct Named {
     /// A directory, a hub id or a shape.
     pub model: String,
     pub adapter: Option<PathBuf>,
-    /// The template that the adapter was trained with.
+    /// The chat template of the adapter's training.
     pub template: Option<String>,
-    /// What was taken, where it is not what was written.
+    /// The directories that were used, if they differ from the given names.
     pub notes: Vec<String>,
-    /// Directories made of checkpoints: removed with this.
+    /// Directories written from checkpoints; they are removed on drop.
     _scratch: Vec<Scratch>,
 }
 
-/// Finds the model and the adapter that are meant by these names.
+/// Finds the model and the adapter for these names.
 ///
-/// Errors: as `locate`; two adapters; the base of an adapter is not here.
+/// Errors: as `locate`; two adapters; the base of an adapter is not available.
 pub fn find(model: &str, adapter: Option<&Path>) -> Result<Named> {
     let mut out = Named {
         model: model.to_string(),
@@ -110,10 +110,10 @@ pub fn find(model: &str, adapter: Option<&Path>) -> Result<Named> {
     Ok(out)
 }
 
-/// Directories for a program that works on files: a whole model (`None`: the base of the first adapter), and adapters.
-/// Runs, checkpoints and hub ids are taken too.
+/// Finds directories for a program that works on files: a full model (`None`: the base of the first adapter), and
+/// adapters. Accepts runs, checkpoints and hub ids too.
 ///
-/// Errors: as `find`; a model that is an adapter.
+/// Errors: as `find`; `model` is an adapter.
 pub fn directories(model: Option<&Path>, adapters: &[PathBuf]) -> Result<(PathBuf, Vec<PathBuf>, Named)> {
     let mut out = Named {
         model: String::new(),
@@ -143,9 +143,9 @@ pub fn directories(model: Option<&Path>, adapters: &[PathBuf]) -> Result<(PathBu
     }
 }
 
-/// The adapter directory of a recipe's key: a directory, a run or a hub id.
+/// Finds the adapter directory for a recipe key: a directory, a run or a hub id.
 ///
-/// Errors: nothing is there; a checkpoint, which is no adapter directory yet.
+/// Errors: the directory does not exist; it is a checkpoint, which is not an adapter directory yet.
 pub fn adapter_directory(name: &str) -> Result<PathBuf> {
     match locate(name)? {
         Place::Adapter(dir) => Ok(dir),
@@ -163,7 +163,7 @@ impl Named {
         self.notes.push(format!("{written}: {taken}"));
     }
 
-    /// A checkpoint becomes the directory that `final/` would have been.
+    /// Writes a checkpoint to a temporary directory, equal to `final/` at that step.
     fn written(&mut self, place: Place, name: &str) -> Result<Place> {
         let Place::Checkpoint(dir) = place else {
             return Ok(place);
@@ -191,7 +191,7 @@ impl Named {
     }
 }
 
-/// The base that an adapter names. Errors: it names none, or one that is not here.
+/// The base model of an adapter. Errors: the config has none, or it is not available.
 fn base_of(dir: &Path) -> Result<String> {
     let config = AdapterConfig::load(dir)?;
     let inside = dir.join("base");

@@ -1,9 +1,9 @@
-//! Commands to go on with after a run.
+//! Commands to suggest after a run.
 
 use crate::recipe::{Method, Recipe, Stage};
 use std::path::Path;
 
-/// What to do with `final_dir`, the result of this recipe.
+/// Returns the commands for `final_dir`, the result of this recipe.
 pub fn after_training(recipe: &Recipe, final_dir: &Path) -> Vec<String> {
     let dir = word(&final_dir.display().to_string());
     let adapter = recipe.tune.method == Method::Lora;
@@ -20,7 +20,7 @@ pub fn after_training(recipe: &Recipe, final_dir: &Path) -> Vec<String> {
     if stage == Stage::Reward {
         all.clear();
     }
-    // Prompts without answers, and pairs for other models than reward models, cannot be evaluated.
+    // Prompts without answers cannot be evaluated; pairs only with a reward model.
     if !matches!(stage, Stage::Grpo | Stage::Ppo) && (!stage.is_preference() || stage == Stage::Reward) {
         let rows = recipe
             .data
@@ -39,7 +39,7 @@ pub fn after_training(recipe: &Recipe, final_dir: &Path) -> Vec<String> {
     all
 }
 
-/// As one word of a shell.
+/// Quotes text as one word of a shell.
 fn word(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:,@%".contains(c);
     match !text.is_empty() && text.chars().all(plain) {

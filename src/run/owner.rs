@@ -1,5 +1,5 @@
-//! Which files of a run directory are ft's own: the manifest `run.json`, what a directory without one must look like to
-//! be a run, and the removal of a run. Knows names and contents of a run directory. Knows nothing of training.
+//! Ownership of the files in a run directory: the manifest `run.json`, how to recognize a run without a manifest, and
+//! the removal of a run. Uses names and contents of files only; independent of training.
 
 use super::setup;
 use crate::base::staging::{self, Cleaned};
@@ -12,13 +12,13 @@ use std::path::{Path, PathBuf};
 
 pub const MANIFEST: &str = "run.json";
 pub const FINAL: &str = "final";
-/// Processes that the manifest remembers.
+/// Number of processes that the manifest keeps.
 const PROCESSES: usize = 256;
 
-/// Directories of temporary files in a run directory.
+/// Scratch directories in a run directory.
 const SCRATCH: [&str; 3] = [setup::TRAINED, setup::DRAWN, setup::TEACHER];
 
-/// Files of a run, beside checkpoints and `final/`.
+/// Files of a run, except checkpoints and `final/`.
 const FILES: [&str; 9] = [
     MANIFEST,
     setup::CODES,
@@ -31,33 +31,33 @@ const FILES: [&str; 9] = [
     "samples.jsonl",
 ];
 
-/// Names that ft uses in a run directory, beside those of checkpoints.
+/// True for names that ft uses in a run directory, except those of checkpoints.
 pub fn is_name(name: &str) -> bool {
     name == FINAL || FILES.contains(&name)
 }
 
-/// What ft has made in a run directory.
+/// The files that ft created in a run directory.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Manifest {
-    /// Processes that have worked here, the last one last.
+    /// Ids of processes that worked here, the latest last.
     processes: Vec<u32>,
-    /// Files of `final/` as they were written: size, and time of the last change in nanoseconds.
+    /// Files of `final/` at the time of writing: size, and modification time in nanoseconds.
     finals: BTreeMap<String, (u64, i64)>,
 }
 
-/// What a directory is before a run begins in it.
+/// The state of a directory before a run starts in it.
 #[derive(Debug, PartialEq)]
 pub enum Kind {
-    /// Nothing is there (hidden entries do not count).
+    /// The directory is empty or does not exist (hidden entries do not count).
     New,
     /// A run of ft.
     Run(Manifest),
-    /// Something else: some of its names.
+    /// Another directory, with some of its entries.
     Other(Vec<String>),
 }
 
 impl Kind {
-    /// Looks, and changes nothing.
+    /// Inspects the directory and changes nothing.
     ///
     /// Errors: `run_dir` is a file or cannot be listed; a manifest of a later version.
     pub fn of(run_dir: &Path) -> Result<Self> {
@@ -90,7 +90,8 @@ impl Kind {
     }
 }
 
-/// Runs had no manifest once, and a damaged one must not lose a run: their other files say what they are.
+/// True for a run without a valid manifest. Early versions wrote none, and a damaged one must not make a run unusable:
+/// other files identify the run.
 fn is_run_without_manifest(run_dir: &Path) -> bool {
     let object = |name: &str| -> Option<Map<String, Value>> {
         let path = run_dir.join(name);
@@ -113,7 +114,7 @@ fn name_of(path: &Path) -> String {
 }
 
 impl Manifest {
-    /// `None`: there is none, or it is damaged.
+    /// Returns `None` if the manifest does not exist or is damaged.
     fn read(run_dir: &Path) -> Result<Option<Self>> {
         let path = run_dir.join(MANIFEST);
         if !path.symlink_metadata().is_ok_and(|m| m.is_file() && m.len() < 64 << 20) {
@@ -153,7 +154,7 @@ impl Manifest {
         files::write_atomic(&run_dir.join(MANIFEST), format!("{value:#}\n").as_bytes())
     }
 
-    /// This process works here from now on.
+    /// Registers this process in the manifest.
     pub fn join(&mut self, run_dir: &Path) -> Result<()> {
         self.processes.push(std::process::id());
         let surplus = self.processes.len().saturating_sub(PROCESSES);
@@ -161,14 +162,14 @@ impl Manifest {
         self.write(run_dir)
     }
 
-    /// Removes what earlier processes left unfinished. `last`: the one that held the lock before this one.
+    /// Removes unfinished files of earlier processes. `last`: the process that held the lock before this one.
     pub fn clean(&self, run_dir: &Path, last: Option<u32>) -> Result<Cleaned> {
         let processes: BTreeSet<u32> = self.processes.iter().copied().chain(last).collect();
         checkpoint::clean_leftovers(run_dir, &processes, &is_name)
     }
 
-    /// `final/` was written: remembers its files, and removes the one that was there before (it has the name `before`
-    /// now) if this run wrote all of it. True if it stays.
+    /// Records the files of the new `final/`, and removes the previous one (its name is `before` now) if this run wrote
+    /// all of it. Returns true if the previous one stays.
     pub fn exported(&mut self, run_dir: &Path, before: &Path) -> Result<bool> {
         let replaced = before.symlink_metadata().is_ok();
         let ours = self.is_final(before);
@@ -180,13 +181,13 @@ impl Manifest {
         Ok(replaced && !ours)
     }
 
-    /// Is this directory a `final/` as this run wrote it, nothing added and nothing changed?
+    /// True if this directory is an unchanged `final/` of this run.
     fn is_final(&self, dir: &Path) -> bool {
         !self.finals.is_empty() && staging::is_directory(dir) && inside(dir).is_ok_and(|now| now == self.finals)
     }
 
-    /// Removes a run; what ft did not make, or someone has changed, stays. Returns what went, and what stays although
-    /// it has a name that ft uses.
+    /// Removes a run. Files that ft did not create, or that were changed, stay. Returns the removed names, and the
+    /// names that stay although ft uses them.
     pub fn remove(&self, run_dir: &Path) -> Result<(Vec<String>, Vec<String>)> {
         let (mut removed, mut left) = (Vec::new(), Vec::new());
         for path in files::list(run_dir)? {
@@ -223,7 +224,7 @@ impl Manifest {
     }
 }
 
-/// Errors: a name that ft uses in a run directory is a link. What is written there would go elsewhere.
+/// Errors: a name that ft uses in a run directory is a link. Writing to it would change files elsewhere.
 pub fn refuse_links(run_dir: &Path) -> Result<()> {
     let names = FILES.iter().chain(&SCRATCH).chain([&FINAL, &lock::NAME]);
     match names.map(|n| run_dir.join(n)).find(|p| p.is_symlink()) {
@@ -234,7 +235,7 @@ pub fn refuse_links(run_dir: &Path) -> Result<()> {
     }
 }
 
-/// Removes the temporary files of a run.
+/// Removes the scratch files of a run.
 pub fn remove_scratch(run_dir: &Path) -> Result<()> {
     for name in SCRATCH {
         staging::remove_scratch(&run_dir.join(name))?;
@@ -246,8 +247,8 @@ pub fn remove_scratch(run_dir: &Path) -> Result<()> {
     }
 }
 
-/// Regular files below `dir` by their paths there: size and time of the last change. Anything else has size 0 and time
-/// -1, which no manifest has.
+/// Regular files below `dir` by relative path: size and modification time. Other entries have size 0 and time -1, which
+/// no manifest contains.
 fn inside(dir: &Path) -> Result<BTreeMap<String, (u64, i64)>> {
     let mut out = BTreeMap::new();
     let mut open = vec![dir.to_path_buf()];
@@ -291,7 +292,7 @@ mod tests {
         put(d, &[".gitkeep"]);
         std::fs::write(d.join("run.lock"), "process 7 since 2026-01-01 00:00:00 UTC\n").unwrap();
         assert_eq!(Kind::of(d).unwrap(), Kind::New);
-        // Names prove nothing.
+        // Names alone do not identify a run.
         put(
             d,
             &[
@@ -304,7 +305,7 @@ mod tests {
         assert!(matches!(Kind::of(d).unwrap(), Kind::Other(names) if names.len() == 4));
         put(d, &["run.json"]);
         assert!(matches!(Kind::of(d).unwrap(), Kind::Other(_)));
-        // A run of before there were manifests.
+        // A run of a version without manifests.
         put(d, &["recipe.toml", "resolved.toml"]);
         std::fs::write(d.join("plan.json"), "{}").unwrap();
         crate::report::write_environment(d, "avx2").unwrap();
@@ -379,7 +380,7 @@ mod tests {
                 removed.is_empty() && left == ["final (now final.left)"],
                 "{n}: {removed:?} {left:?}"
             );
-            // The same when it is replaced.
+            // The same check when it is replaced.
             put(d, &["final/config.json"]);
             assert!(manifest.exported(d, &d.join("final.left")).unwrap());
             assert!(d.join("final.left").exists());

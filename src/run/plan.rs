@@ -1,4 +1,4 @@
-//! `ft plan`: the forecast of a recipe from `config.json` alone; the rows are read too where they are here.
+//! `ft plan`: the memory forecast of a recipe from `config.json` alone. Also reads the rows if they are available.
 
 use super::defaults::{self, Before};
 use super::row_sizes::RowSizes;
@@ -21,26 +21,26 @@ pub struct Planned {
     pub plan: Plan,
     pub verdict: Verdict,
     pub disk: Space,
-    /// What the plan had to assume.
+    /// Assumptions of the plan.
     pub notes: Vec<String>,
-    /// It does not fit this machine.
+    /// The run does not fit this machine.
     pub refused: bool,
 }
 
-/// Does the run fit, here and now?
+/// States if the run fits in the memory of this machine now.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Verdict {
     pub fits: bool,
-    /// One line.
+    /// One line of text.
     pub text: String,
 }
 
-/// What a run writes, as `ft train` counts it before it starts.
+/// Disk space of a run, computed as `ft train` does before it starts.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Space {
-    /// Checkpoints (one more than are kept for a moment), the result, and what only the run itself needs.
+    /// Checkpoints (temporarily one more than the limit), the result, and scratch files.
     pub needed: u64,
-    /// `None`: the disk does not tell.
+    /// `None`: the free space is unknown.
     pub free: Option<u64>,
     pub directory: String,
 }
@@ -65,7 +65,7 @@ impl Space {
 }
 
 impl Planned {
-    /// The plan's own JSON, the verdict, and the disk.
+    /// The JSON of the plan with verdict and disk space.
     pub fn json(&self) -> Value {
         let mut out = self.plan.json();
         out["fits"] = json!(self.verdict.fits);
@@ -80,13 +80,13 @@ impl Planned {
     }
 }
 
-/// Loads no weights.
+/// Plans a recipe. Loads no weights.
 ///
-/// Errors: what is wrong with the config, with files that are here, or a plan above a budget of the recipe.
+/// Errors: an invalid config or data file, or a plan above a budget of the recipe.
 pub fn plan(recipe: &Recipe) -> Result<Planned> {
     let (dir, mut spec) = setup::read_spec(&recipe.model.path, &recipe.model.revision, recipe.model.init)?;
     spec.tied = setup::stays_tied(recipe, &spec)?;
-    // A GPU that a recipe names may be on another machine.
+    // The recipe may name a GPU of another machine.
     let device = match recipe.model.device.as_str() {
         "auto" => ops::device::open("auto")?.device,
         _ => Device::Cpu,
@@ -164,7 +164,7 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
     let does_not_fit = forecast.refused.is_some();
     match forecast.refused {
         Some(refused) if refused.by_budget => return Err(refused.error),
-        // The run may be meant for another machine.
+        // The run may be planned for another machine.
         Some(refused) => notes.push(format!("`ft train` would refuse this here: {}", refused.error)),
         None => {}
     }
@@ -177,11 +177,11 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
     })
 }
 
-/// Does a recipe fit the memory that is free here?
+/// How well a recipe fits the free memory of this machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fit {
     Fits,
-    /// Nearly all of it, or only with weights on the disk or in fewer bits.
+    /// It needs nearly all memory, or fits only with weights on the disk or with fewer bits.
     Tight,
     No,
 }
@@ -189,11 +189,11 @@ pub enum Fit {
 pub struct Fitted {
     pub fit: Fit,
     pub peak: u64,
-    /// What the planner gave up to make it fit.
+    /// The restrictions that the planner chose to make it fit.
     pub remark: Option<String>,
 }
 
-/// The verdict on a recipe whose model has a built-in shape: nothing is read and nothing is fetched.
+/// Checks a recipe with built-in shapes as models. Reads and downloads nothing.
 ///
 /// Errors: settings that contradict each other.
 pub fn fit(recipe: &Recipe) -> Result<Fitted> {
@@ -232,7 +232,7 @@ fn shape_of(path: &str) -> String {
     shapes::of_model(path).unwrap_or_else(|| path.to_string())
 }
 
-/// The recipe with built-in shapes in the place of its models, and without rows.
+/// Returns the recipe with built-in shapes instead of its models, and without rows.
 pub fn with_shapes(recipe: &Recipe) -> Recipe {
     let mut recipe = recipe.clone();
     recipe.model.path = shape_of(&recipe.model.path);
@@ -248,7 +248,7 @@ fn rows_are_here(recipe: &Recipe, dir: &Path) -> bool {
     dir.join("tokenizer.json").is_file() && files.into_iter().all(|f| Path::new(f).is_file())
 }
 
-/// From the model's directory: a hub id would be downloaded whole.
+/// Reads rows with the tokenizer of the local model directory: a hub id would download the full model.
 fn read(recipe: &Recipe, dir: &Path) -> Result<Rows> {
     let mut here = recipe.clone();
     here.model.path = dir.to_string_lossy().into_owned();

@@ -1,4 +1,4 @@
-//! The prompts of a recipe that trains by reward.
+//! The prompts of a recipe with an RL stage.
 
 use super::rewards;
 use super::rows::local;
@@ -11,29 +11,29 @@ use crate::data::prompts::{Prompt, Prompts};
 use crate::data::{Dataset, Example};
 use crate::recipe::{Recipe, Stage, TrainOn};
 
-/// What is trained on, and what is held out (may be empty).
+/// Prompts for training, and held-out prompts (may be empty).
 #[derive(Debug, Default)]
 pub struct Questions {
     pub train: Vec<Prompt>,
     pub eval: Vec<Prompt>,
 }
 
-/// Does the recipe train by reward?
+/// True if the recipe has an RL stage.
 pub fn reinforces(recipe: &Recipe) -> bool {
     matches!(recipe.train.stage, Stage::Ppo | Stage::Grpo)
 }
 
-/// Answers of one rollout.
+/// Number of answers in a rollout.
 pub fn answers_of_rollout(recipe: &Recipe) -> usize {
     recipe.train.batch_size * recipe.train.gradient_accumulation_steps * recipe.reinforce.num_mini_batches
 }
 
-/// Optimizer steps that one rollout feeds.
+/// Number of optimizer steps per rollout.
 pub fn steps_of_rollout(recipe: &Recipe) -> u64 {
     (recipe.reinforce.num_iterations * recipe.reinforce.num_mini_batches) as u64
 }
 
-/// Optimizer steps of a run over `prompts` prompts; the last rollout of a run by epochs is whole.
+/// Optimizer steps of a run over `prompts` prompts; in a run by epochs the last rollout is complete.
 pub fn steps(recipe: &Recipe, prompts: usize) -> u64 {
     if let Ok(steps) = u64::try_from(recipe.train.max_steps) {
         return steps;
@@ -43,10 +43,10 @@ pub fn steps(recipe: &Recipe, prompts: usize) -> u64 {
     rollouts as u64 * steps_of_rollout(recipe)
 }
 
-/// Reads the prompts and looks at the rewards. The data sets stand in for them where only lengths and hashes count:
-/// each row is as long as its prompt with the longest answer.
+/// Reads the prompts and checks the rewards. The returned data sets replace them where only lengths and hashes count:
+/// each row is as long as its prompt with the longest possible answer.
 ///
-/// Errors: a broken row or reward, a prompt that leaves no room for its answer.
+/// Errors: an invalid row or reward; a prompt that leaves no room for its answer.
 pub fn read(recipe: &Recipe, model: &Described) -> Result<(Dataset, Option<Dataset>, Questions)> {
     let encoder = Encoder {
         codec: &model.tokenizer,
@@ -89,7 +89,7 @@ pub fn read(recipe: &Recipe, model: &Described) -> Result<(Dataset, Option<Datas
             };
             part.push(prompt);
         }
-        // The split follows from the seed, which a resumed run has too.
+        // The split depends on the seed only, and a resumed run has the same seed.
         eval_hash = Some(hash.clone());
         hash = format!("{hash} less {}", questions.eval.len());
     }
@@ -116,7 +116,7 @@ fn example(prompt: &Prompt, room: usize) -> Example {
     }
 }
 
-/// What `ft data` shows of prompts: some with their known answers, and the counts.
+/// The output of `ft data` for prompts: some prompts with their known answers, and the counts.
 pub fn describe(questions: &Questions, model: &Described, rows: usize) -> Result<String> {
     let mut out = String::new();
     for prompt in questions.train.iter().take(rows) {

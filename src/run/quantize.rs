@@ -1,4 +1,4 @@
-//! `ft quantize`: a model directory whose projections are stored as codes, one weight in memory at a time.
+//! `ft quantize`: writes a model directory with quantized projections, one weight in memory at a time.
 
 use super::sensitivity::{self, Choice, Sensitivity};
 use super::setup::Described;
@@ -20,41 +20,41 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The readable report inside the new directory.
+/// The report in the new directory, as Markdown.
 const REPORT: &str = "quantization.md";
 
 #[derive(Debug, Clone, Copy)]
 pub struct Request<'a> {
     pub model: &'a Path,
     pub out: &'a Path,
-    /// The format of every projection; with a budget the smallest that may be chosen.
+    /// The format of every projection; with a budget the smallest format that can be chosen.
     pub to: Format,
-    /// Most bytes that all weights may take, and rows to measure on.
+    /// Budget in bytes for all weights, and the file of calibration rows.
     pub budget: Option<(u64, &'a Path)>,
-    /// Tokens of the rows that are measured on, at most.
+    /// Largest number of tokens of the calibration rows.
     pub calibration_tokens: usize,
 }
 
-/// What was written.
+/// The result of a quantization.
 #[derive(Debug, Clone)]
 pub struct Report {
     pub out: PathBuf,
     pub layout: Layout,
-    /// Weights of each format, by its name.
+    /// Number of weights in each format, by its name.
     pub counts: BTreeMap<String, usize>,
     /// Bytes of all weights before and after.
     pub before: u64,
     pub after: u64,
-    /// Root mean square of the change, as a part of that of the weights.
+    /// Root mean square of the quantization error, relative to that of the weights.
     pub error: f64,
     pub text: String,
 }
 
-/// Codes the projections of the model and writes `out`; everything else keeps its bytes. All-NF4 directories have
-/// the layout of bitsandbytes, others ft's own.
+/// Quantizes the projections of the model and writes `out`; other tensors keep their bytes. If all formats are NF4 the
+/// directory has the layout of bitsandbytes, otherwise ft's own.
 ///
-/// Errors: `out` holds something; the model is coded already; a budget that even the smallest choice misses; a weight
-/// that is missing, of another shape or not finite; not enough disk. Then nothing is written.
+/// Errors: `out` is not empty; the model is quantized already; even the smallest choice exceeds the budget; a weight is
+/// missing, has another shape or is not finite; not enough disk space. In these cases nothing is written.
 pub fn quantize(request: &Request) -> Result<Report> {
     super::merge::refuse_existing(request.out)?;
     let config = Config::load(request.model)?;
@@ -105,7 +105,7 @@ fn write(
         true => Layout::Bitsandbytes,
         false => Layout::Ft,
     };
-    // Each tensor with the parameter it belongs to.
+    // Each tensor with its parameter.
     let mut tensors: Vec<TensorPlan> = Vec::new();
     let mut owners: Vec<&ParamInfo> = Vec::new();
     for p in params {
@@ -147,7 +147,7 @@ fn write(
             return sink(Values::Raw(&weights.read_bytes(&plan.name)?));
         };
         if now.as_ref().is_none_or(|(name, _)| *name != owner.name) {
-            // The codes before are gone before the next weight is read.
+            // Frees the previous quantized data before it reads the next weight.
             now = None;
             let values = weights.read_f32(&owner.name)?;
             let coded = quant::encode(&values, (rows, columns), *format, decoded).map_err(|e| e.or_at(&*owner.name))?;

@@ -1,4 +1,4 @@
-//! How large the micro-batches of a run become: from the lengths of its rows, for a recipe and for changes of it.
+//! Sizes of the micro-batches of a run, from the lengths of its rows, for a recipe and for changes of it.
 
 use super::samples::SAMPLE_TOKENS;
 use super::{prompts, rows};
@@ -9,11 +9,11 @@ use crate::plan::Evaluation;
 use crate::recipe::{Recipe, Stage};
 use std::cell::RefCell;
 
-/// Sizes of a run's micro-batches.
+/// Sizes of the micro-batches of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sizes {
     pub largest: Largest,
-    /// Micro-batches of a step, fewer where the run has no more.
+    /// Micro-batches per step, or fewer if the run has no more.
     pub micro_batches: usize,
     /// Optimizer steps of the run.
     pub steps: u64,
@@ -21,22 +21,22 @@ pub struct Sizes {
     pub data_bytes: u64,
 }
 
-/// Rows that an evaluation answers together (`samples`, `stage::reinforce`).
+/// Rows that an evaluation answers per batch (`samples`, `stage::reinforce`).
 const ANSWERED: usize = 64;
 
 /// The lengths of the rows of a run.
 pub struct RowSizes {
     lengths: Vec<usize>,
-    /// Of the rows that are held out.
+    /// Lengths of the held-out rows.
     eval: Vec<usize>,
     /// Whether rows may be shuffled; grouped ones are not.
     shuffle: bool,
-    /// What was found before: the planner asks for each way again.
+    /// Cache of results: the planner asks again for each strategy.
     found: RefCell<Vec<(StreamSpec, Option<Sizes>)>>,
 }
 
 impl RowSizes {
-    /// As a run of `recipe` meets them: with on-policy distillation a row is as long as its longest possible answer.
+    /// The row lengths for `recipe`: with on-policy distillation a row is as long as its longest possible answer.
     pub fn new(recipe: &Recipe, stream: &BatchStream, eval: Option<&Dataset>) -> Self {
         let length = |row: &Example| match recipe.train.stage == Stage::Distill && recipe.distill.lmbda > 0.0 {
             true => {
@@ -62,12 +62,12 @@ impl RowSizes {
         self.lengths.len()
     }
 
-    /// What an evaluation of `recipe` needs.
+    /// The sizes of an evaluation of `recipe`.
     pub fn evaluation(&self, recipe: &Recipe) -> Evaluation {
         let stage = recipe.train.stage;
         let lengths = self.eval.iter().map(|n| (*n).min(recipe.data.max_length));
         let longest = lengths.clone().max().unwrap_or(0);
-        // Batches are filled up to a number of tokens; of preferences, to a number of rows.
+        // Batches are filled up to a number of tokens; batches of preferences up to a number of rows.
         let tokens = match stage.is_preference() {
             true => lengths.take(recipe.train.batch_size).sum(),
             false => {
@@ -80,7 +80,7 @@ impl RowSizes {
             true => self.eval.len().min(ANSWERED),
             false => 0,
         };
-        // A token is at least a byte of the prompt.
+        // A token of the prompt has at least one byte, so bytes bound the tokens.
         let prompts = &recipe.train.sample_prompts;
         let prompt = prompts.iter().map(|p| p.len() + SAMPLE_TOKENS).max().unwrap_or(0);
         Evaluation {
@@ -91,7 +91,7 @@ impl RowSizes {
         }
     }
 
-    /// Of a recipe, or of a changed one. `None`: it cannot be run with these rows.
+    /// The sizes for a recipe or a changed recipe. `None`: it cannot run with these rows.
     pub fn of(&self, recipe: &Recipe) -> Option<Sizes> {
         let spec = rows::stream(recipe, self.lengths.len());
         let known = self
@@ -128,7 +128,8 @@ impl RowSizes {
     }
 }
 
-/// Any answers of a rollout can meet in a micro-batch: at worst those to the longest prompts, each answered several times.
+/// A micro-batch can contain any answers of a rollout. Worst case: those to the longest prompts, each with all its
+/// answers.
 fn largest_of_answers(lengths: &[usize], recipe: &Recipe) -> Largest {
     let mut lengths = lengths.to_vec();
     lengths.sort_unstable_by(|a, b| b.cmp(a));
@@ -169,7 +170,7 @@ mod tests {
             (found.largest.tokens, found.largest.longest, found.steps),
             (4 * 180, 60, 3)
         );
-        // A change is found from the same rows, cut to what the change allows.
+        // A changed recipe uses the same rows, cut to its limits.
         recipe.data.max_length = 50;
         recipe.data.packing_length = 50;
         recipe.train.batch_size = 1;
@@ -183,7 +184,7 @@ mod tests {
         let text = "max_length = 64\npacking = false\n[train]\nstage = \"grpo\"\nbatch_size = 6\n[rlhf]\n\
                     rewards = [\"exact\"]\nnum_generations = 4\nmax_completion_length = 8\n";
         let (rows, recipe) = sizes(text, &[10, 30, 20], &[12; 100]);
-        // Four answers to the longest prompt and two to the next.
+        // Four answers to the longest prompt and two to the second longest.
         assert_eq!(rows.of(&recipe).unwrap().largest.tokens, 4 * 30 + 2 * 20);
         let evaluation = rows.evaluation(&recipe);
         assert_eq!(
@@ -194,7 +195,7 @@ mod tests {
                     lmbda = 0.5\nmax_new_tokens = 20\n";
         let (rows, mut recipe) = sizes(text, &[40], &[]);
         recipe.train.batch_size = 1;
-        // Half of the row is the prompt: 20 tokens, and as many of the student.
+        // Half of the row is the prompt: 20 tokens. The student can generate 20 more.
         assert_eq!(rows.of(&recipe).unwrap().largest.longest, 40);
         let (rows, _) = sizes(&text.replace("20", "30"), &[40], &[]);
         assert_eq!(rows.of(&recipe).unwrap().largest.longest, 50);

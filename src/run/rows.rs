@@ -1,4 +1,4 @@
-//! The rows of a recipe: read for a run, or shown to a person.
+//! The rows of a recipe: reads them for a run, or shows them to the user.
 
 use super::prompts::{self, Questions};
 use super::setup::Described;
@@ -13,7 +13,7 @@ use crate::recipe::{self, Recipe, Render, RowFormat, Stage, TrainOn};
 pub struct Rows {
     pub train: Dataset,
     pub eval: Option<Dataset>,
-    /// Of a stage that trains by reward.
+    /// Prompts of an RL stage.
     pub questions: Option<Questions>,
 }
 
@@ -52,7 +52,7 @@ impl Rows {
     }
 }
 
-/// The rows of these files in the recipe's format.
+/// Reads the rows of these files in the recipe's format.
 pub fn read(recipe: &Recipe, named: &[String], model: &Described) -> Result<Dataset> {
     let files = local(named)?;
     let spec = spec(&files, &recipe.data, recipe.train.stage, model.spec.vocab);
@@ -62,9 +62,9 @@ pub fn read(recipe: &Recipe, named: &[String], model: &Described) -> Result<Data
     }
 }
 
-/// Formats, columns and rendering of the files: a line for all that are read alike.
+/// Formats, columns and rendering of the files: one line for all files that are read in the same way.
 pub fn formats(recipe: &Recipe, train: &Dataset, eval: Option<&Dataset>) -> Vec<String> {
-    // A program that gives rewards sees every column of a row.
+    // A reward program receives every column of a row.
     let sees_all = recipe
         .reinforce
         .rewards
@@ -83,7 +83,8 @@ pub fn formats(recipe: &Recipe, train: &Dataset, eval: Option<&Dataset>) -> Vec<
     reading::lines(&readings, rest)
 }
 
-/// Later questions that the chat template renders, where no row of the training did. `None`: none are.
+/// Warns about later prompts that the chat template renders although it rendered no training row. `None`: there are
+/// none.
 fn rendered_later(train: &Dataset, eval: Option<&Dataset>, recipe: &Recipe, has_template: bool) -> Option<String> {
     let plain = |r: &Reading| !r.layout.renders();
     if !has_template || train.readings.is_empty() || !train.readings.iter().all(plain) {
@@ -97,7 +98,7 @@ fn rendered_later(train: &Dataset, eval: Option<&Dataset>, recipe: &Recipe, has_
     if eval.is_some_and(|e| e.readings.iter().any(|r| !plain(r))) {
         later.push("rows of `data.eval`");
     }
-    // Rows of text are no questions: who trains on them knows.
+    // Rows of plain text are not prompts, so no warning.
     if recipe.train.stage != Stage::Pretrain && !train.readings.iter().all(texts) {
         later.push("`ft generate --chat` and `ft eval`");
     }
@@ -111,7 +112,7 @@ fn rendered_later(train: &Dataset, eval: Option<&Dataset>, recipe: &Recipe, has_
     }
 }
 
-/// What a user should know of the rows before the run.
+/// Warnings for the user about the rows, before the run.
 pub fn warnings(
     train: &Dataset,
     eval: Option<&Dataset>,
@@ -123,7 +124,7 @@ pub fn warnings(
     all.extend(train.readings.iter().flat_map(|r| r.warnings()));
     all.extend(rendered_later(train, eval, recipe, has_template));
     let longest = train.stats.longest;
-    // A preference example is several documents.
+    // A preference example has several documents.
     if train.preferences.is_empty()
         && let Some(line) = beyond(longest, positions)
     {
@@ -132,7 +133,7 @@ pub fn warnings(
     all
 }
 
-/// Training and evaluation take rows whole: what to say of the longest one.
+/// Training and evaluation do not cut these rows. Returns a warning if the longest one exceeds the model's positions.
 pub fn beyond(longest: usize, positions: usize) -> Option<String> {
     (longest > positions).then(|| {
         format!(
@@ -142,14 +143,14 @@ pub fn beyond(longest: usize, positions: usize) -> Option<String> {
     })
 }
 
-/// Rows of random ids for a shape: every step has its own, up to a bound.
+/// Number of rows of random ids for a shape: each step has its own rows, up to a limit.
 fn random_rows(recipe: &Recipe) -> usize {
     let steps = recipe.train.max_steps.clamp(1, 256) as usize;
     let window = recipe.train.batch_size * recipe.train.gradient_accumulation_steps;
     (steps * window).min(1 << 16)
 }
 
-/// Files as they are; hub data sets as the files of their cache.
+/// Returns files unchanged; hub data sets as files of the hub cache.
 pub fn local(named: &[String]) -> Result<Vec<String>> {
     let mut files = Vec::new();
     for name in named {
@@ -175,7 +176,7 @@ pub fn spec<'a>(files: &'a [String], data: &recipe::Data, stage: Stage, embeddin
     }
 }
 
-/// What `ft data` shows: `rows` rendered rows with the trained tokens marked, and the counts.
+/// The output of `ft data`: `rows` rendered rows with the trained tokens marked, and the counts.
 pub fn describe(recipe: &Recipe, rows: usize, colour: bool) -> Result<String> {
     let model = Described::of_recipe(recipe)?;
     let Rows {
@@ -217,7 +218,7 @@ fn describe_rows(recipe: &Recipe, dataset: &Dataset, model: &Described, rows: us
     )
 }
 
-/// How the recipe walks through its `rows` rows.
+/// The order, batching and packing of the `rows` rows of the recipe.
 pub fn stream(recipe: &Recipe, rows: usize) -> StreamSpec {
     StreamSpec {
         batch_size: recipe.train.batch_size,

@@ -1,5 +1,5 @@
-//! A training between two steps: save, evaluate, show samples, stop after a signal, explain a failure.
-//! Knows the engine and the run directory; the order of the events is `train`'s.
+//! A training run between two steps: saves, evaluates, shows samples, stops after a signal, explains a failure.
+//! Uses the engine and the run directory; `train` defines the order of the events.
 
 use super::directory::Directory;
 use super::samples;
@@ -22,7 +22,7 @@ use serde_json::json;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// What a training needs beside the engine.
+/// The state of a training run beside the engine.
 pub struct Run<'a> {
     pub recipe: &'a Recipe,
     pub run_dir: &'a Path,
@@ -38,33 +38,33 @@ pub struct Run<'a> {
     pub pace: Pace,
 }
 
-/// A memory budget that a recipe gives for a run on the CPU.
+/// The memory budget of a recipe for a run on the CPU.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Budget {
     bytes: u64,
-    /// The most that the process took before the model was loaded, reading its rows for example.
+    /// Peak memory of the process before the model was loaded, for example while reading the rows.
     before: u64,
 }
 
 impl Budget {
-    /// `None`: the recipe gives no budget, or the GPU's own memory is bounded by it.
+    /// `None`: the recipe has no budget, or the budget applies to GPU memory.
     pub fn of(recipe: &Recipe, device: &Device) -> Option<Self> {
         let bytes = recipe.memory.budget.filter(|_| device.is_cpu())?;
         let before = memory::peak_resident();
         Some(Self { bytes, before })
     }
 
-    /// A forecast is right to a tenth, so a run that was planned up to its budget may take so much more.
+    /// A forecast has an error of up to 10 %, so a run within its budget may use 10 % more.
     fn most(self) -> u64 {
         self.bytes.saturating_add(self.bytes / 10)
     }
 
-    /// Did the process take more while it trained? `peak`: the most it took so far.
+    /// True if the process used more than the budget during training. `peak`: its peak memory so far.
     fn is_passed(self, peak: u64) -> bool {
         peak > self.most().max(self.before)
     }
 
-    /// What to say before the run where the process took more already.
+    /// Returns the warning before the run if the process exceeded the budget already.
     pub fn warning(self) -> Option<String> {
         (self.before > self.most()).then(|| {
             format!(
@@ -76,17 +76,17 @@ impl Budget {
     }
 }
 
-/// What is safe on the disk, and how long things took last.
+/// The last saved step, and the duration of the last step and save.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Pace {
-    /// The newest checkpoint's step.
+    /// Step of the newest checkpoint.
     pub saved: u64,
     pub step: Option<Duration>,
     pub save: Option<Duration>,
 }
 
 impl Pace {
-    /// What ends without being saved while step `step` is computed.
+    /// The steps that are lost if the process ends now, during step `step`.
     fn lost(&self, step: u64) -> String {
         match self.saved + 1 {
             first if first >= step => format!("step {step}"),
@@ -99,7 +99,7 @@ impl Pace {
         long.map_or(String::new(), |time| format!(" (about {})", units::duration(time)))
     }
 
-    /// What a signal does while step `step` is computed, which is given up or finished first.
+    /// The effect of a signal during step `step`: the step is abandoned or finished first.
     fn within(&self, step: u64, gives_up: bool) -> Stop {
         let lost = self.lost(step);
         match gives_up {
@@ -122,7 +122,7 @@ impl Pace {
         }
     }
 
-    /// What a signal does after step `step`, while nothing is trained.
+    /// The effect of a signal after step `step`, while no step is running.
     fn after(&self, step: u64) -> Stop {
         let what = format!("stopping: the state after step {step} is saved{}", self.saving());
         let (then, lost) = match self.saved >= step {
@@ -145,12 +145,12 @@ impl Pace {
 }
 
 impl Run<'_> {
-    /// Says what a signal does while step `step` is computed.
+    /// Registers the effect of a signal during step `step`.
     pub fn expect_signal(&self, step: u64, gives_up: bool) {
         signal::conduct(Conduct::Stop(self.pace.within(step, gives_up)));
     }
 
-    /// Says what a signal does until the step after `step` begins.
+    /// Registers the effect of a signal until the step after `step` begins.
     pub fn expect_signal_after(&self, step: u64) {
         signal::conduct(Conduct::Stop(self.pace.after(step)));
     }
@@ -159,7 +159,7 @@ impl Run<'_> {
         self.directory.check()?;
         let begun = Instant::now();
         let _phase = progress::phase(format!("saving step {step}"), 0, "");
-        // The lines up to this step must be as durable as the state.
+        // The log lines up to this step must be on the disk before the state is.
         self.reporter.sync();
         let path = state::save(
             self.run_dir,
@@ -171,7 +171,7 @@ impl Run<'_> {
         );
         let path = match path {
             Ok(path) => path,
-            // Why it failed, if the directory went away meanwhile.
+            // If the directory was removed in the meantime, that is the reason to report.
             Err(e) => return Err(self.directory.check().err().unwrap_or(e)),
         };
         let rotated = checkpoint::rotate(self.run_dir, self.recipe.train.save_total_limit)?;
@@ -182,7 +182,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// A signal ends it early: the caller saves and stops.
+    /// Evaluates after `step`. A signal ends it early; the caller then saves and stops.
     pub fn evaluate(&mut self, engine: &Engine, step: u64) -> Result<()> {
         match self.evaluate_all(engine, step) {
             Err(_) if signal::received().is_some() => Ok(()),
@@ -230,7 +230,7 @@ impl Run<'_> {
     ///
     /// Errors: as `stop_if_asked`.
     pub fn evaluate_if_missing(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        // The line that `evaluate` writes last.
+        // The last line that `evaluate` writes.
         let last = match self.feed.eval()?.is_empty() {
             true => "eval_",
             false => "eval_loss",
@@ -243,7 +243,7 @@ impl Run<'_> {
         self.stop_if_asked(engine, step)
     }
 
-    /// A signal ends it early: the caller saves and stops.
+    /// Shows answers to the sample prompts. A signal ends it early; the caller then saves and stops.
     pub fn samples(&mut self, engine: &Engine, when: &str) -> Result<()> {
         let answers = match samples::answers(self.recipe, self.model, engine) {
             Err(_) if signal::received().is_some() => return Ok(()),
@@ -260,7 +260,7 @@ impl Run<'_> {
         let Some(signal) = signal::received() else {
             return Ok(());
         };
-        // What is saved already is saved again only if the stage has more to keep by now.
+        // A saved state is saved again only if the stage has new state.
         let saved = self.run_dir.join(format!("checkpoint-{step}/manifest.json")).exists();
         if !saved || self.pace.saved != step || self.feed.state(step)?.is_some() {
             self.save(engine, step)?;
@@ -276,7 +276,7 @@ impl Run<'_> {
         .hint("go on with `--resume`"))
     }
 
-    /// Errors: the process took more than the budget of the recipe; the state after `step` is saved then.
+    /// Errors: the process exceeded the memory budget of the recipe; the state after `step` is saved first.
     pub fn stop_above_budget(&mut self, engine: &Engine, step: u64) -> Result<()> {
         let peak = memory::peak_resident();
         let Some(budget) = self.budget.filter(|budget| budget.is_passed(peak)) else {
@@ -307,7 +307,8 @@ impl Run<'_> {
             )))
     }
 
-    /// A step failed. Its weights are those of the step before where gradients are kept: that state is saved.
+    /// Handles a failed step. If gradients are kept, the weights are still those of the previous step: that state is
+    /// saved.
     pub fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error) -> Error {
         self.facts.trained_tokens = trained_tokens;
         let whole = engine.gradients == Gradients::Keep && !self.tuning.corrects_at_once();
@@ -329,7 +330,7 @@ impl Run<'_> {
         }
     }
 
-    /// A GPU ran out of memory: the plan beside what was really used, and what to change.
+    /// Explains an out-of-memory error of a GPU: the plan, the memory in use, and possible changes.
     fn explain_memory(&mut self, engine: &Engine, e: Error) -> Error {
         let table = self.plan.table_within(report::width());
         self.reporter.note(&table);
@@ -366,7 +367,7 @@ mod tests {
         };
         assert!(!budget.is_passed(1100) && budget.is_passed(1101));
         assert_eq!(budget.warning(), None);
-        // Reading the rows took more already: the training is to blame only if it takes more than that.
+        // Reading the rows exceeded the budget already: only a higher peak is caused by training.
         let before = Budget { before: 3000, ..budget };
         assert!(!before.is_passed(3000) && before.is_passed(3001));
         assert!(before.warning().is_some_and(|w| w.contains("2.9 KiB")));

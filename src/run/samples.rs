@@ -1,4 +1,4 @@
-//! Answers of the model as it stands: to show a person, and to count exact matches.
+//! Answers of the current model: to show to the user, and to count exact matches.
 
 use super::rows;
 use super::setup::Described;
@@ -11,9 +11,9 @@ use crate::model::Network;
 use crate::recipe::{Recipe, Render};
 use serde_json::json;
 
-/// Tokens an answer may have: longer ones are cut.
+/// Largest number of tokens of an answer.
 pub(super) const SAMPLE_TOKENS: usize = 48;
-/// Rows decoded together.
+/// Rows per decoding batch.
 const ROWS: usize = 64;
 
 fn settings(model: &Described, max_new_tokens: usize) -> Settings {
@@ -24,7 +24,7 @@ fn settings(model: &Described, max_new_tokens: usize) -> Settings {
     }
 }
 
-/// Greedy answers to `train.sample_prompts`, through the chat template where there is one and `data.render` allows it.
+/// Greedy answers to `train.sample_prompts`, with the chat template if the model has one and `data.render` allows it.
 pub fn answers(recipe: &Recipe, model: &Described, engine: &Engine) -> Result<Vec<(String, String)>> {
     let prompts = &recipe.train.sample_prompts;
     let mut encoded = Vec::new();
@@ -52,9 +52,9 @@ pub fn answers(recipe: &Recipe, model: &Described, engine: &Engine) -> Result<Ve
     Ok(prompts.iter().cloned().zip(texts).collect())
 }
 
-/// Part of the rows with an answer that greedy decoding answers exactly (white space at the ends aside).
+/// Fraction of the rows with an answer that greedy decoding answers exactly (ignoring white space at both ends).
 pub fn accuracy(recipe: &Recipe, model: &Described, engine: &Engine, rows: &Dataset) -> Result<f64> {
-    // Rows held out from the training files are read from there.
+    // Held-out rows come from the training files.
     let files = if recipe.data.eval.is_empty() {
         &recipe.data.train
     } else {
@@ -78,14 +78,14 @@ pub fn greedy(model: &Described, network: &Network, prompts: &[Vec<u32>], longes
     Ok(texts)
 }
 
-/// Part of `questions` that greedy decoding answers exactly.
+/// Fraction of `questions` that greedy decoding answers exactly.
 pub fn exact_matches(model: &Described, network: &Network, questions: &[Question]) -> Result<f64> {
     let mut right = 0;
     let phase = progress::phase("answering", questions.len(), "questions");
     for chunk in questions.chunks(ROWS) {
         let longest = chunk.iter().map(|q| q.answer.len()).max().unwrap_or(0);
         let prompts: Vec<Vec<u32>> = chunk.iter().map(|q| q.prompt.clone()).collect();
-        // A byte is at least as long as a token, so a right answer is never cut.
+        // A token has at least one byte, so the limit never cuts a correct answer.
         let ids = generate(network, &prompts, &settings(model, longest + 4), &mut |_, _| Ok(()))?;
         for (question, ids) in chunk.iter().zip(ids) {
             right += usize::from(model.tokenizer.decode(&ids, true)?.trim() == question.answer.trim());

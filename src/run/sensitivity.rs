@@ -1,9 +1,9 @@
-//! How much the loss suffers when one part of a layer is coded, and the choice of bits that follows from it.
+//! Measures how much the loss rises when one part of a layer is quantized, and chooses the bits per part.
 //!
-//! A unit is the attention or the MLP half of one layer. Each is coded alone, in each format, and the loss on some rows
-//! is measured; the rises are taken to add up. The choice minimizes their sum within a budget of bytes: a Lagrangian
-//! (every unit takes the option with the least rise + λ · bytes, λ by bisection), then what is left of the budget goes
-//! to the units that gain most for it.
+//! A unit is the attention or the MLP half of one layer. Each unit is quantized alone, in each format, and the loss on
+//! some rows is measured; the rises are assumed to add up. The choice minimizes their sum within a budget of bytes: a
+//! Lagrangian (every unit takes the option with the least rise + λ · bytes, λ by bisection), then the rest of the
+//! budget goes to the units with the largest gain.
 
 use super::setup::Described;
 use crate::base::units::bytes;
@@ -24,19 +24,19 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-/// Tokens computed together.
+/// Tokens per batch.
 const BATCH_TOKENS: usize = 2048;
 
 /// The attention or MLP half of a layer.
 pub type Unit = (usize, Part);
 
 pub struct Sensitivity {
-    /// Candidates from the largest: none is unquantized.
+    /// Candidates from the largest down; `None` means unquantized.
     pub formats: Vec<Option<Format>>,
-    /// Loss of the model as it is.
+    /// Loss of the unchanged model.
     pub base: f64,
     pub tokens: usize,
-    /// Rise of the loss for each candidate, 0 for the unquantized.
+    /// Rise of the loss for each candidate; 0 for unquantized.
     pub rises: BTreeMap<Unit, Vec<f64>>,
     network: Network,
     overlay: Overlay,
@@ -56,7 +56,7 @@ pub struct Choice {
     pub smallest_bytes: u64,
 }
 
-/// Layers that stand in for those of the source.
+/// Layers that replace those of the source.
 type Overlay = Arc<Mutex<BTreeMap<Group, Arc<GroupWeights>>>>;
 
 struct Overlaid {
@@ -95,7 +95,7 @@ impl LayerSource for Overlaid {
     }
 }
 
-/// Bytes of all weights as the files hold them.
+/// Bytes of all weights in the files.
 pub fn dense_bytes(weights: &Weights, params: &[ParamInfo]) -> u64 {
     params
         .iter()
@@ -103,9 +103,9 @@ pub fn dense_bytes(weights: &Weights, params: &[ParamInfo]) -> u64 {
         .sum()
 }
 
-/// Measures every unit on at most `tokens` tokens of `data`. `smallest` is the least of the candidates; int8 is one.
+/// Measures every unit on at most `tokens` tokens of `data`. `smallest` is the smallest candidate; int8 is always one.
 ///
-/// Errors: what is wrong with model or rows; a loss that is not finite.
+/// Errors: an invalid model or invalid rows; a loss that is not finite.
 pub fn measure(model: &Described, data: &Path, smallest: Format, decoded: Dtype, tokens: usize) -> Result<Sensitivity> {
     let device = Device::Cpu;
     let files = [data.display().to_string()];
@@ -172,7 +172,7 @@ impl Sensitivity {
                         None => 0.0,
                         Some(format) => {
                             self.put(layer, |p| (p.part == part).then_some(format))?;
-                            // A rise below 0 is chance: coding does not make a model better.
+                            // A rise below 0 is noise: quantization does not improve a model.
                             (self.loss_from(layer, &xs)? - self.base).max(0.0)
                         }
                     });
@@ -193,7 +193,7 @@ impl Sensitivity {
         self.batches.iter().map(|b| self.network.embed(&b.ids)).collect()
     }
 
-    /// Mean loss from the inputs `xs` of layer `first` on.
+    /// Mean loss when the forward pass starts at layer `first` with inputs `xs`.
     fn loss_from(&self, first: usize, xs: &[Tensor]) -> Result<f64> {
         let objective = CausalLm::new(self.network.spec.vocab);
         let (mut totals, tally) = (Totals::default(), Tally::new(&self.network.device)?);
@@ -218,7 +218,7 @@ impl Sensitivity {
         }
     }
 
-    /// From now on the projections of `layer` are coded as `format` says.
+    /// Replaces the projections of `layer` by quantized ones in the format that `format` returns.
     fn put(&self, layer: usize, format: impl Fn(&ParamInfo) -> Option<Format>) -> Result<()> {
         let group = Group::Layer(layer);
         let weights = self.network.source.fetch(group)?;
@@ -248,7 +248,7 @@ impl Sensitivity {
         }
     }
 
-    /// The loss when every unit takes its candidate.
+    /// The loss when every unit uses its chosen candidate.
     fn loss_of(&self, units: &BTreeMap<Unit, usize>) -> Result<f64> {
         for layer in 0..self.network.layers() {
             self.put(layer, |p| {
@@ -261,9 +261,9 @@ impl Sensitivity {
         loss
     }
 
-    /// The least rise of the loss within `budget` bytes.
+    /// Chooses the candidates with the least rise of the loss within `budget` bytes.
     ///
-    /// Errors: even the smallest format everywhere takes more.
+    /// Errors: even the smallest format for all weights exceeds the budget.
     pub fn choose(&self, weights: &Weights, params: &[ParamInfo], budget: u64) -> Result<Choice> {
         let mut costs: BTreeMap<Unit, Vec<u64>> = BTreeMap::new();
         let mut fixed = 0;
@@ -314,7 +314,7 @@ impl Sensitivity {
         self.formats[candidate].map_or(self.decoded.name().to_string(), |f| f.name().to_string())
     }
 
-    /// What was measured and chosen, as Markdown.
+    /// The measurements and the choice, as Markdown.
     pub fn text(&self, choice: &Choice) -> String {
         let mut out = format!(
             "\n## Bits per layer\n\nBudget {}, chosen {}. Measured on {} tokens.\n\n\
@@ -357,7 +357,8 @@ fn total(costs: &BTreeMap<Unit, Vec<u64>>, units: &BTreeMap<Unit, usize>) -> u64
         .sum()
 }
 
-/// For each unit the candidate: the least sum of rises within `budget`, which the last candidates together must meet.
+/// Returns the candidate of each unit: the least sum of rises within `budget`. The smallest candidates must fit into
+/// it.
 fn allot(rises: &BTreeMap<Unit, Vec<f64>>, costs: &BTreeMap<Unit, Vec<u64>>, budget: u64) -> BTreeMap<Unit, usize> {
     let at = |lambda: f64| -> BTreeMap<Unit, usize> {
         let best = |(unit, costs): (&Unit, &Vec<u64>)| {
@@ -368,7 +369,7 @@ fn allot(rises: &BTreeMap<Unit, Vec<f64>>, costs: &BTreeMap<Unit, Vec<u64>>, bud
         costs.iter().map(best).collect()
     };
     let smallest = costs.iter().map(|(unit, c)| (*unit, c.len() - 1)).collect();
-    // λ = 0 takes the least rise; the largest λ takes the fewest bytes.
+    // λ = 0 gives the least rise; the largest λ the fewest bytes.
     let mut chosen = at(0.0);
     if total(costs, &chosen) > budget {
         let (mut low, mut high) = (0.0f64, 1.0f64);
@@ -386,7 +387,7 @@ fn allot(rises: &BTreeMap<Unit, Vec<f64>>, costs: &BTreeMap<Unit, Vec<u64>>, bud
             }
         }
     }
-    // What is left of the budget: the step up that takes most of the rise away.
+    // Spends the rest of the budget on the change with the largest reduction of the rise.
     loop {
         let left = budget - total(costs, &chosen);
         let steps = chosen
@@ -425,7 +426,7 @@ mod tests {
         units.iter().map(|(u, c)| rises[u][*c]).sum()
     }
 
-    /// Every choice of 6 units tried: the greedy one must come near the best.
+    /// Compares the result for 6 units with the best of all combinations.
     #[test]
     fn the_choice_comes_near_the_best_of_all() {
         for seed in 0..20 {

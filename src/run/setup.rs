@@ -1,4 +1,4 @@
-//! What every program opens first: the model directory with its config, tokenizer and template.
+//! Opens the model directory with its config, tokenizer and template: the first step of every program.
 
 use crate::base::{Error, Result, progress, staging};
 use crate::data::codec::ChatRender;
@@ -21,7 +21,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A model directory, read but not loaded.
+/// A model directory whose config, tokenizer and template are read and whose weights are not loaded.
 pub struct Described {
     pub dir: PathBuf,
     pub config: Config,
@@ -31,15 +31,16 @@ pub struct Described {
 }
 
 impl Described {
-    /// The model of a recipe. Errors: as `open`.
+    /// Opens the model of a recipe. Errors: as `open`.
     pub fn of_recipe(recipe: &Recipe) -> Result<Self> {
         let (model, template) = (&recipe.model, recipe.data.chat_template.as_deref());
         Self::read(&model.path, &model.revision, model.init, template)
     }
 
-    /// `path` is a directory or a hub id; `template` a Jinja file that takes the place of the model's own.
+    /// Opens a model. `path` is a directory or a hub id; `template` a Jinja file that replaces the model's own
+    /// template.
     ///
-    /// Errors: everything that is wrong with the directory; a tokenizer with more ids than the embedding has rows.
+    /// Errors: an invalid directory; a tokenizer with more ids than the embedding has rows.
     pub fn open(path: &str, revision: &str, template: Option<&str>) -> Result<Self> {
         Self::read(path, revision, ModelInit::Pretrained, template)
     }
@@ -91,18 +92,18 @@ impl Described {
         })
     }
 
-    /// Random weights of a built-in shape: there is no directory, and nothing to take away.
+    /// True for random weights of a built-in shape: they have no directory and are not exported.
     pub fn is_shape(&self) -> bool {
         self.dir.to_string_lossy().starts_with(shapes::PREFIX)
     }
 
-    /// Gives embedding and head matrices of their own where the adapter that a recipe trains on does so (`export::unties`).
+    /// Unties embedding and head if the adapter that the recipe continues to train does so (`export::unties`).
     pub fn untie_for(&mut self, recipe: &Recipe) -> Result<()> {
         self.spec.tied = stays_tied(recipe, &self.spec)?;
         Ok(())
     }
 
-    /// The weights in its files.
+    /// Opens the weight files.
     pub fn weights(&self) -> Result<Weights> {
         let weights = Weights::open(&self.dir)?;
         match !self.spec.tied && families::read(&self.config)?.tied {
@@ -111,12 +112,12 @@ impl Described {
         }
     }
 
-    /// The chat template as the data room sees it.
+    /// The chat template as a trait object of `data`.
     pub fn template(&self) -> Option<&dyn ChatRender> {
         self.template.as_ref().map(|t| t as &dyn ChatRender)
     }
 
-    /// Do the weights fit the config? Reads headers only.
+    /// Checks that the weights fit the config. Reads headers only.
     pub fn check_weights(&self, init: ModelInit) -> Result<()> {
         match init {
             ModelInit::Pretrained => {
@@ -132,7 +133,7 @@ impl Described {
         }
     }
 
-    /// Loads the weights into their storage; `init = random` draws them from `seed` instead.
+    /// Loads the weights in their storage types; `init = random` draws them from `seed` instead.
     pub fn load(&self, storage: &Policy, init: ModelInit, seed: u64, device: &Device) -> Result<Network> {
         let source = self.resident(storage, init, seed, device)?;
         Ok(Network::new(self.spec.clone(), Box::new(source), device.clone()))
@@ -160,7 +161,7 @@ impl Described {
         Ok(source)
     }
 
-    /// As `load`, with the weights where the recipe wants them. What is written meanwhile goes to `run_dir`.
+    /// As `load`, with the placement that the recipe chooses. Files that the run needs meanwhile go to `run_dir`.
     pub fn load_to(
         &self,
         place: Place,
@@ -203,29 +204,29 @@ impl Described {
         let source = Box::new(Disk::open(params, weights, options)?);
         match device.is_cpu() {
             true => Ok(Network::new(self.spec.clone(), source, device.clone())),
-            // Its places are used again: nothing there stays.
+            // The disk source reuses its buffers, so no weight stays there.
             false => self.upload(source, false, device),
         }
     }
 
-    /// Weights of the host that travel to `device`; `stays` as in `Uploaded::new`.
+    /// Wraps a host source so that its weights are uploaded to `device`; `stays` as in `Uploaded::new`.
     fn upload(&self, source: Box<dyn LayerSource>, stays: bool, device: &Device) -> Result<Network> {
         let source = Uploaded::new(source, self.spec.head_name(), stays, device)?;
         Ok(Network::new(self.spec.clone(), Box::new(source), device.clone()))
     }
 }
 
-/// Directories of a run with `memory.tier = "disk"` that are of no use after it: what was trained, and weights that
-/// were drawn instead of read.
+/// Directories of a run with `memory.tier = "disk"` that are not needed after it: trained parameters, and random
+/// weights.
 pub const TRAINED: &str = "trained";
 pub const DRAWN: &str = "drawn";
-/// What a teacher on the disk needs meanwhile.
+/// Scratch directory of a teacher on the disk.
 pub const TEACHER: &str = "teacher";
-/// The codes of weights that are stored so, beside them.
+/// Quantized data of the weights that are stored quantized.
 pub const CODES: &str = "codes.safetensors";
 
 impl Described {
-    /// Is this a reward model: has it a score in the place of the output projection? Errors: it has several.
+    /// True if the model has a score head instead of the output projection. Errors: it has several scores.
     pub fn has_score(&self, weights: &Weights) -> Result<bool> {
         let width = self.spec.hidden;
         match weights.info(export::SCORE) {
@@ -238,8 +239,8 @@ impl Described {
         }
     }
 
-    /// The network for inference: stored weights in `dtype` (default: as they are stored; f16 as f32), with
-    /// the PEFT adapter of a directory on its linears. Errors: model or adapter are those of a reward model.
+    /// The network for inference: weights in `dtype` (default: the stored type; f16 as f32), with the PEFT adapter of a
+    /// directory on its linears. Errors: the model or the adapter is a reward model.
     pub fn infer(&self, adapter: Option<&Path>, dtype: Option<Dtype>, device: &Device) -> Result<Network> {
         match self.infer_scored(adapter, dtype, device)? {
             (network, None) => Ok(network),
@@ -249,7 +250,7 @@ impl Described {
         }
     }
 
-    /// As `infer`, of any model; a reward model comes with its score head, f32 `[1, D]`.
+    /// As `infer`, for any model; a reward model also returns its score head, f32 `[1, D]`.
     pub fn infer_scored(
         &self,
         adapter: Option<&Path>,
@@ -268,7 +269,7 @@ impl Described {
                 (1, spec.hidden),
                 device,
             )?);
-            // There is no output projection to look for.
+            // The model has no output projection.
             spec.tied = true;
         }
         let print = match adapter {
@@ -312,24 +313,24 @@ impl Described {
     }
 }
 
-/// How the weights of a model lie in its files.
+/// How the files of a model store its weights.
 #[derive(Debug, Default)]
 pub struct Stored {
-    /// Weights that are codes already, and how.
+    /// Weights that are quantized in the files, with their formats.
     pub codes: BTreeMap<Arc<str>, Format>,
-    /// Bytes of a number as it is read to be coded; `None` where the files are not here.
+    /// Bytes per value when a weight is read for quantization; `None` if the files are not available.
     pub number_bytes: Option<u64>,
 }
 
 impl Stored {
-    /// Of the files in `dir`, if they are here, or of weights that are drawn. Reads headers only.
+    /// Inspects the files in `dir`, if they exist; random weights are f32. Reads headers only.
     pub fn find(dir: &Path, spec: &Spec, init: ModelInit) -> Result<Self> {
         let mut found = Self::default();
         if init == ModelInit::Random {
             found.number_bytes = Some(Dtype::F32.bytes());
             return Ok(found);
         }
-        // A plan needs no weights; whoever does finds what is wrong with them.
+        // A plan needs no weights; loading them later reports errors.
         let Ok(weights) = Weights::open(dir) else {
             return Ok(found);
         };
@@ -350,7 +351,7 @@ impl Stored {
     }
 }
 
-/// Is the model of a recipe still tied with the adapter that it trains on?
+/// True if embedding and head of the recipe's model stay tied with the adapter that it continues to train.
 pub fn stays_tied(recipe: &Recipe, spec: &Spec) -> Result<bool> {
     match &recipe.tune.lora.adapter {
         Some(dir) if spec.tied && recipe.tune.method == Method::Lora => Ok(!export::unties(Path::new(dir), spec)?),
@@ -358,7 +359,7 @@ pub fn stays_tied(recipe: &Recipe, spec: &Spec) -> Result<bool> {
     }
 }
 
-/// What a model computes, from its `config.json` alone, and the directory of that.
+/// Reads the structure of a model from `config.json` alone; also returns its directory.
 pub fn read_spec(path: &str, revision: &str, init: ModelInit) -> Result<(PathBuf, Spec)> {
     if let Some(config) = shapes::config(path)? {
         return Ok((PathBuf::from(path), families::read(&config)?));
@@ -368,7 +369,7 @@ pub fn read_spec(path: &str, revision: &str, init: ModelInit) -> Result<(PathBuf
     Ok((dir, spec))
 }
 
-/// Warns about a tokenizer: it is read several times in one run.
+/// Shows a warning once per directory: a tokenizer is read several times in a run.
 fn warn_once(dir: &Path, warning: Option<&str>) {
     static SHOWN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
     if let Some(warning) = warning
@@ -378,7 +379,7 @@ fn warn_once(dir: &Path, warning: Option<&str>) {
     }
 }
 
-/// Random weights may have other sizes than the files beside the config.
+/// Reads the config. Random weights may have other sizes than the weight files beside the config.
 fn read_config(dir: &Path, init: ModelInit) -> Result<Config> {
     match init {
         ModelInit::Pretrained => Config::load(dir),
@@ -386,7 +387,7 @@ fn read_config(dir: &Path, init: ModelInit) -> Result<Config> {
     }
 }
 
-/// The device of that name, ready for use; a choice that may surprise is told.
+/// Opens the device with this name; prints a note if the choice may surprise the user.
 pub fn device(name: &str) -> Result<Device> {
     let opened = ops::device::open(name)?;
     if let Some(note) = &opened.note {

@@ -1,4 +1,4 @@
-//! Pairs of an earlier start on disk: safetensors under a name made from everything they depend on.
+//! Disk cache of initial LoRA pairs: safetensors files named by a hash of all their inputs.
 
 use crate::base::{Result, files};
 use crate::data::Dataset;
@@ -11,7 +11,7 @@ use crate::recipe::Recipe;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Names model, rows and settings.
+/// Hash of model, rows and settings.
 pub fn key(recipe: &Recipe, base: &str, rows: &Dataset, network: &Network) -> Result<String> {
     let mut hasher = blake3::Hasher::new();
     let lora = &recipe.tune.lora;
@@ -62,8 +62,8 @@ fn hash(pairs: &Pairs) -> String {
     hasher.finalize().to_hex().to_string()
 }
 
-/// Pairs by module with their ranks; `None` where there is no such file, or it does not fit. A file that is damaged, or
-/// too old to have a hash, is not used: `note` is told.
+/// Returns the pairs by module with their ranks; `None` if the file does not exist or does not fit. A damaged file, or
+/// an old one without a hash, is not used and `note` reports it.
 pub fn read(dir: &Path, key: &str, network: &Network, note: &mut dyn FnMut(&str)) -> Result<Option<Pairs>> {
     let path = path(dir, key);
     if !path.is_file() {

@@ -1,5 +1,5 @@
-//! How fresh adapters start where the start needs the model: from its weights, from the inputs of its linears on some
-//! rows, or from its first gradient. One layer at a time: no more than one layer's covariances exist at once.
+//! Initialization of new adapters that needs the model: its weights, the inputs of its linears on some rows, or its
+//! first gradient. It works one layer at a time: covariances of only one layer exist at once.
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
@@ -31,7 +31,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What a start needs beside the network.
+/// The inputs of an initialization beside the network.
 pub struct Setting<'a> {
     pub recipe: &'a Recipe,
     pub model: &'a Described,
@@ -39,13 +39,13 @@ pub struct Setting<'a> {
     pub train: &'a Dataset,
     /// Fingerprint of the base weights.
     pub base: &'a str,
-    /// Where results are kept for the next run.
+    /// Directory where results are cached for later runs.
     pub cache: &'a Path,
-    /// Told what goes on.
+    /// Receives progress messages.
     pub note: &'a mut dyn FnMut(&str),
 }
 
-/// Does this start change what the adapters sit on, so that a resumed run has to make it again?
+/// True if the initialization changes the base weights, so a resumed run must repeat it.
 pub fn changes_base(recipe: &Recipe) -> bool {
     let lora = &recipe.tune.lora;
     recipe.tune.method == Method::Lora
@@ -54,9 +54,9 @@ pub fn changes_base(recipe: &Recipe) -> bool {
         && lora.init_lora_weights == LoraInit::Loftq
 }
 
-/// Fills the adapters of `network`; ranks by module may change with an adaptive start, and `prepared` with them.
+/// Initializes the adapters of `network`; an adaptive method also changes ranks by module, and with them `prepared`.
 ///
-/// Errors: a rank that a weight does not have, rows that cannot be read, a signal.
+/// Errors: a rank larger than a weight allows, rows that cannot be read, a signal.
 pub fn fill(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Result<()> {
     let lora = &s.recipe.tune.lora;
     if lora.adapter.is_some() || prepared.config.is_none() {
@@ -72,7 +72,7 @@ pub fn fill(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> 
             LoraInit::LoraGa => from_gradient(s, network)?,
         }
     }
-    // DoRA's sizes are those of the weights with the pair.
+    // DoRA's magnitudes are the norms of the weights with the pair.
     for layer in 0..network.layers() {
         for (_, linear) in network.linears(layer)? {
             if let Some(Adapter::Dora(dora)) = linear.adapter.as_deref() {
@@ -83,7 +83,7 @@ pub fn fill(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> 
     Ok(())
 }
 
-/// One linear with a pair to fill.
+/// One linear whose pair is to be initialized.
 pub(super) struct Task {
     pub module: String,
     pub linear: Linear,
@@ -119,7 +119,7 @@ impl Task {
     }
 }
 
-/// Sets A and B, and what is taken off again.
+/// Sets A and B, and the initial pair that is subtracted, if there is one.
 pub(super) fn set(lora: &Lora, pair: &Pair) -> Result<()> {
     peft::fill(&lora.a, &pair.a)?;
     peft::fill(&lora.b, &pair.b)?;
@@ -130,7 +130,7 @@ pub(super) fn set(lora: &Lora, pair: &Pair) -> Result<()> {
     Ok(())
 }
 
-/// `f` for each of the jobs of a layer, a few side by side, in order; `task` says which linear a job is about.
+/// Calls `f` for each job of a layer, some in parallel, and keeps the order; `task` returns the linear of a job.
 pub(super) fn each<J: Sync, T: Send>(
     jobs: &[J],
     task: impl Fn(&J) -> &Task + Sync,
@@ -149,7 +149,7 @@ pub(super) fn each<J: Sync, T: Send>(
     Ok(out)
 }
 
-/// Tells how far it is, and how long it will take.
+/// Reports progress and remaining time.
 pub(super) struct Progress {
     name: &'static str,
     begun: Instant,
@@ -158,7 +158,7 @@ pub(super) struct Progress {
     last: Cell<Option<Instant>>,
 }
 
-/// Notes of how far a start is stand at least so far apart: the progress line shows every layer.
+/// Least time between two progress messages; the progress line shows every layer.
 const NOTES: Duration = Duration::from_secs(10);
 
 impl Progress {
@@ -172,7 +172,7 @@ impl Progress {
         }
     }
 
-    /// Layer `done` of all is finished. Errors: a signal asks to stop.
+    /// Registers layer `done` as finished. Errors: a signal asks to stop.
     pub fn layer(&self, done: usize, note: &mut dyn FnMut(&str)) -> Result<()> {
         let left = self.begun.elapsed().as_secs_f64() / done as f64 * (self.layers - done) as f64;
         self.phase.set(done as u64);
@@ -220,12 +220,13 @@ fn from_weights(s: &mut Setting, network: &Network) -> Result<()> {
     Ok(())
 }
 
-/// The first rows of the training data in batches.
+/// The first rows of the training data, in batches.
 fn first_rows(train: &Dataset, rows: usize) -> Vec<Batch> {
     inputs::batches(&train.examples[..rows.min(train.examples.len())])
 }
 
-/// What EVA found for one linear: directions `[candidates, I]`, what each explains, and whose input it shares.
+/// EVA result for one linear: directions `[candidates, I]`, explained variance of each, first linear with the same
+/// input.
 struct Directions {
     module: String,
     rows: Vec<f32>,
@@ -248,7 +249,7 @@ fn eva(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Resul
             |task| task,
             |task| {
                 let (r, inputs) = (task.lora()?.rank(), task.linear.dims().1);
-                // Half to even, as Python rounds.
+                // Rounds half to even, as Python does.
                 let candidates = (r as f64 * rho).round_ties_even() as usize;
                 start::eva(seen.of(&task.module)?, candidates.clamp(r, inputs.max(r)))
             },
@@ -312,7 +313,7 @@ fn corda(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Res
     let examples = &rows.examples[..settings.samples.min(rows.examples.len())];
     let batches = match arithmetic {
         Arithmetic::Ft => inputs::batches(examples),
-        // Each row is normalised by itself there.
+        // PEFT normalizes each row separately.
         Arithmetic::Peft => examples.iter().map(|e| Batch::from_examples([e])).collect(),
     };
     let tokens: usize = batches.iter().map(Batch::len).sum();
@@ -369,7 +370,7 @@ fn corda(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Res
     place(s.recipe, network, prepared, pairs)
 }
 
-/// Puts pairs of these ranks on the network; the config says where they differ from `r`.
+/// Sets these pairs on the network; the config lists ranks that differ from `r`.
 fn place(
     recipe: &Recipe,
     network: &mut Network,
@@ -386,8 +387,8 @@ fn place(
     Ok(())
 }
 
-/// Gives adapters other ranks: what an adaptive start chose, now or before a run was stopped. With EVA a linear can lose
-/// its adapter, and the others keep their scale, as in PEFT.
+/// Changes the ranks of adapters to those of an adaptive initialization, of this run or of the run that is resumed.
+/// With EVA a linear can lose its adapter, and the others keep their scale, as in PEFT.
 pub fn resize(
     recipe: &Recipe,
     network: &mut Network,
@@ -404,7 +405,7 @@ pub fn resize(
     if !eva && !corda {
         return Ok(());
     }
-    // Whole names first: the first key that matches a module counts.
+    // Full names first: the first pattern that matches a module is used.
     let (mut pattern, mut alphas) = (Vec::new(), Vec::new());
     for (module, &r) in ranks.iter().filter(|(_, r)| **r > 0) {
         let before = export::rank_of(config, module)?;
@@ -455,7 +456,7 @@ pub fn resize(
     Ok(())
 }
 
-/// The ranks that a checkpoint's flat tensors say.
+/// Derives the ranks from the sizes of the flat tensors in a checkpoint.
 pub fn ranks_of(network: &Network, elements: impl Fn(&str) -> Option<usize>) -> BTreeMap<String, usize> {
     let mut ranks = BTreeMap::new();
     for (module, adapter) in &network.adapters {
@@ -469,7 +470,7 @@ pub fn ranks_of(network: &Network, elements: impl Fn(&str) -> Option<usize>) -> 
     ranks
 }
 
-/// Takes the gradient of each weight the moment it exists and keeps the pair only.
+/// Computes the pair from the gradient of each weight as soon as it exists, and keeps only the pair.
 struct Gradients<'a> {
     active: &'a Active,
     network: &'a Network,

@@ -1,8 +1,8 @@
-//! The training state between memory and a checkpoint.
+//! Saves the training state to a checkpoint and restores it.
 //!
-//! `weights.safetensors` holds the exact f32 value of every weight that was trained so far,
-//! `optimizer.safetensors` the moments of what is trained now, `state.json` the rest. Order of data, block and
-//! dropout are functions of (seed, step), so the step is all that has to be kept of them.
+//! `weights.safetensors` holds the exact f32 value of every weight trained so far, `optimizer.safetensors` the moments
+//! of the active parameters, `state.json` the rest. Data order, block order and dropout are functions of (seed, step),
+//! so the step is their only state.
 
 use super::tuning::Tuning;
 use crate::base::{Error, Result, units};
@@ -18,12 +18,12 @@ use std::path::{Path, PathBuf};
 
 const WEIGHTS: &str = "weights.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
-/// Scores of AdaLoRA ranks.
+/// Importance scores of AdaLoRA ranks.
 const RANKS: &str = "ranks.safetensors";
-/// What the stage keeps, as bytes.
+/// State of the stage, as bytes.
 const FEED: &str = "stage.safetensors";
 
-/// What a resumed run must agree with, and counters that go on.
+/// Properties that a resumed run must match, and counters that continue.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Facts {
     /// Recipe keys and values.
@@ -32,7 +32,7 @@ pub struct Facts {
     pub eval_data: String,
     /// Hash of all base weights, or `RANDOM`.
     pub base: String,
-    /// The hash of some of them: checkpoints of older versions have only that one, under `base`.
+    /// Hash of a part of the weights: checkpoints of older versions have only this one, in `base`.
     pub sampled: String,
     pub trained_tokens: u64,
 }
@@ -63,7 +63,7 @@ pub fn save(
         let n = engine.elements(&name)?;
         weights.push(plan(name, n));
     }
-    // What adapters take off again is not trained, and not to be found again without the work of the start.
+    // The subtracted initial pair is not trained, and only the initialization could compute it again.
     for lora in engine.network.adapters.values().filter_map(|a| a.lora()) {
         let start = lora.start_parts();
         weights.extend(start.iter().map(|p| plan(p.name.to_string(), p.tensor.elem_count())));
@@ -137,12 +137,12 @@ pub fn save(
     })
 }
 
-/// Bytes a checkpoint can take at most: exact weights and moments of everything the run trains.
+/// Largest size of a checkpoint in bytes: exact weights and moments of all trained parameters.
 pub fn bytes(trained_elements: u64, active_elements: u64) -> u64 {
     4 * trained_elements + 8 * active_elements + (1 << 20)
 }
 
-/// What `save` knew beside tensors.
+/// The values that `save` stored beside tensors.
 pub fn facts(loaded: &Loaded) -> Facts {
     let text = |key: &str| {
         loaded
@@ -167,7 +167,7 @@ pub fn facts(loaded: &Loaded) -> Facts {
     }
 }
 
-/// What the stage has kept.
+/// The saved state of the stage.
 pub fn feed(loaded: &Loaded) -> Result<Option<Vec<u8>>> {
     match loaded.state.get("stage").and_then(Value::as_bool) {
         Some(true) => Ok(Some(loaded.open(FEED)?.read_bytes("state")?)),
@@ -175,19 +175,19 @@ pub fn feed(loaded: &Loaded) -> Result<Option<Vec<u8>>> {
     }
 }
 
-/// How many elements the checkpoint holds of each weight.
+/// Number of elements of each weight in the checkpoint.
 pub fn sizes(loaded: &Loaded) -> Result<BTreeMap<String, usize>> {
     let weights = loaded.open(WEIGHTS)?;
     let size = |n: &str| weights.info(n).map_or(0, |i| i.count());
     Ok(weights.names().map(|n| (n.to_string(), size(n))).collect())
 }
 
-/// Puts weights back, as far as the engine has parameters of their names: enough to write them.
+/// Restores weights that the engine has as parameters: enough to export them.
 pub fn restore_weights(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
     let weights = loaded.open(WEIGHTS)?;
     let names: Vec<String> = weights.names().map(str::to_string).collect();
     for name in names {
-        // The value head of PPO, for example, is no part of what is written.
+        // The value head of PPO, for example, is not exported.
         if engine.elements(&name).is_err() {
             continue;
         }
@@ -210,7 +210,7 @@ fn restore_ranks(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
     Ok(())
 }
 
-/// Puts weights and moments back; the engine is then where it was after step `loaded.step`.
+/// Restores weights and moments; the engine is then in the state after step `loaded.step`.
 pub fn restore(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
     let device = engine.network.device.clone();
     let weights = loaded.open(WEIGHTS)?;
@@ -270,17 +270,17 @@ const FREE: [&str; 10] = [
     "memory.budget",
 ];
 
-/// `base` of weights that are drawn.
+/// Value of `base` for random weights.
 pub const RANDOM: &str = "random";
 
-/// Paths: what they name may be moved, as long as a hash says that it is the same.
+/// Keys that hold paths: the path may change if a hash proves that the content is the same.
 const MODEL_PATHS: [&str; 2] = ["model.path", "model.revision"];
 const DATA_PATHS: [&str; 1] = ["data.train"];
 const EVAL_PATHS: [&str; 1] = ["data.eval"];
-/// Compared by the stage, which keeps the teacher's fingerprint in its state.
+/// Keys that the stage compares: it saves the teacher's fingerprint in its state.
 const TEACHER_PATHS: [&str; 3] = ["distill.teacher", "distill.teacher_revision", "distill.teacher_cache"];
 
-/// Errors: anything that would make the resumed run another run, as a table old -> new.
+/// Errors: any change that would make the resumed run a different run, as a table old -> new.
 pub fn check_same(old: &Facts, new: &Facts) -> Result<()> {
     let same_base = old.base == new.base || (!new.sampled.is_empty() && old.base == new.sampled);
     let moved = |key: &str| {
@@ -325,7 +325,7 @@ pub fn check_same(old: &Facts, new: &Facts) -> Result<()> {
 }
 
 fn short(hash: &str) -> &str {
-    // Behind the kind of hash.
+    // The prefix before the last colon is the kind of hash.
     let digits = hash.rsplit_once(':').map_or(hash, |(_, digits)| digits);
     digits.get(..12).unwrap_or(digits)
 }
@@ -366,10 +366,10 @@ mod tests {
             e.contains("model.path") && e.contains("base model: hash 11 -> 12"),
             "{e}"
         );
-        // A checkpoint that knows only the sampled hash.
+        // A checkpoint with only the hash of a part of the weights.
         check_same(&facts("a", "blake3:7", ""), &facts("b", "blake3-exact:12", "blake3:7")).unwrap();
         assert!(check_same(&facts("a", "blake3:8", ""), &facts("a", "blake3-exact:12", "blake3:7")).is_err());
-        // Of drawn weights the path says which shape.
+        // For random weights the path identifies the shape.
         assert!(check_same(&facts("a", RANDOM, ""), &facts("b", RANDOM, "")).is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! The teacher of a distillation: its directory, whether it fits the student, and its network.
+//! The teacher of a distillation: opens its directory, checks that it fits the student, and loads its network.
 
 use super::setup::{self, Described};
 use crate::base::{Error, Result, staging};
@@ -14,21 +14,21 @@ use crate::source::Policy;
 use candle_core::Device;
 use std::path::Path;
 
-/// A teacher that is not loaded yet.
+/// A teacher whose weights are not loaded.
 pub struct Opened {
     pub model: Described,
     pub dtype: Dtype,
     pub storage: Policy,
 }
 
-/// Names of a teacher: by all of its numbers, and as older versions of ft named it, by some of them.
+/// Fingerprints of a teacher: `now` from all weights, `before` from a part of them, as in older versions.
 pub struct Named {
     pub now: String,
     pub before: String,
 }
 
 impl Named {
-    /// Something that has one name only.
+    /// A source with only one fingerprint.
     pub fn only(name: &str) -> Self {
         Self {
             now: name.to_string(),
@@ -41,16 +41,16 @@ impl Named {
     }
 }
 
-/// Texts that tell tokenizers apart which have the same tokens.
+/// Texts that detect differences between tokenizers with the same vocabulary.
 const PROBES: [&str; 3] = [
     "The quick brown fox, 1234567 times.\n\n\tnaïve café — 日本語, Привет! <b>x</b>",
     "def f(x):\n    return x**2 + 0.5e-3  # comment",
     "ﬁne   spaces \u{200d} and UPPER lower MiXeD",
 ];
 
-/// The teacher of a recipe, for the student `model`.
+/// Opens the teacher of a recipe for the student `model`.
 ///
-/// Errors: what is wrong with its directory; another tokenizer; a storage that its files do not allow.
+/// Errors: an invalid directory; a different tokenizer; a storage type that its files do not allow.
 pub fn open(recipe: &Recipe, model: &Described) -> Result<Opened> {
     let d = &recipe.distill;
     let Some(path) = &d.teacher else {
@@ -84,7 +84,7 @@ pub fn open(recipe: &Recipe, model: &Described) -> Result<Opened> {
     })
 }
 
-/// Pairs of hidden states to compare.
+/// Pairs of layers whose hidden states are compared.
 pub fn layer_map(recipe: &Recipe, student: &Spec, teacher: &Spec) -> Result<Vec<(usize, usize)>> {
     let (s, t) = (student.layers.len(), teacher.layers.len());
     let pairs = match &recipe.distill.layer_map {
@@ -96,12 +96,12 @@ pub fn layer_map(recipe: &Recipe, student: &Spec, teacher: &Spec) -> Result<Vec<
 }
 
 impl Opened {
-    /// Ids that student and teacher both know.
+    /// Number of ids that both student and teacher have.
     pub fn common(&self, student: &Spec) -> usize {
         self.model.spec.vocab.min(student.vocab)
     }
 
-    /// Errors: rows that the teacher cannot read.
+    /// Errors: rows that are too long for the teacher, or ids that it does not have.
     pub fn check_rows(&self, rows: &Dataset) -> Result<()> {
         let longest = rows.examples.iter().map(|e| e.ids.len()).max().unwrap_or(0);
         if longest > self.model.spec.max_positions {
@@ -133,7 +133,7 @@ impl Opened {
         self.model.load_to(place, &self.storage, &own, scratch, device)
     }
 
-    /// Names the teacher's weights, and how they are stored.
+    /// Fingerprint of the teacher's weights and their storage types.
     pub fn fingerprint(&self) -> Result<Named> {
         let print = export::fingerprint(&self.model.dir)?;
         let storage = self.storage.describe();
@@ -144,7 +144,7 @@ impl Opened {
     }
 }
 
-/// What the plan has to know of the teacher of a recipe, from its config alone; `None` where there is none.
+/// The teacher's costs for the plan, from its config alone; `None` if there is no teacher.
 pub fn cost(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<plan::Teacher>> {
     let d = &recipe.distill;
     let Some(path) = d.teacher.as_ref().filter(|_| recipe.train.stage == Stage::Distill) else {
@@ -176,7 +176,7 @@ pub fn cost(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<plan
     }))
 }
 
-/// Type of the unquantized weights, and how each is stored.
+/// Type of the unquantized weights, and the storage type of each weight.
 fn storage(recipe: &Recipe, spec: &Spec) -> Result<(Dtype, Policy)> {
     let wanted = recipe.distill.teacher_weights;
     let dtype = match wanted {
@@ -194,17 +194,17 @@ fn storage(recipe: &Recipe, spec: &Spec) -> Result<(Dtype, Policy)> {
 fn place(recipe: &Recipe, on_gpu: bool) -> Place {
     match recipe.distill.teacher_tier {
         TeacherTier::Device => Place::Device,
-        // On a CPU the host's memory is the device's.
+        // On a CPU, host memory is device memory.
         TeacherTier::Host if !on_gpu => Place::Device,
         TeacherTier::Host => Place::Host,
-        // On a GPU the divergence takes whole heads.
+        // On a GPU the divergence needs the whole head.
         TeacherTier::Disk => Place::Disk {
             head_rows: (!on_gpu).then_some(PIECE),
         },
     }
 }
 
-/// Do both turn text into the same ids?
+/// Checks that both tokenizers produce the same ids.
 fn check_tokenizers(student: &Tokenizer, teacher: &Tokenizer) -> Result<()> {
     let wrong = |found: String, expected: String| {
         Err(Error::new("the teacher has another tokenizer than the student")
@@ -216,7 +216,7 @@ fn check_tokenizers(student: &Tokenizer, teacher: &Tokenizer) -> Result<()> {
             ))
     };
     let show = |token: Option<String>| token.map_or("no token".to_string(), |t| format!("{t:?}"));
-    // Tokens that only one of them has must stand behind all others.
+    // Tokens that only one of them has must come after all common ids.
     for id in 0..student.vocab_size().min(teacher.vocab_size()) as u32 {
         let (a, b) = (student.id_to_token(id), teacher.id_to_token(id));
         if a != b {

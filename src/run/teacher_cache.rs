@@ -1,8 +1,8 @@
-//! `ft distill cache`: what a teacher says of the trained tokens of all rows, stored once: the log-probabilities of the
-//! likeliest ids and what the others share. And the reading of it.
+//! `ft distill cache`: stores the teacher's outputs for the trained tokens of all rows: the log-probabilities of the
+//! top-k ids and the log-probability of all other ids together. Also reads them back.
 //!
-//! A directory of shards `rows-00000.safetensors`, each whole or not there, and `cache.json`, written last. A document is
-//! found by a hash of its ids and of what is trained in it: order, packing and batches may differ.
+//! A directory has shards `rows-00000.safetensors`, each written atomically, and `cache.json`, written last. A document
+//! is identified by a hash of its ids and of its trained positions, so order, packing and batches may differ.
 //!
 //! A shard holds, for M documents with T trained tokens in all: `documents` u8 `[M, 20]` (16 bytes of hash, 4 of the
 //! number of trained tokens), `ids` u16 or u32 `[T, k]`, `log_probs` f16 `[T, k]`, `rest` f32 `[T]`.
@@ -27,28 +27,28 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 const MANIFEST: &str = "cache.json";
-/// Trained tokens of a shard, about.
+/// Approximate number of trained tokens per shard.
 const SHARD_TOKENS: usize = 1 << 16;
-/// Bytes of a document's entry.
+/// Bytes of a document's entry in `documents`.
 const ENTRY: usize = 20;
 
 type Hash = [u8; 16];
 
-/// What `cache` did.
+/// The result of `cache`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
     pub out: PathBuf,
     pub documents: usize,
     pub tokens: usize,
-    /// Shards that an earlier call had written.
+    /// Shards from an earlier call.
     pub found: usize,
     pub shards: usize,
     pub bytes: u64,
-    /// Part of the probability that the stored ids have, on average.
+    /// Mean probability mass of the stored top-k ids.
     pub covered: f64,
 }
 
-/// A document by what it asks and what is trained in it.
+/// Hash of a document: its ids and its trained positions.
 fn hash(ids: &[u32], trained: impl Iterator<Item = bool>) -> Hash {
     let mut hasher = blake3::Hasher::new();
     hasher.update(b"ft teacher row 1");
@@ -66,7 +66,7 @@ fn hash_of(e: &Example) -> Hash {
     hash(&e.ids, e.trained.iter().copied())
 }
 
-/// Names everything that the stored numbers depend on.
+/// All properties on which the stored numbers depend.
 struct Facts {
     key: String,
     common: usize,
@@ -90,7 +90,7 @@ impl Facts {
     }
 }
 
-/// The rows of the recipe in shards, each document once.
+/// Splits the rows of the recipe into shards; duplicate documents appear once.
 fn shards(rows: &Dataset) -> Vec<Vec<&Example>> {
     let mut seen = std::collections::HashSet::new();
     let (mut out, mut last, mut tokens): (Vec<Vec<&Example>>, Vec<&Example>, usize) = (Vec::new(), Vec::new(), 0);
@@ -116,10 +116,10 @@ fn shard_path(dir: &Path, index: usize) -> PathBuf {
     dir.join(format!("rows-{index:05}.safetensors"))
 }
 
-/// Writes the outputs of the recipe's teacher for all training rows to `out`; shards that are there already stay.
+/// Writes the outputs of the recipe's teacher for all training rows to `out`; existing shards stay.
 ///
-/// Errors: what is wrong with the recipe's teacher or rows; `out` holds something else, or outputs of another teacher,
-/// other rows or other settings; a signal (what was written stays, the next call goes on).
+/// Errors: an invalid teacher or invalid rows; `out` holds something else, or outputs of another teacher, other rows or
+/// other settings; a signal (finished shards stay, the next call continues).
 pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<Report> {
     signal::install()?;
     let model = Described::of_recipe(recipe)?;
@@ -137,7 +137,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
         teacher: String::new(),
     };
     let named = opened.fingerprint()?;
-    // Shards of an older version name the teacher in its way: it is completed in the same way.
+    // Shards of an older version use the old fingerprint: then the new shards use it too.
     facts.name_teacher(named.before);
     if !holds(out, &facts.key) {
         facts.name_teacher(named.now);
@@ -232,7 +232,7 @@ fn is_manifest(path: &Path) -> bool {
     serde_json::from_str::<Value>(&text).is_ok_and(|m| m["format"] == "ft teacher outputs 1")
 }
 
-/// Only an empty place, or one with the same outputs, is written to.
+/// Accepts only an empty directory, or one with the same outputs.
 fn check_place(out: &Path, facts: &Facts) -> Result<()> {
     if !out.is_dir() {
         return Ok(());
@@ -253,7 +253,7 @@ fn check_place(out: &Path, facts: &Facts) -> Result<()> {
     Ok(())
 }
 
-/// Is one of the shards in `out` of this key?
+/// True if one of the shards in `out` has this key.
 fn holds(out: &Path, key: &str) -> bool {
     let shards = files::list(out).unwrap_or_default().into_iter();
     let mut shards = shards.filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with("rows-")));
@@ -281,9 +281,9 @@ fn write_shard(path: &Path, documents: &[&Example], top: &TopK, facts: &Facts) -
         bytes.extend(count.to_le_bytes());
         bytes
     };
-    // What f16 cannot hold is as good as never.
+    // Clamps to the range of f16; such a probability is practically 0.
     let short = |x: &f32| f16::from_f32(x.max(-60000.0)).to_le_bytes();
-    // -infinity where nothing is left: a number that no file may hold.
+    // `rest` is -infinity if no probability is left, and a file may not hold it: clamps to the least f32.
     let left = |x: &f32| x.max(f32::MIN).to_le_bytes();
     let bytes: [Vec<u8>; 4] = [
         documents.iter().flat_map(entry).collect(),
@@ -317,7 +317,7 @@ fn tensor_head(name: &str, dtype: StoredDtype, shape: &[usize]) -> String {
     format!("{name} {} {shape:?}\n", dtype.name())
 }
 
-/// A shard that is open.
+/// An open shard.
 struct Shard {
     weights: Weights,
     narrow: bool,
@@ -326,7 +326,7 @@ struct Shard {
 }
 
 impl Shard {
-    /// Errors: outputs of another teacher, rows or settings; a file that is not whole.
+    /// Errors: outputs of another teacher, other rows or other settings; an incomplete file.
     fn open(path: &Path, key: &str, k: usize) -> Result<Self> {
         let weights = Weights::open_file(path)?;
         if weights.metadata().get("ft_key").map(String::as_str) != Some(key) {
@@ -354,7 +354,7 @@ impl Shard {
         })
     }
 
-    /// Have the tensors the hash that was stored with them? `None`: none was stored, or they cannot be read.
+    /// True if the tensors match the stored hash. `None`: there is no hash, or the tensors cannot be read.
     fn is_whole(&self) -> Option<bool> {
         let stored = self.weights.metadata().get(HASH)?;
         let mut hasher = blake3::Hasher::new();
@@ -374,13 +374,13 @@ impl Shard {
         Some(hasher.finalize().to_hex().as_str() == stored)
     }
 
-    /// Sum over the tokens of what the stored ids have.
+    /// Sum over the tokens of the probability mass of the stored ids.
     fn covered(&self) -> Result<f64> {
         let rest = self.weights.read_f32("rest")?;
         Ok(rest.iter().map(|r| 1.0 - (*r as f64).exp()).sum())
     }
 
-    /// Hash and first token of every document, and its trained tokens.
+    /// Hash, first token and number of trained tokens of every document.
     fn documents(&self) -> Result<Vec<(Hash, usize, usize)>> {
         let bytes = self.weights.read_bytes("documents")?;
         let (mut out, mut first) = (Vec::new(), 0);
@@ -400,7 +400,7 @@ impl Shard {
         }
     }
 
-    /// Adds the rows of `count` tokens from `first` on to `top`, each made to sum to one again after the rounding.
+    /// Adds the rows of `count` tokens from `first` on to `top`, each normalized to sum 1 again after the rounding.
     fn read(&self, first: usize, count: usize, top: &mut TopK) -> Result<()> {
         let n = count * self.k;
         let size = if self.narrow { 2 } else { 4 };
@@ -437,21 +437,21 @@ impl Shard {
     }
 }
 
-/// Stored outputs, ready for training.
+/// Stored outputs for training.
 pub struct Cache {
     dir: PathBuf,
     key: String,
     common: usize,
     k: usize,
     shards: Vec<Shard>,
-    /// Shard, first token, number of trained tokens.
+    /// For each document: shard, first token, number of trained tokens.
     places: HashMap<Hash, (usize, usize, usize)>,
 }
 
 /// Opens the outputs in `dir` for the rows and settings of a recipe.
 ///
-/// Errors: not finished; other rows, another temperature, more ids than the student has, another teacher than the one
-/// that the recipe names.
+/// Errors: an incomplete directory; other rows, another temperature, more ids than the student has, or a different
+/// teacher than that of the recipe.
 pub fn open(dir: &Path, recipe: &Recipe, model: &Described, rows: &Dataset) -> Result<Cache> {
     let at = |e: Error| e.or_at("distill.teacher_cache");
     let path = dir.join(MANIFEST);
@@ -542,7 +542,7 @@ pub fn open(dir: &Path, recipe: &Recipe, model: &Described, rows: &Dataset) -> R
 }
 
 impl Cache {
-    /// Names everything that the stored numbers depend on.
+    /// Hash of all properties on which the stored numbers depend.
     pub fn key(&self) -> &str {
         &self.key
     }

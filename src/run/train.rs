@@ -1,4 +1,4 @@
-//! `ft train`: recipe, data, model, plan, then one optimizer step after the other, then `final/`.
+//! `ft train`: recipe, data, model and plan, then the optimizer steps, then `final/`.
 
 use super::defaults::{self, Before};
 use super::forecast::{self, Forecast};
@@ -34,32 +34,32 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// How `ft train` was called, beside the recipe.
+/// Command-line options of `ft train`, beside the recipe.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
     /// Resume from the newest checkpoint of the run directory, or from this run or checkpoint directory.
     pub resume: Option<Option<PathBuf>>,
-    /// Start anew in a directory that holds a run.
+    /// Start from the beginning in a directory that holds a run.
     pub overwrite: bool,
     /// Stop after the plan.
     pub dry_run: bool,
 }
 
-/// What the run left behind.
+/// The result of a run.
 pub struct Outcome {
     pub final_dir: Option<PathBuf>,
     pub plan: Plan,
     /// The resolved recipe.
     pub resolved: String,
-    /// Commands to go on with.
+    /// Commands to suggest next.
     pub next: Vec<String>,
     pub peak_memory_bytes: u64,
 }
 
 /// Runs a recipe.
 ///
-/// Errors: any input that is wrong (before the first step), a loss or gradient that is not finite, a full
-/// disk; a signal after the state was saved (exit code 128 + signal).
+/// Errors: any invalid input (before the first step), a loss or gradient that is not finite, a full disk; a signal
+/// after the state was saved (exit code 128 + signal).
 pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let recipe = &forecast::as_before(&loaded.recipe, &options.resume)?;
     let run_dir = PathBuf::from(&recipe.train.output_dir);
@@ -70,7 +70,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     signal::install()?;
     signal::quit("stopped: nothing was trained yet");
 
-    // ---- model directory and data: everything that can be wrong is found before anything is written
+    // ---- model directory and data: all input errors are found before anything is written
     let mut model = Described::of_recipe(recipe)?;
     model.untie_for(recipe)?;
     model.check_weights(recipe.model.init)?;
@@ -85,7 +85,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let loaded = &defaults::record(loaded, &choices);
     let (open, recipe) = (recipe, &settled);
 
-    // ---- adapters, what is trained when, plan
+    // ---- adapters, schedule of trained parameters, plan
     let mut prepared = adapters::of(recipe, &model.spec)?;
     allocation::settle(recipe, &mut prepared, total_steps)?;
     let params = model.spec.params();
@@ -129,7 +129,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         ops::device::limit(&device, budget)?;
     }
 
-    // ---- run directory: what can still be refused is refused before it is touched
+    // ---- run directory: all remaining checks run before it is changed
     let print = match recipe.model.init {
         recipe::ModelInit::Pretrained => Some(export::fingerprint(&model.dir)?),
         recipe::ModelInit::Random => None,
@@ -328,7 +328,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         let window = match run.feed.window(step - 1, &engine) {
             Ok(window) => window,
             Err(e) => {
-                // A rollout takes long: a signal in it loses nothing.
+                // A rollout takes long: a signal during it saves the state and stops.
                 run.stop_if_asked(&engine, step - 1)?;
                 return Err(run.failed(&engine, step, trained_tokens, e));
             }
@@ -380,7 +380,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         }
     }
 
-    // ---- what the user takes away
+    // ---- results for the user
     for warning in watch.end() {
         run.reporter.warn(&warning);
     }
@@ -430,7 +430,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     })
 }
 
-/// Milliseconds that the step's copies to the device took, and the part that was hidden behind computing.
+/// Milliseconds of the step's host-device copies, and the fraction that overlapped with computation.
 fn copies(engine: &Engine) -> Result<Vec<(&'static str, f64)>> {
     let parked = engine.parked.as_ref().map(Copier::times).transpose()?.flatten();
     let mut sum = engine.network.source.copies()?.unwrap_or_default();
@@ -444,7 +444,7 @@ fn copies(engine: &Engine) -> Result<Vec<(&'static str, f64)>> {
     Ok(hidden.unwrap_or_default())
 }
 
-/// Most memory so far: of the GPU's tensors, or of this process on the CPU.
+/// Peak memory so far: of GPU tensors, or of this process on the CPU.
 fn peak_memory(device: &Device) -> Result<u64> {
     let gpu = ops::device::memory(device)?;
     Ok(gpu.map_or_else(memory::peak_resident, |m| m.peak_used))
@@ -461,5 +461,5 @@ fn facts(loaded: &recipe::Loaded, print: Option<Fingerprint>, train: &Dataset, e
     }
 }
 
-/// Beside the run directories: starts that other runs of the same model and rows can use.
+/// Directory next to the run directories: initial adapter pairs that other runs of the same model and rows can use.
 const START_CACHE: &str = ".ft-starts";

@@ -1,4 +1,4 @@
-//! Which parameters a method trains, at each step.
+//! The parameters that a method trains at each step.
 
 use super::adapters::Prepared;
 use crate::base::{Error, Result};
@@ -12,16 +12,16 @@ use crate::source::{Group, ParamInfo, Policy};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-/// Switches that are looked at to see which blocks ever train.
+/// Number of block switches that are examined to find the blocks that ever train.
 const SWITCHES: usize = 10_000;
 
-/// Full, freeze and LoRA train one set all the time; block changes it on schedule.
+/// Full, freeze and LoRA train one fixed set; the block method changes the set on a schedule.
 pub enum Tuning {
     Static(Active),
     Blocks(Box<Blocks>),
 }
 
-/// Blocks by turns, and what happens to the others (BREAD).
+/// The block schedule, and the correction of inactive blocks (BREAD).
 pub struct Blocks {
     schedule: BlockSchedule,
     correction: Correction,
@@ -33,10 +33,10 @@ pub struct Blocks {
     sizes: Vec<Vec<(Arc<str>, u64)>>,
 }
 
-/// Turns of blocks that are gone through one by one, for each block: after so many every block has found all others
-/// trained, if it comes again at all.
+/// Turns per block that the planner examines one by one. After that many turns each block, if it becomes active again,
+/// finds that all others were trained before.
 const ROUNDS: u64 = 4;
-/// Sets of one kind that are planned where each of them names every parameter of the model.
+/// Number of similar sets that are planned if each of them has every parameter of the model.
 const LARGE_SETS: usize = 8;
 
 impl Tuning {
@@ -76,7 +76,7 @@ impl Tuning {
         })
     }
 
-    /// Beside it, these parameters of the objective, all the time.
+    /// Adds these parameters of the objective, which train in every step.
     pub fn with_own(mut self, names: impl Iterator<Item = String>) -> Self {
         match &mut self {
             Self::Static(active) => *active = Active::new(active.names().map(str::to_string).chain(names)),
@@ -85,7 +85,7 @@ impl Tuning {
         self
     }
 
-    /// What is trained at optimizer step `step`, from 1.
+    /// The active parameters at optimizer step `step`, counted from 1.
     pub fn active(&self, step: u64) -> Active {
         match self {
             Self::Static(active) => active.clone(),
@@ -93,7 +93,7 @@ impl Tuning {
         }
     }
 
-    /// Is a parameter trained in every step of the run?
+    /// Returns a test that is true for parameters that train in every step of the run.
     pub fn always_trains(&self) -> Box<dyn Fn(&str) -> bool + '_> {
         match self {
             Self::Static(active) => Box::new(|name| active.contains(name)),
@@ -102,14 +102,14 @@ impl Tuning {
                 let mut sets = s.possible();
                 sets.iter_mut().for_each(|set| set.sort_unstable());
                 sets.dedup();
-                // A fixed block, or a part of every parameter.
+                // A fixed block, or a mask over every parameter.
                 let only = (sets.len() == 1 || s.is_masked()).then(|| b.set(&sets[0], None));
                 Box::new(move |name| s.always.contains(name) || only.as_ref().is_some_and(|o| o.contains(name)))
             }
         }
     }
 
-    /// Every set that is trained in `steps` steps, and what was trained before it, for the planner.
+    /// Every set that is active within `steps` steps, with the elements trained before it, for the planner.
     pub fn turns(&self, steps: u64, storage: &Policy) -> Arc<[Turn]> {
         match self {
             Self::Static(active) => [Turn::alone(active.clone())].into(),
@@ -124,8 +124,8 @@ impl Tuning {
         }
     }
 
-    /// Blocks that have a turn in `steps` steps, and all blocks; `None` where one set trains all the time. A step counts
-    /// where `learns` says so.
+    /// Number of blocks that are active within `steps` steps, and number of all blocks; `None` if one set trains in all
+    /// steps. A step counts only if `learns` is true for it.
     pub fn blocks_trained(&self, steps: u64, learns: impl Fn(u64) -> bool) -> Option<(usize, usize)> {
         let Self::Blocks(b) = self else { return None };
         let s = &b.schedule;
@@ -134,13 +134,13 @@ impl Tuning {
         }
         let mut seen = BTreeSet::new();
         let mut first = 1;
-        // Random draws may leave a block out for long.
+        // Random orders may omit a block for a long time, so the search has a limit.
         for _ in 0..SWITCHES {
             if first > steps || seen.len() == s.blocks.len() {
                 break;
             }
             let last = steps.min(first.saturating_add(s.switch_every - 1));
-            // A rate of 0 is followed by one above 0: two steps tell.
+            // A step with rate 0 is followed by one above 0, so the first and the last step of a turn are enough.
             if learns(first) || learns(last) {
                 seen.extend(s.active(first));
             }
@@ -149,12 +149,12 @@ impl Tuning {
         Some((seen.len(), s.blocks.len()))
     }
 
-    /// Does a block that was not active before start at `step`? Its state starts empty then.
+    /// True if a block that was inactive becomes active at `step`. Its optimizer state starts empty.
     pub fn switches_at(&self, step: u64) -> bool {
         matches!(self, Self::Blocks(b) if b.schedule.switches_at(step))
     }
 
-    /// Parameters whose optimizer state survives the switch at `step`. Adapters start anew, as in BREAD's reference.
+    /// True if the optimizer state survives the switch at `step`. Adapters start again, as in BREAD's reference code.
     pub fn survives_switch(&self, name: &str, step: u64) -> bool {
         match self {
             Self::Static(_) => true,
@@ -162,12 +162,12 @@ impl Tuning {
         }
     }
 
-    /// Do weights that are not active change before a step is complete?
+    /// True if inactive weights change before a step is complete.
     pub fn corrects_at_once(&self) -> bool {
         matches!(self, Self::Blocks(b) if matches!(b.correction, Correction::Sgd | Correction::Signsgd))
     }
 
-    /// Factor of the learning rate beside the schedule's.
+    /// Factor of the learning rate in addition to the schedule.
     pub fn warmup(&self, step: u64) -> f64 {
         match self {
             Self::Static(_) => 1.0,
@@ -175,12 +175,12 @@ impl Tuning {
         }
     }
 
-    /// Everything that steps 1 to `step` have trained: what a checkpoint must hold.
+    /// All parameters that steps 1 to `step` have trained: the content of a checkpoint.
     pub fn trained_until(&self, step: u64) -> BTreeSet<String> {
         match self {
             Self::Static(active) => active.names().map(str::to_string).collect(),
             Self::Blocks(b) => {
-                // By blocks: with a correction the names of one set are those of the whole model.
+                // Counts blocks: with a correction each set has the names of the whole model.
                 let mut seen = BTreeSet::new();
                 let mut blocks = BTreeSet::new();
                 let mut lowest: Option<Vec<usize>> = None;
@@ -205,7 +205,7 @@ impl Tuning {
                         .flat_map(|block| &b.schedule.blocks[*block].params)
                         .cloned(),
                 );
-                // Of the adapters of a correction the lowest set trains the most.
+                // With adapters as correction, the lowest set trains the most adapters.
                 if let (Correction::Lora, Some(set)) = (b.correction, lowest) {
                     names.extend(b.set(&set, None).names().map(str::to_string));
                 }
@@ -215,7 +215,7 @@ impl Tuning {
     }
 }
 
-/// The optimizer of a run, with learning rates of their own for some parameters.
+/// The optimizer of a run, with separate learning rates for some parameters.
 pub fn optimizer(recipe: &Recipe) -> Optimizer {
     let mut optimizer = Optimizer::new(recipe.optimizer.clone()).with_seed(recipe.train.seed);
     let block = &recipe.tune.block;
@@ -223,7 +223,7 @@ pub fn optimizer(recipe: &Recipe) -> Optimizer {
         optimizer.set_rate(".lora_A.weight", block.correction_scale);
         optimizer.set_rate(".lora_B.weight", block.correction_scale);
     }
-    // LoRA+ (Hayou et al. 2024, arXiv 2402.12354): B moves faster than A, and in PEFT's groups the vectors go with B.
+    // LoRA+ (Hayou et al. 2024, arXiv 2402.12354): B has a higher rate than A. PEFT groups the vectors with B.
     let ratio = recipe.tune.lora.loraplus_lr_ratio;
     if recipe.tune.method == Method::Lora && ratio != 1.0 {
         optimizer.set_rate(".lora_B.weight", ratio);
@@ -235,7 +235,7 @@ pub fn optimizer(recipe: &Recipe) -> Optimizer {
 impl Blocks {
     fn turns(&self, steps: u64, storage: &Policy) -> Arc<[Turn]> {
         let s = &self.schedule;
-        // All windows are alike.
+        // All turns are alike.
         if let Some(masks) = s.masks(1) {
             return [Turn::alone(self.set(&[0], Some(masks)))].into();
         }
@@ -243,7 +243,7 @@ impl Blocks {
         let long = count > ROUNDS * s.blocks.len() as u64;
         let sets = if long { s.possible() } else { s.turns(count) };
         let retired: Vec<Retired> = self.sizes.iter().map(|block| rests(block, storage)).collect();
-        // What was trained so far; in a long run everything was before any turn.
+        // Blocks trained so far. A long run assumes that every block was trained before each turn.
         let mut trained = vec![false; s.blocks.len()];
         if long {
             sets.iter().flatten().for_each(|b| trained[*b] = true);
@@ -261,7 +261,7 @@ impl Blocks {
                 .filter(|b| corrected(*b))
                 .chain(set.iter().copied())
                 .for_each(|b| trained[b] = true);
-            // Of one set a later turn finds more.
+            // If a set occurs twice, the later turn has more trained blocks.
             let leaves = long || i < end;
             let kept = turns.entry(set).or_insert((found, leaves));
             *kept = (found, kept.1 || leaves);
@@ -281,7 +281,7 @@ impl Blocks {
             .collect()
     }
 
-    /// With a correction each set names every parameter of the model: some of those that are alike stand for all.
+    /// With a correction each set has every parameter of the model: a few sets represent all similar ones.
     fn fewer(&self, turns: Vec<Found>, storage: &Policy) -> Vec<Found> {
         if self.correction == Correction::None {
             return turns;
@@ -295,7 +295,7 @@ impl Blocks {
         }
         let mut out = Vec::new();
         for all in alike.into_values() {
-            // Spread evenly, the lowest and the highest among them.
+            // At equal distances, with the lowest and the highest set.
             let count = all.len().min(LARGE_SETS);
             let at = |i: usize| i * (all.len() - 1) / (count - 1).max(1);
             out.extend((0..count).map(|i| all[at(i)].clone()));
@@ -303,16 +303,16 @@ impl Blocks {
         out
     }
 
-    /// Is a block corrected while these are active?
+    /// Returns a test that is true for a block that is corrected while the blocks in `active` are active.
     fn corrected(&self, active: &[usize]) -> impl Fn(usize) -> bool + use<> {
         let at_once = matches!(self.correction, Correction::Sgd | Correction::Signsgd);
         let partial = self.scope == CorrectionScope::Partial;
         let (first, active) = (active.iter().min().copied().unwrap_or(0), active.to_vec());
-        // Blocks are in the order of the model: those after the first active one lie above it.
+        // Blocks are in model order: those after the first active block are above it.
         move |block| at_once && !active.contains(&block) && (!partial || block > first)
     }
 
-    /// What trains, and what is corrected, while these blocks are active.
+    /// The trained and the corrected parameters while these blocks are active.
     fn set(&self, active: &[usize], masks: Option<Masks>) -> Active {
         let s = &self.schedule;
         let names: BTreeSet<String> = active
@@ -346,10 +346,10 @@ impl Blocks {
     }
 }
 
-/// Blocks that are active together, what has retired when they are, and whether others follow.
+/// Blocks that are active together, the elements deactivated before them, and whether another set follows.
 type Found = (Vec<usize>, Retired, bool);
 
-/// What a block leaves behind when it rests, by the storage that its parameters rest in.
+/// Elements of a block when it is inactive, by storage: dense or quantized.
 fn rests(block: &[(Arc<str>, u64)], storage: &Policy) -> Retired {
     let coded = |name: &Arc<str>| storage.coded().contains_key(name);
     let sum = |wanted: bool| block.iter().filter(|(n, _)| coded(n) == wanted).map(|(_, n)| n).sum();
@@ -403,7 +403,7 @@ mod tests {
     use crate::recipe::Dtype;
     use crate::run::adapters;
 
-    /// Lowest layer, elements retired, and whether another set follows, of each turn of a run.
+    /// For each turn of a run: lowest layer, deactivated elements, and whether another set follows.
     fn turns(more: &str, steps: u64) -> Vec<(usize, u64, bool)> {
         let text = format!("[model]\npath = \"shape:small\"\n[tune]\nmethod = \"block\"\n[tune.block]\n{more}");
         let recipe = recipe::parse(&text, "r.toml", &[]).unwrap().recipe;
@@ -426,11 +426,11 @@ mod tests {
         let up = "order = \"ascending\"\nswitch_every = 1\n";
         assert_eq!(turns(up, 1), [(0, 0, false)]);
         assert_eq!(turns(up, 3), [(0, 0, true), (1, one, true), (2, 2 * one, false)]);
-        // A block that comes again finds the others.
+        // A block that becomes active again finds the others trained.
         let again = turns(up, layers as u64 + 1);
         assert_eq!(again[0], (0, (layers as u64 - 1) * one, true));
         assert_eq!(again[1], (1, one, true));
-        // In a long run each finds all others.
+        // In a long run each block finds all others trained.
         for steps in [5 * layers as u64, u64::MAX] {
             for more in [up, "switch_every = 1\n", "order = \"descending\"\nswitch_every = 1\n"] {
                 let all = turns(more, steps);
@@ -441,13 +441,13 @@ mod tests {
                 );
             }
         }
-        // One block alone, and parts of all parameters, retire nothing.
+        // One fixed block, and masks over all parameters, deactivate nothing.
         assert_eq!(
             turns("order = \"fixed\"\nstart_block = 1\nswitch_every = 1\n", 50),
             [(1, 0, false)]
         );
         assert_eq!(turns("partition = \"ratio\"\nswitch_every = 1\n", 50), [(0, 0, false)]);
-        // What is corrected at once is no block at rest.
+        // A corrected block is not counted as inactive.
         let corrected = turns(&format!("{up}correction = \"sgd\"\n"), 50);
         assert!(
             corrected.len() <= LARGE_SETS && corrected.iter().all(|t| t.1 == 0),

@@ -7,7 +7,7 @@ use ft::ops::{embedding, glu, rms_norm, rope};
 #[test]
 fn rms_norm_matches_the_cpu() {
     let Some(gpu) = gpu() else { return };
-    // (tokens, width of x, size of w): rows, heads, sizes that no vector divides, many rows, long rows.
+    // (tokens, width of x, size of w): rows, heads, sizes not divisible by any vector length, many rows, long rows.
     let shapes = [
         (5, 64, 64),
         (7, 96, 24),
@@ -93,7 +93,7 @@ fn gated_units_match_the_cpu() {
                 assert_close(&dup, &want_up, tolerance);
             }
         }
-        // A view that starts where 16 bytes do not.
+        // A view whose start is not aligned to 16 bytes.
         let (gate, up) = (gpu.random((5, 7), dtype, 1), gpu.random((5, 7), dtype, 2));
         let (gate, up) = (gate.rows(1, 3), up.rows(1, 3));
         let y = glu::forward(&gate.gpu, &up.gpu, Silu).unwrap();
@@ -120,7 +120,7 @@ fn gated_units_match_the_cpu() {
 fn embedding_matches_the_cpu() {
     let Some(gpu) = gpu() else { return };
     let v = 70;
-    // Many places for a few ids, in no order.
+    // A few ids, each at many positions, in no order.
     let ids: Vec<u32> = (0..500u32).map(|i| i * i % 7 * (i % 3) * 5 % v).collect();
     for (dtype, _) in KINDS {
         for d in [1, 9, 300, 1096] {
@@ -134,7 +134,7 @@ fn embedding_matches_the_cpu() {
             let dw = gpu.random((v as usize, d), DType::F32, 3);
             embedding::scatter_add(&dw.gpu, &ids, &dx.gpu, 0.3).unwrap();
             embedding::scatter_add(&dw.cpu, &ids, &dx.cpu, 0.3).unwrap();
-            // The order of the CPU, and its rounding.
+            // The same order of sums and the same rounding as on the CPU.
             assert_close(&dw.gpu, &dw.cpu, 0.0);
         }
         let table = gpu.random((5, 8), dtype, 1);

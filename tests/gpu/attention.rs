@@ -30,7 +30,7 @@ fn capped(spec: Spec, cap: f32) -> Spec {
     }
 }
 
-/// Form and documents.
+/// Attention specs with document lengths.
 fn cases() -> Vec<(Spec, Vec<usize>)> {
     let both = Spec {
         scale: 0.7,
@@ -55,7 +55,7 @@ fn cases() -> Vec<(Spec, Vec<usize>)> {
     ]
 }
 
-/// dq of a token that sees one key is rounding alone.
+/// dq of a token with only one key is rounding error only.
 #[track_caller]
 fn assert_gradient(got: &Tensor, want: &Tensor, tolerance: f32) {
     if flat(want).iter().all(|x| x.abs() < 1e-5) {
@@ -110,7 +110,7 @@ fn decode(gpu: &Gpu, spec: &Spec, dtype: DType, tolerance: f32, qd: &[usize], kd
 #[test]
 fn queries_after_cached_keys_are_aligned_at_the_end() {
     let Some(gpu) = gpu() else { return };
-    // A decoding step, a continued prompt, a document without queries, a whole document.
+    // A decoding step, a continued prompt, a document without queries, a complete document.
     let (qd, kd) = ([0, 1, 71, 71, 81], [0, 90, 190, 200, 210]);
     let specs = [
         spec(6, 2, 8),
@@ -122,7 +122,7 @@ fn queries_after_cached_keys_are_aligned_at_the_end() {
     for (dtype, tolerance) in KINDS {
         for spec in &specs {
             decode(&gpu, spec, dtype, tolerance, &qd, &kd);
-            // One query a row on long caches: keys are shared out among blocks.
+            // One query per row on long caches: the keys are split over blocks.
             decode(&gpu, spec, dtype, tolerance, &[0, 1, 2], &[0, 1500, 4097]);
         }
     }

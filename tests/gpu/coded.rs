@@ -1,11 +1,11 @@
-//! Weights stored as codes: values, products with many tokens and with few.
+//! Quantized weights: values, products with many tokens and with few.
 
 use crate::support::{Gpu, KINDS, Pair, assert_close, assert_same_bits, gpu};
 use candle_core::{DType, Tensor};
 use ft::quant::{Format, Weight, encode};
 use ft::recipe::Dtype;
 
-/// One weight `[O, I]` on both devices, the same codes.
+/// One weight `[O, I]` on both devices, with the same quantized data.
 fn weights(gpu: &Gpu, (o, i): (usize, usize), format: Format, dtype: DType) -> (Weight, Weight) {
     let values = gpu.random((o, i), DType::F32, 7).cpu;
     let values: Vec<f32> = values.flatten_all().unwrap().to_vec1().unwrap();
@@ -48,7 +48,7 @@ fn products_with_codes_match_the_cpu() {
     let Some(gpu) = gpu() else { return };
     for (dtype, tolerance) in KINDS {
         for format in Format::ALL {
-            // Few tokens (packed and single), many, shapes that nothing divides, none.
+            // Few tokens (packed and single), many tokens, sizes that are not divisible, no tokens.
             for sizes in [
                 (1, 96, 256),
                 (3, 70, 1024),
@@ -64,7 +64,7 @@ fn products_with_codes_match_the_cpu() {
     }
 }
 
-/// More than is decoded at a time, in both directions.
+/// Weights larger than the dequantization buffer, in both directions.
 #[test]
 fn large_weights_are_decoded_block_by_block() {
     let Some(gpu) = gpu() else { return };
@@ -91,7 +91,7 @@ fn rows_are_bit_equal() {
     }
 }
 
-/// Adapters are f32 beside bf16 activations; a model's type may differ from that of the codes.
+/// Adapters are f32 beside bf16 activations; the type of the model may differ from the dequantized type.
 #[test]
 fn activations_of_another_type_are_met_by_a_cast() {
     let Some(gpu) = gpu() else { return };

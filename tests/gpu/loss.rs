@@ -1,4 +1,4 @@
-//! Linear and cross-entropy in one: loss, hits, gradients, log-probabilities.
+//! Fused linear and cross-entropy: loss, hits, gradients, log-probabilities.
 
 use crate::support::{KINDS, Pair, assert_close, assert_same_bits, gpu};
 use candle_core::{DType, Device, Tensor};
@@ -66,7 +66,7 @@ fn loss_and_gradients_match_the_cpu() {
             for softcap in [None, Some(2.5)] {
                 for chunk in [1, 4, 64, 1000] {
                     let (h, head) = (gpu.random((n, d), dtype, 1), gpu.random((v, d), dtype, 2));
-                    // Small logits: where a cap is flat, who is largest would be a matter of the last bit.
+                    // Small logits: in the flat part of a softcap the argmax would depend on the last bit.
                     let head = gpu.pair(&(head.cpu * 0.2).unwrap(), dtype);
                     let options = Options {
                         softcap,
@@ -77,10 +77,10 @@ fn loss_and_gradients_match_the_cpu() {
                         weights: None,
                     };
                     compare(&h, &head, &targets(n, v), &options, tolerance);
-                    // All tokens trained: rows are used where they lie.
+                    // All tokens are trained, so rows are not gathered.
                     let all: Vec<u32> = (0..n).map(|i| (i * 11 % v) as u32).collect();
                     compare(&h, &head, &all, &options, tolerance);
-                    // Each token's gradient with a factor of its own, of any sign, some of them 0.
+                    // A separate factor for each token's gradient, of any sign, some of them 0.
                     let factors: Vec<f32> = (0..n).map(|i| (i % 5) as f32 * 0.7 - 1.4).collect();
                     let options = Options {
                         weights: Some(&factors),
@@ -130,7 +130,7 @@ fn nothing_trained_wrong_targets_and_what_is_not_finite() {
     }
 }
 
-/// A head that comes in parts gives what the whole one gives on the CPU; so do the entropies of both.
+/// A head in chunks gives the results of the whole head on the CPU; also for the entropies of both.
 #[test]
 fn a_head_in_parts_and_entropies_match_the_cpu() {
     let Some(gpu) = gpu() else { return };
@@ -159,7 +159,7 @@ fn a_head_in_parts_and_entropies_match_the_cpu() {
                         rows: v,
                         width: d,
                         rows_of_part,
-                        // In memory of their own, as they come.
+                        // Each chunk has its own memory, as in streaming.
                         part: &|first| Ok(head.gpu.narrow(0, first, rows_of_part.min(v - first))?.copy()?),
                     };
                     let tally = Tally::new(&gpu.device).unwrap();

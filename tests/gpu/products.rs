@@ -1,10 +1,10 @@
-//! The linear: products, sums into what is there, gradients in f32.
+//! The linear: products, accumulation into existing values, gradients in f32.
 
 use crate::support::{KINDS, assert_close, assert_same_bits, gpu};
 use candle_core::DType;
 use ft::ops::linear;
 
-/// (N, I, O): decoding, shapes that no tile divides, a LoRA pair, one large enough to be split.
+/// (N, I, O): decoding, sizes not divisible by a tile, a LoRA pair, one large enough for split-k.
 const SHAPES: [(usize, usize, usize); 7] = [
     (1, 40, 70),
     (3, 513, 33),
@@ -44,7 +44,7 @@ fn linear_matches_the_cpu() {
             linear::backward_input_add(&sum.cpu, &dy.cpu, &cpu_w).unwrap();
             assert_close(&sum.gpu, &sum.cpu, tolerance);
 
-            // Gradients of weights are f32: the operands are the same numbers on both sides.
+            // Weight gradients are f32, and the operands have the same values on both devices.
             let dw = linear::grad_weight(&dy.gpu, &x.gpu, dtype).unwrap();
             let want = linear::grad_weight(&dy.cpu, &x.cpu, DType::F32).unwrap();
             assert_eq!(dw.dtype(), DType::F32);

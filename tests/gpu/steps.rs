@@ -1,4 +1,4 @@
-//! Optimizer steps: bit-equal to the CPU, many parameters in one call; what a gate holds back; parts of tensors.
+//! Optimizer steps: bit-equal to the CPU, many parameters in one call, the `Gate`, index subsets of tensors.
 
 use crate::support::{Gpu, flat, gpu};
 use candle_core::{DType, Device, Tensor};
@@ -81,7 +81,7 @@ impl Parameter {
         }
     }
 
-    /// Exact values of the weight, then the state.
+    /// Exact values of the weight, then the optimizer state.
     fn values(&self) -> Vec<u32> {
         let mut values = match self.form {
             Form::Halves => step::join(&self.weight, &self.low).unwrap(),
@@ -115,7 +115,7 @@ fn parameters(gpu: &Gpu, rule: Rule, int8: bool, device: &Device) -> Vec<Paramet
 
 fn run(rule: Rule, parameters: &[Parameter], steps: u64, coefficient: f32, gate: Gate) {
     for k in 1..=steps {
-        // Two groups: with and without decay.
+        // Two groups: with and without weight decay.
         let items: Vec<Item> = parameters
             .iter()
             .enumerate()
@@ -201,7 +201,7 @@ fn parts_are_those_of_the_cpu() {
     }
 }
 
-/// A matrix, or a vector where it has one row, under Adafactor.
+/// A matrix with Adafactor, or a vector if it has one row.
 fn factored(gpu: &Gpu, (r, c): (usize, usize), form: Form, device: &Device) -> Parameter {
     let mut p = Parameter::new(gpu, r * c, form, Rule::Adafactor, false, device);
     if r > 1 {
@@ -214,7 +214,7 @@ fn factored(gpu: &Gpu, (r, c): (usize, usize), form: Form, device: &Device) -> P
     p
 }
 
-/// Sums have another order than on the CPU: the means and the change of the weights are equal up to f32 rounding.
+/// The order of sums differs from the CPU: means and changes of the weights are equal up to f32 rounding.
 #[test]
 fn adafactor_does_what_it_does_on_the_cpu() {
     let Some(gpu) = gpu() else { return };
@@ -233,7 +233,7 @@ fn adafactor_does_what_it_does_on_the_cpu() {
             };
             let largest = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0f32, f32::max);
             let (a, b) = (exact(&here), exact(&there));
-            // A number next to the border between two bf16 may be rounded to the other one.
+            // A value near the midpoint between two bf16 values may be rounded to the other one.
             let most = match form {
                 Form::Stochastic => a.iter().fold(0f32, |m, x| m.max(x.abs())) / 128.0,
                 _ => 1e-4 * largest(&a, &before) + 1e-6,
@@ -246,7 +246,7 @@ fn adafactor_does_what_it_does_on_the_cpu() {
                     assert!(a.iter().zip(&b).all(close), "the means of {shape:?}");
                 }
             }
-            // A closed gate holds everything back.
+            // A closed gate blocks all updates.
             let values = there.values();
             let bad = Tensor::new(&[1.0, f64::NAN], &gpu.device).unwrap();
             let gate = Gate {

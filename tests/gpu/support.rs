@@ -1,19 +1,19 @@
-//! The GPU of the tests, seeded tensors on both devices, comparison.
+//! The GPU of the tests, random tensors on both devices, comparisons.
 
 use candle_core::{DType, Device, Shape, Tensor};
 use std::sync::{Mutex, MutexGuard, OnceLock};
 
-/// The GPU, for one test at a time.
+/// The GPU, locked for one test at a time.
 pub struct Gpu {
     pub device: Device,
     _alone: MutexGuard<'static, ()>,
 }
 
-/// `None`, with a message, where there is no GPU.
+/// Returns `None` and prints a message if there is no GPU.
 pub fn gpu() -> Option<Gpu> {
     static ALONE: Mutex<()> = Mutex::new(());
     static DEVICE: OnceLock<Result<Device, String>> = OnceLock::new();
-    // A test that failed may have left the lock poisoned.
+    // A failed test may have poisoned the lock.
     let alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let open = || match ft::ops::device::open("cuda:0") {
         Ok(opened) => Ok(opened.device),
@@ -33,17 +33,17 @@ pub fn gpu() -> Option<Gpu> {
     }
 }
 
-/// Element types of activations, with the tolerance of a comparison.
+/// Element types of activations, with the tolerance of the comparison.
 pub const KINDS: [(DType, f32); 2] = [(DType::F32, 1e-4), (DType::BF16, 1e-2)];
 
-/// One tensor on both devices: on the CPU f32, on the GPU of the type that was asked for, the same values.
+/// One tensor on both devices with the same values: f32 on the CPU, the requested type on the GPU.
 pub struct Pair {
     pub cpu: Tensor,
     pub gpu: Tensor,
 }
 
 impl Gpu {
-    /// Seeded values, roughly normal.
+    /// Random values from a seed, roughly normal.
     pub fn random(&self, shape: impl Into<Shape>, dtype: DType, seed: u64) -> Pair {
         let shape = shape.into();
         let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -70,12 +70,12 @@ impl Gpu {
 }
 
 impl Pair {
-    /// The CPU's tensor as a weight is stored there: of the type of the GPU's.
+    /// The CPU tensor in the type of the GPU tensor, for use as a weight.
     pub fn weight(&self) -> Tensor {
         self.cpu.to_dtype(self.gpu.dtype()).unwrap()
     }
 
-    /// A part of the rows of both; the part starts in the middle of memory.
+    /// A range of rows of both; the view does not start at the beginning of the memory.
     pub fn rows(&self, start: usize, len: usize) -> Self {
         Self {
             cpu: self.cpu.narrow(0, start, len).unwrap(),
@@ -95,7 +95,7 @@ pub fn flat(t: &Tensor) -> Vec<f32> {
         .unwrap()
 }
 
-/// Largest difference is at most `tolerance` times the largest wanted magnitude.
+/// Asserts that the largest difference is at most `tolerance` times the largest expected magnitude.
 #[track_caller]
 pub fn assert_close(got: &Tensor, want: &Tensor, tolerance: f32) {
     assert_eq!(got.dims(), want.dims());

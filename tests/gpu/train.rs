@@ -1,4 +1,4 @@
-//! Whole runs of the program: on a GPU they lose what they lose on the CPU, in every method.
+//! Complete training runs: with every method the losses on a GPU are those on the CPU.
 
 use crate::support::gpu;
 use serde_json::Value;
@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use tempfile::TempDir;
 
-/// Settings beside those that all runs share. bf16 unless they say otherwise.
+/// Settings of each run in addition to the shared ones. The type is bf16 unless a run sets it.
 const RUNS: [(&str, &[&str]); 27] = [
     ("full", &["tune.method=full"]),
     ("f32", &["tune.method=full", "model.dtype=f32"]),
@@ -76,7 +76,7 @@ const RUNS: [(&str, &[&str]); 27] = [
             "tune.lora.loftq_iter=2",
         ],
     ),
-    // On the CPU the host's memory is the device's.
+    // On a CPU, host memory is device memory.
     ("lora on layers of the host", &["tune.method=lora", "memory.tier=host"]),
     (
         "blocks from the host",
@@ -99,7 +99,7 @@ const RUNS: [(&str, &[&str]); 27] = [
         ],
     ),
     ("dora", &["tune.method=lora", "tune.lora.use_dora=true"]),
-    // With few numbers of their own these learn by larger steps.
+    // These have few parameters and use a higher learning rate.
     (
         "ia3",
         &[
@@ -135,7 +135,7 @@ const RUNS: [(&str, &[&str]); 27] = [
     ),
 ];
 
-/// With or without the GPU in sight.
+/// Runs `ft` with a visible or a hidden GPU.
 fn ft(arguments: &[&str], on_gpu: bool) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ft"));
     command
@@ -155,7 +155,7 @@ fn ft(arguments: &[&str], on_gpu: bool) -> String {
     String::from_utf8_lossy(&out.stdout).into_owned()
 }
 
-/// The step lines of a run on `device`.
+/// Returns the step lines of a run on `device`.
 fn train(device: &str, settings: &[&str], out: &Path) -> Vec<Value> {
     let (device, place) = (
         format!("model.device={device}"),
@@ -176,7 +176,7 @@ fn train(device: &str, settings: &[&str], out: &Path) -> Vec<Value> {
         "schedule.name=constant",
         "schedule.warmup_ratio=0",
     ]);
-    // A key is given once.
+    // Each key may be given only once.
     arguments.retain(|a| !settings.iter().any(|s| s.split('=').next() == a.split('=').next()));
     arguments.extend(settings);
     ft(&arguments, true);

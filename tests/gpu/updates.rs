@@ -1,4 +1,4 @@
-//! Changes in place, sums, copies, dropout.
+//! In-place updates, sums, copies, dropout.
 
 use crate::support::{KINDS, assert_close, assert_same_bits, flat, gpu};
 use candle_core::{DType, Tensor};
@@ -24,7 +24,7 @@ fn sums_and_scaling_match_the_cpu() {
                 assert_close(&a.gpu, &want, tolerance);
             }
         }
-        // Only the part that a view covers is changed.
+        // Only the rows of the view change.
         let whole = gpu.random((6, 5), dtype, 1);
         let before = flat(&whole.gpu);
         update::scale_assign(&whole.rows(1, 3).gpu, 0.0).unwrap();

@@ -1,11 +1,11 @@
-//! What a hostile hub says, and that it writes and removes nothing outside of the cache.
+//! False answers of a hostile hub: nothing outside of the cache may be written or removed.
 
 use super::{COMMIT, Hub, ID, Lies, loads, model};
 use ft::hub::resolve_with;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Every path below `dir`, links as links, with the contents of files.
+/// Every path below `dir`: links with their targets, files with their contents.
 fn everything(dir: &Path) -> BTreeMap<String, String> {
     let mut out = BTreeMap::new();
     let mut open = vec![dir.to_path_buf()];
@@ -124,7 +124,7 @@ fn a_lying_hub_writes_and_removes_nothing_outside_the_cache() {
     let mut served = 0;
     for (lies, lists) in lies {
         let place = tempfile::tempdir().unwrap();
-        // Where `../../../../victim` of a blob, a link and a lock would be.
+        // The places where `../../../../victim` of a blob, a link and a lock would be.
         for depth in ["", "a", "a/b", "a/b/c"] {
             let victim = place.path().join(depth).join("victim");
             std::fs::create_dir_all(&victim).unwrap();
@@ -146,7 +146,7 @@ fn a_lying_hub_writes_and_removes_nothing_outside_the_cache() {
         settings.attempts = 1;
         let found = resolve_with(&settings, ID, "main");
         assert_eq!(outside(), before, "{:?} {:?} {:?}", lies.commit, lies.tag, lies.oid);
-        // Whatever came is what the hub has, whole and in its place.
+        // Every file in the cache is complete and in its place.
         for (name, what) in everything(&cache) {
             let inside = [
                 "models--tester--tiny-model/blobs",
@@ -171,7 +171,7 @@ fn a_lying_hub_writes_and_removes_nothing_outside_the_cache() {
             served += 1;
         }
     }
-    // Tags do not matter where the hub lists its files, nor do names that are left out of the list.
+    // Wrong tags have no effect if the hub lists its files, nor have names that are missing in the list.
     assert!(served > 20, "{served}");
 }
 
@@ -182,7 +182,7 @@ fn a_redirect_to_another_host_gets_no_token() {
     let cache = tempfile::tempdir().unwrap();
     let mut settings = hub.settings(cache.path());
     settings.token = Some("hf_secret".into());
-    // The files are on another server: no token goes there, the files are fetched and checked.
+    // The files are on another server: it gets no token, and the files are downloaded and verified.
     let redirect = |file: &str| format!("{}/{ID}/resolve/{COMMIT}/{file}", other.address);
     hub.put(
         &format!("models/{ID}"),
@@ -194,13 +194,13 @@ fn a_redirect_to_another_host_gets_no_token() {
     assert!(hub.state().tokens > 0);
     assert_eq!(other.state().tokens, 0);
     assert!(other.state().log.iter().any(|(method, ..)| method == "GET"));
-    // What comes from there is damaged: nothing of it stays.
+    // The other server sends damaged data: nothing of it stays.
     let cache = tempfile::tempdir().unwrap();
     settings.cache = cache.path().to_path_buf();
     other.state().damages = Some("config.json".into());
     let e = resolve_with(&settings, ID, "main").unwrap_err().to_string();
     assert!(e.contains("damaged on the way"), "{e}");
-    // An address without encryption, and a token: refused before anything is sent.
+    // An address without encryption and a token: refused before any request.
     settings.endpoint = "http://hub.invalid".into();
     let e = resolve_with(&settings, ID, "main").unwrap_err();
     assert_eq!(e.exit_code(), 2);

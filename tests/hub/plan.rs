@@ -1,11 +1,11 @@
-//! A plan of a model in the cache.
+//! The plan of a model in the hub cache.
 
 use super::{Hub, ID};
 use ft::hub::resolve_with;
 use serde_json::Value;
 use std::path::Path;
 
-/// A model in the cache is planned as the same files in a directory: its tokenizer and its weights are found.
+/// A model in the cache has the same plan as the same files in a directory: its tokenizer and weights are found.
 #[test]
 fn a_cached_model_is_planned_like_its_directory() {
     let (hub, cache) = (Hub::start(), tempfile::tempdir().unwrap());
@@ -42,7 +42,7 @@ fn a_cached_model_is_planned_like_its_directory() {
         assert!(!said.contains("rows are not here"), "{said}");
         serde_json::from_slice(&out.stdout).unwrap()
     };
-    // What the program itself takes differs from start to start.
+    // The memory of the program itself differs from start to start.
     let own = |plan: &Value| plan["peak_bytes"].as_u64().unwrap() - plan["process"].as_u64().unwrap();
     let directory = format!("model.path={}", root.join("assets/tiny").display());
     let (cached, local) = (of(&[]), of(&[&directory]));
@@ -59,7 +59,7 @@ fn a_cached_model_is_planned_like_its_directory() {
         assert_eq!(cached[part], local[part], "{part}");
     }
     assert_eq!(own(&cached), own(&local));
-    // And a run plans the same.
+    // A training run has the same plan.
     let out = "train.output_dir=run";
     ft(&["train", "--recipe", "r.toml", "train.max_steps=1", out]);
     let text = std::fs::read_to_string(cache.path().join("run/plan.json")).unwrap();

@@ -1,4 +1,4 @@
-//! Adapters made by PEFT: loaded, evaluated, merged.
+//! Adapters made by PEFT: load, evaluate, merge.
 
 use crate::support::{
     Form, all_close, close, data, directories, eval, family, ft, goldens, json, path, tensors, text, training_model,
@@ -95,7 +95,7 @@ fn merged_weights_are_those_of_peft() {
     assert_eq!(compared, 28 + 8);
 }
 
-/// The names below goldens/adapters, all or those with adapter files.
+/// The directory names below goldens/adapters, with or without adapter files.
 fn kinds(filled: bool) -> Vec<String> {
     let dir = goldens().join("adapters");
     let all = directories(&dir).into_iter();
@@ -145,7 +145,7 @@ fn every_kind_by_peft_gives_its_logits_and_its_loss_also_merged() {
     }
 }
 
-/// A row-major matrix `[rows, columns]` times another.
+/// Product of two row-major matrices; the first is `[rows, inner]`.
 fn product(a: &[f64], b: &[f64], rows: usize, inner: usize) -> Vec<f64> {
     let columns = b.len() / inner;
     let mut out = vec![0.0; rows * columns];
@@ -159,7 +159,7 @@ fn product(a: &[f64], b: &[f64], rows: usize, inner: usize) -> Vec<f64> {
     out
 }
 
-/// The largest difference between the rows of two matrices, each row up to its sign, over the largest number.
+/// The largest difference between the rows of two matrices, up to the sign of each row, relative to the largest value.
 fn up_to_sign(got: &[f64], want: &[f64], width: usize) -> f64 {
     let largest = want.iter().fold(0.0f64, |m, x| m.max(x.abs()));
     let rows = got.chunks(width).zip(want.chunks(width));
@@ -193,7 +193,7 @@ fn starts_are_those_of_peft_up_to_sign_and_change_nothing() {
             let other = tensor.replace("lora_A", "lora_B");
             let b = &got[&format!("base_model.model.{other}")];
             let (inputs, outputs) = (theirs.len() / R, want[&other].len() / R);
-            // Saved as [A; A₀] and [B, -B₀]: at the start both halves are the same.
+            // Saved as [A; A₀] and [B, -B₀]: at the start both halves are equal.
             assert_eq!(a[..R * inputs], a[R * inputs..], "{name}: {tensor}");
             assert!(up_to_sign(&a[..R * inputs], theirs, inputs) < 1e-3, "{name}: {tensor}");
             let half: Vec<f64> = b.chunks(2 * R).flat_map(|row| row[..R].to_vec()).collect();
@@ -285,7 +285,7 @@ fn twenty_steps_follow_peft_from_every_adapter_and_start() {
                 close(got, want, 1e-4, &format!("{name}: {key} of step {}", i + 1));
             }
         }
-        // What was saved is what was trained: over the original weights.
+        // The saved adapter applies to the original weights and gives the loss of the trained model.
         let (loss, _) = eval(model.path(), Some(&run.join("final")), &data(&text(&info, "data")));
         close(
             loss,
@@ -294,7 +294,7 @@ fn twenty_steps_follow_peft_from_every_adapter_and_start() {
             &format!("{name}: loss of final/"),
         );
         if name.starts_with("tied") {
-            // PEFT reads such a file only with all of its tensors.
+            // PEFT reads such a file only if it has all tensors.
             let [given, saved] = [&golden, &run.join("final")].map(|d| tensors(&d.join("adapter_model.safetensors")));
             assert_eq!(
                 given.keys().collect::<Vec<_>>(),

@@ -129,7 +129,7 @@ fn hidden_states() {
     run("hidden_cosine", &[]);
 }
 
-/// The same numbers from the disk.
+/// The same numbers with weights on the disk.
 #[test]
 fn layers_of_both_from_the_disk() {
     run("jsd", &["distill.teacher_tier=disk", "tune.method=full"]);

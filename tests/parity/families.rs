@@ -14,7 +14,7 @@ fn documents(golden: &BTreeMap<String, Vec<f64>>, count: u64) -> Vec<Document> {
     let document = |i: u64| {
         let ids = golden[&format!("input_ids.{i}")].iter().map(|x| *x as u32).collect();
         let labels = &golden[&format!("labels.{i}")];
-        // Position 0 may carry a label; the shift takes it away there as well.
+        // Position 0 may have a label in the golden; the shift removes it there too.
         let trained = labels.iter().enumerate().map(|(t, l)| t > 0 && *l >= 0.0).collect();
         Document { ids, trained }
     };
@@ -72,7 +72,7 @@ fn logits_loss_and_gradients_are_those_of_transformers() {
     }
 }
 
-/// transformers reads the key for Gemma 3 and never applies it.
+/// transformers reads this key for Gemma 3 but never applies it.
 #[test]
 fn gemma3_has_no_soft_cap_of_attention() {
     let golden = tensors(&goldens().join("families/gemma3_text/golden.safetensors"));
@@ -151,7 +151,7 @@ fn greedy_text_is_that_of_transformers() {
                 "--dtype",
                 "f32",
             ]);
-            // One line end after the text is the program's own.
+            // The program adds one newline after the text.
             let out = out.strip_suffix('\n').unwrap_or(&out);
             assert_eq!(out, text(wanted, "text"), "{name}: after {prompt:?}");
         }

@@ -1,16 +1,16 @@
-//! Eight-bit optimizer states against bitsandbytes: the code tables, one tensor coded, twenty steps of AdamW.
+//! Eight-bit optimizer states compared with bitsandbytes: code tables, one quantized tensor, twenty steps of AdamW.
 
 use crate::support::{goldens, json, numbers};
 use crate::wire;
 use serde_json::Value;
 
-/// A text of numbers.
+/// Parses a text of numbers.
 fn listed(value: &Value) -> Vec<f64> {
     let text = value.as_str().unwrap();
     text.split_whitespace().map(|x| x.parse().unwrap()).collect()
 }
 
-/// Integers / 2^20.
+/// Decodes values stored as integers: x / 2^20.
 fn exact(value: &Value) -> Vec<f32> {
     listed(value).iter().map(|x| (x / (1 << 20) as f64) as f32).collect()
 }
@@ -40,7 +40,7 @@ fn the_code_is_that_of_bitsandbytes() {
             if *g as f64 == *w {
                 continue;
             }
-            // Ours keeps what is not zero from becoming zero in a second moment; else only a tie may differ.
+            // ft never rounds a non-zero second moment to zero; apart from that only ties may differ.
             let x = (values[i] / scales[i / 256]) as f64;
             let away = |code: usize| (table[code] as f64 - x).abs();
             let tie = (away(*g as usize) - away(*w as usize)).abs() <= 1e-6 * x.abs();
@@ -70,7 +70,8 @@ fn twenty_steps_stay_with_those_of_bitsandbytes_code() {
         let (got, want) = (&got[step.parse::<usize>().unwrap() - 1], listed(want));
         let way: f64 = want.iter().zip(&start).map(|(w, s)| (w - *s as f64).powi(2)).sum();
         let off: f64 = want.iter().zip(got).map(|(w, g)| (w - *g as f64).powi(2)).sum();
-        // A rounding that falls to the other side of a middle between two codes moves one element by a code.
+        // A value near the midpoint between two codes may be rounded to the other one, which moves one element by one
+        // code.
         assert!((off / way).sqrt() < 1e-4, "step {step}: {}", (off / way).sqrt());
     }
 }

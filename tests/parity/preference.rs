@@ -1,4 +1,5 @@
-//! Preference learning against TRL's trainers: tokens, losses, metrics, the gradient of every weight, whole runs.
+//! Preference learning compared with TRL's trainers: tokens, losses, metrics, the gradient of every weight, complete
+//! runs.
 
 use crate::support::{all_close, close, copy_matching, ft, goldens, ids, json, numbers, path, tensors, text};
 use crate::training::{recipe_lines, steps as step_lines};
@@ -14,7 +15,7 @@ fn dir() -> PathBuf {
     goldens().join("preference")
 }
 
-/// A model of these goldens with its tokenizer.
+/// A model directory of these goldens with its tokenizer.
 fn model(name: &str) -> TempDir {
     let out = TempDir::new().unwrap();
     for from in [dir().join(name), goldens().join("tokenizers/small")] {
@@ -23,7 +24,7 @@ fn model(name: &str) -> TempDir {
     out
 }
 
-/// `[rlhf]`, `[train]` and so on, from dotted keys.
+/// Builds `[rlhf]`, `[train]` and so on from dotted keys.
 fn lines(golden: &Value, more: &[(&str, Value)]) -> String {
     let mut keys: Vec<(String, Value)> = golden["recipe"]
         .as_object()
@@ -81,7 +82,7 @@ fn tokens_are_those_of_trl() {
         assert_eq!(got.len(), wanted.len(), "{file}");
         for (i, (got, want)) in got.iter().zip(wanted).enumerate() {
             for (document, name) in ["completion_ids", "KL_completion_ids"].iter().enumerate() {
-                // TRL's last group of one row is its own mismatch; ours takes the row before it.
+                // In TRL the last group, with one row, uses this row as its own mismatch; ft uses the row before it.
                 if document == 1 && i + 1 == wanted.len() && i % 3 == 0 {
                     continue;
                 }
@@ -129,7 +130,7 @@ fn losses_metrics_and_gradients_are_those_of_trl() {
         );
         if let Some(answers) = want["reference"].as_array() {
             let got: Vec<f64> = got.reference.clone();
-            // TRL: all chosen, all rejected. Ours: pair by pair.
+            // TRL: all chosen answers, then all rejected ones. ft: pair by pair.
             for (side, answers) in answers.iter().enumerate() {
                 let mine: Vec<f64> = got.iter().skip(side).step_by(answers_per_row(want)).copied().collect();
                 all_close(
@@ -143,7 +144,7 @@ fn losses_metrics_and_gradients_are_those_of_trl() {
         for (metric, value) in want["metrics"].as_object().unwrap() {
             let mine = got.metrics.iter().find(|(m, _)| m == metric);
             let (_, mine) = mine.unwrap_or_else(|| {
-                // TRL writes a KL of 0 and a cross-entropy where the loss has none.
+                // TRL writes a KL of 0 and a cross-entropy even if the loss does not contain them.
                 assert!(["kl", "nll_loss"].contains(&metric.as_str()), "{name}: no {metric}");
                 &("", 0.0)
             });
@@ -153,7 +154,7 @@ fn losses_metrics_and_gradients_are_those_of_trl() {
                 "{name}: {metric} {mine} {value}"
             );
         }
-        // Where nothing depends on a weight, TRL has no gradient or zeros.
+        // If the loss does not depend on a weight, TRL has no gradient or zeros.
         for (parameter, gradient) in &got.gradients {
             match wanted.get(&parameter.replace("objective.score", "score")) {
                 Some(want) => all_close(gradient, want, TOLERANCE, &format!("{name}: gradient of {parameter}")),
@@ -164,7 +165,7 @@ fn losses_metrics_and_gradients_are_those_of_trl() {
     }
 }
 
-/// Documents of a row.
+/// Number of documents in a row.
 fn answers_per_row(want: &Value) -> usize {
     want["reference"].as_array().map_or(2, Vec::len)
 }
@@ -206,7 +207,7 @@ fn runs_are_those_of_trl() {
                     panic!("{name}: no `{key}` in step {}", i + 1)
                 };
                 let value = value.as_f64().unwrap();
-                // The trainer rounds some of what it writes to four digits.
+                // The trainer rounds some of its values to four digits.
                 assert!(
                     (mine - value).abs() <= 5e-4 * (1.0 + value.abs()),
                     "{name}: {key} of step {}: {mine} {value}",

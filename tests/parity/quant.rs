@@ -1,4 +1,5 @@
-//! NF4 against bitsandbytes: codes, absmax, decoded values, bit by bit. The QLoRA runs stand in `training.rs`.
+//! NF4 compared with bitsandbytes, bit by bit: quantized data, absmax, dequantized values. `training.rs` has the QLoRA
+//! runs.
 
 use crate::support::{data, eval, ft, goldens, json, path, tensors, training_model};
 use ft::quant::{Coded, Format, encode};
@@ -9,7 +10,7 @@ use std::path::Path;
 use std::process::Command;
 use tempfile::TempDir;
 
-/// As `weight` of `make_quant.py`.
+/// The same values as `weight` of `make_quant.py`.
 fn weight(rows: usize, columns: usize, seed: u64) -> Vec<f32> {
     let mut state = seed;
     let mut values: Vec<f32> = (0..rows * columns)
@@ -76,7 +77,7 @@ fn nf4_is_that_of_bitsandbytes() {
             "{name}: decoded values"
         );
 
-        // The mean of the absmax is a sum: its last bit may depend on the order.
+        // The mean of the absmax is a sum: its last bit may depend on the order of addition.
         let format = Format::Nf4 { double: true };
         let double = encode(&values, dims, format, Dtype::F32).unwrap();
         let offset = about["offset"].as_f64().unwrap() as f32;
@@ -95,7 +96,7 @@ fn nf4_is_that_of_bitsandbytes() {
             );
         }
 
-        // From their bytes, decoding has their bits.
+        // Dequantizing their bytes gives their values, bit by bit.
         for (dtype, want) in [(Dtype::F32, "decoded_double"), (Dtype::Bf16, "decoded_bf16")] {
             let take = |part: &str| {
                 Ok(match part {
@@ -122,7 +123,7 @@ fn nf4_is_that_of_bitsandbytes() {
     );
 }
 
-/// `ft train` for a few steps; returns the losses.
+/// Runs `ft train` for a few steps; returns the losses.
 fn train(work: &Path, model: &Path, more: &str) -> Vec<f64> {
     let recipe = format!(
         "[model]\npath = {:?}\ndtype = \"f32\"\n[data]\ntrain = {:?}\nmax_length = 512\npacking = false\nshuffle = false\n\
@@ -144,7 +145,7 @@ fn train(work: &Path, model: &Path, more: &str) -> Vec<f64> {
 
 const LORA: &str = "[tune]\nmethod = \"lora\"\n";
 
-/// A directory that was quantized beforehand is the base that a recipe quantizes while loading.
+/// Training on a quantized directory equals training with a recipe that quantizes the weights on load.
 #[test]
 fn a_quantized_directory_is_what_a_recipe_quantizes() {
     let model = training_model("llama");
@@ -183,7 +184,7 @@ fn a_quantized_directory_is_what_a_recipe_quantizes() {
             exact[0]
         );
 
-        // Evaluation and decoding take it as any model; merging into it is refused.
+        // Evaluation and decoding accept it as any model; merging into it is refused.
         let adapter = work.path().join("run/final");
         let (loss, _) = eval(&out, None, &data("messages"));
         assert!(loss.is_finite());
@@ -212,7 +213,7 @@ fn a_quantized_directory_is_what_a_recipe_quantizes() {
         let said = String::from_utf8_lossy(&refused.stderr).to_string();
         assert!(!refused.status.success() && said.contains("stored as codes"), "{said}");
         assert!(!merged.exists());
-        // Into the original it goes, exactly: the weights without an adapter keep their values.
+        // Merging into the original model works: weights without an adapter keep their values.
         ft(&[
             "merge",
             "--model",
@@ -241,7 +242,7 @@ fn a_quantized_directory_is_what_a_recipe_quantizes() {
     }
 }
 
-/// Frozen weights that are codes in memory are written to `final/` as they were.
+/// Frozen weights that are quantized in memory are written to `final/` with their original values.
 #[test]
 fn frozen_codes_leave_the_weights_as_they_were() {
     let model = training_model("qwen3");
@@ -262,12 +263,12 @@ fn frozen_codes_leave_the_weights_as_they_were() {
     assert!(trained > 5);
 }
 
-/// A budget between the smallest and the whole gives something between, and says what it measured.
+/// A budget between the smallest and the full size gives a size in between, and the report has the measurements.
 #[test]
 fn a_budget_chooses_bits() {
     let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
     let (model, work) = (assets.join("tiny"), TempDir::new().unwrap());
-    // Text that the model itself drew: of all distributions its own gives it the least loss, in the mean.
+    // Text sampled from the model itself: on average no other distribution gives it a lower loss.
     let rows = work.path().join("rows.jsonl");
     let written: Vec<String> = (1..25)
         .map(|seed| {
@@ -325,7 +326,7 @@ fn a_budget_chooses_bits() {
     };
     let done = quantize(&out, &budget);
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-    // The budget is of the weights; the file has a header too.
+    // The budget applies to the weights; the file also has a header.
     assert!(size(&out) > least && size(&out) < (2 * least + most) / 3 + 32_768);
     let report = fs::read_to_string(out.join("quantization.md")).unwrap();
     assert!(

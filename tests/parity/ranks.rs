@@ -1,4 +1,4 @@
-//! AdaLoRA's ranks beside PEFT's RankAllocator, on fixed weights and gradients.
+//! Rank allocation of AdaLoRA compared with PEFT's RankAllocator, on fixed weights and gradients.
 
 use crate::support::{all_close, goldens, json, numbers};
 use candle_core::{Device, Tensor};
@@ -6,7 +6,7 @@ use ft::peft::ranks::{Allocator, Schedule};
 use ft::peft::{Adalora, Mask, fill};
 use std::collections::BTreeMap;
 
-/// `m0.lora_A.default` to `m0.lora_A`.
+/// Converts `m0.lora_A.default` to `m0.lora_A`.
 fn own(name: &str) -> &str {
     name.trim_end_matches(".default")
 }
@@ -47,7 +47,7 @@ fn singular_values_live_and_die_as_in_peft() {
     for (n, step) in golden["steps"].as_array().unwrap().iter().enumerate() {
         let at = n as u64 + 1;
         if at == 6 {
-            // As after a stop: nothing but what is saved goes on.
+            // As after a resume: only the saved state continues.
             let saved = ranks.saved();
             ranks = Allocator::new(adapters.iter(), schedule.clone());
             for (name, values) in saved {
@@ -60,7 +60,7 @@ fn singular_values_live_and_die_as_in_peft() {
             .iter()
             .map(|(name, v)| (own(name), v))
             .collect();
-        // The step that the golden takes.
+        // The update step of the golden.
         let parts = adapters.values().flat_map(|k| [&k.a, &k.b, &k.e]);
         for part in parts {
             let before = part.tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
@@ -70,7 +70,7 @@ fn singular_values_live_and_die_as_in_peft() {
         }
         let found = |name: &str| {
             let gradient = values(gradients.get(name)?);
-            // Twice as large and half of it left: clipping is part of the score.
+            // Doubled gradients with a clip factor of one half: clipping is part of the score.
             Some(Tensor::from_vec(gradient.iter().map(|g| 2.0 * g).collect(), gradient.len(), &Device::Cpu).unwrap())
         };
         assert_eq!(

@@ -1,5 +1,5 @@
-//! Training by reward: advantages, importance ratios, KL, losses and gradients of fixed rollouts, as TRL's own trainers
-//! (GRPO, RLOO) and plain torch (PPO) have them.
+//! RL: advantages, importance ratios, KL, losses and gradients of fixed rollouts, compared with TRL's own trainers
+//! (GRPO, RLOO) and plain torch (PPO).
 
 use crate::support::{all_close, close, goldens, ids, json, numbers, tensors, training_model};
 use crate::wire_rl::{self, Rollout};
@@ -18,7 +18,7 @@ fn rows_of_ids(value: &Value) -> Vec<Vec<u32>> {
     value.as_array().unwrap().iter().map(ids).collect()
 }
 
-/// `rlhf` as the golden's settings say, in the words of a recipe.
+/// Converts the golden's settings to a recipe.
 fn recipe(kind: &str, golden: &Value, case: &Value) -> String {
     let mut tables: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     let mut put = |table: &'static str, key: &str, value: &Value| {
@@ -87,7 +87,7 @@ fn check(name: &str) {
             .map(|w| (numbers(w), numbers(&case["value_bias"])[0])),
     };
     let got = wire_rl::reinforce(model.path(), &rollout);
-    // TRL does not look at answers that are masked.
+    // TRL does not compute masked answers.
     let masked = case["settings"]["mask_truncated_completions"] == true;
     for (i, (row, want)) in got.exact.iter().zip(lists(&case["exact"])).enumerate() {
         if masked && !rollout.finished[i] {

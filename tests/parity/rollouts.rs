@@ -1,4 +1,4 @@
-//! Many prompts answered together, in any company: the ids of transformers, which answered each alone.
+//! Many prompts answered in one batch give the ids of transformers, which answered each prompt alone.
 
 use crate::support::{Form, directories, family, goldens, ids, json, numbers};
 use crate::wire::{self, Question, Setup};
@@ -29,7 +29,7 @@ fn questions(name: &str, rows: &[Value]) -> Vec<Question> {
 fn greedy_batches_are_the_rows_of_transformers() {
     let setups = [
         Setup::ALL,
-        // A row alone; few in flight and prompts in small pieces; nothing shared.
+        // One row at a time; few rows in flight and prompts in small pieces; no shared prefixes.
         Setup { rows: 1, ..Setup::ALL },
         Setup {
             rows: 3,
@@ -72,7 +72,7 @@ fn greedy_batches_are_the_rows_of_transformers() {
     }
 }
 
-/// Shown with `--nocapture`. Random weights: of a trained model the logits are further apart.
+/// The result is shown with `--nocapture`. The weights are random: the logits of a trained model are further apart.
 #[test]
 fn smaller_caches_stay_near() {
     for (stored, mean, worst) in [("bf16", 8e-3, 0.12), ("int8", 3e-2, 0.5)] {
@@ -86,7 +86,7 @@ fn smaller_caches_stay_near() {
             assert!(speed.cache_bytes * 10 <= exact.cache_bytes * 6, "{name}");
             for (row, got) in rows.iter().zip(&answers) {
                 let want = ids(&row["new_ids"]);
-                // After another choice the texts are different ones.
+                // After the first different token the texts cannot be compared.
                 let alike = got.ids.iter().zip(&want).take_while(|(a, b)| a == b).count();
                 (same, all) = (same + alike, all + want.len());
                 for (g, w) in got.log_probs.iter().zip(numbers(&row["log_probs"])).take(alike) {

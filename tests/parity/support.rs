@@ -1,4 +1,4 @@
-//! Goldens, model directories put together from them, the `ft` program, comparisons.
+//! Goldens, model directories built from them, the `ft` program, comparisons.
 
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
@@ -45,7 +45,7 @@ pub fn directories(dir: &Path) -> Vec<String> {
     names
 }
 
-/// All tensors of a safetensors file as f64 (i64 ids are exact in it).
+/// All tensors of a safetensors file as f64 (exact for i64 ids).
 pub fn tensors(path: &Path) -> BTreeMap<String, Vec<f64>> {
     let bytes = fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -68,7 +68,7 @@ pub fn tensors(path: &Path) -> BTreeMap<String, Vec<f64>> {
     out
 }
 
-/// Which way `config.json` is written.
+/// The format version of `config.json`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Form {
     V5,
@@ -89,7 +89,7 @@ fn is_weights(name: &str) -> bool {
     name.starts_with("model") && (name.ends_with(".safetensors") || name.ends_with(".index.json"))
 }
 
-/// A Hugging Face directory: config and weights of a family golden, its tokenizer beside them.
+/// Builds a Hugging Face directory: config and weights of a family golden with its tokenizer.
 pub fn family(name: &str, form: Form) -> TempDir {
     let families = goldens().join("families");
     let from = families.join(name);
@@ -115,7 +115,7 @@ pub fn family(name: &str, form: Form) -> TempDir {
     dir
 }
 
-/// A model of the training goldens with the chat tokenizer.
+/// Builds a model directory of the training goldens with the chat tokenizer.
 pub fn training_model(name: &str) -> TempDir {
     let dir = TempDir::new().unwrap();
     copy_matching(&goldens().join("training/models").join(name), dir.path(), |_| true);
@@ -131,7 +131,7 @@ pub fn path(p: &Path) -> &str {
     p.to_str().expect("a path that is text")
 }
 
-/// Runs `ft`; it has to succeed. Returns what it wrote to stdout.
+/// Runs `ft`, which must succeed. Returns its standard output.
 pub fn ft(args: &[&str]) -> String {
     let out = Command::new(env!("CARGO_BIN_EXE_ft"))
         .args(args)
@@ -148,13 +148,13 @@ pub fn ft(args: &[&str]) -> String {
     String::from_utf8(out.stdout).expect("stdout is text")
 }
 
-/// `ft eval --json` in f32: (loss, trained tokens).
+/// Runs `ft eval --json` in f32; returns (loss, trained tokens).
 pub fn eval(model: &Path, adapter: Option<&Path>, rows: &Path) -> (f64, u64) {
     let mut args = vec!["eval", "--model", path(model), "--data", path(rows)];
     if let Some(adapter) = adapter {
         args.extend(["--adapter", path(adapter)]);
     }
-    // The goldens are prompts and completions as they are.
+    // The goldens use prompts and completions as plain text.
     args.extend(["--render", "plain", "--dtype", "f32", "--json"]);
     let out = ft(&args);
     let value: Value = serde_json::from_str(out.trim()).unwrap_or_else(|e| panic!("ft eval --json: {e}\n{out}"));
@@ -164,13 +164,13 @@ pub fn eval(model: &Path, adapter: Option<&Path>, rows: &Path) -> (f64, u64) {
     (loss, value["tokens"].as_u64().expect("`tokens`"))
 }
 
-/// `|got - want| <= tolerance * |want|`.
+/// Asserts `|got - want| <= tolerance * |want|`.
 pub fn close(got: f64, want: f64, tolerance: f64, what: &str) {
     let within = (got - want).abs() <= tolerance * want.abs().max(1e-12);
     assert!(within, "{what}: {got} instead of {want} (tolerance {tolerance:e})");
 }
 
-/// The largest difference is at most `tolerance` of the largest wanted value.
+/// Asserts that the largest difference is at most `tolerance` of the largest expected value.
 pub fn all_close(got: &[f64], want: &[f64], tolerance: f64, what: &str) {
     assert_eq!(got.len(), want.len(), "{what}: number of values");
     let largest = want.iter().fold(0.0f64, |m, x| m.max(x.abs()));

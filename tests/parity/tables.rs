@@ -1,4 +1,4 @@
-//! Learning-rate schedules against transformers, optimizers on one tensor against torch.
+//! Learning-rate schedules compared with transformers, optimizers on one tensor compared with torch.
 
 use crate::support::{all_close, goldens, json, numbers, text};
 use crate::wire;
@@ -62,7 +62,8 @@ fn optimizers_are_those_of_torch_and_transformers() {
             for (key, moment) in [("exp_avg", first), ("momentum_buffer", first), ("exp_avg_sq", second)] {
                 let Some(want) = want.get(key) else { continue };
                 assert_eq!(moment.len(), 12);
-                // Element by element, measured by what goes into each: they differ by orders of magnitude.
+                // Compares element by element, relative to the size of its inputs: the sizes differ by orders of
+                // magnitude.
                 for (i, (g, w)) in moment.iter().zip(numbers(want)).enumerate() {
                     let decay = options["weight_decay"].as_f64().unwrap() * start[i].abs() as f64;
                     let size = gradients.iter().fold(decay, |m, g| m.max(g[i].abs() as f64));

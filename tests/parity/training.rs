@@ -1,4 +1,4 @@
-//! Training runs: twenty steps of `ft train` against a plain PyTorch loop.
+//! Training runs: twenty steps of `ft train` compared with a plain PyTorch loop.
 
 use crate::support::{all_close, close, data, goldens, json, numbers, path, tensors, text, training_model};
 use crate::{support::ft, wire};
@@ -10,10 +10,10 @@ use tempfile::TempDir;
 
 /// Tolerance of losses and gradient norms at every step.
 const TOLERANCE: f64 = 1e-4;
-/// Of how far each parameter went in all: AdamW magnifies the rounding of gradients that are nearly zero.
+/// Relative to the total change of each parameter: AdamW amplifies the rounding of gradients near zero.
 const TOLERANCE_CHANGE: f64 = 1e-3;
 
-/// JSON numbers, texts, flags and lists of them are TOML as well.
+/// Builds a recipe. JSON numbers, texts, flags and lists of them are valid TOML too.
 pub fn recipe(golden: &Value, model: &Path, out: &Path) -> String {
     let mut all: Vec<(String, Value)> = Vec::new();
     let mut put = |dotted: &str, value: Value| all.push((dotted.to_string(), value));
@@ -43,7 +43,7 @@ pub fn recipe(golden: &Value, model: &Path, out: &Path) -> String {
     recipe_lines(&all)
 }
 
-/// A recipe of dotted keys.
+/// Builds recipe text from dotted keys.
 pub fn recipe_lines(keys: &[(String, Value)]) -> String {
     let mut tables: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for (dotted, value) in keys {
@@ -65,7 +65,7 @@ pub fn steps(run: &Path) -> Vec<Value> {
     lines.filter(|l| l.get("loss").is_some()).collect()
 }
 
-/// For each step the first step with the same value: the pattern without the names.
+/// For each step the first step with the same value: the pattern of repeats, independent of names.
 fn pattern<T: PartialEq>(values: &[T]) -> Vec<usize> {
     values
         .iter()
@@ -155,7 +155,7 @@ fn run(name: &str) {
     }
 }
 
-/// One test a run, and one that no golden is left out.
+/// One test per run, and one that checks that no golden is missing.
 macro_rules! runs {
     ($($name:ident),+ $(,)?) => {
         $(#[test] fn $name() { run(stringify!($name)); })+

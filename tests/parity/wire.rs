@@ -1,4 +1,4 @@
-//! The only place where the parity tests touch the library. Everything else goes through the `ft` program.
+//! The library calls of the parity tests. All other tests use the `ft` program.
 
 use candle_core::{DType, Device, Tensor};
 use ft::data::order::BatchStream;
@@ -20,19 +20,19 @@ use ft::sft::CausalLm;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// One document: ids and which of them are trained.
+/// One document: its ids, and which of them are trained.
 pub struct Document {
     pub ids: Vec<u32>,
     pub trained: Vec<bool>,
 }
 
-/// What one forward and backward pass over documents, laid end to end, gives.
+/// The results of one forward and backward pass over concatenated documents.
 pub struct Measured {
     /// `[T, V]` of each document, row-major.
     pub logits: Vec<Vec<f64>>,
     /// Sum over the trained tokens / their number.
     pub loss: f64,
-    /// By the name in the checkpoint.
+    /// Gradients by name in the checkpoint.
     pub gradients: BTreeMap<String, Vec<f64>>,
 }
 
@@ -42,7 +42,7 @@ pub fn values(t: &Tensor) -> Vec<f64> {
 }
 
 fn open(dir: &Path, adapter: Option<&Path>) -> Network {
-    // All parity tests on one set of CPU operations: FT_CPU=portable cargo test --release --test parity
+    // Selects the CPU operations of all parity tests: FT_CPU=portable cargo test --release --test parity
     if let Ok(path) = std::env::var("FT_CPU") {
         CpuPath::force(&path).unwrap_or_else(|e| panic!("{e}"));
     }
@@ -81,7 +81,7 @@ pub fn logits(dir: &Path, adapter: Option<&Path>, documents: &[Document]) -> Vec
     logits_of(&open(dir, adapter), &batch(documents))
 }
 
-/// Loss, and the gradient of every parameter, of one window.
+/// Computes the loss and the gradient of every parameter for one window.
 pub fn loss_and_grads(
     network: &Network,
     objective: &dyn Objective,
@@ -101,14 +101,14 @@ pub fn loss_and_grads(
     (totals.with(tally.read().unwrap()).loss(), gradients.collect())
 }
 
-/// Loads a model directory in f32; logits, loss and the gradient of every parameter.
+/// Loads a model directory in f32; computes logits, loss and the gradient of every parameter.
 pub fn logits_and_grads(dir: &Path, documents: &[Document]) -> Measured {
     let network = open(dir, None);
     let batch = batch(documents);
     let logits = logits_of(&network, &batch);
     let (objective, batches) = (CausalLm::new(network.spec.vocab), [batch]);
     let (loss, gradients) = loss_and_grads(&network, &objective, &batches, Keeping::default());
-    // Inputs that wait elsewhere are the same bits.
+    // Offloaded layer inputs give the same bits.
     let copier = Copier::new(&network.device).unwrap();
     let parked = Keeping {
         layers: 1,
@@ -126,7 +126,7 @@ pub fn logits_and_grads(dir: &Path, documents: &[Document]) -> Measured {
     }
 }
 
-/// A recipe from the lines that matter.
+/// Parses a recipe with these lines and placeholders for required keys.
 fn parse(lines: &str) -> Recipe {
     let text = format!("[model]\npath = \"unused\"\n[data]\ntrain = \"unused.jsonl\"\n{lines}");
     recipe::parse(&text, "parity", &[])
@@ -140,8 +140,8 @@ pub fn multipliers(lines: &str, steps: u64) -> Vec<f64> {
     (1..=steps).map(|k| schedule.multiplier(k)).collect()
 }
 
-/// One parameter `[3, 4]` under an optimizer (`lines` is the `[optimizer]` table): after each step the weights
-/// and the moments that are kept.
+/// One parameter `[3, 4]` with an optimizer (`lines` is the `[optimizer]` table): the weights and the stored moments
+/// after each step.
 pub fn optimizer_steps(lines: &str, start: &[f32], gradients: &[Vec<f32>]) -> Vec<(Vec<f64>, Vec<f64>, Vec<f64>)> {
     let settings = parse(lines).optimizer;
     let lr = settings.learning_rate;
@@ -171,21 +171,21 @@ pub fn optimizer_steps(lines: &str, start: &[f32], gradients: &[Vec<f32>]) -> Ve
     out
 }
 
-/// Elements of a block of an eight-bit moment.
+/// Elements per block of an eight-bit moment.
 pub const INT8_BLOCK: usize = step::BLOCK;
 
-/// The table of eight-bit codes.
+/// The table of eight-bit code values.
 pub fn code_table(signed: bool) -> [f32; 256] {
     step::code_table(signed)
 }
 
-/// Codes and scales of `values`.
+/// Quantized codes and scales of `values`.
 pub fn encode(values: &[f32], signed: bool) -> (Vec<u8>, Vec<f32>) {
     step::encode(values, signed)
 }
 
-/// AdamW with moments in eight bits on one vector (`lines` is the `[optimizer]` table): the weights after each step.
-/// Parameters of that few elements keep f32 moments in a run, so the rule is called below `Optimizer`.
+/// AdamW with eight-bit moments on one vector (`lines` is the `[optimizer]` table): the weights after each step.
+/// Parameters with so few elements keep f32 moments in a run, so this calls the rule directly, without `Optimizer`.
 pub fn int8_steps(lines: &str, start: &[f32], gradients: &[Vec<f32>]) -> Vec<Vec<f32>> {
     let settings = parse(lines).optimizer;
     let n = start.len();
@@ -214,7 +214,7 @@ pub fn int8_steps(lines: &str, start: &[f32], gradients: &[Vec<f32>]) -> Vec<Vec
     out
 }
 
-/// Ids and trained marks of every row of a file, as a training run would see them.
+/// Ids and trained positions of every row of a file, as in a training run.
 pub fn rows(model: &Path, file: &Path, stage: &str) -> Vec<Document> {
     let quoted = |p: &Path| serde_json::to_string(p.to_str().unwrap()).unwrap();
     let text = format!(
@@ -236,10 +236,10 @@ pub fn rows(model: &Path, file: &Path, stage: &str) -> Vec<Document> {
         .collect()
 }
 
-/// A recipe over these rows and this model.
+/// A recipe for these rows and this model.
 fn preference_recipe(model: &Path, rows: &Path, lines: &str) -> Recipe {
     let mut text = String::from(lines);
-    // The goldens of text rows are made without a chat template.
+    // The goldens of text rows use no chat template.
     for (table, key, value) in [
         ("model", "path", model.to_str().unwrap()),
         ("data", "train", rows.to_str().unwrap()),
@@ -260,7 +260,7 @@ fn described(recipe: &Recipe) -> Described {
     Described::open(&recipe.model.path, "main", None).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// The documents of each row of preferences, as a training run would see them.
+/// The documents of each preference row, as in a training run.
 pub fn preference_rows(model: &Path, file: &Path, lines: &str) -> Vec<Vec<Document>> {
     let recipe = preference_recipe(model, file, lines);
     let rows = Rows::read(&recipe, &described(&recipe)).unwrap_or_else(|e| panic!("{e}"));
@@ -273,16 +273,17 @@ pub fn preference_rows(model: &Path, file: &Path, lines: &str) -> Vec<Vec<Docume
     (0..rows.train.examples.len()).map(|row| parts(row).collect()).collect()
 }
 
-/// The first step of a preference stage.
+/// The result of the first step of a preference stage.
 pub struct Preferred {
     pub loss: f64,
-    /// The reference's log-probability of each document, where the stage has one.
+    /// The reference's log-probability of each document, if the stage uses one.
     pub reference: Vec<f64>,
     pub metrics: Vec<(&'static str, f64)>,
     pub gradients: BTreeMap<String, Vec<f64>>,
 }
 
-/// The first step with the policy of one directory and the reference of another; `score`: the head of a reward model.
+/// Runs the first step with the policy of one directory and the reference of another; `score`: the head of a reward
+/// model.
 pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str, score: Option<&[f64]>) -> Preferred {
     let recipe = preference_recipe(policy, rows, lines);
     let model = described(&recipe);
@@ -332,13 +333,13 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
     }
 }
 
-/// A prompt, answered greedily in up to 40 tokens and 128 positions.
+/// A prompt; the answer is greedy, with at most 40 tokens and 128 positions.
 pub struct Question {
     pub prompt: Vec<u32>,
     pub stops: Vec<u32>,
 }
 
-/// What bounds a batch.
+/// The limits of a batch.
 #[derive(Debug, Clone, Copy)]
 pub struct Setup {
     pub rows: usize,
@@ -366,7 +367,7 @@ impl Setup {
     }
 }
 
-/// All questions together, and what it cost.
+/// Answers all questions in one batch; also returns the speed.
 pub fn rollouts(dir: &Path, questions: &[Question], setup: Setup) -> (Vec<generate::Answer>, generate::Speed) {
     let network = open(dir, None);
     let requests: Vec<generate::Request> = questions
@@ -393,14 +394,14 @@ pub fn rollouts(dir: &Path, questions: &[Question], setup: Setup) -> (Vec<genera
     generate::answer(&network, &requests, &settings, &mut |_, _| Ok(())).unwrap()
 }
 
-/// One case of a divergence: sizes N, D, V, Dt, Vt, and values row after row.
+/// One case of a divergence: sizes N, D, V, Dt, Vt, and row-major values.
 pub struct Distillation<'a> {
     pub sizes: [usize; 5],
     pub h: &'a [f32],
     pub head: &'a [f32],
     pub teacher_h: &'a [f32],
     pub teacher_head: &'a [f32],
-    /// Negative: not trained.
+    /// A negative label means not trained.
     pub labels: &'a [i64],
     pub beta: f32,
     pub temperature: f32,
@@ -418,7 +419,7 @@ fn targets(labels: &[i64]) -> Vec<u32> {
     labels.iter().map(|l| u32::try_from(*l).unwrap_or(IGNORE)).collect()
 }
 
-/// Mean loss, and its gradients at the hidden states and the head.
+/// Mean loss, and its gradients with respect to the hidden states and the head.
 pub fn divergence(case: &Distillation) -> (f64, Vec<f64>, Vec<f64>) {
     let [n, d, v, dt, vt] = case.sizes;
     let tensors = [
@@ -451,7 +452,7 @@ pub fn divergence(case: &Distillation) -> (f64, Vec<f64>, Vec<f64>) {
     (loss, values(&out.dh.unwrap()), values(&out.dw.unwrap()))
 }
 
-/// Sum of the distances, and its gradients at the states x and at the projection. `sizes` are N, D, Dt.
+/// Sum of the distances, and its gradients with respect to the states x and the projection. `sizes` are N, D, Dt.
 #[allow(clippy::too_many_arguments)]
 pub fn hidden_distance(
     [n, d, dt]: [usize; 3],

@@ -1,4 +1,4 @@
-//! Training by reward, from the inside: the other place where the parity tests touch the library.
+//! The library calls of the RL parity tests.
 
 use crate::wire::loss_and_grads;
 use candle_core::Device;
@@ -13,16 +13,16 @@ use ft::run::stage::replay::{self, Kept};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// A rollout as a golden has it; what it does not have is empty.
+/// A rollout of a golden; values that it does not have are empty.
 pub struct Rollout {
     /// Lines of a recipe.
     pub recipe: String,
     pub prompts: Vec<Vec<u32>>,
     pub answers: Vec<Vec<u32>>,
     pub finished: Vec<bool>,
-    /// By answer, then by reward; NaN is none.
+    /// By answer, then by reward; NaN means no score.
     pub rewards: Vec<Vec<f64>>,
-    /// Log-probabilities of the tokens: at the time of the rollout, of the reference, when sampled.
+    /// Log-probabilities of the tokens: at the time of the rollout, of the reference, and at sampling.
     pub old: Vec<Vec<f64>>,
     pub reference: Vec<Vec<f64>>,
     pub sampling: Vec<Vec<f64>>,
@@ -49,8 +49,8 @@ fn doubles<'a>(rows: impl Iterator<Item = &'a Vec<f32>>) -> Vec<Vec<f64>> {
     rows.map(|row| row.iter().map(|x| f64::from(*x)).collect()).collect()
 }
 
-/// What the stages `grpo` and `ppo` make of a rollout on this model. The noise that a golden adds to log-probabilities
-/// takes the place of what the program reads itself, after that has been looked at.
+/// Runs the stages `grpo` and `ppo` on a rollout with this model. First it computes the exact log-probabilities; then
+/// the golden's log-probabilities, which contain noise, replace them.
 pub fn reinforce(dir: &Path, rollout: &Rollout) -> Lessons {
     let text = format!(
         "[model]\npath = \"unused\"\n[data]\ntrain = \"unused.jsonl\"\n{}",
@@ -86,7 +86,7 @@ pub fn reinforce(dir: &Path, rollout: &Rollout) -> Lessons {
     let mut lesson = Lesson::new(&recipe);
     lesson.read(&mut kept, &network, None).unwrap();
     let exact = doubles(kept.iter().map(|k| &k.old));
-    // GRPO's corrections and RLOO's KL are told from the exact ones; the noise comes after.
+    // GRPO's correction and RLOO's KL use the exact log-probabilities; the noise is added later.
     let ppo = rollout.value_head.is_some();
     for (i, k) in kept.iter_mut().enumerate() {
         k.reference = singles(&rollout.reference, i);

@@ -1,4 +1,4 @@
-//! Adapters in whole runs: over every storage, LoftQ, trained rows, and directories that are refused.
+//! Adapters in complete runs: over every storage type, LoftQ, trained rows, and directories that are refused.
 
 use crate::bench::{Bench, number, said};
 use ft::formats::StoredDtype;
@@ -116,7 +116,7 @@ fn loftq_is_saved_with_the_weights_that_it_belongs_to() {
             assert!(after < before && after < last, "{storage}: {before} {after} {last}");
             last = after;
         }
-        // Over its own weights it is what was trained; over the original ones it is refused.
+        // Over its own base the adapter gives the trained model; over the original base it is refused.
         let own = eval(&bench, "run/final/base", Some("run/final"));
         let plain = eval(&bench, "run/final/base", None);
         assert!(own < plain, "{storage}: {own} {plain}");
@@ -145,7 +145,7 @@ fn loftq_is_saved_with_the_weights_that_it_belongs_to() {
         let merged = eval(&bench, "merged", None);
         assert!((merged / own - 1.0).abs() < 1e-5, "{storage}: {merged} {own}");
     }
-    // Saved without a step it is the start: the loss of the first step comes from the same weights.
+    // An adapter saved after 0 steps is the initialization: it gives the loss of the first step.
     let zero = [
         "tune.lora.init_lora_weights=loftq",
         "memory.frozen_weights=int4",
@@ -213,7 +213,7 @@ fn only_the_named_rows_of_embedding_and_head_train() {
     let before = tensors(&bench.path("model/model.safetensors"));
     let after = tensors(&bench.path("merged/model.safetensors"));
     let saved = tensors(&bench.path("run/final/adapter_model.safetensors"));
-    // No row of the data has token 7: it is never read, but it is a wrong answer each time.
+    // No row of the data contains token 7: it is never an input, but its logit is always part of the softmax.
     for (module, wanted) in [("model.embed_tokens", &[40][..]), ("lm_head", &[7, 40])] {
         let name = format!("{module}.weight");
         let rows = &saved[&format!("base_model.model.{module}.token_adapter.trainable_tokens_delta")].1;
@@ -225,7 +225,7 @@ fn only_the_named_rows_of_embedding_and_head_train() {
     }
     let (own, merged) = (eval(&bench, "model", Some("run/final")), eval(&bench, "merged", None));
     assert!((own / merged - 1.0).abs() < 1e-5, "{own} {merged}");
-    // It trains on from there.
+    // Training continues from the saved adapter.
     let again = [
         "tune.lora.adapter=run/final",
         "train.max_steps=0",
@@ -290,7 +290,7 @@ fn an_adapter_that_does_not_fit_is_refused_by_every_command() {
     let bench = Bench::new();
     bench.train(&[&USUAL[..], &["train.max_steps=1", "train.output_dir=run"]].concat());
     let good = bench.path("run/final");
-    // Without the fingerprint: what other tools save.
+    // Without the fingerprint, as other tools save it.
     let all = tensors(&good.join("adapter_model.safetensors"));
     type Fault = fn(&mut Tensors, &Path);
     let faults: [(&str, Fault, &str); 6] = [
@@ -350,7 +350,7 @@ fn an_adapter_that_does_not_fit_is_refused_by_every_command() {
         write(&dir.join("adapter_model.safetensors"), &own);
         refused(&bench, "model", name, part);
     }
-    // Another base of the same shapes: one number of it differs.
+    // Another base of the same shapes: one value differs.
     fs::create_dir_all(bench.path("other")).unwrap();
     for entry in fs::read_dir(bench.path("model")).unwrap() {
         let path = entry.unwrap().path();
@@ -360,7 +360,7 @@ fn an_adapter_that_does_not_fit_is_refused_by_every_command() {
     weights.get_mut("model.embed_tokens.weight").unwrap().1[0] += 1.0;
     write(&bench.path("other/model.safetensors"), &weights);
     refused(&bench, "other", "run/final", "another base model");
-    // A target that the model has not: the names it has are shown.
+    // A target that does not exist in the model: the error shows the names that exist.
     let mut arguments = vec!["train", "--recipe", "r.toml", "tune.lora.target_modules=[\"q_prj\"]"];
     arguments.extend(["train.output_dir=none"]);
     arguments.extend(USUAL);
@@ -374,7 +374,7 @@ fn an_adapter_that_does_not_fit_is_refused_by_every_command() {
     assert!(!bench.path("none").exists(), "refused before anything is written");
 }
 
-/// By eval, merge and train.
+/// Asserts that eval, merge and train refuse the adapter.
 fn refused(bench: &Bench, model: &str, adapter: &str, part: &str) {
     let path = format!("model.path={model}");
     let own = format!("tune.lora.adapter={adapter}");

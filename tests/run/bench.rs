@@ -1,4 +1,4 @@
-//! A small model, rows and a recipe in a directory of their own.
+//! A test directory with a small model, rows and a recipe.
 
 use serde_json::Value;
 use std::fs;
@@ -22,7 +22,7 @@ pub fn copy_all(from: &Path, to: &Path) {
     }
 }
 
-/// Every file below `dir` with its name there, in order.
+/// Every file below `dir` with its relative name, in order.
 pub fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
     let mut all = Vec::new();
     for entry in fs::read_dir(dir).unwrap() {
@@ -42,8 +42,8 @@ pub fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
 }
 
 impl Bench {
-    /// A tiny Llama with the chat tokenizer in `model/`, chat rows in `rows.jsonl`, pairs of answers
-    /// in `pairs.jsonl`, a recipe in `r.toml`.
+    /// A tiny Llama with the chat tokenizer in `model/`, chat rows in `rows.jsonl`, preference pairs in `pairs.jsonl`,
+    /// a recipe in `r.toml`.
     pub fn new() -> Self {
         let bench = Self {
             dir: TempDir::new().unwrap(),
@@ -60,7 +60,7 @@ impl Bench {
         self.dir.path().join(name)
     }
 
-    /// Writes `r.toml`; `more` are whole tables beside the usual ones.
+    /// Writes `r.toml`; `more` are additional tables.
     pub fn recipe(&self, more: &str) {
         let text = format!(
             "[model]\npath = \"model\"\ndtype = \"f32\"\n[data]\ntrain = \"rows.jsonl\"\nmax_length = 512\n\
@@ -84,7 +84,7 @@ impl Bench {
         self.command(arguments).output().unwrap()
     }
 
-    /// A recipe of `recipes/`, run into `name`, has to succeed.
+    /// Runs a recipe of `recipes/` into `name`; it must succeed.
     pub fn shipped(&self, recipe: &str, name: &str, overrides: &[&str]) {
         let out = format!("train.output_dir={}", self.path(name).display());
         let recipe = format!("recipes/{recipe}.toml");
@@ -94,7 +94,7 @@ impl Bench {
         assert!(ran.status.success(), "{overrides:?}\n{}", said(&ran));
     }
 
-    /// `ft train` that has to succeed.
+    /// Runs `ft train`, which must succeed.
     pub fn train(&self, overrides: &[&str]) {
         let mut arguments = vec!["train", "--recipe", "r.toml"];
         arguments.extend(overrides);

@@ -1,5 +1,5 @@
-//! Hard caps on the memory of a run: `RLIMIT_DATA` bounds what a process may hold of its own; beyond it allocation
-//! fails. The large ones are ignored: they take minutes, and gigabytes of disk.
+//! Hard limits on the memory of a run: `RLIMIT_DATA` limits the private memory of a process; allocation beyond it
+//! fails. The large tests are ignored by default: they take minutes, and gigabytes of disk.
 //!
 //! `cargo test --release --test run caps:: -- --ignored --nocapture --test-threads=1`
 
@@ -12,14 +12,14 @@ use std::time::Instant;
 
 const MIB: u64 = 1 << 20;
 
-/// `ft train` under a cap of `bytes` of private memory.
+/// Runs `ft train` with a limit of `bytes` of private memory.
 fn capped(bench: &Bench, bytes: u64, overrides: &[&str]) -> Output {
     let mut command = bench.command(&[&["train", "--recipe", "r.toml"], overrides].concat());
     let limit = libc::rlimit {
         rlim_cur: bytes,
         rlim_max: bytes,
     };
-    // SAFETY: between fork and exec one system call with its own argument.
+    // SAFETY: between fork and exec only one system call runs, on its own argument.
     unsafe {
         command.pre_exec(move || match libc::setrlimit(libc::RLIMIT_DATA, &limit) {
             0 => Ok(()),
@@ -29,7 +29,7 @@ fn capped(bench: &Bench, bytes: u64, overrides: &[&str]) -> Output {
     command.env("RAYON_NUM_THREADS", "2").output().unwrap()
 }
 
-/// The highest resident memory that a run saw, MiB.
+/// The peak resident memory of a run, in MiB.
 fn peak(bench: &Bench, run: &str) -> f64 {
     let lines = bench.steps(run);
     lines.iter().map(|l| number(l, "peak_memory_bytes")).fold(0.0, f64::max) / MIB as f64
@@ -92,7 +92,7 @@ fn the_same_run_from_memory_does_not_fit_under_the_cap() {
     assert!(!ran.status.success());
 }
 
-/// Block steps of a built-in shape under a cap; the losses of the run from memory where it has room.
+/// Runs block steps of a built-in shape with a limit; with `compare` also from memory, and compares the losses.
 fn shape(name: &str, cap: u64, settings: &[&str], compare: bool) {
     let bench = Bench::new();
     let path = format!("model.path=shape:{name}");

@@ -1,4 +1,4 @@
-//! `ft generate`: chats, what is cached between their turns, storage, signals.
+//! `ft generate`: chats, the KV cache between their turns, storage types, signals.
 
 use crate::bench::{Bench, said};
 use std::io::{Read, Write};
@@ -32,7 +32,7 @@ fn chat(bench: &Bench, more: &[&str], input: &str) -> Output {
     piped(bench.command(&arguments), input)
 }
 
-/// The answer to ChatML as it stands.
+/// The answer to a raw ChatML prompt.
 fn answer(bench: &Bench, prompt: &str) -> String {
     let out = bench.ft(&[
         "generate",
@@ -71,7 +71,7 @@ fn every_line_is_a_turn_of_one_conversation() {
     let out = chat(&bench, &["--system", "Be short."], input);
     assert!(out.status.success(), "{}", said(&out));
     assert_eq!(String::from_utf8_lossy(&out.stdout), want);
-    // The speed of each answer; of the second turn only what is new was read.
+    // The speed of each answer; in the second turn prefill reads only the new tokens.
     let told = said(&out);
     let lines: Vec<&str> = told.lines().filter(|l| l.starts_with("prefill ")).collect();
     assert_eq!(lines.len(), 2, "{told}");
@@ -122,7 +122,7 @@ fn what_does_not_fit_is_said() {
     assert!(said(&out).contains("no chat template"), "{}", said(&out));
 }
 
-/// A signal ends the answer, not the conversation; without an answer it ends the program.
+/// A signal stops the answer, not the conversation; if no answer is in progress it ends the program.
 #[test]
 #[cfg(unix)]
 fn a_signal_stops_an_answer() {
@@ -132,7 +132,7 @@ fn a_signal_stops_an_answer() {
     config["num_hidden_layers"] = 40.into();
     config["max_position_embeddings"] = 32_768.into();
     std::fs::write(bench.path("model/config.json"), config.to_string()).unwrap();
-    // The weights beside it have other sizes: random ones do not come from them.
+    // The weight files have other sizes: random weights do not come from them.
     bench.train(&[
         "model.init=random",
         "tune.method=full",
@@ -156,11 +156,11 @@ fn a_signal_stops_an_answer() {
         .spawn()
         .unwrap();
     let (mut input, mut output) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
-    // The first byte of the answer says that it is being written.
+    // The first byte of the answer shows that generation has started.
     let mut byte = [0u8];
     input.write_all(b"Tell me more.\n").unwrap();
     output.read_exact(&mut byte).unwrap();
-    // SAFETY: the process is ours and was not waited for.
+    // SAFETY: the process is a child of this test and was not waited for.
     unsafe { libc::kill(child.id() as i32, libc::SIGINT) };
     drop(input);
     let mut rest = String::new();

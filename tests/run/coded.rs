@@ -1,4 +1,4 @@
-//! Blocks that train over codes: what is learned is exact, is never lost, and is as good.
+//! Block training with quantized frozen weights: trained values are exact, never lost, and of the same quality.
 
 use crate::bench::{Bench, number, said};
 use crate::resume::assert_same;
@@ -13,7 +13,7 @@ fn tensors(path: &Path) -> Weights {
     Weights::open_file(path).unwrap()
 }
 
-/// The checkpoint holds the exact f32 value of everything that ever trained; `final/` is that, rounded to bf16.
+/// The checkpoint holds the exact f32 value of every trained parameter; `final/` has that value rounded to bf16.
 #[test]
 fn final_weights_in_bf16_are_the_exact_values_of_every_block_that_trained() {
     let bench = Bench::new();
@@ -54,12 +54,12 @@ fn final_weights_in_bf16_are_the_exact_values_of_every_block_that_trained() {
             trained += 1;
             finer += exact.iter().zip(&rounded).filter(|(a, b)| a != b).count();
         }
-        // Four blocks were active, and their masters know more than bf16.
+        // Four blocks were active, and their fp32 masters are more precise than bf16.
         assert!(trained >= 4 * 9 && finer > 1000, "{run}: {trained} {finer}");
     }
 }
 
-/// Files of a directory, none if it is not there.
+/// Number of files in a directory; 0 if it does not exist.
 fn count(dir: &Path) -> usize {
     fs::read_dir(dir).map_or(0, Iterator::count)
 }
@@ -89,7 +89,7 @@ fn a_run_killed_while_a_block_is_written_back_loses_nothing() {
         }
         let mut child = bench.start(&settings("train.output_dir=broken"));
         let patience = Instant::now() + Duration::from_secs(120);
-        // Block 0 was updated the last time in step 4; its parameters are files one after the other.
+        // Step 4 was the last update of block 0; its parameters are written one file after the other.
         while count(&run.join("trained")) == 0 && child.try_wait().unwrap().is_none() {
             assert!(Instant::now() < patience, "nothing is written back");
             std::thread::sleep(Duration::from_micros(100));
@@ -108,14 +108,14 @@ fn a_run_killed_while_a_block_is_written_back_loses_nothing() {
     panic!("no attempt was killed between the first and the last file of a block");
 }
 
-/// The quickstart over codes: as many answers are right as without them.
+/// The quickstart with quantized weights: as many correct answers as without.
 #[test]
 #[ignore = "three times the quickstart"]
 fn answers_are_as_good_over_codes() {
     let bench = Bench::new();
     let run = |name: &str, more: &[&str]| -> f64 {
         bench.shipped("quickstart", name, more);
-        // Of what the user takes away.
+        // Evaluates the exported result.
         let data = format!("{}/assets/world/eval.jsonl", env!("CARGO_MANIFEST_DIR"));
         let eval = bench.ft(&["eval", "--model", &format!("{name}/final"), "--data", &data, "--json"]);
         assert!(eval.status.success(), "{}", said(&eval));

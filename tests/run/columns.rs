@@ -1,4 +1,4 @@
-//! What `ft data`, `ft plan` and `ft train` say about the columns of a file, and how texts are rendered.
+//! The messages of `ft data`, `ft plan` and `ft train` about the columns of a file and the rendering of texts.
 
 use crate::bench::{Bench, said};
 use std::fs;
@@ -7,7 +7,7 @@ fn shown(bench: &Bench, command: &str, more: &[&str]) -> String {
     let arguments = [&[command, "--recipe", "r.toml", "data.train=q.csv"], more].concat();
     let out = bench.ft(&arguments);
     assert!(out.status.success(), "{}", said(&out));
-    // The box of the header may break lines.
+    // The box of the header may wrap lines.
     let text = String::from_utf8_lossy(&out.stdout).to_string() + &said(&out);
     let words = text.split_whitespace().filter(|w| !["│", "|"].contains(w));
     words.collect::<Vec<_>>().join(" ")
@@ -31,7 +31,7 @@ fn every_column_is_named() {
     let train = shown(&bench, "train", &["train.max_steps=1", "train.output_dir=chat"]);
     assert!(train.contains(line) && !train.contains("no row is rendered"), "{train}");
 
-    // Plain text is said, and that a chat would not be what was trained.
+    // The output states plain text, and warns that a chat would differ from the training.
     let more = ["data.render=plain", "train.max_steps=1", "train.output_dir=plain"];
     let train = shown(&bench, "train", &more);
     assert!(train.contains("plain text (data.render)"), "{train}");

@@ -1,4 +1,4 @@
-//! Run directories: whose files a run touches, when it refuses, and what it stores is checked.
+//! Run directories: which files a run may change, when it refuses, and that stored data is verified.
 
 use crate::bench::{Bench, files, said};
 use std::fs;
@@ -62,7 +62,7 @@ fn a_refused_run_leaves_nothing_behind() {
     let out = train(&bench, &["--resume"]);
     assert_eq!(out.status.code(), Some(1));
     assert!(said(&out).contains("no run to resume"), "{}", said(&out));
-    // Found out when everything else is known: a checkpoint of another run.
+    // Detected late: a checkpoint of another run.
     assert!(train(&bench, &["train.output_dir=first"]).status.success());
     for (made, resume) in [(false, "first"), (true, "first/checkpoint-4")] {
         if made {
@@ -109,7 +109,7 @@ fn overwriting_removes_the_run_says_so_and_keeps_the_rest() {
 fn what_someone_added_to_final_is_kept_when_it_is_replaced() {
     let bench = Bench::new();
     assert!(train(&bench, &[]).status.success());
-    // Its own is replaced without a trace.
+    // Its own `final/` is replaced without leftovers.
     assert!(train(&bench, &["--resume", "train.max_steps=5"]).status.success());
     assert!(!bench.path("run/final.left").exists());
     put(&bench, &["run/final/mine.gguf"]);
@@ -126,7 +126,7 @@ fn what_someone_added_to_final_is_kept_when_it_is_replaced() {
 fn a_run_of_an_earlier_version_is_known_and_goes_on() {
     let bench = Bench::new();
     assert!(train(&bench, &[]).status.success());
-    // It had no manifest, and its lock spoke of unix time.
+    // An old run: no manifest, and a lock with unix time.
     fs::remove_file(bench.path("run/run.json")).unwrap();
     fs::write(bench.path("run/run.lock"), "process 4242 since unix time 1763000000\n").unwrap();
     let partial = bench.path("run/checkpoint-6.tmp-4242");
@@ -161,7 +161,7 @@ fn a_run_that_ended_before_its_first_checkpoint_starts_again() {
         said(&out)
     );
     assert_eq!(bench.steps("run").len(), 4);
-    // A finished run without checkpoints is not started again by itself.
+    // A finished run without checkpoints does not start again without a flag.
     let bench = Bench::new();
     assert!(train(&bench, &["train.save_steps=0"]).status.success());
     let final_dir = files(&bench.path("run/final"));
@@ -216,7 +216,7 @@ fn a_moved_model_is_known_by_its_weights_and_a_changed_number_is_not() {
     );
     assert!(out.status.success(), "{}", said(&out));
     fs::rename(bench.path("moved.jsonl"), bench.path("rows.jsonl")).unwrap();
-    // One bit of one number in the middle of the largest tensor.
+    // Flips one bit in the middle of the largest tensor.
     let file = bench.path("elsewhere/model.safetensors");
     let whole = fs::read(&file).unwrap();
     let mut bytes = whole.clone();
@@ -226,7 +226,7 @@ fn a_moved_model_is_known_by_its_weights_and_a_changed_number_is_not() {
     let out = resume("model.path=elsewhere");
     assert_eq!(out.status.code(), Some(1), "{}", said(&out));
     assert!(said(&out).contains("base model"), "{}", said(&out));
-    // A number that is none is named before the first step.
+    // A NaN is reported by name before the first step.
     let header = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
     let nan = 8 + header + (whole.len() - 8 - header) / 2 / 4 * 4;
     bytes = whole;

@@ -1,4 +1,4 @@
-//! Distillation runs: stored outputs, resuming, what is refused.
+//! Distillation runs: stored outputs, resuming, refused inputs.
 
 use crate::bench::{Bench, copy_all, files, goldens, number, said};
 use serde_json::Value;
@@ -12,7 +12,7 @@ const BASE: [&str; 5] = [
     "train.save_steps=0",
 ];
 
-/// With a teacher of another family in `teacher/`.
+/// A test directory with a teacher of another family in `teacher/`.
 fn bench() -> Bench {
     let bench = Bench::new();
     copy_all(&goldens().join("training/models/qwen3"), &bench.path("teacher"));
@@ -49,14 +49,14 @@ fn stored_outputs_teach_like_the_teacher() {
     bench.train(&with(
         &[&terms[..], &["tune.method=full", "train.output_dir=live"]].concat(),
     ));
-    // Every id: what f16 loses is all that differs.
+    // All ids are stored: only the rounding to f16 differs.
     let report = cache(&bench, "all", &[&terms[..], &["distill.top_k=400"]].concat());
     assert_eq!(
         (report["shards"].as_u64(), report["found"].as_u64()),
         (Some(1), Some(0))
     );
     assert!((number(&report, "covered") - 1.0).abs() < 1e-6);
-    // A flipped bit is noticed, and the same command mends it.
+    // A flipped bit is detected, and the same command repairs it.
     let shard = bench.path("all/rows-00000.safetensors");
     let whole = fs::read(&shard).unwrap();
     for at in [whole.len() - 1, whole.len() / 2] {
@@ -83,7 +83,7 @@ fn stored_outputs_teach_like_the_teacher() {
             assert!((a - b).abs() < 2e-3 * a, "{key}: {a} {b}");
         }
     }
-    // Fewer ids know less; packed rows are found all the same.
+    // With fewer ids the stored mass is below 1; packed rows are still found.
     let report = cache(&bench, "few", &[&terms[..], &["distill.top_k=8"]].concat());
     assert!(number(&report, "covered") < 1.0);
     bench.train(
@@ -129,7 +129,7 @@ fn a_stopped_cache_goes_on_and_another_one_is_not_touched() {
     let e = refused(&bench, &use_it);
     assert!(e.contains("for other rows"), "{e}");
     fs::write(bench.path("rows.jsonl"), rows).unwrap();
-    // Bytes that are gone are seen.
+    // A truncated file is detected.
     fs::write(bench.path("out/rows-00000.safetensors"), &shard[..shard.len() - 9]).unwrap();
     assert!(refused(&bench, &use_it).contains("rows-00000.safetensors"));
 }
@@ -201,7 +201,7 @@ fn resumed_runs_are_bit_equal() {
         );
         let all = |run: String| files(&bench.path(&run).join("final"));
         assert!(all(name.to_string()) == all(format!("{name}-again")), "{name}: final/");
-        // Projections are no part of what the user takes away.
+        // Projections are not part of the result.
         let taken = fs::read_dir(bench.path(&format!("{name}/final"))).unwrap();
         for file in taken
             .map(|e| e.unwrap().path())
@@ -212,7 +212,7 @@ fn resumed_runs_are_bit_equal() {
         }
         assert!(!bench.path(&format!("{name}/teacher")).exists());
     }
-    // Another teacher is another run.
+    // A different teacher makes a different run.
     let weights = bench.path("teacher/model.safetensors");
     let mut bytes = fs::read(&weights).unwrap();
     let n = bytes.len();
@@ -261,7 +261,7 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
     let e = refused(&bench, &[&BASE[..], &["distill.teacher=shape:qwen3-0.6b"]].concat());
     assert!(e.contains("distill.teacher"), "{e}");
 
-    // The same words in another order, then another tokenizer altogether.
+    // The same tokens in another order, then a different tokenizer.
     let file = bench.path("teacher/tokenizer.json");
     let mut tokenizer: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
     let vocab = tokenizer["model"]["vocab"].as_object_mut().unwrap();

@@ -1,4 +1,4 @@
-//! Settings that must not change what is learned.
+//! Settings that must not change the result of training.
 
 use crate::bench::{Bench, number, said};
 use ft::ops::CpuPath;
@@ -36,7 +36,7 @@ fn eight_rows_at_once_are_one_row_eight_times() {
 #[test]
 fn packed_rows_give_the_loss_of_the_same_rows_unpacked() {
     let bench = Bench::new();
-    // All rows in one window: four of them fit into one bin of 512 tokens.
+    // All rows in one window: four of them fit in one bin of 512 tokens.
     let rows = std::fs::read_to_string(bench.path("rows.jsonl")).unwrap();
     let few: Vec<&str> = rows.lines().take(4).collect();
     std::fs::write(bench.path("rows.jsonl"), few.join("\n")).unwrap();
@@ -80,7 +80,7 @@ fn fused_updates_learn_what_kept_gradients_learn() {
             .map(|l| number(l, "loss"))
             .collect::<Vec<f64>>()
     };
-    // Without clipping a window of one micro-batch is updated layer by layer; a clip far above any norm keeps gradients.
+    // Without clipping, a window of one micro-batch is updated layer by layer; a very high clip value keeps gradients.
     let fused = run(
         "fused",
         &["train.gradient_accumulation_steps=1", "train.max_grad_norm=0"],
@@ -168,7 +168,7 @@ fn every_set_of_cpu_operations_learns_the_same() {
     );
 }
 
-/// Rows longer than the model's positions: training and evaluation take the same tokens of them, and both say so.
+/// Rows longer than the model's positions: training and evaluation use the same tokens of them, and both report it.
 #[test]
 fn evaluation_takes_the_rows_that_training_takes() {
     let bench = Bench::new();
@@ -211,8 +211,8 @@ fn evaluation_takes_the_rows_that_training_takes() {
     );
 }
 
-/// Frozen weights that are kept packed give the bits of those that are packed in every product: under adapters, and when
-/// what is frozen changes.
+/// Prepacked frozen weights give the same bits as weights packed in every product: with adapters, and when the set of
+/// frozen weights changes.
 #[test]
 fn packed_weights_change_no_bit() {
     let bench = Bench::new();
@@ -234,7 +234,7 @@ fn packed_weights_change_no_bit() {
             let given = |m: &&String| method == "block" || !m.starts_with("tune.block");
             let more = more.iter().filter(given).map(String::as_str);
             let args: Vec<&str> = ["train", "--recipe", "r.toml"].into_iter().chain(more).collect();
-            // Played where there is nothing that reads packed weights: slow.
+            // Emulated if no CPU path reads prepacked weights: slow.
             let path = if dots { "avx512-bf16" } else { "amx-emulated" };
             let ran = bench.command(&args).env("FT_CPU", path).output().unwrap();
             if said(&ran).contains("this CPU cannot run") {
@@ -252,7 +252,7 @@ fn packed_weights_change_no_bit() {
             curves.push((bytes, curve));
         }
         let sizes: Vec<u64> = curves.iter().map(|c| c.0).collect();
-        // All of it fits: `auto` takes the fastest.
+        // All copies fit: `auto` chooses the fastest.
         assert!(
             sizes[0] == 0 && sizes[1] > 0 && sizes[2] > sizes[1] && sizes[3] == sizes[2],
             "{sizes:?}"

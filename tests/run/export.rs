@@ -1,11 +1,11 @@
-//! `ft export`: a checkpoint becomes what `final/` would have been; and runs and checkpoints as models.
+//! `ft export`: a checkpoint gives the same files as `final/` at that step; also runs and checkpoints as models.
 
 use crate::bench::{Bench, files, number, said};
 use crate::resume::METHODS;
 use serde_json::Value;
 use std::path::Path;
 
-/// The files of a directory; an adapter over a base of its own names its directory.
+/// The files of a directory without the directory name: an adapter with its own base contains that name.
 fn plain(dir: &Path, run: &str) -> Vec<(String, String)> {
     let hash = |bytes: &[u8]| blake3::hash(bytes).to_string();
     files(dir)
@@ -34,7 +34,7 @@ fn a_checkpoint_becomes_what_final_is() {
             .concat(),
         );
         let (from, to) = (format!("{run}/checkpoint-{steps}"), format!("{run}-out"));
-        // The rows are not read.
+        // The export does not read the rows.
         let rows = std::fs::read(bench.path("rows.jsonl")).unwrap();
         std::fs::remove_file(bench.path("rows.jsonl")).unwrap();
         let exported = bench.ft(&["export", &from, "--out", &to]);
@@ -66,7 +66,7 @@ fn an_earlier_checkpoint_is_the_model_of_its_step() {
     let object: Value = serde_json::from_slice(&exported.stdout).unwrap();
     assert!(object["step"] == 3 && object["kind"] == "model", "{object}");
     assert_eq!(files(&bench.path("at-3")), files(&bench.path("short/final")));
-    // What is there is not overwritten; a model can be written in another type.
+    // Existing files are not overwritten; a model can be written in another type.
     let again = bench.ft(&["export", "long/checkpoint-3", "--out", "at-3"]);
     assert!(again.status.code() == Some(2) && said(&again).contains("not empty"));
     let wide = bench.ft(&[
@@ -79,7 +79,7 @@ fn an_earlier_checkpoint_is_the_model_of_its_step() {
             .len()
     };
     assert!(size("wide") > size("long/final") * 19 / 10);
-    // Without the base there is nothing to build on.
+    // Without the base model the export fails.
     std::fs::rename(bench.path("model"), bench.path("moved")).unwrap();
     let lost = bench.ft(&["export", "long/checkpoint-3", "--out", "lost"]);
     assert!(
@@ -112,10 +112,10 @@ fn runs_and_checkpoints_are_models() {
     assert_eq!(eval(&["--model", "model", "--adapter", "runs/lora"]), want);
     let earlier = eval(&["--model", "runs/lora/checkpoint-2"]);
     assert!(number(&earlier, "loss") > number(&want, "loss"), "{earlier} {want}");
-    // Nothing is left behind.
+    // No temporary files stay.
     let names: Vec<String> = files(&bench.path("runs")).into_iter().map(|(name, _)| name).collect();
     assert!(names.iter().all(|name| !name.contains("tmp")), "{names:?}");
-    // A recipe names its run and its rows.
+    // A recipe defines its run and its rows.
     bench.recipe("[tune]\nmethod = \"lora\"\n[train]\noutput_dir = \"runs/lora\"\n");
     let of_recipe = bench.ft(&["eval", "--recipe", "r.toml", "--json"]);
     assert!(
@@ -126,7 +126,7 @@ fn runs_and_checkpoints_are_models() {
     let held = bench.ft(&["eval", "r.toml", "data.eval=rows.jsonl", "--json"]);
     let held: Value = serde_json::from_slice(&held.stdout).unwrap();
     assert_eq!(held["loss"], want["loss"]);
-    // Answers: the adapter finds its base, and merging does too.
+    // Generation finds the base of the adapter, and so does merging.
     let said_by = |model: &[&str]| {
         let args = [
             "generate",
@@ -151,7 +151,7 @@ fn runs_and_checkpoints_are_models() {
         said(&merged)
     );
     assert_eq!(eval(&["--model", "merged"])["rows"], want["rows"]);
-    // What is missing is said, with what to do.
+    // The error names the missing item and a solution.
     for (args, wanted) in [
         (&["--model", "runs/lroa"][..], "did you mean `runs/lora`?"),
         (&["--model", "runs"], "no model in this directory"),
@@ -173,14 +173,14 @@ fn eval_measures_every_kind_of_rows() {
         assert!(out.status.success(), "{args:?}: {}", said(&out));
         serde_json::from_slice(&out.stdout).unwrap()
     };
-    // Pairs: without a reference log-probabilities are compared.
+    // Pairs without a reference: log-probabilities are compared.
     let pairs = eval(&["--model", "model", "--data", "pairs.jsonl"]);
     assert_eq!(pairs["kind"], "pairs");
     assert!(
         pairs["margin"].is_f64() && pairs.get("reward_margin").is_none(),
         "{pairs}"
     );
-    // With one, DPO's implicit reward: that of a run at its end, as the run itself measures it.
+    // Pairs with a reference: DPO's implicit reward, equal to the value at the end of the run.
     let dpo = [
         "train.stage=dpo",
         "data.train=pairs.jsonl",
@@ -201,7 +201,7 @@ fn eval_measures_every_kind_of_rows() {
     assert!((ours - theirs).abs() < 1e-5, "{ours} {theirs}");
     let against_base = eval(&["--model", "dpo", "--data", "pairs.jsonl", "--reference", "model"]);
     assert!((number(&against_base, "reward_margin") - ours).abs() < 1e-6);
-    // Judged answers and prompts.
+    // KTO rows and prompts.
     let row = |row: &str, name: &str| std::fs::write(bench.path(name), row).unwrap();
     row(
         "{\"prompt\": \"a\", \"completion\": \" mill\", \"label\": true}\n\
@@ -245,7 +245,7 @@ fn eval_measures_every_kind_of_rows() {
         (prompts["kind"].as_str(), prompts["accuracy"].as_f64()),
         (Some("prompts"), Some(0.5))
     );
-    // Formats and lengths by flags, as in a recipe.
+    // Formats and lengths as flags or as recipe keys.
     let short = eval(&["--model", "model", "--data", "rows.jsonl", "--max-length", "64"]);
     let pair = eval(&["--model", "model", "--data", "rows.jsonl", "data.max_length=64"]);
     assert_eq!(short, pair);

@@ -1,9 +1,9 @@
-//! Inputs that are wrong: a clear error, a hint, exit code 1 or 2, nothing half-written.
+//! Invalid inputs: a clear error, a hint, exit code 1 or 2, no partial files.
 
 use crate::bench::{Bench, said};
 use std::fs;
 
-/// `ft train` fails with `code`; the message has every word of `words`; no run directory appears.
+/// Asserts that `ft train` fails with `code`, that the message has all `words`, and that no run directory appears.
 fn refused(bench: &Bench, more: &[&str], code: i32, words: &[&str]) {
     let mut arguments = vec!["train", "--recipe", "r.toml", "train.output_dir=out"];
     arguments.extend(more);
@@ -24,7 +24,7 @@ fn weights(bench: &Bench) -> std::path::PathBuf {
     bench.path("model/model.safetensors")
 }
 
-/// The model's one file as two shards with an index.
+/// Splits the model's single file into two shards with an index.
 fn shard(bench: &Bench, second: &str) {
     fs::rename(weights(bench), bench.path("model/model-00001-of-00002.safetensors")).unwrap();
     let index = serde_json::json!({"metadata": {"total_size": 1}, "weight_map": {
@@ -60,7 +60,7 @@ fn weights_that_lie() {
     refused(&bench, &[], 1, &["pickle", "hint:"]);
 }
 
-/// Text of a stranger's files reaches the terminal in messages: as text only.
+/// Text of untrusted files in messages is escaped for the terminal.
 #[test]
 fn nothing_from_a_file_acts_on_the_terminal() {
     let evil = "\\u001b]0;mine\\u0007\\u001b[2J\\u009b31m";

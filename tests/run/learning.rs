@@ -1,4 +1,4 @@
-//! What a recipe that leaves everything open learns, and what is said of a run that learns little or nothing.
+//! The results of a recipe with default settings, and the warnings of a run that learns little or nothing.
 
 use crate::bench::{Bench, number, said};
 use std::fs;
@@ -7,7 +7,7 @@ use std::process::Output;
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 const METHODS: [&str; 3] = ["block", "lora", "full"];
 
-/// A recipe of two keys for the tiny model and `rows` rows of its world; the first 50 of them in `seen.jsonl`.
+/// A recipe with two keys for the tiny model and `rows` rows of its data; the first 50 of them in `seen.jsonl`.
 fn shortest(rows: usize) -> Bench {
     let bench = Bench::new();
     let all = fs::read_to_string(format!("{ROOT}/assets/world/train.jsonl")).unwrap();
@@ -115,7 +115,7 @@ fn a_run_that_cannot_learn_is_refused_before_anything_is_written() {
         assert!(said(&out).contains("hint:"), "{}", said(&out));
         assert!(!bench.path("run").exists(), "{more:?}");
     }
-    // One step is enough where its rate is above 0; none saves the model as it is.
+    // One step is enough if its learning rate is above 0; with zero steps the model is saved unchanged.
     let one = ft(&bench, &["train.max_steps=1"]);
     assert!(one.status.success(), "{}", said(&one));
     assert!(number(&bench.steps("run")[0], "learning_rate") > 0.0);
@@ -155,7 +155,7 @@ fn a_run_that_learns_little_says_so() {
         "one step takes rows more than once",
     );
     assert!(said.contains("each row is seen 80 times"), "{said}");
-    // A step of 40 times the data is 40 epochs.
+    // One step with 40 times the data is 40 epochs.
     assert_eq!(number(&bench.steps("run")[0], "epoch"), 40.0);
     let said = warned(
         &["tune.method=block", "tune.block.switch_every=20", "train.max_steps=20"],
@@ -172,7 +172,7 @@ fn a_run_that_learns_little_says_so() {
     let out = ft(&bench, &[&lora[..], &["tune.lora.r=100000", "--overwrite"]].concat());
     assert_eq!(out.status.code(), Some(2), "{}", self::said(&out));
     assert!(self::said(&out).contains("the rank is above"), "{}", self::said(&out));
-    // Far too high a rate.
+    // A learning rate that is far too high.
     let high = [
         "tune.method=full",
         "train.max_steps=12",
@@ -182,7 +182,7 @@ fn a_run_that_learns_little_says_so() {
     warned(&high, "the loss diverges");
 }
 
-/// All blocks have a turn where nobody says how long one is, in a run of any length.
+/// By default all blocks are active once, in a run of any length.
 #[test]
 fn every_block_has_a_turn_by_default() {
     let bench = Bench::new();
@@ -207,7 +207,7 @@ fn every_block_has_a_turn_by_default() {
     }
 }
 
-/// What was decided from the rows is written down, and a run that goes on takes it from there.
+/// Values chosen from the rows are saved, and a resumed run uses them.
 #[test]
 fn a_run_that_goes_on_keeps_what_was_decided() {
     let bench = Bench::new();
@@ -228,7 +228,7 @@ fn a_run_that_goes_on_keeps_what_was_decided() {
     let plan = fs::read_to_string(bench.path("whole/plan.json")).unwrap();
     assert!(plan.contains("train.gradient_accumulation_steps"), "{plan}");
 
-    // Another number of steps would have led to other decisions.
+    // With another number of steps the choice would differ.
     bench.train(&[&base[..], &["train.output_dir=part", "train.max_steps=4"]].concat());
     let resumed = |run: &str| {
         let out = format!("train.output_dir={run}");
@@ -258,7 +258,7 @@ fn a_run_that_goes_on_keeps_what_was_decided() {
     let [_, after] = resumed("part");
     assert_eq!(after, format!("{before}  # auto: as the run began"));
 
-    // A run of an older version: numbers for everything, and no length of packed rows.
+    // A run of an older version: a number for every key, and no length of packed rows.
     let explicit = [
         "tune.method=full",
         "train.num_epochs=1",
@@ -282,7 +282,7 @@ fn a_run_that_goes_on_keeps_what_was_decided() {
     assert_eq!(length, "packing_length = 512  # auto: as the run began");
 }
 
-/// The printed loss is the mean since the last printed line; the file has that of each step.
+/// The printed loss is the mean since the last printed line; the file has the loss of each step.
 #[test]
 fn printed_losses_are_means() {
     let bench = Bench::new();

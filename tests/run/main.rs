@@ -1,4 +1,4 @@
-//! Whole runs of the `ft` program: what stays equal, what survives, what is refused.
+//! Complete runs of the `ft` program: equal results, recovery, refused inputs.
 
 mod adapters;
 mod bench;

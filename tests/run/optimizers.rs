@@ -1,10 +1,10 @@
-//! Every optimizer and every way of the block optimizer: resumed to the same bits, and what must come out equal.
+//! Every optimizer and every variant of the block optimizer: resumed to the same bits, and equal results.
 
 use crate::bench::{Bench, number, said};
 use crate::resume::assert_same;
 use ft::formats::weights::Weights;
 
-/// Each trains in its own way; K = 2, so that switches lie before and after the checkpoint.
+/// The variants; K = 2, so that block switches are before and after the checkpoint.
 const WAYS: [&[&str]; 13] = [
     &["tune.method=full", "optimizer.state=int8"],
     &[
@@ -80,7 +80,7 @@ const BASE: [&str; 7] = [
     "train.predict_with_generate=false",
 ];
 
-/// What a way says twice is said by the way.
+/// If a key is in both lists, the variant's value is used.
 fn settings<'a>(way: &[&'a str], more: &[&'a str]) -> Vec<&'a str> {
     let key = |s: &str| s.split('=').next().unwrap().to_string();
     let base = BASE.into_iter().filter(|b| !way.iter().any(|w| key(w) == key(b)));
@@ -102,7 +102,7 @@ fn every_way_resumes_to_the_same_bits() {
         assert_same(&bench, "whole", "broken");
         let losses: Vec<f64> = bench.steps("whole").iter().map(|l| number(l, "loss")).collect();
         assert!(losses.iter().all(|l| l.is_finite()), "{way:?} {losses:?}");
-        // Something is learned: the weights that are taken away are not those of the start.
+        // The exported weights differ from the initial ones.
         let read = |path: &str| Weights::open_file(&bench.path(path)).unwrap();
         let (a, b) = (read("model/model.safetensors"), read("whole/final/model.safetensors"));
         assert!(
@@ -122,7 +122,7 @@ fn rounding_at_random_is_the_same_in_a_fused_step() {
         let lines = bench.steps(name);
         lines.iter().map(|l| number(l, "loss").to_bits()).collect::<Vec<_>>()
     };
-    // Without clipping gradients are applied as they come; a clip far above any norm keeps them.
+    // Without clipping, gradients are applied immediately; with a very high clip value they are kept.
     assert_eq!(
         run("fused", "train.max_grad_norm=0"),
         run("kept", "train.max_grad_norm=1e9")

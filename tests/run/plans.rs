@@ -1,4 +1,4 @@
-//! Every shipped recipe is planned; a plan needs a config and nothing else; `ft data`, `ft eval`, `ft generate`.
+//! Plans of every shipped recipe; a plan needs only a config. Also `ft data`, `ft eval`, `ft generate`.
 
 use crate::bench::{Bench, said};
 use serde_json::{Value, json};
@@ -23,7 +23,7 @@ fn config(
 #[test]
 fn every_shipped_recipe_is_planned() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    // The published shapes of the models that the recipes name.
+    // The published shapes of the models in the recipes.
     let shapes = [
         (
             "sft-qwen",
@@ -49,7 +49,7 @@ fn every_shipped_recipe_is_planned() {
         fs::write(model.join("config.json"), config.to_string()).unwrap();
         let recipe = root.join("recipes").join(format!("{name}.toml"));
         let model = format!("model.path={}", model.display());
-        // What `auto` chooses depends on what is free: set like this, the plan is the same on every machine.
+        // The choices of `auto` depend on free memory: with these settings the plan is the same on every machine.
         let (recompute, tier) = ("memory.activations=recompute", "memory.tier=device");
         let out = bench.ft(&[
             "plan",
@@ -63,9 +63,9 @@ fn every_shipped_recipe_is_planned() {
         assert!(out.status.success(), "{name}\n{}", said(&out));
         let plan: Value = serde_json::from_slice(&out.stdout).unwrap();
         let peak = plan["peak_bytes"].as_u64().unwrap();
-        // bf16 weights are the floor; a full run adds state and gradients of everything.
+        // bf16 weights are the minimum; a full run adds optimizer state and gradients of all parameters.
         assert!(peak > 2 * parameters, "{name}: {peak}");
-        // On a CPU the kept lower halves of retired blocks count too: 4 bytes an element and the work of one layer.
+        // On a CPU the low 16 bits of deactivated masters count too: 4 bytes per element, plus the work of one layer.
         let ceiling = if name == "sft-qwen" {
             20 * parameters
         } else {
@@ -74,7 +74,7 @@ fn every_shipped_recipe_is_planned() {
         assert!(peak < ceiling, "{name}: {peak}");
         planned.push(name.to_string());
     }
-    // These start from what another recipe leaves behind.
+    // These recipes start from the result of another recipe.
     let (start, reward) = ("model.path=assets/tiny", "rlhf.rewards=exact");
     for (name, more) in [
         ("quickstart", &[][..]),
@@ -189,7 +189,7 @@ fn zero_steps_save_the_initial_state() {
     }
 }
 
-/// `ft plan` of a shape, with nothing of it on this machine.
+/// Runs `ft plan` for a shape without any of its files on this machine.
 fn shape_plan(bench: &Bench, name: &str, budget: &str, more: &[&str]) -> std::process::Output {
     fs::write(
         bench.path("s.toml"),
@@ -197,7 +197,7 @@ fn shape_plan(bench: &Bench, name: &str, budget: &str, more: &[&str]) -> std::pr
     )
     .unwrap();
     let model = format!("model.path=shape:{name}");
-    // The same plan on every CPU.
+    // Makes the plan independent of the CPU.
     let same = "memory.packed_weights=none";
     let base = ["plan", "--recipe", "s.toml", &model, "--budget", budget, "--json", same];
     bench.ft(&[&base[..], more].concat())
@@ -211,8 +211,8 @@ fn chosen(out: &std::process::Output) -> (u64, impl Fn(&str) -> String + use<>) 
     (peak, choice)
 }
 
-/// With less and less memory first activations go, then tokens go through the MLP in pieces or weights to the disk, and
-/// only at the end something is lost.
+/// With decreasing memory, first saved activations are dropped, then MLP chunks or weights on the disk are used, and
+/// only at the end lossy formats.
 #[test]
 fn open_settings_become_the_fastest_that_fit() {
     let bench = Bench::new();
@@ -227,13 +227,14 @@ fn open_settings_become_the_fastest_that_fit() {
     }
     let kept = |i: usize| -> usize { seen[i][2].split(' ').nth(1).unwrap().parse().unwrap() };
     assert_eq!(seen[0], ["bf16", "device", "keep 32 of 32", "0", ""], "{seen:?}");
-    // The disk comes before a loss, and fewer activations before both; then a head in pieces, which takes a third product.
+    // Disk is chosen before a lossy format, and fewer saved activations before both; then a head in chunks, which needs
+    // a third product.
     assert!((1..4).all(|i| seen[i][..2] == ["bf16", "disk"]), "{seen:?}");
     assert!(kept(1) > kept(2) && kept(2) >= kept(3), "{seen:?}");
     assert!(seen[2][4] == "0" && seen[3][4] == "4096", "{seen:?}");
     assert!(seen[4..].iter().all(|s| s[..2] == ["int8", "disk"]), "{seen:?}");
     assert!(seen[4][3] == "0" && seen[5][3] != "0", "{seen:?}");
-    // What must stay in memory becomes codes where nothing else is left.
+    // Weights that must stay in memory are quantized if no other option is left.
     let tight = ["memory.tier=device", "tune.method=lora", "tune.lora.r=8"];
     let (_, choice) = chosen(&shape_plan(&bench, "qwen2.5-7b", "12GiB", &tight));
     assert_eq!(choice("memory.frozen_weights"), "int8");
@@ -241,7 +242,7 @@ fn open_settings_become_the_fastest_that_fit() {
     assert_eq!(choice("memory.frozen_weights"), "nf4");
 }
 
-/// Where nothing fits, three changes are named, and each of them is enough.
+/// If no strategy fits, the error suggests three changes, and each of them is sufficient.
 #[test]
 fn changes_that_are_named_fit() {
     let bench = Bench::new();
@@ -281,9 +282,10 @@ fn a_plan_for_a_gpu_counts_its_memory_and_the_host_apart() {
     let (peak, _) = chosen(&out);
     let plan: Value = serde_json::from_slice(&out.stdout).unwrap();
     let host = plan["peak_host_bytes"].as_u64().unwrap();
-    // Lower halves of the masters of blocks that do not train stay on the host.
+    // The low 16 bits of inactive masters stay on the host.
     assert!(peak > 16 << 30 && host > 10 << 30, "{peak} {host}");
-    // What must stay on the GPU becomes codes where nothing else is left, and room to decode them is counted.
+    // Weights that must stay on the GPU are quantized if no other option is left; the plan counts the dequantization
+    // buffer.
     let tight = [
         "model.device=cuda:0",
         "memory.tier=device",
@@ -299,7 +301,7 @@ fn a_plan_for_a_gpu_counts_its_memory_and_the_host_apart() {
             "{budget}: {peak}"
         );
     }
-    // Where layers may travel, nothing has to be lost.
+    // If layers can be streamed, no lossy format is needed.
     let (_, choice) = chosen(&shape_plan(&bench, "qwen2.5-7b", "8GiB", &[tight[0], tight[2], roomy]));
     assert_eq!(choice("memory.frozen_weights"), "bf16");
 }
@@ -326,17 +328,17 @@ fn beside_a_gpu_the_host_has_to_have_room_too() {
     let (tier, why, host, out) = plan("64GiB");
     assert!(tier == "disk" && host < 64 << 30, "{tier} {host}\n{}", said(&out));
     assert!(why.contains("of the host"), "{why}");
-    // Too little for any way, and the other budget is not blamed.
+    // Too small for any strategy, and the error names the right budget.
     let (.., out) = plan("64MiB");
     assert_eq!(out.status.code(), Some(1));
     assert!(said(&out).contains("the host's memory budget"), "{}", said(&out));
-    // On a CPU there is no such thing.
+    // A CPU run has no host budget.
     let out = shape_plan(&bench, "small", "4GiB", &["memory.host_budget=1GiB"]);
     assert!(said(&out).contains("memory.host_budget"), "{}", said(&out));
     assert_eq!(out.status.code(), Some(2));
 }
 
-/// Verdict and disk, as text and as JSON; `ft train` refuses what the plan says is too little disk.
+/// Verdict and disk space, as text and as JSON; `ft train` refuses if the plan reports too little disk space.
 #[test]
 fn a_plan_says_whether_it_fits_and_what_the_disk_has_to_hold() {
     let bench = Bench::new();
@@ -359,7 +361,7 @@ fn a_plan_says_whether_it_fits_and_what_the_disk_has_to_hold() {
         "{plan}"
     );
     assert!(plan["disk"]["fits"] == true && plan["disk"]["free_bytes"].as_u64().unwrap() > 0);
-    // Each checkpoint that is kept takes its part.
+    // Each kept checkpoint needs its own space.
     let needed = |limit: &str| {
         let plan = json(&["train.save_steps=1", &format!("train.save_total_limit={limit}")]);
         plan["disk"]["needed_bytes"].as_u64().unwrap()
@@ -384,7 +386,7 @@ fn a_plan_says_whether_it_fits_and_what_the_disk_has_to_hold() {
     assert!(!refused.status.success() && said(&refused).contains("not enough disk space"));
 }
 
-/// A plan costs no more than in proportion to the layers: it used to take minutes for a thousand of them.
+/// The time of a plan is at most proportional to the number of layers (it was minutes for a thousand layers before).
 #[test]
 fn a_plan_of_a_thousand_layers_takes_no_time() {
     let bench = Bench::new();
@@ -399,10 +401,10 @@ fn a_plan_of_a_thousand_layers_takes_no_time() {
         );
         let more: Vec<String> = more.iter().map(|s| s.to_string()).collect();
         let recipe = ft::recipe::parse(&text, "r.toml", &more).unwrap().recipe;
-        // The best of two: a test beside this one may take the processor.
+        // The best of two runs: another test may use the processor.
         let once = || {
             let started = std::time::Instant::now();
-            // Where nothing fits, changes are planned too.
+            // If no strategy fits, changes are planned too.
             let planned = ft::run::plan::plan(&recipe);
             assert_eq!(planned.is_err(), more.iter().any(|s| s == "memory.budget=40MiB"));
             started.elapsed().as_secs_f64()
@@ -442,7 +444,7 @@ fn a_run_larger_than_the_memory_is_refused_before_it_loads_anything() {
         rlim_cur: 2 << 30,
         rlim_max: 2 << 30,
     };
-    // SAFETY: between fork and exec one system call with its own argument.
+    // SAFETY: between fork and exec only one system call runs, on its own argument.
     unsafe {
         command.pre_exec(move || match libc::setrlimit(libc::RLIMIT_DATA, &limit) {
             0 => Ok(()),
@@ -457,7 +459,7 @@ fn a_run_larger_than_the_memory_is_refused_before_it_loads_anything() {
     assert!(!bench.path("runs").exists());
 }
 
-/// The same tokens through the MLP in pieces: the same outputs, gradients that differ in their last bits at most.
+/// MLP chunks give the same outputs; gradients differ at most in their last bits.
 #[test]
 fn tokens_in_pieces_learn_the_same() {
     let bench = Bench::new();

@@ -1,11 +1,11 @@
-//! Preference stages of the `ft` program: what they refuse and what they leave behind.
+//! Preference stages of the `ft` program: refused inputs and output files.
 
 use crate::bench::{Bench, number, said};
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
 
-/// Before the run directory is made, with the line of the row.
+/// The refusal comes before the run directory is created, and names the line of the row.
 #[test]
 fn broken_rows_are_refused_before_anything_is_written() {
     let bench = Bench::new();
@@ -51,7 +51,7 @@ fn broken_rows_are_refused_before_anything_is_written() {
         assert!(shown.contains(want) && shown.contains("bad.jsonl:2"), "{shown}");
         assert!(!bench.path("bad").exists());
     }
-    // Rows for another stage, and a stage for other rows.
+    // Rows of another stage, and a stage without its rows.
     for (arguments, code, want) in [
         (
             ["train.stage=sft", "data.train=pairs.jsonl"],
@@ -68,7 +68,7 @@ fn broken_rows_are_refused_before_anything_is_written() {
     }
 }
 
-/// The first loss of DPO is ln 2, whatever the tuning: the policy is its own reference.
+/// The first loss of DPO is ln 2 with every method: the policy equals its reference.
 #[test]
 fn every_tuning_starts_at_its_reference() {
     for tuning in [
@@ -98,7 +98,7 @@ fn every_tuning_starts_at_its_reference() {
     }
 }
 
-/// `final/` of a reward model: a score head in the place of the output projection, the config of a classifier.
+/// `final/` of a reward model: a score head instead of the output projection, and the config of a classifier.
 #[test]
 fn a_reward_model_is_saved_as_a_sequence_classifier() {
     let bench = Bench::new();
@@ -140,7 +140,7 @@ fn a_reward_model_is_saved_as_a_sequence_classifier() {
     );
 }
 
-/// The adapter of a reward model is measured over its base, and merged into a directory that says the same.
+/// The adapter of a reward model is evaluated over its base; the merged directory gives the same result.
 #[test]
 fn the_adapter_of_a_reward_model_is_evaluated_and_merged() {
     let bench = Bench::new();
@@ -189,7 +189,8 @@ fn the_adapter_of_a_reward_model_is_evaluated_and_merged() {
     );
     let config: Value = serde_json::from_slice(&fs::read(bench.path("merged/config.json")).unwrap()).unwrap();
     assert_eq!(config["architectures"][0], "LlamaForSequenceClassification");
-    // Weights that exist nowhere else go along, as those of a language model: the score head is the adapter's.
+    // Base weights that exist nowhere else are saved too, as those of a language model: the score head is part of the
+    // adapter.
     bench.train(&[
         "train.stage=reward",
         "data.train=pairs.jsonl",

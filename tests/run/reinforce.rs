@@ -1,11 +1,11 @@
-//! Training by reward: what it learns, resumes to the same bits, and what its inputs do wrong.
+//! RL stages: results, resuming to the same bits, and errors of invalid inputs.
 
 use crate::bench::{Bench, number, said};
 use crate::resume::assert_same;
 use std::fs;
 use std::time::{Duration, Instant};
 
-/// Rewards that a random model meets now and then.
+/// Rewards that a random model reaches occasionally.
 const BASE: [&str; 14] = [
     "train.stage=grpo",
     "tune.method=lora",
@@ -23,7 +23,7 @@ const BASE: [&str; 14] = [
     "optimizer.learning_rate=3e-3",
 ];
 
-/// Ways of training by reward whose state differs: replay, reference, value head, KL control.
+/// RL variants with different state: rollout buffer, reference, value head, KL control.
 const WAYS: [(&str, &[&str]); 6] = [
     (
         "grpo, several steps a rollout",
@@ -67,7 +67,7 @@ const WAYS: [(&str, &[&str]); 6] = [
     ),
 ];
 
-/// What a way says twice is said by the way.
+/// If a key is in both lists, the variant's value is used.
 fn settings<'a>(way: &[&'a str], more: &[&'a str]) -> Vec<&'a str> {
     let key = |s: &str| s.split('=').next().unwrap().to_string();
     let said: Vec<&str> = way.iter().chain(more).copied().collect();
@@ -82,7 +82,7 @@ fn every_way_resumes_to_the_same_bits() {
     for (name, way) in WAYS {
         let bench = Bench::new();
         bench.train(&settings(way, &["train.max_steps=7", "train.output_dir=whole"]));
-        // Five steps end in the middle of a rollout where it has several.
+        // Five steps end in the middle of a rollout, if a rollout has several steps.
         let save = "train.save_steps=5";
         bench.train(&settings(way, &["train.max_steps=5", "train.output_dir=broken", save]));
         fs::remove_dir_all(bench.path("broken/final")).unwrap();
@@ -197,7 +197,7 @@ fn prompts_and_rewards_that_are_wrong_are_refused_before_anything_is_written() {
         1,
         &["no reward model", "score.weight"],
     );
-    // What the stage `reward` wrote judges answers, and is no start for a run.
+    // A model of the stage `reward` can score answers, but a run cannot start from it.
     let judge = [
         "train.stage=reward",
         "data.train=pairs.jsonl",
@@ -235,7 +235,7 @@ fn prompts_and_rewards_that_are_wrong_are_refused_before_anything_is_written() {
         1,
         &["cannot tell which column is the prompt", "none.jsonl:1", "heading"],
     );
-    // Rows with a prompt and an answer of its own column are fine.
+    // Rows with a prompt and a separate answer column are valid.
     fs::write(
         bench.path("sums.jsonl"),
         "{\"prompt\": \"one and one?\", \"solution\": 2}\n{\"prompt\": [{\"role\": \"user\", \"content\": \"2+2\"}], \"solution\": [\"4\", \"four\"]}\n",
@@ -257,7 +257,7 @@ fn prompts_and_rewards_that_are_wrong_are_refused_before_anything_is_written() {
 #[test]
 fn a_program_judges_and_what_it_does_wrong_loses_nothing() {
     let bench = Bench::new();
-    // Sees the row and the answer, and is asked again and again by one process.
+    // The program receives the row and the answer; one process handles all requests.
     fs::write(
         bench.path("judge.sh"),
         "n=0\nwhile read -r line; do n=$((n+1)); case \"$line\" in *completion*finished*) echo $n;; *) echo no;; esac; done\n",
@@ -303,7 +303,7 @@ fn a_program_judges_and_what_it_does_wrong_loses_nothing() {
         &["no score", "good", "a number"],
     );
     assert!(!bench.path("out/checkpoint-1").exists());
-    // Dies in the third rollout for good: the two steps before are saved and can be gone on from.
+    // The program fails in the third rollout permanently: the two steps before are saved and can be resumed.
     broken(
         "n=$(cat asked 2>/dev/null || echo 0)\nwhile read -r line; do n=$((n+1)); echo $n > asked; \
          if [ $n -gt 8 ]; then echo tired >&2; exit 1; fi; echo $n; done\n",

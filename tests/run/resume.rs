@@ -1,4 +1,4 @@
-//! Runs that are stopped, killed, started twice.
+//! Runs that are stopped, killed, or started twice.
 
 use crate::bench::{Bench, files, said};
 use ft::base::rng::{Rng, Stream};
@@ -12,7 +12,7 @@ pub const METHODS: [(&str, &[&str]); 13] = [
         &["tune.method=block", "tune.block.switch_every=4", "model.dtype=bf16"],
     ),
     (
-        // What a block learned is on the disk once it retires; the checkpoints know it too.
+        // A deactivated block is written to the disk; checkpoints contain it too.
         "block from the disk",
         &[
             "tune.method=block",
@@ -50,7 +50,7 @@ pub const METHODS: [(&str, &[&str]); 13] = [
             "train.eval_steps=1",
         ],
     ),
-    // A start that is taken off again, with ranks of its own for each linear.
+    // An initialization that is subtracted from the base, with a separate rank for each linear.
     (
         "corda",
         &[
@@ -64,7 +64,7 @@ pub const METHODS: [(&str, &[&str]); 13] = [
         "dora",
         &["tune.method=lora", "tune.lora.r=4", "tune.lora.use_dora=true"],
     ),
-    // The reference's log-probabilities are asked once; checkpoints carry them.
+    // The reference's log-probabilities are computed once; checkpoints store them.
     (
         "dpo",
         &[
@@ -85,7 +85,7 @@ pub const METHODS: [(&str, &[&str]); 13] = [
             "tune.block.switch_every=4",
         ],
     ),
-    // The score head is trained beside the blocks.
+    // The score head trains together with the blocks.
     (
         "reward",
         &[
@@ -96,7 +96,7 @@ pub const METHODS: [(&str, &[&str]); 13] = [
             "memory.tier=disk",
         ],
     ),
-    // Which ranks live depends on the gradients of all steps before.
+    // The active ranks depend on the gradients of all earlier steps.
     (
         "adalora",
         &[
@@ -108,7 +108,7 @@ pub const METHODS: [(&str, &[&str]); 13] = [
             "tune.lora.adalora.tfinal=8",
         ],
     ),
-    // Codes that the start made anew, and rows of embedding and head.
+    // Weights requantized by the initialization, and trained rows of embedding and head.
     (
         "loftq",
         &[
@@ -120,7 +120,7 @@ pub const METHODS: [(&str, &[&str]); 13] = [
             "memory.frozen_weights=nf4",
         ],
     ),
-    // Ranks of its own for each linear, and some without an adapter.
+    // A separate rank for each linear, and some linears without an adapter.
     (
         "eva",
         &[
@@ -133,7 +133,7 @@ pub const METHODS: [(&str, &[&str]); 13] = [
     ),
 ];
 
-/// What the clock and the memory of a process decide.
+/// Metrics that depend on time or on the memory of the process.
 const MEASURED: [&str; 5] = [
     "rollout_tokens_per_second",
     "tokens_per_second",
@@ -142,7 +142,7 @@ const MEASURED: [&str; 5] = [
     "copy_hidden",
 ];
 
-/// Bit-equal lines of metrics, evaluations too, the same samples, and the same files in `final/`.
+/// Asserts bit-equal lines of metrics and evaluations, the same samples, and the same files in `final/`.
 pub fn assert_same(bench: &Bench, whole: &str, broken: &str) {
     let lines = |run: &str, name: &str| match bench.path(run).join(name).exists() {
         true => bench.lines(&format!("{run}/{name}")),
@@ -167,7 +167,7 @@ pub fn assert_same(bench: &Bench, whole: &str, broken: &str) {
         a.iter().map(|f| &f.0).collect::<Vec<_>>(),
         b.iter().map(|f| &f.0).collect::<Vec<_>>()
     );
-    // An adapter over a base of its own names the directory of its run.
+    // An adapter with its own base contains the directory of its run.
     let plain = |name: &str, bytes: &[u8], run: &str| match name.ends_with("adapter_config.json") {
         true => String::from_utf8_lossy(bytes)
             .replace(&format!("{run}/final"), "final")
@@ -204,7 +204,7 @@ fn a_run_killed_at_random_points_resumes_to_the_same_bits() {
                     })
                 })
                 .unwrap_or(false);
-            // A run that was killed before its first checkpoint starts again, by both ways.
+            // A run that was killed before its first checkpoint starts again, with either flag.
             let flag: &[&str] = match (resume, saved) {
                 (true, true) => &["--resume"],
                 (true, false) if attempt % 2 == 0 => &["--resume"],
@@ -223,7 +223,7 @@ fn a_run_killed_at_random_points_resumes_to_the_same_bits() {
                 break;
             }
         }
-        // However the dice fell: the last attempt runs to its end.
+        // If every attempt was killed, the last one runs to its end.
         if !bench.path("broken/final").exists() {
             bench.train(&[&with("train.output_dir=broken")[..], &["--resume"]].concat());
         }
@@ -282,7 +282,7 @@ fn signals_save_the_state_and_exit_with_their_code() {
         assert!(events.lines().last().unwrap().contains("signal"), "{events}");
         assert!(!bench.path("run/final").exists());
 
-        // Going on gives what a run without the stop gives.
+        // The resumed run equals an uninterrupted run.
         let end = format!("train.max_steps={}", done + 10);
         let end = end.as_str();
         let shorter = [
@@ -299,7 +299,7 @@ fn signals_save_the_state_and_exit_with_their_code() {
     }
 }
 
-/// Signals that arrive within a step: it is given up where that changes nothing, finished where it does not.
+/// Signals within a step: the step is abandoned if no weight has changed yet, else it is finished.
 #[test]
 fn a_run_stopped_within_steps_resumes_to_the_same_bits() {
     let grpo: &[&str] = &[
@@ -312,7 +312,7 @@ fn a_run_stopped_within_steps_resumes_to_the_same_bits() {
         "rlhf.num_iterations=2",
         "rlhf.grpo.beta=0.1",
     ];
-    // A block switches before every second step.
+    // The block switches before every second step.
     let block: &[&str] = &[
         "tune.method=block",
         "tune.block.switch_every=2",
@@ -373,7 +373,7 @@ fn a_run_stopped_within_steps_resumes_to_the_same_bits() {
             let out = child.wait_with_output().unwrap();
             let told = String::from_utf8_lossy(&out.stderr);
             let code = out.status.code();
-            // At its very start the program has no handler yet.
+            // At its start the program has no signal handler yet.
             assert!(matches!(code, Some(0 | 130) | None), "{code:?}\n{told}");
             given_up += usize::from(told.contains("is given up") && told.contains("is saved"));
             if code == Some(0) && bench.path("broken/final").exists() {
@@ -393,7 +393,7 @@ fn a_run_stopped_within_steps_resumes_to_the_same_bits() {
     assert!(given_up > 7, "only {given_up} signals met a step");
 }
 
-/// Keeps the lines of `metrics.jsonl` that `keep` wants.
+/// Keeps the lines of `metrics.jsonl` for which `keep` is true.
 fn keep_lines(bench: &Bench, run: &str, keep: impl Fn(&serde_json::Value) -> bool) {
     let lines = bench.lines(&format!("{run}/metrics.jsonl"));
     let kept: String = lines.iter().filter(|l| keep(l)).map(|l| format!("{l}\n")).collect();
@@ -432,13 +432,13 @@ fn an_evaluation_that_was_cut_off_is_made_up_for() {
         });
         run("middle", &["--resume"]);
         assert_same(&bench, "whole", "middle");
-        // The same after the last step.
+        // The same situation after the last step.
         run("end", &[]);
         fs::remove_dir_all(bench.path("end/final")).unwrap();
         keep_lines(&bench, "end", |l| l["step"].as_u64() < Some(6) || !is_eval(l));
         run("end", &["--resume"]);
         assert_same(&bench, "whole", "end");
-        // One that was made is not made again.
+        // A finished evaluation is not repeated.
         run("end", &["--resume"]);
         assert_same(&bench, "whole", "end");
     }
@@ -506,7 +506,7 @@ fn a_resume_of_another_run_is_refused() {
     let out = again(&[]);
     assert!(said(&out).contains("training rows"), "{}", said(&out));
 
-    // A flipped bit in a checkpoint is noticed.
+    // A flipped bit in a checkpoint is detected.
     let bench = Bench::new();
     bench.train(&base);
     let file = bench.path("run/checkpoint-4/weights.safetensors");

@@ -1,4 +1,4 @@
-//! The process that renders chat templates: what it may, how it ends, and templates that attack it.
+//! The process that renders chat templates: its permissions, its end, and hostile templates.
 
 use std::io::{Read, Write};
 use std::path::Path;
@@ -102,7 +102,7 @@ fn recipe(dir: &Path) {
     std::fs::write(dir.join("t.jsonl"), format!("{row}\n")).unwrap();
 }
 
-/// Every fifth of them goes through the whole program; all of them through the interpreter in its own tests.
+/// Runs every fifth template through the program; the interpreter's own tests run all of them.
 #[test]
 fn hostile_templates_end_the_command_with_an_error_and_leave_no_process() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,10 +1,10 @@
-//! The shipped recipes of the tiny world that learn from pairs and rewards: they reach what docs/preference.md and
-//! docs/rlhf.md say.
+//! The shipped recipes of the tiny world with pairs and rewards: they reach the results in docs/preference.md and
+//! docs/rlhf.md.
 
 use crate::bench::{Bench, number};
 use serde_json::Value;
 
-/// Runs a shipped recipe into `name`; its evaluations, in order.
+/// Runs a shipped recipe into `name`; returns its evaluations in order.
 fn shipped(bench: &Bench, name: &str, more: &[&str]) -> Vec<Value> {
     bench.shipped(name, name, more);
     lines(bench, name)
@@ -22,7 +22,7 @@ fn ends(evals: &[Value]) -> (&Value, &Value) {
     (&evals[0], &evals[evals.len() - 1])
 }
 
-/// Right answers are preferred on held-out pairs.
+/// After training, correct answers are preferred on held-out pairs.
 #[test]
 fn dpo_learns_to_prefer() {
     let evals = shipped(&Bench::new(), "dpo-tiny", &[]);
@@ -38,7 +38,7 @@ fn a_reward_model_learns_to_score() {
     let evals = shipped(&Bench::new(), "reward-tiny", &[]);
     let (before, after) = ends(&evals);
     assert!(number(before, "eval_accuracy") < 0.7, "{before}");
-    // 68 % as found: scoring is harder than preferring, see docs/preference.md.
+    // Measured: 68 %. Scoring is harder than preferring, see docs/preference.md.
     assert!(
         number(after, "eval_accuracy") > number(before, "eval_accuracy") + 0.1,
         "{before} {after}"
@@ -46,13 +46,13 @@ fn a_reward_model_learns_to_score() {
     assert!(number(after, "eval_margin") > 0.4, "{after}");
 }
 
-/// The start of both pipelines; the setting that continues from it.
+/// Runs the common first stage of both pipelines; returns the setting that continues from it.
 fn start(bench: &Bench) -> String {
     shipped(bench, "grpo-start-tiny", &[]);
     format!("model.path={}", bench.path("grpo-start-tiny/final").display())
 }
 
-/// SFT, then GRPO: held-out sums that greedy answers get exactly right.
+/// SFT, then GRPO: greedy answers solve more held-out sums exactly.
 #[test]
 fn grpo_raises_exact_match() {
     let bench = Bench::new();
@@ -64,7 +64,7 @@ fn grpo_raises_exact_match() {
     assert!(after > before + 0.15, "{before} -> {after}");
 }
 
-/// SFT, a reward model, then PPO: the mean reward of held-out prompts rises, and the KL divergence is held.
+/// SFT, a reward model, then PPO: the mean reward of held-out prompts rises, and the KL divergence stays bounded.
 #[test]
 fn ppo_raises_the_reward_and_holds_the_divergence() {
     let bench = Bench::new();
@@ -81,6 +81,6 @@ fn ppo_raises_the_reward_and_holds_the_divergence() {
     let most = kl.iter().copied().fold(0.0, f64::max);
     println!("reward {before:.3} -> {after:.3}, divergence at most {most:.2} nats an answer");
     assert!(after > before + 0.2, "{before} -> {after}");
-    // The recipe's `kl_target`.
+    // The bound is the recipe's `kl_target`.
     assert!(most < 3.0, "{kl:?}");
 }

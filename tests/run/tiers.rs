@@ -1,4 +1,4 @@
-//! Where the weights live must not change what is learned: the same bits from the disk as from memory.
+//! The placement of the weights must not change training: the same bits from the disk as from memory.
 
 use crate::bench::{Bench, files, number, said};
 use ft::formats::config::Config;
@@ -8,7 +8,7 @@ use ft::source::disk;
 use serde_json::json;
 use std::fs;
 
-/// Another config in place of the bench's own, and no weights.
+/// Changes the config of the test model, and removes its weights.
 pub fn random_model(bench: &Bench, changes: serde_json::Value) {
     let path = bench.path("model/config.json");
     let mut config: serde_json::Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
@@ -27,7 +27,7 @@ fn write_weights(bench: &Bench) {
     disk::write_random(&file, &params, 5, 0.05, 1.0, Dtype::F32).unwrap();
 }
 
-/// Losses, norms and evaluations of a run, bit by bit.
+/// Losses, gradient norms and evaluations of a run, bit by bit.
 pub fn curve(bench: &Bench, run: &str) -> Vec<[u64; 3]> {
     let text = fs::read_to_string(bench.path(run).join("metrics.jsonl")).unwrap();
     let lines = text
@@ -41,7 +41,7 @@ pub fn curve(bench: &Bench, run: &str) -> Vec<[u64; 3]> {
         .collect()
 }
 
-/// Trains from memory and from the disk, with the head whole and in pieces; everything must be equal.
+/// Trains from memory and from the disk, with the whole head and with a chunked head; all results must be equal.
 fn assert_equal(bench: &Bench, name: &str, settings: &[&str]) {
     let base = [
         "train.max_steps=7",
@@ -126,7 +126,7 @@ fn a_random_model_with_a_large_vocabulary_learns_the_same_from_the_disk() {
         write_weights(&bench);
         for (name, settings) in METHODS {
             let settings: Vec<&str> = match tied {
-                // A tied head is no block of its own.
+                // A tied head is not a separate block.
                 true => settings
                     .iter()
                     .copied()
@@ -155,7 +155,7 @@ fn weights_that_are_codes_while_they_do_not_train_learn_the_same_from_the_disk()
     }
 }
 
-/// Codes are for the time in between: `final/` holds the exact values of what was trained and of what never was.
+/// Quantization is temporary: `final/` holds the exact values of trained and of never trained parameters.
 #[test]
 fn codes_never_reach_the_final_weights() {
     let bench = Bench::new();

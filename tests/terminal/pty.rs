@@ -1,4 +1,4 @@
-//! A program in a pseudo-terminal, and what a person would see there.
+//! Runs a program in a pseudo-terminal and records its screen.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -16,7 +16,7 @@ pub struct Pty {
     started: Instant,
     output: Arc<Mutex<Vec<Piece>>>,
     reader: Option<std::thread::JoinHandle<()>>,
-    /// Where the search for the next text begins.
+    /// Start of the search for the next text.
     from: usize,
     widths: Vec<(Instant, u16)>,
     busy: Arc<Mutex<Duration>>,
@@ -28,7 +28,7 @@ struct Piece {
     bytes: Vec<u8>,
 }
 
-/// What was shown from start to end.
+/// The complete output of a program.
 pub struct Seen {
     pub code: i32,
     pieces: Vec<Piece>,
@@ -94,7 +94,7 @@ impl Pty {
         let (mut from, to) = (master.try_clone().unwrap(), output.clone());
         let reader = std::thread::spawn(move || {
             let mut buffer = [0u8; 4096];
-            // The last end of the terminal that closes reads as an error.
+            // When the last descriptor of the terminal is closed, read returns an error.
             while let Ok(n @ 1..) = from.read(&mut buffer) {
                 to.lock().unwrap().push(Piece {
                     at: Instant::now(),
@@ -102,7 +102,7 @@ impl Pty {
                 });
             }
         });
-        // How late a thread of this machine wakes up now: others may work here too.
+        // Measures the wake-up delay of a thread: other programs may load this machine.
         let (busy, done) = (Arc::new(Mutex::new(Duration::ZERO)), Arc::new(AtomicBool::new(false)));
         let (late, end) = (busy.clone(), done.clone());
         std::thread::spawn(move || {
@@ -133,7 +133,7 @@ impl Pty {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Waits until `text` is shown, after what was waited for last. Returns how long that took.
+    /// Waits until `text` appears after the last found text. Returns the time it took.
     pub fn wait_for(&mut self, text: &str, patience: Duration) -> Duration {
         let begun = Instant::now();
         loop {
@@ -153,7 +153,7 @@ impl Pty {
         }
     }
 
-    /// Ctrl-C, as the keyboard sends it.
+    /// Sends Ctrl-C as a keyboard does.
     pub fn interrupt(&mut self) {
         self.master.write_all(b"\x03").unwrap();
     }
@@ -211,7 +211,7 @@ impl Seen {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// The lines that stay in the window at the end.
+    /// The lines in the window at the end.
     pub fn text(&self) -> String {
         self.play().0
     }
@@ -221,12 +221,12 @@ impl Seen {
         self.text().split_whitespace().collect::<Vec<_>>().join(" ")
     }
 
-    /// The longest silence that is allowed: a second, and what a busy machine adds.
+    /// The longest allowed time without output: 1.25 seconds, plus a margin for a busy machine.
     pub fn patience(&self) -> Duration {
         Duration::from_millis(1250) + 4 * self.busy
     }
 
-    /// Nothing was wider than the window, nothing was silent for long, nothing is left of the progress line.
+    /// Checks that no line was wider than the window, no pause was too long, and no progress line is left.
     pub fn check(&self, what: &str) {
         let (text, wide) = self.play();
         assert!(wide.is_empty(), "{what}: wider than the window: {wide:#?}\n{text}");
@@ -253,19 +253,19 @@ impl Seen {
         }
     }
 
-    /// The window as a terminal would fill it (without its height), and the lines that did not fit its width.
+    /// Emulates the window of a terminal (with unlimited height); also returns the lines that exceeded its width.
     fn play(&self) -> (String, Vec<String>) {
         let (mut rows, mut row, mut column) = (vec![Vec::<char>::new()], 0usize, 0usize);
         let mut wide = Vec::new();
         let mut held = Vec::new();
         for piece in &self.pieces {
-            // What was written just before a change of the window may still be of the width before.
+            // Output just before a change of the window may still have the old width.
             let settled = |(at, _): &&(Instant, u16)| *at == self.started || piece.at > *at + self.patience();
             let width = self.widths.iter().rfind(settled).map(|w| usize::from(w.1)).unwrap();
             held.extend(&piece.bytes);
             let text = match std::str::from_utf8(&held) {
                 Ok(text) => text.to_string(),
-                // A character in two pieces.
+                // A character that is split over two pieces.
                 Err(e) if held.len() - e.valid_up_to() < 4 && e.error_len().is_none() => {
                     String::from_utf8_lossy(&held[..e.valid_up_to()]).into_owned()
                 }

@@ -1,4 +1,4 @@
-//! The tiny model and its rows, inside the binary: shipped recipes run where they were copied to.
+//! The tiny model and its rows in the binary, so that shipped recipes run in any directory.
 
 /// Path and bytes of each file.
 pub const ASSETS: [(&str, &[u8]); 17] = [

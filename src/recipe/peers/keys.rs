@@ -1,8 +1,8 @@
-//! What ft calls the keys of other training tools. A row: names, parted by spaces, and the answer. An answer that is the
-//! path of a key means "write this key"; any other answer is a sentence.
+//! Keys of other training tools and the matching keys of ft. A row has names, separated by spaces, and an answer. If
+//! the answer is the path of a key, it means "write this key"; any other answer is an explanation.
 //!
-//! A name may be qualified by the table in which it was written (`tune.lora.alpha`; `.data` is outside of any table) and
-//! may end in `*`. Qualified names come first, then whole names, then those with `*`.
+//! A name may include the table in which it was written (`tune.lora.alpha`; `.data` is outside of any table) and may
+//! end in `*`. Names with a table are searched first, then full names, then names with `*`.
 
 #[rustfmt::skip]
 pub const KEYS: &[(&str, &str)] = &[
@@ -70,7 +70,7 @@ pub const KEYS: &[(&str, &str)] = &[
     ("noisy_embedding_alpha neftune_noise_alpha neftune_alpha", "ft has no noise on embeddings (NEFTune)"),
     ("media_dir image_* video_* audio_* crop_to_patches use_audio_in_video whisper_* freeze_vision_tower freeze_multi_modal_projector freeze_language_model freeze_mm_modules finetune_vision_layers finetune_audio_layers log_multimodal processor_kwargs", "ft trains language models on text only"),
 
-    // What is trained.
+    // Trained parameters.
     ("finetuning_type fine_tune_type train_type tuner_type training_type sft_type tune.type tune.name tune.kind tune.mode model.method train.method .method train.type full_finetuning use_peft .adapter use_lora peft", "write `tune.method`: `\"lora\"`, `\"full\"`, `\"block\"` or `\"freeze\"`; QLoRA is `\"lora\"` with `memory.frozen_weights = \"nf4\"`"),
     ("use_qlora qlora", "QLoRA is `tune.method = \"lora\"` with `memory.frozen_weights = \"nf4\"`"),
     ("lora_r lora_rank init_r max_lora_rank adapter_rank lora_dim .rank tune.rank tune.lora.rank tune.lora.dim oft_rank", "tune.lora.r"),
@@ -164,7 +164,7 @@ pub const KEYS: &[(&str, &str)] = &[
     ("scaling_softmax scaling_softmax_* pose_* use_pose return_logits attn_implementation attn_impl flash_attn flash_attention flash_attention_2 use_flash_attention_2 use_flash_attention sdp_attention sdpa_varlen xformers_attention flex_attention flex_attn_compile_kwargs eager_attention sage_attention s2_attention shift_attn flash_attn_* fused_attn_kernel gemma4_hybrid_attn_impl large_head_attention use_liger_kernel liger_kernel_config enable_liger_kernel use_liger_loss dpo_use_liger_kernel dpo_use_logits_to_keep use_unsloth use_v1_kernels use_kernels lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel chunked_cross_entropy chunked_cross_entropy_num_chunks torch_compile torch_compile_* compile fullgraph unsloth_* fast_inference", "there is no key for this: attention, loss and updates are always fused, and the logits of a whole batch never exist"),
     ("moe_aux_loss_coef router_aux_loss_coef experts_implementation kt_* use_kt llama4_linearized_experts", "ft supports no mixture of experts"),
 
-    // Preferences and reinforcement.
+    // Preferences and RL.
     ("pref_beta dpo_beta rl_beta kl_beta dpo.beta rlhf.kl_beta orpo_alpha orpo_beta simpo_beta kto_beta", "rlhf.beta"),
     ("pref_loss dpo_loss_type dpo_loss loss", "rlhf.loss_type"),
     ("dpo_label_smoothing", "rlhf.label_smoothing"),

@@ -1,5 +1,5 @@
-//! What ft calls the values of other training tools. A row: the key, values parted by `|`, and the answer: a value of the
-//! key, or a sentence.
+//! Values of other training tools and the matching values of ft. A row has the key, values separated by `|`, and the
+//! answer: a value of the key, or an explanation.
 
 #[rustfmt::skip]
 pub const VALUES: &[(&str, &str, &str)] = &[

@@ -1,4 +1,4 @@
-//! Keys of what is loaded: model, memory, data.
+//! Keys of the model, memory and data.
 
 use super::*;
 

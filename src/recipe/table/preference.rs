@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// A key of preference stages.
+/// Builds a key of the preference stages.
 const fn preference(
     name: &'static str,
     kind: Kind,
@@ -14,7 +14,7 @@ const fn preference(
     when(key("rlhf", name, kind, default, reason, doc), "train.stage", stages)
 }
 
-/// The names of `rlhf.loss_type`: each stage has its own.
+/// The names of `rlhf.loss_type`; each stage accepts its own.
 const LOSSES: &[&str] = &{
     let pairs = PairLoss::NAMES.len();
     let mut names = ["auto"; 1 + PairLoss::NAMES.len() + JudgedLoss::NAMES.len()];

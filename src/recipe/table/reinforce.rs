@@ -1,4 +1,4 @@
-//! Keys of training by reward.
+//! Keys of the RL stages.
 
 use super::*;
 

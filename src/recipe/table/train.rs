@@ -1,4 +1,4 @@
-//! Keys of how it is trained: optimizer, schedule, length and saving.
+//! Keys of the training run: optimizer, schedule, length and saving.
 
 use super::*;
 

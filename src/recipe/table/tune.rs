@@ -1,4 +1,4 @@
-//! Keys of what is trained: the method, blocks, frozen layers.
+//! Keys of the trained parameters: the method, blocks, frozen layers.
 
 use super::*;
 

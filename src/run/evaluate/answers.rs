@@ -1,4 +1,4 @@
-//! Log-probabilities of whole answers, and answers that the model writes itself.
+//! Evaluates answers: log-probabilities of given answers, and answers that the model generates.
 
 use super::report::{Measure, Report};
 use super::{Opened, Request, files, open, pair_batches, read, stop_if_asked, totals};
@@ -11,7 +11,7 @@ use crate::run::rewards::checks;
 use crate::run::{rows, samples};
 use crate::sft::CausalLm;
 
-/// Of each document of the rows: the log-probability of its answer, and the answer's tokens.
+/// For each document of the rows: the log-probability of its answer, and the number of its tokens.
 fn log_probs(network: &Network, set: &Dataset) -> Result<Vec<(f64, usize)>> {
     let mut out = Vec::new();
     let phase = progress::phase("log-probabilities of answers", 2 * set.examples.len(), "answers");
@@ -48,12 +48,12 @@ fn mean(of: &[f64]) -> f64 {
     of.iter().sum::<f64>() / of.len().max(1) as f64
 }
 
-/// Chosen against rejected, pair by pair.
+/// The difference between chosen and rejected of each pair.
 fn margins(found: &[(f64, usize)], of: impl Fn(&(f64, usize)) -> f64) -> Vec<f64> {
     found.chunks_exact(2).map(|pair| of(&pair[0]) - of(&pair[1])).collect()
 }
 
-/// Pairs: which answer is more likely; and with a reference by how much it became so.
+/// Evaluates pairs: which answer is more likely, and with a reference the change in likelihood.
 pub fn pairs(opened: &Opened, recipe: &Recipe, request: &Request) -> Result<Report> {
     let set = read(opened, recipe, request, Stage::Dpo)?;
     let chosen: Vec<_> = (0..set.examples.len())
@@ -96,7 +96,7 @@ pub fn pairs(opened: &Opened, recipe: &Recipe, request: &Request) -> Result<Repo
     Ok(report)
 }
 
-/// The model that pairs are compared with: the one that is named, else the base of the adapter.
+/// The reference model for pairs: the given one, else the base of the adapter.
 fn reference(opened: &Opened, request: &Request) -> Result<Option<Opened>> {
     match request.reference {
         Some(name) => {
@@ -114,7 +114,7 @@ fn reference(opened: &Opened, request: &Request) -> Result<Option<Opened>> {
     }
 }
 
-/// Judged answers: how likely the desirable and the undesirable ones are.
+/// Evaluates KTO rows: how likely the desirable and the undesirable answers are.
 pub fn judged(opened: &Opened, recipe: &Recipe, request: &Request) -> Result<Report> {
     let set = read(opened, recipe, request, Stage::Kto)?;
     let objective = CausalLm::new(opened.described.spec.vocab);
@@ -152,7 +152,7 @@ pub fn judged(opened: &Opened, recipe: &Recipe, request: &Request) -> Result<Rep
     Ok(report)
 }
 
-/// Prompts with known answers: greedy decoding, compared as the rewards `exact` and `numeric` do.
+/// Evaluates prompts with known answers: greedy decoding, scored as by the rewards `exact` and `numeric`.
 pub fn prompts(opened: &Opened, recipe: &Recipe, request: &Request) -> Result<Report> {
     let Opened { described, network, .. } = opened;
     let encoder = Encoder {

@@ -1,12 +1,12 @@
-//! What an evaluation found, for a person and for a program.
+//! The result of an evaluation, as text and as JSON.
 
 use crate::engine::Totals;
 use serde_json::{Value, json};
 
-/// How a number is shown.
+/// How a number is displayed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Measure {
-    /// 0 to 1, shown in percent.
+    /// 0 to 1, displayed in percent.
     Part,
     Number,
 }
@@ -16,7 +16,7 @@ struct Found {
     name: &'static str,
     value: f64,
     measure: Measure,
-    /// What was measured.
+    /// A description of the measured value.
     what: &'static str,
 }
 
@@ -27,7 +27,7 @@ pub struct Report {
     pub rows: usize,
     pub totals: Option<Totals>,
     more: Vec<Found>,
-    /// Which model was taken, where that is not what was written.
+    /// The model that was used, if it differs from the given name.
     pub notes: Vec<String>,
 }
 
@@ -42,12 +42,12 @@ impl Report {
         }
     }
 
-    /// With the loss of a language model.
+    /// A report with the loss of a language model.
     pub(super) fn of_loss(kind: &'static str, rows: usize, totals: Totals) -> Self {
         Self::new(kind, rows, Some(totals))
     }
 
-    /// Of a reward model.
+    /// A report of a reward model.
     pub(super) fn of_scores(rows: usize, totals: Totals) -> Self {
         Self::new("reward", rows, Some(totals))
     }
@@ -65,7 +65,7 @@ impl Report {
         });
     }
 
-    /// A number by its name in the JSON object.
+    /// Returns a number by its name in the JSON object.
     pub fn number(&self, name: &str) -> Option<f64> {
         self.json()[name].as_f64()
     }

@@ -1,4 +1,4 @@
-//! Merging against W + s·B·A written out as loops.
+//! Tests of merging against W + s·B·A in plain loops.
 
 use super::*;
 use crate::base::ErrorKind;
@@ -67,7 +67,7 @@ fn merging_adds_the_delta_and_touches_nothing_else() {
             let whole = expected(&p.name, p, &adapters);
             let changed = whole != numbers(&p.name, p.elements());
             for (x, y) in found.iter().zip(&whole) {
-                // Half a unit in the last place of the stored format; f32 sums in another order.
+                // Half a unit in the last place of the stored type; f32 sums in another order.
                 let unit = match written {
                     StoredDtype::Bf16 => 1.0 / 256.0,
                     StoredDtype::F16 => 1.0 / 2048.0,
@@ -125,7 +125,7 @@ fn merging_refuses_what_it_must_not_touch_or_does_not_know() {
     assert!(error("out").to_string().contains("another base"));
     export::adapter(&d.join("adapter"), &config, &adapters, &BTreeMap::new(), &base, &print).unwrap();
 
-    // A weight the config does not know of: an untied head beside a config that says tied is a copy; others are not.
+    // A weight that is not in the config: with tied embeddings a head is a copy; other weights are refused.
     let weights = Weights::open(&base).unwrap();
     let names: Vec<String> = weights.names().map(str::to_string).collect();
     let mut plans: Vec<TensorPlan> = names

@@ -1,11 +1,11 @@
-//! Rewards that need nothing but the text of an answer.
+//! Rewards that depend only on the text of an answer.
 
 use super::numbers;
 use super::schema::Schema;
 use fancy_regex::Regex;
 use serde_json::Value;
 
-/// The answers of a row that are all right, as texts.
+/// The known answers of a row as texts; each one is correct.
 pub fn known(answer: &Value) -> Vec<String> {
     match answer {
         Value::String(text) => vec![text.clone()],
@@ -14,7 +14,7 @@ pub fn known(answer: &Value) -> Vec<String> {
     }
 }
 
-/// 1 if the text is one of the known answers, white space at the ends aside.
+/// 1 if the text is one of the known answers, ignoring white space at both ends.
 pub fn exact(text: &str, answer: &Value) -> f64 {
     f64::from(known(answer).iter().any(|a| a.trim() == text.trim()))
 }
@@ -29,18 +29,18 @@ pub fn numeric(text: &str, answer: &Value) -> f64 {
     f64::from(found.is_some_and(|x| wanted.iter().any(|w| numbers::same(x, *w))))
 }
 
-/// 1 if the pattern is found in the text. A pattern that gives up after too many steps is not found.
+/// 1 if the text contains a match of the pattern. A search that exceeds the step limit counts as no match.
 pub fn regex(text: &str, pattern: &Regex) -> f64 {
     f64::from(pattern.is_match(text).unwrap_or(false))
 }
 
-/// 1 if the whole text is JSON that the schema accepts.
+/// 1 if the whole text is JSON that is valid under the schema.
 pub fn json(text: &str, schema: Option<&Schema>) -> f64 {
     let value: Option<Value> = serde_json::from_str(text.trim()).ok();
     f64::from(value.is_some_and(|v| schema.is_none_or(|s| s.accepts(&v))))
 }
 
-/// 0 up to `free` tokens, then falling to -1 at `longest` (Yu et al. 2025, arXiv 2503.14476, eq. 13).
+/// 0 up to `free` tokens, then a linear decrease to -1 at `longest` (Yu et al. 2025, arXiv 2503.14476, eq. 13).
 pub fn length(tokens: usize, free: usize, longest: usize) -> f64 {
     let over = tokens.saturating_sub(free) as f64;
     -(over / longest.saturating_sub(free).max(1) as f64).min(1.0)
@@ -69,7 +69,7 @@ mod tests {
         let think = Regex::new(r"(?s)^<think>.*</think>\s*\d+$").unwrap();
         assert_eq!(regex("<think>a\nb</think> 13", &think), 1.0);
         assert_eq!(regex("13", &think), 0.0);
-        // Too many ways to go: given up, not found.
+        // Too much backtracking: the search stops and counts as no match.
         let slow = Regex::new(r"(?=(a+)+b)\1").unwrap();
         assert_eq!(regex(&"a".repeat(64), &slow), 0.0);
         let schema = Schema::new(json!({"type": "object", "required": ["a"]})).unwrap();

@@ -1,4 +1,4 @@
-//! Rewards of answers: checks of the text, a reward model, a local program; several together, each with a weight.
+//! Rewards of answers: checks of the text, a reward model, a local program. Several rewards are summed with weights.
 
 pub(super) mod checks;
 mod model;
@@ -19,18 +19,18 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Duration;
 
-/// An answer to be judged.
+/// An answer to score.
 pub struct Judged<'a> {
     pub prompt: &'a Prompt,
-    /// Without special tokens.
+    /// The answer without special tokens.
     pub text: &'a str,
-    /// With the one that ends it.
+    /// Number of tokens with the stop token.
     pub tokens: usize,
-    /// It ended by itself.
+    /// True if the answer ended with a stop token.
     pub finished: bool,
 }
 
-/// What a reward is, checked as far as it can be without starting anything.
+/// The kind of a reward, checked as far as possible without starting a program or loading a model.
 enum Kind {
     Exact,
     Numeric,
@@ -47,7 +47,7 @@ enum Judge {
     Program(Program),
 }
 
-/// One reward: its name in the metrics, its weight in the sum.
+/// One reward with its name in the metrics and its weight in the sum.
 pub struct Reward {
     pub name: String,
     pub weight: f64,
@@ -115,7 +115,7 @@ impl Kind {
         matches!(self, Self::Exact | Self::Numeric)
     }
 
-    /// Of a reward that looks at the text alone.
+    /// The score of a reward that uses only the text.
     fn score(&self, answer: &Judged) -> f64 {
         let known = answer.prompt.answer.as_ref().unwrap_or(&Value::Null);
         match self {
@@ -144,9 +144,9 @@ fn kinds(rlhf: &Reinforce) -> Result<Vec<Kind>> {
     rlhf.rewards.iter().map(kind).collect()
 }
 
-/// Looks at the rewards of a recipe and at the rows they will judge; starts no program, loads no model.
+/// Checks the rewards of a recipe and the rows they score; starts no program, loads no model.
 ///
-/// Errors: an unknown reward, a pattern, schema or directory that is broken, a row that lacks its answer.
+/// Errors: an unknown reward; an invalid pattern, schema or directory; a row without its answer.
 pub fn check(rlhf: &Reinforce, prompts: &[Prompt]) -> Result<()> {
     for kind in kinds(rlhf)? {
         if let Kind::Model(dir) = &kind {
@@ -169,8 +169,8 @@ pub fn check(rlhf: &Reinforce, prompts: &[Prompt]) -> Result<()> {
     Ok(())
 }
 
-/// What the plan has to know of the reward models, from their configs and headers; one that is not here costs nothing: who
-/// loads it finds what is wrong.
+/// The memory of the reward models for the plan, from configs and headers. A model that is not available costs nothing:
+/// loading it later reports the error.
 ///
 /// Errors: rewards that do not exist.
 pub fn costs(rlhf: &Reinforce) -> Result<Vec<plan::Judge>> {
@@ -209,7 +209,7 @@ impl Rewards {
         Ok(Self(rewards))
     }
 
-    /// `[rewards][answers]`; NaN where a reward says nothing about an answer.
+    /// Returns `[rewards][answers]`; NaN if a reward gives no score for an answer.
     pub fn scores(&mut self, answers: &[Judged]) -> Result<Vec<Vec<f64>>> {
         let one = |reward: &mut Reward| match &mut reward.judge {
             Judge::Text(kind) => Ok(answers.iter().map(|a| kind.score(a)).collect()),
@@ -219,7 +219,7 @@ impl Rewards {
         self.0.iter_mut().map(one).collect()
     }
 
-    /// `[answers]`: the weighted sum of what there is; NaN where there is nothing.
+    /// Returns `[answers]`: the weighted sum of the scores that are not NaN; NaN if there are none.
     pub fn total(&self, scores: &[Vec<f64>]) -> Vec<f64> {
         let answers = scores.first().map_or(0, Vec::len);
         let sum = |i: usize| {
@@ -233,7 +233,7 @@ impl Rewards {
     }
 }
 
-/// What a program gets to see: the row, the prompt and the answer.
+/// The JSON that a reward program receives: the row, the prompt and the answer.
 fn row(answer: &Judged) -> Value {
     let mut row = answer.prompt.columns.clone();
     if let Some(known) = &answer.prompt.answer {

@@ -1,5 +1,5 @@
-//! A reward model: a causal model whose output projection is one row, `score.weight`, read at the last token. Such
-//! directories are what the stage `reward` writes, and transformers as `AutoModelForSequenceClassification` with one
+//! A reward model: a causal model whose output projection is one row, `score.weight`, applied to the last token. The
+//! stage `reward` writes such directories, and so does `AutoModelForSequenceClassification` of transformers with one
 //! label.
 
 use super::Judged;
@@ -16,7 +16,7 @@ use crate::run::setup::{Described, Stored};
 use crate::source::Policy;
 use candle_core::{Device, Tensor};
 
-/// Tokens that are run together.
+/// Tokens per batch.
 const TOKENS: usize = 4096;
 
 pub struct RewardModel {
@@ -24,7 +24,7 @@ pub struct RewardModel {
     network: Network,
     /// `[1, D]`
     score: Tensor,
-    /// Trailing ones are not looked at, as in transformers.
+    /// Padding id. Trailing padding is ignored, as in transformers.
     pad: Option<u32>,
 }
 
@@ -36,13 +36,13 @@ fn no_score(described: &Described) -> Error {
 }
 
 impl RewardModel {
-    /// What is there, without loading it. Errors: it is no reward model.
+    /// Reads the directory without loading the weights. Errors: it is not a reward model.
     pub fn describe(dir: &str) -> Result<Described> {
         let mut described = Described::open(dir, "main", None)?;
         if !described.has_score(&Weights::open(&described.dir)?)? {
             return Err(no_score(&described));
         }
-        // There is no output projection to look for.
+        // The model has no output projection.
         described.spec = Spec {
             tied: true,
             ..described.spec
@@ -50,7 +50,7 @@ impl RewardModel {
         Ok(described)
     }
 
-    /// For the plan. Errors: as `describe`.
+    /// The memory for the plan. Errors: as `describe`.
     pub fn cost(dir: &str) -> Result<plan::Judge> {
         let described = Self::describe(dir)?;
         let stored = Stored::find(&described.dir, &described.spec, ModelInit::Pretrained)?;

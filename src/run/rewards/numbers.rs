@@ -4,13 +4,13 @@
 //! comma: those end sentences. A minus sign belongs to a number if it touches it and no digit, letter or bracket
 //! stands before it.
 
-/// The last number of `text`; a fraction is one number. `None`: there is none.
+/// Returns the last number of `text`; a fraction is one number. `None`: there is no number.
 pub fn last(text: &str) -> Option<f64> {
     let chars: Vec<char> = text.chars().map(plain).collect();
     let (mut at, mut found) = (0, None);
     while at < chars.len() {
         match fraction(&chars, at).or_else(|| number(&chars, at)) {
-            // One that is too large to be held is none.
+            // A number that overflows f64 counts as no number.
             Some((value, end)) => (found, at) = (Some(value).filter(|x| x.is_finite()), end),
             None => at += 1,
         }
@@ -18,12 +18,12 @@ pub fn last(text: &str) -> Option<f64> {
     found
 }
 
-/// Are two numbers the same, but for the last digits of a long fraction?
+/// True if two numbers are equal up to a relative difference of 1e-6.
 pub fn same(a: f64, b: f64) -> bool {
     (a - b).abs() <= 1e-6 * a.abs().max(b.abs())
 }
 
-/// Other forms of the minus sign and of the slash.
+/// Normalizes other forms of the minus sign and of the slash.
 fn plain(c: char) -> char {
     match c {
         '\u{2212}' | '\u{2013}' => '-',
@@ -32,7 +32,7 @@ fn plain(c: char) -> char {
     }
 }
 
-/// `a/b` or `\frac{a}{b}` from `at`, and where it ends.
+/// Parses `a/b` or `\frac{a}{b}` at `at`; also returns its end.
 fn fraction(chars: &[char], at: usize) -> Option<(f64, usize)> {
     let rest = &chars[at..];
     for command in ["\\frac{", "\\dfrac{"] {
@@ -62,13 +62,13 @@ fn expect(chars: &[char], at: usize, c: char) -> Option<usize> {
     (chars.get(at) == Some(&c)).then_some(at + 1)
 }
 
-/// Does a minus sign stand right before `at`, and is it a sign?
+/// True if a minus sign is directly before `at` and belongs to the number.
 fn signed(chars: &[char], at: usize) -> bool {
     let before = |n: usize| at.checked_sub(n).and_then(|i| chars.get(i));
     before(1) == Some(&'-') && !before(2).is_some_and(|c| c.is_alphanumeric() || [')', ']', '}'].contains(c))
 }
 
-/// A number without a fraction from `at`, and where it ends.
+/// Parses a number without a fraction at `at`; also returns its end.
 fn number(chars: &[char], at: usize) -> Option<(f64, usize)> {
     let digit = |i: usize| chars.get(i).is_some_and(char::is_ascii_digit);
     let mut text = String::new();
@@ -88,7 +88,7 @@ fn number(chars: &[char], at: usize) -> Option<(f64, usize)> {
         i += 1;
     }
     let whole = i - start;
-    // Groups of three, as long as no fourth digit follows.
+    // Groups of three digits, if no fourth digit follows.
     while (1..=3).contains(&whole) && chars.get(i) == Some(&',') && (1..=3).all(|k| digit(i + k)) && !digit(i + 4) {
         text.extend(&chars[i + 1..i + 4]);
         i += 4;

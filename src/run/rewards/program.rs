@@ -1,8 +1,8 @@
-//! A local program as a reward: rows go to its standard input as JSON lines, scores come back one a line.
+//! A local program as a reward: it reads rows as JSON lines from standard input and writes one score per line.
 //!
-//! A score is a number, `null` (no score for this row), or an object with a number in `score`. The program is started
-//! once and asked again and again; one that dies or hangs is started anew, a bounded number of times, and gets the rows
-//! that it did not answer.
+//! A score is a number, `null` (no score for this row), or an object with a number in `score`. The program starts once
+//! and serves all requests. If it dies or hangs, it is restarted up to a limit and receives the rows that it did not
+//! answer.
 
 use crate::base::{Error, Result, signal};
 use serde_json::Value;
@@ -14,18 +14,18 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Longest line that is read from the program, in bytes.
+/// Longest line read from the program, in bytes.
 const LINE: u64 = 64 << 10;
-/// Lines of its standard error that a message shows.
+/// Number of lines of its standard error in an error message.
 const SHOWN: usize = 12;
-/// How often a signal is looked for.
+/// Interval of the check for a signal.
 const TICK: Duration = Duration::from_millis(50);
 
 pub struct Program {
     words: Vec<String>,
-    /// For one row.
+    /// Time limit for one row.
     timeout: Duration,
-    /// Starts that are left after the first.
+    /// Number of restarts that are left.
     restarts: usize,
     running: Option<Running>,
 }
@@ -35,13 +35,13 @@ struct Running {
     rows: Sender<String>,
     lines: Receiver<String>,
     said: Arc<Mutex<VecDeque<String>>>,
-    /// Reads its standard error.
+    /// The thread that reads its standard error.
     listener: JoinHandle<()>,
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // What it has started ends with it. Each is an error only where the program has ended already.
+        // Kills its child processes too. Errors occur only if the program has ended already, so they are ignored.
         #[cfg(unix)]
         if let Ok(id) = i32::try_from(self.child.id()) {
             // SAFETY: a signal to the process group that `spawn` made for this child; touches no memory.
@@ -53,7 +53,7 @@ impl Drop for Running {
 }
 
 impl Program {
-    /// `command` is split into words as a shell does with quotes; no shell is used. Errors: it cannot be started.
+    /// Splits `command` into words with the quoting rules of a shell, without a shell. Errors: it cannot be started.
     pub fn start(command: &str, timeout: Duration, restarts: usize) -> Result<Self> {
         let mut program = Self {
             words: words(command)?,
@@ -75,7 +75,7 @@ impl Program {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        // A Ctrl-C is for ft, which then ends the program.
+        // Ctrl-C is sent only to ft, which then kills the program.
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
         let mut child = command.spawn().map_err(|e| {
@@ -91,7 +91,7 @@ impl Program {
         let (rows, to_write) = mpsc::channel::<String>();
         thread::spawn(move || {
             for row in to_write {
-                // A program that has ended shows at the other pipe.
+                // If the program has ended, the reader of its output reports it.
                 if stdin.write_all(row.as_bytes()).and_then(|()| stdin.flush()).is_err() {
                     return;
                 }
@@ -122,9 +122,9 @@ impl Program {
         })
     }
 
-    /// One score for each row, NaN where the program gives none.
+    /// Returns one score for each row, NaN where the program gives none.
     ///
-    /// Errors: a line that is no score; a program that dies or hangs and has no starts left; a signal.
+    /// Errors: a line that is not a score; a program that dies or hangs with no restart left; a signal.
     pub fn scores(&mut self, rows: &[Value]) -> Result<Vec<f64>> {
         let mut scores = Vec::with_capacity(rows.len());
         while scores.len() < rows.len() {
@@ -140,7 +140,7 @@ impl Program {
                 ));
             }
             for row in &rows[scores.len()..] {
-                // Fails only if the program has ended, which shows below.
+                // Fails only if the program has ended; `read` reports that.
                 let _ = running.rows.send(format!("{row}\n"));
             }
             match self.read(&mut running, rows, &mut scores)? {
@@ -152,7 +152,7 @@ impl Program {
         Ok(scores)
     }
 
-    /// Reads scores until all rows have one; the fault of a program that died or hung.
+    /// Reads scores until all rows have one. Returns the error of a program that died or hung.
     fn read(&self, running: &mut Running, rows: &[Value], scores: &mut Vec<f64>) -> Result<Option<Error>> {
         while scores.len() < rows.len() {
             let place = || {
@@ -204,9 +204,9 @@ impl Program {
 }
 
 impl Running {
-    /// The fault with what the program said, and how it ended.
+    /// Adds the standard error of the program and its exit status to the error.
     fn explain(&mut self, error: Error) -> Error {
-        // A program that is just dying gets time to say why.
+        // Gives a program that is about to exit time to write its message.
         let mut ended: Option<ExitStatus> = None;
         for tick in 0..20 {
             ended = self.child.try_wait().ok().flatten();
@@ -228,7 +228,7 @@ impl Running {
                 text.push_str(&format!("\n      {}", shown(line)));
             }
         }
-        // `found` may hold the line that is wrong already.
+        // `found` may contain the wrong line already.
         error.cause(Error::new("the reward program").found(text))
     }
 }
@@ -273,8 +273,8 @@ fn shown(text: &str) -> String {
     out
 }
 
-/// Words of a command line: blanks part them, single and double quotes hold them together, a backslash takes the next
-/// character as it is. Errors: a quote that is not closed.
+/// Splits a command line into words at blanks. Single and double quotes group words, a backslash escapes the next
+/// character. Errors: an unclosed quote.
 fn words(command: &str) -> Result<Vec<String>> {
     let (mut out, mut word, mut quote, mut chars) = (Vec::new(), None::<String>, None, command.chars());
     while let Some(c) = chars.next() {
@@ -343,7 +343,7 @@ mod tests {
 
     #[test]
     fn a_program_that_dies_is_started_again_a_bounded_number_of_times() {
-        // Answers one row, then dies: three rows take two starts more.
+        // The program answers one row and exits: three rows need two restarts.
         let script = r#"read -r line; echo 7; echo "out of luck" >&2; exit 3"#;
         assert_eq!(program(script, 5.0, 2).scores(&rows(3)).unwrap(), [7.0; 3]);
         let e = program(script, 5.0, 1).scores(&rows(3)).unwrap_err().to_string();

@@ -1,10 +1,10 @@
-//! A JSON schema, as far as it describes the shape of an answer. What this file does not know is refused when the
-//! schema is read: nothing in a schema is passed over.
+//! A JSON schema that describes the shape of an answer. Reading a schema refuses unknown keywords: nothing in a schema
+//! is ignored.
 //!
-//! Known: `type`, `enum`, `const`, `properties`, `required`, `additionalProperties`, `minProperties`, `maxProperties`,
-//! `items`, `minItems`, `maxItems`, `uniqueItems`, `minLength`, `maxLength`, `pattern`, `minimum`, `maximum`,
-//! `exclusiveMinimum`, `exclusiveMaximum`, `multipleOf`, `allOf`, `anyOf`, `oneOf`, `not`, and `$ref` into `$defs` or
-//! `definitions` of the same file. Notes (`title`, `description`, ...) say nothing about validity.
+//! Supported: `type`, `enum`, `const`, `properties`, `required`, `additionalProperties`, `minProperties`,
+//! `maxProperties`, `items`, `minItems`, `maxItems`, `uniqueItems`, `minLength`, `maxLength`, `pattern`, `minimum`,
+//! `maximum`, `exclusiveMinimum`, `exclusiveMaximum`, `multipleOf`, `allOf`, `anyOf`, `oneOf`, `not`, and `$ref` into
+//! `$defs` or `definitions` of the same file. Annotations (`title`, `description`, ...) do not affect validity.
 
 use crate::base::{Error, Result};
 use fancy_regex::Regex;
@@ -24,10 +24,10 @@ const NOTES: [&str; 10] = [
     "deprecated",
 ];
 const TYPES: [&str; 7] = ["null", "boolean", "object", "array", "number", "string", "integer"];
-/// Schemas within schemas within schemas.
+/// Largest depth of nested schemas.
 const DEPTH: usize = 64;
 
-/// A schema that was read and checked.
+/// A schema that was parsed and checked.
 #[derive(Debug)]
 pub struct Schema {
     root: Value,
@@ -35,7 +35,7 @@ pub struct Schema {
 }
 
 impl Schema {
-    /// Errors: an unknown keyword, a keyword with a value of the wrong kind, a reference that leads nowhere or in a circle.
+    /// Errors: an unknown keyword, a keyword with a value of the wrong type, a reference without target or in a cycle.
     pub fn new(root: Value) -> Result<Self> {
         let mut schema = Self {
             root,
@@ -127,7 +127,7 @@ impl Schema {
         Ok(())
     }
 
-    /// What a reference leads to, through references that are nothing else.
+    /// Resolves a reference, also through references to references.
     fn target(&self, name: &str, hops: usize) -> Option<&Value> {
         let found = match name {
             "#" => &self.root,
@@ -145,7 +145,7 @@ impl Schema {
     }
 
     fn valid(&self, schema: &Value, value: &Value, depth: usize) -> bool {
-        // A value that goes deeper than this is no answer; a recursive schema ends with its value.
+        // A deeper value is not accepted. This also bounds recursive schemas.
         if depth > 4 * DEPTH {
             return false;
         }
@@ -213,7 +213,7 @@ impl Schema {
             "multipleOf" => number(&|x, by| ((x / by).round() - x / by).abs() < 1e-9),
             "pattern" => value.as_str().is_none_or(|text| {
                 let pattern = rule.as_str().and_then(|r| self.patterns.get(r));
-                // A pattern that gives up has not found a match.
+                // A pattern that exceeds the step limit counts as no match.
                 pattern.is_some_and(|p| p.is_match(text).unwrap_or(false))
             }),
             "allOf" => each(rule, &|s| !valid(s)) == 0,
@@ -242,7 +242,7 @@ fn is(value: &Value, name: &str) -> bool {
     }
 }
 
-/// Equal as JSON: 1 and 1.0 are the same number.
+/// True if two values are equal as JSON: 1 and 1.0 are the same number.
 fn equal(a: &Value, b: &Value) -> bool {
     match (a, b) {
         (Value::Number(a), Value::Number(b)) => a == b || a.as_f64() == b.as_f64(),

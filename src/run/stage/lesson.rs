@@ -1,4 +1,4 @@
-//! From judged answers to what the loss needs of them: log-probabilities under the exact weights, advantages, factors.
+//! Computes the inputs of the RL loss from scored answers: log-probabilities, advantages, returns, loss factors.
 //!
 //! Letters: N tokens of a batch, D hidden size, T tokens of an answer.
 
@@ -15,14 +15,14 @@ use crate::rlhf::ppo::{self, Ppo, ValueHead};
 use crate::run::prompts::steps_of_rollout;
 use candle_core::{Device, Tensor};
 
-/// The model at the start of the run.
+/// The reference model: the model at the start of the run.
 pub enum Reference {
-    /// The weights without their adapters.
+    /// The current weights with adapters disabled.
     Bare,
     Copy(Box<Network>),
 }
 
-/// Does the run need a second copy of the weights, because the start can not be had by leaving adapters out?
+/// True if the run needs a second copy of the weights: disabling the adapters does not give the reference model.
 pub fn needs_copy(recipe: &Recipe) -> bool {
     let wanted = match recipe.train.stage {
         recipe::Stage::Grpo => recipe.reinforce.grpo.beta > 0.0,
@@ -34,15 +34,15 @@ pub fn needs_copy(recipe: &Recipe) -> bool {
     wanted && !(base_rests(recipe) && starts_at_zero)
 }
 
-/// Do fresh adapters alone train, so that the weights under them stay as they are? A given adapter may bring modules
-/// and rows that train whole.
+/// True if only new adapters train, so the base weights stay unchanged. A given adapter may have modules and rows that
+/// train in full.
 pub fn base_rests(recipe: &Recipe) -> bool {
     let lora = &recipe.tune.lora;
     let beside = [lora.modules_to_save.len(), lora.trainable_token_indices.len()];
     recipe.tune.method == Method::Lora && lora.adapter.is_none() && beside == [0, 0]
 }
 
-/// The objective of a stage that trains by reward; `width` is D.
+/// The objective of an RL stage; `width` is D.
 pub fn objective(recipe: &Recipe, width: usize, device: &Device) -> Result<Box<dyn Objective>> {
     let policy = Policy {
         temperature: recipe.reinforce.temperature,
@@ -86,19 +86,19 @@ fn grpo_settings(recipe: &Recipe) -> grpo::Settings {
     }
 }
 
-/// What a forward pass over some answers is asked for: `f` gets hidden states `[N, D]`, head and batch.
+/// Runs a forward pass over some answers and calls `f` with the hidden states `[N, D]` and the head.
 fn over(network: &Network, batch: &Batch, f: impl FnOnce(&Tensor, &Head) -> Result<()>) -> Result<()> {
     let ctx = network.context(&batch.positions, &batch.documents, None)?;
     let h = network.hidden_states(&batch.ids, &ctx)?;
     f(&h, &network.head()?)
 }
 
-/// Turns rewards into advantages, rollout after rollout.
+/// Computes advantages from rewards, one rollout at a time.
 pub struct Lesson<'a> {
     recipe: &'a Recipe,
     policy: Policy,
     pub kl: KlControl,
-    /// What was measured since they were taken last.
+    /// Metrics since the last read.
     pub metrics: Vec<(&'static str, f64)>,
 }
 
@@ -135,12 +135,13 @@ impl<'a> Lesson<'a> {
         self.recipe.reinforce.rollout_weights != RolloutWeights::Exact
     }
 
-    /// Each answer is learned from once, in the step after it was written.
+    /// True if each answer is used once, in the step after its generation.
     fn on_policy(&self) -> bool {
         steps_of_rollout(self.recipe) == 1
     }
 
-    /// Log-probabilities under the exact weights and the reference, and values, where the loss needs them.
+    /// Computes the log-probabilities under the exact weights and the reference, and the values, if the loss needs
+    /// them.
     pub fn read(&self, kept: &mut [Kept], network: &Network, start: Option<&Reference>) -> Result<()> {
         let values = self.is_ppo().then(|| ValueHead::of(&network.own)).transpose()?;
         let old = !self.on_policy() || self.coded() || self.is_ppo() || self.is_rloo();
@@ -178,8 +179,8 @@ impl<'a> Lesson<'a> {
         Ok(())
     }
 
-    /// Completes `kept`, whose log-probabilities were read: ratios to the log-probabilities `[T]` under which each answer
-    /// was sampled (where those weights were coded), advantages from the rewards, returns. `finished`: by themselves.
+    /// Completes `kept` after `read`: importance ratios to the sampling log-probabilities `[T]` (if the sampling
+    /// weights were quantized), advantages from the rewards, returns. `finished`: the answer ended with a stop token.
     pub fn teach(&mut self, kept: &mut [Kept], totals: &[f64], finished: &[bool], sampling: &[&[f32]]) {
         if self.coded() {
             self.correct(kept, sampling);
@@ -190,12 +191,12 @@ impl<'a> Lesson<'a> {
             self.grpo_advantages(kept, totals, finished);
         }
         if self.on_policy() {
-            // They are those of the one step that follows: the ratio is 1.
+            // The only step on these answers starts from the same weights, so the ratio is 1.
             kept.iter_mut().for_each(|k| k.old.clear());
         }
     }
 
-    /// Importance ratios of answers that were sampled under other weights.
+    /// Computes importance ratios of answers that were sampled under other weights.
     fn correct(&mut self, kept: &mut [Kept], sampling: &[&[f32]]) {
         let rlhf = &self.recipe.reinforce;
         let mode = match rlhf.rollout_correction {
@@ -284,7 +285,7 @@ impl<'a> Lesson<'a> {
             if let Some(last) = row.last_mut() {
                 *last += score - open;
             }
-            // Only the penalty needs it.
+            // Only the KL penalty needs the reference.
             k.reference.clear();
             rewards.push(row);
         }
@@ -311,7 +312,8 @@ impl<'a> Lesson<'a> {
         }
     }
 
-    /// Factors that make the mean over a window's tokens one over the tokens of the whole rollout.
+    /// Scales the factors so that the mean over the tokens of a window becomes one over the tokens of the whole
+    /// rollout.
     pub fn weigh(&self, kept: &mut [Kept]) {
         let windows = self.recipe.reinforce.num_mini_batches;
         let dapo = !self.is_ppo() && self.recipe.reinforce.grpo.loss_type == GrpoLoss::Dapo;
@@ -324,7 +326,7 @@ impl<'a> Lesson<'a> {
                 window.iter_mut().for_each(|k| k.factor *= factor);
             }
             if tokens == 0.0 {
-                // Nothing counts: a step without a gradient, but a step.
+                // No answer counts: the step has a zero gradient but still takes place.
                 window.iter_mut().for_each(|k| k.counts = 1.0);
             }
         }

@@ -1,5 +1,5 @@
-//! What differs between the stages of training: where the micro-batches of a step come from, and the objective that
-//! turns them into a loss. One file a stage; the loop is the one of `train`.
+//! The differences between the training stages: the source of the micro-batches of a step, and the objective that
+//! computes the loss. One file per stage; the training loop is in `train`.
 
 pub mod lesson;
 pub mod preference;
@@ -20,36 +20,35 @@ use candle_core::Device;
 use serde_json::Value;
 use std::path::Path;
 
-/// Where the micro-batches of a step come from. What a window holds must follow from (seed, step, weights) and from
-/// what `state` saves: a resumed run is bit-equal to the run that was not stopped.
+/// The source of the micro-batches of a step. A window must depend only on (seed, step, weights) and on the bytes of
+/// `state`: then a resumed run is bit-equal to an uninterrupted run.
 pub trait Feed {
-    /// Epochs seen after `steps` steps, e.g. 1.5.
+    /// Epochs completed after `steps` steps, e.g. 1.5.
     fn epoch_after(&self, steps: u64) -> f64;
 
-    /// Called once, before the first step of a new run: the weights are those of the start. A resumed run calls
-    /// `restore` instead.
+    /// Called once, before the first step of a new run, with the initial weights. A resumed run calls `restore`
+    /// instead.
     fn prepare(&mut self, engine: &Engine) -> Result<()> {
         let _ = engine;
         Ok(())
     }
 
-    /// The micro-batches of step `step`, from 0.
+    /// Returns the micro-batches of step `step`, counted from 0.
     fn window(&mut self, step: u64, engine: &Engine) -> Result<Vec<Batch>>;
 
-    /// What is evaluated; empty: nothing is held out.
+    /// The batches of the evaluation; empty if no rows are held out.
     fn eval(&self) -> Result<Vec<Batch>> {
         Ok(Vec::new())
     }
 
-    /// What a stage that needs the engine for it measures on rows that are held out, by the names of `metrics.jsonl`
-    /// without `eval_`.
+    /// Measures held-out rows if that needs the engine. The names are those of `metrics.jsonl` without `eval_`.
     fn evaluate(&mut self, engine: &Engine) -> Result<Vec<(&'static str, f64)>> {
         let _ = engine;
         Ok(Vec::new())
     }
 
-    /// What a checkpoint after `steps` steps must keep beside the weights. The window of the next step may have been
-    /// asked for already.
+    /// State for a checkpoint after `steps` steps, beside the weights. The window of the next step may have been
+    /// requested already.
     fn state(&self, steps: u64) -> Result<Option<Vec<u8>>> {
         let _ = steps;
         Ok(None)
@@ -60,7 +59,7 @@ pub trait Feed {
         Err(Error::new("the checkpoint keeps a state that this stage does not have"))
     }
 
-    /// Means since the last call, by the names of `metrics.jsonl`.
+    /// Means since the last call, with the names of `metrics.jsonl`.
     fn metrics(&mut self) -> Vec<(&'static str, f64)> {
         Vec::new()
     }
@@ -71,13 +70,13 @@ pub trait Feed {
     }
 }
 
-/// A stage, ready for the loop.
+/// The data source and the objective of a stage.
 pub struct Stage<'a> {
     pub feed: Box<dyn Feed + 'a>,
     pub objective: Box<dyn Objective>,
 }
 
-/// What a stage is made from.
+/// The inputs to create a stage.
 pub struct Setting<'a> {
     pub recipe: &'a Recipe,
     pub spec: &'a Spec,
@@ -87,11 +86,11 @@ pub struct Setting<'a> {
     pub train: &'a Dataset,
     pub stream: BatchStream<'a>,
     pub eval: Option<&'a Dataset>,
-    /// Prompts of a stage that trains by reward.
+    /// Prompts of an RL stage.
     pub questions: Option<&'a Questions>,
 }
 
-/// What a stage needs beside the model and its rows, looked at before anything is written.
+/// Checks the other inputs of a stage, such as the teacher, before anything is written.
 pub fn check(recipe: &Recipe, model: &Described, train: &Dataset) -> Result<()> {
     match recipe.train.stage {
         recipe::Stage::Distill => distill::check(recipe, model, train),
@@ -99,14 +98,14 @@ pub fn check(recipe: &Recipe, model: &Described, train: &Dataset) -> Result<()> 
     }
 }
 
-/// The stage of a recipe.
+/// Creates the stage of a recipe.
 pub fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
     match setting.recipe.train.stage {
         recipe::Stage::Pretrain | recipe::Stage::Sft => Ok(sft::open(setting)),
         recipe::Stage::Ppo | recipe::Stage::Grpo => reinforce::open(setting),
         stage if stage.is_preference() => preference::open(setting),
         recipe::Stage::Distill => distill::open(setting),
-        // Refused while the recipe was read.
+        // The recipe parser refuses it already.
         other => Err(Error::usage("this stage is not built yet").found(other.name())),
     }
 }

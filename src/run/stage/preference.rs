@@ -1,8 +1,8 @@
-//! `reward`, `dpo`, `orpo`, `simpo`, `kto`: rows of preferences, with the reference's log-probabilities beside them.
+//! Stages `reward`, `dpo`, `orpo`, `simpo`, `kto`: rows of preferences, with the reference's log-probabilities.
 //!
-//! The reference is the model as the run finds it: the weights before the first step, with a LoRA the base (a fresh
-//! adapter adds nothing) or the adapter that the run starts from. So no second model is held: one pass over the rows
-//! before the first step finds a number for each answer, and checkpoints carry these numbers.
+//! The reference is the model before the first step: the initial weights; with LoRA the base (a new adapter adds
+//! nothing) or the adapter that the run starts from. So no second model is in memory: one pass over the rows before the
+//! first step computes one number for each answer, and checkpoints store these numbers.
 
 use super::{Feed, Setting, Stage};
 use crate::base::{Error, Result, progress, signal};
@@ -16,7 +16,7 @@ use crate::rlhf::preference::losses::Dpo;
 use crate::rlhf::preference::unpaired::Kto;
 use crate::rlhf::preference::{Algorithm, Pairwise, Preferences, Reward, columns};
 
-/// What a stage wants of its rows; `None`: it does not learn from preferences.
+/// The form of rows that a stage needs; `None`: it does not use preferences.
 pub fn want(stage: recipe::Stage) -> Option<Want> {
     match stage {
         recipe::Stage::Reward => Some(Want::WholePairs),
@@ -27,7 +27,7 @@ pub fn want(stage: recipe::Stage) -> Option<Want> {
     }
 }
 
-/// KTO with its KL term: rows get the mismatched pairs that it is estimated from. Errors: too few rows.
+/// For KTO with its KL term: adds the mismatched pairs that estimate it. Errors: too few rows.
 pub fn completed(dataset: Dataset, recipe: &Recipe) -> Result<Dataset> {
     if recipe.train.stage != recipe::Stage::Kto || recipe.preference.loss_type != JudgedLoss::Kto.name() {
         return Ok(dataset);
@@ -70,7 +70,7 @@ fn algorithm(recipe: &Recipe) -> Algorithm {
     }
 }
 
-/// The id that padding has in a reward model's config: the tokenizer's own, else EOS, as in TRL.
+/// The padding id in a reward model's config: the tokenizer's own, else EOS, as in TRL.
 pub fn pad_id(tokenizer: &Tokenizer) -> Option<u32> {
     tokenizer.pad_id().or(tokenizer.eos_id())
 }
@@ -109,17 +109,17 @@ pub(super) fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
 
 struct Rows<'a> {
     stream: BatchStream<'a>,
-    /// What is trained, what is evaluated.
+    /// The training set and the evaluation set.
     sets: [Option<&'a Dataset>; 2],
-    /// Units of a batch of the evaluation.
+    /// Rows per batch of the evaluation.
     units: usize,
-    /// Where the reference must be known: what says how answers add up.
+    /// The loss, if it needs the reference; it defines how the log-probabilities of an answer are summed.
     algorithm: Option<Algorithm>,
-    /// Of each set: the reference's log-probability of each document, row after row.
+    /// For each set: the reference's log-probability of each document, row by row.
     reference: [Vec<f32>; 2],
 }
 
-/// The batch of these rows of a set; `reference` of the set's documents.
+/// Builds the batch of these rows of a set; `reference`: log-probabilities of the set's documents.
 pub fn batch(set: &Dataset, rows: &[usize], reference: Option<&[f32]>) -> Result<Batch> {
     let mut batch = set.batch(rows);
     let (mut prompts, mut margins, mut labels) = (Vec::new(), Vec::new(), Vec::new());
@@ -127,7 +127,7 @@ pub fn batch(set: &Dataset, rows: &[usize], reference: Option<&[f32]>) -> Result
     for &row in rows {
         let p = set.preferences.get(row);
         let p = p.ok_or_else(|| Error::new("a row of preferences lacks its parts").found(row))?;
-        // All rows of a set have as many documents.
+        // All rows of a set have the same number of documents.
         let documents = set.documents(row).len();
         for document in 0..documents {
             prompts.push(p.prompt as f32);
@@ -158,7 +158,7 @@ impl Rows<'_> {
         rows.chunks(self.units.max(1)).map(<[usize]>::to_vec).collect()
     }
 
-    /// What the numbers in a checkpoint belong to.
+    /// Identifies the rows of the numbers in a checkpoint.
     fn key(&self) -> String {
         let prints = self.sets.map(|set| set.map_or("", |s| s.fingerprint.as_str()));
         format!("reference logps of {} and {}", prints[0], prints[1])
@@ -238,7 +238,7 @@ impl Feed for Rows<'_> {
         Ok(Some(bytes))
     }
 
-    /// Errors: the state belongs to other rows, or is cut short.
+    /// Errors: the state belongs to other rows, or is truncated.
     fn restore(&mut self, state: &[u8]) -> Result<()> {
         let foreign = || {
             Error::new("the reference's log-probabilities in the checkpoint do not belong to these rows")

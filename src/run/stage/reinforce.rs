@@ -1,8 +1,8 @@
-//! `grpo` and `ppo`: the model answers prompts, rewards judge the answers, and the answers become batches.
+//! Stages `grpo` and `ppo`: the model answers prompts, rewards score the answers, and the answers become batches.
 //!
-//! A rollout is answered under the weights as they stand, whole, before it is learned from: `num_iterations` times, in
-//! `num_mini_batches` optimizer steps each time. What it holds follows from (seed, its number, weights); a checkpoint in
-//! the middle of it keeps what is left to learn from.
+//! A rollout is generated in full under the current weights, then trained on `num_iterations` times, in
+//! `num_mini_batches` optimizer steps each time. Its content depends on (seed, its number, weights). A checkpoint
+//! within a rollout stores its answers.
 //!
 //! Letters: A answers of a rollout, G answers to one prompt, T tokens of an answer.
 
@@ -27,7 +27,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Instant;
 
-/// Prompts that an evaluation answers together.
+/// Prompts per batch of an evaluation.
 const EVAL_ROWS: usize = 64;
 
 struct Rollouts<'a> {
@@ -36,13 +36,13 @@ struct Rollouts<'a> {
     prompts: &'a [Prompt],
     eval: &'a [Prompt],
     rewards: Rewards,
-    /// Names of their means and deviations in the metrics.
+    /// Metric names of the mean and the standard deviation of each reward.
     names: Vec<(&'static str, &'static str)>,
     reference: Option<Reference>,
     lesson: Lesson<'a>,
-    /// The weights that sample, where they are coded.
+    /// Quantized copy of the weights for sampling, if the recipe asks for one.
     coded: Option<CodedCopy>,
-    /// The rollout that is learned from.
+    /// The current rollout.
     replay: Replay,
     metrics: Vec<(&'static str, f64)>,
     samples: Vec<Value>,
@@ -82,7 +82,7 @@ pub(super) fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
     })
 }
 
-/// Names of metrics live as long as the program: a few bytes for each reward of the run.
+/// Metric names live until the program ends: a few bytes for each reward of the run.
 fn lasting(name: String) -> &'static str {
     Box::leak(name.into_boxed_str())
 }
@@ -141,7 +141,7 @@ impl Rollouts<'_> {
             .collect()
     }
 
-    /// Answers under the weights as they stand, coded or exact.
+    /// Generates answers with the current weights, quantized or exact.
     fn sample(&mut self, requests: &[Request], engine: &Engine) -> Result<Vec<Answer>> {
         let settings = self.settings(self.recipe.reinforce.temperature);
         let format = match self.recipe.reinforce.rollout_weights {
@@ -160,7 +160,7 @@ impl Rollouts<'_> {
         generate::rollout(&*copy, requests, &settings)
     }
 
-    /// Texts of answers, and what the rewards say of them.
+    /// Returns the texts of the answers and their scores from each reward.
     fn judge(&mut self, prompts: &[&Prompt], answers: &[Answer]) -> Result<(Vec<String>, Vec<Vec<f64>>)> {
         let text = |answer: &Answer| {
             let stop = usize::from(answer.finished);
@@ -186,7 +186,7 @@ impl Rollouts<'_> {
         Ok((texts, scores))
     }
 
-    /// Answers, judges and prepares a rollout.
+    /// Generates, scores and prepares a rollout.
     fn roll(&mut self, rollout: u64, step: u64, engine: &Engine) -> Result<Replay> {
         let (rlhf, all) = (&self.recipe.reinforce, self.prompts);
         let group = rlhf.num_generations;
@@ -222,7 +222,7 @@ impl Rollouts<'_> {
         if rlhf.sample_steps > 0 && rollout.is_multiple_of(rlhf.sample_steps as u64) {
             self.keep_samples(step, &prompts, &answers, &texts, &scores, &kept)?;
         }
-        // Mini-batches take answers of all prompts.
+        // Shuffles, so that mini-batches mix answers of all prompts.
         if rlhf.num_mini_batches > 1 {
             let order = Rng::new(self.recipe.train.seed, Stream::Shuffle, &[rollout, 1]).permutation(kept.len());
             kept = order.into_iter().map(|i| std::mem::take(&mut kept[i])).collect();
@@ -270,7 +270,7 @@ impl Rollouts<'_> {
     ) -> Result<()> {
         let count = self.recipe.reinforce.samples.min(answers.len());
         for s in 0..count {
-            // Spread over the groups.
+            // Takes samples at equal distances over the groups.
             let i = s * answers.len() / count;
             let scores = self.rewards.0.iter().zip(scores);
             let rewards: serde_json::Map<String, Value> =
@@ -313,7 +313,7 @@ impl Feed for Rollouts<'_> {
             .collect())
     }
 
-    /// Greedy answers to the prompts that are held out, and what they are worth.
+    /// Answers the held-out prompts greedily and returns the mean scores.
     fn evaluate(&mut self, engine: &Engine) -> Result<Vec<(&'static str, f64)>> {
         let (mut all, mut lengths) = (vec![Vec::new(); self.names.len()], Vec::new());
         for (i, prompts) in self.eval.chunks(EVAL_ROWS).enumerate() {
@@ -349,7 +349,7 @@ impl Feed for Rollouts<'_> {
             samples: self.samples.iter().map(Value::to_string).collect(),
             ..self.replay.clone()
         };
-        // Used up, unless the next step learns from it too.
+        // The rollout is finished, unless the next step also trains on it.
         if replay.rollout != steps / steps_of_rollout(self.recipe) {
             replay.kept.clear();
             replay.metrics.clear();

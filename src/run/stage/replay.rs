@@ -1,4 +1,4 @@
-//! The answers of one rollout with all that the loss needs of them, and their bytes in a checkpoint.
+//! The answers of one rollout with all inputs of the loss, and their serialization in a checkpoint.
 //!
 //! Letters: T tokens of an answer.
 
@@ -6,12 +6,12 @@ use crate::base::{Error, Result};
 use crate::data::{Batch, Example};
 use crate::rlhf::policy::{self, columns};
 
-/// A prompt, an answer, and numbers for each token of the answer (`[T]`, empty where there are none).
+/// A prompt with an answer, and values for each token of the answer (`[T]`, empty if not used).
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Kept {
-    /// Of prompt and answer.
+    /// Token ids of prompt and answer.
     pub ids: Vec<u32>,
-    /// Tokens of the prompt.
+    /// Number of prompt tokens.
     pub prompt: usize,
     pub old: Vec<f32>,
     pub reference: Vec<f32>,
@@ -21,12 +21,12 @@ pub struct Kept {
     /// `[T]` for PPO, `[1]` for GRPO.
     pub advantages: Vec<f32>,
     pub factor: f32,
-    /// 0 if the answer does not count, else 1.
+    /// 0 if the answer is excluded from the loss, else 1.
     pub counts: f32,
 }
 
 impl Kept {
-    /// T
+    /// T, the tokens of the answer.
     pub fn tokens(&self) -> usize {
         self.ids.len() - self.prompt
     }
@@ -50,7 +50,7 @@ impl Kept {
     }
 }
 
-/// These answers end to end, with the columns they have. `per_token`: advantages are a token column.
+/// Concatenates these answers to a batch with their columns. `per_token`: advantages are a token column.
 pub fn batch(kept: &[&Kept], per_token: bool) -> Batch {
     let examples: Vec<Example> = kept.iter().map(|k| k.example()).collect();
     let mut batch = Batch::from_examples(&examples);
@@ -84,24 +84,24 @@ pub fn batch(kept: &[&Kept], per_token: bool) -> Batch {
     batch
 }
 
-/// What a checkpoint keeps of a rollout.
+/// The part of a rollout that a checkpoint stores.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Replay {
-    /// Number of the rollout that `kept` is, if it is not used up.
+    /// Number of the rollout in `kept`, if it is not finished.
     pub rollout: u64,
     pub kept: Vec<Kept>,
-    /// Factor of the KL penalty for the next rollout.
+    /// KL coefficient of the next rollout.
     pub kl_coefficient: f64,
-    /// What was measured on the rollout and is not in `metrics.jsonl` yet: its first step was given up.
+    /// Metrics of the rollout that are not in `metrics.jsonl` yet because its first step was abandoned.
     pub metrics: Vec<(String, f64)>,
-    /// Lines of JSON of the rollout that are not in `samples.jsonl` yet, for the same reason.
+    /// JSON lines of the rollout that are not in `samples.jsonl` yet, for the same reason.
     pub samples: Vec<String>,
 }
 
 const MAGIC: u32 = 0x33_50_52_66;
-/// Without samples.
+/// Format without samples.
 const SECOND: u32 = 0x32_50_52_66;
-/// Without metrics too.
+/// Format without samples and metrics.
 const FIRST: u32 = 0x31_50_52_66;
 
 fn put_text(words: &mut Vec<u32>, text: &str) {
@@ -140,7 +140,7 @@ impl Replay {
         words.iter().flat_map(|w| w.to_le_bytes()).collect()
     }
 
-    /// Errors: bytes that `to_bytes` does not write.
+    /// Errors: bytes that `to_bytes` did not write.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let words: Vec<u32> = bytes
             .chunks_exact(4)

@@ -1,4 +1,4 @@
-//! `pretrain` and `sft`: rows of files, mean cross-entropy.
+//! Stages `pretrain` and `sft`: rows of files, mean cross-entropy.
 
 use super::{Feed, Setting, Stage};
 use crate::base::Result;
@@ -10,7 +10,7 @@ use crate::sft::CausalLm;
 struct Rows<'a> {
     stream: BatchStream<'a>,
     eval: Option<&'a Dataset>,
-    /// Tokens of a batch of the evaluation.
+    /// Tokens per batch of the evaluation.
     eval_tokens: usize,
 }
 

@@ -442,21 +442,6 @@ impl Loader<'_> {
     }
 }
 
-/// Encodes rows on all cores. `None`: the row was not tried, because none before it was good and time is up.
-pub(super) fn side_by_side<R: Sync, T: Send>(
-    rows: &[R],
-    bad: &BadRows,
-    encode: impl Fn(&R) -> Result<T> + Sync,
-) -> Vec<Option<Result<T>>> {
-    let tried = Tried::new(bad);
-    let one = |row: &R| {
-        let encoded = tried.go_on().then(|| encode(row))?;
-        tried.note(&encoded);
-        Some(encoded)
-    };
-    rows.par_iter().map(one).collect()
-}
-
 /// A row that was encoded; the fault of another is counted. Errors: no row is good.
 pub(super) fn kept<T>(row: Option<Result<T>>, bad: &mut BadRows) -> Result<Option<T>> {
     match row {
@@ -469,7 +454,8 @@ pub(super) fn kept<T>(row: Option<Result<T>>, bad: &mut BadRows) -> Result<Optio
     }
 }
 
-/// As `side_by_side`, for a few rows whose renderings are asked for at once.
+/// Encodes a few rows whose renderings are asked for at once. `None`: the row was not tried, because none before it was
+/// good and time is up.
 fn encode_group(
     encoder: &Encoder,
     group: &[(Row, Arc<Layout>, Origin)],

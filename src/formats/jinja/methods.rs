@@ -1,7 +1,7 @@
 //! Methods of text, lists, dicts and numbers.
 
 use super::args::{Args, count, flag, given, int, text};
-use super::fail::{Done, Fail, charge, charge_items, charge_text};
+use super::fail::{Done, Fail, charge, charge_text};
 use super::format;
 use super::interp::Interp;
 use super::ops::same_text;

@@ -80,7 +80,7 @@ impl Described {
             );
         }
         let template = match template {
-            Some(file) => Some(ChatTemplate::from_file(Path::new(file), &tokenizer)?.trusted()),
+            Some(file) => Some(ChatTemplate::from_file(Path::new(file), &tokenizer)?.trusted(report::warn)),
             None => ChatTemplate::from_dir(&dir, &tokenizer)?,
         };
         Ok(Self {

@@ -418,21 +418,6 @@ impl Loader<'_> {
     }
 }
 
-/// Encodes rows on all cores. `None`: skipped, because no earlier row was good and the time limit has passed.
-pub(super) fn side_by_side<R: Sync, T: Send>(
-    rows: &[R],
-    bad: &BadRows,
-    encode: impl Fn(&R) -> Result<T> + Sync,
-) -> Vec<Option<Result<T>>> {
-    let tried = Tried::new(bad);
-    let one = |row: &R| {
-        let encoded = tried.go_on().then(|| encode(row))?;
-        tried.note(&encoded);
-        Some(encoded)
-    };
-    rows.par_iter().map(one).collect()
-}
-
 /// Returns an encoded row, or counts its error. Errors: no row is good.
 pub(super) fn kept<T>(row: Option<Result<T>>, bad: &mut BadRows) -> Result<Option<T>> {
     match row {
@@ -445,7 +430,8 @@ pub(super) fn kept<T>(row: Option<Result<T>>, bad: &mut BadRows) -> Result<Optio
     }
 }
 
-/// As `side_by_side`, for a few rows that are rendered with one request.
+/// Encodes a few rows that are rendered with one request. `None`: skipped, because no earlier row was good and the time
+/// limit has passed.
 fn encode_group(
     encoder: &Encoder,
     group: &[(Row, Arc<Layout>, Origin)],

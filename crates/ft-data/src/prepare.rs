@@ -30,7 +30,11 @@ pub(super) fn prepare<'a>(
         }),
         _ => None,
     };
-    let jobs: Vec<Option<Job>> = samples.iter().map(job).collect();
+    of_jobs(template, samples.iter().map(job).collect())
+}
+
+/// One for each job; a place without one asks the template itself.
+pub(super) fn of_jobs<'a>(template: &'a dyn ChatRender, jobs: Vec<Option<Job<'a>>>) -> Vec<Prepared<'a>> {
     let given: Vec<Job> = jobs.iter().flatten().cloned().collect();
     let answers = match given.is_empty() {
         true => Vec::new(),

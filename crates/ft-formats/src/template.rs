@@ -19,6 +19,7 @@ use serde_json::{Map, Value};
 use std::borrow::Cow;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Largest template text, bytes; real ones have at most some tens of thousands.
@@ -31,8 +32,13 @@ pub struct ChatTemplate {
     tools: Option<Program>,
     tokens: Map<String, Value>,
     place: String,
-    /// The user's own file: it may be rendered here if no process can be started.
-    is_users: bool,
+    /// The user's own file: it may be rendered here if no process can be started, and this says so.
+    trusted: Option<Trusted>,
+}
+
+struct Trusted {
+    warn: fn(&str),
+    told: Once,
 }
 
 struct Program {
@@ -98,7 +104,7 @@ impl ChatTemplate {
             tools: None,
             tokens: tokens(tokenizer),
             place,
-            is_users: false,
+            trusted: None,
         })
     }
 
@@ -109,14 +115,36 @@ impl ChatTemplate {
             tools: None,
             tokens: tokens(tokenizer),
             place: place.to_string(),
-            is_users: false,
+            trusted: None,
         })
     }
 
-    /// The user chose this file: where no process can be started to render it, it is rendered in this one.
-    pub fn trusted(mut self) -> Self {
-        self.is_users = true;
+    /// The user chose this file: where no process can be started to render it, it is rendered in this one. `warn` is
+    /// told so once.
+    pub fn trusted(mut self, warn: fn(&str)) -> Self {
+        self.trusted = Some(Trusted {
+            warn,
+            told: Once::new(),
+        });
         self
+    }
+
+    /// No process could be started. `None`: the template is rendered in this one. Errors: it may not be.
+    fn without_process<T>(&self, why: Error) -> Option<Result<T>> {
+        let Some(trusted) = &self.trusted else {
+            return Some(Err(why.hint(
+                "chat templates of models run in a process of their own; set `data.chat_template` to a file that you \
+                 trust to do without",
+            )));
+        };
+        trusted.told.call_once(|| {
+            (trusted.warn)(&format!(
+                "{} is rendered in this process, without limits on memory and time: {}",
+                self.place,
+                why.to_string().lines().collect::<Vec<_>>().join("; ")
+            ));
+        });
+        None
     }
 
     /// A template text with special tokens (`bos_token`, ...) by name, without a tokenizer.
@@ -126,7 +154,7 @@ impl ChatTemplate {
             tools: None,
             tokens,
             place: place.to_string(),
-            is_users: false,
+            trusted: None,
         })
     }
 

@@ -2,11 +2,20 @@
 
 use super::Want;
 use super::rows::{Judgement, Sides, understand};
-use crate::batch::Example;
-use crate::encode::Encoder;
-use crate::layout::Layout;
-use crate::read::Row;
 use ft_base::{Error, Result};
+use crate::batch::Example;
+use crate::codec::{ChatRender, Job};
+use crate::dataset::Origin;
+use crate::encode::Encoder;
+use crate::faults::Tried;
+use crate::layout::Layout;
+use crate::prepare::{self, Prepared};
+use crate::read::Row;
+use serde_json::Value;
+use std::sync::Arc;
+
+/// Messages that are rendered, and whether a generation prompt follows.
+type Talk = (Vec<Value>, bool);
 
 /// A tokenized row.
 pub(super) struct Unit {
@@ -29,19 +38,105 @@ pub(super) struct PairEncoder<'a> {
     pub want: Want,
 }
 
+impl Judgement {
+    /// The conversation of each answer, then that of the prompt alone, if it has messages.
+    fn talks(&self) -> Vec<Talk> {
+        match self {
+            Self::Pair { sides, .. } => sides.talks(),
+            Self::Judged { sides, .. } => sides.talks(),
+        }
+    }
+
+    fn tools(&self) -> Option<&Value> {
+        match self {
+            Self::Pair {
+                sides: Sides::Chat { tools, .. },
+                ..
+            } => tools.as_ref(),
+            Self::Judged {
+                sides: Sides::Chat { tools, .. },
+                ..
+            } => tools.as_ref(),
+            _ => None,
+        }
+    }
+}
+
+impl<const N: usize> Sides<N> {
+    fn talks(&self) -> Vec<Talk> {
+        let Self::Chat {
+            prompt, completions, ..
+        } = self
+        else {
+            return Vec::new();
+        };
+        let whole = |answer: &Vec<Value>| (prompt.iter().chain(answer).cloned().collect(), false);
+        let mut out: Vec<Talk> = completions.iter().map(whole).collect();
+        if !prompt.is_empty() {
+            out.push((prompt.clone(), true));
+        }
+        out
+    }
+}
+
 impl PairEncoder<'_> {
-    /// Errors: the fault of the row, with its place.
-    pub fn encode(&self, row: &Row, layout: &Layout) -> Result<Unit> {
-        let (whole, prompt, margin, label) = match understand(row, layout)? {
+    /// The rows of a group, whose renderings are asked for at once. `None`: the row was not tried, because none before
+    /// it was good and time is up.
+    pub fn encode_group(&self, group: &[(Row, Arc<Layout>, Origin)], tried: &Tried) -> Vec<Option<Result<Unit>>> {
+        if !tried.go_on() {
+            return group.iter().map(|_| None).collect();
+        }
+        let rows: Vec<Result<Judgement>> = group.iter().map(|(row, layout, _)| understand(row, layout)).collect();
+        let talks: Vec<Vec<Talk>> = rows
+            .iter()
+            .map(|row| row.as_ref().map(Judgement::talks).unwrap_or_default())
+            .collect();
+        let mut jobs = Vec::new();
+        for (row, talks) in rows.iter().zip(&talks) {
+            let tools = row.as_ref().ok().and_then(Judgement::tools);
+            jobs.extend(talks.iter().map(|(messages, prompt)| {
+                Some(Job {
+                    messages,
+                    tools,
+                    asks: vec![(messages.len(), *prompt)],
+                })
+            }));
+        }
+        let template = self.encoder.template;
+        let prepared = template.map(|t| prepare::of_jobs(t, jobs)).unwrap_or_default();
+        let mut rest = &prepared[..];
+        let mut out = Vec::with_capacity(group.len());
+        for (((row, layout, _), judgement), talks) in group.iter().zip(&rows).zip(&talks) {
+            let (own, others) = rest.split_at(talks.len().min(rest.len()));
+            rest = others;
+            if !tried.go_on() {
+                out.push(None);
+                continue;
+            }
+            let unit = match judgement {
+                Ok(judgement) => self.unit(row, judgement, talks, own),
+                // An error cannot be copied: it is made once more.
+                Err(_) => understand(row, layout).and_then(|judgement| self.unit(row, &judgement, &[], &[])),
+            };
+            let unit = unit.map_err(|e| e.or_at(&row.place));
+            tried.note(&unit);
+            out.push(Some(unit));
+        }
+        out
+    }
+
+    /// Errors: what is wrong with the row, with its place.
+    fn unit(&self, row: &Row, judgement: &Judgement, talks: &[Talk], prepared: &[Prepared]) -> Result<Unit> {
+        let (whole, prompt, margin, label) = match judgement {
             Judgement::Pair { sides, margin } => {
-                let (whole, prompt) = self.tokens(&sides).map_err(|e| e.within(&row.place))?;
+                let (whole, prompt) = self.tokens(sides, talks, prepared).map_err(|e| e.within(&row.place))?;
                 if whole[0] == whole[1] {
                     return Err(Error::new("`chosen` and `rejected` become the same tokens")
                         .at(&row.place)
                         .expected("two different answers to one prompt")
                         .hint("remove the row, or check `data.chat_template`; `ft data` shows what it prints"));
                 }
-                (whole.to_vec(), prompt, margin, true)
+                (whole.to_vec(), prompt, *margin, true)
             }
             Judgement::Judged { .. } if self.want != Want::Judged => {
                 return Err(Error::new("this stage learns from pairs of answers")
@@ -51,8 +146,8 @@ impl PairEncoder<'_> {
                     .hint("rows with one judged answer are for `train.stage = \"kto\"`"));
             }
             Judgement::Judged { sides, label } => {
-                let (whole, prompt) = self.tokens(&sides).map_err(|e| e.within(&row.place))?;
-                (whole.to_vec(), prompt, None, label)
+                let (whole, prompt) = self.tokens(sides, talks, prepared).map_err(|e| e.within(&row.place))?;
+                (whole.to_vec(), prompt, None, *label)
             }
         };
         let most = self.encoder.max_length;
@@ -85,8 +180,13 @@ impl PairEncoder<'_> {
         })
     }
 
-    /// The tokens of prompt and answer, for each answer, and the number of prompt tokens.
-    fn tokens<const N: usize>(&self, sides: &Sides<N>) -> Result<([Vec<u32>; N], usize)> {
+    /// The tokens of prompt and answer for each answer, and how many of them are the prompt.
+    fn tokens<const N: usize>(
+        &self,
+        sides: &Sides<N>,
+        talks: &[Talk],
+        prepared: &[Prepared],
+    ) -> Result<([Vec<u32>; N], usize)> {
         let encoder = &self.encoder;
         let mut whole = [const { Vec::new() }; N];
         let alone = match sides {
@@ -98,20 +198,22 @@ impl PairEncoder<'_> {
                 }
                 encoder.codec.encode(prompt, true)?
             }
-            Sides::Chat {
-                prompt,
-                completions,
-                tools,
-            } => {
-                let tools = tools.as_ref();
-                for (ids, completion) in whole.iter_mut().zip(completions) {
-                    let messages: Vec<_> = prompt.iter().chain(completion).cloned().collect();
-                    *ids = encoder.rendered(&messages, tools, false)?;
+            Sides::Chat { tools, .. } => {
+                let rendered = |at: usize| -> Result<Vec<u32>> {
+                    let Some((messages, prompt)) = talks.get(at) else {
+                        return Ok(Vec::new());
+                    };
+                    let known = prepared.get(at).map(|p| p as &dyn ChatRender);
+                    let encoder = Encoder {
+                        template: known.or(encoder.template),
+                        ..*encoder
+                    };
+                    encoder.rendered(messages, tools.as_ref(), *prompt)
+                };
+                for (at, ids) in whole.iter_mut().enumerate() {
+                    *ids = rendered(at)?;
                 }
-                match prompt.is_empty() {
-                    true => Vec::new(),
-                    false => encoder.rendered(prompt, tools, true)?,
-                }
+                rendered(N)?
             }
         };
         let mut shared = alone.len();

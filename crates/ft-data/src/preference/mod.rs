@@ -16,14 +16,16 @@ mod tests;
 
 use super::batch::{Batch, Example};
 use super::codec::{ChatRender, TextCodec};
-use super::dataset::{CHUNK_ROWS, Dataset, Origin, Spec, kept, nothing_to_train, side_by_side, unless_stopped};
-use super::faults::BadRows;
+use super::dataset::{CHUNK_ROWS, Dataset, Origin, Spec, kept, nothing_to_train, unless_stopped};
+use super::faults::{BadRows, Tried};
 use super::layout::{Layout, Purpose};
+use super::prepare;
 use super::read::Row;
 use crate::RowFormat;
 use encode::{Side, Unit};
 use ft_base::rng::{Rng, Stream};
 use ft_base::{Error, Result};
+use rayon::prelude::*;
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
@@ -100,6 +102,7 @@ pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dy
     })?;
     loader.flush(&mut bad)?;
     bad.end()?;
+    template.iter().for_each(|t| t.rest());
     let mut out = loader.out;
     out.readings = readings;
     for (example, preference, origin) in loader.rejected {
@@ -129,9 +132,11 @@ impl Loader<'_> {
     fn flush(&mut self, bad: &mut BadRows) -> Result<()> {
         let encoder = &self.encoder;
         let chunk = std::mem::take(&mut self.chunk);
-        let units = side_by_side(&chunk, bad, |(row, layout, _)| {
-            encoder.encode(row, layout).map_err(|e| e.or_at(&row.place))
-        });
+        let tried = Tried::new(bad);
+        let units: Vec<Option<Result<Unit>>> = chunk
+            .par_chunks(prepare::ROWS)
+            .flat_map_iter(|group| encoder.encode_group(group, &tried))
+            .collect();
         for (unit, (row, _, origin)) in units.into_iter().zip(chunk) {
             let Some(unit) = kept(unit, bad)? else { continue };
             if *self.margins.get_or_insert(unit.margin.is_some()) != unit.margin.is_some() {

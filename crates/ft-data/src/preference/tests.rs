@@ -1,9 +1,11 @@
 //! End-to-end tests of preference rows: tokens as in TRL, truncation, refused rows, mismatched pairs.
 
 use super::*;
+use crate::codec::{Job, Rendered};
 use crate::testing::{Jinja, Words, files};
 use crate::{BatchStream, IGNORE, Length, StreamSpec};
 use crate::{Render, TrainOn};
+use serde_json::Value;
 
 const CHATML: &str = r#"{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"#;
@@ -245,4 +247,63 @@ fn splits_keep_what_belongs_to_a_row() {
         .collect();
     let other: Vec<&str> = other.iter().map(String::as_str).collect();
     assert_ne!(read(&words, &other, Want::Pairs, 64).unwrap().fingerprint, whole);
+}
+
+/// Counts what it is asked: single renderings, requests for many, and the renderings of these.
+struct Counting {
+    inner: Jinja,
+    asked: std::sync::Mutex<[usize; 3]>,
+}
+
+impl ChatRender for Counting {
+    fn render(&self, messages: &[Value], tools: Option<&Value>, prompt: bool) -> Result<String> {
+        self.asked.lock().unwrap()[0] += 1;
+        self.inner.render(messages, tools, prompt)
+    }
+
+    fn render_many(&self, jobs: &[Job]) -> Vec<Vec<Option<Rendered>>> {
+        let mut asked = self.asked.lock().unwrap();
+        asked[1] += 1;
+        asked[2] += jobs.len();
+        let text = |job: &Job, (upto, prompt): &(usize, bool)| {
+            let text = self.inner.render(&job.messages[..*upto], job.tools, *prompt).ok()?;
+            let generation = Vec::new();
+            Some(Rendered { text, generation })
+        };
+        let answers = |job: &Job| job.asks.iter().map(|ask| text(job, ask)).collect();
+        jobs.iter().map(answers).collect()
+    }
+}
+
+#[test]
+fn the_renderings_of_64_rows_are_asked_for_at_once() {
+    let words = Words::chatml();
+    let row = |i: usize| {
+        let say =
+            |text: &str| format!(r#"[{{"role":"user","content":"q {i}"}},{{"role":"assistant","content":"{text}"}}]"#);
+        format!(r#"{{"chosen": {}, "rejected": {}}}"#, say("yes"), say("no"))
+    };
+    let lines: Vec<String> = (0..200).map(row).collect();
+    let lines: Vec<&str> = lines.iter().map(String::as_str).collect();
+    let files = files(&[("p.jsonl", &lines.join("\n"))]);
+    let spec = Spec {
+        files: &files.paths,
+        format: RowFormat::Auto,
+        render: Render::Plain,
+        max_length: 64,
+        train_on: TrainOn::Assistant,
+        embedding_rows: 1000,
+    };
+    let template = Counting {
+        inner: Jinja::new(CHATML),
+        asked: Default::default(),
+    };
+    let data = load(&spec, Want::Pairs, &words, Some(&template)).unwrap();
+    let plain = read(&words, &lines, Want::Pairs, 64).unwrap();
+    assert_eq!(data.examples, plain.examples);
+    assert_eq!(data.preferences, plain.preferences);
+    let [single, requests, renderings] = *template.asked.lock().unwrap();
+    assert_eq!((requests, renderings), (4, 600));
+    // What the layout is found by.
+    assert!(single <= 8, "{single}");
 }

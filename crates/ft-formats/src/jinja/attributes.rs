@@ -165,7 +165,7 @@ pub(super) fn of(interp: &Interp, value: &Value, name: &str) -> Done<Option<Valu
                 return loops::attribute(object, name);
             }
             Object::Cycler(items, at) => match name {
-                "current" => return Ok(items.get(at.get()).cloned()),
+                "current" => return Ok(items.items.get(at.get()).cloned()),
                 "next" => Some("next"),
                 "reset" => Some("reset"),
                 "items" | "pos" => return Err(Fail::unsupported(format!("`{name}` of a cycler"))),

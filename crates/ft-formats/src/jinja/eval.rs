@@ -21,7 +21,7 @@ impl Interp<'_> {
                 Const::Float(x) => Value::Float(*x),
                 Const::Str(s) => Value::Str(s.clone()),
             }),
-            ExprKind::Name(name) => Ok(self.get(*name)),
+            ExprKind::Name(name) => self.get(*name),
             ExprKind::And(a, b) => {
                 let left = self.eval(a)?;
                 if left.truth() { self.eval(b) } else { Ok(left) }
@@ -158,6 +158,7 @@ impl Interp<'_> {
                 let Value::Str(name) = key else {
                     return Err(Fail::failed("keywords must be strings"));
                 };
+                charge(out.named.len().saturating_mul(4).saturating_add(name.len()))?;
                 if out.named.iter().any(|(n, _)| n == name) {
                     return Err(Fail::failed(format!(
                         "got multiple values for keyword argument '{name}'"
@@ -171,6 +172,7 @@ impl Interp<'_> {
 
     /// `value.name`: an attribute of the type, else an element.
     pub(super) fn attribute(&self, value: &Value, name: &Arc<str>) -> Done<Value> {
+        charge(name.len())?;
         value.defined()?;
         if let Some(found) = attributes::of(self, value, name)? {
             return Ok(found);
@@ -190,7 +192,10 @@ impl Interp<'_> {
             return Ok(found);
         }
         let name = match index {
-            Value::Str(name) | Value::Markup(name) => name,
+            Value::Str(name) | Value::Markup(name) => {
+                charge(name.len())?;
+                name
+            }
             _ => {
                 let key = self.repr_text(index)?;
                 return Ok(Value::undefined(Undefined::Element(python_object(value), key)));

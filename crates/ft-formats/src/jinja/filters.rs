@@ -207,6 +207,7 @@ fn on_text(interp: &mut Interp, name: &str, value: &Value, args: &Args) -> Done<
             let end = end.unwrap_or_else(|| Value::str("..."));
             let end = super::args::text(name, &end)?;
             let leeway = given(leeway).map_or(Ok(5), |v| int(name, &v))?;
+            charge(end.len())?;
             let end_length = end.chars().count() as i128;
             if length < end_length || leeway < 0 {
                 return Err(Fail::failed(format!("expected length >= {end_length}, got {length}")));
@@ -249,13 +250,15 @@ fn on_text(interp: &mut Interp, name: &str, value: &Value, args: &Args) -> Done<
             if value.is_iterable() && value.as_str().is_none() {
                 return Err(Fail::unsupported("`urlencode` of more than one value"));
             }
+            charge(s.len().saturating_mul(8))?;
+            let hex = |n: u8| char::from_digit(u32::from(n), 16).map_or('0', |c| c.to_ascii_uppercase());
             let mut out = String::new();
             for byte in s.bytes() {
                 match byte {
                     b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'_' | b'.' | b'-' | b'~' | b'/' => {
                         out.push(char::from(byte));
                     }
-                    _ => out.push_str(&format!("%{byte:02X}")),
+                    _ => out.extend(['%', hex(byte >> 4), hex(byte & 15)]),
                 }
             }
             made(out)
@@ -303,12 +306,8 @@ fn indent(value: &Value, text: &Value, args: &Args) -> Done<Value> {
     let (first, blank) = (flag(&first), flag(&blank));
     charge(s.len())?;
     // The line break that jinja2 adds makes a last empty line of text that ends with one.
-    let mut lines = texts::lines(s, false);
-    if s.is_empty()
-        || texts::lines(s, true)
-            .last()
-            .is_some_and(|l| l.ends_with(super::unicode::is_line_end))
-    {
+    let mut lines = texts::lines(s, false)?;
+    if s.is_empty() || s.ends_with(super::unicode::is_line_end) {
         lines.push("");
     }
     // The text plus "\n": without a break at its end there is no further line.
@@ -373,6 +372,7 @@ fn foreign_digits(text: &str) -> Done<()> {
 
 /// `int(text)` of Python: white space around, a sign, single `_` between digits.
 fn parse_int(s: &str, base: u32) -> Done<Option<i128>> {
+    charge(s.len().saturating_mul(16))?;
     let t = s.trim_matches(is_space);
     if !t.is_ascii() {
         return foreign_digits(t).map(|()| None);
@@ -416,6 +416,7 @@ fn parse_int(s: &str, base: u32) -> Done<Option<i128>> {
 
 /// `float(text)` of Python.
 fn parse_float(s: &str) -> Done<Option<f64>> {
+    charge(s.len().saturating_mul(8))?;
     let t = s.trim_matches(is_space);
     if !t.is_ascii() {
         return foreign_digits(t).map(|()| None);

@@ -1,7 +1,7 @@
 //! `'{}'.format(values)`, and Python's formats of numbers and text.
 
 use super::args::Args;
-use super::fail::{Done, Fail, charge, charge_text, check_text};
+use super::fail::{Done, Fail, NODE, charge, charge_text, check_text};
 use super::interp::Interp;
 use super::print::{exponent, float_text};
 use super::text::padded;
@@ -59,6 +59,8 @@ pub(super) fn float_digits(x: f64, kind: char, precision: Option<usize>, alterna
     }
     let x = x.abs();
     let digits = precision.unwrap_or(6);
+    // Exact digits of large and small numbers take long.
+    charge((digits + 20).saturating_mul(16))?;
     if !x.is_finite() {
         let text = if x.is_nan() { "nan" } else { "inf" };
         return Ok(match kind {
@@ -353,6 +355,7 @@ impl Braces {
     }
 
     fn field(&mut self, interp: &mut Interp, field: &str, args: &Args, levels: usize) -> Done<String> {
+        charge(4 * NODE)?;
         // The name ends at the first `!` or `:` outside of brackets.
         let mut inside = false;
         let end = field.char_indices().find(|(_, c)| {
@@ -423,6 +426,7 @@ impl Braces {
             found
                 .ok_or_else(|| Fail::failed(format!("Replacement index {at} out of range for positional args tuple")))?
         } else {
+            charge(args.named.len().saturating_mul(4))?;
             let found = args.named.iter().find(|(n, _)| **n == *first).map(|(_, v)| v.clone());
             found.ok_or_else(|| Fail::failed(format!("KeyError: '{first}'")))?
         };

@@ -131,7 +131,7 @@ impl Style {
     }
 
     fn string(&self, out: &mut String, text: &str) -> Done<()> {
-        charge(text.len())?;
+        charge(text.len().saturating_mul(2))?;
         out.push('"');
         for c in text.chars() {
             match c {
@@ -143,6 +143,8 @@ impl Style {
                 '\u{8}' => out.push_str("\\b"),
                 '\u{c}' => out.push_str("\\f"),
                 c if (c as u32) < 0x20 || (self.ascii && c as u32 > 0x7e) => {
+                    // Longer than what it stands for, and slower to write.
+                    charge(64)?;
                     let mut units = [0u16; 2];
                     for unit in c.encode_utf16(&mut units) {
                         let _ = write!(out, "\\u{unit:04x}");

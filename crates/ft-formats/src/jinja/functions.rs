@@ -65,10 +65,7 @@ pub(super) fn call(interp: &mut Interp, name: &str, args: Args) -> Done<Value> {
             }
             // Counts and checks the items.
             let items = super::value::Seq::new(args.positional)?;
-            Ok(Value::Object(Rc::new(Object::Cycler(
-                items.items.clone(),
-                Cell::new(0),
-            ))))
+            Ok(Value::Object(Rc::new(Object::Cycler(items, Cell::new(0)))))
         }
         "joiner" => {
             let [separator] = args.bind("joiner", ["sep"], 0)?;

@@ -93,7 +93,8 @@ impl<'t> Interp<'t> {
         }
     }
 
-    pub(super) fn enter(&mut self, outer: usize, body: &Body) -> usize {
+    pub(super) fn enter(&mut self, outer: usize, body: &Body) -> Done<usize> {
+        charge(body.unset.len().saturating_mul(32))?;
         let before = self.scope;
         self.scopes.push(Scope {
             vars: Vec::new(),
@@ -102,7 +103,7 @@ impl<'t> Interp<'t> {
         });
         self.scope = self.scopes.len() - 1;
         self.hide(body);
-        before
+        Ok(before)
     }
 
     /// Back to the scope `before`; the one that was entered last goes, unless a macro still needs it.
@@ -113,30 +114,34 @@ impl<'t> Interp<'t> {
         }
     }
 
-    pub(super) fn set(&mut self, name: Name, value: Option<Value>) {
+    pub(super) fn set(&mut self, name: Name, value: Option<Value>) -> Done<()> {
         let vars = &mut self.scopes[self.scope].vars;
+        charge(vars.len())?;
         match vars.iter_mut().find(|(n, _)| *n == name) {
             Some((_, slot)) => *slot = value,
             None => vars.push((name, value)),
         }
+        Ok(())
     }
 
     /// The variable: of the scopes from inside out, of the conversation, or a function of Jinja.
-    pub(super) fn get(&self, name: Name) -> Value {
+    pub(super) fn get(&self, name: Name) -> Done<Value> {
         let mut at = Some(self.scope);
         while let Some(i) = at {
+            charge(self.scopes[i].vars.len())?;
             if let Some((_, value)) = self.scopes[i].vars.iter().find(|(n, _)| *n == name) {
-                return value.clone().unwrap_or_else(|| self.not_set(name));
+                return Ok(value.clone().unwrap_or_else(|| self.not_set(name)));
             }
             at = self.scopes[i].outer;
         }
         if let Some(Some(value)) = self.context.get(name as usize) {
-            return value.clone();
+            return Ok(value.clone());
         }
-        match super::functions::GLOBALS.iter().find(|g| **g == &*self.name(name)) {
+        let global = super::functions::GLOBALS.iter().find(|g| **g == &*self.name(name));
+        Ok(match global {
             Some(global) => Value::Object(Rc::new(Object::Function(global))),
             None => self.not_set(name),
-        }
+        })
     }
 
     fn not_set(&self, name: Name) -> Value {
@@ -168,7 +173,7 @@ impl<'t> Interp<'t> {
 
     /// The statements of a body in a scope of its own.
     pub(super) fn body(&mut self, body: &Body) -> Done<()> {
-        let before = self.enter(self.scope, body);
+        let before = self.enter(self.scope, body)?;
         let done = self.block(&body.nodes);
         self.leave(before);
         done.map(|_| ())
@@ -235,7 +240,7 @@ impl<'t> Interp<'t> {
                 for (target, expr) in values {
                     given.push((target, self.eval(expr)?));
                 }
-                let before = self.enter(self.scope, body);
+                let before = self.enter(self.scope, body)?;
                 let run = || {
                     for (target, value) in given {
                         self.assign(target, value)?;
@@ -249,7 +254,7 @@ impl<'t> Interp<'t> {
             StmtKind::Macro(code) => {
                 let value = self.make_macro(code)?;
                 if let Some(name) = code.name {
-                    self.set(name, Some(value));
+                    self.set(name, Some(value))?;
                 }
                 Ok(())
             }
@@ -316,9 +321,9 @@ impl<'t> Interp<'t> {
 
     pub(super) fn assign(&mut self, target: &Target, value: Value) -> Done<()> {
         match target {
-            Target::Name(name) => self.set(*name, Some(value)),
+            Target::Name(name) => self.set(*name, Some(value))?,
             Target::Attribute(name, attribute) => {
-                let Value::Namespace(at) = self.get(*name) else {
+                let Value::Namespace(at) = self.get(*name)? else {
                     return Err(Fail::failed("cannot assign attribute on non-namespace object"));
                 };
                 super::functions::check_namespace_name(attribute)?;
@@ -372,11 +377,17 @@ impl<'t> Interp<'t> {
             mut positional,
             mut named,
         } = args;
+        // Each parameter is looked for among the names.
+        charge(
+            code.args
+                .len()
+                .saturating_mul(named.len().saturating_mul(4).saturating_add(NODE)),
+        )?;
         let name = code
             .name
             .map_or_else(|| "None".into(), |n| format!("'{}'", self.name(n)));
         let more = positional.split_off(positional.len().min(code.args.len()));
-        let before = self.enter(scope, &code.body);
+        let before = self.enter(scope, &code.body)?;
         let run = || -> Done<String> {
             let mut given = positional.into_iter();
             let mut missing = Vec::new();
@@ -391,7 +402,7 @@ impl<'t> Interp<'t> {
                 if value.is_none() {
                     missing.push((*parameter, default, parameter_name));
                 }
-                self.set(*parameter, value);
+                self.set(*parameter, value)?;
             }
             if code.uses_caller && !found_caller {
                 let at = named.iter().position(|(n, _)| &**n == "caller");
@@ -399,12 +410,12 @@ impl<'t> Interp<'t> {
                     Some(caller) => caller,
                     None => Value::hint("No caller defined"),
                 };
-                self.set_word("caller", caller);
+                self.set_word("caller", caller)?;
             }
             if code.uses_kwargs {
                 let pairs = named.drain(..).map(|(k, v)| (Value::Str(k), v));
                 let dict = Value::Dict(Rc::new(Dict::new(pairs.collect::<Vec<_>>())?));
-                self.set_word("kwargs", dict);
+                self.set_word("kwargs", dict)?;
             } else if let Some((word, _)) = named.first() {
                 return Err(Fail::failed(match &**word {
                     "caller" => format!(
@@ -416,7 +427,7 @@ impl<'t> Interp<'t> {
             }
             if code.uses_varargs {
                 let list = Value::tuple(more)?;
-                self.set_word("varargs", list);
+                self.set_word("varargs", list)?;
             } else if !more.is_empty() {
                 return Err(Fail::failed(format!(
                     "macro {name} takes not more than {} argument(s)",
@@ -428,7 +439,7 @@ impl<'t> Interp<'t> {
                     Some(expr) => self.eval(expr)?,
                     None => Value::hint(format!("parameter '{parameter_name}' was not provided")),
                 };
-                self.set(parameter, Some(value));
+                self.set(parameter, Some(value))?;
             }
             self.capture(|i| i.block(&code.body.nodes).map(|_| ()))
         };
@@ -439,9 +450,10 @@ impl<'t> Interp<'t> {
         Ok(Value::str(text))
     }
 
-    fn set_word(&mut self, word: &str, value: Value) {
-        if let Some(name) = self.tree.names.iter().position(|n| &**n == word) {
-            self.set(name as Name, Some(value));
+    fn set_word(&mut self, word: &str, value: Value) -> Done<()> {
+        match self.tree.word(word)? {
+            Some(name) => self.set(name, Some(value)),
+            None => Ok(()),
         }
     }
 
@@ -466,14 +478,14 @@ impl<'t> Interp<'t> {
             changed: None,
             recursive: node.recursive.then(|| (node.clone(), scope)),
         }))));
-        let loop_name = self.tree.names.iter().position(|n| &**n == "loop").map(|n| n as Name);
+        let loop_name = self.tree.word("loop")?;
         let mut ran = false;
         while let Some(item) = loops::step(&state)? {
             ran = true;
             charge(NODE)?;
-            let before = self.enter(scope, &node.body);
+            let before = self.enter(scope, &node.body)?;
             if let Some(name) = loop_name {
-                self.set(name, Some(Value::Object(state.clone())));
+                self.set(name, Some(Value::Object(state.clone())))?;
             }
             let flow = match self.assign(&node.target, item) {
                 Ok(()) => self.block(&node.body.nodes),
@@ -485,7 +497,7 @@ impl<'t> Interp<'t> {
             }
         }
         if !ran && node.has_else {
-            let before = self.enter(scope, &node.otherwise);
+            let before = self.enter(scope, &node.otherwise)?;
             let done = self.block(&node.otherwise.nodes);
             self.leave(before);
             done?;

@@ -36,6 +36,9 @@ impl Token {
     }
 }
 
+/// Longest name, bytes: names are copied where they are used.
+const LONGEST_NAME: usize = 4096;
+
 /// Longest first.
 const OPERATORS: [&str; 26] = [
     "//", "**", "==", "!=", ">=", "<=", "+", "-", "/", "*", "%", "~", "[", "]", "(", ")", "{", "}", ">", "<", "=", ".",
@@ -233,6 +236,9 @@ impl<'a> Lexer<'a> {
                 let length = rest
                     .find(|c: char| !(c.is_alphanumeric() || c == '_'))
                     .unwrap_or(rest.len());
+                if length > LONGEST_NAME {
+                    return Err(Fail::limit("a name is too long"));
+                }
                 (Token::Name(rest[..length].into()), length)
             } else if c == '\'' || c == '"' {
                 string(rest, c)?

@@ -134,7 +134,7 @@ pub(super) fn filtered(
     let mut out = Vec::new();
     for item in iterable.elements_ahead()? {
         charge(NODE)?;
-        let before = interp.enter(scope, &Body::default());
+        let before = interp.enter(scope, &Body::default())?;
         let keep = match interp.assign(&node.target, item.clone()) {
             Ok(()) => interp.eval(test).map(|v| v.truth()),
             Err(e) => Err(e),

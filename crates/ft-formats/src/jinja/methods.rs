@@ -1,7 +1,7 @@
 //! Methods of text, lists, dicts and numbers.
 
 use super::args::{Args, count, flag, given, int, text};
-use super::fail::{Done, Fail, charge, charge_items, charge_text};
+use super::fail::{Done, Fail, charge, charge_text};
 use super::format;
 use super::interp::Interp;
 use super::ops::same_text;
@@ -33,8 +33,8 @@ pub(super) fn call(interp: &mut Interp, receiver: &Value, name: &str, args: Args
             (Object::Function("dict"), _) => super::functions::from_keys(&args),
             (Object::Cycler(items, at), "next") => {
                 args.bind_unnamed::<0>(name, 0)?;
-                let item = items.get(at.get()).cloned().unwrap_or(Value::None);
-                at.set((at.get() + 1) % items.len().max(1));
+                let item = items.items.get(at.get()).cloned().unwrap_or(Value::None);
+                at.set((at.get() + 1) % items.items.len().max(1));
                 Ok(item)
             }
             (Object::Cycler(_, at), "reset") => {
@@ -159,7 +159,10 @@ fn separator(of: &str, value: Option<Value>) -> Done<Option<String>> {
         None => Ok(None),
         Some(v) => match text(of, &v)? {
             "" => Err(Fail::failed("empty separator")),
-            s => Ok(Some(s.to_string())),
+            s => {
+                charge(s.len().saturating_mul(2))?;
+                Ok(Some(s.to_string()))
+            }
         },
     }
 }
@@ -174,8 +177,12 @@ fn fill(of: &str, value: Option<Value>) -> Done<char> {
 }
 
 fn all_of<'a>(parts: impl Iterator<Item = &'a str>) -> Done<Value> {
-    let items: Vec<Value> = parts.map(Value::str).collect();
-    charge_items(items.len())?;
+    let mut items = Vec::new();
+    for part in parts {
+        // Counted as they come: there may be as many as the text has bytes.
+        charge(part.len().saturating_add(64))?;
+        items.push(Value::str(part));
+    }
     Value::list(items)
 }
 
@@ -201,6 +208,7 @@ fn on_text(interp: &mut Interp, receiver: &Value, s: &str, name: &str, args: &Ar
             };
             let is = |v: &Value| -> Done<bool> {
                 let part = text(name, v)?;
+                charge(part.len() / 4 + 16)?;
                 Ok(match name {
                     "startswith" => s.starts_with(part),
                     _ => s.ends_with(part),
@@ -220,7 +228,7 @@ fn on_text(interp: &mut Interp, receiver: &Value, s: &str, name: &str, args: &Ar
             let [what, start, end] = args.bind_unnamed(name, 1)?;
             let what = what.unwrap_or(Value::None);
             let part = text(name, &what)?;
-            charge(s.len())?;
+            charge(s.len().saturating_mul(2).saturating_add(part.len()))?;
             let found = window(name, s, &start, &end)?;
             if name == "count" {
                 return Ok(Value::Int(found.map_or(0, |(s, ..)| s.matches(part).count()) as i128));
@@ -243,15 +251,19 @@ fn on_text(interp: &mut Interp, receiver: &Value, s: &str, name: &str, args: &Ar
             let [by, most] = args.bind(name, ["sep", "maxsplit"], 0)?;
             let most = most.map(|m| int(name, &m)).transpose()?.filter(|m| *m >= 0);
             let most = most.map(|m| usize::try_from(m).unwrap_or(usize::MAX - 1));
-            charge(s.len())?;
+            charge(s.len().saturating_mul(2))?;
             match (separator(name, by)?, most, name) {
-                (None, most, "split") => all_of(texts::words(s, most).into_iter()),
-                (None, None, _) => all_of(texts::words(s, None).into_iter()),
-                (None, Some(most), _) => all_of(texts::words_from_end(s, most).into_iter()),
+                (None, most, "split") => all_of(texts::words(s, most)?.into_iter()),
+                (None, None, _) => all_of(texts::words(s, None)?.into_iter()),
+                (None, Some(most), _) => all_of(texts::words_from_end(s, most)?.into_iter()),
                 (Some(by), None, _) => all_of(s.split(&*by)),
                 (Some(by), Some(most), "split") => all_of(s.splitn(most.saturating_add(1), &*by)),
                 (Some(by), Some(most), _) => {
-                    let mut parts: Vec<&str> = s.rsplitn(most.saturating_add(1), &*by).collect();
+                    let mut parts = Vec::new();
+                    for part in s.rsplitn(most.saturating_add(1), &*by) {
+                        charge(32)?;
+                        parts.push(part);
+                    }
                     parts.reverse();
                     all_of(parts.into_iter())
                 }
@@ -259,8 +271,8 @@ fn on_text(interp: &mut Interp, receiver: &Value, s: &str, name: &str, args: &Ar
         }
         "splitlines" => {
             let [keep] = args.bind(name, ["keepends"], 0)?;
-            charge(s.len())?;
-            all_of(texts::lines(s, flag(&keep)).into_iter())
+            charge(s.len().saturating_mul(2))?;
+            all_of(texts::lines(s, flag(&keep))?.into_iter())
         }
         "partition" | "rpartition" => {
             let [by] = args.bind_unnamed(name, 1)?;
@@ -301,6 +313,7 @@ fn on_text(interp: &mut Interp, receiver: &Value, s: &str, name: &str, args: &Ar
             };
             let mut named = Args::default();
             for (key, value) in dict.iter() {
+                charge(64)?;
                 if let Value::Str(key) = key {
                     named.named.push((key.clone(), value.clone()));
                 }
@@ -339,6 +352,7 @@ fn on_text(interp: &mut Interp, receiver: &Value, s: &str, name: &str, args: &Ar
         "expandtabs" => {
             let [size] = args.bind(name, ["tabsize"], 0)?;
             let size = size.map_or(Ok(8), |v| count(name, &v))?;
+            charge(s.len().saturating_mul(4))?;
             let mut out = String::new();
             let mut column = 0;
             for c in s.chars() {

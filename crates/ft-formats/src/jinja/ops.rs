@@ -19,8 +19,16 @@ fn too_big<T>() -> Done<T> {
 }
 
 pub(super) fn escape(text: &str) -> Done<String> {
-    charge_text(text.len())?;
-    let mut out = String::with_capacity(text.len());
+    charge(text.len())?;
+    // All that is escaped is of one byte.
+    let more = |b: u8| match b {
+        b'<' | b'>' => 3,
+        b'&' | b'\'' | b'"' => 4,
+        _ => 0,
+    };
+    let length = text.len() + text.bytes().map(more).sum::<usize>();
+    charge_text(length)?;
+    let mut out = String::with_capacity(length);
     for c in text.chars() {
         match c {
             '&' => out.push_str("&amp;"),
@@ -31,7 +39,6 @@ pub(super) fn escape(text: &str) -> Done<String> {
             c => out.push(c),
         }
     }
-    charge_text(out.len())?;
     Ok(out)
 }
 
@@ -355,7 +362,7 @@ pub(super) fn contains(inside: &Value, item: &Value) -> Done<bool> {
     match inside {
         Value::Str(text) | Value::Markup(text) => match item.as_str() {
             Some(part) => {
-                charge(text.len() / 4)?;
+                charge(text.len().saturating_add(part.len()))?;
                 Ok(text.contains(part))
             }
             None => Err(Fail::failed(format!(

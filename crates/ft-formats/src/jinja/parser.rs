@@ -1,7 +1,7 @@
 //! Tokens to statements. Expressions are in `parse_expr`.
 
 use super::ast::{Body, Expr, ExprKind, For, Macro, Name, Stmt, StmtKind, Target};
-use super::fail::{Done, Fail};
+use super::fail::{Done, Fail, begin, charge};
 use super::lexer::{self, Token};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,6 +20,15 @@ pub(super) struct Tree {
     pub marks_generation: bool,
 }
 
+impl Tree {
+    /// The number of a name, if the template has it.
+    pub fn word(&self, word: &str) -> Done<Option<Name>> {
+        charge(self.names.len())?;
+        let at = self.names.iter().position(|n| **n == *word);
+        Ok(at.map(|n| n as Name))
+    }
+}
+
 pub(super) struct Parser {
     tokens: Vec<(Token, u32)>,
     at: usize,
@@ -34,6 +43,7 @@ pub(super) struct Parser {
 }
 
 pub(super) fn parse(source: &str) -> Done<Tree> {
+    begin(source.len());
     let mut parser = Parser {
         tokens: lexer::tokens(source)?,
         at: 0,
@@ -52,7 +62,7 @@ pub(super) fn parse(source: &str) -> Done<Tree> {
         nodes,
         unset: Vec::new(),
     };
-    super::scopes::resolve(&mut body);
+    super::scopes::resolve(&mut body)?;
     Ok(Tree {
         body,
         names: parser.names,

@@ -1,7 +1,7 @@
 //! `'%s' % values` and the filter `format`.
 
 use super::args::Args;
-use super::fail::{Done, Fail, charge, charge_text, check_text};
+use super::fail::{Done, Fail, NODE, charge, charge_text, check_text};
 use super::format::{Spec, ascii, float_digits, int_digits};
 use super::print::quote;
 use super::text::padded;
@@ -32,7 +32,10 @@ fn shown(value: &Value, repr: bool) -> Done<String> {
 pub(super) fn percent(format: &str, args: &Value) -> Done<Value> {
     charge(format.len())?;
     let values: Vec<Value> = match args {
-        Value::Tuple(seq) | Value::Group(seq) => seq.items.clone(),
+        Value::Tuple(seq) | Value::Group(seq) => {
+            charge(seq.items.len().saturating_mul(16))?;
+            seq.items.clone()
+        }
         one => vec![one.clone()],
     };
     let mut values = values.into_iter();
@@ -127,6 +130,7 @@ pub(super) fn percent(format: &str, args: &Value) -> Done<Value> {
             }
             _ => '>',
         });
+        charge(4 * NODE)?;
         let piece = conversion(&spec, kind, &value)?;
         out.push_str(&piece);
         check_text(&out)?;

@@ -5,9 +5,13 @@
 //! `if`, it is not.)
 
 use super::ast::{Body, Expr, For, Macro, Name, Stmt, StmtKind, Target};
+use super::fail::{Done, NODE, charge};
 use super::parser::target_names;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+
+/// Work of one name in a copy of a scope.
+const COPY: usize = 150;
 
 /// The names of one scope. True: undefined until it is set.
 #[derive(Default, Clone)]
@@ -52,8 +56,9 @@ impl Scope {
         }
     }
 
-    fn nodes(&mut self, outside: Outside, nodes: &[Stmt]) {
+    fn nodes(&mut self, outside: Outside, nodes: &[Stmt]) -> Done<()> {
         for node in nodes {
+            charge(NODE)?;
             match &node.kind {
                 StmtKind::Print(e) => self.expr(outside, e),
                 StmtKind::Set(target, e) => {
@@ -64,7 +69,7 @@ impl Scope {
                     self.target(outside, target);
                     filter.iter().for_each(|e| self.expr(outside, e));
                 }
-                StmtKind::If(branches, otherwise) => self.branches(outside, branches, otherwise),
+                StmtKind::If(branches, otherwise) => self.branches(outside, branches, otherwise)?,
                 StmtKind::For(node) => self.expr(outside, &node.iter),
                 StmtKind::With(values, _) => values.iter().for_each(|(_, e)| self.expr(outside, e)),
                 StmtKind::Macro(node) => node.name.iter().for_each(|name| self.write(outside, *name)),
@@ -77,26 +82,35 @@ impl Scope {
                 | StmtKind::Refused(_) => {}
             }
         }
+        Ok(())
     }
 
-    fn branches(&mut self, outside: Outside, branches: &[(Expr, Vec<Stmt>)], otherwise: &[Stmt]) {
+    /// Accounts for copies of this scope, and for their merging.
+    fn charge_copies(&self, copies: usize) -> Done<()> {
+        charge((self.refs.len() + self.stores.len()).saturating_mul(copies * COPY))
+    }
+
+    fn branches(&mut self, outside: Outside, branches: &[(Expr, Vec<Stmt>)], otherwise: &[Stmt]) -> Done<()> {
         let Some(((test, body), rest)) = branches.split_first() else {
-            return;
+            return Ok(());
         };
         self.expr(outside, test);
+        self.charge_copies(3)?;
         let before = self.clone();
         let mut scopes = vec![before.clone(), before.clone(), before];
-        scopes[0].nodes(outside, body);
+        scopes[0].nodes(outside, body)?;
         for (test, body) in rest {
             // An `elif` is an `if` of its own.
             let inner = &mut scopes[1];
             inner.expr(outside, test);
+            inner.charge_copies(1)?;
             let mut branch = inner.clone();
-            branch.nodes(outside, body);
+            branch.nodes(outside, body)?;
             inner.merge(vec![branch]);
         }
-        scopes[2].nodes(outside, otherwise);
+        scopes[2].nodes(outside, otherwise)?;
         self.merge(scopes);
+        Ok(())
     }
 
     fn merge(&mut self, branches: Vec<Scope>) {
@@ -111,12 +125,14 @@ impl Scope {
 }
 
 /// Fills `unset` of a template and of all bodies in it.
-pub(super) fn resolve(body: &mut Body) {
-    body_of(body, &mut Vec::new(), Scope::default());
+///
+/// Errors: too much work.
+pub(super) fn resolve(body: &mut Body) -> Done<()> {
+    body_of(body, &mut Vec::new(), Scope::default())
 }
 
-fn body_of(body: &mut Body, outside: &mut Vec<Scope>, mut scope: Scope) {
-    scope.nodes(outside, &body.nodes);
+fn body_of(body: &mut Body, outside: &mut Vec<Scope>, mut scope: Scope) -> Done<()> {
+    scope.nodes(outside, &body.nodes)?;
     body.unset = scope
         .refs
         .iter()
@@ -125,25 +141,28 @@ fn body_of(body: &mut Body, outside: &mut Vec<Scope>, mut scope: Scope) {
         .collect();
     body.unset.sort_unstable();
     outside.push(scope);
-    inner(&mut body.nodes, outside);
+    inner(&mut body.nodes, outside)?;
     outside.pop();
+    Ok(())
 }
 
-fn inner(nodes: &mut [Stmt], outside: &mut Vec<Scope>) {
+fn inner(nodes: &mut [Stmt], outside: &mut Vec<Scope>) -> Done<()> {
     for node in nodes {
         match &mut node.kind {
             StmtKind::If(branches, otherwise) => {
-                branches.iter_mut().for_each(|(_, body)| inner(body, outside));
-                inner(otherwise, outside);
+                for (_, body) in branches {
+                    inner(body, outside)?;
+                }
+                inner(otherwise, outside)?;
             }
             StmtKind::SetBlock(_, _, body)
             | StmtKind::FilterBlock(_, body)
             | StmtKind::Generation(body)
-            | StmtKind::Scope(body) => body_of(body, outside, Scope::default()),
+            | StmtKind::Scope(body) => body_of(body, outside, Scope::default())?,
             StmtKind::With(values, body) => {
                 let mut scope = Scope::default();
                 parameters(&mut scope, values.iter().flat_map(|(t, _)| target_names(t)));
-                body_of(body, outside, scope);
+                body_of(body, outside, scope)?;
             }
             StmtKind::For(node) => {
                 // Only this tree holds it yet.
@@ -158,8 +177,8 @@ fn inner(nodes: &mut [Stmt], outside: &mut Vec<Scope>) {
                 };
                 let mut scope = Scope::default();
                 parameters(&mut scope, target_names(target));
-                body_of(body, outside, scope);
-                body_of(otherwise, outside, Scope::default());
+                body_of(body, outside, scope)?;
+                body_of(otherwise, outside, Scope::default())?;
             }
             StmtKind::Macro(node) | StmtKind::CallBlock(_, node) => {
                 let Some(Macro { args, body, .. }) = Arc::get_mut(node) else {
@@ -170,7 +189,7 @@ fn inner(nodes: &mut [Stmt], outside: &mut Vec<Scope>) {
                 for (_, default) in args.iter() {
                     default.iter().for_each(|e| scope.expr(outside, e));
                 }
-                body_of(body, outside, scope);
+                body_of(body, outside, scope)?;
             }
             StmtKind::Text(_)
             | StmtKind::Print(_)
@@ -180,6 +199,7 @@ fn inner(nodes: &mut [Stmt], outside: &mut Vec<Scope>) {
             | StmtKind::Refused(_) => {}
         }
     }
+    Ok(())
 }
 
 fn parameters(scope: &mut Scope, names: impl IntoIterator<Item = Name>) {

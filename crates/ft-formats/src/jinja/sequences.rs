@@ -1,7 +1,7 @@
 //! Filters on lists, dicts and iterators.
 
 use super::args::{Args, count, flag, given, int};
-use super::fail::{Done, Fail, charge_items, charge_text, check_text};
+use super::fail::{Done, Fail, NODE, charge, charge_items, charge_text, check_text};
 use super::interp::Interp;
 use super::ops::{self, sorted};
 use super::value::{Dict, Value};
@@ -34,7 +34,7 @@ pub(super) fn call(interp: &mut Interp, name: &str, value: Value, mut args: Args
             args.bind::<0>(name, [], 0)?;
             if let Some(text) = value.as_str() {
                 charge_text(text.len())?;
-                super::fail::charge(text.len().saturating_mul(8))?;
+                charge(text.len().saturating_mul(8))?;
                 return Ok(ops::same_text(&value, text.chars().rev().collect()));
             }
             let mut items = value.elements()?;
@@ -203,7 +203,7 @@ pub(super) fn call(interp: &mut Interp, name: &str, value: Value, mut args: Args
             if slices == 0 {
                 return Err(Fail::unsupported("`slice` into nothing"));
             }
-            charge_items(slices)?;
+            charge_items(slices.saturating_mul(2))?;
             let (each, extra) = (items.len() / slices, items.len() % slices);
             let mut rest = items.into_iter();
             let mut out = Vec::new();
@@ -257,6 +257,8 @@ pub(super) fn call(interp: &mut Interp, name: &str, value: Value, mut args: Args
             } else {
                 let filter = filter_name(&mut args, "map requires a filter argument")?;
                 for item in value.elements_ahead()? {
+                    // Each call has its own copy.
+                    charge((args.positional.len() + args.named.len()).saturating_mul(32))?;
                     out.push(interp.filter(&filter, item, args.clone())?);
                 }
             }
@@ -364,8 +366,10 @@ fn attribute_of(interp: &Interp, item: Value, attribute: &Value, default: Option
     let Some(path) = attribute.as_str() else {
         return step(item, attribute);
     };
+    charge(path.len())?;
     let mut item = item;
     for part in path.split('.') {
+        charge(2 * NODE)?;
         let key = match part.parse::<u32>() {
             Ok(n) if part.bytes().all(|b| b.is_ascii_digit()) => Value::Int(n.into()),
             _ => Value::str(part),

@@ -4,6 +4,9 @@ use super::fail::{Done, Fail, charge, charge_text};
 use super::unicode::{is_alpha, is_line_end, is_space};
 use std::collections::HashSet;
 
+/// Work of one piece of a text that is split.
+const PIECE: usize = 32;
+
 /// `str.islower`: some letter has case, and none is upper or title case.
 pub(super) fn is_lower(text: &str) -> bool {
     text.chars().any(char::is_lowercase) && !text.chars().any(|c| c.is_uppercase() || is_title(c))
@@ -169,7 +172,7 @@ pub(super) fn stripped<'a>(text: &'a str, chars: Option<&str>, start: bool, end:
 }
 
 /// `str.splitlines`.
-pub(super) fn lines(text: &str, keep_ends: bool) -> Vec<&str> {
+pub(super) fn lines(text: &str, keep_ends: bool) -> Done<Vec<&str>> {
     let mut out = Vec::new();
     let mut rest = text;
     while !rest.is_empty() {
@@ -178,30 +181,32 @@ pub(super) fn lines(text: &str, keep_ends: bool) -> Vec<&str> {
         if rest[end..].starts_with("\r\n") {
             next = end + 2;
         }
+        charge(PIECE)?;
         out.push(&rest[..if keep_ends { next } else { end }]);
         rest = &rest[next..];
     }
-    out
+    Ok(out)
 }
 
 /// `str.split` without a separator.
-pub(super) fn words(text: &str, most: Option<usize>) -> Vec<&str> {
+pub(super) fn words(text: &str, most: Option<usize>) -> Done<Vec<&str>> {
     let mut out = Vec::new();
     let mut rest = text.trim_start_matches(is_space);
     while !rest.is_empty() {
         if most.is_some_and(|most| out.len() == most) {
             out.push(rest);
-            return out;
+            return Ok(out);
         }
         let end = rest.find(is_space).unwrap_or(rest.len());
+        charge(PIECE)?;
         out.push(&rest[..end]);
         rest = rest[end..].trim_start_matches(is_space);
     }
-    out
+    Ok(out)
 }
 
 /// `str.rsplit` without a separator.
-pub(super) fn words_from_end(text: &str, most: usize) -> Vec<&str> {
+pub(super) fn words_from_end(text: &str, most: usize) -> Done<Vec<&str>> {
     let mut out = Vec::new();
     let mut rest = text.trim_end_matches(is_space);
     while !rest.is_empty() {
@@ -214,16 +219,17 @@ pub(super) fn words_from_end(text: &str, most: usize) -> Vec<&str> {
             .rev()
             .find(|(_, c)| is_space(*c))
             .map_or(0, |(i, c)| i + c.len_utf8());
+        charge(PIECE)?;
         out.push(&rest[start..]);
         rest = rest[..start].trim_end_matches(is_space);
     }
     out.reverse();
-    out
+    Ok(out)
 }
 
 /// `str.replace` with a count, accounted for before it is made.
 pub(super) fn replaced(text: &str, old: &str, new: &str, count: Option<usize>) -> Done<String> {
-    charge(text.len())?;
+    charge(text.len().saturating_mul(2).saturating_add(old.len()))?;
     let most = count.unwrap_or(usize::MAX);
     if old.is_empty() {
         // Between all characters.

@@ -66,6 +66,8 @@ pub(super) struct Range {
 
 pub(super) struct Iter {
     items: RefCell<VecDeque<Value>>,
+    /// Of what it held when it was made, and one more.
+    depth: u32,
     pub kind: &'static str,
     /// A lazy filter has read it ahead of time: what is left in it under jinja2 is not known.
     read_ahead: Cell<bool>,
@@ -80,7 +82,7 @@ pub(super) enum Object {
     Loop(Box<RefCell<Loop>>),
     Method(Value, &'static str),
     Function(&'static str),
-    Cycler(Vec<Value>, Cell<usize>),
+    Cycler(Rc<Seq>, Cell<usize>),
     Joiner(Arc<str>, Cell<bool>),
 }
 
@@ -171,7 +173,8 @@ impl Dict {
     }
 
     pub fn insert(&mut self, key: Value, value: Value) -> Done<()> {
-        charge_items(2)?;
+        // An entry, its hash and its place.
+        charge_items(4)?;
         self.depth = self.depth.max(deeper([&key, &value].into_iter())?);
         match self.find(&key)? {
             Some(at) => self.entries[at].1 = value,
@@ -191,6 +194,7 @@ impl Dict {
     }
 
     fn find(&self, key: &Value) -> Done<Option<usize>> {
+        charge(32)?;
         let hash = hash_of(key)?;
         let same = |at: usize| key.equals(&self.entries[at].0);
         if self.index.is_empty() {
@@ -201,6 +205,7 @@ impl Dict {
             }
             return Ok(None);
         }
+        charge(64)?;
         for at in self.index.get(&hash).into_iter().flatten() {
             charge(8)?;
             if same(*at)? {
@@ -291,9 +296,10 @@ impl Value {
     pub fn iter_of(items: Vec<Value>, kind: &'static str) -> Done<Self> {
         charge_items(items.len())?;
         // An iterator counts as one level; what it gives is checked where it is kept.
-        deeper(items.iter())?;
+        let depth = deeper(items.iter())?;
         Ok(Self::Iter(Rc::new(Iter {
             items: RefCell::new(items.into()),
+            depth,
             kind,
             read_ahead: Cell::new(false),
         })))
@@ -339,11 +345,10 @@ impl Value {
         match self {
             Self::List(s) | Self::Tuple(s) | Self::Group(s) => s.depth,
             Self::Dict(d) | Self::View(_, d) => d.depth,
-            // What is inside was bounded when it was made; nesting iterators in iterators is not worth more.
-            Self::Iter(i) => 1 + i.items.borrow().iter().map(Self::depth).max().unwrap_or(0),
+            Self::Iter(i) => i.depth,
             Self::Object(o) => match &**o {
                 Object::Method(receiver, _) => 1 + receiver.depth(),
-                Object::Cycler(items, _) => 1 + items.iter().map(Self::depth).max().unwrap_or(0),
+                Object::Cycler(items, _) => items.depth,
                 // It must not be kept in a value that it could then hold.
                 Object::Loop(_) => DEPTH,
                 _ => 1,

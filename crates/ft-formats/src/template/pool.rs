@@ -79,14 +79,8 @@ pub(super) fn answers(template: &ChatTemplate, jobs: &[Job]) -> Option<Result<Ve
     );
     let mut renderer = match renderer {
         Ok(renderer) => renderer,
-        // Its limits of work, text and nesting hold here too; those of the process do not.
-        Err(_) if template.is_users => return None,
-        Err(e) => {
-            return Some(Err(e.hint(
-                "chat templates of models run in a process of their own; set `data.chat_template` to a file that you trust \
-                 to do without",
-            )));
-        }
+        // The limits of work, text and nesting hold in this process too; those of the other do not.
+        Err(e) => return template.without_process(e),
     };
     let mut out = Vec::with_capacity(jobs.len());
     // Neighbours with the same program go in one request.

@@ -92,7 +92,10 @@ fn the_same_run_from_memory_does_not_fit_under_the_cap() {
         assert!(text.contains(part), "`{part}` is not in {text}");
     }
     // A budget says that there is more than that: the cap holds all the same.
-    let ran = run("train.output_dir=stopped", &[&EXACT[..], &["memory.budget=1GiB"]].concat());
+    let ran = run(
+        "train.output_dir=stopped",
+        &[&EXACT[..], &["memory.budget=1GiB"]].concat(),
+    );
     let text = said(&ran);
     assert!(!ran.status.success());
     assert!(text.contains("memory allocation of"), "{text}");
@@ -103,7 +106,11 @@ fn the_same_run_from_memory_does_not_fit_under_the_cap() {
 #[test]
 fn with_the_storage_left_open_a_run_from_memory_fits_as_codes() {
     let bench = wide();
-    let more = ["memory.tier=device", "memory.activations=recompute", "train.output_dir=codes"];
+    let more = [
+        "memory.tier=device",
+        "memory.activations=recompute",
+        "train.output_dir=codes",
+    ];
     let ran = capped(&bench, CAP, &[&STEPS[..], &more].concat());
     assert!(ran.status.success(), "{}", said(&ran));
     let plan = std::fs::read_to_string(bench.path("codes/plan.json")).unwrap();

@@ -27,6 +27,7 @@ pub use time::{seconds, seconds_of};
 
 use crate::engine::{Active, Gradients};
 use crate::model::{Adapters, Spec};
+use crate::ops::paged;
 use crate::optim::Optimizer;
 use crate::peft::start::cost;
 use crate::recipe::{LoraInit, Method, Recipe, RolloutWeights};
@@ -60,6 +61,9 @@ impl Place {
 
 /// Code pages loaded at first use (1.6 to 1.9 MiB in the steps of `tests/memory`), stacks, small heap blocks.
 pub const CODE: u64 = 3 << 20;
+
+/// Tokens of prompts that are read together (as in `generate`).
+const PROMPT_TOKENS: usize = 1024;
 
 /// An evaluation: forward passes over batches, or answers that are written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -162,9 +166,12 @@ pub fn costs(adapters: &Adapters) -> Costs {
 }
 
 impl Inputs {
-    /// What fresh adapters need to start: covariances of a layer, decompositions.
-    fn start_bytes(&self, recipe: &Recipe, spec: &Spec) -> u64 {
+    /// What fresh adapters need to start: covariances of a layer, decompositions, passes over the rows that are looked at.
+    fn start_bytes(&self, recipe: &Recipe, model: &Model) -> u64 {
         let lora = &recipe.tune.lora;
+        if recipe.tune.method != Method::Lora || !cost::decomposes(lora) {
+            return 0;
+        }
         let (samples, own) = match lora.init_lora_weights {
             LoraInit::Corda => (lora.corda.samples, lora.corda.data.is_empty()),
             _ => (lora.init_samples, true),
@@ -173,14 +180,56 @@ impl Inputs {
         if own && self.data_bytes > 0 {
             tokens = tokens.min(self.data_bytes / 5);
         }
-        cost::bytes(lora, spec.hidden, tokens, &self.adapters)
+        let bytes = cost::bytes(lora, model.spec.hidden, tokens, &self.adapters);
+        let mut pass = self.clone();
+        (pass.keep_layers, pass.micro_batches, pass.parked) = (0, 1, false);
+        (pass.gradients, pass.teacher) = (Gradients::NormFirst, None);
+        pass.tokens = tokens as usize;
+        match lora.init_lora_weights {
+            // One forward and backward pass over all rows, with the gradients of the weights themselves.
+            LoraInit::LoraGa => {
+                let weights = self.adapters.keys().map(|module| format!("{module}.weight"));
+                let mut l = Ledger::new(false);
+                step::walk(&mut l, model, recipe, &pass, &Active::new(weights));
+                bytes + l.peak
+            }
+            LoraInit::Corda | LoraInit::Eva => {
+                // A layer before its covariances are decomposed.
+                pass.tokens = pass.tokens.min(cost::TOKENS.max(self.longest));
+                bytes.max(4 * tokens * model.spec.hidden as u64 + teacher::layer_work(model, &pass))
+            }
+            _ => bytes,
+        }
     }
 
-    /// Keys and values of one answer of so many tokens, prompt included, and logits of one token, twice. On a GPU those of a
-    /// layer are put together for its attention.
+    /// Keys and values of one answer of so many tokens, prompt included, and logits of one token, twice. On a CPU they lie
+    /// in whole pages. On a GPU those of a layer are put together for its attention.
     fn answer(&self, spec: &Spec, tokens: usize) -> u64 {
-        let layer = self.element * (2 * tokens * spec.kv_width()) as u64;
-        layer * (spec.layers.len() + self.on_gpu as usize) as u64 + 8 * spec.vocab as u64
+        let layers = spec.layers.len() as u64;
+        let cache = match self.on_gpu {
+            true => (layers + 1) * self.element * (2 * tokens * spec.kv_width()) as u64,
+            false => {
+                let form = paged::Form {
+                    stored: paged::Stored::F32,
+                    kv_heads: spec.kv_heads,
+                    head_dim: spec.head_dim,
+                };
+                layers * tokens.div_ceil(paged::PAGE) as u64 * form.page_bytes()
+            }
+        };
+        cache + 8 * spec.vocab as u64
+    }
+
+    /// So many answers that are written together, of so many tokens each: what is cached of them, and the layers' work while
+    /// prompts are read.
+    fn answers(&self, model: &Model, answers: usize, tokens: usize) -> u64 {
+        if answers == 0 {
+            return 0;
+        }
+        let mut own = self.clone();
+        own.tokens = (answers * tokens).min(PROMPT_TOKENS);
+        (own.longest, own.parked) = (tokens, false);
+        answers as u64 * self.answer(model.spec, tokens) + teacher::layer_work(model, &own)
     }
 }
 
@@ -270,6 +319,11 @@ fn of_turn(
         held.push(ledger.hold(Kind::Teacher, teacher.weights()));
         held.push(ledger.hold(Kind::OnHost, teacher.on_host(inputs.on_gpu)));
     }
+    if let Some(teacher) = &inputs.teacher {
+        let moments = Optimizer::state_bytes(&recipe.optimizer, &teacher.projection(spec));
+        held.push(ledger.hold(Kind::Adapters, teacher.projections(spec)));
+        held.push(ledger.hold(Kind::Optimizer, teacher.states as u64 * moments));
+    }
     held.extend([
         ledger.hold(Kind::Adapters, (model.adapter_elements() + fixed) * 4),
         ledger.hold(Kind::OnHost, on_host),
@@ -277,7 +331,8 @@ fn of_turn(
     ]);
     if let Some(teacher) = &inputs.teacher {
         ledger.moment("the answers of the student");
-        ledger.touch(Kind::Activations, teacher.answers(spec, inputs));
+        let answers = inputs.answers(model, teacher.answers, inputs.longest);
+        ledger.touch(Kind::Activations, answers);
     }
     let judges = inputs.judges.iter().map(Judge::weights).sum();
     held.push(ledger.hold(Kind::Judges, judges));
@@ -285,7 +340,10 @@ fn of_turn(
         held.push(rollout(&mut ledger, model, recipe, inputs));
     }
     ledger.moment("start of the adapters");
-    ledger.touch(Kind::Scratch, inputs.start_bytes(recipe, spec));
+    if recipe.tune.method == Method::Lora && cost::decomposes(&recipe.tune.lora) {
+        held.push(ledger.hold(Kind::Scratch, inputs.threads as u64 * cost::PACKED));
+    }
+    ledger.touch(Kind::Scratch, inputs.start_bytes(recipe, model));
     held.push(ledger.hold(Kind::Copies, weights::copies(model, inputs, active)));
     step::walk(&mut ledger, model, recipe, inputs, active);
     step::evaluate(&mut ledger, model, recipe, inputs);
@@ -315,8 +373,8 @@ fn rollout(ledger: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs)
     let held = ledger.hold(Kind::Rollout, codes);
     ledger.moment("rollout");
     // Keys and values of every token of every answer.
-    let answer = inputs.answer(model.spec, inputs.longest);
-    ledger.touch(Kind::Rollout, inputs.rollout as u64 * answer);
+    let answers = inputs.answers(model, inputs.rollout, inputs.longest);
+    ledger.touch(Kind::Rollout, answers);
     let answered = inputs.rollout.max(inputs.evaluation.answers);
     let work = inputs
         .judges

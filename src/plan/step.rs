@@ -134,6 +134,10 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
             Kind::Teacher,
             inputs.teacher.as_ref().map_or(0, |t| t.forward(inputs).0),
         ),
+        l.hold(
+            Kind::Gradients,
+            inputs.teacher.as_ref().map_or(0, |t| t.projections(spec)),
+        ),
     ];
     // The second micro-batch finds the sums of the first; those after it are like the second.
     for micro in 0..inputs.micro_batches.min(2) {
@@ -158,14 +162,16 @@ pub(super) fn evaluate(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &
     l.during("an evaluation, ");
     if evaluation.answers > 0 {
         l.moment("its answers");
-        let answer = inputs.answer(model.spec, evaluation.answer);
-        l.touch(Kind::Rollout, evaluation.answers as u64 * answer);
+        let answers = inputs.answers(model, evaluation.answers, evaluation.answer);
+        l.touch(Kind::Rollout, answers);
     }
     // With fewer tokens than a step has it needs less in every part.
     if evaluation.tokens > inputs.tokens || evaluation.longest > inputs.longest {
         let mut own = inputs.clone();
         (own.tokens, own.longest, own.documents) = (evaluation.tokens, evaluation.longest, 1);
         (own.keep_layers, own.micro_batches, own.parked) = (0, 1, false);
+        // The student alone is measured.
+        own.teacher = None;
         walk(l, model, recipe, &own, &Active::new([]));
     }
     l.during("");

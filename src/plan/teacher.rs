@@ -19,7 +19,7 @@ pub struct Teacher {
     pub place: Place,
     /// Unquantized weights are bf16.
     pub bf16: bool,
-    /// Hidden states of inner layers that are kept.
+    /// Hidden states of inner layers that are kept and compared.
     pub states: usize,
     /// Rows that the student answers together; 0: none.
     pub answers: usize,
@@ -60,9 +60,15 @@ impl Teacher {
         }
     }
 
-    /// Keys, values and logits while the student `spec` writes its answers, before the step.
-    pub(super) fn answers(&self, spec: &Spec, inputs: &Inputs) -> u64 {
-        self.answers as u64 * inputs.answer(spec, inputs.longest)
+    /// The shape of what makes a hidden state of the student comparable with one of the teacher.
+    pub(super) fn projection(&self, student: &Spec) -> [usize; 2] {
+        [self.spec.hidden, student.hidden]
+    }
+
+    /// Bytes of all of these; their gradients take as many.
+    pub(super) fn projections(&self, student: &Spec) -> u64 {
+        let [outputs, inputs] = self.projection(student);
+        4 * (self.states * outputs * inputs) as u64
     }
 
     /// The forward pass and what stays of it until the next batch: bytes that are held, and the most beside them. The
@@ -116,7 +122,7 @@ impl Judge {
 }
 
 /// The most that a forward pass takes which keeps nothing: the input of a layer and its work.
-fn layer_work(model: &Model, inputs: &Inputs) -> u64 {
+pub(super) fn layer_work(model: &Model, inputs: &Inputs) -> u64 {
     let (nothing, mut ledger) = (Active::new([]), Ledger::new(false));
     let x = ledger.hold(Kind::Layer, inputs.element * (inputs.tokens * model.spec.hidden) as u64);
     // A layer leaves nothing behind: one of each kind is enough.

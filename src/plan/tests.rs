@@ -341,18 +341,28 @@ fn a_reference_and_a_rollout_have_lines_of_their_own() {
     let recipe = recipe("[tune]\nmethod = \"full\"\n");
     let plain = inputs(all(), Gradients::Keep);
     let without = forecast(&spec(), &recipe, &plain);
-    let with = Inputs {
-        reference: true,
-        rollout: 1 << 20,
-        ..plain
+    let rollout = |rollout| {
+        let inputs = Inputs {
+            reference: true,
+            rollout,
+            longest: 500,
+            ..plain.clone()
+        };
+        forecast(&spec(), &recipe, &inputs)
     };
-    let with = forecast(&spec(), &recipe, &with);
+    let with = rollout(1 << 20);
     let line = |plan: &Plan, key: &str| plan.lines.iter().find(|l| l.key == key).map(|l| l.bytes);
     assert_eq!((line(&without, "reference"), line(&without, "rollout")), (None, None));
     assert_eq!(line(&with, "reference"), Some(2 * with.parameters));
-    let token = 2 * spec().layers.len() * spec().kv_width() * 4;
+    // 500 tokens lie in eight pages of 64; a value of a head is stored in steps of 32 numbers.
+    let head = spec().head_dim + spec().head_dim.next_multiple_of(32);
+    let token = spec().layers.len() * spec().kv_heads * head * 4;
     let answer = (512 * token + 8 * spec().vocab) as u64;
-    assert_eq!(line(&with, "rollout"), Some(answer << 20));
+    let bytes = |plan: &Plan| line(plan, "rollout").unwrap();
+    assert_eq!(bytes(&with) - bytes(&rollout((1 << 20) - 1)), answer);
+    // And the work of a layer while prompts are read, 1024 tokens at a time: gate and up at least.
+    let work = bytes(&with) - (answer << 20);
+    assert!((1024 * 4 * 2 * 256..1024 * 4 * 5 * 256).contains(&work), "{work}");
     assert_eq!(with.peak_moment, "rollout");
 }
 

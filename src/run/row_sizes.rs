@@ -24,11 +24,16 @@ pub struct Sizes {
 /// Rows that an evaluation answers per batch (`samples`, `stage::reinforce`).
 const ANSWERED: usize = 64;
 
+/// The model may answer with as many tokens as the right answer has bytes (`samples`): about so many for each of its tokens.
+const BYTES: usize = 4;
+
 /// The lengths of the rows of a run.
 pub struct RowSizes {
     lengths: Vec<usize>,
     /// Lengths of the held-out rows.
     eval: Vec<usize>,
+    /// The longest of these with an answer of the model.
+    answered: usize,
     /// Whether rows may be shuffled; grouped ones are not.
     shuffle: bool,
     /// Cache of results: the planner asks again for each strategy.
@@ -48,11 +53,17 @@ impl RowSizes {
             false => row.ids.len(),
         };
         let eval = eval.map_or(&[][..], |e| &e.examples);
+        let answered = |row: &Example| {
+            let trained = row.trained.iter().filter(|t| **t).count();
+            row.ids.len() + (BYTES - 1) * trained
+        };
+        let answered = eval.iter().map(answered).max().unwrap_or(0);
         let mut eval: Vec<usize> = eval.iter().map(|e| e.ids.len()).collect();
         eval.sort_unstable_by(|a, b| b.cmp(a));
         Self {
             lengths: stream.examples().iter().map(length).collect(),
             eval,
+            answered,
             shuffle: stream.spec().shuffle,
             found: RefCell::default(),
         }
@@ -87,7 +98,11 @@ impl RowSizes {
             tokens: if reinforces { 0 } else { tokens },
             longest: if reinforces { 0 } else { longest },
             answers: answers.max(prompts.len().min(ANSWERED)),
-            answer: if answers > 0 { longest.max(prompt) } else { prompt },
+            answer: match answers {
+                0 => prompt,
+                _ if reinforces => longest.max(prompt),
+                _ => self.answered.max(prompt),
+            },
         }
     }
 
@@ -212,6 +227,11 @@ mod tests {
         );
         let (rows, mut recipe) = sizes(text, &[10, 10], &[30; 2]);
         assert_eq!(rows.evaluation(&recipe).tokens, 60);
+        // Half of each row is its answer.
+        recipe.train.predict_with_generate = true;
+        let answered = rows.evaluation(&recipe);
+        assert_eq!((answered.answers, answered.answer), (2, 30 + (BYTES - 1) * 15));
+        recipe.train.predict_with_generate = false;
         recipe.train.sample_prompts = vec!["12345678".into(); 100];
         let evaluation = rows.evaluation(&recipe);
         assert_eq!((evaluation.answers, evaluation.answer), (ANSWERED, 8 + SAMPLE_TOKENS));

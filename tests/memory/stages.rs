@@ -9,6 +9,7 @@ use ft::base::heap;
 use ft::formats::Config;
 use ft::model::families;
 use ft::recipe::{self, Dtype};
+use ft::run::teacher_cache::cache;
 use ft::run::train::{Options, train};
 use ft::source::disk;
 use serde_json::{Value, json};
@@ -21,6 +22,7 @@ const CASE: &str = "FT_TEST_STAGE_CASE";
 const RESULT: &str = "measured: ";
 
 const LORA: &str = "[tune]\nmethod = \"lora\"\n[tune.lora]\nr = 16\n";
+const BLOCK: &str = "[tune]\nmethod = \"block\"\nblock.switch_every = 1\n";
 const FULL: &str = "[tune]\nmethod = \"full\"\n";
 
 struct Case {
@@ -54,7 +56,7 @@ const ROWS: &str = "train.jsonl";
 const FEW: &str = "few.jsonl";
 const JUDGED: &str = "judged.jsonl";
 
-const CASES: [Case; 2] = [
+const CASES: [Case; 25] = [
     // Two packed rows: the micro-batch takes them again and again.
     case(
         "packed rows of a small file",
@@ -67,13 +69,9 @@ const CASES: [Case; 2] = [
         "a run of three blocks",
         "sft",
         ROWS,
-        "[tune]\nmethod = \"block\"\nblock.switch_every = 1\n",
+        BLOCK,
         &["train.batch_size=16", "train.max_steps=3", "model.dtype=bf16"],
     ),
-];
-
-/// Every other stage and start: minutes, and not yet compared on any machine.
-const MORE: [Case; 21] = [
     case(
         "an evaluation larger than a step",
         "sft",
@@ -86,9 +84,23 @@ const MORE: [Case; 21] = [
             "data.packing=false",
         ],
     ),
+    case(
+        "answers in an evaluation",
+        "sft",
+        ROWS,
+        LORA,
+        &[
+            "train.batch_size=2",
+            "data.eval_fraction=0.4",
+            "train.predict_with_generate=true",
+            "data.packing=false",
+        ],
+    ),
     case("dpo", "dpo", PAIRS, LORA, &["train.batch_size=24"]),
-    case("reward", "reward", PAIRS, FULL, &["train.batch_size=24"]),
+    case("orpo", "orpo", PAIRS, LORA, &["train.batch_size=24"]),
+    case("simpo", "simpo", PAIRS, FULL, &["train.batch_size=24"]),
     case("kto", "kto", JUDGED, LORA, &["train.batch_size=24"]),
+    case("reward", "reward", PAIRS, FULL, &["train.batch_size=24"]),
     case(
         "grpo",
         "grpo",
@@ -101,6 +113,48 @@ const MORE: [Case; 21] = [
             "rlhf.max_completion_length=24",
             "rlhf.grpo.beta=0.1",
             "rlhf.temperature=2",
+        ],
+    ),
+    case(
+        "grpo, int8 rollout",
+        "grpo",
+        SUMS,
+        LORA,
+        &[
+            "train.batch_size=64",
+            "rlhf.rewards=exact",
+            "rlhf.num_generations=8",
+            "rlhf.max_completion_length=24",
+            "rlhf.rollout_weights=int8",
+            "rlhf.temperature=2",
+        ],
+    ),
+    case(
+        "grpo, a rollout larger than a step",
+        "grpo",
+        SUMS,
+        LORA,
+        &[
+            "train.batch_size=8",
+            "train.gradient_accumulation_steps=8",
+            "rlhf.rewards=exact",
+            "rlhf.num_generations=8",
+            "rlhf.max_completion_length=24",
+            "rlhf.temperature=2",
+        ],
+    ),
+    case(
+        "evaluation of grpo",
+        "grpo",
+        SUMS,
+        LORA,
+        &[
+            "train.batch_size=8",
+            "train.gradient_accumulation_steps=1",
+            "data.eval_fraction=0.2",
+            "rlhf.rewards=exact",
+            "rlhf.num_generations=8",
+            "rlhf.max_completion_length=24",
         ],
     ),
     case(
@@ -118,53 +172,6 @@ const MORE: [Case; 21] = [
         ],
     ),
     case(
-        "distillation",
-        "distill",
-        ROWS,
-        FULL,
-        &[
-            "train.batch_size=24",
-            "distill.teacher=model",
-            "distill.lmbda=0.5",
-            "distill.max_new_tokens=24",
-            "data.packing=false",
-        ],
-    ),
-    case(
-        "CorDA",
-        "sft",
-        ROWS,
-        LORA,
-        &[
-            "train.batch_size=8",
-            "tune.lora.init_lora_weights=corda",
-            "tune.lora.corda.samples=64",
-        ],
-    ),
-    case(
-        "PiSSA",
-        "sft",
-        ROWS,
-        LORA,
-        &["train.batch_size=8", "tune.lora.init_lora_weights=pissa"],
-    ),
-    case("orpo", "orpo", PAIRS, LORA, &["train.batch_size=24"]),
-    case("simpo", "simpo", PAIRS, FULL, &["train.batch_size=24"]),
-    case(
-        "grpo, int8 rollout",
-        "grpo",
-        SUMS,
-        LORA,
-        &[
-            "train.batch_size=64",
-            "rlhf.rewards=exact",
-            "rlhf.num_generations=8",
-            "rlhf.max_completion_length=24",
-            "rlhf.rollout_weights=int8",
-            "rlhf.temperature=2",
-        ],
-    ),
-    case(
         "ppo, full",
         "ppo",
         SUMS,
@@ -175,6 +182,19 @@ const MORE: [Case; 21] = [
             "rlhf.max_completion_length=24",
             "rlhf.ppo.kl_coef=0.3",
             "rlhf.temperature=2",
+        ],
+    ),
+    case(
+        "distillation",
+        "distill",
+        ROWS,
+        FULL,
+        &[
+            "train.batch_size=24",
+            "distill.teacher=model",
+            "distill.lmbda=0.5",
+            "distill.max_new_tokens=24",
+            "data.packing=false",
         ],
     ),
     case(
@@ -202,60 +222,95 @@ const MORE: [Case; 21] = [
         ],
     ),
     case(
-        "OLoRA",
+        "distillation from a cache",
+        "distill",
+        ROWS,
+        LORA,
+        &[
+            "train.batch_size=24",
+            "distill.teacher_cache=cache",
+            "data.packing=false",
+        ],
+    ),
+    // Steps of one row: what a start needs is more than a step does.
+    case(
+        "no start",
         "sft",
         ROWS,
         LORA,
-        &["train.batch_size=8", "tune.lora.init_lora_weights=olora"],
+        &["train.batch_size=1", "data.packing=false"],
+    ),
+    case(
+        "CorDA",
+        "sft",
+        ROWS,
+        LORA,
+        &[
+            "train.batch_size=1",
+            "data.packing=false",
+            "tune.lora.init_lora_weights=corda",
+            "tune.lora.corda.samples=64",
+        ],
     ),
     case(
         "EVA",
         "sft",
         ROWS,
         LORA,
-        &["train.batch_size=8", "tune.lora.init_lora_weights=eva"],
+        &[
+            "train.batch_size=1",
+            "data.packing=false",
+            "tune.lora.init_lora_weights=eva",
+        ],
     ),
     case(
-        "LoRA-GA",
+        "PiSSA",
         "sft",
         ROWS,
         LORA,
-        &["train.batch_size=8", "tune.lora.init_lora_weights=lora_ga"],
+        &[
+            "train.batch_size=1",
+            "data.packing=false",
+            "tune.lora.init_lora_weights=pissa",
+        ],
+    ),
+    case(
+        "OLoRA",
+        "sft",
+        ROWS,
+        LORA,
+        &[
+            "train.batch_size=1",
+            "data.packing=false",
+            "tune.lora.init_lora_weights=olora",
+        ],
     ),
     case(
         "LoftQ",
         "sft",
         ROWS,
         LORA,
-        &["train.batch_size=8", "tune.lora.init_lora_weights=loftq"],
-    ),
-    case(
-        "answers in an evaluation",
-        "sft",
-        ROWS,
-        LORA,
         &[
-            "train.batch_size=2",
-            "data.eval_fraction=0.1",
-            "train.predict_with_generate=true",
+            "train.batch_size=1",
             "data.packing=false",
-        ],
-    ),
-    case(
-        "evaluation of grpo",
-        "grpo",
-        SUMS,
-        LORA,
-        &[
-            "train.batch_size=8",
-            "train.gradient_accumulation_steps=1",
-            "data.eval_fraction=0.2",
-            "rlhf.rewards=exact",
-            "rlhf.num_generations=8",
-            "rlhf.max_completion_length=24",
+            "tune.lora.init_lora_weights=loftq",
+            "memory.frozen_weights=nf4",
         ],
     ),
 ];
+
+/// Measured 10.6 % too high when a gradient was counted twice; not measured since.
+const OPEN: [Case; 1] = [case(
+    "LoRA-GA",
+    "sft",
+    ROWS,
+    LORA,
+    &[
+        "train.batch_size=1",
+        "data.packing=false",
+        "tune.lora.init_lora_weights=lora_ga",
+    ],
+)];
 
 /// A model wide enough that the program itself is not what is measured; the tokenizer of the tiny one.
 fn model(dir: &Path) {
@@ -310,10 +365,8 @@ fn rows(case: &Case, dir: &Path) -> String {
     file.display().to_string()
 }
 
-/// A whole run, in a process of its own.
-fn measure(case: &Case, dir: &Path) -> Value {
-    heap::keep_freed();
-    std::env::set_current_dir(dir).unwrap();
+/// The recipe of a case, with other settings if there are.
+fn recipe_of(case: &Case, dir: &Path, settings: &[&str]) -> recipe::Loaded {
     let text = format!(
         "[model]\npath = \"model\"\ndtype = \"f32\"\n[data]\ntrain = \"{}\"\nmax_length = 256\n{}\
          [optimizer]\nlearning_rate = 1e-5\n[train]\nstage = \"{}\"\nmax_steps = 2\ngradient_accumulation_steps = 1\n\
@@ -322,8 +375,15 @@ fn measure(case: &Case, dir: &Path) -> Value {
         case.tables,
         case.stage
     );
-    let settings: Vec<String> = case.settings.iter().map(|s| s.to_string()).collect();
-    let loaded = recipe::parse(&text, "r.toml", &settings).unwrap();
+    let settings: Vec<String> = settings.iter().map(|s| s.to_string()).collect();
+    recipe::parse(&text, "r.toml", &settings).unwrap()
+}
+
+/// A whole run, in a process of its own.
+fn measure(case: &Case, dir: &Path) -> Value {
+    heap::keep_freed();
+    std::env::set_current_dir(dir).unwrap();
+    let loaded = recipe_of(case, dir, case.settings);
     let before = LIVE.load(Relaxed);
     let outcome = train(&loaded, &Options::default()).unwrap();
     let process = outcome.plan.lines.iter().find(|l| l.key == "process").unwrap().bytes;
@@ -332,6 +392,7 @@ fn measure(case: &Case, dir: &Path) -> Value {
         "process": process,
         "resident": outcome.peak_memory_bytes,
         "allocated": MOST.load(Relaxed) - before,
+        "moment": outcome.plan.peak_moment,
         "table": outcome.plan.table(),
     })
 }
@@ -341,8 +402,21 @@ fn measure(case: &Case, dir: &Path) -> Value {
 fn child() {
     let Ok(text) = std::env::var(CASE) else { return };
     let (name, dir) = text.split_once('|').unwrap();
-    let case = CASES.iter().chain(&MORE).find(|c| c.name == name).unwrap();
+    let case = CASES.iter().chain(&OPEN).find(|c| c.name == name).unwrap();
     println!("{RESULT}{}", measure(case, Path::new(dir)));
+}
+
+/// The outputs of a teacher, for the case that learns from them.
+#[test]
+#[ignore = "a process of its own"]
+fn teaches() {
+    let Ok(text) = std::env::var(CASE) else { return };
+    let (name, dir) = text.split_once('|').unwrap();
+    let case = CASES.iter().find(|c| c.name == name).unwrap();
+    std::env::set_current_dir(dir).unwrap();
+    let loaded = recipe_of(case, Path::new(dir), &["distill.teacher=model", "data.packing=false"]);
+    let report = cache(&loaded.recipe, Path::new("cache"), &mut |_| {}).unwrap();
+    println!("{RESULT}{}", json!({"tokens": report.tokens}));
 }
 
 /// Runs the cases and prints a row for each; those whose forecast is more than a tenth off fail.
@@ -352,35 +426,30 @@ fn compare(cases: &[Case]) {
     for case in cases {
         let dir = tempfile::tempdir().unwrap();
         model(&dir.path().join("model"));
-        let out = Command::new(std::env::current_exe().unwrap())
-            .args(["stages::child", "--exact", "--ignored", "--nocapture"])
-            .env(CASE, format!("{}|{}", case.name, dir.path().display()))
-            .env("RAYON_NUM_THREADS", "2")
-            .env("HF_HUB_OFFLINE", "1")
-            .output()
-            .unwrap();
-        let said = String::from_utf8_lossy(&out.stdout);
-        let Some((_, result)) = said.lines().find_map(|l| l.split_once(RESULT)) else {
-            wrong.push(format!(
-                "{}\n{said}\n{}",
-                case.name,
-                String::from_utf8_lossy(&out.stderr)
-            ));
-            continue;
+        let id = format!("{}|{}", case.name, dir.path().display());
+        if case.settings.contains(&"distill.teacher_cache=cache") {
+            alone("stages::teaches", &id).unwrap_or_else(|said| panic!("{said}"));
+        }
+        let result = match alone("stages::child", &id) {
+            Ok(result) => result,
+            Err(said) => {
+                wrong.push(format!("{}\n{said}", case.name));
+                continue;
+            }
         };
-        let result: Value = serde_json::from_str(result).unwrap();
         let number = |key: &str| result[key].as_f64().unwrap();
         let off = number("forecast") / number("resident") - 1.0;
         let own = number("forecast") - number("process");
         let mib = |bytes: f64| bytes / (1 << 20) as f64;
         let row = format!(
-            "{}: resident {:.1} MiB, forecast {:.1} MiB ({:+.1} %); allocator {:.1}, forecast without the program {:.1}",
+            "{}: resident {:.1} MiB, forecast {:.1} MiB ({:+.1} %); allocator {:.1}, forecast without the program {:.1}; {}",
             case.name,
             mib(number("resident")),
             mib(number("forecast")),
             100.0 * off,
             mib(number("allocated")),
             mib(own),
+            result["moment"].as_str().unwrap(),
         );
         println!("{row}");
         if off.abs() > 0.1 {
@@ -390,26 +459,27 @@ fn compare(cases: &[Case]) {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Memory that no plan can know of is taken in the middle of a run: it stops, saves its state, and goes on with more.
+/// The run that passes its budget, with `more` settings.
+fn budgeted(more: &[&str]) -> recipe::Loaded {
+    let text = format!(
+        "[model]\npath = \"model\"\n[data]\ntrain = \"{}\"\n[tune]\nmethod = \"lora\"\n[train]\n\
+         max_steps = 100000\nsave_steps = 0\noutput_dir = \"run\"\ngradient_accumulation_steps = 1\n\
+         [memory]\nbudget = \"400MiB\"\n",
+        Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("assets/world")
+            .join(ROWS)
+            .display()
+    );
+    let more: Vec<String> = more.iter().map(|s| s.to_string()).collect();
+    recipe::parse(&text, "r.toml", &more).unwrap()
+}
+
+/// Memory that no plan can know of is taken in the middle of a run: it stops and saves its state.
 #[test]
 #[ignore = "a process of its own"]
 fn above_the_budget() {
     let Ok(dir) = std::env::var(CASE) else { return };
-    let dir = Path::new(&dir);
     std::env::set_current_dir(dir).unwrap();
-    let recipe = |more: &[&str]| {
-        let text = format!(
-            "[model]\npath = \"model\"\n[data]\ntrain = \"{}\"\n[tune]\nmethod = \"lora\"\n[train]\n\
-             max_steps = 100000\nsave_steps = 0\noutput_dir = \"run\"\ngradient_accumulation_steps = 1\n\
-             [memory]\nbudget = \"400MiB\"\n",
-            Path::new(env!("CARGO_MANIFEST_DIR"))
-                .join("assets/world")
-                .join(ROWS)
-                .display()
-        );
-        let more: Vec<String> = more.iter().map(|s| s.to_string()).collect();
-        recipe::parse(&text, "r.toml", &more).unwrap()
-    };
     let taken = std::thread::spawn(|| {
         let steps = || {
             fs::read_to_string("run/metrics.jsonl")
@@ -423,7 +493,7 @@ fn above_the_budget() {
         // Every page is written to, so that it is there.
         vec![1u8; 500 << 20]
     });
-    let error = train(&recipe(&[]), &Options::default()).err().unwrap().to_string();
+    let error = train(&budgeted(&[]), &Options::default()).err().unwrap().to_string();
     assert!(taken.join().unwrap().iter().all(|b| *b == 1));
     for word in [
         "memory than its budget",
@@ -434,44 +504,65 @@ fn above_the_budget() {
     ] {
         assert!(error.contains(word), "`{word}` is not in {error}");
     }
-    let checkpoints = fs::read_dir("run").unwrap().filter_map(|e| {
-        let name = e.unwrap().file_name().to_string_lossy().into_owned();
-        name.strip_prefix("checkpoint-")?.parse::<u64>().ok()
-    });
-    let step = checkpoints.max().expect("the state is saved");
     let events = fs::read_to_string("run/events.jsonl").unwrap();
     assert!(events.lines().last().unwrap().contains("memory budget"), "{events}");
-    // With the budget that the hint names the run goes on.
     let budget = error.split("memory.budget=").nth(1).unwrap().split('`').next().unwrap();
-    let steps = format!("train.max_steps={}", step + 1);
+    println!("{RESULT}{}", json!({"budget": budget}));
+}
+
+/// A process that does not hold that memory goes on from there.
+#[test]
+#[ignore = "a process of its own"]
+fn below_the_next_budget() {
+    let Ok(case) = std::env::var(CASE) else { return };
+    let [dir, budget, steps] = case.split('|').collect::<Vec<_>>()[..] else {
+        panic!("{case}")
+    };
+    std::env::set_current_dir(dir).unwrap();
     let resume = Options {
         resume: Some(None),
         ..Options::default()
     };
-    let outcome = train(&recipe(&[&format!("memory.budget={budget}"), &steps]), &resume).unwrap();
+    let settings = [format!("memory.budget={budget}"), format!("train.max_steps={steps}")];
+    let outcome = train(&budgeted(&settings.each_ref().map(|s| &s[..])), &resume).unwrap();
     assert!(outcome.final_dir.is_some());
     println!("{RESULT}{}", json!({}));
 }
 
-#[test]
-#[ignore = "known fault of the test: it resumes in the process that still holds the memory"]
-fn a_run_that_passes_its_budget_stops_and_saves_its_state() {
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let dir = tempfile::tempdir().unwrap();
-    model(&dir.path().join("model"));
+/// A test of this file in a process of its own: what it says it measured, or all that it said.
+fn alone(test: &str, case: &str) -> Result<Value, String> {
     let out = Command::new(std::env::current_exe().unwrap())
-        .args(["stages::above_the_budget", "--exact", "--ignored", "--nocapture"])
-        .env(CASE, dir.path())
+        .args([test, "--exact", "--ignored", "--nocapture"])
+        .env(CASE, case)
         .env("RAYON_NUM_THREADS", "2")
         .env("HF_HUB_OFFLINE", "1")
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&out.stdout);
-    assert!(
-        said.contains(RESULT),
-        "{said}\n{}",
-        String::from_utf8_lossy(&out.stderr)
-    );
+    match said.lines().find_map(|l| l.split_once(RESULT)) {
+        Some((_, result)) if out.status.success() => Ok(serde_json::from_str(result).unwrap()),
+        _ => Err(format!("{said}\n{}", String::from_utf8_lossy(&out.stderr))),
+    }
+}
+
+#[test]
+fn a_run_that_passes_its_budget_stops_and_saves_its_state() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let dir = tempfile::tempdir().unwrap();
+    model(&dir.path().join("model"));
+    let at = dir.path().display();
+    let stopped = alone("stages::above_the_budget", &at.to_string()).unwrap_or_else(|said| panic!("{said}"));
+    let checkpoints = fs::read_dir(dir.path().join("run")).unwrap().filter_map(|e| {
+        let name = e.unwrap().file_name().to_string_lossy().into_owned();
+        name.strip_prefix("checkpoint-")?.parse::<u64>().ok()
+    });
+    let step = checkpoints.max().expect("the state is saved");
+    // With the budget that the hint names the run goes on: one step more, and the end.
+    let budget = stopped["budget"].as_str().unwrap();
+    let case = format!("{at}|{budget}|{}", step + 1);
+    alone("stages::below_the_next_budget", &case).unwrap_or_else(|said| panic!("{said}"));
+    let metrics = fs::read_to_string(dir.path().join("run/metrics.jsonl")).unwrap();
+    assert_eq!(metrics.lines().count() as u64, step + 1, "{metrics}");
 }
 
 #[test]
@@ -480,7 +571,7 @@ fn the_peak_of_a_run_is_within_a_tenth_of_the_forecast() {
 }
 
 #[test]
-#[ignore = "a minute more"]
-fn so_is_that_of_the_other_stages_and_starts() {
-    compare(&MORE);
+#[ignore = "LoRA-GA: 10.6 % too high before a gradient that was counted twice was taken out; not measured since"]
+fn so_is_that_of_what_is_open() {
+    compare(&OPEN);
 }

@@ -7,7 +7,8 @@ use crate::base::{Error, Result};
 use crate::ops::update;
 use crate::peft::Lora;
 use faer::linalg::solvers::Solve;
-use faer::{Mat, MatRef, Side};
+use faer::linalg::{evd, svd};
+use faer::{Mat, MatRef, Par, Side};
 
 /// Converts row-major f32 `[M, N]` to f64.
 pub fn matrix(values: &[f32], rows: usize, columns: usize) -> Mat<f64> {
@@ -21,6 +22,19 @@ pub fn values(m: MatRef<'_, f64>) -> Vec<f32> {
         out.extend((0..m.ncols()).map(|j| m[(i, j)] as f32));
     }
     out
+}
+
+/// Bytes that `svd` of a matrix `[M, N]` takes beside it: its factors, and the work of finding them.
+pub fn svd_bytes(m: usize, n: usize) -> u64 {
+    use svd::ComputeSvdVectors::Thin;
+    let work = svd::svd_scratch::<f64>(m, n, Thin, Thin, Par::Seq, Default::default());
+    (work.size_bytes() + 8 * (m + n) * m.min(n)) as u64
+}
+
+/// Bytes that `eigen` of a matrix `[N, N]` takes beside it.
+pub fn eigen_bytes(n: usize) -> u64 {
+    let work = evd::self_adjoint_evd_scratch::<f64>(n, evd::ComputeEigenvectors::Yes, Par::Seq, Default::default());
+    (work.size_bytes() + 8 * n * n) as u64
 }
 
 /// U `[M, K]`, the singular values in descending order, V `[N, K]`, with K = min(M, N).

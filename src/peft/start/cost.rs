@@ -2,6 +2,7 @@
 //!
 //! Letters: I input features, O output features, R rank, K = min(O, I), D hidden size.
 
+use super::algebra::{eigen_bytes, svd_bytes};
 use crate::peft::adapter::Cost;
 use crate::peft::targets::layer_of;
 use crate::recipe::{Lora, LoraInit, PeftType};
@@ -33,17 +34,23 @@ pub fn together(linears: &[(usize, usize)]) -> Vec<Range<usize>> {
 /// Tokens of a batch of calibration rows: sums over one batch are f32, then accumulated in f64.
 pub const TOKENS: usize = 4096;
 
-/// Peak bytes of an init: hidden states of `tokens` calibration tokens of width `hidden` (D; for LoRA-GA of every
-/// layer, without the temporary memory of a layer on so many tokens), the covariances of one layer, the parallel
-/// decompositions, and the results that are kept until the last layer is done. 0 for inits that need none of it.
+/// Bytes that the products of a decomposition are packed into, for each thread; they stay until the run is over.
+pub const PACKED: u64 = 4 << 20;
+
+/// Does a start decompose anything?
+pub fn decomposes(lora: &Lora) -> bool {
+    let plain = matches!(lora.init_lora_weights, LoraInit::Default | LoraInit::Gaussian);
+    lora.peft_type == PeftType::Lora && lora.adapter.is_none() && !plain
+}
+
+/// Bytes at the worst moment of the start: hidden states of `tokens` calibration tokens of width `hidden` (D), one layer's
+/// covariances, what is decomposed at one time, and what is kept until the last layer is done. 0 for starts that need none
+/// of it. The passes over these tokens are not in it.
 pub fn bytes(lora: &Lora, hidden: usize, tokens: u64, adapters: &BTreeMap<String, Cost>) -> u64 {
-    if lora.peft_type != PeftType::Lora || lora.adapter.is_some() {
+    if !decomposes(lora) {
         return 0;
     }
     let init = lora.init_lora_weights;
-    if matches!(init, LoraInit::Default | LoraInit::Gaussian) {
-        return 0;
-    }
     let mut layers: BTreeMap<Option<usize>, Vec<Linear>> = BTreeMap::new();
     for (module, cost) in adapters {
         if let Some(linear) = Linear::of(module, cost) {
@@ -51,12 +58,7 @@ pub fn bytes(lora: &Lora, hidden: usize, tokens: u64, adapters: &BTreeMap<String
         }
     }
     let looks = matches!(init, LoraInit::Corda | LoraInit::Eva);
-    let states = match init {
-        // One backward pass over all rows: the input of every layer is saved.
-        LoraInit::LoraGa => 4 * tokens * hidden as u64 * (layers.len() as u64 + 1),
-        _ if looks => 4 * tokens * hidden as u64,
-        _ => 0,
-    };
+    let states = if looks { 4 * tokens * hidden as u64 } else { 0 };
     let kept: u64 = layers.values().flatten().map(|l| l.kept(lora)).sum();
     let worst = layers.values().map(|linears| {
         let inputs: BTreeSet<(u8, u64)> = linears.iter().map(|l| (l.input, l.i)).collect();
@@ -73,7 +75,12 @@ pub fn bytes(lora: &Lora, hidden: usize, tokens: u64, adapters: &BTreeMap<String
             .unwrap_or(0);
         let dims: Vec<(usize, usize)> = linears.iter().map(|l| (l.o as usize, l.i as usize)).collect();
         let groups = together(&dims).into_iter();
-        let at_once = groups.map(|g| linears[g].iter().map(|l| l.work(init, lora)).sum());
+        let works = |g: Range<usize>| linears[g].iter().map(|l| l.work(init, lora)).collect::<Vec<u64>>();
+        let at_once = groups.map(|g| match init {
+            // A gradient is decomposed when it comes.
+            LoraInit::LoraGa => works(g).into_iter().max().unwrap_or(0),
+            _ => works(g).into_iter().sum(),
+        });
         // LoftQ reads the weights of a layer first.
         let originals: u64 = match init {
             LoraInit::Loftq => linears.iter().map(|l| 8 * l.o * l.i).sum(),
@@ -112,18 +119,24 @@ impl Linear {
         })
     }
 
-    /// Work of the decomposition: copies of W, of the matrix to decompose, and its two factors, in f64.
+    /// Work of the decomposition: W and the matrix to decompose in f64, and the temporary memory of the algorithm.
     fn work(&self, init: LoraInit, lora: &Lora) -> u64 {
         let (w, c, factors) = (self.o * self.i, self.i * self.i, (self.o + self.i) * self.o.min(self.i));
+        let (o, i, r) = (self.o as usize, self.i as usize, self.r as usize);
         match init {
             LoraInit::Default | LoraInit::Gaussian => 0,
-            // W, W·C and its copy; C, damped, and its factor.
-            LoraInit::Corda => 4 * w + 8 * (3 * w + factors + 3 * c),
-            LoraInit::Eva => 8 * 3 * c,
-            LoraInit::Pissa if lora.pissa_niter > 0 => 4 * w + 8 * (w + 4 * (self.o + self.i) * (self.r + 8)),
-            LoraInit::Pissa | LoraInit::Olora | LoraInit::LoraGa => 4 * w + 8 * (2 * w + factors),
-            // W, Q and their difference.
-            LoraInit::Loftq => 4 * w + 8 * (4 * w + factors),
+            // W, W·C; C, damped.
+            LoraInit::Corda => 8 * (2 * w + 2 * c) + svd_bytes(o, i),
+            LoraInit::Eva => 8 * c + eigen_bytes(i),
+            LoraInit::Pissa if lora.pissa_niter > 0 => {
+                8 * (w + 4 * (self.o + self.i) * (self.r + 8)) + svd_bytes(r + 8, i)
+            }
+            LoraInit::Pissa => 8 * w + svd_bytes(o, i),
+            LoraInit::Olora => 4 * w + 8 * (2 * w + factors),
+            // The numbers of the gradient; the gradient itself is part of the pass.
+            LoraInit::LoraGa => 4 * w + 8 * w + svd_bytes(o, i),
+            // Q, and the difference.
+            LoraInit::Loftq => 4 * w + 8 * 2 * w + svd_bytes(o, i),
         }
     }
 
@@ -164,12 +177,16 @@ mod tests {
         assert_eq!(of(""), 0);
         assert_eq!(of("peft_type = \"oft\""), 0);
         // W is [12, 8]: 96 elements, C 64, factors (12 + 8) · 8.
-        assert_eq!(of("init_lora_weights = \"pissa\""), 4 * 96 + 8 * (2 * 96 + 160));
-        let corda = 4 * 100 * 8 + 8 * 64 + 4 * 96 + 8 * (3 * 96 + 160 + 3 * 64) + (8 * 2 + 4 * 2) * 20;
+        let svd = svd_bytes(12, 8);
+        assert!(svd > 8 * 160, "the factors, and work");
+        assert_eq!(of("init_lora_weights = \"pissa\""), 8 * 96 + svd);
+        let corda = 4 * 100 * 8 + 8 * 64 + 8 * (2 * 96 + 2 * 64) + svd + (8 * 2 + 4 * 2) * 20;
         assert_eq!(of("init_lora_weights = \"corda\""), corda);
-        // The inputs of one layer and of the head.
-        let lora_ga = 2 * 4 * 100 * 8 + 4 * 96 + 8 * (2 * 96 + 160);
-        assert_eq!(of("init_lora_weights = \"lora_ga\""), lora_ga);
+        assert_eq!(of("init_lora_weights = \"lora_ga\""), 12 * 96 + svd);
+        // Of 1024 x 384: measured 16.57 MiB; of 1024 x 1024 32.5 MiB, with the vectors once more.
+        let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;
+        assert!((mib(svd_bytes(1024, 384)) - 16.57).abs() < 0.1);
+        assert!((mib(eigen_bytes(1024)) - 32.5).abs() < 0.1);
     }
 
     #[test]

@@ -2,7 +2,6 @@
 
 use super::Want;
 use super::rows::{Judgement, Sides, understand};
-use ft_base::{Error, Result};
 use crate::batch::Example;
 use crate::codec::{ChatRender, Job};
 use crate::dataset::Origin;
@@ -11,6 +10,7 @@ use crate::faults::Tried;
 use crate::layout::Layout;
 use crate::prepare::{self, Prepared};
 use crate::read::Row;
+use ft_base::{Error, Result};
 use serde_json::Value;
 use std::sync::Arc;
 

@@ -7,14 +7,14 @@ use std::path::{Path, PathBuf};
 
 /// A state whose files were verified.
 #[derive(Debug)]
-pub struct Loaded {
+pub struct LoadedState {
     pub step: u64,
     pub path: PathBuf,
     pub state: serde_json::Value,
     files: Vec<String>,
 }
 
-impl Loaded {
+impl LoadedState {
     /// Opens the tensors of one file by the name under which it was saved.
     ///
     /// Errors: the checkpoint has no such file.
@@ -31,7 +31,7 @@ impl Loaded {
 
 /// Verifies the checkpoint in `dir` and reads its state. Errors: as `verify`; the step in the directory's name differs
 /// from the manifest (a copy with a wrong name must not be resumed as that step).
-pub fn load(dir: &Path) -> Result<Loaded> {
+pub fn load(dir: &Path) -> Result<LoadedState> {
     if !dir.is_dir() {
         return Err(paths::missing("checkpoint directory", dir).expected("a `checkpoint-<step>` directory of a run"));
     }
@@ -45,7 +45,7 @@ pub fn load(dir: &Path) -> Result<Loaded> {
     let path = dir.join(STATE);
     let state = serde_json::from_str(&files::read_text(&path)?)
         .map_err(|e| Error::new("training state is not valid JSON").at_path(&path).cause(e))?;
-    Ok(Loaded {
+    Ok(LoadedState {
         step: manifest.step,
         path: dir.to_path_buf(),
         state,
@@ -58,7 +58,7 @@ pub fn load(dir: &Path) -> Result<Loaded> {
 ///
 /// Errors: the newest one is damaged. An older one is used only if the user names it: using it without notice would
 /// lose training that the user expects to exist.
-pub fn latest(run_dir: &Path) -> Result<Option<Loaded>> {
+pub fn latest(run_dir: &Path) -> Result<Option<LoadedState>> {
     match keep::list(run_dir)?.last() {
         None => Ok(None),
         Some((_, path)) => load(path).map(Some),

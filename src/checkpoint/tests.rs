@@ -196,7 +196,7 @@ fn every_flipped_bit_of_every_file_is_noticed_and_named() {
 fn a_checkpoint_that_lacks_something_is_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();
     let path = save_small(dir.path(), 4);
-    let text = |r: Result<Option<Loaded>>| r.unwrap_err().to_string();
+    let text = |r: Result<Option<LoadedState>>| r.unwrap_err().to_string();
     let aside = dir.path().join("aside");
     for name in [WEIGHTS, OPTIMIZER, STATE, "manifest.json"] {
         std::fs::rename(path.join(name), &aside).unwrap();

@@ -49,7 +49,7 @@ pub fn run(args: Args) -> Result<i32> {
     if args.json {
         out(json!({
             "out": report.out.display().to_string(), "documents": report.documents, "tokens": report.tokens,
-            "shards": report.shards, "found": report.found, "bytes": report.bytes, "covered": report.covered,
+            "shards": report.shards, "found": report.found, "bytes": report.bytes, "covered": report.top_k_mass,
         }))?;
         return Ok(0);
     }
@@ -58,7 +58,7 @@ pub fn run(args: Args) -> Result<i32> {
         count(report.tokens as u64),
         count(report.documents as u64),
         bytes(report.bytes),
-        100.0 * report.covered
+        100.0 * report.top_k_mass
     ));
     out(report.out.display())?;
     Ok(0)

@@ -1,7 +1,7 @@
 //! The arguments `RECIPE key=value ...` of several subcommands, and the errors for flags that are keys of a recipe.
 
 use crate::base::{Error, Result};
-use crate::recipe::{self, Loaded, peers};
+use crate::recipe::{self, LoadedRecipe, peers};
 use crate::report::warn;
 use clap::error::{ContextKind, ContextValue};
 use std::ffi::OsString;
@@ -19,7 +19,7 @@ pub struct RecipeArgs {
 
 impl RecipeArgs {
     /// Reads and checks the recipe, and prints a warning for each key without effect.
-    pub fn load_and_warn(&mut self) -> Result<Loaded> {
+    pub fn load_and_warn(&mut self) -> Result<LoadedRecipe> {
         let loaded = self.load()?;
         for line in &loaded.warnings {
             warn(line);
@@ -28,7 +28,7 @@ impl RecipeArgs {
     }
 
     /// Reads and checks the recipe; the caller prints its warnings.
-    pub fn load(&mut self) -> Result<Loaded> {
+    pub fn load(&mut self) -> Result<LoadedRecipe> {
         self.settle()?;
         match &self.recipe {
             Some(recipe) => recipe::load(recipe, &self.overrides),

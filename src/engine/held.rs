@@ -16,7 +16,7 @@ impl Engine {
     pub fn switch(&mut self, active: &Active, survives: impl Fn(&str) -> bool) -> Result<Vec<Recoded>> {
         self.optimizer.retire_all_but(survives)?;
         let source = &self.network.source;
-        let recoded = source.retire(&|name| active.contains(name), &mut self.optimizer)?;
+        let recoded = source.deactivate(&|name| active.contains(name), &mut self.optimizer)?;
         let names: Vec<&str> = active.names().collect();
         source.activate(&names, &mut self.optimizer)?;
         Ok(recoded)

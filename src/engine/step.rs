@@ -122,7 +122,7 @@ impl Engine {
                 let mut sink = Accumulate::new(active, &mut self.optimizer, lr);
                 let totals = pass(&mut sink, &tally)?;
                 if let Some(ranks) = &ranks {
-                    ranks.regularise(&|name| sink.gradient(name))?;
+                    ranks.regularize(&|name| sink.gradient(name))?;
                 }
                 sink.add_squares(&tally)?;
                 let (sums, grad_norm) = read(&tally)?;

@@ -10,7 +10,7 @@ use crate::ops::update;
 use crate::quant::{self, Coded, Format, Weight};
 use crate::recipe::Dtype;
 use crate::source::policy::is_projection;
-use crate::source::{Group, GroupWeights, Groups, LayerSource, LowerHalves, NumbersSink, ParamInfo};
+use crate::source::{Group, GroupWeights, Groups, LayerSource, MasterLowBits, NumbersSink, ParamInfo};
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 
@@ -178,7 +178,7 @@ impl LayerSource for Copied {
         no_numbers(name)
     }
 
-    fn restore(&self, name: &str, _: &Weights, _: &mut dyn LowerHalves) -> Result<()> {
+    fn restore(&self, name: &str, _: &Weights, _: &mut dyn MasterLowBits) -> Result<()> {
         no_numbers(name)
     }
 }

@@ -13,7 +13,7 @@ mod schedule;
 pub use crate::ops::paged::Stored;
 pub use coded_copy::{CodedCopy, Formats};
 pub use decode::{Answer, Limits, Policy, Request, Session, Settings, Speed, answer, generate, rollout};
-pub use sampler::{Drawn, Sampler};
+pub use sampler::{SampledToken, Sampler};
 
 #[cfg(test)]
 mod tests;

@@ -18,7 +18,7 @@ pub struct Sampler {
 
 /// A sampled token.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Drawn {
+pub struct SampledToken {
     pub id: u32,
     /// Natural log of its probability among the kept tokens; greedy: among all.
     pub log_prob: f32,
@@ -29,7 +29,7 @@ impl Sampler {
     /// and on (seed, number, position), so the other rows of the batch do not matter.
     ///
     /// Errors: logits that are NaN or infinite.
-    pub fn next(&self, logits: &[f32], number: u64, position: usize) -> Result<Drawn> {
+    pub fn next(&self, logits: &[f32], number: u64, position: usize) -> Result<SampledToken> {
         let highest = softmax::highest(logits);
         if !highest.is_finite() {
             return Err(Error::new("the model's output is not finite")
@@ -41,7 +41,7 @@ impl Sampler {
         let mut weights = vec![0f32; logits.len()];
         let temperature = if greedy { 1.0 } else { self.temperature };
         softmax::weights(logits, highest, temperature, &mut weights);
-        let drawn = |id: usize, total: f64| Drawn {
+        let drawn = |id: usize, total: f64| SampledToken {
             id: id as u32,
             log_prob: ((logits[id] - highest) / temperature) - total.ln() as f32,
         };

@@ -8,7 +8,7 @@ use crate::ops::part::{self, Places};
 use crate::ops::step::{self, Gate, Item, Precision, Rule};
 use crate::ops::update;
 use crate::recipe::{self, Master};
-use crate::source::LowerHalves;
+use crate::source::MasterLowBits;
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 
@@ -296,7 +296,7 @@ impl Optimizer {
     }
 }
 
-impl LowerHalves for Optimizer {
+impl MasterLowBits for Optimizer {
     fn put_low(&mut self, name: &str, low: Tensor) {
         // Without fp32 masters there are no low bits.
         if self.settings.master == Master::F32 {

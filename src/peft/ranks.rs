@@ -101,7 +101,7 @@ impl Allocator {
 
     /// Adds the gradient of weight · mean ‖A·Aᵀ - 1‖, ‖Bᵀ·B - 1‖ (Frobenius) over all A `[R, I]` and B `[O, R]` to
     /// `gradients`, which are f32 and updated in place.
-    pub fn regularise(&self, gradients: &Gradients) -> Result<()> {
+    pub fn regularize(&self, gradients: &Gradients) -> Result<()> {
         let weight = self.schedule.orth_reg_weight;
         if weight == 0.0 {
             return Ok(());

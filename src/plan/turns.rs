@@ -8,7 +8,7 @@ use crate::quant::Storage;
 use crate::source::ParamInfo;
 
 /// The kind of memory of the staging buffer: on the host.
-fn aside(inputs: &Inputs) -> Kind {
+fn staging_kind(inputs: &Inputs) -> Kind {
     match inputs.on_gpu {
         true => Kind::OnHost,
         false => Kind::Scratch,
@@ -47,14 +47,14 @@ fn load_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs) -> Option<Held> {
         Storage::Coded(..) => inputs.file_bytes * p.elements() as u64,
         Storage::Dense(_) => 0,
     };
-    let numbers = l.hold(aside(inputs), numbers);
+    let numbers = l.hold(staging_kind(inputs), numbers);
     let held = match inputs.place {
         Place::Device => Some(l.hold(Kind::Weights, storage.bytes(&p.shape))),
         Place::Host => Some(l.hold(Kind::OnHost, storage.bytes(&p.shape))),
         // The quantized data is written to a separate file before any weight is held.
         Place::Disk { .. } => {
             if storage.is_coded() {
-                l.touch(aside(inputs), storage.bytes(&p.shape));
+                l.touch(staging_kind(inputs), storage.bytes(&p.shape));
             }
             None
         }
@@ -79,7 +79,7 @@ pub(super) fn turn(l: &mut Ledger, model: &Model, inputs: &Inputs, active: &Acti
         return;
     }
     l.moment("a block becomes codes again");
-    let mut held = vec![l.hold(aside(inputs), low * elements)];
+    let mut held = vec![l.hold(staging_kind(inputs), low * elements)];
     for run in model.runs(active) {
         let layer: Vec<ParamInfo> = model.layer(run.first).filter(coded).collect();
         let before = l.sizes();
@@ -102,9 +102,9 @@ fn turn_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs, (stored, low): (u64,
     if inputs.on_gpu {
         held.push(l.hold(Kind::OnHost, stored * n));
     }
-    let exact = l.hold(aside(inputs), 4 * n);
+    let exact = l.hold(staging_kind(inputs), 4 * n);
     // The low half is copied to join it with the high one.
-    l.touch(aside(inputs), low * n);
+    l.touch(staging_kind(inputs), low * n);
     let codes = l.hold(Kind::Weights, storage.bytes(&p.shape));
     l.drop(exact);
     match inputs.place {

@@ -35,7 +35,7 @@ use table::Kind;
 
 /// A recipe that passed every check.
 #[derive(Debug, Clone)]
-pub struct Loaded {
+pub struct LoadedRecipe {
     pub recipe: Recipe,
     /// The recipe as written, without the arguments.
     pub text: String,
@@ -47,7 +47,7 @@ pub struct Loaded {
     pub values: Vec<(String, String)>,
 }
 
-impl Loaded {
+impl LoadedRecipe {
     /// Writes the resolved value of an `auto` key into `values` and `resolved`. `value` is TOML.
     pub fn settle(&mut self, key: &str, value: &str, why: &str) {
         if let Some((_, old)) = self.values.iter_mut().find(|(path, _)| path == key) {
@@ -83,7 +83,7 @@ pub fn number(key: &str, value: f64) -> String {
 
 /// Reads the recipe at `path` and applies `key=value` overrides.
 /// Errors: the file cannot be read; all errors of `parse`.
-pub fn load(path: &Path, overrides: &[String]) -> Result<Loaded> {
+pub fn load(path: &Path, overrides: &[String]) -> Result<LoadedRecipe> {
     if path.is_dir() {
         return Err(Error::usage("recipe is a directory")
             .at_path(path)
@@ -103,7 +103,7 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<Loaded> {
 
 /// Checks recipe text and overrides; `name` is the file name in messages.
 /// Errors (exit code 2): all mistakes in one error, each with its position and a hint.
-pub fn parse(text: &str, name: &str, overrides: &[String]) -> Result<Loaded> {
+pub fn parse(text: &str, name: &str, overrides: &[String]) -> Result<LoadedRecipe> {
     let mut draft = Draft::new(text, name, overrides);
     let mut warnings = Vec::new();
     let mut values = check::check(&mut draft, &mut warnings);
@@ -117,7 +117,7 @@ pub fn parse(text: &str, name: &str, overrides: &[String]) -> Result<Loaded> {
         return Err(error);
     }
     warnings.extend(lower::warnings(&draft, &values));
-    Ok(Loaded {
+    Ok(LoadedRecipe {
         recipe: lower::build(&values),
         text: text.to_string(),
         resolved: resolved::resolved(&values),
@@ -130,10 +130,10 @@ pub fn parse(text: &str, name: &str, overrides: &[String]) -> Result<Loaded> {
     })
 }
 
-/// Rebuilds a recipe from the values of an earlier run, in the form of `Loaded::values`.
+/// Rebuilds a recipe from the values of an earlier run, in the form of `LoadedRecipe::values`.
 ///
 /// Errors: keys or values that this version does not support.
-pub fn again(values: &BTreeMap<String, String>) -> Result<Loaded> {
+pub fn again(values: &BTreeMap<String, String>) -> Result<LoadedRecipe> {
     let is_default = |path: &String, value: &String| {
         table::find(path).is_some_and(|key| resolved::toml(&check::default_of(key)) == *value)
     };

@@ -5,12 +5,12 @@ use crate::base::ErrorKind;
 
 pub(super) const LEAST: &str = "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n";
 
-fn read(text: &str, overrides: &[&str]) -> Result<Loaded> {
+fn read(text: &str, overrides: &[&str]) -> Result<LoadedRecipe> {
     let overrides: Vec<String> = overrides.iter().map(|s| s.to_string()).collect();
     parse(text, "r.toml", &overrides)
 }
 
-pub(super) fn good(text: &str, overrides: &[&str]) -> Loaded {
+pub(super) fn good(text: &str, overrides: &[&str]) -> LoadedRecipe {
     read(text, overrides).unwrap()
 }
 

@@ -22,7 +22,7 @@ pub type Rows = (String, Vec<u32>, Option<Tensor>);
 
 /// All facts about adapters that are known before the weights are loaded.
 #[derive(Default)]
-pub struct Prepared {
+pub struct AdapterSetup {
     pub adapters: Adapters,
     /// None: the method trains no adapters.
     pub config: Option<AdapterConfig>,
@@ -36,7 +36,7 @@ pub struct Prepared {
     pub warnings: Vec<String>,
 }
 
-impl Prepared {
+impl AdapterSetup {
     /// Names of all parameters that train.
     pub fn trained(&self) -> impl Iterator<Item = String> + '_ {
         let parts = self.adapters.values().flat_map(|a| a.parts());
@@ -52,21 +52,21 @@ impl Prepared {
 ///
 /// Errors: targets that match nothing, sizes that the adapter kind does not allow, an adapter directory that does not
 /// fit.
-pub fn of(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
+pub fn of(recipe: &Recipe, spec: &Spec) -> Result<AdapterSetup> {
     match recipe.tune.method {
         Method::Lora => fresh_or_given(recipe, spec),
         // A block run merges its adapters at the end, so no config is saved.
-        Method::Block if recipe.tune.block.correction == Correction::Lora => Ok(Prepared {
+        Method::Block if recipe.tune.block.correction == Correction::Lora => Ok(AdapterSetup {
             config: None,
             whole: Vec::new(),
             rows: Vec::new(),
             ..fresh_or_given(recipe, spec)?
         }),
-        _ => Ok(Prepared::default()),
+        _ => Ok(AdapterSetup::default()),
     }
 }
 
-fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
+fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<AdapterSetup> {
     if let Some(dir) = &recipe.tune.lora.adapter {
         let LoadedAdapter {
             mut config,
@@ -86,7 +86,7 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
         config.base_model_name_or_path = Some(recipe.model.path.clone());
         adapters.values_mut().for_each(|a| set_dropout(a, recipe));
         config.lora_dropout = recipe.tune.lora.lora_dropout;
-        return Ok(Prepared {
+        return Ok(AdapterSetup {
             adapters,
             config: Some(config),
             whole: whole.keys().cloned().collect(),
@@ -120,7 +120,7 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<Prepared> {
         let adapter = one(recipe, &config, site, index, shared.as_ref())?;
         adapters.insert(site.module.clone(), Arc::new(adapter));
     }
-    Ok(Prepared {
+    Ok(AdapterSetup {
         whole: whole(&config, spec)?,
         rows: rows(recipe, &mut config, spec)?,
         adapters,
@@ -305,7 +305,7 @@ fn rows(recipe: &Recipe, config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<
 }
 
 /// Adds the rows that train to the network. Their values come from the network or from the adapter directory.
-pub fn place_rows(prepared: &Prepared, network: &mut Network) -> Result<()> {
+pub fn place_rows(prepared: &AdapterSetup, network: &mut Network) -> Result<()> {
     for (table, ids, given) in &prepared.rows {
         let rows = TokenRows::new(network, table, ids, given.as_ref())?;
         network.tokens.push(rows);
@@ -362,7 +362,7 @@ fn one(
             let pair = fresh(r, i, o, gaussian, seed, index)?;
             let scale = scaling(alpha, r, config.use_rslora);
             let mut pair = Lora::new(module, pair, scale, mask);
-            if takes_off_start(lora.init_lora_weights) {
+            if subtracts_init(lora.init_lora_weights) {
                 pair.start = Some((peft::full(&[r, i], 0.0)?, peft::full(&[o, r], 0.0)?));
             }
             match config.use_dora {
@@ -412,7 +412,7 @@ fn one(
 }
 
 /// True for initializations that put a part of the weights into the LoRA pair and subtract it from the base weights.
-pub fn takes_off_start(init: LoraInit) -> bool {
+pub fn subtracts_init(init: LoraInit) -> bool {
     match init {
         LoraInit::Pissa | LoraInit::Olora | LoraInit::Corda | LoraInit::LoraGa => true,
         LoraInit::Default | LoraInit::Gaussian | LoraInit::Eva | LoraInit::Loftq => false,

@@ -1,7 +1,7 @@
 //! Recipe changes to suggest when a run does not fit. Each change is planned before it is suggested.
 
 use super::adapters;
-use super::choose::{Chosen, Setting, fits, over};
+use super::choose::{PlanContext, PlannedStrategy, fits, over};
 use super::forecast::{Limits, Refused};
 use super::tuning::Tuning;
 use crate::base::units::bytes;
@@ -35,13 +35,13 @@ const ROWS: u8 = 2;
 const METHOD: u8 = 3;
 
 /// A change with its plan.
-struct Planned {
+struct AdvisedChange {
     change: Change,
-    chosen: Chosen,
+    chosen: PlannedStrategy,
 }
 
 /// Returns the error of a run that does not fit, with the cheapest changes that make it fit.
-pub(super) fn refused(setting: &Setting, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> Refused {
+pub(super) fn refused(setting: &PlanContext, recipe: &Recipe, limits: Limits, chosen: &PlannedStrategy) -> Refused {
     let plan = &chosen.plan;
     let most = plan.lines.iter().max_by_key(|l| l.at_peak);
     let most = most.map_or(String::new(), |l| {
@@ -81,15 +81,15 @@ pub(super) fn refused(setting: &Setting, recipe: &Recipe, limits: Limits, chosen
     }
 }
 
-fn hint(setting: &Setting, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> String {
+fn hint(setting: &PlanContext, recipe: &Recipe, limits: Limits, chosen: &PlannedStrategy) -> String {
     // A change that cannot be planned is not suggested.
     let tried = |change: Change| {
         let chosen = plan(setting, &change.recipe, limits).ok()?;
-        Some(Planned { change, chosen })
+        Some(AdvisedChange { change, chosen })
     };
     let singles = changes(recipe);
-    let mut all: Vec<Planned> = singles.into_iter().filter_map(tried).collect();
-    let fitting = |all: &[Planned]| all.iter().filter(|p| p.chosen.fits).count();
+    let mut all: Vec<AdvisedChange> = singles.into_iter().filter_map(tried).collect();
+    let fitting = |all: &[AdvisedChange]| all.iter().filter(|p| p.chosen.fits).count();
     if fitting(&all) < NAMED {
         let pairs = changes(recipe).into_iter().flat_map(|one| {
             let more = changes(&one.recipe)
@@ -121,8 +121,8 @@ fn hint(setting: &Setting, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> 
         }
     }
     all.sort_by(|a, b| {
-        let rank = |p: &Planned| (!p.chosen.fits, p.change.arguments.contains(' ') as u8, p.change.cost);
-        let time = |p: &Planned| {
+        let rank = |p: &AdvisedChange| (!p.chosen.fits, p.change.arguments.contains(' ') as u8, p.change.cost);
+        let time = |p: &AdvisedChange| {
             if p.chosen.fits {
                 p.chosen.seconds
             } else {
@@ -133,7 +133,7 @@ fn hint(setting: &Setting, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> 
     });
     let none_fits = fitting(&all) == 0;
     let before = over(&chosen.plan, limits);
-    let smaller = |p: &Planned| p.chosen.fits || (none_fits && over(&p.chosen.plan, limits) < before);
+    let smaller = |p: &AdvisedChange| p.chosen.fits || (none_fits && over(&p.chosen.plan, limits) < before);
     let lines = all.into_iter().filter(smaller).take(NAMED).map(|p| {
         let times = p.chosen.seconds / chosen.seconds;
         let speed = match times {
@@ -142,7 +142,7 @@ fn hint(setting: &Setting, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> 
             _ => String::new(),
         };
         let enough = if p.chosen.fits { "" } else { " (not enough alone)" };
-        let Planned { change, chosen } = p;
+        let AdvisedChange { change, chosen } = p;
         format!(
             "\n  {}: {}{enough}; {}{speed}",
             change.arguments,
@@ -176,11 +176,11 @@ fn apart(one: &Change, two: &Change) -> bool {
 }
 
 /// Plans a changed recipe.
-fn plan(setting: &Setting, recipe: &Recipe, limits: Limits) -> Result<Chosen> {
+fn plan(setting: &PlanContext, recipe: &Recipe, limits: Limits) -> Result<PlannedStrategy> {
     let spec = setting.spec;
     let prepared = adapters::of(recipe, spec)?;
     let tuning = Tuning::new(recipe, spec, &spec.params(), &prepared)?;
-    let changed = Setting {
+    let changed = PlanContext {
         adapters: &prepared.adapters,
         tuning: &tuning,
         ..*setting

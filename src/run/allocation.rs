@@ -1,6 +1,6 @@
 //! AdaLoRA in a run: derives the rank schedule from the recipe and the number of steps.
 
-use super::adapters::Prepared;
+use super::adapters::AdapterSetup;
 use crate::base::{Error, Result};
 use crate::formats::adapter::{Allocation, Kind};
 use crate::peft::Adapter;
@@ -11,7 +11,7 @@ use crate::recipe::{Method, Recipe};
 ///
 /// Errors: settings that leave no step to reduce ranks; a given adapter that is not AdaLoRA, or whose ranks are already
 /// reduced.
-pub fn settle(recipe: &Recipe, prepared: &mut Prepared, steps: u64) -> Result<()> {
+pub fn settle(recipe: &Recipe, prepared: &mut AdapterSetup, steps: u64) -> Result<()> {
     let lora = &recipe.tune.lora;
     let given = lora.adapter.is_some();
     let ranks = &lora.adalora;
@@ -83,7 +83,7 @@ pub fn settle(recipe: &Recipe, prepared: &mut Prepared, steps: u64) -> Result<()
 }
 
 /// Returns the allocator that changes the ranks of these adapters during training; `None` if they are not AdaLoRA.
-pub fn of(recipe: &Recipe, prepared: &Prepared) -> Option<Allocator> {
+pub fn of(recipe: &Recipe, prepared: &AdapterSetup) -> Option<Allocator> {
     let config = prepared.config.as_ref()?;
     let Kind::Adalora(own) = &config.kind else { return None };
     let adapters = prepared

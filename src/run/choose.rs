@@ -4,7 +4,7 @@ use super::forecast::Limits;
 use super::prompts;
 use super::row_sizes::RowSizes;
 use super::setup::Stored;
-use super::stage::lesson::needs_copy;
+use super::stage::advantages::needs_reference_copy;
 use super::tuning::Tuning;
 use crate::base::{Error, Result};
 use crate::engine::Gradients;
@@ -24,7 +24,7 @@ const MLP_TOKENS: [usize; 3] = [1024, 512, 256];
 
 /// The inputs of a plan, beside the recipe.
 #[derive(Clone, Copy)]
-pub(super) struct Setting<'a> {
+pub(super) struct PlanContext<'a> {
     pub spec: &'a Spec,
     pub adapters: &'a Adapters,
     pub tuning: &'a Tuning,
@@ -47,7 +47,7 @@ pub(super) struct Base<'a> {
 
 /// One strategy for a step; only the number of layers with saved activations is open.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Way {
+pub(super) struct StepStrategy {
     /// A lossy storage, if the recipe leaves the storage open.
     pub lossy: Option<FrozenWeights>,
     pub place: Place,
@@ -58,8 +58,8 @@ pub(super) struct Way {
 }
 
 /// The chosen strategy, which may or may not fit.
-pub(super) struct Chosen {
-    pub way: Way,
+pub(super) struct PlannedStrategy {
+    pub way: StepStrategy,
     pub keep: usize,
     pub storage: Policy,
     pub plan: Plan,
@@ -67,7 +67,7 @@ pub(super) struct Chosen {
     pub fits: bool,
 }
 
-impl Chosen {
+impl PlannedStrategy {
     /// True if `other` exceeds the limits by less.
     fn is_above(&self, other: &Plan, limits: Limits) -> bool {
         over(other, limits) < over(&self.plan, limits)
@@ -87,11 +87,11 @@ pub(super) fn fits(plan: &Plan, goal: Option<u64>, host: Option<u64>) -> bool {
     below(plan.peak_bytes, goal) && below(plan.peak_host_bytes.unwrap_or(0), host)
 }
 
-impl Setting<'_> {
+impl PlanContext<'_> {
     /// Returns the fastest lossless strategy within the goal; else the fastest that fits at all; else the same with
     /// quantized weights of ever fewer bits; else the smallest.
-    pub fn choose(&self, recipe: &Recipe, limits: Limits) -> Result<Chosen> {
-        let mut smallest: Option<Chosen> = None;
+    pub fn choose(&self, recipe: &Recipe, limits: Limits) -> Result<PlannedStrategy> {
+        let mut smallest: Option<PlannedStrategy> = None;
         for lossy in self.storages(recipe) {
             let base = self.base(recipe, lossy)?;
             let mut goals = vec![limits.most];
@@ -112,7 +112,13 @@ impl Setting<'_> {
     }
 
     /// Returns the fastest strategy within `limits.goal`.
-    fn fastest(&self, recipe: &Recipe, base: &Base, lossy: Option<FrozenWeights>, limits: Limits) -> Result<Chosen> {
+    fn fastest(
+        &self,
+        recipe: &Recipe,
+        base: &Base,
+        lossy: Option<FrozenWeights>,
+        limits: Limits,
+    ) -> Result<PlannedStrategy> {
         let layers = self.spec.layers.len();
         let (least, most) = match recipe.memory.activations {
             Activations::Keep => (layers, layers),
@@ -125,14 +131,14 @@ impl Setting<'_> {
                 .found("the host's memory is the device's")
                 .hint("use `recompute`: it needs the least"));
         }
-        let seconds = |way: &Way, keep| plan::seconds_of(&base.model, recipe, &self.inputs(base, way, keep));
-        let mut ways: Vec<(f64, Way)> = Vec::new();
+        let seconds = |way: &StepStrategy, keep| plan::seconds_of(&base.model, recipe, &self.inputs(base, way, keep));
+        let mut ways: Vec<(f64, StepStrategy)> = Vec::new();
         for way in self.ways(recipe, base, lossy)? {
             ways.push((seconds(&way, most), way));
         }
         // A stable sort: of equally fast strategies the first one is chosen.
         ways.sort_by(|a, b| a.0.total_cmp(&b.0));
-        let mut best: Option<Chosen> = None;
+        let mut best: Option<PlannedStrategy> = None;
         for (at_best, way) in ways {
             if best.as_ref().is_some_and(|b| b.fits && b.seconds <= at_best) {
                 break;
@@ -145,7 +151,7 @@ impl Setting<'_> {
                 (fits, _) => fits,
             });
             if better {
-                best = Some(Chosen {
+                best = Some(PlannedStrategy {
                     way,
                     keep,
                     storage: base.inputs.storage.clone(),
@@ -163,7 +169,7 @@ impl Setting<'_> {
         &self,
         recipe: &Recipe,
         base: &Base,
-        way: &Way,
+        way: &StepStrategy,
         limits: Limits,
         range: std::ops::RangeInclusive<usize>,
     ) -> (usize, Plan, bool) {
@@ -230,7 +236,7 @@ impl Setting<'_> {
     }
 
     /// All strategies that the recipe allows, the simplest first.
-    fn ways(&self, recipe: &Recipe, base: &Base, lossy: Option<FrozenWeights>) -> Result<Vec<Way>> {
+    fn ways(&self, recipe: &Recipe, base: &Base, lossy: Option<FrozenWeights>) -> Result<Vec<StepStrategy>> {
         let choose = |keep_fits| {
             let all_active = recipe.tune.method == Method::Full;
             let micro_batches = recipe.train.gradient_accumulation_steps;
@@ -254,7 +260,7 @@ impl Setting<'_> {
         for place in self.places(recipe)? {
             for copies in self.orders(recipe, place) {
                 for &gradients in &gradients {
-                    let with = |&mlp| Way {
+                    let with = |&mlp| StepStrategy {
                         lossy,
                         place,
                         gradients,
@@ -354,7 +360,7 @@ impl Setting<'_> {
         })
     }
 
-    fn inputs(&self, base: &Base, way: &Way, keep_layers: usize) -> Inputs {
+    fn inputs(&self, base: &Base, way: &StepStrategy, keep_layers: usize) -> Inputs {
         let mut inputs = base.inputs.clone();
         inputs.gradients = way.gradients;
         inputs.keep_layers = keep_layers;
@@ -367,7 +373,7 @@ impl Setting<'_> {
         inputs
     }
 
-    pub fn plan(&self, recipe: &Recipe, base: &Base, way: &Way, keep_layers: usize) -> Plan {
+    pub fn plan(&self, recipe: &Recipe, base: &Base, way: &StepStrategy, keep_layers: usize) -> Plan {
         plan::forecast_of(&base.model, recipe, &self.inputs(base, way, keep_layers))
     }
 
@@ -382,7 +388,7 @@ impl Setting<'_> {
         inputs.storage = storage;
         inputs.file_bytes = self.stored.number_bytes.unwrap_or(inputs.file_bytes);
         inputs.on_gpu = self.on_gpu;
-        inputs.reference = needs_copy(recipe);
+        inputs.reference = needs_reference_copy(recipe);
         if prompts::reinforces(recipe) {
             // At most this many answers are generated at a time.
             inputs.rollout = prompts::answers_of_rollout(recipe).min(generate::Limits::default().rows);
@@ -411,7 +417,7 @@ impl Setting<'_> {
         recipe: &Recipe,
         base: &Base,
         lossy: Option<FrozenWeights>,
-        of: impl Fn(&Way) -> bool,
+        of: impl Fn(&StepStrategy) -> bool,
     ) -> Result<Option<Plan>> {
         let keep = match recipe.memory.activations {
             Activations::Keep => self.spec.layers.len(),

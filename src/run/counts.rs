@@ -1,7 +1,7 @@
 //! `ft data --json`: the counts of a recipe's rows.
 
 use super::rows::Rows;
-use super::setup::Described;
+use super::setup::ModelDir;
 use crate::base::Result;
 use crate::data::{Dataset, Stats};
 use crate::recipe::Recipe;
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 /// Reads all rows. Errors: an invalid model directory or row.
 pub fn counts(recipe: &Recipe) -> Result<Value> {
-    let model = Described::of_recipe(recipe)?;
+    let model = ModelDir::of_recipe(recipe)?;
     let Rows { train, eval, questions } = Rows::read(recipe, &model)?;
     if let Some(questions) = questions {
         return Ok(json!({

@@ -7,7 +7,7 @@ use crate::model::Spec;
 use crate::optim;
 use crate::plan::Choice;
 use crate::recipe::{
-    self, ACCUMULATION, BlockOrder, Loaded, Method, ModelInit, OptimizerName, PeftType, Recipe, Stage,
+    self, ACCUMULATION, BlockOrder, LoadedRecipe, Method, ModelInit, OptimizerName, PeftType, Recipe, Stage,
 };
 use crate::run::prompts;
 use std::collections::BTreeMap;
@@ -154,7 +154,7 @@ pub fn settle_blocks(recipe: &mut Recipe, spec: &Spec, rows: usize, steps: u64, 
 }
 
 /// Writes the choices into the recipe and into `resolved.toml`.
-pub fn record(loaded: &Loaded, choices: &[Choice]) -> Loaded {
+pub fn record(loaded: &LoadedRecipe, choices: &[Choice]) -> LoadedRecipe {
     let mut loaded = loaded.clone();
     choices.iter().for_each(|c| loaded.settle(c.key, &c.value, &c.why));
     loaded

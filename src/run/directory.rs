@@ -5,7 +5,7 @@ use super::train::Options;
 use super::{starts, state};
 use crate::base::lock::{self, RunLock};
 use crate::base::{Error, Result, files, staging};
-use crate::checkpoint::{self, Loaded};
+use crate::checkpoint::{self, LoadedState};
 use crate::model::{Spec, shapes};
 use crate::ops::CpuPath;
 use crate::plan::{Place, Plan};
@@ -114,8 +114,8 @@ pub fn freed(run_dir: &Path, options: &Options) -> u64 {
 pub fn open(
     run_dir: &Path,
     options: &Options,
-    same: &dyn Fn(&Loaded) -> Result<()>,
-) -> Result<(Directory, Option<Loaded>)> {
+    same: &dyn Fn(&LoadedState) -> Result<()>,
+) -> Result<(Directory, Option<LoadedState>)> {
     let made = run_dir.symlink_metadata().is_err();
     let new = Kind::of(run_dir)? == Kind::New;
     files::create_dir_all(run_dir)?;
@@ -242,7 +242,7 @@ impl Drop for Directory {
 }
 
 /// Writes recipe, plan and environment of the run.
-pub fn describe(run_dir: &Path, loaded: &recipe::Loaded, plan: &Plan) -> Result<()> {
+pub fn describe(run_dir: &Path, loaded: &recipe::LoadedRecipe, plan: &Plan) -> Result<()> {
     files::write_atomic(&run_dir.join("recipe.toml"), loaded.text.as_bytes())?;
     files::write_atomic(&run_dir.join("resolved.toml"), loaded.resolved.as_bytes())?;
     files::write_atomic(&run_dir.join("plan.json"), format!("{:#}\n", plan.json()).as_bytes())?;
@@ -262,7 +262,7 @@ pub fn space_needed(recipe: &Recipe, spec: &Spec, elements: u64, place: Place) -
         // Random weights of a shape are not exported.
         _ if recipe.model.path.starts_with(shapes::PREFIX) => 0,
         // An initialization that is subtracted from the base doubles the rank.
-        Method::Lora if starts::changes_base(recipe) => elements * 8 + all as u64 * 4,
+        Method::Lora if starts::requantizes_base(recipe) => elements * 8 + all as u64 * 4,
         Method::Lora => elements * 8,
         _ => all as u64 * stored,
     };

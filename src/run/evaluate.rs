@@ -9,7 +9,7 @@ pub use report::{Measure, Report};
 
 use super::named::{self, Named};
 use super::rows;
-use super::setup::{self, Described};
+use super::setup::{self, ModelDir};
 use super::stage::preference;
 use crate::base::{Error, Result, progress, signal};
 use crate::data::order::eval_batches;
@@ -48,21 +48,21 @@ pub struct Request<'a> {
 }
 
 /// A loaded model.
-struct Opened {
-    described: Described,
+struct EvaluatedModel {
+    described: ModelDir,
     network: Network,
     score: Option<Tensor>,
     adapter: bool,
     named: Named,
 }
 
-fn open(model: &str, adapter: Option<&Path>, request: &Request) -> Result<Opened> {
+fn open(model: &str, adapter: Option<&Path>, request: &Request) -> Result<EvaluatedModel> {
     let named = named::find(model, adapter)?;
     let template = request.recipe.data.chat_template.clone().or(named.template.clone());
-    let described = Described::open(&named.model, &request.recipe.model.revision, template.as_deref())?;
+    let described = ModelDir::open(&named.model, &request.recipe.model.revision, template.as_deref())?;
     let device = setup::device(request.device)?;
     let (network, score) = described.infer_scored(named.adapter.as_deref(), request.dtype, &device)?;
-    Ok(Opened {
+    Ok(EvaluatedModel {
         described,
         network,
         score,
@@ -123,7 +123,7 @@ fn files<'a>(recipe: &'a Recipe, request: &Request) -> &'a [String] {
 }
 
 /// Reads the rows in the form that this stage uses.
-fn read(opened: &Opened, recipe: &Recipe, request: &Request, stage: Stage) -> Result<Dataset> {
+fn read(opened: &EvaluatedModel, recipe: &Recipe, request: &Request, stage: Stage) -> Result<Dataset> {
     let mut recipe = recipe.clone();
     recipe.train.stage = stage;
     let held_out = !request.all_rows && recipe.data.eval.is_empty();
@@ -137,8 +137,8 @@ fn read(opened: &Opened, recipe: &Recipe, request: &Request, stage: Stage) -> Re
     }
 }
 
-fn texts(opened: &Opened, recipe: &Recipe, request: &Request) -> Result<Report> {
-    let Opened { described, network, .. } = opened;
+fn texts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<Report> {
+    let EvaluatedModel { described, network, .. } = opened;
     let stage = match recipe.train.stage {
         Stage::Pretrain => Stage::Pretrain,
         _ => Stage::Sft,
@@ -170,7 +170,7 @@ fn texts(opened: &Opened, recipe: &Recipe, request: &Request) -> Result<Report> 
     Ok(report)
 }
 
-fn reward(opened: &Opened, score: &Tensor, recipe: &Recipe, request: &Request) -> Result<Report> {
+fn reward(opened: &EvaluatedModel, score: &Tensor, recipe: &Recipe, request: &Request) -> Result<Report> {
     let described = &opened.described;
     let pad = match opened.adapter {
         // The same id as in training.

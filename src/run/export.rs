@@ -1,13 +1,13 @@
 //! `ft export`: writes a model directory or an adapter directory from a checkpoint, equal to `final/` at that step.
 //! Needs the base model and the checkpoint; does not read the training rows.
 
-use super::forecast::as_before;
-use super::setup::{self, Described};
+use super::forecast::pin_resumed_choices;
+use super::setup::{self, ModelDir};
 use super::stage::preference;
-use super::starts::{self, Setting};
+use super::starts::{self, AdapterInitContext};
 use super::{adapters, allocation, finish, merge, named, state, tuning};
 use crate::base::{Error, Result, files, memory};
-use crate::checkpoint::{self, Loaded};
+use crate::checkpoint::{self, LoadedState};
 use crate::data::Dataset;
 use crate::engine::{Engine, Gradients};
 use crate::export;
@@ -116,9 +116,9 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
     let loaded = checkpoint::load(dir)?;
     let facts = state::facts(&loaded);
     let written = recipe::again(&facts.recipe).map_err(|e| e.within(dir.display()))?;
-    let recipe = &as_before(&written.recipe, &Some(Some(dir.to_path_buf())))?;
+    let recipe = &pin_resumed_choices(&written.recipe, &Some(Some(dir.to_path_buf())))?;
     let device = Device::Cpu;
-    let model = Described::of_recipe(recipe).map_err(|e| e.after("the base model of the checkpoint is needed"))?;
+    let model = ModelDir::of_recipe(recipe).map_err(|e| e.after("the base model of the checkpoint is needed"))?;
     if model.is_shape() {
         return Err(Error::new("a built-in shape has random weights: there is nothing to export").at_path(dir));
     }
@@ -139,7 +139,7 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
     let mut prepared = adapters::of(recipe, &model.spec)?;
     allocation::settle(recipe, &mut prepared, steps_of_run(&loaded, recipe))?;
     let params = model.spec.params();
-    let storage = match starts::changes_base(recipe) {
+    let storage = match starts::requantizes_base(recipe) {
         true => Policy::new(&recipe.memory, recipe.model.dtype, &params, |_| false)?,
         // The checkpoint also has exact values for quantized weights, so they are not quantized again.
         false => Policy::dense(recipe.model.dtype),
@@ -148,7 +148,7 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
     checkpoint::check_space(out, bytes)?;
     let scratch = Scratch::beside(&out.with_extension("weights"))?;
     let fits = memory::available().is_none_or(|free| bytes < free / 10 * 8);
-    let place = match fits || starts::changes_base(recipe) {
+    let place = match fits || starts::requantizes_base(recipe) {
         true => Place::Device,
         false => Place::Disk { head_rows: None },
     };
@@ -165,8 +165,8 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
     let sizes = state::sizes(&loaded)?;
     let ranks = starts::ranks_of(&network, |name| sizes.get(name).copied());
     starts::resize(recipe, &mut network, &mut prepared, &ranks)?;
-    if starts::changes_base(recipe) {
-        let mut setting = Setting {
+    if starts::requantizes_base(recipe) {
+        let mut setting = AdapterInitContext {
             recipe,
             model: &model,
             objective: &CausalLm::new(model.spec.vocab),
@@ -205,7 +205,7 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
 }
 
 /// Planned number of steps of the run: the AdaLoRA schedule is saved with the adapter.
-fn steps_of_run(loaded: &Loaded, recipe: &Recipe) -> u64 {
+fn steps_of_run(loaded: &LoadedState, recipe: &Recipe) -> u64 {
     if let Ok(steps) = u64::try_from(recipe.train.max_steps) {
         return steps;
     }

@@ -1,7 +1,7 @@
 //! Writes `final/`: a Hugging Face model directory, or a PEFT adapter directory for LoRA and the other adapter kinds.
 
-use super::adapters::Prepared;
-use super::setup::Described;
+use super::adapters::AdapterSetup;
+use super::setup::ModelDir;
 use super::stage::preference;
 use super::starts;
 use crate::base::{Error, Result};
@@ -28,9 +28,9 @@ use std::sync::Arc;
 pub fn export(
     out: &Path,
     recipe: &Recipe,
-    model: &Described,
+    model: &ModelDir,
     engine: &Engine,
-    prepared: &Prepared,
+    prepared: &AdapterSetup,
     print: &Base,
     note: &mut dyn FnMut(&str),
 ) -> Result<Option<PathBuf>> {
@@ -61,7 +61,7 @@ fn base(
     out: &Path,
     scores: bool,
     dtype: Dtype,
-    model: &Described,
+    model: &ModelDir,
     engine: &Engine,
     fill: &mut export::ParamFill,
 ) -> Result<PathBuf> {
@@ -95,9 +95,9 @@ fn base(
 fn adapter(
     out: &Path,
     recipe: &Recipe,
-    model: &Described,
+    model: &ModelDir,
     engine: &Engine,
-    prepared: &Prepared,
+    prepared: &AdapterSetup,
     (config, print): (&AdapterConfig, &Base),
     note: &mut dyn FnMut(&str),
 ) -> Result<PathBuf> {
@@ -137,7 +137,7 @@ fn adapter(
         Some(ranks) => export::pruned(&config, &adapters, ranks.kept())?,
         None => (config, adapters),
     };
-    let coded = starts::changes_base(recipe);
+    let coded = starts::requantizes_base(recipe);
     if !residual && !random && !coded {
         return export::adapter(out, &config, &adapters, &whole, &model.dir, print);
     }
@@ -257,7 +257,7 @@ fn compressed(
 }
 
 /// Writes the chat template of the recipe, if it has one, into the result.
-fn with_template(recipe: &Recipe, model: &Described, out: PathBuf) -> Result<PathBuf> {
+fn with_template(recipe: &Recipe, model: &ModelDir, out: PathBuf) -> Result<PathBuf> {
     let own = model.template.as_ref().filter(|_| recipe.data.chat_template.is_some());
     own.map_or(Ok(()), |template| export::set_chat_template(&out, template.source()))?;
     Ok(out)

@@ -1,7 +1,7 @@
 //! The memory plan of a run: every open setting gets the fastest value that fits. Also the error if nothing fits.
 
 use super::advice;
-use super::choose::{Base, Chosen, Setting, Way};
+use super::choose::{Base, PlanContext, PlannedStrategy, StepStrategy};
 use super::defaults;
 use super::plan::Verdict;
 use super::row_sizes::RowSizes;
@@ -24,7 +24,7 @@ use std::sync::Arc;
 const OF_FREE: u64 = 8;
 
 /// The strategy of a run and its memory.
-pub struct Forecast {
+pub struct MemoryPlan {
     pub plan: Plan,
     pub gradients: Gradients,
     /// Number of upper layers with saved activations.
@@ -87,7 +87,7 @@ pub fn forecast(
     rows: Option<&RowSizes>,
     stored: &Stored,
     device: &Device,
-) -> Result<Forecast> {
+) -> Result<MemoryPlan> {
     let gpu = ops::device::memory(device)?;
     let on_gpu = recipe.model.device.starts_with("cuda") || gpu.is_some();
     if recipe.memory.host_budget.is_some() && !on_gpu {
@@ -101,7 +101,7 @@ pub fn forecast(
         true => rewards::costs(&recipe.reinforce)?.into(),
         false => Arc::default(),
     };
-    let setting = Setting {
+    let setting = PlanContext {
         spec,
         adapters,
         tuning,
@@ -118,7 +118,7 @@ pub fn forecast(
         false => Some(advice::refused(&setting, recipe, limits, &chosen)),
         true => None,
     };
-    Ok(Forecast {
+    Ok(MemoryPlan {
         copies: chosen.way.copies.map(|orders| setting.copies(recipe, orders)),
         gradients: chosen.way.gradients,
         keep_layers: chosen.keep,
@@ -131,7 +131,7 @@ pub fn forecast(
     })
 }
 
-impl Forecast {
+impl MemoryPlan {
     /// Whether the run fits, in one line.
     pub fn verdict(&self, recipe: &Recipe) -> Verdict {
         let (limits, plan) = (self.limits, &self.plan);
@@ -162,12 +162,12 @@ impl Forecast {
     }
 }
 
-impl Setting<'_> {
+impl PlanContext<'_> {
     /// The chosen values of open settings, with reasons.
-    fn choices(&self, recipe: &Recipe, limits: Limits, chosen: &Chosen) -> Result<Vec<Choice>> {
+    fn choices(&self, recipe: &Recipe, limits: Limits, chosen: &PlannedStrategy) -> Result<Vec<Choice>> {
         let way = chosen.way;
         let base = self.base(recipe, way.lossy)?;
-        let least = |of: &dyn Fn(&Way) -> bool| self.least(recipe, &base, way.lossy, of);
+        let least = |of: &dyn Fn(&StepStrategy) -> bool| self.least(recipe, &base, way.lossy, of);
         let mut all = Vec::new();
         let mut say = |key, value: String, why: String| all.push(Choice { key, value, why });
         let needs = |what: &str, least: Option<Plan>| match least {
@@ -204,7 +204,7 @@ impl Setting<'_> {
                 ),
             }
         }
-        let on_device = |w: &Way| w.place == Place::Device;
+        let on_device = |w: &StepStrategy| w.place == Place::Device;
         if recipe.memory.tier == Tier::Auto {
             match way.place {
                 Place::Device => say("memory.tier", "device".into(), "nothing has to be read again".into()),
@@ -213,7 +213,7 @@ impl Setting<'_> {
                     say("memory.tier", "host".into(), needs("all weights on the GPU", least));
                 }
                 Place::Disk { .. } => {
-                    let on_host = |w: &Way| w.place == Place::Host;
+                    let on_host = |w: &StepStrategy| w.place == Place::Host;
                     let (what, least) = match self.on_gpu {
                         true => ("all weights in the host's memory", least(&on_host)?),
                         false => ("all weights in memory", least(&on_device)?),
@@ -223,7 +223,7 @@ impl Setting<'_> {
             }
         }
         if let (None, Place::Disk { head_rows }) = (recipe.memory.head_chunk, way.place) {
-            let whole = |w: &Way| w.place == Place::Disk { head_rows: None };
+            let whole = |w: &StepStrategy| w.place == Place::Disk { head_rows: None };
             match head_rows {
                 None => say("memory.head_chunk", "0".into(), "the head fits whole".into()),
                 Some(rows) => say(
@@ -244,7 +244,7 @@ impl Setting<'_> {
             }
         }
         if recipe.memory.mlp_chunk.is_none() {
-            let whole = |w: &Way| w.mlp.is_none() && w.place == way.place;
+            let whole = |w: &StepStrategy| w.mlp.is_none() && w.place == way.place;
             match way.mlp {
                 None => say("memory.mlp_chunk", "0".into(), "all tokens at once fit".into()),
                 Some(tokens) => say(
@@ -262,7 +262,7 @@ impl Setting<'_> {
         let can_pack = self.can_pack(recipe, way.place);
         match recipe.memory.packed_weights {
             PackedWeights::Auto if can_pack => {
-                let more = |w: &Way| w.copies > way.copies && w.place == way.place;
+                let more = |w: &StepStrategy| w.copies > way.copies && w.place == way.place;
                 let why = match way.copies {
                     Some(Orders::Both) => "no frozen weight is packed in a product".into(),
                     _ => needs("more of them", least(&more)?),
@@ -277,7 +277,7 @@ impl Setting<'_> {
             _ => {}
         }
         if way.gradients == Gradients::NormFirst {
-            let kept = |w: &Way| w.gradients == Gradients::Keep && w.place == way.place;
+            let kept = |w: &StepStrategy| w.gradients == Gradients::Keep && w.place == way.place;
             say(
                 "gradients",
                 "two passes".into(),
@@ -292,7 +292,7 @@ impl Setting<'_> {
 /// MLP chunk. `resume` as in `train::Options`.
 ///
 /// Errors: a plan that cannot be read.
-pub fn as_before(recipe: &Recipe, resume: &Option<Option<PathBuf>>) -> Result<Recipe> {
+pub fn pin_resumed_choices(recipe: &Recipe, resume: &Option<Option<PathBuf>>) -> Result<Recipe> {
     let mut recipe = recipe.clone();
     let Some(from) = resume else { return Ok(recipe) };
     let file = defaults::run_of(&recipe, from.as_deref()).join("plan.json");
@@ -314,7 +314,7 @@ pub fn as_before(recipe: &Recipe, resume: &Option<Option<PathBuf>>) -> Result<Re
     Ok(recipe)
 }
 
-/// The values that `as_before` kept, for the plan of the resumed run: the next resume reads them there.
+/// The values that `pin_resumed_choices` kept, for the plan of the resumed run: the next resume reads them there.
 pub fn settled(open: &Recipe, recipe: &Recipe) -> Vec<Choice> {
     let kept = |key, value| Choice {
         key,
@@ -352,7 +352,7 @@ mod tests {
         };
         let memory = |recipe: &Recipe, from: Option<&Path>| {
             let resume = from.map(|p| Some(p.to_path_buf()));
-            let memory = as_before(recipe, &resume).unwrap().memory;
+            let memory = pin_resumed_choices(recipe, &resume).unwrap().memory;
             (memory.frozen_weights, memory.mlp_chunk, memory.tier)
         };
         let open = recipe("");
@@ -361,7 +361,7 @@ mod tests {
             assert_eq!(memory(&open, Some(&from)), (FrozenWeights::Nf4, Some(512), Tier::Auto));
         }
         // A second resume too, although the setting is not open any more in the new plan.
-        let again = as_before(&open, &Some(Some(dir.path().to_path_buf()))).unwrap();
+        let again = pin_resumed_choices(&open, &Some(Some(dir.path().to_path_buf()))).unwrap();
         let choices = settled(&open, &again).into_iter().map(|c| (c.key, c.value));
         let want = [("memory.frozen_weights", "nf4"), ("memory.mlp_chunk", "512")];
         assert!(choices.eq(want.map(|(key, value)| (key, value.to_string()))));

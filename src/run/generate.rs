@@ -1,7 +1,7 @@
 //! `ft generate`: continues a prompt, or answers in a chat.
 
 use super::named;
-use super::setup::{Described, device};
+use super::setup::{ModelDir, device};
 use crate::base::{Error, Result, progress, signal};
 use crate::formats::Tokenizer;
 use crate::generate::{CodedCopy, Formats, Limits, Policy, Request, Session, Settings, Speed, Stored};
@@ -35,7 +35,7 @@ pub struct Holding {
 
 /// A loaded model with the conversation so far.
 pub struct Writer {
-    described: Described,
+    described: ModelDir,
     network: Network,
     /// Quantized copy that decodes instead of `network`.
     coded: Option<CodedCopy>,
@@ -88,7 +88,7 @@ impl Writer {
     ) -> Result<Self> {
         let named = named::find(model, adapter)?;
         let template = template.map(str::to_string).or(named.template.clone());
-        let described = Described::open(&named.model, "main", template.as_deref())?;
+        let described = ModelDir::open(&named.model, "main", template.as_deref())?;
         let place = device(holding.device.as_deref().unwrap_or("auto"))?;
         let network = described.infer(named.adapter.as_deref(), holding.dtype, &place)?;
         let coded = holding.weights.map(|w| CodedCopy::new(&network, Formats::of(w)));

@@ -3,7 +3,7 @@
 
 use super::learning;
 use super::rows;
-use super::setup::Described;
+use super::setup::ModelDir;
 use super::tuning::Tuning;
 use crate::base::units::{bytes, count, rate};
 use crate::data::Dataset;
@@ -31,7 +31,7 @@ pub fn trained_elements(tuning: &Tuning, steps: u64, params: &[ParamInfo], adapt
 #[allow(clippy::too_many_arguments)]
 pub fn header(
     recipe: &Recipe,
-    model: &Described,
+    model: &ModelDir,
     train: &Dataset,
     eval: Option<&Dataset>,
     stream: &BatchStream,

@@ -6,7 +6,7 @@
 //!
 //! Letters: I input features, O output features, R rank.
 
-use super::starts::{Progress, Setting, Task, each, set, tasks};
+use super::starts::{AdapterInitContext, Progress, Task, each, set, tasks};
 use crate::base::{Error, Result};
 use crate::model::Network;
 use crate::model::linear::Linear;
@@ -27,7 +27,7 @@ struct Found {
 }
 
 /// Errors: no weight is quantized, or the full-precision weights are not available.
-pub(super) fn fill(s: &mut Setting, network: &Network) -> Result<()> {
+pub(super) fn fill(s: &mut AdapterInitContext, network: &Network) -> Result<()> {
     let (iterations, dtype) = (s.recipe.tune.lora.loftq_iter, s.recipe.model.dtype);
     let progress = Progress::new(LoraInit::Loftq.name(), network);
     let (mut before, mut after, mut n) = (0.0, 0.0, 0usize);
@@ -43,7 +43,7 @@ pub(super) fn fill(s: &mut Setting, network: &Network) -> Result<()> {
         let found = each(&jobs, |(t, _)| t, |(task, w)| one(task, w.as_ref(), iterations, dtype))?;
         for ((task, _), found) in jobs.iter().zip(&found) {
             if let Some(values) = &found.codes {
-                network.source.recode(&task.linear.name, values)?;
+                network.source.requantize(&task.linear.name, values)?;
             }
             set(task.lora()?, &found.pair)?;
             before += found.errors.0;

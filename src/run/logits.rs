@@ -10,7 +10,7 @@ use crate::formats::weights::Weights;
 use crate::model::spec::LM_HEAD;
 use crate::model::{Adapters, Network, Spec, families};
 use crate::ops::{linear, update};
-use crate::source::{Group, GroupWeights, LayerSource, LowerHalves, Numbers, NumbersSink, ParamInfo};
+use crate::source::{Group, GroupWeights, LayerSource, MasterLowBits, Numbers, NumbersSink, ParamInfo};
 use candle_core::{Device, Tensor};
 use std::path::Path;
 use std::sync::Arc;
@@ -56,7 +56,7 @@ impl LayerSource for Streamed {
         update::with_slice(&self.whole(name)?, |values| sink(Numbers::F32(values)))?
     }
 
-    fn restore(&self, name: &str, _saved: &Weights, _low: &mut dyn LowerHalves) -> Result<()> {
+    fn restore(&self, name: &str, _saved: &Weights, _low: &mut dyn MasterLowBits) -> Result<()> {
         Err(Error::new("weights that are only compared are not restored").at(name))
     }
 }

@@ -3,7 +3,7 @@
 use super::defaults::{self, Before};
 use super::row_sizes::RowSizes;
 use super::rows::{self, Rows};
-use super::setup::{self, Described};
+use super::setup::{self, ModelDir};
 use super::{adapters, directory, forecast, header, learning, tuning::Tuning};
 use crate::base::units::bytes;
 use crate::base::{Result, files, memory};
@@ -17,7 +17,7 @@ use candle_core::Device;
 use serde_json::{Value, json};
 use std::path::Path;
 
-pub struct Planned {
+pub struct RecipePlan {
     pub plan: Plan,
     pub verdict: Verdict,
     pub disk: Space,
@@ -64,7 +64,7 @@ impl Space {
     }
 }
 
-impl Planned {
+impl RecipePlan {
     /// The JSON of the plan with verdict and disk space.
     pub fn json(&self) -> Value {
         let mut out = self.plan.json();
@@ -83,7 +83,7 @@ impl Planned {
 /// Plans a recipe. Loads no weights.
 ///
 /// Errors: an invalid config or data file, or a plan above a budget of the recipe.
-pub fn plan(recipe: &Recipe) -> Result<Planned> {
+pub fn plan(recipe: &Recipe) -> Result<RecipePlan> {
     let (dir, mut spec) = setup::read_spec(&recipe.model.path, &recipe.model.revision, recipe.model.init)?;
     spec.tied = setup::stays_tied(recipe, &spec)?;
     // The recipe may name a GPU of another machine.
@@ -168,7 +168,7 @@ pub fn plan(recipe: &Recipe) -> Result<Planned> {
         Some(refused) => notes.push(format!("`ft train` would refuse this here: {}", refused.error)),
         None => {}
     }
-    Ok(Planned {
+    Ok(RecipePlan {
         plan: forecast.plan,
         verdict,
         disk,
@@ -252,5 +252,5 @@ fn rows_are_here(recipe: &Recipe, dir: &Path) -> bool {
 fn read(recipe: &Recipe, dir: &Path) -> Result<Rows> {
     let mut here = recipe.clone();
     here.model.path = dir.to_string_lossy().into_owned();
-    Rows::read(recipe, &Described::of_recipe(&here)?)
+    Rows::read(recipe, &ModelDir::of_recipe(&here)?)
 }

@@ -2,7 +2,7 @@
 
 use super::rewards;
 use super::rows::local;
-use super::setup::Described;
+use super::setup::ModelDir;
 use crate::base::{Error, Result};
 use crate::data::dataset::held_out;
 use crate::data::describe::visible;
@@ -13,7 +13,7 @@ use crate::recipe::{Recipe, Stage, TrainOn};
 
 /// Prompts for training, and held-out prompts (may be empty).
 #[derive(Debug, Default)]
-pub struct Questions {
+pub struct PromptSet {
     pub train: Vec<Prompt>,
     pub eval: Vec<Prompt>,
 }
@@ -47,7 +47,7 @@ pub fn steps(recipe: &Recipe, prompts: usize) -> u64 {
 /// each row is as long as its prompt with the longest possible answer.
 ///
 /// Errors: an invalid row or reward; a prompt that leaves no room for its answer.
-pub fn read(recipe: &Recipe, model: &Described) -> Result<(Dataset, Option<Dataset>, Questions)> {
+pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Dataset>, PromptSet)> {
     let encoder = Encoder {
         codec: &model.tokenizer,
         template: model.template(),
@@ -72,7 +72,7 @@ pub fn read(recipe: &Recipe, model: &Described) -> Result<(Dataset, Option<Datas
     let train = load(&recipe.data.train)?;
     let (mut hash, mut eval_hash) = (train.fingerprint, None);
     let readings = train.readings;
-    let mut questions = Questions {
+    let mut questions = PromptSet {
         train: train.rows,
         eval: Vec::new(),
     };
@@ -117,7 +117,7 @@ fn example(prompt: &Prompt, room: usize) -> Example {
 }
 
 /// The output of `ft data` for prompts: some prompts with their known answers, and the counts.
-pub fn describe(questions: &Questions, model: &Described, rows: usize) -> Result<String> {
+pub fn describe(questions: &PromptSet, model: &ModelDir, rows: usize) -> Result<String> {
     let mut out = String::new();
     for prompt in questions.train.iter().take(rows) {
         let text = visible(&model.tokenizer.decode(&prompt.ids, false)?);

@@ -1,7 +1,7 @@
 //! `ft quantize`: writes a model directory with quantized projections, one weight in memory at a time.
 
 use super::sensitivity::{self, Choice, Sensitivity};
-use super::setup::Described;
+use super::setup::ModelDir;
 use crate::base::units::bytes;
 use crate::base::{Error, Result, files};
 use crate::checkpoint;
@@ -78,7 +78,7 @@ pub fn quantize(request: &Request) -> Result<Report> {
             (all.map(|p| (p.name.clone(), request.to)).collect(), None)
         }
         Some((budget, data)) => {
-            let model = Described::open(&request.model.to_string_lossy(), "main", None)?;
+            let model = ModelDir::open(&request.model.to_string_lossy(), "main", None)?;
             let measured = sensitivity::measure(&model, data, request.to, decoded, request.calibration_tokens)?;
             let choice = measured.choose(&weights, &params, budget)?;
             (choice.formats.clone(), Some((measured, choice)))

@@ -1,7 +1,7 @@
 //! The rows of a recipe: reads them for a run, or shows them to the user.
 
-use super::prompts::{self, Questions};
-use super::setup::Described;
+use super::prompts::{self, PromptSet};
+use super::setup::ModelDir;
 use super::stage::preference;
 use crate::base::Result;
 use crate::data::order::{Length, StreamSpec};
@@ -14,11 +14,11 @@ pub struct Rows {
     pub train: Dataset,
     pub eval: Option<Dataset>,
     /// Prompts of an RL stage.
-    pub questions: Option<Questions>,
+    pub questions: Option<PromptSet>,
 }
 
 impl Rows {
-    pub fn read(recipe: &Recipe, model: &Described) -> Result<Self> {
+    pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<Self> {
         if prompts::reinforces(recipe) {
             let (train, eval, questions) = prompts::read(recipe, model)?;
             let questions = Some(questions);
@@ -53,7 +53,7 @@ impl Rows {
 }
 
 /// Reads the rows of these files in the recipe's format.
-pub fn read(recipe: &Recipe, named: &[String], model: &Described) -> Result<Dataset> {
+pub fn read(recipe: &Recipe, named: &[String], model: &ModelDir) -> Result<Dataset> {
     let files = local(named)?;
     let spec = spec(&files, &recipe.data, recipe.train.stage, model.spec.vocab);
     match preference::want(recipe.train.stage) {
@@ -178,7 +178,7 @@ pub fn spec<'a>(files: &'a [String], data: &recipe::Data, stage: Stage, embeddin
 
 /// The output of `ft data`: `rows` rendered rows with the trained tokens marked, and the counts.
 pub fn describe(recipe: &Recipe, rows: usize, colour: bool) -> Result<String> {
-    let model = Described::of_recipe(recipe)?;
+    let model = ModelDir::of_recipe(recipe)?;
     let Rows {
         train: dataset,
         eval,
@@ -203,7 +203,7 @@ pub fn describe(recipe: &Recipe, rows: usize, colour: bool) -> Result<String> {
     Ok(out)
 }
 
-fn describe_rows(recipe: &Recipe, dataset: &Dataset, model: &Described, rows: usize, colour: bool) -> Result<String> {
+fn describe_rows(recipe: &Recipe, dataset: &Dataset, model: &ModelDir, rows: usize, colour: bool) -> Result<String> {
     describe::describe(
         dataset,
         &spec(

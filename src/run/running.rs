@@ -3,9 +3,9 @@
 
 use super::directory::Directory;
 use super::samples;
-use super::setup::Described;
-use super::stage::Feed;
-use super::state::{self, Facts};
+use super::setup::ModelDir;
+use super::stage::BatchSource;
+use super::state::{self, RunFingerprint};
 use super::tuning::Tuning;
 use crate::base::signal::{Conduct, Stop};
 use crate::base::units::bytes;
@@ -26,11 +26,11 @@ use std::time::{Duration, Instant};
 pub struct Run<'a> {
     pub recipe: &'a Recipe,
     pub run_dir: &'a Path,
-    pub model: &'a Described,
+    pub model: &'a ModelDir,
     pub eval: Option<&'a Dataset>,
-    pub feed: Box<dyn Feed + 'a>,
+    pub feed: Box<dyn BatchSource + 'a>,
     pub tuning: &'a Tuning,
-    pub facts: Facts,
+    pub facts: RunFingerprint,
     pub reporter: Reporter,
     pub plan: &'a Plan,
     pub directory: Directory,

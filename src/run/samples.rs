@@ -1,7 +1,7 @@
 //! Answers of the current model: to show to the user, and to count exact matches.
 
 use super::rows;
-use super::setup::Described;
+use super::setup::ModelDir;
 use crate::base::{Result, progress};
 use crate::data::Dataset;
 use crate::data::encode::Question;
@@ -16,7 +16,7 @@ pub(super) const SAMPLE_TOKENS: usize = 48;
 /// Rows per decoding batch.
 const ROWS: usize = 64;
 
-fn settings(model: &Described, max_new_tokens: usize) -> Settings {
+fn settings(model: &ModelDir, max_new_tokens: usize) -> Settings {
     Settings {
         max_new_tokens,
         stop_ids: model.tokenizer.stop_ids().to_vec(),
@@ -25,7 +25,7 @@ fn settings(model: &Described, max_new_tokens: usize) -> Settings {
 }
 
 /// Greedy answers to `train.sample_prompts`, with the chat template if the model has one and `data.render` allows it.
-pub fn answers(recipe: &Recipe, model: &Described, engine: &Engine) -> Result<Vec<(String, String)>> {
+pub fn answers(recipe: &Recipe, model: &ModelDir, engine: &Engine) -> Result<Vec<(String, String)>> {
     let prompts = &recipe.train.sample_prompts;
     let mut encoded = Vec::new();
     for prompt in prompts {
@@ -53,7 +53,7 @@ pub fn answers(recipe: &Recipe, model: &Described, engine: &Engine) -> Result<Ve
 }
 
 /// Fraction of the rows with an answer that greedy decoding answers exactly (ignoring white space at both ends).
-pub fn accuracy(recipe: &Recipe, model: &Described, engine: &Engine, rows: &Dataset) -> Result<f64> {
+pub fn accuracy(recipe: &Recipe, model: &ModelDir, engine: &Engine, rows: &Dataset) -> Result<f64> {
     // Held-out rows come from the training files.
     let files = if recipe.data.eval.is_empty() {
         &recipe.data.train
@@ -67,7 +67,7 @@ pub fn accuracy(recipe: &Recipe, model: &Described, engine: &Engine, rows: &Data
 }
 
 /// Greedy answers to these prompts, each of at most `longest` tokens. Errors: a signal.
-pub fn greedy(model: &Described, network: &Network, prompts: &[Vec<u32>], longest: usize) -> Result<Vec<String>> {
+pub fn greedy(model: &ModelDir, network: &Network, prompts: &[Vec<u32>], longest: usize) -> Result<Vec<String>> {
     let mut texts = Vec::with_capacity(prompts.len());
     for chunk in prompts.chunks(ROWS) {
         let ids = generate(network, chunk, &settings(model, longest), &mut |_, _| Ok(()))?;
@@ -79,7 +79,7 @@ pub fn greedy(model: &Described, network: &Network, prompts: &[Vec<u32>], longes
 }
 
 /// Fraction of `questions` that greedy decoding answers exactly.
-pub fn exact_matches(model: &Described, network: &Network, questions: &[Question]) -> Result<f64> {
+pub fn exact_matches(model: &ModelDir, network: &Network, questions: &[Question]) -> Result<f64> {
     let mut right = 0;
     let phase = progress::phase("answering", questions.len(), "questions");
     for chunk in questions.chunks(ROWS) {

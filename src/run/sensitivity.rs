@@ -5,7 +5,7 @@
 //! Lagrangian (every unit takes the option with the least rise + λ · bytes, λ by bisection), then the rest of the
 //! budget goes to the units with the largest gain.
 
-use super::setup::Described;
+use super::setup::ModelDir;
 use crate::base::units::bytes;
 use crate::base::{Error, Result, progress, signal};
 use crate::data::order::eval_batches;
@@ -18,7 +18,7 @@ use crate::quant::{self, Format, Weight};
 use crate::recipe::{Dtype, Render, RowFormat, TrainOn};
 use crate::sft::CausalLm;
 use crate::source::policy::is_projection;
-use crate::source::{Group, GroupWeights, LayerSource, LowerHalves, NumbersSink, ParamInfo, Part, Policy, Resident};
+use crate::source::{Group, GroupWeights, LayerSource, MasterLowBits, NumbersSink, ParamInfo, Part, Policy, Resident};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -90,7 +90,7 @@ impl LayerSource for Overlaid {
         self.below.read(name, sink)
     }
 
-    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn LowerHalves) -> Result<()> {
+    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn MasterLowBits) -> Result<()> {
         self.below.restore(name, saved, low)
     }
 }
@@ -106,7 +106,7 @@ pub fn dense_bytes(weights: &Weights, params: &[ParamInfo]) -> u64 {
 /// Measures every unit on at most `tokens` tokens of `data`. `smallest` is the smallest candidate; int8 is always one.
 ///
 /// Errors: an invalid model or invalid rows; a loss that is not finite.
-pub fn measure(model: &Described, data: &Path, smallest: Format, decoded: Dtype, tokens: usize) -> Result<Sensitivity> {
+pub fn measure(model: &ModelDir, data: &Path, smallest: Format, decoded: Dtype, tokens: usize) -> Result<Sensitivity> {
     let device = Device::Cpu;
     let files = [data.display().to_string()];
     let spec = dataset::Spec {
@@ -453,7 +453,7 @@ mod tests {
     #[test]
     fn the_loss_is_that_of_all_batches() {
         let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
-        let model = Described::open(&assets.join("tiny").to_string_lossy(), "main", None).unwrap();
+        let model = ModelDir::open(&assets.join("tiny").to_string_lossy(), "main", None).unwrap();
         let rows = assets.join("world/eval.jsonl");
         let measured = measure(&model, &rows, Format::Int4 { group: 64 }, Dtype::F32, 600).unwrap();
         assert!(measured.batches.len() > 1);

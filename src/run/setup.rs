@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A model directory whose config, tokenizer and template are read and whose weights are not loaded.
-pub struct Described {
+pub struct ModelDir {
     pub dir: PathBuf,
     pub config: Config,
     pub spec: Spec,
@@ -30,7 +30,7 @@ pub struct Described {
     pub template: Option<ChatTemplate>,
 }
 
-impl Described {
+impl ModelDir {
     /// Opens the model of a recipe. Errors: as `open`.
     pub fn of_recipe(recipe: &Recipe) -> Result<Self> {
         let (model, template) = (&recipe.model, recipe.data.chat_template.as_deref());
@@ -225,7 +225,7 @@ pub const TEACHER: &str = "teacher";
 /// Quantized data of the weights that are stored quantized.
 pub const CODES: &str = "codes.safetensors";
 
-impl Described {
+impl ModelDir {
     /// True if the model has a score head instead of the output projection. Errors: it has several scores.
     pub fn has_score(&self, weights: &Weights) -> Result<bool> {
         let width = self.spec.hidden;

@@ -3,11 +3,11 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
-use super::adapters::Prepared;
+use super::adapters::AdapterSetup;
 use super::inputs;
 use super::loftq;
 use super::rows;
-use super::setup::Described;
+use super::setup::ModelDir;
 use super::start_cache as cache;
 use crate::base::progress::{self, Phase};
 use crate::base::{Error, Result, signal, units};
@@ -32,9 +32,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The inputs of an initialization beside the network.
-pub struct Setting<'a> {
+pub struct AdapterInitContext<'a> {
     pub recipe: &'a Recipe,
-    pub model: &'a Described,
+    pub model: &'a ModelDir,
     pub objective: &'a dyn Objective,
     pub train: &'a Dataset,
     /// Fingerprint of the base weights.
@@ -46,7 +46,7 @@ pub struct Setting<'a> {
 }
 
 /// True if the initialization changes the base weights, so a resumed run must repeat it.
-pub fn changes_base(recipe: &Recipe) -> bool {
+pub fn requantizes_base(recipe: &Recipe) -> bool {
     let lora = &recipe.tune.lora;
     recipe.tune.method == Method::Lora
         && lora.peft_type == PeftType::Lora
@@ -57,7 +57,7 @@ pub fn changes_base(recipe: &Recipe) -> bool {
 /// Initializes the adapters of `network`; an adaptive method also changes ranks by module, and with them `prepared`.
 ///
 /// Errors: a rank larger than a weight allows, rows that cannot be read, a signal.
-pub fn fill(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Result<()> {
+pub fn fill(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut AdapterSetup) -> Result<()> {
     let lora = &s.recipe.tune.lora;
     if lora.adapter.is_some() || prepared.config.is_none() {
         return Ok(());
@@ -195,7 +195,7 @@ impl Progress {
     }
 }
 
-fn from_weights(s: &mut Setting, network: &Network) -> Result<()> {
+fn from_weights(s: &mut AdapterInitContext, network: &Network) -> Result<()> {
     let lora = &s.recipe.tune.lora;
     let (init, iterations, seed) = (lora.init_lora_weights, lora.pissa_niter, s.recipe.train.seed);
     let progress = Progress::new(init.name(), network);
@@ -234,7 +234,7 @@ struct Directions {
     first: usize,
 }
 
-fn eva(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Result<()> {
+fn eva(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut AdapterSetup) -> Result<()> {
     let (batches, rho) = (
         first_rows(s.train, s.recipe.tune.lora.init_samples),
         s.recipe.tune.lora.eva.rho,
@@ -287,7 +287,7 @@ fn eva(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Resul
     Ok(())
 }
 
-fn corda(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Result<()> {
+fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut AdapterSetup) -> Result<()> {
     let settings = &s.recipe.tune.lora.corda;
     let own;
     let rows = match settings.data.is_empty() {
@@ -374,7 +374,7 @@ fn corda(s: &mut Setting, network: &mut Network, prepared: &mut Prepared) -> Res
 fn place(
     recipe: &Recipe,
     network: &mut Network,
-    prepared: &mut Prepared,
+    prepared: &mut AdapterSetup,
     pairs: BTreeMap<String, (usize, Pair)>,
 ) -> Result<()> {
     let ranks = pairs.iter().map(|(m, (r, _))| (m.clone(), *r)).collect();
@@ -392,7 +392,7 @@ fn place(
 pub fn resize(
     recipe: &Recipe,
     network: &mut Network,
-    prepared: &mut Prepared,
+    prepared: &mut AdapterSetup,
     ranks: &BTreeMap<String, usize>,
 ) -> Result<()> {
     let Some(config) = &mut prepared.config else {
@@ -494,7 +494,7 @@ impl GradSink for Gradients<'_> {
     }
 }
 
-fn from_gradient(s: &mut Setting, network: &Network) -> Result<()> {
+fn from_gradient(s: &mut AdapterInitContext, network: &Network) -> Result<()> {
     let rows = s.recipe.tune.lora.init_samples.min(s.train.examples.len());
     let batch = Batch::from_examples(&s.train.examples[..rows]);
     (s.note)(&format!("lora_ga: the gradient of {rows} rows"));

@@ -6,7 +6,7 @@
 
 use super::tuning::Tuning;
 use crate::base::{Error, Result, units};
-use crate::checkpoint::{self, Files, Loaded};
+use crate::checkpoint::{self, Files, LoadedState};
 use crate::engine::Engine;
 use crate::formats::dtype::StoredDtype;
 use crate::formats::writer::{TensorPlan, Values};
@@ -25,7 +25,7 @@ const FEED: &str = "stage.safetensors";
 
 /// Properties that a resumed run must match, and counters that continue.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Facts {
+pub struct RunFingerprint {
     /// Recipe keys and values.
     pub recipe: BTreeMap<String, String>,
     pub data: String,
@@ -43,7 +43,7 @@ pub fn save(
     step: u64,
     engine: &Engine,
     tuning: &Tuning,
-    facts: &Facts,
+    facts: &RunFingerprint,
     feed: Option<Vec<u8>>,
 ) -> Result<PathBuf> {
     let plan = |name: String, n: usize| TensorPlan {
@@ -143,7 +143,7 @@ pub fn bytes(trained_elements: u64, active_elements: u64) -> u64 {
 }
 
 /// The values that `save` stored beside tensors.
-pub fn facts(loaded: &Loaded) -> Facts {
+pub fn facts(loaded: &LoadedState) -> RunFingerprint {
     let text = |key: &str| {
         loaded
             .state
@@ -153,7 +153,7 @@ pub fn facts(loaded: &Loaded) -> Facts {
             .to_string()
     };
     let recipe = loaded.state.get("recipe").and_then(Value::as_object);
-    Facts {
+    RunFingerprint {
         recipe: recipe
             .into_iter()
             .flatten()
@@ -168,7 +168,7 @@ pub fn facts(loaded: &Loaded) -> Facts {
 }
 
 /// The saved state of the stage.
-pub fn feed(loaded: &Loaded) -> Result<Option<Vec<u8>>> {
+pub fn feed(loaded: &LoadedState) -> Result<Option<Vec<u8>>> {
     match loaded.state.get("stage").and_then(Value::as_bool) {
         Some(true) => Ok(Some(loaded.open(FEED)?.read_bytes("state")?)),
         _ => Ok(None),
@@ -176,14 +176,14 @@ pub fn feed(loaded: &Loaded) -> Result<Option<Vec<u8>>> {
 }
 
 /// Number of elements of each weight in the checkpoint.
-pub fn sizes(loaded: &Loaded) -> Result<BTreeMap<String, usize>> {
+pub fn sizes(loaded: &LoadedState) -> Result<BTreeMap<String, usize>> {
     let weights = loaded.open(WEIGHTS)?;
     let size = |n: &str| weights.info(n).map_or(0, |i| i.count());
     Ok(weights.names().map(|n| (n.to_string(), size(n))).collect())
 }
 
 /// Restores weights that the engine has as parameters: enough to export them.
-pub fn restore_weights(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
+pub fn restore_weights(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
     let weights = loaded.open(WEIGHTS)?;
     let names: Vec<String> = weights.names().map(str::to_string).collect();
     for name in names {
@@ -198,7 +198,7 @@ pub fn restore_weights(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
     restore_ranks(loaded, engine)
 }
 
-fn restore_ranks(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
+fn restore_ranks(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
     if let Some(ranks) = &mut engine.network.ranks {
         let saved = loaded.open(RANKS)?;
         for name in saved.names() {
@@ -211,7 +211,7 @@ fn restore_ranks(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
 }
 
 /// Restores weights and moments; the engine is then in the state after step `loaded.step`.
-pub fn restore(loaded: &Loaded, engine: &mut Engine) -> Result<()> {
+pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
     let device = engine.network.device.clone();
     let weights = loaded.open(WEIGHTS)?;
     let names: Vec<String> = weights.names().map(str::to_string).collect();
@@ -281,7 +281,7 @@ const EVAL_PATHS: [&str; 1] = ["data.eval"];
 const TEACHER_PATHS: [&str; 3] = ["distill.teacher", "distill.teacher_revision", "distill.teacher_cache"];
 
 /// Errors: any change that would make the resumed run a different run, as a table old -> new.
-pub fn check_same(old: &Facts, new: &Facts) -> Result<()> {
+pub fn check_same(old: &RunFingerprint, new: &RunFingerprint) -> Result<()> {
     let same_base = old.base == new.base || (!new.sampled.is_empty() && old.base == new.sampled);
     let moved = |key: &str| {
         MODEL_PATHS.contains(&key) && same_base && new.base != RANDOM
@@ -336,10 +336,10 @@ mod tests {
 
     #[test]
     fn only_harmless_changes_are_let_through() {
-        let facts = |pairs: &[(&str, &str)], data: &str| Facts {
+        let facts = |pairs: &[(&str, &str)], data: &str| RunFingerprint {
             recipe: pairs.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect(),
             data: data.into(),
-            ..Facts::default()
+            ..RunFingerprint::default()
         };
         let old = facts(&[("train.seed", "1"), ("train.save_steps", "5")], "aa");
         assert!(check_same(&old, &facts(&[("train.seed", "1"), ("train.save_steps", "9")], "aa")).is_ok());
@@ -351,11 +351,11 @@ mod tests {
 
     #[test]
     fn what_was_moved_is_known_by_its_hash() {
-        let facts = |path: &str, base: &str, sampled: &str| Facts {
+        let facts = |path: &str, base: &str, sampled: &str| RunFingerprint {
             recipe: [("model.path".to_string(), path.to_string())].into(),
             base: base.into(),
             sampled: sampled.into(),
-            ..Facts::default()
+            ..RunFingerprint::default()
         };
         let old = facts("a", "blake3-exact:11", "");
         check_same(&old, &facts("b", "blake3-exact:11", "blake3:7")).unwrap();

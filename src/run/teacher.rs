@@ -1,6 +1,6 @@
 //! The teacher of a distillation: opens its directory, checks that it fits the student, and loads its network.
 
-use super::setup::{self, Described};
+use super::setup::{self, ModelDir};
 use crate::base::{Error, Result, staging};
 use crate::data::Dataset;
 use crate::distill::hidden;
@@ -15,8 +15,8 @@ use candle_core::Device;
 use std::path::Path;
 
 /// A teacher whose weights are not loaded.
-pub struct Opened {
-    pub model: Described,
+pub struct TeacherModel {
+    pub model: ModelDir,
     pub dtype: Dtype,
     pub storage: Policy,
 }
@@ -51,7 +51,7 @@ const PROBES: [&str; 3] = [
 /// Opens the teacher of a recipe for the student `model`.
 ///
 /// Errors: an invalid directory; a different tokenizer; a storage type that its files do not allow.
-pub fn open(recipe: &Recipe, model: &Described) -> Result<Opened> {
+pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
     let d = &recipe.distill;
     let Some(path) = &d.teacher else {
         return Err(Error::usage("there is no teacher").at("distill.teacher"));
@@ -59,7 +59,7 @@ pub fn open(recipe: &Recipe, model: &Described) -> Result<Opened> {
     if path.starts_with(shapes::PREFIX) {
         return Err(Error::usage("a built-in shape has random weights: it teaches nothing").at("distill.teacher"));
     }
-    let teacher = Described::open(path, &d.teacher_revision, None).map_err(|e| e.or_at("distill.teacher"))?;
+    let teacher = ModelDir::open(path, &d.teacher_revision, None).map_err(|e| e.or_at("distill.teacher"))?;
     check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at("distill.teacher"))?;
     teacher.check_weights(ModelInit::Pretrained)?;
     let (dtype, mut storage) = storage(recipe, &teacher.spec)?;
@@ -77,7 +77,7 @@ pub fn open(recipe: &Recipe, model: &Described) -> Result<Opened> {
     if d.hidden_weight > 0.0 {
         layer_map(recipe, &model.spec, &teacher.spec)?;
     }
-    Ok(Opened {
+    Ok(TeacherModel {
         model: teacher,
         dtype,
         storage,
@@ -95,7 +95,7 @@ pub fn layer_map(recipe: &Recipe, student: &Spec, teacher: &Spec) -> Result<Vec<
     Ok(pairs)
 }
 
-impl Opened {
+impl TeacherModel {
     /// Number of ids that both student and teacher have.
     pub fn common(&self, student: &Spec) -> usize {
         self.model.spec.vocab.min(student.vocab)

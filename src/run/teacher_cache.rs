@@ -8,7 +8,7 @@
 //! number of trained tokens), `ids` u16 or u32 `[T, k]`, `log_probs` f16 `[T, k]`, `rest` f32 `[T]`.
 
 use super::rows::Rows;
-use super::setup::Described;
+use super::setup::ModelDir;
 use super::{inputs, setup, teacher};
 use crate::base::signal::{Conduct, Stop};
 use crate::base::{Error, Result, files, paths, progress, signal, staging};
@@ -45,7 +45,7 @@ pub struct Report {
     pub shards: usize,
     pub bytes: u64,
     /// Mean probability mass of the stored top-k ids.
-    pub covered: f64,
+    pub top_k_mass: f64,
 }
 
 /// Hash of a document: its ids and its trained positions.
@@ -67,7 +67,7 @@ fn hash_of(e: &Example) -> Hash {
 }
 
 /// All properties on which the stored numbers depend.
-struct Facts {
+struct CacheKey {
     key: String,
     common: usize,
     k: usize,
@@ -76,7 +76,7 @@ struct Facts {
     teacher: String,
 }
 
-impl Facts {
+impl CacheKey {
     fn name_teacher(&mut self, teacher: String) {
         (self.teacher, self.key) = (teacher, String::new());
         self.key = blake3::hash(self.json().to_string().as_bytes()).to_hex()[..32].to_string();
@@ -122,13 +122,13 @@ fn shard_path(dir: &Path, index: usize) -> PathBuf {
 /// other settings; a signal (finished shards stay, the next call continues).
 pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<Report> {
     signal::install()?;
-    let model = Described::of_recipe(recipe)?;
+    let model = ModelDir::of_recipe(recipe)?;
     let opened = teacher::open(recipe, &model)?;
     let rows = Rows::read(recipe, &model)?.train;
     opened.check_rows(&rows)?;
     let d = &recipe.distill;
     let common = opened.common(&model.spec);
-    let mut facts = Facts {
+    let mut facts = CacheKey {
         key: String::new(),
         common,
         k: d.top_k.min(common),
@@ -157,7 +157,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
         found: 0,
         shards: shards.len(),
         bytes: 0,
-        covered: 0.0,
+        top_k_mass: 0.0,
     };
     let scratch = out.join(setup::TEACHER);
     let all = shards.iter().map(Vec::len).sum();
@@ -180,7 +180,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
         } else if let Some(shard) = stored {
             report.found += 1;
             report.tokens += shard.tokens;
-            report.covered += shard.covered()?;
+            report.top_k_mass += shard.top_k_mass()?;
             report.bytes += files::size(&path)?;
             phase.add(documents.len() as u64);
             continue;
@@ -212,13 +212,13 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
             top.rest.extend(part.rest);
         }
         report.tokens += top.rest.len();
-        report.covered += top.rest.iter().map(|r| 1.0 - (*r as f64).exp()).sum::<f64>();
+        report.top_k_mass += top.rest.iter().map(|r| 1.0 - (*r as f64).exp()).sum::<f64>();
         write_shard(&path, documents, &top, &facts)?;
         report.bytes += files::size(&path)?;
         note(&format!("{} of {} shards", index + 1, shards.len()));
     }
     staging::remove_scratch(&scratch)?;
-    report.covered /= report.tokens as f64;
+    report.top_k_mass /= report.tokens as f64;
     let mut manifest = facts.json();
     manifest["shards"] = json!(shards.len());
     manifest["documents"] = json!(report.documents);
@@ -233,7 +233,7 @@ fn is_manifest(path: &Path) -> bool {
 }
 
 /// Accepts only an empty directory, or one with the same outputs.
-fn check_place(out: &Path, facts: &Facts) -> Result<()> {
+fn check_place(out: &Path, facts: &CacheKey) -> Result<()> {
     if !out.is_dir() {
         return Ok(());
     }
@@ -260,7 +260,7 @@ fn holds(out: &Path, key: &str) -> bool {
     shards.any(|p| Weights::open_file(&p).is_ok_and(|w| w.metadata().get("ft_key").is_some_and(|k| k == key)))
 }
 
-fn write_shard(path: &Path, documents: &[&Example], top: &TopK, facts: &Facts) -> Result<()> {
+fn write_shard(path: &Path, documents: &[&Example], top: &TopK, facts: &CacheKey) -> Result<()> {
     let (tokens, k) = (top.rest.len(), top.k);
     let plan = |name: &str, dtype, shape: Vec<usize>| TensorPlan {
         name: name.into(),
@@ -375,7 +375,7 @@ impl Shard {
     }
 
     /// Sum over the tokens of the probability mass of the stored ids.
-    fn covered(&self) -> Result<f64> {
+    fn top_k_mass(&self) -> Result<f64> {
         let rest = self.weights.read_f32("rest")?;
         Ok(rest.iter().map(|r| 1.0 - (*r as f64).exp()).sum())
     }
@@ -452,7 +452,7 @@ pub struct Cache {
 ///
 /// Errors: an incomplete directory; other rows, another temperature, more ids than the student has, or a different
 /// teacher than that of the recipe.
-pub fn open(dir: &Path, recipe: &Recipe, model: &Described, rows: &Dataset) -> Result<Cache> {
+pub fn open(dir: &Path, recipe: &Recipe, model: &ModelDir, rows: &Dataset) -> Result<Cache> {
     let at = |e: Error| e.or_at("distill.teacher_cache");
     let path = dir.join(MANIFEST);
     if let (false, Some(hint)) = (dir.exists(), paths::hint(dir)) {

@@ -1,21 +1,21 @@
 //! `ft train`: recipe, data, model and plan, then the optimizer steps, then `final/`.
 
 use super::defaults::{self, Before};
-use super::forecast::{self, Forecast};
+use super::forecast::{self, MemoryPlan};
 use super::header::{header, trained_elements};
 use super::learning::{self, Watch};
 use super::row_sizes::RowSizes;
 use super::rows::{self, Rows};
 use super::running::{Budget, Pace, Run};
-use super::setup::{self, Described};
+use super::setup::{self, ModelDir};
 use super::stage::{self, Stage};
-use super::starts::{self, Setting};
-use super::state::{self, Facts};
+use super::starts::{self, AdapterInitContext};
+use super::state::{self, RunFingerprint};
 use super::tuning::{self, Tuning};
 use super::{adapters, allocation, directory, finish, named, next, owner};
 use crate::base::signal::{Conduct, Stop};
 use crate::base::{ErrorKind, Result, memory, progress, signal};
-use crate::checkpoint::{self, Loaded};
+use crate::checkpoint::{self, LoadedState};
 use crate::data::Dataset;
 use crate::data::order::BatchStream;
 use crate::engine::Engine;
@@ -60,8 +60,8 @@ pub struct Outcome {
 ///
 /// Errors: any invalid input (before the first step), a loss or gradient that is not finite, a full disk; a signal
 /// after the state was saved (exit code 128 + signal).
-pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
-    let recipe = &forecast::as_before(&loaded.recipe, &options.resume)?;
+pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome> {
+    let recipe = &forecast::pin_resumed_choices(&loaded.recipe, &options.resume)?;
     let run_dir = PathBuf::from(&recipe.train.output_dir);
     if !options.dry_run {
         directory::check(&run_dir, options)?;
@@ -71,7 +71,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     signal::quit("stopped: nothing was trained yet");
 
     // ---- model directory and data: all input errors are found before anything is written
-    let mut model = Described::of_recipe(recipe)?;
+    let mut model = ModelDir::of_recipe(recipe)?;
     model.untie_for(recipe)?;
     model.check_weights(recipe.model.init)?;
     let Rows { train, eval, questions } = Rows::read(recipe, &model)?;
@@ -91,7 +91,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let params = model.spec.params();
     let mut tuning = Tuning::new(recipe, &model.spec, &params, &prepared)?;
     learning::check(recipe, &tuning, total_steps)?;
-    let Forecast {
+    let MemoryPlan {
         mut plan,
         gradients,
         keep_layers,
@@ -144,7 +144,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
     let elements = trained_elements(&tuning, total_steps, &params, &prepared.adapters);
     let needed = directory::space_needed(recipe, &model.spec, elements, place);
     checkpoint::check_space(&run_dir, needed.saturating_sub(directory::freed(&run_dir, options)))?;
-    let same = |checkpoint: &Loaded| state::check_same(&state::facts(checkpoint), &facts);
+    let same = |checkpoint: &LoadedState| state::check_same(&state::facts(checkpoint), &facts);
     let (mut directory, resumed) = directory::open(&run_dir, options, &same)?;
     let start_step = resumed.as_ref().map_or(0, |checkpoint| checkpoint.step);
     if resumed.is_some() {
@@ -205,8 +205,8 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         let ranks = starts::ranks_of(&network, |name| sizes.get(name).copied());
         starts::resize(recipe, &mut network, &mut prepared, &ranks)?;
     }
-    if resumed.is_none() || starts::changes_base(recipe) {
-        let mut setting = Setting {
+    if resumed.is_none() || starts::requantizes_base(recipe) {
+        let mut setting = AdapterInitContext {
             recipe,
             model: &model,
             objective: &CausalLm::new(model.spec.vocab),
@@ -217,7 +217,7 @@ pub fn train(loaded: &recipe::Loaded, options: &Options) -> Result<Outcome> {
         };
         starts::fill(&mut setting, &mut network, &mut prepared)?;
     }
-    let setting = stage::Setting {
+    let setting = stage::StageContext {
         recipe,
         spec: &model.spec,
         model: &model,
@@ -450,8 +450,13 @@ fn peak_memory(device: &Device) -> Result<u64> {
     Ok(gpu.map_or_else(memory::peak_resident, |m| m.peak_used))
 }
 
-fn facts(loaded: &recipe::Loaded, print: Option<Fingerprint>, train: &Dataset, eval: Option<&Dataset>) -> Facts {
-    Facts {
+fn facts(
+    loaded: &recipe::LoadedRecipe,
+    print: Option<Fingerprint>,
+    train: &Dataset,
+    eval: Option<&Dataset>,
+) -> RunFingerprint {
+    RunFingerprint {
         recipe: loaded.values.iter().cloned().collect(),
         data: train.fingerprint.clone(),
         eval_data: eval.map(|e| e.fingerprint.clone()).unwrap_or_default(),

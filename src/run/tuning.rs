@@ -1,6 +1,6 @@
 //! The parameters that a method trains at each step.
 
-use super::adapters::Prepared;
+use super::adapters::AdapterSetup;
 use crate::base::{Error, Result};
 use crate::engine::Active;
 use crate::engine::active::{Corrected, group_of};
@@ -40,7 +40,7 @@ const ROUNDS: u64 = 4;
 const LARGE_SETS: usize = 8;
 
 impl Tuning {
-    pub fn new(recipe: &Recipe, spec: &Spec, params: &[ParamInfo], prepared: &Prepared) -> Result<Self> {
+    pub fn new(recipe: &Recipe, spec: &Spec, params: &[ParamInfo], prepared: &AdapterSetup) -> Result<Self> {
         let tune = &recipe.tune;
         Ok(match tune.method {
             Method::Full => Self::Static(Active::new(params.iter().map(|p| p.name.to_string()))),

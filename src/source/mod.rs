@@ -142,14 +142,14 @@ pub enum Numbers<'a> {
 pub type NumbersSink<'a> = dyn FnMut(Numbers) -> Result<()> + 'a;
 
 /// Access to the optimizer's low 16 bits of fp32 masters (i16 `[n]`), by parameter name.
-pub trait LowerHalves {
+pub trait MasterLowBits {
     fn put_low(&mut self, name: &str, low: Tensor);
 
     /// `None`: this parameter has no master.
     fn take_low(&mut self, name: &str) -> Option<Tensor>;
 }
 
-impl LowerHalves for BTreeMap<String, Tensor> {
+impl MasterLowBits for BTreeMap<String, Tensor> {
     fn put_low(&mut self, name: &str, low: Tensor) {
         self.insert(name.to_string(), low);
     }
@@ -173,7 +173,7 @@ pub trait LayerSource: Send {
     /// Bytes on the device now.
     fn resident_bytes(&self) -> u64;
 
-    /// The tensor of a parameter that stays on the device (until the next `retire`); `None`: it must be fetched.
+    /// The tensor of a parameter that stays on the device (until the next `deactivate`); `None`: it must be fetched.
     fn held(&self, name: &str) -> Option<Tensor>;
 
     /// True if the optimizer holds the low 16 bits of this parameter's fp32 master (active parameters, and those that
@@ -197,21 +197,21 @@ pub trait LayerSource: Send {
         Err(Error::new("this weight does not come in pieces").at(name))
     }
 
-    /// Activates these parameters: they are held until `retire`. The low 16 bits of their masters are moved to `low`.
-    fn activate(&self, _names: &[&str], _low: &mut dyn LowerHalves) -> Result<()> {
+    /// Activates these parameters: they are held until `deactivate`. The low 16 bits of their masters are moved to `low`.
+    fn activate(&self, _names: &[&str], _low: &mut dyn MasterLowBits) -> Result<()> {
         Ok(())
     }
 
     /// Deactivates the parameters that `keep` rejects: writes back their exact fp32 values (weight and low 16 bits) if
     /// they do not stay on the device, requantizes those stored quantized, and returns the quantization error of each.
-    fn retire(&self, _keep: &dyn Fn(&str) -> bool, _low: &mut dyn LowerHalves) -> Result<Vec<Recoded>> {
+    fn deactivate(&self, _keep: &dyn Fn(&str) -> bool, _low: &mut dyn MasterLowBits) -> Result<Vec<Recoded>> {
         Ok(Vec::new())
     }
 
     /// Quantizes `values` (one per element) as the new values of a quantized weight, and drops the old data.
     ///
     /// Errors: the weight is not quantized; the weights of this source do not stay on the device.
-    fn recode(&self, name: &str, _values: &[f32]) -> Result<()> {
+    fn requantize(&self, name: &str, _values: &[f32]) -> Result<()> {
         Err(Error::new("codes that do not stay on the device cannot be made anew")
             .at(name)
             .hint("set `memory.tier = \"device\"`, or `tune.lora.loftq_iter = 1`"))
@@ -226,5 +226,5 @@ pub trait LayerSource: Send {
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()>;
 
     /// Restores the exact f32 value of an inactive parameter from the tensor of its name in `saved`.
-    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn LowerHalves) -> Result<()>;
+    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn MasterLowBits) -> Result<()>;
 }

@@ -3,7 +3,7 @@
 //! deactivated.
 
 use super::policy::is_projection;
-use super::{Group, GroupWeights, LayerSource, LowerHalves, NumbersSink, ParamInfo, Policy, Recoded};
+use super::{Group, GroupWeights, LayerSource, MasterLowBits, NumbersSink, ParamInfo, Policy, Recoded};
 use crate::base::Result;
 use crate::formats::weights::Weights;
 use crate::ops::prepacked::{Orders, Prepacked};
@@ -160,14 +160,14 @@ impl LayerSource for Prepacking {
         self.below.piece(name, first)
     }
 
-    fn activate(&self, names: &[&str], low: &mut dyn LowerHalves) -> Result<()> {
+    fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()> {
         self.state().active.extend(names.iter().map(|n| n.to_string()));
         self.forget(names);
         self.below.activate(names, low)
     }
 
-    fn retire(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn LowerHalves) -> Result<Vec<Recoded>> {
-        let recoded = self.below.retire(keep, low)?;
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Recoded>> {
+        let recoded = self.below.deactivate(keep, low)?;
         let active = std::mem::take(&mut self.state().active);
         let (kept, leaving): (BTreeSet<String>, BTreeSet<String>) = active.into_iter().partition(|name| keep(name));
         self.state().active = kept;
@@ -175,8 +175,8 @@ impl LayerSource for Prepacking {
         Ok(recoded)
     }
 
-    fn recode(&self, name: &str, values: &[f32]) -> Result<()> {
-        self.below.recode(name, values)
+    fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
+        self.below.requantize(name, values)
     }
 
     fn copies(&self) -> Result<Option<CopyTimes>> {
@@ -187,7 +187,7 @@ impl LayerSource for Prepacking {
         self.below.read(name, sink)
     }
 
-    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn LowerHalves) -> Result<()> {
+    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn MasterLowBits) -> Result<()> {
         self.forget(&[name]);
         self.below.restore(name, saved, low)
     }
@@ -265,7 +265,7 @@ mod tests {
         s.activate(&["layers.0.a"], low).unwrap();
         assert!(!has_copies(&s, Group::Layer(0), "layers.0.a") && has_copies(&s, Group::Layer(1), "layers.1.a"));
         assert_eq!(s.resident_bytes(), below + (8 + 12) * 2048);
-        s.retire(&|_| false, low).unwrap();
+        s.deactivate(&|_| false, low).unwrap();
         assert!(has_copies(&s, Group::Layer(0), "layers.0.a"));
         assert!(!has_copies(&source(Dtype::F32), Group::Layer(0), "layers.0.a"));
     }

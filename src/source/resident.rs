@@ -1,7 +1,9 @@
 //! A source that keeps all weights on the device for the whole run.
 
-use super::turns::{Exact, encode, recode};
-use super::{Group, GroupWeights, Groups, LayerSource, LowerHalves, Numbers, NumbersSink, ParamInfo, Recoded, stored};
+use super::turns::{Exact, encode, requantize};
+use super::{
+    Group, GroupWeights, Groups, LayerSource, MasterLowBits, Numbers, NumbersSink, ParamInfo, Recoded, stored,
+};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result, progress, units};
 use crate::formats::StoredDtype;
@@ -312,7 +314,7 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
     let known: std::collections::HashSet<&str> = params.iter().map(|p| &*p.name).collect();
     for name in weights.names() {
         // Old Llama checkpoints contain the rope frequencies; tied ones may contain a copy of the embedding. The score
-        // of a reward model is read separately; text generation checks it with `Described::check_weights`.
+        // of a reward model is read separately; text generation checks it with `ModelDir::check_weights`.
         let harmless = name.ends_with("rotary_emb.inv_freq") || ["lm_head.weight", "score.weight"].contains(&name);
         if !known.contains(name) && !parts.contains(name) && !harmless {
             faults.push(format!("{name}: not a weight of this model"));
@@ -362,7 +364,7 @@ impl LayerSource for Resident {
         !self.coded.contains_key(name) || lock(&self.active).contains(name)
     }
 
-    fn activate(&self, names: &[&str], low: &mut dyn LowerHalves) -> Result<()> {
+    fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()> {
         for p in self.turning(names.iter().copied()) {
             if !lock(&self.active).insert(p.name.clone()) {
                 continue;
@@ -382,7 +384,7 @@ impl LayerSource for Resident {
         Ok(())
     }
 
-    fn retire(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn LowerHalves) -> Result<Vec<Recoded>> {
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Recoded>> {
         let leaving: Vec<Arc<str>> = lock(&self.active).iter().filter(|n| !keep(n)).cloned().collect();
         let mut recoded = Vec::new();
         for p in self.turning(leaving.iter().map(|n| &**n)) {
@@ -393,7 +395,7 @@ impl LayerSource for Resident {
                 low: low.transpose()?,
             };
             let (format, dtype) = self.coded[&p.name];
-            let (codes, error) = recode(&exact.values()?, p, format, dtype)?;
+            let (codes, error) = requantize(&exact.values()?, p, format, dtype)?;
             self.replace(p, Weight::coded_on(codes, &self.device)?)?;
             lock(&self.trained).insert(p.name.clone(), exact);
             lock(&self.active).remove(&p.name);
@@ -402,7 +404,7 @@ impl LayerSource for Resident {
         Ok(recoded)
     }
 
-    fn recode(&self, name: &str, values: &[f32]) -> Result<()> {
+    fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
         let p = self.param(name)?;
         let Some(&(format, dtype)) = self.coded.get(name) else {
             return Err(Error::new("this weight is not stored as codes").at(name));
@@ -425,7 +427,7 @@ impl LayerSource for Resident {
         }
     }
 
-    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn LowerHalves) -> Result<()> {
+    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn MasterLowBits) -> Result<()> {
         let p = self.param(name)?;
         saved.require(name, &[p.elements()])?;
         let values = saved.read_f32(name)?;

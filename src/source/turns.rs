@@ -70,7 +70,7 @@ impl Exact {
 }
 
 /// Quantizes exact values; also returns the quantization error.
-pub(super) fn recode(values: &[f32], p: &ParamInfo, format: Format, decoded: Dtype) -> Result<(Coded, Recoded)> {
+pub(super) fn requantize(values: &[f32], p: &ParamInfo, format: Format, decoded: Dtype) -> Result<(Coded, Recoded)> {
     let coded = encode(values, p, format, decoded)?;
     let (width, rows) = (coded.dims().1.max(1), values.par_chunks(coded.dims().1.max(1)));
     let sums: Vec<(f64, f64)> = rows

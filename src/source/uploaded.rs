@@ -6,7 +6,7 @@ mod order;
 
 use super::resident::send;
 use super::turns::Exact;
-use super::{Group, GroupWeights, LayerSource, LowerHalves, NumbersSink, ParamInfo, Recoded};
+use super::{Group, GroupWeights, LayerSource, MasterLowBits, NumbersSink, ParamInfo, Recoded};
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
 use crate::ops::transfer::{Arriving, Copier, CopyTimes};
@@ -199,7 +199,7 @@ impl Uploaded {
 
 /// The optimizer's low 16 bits for a source on the host: copies them between host and device.
 struct Across<'a> {
-    optimizer: &'a mut dyn LowerHalves,
+    optimizer: &'a mut dyn MasterLowBits,
     device: &'a Device,
     failed: Option<Error>,
 }
@@ -220,7 +220,7 @@ impl Across<'_> {
     }
 }
 
-impl LowerHalves for Across<'_> {
+impl MasterLowBits for Across<'_> {
     fn put_low(&mut self, name: &str, low: Tensor) {
         if let Some(low) = self.moved(low, self.device) {
             self.optimizer.put_low(name, low);
@@ -319,7 +319,7 @@ impl LayerSource for Uploaded {
         Ok(Arc::new(weights))
     }
 
-    fn activate(&self, names: &[&str], low: &mut dyn LowerHalves) -> Result<()> {
+    fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()> {
         let device = self.copier.device().clone();
         let mut across = Across {
             optimizer: low,
@@ -354,7 +354,7 @@ impl LayerSource for Uploaded {
         across.done()
     }
 
-    fn retire(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn LowerHalves) -> Result<Vec<Recoded>> {
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Recoded>> {
         let leaving: Vec<Arc<str>> = lock(&self.active).iter().filter(|n| !keep(n)).cloned().collect();
         for name in &leaving {
             if let (Some(here), Some(host)) = (self.held(name), self.inner.held(name)) {
@@ -367,7 +367,7 @@ impl LayerSource for Uploaded {
             device: &device,
             failed: None,
         };
-        let recoded = self.inner.retire(keep, &mut across)?;
+        let recoded = self.inner.deactivate(keep, &mut across)?;
         for name in &leaving {
             // Left by a source that keeps its weights: there is no other copy.
             if let Some(half) = across.take_low(name) {
@@ -396,7 +396,7 @@ impl LayerSource for Uploaded {
         }
     }
 
-    fn restore(&self, name: &str, saved: &Weights, _: &mut dyn LowerHalves) -> Result<()> {
+    fn restore(&self, name: &str, saved: &Weights, _: &mut dyn MasterLowBits) -> Result<()> {
         let mut low = lock(&self.low);
         self.inner.restore(name, saved, &mut *low)?;
         drop(low);

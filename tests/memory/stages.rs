@@ -366,7 +366,7 @@ fn rows(case: &Case, dir: &Path) -> String {
 }
 
 /// The recipe of a case, with other settings if there are.
-fn recipe_of(case: &Case, dir: &Path, settings: &[&str]) -> recipe::Loaded {
+fn recipe_of(case: &Case, dir: &Path, settings: &[&str]) -> recipe::LoadedRecipe {
     let text = format!(
         "[model]\npath = \"model\"\ndtype = \"f32\"\n[data]\ntrain = \"{}\"\nmax_length = 256\n{}\
          [optimizer]\nlearning_rate = 1e-5\n[train]\nstage = \"{}\"\nmax_steps = 2\ngradient_accumulation_steps = 1\n\
@@ -460,7 +460,7 @@ fn compare(cases: &[Case]) {
 }
 
 /// The run that passes its budget, with `more` settings.
-fn budgeted(more: &[&str]) -> recipe::Loaded {
+fn budgeted(more: &[&str]) -> recipe::LoadedRecipe {
     let text = format!(
         "[model]\npath = \"model\"\n[data]\ntrain = \"{}\"\n[tune]\nmethod = \"lora\"\n[train]\n\
          max_steps = 100000\nsave_steps = 0\noutput_dir = \"run\"\ngradient_accumulation_steps = 1\n\

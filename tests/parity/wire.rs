@@ -14,7 +14,7 @@ use ft::ops::{CpuPath, step};
 use ft::optim::{Optimizer, Schedule, Update};
 use ft::recipe::{self, Dtype, Recipe};
 use ft::run::rows::{Rows, stream};
-use ft::run::setup::Described;
+use ft::run::setup::ModelDir;
 use ft::run::stage;
 use ft::sft::CausalLm;
 use std::collections::BTreeMap;
@@ -46,7 +46,7 @@ fn open(dir: &Path, adapter: Option<&Path>) -> Network {
     if let Ok(path) = std::env::var("FT_CPU") {
         CpuPath::force(&path).unwrap_or_else(|e| panic!("{e}"));
     }
-    let model = Described::open(dir.to_str().unwrap(), "main", None).unwrap_or_else(|e| panic!("{e}"));
+    let model = ModelDir::open(dir.to_str().unwrap(), "main", None).unwrap_or_else(|e| panic!("{e}"));
     model
         .infer(adapter, Some(Dtype::F32), &Device::Cpu)
         .unwrap_or_else(|e| panic!("{e}"))
@@ -225,7 +225,7 @@ pub fn rows(model: &Path, file: &Path, stage: &str) -> Vec<Document> {
     let recipe = recipe::parse(&text, "parity", &[])
         .unwrap_or_else(|e| panic!("{e}"))
         .recipe;
-    let described = Described::open(&recipe.model.path, "main", None).unwrap_or_else(|e| panic!("{e}"));
+    let described = ModelDir::open(&recipe.model.path, "main", None).unwrap_or_else(|e| panic!("{e}"));
     let rows = ft::run::rows::Rows::read(&recipe, &described).unwrap_or_else(|e| panic!("{e}"));
     let examples = rows.train.examples.into_iter();
     examples
@@ -256,8 +256,8 @@ fn preference_recipe(model: &Path, rows: &Path, lines: &str) -> Recipe {
         .recipe
 }
 
-fn described(recipe: &Recipe) -> Described {
-    Described::open(&recipe.model.path, "main", None).unwrap_or_else(|e| panic!("{e}"))
+fn described(recipe: &Recipe) -> ModelDir {
+    ModelDir::open(&recipe.model.path, "main", None).unwrap_or_else(|e| panic!("{e}"))
 }
 
 /// The documents of each preference row, as in a training run.

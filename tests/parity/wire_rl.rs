@@ -7,7 +7,7 @@ use ft::engine::Keeping;
 use ft::model::Network;
 use ft::ops::update;
 use ft::recipe::{self, Dtype};
-use ft::run::setup::Described;
+use ft::run::setup::ModelDir;
 use ft::run::stage::lesson::{self, Lesson};
 use ft::run::stage::replay::{self, Kept};
 use std::collections::BTreeMap;
@@ -59,7 +59,7 @@ pub fn reinforce(dir: &Path, rollout: &Rollout) -> Lessons {
     let recipe = recipe::parse(&text, "parity", &[])
         .unwrap_or_else(|e| panic!("{e}\n{text}"))
         .recipe;
-    let model = Described::open(dir.to_str().unwrap(), "main", None).unwrap();
+    let model = ModelDir::open(dir.to_str().unwrap(), "main", None).unwrap();
     let mut network: Network = model.infer(None, Some(Dtype::F32), &Device::Cpu).unwrap();
     let objective = lesson::objective(&recipe, model.spec.hidden, &Device::Cpu).unwrap();
     network.own = objective.params();

@@ -1,7 +1,7 @@
 //! Evaluates answers: log-probabilities of given answers, and answers that the model generates.
 
 use super::report::{Measure, Report};
-use super::{Opened, Request, files, open, pair_batches, read, stop_if_asked, totals};
+use super::{EvaluatedModel, Request, files, open, pair_batches, read, stop_if_asked, totals};
 use crate::base::{Error, Result, progress};
 use crate::data::prompts::Prompts;
 use crate::data::{Dataset, Encoder, IGNORE};
@@ -54,7 +54,7 @@ fn margins(found: &[(f64, usize)], of: impl Fn(&(f64, usize)) -> f64) -> Vec<f64
 }
 
 /// Evaluates pairs: which answer is more likely, and with a reference the change in likelihood.
-pub fn pairs(opened: &Opened, recipe: &Recipe, request: &Request) -> Result<Report> {
+pub fn pairs(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<Report> {
     let set = read(opened, recipe, request, Stage::Dpo)?;
     let chosen: Vec<_> = (0..set.examples.len())
         .filter_map(|row| set.parts(row).next())
@@ -97,7 +97,7 @@ pub fn pairs(opened: &Opened, recipe: &Recipe, request: &Request) -> Result<Repo
 }
 
 /// The reference model for pairs: the given one, else the base of the adapter.
-fn reference(opened: &Opened, request: &Request) -> Result<Option<Opened>> {
+fn reference(opened: &EvaluatedModel, request: &Request) -> Result<Option<EvaluatedModel>> {
     match request.reference {
         Some(name) => {
             let reference = open(name, None, request)?;
@@ -115,7 +115,7 @@ fn reference(opened: &Opened, request: &Request) -> Result<Option<Opened>> {
 }
 
 /// Evaluates KTO rows: how likely the desirable and the undesirable answers are.
-pub fn judged(opened: &Opened, recipe: &Recipe, request: &Request) -> Result<Report> {
+pub fn judged(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<Report> {
     let set = read(opened, recipe, request, Stage::Kto)?;
     let objective = CausalLm::new(opened.described.spec.vocab);
     let is_good: Vec<bool> = set.preferences.iter().map(|p| p.label).collect();
@@ -153,8 +153,8 @@ pub fn judged(opened: &Opened, recipe: &Recipe, request: &Request) -> Result<Rep
 }
 
 /// Evaluates prompts with known answers: greedy decoding, scored as by the rewards `exact` and `numeric`.
-pub fn prompts(opened: &Opened, recipe: &Recipe, request: &Request) -> Result<Report> {
-    let Opened { described, network, .. } = opened;
+pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<Report> {
+    let EvaluatedModel { described, network, .. } = opened;
     let encoder = Encoder {
         codec: &described.tokenizer,
         template: described.template(),

@@ -12,7 +12,7 @@ use crate::model::{Network, Spec};
 use crate::plan;
 use crate::recipe::{Dtype, ModelInit, TrainOn};
 use crate::rlhf::preference::reward::scores;
-use crate::run::setup::{Described, Stored};
+use crate::run::setup::{ModelDir, Stored};
 use crate::source::Policy;
 use candle_core::{Device, Tensor};
 
@@ -20,7 +20,7 @@ use candle_core::{Device, Tensor};
 const TOKENS: usize = 4096;
 
 pub struct RewardModel {
-    described: Described,
+    described: ModelDir,
     network: Network,
     /// `[1, D]`
     score: Tensor,
@@ -28,7 +28,7 @@ pub struct RewardModel {
     pad: Option<u32>,
 }
 
-fn no_score(described: &Described) -> Error {
+fn no_score(described: &ModelDir) -> Error {
     Error::new("the directory holds no reward model")
         .at_path(&described.dir)
         .found(format!("no tensor `{}`", export::SCORE))
@@ -37,8 +37,8 @@ fn no_score(described: &Described) -> Error {
 
 impl RewardModel {
     /// Reads the directory without loading the weights. Errors: it is not a reward model.
-    pub fn describe(dir: &str) -> Result<Described> {
-        let mut described = Described::open(dir, "main", None)?;
+    pub fn describe(dir: &str) -> Result<ModelDir> {
+        let mut described = ModelDir::open(dir, "main", None)?;
         if !described.has_score(&Weights::open(&described.dir)?)? {
             return Err(no_score(&described));
         }

@@ -1,10 +1,10 @@
 //! The differences between the training stages: the source of the micro-batches of a step, and the objective that
 //! computes the loss. One file per stage; the training loop is in `train`.
 
-pub mod lesson;
+pub mod advantages;
 pub mod preference;
 mod reinforce;
-pub mod replay;
+pub mod rollout_buffer;
 mod distill;
 mod sft;
 
@@ -14,15 +14,15 @@ use crate::data::{Batch, Dataset};
 use crate::engine::Engine;
 use crate::model::{Objective, Spec};
 use crate::recipe::{self, Recipe};
-use crate::run::prompts::Questions;
-use crate::run::setup::Described;
+use crate::run::prompts::PromptSet;
+use crate::run::setup::ModelDir;
 use candle_core::Device;
 use serde_json::Value;
 use std::path::Path;
 
 /// The source of the micro-batches of a step. A window must depend only on (seed, step, weights) and on the bytes of
 /// `state`: then a resumed run is bit-equal to an uninterrupted run.
-pub trait Feed {
+pub trait BatchSource {
     /// Epochs completed after `steps` steps, e.g. 1.5.
     fn epoch_after(&self, steps: u64) -> f64;
 
@@ -72,26 +72,26 @@ pub trait Feed {
 
 /// The data source and the objective of a stage.
 pub struct Stage<'a> {
-    pub feed: Box<dyn Feed + 'a>,
+    pub feed: Box<dyn BatchSource + 'a>,
     pub objective: Box<dyn Objective>,
 }
 
 /// The inputs to create a stage.
-pub struct Setting<'a> {
+pub struct StageContext<'a> {
     pub recipe: &'a Recipe,
     pub spec: &'a Spec,
-    pub model: &'a Described,
+    pub model: &'a ModelDir,
     pub device: &'a Device,
     pub run_dir: &'a Path,
     pub train: &'a Dataset,
     pub stream: BatchStream<'a>,
     pub eval: Option<&'a Dataset>,
     /// Prompts of an RL stage.
-    pub questions: Option<&'a Questions>,
+    pub questions: Option<&'a PromptSet>,
 }
 
 /// Checks the other inputs of a stage, such as the teacher, before anything is written.
-pub fn check(recipe: &Recipe, model: &Described, train: &Dataset) -> Result<()> {
+pub fn check(recipe: &Recipe, model: &ModelDir, train: &Dataset) -> Result<()> {
     match recipe.train.stage {
         recipe::Stage::Distill => distill::check(recipe, model, train),
         _ => Ok(()),
@@ -99,7 +99,7 @@ pub fn check(recipe: &Recipe, model: &Described, train: &Dataset) -> Result<()> 
 }
 
 /// Creates the stage of a recipe.
-pub fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
+pub fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     match setting.recipe.train.stage {
         recipe::Stage::Pretrain | recipe::Stage::Sft => Ok(sft::open(setting)),
         recipe::Stage::Ppo | recipe::Stage::Grpo => reinforce::open(setting),

@@ -4,7 +4,7 @@
 //! nothing) or the adapter that the run starts from. So no second model is in memory: one pass over the rows before the
 //! first step computes one number for each answer, and checkpoints store these numbers.
 
-use super::{Feed, Setting, Stage};
+use super::{BatchSource, Stage, StageContext};
 use crate::base::{Error, Result, progress, signal};
 use crate::data::order::BatchStream;
 use crate::data::preference::Want;
@@ -75,7 +75,7 @@ pub fn pad_id(tokenizer: &Tokenizer) -> Option<u32> {
     tokenizer.pad_id().or(tokenizer.eos_id())
 }
 
-pub(super) fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
+pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     let recipe = setting.recipe;
     let mut feed = Rows {
         stream: setting.stream,
@@ -165,7 +165,7 @@ impl Rows<'_> {
     }
 }
 
-impl Feed for Rows<'_> {
+impl BatchSource for Rows<'_> {
     fn epoch_after(&self, steps: u64) -> f64 {
         self.stream.epoch_after(steps)
     }

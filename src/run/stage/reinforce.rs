@@ -6,9 +6,9 @@
 //!
 //! Letters: A answers of a rollout, G answers to one prompt, T tokens of an answer.
 
-use super::lesson::{self, Lesson, Reference, base_rests, needs_copy};
-use super::replay::{self, Kept, Replay};
-use super::{Feed, Setting, Stage};
+use super::advantages::{self, AdvantageComputer, Reference, base_is_frozen, needs_reference_copy};
+use super::rollout_buffer::{self, RolloutBuffer, Trajectory};
+use super::{BatchSource, Stage, StageContext};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result, progress};
 use crate::data::Batch;
@@ -20,7 +20,7 @@ use crate::recipe::{Method, ModelInit, Recipe, RolloutWeights};
 use crate::rlhf::advantage::moments;
 use crate::run::prompts::{answers_of_rollout, steps_of_rollout};
 use crate::run::rewards::{Judged, Reward, Rewards};
-use crate::run::setup::Described;
+use crate::run::setup::ModelDir;
 use crate::source;
 use candle_core::Device;
 use serde_json::{Value, json};
@@ -32,23 +32,23 @@ const EVAL_ROWS: usize = 64;
 
 struct Rollouts<'a> {
     recipe: &'a Recipe,
-    model: &'a Described,
+    model: &'a ModelDir,
     prompts: &'a [Prompt],
     eval: &'a [Prompt],
     rewards: Rewards,
     /// Metric names of the mean and the standard deviation of each reward.
     names: Vec<(&'static str, &'static str)>,
     reference: Option<Reference>,
-    lesson: Lesson<'a>,
+    advantages: AdvantageComputer<'a>,
     /// Quantized copy of the weights for sampling, if the recipe asks for one.
     coded: Option<CodedCopy>,
     /// The current rollout.
-    replay: Replay,
+    rollout_buffer: RolloutBuffer,
     metrics: Vec<(&'static str, f64)>,
     samples: Vec<Value>,
 }
 
-pub(super) fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
+pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     let (recipe, rlhf) = (setting.recipe, &setting.recipe.reinforce);
     let Some(questions) = setting.questions else {
         return Err(Error::new("the prompts of this stage were not read"));
@@ -58,13 +58,13 @@ pub(super) fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
         let base = format!("reward_{}", r.name);
         (lasting(base.clone()), lasting(format!("{base}_std")))
     };
-    let lesson = Lesson::new(recipe);
-    let reference = match lesson.refers() {
+    let advantages = AdvantageComputer::new(recipe);
+    let reference = match advantages.uses_reference() {
         true => Some(reference(recipe, setting.model, setting.device)?),
         false => None,
     };
     Ok(Stage {
-        objective: lesson::objective(recipe, setting.model.spec.hidden, setting.device)?,
+        objective: advantages::objective(recipe, setting.model.spec.hidden, setting.device)?,
         feed: Box::new(Rollouts {
             recipe,
             model: setting.model,
@@ -73,9 +73,9 @@ pub(super) fn open<'a>(setting: Setting<'a>) -> Result<Stage<'a>> {
             names: rewards.0.iter().map(name).collect(),
             rewards,
             reference,
-            lesson,
+            advantages,
             coded: None,
-            replay: Replay::default(),
+            rollout_buffer: RolloutBuffer::default(),
             metrics: Vec::new(),
             samples: Vec::new(),
         }),
@@ -87,8 +87,8 @@ fn lasting(name: String) -> &'static str {
     Box::leak(name.into_boxed_str())
 }
 
-fn reference(recipe: &Recipe, model: &Described, device: &Device) -> Result<Reference> {
-    if !needs_copy(recipe) {
+fn reference(recipe: &Recipe, model: &ModelDir, device: &Device) -> Result<Reference> {
+    if !needs_reference_copy(recipe) {
         return Ok(Reference::Bare);
     }
     let dtype = recipe.model.dtype;
@@ -151,7 +151,7 @@ impl Rollouts<'_> {
         };
         let copy = match &mut self.coded {
             Some(copy) => {
-                let same = base_rests(self.recipe);
+                let same = base_is_frozen(self.recipe);
                 copy.refresh(&engine.network, &|_| !same)?;
                 copy
             }
@@ -187,7 +187,7 @@ impl Rollouts<'_> {
     }
 
     /// Generates, scores and prepares a rollout.
-    fn roll(&mut self, rollout: u64, step: u64, engine: &Engine) -> Result<Replay> {
+    fn roll(&mut self, rollout: u64, step: u64, engine: &Engine) -> Result<RolloutBuffer> {
         let (rlhf, all) = (&self.recipe.reinforce, self.prompts);
         let group = rlhf.num_generations;
         let chosen = self.chosen(rollout);
@@ -207,18 +207,19 @@ impl Rollouts<'_> {
         let (texts, scores) = self.judge(&prompts, &answers)?;
         let totals = self.rewards.total(&scores);
         self.measure(&answers, &scores, &totals, seconds);
-        let keep = |(p, a): (&&Prompt, &Answer)| Kept {
+        let keep = |(p, a): (&&Prompt, &Answer)| Trajectory {
             ids: p.ids.iter().chain(&a.ids).copied().collect(),
             prompt: p.ids.len(),
             factor: 1.0,
             counts: 1.0,
-            ..Kept::default()
+            ..Trajectory::default()
         };
-        let mut kept: Vec<Kept> = prompts.iter().zip(&answers).map(keep).collect();
-        self.lesson.read(&mut kept, &engine.network, self.reference.as_ref())?;
+        let mut kept: Vec<Trajectory> = prompts.iter().zip(&answers).map(keep).collect();
+        self.advantages
+            .read(&mut kept, &engine.network, self.reference.as_ref())?;
         let finished: Vec<bool> = answers.iter().map(|a| a.finished).collect();
         let sampling: Vec<&[f32]> = answers.iter().map(|a| &a.log_probs[..]).collect();
-        self.lesson.teach(&mut kept, &totals, &finished, &sampling);
+        self.advantages.teach(&mut kept, &totals, &finished, &sampling);
         if rlhf.sample_steps > 0 && rollout.is_multiple_of(rlhf.sample_steps as u64) {
             self.keep_samples(step, &prompts, &answers, &texts, &scores, &kept)?;
         }
@@ -227,12 +228,12 @@ impl Rollouts<'_> {
             let order = Rng::new(self.recipe.train.seed, Stream::Shuffle, &[rollout, 1]).permutation(kept.len());
             kept = order.into_iter().map(|i| std::mem::take(&mut kept[i])).collect();
         }
-        self.lesson.weigh(&mut kept);
-        Ok(Replay {
+        self.advantages.weigh(&mut kept);
+        Ok(RolloutBuffer {
             rollout,
             kept,
-            kl_coefficient: self.lesson.kl.coefficient,
-            ..Replay::default()
+            kl_coefficient: self.advantages.kl.coefficient,
+            ..RolloutBuffer::default()
         })
     }
 
@@ -266,7 +267,7 @@ impl Rollouts<'_> {
         answers: &[Answer],
         texts: &[String],
         scores: &[Vec<f64>],
-        kept: &[Kept],
+        kept: &[Trajectory],
     ) -> Result<()> {
         let count = self.recipe.reinforce.samples.min(answers.len());
         for s in 0..count {
@@ -291,7 +292,7 @@ impl Rollouts<'_> {
     }
 }
 
-impl Feed for Rollouts<'_> {
+impl BatchSource for Rollouts<'_> {
     fn epoch_after(&self, steps: u64) -> f64 {
         let rollouts = steps.div_ceil(steps_of_rollout(self.recipe));
         let prompts = answers_of_rollout(self.recipe) / self.recipe.reinforce.num_generations;
@@ -301,15 +302,15 @@ impl Feed for Rollouts<'_> {
     fn window(&mut self, step: u64, engine: &Engine) -> Result<Vec<Batch>> {
         let all = steps_of_rollout(self.recipe);
         let (rollout, at) = (step / all, step % all);
-        if self.replay.kept.is_empty() || self.replay.rollout != rollout {
-            self.replay = self.roll(rollout, step, engine)?;
+        if self.rollout_buffer.kept.is_empty() || self.rollout_buffer.rollout != rollout {
+            self.rollout_buffer = self.roll(rollout, step, engine)?;
         }
         let windows = self.recipe.reinforce.num_mini_batches;
-        let size = self.replay.kept.len() / windows;
-        let window = &self.replay.kept[(at as usize % windows) * size..][..size];
+        let size = self.rollout_buffer.kept.len() / windows;
+        let window = &self.rollout_buffer.kept[(at as usize % windows) * size..][..size];
         let rows = window.chunks(self.recipe.train.batch_size);
         Ok(rows
-            .map(|rows| replay::batch(&rows.iter().collect::<Vec<_>>(), self.lesson.is_ppo()))
+            .map(|rows| rollout_buffer::batch(&rows.iter().collect::<Vec<_>>(), self.advantages.is_ppo()))
             .collect())
     }
 
@@ -342,28 +343,28 @@ impl Feed for Rollouts<'_> {
     }
 
     fn state(&self, steps: u64) -> Result<Option<Vec<u8>>> {
-        let pending = self.metrics.iter().chain(&self.lesson.metrics);
-        let mut replay = Replay {
-            kl_coefficient: self.lesson.kl.coefficient,
+        let pending = self.metrics.iter().chain(&self.advantages.metrics);
+        let mut rollout_buffer = RolloutBuffer {
+            kl_coefficient: self.advantages.kl.coefficient,
             metrics: pending.map(|(name, value)| (name.to_string(), *value)).collect(),
             samples: self.samples.iter().map(Value::to_string).collect(),
-            ..self.replay.clone()
+            ..self.rollout_buffer.clone()
         };
         // The rollout is finished, unless the next step also trains on it.
-        if replay.rollout != steps / steps_of_rollout(self.recipe) {
-            replay.kept.clear();
-            replay.metrics.clear();
-            replay.samples.clear();
+        if rollout_buffer.rollout != steps / steps_of_rollout(self.recipe) {
+            rollout_buffer.kept.clear();
+            rollout_buffer.metrics.clear();
+            rollout_buffer.samples.clear();
         }
-        Ok(Some(replay.to_bytes()))
+        Ok(Some(rollout_buffer.to_bytes()))
     }
 
     fn restore(&mut self, state: &[u8]) -> Result<()> {
-        self.replay = Replay::from_bytes(state)?;
-        self.lesson.kl.coefficient = self.replay.kl_coefficient;
-        let pending = std::mem::take(&mut self.replay.metrics).into_iter();
+        self.rollout_buffer = RolloutBuffer::from_bytes(state)?;
+        self.advantages.kl.coefficient = self.rollout_buffer.kl_coefficient;
+        let pending = std::mem::take(&mut self.rollout_buffer.metrics).into_iter();
         self.metrics = pending.map(|(name, value)| (lasting(name), value)).collect();
-        let samples = std::mem::take(&mut self.replay.samples);
+        let samples = std::mem::take(&mut self.rollout_buffer.samples);
         let parsed = samples.iter().map(|line| serde_json::from_str(line));
         let broken = |e| Error::new("the samples of a rollout in the checkpoint are broken").cause(e);
         self.samples = parsed.collect::<std::result::Result<_, _>>().map_err(broken)?;
@@ -371,7 +372,7 @@ impl Feed for Rollouts<'_> {
     }
 
     fn metrics(&mut self) -> Vec<(&'static str, f64)> {
-        self.metrics.append(&mut self.lesson.metrics);
+        self.metrics.append(&mut self.advantages.metrics);
         std::mem::take(&mut self.metrics)
     }
 

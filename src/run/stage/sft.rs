@@ -1,6 +1,6 @@
 //! Stages `pretrain` and `sft`: rows of files, mean cross-entropy.
 
-use super::{Feed, Setting, Stage};
+use super::{BatchSource, Stage, StageContext};
 use crate::base::Result;
 use crate::data::order::{BatchStream, eval_batches};
 use crate::data::{Batch, Dataset};
@@ -14,7 +14,7 @@ struct Rows<'a> {
     eval_tokens: usize,
 }
 
-pub(super) fn open<'a>(setting: Setting<'a>) -> Stage<'a> {
+pub(super) fn open<'a>(setting: StageContext<'a>) -> Stage<'a> {
     let recipe = setting.recipe;
     Stage {
         objective: Box::new(CausalLm::new(setting.spec.vocab)),
@@ -26,7 +26,7 @@ pub(super) fn open<'a>(setting: Setting<'a>) -> Stage<'a> {
     }
 }
 
-impl Feed for Rows<'_> {
+impl BatchSource for Rows<'_> {
     fn epoch_after(&self, steps: u64) -> f64 {
         self.stream.epoch_after(steps)
     }

@@ -12,8 +12,8 @@ mod store;
 mod tests;
 
 use super::resident::{check_names, draw, no_such, send};
-use super::turns::{Exact, recode};
-use super::{Group, GroupWeights, LayerSource, LowerHalves, NumbersSink, ParamInfo, Policy, Recoded};
+use super::turns::{Exact, requantize};
+use super::{Group, GroupWeights, LayerSource, MasterLowBits, NumbersSink, ParamInfo, Policy, Recoded};
 use crate::base::{Error, Result, files};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
@@ -386,7 +386,7 @@ impl LayerSource for Disk {
         Ok(piece)
     }
 
-    fn activate(&self, names: &[&str], low: &mut dyn LowerHalves) -> Result<()> {
+    fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()> {
         // Adapters are not parameters of this source.
         let params = |name: &&str| self.shared.param(name).ok();
         for param in names.iter().filter_map(params) {
@@ -410,7 +410,7 @@ impl LayerSource for Disk {
         Ok(())
     }
 
-    fn retire(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn LowerHalves) -> Result<Vec<Recoded>> {
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Recoded>> {
         let leaving: Vec<Arc<str>> = self.active().iter().filter(|name| !keep(name)).cloned().collect();
         let mut recoded = Vec::new();
         for name in leaving {
@@ -422,7 +422,7 @@ impl LayerSource for Disk {
                 let codes = match self.shared.coded.get(&name) {
                     Some(format) => {
                         let param = self.shared.param(&name)?;
-                        let (codes, error) = recode(&exact.values()?, param, *format, self.options.dtype)?;
+                        let (codes, error) = requantize(&exact.values()?, param, *format, self.options.dtype)?;
                         recoded.push(error);
                         Some(codes)
                     }
@@ -448,7 +448,7 @@ impl LayerSource for Disk {
         }
     }
 
-    fn restore(&self, name: &str, saved: &Weights, _: &mut dyn LowerHalves) -> Result<()> {
+    fn restore(&self, name: &str, saved: &Weights, _: &mut dyn MasterLowBits) -> Result<()> {
         let param = self.shared.param(name)?;
         saved.require(name, &[param.elements()])?;
         let format = self.shared.coded.get(name).copied();

@@ -178,7 +178,7 @@ fn what_was_trained_is_kept_exactly_and_used_from_then_on() {
         );
         drop(fetched);
 
-        disk.retire(&|n| n == "norm.weight", &mut low).unwrap();
+        disk.deactivate(&|n| n == "norm.weight", &mut low).unwrap();
         assert!(low.is_empty() && disk.held(name).is_none() && disk.held("norm.weight").is_some());
         assert_eq!(exact(&disk, name), bits);
         assert_eq!(flat(&disk.fetch(group).unwrap().get(name).unwrap().1), want);
@@ -187,7 +187,7 @@ fn what_was_trained_is_kept_exactly_and_used_from_then_on() {
         disk.activate(&[name], &mut low).unwrap();
         assert_eq!(flat(&disk.held(name).unwrap()), want);
         assert_eq!(low.contains_key(name), dtype == Dtype::Bf16);
-        disk.retire(&|_| false, &mut low).unwrap();
+        disk.deactivate(&|_| false, &mut low).unwrap();
         assert_eq!(exact(&disk, name), bits, "nothing is lost by doing nothing");
         assert!(disk.held("norm.weight").is_some() && !disk.master_is_out("norm.weight"));
     }

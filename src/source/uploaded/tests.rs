@@ -118,7 +118,7 @@ fn what_was_trained_goes_home_exactly() {
         }
         let seen = flat(&there.fetch(Group::Layer(2)).unwrap().get(NAME).unwrap().1);
         assert_eq!(seen, flat(&held));
-        there.retire(&|_| false, &mut low).unwrap();
+        there.deactivate(&|_| false, &mut low).unwrap();
         assert!(low.is_empty() && there.held(NAME).is_none());
         assert_eq!(flat(&there.fetch(Group::Layer(2)).unwrap().get(NAME).unwrap().1), seen);
         let mut read = Vec::new();
@@ -172,7 +172,7 @@ fn codes_travel_as_they_are() {
             s.activate(&[NAME], low).unwrap();
             let held = s.held(NAME).unwrap();
             update::with_slice_mut(&held, |w| w.iter_mut().for_each(|x| *x *= 1.5)).unwrap();
-            assert_eq!(s.retire(&|_| false, low).unwrap().len(), 1);
+            assert_eq!(s.deactivate(&|_| false, low).unwrap().len(), 1);
         }
         assert_eq!(rows(&here), rows(&there));
     }
@@ -215,7 +215,7 @@ impl LayerSource for Watched {
         self.0.read(name, sink)
     }
 
-    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn LowerHalves) -> Result<()> {
+    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn MasterLowBits) -> Result<()> {
         self.0.restore(name, saved, low)
     }
 }

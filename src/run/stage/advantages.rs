@@ -2,7 +2,7 @@
 //!
 //! Letters: N tokens of a batch, D hidden size, T tokens of an answer.
 
-use super::replay::{self, Kept};
+use super::rollout_buffer::{self, Trajectory};
 use crate::base::{Result, progress};
 use crate::data::Batch;
 use crate::model::{Head, Network, Objective};
@@ -23,7 +23,7 @@ pub enum Reference {
 }
 
 /// True if the run needs a second copy of the weights: disabling the adapters does not give the reference model.
-pub fn needs_copy(recipe: &Recipe) -> bool {
+pub fn needs_reference_copy(recipe: &Recipe) -> bool {
     let wanted = match recipe.train.stage {
         recipe::Stage::Grpo => recipe.reinforce.grpo.beta > 0.0,
         recipe::Stage::Ppo => recipe.reinforce.ppo.kl_coef > 0.0,
@@ -31,12 +31,12 @@ pub fn needs_copy(recipe: &Recipe) -> bool {
     };
     use recipe::LoraInit::{Default, Eva, Gaussian};
     let starts_at_zero = matches!(recipe.tune.lora.init_lora_weights, Default | Gaussian | Eva);
-    wanted && !(base_rests(recipe) && starts_at_zero)
+    wanted && !(base_is_frozen(recipe) && starts_at_zero)
 }
 
 /// True if only new adapters train, so the base weights stay unchanged. A given adapter may have modules and rows that
 /// train in full.
-pub fn base_rests(recipe: &Recipe) -> bool {
+pub fn base_is_frozen(recipe: &Recipe) -> bool {
     let lora = &recipe.tune.lora;
     let beside = [lora.modules_to_save.len(), lora.trainable_token_indices.len()];
     recipe.tune.method == Method::Lora && lora.adapter.is_none() && beside == [0, 0]
@@ -94,7 +94,7 @@ fn over(network: &Network, batch: &Batch, f: impl FnOnce(&Tensor, &Head) -> Resu
 }
 
 /// Computes advantages from rewards, one rollout at a time.
-pub struct Lesson<'a> {
+pub struct AdvantageComputer<'a> {
     recipe: &'a Recipe,
     policy: Policy,
     pub kl: KlControl,
@@ -102,7 +102,7 @@ pub struct Lesson<'a> {
     pub metrics: Vec<(&'static str, f64)>,
 }
 
-impl<'a> Lesson<'a> {
+impl<'a> AdvantageComputer<'a> {
     pub fn new(recipe: &'a Recipe) -> Self {
         let rlhf = &recipe.reinforce;
         let is_ppo = recipe.train.stage == recipe::Stage::Ppo;
@@ -119,7 +119,7 @@ impl<'a> Lesson<'a> {
         }
     }
 
-    pub fn refers(&self) -> bool {
+    pub fn uses_reference(&self) -> bool {
         self.kl.coefficient > 0.0
     }
 
@@ -142,15 +142,15 @@ impl<'a> Lesson<'a> {
 
     /// Computes the log-probabilities under the exact weights and the reference, and the values, if the loss needs
     /// them.
-    pub fn read(&self, kept: &mut [Kept], network: &Network, start: Option<&Reference>) -> Result<()> {
+    pub fn read(&self, kept: &mut [Trajectory], network: &Network, start: Option<&Reference>) -> Result<()> {
         let values = self.is_ppo().then(|| ValueHead::of(&network.own)).transpose()?;
         let old = !self.on_policy() || self.coded() || self.is_ppo() || self.is_rloo();
         let phase = progress::phase("reading answers", kept.len(), "answers");
         for kept in kept.chunks_mut(self.recipe.train.batch_size) {
             phase.advance(kept.len() as u64)?;
-            let batch = replay::batch(&kept.iter().collect::<Vec<_>>(), false);
+            let batch = rollout_buffer::batch(&kept.iter().collect::<Vec<_>>(), false);
             let ranges = policy::answers(&batch);
-            let mut put = |column: Vec<f32>, of: fn(&mut Kept) -> &mut Vec<f32>| {
+            let mut put = |column: Vec<f32>, of: fn(&mut Trajectory) -> &mut Vec<f32>| {
                 for (kept, range) in kept.iter_mut().zip(&ranges) {
                     *of(kept) = column[range.clone()].to_vec();
                 }
@@ -181,7 +181,7 @@ impl<'a> Lesson<'a> {
 
     /// Completes `kept` after `read`: importance ratios to the sampling log-probabilities `[T]` (if the sampling
     /// weights were quantized), advantages from the rewards, returns. `finished`: the answer ended with a stop token.
-    pub fn teach(&mut self, kept: &mut [Kept], totals: &[f64], finished: &[bool], sampling: &[&[f32]]) {
+    pub fn teach(&mut self, kept: &mut [Trajectory], totals: &[f64], finished: &[bool], sampling: &[&[f32]]) {
         if self.coded() {
             self.correct(kept, sampling);
         }
@@ -197,7 +197,7 @@ impl<'a> Lesson<'a> {
     }
 
     /// Computes importance ratios of answers that were sampled under other weights.
-    fn correct(&mut self, kept: &mut [Kept], sampling: &[&[f32]]) {
+    fn correct(&mut self, kept: &mut [Trajectory], sampling: &[&[f32]]) {
         let rlhf = &self.recipe.reinforce;
         let mode = match rlhf.rollout_correction {
             RolloutCorrection::None => return,
@@ -222,7 +222,7 @@ impl<'a> Lesson<'a> {
         self.metrics.push(("rollout_log_prob_difference", moments(&apart).0));
     }
 
-    fn grpo_advantages(&mut self, kept: &mut [Kept], totals: &[f64], finished: &[bool]) {
+    fn grpo_advantages(&mut self, kept: &mut [Trajectory], totals: &[f64], finished: &[bool]) {
         let grpo = &self.recipe.reinforce.grpo;
         let group = self.recipe.reinforce.num_generations;
         let advantages = if self.is_rloo() {
@@ -263,7 +263,7 @@ impl<'a> Lesson<'a> {
         }
     }
 
-    fn ppo_advantages(&mut self, kept: &mut [Kept], totals: &[f64], finished: &[bool]) {
+    fn ppo_advantages(&mut self, kept: &mut [Trajectory], totals: &[f64], finished: &[bool]) {
         let ppo = &self.recipe.reinforce.ppo;
         let estimator = match ppo.kl_estimator {
             recipe::KlEstimator::K1 => KlEstimator::K1,
@@ -314,10 +314,10 @@ impl<'a> Lesson<'a> {
 
     /// Scales the factors so that the mean over the tokens of a window becomes one over the tokens of the whole
     /// rollout.
-    pub fn weigh(&self, kept: &mut [Kept]) {
+    pub fn weigh(&self, kept: &mut [Trajectory]) {
         let windows = self.recipe.reinforce.num_mini_batches;
         let dapo = !self.is_ppo() && self.recipe.reinforce.grpo.loss_type == GrpoLoss::Dapo;
-        let count = |kept: &[Kept]| -> f64 { kept.iter().map(|k| k.counts as f64 * k.tokens() as f64).sum() };
+        let count = |kept: &[Trajectory]| -> f64 { kept.iter().map(|k| k.counts as f64 * k.tokens() as f64).sum() };
         let all = count(kept);
         for window in kept.chunks_mut(kept.len().div_ceil(windows.max(1)).max(1)) {
             let tokens = count(window);
@@ -344,7 +344,7 @@ mod tests {
                 "[model]\npath = \"x\"\n[data]\ntrain = \"y\"\n[train]\nstage = \"grpo\"\n[rlhf]\nrewards = [\"exact\"]\n\
                  [rlhf.grpo]\nbeta = 0.1\n[tune]\nmethod = \"lora\"\n[tune.lora]\n{lora}\n"
             );
-            needs_copy(&recipe::parse(&text, "r.toml", &[]).unwrap().recipe)
+            needs_reference_copy(&recipe::parse(&text, "r.toml", &[]).unwrap().recipe)
         };
         assert!(!needs("") && !needs("peft_type = \"vera\""));
         for lora in [

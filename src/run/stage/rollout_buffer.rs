@@ -8,7 +8,7 @@ use crate::rlhf::policy::{self, columns};
 
 /// A prompt with an answer, and values for each token of the answer (`[T]`, empty if not used).
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Kept {
+pub struct Trajectory {
     /// Token ids of prompt and answer.
     pub ids: Vec<u32>,
     /// Number of prompt tokens.
@@ -25,7 +25,7 @@ pub struct Kept {
     pub counts: f32,
 }
 
-impl Kept {
+impl Trajectory {
     /// T, the tokens of the answer.
     pub fn tokens(&self) -> usize {
         self.ids.len() - self.prompt
@@ -51,11 +51,11 @@ impl Kept {
 }
 
 /// Concatenates these answers to a batch with their columns. `per_token`: advantages are a token column.
-pub fn batch(kept: &[&Kept], per_token: bool) -> Batch {
+pub fn batch(kept: &[&Trajectory], per_token: bool) -> Batch {
     let examples: Vec<Example> = kept.iter().map(|k| k.example()).collect();
     let mut batch = Batch::from_examples(&examples);
     let ranges = policy::answers(&batch);
-    let mut put = |name: &'static str, of: fn(&Kept) -> &Vec<f32>| {
+    let mut put = |name: &'static str, of: fn(&Trajectory) -> &Vec<f32>| {
         if kept.iter().all(|k| of(k).is_empty()) {
             return;
         }
@@ -75,7 +75,7 @@ pub fn batch(kept: &[&Kept], per_token: bool) -> Batch {
     if per_token {
         put(columns::ADVANTAGES, |k| &k.advantages);
     } else {
-        let first = |k: &&Kept| k.advantages.first().copied().unwrap_or(0.0);
+        let first = |k: &&Trajectory| k.advantages.first().copied().unwrap_or(0.0);
         let documents = &mut batch.columns.documents;
         documents.insert(columns::ADVANTAGES, kept.iter().map(first).collect());
         documents.insert(columns::FACTOR, kept.iter().map(|k| k.factor).collect());
@@ -86,10 +86,10 @@ pub fn batch(kept: &[&Kept], per_token: bool) -> Batch {
 
 /// The part of a rollout that a checkpoint stores.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Replay {
+pub struct RolloutBuffer {
     /// Number of the rollout in `kept`, if it is not finished.
     pub rollout: u64,
-    pub kept: Vec<Kept>,
+    pub kept: Vec<Trajectory>,
     /// KL coefficient of the next rollout.
     pub kl_coefficient: f64,
     /// Metrics of the rollout that are not in `metrics.jsonl` yet because its first step was abandoned.
@@ -109,7 +109,7 @@ fn put_text(words: &mut Vec<u32>, text: &str) {
     words.extend(text.chars().map(u32::from));
 }
 
-impl Replay {
+impl RolloutBuffer {
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut words: Vec<u32> = vec![MAGIC];
         let mut long = |x: u64| words.extend([x as u32, (x >> 32) as u32]);
@@ -185,7 +185,7 @@ impl<'a> Reader<'a> {
         self.list()?.iter().map(|c| char::from_u32(*c)).collect()
     }
 
-    fn read(&mut self) -> Option<Replay> {
+    fn read(&mut self) -> Option<RolloutBuffer> {
         let magic = self.word()?;
         if ![FIRST, SECOND, MAGIC].contains(&magic) {
             return None;
@@ -198,7 +198,7 @@ impl<'a> Reader<'a> {
             if prompt > ids.len() {
                 return None;
             }
-            kept.push(Kept {
+            kept.push(Trajectory {
                 ids,
                 prompt,
                 old: self.floats()?,
@@ -219,7 +219,7 @@ impl<'a> Reader<'a> {
         for _ in 0..if magic == MAGIC { self.word()? } else { 0 } {
             samples.push(self.text()?);
         }
-        Some(Replay {
+        Some(RolloutBuffer {
             rollout,
             kept,
             kl_coefficient,
@@ -234,9 +234,9 @@ mod tests {
     use super::*;
     use crate::data::IGNORE;
 
-    fn kept() -> Vec<Kept> {
+    fn kept() -> Vec<Trajectory> {
         vec![
-            Kept {
+            Trajectory {
                 ids: vec![1, 2, 3, 4],
                 prompt: 2,
                 old: vec![-0.5, f32::MIN_POSITIVE],
@@ -244,15 +244,15 @@ mod tests {
                 advantages: vec![1.5, 2.5],
                 factor: 0.75,
                 counts: 1.0,
-                ..Kept::default()
+                ..Trajectory::default()
             },
-            Kept {
+            Trajectory {
                 ids: vec![5, 6],
                 prompt: 1,
                 old: vec![-1.0],
                 values: vec![0.3],
                 advantages: vec![-1.0],
-                ..Kept::default()
+                ..Trajectory::default()
             },
         ]
     }
@@ -260,7 +260,7 @@ mod tests {
     #[test]
     fn columns_stand_where_their_targets_stand() {
         let kept = kept();
-        let rows: Vec<&Kept> = kept.iter().collect();
+        let rows: Vec<&Trajectory> = kept.iter().collect();
         let b = batch(&rows, true);
         assert_eq!(b.targets, [IGNORE, 3, 4, IGNORE, 6, IGNORE]);
         assert_eq!(
@@ -277,18 +277,18 @@ mod tests {
 
     #[test]
     fn bytes_come_back_and_broken_ones_do_not() {
-        let replay = Replay {
+        let rollout_buffer = RolloutBuffer {
             rollout: 1 << 40,
             kept: kept(),
             kl_coefficient: 0.1 + 0.2,
             metrics: vec![("reward_länge".into(), -0.1), ("kl".into(), f64::MIN_POSITIVE)],
             samples: vec![r#"{"completion": "süß"}"#.into(), String::new()],
         };
-        let bytes = replay.to_bytes();
-        assert_eq!(Replay::from_bytes(&bytes).unwrap(), replay);
+        let bytes = rollout_buffer.to_bytes();
+        assert_eq!(RolloutBuffer::from_bytes(&bytes).unwrap(), rollout_buffer);
         for cut in 0..bytes.len() {
-            assert!(Replay::from_bytes(&bytes[..cut]).is_err(), "{cut}");
+            assert!(RolloutBuffer::from_bytes(&bytes[..cut]).is_err(), "{cut}");
         }
-        assert!(Replay::from_bytes(&[&bytes[..], &[0; 4]].concat()).is_err());
+        assert!(RolloutBuffer::from_bytes(&[&bytes[..], &[0; 4]].concat()).is_err());
     }
 }

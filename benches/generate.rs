@@ -5,9 +5,9 @@
 
 use candle_core::Device;
 use clap::Parser;
-use ft::generate::{CodedCopy, Formats, Limits, Policy, Request, Settings, Stored, answer};
+use ft::generate::{Formats, KvDtype, Limits, Policy, QuantizedCopy, Request, Settings, answer};
 use ft::model::{Network, families, shapes};
-use ft::ops::CpuPath;
+use ft::ops::CpuBackend;
 use ft::quant::Format;
 use ft::recipe::Dtype;
 use ft::source::Resident;
@@ -62,9 +62,9 @@ fn main() {
         .build_global()
         .expect("threads");
     if let Ok(path) = std::env::var("FT_CPU") {
-        CpuPath::force(&path).expect("FT_CPU");
+        CpuBackend::force(&path).expect("FT_CPU");
     }
-    ft::base::heap::keep_freed();
+    ft::base::heap::retain_freed();
     let config = shapes::config(&format!("{}{}", shapes::PREFIX, o.shape))
         .expect("a shape")
         .expect("a shape");
@@ -80,12 +80,12 @@ fn main() {
         other => panic!("no weights `{other}`"),
     };
     let started = Instant::now();
-    let copy = format.map(|f| CodedCopy::new(&network, Formats::of(f)).expect("codes"));
+    let copy = format.map(|f| QuantizedCopy::new(&network, Formats::of(f)).expect("codes"));
     let coding = started.elapsed().as_secs_f64();
     let kv_cache = match o.kv_cache.as_str() {
-        "f32" => Stored::F32,
-        "bf16" => Stored::Bf16,
-        "int8" => Stored::Int8,
+        "f32" => KvDtype::F32,
+        "bf16" => KvDtype::Bf16,
+        "int8" => KvDtype::Int8,
         other => panic!("no cache `{other}`"),
     };
     let requests: Vec<Request> = (0..o.rows)
@@ -127,7 +127,7 @@ fn main() {
             "decode_tokens_per_second": s.decode_tokens as f64 / s.decode_seconds,
             "seconds": s.prefill_seconds + s.decode_seconds, "cpu_seconds": cpu,
             "cache_bytes": s.cache_bytes, "exact_bytes": network.source.resident_bytes(),
-            "code_bytes": copy.as_ref().map_or(0, CodedCopy::bytes), "coding_seconds": coding,
+            "code_bytes": copy.as_ref().map_or(0, QuantizedCopy::bytes), "coding_seconds": coding,
         })
     );
 }

@@ -104,7 +104,7 @@ fn show_peak() {
 }
 
 fn products(c: &mut Criterion) {
-    heap::keep_freed();
+    heap::retain_freed();
     show_peak();
     for (n, i, o) in [
         (512, 896, 4864),

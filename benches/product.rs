@@ -6,7 +6,7 @@ use clap::Parser;
 use ft::base::heap;
 use ft::base::rng::{Rng, Stream};
 use ft::ops::prepacked::{Dense, Orders, Prepacked};
-use ft::ops::{CpuPath, linear};
+use ft::ops::{CpuBackend, linear};
 use std::hint::black_box;
 use std::time::Instant;
 
@@ -52,9 +52,9 @@ fn main() {
         .build_global()
         .expect("a thread pool");
     if let Ok(path) = std::env::var("FT_CPU") {
-        CpuPath::force(&path).expect("a path that this CPU can run");
+        CpuBackend::force(&path).expect("a path that this CPU can run");
     }
-    heap::keep_freed();
+    heap::retain_freed();
     let mut shapes = SHAPES.to_vec();
     if !o.tokens.is_empty() {
         let with = |n: &usize| SHAPES.map(|(_, i, out)| (*n, i, out));
@@ -87,7 +87,7 @@ fn main() {
             let rate = 2.0 * (n * i * out) as f64 / seconds[seconds.len() / 2] / 1e9;
             println!(
                 "{}",
-                serde_json::json!({"impl": "ft", "cpu": CpuPath::current().name(), "shape": [n, i, out], "form": form, "packed": copy.is_some(),
+                serde_json::json!({"impl": "ft", "cpu": CpuBackend::current().name(), "shape": [n, i, out], "form": form, "packed": copy.is_some(),
                     "gflops": (rate * 10.0).round() / 10.0})
             );
         }

@@ -11,7 +11,7 @@ use ft::data::{Batch, Example};
 use ft::engine::{Active, Engine, Gradients};
 use ft::model::{Adapters, Network, Spec, families, shapes};
 use ft::ops::prepacked::Orders;
-use ft::ops::{self, CpuPath};
+use ft::ops::{self, CpuBackend};
 use ft::optim::Optimizer;
 use ft::peft::{Adapter, Lora, Mask, lora};
 use ft::recipe::{self, Dtype};
@@ -97,9 +97,9 @@ fn main() {
         .build_global()
         .expect("a thread pool");
     if let Ok(path) = std::env::var("FT_CPU") {
-        CpuPath::force(&path).expect("a path that this CPU can run");
+        CpuBackend::force(&path).expect("a path that this CPU can run");
     }
-    heap::keep_freed();
+    heap::retain_freed();
     let spec = spec(&o.size);
     let dtype = if o.dtype == "f32" { Dtype::F32 } else { Dtype::Bf16 };
     let device = ops::device::open(&o.device).expect("the device").device;
@@ -198,7 +198,7 @@ fn main() {
         serde_json::json!({
             "device": o.device, "peak_device_mib": gpu.map(|m| m.peak_used >> 20),
             "impl": "ft", "size": o.size, "method": o.method, "dtype": o.dtype, "batch": o.batch, "seq": o.seq,
-            "threads": o.threads, "cpu": CpuPath::current().name(), "keep": o.keep.unwrap_or(layers), "set": o.set,
+            "threads": o.threads, "cpu": CpuBackend::current().name(), "keep": o.keep.unwrap_or(layers), "set": o.set,
             "packed": o.packed, "tokens_per_s": (tokens / median * 10.0).round() / 10.0, "step_s": all,
             "peak_rss_mib": memory::peak_resident() >> 20, "loss": loss,
             "page_faults": faults,

@@ -10,8 +10,8 @@ mod activations;
 #[path = "gpu/attention.rs"]
 mod attention;
 #[cfg(feature = "cuda")]
-#[path = "gpu/coded.rs"]
-mod coded;
+#[path = "gpu/quantized.rs"]
+mod quantized;
 #[cfg(feature = "cuda")]
 #[path = "gpu/loss.rs"]
 mod loss;

@@ -3,7 +3,7 @@
 use super::out::{out, out_text};
 use crate::base::{Result, files, memory, progress, speed, units};
 use crate::hub::{HubSettings, HubStatus};
-use crate::ops::CpuPath;
+use crate::ops::CpuBackend;
 use crate::ops::device::{self, Gpu};
 use crate::report;
 use serde_json::{Value, json};
@@ -126,7 +126,7 @@ fn examine(settings: &HubSettings, tell: &mut dyn FnMut(Line) -> Result<()>) -> 
         format!(
             "{name}, {cores} cores, computing with {} threads and the {} operations",
             rayon::current_num_threads(),
-            CpuPath::current().name()
+            CpuBackend::current().name()
         ),
     ))?;
     tell(features_line(&features))?;

@@ -2,7 +2,7 @@
 
 use super::out::{out, out_raw};
 use crate::base::{Error, Result, signal};
-use crate::generate::Stored;
+use crate::generate::KvDtype;
 use crate::quant::Format;
 use crate::recipe::Dtype;
 use crate::report;
@@ -68,7 +68,7 @@ pub struct Args {
     pub weights: Option<Format>,
     /// Store keys and values of earlier tokens as f32, bf16 or int8 [default: f32; on a GPU as the activations]
     #[arg(hide_short_help = true, long, value_name = "TYPE", value_parser = kv_cache)]
-    pub kv_cache: Option<Stored>,
+    pub kv_cache: Option<KvDtype>,
 }
 
 fn temperature(text: &str) -> std::result::Result<f64, String> {
@@ -89,11 +89,11 @@ fn top_p(text: &str) -> std::result::Result<f64, String> {
         .ok_or("expected a number above 0 and at most 1".into())
 }
 
-fn kv_cache(text: &str) -> std::result::Result<Stored, String> {
+fn kv_cache(text: &str) -> std::result::Result<KvDtype, String> {
     match text {
-        "f32" => Ok(Stored::F32),
-        "bf16" => Ok(Stored::Bf16),
-        "int8" => Ok(Stored::Int8),
+        "f32" => Ok(KvDtype::F32),
+        "bf16" => Ok(KvDtype::Bf16),
+        "int8" => Ok(KvDtype::Int8),
         _ => Err("expected f32, bf16 or int8".into()),
     }
 }

@@ -23,8 +23,8 @@ mod train;
 pub use out::{out, out_raw, out_text};
 pub use recipes::SHIPPED;
 
-use crate::base::{Error, Result, cache, heap, is_expected, signal};
-use crate::ops::CpuPath;
+use crate::base::{Error, Result, cache, heap, is_caught, signal};
+use crate::ops::CpuBackend;
 use crate::report::{self, Style};
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
@@ -95,7 +95,7 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
         ..style_of_terminal()
     });
     std::panic::set_hook(Box::new(|info| {
-        if is_expected() {
+        if is_caught() {
             return;
         }
         report::bug(&format!(
@@ -136,7 +136,7 @@ fn cache_directory() -> Option<std::path::PathBuf> {
 
 fn run(cli: Cli) -> Result<i32> {
     signal::install()?;
-    heap::keep_freed();
+    heap::retain_freed();
     if let Some(directory) = cache_directory() {
         cache::set_directory(directory);
     }
@@ -148,7 +148,7 @@ fn run(cli: Cli) -> Result<i32> {
     }
     // For tests and measurements: amx, amx-emulated, avx512-bf16, avx512, avx2 or portable.
     if let Ok(path) = std::env::var("FT_CPU") {
-        CpuPath::force(&path)?;
+        CpuBackend::force(&path)?;
     }
     match cli.command {
         Command::Train(args) => train::run(args),

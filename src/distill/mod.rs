@@ -16,7 +16,7 @@ use crate::data::Batch;
 use crate::model::head::{HeadWeight, with_pieces};
 use crate::model::{Head, LossGradients, Need, Network, Objective, Param};
 use crate::ops::distill::{self as ops, Matrix, Side};
-use crate::ops::tally::{Sums, Tally};
+use crate::ops::step_stats::{StepStats, StepSums};
 use crate::sft::CausalLm;
 use candle_core::Tensor;
 use hidden::Hidden;
@@ -105,9 +105,16 @@ pub fn likeliest(
 }
 
 impl Objective for Distill {
-    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
+    fn evaluate(
+        &self,
+        h: &Tensor,
+        head: &Head,
+        batch: &Batch,
+        need: Need,
+        step_stats: &StepStats,
+    ) -> Result<LossGradients> {
         if !need.dh && !need.dw {
-            return self.plain.evaluate(h, head, batch, need, tally);
+            return self.plain.evaluate(h, head, batch, need, step_stats);
         }
         let vocab = match &head.weight {
             HeadWeight::Whole(w) => w.dense()?.dim(0)?,
@@ -133,7 +140,7 @@ impl Objective for Distill {
                     let top = rows.of(batch)?;
                     let common = rows.common();
                     let other = ops::Teacher::Stored { top: &top, common };
-                    ops::forward_backward(&student, &other, &batch.targets, &options(0), tally)
+                    ops::forward_backward(&student, &other, &batch.targets, &options(0), step_stats)
                 }
                 Teacher::Live(live) => {
                     let states = live.states(batch)?;
@@ -145,7 +152,13 @@ impl Objective for Distill {
                             softcap: head.softcap,
                         };
                         let options = options(live.network.spec.vocab);
-                        ops::forward_backward(&student, &ops::Teacher::Live(side), &batch.targets, &options, tally)
+                        ops::forward_backward(
+                            &student,
+                            &ops::Teacher::Live(side),
+                            &batch.targets,
+                            &options,
+                            step_stats,
+                        )
                     })
                 }
             }
@@ -165,15 +178,22 @@ impl Objective for Distill {
         self.hidden.as_ref().map_or(&[], Hidden::layers)
     }
 
-    fn inner(&self, layer: usize, x: &Tensor, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
+    fn inner(
+        &self,
+        layer: usize,
+        x: &Tensor,
+        batch: &Batch,
+        need: Need,
+        step_stats: &StepStats,
+    ) -> Result<LossGradients> {
         let (Some(hidden), Teacher::Live(live), true) = (&self.hidden, &self.teacher, need.dh || need.dw) else {
             return Ok(LossGradients::default());
         };
         let states = live.states(batch)?;
         let out = hidden.compare(layer, x, &states.inner, &batch.targets, need)?;
-        tally.add(Sums {
+        step_stats.add(StepSums {
             loss: out.loss,
-            ..Sums::default()
+            ..StepSums::default()
         });
         self.means.borrow_mut().hidden += out.loss;
         Ok(LossGradients {

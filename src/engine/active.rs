@@ -1,7 +1,7 @@
 //! The set of active parameters, their masks, the corrected inactive parameters, and the lowest layer that the backward
 //! pass must reach.
 
-use crate::ops::part::Places;
+use crate::ops::index_subset::IndexSubset;
 use crate::optim::Masks;
 use crate::source::Group;
 use std::collections::hash_map::DefaultHasher;
@@ -155,7 +155,7 @@ impl Active {
     }
 
     /// The active elements of a parameter with `n` elements; `None`: all of them.
-    pub fn places(&self, name: &str, n: usize) -> Option<Places> {
+    pub fn places(&self, name: &str, n: usize) -> Option<IndexSubset> {
         self.masks.as_ref().and_then(|m| m.of(name, n))
     }
 

@@ -6,8 +6,8 @@ use crate::base::{Error, Result, signal};
 use crate::data::Batch;
 use crate::model::spec::EMBEDDING;
 use crate::model::{Context, GradSink, Layer, Need, Network, Objective, Param, TokenRows};
-use crate::ops::tally::{Sums, Tally};
-use crate::ops::transfer::{Arriving, Copier, Parked};
+use crate::ops::step_stats::{StepStats, StepSums};
+use crate::ops::transfer::{Arriving, Copier, Offloaded};
 use crate::ops::{embedding, rms_norm};
 use crate::peft::Dropout;
 use crate::source::Group;
@@ -47,7 +47,7 @@ impl Totals {
     }
 
     /// Adds the sums read from a tally.
-    pub fn with(self, sums: Sums) -> Self {
+    pub fn with(self, sums: StepSums) -> Self {
         Self {
             loss_sum: sums.loss,
             correct: sums.correct as u64,
@@ -112,7 +112,7 @@ impl Layers {
 /// The saved input of a layer until its backward pass: on the device, offloaded, or being prefetched.
 enum Input {
     Here(Tensor),
-    Parked(Parked),
+    Offloaded(Offloaded),
     Coming(Arriving),
 }
 
@@ -120,7 +120,7 @@ impl Input {
     /// Starts the prefetch of an offloaded input.
     fn call(self, copier: Option<&Copier>) -> Result<Self> {
         match (self, copier) {
-            (Input::Parked(parked), Some(copier)) => Ok(Input::Coming(copier.fetch(parked)?)),
+            (Input::Offloaded(parked), Some(copier)) => Ok(Input::Coming(copier.fetch(parked)?)),
             (here, _) => Ok(here),
         }
     }
@@ -138,7 +138,7 @@ impl Input {
 
 /// Runs all micro-batches of one optimizer step: gradients of `active` go to `sink`, scaled by 1 / (weight of the whole
 /// window). Activations that are not saved are recomputed, bit-exactly. `key(micro)` returns the dropout key of each
-/// micro-batch. Loss and correct predictions are added to `tally`; the returned totals contain the counts only.
+/// micro-batch. Loss and correct predictions are added to `step_stats`; the returned totals contain the counts only.
 #[allow(clippy::too_many_arguments)]
 pub fn window(
     network: &Network,
@@ -148,7 +148,7 @@ pub fn window(
     keep: Keeping,
     key: impl Fn(u64) -> Option<Dropout>,
     sink: &mut dyn GradSink,
-    tally: &Tally,
+    step_stats: &StepStats,
 ) -> Result<Totals> {
     let weight: usize = batches.iter().map(|b| objective.weight(b)).sum();
     if weight == 0 {
@@ -173,7 +173,7 @@ pub fn window(
             1.0 / weight as f64,
             key(micro as u64),
             sink,
-            tally,
+            step_stats,
         )?;
         totals.count(batch, objective);
     }
@@ -190,7 +190,7 @@ fn micro_batch(
     scale: f64,
     dropout: Option<Dropout>,
     sink: &mut dyn GradSink,
-    tally: &Tally,
+    step_stats: &StepStats,
 ) -> Result<()> {
     let layers = network.layers();
     let lowest = active.lowest_layer(layers);
@@ -210,23 +210,23 @@ fn micro_batch(
             network.source.prefetch(Group::Layer(l + 1));
         }
         if l < lowest && objective.inner_layers().contains(&l) {
-            let out = objective.inner(l, &x, batch, need(false), tally)?;
+            let out = objective.inner(l, &x, batch, need(false), step_stats)?;
             take_own(out.own, sink)?;
         }
         let block = network.block(l)?;
         let y = if l >= lowest && l + keep.layers >= layers {
-            let (y, kept) = block.forward_kept(&x, &ctx)?;
+            let (y, kept) = block.forward_saving(&x, &ctx)?;
             inputs.push((Input::Here(x), Some(kept)));
             y
         } else {
             let y = block.forward(&x, &ctx)?;
             if l >= lowest {
                 // Release the previous input on the device: its copy is finished by now, unless copying is slow.
-                if let (Some(copier), Some((Input::Parked(before), _))) = (keep.parked, inputs.last_mut()) {
-                    copier.let_go(before)?;
+                if let (Some(copier), Some((Input::Offloaded(before), _))) = (keep.parked, inputs.last_mut()) {
+                    copier.release(before)?;
                 }
                 let input = match keep.parked {
-                    Some(copier) => Input::Parked(copier.park(x)?),
+                    Some(copier) => Input::Offloaded(copier.park(x)?),
                     None => Input::Here(x),
                 };
                 inputs.push((input, None));
@@ -249,8 +249,8 @@ fn micro_batch(
         dw: sink.wants(&head.name) || network.tokens.iter().any(|t| t.table == head.name && t.wanted(sink)),
         ..need(need_dx || sink.wants(&norm.name))
     };
-    let mut out = objective.evaluate(&network.normalize(&x)?, &head, batch, at_the_end, tally)?;
-    if let Some(sums) = tally.known().filter(|s| !s.loss.is_finite()) {
+    let mut out = objective.evaluate(&network.normalize(&x)?, &head, batch, at_the_end, step_stats)?;
+    if let Some(sums) = step_stats.known().filter(|s| !s.loss.is_finite()) {
         return Err(non_finite_loss(sums.loss));
     }
     take_own(out.own, sink)?;
@@ -310,7 +310,7 @@ fn micro_batch(
         let x = x.get(keep.parked)?;
         let mut inner = None;
         if objective.inner_layers().contains(&l) {
-            let out = objective.inner(l, &x, batch, need(need_dx), tally)?;
+            let out = objective.inner(l, &x, batch, need(need_dx), step_stats)?;
             take_own(out.own, sink)?;
             inner = out.dh;
         }
@@ -382,16 +382,16 @@ pub fn evaluate(network: &Network, objective: &dyn Objective, batch: &Batch) -> 
             dh: false,
             dw: false,
         };
-        let tally = Tally::new(&network.device)?;
+        let step_stats = StepStats::new(&network.device)?;
         let h = network.hidden_states_seen(&batch.ids, &ctx, &mut |layer, x| {
             if objective.inner_layers().contains(&layer) {
-                objective.inner(layer, x, batch, need, &tally)?;
+                objective.inner(layer, x, batch, need, &step_stats)?;
             }
             Ok(())
         })?;
-        objective.evaluate(&h, &network.head()?, batch, need, &tally)?;
+        objective.evaluate(&h, &network.head()?, batch, need, &step_stats)?;
         totals.count(batch, objective);
-        totals = totals.with(tally.read()?);
+        totals = totals.with(step_stats.read()?);
     }
     Ok(totals)
 }

@@ -3,9 +3,9 @@
 use super::active::Active;
 use crate::base::{Error, Result};
 use crate::model::{GradSink, Param};
-use crate::ops::step::Gate;
-use crate::ops::tally::Tally;
-use crate::ops::{part, update};
+use crate::ops::step::FoundInf;
+use crate::ops::step_stats::StepStats;
+use crate::ops::{index_subset, update};
 use crate::optim::{Optimizer, Update};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 #[derive(Default)]
 pub struct Corrections {
     /// On a GPU: squares of their gradients. After the first non-finite gradient no weight changes.
-    sums: Option<Tally>,
+    sums: Option<StepStats>,
 }
 
 impl Corrections {
@@ -30,14 +30,14 @@ impl Corrections {
         let Some(correction) = active.corrects(&param.name) else {
             return Ok(false);
         };
-        let mut gate = Gate::default();
+        let mut gate = FoundInf::default();
         if gradient.device().is_cpu() {
             if !update::all_finite(gradient)? {
                 return Err(Error::new("gradient is not finite").at(&param.name));
             }
         } else {
             if self.sums.is_none() {
-                self.sums = Some(Tally::new(gradient.device())?);
+                self.sums = Some(StepStats::new(gradient.device())?);
             }
             if let Some(sums) = &self.sums {
                 sums.add_squares(gradient)?;
@@ -61,7 +61,7 @@ impl Corrections {
 /// The gradient of the active elements.
 fn active_part(active: &Active, param: &Param, gradient: Tensor) -> Result<Tensor> {
     match active.places(&param.name, gradient.elem_count()) {
-        Some(places) => part::gather(&gradient, &places),
+        Some(places) => index_subset::gather(&gradient, &places),
         None => Ok(gradient),
     }
 }
@@ -90,10 +90,10 @@ impl<'a> Accumulate<'a> {
         }
     }
 
-    /// Adds the squares of all gradients to `tally` in order of arrival: on the CPU bit-equal to `Norm`.
-    pub fn add_squares(&self, tally: &Tally) -> Result<()> {
+    /// Adds the squares of all gradients to `step_stats` in order of arrival: on the CPU bit-equal to `Norm`.
+    pub fn add_squares(&self, step_stats: &StepStats) -> Result<()> {
         let gradients = self.order.iter().filter_map(|name| self.sums.get(name));
-        tally.add_squares_of(&gradients.map(|(_, gradient)| gradient).collect::<Vec<_>>())
+        step_stats.add_squares_of(&gradients.map(|(_, gradient)| gradient).collect::<Vec<_>>())
     }
 
     /// The accumulated gradient of a parameter.
@@ -179,7 +179,7 @@ pub struct Step<'a> {
     /// Clipping factor: known in advance, or 1.
     pub coefficient: f32,
     /// Losses and squares. On a GPU no weight changes after the first non-finite value; the host does not wait for it.
-    pub tally: &'a Tally,
+    pub step_stats: &'a StepStats,
     pub corrections: Corrections,
 }
 
@@ -195,8 +195,8 @@ impl GradSink for Step<'_> {
         }
         let places = self.active.places(&param.name, gradient.elem_count());
         let gradient = active_part(self.active, param, gradient)?;
-        self.tally.add_squares(&gradient)?;
-        if self.tally.known().is_some_and(|sums| !sums.squares.is_finite()) {
+        self.step_stats.add_squares(&gradient)?;
+        if self.step_stats.known().is_some_and(|sums| !sums.squares.is_finite()) {
             return Err(Error::new("gradient is not finite").at(&param.name));
         }
         let update = Update {
@@ -205,9 +205,9 @@ impl GradSink for Step<'_> {
             gradient: &gradient,
             places,
         };
-        let gate = Gate {
-            finite: self.tally.gate(),
-            ..Gate::default()
+        let gate = FoundInf {
+            finite: self.step_stats.gate(),
+            ..FoundInf::default()
         };
         self.optimizer.update_gated(&[update], self.lr, self.coefficient, gate)
     }
@@ -217,7 +217,7 @@ impl GradSink for Step<'_> {
 /// arXiv 2306.09782, section 3.3).
 pub struct Norm<'a> {
     pub active: &'a Active,
-    pub tally: &'a Tally,
+    pub step_stats: &'a StepStats,
 }
 
 impl GradSink for Norm<'_> {
@@ -226,7 +226,7 @@ impl GradSink for Norm<'_> {
     }
 
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
-        self.tally.add_squares(&active_part(self.active, param, gradient)?)
+        self.step_stats.add_squares(&active_part(self.active, param, gradient)?)
     }
 }
 

@@ -6,7 +6,7 @@ use super::sinks::{Accumulate, Corrections, Norm, Step};
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::{GradSink, Network, Objective};
-use crate::ops::tally::{Sums, Tally};
+use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::transfer::Copier;
 use crate::optim::Optimizer;
 use crate::peft::Dropout;
@@ -106,10 +106,10 @@ impl Engine {
             parked: self.parked.as_ref(),
             may_stop,
         };
-        let tally = Tally::new(&network.device)?;
+        let step_stats = StepStats::new(&network.device)?;
         self.optimizer.begin(step);
-        let pass = |sink: &mut dyn GradSink, tally: &Tally| {
-            pass::window(network, objective, batches, active, keep, key, sink, tally)
+        let pass = |sink: &mut dyn GradSink, step_stats: &StepStats| {
+            pass::window(network, objective, batches, active, keep, key, sink, step_stats)
         };
         // The choice of ranks needs gradients and new weights.
         let gradients = if ranks.is_some() {
@@ -120,12 +120,12 @@ impl Engine {
         match gradients {
             Gradients::Keep => {
                 let mut sink = Accumulate::new(active, &mut self.optimizer, lr);
-                let totals = pass(&mut sink, &tally)?;
+                let totals = pass(&mut sink, &step_stats)?;
                 if let Some(ranks) = &ranks {
                     ranks.regularize(&|name| sink.gradient(name))?;
                 }
-                sink.add_squares(&tally)?;
-                let (sums, grad_norm) = read(&tally)?;
+                sink.add_squares(&step_stats)?;
+                let (sums, grad_norm) = read(&step_stats)?;
                 if !grad_norm.is_finite() {
                     return Err(non_finite(&sink.non_finite()?, step));
                 }
@@ -145,8 +145,11 @@ impl Engine {
             Gradients::Fused | Gradients::NormFirst => {
                 let mut coefficient = 1.0;
                 if self.gradients == Gradients::NormFirst {
-                    let first = Tally::new(&network.device)?;
-                    let mut norm = Norm { active, tally: &first };
+                    let first = StepStats::new(&network.device)?;
+                    let mut norm = Norm {
+                        active,
+                        step_stats: &first,
+                    };
                     pass(&mut norm, &first)?;
                     let (_, grad_norm) = read(&first)?;
                     if !grad_norm.is_finite() {
@@ -160,12 +163,12 @@ impl Engine {
                     optimizer,
                     lr,
                     coefficient,
-                    tally: &tally,
+                    step_stats: &step_stats,
                     corrections: Corrections::default(),
                 };
-                let totals = pass(&mut sink, &tally)?;
+                let totals = pass(&mut sink, &step_stats)?;
                 let corrected = sink.corrections;
-                let (sums, grad_norm) = read(&tally)?;
+                let (sums, grad_norm) = read(&step_stats)?;
                 // Updates that the GPU skipped. The CPU has already returned an error at that gradient.
                 if !grad_norm.is_finite() || !corrected.finite()? {
                     return Err(held_back(step));
@@ -180,8 +183,8 @@ impl Engine {
 }
 
 /// Reads the sums of a step and the global gradient norm. Errors: a loss that is not finite.
-fn read(tally: &Tally) -> Result<(Sums, f64)> {
-    let sums = tally.read()?;
+fn read(step_stats: &StepStats) -> Result<(StepSums, f64)> {
+    let sums = step_stats.read()?;
     match sums.loss.is_finite() {
         true => Ok((sums, sums.squares.sqrt())),
         false => Err(pass::non_finite_loss(sums.loss)),

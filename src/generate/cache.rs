@@ -10,7 +10,7 @@
 use crate::base::{Error, Result};
 use crate::model::{KvStore, Spec};
 use crate::ops::attention;
-use crate::ops::paged::{self, Document, Form, PAGE, Page, Stored};
+use crate::ops::paged::{self, Document, Form, KvDtype, PAGE, Page};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
@@ -30,10 +30,10 @@ impl Layout {
     /// `stored` defaults to f32; on a GPU the storage type is `activations`, the output type of the layers.
     ///
     /// Errors: a type that is not supported on this device.
-    pub fn new(spec: &Spec, stored: Option<Stored>, device: &Device, activations: DType) -> Result<Self> {
+    pub fn new(spec: &Spec, stored: Option<KvDtype>, device: &Device, activations: DType) -> Result<Self> {
         let form = match (device.is_cpu(), stored) {
             (true, stored) => Some(Form {
-                stored: stored.unwrap_or(Stored::F32),
+                stored: stored.unwrap_or(KvDtype::F32),
                 kv_heads: spec.kv_heads,
                 head_dim: spec.head_dim,
             }),

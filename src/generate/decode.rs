@@ -5,9 +5,9 @@ use super::sampler::Sampler;
 use super::schedule::{OnToken, Schedule};
 use crate::base::{Error, Result, progress};
 use crate::model::Network;
-use crate::ops::paged::Stored;
+use crate::ops::paged::KvDtype;
 use crate::ops::update;
-use crate::quant::{self, Coded};
+use crate::quant::{self, QMatrix};
 use crate::source::Group;
 use candle_core::Tensor;
 
@@ -34,7 +34,7 @@ pub struct Limits {
     /// Prompt tokens per prefill batch.
     pub prefill_tokens: usize,
     /// The storage type of the KV cache; default: f32, on a GPU the type of the activations.
-    pub kv_cache: Option<Stored>,
+    pub kv_cache: Option<KvDtype>,
     /// Common prefixes of prompts are computed once.
     pub share_prefixes: bool,
     /// Log-probabilities too do not depend on the other rows of the batch, bit for bit (see `step`): this makes
@@ -120,7 +120,7 @@ pub struct Speed {
 #[derive(Clone, Copy)]
 pub struct Policy<'a> {
     pub network: &'a Network,
-    pub head: Option<&'a Coded>,
+    pub head: Option<&'a QMatrix>,
 }
 
 impl<'a> From<&'a Network> for Policy<'a> {

@@ -4,15 +4,15 @@
 //! Letters: N new tokens of a step (all rows concatenated), W width of the keys of a token (K·E), V vocabulary.
 
 mod cache;
-mod coded_copy;
+mod quantized_copy;
 mod decode;
 mod prefix;
 mod sampler;
 mod schedule;
 
-pub use crate::ops::paged::Stored;
-pub use coded_copy::{CodedCopy, Formats};
+pub use crate::ops::paged::KvDtype;
 pub use decode::{Answer, Limits, Policy, Request, Session, Settings, Speed, answer, generate, rollout};
+pub use quantized_copy::{Formats, QuantizedCopy};
 pub use sampler::{SampledToken, Sampler};
 
 #[cfg(test)]

@@ -398,14 +398,14 @@ fn a_coded_copy_computes_with_decoded_weights_and_is_refreshed() {
         projections: int8,
         head: None,
     };
-    let copy = CodedCopy::new(&exact, plain).unwrap();
+    let copy = QuantizedCopy::new(&exact, plain).unwrap();
     let want = logits(&decoded, &prompt);
     let largest = want.iter().fold(0f32, |m, x| m.max(x.abs()));
     assert!(furthest(&logits(&copy, &prompt), &want) < 1e-4 * largest);
     let off = furthest(&want, &logits(&exact, &prompt));
     assert!(off > 0.0 && off < 0.1 * largest, "{off} of {largest}");
     // Quantizes the head too.
-    let mut copy = CodedCopy::new(&exact, Formats::of(int8)).unwrap();
+    let mut copy = QuantizedCopy::new(&exact, Formats::of(int8)).unwrap();
     let with_head = logits(&copy, &prompt);
     let off = furthest(&with_head, &want);
     assert!(off > 0.0 && off < 0.1 * largest, "{off} of {largest}");
@@ -420,7 +420,7 @@ fn a_coded_copy_computes_with_decoded_weights_and_is_refreshed() {
         let weight = exact.source.held(name).unwrap();
         update::with_slice_mut(&weight, |w| w.iter_mut().for_each(|x| *x *= -1.5)).unwrap();
     }
-    let fresh = logits(&CodedCopy::new(&exact, Formats::of(int8)).unwrap(), &prompt);
+    let fresh = logits(&QuantizedCopy::new(&exact, Formats::of(int8)).unwrap(), &prompt);
     let mut seen = vec![with_head, logits(&copy, &prompt)];
     for part in ["layers.1.", "layers.0.", "embed_tokens"] {
         copy.refresh(&exact, &|name| name.contains(part)).unwrap();

@@ -14,7 +14,7 @@ use candle_core::{DType, Device, Tensor};
 /// An exact cache whose inputs are rounded as `stored` requires.
 struct Rounded<'a> {
     cache: Step<'a>,
-    stored: Stored,
+    stored: KvDtype,
 }
 
 impl KvStore for Rounded<'_> {
@@ -36,7 +36,7 @@ impl KvStore for Rounded<'_> {
 #[test]
 fn a_smaller_cache_only_rounds() {
     let network = network(spec(), Dtype::F32);
-    for stored in [Stored::Bf16, Stored::Int8] {
+    for stored in [KvDtype::Bf16, KvDtype::Int8] {
         for prompt in prompts() {
             let layout = |stored| Layout::new(&network.spec, stored, &Device::Cpu, DType::F32).unwrap();
             let part = Part {
@@ -92,11 +92,11 @@ fn a_smaller_cache_costs_little() {
         let (answers, speed) = answer(&network, &requests, &settings, &mut |_, _| Ok(())).unwrap();
         (answers, speed.cache_bytes)
     };
-    let (exact, most) = with(Stored::F32);
+    let (exact, most) = with(KvDtype::F32);
     let mut before = 0.0;
     for (stored, eta, found, bytes) in [
-        (Stored::Bf16, 2f32.powi(-8) / 24f32.sqrt(), 0.02, most / 2),
-        (Stored::Int8, 1.85 / (127.0 * 12f32.sqrt()), 0.06, most / 3),
+        (KvDtype::Bf16, 2f32.powi(-8) / 24f32.sqrt(), 0.02, most / 2),
+        (KvDtype::Int8, 1.85 / (127.0 * 12f32.sqrt()), 0.06, most / 3),
     ] {
         let (answers, got) = with(stored);
         assert!(got <= bytes);

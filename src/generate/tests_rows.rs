@@ -6,7 +6,7 @@ use super::decode::{Part, step};
 use super::tests::{VOCAB, argmax, full_logits, furthest, many, network, prompts, spec, warm};
 use super::*;
 use crate::model::Network;
-use crate::ops::CpuPath;
+use crate::ops::CpuBackend;
 use crate::ops::oracle::random;
 use crate::peft::{Adapter, Lora, Mask};
 use crate::quant::{Format, Storage};
@@ -16,10 +16,10 @@ use candle_core::{DType, Device};
 use std::sync::Arc;
 
 /// Returns the network of `tests::network` with quantized projections.
-fn coded(format: Format, dtype: Dtype) -> Network {
+fn quantized(format: Format, dtype: Dtype) -> Network {
     let spec = spec();
     let storage = |p: &crate::source::ParamInfo| match policy::is_projection(p) {
-        true => Storage::Coded(format, dtype),
+        true => Storage::Quantized(format, dtype),
         false => Storage::Dense(dtype),
     };
     let source =
@@ -50,8 +50,8 @@ fn networks(dtype: Dtype) -> Vec<(&'static str, Network)> {
         ("dense", network(spec(), dtype)),
         ("dense with LoRA", adapted(network(spec(), dtype), 4)),
         ("dense with a large LoRA", adapted(network(spec(), dtype), 70)),
-        ("int8", coded(int8, dtype)),
-        ("nf4 with LoRA", adapted(coded(nf4, dtype), 4)),
+        ("int8", quantized(int8, dtype)),
+        ("nf4 with LoRA", adapted(quantized(nf4, dtype), 4)),
     ]
 }
 
@@ -66,8 +66,8 @@ const STEP: f32 = 1.0 / 128.0;
 fn cached_logits_are_those_of_the_whole_sequence() {
     for dtype in [Dtype::F32, Dtype::Bf16] {
         for (name, network) in networks(dtype) {
-            let exact = errors(&network, Stored::F32);
-            let (steps, bound) = match CpuPath::current().packs_bf16() && dtype == Dtype::Bf16 {
+            let exact = errors(&network, KvDtype::F32);
+            let (steps, bound) = match CpuBackend::current().packs_bf16() && dtype == Dtype::Bf16 {
                 true => (exact.len() / 10, STEP),
                 false => (0, ORDER),
             };
@@ -79,7 +79,7 @@ fn cached_logits_are_those_of_the_whole_sequence() {
             );
             // If attention rounds to bf16, a bf16 cache loses nothing.
             if steps > 0 {
-                assert_eq!(errors(&network, Stored::Bf16), exact, "{name}");
+                assert_eq!(errors(&network, KvDtype::Bf16), exact, "{name}");
             }
         }
     }
@@ -87,7 +87,7 @@ fn cached_logits_are_those_of_the_whole_sequence() {
 
 /// Decodes rows together token by token; returns the error of the logits against a full pass over the row, relative
 /// to the largest.
-fn errors(network: &Network, stored: Stored) -> Vec<f32> {
+fn errors(network: &Network, stored: KvDtype) -> Vec<f32> {
     let layout = Layout::new(&network.spec, Some(stored), &Device::Cpu, DType::F32).unwrap();
     let mut rows = prompts();
     let mut held: Vec<Sequence> = rows.iter().map(|_| Sequence::new(&layout, Vec::new(), 0, 64)).collect();
@@ -115,12 +115,12 @@ fn errors(network: &Network, stored: Stored) -> Vec<f32> {
 #[test]
 fn the_same_bits_in_any_company() {
     // The AMX emulator is slow, and f32 models never use AMX.
-    let played = !CpuPath::current().available();
-    let mut cases = vec![(Dtype::Bf16, Stored::Bf16, if played { "with LoRA" } else { "" })];
+    let played = !CpuBackend::current().available();
+    let mut cases = vec![(Dtype::Bf16, KvDtype::Bf16, if played { "with LoRA" } else { "" })];
     if !played {
-        cases.push((Dtype::F32, Stored::F32, ""));
-        cases.push((Dtype::F32, Stored::Int8, "dense"));
-        cases.push((Dtype::Bf16, Stored::F32, "dense"));
+        cases.push((Dtype::F32, KvDtype::F32, ""));
+        cases.push((Dtype::F32, KvDtype::Int8, "dense"));
+        cases.push((Dtype::Bf16, KvDtype::F32, "dense"));
     }
     for (dtype, stored, which) in cases {
         for (name, network) in networks(dtype).iter().filter(|(name, _)| name.contains(which)) {
@@ -129,7 +129,7 @@ fn the_same_bits_in_any_company() {
     }
 }
 
-fn same_bits(network: &Network, stored: Stored, name: &str) {
+fn same_bits(network: &Network, stored: KvDtype, name: &str) {
     let requests = many(5);
     let with = |requests: &[Request], rows, prefill_tokens, share_prefixes| {
         let limits = Limits {

@@ -284,7 +284,7 @@ impl Layer for Block {
         Ok(self.mlp(&x1, ctx, false)?.0)
     }
 
-    fn forward_kept(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Kept)> {
+    fn forward_saving(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Kept)> {
         let (x1, attention) = self.attention(x, ctx, None)?;
         let (y, parts) = self.mlp(&x1, ctx, true)?;
         Ok((y, Kept { attention, x1, parts }))

@@ -5,7 +5,7 @@ use super::head::Head;
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::ops::attention::Spec;
-use crate::ops::tally::Tally;
+use crate::ops::step_stats::StepStats;
 use crate::peft::Dropout;
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -93,7 +93,7 @@ pub trait Layer {
     fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor>;
 
     /// As `forward`, bit-exactly, and returns the saved activations.
-    fn forward_kept(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Self::Kept)>;
+    fn forward_saving(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Self::Kept)>;
 
     /// Backward pass from the layer's input `x` `[N, D]`; recomputes the activations if `kept` is `None`. Passes the
     /// gradients of the parameters that `sink` wants to it one by one; returns `∂loss/∂x` if `need_dx`.
@@ -131,8 +131,15 @@ pub struct LossGradients {
 /// Computes the loss and its gradient with respect to the last hidden states.
 pub trait Objective {
     /// `h` `[N, D]`: hidden states after the final norm. Adds the loss and the number of correct predictions of trained
-    /// tokens to `tally`.
-    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients>;
+    /// tokens to `step_stats`.
+    fn evaluate(
+        &self,
+        h: &Tensor,
+        head: &Head,
+        batch: &Batch,
+        need: Need,
+        step_stats: &StepStats,
+    ) -> Result<LossGradients>;
 
     /// The batch's contribution to the divisor of the loss and the gradients of a window.
     fn weight(&self, batch: &Batch) -> usize {
@@ -146,8 +153,15 @@ pub trait Objective {
 
     /// `x` `[N, D]`: the input of layer `layer`, one of `inner_layers`. The returned `dh` is added to the gradient
     /// there.
-    fn inner(&self, layer: usize, x: &Tensor, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
-        let _ = (x, batch, need, tally);
+    fn inner(
+        &self,
+        layer: usize,
+        x: &Tensor,
+        batch: &Batch,
+        need: Need,
+        step_stats: &StepStats,
+    ) -> Result<LossGradients> {
+        let _ = (x, batch, need, step_stats);
         Err(Error::new("this objective does not look at inner layers").at(format!("layer {layer}")))
     }
 

@@ -4,7 +4,7 @@ use super::contracts::{LossGradients, Need, Param};
 use crate::base::{Error, Result};
 use crate::ops::cross_entropy::{self, Pieces};
 use crate::ops::linear;
-use crate::ops::tally::Tally;
+use crate::ops::step_stats::StepStats;
 use crate::quant::Weight;
 use crate::source::{GroupWeights, LayerSource};
 use candle_core::Tensor;
@@ -122,7 +122,7 @@ impl Head<'_> {
             weights: Some(weights),
         };
         // The caller computes the loss.
-        let unused = Tally::new(h.device())?;
+        let unused = StepStats::new(h.device())?;
         let out = match &self.weight {
             HeadWeight::Whole(w) => cross_entropy::forward_backward(h, w.as_dense()?, targets, &options, &unused)?,
             HeadWeight::Parts(parts) => with_pieces(parts, |pieces| {

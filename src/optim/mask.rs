@@ -3,7 +3,7 @@
 //! own length, with wrap-around.
 
 use crate::base::rng::{Permutation, Rng, Stream};
-use crate::ops::part::Places;
+use crate::ops::index_subset::IndexSubset;
 use std::collections::BTreeSet;
 
 /// Parameters with fewer elements are active as a whole, as in the reference.
@@ -56,10 +56,10 @@ impl Masks {
     }
 
     /// The active elements of a parameter with `n` elements; `None`: all of them.
-    pub fn of(&self, name: &str, n: usize) -> Option<Places> {
+    pub fn of(&self, name: &str, n: usize) -> Option<IndexSubset> {
         let len = self.len(name, n);
         let rng = || Rng::new(self.seed, Stream::Mask, &[hash(name)]);
-        (len < n).then(|| Places {
+        (len < n).then(|| IndexSubset {
             start: (self.window as u128 * len as u128 % n as u128) as usize,
             len,
             n,

@@ -4,8 +4,8 @@ use super::mask;
 use super::state::{self, State};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
-use crate::ops::part::{self, Places};
-use crate::ops::step::{self, Gate, Item, Precision, Rule};
+use crate::ops::index_subset::{self, IndexSubset};
+use crate::ops::step::{self, FoundInf, Item, Precision, Rule};
 use crate::ops::update;
 use crate::recipe::{self, Master};
 use crate::source::MasterLowBits;
@@ -33,7 +33,7 @@ pub struct Update<'a> {
     /// f32; shape of the weight, or `[len]` of its active elements.
     pub gradient: &'a Tensor,
     /// The active elements of the weight; `None`: all of them.
-    pub places: Option<Places>,
+    pub places: Option<IndexSubset>,
 }
 
 /// State of one parameter in a checkpoint.
@@ -123,11 +123,11 @@ impl Optimizer {
 
     /// Updates all parameters of a list (no name twice) with their gradients times `coefficient`.
     pub fn update_all(&mut self, updates: &[Update], lr: f64, coefficient: f32) -> Result<()> {
-        self.update_gated(updates, lr, coefficient, Gate::default())
+        self.update_gated(updates, lr, coefficient, FoundInf::default())
     }
 
     /// As `update_all`; `gate` can disable the update.
-    pub fn update_gated(&mut self, updates: &[Update], lr: f64, coefficient: f32, gate: Gate) -> Result<()> {
+    pub fn update_gated(&mut self, updates: &[Update], lr: f64, coefficient: f32, gate: FoundInf) -> Result<()> {
         let mut held = Vec::with_capacity(updates.len());
         for u in updates {
             let shape = u.places.map_or(u.weight.dims().to_vec(), |p| vec![p.len]);
@@ -180,7 +180,7 @@ impl Optimizer {
         weight: &Tensor,
         gradient: &Tensor,
         (lr, sign): (f64, bool),
-        gate: Gate,
+        gate: FoundInf,
     ) -> Result<()> {
         let held = self.hold(name, weight, None)?;
         let item = Item {
@@ -203,9 +203,9 @@ impl Optimizer {
     }
 
     /// Returns the weight (or a copy of its active elements) and the values that its update needs.
-    fn hold(&mut self, name: &str, weight: &Tensor, places: Option<&Places>) -> Result<Held> {
+    fn hold(&mut self, name: &str, weight: &Tensor, places: Option<&IndexSubset>) -> Result<Held> {
         let take = |t: &Tensor| match places {
-            Some(places) => part::gather(t, places),
+            Some(places) => index_subset::gather(t, places),
             None => Ok(t.clone()),
         };
         let (low, precision) = match (weight.dtype(), self.settings.master) {
@@ -241,9 +241,9 @@ impl Optimizer {
 
     fn put_back(&self, u: &Update, held: &Held) -> Result<()> {
         let Some(places) = &u.places else { return Ok(()) };
-        part::scatter(u.weight, &held.weight, places)?;
+        index_subset::scatter(u.weight, &held.weight, places)?;
         match (self.low.get(u.name), &held.low) {
-            (Some(whole), Some(low)) => part::scatter(whole, low, places),
+            (Some(whole), Some(low)) => index_subset::scatter(whole, low, places),
             _ => Ok(()),
         }
     }

@@ -89,12 +89,12 @@ impl State {
     pub(super) fn parts(&self) -> Vec<(&'static str, Tensor)> {
         let names = [("m", "m.codes", "m.scales"), ("v", "v.codes", "v.scales")];
         let mut parts = Vec::new();
-        for (moment, (whole, coded, scaled)) in [&self.first, &self.second].into_iter().zip(names) {
+        for (moment, (whole, quantized, scaled)) in [&self.first, &self.second].into_iter().zip(names) {
             match moment {
                 None => {}
                 Some(Moment::F32(t)) => parts.push((whole, t.clone())),
                 Some(Moment::Int8 { codes, scales }) => {
-                    parts.extend([(coded, codes.clone()), (scaled, scales.clone())])
+                    parts.extend([(quantized, codes.clone()), (scaled, scales.clone())])
                 }
             }
         }
@@ -104,11 +104,11 @@ impl State {
     /// The inverse of `parts`. Errors: an incomplete 8-bit moment, a wrong type, an unknown name.
     pub(super) fn from_parts(step: u64, mut parts: BTreeMap<String, Tensor>) -> Result<Self> {
         let mut moment = |name: &str| -> Result<Option<Moment>> {
-            let coded = (
+            let quantized = (
                 parts.remove(&format!("{name}.codes")),
                 parts.remove(&format!("{name}.scales")),
             );
-            match (parts.remove(name), coded) {
+            match (parts.remove(name), quantized) {
                 (None, (None, None)) => Ok(None),
                 (Some(t), (None, None)) if t.dtype() == DType::F32 => Ok(Some(Moment::F32(t))),
                 (None, (Some(codes), Some(scales)))

@@ -112,7 +112,7 @@ impl Lora {
     }
 
     /// True if the LoRA product can be fused with the base product: no dropout and no subtracted init.
-    fn rides(&self, dropout: Option<Dropout>) -> bool {
+    fn fuses(&self, dropout: Option<Dropout>) -> bool {
         self.start.is_none() && !self.mask.drops(dropout)
     }
 
@@ -222,7 +222,7 @@ impl Kind for Lora {
     }
 
     fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
-        if self.rides(dropout) {
+        if self.fuses(dropout) {
             return base.forward_with(x, self.low());
         }
         let y = base.forward(x)?;
@@ -231,7 +231,7 @@ impl Kind for Lora {
     }
 
     fn backward(&self, b: Backward<'_>) -> Result<Backed> {
-        let (dx, grads) = if b.dx.needed() && self.rides(b.dropout) {
+        let (dx, grads) = if b.dx.needed() && self.fuses(b.dropout) {
             let (dx, du) = b.base.backward_with(b.dy, b.dx, self.low())?;
             let of_pair = |x| self.of_pair(x, b.dy, &du, b.dropout);
             (Some(dx), b.x.map(of_pair).transpose()?)

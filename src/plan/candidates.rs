@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 pub struct Retired {
     pub dense: u64,
     /// Elements of quantized parameters.
-    pub coded: u64,
+    pub quantized: u64,
 }
 
 impl Retired {
@@ -21,7 +21,7 @@ impl Retired {
     pub(super) fn bytes(self, place: Place, (stored, master): (u64, u64)) -> u64 {
         match place {
             // The exact values stay beside the quantized data.
-            Place::Device | Place::Host => self.dense * master + self.coded * (stored + master),
+            Place::Device | Place::Host => self.dense * master + self.quantized * (stored + master),
             Place::Disk { .. } => 0,
         }
     }
@@ -53,8 +53,8 @@ impl Turn {
             let rests = |name: &str| !active.wants(name) && sets.iter().any(|s| s.wants(name));
             for layer in 0..model.layers() {
                 for p in model.layer(layer).filter(|p| rests(&p.name)) {
-                    match storage.of(&p).is_coded() {
-                        true => retired.coded += p.elements() as u64,
+                    match storage.of(&p).is_quantized() {
+                        true => retired.quantized += p.elements() as u64,
                         false => retired.dense += p.elements() as u64,
                     }
                 }
@@ -147,7 +147,7 @@ mod tests {
         let turn = |(i, l): (usize, &usize)| Turn {
             retired: Retired {
                 dense: 100 * i as u64,
-                coded: 0,
+                quantized: 0,
             },
             leaves: true,
             ..Turn::alone(layer(*l))

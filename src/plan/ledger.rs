@@ -12,7 +12,7 @@ pub enum Kind {
     Optimizer,
     Retired,
     OnHost,
-    Parked,
+    Offloaded,
     Gradients,
     Inputs,
     Activations,
@@ -83,7 +83,7 @@ impl Kind {
         Kind::Optimizer,
         Kind::Retired,
         Kind::OnHost,
-        Kind::Parked,
+        Kind::Offloaded,
         Kind::Gradients,
         Kind::Inputs,
         Kind::Activations,
@@ -102,7 +102,7 @@ impl Kind {
     fn on_host(self) -> bool {
         matches!(
             self,
-            Kind::Retired | Kind::OnHost | Kind::Parked | Kind::Saving | Kind::Data | Kind::Process
+            Kind::Retired | Kind::OnHost | Kind::Offloaded | Kind::Saving | Kind::Data | Kind::Process
         )
     }
 }

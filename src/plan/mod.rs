@@ -210,7 +210,7 @@ impl Inputs {
             true => (layers + 1) * self.element * (2 * tokens * spec.kv_width()) as u64,
             false => {
                 let form = paged::Form {
-                    stored: paged::Stored::F32,
+                    stored: paged::KvDtype::F32,
                     kv_heads: spec.kv_heads,
                     head_dim: spec.head_dim,
                 };

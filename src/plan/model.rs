@@ -73,7 +73,7 @@ impl<'a> Model<'a> {
                 what(rest, hasher);
             }
         };
-        for (name, format) in storage.coded().iter() {
+        for (name, format) in storage.quantized().iter() {
             at(name, &|rest, hasher| (rest, format.to_string()).hash(hasher));
         }
         let mut shapes = HashMap::new();

@@ -9,7 +9,7 @@ use crate::engine::{Active, Gradients};
 use crate::model::spec::{EMBEDDING, FINAL_NORM, LM_HEAD};
 use crate::model::{Spec, tokens};
 use crate::ops::cross_entropy::{PIECE, PIECE_TOKENS};
-use crate::ops::{CpuPath, attention};
+use crate::ops::{CpuBackend, attention};
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
 use crate::source::Group;
@@ -183,7 +183,7 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
         return 0;
     }
     let tiles = if bf16 { tile_buffers(spec, inputs) } else { 0 };
-    let packing = if CpuPath::current() == CpuPath::Portable {
+    let packing = if CpuBackend::current() == CpuBackend::Portable {
         PACKING
     } else {
         0
@@ -217,13 +217,13 @@ fn thread_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
     let packed = |rows: u64, steps: u64| rows.min(PACKED_ROWS) * steps.min(PACKED_STEPS);
     let n = inputs.tokens as u64;
     // Fused LoRA: its rows, and as many more steps of k in A.
-    let rides = 2 * n.min(PACKED_ROWS) * riding(inputs);
-    attention.max(packed(n, widest).max(packed(widest, n)) + PACKED_B.min(widest * PACKED_STEPS) + rides)
+    let fuses = 2 * n.min(PACKED_ROWS) * fused_steps(inputs);
+    attention.max(packed(n, widest).max(packed(widest, n)) + PACKED_B.min(widest * PACKED_STEPS) + fuses)
 }
 
 /// Bytes of the operands packed for the tile unit, if there is one: an activation and a weight.
 fn tile_buffers(spec: &Spec, inputs: &Inputs) -> u64 {
-    if !CpuPath::current().packs_bf16() {
+    if !CpuBackend::current().packs_bf16() {
         return 0;
     }
     let linears = spec.linears().into_iter().map(|(_, input, output, ..)| (input, output));
@@ -234,12 +234,12 @@ fn tile_buffers(spec: &Spec, inputs: &Inputs) -> u64 {
     }
     let bytes = |elements: usize| PACKED_TILES.min(2 * elements as u64);
     // A fused LoRA product extends both operands, in steps of 32.
-    let rides = 2 * riding(inputs).next_multiple_of(32) * (inputs.tokens + wide) as u64;
-    bytes(inputs.tokens * wide) + bytes(large) + rides
+    let fuses = 2 * fused_steps(inputs).next_multiple_of(32) * (inputs.tokens + wide) as u64;
+    bytes(inputs.tokens * wide) + bytes(large) + fuses
 }
 
 /// The largest rank that is fused with a product.
-fn riding(inputs: &Inputs) -> u64 {
+fn fused_steps(inputs: &Inputs) -> u64 {
     let ranks = inputs.adapters.values().map(|c| c.rank as u64);
     ranks.filter(|r| *r <= RIDES).max().unwrap_or(0)
 }
@@ -296,7 +296,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         before = l.sizes();
         let keep = layer >= lowest && layer >= keep_from;
         let kind = match (layer >= lowest, inputs.parked && !keep) {
-            (true, true) => Kind::Parked,
+            (true, true) => Kind::Offloaded,
             (true, false) => Kind::Inputs,
             (false, _) => Kind::Layer,
         };

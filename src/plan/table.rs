@@ -203,7 +203,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             },
         ),
         (
-            Kind::Parked,
+            Kind::Offloaded,
             "host_layer_inputs",
             "inputs on the host",
             format!("{n} tokens × {} × {} bytes a layer", spec.hidden, inputs.element),
@@ -290,7 +290,13 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
     let rare = |kind| {
         matches!(
             kind,
-            Kind::Copies | Kind::Reference | Kind::Rollout | Kind::Teacher | Kind::Judges | Kind::OnHost | Kind::Parked
+            Kind::Copies
+                | Kind::Reference
+                | Kind::Rollout
+                | Kind::Teacher
+                | Kind::Judges
+                | Kind::OnHost
+                | Kind::Offloaded
         )
     };
     let lines = lines

@@ -371,12 +371,12 @@ fn on_a_gpu_codes_need_room_to_be_decoded_and_on_the_cpu_none() {
     let recipe = recipe("[tune]\nmethod = \"block\"\n[memory]\nfrozen_weights = \"int8\"");
     let policy = Policy::new(&recipe.memory, recipe.model.dtype, &spec().params(), |_| false).unwrap();
     let tokens = 10;
-    let work = |on_gpu: bool, coded: bool, active: Active| {
+    let work = |on_gpu: bool, quantized: bool, active: Active| {
         let mut inputs = inputs(active, Gradients::Keep);
         // So few tokens that a dequantized weight is larger than the activations.
         (inputs.tokens, inputs.longest, inputs.documents) = (tokens, tokens, 1);
         inputs.on_gpu = on_gpu;
-        if coded {
+        if quantized {
             inputs.storage = policy.clone();
         }
         line(&forecast(&spec(), &recipe, &inputs), "layer_work")
@@ -386,8 +386,8 @@ fn on_a_gpu_codes_need_room_to_be_decoded_and_on_the_cpu_none() {
     let dense = tokens * 4 * (5 * 256 + 7 * 64 + 8);
     assert_eq!(work(true, false, layer(2)), dense as u64);
     // A layer above it: gate, up, dm; x1, dy, q, k, v, o; lse; and the output projection, dequantized to bf16.
-    let coded = tokens * 4 * (3 * 256 + 6 * 64 + 8) + 2 * 64 * 256;
-    assert_eq!(work(true, true, layer(2)), coded as u64);
+    let quantized = tokens * 4 * (3 * 256 + 6 * 64 + 8) + 2 * 64 * 256;
+    assert_eq!(work(true, true, layer(2)), quantized as u64);
     // Active parameters are not quantized.
     assert_eq!(work(true, true, all()), work(true, false, all()));
 }

@@ -44,7 +44,7 @@ pub(super) fn load(l: &mut Ledger, model: &Model, inputs: &Inputs) {
 fn load_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs) -> Option<Held> {
     let storage = inputs.storage.of(p);
     let numbers = match storage {
-        Storage::Coded(..) => inputs.file_bytes * p.elements() as u64,
+        Storage::Quantized(..) => inputs.file_bytes * p.elements() as u64,
         Storage::Dense(_) => 0,
     };
     let numbers = l.hold(staging_kind(inputs), numbers);
@@ -53,7 +53,7 @@ fn load_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs) -> Option<Held> {
         Place::Host => Some(l.hold(Kind::OnHost, storage.bytes(&p.shape))),
         // The quantized data is written to a separate file before any weight is held.
         Place::Disk { .. } => {
-            if storage.is_coded() {
+            if storage.is_quantized() {
                 l.touch(staging_kind(inputs), storage.bytes(&p.shape));
             }
             None
@@ -67,12 +67,12 @@ fn load_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs) -> Option<Held> {
 /// quantized data. The caller holds `weights::held` and the exact values of other blocks. `stored`: bytes per value in
 /// the model's type; `low`: bytes of the low part of the fp32 master.
 pub(super) fn turn(l: &mut Ledger, model: &Model, inputs: &Inputs, active: &Active, (stored, low): (u64, u64)) {
-    let coded = |p: &ParamInfo| active.contains(&p.name) && inputs.storage.of(p).is_coded();
+    let quantized = |p: &ParamInfo| active.contains(&p.name) && inputs.storage.of(p).is_quantized();
     let (mut elements, mut any) = (0, false);
     model.each(active, |p, count| {
         if active.contains(&p.name) {
             elements += count * p.elements() as u64;
-            any |= coded(p);
+            any |= quantized(p);
         }
     });
     if !any {
@@ -81,7 +81,7 @@ pub(super) fn turn(l: &mut Ledger, model: &Model, inputs: &Inputs, active: &Acti
     l.moment("a block becomes codes again");
     let mut held = vec![l.hold(staging_kind(inputs), low * elements)];
     for run in model.runs(active) {
-        let layer: Vec<ParamInfo> = model.layer(run.first).filter(coded).collect();
+        let layer: Vec<ParamInfo> = model.layer(run.first).filter(quantized).collect();
         let before = l.sizes();
         for p in &layer {
             held.extend(turn_one(l, p, inputs, (stored, low)));
@@ -147,11 +147,11 @@ mod tests {
         Active::new(params().iter().map(|p| p.name.to_string()))
     }
 
-    fn peak(coded: bool, place: Place, walk: impl Fn(&mut Ledger, &Model, &Inputs)) -> u64 {
+    fn peak(quantized: bool, place: Place, walk: impl Fn(&mut Ledger, &Model, &Inputs)) -> u64 {
         let recipe = recipe("[memory]\nfrozen_weights = \"int8\"");
         let mut inputs = inputs(all(), crate::engine::Gradients::Keep);
         inputs.place = place;
-        if coded {
+        if quantized {
             inputs.storage = Policy::new(&recipe.memory, recipe.model.dtype, &params(), |_| false).unwrap();
         }
         let mut ledger = Ledger::new(false);

@@ -7,7 +7,7 @@ use super::mlp::Parts;
 use super::step::Sink;
 use crate::engine::Active;
 use crate::model::Spec;
-use crate::ops::coded;
+use crate::ops::quantized;
 use crate::peft::Cost;
 use crate::recipe::Dtype;
 
@@ -106,14 +106,14 @@ impl<'a> Block<'a> {
     fn decode(&self, l: &mut Ledger, linear: Linear) {
         let (name, input, output) = linear;
         let weight = self.name(&format!("{name}.weight"));
-        let coded = self.inputs.storage.coded().contains_key(weight.as_str());
+        let quantized = self.inputs.storage.quantized().contains_key(weight.as_str());
         let bf16 = self.inputs.storage.dtype() == Dtype::Bf16;
         let mut bytes = 0;
-        if coded && !self.active.contains(&weight) {
-            bytes += coded::work_bytes(output, input, bf16);
+        if quantized && !self.active.contains(&weight) {
+            bytes += quantized::work_bytes(output, input, bf16);
         }
         if bf16 && self.adapter(linear).is_some_and(|c| c.widens) {
-            bytes += coded::work_bytes(output, input, false);
+            bytes += quantized::work_bytes(output, input, false);
         }
         if self.inputs.on_gpu {
             l.touch(Kind::Layer, bytes);

@@ -1,11 +1,11 @@
 //! Quantization, one weight at a time. Rows or blocks are quantized in parallel and independently: the result does
 //! not depend on the number of threads.
 
-use super::coded::{Coded, Scales, check_format};
 use super::dynamic;
 use super::format::Format;
+use super::qmatrix::{BlockScales, QMatrix, check_format};
 use crate::base::{Error, Result};
-use crate::ops::coded::{BLOCK, NESTED, NF4_TABLE, nearest};
+use crate::ops::quantized::{BLOCK, NESTED, NF4_TABLE, nearest};
 use crate::recipe::Dtype;
 use half::bf16;
 use rayon::prelude::*;
@@ -38,7 +38,7 @@ pub fn encode<V: Value>(
     (rows, columns): (usize, usize),
     format: Format,
     decoded: Dtype,
-) -> Result<Coded> {
+) -> Result<QMatrix> {
     check_format(format)?;
     if values.len() != rows * columns {
         return Err(Error::new("a weight that is to be coded does not fit its shape")
@@ -58,14 +58,14 @@ pub fn encode<V: Value>(
         Format::Int4 { .. } => int4(values, columns, format),
         Format::Nf4 { double } => nf4(values, double),
     };
-    Ok(Coded::new(format, (rows, columns), decoded, codes, scales))
+    Ok(QMatrix::new(format, (rows, columns), decoded, codes, scales))
 }
 
-fn empty(format: Format) -> (Vec<u8>, Scales) {
+fn empty(format: Format) -> (Vec<u8>, BlockScales) {
     let scales = match format {
-        Format::Int8 { .. } | Format::Nf4 { double: false } => Scales::F32(Vec::new()),
-        Format::Int4 { .. } => Scales::Pairs(Vec::new()),
-        Format::Nf4 { double: true } => Scales::Double {
+        Format::Int8 { .. } | Format::Nf4 { double: false } => BlockScales::F32(Vec::new()),
+        Format::Int4 { .. } => BlockScales::Pairs(Vec::new()),
+        Format::Nf4 { double: true } => BlockScales::Double {
             absmax: Vec::new(),
             nested: Vec::new(),
             offset: 0.0,
@@ -86,7 +86,7 @@ fn absmax<V: Value>(values: &[V]) -> f32 {
     lanes.into_iter().fold(0.0, f32::max)
 }
 
-fn int8<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, Scales) {
+fn int8<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, BlockScales) {
     let (rows, stride, group) = (values.len() / columns, format.stride(columns), format.group(columns));
     let groups = columns.div_ceil(group);
     let mut codes = vec![0u8; rows * stride];
@@ -104,10 +104,10 @@ fn int8<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, Sca
                 }
             }
         });
-    (codes, Scales::F32(scales))
+    (codes, BlockScales::F32(scales))
 }
 
-fn int4<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, Scales) {
+fn int4<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, BlockScales) {
     let (rows, stride, group) = (values.len() / columns, format.stride(columns), format.group(columns));
     let groups = columns.div_ceil(group);
     let mut codes = vec![0u8; rows * stride];
@@ -133,7 +133,7 @@ fn int4<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, Sca
                 }
             }
         });
-    (codes, Scales::Pairs(scales))
+    (codes, BlockScales::Pairs(scales))
 }
 
 /// Returns the largest bf16 that is not above `x`. `x` is finite.
@@ -146,7 +146,7 @@ fn down_to_bf16(x: f32) -> f32 {
     }
 }
 
-fn nf4<V: Value>(values: &[V], double: bool) -> (Vec<u8>, Scales) {
+fn nf4<V: Value>(values: &[V], double: bool) -> (Vec<u8>, BlockScales) {
     let mut codes = vec![0u8; values.len().div_ceil(2)];
     let mut absmax = vec![0f32; values.len().div_ceil(BLOCK)];
     let places = codes.par_chunks_mut(BLOCK / 2).zip(absmax.par_iter_mut());
@@ -165,25 +165,25 @@ fn nf4<V: Value>(values: &[V], double: bool) -> (Vec<u8>, Scales) {
             }
         });
     if !double {
-        return (codes, Scales::F32(absmax));
+        return (codes, BlockScales::F32(absmax));
     }
     let mean = absmax.iter().map(|x| *x as f64).sum::<f64>() / absmax.len() as f64;
     let offset = mean as f32;
     let table = dynamic::signed();
     let mut nested = Vec::with_capacity(absmax.len().div_ceil(NESTED));
-    let mut coded = Vec::with_capacity(absmax.len());
+    let mut quantized = Vec::with_capacity(absmax.len());
     for block in absmax.chunks(NESTED) {
         let largest = block.iter().fold(0f32, |m, x| m.max((x - offset).abs()));
         nested.push(largest);
         let by = if largest > 0.0 { 1.0 / largest } else { 0.0 };
-        coded.extend(
+        quantized.extend(
             block
                 .iter()
                 .map(|x| dynamic::nearest(table, ((x - offset) * by).clamp(-1.0, 1.0))),
         );
     }
-    let scales = Scales::Double {
-        absmax: coded,
+    let scales = BlockScales::Double {
+        absmax: quantized,
         nested,
         offset,
     };

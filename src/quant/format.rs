@@ -1,6 +1,6 @@
 //! The quantization formats, and their sizes in bytes.
 
-use crate::ops::coded::{BLOCK, NESTED};
+use crate::ops::quantized::{BLOCK, NESTED};
 use crate::recipe::Dtype;
 use std::fmt;
 
@@ -22,20 +22,20 @@ pub enum Format {
 pub enum Storage {
     Dense(Dtype),
     /// Quantized; products use the dequantized values in this type.
-    Coded(Format, Dtype),
+    Quantized(Format, Dtype),
 }
 
 impl Storage {
-    pub fn is_coded(self) -> bool {
-        matches!(self, Storage::Coded(..))
+    pub fn is_quantized(self) -> bool {
+        matches!(self, Storage::Quantized(..))
     }
 
     /// Returns the bytes of a parameter of this shape.
     pub fn bytes(self, shape: &[usize]) -> u64 {
         let elements: usize = shape.iter().product();
         match (self, shape) {
-            (Storage::Coded(format, _), [rows, columns]) => format.bytes(*rows, *columns),
-            (Storage::Dense(dtype) | Storage::Coded(_, dtype), _) => dtype.bytes() * elements as u64,
+            (Storage::Quantized(format, _), [rows, columns]) => format.bytes(*rows, *columns),
+            (Storage::Dense(dtype) | Storage::Quantized(_, dtype), _) => dtype.bytes() * elements as u64,
         }
     }
 }

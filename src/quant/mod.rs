@@ -3,22 +3,22 @@
 //!
 //! Letters: N tokens, I input features (columns), O output features (rows).
 
-mod coded;
+mod qmatrix;
 mod dynamic;
 mod encode;
 mod format;
-mod placed;
+mod device;
 #[cfg(test)]
 mod tests;
 mod weight;
 
-pub use coded::{Coded, Part};
+pub use device::DeviceQMatrix;
 pub use encode::{Value, encode};
 pub use format::{Format, Storage};
-pub use placed::Placed;
+pub use qmatrix::{Part, QMatrix};
 /// Returns the 16 levels of NF4, and the table of 256 values that quantizes its absmax.
 pub fn tables() -> ([f32; 16], [f32; 256]) {
-    (crate::ops::coded::NF4_TABLE, *dynamic::signed())
+    (crate::ops::quantized::NF4_TABLE, *dynamic::signed())
 }
 
 pub use weight::{Weight, backward_input, backward_input_add, forward, forward_add};

@@ -57,8 +57,8 @@ fn round_trips_stay_within_half_a_step() {
     for (rows, columns) in SHAPES {
         let values = hard(rows, columns);
         for format in Format::ALL.into_iter().filter(|f| *f != Format::Nf4 { double: true }) {
-            let coded = encode(&values, (rows, columns), format, Dtype::F32).unwrap();
-            for (at, (got, want)) in coded.decode().iter().zip(&values).enumerate() {
+            let quantized = encode(&values, (rows, columns), format, Dtype::F32).unwrap();
+            for (at, (got, want)) in quantized.decode().iter().zip(&values).enumerate() {
                 let bound = half_step(format, &values, columns, at) * 1.00001 + 1e-12;
                 assert!(
                     (got - want).abs() <= bound,
@@ -110,13 +110,13 @@ fn rows_and_parts_of_rows_are_those_of_the_whole() {
     let (rows, columns) = (6, 333);
     let values = hard(rows, columns);
     for format in Format::ALL {
-        let coded = encode(&values, (rows, columns), format, Dtype::Bf16).unwrap();
-        let all = coded.decode();
+        let quantized = encode(&values, (rows, columns), format, Dtype::Bf16).unwrap();
+        let all = quantized.decode();
         let mut row = vec![0f32; columns];
-        coded.decode_row(4, &mut row);
+        quantized.decode_row(4, &mut row);
         assert_eq!(row, all[4 * columns..5 * columns]);
         let mut part = vec![0f32; 100];
-        coded.decode_into(5, 31, &mut part);
+        quantized.decode_into(5, 31, &mut part);
         assert_eq!(part, all[5 * columns + 31..][..100]);
     }
 }
@@ -125,7 +125,7 @@ fn rows_and_parts_of_rows_are_those_of_the_whole() {
 fn codes_do_not_depend_on_threads_or_on_the_type_of_the_source() {
     let narrow: Vec<bf16> = hard(70, 640).iter().map(|x| bf16::from_f32(*x)).collect();
     let wide: Vec<f32> = narrow.iter().map(|x| x.to_f32()).collect();
-    let bytes = |c: &Coded| c.parts().iter().map(|p| p.bytes.to_vec()).collect::<Vec<_>>();
+    let bytes = |c: &QMatrix| c.parts().iter().map(|p| p.bytes.to_vec()).collect::<Vec<_>>();
     for format in Format::ALL {
         let run = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
@@ -145,14 +145,14 @@ fn parts_go_to_a_file_and_back() {
     for (rows, columns) in SHAPES {
         let values = hard(rows, columns);
         for format in Format::ALL {
-            let coded = encode(&values, (rows, columns), format, Dtype::Bf16).unwrap();
-            let parts = coded.parts();
+            let quantized = encode(&values, (rows, columns), format, Dtype::Bf16).unwrap();
+            let parts = quantized.parts();
             let sizes: Vec<_> = parts.iter().map(|p| (p.name, p.bytes.len())).collect();
             assert_eq!(sizes, format.parts(rows, columns), "{format}");
-            assert_eq!(coded.bytes(), sizes.iter().map(|(_, n)| *n as u64).sum::<u64>());
+            assert_eq!(quantized.bytes(), sizes.iter().map(|(_, n)| *n as u64).sum::<u64>());
             let take = |name: &str| Ok(parts.iter().find(|p| p.name == name).unwrap().bytes.to_vec());
-            let again = Coded::from_parts(format, (rows, columns), Dtype::Bf16, take).unwrap();
-            assert_eq!(again.decode(), coded.decode());
+            let again = QMatrix::from_parts(format, (rows, columns), Dtype::Bf16, take).unwrap();
+            assert_eq!(again.decode(), quantized.decode());
         }
     }
 }
@@ -160,18 +160,18 @@ fn parts_go_to_a_file_and_back() {
 #[test]
 fn damaged_parts_are_refused() {
     for format in Format::ALL {
-        let coded = encode(&normal(4 * 128, 1), (4, 128), format, Dtype::F32).unwrap();
+        let quantized = encode(&normal(4 * 128, 1), (4, 128), format, Dtype::F32).unwrap();
         for (which, (name, _)) in format.parts(4, 128).into_iter().enumerate() {
             let damaged = |change: &dyn Fn(&mut Vec<u8>)| {
                 let take = |wanted: &str| {
-                    let parts = coded.parts();
+                    let parts = quantized.parts();
                     let mut bytes = parts.iter().find(|p| p.name == wanted).unwrap().bytes.to_vec();
                     if wanted == name {
                         change(&mut bytes);
                     }
                     Ok(bytes)
                 };
-                Coded::from_parts(format, (4, 128), Dtype::F32, take)
+                QMatrix::from_parts(format, (4, 128), Dtype::F32, take)
             };
             let e = damaged(&|bytes| bytes.truncate(bytes.len() - 1))
                 .unwrap_err()
@@ -184,7 +184,7 @@ fn damaged_parts_are_refused() {
             }
         }
     }
-    assert!(Coded::from_parts(Format::Int4 { group: 7 }, (1, 1), Dtype::F32, |_| Ok(vec![])).is_err());
+    assert!(QMatrix::from_parts(Format::Int4 { group: 7 }, (1, 1), Dtype::F32, |_| Ok(vec![])).is_err());
 }
 
 #[test]
@@ -233,15 +233,15 @@ fn a_linear_with_codes_is_one_with_the_decoded_weight() {
     let values = normal(o * i, 5);
     for format in Format::ALL {
         for dtype in [Dtype::F32, Dtype::Bf16] {
-            let coded = encode(&values, (o, i), format, dtype).unwrap();
-            let mut dense = tensor(coded.decode(), (o, i));
+            let quantized = encode(&values, (o, i), format, dtype).unwrap();
+            let mut dense = tensor(quantized.decode(), (o, i));
             if dtype == Dtype::Bf16 {
                 dense = dense.to_dtype(candle_core::DType::BF16).unwrap();
             }
             assert_eq!(Weight::from(dense.clone()).is_bf16(), dtype == Dtype::Bf16);
-            let placed = Weight::from(coded.to_device(&Device::Cpu).unwrap());
+            let placed = Weight::from(quantized.to_device(&Device::Cpu).unwrap());
             assert_eq!(placed.is_bf16(), dtype == Dtype::Bf16);
-            let weight = Weight::from(coded);
+            let weight = Weight::from(quantized);
             assert_eq!(weight.is_bf16(), dtype == Dtype::Bf16);
             assert_eq!(weight.dims(), [o, i]);
             assert!(weight.dense().is_err() && weight.bytes() < (2 * o * i) as u64);
@@ -265,8 +265,10 @@ fn a_linear_with_codes_is_one_with_the_decoded_weight() {
                 }
                 let (y, dx) = (tensor(normal(n * o, 8), (n, o)), tensor(normal(n * i, 9), (n, i)));
                 let (y2, dx2) = (y.copy().unwrap(), dx.copy().unwrap());
-                let Weight::Coded(coded) = &weight else { unreachable!() };
-                forward_add(&y, &x, coded).unwrap();
+                let Weight::Quantized(quantized) = &weight else {
+                    unreachable!()
+                };
+                forward_add(&y, &x, quantized).unwrap();
                 linear::forward_add(&y2, &x, &dense).unwrap();
                 weight.backward_input_add(&dx, &dy).unwrap();
                 linear::backward_input_add(&dx2, &dy, &dense).unwrap();
@@ -288,22 +290,22 @@ fn a_linear_with_codes_is_one_with_the_decoded_weight() {
 fn placed_codes_are_the_codes() {
     for (o, i) in SHAPES {
         for format in Format::ALL {
-            let coded = encode(&hard(o, i), (o, i), format, Dtype::Bf16).unwrap();
-            let placed = coded.to_device(&Device::Cpu).unwrap();
-            let (tensors, offset) = (coded.tensors(&Device::Cpu).unwrap(), coded.nested_offset());
+            let quantized = encode(&hard(o, i), (o, i), format, Dtype::Bf16).unwrap();
+            let placed = quantized.to_device(&Device::Cpu).unwrap();
+            let (tensors, offset) = (quantized.tensors(&Device::Cpu).unwrap(), quantized.nested_offset());
             let held: usize = tensors.iter().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum();
             assert!(held as u64 + 4 >= placed.bytes() && held as u64 <= placed.bytes());
             for which in 0..tensors.len() {
                 let mut less = tensors.clone();
                 less[which] = less[which].narrow(0, 0, less[which].elem_count() - 1).unwrap();
                 assert!(
-                    Placed::new(format, (o, i), Dtype::Bf16, less, offset).is_err(),
+                    DeviceQMatrix::new(format, (o, i), Dtype::Bf16, less, offset).is_err(),
                     "{format} {which}"
                 );
             }
             let few = tensors[1..].to_vec();
-            assert!(Placed::new(format, (o, i), Dtype::Bf16, few, offset).is_err());
-            let (here, there) = (Weight::from(coded), Weight::from(placed));
+            assert!(DeviceQMatrix::new(format, (o, i), Dtype::Bf16, few, offset).is_err());
+            let (here, there) = (Weight::from(quantized), Weight::from(placed));
             assert_eq!((there.dims(), there.bytes()), (here.dims(), here.bytes()));
             assert!(there.dense().is_err() && there.format() == Some(format));
             assert_eq!(there.rows(0, o).unwrap(), here.rows(0, o).unwrap());
@@ -357,7 +359,7 @@ fn speed() {
             Format::ALL[4],
             Format::ALL[5],
         ];
-        let coded: Vec<Vec<Weight>> = formats
+        let quantized: Vec<Vec<Weight>> = formats
             .iter()
             .map(|f| {
                 (0..copies)
@@ -368,7 +370,7 @@ fn speed() {
         for backward in [false, true] {
             let mut times = vec![Vec::new(); formats.len() + 1];
             for repeat in 0..repeats + 1 {
-                for (weights, times) in std::iter::once(&dense).chain(&coded).zip(&mut times) {
+                for (weights, times) in std::iter::once(&dense).chain(&quantized).zip(&mut times) {
                     let weight = &weights[repeat % copies];
                     let started = std::time::Instant::now();
                     std::hint::black_box(match backward {

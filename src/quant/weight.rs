@@ -1,12 +1,12 @@
 //! A weight of a linear layer, dense or quantized, and its products.
 
-use super::coded::Coded;
+use super::device::DeviceQMatrix;
 use super::format::Format;
-use super::placed::Placed;
+use super::qmatrix::QMatrix;
 use crate::base::{Error, Result};
 use crate::ops::low_rank::{self, Base, LowRank};
 use crate::ops::prepacked::{Dense, Prepacked};
-use crate::ops::{coded, linear, update};
+use crate::ops::{linear, quantized, update};
 use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
@@ -18,9 +18,9 @@ pub enum Weight {
     /// Dense with prepacked copies; frozen.
     Prepacked(Arc<Prepacked>),
     /// Quantized, on the CPU.
-    Coded(Arc<Coded>),
+    Quantized(Arc<QMatrix>),
     /// Quantized, on a GPU.
-    Placed(Arc<Placed>),
+    DeviceQuantized(Arc<DeviceQMatrix>),
 }
 
 impl From<Tensor> for Weight {
@@ -35,30 +35,30 @@ impl From<Prepacked> for Weight {
     }
 }
 
-impl From<Placed> for Weight {
-    fn from(placed: Placed) -> Self {
-        Weight::Placed(Arc::new(placed))
+impl From<DeviceQMatrix> for Weight {
+    fn from(placed: DeviceQMatrix) -> Self {
+        Weight::DeviceQuantized(Arc::new(placed))
     }
 }
 
-impl From<Arc<Coded>> for Weight {
-    fn from(coded: Arc<Coded>) -> Self {
-        Weight::Coded(coded)
+impl From<Arc<QMatrix>> for Weight {
+    fn from(quantized: Arc<QMatrix>) -> Self {
+        Weight::Quantized(quantized)
     }
 }
 
-impl From<Coded> for Weight {
-    fn from(coded: Coded) -> Self {
-        Weight::Coded(Arc::new(coded))
+impl From<QMatrix> for Weight {
+    fn from(quantized: QMatrix) -> Self {
+        Weight::Quantized(Arc::new(quantized))
     }
 }
 
 impl Weight {
     /// Returns the quantized weight on the device of its products: unchanged on the CPU, else a copy on `device`.
-    pub fn coded_on(coded: Coded, device: &Device) -> Result<Self> {
+    pub fn coded_on(quantized: QMatrix, device: &Device) -> Result<Self> {
         match device.is_cpu() {
-            true => Ok(coded.into()),
-            false => Ok(coded.to_device(device)?.into()),
+            true => Ok(quantized.into()),
+            false => Ok(quantized.to_device(device)?.into()),
         }
     }
 
@@ -66,8 +66,8 @@ impl Weight {
     pub fn format(&self) -> Option<Format> {
         match self {
             Weight::Dense(_) | Weight::Prepacked(_) => None,
-            Weight::Coded(coded) => Some(coded.format()),
-            Weight::Placed(placed) => Some(placed.format()),
+            Weight::Quantized(quantized) => Some(quantized.format()),
+            Weight::DeviceQuantized(placed) => Some(placed.format()),
         }
     }
 
@@ -96,8 +96,8 @@ impl Weight {
         match self {
             Weight::Dense(tensor) => tensor.dims().to_vec(),
             Weight::Prepacked(weight) => weight.tensor().dims().to_vec(),
-            Weight::Coded(coded) => vec![coded.dims().0, coded.dims().1],
-            Weight::Placed(placed) => vec![placed.dims().0, placed.dims().1],
+            Weight::Quantized(quantized) => vec![quantized.dims().0, quantized.dims().1],
+            Weight::DeviceQuantized(placed) => vec![placed.dims().0, placed.dims().1],
         }
     }
 
@@ -106,14 +106,14 @@ impl Weight {
         match self {
             Weight::Dense(tensor) => update::to_f32_vec(&tensor.narrow(0, first, n)?),
             Weight::Prepacked(weight) => update::to_f32_vec(&weight.tensor().narrow(0, first, n)?),
-            Weight::Coded(coded) => {
-                let mut values = vec![0f32; n * coded.dims().1];
-                for (row, to) in values.chunks_exact_mut(coded.dims().1.max(1)).enumerate() {
-                    coded.decode_row(first + row, to);
+            Weight::Quantized(quantized) => {
+                let mut values = vec![0f32; n * quantized.dims().1];
+                for (row, to) in values.chunks_exact_mut(quantized.dims().1.max(1)).enumerate() {
+                    quantized.decode_row(first + row, to);
                 }
                 Ok(values)
             }
-            Weight::Placed(placed) => placed.codes().rows(first, n),
+            Weight::DeviceQuantized(placed) => placed.codes().rows(first, n),
         }
     }
 
@@ -122,8 +122,8 @@ impl Weight {
         match self {
             Weight::Dense(tensor) => tensor.dtype() == DType::BF16,
             Weight::Prepacked(_) => true,
-            Weight::Coded(coded) => coded.decoded() == Dtype::Bf16,
-            Weight::Placed(placed) => placed.codes().bf16,
+            Weight::Quantized(quantized) => quantized.decoded() == Dtype::Bf16,
+            Weight::DeviceQuantized(placed) => placed.codes().bf16,
         }
     }
 
@@ -131,8 +131,8 @@ impl Weight {
         match self {
             Weight::Dense(tensor) => (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64,
             Weight::Prepacked(weight) => 2 * weight.tensor().elem_count() as u64 + weight.copies(),
-            Weight::Coded(coded) => coded.bytes(),
-            Weight::Placed(placed) => placed.bytes(),
+            Weight::Quantized(quantized) => quantized.bytes(),
+            Weight::DeviceQuantized(placed) => placed.bytes(),
         }
     }
 
@@ -141,8 +141,8 @@ impl Weight {
         match self {
             Weight::Dense(tensor) => linear::forward(x, tensor, bias),
             Weight::Prepacked(weight) => linear::forward(x, &**weight, bias),
-            Weight::Coded(coded) => forward(x, coded, bias),
-            Weight::Placed(placed) => placed.codes().forward(x, bias),
+            Weight::Quantized(quantized) => forward(x, quantized, bias),
+            Weight::DeviceQuantized(placed) => placed.codes().forward(x, bias),
         }
     }
 
@@ -151,8 +151,8 @@ impl Weight {
         match self {
             Weight::Dense(tensor) => linear::forward_add(y, x, tensor),
             Weight::Prepacked(weight) => linear::forward_add(y, x, &**weight),
-            Weight::Coded(coded) => forward_add(y, x, coded),
-            Weight::Placed(placed) => placed.codes().forward_add(y, x),
+            Weight::Quantized(quantized) => forward_add(y, x, quantized),
+            Weight::DeviceQuantized(placed) => placed.codes().forward_add(y, x),
         }
     }
 
@@ -161,8 +161,8 @@ impl Weight {
         match self {
             Weight::Dense(tensor) => linear::backward_input(dy, tensor),
             Weight::Prepacked(weight) => linear::backward_input(dy, &**weight),
-            Weight::Coded(coded) => backward_input(dy, coded),
-            Weight::Placed(placed) => placed.codes().backward_input(dy),
+            Weight::Quantized(quantized) => backward_input(dy, quantized),
+            Weight::DeviceQuantized(placed) => placed.codes().backward_input(dy),
         }
     }
 
@@ -171,8 +171,8 @@ impl Weight {
         match self {
             Weight::Dense(tensor) => linear::backward_input_add(dx, dy, tensor),
             Weight::Prepacked(weight) => linear::backward_input_add(dx, dy, &**weight),
-            Weight::Coded(coded) => backward_input_add(dx, dy, coded),
-            Weight::Placed(placed) => placed.codes().backward_input_add(dx, dy),
+            Weight::Quantized(quantized) => backward_input_add(dx, dy, quantized),
+            Weight::DeviceQuantized(placed) => placed.codes().backward_input_add(dx, dy),
         }
     }
 
@@ -181,8 +181,8 @@ impl Weight {
         match self {
             Weight::Dense(tensor) => tensor.device().is_cpu().then_some(Base::Dense(tensor.into())),
             Weight::Prepacked(weight) => Some(Base::Dense((&**weight).into())),
-            Weight::Coded(coded) => Some(Base::Coded(coded.view())),
-            Weight::Placed(_) => None,
+            Weight::Quantized(quantized) => Some(Base::Quantized(quantized.view())),
+            Weight::DeviceQuantized(_) => None,
         }
     }
 
@@ -229,22 +229,22 @@ impl Weight {
 
 /// Computes `x·wᵀ + bias`, `[N, O]` f32, from `x [N, I]` f32, `w [O, I]`, `bias [O]` f32 or bf16. W is dequantized
 /// while it is packed: no full dequantized copy exists.
-pub fn forward(x: &Tensor, w: &Coded, bias: Option<&Tensor>) -> Result<Tensor> {
-    coded::forward(x, w.view(), bias)
+pub fn forward(x: &Tensor, w: &QMatrix, bias: Option<&Tensor>) -> Result<Tensor> {
+    quantized::forward(x, w.view(), bias)
 }
 
 /// Computes `y [N, O] += x·wᵀ`, both f32. `y` must not share storage with `x`.
-pub fn forward_add(y: &Tensor, x: &Tensor, w: &Coded) -> Result<()> {
-    coded::forward_add(y, x, w.view())
+pub fn forward_add(y: &Tensor, x: &Tensor, w: &QMatrix) -> Result<()> {
+    quantized::forward_add(y, x, w.view())
 }
 
 /// Computes `dx = dy·w`, `[N, I]` f32, from `dy [N, O]` f32 and `w [O, I]`, with the same dequantized values as
 /// `forward`.
-pub fn backward_input(dy: &Tensor, w: &Coded) -> Result<Tensor> {
-    coded::backward_input(dy, w.view())
+pub fn backward_input(dy: &Tensor, w: &QMatrix) -> Result<Tensor> {
+    quantized::backward_input(dy, w.view())
 }
 
 /// Computes `dx [N, I] += dy·w`. `dx` must not share storage with `dy`.
-pub fn backward_input_add(dx: &Tensor, dy: &Tensor, w: &Coded) -> Result<()> {
-    coded::backward_input_add(dx, dy, w.view())
+pub fn backward_input_add(dx: &Tensor, dy: &Tensor, w: &QMatrix) -> Result<()> {
+    quantized::backward_input_add(dx, dy, w.view())
 }

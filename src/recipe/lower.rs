@@ -109,9 +109,9 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
         );
     }
     let (dtype, frozen) = (values.text("model.dtype"), values.text("memory.frozen_weights"));
-    let coded = |name: &str| ["int8", "int4", "nf4"].contains(&name);
+    let quantized = |name: &str| ["int8", "int4", "nf4"].contains(&name);
     let overrides = values.map("memory.overrides");
-    let other = |name: &&str| *name != "auto" && *name != dtype && !coded(name);
+    let other = |name: &&str| *name != "auto" && *name != dtype && !quantized(name);
     let wanted = overrides.iter().map(|(_, v)| v.as_str());
     if let Some(name) = Some(frozen).filter(other) {
         fault(

@@ -12,7 +12,7 @@ use super::policy::{self, Policy, columns};
 use crate::base::Result;
 use crate::data::Batch;
 use crate::model::{Head, LossGradients, Need, Objective};
-use crate::ops::tally::{Sums, Tally};
+use crate::ops::step_stats::{StepStats, StepSums};
 use candle_core::Tensor;
 use std::ops::Range;
 
@@ -215,7 +215,14 @@ impl Objective for Grpo {
         answers.iter().enumerate().map(weight).sum()
     }
 
-    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
+    fn evaluate(
+        &self,
+        h: &Tensor,
+        head: &Head,
+        batch: &Batch,
+        need: Need,
+        step_stats: &StepStats,
+    ) -> Result<LossGradients> {
         let log_probs = self.policy.log_probs(h, head, &batch.targets)?;
         let mut slopes = vec![0f32; batch.len()];
         let mut loss = 0.0;
@@ -246,9 +253,9 @@ impl Objective for Grpo {
             let entropy = entropies[answer.clone()].iter().map(|e| *e as f64).sum();
             self.means.add("entropy", entropy, tokens);
         }
-        tally.add(Sums {
+        step_stats.add(StepSums {
             loss,
-            ..Sums::default()
+            ..StepSums::default()
         });
         self.policy.gradients(h, head, &batch.targets, &slopes, need)
     }

@@ -9,7 +9,7 @@ use super::policy::{self, Policy, columns};
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::{Head, LossGradients, Need, Objective, Param};
-use crate::ops::tally::{Sums, Tally};
+use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::update;
 use candle_core::{DType, Device, Tensor};
 
@@ -152,7 +152,14 @@ impl Ppo {
 }
 
 impl Objective for Ppo {
-    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
+    fn evaluate(
+        &self,
+        h: &Tensor,
+        head: &Head,
+        batch: &Batch,
+        need: Need,
+        step_stats: &StepStats,
+    ) -> Result<LossGradients> {
         let log_probs = self.policy.log_probs(h, head, &batch.targets)?;
         let values = self.head.values(h)?;
         let (mut by_log_prob, mut by_value) = (vec![0f32; batch.len()], vec![0f32; batch.len()]);
@@ -177,9 +184,9 @@ impl Objective for Ppo {
             clipped += part.clipped;
             clipped_values += part.clipped_values;
         }
-        tally.add(Sums {
+        step_stats.add(StepSums {
             loss: policy_loss + self.settings.vf_coef * value_loss,
-            ..Sums::default()
+            ..StepSums::default()
         });
         let tokens = batch.trained() as f64;
         self.means.add("policy_loss", policy_loss, tokens);

@@ -211,7 +211,7 @@ impl PlanContext<'_> {
         // Parameters that train only in some blocks are stored like frozen ones while they are inactive.
         let always = self.tuning.always_trains();
         let mut storage = Policy::new(&wanted, recipe.model.dtype, &self.spec.params(), always)?;
-        if corrects_all(recipe) && !storage.coded().is_empty() {
+        if corrects_all(recipe) && !storage.quantized().is_empty() {
             return Err(
                 Error::usage("weights stored as codes and `tune.block.correction` contradict each other")
                     .found(format!(

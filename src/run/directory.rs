@@ -7,7 +7,7 @@ use crate::base::lock::{self, RunLock};
 use crate::base::{Error, Result, files, staging};
 use crate::checkpoint::{self, LoadedState};
 use crate::model::{Spec, shapes};
-use crate::ops::CpuPath;
+use crate::ops::CpuBackend;
 use crate::plan::{Place, Plan};
 use crate::recipe::{self, Method, Recipe};
 use crate::report::{self, Reporter};
@@ -246,7 +246,7 @@ pub fn describe(run_dir: &Path, loaded: &recipe::LoadedRecipe, plan: &Plan) -> R
     files::write_atomic(&run_dir.join("recipe.toml"), loaded.text.as_bytes())?;
     files::write_atomic(&run_dir.join("resolved.toml"), loaded.resolved.as_bytes())?;
     files::write_atomic(&run_dir.join("plan.json"), format!("{:#}\n", plan.json()).as_bytes())?;
-    report::write_environment(run_dir, CpuPath::current().name())
+    report::write_environment(run_dir, CpuBackend::current().name())
 }
 
 /// Bytes that a run writes: checkpoints (one more than the limit) and `final/`. `elements`: all elements it trains.

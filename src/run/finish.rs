@@ -137,21 +137,21 @@ fn adapter(
         Some(ranks) => export::pruned(&config, &adapters, ranks.kept())?,
         None => (config, adapters),
     };
-    let coded = starts::requantizes_base(recipe);
-    if !residual && !random && !coded {
+    let quantized = starts::requantizes_base(recipe);
+    if !residual && !random && !quantized {
         return export::adapter(out, &config, &adapters, &whole, &model.dir, print);
     }
     // The base weights of this adapter exist nowhere else, so `base/` stores them.
     config.base_model_name_or_path = Some(format!("{}/base", out.display()));
-    note(match coded {
+    note(match quantized {
         true => "base/ holds what the codes of the weights stand for, in f32: the adapter belongs to these weights",
         false => "base/ holds the weights that this adapter belongs to",
     });
-    let dtype = if coded { Dtype::F32 } else { recipe.model.dtype };
+    let dtype = if quantized { Dtype::F32 } else { recipe.model.dtype };
     export::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {
         // The score head is part of the adapter directory.
         let written = base(&dir.join("base"), false, dtype, model, engine, &mut |name, sink| {
-            if coded && let Some(values) = decoded(engine, name)? {
+            if quantized && let Some(values) = decoded(engine, name)? {
                 return sink(Values::F32(&values));
             }
             let module = name.trim_end_matches(".weight");

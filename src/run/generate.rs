@@ -4,7 +4,7 @@ use super::named;
 use super::setup::{ModelDir, device};
 use crate::base::{Error, Result, progress, signal};
 use crate::formats::Tokenizer;
-use crate::generate::{CodedCopy, Formats, Limits, Policy, Request, Session, Settings, Speed, Stored};
+use crate::generate::{Formats, KvDtype, Limits, Policy, QuantizedCopy, Request, Session, Settings, Speed};
 use crate::model::Network;
 use crate::quant::Format;
 use crate::recipe::Dtype;
@@ -30,7 +30,7 @@ pub struct Holding {
     pub dtype: Option<Dtype>,
     /// Quantization format of the projections.
     pub weights: Option<Format>,
-    pub kv_cache: Option<Stored>,
+    pub kv_cache: Option<KvDtype>,
 }
 
 /// A loaded model with the conversation so far.
@@ -38,7 +38,7 @@ pub struct Writer {
     described: ModelDir,
     network: Network,
     /// Quantized copy that decodes instead of `network`.
-    coded: Option<CodedCopy>,
+    quantized: Option<QuantizedCopy>,
     settings: Settings,
     conversation: Vec<Value>,
     session: Session,
@@ -91,7 +91,7 @@ impl Writer {
         let described = ModelDir::open(&named.model, "main", template.as_deref())?;
         let place = device(holding.device.as_deref().unwrap_or("auto"))?;
         let network = described.infer(named.adapter.as_deref(), holding.dtype, &place)?;
-        let coded = holding.weights.map(|w| CodedCopy::new(&network, Formats::of(w)));
+        let quantized = holding.weights.map(|w| QuantizedCopy::new(&network, Formats::of(w)));
         let settings = Settings {
             max_new_tokens: choice.max_new_tokens,
             temperature: choice.temperature,
@@ -108,7 +108,7 @@ impl Writer {
             notes: named.notes.clone(),
             described,
             network,
-            coded: coded.transpose()?,
+            quantized: quantized.transpose()?,
             settings,
             conversation: Vec::new(),
             session: Session::default(),
@@ -173,8 +173,8 @@ impl Writer {
 
     fn write(&mut self, prompt: Vec<u32>, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<Written> {
         let tokenizer = &self.described.tokenizer;
-        let policy = match &self.coded {
-            Some(coded) => coded.into(),
+        let policy = match &self.quantized {
+            Some(quantized) => quantized.into(),
             None => Policy::from(&self.network),
         };
         let mut stream = TextStream::new(tokenizer, &prompt);

@@ -33,8 +33,8 @@ pub(super) fn fill(s: &mut AdapterInitContext, network: &Network) -> Result<()> 
     let (mut before, mut after, mut n) = (0.0, 0.0, 0usize);
     for layer in 0..network.layers() {
         // A linear without quantization error keeps the default initialization.
-        let coded = |t: &Task| t.linear.weight.format().is_some();
-        let tasks: Vec<Task> = tasks(network, layer)?.into_iter().filter(coded).collect();
+        let quantized = |t: &Task| t.linear.weight.format().is_some();
+        let tasks: Vec<Task> = tasks(network, layer)?.into_iter().filter(quantized).collect();
         let mut originals = Vec::new();
         for task in &tasks {
             originals.push(original(network, &task.linear)?);

@@ -11,7 +11,7 @@ use crate::formats::config::Config;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::model::families;
-use crate::quant::{self, Coded, Format};
+use crate::quant::{self, Format, QMatrix};
 use crate::recipe::Dtype;
 use crate::source::ParamInfo;
 use crate::source::policy::is_projection;
@@ -137,7 +137,7 @@ fn write(
         chat_template: None,
     };
     let mut errors = Errors::default();
-    let mut now: Option<(Arc<str>, Coded)> = None;
+    let mut now: Option<(Arc<str>, QMatrix)> = None;
     let mut owners = owners.into_iter();
     let out = directory.write(&mut |plan, sink| {
         let owner = owners
@@ -150,12 +150,13 @@ fn write(
             // Frees the previous quantized data before it reads the next weight.
             now = None;
             let values = weights.read_f32(&owner.name)?;
-            let coded = quant::encode(&values, (rows, columns), *format, decoded).map_err(|e| e.or_at(&*owner.name))?;
-            errors.add(&values, &coded);
-            now = Some((owner.name.clone(), coded));
+            let quantized =
+                quant::encode(&values, (rows, columns), *format, decoded).map_err(|e| e.or_at(&*owner.name))?;
+            errors.add(&values, &quantized);
+            now = Some((owner.name.clone(), quantized));
         }
         match &now {
-            Some((name, coded)) => sink(Values::Raw(&stored::bytes(layout, coded, name, plan)?)),
+            Some((name, quantized)) => sink(Values::Raw(&stored::bytes(layout, quantized, name, plan)?)),
             None => Ok(()),
         }
     })?;
@@ -189,11 +190,11 @@ struct Errors {
 }
 
 impl Errors {
-    fn add(&mut self, values: &[f32], coded: &Coded) {
-        let (rows, columns) = coded.dims();
+    fn add(&mut self, values: &[f32], quantized: &QMatrix) {
+        let (rows, columns) = quantized.dims();
         let mut row = vec![0f32; columns];
         for r in 0..rows {
-            coded.decode_row(r, &mut row);
+            quantized.decode_row(r, &mut row);
             for (x, y) in values[r * columns..].iter().zip(&row) {
                 self.weights += f64::from(*x).powi(2);
                 self.change += f64::from(x - y).powi(2);

@@ -13,7 +13,7 @@ use crate::data::{Batch, Dataset, dataset};
 use crate::engine::Totals;
 use crate::formats::weights::Weights;
 use crate::model::{Context, Layer, Need, Network, Objective};
-use crate::ops::tally::Tally;
+use crate::ops::step_stats::StepStats;
 use crate::quant::{self, Format, Weight};
 use crate::recipe::{Dtype, Render, RowFormat, TrainOn};
 use crate::sft::CausalLm;
@@ -196,7 +196,7 @@ impl Sensitivity {
     /// Mean loss when the forward pass starts at layer `first` with inputs `xs`.
     fn loss_from(&self, first: usize, xs: &[Tensor]) -> Result<f64> {
         let objective = CausalLm::new(self.network.spec.vocab);
-        let (mut totals, tally) = (Totals::default(), Tally::new(&self.network.device)?);
+        let (mut totals, step_stats) = (Totals::default(), StepStats::new(&self.network.device)?);
         for (x, batch) in xs.iter().zip(&self.batches) {
             let ctx: Context = self.network.context(&batch.positions, &batch.documents, None)?;
             let mut x = x.clone();
@@ -208,10 +208,16 @@ impl Sensitivity {
                 dh: false,
                 dw: false,
             };
-            objective.evaluate(&self.network.normalize(&x)?, &self.network.head()?, batch, need, &tally)?;
+            objective.evaluate(
+                &self.network.normalize(&x)?,
+                &self.network.head()?,
+                batch,
+                need,
+                &step_stats,
+            )?;
             totals.count(batch, &objective);
         }
-        totals = totals.with(tally.read()?);
+        totals = totals.with(step_stats.read()?);
         match totals.loss().is_finite() {
             true => Ok(totals.loss()),
             false => Err(Error::new("the loss on the calibration rows is not finite").found(totals.loss())),
@@ -222,22 +228,22 @@ impl Sensitivity {
     fn put(&self, layer: usize, format: impl Fn(&ParamInfo) -> Option<Format>) -> Result<()> {
         let group = Group::Layer(layer);
         let weights = self.network.source.fetch(group)?;
-        let mut coded = GroupWeights::default();
+        let mut quantized = GroupWeights::default();
         for p in self.network.source.params().iter().filter(|p| p.group == group) {
             let (name, weight) = weights.weight(&p.name)?;
             let format = format(p).filter(|_| is_projection(p));
             let (Some(format), &[rows, columns]) = (format, p.shape.as_slice()) else {
-                coded.insert(name, weight);
+                quantized.insert(name, weight);
                 continue;
             };
             let values = crate::ops::update::to_f32_vec(weight.dense()?)?;
-            coded.insert(
+            quantized.insert(
                 name,
                 Weight::from(quant::encode(&values, (rows, columns), format, self.decoded)?),
             );
         }
         if let Ok(mut overlay) = self.overlay.lock() {
-            overlay.insert(group, Arc::new(coded));
+            overlay.insert(group, Arc::new(quantized));
         }
         Ok(())
     }

@@ -17,7 +17,7 @@ use crate::export;
 use crate::formats::adapter::Targets;
 use crate::model::linear::Linear;
 use crate::model::{GradSink, Network, Objective, Param};
-use crate::ops::tally::Tally;
+use crate::ops::step_stats::StepStats;
 use crate::ops::update;
 use crate::peft::lora::scaling;
 use crate::peft::start::{self, Arithmetic, Component, Covariance, Pair, algebra, cost};
@@ -503,7 +503,7 @@ fn from_gradient(s: &mut AdapterInitContext, network: &Network) -> Result<()> {
         active: &active,
         network,
     };
-    let tally = Tally::new(&network.device)?;
+    let step_stats = StepStats::new(&network.device)?;
     let _phase = progress::phase("preparing adapters (lora_ga)", 1, "gradient");
     engine::window(
         network,
@@ -513,7 +513,7 @@ fn from_gradient(s: &mut AdapterInitContext, network: &Network) -> Result<()> {
         engine::Keeping::default(),
         |_| None,
         &mut sink,
-        &tally,
+        &step_stats,
     )?;
     Ok(())
 }

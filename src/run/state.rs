@@ -51,7 +51,7 @@ pub fn save(
         dtype: StoredDtype::F32,
         shape: vec![n],
     };
-    let coded = |name: String, part: &Tensor| TensorPlan {
+    let quantized = |name: String, part: &Tensor| TensorPlan {
         dtype: match part.dtype() {
             DType::U8 => StoredDtype::U8,
             _ => StoredDtype::F32,
@@ -74,7 +74,7 @@ pub fn save(
         steps.insert(s.name.to_string(), json!(s.step));
         for (part, tensor) in s.parts {
             let name = format!("{}#{part}", s.name);
-            moments.push(coded(name.clone(), &tensor));
+            moments.push(quantized(name.clone(), &tensor));
             parts.insert(name, tensor);
         }
     }

@@ -255,7 +255,7 @@ impl Blocks {
             let found = (0..trained.len()).filter(|b| trained[*b] && !set.contains(b) && !corrected(*b));
             let found = found.fold(Retired::default(), |sum, b| Retired {
                 dense: sum.dense + retired[b].dense,
-                coded: sum.coded + retired[b].coded,
+                quantized: sum.quantized + retired[b].quantized,
             });
             (0..trained.len())
                 .filter(|b| corrected(*b))
@@ -351,11 +351,17 @@ type Found = (Vec<usize>, Retired, bool);
 
 /// Elements of a block when it is inactive, by storage: dense or quantized.
 fn rests(block: &[(Arc<str>, u64)], storage: &Policy) -> Retired {
-    let coded = |name: &Arc<str>| storage.coded().contains_key(name);
-    let sum = |wanted: bool| block.iter().filter(|(n, _)| coded(n) == wanted).map(|(_, n)| n).sum();
+    let quantized = |name: &Arc<str>| storage.quantized().contains_key(name);
+    let sum = |wanted: bool| {
+        block
+            .iter()
+            .filter(|(n, _)| quantized(n) == wanted)
+            .map(|(_, n)| n)
+            .sum()
+    };
     Retired {
         dense: sum(false),
-        coded: sum(true),
+        quantized: sum(true),
     }
 }
 

@@ -6,7 +6,7 @@ use crate::data::Batch;
 use crate::model::head::{HeadWeight, with_pieces};
 use crate::model::{Head, LossGradients, Need, Objective};
 use crate::ops::cross_entropy;
-use crate::ops::tally::Tally;
+use crate::ops::step_stats::StepStats;
 use candle_core::Tensor;
 
 /// Cross-entropy through the output projection; computes the logits of one chunk of tokens at a time.
@@ -26,7 +26,14 @@ impl CausalLm {
 }
 
 impl Objective for CausalLm {
-    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
+    fn evaluate(
+        &self,
+        h: &Tensor,
+        head: &Head,
+        batch: &Batch,
+        need: Need,
+        step_stats: &StepStats,
+    ) -> Result<LossGradients> {
         let chunk = Self::chunk_for(self.vocab, need.dw);
         let options = cross_entropy::Options {
             softcap: head.softcap,
@@ -38,13 +45,13 @@ impl Objective for CausalLm {
         };
         let out = match &head.weight {
             HeadWeight::Parts(parts) => with_pieces(parts, |pieces| {
-                cross_entropy::streamed(h, pieces, &batch.targets, &options, tally)
+                cross_entropy::streamed(h, pieces, &batch.targets, &options, step_stats)
             })?,
             HeadWeight::Whole(w) if need.dh || need.dw => {
-                cross_entropy::forward_backward(h, w.as_dense()?, &batch.targets, &options, tally)?
+                cross_entropy::forward_backward(h, w.as_dense()?, &batch.targets, &options, step_stats)?
             }
             HeadWeight::Whole(w) => {
-                cross_entropy::forward_only(h, w.as_dense()?, &batch.targets, head.softcap, chunk, tally)?;
+                cross_entropy::forward_only(h, w.as_dense()?, &batch.targets, head.softcap, chunk, step_stats)?;
                 return Ok(LossGradients::default());
             }
         };

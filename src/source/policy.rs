@@ -12,7 +12,7 @@ use std::sync::Arc;
 pub struct Policy {
     dtype: Dtype,
     /// Shared between clones: the planner makes many.
-    coded: Arc<BTreeMap<Arc<str>, Format>>,
+    quantized: Arc<BTreeMap<Arc<str>, Format>>,
 }
 
 impl Policy {
@@ -20,7 +20,7 @@ impl Policy {
     pub fn dense(dtype: Dtype) -> Self {
         Self {
             dtype,
-            coded: Arc::default(),
+            quantized: Arc::default(),
         }
     }
 
@@ -55,7 +55,7 @@ impl Policy {
                 double: memory.double_quantization,
             }),
         };
-        let coded = params
+        let quantized = params
             .iter()
             .filter(|p| is_projection(p) && !trained(&p.name))
             .filter_map(|p| {
@@ -67,7 +67,7 @@ impl Policy {
             .collect();
         Ok(Self {
             dtype,
-            coded: Arc::new(coded),
+            quantized: Arc::new(quantized),
         })
     }
 
@@ -77,30 +77,30 @@ impl Policy {
     }
 
     pub fn of(&self, param: &ParamInfo) -> Storage {
-        match self.coded.get(&param.name) {
-            Some(format) => Storage::Coded(*format, self.dtype),
+        match self.quantized.get(&param.name) {
+            Some(format) => Storage::Quantized(*format, self.dtype),
             None => Storage::Dense(self.dtype),
         }
     }
 
     /// The quantized weights and their formats.
-    pub fn coded(&self) -> &BTreeMap<Arc<str>, Format> {
-        &self.coded
+    pub fn quantized(&self) -> &BTreeMap<Arc<str>, Format> {
+        &self.quantized
     }
 
     /// Sets or removes the format of one parameter, for a mixed-precision choice of bits per layer.
     pub fn set(&mut self, name: Arc<str>, format: Option<Format>) {
-        let coded = Arc::make_mut(&mut self.coded);
+        let quantized = Arc::make_mut(&mut self.quantized);
         match format {
-            Some(format) => coded.insert(name, format),
-            None => coded.remove(&name),
+            Some(format) => quantized.insert(name, format),
+            None => quantized.remove(&name),
         };
     }
 
     /// Text for the plan: `bf16; 168 projections nf4`.
     pub fn describe(&self) -> String {
         let mut counts: BTreeMap<String, usize> = BTreeMap::new();
-        for format in self.coded.values() {
+        for format in self.quantized.values() {
             *counts.entry(format.to_string()).or_default() += 1;
         }
         let counts = counts.iter().map(|(format, n)| format!("; {n} projections {format}"));
@@ -176,18 +176,18 @@ mod tests {
         memory
     }
 
-    fn coded(memory: &Memory, trained: &str) -> Vec<String> {
+    fn quantized(memory: &Memory, trained: &str) -> Vec<String> {
         let policy = Policy::new(memory, Dtype::Bf16, &params(), |n| n.contains(trained)).unwrap();
-        policy.coded().iter().map(|(n, f)| format!("{n} {f}")).collect()
+        policy.quantized().iter().map(|(n, f)| format!("{n} {f}")).collect()
     }
 
     #[test]
     fn projections_that_are_not_trained_are_coded() {
-        let all = coded(&memory(FrozenWeights::Nf4, &[]), "nothing");
+        let all = quantized(&memory(FrozenWeights::Nf4, &[]), "nothing");
         assert_eq!(all.len(), 4);
         assert!(all.iter().all(|n| n.ends_with("proj.weight nf4 (double quantization)")));
-        assert_eq!(coded(&memory(FrozenWeights::Nf4, &[]), "layers.1.").len(), 2);
-        assert!(coded(&memory(FrozenWeights::Auto, &[]), "nothing").is_empty());
+        assert_eq!(quantized(&memory(FrozenWeights::Nf4, &[]), "layers.1.").len(), 2);
+        assert!(quantized(&memory(FrozenWeights::Auto, &[]), "nothing").is_empty());
     }
 
     #[test]
@@ -197,7 +197,7 @@ mod tests {
             ("layers.0.mlp.", Wanted::Int8),
             ("*.q_proj.*", Wanted::Int4),
         ];
-        let got = coded(&memory(FrozenWeights::Nf4, &overrides), "nothing");
+        let got = quantized(&memory(FrozenWeights::Nf4, &overrides), "nothing");
         let want = [
             "model.layers.0.mlp.down_proj.weight int8 (one scale a row)",
             "model.layers.0.self_attn.q_proj.weight int4 (groups of 64)",

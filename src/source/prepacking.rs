@@ -196,7 +196,7 @@ impl LayerSource for Prepacking {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::CpuPath;
+    use crate::ops::CpuBackend;
     use crate::source::{Part, Resident};
     use candle_core::Device;
 
@@ -253,7 +253,7 @@ mod tests {
 
     #[test]
     fn what_trains_has_no_copies() {
-        if !CpuPath::Avx512.available() {
+        if !CpuBackend::Avx512.available() {
             return eprintln!("skipped: packing for the tile unit needs AVX-512");
         }
         let low = &mut BTreeMap::<String, Tensor>::new();

@@ -23,7 +23,7 @@ pub struct Resident {
     /// Updated when a weight changes between quantized and dense.
     groups: Groups,
     /// Parameters that are quantized while they are frozen: format, and data type of the dequantized values.
-    coded: BTreeMap<Arc<str>, (Format, Dtype)>,
+    quantized: BTreeMap<Arc<str>, (Format, Dtype)>,
     original: Option<Original>,
     /// Exact values of parameters that were trained and are quantized again.
     trained: Mutex<BTreeMap<Arc<str>, Exact>>,
@@ -83,7 +83,7 @@ impl Resident {
             let drawn = (seed, std, norm);
             match storage(p) {
                 Storage::Dense(dtype) => Ok(draw_tensor(p, index, dtype, drawn)?.to_device(device)?.into()),
-                Storage::Coded(format, decoded) => {
+                Storage::Quantized(format, decoded) => {
                     let values = draw(p, index, 0..p.elements(), drawn);
                     code(&values, p, format, decoded, device)
                 }
@@ -97,15 +97,15 @@ impl Resident {
         mut make: impl FnMut(&ParamInfo) -> Result<Weight>,
     ) -> Result<Self> {
         let mut made: BTreeMap<Group, GroupWeights> = BTreeMap::new();
-        let mut coded = BTreeMap::new();
+        let mut quantized = BTreeMap::new();
         let all: usize = params.iter().map(|p| p.elements()).sum();
         let phase = progress::phase("loading the model", all, "parameters");
         for p in &params {
             let weight = make(p)?;
             phase.add(p.elements() as u64);
             match &weight {
-                Weight::Coded(c) => drop(coded.insert(p.name.clone(), (c.format(), c.decoded()))),
-                Weight::Placed(c) => drop(coded.insert(p.name.clone(), (c.format(), c.decoded()))),
+                Weight::Quantized(c) => drop(quantized.insert(p.name.clone(), (c.format(), c.decoded()))),
+                Weight::DeviceQuantized(c) => drop(quantized.insert(p.name.clone(), (c.format(), c.decoded()))),
                 Weight::Dense(_) | Weight::Prepacked(_) => {}
             }
             made.entry(p.group).or_default().insert(p.name.clone(), weight);
@@ -116,7 +116,7 @@ impl Resident {
             params,
             device: device.clone(),
             groups,
-            coded,
+            quantized,
             original: None,
             trained: Mutex::default(),
             active: Mutex::default(),
@@ -134,7 +134,7 @@ impl Resident {
     pub fn ready_to_travel(mut self) -> Result<Self> {
         self.placed = true;
         for p in &self.params {
-            if let (_, codes @ Weight::Coded(_)) = self.groups.get(p.group)?.weight(&p.name)? {
+            if let (_, codes @ Weight::Quantized(_)) = self.groups.get(p.group)?.weight(&p.name)? {
                 self.replace(p, codes)?;
             }
         }
@@ -150,7 +150,7 @@ impl Resident {
 
     /// Original values of a quantized weight that was never trained, on the CPU.
     fn original(&self, p: &ParamInfo) -> Result<Tensor> {
-        match (&self.original, self.coded.get(&p.name)) {
+        match (&self.original, self.quantized.get(&p.name)) {
             (Some(read), Some((_, dtype))) => read(p, *dtype),
             _ => Err(Error::new("this weight is here as codes only").at(&*p.name)),
         }
@@ -159,7 +159,7 @@ impl Resident {
     /// Replaces one weight; existing handles of the group keep the old one.
     fn replace(&self, p: &ParamInfo, weight: impl Into<Weight>) -> Result<()> {
         let weight = match weight.into() {
-            Weight::Coded(codes) if self.placed => codes.to_device(&self.device)?.into(),
+            Weight::Quantized(codes) if self.placed => codes.to_device(&self.device)?.into(),
             other => other,
         };
         let mut changed = GroupWeights::default();
@@ -173,7 +173,7 @@ impl Resident {
 
     /// The parameters of `names` that are quantized while they are frozen.
     fn turning<'a>(&'a self, names: impl Iterator<Item = &'a str>) -> Vec<&'a ParamInfo> {
-        let turns = |name: &str| self.coded.contains_key(name);
+        let turns = |name: &str| self.quantized.contains_key(name);
         names.filter(|n| turns(n)).filter_map(|n| self.param(n).ok()).collect()
     }
 
@@ -227,16 +227,16 @@ pub(super) fn send(tensor: &Tensor, sink: &mut NumbersSink) -> Result<()> {
 /// Errors: as reading; quantized data of a parameter that is not a matrix.
 pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device) -> Result<Weight> {
     if let Some(found) = stored::find(weights, &p.name)? {
-        let (Storage::Dense(decoded) | Storage::Coded(_, decoded)) = storage;
+        let (Storage::Dense(decoded) | Storage::Quantized(_, decoded)) = storage;
         return Weight::coded_on(stored::read(weights, p, found, decoded)?, device);
     }
     match storage {
         Storage::Dense(dtype) => Ok(read_dense(weights, p, dtype, device)?.into()),
         // Reading bf16 halves the temporary memory; the quantized data is the same.
-        Storage::Coded(format, decoded) if weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) => {
+        Storage::Quantized(format, decoded) if weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) => {
             code(&bf16s(weights, p)?, p, format, decoded, device)
         }
-        Storage::Coded(format, decoded) => code(&f32s(weights, p)?, p, format, decoded, device),
+        Storage::Quantized(format, decoded) => code(&f32s(weights, p)?, p, format, decoded, device),
     }
 }
 
@@ -361,7 +361,7 @@ impl LayerSource for Resident {
     }
 
     fn master_is_out(&self, name: &str) -> bool {
-        !self.coded.contains_key(name) || lock(&self.active).contains(name)
+        !self.quantized.contains_key(name) || lock(&self.active).contains(name)
     }
 
     fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()> {
@@ -394,7 +394,7 @@ impl LayerSource for Resident {
                 weight: self.here(&p.name)?.to_device(&Device::Cpu)?,
                 low: low.transpose()?,
             };
-            let (format, dtype) = self.coded[&p.name];
+            let (format, dtype) = self.quantized[&p.name];
             let (codes, error) = requantize(&exact.values()?, p, format, dtype)?;
             self.replace(p, Weight::coded_on(codes, &self.device)?)?;
             lock(&self.trained).insert(p.name.clone(), exact);
@@ -406,7 +406,7 @@ impl LayerSource for Resident {
 
     fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
         let p = self.param(name)?;
-        let Some(&(format, dtype)) = self.coded.get(name) else {
+        let Some(&(format, dtype)) = self.quantized.get(name) else {
             return Err(Error::new("this weight is not stored as codes").at(name));
         };
         self.replace(p, code(values, p, format, dtype, &self.device)?)
@@ -431,7 +431,7 @@ impl LayerSource for Resident {
         let p = self.param(name)?;
         saved.require(name, &[p.elements()])?;
         let values = saved.read_f32(name)?;
-        if let Some(&(format, dtype)) = self.coded.get(name) {
+        if let Some(&(format, dtype)) = self.quantized.get(name) {
             self.replace(p, code(&values, p, format, dtype, &self.device)?)?;
             let exact = Exact::new(values, &p.shape, dtype, &Device::Cpu)?;
             lock(&self.trained).insert(p.name.clone(), exact);

@@ -4,7 +4,7 @@
 //! `NAME` U8 `[O·I/2, 1]`, `NAME.absmax`, with double quantization `NAME.nested_absmax` and `NAME.nested_quant_map`,
 //! the table `NAME.quant_map`, and JSON in the bytes of `NAME.quant_state.bitsandbytes__nf4`.
 //!
-//! `ft`: one tensor for each part of `quant::Coded`, `NAME.codes` and so on; `NAME.format` contains the format as text,
+//! `ft`: one tensor for each part of `quant::QMatrix`, `NAME.codes` and so on; `NAME.format` contains the format as text,
 //! for example `int4:64`, padded with spaces.
 
 use super::ParamInfo;
@@ -12,7 +12,7 @@ use crate::base::{Error, Result};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::formats::writer::TensorPlan;
-use crate::quant::{self, Coded, Format};
+use crate::quant::{self, Format, QMatrix};
 use crate::recipe::Dtype;
 use serde_json::{Value, json};
 
@@ -100,7 +100,7 @@ fn place(layout: Layout, name: &str, part: &str) -> Option<String> {
 /// Returns the bytes of the tensor `plan` of the quantized parameter `name`.
 ///
 /// Errors: a tensor that `tensors` does not list.
-pub fn bytes(layout: Layout, coded: &Coded, name: &str, plan: &TensorPlan) -> Result<Vec<u8>> {
+pub fn bytes(layout: Layout, quantized: &QMatrix, name: &str, plan: &TensorPlan) -> Result<Vec<u8>> {
     let rest = plan.name.strip_prefix(name).unwrap_or_default().trim_start_matches('.');
     let padded = |text: String, len: usize| {
         let mut bytes = text.into_bytes();
@@ -110,12 +110,12 @@ pub fn bytes(layout: Layout, coded: &Coded, name: &str, plan: &TensorPlan) -> Re
     let floats = |values: &[f32]| values.iter().flat_map(|x| x.to_le_bytes()).collect();
     let (table, nested) = quant::tables();
     match rest {
-        FORMAT => Ok(padded(coded.format().tag(), FORMAT_BYTES)),
-        STATE => Ok(padded(state(coded).to_string(), STATE_BYTES)),
+        FORMAT => Ok(padded(quantized.format().tag(), FORMAT_BYTES)),
+        STATE => Ok(padded(state(quantized).to_string(), STATE_BYTES)),
         "quant_map" => Ok(floats(&table)),
         "nested_quant_map" => Ok(floats(&nested)),
         _ => {
-            let mut parts = coded.parts().into_iter();
+            let mut parts = quantized.parts().into_iter();
             let found = parts.find(|p| place(layout, name, p.name).as_deref() == Some(plan.name.as_str()));
             let found = found.map(|p| p.bytes.into_owned());
             found.ok_or_else(|| Error::new("a coded weight has no such tensor").at(&plan.name))
@@ -124,14 +124,14 @@ pub fn bytes(layout: Layout, coded: &Coded, name: &str, plan: &TensorPlan) -> Re
 }
 
 /// The quantization state of a weight, as bitsandbytes expects it.
-fn state(coded: &Coded) -> Value {
-    let (rows, columns) = coded.dims();
-    let dtype = match coded.decoded() {
+fn state(quantized: &QMatrix) -> Value {
+    let (rows, columns) = quantized.dims();
+    let dtype = match quantized.decoded() {
         Dtype::F32 => "float32",
         Dtype::Bf16 => "bfloat16",
     };
     let mut state = json!({"quant_type": "nf4", "blocksize": 64, "dtype": dtype, "shape": [rows, columns]});
-    if let Some(offset) = coded.parts().into_iter().find(|p| p.name == "nested_offset") {
+    if let Some(offset) = quantized.parts().into_iter().find(|p| p.name == "nested_offset") {
         let offset = offset.bytes.as_ref().try_into().map_or(0.0, f32::from_le_bytes);
         state["nested_blocksize"] = json!(256);
         state["nested_dtype"] = json!("float32");
@@ -143,7 +143,7 @@ fn state(coded: &Coded) -> Value {
 /// Reads a quantized parameter in the layout and format returned by `find`.
 ///
 /// Errors: a tensor whose size does not match the shape; a block size or a table that is not NF4's.
-pub fn read(weights: &Weights, p: &ParamInfo, (layout, format): (Layout, Format), decoded: Dtype) -> Result<Coded> {
+pub fn read(weights: &Weights, p: &ParamInfo, (layout, format): (Layout, Format), decoded: Dtype) -> Result<QMatrix> {
     let &[rows, columns] = p.shape.as_slice() else {
         return Err(Error::new("only a matrix can be stored as codes").at(&*p.name));
     };
@@ -156,7 +156,7 @@ pub fn read(weights: &Weights, p: &ParamInfo, (layout, format): (Layout, Format)
         (None, Some(offset)) => Ok((offset as f32).to_le_bytes().to_vec()),
         (None, None) => Err(Error::new("`nested_offset` is missing")),
     };
-    Coded::from_parts(format, (rows, columns), decoded, take).map_err(|e| e.or_at(&*p.name))
+    QMatrix::from_parts(format, (rows, columns), decoded, take).map_err(|e| e.or_at(&*p.name))
 }
 
 /// Checks the quantization state; returns the offset of the absmax codes, if any.

@@ -3,7 +3,7 @@
 use super::{Numbers, NumbersSink, ParamInfo};
 use crate::base::{Error, Result};
 use crate::ops::{master, update};
-use crate::quant::{self, Coded, Format};
+use crate::quant::{self, Format, QMatrix};
 use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
@@ -70,15 +70,15 @@ impl Exact {
 }
 
 /// Quantizes exact values; also returns the quantization error.
-pub(super) fn requantize(values: &[f32], p: &ParamInfo, format: Format, decoded: Dtype) -> Result<(Coded, Recoded)> {
-    let coded = encode(values, p, format, decoded)?;
-    let (width, rows) = (coded.dims().1.max(1), values.par_chunks(coded.dims().1.max(1)));
+pub(super) fn requantize(values: &[f32], p: &ParamInfo, format: Format, decoded: Dtype) -> Result<(QMatrix, Recoded)> {
+    let quantized = encode(values, p, format, decoded)?;
+    let (width, rows) = (quantized.dims().1.max(1), values.par_chunks(quantized.dims().1.max(1)));
     let sums: Vec<(f64, f64)> = rows
         .enumerate()
         .map_init(
             || vec![0f32; width],
             |buffer, (row, values)| {
-                coded.decode_row(row, buffer);
+                quantized.decode_row(row, buffer);
                 let pairs = values.iter().zip(buffer.iter());
                 pairs.fold((0.0, 0.0), |(lost, all), (x, y)| {
                     let (x, d) = (*x as f64, (*x - *y) as f64);
@@ -93,11 +93,11 @@ pub(super) fn requantize(values: &[f32], p: &ParamInfo, format: Format, decoded:
         name: p.name.clone(),
         error,
     };
-    Ok((coded, recoded))
+    Ok((quantized, recoded))
 }
 
 /// Errors: the parameter is not a matrix; the values cannot be quantized.
-pub(super) fn encode<V: quant::Value>(values: &[V], p: &ParamInfo, format: Format, decoded: Dtype) -> Result<Coded> {
+pub(super) fn encode<V: quant::Value>(values: &[V], p: &ParamInfo, format: Format, decoded: Dtype) -> Result<QMatrix> {
     let &[rows, columns] = p.shape.as_slice() else {
         return Err(Error::new("only a matrix can be stored as codes")
             .at(&*p.name)

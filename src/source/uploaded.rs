@@ -11,7 +11,7 @@ use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
 use crate::ops::transfer::{Arriving, Copier, CopyTimes};
 use crate::ops::update;
-use crate::quant::{Placed, Weight};
+use crate::quant::{DeviceQMatrix, Weight};
 use candle_core::{DType, Device, Tensor};
 use order::Order;
 use std::collections::BTreeMap;
@@ -56,7 +56,7 @@ enum Part {
     Codes(Assemble, Vec<Arriving>),
 }
 
-type Assemble = Box<dyn FnOnce(Vec<Tensor>) -> Result<Placed> + Send>;
+type Assemble = Box<dyn FnOnce(Vec<Tensor>) -> Result<DeviceQMatrix> + Send>;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -115,7 +115,7 @@ impl Uploaded {
                 (Some(tensor), _) => Part::Held(tensor.clone()),
                 (None, Weight::Dense(tensor)) => Part::Coming(self.copier.send(tensor, self.stays)?),
                 (None, Weight::Prepacked(w)) => Part::Coming(self.copier.send(w.tensor(), self.stays)?),
-                (None, Weight::Placed(codes)) => {
+                (None, Weight::DeviceQuantized(codes)) => {
                     let sent = codes
                         .tensors()
                         .into_iter()
@@ -124,7 +124,7 @@ impl Uploaded {
                     let codes = codes.clone();
                     Part::Codes(Box::new(move |here| codes.with_tensors(here)), sent)
                 }
-                (None, Weight::Coded(codes)) => {
+                (None, Weight::Quantized(codes)) => {
                     let sent = codes
                         .tensors(&Device::Cpu)?
                         .iter()
@@ -132,7 +132,7 @@ impl Uploaded {
                         .collect::<Result<_>>()?;
                     let (format, dims) = (codes.format(), codes.dims());
                     let (decoded, offset) = (codes.decoded(), codes.nested_offset());
-                    let assemble = move |here| Placed::new(format, dims, decoded, here, offset);
+                    let assemble = move |here| DeviceQMatrix::new(format, dims, decoded, here, offset);
                     Part::Codes(Box::new(assemble), sent)
                 }
             };
@@ -329,7 +329,7 @@ impl LayerSource for Uploaded {
         // Quantized data of active parameters is not needed; it is recomputed at deactivation.
         for param in self.inner.params().iter().filter(|p| names.contains(&&*p.name)) {
             if self.stays
-                && let Ok((_, Weight::Placed(codes))) = self.inner.fetch(param.group)?.weight(&param.name)
+                && let Ok((_, Weight::DeviceQuantized(codes))) = self.inner.fetch(param.group)?.weight(&param.name)
             {
                 codes.tensors().into_iter().try_for_each(|t| self.copier.forget(t))?;
             }

@@ -4,7 +4,7 @@ use crate::support::{KINDS, Pair, assert_close, assert_same_bits, gpu};
 use candle_core::{DType, Device, Tensor};
 use ft::data::IGNORE;
 use ft::ops::cross_entropy::{self, Options, Output, PIECE, Pieces};
-use ft::ops::tally::{Sums, Tally};
+use ft::ops::step_stats::{StepStats, StepSums};
 
 const SHAPES: [(usize, usize, usize); 4] = [(1, 8, 5), (11, 16, 37), (70, 40, 300), (130, 128, 5003)];
 
@@ -14,11 +14,11 @@ fn targets(n: usize, v: usize) -> Vec<u32> {
         .collect()
 }
 
-fn run(h: &Tensor, head: &Tensor, targets: &[u32], options: &Options) -> (Output, Sums) {
-    let tally = Tally::new(h.device()).unwrap();
-    assert_eq!(tally.known().is_some(), h.device().is_cpu());
-    let out = cross_entropy::forward_backward(h, head, targets, options, &tally).unwrap();
-    (out, tally.read().unwrap())
+fn run(h: &Tensor, head: &Tensor, targets: &[u32], options: &Options) -> (Output, StepSums) {
+    let step_stats = StepStats::new(h.device()).unwrap();
+    assert_eq!(step_stats.known().is_some(), h.device().is_cpu());
+    let out = cross_entropy::forward_backward(h, head, targets, options, &step_stats).unwrap();
+    (out, step_stats.read().unwrap())
 }
 
 fn compare(h: &Pair, head: &Pair, targets: &[u32], options: &Options, tolerance: f32) {
@@ -45,9 +45,9 @@ fn compare(h: &Pair, head: &Pair, targets: &[u32], options: &Options, tolerance:
     assert_same_bits(&again.dw.unwrap(), &dw);
 
     let (cap, chunk) = (options.softcap, options.chunk);
-    let tally = Tally::new(h.gpu.device()).unwrap();
-    let trained = cross_entropy::forward_only(&h.gpu, &head.gpu, targets, cap, chunk, &tally).unwrap();
-    assert_eq!((tally.read().unwrap(), trained), (sums, want.trained));
+    let step_stats = StepStats::new(h.gpu.device()).unwrap();
+    let trained = cross_entropy::forward_only(&h.gpu, &head.gpu, targets, cap, chunk, &step_stats).unwrap();
+    assert_eq!((step_stats.read().unwrap(), trained), (sums, want.trained));
     let got = cross_entropy::token_log_probs(&h.gpu, &head.gpu, targets, cap, chunk).unwrap();
     let want = cross_entropy::token_log_probs(&h.cpu, &head.weight(), targets, cap, chunk).unwrap();
     for (got, want) in got.iter().zip(&want) {
@@ -108,21 +108,21 @@ fn nothing_trained_wrong_targets_and_what_is_not_finite() {
             weights: None,
         };
         let (out, sums) = run(&h.gpu, &head.gpu, &[IGNORE; 3], &options);
-        assert_eq!((out.trained, sums), (0, Sums::default()));
+        assert_eq!((out.trained, sums), (0, StepSums::default()));
         let zeros = |dims: (usize, usize)| Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap();
         assert_close(&out.dh.unwrap(), &zeros((3, 8)), 0.0);
         assert_close(&out.dw.unwrap(), &zeros((5, 8)), 0.0);
-        let tally = Tally::new(&gpu.device).unwrap();
-        assert!(cross_entropy::forward_only(&h.gpu, &head.gpu, &[0, 5, 1], None, 2, &tally).is_err());
+        let step_stats = StepStats::new(&gpu.device).unwrap();
+        assert!(cross_entropy::forward_only(&h.gpu, &head.gpu, &[0, 5, 1], None, 2, &step_stats).is_err());
 
         for bad in [f32::NAN, f32::INFINITY] {
             let row = Tensor::full(bad, (1, 8), &Device::Cpu).unwrap();
             let rows = Tensor::cat(&[&h.cpu.narrow(0, 0, 2).unwrap(), &row], 0).unwrap();
             let rows = gpu.pair(&rows, dtype);
             let loss = |targets: &[u32]| {
-                let tally = Tally::new(&gpu.device).unwrap();
-                cross_entropy::forward_only(&rows.gpu, &head.gpu, targets, None, 2, &tally).unwrap();
-                tally.read().unwrap().loss
+                let step_stats = StepStats::new(&gpu.device).unwrap();
+                cross_entropy::forward_only(&rows.gpu, &head.gpu, targets, None, 2, &step_stats).unwrap();
+                step_stats.read().unwrap().loss
             };
             assert!(!loss(&[1, 2, 3]).is_finite());
             assert!(loss(&[1, 2, IGNORE]).is_finite());
@@ -162,16 +162,16 @@ fn a_head_in_parts_and_entropies_match_the_cpu() {
                         // Each chunk has its own memory, as in streaming.
                         part: &|first| Ok(head.gpu.narrow(0, first, rows_of_part.min(v - first))?.copy()?),
                     };
-                    let tally = Tally::new(&gpu.device).unwrap();
-                    let got = cross_entropy::streamed(&h.gpu, &parts, targets, &options, &tally).unwrap();
-                    let sums = tally.read().unwrap();
+                    let step_stats = StepStats::new(&gpu.device).unwrap();
+                    let got = cross_entropy::streamed(&h.gpu, &parts, targets, &options, &step_stats).unwrap();
+                    let sums = step_stats.read().unwrap();
                     let close = if dtype == DType::F32 { 1e-4 } else { 1e-3 };
                     assert!((sums.loss - want_sums.loss).abs() <= close * want_sums.loss.abs());
                     assert_eq!((sums.correct, got.trained), (want_sums.correct, want.trained));
                     let dh = got.dh.unwrap();
                     assert_eq!(dh.dtype(), dtype);
                     assert_close(&dh, &want.dh.unwrap(), tolerance);
-                    let again = cross_entropy::streamed(&h.gpu, &parts, targets, &options, &tally).unwrap();
+                    let again = cross_entropy::streamed(&h.gpu, &parts, targets, &options, &step_stats).unwrap();
                     assert_same_bits(&again.dh.unwrap(), &dh);
 
                     let alike = |got: Vec<f32>, want: &[f32]| {

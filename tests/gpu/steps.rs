@@ -1,10 +1,10 @@
-//! Optimizer steps: bit-equal to the CPU, many parameters in one call, the `Gate`, index subsets of tensors.
+//! Optimizer steps: bit-equal to the CPU, many parameters in one call, the `FoundInf`, index subsets of tensors.
 
 use crate::support::{Gpu, flat, gpu};
 use candle_core::{DType, Device, Tensor};
 use ft::base::rng::{Permutation, Rng, Stream};
-use ft::ops::part::{self, Places};
-use ft::ops::step::{self, Gate, Item, Moment, Precision, Rule};
+use ft::ops::index_subset::{self, IndexSubset};
+use ft::ops::step::{self, FoundInf, Item, Moment, Precision, Rule};
 
 const RULES: [Rule; 5] = [
     Rule::Adamw {
@@ -113,7 +113,7 @@ fn parameters(gpu: &Gpu, rule: Rule, int8: bool, device: &Device) -> Vec<Paramet
         .into()
 }
 
-fn run(rule: Rule, parameters: &[Parameter], steps: u64, coefficient: f32, gate: Gate) {
+fn run(rule: Rule, parameters: &[Parameter], steps: u64, coefficient: f32, gate: FoundInf) {
     for k in 1..=steps {
         // Two groups: with and without weight decay.
         let items: Vec<Item> = parameters
@@ -132,8 +132,8 @@ fn steps_are_bit_equal_to_the_cpu() {
         for int8 in [false, true] {
             let here = parameters(&gpu, rule, int8, &Device::Cpu);
             let there = parameters(&gpu, rule, int8, &gpu.device);
-            run(rule, &here, 4, 0.7, Gate::default());
-            run(rule, &there, 4, 0.7, Gate::default());
+            run(rule, &here, 4, 0.7, FoundInf::default());
+            run(rule, &there, 4, 0.7, FoundInf::default());
             for (here, there) in here.iter().zip(&there) {
                 let n = here.weight.elem_count();
                 assert!(here.values() == there.values(), "{rule:?}, {int8}: {n} elements");
@@ -142,8 +142,8 @@ fn steps_are_bit_equal_to_the_cpu() {
     }
 }
 
-fn gate<'a>(coefficient: &'a Tensor, finite: &'a Tensor) -> Gate<'a> {
-    Gate {
+fn gate<'a>(coefficient: &'a Tensor, finite: &'a Tensor) -> FoundInf<'a> {
+    FoundInf {
         coefficient: Some(coefficient),
         finite: Some(finite),
     }
@@ -161,7 +161,7 @@ fn a_gate_scales_or_stops_a_step() {
                 parameters(&gpu, rule, false, device),
             );
             run(rule, &with, 2, 0.8, gate(&half, &scalar(3.0)));
-            run(rule, &without, 2, 0.4, Gate::default());
+            run(rule, &without, 2, 0.4, FoundInf::default());
             let before: Vec<_> = with.iter().map(Parameter::values).collect();
             assert!(before == without.iter().map(Parameter::values).collect::<Vec<_>>());
             for bad in [f64::NAN, f64::INFINITY] {
@@ -182,7 +182,7 @@ fn parts_are_those_of_the_cpu() {
     for dtype in [DType::F32, DType::BF16] {
         for (start, len) in [(0, 17), (2990, 500), (5, n)] {
             for scattered in [false, true] {
-                let places = Places {
+                let places = IndexSubset {
                     start,
                     len,
                     n,
@@ -190,11 +190,14 @@ fn parts_are_those_of_the_cpu() {
                 };
                 let whole = gpu.random(n, dtype, 1);
                 let stored = whole.weight();
-                let part = part::gather(&whole.gpu, &places).unwrap();
-                assert_eq!(flat(&part), flat(&part::gather(&stored, &places).unwrap()));
+                let index_subset = index_subset::gather(&whole.gpu, &places).unwrap();
+                assert_eq!(
+                    flat(&index_subset),
+                    flat(&index_subset::gather(&stored, &places).unwrap())
+                );
                 let other = gpu.random(len, dtype, 2);
-                part::scatter(&whole.gpu, &other.gpu, &places).unwrap();
-                part::scatter(&stored, &other.weight(), &places).unwrap();
+                index_subset::scatter(&whole.gpu, &other.gpu, &places).unwrap();
+                index_subset::scatter(&stored, &other.weight(), &places).unwrap();
                 assert_eq!(flat(&whole.gpu), flat(&stored));
             }
         }
@@ -249,9 +252,9 @@ fn adafactor_does_what_it_does_on_the_cpu() {
             // A closed gate blocks all updates.
             let values = there.values();
             let bad = Tensor::new(&[1.0, f64::NAN], &gpu.device).unwrap();
-            let gate = Gate {
+            let gate = FoundInf {
                 finite: Some(&bad),
-                ..Gate::default()
+                ..FoundInf::default()
             };
             step::step_gated(Rule::Adafactor, &[there.item(0.1, 4)], 0.7, gate).unwrap();
             assert!(there.values() == values);

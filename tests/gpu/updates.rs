@@ -3,7 +3,7 @@
 use crate::support::{KINDS, assert_close, assert_same_bits, flat, gpu};
 use candle_core::{DType, Tensor};
 use ft::base::rng::{Rng, Stream};
-use ft::ops::tally::Tally;
+use ft::ops::step_stats::StepStats;
 use ft::ops::update;
 
 #[test]
@@ -56,15 +56,15 @@ fn squares_and_what_is_not_finite() {
             }
         }
     }
-    let tally = Tally::new(&gpu.device).unwrap();
+    let step_stats = StepStats::new(&gpu.device).unwrap();
     let (a, b) = (gpu.random((3, 70_001), DType::F32, 1), gpu.random(9, DType::F32, 2));
-    tally.add_squares_of(&[&a.gpu, &b.gpu]).unwrap();
-    tally.add_squares(&b.gpu).unwrap();
+    step_stats.add_squares_of(&[&a.gpu, &b.gpu]).unwrap();
+    step_stats.add_squares(&b.gpu).unwrap();
     let want = update::sum_squares(&a.cpu).unwrap() + 2.0 * update::sum_squares(&b.cpu).unwrap();
-    assert!((tally.read().unwrap().squares - want).abs() <= 1e-6 * want);
-    let squares = tally.squares().unwrap().unwrap();
+    assert!((step_stats.read().unwrap().squares - want).abs() <= 1e-6 * want);
+    let squares = step_stats.squares().unwrap().unwrap();
     let factor = flat(&update::clip_coefficient(&squares, 2.0).unwrap())[0];
-    let want = (2.0 / (tally.read().unwrap().squares.sqrt() + 1e-6)).min(1.0) as f32;
+    let want = (2.0 / (step_stats.read().unwrap().squares.sqrt() + 1e-6)).min(1.0) as f32;
     assert_eq!(factor, want);
 }
 

@@ -10,7 +10,7 @@ use ft::formats::weights::Weights;
 use ft::model::rope::Rope;
 use ft::model::spec::{LayerSpec, Spec};
 use ft::model::{Adapters, Network};
-use ft::ops::CpuPath;
+use ft::ops::CpuBackend;
 use ft::ops::cross_entropy::PIECE;
 use ft::ops::glu::Activation;
 use ft::ops::prepacked::Orders;
@@ -189,7 +189,7 @@ impl Way {
     }
 
     fn copies(self, spec: &Spec) -> Option<Copies> {
-        let packed = matches!(self, Way::LoraPacked | Way::LowestPacked) && CpuPath::Avx512.available();
+        let packed = matches!(self, Way::LoraPacked | Way::LowestPacked) && CpuBackend::Avx512.available();
         let ranks = spec.sites().into_iter().map(|s| (format!("{}.weight", s.module), 8));
         packed.then(|| Copies {
             orders: Orders::Both,
@@ -370,7 +370,7 @@ fn places(s: &Shape, way: Way) -> Vec<Place> {
 
 fn compare(ways: &[Way]) {
     if let Ok(path) = std::env::var("FT_CPU") {
-        CpuPath::force(&path).unwrap();
+        CpuBackend::force(&path).unwrap();
     }
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     // Two threads wherever this runs: each keeps buffers of its own.
@@ -378,7 +378,7 @@ fn compare(ways: &[Way]) {
     let before = LIVE.load(Relaxed);
     let mut wrong = Vec::new();
     // Each type has buffers of its own there, and those of the other would stay.
-    let dtypes = match CpuPath::current().packs_bf16() {
+    let dtypes = match CpuBackend::current().packs_bf16() {
         true => &[Dtype::Bf16][..],
         false => &[Dtype::F32, Dtype::Bf16],
     };

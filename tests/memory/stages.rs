@@ -381,7 +381,7 @@ fn recipe_of(case: &Case, dir: &Path, settings: &[&str]) -> recipe::LoadedRecipe
 
 /// A whole run, in a process of its own.
 fn measure(case: &Case, dir: &Path) -> Value {
-    heap::keep_freed();
+    heap::retain_freed();
     std::env::set_current_dir(dir).unwrap();
     let loaded = recipe_of(case, dir, case.settings);
     let before = LIVE.load(Relaxed);

@@ -106,7 +106,7 @@ fn source(case: &Case, spec: &Spec, storage: &Policy, file: &Path) -> Box<dyn La
 
 /// Loads, trains every active set for a step, the lowest last and twice; in a process of its own.
 fn measure(case: &Case, file: &Path) -> Value {
-    heap::keep_freed();
+    heap::retain_freed();
     let spec = spec(case.model);
     let recipe = recipe(case);
     let (before, process) = (LIVE.load(Relaxed), memory::resident() + plan::CODE);

@@ -2,7 +2,7 @@
 //! runs.
 
 use crate::support::{data, eval, ft, goldens, json, path, tensors, training_model};
-use ft::quant::{Coded, Format, encode};
+use ft::quant::{Format, QMatrix, encode};
 use ft::recipe::Dtype;
 use safetensors::SafeTensors;
 use std::fs;
@@ -36,8 +36,8 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
 }
 
-fn part(coded: &Coded, name: &str) -> Vec<u8> {
-    coded
+fn part(quantized: &QMatrix, name: &str) -> Vec<u8> {
+    quantized
         .parts()
         .into_iter()
         .find(|p| p.name == name)
@@ -106,7 +106,7 @@ fn nf4_is_that_of_bitsandbytes() {
                     _ => offset.to_le_bytes().to_vec(),
                 })
             };
-            let theirs = Coded::from_parts(format, dims, dtype, take).unwrap();
+            let theirs = QMatrix::from_parts(format, dims, dtype, take).unwrap();
             assert!(
                 bits(&theirs.decode()) == bits(&floats(format!("{name}.{want}"))),
                 "{name}: {want}"

@@ -8,9 +8,9 @@ use ft::engine::{self, Active, Keeping};
 use ft::generate;
 use ft::model::{Need, Network, Objective};
 use ft::ops::distill;
-use ft::ops::tally::Tally;
+use ft::ops::step_stats::StepStats;
 use ft::ops::transfer::Copier;
-use ft::ops::{CpuPath, step};
+use ft::ops::{CpuBackend, step};
 use ft::optim::{Optimizer, Schedule, Update};
 use ft::recipe::{self, Dtype, Recipe};
 use ft::run::rows::{Rows, stream};
@@ -44,7 +44,7 @@ pub fn values(t: &Tensor) -> Vec<f64> {
 fn open(dir: &Path, adapter: Option<&Path>) -> Network {
     // Selects the CPU operations of all parity tests: FT_CPU=portable cargo test --release --test parity
     if let Ok(path) = std::env::var("FT_CPU") {
-        CpuPath::force(&path).unwrap_or_else(|e| panic!("{e}"));
+        CpuBackend::force(&path).unwrap_or_else(|e| panic!("{e}"));
     }
     let model = ModelDir::open(dir.to_str().unwrap(), "main", None).unwrap_or_else(|e| panic!("{e}"));
     model
@@ -95,10 +95,20 @@ pub fn loss_and_grads(
         active: &active,
         gradients: BTreeMap::new(),
     };
-    let tally = Tally::new(&network.device).unwrap();
-    let totals = engine::window(network, objective, batches, &active, keep, |_| None, &mut sink, &tally).unwrap();
+    let step_stats = StepStats::new(&network.device).unwrap();
+    let totals = engine::window(
+        network,
+        objective,
+        batches,
+        &active,
+        keep,
+        |_| None,
+        &mut sink,
+        &step_stats,
+    )
+    .unwrap();
     let gradients = sink.gradients.iter().map(|(n, g)| (n.clone(), values(g)));
-    (totals.with(tally.read().unwrap()).loss(), gradients.collect())
+    (totals.with(step_stats.read().unwrap()).loss(), gradients.collect())
 }
 
 /// Loads a model directory in f32; computes logits, loss and the gradient of every parameter.
@@ -288,7 +298,7 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
     let recipe = preference_recipe(policy, rows, lines);
     let model = described(&recipe);
     let rows = Rows::read(&recipe, &model).unwrap_or_else(|e| panic!("{e}"));
-    let setting = stage::Setting {
+    let setting = stage::StageContext {
         recipe: &recipe,
         spec: &model.spec,
         model: &model,
@@ -346,7 +356,7 @@ pub struct Setup {
     pub prefill_tokens: usize,
     pub share_prefixes: bool,
     pub same_bits: bool,
-    pub kv_cache: Option<generate::Stored>,
+    pub kv_cache: Option<generate::KvDtype>,
 }
 
 impl Setup {
@@ -360,8 +370,8 @@ impl Setup {
 
     pub fn stored(kv_cache: &str) -> Self {
         let kv_cache = Some(match kv_cache {
-            "bf16" => generate::Stored::Bf16,
-            _ => generate::Stored::Int8,
+            "bf16" => generate::KvDtype::Bf16,
+            _ => generate::KvDtype::Int8,
         });
         Self { kv_cache, ..Self::ALL }
     }
@@ -444,11 +454,11 @@ pub fn divergence(case: &Distillation) -> (f64, Vec<f64>, Vec<f64>) {
         need_dh: true,
         need_dw: true,
     };
-    let tally = Tally::new(&Device::Cpu).unwrap();
+    let step_stats = StepStats::new(&Device::Cpu).unwrap();
     let teacher = distill::Teacher::Live(side(&tensors[2], &tensors[3], case.teacher_softcap));
     let student = side(&tensors[0], &tensors[1], case.softcap);
-    let out = distill::forward_backward(&student, &teacher, &targets, &options, &tally).unwrap();
-    let loss = tally.read().unwrap().loss / trained;
+    let out = distill::forward_backward(&student, &teacher, &targets, &options, &step_stats).unwrap();
+    let loss = step_stats.read().unwrap().loss / trained;
     (loss, values(&out.dh.unwrap()), values(&out.dw.unwrap()))
 }
 

@@ -8,8 +8,8 @@ use ft::model::Network;
 use ft::ops::update;
 use ft::recipe::{self, Dtype};
 use ft::run::setup::ModelDir;
-use ft::run::stage::lesson::{self, Lesson};
-use ft::run::stage::replay::{self, Kept};
+use ft::run::stage::advantages::{self, AdvantageComputer};
+use ft::run::stage::rollout_buffer::{self, Trajectory};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -61,7 +61,7 @@ pub fn reinforce(dir: &Path, rollout: &Rollout) -> Lessons {
         .recipe;
     let model = ModelDir::open(dir.to_str().unwrap(), "main", None).unwrap();
     let mut network: Network = model.infer(None, Some(Dtype::F32), &Device::Cpu).unwrap();
-    let objective = lesson::objective(&recipe, model.spec.hidden, &Device::Cpu).unwrap();
+    let objective = advantages::objective(&recipe, model.spec.hidden, &Device::Cpu).unwrap();
     network.own = objective.params();
     if let Some((weight, bias)) = &rollout.value_head {
         for (param, numbers) in network.own.iter().zip([weight.clone(), vec![*bias]]) {
@@ -71,20 +71,20 @@ pub fn reinforce(dir: &Path, rollout: &Rollout) -> Lessons {
             .unwrap();
         }
     }
-    let mut kept: Vec<Kept> = rollout
+    let mut kept: Vec<Trajectory> = rollout
         .prompts
         .iter()
         .zip(&rollout.answers)
-        .map(|(prompt, answer)| Kept {
+        .map(|(prompt, answer)| Trajectory {
             ids: [&prompt[..], answer].concat(),
             prompt: prompt.len(),
             factor: 1.0,
             counts: 1.0,
-            ..Kept::default()
+            ..Trajectory::default()
         })
         .collect();
-    let mut lesson = Lesson::new(&recipe);
-    lesson.read(&mut kept, &network, None).unwrap();
+    let mut advantages = AdvantageComputer::new(&recipe);
+    advantages.read(&mut kept, &network, None).unwrap();
     let exact = doubles(kept.iter().map(|k| &k.old));
     // GRPO's correction and RLOO's KL use the exact log-probabilities; the noise is added later.
     let ppo = rollout.value_head.is_some();
@@ -102,15 +102,15 @@ pub fn reinforce(dir: &Path, rollout: &Rollout) -> Lessons {
     let totals: Vec<f64> = rollout.rewards.iter().map(total).collect();
     let sampling: Vec<Vec<f32>> = (0..kept.len()).map(|i| singles(&rollout.sampling, i)).collect();
     let sampling: Vec<&[f32]> = sampling.iter().map(Vec::as_slice).collect();
-    lesson.teach(&mut kept, &totals, &rollout.finished, &sampling);
-    lesson.weigh(&mut kept);
+    advantages.teach(&mut kept, &totals, &rollout.finished, &sampling);
+    advantages.weigh(&mut kept);
     for (i, k) in kept.iter_mut().enumerate() {
         k.old = singles(&rollout.old, i);
     }
 
-    let batch: Batch = replay::batch(&kept.iter().collect::<Vec<_>>(), lesson.is_ppo());
+    let batch: Batch = rollout_buffer::batch(&kept.iter().collect::<Vec<_>>(), advantages.is_ppo());
     let (loss, gradients) = loss_and_grads(&network, &*objective, &[batch], Keeping::default());
-    let mut metrics: BTreeMap<_, _> = lesson.metrics.iter().copied().collect();
+    let mut metrics: BTreeMap<_, _> = advantages.metrics.iter().copied().collect();
     metrics.extend(objective.metrics());
     Lessons {
         exact,

@@ -291,8 +291,11 @@ fn the_plan_counts_the_teacher() {
     let line = |settings: &[&str]| plan(settings)["teacher"].as_u64();
     assert_eq!(line(&["train.stage=sft"]), None);
     let whole = line(&with(&[])).unwrap();
-    let coded = line(&with(&["distill.teacher_tier=disk", "distill.teacher_weights=nf4"])).unwrap();
+    let quantized = line(&with(&["distill.teacher_tier=disk", "distill.teacher_weights=nf4"])).unwrap();
     let weights = fs::metadata(bench.path("teacher/model.safetensors")).unwrap().len();
-    assert!(whole > weights * 9 / 10 && coded < whole, "{whole} {coded} {weights}");
+    assert!(
+        whole > weights * 9 / 10 && quantized < whole,
+        "{whole} {quantized} {weights}"
+    );
     assert_eq!(line(&with(&["distill.teacher_cache=out"])), None);
 }

@@ -1,7 +1,7 @@
 //! Settings that must not change the result of training.
 
 use crate::bench::{Bench, number, said};
-use ft::ops::CpuPath;
+use ft::ops::CpuBackend;
 
 fn close(a: f64, b: f64, what: &str) {
     assert!((a - b).abs() <= 1e-5 * b.abs(), "{what}: {a} and {b}");
@@ -216,7 +216,7 @@ fn evaluation_takes_the_rows_that_training_takes() {
 #[test]
 fn packed_weights_change_no_bit() {
     let bench = Bench::new();
-    let dots = CpuPath::Dots.available();
+    let dots = CpuBackend::Avx512Bf16.available();
     for method in ["lora", "block"] {
         let mut curves = Vec::new();
         for packed in ["none", "forward", "both", "auto"] {

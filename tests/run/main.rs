@@ -3,7 +3,7 @@
 mod adapters;
 mod bench;
 mod caps;
-mod coded;
+mod quantized;
 mod directory;
 mod distill;
 mod chat;

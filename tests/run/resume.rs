@@ -319,7 +319,7 @@ fn a_run_stopped_within_steps_resumes_to_the_same_bits() {
         "memory.tier=disk",
         "model.dtype=bf16",
     ];
-    let coded: &[&str] = &[
+    let quantized: &[&str] = &[
         "tune.method=block",
         "tune.block.switch_every=1",
         "memory.frozen_weights=nf4",
@@ -340,7 +340,7 @@ fn a_run_stopped_within_steps_resumes_to_the_same_bits() {
     ];
     let named = |name: &str| METHODS.iter().find(|m| m.0 == name).unwrap().1;
     let mut given_up = 0;
-    for (n, settings) in [block, coded, named("lora"), named("dpo"), adalora, grpo, at_once]
+    for (n, settings) in [block, quantized, named("lora"), named("dpo"), adalora, grpo, at_once]
         .into_iter()
         .enumerate()
     {

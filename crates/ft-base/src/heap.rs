@@ -85,7 +85,7 @@ fn is_large(_: Layout) -> bool {
 
 /// Makes the system's allocator keep small freed blocks for the next step. Otherwise they return to the system and come
 /// back page by page, each zeroed by the kernel. Call it once, before the large allocations.
-pub fn keep_freed() {
+pub fn retain_freed() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: sets parameters of the system's allocator.
     unsafe {

@@ -16,7 +16,7 @@
 )]
 
 pub mod cache;
-mod caught;
+mod catch_panic;
 pub mod error;
 pub mod files;
 pub mod heap;
@@ -35,7 +35,7 @@ mod syscalls;
 pub mod units;
 pub mod worker;
 
-pub use caught::{caught, is_expected};
+pub use catch_panic::{catch_panic, is_caught};
 pub use error::{Error, ErrorKind, Result};
 pub use named::Named;
 

@@ -7,7 +7,7 @@
 
 use crate::config::Config;
 use crate::{header, read_json_object};
-use ft_base::{Error, Result, caught, files};
+use ft_base::{Error, Result, catch_panic, files};
 use serde_json::{Map, Value};
 use std::collections::HashSet;
 use std::path::Path;
@@ -294,7 +294,7 @@ fn read_tokenizer(dir: &Path, path: &Path) -> Result<tokenizers::Tokenizer> {
             .cause(cause)
             .hint("the file is damaged or written by a newer `tokenizers`: download it again")
     };
-    let mut inner = caught(|| tokenizers::Tokenizer::from_bytes(&text))
+    let mut inner = catch_panic(|| tokenizers::Tokenizer::from_bytes(&text))
         .ok_or_else(|| bad("its library met a value that it cannot read".into()))?
         .map_err(|e| bad(e.to_string()))?;
     inner.with_padding(None);

@@ -6,7 +6,7 @@
 //! score is `q·k scale`, then `cap tanh(score / cap)` if there is a softcap, then the mask.
 
 use super::cpu::product::inside::{Inside, UNIT};
-use super::cpu::product::{Path, Rounding};
+use super::cpu::product::{CpuBackend, Rounding};
 use super::cpu::storage::{expect_dims, expect_f32, floats, tensor};
 use super::cpu::{attention as cpu, attention_backward};
 use candle_core::Tensor;
@@ -50,7 +50,7 @@ impl Spec {
 
     /// True if q, k, v and the probabilities are rounded to bf16 on the current path.
     pub(super) fn rounds(&self) -> bool {
-        Path::current().rounds(self.rounding())
+        CpuBackend::current().rounds(self.rounding())
     }
 
     fn query_width(&self) -> usize {
@@ -65,7 +65,7 @@ impl Spec {
 /// Returns the number of f32 of scratch memory per CPU thread, forward or backward, for documents of up to
 /// `longest` tokens.
 pub fn scratch(spec: &Spec, longest: usize) -> usize {
-    let inside = Inside::of(Path::current(), spec.rounding());
+    let inside = Inside::of(CpuBackend::current(), spec.rounding());
     let seen = |queries: usize| spec.window.map_or(longest, |w| longest.min(w + queries + UNIT));
     attention_backward::scratch(
         inside,
@@ -98,11 +98,11 @@ pub fn forward(
     q_documents: &[usize],
     k_documents: &[usize],
 ) -> Result<(Tensor, Tensor)> {
-    forward_on(Path::current(), q, k, v, spec, q_documents, k_documents)
+    forward_on(CpuBackend::current(), q, k, v, spec, q_documents, k_documents)
 }
 
 fn forward_on(
-    path: Path,
+    path: CpuBackend,
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -162,12 +162,12 @@ pub fn backward(
     spec: &Spec,
     documents: &[usize],
 ) -> Result<(Tensor, Tensor, Tensor)> {
-    backward_on(Path::current(), q, k, v, o, lse, dout, spec, documents)
+    backward_on(CpuBackend::current(), q, k, v, o, lse, dout, spec, documents)
 }
 
 #[allow(clippy::too_many_arguments)]
 fn backward_on(
-    path: Path,
+    path: CpuBackend,
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,

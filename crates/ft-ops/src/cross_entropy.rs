@@ -7,7 +7,7 @@ mod streamed;
 use super::cpu::cross_entropy as cpu;
 use super::cpu::storage::{dims2, expect_dims, expect_f32, floats, tensor, wrong_shape};
 use super::prepacked::Dense;
-use super::tally::{Sums, Tally};
+use super::step_stats::{StepStats, StepSums};
 use candle_core::Tensor;
 use ft_base::IGNORE;
 use ft_base::{Error, Result};
@@ -82,14 +82,14 @@ pub struct Output {
 }
 
 /// Computes the gradients of the fused linear and cross-entropy. h `[N, D]`, head f32 or bf16 `[V, D]`, targets
-/// `[N]`, each below V or `IGNORE` (else an error). Adds to `tally` the loss (not finite if a logit is not), and
+/// `[N]`, each below V or `IGNORE` (else an error). Adds to `step_stats` the loss (not finite if a logit is not), and
 /// the number of tokens whose target has the largest logit (the first of equals).
 pub fn forward_backward<'w>(
     h: &Tensor,
     head: impl Into<Dense<'w>>,
     targets: &[u32],
     options: &Options,
-    tally: &Tally,
+    step_stats: &StepStats,
 ) -> Result<Output> {
     let head = head.into();
     let ((n, d), (v, _)) = (dims2(h, "the hidden states")?, dims2(head.tensor, "the head")?);
@@ -100,7 +100,7 @@ pub fn forward_backward<'w>(
             dw: options.need_dw,
         };
         let wanted = (options.need_dh || options.need_dw).then_some(wanted);
-        gpu::forward_backward(h, head.tensor, targets, options, wanted, tally)
+        gpu::forward_backward(h, head.tensor, targets, options, wanted, step_stats)
     });
     let mut sum = Sum::default();
     let mut gradients = cpu::Gradients {
@@ -110,7 +110,7 @@ pub fn forward_backward<'w>(
     };
     let wanted = (options.need_dh || options.need_dw).then_some(&mut gradients);
     run(h, head, targets, options, wanted, |_, row| sum.add(row))?;
-    tally.add(sum.sums());
+    step_stats.add(sum.sums());
     Ok(Output {
         trained: sum.trained,
         dh: gradients.dh.map(|dh| tensor(dh, (n, d))).transpose()?,
@@ -125,19 +125,26 @@ pub fn forward_only<'w>(
     targets: &[u32],
     softcap: Option<f32>,
     chunk: usize,
-    tally: &Tally,
+    step_stats: &StepStats,
 ) -> Result<usize> {
     let head = head.into();
     on_gpu!(
         h,
-        gpu::forward_backward(h, head.tensor, targets, &Options::losses(softcap, chunk), None, tally)
-            .map(|out| out.trained)
+        gpu::forward_backward(
+            h,
+            head.tensor,
+            targets,
+            &Options::losses(softcap, chunk),
+            None,
+            step_stats
+        )
+        .map(|out| out.trained)
     );
     let mut sum = Sum::default();
     run(h, head, targets, &Options::losses(softcap, chunk), None, |_, row| {
         sum.add(row)
     })?;
-    tally.add(sum.sums());
+    step_stats.add(sum.sums());
     Ok(sum.trained)
 }
 
@@ -172,8 +179,8 @@ impl Sum {
         self.correct += row.correct as usize;
     }
 
-    fn sums(&self) -> Sums {
-        Sums {
+    fn sums(&self) -> StepSums {
+        StepSums {
             loss: self.loss,
             correct: self.correct as f64,
             squares: 0.0,
@@ -253,11 +260,11 @@ mod gpu {
         targets: &[u32],
         options: &Options,
         wanted: Option<Wanted>,
-        tally: &Tally,
+        step_stats: &StepStats,
     ) -> Result<Output> {
         let trained = trained_rows(h, head, targets, options.softcap)?;
         options.check(targets.len())?;
-        let totals = tally
+        let totals = step_stats
             .losses()?
             .ok_or_else(|| Error::new("the sums of a step do not lie on the GPU"))?;
         let job = Job {
@@ -315,9 +322,9 @@ mod tests {
 
     /// Returns the output and its sums: loss, trained, correct.
     fn with_gradients(h: &Tensor, head: &Tensor, targets: &[u32], options: &Options) -> (Output, (f64, usize, usize)) {
-        let tally = Tally::new(&Device::Cpu).unwrap();
-        let out = forward_backward(h, head, targets, options, &tally).unwrap();
-        let (sums, trained) = (tally.read().unwrap(), out.trained);
+        let step_stats = StepStats::new(&Device::Cpu).unwrap();
+        let out = forward_backward(h, head, targets, options, &step_stats).unwrap();
+        let (sums, trained) = (step_stats.read().unwrap(), out.trained);
         (out, (sums.loss, trained, sums.correct as usize))
     }
 
@@ -328,9 +335,9 @@ mod tests {
         cap: Option<f32>,
         chunk: usize,
     ) -> Result<(f64, usize, usize)> {
-        let tally = Tally::new(&Device::Cpu)?;
-        let trained = forward_only(h, head, targets, cap, chunk, &tally)?;
-        let sums = tally.read()?;
+        let step_stats = StepStats::new(&Device::Cpu)?;
+        let trained = forward_only(h, head, targets, cap, chunk, &step_stats)?;
+        let sums = step_stats.read()?;
         Ok((sums.loss, trained, sums.correct as usize))
     }
 
@@ -387,8 +394,8 @@ mod tests {
                     weights: Some(&weights[1..]),
                     ..options
                 };
-                let tally = Tally::new(&Device::Cpu).unwrap();
-                assert!(forward_backward(&h, head.as_tensor(), &targets, &short, &tally).is_err());
+                let step_stats = StepStats::new(&Device::Cpu).unwrap();
+                assert!(forward_backward(&h, head.as_tensor(), &targets, &short, &step_stats).is_err());
             }
         }
     }

@@ -32,7 +32,7 @@ macro_rules! on_gpu {
 }
 
 pub mod attention;
-pub mod coded;
+pub mod quantized;
 pub mod cross_entropy;
 pub mod device;
 pub mod distill;
@@ -42,13 +42,13 @@ pub mod linear;
 pub mod low_rank;
 pub mod master;
 pub mod paged;
-pub mod part;
+pub mod index_subset;
 pub mod prepacked;
 pub mod rms_norm;
 pub mod rope;
 pub mod softmax;
 pub mod step;
-pub mod tally;
+pub mod step_stats;
 pub mod transfer;
 pub mod update;
 
@@ -58,7 +58,7 @@ mod cuda;
 #[cfg(any(test, feature = "cuda"))]
 mod tiles;
 
-pub use cpu::product::Path as CpuPath;
+pub use cpu::product::CpuBackend;
 #[doc(hidden)]
 #[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 pub mod oracle;

@@ -1,7 +1,7 @@
 //! Linear layer `y = x Wᵀ + b` and its three derivatives. x `[N, I]`, W `[O, I]`, b `[O]`, y `[N, O]`. A bf16
 //! weight is never widened as a whole on the CPU. On a GPU activations may be bf16; gradients of weights are f32.
 
-use super::cpu::product::{Matrix, Rounding, Start, WeightRows, product};
+use super::cpu::product::{CInit, Matrix, Rounding, WeightRows, product};
 use super::cpu::storage::{Values, dims2, expect_dims, floats, tensor, unwritten, values};
 use super::cpu::update::sum_rows;
 use super::prepacked::Dense;
@@ -26,7 +26,7 @@ pub fn forward<'w>(x: &Tensor, w: impl Into<Dense<'w>>, bias: Option<&Tensor>) -
     let mut y = unwritten(rows * outputs);
     floats(x, "x of a linear", |x| {
         w.with_rows(WEIGHT, |w| {
-            let start = bias.as_deref().map_or(Start::Zero, Start::Bias);
+            let start = bias.as_deref().map_or(CInit::Zero, CInit::Bias);
             forward_slices((rows, outputs, inputs), &mut y, start, x, w);
             Ok(())
         })
@@ -68,11 +68,11 @@ pub fn forward_add<'w>(y: &Tensor, x: &Tensor, w: impl Into<Dense<'w>>) -> Resul
         super::cuda::linear::forward_add(y, x, w.tensor, (rows, outputs, inputs))
     );
     w.with_rows(WEIGHT, |w| {
-        with_slices(y, x, |y, x| forward_slices((rows, outputs, inputs), y, Start::C, x, w))
+        with_slices(y, x, |y, x| forward_slices((rows, outputs, inputs), y, CInit::C, x, w))
     })
 }
 
-fn forward_slices(sizes: (usize, usize, usize), y: &mut [f32], start: Start<'_>, x: &[f32], w: WeightRows<'_>) {
+fn forward_slices(sizes: (usize, usize, usize), y: &mut [f32], start: CInit<'_>, x: &[f32], w: WeightRows<'_>) {
     let x = Matrix::vectors(Values::F32(x), sizes.2);
     product(sizes, y, start, x, w.forward(), w.rounding());
 }
@@ -89,7 +89,7 @@ pub fn backward_input<'w>(dy: &Tensor, w: impl Into<Dense<'w>>) -> Result<Tensor
     let mut dx = unwritten(rows * inputs);
     floats(dy, "dy of a linear", |dy| {
         w.with_rows(WEIGHT, |w| {
-            backward_slices((rows, inputs, outputs), &mut dx, Start::Zero, dy, w);
+            backward_slices((rows, inputs, outputs), &mut dx, CInit::Zero, dy, w);
             Ok(())
         })
     })?;
@@ -108,12 +108,12 @@ pub fn backward_input_add<'w>(dx: &Tensor, dy: &Tensor, w: impl Into<Dense<'w>>)
     );
     w.with_rows(WEIGHT, |w| {
         with_slices(dx, dy, |dx, dy| {
-            backward_slices((rows, inputs, outputs), dx, Start::C, dy, w)
+            backward_slices((rows, inputs, outputs), dx, CInit::C, dy, w)
         })
     })
 }
 
-fn backward_slices(sizes: (usize, usize, usize), dx: &mut [f32], start: Start<'_>, dy: &[f32], w: WeightRows<'_>) {
+fn backward_slices(sizes: (usize, usize, usize), dx: &mut [f32], start: CInit<'_>, dy: &[f32], w: WeightRows<'_>) {
     let dy = Matrix::vectors(Values::F32(dy), sizes.2);
     product(sizes, dx, start, dy, w.backward(), w.rounding());
 }
@@ -129,7 +129,7 @@ pub fn grad_weight(dy: &Tensor, x: &Tensor, stored: DType) -> Result<Tensor> {
     let mut dw = unwritten(outputs * inputs);
     floats(dy, "dy of a linear", |dy| {
         floats(x, "x of a linear", |x| {
-            gradient_slices((outputs, inputs, rows), &mut dw, Start::Zero, dy, x, stored);
+            gradient_slices((outputs, inputs, rows), &mut dw, CInit::Zero, dy, x, stored);
             Ok(())
         })
     })?;
@@ -146,7 +146,7 @@ pub fn grad_weight_add(sum: &Tensor, dy: &Tensor, x: &Tensor, stored: DType) -> 
     );
     floats(dy, "dy of a linear", |dy| {
         with_slices(sum, x, |sum, x| {
-            gradient_slices((outputs, inputs, rows), sum, Start::C, dy, x, stored)
+            gradient_slices((outputs, inputs, rows), sum, CInit::C, dy, x, stored)
         })
     })
 }
@@ -162,7 +162,7 @@ fn gradient_sizes(dy: &Tensor, x: &Tensor) -> Result<(usize, usize, usize)> {
 fn gradient_slices(
     sizes: (usize, usize, usize),
     dw: &mut [f32],
-    start: Start<'_>,
+    start: CInit<'_>,
     dy: &[f32],
     x: &[f32],
     stored: DType,

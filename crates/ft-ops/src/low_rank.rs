@@ -1,10 +1,10 @@
 //! Fused LoRA linear: `y = x·Wᵀ + b + s · (x·Aᵀ)·Bᵀ` and `∂x`. x `[N, I]`, W `[O, I]`, A `[R, I]`, B `[O, R]`, y
 //! `[N, O]`. Fused on the CPU; on other devices the methods of `LowRank` compute it step by step.
 
-use super::coded::View;
-use super::cpu::product::{Matrix, Operand, Path, Rider, Start, WeightRows, product_with};
+use super::cpu::product::{CInit, CpuBackend, FusedLora, Matrix, Operand, WeightRows, product_with};
 use super::cpu::storage::{Values, dims2, expect_dims, floats, tensor, unwritten};
 use super::prepacked::Dense;
+use super::quantized::QMatrixView;
 use super::update::with_slices;
 use super::{linear, update};
 use candle_core::Tensor;
@@ -24,7 +24,7 @@ pub struct LowRank<'a> {
 #[derive(Clone, Copy)]
 pub enum Base<'a> {
     Dense(Dense<'a>),
-    Coded(View<'a>),
+    Quantized(QMatrixView<'a>),
 }
 
 impl LowRank<'_> {
@@ -69,12 +69,12 @@ impl Base<'_> {
                 expect_dims(w.tensor, "the weight of a linear", &[outputs, inputs])?;
                 w.with_rows("the weight of a linear", f)
             }
-            Base::Coded(view) if (view.rows, view.columns) != (outputs, inputs) => {
+            Base::Quantized(view) if (view.rows, view.columns) != (outputs, inputs) => {
                 Err(ft_base::Error::new("the weight of a linear has the wrong shape")
                     .found(format!("[{}, {}]", view.rows, view.columns))
                     .expected(format!("[{outputs}, {inputs}]")))
             }
-            Base::Coded(view) => f(WeightRows::new(Operand::Coded(*view), inputs)),
+            Base::Quantized(view) => f(WeightRows::new(Operand::Quantized(*view), inputs)),
         }
     }
 }
@@ -90,23 +90,23 @@ pub fn forward(x: &Tensor, w: Base<'_>, bias: Option<&Tensor>, low: LowRank<'_>)
     floats(x, "x of a linear", |x| {
         w.with((outputs, inputs), |w| {
             with_pair(low, |a, b| {
-                let rider = Rider {
+                let fused_lora = FusedLora {
                     rank,
                     down: Matrix::vectors(a, inputs),
                     up: Matrix::vectors(b, rank),
                     scale: low.scale,
                     u: &mut u,
                 };
-                let start = bias.as_deref().map_or(Start::Zero, Start::Bias);
+                let start = bias.as_deref().map_or(CInit::Zero, CInit::Bias);
                 let operands = (Matrix::vectors(Values::F32(x), inputs), w.forward());
                 product_with(
-                    Path::current(),
+                    CpuBackend::current(),
                     (rows, outputs, inputs),
                     &mut y,
                     start,
                     operands,
                     w.rounding(),
-                    rider,
+                    fused_lora,
                 );
                 Ok(())
             })
@@ -122,9 +122,9 @@ pub fn backward(dy: &Tensor, w: Base<'_>, sum: Option<&Tensor>, low: LowRank<'_>
     let rows = dims2(dy, "dy of a linear")?.0;
     expect_dims(dy, "dy of a linear", &[rows, outputs])?;
     let mut du = unwritten(rows * rank);
-    let mut run = |dx: &mut [f32], start: Start<'_>, dy: &[f32], w: WeightRows<'_>| {
+    let mut run = |dx: &mut [f32], start: CInit<'_>, dy: &[f32], w: WeightRows<'_>| {
         with_pair(low, |a, b| {
-            let rider = Rider {
+            let fused_lora = FusedLora {
                 rank,
                 down: Matrix::steps(b, rank),
                 up: Matrix::steps(a, inputs),
@@ -133,13 +133,13 @@ pub fn backward(dy: &Tensor, w: Base<'_>, sum: Option<&Tensor>, low: LowRank<'_>
             };
             let operands = (Matrix::vectors(Values::F32(dy), outputs), w.backward());
             product_with(
-                Path::current(),
+                CpuBackend::current(),
                 (rows, inputs, outputs),
                 dx,
                 start,
                 operands,
                 w.rounding(),
-                rider,
+                fused_lora,
             );
             Ok(())
         })
@@ -149,7 +149,7 @@ pub fn backward(dy: &Tensor, w: Base<'_>, sum: Option<&Tensor>, low: LowRank<'_>
             expect_dims(sum, "dx of a linear", &[rows, inputs])?;
             w.with((outputs, inputs), |w| {
                 let mut done = Ok(());
-                with_slices(sum, dy, |dx, dy| done = run(dx, Start::C, dy, w))?;
+                with_slices(sum, dy, |dx, dy| done = run(dx, CInit::C, dy, w))?;
                 done
             })?;
             sum.clone()
@@ -157,7 +157,7 @@ pub fn backward(dy: &Tensor, w: Base<'_>, sum: Option<&Tensor>, low: LowRank<'_>
         None => {
             let mut dx = unwritten(rows * inputs);
             floats(dy, "dy of a linear", |dy| {
-                w.with((outputs, inputs), |w| run(&mut dx, Start::Zero, dy, w))
+                w.with((outputs, inputs), |w| run(&mut dx, CInit::Zero, dy, w))
             })?;
             tensor(dx, (rows, inputs))?
         }
@@ -207,11 +207,11 @@ mod tests {
                 }
                 let dtype = if view.bf16 { DType::BF16 } else { DType::F32 };
                 let w = tensor(decoded, (o, i)).unwrap().to_dtype(dtype).unwrap();
-                let (y, u) = forward(&x, Base::Coded(view), None, low).unwrap();
+                let (y, u) = forward(&x, Base::Quantized(view), None, low).unwrap();
                 let (want, want_u) = forward(&x, Base::Dense((&w).into()), None, low).unwrap();
                 assert_close(&y, &want, 1e-5);
                 assert_close(&u, &want_u, 1e-5);
-                let (dx, du) = backward(&dy, Base::Coded(view), None, low).unwrap();
+                let (dx, du) = backward(&dy, Base::Quantized(view), None, low).unwrap();
                 let (want, want_du) = backward(&dy, Base::Dense((&w).into()), None, low).unwrap();
                 assert_close(&dx, &want, 1e-5);
                 assert_close(&du, &want_du, 1e-5);

@@ -1,7 +1,7 @@
 //! Helpers for the tests of the operations: seeded tensors, comparison, and equality on any number of threads.
 
-use super::cpu::product::{Path, Rounding};
-use super::paged::Stored;
+use super::cpu::product::{CpuBackend, Rounding};
+use super::paged::KvDtype;
 use candle_core::{DType, Device, Shape, Tensor};
 use ft_base::Result;
 use half::bf16;
@@ -33,7 +33,7 @@ pub fn bf16_pair(shape: impl Into<Shape>, seed: u64) -> (Tensor, Tensor) {
 /// rounds, else not at all. With such operands, products of few rows, of many rows and of f32 weights differ only
 /// by the order of f32 sums, on every path.
 pub fn as_operand(t: &Tensor) -> Tensor {
-    match Path::current().rounds(Rounding::Bf16) {
+    match CpuBackend::current().rounds(Rounding::Bf16) {
         true => t.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap(),
         false => t.clone(),
     }
@@ -94,21 +94,21 @@ pub fn differences(x: &Tensor, h: f32, f: impl Fn(&Tensor) -> Result<f64>) -> Te
 }
 
 /// Rows `[n, K·E]` as a KV cache of this type returns them, by the definition of the type.
-pub fn read_back(rows: &Tensor, head_dim: usize, stored: Stored) -> Tensor {
+pub fn read_back(rows: &Tensor, head_dim: usize, stored: KvDtype) -> Tensor {
     let mut all = flat(rows);
     for head in all.chunks_exact_mut(head_dim) {
         let absmax = head.iter().fold(0f32, |m, x| m.max(x.abs()));
         for x in head {
             let exact = *x;
             *x = match stored {
-                Stored::F32 => exact,
-                Stored::Bf16 => bf16::from_f32(exact).to_f32(),
-                Stored::Int8 => (exact * (127.0 / absmax)).round_ties_even() * (absmax / 127.0),
+                KvDtype::F32 => exact,
+                KvDtype::Bf16 => bf16::from_f32(exact).to_f32(),
+                KvDtype::Int8 => (exact * (127.0 / absmax)).round_ties_even() * (absmax / 127.0),
             };
             let most = match stored {
-                Stored::F32 => 0.0,
-                Stored::Bf16 => exact.abs() / 256.0,
-                Stored::Int8 => absmax / 253.0,
+                KvDtype::F32 => 0.0,
+                KvDtype::Bf16 => exact.abs() / 256.0,
+                KvDtype::Int8 => absmax / 253.0,
             };
             assert!((*x - exact).abs() <= most);
         }

@@ -8,10 +8,10 @@
 //! here too, as in attention on tensors (but dequantized int8 values are not): both give a query the same operands.
 
 use super::attention::Spec;
-use super::coded::nearest;
 use super::cpu::math::nearest_bf16;
 use super::cpu::storage::{expect_dims, floats, tensor};
 use super::cpu::{math, paged as cpu};
+use super::quantized::nearest;
 use candle_core::Tensor;
 use ft_base::{Error, Result};
 use half::bf16;
@@ -24,7 +24,7 @@ pub(crate) const STEP: usize = math::LANES;
 
 /// The storage type of the KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stored {
+pub enum KvDtype {
     F32,
     Bf16,
     Int8,
@@ -32,7 +32,7 @@ pub enum Stored {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Form {
-    pub stored: Stored,
+    pub stored: KvDtype,
     /// K
     pub kv_heads: usize,
     /// E
@@ -49,9 +49,9 @@ impl Form {
     pub fn page_bytes(&self) -> u64 {
         let numbers = self.kv_heads * PAGE * (self.head_dim + self.padded());
         let bytes = match self.stored {
-            Stored::F32 => 4 * numbers,
-            Stored::Bf16 => 2 * numbers,
-            Stored::Int8 => numbers + 4 * 2 * self.kv_heads * PAGE,
+            KvDtype::F32 => 4 * numbers,
+            KvDtype::Bf16 => 2 * numbers,
+            KvDtype::Int8 => numbers + 4 * 2 * self.kv_heads * PAGE,
         };
         bytes as u64
     }
@@ -81,9 +81,9 @@ impl Numbers {
     fn new(form: &Form, width: usize) -> Self {
         let n = form.kv_heads * PAGE * width;
         match form.stored {
-            Stored::F32 => Self::F32(vec![0.0; n]),
-            Stored::Bf16 => Self::Bf16(vec![bf16::ZERO; n]),
-            Stored::Int8 => Self::Int8 {
+            KvDtype::F32 => Self::F32(vec![0.0; n]),
+            KvDtype::Bf16 => Self::Bf16(vec![bf16::ZERO; n]),
+            KvDtype::Int8 => Self::Int8 {
                 codes: vec![0; n],
                 scales: vec![0.0; form.kv_heads * PAGE],
             },

@@ -1,7 +1,7 @@
 //! A dense weight `[O, I]` of a linear layer: a tensor, and on the CPU optional prepacked copies in the orders that
 //! the AMX code reads. The copies change no bit of a product; they only save the packing of one operand.
 
-use super::cpu::product::{Packed, Path, WeightRows};
+use super::cpu::product::{CpuBackend, Packed, WeightRows};
 use super::cpu::storage::{dims2, values};
 use candle_core::{DType, Tensor};
 use ft_base::Result;
@@ -30,7 +30,7 @@ pub struct Dense<'a> {
 
 /// True if products on this machine read prepacked copies.
 pub fn is_of_use() -> bool {
-    Path::current().packs_bf16()
+    CpuBackend::current().packs_bf16()
 }
 
 impl Prepacked {

@@ -93,7 +93,7 @@ pub struct Item<'a> {
 
 /// The `found_inf` guard: values that stay on a device, so that a step needs no synchronization.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Gate<'a> {
+pub struct FoundInf<'a> {
     /// f32 `[1]`: an additional factor of all gradients.
     pub coefficient: Option<&'a Tensor>,
     /// f64 `[n]`: the step is skipped if one of them is not finite.
@@ -104,12 +104,12 @@ pub struct Gate<'a> {
 ///
 /// Errors: a tensor whose size, type or device does not match its weight.
 pub fn step(rule: Rule, items: &[Item], coefficient: f32) -> Result<()> {
-    step_gated(rule, items, coefficient, Gate::default())
+    step_gated(rule, items, coefficient, FoundInf::default())
 }
 
 /// As `step`; on a GPU in one launch without synchronization. A step that the guard skips still counts as a step of
 /// the state.
-pub fn step_gated(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> Result<()> {
+pub fn step_gated(rule: Rule, items: &[Item], coefficient: f32, gate: FoundInf) -> Result<()> {
     let Some(first) = items.first() else {
         return Ok(());
     };

@@ -3,9 +3,9 @@
 
 use ft_base::{Error, Result};
 
-/// Same layout as `attention::Tile` in `cuda/attention.cuh`. Positions count from the first key of the document.
+/// Same layout as `attention::AttentionTile` in `cuda/attention.cuh`. Positions count from the first key of the document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Tile {
+pub(crate) struct AttentionTile {
     /// First own token in the whole batch, and number of own rows (tokens times packed heads).
     pub token: usize,
     pub rows: usize,
@@ -20,7 +20,7 @@ pub(crate) struct Tile {
     pub slot: usize,
 }
 
-impl Tile {
+impl AttentionTile {
     /// Returns the fields in the layout of the kernels. `Documents::check` ensures that the numbers fit.
     pub fn numbers(&self) -> [i32; 8] {
         [
@@ -46,7 +46,7 @@ impl Join {
 }
 
 /// Sorted with the heaviest tile first, so that the last blocks of a launch are short.
-pub(crate) struct Tiles(pub Vec<Tile>);
+pub(crate) struct Tiles(pub Vec<AttentionTile>);
 
 /// Documents as offsets, as in `ops::attention::forward`.
 pub(crate) struct Documents<'a> {
@@ -82,7 +82,7 @@ impl Documents<'_> {
             for first in (0..queries).step_by(step) {
                 let n = step.min(queries - first);
                 let place = keys - queries + first;
-                tiles.push(Tile {
+                tiles.push(AttentionTile {
                     token: q[0] + first,
                     rows: n * pack,
                     place,
@@ -103,7 +103,7 @@ impl Documents<'_> {
             let tokens = d[1] - d[0];
             for first in (0..tokens).step_by(rows) {
                 let n = rows.min(tokens - first);
-                tiles.push(Tile {
+                tiles.push(AttentionTile {
                     token: d[0] + first,
                     rows: n,
                     place: first,
@@ -121,7 +121,7 @@ impl Documents<'_> {
 }
 
 impl Tiles {
-    fn sorted(mut tiles: Vec<Tile>) -> Self {
+    fn sorted(mut tiles: Vec<AttentionTile>) -> Self {
         tiles.sort_by_key(|t| std::cmp::Reverse(t.high - t.low));
         Self(tiles)
     }
@@ -140,7 +140,7 @@ impl Tiles {
             });
             for piece in 0..splits {
                 let low = tile.low + piece * keys;
-                pieces.push(Tile {
+                pieces.push(AttentionTile {
                     low,
                     high: (low + keys).min(tile.high),
                     slot: slots + piece * tile.rows,
@@ -231,7 +231,7 @@ mod tests {
         };
         assert!(documents.check().is_ok());
         let tiles = documents.query_tiles(64, 1);
-        let numbers: Vec<[i32; 8]> = tiles.0.iter().map(Tile::numbers).collect();
+        let numbers: Vec<[i32; 8]> = tiles.0.iter().map(AttentionTile::numbers).collect();
         let want = [
             [3, 64, 0, 10, 0, 64, 0, 0],
             [67, 6, 64, 10, 0, 70, 0, 0],
@@ -268,7 +268,7 @@ mod tests {
         for join in &joins {
             for piece in 0..join.splits {
                 let slot = join.slot + piece * join.rows;
-                let of = |t: &&Tile| t.slot == slot && t.token == join.token && t.rows == join.rows;
+                let of = |t: &&AttentionTile| t.slot == slot && t.token == join.token && t.rows == join.rows;
                 assert_eq!(pieces.0.iter().filter(of).count(), 1);
                 used[slot..slot + join.rows].iter_mut().for_each(|u| *u += 1);
             }

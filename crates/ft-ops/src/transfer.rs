@@ -28,12 +28,12 @@ pub struct Copier {
 }
 
 /// A tensor during its copy to the device.
-pub struct Arriving(Way<Tensor>);
+pub struct Arriving(OnDevice<Tensor>);
 
 /// A tensor that is offloaded to the host.
-pub struct Parked(Waiting);
+pub struct Offloaded(Waiting);
 
-enum Way<T> {
+enum OnDevice<T> {
     Here(T),
     #[cfg(feature = "cuda")]
     Gpu(super::cuda::transfer::Arriving),
@@ -42,7 +42,7 @@ enum Way<T> {
 enum Waiting {
     Here(Tensor),
     #[cfg(feature = "cuda")]
-    Gpu(super::cuda::transfer::Parked),
+    Gpu(super::cuda::transfer::Offloaded),
 }
 
 impl Copier {
@@ -70,10 +70,10 @@ impl Copier {
         }
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
-            return Ok(Arriving(Way::Gpu(gpu.send(host, stays)?)));
+            return Ok(Arriving(OnDevice::Gpu(gpu.send(host, stays)?)));
         }
         let _ = stays;
-        Ok(Arriving(Way::Here(host.copy()?)))
+        Ok(Arriving(OnDevice::Here(host.copy()?)))
     }
 
     /// Revokes `stays` of an earlier `send`: the memory of this tensor may be changed or freed.
@@ -89,36 +89,36 @@ impl Copier {
     /// Returns the tensor on the device, for all work that is queued from now on.
     pub fn receive(&self, arriving: Arriving) -> Result<Tensor> {
         match arriving.0 {
-            Way::Here(tensor) => Ok(tensor),
+            OnDevice::Here(tensor) => Ok(tensor),
             #[cfg(feature = "cuda")]
-            Way::Gpu(arriving) => self.gpu()?.receive(arriving),
+            OnDevice::Gpu(arriving) => self.gpu()?.receive(arriving),
         }
     }
 
     /// Starts the offload of a device tensor to the host; the tensor must not be changed afterwards.
-    pub fn park(&self, tensor: Tensor) -> Result<Parked> {
+    pub fn park(&self, tensor: Tensor) -> Result<Offloaded> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
-            return Ok(Parked(Waiting::Gpu(gpu.park(tensor)?)));
+            return Ok(Offloaded(Waiting::Gpu(gpu.park(tensor)?)));
         }
-        Ok(Parked(Waiting::Here(tensor.copy()?)))
+        Ok(Offloaded(Waiting::Here(tensor.copy()?)))
     }
 
     /// Releases the device memory of an offloaded tensor: later work may reuse it, after the copy.
-    pub fn let_go(&self, parked: &mut Parked) -> Result<()> {
+    pub fn release(&self, parked: &mut Offloaded) -> Result<()> {
         match &mut parked.0 {
             Waiting::Here(_) => Ok(()),
             #[cfg(feature = "cuda")]
-            Waiting::Gpu(parked) => self.gpu()?.let_go(parked),
+            Waiting::Gpu(parked) => self.gpu()?.release(parked),
         }
     }
 
     /// Starts the copy of an offloaded tensor back to the device.
-    pub fn fetch(&self, parked: Parked) -> Result<Arriving> {
+    pub fn fetch(&self, parked: Offloaded) -> Result<Arriving> {
         match parked.0 {
-            Waiting::Here(tensor) => Ok(Arriving(Way::Here(tensor))),
+            Waiting::Here(tensor) => Ok(Arriving(OnDevice::Here(tensor))),
             #[cfg(feature = "cuda")]
-            Waiting::Gpu(parked) => Ok(Arriving(Way::Gpu(self.gpu()?.fetch(parked)?))),
+            Waiting::Gpu(parked) => Ok(Arriving(OnDevice::Gpu(self.gpu()?.fetch(parked)?))),
         }
     }
 
@@ -150,7 +150,7 @@ mod tests {
         let host = Tensor::new(&[1f32, 2.0, 3.0], &Device::Cpu).unwrap();
         let sent = copier.receive(copier.send(&host, true).unwrap()).unwrap();
         let mut parked = copier.park(host.clone()).unwrap();
-        copier.let_go(&mut parked).unwrap();
+        copier.release(&mut parked).unwrap();
         super::super::update::with_slice_mut(&host, |x| x.fill(0.0)).unwrap();
         let back = copier.receive(copier.fetch(parked).unwrap()).unwrap();
         for t in [sent, back] {

@@ -143,14 +143,14 @@ pub fn clip_coefficient(squares: &Tensor, max: f64) -> Result<Tensor> {
 }
 
 /// Element types of tensors that support in-place updates.
-pub(crate) trait Stored: Sized {
+pub(crate) trait WeightElement: Sized {
     fn of(storage: &mut CpuStorage) -> Option<&mut Vec<Self>>;
     fn read(storage: &CpuStorage) -> Option<&[Self]>;
 }
 
 macro_rules! stored {
     ($($type:ty, $variant:ident);+) => {
-        $(impl Stored for $type {
+        $(impl WeightElement for $type {
             fn of(storage: &mut CpuStorage) -> Option<&mut Vec<Self>> {
                 match storage {
                     CpuStorage::$variant(v) => Some(v),
@@ -169,7 +169,7 @@ macro_rules! stored {
 stored!(f32, F32; bf16, BF16; u8, U8; i16, I16);
 
 /// Runs `f` on the mutable elements of `t`, and returns its result.
-pub(crate) fn with_mut<T: Stored, R>(t: &Tensor, f: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+pub(crate) fn with_mut<T: WeightElement, R>(t: &Tensor, f: impl FnOnce(&mut [T]) -> R) -> Result<R> {
     let mut result = None;
     in_place(t, |storage, range| match T::of(storage) {
         Some(v) => {

@@ -26,7 +26,7 @@ impl GradSink for All {
 
 fn storages(w: &Tensor) -> Vec<(String, Weight, f32)> {
     let values = update::to_f32_vec(w).unwrap();
-    let coded = |format: Format| {
+    let quantized = |format: Format| {
         let codes = quant::encode(&values, (O, I), format, Dtype::F32).unwrap();
         (format.to_string(), Weight::from(codes), 1e-5)
     };
@@ -34,11 +34,11 @@ fn storages(w: &Tensor) -> Vec<(String, Weight, f32)> {
         ("f32".into(), w.clone().into(), 1e-6),
         // On processors with bf16 matrix instructions, the activations are rounded to bf16.
         ("bf16".into(), w.to_dtype(DType::BF16).unwrap().into(), 2e-2),
-        coded(Format::Int8 { group: 0 }),
-        coded(Format::Int8 { group: 128 }),
-        coded(Format::Int4 { group: 64 }),
-        coded(Format::Nf4 { double: false }),
-        coded(Format::Nf4 { double: true }),
+        quantized(Format::Int8 { group: 0 }),
+        quantized(Format::Int8 { group: 128 }),
+        quantized(Format::Int4 { group: 64 }),
+        quantized(Format::Nf4 { double: false }),
+        quantized(Format::Nf4 { double: true }),
     ]
 }
 

@@ -138,8 +138,8 @@ fn a_masked_update_changes_its_part_and_no_more() {
             let places = masks.of("w", n).unwrap();
             let (weight, gradient) = (tensor(&shape, 1).to_dtype(dtype).unwrap(), tensor(&shape, 2));
             let before = values(&weight);
-            let part = part::gather(&gradient, &places).unwrap();
-            let small = part::gather(&weight, &places).unwrap();
+            let part = index_subset::gather(&gradient, &places).unwrap();
+            let small = index_subset::gather(&weight, &places).unwrap();
             let mut o = Optimizer::new(s.clone());
             for number in 1..=2 {
                 o.begin(number);
@@ -186,7 +186,8 @@ fn corrections_keep_no_state_and_lose_nothing_small() {
         let lr = 1e-5;
         for number in 1..=100 {
             o.begin(number);
-            o.descend("w", &weight, &gradient, (lr, sign), Gate::default()).unwrap();
+            o.descend("w", &weight, &gradient, (lr, sign), FoundInf::default())
+                .unwrap();
         }
         assert_eq!(o.saved().count(), 0);
         let after = o.exact("w", &weight).unwrap();

@@ -11,7 +11,7 @@ use super::unpaired::{self, Judged, Kto};
 use crate::base::{Error, Result};
 use crate::data::{Batch, IGNORE};
 use crate::model::{Head, LossGradients, Need, Objective};
-use crate::ops::tally::{Sums, Tally};
+use crate::ops::step_stats::{StepStats, StepSums};
 use crate::rlhf::means::Means;
 use crate::rlhf::policy::gradients;
 use candle_core::Tensor;
@@ -252,14 +252,21 @@ struct Slopes {
 }
 
 impl Objective for Preferences {
-    fn evaluate(&self, h: &Tensor, head: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
+    fn evaluate(
+        &self,
+        h: &Tensor,
+        head: &Head,
+        batch: &Batch,
+        need: Need,
+        step_stats: &StepStats,
+    ) -> Result<LossGradients> {
         let log_probs = head.log_probs(h, &batch.targets)?;
         let answers = self.algorithm.answers(batch)?;
         let slopes = self.slopes(batch, &answers, &log_probs)?;
-        tally.add(Sums {
+        step_stats.add(StepSums {
             loss: slopes.loss,
             correct: slopes.correct,
-            ..Sums::default()
+            ..StepSums::default()
         });
         if !need.dh && !need.dw {
             return Ok(LossGradients::default());

@@ -12,7 +12,7 @@ use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::{Head, LossGradients, Need, Objective, Param};
-use crate::ops::tally::{Sums, Tally};
+use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::update;
 use crate::rlhf::means::Means;
 use candle_core::{DType, Device, Tensor};
@@ -87,7 +87,14 @@ impl Reward {
 }
 
 impl Objective for Reward {
-    fn evaluate(&self, h: &Tensor, _: &Head, batch: &Batch, need: Need, tally: &Tally) -> Result<LossGradients> {
+    fn evaluate(
+        &self,
+        h: &Tensor,
+        _: &Head,
+        batch: &Batch,
+        need: Need,
+        step_stats: &StepStats,
+    ) -> Result<LossGradients> {
         let (n, d) = h.dims2()?;
         let (positions, rows) = last_states(h, batch, self.pad)?;
         let weight = update::to_f32_vec(&self.score.tensor)?;
@@ -104,10 +111,10 @@ impl Objective for Reward {
             correct += f64::from(u8::from(chosen > rejected));
             differences += chosen - rejected;
         }
-        tally.add(Sums {
+        step_stats.add(StepSums {
             loss,
             correct,
-            ..Sums::default()
+            ..StepSums::default()
         });
         let pairs = (scores.len() / 2) as f64;
         let (mut least, mut most) = (f64::INFINITY, f64::NEG_INFINITY);

@@ -131,7 +131,7 @@ impl<'a> AdvantageComputer<'a> {
         !self.is_ppo() && self.recipe.reinforce.grpo.loss_type == GrpoLoss::Rloo
     }
 
-    fn coded(&self) -> bool {
+    fn quantized(&self) -> bool {
         self.recipe.reinforce.rollout_weights != RolloutWeights::Exact
     }
 
@@ -144,7 +144,7 @@ impl<'a> AdvantageComputer<'a> {
     /// them.
     pub fn read(&self, kept: &mut [Trajectory], network: &Network, start: Option<&Reference>) -> Result<()> {
         let values = self.is_ppo().then(|| ValueHead::of(&network.own)).transpose()?;
-        let old = !self.on_policy() || self.coded() || self.is_ppo() || self.is_rloo();
+        let old = !self.on_policy() || self.quantized() || self.is_ppo() || self.is_rloo();
         let phase = progress::phase("reading answers", kept.len(), "answers");
         for kept in kept.chunks_mut(self.recipe.train.batch_size) {
             phase.advance(kept.len() as u64)?;
@@ -182,7 +182,7 @@ impl<'a> AdvantageComputer<'a> {
     /// Completes `kept` after `read`: importance ratios to the sampling log-probabilities `[T]` (if the sampling
     /// weights were quantized), advantages from the rewards, returns. `finished`: the answer ended with a stop token.
     pub fn teach(&mut self, kept: &mut [Trajectory], totals: &[f64], finished: &[bool], sampling: &[&[f32]]) {
-        if self.coded() {
+        if self.quantized() {
             self.correct(kept, sampling);
         }
         if self.is_ppo() {

@@ -14,7 +14,7 @@ use crate::base::{Error, Result, progress};
 use crate::data::Batch;
 use crate::data::prompts::Prompt;
 use crate::engine::Engine;
-use crate::generate::{self, Answer, CodedCopy, Formats, Limits, Request};
+use crate::generate::{self, Answer, Formats, Limits, QuantizedCopy, Request};
 use crate::quant::Format;
 use crate::recipe::{Method, ModelInit, Recipe, RolloutWeights};
 use crate::rlhf::advantage::moments;
@@ -41,7 +41,7 @@ struct Rollouts<'a> {
     reference: Option<Reference>,
     advantages: AdvantageComputer<'a>,
     /// Quantized copy of the weights for sampling, if the recipe asks for one.
-    coded: Option<CodedCopy>,
+    quantized: Option<QuantizedCopy>,
     /// The current rollout.
     rollout_buffer: RolloutBuffer,
     metrics: Vec<(&'static str, f64)>,
@@ -74,7 +74,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
             rewards,
             reference,
             advantages,
-            coded: None,
+            quantized: None,
             rollout_buffer: RolloutBuffer::default(),
             metrics: Vec::new(),
             samples: Vec::new(),
@@ -149,13 +149,13 @@ impl Rollouts<'_> {
             RolloutWeights::Int8 => Format::Int8 { group: 0 },
             RolloutWeights::Int4 => Format::Int4 { group: 64 },
         };
-        let copy = match &mut self.coded {
+        let copy = match &mut self.quantized {
             Some(copy) => {
                 let same = base_is_frozen(self.recipe);
                 copy.refresh(&engine.network, &|_| !same)?;
                 copy
             }
-            none => none.insert(CodedCopy::new(&engine.network, Formats::of(format))?),
+            none => none.insert(QuantizedCopy::new(&engine.network, Formats::of(format))?),
         };
         generate::rollout(&*copy, requests, &settings)
     }

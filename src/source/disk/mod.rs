@@ -80,7 +80,7 @@ struct Shared {
     groups: BTreeMap<Group, Vec<usize>>,
     files: Files,
     /// Parameters that are quantized while they are frozen.
-    coded: BTreeMap<Arc<str>, Format>,
+    quantized: BTreeMap<Arc<str>, Format>,
     dtype: DType,
     device: Device,
     /// Parameters in memory: the active ones, and those that are always held.
@@ -127,16 +127,16 @@ impl Disk {
             .map(|p| p.name.clone())
             .collect();
         let mut files = Files::new(weights, options.dtype, &options.trained)?;
-        let coded = options.storage.coded().clone();
-        if !coded.is_empty() {
-            let formats = params.iter().filter_map(|p| Some((p, *coded.get(&p.name)?)));
+        let quantized = options.storage.quantized().clone();
+        if !quantized.is_empty() {
+            let formats = params.iter().filter_map(|p| Some((p, *quantized.get(&p.name)?)));
             files.make_codes(&formats.collect::<Vec<_>>(), &options.codes)?;
         }
         let shared = Arc::new(Shared {
             params,
             groups,
             files,
-            coded,
+            quantized,
             dtype: match options.dtype {
                 Dtype::F32 => DType::F32,
                 Dtype::Bf16 => DType::BF16,
@@ -234,7 +234,7 @@ impl Load for Layers {
         let held = self.0.held().clone();
         for (i, p) in self.0.members(group)?.enumerate() {
             let fits = buffers.get(&i).is_some_and(|t| t.dims() == p.shape);
-            let needs = !held.contains_key(&p.name) && !self.0.coded.contains_key(&p.name);
+            let needs = !held.contains_key(&p.name) && !self.0.quantized.contains_key(&p.name);
             if !fits && needs {
                 buffers.insert(i, self.0.zeros(&p.shape)?);
             }
@@ -246,10 +246,10 @@ impl Load for Layers {
         let held = self.0.held().clone();
         let mut weights = GroupWeights::default();
         for (i, p) in self.0.members(group)?.enumerate() {
-            let weight: Weight = match (held.get(&p.name), self.0.coded.get(&p.name), buffers.get(&i)) {
+            let weight: Weight = match (held.get(&p.name), self.0.quantized.get(&p.name), buffers.get(&i)) {
                 (Some(held), ..) => held.clone().into(),
                 // Quantized weights are read into new memory: they are never updated in place.
-                (None, Some(format), _) => self.0.files.coded(p, *format)?.into(),
+                (None, Some(format), _) => self.0.files.quantized(p, *format)?.into(),
                 (None, None, Some(buffer)) => {
                     self.0.files.fill(&p.name, 0, buffer)?;
                     buffer.clone().into()
@@ -419,7 +419,7 @@ impl LayerSource for Disk {
                     weight,
                     low: low.take_low(&name),
                 };
-                let codes = match self.shared.coded.get(&name) {
+                let codes = match self.shared.quantized.get(&name) {
                     Some(format) => {
                         let param = self.shared.param(&name)?;
                         let (codes, error) = requantize(&exact.values()?, param, *format, self.options.dtype)?;
@@ -451,7 +451,7 @@ impl LayerSource for Disk {
     fn restore(&self, name: &str, saved: &Weights, _: &mut dyn MasterLowBits) -> Result<()> {
         let param = self.shared.param(name)?;
         saved.require(name, &[param.elements()])?;
-        let format = self.shared.coded.get(name).copied();
+        let format = self.shared.quantized.get(name).copied();
         self.shared.files.restore(param, format, saved, &self.shared.device)?;
         if let Some(held) = self.held(name) {
             self.shared.files.fill(name, 0, &held)?;

@@ -6,7 +6,7 @@ use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{TensorPlan, Values, write_file};
 use crate::ops::update;
-use crate::quant::{Coded, Format};
+use crate::quant::{Format, QMatrix};
 use crate::recipe::Dtype;
 use crate::source::turns::{Exact, encode};
 use crate::source::{Numbers, NumbersSink, ParamInfo};
@@ -47,7 +47,7 @@ impl Files {
             }));
         }
         let mut params = params.iter();
-        let mut now: Option<(String, Coded)> = None;
+        let mut now: Option<(String, QMatrix)> = None;
         write_file(file, &plans, &[], |plan, sink| {
             let (name, part) = plan.name.rsplit_once('#').unwrap_or((&plan.name, ""));
             if now.as_ref().is_none_or(|(n, _)| n != name) {
@@ -56,8 +56,8 @@ impl Files {
                     now = Some((name.to_string(), self.code(p, *format)?));
                 }
             }
-            let Some((_, coded)) = &now else { return Ok(()) };
-            match coded.parts().iter().find(|p| p.name == part) {
+            let Some((_, quantized)) = &now else { return Ok(()) };
+            match quantized.parts().iter().find(|p| p.name == part) {
                 Some(part) => sink(Values::Raw(&part.bytes)),
                 None => Ok(()),
             }
@@ -68,7 +68,7 @@ impl Files {
     }
 
     /// Quantizes one weight of the checkpoint.
-    fn code(&self, p: &ParamInfo, format: Format) -> Result<Coded> {
+    fn code(&self, p: &ParamInfo, format: Format) -> Result<QMatrix> {
         // Reading bf16 halves the temporary memory; the quantized data is the same.
         if self.weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) {
             let mut values = vec![bf16::ZERO; p.elements()];
@@ -81,7 +81,7 @@ impl Files {
     }
 
     /// Reads a quantized weight.
-    pub fn coded(&self, p: &ParamInfo, format: Format) -> Result<Coded> {
+    pub fn quantized(&self, p: &ParamInfo, format: Format) -> Result<QMatrix> {
         let trained = self.store.open(&p.name)?;
         let (file, first) = match (&trained, &self.codes) {
             (Some(file), _) => (file, CODES),
@@ -91,7 +91,7 @@ impl Files {
         let &[rows, columns] = p.shape.as_slice() else {
             return Err(Error::new("only a matrix can be stored as codes").at(&*p.name));
         };
-        Coded::from_parts(format, (rows, columns), self.dtype, |part| {
+        QMatrix::from_parts(format, (rows, columns), self.dtype, |part| {
             let name = part_name(first, part);
             let count = file.info(&name).map_or(0, |i| i.count());
             let mut bytes = vec![0u8; count];
@@ -149,7 +149,7 @@ impl Files {
     }
 
     /// Stores a trained parameter.
-    pub fn write(&self, name: &str, exact: &Exact, codes: Option<&Coded>) -> Result<()> {
+    pub fn write(&self, name: &str, exact: &Exact, codes: Option<&QMatrix>) -> Result<()> {
         exact.send(&mut |numbers| self.store.write(name, numbers, codes))
     }
 

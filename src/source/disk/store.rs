@@ -9,7 +9,7 @@ use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{TensorPlan, Values, write_file};
 use crate::ops::master;
-use crate::quant::Coded;
+use crate::quant::QMatrix;
 use crate::recipe::Dtype;
 use crate::source::Numbers;
 use half::bf16;
@@ -56,12 +56,12 @@ impl Store {
     }
 
     /// Stores all elements of a parameter, and its quantized data if it is stored quantized.
-    pub fn write(&self, name: &str, numbers: Numbers, codes: Option<&Coded>) -> Result<()> {
+    pub fn write(&self, name: &str, numbers: Numbers, codes: Option<&QMatrix>) -> Result<()> {
         let (count, dtype, low) = match numbers {
             Numbers::F32(v) => (v.len(), StoredDtype::F32, None),
             Numbers::Bf16(v, low) => (v.len(), StoredDtype::Bf16, low),
         };
-        let parts = codes.map(Coded::parts).unwrap_or_default();
+        let parts = codes.map(QMatrix::parts).unwrap_or_default();
         let mut plans = plans(count, dtype, low.is_some());
         plans.extend(parts.iter().map(|part| TensorPlan {
             name: part_name(CODES, part.name),

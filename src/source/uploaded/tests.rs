@@ -150,7 +150,7 @@ fn codes_travel_as_they_are() {
         Format::Nf4 { double: true },
     ] {
         let storage = move |p: &ParamInfo| match &*p.name {
-            NAME => Storage::Coded(format, Dtype::F32),
+            NAME => Storage::Quantized(format, Dtype::F32),
             _ => Storage::Dense(Dtype::F32),
         };
         let make = || {

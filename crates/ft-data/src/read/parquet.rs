@@ -1,7 +1,7 @@
 //! Reads parquet with the record interface: nested lists and structs become JSON values.
 
 use super::{Each, Place, Row};
-use ft_base::{Error, Result, caught, progress};
+use ft_base::{Error, Result, catch_panic, progress};
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::{Field, Row as Record};
 use serde_json::{Map, Number, Value};
@@ -43,7 +43,7 @@ fn guarded<T>(place: &str, f: impl FnOnce() -> parquet::errors::Result<T>) -> Re
             .at(place)
             .hint("check that the file is whole, or convert it to .jsonl")
     };
-    match caught(f) {
+    match catch_panic(f) {
         Some(result) => result.map_err(|e| broken().cause(e)),
         None => Err(broken().cause("the decoder met a type or a value that it cannot read")),
     }

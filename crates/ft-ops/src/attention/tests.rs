@@ -123,12 +123,12 @@ fn cases() -> Vec<(Spec, Vec<usize>)> {
 }
 
 /// Returns the allowed error, relative to the largest value: with AMX operands have eight bits.
-fn tolerance(path: Path, spec: &Spec) -> f32 {
+fn tolerance(path: CpuBackend, spec: &Spec) -> f32 {
     if path.rounds(spec.rounding()) { 1e-2 } else { 1e-5 }
 }
 
 /// Returns every path, with a model in f32 and one in bf16.
-fn paths() -> impl Iterator<Item = (Path, bool)> {
+fn paths() -> impl Iterator<Item = (CpuBackend, bool)> {
     testable().into_iter().flat_map(|path| [(path, false), (path, true)])
 }
 

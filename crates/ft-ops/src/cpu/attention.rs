@@ -2,8 +2,8 @@
 //! key head, so that keys and values are packed once for all of them.
 
 use super::math::{LANES, exp, fma, sum_lanes, tanh, vectorized};
-use super::product::inside::{Inside, Place, Side, UNIT, friendly};
-use super::product::{Matrix, Path};
+use super::product::inside::{Inside, OutputTile, Side, UNIT, friendly};
+use super::product::{CpuBackend, Matrix};
 use super::{LINE, Shared, with_scratch};
 use crate::attention::Spec;
 use rayon::prelude::*;
@@ -149,7 +149,7 @@ fn tasks(spec: &Spec, q_documents: &[usize], k_documents: &[usize]) -> Vec<Task>
 
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn forward(
-    path: Path,
+    path: CpuBackend,
     q: &[f32],
     k: &[f32],
     v: &[f32],
@@ -168,7 +168,7 @@ pub(crate) fn forward(
 }
 
 #[allow(clippy::too_many_arguments)]
-fn run(path: Path, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: &Task, o: Shared, lse: Shared) {
+fn run(path: CpuBackend, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: &Task, o: Shared, lse: Shared) {
     let e = spec.head_dim;
     let (q_width, k_width) = (spec.heads * e, spec.kv_heads * e);
     let inside = Inside::of(path, spec.rounding());
@@ -186,15 +186,15 @@ fn run(path: Path, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: &Task, o:
         let mut scratch = Cutter(scratch);
         let [laid_k, laid_v, laid_q, laid_p, scores] = rooms.map(|room| scratch.take(room));
         let at = low * k_width + task.kv_head * e;
-        let k = inside.lay(Side::B, Matrix::vectors(&k[at..], k_width), (keys, e), laid_k);
-        let v = inside.lay(Side::B, Matrix::steps(&v[at..], k_width), (e, keys), laid_v);
+        let k = inside.pack_operand(Side::B, Matrix::vectors(&k[at..], k_width), (keys, e), laid_k);
+        let v = inside.pack_operand(Side::B, Matrix::steps(&v[at..], k_width), (e, keys), laid_v);
         for b in blocks {
             let stride = friendly(b.keys);
             for head in task.heads.clone() {
                 let at = b.query * q_width + head * e;
                 let rows = Matrix::vectors(&q[at..], q_width);
-                let q = inside.lay(Side::A, rows, (b.queries, e), laid_q);
-                let to = Place {
+                let q = inside.pack_operand(Side::A, rows, (b.queries, e), laid_q);
+                let to = OutputTile {
                     c: Shared::new(scores),
                     at: 0,
                     stride,
@@ -213,8 +213,8 @@ fn run(path: Path, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: &Task, o:
                     unsafe { *lse.at((b.query + i) * spec.heads + head) = max + sum.ln() };
                 }
                 let own = Matrix::vectors(&*scores, stride);
-                let p = inside.lay(Side::Own, own, (b.queries, b.keys), laid_p);
-                let to = Place {
+                let p = inside.pack_operand(Side::Own, own, (b.queries, b.keys), laid_p);
+                let to = OutputTile {
                     c: o,
                     at,
                     stride: q_width,

@@ -2,8 +2,8 @@
 
 use super::attention::{BLOCKS, Block, Cutter, Document, QUERIES, keys_of};
 use super::math::{add_slice, dot, exp, fma, tanh, vectorized};
-use super::product::inside::{Inside, Laid, Place, Side, friendly};
-use super::product::{Matrix, Path};
+use super::product::inside::{Inside, OutputTile, PackedOperand, Side, friendly};
+use super::product::{CpuBackend, Matrix};
 use super::{Shared, with_scratch};
 use crate::attention::Spec;
 use rayon::prelude::*;
@@ -23,7 +23,7 @@ pub(crate) struct Saved<'a> {
 
 /// Computes dq, dk, dv.
 pub(crate) fn backward(
-    path: Path,
+    path: CpuBackend,
     saved: &Saved<'_>,
     spec: &Spec,
     documents: &[usize],
@@ -81,9 +81,9 @@ struct Keys<'a> {
     /// First key, counted over all documents.
     low: usize,
     /// K for the scores, K for dq, V for the gradients of the probabilities.
-    scores: Laid<'a>,
-    dq: Laid<'a>,
-    values: Laid<'a>,
+    scores: PackedOperand<'a>,
+    dq: PackedOperand<'a>,
+    values: PackedOperand<'a>,
 }
 
 /// Runs a few blocks, for the query heads of one part of a key head.
@@ -107,9 +107,9 @@ fn run(
         let across = |values| Matrix::vectors(values, k_width);
         let keys = Keys {
             low,
-            scores: inside.lay(Side::B, across(&saved.k[at..]), (keys, e), scores),
-            dq: inside.lay(Side::B, Matrix::steps(&saved.k[at..], k_width), (e, keys), dq),
-            values: inside.lay(Side::B, across(&saved.v[at..]), (keys, e), values),
+            scores: inside.pack_operand(Side::B, across(&saved.k[at..]), (keys, e), scores),
+            dq: inside.pack_operand(Side::B, Matrix::steps(&saved.k[at..], k_width), (e, keys), dq),
+            values: inside.pack_operand(Side::B, across(&saved.v[at..]), (keys, e), values),
         };
         let heads = spec.heads / spec.kv_heads / out.parts;
         for head in part * heads..(part + 1) * heads {
@@ -165,10 +165,10 @@ fn block_backward(
     let mut scratch = Cutter(scratch);
     let [rows, columns, p, ds, laid] = block_rooms(inside, e, b.keys).map(|room| scratch.take(room));
     // Computes `scores [queries, keys]` = rows of a head · packed keys.
-    let mut score = |scores: &mut [f32], from: &[f32], keys: Laid| {
+    let mut score = |scores: &mut [f32], from: &[f32], keys: PackedOperand| {
         let from = Matrix::vectors(&from[at_q..], q_width);
-        let a = inside.lay(Side::A, from, (b.queries, e), rows);
-        let to = Place {
+        let a = inside.pack_operand(Side::A, from, (b.queries, e), rows);
+        let to = OutputTile {
             c: Shared::new(scores),
             at: 0,
             stride,
@@ -192,13 +192,13 @@ fn block_backward(
         let cap = spec.softcap.unwrap_or(0.0);
         softmax_backward(&mut p[seen.clone()], &mut ds[seen], lse, delta, spec.scale, cap);
     }
-    let a = inside.lay(
+    let a = inside.pack_operand(
         Side::Own,
         Matrix::vectors(&*ds, stride),
         (b.queries, b.keys),
         &mut *laid,
     );
-    let to = Place {
+    let to = OutputTile {
         c: out.dq,
         at: at_q,
         stride: q_width,
@@ -209,10 +209,10 @@ fn block_backward(
     // Computes `dst [keys, E] += scores [queries, keys]ᵀ · rows of a head`.
     let mut add = |dst: Shared, scores: &[f32], from: &[f32]| {
         let from = Matrix::steps(&from[at_q..], q_width);
-        let rows = inside.lay(Side::B, from, (e, b.queries), columns);
+        let rows = inside.pack_operand(Side::B, from, (e, b.queries), columns);
         let turned = Matrix::steps(scores, stride);
-        let a = inside.lay(Side::Own, turned, (b.keys, b.queries), &mut *laid);
-        let to = Place {
+        let a = inside.pack_operand(Side::Own, turned, (b.keys, b.queries), &mut *laid);
+        let to = OutputTile {
             c: dst,
             at: at_part,
             stride: part_width,

@@ -5,7 +5,7 @@
 //! end (as in the online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867, but in a fixed order).
 
 use super::math::{LANES, exp, fma, sum_lanes, tanh, vectorized};
-use super::product::{Matrix, Start, WeightRows, product};
+use super::product::{CInit, Matrix, WeightRows, product};
 use super::storage::{Values, unwritten};
 use rayon::prelude::*;
 
@@ -175,7 +175,7 @@ pub(super) fn multiply(h: &[f32], head: WeightRows<'_>, (count, width, d): (usiz
     product(
         (count, width, d),
         logits,
-        Start::Zero,
+        CInit::Zero,
         Matrix::vectors(Values::F32(h), d),
         head.forward(),
         head.rounding(),
@@ -193,7 +193,7 @@ pub(super) fn back(
     product(
         (count, d, width),
         dh,
-        if first == 0 { Start::Zero } else { Start::C },
+        if first == 0 { CInit::Zero } else { CInit::C },
         Matrix::vectors(Values::F32(dlogits), width),
         head.backward(),
         head.rounding(),
@@ -244,7 +244,7 @@ pub(crate) fn run(
                 product(
                     (width, d, count),
                     &mut dw[first * d..][..width * d],
-                    Start::C,
+                    CInit::C,
                     Matrix::steps(Values::F32(logits), width),
                     Matrix::steps(Values::F32(gathered), d),
                     job.head.rounding(),

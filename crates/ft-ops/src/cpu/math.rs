@@ -11,13 +11,13 @@ macro_rules! vectorized {
                 fn avx512($($arg: $ty),*) $(-> $ret)? { $body::<true>($($arg),*) }
                 #[target_feature(enable = "avx2,fma")]
                 fn avx2($($arg: $ty),*) $(-> $ret)? { $body::<true>($($arg),*) }
-                use $crate::cpu::product::Path;
-                match Path::current() {
-                    // SAFETY: `Path` detected these instructions on this machine.
-                    Path::Amx | Path::Dots | Path::Avx512 => unsafe { avx512($($arg),*) },
+                use $crate::cpu::product::CpuBackend;
+                match CpuBackend::current() {
+                    // SAFETY: `CpuBackend` detected these instructions on this machine.
+                    CpuBackend::Amx | CpuBackend::Avx512Bf16 | CpuBackend::Avx512 => unsafe { avx512($($arg),*) },
                     // SAFETY: as above.
-                    Path::Avx2 => unsafe { avx2($($arg),*) },
-                    Path::Portable => $body::<false>($($arg),*),
+                    CpuBackend::Avx2 => unsafe { avx2($($arg),*) },
+                    CpuBackend::Portable => $body::<false>($($arg),*),
                 }
             }
             #[cfg(not(target_arch = "x86_64"))]

@@ -5,7 +5,7 @@
 use super::{Options, Output, PIECE, Sum, check, cpu};
 use crate::cpu::storage::{expect_dims, floats, tensor};
 use crate::prepacked::Dense;
-use crate::tally::Tally;
+use crate::step_stats::StepStats;
 use candle_core::Tensor;
 use ft_base::{Error, Result};
 
@@ -51,11 +51,17 @@ impl Pieces<'_> {
 
 /// As `forward_backward`, or as `forward_only` if no gradient is requested; on the CPU with the same bits. The
 /// gradient of the head is not available: a head that trains must be in memory as a whole.
-pub fn streamed(h: &Tensor, head: &Pieces, targets: &[u32], options: &Options, tally: &Tally) -> Result<Output> {
-    on_gpu!(h, gpu::streamed(h, head, targets, options, tally));
+pub fn streamed(
+    h: &Tensor,
+    head: &Pieces,
+    targets: &[u32],
+    options: &Options,
+    step_stats: &StepStats,
+) -> Result<Output> {
+    on_gpu!(h, gpu::streamed(h, head, targets, options, step_stats));
     let mut sum = Sum::default();
     let dh = rows(h, head, targets, options, &mut |_, row| sum.add(row))?;
-    tally.add(sum.sums());
+    step_stats.add(sum.sums());
     Ok(Output {
         trained: sum.trained,
         dh,
@@ -136,10 +142,10 @@ pub(super) mod gpu {
         head: &Pieces,
         targets: &[u32],
         options: &Options,
-        tally: &Tally,
+        step_stats: &StepStats,
     ) -> Result<Output> {
         let trained = head.trained_rows(h, targets, options)?;
-        let totals = tally
+        let totals = step_stats
             .losses()?
             .ok_or_else(|| Error::new("the sums of a step do not lie on the GPU"))?;
         let job = Job {
@@ -230,7 +236,7 @@ mod tests {
                         need_dw: false,
                         weights: Some(&factors),
                     };
-                    let (a, b, c, e) = (tally(), tally(), tally(), tally());
+                    let (a, b, c, e) = (step_stats(), step_stats(), step_stats(), step_stats());
                     let whole = forward_backward(&h, &weight, &targets, &options, &a).unwrap();
                     let parts = streamed(&h, &head, &targets, &options, &b).unwrap();
                     assert_eq!(a.read().unwrap(), b.read().unwrap());
@@ -249,8 +255,8 @@ mod tests {
         }
     }
 
-    fn tally() -> Tally {
-        Tally::new(&Device::Cpu).unwrap()
+    fn step_stats() -> StepStats {
+        StepStats::new(&Device::Cpu).unwrap()
     }
 
     #[test]
@@ -272,16 +278,16 @@ mod tests {
             weights: None,
         };
         let targets = [IGNORE; 3];
-        let out = streamed(&h, &head, &targets, &options, &tally()).unwrap();
+        let out = streamed(&h, &head, &targets, &options, &step_stats()).unwrap();
         assert!(out.trained == 0 && flat(&out.dh.unwrap()).iter().all(|x| *x == 0.0));
-        assert!(streamed(&h, &head, &[0, PIECE as u32 + 5, 1], &options, &tally()).is_err());
+        assert!(streamed(&h, &head, &[0, PIECE as u32 + 5, 1], &options, &step_stats()).is_err());
         options.need_dw = true;
-        assert!(streamed(&h, &head, &targets, &options, &tally()).is_err());
+        assert!(streamed(&h, &head, &targets, &options, &step_stats()).is_err());
         options.need_dw = false;
         head.rows_of_part = PIECE / 2;
-        assert!(streamed(&h, &head, &targets, &options, &tally()).is_err());
+        assert!(streamed(&h, &head, &targets, &options, &step_stats()).is_err());
         head.rows_of_part = PIECE;
         head.width = 5;
-        assert!(streamed(&h, &head, &targets, &options, &tally()).is_err());
+        assert!(streamed(&h, &head, &targets, &options, &step_stats()).is_err());
     }
 }

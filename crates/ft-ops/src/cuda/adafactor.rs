@@ -4,7 +4,7 @@
 
 use super::reduce::SHARE;
 use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
-use crate::step::{Gate, Item, Moment, Precision};
+use crate::step::{FoundInf, Item, Moment, Precision};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
@@ -14,7 +14,7 @@ const STRIPES: usize = 128;
 const THREADS: usize = 256;
 
 /// Updates the parameters in place.
-pub(crate) fn run(items: &[Item], coefficient: f32, gate: Gate) -> Result<()> {
+pub(crate) fn run(items: &[Item], coefficient: f32, gate: FoundInf) -> Result<()> {
     let scalar = |t: Option<&Tensor>, dtype| t.map_or(Ok(0), |t| address_of(t, "a number of an optimizer step", dtype));
     let finite = [
         Arg::Address(scalar(gate.finite, DType::F64)?),

@@ -5,7 +5,7 @@
 
 use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned, elementwise, narrow};
 use crate::attention::Spec;
-use crate::tiles::{Documents, Join, Tile, Tiles};
+use crate::tiles::{AttentionTile, Documents, Join, Tiles};
 use candle_core::cuda::DeviceId;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::cuda::cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as MOST_SHARED;
@@ -267,7 +267,7 @@ fn decode(gpu: &Gpu, inputs: [Arg; 3], outputs: [Arg; 2], spec: &Spec, documents
 impl Tiles {
     /// Uploads the list; returns the tensor, its address and its length.
     fn upload(&self, gpu: &Gpu) -> Result<(Tensor, u64, usize)> {
-        let list = upload(gpu, self.0.iter().map(Tile::numbers))?;
+        let list = upload(gpu, self.0.iter().map(AttentionTile::numbers))?;
         let place = address(&list, "a list of tiles")?;
         Ok((list, place, self.0.len()))
     }

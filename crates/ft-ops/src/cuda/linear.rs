@@ -3,7 +3,7 @@
 use super::elementwise::cast;
 use super::gemm::{Matrix, gemm};
 use super::{Arg, Gpu, Grid, Kind, address, address_of, columns};
-use crate::coded::TILE;
+use crate::quantized::TILE;
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 pub(crate) mod adafactor;
 pub(crate) mod attention;
-pub(crate) mod coded;
+pub(crate) mod quantized;
 mod columns;
 pub(crate) mod cross_entropy;
 pub(crate) mod cross_entropy_parts;
@@ -28,7 +28,7 @@ pub(crate) mod gemm;
 pub(crate) mod glu;
 pub(crate) mod linear;
 pub(crate) mod memory;
-pub(crate) mod part;
+pub(crate) mod index_subset;
 pub(crate) mod reduce;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;

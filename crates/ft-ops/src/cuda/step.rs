@@ -6,7 +6,7 @@ use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
 use crate::cpu::step::code::{SIGNED, UNSIGNED};
 use crate::cpu::step::rules::Adamw;
 use crate::master;
-use crate::step::{BLOCK, Gate, Item, Moment, Precision, Rule};
+use crate::step::{BLOCK, FoundInf, Item, Moment, Precision, Rule};
 use candle_core::cuda::DeviceId;
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
@@ -48,22 +48,22 @@ fn plan(rule: Rule) -> Result<(&'static str, [f32; 3], (bool, bool))> {
 }
 
 /// Updates the parameters in place.
-pub(crate) fn run(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> Result<()> {
+pub(crate) fn run(rule: Rule, items: &[Item], coefficient: f32, gate: FoundInf) -> Result<()> {
     if rule == Rule::Adafactor {
         return super::adafactor::run(items, coefficient, gate);
     }
     // 8-bit states use separate kernels.
-    let (coded, plain): (Vec<Item>, Vec<Item>) = items.iter().copied().partition(is_coded);
+    let (quantized, plain): (Vec<Item>, Vec<Item>) = items.iter().copied().partition(is_quantized);
     run_alike(rule, &plain, coefficient, gate)?;
-    run_alike(rule, &coded, coefficient, gate)
+    run_alike(rule, &quantized, coefficient, gate)
 }
 
-fn is_coded(item: &Item) -> bool {
+fn is_quantized(item: &Item) -> bool {
     matches!(item.first, Some(Moment::Int8 { .. }))
 }
 
 /// Updates parameters that all have 8-bit states, or all none.
-fn run_alike(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> Result<()> {
+fn run_alike(rule: Rule, items: &[Item], coefficient: f32, gate: FoundInf) -> Result<()> {
     let mut rest = items;
     while let Some(first) = rest.first() {
         // Takes as many parameters as share at most GROUPS triples of numbers.
@@ -90,7 +90,7 @@ fn run_alike(rule: Rule, items: &[Item], coefficient: f32, gate: Gate) -> Result
     Ok(())
 }
 
-fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficient: f32, gate: Gate) -> Result<()> {
+fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficient: f32, gate: FoundInf) -> Result<()> {
     let (kernel, [b1, b2, eps], moments) = plan(rule)?;
     let mut shares = Shares::default();
     let mut table = Vec::with_capacity(80 * items.len());
@@ -106,7 +106,7 @@ fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficien
     let common = [b1, b2, eps, coefficient];
     let mut numbers = [[0f32; 3]; GROUPS];
     numbers[..groups.len()].copy_from_slice(groups);
-    let (kernel, tables) = match items.iter().any(is_coded) {
+    let (kernel, tables) = match items.iter().any(is_quantized) {
         true => (format!("{kernel}_codes"), code_tables(gpu)?),
         false => (kernel.to_string(), 0),
     };
@@ -168,8 +168,8 @@ fn entry(item: &Item, moments: (bool, bool), group: usize, shares: &mut Shares, 
     };
     let (first, first_scales) = state(item.first, "a first moment")?;
     let (second, second_scales) = state(item.second, "a second moment")?;
-    let coded = is_coded(item);
-    if (first_scales != 0) != coded || (second_scales != 0) != (coded && second != 0) {
+    let quantized = is_quantized(item);
+    if (first_scales != 0) != quantized || (second_scales != 0) != (quantized && second != 0) {
         return Err(wrong("moments of different types"));
     }
     let places = [

@@ -48,16 +48,16 @@ impl Drop for Arriving {
 }
 
 /// A tensor that is offloaded to the host, or on the way there.
-pub(crate) struct Parked {
+pub(crate) struct Offloaded {
     host: Option<Pinned>,
     shape: Vec<usize>,
     dtype: DType,
-    /// The tensor on the GPU, until `let_go` releases it.
+    /// The tensor on the GPU, until `release` releases it.
     leaving: Option<Tensor>,
     done: CudaEvent,
 }
 
-impl Drop for Parked {
+impl Drop for Offloaded {
     fn drop(&mut self) {
         // The copy must not write to pinned memory that is freed.
         if self.host.is_some() {
@@ -180,7 +180,7 @@ impl Copier {
     }
 
     /// Starts the offload of a tensor to the host.
-    pub fn park(&self, tensor: Tensor) -> Result<Parked> {
+    pub fn park(&self, tensor: Tensor) -> Result<Offloaded> {
         let from = address(&tensor, "a tensor that is parked")?;
         let len = tensor.elem_count() * tensor.dtype().size_in_bytes();
         let mut host = self.pinned(len)?;
@@ -190,7 +190,7 @@ impl Copier {
         // SAFETY: `to` has space for the bytes of the tensor; both live until `done`.
         unsafe { result::memcpy_dtoh_async(&mut to[..len], from, self.stream.cu_stream()) }.map_err(failed)?;
         let done = self.stream.record_event(None).map_err(failed)?;
-        Ok(Parked {
+        Ok(Offloaded {
             host: Some(host),
             shape: tensor.dims().to_vec(),
             dtype: tensor.dtype(),
@@ -199,7 +199,7 @@ impl Copier {
         })
     }
 
-    pub fn let_go(&self, parked: &mut Parked) -> Result<()> {
+    pub fn release(&self, parked: &mut Offloaded) -> Result<()> {
         if let Some(tensor) = parked.leaving.take() {
             self.gpu.device().cuda_stream().wait(&parked.done).map_err(failed)?;
             drop(tensor);
@@ -208,8 +208,8 @@ impl Copier {
     }
 
     /// Starts the copy of an offloaded tensor back to the GPU.
-    pub fn fetch(&self, mut parked: Parked) -> Result<Arriving> {
-        self.let_go(&mut parked)?;
+    pub fn fetch(&self, mut parked: Offloaded) -> Result<Arriving> {
+        self.release(&mut parked)?;
         let Some(host) = parked.host.take() else {
             return Err(Error::new("a parked tensor was fetched twice"));
         };

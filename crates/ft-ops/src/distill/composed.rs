@@ -6,7 +6,7 @@
 
 use super::{Matrix, Options, Output, Side, Teacher, TopK, cpu};
 use crate::linear;
-use crate::tally::{Sums, Tally};
+use crate::step_stats::{StepStats, StepSums};
 use crate::update::to_f32_vec;
 use candle_core::{D, DType, Tensor};
 use ft_base::{Error, Result};
@@ -167,7 +167,7 @@ pub(super) fn forward_backward(
     trained: &[usize],
     common: usize,
     options: &Options,
-    tally: &Tally,
+    step_stats: &StepStats,
 ) -> Result<Output> {
     let own = Here::new(student)?;
     let theirs = match teacher {
@@ -191,7 +191,7 @@ pub(super) fn forward_backward(
             .then(|| Tensor::zeros((v, d), DType::F32, device))
             .transpose()?,
     };
-    let (mut sums, mut gradients) = (Sums::default(), Vec::new());
+    let (mut sums, mut gradients) = (StepSums::default(), Vec::new());
     let chunk = options.chunk.max(1);
     for (index, tokens) in trained.chunks(chunk).enumerate() {
         let (c, first) = (tokens.len(), index * chunk);
@@ -252,7 +252,7 @@ pub(super) fn forward_backward(
             gradients.push(linear::backward_input(&g, own.head)?);
         }
     }
-    tally.add(sums);
+    step_stats.add(sums);
     if options.need_dh {
         // A row of zeros is the gradient of all tokens that are not trained.
         gradients.push(Tensor::zeros((1, d), own.h.dtype(), device)?);

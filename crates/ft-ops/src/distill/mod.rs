@@ -20,7 +20,7 @@ use super::cpu::cross_entropy::PIECE;
 use super::cpu::distill as cpu;
 use super::cpu::storage::{dims2, expect_dims, expect_f32, floats, tensor};
 use super::cross_entropy::Pieces;
-use super::tally::{Sums, Tally};
+use super::step_stats::{StepStats, StepSums};
 use candle_core::Tensor;
 use ft_base::IGNORE;
 use ft_base::{Error, Result};
@@ -155,7 +155,7 @@ impl Side<'_> {
     }
 }
 
-/// Computes loss and gradients. Adds to `tally` the loss (not finite if a logit is not), and the number of tokens
+/// Computes loss and gradients. Adds to `step_stats` the loss (not finite if a logit is not), and the number of tokens
 /// whose target has the student's largest logit. On a GPU heads must be in memory as a whole.
 ///
 /// Errors: shapes that do not fit, targets outside the vocabulary, settings out of range, stored rows that do not
@@ -165,7 +165,7 @@ pub fn forward_backward(
     teacher: &Teacher,
     targets: &[u32],
     options: &Options,
-    tally: &Tally,
+    step_stats: &StepStats,
 ) -> Result<Output> {
     let n = targets.len();
     let (v, d) = student.check(n, "student")?;
@@ -183,7 +183,7 @@ pub fn forward_backward(
     };
     on_gpu!(
         student.h,
-        composed::forward_backward(student, teacher, targets, &trained, common, options, tally)
+        composed::forward_backward(student, teacher, targets, &trained, common, options, step_stats)
     );
     let terms = cpu::Terms {
         beta: options.beta,
@@ -218,7 +218,7 @@ pub fn forward_backward(
             }
         })?;
     }
-    tally.add(sum.sums);
+    step_stats.add(sum.sums);
     Ok(Output {
         trained: trained.len(),
         divergence: sum.divergence,
@@ -262,7 +262,7 @@ pub fn likeliest(
 
 #[derive(Default)]
 struct Sum {
-    sums: Sums,
+    sums: StepSums,
     divergence: f64,
     cross_entropy: f64,
 }

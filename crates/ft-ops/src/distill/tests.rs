@@ -22,8 +22,8 @@ fn options(beta: f32, temperature: f32, alpha: f32, chunk: usize) -> Options {
     }
 }
 
-fn tally() -> Tally {
-    Tally::new(&Device::Cpu).unwrap()
+fn step_stats() -> StepStats {
+    StepStats::new(&Device::Cpu).unwrap()
 }
 
 fn side<'a>(h: &'a Tensor, head: &'a Tensor, softcap: Option<f32>) -> Side<'a> {
@@ -110,7 +110,7 @@ fn matches_autograd() {
                 let grads = (&loss * 0.25).unwrap().backward().unwrap();
                 let own = side(&h, &head, cap);
                 let other = Teacher::Live(side(&teacher[0], &teacher[1], Some(3.0)));
-                let (sums, on_gpu) = (tally(), tally());
+                let (sums, on_gpu) = (step_stats(), step_stats());
                 let out = forward_backward(&own, &other, &targets, &o, &sums).unwrap();
                 let read = |t: &Tensor| t.to_scalar::<f32>().unwrap() as f64;
                 let near = |a: f64, b: f64| (a - b).abs() <= 2e-5 * b.abs().max(0.1);
@@ -143,16 +143,16 @@ fn composed_form(
     trained: &[usize],
     common: usize,
     o: &Options,
-    tally: &Tally,
+    step_stats: &StepStats,
 ) -> Output {
-    super::composed::forward_backward(own, other, targets, trained, common, o, tally).unwrap()
+    super::composed::forward_backward(own, other, targets, trained, common, o, step_stats).unwrap()
 }
 
 #[test]
 fn with_alpha_one_it_is_the_cross_entropy() {
     let (n, d, v) = (20, 16, 5000);
     let (h, head, targets) = (random((n, d), 1), random((v, d), 2), targets(n, v));
-    let (a, b) = (tally(), tally());
+    let (a, b) = (step_stats(), step_stats());
     let out = forward_backward(
         &side(&h, &head, None),
         &Teacher::Live(side(&h, &head, None)),
@@ -187,12 +187,19 @@ fn all_stored_ids_are_the_whole_teacher_and_fewer_say_less() {
     let teacher = side(&th, &thead, Some(4.0));
     for beta in BETAS {
         let o = options(beta, 1.5, 0.25, 5);
-        let whole = forward_backward(&side(&h, &head, None), &Teacher::Live(teacher), &targets, &o, &tally()).unwrap();
+        let whole = forward_backward(
+            &side(&h, &head, None),
+            &Teacher::Live(teacher),
+            &targets,
+            &o,
+            &step_stats(),
+        )
+        .unwrap();
         let mut last = 0.0;
         for k in [1, 40, 4149, vt] {
             let top = likeliest(&teacher, &targets, (vt, k), 1.5, 3).unwrap();
             let other = Teacher::Stored { top: &top, common: vt };
-            let out = forward_backward(&side(&h, &head, None), &other, &targets, &o, &tally()).unwrap();
+            let out = forward_backward(&side(&h, &head, None), &other, &targets, &o, &step_stats()).unwrap();
             assert!(
                 out.divergence >= last - 1e-5 && out.divergence <= whole.divergence + 1e-4,
                 "{beta} {k}"
@@ -203,7 +210,15 @@ fn all_stored_ids_are_the_whole_teacher_and_fewer_say_less() {
                 assert_close(out.dh.as_ref().unwrap(), whole.dh.as_ref().unwrap(), 1e-4);
             }
             let trained: Vec<usize> = (0..n).filter(|i| targets[*i] != IGNORE).collect();
-            let same = composed_form(&side(&h, &head, None), &other, &targets, &trained, vt, &o, &tally());
+            let same = composed_form(
+                &side(&h, &head, None),
+                &other,
+                &targets,
+                &trained,
+                vt,
+                &o,
+                &step_stats(),
+            );
             assert!((same.divergence - out.divergence).abs() < 2e-5 * out.divergence.max(0.1));
             assert_close(&same.dh.unwrap(), out.dh.as_ref().unwrap(), 5e-5);
             let found = super::composed::likeliest(&teacher, &trained, (vt, k), 1.5, 4).unwrap();
@@ -226,12 +241,12 @@ fn stored_rows_have_the_gradient_of_their_loss() {
             o.scale = 1.0;
             let other = Teacher::Stored { top: &top, common: v };
             let loss = |h: &Tensor| {
-                let sums = tally();
+                let sums = step_stats();
                 forward_backward(&side(h, &head, cap), &other, &targets, &o, &sums)?;
                 Ok(sums.read()?.loss)
             };
             let want = crate::oracle::differences(&h, 1e-2, loss);
-            let out = forward_backward(&side(&h, &head, cap), &other, &targets, &o, &tally()).unwrap();
+            let out = forward_backward(&side(&h, &head, cap), &other, &targets, &o, &step_stats()).unwrap();
             assert_close(&out.dh.unwrap(), &want, 2e-3);
         }
     }
@@ -307,7 +322,7 @@ fn heads_in_parts_give_the_bits_of_whole_heads() {
             for beta in [0.0, 0.3] {
                 let mut o = options(beta, 1.3, 0.4, 5);
                 o.need_dw = own_part.is_none();
-                let (a, b) = (tally(), tally());
+                let (a, b) = (step_stats(), step_stats());
                 let whole = (side(&h, &head, Some(3.0)), Teacher::Live(side(&th, &thead, None)));
                 let want = forward_backward(&whole.0, &whole.1, &targets, &o, &a).unwrap();
                 let got = forward_backward(&student, &Teacher::Live(teacher), &targets, &o, &b).unwrap();
@@ -344,7 +359,7 @@ fn same_bits_on_any_threads() {
                 &other,
                 &targets,
                 &options(0.5, 2.0, 0.5, 11),
-                &tally(),
+                &step_stats(),
             );
             let got = got.unwrap();
             out.push(Tensor::new(&[got.divergence as f32], &Device::Cpu).unwrap());
@@ -363,7 +378,7 @@ fn a_logit_that_is_not_finite_shows_in_the_loss() {
     for beta in BETAS {
         let o = options(beta, 2.0, 0.0, 2);
         let loss = |h: &Tensor, t: &Tensor, targets: &[u32]| {
-            let sums = tally();
+            let sums = step_stats();
             forward_backward(
                 &side(h, &head, None),
                 &Teacher::Live(side(t, &head, None)),
@@ -384,7 +399,7 @@ fn what_is_wrong_is_refused() {
     let (h, head) = (random((3, 4), 1), random((9, 4), 2));
     let (own, other) = (side(&h, &head, None), Teacher::Live(side(&h, &head, None)));
     let run = |own: &Side, other: &Teacher, targets: &[u32], o: Options| {
-        forward_backward(own, other, targets, &o, &tally()).map(|out| out.trained)
+        forward_backward(own, other, targets, &o, &step_stats()).map(|out| out.trained)
     };
     assert_eq!(run(&own, &other, &[IGNORE; 3], options(0.5, 1.0, 0.5, 2)).unwrap(), 0);
     assert!(run(&own, &other, &[9, 1, 1], options(0.5, 1.0, 0.5, 2)).is_err());

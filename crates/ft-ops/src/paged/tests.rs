@@ -43,7 +43,7 @@ fn specs() -> Vec<Spec> {
     narrow.chain(exact.iter().cloned()).collect()
 }
 
-fn form(spec: &Spec, stored: Stored) -> Form {
+fn form(spec: &Spec, stored: KvDtype) -> Form {
     Form {
         stored,
         kv_heads: spec.kv_heads,
@@ -52,7 +52,7 @@ fn form(spec: &Spec, stored: Stored) -> Form {
 }
 
 /// Stores the tokens of `k` and `v` in pages; a page ends early before each of `cuts`.
-fn pages(spec: &Spec, stored: Stored, k: &Tensor, v: &Tensor, cuts: &[usize]) -> Vec<Page> {
+fn pages(spec: &Spec, stored: KvDtype, k: &Tensor, v: &Tensor, cuts: &[usize]) -> Vec<Page> {
     let form = form(spec, stored);
     let (k, v) = (k.to_vec2::<f32>().unwrap(), v.to_vec2::<f32>().unwrap());
     let mut pages: Vec<Page> = Vec::new();
@@ -81,7 +81,7 @@ fn as_attention_on_tensors() {
             .windows(2)
             .map(|d| {
                 let rows = |t: &Tensor| t.narrow(0, d[0], d[1] - d[0]).unwrap();
-                pages(&spec, Stored::F32, &rows(&k), &rows(&v), &[3, 70])
+                pages(&spec, KvDtype::F32, &rows(&k), &rows(&v), &[3, 70])
             })
             .collect();
         let documents: Vec<Document> = all
@@ -116,7 +116,7 @@ fn as_attention_on_tensors() {
 #[test]
 fn cuts_and_neighbours_change_no_bit() {
     for spec in specs() {
-        for stored in [Stored::F32, Stored::Bf16, Stored::Int8] {
+        for stored in [KvDtype::F32, KvDtype::Bf16, KvDtype::Int8] {
             let q = random((100, spec.heads * spec.head_dim), 1);
             let (k, v) = keys(&spec, 200, 2);
             let run = |q: &Tensor, pages: &[Page]| {
@@ -156,11 +156,11 @@ fn attention_sees_what_is_stored_and_what_is_no_number_stays_so() {
             };
             attend(&q, &[document], spec).unwrap().0
         };
-        let exact = run(Stored::F32, &k, &v);
-        for stored in [Stored::Bf16, Stored::Int8] {
+        let exact = run(KvDtype::F32, &k, &v);
+        for stored in [KvDtype::Bf16, KvDtype::Int8] {
             let got = run(stored, &k, &v);
             let want = run(
-                Stored::F32,
+                KvDtype::F32,
                 &read_back(&k, spec.head_dim, stored),
                 &read_back(&v, spec.head_dim, stored),
             );
@@ -176,15 +176,15 @@ fn attention_sees_what_is_stored_and_what_is_no_number_stays_so() {
         }
     }
     let bytes = |stored| form(&specs()[2], stored).page_bytes();
-    assert_eq!(bytes(Stored::F32), 2 * 64 * 64 * 4);
-    assert_eq!(bytes(Stored::Bf16), 2 * 64 * 64 * 2);
-    assert_eq!(bytes(Stored::Int8), 2 * 64 * (64 + 4));
+    assert_eq!(bytes(KvDtype::F32), 2 * 64 * 64 * 4);
+    assert_eq!(bytes(KvDtype::Bf16), 2 * 64 * 64 * 2);
+    assert_eq!(bytes(KvDtype::Int8), 2 * 64 * (64 + 4));
 }
 
 #[test]
 fn a_page_can_be_cut_and_what_does_not_fit_is_an_error() {
     let spec = &specs()[0];
-    let (form, stored) = (form(spec, Stored::F32), Stored::F32);
+    let (form, stored) = (form(spec, KvDtype::F32), KvDtype::F32);
     let (k, v) = keys(spec, 30, 2);
     let q = random((1, 48), 1);
     let (mut long, short) = (

@@ -3,25 +3,25 @@
 //! values.
 
 use super::super::math::LANES;
-use crate::coded::{BLOCK, Codes, View};
+use crate::quantized::{BLOCK, QData, QMatrixView};
 use std::arch::x86_64::*;
 
 /// Largest number of vectors.
 pub(crate) const MOST: usize = 8;
 
 /// True if `dots` supports this weight: then every scale applies to whole steps of `BLOCK` columns.
-pub(crate) fn fits(view: &View<'_>) -> bool {
+pub(crate) fn fits(view: &QMatrixView<'_>) -> bool {
     let groups = match view.codes {
-        Codes::Int8 { group, .. } | Codes::Int4 { group, .. } => group % BLOCK == 0,
-        Codes::Nf4 { .. } => true,
+        QData::Int8 { group, .. } | QData::Int4 { group, .. } => group % BLOCK == 0,
+        QData::Nf4 { .. } => true,
     };
     view.columns.is_multiple_of(BLOCK) && groups
 }
 
 /// Copies vectors into the order that `dots` reads. If a byte holds two 4-bit values, of every 32 elements the ones
 /// with an even index come first, then the others.
-pub(crate) fn arrange(view: &View<'_>, from: &[f32], to: &mut [f32]) {
-    if let Codes::Int8 { .. } = view.codes {
+pub(crate) fn arrange(view: &QMatrixView<'_>, from: &[f32], to: &mut [f32]) {
+    if let QData::Int8 { .. } = view.codes {
         return to.copy_from_slice(from);
     }
     for (from, to) in from.as_chunks::<LANES>().0.iter().zip(to.as_chunks_mut::<LANES>().0) {
@@ -34,7 +34,7 @@ pub(crate) fn arrange(view: &View<'_>, from: &[f32], to: &mut [f32]) {
 /// Computes the lanes of the dot products of row `row` with each of the `sums.len()` arranged vectors `x`.
 /// # Safety
 /// The CPU must have AVX-512 (F, BW, DQ, VL); the view `fits`.
-pub(crate) unsafe fn dots(view: &View<'_>, row: usize, x: &[f32], sums: &mut [[f32; LANES]]) {
+pub(crate) unsafe fn dots(view: &QMatrixView<'_>, row: usize, x: &[f32], sums: &mut [[f32; LANES]]) {
     assert!(row < view.rows && x.len() == sums.len() * view.columns && fits(view) && view.fits());
     // SAFETY: promised by the caller; all ranges that are read were checked.
     unsafe {
@@ -52,7 +52,7 @@ pub(crate) unsafe fn dots(view: &View<'_>, row: usize, x: &[f32], sums: &mut [[f
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-unsafe fn wide<const M: usize>(view: &View<'_>, row: usize, x: &[f32], sums: &mut [[f32; LANES]]) {
+unsafe fn wide<const M: usize>(view: &QMatrixView<'_>, row: usize, x: &[f32], sums: &mut [[f32; LANES]]) {
     assert!(sums.len() == M);
     let k = view.columns;
     let mut acc = [[_mm512_setzero_ps(); 2]; M];
@@ -60,7 +60,7 @@ unsafe fn wide<const M: usize>(view: &View<'_>, row: usize, x: &[f32], sums: &mu
     // SAFETY: columns `j..j + 64` of the row and of the vectors are inside: the view fits, k is a multiple of 64.
     unsafe {
         match view.codes {
-            Codes::Int8 {
+            QData::Int8 {
                 codes,
                 stride,
                 group,
@@ -78,7 +78,7 @@ unsafe fn wide<const M: usize>(view: &View<'_>, row: usize, x: &[f32], sums: &mu
                     }
                 }
             }
-            Codes::Int4 {
+            QData::Int4 {
                 codes,
                 stride,
                 group,
@@ -96,7 +96,7 @@ unsafe fn wide<const M: usize>(view: &View<'_>, row: usize, x: &[f32], sums: &mu
                     halves::<M>(&mut acc, codes.add(j / 2), finish(table, view.bf16), x.add(j), k);
                 }
             }
-            Codes::Nf4 { codes, absmax } => {
+            QData::Nf4 { codes, absmax } => {
                 let codes = codes.as_ptr().add(row * k / 2);
                 let levels = _mm512_loadu_ps(super::NF4_TABLE.as_ptr());
                 for j in (0..k).step_by(BLOCK) {
@@ -106,7 +106,7 @@ unsafe fn wide<const M: usize>(view: &View<'_>, row: usize, x: &[f32], sums: &mu
                 }
             }
         }
-        let split = !matches!(view.codes, Codes::Int8 { .. });
+        let split = !matches!(view.codes, QData::Int8 { .. });
         for (sums, acc) in sums.iter_mut().zip(acc) {
             let mut lanes = [0f32; LANES];
             _mm512_storeu_ps(lanes.as_mut_ptr(), acc[0]);

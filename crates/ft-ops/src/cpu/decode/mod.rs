@@ -8,8 +8,8 @@ pub(crate) mod tests;
 #[cfg(target_arch = "x86_64")]
 mod vectors;
 
-use super::product::Path;
-use crate::coded::{Run, View};
+use super::product::CpuBackend;
+use crate::quantized::{QMatrixView, Run};
 
 /// The 16 levels of NF4 (Dettmers et al. 2023, arXiv 2305.14314, appendix E).
 pub const NF4_TABLE: [f32; 16] = [
@@ -41,21 +41,21 @@ pub(crate) enum Isa {
 
 impl Isa {
     pub(crate) fn current() -> Isa {
-        Isa::of(Path::current())
+        Isa::of(CpuBackend::current())
     }
 
-    pub(crate) fn of(path: Path) -> Isa {
+    pub(crate) fn of(path: CpuBackend) -> Isa {
         match path {
-            Path::Amx | Path::Dots | Path::Avx512 => Isa::Avx512,
-            Path::Avx2 => Isa::Avx2,
-            Path::Portable => Isa::Portable,
+            CpuBackend::Amx | CpuBackend::Avx512Bf16 | CpuBackend::Avx512 => Isa::Avx512,
+            CpuBackend::Avx2 => Isa::Avx2,
+            CpuBackend::Portable => Isa::Portable,
         }
     }
 }
 
 /// Dequantizes columns `start..start + to.len()` of row `row`. The CPU must have the instructions of `isa`. Panics
 /// outside the weight.
-pub(crate) fn decode(isa: Isa, view: &View<'_>, row: usize, start: usize, to: &mut [f32]) {
+pub(crate) fn decode(isa: Isa, view: &QMatrixView<'_>, row: usize, start: usize, to: &mut [f32]) {
     assert!(row < view.rows && start <= view.columns && to.len() <= view.columns - start);
     debug_assert!(view.fits());
     match isa {
@@ -82,7 +82,7 @@ trait Kernel {
 
 /// Dequantizes a part of a row, run by run (elements with one scale).
 #[inline(always)]
-fn runs<K: Kernel>(view: &View<'_>, row: usize, start: usize, to: &mut [f32]) {
+fn runs<K: Kernel>(view: &QMatrixView<'_>, row: usize, start: usize, to: &mut [f32]) {
     let bytes = view.bytes();
     let mut done = 0;
     while done < to.len() {

@@ -1,7 +1,7 @@
 //! Every instruction set, compared with the definition of the formats, element by element and bit by bit.
 
 use super::*;
-use crate::coded::{Absmax, Codes};
+use crate::quantized::{Absmax, QData};
 
 /// Random quantized data and scales for a weight `[rows, columns]`.
 pub(crate) struct Random {
@@ -38,15 +38,15 @@ impl Random {
     }
 
     /// Returns views in every format, with and without rounding.
-    pub(crate) fn views(&self) -> Vec<View<'_>> {
+    pub(crate) fn views(&self) -> Vec<QMatrixView<'_>> {
         let (codes, stride) = (self.codes.as_slice(), self.columns.next_multiple_of(16));
-        let int4 = |group| Codes::Int4 {
+        let int4 = |group| QData::Int4 {
             codes,
             stride,
             group,
             scales: &self.words,
         };
-        let int8 = |group| Codes::Int8 {
+        let int8 = |group| QData::Int8 {
             codes,
             stride,
             group,
@@ -64,10 +64,10 @@ impl Random {
             int8(128),
             int4(64),
             int4(128),
-            Codes::Nf4 { codes, absmax },
-            Codes::Nf4 { codes, absmax: plain },
+            QData::Nf4 { codes, absmax },
+            QData::Nf4 { codes, absmax: plain },
         ];
-        let view = |codes, bf16| View {
+        let view = |codes, bf16| QMatrixView {
             rows: self.rows,
             columns: self.columns,
             codes,
@@ -78,7 +78,7 @@ impl Random {
 }
 
 /// Dequantizes one element by the definition of the formats.
-fn by_hand(view: &View<'_>, row: usize, column: usize) -> f32 {
+fn by_hand(view: &QMatrixView<'_>, row: usize, column: usize) -> f32 {
     let half = |codes: &[u8], at: usize| {
         (if at.is_multiple_of(2) {
             codes[at / 2] >> 4
@@ -87,13 +87,13 @@ fn by_hand(view: &View<'_>, row: usize, column: usize) -> f32 {
         }) as usize
     };
     let value = match view.codes {
-        Codes::Int8 {
+        QData::Int8 {
             codes,
             stride,
             group,
             scales,
         } => codes[row * stride + column] as i8 as f32 * scales[row * view.columns.div_ceil(group) + column / group],
-        Codes::Int4 {
+        QData::Int4 {
             codes,
             stride,
             group,
@@ -103,7 +103,7 @@ fn by_hand(view: &View<'_>, row: usize, column: usize) -> f32 {
             let (scale, minimum) = (f32::from_bits(word << 16), f32::from_bits(word >> 16 << 16));
             (half(&codes[row * stride..], column) as f64 * scale as f64 + minimum as f64) as f32
         }
-        Codes::Nf4 { codes, absmax } => {
+        QData::Nf4 { codes, absmax } => {
             let at = row * view.columns + column;
             let absmax = match absmax {
                 Absmax::Plain(values) => values[at / 64],
@@ -129,7 +129,7 @@ fn every_instruction_set_decodes_by_the_definition() {
         let random = Random::new(rows, columns);
         for (which, view) in random.views().iter().enumerate() {
             assert!(view.fits());
-            for path in Path::ALL.into_iter().filter(|p| p.available()) {
+            for path in CpuBackend::ALL.into_iter().filter(|p| p.available()) {
                 for row in 0..rows {
                     for start in [0, 1, 2, 31, 64, 100].into_iter().filter(|s| *s < columns) {
                         for end in [start + 1, (start + 40).min(columns), columns] {
@@ -155,8 +155,8 @@ fn every_instruction_set_decodes_by_the_definition() {
 fn views_that_do_not_fit_are_seen() {
     let random = Random::new(4, 64);
     for view in random.views() {
-        assert!(!View { rows: 4000, ..view }.fits());
-        assert!(!View { columns: 6400, ..view }.fits());
+        assert!(!QMatrixView { rows: 4000, ..view }.fits());
+        assert!(!QMatrixView { columns: 6400, ..view }.fits());
     }
 }
 

@@ -1,20 +1,20 @@
 //! Dequantization with AVX-512 and AVX2. A table of 16 is one register of AVX-512 and two of AVX2.
 
 use super::{Kernel, Plain, runs};
-use crate::coded::View;
+use crate::quantized::QMatrixView;
 use std::arch::x86_64::*;
 
 /// # Safety
 /// The CPU must have AVX-512 (F, BW, DQ, VL).
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-pub(super) unsafe fn wide(view: &View<'_>, row: usize, start: usize, to: &mut [f32]) {
+pub(super) unsafe fn wide(view: &QMatrixView<'_>, row: usize, start: usize, to: &mut [f32]) {
     runs::<Wide>(view, row, start, to)
 }
 
 /// # Safety
 /// The CPU must have AVX2.
 #[target_feature(enable = "avx2,fma")]
-pub(super) unsafe fn narrow(view: &View<'_>, row: usize, start: usize, to: &mut [f32]) {
+pub(super) unsafe fn narrow(view: &QMatrixView<'_>, row: usize, start: usize, to: &mut [f32]) {
     runs::<Narrow>(view, row, start, to)
 }
 

@@ -11,7 +11,7 @@ mod terms;
 mod top;
 
 use super::cross_entropy::{PIECE, back, multiply, pieces};
-use super::product::{Matrix, Start, WeightRows, product};
+use super::product::{CInit, Matrix, WeightRows, product};
 use super::storage::{Values, unwritten, values};
 use candle_core::Tensor;
 use ft_base::Result;
@@ -274,7 +274,7 @@ fn group(
                     product(
                         (wide, d, count),
                         &mut dw[first * d..][..wide * d],
-                        Start::C,
+                        CInit::C,
                         Matrix::steps(Values::F32(dlogits), wide),
                         Matrix::steps(Values::F32(h), d),
                         head.rounding(),

@@ -5,10 +5,10 @@
 //! by row.
 
 use super::super::with_scratch;
-use super::fma::{self, From, Kernel, Tile};
+use super::fma::{self, AccumulateFrom, Kernel, MicroTile};
 use super::grid::{grid, part};
-use super::pack::{self, Panel, Room};
-use super::{Job, Matrix, Operand, Start, slim};
+use super::pack::{self, Panel, PanelLayout};
+use super::{CInit, Job, Matrix, Operand, skinny};
 use rayon::prelude::*;
 
 /// Largest chunk of k (KC): a panel of A stays in the L1 cache.
@@ -46,7 +46,7 @@ impl Width {
 }
 
 pub(super) fn run(job: &Job, width: Width) {
-    if slim::run(job, width) {
+    if skinny::run(job, width) {
         return;
     }
     let (m, n, _) = job.sizes;
@@ -63,7 +63,7 @@ pub(super) fn run(job: &Job, width: Width) {
 fn block(job: &Job, width: Width, (r0, rows): (usize, usize), (c0, columns): (usize, usize)) {
     let (_, n, k) = job.sizes;
     let (tile_rows, tile_columns, lanes) = width.tile();
-    let rank = job.rider.as_ref().map_or(0, |r| r.rank);
+    let rank = job.fused_lora.as_ref().map_or(0, |r| r.rank);
     let chunks = k.div_ceil(CHUNK);
     let longest = (k.div_ceil(chunks) + 8).min(k) + rank;
     let part_columns =
@@ -95,7 +95,11 @@ fn block(job: &Job, width: Width, (r0, rows): (usize, usize), (c0, columns): (us
     };
     let packed_b = part_columns.max(rank.next_multiple_of(lanes)) * longest;
     // Quantized B is dequantized one panel at a time.
-    let spare = if job.b.is_coded() { tile_columns * longest } else { 0 };
+    let spare = if job.b.is_quantized() {
+        tile_columns * longest
+    } else {
+        0
+    };
     with_scratch(packed_a + packed_b + spare + rows * rank, |scratch| {
         let (a, rest) = scratch.split_at_mut(packed_a);
         let (b, rest) = rest.split_at_mut(packed_b);
@@ -103,8 +107,8 @@ fn block(job: &Job, width: Width, (r0, rows): (usize, usize), (c0, columns): (us
         for chunk in 0..chunks {
             let steps = part(k, chunks, chunk, 8);
             // The LoRA rank is appended to the end of k, in the last chunk.
-            let ride = job.rider.as_ref().filter(|_| chunk + 1 == chunks);
-            let room = Room::of(steps.1 + ride.map_or(0, |r| r.rank));
+            let ride = job.fused_lora.as_ref().filter(|_| chunk + 1 == chunks);
+            let room = PanelLayout::of(steps.1 + ride.map_or(0, |r| r.rank));
             if !direct {
                 pack::panels(
                     &job.a,
@@ -117,21 +121,34 @@ fn block(job: &Job, width: Width, (r0, rows): (usize, usize), (c0, columns): (us
                     &mut [],
                 );
             }
-            if let Some(rider) = &job.rider {
-                let own = Room::of(steps.1);
-                pack::panels(&rider.down, 0, steps, panels_of(rank), width.is_wide(), own, b, &mut []);
-                let from = if chunk == 0 { From::Zero } else { From::C };
+            if let Some(fused_lora) = &job.fused_lora {
+                let own = PanelLayout::of(steps.1);
+                pack::panels(
+                    &fused_lora.down,
+                    0,
+                    steps,
+                    panels_of(rank),
+                    width.is_wide(),
+                    own,
+                    b,
+                    &mut [],
+                );
+                let from = if chunk == 0 {
+                    AccumulateFrom::Zero
+                } else {
+                    AccumulateFrom::C
+                };
                 let to = (u.as_mut_ptr(), rank);
                 let laid = |p: Panel| (a[p.start * room.steps..].as_ptr(), 1, p.count);
-                meet(width, panels_of_rows.clone(), rank, steps.1, laid, b, to, |_| from);
+                macro_kernel(width, panels_of_rows.clone(), rank, steps.1, laid, b, to, |_| from);
             }
-            if let Some(rider) = ride {
+            if let Some(fused_lora) = ride {
                 // These rows of u are the same for all columns: the leftmost block writes them.
-                rider.scale(u);
+                fused_lora.scale(u);
                 if c0 == 0 {
-                    rider.keep(r0, u);
+                    fused_lora.keep(r0, u);
                 }
-                let at = Room { at: steps.1, ..room };
+                let at = PanelLayout { at: steps.1, ..room };
                 let u = Matrix::vectors(Operand::F32(u), rank);
                 let rows = panels_of_rows.clone();
                 pack::panels(&u, 0, (0, rank), rows, width.is_wide(), at, a, &mut []);
@@ -149,10 +166,10 @@ fn block(job: &Job, width: Width, (r0, rows): (usize, usize), (c0, columns): (us
                     b,
                     spare,
                 );
-                if let Some(rider) = ride {
-                    let at = Room { at: steps.1, ..room };
+                if let Some(fused_lora) = ride {
+                    let at = PanelLayout { at: steps.1, ..room };
                     pack::panels(
-                        &rider.up,
+                        &fused_lora.up,
                         first,
                         (0, rank),
                         columns_here,
@@ -164,19 +181,19 @@ fn block(job: &Job, width: Width, (r0, rows): (usize, usize), (c0, columns): (us
                 }
                 let to = (job.c.at(r0 * n + first), n);
                 let from = |column: usize| match job.start {
-                    _ if chunk > 0 => From::C,
-                    Start::Zero => From::Zero,
-                    Start::C => From::C,
-                    Start::Bias(bias) => From::Bias(bias[first + column..].as_ptr()),
+                    _ if chunk > 0 => AccumulateFrom::C,
+                    CInit::Zero => AccumulateFrom::Zero,
+                    CInit::C => AccumulateFrom::C,
+                    CInit::Bias(bias) => AccumulateFrom::Bias(bias[first + column..].as_ptr()),
                 };
                 let laid = |p: Panel| match job.a.values {
-                    Operand::F32(v) if direct && job.a.along_k => {
+                    Operand::F32(v) if direct && job.a.k_contiguous => {
                         (v[(r0 + p.start) * job.a.stride + steps.0..].as_ptr(), job.a.stride, 1)
                     }
                     Operand::F32(v) if direct => (v[steps.0 * job.a.stride + r0 + p.start..].as_ptr(), 1, job.a.stride),
                     _ => (a[p.start * room.steps..].as_ptr(), 1, p.count),
                 };
-                meet(width, panels_of_rows.clone(), columns, room.steps, laid, b, to, from);
+                macro_kernel(width, panels_of_rows.clone(), columns, room.steps, laid, b, to, from);
             }
         }
     });
@@ -186,7 +203,7 @@ fn block(job: &Job, width: Width, (r0, rows): (usize, usize), (c0, columns): (us
 /// returns the address of a panel of A and its strides of rows and of k. `to`: address of the first element of C,
 /// and its row stride. `from` returns the start value of a column.
 #[allow(clippy::too_many_arguments)]
-fn meet(
+fn macro_kernel(
     width: Width,
     rows: impl Iterator<Item = Panel>,
     columns: usize,
@@ -194,7 +211,7 @@ fn meet(
     laid: impl Fn(Panel) -> (*const f32, usize, usize),
     b: &[f32],
     (to, c_row): (*mut f32, usize),
-    from: impl Fn(usize) -> From,
+    from: impl Fn(usize) -> AccumulateFrom,
 ) {
     let (_, tile_columns, lanes) = width.tile();
     for panel in rows {
@@ -202,7 +219,7 @@ fn meet(
         for c in (0..columns).step_by(tile_columns) {
             let columns = tile_columns.min(columns - c);
             let vectors = columns.div_ceil(lanes);
-            let tile = Tile {
+            let tile = MicroTile {
                 k,
                 a,
                 a_row,

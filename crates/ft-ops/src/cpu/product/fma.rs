@@ -5,7 +5,7 @@
 
 /// The start value of a micro-tile.
 #[derive(Clone, Copy)]
-pub(crate) enum From {
+pub(crate) enum AccumulateFrom {
     Zero,
     /// Adds to the values in C.
     C,
@@ -16,7 +16,7 @@ pub(crate) enum From {
 /// Arguments of a micro-kernel. Strides are in elements: element (row, k) of A is at `row * a_row + k * a_k`, rows
 /// of B are `b_k` apart.
 #[derive(Clone, Copy)]
-pub(crate) struct Tile {
+pub(crate) struct MicroTile {
     pub k: usize,
     pub a: *const f32,
     pub a_row: usize,
@@ -27,16 +27,16 @@ pub(crate) struct Tile {
     pub c_row: usize,
     /// Columns of C that exist. In B all columns of the tile must be readable.
     pub columns: usize,
-    pub from: From,
+    pub from: AccumulateFrom,
 }
 
-pub(crate) type Kernel = unsafe fn(&Tile);
+pub(crate) type Kernel = unsafe fn(&MicroTile);
 
 macro_rules! kernels {
     ($module:ident, $features:literal, $vector:ty, $lanes:literal, $rows:literal, [$($row:literal)*], $zero:ident, $broadcast:ident, $load:ident, $store:ident, $fma:ident, $add:ident) => {
         #[cfg(target_arch = "x86_64")]
         pub(crate) mod $module {
-            use super::{From, Kernel, Tile};
+            use super::{AccumulateFrom, Kernel, MicroTile};
             use std::arch::x86_64::*;
 
             pub(crate) const LANES: usize = $lanes;
@@ -50,7 +50,7 @@ macro_rules! kernels {
             }
 
             #[target_feature(enable = $features)]
-            unsafe fn tile<const R: usize, const V: usize>(t: &Tile) {
+            unsafe fn tile<const R: usize, const V: usize>(t: &MicroTile) {
                 // SAFETY: the caller promises that every address of the tile may be read or written.
                 unsafe {
                     // Prefetches C, which is needed after the loop over k.
@@ -76,8 +76,8 @@ macro_rules! kernels {
                     }
                     if t.columns == V * LANES {
                         match t.from {
-                            From::Zero => put::<R, V>(&sum, t.c, t.c_row),
-                            From::C => {
+                            AccumulateFrom::Zero => put::<R, V>(&sum, t.c, t.c_row),
+                            AccumulateFrom::C => {
                                 for r in 0..R {
                                     for v in 0..V {
                                         sum[r][v] = $add($load(t.c.add(r * t.c_row + v * LANES)), sum[r][v]);
@@ -85,7 +85,7 @@ macro_rules! kernels {
                                 }
                                 put::<R, V>(&sum, t.c, t.c_row)
                             }
-                            From::Bias(bias) => {
+                            AccumulateFrom::Bias(bias) => {
                                 for r in 0..R {
                                     for v in 0..V {
                                         sum[r][v] = $add($load(bias.add(v * LANES)), sum[r][v]);
@@ -102,9 +102,9 @@ macro_rules! kernels {
                         for (i, x) in row[..t.columns].iter().enumerate() {
                             let c = t.c.add(r * t.c_row + i);
                             *c = match t.from {
-                                From::Zero => *x,
-                                From::C => *c + x,
-                                From::Bias(bias) => *bias.add(i) + x,
+                                AccumulateFrom::Zero => *x,
+                                AccumulateFrom::C => *c + x,
+                                AccumulateFrom::Bias(bias) => *bias.add(i) + x,
                             };
                         }
                     }

@@ -7,15 +7,15 @@
 #[cfg(target_arch = "x86_64")]
 use super::blocks::Width;
 #[cfg(target_arch = "x86_64")]
-use super::fma::{From, Tile};
+use super::fma::{AccumulateFrom, MicroTile};
 #[cfg(target_arch = "x86_64")]
 use super::grid::part;
 #[cfg(target_arch = "x86_64")]
-use super::pack::{self, Panel, Room};
+use super::pack::{self, Panel, PanelLayout};
 use super::portable::{gemm, lying};
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use super::tiles;
-use super::{Matrix, Operand, Path, Rounding, Shared, Sizes};
+use super::{CpuBackend, Matrix, Operand, Rounding, Shared, Sizes};
 
 /// A part of a packed operand begins at a multiple of this number, in both directions.
 pub(crate) const UNIT: usize = 32;
@@ -58,7 +58,7 @@ pub(crate) fn friendly(n: usize) -> usize {
 
 /// An operand in the order that its products read, or a part of it.
 #[derive(Clone, Copy)]
-pub(crate) struct Laid<'a> {
+pub(crate) struct PackedOperand<'a> {
     /// The original; read if nothing is packed.
     pub(super) matrix: Matrix<'a>,
     pub(super) packed: &'a [f32],
@@ -68,7 +68,7 @@ pub(crate) struct Laid<'a> {
     pub(super) first: (usize, usize),
 }
 
-impl<'a> Laid<'a> {
+impl<'a> PackedOperand<'a> {
     /// Returns the part that begins at this vector and this index of k, both multiples of `UNIT`.
     pub(crate) fn part(self, vector: usize, step: usize) -> Self {
         let first = (self.first.0 + vector, self.first.1 + step);
@@ -84,7 +84,7 @@ impl<'a> Laid<'a> {
 
 /// A part of C: its first element, its row stride, and whether the product is added to its values.
 #[derive(Clone, Copy)]
-pub(crate) struct Place {
+pub(crate) struct OutputTile {
     pub c: Shared,
     pub at: usize,
     pub stride: usize,
@@ -92,7 +92,7 @@ pub(crate) struct Place {
 }
 
 impl Inside {
-    pub(crate) fn of(path: Path, rounding: Rounding) -> Self {
+    pub(crate) fn of(path: CpuBackend, rounding: Rounding) -> Self {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         if path.rounds(rounding)
             && let Some(unit) = path.unit()
@@ -101,9 +101,9 @@ impl Inside {
         }
         match path {
             #[cfg(target_arch = "x86_64")]
-            Path::Amx | Path::Dots | Path::Avx512 => Inside::Fma(Width::Avx512),
+            CpuBackend::Amx | CpuBackend::Avx512Bf16 | CpuBackend::Avx512 => Inside::Fma(Width::Avx512),
             #[cfg(target_arch = "x86_64")]
-            Path::Avx2 => Inside::Fma(Width::Avx2),
+            CpuBackend::Avx2 => Inside::Fma(Width::Avx2),
             _ => {
                 let _ = rounding;
                 Inside::Portable
@@ -111,7 +111,7 @@ impl Inside {
         }
     }
 
-    /// Returns the number of f32 that `lay` needs for `vectors` vectors of `k` elements, a multiple of 16.
+    /// Returns the number of f32 that `pack_operand` needs for `vectors` vectors of `k` elements, a multiple of 16.
     pub(crate) fn room(self, side: Side, vectors: usize, k: usize) -> usize {
         let elements = match self {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -126,19 +126,19 @@ impl Inside {
     }
 
     /// Packs the first `vectors` vectors of `k` elements of `matrix`, which holds f32. `to` begins on a cache line.
-    pub(crate) fn lay<'a>(
+    pub(crate) fn pack_operand<'a>(
         self,
         side: Side,
         matrix: Matrix<'a>,
         (vectors, k): (usize, usize),
         to: &'a mut [f32],
-    ) -> Laid<'a> {
+    ) -> PackedOperand<'a> {
         matrix.check(vectors, k);
         assert!(matches!(matrix.values, Operand::F32(_)));
         let to = &mut to[..self.room(side, vectors, k)];
         match self {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            Inside::Tiles(_) => tiles::inside::lay(side, &matrix, (vectors, k), to),
+            Inside::Tiles(_) => tiles::inside::pack_operand(side, &matrix, (vectors, k), to),
             #[cfg(target_arch = "x86_64")]
             Inside::Fma(width) if side == Side::A => {
                 let panels = rows_of(width, vectors).map(|(start, count)| Panel {
@@ -146,7 +146,7 @@ impl Inside {
                     count,
                     width: count,
                 });
-                let room = Room::of(k);
+                let room = PanelLayout::of(k);
                 pack::panels(&matrix, 0, (0, k), panels, width.is_wide(), room, to, &mut []);
             }
             #[cfg(target_arch = "x86_64")]
@@ -157,12 +157,12 @@ impl Inside {
                     count: columns.min(vectors - start),
                     width: columns,
                 });
-                let room = Room::of(k);
+                let room = PanelLayout::of(k);
                 pack::panels(&matrix, 0, (0, k), panels, width.is_wide(), room, to, &mut []);
             }
             _ => {}
         }
-        Laid {
+        PackedOperand {
             matrix,
             packed: to,
             whole: (vectors, k),
@@ -174,7 +174,7 @@ impl Inside {
     /// # Safety
     /// No other task may access these elements of C at the same time; both operands were packed by `self`, for
     /// their sides.
-    pub(crate) unsafe fn multiply(self, sizes: Sizes, to: Place, a: &Laid, b: &Laid) {
+    pub(crate) unsafe fn multiply(self, sizes: Sizes, to: OutputTile, a: &PackedOperand, b: &PackedOperand) {
         let (m, n, k) = sizes;
         if m == 0 || n == 0 {
             return;
@@ -212,7 +212,7 @@ fn rows_of(width: Width, rows: usize) -> impl Iterator<Item = (usize, usize)> + 
 /// # Safety
 /// As `multiply`, and all elements that the operands describe are in bounds.
 #[cfg(target_arch = "x86_64")]
-unsafe fn fma(width: Width, (m, n, k): Sizes, to: Place, a: &Laid, b: &Laid) {
+unsafe fn fma(width: Width, (m, n, k): Sizes, to: OutputTile, a: &PackedOperand, b: &PackedOperand) {
     let (_, tile_columns, lanes) = width.tile();
     for k0 in (0..k).step_by(STEPS) {
         let steps = STEPS.min(k - k0);
@@ -229,7 +229,7 @@ unsafe fn fma(width: Width, (m, n, k): Sizes, to: Place, a: &Laid, b: &Laid) {
                 };
                 for column in (n0..n.min(n0 + near)).step_by(tile_columns) {
                     let columns = tile_columns.min(n - column);
-                    let tile = Tile {
+                    let tile = MicroTile {
                         k: steps,
                         a: at,
                         a_row,
@@ -239,7 +239,7 @@ unsafe fn fma(width: Width, (m, n, k): Sizes, to: Place, a: &Laid, b: &Laid) {
                         c: to.c.at(to.at + row * to.stride + column),
                         c_row: to.stride,
                         columns,
-                        from: if add { From::C } else { From::Zero },
+                        from: if add { AccumulateFrom::C } else { AccumulateFrom::Zero },
                     };
                     // SAFETY: promised by the caller; panels of B are whole.
                     unsafe { width.kernel(rows, columns.div_ceil(lanes))(&tile) }

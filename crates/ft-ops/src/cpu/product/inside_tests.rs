@@ -1,7 +1,7 @@
 //! Products inside a task, compared with plain loops, on every path.
 
-use super::inside::{Inside, Place, Side, friendly};
-use super::{Matrix, Path, Rounding, testable};
+use super::inside::{Inside, OutputTile, Side, friendly};
+use super::{CpuBackend, Matrix, Rounding, testable};
 use crate::cpu::{LINE, Shared, with_scratch};
 use crate::oracle::{flat, random};
 use half::bf16;
@@ -14,28 +14,34 @@ struct Case {
     /// The first column of B and the first index of k of the part that is multiplied.
     first: (usize, usize),
     /// The layout of A and of B: true if the elements of k are contiguous.
-    along_k: (bool, bool),
+    k_contiguous: (bool, bool),
     side: Side,
     add: bool,
 }
 
-fn check(path: Path, rounding: Rounding, case: &Case) {
+fn check(path: CpuBackend, rounding: Rounding, case: &Case) {
     let (m, n, k) = case.sizes;
     let (n0, k0) = case.first;
     let (whole_n, whole_k) = (n0 + n + 5, k0 + k);
     let inside = Inside::of(path, rounding);
-    let outer = |along_k: bool, vectors: usize, steps: usize| if along_k { (vectors, steps) } else { (steps, vectors) };
-    let (a_rows, a_width) = outer(case.along_k.0, m, k);
+    let outer = |k_contiguous: bool, vectors: usize, steps: usize| {
+        if k_contiguous {
+            (vectors, steps)
+        } else {
+            (steps, vectors)
+        }
+    };
+    let (a_rows, a_width) = outer(case.k_contiguous.0, m, k);
     let a_stride = if case.side == Side::Own {
         friendly(a_width)
     } else {
         a_width + 7
     };
-    let (b_rows, b_width) = outer(case.along_k.1, whole_n, whole_k);
+    let (b_rows, b_width) = outer(case.k_contiguous.1, whole_n, whole_k);
     let b_stride = b_width + 9;
     let a = flat(&random(a_rows * a_stride + AT, 1));
     let b = flat(&random(b_rows * b_stride + AT, 2));
-    let matrix = |values, stride, along_k| match along_k {
+    let matrix = |values, stride, k_contiguous| match k_contiguous {
         true => Matrix::vectors(values, stride),
         false => Matrix::steps(values, stride),
     };
@@ -47,14 +53,14 @@ fn check(path: Path, rounding: Rounding, case: &Case) {
         assert!(rooms.iter().all(|room| room.is_multiple_of(LINE)));
         scratch.fill(f32::NAN);
         let (room_a, room_b) = scratch.split_at_mut(rooms[0]);
-        let a = inside.lay(case.side, matrix(a_at, a_stride, case.along_k.0), (m, k), room_a);
-        let b = inside.lay(
+        let a = inside.pack_operand(case.side, matrix(a_at, a_stride, case.k_contiguous.0), (m, k), room_a);
+        let b = inside.pack_operand(
             Side::B,
-            matrix(b_at, b_stride, case.along_k.1),
+            matrix(b_at, b_stride, case.k_contiguous.1),
             (whole_n, whole_k),
             room_b,
         );
-        let to = Place {
+        let to = OutputTile {
             c: Shared::new(&mut c),
             at: AT,
             stride: c_stride,
@@ -65,8 +71,8 @@ fn check(path: Path, rounding: Rounding, case: &Case) {
     });
     let narrow = path.packs_bf16() && rounding == Rounding::Bf16;
     let value = |x: f32| if narrow { bf16::from_f32(x).to_f64() } else { x as f64 };
-    let read = |from: &[f32], stride: usize, along_k: bool, vector: usize, step: usize| {
-        let (row, column) = if along_k { (vector, step) } else { (step, vector) };
+    let read = |from: &[f32], stride: usize, k_contiguous: bool, vector: usize, step: usize| {
+        let (row, column) = if k_contiguous { (vector, step) } else { (step, vector) };
         value(from[row * stride + column])
     };
     for (at, got) in c.iter().enumerate() {
@@ -75,7 +81,8 @@ fn check(path: Path, rounding: Rounding, case: &Case) {
             Some((i, j)) if j < n => {
                 let from = if case.add { 0.5 } else { 0.0 };
                 let products = (0..k).map(|p| {
-                    read(a_at, a_stride, case.along_k.0, i, p) * read(b_at, b_stride, case.along_k.1, n0 + j, k0 + p)
+                    read(a_at, a_stride, case.k_contiguous.0, i, p)
+                        * read(b_at, b_stride, case.k_contiguous.1, n0 + j, k0 + p)
                 });
                 from + products.sum::<f64>()
             }
@@ -109,7 +116,7 @@ fn agrees_with_plain_loops() {
                     let case = Case {
                         sizes,
                         first: [(0, 0), (32, 0), (0, 64), (96, 32)][(form + number) % 4],
-                        along_k: (form & 1 == 0, form & 2 == 0),
+                        k_contiguous: (form & 1 == 0, form & 2 == 0),
                         side: if form & 4 == 0 { Side::A } else { Side::Own },
                         add: (form + number) % 3 == 0,
                     };
@@ -125,11 +132,11 @@ fn a_part_that_is_not_there_is_refused() {
     let values = flat(&random(64 * 64, 1));
     let run = |first: (usize, usize)| {
         std::panic::catch_unwind(|| {
-            let inside = Inside::of(Path::Portable, Rounding::Exact);
-            let a = inside.lay(Side::A, Matrix::vectors(&values[..], 64), (64, 32), &mut []);
-            let b = inside.lay(Side::B, Matrix::vectors(&values[..], 64), (64, 64), &mut []);
+            let inside = Inside::of(CpuBackend::Portable, Rounding::Exact);
+            let a = inside.pack_operand(Side::A, Matrix::vectors(&values[..], 64), (64, 32), &mut []);
+            let b = inside.pack_operand(Side::B, Matrix::vectors(&values[..], 64), (64, 64), &mut []);
             let mut c = vec![0f32; 64 * 32];
-            let to = Place {
+            let to = OutputTile {
                 c: Shared::new(&mut c),
                 at: 0,
                 stride: 32,

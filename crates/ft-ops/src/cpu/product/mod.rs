@@ -9,8 +9,8 @@
 #[cfg(target_arch = "x86_64")]
 mod blocks;
 #[cfg(test)]
-mod coded_tests;
-mod few_rows;
+mod quantized_tests;
+mod gemv;
 #[cfg(target_arch = "x86_64")]
 mod fma;
 mod grid;
@@ -21,23 +21,23 @@ mod inside_tests;
 mod pack;
 mod path;
 mod portable;
-mod rider;
+mod fused_lora;
 mod rows;
 #[cfg(target_arch = "x86_64")]
-mod slim;
+mod skinny;
 #[cfg(test)]
 mod tests;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod tiles;
 
-pub use path::Path;
-pub(crate) use rider::{Rider, product_with};
+pub(crate) use fused_lora::{FusedLora, product_with};
+pub use path::CpuBackend;
 pub(crate) use rows::{Kept, Packed, WeightRows};
 
 use super::Shared;
 use super::decode::Isa;
 use super::storage::Values;
-use crate::coded::View;
+use crate::quantized::QMatrixView;
 use half::bf16;
 
 /// Elements of an operand in their storage type.
@@ -46,7 +46,7 @@ pub(crate) enum Operand<'a> {
     F32(&'a [f32]),
     Bf16(&'a [bf16]),
     /// Row-major `[rows, columns]`; a row is a vector, or one index of k.
-    Coded(View<'a>),
+    Quantized(QMatrixView<'a>),
 }
 
 impl<'a> From<Values<'a>> for Operand<'a> {
@@ -69,7 +69,7 @@ impl Operand<'_> {
         match self {
             Operand::F32(v) => v.len(),
             Operand::Bf16(v) => v.len(),
-            Operand::Coded(view) => view.rows * view.columns,
+            Operand::Quantized(view) => view.rows * view.columns,
         }
     }
 }
@@ -78,10 +78,10 @@ impl Operand<'_> {
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a> {
     pub values: Operand<'a>,
-    /// Distance from one vector to the next if `along_k`, else from one index of k to the next.
+    /// Distance from one vector to the next if `k_contiguous`, else from one index of k to the next.
     pub stride: usize,
     /// True if the elements of a vector are contiguous.
-    pub along_k: bool,
+    pub k_contiguous: bool,
     /// A prepacked copy of the operand.
     pub kept: Option<Kept<'a>>,
 }
@@ -92,7 +92,7 @@ impl<'a> Matrix<'a> {
         Self {
             values: values.into(),
             stride: k,
-            along_k: true,
+            k_contiguous: true,
             kept: None,
         }
     }
@@ -102,20 +102,20 @@ impl<'a> Matrix<'a> {
         Self {
             values: values.into(),
             stride: count,
-            along_k: false,
+            k_contiguous: false,
             kept: None,
         }
     }
 
     /// Panics unless `count` vectors of `k` elements lie inside.
     fn check(&self, count: usize, k: usize) {
-        let (outer, inner) = if self.along_k { (count, k) } else { (k, count) };
+        let (outer, inner) = if self.k_contiguous { (count, k) } else { (k, count) };
         assert!(
             outer == 0
                 || inner == 0
                 || (inner <= self.stride && (outer - 1) * self.stride + inner <= self.values.len())
         );
-        if let Operand::Coded(view) = &self.values {
+        if let Operand::Quantized(view) = &self.values {
             assert!(view.columns == self.stride && view.fits());
         }
     }
@@ -125,20 +125,20 @@ impl<'a> Matrix<'a> {
         match &self.values {
             Operand::F32(_) => Rounding::Exact,
             Operand::Bf16(_) => Rounding::Bf16,
-            Operand::Coded(view) if view.bf16 => Rounding::Bf16,
-            Operand::Coded(_) => Rounding::Exact,
+            Operand::Quantized(view) if view.bf16 => Rounding::Bf16,
+            Operand::Quantized(_) => Rounding::Exact,
         }
     }
 
     /// True if the operand is dequantized while it is packed.
-    fn is_coded(&self) -> bool {
-        matches!(self.values, Operand::Coded(_))
+    fn is_quantized(&self) -> bool {
+        matches!(self.values, Operand::Quantized(_))
     }
 }
 
 /// The start value of C.
 #[derive(Clone, Copy)]
-pub(crate) enum Start<'a> {
+pub(crate) enum CInit<'a> {
     Zero,
     /// The values in C.
     C,
@@ -152,19 +152,19 @@ pub(crate) enum Rounding {
     /// Not rounded: the model is held in f32.
     Exact,
     /// The model is held in bf16: on a path with bf16 instructions every operand of every size is rounded, on other
-    /// paths none (`Path::rounds`).
+    /// paths none (`CpuBackend::rounds`).
     Bf16,
 }
 
 /// Returns the paths that can be tested on this machine. AMX is emulated where it is missing.
 #[cfg(test)]
-pub(crate) fn testable() -> Vec<Path> {
+pub(crate) fn testable() -> Vec<CpuBackend> {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    let played = Path::Avx512.available() && tiles::emulate();
+    let played = CpuBackend::Avx512.available() && tiles::emulate();
     #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
     let played = false;
-    let runs = |p: &Path| p.available() || (played && *p == Path::Amx);
-    Path::ALL.into_iter().filter(runs).collect()
+    let runs = |p: &CpuBackend| p.available() || (played && *p == CpuBackend::Amx);
+    CpuBackend::ALL.into_iter().filter(runs).collect()
 }
 
 /// `(m, n, k)`.
@@ -175,22 +175,22 @@ pub(crate) type Sizes = (usize, usize, usize);
 struct Job<'a> {
     sizes: Sizes,
     c: Shared,
-    start: Start<'a>,
+    start: CInit<'a>,
     a: Matrix<'a>,
     b: Matrix<'a>,
-    rider: Option<rider::Aboard<'a>>,
+    fused_lora: Option<fused_lora::FusedLoraShared<'a>>,
 }
 
 /// Computes `c [m, n] = start + a · b`.
-pub(crate) fn product(sizes: Sizes, c: &mut [f32], start: Start<'_>, a: Matrix<'_>, b: Matrix<'_>, rounding: Rounding) {
-    product_on(Path::current(), sizes, c, start, a, b, rounding)
+pub(crate) fn product(sizes: Sizes, c: &mut [f32], start: CInit<'_>, a: Matrix<'_>, b: Matrix<'_>, rounding: Rounding) {
+    product_on(CpuBackend::current(), sizes, c, start, a, b, rounding)
 }
 
 fn product_on(
-    path: Path,
+    path: CpuBackend,
     sizes: Sizes,
     c: &mut [f32],
-    start: Start<'_>,
+    start: CInit<'_>,
     a: Matrix<'_>,
     b: Matrix<'_>,
     rounding: Rounding,
@@ -204,12 +204,12 @@ fn product_on(
     }
     if k == 0 {
         return match start {
-            Start::Zero => c.fill(0.0),
-            Start::C => {}
-            Start::Bias(bias) => c.chunks_exact_mut(n).for_each(|row| row.copy_from_slice(bias)),
+            CInit::Zero => c.fill(0.0),
+            CInit::C => {}
+            CInit::Bias(bias) => c.chunks_exact_mut(n).for_each(|row| row.copy_from_slice(bias)),
         };
     }
-    if let Start::Bias(bias) = start {
+    if let CInit::Bias(bias) = start {
         assert!(bias.len() == n);
     }
     let job = Job {
@@ -218,16 +218,16 @@ fn product_on(
         start,
         a,
         b,
-        rider: None,
+        fused_lora: None,
     };
     run(path, &job, rounding)
 }
 
 /// Runs a job whose operands were checked; none of its sizes is 0.
-fn run(path: Path, job: &Job, rounding: Rounding) {
+fn run(path: CpuBackend, job: &Job, rounding: Rounding) {
     let rounds = path.rounds(rounding);
-    if few_rows::fits(job, rounds) {
-        return few_rows::run(job, Isa::of(path), rounds);
+    if gemv::fits(job, rounds) {
+        return gemv::run(job, Isa::of(path), rounds);
     }
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     if rounds && let Some(unit) = path.unit() {
@@ -235,9 +235,9 @@ fn run(path: Path, job: &Job, rounding: Rounding) {
     }
     match path {
         #[cfg(target_arch = "x86_64")]
-        Path::Amx | Path::Dots | Path::Avx512 => blocks::run(job, blocks::Width::Avx512),
+        CpuBackend::Amx | CpuBackend::Avx512Bf16 | CpuBackend::Avx512 => blocks::run(job, blocks::Width::Avx512),
         #[cfg(target_arch = "x86_64")]
-        Path::Avx2 => blocks::run(job, blocks::Width::Avx2),
+        CpuBackend::Avx2 => blocks::run(job, blocks::Width::Avx2),
         _ => portable::run(job),
     }
 }

@@ -2,7 +2,7 @@
 
 use super::super::decode::{Isa, decode};
 use super::{Matrix, Operand};
-use crate::coded::View;
+use crate::quantized::QMatrixView;
 use half::bf16;
 use std::arch::x86_64::*;
 
@@ -17,12 +17,12 @@ pub(super) struct Panel {
 /// The layout of a panel buffer: elements of k per panel, and the index of k at which packing begins. So several
 /// operands can share one panel.
 #[derive(Clone, Copy)]
-pub(super) struct Room {
+pub(super) struct PanelLayout {
     pub steps: usize,
     pub at: usize,
 }
 
-impl Room {
+impl PanelLayout {
     /// A layout for `steps` elements of k of one operand.
     pub fn of(steps: usize) -> Self {
         Self { steps, at: 0 }
@@ -46,7 +46,7 @@ pub(super) fn panels(
     (k0, k): (usize, usize),
     panels: impl Iterator<Item = Panel> + Clone,
     wide: bool,
-    room: Room,
+    room: PanelLayout,
     to: &mut [f32],
     spare: &mut [f32],
 ) {
@@ -60,10 +60,10 @@ pub(super) fn panels(
             (Operand::Bf16(v), true) => wide::run(v, m, first, (k0, k), panels, room, to),
             (Operand::F32(v), false) => narrow::run(v, m, first, (k0, k), panels, room, to),
             (Operand::Bf16(v), false) => narrow::run(v, m, first, (k0, k), panels, room, to),
-            (Operand::Coded(view), _) if m.along_k => {
+            (Operand::Quantized(view), _) if m.k_contiguous => {
                 coded_vectors(&view, first, (k0, k), panels, wide, room, to, spare)
             }
-            (Operand::Coded(view), _) => coded_steps(&view, first, (k0, k), panels, wide, room, to),
+            (Operand::Quantized(view), _) => coded_steps(&view, first, (k0, k), panels, wide, room, to),
         }
     }
 }
@@ -78,12 +78,12 @@ fn isa(wide: bool) -> Isa {
 /// Packs a quantized operand whose rows are vectors: a panel is dequantized row by row, then transposed.
 #[allow(clippy::too_many_arguments)]
 fn coded_vectors(
-    view: &View<'_>,
+    view: &QMatrixView<'_>,
     first: usize,
     (k0, k): (usize, usize),
     all: impl Iterator<Item = Panel>,
     wide: bool,
-    room: Room,
+    room: PanelLayout,
     to: &mut [f32],
     spare: &mut [f32],
 ) {
@@ -102,12 +102,12 @@ fn coded_vectors(
 /// Packs a quantized operand whose rows are indices of k: a row is dequantized in pieces, which are copied to the
 /// panels.
 fn coded_steps(
-    view: &View<'_>,
+    view: &QMatrixView<'_>,
     first: usize,
     (k0, k): (usize, usize),
     all: impl Iterator<Item = Panel> + Clone,
     wide: bool,
-    room: Room,
+    room: PanelLayout,
     to: &mut [f32],
 ) {
     const PIECE: usize = 512;
@@ -140,12 +140,12 @@ macro_rules! packing {
                 first: usize,
                 (k0, k): (usize, usize),
                 panels: impl Iterator<Item = Panel> + Clone,
-                room: Room,
+                room: PanelLayout,
                 to: &mut [f32],
             ) {
                 // SAFETY: see `panels`.
                 unsafe {
-                    if m.along_k {
+                    if m.k_contiguous {
                         for p in panels {
                             let from = from.as_ptr().add((first + p.start) * m.stride + k0);
                             turned(from, m.stride, p, k, to[room.place(p, 0)..].as_mut_ptr());
@@ -166,7 +166,7 @@ macro_rules! packing {
                 first: usize,
                 (k0, k): (usize, usize),
                 panels: impl Iterator<Item = Panel> + Clone,
-                room: Room,
+                room: PanelLayout,
                 to: &mut [f32],
             ) {
                 for p in 0..k {

@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicU8, Ordering};
 /// The CPU code paths, best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
-pub enum Path {
+pub enum CpuBackend {
     /// AVX-512, with AMX for products of bf16 weights.
     Amx = 1,
     /// AVX-512, with dot products of bf16 pairs for products of bf16 weights.
-    Dots,
+    Avx512Bf16,
     Avx512,
     Avx2,
     Portable,
@@ -22,35 +22,43 @@ pub enum Path {
 /// 0: not detected yet.
 static CHOSEN: AtomicU8 = AtomicU8::new(0);
 
-impl Path {
-    pub const ALL: [Path; 5] = [Path::Amx, Path::Dots, Path::Avx512, Path::Avx2, Path::Portable];
+impl CpuBackend {
+    pub const ALL: [CpuBackend; 5] = [
+        CpuBackend::Amx,
+        CpuBackend::Avx512Bf16,
+        CpuBackend::Avx512,
+        CpuBackend::Avx2,
+        CpuBackend::Portable,
+    ];
 
     pub fn name(self) -> &'static str {
         match self {
-            Path::Amx => "amx",
-            Path::Dots => "avx512-bf16",
-            Path::Avx512 => "avx512",
-            Path::Avx2 => "avx2",
-            Path::Portable => "portable",
+            CpuBackend::Amx => "amx",
+            CpuBackend::Avx512Bf16 => "avx512-bf16",
+            CpuBackend::Avx512 => "avx512",
+            CpuBackend::Avx2 => "avx2",
+            CpuBackend::Portable => "portable",
         }
     }
 
     /// True if this machine can run the path.
     pub fn available(self) -> bool {
         match self {
-            Path::Portable => true,
+            CpuBackend::Portable => true,
             #[cfg(target_arch = "x86_64")]
-            Path::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            CpuBackend::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512 => {
-                Path::Avx2.available()
+            CpuBackend::Avx512 => {
+                CpuBackend::Avx2.available()
                     && is_x86_feature_detected!("avx512f")
                     && is_x86_feature_detected!("avx512bw")
                     && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512vl")
             }
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            Path::Amx | Path::Dots => Path::Avx512.available() && self.unit().is_some_and(Unit::available),
+            CpuBackend::Amx | CpuBackend::Avx512Bf16 => {
+                CpuBackend::Avx512.available() && self.unit().is_some_and(Unit::available)
+            }
             #[allow(unreachable_patterns)]
             _ => false,
         }
@@ -58,7 +66,7 @@ impl Path {
 
     /// Returns the path in use.
     #[inline]
-    pub fn current() -> Path {
+    pub fn current() -> CpuBackend {
         match CHOSEN.load(Ordering::Relaxed) {
             0 => Self::detect(),
             n => Self::ALL[n as usize - 1],
@@ -69,15 +77,15 @@ impl Path {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     pub(crate) fn unit(self) -> Option<Unit> {
         match self {
-            Path::Amx => Some(Unit::Tiles),
-            Path::Dots => Some(Unit::Dots),
+            CpuBackend::Amx => Some(Unit::Tiles),
+            CpuBackend::Avx512Bf16 => Some(Unit::Dots),
             _ => None,
         }
     }
 
     /// True if products of bf16 weights use packed bf16 operands.
     pub fn packs_bf16(self) -> bool {
-        matches!(self, Path::Amx | Path::Dots)
+        matches!(self, CpuBackend::Amx | CpuBackend::Avx512Bf16)
     }
 
     /// True if the f32 operands of a product with this rounding are rounded to bf16. This never depends on a size:
@@ -95,7 +103,7 @@ impl Path {
     }
 
     #[cold]
-    fn detect() -> Path {
+    fn detect() -> CpuBackend {
         // A name that cannot be used is an error in `force`, which the program calls first.
         if let Some(name) = std::env::var_os("FT_CPU")
             && Self::force(&name.to_string_lossy()).is_ok()
@@ -103,7 +111,7 @@ impl Path {
             return Self::current();
         }
         let mut best = Self::ALL.into_iter().filter(|p| p.available() && p.pays());
-        let best = best.next().unwrap_or(Path::Portable);
+        let best = best.next().unwrap_or(CpuBackend::Portable);
         CHOSEN.store(best as u8, Ordering::Relaxed);
         best
     }
@@ -117,8 +125,8 @@ impl Path {
         };
         if name == "amx-emulated" {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            if Path::Avx512.available() && super::tiles::emulate() {
-                CHOSEN.store(Path::Amx as u8, Ordering::Relaxed);
+            if CpuBackend::Avx512.available() && super::tiles::emulate() {
+                CHOSEN.store(CpuBackend::Amx as u8, Ordering::Relaxed);
                 return Ok(());
             }
             return Err(lacks());
@@ -144,7 +152,7 @@ mod tests {
     #[test]
     fn the_path_in_use_is_that_of_the_environment() {
         if let Ok(name) = std::env::var("FT_CPU") {
-            assert_eq!(Path::current().name(), name.trim_end_matches("-emulated"));
+            assert_eq!(CpuBackend::current().name(), name.trim_end_matches("-emulated"));
         }
     }
 }

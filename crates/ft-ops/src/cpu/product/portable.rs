@@ -4,8 +4,8 @@ use super::super::decode::{Isa, decode};
 use super::super::math::widen_slice;
 use super::super::with_scratch;
 use super::grid::{grid, part};
-use super::inside::Laid;
-use super::{Job, Matrix, Operand, Start};
+use super::inside::PackedOperand;
+use super::{CInit, Job, Matrix, Operand};
 use rayon::prelude::*;
 
 /// Elements of k that are widened at a time.
@@ -84,9 +84,9 @@ pub(super) unsafe fn gemm(
 }
 
 /// Returns address, stride of vectors and stride of k of an f32 operand that was not packed.
-pub(super) fn lying(laid: &Laid) -> (*const f32, usize, usize) {
+pub(super) fn lying(laid: &PackedOperand) -> (*const f32, usize, usize) {
     let m = &laid.matrix;
-    let (vector, step) = if m.along_k { (m.stride, 1) } else { (1, m.stride) };
+    let (vector, step) = if m.k_contiguous { (m.stride, 1) } else { (1, m.stride) };
     let at = match m.values {
         Operand::F32(v) => v.as_ptr(),
         _ => std::ptr::null(),
@@ -102,7 +102,7 @@ pub(super) fn run(job: &Job) {
     let (m, n, k) = job.sizes;
     let (down, across) = grid(m, n, rayon::current_num_threads());
     // Depends on the shape alone, because the cut of k decides the order of the sum.
-    let panel = if job.b.is_coded() {
+    let panel = if job.b.is_quantized() {
         (DECODED / n).clamp(16, PANEL)
     } else {
         PANEL
@@ -113,7 +113,7 @@ pub(super) fn run(job: &Job) {
         if rows == 0 || columns == 0 {
             return;
         }
-        if let Start::Bias(bias) = job.start {
+        if let CInit::Bias(bias) = job.start {
             for row in r0..r0 + rows {
                 // SAFETY: a row of the block of this task.
                 let part = unsafe { job.c.part(row * n + c0, columns) };
@@ -122,7 +122,7 @@ pub(super) fn run(job: &Job) {
         }
         for k0 in (0..k).step_by(panel) {
             let steps = panel.min(k - k0);
-            let accumulate = k0 > 0 || !matches!(job.start, Start::Zero);
+            let accumulate = k0 > 0 || !matches!(job.start, CInit::Zero);
             with_operand(&job.a, (r0, rows), (k0, steps), |a, a_stride, a_step| {
                 with_operand(&job.b, (c0, columns), (k0, steps), |b, b_stride, b_step| {
                     // SAFETY: the block lies inside C and belongs to this task alone; A and B are inside their slices.
@@ -151,13 +151,13 @@ fn with_operand(
     (k0, k): (usize, usize),
     f: impl FnOnce(*const f32, usize, usize),
 ) {
-    let (outer, inner) = if m.along_k { (count, k) } else { (k, count) };
-    let at = if m.along_k {
+    let (outer, inner) = if m.k_contiguous { (count, k) } else { (k, count) };
+    let at = if m.k_contiguous {
         first * m.stride + k0
     } else {
         k0 * m.stride + first
     };
-    let strides = |stride| if m.along_k { (stride, 1) } else { (1, stride) };
+    let strides = |stride| if m.k_contiguous { (stride, 1) } else { (1, stride) };
     match m.values {
         Operand::F32(v) => {
             let (vector, step) = strides(m.stride);
@@ -170,8 +170,8 @@ fn with_operand(
             let (vector, step) = strides(inner);
             f(wide.as_ptr(), vector, step)
         }),
-        Operand::Coded(view) => with_scratch(outer * inner, |wide| {
-            let (row, start) = if m.along_k { (first, k0) } else { (k0, first) };
+        Operand::Quantized(view) => with_scratch(outer * inner, |wide| {
+            let (row, start) = if m.k_contiguous { (first, k0) } else { (k0, first) };
             for (i, to) in wide.chunks_exact_mut(inner).enumerate() {
                 decode(Isa::Portable, &view, row + i, start, to);
             }

@@ -1,7 +1,7 @@
 //! Rows of a weight as operands of products: their elements, and optionally a prepacked copy of the whole weight.
 
-use super::rider::LARGEST;
-use super::{Matrix, Operand, Path, Rounding};
+use super::fused_lora::LARGEST;
+use super::{CpuBackend, Matrix, Operand, Rounding};
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use super::tiles::panels::{Panels, bytes};
@@ -29,10 +29,10 @@ impl Packed {
     /// Packs `w` for `x·Wᵀ`, and for `dy·W` if `backward`, with space for a fused LoRA rank of `rank`. None if no
     /// product would read it: the weight is not bf16, or the CPU has no AVX-512.
     pub fn new(w: WeightRows, (outputs, inputs): (usize, usize), backward: bool, rank: usize) -> Option<Self> {
-        let pays = Path::Avx512.available() && w.rounding() == Rounding::Bf16 && outputs > 0 && inputs > 0;
+        let pays = CpuBackend::Avx512.available() && w.rounding() == Rounding::Bf16 && outputs > 0 && inputs > 0;
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         if pays {
-            let rank = riding(rank);
+            let rank = fused_steps(rank);
             return Some(Self {
                 forward: Panels::new(&w.forward(), (outputs, inputs), rank),
                 backward: backward.then(|| Panels::new(&w.backward(), (inputs, outputs), rank)),
@@ -44,14 +44,14 @@ impl Packed {
 
     /// Returns the bytes that `new` allocates.
     pub fn bytes((outputs, inputs): (usize, usize), backward: bool, rank: usize) -> usize {
-        let rank = riding(rank);
+        let rank = fused_steps(rank);
         let backward = if backward { bytes(inputs, outputs, rank) } else { 0 };
         bytes(outputs, inputs, rank) + backward
     }
 }
 
 /// Returns the rank that is fused: 0 if `rank` is too large.
-fn riding(rank: usize) -> usize {
+fn fused_steps(rank: usize) -> usize {
     if rank <= LARGEST { rank } else { 0 }
 }
 
@@ -65,10 +65,14 @@ pub(crate) struct Kept<'a> {
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 impl<'a> Kept<'a> {
-    /// Returns the panels for a product with `vectors` of `k` elements and `riding` steps of a fused LoRA rank.
+    /// Returns the panels for a product with `vectors` of `k` elements and `fused_steps` steps of a fused LoRA rank.
     /// None if the product cannot use them.
-    pub(super) fn hold(self, (vectors, k): (usize, usize), riding: usize) -> Option<super::tiles::panels::Held<'a>> {
-        self.panels.hold((self.first, vectors), (self.k0, k), riding)
+    pub(super) fn hold(
+        self,
+        (vectors, k): (usize, usize),
+        fused_steps: usize,
+    ) -> Option<super::tiles::panels::Held<'a>> {
+        self.panels.hold((self.first, vectors), (self.k0, k), fused_steps)
     }
 }
 
@@ -103,7 +107,7 @@ impl<'a> WeightRows<'a> {
         let values = match self.values {
             Operand::F32(v) => Operand::F32(&v[from..][..len]),
             Operand::Bf16(v) => Operand::Bf16(&v[from..][..len]),
-            Operand::Coded(view) => Operand::Coded(view),
+            Operand::Quantized(view) => Operand::Quantized(view),
         };
         Self {
             values,
@@ -123,7 +127,7 @@ impl<'a> WeightRows<'a> {
         Matrix {
             values: self.values,
             stride: self.columns,
-            along_k: true,
+            k_contiguous: true,
             kept: panels.map(|panels| Kept {
                 panels,
                 first: self.first,
@@ -138,7 +142,7 @@ impl<'a> WeightRows<'a> {
         Matrix {
             values: self.values,
             stride: self.columns,
-            along_k: false,
+            k_contiguous: false,
             kept: panels.map(|panels| Kept {
                 panels,
                 first: 0,

@@ -20,7 +20,7 @@ const SIZES: [Sizes; 13] = [
     (4200, 20, 33),
 ];
 
-fn paths() -> Vec<Path> {
+fn paths() -> Vec<CpuBackend> {
     testable()
 }
 
@@ -39,13 +39,13 @@ impl Operand {
         Self { wide, narrow, count, k }
     }
 
-    fn matrix(&self, bf16: bool, along_k: bool) -> Matrix<'_> {
+    fn matrix(&self, bf16: bool, k_contiguous: bool) -> Matrix<'_> {
         let values = if bf16 {
             Values::Bf16(&self.narrow)
         } else {
             Values::F32(&self.wide)
         };
-        if along_k {
+        if k_contiguous {
             Matrix::vectors(values, self.k)
         } else {
             Matrix::steps(values, self.count)
@@ -53,16 +53,20 @@ impl Operand {
     }
 
     /// Returns the operand of the product, `[count, k]`; `narrow`: rounded to bf16.
-    fn all(&self, bf16: bool, along_k: bool, narrow: bool) -> Vec<f64> {
-        let of = |place: usize| match (self.at(bf16, along_k, place / self.k, place % self.k), narrow) {
+    fn all(&self, bf16: bool, k_contiguous: bool, narrow: bool) -> Vec<f64> {
+        let of = |place: usize| match (self.at(bf16, k_contiguous, place / self.k, place % self.k), narrow) {
             (x, true) => bf16::from_f32(x as f32).to_f64(),
             (x, false) => x,
         };
         (0..self.count * self.k).map(of).collect()
     }
 
-    fn at(&self, bf16: bool, along_k: bool, i: usize, p: usize) -> f64 {
-        let index = if along_k { i * self.k + p } else { p * self.count + i };
+    fn at(&self, bf16: bool, k_contiguous: bool, i: usize, p: usize) -> f64 {
+        let index = if k_contiguous {
+            i * self.k + p
+        } else {
+            p * self.count + i
+        };
         if bf16 {
             self.narrow[index].to_f64()
         } else {
@@ -73,7 +77,7 @@ impl Operand {
 
 /// Checks that every product is the sum of the products of its operands, rounded to bf16 if the path rounds, for
 /// all sizes. `bound(k)`: the largest error allowed for sums of k products of numbers of size 1.
-fn check(path: Path, rounding: Rounding, bound: impl Fn(f64) -> f64) {
+fn check(path: CpuBackend, rounding: Rounding, bound: impl Fn(f64) -> f64) {
     let narrow = path.rounds(rounding);
     // Emulation is slow.
     let played = !path.available();
@@ -88,7 +92,7 @@ fn check(path: Path, rounding: Rounding, bound: impl Fn(f64) -> f64) {
                 .chunks_exact(k)
                 .flat_map(|a| wide_b.chunks_exact(k).map(move |b| (a, b)));
             let products: Vec<f64> = rows.map(|(a, b)| a.iter().zip(b).map(|(a, b)| a * b).sum()).collect();
-            for (which, start) in [Start::Zero, Start::C, Start::Bias(&bias)].into_iter().enumerate() {
+            for (which, start) in [CInit::Zero, CInit::C, CInit::Bias(&bias)].into_iter().enumerate() {
                 let mut c = vec![if which == 1 { 0.5 } else { f32::NAN }; m * n];
                 product_on(
                     path,
@@ -139,7 +143,7 @@ fn bit_equal_for_any_number_of_threads() {
                         path,
                         sizes,
                         &mut c,
-                        Start::Zero,
+                        CInit::Zero,
                         a.matrix(false, true),
                         b.matrix(true, true),
                         rounding,
@@ -163,7 +167,7 @@ fn a_row_has_the_same_bits_among_any_number_of_rows() {
                 let run = |m: usize, bf16: bool| {
                     let mut c = vec![0f32; m * n];
                     let (a, b) = (a.matrix(false, true), b.matrix(bf16, true));
-                    product_on(path, (m, n, k), &mut c, Start::Zero, a, b, rounding);
+                    product_on(path, (m, n, k), &mut c, CInit::Zero, a, b, rounding);
                     c.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
                 };
                 for bf16 in [false, true] {
@@ -208,7 +212,7 @@ fn a_rider_arrives_on_every_path() {
         };
         for path in paths() {
             let (mut c, mut u) = (vec![0.25f32; m * n], vec![f32::NAN; m * rank]);
-            let rider = Rider {
+            let fused_lora = FusedLora {
                 rank,
                 down: down.matrix(false, true),
                 up: up.matrix(false, true),
@@ -216,7 +220,7 @@ fn a_rider_arrives_on_every_path() {
                 u: &mut u,
             };
             let operands = (a.matrix(false, true), b.matrix(true, true));
-            product_with(path, (m, n, k), &mut c, Start::C, operands, Rounding::Exact, rider);
+            product_with(path, (m, n, k), &mut c, CInit::C, operands, Rounding::Exact, fused_lora);
             for i in 0..m {
                 let want_u: Vec<f64> = (0..rank).map(|r| u_at(i, r)).collect();
                 for (r, want) in want_u.iter().enumerate() {

@@ -1,6 +1,6 @@
 //! Products inside one task, on operands that the task itself packed.
 
-use super::super::inside::{Laid, Place, Side};
+use super::super::inside::{OutputTile, PackedOperand, Side};
 use super::super::{Matrix, Sizes};
 use super::Unit;
 use super::pack::{self, Format};
@@ -15,10 +15,10 @@ pub(crate) fn room(vectors: usize, k: usize) -> usize {
 }
 
 /// Packs as [panel of 32][step]. `to` begins on a cache line and has at least `room` elements.
-pub(crate) fn lay(side: Side, m: &Matrix, (vectors, k): (usize, usize), to: &mut [f32]) {
+pub(crate) fn pack_operand(side: Side, m: &Matrix, (vectors, k): (usize, usize), to: &mut [f32]) {
     let format = if side == Side::B { Format::B } else { Format::A };
     m.check(vectors, k);
-    assert!(!m.is_coded() && to.len() >= room(vectors, k) && to.as_ptr().addr().is_multiple_of(64));
+    assert!(!m.is_quantized() && to.len() >= room(vectors, k) && to.as_ptr().addr().is_multiple_of(64));
     for (panel, to) in to.chunks_exact_mut((k.div_ceil(32) * STEP_FLOATS).max(1)).enumerate() {
         let first = panel * 32;
         if first < vectors {
@@ -42,9 +42,9 @@ struct Edge([f32; 32 * 32]);
 /// # Safety
 /// The unit must be available, `to` must belong to this task alone, and all elements that the operands describe
 /// must be in bounds.
-pub(crate) unsafe fn multiply(unit: Unit, (m, n, k): Sizes, to: Place, a: &Laid, b: &Laid) {
+pub(crate) unsafe fn multiply(unit: Unit, (m, n, k): Sizes, to: OutputTile, a: &PackedOperand, b: &PackedOperand) {
     let steps = k.div_ceil(32);
-    let panel = |laid: &Laid, vector: usize| {
+    let panel = |laid: &PackedOperand, vector: usize| {
         let step = (laid.first.0 + vector) / 32 * laid.whole.1.div_ceil(32) + laid.first.1 / 32;
         laid.packed[step * STEP_FLOATS..][..steps * STEP_FLOATS]
             .as_ptr()

@@ -4,7 +4,7 @@
 //! with a larger operand (the output projection) is computed in parts. Tasks own blocks of C. A task multiplies
 //! each panel of A with all panels of B of its block, chunk by chunk of k.
 //!
-//! A fused LoRA product (`rider.rs`) first multiplies the packed A with its `down`. Then its rank is appended after
+//! A fused LoRA product (`fused_lora.rs`) first multiplies the packed A with its `down`. Then its rank is appended after
 //! the last chunk of both operands. Its matrices and u are rounded to bf16 here, as the operands of the product are.
 //!
 //! A weight that does not change can be kept prepacked (`panels.rs`): then only A is packed.
@@ -20,7 +20,7 @@ mod tests;
 mod unit;
 
 use super::grid::part;
-use super::{Job, Matrix, Start};
+use super::{CInit, Job, Matrix};
 use buffer::{Buffer, with_buffers};
 use pack::Format;
 use rayon::prelude::*;
@@ -129,9 +129,9 @@ pub(super) fn run(job: &Job, unit: Unit) {
     let (m, n, k) = job.sizes;
     let c = job.c;
     let filled = match job.start {
-        Start::Zero => false,
-        Start::C => true,
-        Start::Bias(bias) => {
+        CInit::Zero => false,
+        CInit::C => true,
+        CInit::Bias(bias) => {
             (0..m).into_par_iter().for_each(|row| {
                 // SAFETY: each task has its own row.
                 unsafe { c.part(row * n, n) }.copy_from_slice(bias);
@@ -139,8 +139,8 @@ pub(super) fn run(job: &Job, unit: Unit) {
             true
         }
     };
-    let riding = job.rider.map_or(0, |r| r.rank.div_ceil(32));
-    let kept = job.b.kept.and_then(|kept| kept.hold((n, k), riding));
+    let fused_steps = job.fused_lora.map_or(0, |r| r.rank.div_ceil(32));
+    let kept = job.b.kept.and_then(|kept| kept.hold((n, k), fused_steps));
     // Keeps both operands within their bound: k is cut so that all of A fits, then n so that this part of B fits.
     let panels = |vectors: usize| vectors.div_ceil(32);
     let most_steps = (PACKED / STEP / panels(m)).max(CHUNK) / CHUNK * CHUNK;
@@ -151,40 +151,40 @@ pub(super) fn run(job: &Job, unit: Unit) {
             if k_len == 0 {
                 continue;
             }
-            let ride = job.rider.as_ref().filter(|_| k_part + 1 == k_parts);
+            let ride = job.fused_lora.as_ref().filter(|_| k_part + 1 == k_parts);
             let depth = Depth {
                 steps: k_len.div_ceil(32),
-                extra: if ride.is_some() { riding } else { 0 },
+                extra: if ride.is_some() { fused_steps } else { 0 },
             };
             let own = Depth { extra: 0, ..depth };
             let a = pack_operand(&job.a, (0, m), (k0, k_len), depth, Format::A, packed_a);
-            if let Some(rider) = &job.rider {
-                let rank = (0, rider.rank);
-                let down = pack_operand(&rider.down, rank, (k0, k_len), own, Format::B, packed_b);
-                multiply(unit, &rider.job(job), a, down, rank, own, k_part > 0);
+            if let Some(fused_lora) = &job.fused_lora {
+                let rank = (0, fused_lora.rank);
+                let down = pack_operand(&fused_lora.down, rank, (k0, k_len), own, Format::B, packed_b);
+                multiply(unit, &fused_lora.job(job), a, down, rank, own, k_part > 0);
             }
-            if let Some(rider) = ride {
+            if let Some(fused_lora) = ride {
                 // SAFETY: the tasks that wrote u are complete.
-                let u = unsafe { rider.scaled(m) };
-                pack_extra(&u, (0, m), rider.rank, depth, Format::A, a);
+                let u = unsafe { fused_lora.scaled(m) };
+                pack_extra(&u, (0, m), fused_lora.rank, depth, Format::A, a);
             }
             let add = filled || k_part > 0;
             if let Some(kept) = &kept {
                 let b = kept.from(k0);
-                if let Some(rider) = ride {
-                    pack_extra(&rider.up, (0, n), rider.rank, depth, Format::B, b);
+                if let Some(fused_lora) = ride {
+                    pack_extra(&fused_lora.up, (0, n), fused_lora.rank, depth, Format::B, b);
                 }
                 multiply(unit, job, a, b, (0, n), depth, add);
                 continue;
             }
-            let bound = if job.b.is_coded() { DECODED } else { PACKED };
+            let bound = if job.b.is_quantized() { DECODED } else { PACKED };
             let most_panels = (bound / STEP / depth.steps).max(BLOCK_COLUMNS);
             let n_parts = panels(n).div_ceil(most_panels);
             for n_part in 0..n_parts {
                 let (n0, n_len) = part(n, n_parts, n_part, 32);
                 let b = pack_operand(&job.b, (n0, n_len), (k0, k_len), depth, Format::B, packed_b);
-                if let Some(rider) = ride {
-                    pack_extra(&rider.up, (n0, n_len), rider.rank, depth, Format::B, b);
+                if let Some(fused_lora) = ride {
+                    pack_extra(&fused_lora.up, (n0, n_len), fused_lora.rank, depth, Format::B, b);
                 }
                 multiply(unit, job, a, b, (n0, n_len), depth, add);
             }
@@ -273,7 +273,7 @@ fn pack_operand(
 /// Packs elements `k0..k0 + k` of `count` vectors into all panels of `to`.
 fn pack_all(m: &Matrix, (first, count): (usize, usize), (k0, k): (usize, usize), format: Format, to: Packed) {
     // If the operand is not contiguous in k, neighboring panels share its rows: one task packs a few panels.
-    let group = if m.along_k { 4 } else { 8 };
+    let group = if m.k_contiguous { 4 } else { 8 };
     let (panels, chunks) = (to.panels, to.depth.count());
     (0..panels.div_ceil(group) * chunks)
         .into_par_iter()
@@ -283,12 +283,12 @@ fn pack_all(m: &Matrix, (first, count): (usize, usize), (k0, k): (usize, usize),
             let chunk = to.depth.chunk(chunk_index);
             let elements = (chunk.own * 32).min(k - chunk.first * 32);
             let place = |p| to.at(p, chunk_index).cast_mut();
-            if m.is_coded() {
+            if m.is_quantized() {
                 let start = group_index * group * 32;
                 let vectors = (first + start, (group * 32).min(count - start));
                 let steps = (k0 + chunk.first * 32, elements);
                 // SAFETY: the job was checked; each task writes its own panels, which lie in the buffer.
-                return unsafe { pack::coded(m, vectors, steps, format, |i| place(group_index * group + i)) };
+                return unsafe { pack::quantized(m, vectors, steps, format, |i| place(group_index * group + i)) };
             }
             for p in group_index * group..((group_index + 1) * group).min(panels) {
                 let vectors = (first + p * 32, 32.min(count - p * 32));

@@ -35,29 +35,29 @@ pub(super) unsafe fn panel(
         match m.values {
             Operand::F32(v) => steps(v.as_ptr(), m, (first, count), (k0, k), format, to),
             Operand::Bf16(v) => steps(v.as_ptr(), m, (first, count), (k0, k), format, to),
-            Operand::Coded(_) => coded(m, (first, count), (k0, k), format, |_| to),
+            Operand::Quantized(_) => quantized(m, (first, count), (k0, k), format, |_| to),
         }
     }
 }
 
-/// Vectors that `coded` dequantizes at a time.
+/// Vectors that `quantized` dequantizes at a time.
 pub(super) const CODED: usize = 256;
 
 /// As `panel`, for `count` quantized vectors (at most `CODED`): panel i is written to `to(i)`.
 /// # Safety
 /// As `panel`, for every panel.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub(super) unsafe fn coded(
+pub(super) unsafe fn quantized(
     m: &Matrix,
     (first, count): (usize, usize),
     (k0, k): (usize, usize),
     format: Format,
     to: impl Fn(usize) -> *mut u8,
 ) {
-    let Operand::Coded(view) = &m.values else { return };
+    let Operand::Quantized(view) = &m.values else { return };
     // 32 KB: this many steps of one panel, or one step of all panels.
     let mut decoded = [0f32; 32 * CODED];
-    if m.along_k {
+    if m.k_contiguous {
         for (panel, start) in (0..count).step_by(32).enumerate() {
             let vectors = 32.min(count - start);
             for (i, at) in (0..k).step_by(CODED).enumerate() {
@@ -97,7 +97,7 @@ unsafe fn steps<T: Element>(
     format: Format,
     to: *mut u8,
 ) {
-    let turn = m.along_k != (format == Format::A);
+    let turn = m.k_contiguous != (format == Format::A);
     // SAFETY: promised by the caller; the masks keep reads inside (count, k).
     unsafe {
         for step in 0..k.div_ceil(32) {
@@ -105,7 +105,7 @@ unsafe fn steps<T: Element>(
             for half in 0..2 {
                 let there = count.saturating_sub(half * 16).min(16);
                 let mut words = [_mm512_setzero_si512(); 16];
-                if m.along_k {
+                if m.k_contiguous {
                     for (i, words) in words.iter_mut().enumerate().take(there) {
                         let at = (first + half * 16 + i) * m.stride + k0 + step * 32;
                         *words = T::pairs(from.add(at), mask32(left));

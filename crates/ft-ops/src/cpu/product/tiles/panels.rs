@@ -62,21 +62,21 @@ impl Panels {
     }
 
     /// Locks the panels for a product with `vectors` of its vectors from `first` on, their elements `k0..k0 + k`,
-    /// and `riding` steps of a fused LoRA rank. None if this part does not begin and end with whole panels and
+    /// and `fused_steps` steps of a fused LoRA rank. None if this part does not begin and end with whole panels and
     /// chunks, if there is no space for the rank, or if another product uses the panels.
     pub(in crate::cpu::product) fn hold(
         &self,
         (first, vectors): (usize, usize),
         (k0, k): (usize, usize),
-        riding: usize,
+        fused_steps: usize,
     ) -> Option<Held<'_>> {
         let ends_whole = |at: usize, unit: usize, all: usize| at == all || (at < all && at.is_multiple_of(unit));
         let fits = first.is_multiple_of(32)
             && ends_whole(first + vectors, 32, self.vectors)
             && k0.is_multiple_of(CHUNK_ELEMENTS)
             && ends_whole(k0 + k, CHUNK_ELEMENTS, self.k);
-        let rides = riding == 0 || (riding <= self.depth.extra && k0 + k == self.k);
-        if !fits || !rides {
+        let fuses = fused_steps == 0 || (fused_steps <= self.depth.extra && k0 + k == self.k);
+        if !fits || !fuses {
             return None;
         }
         Some(Held {

@@ -2,7 +2,9 @@
 
 use super::super::super::Shared;
 use super::super::super::storage::Values;
-use super::super::{Job, Matrix, Operand, Packed, Path, Rider, Rounding, Start, WeightRows, product_on, product_with};
+use super::super::{
+    CInit, CpuBackend, FusedLora, Job, Matrix, Operand, Packed, Rounding, WeightRows, product_on, product_with,
+};
 use super::Unit;
 use crate::oracle::{flat, random};
 use half::bf16;
@@ -12,7 +14,7 @@ fn rounded(values: &[f32]) -> Vec<bf16> {
 }
 
 fn ready() -> bool {
-    if !Path::Avx512.available() {
+    if !CpuBackend::Avx512.available() {
         eprintln!("skipped: packing for the tile unit needs AVX-512");
         return false;
     }
@@ -30,8 +32,12 @@ fn units() -> Vec<Unit> {
 }
 
 /// Returns the paths that use these units.
-fn paths() -> Vec<Path> {
-    let goes = |unit| [Path::Amx, Path::Dots].into_iter().find(|p| p.unit() == Some(unit));
+fn paths() -> Vec<CpuBackend> {
+    let goes = |unit| {
+        [CpuBackend::Amx, CpuBackend::Avx512Bf16]
+            .into_iter()
+            .find(|p| p.unit() == Some(unit))
+    };
     units().into_iter().filter_map(goes).collect()
 }
 
@@ -60,7 +66,7 @@ fn check(unit: Unit, (m, n, k): (usize, usize, usize)) {
             2 => Matrix::vectors(Values::Bf16(&narrow[2]), k),
             _ => Matrix::steps(Values::Bf16(&narrow[3]), n),
         };
-        let start = [Start::Zero, Start::C, Start::Bias(&bias)][kind % 3];
+        let start = [CInit::Zero, CInit::C, CInit::Bias(&bias)][kind % 3];
         let mut c = vec![if kind % 3 == 1 { 0.25 } else { f32::NAN }; m * n];
         super::run(
             &Job {
@@ -69,7 +75,7 @@ fn check(unit: Unit, (m, n, k): (usize, usize, usize)) {
                 start,
                 a,
                 b,
-                rider: None,
+                fused_lora: None,
             },
             unit,
         );
@@ -111,10 +117,10 @@ fn tiles_agree_with_plain_loops() {
 /// at once.
 #[test]
 fn a_rider_is_a_few_steps_more() {
-    paths().into_iter().for_each(rides);
+    paths().into_iter().for_each(fuses);
 }
 
-fn rides(path: Path) {
+fn fuses(path: CpuBackend) {
     // A few rows and large ranks are computed as three products, with the same operands.
     for (m, n, k, rank) in [
         (1, 70, 50, 5),
@@ -132,7 +138,7 @@ fn rides(path: Path) {
         let [a, b, down, up] = [1, 2, 3, 4].map(|i| flat(&random(sizes[i - 1], i as u64)));
         let [ra, rb, rdown, rup] = [&a, &b, &down, &up].map(|v| rounded(v));
         let (mut c, mut u) = (vec![0.25; m * n], vec![f32::NAN; m * rank]);
-        let rider = Rider {
+        let fused_lora = FusedLora {
             rank,
             down: Matrix::vectors(Values::F32(&down), k),
             up: Matrix::vectors(Values::F32(&up), rank),
@@ -143,7 +149,7 @@ fn rides(path: Path) {
             Matrix::vectors(Values::F32(&a), k),
             Matrix::vectors(Values::Bf16(&rb), k),
         );
-        product_with(path, (m, n, k), &mut c, Start::C, operands, Rounding::Bf16, rider);
+        product_with(path, (m, n, k), &mut c, CInit::C, operands, Rounding::Bf16, fused_lora);
         let ru = rounded(&u);
         let dot = |x: &[bf16], y: &[bf16]| -> f64 { x.iter().zip(y).map(|(x, y)| x.to_f64() * y.to_f64()).sum() };
         for i in (0..m).step_by((m / 30).max(1)) {
@@ -190,14 +196,14 @@ fn codes_on(unit: Unit) {
                     &Job {
                         sizes: (tokens, n, k),
                         c: Shared::new(&mut c),
-                        start: Start::Zero,
+                        start: CInit::Zero,
                         a: Matrix::vectors(Operand::F32(if backward { &dy } else { &x }), k),
                         b: if backward {
                             Matrix::steps(w, i)
                         } else {
                             Matrix::vectors(w, i)
                         },
-                        rider: None,
+                        fused_lora: None,
                     },
                     unit,
                 );
@@ -205,7 +211,7 @@ fn codes_on(unit: Unit) {
             };
             for backward in [false, true] {
                 let (got, want) = (
-                    run(backward, Operand::Coded(view)),
+                    run(backward, Operand::Quantized(view)),
                     run(backward, Operand::Bf16(&dense)),
                 );
                 assert!(got == want, "{tokens} {o} {i} backward {backward} {:?}", view.codes);
@@ -240,10 +246,10 @@ fn odd_numbers(unit: Unit) {
         &Job {
             sizes: (32, 32, 32),
             c: Shared::new(&mut c),
-            start: Start::Zero,
+            start: CInit::Zero,
             a: Matrix::vectors(Values::F32(&a), 32),
             b: Matrix::vectors(Values::F32(&identity), 32),
-            rider: None,
+            fused_lora: None,
         },
         unit,
     );
@@ -272,10 +278,10 @@ fn threads_on(unit: Unit) {
                 &Job {
                     sizes: (m, n, k),
                     c: Shared::new(&mut c),
-                    start: Start::Zero,
+                    start: CInit::Zero,
                     a: Matrix::vectors(Values::F32(&a), k),
                     b: Matrix::vectors(Values::F32(&b), k),
-                    rider: None,
+                    fused_lora: None,
                 },
                 unit,
             )
@@ -293,7 +299,7 @@ fn packed_before_is_packed_now() {
     paths().into_iter().for_each(packed_on);
 }
 
-fn packed_on(path: Path) {
+fn packed_on(path: CpuBackend) {
     let tokens = 40;
     for (outputs, inputs, rank) in [(70, 50, 0), (64, 1100, 16), (2100, 96, 33), (1025, 2049, 64)] {
         let w = rounded(&flat(&random((outputs, inputs), 1)));
@@ -325,7 +331,7 @@ fn packed_on(path: Path) {
                 let run = |b: Matrix| {
                     let mut c = vec![0.5; tokens * n];
                     let a = Matrix::vectors(Values::F32(&x), k);
-                    product_on(path, (tokens, n, k), &mut c, Start::C, a, b, Rounding::Bf16);
+                    product_on(path, (tokens, n, k), &mut c, CInit::C, a, b, Rounding::Bf16);
                     c
                 };
                 assert!(
@@ -339,7 +345,7 @@ fn packed_on(path: Path) {
                 let (down, up) = (flat(&random((rank, k), 3)), flat(&random((n, rank), 4)));
                 let ride = |b: Matrix| {
                     let (mut c, mut u) = (vec![0.5; tokens * n], vec![f32::NAN; tokens * rank]);
-                    let rider = Rider {
+                    let fused_lora = FusedLora {
                         rank,
                         down: Matrix::vectors(Values::F32(&down), k),
                         up: Matrix::vectors(Values::F32(&up), rank),
@@ -347,7 +353,15 @@ fn packed_on(path: Path) {
                         u: &mut u,
                     };
                     let operands = (Matrix::vectors(Values::F32(&x), k), b);
-                    product_with(path, (tokens, n, k), &mut c, Start::C, operands, Rounding::Bf16, rider);
+                    product_with(
+                        path,
+                        (tokens, n, k),
+                        &mut c,
+                        CInit::C,
+                        operands,
+                        Rounding::Bf16,
+                        fused_lora,
+                    );
                     (c, u)
                 };
                 assert!(kept.kept.unwrap().hold((n, k), rank.div_ceil(32)).is_some());
@@ -371,7 +385,7 @@ fn what_cannot_be_used_is_packed_anew() {
     let rows = WeightRows::new(Operand::Bf16(&w), inputs);
     let packed = Packed::new(rows, (outputs, inputs), true, 16).unwrap();
     let rows = rows.with(Some(&packed));
-    let holds = |b: Matrix, sizes, riding| b.kept.unwrap().hold(sizes, riding).is_some();
+    let holds = |b: Matrix, sizes, fused_steps| b.kept.unwrap().hold(sizes, fused_steps).is_some();
     assert!(holds(rows.forward(), (outputs, inputs), 1) && !holds(rows.forward(), (outputs, inputs), 2));
     assert!(holds(rows.part(64, 96).forward(), (96, inputs), 0));
     for (first, count) in [(1, 64), (64, 65)] {

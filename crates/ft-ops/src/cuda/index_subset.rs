@@ -1,18 +1,18 @@
 //! Gather and scatter of a subset of a tensor on a GPU.
 
 use super::{Arg, Gpu, Grid, address_of};
-use crate::part::Places;
+use crate::index_subset::IndexSubset;
 use candle_core::Tensor;
 use ft_base::Result;
 
-/// The structure `Places` of `cuda/part.cu`.
-fn numbers(places: &Places) -> [u64; 5] {
+/// The structure `IndexSubset` of `cuda/part.cu`.
+fn numbers(places: &IndexSubset) -> [u64; 5] {
     let (key, half) = places.scattered.map_or((0, 0), |permutation| permutation.network());
     let start = places.start % places.n.max(1);
     [start as u64, places.len as u64, places.n as u64, key, half as u64]
 }
 
-fn run(kernel: &str, from: &Tensor, to: &Tensor, places: &Places) -> Result<()> {
+fn run(kernel: &str, from: &Tensor, to: &Tensor, places: &IndexSubset) -> Result<()> {
     const NAME: &str = "a part of a tensor";
     if places.len == 0 {
         return Ok(());
@@ -28,13 +28,13 @@ fn run(kernel: &str, from: &Tensor, to: &Tensor, places: &Places) -> Result<()> 
 }
 
 /// Gathers the elements of `whole` (f32, bf16 or i16) at `places`.
-pub(crate) fn gather(whole: &Tensor, places: &Places) -> Result<Tensor> {
+pub(crate) fn gather(whole: &Tensor, places: &IndexSubset) -> Result<Tensor> {
     let part = Gpu::of(whole, "a part of a tensor")?.empty(places.len, whole.dtype())?;
     run("part_gather", whole, &part, places)?;
     Ok(part)
 }
 
 /// Scatters `part` back into `whole`, of the same type.
-pub(crate) fn put(part: &Tensor, whole: &Tensor, places: &Places) -> Result<()> {
+pub(crate) fn put(part: &Tensor, whole: &Tensor, places: &IndexSubset) -> Result<()> {
     run("part_put", part, whole, places)
 }

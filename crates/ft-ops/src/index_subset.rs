@@ -1,6 +1,6 @@
 //! Gather and scatter of a subset of a tensor, for masks inside a matrix.
 
-use super::update::{Stored, with_mut};
+use super::update::{WeightElement, with_mut};
 use candle_core::{DType, Device, Storage, Tensor};
 use ft_base::rng::Permutation;
 use ft_base::{Error, Result};
@@ -12,14 +12,14 @@ const CHUNK: usize = 1 << 12;
 /// A subset of `len` indices of a tensor of `n` elements: the numbers `start, start + 1, ..` modulo n, optionally
 /// mapped through a permutation.
 #[derive(Debug, Clone, Copy)]
-pub struct Places {
+pub struct IndexSubset {
     pub start: usize,
     pub len: usize,
     pub n: usize,
     pub scattered: Option<Permutation>,
 }
 
-impl Places {
+impl IndexSubset {
     /// Returns the index in the tensor of element `i` < len of the subset.
     #[inline]
     pub fn at(&self, i: usize) -> usize {
@@ -32,10 +32,10 @@ impl Places {
 }
 
 /// Gathers the elements of `t` (f32, bf16 or i16, contiguous) at `places`, `[len]`.
-pub fn gather(t: &Tensor, places: &Places) -> Result<Tensor> {
+pub fn gather(t: &Tensor, places: &IndexSubset) -> Result<Tensor> {
     check(t, places)?;
     check_type(t)?;
-    on_gpu!(t, super::cuda::part::gather(t, places));
+    on_gpu!(t, super::cuda::index_subset::gather(t, places));
     match t.dtype() {
         DType::F32 => gathered::<f32>(t, places),
         DType::BF16 => gathered::<bf16>(t, places),
@@ -44,13 +44,13 @@ pub fn gather(t: &Tensor, places: &Places) -> Result<Tensor> {
 }
 
 /// Scatters `part` `[len]` back into `t`, of the same type.
-pub fn scatter(t: &Tensor, part: &Tensor, places: &Places) -> Result<()> {
+pub fn scatter(t: &Tensor, part: &Tensor, places: &IndexSubset) -> Result<()> {
     check(t, places)?;
     if part.elem_count() != places.len || part.dtype() != t.dtype() {
         return Err(Error::new("a part of a tensor does not fit it"));
     }
     check_type(t)?;
-    on_gpu!(t, super::cuda::part::put(part, t, places));
+    on_gpu!(t, super::cuda::index_subset::put(part, t, places));
     match t.dtype() {
         DType::F32 => scattered::<f32>(t, part, places),
         DType::BF16 => scattered::<bf16>(t, part, places),
@@ -65,7 +65,7 @@ fn check_type(t: &Tensor) -> Result<()> {
     }
 }
 
-fn check(t: &Tensor, places: &Places) -> Result<()> {
+fn check(t: &Tensor, places: &IndexSubset) -> Result<()> {
     if t.elem_count() != places.n || places.len > places.n || !t.is_contiguous() {
         return Err(Error::new("places of another tensor")
             .found(format!("{:?}", t.dims()))
@@ -74,7 +74,7 @@ fn check(t: &Tensor, places: &Places) -> Result<()> {
     Ok(())
 }
 
-fn with<T: Stored, R>(t: &Tensor, f: impl FnOnce(&[T]) -> R) -> Result<R> {
+fn with<T: WeightElement, R>(t: &Tensor, f: impl FnOnce(&[T]) -> R) -> Result<R> {
     let (storage, layout) = t.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else {
         return Err(Error::new(
@@ -87,7 +87,7 @@ fn with<T: Stored, R>(t: &Tensor, f: impl FnOnce(&[T]) -> R) -> Result<R> {
     }
 }
 
-fn gathered<T: Stored + candle_core::WithDType>(t: &Tensor, places: &Places) -> Result<Tensor> {
+fn gathered<T: WeightElement + candle_core::WithDType>(t: &Tensor, places: &IndexSubset) -> Result<Tensor> {
     let part: Vec<T> = with(t, |all: &[T]| {
         (0..places.len)
             .into_par_iter()
@@ -98,7 +98,7 @@ fn gathered<T: Stored + candle_core::WithDType>(t: &Tensor, places: &Places) -> 
     Ok(Tensor::from_vec(part, places.len, &Device::Cpu)?)
 }
 
-fn scattered<T: Stored + candle_core::WithDType>(t: &Tensor, part: &Tensor, places: &Places) -> Result<()> {
+fn scattered<T: WeightElement + candle_core::WithDType>(t: &Tensor, part: &Tensor, places: &IndexSubset) -> Result<()> {
     with(part, |part: &[T]| {
         with_mut(t, |all: &mut [T]| {
             for (i, x) in part.iter().enumerate() {
@@ -120,7 +120,7 @@ mod tests {
             for scattered in [false, true] {
                 let t = random((3, 7), 1);
                 let permutation = Permutation::new(Rng::new(1, Stream::Mask, &[]), 21);
-                let places = Places {
+                let places = IndexSubset {
                     start,
                     len,
                     n: 21,

@@ -6,7 +6,7 @@ use super::gemm::{Matrix, gemm};
 use super::linear::bias_rows;
 use super::memory::{to_f32_vec, write};
 use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned, narrow};
-use crate::coded::{Placed, Scales, TILE};
+use crate::quantized::{QTensors, ScaleTensors, TILE};
 use candle_core::cuda::DeviceId;
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
@@ -33,14 +33,14 @@ fn pair(low: u32, high: u32) -> u64 {
 }
 
 /// Returns the name of the format in kernel names, and the structure. The addresses are valid as long as `w` lives.
-fn weight(gpu: &Gpu, w: &Placed) -> Result<(&'static str, Weight)> {
+fn weight(gpu: &Gpu, w: &QTensors) -> Result<(&'static str, Weight)> {
     const NAME: &str = "a coded weight";
     let columns = narrow(w.columns, "a row of a weight")? as u32;
     let codes = address_of(&w.codes, NAME, DType::U8)?;
     Ok(match &w.scales {
-        Scales::Int8 { stride, group, scales } | Scales::Int4 { stride, group, scales } => {
+        ScaleTensors::Int8 { stride, group, scales } | ScaleTensors::Int4 { stride, group, scales } => {
             let (name, dtype) = match w.scales {
-                Scales::Int8 { .. } => ("int8", DType::F32),
+                ScaleTensors::Int8 { .. } => ("int8", DType::F32),
                 _ => ("int4", DType::U32),
             };
             let shift = if *group < w.columns { group.ilog2() } else { 31 };
@@ -48,11 +48,11 @@ fn weight(gpu: &Gpu, w: &Placed) -> Result<(&'static str, Weight)> {
             let numbers = [codes, scales, *stride as u64, pair(columns, shift)];
             (name, Weight::Grouped(numbers))
         }
-        Scales::Nf4 { absmax } => {
+        ScaleTensors::Nf4 { absmax } => {
             let absmax = address_of(absmax, NAME, DType::F32)?;
             ("nf4", Weight::Nf4([codes, absmax, 0, 0, 0, pair(0, columns)]))
         }
-        Scales::Nf4Double {
+        ScaleTensors::Nf4Double {
             codes: nested,
             table,
             scales,
@@ -104,7 +104,7 @@ unsafe fn launch(gpu: &Gpu, kernel: &str, grid: Grid, args: &[Arg], weight: &Wei
 }
 
 /// Returns the type of the dequantized values.
-fn decoded(w: &Placed) -> Kind {
+fn decoded(w: &QTensors) -> Kind {
     if w.bf16 { Kind::Bf16 } else { Kind::F32 }
 }
 
@@ -112,7 +112,7 @@ fn decoded(w: &Placed) -> Kind {
 type Range = (usize, usize);
 
 /// Dequantizes a part of W into the first elements of `to`, as a matrix `[count, width]`.
-fn decode(gpu: &Gpu, w: &Placed, (first, count): Range, (from, width): Range, to: &Tensor) -> Result<()> {
+fn decode(gpu: &Gpu, w: &QTensors, (first, count): Range, (from, width): Range, to: &Tensor) -> Result<()> {
     let (format, weight) = weight(gpu, w)?;
     let kind = decoded(w);
     if count * width > to.elem_count() || first + count > w.rows || from + width > w.columns {
@@ -131,7 +131,7 @@ fn decode(gpu: &Gpu, w: &Placed, (first, count): Range, (from, width): Range, to
 }
 
 /// Returns dequantized rows in f32 on the host. Synchronizes with the GPU.
-pub(crate) fn rows(w: &Placed, first: usize, n: usize) -> Result<Vec<f32>> {
+pub(crate) fn rows(w: &QTensors, first: usize, n: usize) -> Result<Vec<f32>> {
     let gpu = Gpu::of(&w.codes, "a coded weight")?;
     let to = gpu.empty((n, w.columns), decoded(w).dtype())?;
     decode(&gpu, w, (first, n), (0, w.columns), &to)?;
@@ -146,7 +146,7 @@ fn step(lines: usize, length: usize) -> usize {
 }
 
 /// Computes `x·wᵀ + bias` for `x [N, I]`: `[N, O]` of the type of x.
-pub(crate) fn forward(x: &Tensor, w: &Placed, bias: Option<&Tensor>) -> Result<Tensor> {
+pub(crate) fn forward(x: &Tensor, w: &QTensors, bias: Option<&Tensor>) -> Result<Tensor> {
     let gpu = Gpu::of(x, "x of a linear")?;
     let (n, dtype) = (x.dims()[0], Kind::of(x, "x of a linear")?.dtype());
     let y = match w.columns {
@@ -161,11 +161,11 @@ pub(crate) fn forward(x: &Tensor, w: &Placed, bias: Option<&Tensor>) -> Result<T
 }
 
 /// Computes `y += x·wᵀ`.
-pub(crate) fn forward_add(y: &Tensor, x: &Tensor, w: &Placed) -> Result<()> {
+pub(crate) fn forward_add(y: &Tensor, x: &Tensor, w: &QTensors) -> Result<()> {
     forward_into(&Gpu::of(x, "x of a linear")?, y, x, w, true)
 }
 
-fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &Placed, add: bool) -> Result<()> {
+fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> Result<()> {
     let (n, outputs, inputs) = (x.dims()[0], w.rows, w.columns);
     if n == 0 || outputs == 0 || inputs == 0 {
         return Ok(());
@@ -194,7 +194,7 @@ fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &Placed, add: bool) -> Res
 }
 
 /// Computes the product in one kernel. x, y and the dequantized values have one type.
-fn few(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &Placed, add: bool) -> Result<()> {
+fn few(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> Result<()> {
     let (n, outputs, inputs) = (x.dims()[0], w.rows, w.columns);
     let (format, weight) = weight(gpu, w)?;
     let kind = decoded(w);
@@ -221,7 +221,7 @@ fn few(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &Placed, add: bool) -> Result<()> {
 }
 
 /// Computes `dy·w` for `dy [N, O]`: `[N, I]` of the type of dy.
-pub(crate) fn backward_input(dy: &Tensor, w: &Placed) -> Result<Tensor> {
+pub(crate) fn backward_input(dy: &Tensor, w: &QTensors) -> Result<Tensor> {
     let gpu = Gpu::of(dy, "dy of a linear")?;
     let (n, dtype) = (dy.dims()[0], Kind::of(dy, "dy of a linear")?.dtype());
     if w.rows == 0 {
@@ -233,12 +233,12 @@ pub(crate) fn backward_input(dy: &Tensor, w: &Placed) -> Result<Tensor> {
 }
 
 /// Computes `dx += dy·w`.
-pub(crate) fn backward_input_add(dx: &Tensor, dy: &Tensor, w: &Placed) -> Result<()> {
+pub(crate) fn backward_input_add(dx: &Tensor, dy: &Tensor, w: &QTensors) -> Result<()> {
     backward_into(&Gpu::of(dy, "dy of a linear")?, dx, dy, w, true)
 }
 
 /// Loops over columns of W, so that each element of dx is rounded once.
-fn backward_into(gpu: &Gpu, dx: &Tensor, dy: &Tensor, w: &Placed, add: bool) -> Result<()> {
+fn backward_into(gpu: &Gpu, dx: &Tensor, dy: &Tensor, w: &QTensors, add: bool) -> Result<()> {
     let (n, outputs, inputs) = (dy.dims()[0], w.rows, w.columns);
     if n == 0 || outputs == 0 || inputs == 0 {
         return Ok(());

@@ -24,7 +24,7 @@ fn bits(c: &[f32]) -> Vec<u32> {
 }
 
 /// Compares all products of a quantized weight with those of a dense weight that holds the dequantized values.
-fn check(path: Path, (tokens, o, i): Sizes) {
+fn check(path: CpuBackend, (tokens, o, i): Sizes) {
     let (x, dy) = (flat(&random((tokens, i), 1)), flat(&random((tokens, o), 2)));
     let codes = Random::new(o, i);
     for (which, view) in codes.views().into_iter().enumerate() {
@@ -47,18 +47,18 @@ fn check(path: Path, (tokens, o, i): Sizes) {
                 false => Matrix::vectors(w, i),
                 true => Matrix::steps(w, i),
             };
-            for start in [Start::Zero, Start::C, Start::Bias(&bias[..sizes.1])] {
+            for start in [CInit::Zero, CInit::C, CInit::Bias(&bias[..sizes.1])] {
                 let run = |w| {
                     let b: Matrix = operand(w);
                     let mut c = vec![0.25f32; tokens * sizes.1];
                     product_on(path, sizes, &mut c, start, a, b, b.rounding());
                     c
                 };
-                let (got, want) = (run(Operand::Coded(view)), run(dense));
+                let (got, want) = (run(Operand::Quantized(view)), run(dense));
                 // If a quantized weight takes the few-rows path, or k is cut elsewhere, the order of the sum differs.
-                let same_order = path != Path::Portable
+                let same_order = path != CpuBackend::Portable
                     && (backward || tokens > 8 || tokens <= 4)
-                    && !(matches!(start, Start::C) && tokens <= 4 && !backward);
+                    && !(matches!(start, CInit::C) && tokens <= 4 && !backward);
                 let place = format!("{path:?} view {which} {tokens} {o} {i} backward {backward}");
                 if same_order {
                     assert!(bits(&got) == bits(&want), "{place}");
@@ -74,7 +74,7 @@ fn check(path: Path, (tokens, o, i): Sizes) {
 
 #[test]
 fn products_with_codes_are_those_with_the_decoded_values() {
-    for path in Path::ALL.into_iter().filter(|p| p.available()) {
+    for path in CpuBackend::ALL.into_iter().filter(|p| p.available()) {
         for sizes in SIZES {
             check(path, sizes);
         }
@@ -87,7 +87,7 @@ fn bit_equal_on_any_number_of_threads() {
     let x = flat(&random((tokens, i), 1));
     let dy = flat(&random((tokens, o), 2));
     let codes = Random::new(o, i);
-    for path in Path::ALL.into_iter().filter(|p| p.available()) {
+    for path in CpuBackend::ALL.into_iter().filter(|p| p.available()) {
         for view in codes.views() {
             for rows in [2, tokens] {
                 let run = |threads| {
@@ -96,14 +96,14 @@ fn bit_equal_on_any_number_of_threads() {
                     pool.install(|| {
                         let (a, b) = (
                             Matrix::vectors(Operand::F32(&x[..rows * i]), i),
-                            Matrix::vectors(Operand::Coded(view), i),
+                            Matrix::vectors(Operand::Quantized(view), i),
                         );
-                        product_on(path, (rows, o, i), &mut y, Start::Zero, a, b, b.rounding());
+                        product_on(path, (rows, o, i), &mut y, CInit::Zero, a, b, b.rounding());
                         let (a, b) = (
                             Matrix::vectors(Operand::F32(&dy[..rows * o]), o),
-                            Matrix::steps(Operand::Coded(view), i),
+                            Matrix::steps(Operand::Quantized(view), i),
                         );
-                        product_on(path, (rows, i, o), &mut dx, Start::Zero, a, b, b.rounding());
+                        product_on(path, (rows, i, o), &mut dx, CInit::Zero, a, b, b.rounding());
                     });
                     (bits(&y), bits(&dx))
                 };

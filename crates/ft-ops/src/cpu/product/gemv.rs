@@ -6,8 +6,8 @@ use super::super::Shared;
 use super::super::decode::dots;
 use super::super::decode::{Isa, decode};
 use super::super::math::{LANES, dot, dot_bf16, dot_lanes, round_to_bf16, sum_lanes, vectorized};
-use super::{Job, Matrix, Operand, Start};
-use crate::coded::View;
+use super::{CInit, Job, Matrix, Operand};
+use crate::quantized::QMatrixView;
 use half::bf16;
 use rayon::prelude::*;
 
@@ -25,12 +25,12 @@ pub(super) fn fits(job: &Job, rounds: bool) -> bool {
     if rounds && matches!(job.b.values, Operand::F32(_)) {
         return false;
     }
-    let f32_rows = job.a.along_k && matches!(job.a.values, Operand::F32(_));
-    let (most, start) = match job.b.is_coded() {
+    let f32_rows = job.a.k_contiguous && matches!(job.a.values, Operand::F32(_));
+    let (most, start) = match job.b.is_quantized() {
         true => (CODED_ROWS, true),
-        false => (ROWS, !matches!(job.start, Start::C)),
+        false => (ROWS, !matches!(job.start, CInit::C)),
     };
-    job.sizes.0 <= most && f32_rows && job.b.along_k && start
+    job.sizes.0 <= most && f32_rows && job.b.k_contiguous && start
 }
 
 pub(super) fn run(job: &Job, isa: Isa, rounds: bool) {
@@ -49,8 +49,8 @@ pub(super) fn run(job: &Job, isa: Isa, rounds: bool) {
     (0..n.div_ceil(BLOCK)).into_par_iter().for_each(|block| {
         let first = block * BLOCK;
         let count = BLOCK.min(n - first);
-        if let Operand::Coded(view) = &job.b.values {
-            return coded(job, isa, a, arranged.as_deref(), view, (first, count));
+        if let Operand::Quantized(view) = &job.b.values {
+            return quantized(job, isa, a, arranged.as_deref(), view, (first, count));
         }
         for row in 0..m {
             let a = &a[row * job.a.stride..][..k];
@@ -59,9 +59,9 @@ pub(super) fn run(job: &Job, isa: Isa, rounds: bool) {
             match job.b.values {
                 Operand::F32(b) => dots(out, a, &b[first * job.b.stride..], job.b.stride),
                 Operand::Bf16(b) => dots_bf16(out, a, &b[first * job.b.stride..], job.b.stride),
-                Operand::Coded(_) => {}
+                Operand::Quantized(_) => {}
             }
-            if let Start::Bias(bias) = job.start {
+            if let CInit::Bias(bias) = job.start {
                 out.iter_mut().zip(&bias[first..]).for_each(|(o, b)| *o += b);
             }
         }
@@ -71,7 +71,7 @@ pub(super) fn run(job: &Job, isa: Isa, rounds: bool) {
 /// The rows of A in the order that `dots` reads (dequantization in registers). None if `dots` cannot be used.
 fn arranged(job: &Job, isa: Isa, a: &[f32]) -> Option<Vec<f32>> {
     #[cfg(target_arch = "x86_64")]
-    if let Operand::Coded(view) = &job.b.values
+    if let Operand::Quantized(view) = &job.b.values
         && isa == Isa::Avx512
         && dots::fits(view)
     {
@@ -88,7 +88,7 @@ fn arranged(job: &Job, isa: Isa, a: &[f32]) -> Option<Vec<f32>> {
 
 /// Computes the sums of row `row` of the weight with dequantization in registers. Returns false if there are no
 /// arranged rows of A.
-fn in_registers(arranged: Option<&[f32]>, view: &View<'_>, row: usize, sums: &mut [[f32; LANES]]) -> bool {
+fn dot_in_registers(arranged: Option<&[f32]>, view: &QMatrixView<'_>, row: usize, sums: &mut [[f32; LANES]]) -> bool {
     #[cfg(target_arch = "x86_64")]
     if let Some(x) = arranged {
         // SAFETY: rows are arranged only with AVX-512 and for a weight that fits.
@@ -100,12 +100,19 @@ fn in_registers(arranged: Option<&[f32]>, view: &View<'_>, row: usize, sums: &mu
 }
 
 /// Computes columns `first..first + count` of C for all rows.
-fn coded(job: &Job, isa: Isa, a: &[f32], arranged: Option<&[f32]>, view: &View<'_>, (first, count): (usize, usize)) {
+fn quantized(
+    job: &Job,
+    isa: Isa,
+    a: &[f32],
+    arranged: Option<&[f32]>,
+    view: &QMatrixView<'_>,
+    (first, count): (usize, usize),
+) {
     let (m, n, k) = job.sizes;
     let mut piece = [0f32; PIECE];
     for column in first..first + count {
         let mut sums = [[0f32; LANES]; CODED_ROWS];
-        let pieces = match in_registers(arranged, view, column, &mut sums[..m]) {
+        let pieces = match dot_in_registers(arranged, view, column, &mut sums[..m]) {
             true => 0,
             false => k,
         };
@@ -119,9 +126,9 @@ fn coded(job: &Job, isa: Isa, a: &[f32], arranged: Option<&[f32]>, view: &View<'
             let out = unsafe { job.c.part(row * n + column, 1) };
             let sum = sum_lanes(*sums);
             out[0] = match job.start {
-                Start::Zero => sum,
-                Start::C => out[0] + sum,
-                Start::Bias(bias) => sum + bias[column],
+                CInit::Zero => sum,
+                CInit::C => out[0] + sum,
+                CInit::Bias(bias) => sum + bias[column],
             };
         }
     }

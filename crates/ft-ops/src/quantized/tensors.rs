@@ -2,7 +2,7 @@
 //! into one bounded buffer, each block for the product that follows; for a few tokens in registers. The dequantized
 //! values are bit-equal to those of the CPU.
 
-use super::{Absmax, BLOCK, Codes, NESTED, View};
+use super::{Absmax, BLOCK, NESTED, QData, QMatrixView};
 use crate::cpu::storage::{dims2, expect_dims};
 use candle_core::{DType, Storage, Tensor, WithDType};
 use ft_base::{Error, Result};
@@ -18,23 +18,23 @@ pub fn work_bytes(rows: usize, columns: usize, bf16: bool) -> u64 {
     most as u64 * if bf16 { 2 } else { 4 }
 }
 
-/// A quantized weight `[O, I]`, as `View`, in tensors of one device.
+/// A quantized weight `[O, I]`, as `QMatrixView`, in tensors of one device.
 #[derive(Debug, Clone)]
-pub struct Placed {
+pub struct QTensors {
     /// O
     pub rows: usize,
     /// I
     pub columns: usize,
     /// u8
     pub codes: Tensor,
-    pub scales: Scales,
+    pub scales: ScaleTensors,
     /// Dequantized values are rounded to bf16.
     pub bf16: bool,
 }
 
-/// Scales and their layout, as in `Codes`.
+/// Scales and their layout, as in `QData`.
 #[derive(Debug, Clone)]
-pub enum Scales {
+pub enum ScaleTensors {
     /// f32
     Int8 {
         stride: usize,
@@ -58,14 +58,14 @@ pub enum Scales {
     },
 }
 
-impl Placed {
+impl QTensors {
     /// Errors: a tensor that is too small or of the wrong type; rows or groups that the kernels do not support.
     pub fn check(&self) -> Result<()> {
         let (rows, columns) = (self.rows, self.columns);
         let blocks = (rows * columns).div_ceil(BLOCK);
         let (codes, wanted) = match &self.scales {
-            Scales::Int8 { stride, group, scales } | Scales::Int4 { stride, group, scales } => {
-                let int8 = matches!(self.scales, Scales::Int8 { .. });
+            ScaleTensors::Int8 { stride, group, scales } | ScaleTensors::Int4 { stride, group, scales } => {
+                let int8 = matches!(self.scales, ScaleTensors::Int8 { .. });
                 let (width, dtype) = if int8 {
                     (columns, DType::F32)
                 } else {
@@ -81,8 +81,8 @@ impl Placed {
                 let groups = rows * columns.div_ceil((*group).max(1));
                 (rows * stride, vec![(scales, dtype, groups)])
             }
-            Scales::Nf4 { absmax } => ((rows * columns).div_ceil(2), vec![(absmax, DType::F32, blocks)]),
-            Scales::Nf4Double { codes, scales, .. } => {
+            ScaleTensors::Nf4 { absmax } => ((rows * columns).div_ceil(2), vec![(absmax, DType::F32, blocks)]),
+            ScaleTensors::Nf4Double { codes, scales, .. } => {
                 let nested = blocks.div_ceil(NESTED);
                 let parts = vec![(codes, DType::U8, blocks), (scales, DType::F32, nested)];
                 ((rows * columns).div_ceil(2), parts)
@@ -99,10 +99,10 @@ impl Placed {
     }
 
     /// Runs `f` on the quantized data, which must be on the CPU.
-    fn with_view<R>(&self, f: impl FnOnce(View) -> Result<R>) -> Result<R> {
+    fn with_view<R>(&self, f: impl FnOnce(QMatrixView) -> Result<R>) -> Result<R> {
         let (rows, columns, bf16) = (self.rows, self.columns, self.bf16);
         self.with_codes(|codes| {
-            f(View {
+            f(QMatrixView {
                 rows,
                 columns,
                 codes,
@@ -111,31 +111,31 @@ impl Placed {
         })
     }
 
-    fn with_codes<R>(&self, f: impl FnOnce(Codes) -> Result<R>) -> Result<R> {
+    fn with_codes<R>(&self, f: impl FnOnce(QData) -> Result<R>) -> Result<R> {
         slice(&self.codes, |codes: &[u8]| match &self.scales {
-            Scales::Int8 { stride, group, scales } => slice(scales, |scales| {
+            ScaleTensors::Int8 { stride, group, scales } => slice(scales, |scales| {
                 let (stride, group) = (*stride, *group);
-                f(Codes::Int8 {
+                f(QData::Int8 {
                     codes,
                     stride,
                     group,
                     scales,
                 })
             }),
-            Scales::Int4 { stride, group, scales } => slice(scales, |scales| {
+            ScaleTensors::Int4 { stride, group, scales } => slice(scales, |scales| {
                 let (stride, group) = (*stride, *group);
-                f(Codes::Int4 {
+                f(QData::Int4 {
                     codes,
                     stride,
                     group,
                     scales,
                 })
             }),
-            Scales::Nf4 { absmax } => slice(absmax, |absmax| {
+            ScaleTensors::Nf4 { absmax } => slice(absmax, |absmax| {
                 let absmax = Absmax::Plain(absmax);
-                f(Codes::Nf4 { codes, absmax })
+                f(QData::Nf4 { codes, absmax })
             }),
-            Scales::Nf4Double {
+            ScaleTensors::Nf4Double {
                 codes: nested,
                 table,
                 scales,
@@ -148,7 +148,7 @@ impl Placed {
                         scales,
                         offset: *offset,
                     };
-                    f(Codes::Nf4 { codes, absmax })
+                    f(QData::Nf4 { codes, absmax })
                 })
             }),
         })
@@ -159,7 +159,7 @@ impl Placed {
         if first + n > self.rows {
             return Err(Error::new("rows outside of a weight were asked for").found(first + n));
         }
-        on_gpu!(self.codes, crate::cuda::coded::rows(self, first, n));
+        on_gpu!(self.codes, crate::cuda::quantized::rows(self, first, n));
         let mut values = vec![0f32; n * self.columns];
         self.with_view(|view| {
             let rows = values.chunks_exact_mut(self.columns.max(1)).enumerate();
@@ -176,7 +176,7 @@ impl Placed {
         if let Some(bias) = bias {
             expect_dims(bias, "the bias of a linear", &[self.rows])?;
         }
-        on_gpu!(x, crate::cuda::coded::forward(x, self, bias));
+        on_gpu!(x, crate::cuda::quantized::forward(x, self, bias));
         self.with_view(|view| super::forward(x, view, bias))
     }
 
@@ -185,7 +185,7 @@ impl Placed {
         let (rows, _) = dims2(x, "x of a linear")?;
         expect_dims(x, "x of a linear", &[rows, self.columns])?;
         expect_dims(y, "y of a linear", &[rows, self.rows])?;
-        on_gpu!(x, crate::cuda::coded::forward_add(y, x, self));
+        on_gpu!(x, crate::cuda::quantized::forward_add(y, x, self));
         self.with_view(|view| super::forward_add(y, x, view))
     }
 
@@ -193,7 +193,7 @@ impl Placed {
     pub fn backward_input(&self, dy: &Tensor) -> Result<Tensor> {
         let (rows, _) = dims2(dy, "dy of a linear")?;
         expect_dims(dy, "dy of a linear", &[rows, self.rows])?;
-        on_gpu!(dy, crate::cuda::coded::backward_input(dy, self));
+        on_gpu!(dy, crate::cuda::quantized::backward_input(dy, self));
         self.with_view(|view| super::backward_input(dy, view))
     }
 
@@ -202,7 +202,7 @@ impl Placed {
         let (rows, _) = dims2(dy, "dy of a linear")?;
         expect_dims(dy, "dy of a linear", &[rows, self.rows])?;
         expect_dims(dx, "dx of a linear", &[rows, self.columns])?;
-        on_gpu!(dy, crate::cuda::coded::backward_input_add(dx, dy, self));
+        on_gpu!(dy, crate::cuda::quantized::backward_input_add(dx, dy, self));
         self.with_view(|view| super::backward_input_add(dx, dy, view))
     }
 }

@@ -5,13 +5,13 @@
 //! (another path of the product, or a large rank).
 
 use super::super::Shared;
-use super::{Job, Matrix, Operand, Path, Rounding, Sizes, Start, few_rows, product_on, run};
+use super::{CInit, CpuBackend, Job, Matrix, Operand, Rounding, Sizes, gemv, product_on, run};
 
 /// A larger rank would evict the packed A from the cache (`plan` uses this limit).
 pub(super) const LARGEST: usize = 64;
 
 /// The LoRA matrices. The summed dimension of `down` is that of the product, the summed dimension of `up` is the rank.
-pub(crate) struct Rider<'a> {
+pub(crate) struct FusedLora<'a> {
     pub rank: usize,
     pub down: Matrix<'a>,
     pub up: Matrix<'a>,
@@ -22,7 +22,7 @@ pub(crate) struct Rider<'a> {
 
 /// A fused LoRA product whose output u is shared by all tasks.
 #[derive(Clone, Copy)]
-pub(super) struct Aboard<'a> {
+pub(super) struct FusedLoraShared<'a> {
     pub rank: usize,
     pub down: Matrix<'a>,
     pub up: Matrix<'a>,
@@ -30,17 +30,17 @@ pub(super) struct Aboard<'a> {
     u: Shared,
 }
 
-impl<'a> Aboard<'a> {
+impl<'a> FusedLoraShared<'a> {
     /// Returns the product that computes u, without its scale.
     pub fn job(&self, of: &Job<'a>) -> Job<'a> {
         let (m, _, k) = of.sizes;
         Job {
             sizes: (m, self.rank, k),
             c: self.u,
-            start: Start::Zero,
+            start: CInit::Zero,
             a: of.a,
             b: self.down,
-            rider: None,
+            fused_lora: None,
         }
     }
 
@@ -67,28 +67,28 @@ impl<'a> Aboard<'a> {
 
 /// Computes `c [m, n] = start + a · b + u · up`.
 pub(crate) fn product_with(
-    path: Path,
+    path: CpuBackend,
     sizes: Sizes,
     c: &mut [f32],
-    start: Start<'_>,
+    start: CInit<'_>,
     (a, b): (Matrix<'_>, Matrix<'_>),
     rounding: Rounding,
-    rider: Rider<'_>,
+    fused_lora: FusedLora<'_>,
 ) {
     let (m, n, k) = sizes;
-    let Rider {
+    let FusedLora {
         rank,
         down,
         up,
         scale,
         u,
-    } = rider;
+    } = fused_lora;
     assert!(c.len() == m * n && u.len() == m * rank);
     a.check(m, k);
     b.check(n, k);
     down.check(rank, k);
     up.check(n, rank);
-    if let Start::Bias(bias) = start {
+    if let CInit::Bias(bias) = start {
         assert!(bias.len() == n);
     }
     let job = Job {
@@ -97,7 +97,7 @@ pub(crate) fn product_with(
         start,
         a,
         b,
-        rider: Some(Aboard {
+        fused_lora: Some(FusedLoraShared {
             rank,
             down,
             up,
@@ -106,14 +106,14 @@ pub(crate) fn product_with(
         }),
     };
     let empty = m == 0 || n == 0 || k == 0 || rank == 0;
-    let few = few_rows::fits(&job, path.rounds(rounding));
-    if path != Path::Portable && !empty && rank <= LARGEST && !few {
+    let few = gemv::fits(&job, path.rounds(rounding));
+    if path != CpuBackend::Portable && !empty && rank <= LARGEST && !few {
         return run(path, &job, rounding);
     }
     // Rounded as in the fused product: a row gives the same result among few rows and among many.
-    product_on(path, (m, rank, k), u, Start::Zero, a, down, rounding);
+    product_on(path, (m, rank, k), u, CInit::Zero, a, down, rounding);
     u.iter_mut().for_each(|x| *x *= scale);
     product_on(path, sizes, c, start, a, b, rounding);
     let u = Matrix::vectors(Operand::F32(u), rank);
-    product_on(path, (m, n, rank), c, Start::C, u, up, rounding);
+    product_on(path, (m, n, rank), c, CInit::C, u, up, rounding);
 }

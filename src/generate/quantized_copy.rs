@@ -7,7 +7,7 @@ use crate::base::{Error, Result, progress};
 use crate::formats::weights::Weights;
 use crate::model::Network;
 use crate::ops::update;
-use crate::quant::{self, Coded, Format, Weight};
+use crate::quant::{self, Format, QMatrix, Weight};
 use crate::recipe::Dtype;
 use crate::source::policy::is_projection;
 use crate::source::{Group, GroupWeights, Groups, LayerSource, MasterLowBits, NumbersSink, ParamInfo};
@@ -15,10 +15,10 @@ use candle_core::{DType, Tensor};
 use std::sync::Arc;
 
 /// See the module.
-pub struct CodedCopy {
+pub struct QuantizedCopy {
     network: Network,
     groups: Arc<Groups>,
-    head: Option<Coded>,
+    head: Option<QMatrix>,
     formats: Formats,
 }
 
@@ -41,7 +41,7 @@ impl Formats {
     }
 }
 
-impl CodedCopy {
+impl QuantizedCopy {
     /// Quantizes the current weights.
     ///
     /// Errors: a GPU; an embedding that is streamed from disk; weights that are not finite.
@@ -119,13 +119,13 @@ impl CodedCopy {
 
     /// Returns the bytes of the quantized weights: the memory of the copy in addition to the exact weights.
     pub fn bytes(&self) -> u64 {
-        let coded = |w: &Weight| if let Weight::Coded(c) = w { c.bytes() } else { 0 };
-        self.groups.sum(coded) + self.head.as_ref().map_or(0, Coded::bytes)
+        let quantized = |w: &Weight| if let Weight::Quantized(c) = w { c.bytes() } else { 0 };
+        self.groups.sum(quantized) + self.head.as_ref().map_or(0, QMatrix::bytes)
     }
 }
 
-impl<'a> From<&'a CodedCopy> for Policy<'a> {
-    fn from(copy: &'a CodedCopy) -> Self {
+impl<'a> From<&'a QuantizedCopy> for Policy<'a> {
+    fn from(copy: &'a QuantizedCopy) -> Self {
         Self {
             network: &copy.network,
             head: copy.head.as_ref(),
@@ -133,7 +133,7 @@ impl<'a> From<&'a CodedCopy> for Policy<'a> {
     }
 }
 
-fn encode(tensor: &Tensor, format: Format) -> Result<Coded> {
+fn encode(tensor: &Tensor, format: Format) -> Result<QMatrix> {
     let dims = tensor.dims2()?;
     match tensor.dtype() {
         DType::BF16 => update::with_bf16(tensor, |v| quant::encode(v, dims, format, Dtype::Bf16))?,

@@ -4,15 +4,15 @@
 //! scale times quantized value); a weight of a bf16 model is rounded to the nearest bf16 once more.
 
 use super::cpu::decode::{round_bf16, round_table};
-use super::cpu::product::{Matrix, Operand, Start, product};
+use super::cpu::product::{CInit, Matrix, Operand, product};
 use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten};
 use super::linear::read_bias;
 use super::update::with_slices;
 use candle_core::Tensor;
 use ft_base::Result;
 
-mod placed;
-pub use placed::{Placed, Scales, TILE, work_bytes};
+mod tensors;
+pub use tensors::{QTensors, ScaleTensors, TILE, work_bytes};
 
 pub(crate) use super::cpu::decode::Isa;
 pub use super::cpu::decode::NF4_TABLE;
@@ -26,18 +26,18 @@ pub fn nearest(x: f32) -> f32 {
 
 /// A borrowed quantized weight `[O, I]`. Element e of a row counts from its first column.
 #[derive(Debug, Clone, Copy)]
-pub struct View<'a> {
+pub struct QMatrixView<'a> {
     /// O
     pub rows: usize,
     /// I
     pub columns: usize,
-    pub codes: Codes<'a>,
+    pub codes: QData<'a>,
     /// Dequantized values are rounded to bf16.
     pub bf16: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
-pub enum Codes<'a> {
+pub enum QData<'a> {
     /// value = code · scale, code a signed byte. Rows of `codes` are `stride` bytes apart; `group` columns share a
     /// scale; `scales` is `[O, ceil(I / group)]`.
     Int8 {
@@ -108,12 +108,12 @@ pub(crate) enum Run {
     Nibbles(usize, [f32; 16]),
 }
 
-impl View<'_> {
+impl QMatrixView<'_> {
     /// True if all data that dequantization reads lies inside the slices.
     pub fn fits(&self) -> bool {
         let (rows, columns) = (self.rows, self.columns);
         match self.codes {
-            Codes::Int8 {
+            QData::Int8 {
                 codes,
                 stride,
                 group,
@@ -122,7 +122,7 @@ impl View<'_> {
                 let groups = columns.div_ceil(group.max(1));
                 group > 0 && stride >= columns && codes.len() >= rows * stride && scales.len() >= rows * groups
             }
-            Codes::Int4 {
+            QData::Int4 {
                 codes,
                 stride,
                 group,
@@ -132,7 +132,7 @@ impl View<'_> {
                 let inside = stride >= columns.div_ceil(2) && codes.len() >= rows * stride;
                 group > 0 && group % 2 == 0 && inside && scales.len() >= rows * groups
             }
-            Codes::Nf4 { codes, absmax } => {
+            QData::Nf4 { codes, absmax } => {
                 let n = rows * columns;
                 codes.len() >= n.div_ceil(2) && absmax.blocks() >= n.div_ceil(BLOCK)
             }
@@ -144,14 +144,14 @@ impl View<'_> {
     #[inline(always)]
     pub(crate) fn run(&self, row: usize, column: usize, left: usize) -> (usize, Run) {
         match self.codes {
-            Codes::Int8 {
+            QData::Int8 {
                 stride, group, scales, ..
             } => {
                 let scale = scales[row * self.columns.div_ceil(group) + column / group];
                 let n = (group - column % group).min(left);
                 (n, Run::Int8(row * stride + column, scale))
             }
-            Codes::Int4 {
+            QData::Int4 {
                 stride, group, scales, ..
             } => {
                 let word = scales[row * self.columns.div_ceil(group) + column / group];
@@ -164,7 +164,7 @@ impl View<'_> {
                 let n = (group - column % group).min(left);
                 (n, Run::Nibbles(2 * row * stride + column, self.finish(table)))
             }
-            Codes::Nf4 { absmax, .. } => {
+            QData::Nf4 { absmax, .. } => {
                 let at = row * self.columns + column;
                 let scale = absmax.get(at / BLOCK);
                 let mut table = NF4_TABLE;
@@ -187,7 +187,7 @@ impl View<'_> {
 
     pub(crate) fn bytes(&self) -> &[u8] {
         match self.codes {
-            Codes::Int8 { codes, .. } | Codes::Int4 { codes, .. } | Codes::Nf4 { codes, .. } => codes,
+            QData::Int8 { codes, .. } | QData::Int4 { codes, .. } | QData::Nf4 { codes, .. } => codes,
         }
     }
 
@@ -213,13 +213,13 @@ impl View<'_> {
 
 /// Computes `x·wᵀ + bias`, `[N, O]` f32, from `x [N, I]` f32, `w [O, I]`, `bias [O]` f32 or bf16. Errors: shapes
 /// that do not fit, tensors that are not contiguous or not on the CPU.
-pub fn forward(x: &Tensor, w: View<'_>, bias: Option<&Tensor>) -> Result<Tensor> {
+pub fn forward(x: &Tensor, w: QMatrixView<'_>, bias: Option<&Tensor>) -> Result<Tensor> {
     let (rows, inputs) = (dims2(x, "x of a linear")?.0, w.columns);
     expect_dims(x, "x of a linear", &[rows, inputs])?;
     let bias = read_bias(bias, w.rows)?;
     let mut y = unwritten(rows * w.rows);
     floats(x, "x of a linear", |x| {
-        let start = bias.as_deref().map_or(Start::Zero, Start::Bias);
+        let start = bias.as_deref().map_or(CInit::Zero, CInit::Bias);
         forward_slices(rows, &mut y, start, x, w);
         Ok(())
     })?;
@@ -227,47 +227,47 @@ pub fn forward(x: &Tensor, w: View<'_>, bias: Option<&Tensor>) -> Result<Tensor>
 }
 
 /// Computes `y [N, O] += x·wᵀ`, `x [N, I]`, both f32. `y` must not share storage with `x`.
-pub fn forward_add(y: &Tensor, x: &Tensor, w: View<'_>) -> Result<()> {
+pub fn forward_add(y: &Tensor, x: &Tensor, w: QMatrixView<'_>) -> Result<()> {
     let rows = dims2(x, "x of a linear")?.0;
     expect_dims(x, "x of a linear", &[rows, w.columns])?;
     expect_dims(y, "y of a linear", &[rows, w.rows])?;
-    with_slices(y, x, |y, x| forward_slices(rows, y, Start::C, x, w))
+    with_slices(y, x, |y, x| forward_slices(rows, y, CInit::C, x, w))
 }
 
-fn forward_slices(rows: usize, y: &mut [f32], start: Start<'_>, x: &[f32], w: View<'_>) {
+fn forward_slices(rows: usize, y: &mut [f32], start: CInit<'_>, x: &[f32], w: QMatrixView<'_>) {
     let (n, k) = (w.rows, w.columns);
     let (a, b) = (
         Matrix::vectors(Operand::F32(x), k),
-        Matrix::vectors(Operand::Coded(w), k),
+        Matrix::vectors(Operand::Quantized(w), k),
     );
     product((rows, n, k), y, start, a, b, b.rounding());
 }
 
 /// Computes `dx = dy·w`, `[N, I]` f32, from `dy [N, O]` f32 and `w [O, I]`.
-pub fn backward_input(dy: &Tensor, w: View<'_>) -> Result<Tensor> {
+pub fn backward_input(dy: &Tensor, w: QMatrixView<'_>) -> Result<Tensor> {
     let rows = dims2(dy, "dy of a linear")?.0;
     expect_dims(dy, "dy of a linear", &[rows, w.rows])?;
     let mut dx = unwritten(rows * w.columns);
     floats(dy, "dy of a linear", |dy| {
-        backward_slices(rows, &mut dx, Start::Zero, dy, w);
+        backward_slices(rows, &mut dx, CInit::Zero, dy, w);
         Ok(())
     })?;
     tensor(dx, (rows, w.columns))
 }
 
 /// Computes `dx [N, I] += dy·w`; as `backward_input`. `dx` must not share storage with `dy`.
-pub fn backward_input_add(dx: &Tensor, dy: &Tensor, w: View<'_>) -> Result<()> {
+pub fn backward_input_add(dx: &Tensor, dy: &Tensor, w: QMatrixView<'_>) -> Result<()> {
     let rows = dims2(dy, "dy of a linear")?.0;
     expect_dims(dy, "dy of a linear", &[rows, w.rows])?;
     expect_dims(dx, "dx of a linear", &[rows, w.columns])?;
-    with_slices(dx, dy, |dx, dy| backward_slices(rows, dx, Start::C, dy, w))
+    with_slices(dx, dy, |dx, dy| backward_slices(rows, dx, CInit::C, dy, w))
 }
 
-fn backward_slices(rows: usize, dx: &mut [f32], start: Start<'_>, dy: &[f32], w: View<'_>) {
+fn backward_slices(rows: usize, dx: &mut [f32], start: CInit<'_>, dy: &[f32], w: QMatrixView<'_>) {
     let (n, k) = (w.columns, w.rows);
     let (a, b) = (
         Matrix::vectors(Operand::F32(dy), k),
-        Matrix::steps(Operand::Coded(w), n),
+        Matrix::steps(Operand::Quantized(w), n),
     );
     product((rows, n, k), dx, start, a, b, b.rounding());
 }

@@ -10,10 +10,10 @@ fn weights(gpu: &Gpu, (o, i): (usize, usize), format: Format, dtype: DType) -> (
     let values = gpu.random((o, i), DType::F32, 7).cpu;
     let values: Vec<f32> = values.flatten_all().unwrap().to_vec1().unwrap();
     let decoded = if dtype == DType::BF16 { Dtype::Bf16 } else { Dtype::F32 };
-    let coded = || encode(&values, (o, i), format, decoded).unwrap();
-    let there = Weight::coded_on(coded(), &gpu.device).unwrap();
-    assert!(matches!(there, Weight::Placed(_)));
-    (there, coded().into())
+    let quantized = || encode(&values, (o, i), format, decoded).unwrap();
+    let there = Weight::coded_on(quantized(), &gpu.device).unwrap();
+    assert!(matches!(there, Weight::DeviceQuantized(_)));
+    (there, quantized().into())
 }
 
 fn compare(gpu: &Gpu, (n, o, i): (usize, usize, usize), format: Format, dtype: DType, tolerance: f32) {
@@ -70,7 +70,7 @@ fn large_weights_are_decoded_block_by_block() {
     let Some(gpu) = gpu() else { return };
     let format = Format::Nf4 { double: true };
     for (o, i) in [(18_000, 2080), (2080, 18_000)] {
-        assert!(o * i > ft::ops::coded::TILE);
+        assert!(o * i > ft::ops::quantized::TILE);
         compare(&gpu, (12, o, i), format, DType::BF16, 1e-2);
     }
 }

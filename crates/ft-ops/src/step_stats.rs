@@ -7,7 +7,7 @@ use std::cell::Cell;
 
 /// The accumulated statistics.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct Sums {
+pub struct StepSums {
     /// Losses of the trained tokens in nats, not scaled.
     pub loss: f64,
     /// Trained tokens whose target has the largest logit.
@@ -16,7 +16,7 @@ pub struct Sums {
     pub squares: f64,
 }
 
-impl Sums {
+impl StepSums {
     fn plus(self, other: Self) -> Self {
         Self {
             loss: self.loss + other.loss,
@@ -27,13 +27,13 @@ impl Sums {
 }
 
 /// Accumulates the statistics on the device that produces them.
-pub struct Tally {
-    host: Cell<Sums>,
+pub struct StepStats {
+    host: Cell<StepSums>,
     /// f64 `[3]` on a GPU: loss, correct, squares.
     device: Option<Tensor>,
 }
 
-impl Tally {
+impl StepStats {
     pub fn new(device: &Device) -> Result<Self> {
         let device = match device.is_cuda() {
             true => Some(Tensor::zeros(3, DType::F64, device)?),
@@ -46,7 +46,7 @@ impl Tally {
     }
 
     /// Adds values that are on the host.
-    pub fn add(&self, sums: Sums) {
+    pub fn add(&self, sums: StepSums) {
         self.host.set(self.host.get().plus(sums));
     }
 
@@ -62,9 +62,9 @@ impl Tally {
             return super::cuda::reduce::add_squares(gradients, &squares);
         }
         for gradient in gradients {
-            self.add(Sums {
+            self.add(StepSums {
                 squares: update::sum_squares(gradient)?,
-                ..Sums::default()
+                ..StepSums::default()
             });
         }
         Ok(())
@@ -82,25 +82,25 @@ impl Tally {
         Ok(self.device.as_ref().map(|t| t.narrow(0, 2, 1)).transpose()?)
     }
 
-    /// Returns all sums on a GPU, f64 `[3]`: a step with this guard (`step::Gate`) changes nothing once one is not
+    /// Returns all sums on a GPU, f64 `[3]`: a step with this guard (`step::FoundInf`) changes nothing once one is not
     /// finite.
     pub fn gate(&self) -> Option<&Tensor> {
         self.device.as_ref()
     }
 
     /// Returns the sums so far, if this needs no synchronization.
-    pub fn known(&self) -> Option<Sums> {
+    pub fn known(&self) -> Option<StepSums> {
         self.device.is_none().then(|| self.host.get())
     }
 
     /// Returns the sums so far; synchronizes with the device.
-    pub fn read(&self) -> Result<Sums> {
+    pub fn read(&self) -> Result<StepSums> {
         let host = self.host.get();
         let Some(device) = &self.device else {
             return Ok(host);
         };
         match device.to_vec1::<f64>()?[..] {
-            [loss, correct, squares] => Ok(host.plus(Sums { loss, correct, squares })),
+            [loss, correct, squares] => Ok(host.plus(StepSums { loss, correct, squares })),
             _ => Err(Error::new("the sums of a step are not whole")),
         }
     }
@@ -112,24 +112,24 @@ mod tests {
 
     #[test]
     fn adds_up_and_keeps_what_is_not_finite() {
-        let tally = Tally::new(&Device::Cpu).unwrap();
+        let step_stats = StepStats::new(&Device::Cpu).unwrap();
         let two = Tensor::new(&[1f32, 2.0], &Device::Cpu).unwrap();
-        tally.add_squares(&two).unwrap();
-        tally.add(Sums {
+        step_stats.add_squares(&two).unwrap();
+        step_stats.add(StepSums {
             loss: 0.5,
             correct: 3.0,
             squares: 0.0,
         });
-        tally.add_squares(&two).unwrap();
-        let want = Sums {
+        step_stats.add_squares(&two).unwrap();
+        let want = StepSums {
             loss: 0.5,
             correct: 3.0,
             squares: 10.0,
         };
-        assert_eq!((tally.known(), tally.read().unwrap()), (Some(want), want));
+        assert_eq!((step_stats.known(), step_stats.read().unwrap()), (Some(want), want));
         let bad = Tensor::new(&[f32::NAN], &Device::Cpu).unwrap();
-        tally.add_squares(&bad).unwrap();
-        tally.add_squares(&two).unwrap();
-        assert!(tally.read().unwrap().squares.is_nan());
+        step_stats.add_squares(&bad).unwrap();
+        step_stats.add_squares(&two).unwrap();
+        assert!(step_stats.read().unwrap().squares.is_nan());
     }
 }

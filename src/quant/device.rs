@@ -1,33 +1,33 @@
 //! Quantized weights as tensors of a device, for products on a GPU.
 
-use super::coded::{Coded, check_format};
 use super::dynamic;
 use super::format::Format;
+use super::qmatrix::{QMatrix, check_format};
 use crate::base::{Error, Result};
-use crate::ops::coded::{self, Absmax, Codes, Scales};
+use crate::ops::quantized::{self, Absmax, QData, ScaleTensors};
 use crate::recipe::Dtype;
 use candle_core::{Device, Tensor};
 
 /// A quantized weight `[O, I]` on a device. Immutable; share it in an `Arc`.
 #[derive(Clone)]
-pub struct Placed {
+pub struct DeviceQMatrix {
     format: Format,
     decoded: Dtype,
-    codes: coded::Placed,
+    codes: quantized::QTensors,
 }
 
-impl Coded {
+impl QMatrix {
     /// Returns the quantized data as tensors of `device`: data u8, then the scales (f32 for int8 and NF4, u32 for
-    /// int4, u8 and f32 for NF4 with double quantization). They are the input of `Placed::new`, with `nested_offset`.
+    /// int4, u8 and f32 for NF4 with double quantization). They are the input of `DeviceQMatrix::new`, with `nested_offset`.
     pub fn tensors(&self, device: &Device) -> Result<Vec<Tensor>> {
         let bytes = |v: &[u8]| Tensor::from_slice(v, v.len(), device);
         let floats = |v: &[f32]| Tensor::from_slice(v, v.len(), device);
         Ok(match self.view().codes {
-            Codes::Int8 { codes, scales, .. } => vec![bytes(codes)?, floats(scales)?],
-            Codes::Int4 { codes, scales, .. } => {
+            QData::Int8 { codes, scales, .. } => vec![bytes(codes)?, floats(scales)?],
+            QData::Int4 { codes, scales, .. } => {
                 vec![bytes(codes)?, Tensor::from_slice(scales, scales.len(), device)?]
             }
-            Codes::Nf4 { codes, absmax } => match absmax {
+            QData::Nf4 { codes, absmax } => match absmax {
                 Absmax::Plain(values) => vec![bytes(codes)?, floats(values)?],
                 Absmax::Double {
                     codes: nested, scales, ..
@@ -39,7 +39,7 @@ impl Coded {
     /// Returns the mean of the absmax, which NF4 with double quantization subtracts before it quantizes them; else 0.
     pub fn nested_offset(&self) -> f32 {
         match self.view().codes {
-            Codes::Nf4 {
+            QData::Nf4 {
                 absmax: Absmax::Double { offset, .. },
                 ..
             } => offset,
@@ -48,14 +48,14 @@ impl Coded {
     }
 
     /// Copies the weight to `device`.
-    pub fn to_device(&self, device: &Device) -> Result<Placed> {
+    pub fn to_device(&self, device: &Device) -> Result<DeviceQMatrix> {
         let (tensors, offset) = (self.tensors(device)?, self.nested_offset());
-        Placed::new(self.format(), self.dims(), self.decoded(), tensors, offset)
+        DeviceQMatrix::new(self.format(), self.dims(), self.decoded(), tensors, offset)
     }
 }
 
-impl Placed {
-    /// Takes `tensors` and `offset` from `Coded::tensors` and `Coded::nested_offset`, on one device.
+impl DeviceQMatrix {
+    /// Takes `tensors` and `offset` from `QMatrix::tensors` and `QMatrix::nested_offset`, on one device.
     ///
     /// Errors: tensors of another format or shape.
     pub fn new(
@@ -74,25 +74,25 @@ impl Placed {
         };
         let codes = next()?;
         let scales = match format {
-            Format::Int8 { .. } => Scales::Int8 {
+            Format::Int8 { .. } => ScaleTensors::Int8 {
                 stride,
                 group,
                 scales: next()?,
             },
-            Format::Int4 { .. } => Scales::Int4 {
+            Format::Int4 { .. } => ScaleTensors::Int4 {
                 stride,
                 group,
                 scales: next()?,
             },
-            Format::Nf4 { double: false } => Scales::Nf4 { absmax: next()? },
-            Format::Nf4 { double: true } => Scales::Nf4Double {
+            Format::Nf4 { double: false } => ScaleTensors::Nf4 { absmax: next()? },
+            Format::Nf4 { double: true } => ScaleTensors::Nf4Double {
                 codes: next()?,
                 table: dynamic::signed(),
                 scales: next()?,
                 offset,
             },
         };
-        let codes = coded::Placed {
+        let codes = quantized::QTensors {
             rows,
             columns,
             codes,
@@ -103,12 +103,12 @@ impl Placed {
         Ok(Self { format, decoded, codes })
     }
 
-    /// As `Coded::tensors`, for a copy to another device.
+    /// As `QMatrix::tensors`, for a copy to another device.
     pub fn tensors(&self) -> Vec<&Tensor> {
         let scales = match &self.codes.scales {
-            Scales::Int8 { scales, .. } | Scales::Int4 { scales, .. } => vec![scales],
-            Scales::Nf4 { absmax } => vec![absmax],
-            Scales::Nf4Double { codes, scales, .. } => vec![codes, scales],
+            ScaleTensors::Int8 { scales, .. } | ScaleTensors::Int4 { scales, .. } => vec![scales],
+            ScaleTensors::Nf4 { absmax } => vec![absmax],
+            ScaleTensors::Nf4Double { codes, scales, .. } => vec![codes, scales],
         };
         [vec![&self.codes.codes], scales].concat()
     }
@@ -116,7 +116,7 @@ impl Placed {
     /// Returns the same weight in other tensors, in the order of `tensors`.
     pub fn with_tensors(&self, tensors: Vec<Tensor>) -> Result<Self> {
         let offset = match self.codes.scales {
-            Scales::Nf4Double { offset, .. } => offset,
+            ScaleTensors::Nf4Double { offset, .. } => offset,
             _ => 0.0,
         };
         Self::new(self.format, self.dims(), self.decoded, tensors, offset)
@@ -142,12 +142,12 @@ impl Placed {
     }
 
     /// Returns the tensors for products.
-    pub(super) fn codes(&self) -> &coded::Placed {
+    pub(super) fn codes(&self) -> &quantized::QTensors {
         &self.codes
     }
 }
 
-impl std::fmt::Debug for Placed {
+impl std::fmt::Debug for DeviceQMatrix {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (rows, columns) = self.dims();
         write!(f, "Placed({}, [{rows}, {columns}])", self.format)

@@ -3,23 +3,23 @@
 use super::dynamic;
 use super::format::Format;
 use crate::base::{Error, Result};
-use crate::ops::coded::{Absmax, Codes, View};
+use crate::ops::quantized::{Absmax, QData, QMatrixView};
 use crate::recipe::Dtype;
 use rayon::prelude::*;
 use std::borrow::Cow;
 
 /// The quantized data and scales of a weight `[O, I]`. Immutable; share it in an `Arc`.
-pub struct Coded {
+pub struct QMatrix {
     format: Format,
     rows: usize,
     columns: usize,
     decoded: Dtype,
     codes: Vec<u8>,
-    pub(super) scales: Scales,
+    pub(super) scales: BlockScales,
 }
 
 /// Scales, in the form of each format.
-pub(super) enum Scales {
+pub(super) enum BlockScales {
     /// int8 `[O, groups]`; NF4 absmax of each block.
     F32(Vec<f32>),
     /// int4: scale and minimum, `[O, groups]`.
@@ -38,13 +38,13 @@ pub struct Part<'a> {
     pub bytes: Cow<'a, [u8]>,
 }
 
-impl Coded {
+impl QMatrix {
     pub(super) fn new(
         format: Format,
         (rows, columns): (usize, usize),
         decoded: Dtype,
         codes: Vec<u8>,
-        scales: Scales,
+        scales: BlockScales,
     ) -> Self {
         Self {
             format,
@@ -77,27 +77,27 @@ impl Coded {
     }
 
     /// Returns a view for products.
-    pub(crate) fn view(&self) -> View<'_> {
+    pub(crate) fn view(&self) -> QMatrixView<'_> {
         let (stride, group) = (self.format.stride(self.columns), self.format.group(self.columns));
         let codes = self.codes.as_slice();
         let codes = match (&self.scales, self.format) {
-            (Scales::Pairs(scales), _) => Codes::Int4 {
+            (BlockScales::Pairs(scales), _) => QData::Int4 {
                 codes,
                 stride,
                 group,
                 scales,
             },
-            (Scales::F32(scales), Format::Int8 { .. }) => Codes::Int8 {
+            (BlockScales::F32(scales), Format::Int8 { .. }) => QData::Int8 {
                 codes,
                 stride,
                 group,
                 scales,
             },
-            (Scales::F32(values), _) => Codes::Nf4 {
+            (BlockScales::F32(values), _) => QData::Nf4 {
                 codes,
                 absmax: Absmax::Plain(values),
             },
-            (Scales::Double { absmax, nested, offset }, _) => Codes::Nf4 {
+            (BlockScales::Double { absmax, nested, offset }, _) => QData::Nf4 {
                 codes,
                 absmax: Absmax::Double {
                     codes: absmax,
@@ -107,7 +107,7 @@ impl Coded {
                 },
             },
         };
-        View {
+        QMatrixView {
             rows: self.rows,
             columns: self.columns,
             codes,
@@ -149,10 +149,10 @@ impl Coded {
         let floats = |v: &[f32]| v.iter().flat_map(|x| x.to_le_bytes()).collect();
         let mut parts = vec![borrowed("codes", self.codes.as_slice())];
         match &self.scales {
-            Scales::F32(v) if matches!(self.format, Format::Int8 { .. }) => parts.push(owned("scales", floats(v))),
-            Scales::F32(v) => parts.push(owned("absmax", floats(v))),
-            Scales::Pairs(v) => parts.push(owned("scales", v.iter().flat_map(|x| x.to_le_bytes()).collect())),
-            Scales::Double { absmax, nested, offset } => {
+            BlockScales::F32(v) if matches!(self.format, Format::Int8 { .. }) => parts.push(owned("scales", floats(v))),
+            BlockScales::F32(v) => parts.push(owned("absmax", floats(v))),
+            BlockScales::Pairs(v) => parts.push(owned("scales", v.iter().flat_map(|x| x.to_le_bytes()).collect())),
+            BlockScales::Double { absmax, nested, offset } => {
                 parts.push(borrowed("absmax", absmax));
                 parts.push(owned("nested_absmax", floats(nested)));
                 parts.push(owned("nested_offset", offset.to_le_bytes().to_vec()));
@@ -188,7 +188,7 @@ impl Coded {
         let mut next = || found.next().unwrap_or_default();
         let codes = next();
         let scales = match format {
-            Format::Int8 { .. } | Format::Nf4 { double: false } => Scales::F32(finite(&next(), "scales")?),
+            Format::Int8 { .. } | Format::Nf4 { double: false } => BlockScales::F32(finite(&next(), "scales")?),
             Format::Int4 { .. } => {
                 let words: Vec<u32> = next()
                     .as_chunks::<4>()
@@ -203,23 +203,23 @@ impl Coded {
                 if words.iter().any(infinite) {
                     return Err(not_finite("scales"));
                 }
-                Scales::Pairs(words)
+                BlockScales::Pairs(words)
             }
-            Format::Nf4 { double: true } => Scales::Double {
+            Format::Nf4 { double: true } => BlockScales::Double {
                 absmax: next(),
                 nested: finite(&next(), "nested_absmax")?,
                 offset: finite(&next(), "nested_offset")?[0],
             },
         };
-        let coded = Self::new(format, (rows, columns), decoded, codes, scales);
-        match coded.view().fits() {
-            true => Ok(coded),
+        let quantized = Self::new(format, (rows, columns), decoded, codes, scales);
+        match quantized.view().fits() {
+            true => Ok(quantized),
             false => Err(Error::new("a coded weight is smaller than its shape").at(format.to_string())),
         }
     }
 }
 
-impl std::fmt::Debug for Coded {
+impl std::fmt::Debug for QMatrix {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Coded({}, [{}, {}])", self.format, self.rows, self.columns)
     }

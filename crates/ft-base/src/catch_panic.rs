@@ -8,15 +8,15 @@ thread_local! {
 }
 
 /// Returns the result of `f`, or `None` if it panics.
-pub fn caught<T>(f: impl FnOnce() -> T) -> Option<T> {
+pub fn catch_panic<T>(f: impl FnOnce() -> T) -> Option<T> {
     let before = EXPECTED.replace(true);
     let result = catch_unwind(AssertUnwindSafe(f));
     EXPECTED.set(before);
     result.ok()
 }
 
-/// True inside `caught`: the panic hook must stay silent.
-pub fn is_expected() -> bool {
+/// True inside `catch_panic`: the panic hook must stay silent.
+pub fn is_caught() -> bool {
     EXPECTED.get()
 }
 
@@ -26,9 +26,9 @@ mod tests {
 
     #[test]
     fn a_panic_is_caught_and_expected_inside_only() {
-        assert_eq!(caught(is_expected), Some(true));
+        assert_eq!(catch_panic(is_caught), Some(true));
         let empty: Vec<u8> = Vec::new();
-        assert_eq!(caught(|| empty[0]), None);
-        assert!(!is_expected());
+        assert_eq!(catch_panic(|| empty[0]), None);
+        assert!(!is_caught());
     }
 }

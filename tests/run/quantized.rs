@@ -125,10 +125,10 @@ fn answers_are_as_good_over_codes() {
     };
     let plain = run("plain", &[]);
     for format in ["int8", "nf4"] {
-        let coded = run(format, &[&format!("memory.frozen_weights={format}")]);
+        let quantized = run(format, &[&format!("memory.frozen_weights={format}")]);
         assert!(
-            (coded - plain).abs() <= 0.01,
-            "{format}: {coded}, without codes {plain}"
+            (quantized - plain).abs() <= 0.01,
+            "{format}: {quantized}, without codes {plain}"
         );
     }
 }

@@ -4,9 +4,9 @@
 
 use super::super::with_scratch;
 use super::blocks::Width;
-use super::fma::{From, Tile};
+use super::fma::{AccumulateFrom, MicroTile};
 use super::grid::part;
-use super::{Job, Operand, Start};
+use super::{CInit, Job, Operand};
 use rayon::prelude::*;
 
 /// Largest number of vectors of the skinny operand.
@@ -32,7 +32,7 @@ fn operands<'a>(job: &Job<'a>) -> Option<(Rows<'a>, Rows<'a>, bool)> {
     let (Operand::F32(a), Operand::F32(b)) = (job.a.values, job.b.values) else {
         return None;
     };
-    if job.a.along_k || job.b.along_k || m.min(n) > FEW {
+    if job.a.k_contiguous || job.b.k_contiguous || m.min(n) > FEW {
         return None;
     }
     let rows = |values, stride, count| Rows { values, stride, count };
@@ -42,15 +42,15 @@ fn operands<'a>(job: &Job<'a>) -> Option<(Rows<'a>, Rows<'a>, bool)> {
 
 /// Runs the job and returns true if it is skinny; else returns false.
 pub(super) fn run(job: &Job, width: Width) -> bool {
-    let Some((slim, wide, turned)) = operands(job) else {
+    let Some((skinny, wide, turned)) = operands(job) else {
         return false;
     };
     let tasks = rayon::current_num_threads().max(wide.count.div_ceil(COLUMNS));
     (0..tasks).into_par_iter().with_max_len(1).for_each(|index| {
         let (first, columns) = part(wide.count, tasks, index, width.tile().1);
-        with_scratch(slim.count * columns + STEPS * width.tile().1, |scratch| {
-            let (sums, tail) = scratch.split_at_mut(slim.count * columns);
-            add_up(width, job.sizes.2, slim, wide, first, sums, tail);
+        with_scratch(skinny.count * columns + STEPS * width.tile().1, |scratch| {
+            let (sums, tail) = scratch.split_at_mut(skinny.count * columns);
+            add_up(width, job.sizes.2, skinny, wide, first, sums, tail);
             // Transposed in pieces: the cache lines of C and of the sums stay in the L1 cache.
             for piece in (0..columns).step_by(PIECE) {
                 for (row, sums) in sums.chunks_exact(columns).enumerate() {
@@ -60,9 +60,9 @@ pub(super) fn run(job: &Job, width: Width) -> bool {
                         // SAFETY: inside C; these columns of the wide operand belong to this task alone.
                         let c = unsafe { &mut *job.c.at(i * job.sizes.1 + j) };
                         *c = match job.start {
-                            Start::Zero => *sum,
-                            Start::C => *c + sum,
-                            Start::Bias(bias) => bias[j] + sum,
+                            CInit::Zero => *sum,
+                            CInit::C => *c + sum,
+                            CInit::Bias(bias) => bias[j] + sum,
                         };
                     }
                 }
@@ -73,10 +73,10 @@ pub(super) fn run(job: &Job, width: Width) -> bool {
 }
 
 /// Computes the products of every skinny vector with the wide ones from `first` on, summed over k:
-/// `[slim.count, columns]`. `tail` has space for one tile of `STEPS` rows.
-fn add_up(width: Width, k: usize, slim: Rows, wide: Rows, first: usize, sums: &mut [f32], tail: &mut [f32]) {
+/// `[skinny.count, columns]`. `tail` has space for one tile of `STEPS` rows.
+fn add_up(width: Width, k: usize, skinny: Rows, wide: Rows, first: usize, sums: &mut [f32], tail: &mut [f32]) {
     let (tile_rows, tile_columns, lanes) = width.tile();
-    let columns = sums.len() / slim.count.max(1);
+    let columns = sums.len() / skinny.count.max(1);
     for k0 in (0..k).step_by(STEPS) {
         let steps = STEPS.min(k - k0);
         for c in (0..columns).step_by(tile_columns) {
@@ -92,19 +92,23 @@ fn add_up(width: Width, k: usize, slim: Rows, wide: Rows, first: usize, sums: &m
                 }
                 (tail.as_ptr(), tile_columns)
             };
-            let panels = slim.count.div_ceil(tile_rows);
-            for (row, rows) in (0..panels).map(|p| part(slim.count, panels, p, 1)) {
-                let tile = Tile {
+            let panels = skinny.count.div_ceil(tile_rows);
+            for (row, rows) in (0..panels).map(|p| part(skinny.count, panels, p, 1)) {
+                let tile = MicroTile {
                     k: steps,
-                    a: slim.values[k0 * slim.stride + row..].as_ptr(),
+                    a: skinny.values[k0 * skinny.stride + row..].as_ptr(),
                     a_row: 1,
-                    a_k: slim.stride,
+                    a_k: skinny.stride,
                     b,
                     b_k,
                     c: sums[row * columns + c..].as_mut_ptr(),
                     c_row: columns,
                     columns: count,
-                    from: if k0 == 0 { From::Zero } else { From::C },
+                    from: if k0 == 0 {
+                        AccumulateFrom::Zero
+                    } else {
+                        AccumulateFrom::C
+                    },
                 };
                 // SAFETY: the tile lies in `sums`; both operands hold `steps` rows of these vectors; the CPU
                 // features were detected.

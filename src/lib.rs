@@ -16,11 +16,22 @@
     )
 )]
 
-pub mod cli; // command line: arguments in, exit code out; one file per subcommand
+// The program: needs the feature `cli`. The library below it has no recipe keys and no command line.
+#[cfg(feature = "cli")]
+pub mod cli; // one file per subcommand: text in, exit code out
+#[cfg(feature = "cli")]
 pub mod run; // the programs: train, evaluate, generate, merge
+#[cfg(feature = "cli")]
 pub mod plan; // memory forecast from recipe and shapes
+#[cfg(feature = "cli")]
 pub mod checkpoint; // save, verify, rotate and load a training state
-pub mod export; // merged Hugging Face directory, PEFT adapter
+#[cfg(feature = "cli")]
+pub mod recipe; // parses and checks recipes
+#[cfg(feature = "cli")]
+pub mod report; // metrics, events, progress
+
+// The library.
+pub mod hf; // Hugging Face model directories, PEFT adapters
 pub mod generate; // decoding: KV cache, sampling
 pub mod engine; // the step: forward, reverse vjp, sinks, accumulate, clip
 pub mod rlhf; // objectives of preferences, rewards and RL
@@ -31,8 +42,6 @@ pub mod model; // one decoder block with options; one file per family
 pub mod source; // placement and loading of a layer's weights
 pub mod quant; // storage types of frozen weights: int8, int4, nf4
 pub mod peft; // adapters on a linear
-pub mod recipe; // parses and checks recipes
-pub mod report; // metrics, events, progress
 
 // The crates below the modules.
 pub use ft_base as base; // errors with hints, atomic files, locks, random numbers, units

@@ -12,7 +12,9 @@ const ROOMS: [&str; 17] = [
     "run",
     "plan",
     "checkpoint",
-    "export",
+    "recipe",
+    "report",
+    "hf",
     "generate",
     "engine",
     "rlhf",
@@ -23,8 +25,6 @@ const ROOMS: [&str; 17] = [
     "source",
     "quant",
     "peft",
-    "recipe",
-    "report",
 ];
 
 /// The crates below the rooms, each with the crates that it may use.

@@ -226,7 +226,8 @@ mod tests {
     use super::*;
     use crate::data::Example;
     use crate::model::{families, shapes};
-    use crate::recipe::{self, Dtype};
+    use crate::ops::Dtype;
+    use crate::optim::config::{OptimizerConfig, OptimizerName};
     use crate::sft::CausalLm;
     use crate::source::Resident;
     use candle_core::Device;
@@ -235,8 +236,10 @@ mod tests {
     fn way(gradients: Gradients, max_grad_norm: f64) -> (Vec<f32>, f64) {
         let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
         let (params, vocab) = (spec.params(), spec.vocab);
-        let text = "[model]\npath = \"shape:small\"\n[optimizer]\nname = \"sgd\"\n";
-        let settings = recipe::parse(text, "r.toml", &[]).unwrap().recipe.optimizer;
+        let settings = OptimizerConfig {
+            name: OptimizerName::Sgd,
+            ..OptimizerConfig::default()
+        };
         let source = Resident::random(params.clone(), 1, 0.02, 1.0, Dtype::F32, &Device::Cpu).unwrap();
         let active = Active::new(params.iter().map(|p| p.name.to_string()));
         let mut engine = Engine {

@@ -8,8 +8,8 @@ use crate::data::{Batch, Example};
 use crate::model::Network;
 use crate::model::rope::Rope;
 use crate::model::spec::{LayerSpec, Spec};
+use crate::ops::Dtype;
 use crate::ops::glu::Activation;
-use crate::recipe::Dtype;
 use crate::source::Resident;
 use candle_core::{DType, Device};
 
@@ -19,6 +19,7 @@ pub(super) const VOCAB: usize = 61;
 /// layer with a window shorter than the prompts.
 pub(super) fn spec() -> Spec {
     Spec {
+        warnings: Vec::new(),
         model_type: "test".into(),
         vocab: VOCAB,
         hidden: 24,

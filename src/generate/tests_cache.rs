@@ -6,9 +6,9 @@ use super::tests::{furthest, many, network, prompts, settings, spec};
 use super::*;
 use crate::base::Result;
 use crate::model::KvStore;
+use crate::ops::Dtype;
 use crate::ops::attention;
 use crate::ops::oracle::read_back;
-use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
 
 /// An exact cache whose inputs are rounded as `stored` requires.

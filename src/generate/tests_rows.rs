@@ -7,10 +7,10 @@ use super::tests::{VOCAB, argmax, full_logits, furthest, many, network, prompts,
 use super::*;
 use crate::model::Network;
 use crate::ops::CpuBackend;
+use crate::ops::Dtype;
 use crate::ops::oracle::random;
 use crate::peft::{Adapter, Lora, Mask};
 use crate::quant::{Format, Storage};
-use crate::recipe::Dtype;
 use crate::source::{Resident, policy};
 use candle_core::{DType, Device};
 use std::sync::Arc;

@@ -37,6 +37,8 @@ pub struct Spec {
     pub ropes: Vec<Rope>,
     pub max_positions: usize,
     pub initializer_range: f32,
+    /// Notes for the user, e.g. a key of the config that has no effect.
+    pub warnings: Vec<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]

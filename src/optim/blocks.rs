@@ -4,11 +4,11 @@
 //! Every block is active for exactly `switch_every` steps, and the schedule depends only on the step and the seed, so a
 //! resumed run continues with the right block.
 
+use super::config::{BlockConfig, BlockOrder, Partition};
 use super::mask::Masks;
 use super::partition::partition;
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
-use crate::recipe::{self, BlockOrder, Partition};
 use crate::source::ParamInfo;
 use std::collections::BTreeSet;
 
@@ -41,7 +41,7 @@ pub struct BlockSchedule {
 
 impl BlockSchedule {
     /// A run resolves `switch_every` to a number first (`run::defaults`); without known steps any number is valid.
-    pub fn new(recipe: &recipe::Block, params: &[ParamInfo], tied: bool, seed: u64) -> Result<Self> {
+    pub fn new(recipe: &BlockConfig, params: &[ParamInfo], tied: bool, seed: u64) -> Result<Self> {
         let blocks = partition(recipe, params, tied);
         if blocks.is_empty() {
             return Err(Error::usage("the block partition has no blocks").at("tune.block"));
@@ -218,7 +218,7 @@ impl BlockSchedule {
 }
 
 /// The importance of each block: 1, or the value in `tune.block.importance` for a prefix of its label.
-fn importance(recipe: &recipe::Block, blocks: &[BlockPlan]) -> Result<Vec<f64>> {
+fn importance(recipe: &BlockConfig, blocks: &[BlockPlan]) -> Result<Vec<f64>> {
     let mut weights = vec![1.0; blocks.len()];
     for text in &recipe.importance {
         let wrong = |what: String| {
@@ -251,11 +251,11 @@ fn importance(recipe: &recipe::Block, blocks: &[BlockPlan]) -> Result<Vec<f64>> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::recipe::{Correction, CorrectionScope, MaskShape};
+    use crate::optim::config::{Correction, CorrectionScope, MaskShape};
     use crate::source::{Group, Part};
 
-    fn recipe(partition: Partition, order: BlockOrder) -> recipe::Block {
-        recipe::Block {
+    fn recipe(partition: Partition, order: BlockOrder) -> BlockConfig {
+        BlockConfig {
             partition,
             layers_per_block: 1,
             order,
@@ -309,7 +309,7 @@ mod tests {
         all
     }
 
-    fn schedule(r: &recipe::Block) -> BlockSchedule {
+    fn schedule(r: &BlockConfig) -> BlockSchedule {
         BlockSchedule::new(r, &params(), false, 7).unwrap()
     }
 
@@ -372,7 +372,7 @@ mod tests {
             [1.0 / 3.0, 2.0 / 3.0, 1.0, 1.0 / 3.0]
         );
         // A block that is never deactivated warms up once.
-        let s = schedule(&recipe::Block {
+        let s = schedule(&BlockConfig {
             order: BlockOrder::Fixed,
             ..r
         });
@@ -412,7 +412,7 @@ mod tests {
         let mut wide = params();
         let tables = wide.iter_mut().filter(|p| !matches!(p.group, Group::Layer(_)));
         tables.for_each(|p| p.shape[0] = 100);
-        let both = recipe::Block {
+        let both = BlockConfig {
             include_lm_head: true,
             ..r.clone()
         };

@@ -1,5 +1,6 @@
 //! Updates of named parameters, with state keyed by name.
 
+use super::config::{Master, OptimizerConfig};
 use super::mask;
 use super::state::{self, State};
 use crate::base::rng::{Rng, Stream};
@@ -7,13 +8,12 @@ use crate::base::{Error, Result};
 use crate::ops::index_subset::{self, IndexSubset};
 use crate::ops::step::{self, FoundInf, Item, Precision, Rule};
 use crate::ops::update;
-use crate::recipe::{self, Master};
 use crate::source::MasterLowBits;
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 
 pub struct Optimizer {
-    settings: recipe::Optimizer,
+    settings: OptimizerConfig,
     states: BTreeMap<String, State>,
     /// Low 16 bits of the fp32 masters of bf16 weights, i16 `[n]`; kept when a block is deactivated.
     low: BTreeMap<String, Tensor>,
@@ -69,7 +69,7 @@ impl Held {
 }
 
 impl Optimizer {
-    pub fn new(settings: recipe::Optimizer) -> Self {
+    pub fn new(settings: OptimizerConfig) -> Self {
         Self {
             settings,
             states: BTreeMap::new(),
@@ -99,12 +99,12 @@ impl Optimizer {
     }
 
     /// Bytes of the moments of a parameter of this shape (`[len]` for a masked one).
-    pub fn state_bytes(settings: &recipe::Optimizer, shape: &[usize]) -> u64 {
+    pub fn state_bytes(settings: &OptimizerConfig, shape: &[usize]) -> u64 {
         state::bytes(settings, shape)
     }
 
     /// Bytes per element that a weight needs beside itself once it was trained: the low 16 bits of its fp32 master.
-    pub fn master_bytes(settings: &recipe::Optimizer, bf16: bool) -> u64 {
+    pub fn master_bytes(settings: &OptimizerConfig, bf16: bool) -> u64 {
         match settings.master {
             Master::F32 if bf16 => 2,
             _ => 0,

@@ -1,12 +1,12 @@
 //! Partition of the parameters into blocks: one or more layers, half a layer, a matrix, or a fraction of every matrix.
 
 use super::blocks::BlockPlan;
+use super::config::{BlockConfig, BlockOrder, Partition};
 use super::mask::Masks;
-use crate::recipe::{self, BlockOrder, Partition};
 use crate::source::{Group, ParamInfo, Part};
 
 /// The blocks of a model, in model order.
-pub fn partition(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Vec<BlockPlan> {
+pub fn partition(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<BlockPlan> {
     let named = |label: String, wanted: &dyn Fn(&ParamInfo) -> bool| block(label, params.iter().filter(|p| wanted(p)));
     let mut blocks = Vec::new();
     if recipe.partition == Partition::Ratio {
@@ -78,7 +78,7 @@ pub fn partition(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Ve
 
 /// The windows of the `ratio` partition: each contains a fraction of every parameter of the layers, and of embedding
 /// and head if they are included.
-fn windows(recipe: &recipe::Block, params: &[ParamInfo], tied: bool) -> Vec<BlockPlan> {
+fn windows(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<BlockPlan> {
     let wanted = |p: &&ParamInfo| match p.group {
         Group::Layer(_) => true,
         Group::Embedding => recipe.include_embedding || (tied && recipe.include_lm_head),

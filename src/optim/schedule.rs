@@ -1,7 +1,7 @@
 //! Learning-rate multipliers, equal to transformers' `get_constant_schedule_with_warmup`,
 //! `get_linear_schedule_with_warmup`, `get_cosine_schedule_with_warmup` and `get_wsd_schedule`.
 
-use crate::recipe::{self, ScheduleName};
+use super::config::{ScheduleConfig, ScheduleName};
 use std::f64::consts::PI;
 
 #[derive(Debug, Clone, Copy)]
@@ -15,7 +15,7 @@ pub struct Schedule {
 
 impl Schedule {
     /// `total` is the number of optimizer steps of the run.
-    pub fn new(recipe: &recipe::Schedule, total: u64) -> Self {
+    pub fn new(recipe: &ScheduleConfig, total: u64) -> Self {
         let part = |ratio: f64| ratio * total as f64;
         // Rounded down: the first step of a warm-up has rate 0, and in a short run it could be the only one.
         // (0.29 * 100 is slightly below 29 in floating point.)
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     fn schedule(name: ScheduleName, warmup: usize, total: u64) -> Schedule {
-        let recipe = recipe::Schedule {
+        let recipe = ScheduleConfig {
             name,
             warmup_ratio: 0.0,
             warmup_steps: Some(warmup),
@@ -78,7 +78,7 @@ mod tests {
 
     #[test]
     fn a_ratio_of_few_steps_is_no_warm_up() {
-        let recipe = |warmup_ratio| recipe::Schedule {
+        let recipe = |warmup_ratio| ScheduleConfig {
             name: ScheduleName::Cosine,
             warmup_ratio,
             warmup_steps: None,

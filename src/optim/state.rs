@@ -1,8 +1,8 @@
 //! Optimizer state of a parameter, for each rule: created, measured, saved and restored.
 
+use super::config::{OptimizerConfig, OptimizerName, StateDtype};
 use crate::base::{Error, Result};
 use crate::ops::step::{BLOCK, Moment, Rule};
-use crate::recipe::{self, OptimizerName, StateDtype};
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 const LEAST_FOR_INT8: usize = 4096;
 
 /// The update rule of a recipe.
-pub(super) fn rule(settings: &recipe::Optimizer) -> Rule {
+pub(super) fn rule(settings: &OptimizerConfig) -> Rule {
     match settings.name {
         OptimizerName::Adamw => Rule::Adamw {
             betas: settings.betas,
@@ -25,7 +25,7 @@ pub(super) fn rule(settings: &recipe::Optimizer) -> Rule {
 }
 
 /// Lengths of the two moments of a parameter of this shape; `None`: the rule does not use that moment.
-fn lengths(settings: &recipe::Optimizer, shape: &[usize]) -> (Option<usize>, Option<usize>) {
+fn lengths(settings: &OptimizerConfig, shape: &[usize]) -> (Option<usize>, Option<usize>) {
     let n = shape.iter().product();
     match (settings.name, shape) {
         (OptimizerName::Adamw, _) => (Some(n), Some(n)),
@@ -36,14 +36,14 @@ fn lengths(settings: &recipe::Optimizer, shape: &[usize]) -> (Option<usize>, Opt
     }
 }
 
-fn int8(settings: &recipe::Optimizer, shape: &[usize]) -> bool {
+fn int8(settings: &OptimizerConfig, shape: &[usize]) -> bool {
     settings.state == StateDtype::Int8
         && settings.name != OptimizerName::Adafactor
         && shape.iter().product::<usize>() >= LEAST_FOR_INT8
 }
 
 /// Bytes of the moments of a parameter of this shape.
-pub(super) fn bytes(settings: &recipe::Optimizer, shape: &[usize]) -> u64 {
+pub(super) fn bytes(settings: &OptimizerConfig, shape: &[usize]) -> u64 {
     let (first, second) = lengths(settings, shape);
     let int8 = int8(settings, shape);
     [first, second]
@@ -63,7 +63,7 @@ pub(super) struct State {
 }
 
 impl State {
-    pub(super) fn fresh(settings: &recipe::Optimizer, shape: &[usize], device: &Device) -> Result<Self> {
+    pub(super) fn fresh(settings: &OptimizerConfig, shape: &[usize], device: &Device) -> Result<Self> {
         let (first, second) = lengths(settings, shape);
         let int8 = int8(settings, shape);
         let zeros = |n: Option<usize>| n.map(|n| Moment::zeros(n, int8, device)).transpose();

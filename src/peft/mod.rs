@@ -3,6 +3,7 @@
 
 mod adalora;
 pub mod adapter;
+pub mod config;
 mod dora;
 mod frozen;
 mod ia3;
@@ -18,6 +19,7 @@ mod vera;
 
 pub use adalora::{Adalora, scaling as adalora_scaling};
 pub use adapter::{Adapter, Backed, Backward, Cost, Dropout, Gradient, Part};
+pub use config::LoraConfig;
 pub use dora::Dora;
 pub use frozen::{Dx, Frozen};
 pub use ia3::Ia3;

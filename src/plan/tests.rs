@@ -33,6 +33,7 @@ pub(super) fn spec() -> Spec {
         logit_softcap: None,
         embedding_scale: 1.0,
         tied: false,
+        warnings: Vec::new(),
         layers: vec![LayerSpec { window: None, rope: 0 }; 6],
         ropes: vec![Rope {
             inv_freq: vec![1.0; 4],
@@ -369,7 +370,13 @@ fn a_reference_and_a_rollout_have_lines_of_their_own() {
 #[test]
 fn on_a_gpu_codes_need_room_to_be_decoded_and_on_the_cpu_none() {
     let recipe = recipe("[tune]\nmethod = \"block\"\n[memory]\nfrozen_weights = \"int8\"");
-    let policy = Policy::new(&recipe.memory, recipe.model.dtype, &spec().params(), |_| false).unwrap();
+    let policy = Policy::new(
+        &recipe.memory.storage_rules(),
+        recipe.model.dtype,
+        &spec().params(),
+        |_| false,
+    )
+    .unwrap();
     let tokens = 10;
     let work = |on_gpu: bool, quantized: bool, active: Active| {
         let mut inputs = inputs(active, Gradients::Keep);

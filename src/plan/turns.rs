@@ -152,7 +152,8 @@ mod tests {
         let mut inputs = inputs(all(), crate::engine::Gradients::Keep);
         inputs.place = place;
         if quantized {
-            inputs.storage = Policy::new(&recipe.memory, recipe.model.dtype, &params(), |_| false).unwrap();
+            inputs.storage =
+                Policy::new(&recipe.memory.storage_rules(), recipe.model.dtype, &params(), |_| false).unwrap();
         }
         let mut ledger = Ledger::new(false);
         let mut spec = crate::plan::tests::spec();

@@ -4,8 +4,8 @@ use super::dynamic;
 use super::format::Format;
 use super::qmatrix::{QMatrix, check_format};
 use crate::base::{Error, Result};
+use crate::ops::Dtype;
 use crate::ops::quantized::{self, Absmax, QData, ScaleTensors};
-use crate::recipe::Dtype;
 use candle_core::{Device, Tensor};
 
 /// A quantized weight `[O, I]` on a device. Immutable; share it in an `Arc`.

@@ -5,8 +5,8 @@ use super::dynamic;
 use super::format::Format;
 use super::qmatrix::{BlockScales, QMatrix, check_format};
 use crate::base::{Error, Result};
+use crate::ops::Dtype;
 use crate::ops::quantized::{BLOCK, NESTED, NF4_TABLE, nearest};
-use crate::recipe::Dtype;
 use half::bf16;
 use rayon::prelude::*;
 

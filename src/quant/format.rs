@@ -1,7 +1,7 @@
 //! The quantization formats, and their sizes in bytes.
 
+use crate::ops::Dtype;
 use crate::ops::quantized::{BLOCK, NESTED};
-use crate::recipe::Dtype;
 use std::fmt;
 
 /// The quantization format of a weight `[O, I]`.

@@ -3,8 +3,8 @@
 use super::dynamic;
 use super::format::Format;
 use crate::base::{Error, Result};
+use crate::ops::Dtype;
 use crate::ops::quantized::{Absmax, QData, QMatrixView};
-use crate::recipe::Dtype;
 use rayon::prelude::*;
 use std::borrow::Cow;
 

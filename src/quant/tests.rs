@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::base::rng::{Rng, Stream};
+use crate::ops::Dtype;
 use crate::ops::linear;
-use crate::recipe::Dtype;
 use candle_core::{Device, Tensor};
 use half::bf16;
 

@@ -4,10 +4,10 @@ use super::device::DeviceQMatrix;
 use super::format::Format;
 use super::qmatrix::QMatrix;
 use crate::base::{Error, Result};
+use crate::ops::Dtype;
 use crate::ops::low_rank::{self, Base, LowRank};
 use crate::ops::prepacked::{Dense, Prepacked};
 use crate::ops::{linear, quantized, update};
-use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 

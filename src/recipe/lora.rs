@@ -170,7 +170,7 @@ pub fn unused(values: &Values, path: &str) -> Option<String> {
 }
 
 /// Builds the typed table. `values` has passed every check.
-pub fn build(values: &Values) -> Lora {
+pub fn build(values: &Values) -> LoraConfig {
     let size = |path: &str| values.size(path).unwrap_or(0);
     let text = |path: &str| Some(values.text(path).to_string()).filter(|t| !t.is_empty());
     let list = |path: &str| values.list(path);
@@ -179,7 +179,7 @@ pub fn build(values: &Values) -> Lora {
             .filter(|l| l.iter().all(|t| t != "all-linear"))
             .unwrap_or_default()
     };
-    Lora {
+    LoraConfig {
         peft_type: values.name("tune.lora.peft_type"),
         r: size("tune.lora.r"),
         lora_alpha: values.number("tune.lora.lora_alpha"),
@@ -213,17 +213,17 @@ pub fn build(values: &Values) -> Lora {
         save_residual: values.flag("tune.lora.save_residual"),
         save_rank: size("tune.lora.save_rank"),
         adapter: text("tune.lora.adapter"),
-        corda: Corda {
+        corda: CordaConfig {
             method: values.name("tune.lora.corda.method"),
             data: list("tune.lora.corda.data"),
             samples: size("tune.lora.corda.samples"),
             compatible: values.name("tune.lora.corda.compatible"),
             adaptive_rank: values.flag("tune.lora.corda.adaptive_rank"),
         },
-        eva: Eva {
+        eva: EvaConfig {
             rho: values.number("tune.lora.eva.rho"),
         },
-        adalora: AdaloraRanks {
+        adalora: AdaloraConfig {
             target_r: size("tune.lora.adalora.target_r"),
             tinit: size("tune.lora.adalora.tinit"),
             tfinal: size("tune.lora.adalora.tfinal"),

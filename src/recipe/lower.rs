@@ -366,7 +366,7 @@ pub fn build(values: &Values) -> Recipe {
             overrides: values
                 .map("memory.overrides")
                 .into_iter()
-                .filter_map(|(name, storage)| Some((name, Storage::parse(&storage)?)))
+                .filter_map(|(name, storage)| Some((name, WeightStorage::parse(&storage)?)))
                 .collect(),
             group_size: values.size("memory.group_size"),
             double_quantization: values.flag("memory.double_quantization"),
@@ -395,7 +395,7 @@ pub fn build(values: &Values) -> Recipe {
         },
         tune: Tune {
             method: values.name("tune.method"),
-            block: Block {
+            block: BlockConfig {
                 partition: values.name("tune.block.partition"),
                 layers_per_block: number("tune.block.layers_per_block"),
                 order: values.name("tune.block.order"),
@@ -418,7 +418,7 @@ pub fn build(values: &Values) -> Recipe {
                 trainable: values.list("tune.freeze.trainable"),
             },
         },
-        optimizer: Optimizer {
+        optimizer: OptimizerConfig {
             name: values.name("optimizer.name"),
             learning_rate: match values.is_auto("optimizer.learning_rate") {
                 true => 1e-5,
@@ -431,7 +431,7 @@ pub fn build(values: &Values) -> Recipe {
             state: values.name("optimizer.state"),
             master: values.name("optimizer.master"),
         },
-        schedule: Schedule {
+        schedule: ScheduleConfig {
             name: values.name("schedule.name"),
             warmup_ratio: values.number("schedule.warmup_ratio"),
             warmup_steps: values.size("schedule.warmup_steps"),

@@ -2,23 +2,19 @@
 
 use ft_base::named;
 
+pub use crate::ops::Dtype;
+pub use crate::optim::config::{
+    BlockConfig, BlockOrder, Correction, CorrectionScope, MaskShape, Master, OptimizerConfig, OptimizerName, Partition,
+    ScheduleConfig, ScheduleName, StateDtype,
+};
+pub use crate::peft::config::{
+    AdaloraConfig, CordaArithmetic, CordaConfig, CordaMethod, EvaConfig, LoraConfig, LoraInit, PeftType,
+};
+pub use crate::rlhf::preference::config::{FDivergence, JudgedLoss, PairLoss};
+use crate::source::policy::StorageRules;
+pub use crate::source::policy::WeightStorage;
 pub use ft_base::Named;
 pub use ft_data::{Render, RowFormat, TrainOn};
-
-named!(
-    /// Type of unquantized weights and of matrix products.
-    Dtype { F32 = "f32", Bf16 = "bf16" }
-);
-
-impl Dtype {
-    /// Bytes per number.
-    pub fn bytes(self) -> u64 {
-        match self {
-            Self::F32 => 4,
-            Self::Bf16 => 2,
-        }
-    }
-}
 
 named!(
     /// Source of the initial weights.
@@ -29,81 +25,14 @@ named!(
         Random = "random",
     }
 );
-named!(FrozenWeights { Auto = "auto", F32 = "f32", Bf16 = "bf16", Int8 = "int8", Int4 = "int4", Nf4 = "nf4" });
 named!(
-    /// Storage type of one weight.
-    Storage { F32 = "f32", Bf16 = "bf16", Int8 = "int8", Int4 = "int4", Nf4 = "nf4" }
+    /// Storage of frozen projections; `Auto` is the planner's choice.
+    FrozenWeights { Auto = "auto", F32 = "f32", Bf16 = "bf16", Int8 = "int8", Int4 = "int4", Nf4 = "nf4" }
 );
 named!(Tier { Auto = "auto", Device = "device", Host = "host", Disk = "disk" });
 named!(PackedWeights { Auto = "auto", None = "none", Forward = "forward", Both = "both" });
 named!(Activations { Auto = "auto", Keep = "keep", Recompute = "recompute", Host = "host" });
 named!(Method { Full = "full", Block = "block", Lora = "lora", Freeze = "freeze" });
-named!(Partition { Layer = "layer", Module = "module", Matrix = "matrix", Ratio = "ratio" });
-named!(
-    /// Order in which blocks become active. `Fixed` keeps the first block (BAdam's `switch_mode`).
-    /// `Importance` draws blocks at random in proportion to their importance (LISA).
-    BlockOrder {
-        Random = "random",
-        Ascending = "ascending",
-        Descending = "descending",
-        Fixed = "fixed",
-        Importance = "importance",
-    }
-);
-named!(
-    /// The elements of a parameter that form a window of the `ratio` partition.
-    MaskShape { Adjacent = "adjacent", Scattered = "scattered" }
-);
-impl MaskShape {
-    pub fn scattered(self) -> bool {
-        self == Self::Scattered
-    }
-}
-named!(Correction { None = "none", Sgd = "sgd", Signsgd = "signsgd", Lora = "lora" });
-named!(CorrectionScope { All = "all", Partial = "partial" });
-named!(LoraInit {
-    Default = "default",
-    Gaussian = "gaussian",
-    Corda = "corda",
-    Pissa = "pissa",
-    Olora = "olora",
-    Eva = "eva",
-    Loftq = "loftq",
-    LoraGa = "lora_ga",
-});
-named!(
-    /// The kind of adapter.
-    PeftType {
-        Lora = "lora",
-        Adalora = "adalora",
-        Ia3 = "ia3",
-        Vera = "vera",
-        Loha = "loha",
-        Lokr = "lokr",
-        Oft = "oft",
-    }
-);
-named!(
-    /// The components that CorDA trains: the least important for knowledge to preserve, or the most important for the
-    /// task.
-    CordaMethod { Kpm = "kpm", Ipm = "ipm" }
-);
-named!(
-    /// The variant of CorDA's normalization and damping.
-    CordaArithmetic { Ft = "ft", Peft = "peft" }
-);
-named!(OptimizerName { Adamw = "adamw", Sgd = "sgd", Lion = "lion", Adafactor = "adafactor" });
-named!(StateDtype { F32 = "f32", Int8 = "int8" });
-named!(
-    /// How a bf16 weight accumulates updates below its last bit.
-    Master {
-        /// Stores the low 16 bits of the fp32 master weight.
-        F32 = "f32",
-        /// Stochastic rounding: exact on average.
-        Stochastic = "stochastic",
-    }
-);
-named!(ScheduleName { Constant = "constant", Linear = "linear", Cosine = "cosine", Wsd = "wsd" });
 named!(Stage {
     Pretrain = "pretrain",
     Sft = "sft",
@@ -122,39 +51,6 @@ impl Stage {
         matches!(self, Self::Reward | Self::Dpo | Self::Orpo | Self::Simpo | Self::Kto)
     }
 }
-named!(
-    /// Losses of pairs with a reference (`dpo`), as in TRL's `loss_type`.
-    PairLoss {
-        Sigmoid = "sigmoid",
-        Hinge = "hinge",
-        Ipo = "ipo",
-        ExoPair = "exo_pair",
-        NcaPair = "nca_pair",
-        Robust = "robust",
-        BcoPair = "bco_pair",
-        SppoHard = "sppo_hard",
-        Aot = "aot",
-        AotUnpaired = "aot_unpaired",
-        ApoZero = "apo_zero",
-        ApoDown = "apo_down",
-        Discopop = "discopop",
-        Sft = "sft",
-        SigmoidNorm = "sigmoid_norm",
-    }
-);
-named!(
-    /// Losses of KTO rows (`kto`).
-    JudgedLoss { Kto = "kto", ApoZeroUnpaired = "apo_zero_unpaired" }
-);
-named!(
-    /// The divergence from the reference (f-DPO).
-    FDivergence {
-        ReverseKl = "reverse_kl",
-        ForwardKl = "forward_kl",
-        JsDivergence = "js_divergence",
-        AlphaDivergence = "alpha_divergence",
-    }
-);
 
 named!(RolloutWeights { Exact = "exact", Int8 = "int8", Int4 = "int4" });
 named!(RolloutCorrection {
@@ -184,8 +80,8 @@ pub struct Recipe {
     pub memory: Memory,
     pub data: Data,
     pub tune: Tune,
-    pub optimizer: Optimizer,
-    pub schedule: Schedule,
+    pub optimizer: OptimizerConfig,
+    pub schedule: ScheduleConfig,
     pub preference: Preference,
     pub distill: Distill,
     pub train: Train,
@@ -222,7 +118,7 @@ pub struct Memory {
     pub host_budget: Option<u64>,
     pub frozen_weights: FrozenWeights,
     /// Prefixes of parameter names, or names with `*`, with the storage type of the projections that they match.
-    pub overrides: Vec<(String, Storage)>,
+    pub overrides: Vec<(String, WeightStorage)>,
     /// Number of weights per scale; `None` is the default of the format.
     pub group_size: Option<usize>,
     /// NF4: quantize the scales too.
@@ -234,6 +130,18 @@ pub struct Memory {
     /// Tokens per MLP chunk; 0 is all, `None` is `auto`.
     pub mlp_chunk: Option<usize>,
     pub packed_weights: PackedWeights,
+}
+
+impl Memory {
+    /// The storage of frozen projections. `frozen_weights = "auto"` that is not resolved means dense.
+    pub fn storage_rules(&self) -> StorageRules {
+        StorageRules {
+            frozen: WeightStorage::parse(self.frozen_weights.name()),
+            overrides: self.overrides.clone(),
+            group_size: self.group_size,
+            double_quantization: self.double_quantization,
+        }
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -257,111 +165,9 @@ pub struct Data {
 #[derive(Debug, Clone)]
 pub struct Tune {
     pub method: Method,
-    pub block: Block,
-    pub lora: Lora,
+    pub block: BlockConfig,
+    pub lora: LoraConfig,
     pub freeze: Freeze,
-}
-
-#[derive(Debug, Clone)]
-pub struct Block {
-    pub partition: Partition,
-    pub layers_per_block: usize,
-    pub order: BlockOrder,
-    /// First block for `order = "fixed"`.
-    pub start_block: usize,
-    /// Importance of blocks for `order = "importance"`, as `prefix of the block's name=number`; 1 for other blocks.
-    pub importance: Vec<String>,
-    /// Active fraction of each parameter with `partition = "ratio"`.
-    pub update_ratio: f64,
-    pub mask: MaskShape,
-    /// Steps a block stays active; `None` is `auto`: clamp(n / (B * D), 50, 100).
-    pub switch_every: Option<usize>,
-    pub include_embedding: bool,
-    pub include_lm_head: bool,
-    pub always_active: Vec<String>,
-    pub correction: Correction,
-    pub correction_scope: CorrectionScope,
-    /// Learning rate of the correction relative to that of the block.
-    pub correction_scale: f64,
-    pub warmup_after_switch: usize,
-}
-
-#[derive(Debug, Clone)]
-pub struct Lora {
-    pub peft_type: PeftType,
-    pub r: usize,
-    pub lora_alpha: f64,
-    pub lora_dropout: f64,
-    /// Empty means `all-linear`; otherwise names, suffixes of names or regular expressions, as in PEFT.
-    pub target_modules: Vec<String>,
-    pub exclude_modules: Vec<String>,
-    /// Empty means every layer.
-    pub layers_to_transform: Vec<usize>,
-    /// In the written order; the first match is used.
-    pub rank_pattern: Vec<(String, usize)>,
-    pub alpha_pattern: Vec<(String, f64)>,
-    /// Modules that train in full beside the adapters.
-    pub modules_to_save: Vec<String>,
-    /// Rows of the embedding (and of an untied head) that train.
-    pub trainable_token_indices: Vec<usize>,
-    pub init_lora_weights: LoraInit,
-    /// Number of training rows for `eva` and `lora_ga`.
-    pub init_samples: usize,
-    /// Power iterations of the fast SVD; 0 means the exact SVD.
-    pub pissa_niter: usize,
-    /// Alternating iterations of LoftQ.
-    pub loftq_iter: usize,
-    pub use_rslora: bool,
-    pub use_dora: bool,
-    pub loraplus_lr_ratio: f64,
-    /// (IA)³: modules whose input is scaled.
-    pub feedforward_modules: Vec<String>,
-    pub oft_block_size: usize,
-    pub use_cayley_neumann: bool,
-    /// LoKr: -1 factorizes as square as possible.
-    pub decompose_factor: i64,
-    pub decompose_both: bool,
-    /// VeRA: initial value of the small vector.
-    pub d_initial: f64,
-    /// Saves the adapter with its changed base weights.
-    pub save_residual: bool,
-    /// Rank of the saved plain LoRA; 0 means twice the trained rank, which is exact.
-    pub save_rank: usize,
-    /// Continue from this PEFT adapter directory; `None` starts a new adapter.
-    pub adapter: Option<String>,
-    pub corda: Corda,
-    pub adalora: AdaloraRanks,
-    pub eva: Eva,
-}
-
-#[derive(Debug, Clone)]
-pub struct Eva {
-    /// Largest factor by which a rank may grow; 1 keeps all ranks.
-    pub rho: f64,
-}
-
-/// Rank allocation of AdaLoRA; names as in PEFT.
-#[derive(Debug, Clone)]
-pub struct AdaloraRanks {
-    /// Mean final rank; 0 means two thirds of `r`, or no change for a given adapter.
-    pub target_r: usize,
-    pub tinit: usize,
-    pub tfinal: usize,
-    pub delta_t: usize,
-    pub beta1: f64,
-    pub beta2: f64,
-    pub orth_reg_weight: f64,
-}
-
-#[derive(Debug, Clone)]
-pub struct Corda {
-    pub method: CordaMethod,
-    /// Empty means the training rows.
-    pub data: Vec<String>,
-    pub samples: usize,
-    pub compatible: CordaArithmetic,
-    /// Chooses ranks by layer with the same total.
-    pub adaptive_rank: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -370,31 +176,6 @@ pub struct Freeze {
     pub trainable_layers: usize,
     /// Prefixes of the names of other parameters that train.
     pub trainable: Vec<String>,
-}
-
-#[derive(Debug, Clone)]
-pub struct Optimizer {
-    pub name: OptimizerName,
-    pub learning_rate: f64,
-    pub betas: [f64; 2],
-    pub eps: f64,
-    pub weight_decay: f64,
-    /// SGD only.
-    pub momentum: f64,
-    pub state: StateDtype,
-    pub master: Master,
-}
-
-#[derive(Debug, Clone)]
-pub struct Schedule {
-    pub name: ScheduleName,
-    pub warmup_ratio: f64,
-    /// Replaces `warmup_ratio` if set.
-    pub warmup_steps: Option<usize>,
-    /// Fraction of the steps in the final decay (wsd).
-    pub decay_ratio: f64,
-    /// Lowest multiplier of wsd.
-    pub min_lr_ratio: f64,
 }
 
 /// The keys of `rlhf` for the preference stages; names as in TRL.

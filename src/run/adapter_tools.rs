@@ -1,9 +1,9 @@
 //! `ft adapter`: shows, compares and combines adapter directories. Needs no model.
 
 use crate::base::{Error, Result, files};
-use crate::export::{self, Base};
 use crate::formats::adapter::{self, AdapterConfig, Key, Kind, Targets};
 use crate::formats::weights::Weights;
+use crate::hf::{self, Base};
 use crate::model::Adapters;
 use crate::peft::lora::scaling;
 use crate::peft::start::algebra;
@@ -98,7 +98,7 @@ pub fn show(dir: &Path) -> Result<Shown> {
         elements,
         bytes: weights.total_bytes(),
         base: config.base_model_name_or_path.clone(),
-        fingerprint: export::base_of(&weights).map(|base| base.name().to_string()),
+        fingerprint: hf::base_of(&weights).map(|base| base.name().to_string()),
         settings,
         modules: counted
             .into_iter()
@@ -240,7 +240,7 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
                 .found(config.name())
                 .hint("`ft merge` adds adapters of every kind to the weights of the model"));
         }
-        if let Some(named) = export::base_of(&weights) {
+        if let Some(named) = hf::base_of(&weights) {
             match &base {
                 Some((own, other)) if !own.agrees(&named) => {
                     return Err(Error::new("the adapters belong to two base models")
@@ -263,8 +263,8 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
             if below == "lora_A.weight" {
                 entry.0.push(tensor);
             } else {
-                let r = export::rank_of(&config, &module)?;
-                let scale = scaling(export::alpha_of(&config, &module)?, r, config.use_rslora);
+                let r = hf::rank_of(&config, &module)?;
+                let scale = scaling(hf::alpha_of(&config, &module)?, r, config.use_rslora);
                 entry.1.push((tensor * f64::from(scale * weight))?);
             }
         }
@@ -313,7 +313,7 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
         config.alpha_pattern.push((module.replace('.', "\\."), r as f64));
     }
     let base = base.map(|(base, _)| base).unwrap_or_default();
-    export::adapter(out, &config, &all, &BTreeMap::new(), dir, &base)?;
+    hf::adapter(out, &config, &all, &BTreeMap::new(), dir, &base)?;
     Ok(Combined {
         rank: config.r,
         modules: all.len(),

@@ -3,8 +3,8 @@
 
 use super::named;
 use crate::base::{Error, Result};
-use crate::export::{self, LoadedAdapter};
 use crate::formats::adapter::{AdapterConfig, Allocation, Kind, Targets};
+use crate::hf::{self, LoadedAdapter};
 use crate::model::{Adapters, Network, Spec, TokenRows, tokens};
 use crate::peft::lora::{fresh, scaling};
 use crate::peft::targets::{self, Site, select};
@@ -74,7 +74,7 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<AdapterSetup> {
             whole,
             rows,
             score,
-        } = export::load_adapter(&named::adapter_directory(dir)?, spec)?;
+        } = hf::load_adapter(&named::adapter_directory(dir)?, spec)?;
         if score.is_some() {
             return Err(
                 Error::new("the adapter is that of a reward model, and cannot be trained on")
@@ -100,8 +100,8 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<AdapterSetup> {
     }
     let all = spec.sites();
     let mut config = config_of(recipe)?;
-    let open = export::unsaved(&config, &all);
-    let chosen = select(&open, &export::choice(&config))?;
+    let open = hf::unsaved(&config, &all);
+    let chosen = select(&open, &hf::choice(&config))?;
     targets::check_pattern(&config.rank_pattern, &chosen, "rank_pattern")?;
     targets::check_pattern(&config.alpha_pattern, &chosen, "alpha_pattern")?;
     let warnings = check_ranks(&config, &chosen)?;
@@ -140,7 +140,7 @@ fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
     }
     let mut above = Vec::new();
     for site in chosen {
-        let (r, most) = (export::rank_of(config, &site.module)?, site.input.min(site.output));
+        let (r, most) = (hf::rank_of(config, &site.module)?, site.input.min(site.output));
         if r > most {
             above.push((site, r, most));
         }
@@ -300,7 +300,7 @@ fn rows(recipe: &Recipe, config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<
         .at(key));
     }
     config.token_rows = modules.iter().map(|m| (m.to_string(), ids.clone())).collect();
-    let tables = export::row_tables(config, spec).into_iter();
+    let tables = hf::row_tables(config, spec).into_iter();
     Ok(tables.map(|t| (t, ids.clone(), None)).collect())
 }
 
@@ -317,7 +317,7 @@ pub fn place_rows(prepared: &AdapterSetup, network: &mut Network) -> Result<()> 
 fn whole(config: &AdapterConfig, spec: &Spec) -> Result<Vec<String>> {
     let key = "tune.lora.modules_to_save";
     for module in &config.modules_to_save {
-        let found = export::saved_whole(std::slice::from_ref(module), spec);
+        let found = hf::saved_whole(std::slice::from_ref(module), spec);
         if spec.tied && (module == "lm_head" || found.iter().any(|n| n == spec.head_name())) {
             return Err(Error::new(format!(
                 "`{module}` cannot train beside adapters: its weights are the embedding and the head"
@@ -337,7 +337,7 @@ fn whole(config: &AdapterConfig, spec: &Spec) -> Result<Vec<String>> {
             });
         }
     }
-    Ok(export::saved_whole(&config.modules_to_save, spec))
+    Ok(hf::saved_whole(&config.modules_to_save, spec))
 }
 
 fn one(
@@ -349,8 +349,8 @@ fn one(
 ) -> Result<Adapter> {
     let (lora, seed) = (&recipe.tune.lora, recipe.train.seed);
     let (module, i, o) = (site.module.as_str(), site.input, site.output);
-    let r = export::rank_of(config, module)?;
-    let alpha = export::alpha_of(config, module)?;
+    let r = hf::rank_of(config, module)?;
+    let alpha = hf::alpha_of(config, module)?;
     let mask = Mask {
         p: config.lora_dropout as f32,
         site: index,

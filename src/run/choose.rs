@@ -210,7 +210,7 @@ impl PlanContext<'_> {
         wanted.frozen_weights = lossy.unwrap_or(wanted.frozen_weights);
         // Parameters that train only in some blocks are stored like frozen ones while they are inactive.
         let always = self.tuning.always_trains();
-        let mut storage = Policy::new(&wanted, recipe.model.dtype, &self.spec.params(), always)?;
+        let mut storage = Policy::new(&wanted.storage_rules(), recipe.model.dtype, &self.spec.params(), always)?;
         if corrects_all(recipe) && !storage.quantized().is_empty() {
             return Err(
                 Error::usage("weights stored as codes and `tune.block.correction` contradict each other")

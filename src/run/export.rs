@@ -10,7 +10,7 @@ use crate::base::{Error, Result, files, memory};
 use crate::checkpoint::{self, LoadedState};
 use crate::data::Dataset;
 use crate::engine::{Engine, Gradients};
-use crate::export;
+use crate::hf;
 use crate::model::Objective;
 use crate::plan::Place;
 use crate::recipe::{self, Dtype, ModelInit, Recipe, Stage};
@@ -123,7 +123,7 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
         return Err(Error::new("a built-in shape has random weights: there is nothing to export").at_path(dir));
     }
     let print = match recipe.model.init {
-        ModelInit::Pretrained => Some(export::fingerprint(&model.dir)?),
+        ModelInit::Pretrained => Some(hf::fingerprint(&model.dir)?),
         ModelInit::Random => None,
     };
     if let Some(print) = &print
@@ -135,12 +135,12 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
                 "a checkpoint holds what was trained; all other weights come from the model that the run began with",
             ));
     }
-    let base = print.as_ref().map(export::Fingerprint::base).unwrap_or_default();
+    let base = print.as_ref().map(hf::Fingerprint::base).unwrap_or_default();
     let mut prepared = adapters::of(recipe, &model.spec)?;
     allocation::settle(recipe, &mut prepared, steps_of_run(&loaded, recipe))?;
     let params = model.spec.params();
     let storage = match starts::requantizes_base(recipe) {
-        true => Policy::new(&recipe.memory, recipe.model.dtype, &params, |_| false)?,
+        true => Policy::new(&recipe.memory.storage_rules(), recipe.model.dtype, &params, |_| false)?,
         // The checkpoint also has exact values for quantized weights, so they are not quantized again.
         false => Policy::dense(recipe.model.dtype),
     };

@@ -6,9 +6,9 @@ use super::stage::preference;
 use super::starts;
 use crate::base::{Error, Result};
 use crate::engine::Engine;
-use crate::export::{self, Base, ModelExport};
 use crate::formats::adapter::AdapterConfig;
 use crate::formats::writer::Values;
+use crate::hf::{self, Base, ModelExport};
 use crate::model::Adapters;
 use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::ops::update;
@@ -63,7 +63,7 @@ fn base(
     dtype: Dtype,
     model: &ModelDir,
     engine: &Engine,
-    fill: &mut export::ParamFill,
+    fill: &mut hf::ParamFill,
 ) -> Result<PathBuf> {
     let mut parts = ModelExport {
         out,
@@ -74,20 +74,20 @@ fn base(
         params: engine.network.source.params(),
     };
     if !scores {
-        return export::model(&parts, fill);
+        return hf::model(&parts, fill);
     }
     // A reward model has a score head instead of the output projection.
     let mut params: Vec<ParamInfo> = parts.params.iter().filter(|p| &*p.name != LM_HEAD).cloned().collect();
     params.push(ParamInfo {
-        name: export::SCORE.into(),
+        name: hf::SCORE.into(),
         shape: vec![1, model.spec.hidden],
         group: Group::Head,
         part: Part::Other,
     });
     parts.params = &params;
-    export::as_classifier(&mut parts.config, preference::pad_id(&model.tokenizer));
-    export::model(&parts, &mut |name, sink| match name {
-        export::SCORE => engine.exact(reward::SCORE, &mut |values| sink(Values::F32(values))),
+    hf::as_classifier(&mut parts.config, preference::pad_id(&model.tokenizer));
+    hf::model(&parts, &mut |name, sink| match name {
+        hf::SCORE => engine.exact(reward::SCORE, &mut |values| sink(Values::F32(values))),
         _ => fill(name, sink),
     })
 }
@@ -116,8 +116,8 @@ fn adapter(
     }
     let mut config = config.clone();
     if recipe.train.stage == Stage::Reward {
-        whole.insert(export::SCORE.into(), network.param(reward::SCORE)?.tensor);
-        config.task_type = Some(export::SEQUENCE_CLASSIFIER.into());
+        whole.insert(hf::SCORE.into(), network.param(reward::SCORE)?.tensor);
+        config.task_type = Some(hf::SEQUENCE_CLASSIFIER.into());
         config.modules_to_save.push("score".into());
     }
     let config = &config;
@@ -131,15 +131,15 @@ fn adapter(
     let (config, adapters) = match (moved, residual, lora.save_rank) {
         (true, true, _) => (config.clone(), without_start(&network.adapters)),
         (true, false, rank) if rank > 0 => compressed(config, &network.adapters, rank, note)?,
-        _ => export::plain_lora(config, &network.adapters)?,
+        _ => hf::plain_lora(config, &network.adapters)?,
     };
     let (mut config, adapters) = match &network.ranks {
-        Some(ranks) => export::pruned(&config, &adapters, ranks.kept())?,
+        Some(ranks) => hf::pruned(&config, &adapters, ranks.kept())?,
         None => (config, adapters),
     };
     let quantized = starts::requantizes_base(recipe);
     if !residual && !random && !quantized {
-        return export::adapter(out, &config, &adapters, &whole, &model.dir, print);
+        return hf::adapter(out, &config, &adapters, &whole, &model.dir, print);
     }
     // The base weights of this adapter exist nowhere else, so `base/` stores them.
     config.base_model_name_or_path = Some(format!("{}/base", out.display()));
@@ -148,7 +148,7 @@ fn adapter(
         false => "base/ holds the weights that this adapter belongs to",
     });
     let dtype = if quantized { Dtype::F32 } else { recipe.model.dtype };
-    export::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {
+    hf::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {
         // The score head is part of the adapter directory.
         let written = base(&dir.join("base"), false, dtype, model, engine, &mut |name, sink| {
             if quantized && let Some(values) = decoded(engine, name)? {
@@ -160,7 +160,7 @@ fn adapter(
                 None => as_stored(engine, name, sink),
             }
         })?;
-        Ok(export::fingerprint(&written)?.base())
+        Ok(hf::fingerprint(&written)?.base())
     })
 }
 
@@ -259,6 +259,6 @@ fn compressed(
 /// Writes the chat template of the recipe, if it has one, into the result.
 fn with_template(recipe: &Recipe, model: &ModelDir, out: PathBuf) -> Result<PathBuf> {
     let own = model.template.as_ref().filter(|_| recipe.data.chat_template.is_some());
-    own.map_or(Ok(()), |template| export::set_chat_template(&out, template.source()))?;
+    own.map_or(Ok(()), |template| hf::set_chat_template(&out, template.source()))?;
     Ok(out)
 }

@@ -4,9 +4,9 @@
 
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result, progress};
-use crate::export::{self, Weighted};
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
+use crate::hf::{self, Weighted};
 use crate::model::spec::LM_HEAD;
 use crate::model::{Adapters, Network, Spec, families};
 use crate::ops::{linear, update};
@@ -29,7 +29,7 @@ impl LayerSource for Streamed {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
         let mut out = GroupWeights::default();
         for p in self.params.iter().filter(|p| p.group == group) {
-            let values = export::merged(&self.weights, p, &self.folded)?;
+            let values = hf::merged(&self.weights, p, &self.folded)?;
             let tensor = Tensor::from_vec(values, p.shape.as_slice(), &Device::Cpu)?;
             out.insert(p.name.clone(), tensor);
         }
@@ -80,7 +80,7 @@ fn logits(
     let mut weights = Weights::open(dir)?;
     if !spec.tied && weights.info(LM_HEAD).is_none() {
         // The adapter unties a tied model.
-        weights = export::untied_weights(weights)?;
+        weights = hf::untied_weights(weights)?;
     }
     let source = Streamed {
         weights,
@@ -120,7 +120,7 @@ pub fn difference(base: &Path, adapters: Vec<Weighted>, merged: &Path, untied: b
         Some(_) => {
             // The model has no output projection.
             spec.tied = true;
-            let values = Weights::open(merged)?.read_f32(export::SCORE)?;
+            let values = Weights::open(merged)?.read_f32(hf::SCORE)?;
             Some(Tensor::from_vec(values, (1, spec.hidden), &Device::Cpu)?)
         }
         None => None,

@@ -4,12 +4,12 @@ use super::logits;
 use super::stage::preference::pad_id;
 use crate::base::{Error, Result, files};
 use crate::checkpoint;
-use crate::export::{self, Directory, Weighted};
 use crate::formats::StoredDtype;
 use crate::formats::config::Config;
 use crate::formats::tokenizer::Tokenizer;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
+use crate::hf::{self, Directory, Weighted};
 use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::model::{Spec, families};
 use crate::ops::update;
@@ -58,23 +58,23 @@ pub fn merge(
     let mut weights = Weights::open(model_dir)?;
     refuse_codes(&spec, &weights)?;
     refuse_strangers(&spec, &weights)?;
-    let base = export::fingerprint_of(&spec, &weights)?.base();
+    let base = hf::fingerprint_of(&spec, &weights)?.base();
     let tied = spec.clone();
     for (dir, _) in adapter_dirs {
-        spec.tied &= !export::unties(dir, &tied)?;
+        spec.tied &= !hf::unties(dir, &tied)?;
     }
     let untied = tied.tied && !spec.tied;
     if untied {
-        weights = export::untied_weights(weights)?;
+        weights = hf::untied_weights(weights)?;
     }
     let mut adapters = Vec::new();
     for (dir, weight) in adapter_dirs {
         if !weight.is_finite() {
             return Err(Error::usage("the weight of an adapter is not a finite number").at_path(dir));
         }
-        export::check_base(dir, &base)?;
+        hf::check_base(dir, &base)?;
         adapters.push(Weighted {
-            adapter: export::load_adapter(dir, &spec)?,
+            adapter: hf::load_adapter(dir, &spec)?,
             weight: *weight,
         });
     }
@@ -90,7 +90,7 @@ pub fn merge(
         let info = weights.require(&p.name, &p.shape)?;
         tensors.push(TensorPlan {
             name: p.name.to_string(),
-            dtype: dtype.map_or(info.dtype, export::stored),
+            dtype: dtype.map_or(info.dtype, hf::stored),
             shape: p.shape.clone(),
         });
     }
@@ -100,9 +100,9 @@ pub fn merge(
     }
     if score.is_some() {
         let tokenizer = Tokenizer::load(model_dir)?;
-        export::as_classifier(&mut raw, pad_id(&tokenizer));
+        hf::as_classifier(&mut raw, pad_id(&tokenizer));
         tensors.push(TensorPlan {
-            name: export::SCORE.into(),
+            name: hf::SCORE.into(),
             dtype: tensors.first().map_or(StoredDtype::F32, |t: &TensorPlan| t.dtype),
             shape: vec![1, spec.hidden],
         });
@@ -111,7 +111,7 @@ pub fn merge(
     checkpoint::check_space(out, bytes)?;
 
     if let Some(dtype) = dtype {
-        export::set_dtype(&mut raw, export::stored(dtype));
+        hf::set_dtype(&mut raw, hf::stored(dtype));
     }
     // The adapter directory has the template of its training.
     let templates = adapter_dirs.iter().map(|(dir, _)| dir.join("chat_template.jinja"));
@@ -156,7 +156,7 @@ pub fn merge(
 /// undefined.
 fn refuse_mixed_ties(dirs: &[(PathBuf, f32)], adapters: &[Weighted], tied: &Spec) -> Result<()> {
     for ((dir, _), a) in dirs.iter().zip(adapters) {
-        if !export::unties(dir, tied)? && (a.changes(EMBEDDING) || a.changes(LM_HEAD) || a.adapter.score.is_some()) {
+        if !hf::unties(dir, tied)? && (a.changes(EMBEDDING) || a.changes(LM_HEAD) || a.adapter.score.is_some()) {
             return Err(
                 Error::usage("the adapters treat the tied embedding and head of the model in different ways")
                     .at_path(dir)
@@ -190,7 +190,7 @@ fn write_one(
     let has_adapter = adapters.iter().any(|a| a.changes(name));
     let same = weights.info(name).is_some_and(|i| i.dtype == dtype);
     if has_adapter {
-        let after = export::merged(weights, param, adapters)?;
+        let after = hf::merged(weights, param, adapters)?;
         rounding.add(&weights.read_f32(name)?, &after, dtype);
         sink(Values::F32(&after))
     } else if same {

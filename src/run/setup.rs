@@ -2,12 +2,12 @@
 
 use crate::base::{Error, Result, progress, staging};
 use crate::data::codec::ChatRender;
-use crate::export;
 use crate::formats::StoredDtype;
 use crate::formats::config::Config;
 use crate::formats::template::ChatTemplate;
 use crate::formats::tokenizer::Tokenizer;
 use crate::formats::weights::Weights;
+use crate::hf;
 use crate::hub;
 use crate::model::{Network, Spec, TokenRows, families, shapes};
 use crate::ops::{self, update};
@@ -69,7 +69,8 @@ impl ModelDir {
         let phase = progress::phase("reading the tokenizer", 0, "");
         let tokenizer = Tokenizer::load(&dir)?;
         drop(phase);
-        warn_once(&dir, tokenizer.warning());
+        let warnings = spec.warnings.iter().map(String::as_str);
+        warnings.chain(tokenizer.warning()).for_each(warn_once);
         if tokenizer.vocab_size() > spec.vocab {
             return Err(
                 Error::new("the tokenizer knows more tokens than the embedding has rows")
@@ -97,7 +98,7 @@ impl ModelDir {
         self.dir.to_string_lossy().starts_with(shapes::PREFIX)
     }
 
-    /// Unties embedding and head if the adapter that the recipe continues to train does so (`export::unties`).
+    /// Unties embedding and head if the adapter that the recipe continues to train does so (`hf::unties`).
     pub fn untie_for(&mut self, recipe: &Recipe) -> Result<()> {
         self.spec.tied = stays_tied(recipe, &self.spec)?;
         Ok(())
@@ -107,7 +108,7 @@ impl ModelDir {
     pub fn weights(&self) -> Result<Weights> {
         let weights = Weights::open(&self.dir)?;
         match !self.spec.tied && families::read(&self.config)?.tied {
-            true => export::untied_weights(weights),
+            true => hf::untied_weights(weights),
             false => Ok(weights),
         }
     }
@@ -122,7 +123,7 @@ impl ModelDir {
         match init {
             ModelInit::Pretrained => {
                 let weights = self.weights()?;
-                if weights.info(export::SCORE).is_some() {
+                if weights.info(hf::SCORE).is_some() {
                     return Err(Error::new("a reward model gives scores, not text")
                         .at_path(&self.dir)
                         .hint("name it in `rlhf.rewards`, and here the model that it was trained from"));
@@ -229,11 +230,11 @@ impl ModelDir {
     /// True if the model has a score head instead of the output projection. Errors: it has several scores.
     pub fn has_score(&self, weights: &Weights) -> Result<bool> {
         let width = self.spec.hidden;
-        match weights.info(export::SCORE) {
+        match weights.info(hf::SCORE) {
             Some(info) if info.shape == [1, width] => Ok(true),
             Some(info) => Err(Error::new("the reward model has not one score")
                 .at_path(&self.dir)
-                .found(format!("{} {:?}", export::SCORE, info.shape))
+                .found(format!("{} {:?}", hf::SCORE, info.shape))
                 .expected(format!("[1, {width}]"))),
             None => Ok(false),
         }
@@ -265,7 +266,7 @@ impl ModelDir {
         let (mut spec, mut score) = (self.spec.clone(), None);
         if self.has_score(&weights)? {
             score = Some(Tensor::from_vec(
-                weights.read_f32(export::SCORE)?,
+                weights.read_f32(hf::SCORE)?,
                 (1, spec.hidden),
                 device,
             )?);
@@ -273,15 +274,15 @@ impl ModelDir {
             spec.tied = true;
         }
         let print = match adapter {
-            Some(_) => Some(export::fingerprint_of(&spec, &weights)?.base()),
+            Some(_) => Some(hf::fingerprint_of(&spec, &weights)?.base()),
             None => None,
         };
         if let Some(dir) = adapter
             && score.is_none()
-            && export::unties(dir, &spec)?
+            && hf::unties(dir, &spec)?
         {
             spec.tied = false;
-            weights = export::untied_weights(weights)?;
+            weights = hf::untied_weights(weights)?;
         }
         let mut kinds = spec
             .params()
@@ -293,8 +294,8 @@ impl ModelDir {
         let source = Resident::load(spec.params(), &weights, |p| storage.of(p), device)?;
         let mut network = Network::new(spec.clone(), Box::new(source), device.clone());
         if let (Some(dir), Some(print)) = (adapter, &print) {
-            let loaded = export::load_adapter(dir, &spec)?;
-            export::check_base(dir, print)?;
+            let loaded = hf::load_adapter(dir, &spec)?;
+            hf::check_base(dir, print)?;
             if let Some(own) = &loaded.score {
                 score = Some(own.to_device(device)?);
             }
@@ -354,7 +355,7 @@ impl Stored {
 /// True if embedding and head of the recipe's model stay tied with the adapter that it continues to train.
 pub fn stays_tied(recipe: &Recipe, spec: &Spec) -> Result<bool> {
     match &recipe.tune.lora.adapter {
-        Some(dir) if spec.tied && recipe.tune.method == Method::Lora => Ok(!export::unties(Path::new(dir), spec)?),
+        Some(dir) if spec.tied && recipe.tune.method == Method::Lora => Ok(!hf::unties(Path::new(dir), spec)?),
         _ => Ok(spec.tied),
     }
 }
@@ -369,11 +370,13 @@ pub fn read_spec(path: &str, revision: &str, init: ModelInit) -> Result<(PathBuf
     Ok((dir, spec))
 }
 
-/// Shows a warning once per directory: a tokenizer is read several times in a run.
-fn warn_once(dir: &Path, warning: Option<&str>) {
-    static SHOWN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
-    if let Some(warning) = warning
-        && SHOWN.lock().unwrap_or_else(PoisonError::into_inner).insert(dir.into())
+/// Shows a warning once: config and tokenizer are read several times in a run.
+fn warn_once(warning: &str) {
+    static SHOWN: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    if SHOWN
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .insert(warning.into())
     {
         report::warn(warning);
     }

@@ -13,8 +13,8 @@ use crate::base::progress::{self, Phase};
 use crate::base::{Error, Result, signal, units};
 use crate::data::{Batch, Dataset};
 use crate::engine::{self, Active};
-use crate::export;
 use crate::formats::adapter::Targets;
+use crate::hf;
 use crate::model::linear::Linear;
 use crate::model::{GradSink, Network, Objective, Param};
 use crate::ops::step_stats::StepStats;
@@ -363,7 +363,7 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut Adapt
     let Some(config) = &prepared.config else { return Ok(()) };
     let mut pairs = BTreeMap::new();
     for ((module, component), r) in found.iter().zip(ranks) {
-        let scale = scaling(export::alpha_of(config, module)?, r, config.use_rslora);
+        let scale = scaling(hf::alpha_of(config, module)?, r, config.use_rslora);
         pairs.insert(module.clone(), (r, start::pair_of(component, method, r, scale)));
     }
     cache::write(s.cache, &key, network, &pairs)?;
@@ -408,10 +408,10 @@ pub fn resize(
     // Full names first: the first pattern that matches a module is used.
     let (mut pattern, mut alphas) = (Vec::new(), Vec::new());
     for (module, &r) in ranks.iter().filter(|(_, r)| **r > 0) {
-        let before = export::rank_of(config, module)?;
+        let before = hf::rank_of(config, module)?;
         if before != r {
             pattern.push((module.replace('.', "\\."), r));
-            let alpha = export::alpha_of(config, module)? * r as f64 / before as f64;
+            let alpha = hf::alpha_of(config, module)? * r as f64 / before as f64;
             alphas.push((module.replace('.', "\\."), alpha));
         }
     }
@@ -441,7 +441,7 @@ pub fn resize(
         let device = lora.a.device();
         let zeros = |dims: &[usize]| Ok::<_, Error>(peft::full(dims, 0.0)?.to_device(device)?);
         let pair = || Ok::<_, Error>((zeros(&[r, inputs])?, zeros(&[outputs, r])?));
-        let scale = scaling(export::alpha_of(config, module)?, r, config.use_rslora);
+        let scale = scaling(hf::alpha_of(config, module)?, r, config.use_rslora);
         let mut other = Lora::new(module, pair()?, scale, lora.mask);
         other.start = match lora.start {
             Some(_) => Some(pair()?),

@@ -4,8 +4,8 @@ use super::setup::{self, ModelDir};
 use crate::base::{Error, Result, staging};
 use crate::data::Dataset;
 use crate::distill::hidden;
-use crate::export;
 use crate::formats::Tokenizer;
+use crate::hf;
 use crate::model::{Network, Spec, shapes};
 use crate::ops::cross_entropy::PIECE;
 use crate::plan::{self, Place};
@@ -135,7 +135,7 @@ impl TeacherModel {
 
     /// Fingerprint of the teacher's weights and their storage types.
     pub fn fingerprint(&self) -> Result<Named> {
-        let print = export::fingerprint(&self.model.dir)?;
+        let print = hf::fingerprint(&self.model.dir)?;
         let storage = self.storage.describe();
         Ok(Named {
             now: format!("{} {storage}", print.exact),
@@ -188,7 +188,10 @@ fn storage(recipe: &Recipe, spec: &Spec) -> Result<(Dtype, Policy)> {
     memory.overrides.clear();
     memory.group_size = None;
     memory.frozen_weights = wanted;
-    Ok((dtype, Policy::new(&memory, dtype, &spec.params(), |_| false)?))
+    Ok((
+        dtype,
+        Policy::new(&memory.storage_rules(), dtype, &spec.params(), |_| false)?,
+    ))
 }
 
 fn place(recipe: &Recipe, on_gpu: bool) -> Place {

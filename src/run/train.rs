@@ -19,7 +19,7 @@ use crate::checkpoint::{self, LoadedState};
 use crate::data::Dataset;
 use crate::data::order::BatchStream;
 use crate::engine::Engine;
-use crate::export::{self, Fingerprint};
+use crate::hf::{self, Fingerprint};
 use crate::ops::transfer::Copier;
 use crate::ops::{self, update};
 use crate::optim::Schedule;
@@ -131,7 +131,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
 
     // ---- run directory: all remaining checks run before it is changed
     let print = match recipe.model.init {
-        recipe::ModelInit::Pretrained => Some(export::fingerprint(&model.dir)?),
+        recipe::ModelInit::Pretrained => Some(hf::fingerprint(&model.dir)?),
         recipe::ModelInit::Random => None,
     };
     let base = print.as_ref().map(Fingerprint::base).unwrap_or_default();
@@ -139,7 +139,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     if let Some(dir) = &recipe.tune.lora.adapter
         && recipe.tune.method == Method::Lora
     {
-        export::check_base(&named::adapter_directory(dir)?, &base)?;
+        hf::check_base(&named::adapter_directory(dir)?, &base)?;
     }
     let elements = trained_elements(&tuning, total_steps, &params, &prepared.adapters);
     let needed = directory::space_needed(recipe, &model.spec, elements, place);

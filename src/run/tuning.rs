@@ -48,7 +48,7 @@ impl Tuning {
             Method::Lora => Self::Static(Active::new(prepared.trained())),
             Method::Block => {
                 let schedule = BlockSchedule::new(&tune.block, params, spec.tied, recipe.train.seed)?;
-                let recipe::Block {
+                let recipe::BlockConfig {
                     correction,
                     correction_scope: scope,
                     correction_scale: scale,

@@ -2,10 +2,41 @@
 
 use super::{Group, ParamInfo};
 use crate::base::{Error, Result};
+use crate::ops::Dtype;
 use crate::quant::{Format, Storage};
-use crate::recipe::{Dtype, FrozenWeights, Memory, Storage as Wanted};
+use ft_base::named;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+
+named!(
+    /// Storage type of one weight.
+    WeightStorage { F32 = "f32", Bf16 = "bf16", Int8 = "int8", Int4 = "int4", Nf4 = "nf4" }
+);
+
+/// Which projections are stored quantized while they are frozen.
+#[derive(Debug, Clone)]
+pub struct StorageRules {
+    /// Storage of all frozen projections; `None` is dense.
+    pub frozen: Option<WeightStorage>,
+    /// Prefixes of parameter names, or names with `*`, with the storage type of the projections that they match. The longest
+    /// match is used.
+    pub overrides: Vec<(String, WeightStorage)>,
+    /// Number of weights per scale; `None` is the default of the format.
+    pub group_size: Option<usize>,
+    /// NF4: quantize the scales too.
+    pub double_quantization: bool,
+}
+
+impl Default for StorageRules {
+    fn default() -> Self {
+        Self {
+            frozen: None,
+            overrides: Vec::new(),
+            group_size: None,
+            double_quantization: true,
+        }
+    }
+}
 
 /// The storage of each parameter of a model. Only projections of decoder layers are ever quantized.
 #[derive(Debug, Clone)]
@@ -24,11 +55,16 @@ impl Policy {
         }
     }
 
-    /// Projections that are not `trained` get the storage type that `memory` sets for them.
+    /// Projections that are not `trained` get the storage type that `rules` sets for them.
     ///
     /// Errors: an override that matches no projection.
-    pub fn new(memory: &Memory, dtype: Dtype, params: &[ParamInfo], trained: impl Fn(&str) -> bool) -> Result<Self> {
-        for (pattern, _) in &memory.overrides {
+    pub fn new(
+        rules: &StorageRules,
+        dtype: Dtype,
+        params: &[ParamInfo],
+        trained: impl Fn(&str) -> bool,
+    ) -> Result<Self> {
+        for (pattern, _) in &rules.overrides {
             if !params.iter().any(|p| is_projection(p) && fits(pattern, &p.name)) {
                 return Err(Error::usage(format!(
                     "`{pattern}` in `memory.overrides` fits no projection of the model"
@@ -37,31 +73,25 @@ impl Policy {
                 .hint("only the projections of the layers can have a storage of their own"));
             }
         }
-        let frozen = match memory.frozen_weights {
-            FrozenWeights::Auto | FrozenWeights::F32 | FrozenWeights::Bf16 => None,
-            FrozenWeights::Int8 => Some(Wanted::Int8),
-            FrozenWeights::Int4 => Some(Wanted::Int4),
-            FrozenWeights::Nf4 => Some(Wanted::Nf4),
-        };
-        let format = |wanted: Option<Wanted>| match wanted? {
-            Wanted::F32 | Wanted::Bf16 => None,
-            Wanted::Int8 => Some(Format::Int8 {
-                group: memory.group_size.unwrap_or(0),
+        let format = |wanted: Option<WeightStorage>| match wanted? {
+            WeightStorage::F32 | WeightStorage::Bf16 => None,
+            WeightStorage::Int8 => Some(Format::Int8 {
+                group: rules.group_size.unwrap_or(0),
             }),
-            Wanted::Int4 => Some(Format::Int4 {
-                group: memory.group_size.unwrap_or(64),
+            WeightStorage::Int4 => Some(Format::Int4 {
+                group: rules.group_size.unwrap_or(64),
             }),
-            Wanted::Nf4 => Some(Format::Nf4 {
-                double: memory.double_quantization,
+            WeightStorage::Nf4 => Some(Format::Nf4 {
+                double: rules.double_quantization,
             }),
         };
         let quantized = params
             .iter()
             .filter(|p| is_projection(p) && !trained(&p.name))
             .filter_map(|p| {
-                let fitting = memory.overrides.iter().filter(|(pattern, _)| fits(pattern, &p.name));
+                let fitting = rules.overrides.iter().filter(|(pattern, _)| fits(pattern, &p.name));
                 let chosen = fitting.max_by_key(|(pattern, _)| (pattern.len(), pattern.as_str()));
-                let wanted = chosen.map(|(_, wanted)| *wanted).or(frozen);
+                let wanted = chosen.map(|(_, wanted)| *wanted).or(rules.frozen);
                 Some((p.name.clone(), format(wanted)?))
             })
             .collect();
@@ -164,40 +194,36 @@ mod tests {
         all
     }
 
-    fn memory(frozen_weights: FrozenWeights, overrides: &[(&str, Wanted)]) -> Memory {
-        let recipe = crate::recipe::parse(
-            "[model]\npath = \"x\"\n[data]\ntrain = \"t\"\n[tune]\nmethod = \"lora\"\n",
-            "r.toml",
-            &[],
-        );
-        let mut memory = recipe.unwrap().recipe.memory;
-        memory.frozen_weights = frozen_weights;
-        memory.overrides = overrides.iter().map(|(p, w)| (p.to_string(), *w)).collect();
-        memory
+    fn rules(frozen: Option<WeightStorage>, overrides: &[(&str, WeightStorage)]) -> StorageRules {
+        StorageRules {
+            frozen,
+            overrides: overrides.iter().map(|(p, w)| (p.to_string(), *w)).collect(),
+            ..StorageRules::default()
+        }
     }
 
-    fn quantized(memory: &Memory, trained: &str) -> Vec<String> {
-        let policy = Policy::new(memory, Dtype::Bf16, &params(), |n| n.contains(trained)).unwrap();
+    fn quantized(rules: &StorageRules, trained: &str) -> Vec<String> {
+        let policy = Policy::new(rules, Dtype::Bf16, &params(), |n| n.contains(trained)).unwrap();
         policy.quantized().iter().map(|(n, f)| format!("{n} {f}")).collect()
     }
 
     #[test]
     fn projections_that_are_not_trained_are_coded() {
-        let all = quantized(&memory(FrozenWeights::Nf4, &[]), "nothing");
+        let all = quantized(&rules(Some(WeightStorage::Nf4), &[]), "nothing");
         assert_eq!(all.len(), 4);
         assert!(all.iter().all(|n| n.ends_with("proj.weight nf4 (double quantization)")));
-        assert_eq!(quantized(&memory(FrozenWeights::Nf4, &[]), "layers.1.").len(), 2);
-        assert!(quantized(&memory(FrozenWeights::Auto, &[]), "nothing").is_empty());
+        assert_eq!(quantized(&rules(Some(WeightStorage::Nf4), &[]), "layers.1.").len(), 2);
+        assert!(quantized(&rules(None, &[]), "nothing").is_empty());
     }
 
     #[test]
     fn the_longest_override_counts() {
         let overrides = [
-            ("layers.0.", Wanted::Bf16),
-            ("layers.0.mlp.", Wanted::Int8),
-            ("*.q_proj.*", Wanted::Int4),
+            ("layers.0.", WeightStorage::Bf16),
+            ("layers.0.mlp.", WeightStorage::Int8),
+            ("*.q_proj.*", WeightStorage::Int4),
         ];
-        let got = quantized(&memory(FrozenWeights::Nf4, &overrides), "nothing");
+        let got = quantized(&rules(Some(WeightStorage::Nf4), &overrides), "nothing");
         let want = [
             "model.layers.0.mlp.down_proj.weight int8 (one scale a row)",
             "model.layers.0.self_attn.q_proj.weight int4 (groups of 64)",
@@ -210,8 +236,8 @@ mod tests {
     #[test]
     fn an_override_without_a_projection_is_refused() {
         for pattern in ["layers.7.", "model.embed_tokens", "*.bias", "proj"] {
-            let memory = memory(FrozenWeights::Auto, &[(pattern, Wanted::Int8)]);
-            let e = Policy::new(&memory, Dtype::F32, &params(), |_| false).unwrap_err();
+            let rules = rules(None, &[(pattern, WeightStorage::Int8)]);
+            let e = Policy::new(&rules, Dtype::F32, &params(), |_| false).unwrap_err();
             assert!(e.to_string().contains(pattern), "{e}");
         }
     }
@@ -221,7 +247,7 @@ mod tests {
         let params = params();
         let dense = Policy::dense(Dtype::Bf16).bytes(&params);
         assert_eq!(dense, 2 * (6400 + 2 * (4096 + 64 + 8192)));
-        let policy = Policy::new(&memory(FrozenWeights::Int8, &[]), Dtype::Bf16, &params, |_| false).unwrap();
+        let policy = Policy::new(&rules(Some(WeightStorage::Int8), &[]), Dtype::Bf16, &params, |_| false).unwrap();
         assert_eq!(policy.bytes(&params), 2 * 6400 + 2 * (4096 + 8192 + 2 * 64 + 4 * 128));
     }
 }

@@ -12,8 +12,8 @@ use crate::base::{Error, Result};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::formats::writer::TensorPlan;
+use crate::ops::Dtype;
 use crate::quant::{self, Format, QMatrix};
-use crate::recipe::Dtype;
 use serde_json::{Value, json};
 
 const STATE: &str = "quant_state.bitsandbytes__nf4";

@@ -2,9 +2,9 @@
 
 use super::{Numbers, NumbersSink, ParamInfo};
 use crate::base::{Error, Result};
+use crate::ops::Dtype;
 use crate::ops::{master, update};
 use crate::quant::{self, Format, QMatrix};
-use crate::recipe::Dtype;
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use rayon::prelude::*;

@@ -113,6 +113,7 @@ const SHAPES: [Shape; 5] = [
 fn spec(s: &Shape) -> Spec {
     let head_dim = s.hidden / s.heads;
     Spec {
+        warnings: Vec::new(),
         model_type: "test".into(),
         vocab: s.vocab,
         hidden: s.hidden,
@@ -286,7 +287,10 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
     let dir = tempfile::tempdir().unwrap();
     let recipe = recipe(way, dtype);
     let trained = active(way, &spec);
-    let storage = Policy::new(&recipe.memory, dtype, &spec.params(), |name| trained.contains(name)).unwrap();
+    let storage = Policy::new(&recipe.memory.storage_rules(), dtype, &spec.params(), |name| {
+        trained.contains(name)
+    })
+    .unwrap();
     let mut network = Network::new(
         spec.clone(),
         source(&spec, &storage, dtype, place, dir.path()),

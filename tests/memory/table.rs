@@ -130,7 +130,7 @@ fn measure(case: &Case, file: &Path) -> Value {
         }
         false => (0..spec.layers.len()).rev().map(layer).collect(),
     };
-    let storage = Policy::new(&recipe.memory, Dtype::Bf16, &params, |_| false).unwrap();
+    let storage = Policy::new(&recipe.memory.storage_rules(), Dtype::Bf16, &params, |_| false).unwrap();
     let mut network = Network::new(spec.clone(), source(case, &spec, &storage, file), Device::Cpu);
     if lora {
         network.adapters = adapters(&spec, 8);

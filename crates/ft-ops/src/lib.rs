@@ -36,6 +36,7 @@ pub mod quantized;
 pub mod cross_entropy;
 pub mod device;
 pub mod distill;
+mod dtype;
 pub mod embedding;
 pub mod glu;
 pub mod linear;
@@ -59,6 +60,7 @@ mod cuda;
 mod tiles;
 
 pub use cpu::product::CpuBackend;
+pub use dtype::Dtype;
 #[doc(hidden)]
 #[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 pub mod oracle;

@@ -4,24 +4,17 @@
 use super::{Config, Result, Spec};
 use crate::base::Error;
 use crate::model::rope::Rope;
-use crate::report;
 use serde_json::{Map, Value, json};
-use std::sync::Once;
-
-/// The warning is shown once, although a config is read several times in a run.
-static TOLD: Once = Once::new();
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::gemma2::shared(config, spec)?;
     spec.qk_norm = true;
     // transformers reads this key and never applies it; ft does the same. An invalid value is still refused.
     if let Some(cap) = super::gemma2::softcap(config, "attn_logit_softcapping", None)? {
-        TOLD.call_once(|| {
-            report::warn(&format!(
-                "{}: `attn_logit_softcapping` {cap} has no effect in gemma3_text, as in transformers",
-                config.path.display()
-            ))
-        });
+        spec.warnings.push(format!(
+            "{}: `attn_logit_softcapping` {cap} has no effect in gemma3_text, as in transformers",
+            config.path.display()
+        ));
     }
     spec.logit_softcap = super::gemma2::softcap(config, "final_logit_softcapping", None)?;
     let window = config.opt_usize("sliding_window")?.or(Some(4096));

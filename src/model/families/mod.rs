@@ -124,6 +124,7 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         logit_softcap: None,
         embedding_scale: 1.0,
         tied: config.bool_or("tie_word_embeddings", false)?,
+        warnings: Vec::new(),
         layers: vec![LayerSpec { window: None, rope: 0 }; layers],
         ropes: Vec::new(),
         max_positions: config.opt_usize("max_position_embeddings")?.unwrap_or(usize::MAX),

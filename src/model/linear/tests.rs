@@ -1,11 +1,11 @@
 //! Each adapter kind on each storage type of the weight gives the same results as on the dequantized weight.
 
 use super::*;
+use crate::ops::Dtype;
 use crate::ops::oracle::{assert_close, random};
 use crate::ops::update;
 use crate::peft::tests::{I, KEY, N, O, dora, kinds};
 use crate::quant::{self, Format};
-use crate::recipe::Dtype;
 use candle_core::{DType, Device};
 use std::collections::BTreeMap;
 

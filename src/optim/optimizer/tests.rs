@@ -2,13 +2,25 @@
 
 use super::*;
 use crate::optim::Masks;
-use crate::recipe::Recipe;
+use crate::optim::config::{OptimizerName, StateDtype};
 use std::collections::BTreeSet;
 
-fn settings(lines: &str) -> recipe::Optimizer {
-    let text = format!("[model]\npath = \"m\"\n[data]\ntrain = \"t\"\n[optimizer]\n{lines}\n");
-    let Recipe { optimizer, .. } = recipe::parse(&text, "test", &[]).unwrap().recipe;
-    optimizer
+/// The defaults, changed by words.
+fn settings(words: &str) -> OptimizerConfig {
+    let mut settings = OptimizerConfig::default();
+    for word in words.split_whitespace() {
+        match word {
+            "momentum" => settings.momentum = 0.9,
+            "betas" => settings.betas = [0.9, 0.99],
+            "int8" => settings.state = StateDtype::Int8,
+            _ => match (OptimizerName::parse(word), Master::parse(word)) {
+                (Some(name), _) => settings.name = name,
+                (_, Some(master)) => settings.master = master,
+                _ => panic!("{word}"),
+            },
+        }
+    }
+    settings
 }
 
 fn tensor(shape: &[usize], seed: u64) -> Tensor {
@@ -34,20 +46,20 @@ fn update(o: &mut Optimizer, name: &str, weight: &Tensor, gradient: &Tensor, lr:
 
 const KINDS: [&str; 8] = [
     "",
-    "state = \"int8\"",
-    "name = \"sgd\"",
-    "name = \"sgd\"\nmomentum = 0.9",
-    "name = \"sgd\"\nmomentum = 0.9\nstate = \"int8\"",
-    "name = \"lion\"\nbetas = [0.9, 0.99]",
-    "name = \"lion\"\nstate = \"int8\"",
-    "name = \"adafactor\"",
+    "int8",
+    "sgd",
+    "sgd momentum",
+    "sgd momentum int8",
+    "lion betas",
+    "lion int8",
+    "adafactor",
 ];
 
 #[test]
 fn what_is_held_is_what_the_plan_says() {
     for lines in KINDS {
         for master in ["f32", "stochastic"] {
-            let s = settings(&format!("{lines}\nmaster = \"{master}\""));
+            let s = settings(&format!("{lines} {master}"));
             for shape in [vec![80, 100], vec![30, 40], vec![70], vec![5000]] {
                 for dtype in [DType::F32, DType::BF16] {
                     let weight = tensor(&shape, 1).to_dtype(dtype).unwrap();
@@ -73,7 +85,7 @@ fn a_saved_state_goes_on_with_the_same_bits() {
     for lines in KINDS {
         for dtype in [DType::F32, DType::BF16] {
             for master in ["f32", "stochastic"] {
-                let s = settings(&format!("{lines}\nmaster = \"{master}\""));
+                let s = settings(&format!("{lines} {master}"));
                 let weight = tensor(&[80, 100], 1).to_dtype(dtype).unwrap();
                 let gradient = tensor(&[80, 100], 2);
                 let mut o = Optimizer::new(s.clone()).with_seed(4);
@@ -179,7 +191,7 @@ fn corrections_keep_no_state_and_lose_nothing_small() {
         (false, "stochastic"),
         (true, "stochastic"),
     ] {
-        let mut o = Optimizer::new(settings(&format!("master = \"{master}\"")));
+        let mut o = Optimizer::new(settings(master));
         let weight = tensor(&[200, 100], 1).to_dtype(DType::BF16).unwrap();
         let before = values(&weight);
         let gradient = tensor(&[200, 100], 2);
@@ -206,7 +218,7 @@ fn corrections_keep_no_state_and_lose_nothing_small() {
 
 #[test]
 fn some_names_learn_faster() {
-    let mut o = Optimizer::new(settings("name = \"sgd\""));
+    let mut o = Optimizer::new(settings("sgd"));
     o.set_rate(".lora_B.weight", 4.0);
     let gradient = tensor(&[6, 5], 2);
     for (name, factor) in [("x.lora_A.weight", 1.0), ("x.lora_B.weight", 4.0)] {

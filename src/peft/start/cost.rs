@@ -4,8 +4,8 @@
 
 use super::algebra::{eigen_bytes, svd_bytes};
 use crate::peft::adapter::Cost;
+use crate::peft::config::{LoraConfig, LoraInit, PeftType};
 use crate::peft::targets::layer_of;
-use crate::recipe::{Lora, LoraInit, PeftType};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
@@ -38,7 +38,7 @@ pub const TOKENS: usize = 4096;
 pub const PACKED: u64 = 4 << 20;
 
 /// Does a start decompose anything?
-pub fn decomposes(lora: &Lora) -> bool {
+pub fn decomposes(lora: &LoraConfig) -> bool {
     let plain = matches!(lora.init_lora_weights, LoraInit::Default | LoraInit::Gaussian);
     lora.peft_type == PeftType::Lora && lora.adapter.is_none() && !plain
 }
@@ -46,7 +46,7 @@ pub fn decomposes(lora: &Lora) -> bool {
 /// Bytes at the worst moment of the start: hidden states of `tokens` calibration tokens of width `hidden` (D), one layer's
 /// covariances, what is decomposed at one time, and what is kept until the last layer is done. 0 for starts that need none
 /// of it. The passes over these tokens are not in it.
-pub fn bytes(lora: &Lora, hidden: usize, tokens: u64, adapters: &BTreeMap<String, Cost>) -> u64 {
+pub fn bytes(lora: &LoraConfig, hidden: usize, tokens: u64, adapters: &BTreeMap<String, Cost>) -> u64 {
     if !decomposes(lora) {
         return 0;
     }
@@ -120,7 +120,7 @@ impl Linear {
     }
 
     /// Work of the decomposition: W and the matrix to decompose in f64, and the temporary memory of the algorithm.
-    fn work(&self, init: LoraInit, lora: &Lora) -> u64 {
+    fn work(&self, init: LoraInit, lora: &LoraConfig) -> u64 {
         let (w, c, factors) = (self.o * self.i, self.i * self.i, (self.o + self.i) * self.o.min(self.i));
         let (o, i, r) = (self.o as usize, self.i as usize, self.r as usize);
         match init {
@@ -141,7 +141,7 @@ impl Linear {
     }
 
     /// Results of this linear that are not written to the adapter yet.
-    fn kept(&self, lora: &Lora) -> u64 {
+    fn kept(&self, lora: &LoraConfig) -> u64 {
         match lora.init_lora_weights {
             LoraInit::Corda => {
                 let candidates = if lora.corda.adaptive_rank { 2 * self.r } else { self.r };
@@ -159,11 +159,6 @@ mod tests {
 
     #[test]
     fn a_start_costs_covariances_and_what_it_decomposes() {
-        let table = "[model]\npath = \"x\"\n[data]\ntrain = \"y\"\n[tune]\nmethod = \"lora\"\n";
-        let lora = |more: &str| {
-            let text = format!("{table}[tune.lora]\n{more}");
-            crate::recipe::parse(&text, "r.toml", &[]).unwrap().recipe.tune.lora
-        };
         let part = |name: &str, shape: [usize; 2]| (format!("model.layers.0.mlp.{name}").into(), shape.to_vec());
         let cost = Cost {
             trained: vec![
@@ -173,16 +168,26 @@ mod tests {
             ..Cost::default()
         };
         let adapters = BTreeMap::from([("model.layers.0.mlp.up_proj".to_string(), cost)]);
-        let of = |more: &str| bytes(&lora(more), 8, 100, &adapters);
-        assert_eq!(of(""), 0);
-        assert_eq!(of("peft_type = \"oft\""), 0);
+        let with = |lora: LoraConfig| bytes(&lora, 8, 100, &adapters);
+        let of = |init_lora_weights| {
+            with(LoraConfig {
+                init_lora_weights,
+                ..LoraConfig::default()
+            })
+        };
+        assert_eq!(of(LoraInit::Default), 0);
+        let oft = LoraConfig {
+            peft_type: PeftType::Oft,
+            ..LoraConfig::default()
+        };
+        assert_eq!(with(oft), 0);
         // W is [12, 8]: 96 elements, C 64, factors (12 + 8) · 8.
         let svd = svd_bytes(12, 8);
         assert!(svd > 8 * 160, "the factors, and work");
-        assert_eq!(of("init_lora_weights = \"pissa\""), 8 * 96 + svd);
+        assert_eq!(of(LoraInit::Pissa), 8 * 96 + svd);
         let corda = 4 * 100 * 8 + 8 * 64 + 8 * (2 * 96 + 2 * 64) + svd + (8 * 2 + 4 * 2) * 20;
-        assert_eq!(of("init_lora_weights = \"corda\""), corda);
-        assert_eq!(of("init_lora_weights = \"lora_ga\""), 12 * 96 + svd);
+        assert_eq!(of(LoraInit::Corda), corda);
+        assert_eq!(of(LoraInit::LoraGa), 12 * 96 + svd);
         // Of 1024 x 384: measured 16.57 MiB; of 1024 x 1024 32.5 MiB, with the vectors once more.
         let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;
         assert!((mib(svd_bytes(1024, 384)) - 16.57).abs() < 0.1);

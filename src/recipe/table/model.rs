@@ -70,7 +70,7 @@ pub(super) static KEYS: &[Key] = &[
     key(
         "memory",
         "overrides",
-        Kind::Map(Storage::NAMES),
+        Kind::Map(WeightStorage::NAMES),
         "{}",
         "every projection alike",
         "Another storage for some projections: starts of parameter names (`\"layers.0.\"`), or names with `*` (`\"*.down_proj.*\"`). The longest that fits counts.",

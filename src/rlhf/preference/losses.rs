@@ -6,7 +6,7 @@
 //!
 //! The loss of a batch is the sum over its pairs; TRL's is that sum divided by the number of pairs.
 
-use crate::recipe::{FDivergence, PairLoss};
+use super::config::{FDivergence, PairLoss};
 
 /// ln σ(x).
 pub fn log_sigmoid(x: f64) -> f64 {

@@ -6,6 +6,7 @@
 //! `losses` and `unpaired` compute on log-probabilities; `policy` connects them to hidden states; `reward` is the
 //! objective of a reward model.
 
+pub mod config;
 pub mod losses;
 pub mod policy;
 pub mod reward;

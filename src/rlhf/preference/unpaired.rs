@@ -5,8 +5,8 @@
 //! another row. The mean of their log-ratios, at least zero, shifts the reference point between better and worse
 //! answers; no gradient flows through it.
 
+use super::config::JudgedLoss;
 use super::losses::sigmoid;
-use crate::recipe::JudgedLoss;
 
 /// Settings, named as in TRL.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::base::ErrorKind;
-use crate::export::testing::{adapter_config, adapters, base, names, numbers};
+use crate::hf::testing::{adapter_config, adapters, base, names, numbers};
 use crate::model::Adapters;
 use crate::ops::update;
 use std::collections::BTreeMap;
@@ -48,9 +48,9 @@ fn merging_adds_the_delta_and_touches_nothing_else() {
     {
         let d = dir.path().join(i.to_string());
         let base = base(&d, true, stored);
-        let print = export::fingerprint(&base).unwrap().base();
-        let adapter = export::adapter(&d.join("adapter"), &config, &adapters, &BTreeMap::new(), &base, &print).unwrap();
-        export::set_chat_template(&adapter, "trained with this").unwrap();
+        let print = hf::fingerprint(&base).unwrap().base();
+        let adapter = hf::adapter(&d.join("adapter"), &config, &adapters, &BTreeMap::new(), &base, &print).unwrap();
+        hf::set_chat_template(&adapter, "trained with this").unwrap();
         let out = d.join("merged");
         std::fs::create_dir(&out).unwrap();
         let report = merge(&base, &one(&adapter), &out, dtype).unwrap();
@@ -102,15 +102,15 @@ fn merging_refuses_what_it_must_not_touch_or_does_not_know() {
     let config = adapter_config();
     let adapters = adapters(&config, |_| (2, 3.0));
     let base = base(d, true, StoredDtype::F32);
-    let print = export::fingerprint(&base).unwrap().base();
-    let adapter = export::adapter(&d.join("adapter"), &config, &adapters, &BTreeMap::new(), &base, &print).unwrap();
+    let print = hf::fingerprint(&base).unwrap().base();
+    let adapter = hf::adapter(&d.join("adapter"), &config, &adapters, &BTreeMap::new(), &base, &print).unwrap();
     let error = |out: &str| merge(&base, &one(&adapter), &d.join(out), None).unwrap_err();
     let e = error("base");
     assert_eq!(e.kind(), ErrorKind::Usage);
     assert!(e.to_string().contains("not empty"), "{e}");
     assert_eq!(error("base/config.json").kind(), ErrorKind::Usage);
 
-    export::adapter(
+    hf::adapter(
         &d.join("adapter"),
         &config,
         &adapters,
@@ -123,7 +123,7 @@ fn merging_refuses_what_it_must_not_touch_or_does_not_know() {
     )
     .unwrap();
     assert!(error("out").to_string().contains("another base"));
-    export::adapter(&d.join("adapter"), &config, &adapters, &BTreeMap::new(), &base, &print).unwrap();
+    hf::adapter(&d.join("adapter"), &config, &adapters, &BTreeMap::new(), &base, &print).unwrap();
 
     // A weight that is not in the config: with tied embeddings a head is a copy; other weights are refused.
     let weights = Weights::open(&base).unwrap();

@@ -6,8 +6,8 @@ use super::Judged;
 use crate::base::{Error, Result};
 use crate::data::encode::Encoder;
 use crate::data::{Batch, Example};
-use crate::export;
 use crate::formats::weights::Weights;
+use crate::hf;
 use crate::model::{Network, Spec};
 use crate::plan;
 use crate::recipe::{Dtype, ModelInit, TrainOn};
@@ -31,7 +31,7 @@ pub struct RewardModel {
 fn no_score(described: &ModelDir) -> Error {
     Error::new("the directory holds no reward model")
         .at_path(&described.dir)
-        .found(format!("no tensor `{}`", export::SCORE))
+        .found(format!("no tensor `{}`", hf::SCORE))
         .hint("train one with `train.stage = \"reward\"` and name its `final/`; of a LoRA what `ft merge` makes of it")
 }
 

@@ -1,8 +1,8 @@
 //! Compares uploaded weights with resident ones; the host acts as the device.
 
 use super::*;
+use crate::ops::Dtype;
 use crate::ops::master;
-use crate::recipe::Dtype;
 use crate::source::{Numbers, Resident};
 
 const V: usize = 11;

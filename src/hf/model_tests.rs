@@ -7,7 +7,7 @@ use crate::formats::config::Config;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{TensorPlan, Values};
 use crate::model::{Spec, families};
-use crate::recipe::Dtype;
+use crate::ops::Dtype;
 use half::bf16;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};

@@ -21,7 +21,7 @@ pub(super) fn config_unties(config: &AdapterConfig, spec: &Spec) -> bool {
 /// `spec.tied = false`, with `untied_weights`.
 ///
 /// Errors: trained token rows together with a whole matrix, which PEFT refuses too.
-pub(crate) fn unties(dir: &Path, spec: &Spec) -> Result<bool> {
+pub fn unties(dir: &Path, spec: &Spec) -> Result<bool> {
     let config = AdapterConfig::load(dir)?;
     let unties = config_unties(&config, spec);
     if unties && !config.token_rows.is_empty() {
@@ -35,7 +35,7 @@ pub(crate) fn unties(dir: &Path, spec: &Spec) -> Result<bool> {
 }
 
 /// Weights of a tied model whose head is read as a separate matrix.
-pub(crate) fn untied_weights(mut weights: Weights) -> Result<Weights> {
+pub fn untied_weights(mut weights: Weights) -> Result<Weights> {
     match weights.alias(spec::LM_HEAD, spec::EMBEDDING) {
         true => Ok(weights),
         false => Err(Error::new("the model has no embedding").at(spec::EMBEDDING)),

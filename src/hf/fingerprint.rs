@@ -90,7 +90,7 @@ pub fn fingerprint(dir: &Path) -> Result<Fingerprint> {
 }
 
 /// As `fingerprint`, for a model that is already open.
-pub(crate) fn of(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
+pub fn of(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
     let before = Files::look(weights);
     let kept = before.as_ref().filter(|_| weights.total_bytes() >= WORTH_KEEPING);
     let name = kept.map(|files| files.name(spec));

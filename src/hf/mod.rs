@@ -13,14 +13,14 @@ mod tie;
 
 pub use adapter::{adapter, adapter_over, plain_lora, pruned};
 pub use classifier::{SCORE, as_classifier};
-pub(crate) use fingerprint::of as fingerprint_of;
+pub use fingerprint::of as fingerprint_of;
 pub use fingerprint::{Base, Fingerprint, base_of, check_base, fingerprint};
 pub use load_adapter::{LoadedAdapter, load_adapter};
-pub(crate) use load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, choice, rank_of, row_tables, saved_whole, unsaved};
+pub use load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, choice, rank_of, row_tables, saved_whole, unsaved};
 pub use merged::{Weighted, merged};
-pub(crate) use model::{Directory, set_dtype, stored};
+pub use model::{Directory, set_dtype, stored};
 pub use model::{ModelExport, ParamFill, model};
-pub(crate) use tie::{untied_weights, unties};
+pub use tie::{untied_weights, unties};
 
 use crate::base::{Result, files};
 use std::path::Path;

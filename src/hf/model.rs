@@ -6,7 +6,7 @@ use crate::base::{Error, Result, files};
 use crate::formats::StoredDtype;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::model::spec::LM_HEAD;
-use crate::recipe::Dtype;
+use crate::ops::Dtype;
 use crate::source::ParamInfo;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ pub struct ModelExport<'a> {
 }
 
 /// A model directory in which each tensor has its own number format.
-pub(crate) struct Directory<'a> {
+pub struct Directory<'a> {
     pub out: &'a Path,
     pub base_dir: &'a Path,
     pub config: &'a Map<String, Value>,
@@ -90,7 +90,7 @@ impl Directory<'_> {
     }
 }
 
-pub(crate) fn stored(dtype: Dtype) -> StoredDtype {
+pub fn stored(dtype: Dtype) -> StoredDtype {
     match dtype {
         Dtype::F32 => StoredDtype::F32,
         Dtype::Bf16 => StoredDtype::Bf16,
@@ -99,7 +99,7 @@ pub(crate) fn stored(dtype: Dtype) -> StoredDtype {
 
 /// Sets the number format under the key that the config uses: `torch_dtype` (transformers 4) or `dtype` (transformers
 /// 5); if it has neither, under the first one, which both versions read.
-pub(crate) fn set_dtype(config: &mut Map<String, Value>, dtype: StoredDtype) {
+pub fn set_dtype(config: &mut Map<String, Value>, dtype: StoredDtype) {
     let name = match dtype {
         StoredDtype::Bf16 => "bfloat16",
         StoredDtype::F16 => "float16",

@@ -15,7 +15,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// PEFT's task type of an adapter with a score head.
-pub(crate) const SEQUENCE_CLASSIFIER: &str = "SEQ_CLS";
+pub const SEQUENCE_CLASSIFIER: &str = "SEQ_CLS";
 /// Number of mismatches that are shown; the others are counted.
 const SHOWN: usize = 20;
 
@@ -194,7 +194,7 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
 }
 
 /// The target selection of the config.
-pub(crate) fn choice(config: &AdapterConfig) -> Choice<'_> {
+pub fn choice(config: &AdapterConfig) -> Choice<'_> {
     Choice {
         targets: &config.target_modules,
         exclude: config.exclude_modules.as_ref(),
@@ -203,13 +203,13 @@ pub(crate) fn choice(config: &AdapterConfig) -> Choice<'_> {
 }
 
 /// The sites outside `modules_to_save`: modules that are saved whole never have an adapter.
-pub(crate) fn unsaved(config: &AdapterConfig, sites: &[Site]) -> Vec<Site> {
+pub fn unsaved(config: &AdapterConfig, sites: &[Site]) -> Vec<Site> {
     let saved = |s: &&Site| !config.modules_to_save.iter().any(|m| targets::ends(&s.module, m));
     sites.iter().filter(saved).cloned().collect()
 }
 
 /// Parameter names of the modules in this list.
-pub(crate) fn saved_whole(modules: &[String], spec: &Spec) -> Vec<String> {
+pub fn saved_whole(modules: &[String], spec: &Spec) -> Vec<String> {
     let params = spec.params();
     let of = |name: &str| {
         let module = name.rsplit_once('.').map_or(name, |(module, _)| module);
@@ -219,7 +219,7 @@ pub(crate) fn saved_whole(modules: &[String], spec: &Spec) -> Vec<String> {
 }
 
 /// Names of the matrices whose rows the config trains. A tied head is not a separate matrix.
-pub(crate) fn row_tables(config: &AdapterConfig, spec: &Spec) -> Vec<String> {
+pub fn row_tables(config: &AdapterConfig, spec: &Spec) -> Vec<String> {
     let params = spec.params();
     let tables = [spec::EMBEDDING, spec.head_name()];
     let named = |t: &str| {
@@ -294,11 +294,11 @@ fn refuse_pickles(dir: &Path) -> Result<()> {
 }
 
 /// Rank of a module: its entry in `rank_pattern`, else `r`.
-pub(crate) fn rank_of(config: &AdapterConfig, module: &str) -> Result<usize> {
+pub fn rank_of(config: &AdapterConfig, module: &str) -> Result<usize> {
     Ok(*targets::of_pattern(&config.rank_pattern, module)?.unwrap_or(&config.r))
 }
 
 /// Alpha of a module: its entry in `alpha_pattern`, else `lora_alpha`.
-pub(crate) fn alpha_of(config: &AdapterConfig, module: &str) -> Result<f64> {
+pub fn alpha_of(config: &AdapterConfig, module: &str) -> Result<f64> {
     Ok(*targets::of_pattern(&config.alpha_pattern, module)?.unwrap_or(&config.lora_alpha))
 }

@@ -1,0 +1,188 @@
+//! Settings of adapters; names as in PEFT. Defaults are those of a recipe.
+
+use ft_base::named;
+
+named!(
+    /// Initial values of an adapter. Names as in PEFT.
+    LoraInit {
+    Default = "default",
+    Gaussian = "gaussian",
+    Corda = "corda",
+    Pissa = "pissa",
+    Olora = "olora",
+    Eva = "eva",
+    Loftq = "loftq",
+    LoraGa = "lora_ga",
+}
+);
+named!(
+    /// The kind of adapter.
+    PeftType {
+        Lora = "lora",
+        Adalora = "adalora",
+        Ia3 = "ia3",
+        Vera = "vera",
+        Loha = "loha",
+        Lokr = "lokr",
+        Oft = "oft",
+    }
+);
+named!(
+    /// The components that CorDA trains: the least important for knowledge to preserve, or the most important for the
+    /// task.
+    CordaMethod { Kpm = "kpm", Ipm = "ipm" }
+);
+named!(
+    /// The variant of CorDA's normalization and damping.
+    CordaArithmetic { Ft = "ft", Peft = "peft" }
+);
+
+/// Adapters: kind, targets, ranks and initial values.
+#[derive(Debug, Clone)]
+pub struct LoraConfig {
+    pub peft_type: PeftType,
+    pub r: usize,
+    pub lora_alpha: f64,
+    pub lora_dropout: f64,
+    /// Empty means `all-linear`; otherwise names, suffixes of names or regular expressions, as in PEFT.
+    pub target_modules: Vec<String>,
+    pub exclude_modules: Vec<String>,
+    /// Empty means every layer.
+    pub layers_to_transform: Vec<usize>,
+    /// In the written order; the first match is used.
+    pub rank_pattern: Vec<(String, usize)>,
+    pub alpha_pattern: Vec<(String, f64)>,
+    /// Modules that train in full beside the adapters.
+    pub modules_to_save: Vec<String>,
+    /// Rows of the embedding (and of an untied head) that train.
+    pub trainable_token_indices: Vec<usize>,
+    pub init_lora_weights: LoraInit,
+    /// Number of training rows for `eva` and `lora_ga`.
+    pub init_samples: usize,
+    /// Power iterations of the fast SVD; 0 means the exact SVD.
+    pub pissa_niter: usize,
+    /// Alternating iterations of LoftQ.
+    pub loftq_iter: usize,
+    pub use_rslora: bool,
+    pub use_dora: bool,
+    pub loraplus_lr_ratio: f64,
+    /// (IA)³: modules whose input is scaled.
+    pub feedforward_modules: Vec<String>,
+    pub oft_block_size: usize,
+    pub use_cayley_neumann: bool,
+    /// LoKr: -1 factorizes as square as possible.
+    pub decompose_factor: i64,
+    pub decompose_both: bool,
+    /// VeRA: initial value of the small vector.
+    pub d_initial: f64,
+    /// Saves the adapter with its changed base weights.
+    pub save_residual: bool,
+    /// Rank of the saved plain LoRA; 0 means twice the trained rank, which is exact.
+    pub save_rank: usize,
+    /// Continue from this PEFT adapter directory; `None` starts a new adapter.
+    pub adapter: Option<String>,
+    pub corda: CordaConfig,
+    pub adalora: AdaloraConfig,
+    pub eva: EvaConfig,
+}
+
+impl Default for LoraConfig {
+    fn default() -> Self {
+        Self {
+            peft_type: PeftType::Lora,
+            r: 16,
+            lora_alpha: 32.0,
+            lora_dropout: 0.0,
+            target_modules: Vec::new(),
+            exclude_modules: Vec::new(),
+            layers_to_transform: Vec::new(),
+            rank_pattern: Vec::new(),
+            alpha_pattern: Vec::new(),
+            modules_to_save: Vec::new(),
+            trainable_token_indices: Vec::new(),
+            init_lora_weights: LoraInit::Default,
+            init_samples: 64,
+            pissa_niter: 0,
+            loftq_iter: 1,
+            use_rslora: false,
+            use_dora: false,
+            loraplus_lr_ratio: 1.0,
+            feedforward_modules: vec!["down_proj".into()],
+            oft_block_size: 32,
+            use_cayley_neumann: true,
+            decompose_factor: -1,
+            decompose_both: false,
+            d_initial: 0.1,
+            save_residual: false,
+            save_rank: 0,
+            adapter: None,
+            corda: CordaConfig::default(),
+            adalora: AdaloraConfig::default(),
+            eva: EvaConfig::default(),
+        }
+    }
+}
+
+/// EVA: initial values from the main directions of the inputs.
+#[derive(Debug, Clone)]
+pub struct EvaConfig {
+    /// Largest factor by which a rank may grow; 1 keeps all ranks.
+    pub rho: f64,
+}
+
+impl Default for EvaConfig {
+    fn default() -> Self {
+        Self { rho: 2.0 }
+    }
+}
+
+/// Rank allocation of AdaLoRA; names as in PEFT.
+#[derive(Debug, Clone)]
+pub struct AdaloraConfig {
+    /// Mean final rank; 0 means two thirds of `r`, or no change for a given adapter.
+    pub target_r: usize,
+    pub tinit: usize,
+    pub tfinal: usize,
+    pub delta_t: usize,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub orth_reg_weight: f64,
+}
+
+impl Default for AdaloraConfig {
+    fn default() -> Self {
+        Self {
+            target_r: 0,
+            tinit: 0,
+            tfinal: 0,
+            delta_t: 1,
+            beta1: 0.85,
+            beta2: 0.85,
+            orth_reg_weight: 0.5,
+        }
+    }
+}
+
+/// CorDA: initial values from the covariance of the inputs.
+#[derive(Debug, Clone)]
+pub struct CordaConfig {
+    pub method: CordaMethod,
+    /// Empty means the training rows.
+    pub data: Vec<String>,
+    pub samples: usize,
+    pub compatible: CordaArithmetic,
+    /// Chooses ranks by layer with the same total.
+    pub adaptive_rank: bool,
+}
+
+impl Default for CordaConfig {
+    fn default() -> Self {
+        Self {
+            method: CordaMethod::Ipm,
+            data: Vec::new(),
+            samples: 256,
+            compatible: CordaArithmetic::Ft,
+            adaptive_rank: false,
+        }
+    }
+}

@@ -70,9 +70,10 @@ pub fn rotate(run_dir: &Path, keep: usize) -> Result<Rotated> {
         verify(newest)?;
     }
     for (_, path) in all.iter().take(all.len() - keep) {
-        match remove(path)? {
-            true => out.deleted.push(path.clone()),
-            false => out.kept.push(path.clone()),
+        if remove(path)? {
+            out.deleted.push(path.clone())
+        } else {
+            out.kept.push(path.clone())
         }
     }
     Ok(out)
@@ -80,9 +81,10 @@ pub fn rotate(run_dir: &Path, keep: usize) -> Result<Rotated> {
 
 /// Removes a checkpoint. Returns `false` and keeps it if ft did not write it, or if it contains other files.
 pub fn remove(path: &Path) -> Result<bool> {
-    match is_ours(path) {
-        true => staging::remove_whole(path).map(|()| true),
-        false => Ok(false),
+    if is_ours(path) {
+        staging::remove_whole(path).map(|()| true)
+    } else {
+        Ok(false)
     }
 }
 

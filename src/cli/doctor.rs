@@ -199,9 +199,10 @@ fn features_line(features: &[&str]) -> Line {
         some => some.join(" "),
     };
     let vector = features.contains(&"asimd") || (features.contains(&"avx2") && features.contains(&"fma"));
-    match vector {
-        true => ok("features", list),
-        false => not_ok(Level::Warn, "features", list, "training will be slow on this processor"),
+    if vector {
+        ok("features", list)
+    } else {
+        not_ok(Level::Warn, "features", list, "training will be slow on this processor")
     }
 }
 
@@ -209,14 +210,15 @@ fn features_line(features: &[&str]) -> Line {
 fn devices() -> Vec<Line> {
     if !device::HAS_CUDA {
         let driver = Path::new("/proc/driver/nvidia/version").exists();
-        return vec![match driver {
-            true => not_ok(
+        return vec![if driver {
+            not_ok(
                 Level::Warn,
                 "device",
                 "cpu (an NVIDIA driver is there, this build does not use it)",
                 "build with `cargo build --release --features cuda`",
-            ),
-            false => ok("device", "cpu"),
+            )
+        } else {
+            ok("device", "cpu")
         }];
     }
     match device::gpus() {
@@ -307,14 +309,15 @@ fn disk(directory: &Path) -> Vec<Line> {
             let data = json!({
                 "write_bytes_per_second": speed.write.round(), "read_bytes_per_second": speed.read.round(),
             });
-            match speed.write < SLOW {
-                true => not_ok(
+            if speed.write < SLOW {
+                not_ok(
                     Level::Warn,
                     "writable",
                     value,
                     "saving will be slow: set `train.output_dir` to a faster disk",
-                ),
-                false => ok("writable", value),
+                )
+            } else {
+                ok("writable", value)
             }
             .data(data)
         }
@@ -379,9 +382,10 @@ fn hub(settings: &HubSettings) -> Line {
     } else {
         "no token"
     };
-    let endpoint = match settings.endpoint == HubSettings::default().endpoint {
-        true => "",
-        false => ", own endpoint",
+    let endpoint = if settings.endpoint == HubSettings::default().endpoint {
+        ""
+    } else {
+        ", own endpoint"
     };
     if settings.offline {
         return ok("hub", format!("not asked: HF_HUB_OFFLINE is set; {token}{endpoint}"));

@@ -150,9 +150,10 @@ pub fn run(mut args: Args) -> Result<i32> {
         max_new_tokens: args.max_new_tokens as usize,
     })?;
     report.notes.iter().for_each(|line| super::note(line));
-    match args.json {
-        true => out(report.json())?,
-        false => out_text(report.text())?,
+    if args.json {
+        out(report.json())?
+    } else {
+        out_text(report.text())?
     }
     Ok(0)
 }

@@ -22,16 +22,15 @@ pub fn out_text(text: impl Display) -> Result<()> {
 
 /// Prints text without a newline and flushes it, for streamed answers. On a terminal it can only set colors.
 pub fn out_raw(text: &str) -> Result<()> {
-    let text = match report::result_is_terminal() {
-        true => {
-            let text = report::visible_but_colors(text);
-            Cow::Owned(if report::style().unicode {
-                text
-            } else {
-                report::ascii(&text)
-            })
-        }
-        false => Cow::Borrowed(text),
+    let text = if report::result_is_terminal() {
+        let text = report::visible_but_colors(text);
+        Cow::Owned(if report::style().unicode {
+            text
+        } else {
+            report::ascii(&text)
+        })
+    } else {
+        Cow::Borrowed(text)
     };
     let write = || {
         let mut stdout = std::io::stdout().lock();

@@ -113,9 +113,10 @@ impl About {
             } else if let Some(gives) = line.strip_prefix("Gives: ") {
                 about.gives = gives;
             } else if let Some(first) = line.strip_prefix("First: ") {
-                about.first = match first.contains(' ') && !first.contains(", ") {
-                    true => vec![first],
-                    false => first.split(", ").collect(),
+                about.first = if first.contains(' ') && !first.contains(", ") {
+                    vec![first]
+                } else {
+                    first.split(", ").collect()
                 };
             } else if about.what.is_empty() {
                 about.what = line;
@@ -126,9 +127,12 @@ impl About {
 
     /// Commands to run before the recipe.
     fn commands(&self) -> Vec<String> {
-        let command = |first: &&str| match SHIPPED.iter().any(|(name, _)| name == first) {
-            true => format!("ft recipes copy {first} --with-data && ft train {first}.toml"),
-            false => first.to_string(),
+        let command = |first: &&str| {
+            if SHIPPED.iter().any(|(name, _)| name == first) {
+                format!("ft recipes copy {first} --with-data && ft train {first}.toml")
+            } else {
+                first.to_string()
+            }
         };
         self.first.iter().map(command).collect()
     }
@@ -196,9 +200,10 @@ fn copy(name: &str, to: Option<PathBuf>, with_data: bool) -> Result<()> {
         if !path.exists() {
             missing.push((path, bytes));
         } else if !with_data || path.is_dir() || files::read(path)? != bytes {
-            let hint = match path == to {
-                true => "give another name with `--to FILE`",
-                false => "it is another file than the one that ships with ft: copy the recipe in another directory",
+            let hint = if path == to {
+                "give another name with `--to FILE`"
+            } else {
+                "it is another file than the one that ships with ft: copy the recipe in another directory"
             };
             return Err(Error::new("file exists already").at_path(path).hint(hint));
         }
@@ -221,9 +226,10 @@ fn tell(name: &str, to: &str, text: &'static str, recipe: &Recipe, with_data: bo
     let about = About::of(text);
     let mut lines = vec![format!("needs: {}", about.needs)];
     if !with_data && assets_of(recipe).iter().any(|(path, _)| !Path::new(path).exists()) {
-        let to = match to == format!("{name}.toml") {
-            true => String::new(),
-            false => format!(" --to {to}"),
+        let to = if to == format!("{name}.toml") {
+            String::new()
+        } else {
+            format!(" --to {to}")
         };
         lines.push(format!(
             "its model and rows are not here: `ft recipes copy {name}{to} --with-data` writes them"

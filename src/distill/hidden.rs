@@ -92,9 +92,12 @@ impl Hidden {
         for (s, t) in pairs {
             let rng = Rng::new(seed, Stream::Init, &[0x6469_7374, *s as u64, *t as u64]);
             let std = 1.0 / (d as f32).sqrt();
-            let value = |i: usize| match d == dt {
-                true => f32::from(u8::from(i / d == i % d)),
-                false => std * rng.normal(i as u64),
+            let value = |i: usize| {
+                if d == dt {
+                    f32::from(u8::from(i / d == i % d))
+                } else {
+                    std * rng.normal(i as u64)
+                }
             };
             let values: Vec<f32> = (0..d * dt).map(value).collect();
             made.push(Pair {

@@ -185,9 +185,10 @@ impl Engine {
 /// Reads the sums of a step and the global gradient norm. Errors: a loss that is not finite.
 fn read(step_stats: &StepStats) -> Result<(StepSums, f64)> {
     let sums = step_stats.read()?;
-    match sums.loss.is_finite() {
-        true => Ok((sums, sums.squares.sqrt())),
-        false => Err(pass::non_finite_loss(sums.loss)),
+    if sums.loss.is_finite() {
+        Ok((sums, sums.squares.sqrt()))
+    } else {
+        Err(pass::non_finite_loss(sums.loss))
     }
 }
 

@@ -310,9 +310,10 @@ pub(super) fn step(policy: &Policy, parts: &mut [Part], same_bits: bool) -> Resu
         let (rows, width) = (MANY - last.len(), network.spec.hidden);
         last.push(Tensor::zeros((rows, width), x.dtype(), x.device())?);
     }
-    let last = match wanted.len() == x.dims()[0] {
-        true => x,
-        false => Tensor::cat(&last, 0)?,
+    let last = if wanted.len() == x.dims()[0] {
+        x
+    } else {
+        Tensor::cat(&last, 0)?
     };
     let h = network.normalize(&last)?;
     let logits = match policy.head {

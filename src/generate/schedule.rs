@@ -71,9 +71,10 @@ impl<'a> Schedule<'a> {
     pub fn new(policy: Policy<'a>, requests: &'a [Request], settings: &'a Settings) -> Result<Self> {
         let limits = &settings.limits;
         let prompts: Vec<&[u32]> = requests.iter().map(|r| &r.prompt[..]).collect();
-        let tree = match limits.share_prefixes {
-            true => Tree::new(&prompts),
-            false => Tree::apart(prompts.len()),
+        let tree = if limits.share_prefixes {
+            Tree::new(&prompts)
+        } else {
+            Tree::apart(prompts.len())
         };
         Ok(Self {
             policy,
@@ -265,9 +266,10 @@ impl<'a> Schedule<'a> {
             match who {
                 Who::Node(n) => {
                     let done = part.sequence.len() == self.tree.nodes[n].end;
-                    self.nodes[n] = match done {
-                        true => Held::Read(part.sequence.freeze()),
-                        false => Held::Reading(part.sequence),
+                    self.nodes[n] = if done {
+                        Held::Read(part.sequence.freeze())
+                    } else {
+                        Held::Reading(part.sequence)
                     };
                 }
                 Who::Row(r) => {
@@ -351,10 +353,7 @@ impl<'a> Schedule<'a> {
         if leaving.contains(&true) {
             let rows = std::mem::take(&mut self.rows);
             for (row, leaves) in rows.into_iter().zip(leaving) {
-                match leaves {
-                    true => self.leave(row),
-                    false => self.rows.push(row),
-                }
+                if leaves { self.leave(row) } else { self.rows.push(row) }
             }
         }
         Ok(())

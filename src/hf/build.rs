@@ -81,17 +81,18 @@ impl Found<'_> {
             Kind::Lora => {
                 let a = self.take("lora_A.weight", &[r, i])?;
                 let b = self.take("lora_B.weight", &[o, r])?;
-                let magnitude = match config.use_dora {
-                    true => self.take("lora_magnitude_vector", &[o])?,
-                    false => None,
+                let magnitude = if config.use_dora {
+                    self.take("lora_magnitude_vector", &[o])?
+                } else {
+                    None
                 };
                 let scale = scaling(alpha, r, config.use_rslora);
                 let lora = a.zip(b).map(|pair| Lora::new(module, pair, scale, mask));
-                match config.use_dora {
-                    false => lora.map(Adapter::Lora),
-                    true => lora
-                        .zip(magnitude)
-                        .map(|(lora, m)| Adapter::Dora(Dora::new(module, lora, m))),
+                if !config.use_dora {
+                    lora.map(Adapter::Lora)
+                } else {
+                    lora.zip(magnitude)
+                        .map(|(lora, m)| Adapter::Dora(Dora::new(module, lora, m)))
                 }
             }
             Kind::Ia3 { feedforward } => {

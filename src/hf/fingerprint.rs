@@ -72,9 +72,10 @@ impl Base {
 
     /// The hash to show.
     pub fn name(&self) -> &str {
-        match self.weights.is_empty() {
-            true => &self.sampled,
-            false => &self.weights,
+        if self.weights.is_empty() {
+            &self.sampled
+        } else {
+            &self.weights
         }
     }
 }
@@ -404,9 +405,10 @@ pub fn check_base(dir: &Path, base: &Base) -> Result<()> {
     let weights = Weights::open_file(&path)?;
     match base_of(&weights) {
         Some(own) if !own.agrees(base) => {
-            let (found, expected) = match own.weights.is_empty() {
-                true => (&own.sampled, &base.sampled),
-                false => (&own.weights, &base.weights),
+            let (found, expected) = if own.weights.is_empty() {
+                (&own.sampled, &base.sampled)
+            } else {
+                (&own.weights, &base.weights)
             };
             Err(Error::new("adapter was trained on another base model")
                 .at_path(&path)

@@ -36,8 +36,9 @@ pub fn unties(dir: &Path, spec: &Spec) -> Result<bool> {
 
 /// Weights of a tied model whose head is read as a separate matrix.
 pub fn untied_weights(mut weights: Weights) -> Result<Weights> {
-    match weights.alias(spec::LM_HEAD, spec::EMBEDDING) {
-        true => Ok(weights),
-        false => Err(Error::new("the model has no embedding").at(spec::EMBEDDING)),
+    if weights.alias(spec::LM_HEAD, spec::EMBEDDING) {
+        Ok(weights)
+    } else {
+        Err(Error::new("the model has no embedding").at(spec::EMBEDDING))
     }
 }

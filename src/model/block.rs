@@ -261,9 +261,10 @@ impl Block {
             dk = self.norm_backward(kn, raw_k, &dk, sink)?;
         }
         drop(raw);
-        let h = match self.attention_in.wanted(sink) {
-            true => Some(self.norm(&self.input_norm, x)?),
-            false => None,
+        let h = if self.attention_in.wanted(sink) {
+            Some(self.norm(&self.input_norm, x)?)
+        } else {
+            None
         };
         let dh = self
             .attention_in

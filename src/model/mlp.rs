@@ -116,9 +116,10 @@ impl Block {
         needs: Needs,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let h = match needs.inputs || parts.is_none() {
-            true => Some(self.norm(&self.mlp_norm, x1)?),
-            false => None,
+        let h = if needs.inputs || parts.is_none() {
+            Some(self.norm(&self.mlp_norm, x1)?)
+        } else {
+            None
         };
         let parts = match (parts, &h) {
             (Some(parts), _) => parts,
@@ -126,9 +127,10 @@ impl Block {
             (None, None) => return Ok(None),
         };
         let h = h.filter(|_| needs.inputs);
-        let m = match needs.down || self.mlp_post_norm.is_some() {
-            true => Some(glu::forward(&parts[0], &parts[1], self.spec.activation)?),
-            false => None,
+        let m = if needs.down || self.mlp_post_norm.is_some() {
+            Some(glu::forward(&parts[0], &parts[1], self.spec.activation)?)
+        } else {
+            None
         };
         let d_down = match (&self.mlp_post_norm, &m) {
             (Some(norm), Some(m)) => self.norm_backward(norm, &self.down_proj.forward(m, ctx)?, dy, sink)?,

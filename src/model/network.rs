@@ -112,9 +112,10 @@ impl Network {
     }
 
     pub fn head(&self) -> Result<Head<'_>> {
-        let (group, name) = match self.spec.tied {
-            true => (Group::Embedding, EMBEDDING),
-            false => (Group::Head, LM_HEAD),
+        let (group, name) = if self.spec.tied {
+            (Group::Embedding, EMBEDDING)
+        } else {
+            (Group::Head, LM_HEAD)
         };
         let (name, weight) = match self.source.piece_rows(name) {
             Some(rows) => {

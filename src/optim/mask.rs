@@ -49,9 +49,10 @@ impl Masks {
 
     /// Number of active elements of a parameter with `n` elements.
     pub fn len(&self, name: &str, n: usize) -> usize {
-        match n < WHOLE || self.ratio >= MILLION || self.whole.contains(name) {
-            true => n,
-            false => ((n as u128 * self.ratio as u128 / MILLION as u128) as usize).max(1),
+        if n < WHOLE || self.ratio >= MILLION || self.whole.contains(name) {
+            n
+        } else {
+            ((n as u128 * self.ratio as u128 / MILLION as u128) as usize).max(1)
         }
     }
 

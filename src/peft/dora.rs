@@ -123,9 +123,10 @@ impl Kind for Dora {
             (dx, grads)
         } else {
             let dx = b.base.backward(&scaled, b.dx)?;
-            let grads = match dropped.is_some() || dx.is_some() {
-                true => self.lora.gradients(dropped.as_ref(), &scaled, dx.as_ref(), None)?,
-                false => None,
+            let grads = if dropped.is_some() || dx.is_some() {
+                self.lora.gradients(dropped.as_ref(), &scaled, dx.as_ref(), None)?
+            } else {
+                None
             };
             (dx, grads)
         };

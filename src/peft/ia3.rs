@@ -45,9 +45,10 @@ impl Kind for Ia3 {
     }
 
     fn forward(&self, base: &dyn Frozen, x: &Tensor, _: Option<Dropout>) -> Result<Tensor> {
-        match self.feedforward {
-            true => base.forward(&small::scale_columns(x, &self.factors.tensor)?),
-            false => small::scale_columns(&base.forward(x)?, &self.factors.tensor),
+        if self.feedforward {
+            base.forward(&small::scale_columns(x, &self.factors.tensor)?)
+        } else {
+            small::scale_columns(&base.forward(x)?, &self.factors.tensor)
         }
     }
 
@@ -86,16 +87,18 @@ impl Kind for Ia3 {
     }
 
     fn merged(&self, w: &Tensor) -> Result<Tensor> {
-        match self.feedforward {
-            true => small::scale_columns(w, &self.factors.tensor),
-            false => small::scale_rows(w, &self.factors.tensor),
+        if self.feedforward {
+            small::scale_columns(w, &self.factors.tensor)
+        } else {
+            small::scale_rows(w, &self.factors.tensor)
         }
     }
 
     fn merged_bias(&self, bias: &Tensor) -> Result<Tensor> {
-        match self.feedforward {
-            true => Ok(bias.clone()),
-            false => Ok((bias * self.factors.tensor.flatten_all()?)?),
+        if self.feedforward {
+            Ok(bias.clone())
+        } else {
+            Ok((bias * self.factors.tensor.flatten_all()?)?)
         }
     }
 

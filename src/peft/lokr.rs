@@ -122,13 +122,15 @@ impl Lokr {
     ) -> Result<Self> {
         let ((a, b), (c, d)) = (split(output, factor), split(input, factor));
         let draw = |dims: (usize, usize), which| small::uniform(dims, 1.0 / (dims.1 as f32).sqrt(), seed, site, which);
-        let first = match both && 2 * r < a.max(c) {
-            true => Factor::product(module, "lokr_w1", small::full(&[a, r], 0.0)?, draw((r, c), 0)?),
-            false => Factor::whole(module, "lokr_w1", small::full(&[a, c], 0.0)?),
+        let first = if both && 2 * r < a.max(c) {
+            Factor::product(module, "lokr_w1", small::full(&[a, r], 0.0)?, draw((r, c), 0)?)
+        } else {
+            Factor::whole(module, "lokr_w1", small::full(&[a, c], 0.0)?)
         };
-        let second = match 2 * r < b.max(d) {
-            true => Factor::product(module, "lokr_w2", draw((b, r), 1)?, draw((r, d), 2)?),
-            false => Factor::whole(module, "lokr_w2", draw((b, d), 1)?),
+        let second = if 2 * r < b.max(d) {
+            Factor::product(module, "lokr_w2", draw((b, r), 1)?, draw((r, d), 2)?)
+        } else {
+            Factor::whole(module, "lokr_w2", draw((b, d), 1)?)
         };
         Ok(Self { first, second, scale })
     }

@@ -171,10 +171,7 @@ impl Oft {
 
 /// The factor of Qᵖ in the series.
 fn factor(p: usize, highest: usize) -> f64 {
-    match p == highest && highest > 1 {
-        true => 1.0,
-        false => 2.0,
-    }
+    if p == highest && highest > 1 { 1.0 } else { 2.0 }
 }
 
 /// The inverse of every block of `[K, S, S]`, by Gaussian elimination with pivoting in f64.

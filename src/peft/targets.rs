@@ -170,9 +170,10 @@ impl Ending {
     fn new(pattern: &str) -> Result<Self> {
         // `\.` is a literal dot, `.` is any character.
         let plain = pattern.replace('.', "\0").replace("\\\0", ".");
-        match plain.is_ascii() && !is_regex(&plain.replace('\0', ".")) {
-            true => Ok(Self::Plain(plain)),
-            false => Ok(Self::Regex(compile(&format!("^(?:.*\\.)?(?:{pattern})$"))?)),
+        if plain.is_ascii() && !is_regex(&plain.replace('\0', ".")) {
+            Ok(Self::Plain(plain))
+        } else {
+            Ok(Self::Regex(compile(&format!("^(?:.*\\.)?(?:{pattern})$"))?))
         }
     }
 

@@ -53,9 +53,10 @@ impl Turn {
             let rests = |name: &str| !active.wants(name) && sets.iter().any(|s| s.wants(name));
             for layer in 0..model.layers() {
                 for p in model.layer(layer).filter(|p| rests(&p.name)) {
-                    match storage.of(&p).is_quantized() {
-                        true => retired.quantized += p.elements() as u64,
-                        false => retired.dense += p.elements() as u64,
+                    if storage.of(&p).is_quantized() {
+                        retired.quantized += p.elements() as u64
+                    } else {
+                        retired.dense += p.elements() as u64
                     }
                 }
             }

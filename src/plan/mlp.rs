@@ -104,12 +104,11 @@ impl Block<'_> {
             dx
         });
         l.drop(dy);
-        match need_dx {
-            true => dx,
-            false => {
-                l.drop_all(dx);
-                None
-            }
+        if need_dx {
+            dx
+        } else {
+            l.drop_all(dx);
+            None
         }
     }
 
@@ -143,13 +142,12 @@ impl Block<'_> {
             return None;
         };
         // On the CPU the gradients overwrite gate and up.
-        let dys = match self.inputs.on_gpu {
-            false => parts,
-            true => {
-                let dys = vec![l.hold(Kind::Layer, self.ni), l.hold(Kind::Layer, self.ni)];
-                l.drop_all(parts);
-                dys
-            }
+        let dys = if !self.inputs.on_gpu {
+            parts
+        } else {
+            let dys = vec![l.hold(Kind::Layer, self.ni), l.hold(Kind::Layer, self.ni)];
+            l.drop_all(parts);
+            dys
         };
         l.drop(dm);
         let dh = self.projections_backward(l, &linears, dys, needs.dh, sink);

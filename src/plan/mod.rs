@@ -206,16 +206,15 @@ impl Inputs {
     /// in whole pages. On a GPU those of a layer are put together for its attention.
     fn answer(&self, spec: &Spec, tokens: usize) -> u64 {
         let layers = spec.layers.len() as u64;
-        let cache = match self.on_gpu {
-            true => (layers + 1) * self.element * (2 * tokens * spec.kv_width()) as u64,
-            false => {
-                let form = paged::Form {
-                    stored: paged::KvDtype::F32,
-                    kv_heads: spec.kv_heads,
-                    head_dim: spec.head_dim,
-                };
-                layers * tokens.div_ceil(paged::PAGE) as u64 * form.page_bytes()
-            }
+        let cache = if self.on_gpu {
+            (layers + 1) * self.element * (2 * tokens * spec.kv_width()) as u64
+        } else {
+            let form = paged::Form {
+                stored: paged::KvDtype::F32,
+                kv_heads: spec.kv_heads,
+                head_dim: spec.head_dim,
+            };
+            layers * tokens.div_ceil(paged::PAGE) as u64 * form.page_bytes()
         };
         cache + 8 * spec.vocab as u64
     }

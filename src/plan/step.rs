@@ -69,11 +69,10 @@ impl Sink<'_> {
     /// Passes the gradient to the sink.
     pub fn take(&mut self, l: &mut Ledger, name: &str, gradient: Held) {
         if let Some(sums) = &mut self.sums {
-            match sums.contains_key(name) {
-                true => l.drop(gradient),
-                false => {
-                    sums.insert(name.to_string(), gradient);
-                }
+            if sums.contains_key(name) {
+                l.drop(gradient)
+            } else {
+                sums.insert(name.to_string(), gradient);
             }
             return;
         }
@@ -332,9 +331,10 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     let logits = match weights::head_in_pieces(spec, inputs.place, sink.active) {
         // The hidden states of the trained tokens, and their gradient.
         Some(_) => {
-            let chunk = match inputs.on_gpu {
-                true => PIECE_TOKENS.min(inputs.tokens) as u64,
-                false => chunk,
+            let chunk = if inputs.on_gpu {
+                PIECE_TOKENS.min(inputs.tokens) as u64
+            } else {
+                chunk
             };
             4 * chunk * PIECE.min(spec.vocab) as u64 + 2 * 4 * n * spec.hidden as u64 + sums * n
         }

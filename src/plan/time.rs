@@ -49,9 +49,10 @@ pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
         let n = inputs.tokens as f64;
         let (mut attention, mut mlp) = (0.0, 0.0);
         for (name, input, output, ..) in spec.linears() {
-            match name.starts_with("mlp.") {
-                true => mlp += (input * output) as f64,
-                false => attention += (input * output) as f64,
+            if name.starts_with("mlp.") {
+                mlp += (input * output) as f64
+            } else {
+                attention += (input * output) as f64
             }
         }
         let count = pieces(inputs.tokens, inputs.mlp_tokens).len() as f64;

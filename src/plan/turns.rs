@@ -9,10 +9,7 @@ use crate::source::ParamInfo;
 
 /// The kind of memory of the staging buffer: on the host.
 fn staging_kind(inputs: &Inputs) -> Kind {
-    match inputs.on_gpu {
-        true => Kind::OnHost,
-        false => Kind::Scratch,
-    }
+    if inputs.on_gpu { Kind::OnHost } else { Kind::Scratch }
 }
 
 /// Loads every weight of the model. A weight that is quantized exists twice for a short time: as read, and quantized.

@@ -32,9 +32,12 @@ pub(super) fn embedding_in_rows(spec: &Spec, place: Place, active: &Active) -> b
 /// Bytes of the prepacked copies of frozen weights.
 pub(super) fn copies(model: &Model, inputs: &Inputs, active: &Active) -> u64 {
     let Some(copies) = &inputs.copies else { return 0 };
-    model.sum(active, |p| match active.contains(&p.name) {
-        true => 0,
-        false => copies.bytes(p, &inputs.storage),
+    model.sum(active, |p| {
+        if active.contains(&p.name) {
+            0
+        } else {
+            copies.bytes(p, &inputs.storage)
+        }
     })
 }
 
@@ -42,16 +45,22 @@ pub(super) fn copies(model: &Model, inputs: &Inputs, active: &Active) -> u64 {
 pub(super) fn held(model: &Model, storage: &Policy, stored: u64, place: Place, active: &Active) -> u64 {
     let spec = model.spec;
     // Active parameters are not quantized.
-    let bytes = |p: &ParamInfo| match active.contains(&p.name) {
-        true => stored * p.elements() as u64,
-        false => storage.of(p).bytes(&p.shape),
+    let bytes = |p: &ParamInfo| {
+        if active.contains(&p.name) {
+            stored * p.elements() as u64
+        } else {
+            storage.of(p).bytes(&p.shape)
+        }
     };
     let Some(head_rows) = place.travels() else {
         return model.sum(active, bytes);
     };
-    let always = |p: &ParamInfo| match &*p.name == spec.head_name() {
-        true => head_rows.is_none(),
-        false => p.group == Group::Head,
+    let always = |p: &ParamInfo| {
+        if &*p.name == spec.head_name() {
+            head_rows.is_none()
+        } else {
+            p.group == Group::Head
+        }
     };
     let stays = |p: &ParamInfo| active.contains(&p.name) || always(p);
     let held = model.sum(active, |p| if stays(p) { bytes(p) } else { 0 });

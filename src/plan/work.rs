@@ -189,12 +189,11 @@ impl<'a> Block<'a> {
     /// From the layer's input to its output; the returned output is held.
     pub fn forward(&self, l: &mut Ledger, keep: bool) -> (Held, Option<Kept>) {
         let (x1, attention) = self.attention(l);
-        let attention = match keep {
-            true => Some(relabel(l, attention)),
-            false => {
-                self.drop_attention(l, attention);
-                None
-            }
+        let attention = if keep {
+            Some(relabel(l, attention))
+        } else {
+            self.drop_attention(l, attention);
+            None
         };
         let (y, parts) = self.mlp(l, keep);
         let Some(attention) = attention else {
@@ -315,12 +314,11 @@ impl<'a> Block<'a> {
                 (x1, attention, Parts::new())
             }
         };
-        let kept = match attention_needed {
-            true => Some(kept),
-            false => {
-                self.drop_attention(l, kept);
-                None
-            }
+        let kept = if attention_needed {
+            Some(kept)
+        } else {
+            self.drop_attention(l, kept);
+            None
         };
         let dx1 = self.mlp_backward(l, parts, dy, attention_needed, sink);
         l.drop(x1);
@@ -406,12 +404,11 @@ impl<'a> Block<'a> {
         });
         l.drop_all(before);
         l.drop(dx1);
-        match need_dx {
-            true => dx,
-            false => {
-                l.drop_all(dx);
-                None
-            }
+        if need_dx {
+            dx
+        } else {
+            l.drop_all(dx);
+            None
         }
     }
 

@@ -125,9 +125,10 @@ fn int4<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, Blo
                 let scale = -down_to_bf16(-((most as f64 - minimum as f64) / 15.0) as f32);
                 *word = scale.to_bits() >> 16 | minimum.to_bits();
                 for (i, x) in row.iter().enumerate() {
-                    let code = match scale > 0.0 {
-                        true => nearest((x.f32() - minimum) / scale).clamp(0.0, 15.0) as u8,
-                        false => 0,
+                    let code = if scale > 0.0 {
+                        nearest((x.f32() - minimum) / scale).clamp(0.0, 15.0) as u8
+                    } else {
+                        0
                     };
                     codes[i / 2] |= if i % 2 == 0 { code << 4 } else { code };
                 }
@@ -140,9 +141,10 @@ fn int4<V: Value>(values: &[V], columns: usize, format: Format) -> (Vec<u8>, Blo
 fn down_to_bf16(x: f32) -> f32 {
     let bits = x.to_bits();
     let cut = bits & 0xFFFF_0000;
-    match x < 0.0 && bits != cut {
-        true => f32::from_bits(cut + 0x1_0000),
-        false => f32::from_bits(cut),
+    if x < 0.0 && bits != cut {
+        f32::from_bits(cut + 0x1_0000)
+    } else {
+        f32::from_bits(cut)
     }
 }
 

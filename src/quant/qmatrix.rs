@@ -212,9 +212,10 @@ impl QMatrix {
             },
         };
         let quantized = Self::new(format, (rows, columns), decoded, codes, scales);
-        match quantized.view().fits() {
-            true => Ok(quantized),
-            false => Err(Error::new("a coded weight is smaller than its shape").at(format.to_string())),
+        if quantized.view().fits() {
+            Ok(quantized)
+        } else {
+            Err(Error::new("a coded weight is smaller than its shape").at(format.to_string()))
         }
     }
 }
@@ -232,11 +233,12 @@ pub(super) fn check_format(format: Format) -> Result<()> {
         Format::Int4 { group } => (group, &[64, 128]),
         Format::Nf4 { .. } => return Ok(()),
     };
-    match known.contains(&group) {
-        true => Ok(()),
-        false => Err(Error::new(format!("{} has no groups of this size", format.name()))
+    if known.contains(&group) {
+        Ok(())
+    } else {
+        Err(Error::new(format!("{} has no groups of this size", format.name()))
             .found(group)
-            .expected(format!("{known:?}"))),
+            .expected(format!("{known:?}")))
     }
 }
 
@@ -247,9 +249,10 @@ fn finite(bytes: &[u8], part: &str) -> Result<Vec<f32>> {
         .iter()
         .map(|b| f32::from_le_bytes(*b))
         .collect();
-    match values.iter().all(|x| x.is_finite()) {
-        true => Ok(values),
-        false => Err(not_finite(part)),
+    if values.iter().all(|x| x.is_finite()) {
+        Ok(values)
+    } else {
+        Err(not_finite(part))
     }
 }
 

@@ -56,9 +56,10 @@ impl From<QMatrix> for Weight {
 impl Weight {
     /// Returns the quantized weight on the device of its products: unchanged on the CPU, else a copy on `device`.
     pub fn coded_on(quantized: QMatrix, device: &Device) -> Result<Self> {
-        match device.is_cpu() {
-            true => Ok(quantized.into()),
-            false => Ok(quantized.to_device(device)?.into()),
+        if device.is_cpu() {
+            Ok(quantized.into())
+        } else {
+            Ok(quantized.to_device(device)?.into())
         }
     }
 

@@ -339,9 +339,10 @@ pub fn expectation(key: &Key) -> String {
 fn limits(range: Range) -> String {
     let low = if range.min_open { "above" } else { "at least" };
     let high = if range.max_open { "below" } else { "at most" };
-    match range.max.is_finite() {
-        true => format!(" {low} {} and {high} {}", range.min, range.max),
-        false => format!(" {low} {}", range.min),
+    if range.max.is_finite() {
+        format!(" {low} {} and {high} {}", range.min, range.max)
+    } else {
+        format!(" {low} {}", range.min)
     }
 }
 

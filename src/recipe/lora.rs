@@ -36,9 +36,10 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
         ),
     ] {
         for text in values.list(path) {
-            let fits = match path.ends_with("rank_pattern") {
-                true => entry(&text, rank).is_some(),
-                false => entry(&text, alpha).is_some(),
+            let fits = if path.ends_with("rank_pattern") {
+                entry(&text, rank).is_some()
+            } else {
+                entry(&text, alpha).is_some()
             };
             if !fits {
                 out.push((

@@ -354,9 +354,10 @@ pub fn build(values: &Values) -> Recipe {
             revision: text("model.revision"),
             dtype: values.name("model.dtype"),
             device: text("model.device"),
-            init: match text("model.path").starts_with("shape:") {
-                true => ModelInit::Random,
-                false => values.name("model.init"),
+            init: if text("model.path").starts_with("shape:") {
+                ModelInit::Random
+            } else {
+                values.name("model.init")
             },
         },
         memory: Memory {
@@ -420,9 +421,10 @@ pub fn build(values: &Values) -> Recipe {
         },
         optimizer: OptimizerConfig {
             name: values.name("optimizer.name"),
-            learning_rate: match values.is_auto("optimizer.learning_rate") {
-                true => 1e-5,
-                false => values.number("optimizer.learning_rate"),
+            learning_rate: if values.is_auto("optimizer.learning_rate") {
+                1e-5
+            } else {
+                values.number("optimizer.learning_rate")
             },
             betas: values.pair("optimizer.betas"),
             eps: values.number("optimizer.eps"),
@@ -442,9 +444,10 @@ pub fn build(values: &Values) -> Recipe {
         distill: distill::build(values),
         train: Train {
             stage,
-            num_epochs: match values.is_auto("train.num_epochs") {
-                true => passes(stage),
-                false => values.number("train.num_epochs"),
+            num_epochs: if values.is_auto("train.num_epochs") {
+                passes(stage)
+            } else {
+                values.number("train.num_epochs")
             },
             max_steps: values.integer("train.max_steps").unwrap_or(-1),
             batch_size: number("train.batch_size"),

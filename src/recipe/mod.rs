@@ -75,9 +75,10 @@ pub fn written(text: &str) -> BTreeMap<String, String> {
 /// Formats a number as TOML for this key.
 pub fn number(key: &str, value: f64) -> String {
     let whole = table::find(key).is_some_and(|k| matches!(k.kind, Kind::Integer { .. } | Kind::AutoInteger { .. }));
-    match whole {
-        true => format!("{value:.0}"),
-        false => resolved::number(value),
+    if whole {
+        format!("{value:.0}")
+    } else {
+        resolved::number(value)
     }
 }
 

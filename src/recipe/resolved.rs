@@ -81,9 +81,10 @@ pub fn settle(text: &str, key: &str, value: &str, why: &str) -> String {
         if line.starts_with('[') {
             inside = line == header;
         }
-        match inside && line.starts_with(&begin) {
-            true => format!("{name} = {value}  # auto: {why}\n"),
-            false => format!("{line}\n"),
+        if inside && line.starts_with(&begin) {
+            format!("{name} = {value}  # auto: {why}\n")
+        } else {
+            format!("{line}\n")
         }
     };
     text.lines().map(line).collect()

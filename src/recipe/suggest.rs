@@ -62,9 +62,10 @@ pub fn hint(path: &[String], is_table: bool) -> String {
     if let Some(hint) = hint.or_else(|| near_anywhere(&path.join("."), name)) {
         return hint;
     }
-    match here.is_empty() {
-        true => format!("the tables are {}", names_of_tables()),
-        false => format!("the keys of `[{table}]` are {}", here.join(", ")),
+    if here.is_empty() {
+        format!("the tables are {}", names_of_tables())
+    } else {
+        format!("the keys of `[{table}]` are {}", here.join(", "))
     }
 }
 
@@ -160,9 +161,10 @@ fn table_hint(name: &str, dotted: &str) -> String {
 fn known_table(typed: &str) -> Option<&'static str> {
     let is_table = |t: &&str| *t == typed;
     let mut tables = TABLES.iter().map(|(t, _)| *t);
-    match typed.is_empty() || tables.clone().any(|t| is_table(&t)) {
-        true => None,
-        false => tables.find(|t| t.rsplit('.').next() == Some(typed)),
+    if typed.is_empty() || tables.clone().any(|t| is_table(&t)) {
+        None
+    } else {
+        tables.find(|t| t.rsplit('.').next() == Some(typed))
     }
 }
 

@@ -153,9 +153,10 @@ fn fitting(text: &str, width: usize) -> usize {
 
 /// Cuts one line to at most `width` columns.
 pub fn clipped(text: &str, width: usize) -> String {
-    match columns(text) <= width {
-        true => text.to_string(),
-        false => text[..fitting(text, width)].to_string(),
+    if columns(text) <= width {
+        text.to_string()
+    } else {
+        text[..fitting(text, width)].to_string()
     }
 }
 

@@ -184,9 +184,10 @@ pub(super) fn colored(code: &str, line: &str) {
         return;
     }
     let text = lines(None, line, width());
-    let text = match color {
-        true => format!("\x1b[{code}m{}\x1b[0m\n", text.trim_end()),
-        false => text,
+    let text = if color {
+        format!("\x1b[{code}m{}\x1b[0m\n", text.trim_end())
+    } else {
+        text
     };
     above(|| write(&text));
 }
@@ -277,9 +278,10 @@ fn details(open: &[Seen], finishes: Option<Option<Duration>>) -> String {
     {
         said.push(format!("about {}", units::duration(left)));
     }
-    match said.is_empty() {
-        true => String::new(),
-        false => format!(" ({})", said.join(", ")),
+    if said.is_empty() {
+        String::new()
+    } else {
+        format!(" ({})", said.join(", "))
     }
 }
 

@@ -228,13 +228,15 @@ fn config_of(recipe: &Recipe) -> Result<AdapterConfig> {
         r: lora.r,
         lora_alpha: lora.lora_alpha,
         lora_dropout: if drops { lora.lora_dropout } else { 0.0 },
-        target_modules: match lora.target_modules.is_empty() {
-            true => Targets::AllLinear,
-            false => named(&lora.target_modules, "target_modules")?,
+        target_modules: if lora.target_modules.is_empty() {
+            Targets::AllLinear
+        } else {
+            named(&lora.target_modules, "target_modules")?
         },
-        exclude_modules: match lora.exclude_modules.is_empty() {
-            true => None,
-            false => Some(named(&lora.exclude_modules, "exclude_modules")?),
+        exclude_modules: if lora.exclude_modules.is_empty() {
+            None
+        } else {
+            Some(named(&lora.exclude_modules, "exclude_modules")?)
         },
         layers_to_transform: Some(lora.layers_to_transform.clone()).filter(|l| !l.is_empty()),
         rank_pattern: if patterns {
@@ -365,9 +367,10 @@ fn one(
             if subtracts_init(lora.init_lora_weights) {
                 pair.start = Some((peft::full(&[r, i], 0.0)?, peft::full(&[o, r], 0.0)?));
             }
-            match config.use_dora {
-                true => Adapter::Dora(Dora::new(module, pair, peft::full(&[o], 1.0)?)),
-                false => Adapter::Lora(pair),
+            if config.use_dora {
+                Adapter::Dora(Dora::new(module, pair, peft::full(&[o], 1.0)?))
+            } else {
+                Adapter::Lora(pair)
             }
         }
         Kind::Ia3 { feedforward } => {

@@ -52,9 +52,10 @@ pub(super) fn refused(setting: &PlanContext, recipe: &Recipe, limits: Limits, ch
         // The device has enough memory, so the host does not.
         None => {
             let given = recipe.memory.host_budget.is_some();
-            let what = match given {
-                true => "the run does not fit the host's memory budget",
-                false => "the run does not fit the host's memory",
+            let what = if given {
+                "the run does not fit the host's memory budget"
+            } else {
+                "the run does not fit the host's memory"
             };
             let error = Error::new(what)
                 .at("memory.host_budget")
@@ -64,9 +65,10 @@ pub(super) fn refused(setting: &PlanContext, recipe: &Recipe, limits: Limits, ch
         }
         Some(budget) => {
             let given = recipe.memory.budget.is_some();
-            let what = match given {
-                true => "the run does not fit the memory budget",
-                false => "the run does not fit the memory that is free",
+            let what = if given {
+                "the run does not fit the memory budget"
+            } else {
+                "the run does not fit the memory that is free"
             };
             let error = Error::new(what)
                 .at("memory.budget")
@@ -99,10 +101,7 @@ fn hint(setting: &PlanContext, recipe: &Recipe, limits: Limits, chosen: &Planned
             more.into_iter().map(move |two| Change {
                 arguments: format!("{} {}", one.arguments, two.arguments),
                 cost: one.cost.max(two.cost),
-                means: match one.cost > two.cost {
-                    true => one.means,
-                    false => two.means,
-                },
+                means: if one.cost > two.cost { one.means } else { two.means },
                 recipe: two.recipe,
             })
         });
@@ -152,9 +151,10 @@ fn hint(setting: &PlanContext, recipe: &Recipe, limits: Limits, chosen: &Planned
     });
     let lines: String = lines.collect();
     // Selects the budget that is exceeded: device or host.
-    let needed = match limits.most.is_some_and(|most| chosen.plan.peak_bytes > most) {
-        true => bytes(chosen.plan.peak_bytes),
-        false => format!("{} on the host", bytes(chosen.plan.peak_host_bytes.unwrap_or(0))),
+    let needed = if limits.most.is_some_and(|most| chosen.plan.peak_bytes > most) {
+        bytes(chosen.plan.peak_bytes)
+    } else {
+        format!("{} on the host", bytes(chosen.plan.peak_host_bytes.unwrap_or(0)))
     };
     match (lines.is_empty(), none_fits) {
         (true, _) => format!("nothing smaller is known; the budget would have to be {needed}"),

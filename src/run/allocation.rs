@@ -20,13 +20,14 @@ pub fn settle(recipe: &Recipe, prepared: &mut AdapterSetup, steps: u64) -> Resul
     };
     let r = config.r;
     let Kind::Adalora(own) = &mut config.kind else {
-        return match given && ranks.target_r > 0 {
-            true => Err(
+        return if given && ranks.target_r > 0 {
+            Err(
                 Error::usage("the given adapter is no AdaLoRA: it has no ranks to allocate")
                     .at("tune.lora.adalora.target_r")
                     .hint("remove the key, or start fresh with `tune.lora.peft_type = \"adalora\"`"),
-            ),
-            false => Ok(()),
+            )
+        } else {
+            Ok(())
         };
     };
     let target = match (ranks.target_r, given) {

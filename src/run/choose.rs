@@ -184,9 +184,10 @@ impl PlanContext<'_> {
         let mut middle = range.end().to_owned();
         while high - low > 1 {
             let tried = plan(middle);
-            match fits(&tried) {
-                true => (low, chosen) = (middle, tried),
-                false => high = middle,
+            if fits(&tried) {
+                (low, chosen) = (middle, tried)
+            } else {
+                high = middle
             }
             middle = (low + high) / 2;
         }
@@ -199,9 +200,10 @@ impl PlanContext<'_> {
             && recipe.tune.method != Method::Full
             && self.stored.codes.is_empty()
             && !corrects_all(recipe);
-        match open {
-            true => vec![None, Some(FrozenWeights::Int8), Some(FrozenWeights::Nf4)],
-            false => vec![None],
+        if open {
+            vec![None, Some(FrozenWeights::Int8), Some(FrozenWeights::Nf4)]
+        } else {
+            vec![None]
         }
     }
 

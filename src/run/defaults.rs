@@ -53,9 +53,10 @@ impl Before {
 /// Returns the run directory for `--resume`: the recipe's own, or that of the given run or checkpoint.
 pub fn run_of<'a>(recipe: &'a Recipe, from: Option<&'a Path>) -> &'a Path {
     let from = from.unwrap_or(Path::new(&recipe.train.output_dir));
-    match from.join("manifest.json").exists() {
-        true => from.parent().unwrap_or(from),
-        false => from,
+    if from.join("manifest.json").exists() {
+        from.parent().unwrap_or(from)
+    } else {
+        from
     }
 }
 
@@ -109,9 +110,10 @@ pub fn settle(recipe: &Recipe, spec: &Spec, lengths: Option<&[usize]>, before: &
         let key = "data.packing_length";
         let full = before.older.then_some(recipe.data.max_length as f64);
         let found = before.number(key).or(full);
-        let why = match step.length == recipe.data.max_length {
-            true => "`data.max_length`".to_string(),
-            false => step.why(),
+        let why = if step.length == recipe.data.max_length {
+            "`data.max_length`".to_string()
+        } else {
+            step.why()
         };
         settled.data.packing_length = choose(key, found, step.length as f64, why) as usize;
     }
@@ -165,10 +167,7 @@ const AS_BEFORE: &str = "as the run began";
 /// Steps per block so that `turns` blocks fit into the run. More than 100 steps per block give no benefit.
 fn turns(steps: u64, turns: u64) -> u64 {
     let up = steps.div_ceil(turns);
-    let every = match up * (turns - 1) < steps {
-        true => up,
-        false => steps / turns,
-    };
+    let every = if up * (turns - 1) < steps { up } else { steps / turns };
     every.clamp(1, 100)
 }
 

@@ -145,9 +145,10 @@ pub fn open(
         None => None,
         Some(from) => {
             let from = from.as_deref().unwrap_or(run_dir);
-            match is_checkpoint(from) {
-                true => Some(checkpoint::load(from)?),
-                false => checkpoint::latest(from)?,
+            if is_checkpoint(from) {
+                Some(checkpoint::load(from)?)
+            } else {
+                checkpoint::latest(from)?
             }
         }
     };

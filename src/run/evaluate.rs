@@ -116,9 +116,10 @@ fn no_rows() -> Error {
 
 /// Names of the files to read, in full or in part.
 fn files<'a>(recipe: &'a Recipe, request: &Request) -> &'a [String] {
-    match request.all_rows || recipe.data.eval.is_empty() {
-        true => &recipe.data.train,
-        false => &recipe.data.eval,
+    if request.all_rows || recipe.data.eval.is_empty() {
+        &recipe.data.train
+    } else {
+        &recipe.data.eval
     }
 }
 
@@ -131,9 +132,10 @@ fn read(opened: &EvaluatedModel, recipe: &Recipe, request: &Request, stage: Stag
         return Err(no_rows());
     }
     let rows = rows::read(&recipe, files(&recipe, request), &opened.described)?;
-    match held_out {
-        true => Ok(rows.split(recipe.data.eval_fraction, recipe.train.seed)?.1),
-        false => Ok(rows),
+    if held_out {
+        Ok(rows.split(recipe.data.eval_fraction, recipe.train.seed)?.1)
+    } else {
+        Ok(rows)
     }
 }
 
@@ -172,10 +174,10 @@ fn texts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<
 
 fn reward(opened: &EvaluatedModel, score: &Tensor, recipe: &Recipe, request: &Request) -> Result<Report> {
     let described = &opened.described;
-    let pad = match opened.adapter {
-        // The same id as in training.
-        true => preference::pad_id(&described.tokenizer),
-        false => described.config.opt_usize0("pad_token_id")?.map(|id| id as u32),
+    let pad = if opened.adapter {
+        preference::pad_id(&described.tokenizer)
+    } else {
+        described.config.opt_usize0("pad_token_id")?.map(|id| id as u32)
     };
     let reward = Reward::with_head(score.clone(), pad, 0.0)?;
     let pairs = read(opened, recipe, request, Stage::Reward)?;
@@ -231,11 +233,12 @@ fn totals(
             .at(files.join(", "))
             .hint("see with `ft data` which tokens are trained; a `max_length` that cuts every answer off does this"));
     }
-    match totals.loss().is_finite() {
-        true => Ok(totals),
-        false => Err(Error::new("the loss is not finite")
+    if totals.loss().is_finite() {
+        Ok(totals)
+    } else {
+        Err(Error::new("the loss is not finite")
             .at(files.join(", "))
             .found(totals.loss_sum)
-            .hint("check the weights, or use `--dtype f32`")),
+            .hint("check the weights, or use `--dtype f32`"))
     }
 }

@@ -74,9 +74,10 @@ fn copied(dir: &Path, out: &Path) -> Result<Report> {
         files::create_dir_all(&to)?;
         for path in files::list(&from)? {
             let Some(name) = path.file_name() else { continue };
-            match path.is_dir() {
-                true => folders.push((path.clone(), to.join(name))),
-                false => files::copy_atomic(&path, &to.join(name))?,
+            if path.is_dir() {
+                folders.push((path.clone(), to.join(name)))
+            } else {
+                files::copy_atomic(&path, &to.join(name))?
             }
         }
     }
@@ -139,18 +140,19 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
     let mut prepared = adapters::of(recipe, &model.spec)?;
     allocation::settle(recipe, &mut prepared, steps_of_run(&loaded, recipe))?;
     let params = model.spec.params();
-    let storage = match starts::requantizes_base(recipe) {
-        true => Policy::new(&recipe.memory.storage_rules(), recipe.model.dtype, &params, |_| false)?,
-        // The checkpoint also has exact values for quantized weights, so they are not quantized again.
-        false => Policy::dense(recipe.model.dtype),
+    let storage = if starts::requantizes_base(recipe) {
+        Policy::new(&recipe.memory.storage_rules(), recipe.model.dtype, &params, |_| false)?
+    } else {
+        Policy::dense(recipe.model.dtype)
     };
     let bytes = storage.bytes(&params);
     checkpoint::check_space(out, bytes)?;
     let scratch = Scratch::beside(&out.with_extension("weights"))?;
     let fits = memory::available().is_none_or(|free| bytes < free / 10 * 8);
-    let place = match fits || starts::requantizes_base(recipe) {
-        true => Place::Device,
-        false => Place::Disk { head_rows: None },
+    let place = if fits || starts::requantizes_base(recipe) {
+        Place::Device
+    } else {
+        Place::Disk { head_rows: None }
     };
     if place != Place::Device {
         files::create_dir_all(&scratch.0)?;

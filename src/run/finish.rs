@@ -143,9 +143,10 @@ fn adapter(
     }
     // The base weights of this adapter exist nowhere else, so `base/` stores them.
     config.base_model_name_or_path = Some(format!("{}/base", out.display()));
-    note(match quantized {
-        true => "base/ holds what the codes of the weights stand for, in f32: the adapter belongs to these weights",
-        false => "base/ holds the weights that this adapter belongs to",
+    note(if quantized {
+        "base/ holds what the codes of the weights stand for, in f32: the adapter belongs to these weights"
+    } else {
+        "base/ holds the weights that this adapter belongs to"
     });
     let dtype = if quantized { Dtype::F32 } else { recipe.model.dtype };
     hf::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {

@@ -97,9 +97,10 @@ pub fn forecast(
             .hint("set `memory.budget`"));
     }
     let teacher = teacher::cost(recipe, spec, on_gpu)?;
-    let judges = match prompts::reinforces(recipe) {
-        true => rewards::costs(&recipe.reinforce)?.into(),
-        false => Arc::default(),
+    let judges = if prompts::reinforces(recipe) {
+        rewards::costs(&recipe.reinforce)?.into()
+    } else {
+        Arc::default()
     };
     let setting = PlanContext {
         spec,
@@ -114,9 +115,10 @@ pub fn forecast(
     let limits = Limits::of(recipe, gpu.map(|g| g.free), setting.on_gpu);
     let mut chosen = setting.choose(recipe, limits)?;
     chosen.plan.choices = setting.choices(recipe, limits, &chosen)?;
-    let refused = match chosen.fits {
-        false => Some(advice::refused(&setting, recipe, limits, &chosen)),
-        true => None,
+    let refused = if !chosen.fits {
+        Some(advice::refused(&setting, recipe, limits, &chosen))
+    } else {
+        None
     };
     Ok(MemoryPlan {
         copies: chosen.way.copies.map(|orders| setting.copies(recipe, orders)),
@@ -135,9 +137,12 @@ impl MemoryPlan {
     /// Whether the run fits, in one line.
     pub fn verdict(&self, recipe: &Recipe) -> Verdict {
         let (limits, plan) = (self.limits, &self.plan);
-        let of = |needed: u64, most: u64, budget: bool| match budget {
-            true => format!("{} of a budget of {}", bytes(needed), bytes(most)),
-            false => format!("{} of {} free", bytes(needed), bytes(most)),
+        let of = |needed: u64, most: u64, budget: bool| {
+            if budget {
+                format!("{} of a budget of {}", bytes(needed), bytes(most))
+            } else {
+                format!("{} of {} free", bytes(needed), bytes(most))
+            }
         };
         let device = match limits.most {
             Some(most) => of(plan.peak_bytes, most, recipe.memory.budget.is_some()),
@@ -214,9 +219,10 @@ impl PlanContext<'_> {
                 }
                 Place::Disk { .. } => {
                     let on_host = |w: &StepStrategy| w.place == Place::Host;
-                    let (what, least) = match self.on_gpu {
-                        true => ("all weights in the host's memory", least(&on_host)?),
-                        false => ("all weights in memory", least(&on_device)?),
+                    let (what, least) = if self.on_gpu {
+                        ("all weights in the host's memory", least(&on_host)?)
+                    } else {
+                        ("all weights in memory", least(&on_device)?)
                     };
                     say("memory.tier", "disk".into(), needs(what, least));
                 }

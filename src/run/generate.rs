@@ -162,12 +162,13 @@ impl Writer {
 
     fn room(&self, tokens: usize) -> Result<()> {
         let most = self.network.spec.max_positions;
-        match tokens <= most {
-            true => Ok(()),
-            false => Err(Error::new("the conversation is longer than the model's positions")
+        if tokens <= most {
+            Ok(())
+        } else {
+            Err(Error::new("the conversation is longer than the model's positions")
                 .found(format!("{tokens} tokens"))
                 .expected(format!("at most {most}"))
-                .hint("begin a new one, or say this in fewer words")),
+                .hint("begin a new one, or say this in fewer words"))
         }
     }
 

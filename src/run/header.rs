@@ -54,12 +54,13 @@ pub fn header(
     };
     let turns = learning::blocks_trained(recipe, tuning, steps);
     let turns = turns.map_or(String::new(), |(turns, all)| format!(", {turns} of {all} blocks"));
-    let packed = match recipe.data.packing {
-        true => format!(
+    let packed = if recipe.data.packing {
+        format!(
             "packed rows of up to {} tokens",
             count(recipe.data.packing_length as u64)
-        ),
-        false => "rows".to_string(),
+        )
+    } else {
+        "rows".to_string()
     };
     let seen = learning::seen(recipe, stream).map_or(String::new(), |seen| format!("; {seen}"));
     let formats = rows::formats(recipe, train, eval_rows);

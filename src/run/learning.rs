@@ -64,9 +64,12 @@ pub fn seen(recipe: &Recipe, stream: &BatchStream) -> Option<String> {
         return None;
     }
     let times = stream.epoch_after(stream.steps());
-    let number = |x: f64| match x.fract() == 0.0 || x >= 100.0 {
-        true => format!("{x:.0}"),
-        false => format!("{x:.1}"),
+    let number = |x: f64| {
+        if x.fract() == 0.0 || x >= 100.0 {
+            format!("{x:.0}")
+        } else {
+            format!("{x:.1}")
+        }
     };
     Some(match times {
         t if t < 0.995 => format!("{} % of the rows are seen", number((100.0 * t).max(0.1))),
@@ -90,12 +93,13 @@ pub fn warnings(recipe: &Recipe, tuning: &Tuning, stream: &BatchStream) -> Vec<S
     }
     if steps < FEW_STEPS {
         let few = plural(steps);
-        all.push(match train.max_steps > 0 {
-            true => format!("the run has only {few}: `train.max_steps` says so"),
-            false => format!(
+        all.push(if train.max_steps > 0 {
+            format!("the run has only {few}: `train.max_steps` says so")
+        } else {
+            format!(
                 "the run has only {few}, which seldom teach much; raise `train.num_epochs`, or lower \
-                 `train.batch_size` or `train.gradient_accumulation_steps`"
-            ),
+             `train.batch_size` or `train.gradient_accumulation_steps`"
+            )
         });
     }
     let (step, epoch) = (stream.units_per_window(), stream.units_per_epoch());
@@ -179,9 +183,10 @@ impl Watch {
         if self.last.len() > MEAN {
             self.last.pop_front();
         }
-        match self.steps >= 2 * MEAN as u64 {
-            true => self.diverged(),
-            false => None,
+        if self.steps >= 2 * MEAN as u64 {
+            self.diverged()
+        } else {
+            None
         }
     }
 

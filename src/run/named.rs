@@ -19,9 +19,10 @@ pub enum Place {
 ///
 /// Errors: the directory does not exist or holds no model.
 pub fn locate(name: &str) -> Result<Place> {
-    let dir = match Path::new(name).exists() {
-        true => PathBuf::from(name),
-        false => hub::resolve_model(name, "main", true)?,
+    let dir = if Path::new(name).exists() {
+        PathBuf::from(name)
+    } else {
+        hub::resolve_model(name, "main", true)?
     };
     if dir.is_file() {
         return Err(Error::new("the model is a file, not a directory")
@@ -174,9 +175,10 @@ impl Named {
         self.notes.extend(report.notes);
         let dir = scratch.0.clone();
         self._scratch.push(scratch);
-        Ok(match report.adapter {
-            true => Place::Adapter(dir),
-            false => Place::Model(dir),
+        Ok(if report.adapter {
+            Place::Adapter(dir)
+        } else {
+            Place::Model(dir)
         })
     }
 

@@ -7,9 +7,10 @@ use std::path::Path;
 pub fn after_training(recipe: &Recipe, final_dir: &Path) -> Vec<String> {
     let dir = word(&final_dir.display().to_string());
     let adapter = recipe.tune.method == Method::Lora;
-    let result = match adapter {
-        true => format!("--model {} --adapter {dir}", word(&recipe.model.path)),
-        false => format!("--model {dir}"),
+    let result = if adapter {
+        format!("--model {} --adapter {dir}", word(&recipe.model.path))
+    } else {
+        format!("--model {dir}")
     };
     let stage = recipe.train.stage;
     let mut all = Vec::new();
@@ -42,9 +43,10 @@ pub fn after_training(recipe: &Recipe, final_dir: &Path) -> Vec<String> {
 /// Quotes text as one word of a shell.
 fn word(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:,@%".contains(c);
-    match !text.is_empty() && text.chars().all(plain) {
-        true => text.to_string(),
-        false => format!("'{}'", text.replace('\'', r"'\''")),
+    if !text.is_empty() && text.chars().all(plain) {
+        text.to_string()
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''"))
     }
 }
 

@@ -83,9 +83,10 @@ impl Kind {
         if let Some(manifest) = Manifest::read(run_dir)? {
             return Ok(Self::Run(manifest));
         }
-        match is_run_without_manifest(run_dir) {
-            true => Ok(Self::Run(Manifest::default())),
-            false => Ok(Self::Other(names)),
+        if is_run_without_manifest(run_dir) {
+            Ok(Self::Run(Manifest::default()))
+        } else {
+            Ok(Self::Other(names))
         }
     }
 }
@@ -194,9 +195,10 @@ impl Manifest {
             let name = name_of(&path);
             let file = path.symlink_metadata().is_ok_and(|m| m.is_file());
             if name.starts_with("checkpoint-") {
-                match checkpoint::remove(&path)? {
-                    true => removed.push(name),
-                    false => left.push(name),
+                if checkpoint::remove(&path)? {
+                    removed.push(name)
+                } else {
+                    left.push(name)
                 }
             } else if name == FINAL && self.is_final(&path) {
                 staging::remove_whole(&path)?;
@@ -241,9 +243,10 @@ pub fn remove_scratch(run_dir: &Path) -> Result<()> {
         staging::remove_scratch(&run_dir.join(name))?;
     }
     let codes = run_dir.join(setup::CODES);
-    match codes.symlink_metadata().is_ok_and(|m| m.is_file()) {
-        true => files::remove_file(&codes),
-        false => Ok(()),
+    if codes.symlink_metadata().is_ok_and(|m| m.is_file()) {
+        files::remove_file(&codes)
+    } else {
+        Ok(())
     }
 }
 

@@ -67,9 +67,10 @@ pub fn quantize(request: &Request) -> Result<Report> {
         weights.require(&p.name, &p.shape)?;
     }
     let is_bf16 = |p: &ParamInfo| weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16);
-    let decoded = match params.iter().all(is_bf16) {
-        true => Dtype::Bf16,
-        false => Dtype::F32,
+    let decoded = if params.iter().all(is_bf16) {
+        Dtype::Bf16
+    } else {
+        Dtype::F32
     };
     let before = sensitivity::dense_bytes(&weights, &params);
     let (formats, measured) = match request.budget {
@@ -101,9 +102,10 @@ fn write(
     measured: Option<(Sensitivity, Choice)>,
 ) -> Result<Report> {
     let nf4 = |p: &&ParamInfo| matches!(formats.get(&p.name), Some(Format::Nf4 { .. }));
-    let layout = match params.iter().filter(|p| is_projection(p)).all(|p| nf4(&p)) {
-        true => Layout::Bitsandbytes,
-        false => Layout::Ft,
+    let layout = if params.iter().filter(|p| is_projection(p)).all(|p| nf4(&p)) {
+        Layout::Bitsandbytes
+    } else {
+        Layout::Ft
     };
     // Each tensor with its parameter.
     let mut tensors: Vec<TensorPlan> = Vec::new();
@@ -203,9 +205,10 @@ impl Errors {
     }
 
     fn ratio(&self) -> f64 {
-        match self.weights > 0.0 {
-            true => (self.change / self.weights).sqrt(),
-            false => 0.0,
+        if self.weights > 0.0 {
+            (self.change / self.weights).sqrt()
+        } else {
+            0.0
         }
     }
 }

@@ -43,14 +43,15 @@ pub struct RowSizes {
 impl RowSizes {
     /// The row lengths for `recipe`: with on-policy distillation a row is as long as its longest possible answer.
     pub fn new(recipe: &Recipe, stream: &BatchStream, eval: Option<&Dataset>) -> Self {
-        let length = |row: &Example| match recipe.train.stage == Stage::Distill && recipe.distill.lmbda > 0.0 {
-            true => {
+        let length = |row: &Example| {
+            if recipe.train.stage == Stage::Distill && recipe.distill.lmbda > 0.0 {
                 let last = row.trained.iter().rposition(|t| *t).unwrap_or(0);
                 let first = row.trained[..last].iter().rposition(|t| !*t).map_or(0, |i| i + 1);
                 let answered = (first + recipe.distill.max_new_tokens).min(recipe.data.max_length);
                 row.ids.len().max(answered)
+            } else {
+                row.ids.len()
             }
-            false => row.ids.len(),
         };
         let eval = eval.map_or(&[][..], |e| &e.examples);
         let answered = |row: &Example| {
@@ -79,17 +80,17 @@ impl RowSizes {
         let lengths = self.eval.iter().map(|n| (*n).min(recipe.data.max_length));
         let longest = lengths.clone().max().unwrap_or(0);
         // Batches are filled up to a number of tokens; batches of preferences up to a number of rows.
-        let tokens = match stage.is_preference() {
-            true => lengths.take(recipe.train.batch_size).sum(),
-            false => {
-                let most = recipe.train.batch_size.saturating_mul(recipe.data.max_length);
-                lengths.sum::<usize>().min(most.max(longest))
-            }
+        let tokens = if stage.is_preference() {
+            lengths.take(recipe.train.batch_size).sum()
+        } else {
+            let most = recipe.train.batch_size.saturating_mul(recipe.data.max_length);
+            lengths.sum::<usize>().min(most.max(longest))
         };
         let reinforces = prompts::reinforces(recipe);
-        let answers = match reinforces || recipe.train.predict_with_generate {
-            true => self.eval.len().min(ANSWERED),
-            false => 0,
+        let answers = if reinforces || recipe.train.predict_with_generate {
+            self.eval.len().min(ANSWERED)
+        } else {
+            0
         };
         // A token of the prompt has at least one byte, so bytes bound the tokens.
         let prompts = &recipe.train.sample_prompts;

@@ -70,9 +70,10 @@ pub fn formats(recipe: &Recipe, train: &Dataset, eval: Option<&Dataset>) -> Vec<
         .rewards
         .iter()
         .any(|r| r.trim_start().starts_with("program"));
-    let rest = match prompts::reinforces(recipe) && sees_all {
-        true => "for the reward program",
-        false => "not used",
+    let rest = if prompts::reinforces(recipe) && sees_all {
+        "for the reward program"
+    } else {
+        "not used"
     };
     let mut readings = train.readings.clone();
     for reading in eval.map_or(&[][..], |e| &e.readings) {
@@ -102,13 +103,14 @@ fn rendered_later(train: &Dataset, eval: Option<&Dataset>, recipe: &Recipe, has_
     if recipe.train.stage != Stage::Pretrain && !train.readings.iter().all(texts) {
         later.push("`ft generate --chat` and `ft eval`");
     }
-    match later.is_empty() {
-        true => None,
-        false => Some(format!(
+    if later.is_empty() {
+        None
+    } else {
+        Some(format!(
             "no row is rendered with the chat template, but {} take it: what they show is not what was trained \
-             (`data.render`; `ft generate --prompt` without `--chat` asks in plain text)",
+         (`data.render`; `ft generate --prompt` without `--chat` asks in plain text)",
             later.join(", ")
-        )),
+        ))
     }
 }
 
@@ -227,9 +229,10 @@ pub fn stream(recipe: &Recipe, rows: usize) -> StreamSpec {
         max_length: recipe.data.packing_length,
         shuffle: recipe.data.shuffle,
         seed: recipe.train.seed,
-        length: match prompts::reinforces(recipe) {
-            true => Length::Steps(prompts::steps(recipe, rows)),
-            false => Length::new(recipe.train.max_steps, recipe.train.num_epochs),
+        length: if prompts::reinforces(recipe) {
+            Length::Steps(prompts::steps(recipe, rows))
+        } else {
+            Length::new(recipe.train.max_steps, recipe.train.num_epochs)
         },
     }
 }

@@ -102,8 +102,8 @@ impl Pace {
     /// The effect of a signal during step `step`: the step is abandoned or finished first.
     fn within(&self, step: u64, gives_up: bool) -> Stop {
         let lost = self.lost(step);
-        match gives_up {
-            true => Stop {
+        if gives_up {
+            Stop {
                 what: format!("stopping: step {step} is given up"),
                 then: format!(
                     ", the state after step {} is saved{}; Ctrl-C again stops now and loses {lost}",
@@ -112,28 +112,28 @@ impl Pace {
                 ),
                 lost: format!("{lost} lost"),
                 finishes: None,
-            },
-            false => Stop {
+            }
+        } else {
+            Stop {
                 what: "stopping after this step".into(),
                 then: format!("; Ctrl-C again stops now and loses {lost}"),
                 lost: format!("{lost} lost"),
                 finishes: Some(self.step),
-            },
+            }
         }
     }
 
     /// The effect of a signal after step `step`, while no step is running.
     fn after(&self, step: u64) -> Stop {
         let what = format!("stopping: the state after step {step} is saved{}", self.saving());
-        let (then, lost) = match self.saved >= step {
-            true => ("; Ctrl-C again stops now".into(), "nothing lost".into()),
-            false => {
-                let lost = self.lost(step);
-                (
-                    format!("; Ctrl-C again stops now and loses {lost}"),
-                    format!("{lost} lost"),
-                )
-            }
+        let (then, lost) = if self.saved >= step {
+            ("; Ctrl-C again stops now".into(), "nothing lost".into())
+        } else {
+            let lost = self.lost(step);
+            (
+                format!("; Ctrl-C again stops now and loses {lost}"),
+                format!("{lost} lost"),
+            )
         };
         Stop {
             what,
@@ -231,9 +231,10 @@ impl Run<'_> {
     /// Errors: as `stop_if_asked`.
     pub fn evaluate_if_missing(&mut self, engine: &Engine, step: u64) -> Result<()> {
         // The last line that `evaluate` writes.
-        let last = match self.feed.eval()?.is_empty() {
-            true => "eval_",
-            false => "eval_loss",
+        let last = if self.feed.eval()?.is_empty() {
+            "eval_"
+        } else {
+            "eval_loss"
         };
         if report::has_evaluation(self.run_dir, step, last) {
             return Ok(());
@@ -324,9 +325,10 @@ impl Run<'_> {
         }
         self.reporter.event("stop", json!({"step": step, "reason": e.what()}));
         self.reporter.finish();
-        match ops::device::out_of_memory(&e) {
-            true => self.explain_memory(engine, e),
-            false => e,
+        if ops::device::out_of_memory(&e) {
+            self.explain_memory(engine, e)
+        } else {
+            e
         }
     }
 

@@ -218,9 +218,10 @@ impl Sensitivity {
             totals.count(batch, &objective);
         }
         totals = totals.with(step_stats.read()?);
-        match totals.loss().is_finite() {
-            true => Ok(totals.loss()),
-            false => Err(Error::new("the loss on the calibration rows is not finite").found(totals.loss())),
+        if totals.loss().is_finite() {
+            Ok(totals.loss())
+        } else {
+            Err(Error::new("the loss on the calibration rows is not finite").found(totals.loss()))
         }
     }
 

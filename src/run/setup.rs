@@ -107,9 +107,10 @@ impl ModelDir {
     /// Opens the weight files.
     pub fn weights(&self) -> Result<Weights> {
         let weights = Weights::open(&self.dir)?;
-        match !self.spec.tied && families::read(&self.config)?.tied {
-            true => hf::untied_weights(weights),
-            false => Ok(weights),
+        if !self.spec.tied && families::read(&self.config)?.tied {
+            hf::untied_weights(weights)
+        } else {
+            Ok(weights)
         }
     }
 
@@ -203,10 +204,10 @@ impl ModelDir {
             head_rows,
         };
         let source = Box::new(Disk::open(params, weights, options)?);
-        match device.is_cpu() {
-            true => Ok(Network::new(self.spec.clone(), source, device.clone())),
-            // The disk source reuses its buffers, so no weight stays there.
-            false => self.upload(source, false, device),
+        if device.is_cpu() {
+            Ok(Network::new(self.spec.clone(), source, device.clone()))
+        } else {
+            self.upload(source, false, device)
         }
     }
 

@@ -290,12 +290,11 @@ fn eva(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut Adapter
 fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut AdapterSetup) -> Result<()> {
     let settings = &s.recipe.tune.lora.corda;
     let own;
-    let rows = match settings.data.is_empty() {
-        true => s.train,
-        false => {
-            own = rows::read(s.recipe, &settings.data, s.model)?;
-            &own
-        }
+    let rows = if settings.data.is_empty() {
+        s.train
+    } else {
+        own = rows::read(s.recipe, &settings.data, s.model)?;
+        &own
     };
     let key = cache::key(s.recipe, s.base, rows, network)?;
     if let Some(pairs) = cache::read(s.cache, &key, network, s.note)? {
@@ -333,9 +332,10 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut Adapt
             |task| {
                 let (outputs, inputs) = task.linear.dims();
                 let r = task.lora()?.rank();
-                let candidates = match settings.adaptive_rank {
-                    true => (2 * r).min(outputs).min(inputs),
-                    false => r,
+                let candidates = if settings.adaptive_rank {
+                    (2 * r).min(outputs).min(inputs)
+                } else {
+                    r
                 };
                 let covariance: &Covariance = seen.of(&task.module)?;
                 start::components(task.weight()?.as_ref(), covariance, method, candidates)
@@ -352,13 +352,12 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut Adapt
             .and_then(|a| a.lora())
             .map_or(0, Lora::rank)
     };
-    let ranks: Vec<usize> = match settings.adaptive_rank {
-        false => found.keys().map(|m| own_rank(m)).collect(),
-        true => {
-            let budget = found.keys().map(|m| own_rank(m)).sum();
-            let values: Vec<(Vec<f64>, f64)> = found.values().map(|c| (c.s.clone(), c.total)).collect();
-            start::allocate(&values, method, budget)
-        }
+    let ranks: Vec<usize> = if !settings.adaptive_rank {
+        found.keys().map(|m| own_rank(m)).collect()
+    } else {
+        let budget = found.keys().map(|m| own_rank(m)).sum();
+        let values: Vec<(Vec<f64>, f64)> = found.values().map(|c| (c.s.clone(), c.total)).collect();
+        start::allocate(&values, method, budget)
     };
     let Some(config) = &prepared.config else { return Ok(()) };
     let mut pairs = BTreeMap::new();

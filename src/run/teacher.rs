@@ -159,9 +159,10 @@ pub fn cost(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<plan
     for (name, format) in setup::Stored::find(&dir, &spec, ModelInit::Pretrained)?.codes {
         storage.set(name, Some(format));
     }
-    let states = match d.hidden_weight > 0.0 {
-        true => layer_map(recipe, student, &spec)?.len(),
-        false => 0,
+    let states = if d.hidden_weight > 0.0 {
+        layer_map(recipe, student, &spec)?.len()
+    } else {
+        0
     };
     Ok(Some(plan::Teacher {
         spec,
@@ -169,9 +170,10 @@ pub fn cost(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<plan
         place: place(recipe, on_gpu),
         bf16: dtype == Dtype::Bf16,
         states,
-        answers: match d.lmbda > 0.0 {
-            true => recipe.train.batch_size * recipe.train.gradient_accumulation_steps,
-            false => 0,
+        answers: if d.lmbda > 0.0 {
+            recipe.train.batch_size * recipe.train.gradient_accumulation_steps
+        } else {
+            0
         },
     }))
 }

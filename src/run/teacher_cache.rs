@@ -171,9 +171,10 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
     for (index, documents) in shards.iter().enumerate() {
         let path = shard_path(out, index);
         report.documents += documents.len();
-        let stored = match path.is_file() {
-            true => Some(Shard::open(&path, &facts.key, facts.k)?),
-            false => None,
+        let stored = if path.is_file() {
+            Some(Shard::open(&path, &facts.key, facts.k)?)
+        } else {
+            None
         };
         if stored.as_ref().is_some_and(|s| s.is_whole() == Some(false)) {
             note(&format!("{} is damaged: it is stored again", path.display()));
@@ -287,9 +288,10 @@ fn write_shard(path: &Path, documents: &[&Example], top: &TopK, facts: &CacheKey
     let left = |x: &f32| x.max(f32::MIN).to_le_bytes();
     let bytes: [Vec<u8>; 4] = [
         documents.iter().flat_map(entry).collect(),
-        match narrow {
-            true => top.ids.iter().flat_map(|id| (*id as u16).to_le_bytes()).collect(),
-            false => top.ids.iter().flat_map(|id| id.to_le_bytes()).collect(),
+        if narrow {
+            top.ids.iter().flat_map(|id| (*id as u16).to_le_bytes()).collect()
+        } else {
+            top.ids.iter().flat_map(|id| id.to_le_bytes()).collect()
         },
         top.log_probs.iter().flat_map(short).collect(),
         top.rest.iter().flat_map(left).collect(),
@@ -392,11 +394,12 @@ impl Shard {
             out.push((hash, first, count));
             first += count;
         }
-        match first == self.tokens {
-            true => Ok(out),
-            false => Err(Error::new("a file of the teacher's outputs is broken")
+        if first == self.tokens {
+            Ok(out)
+        } else {
+            Err(Error::new("a file of the teacher's outputs is broken")
                 .found(format!("{first} tokens in its documents"))
-                .expected(self.tokens)),
+                .expected(self.tokens))
         }
     }
 
@@ -406,15 +409,15 @@ impl Shard {
         let size = if self.narrow { 2 } else { 4 };
         let mut bytes = vec![0u8; n * size];
         self.weights.read_bytes_at("ids", first * self.k * size, &mut bytes)?;
-        match self.narrow {
-            true => top
-                .ids
-                .extend(bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]) as u32)),
-            false => top.ids.extend(
+        if self.narrow {
+            top.ids
+                .extend(bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]) as u32))
+        } else {
+            top.ids.extend(
                 bytes
                     .chunks_exact(4)
                     .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])),
-            ),
+            )
         }
         let mut log_probs = vec![0f32; n];
         self.weights.read_f32_at("log_probs", first * self.k, &mut log_probs)?;

@@ -151,9 +151,10 @@ pub fn is_projection(param: &ParamInfo) -> bool {
 /// True if `pattern` is a prefix of the name, with or without `model.`; with `*` it must match the whole name.
 fn fits(pattern: &str, name: &str) -> bool {
     let short = name.strip_prefix("model.").unwrap_or(name);
-    match pattern.contains('*') {
-        true => glob(pattern, name) || glob(pattern, short),
-        false => name.starts_with(pattern) || short.starts_with(pattern),
+    if pattern.contains('*') {
+        glob(pattern, name) || glob(pattern, short)
+    } else {
+        name.starts_with(pattern) || short.starts_with(pattern)
     }
 }
 

@@ -252,23 +252,25 @@ pub fn read_dense(weights: &Weights, p: &ParamInfo, dtype: Dtype, device: &Devic
 /// Errors: a value that is not finite, with the tensor's name; otherwise only the loss would become NaN later.
 fn f32s(weights: &Weights, p: &ParamInfo) -> Result<Vec<f32>> {
     let values = weights.read_f32(&p.name)?;
-    match values
+    if values
         .chunks(4096)
         .any(|some| some.iter().fold(false, |any, x| any | !x.is_finite()))
     {
-        true => Err(not_finite(weights, p)),
-        false => Ok(values),
+        Err(not_finite(weights, p))
+    } else {
+        Ok(values)
     }
 }
 
 fn bf16s(weights: &Weights, p: &ParamInfo) -> Result<Vec<bf16>> {
     let values = weights.read_bf16(&p.name)?;
-    match values
+    if values
         .chunks(4096)
         .any(|some| some.iter().fold(false, |any, x| any | !x.is_finite()))
     {
-        true => Err(not_finite(weights, p)),
-        false => Ok(values),
+        Err(not_finite(weights, p))
+    } else {
+        Ok(values)
     }
 }
 

@@ -69,9 +69,12 @@ impl Uploaded {
         let always: Vec<Arc<str>> = inner
             .params()
             .iter()
-            .filter(|p| match &*p.name == head {
-                true => inner.piece_rows(head).is_none(),
-                false => p.group == Group::Head,
+            .filter(|p| {
+                if &*p.name == head {
+                    inner.piece_rows(head).is_none()
+                } else {
+                    p.group == Group::Head
+                }
             })
             .map(|p| p.name.clone())
             .collect();

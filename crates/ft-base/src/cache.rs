@@ -18,9 +18,10 @@ fn path(name: &str) -> Option<PathBuf> {
 /// Reads the text cached under this name. Returns `None` on any error: a broken cache must not fail the caller.
 pub fn read(name: &str) -> Option<String> {
     let path = path(name)?;
-    match path.is_file() {
-        true => files::read_text(&path).ok(),
-        false => None,
+    if path.is_file() {
+        files::read_text(&path).ok()
+    } else {
+        None
     }
 }
 

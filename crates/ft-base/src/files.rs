@@ -76,9 +76,10 @@ pub fn read_text(path: &Path) -> Result<String> {
 /// As `read_text`, but also accepts standard input and a shell's `<(command)`. Other pipes are refused.
 pub fn read_text_or_stdin(path: &Path) -> Result<String> {
     let handed_over = path == Path::new("/dev/stdin") || path.parent() == Some(Path::new("/dev/fd"));
-    match handed_over && !path.is_dir() {
-        true => text_of(path, fs::read(path).map_err(|e| io("read the file", path, e))?),
-        false => read_text(path),
+    if handed_over && !path.is_dir() {
+        text_of(path, fs::read(path).map_err(|e| io("read the file", path, e))?)
+    } else {
+        read_text(path)
     }
 }
 
@@ -218,9 +219,10 @@ pub(super) fn finished(path: &Path) {
 /// Removes half-written files before a signal ends the process. Another thread may still write.
 pub(super) fn remove_unfinished() {
     for path in unfinished().iter() {
-        let _ = match path.is_dir() {
-            true => fs::remove_dir_all(path),
-            false => fs::remove_file(path),
+        let _ = if path.is_dir() {
+            fs::remove_dir_all(path)
+        } else {
+            fs::remove_file(path)
         };
     }
 }

@@ -154,14 +154,13 @@ mod pool {
             let fits = (0..self.count).filter(|i| self.free[*i].bytes >= bytes);
             if let Some(i) = fits.min_by_key(|i| self.free[*i].bytes) {
                 let block = self.free[i];
-                match block.bytes == bytes {
-                    true => self.remove(i),
-                    false => {
-                        self.free[i] = Block {
-                            at: block.at + bytes,
-                            bytes: block.bytes - bytes,
-                        };
-                    }
+                if block.bytes == bytes {
+                    self.remove(i)
+                } else {
+                    self.free[i] = Block {
+                        at: block.at + bytes,
+                        bytes: block.bytes - bytes,
+                    };
                 }
                 self.idle -= bytes;
                 self.out += bytes;

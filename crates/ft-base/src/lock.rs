@@ -88,9 +88,10 @@ impl RunLock {
 
     /// Removes the lock file if this call created it; used when the run is refused.
     pub fn abandon(self) -> Result<()> {
-        match self.made && self.check().is_ok() {
-            true => files::remove_file(&self.path),
-            false => Ok(()),
+        if self.made && self.check().is_ok() {
+            files::remove_file(&self.path)
+        } else {
+            Ok(())
         }
     }
 }

@@ -73,16 +73,18 @@ fn near(path: &Path) -> Option<PathBuf> {
             found = next;
             continue;
         }
-        let folder = match found.as_os_str().is_empty() {
-            true => Path::new("."),
-            false => &found,
+        let folder = if found.as_os_str().is_empty() {
+            Path::new(".")
+        } else {
+            &found
         };
         let rest = parts.as_path();
         let whole = |name: String| {
             let near = found.join(name);
-            match rest.as_os_str().is_empty() {
-                true => near,
-                false => near.join(rest),
+            if rest.as_os_str().is_empty() {
+                near
+            } else {
+                near.join(rest)
             }
         };
         return nearest(folder, &part.as_os_str().to_string_lossy(), |name| {

@@ -106,9 +106,10 @@ fn handle(signal: i32) {
     let conduct = CONDUCT.lock().unwrap_or_else(PoisonError::into_inner).clone();
     if CHAT.load(SeqCst) {
         // Ctrl-C during an answer stops the answer; any other signal ends the conversation.
-        match ANSWERING.load(SeqCst) && signal == SIGINT && RECEIVED.swap(signal, SeqCst) == 0 {
-            true => INTERRUPTS.store(0, SeqCst),
-            false => end(128 + signal, String::new()),
+        if ANSWERING.load(SeqCst) && signal == SIGINT && RECEIVED.swap(signal, SeqCst) == 0 {
+            INTERRUPTS.store(0, SeqCst)
+        } else {
+            end(128 + signal, String::new())
         }
         return;
     }

@@ -59,9 +59,10 @@ fn one(i: usize, value: &Value) -> Result<Value> {
             let error = bad(i, "has no `role`")
                 .found(format!("fields {}", names.join(", ")))
                 .expected("role, content");
-            return Err(match fields.contains_key("from") {
-                true => error.hint("fields `from` and `value` are read with `data.format = \"sharegpt\"`"),
-                false => error,
+            return Err(if fields.contains_key("from") {
+                error.hint("fields `from` and `value` are read with `data.format = \"sharegpt\"`")
+            } else {
+                error
             });
         }
     };
@@ -91,9 +92,10 @@ fn one(i: usize, value: &Value) -> Result<Value> {
         }
         None if calls && role == "assistant" => {}
         None => {
-            let what = match fields.contains_key("content") {
-                true => "has null `content`",
-                false => "has no `content`",
+            let what = if fields.contains_key("content") {
+                "has null `content`"
+            } else {
+                "has no `content`"
             };
             return Err(bad(i, what)
                 .found(format!("role `{role}` without tool calls"))

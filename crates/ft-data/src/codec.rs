@@ -100,9 +100,10 @@ impl ChatRender for ChatTemplate {
         tools: Option<&Value>,
         add_generation_prompt: bool,
     ) -> Result<Option<Rendered>> {
-        match self.marks_generation(tools) {
-            true => self.render_marked(messages, tools, add_generation_prompt).map(Some),
-            false => Ok(None),
+        if self.marks_generation(tools) {
+            self.render_marked(messages, tools, add_generation_prompt).map(Some)
+        } else {
+            Ok(None)
         }
     }
 

@@ -240,9 +240,10 @@ impl Dataset {
         let mut out = loader.out;
         out.readings = readings;
         out.finish();
-        match out.examples.is_empty() {
-            true => Err(nothing_to_train(spec, &out.stats)),
-            false => Ok(out),
+        if out.examples.is_empty() {
+            Err(nothing_to_train(spec, &out.stats))
+        } else {
+            Ok(out)
         }
     }
 
@@ -359,14 +360,13 @@ pub(super) fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
     if stats.rows == 0 {
         return Error::new("the data has no rows").at(files).found("0 rows");
     }
-    let hint = match stats.dropped_by_truncation > 0 {
-        true => format!(
+    let hint = if stats.dropped_by_truncation > 0 {
+        format!(
             "raise `data.max_length`; the longest row has {} tokens",
             stats.longest_written
-        ),
-        false => {
-            "`ft data` shows the rows; check `data.train_on` and the assistant messages or completions".to_string()
-        }
+        )
+    } else {
+        "`ft data` shows the rows; check `data.train_on` and the assistant messages or completions".to_string()
     };
     Error::new("nothing in the data would be trained")
         .at(files)

@@ -45,10 +45,7 @@ impl BadRows {
         if self.first.len() < SHOWN {
             self.first.push(e);
         }
-        match self.hopeless() {
-            true => Err(self.error()),
-            false => Ok(()),
-        }
+        if self.hopeless() { Err(self.error()) } else { Ok(()) }
     }
 
     /// Errors: there were bad rows.

@@ -350,13 +350,16 @@ impl Fields<'_> {
             RowFormat::Messages => Ok(self.list_layout(format, "messages")),
             RowFormat::Sharegpt => Ok(self.list_layout(format, "conversations")),
             RowFormat::Text => Ok(Layout::of(format)),
-            RowFormat::PromptCompletion => match self.has("prompt") && self.has("completion") {
-                true => Ok(self.pair_layout(format, "prompt", "completion")),
-                false => match self.pair()? {
-                    Some((prompt, answer)) => Ok(self.pair_layout(format, prompt, answer)),
-                    None => Err(self.no_pair(format)),
-                },
-            },
+            RowFormat::PromptCompletion => {
+                if self.has("prompt") && self.has("completion") {
+                    Ok(self.pair_layout(format, "prompt", "completion"))
+                } else {
+                    match self.pair()? {
+                        Some((prompt, answer)) => Ok(self.pair_layout(format, prompt, answer)),
+                        None => Err(self.no_pair(format)),
+                    }
+                }
+            }
             RowFormat::Alpaca => {
                 let answer = ANSWERS.into_iter().filter(|name| self.has(name)).collect::<Vec<_>>();
                 match (&answer[..], self.has("output")) {
@@ -401,9 +404,10 @@ impl Fields<'_> {
         if let Some(list) = LISTS.into_iter().find(|name| self.has(name)) {
             let turns = self.value(list).and_then(Value::as_array);
             let from = turns.is_some_and(|t| t.first().is_some_and(|t| t.get("from").is_some()));
-            return Ok(match from || list == "conversations" {
-                true => self.list_layout(RowFormat::Sharegpt, list),
-                false => self.list_layout(RowFormat::Messages, list),
+            return Ok(if from || list == "conversations" {
+                self.list_layout(RowFormat::Sharegpt, list)
+            } else {
+                self.list_layout(RowFormat::Messages, list)
             });
         }
         let preference = self.has("chosen") && self.has("rejected");

@@ -226,9 +226,10 @@ impl Order {
 
     /// Packing density: tokens in the bins of an epoch divided by their capacity; 1 without packing.
     pub fn density(&self) -> f64 {
-        match self.spec.packing {
-            true => self.lengths.iter().sum::<usize>() as f64 / (self.units as f64 * self.spec.max_length as f64),
-            false => 1.0,
+        if self.spec.packing {
+            self.lengths.iter().sum::<usize>() as f64 / (self.units as f64 * self.spec.max_length as f64)
+        } else {
+            1.0
         }
     }
 
@@ -304,13 +305,15 @@ impl Order {
             return units.clone();
         }
         let n = self.lengths.len();
-        let order = match self.spec.shuffle {
-            true => Rng::new(self.spec.seed, Stream::Shuffle, &[epoch]).permutation(n),
-            false => (0..n).collect(),
+        let order = if self.spec.shuffle {
+            Rng::new(self.spec.seed, Stream::Shuffle, &[epoch]).permutation(n)
+        } else {
+            (0..n).collect()
         };
-        let units = Arc::new(match self.spec.packing {
-            true => Units::Bins(pack(&order, &self.lengths, self.spec.max_length)),
-            false => Units::Rows(order),
+        let units = Arc::new(if self.spec.packing {
+            Units::Bins(pack(&order, &self.lengths, self.spec.max_length))
+        } else {
+            Units::Rows(order)
         });
         cache.push_front((epoch, units.clone()));
         cache.truncate(2);

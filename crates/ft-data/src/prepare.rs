@@ -36,9 +36,10 @@ pub(super) fn prepare<'a>(
 /// One for each job; a place without one asks the template itself.
 pub(super) fn of_jobs<'a>(template: &'a dyn ChatRender, jobs: Vec<Option<Job<'a>>>) -> Vec<Prepared<'a>> {
     let given: Vec<Job> = jobs.iter().flatten().cloned().collect();
-    let answers = match given.is_empty() {
-        true => Vec::new(),
-        false => template.render_many(&given),
+    let answers = if given.is_empty() {
+        Vec::new()
+    } else {
+        template.render_many(&given)
     };
     let mut answers = answers.into_iter();
     let prepared = |job: Option<Job<'a>>| Prepared {

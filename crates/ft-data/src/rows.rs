@@ -42,9 +42,10 @@ fn shape(format: RowFormat) -> &'static str {
 }
 
 pub(super) fn names(fields: &Map<String, Value>) -> String {
-    match fields.is_empty() {
-        true => "no fields".to_string(),
-        false => format!("fields {}", fields.keys().cloned().collect::<Vec<_>>().join(", ")),
+    if fields.is_empty() {
+        "no fields".to_string()
+    } else {
+        format!("fields {}", fields.keys().cloned().collect::<Vec<_>>().join(", "))
     }
 }
 
@@ -251,9 +252,10 @@ pub(super) fn turns(fields: &Map<String, Value>, name: &str, format: RowFormat) 
         Some(one @ Value::Object(_)) => vec![one.clone()],
         _ => list(fields, name, format)?,
     };
-    let messages = match list.first().is_some_and(|m| m.get("from").is_some()) {
-        true => chat::sharegpt(&list),
-        false => chat::messages(&list),
+    let messages = if list.first().is_some_and(|m| m.get("from").is_some()) {
+        chat::sharegpt(&list)
+    } else {
+        chat::messages(&list)
     };
     messages.map_err(|e| e.within(format!("`{name}`")))
 }

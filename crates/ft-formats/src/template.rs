@@ -315,9 +315,10 @@ fn answer(
     let mut variables: Vec<(&str, &Value)> = tokens.iter().map(|(name, text)| (&**name, text)).collect();
     variables.push(("tools", tools.unwrap_or(&Value::Null)));
     variables.push(("documents", &Value::Null));
-    let messages: Cow<[Value]> = match messages.iter().any(has_reasoning) {
-        true => messages.iter().map(with_reasoning).collect(),
-        false => messages.into(),
+    let messages: Cow<[Value]> = if messages.iter().any(has_reasoning) {
+        messages.iter().map(with_reasoning).collect()
+    } else {
+        messages.into()
     };
     let texts = template.render(&variables, &messages, asks);
     let rendered = |(text, generation)| Rendered { text, generation };

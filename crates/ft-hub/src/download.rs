@@ -288,9 +288,10 @@ impl<'a> Repository<'a> {
             let mut body = found.response.into_body().into_reader().take(length);
             body.read_to_end(&mut bytes)
                 .map_err(|e| Fault::Unreachable(e.to_string()))?;
-            match bytes.len() as u64 == length {
-                true => Ok(bytes),
-                false => Err(Fault::Unreachable(format!("{} of {length} bytes came", bytes.len()))),
+            if bytes.len() as u64 == length {
+                Ok(bytes)
+            } else {
+                Err(Fault::Unreachable(format!("{} of {length} bytes came", bytes.len())))
             }
         };
         let results: Vec<_> = std::thread::scope(|scope| {
@@ -360,9 +361,10 @@ fn blob_of(entry: &Value) -> Option<(String, Blob)> {
     let lfs = &entry["lfs"];
     // The hub calls the hash of a large file `oid`; some mirrors call it `sha256`.
     let large = ["oid", "sha256"].iter().find_map(|key| lfs[*key].as_str());
-    let (hash, size) = match lfs.is_object() {
-        true => (large, lfs["size"].as_u64().or(entry["size"].as_u64())),
-        false => (entry["oid"].as_str(), entry["size"].as_u64()),
+    let (hash, size) = if lfs.is_object() {
+        (large, lfs["size"].as_u64().or(entry["size"].as_u64()))
+    } else {
+        (entry["oid"].as_str(), entry["size"].as_u64())
     };
     let hash = Hash::parse(hash?)?;
     Some((path.to_string(), Blob { size: size?, hash }))

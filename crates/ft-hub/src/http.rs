@@ -224,11 +224,12 @@ impl Client {
         let secure = next.scheme_str() == Some("https");
         let plain = next.scheme_str() == Some("http") && self.endpoint.scheme_str() == Some("http");
         let named = next.authority().is_some_and(|a| !a.as_str().contains('@'));
-        match (secure || plain) && named && next.host().is_some_and(|h| !h.is_empty()) {
-            true => Ok(next),
-            false => Err(Fault::Untrusted(
+        if (secure || plain) && named && next.host().is_some_and(|h| !h.is_empty()) {
+            Ok(next)
+        } else {
+            Err(Fault::Untrusted(
                 "a redirect that leaves https, or to no web server".into(),
-            )),
+            ))
         }
     }
 }

@@ -151,13 +151,14 @@ impl Store {
             && !metadata.is_symlink()
         {
             // Some tools copy where they cannot link. An existing file is not changed.
-            return match metadata.is_file() && metadata.len() == blob.size {
-                true => Ok(path),
-                false => Err(Error::new("the cache holds another file in this place")
+            return if metadata.is_file() && metadata.len() == blob.size {
+                Ok(path)
+            } else {
+                Err(Error::new("the cache holds another file in this place")
                     .at_path(&path)
                     .found(format!("{} bytes", metadata.len()))
                     .expected(format!("a link to a content of {} bytes", blob.size))
-                    .hint("remove it, and run the same command again")),
+                    .hint("remove it, and run the same command again"))
             };
         }
         if let Some(parent) = path.parent() {

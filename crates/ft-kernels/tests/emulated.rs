@@ -127,9 +127,10 @@ fn check(name: &str, sanitized: bool) {
         eprintln!("skipped: {compiler} has no sanitizers");
         return;
     }
-    let (flags, seeds, kind): (&[&str], &[&str], &str) = match sanitized {
-        false => (PLAIN, &["0", "1", "2", "3", "4", "5"], "plain"),
-        true => (SANITIZED, &["1"], "sanitized"),
+    let (flags, seeds, kind): (&[&str], &[&str], &str) = if !sanitized {
+        (PLAIN, &["0", "1", "2", "3", "4", "5"], "plain")
+    } else {
+        (SANITIZED, &["1"], "sanitized")
     };
     let source = folder().join("tests").join(format!("{name}.cpp"));
     let program = scratch.join(format!("{name}-{kind}"));

@@ -33,9 +33,10 @@ pub fn bf16_pair(shape: impl Into<Shape>, seed: u64) -> (Tensor, Tensor) {
 /// rounds, else not at all. With such operands, products of few rows, of many rows and of f32 weights differ only
 /// by the order of f32 sums, on every path.
 pub fn as_operand(t: &Tensor) -> Tensor {
-    match CpuBackend::current().rounds(Rounding::Bf16) {
-        true => t.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap(),
-        false => t.clone(),
+    if CpuBackend::current().rounds(Rounding::Bf16) {
+        t.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap()
+    } else {
+        t.clone()
     }
 }
 

@@ -35,9 +35,10 @@ fn largest_body<const FMA: bool>(scores: &[f32]) -> f32 {
         }
     }
     let nan = odd.contains(&true) || rest.iter().any(|x| x.is_nan());
-    match nan {
-        true => f32::NAN,
-        false => lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |m, x| m.max(*x)),
+    if nan {
+        f32::NAN
+    } else {
+        lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |m, x| m.max(*x))
     }
 }
 vectorized!(fn largest(scores: &[f32]) -> f32 = largest_body);

@@ -44,20 +44,22 @@ pub enum Moment {
 impl Moment {
     /// Returns a moment of zeros.
     pub fn zeros(n: usize, int8: bool, device: &Device) -> Result<Self> {
-        Ok(match int8 {
-            true => Self::Int8 {
+        Ok(if int8 {
+            Self::Int8 {
                 codes: Tensor::zeros(n, DType::U8, device)?,
                 scales: Tensor::zeros(n.div_ceil(BLOCK), DType::F32, device)?,
-            },
-            false => Self::F32(Tensor::zeros(n, DType::F32, device)?),
+            }
+        } else {
+            Self::F32(Tensor::zeros(n, DType::F32, device)?)
         })
     }
 
     /// Returns the bytes of `n` elements.
     pub fn bytes(n: usize, int8: bool) -> u64 {
-        match int8 {
-            true => (n + 4 * n.div_ceil(BLOCK)) as u64,
-            false => 4 * n as u64,
+        if int8 {
+            (n + 4 * n.div_ceil(BLOCK)) as u64
+        } else {
+            4 * n as u64
         }
     }
 }

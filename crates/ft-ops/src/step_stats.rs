@@ -35,9 +35,10 @@ pub struct StepStats {
 
 impl StepStats {
     pub fn new(device: &Device) -> Result<Self> {
-        let device = match device.is_cuda() {
-            true => Some(Tensor::zeros(3, DType::F64, device)?),
-            false => None,
+        let device = if device.is_cuda() {
+            Some(Tensor::zeros(3, DType::F64, device)?)
+        } else {
+            None
         };
         Ok(Self {
             host: Cell::default(),

@@ -62,9 +62,10 @@ pub fn bytes(lora: &LoraConfig, hidden: usize, tokens: u64, adapters: &BTreeMap<
     let kept: u64 = layers.values().flatten().map(|l| l.kept(lora)).sum();
     let worst = layers.values().map(|linears| {
         let inputs: BTreeSet<(u8, u64)> = linears.iter().map(|l| (l.input, l.i)).collect();
-        let covariances: u64 = match looks {
-            true => inputs.iter().map(|(_, i)| 8 * i * i).sum(),
-            false => 0,
+        let covariances: u64 = if looks {
+            inputs.iter().map(|(_, i)| 8 * i * i).sum()
+        } else {
+            0
         };
         // During accumulation: the sums of a batch, as a tensor and as numbers.
         let sums = inputs

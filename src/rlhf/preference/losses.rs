@@ -19,9 +19,10 @@ pub fn sigmoid(x: f64) -> f64 {
 
 /// ln(1 - eˣ) for x < 0.
 fn log_one_minus_exp(x: f64) -> f64 {
-    match x < -std::f64::consts::LN_2 {
-        true => (-x.exp()).ln_1p(),
-        false => (-x.exp_m1()).ln(),
+    if x < -std::f64::consts::LN_2 {
+        (-x.exp()).ln_1p()
+    } else {
+        (-x.exp_m1()).ln()
     }
 }
 
@@ -259,13 +260,19 @@ impl Dpo {
             order
         };
         // The two sides of each comparison: the upper and the lower one.
-        let above = |i: usize| match paired {
-            true => pairs[i].chosen.logp - pairs[i].rejected.logp,
-            false => ratios[i][0],
+        let above = |i: usize| {
+            if paired {
+                pairs[i].chosen.logp - pairs[i].rejected.logp
+            } else {
+                ratios[i][0]
+            }
         };
-        let below = |i: usize| match paired {
-            true => pairs[i].chosen.reference - pairs[i].rejected.reference,
-            false => ratios[i][1],
+        let below = |i: usize| {
+            if paired {
+                pairs[i].chosen.reference - pairs[i].rejected.reference
+            } else {
+                ratios[i][1]
+            }
         };
         for (a, b) in sorted(&above).into_iter().zip(sorted(&below)) {
             let x = self.beta * (above(a) - below(b));
@@ -273,9 +280,10 @@ impl Dpo {
             out.loss += weight * loss;
             let slope = weight * self.beta * slope;
             out.slopes[a][0] += slope;
-            match paired {
-                true => out.slopes[a][1] -= slope,
-                false => out.slopes[b][1] -= slope,
+            if paired {
+                out.slopes[a][1] -= slope
+            } else {
+                out.slopes[b][1] -= slope
             }
         }
     }

@@ -93,9 +93,10 @@ struct Answer {
 
 impl Answer {
     fn weight(&self, position: usize, ld_alpha: f64) -> f64 {
-        match position - self.targets.start < self.shared {
-            true => 1.0,
-            false => ld_alpha,
+        if position - self.targets.start < self.shared {
+            1.0
+        } else {
+            ld_alpha
         }
     }
 
@@ -126,9 +127,10 @@ impl Preferences {
     fn slopes(&self, batch: &Batch, answers: &[Answer], log_probs: &[f32]) -> Result<Slopes> {
         let ld_alpha = self.algorithm.ld_alpha();
         let none = vec![0f32; answers.len()];
-        let reference = match self.algorithm.has_reference() {
-            true => batch.columns.document(REFERENCE)?,
-            false => &none,
+        let reference = if self.algorithm.has_reference() {
+            batch.columns.document(REFERENCE)?
+        } else {
+            &none
         };
         let side = |d: usize| {
             let answer = &answers[d];
@@ -275,9 +277,10 @@ impl Objective for Preferences {
         let mut along = vec![0f32; batch.len()];
         for ((answer, slope), text) in answers.iter().zip(&slopes.answers).zip(&slopes.texts) {
             for n in answer.document.clone() {
-                let of_answer = match answer.targets.contains(&n) {
-                    true => slope * answer.weight(n, ld_alpha),
-                    false => 0.0,
+                let of_answer = if answer.targets.contains(&n) {
+                    slope * answer.weight(n, ld_alpha)
+                } else {
+                    0.0
                 };
                 along[n] = (of_answer + text) as f32;
             }

@@ -136,14 +136,13 @@ impl Objective for Reward {
         for (row, slope) in rows.chunks_exact(d).zip(&slopes) {
             gradient.iter_mut().zip(row).for_each(|(g, x)| *g += slope * x);
         }
-        let dh = match need.dh {
-            true => {
-                let of_rows: Vec<f32> = slopes.iter().flat_map(|s| weight.iter().map(move |w| s * w)).collect();
-                let of_rows = Tensor::from_vec(of_rows, (slopes.len(), d), h.device())?;
-                let zeros = Tensor::zeros((n, d), DType::F32, h.device())?;
-                Some(zeros.index_add(&positions, &of_rows, 0)?.to_dtype(h.dtype())?)
-            }
-            false => None,
+        let dh = if need.dh {
+            let of_rows: Vec<f32> = slopes.iter().flat_map(|s| weight.iter().map(move |w| s * w)).collect();
+            let of_rows = Tensor::from_vec(of_rows, (slopes.len(), d), h.device())?;
+            let zeros = Tensor::zeros((n, d), DType::F32, h.device())?;
+            Some(zeros.index_add(&positions, &of_rows, 0)?.to_dtype(h.dtype())?)
+        } else {
+            None
         };
         let gradient = Tensor::from_vec(gradient, (1, d), h.device())?;
         Ok(LossGradients {

@@ -33,9 +33,10 @@ pub fn evaluate(kto: &Kto, answers: &[Judged], mismatched: &[f64]) -> (f64, Vec<
     };
     let mut loss = 0.0;
     let slopes = answers.iter().map(|a| {
-        let (sign, weight) = match a.desirable {
-            true => (1.0, kto.desirable_weight),
-            false => (-1.0, kto.undesirable_weight),
+        let (sign, weight) = if a.desirable {
+            (1.0, kto.desirable_weight)
+        } else {
+            (-1.0, kto.undesirable_weight)
         };
         let value = sigmoid(sign * kto.beta * (a.ratio - kl));
         loss += weight * (1.0 - value);

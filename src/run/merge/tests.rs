@@ -116,9 +116,9 @@ fn merging_refuses_what_it_must_not_touch_or_does_not_know() {
         &adapters,
         &BTreeMap::new(),
         &base,
-        &export::Base {
+        &hf::Base {
             sampled: "blake3:of another".into(),
-            ..export::Base::default()
+            ..hf::Base::default()
         },
     )
     .unwrap();

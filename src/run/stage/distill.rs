@@ -222,10 +222,11 @@ impl BatchSource for Rows<'_> {
     }
 
     fn restore(&mut self, state: &[u8]) -> Result<()> {
-        match std::str::from_utf8(state).is_ok_and(|name| self.fingerprint.is(name)) {
-            true => Ok(()),
-            false => Err(Error::new("the teacher is not the one that the run started with")
-                .hint("give the same `distill.teacher` or `distill.teacher_cache`, or start a new run")),
+        if std::str::from_utf8(state).is_ok_and(|name| self.fingerprint.is(name)) {
+            Ok(())
+        } else {
+            Err(Error::new("the teacher is not the one that the run started with")
+                .hint("give the same `distill.teacher` or `distill.teacher_cache`, or start a new run"))
         }
     }
 

@@ -260,9 +260,6 @@ impl BatchSource for Rows<'_> {
                 .collect();
             rest = others;
         }
-        match rest.is_empty() {
-            true => Ok(()),
-            false => Err(foreign()),
-        }
+        if rest.is_empty() { Ok(()) } else { Err(foreign()) }
     }
 }

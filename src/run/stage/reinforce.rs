@@ -59,9 +59,10 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
         (lasting(base.clone()), lasting(format!("{base}_std")))
     };
     let advantages = AdvantageComputer::new(recipe);
-    let reference = match advantages.uses_reference() {
-        true => Some(reference(recipe, setting.model, setting.device)?),
-        false => None,
+    let reference = if advantages.uses_reference() {
+        Some(reference(recipe, setting.model, setting.device)?)
+    } else {
+        None
     };
     Ok(Stage {
         objective: advantages::objective(recipe, setting.model.spec.hidden, setting.device)?,

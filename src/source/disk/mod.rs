@@ -120,9 +120,12 @@ impl Disk {
         }
         let always: Vec<Arc<str>> = params
             .iter()
-            .filter(|p| match &*p.name == options.head.as_str() {
-                true => options.head_rows.is_none(),
-                false => p.group == Group::Head,
+            .filter(|p| {
+                if &*p.name == options.head.as_str() {
+                    options.head_rows.is_none()
+                } else {
+                    p.group == Group::Head
+                }
             })
             .map(|p| p.name.clone())
             .collect();

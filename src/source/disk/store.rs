@@ -49,9 +49,10 @@ impl Store {
 
     /// Opens the file of a parameter, if it was trained.
     pub fn open(&self, name: &str) -> Result<Option<Weights>> {
-        match self.names.lock().unwrap_or_else(PoisonError::into_inner).contains(name) {
-            true => Ok(Some(Weights::open_file(&self.path(name))?.streamed())),
-            false => Ok(None),
+        if self.names.lock().unwrap_or_else(PoisonError::into_inner).contains(name) {
+            Ok(Some(Weights::open_file(&self.path(name))?.streamed()))
+        } else {
+            Ok(None)
         }
     }
 

@@ -95,9 +95,10 @@ pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dy
     let encoder = spec.encoder(codec, template);
     let readings = spec.rows(Purpose::Prefer, &encoder, &mut bad, &mut |row, layout, origin, bad| {
         loader.chunk.push((row, layout.clone(), origin));
-        match loader.chunk.len() >= CHUNK_ROWS {
-            true => loader.flush(bad),
-            false => Ok(()),
+        if loader.chunk.len() >= CHUNK_ROWS {
+            loader.flush(bad)
+        } else {
+            Ok(())
         }
     })?;
     loader.flush(&mut bad)?;
@@ -111,9 +112,10 @@ pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dy
         out.origins.push(origin);
     }
     out.finish();
-    match out.examples.is_empty() {
-        true => Err(nothing_to_train(&spec, &out.stats)),
-        false => Ok(out),
+    if out.examples.is_empty() {
+        Err(nothing_to_train(&spec, &out.stats))
+    } else {
+        Ok(out)
     }
 }
 

@@ -209,9 +209,10 @@ fn apart(prompt: Vec<Value>, sides: [Vec<Value>; 2]) -> Result<(Vec<Value>, [Vec
         return Ok((prompt, sides.map(|side| side[at..].to_vec())));
     }
     let asks = |side: &Vec<Value>| side.first().is_some_and(|m| chat::role(m) != "assistant");
-    match sides.iter().any(asks) {
-        true => Err(not_of_the_prompt(&clip(&Value::Array(prompt).to_string()), &sides)),
-        false => Ok((prompt, sides)),
+    if sides.iter().any(asks) {
+        Err(not_of_the_prompt(&clip(&Value::Array(prompt).to_string()), &sides))
+    } else {
+        Ok((prompt, sides))
     }
 }
 
@@ -224,9 +225,10 @@ fn around(prompt: &str, sides: [Vec<Value>; 2]) -> Result<(Vec<Value>, [Vec<Valu
     let whole = sides.clone();
     let (shared, sides) = implied(sides);
     let asked = |m: &Value| chat::role(m) == "user" && chat::content(m).trim() == prompt.trim();
-    match shared.iter().any(asked) {
-        true => Ok((shared, sides)),
-        false => Err(not_of_the_prompt(&clip(prompt), &whole)),
+    if shared.iter().any(asked) {
+        Ok((shared, sides))
+    } else {
+        Err(not_of_the_prompt(&clip(prompt), &whole))
     }
 }
 

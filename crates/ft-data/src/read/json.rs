@@ -157,9 +157,10 @@ fn array(path: &str, input: impl BufRead, each: &mut Each) -> Result<()> {
             .found(format!("a fault after row {}", place.number))
             .expected("one array of objects")
             .cause(message(&e))
-            .hint(match is_surrogate(&e) {
-                true => SURROGATE,
-                false => "check the quotes and commas before this place",
+            .hint(if is_surrogate(&e) {
+                SURROGATE
+            } else {
+                "check the quotes and commas before this place"
             })
     })
 }

@@ -116,9 +116,10 @@ impl Reader<'_> {
             let mut sorted = ids.clone();
             sorted.sort_unstable();
             sorted.dedup();
-            match sorted.len() == ids.len() {
-                true => Ok(ids),
-                false => Err(self.wrong(key, "every token once")),
+            if sorted.len() == ids.len() {
+                Ok(ids)
+            } else {
+                Err(self.wrong(key, "every token once"))
             }
         };
         Ok(match self.get(key) {

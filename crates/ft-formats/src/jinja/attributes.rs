@@ -113,9 +113,10 @@ pub(super) fn of(interp: &Interp, value: &Value, name: &str) -> Done<Option<Valu
     if name.starts_with("__") && name.ends_with("__") && name.len() > 4 && !matches!(value, Value::Namespace(_)) {
         // Whether the type has it or not, it cannot be used; a key of that name is no attribute.
         let is_key = matches!(value, Value::Dict(d) if d.get_str(name).is_some());
-        return match is_key {
-            true => Err(Fail::unsupported(format!("the key `{name}`"))),
-            false => Ok(Some(unsafe_attribute(value, name))),
+        return if is_key {
+            Err(Fail::unsupported(format!("the key `{name}`")))
+        } else {
+            Ok(Some(unsafe_attribute(value, name)))
         };
     }
     let find = |names: &[&'static str]| names.iter().find(|n| **n == name).copied();
@@ -188,9 +189,12 @@ pub(super) fn of(interp: &Interp, value: &Value, name: &str) -> Done<Option<Valu
         Value::Iter(_) => return Err(Fail::unsupported(format!("`{name}` of a {}", value.type_name()))),
         Value::None | Value::Undefined(_) => None,
     };
-    Ok(found.map(|name| match changes(value, name) {
-        true => unsafe_attribute(value, name),
-        false => Value::Object(Rc::new(Object::Method(value.clone(), name))),
+    Ok(found.map(|name| {
+        if changes(value, name) {
+            unsafe_attribute(value, name)
+        } else {
+            Value::Object(Rc::new(Object::Method(value.clone(), name)))
+        }
     }))
 }
 

@@ -219,9 +219,10 @@ impl Interp<'_> {
             Object::Function(name) => functions::call(self, name, args),
             Object::Joiner(separator, used) => {
                 args.bind("joiner", [], 0)?;
-                Ok(match used.replace(true) {
-                    true => Value::Str(separator.clone()),
-                    false => Value::str(""),
+                Ok(if used.replace(true) {
+                    Value::Str(separator.clone())
+                } else {
+                    Value::str("")
                 })
             }
             Object::Cycler(..) => Err(Fail::failed("'Cycler' object is not callable")),

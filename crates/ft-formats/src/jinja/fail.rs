@@ -123,9 +123,10 @@ pub(super) fn charge_text(bytes: usize) -> Done<()> {
 
 /// Errors: a text that grows has become too long.
 pub(super) fn check_text(text: &str) -> Done<()> {
-    match text.len() > LONGEST {
-        true => charge_text(text.len()),
-        false => Ok(()),
+    if text.len() > LONGEST {
+        charge_text(text.len())
+    } else {
+        Ok(())
     }
 }
 
@@ -142,10 +143,11 @@ pub(super) fn charge_items(items: usize) -> Done<()> {
 
 /// Errors: the calls of this rendering have used up their stack.
 pub(super) fn check_stack() -> Done<()> {
-    match STACK_TOP.get().abs_diff(here()) > STACK {
-        true => Err(Fail::limit(
+    if STACK_TOP.get().abs_diff(here()) > STACK {
+        Err(Fail::limit(
             "the template's calls are nested too deeply (recursion limit)",
-        )),
-        false => Ok(()),
+        ))
+    } else {
+        Ok(())
     }
 }

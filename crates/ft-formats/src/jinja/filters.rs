@@ -214,18 +214,20 @@ fn on_text(interp: &mut Interp, name: &str, value: &Value, args: &Args) -> Done<
             }
             if value.as_str().is_none() {
                 // What is short stays what it is.
-                return match value.length()? as i128 <= length.saturating_add(leeway) {
-                    true => Ok(value.clone()),
-                    false => Err(Fail::unsupported(format!("`truncate` of a {}", value.type_name()))),
+                return if value.length()? as i128 <= length.saturating_add(leeway) {
+                    Ok(value.clone())
+                } else {
+                    Err(Fail::unsupported(format!("`truncate` of a {}", value.type_name())))
                 };
             }
             if s.chars().count() as i128 <= length.saturating_add(leeway) {
                 return Ok(given_text.clone());
             }
             let kept: String = s.chars().take((length - end_length) as usize).collect();
-            let kept = match flag(&kill) {
-                true => &kept,
-                false => kept.rsplit_once(' ').map_or(&*kept, |(head, _)| head),
+            let kept = if flag(&kill) {
+                &kept
+            } else {
+                kept.rsplit_once(' ').map_or(&*kept, |(head, _)| head)
             };
             made([kept, end].concat())
         }
@@ -364,9 +366,10 @@ fn tojson(value: &Value, args: &Args) -> Done<Value> {
 
 /// Errors: digits that Python may read.
 fn foreign_digits(text: &str) -> Done<()> {
-    match text.chars().any(|c| !c.is_ascii() && c.is_numeric()) {
-        true => Err(Fail::unsupported("digits outside of ASCII")),
-        false => Ok(()),
+    if text.chars().any(|c| !c.is_ascii() && c.is_numeric()) {
+        Err(Fail::unsupported("digits outside of ASCII"))
+    } else {
+        Ok(())
     }
 }
 
@@ -514,9 +517,10 @@ fn round(value: &Value, args: &Args) -> Done<Value> {
 
 fn file_size(bytes: f64, binary: bool) -> Done<String> {
     let base: f64 = if binary { 1024.0 } else { 1000.0 };
-    let prefixes = match binary {
-        true => ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB", "ZiB", "YiB"],
-        false => ["kB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB"],
+    let prefixes = if binary {
+        ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB", "ZiB", "YiB"]
+    } else {
+        ["kB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB"]
     };
     if !bytes.is_finite() {
         return Err(Fail::failed("filesizeformat: the value is no number"));

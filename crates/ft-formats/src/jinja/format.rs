@@ -42,13 +42,17 @@ fn general(x: f64, precision: usize, alternate: bool) -> String {
     let text = format!("{x:.*e}", precision - 1);
     let (mantissa, e) = text.split_once('e').unwrap_or((&text, "0"));
     let e: i64 = e.parse().unwrap_or(0);
-    let trim = |t: &str| match t.contains('.') && !alternate {
-        true => t.trim_end_matches('0').trim_end_matches('.').to_string(),
-        false => t.to_string(),
+    let trim = |t: &str| {
+        if t.contains('.') && !alternate {
+            t.trim_end_matches('0').trim_end_matches('.').to_string()
+        } else {
+            t.to_string()
+        }
     };
-    match (-4..precision as i64).contains(&e) {
-        true => trim(&format!("{x:.*}", (precision as i64 - 1 - e).max(0) as usize)),
-        false => exponent(&format!("{}e{e}", trim(mantissa))),
+    if (-4..precision as i64).contains(&e) {
+        trim(&format!("{x:.*}", (precision as i64 - 1 - e).max(0) as usize))
+    } else {
+        exponent(&format!("{}e{e}", trim(mantissa)))
     }
 }
 
@@ -165,9 +169,10 @@ impl Spec {
             }
         }
         spec.kind = at(i);
-        match i + 1 < chars.len() {
-            true => Err(Fail::failed(format!("Invalid format specifier '{text}'"))),
-            false => Ok(spec),
+        if i + 1 < chars.len() {
+            Err(Fail::failed(format!("Invalid format specifier '{text}'")))
+        } else {
+            Ok(spec)
         }
     }
 
@@ -391,13 +396,15 @@ impl Braces {
             Some('a') => Value::str(ascii(&interp.repr_text(&value)?)),
             Some(c) => return Err(Fail::failed(format!("Unknown conversion specifier {c}"))),
         };
-        let spec = match spec.contains(['{', '}']) {
-            true => self.run(interp, spec, args, levels - 1)?,
-            false => spec.to_string(),
+        let spec = if spec.contains(['{', '}']) {
+            self.run(interp, spec, args, levels - 1)?
+        } else {
+            spec.to_string()
         };
-        match spec.is_empty() {
-            true => Ok(interp.text(&value)?.to_string()),
-            false => Spec::parse(&spec)?.value(&value),
+        if spec.is_empty() {
+            Ok(interp.text(&value)?.to_string())
+        } else {
+            Spec::parse(&spec)?.value(&value)
         }
     }
 

@@ -36,11 +36,12 @@ pub(super) fn call(interp: &mut Interp, name: &str, args: Args) -> Done<Value> {
                 None => (0, whole(first, 0)?),
             };
             let range = range(start, stop, step)?;
-            match range.length as i128 > RANGE {
-                true => Err(Fail::failed(format!(
+            if range.length as i128 > RANGE {
+                Err(Fail::failed(format!(
                     "Range too big. The sandbox blocks ranges larger than {RANGE} (too many elements)"
-                ))),
-                false => Ok(Value::Range(Rc::new(range))),
+                )))
+            } else {
+                Ok(Value::Range(Rc::new(range)))
             }
         }
         "dict" => Ok(Value::Dict(Rc::new(dict("dict", args)?))),
@@ -93,11 +94,12 @@ pub(super) fn call(interp: &mut Interp, name: &str, args: Args) -> Done<Value> {
 
 /// Errors: the sandbox allows no such name in a namespace.
 pub(super) fn check_namespace_name(name: &str) -> Done<()> {
-    match name.starts_with('_') {
-        true => Err(Fail::failed(format!(
+    if name.starts_with('_') {
+        Err(Fail::failed(format!(
             "Chat templates cannot store underscore-prefixed attributes on a namespace, but got '{name}'."
-        ))),
-        false => Ok(()),
+        )))
+    } else {
+        Ok(())
     }
 }
 

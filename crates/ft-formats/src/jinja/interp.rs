@@ -337,13 +337,14 @@ impl<'t> Interp<'t> {
                 value.defined()?;
                 let items = value.elements()?;
                 if items.len() != targets.len() {
-                    let what = match items.len() < targets.len() {
-                        true => format!(
+                    let what = if items.len() < targets.len() {
+                        format!(
                             "not enough values to unpack (expected {}, got {})",
                             targets.len(),
                             items.len()
-                        ),
-                        false => format!("too many values to unpack (expected {})", targets.len()),
+                        )
+                    } else {
+                        format!("too many values to unpack (expected {})", targets.len())
                     };
                     return Err(Fail::failed(what));
                 }

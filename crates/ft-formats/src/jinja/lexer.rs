@@ -210,9 +210,10 @@ impl<'a> Lexer<'a> {
 
     /// Tokens up to the end of the tag.
     fn inside(&mut self, block: bool) -> Done<()> {
-        let (tag, end) = match block {
-            true => ("%}", Token::BlockEnd),
-            false => ("}}", Token::PrintEnd),
+        let (tag, end) = if block {
+            ("%}", Token::BlockEnd)
+        } else {
+            ("}}", Token::PrintEnd)
         };
         let mut open: Vec<&'static str> = Vec::new();
         loop {
@@ -327,9 +328,10 @@ fn number(text: &str, after_dot: bool) -> Done<(Token, usize)> {
         return integer(&text[prefix..length], base).map(|v| (v, length));
     }
     // A number that begins with 0 is 0 alone.
-    let length = match text.starts_with('0') {
-        true => text[..whole].len() - text[..whole].trim_start_matches(['0', '_']).len(),
-        false => whole,
+    let length = if text.starts_with('0') {
+        text[..whole].len() - text[..whole].trim_start_matches(['0', '_']).len()
+    } else {
+        whole
     };
     integer(&text[..length], 10).map(|v| (v, length))
 }

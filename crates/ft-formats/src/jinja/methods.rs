@@ -377,9 +377,12 @@ fn on_text(interp: &mut Interp, receiver: &Value, s: &str, name: &str, args: &Ar
         _ => {
             args.bind_unnamed::<0>(name, 0)?;
             charge(s.len().saturating_mul(8))?;
-            let ascii = || match s.is_ascii() {
-                true => Ok(()),
-                false => Err(Fail::unsupported(format!("`{name}` of letters outside of ASCII"))),
+            let ascii = || {
+                if s.is_ascii() {
+                    Ok(())
+                } else {
+                    Err(Fail::unsupported(format!("`{name}` of letters outside of ASCII")))
+                }
             };
             Ok(Value::Bool(match name {
                 "lower" => return made(s.to_lowercase()),

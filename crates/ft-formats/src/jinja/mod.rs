@@ -95,9 +95,10 @@ impl Template {
             all.push(("messages", Value::list(beginning.to_vec())?));
             all.push(("add_generation_prompt", Value::Bool(*prompt)));
             let out = Interp::render(&self.tree, &all, input, None)?;
-            match out.is_captured {
-                true => self.marked(&all, input, out),
-                false => Ok((out.text, out.generation)),
+            if out.is_captured {
+                self.marked(&all, input, out)
+            } else {
+                Ok((out.text, out.generation))
             }
         };
         asks.iter().map(&mut one).collect()

@@ -136,9 +136,10 @@ fn repeated(many: &Value, times: i128) -> Done<Value> {
 
 fn floor_div_rem(x: i128, y: i128) -> Option<(i128, i128)> {
     let (q, r) = (x.checked_div(y)?, x.checked_rem(y)?);
-    match r != 0 && (r < 0) != (y < 0) {
-        true => Some((q - 1, r + y)),
-        false => Some((q, r)),
+    if r != 0 && (r < 0) != (y < 0) {
+        Some((q - 1, r + y))
+    } else {
+        Some((q, r))
     }
 }
 
@@ -296,9 +297,10 @@ fn number_order(a: &Value, b: &Value) -> Option<Ordering> {
             None if x.is_nan() => None,
             None if x.abs() >= 1e38 => Some(if x > 0.0 { Ordering::Less } else { Ordering::Greater }),
             // Between two integers.
-            None => Some(match n <= x.floor() as i128 {
-                true => Ordering::Less,
-                false => Ordering::Greater,
+            None => Some(if n <= x.floor() as i128 {
+                Ordering::Less
+            } else {
+                Ordering::Greater
             }),
         }
     }
@@ -417,10 +419,7 @@ pub(super) fn sorted(keys: &[Value], reverse: bool) -> Done<Vec<usize>> {
         if failure.is_some() {
             return Ordering::Equal;
         }
-        let (a, b) = match reverse {
-            true => (*b, *a),
-            false => (*a, *b),
-        };
+        let (a, b) = if reverse { (*b, *a) } else { (*a, *b) };
         match order(&keys[a], &keys[b], "<") {
             Ok(Some(order)) => order,
             Ok(None) => {
@@ -458,9 +457,10 @@ pub(super) fn item(whole: &Value, index: &Value) -> Done<Option<Value>> {
     Ok(match whole {
         Value::List(seq) | Value::Tuple(seq) | Value::Group(seq) => at(seq.items.len()).map(|i| seq.items[i].clone()),
         Value::Str(text) | Value::Markup(text) => {
-            let i = match text.is_ascii() {
-                true => at(text.len()),
-                false => at(text.chars().count()),
+            let i = if text.is_ascii() {
+                at(text.len())
+            } else {
+                at(text.chars().count())
             };
             charge(text.len())?;
             let c = match (i, text.is_ascii()) {
@@ -514,9 +514,10 @@ pub(super) fn slice(whole: &Value, parts: [&Value; 3]) -> Done<Value> {
             Some(v) => v.min(high),
         }
     };
-    let (start, stop) = match step < 0 {
-        true => (bound(start, n - 1), bound(stop, -1)),
-        false => (bound(start, 0), bound(stop, n)),
+    let (start, stop) = if step < 0 {
+        (bound(start, n - 1), bound(stop, -1))
+    } else {
+        (bound(start, 0), bound(stop, n))
     };
     let range = super::functions::range(start, stop, step)?;
     charge_items(range.length)?;

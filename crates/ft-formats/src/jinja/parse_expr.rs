@@ -23,10 +23,7 @@ impl Parser {
             if end {
                 break;
             }
-            items.push(match conditions {
-                true => self.expression()?,
-                false => self.or()?,
-            });
+            items.push(if conditions { self.expression()? } else { self.or()? });
             if !self.skip_op(",") {
                 break;
             }
@@ -52,9 +49,10 @@ impl Parser {
         let mut value = self.or()?;
         while self.skip_word("if") {
             let test = self.or()?;
-            let otherwise = match self.skip_word("else") {
-                true => Some(Box::new(self.nested(Self::condition)?)),
-                false => None,
+            let otherwise = if self.skip_word("else") {
+                Some(Box::new(self.nested(Self::condition)?))
+            } else {
+                None
             };
             value = Expr::new(ExprKind::Cond(Box::new(test), Box::new(value), otherwise), line)?;
         }
@@ -81,9 +79,10 @@ impl Parser {
 
     fn not(&mut self) -> Done<Expr> {
         let line = self.line();
-        match self.skip_word("not") {
-            true => Expr::new(ExprKind::Not(Box::new(self.nested(Self::not)?)), line),
-            false => self.compare(),
+        if self.skip_word("not") {
+            Expr::new(ExprKind::Not(Box::new(self.nested(Self::not)?)), line)
+        } else {
+            self.compare()
         }
     }
 
@@ -110,9 +109,10 @@ impl Parser {
             }
             rest.push((op, self.sum()?));
         }
-        match rest.is_empty() {
-            true => Ok(first),
-            false => Expr::new(ExprKind::Compare(Box::new(first), rest), line),
+        if rest.is_empty() {
+            Ok(first)
+        } else {
+            Expr::new(ExprKind::Compare(Box::new(first), rest), line)
         }
     }
 
@@ -178,10 +178,7 @@ impl Parser {
             self.primary()?
         };
         let node = self.postfix(node)?;
-        match with_filters {
-            true => self.filtered(node),
-            false => Ok(node),
-        }
+        if with_filters { self.filtered(node) } else { Ok(node) }
     }
 
     fn primary(&mut self) -> Done<Expr> {
@@ -414,9 +411,10 @@ impl Parser {
             inline = false;
             let line = self.line();
             let name = self.dotted_name()?;
-            let args = match self.is_op("(") {
-                true => self.arguments()?,
-                false => CallArgs::default(),
+            let args = if self.is_op("(") {
+                self.arguments()?
+            } else {
+                CallArgs::default()
             };
             let value = match last.take() {
                 Some(expr) => Some(Box::new(expr)),
@@ -458,9 +456,10 @@ impl Parser {
             args.positional.push(self.postfix(value)?);
         }
         let test = Expr::new(ExprKind::Test(Box::new(node), name, Box::new(args)), line)?;
-        match negated {
-            true => Expr::new(ExprKind::Not(Box::new(test)), line),
-            false => Ok(test),
+        if negated {
+            Expr::new(ExprKind::Not(Box::new(test)), line)
+        } else {
+            Ok(test)
         }
     }
 }

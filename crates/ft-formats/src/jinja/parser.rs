@@ -120,16 +120,18 @@ impl Parser {
     }
 
     pub(super) fn expect_op(&mut self, op: &str) -> Done<()> {
-        match self.skip_op(op) {
-            true => Ok(()),
-            false => self.unexpected(&format!("'{op}'")),
+        if self.skip_op(op) {
+            Ok(())
+        } else {
+            self.unexpected(&format!("'{op}'"))
         }
     }
 
     pub(super) fn expect_word(&mut self, word: &str) -> Done<()> {
-        match self.skip_word(word) {
-            true => Ok(()),
-            false => self.unexpected(&format!("'{word}'")),
+        if self.skip_word(word) {
+            Ok(())
+        } else {
+            self.unexpected(&format!("'{word}'"))
         }
     }
 
@@ -433,18 +435,20 @@ impl Parser {
         }
         self.expect_word("in")?;
         let iter = self.tuple(false, true)?;
-        let test = match self.skip_word("if") {
-            true => Some(self.expression()?),
-            false => None,
+        let test = if self.skip_word("if") {
+            Some(self.expression()?)
+        } else {
+            None
         };
         let recursive = self.skip_word("recursive");
         self.loops += 1;
         let nodes = self.block(&["endfor", "else"])?;
         self.loops -= 1;
         let has_else = &*self.expect_name()? == "else";
-        let otherwise = match has_else {
-            true => self.body("endfor")?,
-            false => Body::default(),
+        let otherwise = if has_else {
+            self.body("endfor")?
+        } else {
+            Body::default()
         };
         Ok(StmtKind::For(Arc::new(For {
             target,
@@ -463,10 +467,7 @@ impl Parser {
 
     fn call_block(&mut self) -> Done<StmtKind> {
         // The signature comes before the call, the body after it.
-        let args = match self.is_op("(") {
-            true => self.signature()?,
-            false => Vec::new(),
-        };
+        let args = if self.is_op("(") { self.signature()? } else { Vec::new() };
         let line = self.line();
         let call = self.expression()?;
         if !matches!(call.kind, ExprKind::Call(..)) {

@@ -276,9 +276,10 @@ pub(super) fn call(interp: &mut Interp, name: &str, value: Value, mut args: Args
                 true => Some(args.positional.remove(0)),
                 false => None,
             };
-            let test = match args.positional.is_empty() {
-                true => None,
-                false => Some(filter_name(&mut args, "")?),
+            let test = if args.positional.is_empty() {
+                None
+            } else {
+                Some(filter_name(&mut args, "")?)
             };
             let mut out = Vec::new();
             for item in value.elements_ahead()? {

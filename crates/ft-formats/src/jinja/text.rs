@@ -58,12 +58,11 @@ pub(super) fn capitalized(text: &str) -> Done<String> {
 
 /// The lower case of `text[from..]`, in its surroundings: a sigma at the end of a word is another letter.
 fn lowered_after(text: &str, from: usize) -> String {
-    match text[from..].contains('Σ') {
-        false => text[from..].to_lowercase(),
-        true => {
-            let head = text[..from].to_lowercase().len();
-            text.to_lowercase().split_off(head)
-        }
+    if !text[from..].contains('Σ') {
+        text[from..].to_lowercase()
+    } else {
+        let head = text[..from].to_lowercase().len();
+        text.to_lowercase().split_off(head)
     }
 }
 
@@ -77,9 +76,10 @@ pub(super) fn title(text: &str) -> Done<String> {
     let mut out = String::with_capacity(text.len());
     let mut inside = false;
     for c in text.chars() {
-        match inside {
-            true => out.extend(c.to_lowercase()),
-            false => titled(c, &mut out)?,
+        if inside {
+            out.extend(c.to_lowercase())
+        } else {
+            titled(c, &mut out)?
         }
         inside = is_cased(c);
     }

@@ -13,18 +13,12 @@ pub(super) fn is_line_end(c: char) -> bool {
 
 /// `str.isprintable` of one character.
 pub(super) fn is_printable(c: char) -> bool {
-    match c.is_ascii() {
-        true => (' '..='~').contains(&c),
-        false => !within(&NOT_PRINTABLE, c),
-    }
+    if c.is_ascii() { (' '..='~').contains(&c) } else { !within(&NOT_PRINTABLE, c) }
 }
 
 /// `str.isalpha` of one character.
 pub(super) fn is_alpha(c: char) -> bool {
-    match c.is_ascii() {
-        true => c.is_ascii_alphabetic(),
-        false => within(&ALPHA, c),
-    }
+    if c.is_ascii() { c.is_ascii_alphabetic() } else { within(&ALPHA, c) }
 }
 
 fn within(table: &[(u32, u32)], c: char) -> bool {

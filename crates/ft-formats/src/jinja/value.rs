@@ -126,9 +126,10 @@ impl Seq {
 
 fn deeper<'a>(values: impl Iterator<Item = &'a Value>) -> Done<u32> {
     let depth = 1 + values.map(Value::depth).max().unwrap_or(0);
-    match depth > DEPTH {
-        true => Err(Fail::limit("a value is nested too deeply")),
-        false => Ok(depth),
+    if depth > DEPTH {
+        Err(Fail::limit("a value is nested too deeply"))
+    } else {
+        Ok(depth)
     }
 }
 

@@ -104,12 +104,11 @@ fn run_body<const FMA: bool>(
     }
     let mut inverse = [0f32; ROWS];
     let mut more = Vec::new();
-    let inverse = match rows > ROWS {
-        true => {
-            more.resize(rows, 0.0);
-            &mut more[..]
-        }
-        false => &mut inverse[..],
+    let inverse = if rows > ROWS {
+        more.resize(rows, 0.0);
+        &mut more[..]
+    } else {
+        &mut inverse[..]
     };
     for (row, scores) in scores.chunks_exact_mut(seen).enumerate().take(rows) {
         let end = task.place + row / group + 1 - low;
@@ -193,16 +192,13 @@ fn head_of<'a>(
             let scales = &scales[head * PAGE..][..PAGE];
             let lines = codes[part].chunks_exact(columns).zip(tile.chunks_exact_mut(columns));
             for (row, (from, to)) in lines.enumerate() {
-                match scale_of_column {
-                    true => {
-                        for ((to, from), scale) in to.iter_mut().zip(from).zip(scales) {
-                            *to = *from as f32 * scale;
-                        }
+                if scale_of_column {
+                    for ((to, from), scale) in to.iter_mut().zip(from).zip(scales) {
+                        *to = *from as f32 * scale;
                     }
-                    false => {
-                        for (to, from) in to.iter_mut().zip(from) {
-                            *to = *from as f32 * scales[row];
-                        }
+                } else {
+                    for (to, from) in to.iter_mut().zip(from) {
+                        *to = *from as f32 * scales[row];
                     }
                 }
             }

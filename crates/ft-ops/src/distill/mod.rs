@@ -288,9 +288,10 @@ fn trained(targets: &[u32], v: usize) -> Result<Vec<usize>> {
 }
 
 fn check_temperature(temperature: f32) -> Result<()> {
-    match temperature.is_finite() && temperature > 0.0 {
-        true => Ok(()),
-        false => Err(Error::new("the temperature of a divergence must be a positive number").found(temperature)),
+    if temperature.is_finite() && temperature > 0.0 {
+        Ok(())
+    } else {
+        Err(Error::new("the temperature of a divergence must be a positive number").found(temperature))
     }
 }
 

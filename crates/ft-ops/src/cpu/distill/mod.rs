@@ -124,13 +124,12 @@ impl<'a> Group<'a> {
     fn again(&mut self, head: Values<'_>, tokens: (usize, usize), first: usize) -> &mut [f32] {
         let (d, cap) = (self.side.width, self.side.cap);
         let width = head.len() / d.max(1);
-        match self.logits.kept {
-            true => self.logits.part(tokens.1, first, width),
-            false => {
-                let logits = self.multiply(head, tokens, first);
-                cap_rows(logits, width, cap);
-                logits
-            }
+        if self.logits.kept {
+            self.logits.part(tokens.1, first, width)
+        } else {
+            let logits = self.multiply(head, tokens, first);
+            cap_rows(logits, width, cap);
+            logits
         }
     }
 }

@@ -145,9 +145,10 @@ impl<'a> Student<'a> {
                     if known == 0 {
                         continue;
                     }
-                    soft[place + i] = match known == part.len() && inverse == 1.0 {
-                        true => all,
-                        false => soft_block(&mut part[..known], inverse, finite),
+                    soft[place + i] = if known == part.len() && inverse == 1.0 {
+                        all
+                    } else {
+                        soft_block(&mut part[..known], inverse, finite)
                     };
                 }
                 if let Some(at) = inside(*target, first, width) {

@@ -89,15 +89,16 @@ impl<'a> Kept<'a> {
                         *kept = std::mem::replace(&mut part[*id as usize - from], f32::NEG_INFINITY);
                     }
                     let (max, _) = largest(part, 0.0);
-                    let others = match max == f32::NEG_INFINITY {
-                        true => Block {
+                    let others = if max == f32::NEG_INFINITY {
+                        Block {
                             max: block.max,
                             sum: 0.0,
-                        },
-                        false => Block {
+                        }
+                    } else {
+                        Block {
                             max,
                             sum: terms::sum_exp(part, max, inverse),
-                        },
+                        }
                     };
                     for (id, kept) in ids[a..b].iter().zip(&kept[a..b]) {
                         part[*id as usize - from] = *kept;

@@ -78,9 +78,10 @@ impl Selection {
                     return;
                 }
                 // Only a logit above the smallest of the top-k can enter it.
-                let least = match best.kept.len() < k {
-                    true => f32::NEG_INFINITY,
-                    false => best.kept.iter().fold(f32::INFINITY, |m, x| m.min(x.0)),
+                let least = if best.kept.len() < k {
+                    f32::NEG_INFINITY
+                } else {
+                    best.kept.iter().fold(f32::INFINITY, |m, x| m.min(x.0))
                 };
                 let seen = row.iter().zip(first as u32..);
                 let mut all = best.kept.clone();
@@ -120,12 +121,11 @@ impl Selection {
             let mut all = present.clone();
             all.extend(best.kept.iter().map(|(x, _)| Block { max: *x, sum: 1.0 }));
             let whole = scale(&all, self.inverse);
-            let rest = match present.is_empty() {
-                true => f32::NEG_INFINITY,
-                false => {
-                    let part = scale(&present, self.inverse);
-                    (part.max - whole.max) * self.inverse + part.ln_sum - whole.ln_sum
-                }
+            let rest = if present.is_empty() {
+                f32::NEG_INFINITY
+            } else {
+                let part = scale(&present, self.inverse);
+                (part.max - whole.max) * self.inverse + part.ln_sum - whole.ln_sum
             };
             if best.odd {
                 out.ids.extend(0..self.k as u32);

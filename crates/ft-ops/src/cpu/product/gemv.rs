@@ -26,9 +26,10 @@ pub(super) fn fits(job: &Job, rounds: bool) -> bool {
         return false;
     }
     let f32_rows = job.a.k_contiguous && matches!(job.a.values, Operand::F32(_));
-    let (most, start) = match job.b.is_quantized() {
-        true => (CODED_ROWS, true),
-        false => (ROWS, !matches!(job.start, CInit::C)),
+    let (most, start) = if job.b.is_quantized() {
+        (CODED_ROWS, true)
+    } else {
+        (ROWS, !matches!(job.start, CInit::C))
     };
     job.sizes.0 <= most && f32_rows && job.b.k_contiguous && start
 }
@@ -112,9 +113,10 @@ fn quantized(
     let mut piece = [0f32; PIECE];
     for column in first..first + count {
         let mut sums = [[0f32; LANES]; CODED_ROWS];
-        let pieces = match dot_in_registers(arranged, view, column, &mut sums[..m]) {
-            true => 0,
-            false => k,
+        let pieces = if dot_in_registers(arranged, view, column, &mut sums[..m]) {
+            0
+        } else {
+            k
         };
         for start in (0..pieces).step_by(PIECE) {
             let piece = &mut piece[..PIECE.min(k - start)];

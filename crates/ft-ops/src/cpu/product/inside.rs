@@ -220,12 +220,11 @@ unsafe fn fma(width: Width, (m, n, k): Sizes, to: OutputTile, a: &PackedOperand,
         let add = to.add || k0 > 0;
         for n0 in (0..n).step_by(near) {
             for (row, rows) in rows_of(width, m) {
-                let (at, a_row, a_k) = match a.packed.is_empty() {
-                    true => {
-                        let (at, a_row, a_k) = lying(a);
-                        (at.wrapping_add(row * a_row + k0 * a_k), a_row, a_k)
-                    }
-                    false => (a.packed[row * k + k0 * rows..].as_ptr(), 1, rows),
+                let (at, a_row, a_k) = if a.packed.is_empty() {
+                    let (at, a_row, a_k) = lying(a);
+                    (at.wrapping_add(row * a_row + k0 * a_k), a_row, a_k)
+                } else {
+                    (a.packed[row * k + k0 * rows..].as_ptr(), 1, rows)
                 };
                 for column in (n0..n.min(n0 + near)).step_by(tile_columns) {
                     let columns = tile_columns.min(n - column);

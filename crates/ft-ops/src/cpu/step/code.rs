@@ -47,9 +47,12 @@ impl Code {
             // In f32 and from both ends, as torch's linspace: so the table is bit-equal to that of bitsandbytes.
             let (low, high) = (0.1f32, 1.0f32);
             let step = (high - low) / parts as f32;
-            let edge = |i: usize| match i < parts.div_ceil(2) {
-                true => step.mul_add(i as f32, low),
-                false => (-step).mul_add((parts - i) as f32, high),
+            let edge = |i: usize| {
+                if i < parts.div_ceil(2) {
+                    step.mul_add(i as f32, low)
+                } else {
+                    (-step).mul_add((parts - i) as f32, high)
+                }
             };
             for i in 0..parts {
                 let value = size * ((edge(i) + edge(i + 1)) / 2.0);

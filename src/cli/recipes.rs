@@ -43,6 +43,7 @@ pub const SHIPPED: [(&str, &str); 15] = shipped![
   ft recipes show quickstart
   ft recipes copy quickstart --with-data  quickstart.toml, its model and rows
   ft recipes copy sft-qwen                writes sft-qwen.toml here
+  ft recipes schema > recipe.schema.json  a JSON schema for editors
 
 The list says whether a recipe fits the memory that is free here: `fits`, `tight` (nearly all of it, or only with weights
 on the disk or in fewer bits) or `no`. The forecast takes every row as long as `data.max_length`.")]
@@ -66,6 +67,14 @@ enum Action {
         /// Name of a recipe in the list
         name: String,
     },
+    /// Print the JSON schema of a recipe, for completion and checks in an editor
+    #[command(after_help = "Examples:
+  ft recipes schema > recipe.schema.json
+
+An editor with taplo (Even Better TOML) uses it for a recipe whose first line is:
+
+  #:schema ./recipe.schema.json")]
+    Schema,
     /// Write a recipe to a file
     #[command(after_help = "Examples:
   ft recipes copy quickstart --with-data             quickstart.toml, assets/tiny and its rows
@@ -89,6 +98,7 @@ pub fn run(args: Args) -> Result<i32> {
     match args.action.unwrap_or(Action::List) {
         Action::List => list(args.json)?,
         Action::Show { name } => out_raw(find(&name)?.1)?,
+        Action::Schema => out_raw(&format!("{:#}\n", recipe::schema()))?,
         Action::Copy { name, to, with_data } => copy(&name, to, with_data)?,
     }
     Ok(0)

@@ -56,6 +56,21 @@ pub struct StepReport {
 }
 
 impl Engine {
+    /// Gradients are stored until the window is complete and clipped to a global norm of 1; all layers recompute their
+    /// activations. Change the fields for other strategies.
+    pub fn new(network: Network, objective: Box<dyn Objective>, optimizer: Optimizer) -> Self {
+        Self {
+            network,
+            objective,
+            optimizer,
+            gradients: Gradients::Keep,
+            keep_layers: 0,
+            parked: None,
+            max_grad_norm: 1.0,
+            seed: 0,
+        }
+    }
+
     /// Runs step number `step` (from 1) on one window of micro-batches at learning rate `lr`.
     ///
     /// Errors: a loss or gradient is not finite; with stored gradients the active weights are then unchanged.

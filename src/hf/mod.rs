@@ -9,6 +9,7 @@ mod fingerprint;
 mod load_adapter;
 mod merged;
 mod model;
+mod open;
 mod tie;
 
 pub use adapter::{adapter, adapter_over, plain_lora, pruned};
@@ -20,6 +21,7 @@ pub use load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, choice, rank_of, row_table
 pub use merged::{Weighted, merged};
 pub use model::{Directory, set_dtype, stored};
 pub use model::{ModelExport, ParamFill, model};
+pub use open::{OpenModel, open};
 pub use tie::{untied_weights, unties};
 
 use crate::base::{Result, files};

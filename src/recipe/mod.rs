@@ -14,6 +14,7 @@ mod lower;
 pub mod peers;
 mod preference;
 mod resolved;
+mod schema;
 pub mod suggest;
 pub mod table;
 pub mod types;
@@ -25,6 +26,7 @@ mod tests_stages;
 
 pub use lower::ACCUMULATION;
 pub use resolved::reference;
+pub use schema::schema;
 pub use types::*;
 
 use crate::base::{Error, Result, files, paths};

@@ -1,0 +1,37 @@
+//! Opens a Hugging Face model directory as a network in memory.
+
+use crate::base::Result;
+use crate::formats::{ChatTemplate, Config, Tokenizer, Weights};
+use crate::model::{Network, families};
+use crate::ops::Dtype;
+use crate::source::{Policy, Resident};
+use candle_core::Device;
+use std::path::Path;
+
+/// A model directory with loaded weights.
+pub struct OpenModel {
+    pub config: Config,
+    pub network: Network,
+    pub tokenizer: Tokenizer,
+    /// The model's own chat template, if it has one.
+    pub template: Option<ChatTemplate>,
+}
+
+/// Reads config, tokenizer, chat template and all weights of `dir`, the weights in `dtype` on `device`.
+///
+/// # Errors
+/// A missing or damaged file; a family that ft does not compute; weights that do not fit the config.
+pub fn open(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
+    let config = Config::load(dir)?;
+    let spec = families::read(&config)?;
+    let tokenizer = Tokenizer::load(dir)?;
+    let template = ChatTemplate::from_dir(dir, &tokenizer)?;
+    let storage = Policy::dense(dtype);
+    let source = Resident::load(spec.params(), &Weights::open(dir)?, |p| storage.of(p), device)?;
+    Ok(OpenModel {
+        config,
+        network: Network::new(spec, Box::new(source), device.clone()),
+        tokenizer,
+        template,
+    })
+}

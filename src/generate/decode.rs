@@ -118,12 +118,12 @@ pub struct Speed {
 
 /// The network that decodes, optionally with a quantized head.
 #[derive(Clone, Copy)]
-pub struct Policy<'a> {
+pub struct SampledModel<'a> {
     pub network: &'a Network,
     pub head: Option<&'a QMatrix>,
 }
 
-impl<'a> From<&'a Network> for Policy<'a> {
+impl<'a> From<&'a Network> for SampledModel<'a> {
     fn from(network: &'a Network) -> Self {
         Self { network, head: None }
     }
@@ -136,7 +136,7 @@ impl<'a> From<&'a Network> for Policy<'a> {
 /// Errors: an empty prompt, one longer than the model's positions, an id beyond the embedding; logits that are not
 /// finite; any error of `on_token`; a signal that requests a stop; a KV cache too small for one request.
 pub fn generate<'a>(
-    policy: impl Into<Policy<'a>>,
+    policy: impl Into<SampledModel<'a>>,
     prompts: &[Vec<u32>],
     settings: &Settings,
     on_token: &mut OnToken,
@@ -162,14 +162,18 @@ pub fn generate<'a>(
 /// each id.
 ///
 /// Errors: as `generate`.
-pub fn rollout<'a>(policy: impl Into<Policy<'a>>, requests: &[Request], settings: &Settings) -> Result<Vec<Answer>> {
+pub fn rollout<'a>(
+    policy: impl Into<SampledModel<'a>>,
+    requests: &[Request],
+    settings: &Settings,
+) -> Result<Vec<Answer>> {
     Ok(answer(policy, requests, settings, &mut |_, _| Ok(()))?.0)
 }
 
 /// As `rollout`; also calls `on_token` for every token as it is sampled (except stop ids), and returns statistics.
 /// Errors: as `generate`.
 pub fn answer<'a>(
-    policy: impl Into<Policy<'a>>,
+    policy: impl Into<SampledModel<'a>>,
     requests: &[Request],
     settings: &Settings,
     on_token: &mut OnToken,
@@ -196,7 +200,7 @@ impl Session {
     /// As `answer`, for one request. After an error the next call starts with an empty cache.
     pub fn answer<'a>(
         &mut self,
-        policy: impl Into<Policy<'a>>,
+        policy: impl Into<SampledModel<'a>>,
         request: &Request,
         settings: &Settings,
         on_token: &mut OnToken,
@@ -264,7 +268,7 @@ const MANY: usize = 9;
 /// Runs new tokens through the network. Returns logits `[wanted, V]` of the parts that request them. On the CPU the
 /// values of a row do not depend on the other rows as long as there are always many rows, or always few; with
 /// `same_bits`, padding rows ensure that there are always many.
-pub(super) fn step(policy: &Policy, parts: &mut [Part], same_bits: bool) -> Result<Vec<f32>> {
+pub(super) fn step(policy: &SampledModel, parts: &mut [Part], same_bits: bool) -> Result<Vec<f32>> {
     let network = policy.network;
     let (mut ids, mut positions, mut documents) = (Vec::new(), Vec::new(), vec![0]);
     for part in parts.iter() {

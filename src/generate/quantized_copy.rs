@@ -2,7 +2,7 @@
 //! everything else (embedding, norms, biases, adapters) with the original network. Its outputs differ from those of
 //! the exact weights: `Answer::log_probs` are those of the copy, and a loss also computes those of the exact weights.
 
-use super::decode::Policy;
+use super::decode::SampledModel;
 use crate::base::{Error, Result, progress};
 use crate::formats::weights::Weights;
 use crate::model::Network;
@@ -124,7 +124,7 @@ impl QuantizedCopy {
     }
 }
 
-impl<'a> From<&'a QuantizedCopy> for Policy<'a> {
+impl<'a> From<&'a QuantizedCopy> for SampledModel<'a> {
     fn from(copy: &'a QuantizedCopy) -> Self {
         Self {
             network: &copy.network,

@@ -2,7 +2,7 @@
 //! together, and leave one by one. The answer to a request does not depend on the scheduling.
 
 use super::cache::{Layout, Run, Sequence};
-use super::decode::{Answer, Part, Policy, Request, Settings, Speed, step};
+use super::decode::{Answer, Part, Request, SampledModel, Settings, Speed, step};
 use super::prefix::Tree;
 use super::sampler::Sampler;
 use crate::base::progress::Phase;
@@ -42,7 +42,7 @@ enum Who {
 }
 
 pub struct Schedule<'a> {
-    policy: Policy<'a>,
+    policy: SampledModel<'a>,
     requests: &'a [Request],
     settings: &'a Settings,
     sampler: Sampler,
@@ -68,7 +68,7 @@ pub struct Schedule<'a> {
 pub type OnToken<'a> = dyn FnMut(usize, u32) -> Result<()> + 'a;
 
 impl<'a> Schedule<'a> {
-    pub fn new(policy: Policy<'a>, requests: &'a [Request], settings: &'a Settings) -> Result<Self> {
+    pub fn new(policy: SampledModel<'a>, requests: &'a [Request], settings: &'a Settings) -> Result<Self> {
         let limits = &settings.limits;
         let prompts: Vec<&[u32]> = requests.iter().map(|r| &r.prompt[..]).collect();
         let tree = if limits.share_prefixes {

@@ -366,7 +366,7 @@ fn a_session_reads_only_what_is_new() {
 }
 
 /// Returns the logits after the last token of a prompt, `[V]`.
-fn logits<'a>(policy: impl Into<Policy<'a>>, prompt: &[u32]) -> Vec<f32> {
+fn logits<'a>(policy: impl Into<SampledModel<'a>>, prompt: &[u32]) -> Vec<f32> {
     let policy = policy.into();
     let layout = Layout::new(&policy.network.spec, None, &Device::Cpu, DType::F32).unwrap();
     let part = Part {

@@ -4,7 +4,7 @@ use crate::base::Result;
 use crate::formats::{ChatTemplate, Config, Tokenizer, Weights};
 use crate::model::{Network, families};
 use crate::ops::Dtype;
-use crate::source::{Policy, Resident};
+use crate::source::{Resident, StoragePolicy};
 use candle_core::Device;
 use std::path::Path;
 
@@ -26,7 +26,7 @@ pub fn open(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
     let spec = families::read(&config)?;
     let tokenizer = Tokenizer::load(dir)?;
     let template = ChatTemplate::from_dir(dir, &tokenizer)?;
-    let storage = Policy::dense(dtype);
+    let storage = StoragePolicy::dense(dtype);
     let source = Resident::load(spec.params(), &Weights::open(dir)?, |p| storage.of(p), device)?;
     Ok(OpenModel {
         config,

@@ -43,7 +43,7 @@ pub enum Projections {
 }
 
 /// Saved activations of the attention half.
-struct AttentionKept {
+struct SavedAttention {
     /// q and k before their norms, if they have norms.
     raw: Option<(Tensor, Tensor)>,
     q: Tensor,
@@ -56,8 +56,8 @@ struct AttentionKept {
 }
 
 /// Saved activations of a block, `[N, ·]`. The outputs of its norms and of the gate are cheap to recompute.
-pub struct Kept {
-    attention: AttentionKept,
+pub struct SavedActivations {
+    attention: SavedAttention,
     /// The residual stream between the halves.
     x1: Tensor,
     /// gate and up of each piece of the tokens.
@@ -162,7 +162,12 @@ impl Block {
     }
 
     /// The attention half: `[N, D]` to `[N, D]`, and the activations to save.
-    fn attention(&self, x: &Tensor, ctx: &Context, cache: Option<&mut dyn KvStore>) -> Result<(Tensor, AttentionKept)> {
+    fn attention(
+        &self,
+        x: &Tensor,
+        ctx: &Context,
+        cache: Option<&mut dyn KvStore>,
+    ) -> Result<(Tensor, SavedAttention)> {
         let h = self.norm(&self.input_norm, x)?;
         let mut qkv = self.attention_in.forward(&h, ctx)?.into_iter();
         let (Some(q), Some(k), Some(v)) = (qkv.next(), qkv.next(), qkv.next()) else {
@@ -190,7 +195,7 @@ impl Block {
         };
         Ok((
             x1,
-            AttentionKept {
+            SavedAttention {
                 raw,
                 q,
                 k,
@@ -223,13 +228,13 @@ impl Block {
     fn attention_backward(
         &self,
         x: &Tensor,
-        kept: AttentionKept,
+        kept: SavedAttention,
         dx1: Tensor,
         ctx: &Context,
         need_dx: bool,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let AttentionKept {
+        let SavedAttention {
             raw,
             q,
             k,
@@ -278,23 +283,23 @@ impl Block {
 }
 
 impl Layer for Block {
-    type Kept = Kept;
+    type SavedActivations = SavedActivations;
 
     fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         let x1 = self.attention(x, ctx, None)?.0;
         Ok(self.mlp(&x1, ctx, false)?.0)
     }
 
-    fn forward_saving(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Kept)> {
+    fn forward_saving(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, SavedActivations)> {
         let (x1, attention) = self.attention(x, ctx, None)?;
         let (y, parts) = self.mlp(&x1, ctx, true)?;
-        Ok((y, Kept { attention, x1, parts }))
+        Ok((y, SavedActivations { attention, x1, parts }))
     }
 
     fn vjp(
         &self,
         x: &Tensor,
-        kept: Option<Kept>,
+        kept: Option<SavedActivations>,
         dy: Tensor,
         ctx: &Context,
         need_dx: bool,

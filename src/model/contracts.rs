@@ -87,20 +87,20 @@ impl Context<'_> {
 /// Forward pass and vector-Jacobian product of one layer.
 pub trait Layer {
     /// Saved activations, which the backward pass would otherwise recompute.
-    type Kept;
+    type SavedActivations;
 
     /// `x` `[N, D]` to `[N, D]`; saves no activations.
     fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor>;
 
     /// As `forward`, bit-exactly, and returns the saved activations.
-    fn forward_saving(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Self::Kept)>;
+    fn forward_saving(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Self::SavedActivations)>;
 
     /// Backward pass from the layer's input `x` `[N, D]`; recomputes the activations if `kept` is `None`. Passes the
     /// gradients of the parameters that `sink` wants to it one by one; returns `∂loss/∂x` if `need_dx`.
     fn vjp(
         &self,
         x: &Tensor,
-        kept: Option<Self::Kept>,
+        kept: Option<Self::SavedActivations>,
         dy: Tensor,
         ctx: &Context,
         need_dx: bool,

@@ -1,10 +1,10 @@
 //! The sets of parameters that a run trains in turn, and the few of them that can have the highest memory peak.
 
 use super::Inputs;
-use super::Place;
+use super::Placement;
 use super::model::Model;
 use crate::engine::Active;
-use crate::source::Policy;
+use crate::source::StoragePolicy;
 use std::collections::BTreeMap;
 
 /// Elements of parameters that were trained in earlier turns and are inactive now.
@@ -18,11 +18,11 @@ pub struct Retired {
 impl Retired {
     /// Bytes in the model's type and of the low part of fp32 masters. With weights on the disk both are read back on
     /// demand.
-    pub(super) fn bytes(self, place: Place, (stored, master): (u64, u64)) -> u64 {
+    pub(super) fn bytes(self, place: Placement, (stored, master): (u64, u64)) -> u64 {
         match place {
             // The exact values stay beside the quantized data.
-            Place::Device | Place::Host => self.dense * master + self.quantized * (stored + master),
-            Place::Disk { .. } => 0,
+            Placement::Device | Placement::Host => self.dense * master + self.quantized * (stored + master),
+            Placement::Disk { .. } => 0,
         }
     }
 }
@@ -47,7 +47,7 @@ impl Turn {
     }
 
     /// Each of these sets, after all others were trained.
-    pub fn each(model: &Model, storage: &Policy, sets: Vec<Active>) -> Vec<Self> {
+    pub fn each(model: &Model, storage: &StoragePolicy, sets: Vec<Active>) -> Vec<Self> {
         let retired = |active: &Active| {
             let mut retired = Retired::default();
             let rests = |name: &str| !active.wants(name) && sets.iter().any(|s| s.wants(name));
@@ -142,7 +142,7 @@ mod tests {
     }
 
     /// Layers in this order, each after those before it.
-    fn chosen(order: &[usize], keep: usize, place: Place, storage: Policy) -> Vec<usize> {
+    fn chosen(order: &[usize], keep: usize, place: Placement, storage: StoragePolicy) -> Vec<usize> {
         let spec = families::read(&shapes::config("shape:qwen2.5-1.5b").unwrap().unwrap()).unwrap();
         let mut inputs = inputs(layer(0), crate::engine::Gradients::Keep);
         let turn = |(i, l): (usize, &usize)| Turn {
@@ -166,23 +166,23 @@ mod tests {
 
     #[test]
     fn only_the_corners_of_what_is_possible_are_planned() {
-        let bf16 = || Policy::dense(Dtype::Bf16);
+        let bf16 = || StoragePolicy::dense(Dtype::Bf16);
         let up: Vec<usize> = (0..28).collect();
         let down: Vec<usize> = (0..28).rev().collect();
         // With descending order the lowest layer has the most inactive masters.
-        assert_eq!(chosen(&down, 0, Place::Device, bf16()), [0]);
-        assert_eq!(chosen(&up, 0, Place::Device, bf16()), [0, 27]);
+        assert_eq!(chosen(&down, 0, Placement::Device, bf16()), [0]);
+        assert_eq!(chosen(&up, 0, Placement::Device, bf16()), [0, 27]);
         // Layers 20 and above save their activations.
-        assert_eq!(chosen(&up, 8, Place::Device, bf16()), [0, 19, 20, 27]);
+        assert_eq!(chosen(&up, 8, Placement::Device, bf16()), [0, 19, 20, 27]);
         // With weights on the disk, inactive parameters need no memory.
-        assert_eq!(chosen(&up, 8, Place::Disk { head_rows: None }, bf16()), [0]);
+        assert_eq!(chosen(&up, 8, Placement::Disk { head_rows: None }, bf16()), [0]);
         // A layer with another storage belongs to another group.
         let mut mixed = bf16();
         mixed.set(
             "model.layers.9.mlp.up_proj.weight".into(),
             Some(crate::quant::Format::Int8 { group: 0 }),
         );
-        assert_eq!(chosen(&down, 0, Place::Device, mixed), [0, 9]);
+        assert_eq!(chosen(&down, 0, Placement::Device, mixed), [0, 9]);
     }
 
     #[test]

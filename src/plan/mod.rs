@@ -31,14 +31,14 @@ use crate::ops::paged;
 use crate::optim::Optimizer;
 use crate::peft::start::cost;
 use crate::recipe::{LoraInit, Method, Recipe, RolloutWeights};
-use crate::source::{Copies, Policy};
+use crate::source::{Copies, StoragePolicy};
 use candidates::candidates;
 use ledger::{Kind, Ledger};
 use std::sync::Arc;
 
 /// Where the weights live that are not trained now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum Placement {
     Device,
     /// In host memory, with computation on a GPU; head and active parameters are on the device.
     Host,
@@ -48,13 +48,13 @@ pub enum Place {
     },
 }
 
-impl Place {
+impl Placement {
     /// For weights that are copied to the device layer by layer: rows per chunk of the head, or the whole head.
     pub(crate) fn travels(self) -> Option<Option<usize>> {
         match self {
-            Place::Device => None,
-            Place::Host => Some(None),
-            Place::Disk { head_rows } => Some(head_rows),
+            Placement::Device => None,
+            Placement::Host => Some(None),
+            Placement::Disk { head_rows } => Some(head_rows),
         }
     }
 }
@@ -102,14 +102,14 @@ pub struct Inputs {
     /// Every set of parameters that is active at one time, with the elements trained before it.
     pub turns: Arc<[Turn]>,
     /// How each weight is stored.
-    pub storage: Policy,
+    pub storage: StoragePolicy,
     /// Prepacked weights, if the CPU has a tile unit.
     pub copies: Option<Copies>,
     /// Bytes per value when a weight is read for quantization; 0 if the files are quantized already.
     pub file_bytes: u64,
     /// Memory of the adapter on each linear, by module.
     pub adapters: Costs,
-    pub place: Place,
+    pub place: Placement,
     /// Loaded beside the model.
     pub teacher: Option<Teacher>,
     /// Reward models.
@@ -143,11 +143,11 @@ impl Inputs {
             element: 4,
             on_gpu: false,
             turns,
-            storage: Policy::dense(recipe.model.dtype),
+            storage: StoragePolicy::dense(recipe.model.dtype),
             copies: None,
             file_bytes: recipe.model.dtype.bytes(),
             adapters,
-            place: Place::Device,
+            place: Placement::Device,
             teacher: None,
             judges: Arc::default(),
             parked: recipe.memory.activations == crate::recipe::Activations::Host,
@@ -291,8 +291,8 @@ fn of_turn(
     let corrected = model.sum_corrected(active, |name| master * model.elements(name));
     // Weights for the device start on the host: all of them, or two layers that were read ahead.
     let on_host: u64 = match inputs.place {
-        Place::Host => model.sum(active, |p| inputs.storage.of(p).bytes(&p.shape)),
-        Place::Disk { .. } if inputs.on_gpu => weights::held(model, &inputs.storage, stored, inputs.place, active),
+        Placement::Host => model.sum(active, |p| inputs.storage.of(p).bytes(&p.shape)),
+        Placement::Disk { .. } if inputs.on_gpu => weights::held(model, &inputs.storage, stored, inputs.place, active),
         _ => 0,
     };
 
@@ -349,7 +349,7 @@ fn of_turn(
     // A checkpoint or `final/` converts one tensor at a time to f32; from the disk only a small part of it.
     ledger.moment("saving");
     let largest = match (recipe.tune.method, inputs.place) {
-        (Method::Lora, _) | (_, Place::Disk { .. }) => model.largest_trained(active),
+        (Method::Lora, _) | (_, Placement::Disk { .. }) => model.largest_trained(active),
         _ => model.largest(),
     };
     ledger.touch(Kind::Saving, 4 * largest);

@@ -4,7 +4,7 @@
 use crate::engine::Active;
 use crate::model::Spec;
 use crate::peft::Cost;
-use crate::source::{Group, ParamInfo, Policy};
+use crate::source::{Group, ParamInfo, StoragePolicy};
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{Hash, Hasher};
@@ -43,7 +43,7 @@ pub enum Stretch {
 }
 
 impl<'a> Model<'a> {
-    pub fn new(spec: &'a Spec, storage: &Policy, adapters: &BTreeMap<String, Cost>) -> Self {
+    pub fn new(spec: &'a Spec, storage: &StoragePolicy, adapters: &BTreeMap<String, Cost>) -> Self {
         let mut one = spec.clone();
         one.layers.truncate(1);
         Self::of(spec, one.params(), storage, adapters)
@@ -53,7 +53,7 @@ impl<'a> Model<'a> {
     pub(super) fn of(
         spec: &'a Spec,
         params: Vec<ParamInfo>,
-        storage: &Policy,
+        storage: &StoragePolicy,
         adapters: &BTreeMap<String, Cost>,
     ) -> Self {
         let layers = spec.layers.len();
@@ -262,7 +262,7 @@ mod tests {
     #[test]
     fn alike_layers_are_one_run_and_sums_count_each_of_them() {
         let spec = families::read(&shapes::config("shape:qwen2.5-1.5b").unwrap().unwrap()).unwrap();
-        let mut storage = Policy::dense(Dtype::Bf16);
+        let mut storage = StoragePolicy::dense(Dtype::Bf16);
         let model = Model::new(&spec, &storage, &BTreeMap::new());
         let run = |first, count| Run { first, count };
         assert_eq!(model.runs(&layers(0..28)), [run(0, 28)]);
@@ -286,7 +286,7 @@ mod tests {
     #[test]
     fn a_walk_takes_the_ends_of_what_is_alike() {
         let spec = families::read(&shapes::config("shape:qwen2.5-1.5b").unwrap().unwrap()).unwrap();
-        let model = Model::new(&spec, &Policy::dense(Dtype::Bf16), &BTreeMap::new());
+        let model = Model::new(&spec, &StoragePolicy::dense(Dtype::Bf16), &BTreeMap::new());
         use Stretch::{One, Same};
         assert_eq!(model.stretches(&layers(0..28), &[]), [One(0), Same(26), One(27)]);
         let want = [One(0), One(1), One(2), Same(2), One(5), One(6), Same(20), One(27)];

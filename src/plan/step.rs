@@ -256,7 +256,7 @@ fn micro_batch(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, 
 
 /// Tensors saved for the backward pass.
 enum Waiting {
-    Layer(usize, Held, Option<work::Kept>),
+    Layer(usize, Held, Option<work::SavedActivations>),
     /// Saved tensors of this many equal layers.
     Alike(usize, Vec<Held>),
 }

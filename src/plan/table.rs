@@ -164,11 +164,11 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             "weights",
             "weights",
             match inputs.place {
-                super::Place::Device => format!("all of them, {stored}"),
-                super::Place::Host | super::Place::Disk { head_rows: None } => {
+                super::Placement::Device => format!("all of them, {stored}"),
+                super::Placement::Host | super::Placement::Disk { head_rows: None } => {
                     format!("trained now, two layers, the head; {stored}")
                 }
-                super::Place::Disk { .. } => format!("trained now, two layers, two pieces of the head; {stored}"),
+                super::Placement::Disk { .. } => format!("trained now, two layers, two pieces of the head; {stored}"),
             },
         ),
         (
@@ -198,7 +198,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             "host_weights",
             "weights on the host",
             match inputs.place {
-                super::Place::Host => format!("all of them, {stored}"),
+                super::Placement::Host => format!("all of them, {stored}"),
                 _ => "two layers that were read ahead".into(),
             },
         ),
@@ -244,7 +244,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             "logits",
             "logits chunk",
             match inputs.place {
-                super::Place::Disk { head_rows: Some(_) } => {
+                super::Placement::Disk { head_rows: Some(_) } => {
                     format!("{chunk} tokens × {} at a time", PIECE.min(spec.vocab))
                 }
                 _ => format!("{chunk} tokens × {} at a time", spec.vocab),

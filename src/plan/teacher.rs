@@ -3,11 +3,11 @@
 use super::ledger::{Kind, Ledger};
 use super::model::Model;
 use super::work::Block;
-use super::{Inputs, Place, weights};
+use super::{Inputs, Placement, weights};
 use crate::engine::Active;
 use crate::model::Spec;
 use crate::ops::cross_entropy::PIECE;
-use crate::source::Policy;
+use crate::source::StoragePolicy;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -15,8 +15,8 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub struct Teacher {
     pub spec: Spec,
-    pub storage: Policy,
-    pub place: Place,
+    pub storage: StoragePolicy,
+    pub place: Placement,
     /// Unquantized weights are bf16.
     pub bf16: bool,
     /// Hidden states of inner layers that are kept and compared.
@@ -52,10 +52,10 @@ impl Teacher {
     /// Bytes on the host if the device is a GPU: resident weights, or weights read ahead.
     pub(super) fn on_host(&self, on_gpu: bool) -> u64 {
         match self.place {
-            Place::Host => self
+            Placement::Host => self
                 .model()
                 .sum(&Self::nothing(), |p| self.storage.of(p).bytes(&p.shape)),
-            Place::Disk { .. } if on_gpu => self.weights(),
+            Placement::Disk { .. } if on_gpu => self.weights(),
             _ => 0,
         }
     }
@@ -94,7 +94,7 @@ impl Teacher {
 #[derive(Debug, Clone)]
 pub struct Judge {
     pub spec: Spec,
-    pub storage: Policy,
+    pub storage: StoragePolicy,
     /// Tokens of answers that it reads together, unless one answer is longer.
     pub tokens: usize,
 }
@@ -113,7 +113,7 @@ impl Judge {
     pub(super) fn forward(&self, inputs: &Inputs, answers: usize, longest: usize) -> u64 {
         let mut own = inputs.clone();
         own.adapters = Arc::default();
-        (own.storage, own.place) = (self.storage.clone(), Place::Device);
+        (own.storage, own.place) = (self.storage.clone(), Placement::Device);
         (own.mlp_tokens, own.parked) = (None, false);
         own.tokens = (answers * longest).min(self.tokens.max(longest));
         own.longest = longest;

@@ -7,7 +7,7 @@ use crate::ops::glu::Activation;
 use crate::ops::prepacked::Orders;
 use crate::peft::Cost;
 use crate::recipe;
-use crate::source::Policy;
+use crate::source::StoragePolicy;
 use std::collections::BTreeSet;
 
 pub(super) fn spec() -> Spec {
@@ -63,14 +63,14 @@ pub(super) fn inputs(active: Active, gradients: Gradients) -> Inputs {
         on_gpu: false,
         turns: [Turn::alone(active)].into(),
         evaluation: Evaluation::default(),
-        place: Place::Device,
+        place: Placement::Device,
         teacher: None,
         judges: Arc::default(),
         parked: false,
         reference: false,
         rollout: 0,
         copies: None,
-        storage: Policy::dense(recipe::Dtype::Bf16),
+        storage: StoragePolicy::dense(recipe::Dtype::Bf16),
         file_bytes: 2,
         adapters: Arc::default(),
         data_bytes: 0,
@@ -370,7 +370,7 @@ fn a_reference_and_a_rollout_have_lines_of_their_own() {
 #[test]
 fn on_a_gpu_codes_need_room_to_be_decoded_and_on_the_cpu_none() {
     let recipe = recipe("[tune]\nmethod = \"block\"\n[memory]\nfrozen_weights = \"int8\"");
-    let policy = Policy::new(
+    let policy = StoragePolicy::new(
         &recipe.memory.storage_rules(),
         recipe.model.dtype,
         &spec().params(),

@@ -5,7 +5,7 @@
 
 use super::candidates::candidates;
 use super::model::Model;
-use super::{Inputs, Place, weights};
+use super::{Inputs, Placement, weights};
 use crate::engine::Gradients;
 use crate::model::Spec;
 use crate::model::pieces::pieces;
@@ -77,7 +77,7 @@ pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
             false => THREAD_RATE * inputs.threads as f64,
         };
         let from = match inputs.place {
-            Place::Host => LINK_RATE,
+            Placement::Host => LINK_RATE,
             _ => DISK_RATE,
         };
         let (work, read) = (work / rate, bytes_read(model, recipe, inputs, active, lowest) / from);
@@ -93,7 +93,7 @@ pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
 /// Bytes read from the disk in one micro-batch: every layer forward, layers of the backward pass again, a chunked head
 /// twice.
 fn bytes_read(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &crate::engine::Active, lowest: usize) -> f64 {
-    if inputs.place == Place::Device {
+    if inputs.place == Placement::Device {
         return 0.0;
     }
     let (spec, stored) = (model.spec, recipe.model.dtype.bytes());

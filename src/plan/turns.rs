@@ -2,7 +2,7 @@
 
 use super::ledger::{Held, Kind, Ledger};
 use super::model::Model;
-use super::{Inputs, Place};
+use super::{Inputs, Placement};
 use crate::engine::Active;
 use crate::quant::Storage;
 use crate::source::ParamInfo;
@@ -46,10 +46,10 @@ fn load_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs) -> Option<Held> {
     };
     let numbers = l.hold(staging_kind(inputs), numbers);
     let held = match inputs.place {
-        Place::Device => Some(l.hold(Kind::Weights, storage.bytes(&p.shape))),
-        Place::Host => Some(l.hold(Kind::OnHost, storage.bytes(&p.shape))),
+        Placement::Device => Some(l.hold(Kind::Weights, storage.bytes(&p.shape))),
+        Placement::Host => Some(l.hold(Kind::OnHost, storage.bytes(&p.shape))),
         // The quantized data is written to a separate file before any weight is held.
-        Place::Disk { .. } => {
+        Placement::Disk { .. } => {
             if storage.is_quantized() {
                 l.touch(staging_kind(inputs), storage.bytes(&p.shape));
             }
@@ -105,8 +105,8 @@ fn turn_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs, (stored, low): (u64,
     let codes = l.hold(Kind::Weights, storage.bytes(&p.shape));
     l.drop(exact);
     match inputs.place {
-        Place::Device | Place::Host => held.push(codes),
-        Place::Disk { .. } => l.drop(codes),
+        Placement::Device | Placement::Host => held.push(codes),
+        Placement::Disk { .. } => l.drop(codes),
     }
     held
 }
@@ -115,7 +115,7 @@ fn turn_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs, (stored, low): (u64,
 mod tests {
     use super::*;
     use crate::plan::tests::{inputs, recipe};
-    use crate::source::{Group, Part, Policy};
+    use crate::source::{Group, Part, StoragePolicy};
     use std::sync::Arc;
 
     /// Two int8 matrices of a layer with an f32 scale per row, and a norm that stays bf16.
@@ -144,13 +144,13 @@ mod tests {
         Active::new(params().iter().map(|p| p.name.to_string()))
     }
 
-    fn peak(quantized: bool, place: Place, walk: impl Fn(&mut Ledger, &Model, &Inputs)) -> u64 {
+    fn peak(quantized: bool, place: Placement, walk: impl Fn(&mut Ledger, &Model, &Inputs)) -> u64 {
         let recipe = recipe("[memory]\nfrozen_weights = \"int8\"");
         let mut inputs = inputs(all(), crate::engine::Gradients::Keep);
         inputs.place = place;
         if quantized {
             inputs.storage =
-                Policy::new(&recipe.memory.storage_rules(), recipe.model.dtype, &params(), |_| false).unwrap();
+                StoragePolicy::new(&recipe.memory.storage_rules(), recipe.model.dtype, &params(), |_| false).unwrap();
         }
         let mut ledger = Ledger::new(false);
         let mut spec = crate::plan::tests::spec();
@@ -168,27 +168,27 @@ mod tests {
     #[test]
     fn numbers_of_a_weight_are_here_beside_its_codes_while_it_is_loaded() {
         assert_eq!(
-            peak(false, Place::Device, load),
+            peak(false, Placement::Device, load),
             2 * (NUMBERS[0] + NUMBERS[1]) + NORM,
             "dense weights are read where they stay"
         );
         let first = 2 * NUMBERS[0] + CODES[0];
         let second = CODES[0] + 2 * NUMBERS[1] + CODES[1];
-        assert_eq!(peak(true, Place::Device, load), first.max(second));
+        assert_eq!(peak(true, Placement::Device, load), first.max(second));
         // Through a file: one weight at a time.
-        assert_eq!(peak(true, Place::Disk { head_rows: None }, load), first);
-        assert_eq!(peak(false, Place::Disk { head_rows: None }, load), 0);
+        assert_eq!(peak(true, Placement::Disk { head_rows: None }, load), first);
+        assert_eq!(peak(false, Placement::Disk { head_rows: None }, load), 0);
     }
 
     #[test]
     fn a_block_that_leaves_is_coded_one_weight_after_another() {
         // bf16 with the low two bytes of the master.
         let walk = |l: &mut Ledger, model: &Model, inputs: &Inputs| turn(l, model, inputs, &all(), (2, 2));
-        assert_eq!(peak(false, Place::Device, walk), 0);
+        assert_eq!(peak(false, Placement::Device, walk), 0);
         let low = 2 * (NUMBERS[0] + NUMBERS[1] + NORM / 2);
         let first = 4 * NUMBERS[0] + (2 * NUMBERS[0]).max(CODES[0]);
         let second = CODES[0] + 4 * NUMBERS[1] + (2 * NUMBERS[1]).max(CODES[1]);
-        assert_eq!(peak(true, Place::Device, walk), low + first.max(second));
-        assert_eq!(peak(true, Place::Disk { head_rows: None }, walk), low + first);
+        assert_eq!(peak(true, Placement::Device, walk), low + first.max(second));
+        assert_eq!(peak(true, Placement::Disk { head_rows: None }, walk), low + first);
     }
 }

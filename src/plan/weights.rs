@@ -1,28 +1,28 @@
 //! Memory of the weights that are held at one time.
 
 use super::model::Model;
-use super::{Inputs, Place};
+use super::{Inputs, Placement};
 use crate::engine::Active;
 use crate::model::Spec;
-use crate::source::{Group, ParamInfo, Policy};
+use crate::source::{Group, ParamInfo, StoragePolicy};
 use std::collections::BTreeMap;
 
 /// Buffers of a source that streams layers: two layers, and two chunks of the head.
-const PLACES: u64 = 2;
+const SLOTS: u64 = 2;
 
 /// Returns the rows per chunk if the output projection is held only in chunks.
-pub(super) fn head_in_pieces(spec: &Spec, place: Place, active: &Active) -> Option<usize> {
+pub(super) fn head_in_pieces(spec: &Spec, place: Placement, active: &Active) -> Option<usize> {
     match place {
-        Place::Disk { head_rows: Some(rows) } if !active.contains(spec.head_name()) => Some(rows),
+        Placement::Disk { head_rows: Some(rows) } if !active.contains(spec.head_name()) => Some(rows),
         _ => None,
     }
 }
 
 /// True if rows of the embedding are read one by one.
-pub(super) fn embedding_in_rows(spec: &Spec, place: Place, active: &Active) -> bool {
+pub(super) fn embedding_in_rows(spec: &Spec, place: Placement, active: &Active) -> bool {
     let name = crate::model::spec::EMBEDDING;
     match place {
-        Place::Host | Place::Disk { .. } if !active.contains(name) => {
+        Placement::Host | Placement::Disk { .. } if !active.contains(name) => {
             !(spec.tied && place.travels().flatten().is_none())
         }
         _ => false,
@@ -42,7 +42,7 @@ pub(super) fn copies(model: &Model, inputs: &Inputs, active: &Active) -> u64 {
 }
 
 /// Bytes of the held weights, and of the double buffer for layers from the disk.
-pub(super) fn held(model: &Model, storage: &Policy, stored: u64, place: Place, active: &Active) -> u64 {
+pub(super) fn held(model: &Model, storage: &StoragePolicy, stored: u64, place: Placement, active: &Active) -> u64 {
     let spec = model.spec;
     // Active parameters are not quantized.
     let bytes = |p: &ParamInfo| {
@@ -77,11 +77,11 @@ pub(super) fn held(model: &Model, storage: &Policy, stored: u64, place: Place, a
         }
         travelling += if travels { run.count as u64 } else { 0 };
     }
-    let places = PLACES.min(travelling) * room.values().sum::<u64>();
+    let places = SLOTS.min(travelling) * room.values().sum::<u64>();
     let pieces = match head_in_pieces(spec, place, active) {
         Some(rows) => {
             let rows = rows.min(spec.vocab);
-            let count = PLACES.min(spec.vocab.div_ceil(rows.max(1)) as u64);
+            let count = SLOTS.min(spec.vocab.div_ceil(rows.max(1)) as u64);
             count * stored * (rows * spec.hidden) as u64
         }
         None => 0,

@@ -42,7 +42,7 @@ struct Attention {
 }
 
 /// Saved activations of a layer.
-pub(super) struct Kept {
+pub(super) struct SavedActivations {
     attention: Attention,
     x1: Held,
     parts: Parts,
@@ -187,7 +187,7 @@ impl<'a> Block<'a> {
     }
 
     /// From the layer's input to its output; the returned output is held.
-    pub fn forward(&self, l: &mut Ledger, keep: bool) -> (Held, Option<Kept>) {
+    pub fn forward(&self, l: &mut Ledger, keep: bool) -> (Held, Option<SavedActivations>) {
         let (x1, attention) = self.attention(l);
         let attention = if keep {
             Some(relabel(l, attention))
@@ -201,7 +201,7 @@ impl<'a> Block<'a> {
             return (y, None);
         };
         let x1 = l.relabel(x1, Kind::Activations);
-        (y, Some(Kept { attention, x1, parts }))
+        (y, Some(SavedActivations { attention, x1, parts }))
     }
 
     fn drop_attention(&self, l: &mut Ledger, kept: Attention) {
@@ -305,7 +305,14 @@ impl<'a> Block<'a> {
     }
 
     /// The caller holds the layer's input; `dy` is freed; the returned `∂x`, if there is one, is held.
-    pub fn vjp(&self, l: &mut Ledger, kept: Option<Kept>, dy: Held, need_dx: bool, sink: &mut Sink) -> Option<Held> {
+    pub fn vjp(
+        &self,
+        l: &mut Ledger,
+        kept: Option<SavedActivations>,
+        dy: Held,
+        need_dx: bool,
+        sink: &mut Sink,
+    ) -> Option<Held> {
         let attention_needed = need_dx || self.attention_wanted(sink);
         let (x1, kept, parts) = match kept {
             Some(kept) => (kept.x1, kept.attention, kept.parts),

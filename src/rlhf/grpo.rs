@@ -8,7 +8,7 @@
 
 use super::advantage::KlEstimator;
 use super::means::Means;
-use super::policy::{self, Policy, columns};
+use super::policy::{self, PolicyHead, columns};
 use crate::base::Result;
 use crate::data::Batch;
 use crate::model::{Head, LossGradients, Need, Objective};
@@ -191,12 +191,12 @@ struct Surrogate {
 /// The objective of the stage `grpo`. A document of a batch is a prompt and an answer (the targets).
 pub struct Grpo {
     pub settings: Settings,
-    pub policy: Policy,
+    pub policy: PolicyHead,
     means: Means,
 }
 
 impl Grpo {
-    pub fn new(settings: Settings, policy: Policy) -> Self {
+    pub fn new(settings: Settings, policy: PolicyHead) -> Self {
         Self {
             settings,
             policy,

@@ -27,11 +27,11 @@ pub mod columns {
 
 /// The next-token distribution at a temperature: logits are divided by it after the soft cap.
 #[derive(Debug, Clone, Copy)]
-pub struct Policy {
+pub struct PolicyHead {
     pub temperature: f64,
 }
 
-impl Policy {
+impl PolicyHead {
     /// cap tanh(x / cap) / t = c tanh((x / t) / c) with c = cap / t, so hidden states and cap are divided instead.
     fn scaled<'a>(&self, h: &Tensor, head: &Head<'a>) -> Result<(Tensor, Head<'a>)> {
         let weight = match &head.weight {

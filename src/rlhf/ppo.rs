@@ -5,7 +5,7 @@
 //! token.
 
 use super::means::Means;
-use super::policy::{self, Policy, columns};
+use super::policy::{self, PolicyHead, columns};
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::{Head, LossGradients, Need, Objective, Param};
@@ -135,13 +135,13 @@ impl ValueHead {
 /// The objective of the stage `ppo`. A document of a batch is a prompt and an answer (the targets).
 pub struct Ppo {
     pub settings: Settings,
-    pub policy: Policy,
+    pub policy: PolicyHead,
     pub head: ValueHead,
     means: Means,
 }
 
 impl Ppo {
-    pub fn new(settings: Settings, policy: Policy, head: ValueHead) -> Self {
+    pub fn new(settings: Settings, policy: PolicyHead, head: ValueHead) -> Self {
         Self {
             settings,
             policy,

@@ -13,9 +13,9 @@ use crate::model::{Adapters, Spec};
 use crate::ops::cross_entropy::PIECE;
 use crate::ops::prepacked::{self, Orders};
 use crate::peft::Adapter;
-use crate::plan::{self, Costs, Inputs, Model, Place, Plan};
+use crate::plan::{self, Costs, Inputs, Model, Placement, Plan};
 use crate::recipe::{Activations, Correction, Dtype, FrozenWeights, Method, PackedWeights, Recipe, Stage, Tier};
-use crate::source::{Copies, Policy};
+use crate::source::{Copies, StoragePolicy};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -50,7 +50,7 @@ pub(super) struct Base<'a> {
 pub(super) struct StepStrategy {
     /// A lossy storage, if the recipe leaves the storage open.
     pub lossy: Option<FrozenWeights>,
-    pub place: Place,
+    pub place: Placement,
     pub gradients: Gradients,
     pub mlp: Option<usize>,
     /// Frozen weights that are prepacked.
@@ -61,7 +61,7 @@ pub(super) struct StepStrategy {
 pub(super) struct PlannedStrategy {
     pub way: StepStrategy,
     pub keep: usize,
-    pub storage: Policy,
+    pub storage: StoragePolicy,
     pub plan: Plan,
     pub seconds: f64,
     pub fits: bool,
@@ -207,12 +207,12 @@ impl PlanContext<'_> {
         }
     }
 
-    fn policy(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<Policy> {
+    fn policy(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<StoragePolicy> {
         let mut wanted = recipe.memory.clone();
         wanted.frozen_weights = lossy.unwrap_or(wanted.frozen_weights);
         // Parameters that train only in some blocks are stored like frozen ones while they are inactive.
         let always = self.tuning.always_trains();
-        let mut storage = Policy::new(&wanted.storage_rules(), recipe.model.dtype, &self.spec.params(), always)?;
+        let mut storage = StoragePolicy::new(&wanted.storage_rules(), recipe.model.dtype, &self.spec.params(), always)?;
         if corrects_all(recipe) && !storage.quantized().is_empty() {
             return Err(
                 Error::usage("weights stored as codes and `tune.block.correction` contradict each other")
@@ -277,13 +277,13 @@ impl PlanContext<'_> {
     }
 
     /// True if frozen weights can be prepacked and this helps.
-    pub fn can_pack(&self, recipe: &Recipe, place: Place) -> bool {
+    pub fn can_pack(&self, recipe: &Recipe, place: Placement) -> bool {
         let frozen = recipe.tune.method != Method::Full && !corrects_all(recipe);
-        let dense = recipe.model.dtype == Dtype::Bf16 && place == Place::Device && !self.on_gpu;
+        let dense = recipe.model.dtype == Dtype::Bf16 && place == Placement::Device && !self.on_gpu;
         frozen && dense && prepacked::is_of_use()
     }
 
-    fn orders(&self, recipe: &Recipe, place: Place) -> Vec<Option<Orders>> {
+    fn orders(&self, recipe: &Recipe, place: Placement) -> Vec<Option<Orders>> {
         if !self.can_pack(recipe, place) {
             return vec![None];
         }
@@ -312,29 +312,31 @@ impl PlanContext<'_> {
     }
 
     /// Where the weights may live, the fastest first.
-    fn places(&self, recipe: &Recipe) -> Result<Vec<Place>> {
-        let disk: Vec<Place> = match recipe.memory.head_chunk {
-            Some(0) => vec![Place::Disk { head_rows: None }],
-            Some(rows) => vec![Place::Disk {
+    fn places(&self, recipe: &Recipe) -> Result<Vec<Placement>> {
+        let disk: Vec<Placement> = match recipe.memory.head_chunk {
+            Some(0) => vec![Placement::Disk { head_rows: None }],
+            Some(rows) => vec![Placement::Disk {
                 head_rows: Some(rows.next_multiple_of(PIECE)),
             }],
             // In this case the divergence needs the whole head.
-            None if self.on_gpu && recipe.train.stage == Stage::Distill => vec![Place::Disk { head_rows: None }],
-            None => [None, Some(PIECE)].map(|head_rows| Place::Disk { head_rows }).to_vec(),
+            None if self.on_gpu && recipe.train.stage == Stage::Distill => vec![Placement::Disk { head_rows: None }],
+            None => [None, Some(PIECE)]
+                .map(|head_rows| Placement::Disk { head_rows })
+                .to_vec(),
         };
         let (on_gpu, codes_in_files) = (self.on_gpu, !self.stored.codes.is_empty());
         match recipe.memory.tier {
             // On a CPU the host's memory is the device's.
-            Tier::Device => Ok(vec![Place::Device]),
-            Tier::Host if !on_gpu => Ok(vec![Place::Device]),
-            Tier::Auto if codes_in_files => Ok(vec![Place::Device]),
+            Tier::Device => Ok(vec![Placement::Device]),
+            Tier::Host if !on_gpu => Ok(vec![Placement::Device]),
+            Tier::Auto if codes_in_files => Ok(vec![Placement::Device]),
             Tier::Host | Tier::Disk if codes_in_files => Err(Error::new(
                 "weights that the model's own files store as codes are not read layer by layer yet",
             )
             .at("memory.tier")
             .hint("use `memory.tier = \"device\"`, or give the unquantized model and `memory.frozen_weights`")),
             // These corrections change every weight, but only trained parameters are written back to the disk.
-            Tier::Auto if corrects_all(recipe) => Ok(vec![Place::Device]),
+            Tier::Auto if corrects_all(recipe) => Ok(vec![Placement::Device]),
             Tier::Host | Tier::Disk if corrects_all(recipe) => Err(Error::usage(format!(
                 "`memory.tier = \"{}\"` and `tune.block.correction` contradict each other",
                 recipe.memory.tier.name()
@@ -344,9 +346,9 @@ impl PlanContext<'_> {
                 recipe.tune.block.correction.name()
             ))
             .hint("use `memory.tier = \"device\"`, or another correction")),
-            Tier::Host => Ok(vec![Place::Host]),
-            Tier::Auto if on_gpu => Ok([&[Place::Device, Place::Host], &disk[..]].concat()),
-            Tier::Auto => Ok([&[Place::Device], &disk[..]].concat()),
+            Tier::Host => Ok(vec![Placement::Host]),
+            Tier::Auto if on_gpu => Ok([&[Placement::Device, Placement::Host], &disk[..]].concat()),
+            Tier::Auto => Ok([&[Placement::Device], &disk[..]].concat()),
             Tier::Disk => Ok(disk),
         }
     }
@@ -380,7 +382,7 @@ impl PlanContext<'_> {
     }
 
     /// The inputs of a plan: largest micro-batch of these rows, and active parameters of the run.
-    fn measured(&self, recipe: &Recipe, storage: Policy, costs: Costs) -> Inputs {
+    fn measured(&self, recipe: &Recipe, storage: StoragePolicy, costs: Costs) -> Inputs {
         let sizes = self.rows.and_then(|rows| Some((rows, rows.of(recipe)?)));
         // Without rows the number of steps is known only if the recipe sets it.
         let given = u64::try_from(recipe.train.max_steps).ok();

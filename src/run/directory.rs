@@ -8,7 +8,7 @@ use crate::base::{Error, Result, files, staging};
 use crate::checkpoint::{self, LoadedState};
 use crate::model::{Spec, shapes};
 use crate::ops::CpuBackend;
-use crate::plan::{Place, Plan};
+use crate::plan::{Placement, Plan};
 use crate::recipe::{self, Method, Recipe};
 use crate::report::{self, Reporter};
 use std::collections::BTreeSet;
@@ -251,7 +251,7 @@ pub fn describe(run_dir: &Path, loaded: &recipe::LoadedRecipe, plan: &Plan) -> R
 }
 
 /// Bytes that a run writes: checkpoints (one more than the limit) and `final/`. `elements`: all elements it trains.
-pub fn space_needed(recipe: &Recipe, spec: &Spec, elements: u64, place: Place) -> u64 {
+pub fn space_needed(recipe: &Recipe, spec: &Spec, elements: u64, place: Placement) -> u64 {
     let kept = if recipe.train.save_steps > 0 {
         recipe.train.save_total_limit as u64 + 1
     } else {
@@ -269,11 +269,11 @@ pub fn space_needed(recipe: &Recipe, spec: &Spec, elements: u64, place: Place) -
     };
     // Scratch files: trained parameters, and random weights.
     let scratch = match (place, recipe.tune.method) {
-        (Place::Device | Place::Host, _) | (_, Method::Lora) => 0,
+        (Placement::Device | Placement::Host, _) | (_, Method::Lora) => 0,
         _ => 4 * elements,
     };
     let drawn = match (place, recipe.model.init) {
-        (Place::Disk { .. }, recipe::ModelInit::Random) => all as u64 * stored,
+        (Placement::Disk { .. }, recipe::ModelInit::Random) => all as u64 * stored,
         _ => 0,
     };
     kept * state::bytes(elements, elements) + out + scratch + drawn

@@ -12,11 +12,11 @@ use crate::data::Dataset;
 use crate::engine::{Engine, Gradients};
 use crate::hf;
 use crate::model::Objective;
-use crate::plan::Place;
+use crate::plan::Placement;
 use crate::recipe::{self, Dtype, ModelInit, Recipe, Stage};
 use crate::rlhf::preference::Reward;
 use crate::sft::CausalLm;
-use crate::source::Policy;
+use crate::source::StoragePolicy;
 use candle_core::Device;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -40,9 +40,9 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<Report> {
     merge::refuse_existing(out)?;
     let found = named::locate(from)?;
     let mut report = match &found {
-        named::Place::Checkpoint(dir) => checkpoint(dir, out)?,
-        named::Place::Adapter(dir) => copied(dir, out)?,
-        named::Place::Model(dir) => {
+        named::NamedKind::Checkpoint(dir) => checkpoint(dir, out)?,
+        named::NamedKind::Adapter(dir) => copied(dir, out)?,
+        named::NamedKind::Model(dir) => {
             let written = merge::merge(dir, &[], out, dtype)?;
             return Ok(Report {
                 out: written.out,
@@ -141,20 +141,20 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
     allocation::settle(recipe, &mut prepared, steps_of_run(&loaded, recipe))?;
     let params = model.spec.params();
     let storage = if starts::requantizes_base(recipe) {
-        Policy::new(&recipe.memory.storage_rules(), recipe.model.dtype, &params, |_| false)?
+        StoragePolicy::new(&recipe.memory.storage_rules(), recipe.model.dtype, &params, |_| false)?
     } else {
-        Policy::dense(recipe.model.dtype)
+        StoragePolicy::dense(recipe.model.dtype)
     };
     let bytes = storage.bytes(&params);
     checkpoint::check_space(out, bytes)?;
     let scratch = Scratch::beside(&out.with_extension("weights"))?;
     let fits = memory::available().is_none_or(|free| bytes < free / 10 * 8);
     let place = if fits || starts::requantizes_base(recipe) {
-        Place::Device
+        Placement::Device
     } else {
-        Place::Disk { head_rows: None }
+        Placement::Disk { head_rows: None }
     };
-    if place != Place::Device {
+    if place != Placement::Device {
         files::create_dir_all(&scratch.0)?;
     }
     let mut network = model.load_to(place, &storage, recipe, &scratch.0, &device)?;

@@ -13,9 +13,9 @@ use crate::base::{Error, Result, files, memory};
 use crate::engine::Gradients;
 use crate::model::{Adapters, Spec};
 use crate::ops::{self, prepacked::Orders};
-use crate::plan::{Choice, Place, Plan};
+use crate::plan::{Choice, Placement, Plan};
 use crate::recipe::{Activations, FrozenWeights, PackedWeights, Recipe, Tier};
-use crate::source::{Copies, Policy};
+use crate::source::{Copies, StoragePolicy};
 use candle_core::Device;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -32,9 +32,9 @@ pub struct MemoryPlan {
     /// Tokens per MLP chunk; `None`: all.
     pub mlp_tokens: Option<usize>,
     /// How each weight is stored.
-    pub storage: Policy,
+    pub storage: StoragePolicy,
     /// Where the weights live that are not trained now.
-    pub place: Place,
+    pub place: Placement,
     /// Prepacked frozen weights.
     pub copies: Option<Copies>,
     /// Set if the run does not fit: the error to report.
@@ -209,16 +209,16 @@ impl PlanContext<'_> {
                 ),
             }
         }
-        let on_device = |w: &StepStrategy| w.place == Place::Device;
+        let on_device = |w: &StepStrategy| w.place == Placement::Device;
         if recipe.memory.tier == Tier::Auto {
             match way.place {
-                Place::Device => say("memory.tier", "device".into(), "nothing has to be read again".into()),
-                Place::Host => {
+                Placement::Device => say("memory.tier", "device".into(), "nothing has to be read again".into()),
+                Placement::Host => {
                     let least = least(&on_device)?;
                     say("memory.tier", "host".into(), needs("all weights on the GPU", least));
                 }
-                Place::Disk { .. } => {
-                    let on_host = |w: &StepStrategy| w.place == Place::Host;
+                Placement::Disk { .. } => {
+                    let on_host = |w: &StepStrategy| w.place == Placement::Host;
                     let (what, least) = if self.on_gpu {
                         ("all weights in the host's memory", least(&on_host)?)
                     } else {
@@ -228,8 +228,8 @@ impl PlanContext<'_> {
                 }
             }
         }
-        if let (None, Place::Disk { head_rows }) = (recipe.memory.head_chunk, way.place) {
-            let whole = |w: &StepStrategy| w.place == Place::Disk { head_rows: None };
+        if let (None, Placement::Disk { head_rows }) = (recipe.memory.head_chunk, way.place) {
+            let whole = |w: &StepStrategy| w.place == Placement::Disk { head_rows: None };
             match head_rows {
                 None => say("memory.head_chunk", "0".into(), "the head fits whole".into()),
                 Some(rows) => say(

@@ -4,7 +4,7 @@ use super::named;
 use super::setup::{ModelDir, device};
 use crate::base::{Error, Result, progress, signal};
 use crate::formats::Tokenizer;
-use crate::generate::{Formats, KvDtype, Limits, Policy, QuantizedCopy, Request, Session, Settings, Speed};
+use crate::generate::{Formats, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Session, Settings, Speed};
 use crate::model::Network;
 use crate::quant::Format;
 use crate::recipe::Dtype;
@@ -176,7 +176,7 @@ impl Writer {
         let tokenizer = &self.described.tokenizer;
         let policy = match &self.quantized {
             Some(quantized) => quantized.into(),
-            None => Policy::from(&self.network),
+            None => SampledModel::from(&self.network),
         };
         let mut stream = TextStream::new(tokenizer, &prompt);
         let mut text = String::new();

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 /// The kind of directory at a name.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Place {
+pub enum NamedKind {
     Model(PathBuf),
     Adapter(PathBuf),
     Checkpoint(PathBuf),
@@ -18,7 +18,7 @@ pub enum Place {
 /// Inspects a directory or downloads a hub id. For a run: its `final/`, else its newest checkpoint.
 ///
 /// Errors: the directory does not exist or holds no model.
-pub fn locate(name: &str) -> Result<Place> {
+pub fn locate(name: &str) -> Result<NamedKind> {
     let dir = if Path::new(name).exists() {
         PathBuf::from(name)
     } else {
@@ -30,13 +30,13 @@ pub fn locate(name: &str) -> Result<Place> {
             .hint("give the directory that holds it"));
     }
     if dir.join("config.json").is_file() {
-        return Ok(Place::Model(dir));
+        return Ok(NamedKind::Model(dir));
     }
     if dir.join("adapter_config.json").is_file() {
-        return Ok(Place::Adapter(dir));
+        return Ok(NamedKind::Adapter(dir));
     }
     if export::is_checkpoint(&dir) {
-        return Ok(Place::Checkpoint(dir));
+        return Ok(NamedKind::Checkpoint(dir));
     }
     if export::is_run(&dir) {
         return match export::newest(&dir)? {
@@ -88,7 +88,7 @@ pub fn find(model: &str, adapter: Option<&Path>) -> Result<Named> {
         return Ok(out);
     }
     match out.written(locate(model)?, model)? {
-        Place::Adapter(dir) => {
+        NamedKind::Adapter(dir) => {
             if let Some(other) = adapter {
                 return Err(Error::usage("the model is an adapter, and there is another one")
                     .found(format!("{} and {}", dir.display(), other.display()))
@@ -101,7 +101,7 @@ pub fn find(model: &str, adapter: Option<&Path>) -> Result<Named> {
             );
             out.adapter = Some(dir);
         }
-        Place::Model(dir) | Place::Checkpoint(dir) => out.model = dir.display().to_string(),
+        NamedKind::Model(dir) | NamedKind::Checkpoint(dir) => out.model = dir.display().to_string(),
     }
     if let Some(named) = adapter {
         out.adapter = Some(out.adapter_of(named)?);
@@ -134,13 +134,15 @@ pub fn directories(model: Option<&Path>, adapters: &[PathBuf]) -> Result<(PathBu
         (None, None) => return Err(Error::usage("no model is given").expected("`--model MODEL`")),
     };
     match out.written(locate(&name)?, &name)? {
-        Place::Model(dir) | Place::Checkpoint(dir) => Ok((dir, adapters, out)),
-        Place::Adapter(dir) => Err(Error::new("this is an adapter, not a whole model")
-            .at_path(&dir)
-            .hint(format!(
-                "make a whole model of it: `ft merge --adapter {} --out DIR`",
-                dir.display()
-            ))),
+        NamedKind::Model(dir) | NamedKind::Checkpoint(dir) => Ok((dir, adapters, out)),
+        NamedKind::Adapter(dir) => {
+            Err(Error::new("this is an adapter, not a whole model")
+                .at_path(&dir)
+                .hint(format!(
+                    "make a whole model of it: `ft merge --adapter {} --out DIR`",
+                    dir.display()
+                )))
+        }
     }
 }
 
@@ -149,11 +151,11 @@ pub fn directories(model: Option<&Path>, adapters: &[PathBuf]) -> Result<(PathBu
 /// Errors: the directory does not exist; it is a checkpoint, which is not an adapter directory yet.
 pub fn adapter_directory(name: &str) -> Result<PathBuf> {
     match locate(name)? {
-        Place::Adapter(dir) => Ok(dir),
-        Place::Model(dir) => Err(Error::new("this is a whole model, not an adapter")
+        NamedKind::Adapter(dir) => Ok(dir),
+        NamedKind::Model(dir) => Err(Error::new("this is a whole model, not an adapter")
             .at_path(&dir)
             .hint("give it as `model.path`")),
-        Place::Checkpoint(dir) => Err(Error::new("this is a checkpoint, not an adapter directory")
+        NamedKind::Checkpoint(dir) => Err(Error::new("this is a checkpoint, not an adapter directory")
             .at_path(&dir)
             .hint(format!("make one of it: `ft export {} --out DIR`", dir.display()))),
     }
@@ -165,8 +167,8 @@ impl Named {
     }
 
     /// Writes a checkpoint to a temporary directory, equal to `final/` at that step.
-    fn written(&mut self, place: Place, name: &str) -> Result<Place> {
-        let Place::Checkpoint(dir) = place else {
+    fn written(&mut self, place: NamedKind, name: &str) -> Result<NamedKind> {
+        let NamedKind::Checkpoint(dir) = place else {
             return Ok(place);
         };
         let scratch = Scratch::beside(&dir)?;
@@ -176,19 +178,21 @@ impl Named {
         let dir = scratch.0.clone();
         self._scratch.push(scratch);
         Ok(if report.adapter {
-            Place::Adapter(dir)
+            NamedKind::Adapter(dir)
         } else {
-            Place::Model(dir)
+            NamedKind::Model(dir)
         })
     }
 
     fn adapter_of(&mut self, name: &Path) -> Result<PathBuf> {
         let text = name.to_string_lossy();
         match self.written(locate(&text)?, &text)? {
-            Place::Adapter(dir) => Ok(dir),
-            Place::Model(dir) | Place::Checkpoint(dir) => Err(Error::new("this is a whole model, not an adapter")
-                .at_path(&dir)
-                .hint("give it as the model, without an adapter")),
+            NamedKind::Adapter(dir) => Ok(dir),
+            NamedKind::Model(dir) | NamedKind::Checkpoint(dir) => {
+                Err(Error::new("this is a whole model, not an adapter")
+                    .at_path(&dir)
+                    .hint("give it as the model, without an adapter"))
+            }
         }
     }
 }
@@ -230,21 +234,21 @@ mod tests {
         touch(&at("model/config.json"));
         touch(&at("adapter/adapter_config.json"));
         touch(&at("run/resolved.toml"));
-        assert_eq!(of("model").unwrap(), Place::Model(at("model")));
-        assert_eq!(of("adapter").unwrap(), Place::Adapter(at("adapter")));
+        assert_eq!(of("model").unwrap(), NamedKind::Model(at("model")));
+        assert_eq!(of("adapter").unwrap(), NamedKind::Adapter(at("adapter")));
         let e = of("run").unwrap_err().to_string();
         assert!(e.contains("neither `final/` nor a checkpoint"), "{e}");
         touch(&at("run/checkpoint-20/manifest.json"));
         touch(&at("run/checkpoint-20/state.json"));
         touch(&at("run/checkpoint-3/manifest.json"));
         touch(&at("run/checkpoint-3/state.json"));
-        assert_eq!(of("run").unwrap(), Place::Checkpoint(at("run/checkpoint-20")));
+        assert_eq!(of("run").unwrap(), NamedKind::Checkpoint(at("run/checkpoint-20")));
         assert_eq!(
             of("run/checkpoint-3").unwrap(),
-            Place::Checkpoint(at("run/checkpoint-3"))
+            NamedKind::Checkpoint(at("run/checkpoint-3"))
         );
         touch(&at("run/final/config.json"));
-        assert_eq!(of("run").unwrap(), Place::Model(at("run/final")));
+        assert_eq!(of("run").unwrap(), NamedKind::Model(at("run/final")));
         touch(&at("other/final/config.json"));
         std::fs::create_dir(at("empty")).unwrap();
         let e = of("empty").unwrap_err().to_string();

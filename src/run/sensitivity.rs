@@ -18,7 +18,9 @@ use crate::quant::{self, Format, Weight};
 use crate::recipe::{Dtype, Render, RowFormat, TrainOn};
 use crate::sft::CausalLm;
 use crate::source::policy::is_projection;
-use crate::source::{Group, GroupWeights, LayerSource, MasterLowBits, NumbersSink, ParamInfo, Part, Policy, Resident};
+use crate::source::{
+    Group, GroupWeights, LayerSource, MasterLowBits, NumbersSink, ParamInfo, Part, Resident, StoragePolicy,
+};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -127,7 +129,7 @@ pub fn measure(model: &ModelDir, data: &Path, smallest: Format, decoded: Dtype, 
         })
         .filter(|batch| batch.trained() > 0)
         .collect();
-    let policy = Policy::dense(decoded);
+    let policy = StoragePolicy::dense(decoded);
     let weights = model.weights()?;
     let below = Resident::load(model.spec.params(), &weights, |p| policy.of(p), &device)?;
     let overlay = Overlay::default();

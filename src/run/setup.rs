@@ -11,11 +11,11 @@ use crate::hf;
 use crate::hub;
 use crate::model::{Network, Spec, TokenRows, families, shapes};
 use crate::ops::{self, update};
-use crate::plan::Place;
+use crate::plan::Placement;
 use crate::quant::Format;
 use crate::recipe::{Dtype, Method, ModelInit, Recipe};
 use crate::report;
-use crate::source::{Disk, LayerSource, Policy, Resident, Uploaded, disk, policy, resident, stored};
+use crate::source::{Disk, LayerSource, Resident, StoragePolicy, Uploaded, disk, policy, resident, stored};
 use candle_core::{Device, Tensor};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -136,12 +136,12 @@ impl ModelDir {
     }
 
     /// Loads the weights in their storage types; `init = random` draws them from `seed` instead.
-    pub fn load(&self, storage: &Policy, init: ModelInit, seed: u64, device: &Device) -> Result<Network> {
+    pub fn load(&self, storage: &StoragePolicy, init: ModelInit, seed: u64, device: &Device) -> Result<Network> {
         let source = self.resident(storage, init, seed, device)?;
         Ok(Network::new(self.spec.clone(), Box::new(source), device.clone()))
     }
 
-    fn resident(&self, storage: &Policy, init: ModelInit, seed: u64, device: &Device) -> Result<Resident> {
+    fn resident(&self, storage: &StoragePolicy, init: ModelInit, seed: u64, device: &Device) -> Result<Resident> {
         let params = self.spec.params();
         let source = match init {
             ModelInit::Pretrained => {
@@ -166,20 +166,20 @@ impl ModelDir {
     /// As `load`, with the placement that the recipe chooses. Files that the run needs meanwhile go to `run_dir`.
     pub fn load_to(
         &self,
-        place: Place,
-        storage: &Policy,
+        place: Placement,
+        storage: &StoragePolicy,
         recipe: &Recipe,
         run_dir: &Path,
         device: &Device,
     ) -> Result<Network> {
         let (dtype, init, seed) = (recipe.model.dtype, recipe.model.init, recipe.train.seed);
         let head_rows = match place {
-            Place::Device => return self.load(storage, init, seed, device),
-            Place::Host => {
+            Placement::Device => return self.load(storage, init, seed, device),
+            Placement::Host => {
                 let host = self.resident(storage, init, seed, &Device::Cpu)?.ready_to_travel()?;
                 return self.upload(Box::new(host), true, device);
             }
-            Place::Disk { head_rows } => head_rows,
+            Placement::Disk { head_rows } => head_rows,
         };
         let params = self.spec.params();
         let weights = match init {
@@ -260,7 +260,7 @@ impl ModelDir {
         device: &Device,
     ) -> Result<(Network, Option<Tensor>)> {
         if self.is_shape() {
-            let storage = Policy::dense(dtype.unwrap_or(Dtype::Bf16));
+            let storage = StoragePolicy::dense(dtype.unwrap_or(Dtype::Bf16));
             return Ok((self.load(&storage, ModelInit::Random, 0, device)?, None));
         }
         let mut weights = self.weights()?;
@@ -291,7 +291,7 @@ impl ModelDir {
             .filter_map(|p| weights.info(&p.name).map(|i| i.dtype));
         let all_bf16 = kinds.all(|dtype| dtype == StoredDtype::Bf16 || !dtype.is_weight());
         let stored = if all_bf16 { Dtype::Bf16 } else { Dtype::F32 };
-        let storage = Policy::dense(dtype.unwrap_or(stored));
+        let storage = StoragePolicy::dense(dtype.unwrap_or(stored));
         let source = Resident::load(spec.params(), &weights, |p| storage.of(p), device)?;
         let mut network = Network::new(spec.clone(), Box::new(source), device.clone());
         if let (Some(dir), Some(print)) = (adapter, &print) {

@@ -8,9 +8,9 @@ use crate::formats::Tokenizer;
 use crate::hf;
 use crate::model::{Network, Spec, shapes};
 use crate::ops::cross_entropy::PIECE;
-use crate::plan::{self, Place};
+use crate::plan::{self, Placement};
 use crate::recipe::{Dtype, FrozenWeights, ModelInit, Recipe, Stage, TeacherTier};
-use crate::source::Policy;
+use crate::source::StoragePolicy;
 use candle_core::Device;
 use std::path::Path;
 
@@ -18,7 +18,7 @@ use std::path::Path;
 pub struct TeacherModel {
     pub model: ModelDir,
     pub dtype: Dtype,
-    pub storage: Policy,
+    pub storage: StoragePolicy,
 }
 
 /// Fingerprints of a teacher: `now` from all weights, `before` from a part of them, as in older versions.
@@ -124,7 +124,7 @@ impl TeacherModel {
 
     pub fn load(&self, recipe: &Recipe, scratch: &Path, device: &Device) -> Result<Network> {
         let place = place(recipe, !device.is_cpu());
-        if matches!(place, Place::Disk { .. }) {
+        if matches!(place, Placement::Disk { .. }) {
             staging::scratch(scratch)?;
         }
         let mut own = recipe.clone();
@@ -179,7 +179,7 @@ pub fn cost(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<plan
 }
 
 /// Type of the unquantized weights, and the storage type of each weight.
-fn storage(recipe: &Recipe, spec: &Spec) -> Result<(Dtype, Policy)> {
+fn storage(recipe: &Recipe, spec: &Spec) -> Result<(Dtype, StoragePolicy)> {
     let wanted = recipe.distill.teacher_weights;
     let dtype = match wanted {
         FrozenWeights::F32 => Dtype::F32,
@@ -192,18 +192,18 @@ fn storage(recipe: &Recipe, spec: &Spec) -> Result<(Dtype, Policy)> {
     memory.frozen_weights = wanted;
     Ok((
         dtype,
-        Policy::new(&memory.storage_rules(), dtype, &spec.params(), |_| false)?,
+        StoragePolicy::new(&memory.storage_rules(), dtype, &spec.params(), |_| false)?,
     ))
 }
 
-fn place(recipe: &Recipe, on_gpu: bool) -> Place {
+fn place(recipe: &Recipe, on_gpu: bool) -> Placement {
     match recipe.distill.teacher_tier {
-        TeacherTier::Device => Place::Device,
+        TeacherTier::Device => Placement::Device,
         // On a CPU, host memory is device memory.
-        TeacherTier::Host if !on_gpu => Place::Device,
-        TeacherTier::Host => Place::Host,
+        TeacherTier::Host if !on_gpu => Placement::Device,
+        TeacherTier::Host => Placement::Host,
         // On a GPU the divergence needs the whole head.
-        TeacherTier::Disk => Place::Disk {
+        TeacherTier::Disk => Placement::Disk {
             head_rows: (!on_gpu).then_some(PIECE),
         },
     }

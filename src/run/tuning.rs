@@ -8,7 +8,7 @@ use crate::model::Spec;
 use crate::optim::{BlockSchedule, Masks, Optimizer};
 use crate::plan::{Retired, Turn};
 use crate::recipe::{self, Correction, CorrectionScope, Method, Recipe};
-use crate::source::{Group, ParamInfo, Policy};
+use crate::source::{Group, ParamInfo, StoragePolicy};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
@@ -110,7 +110,7 @@ impl Tuning {
     }
 
     /// Every set that is active within `steps` steps, with the elements trained before it, for the planner.
-    pub fn turns(&self, steps: u64, storage: &Policy) -> Arc<[Turn]> {
+    pub fn turns(&self, steps: u64, storage: &StoragePolicy) -> Arc<[Turn]> {
         match self {
             Self::Static(active) => [Turn::alone(active.clone())].into(),
             Self::Blocks(b) => b.turns(steps, storage),
@@ -233,7 +233,7 @@ pub fn optimizer(recipe: &Recipe) -> Optimizer {
 }
 
 impl Blocks {
-    fn turns(&self, steps: u64, storage: &Policy) -> Arc<[Turn]> {
+    fn turns(&self, steps: u64, storage: &StoragePolicy) -> Arc<[Turn]> {
         let s = &self.schedule;
         // All turns are alike.
         if let Some(masks) = s.masks(1) {
@@ -282,7 +282,7 @@ impl Blocks {
     }
 
     /// With a correction each set has every parameter of the model: a few sets represent all similar ones.
-    fn fewer(&self, turns: Vec<Found>, storage: &Policy) -> Vec<Found> {
+    fn fewer(&self, turns: Vec<Found>, storage: &StoragePolicy) -> Vec<Found> {
         if self.correction == Correction::None {
             return turns;
         }
@@ -350,7 +350,7 @@ impl Blocks {
 type Found = (Vec<usize>, Retired, bool);
 
 /// Elements of a block when it is inactive, by storage: dense or quantized.
-fn rests(block: &[(Arc<str>, u64)], storage: &Policy) -> Retired {
+fn rests(block: &[(Arc<str>, u64)], storage: &StoragePolicy) -> Retired {
     let quantized = |name: &Arc<str>| storage.quantized().contains_key(name);
     let sum = |wanted: bool| {
         block
@@ -416,7 +416,7 @@ mod tests {
         let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
         let prepared = adapters::of(&recipe, &spec).unwrap();
         let tuning = Tuning::new(&recipe, &spec, &spec.params(), &prepared).unwrap();
-        let turns = tuning.turns(steps, &Policy::dense(Dtype::Bf16));
+        let turns = tuning.turns(steps, &StoragePolicy::dense(Dtype::Bf16));
         let found = turns
             .iter()
             .map(|t| (t.active.lowest_layer(99), t.retired.dense, t.leaves));
@@ -472,7 +472,7 @@ mod tests {
         let count = 3 * spec.layers.len() as u64 + 1;
         let want: Vec<Vec<usize>> = (0..count).map(|turn| b.schedule.active(3 * turn + 1)).collect();
         assert_eq!(b.schedule.turns(count), want);
-        let few = tuning.turns(4, &Policy::dense(Dtype::Bf16));
+        let few = tuning.turns(4, &StoragePolicy::dense(Dtype::Bf16));
         let mut lowest: Vec<usize> = few.iter().map(|t| t.active.lowest_layer(99)).collect();
         let mut drawn = vec![want[0][0], want[1][0]];
         lowest.sort_unstable();

@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use disk::Disk;
-pub use policy::Policy;
+pub use policy::StoragePolicy;
 pub use prepacking::{Copies, Prepacking};
 pub use resident::Resident;
 pub use turns::Recoded;

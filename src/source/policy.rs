@@ -40,13 +40,13 @@ impl Default for StorageRules {
 
 /// The storage of each parameter of a model. Only projections of decoder layers are ever quantized.
 #[derive(Debug, Clone)]
-pub struct Policy {
+pub struct StoragePolicy {
     dtype: Dtype,
     /// Shared between clones: the planner makes many.
     quantized: Arc<BTreeMap<Arc<str>, Format>>,
 }
 
-impl Policy {
+impl StoragePolicy {
     /// All parameters dense, in `dtype`.
     pub fn dense(dtype: Dtype) -> Self {
         Self {
@@ -204,7 +204,7 @@ mod tests {
     }
 
     fn quantized(rules: &StorageRules, trained: &str) -> Vec<String> {
-        let policy = Policy::new(rules, Dtype::Bf16, &params(), |n| n.contains(trained)).unwrap();
+        let policy = StoragePolicy::new(rules, Dtype::Bf16, &params(), |n| n.contains(trained)).unwrap();
         policy.quantized().iter().map(|(n, f)| format!("{n} {f}")).collect()
     }
 
@@ -238,7 +238,7 @@ mod tests {
     fn an_override_without_a_projection_is_refused() {
         for pattern in ["layers.7.", "model.embed_tokens", "*.bias", "proj"] {
             let rules = rules(None, &[(pattern, WeightStorage::Int8)]);
-            let e = Policy::new(&rules, Dtype::F32, &params(), |_| false).unwrap_err();
+            let e = StoragePolicy::new(&rules, Dtype::F32, &params(), |_| false).unwrap_err();
             assert!(e.to_string().contains(pattern), "{e}");
         }
     }
@@ -246,9 +246,10 @@ mod tests {
     #[test]
     fn bytes_are_counted_as_stored() {
         let params = params();
-        let dense = Policy::dense(Dtype::Bf16).bytes(&params);
+        let dense = StoragePolicy::dense(Dtype::Bf16).bytes(&params);
         assert_eq!(dense, 2 * (6400 + 2 * (4096 + 64 + 8192)));
-        let policy = Policy::new(&rules(Some(WeightStorage::Int8), &[]), Dtype::Bf16, &params, |_| false).unwrap();
+        let policy =
+            StoragePolicy::new(&rules(Some(WeightStorage::Int8), &[]), Dtype::Bf16, &params, |_| false).unwrap();
         assert_eq!(policy.bytes(&params), 2 * 6400 + 2 * (4096 + 8192 + 2 * 64 + 4 * 128));
     }
 }

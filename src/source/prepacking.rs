@@ -3,7 +3,7 @@
 //! deactivated.
 
 use super::policy::is_projection;
-use super::{Group, GroupWeights, LayerSource, MasterLowBits, NumbersSink, ParamInfo, Policy, Recoded};
+use super::{Group, GroupWeights, LayerSource, MasterLowBits, NumbersSink, ParamInfo, Recoded, StoragePolicy};
 use crate::base::Result;
 use crate::formats::weights::Weights;
 use crate::ops::Dtype;
@@ -35,7 +35,7 @@ impl Copies {
     }
 
     /// Bytes of the packed copies of a parameter in `storage`.
-    pub fn bytes(&self, p: &ParamInfo, storage: &Policy) -> u64 {
+    pub fn bytes(&self, p: &ParamInfo, storage: &StoragePolicy) -> u64 {
         match p.shape[..] {
             [rows, columns] if self.covers(p) && storage.of(p) == Storage::Dense(Dtype::Bf16) => {
                 Prepacked::bytes((rows, columns), self.orders, self.rank(&p.name))
@@ -238,8 +238,8 @@ mod tests {
 
     #[test]
     fn bytes_are_those_of_whole_panels() {
-        let (params, bf16) = (params(), Policy::dense(Dtype::Bf16));
-        let bytes = |orders, p: &ParamInfo, policy: &Policy| copies(orders).bytes(p, policy);
+        let (params, bf16) = (params(), StoragePolicy::dense(Dtype::Bf16));
+        let bytes = |orders, p: &ParamInfo, policy: &StoragePolicy| copies(orders).bytes(p, policy);
         // 40 vectors of 70 elements: 2 panels of 3 steps, and one more for LoRA; transposed, 3 panels of 2 and 1.
         assert_eq!(bytes(Orders::Forward, &params[1], &bf16), 2 * 4 * 2048);
         assert_eq!(bytes(Orders::Both, &params[1], &bf16), (2 * 4 + 3 * 3) * 2048);
@@ -248,7 +248,7 @@ mod tests {
         for other in [&params[2], &params[4]] {
             assert_eq!(bytes(Orders::Both, other, &bf16), 0);
         }
-        assert_eq!(bytes(Orders::Both, &params[1], &Policy::dense(Dtype::F32)), 0);
+        assert_eq!(bytes(Orders::Both, &params[1], &StoragePolicy::dense(Dtype::F32)), 0);
     }
 
     #[test]

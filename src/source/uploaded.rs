@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Double buffer: layers on the device at a time, the current one and the next.
-const PLACES: usize = 2;
+const SLOTS: usize = 2;
 
 pub struct Uploaded {
     /// A source on the host.
@@ -32,12 +32,12 @@ pub struct Uploaded {
     active: Mutex<Vec<Arc<str>>>,
     /// On the host: low 16 bits of the masters of inactive weights (i16 `[n]`), if `inner` does not store them.
     low: Mutex<BTreeMap<String, Tensor>>,
-    places: Mutex<Vec<Place>>,
+    places: Mutex<Vec<Slot>>,
     /// Order in which layers are fetched from `inner`.
     order: Mutex<Order>,
 }
 
-struct Place {
+struct Slot {
     group: Group,
     content: Content,
     /// True if the slot was prefetched, and not fetched since.
@@ -180,7 +180,7 @@ impl Uploaded {
         if let Some(at) = places.iter().position(|p| p.group == group) {
             return Some(places.remove(at).content);
         }
-        while places.len() >= PLACES {
+        while places.len() >= SLOTS {
             let oldest = places.iter().position(|p| !p.awaited).unwrap_or(0);
             places.remove(oldest);
         }
@@ -188,7 +188,7 @@ impl Uploaded {
     }
 
     fn put(&self, group: Group, content: Content, awaited: bool) {
-        lock(&self.places).push(Place {
+        lock(&self.places).push(Slot {
             group,
             content,
             awaited,

@@ -16,10 +16,10 @@ use ft::ops::glu::Activation;
 use ft::ops::prepacked::Orders;
 use ft::optim::Optimizer;
 use ft::peft::{Adapter, Cost, Lora, Mask, lora};
-use ft::plan::{self, Evaluation, Inputs, Place, Turn};
+use ft::plan::{self, Evaluation, Inputs, Placement, Turn};
 use ft::recipe::{self, Dtype, Method, Recipe};
 use ft::sft::CausalLm;
-use ft::source::{Copies, Disk, LayerSource, ParamInfo, Policy, Prepacking, Resident, disk};
+use ft::source::{Copies, Disk, LayerSource, ParamInfo, StoragePolicy, Prepacking, Resident, disk};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -261,8 +261,8 @@ fn batches(s: &Shape) -> Vec<Batch> {
 }
 
 /// Where the weights come from, the program's directory for it.
-fn source(spec: &Spec, storage: &Policy, dtype: Dtype, place: Place, dir: &Path) -> Box<dyn LayerSource> {
-    let Place::Disk { head_rows } = place else {
+fn source(spec: &Spec, storage: &StoragePolicy, dtype: Dtype, place: Placement, dir: &Path) -> Box<dyn LayerSource> {
+    let Placement::Disk { head_rows } = place else {
         let stored = |p: &ParamInfo| storage.of(p);
         return Box::new(Resident::random_stored(spec.params(), 3, 0.02, 1.0, stored, &Device::Cpu).unwrap());
     };
@@ -282,12 +282,12 @@ fn source(spec: &Spec, storage: &Policy, dtype: Dtype, place: Place, dir: &Path)
 
 /// Most bytes out during an optimizer step beyond the `before` of the program's start, and the forecast of it.
 /// Buffers that threads keep from an earlier run count again: they are part of the forecast too.
-fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u64, plan::Plan) {
+fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -> (u64, plan::Plan) {
     let spec = spec(s);
     let dir = tempfile::tempdir().unwrap();
     let recipe = recipe(way, dtype);
     let trained = active(way, &spec);
-    let storage = Policy::new(&recipe.memory.storage_rules(), dtype, &spec.params(), |name| {
+    let storage = StoragePolicy::new(&recipe.memory.storage_rules(), dtype, &spec.params(), |name| {
         trained.contains(name)
     })
     .unwrap();
@@ -361,12 +361,12 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Place, before: usize) -> (u
 }
 
 /// From the disk: what a step of full training is like there, of one layer, of adapters.
-fn places(s: &Shape, way: Way) -> Vec<Place> {
-    let mut places = vec![Place::Device];
+fn places(s: &Shape, way: Way) -> Vec<Placement> {
+    let mut places = vec![Placement::Device];
     if let Way::FullKept | Way::LowestLayer | Way::Lora | Way::LoraNf4 | Way::BlockNf4 = way {
-        places.push(Place::Disk { head_rows: None });
+        places.push(Placement::Disk { head_rows: None });
         if s.vocab > PIECE {
-            places.push(Place::Disk { head_rows: Some(PIECE) });
+            places.push(Placement::Disk { head_rows: Some(PIECE) });
         }
     }
     places

@@ -17,10 +17,10 @@ use ft::model::spec::Spec;
 use ft::model::{Network, families, shapes};
 use ft::ops::cross_entropy::PIECE;
 use ft::optim::Optimizer;
-use ft::plan::{self, Evaluation, Inputs, Model, Place, Plan, Turn};
+use ft::plan::{self, Evaluation, Inputs, Model, Placement, Plan, Turn};
 use ft::recipe::{self, Dtype, Recipe};
 use ft::sft::CausalLm;
-use ft::source::{Disk, LayerSource, ParamInfo, Policy, Resident, disk, resident};
+use ft::source::{Disk, LayerSource, ParamInfo, StoragePolicy, Resident, disk, resident};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;
@@ -77,17 +77,17 @@ fn recipe(case: &Case) -> Recipe {
     recipe::parse(&text, "test", &[]).unwrap().recipe
 }
 
-fn place(case: &Case) -> Place {
+fn place(case: &Case) -> Placement {
     match case.tier {
-        "device" => Place::Device,
-        "disk" => Place::Disk { head_rows: None },
-        _ => Place::Disk { head_rows: Some(PIECE) },
+        "device" => Placement::Device,
+        "disk" => Placement::Disk { head_rows: None },
+        _ => Placement::Disk { head_rows: Some(PIECE) },
     }
 }
 
-fn source(case: &Case, spec: &Spec, storage: &Policy, file: &Path) -> Box<dyn LayerSource> {
+fn source(case: &Case, spec: &Spec, storage: &StoragePolicy, file: &Path) -> Box<dyn LayerSource> {
     let (params, weights) = (spec.params(), Weights::open_file(file).unwrap());
-    let Place::Disk { head_rows } = place(case) else {
+    let Placement::Disk { head_rows } = place(case) else {
         let source = Resident::load(params, &weights, |p: &ParamInfo| storage.of(p), &Device::Cpu).unwrap();
         return Box::new(source.with_originals(move |p, dtype| resident::read_dense(&weights, p, dtype, &Device::Cpu)));
     };
@@ -130,7 +130,7 @@ fn measure(case: &Case, file: &Path) -> Value {
         }
         false => (0..spec.layers.len()).rev().map(layer).collect(),
     };
-    let storage = Policy::new(&recipe.memory.storage_rules(), Dtype::Bf16, &params, |_| false).unwrap();
+    let storage = StoragePolicy::new(&recipe.memory.storage_rules(), Dtype::Bf16, &params, |_| false).unwrap();
     let mut network = Network::new(spec.clone(), source(case, &spec, &storage, file), Device::Cpu);
     if lora {
         network.adapters = adapters(&spec, 8);

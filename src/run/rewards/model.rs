@@ -13,7 +13,7 @@ use crate::plan;
 use crate::recipe::{Dtype, ModelInit, TrainOn};
 use crate::rlhf::preference::reward::scores;
 use crate::run::setup::{ModelDir, Stored};
-use crate::source::Policy;
+use crate::source::StoragePolicy;
 use candle_core::{Device, Tensor};
 
 /// Tokens per batch.
@@ -60,7 +60,7 @@ impl RewardModel {
         };
         Ok(plan::Judge {
             spec: described.spec,
-            storage: Policy::dense(dtype),
+            storage: StoragePolicy::dense(dtype),
             tokens: TOKENS,
         })
     }

@@ -10,7 +10,7 @@ use crate::recipe::{self, GrpoLoss, ImportanceLevel, Method, Recipe, RolloutCorr
 use crate::rlhf::advantage::{self, KlControl, KlEstimator, moments};
 use crate::rlhf::correction::{Correction, Mode};
 use crate::rlhf::grpo::{self, Grpo};
-use crate::rlhf::policy::{self, Policy};
+use crate::rlhf::policy::{self, PolicyHead};
 use crate::rlhf::ppo::{self, Ppo, ValueHead};
 use crate::run::prompts::steps_of_rollout;
 use candle_core::{Device, Tensor};
@@ -44,7 +44,7 @@ pub fn base_is_frozen(recipe: &Recipe) -> bool {
 
 /// The objective of an RL stage; `width` is D.
 pub fn objective(recipe: &Recipe, width: usize, device: &Device) -> Result<Box<dyn Objective>> {
-    let policy = Policy {
+    let policy = PolicyHead {
         temperature: recipe.reinforce.temperature,
     };
     if recipe.train.stage == recipe::Stage::Grpo {
@@ -96,7 +96,7 @@ fn over(network: &Network, batch: &Batch, f: impl FnOnce(&Tensor, &Head) -> Resu
 /// Computes advantages from rewards, one rollout at a time.
 pub struct AdvantageComputer<'a> {
     recipe: &'a Recipe,
-    policy: Policy,
+    policy: PolicyHead,
     pub kl: KlControl,
     /// Metrics since the last read.
     pub metrics: Vec<(&'static str, f64)>,
@@ -108,7 +108,7 @@ impl<'a> AdvantageComputer<'a> {
         let is_ppo = recipe.train.stage == recipe::Stage::Ppo;
         Self {
             recipe,
-            policy: Policy {
+            policy: PolicyHead {
                 temperature: rlhf.temperature,
             },
             kl: KlControl {

@@ -99,7 +99,7 @@ fn reference(recipe: &Recipe, model: &ModelDir, device: &Device) -> Result<Refer
             let adapter = adapter.filter(|_| recipe.tune.method == Method::Lora);
             model.infer(adapter.map(Path::new), Some(dtype), device)?
         }
-        init => model.load(&source::Policy::dense(dtype), init, recipe.train.seed, device)?,
+        init => model.load(&source::StoragePolicy::dense(dtype), init, recipe.train.seed, device)?,
     };
     Ok(Reference::Copy(Box::new(network)))
 }

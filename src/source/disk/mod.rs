@@ -13,7 +13,7 @@ mod tests;
 
 use super::resident::{check_names, draw, no_such, send};
 use super::turns::{Exact, requantize};
-use super::{Group, GroupWeights, LayerSource, MasterLowBits, NumbersSink, ParamInfo, Policy, Recoded};
+use super::{Group, GroupWeights, LayerSource, MasterLowBits, NumbersSink, ParamInfo, Recoded, StoragePolicy};
 use crate::base::{Error, Result, files};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
@@ -23,7 +23,7 @@ use crate::ops::cross_entropy::PIECE;
 use crate::quant::{Format, Weight};
 use candle_core::{DType, Device, Tensor};
 use numbers::Files;
-use pool::{Buffers, Job, Load, Pool};
+use pool::{Buffers, DoubleBuffer, Job, Loader};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
@@ -35,7 +35,7 @@ use store::STEP;
 pub struct Options {
     pub dtype: Dtype,
     /// Storage type of each weight while it is frozen.
-    pub storage: Policy,
+    pub storage: StoragePolicy,
     pub device: Device,
     /// Directory for trained parameters; it is emptied.
     pub trained: PathBuf,
@@ -89,8 +89,8 @@ struct Shared {
 
 pub struct Disk {
     shared: Arc<Shared>,
-    layers: Pool<Layers>,
-    pieces: Pool<Pieces>,
+    layers: DoubleBuffer<Layers>,
+    pieces: DoubleBuffer<Pieces>,
     /// Parameters that are always held, active or not.
     always: Vec<Arc<str>>,
     /// Active parameters; all of them are in `held`.
@@ -157,8 +157,8 @@ impl Disk {
             .spawn(move || queue.into_iter().for_each(|job| job()))
             .map_err(|e| Error::new("cannot start the reading thread").cause(e))?;
         Ok(Self {
-            layers: Pool::new(Layers(shared.clone())),
-            pieces: Pool::new(Pieces {
+            layers: DoubleBuffer::new(Layers(shared.clone())),
+            pieces: DoubleBuffer::new(Pieces {
                 shared: shared.clone(),
                 name: options.head.as_str().into(),
                 rows: options.head_rows.unwrap_or(0),
@@ -230,7 +230,7 @@ impl Shared {
 /// Loads whole layers: parameters that are not held are read into the buffers, in the order of the layer's parameters.
 struct Layers(Arc<Shared>);
 
-impl Load for Layers {
+impl Loader for Layers {
     type Key = Group;
 
     fn prepare(&self, group: Group, buffers: &mut Buffers) -> Result<()> {
@@ -272,7 +272,7 @@ struct Pieces {
     rows: usize,
 }
 
-impl Load for Pieces {
+impl Loader for Pieces {
     type Key = usize;
 
     fn prepare(&self, _: usize, buffers: &mut Buffers) -> Result<()> {

@@ -8,13 +8,13 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Double buffer: the current item and the next one.
-const PLACES: usize = 2;
+const SLOTS: usize = 2;
 
 /// Memory of a slot: tensors by their index in the item.
 pub(super) type Buffers = BTreeMap<usize, Tensor>;
 
 /// Loads an item into the buffers of a slot.
-pub(super) trait Load: Send + Sync + 'static {
+pub(super) trait Loader: Send + Sync + 'static {
     type Key: Copy + Eq + Send + 'static;
 
     /// Allocates missing buffers. The requesting thread calls it, so that one thread allocates all memory.
@@ -27,16 +27,16 @@ pub(super) trait Load: Send + Sync + 'static {
 /// A job for the reader thread.
 pub(super) type Job = Box<dyn FnOnce() + Send>;
 
-enum Content {
+enum SlotState {
     Empty,
     Loading,
     Ready(Arc<GroupWeights>),
     Failed(Error),
 }
 
-struct Place<K> {
+struct Slot<K> {
     key: Option<K>,
-    content: Content,
+    content: SlotState,
     buffers: Buffers,
     /// True if the slot was prefetched, and not fetched since.
     awaited: bool,
@@ -44,26 +44,26 @@ struct Place<K> {
     last: u64,
 }
 
-impl<K> Place<K> {
+impl<K> Slot<K> {
     /// True if the slot is not being read or filled.
     fn is_free(&self) -> bool {
         match &self.content {
-            Content::Loading => false,
-            Content::Ready(handle) => Arc::strong_count(handle) == 1,
+            SlotState::Loading => false,
+            SlotState::Ready(handle) => Arc::strong_count(handle) == 1,
             _ => true,
         }
     }
 }
 
-struct Inner<L: Load> {
+struct Inner<L: Loader> {
     load: L,
-    places: Mutex<Vec<Place<L::Key>>>,
+    places: Mutex<Vec<Slot<L::Key>>>,
     changed: Condvar,
 }
 
-pub(super) struct Pool<L: Load>(Arc<Inner<L>>);
+pub(super) struct DoubleBuffer<L: Loader>(Arc<Inner<L>>);
 
-impl<L: Load> Pool<L> {
+impl<L: Loader> DoubleBuffer<L> {
     pub fn new(load: L) -> Self {
         Self(Arc::new(Inner {
             load,
@@ -79,26 +79,26 @@ impl<L: Load> Pool<L> {
         while let Some(at) = places.iter().position(|p| p.key == Some(key)) {
             let now = clock(&places);
             let place = &mut places[at];
-            match std::mem::replace(&mut place.content, Content::Empty) {
-                Content::Ready(handle) => {
-                    place.content = Content::Ready(handle.clone());
+            match std::mem::replace(&mut place.content, SlotState::Empty) {
+                SlotState::Ready(handle) => {
+                    place.content = SlotState::Ready(handle.clone());
                     (place.awaited, place.last) = (false, now);
                     return Ok(handle);
                 }
-                Content::Loading => {
-                    place.content = Content::Loading;
+                SlotState::Loading => {
+                    place.content = SlotState::Loading;
                     places = inner.changed.wait(places).unwrap_or_else(PoisonError::into_inner);
                 }
-                Content::Failed(e) => {
+                SlotState::Failed(e) => {
                     place.key = None;
                     return Err(e);
                 }
-                Content::Empty => break,
+                SlotState::Empty => break,
             }
         }
         // If the caller still holds both slots, a third one is created; waiting would be a deadlock.
         let at = inner.choose(&mut places, true).unwrap_or_else(|| {
-            places.push(Place::new());
+            places.push(Slot::new());
             places.len() - 1
         });
         let mut buffers = begin(&mut places, at, key, false);
@@ -113,11 +113,11 @@ impl<L: Load> Pool<L> {
         let result = match filled {
             Ok(weights) => {
                 let handle = Arc::new(weights);
-                place.content = Content::Ready(handle.clone());
+                place.content = SlotState::Ready(handle.clone());
                 Ok(handle)
             }
             Err(e) => {
-                (place.key, place.content) = (None, Content::Empty);
+                (place.key, place.content) = (None, SlotState::Empty);
                 Err(e)
             }
         };
@@ -148,8 +148,8 @@ impl<L: Load> Pool<L> {
             let place = &mut places[at];
             place.buffers = buffers;
             place.content = match filled {
-                Ok(weights) => Content::Ready(Arc::new(weights)),
-                Err(e) => Content::Failed(e),
+                Ok(weights) => SlotState::Ready(Arc::new(weights)),
+                Err(e) => SlotState::Failed(e),
             };
             drop(places);
             shared.changed.notify_all();
@@ -166,7 +166,7 @@ impl<L: Load> Pool<L> {
                 // The memory is still in use: the last reader frees it.
                 place.buffers.clear();
             }
-            (place.key, place.content, place.awaited) = (None, Content::Empty, false);
+            (place.key, place.content, place.awaited) = (None, SlotState::Empty, false);
         }
     }
 
@@ -180,11 +180,11 @@ impl<L: Load> Pool<L> {
     }
 }
 
-impl<K> Place<K> {
+impl<K> Slot<K> {
     fn new() -> Self {
         Self {
             key: None,
-            content: Content::Empty,
+            content: SlotState::Empty,
             buffers: Buffers::new(),
             awaited: false,
             last: 0,
@@ -192,15 +192,15 @@ impl<K> Place<K> {
     }
 }
 
-impl<L: Load> Inner<L> {
-    fn lock(&self) -> MutexGuard<'_, Vec<Place<L::Key>>> {
+impl<L: Loader> Inner<L> {
+    fn lock(&self) -> MutexGuard<'_, Vec<Slot<L::Key>>> {
         self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until no load is running.
-    fn settled(&self) -> MutexGuard<'_, Vec<Place<L::Key>>> {
+    fn settled(&self) -> MutexGuard<'_, Vec<Slot<L::Key>>> {
         let mut places = self.lock();
-        while places.iter().any(|p| matches!(p.content, Content::Loading)) {
+        while places.iter().any(|p| matches!(p.content, SlotState::Loading)) {
             places = self.changed.wait(places).unwrap_or_else(PoisonError::into_inner);
         }
         places
@@ -208,31 +208,31 @@ impl<L: Load> Inner<L> {
 
     /// Returns the slot to load into: a new one, or the least recently used free one. A prefetched slot that was not
     /// fetched yet is reused only if `must` is true.
-    fn choose(&self, places: &mut Vec<Place<L::Key>>, must: bool) -> Option<usize> {
-        let free = |p: &Place<L::Key>| p.is_free() && (must || !p.awaited);
+    fn choose(&self, places: &mut Vec<Slot<L::Key>>, must: bool) -> Option<usize> {
+        let free = |p: &Slot<L::Key>| p.is_free() && (must || !p.awaited);
         let oldest = (0..places.len())
             .filter(|&i| free(&places[i]))
             .min_by_key(|&i| (places[i].awaited, places[i].last));
-        if oldest.is_some() && places.len() >= PLACES {
+        if oldest.is_some() && places.len() >= SLOTS {
             return oldest;
         }
-        if places.len() < PLACES {
-            places.push(Place::new());
+        if places.len() < SLOTS {
+            places.push(Slot::new());
             return Some(places.len() - 1);
         }
         None
     }
 }
 
-fn clock<K>(places: &[Place<K>]) -> u64 {
+fn clock<K>(places: &[Slot<K>]) -> u64 {
     places.iter().map(|p| p.last).max().unwrap_or(0) + 1
 }
 
 /// Assigns the slot to `key` and marks it as loading; returns its memory for the loader.
-fn begin<K>(places: &mut [Place<K>], at: usize, key: K, awaited: bool) -> Buffers {
+fn begin<K>(places: &mut [Slot<K>], at: usize, key: K, awaited: bool) -> Buffers {
     let now = clock(places);
     let place = &mut places[at];
-    (place.key, place.content) = (Some(key), Content::Loading);
+    (place.key, place.content) = (Some(key), SlotState::Loading);
     (place.awaited, place.last) = (awaited, now);
     std::mem::take(&mut place.buffers)
 }
@@ -249,7 +249,7 @@ mod tests {
         filled: AtomicUsize,
     }
 
-    impl Load for Arc<Numbered> {
+    impl Loader for Arc<Numbered> {
         type Key = u32;
 
         fn prepare(&self, _: u32, buffers: &mut Buffers) -> Result<()> {
@@ -283,7 +283,7 @@ mod tests {
     #[test]
     fn two_places_serve_a_walk_up_and_down_with_each_thing_loaded_once_a_direction() {
         let load = Arc::new(Numbered::default());
-        let pool = Pool::new(load.clone());
+        let pool = DoubleBuffer::new(load.clone());
         let n = 6;
         for round in 1..=2 {
             for i in 0..n {
@@ -305,7 +305,7 @@ mod tests {
 
     #[test]
     fn what_is_in_use_is_never_overwritten() {
-        let pool = Pool::new(Arc::new(Numbered::default()));
+        let pool = DoubleBuffer::new(Arc::new(Numbered::default()));
         let handles: Vec<_> = (0..4).map(|i| pool.get(i).unwrap()).collect();
         pool.prefetch(9, now);
         for (i, handle) in handles.iter().enumerate() {
@@ -325,7 +325,7 @@ mod tests {
     #[test]
     fn a_failed_load_is_told_and_can_be_tried_again() {
         let load = Arc::new(Numbered::default());
-        let pool = Pool::new(load.clone());
+        let pool = DoubleBuffer::new(load.clone());
         assert!(pool.get(13).is_err());
         pool.prefetch(13, now);
         assert!(pool.get(13).is_err());
@@ -336,7 +336,7 @@ mod tests {
 
     #[test]
     fn it_waits_for_what_is_on_its_way() {
-        let pool = Pool::new(Arc::new(Numbered::default()));
+        let pool = DoubleBuffer::new(Arc::new(Numbered::default()));
         let mut waiting = None;
         pool.prefetch(3, |job| waiting = Some(job));
         let job = waiting.unwrap();

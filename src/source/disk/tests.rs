@@ -41,7 +41,7 @@ fn open(dir: &Path, dtype: Dtype, tied: bool, head_rows: Option<usize>) -> Resul
     }
     let options = Options {
         dtype,
-        storage: Policy::dense(dtype),
+        storage: StoragePolicy::dense(dtype),
         device: Device::Cpu,
         trained: dir.join("trained"),
         codes: dir.join("codes.safetensors"),

@@ -58,7 +58,7 @@ fn groups_and_rows_are_those_of_the_host() {
             for (name, weight) in b.iter() {
                 assert_eq!(flat(&a.get(name).unwrap().1), flat(weight.dense().unwrap()), "{name}");
             }
-            assert!(lock(&there.places).len() <= PLACES + 1);
+            assert!(lock(&there.places).len() <= SLOTS + 1);
         }
         let (table, at) = there.rows("embed", &[5, 0, 5, V as u32 - 1]).unwrap();
         assert_eq!((table.dims()[0], &at[..]), (3, &[1, 0, 1, 2][..]));
@@ -78,7 +78,7 @@ fn what_was_asked_for_waits_until_it_is_fetched() {
     let fetch = |l| {
         assert!(waits(l), "layer {l} would be sent twice");
         drop(there.fetch(Group::Layer(l)).unwrap());
-        assert!(lock(&there.places).len() <= PLACES);
+        assert!(lock(&there.places).len() <= SLOTS);
     };
     // Forward and backward of a micro-batch, twice.
     there.prefetch(Group::Layer(0));
@@ -261,13 +261,13 @@ fn the_source_behind_reads_each_layer_ahead_and_none_for_nothing() {
 
 #[test]
 fn weights_of_the_disk_pass_through_in_two_places_there_and_two_here() {
-    use crate::source::{Disk, Policy, disk};
+    use crate::source::{Disk, StoragePolicy, disk};
     let (dir, dtype) = (tempfile::TempDir::new().unwrap(), Dtype::F32);
     let file = dir.path().join("model.safetensors");
     disk::write_random(&file, &params(), 7, 0.5, 1.0, dtype).unwrap();
     let options = disk::Options {
         dtype,
-        storage: Policy::dense(dtype),
+        storage: StoragePolicy::dense(dtype),
         device: Device::Cpu,
         trained: dir.path().join("trained"),
         codes: dir.path().join("codes.safetensors"),
@@ -293,6 +293,6 @@ fn weights_of_the_disk_pass_through_in_two_places_there_and_two_here() {
         let held = 4 * (D + V * D) as u64;
         let layer = 4 * (2 * D * D + D) as u64;
         assert_eq!(there.inner.resident_bytes(), held + 2 * layer);
-        assert!(lock(&there.places).len() <= PLACES);
+        assert!(lock(&there.places).len() <= SLOTS);
     }
 }

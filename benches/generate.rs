@@ -5,7 +5,7 @@
 
 use candle_core::Device;
 use clap::Parser;
-use ft::generate::{Formats, KvDtype, Limits, StoragePolicy, QuantizedCopy, Request, Settings, answer};
+use ft::generate::{Formats, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Settings, answer};
 use ft::model::{Network, families, shapes};
 use ft::ops::CpuBackend;
 use ft::quant::Format;
@@ -108,7 +108,7 @@ fn main() {
         },
         ..Settings::default()
     };
-    let policy = || copy.as_ref().map_or(StoragePolicy::from(&network), StoragePolicy::from);
+    let policy = || copy.as_ref().map_or(SampledModel::from(&network), SampledModel::from);
     let short = Settings {
         max_new_tokens: 2,
         ..settings.clone()

@@ -19,7 +19,7 @@ use ft::peft::{Adapter, Cost, Lora, Mask, lora};
 use ft::plan::{self, Evaluation, Inputs, Placement, Turn};
 use ft::recipe::{self, Dtype, Method, Recipe};
 use ft::sft::CausalLm;
-use ft::source::{Copies, Disk, LayerSource, ParamInfo, StoragePolicy, Prepacking, Resident, disk};
+use ft::source::{Copies, Disk, LayerSource, ParamInfo, Prepacking, Resident, StoragePolicy, disk};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;

@@ -20,7 +20,7 @@ use ft::optim::Optimizer;
 use ft::plan::{self, Evaluation, Inputs, Model, Placement, Plan, Turn};
 use ft::recipe::{self, Dtype, Recipe};
 use ft::sft::CausalLm;
-use ft::source::{Disk, LayerSource, ParamInfo, StoragePolicy, Resident, disk, resident};
+use ft::source::{Disk, LayerSource, ParamInfo, Resident, StoragePolicy, disk, resident};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;

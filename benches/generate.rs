@@ -53,7 +53,7 @@ fn cpu_seconds() -> f64 {
 }
 
 #[global_allocator]
-static HEAP: ft::base::heap::Heap = ft::base::heap::Heap;
+static HEAP: ft::base::allocator::CachingAllocator = ft::base::allocator::CachingAllocator;
 
 fn main() {
     let o = Options::parse();
@@ -64,7 +64,7 @@ fn main() {
     if let Ok(path) = std::env::var("FT_CPU") {
         CpuBackend::force(&path).expect("FT_CPU");
     }
-    ft::base::heap::retain_freed();
+    ft::base::allocator::retain_freed();
     let config = shapes::config(&format!("{}{}", shapes::PREFIX, o.shape))
         .expect("a shape")
         .expect("a shape");

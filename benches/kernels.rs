@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use ft::base::heap;
+use ft::base::allocator;
 use ft::base::rng::{Rng, Stream};
 use ft::ops::glu::Activation;
 use ft::ops::low_rank::{self, Base, LowRank};
@@ -12,7 +12,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 #[global_allocator]
-static HEAP: ft::base::heap::Heap = ft::base::heap::Heap;
+static HEAP: ft::base::allocator::CachingAllocator = ft::base::allocator::CachingAllocator;
 
 fn random(rows: usize, columns: usize, seed: u64) -> Tensor {
     let rng = Rng::new(seed, Stream::Init, &[]);
@@ -104,7 +104,7 @@ fn show_peak() {
 }
 
 fn products(c: &mut Criterion) {
-    heap::retain_freed();
+    allocator::retain_freed();
     show_peak();
     for (n, i, o) in [
         (512, 896, 4864),

@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use clap::Parser;
-use ft::base::heap;
+use ft::base::allocator;
 use ft::base::rng::{Rng, Stream};
 use ft::ops::prepacked::{Dense, Orders, Prepacked};
 use ft::ops::{CpuBackend, linear};
@@ -43,7 +43,7 @@ fn random(rows: usize, columns: usize, seed: u64) -> Tensor {
 }
 
 #[global_allocator]
-static HEAP: ft::base::heap::Heap = ft::base::heap::Heap;
+static HEAP: ft::base::allocator::CachingAllocator = ft::base::allocator::CachingAllocator;
 
 fn main() {
     let o = Options::parse();
@@ -54,7 +54,7 @@ fn main() {
     if let Ok(path) = std::env::var("FT_CPU") {
         CpuBackend::force(&path).expect("a path that this CPU can run");
     }
-    heap::retain_freed();
+    allocator::retain_freed();
     let mut shapes = SHAPES.to_vec();
     if !o.tokens.is_empty() {
         let with = |n: &usize| SHAPES.map(|(_, i, out)| (*n, i, out));

@@ -6,7 +6,7 @@
 use candle_core::Device;
 use clap::Parser;
 use ft::base::rng::{Rng, Stream};
-use ft::base::{heap, memory};
+use ft::base::{allocator, memory};
 use ft::data::{Batch, Example};
 use ft::engine::{Active, Engine, Gradients};
 use ft::model::{Adapters, Network, Spec, families, shapes};
@@ -88,7 +88,7 @@ fn page_faults() -> i64 {
 }
 
 #[global_allocator]
-static HEAP: ft::base::heap::Heap = ft::base::heap::Heap;
+static HEAP: ft::base::allocator::CachingAllocator = ft::base::allocator::CachingAllocator;
 
 fn main() {
     let o = Options::parse();
@@ -99,7 +99,7 @@ fn main() {
     if let Ok(path) = std::env::var("FT_CPU") {
         CpuBackend::force(&path).expect("a path that this CPU can run");
     }
-    heap::retain_freed();
+    allocator::retain_freed();
     let spec = spec(&o.size);
     let dtype = if o.dtype == "f32" { Dtype::F32 } else { Dtype::Bf16 };
     let device = ops::device::open(&o.device).expect("the device").device;

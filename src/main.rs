@@ -6,7 +6,7 @@ use ft::base::worker;
 use std::path::PathBuf;
 
 #[global_allocator]
-static HEAP: ft::base::heap::Heap = ft::base::heap::Heap;
+static HEAP: ft::base::allocator::CachingAllocator = ft::base::allocator::CachingAllocator;
 
 fn main() {
     // First of all, before there are threads or large allocations.

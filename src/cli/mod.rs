@@ -23,7 +23,7 @@ mod train;
 pub use out::{out, out_raw, out_text};
 pub use recipes::SHIPPED;
 
-use crate::base::{Error, Result, cache, heap, is_caught, signal};
+use crate::base::{Error, Result, allocator, cache, is_caught, signal};
 use crate::ops::CpuBackend;
 use crate::report::{self, Style};
 use clap::{Parser, Subcommand};
@@ -136,7 +136,7 @@ fn cache_directory() -> Option<std::path::PathBuf> {
 
 fn run(cli: Cli) -> Result<i32> {
     signal::install()?;
-    heap::retain_freed();
+    allocator::retain_freed();
     if let Some(directory) = cache_directory() {
         cache::set_directory(directory);
     }

@@ -50,7 +50,7 @@ impl IndexMut<Kind> for Sizes {
 /// Bytes of one simulated allocation. Must be freed with `Ledger::drop`.
 #[derive(Debug)]
 #[must_use]
-pub struct Held {
+pub struct Allocation {
     kind: Kind,
     bytes: u64,
 }
@@ -126,14 +126,14 @@ impl Ledger {
         self.prefix = prefix;
     }
 
-    pub fn hold(&mut self, kind: Kind, bytes: u64) -> Held {
+    pub fn alloc(&mut self, kind: Kind, bytes: u64) -> Allocation {
         // Saturates: a huge size must not wrap around to a small one.
         self.now[kind] = self.now[kind].saturating_add(bytes);
         self.largest[kind] = self.largest[kind].max(self.now[kind]);
         if self.two_places && kind.on_host() {
             self.host = self.host.saturating_add(bytes);
             self.host_peak = self.host_peak.max(self.host);
-            return Held { kind, bytes };
+            return Allocation { kind, bytes };
         }
         self.total = self.total.saturating_add(bytes);
         if self.total > self.peak {
@@ -141,10 +141,10 @@ impl Ledger {
             self.peak_moment.clone_from(&self.moment);
             self.at_peak = self.now;
         }
-        Held { kind, bytes }
+        Allocation { kind, bytes }
     }
 
-    pub fn drop(&mut self, held: Held) {
+    pub fn free(&mut self, held: Allocation) {
         let now = &mut self.now[held.kind];
         *now = now.saturating_sub(held.bytes);
         if self.two_places && held.kind.on_host() {
@@ -155,20 +155,20 @@ impl Ledger {
     }
 
     /// Moves the bytes to another kind.
-    pub fn relabel(&mut self, held: Held, kind: Kind) -> Held {
+    pub fn relabel(&mut self, held: Allocation, kind: Kind) -> Allocation {
         let bytes = held.bytes;
-        self.drop(held);
-        self.hold(kind, bytes)
+        self.free(held);
+        self.alloc(kind, bytes)
     }
 
-    pub fn drop_all(&mut self, held: impl IntoIterator<Item = Held>) {
-        held.into_iter().for_each(|h| self.drop(h));
+    pub fn free_all(&mut self, held: impl IntoIterator<Item = Allocation>) {
+        held.into_iter().for_each(|h| self.free(h));
     }
 
     /// Allocates and frees at once.
     pub fn touch(&mut self, kind: Kind, bytes: u64) {
-        let held = self.hold(kind, bytes);
-        self.drop(held);
+        let held = self.alloc(kind, bytes);
+        self.free(held);
     }
 
     /// What is held now.
@@ -177,11 +177,11 @@ impl Ledger {
     }
 
     /// Allocates `times` copies of the difference between the current sizes and `before`.
-    pub fn hold_again(&mut self, before: &Sizes, times: u64) -> Vec<Held> {
+    pub fn alloc_again(&mut self, before: &Sizes, times: u64) -> Vec<Allocation> {
         let now = self.now;
         let kinds = (0..KINDS).filter_map(|i| Some((Kind::ALL[i], now.0[i].checked_sub(before.0[i])?)));
         let grown = kinds.filter(|(_, bytes)| *bytes > 0).collect::<Vec<_>>();
-        let hold = |(kind, bytes): (Kind, u64)| self.hold(kind, bytes.saturating_mul(times));
+        let hold = |(kind, bytes): (Kind, u64)| self.alloc(kind, bytes.saturating_mul(times));
         grown.into_iter().map(hold).collect()
     }
 
@@ -198,49 +198,49 @@ mod tests {
     #[test]
     fn the_peak_is_what_was_held_together() {
         let mut l = Ledger::default();
-        let weights = l.hold(Kind::Weights, 100);
+        let weights = l.alloc(Kind::Weights, 100);
         l.moment("loss");
         l.touch(Kind::Loss, 50);
         l.moment("layer");
-        let a = l.hold(Kind::Layer, 20);
-        let b = l.hold(Kind::Layer, 40);
-        l.drop(a);
+        let a = l.alloc(Kind::Layer, 20);
+        let b = l.alloc(Kind::Layer, 40);
+        l.free(a);
         l.touch(Kind::Layer, 15);
         assert_eq!((l.peak, l.peak_moment.as_str()), (160, "layer"));
         assert_eq!(l.at_peak[Kind::Layer], 60);
         assert_eq!(l.at_peak[Kind::Loss], 0);
         assert_eq!((l.largest[Kind::Loss], l.largest[Kind::Layer]), (50, 60));
-        l.drop_all([weights, b]);
+        l.free_all([weights, b]);
         assert_eq!(l.now(), 0);
     }
 
     #[test]
     fn the_same_again_is_held_as_often_as_asked() {
         let mut l = Ledger::default();
-        let first = l.hold(Kind::Inputs, 5);
+        let first = l.alloc(Kind::Inputs, 5);
         let before = l.sizes();
-        let more = [l.hold(Kind::Inputs, 7), l.hold(Kind::Activations, 11)];
-        let again = l.hold_again(&before, 3);
+        let more = [l.alloc(Kind::Inputs, 7), l.alloc(Kind::Activations, 11)];
+        let again = l.alloc_again(&before, 3);
         assert_eq!((l.sizes()[Kind::Inputs], l.sizes()[Kind::Activations]), (33, 44));
-        l.drop_all(again);
-        l.drop_all(more);
-        l.drop(first);
+        l.free_all(again);
+        l.free_all(more);
+        l.free(first);
         assert_eq!((l.now(), l.peak), (0, 77));
         // A huge size does not wrap around.
         l.touch(Kind::Layer, u64::MAX);
-        let most = [l.hold(Kind::Layer, u64::MAX), l.hold(Kind::Loss, u64::MAX)];
+        let most = [l.alloc(Kind::Layer, u64::MAX), l.alloc(Kind::Loss, u64::MAX)];
         assert_eq!(l.peak, u64::MAX);
-        l.drop_all(most);
+        l.free_all(most);
     }
 
     #[test]
     fn with_a_gpu_the_host_is_counted_apart() {
         let mut l = Ledger::new(true);
-        let held = [l.hold(Kind::Weights, 100), l.hold(Kind::Process, 70)];
+        let held = [l.alloc(Kind::Weights, 100), l.alloc(Kind::Process, 70)];
         l.touch(Kind::Saving, 30);
         l.touch(Kind::Layer, 5);
         assert_eq!((l.peak, l.host_peak), (105, 100));
-        l.drop_all(held);
+        l.free_all(held);
         assert_eq!(l.now(), 0);
     }
 }

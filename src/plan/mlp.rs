@@ -1,13 +1,13 @@
 //! Simulates the memory of the MLP half of a layer, tensor by tensor as in `model::mlp`.
 
-use super::ledger::{Held, Kind, Ledger};
+use super::ledger::{Allocation, Kind, Ledger};
 use super::step::Sink;
 use super::work::Block;
 use crate::model::mlp::Needs;
 use crate::model::pieces::pieces;
 
 /// gate and up of each chunk of tokens; empty if they were not saved.
-pub(super) type Parts = Vec<Vec<Held>>;
+pub(super) type Parts = Vec<Vec<Allocation>>;
 
 impl Block<'_> {
     /// The number of MLP chunks, and the largest one.
@@ -18,37 +18,37 @@ impl Block<'_> {
     }
 
     /// From x1, which the caller holds, to the layer's output; also gate and up if they are saved.
-    pub fn mlp(&self, l: &mut Ledger, keep: bool) -> (Held, Parts) {
+    pub fn mlp(&self, l: &mut Ledger, keep: bool) -> (Allocation, Parts) {
         let (count, piece) = self.cut();
         if count == 1 {
             let (y, parts) = self.mlp_piece(l, keep);
             return (y, parts.into_iter().collect());
         }
-        let whole = l.hold(Kind::Layer, self.nd);
+        let whole = l.alloc(Kind::Layer, self.nd);
         let mut kept = Parts::new();
         for _ in 0..if keep { count } else { 1 } {
             let (y, parts) = piece.mlp_piece(l, keep);
-            l.drop(y);
+            l.free(y);
             kept.extend(parts);
         }
         (whole, kept)
     }
 
-    fn mlp_piece(&self, l: &mut Ledger, keep: bool) -> (Held, Option<Vec<Held>>) {
+    fn mlp_piece(&self, l: &mut Ledger, keep: bool) -> (Allocation, Option<Vec<Allocation>>) {
         let (linears, down) = self.linears(false);
-        let h = l.hold(Kind::Layer, self.nd);
+        let h = l.alloc(Kind::Layer, self.nd);
         let mut parts = self.projections(l, &linears, &[self.ni, self.ni]);
-        l.drop(h);
-        let m = l.hold(Kind::Layer, self.ni);
+        l.free(h);
+        let m = l.alloc(Kind::Layer, self.ni);
         if !keep {
-            l.drop_all(std::mem::take(&mut parts));
+            l.free_all(std::mem::take(&mut parts));
         }
         let mut y = self.linear(l, down);
         if self.spec.sandwich_norms {
-            let normed = l.hold(Kind::Layer, self.nd);
-            l.drop(std::mem::replace(&mut y, normed));
+            let normed = l.alloc(Kind::Layer, self.nd);
+            l.free(std::mem::replace(&mut y, normed));
         }
-        l.drop(m);
+        l.free(m);
         let parts = keep.then(|| parts.into_iter().map(|p| l.relabel(p, Kind::Activations)).collect());
         (y, parts)
     }
@@ -58,10 +58,10 @@ impl Block<'_> {
         &self,
         l: &mut Ledger,
         mut parts: Parts,
-        dy: Held,
+        dy: Allocation,
         need_dx: bool,
         sink: &mut Sink,
-    ) -> Option<Held> {
+    ) -> Option<Allocation> {
         let sandwich = self.spec.sandwich_norms;
         let norm = if sandwich {
             "pre_feedforward_layernorm"
@@ -77,37 +77,37 @@ impl Block<'_> {
             dh,
         };
         if !needs.dm() && !needs.down && !post_wanted {
-            l.drop_all(parts.into_iter().flatten());
-            l.drop(dy);
+            l.free_all(parts.into_iter().flatten());
+            l.free(dy);
             return None;
         }
         let (count, piece) = self.cut();
         let dh = if count == 1 {
             self.mlp_piece_backward(l, parts.pop(), needs, sink)
         } else {
-            let dh = needs.dh.then(|| l.hold(Kind::Layer, self.nd));
+            let dh = needs.dh.then(|| l.alloc(Kind::Layer, self.nd));
             sink.start_sums();
             // The second chunk adds to the sums of the first; later chunks are like the second, with fewer saved
             // tensors.
             let mut parts = parts.into_iter();
             for _ in 0..count.min(2) {
                 let part = piece.mlp_piece_backward(l, parts.next(), needs, sink);
-                l.drop_all(part);
+                l.free_all(part);
             }
-            l.drop_all(parts.flatten());
+            l.free_all(parts.flatten());
             sink.finish_sums(l);
             dh
         };
         let dx = dh.map(|dh| {
             let dx = self.norm_backward(l, norm, self.nd, sink);
-            l.drop(dh);
+            l.free(dh);
             dx
         });
-        l.drop(dy);
+        l.free(dy);
         if need_dx {
             dx
         } else {
-            l.drop_all(dx);
+            l.free_all(dx);
             None
         }
     }
@@ -115,43 +115,43 @@ impl Block<'_> {
     fn mlp_piece_backward(
         &self,
         l: &mut Ledger,
-        parts: Option<Vec<Held>>,
+        parts: Option<Vec<Allocation>>,
         needs: Needs,
         sink: &mut Sink,
-    ) -> Option<Held> {
+    ) -> Option<Allocation> {
         let sandwich = self.spec.sandwich_norms;
         let (linears, down) = self.linears(false);
-        let mut h = (needs.inputs || parts.is_none()).then(|| l.hold(Kind::Layer, self.nd));
+        let mut h = (needs.inputs || parts.is_none()).then(|| l.alloc(Kind::Layer, self.nd));
         let parts = parts.unwrap_or_else(|| self.projections(l, &linears, &[self.ni, self.ni]));
         if !needs.inputs {
-            l.drop_all(h.take());
+            l.free_all(h.take());
         }
-        let m = (needs.down || sandwich).then(|| l.hold(Kind::Layer, self.ni));
+        let m = (needs.down || sandwich).then(|| l.alloc(Kind::Layer, self.ni));
         let d_down = sandwich.then(|| {
             let y = self.linear(l, down);
             let d = self.norm_backward(l, "post_feedforward_layernorm", self.nd, sink);
-            l.drop(y);
+            l.free(y);
             d
         });
         let dm = self.linear_backward(l, down, needs.dm(), sink);
-        l.drop_all(m);
-        l.drop_all(d_down);
+        l.free_all(m);
+        l.free_all(d_down);
         let Some(dm) = dm else {
-            l.drop_all(parts);
-            l.drop_all(h);
+            l.free_all(parts);
+            l.free_all(h);
             return None;
         };
         // On the CPU the gradients overwrite gate and up.
         let dys = if !self.inputs.on_gpu {
             parts
         } else {
-            let dys = vec![l.hold(Kind::Layer, self.ni), l.hold(Kind::Layer, self.ni)];
-            l.drop_all(parts);
+            let dys = vec![l.alloc(Kind::Layer, self.ni), l.alloc(Kind::Layer, self.ni)];
+            l.free_all(parts);
             dys
         };
-        l.drop(dm);
+        l.free(dm);
         let dh = self.projections_backward(l, &linears, dys, needs.dh, sink);
-        l.drop_all(h);
+        l.free_all(h);
         dh
     }
 }

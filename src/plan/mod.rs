@@ -299,34 +299,34 @@ fn of_turn(
     let mut ledger = Ledger::new(inputs.on_gpu);
     ledger.moment("loading");
     let mut held = vec![
-        ledger.hold(Kind::Process, inputs.process_bytes),
-        ledger.hold(Kind::Data, inputs.data_bytes),
+        ledger.alloc(Kind::Process, inputs.process_bytes),
+        ledger.alloc(Kind::Data, inputs.data_bytes),
     ];
     turns::load(&mut ledger, model, inputs);
-    held.push(ledger.hold(
+    held.push(ledger.alloc(
         Kind::Weights,
         weights::held(model, &inputs.storage, stored, inputs.place, active),
     ));
-    held.push(ledger.hold(Kind::Retired, turn.retired.bytes(inputs.place, (stored, master))));
+    held.push(ledger.alloc(Kind::Retired, turn.retired.bytes(inputs.place, (stored, master))));
     if inputs.reference {
-        held.push(ledger.hold(Kind::Reference, stored * model.parameters()));
+        held.push(ledger.alloc(Kind::Reference, stored * model.parameters()));
     }
     if turn.leaves {
         turns::turn(&mut ledger, model, inputs, active, (stored, master));
     }
     if let Some(teacher) = &inputs.teacher {
-        held.push(ledger.hold(Kind::Teacher, teacher.weights()));
-        held.push(ledger.hold(Kind::OnHost, teacher.on_host(inputs.on_gpu)));
+        held.push(ledger.alloc(Kind::Teacher, teacher.weights()));
+        held.push(ledger.alloc(Kind::OnHost, teacher.on_host(inputs.on_gpu)));
     }
     if let Some(teacher) = &inputs.teacher {
         let moments = Optimizer::state_bytes(&recipe.optimizer, &teacher.projection(spec));
-        held.push(ledger.hold(Kind::Adapters, teacher.projections(spec)));
-        held.push(ledger.hold(Kind::Optimizer, teacher.states as u64 * moments));
+        held.push(ledger.alloc(Kind::Adapters, teacher.projections(spec)));
+        held.push(ledger.alloc(Kind::Optimizer, teacher.states as u64 * moments));
     }
     held.extend([
-        ledger.hold(Kind::Adapters, (model.adapter_elements() + fixed) * 4),
-        ledger.hold(Kind::OnHost, on_host),
-        ledger.hold(Kind::Optimizer, state + corrected),
+        ledger.alloc(Kind::Adapters, (model.adapter_elements() + fixed) * 4),
+        ledger.alloc(Kind::OnHost, on_host),
+        ledger.alloc(Kind::Optimizer, state + corrected),
     ]);
     if let Some(teacher) = &inputs.teacher {
         ledger.moment("the answers of the student");
@@ -334,16 +334,16 @@ fn of_turn(
         ledger.touch(Kind::Activations, answers);
     }
     let judges = inputs.judges.iter().map(Judge::weights).sum();
-    held.push(ledger.hold(Kind::Judges, judges));
+    held.push(ledger.alloc(Kind::Judges, judges));
     if inputs.rollout > 0 {
         held.push(rollout(&mut ledger, model, recipe, inputs));
     }
     ledger.moment("start of the adapters");
     if recipe.tune.method == Method::Lora && cost::decomposes(&recipe.tune.lora) {
-        held.push(ledger.hold(Kind::Scratch, inputs.threads as u64 * cost::PACKED));
+        held.push(ledger.alloc(Kind::Scratch, inputs.threads as u64 * cost::PACKED));
     }
     ledger.touch(Kind::Scratch, inputs.start_bytes(recipe, model));
-    held.push(ledger.hold(Kind::Copies, weights::copies(model, inputs, active)));
+    held.push(ledger.alloc(Kind::Copies, weights::copies(model, inputs, active)));
     step::walk(&mut ledger, model, recipe, inputs, active);
     step::evaluate(&mut ledger, model, recipe, inputs);
     // A checkpoint or `final/` converts one tensor at a time to f32; from the disk only a small part of it.
@@ -353,23 +353,23 @@ fn of_turn(
         _ => model.largest(),
     };
     ledger.touch(Kind::Saving, 4 * largest);
-    ledger.drop_all(held);
+    ledger.free_all(held);
     (ledger, trained)
 }
 
 /// Simulates the answers of a rollout; returns the quantized copy of the weights.
-fn rollout(ledger: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs) -> ledger::Held {
+fn rollout(ledger: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs) -> ledger::Allocation {
     // Every matrix is quantized: to 8 bits, or to 4 bits with a scale and a minimum for 64 values.
     let matrices = model.sum(&Active::new([]), |p| match p.shape.len() {
         2 => p.elements() as u64,
         _ => 0,
     });
-    let codes = match recipe.reinforce.rollout_weights {
+    let codes = match recipe.rl.rollout_weights {
         RolloutWeights::Exact => 0,
         RolloutWeights::Int8 => matrices,
         RolloutWeights::Int4 => matrices * 9 / 16,
     };
-    let held = ledger.hold(Kind::Rollout, codes);
+    let held = ledger.alloc(Kind::Rollout, codes);
     ledger.moment("rollout");
     // Keys and values of every token of every answer.
     let answers = inputs.answers(model, inputs.rollout, inputs.longest);

@@ -1,7 +1,7 @@
 //! Simulates the memory of one optimizer step in the order of `engine::step` and `engine::pass`.
 
 use super::Inputs;
-use super::ledger::{Held, Kind, Ledger};
+use super::ledger::{Allocation, Kind, Ledger};
 use super::model::{Model, Stretch};
 use super::weights;
 use super::work::{self, Block};
@@ -33,11 +33,11 @@ pub(super) struct Sink<'a> {
     pub active: &'a Active,
     model: &'a Model<'a>,
     keep: bool,
-    kept: BTreeMap<String, Held>,
+    kept: BTreeMap<String, Allocation>,
     /// Gradients of layers equal to those that were simulated.
-    alike: Vec<Held>,
+    alike: Vec<Allocation>,
     /// Sums of gradients that are computed in pieces, while this is in progress.
-    sums: Option<BTreeMap<String, Held>>,
+    sums: Option<BTreeMap<String, Allocation>>,
 }
 
 impl Sink<'_> {
@@ -62,22 +62,22 @@ impl Sink<'_> {
     }
 
     /// Allocates the gradient of `name`.
-    pub fn compute(&self, l: &mut Ledger, name: &str) -> Held {
-        l.hold(Kind::Gradients, self.bytes(name))
+    pub fn compute(&self, l: &mut Ledger, name: &str) -> Allocation {
+        l.alloc(Kind::Gradients, self.bytes(name))
     }
 
     /// Passes the gradient to the sink.
-    pub fn take(&mut self, l: &mut Ledger, name: &str, gradient: Held) {
+    pub fn take(&mut self, l: &mut Ledger, name: &str, gradient: Allocation) {
         if let Some(sums) = &mut self.sums {
             if sums.contains_key(name) {
-                l.drop(gradient)
+                l.free(gradient)
             } else {
                 sums.insert(name.to_string(), gradient);
             }
             return;
         }
         if self.active.corrects(name).is_some() {
-            l.drop(gradient);
+            l.free(gradient);
             return;
         }
         let elements = self.model.elements(name) as usize;
@@ -85,8 +85,8 @@ impl Sink<'_> {
         // Of a masked parameter only the active part is kept.
         let gradient = match part {
             Some(part) => {
-                let active = l.hold(Kind::Gradients, 4 * part);
-                l.drop(gradient);
+                let active = l.alloc(Kind::Gradients, 4 * part);
+                l.free(gradient);
                 active
             }
             None => gradient,
@@ -98,7 +98,7 @@ impl Sink<'_> {
         if !self.keep {
             l.touch(Kind::Scratch, MASKED * part.unwrap_or(0));
         }
-        l.drop(gradient);
+        l.free(gradient);
     }
 
     /// Computes the gradient and passes it to the sink, if it is needed.
@@ -127,13 +127,13 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
     let rope: u64 = spec.ropes.iter().map(|r| 8 * r.inv_freq.len() as u64).sum();
     let held = [
         // ids, positions, targets of every micro-batch; the rope tables of one.
-        l.hold(Kind::Data, 12 * tokens * inputs.micro_batches as u64 + rope * tokens),
-        l.hold(Kind::Scratch, scratch(spec, inputs, bf16)),
-        l.hold(
+        l.alloc(Kind::Data, 12 * tokens * inputs.micro_batches as u64 + rope * tokens),
+        l.alloc(Kind::Scratch, scratch(spec, inputs, bf16)),
+        l.alloc(
             Kind::Teacher,
             inputs.teacher.as_ref().map_or(0, |t| t.forward(inputs).0),
         ),
-        l.hold(
+        l.alloc(
             Kind::Gradients,
             inputs.teacher.as_ref().map_or(0, |t| t.projections(spec)),
         ),
@@ -149,10 +149,10 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
         active.places(n, elements).map(|p| p.len as u64)
     });
     l.touch(Kind::Scratch, MASKED * largest.max().unwrap_or(0));
-    let kept: Vec<Held> = std::mem::take(&mut sink.kept).into_values().collect();
-    l.drop_all(kept);
-    l.drop_all(std::mem::take(&mut sink.alike));
-    l.drop_all(held);
+    let kept: Vec<Allocation> = std::mem::take(&mut sink.kept).into_values().collect();
+    l.free_all(kept);
+    l.free_all(std::mem::take(&mut sink.alike));
+    l.free_all(held);
 }
 
 /// An evaluation: a forward pass that keeps nothing, and a loss.
@@ -246,19 +246,19 @@ fn fused_steps(inputs: &Inputs) -> u64 {
 fn micro_batch(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
     // With offloading, two layer inputs are on the device at a time: one in a copy, one in use.
     let parked = if inputs.parked { 2 } else { 0 };
-    let here = l.hold(
+    let here = l.alloc(
         Kind::Inputs,
         parked * inputs.element * (inputs.tokens * model.spec.hidden) as u64,
     );
     pass(l, model, recipe, inputs, sink, micro);
-    l.drop(here);
+    l.free(here);
 }
 
 /// Tensors saved for the backward pass.
 enum Waiting {
-    Layer(usize, Held, Option<work::SavedActivations>),
+    Layer(usize, Allocation, Option<work::SavedActivations>),
     /// Saved tensors of this many equal layers.
-    Alike(usize, Vec<Held>),
+    Alike(usize, Vec<Allocation>),
 }
 
 fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
@@ -287,7 +287,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         let layer = match stretch {
             Stretch::One(layer) => layer,
             Stretch::Same(count) => {
-                waiting.push(Waiting::Alike(count, l.hold_again(&before, count as u64)));
+                waiting.push(Waiting::Alike(count, l.alloc_again(&before, count as u64)));
                 continue;
             }
         };
@@ -299,16 +299,16 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
             (true, false) => Kind::Inputs,
             (false, _) => Kind::Layer,
         };
-        let x = l.hold(kind, nd);
+        let x = l.alloc(kind, nd);
         let (y, kept) = block(layer).forward(l, keep);
-        l.drop(y);
+        l.free(y);
         if layer >= lowest {
             waiting.push(Waiting::Layer(layer, x, kept));
         } else {
-            l.drop(x);
+            l.free(x);
         }
     }
-    let x = l.hold(Kind::Layer, nd);
+    let x = l.alloc(Kind::Layer, nd);
 
     l.moment(match micro {
         0 => "the loss",
@@ -319,9 +319,9 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     if let Some((_, work)) = inputs.teacher.as_ref().map(|t| t.forward(inputs)) {
         l.touch(Kind::Teacher, work);
     }
-    let h = l.hold(Kind::Loss, nd);
-    let indices = l.hold(Kind::Loss, 8 * n);
-    let d_hidden = dh.then(|| l.hold(Kind::Loss, nd));
+    let h = l.alloc(Kind::Loss, nd);
+    let indices = l.alloc(Kind::Loss, 8 * n);
+    let d_hidden = dh.then(|| l.alloc(Kind::Loss, nd));
     // The gradient of trained rows of the head is taken from the gradient of the whole head.
     let to_head = sink.wants(head) || sink.wants(&tokens::name_of(head));
     let d_head = to_head.then(|| sink.compute(l, head));
@@ -341,29 +341,29 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         None => chunk * (4 * (spec.vocab + spec.hidden) as u64 + sums),
     };
     l.touch(Kind::Loss, logits);
-    l.drop_all([h, indices]);
+    l.free_all([h, indices]);
     let mut tied = None;
     match d_head {
-        Some(gradient) if !sink.wants(head) => l.drop(gradient),
+        Some(gradient) if !sink.wants(head) => l.free(gradient),
         Some(gradient) if spec.tied => tied = Some(gradient),
         Some(gradient) => sink.take(l, head, gradient),
         None => {}
     }
     let Some(d_hidden) = d_hidden else {
-        l.drop(x);
+        l.free(x);
         return;
     };
-    let mut dx = l.hold(Kind::Layer, nd);
+    let mut dx = l.alloc(Kind::Layer, nd);
     sink.give(l, FINAL_NORM);
-    l.drop_all([x, d_hidden]);
+    l.free_all([x, d_hidden]);
 
     let mut gradients = 0;
     while let Some(next) = waiting.pop() {
         let (layer, x, kept) = match next {
             Waiting::Layer(layer, x, kept) => (layer, x, kept),
             Waiting::Alike(count, held) => {
-                l.drop_all(held);
-                let kept = l.hold(Kind::Gradients, gradients * count as u64);
+                l.free_all(held);
+                let kept = l.alloc(Kind::Gradients, gradients * count as u64);
                 sink.alike.push(kept);
                 continue;
             }
@@ -372,12 +372,12 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         let before = l.sizes()[Kind::Gradients];
         let need_dx = layer > lowest || to_embedding;
         let below = block(layer).vjp(l, kept, dx, need_dx, sink);
-        l.drop(x);
+        l.free(x);
         gradients = l.sizes()[Kind::Gradients].saturating_sub(before);
         match below {
             Some(below) => dx = below,
             None => {
-                l.drop_all(tied);
+                l.free_all(tied);
                 return;
             }
         }
@@ -387,6 +387,6 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         let gradient = tied.take().unwrap_or_else(|| sink.compute(l, EMBEDDING));
         sink.take(l, EMBEDDING, gradient);
     }
-    l.drop(dx);
-    l.drop_all(tied);
+    l.free(dx);
+    l.free_all(tied);
 }

@@ -124,12 +124,12 @@ impl Judge {
 /// The most that a forward pass takes which keeps nothing: the input of a layer and its work.
 pub(super) fn layer_work(model: &Model, inputs: &Inputs) -> u64 {
     let (nothing, mut ledger) = (Active::new([]), Ledger::new(false));
-    let x = ledger.hold(Kind::Layer, inputs.element * (inputs.tokens * model.spec.hidden) as u64);
+    let x = ledger.alloc(Kind::Layer, inputs.element * (inputs.tokens * model.spec.hidden) as u64);
     // A layer leaves nothing behind: one of each kind is enough.
     for run in model.runs(&nothing) {
         let (y, _) = Block::new(model.spec, run.first, inputs, &nothing, false).forward(&mut ledger, false);
-        ledger.drop(y);
+        ledger.free(y);
     }
-    ledger.drop(x);
+    ledger.free(x);
     ledger.peak
 }

@@ -1,6 +1,6 @@
 //! Simulates the memory of loading weights one by one before the run, and of requantization between two blocks.
 
-use super::ledger::{Held, Kind, Ledger};
+use super::ledger::{Allocation, Kind, Ledger};
 use super::model::Model;
 use super::{Inputs, Placement};
 use crate::engine::Active;
@@ -28,26 +28,26 @@ pub(super) fn load(l: &mut Ledger, model: &Model, inputs: &Inputs) {
             held.extend(load_one(l, &p, inputs));
         }
         if run.count > 1 {
-            held.extend(l.hold_again(&before, run.count as u64 - 2));
+            held.extend(l.alloc_again(&before, run.count as u64 - 2));
             for p in model.layer(run.first) {
                 held.extend(load_one(l, &p, inputs));
             }
         }
     }
     last.iter().for_each(|p| held.extend(load_one(l, p, inputs)));
-    l.drop_all(held);
+    l.free_all(held);
 }
 
-fn load_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs) -> Option<Held> {
+fn load_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs) -> Option<Allocation> {
     let storage = inputs.storage.of(p);
     let numbers = match storage {
         Storage::Quantized(..) => inputs.file_bytes * p.elements() as u64,
         Storage::Dense(_) => 0,
     };
-    let numbers = l.hold(staging_kind(inputs), numbers);
+    let numbers = l.alloc(staging_kind(inputs), numbers);
     let held = match inputs.place {
-        Placement::Device => Some(l.hold(Kind::Weights, storage.bytes(&p.shape))),
-        Placement::Host => Some(l.hold(Kind::OnHost, storage.bytes(&p.shape))),
+        Placement::Device => Some(l.alloc(Kind::Weights, storage.bytes(&p.shape))),
+        Placement::Host => Some(l.alloc(Kind::OnHost, storage.bytes(&p.shape))),
         // The quantized data is written to a separate file before any weight is held.
         Placement::Disk { .. } => {
             if storage.is_quantized() {
@@ -56,7 +56,7 @@ fn load_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs) -> Option<Held> {
             None
         }
     };
-    l.drop(numbers);
+    l.free(numbers);
     held
 }
 
@@ -76,7 +76,7 @@ pub(super) fn turn(l: &mut Ledger, model: &Model, inputs: &Inputs, active: &Acti
         return;
     }
     l.moment("a block becomes codes again");
-    let mut held = vec![l.hold(staging_kind(inputs), low * elements)];
+    let mut held = vec![l.alloc(staging_kind(inputs), low * elements)];
     for run in model.runs(active) {
         let layer: Vec<ParamInfo> = model.layer(run.first).filter(quantized).collect();
         let before = l.sizes();
@@ -84,29 +84,29 @@ pub(super) fn turn(l: &mut Ledger, model: &Model, inputs: &Inputs, active: &Acti
             held.extend(turn_one(l, p, inputs, (stored, low)));
         }
         if run.count > 1 {
-            held.extend(l.hold_again(&before, run.count as u64 - 2));
+            held.extend(l.alloc_again(&before, run.count as u64 - 2));
             for p in &layer {
                 held.extend(turn_one(l, p, inputs, (stored, low)));
             }
         }
     }
-    l.drop_all(held);
+    l.free_all(held);
 }
 
-fn turn_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs, (stored, low): (u64, u64)) -> Vec<Held> {
+fn turn_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs, (stored, low): (u64, u64)) -> Vec<Allocation> {
     let (storage, n) = (inputs.storage.of(p), p.elements() as u64);
     let mut held = Vec::new();
     if inputs.on_gpu {
-        held.push(l.hold(Kind::OnHost, stored * n));
+        held.push(l.alloc(Kind::OnHost, stored * n));
     }
-    let exact = l.hold(staging_kind(inputs), 4 * n);
+    let exact = l.alloc(staging_kind(inputs), 4 * n);
     // The low half is copied to join it with the high one.
     l.touch(staging_kind(inputs), low * n);
-    let codes = l.hold(Kind::Weights, storage.bytes(&p.shape));
-    l.drop(exact);
+    let codes = l.alloc(Kind::Weights, storage.bytes(&p.shape));
+    l.free(exact);
     match inputs.place {
         Placement::Device | Placement::Host => held.push(codes),
-        Placement::Disk { .. } => l.drop(codes),
+        Placement::Disk { .. } => l.free(codes),
     }
     held
 }
@@ -159,9 +159,9 @@ mod tests {
         walk(&mut ledger, &model, &inputs);
         let peak = ledger.peak;
         // All simulated memory was freed.
-        let more = ledger.hold(Kind::Data, 1 << 40);
+        let more = ledger.alloc(Kind::Data, 1 << 40);
         assert_eq!(ledger.peak, 1 << 40);
-        ledger.drop(more);
+        ledger.free(more);
         peak
     }
 

@@ -2,7 +2,7 @@
 //! `model::block`.
 
 use super::Inputs;
-use super::ledger::{Held, Kind, Ledger};
+use super::ledger::{Allocation, Kind, Ledger};
 use super::mlp::Parts;
 use super::step::Sink;
 use crate::engine::Active;
@@ -34,17 +34,17 @@ pub(super) struct Block<'a> {
 
 /// Activations of the attention half.
 struct Attention {
-    raw: Vec<Held>,
-    qkv: Vec<Held>,
-    o: Held,
-    lse: Held,
-    y: Option<Held>,
+    raw: Vec<Allocation>,
+    qkv: Vec<Allocation>,
+    o: Allocation,
+    lse: Allocation,
+    y: Option<Allocation>,
 }
 
 /// Saved activations of a layer.
 pub(super) struct SavedActivations {
     attention: Attention,
-    x1: Held,
+    x1: Allocation,
     parts: Parts,
 }
 
@@ -134,9 +134,9 @@ impl<'a> Block<'a> {
         (all, last)
     }
 
-    pub fn linear(&self, l: &mut Ledger, linear: Linear) -> Held {
+    pub fn linear(&self, l: &mut Ledger, linear: Linear) -> Allocation {
         let (_, input, output) = linear;
-        let y = l.hold(Kind::Layer, self.n(output));
+        let y = l.alloc(Kind::Layer, self.n(output));
         self.decode(l, linear);
         if let Some(cost) = self.adapter(linear) {
             let copy = if self.dropout { self.n(input) } else { 0 };
@@ -146,48 +146,48 @@ impl<'a> Block<'a> {
     }
 
     /// Several linears with one input: q, k, v, or gate and up.
-    pub fn projections(&self, l: &mut Ledger, linears: &[Linear], widths: &[u64]) -> Vec<Held> {
+    pub fn projections(&self, l: &mut Ledger, linears: &[Linear], widths: &[u64]) -> Vec<Allocation> {
         if !self.spec.fused_projections {
             return linears.iter().map(|&x| self.linear(l, x)).collect();
         }
         let y = self.linear(l, linears[0]);
-        let parts = widths.iter().map(|&w| l.hold(Kind::Layer, w)).collect();
-        l.drop(y);
+        let parts = widths.iter().map(|&w| l.alloc(Kind::Layer, w)).collect();
+        l.free(y);
         parts
     }
 
-    fn attention(&self, l: &mut Ledger) -> (Held, Attention) {
+    fn attention(&self, l: &mut Ledger) -> (Allocation, Attention) {
         let (linears, o_proj) = self.linears(true);
-        let h = l.hold(Kind::Layer, self.nd);
+        let h = l.alloc(Kind::Layer, self.nd);
         let mut qkv = self.projections(l, &linears, &[self.nq, self.nkv, self.nkv]);
-        l.drop(h);
+        l.free(h);
         let v = qkv.pop();
         let mut raw = Vec::new();
         if self.spec.qk_norm {
             raw = std::mem::replace(
                 &mut qkv,
-                vec![l.hold(Kind::Layer, self.nq), l.hold(Kind::Layer, self.nkv)],
+                vec![l.alloc(Kind::Layer, self.nq), l.alloc(Kind::Layer, self.nkv)],
             );
         }
         let before = qkv;
-        let mut qkv = vec![l.hold(Kind::Layer, self.nq), l.hold(Kind::Layer, self.nkv)];
+        let mut qkv = vec![l.alloc(Kind::Layer, self.nq), l.alloc(Kind::Layer, self.nkv)];
         qkv.extend(v);
-        let o = l.hold(Kind::Layer, self.nq);
-        let lse = l.hold(Kind::Layer, self.lse);
+        let o = l.alloc(Kind::Layer, self.nq);
+        let lse = l.alloc(Kind::Layer, self.lse);
         let mut x1 = self.linear(l, o_proj);
         let mut y = None;
         if self.spec.sandwich_norms {
             y = Some(x1);
-            let normed = l.hold(Kind::Layer, self.nd);
-            x1 = l.hold(Kind::Layer, self.nd);
-            l.drop(normed);
+            let normed = l.alloc(Kind::Layer, self.nd);
+            x1 = l.alloc(Kind::Layer, self.nd);
+            l.free(normed);
         }
-        l.drop_all(before);
+        l.free_all(before);
         (x1, Attention { raw, qkv, o, lse, y })
     }
 
     /// From the layer's input to its output; the returned output is held.
-    pub fn forward(&self, l: &mut Ledger, keep: bool) -> (Held, Option<SavedActivations>) {
+    pub fn forward(&self, l: &mut Ledger, keep: bool) -> (Allocation, Option<SavedActivations>) {
         let (x1, attention) = self.attention(l);
         let attention = if keep {
             Some(relabel(l, attention))
@@ -197,7 +197,7 @@ impl<'a> Block<'a> {
         };
         let (y, parts) = self.mlp(l, keep);
         let Some(attention) = attention else {
-            l.drop(x1);
+            l.free(x1);
             return (y, None);
         };
         let x1 = l.relabel(x1, Kind::Activations);
@@ -205,10 +205,10 @@ impl<'a> Block<'a> {
     }
 
     fn drop_attention(&self, l: &mut Ledger, kept: Attention) {
-        l.drop_all(kept.raw);
-        l.drop_all(kept.qkv);
-        l.drop_all([kept.o, kept.lse]);
-        l.drop_all(kept.y);
+        l.free_all(kept.raw);
+        l.free_all(kept.qkv);
+        l.free_all([kept.o, kept.lse]);
+        l.free_all(kept.y);
     }
 
     pub fn wants(&self, sink: &Sink, below: &str) -> bool {
@@ -224,8 +224,14 @@ impl<'a> Block<'a> {
     }
 
     /// The caller holds the input and `∂y`; the returned `∂x`, if it is needed, is held.
-    pub fn linear_backward(&self, l: &mut Ledger, linear: Linear, need_dx: bool, sink: &mut Sink) -> Option<Held> {
-        let dx = need_dx.then(|| l.hold(Kind::Layer, self.n(linear.1)));
+    pub fn linear_backward(
+        &self,
+        l: &mut Ledger,
+        linear: Linear,
+        need_dx: bool,
+        sink: &mut Sink,
+    ) -> Option<Allocation> {
+        let dx = need_dx.then(|| l.alloc(Kind::Layer, self.n(linear.1)));
         self.linear_gradients(l, linear, need_dx, sink);
         dx
     }
@@ -239,20 +245,20 @@ impl<'a> Block<'a> {
             let wanted = cost.trained.iter().any(|(part, _)| sink.wants(part));
             if wanted || need_dx {
                 l.touch(Kind::Layer, self.moment(cost));
-                let du = l.hold(Kind::Layer, self.n(cost.rank));
+                let du = l.alloc(Kind::Layer, self.n(cost.rank));
                 let mut gradients = Vec::new();
                 if wanted {
-                    let copy = l.hold(Kind::Layer, if self.dropout { self.n(input) } else { 0 });
-                    let u = l.hold(Kind::Layer, self.n(cost.rank));
+                    let copy = l.alloc(Kind::Layer, if self.dropout { self.n(input) } else { 0 });
+                    let u = l.alloc(Kind::Layer, self.n(cost.rank));
                     for (part, _) in &cost.trained {
                         gradients.push((sink.compute(l, part), part));
                     }
-                    l.drop_all([copy, u]);
+                    l.free_all([copy, u]);
                 }
                 if need_dx && self.dropout {
                     l.touch(Kind::Layer, self.n(input));
                 }
-                l.drop(du);
+                l.free(du);
                 for (gradient, part) in gradients {
                     sink.take(l, part, gradient);
                 }
@@ -267,29 +273,29 @@ impl<'a> Block<'a> {
         &self,
         l: &mut Ledger,
         linears: &[Linear],
-        dys: Vec<Held>,
+        dys: Vec<Allocation>,
         need_dx: bool,
         sink: &mut Sink,
-    ) -> Option<Held> {
+    ) -> Option<Allocation> {
         if self.spec.fused_projections {
-            let whole = l.hold(Kind::Layer, self.n(linears[0].2));
-            l.drop_all(dys);
+            let whole = l.alloc(Kind::Layer, self.n(linears[0].2));
+            l.free_all(dys);
             let dx = self.linear_backward(l, linears[0], need_dx, sink);
-            l.drop(whole);
+            l.free(whole);
             return dx;
         }
         // One ∂x for all: later linears add to it.
-        let total = need_dx.then(|| l.hold(Kind::Layer, self.n(linears[0].1)));
+        let total = need_dx.then(|| l.alloc(Kind::Layer, self.n(linears[0].1)));
         for (&linear, dy) in linears.iter().zip(dys) {
             self.linear_gradients(l, linear, need_dx, sink);
-            l.drop(dy);
+            l.free(dy);
         }
         total
     }
 
     /// `∂` of a norm over `bytes`; passes its weight's gradient to the sink.
-    pub fn norm_backward(&self, l: &mut Ledger, below: &str, bytes: u64, sink: &mut Sink) -> Held {
-        let dx = l.hold(Kind::Layer, bytes);
+    pub fn norm_backward(&self, l: &mut Ledger, below: &str, bytes: u64, sink: &mut Sink) -> Allocation {
+        let dx = l.alloc(Kind::Layer, bytes);
         sink.give(l, &self.name(&format!("{below}.weight")));
         dx
     }
@@ -309,10 +315,10 @@ impl<'a> Block<'a> {
         &self,
         l: &mut Ledger,
         kept: Option<SavedActivations>,
-        dy: Held,
+        dy: Allocation,
         need_dx: bool,
         sink: &mut Sink,
-    ) -> Option<Held> {
+    ) -> Option<Allocation> {
         let attention_needed = need_dx || self.attention_wanted(sink);
         let (x1, kept, parts) = match kept {
             Some(kept) => (kept.x1, kept.attention, kept.parts),
@@ -328,14 +334,14 @@ impl<'a> Block<'a> {
             None
         };
         let dx1 = self.mlp_backward(l, parts, dy, attention_needed, sink);
-        l.drop(x1);
+        l.free(x1);
         match (kept, dx1) {
             (Some(kept), Some(dx1)) => self.attention_backward(l, kept, dx1, need_dx, sink),
             (kept, dx1) => {
                 if let Some(kept) = kept {
                     self.drop_attention(l, kept);
                 }
-                l.drop_all(dx1);
+                l.free_all(dx1);
                 None
             }
         }
@@ -345,10 +351,10 @@ impl<'a> Block<'a> {
         &self,
         l: &mut Ledger,
         kept: Attention,
-        dx1: Held,
+        dx1: Allocation,
         need_dx: bool,
         sink: &mut Sink,
-    ) -> Option<Held> {
+    ) -> Option<Allocation> {
         let Attention { raw, qkv, o, lse, y } = kept;
         let (linears, o_proj) = self.linears(true);
         let need_dh = need_dx || self.wants(sink, "input_layernorm");
@@ -356,22 +362,22 @@ impl<'a> Block<'a> {
         let need_do = need_dh || qk_wanted || linears.iter().any(|&x| self.linear_wanted(sink, x));
         let d_out = y.map(|y| {
             let d = self.norm_backward(l, "post_attention_layernorm", self.nd, sink);
-            l.drop(y);
+            l.free(y);
             d
         });
         let d_o = self.linear_backward(l, o_proj, need_do, sink);
-        l.drop_all(d_out);
+        l.free_all(d_out);
         let Some(d_o) = d_o else {
-            l.drop_all(raw);
-            l.drop_all(qkv);
-            l.drop_all([o, lse, dx1]);
+            l.free_all(raw);
+            l.free_all(qkv);
+            l.free_all([o, lse, dx1]);
             return None;
         };
-        let dq = l.hold(Kind::Layer, self.nq);
+        let dq = l.alloc(Kind::Layer, self.nq);
         let parts = self.parts();
         let partial = [
-            l.hold(Kind::Layer, parts * self.nkv),
-            l.hold(Kind::Layer, parts * self.nkv),
+            l.alloc(Kind::Layer, parts * self.nkv),
+            l.alloc(Kind::Layer, parts * self.nkv),
         ];
         let (dk, dv) = match parts {
             1 => {
@@ -380,41 +386,41 @@ impl<'a> Block<'a> {
             }
             _ => {
                 let [k, v] = partial;
-                let dk = l.hold(Kind::Layer, self.nkv);
-                l.drop(k);
-                let dv = l.hold(Kind::Layer, self.nkv);
-                l.drop(v);
+                let dk = l.alloc(Kind::Layer, self.nkv);
+                l.free(k);
+                let dv = l.alloc(Kind::Layer, self.nkv);
+                l.free(v);
                 (dk, dv)
             }
         };
-        l.drop_all(qkv);
-        l.drop_all([o, lse, d_o]);
+        l.free_all(qkv);
+        l.free_all([o, lse, d_o]);
         // The inverse rotation writes new tensors; the tensors before it live until the end.
         let before = [dq, dk];
-        let mut dq = l.hold(Kind::Layer, self.nq);
-        let mut dk = l.hold(Kind::Layer, self.nkv);
+        let mut dq = l.alloc(Kind::Layer, self.nq);
+        let mut dk = l.alloc(Kind::Layer, self.nkv);
         if self.spec.qk_norm {
             let normed = self.norm_backward(l, "self_attn.q_norm", self.nq, sink);
-            l.drop(std::mem::replace(&mut dq, normed));
+            l.free(std::mem::replace(&mut dq, normed));
             let normed = self.norm_backward(l, "self_attn.k_norm", self.nkv, sink);
-            l.drop(std::mem::replace(&mut dk, normed));
+            l.free(std::mem::replace(&mut dk, normed));
         }
-        l.drop_all(raw);
+        l.free_all(raw);
         let wanted = linears.iter().any(|&x| self.linear_wanted(sink, x));
-        let h = wanted.then(|| l.hold(Kind::Layer, self.nd));
+        let h = wanted.then(|| l.alloc(Kind::Layer, self.nd));
         let dh = self.projections_backward(l, &linears, vec![dq, dk, dv], need_dh, sink);
-        l.drop_all(h);
+        l.free_all(h);
         let dx = dh.map(|dh| {
             let dx = self.norm_backward(l, "input_layernorm", self.nd, sink);
-            l.drop(dh);
+            l.free(dh);
             dx
         });
-        l.drop_all(before);
-        l.drop(dx1);
+        l.free_all(before);
+        l.free(dx1);
         if need_dx {
             dx
         } else {
-            l.drop_all(dx);
+            l.free_all(dx);
             None
         }
     }

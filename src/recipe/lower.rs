@@ -3,7 +3,7 @@
 use super::check::{Entry, Origin, Value, Values, default_of};
 use super::draft::{Draft, Place, Problem};
 use super::types::*;
-use super::{distill, lora, peers, preference, reinforce};
+use super::{distill, lora, peers, preference, rl};
 use crate::base::{Error, units};
 use std::path::Path;
 
@@ -201,7 +201,7 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
             .expected("`all-linear`, or names of modules"),
         );
     }
-    let more = preference::faults(values).into_iter().chain(reinforce::faults(values));
+    let more = preference::faults(values).into_iter().chain(rl::faults(values));
     let more = more.chain(distill::faults(values));
     for (paths, error) in lora::faults(values).into_iter().chain(more) {
         fault(paths, error);
@@ -252,7 +252,7 @@ pub fn unused(values: &Values, entry: &Entry) -> Option<String> {
             return Some(format!("{other} = {text}"));
         }
     }
-    if let Some(why) = preference::unused(values, &path).or_else(|| reinforce::unused(values, &path)) {
+    if let Some(why) = preference::unused(values, &path).or_else(|| rl::unused(values, &path)) {
         return Some(why);
     }
     let text_rows = if values.text("train.stage") == "pretrain" {
@@ -385,7 +385,7 @@ pub fn build(values: &Values) -> Recipe {
             render: values.name("data.render"),
             max_length: number("data.max_length"),
             // Pairs and RL answers are never packed with others: they have no padding to save.
-            packing: values.flag("data.packing") && !stage.is_preference() && !reinforce::applies(values),
+            packing: values.flag("data.packing") && !stage.is_preference() && !rl::applies(values),
             packing_length: values
                 .size("data.packing_length")
                 .unwrap_or(usize::MAX)
@@ -462,7 +462,7 @@ pub fn build(values: &Values) -> Recipe {
             sample_prompts: values.list("train.sample_prompts"),
             predict_with_generate: values.flag("train.predict_with_generate") && !stage.is_preference(),
         },
-        reinforce: reinforce::build(values),
+        rl: rl::build(values),
         open: Open {
             num_epochs: values.is_auto("train.num_epochs"),
             learning_rate: values.is_auto("optimizer.learning_rate"),

@@ -9,7 +9,7 @@ mod distill;
 mod draft;
 mod foreign;
 mod lora;
-mod reinforce;
+mod rl;
 mod lower;
 pub mod peers;
 mod preference;

@@ -5,7 +5,7 @@ mod adapters;
 mod distill;
 mod model;
 mod preference;
-mod reinforce;
+mod rl;
 mod train;
 mod tune;
 
@@ -207,7 +207,7 @@ pub fn keys() -> impl Iterator<Item = &'static Key> {
         adapters::KEYS,
         train::KEYS,
         preference::KEYS,
-        reinforce::KEYS,
+        rl::KEYS,
         distill::KEYS,
     ];
     parts.into_iter().flatten()

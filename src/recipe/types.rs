@@ -85,7 +85,7 @@ pub struct Recipe {
     pub preference: Preference,
     pub distill: Distill,
     pub train: Train,
-    pub reinforce: Reinforce,
+    pub rl: RlConfig,
     pub open: Open,
 }
 
@@ -248,7 +248,7 @@ pub struct Train {
 
 /// Settings of the RL stages.
 #[derive(Debug, Clone)]
-pub struct Reinforce {
+pub struct RlConfig {
     /// `name` or `name:argument`.
     pub rewards: Vec<String>,
     /// Empty means 1 for all.

@@ -173,7 +173,7 @@ fn turns(steps: u64, turns: u64) -> u64 {
 
 /// Gradient accumulation of an RL stage: a rollout must contain whole groups.
 fn whole_groups(recipe: &Recipe) -> usize {
-    let r = &recipe.reinforce;
+    let r = &recipe.rl;
     let answers = |steps: usize| recipe.train.batch_size * steps * r.num_mini_batches;
     let whole = |steps: &usize| answers(*steps) % r.num_generations.max(1) == 0;
     (ACCUMULATION..ACCUMULATION + r.num_generations.max(1))

@@ -104,7 +104,7 @@ fn kind_of(recipe: &Recipe, request: &Request) -> Result<Kind> {
     }
     let files = rows::local(files(recipe, request))?;
     match files.first() {
-        Some(file) => peek::kind(file, recipe.data.format, &recipe.reinforce.answer_column),
+        Some(file) => peek::kind(file, recipe.data.format, &recipe.rl.answer_column),
         None => Err(no_rows()),
     }
 }

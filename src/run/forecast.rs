@@ -98,7 +98,7 @@ pub fn forecast(
     }
     let teacher = teacher::cost(recipe, spec, on_gpu)?;
     let judges = if prompts::reinforces(recipe) {
-        rewards::costs(&recipe.reinforce)?.into()
+        rewards::costs(&recipe.rl)?.into()
     } else {
         Arc::default()
     };

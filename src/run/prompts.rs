@@ -25,12 +25,12 @@ pub fn reinforces(recipe: &Recipe) -> bool {
 
 /// Number of answers in a rollout.
 pub fn answers_of_rollout(recipe: &Recipe) -> usize {
-    recipe.train.batch_size * recipe.train.gradient_accumulation_steps * recipe.reinforce.num_mini_batches
+    recipe.train.batch_size * recipe.train.gradient_accumulation_steps * recipe.rl.num_mini_batches
 }
 
 /// Number of optimizer steps per rollout.
 pub fn steps_of_rollout(recipe: &Recipe) -> u64 {
-    (recipe.reinforce.num_iterations * recipe.reinforce.num_mini_batches) as u64
+    (recipe.rl.num_iterations * recipe.rl.num_mini_batches) as u64
 }
 
 /// Optimizer steps of a run over `prompts` prompts; in a run by epochs the last rollout is complete.
@@ -38,7 +38,7 @@ pub fn steps(recipe: &Recipe, prompts: usize) -> u64 {
     if let Ok(steps) = u64::try_from(recipe.train.max_steps) {
         return steps;
     }
-    let answers = recipe.train.num_epochs * (prompts * recipe.reinforce.num_generations) as f64;
+    let answers = recipe.train.num_epochs * (prompts * recipe.rl.num_generations) as f64;
     let rollouts = (answers / answers_of_rollout(recipe) as f64 - 1e-6).ceil().max(1.0);
     rollouts as u64 * steps_of_rollout(recipe)
 }
@@ -56,13 +56,13 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
         embedding_rows: model.spec.vocab,
     };
     let window = recipe.data.max_length.min(model.spec.max_positions);
-    let limits = (window, recipe.reinforce.max_completion_length);
+    let limits = (window, recipe.rl.max_completion_length);
     let load = |named: &[String]| {
         Prompts::load(
             &local(named)?,
             (recipe.data.format, recipe.data.render),
             &encoder,
-            &recipe.reinforce.answer_column,
+            &recipe.rl.answer_column,
             limits,
         )
     };
@@ -93,8 +93,8 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
         eval_hash = Some(hash.clone());
         hash = format!("{hash} less {}", questions.eval.len());
     }
-    rewards::check(&recipe.reinforce, &questions.train)?;
-    rewards::check(&recipe.reinforce, &questions.eval)?;
+    rewards::check(&recipe.rl, &questions.train)?;
+    rewards::check(&recipe.rl, &questions.eval)?;
     let stand_in = |prompts: &[Prompt], hash: String| {
         let mut dataset = Dataset::from_examples(prompts.iter().map(|p| example(p, limits.1)).collect());
         dataset.fingerprint = hash;

@@ -21,7 +21,7 @@ pub struct Sizes {
     pub data_bytes: u64,
 }
 
-/// Rows that an evaluation answers per batch (`samples`, `stage::reinforce`).
+/// Rows that an evaluation answers per batch (`samples`, `stage::rl`).
 const ANSWERED: usize = 64;
 
 /// The model may answer with as many tokens as the right answer has bytes (`samples`): about so many for each of its tokens.
@@ -149,7 +149,7 @@ impl RowSizes {
 fn largest_of_answers(lengths: &[usize], recipe: &Recipe) -> Largest {
     let mut lengths = lengths.to_vec();
     lengths.sort_unstable_by(|a, b| b.cmp(a));
-    let (rows, group) = (recipe.train.batch_size, recipe.reinforce.num_generations.max(1));
+    let (rows, group) = (recipe.train.batch_size, recipe.rl.num_generations.max(1));
     let answers = lengths.iter().cycle().flat_map(|n| std::iter::repeat_n(*n, group));
     Largest {
         tokens: answers.take(rows).sum(),

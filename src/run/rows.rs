@@ -65,11 +65,7 @@ pub fn read(recipe: &Recipe, named: &[String], model: &ModelDir) -> Result<Datas
 /// Formats, columns and rendering of the files: one line for all files that are read in the same way.
 pub fn formats(recipe: &Recipe, train: &Dataset, eval: Option<&Dataset>) -> Vec<String> {
     // A reward program receives every column of a row.
-    let sees_all = recipe
-        .reinforce
-        .rewards
-        .iter()
-        .any(|r| r.trim_start().starts_with("program"));
+    let sees_all = recipe.rl.rewards.iter().any(|r| r.trim_start().starts_with("program"));
     let rest = if prompts::reinforces(recipe) && sees_all {
         "for the reward program"
     } else {

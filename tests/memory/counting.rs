@@ -1,6 +1,6 @@
 //! An allocator that counts.
 
-use ft::base::heap::Heap;
+use ft::base::allocator::CachingAllocator;
 use std::alloc::{GlobalAlloc, Layout};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
@@ -22,7 +22,7 @@ fn is_too_much(bytes: usize) -> bool {
     limit != usize::MAX && LIVE.load(Relaxed).saturating_add(bytes) > limit
 }
 
-// SAFETY: every call goes to `Heap` as it came; only numbers are kept beside it.
+// SAFETY: every call goes to `CachingAllocator` as it came; only numbers are kept beside it.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if is_too_much(layout.size()) {
@@ -30,7 +30,7 @@ unsafe impl GlobalAlloc for Counting {
         }
         came(layout.size());
         // SAFETY: as promised by the caller of this.
-        unsafe { Heap.alloc(layout) }
+        unsafe { CachingAllocator.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
@@ -39,13 +39,13 @@ unsafe impl GlobalAlloc for Counting {
         }
         came(layout.size());
         // SAFETY: as promised by the caller of this.
-        unsafe { Heap.alloc_zeroed(layout) }
+        unsafe { CachingAllocator.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         LIVE.fetch_sub(layout.size(), Relaxed);
         // SAFETY: as promised by the caller of this.
-        unsafe { Heap.dealloc(at, layout) }
+        unsafe { CachingAllocator.dealloc(at, layout) }
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
@@ -56,7 +56,7 @@ unsafe impl GlobalAlloc for Counting {
         came(size);
         LIVE.fetch_sub(layout.size(), Relaxed);
         // SAFETY: as promised by the caller of this.
-        unsafe { Heap.realloc(at, layout, size) }
+        unsafe { CachingAllocator.realloc(at, layout, size) }
     }
 }
 

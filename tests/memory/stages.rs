@@ -5,7 +5,7 @@
 
 use crate::ALONE;
 use crate::counting::{LIVE, MOST};
-use ft::base::heap;
+use ft::base::allocator;
 use ft::formats::Config;
 use ft::model::families;
 use ft::recipe::{self, Dtype};
@@ -379,7 +379,7 @@ fn recipe_of(case: &Case, dir: &Path, settings: &[&str]) -> recipe::LoadedRecipe
 
 /// A whole run, in a process of its own.
 fn measure(case: &Case, dir: &Path) -> Value {
-    heap::retain_freed();
+    allocator::retain_freed();
     std::env::set_current_dir(dir).unwrap();
     let loaded = recipe_of(case, dir, case.settings);
     let before = LIVE.load(Relaxed);

@@ -8,7 +8,7 @@ use crate::counting::{LIVE, MOST};
 use crate::peak::adapters;
 use candle_core::Device;
 use ft::base::rng::{Rng, Stream};
-use ft::base::{heap, memory};
+use ft::base::{allocator, memory};
 use ft::data::{Batch, Example};
 use ft::engine::{Active, Engine, Gradients};
 use ft::formats::config::Config;
@@ -106,7 +106,7 @@ fn source(case: &Case, spec: &Spec, storage: &StoragePolicy, file: &Path) -> Box
 
 /// Loads, trains every active set for a step, the lowest last and twice; in a process of its own.
 fn measure(case: &Case, file: &Path) -> Value {
-    heap::retain_freed();
+    allocator::retain_freed();
     let spec = spec(case.model);
     let recipe = recipe(case);
     let (before, process) = (LIVE.load(Relaxed), memory::resident() + plan::CODE);

@@ -86,7 +86,7 @@ fn check(name: &str) {
             .get("value_weight")
             .map(|w| (numbers(w), numbers(&case["value_bias"])[0])),
     };
-    let got = wire_rl::reinforce(model.path(), &rollout);
+    let got = wire_rl::rl(model.path(), &rollout);
     // TRL does not compute masked answers.
     let masked = case["settings"]["mask_truncated_completions"] == true;
     for (i, (row, want)) in got.exact.iter().zip(lists(&case["exact"])).enumerate() {

@@ -51,7 +51,7 @@ fn doubles<'a>(rows: impl Iterator<Item = &'a Vec<f32>>) -> Vec<Vec<f64>> {
 
 /// Runs the stages `grpo` and `ppo` on a rollout with this model. First it computes the exact log-probabilities; then
 /// the golden's log-probabilities, which contain noise, replace them.
-pub fn reinforce(dir: &Path, rollout: &Rollout) -> Lessons {
+pub fn rl(dir: &Path, rollout: &Rollout) -> Lessons {
     let text = format!(
         "[model]\npath = \"unused\"\n[data]\ntrain = \"unused.jsonl\"\n{}",
         rollout.recipe
@@ -94,7 +94,7 @@ pub fn reinforce(dir: &Path, rollout: &Rollout) -> Lessons {
             (k.old, k.values) = (singles(&rollout.old, i), singles(&rollout.values, i));
         }
     }
-    let weights = &recipe.reinforce.reward_weights;
+    let weights = &recipe.rl.reward_weights;
     let total = |row: &Vec<f64>| {
         let known = row.iter().zip(weights).filter(|(r, _)| !r.is_nan());
         known.map(|(r, w)| r * w).sum::<f64>()

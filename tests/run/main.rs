@@ -16,7 +16,7 @@ mod optimizers;
 mod plans;
 mod preference;
 mod quickstart;
-mod reinforce;
+mod rl;
 mod resume;
 mod sandbox;
 mod shipped;

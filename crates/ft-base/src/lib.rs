@@ -19,7 +19,7 @@ pub mod cache;
 mod catch_panic;
 pub mod error;
 pub mod files;
-pub mod heap;
+pub mod allocator;
 pub mod lock;
 pub mod memory;
 mod named;

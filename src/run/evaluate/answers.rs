@@ -164,7 +164,7 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> R
     };
     let window = recipe.data.max_length.min(described.spec.max_positions);
     let longest = request.max_new_tokens.min(window / 2).max(1);
-    let column = &recipe.reinforce.answer_column;
+    let column = &recipe.rl.answer_column;
     let named = rows::local(files(recipe, request))?;
     let how = (recipe.data.format, recipe.data.render);
     let all = Prompts::load(&named, how, &encoder, column, (window, longest))?;

@@ -9,7 +9,7 @@ mod schema;
 use crate::base::{Error, Result, files};
 use crate::data::prompts::Prompt;
 use crate::plan;
-use crate::recipe::Reinforce;
+use crate::recipe::RlConfig;
 use candle_core::Device;
 use fancy_regex::Regex;
 use model::RewardModel;
@@ -129,7 +129,7 @@ impl Kind {
     }
 }
 
-fn kinds(rlhf: &Reinforce) -> Result<Vec<Kind>> {
+fn kinds(rlhf: &RlConfig) -> Result<Vec<Kind>> {
     if rlhf.rewards.is_empty() {
         return Err(Error::usage("`rlhf.rewards` is missing: nothing would be learned")
             .expected(KNOWN)
@@ -147,7 +147,7 @@ fn kinds(rlhf: &Reinforce) -> Result<Vec<Kind>> {
 /// Checks the rewards of a recipe and the rows they score; starts no program, loads no model.
 ///
 /// Errors: an unknown reward; an invalid pattern, schema or directory; a row without its answer.
-pub fn check(rlhf: &Reinforce, prompts: &[Prompt]) -> Result<()> {
+pub fn check(rlhf: &RlConfig, prompts: &[Prompt]) -> Result<()> {
     for kind in kinds(rlhf)? {
         if let Kind::Model(dir) = &kind {
             RewardModel::describe(dir)?;
@@ -173,7 +173,7 @@ pub fn check(rlhf: &Reinforce, prompts: &[Prompt]) -> Result<()> {
 /// loading it later reports the error.
 ///
 /// Errors: rewards that do not exist.
-pub fn costs(rlhf: &Reinforce) -> Result<Vec<plan::Judge>> {
+pub fn costs(rlhf: &RlConfig) -> Result<Vec<plan::Judge>> {
     let cost = |kind: Kind| match kind {
         Kind::Model(dir) => RewardModel::cost(&dir).ok(),
         _ => None,
@@ -183,7 +183,7 @@ pub fn costs(rlhf: &Reinforce) -> Result<Vec<plan::Judge>> {
 
 impl Rewards {
     /// Loads models and starts programs.
-    pub fn open(rlhf: &Reinforce, device: &Device) -> Result<Self> {
+    pub fn open(rlhf: &RlConfig, device: &Device) -> Result<Self> {
         let mut rewards: Vec<Reward> = Vec::new();
         for (i, kind) in kinds(rlhf)?.into_iter().enumerate() {
             let base = kind.name();

@@ -25,8 +25,8 @@ pub enum Reference {
 /// True if the run needs a second copy of the weights: disabling the adapters does not give the reference model.
 pub fn needs_reference_copy(recipe: &Recipe) -> bool {
     let wanted = match recipe.train.stage {
-        recipe::Stage::Grpo => recipe.reinforce.grpo.beta > 0.0,
-        recipe::Stage::Ppo => recipe.reinforce.ppo.kl_coef > 0.0,
+        recipe::Stage::Grpo => recipe.rl.grpo.beta > 0.0,
+        recipe::Stage::Ppo => recipe.rl.ppo.kl_coef > 0.0,
         _ => false,
     };
     use recipe::LoraInit::{Default, Eva, Gaussian};
@@ -45,12 +45,12 @@ pub fn base_is_frozen(recipe: &Recipe) -> bool {
 /// The objective of an RL stage; `width` is D.
 pub fn objective(recipe: &Recipe, width: usize, device: &Device) -> Result<Box<dyn Objective>> {
     let policy = PolicyHead {
-        temperature: recipe.reinforce.temperature,
+        temperature: recipe.rl.temperature,
     };
     if recipe.train.stage == recipe::Stage::Grpo {
         return Ok(Box::new(Grpo::new(grpo_settings(recipe), policy)));
     }
-    let ppo = &recipe.reinforce.ppo;
+    let ppo = &recipe.rl.ppo;
     let settings = ppo::Settings {
         cliprange: ppo.cliprange,
         cliprange_value: ppo.cliprange_value,
@@ -60,7 +60,7 @@ pub fn objective(recipe: &Recipe, width: usize, device: &Device) -> Result<Box<d
 }
 
 fn grpo_settings(recipe: &Recipe) -> grpo::Settings {
-    let g = &recipe.reinforce.grpo;
+    let g = &recipe.rl.grpo;
     grpo::Settings {
         loss_type: match g.loss_type {
             GrpoLoss::Grpo => grpo::LossType::Grpo,
@@ -82,7 +82,7 @@ fn grpo_settings(recipe: &Recipe) -> grpo::Settings {
         delta: (g.delta > 0.0).then_some(g.delta),
         beta: g.beta,
         kl_weighted: g.use_bias_correction_kl,
-        max_completion_length: recipe.reinforce.max_completion_length,
+        max_completion_length: recipe.rl.max_completion_length,
     }
 }
 
@@ -104,7 +104,7 @@ pub struct AdvantageComputer<'a> {
 
 impl<'a> AdvantageComputer<'a> {
     pub fn new(recipe: &'a Recipe) -> Self {
-        let rlhf = &recipe.reinforce;
+        let rlhf = &recipe.rl;
         let is_ppo = recipe.train.stage == recipe::Stage::Ppo;
         Self {
             recipe,
@@ -128,11 +128,11 @@ impl<'a> AdvantageComputer<'a> {
     }
 
     fn is_rloo(&self) -> bool {
-        !self.is_ppo() && self.recipe.reinforce.grpo.loss_type == GrpoLoss::Rloo
+        !self.is_ppo() && self.recipe.rl.grpo.loss_type == GrpoLoss::Rloo
     }
 
     fn quantized(&self) -> bool {
-        self.recipe.reinforce.rollout_weights != RolloutWeights::Exact
+        self.recipe.rl.rollout_weights != RolloutWeights::Exact
     }
 
     /// True if each answer is used once, in the step after its generation.
@@ -198,7 +198,7 @@ impl<'a> AdvantageComputer<'a> {
 
     /// Computes importance ratios of answers that were sampled under other weights.
     fn correct(&mut self, kept: &mut [Trajectory], sampling: &[&[f32]]) {
-        let rlhf = &self.recipe.reinforce;
+        let rlhf = &self.recipe.rl;
         let mode = match rlhf.rollout_correction {
             RolloutCorrection::None => return,
             RolloutCorrection::TokenTruncate => Mode::TokenTruncate,
@@ -223,8 +223,8 @@ impl<'a> AdvantageComputer<'a> {
     }
 
     fn grpo_advantages(&mut self, kept: &mut [Trajectory], totals: &[f64], finished: &[bool]) {
-        let grpo = &self.recipe.reinforce.grpo;
-        let group = self.recipe.reinforce.num_generations;
+        let grpo = &self.recipe.rl.grpo;
+        let group = self.recipe.rl.num_generations;
         let advantages = if self.is_rloo() {
             let mut rewards = totals.to_vec();
             if kept.iter().any(|k| !k.reference.is_empty()) {
@@ -264,7 +264,7 @@ impl<'a> AdvantageComputer<'a> {
     }
 
     fn ppo_advantages(&mut self, kept: &mut [Trajectory], totals: &[f64], finished: &[bool]) {
-        let ppo = &self.recipe.reinforce.ppo;
+        let ppo = &self.recipe.rl.ppo;
         let estimator = match ppo.kl_estimator {
             recipe::KlEstimator::K1 => KlEstimator::K1,
             recipe::KlEstimator::K3 => KlEstimator::K3,
@@ -315,8 +315,8 @@ impl<'a> AdvantageComputer<'a> {
     /// Scales the factors so that the mean over the tokens of a window becomes one over the tokens of the whole
     /// rollout.
     pub fn weigh(&self, kept: &mut [Trajectory]) {
-        let windows = self.recipe.reinforce.num_mini_batches;
-        let dapo = !self.is_ppo() && self.recipe.reinforce.grpo.loss_type == GrpoLoss::Dapo;
+        let windows = self.recipe.rl.num_mini_batches;
+        let dapo = !self.is_ppo() && self.recipe.rl.grpo.loss_type == GrpoLoss::Dapo;
         let count = |kept: &[Trajectory]| -> f64 { kept.iter().map(|k| k.counts as f64 * k.tokens() as f64).sum() };
         let all = count(kept);
         for window in kept.chunks_mut(kept.len().div_ceil(windows.max(1)).max(1)) {

@@ -3,7 +3,7 @@
 
 pub mod advantages;
 pub mod preference;
-mod reinforce;
+mod rl;
 pub mod rollout_buffer;
 mod distill;
 mod sft;
@@ -102,7 +102,7 @@ pub fn check(recipe: &Recipe, model: &ModelDir, train: &Dataset) -> Result<()> {
 pub fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     match setting.recipe.train.stage {
         recipe::Stage::Pretrain | recipe::Stage::Sft => Ok(sft::open(setting)),
-        recipe::Stage::Ppo | recipe::Stage::Grpo => reinforce::open(setting),
+        recipe::Stage::Ppo | recipe::Stage::Grpo => rl::open(setting),
         stage if stage.is_preference() => preference::open(setting),
         recipe::Stage::Distill => distill::open(setting),
         // The recipe parser refuses it already.

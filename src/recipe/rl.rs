@@ -114,10 +114,10 @@ pub fn unused(values: &Values, path: &str) -> Option<String> {
     }
 }
 
-pub fn build(values: &Values) -> Reinforce {
+pub fn build(values: &Values) -> RlConfig {
     let size = |path: &str| values.size(path).unwrap_or(0);
     let number = |path: &str| values.number(path);
-    Reinforce {
+    RlConfig {
         rewards: values.list("rlhf.rewards"),
         reward_weights: values.numbers("rlhf.reward_weights"),
         answer_column: values.text("rlhf.answer_column").to_string(),

@@ -2,11 +2,11 @@
 //! pages again; blocks of 8 MiB and more use huge pages. Cached plus live bytes never exceed the peak of live bytes, so
 //! the resident memory stays close to the size of the tensors. Smaller blocks go to the system's allocator.
 //!
-//! `#[global_allocator] static HEAP: Heap = Heap;`
+//! `#[global_allocator] static HEAP: CachingAllocator = CachingAllocator;`
 
 use std::alloc::{GlobalAlloc, Layout, System};
 
-pub struct Heap;
+pub struct CachingAllocator;
 
 /// Smallest block that this allocator serves.
 #[cfg(target_os = "linux")]
@@ -14,7 +14,7 @@ const LARGE: usize = 1 << 20;
 
 // SAFETY: the size alone decides whether a block belongs to the system or to the pool, both in `alloc` and in
 // `dealloc`.
-unsafe impl GlobalAlloc for Heap {
+unsafe impl GlobalAlloc for CachingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         #[cfg(target_os = "linux")]
         if is_large(layout) {
@@ -363,23 +363,23 @@ mod tests {
         let sizes = [100, LARGE - 1, LARGE, LARGE + 1, 5 << 20, 40 << 20, LARGE, 1000];
         // SAFETY: every block is freed with its own layout, and written only inside its bounds.
         unsafe {
-            let mut at = Heap.alloc(layout(50));
+            let mut at = CachingAllocator.alloc(layout(50));
             at.write_bytes(7, 50);
             let mut size = 50;
             for next in sizes {
-                at = Heap.realloc(at, layout(size), next);
+                at = CachingAllocator.realloc(at, layout(size), next);
                 assert!(!at.is_null());
                 size = next;
                 assert!((0..50).all(|i| at.add(i).read() == 7));
                 at.add(size - 1).write(9);
             }
-            Heap.dealloc(at, layout(size));
-            let at = Heap.alloc_zeroed(layout(2 << 20));
+            CachingAllocator.dealloc(at, layout(size));
+            let at = CachingAllocator.alloc_zeroed(layout(2 << 20));
             at.write_bytes(1, 2 << 20);
-            Heap.dealloc(at, layout(2 << 20));
-            let again = Heap.alloc_zeroed(layout(2 << 20));
+            CachingAllocator.dealloc(at, layout(2 << 20));
+            let again = CachingAllocator.alloc_zeroed(layout(2 << 20));
             assert!((0..2 << 20).all(|i| again.add(i).read() == 0));
-            Heap.dealloc(again, layout(2 << 20));
+            CachingAllocator.dealloc(again, layout(2 << 20));
         }
     }
 }

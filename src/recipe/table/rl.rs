@@ -2,13 +2,7 @@
 
 use super::*;
 
-const fn reinforce(
-    name: &'static str,
-    kind: Kind,
-    default: &'static str,
-    reason: &'static str,
-    doc: &'static str,
-) -> Key {
+const fn rl(name: &'static str, kind: Kind, default: &'static str, reason: &'static str, doc: &'static str) -> Key {
     when(
         key("rlhf", name, kind, default, reason, doc),
         "train.stage",
@@ -33,126 +27,126 @@ const fn ppo(name: &'static str, kind: Kind, default: &'static str, reason: &'st
 }
 
 pub(super) static KEYS: &[Key] = &[
-    reinforce(
+    rl(
         "rewards",
         Kind::Texts,
         "[]",
         "has to be written for these stages",
         "What an answer is worth, one text each: `exact` (the known answer), `numeric` (its last number is that of the known answer), `regex:PATTERN`, `json` or `json:SCHEMA-FILE`, `length:TOKENS` (falls from 0 to -1 between so many tokens and `max_completion_length`), `model:DIRECTORY` (a reward model), `program:COMMAND` (a local program; see docs/rlhf.md).",
     ),
-    reinforce(
+    rl(
         "reward_weights",
         Kind::Numbers,
         "[]",
         "all rewards count the same",
         "A factor for each reward; empty is 1 for all.",
     ),
-    reinforce(
+    rl(
         "answer_column",
         Kind::Text,
         "\"answer\"",
         "the name most data sets of this kind use",
         "The field with the known answer; rows without it have their last assistant message or completion as answer.",
     ),
-    reinforce(
+    rl(
         "reward_timeout",
         Kind::Number(POSITIVE),
         "30.0",
         "a row that takes longer hangs",
         "Seconds a reward program has for one row.",
     ),
-    reinforce(
+    rl(
         "reward_restarts",
         from(0),
         "3",
         "survives a rare crash, and shows a lasting one",
         "How often a reward program that died or hung is started again, over the whole run.",
     ),
-    reinforce(
+    rl(
         "num_generations",
         MANY,
         "8",
         "as in TRL",
         "Answers to each prompt: the group of GRPO. PPO takes as many, each for itself.",
     ),
-    reinforce(
+    rl(
         "max_completion_length",
         from(1),
         "256",
         "long enough for an answer with its reasons",
         "Longest answer in tokens; prompt and answer together fit in `data.max_length`.",
     ),
-    reinforce(
+    rl(
         "temperature",
         Kind::Number(POSITIVE),
         "1.0",
         "the policy as it is",
         "Divides the logits, in the rollout and in the loss.",
     ),
-    reinforce(
+    rl(
         "top_k",
         from(0),
         "0",
         "off: the loss knows nothing of it",
         "The rollout draws from the k most likely tokens; 0 is off.",
     ),
-    reinforce(
+    rl(
         "top_p",
         Kind::Number(RATIO),
         "1.0",
         "off: the loss knows nothing of it",
         "The rollout draws from the most likely tokens that reach p; 1 is off.",
     ),
-    reinforce(
+    rl(
         "num_iterations",
         MANY,
         "1",
         "on-policy as far as can be",
         "Times that the answers of a rollout are learned from.",
     ),
-    reinforce(
+    rl(
         "num_mini_batches",
         MANY,
         "1",
         "on-policy as far as can be",
         "Optimizer steps that one time through the answers takes; a rollout has `batch_size × gradient_accumulation_steps × num_mini_batches` answers.",
     ),
-    reinforce(
+    rl(
         "rollout_weights",
         Kind::Name(RolloutWeights::NAMES),
         "\"exact\"",
         "nothing to correct for",
         "Storage of the weights that sample; the weights that train stay as they are.",
     ),
-    reinforce(
+    rl(
         "rollout_correction",
         Kind::Name(RolloutCorrection::NAMES),
         "\"sequence_mask\"",
         "as in TRL",
         "Importance weights between the exact weights and coded `rollout_weights`: a ratio for each token or for the whole answer, cut off at the bounds or 0 outside of them.",
     ),
-    reinforce(
+    rl(
         "rollout_clip_max",
         Kind::Number(POSITIVE),
         "3.0",
         "as in TRL",
         "Upper bound of these ratios.",
     ),
-    reinforce(
+    rl(
         "rollout_clip_min",
         Kind::Number(POSITIVE_OR_ZERO),
         "0.0",
         "as in TRL",
         "Lower bound of these ratios; 0 is none.",
     ),
-    reinforce(
+    rl(
         "sample_steps",
         from(0),
         "10",
         "enough to read along",
         "Rollouts between two that leave samples in `samples.jsonl`; 0 is never.",
     ),
-    reinforce(
+    rl(
         "samples",
         from(1),
         "4",

@@ -49,7 +49,7 @@ struct Rollouts<'a> {
 }
 
 pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
-    let (recipe, rlhf) = (setting.recipe, &setting.recipe.reinforce);
+    let (recipe, rlhf) = (setting.recipe, &setting.recipe.rl);
     let Some(questions) = setting.questions else {
         return Err(Error::new("the prompts of this stage were not read"));
     };
@@ -106,7 +106,7 @@ fn reference(recipe: &Recipe, model: &ModelDir, device: &Device) -> Result<Refer
 
 impl Rollouts<'_> {
     fn settings(&self, temperature: f64) -> generate::Settings {
-        let rlhf = &self.recipe.reinforce;
+        let rlhf = &self.recipe.rl;
         generate::Settings {
             max_new_tokens: rlhf.max_completion_length,
             temperature: temperature as f32,
@@ -121,7 +121,7 @@ impl Rollouts<'_> {
     /// The prompts of rollout number `rollout`, each once.
     fn chosen(&self, rollout: u64) -> Vec<usize> {
         let (seed, n) = (self.recipe.train.seed, self.prompts.len() as u64);
-        let count = (answers_of_rollout(self.recipe) / self.recipe.reinforce.num_generations) as u64;
+        let count = (answers_of_rollout(self.recipe) / self.recipe.rl.num_generations) as u64;
         let mut order: Option<(u64, Vec<usize>)> = None;
         (rollout * count..(rollout + 1) * count)
             .map(|unit| {
@@ -144,8 +144,8 @@ impl Rollouts<'_> {
 
     /// Generates answers with the current weights, quantized or exact.
     fn sample(&mut self, requests: &[Request], engine: &Engine) -> Result<Vec<Answer>> {
-        let settings = self.settings(self.recipe.reinforce.temperature);
-        let format = match self.recipe.reinforce.rollout_weights {
+        let settings = self.settings(self.recipe.rl.temperature);
+        let format = match self.recipe.rl.rollout_weights {
             RolloutWeights::Exact => return generate::rollout(&engine.network, requests, &settings),
             RolloutWeights::Int8 => Format::Int8 { group: 0 },
             RolloutWeights::Int4 => Format::Int4 { group: 64 },
@@ -189,7 +189,7 @@ impl Rollouts<'_> {
 
     /// Generates, scores and prepares a rollout.
     fn roll(&mut self, rollout: u64, step: u64, engine: &Engine) -> Result<RolloutBuffer> {
-        let (rlhf, all) = (&self.recipe.reinforce, self.prompts);
+        let (rlhf, all) = (&self.recipe.rl, self.prompts);
         let group = rlhf.num_generations;
         let chosen = self.chosen(rollout);
         let prompts: Vec<&Prompt> = chosen
@@ -270,7 +270,7 @@ impl Rollouts<'_> {
         scores: &[Vec<f64>],
         kept: &[Trajectory],
     ) -> Result<()> {
-        let count = self.recipe.reinforce.samples.min(answers.len());
+        let count = self.recipe.rl.samples.min(answers.len());
         for s in 0..count {
             // Takes samples at equal distances over the groups.
             let i = s * answers.len() / count;
@@ -296,7 +296,7 @@ impl Rollouts<'_> {
 impl BatchSource for Rollouts<'_> {
     fn epoch_after(&self, steps: u64) -> f64 {
         let rollouts = steps.div_ceil(steps_of_rollout(self.recipe));
-        let prompts = answers_of_rollout(self.recipe) / self.recipe.reinforce.num_generations;
+        let prompts = answers_of_rollout(self.recipe) / self.recipe.rl.num_generations;
         rollouts as f64 * prompts as f64 / self.prompts.len() as f64
     }
 
@@ -306,7 +306,7 @@ impl BatchSource for Rollouts<'_> {
         if self.rollout_buffer.kept.is_empty() || self.rollout_buffer.rollout != rollout {
             self.rollout_buffer = self.roll(rollout, step, engine)?;
         }
-        let windows = self.recipe.reinforce.num_mini_batches;
+        let windows = self.recipe.rl.num_mini_batches;
         let size = self.rollout_buffer.kept.len() / windows;
         let window = &self.rollout_buffer.kept[(at as usize % windows) * size..][..size];
         let rows = window.chunks(self.recipe.train.batch_size);

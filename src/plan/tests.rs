@@ -144,7 +144,7 @@ fn the_lines_at_the_peak_add_up_and_none_is_above_its_largest() {
         let json = plan.json();
         assert_eq!(json["peak_bytes"].as_u64(), Some(plan.peak_bytes));
         assert!(plan.lines.iter().all(|l| json[l.key].as_u64() == Some(l.bytes)));
-        assert!(plan.table().contains("trained at one time"), "{}", plan.table());
+        assert!(plan.table().contains("trained at a time"), "{}", plan.table());
     }
 }
 

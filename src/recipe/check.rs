@@ -214,7 +214,7 @@ pub fn check(draft: &mut Draft, warnings: &mut Vec<String>) -> Values {
         };
         if entry.origin == Origin::Argument {
             warnings.push(format!(
-                "`{path}` is given twice on the command line: the last one counts"
+                "`{path}` is given twice on the command line: the last value is used"
             ));
         }
         entry.origin = origin;
@@ -262,7 +262,7 @@ fn put(draft: &Draft, entry: &mut Entry, written: &Written) -> Result<(), Proble
     };
     if name.is_empty() || !names.contains(&value.as_str()) {
         return Err(fault(Error::usage(format!(
-            "`{value}` is not a value of `{path}`, for `{name}`"
+            "`{value}` is not a value of `{path}` (for `{name}`)"
         ))));
     }
     let origin = match written.key_at {
@@ -284,7 +284,7 @@ fn check_table(draft: &Draft, written: &Written) -> Result<(), Error> {
         (Typed::Table, Place::File(_)) => Ok(()),
         (Typed::Table, Place::Argument(_)) => Err(Error::usage(format!("`{path}` is a table"))
             .at(draft.show(&written.value_at))
-            .hint("give one key an argument, as in `train.max_steps=20`")),
+            .hint("set one key, as in `train.max_steps=20`")),
         (other, _) => Err(Error::usage(format!("`{path}` is a table"))
             .at(draft.show(&written.value_at))
             .found(other.describe())

@@ -228,7 +228,7 @@ impl Reporter {
         {
             if let Some(fault) = log.take_fault() {
                 self.terminal
-                    .warn(&format!("the run goes on without this file: {fault}"));
+                    .warn(&format!("the run continues without this file: {fault}"));
             }
         }
     }

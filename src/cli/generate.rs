@@ -15,7 +15,7 @@ use std::path::PathBuf;
 #[command(after_help = "Examples:
   ft generate --model runs/quickstart/final --prompt \"The capital is\" --temperature 0
   ft generate --model runs/quickstart/final --chat --prompt \"What is 2 + 3?\"
-  ft generate --model runs/lora --chat                 loads the base model of the run too
+  ft generate --model runs/lora --chat                 with the base of the run
   ft generate --model runs/lora/checkpoint-400 --chat
   ft generate --model base --adapter runs/lora/final --chat")]
 pub struct Args {

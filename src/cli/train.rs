@@ -41,10 +41,10 @@ pub struct Args {
     /// Continue from the newest complete checkpoint of the run directory, or of DIR
     #[arg(long, value_name = "DIR", num_args = 0..=1, default_missing_value = "")]
     resume: Option<String>,
-    /// Remove the files of an earlier run from the run directory
+    /// Remove files of an earlier run from the run directory
     #[arg(long, conflicts_with = "resume")]
     pub overwrite: bool,
-    /// Print a JSON object at the end: final, peak_memory_bytes, forecast_bytes; with --dry-run the plan and the values
+    /// Print JSON at the end: final, peak_memory_bytes, forecast_bytes; with --dry-run the plan and the values
     #[arg(long)]
     json: bool,
 }

@@ -364,7 +364,7 @@ fn a_reference_and_a_rollout_have_lines_of_their_own() {
     // And the work of a layer while prompts are read, 1024 tokens at a time: gate and up at least.
     let work = bytes(&with) - (answer << 20);
     assert!((1024 * 4 * 2 * 256..1024 * 4 * 5 * 256).contains(&work), "{work}");
-    assert_eq!(with.peak_moment, "rollout");
+    assert_eq!(with.peak_moment, "the rollout");
 }
 
 #[test]

@@ -101,7 +101,7 @@ pub(super) static KEYS: &[Key] = &[
         Kind::Integers,
         "[]",
         "only adapters train",
-        "Token ids whose embedding rows are trained together with the adapters, for example new tokens; the other rows are frozen. An untied head trains the same rows; PEFT does so only if `lm_head` is named too.",
+        "Ids of tokens, for example new tokens. Their embedding rows are trained together with the adapters; the other rows are frozen. An untied head trains the same rows; PEFT does so only if `lm_head` is named too.",
         &["lora"],
     ),
     lora(

@@ -70,7 +70,7 @@ pub(super) static KEYS: &[Key] = &[
             Kind::Integer { min: 1, max: 65536 },
             "64",
             "most of the probability mass, in 260 to 388 bytes per token",
-            "Number of most likely ids per token whose log-probabilities `ft distill cache` stores; one number is stored for all other ids.",
+            "Number of log-probabilities that `ft distill cache` stores per token, for the most likely ids; one number is stored for all other ids.",
         ),
         "train.stage",
         &["distill"],

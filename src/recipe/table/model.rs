@@ -65,7 +65,7 @@ pub(super) static KEYS: &[Key] = &[
         Kind::Name(FrozenWeights::NAMES),
         "\"auto\"",
         "as `model.dtype`: nothing is lost",
-        "Storage of the projections of frozen layers. Quantized, they take a half (`int8`) to a quarter (`int4`, `nf4`) of the memory of bf16, and lose precision. Norms, biases, embedding and head are not quantized.",
+        "Storage of the projections of the layers that are not trained. Quantized, they take a half (`int8`) to a quarter (`int4`, `nf4`) of the memory of bf16, and lose precision. Norms, biases, embedding and head are not quantized.",
     ),
     key(
         "memory",

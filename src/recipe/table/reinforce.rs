@@ -38,7 +38,7 @@ pub(super) static KEYS: &[Key] = &[
         Kind::Texts,
         "[]",
         "required for these stages",
-        "Rewards of an answer, a list of texts: `exact` (equal to the known answer), `numeric` (the last number equals that of the known answer), `regex:PATTERN`, `json` or `json:SCHEMA-FILE`, `length:TOKENS` (falls from 0 to -1 between this number of tokens and `max_completion_length`), `model:DIRECTORY` (a reward model), `program:COMMAND` (a local program; see docs/rlhf.md).",
+        "Rewards of an answer, one string each: `exact` (equal to the known answer), `numeric` (the last number equals that of the known answer), `regex:PATTERN`, `json` or `json:SCHEMA-FILE`, `length:TOKENS` (falls from 0 to -1 between this number of tokens and `max_completion_length`), `model:DIRECTORY` (a reward model), `program:COMMAND` (a local program; see docs/rlhf.md).",
     ),
     reinforce(
         "reward_weights",

@@ -9,7 +9,7 @@ pub(super) static KEYS: &[Key] = &[
         Kind::Name(OptimizerName::NAMES),
         "\"adamw\"",
         "the usual choice for transformers",
-        "The update rule. Adafactor stores row and column means of the squared gradient and no momentum; it uses `learning_rate` without scaling.",
+        "The update rule. Adafactor stores row and column means of the squared gradient and no momentum; it uses `learning_rate` unchanged.",
     ),
     key(
         "optimizer",

@@ -44,7 +44,7 @@ the state saved, 131 stopped by a second Ctrl-C (unsaved state is lost)
 
 Environment: NO_COLOR, FT_NO_PROGRESS (no progress lines), HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE";
 
-/// Fine-tune large language models with little memory
+/// Fine-tune large language models with little memory, one layer at a time
 #[derive(Debug, Parser)]
 #[command(name = "ft", version, max_term_width = 110, arg_required_else_help = true)]
 #[command(after_help = EXAMPLES, after_long_help = format!("{EXAMPLES}\n\n{MORE}"))]

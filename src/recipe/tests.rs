@@ -353,7 +353,7 @@ hint: this key belongs in [train]
 
 error: `data.packing` has the wrong type
   --> r.toml:6:11
-  found the text \"yes\", expected `true` or `false`
+  found the string \"yes\", expected `true` or `false`
 hint: write `true`
 
 error: unknown key `learnin_rate` in `[optimizer]`

@@ -14,7 +14,7 @@ const LONG: &str = "Examples:
   ft train --recipe my.toml --dry-run                the plan and the resolved recipe only
   ft train --recipe my.toml --resume                 continue from the newest complete checkpoint
 
-Ctrl-C (or SIGTERM) stops the run. If gradients are kept until the update, the current step is cancelled at the next
+Ctrl-C (or SIGTERM) stops the run. If gradients are kept until the update, the current step is canceled at the next
 layer and the state after the previous step is saved; after `--resume` the step is computed again, bit-identical. If
 gradients are applied immediately, the current step is finished first. Exit code 130 (SIGTERM: 143). A second Ctrl-C
 ends the program immediately, without saving: exit code 131.

@@ -245,7 +245,7 @@ fn only_the_named_rows_of_embedding_and_head_train() {
         ),
         (
             &["tune.lora.trainable_token_indices=[4]", "memory.tier=disk"],
-            "stays on the disk",
+            "is streamed from disk",
         ),
     ] {
         let mut all = vec![
@@ -368,7 +368,7 @@ fn an_adapter_that_does_not_fit_is_refused_by_every_command() {
     assert!(!out.status.success());
     let said = said(&out);
     assert!(
-        said.contains("`q_prj` matches no linear") && said.contains("linears of this model: q_proj"),
+        said.contains("`q_prj` matches no linear") && said.contains("linear layers of this model: q_proj"),
         "{said}"
     );
     assert!(!bench.path("none").exists(), "refused before anything is written");

@@ -340,7 +340,7 @@ fn a_stored_start_that_was_damaged_is_computed_again() {
     let last = bytes.len() - 3;
     bytes[last] ^= 1;
     fs::write(&file, bytes).unwrap();
-    assert!(run("three").contains("is damaged: it is computed again"));
+    assert!(run("three").contains("is damaged: its content is computed again"));
     assert!(run("four").contains("of an earlier run"));
     let adapter = |run: &str| fs::read(bench.path(run).join("final/adapter_model.safetensors")).unwrap();
     for other in ["two", "three", "four"] {

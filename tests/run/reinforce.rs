@@ -233,7 +233,7 @@ fn prompts_and_rewards_that_are_wrong_are_refused_before_anything_is_written() {
     refused(
         &["data.train=none.jsonl", "data.format=prompt"],
         1,
-        &["cannot tell which column is the prompt", "none.jsonl:1", "heading"],
+        &["cannot determine which column is the prompt", "none.jsonl:1", "heading"],
     );
     // Rows with a prompt and a separate answer column are valid.
     fs::write(

@@ -93,7 +93,7 @@ fn text_of(path: &Path, bytes: Vec<u8>) -> Result<String> {
 }
 
 pub fn size(path: &Path) -> Result<u64> {
-    Ok(fs::metadata(path).map_err(|e| io("look at the file", path, e))?.len())
+    Ok(fs::metadata(path).map_err(|e| io("check the file", path, e))?.len())
 }
 
 pub fn create_dir_all(path: &Path) -> Result<()> {
@@ -330,7 +330,7 @@ fn cannot_create(path: &Path, e: std::io::Error) -> Error {
         (std::io::ErrorKind::NotFound, Some(parent)) if !parent.exists() => Error::new("cannot create the file")
             .at_path(path)
             .found(format!("no directory {}", parent.display()))
-            .hint(format!("make it first: `mkdir -p {}`", parent.display())),
+            .hint(format!("create it first: `mkdir -p {}`", parent.display())),
         _ => io("create the file", path, e),
     }
 }

@@ -68,7 +68,7 @@ pub(crate) fn render(
 
 fn not_found(i: usize) -> Error {
     Error::new(format!(
-        "cannot tell which part of the chat template's text is assistant message {}",
+        "cannot determine which part of the chat template's output is assistant message {}",
         i + 1
     ))
     .hint("set `data.train_on = \"all\"`, or `data.chat_template` to a template that prints each message in place or has `{% generation %}` blocks")

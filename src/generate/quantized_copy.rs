@@ -82,7 +82,7 @@ impl QuantizedCopy {
         let params = of.source.params();
         let mut kinds: Vec<Group> = params.iter().map(|p| p.group).collect();
         kinds.dedup();
-        let phase = progress::phase("coding weights", kinds.len(), "layers");
+        let phase = progress::phase("quantizing weights", kinds.len(), "layers");
         for group in kinds {
             phase.add(1);
             let known = self.groups.get(group).ok();

@@ -64,8 +64,8 @@ pub fn show(dir: &Path) -> Result<Shown> {
                 format!("{last}.{below}")
             }
             Some(Key::Rows(module)) => format!("rows of {module}"),
-            Some(Key::Whole(parameter)) => format!("{parameter} (whole)"),
-            None => format!("{name} (not known to ft)"),
+            Some(Key::Whole(parameter)) => format!("{parameter} (full)"),
+            None => format!("{name} (unknown to ft)"),
         };
         let entry = counted.entry(line).or_insert((0, format!("{:?}", info.shape)));
         entry.0 += 1;
@@ -165,7 +165,7 @@ pub fn diff(a: &Path, b: &Path) -> Result<Difference> {
         .collect();
     let mut settings = Vec::new();
     for key in keys {
-        let text = |v: &Value| v.get(key).map_or("not there".to_string(), Value::to_string);
+        let text = |v: &Value| v.get(key).map_or("missing".to_string(), Value::to_string);
         let (x, y) = (text(&json_a), text(&json_b));
         if x != y && key != "peft_version" {
             settings.push((key.clone(), x, y));
@@ -194,7 +194,7 @@ pub fn diff(a: &Path, b: &Path) -> Result<Difference> {
             tensors.push((
                 name.to_string(),
                 format!(
-                    "differs by {:.3e} of its size, at most {most:.3e}",
+                    "relative difference {:.3e}, largest absolute difference {most:.3e}",
                     (d / s.max(f64::MIN_POSITIVE)).sqrt()
                 ),
             ));

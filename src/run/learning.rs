@@ -217,7 +217,7 @@ impl Watch {
         }
         self.warned = true;
         let what = match (worse || guesses, self.guessing) {
-            (false, Some(most)) => format!("worse than guessing ({:.1})", most / 1.5),
+            (false, Some(most)) => format!("worse than random guessing ({:.1})", most / 1.5),
             _ => format!("the initial loss was {first:.4}"),
         };
         Some(format!(

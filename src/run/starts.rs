@@ -167,7 +167,7 @@ impl Progress {
             name,
             begun: Instant::now(),
             layers: network.layers(),
-            phase: progress::phase(format!("preparing adapters ({name})"), network.layers(), "layers"),
+            phase: progress::phase(format!("initializing adapters ({name})"), network.layers(), "layers"),
             last: Cell::new(None),
         }
     }

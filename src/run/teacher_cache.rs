@@ -161,7 +161,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
     };
     let scratch = out.join(setup::TEACHER);
     let all = shards.iter().map(Vec::len).sum();
-    let phase = progress::phase("asking the teacher", all, "rows");
+    let phase = progress::phase("computing the teacher's outputs", all, "rows");
     signal::conduct(Conduct::Stop(Stop {
         what: "stopping after this batch".into(),
         then: "; complete shards are kept, and the same command continues after them".into(),

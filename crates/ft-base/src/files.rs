@@ -52,7 +52,7 @@ fn regular(kind: fs::FileType, path: &Path) -> Result<()> {
         k if k.is_fifo() => "a named pipe",
         k if k.is_socket() => "a socket",
         k if k.is_char_device() || k.is_block_device() => "a device",
-        _ => "something else",
+        _ => "another kind of file",
     };
     Err(Error::new("cannot open the file")
         .at_path(path)

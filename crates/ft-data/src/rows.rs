@@ -82,7 +82,7 @@ fn refuse_rejected(fields: &Map<String, Value>) -> Result<()> {
         None => Ok(()),
         Some(name) => Err(Error::new(format!("the column `{name}` marks this answer as bad"))
             .found(format!("{name}: {}", fields[name]))
-            .expected("answers to learn")
+            .expected("good answers")
             .hint(format!(
                 "`train.stage = \"kto\"` trains on good and bad answers; if `{name}` means something else, rename or \
                  remove it"

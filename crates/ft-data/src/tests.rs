@@ -485,7 +485,7 @@ fn the_description_marks_what_is_trained_and_shows_the_counts() {
         "rows               2\n",
         "tokens             13\n",
         "trained tokens     7 (53.8 %)\n",
-        "rows cut           1\n",
+        "rows truncated     1\n",
     ] {
         assert!(text.contains(line), "no {line:?} in {text}");
     }

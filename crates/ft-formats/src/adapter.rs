@@ -216,7 +216,7 @@ const REFUSED: [(&str, &str); 11] = [
     ("fan_in_fan_out", "weights stored transposed"),
     ("lora_bias", "a bias on B"),
     ("target_parameters", "adapters on parameters outside of linear layers"),
-    ("layer_replication", "layers used twice"),
+    ("layer_replication", "repeated layers"),
     (
         "alora_invocation_tokens",
         "an adapter that is active only from a token of the sequence on",
@@ -225,8 +225,8 @@ const REFUSED: [(&str, &str); 11] = [
     ("megatron_config", "parallel layers"),
     ("coft", "rotations limited to a distance from their initial value"),
     ("block_share", "one rotation for all blocks"),
-    ("rank_dropout", "whole rows dropped"),
-    ("module_dropout", "whole adapters dropped"),
+    ("rank_dropout", "dropout of full rows"),
+    ("module_dropout", "dropout of full adapters"),
 ];
 
 impl AdapterConfig {

@@ -415,10 +415,10 @@ fn ends_disagree(said: &[(&str, &[u32])], token: &dyn Fn(u32) -> Option<String>)
     };
     let others: Vec<String> = others
         .iter()
-        .map(|(file, ids)| format!("{file} says {}", show(ids)))
+        .map(|(file, ids)| format!("{file} has {}", show(ids)))
         .collect();
     Some(format!(
-        "the files of the model have different end tokens: {first} says {}, {}; rows end with the first, answers with \
+        "the files of the model have different end tokens: {first} has {}, {}; rows end with the first, answers with \
          any of them: change the files if this is not intended",
         show(&taken[..1]),
         others.join(", ")

@@ -159,7 +159,7 @@ impl<'a> Repository<'a> {
         let size = text("x-linked-size").or(text("content-length").filter(|_| !found.redirected));
         let size = size
             .and_then(|s| s.parse().ok())
-            .ok_or_else(|| Fault::Untrusted("a file without a size".into()))?;
+            .ok_or_else(|| Fault::Untrusted("the file has no size".into()))?;
         Ok(Blob { size, hash })
     }
 

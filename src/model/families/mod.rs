@@ -209,7 +209,7 @@ fn windows(config: &Config, spec: &mut Spec, window: Option<usize>, default: imp
                 .found(
                     other
                         .as_array()
-                        .map_or("no list".to_string(), |l| format!("{} entries", l.len())),
+                        .map_or("not a list".to_string(), |l| format!("{} entries", l.len())),
                 )
                 .expected(format!("{} entries", spec.layers.len())));
         }

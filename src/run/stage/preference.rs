@@ -178,7 +178,7 @@ impl BatchSource for Rows<'_> {
         let network = &engine.network;
         let mut found: [Vec<f32>; 2] = Default::default();
         let rows = self.sets.iter().flatten().map(|set| set.examples.len()).sum();
-        let phase = progress::phase("asking the reference", rows, "rows");
+        let phase = progress::phase("computing the reference log-probabilities", rows, "rows");
         for (set, found) in self.sets.iter().zip(&mut found) {
             let Some(set) = set else { continue };
             for rows in self.groups(set) {

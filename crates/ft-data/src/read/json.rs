@@ -48,7 +48,7 @@ fn lines(path: &str, mut input: impl BufRead, each: &mut Each) -> Result<()> {
                     "over {MAX_ROW_BYTES} bytes in one line: {}",
                     clip(&head(&line))
                 ))
-                .expected("one object a line")
+                .expected("one object per line")
                 .hint("split the text over several rows"));
         }
         let start = if place.number == 1 && line.starts_with(BOM) {
@@ -155,7 +155,7 @@ fn array(path: &str, input: impl BufRead, each: &mut Each) -> Result<()> {
     result.map_err(|e| {
         Error::new("the file is not valid JSON")
             .at(format!("{path}:{}:{}", e.line(), e.column()))
-            .found(format!("a fault after row {}", place.number))
+            .found(format!("an error after row {}", place.number))
             .expected("one array of objects")
             .cause(message(&e))
             .hint(if is_surrogate(&e) {

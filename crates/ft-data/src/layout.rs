@@ -394,8 +394,8 @@ impl Fields<'_> {
             [] => "rows need columns of text, or a list of messages".to_string(),
             [only] => format!("rename `{only}` to `text` to train on all of it"),
             [first, second, ..] => format!(
-                "rename the column of the prompt to `prompt` and that of the answer to `completion`, for example `{first}` \
-                 and `{second}`; in csv the names are the first line"
+                "rename the column of the prompt to `prompt` and that of the answer to `completion`, for example \
+                 `{first}` and `{second}`; in csv the names are the first line"
             ),
         }
     }

@@ -15,15 +15,15 @@ use std::time::Instant;
 
 #[derive(Parser)]
 struct Options {
-    /// A built-in shape.
+    /// Built-in shape.
     #[arg(long, default_value = "qwen2.5-0.5b")]
     shape: String,
     #[arg(long, default_value = "f32")]
     dtype: String,
-    /// exact, int8 or int4.
+    /// Storage of the weights: exact, int8 or int4.
     #[arg(long, default_value = "exact")]
     weights: String,
-    /// f32, bf16 or int8.
+    /// Type of the KV cache: f32, bf16 or int8.
     #[arg(long, default_value = "f32")]
     kv_cache: String,
     #[arg(long, default_value_t = 1)]
@@ -32,14 +32,14 @@ struct Options {
     prompt: usize,
     #[arg(long, default_value_t = 32)]
     new: usize,
-    /// Every row has a prompt of its own.
+    /// Use a different prompt for each row.
     #[arg(long)]
     apart: bool,
     #[arg(long)]
     same_bits: bool,
     #[arg(long, default_value_t = 2)]
     threads: usize,
-    /// Given by `cargo bench`.
+    /// Passed by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
 }
@@ -80,7 +80,7 @@ fn main() {
         other => panic!("no weights `{other}`"),
     };
     let started = Instant::now();
-    let copy = format.map(|f| QuantizedCopy::new(&network, Formats::of(f)).expect("codes"));
+    let copy = format.map(|f| QuantizedCopy::new(&network, Formats::of(f)).expect("quantized weights"));
     let coding = started.elapsed().as_secs_f64();
     let kv_cache = match o.kv_cache.as_str() {
         "f32" => KvDtype::F32,

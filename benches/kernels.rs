@@ -144,32 +144,32 @@ fn deltas(c: &mut Criterion) {
             b: &b,
             scale: 2.0,
         };
-        let mut group = c.benchmark_group(format!("delta of rank 16 on {n} x {i} x {o}"));
+        let mut group = c.benchmark_group(format!("LoRA of rank 16 on {n} x {i} x {o}"));
         group.throughput(Throughput::Elements(2 * (n * i * o) as u64));
-        group.bench_function("forward without", |b| {
+        group.bench_function("forward without LoRA", |b| {
             b.iter(|| linear::forward(&x, &w, None).expect("y"))
         });
-        group.bench_function("forward apart", |b| {
+        group.bench_function("forward separate", |b| {
             b.iter(|| {
                 let y = linear::forward(&x, &w, None).expect("y");
                 low.add_up(&y, &low.down(&x).expect("u")).expect("y");
                 y
             })
         });
-        group.bench_function("forward on board", |b| {
+        group.bench_function("forward fused", |b| {
             b.iter(|| low_rank::forward(&x, Base::Dense((&w).into()), None, low).expect("y"))
         });
-        group.bench_function("backward without", |b| {
+        group.bench_function("backward without LoRA", |b| {
             b.iter(|| linear::backward_input(&dy, &w).expect("dx"))
         });
-        group.bench_function("backward apart", |b| {
+        group.bench_function("backward separate", |b| {
             b.iter(|| {
                 let dx = linear::backward_input(&dy, &w).expect("dx");
                 low.add_back_up(&dx, &low.back_down(&dy).expect("du")).expect("dx");
                 dx
             })
         });
-        group.bench_function("backward on board", |b| {
+        group.bench_function("backward fused", |b| {
             b.iter(|| low_rank::backward(&dy, Base::Dense((&w).into()), None, low).expect("dx"))
         });
         group.finish();

@@ -16,13 +16,13 @@ struct Options {
     threads: usize,
     #[arg(long, default_value_t = 7)]
     repeats: usize,
-    /// Tokens instead of those of the shapes: `--tokens 1,4,8` times products of a few rows.
+    /// Numbers of tokens, in place of those of the shapes: `--tokens 1,4,8` times products with few rows.
     #[arg(long, value_delimiter = ',')]
     tokens: Vec<usize>,
-    /// The weights are kept packed, as the tile unit reads them.
+    /// Use packed weights, in the layout of the tile unit.
     #[arg(long)]
     packed: bool,
-    /// Given by `cargo bench`.
+    /// Passed by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
 }

@@ -40,16 +40,16 @@ struct Options {
     steps: usize,
     #[arg(long, default_value_t = 2)]
     threads: usize,
-    /// Layers that keep their activations; all, where nothing is said.
+    /// Number of layers with saved activations [default: all].
     #[arg(long)]
     keep: Option<usize>,
-    /// Settings of the optimizer, as in a recipe: optimizer.state=int8
+    /// Optimizer keys, as in a recipe: optimizer.state=int8
     #[arg(long)]
     set: Vec<String>,
-    /// Frozen weights are kept packed: forward or both. Needs a tile unit.
+    /// Keep packed copies of frozen weights: forward or both. Needs a tile unit.
     #[arg(long)]
     packed: Option<String>,
-    /// Given by `cargo bench`.
+    /// Passed by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
 }

@@ -145,7 +145,7 @@ fn flags_that_are_keys_and_words_that_are_recipes() {
         ),
         (&["train", "r.toml", "--epochs=3"], "`train.num_epochs=3`"),
         (&["train"], "`ft recipes`"),
-        (&["train", "none.toml"], "no recipe `none.toml` here"),
+        (&["train", "none.toml"], "there is no recipe `none.toml`"),
         (&["train", "--recipe", "a.toml", "b.toml"], "two recipes"),
     ] {
         let said = said(args);
@@ -202,7 +202,7 @@ fn doctor_tells_lines_of_json() {
     let cpu = lines.iter().find(|l| l["name"] == "cpu").unwrap();
     assert!(cpu["value"].as_str().unwrap().contains("with 1 threads"), "{cpu}");
     let named = |name: &str| lines.iter().find(|l| l["name"] == name).unwrap();
-    assert!(named("hub")["value"].as_str().unwrap().starts_with("not asked"));
+    assert!(named("hub")["value"].as_str().unwrap().starts_with("not checked"));
     for key in ["write_bytes_per_second", "read_bytes_per_second"] {
         assert!(named("writable")["data"][key].as_f64().unwrap() > 0.0, "{said}");
     }

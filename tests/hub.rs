@@ -388,7 +388,7 @@ fn a_stopped_download_goes_on_in_the_next_run() {
     hub.state().breaks = Some(("model.safetensors".into(), 1000));
     let e = resolve_with(&settings, ID, "main").unwrap_err().to_string();
     assert!(
-        e.contains("cannot reach the hub") && e.contains("what is downloaded is kept"),
+        e.contains("cannot reach the hub") && e.contains("downloaded data is kept"),
         "{e}"
     );
     let repo = cache.path().join("models--tester--tiny-model");
@@ -421,7 +421,10 @@ fn damaged_content_never_gets_into_the_cache() {
     hub.state().damages = Some("model.safetensors".into());
     let settings = hub.settings(cache.path());
     let e = resolve_with(&settings, ID, "main").unwrap_err().to_string();
-    assert!(e.contains("damaged on the way") && e.contains("SHA-256"), "{e}");
+    assert!(
+        e.contains("damaged during the download") && e.contains("SHA-256"),
+        "{e}"
+    );
     hub.state().damages = None;
     loads(&resolve_with(&settings, ID, "main").unwrap());
 }
@@ -437,7 +440,7 @@ fn a_wrong_token_is_explained_and_not_shown() {
         let e = resolve_with(&settings, ID, "main").unwrap_err();
         let text = format!("{e} {e:?}");
         assert!(
-            text.contains("does not let this token") && text.contains("HF_TOKEN") && text.contains(ID),
+            text.contains("does not allow this token") && text.contains("HF_TOKEN") && text.contains(ID),
             "{text}"
         );
         assert!(!text.contains("hf_wrong_secret"), "{text}");

@@ -77,7 +77,7 @@ fn first_ten_minutes(width: u16) {
     assert!(answered < allowed, "Ctrl-C was answered after {answered:?}\n{text}");
     assert_eq!(seen.code, 130, "{text}");
     seen.check(&format!("a stop at {width} columns"));
-    assert!(seen.flat().contains("is given up (micro-batch "), "{text}");
+    assert!(seen.flat().contains("is discarded (micro-batch "), "{text}");
     assert!(at.join("runs/slow/checkpoint-0").exists() || at.join("runs/slow/checkpoint-1").exists());
 
     // ---- resumes, in a window that becomes narrower

@@ -22,7 +22,7 @@ const TOKENIZER_ROWS: u64 = 20_000;
 const PAIRS: usize = 600;
 
 #[derive(Parser)]
-#[command(about = "Writes the data, tokenizer and configuration behind the quickstart")]
+#[command(about = "Writes the data, the tokenizer and the configuration of the quickstart")]
 struct Options {
     /// Where `world/` and `tiny/` are written.
     #[arg(long, default_value = "assets")]

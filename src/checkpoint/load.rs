@@ -37,10 +37,12 @@ pub fn load(dir: &Path) -> Result<LoadedState> {
     }
     let manifest = manifest::verify(dir)?;
     if let Some(named) = keep::step_of(dir).filter(|s| *s != manifest.step) {
-        return Err(Error::new("checkpoint directory has the name of another step")
-            .at_path(dir)
-            .found(format!("step {} in its manifest", manifest.step))
-            .expected(format!("step {named}")));
+        return Err(
+            Error::new("the name of the checkpoint directory has another step number")
+                .at_path(dir)
+                .found(format!("step {} in its manifest", manifest.step))
+                .expected(format!("step {named}")),
+        );
     }
     let path = dir.join(STATE);
     let state = serde_json::from_str(&files::read_text(&path)?)

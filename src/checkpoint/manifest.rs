@@ -107,7 +107,7 @@ impl Manifest {
             }
         };
         if manifest.seal != manifest.sealed() {
-            return Err(damaged().found("contents that its own hash does not confirm"));
+            return Err(damaged().found("contents that do not match the stored hash"));
         }
         if manifest.format != FORMAT {
             let ft = serde_json::Value::String(manifest.ft);
@@ -132,14 +132,14 @@ const OTHER: &str = "remove this directory, or resume from an older checkpoint b
 
 fn other_version(path: &Path, format: u64, ft: Option<&serde_json::Value>) -> Error {
     let writer = ft.and_then(serde_json::Value::as_str).unwrap_or("unknown");
-    Error::new("checkpoint is of another version of ft")
+    Error::new("checkpoint was written by another version of ft")
         .at_path(path)
         .found(format!("layout {format}, written by ft {writer}"))
         .expected(format!(
             "layout {FORMAT}, as ft {} writes it",
             env!("CARGO_PKG_VERSION")
         ))
-        .hint("resume with the version that wrote it")
+        .hint("resume with that version of ft")
 }
 
 /// True for the name of a file in the same directory.

@@ -37,7 +37,7 @@ pub fn save(
     names.push(STATE);
     for (i, name) in names.iter().enumerate() {
         if !manifest::is_plain(name) || *name == manifest::MANIFEST || names[..i].contains(name) {
-            return Err(Error::new("a checkpoint cannot have such a file, or not twice").at(name));
+            return Err(Error::new("a checkpoint cannot contain this file, or contains it already").at(name));
         }
     }
     check_space(run_dir, space_needed(files, 1))?;
@@ -58,7 +58,7 @@ fn write_state(path: &Path, state: &Value) -> Result<()> {
         .map_err(|e| Error::new("cannot write the training state").at_path(path).cause(e))?;
     match serde_json::from_str::<Value>(&text) {
         Ok(back) if back == *state => crate::base::files::write_atomic(path, format!("{text}\n").as_bytes()),
-        _ => Err(Error::new("training state does not read back as it was written").at_path(path)),
+        _ => Err(Error::new("the stored training state differs from the training state in memory").at_path(path)),
     }
 }
 

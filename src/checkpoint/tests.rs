@@ -135,7 +135,10 @@ fn a_failed_save_leaves_the_old_state_and_nothing_else() {
             "not finite",
             Box::new(|_, _, sink| sink(Values::F32(&[0.0, f32::INFINITY]))),
         ),
-        ("not written whole", Box::new(|_, _, sink| sink(Values::F32(&[1.0])))),
+        (
+            "not written completely",
+            Box::new(|_, _, sink| sink(Values::F32(&[1.0]))),
+        ),
         (
             "the disk is on fire",
             Box::new(|_, _, _| Err(crate::base::Error::new("the disk is on fire"))),

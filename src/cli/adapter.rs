@@ -7,7 +7,7 @@ use crate::run::adapter_tools as tools;
 use clap::Subcommand;
 use std::path::PathBuf;
 
-/// Look at PEFT adapters: show one, compare two, combine several
+/// Show, compare or combine PEFT adapters
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft adapter show runs/lora/final
@@ -21,7 +21,7 @@ pub struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Action {
-    /// What it trains, its size, and the base it belongs to
+    /// Show the trained modules, the size and the base model of an adapter
     Show {
         /// PEFT adapter directory
         dir: PathBuf,
@@ -29,19 +29,19 @@ enum Action {
         #[arg(long)]
         json: bool,
     },
-    /// Where two adapters differ
+    /// Show the differences between two adapters
     Diff {
         /// PEFT adapter directory
         a: PathBuf,
-        /// Another one
+        /// Another PEFT adapter directory
         b: PathBuf,
         /// One JSON object
         #[arg(long)]
         json: bool,
     },
-    /// Several LoRA adapters of one base as one: the weighted sum of their changes
+    /// Combine LoRA adapters of one base model: the weighted sum of their weight changes
     Combine {
-        /// Adapter directories, each with its weight [default: 1]; a negative weight takes one off
+        /// Adapter directories, each with its weight [default: 1]; a negative weight subtracts the adapter
         #[arg(value_name = "DIR[=WEIGHT]", required = true, value_parser = super::parse_weighted)]
         adapters: Vec<(PathBuf, f32)>,
         /// New adapter directory
@@ -72,7 +72,7 @@ pub fn run(args: Args) -> Result<i32> {
             let print = shown
                 .fingerprint
                 .as_deref()
-                .unwrap_or("not known (saved by another tool)");
+                .unwrap_or("unknown (saved by another tool)");
             out(format!("{:<10} {print}", "weights"))?;
             for (key, value) in &shown.settings {
                 out(format!("{key:<10} {value}"))?;
@@ -88,7 +88,7 @@ pub fn run(args: Args) -> Result<i32> {
                 return Ok(0);
             }
             if found.same() {
-                out("the adapters are the same, number by number")?;
+                out("the adapters are identical")?;
             }
             for line in found.lines() {
                 out(line)?;
@@ -101,7 +101,9 @@ pub fn run(args: Args) -> Result<i32> {
         } => {
             let report = tools::combine(&adapters, &to, rank)?;
             if let Some(lost) = report.lost {
-                super::note(&format!("compressed: at most {lost:.2e} of a linear's change is lost"));
+                super::note(&format!(
+                    "compressed: at most {lost:.2e} of the weight change of a linear is lost"
+                ));
             }
             super::note(&format!("rank {}, {} linears", report.rank, report.modules));
             out(to.display())?;

@@ -5,7 +5,7 @@ use super::recipe_args::RecipeArgs;
 use crate::base::Result;
 use crate::report;
 
-/// Show rows as the model sees them, trained tokens marked, and the counts
+/// Show rendered rows with the trained tokens marked, and the counts
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft data recipes/quickstart.toml
@@ -14,10 +14,10 @@ use crate::report;
 pub struct Args {
     #[command(flatten)]
     pub recipe: RecipeArgs,
-    /// Rows to show
+    /// Number of rows to show
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub rows: usize,
-    /// The counts as one JSON object, no rows
+    /// Print the counts as one JSON object, without rows
     #[arg(long)]
     pub json: bool,
 }

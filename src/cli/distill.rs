@@ -14,8 +14,8 @@ use std::path::PathBuf;
   ft distill cache --recipe distill.toml --out teacher-outputs
   ft train --recipe distill.toml distill.teacher_cache=teacher-outputs
 
-The teacher runs once over all training rows; training then needs neither its weights nor its time. A call that was
-stopped goes on where it was.")]
+The teacher runs once over all training rows; training then does not run the teacher or load its weights. A stopped
+call can be repeated: it continues from the stored outputs.")]
 pub struct Args {
     #[command(subcommand)]
     command: Command,
@@ -23,7 +23,7 @@ pub struct Args {
 
 #[derive(Debug, clap::Subcommand)]
 enum Command {
-    /// Write the log-probabilities of each trained token's likeliest ids
+    /// Store the log-probabilities of the most likely ids for each trained token
     Cache(Cache),
 }
 
@@ -34,10 +34,10 @@ enum Command {
 struct Cache {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// Directory for the outputs; what an earlier call has written there is used
+    /// Directory for the outputs; outputs of an earlier call in it are reused
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// One JSON object
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
@@ -54,7 +54,7 @@ pub fn run(args: Args) -> Result<i32> {
         return Ok(0);
     }
     super::note(&format!(
-        "{} tokens of {} rows in {}; the stored ids have {:.2} % of the probability",
+        "{} tokens of {} rows in {}; the stored ids cover {:.2} % of the probability",
         count(report.tokens as u64),
         count(report.documents as u64),
         bytes(report.bytes),

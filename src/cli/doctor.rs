@@ -14,12 +14,12 @@ use std::time::Duration;
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft doctor
-  ft doctor --json                                   one JSON object a line
+  ft doctor --json                                   one JSON object per line
 
-The last line is the verdict. Exit code 1 if a line says fail. The hub is asked unless HF_HUB_OFFLINE is set, for 3
-seconds at most; the disk is measured with a file of at most 64 MiB that is removed.")]
+The last line is the verdict. Exit code 1 if a check fails. The hub is checked unless HF_HUB_OFFLINE is set, for at
+most 3 seconds; the disk is measured with a file of at most 64 MiB that is removed.")]
 pub struct Args {
-    /// One JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     json: bool,
 }
@@ -124,7 +124,7 @@ fn examine(settings: &HubSettings, tell: &mut dyn FnMut(Line) -> Result<()>) -> 
     tell(ok(
         "cpu",
         format!(
-            "{name}, {cores} cores, computing with {} threads and the {} operations",
+            "{name}, {cores} cores, computes with {} threads and the {} operations",
             rayon::current_num_threads(),
             CpuBackend::current().name()
         ),
@@ -160,14 +160,14 @@ fn verdict(lines: &[Line]) -> Line {
         (fails, _) if !fails.is_empty() => not_ok(
             Level::Fail,
             "verdict",
-            format!("not ready: mend {fails} first"),
-            "the hints above say how",
+            format!("not ready: fix {fails} first"),
+            "see the hints above",
         ),
         (_, warns) if !warns.is_empty() => not_ok(
             Level::Warn,
             "verdict",
-            format!("ready to train {place}; look at {warns}"),
-            "the hints above say how; `ft recipes` lists recipes to start from",
+            format!("ready to train {place}; check {warns}"),
+            "see the hints above; `ft recipes` lists recipes to start from",
         ),
         _ => ok(
             "verdict",
@@ -195,7 +195,7 @@ fn version(environment: &Value) -> String {
 
 fn features_line(features: &[&str]) -> Line {
     let list = match features {
-        [] => "none of those that ft makes use of".to_string(),
+        [] => "none that ft uses".to_string(),
         some => some.join(" "),
     };
     let vector = features.contains(&"asimd") || (features.contains(&"avx2") && features.contains(&"fma"));
@@ -214,7 +214,7 @@ fn devices() -> Vec<Line> {
             not_ok(
                 Level::Warn,
                 "device",
-                "cpu (an NVIDIA driver is there, this build does not use it)",
+                "cpu (an NVIDIA driver is installed, but this build does not use it)",
                 "build with `cargo build --release --features cuda`",
             )
         } else {
@@ -266,7 +266,7 @@ fn memory_line(available: Option<u64>, total: Option<u64>) -> Line {
         return not_ok(
             Level::Warn,
             "memory",
-            "this system does not tell",
+            "unknown on this system",
             "set `memory.budget` in the recipe",
         );
     };
@@ -292,7 +292,7 @@ fn disk(directory: &Path) -> Vec<Line> {
             Level::Warn,
             "disk",
             format!("free space at {shown} is unknown"),
-            "look at it with `df`",
+            "check it with `df`",
         ),
     };
     // Does not write to a disk that is almost full.
@@ -325,7 +325,7 @@ fn disk(directory: &Path) -> Vec<Line> {
             Level::Fail,
             "writable",
             format!("cannot write at {shown}: {}", e.what()),
-            "go to a directory of yours, or set `train.output_dir` to one",
+            "change to a writable directory, or set `train.output_dir` to one",
         ),
     };
     vec![space, speed]
@@ -342,12 +342,12 @@ fn open_files() -> Line {
         .find_map(|l| l.strip_prefix("Max open files"))
         .and_then(|l| l.split_whitespace().next().map(str::to_string));
     match soft {
-        None => ok("handles", "this system does not tell"),
+        None => ok("handles", "unknown on this system"),
         Some(n) if n.parse::<u64>().is_ok_and(|n| n < 256) => not_ok(
             Level::Warn,
             "handles",
             format!("{n} open files"),
-            "raise it with `ulimit -n 4096`",
+            "raise the limit with `ulimit -n 4096`",
         ),
         Some(n) => ok("handles", format!("{n} open files")),
     }
@@ -375,7 +375,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 
 fn hub(settings: &HubSettings) -> Line {
     if !cfg!(feature = "hub") {
-        return ok("hub", "not in this build: local model directories only");
+        return ok("hub", "not in this build: only local model directories");
     }
     let token = if settings.token.is_some() {
         "token set"
@@ -388,21 +388,21 @@ fn hub(settings: &HubSettings) -> Line {
         ", own endpoint"
     };
     if settings.offline {
-        return ok("hub", format!("not asked: HF_HUB_OFFLINE is set; {token}{endpoint}"));
+        return ok("hub", format!("not checked: HF_HUB_OFFLINE is set; {token}{endpoint}"));
     }
-    let phase = progress::phase("asking the hub", 0, "");
+    let phase = progress::phase("checking the hub", 0, "");
     let answer = ask(settings);
     drop(phase);
     match answer {
         HubStatus::Reached(time) => ok(
             "hub",
-            format!("answers after {}; {token}{endpoint}", units::duration(time)),
+            format!("responds in {}; {token}{endpoint}", units::duration(time)),
         )
         .data(json!({"seconds": time.as_secs_f64()})),
         HubStatus::Refused => not_ok(
             Level::Warn,
             "hub",
-            format!("does not accept the token{endpoint}"),
+            format!("rejects the token{endpoint}"),
             "check HF_TOKEN, or unset it for public models",
         ),
         HubStatus::Failed(why) => not_ok(

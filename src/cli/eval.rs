@@ -12,25 +12,25 @@ const LONG: &str = "Examples:
   ft eval --model runs/lora/checkpoint-400 --data eval.jsonl --json
   ft eval --model runs/dpo --data pairs.jsonl        chosen and rejected answers
   ft eval --model base --adapter runs/reward/final --data pairs.jsonl
-  ft eval --recipe my.toml                           the recipe's run and rows
+  ft eval --recipe my.toml                           the run and the rows of the recipe
   ft eval --model base --data rows.jsonl --format alpaca data.train_on=all
 
-What is measured, by the kind of rows:
-  texts    loss, perplexity (its exponential) and token_accuracy (part of the trained tokens that were the most likely
-           one); accuracy is the part of the rows with an answer that greedy decoding answers exactly
+Metrics by the type of rows:
+  texts    loss, perplexity (its exponential) and token_accuracy (fraction of the trained tokens that were the most
+           likely token); accuracy: fraction of the rows with an answer that greedy decoding answers exactly
   pairs    accuracy and margin: how often, and by how much, the chosen answer is more likely. With an adapter or
            --reference also reward_accuracy and reward_margin, of DPO's implicit reward. The loss is that of the chosen
-           answers. A reward model scores instead
+           answers. With a reward model, its scores replace the likelihoods
   judged   log-probability per token of desirable and undesirable answers
-  prompts  accuracy: exact answers of greedy decoding; numeric_accuracy: the last number is right";
+  prompts  accuracy: exact answers of greedy decoding; numeric_accuracy: the last number is correct";
 
 /// Measure a model on rows: loss, exact answers, or preferences
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft eval --model runs/quickstart --data assets/world/eval.jsonl
-  ft eval --recipe my.toml                           the recipe's run and rows
+  ft eval --recipe my.toml                           the run and the rows of the recipe
 
-What the numbers mean: `ft eval --help`", after_long_help = LONG)]
+Meaning of the metrics: `ft eval --help`", after_long_help = LONG)]
 pub struct Args {
     #[command(flatten)]
     pub recipe: RecipeArgs,
@@ -40,37 +40,37 @@ pub struct Args {
     /// PEFT adapter directory, run, checkpoint, or hub id
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,
-    /// Rows: a file or a hub data set [default: what the recipe evaluates on]
+    /// Rows: a file or a hub data set [default: the evaluation rows of the recipe]
     #[arg(long, value_name = "FILE")]
     pub data: Option<String>,
-    /// How a row is written, as `data.format` [default: seen from the first row]
+    /// Format of the rows, as `data.format` [default: detected from the first row]
     #[arg(long, value_name = "FORMAT", value_parser = format)]
     pub format: Option<RowFormat>,
-    /// Longest row in tokens, as `data.max_length` [default: the recipe's, else rows whole]
+    /// Longest row in tokens, as `data.max_length` [default: that of the recipe, else no limit]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     pub max_length: Option<u32>,
-    /// Tokens that count, as `data.train_on`: assistant, completion or all
+    /// Evaluated tokens, as `data.train_on`: assistant, completion or all
     #[arg(long, hide_short_help = true, value_name = "WHAT", value_parser = train_on)]
     pub train_on: Option<TrainOn>,
-    /// How prompts and answers that are texts become one text, as `data.render`: auto, chat or plain
+    /// How a prompt and an answer (plain texts) are joined, as `data.render`: auto, chat or plain
     #[arg(long, hide_short_help = true, value_name = "HOW", value_parser = render)]
     pub render: Option<Render>,
     /// A Jinja file in place of the model's chat template
     #[arg(long, hide_short_help = true, value_name = "FILE")]
     pub chat_template: Option<String>,
-    /// Pairs: the model that implicit rewards are measured from [default: the model without its adapter]
+    /// Pairs: the reference model of implicit rewards [default: the model without its adapter]
     #[arg(long, hide_short_help = true, value_name = "MODEL")]
     pub reference: Option<String>,
     /// Prompts: longest answer in tokens
     #[arg(long, hide_short_help = true, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_new_tokens: u32,
-    /// auto, cpu or cuda:0 [default: the recipe's, else auto]
+    /// auto, cpu or cuda:0 [default: that of the recipe, else auto]
     #[arg(long, hide_short_help = true, value_name = "DEVICE")]
     pub device: Option<String>,
     /// f32 or bf16 [default: as the weights are stored]
     #[arg(long, hide_short_help = true, value_name = "TYPE", value_parser = super::parse_dtype)]
     pub dtype: Option<Dtype>,
-    /// One JSON object: kind, rows, and the numbers by their names
+    /// Print one JSON object: kind, rows, and the metrics by name
     #[arg(long)]
     pub json: bool,
 }

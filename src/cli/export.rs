@@ -7,15 +7,15 @@ use crate::run::export::export;
 use serde_json::json;
 use std::path::PathBuf;
 
-/// Make a model or adapter directory of a checkpoint or a run
+/// Convert a checkpoint or a run to a model or adapter directory
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft export runs/sft/checkpoint-400 --out model-400
   ft export runs/sft --out model                       final/, else the newest checkpoint
   ft export --model base --to hf --dtype f32 --out base-f32
 
-Of a checkpoint comes what `final/` would have been at that step. The base model of the run has to be here (or in the
-cache of the hub); the training rows are not read.")]
+A checkpoint is exported as `final/` would be at that step. The base model of the run must be on this machine (or in
+the hub cache); the training rows are not needed.")]
 pub struct Args {
     /// Checkpoint, run, model directory, adapter directory, or hub id
     #[arg(value_name = "FROM", required_unless_present = "model")]
@@ -29,17 +29,17 @@ pub struct Args {
     /// New directory
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// f32 or bf16, for whole models [default: as they are]
+    /// f32 or bf16, for whole models [default: unchanged]
     #[arg(long, value_name = "TYPE", value_parser = super::parse_dtype)]
     dtype: Option<Dtype>,
-    /// One JSON object: out, kind (model or adapter), step
+    /// Print one JSON object: out, kind (model or adapter), step
     #[arg(long)]
     json: bool,
 }
 
 pub fn run(args: Args) -> Result<i32> {
     let Some(from) = args.from.or(args.model) else {
-        return Err(Error::usage("nothing to export is named").expected("a checkpoint, a run or a model"));
+        return Err(Error::usage("no checkpoint or model is given").expected("a checkpoint, a run or a model"));
     };
     let report = export(&from.to_string_lossy(), &args.out, args.dtype)?;
     report.notes.iter().for_each(|line| super::note(line));

@@ -15,7 +15,7 @@ use std::path::PathBuf;
 #[command(after_help = "Examples:
   ft generate --model runs/quickstart/final --prompt \"The capital is\" --temperature 0
   ft generate --model runs/quickstart/final --chat --prompt \"What is 2 + 3?\"
-  ft generate --model runs/lora --chat                 a LoRA run finds its base
+  ft generate --model runs/lora --chat                 with the base of the run
   ft generate --model runs/lora/checkpoint-400 --chat
   ft generate --model base --adapter runs/lora/final --chat")]
 pub struct Args {
@@ -33,25 +33,25 @@ pub struct Args {
         allow_hyphen_values = true
     )]
     pub prompt: Option<String>,
-    /// Use the model's chat template; without --prompt, read messages from standard input, one a line
+    /// Use the model's chat template; without --prompt, read messages from standard input, one per line
     #[arg(long)]
     pub chat: bool,
-    /// What the model is told before the first message
+    /// System prompt
     #[arg(long, value_name = "TEXT", requires = "chat", allow_hyphen_values = true)]
     pub system: Option<String>,
     /// Most tokens to generate
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub max_new_tokens: u32,
-    /// 0 is greedy
+    /// Sampling temperature; 0 is greedy
     #[arg(long, value_name = "X", default_value_t = 0.8, value_parser = temperature)]
     pub temperature: f64,
-    /// Choose among the K most likely tokens only [default: all]
+    /// Sample from the K most likely tokens [default: all]
     #[arg(hide_short_help = true, long, value_name = "K", value_parser = top_k)]
     pub top_k: Option<usize>,
-    /// Choose among the most likely tokens that together have this probability [default: all]
+    /// Sample from the most likely tokens with this total probability [default: all]
     #[arg(hide_short_help = true, long, value_name = "P", value_parser = top_p)]
     pub top_p: Option<f64>,
-    /// Seed of the choice
+    /// Seed of the sampling
     #[arg(hide_short_help = true, long, value_name = "N", default_value_t = 42)]
     pub seed: u64,
     /// A Jinja file in place of the model's chat template
@@ -63,10 +63,10 @@ pub struct Args {
     /// f32 or bf16 [default: as the weights are stored]
     #[arg(hide_short_help = true, long, value_name = "TYPE", value_parser = super::parse_dtype)]
     pub dtype: Option<Dtype>,
-    /// Store the weights of the layers and the head as int8 or int4 [default: as they are]
+    /// Quantize the weights of the layers and the head to int8 or int4 [default: no]
     #[arg(hide_short_help = true, long, value_name = "TYPE", value_parser = weights)]
     pub weights: Option<Format>,
-    /// Store keys and values of earlier tokens as f32, bf16 or int8 [default: f32; on a GPU as the activations]
+    /// Type of the KV cache: f32, bf16 or int8 [default: f32; on a GPU the type of the activations]
     #[arg(hide_short_help = true, long, value_name = "TYPE", value_parser = kv_cache)]
     pub kv_cache: Option<KvDtype>,
 }
@@ -175,16 +175,16 @@ impl<'a> Line<'a> {
 }
 
 const CHAT_HELP: &str = "One line is one message.
-/clear   begin a new conversation
-/speed   show tokens per second after each answer, or stop showing them
-/exit    end (also `exit`, `quit`, Ctrl-D)
-Ctrl-C stops an answer. A message that begins with a slash is written with two.";
+/clear   start a new conversation
+/speed   turn the display of tokens per second on or off
+/exit    exit (also `exit`, `quit`, Ctrl-D)
+Ctrl-C stops an answer. If a message starts with a slash, write two slashes.";
 
 /// Runs a chat. Each line is a turn, from a terminal or from a pipe; the end of the input ends the conversation.
 fn chat(writer: &mut Writer) -> Result<i32> {
     let person = std::io::stdin().is_terminal();
     if person {
-        super::note("One line is one message. Ctrl-C stops an answer, `/help` shows commands, `/exit` ends.");
+        super::note("One line is one message. Ctrl-C stops an answer, `/help` shows commands, `/exit` exits.");
     }
     let mut lines = std::io::stdin().lines();
     let mut speed = false;
@@ -205,17 +205,17 @@ fn chat(writer: &mut Writer) -> Result<i32> {
             }
             Line::Clear => {
                 writer.forget();
-                super::note("a new conversation begins");
+                super::note("new conversation");
                 continue;
             }
             Line::Speed => {
                 speed = !speed;
-                super::note(if speed { "speed is shown" } else { "speed is not shown" });
+                super::note(if speed { "speed display on" } else { "speed display off" });
                 continue;
             }
             Line::Unknown(command) => {
                 report::warn(&format!(
-                    "`{command}` is no command; `/help` shows them, `//` begins a message with a slash"
+                    "unknown command `{command}`; `/help` lists the commands, `//` starts a message with a slash"
                 ));
                 continue;
             }

@@ -11,18 +11,18 @@ use std::path::PathBuf;
 /// Merge PEFT adapters into their base model
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
-  ft merge --adapter runs/lora --out merged            a run knows its base
+  ft merge --adapter runs/lora --out merged            base model from the run
   ft merge --model base --adapter runs/lora/final --out merged
   ft merge --model base --adapter runs/lora/final --out merged --dtype f32
   ft merge --model base --adapter skill=0.7 --adapter style=0.3 --out both
   ft merge --model base --adapter habit=-1 --out without
 
-The sum is made in f32; --dtype only says how it is stored.")]
+The sum is computed in f32; --dtype is only the type of the stored weights.")]
 pub struct Args {
-    /// Base model: directory, run, or hub id [default: the base that the adapter names]
+    /// Base model: directory, run, or hub id [default: the base model in the adapter config]
     #[arg(long, value_name = "MODEL")]
     pub model: Option<PathBuf>,
-    /// PEFT adapter directory, run, checkpoint, or hub id; several are added up, each with its weight [default: 1]
+    /// PEFT adapter directory, run, checkpoint, or hub id; several are added, each with its weight [default: 1]
     #[arg(long, value_name = "DIR[=WEIGHT]", required = true, value_parser = super::parse_weighted)]
     pub adapter: Vec<(PathBuf, f32)>,
     /// New directory for the merged model
@@ -44,8 +44,8 @@ pub fn run(args: Args) -> Result<i32> {
         .collect();
     let report = merge(&model, &adapters, &args.out, args.dtype)?;
     super::note(&format!(
-        "merged {} of {} tensors, {}, stored as {}; rounding is {:.2e} of the change; outputs differ by at most {:.2e} \
-         (the largest is {:.3})",
+        "merged {} of {} tensors, {}, stored as {}; rounding error {:.2e} of the weight change; \
+         outputs differ by at most {:.2e} (largest output {:.3})",
         report.merged,
         report.tensors,
         bytes(report.bytes),

@@ -33,26 +33,26 @@ use std::path::Path;
 
 const EXAMPLES: &str = "Examples:
   ft recipes                              recipes to start from
-  ft recipes copy quickstart --with-data  copy one, with its model and rows
+  ft recipes copy quickstart --with-data  copy one with its model and rows
   ft plan  quickstart.toml                the memory it needs
   ft train quickstart.toml train.max_steps=20";
 
 const MORE: &str = "Results go to standard output, everything else to standard error.
 
 Exit codes: 0 ok, 1 the run or an input failed, 2 usage or recipe error, 70 a bug in ft, 130/143 stopped by a signal with
-the state saved, 131 stopped by a second Ctrl-C: what was not saved is lost
+the state saved, 131 stopped by a second Ctrl-C (unsaved state is lost)
 
 Environment: NO_COLOR, FT_NO_PROGRESS (no progress lines), HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE";
 
-/// Fine-tune large language models on little memory, one layer at a time
+/// Fine-tune large language models with little memory, one layer at a time
 #[derive(Debug, Parser)]
 #[command(name = "ft", version, max_term_width = 110, arg_required_else_help = true)]
 #[command(after_help = EXAMPLES, after_long_help = format!("{EXAMPLES}\n\n{MORE}"))]
 pub struct Cli {
-    /// Threads to compute with [default: all cores]
+    /// Number of compute threads [default: all cores]
     #[arg(long, global = true, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     threads: Option<u16>,
-    /// Print errors, warnings and results only
+    /// Print only errors, warnings and results
     #[arg(short, long, global = true)]
     quiet: bool,
     #[command(subcommand)]
@@ -99,7 +99,7 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
             return;
         }
         report::bug(&format!(
-            "bug in ft {}: {info}\nhint: report it with this message, the command and the output of `ft doctor`",
+            "bug in ft {}: {info}\nhint: report this bug with this message, the command and the output of `ft doctor`",
             env!("CARGO_PKG_VERSION")
         ));
     }));

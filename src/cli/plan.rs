@@ -18,7 +18,7 @@ pub struct Args {
     /// Most memory to use, in place of the recipe's `memory.budget`
     #[arg(long, value_name = "SIZE", value_parser = super::parse_bytes)]
     pub budget: Option<u64>,
-    /// One JSON object: every line in bytes, the total as `peak_bytes`
+    /// Print one JSON object: every line in bytes, the total as `peak_bytes`
     #[arg(long)]
     pub json: bool,
 }

@@ -8,38 +8,38 @@ use crate::run::named;
 use crate::run::quantize::{Request, quantize};
 use std::path::PathBuf;
 
-/// Store the projections of a model in 8 or 4 bits
+/// Quantize the projections of a model to 8 or 4 bits
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft quantize --model base --to nf4 --out base-nf4
   ft quantize --model base --to int4 --budget 6GiB --data rows.jsonl --out base-mixed
 
-nf4 is written as bitsandbytes stores it: transformers loads the directory. The other formats are ft's own.
-With --budget every half of a layer gets 16, 8 or the bits of --to, by what each costs in loss on the rows of --data;
-quantization.md in the new directory says what was measured and chosen.")]
+nf4 uses the format of bitsandbytes: transformers can load the directory. The other formats are specific to ft.
+With --budget each half of a layer gets 16 bits, 8 bits or the bits of --to, chosen by the measured increase of the loss
+on the rows of --data; quantization.md in the new directory reports the measurements and the choice.")]
 pub struct Args {
     /// Model: directory, run, checkpoint, or hub id
     #[arg(long, value_name = "MODEL")]
     pub model: PathBuf,
-    /// int8, int4 or nf4; with --budget the smallest that may be chosen
+    /// int8, int4 or nf4; with --budget the smallest format that can be chosen
     #[arg(long, value_name = "FORMAT", value_parser = ["int8", "int4", "nf4"])]
     pub to: String,
     /// New directory
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
-    /// Weights that share a scale: 128 (int8), 64 or 128 (int4) [default: a row, 64]
+    /// Number of weights that share a scale: 128 (int8), 64 or 128 (int4) [default: a row, 64]
     #[arg(hide_short_help = true, long, value_name = "N")]
     pub group_size: Option<usize>,
     /// nf4: keep the scales in 32 bits
     #[arg(hide_short_help = true, long)]
     pub no_double_quantization: bool,
-    /// Most bytes that all weights may take, such as 6GiB
+    /// Most memory for all weights, such as 6GiB
     #[arg(long, value_name = "SIZE", requires = "data", value_parser = super::parse_bytes)]
     pub budget: Option<u64>,
-    /// Rows to measure on
+    /// Calibration rows
     #[arg(long, value_name = "FILE", requires = "budget")]
     pub data: Option<PathBuf>,
-    /// Tokens to measure on, at most
+    /// Most calibration tokens
     #[arg(hide_short_help = true, long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
     pub calibration_tokens: u32,
 }
@@ -75,12 +75,12 @@ fn format(args: &Args) -> Result<Format> {
             .expected(expected)
     };
     if args.no_double_quantization && args.to != "nf4" {
-        return Err(Error::usage("--no-double-quantization belongs to nf4").found(format!("--to {}", args.to)));
+        return Err(Error::usage("--no-double-quantization needs --to nf4").found(format!("--to {}", args.to)));
     }
     match (args.to.as_str(), args.group_size) {
         ("int8", None) => Ok(Format::Int8 { group: 0 }),
         ("int8", Some(128)) => Ok(Format::Int8 { group: 128 }),
-        ("int8", _) => Err(bad("128, or none: one scale a row")),
+        ("int8", _) => Err(bad("128, or no --group-size: one scale per row")),
         ("int4", None | Some(64)) => Ok(Format::Int4 { group: 64 }),
         ("int4", Some(128)) => Ok(Format::Int4 { group: 128 }),
         ("int4", _) => Err(bad("64 or 128")),

@@ -9,10 +9,10 @@ use std::path::PathBuf;
 
 #[derive(Debug, clap::Args)]
 pub struct RecipeArgs {
-    /// The recipe, a TOML file (`ft recipes` lists some to start from); the flag can be left out
+    /// The recipe, a TOML file (`ft recipes` lists examples); the flag is optional
     #[arg(long, value_name = "FILE")]
     pub recipe: Option<PathBuf>,
-    /// Values that take the place of the recipe's, such as `train.max_steps=20`
+    /// Values that override the recipe, such as `train.max_steps=20`
     #[arg(value_name = "KEY=VALUE")]
     pub overrides: Vec<String>,
 }
@@ -48,7 +48,7 @@ impl RecipeArgs {
         if let Some(recipe) = &self.recipe {
             return Err(Error::usage("two recipes are given")
                 .found(format!("`{}` and `{file}`", recipe.display()))
-                .hint("a value is given as `key=value`, as in `train.max_steps=20`"));
+                .hint("write values as `key=value`, as in `train.max_steps=20`"));
         }
         self.recipe = Some(file.into());
         match self.overrides.iter().find(|o| is_file(o)) {
@@ -92,7 +92,7 @@ pub fn explain(error: &clap::Error, arguments: &[OsString]) -> Option<Error> {
             Some(toml) => toml.trim_matches('"').to_string(),
             None => "VALUE".into(),
         };
-        return Some(unknown.hint(format!("values of a recipe are given as `key=value`: `{key}={value}`")));
+        return Some(unknown.hint(format!("write recipe values as `key=value`: `{key}={value}`")));
     }
     let last = name.rsplit('.').next().unwrap_or(name);
     let sentence = peers::sentence_for(last).map(str::to_string);

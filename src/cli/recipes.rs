@@ -42,22 +42,22 @@ pub const SHIPPED: [(&str, &str); 15] = shipped![
   ft recipes
   ft recipes show quickstart
   ft recipes copy quickstart --with-data  quickstart.toml, its model and rows
-  ft recipes copy sft-qwen                writes sft-qwen.toml here
+  ft recipes copy sft-qwen                sft-qwen.toml in the current directory
   ft recipes schema > recipe.schema.json  a JSON schema for editors
 
-The list says whether a recipe fits the memory that is free here: `fits`, `tight` (nearly all of it, or only with weights
-on the disk or in fewer bits) or `no`. The forecast takes every row as long as `data.max_length`.")]
+The list shows whether a recipe fits the free memory of this machine: `fits`, `tight` (uses nearly all of it, or needs
+weights on the disk or quantized weights) or `no`. The forecast assumes that every row has `data.max_length` tokens.")]
 pub struct Args {
     #[command(subcommand)]
     action: Option<Action>,
-    /// The list as JSON, one object a line
+    /// Print the list as JSON, one object per line
     #[arg(long, global = true)]
     json: bool,
 }
 
 #[derive(Debug, clap::Subcommand)]
 enum Action {
-    /// Names, methods, and what fits this machine
+    /// List names, methods, and whether each recipe fits this machine
     List,
     /// Print a recipe
     #[command(after_help = "Examples:
@@ -81,14 +81,14 @@ An editor with taplo (Even Better TOML) uses it for a recipe whose first line is
   ft recipes copy sft-qwen                           sft-qwen.toml
   ft recipes copy sft-qwen --to my.toml
 
-Paths in a recipe are taken from the directory in which ft is started: --with-data writes below that one.")]
+Paths in a recipe are relative to the current directory; --with-data writes the files there.")]
     Copy {
         /// Name of a recipe in the list
         name: String,
         /// The new file [default: NAME.toml]
         #[arg(long, value_name = "FILE")]
         to: Option<PathBuf>,
-        /// Write the model and the rows that ship with ft too, as far as the recipe names them
+        /// Also write the model and rows that the recipe uses, if they ship with ft
         #[arg(long)]
         with_data: bool,
     },
@@ -213,7 +213,7 @@ fn copy(name: &str, to: Option<PathBuf>, with_data: bool) -> Result<()> {
             let hint = if path == to {
                 "give another name with `--to FILE`"
             } else {
-                "it is another file than the one that ships with ft: copy the recipe in another directory"
+                "the file differs from the one that ships with ft: copy the recipe in another directory"
             };
             return Err(Error::new("file exists already").at_path(path).hint(hint));
         }
@@ -242,7 +242,7 @@ fn tell(name: &str, to: &str, text: &'static str, recipe: &Recipe, with_data: bo
             format!(" --to {to}")
         };
         lines.push(format!(
-            "its model and rows are not here: `ft recipes copy {name}{to} --with-data` writes them"
+            "its model and rows are missing: `ft recipes copy {name}{to} --with-data` writes them"
         ));
     }
     for file in recipe
@@ -271,8 +271,7 @@ fn find(name: &str) -> Result<(&'static str, &'static str)> {
         return Ok(*found);
     }
     let names: Vec<&str> = SHIPPED.iter().map(|(n, _)| *n).collect();
-    let error =
-        Error::usage(format!("no recipe has the name `{name}`")).expected(format!("one of {}", names.join(", ")));
+    let error = Error::usage(format!("there is no recipe `{name}`")).expected(format!("one of {}", names.join(", ")));
     Err(match suggest::nearest(wanted, names) {
         Some(near) => error.hint(format!("did you mean `{near}`?")),
         None => error,

@@ -12,25 +12,25 @@ const LONG: &str = "Examples:
   ft train --recipe recipes/quickstart.toml
   ft train --recipe my.toml train.max_steps=20 tune.method=lora
   ft train --recipe my.toml --dry-run                the plan and the resolved recipe only
-  ft train --recipe my.toml --resume                 go on from the newest complete checkpoint
+  ft train --recipe my.toml --resume                 continue from the newest complete checkpoint
 
-Ctrl-C (or SIGTERM) is answered at once. Where gradients are kept until the update, the step that is being computed is
-given up at the next layer and the state after the step before is saved: it is computed again after `--resume`, to the
-same bits. Where gradients are applied as they come, the step is finished first. Exit code 130 (SIGTERM: 143). A second
-Ctrl-C ends the program at once, without saving: exit code 131.
+Ctrl-C (or SIGTERM) stops the run. If gradients are kept until the update, the current step is canceled at the next
+layer and the state after the previous step is saved; after `--resume` the step is computed again, bit-identical. If
+gradients are applied immediately, the current step is finished first. Exit code 130 (SIGTERM: 143). A second Ctrl-C
+ends the program immediately, without saving: exit code 131.
 
-On a terminal a line below the others shows how far the run is. Elsewhere a plain line is written when nothing else was
-for ten seconds; FT_NO_PROGRESS=1 and --quiet leave both out.";
+On a terminal the last line shows the progress. Without a terminal a plain progress line is written after ten seconds
+without other output. FT_NO_PROGRESS=1 and --quiet turn both off.";
 
-/// Train a model as a recipe says
+/// Train a model with a recipe
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft train recipes/quickstart.toml
   ft train --recipe my.toml train.max_steps=20 tune.method=lora
   ft train --recipe my.toml --dry-run                the plan and the resolved recipe only
-  ft train --recipe my.toml --resume                 go on from the newest complete checkpoint
+  ft train --recipe my.toml --resume                 continue from the newest complete checkpoint
 
-Ctrl-C saves the state and stops; a second Ctrl-C stops at once.",
+Ctrl-C saves the state and stops; a second Ctrl-C stops immediately.",
     after_long_help = LONG)]
 pub struct Args {
     #[command(flatten)]
@@ -38,13 +38,13 @@ pub struct Args {
     /// Check everything, print the plan and the resolved recipe, and stop
     #[arg(long)]
     pub dry_run: bool,
-    /// Go on from the newest complete checkpoint of the run directory, or of DIR
+    /// Continue from the newest complete checkpoint of the run directory, or of DIR
     #[arg(long, value_name = "DIR", num_args = 0..=1, default_missing_value = "")]
     resume: Option<String>,
-    /// Remove what an earlier run left in the run directory
+    /// Remove files of an earlier run from the run directory
     #[arg(long, conflicts_with = "resume")]
     pub overwrite: bool,
-    /// One JSON object at the end: final, peak_memory_bytes, forecast_bytes; with --dry-run the plan and the values
+    /// Print JSON at the end: final, peak_memory_bytes, forecast_bytes; with --dry-run the plan and the values
     #[arg(long)]
     json: bool,
 }
@@ -97,7 +97,7 @@ pub fn run(mut args: Args) -> Result<i32> {
     }
     if let Some(final_dir) = &outcome.final_dir {
         super::note(&format!(
-            "memory: {} measured peak, {} forecast",
+            "memory: peak {} measured, {} forecast",
             bytes(outcome.peak_memory_bytes),
             bytes(outcome.plan.peak_bytes)
         ));

@@ -61,17 +61,17 @@ pub fn check_map(pairs: &[(usize, usize)], student: usize, teacher: usize) -> Re
                 "pairs [student, teacher]: 0 is the embedding's output, l the output of layer l; the student's below \
                  {student}, the teacher's at most {teacher}"
             ))
-            .hint("`distill.layer_map = \"auto\"` chooses them"))
+            .hint("`distill.layer_map = \"auto\"` selects the pairs"))
     };
     if pairs.is_empty() {
         return wrong("no hidden states are compared".into());
     }
     for (i, (s, t)) in pairs.iter().enumerate() {
         if *s >= student || *t > teacher {
-            return wrong(format!("the pair [{s}, {t}] names a layer that is not there"));
+            return wrong(format!("the pair [{s}, {t}] has a layer number that does not exist"));
         }
         if pairs[..i].contains(&(*s, *t)) {
-            return wrong(format!("the pair [{s}, {t}] stands there twice"));
+            return wrong(format!("the pair [{s}, {t}] is listed twice"));
         }
     }
     Ok(())
@@ -161,7 +161,7 @@ impl Hidden {
         let mut dx: Option<Tensor> = None;
         for pair in self.pairs.iter().filter(|p| p.student == layer) {
             let other = teacher.get(&pair.teacher).ok_or_else(|| {
-                Error::new("the teacher's hidden states were not kept").at(format!("layer {}", pair.teacher))
+                Error::new("the teacher's hidden states were not saved").at(format!("layer {}", pair.teacher))
             })?;
             let other = chosen(other)?;
             let y = linear::forward(&own, &pair.projection.tensor, None)?;

@@ -56,7 +56,7 @@ impl Distill {
         if hidden.is_some() && teacher.network().is_none() {
             return Err(Error::usage("stored outputs of a teacher have no hidden states")
                 .at("distill.teacher_cache")
-                .hint("give `distill.teacher` instead, or take `distill.hidden_weight` out"));
+                .hint("set `distill.teacher` instead, or remove `distill.hidden_weight`"));
         }
         let wanted = hidden.iter().flat_map(Hidden::teacher_layers).collect();
         Ok(Self {

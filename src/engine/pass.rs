@@ -73,7 +73,7 @@ impl Keeping<'_> {
         match signal::received().filter(|_| self.may_stop) {
             Some(s) => Err(Error::signal(
                 s,
-                "stopped within a step; the weights were not changed by it",
+                "stopped within a step; this step did not change the weights",
             )),
             None => Ok(()),
         }
@@ -129,9 +129,7 @@ impl Input {
         match (self.call(copier)?, copier) {
             (Input::Here(x), _) => Ok(x),
             (Input::Coming(coming), Some(copier)) => copier.receive(coming),
-            _ => Err(Error::new(
-                "the input of a layer is on the host, and nobody brings it back",
-            )),
+            _ => Err(Error::new("internal: an offloaded layer input has no copy engine")),
         }
     }
 }
@@ -154,7 +152,7 @@ pub fn window(
     if weight == 0 {
         return Err(
             Error::new("nothing is trained in this step: every token of its rows is masked")
-                .hint("look at the rows with `ft data --recipe R`"),
+                .hint("check the rows with `ft data --recipe R`"),
         );
     }
     let mut totals = Totals::default();
@@ -301,7 +299,7 @@ fn micro_batch(
             .prefetch(Group::Layer(if l > lowest { l - 1 } else { 0 }));
         let need_dx = l > lowest || active.lowest() == Group::Embedding;
         let Some((x, kept)) = inputs.pop() else {
-            return Err(Error::new("a layer input was not kept"));
+            return Err(Error::new("internal: a layer input was not saved"));
         };
         // Prefetch the next input while this one is used.
         if let Some((next, kept)) = inputs.pop() {

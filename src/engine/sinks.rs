@@ -244,7 +244,7 @@ impl GradSink for Collect<'_> {
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
         match self.gradients.insert(param.name.to_string(), gradient) {
             None => Ok(()),
-            Some(_) => Err(Error::new("one backward pass gave two gradients of one parameter").at(&param.name)),
+            Some(_) => Err(Error::new("one backward pass computed two gradients of one parameter").at(&param.name)),
         }
     }
 }

@@ -232,7 +232,7 @@ fn non_finite(names: &[String], step: u64) -> Error {
 /// The error of the modes that apply gradients at once.
 fn held_back(step: u64) -> Error {
     Error::new(format!(
-        "a gradient is not finite at step {step}; no weight took it, nor any gradient after it"
+        "a gradient is not finite at step {step}; neither this gradient nor a later one was applied"
     ))
     .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
 }

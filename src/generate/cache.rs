@@ -40,7 +40,7 @@ impl Layout {
             (false, None) => None,
             (false, Some(_)) => {
                 return Err(
-                    Error::new("the cache of keys and values has the type of the activations on a GPU")
+                    Error::new("on a GPU the KV cache always has the dtype of the activations")
                         .hint("leave out `--kv-cache`"),
                 );
             }
@@ -228,9 +228,11 @@ pub struct Step<'a> {
 impl<'a> Step<'a> {
     pub fn new(sequences: Vec<&'a mut Sequence>, documents: &'a [usize]) -> Result<Self> {
         if documents.len() != sequences.len() + 1 {
-            return Err(Error::new("a decoding step has another number of rows than its cache")
-                .found(documents.len().saturating_sub(1))
-                .expected(sequences.len()));
+            return Err(
+                Error::new("a decoding step and its KV cache have different numbers of rows")
+                    .found(documents.len().saturating_sub(1))
+                    .expected(sequences.len()),
+            );
         }
         Ok(Self { sequences, documents })
     }
@@ -314,7 +316,7 @@ impl KvStore for Step<'_> {
             }
         }
         if self.sequences.iter().any(|s| layer >= s.own.layers.len()) {
-            return Err(Error::new("the cache has no such layer").found(layer));
+            return Err(Error::new("the KV cache does not have this layer").found(layer));
         }
         self.push(layer, k, v, spec)?;
         if !q.device().is_cpu() {

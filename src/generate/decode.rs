@@ -244,11 +244,13 @@ fn check(network: &Network, requests: &[Request]) -> Result<()> {
                 .expected(format!("at most {}", spec.max_positions)));
         }
         if let Some(id) = prompt.iter().find(|&&id| id as usize >= spec.vocab) {
-            return Err(Error::new("the prompt holds an id that the model has no embedding for")
-                .at(place)
-                .found(format!("id {id}"))
-                .expected(format!("ids below {}", spec.vocab))
-                .hint("use the tokenizer that belongs to the model"));
+            return Err(
+                Error::new("the prompt contains a token id for which the model has no embedding")
+                    .at(place)
+                    .found(format!("id {id}"))
+                    .expected(format!("ids below {}", spec.vocab))
+                    .hint("use the tokenizer that belongs to the model"),
+            );
         }
     }
     Ok(())

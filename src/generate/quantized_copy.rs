@@ -46,13 +46,13 @@ impl QuantizedCopy {
     ///
     /// Errors: a GPU; an embedding that is streamed from disk; weights that are not finite.
     pub fn new(of: &Network, formats: Formats) -> Result<Self> {
-        let hint = "leave the weights of rollouts as they are";
+        let hint = "use unquantized weights for rollouts";
         if !of.device.is_cpu() {
-            return Err(Error::new("rollouts with coded weights are not built yet for a GPU").hint(hint));
+            return Err(Error::new("rollouts with quantized weights are not supported on a GPU yet").hint(hint));
         }
         if of.source.piece_rows(of.spec.head_name()).is_some() {
             return Err(Error::new(
-                "rollouts with coded weights need the embedding in memory, and it stays on the disk",
+                "rollouts with quantized weights need the embedding in memory, but it is streamed from disk",
             )
             .hint(hint));
         }
@@ -82,7 +82,7 @@ impl QuantizedCopy {
         let params = of.source.params();
         let mut kinds: Vec<Group> = params.iter().map(|p| p.group).collect();
         kinds.dedup();
-        let phase = progress::phase("coding weights", kinds.len(), "layers");
+        let phase = progress::phase("quantizing weights", kinds.len(), "layers");
         for group in kinds {
             phase.add(1);
             let known = self.groups.get(group).ok();
@@ -147,7 +147,7 @@ struct Copied {
 }
 
 fn no_numbers<T>(name: &str) -> Result<T> {
-    Err(Error::new("a copy for decoding has no exact numbers").at(name))
+    Err(Error::new("the quantized copy of a model has no full-precision values").at(name))
 }
 
 impl LayerSource for Copied {

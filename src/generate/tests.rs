@@ -323,7 +323,7 @@ fn no_limit_changes_an_answer() {
         },
         &mut |_, _| Ok(()),
     );
-    assert!(e.unwrap_err().to_string().contains("no room for one request"));
+    assert!(e.unwrap_err().to_string().contains("too small for one request"));
 }
 
 /// Returns the number of tokens in nodes of the tree, each counted once.

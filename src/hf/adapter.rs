@@ -94,7 +94,7 @@ fn check(config: &AdapterConfig, module: &str, adapter: &Adapter) -> Result<()> 
     let alpha = alpha_of(config, module)?;
     let (rank, scale, wanted) = match adapter {
         Adapter::Lora(Lora { start: Some(_), .. }) => {
-            return Err(Error::new("adapter still takes off its start").at(module));
+            return Err(Error::new("adapter still contains its initialization").at(module));
         }
         Adapter::Lora(_) | Adapter::Dora(_) => match adapter.lora() {
             Some(lora) => (lora.rank(), lora.scale, scaling(alpha, r, config.use_rslora)),
@@ -119,7 +119,7 @@ fn check(config: &AdapterConfig, module: &str, adapter: &Adapter) -> Result<()> 
     if rank == r && scale == wanted {
         return Ok(());
     }
-    Err(Error::new("adapter is not what its config says")
+    Err(Error::new("adapter does not match its config")
         .at(module)
         .found(format!("rank {rank}, scale {scale}"))
         .expected(format!("rank {r}, scale {wanted}")))
@@ -144,11 +144,11 @@ pub fn plain_lora(config: &AdapterConfig, adapters: &Adapters) -> Result<(Adapte
     let mut plain = Adapters::new();
     for (module, adapter) in adapters {
         let Some(lora) = adapter.lora() else {
-            return Err(Error::new("only a LoRA has a start that is taken off").at(module));
+            return Err(Error::new("only a LoRA can have a subtracted initialization").at(module));
         };
         let pair = match lora.start {
             Some(_) => lora.plain()?,
-            None => return Err(Error::new("an adapter of this model has no start").at(module)),
+            None => return Err(Error::new("an adapter of this model has no subtracted initialization").at(module)),
         };
         let scale = scaling(alpha_of(&config, module)?, rank_of(&config, module)?, config.use_rslora);
         let lora = Lora::new(module, pair, scale, lora.mask);
@@ -205,8 +205,8 @@ fn readme(c: &AdapterConfig, modules: usize) -> String {
          base = {class}.from_pretrained(\"{}\"{labels})\n\
          model = PeftModel.from_pretrained(base, \"path/to/this/directory\")\n\
          ```\n\n\
-         It belongs to {named}; on other weights it means nothing.\n\
-         `ft merge --model BASE --adapter THIS --out DIR` makes one model of both.\n",
+         Use it only with {named}; it does not fit other weights.\n\
+         `ft merge --model BASE --adapter THIS --out DIR` merges the adapter into the base model.\n",
         env!("CARGO_PKG_VERSION"),
         if is_hub { base } else { "path/to/base" },
     )

@@ -40,7 +40,7 @@ pub(super) fn projections(
     };
     let (Some(a_shape), Some(b_shape)) = (dims(a, 0), dims(b, 1)) else {
         faults.push(format!(
-            "{a}, {b}: the shared pair is missing, or not of rank {}",
+            "{a}, {b}: the shared pair is missing, or its rank is not {}",
             config.r
         ));
         return Ok(None);

@@ -184,14 +184,14 @@ fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
         };
         if let Some(at) = not_finite(dtype, raw) {
             return Err(
-                Error::new(format!("tensor `{}` has a number that is not finite", job.info.name))
+                Error::new(format!("tensor `{}` has a value that is not finite", job.info.name))
                     .at_path(&weights.files()[job.info.file])
                     .found(format!(
                         "{} as number {}",
                         number(dtype, &raw[at * size..(at + 1) * size]),
                         job.first + at
                     ))
-                    .hint("the file is damaged, or it was saved by a training that had diverged: get the model again"),
+                    .hint("the file is corrupt, or the training that saved it diverged: download the model again"),
             );
         }
         if dtype == StoredDtype::Bf16 {
@@ -414,7 +414,7 @@ pub fn check_base(dir: &Path, base: &Base) -> Result<()> {
                 .at_path(&path)
                 .found(format!("base {found}"))
                 .expected(format!("base {expected}, the given model"))
-                .hint("give the model that the adapter was trained on; the same shapes are not the same weights"))
+                .hint("use the base model of the adapter; a model with the same shapes can have other weights"))
         }
         _ => Ok(()),
     }

@@ -52,7 +52,7 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
     let mut head = None;
     if super::tie::config_unties(&config, spec) {
         faults.push(format!(
-            "`modules_to_save` {:?}: gives embedding and head of a tied model matrices of their own, which is not possible here",
+            "`modules_to_save` {:?}: gives the tied embedding and head separate matrices, which is not supported here",
             config.modules_to_save
         ));
     }
@@ -94,15 +94,13 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
         };
         if !same {
             faults.push(format!(
-                "{}: the head of a tied model, and not the embedding in the same file",
+                "{}: the head of a tied model differs from the embedding in the same file",
                 spec::LM_HEAD
             ));
         }
     }
     if scores && score.is_none() && faults.is_empty() {
-        faults.push(format!(
-            "{SCORE}: missing, and the adapter is that of a sequence classifier"
-        ));
+        faults.push(format!("{SCORE}: missing, but the adapter is a sequence classifier"));
     }
     for p in saved_whole(&config.modules_to_save, spec) {
         if !whole.contains_key(&p) {
@@ -121,9 +119,7 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
                 "`{module}` in `trainable_token_indices` is neither embedding nor head"
             ));
         } else if is(spec::LM_HEAD) && spec.tied && of_embedding.is_none_or(|(_, own)| own != ids) {
-            faults.push(
-                "`lm_head` in `trainable_token_indices`: the head is the embedding, whose rows are others".into(),
-            );
+            faults.push("`lm_head` in `trainable_token_indices`: the tied embedding has other token ids".into());
         }
     }
     for table in row_tables(&config, spec) {
@@ -163,7 +159,7 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
         }
     }
     if found.is_empty() && faults.is_empty() {
-        faults.push("no adapter tensors at all".into());
+        faults.push("the file has no adapter tensors".into());
     }
     if faults.is_empty() {
         return Ok(LoadedAdapter {
@@ -248,12 +244,15 @@ fn token_rows(
     let ids = config.token_rows.iter().find(|(m, _)| targets::ends(module, m));
     let (true, Some((_, ids))) = (row_tables(config, spec).contains(&table), ids) else {
         faults.push(format!(
-            "{name}: rows of a matrix that `trainable_token_indices` does not name, or that this model has not"
+            "{name}: rows of a matrix that `trainable_token_indices` does not name, or that this model does not have"
         ));
         return Ok(None);
     };
     if let Some(id) = ids.iter().find(|id| **id as usize >= spec.vocab) {
-        faults.push(format!("{name}: token {id} of a vocabulary of {}", spec.vocab));
+        faults.push(format!(
+            "{name}: token id {id} is outside the vocabulary of {}",
+            spec.vocab
+        ));
         return Ok(None);
     }
     let found = build::read(weights, name, &[ids.len(), spec.hidden], faults)?;
@@ -271,7 +270,7 @@ fn whole_parameter(
     let module = parameter.rsplit_once('.').map_or(parameter, |(module, _)| module);
     if !config.modules_to_save.iter().any(|m| targets::ends(module, m)) {
         faults.push(format!(
-            "{name}: a whole tensor, but its module is not in `modules_to_save`"
+            "{name}: a full tensor, but its module is not in `modules_to_save`"
         ));
         return Ok(None);
     }
@@ -288,7 +287,7 @@ fn whole_parameter(
 /// Refuses a directory with a pickle beside the weights: another loader could read it.
 fn refuse_pickles(dir: &Path) -> Result<()> {
     if let Some(path) = files::list(dir)?.iter().find(|p| index::is_weight_pickle(p)) {
-        return Err(header::pickle(path).hint("remove it from the adapter directory; ft reads safetensors only"));
+        return Err(header::pickle(path).hint("remove it from the adapter directory; ft reads only safetensors"));
     }
     Ok(())
 }

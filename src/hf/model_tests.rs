@@ -182,7 +182,7 @@ fn an_older_directory_is_replaced_whole_or_stays_whole() {
         ("not finite", &|name| {
             Ok(vec![if *name == *last { f32::NAN } else { 2.0 }; size(name)])
         }),
-        ("not written whole", &|name| {
+        ("not written completely", &|name| {
             Ok(vec![2.0; size(name) - usize::from(*name == *last)])
         }),
         ("no such weight", &|name| {

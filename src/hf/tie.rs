@@ -29,7 +29,7 @@ pub fn unties(dir: &Path, spec: &Spec) -> Result<bool> {
             "`trainable_token_indices` and `modules_to_save` of the adapter both change the embedding or head of a tied model",
         )
         .at_path(dir)
-        .expected("one of them"));
+        .expected("only one of them"));
     }
     Ok(unties)
 }

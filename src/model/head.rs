@@ -68,7 +68,9 @@ impl Head<'_> {
                 name: self.name.clone(),
                 tensor: w.dense()?.clone(),
             }),
-            HeadWeight::Parts(_) => Err(Error::new("a head that comes in parts is not here whole").at(&*self.name)),
+            HeadWeight::Parts(_) => {
+                Err(Error::new("the output head is read in parts: the full matrix is not in memory").at(&*self.name))
+            }
         }
     }
 

@@ -144,7 +144,9 @@ impl Network {
                     name: info.name.clone(),
                     tensor,
                 }),
-                None => Err(Error::new("this weight is not held: its numbers are read from its source").at(name)),
+                None => {
+                    Err(Error::new("this weight is not in memory: its values must be read from its source").at(name))
+                }
             };
         }
         if let Some(rows) = self.tokens.iter().find(|t| &*t.part.name == name) {

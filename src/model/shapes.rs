@@ -53,12 +53,12 @@ pub fn config(path: &str) -> Result<Option<Config>> {
     };
     let Some(shape) = SHAPES.iter().find(|s| s.name == name) else {
         let names: Vec<&str> = SHAPES.iter().map(|s| s.name).collect();
-        return Err(Error::usage(format!("there is no shape `{name}`"))
+        return Err(Error::usage(format!("the built-in shape `{name}` does not exist"))
             .at("model.path")
             .expected(format!("one of {}", names.join(", "))));
     };
     let Value::Object(raw) = shape.json() else {
-        return Err(Error::new("a shape is no table"));
+        return Err(Error::new("a built-in shape is not a JSON object"));
     };
     Ok(Some(Config::from_map(raw, Path::new(path))))
 }

@@ -36,7 +36,7 @@ impl TokenRows {
     /// Errors: an id outside the matrix; a matrix that is not held in memory.
     pub fn new(network: &Network, table: &str, ids: &[u32], given: Option<&Tensor>) -> Result<Self> {
         let held = network.source.held(table).ok_or_else(|| {
-            Error::new("rows of a matrix that stays on the disk cannot train")
+            Error::new("rows of a matrix that is streamed from disk cannot be trained")
                 .at(table)
                 .hint("set `memory.tier = \"device\"`, or remove `tune.lora.trainable_token_indices`")
         })?;
@@ -47,7 +47,7 @@ impl TokenRows {
                     .at(table)
                     .found(format!("token {id}"))
                     .expected(format!("less than {vocab}"))
-                    .hint("a model whose vocabulary has grown needs an embedding with rows for the new tokens"),
+                    .hint("if tokens were added to the vocabulary, resize the embedding first"),
             );
         }
         let values = match given {
@@ -75,7 +75,7 @@ impl TokenRows {
     /// Copies the values into the matrix.
     pub fn place(&self, network: &Network) -> Result<()> {
         let Some(table) = network.source.held(&self.table) else {
-            return Err(Error::new("a matrix with trained rows is not held").at(&*self.table));
+            return Err(Error::new("a matrix with trained rows is not in memory").at(&*self.table));
         };
         let width = table.dim(1)?;
         let values = update::to_f32_vec(&self.part.tensor)?;

@@ -67,7 +67,7 @@ impl BlockSchedule {
         };
         if together > blocks.len() {
             return Err(
-                Error::usage("`tune.block.layers_per_block` is more than there are blocks")
+                Error::usage("`tune.block.layers_per_block` is larger than the number of blocks")
                     .found(together)
                     .expected(format!("at most {}", blocks.len())),
             );

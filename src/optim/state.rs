@@ -118,7 +118,7 @@ impl State {
                 {
                     Ok(Some(Moment::Int8 { codes, scales }))
                 }
-                _ => Err(Error::new("an optimizer state is not whole").at(name)),
+                _ => Err(Error::new("an optimizer state is incomplete").at(name)),
             }
         };
         let (first, second) = (moment("m")?, moment("v")?);

@@ -121,9 +121,9 @@ pub fn select(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
     }
     let chosen = matching(sites, choice)?;
     if chosen.is_empty() {
-        return Err(Error::new("no linear is left to put an adapter on")
+        return Err(Error::new("no linear layer is left for an adapter")
             .at("tune.lora.target_modules")
-            .hint("`exclude_modules` or `layers_to_transform` takes away every target"));
+            .hint("`exclude_modules` or `layers_to_transform` excludes every target"));
     }
     Ok(chosen)
 }
@@ -221,9 +221,11 @@ fn no_match(sites: &[Site], target: &str, key: &str) -> Error {
             .partial_cmp(&strsim::jaro_winkler(a, target))
             .unwrap_or(std::cmp::Ordering::Equal)
     });
-    Error::new(format!("target module `{target}` matches no linear of this model"))
-        .at(format!("tune.lora.{key}"))
-        .hint(format!("linears of this model: {}", names.join(", ")))
+    Error::new(format!(
+        "target module `{target}` matches no linear layer of this model"
+    ))
+    .at(format!("tune.lora.{key}"))
+    .hint(format!("linear layers of this model: {}", names.join(", ")))
 }
 
 #[cfg(test)]
@@ -269,7 +271,7 @@ mod tests {
         assert_eq!(count(Targets::AllLinear, Some(list(&["q_proj"])), None).unwrap(), 1);
         for (exclude, layers, part) in [
             (Some(list(&["down_proj"])), None, "exclude_modules"),
-            (Some(list(&["q_proj", "up_proj"])), None, "no linear is left"),
+            (Some(list(&["q_proj", "up_proj"])), None, "no linear layer is left"),
             (None, Some(&[2usize][..]), "no layer 2"),
         ] {
             let e = count(Targets::AllLinear, exclude, layers).unwrap_err().to_string();

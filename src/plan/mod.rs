@@ -329,7 +329,7 @@ fn of_turn(
         ledger.alloc(Kind::Optimizer, state + corrected),
     ]);
     if let Some(teacher) = &inputs.teacher {
-        ledger.moment("the answers of the student");
+        ledger.moment("the generated answers of the student");
         let answers = inputs.answers(model, teacher.answers, inputs.longest);
         ledger.touch(Kind::Activations, answers);
     }
@@ -338,7 +338,7 @@ fn of_turn(
     if inputs.rollout > 0 {
         held.push(rollout(&mut ledger, model, recipe, inputs));
     }
-    ledger.moment("start of the adapters");
+    ledger.moment("the initialization of the adapters");
     if recipe.tune.method == Method::Lora && cost::decomposes(&recipe.tune.lora) {
         held.push(ledger.alloc(Kind::Scratch, inputs.threads as u64 * cost::PACKED));
     }
@@ -370,7 +370,7 @@ fn rollout(ledger: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs)
         RolloutWeights::Int4 => matrices * 9 / 16,
     };
     let held = ledger.alloc(Kind::Rollout, codes);
-    ledger.moment("rollout");
+    ledger.moment("the rollout");
     // Keys and values of every token of every answer.
     let answers = inputs.answers(model, inputs.rollout, inputs.longest);
     ledger.touch(Kind::Rollout, answers);

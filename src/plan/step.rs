@@ -142,7 +142,7 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
     for micro in 0..inputs.micro_batches.min(2) {
         micro_batch(l, model, recipe, inputs, &mut sink, micro);
     }
-    l.moment("the update");
+    l.moment("the optimizer update");
     // A masked weight is changed in a copy of its active part.
     let largest = sink.kept.keys().filter_map(|n| {
         let elements = model.elements(n) as usize;

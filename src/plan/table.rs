@@ -69,7 +69,7 @@ impl Plan {
             out.push_str(&format!("{:width$}  {:>10}  {:>10}\n", "on the host", "", bytes(host)));
         }
         let share = format!(
-            "{} of {} trained at one time ({:.2} %)",
+            "{} of {} trained at a time ({:.2} %)",
             count(self.trained_parameters),
             count(self.parameters),
             100.0 * self.trained_parameters as f64 / self.parameters.max(1) as f64
@@ -156,7 +156,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
     let stored = &model.stored;
     let gradients = match inputs.gradients {
         crate::engine::Gradients::Keep => "f32, kept until the update",
-        _ => "f32, each applied and dropped as it comes",
+        _ => "f32, each applied and freed immediately",
     };
     let lines = [
         (
@@ -166,9 +166,11 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             match inputs.place {
                 super::Placement::Device => format!("all of them, {stored}"),
                 super::Placement::Host | super::Placement::Disk { head_rows: None } => {
-                    format!("trained now, two layers, the head; {stored}")
+                    format!("active weights, two layers, the head; {stored}")
                 }
-                super::Placement::Disk { .. } => format!("trained now, two layers, two pieces of the head; {stored}"),
+                super::Placement::Disk { .. } => {
+                    format!("active weights, two layers, two chunks of the head; {stored}")
+                }
             },
         ),
         (
@@ -176,15 +178,15 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             "packed_weights",
             "packed weights",
             match inputs.copies.as_ref().map(|c| c.orders) {
-                Some(Orders::Both) => "of what is frozen, for both passes".into(),
-                _ => "of what is frozen, for the forward pass".into(),
+                Some(Orders::Both) => "copies of frozen weights, for both passes".into(),
+                _ => "copies of frozen weights, for the forward pass".into(),
             },
         ),
         (
             Kind::Reference,
             "reference",
             "reference",
-            "the weights at the start, for the KL divergence".into(),
+            "the initial weights, for the KL divergence".into(),
         ),
         (Kind::Adapters, "adapters", "adapters", "f32".into()),
         (
@@ -199,35 +201,35 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             "weights on the host",
             match inputs.place {
                 super::Placement::Host => format!("all of them, {stored}"),
-                _ => "two layers that were read ahead".into(),
+                _ => "two prefetched layers".into(),
             },
         ),
         (
             Kind::Offloaded,
             "host_layer_inputs",
             "inputs on the host",
-            format!("{n} tokens × {} × {} bytes a layer", spec.hidden, inputs.element),
+            format!("{n} tokens × {} × {} bytes per layer", spec.hidden, inputs.element),
         ),
         (
             Kind::Retired,
             "retired_halves",
-            "retired blocks",
-            "what their f32 masters know beyond bf16".into(),
+            "inactive blocks",
+            "low 16 bits of their fp32 master weights".into(),
         ),
         (Kind::Gradients, "gradients", "gradients", gradients.into()),
         (
             Kind::Inputs,
             "layer_inputs",
             "layer inputs",
-            format!("{n} tokens × {} × {} bytes a layer", spec.hidden, inputs.element),
+            format!("{n} tokens × {} × {} bytes per layer", spec.hidden, inputs.element),
         ),
         (
             Kind::Activations,
             "activations",
-            "kept activations",
+            "saved activations",
             match inputs.keep_layers.min(spec.layers.len()) {
-                0 => "none: layers are recomputed".into(),
-                layers => format!("of {layers} of {} layers, to save recomputing them", spec.layers.len()),
+                0 => "none: all layers are recomputed".into(),
+                layers => format!("of {layers} of {} layers, which are not recomputed", spec.layers.len()),
             },
         ),
         (
@@ -254,7 +256,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             Kind::Rollout,
             "rollout",
             "rollout",
-            format!("keys and values of {} answers", inputs.rollout),
+            format!("KV cache of {} answers", inputs.rollout),
         ),
         (
             Kind::Teacher,

@@ -144,7 +144,7 @@ fn the_lines_at_the_peak_add_up_and_none_is_above_its_largest() {
         let json = plan.json();
         assert_eq!(json["peak_bytes"].as_u64(), Some(plan.peak_bytes));
         assert!(plan.lines.iter().all(|l| json[l.key].as_u64() == Some(l.bytes)));
-        assert!(plan.table().contains("trained at one time"), "{}", plan.table());
+        assert!(plan.table().contains("trained at a time"), "{}", plan.table());
     }
 }
 
@@ -364,7 +364,7 @@ fn a_reference_and_a_rollout_have_lines_of_their_own() {
     // And the work of a layer while prompts are read, 1024 tokens at a time: gate and up at least.
     let work = bytes(&with) - (answer << 20);
     assert!((1024 * 4 * 2 * 256..1024 * 4 * 5 * 256).contains(&work), "{work}");
-    assert_eq!(with.peak_moment, "rollout");
+    assert_eq!(with.peak_moment, "the rollout");
 }
 
 #[test]

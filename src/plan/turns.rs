@@ -75,7 +75,7 @@ pub(super) fn turn(l: &mut Ledger, model: &Model, inputs: &Inputs, active: &Acti
     if !any {
         return;
     }
-    l.moment("a block becomes codes again");
+    l.moment("the requantization of a block");
     let mut held = vec![l.alloc(staging_kind(inputs), low * elements)];
     for run in model.runs(active) {
         let layer: Vec<ParamInfo> = model.layer(run.first).filter(quantized).collect();

@@ -41,15 +41,15 @@ pub fn encode<V: Value>(
 ) -> Result<QMatrix> {
     check_format(format)?;
     if values.len() != rows * columns {
-        return Err(Error::new("a weight that is to be coded does not fit its shape")
+        return Err(Error::new("the number of values of a weight does not match its shape")
             .found(format!("{} values", values.len()))
             .expected(format!("[{rows}, {columns}]")));
     }
     // Dequantization to bf16 rounds up at most to the next power of two, which must be finite.
     if !values.par_iter().all(|x| x.f32().abs() < 1e38) {
         return Err(
-            Error::new("a weight that is to be coded holds a value that is not finite or too large")
-                .hint("the checkpoint is damaged: check where it comes from"),
+            Error::new("a weight cannot be quantized: a value is not finite or too large")
+                .hint("the model file is damaged: check its source"),
         );
     }
     let (codes, scales) = match format {

@@ -120,7 +120,7 @@ impl fmt::Display for Format {
     /// Includes all settings: `int4 (groups of 64)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Format::Int8 { group: 0 } => write!(f, "int8 (one scale a row)"),
+            Format::Int8 { group: 0 } => write!(f, "int8 (one scale per row)"),
             Format::Int8 { group } => write!(f, "int8 (groups of {group})"),
             Format::Int4 { group } => write!(f, "int4 (groups of {group})"),
             Format::Nf4 { double: false } => write!(f, "nf4"),

@@ -214,7 +214,7 @@ pub fn check(draft: &mut Draft, warnings: &mut Vec<String>) -> Values {
         };
         if entry.origin == Origin::Argument {
             warnings.push(format!(
-                "`{path}` is given twice on the command line: the last one counts"
+                "`{path}` is given twice on the command line: the last value is used"
             ));
         }
         entry.origin = origin;
@@ -262,7 +262,7 @@ fn put(draft: &Draft, entry: &mut Entry, written: &Written) -> Result<(), Proble
     };
     if name.is_empty() || !names.contains(&value.as_str()) {
         return Err(fault(Error::usage(format!(
-            "`{value}` is not a value of `{path}`, for `{name}`"
+            "`{value}` is not a value of `{path}` (for `{name}`)"
         ))));
     }
     let origin = match written.key_at {
@@ -284,7 +284,7 @@ fn check_table(draft: &Draft, written: &Written) -> Result<(), Error> {
         (Typed::Table, Place::File(_)) => Ok(()),
         (Typed::Table, Place::Argument(_)) => Err(Error::usage(format!("`{path}` is a table"))
             .at(draft.show(&written.value_at))
-            .hint("give one key an argument, as in `train.max_steps=20`")),
+            .hint("set one key, as in `train.max_steps=20`")),
         (other, _) => Err(Error::usage(format!("`{path}` is a table"))
             .at(draft.show(&written.value_at))
             .found(other.describe())
@@ -317,7 +317,7 @@ fn unknown(draft: &Draft, written: &Written) -> Problem {
 /// Describes the values that a key accepts, for errors and the reference.
 pub fn expectation(key: &Key) -> String {
     match key.kind {
-        Kind::Text => "a text".into(),
+        Kind::Text => "a string".into(),
         Kind::Name(names) => format!("one of {}", names.join(", ")),
         Kind::Flag => "`true` or `false`".into(),
         Kind::Integer { min, max: i64::MAX } => format!("a whole number, at least {min}"),
@@ -327,7 +327,7 @@ pub fn expectation(key: &Key) -> String {
         Kind::Number(range) => format!("a number{}", limits(range)),
         Kind::AutoNumber(range) => format!("`auto`, or a number{}", limits(range)),
         Kind::Pair(range) => format!("a list of two numbers, each{}", limits(range)),
-        Kind::Texts => "a text or a list of texts".into(),
+        Kind::Texts => "a string or a list of strings".into(),
         Kind::Integers => "a list of whole numbers, each at least 0".into(),
         Kind::Numbers => "a list of numbers".into(),
         Kind::AutoPairs => "`auto`, or a list of pairs of whole numbers such as `[[1, 2], [3, 6]]`".into(),
@@ -476,7 +476,7 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
                             let error = Error::usage(format!("`{path}` has an item of the wrong type"))
                                 .at(draft.show(at))
                                 .found(other.describe())
-                                .expected("a text that is not empty");
+                                .expected("a string that is not empty");
                             problems.push(Problem::new(at, error));
                         }
                     }

@@ -20,7 +20,7 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
         out.push((
             &["distill.teacher", "distill.teacher_cache", "train.stage"],
             Error::usage("`train.stage = \"distill\"` needs a teacher").hint(
-                "set `distill.teacher` to a model, or `distill.teacher_cache` to what `ft distill cache` has written",
+                "set `distill.teacher` to a model, or `distill.teacher_cache` to a directory written by `ft distill cache`",
             ),
         ));
     }
@@ -28,7 +28,7 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
         if stored {
             out.push((
                 &["distill.lmbda", "distill.teacher_cache"],
-                Error::usage("stored outputs of a teacher cannot score answers that the student writes")
+                Error::usage("stored outputs of a teacher cannot score generated answers of the student")
                     .hint("set `distill.lmbda = 0`, or give `distill.teacher` without `distill.teacher_cache`"),
             ));
         }
@@ -36,7 +36,7 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
             out.push((
                 &["distill.lmbda", "data.packing"],
                 Error::usage("`distill.lmbda` above 0 needs `data.packing = false`")
-                    .found("answers of the student have lengths that nobody knows before"),
+                    .found("the lengths of generated answers are not known in advance"),
             ));
         }
     }

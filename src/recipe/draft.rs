@@ -43,10 +43,10 @@ pub enum Typed {
 }
 
 impl Typed {
-    /// Describes the value for error messages: `the text "a"`.
+    /// Describes the value for error messages: `the string "a"`.
     pub fn describe(&self) -> String {
         match self {
-            Typed::Text(t) => format!("the text {t:?}"),
+            Typed::Text(t) => format!("the string {t:?}"),
             Typed::Integer(i) => format!("the number {i}"),
             Typed::Number(x) => format!("the number {x}"),
             Typed::Flag(b) => format!("`{b}`"),

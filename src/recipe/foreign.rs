@@ -20,10 +20,10 @@ pub fn refused(text: &str, path: &Path) -> Option<Error> {
     let error = Error::usage(format!("a recipe is TOML, and this is {language}")).at_path(path);
     let lines: Vec<String> = text.lines().filter_map(translated).take(SHOWN).collect();
     Some(if lines.is_empty() {
-        error.hint("`ft recipes` lists recipes to start from, docs/recipe.md has every key")
+        error.hint("`ft recipes` lists recipes to start from, docs/recipe.md lists all keys")
     } else {
         error.hint(format!(
-            "write each key as `table.key = value`; the first lines here are\n      {}",
+            "write each key as `table.key = value`; the first lines of this file are\n      {}",
             lines.join("\n      ")
         ))
     })

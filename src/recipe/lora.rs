@@ -46,7 +46,7 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
                     key,
                     Error::usage(format!("`{path}` has an item that is not `name=value`"))
                         .found(format!("{text:?}"))
-                        .expected(format!("the name or the end of a module, `=`, and {what}")),
+                        .expected(format!("the name of a module or its ending, `=`, and {what}")),
                 ));
             }
         }
@@ -61,7 +61,7 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     if kind == "lora" && init == "corda" && kpm && values.list("tune.lora.corda.data").is_empty() {
         out.push((
             &["tune.lora.corda.method", "tune.lora.corda.data"],
-            Error::usage("`tune.lora.corda.method = \"kpm\"` needs rows of what must be kept")
+            Error::usage("`tune.lora.corda.method = \"kpm\"` needs rows of the knowledge to preserve")
                 .hint("set `tune.lora.corda.data` to questions that the model must still answer"),
         ));
     }
@@ -73,11 +73,9 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     {
         out.push((
             &["tune.lora.init_lora_weights", "memory.frozen_weights"],
-            Error::usage(
-                "`tune.lora.init_lora_weights = \"loftq\"` makes up for codes, and no weight is stored as codes",
-            )
-            .found(format!("memory.frozen_weights = \"{frozen}\""))
-            .hint("set `memory.frozen_weights` to `nf4`, `int4` or `int8`"),
+            Error::usage("`tune.lora.init_lora_weights = \"loftq\"` needs quantized weights")
+                .found(format!("memory.frozen_weights = \"{frozen}\""))
+                .hint("set `memory.frozen_weights` to `nf4`, `int4` or `int8`"),
         ));
     }
     if kind == "lora" && dora && residual {
@@ -86,7 +84,7 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
             Error::usage(format!(
                 "`tune.lora.use_dora` and `tune.lora.init_lora_weights = \"{init}\"` contradict each other"
             ))
-            .hint("DoRA starts from the weights as they are: use `default`, `gaussian` or `eva`"),
+            .hint("DoRA needs unchanged base weights: use `default`, `gaussian` or `eva`"),
         ));
     }
     let corrects = values.text("tune.method") == "block" && values.text("tune.block.correction") == "lora";
@@ -104,7 +102,7 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
                 "tune.lora.modules_to_save",
                 "tune.lora.trainable_token_indices",
             ],
-            Error::usage("`tune.block.correction = \"lora\"` takes plain LoRA only").hint(
+            Error::usage("`tune.block.correction = \"lora\"` supports only plain LoRA").hint(
                 "remove `peft_type`, `use_dora`, `modules_to_save` and `trainable_token_indices` from `[tune.lora]`",
             ),
         ));
@@ -115,14 +113,14 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
             Error::usage(
                 "`tune.lora.lora_dropout` and `tune.lora.init_lora_weights = \"pissa\"` contradict each other",
             )
-            .hint("PiSSA trains the main part of the weights: set `tune.lora.lora_dropout = 0.0`"),
+            .hint("PiSSA trains the principal components of the weights: set `tune.lora.lora_dropout = 0.0`"),
         ));
     }
     if values.flag("tune.lora.save_residual") && values.integer("tune.lora.save_rank").is_some_and(|r| r > 0) {
         out.push((
             &["tune.lora.save_residual", "tune.lora.save_rank"],
             Error::usage("`tune.lora.save_residual` and `tune.lora.save_rank` contradict each other")
-                .hint("the residual form keeps the rank as it is: keep one of the keys"),
+                .hint("the residual form does not change the rank: remove one of the keys"),
         ));
     }
     out

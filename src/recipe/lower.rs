@@ -39,7 +39,7 @@ pub fn settle(values: &mut Values, warnings: &mut Vec<String>) {
             && is_set(values, winner)
             && let Some(entry) = values.0.iter_mut().find(|e| e.key.path() == loser)
         {
-            warnings.push(format!("`{winner}` on the command line takes the place of `{loser}`"));
+            warnings.push(format!("`{winner}` on the command line overrides `{loser}`"));
             entry.value = default_of(entry.key);
             entry.origin = Origin::Default;
             entry.place = None;
@@ -117,7 +117,7 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
         fault(
             &["memory.frozen_weights", "model.dtype"],
             Error::usage(format!(
-                "`memory.frozen_weights = \"{name}\"` with `model.dtype = \"{dtype}\"` is not built yet in this version"
+                "`memory.frozen_weights = \"{name}\"` with `model.dtype = \"{dtype}\"` is not supported yet"
             ))
             .hint("use `auto`, or the same type for both"),
         );
@@ -126,7 +126,7 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
         fault(
             &["memory.overrides", "model.dtype"],
             Error::usage(format!(
-                "`{name}` in `memory.overrides` with `model.dtype = \"{dtype}\"` is not built yet in this version"
+                "`{name}` in `memory.overrides` with `model.dtype = \"{dtype}\"` is not supported yet"
             ))
             .hint(format!("unquantized weights are `{dtype}` here")),
         );
@@ -138,7 +138,7 @@ pub fn cross_check(draft: &mut Draft, values: &Values) {
         Some(64) => fault(
             &["memory.group_size", "memory.frozen_weights", "memory.overrides"],
             Error::usage("`int8` has no groups of 64")
-                .expected("`memory.group_size = 128`, or `auto`: one scale a row"),
+                .expected("`memory.group_size = 128`, or `auto`: one scale per row"),
         ),
         Some(size) => fault(
             &["memory.group_size"],

@@ -95,7 +95,7 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<LoadedRecipe> {
     if !path.exists() {
         let hint = "`ft recipes` lists recipes to start from, `ft recipes copy NAME` copies one";
         let hint = paths::hint(path).unwrap_or(hint.into());
-        return Err(Error::usage(format!("no recipe `{}` here", path.display())).hint(hint));
+        return Err(Error::usage(format!("there is no recipe `{}`", path.display())).hint(hint));
     }
     let text = files::read_text_or_stdin(path)?;
     if let Some(error) = foreign::refused(&text, path) {

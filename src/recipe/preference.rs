@@ -56,7 +56,7 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     if stage == Stage::Dpo && loss == "exo_pair" && smoothing == 0.0 {
         out.push((
             &["rlhf.loss_type", "rlhf.label_smoothing"],
-            Error::usage("`exo_pair` needs `rlhf.label_smoothing` above 0").hint("1e-3 is its paper's choice"),
+            Error::usage("`exo_pair` needs `rlhf.label_smoothing` above 0").hint("its paper uses 1e-3"),
         ));
     }
     if stage == Stage::Dpo && loss == "robust" && smoothing >= 0.5 {
@@ -64,7 +64,7 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
             &["rlhf.loss_type", "rlhf.label_smoothing"],
             Error::usage("`robust` needs `rlhf.label_smoothing` below 0.5")
                 .found(smoothing)
-                .hint("it is the part of the labels that are wrong"),
+                .hint("it is the fraction of wrong labels"),
         ));
     }
     let divergence = values.text("rlhf.f_divergence_type");
@@ -82,7 +82,7 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
             &["train.batch_size", "train.stage", "rlhf.loss_type"],
             Error::usage("KTO needs at least two rows in a micro-batch")
                 .found("train.batch_size = 1")
-                .expected("2 or more: the answer of another row tells how far the policy is from its reference")
+                .expected("2 or more: the KL divergence from the reference is estimated with the answers of other rows")
                 .hint("raise `train.batch_size`, or set `rlhf.loss_type = \"apo_zero_unpaired\"`"),
         ));
     }

@@ -44,7 +44,7 @@ fn line(entry: &Entry) -> String {
 
 /// Every key with its value and the origin of the value. Parsing it gives the same recipe.
 pub fn resolved(values: &Values) -> String {
-    let mut out = String::from("# Every key of this run, its value, and where the value comes from.\n");
+    let mut out = String::from("# Every key of this run, its value, and the source of the value.\n");
     for (table, _) in TABLES {
         out.push_str(&format!("\n[{table}]\n"));
         for entry in values.0.iter().filter(|e| e.key.table == *table) {
@@ -94,14 +94,14 @@ pub fn settle(text: &str, key: &str, value: &str, why: &str) -> String {
 pub fn reference() -> String {
     let mut out = String::from(
         "# Recipe reference\n\n\
-         Made from the table in `src/recipe/table.rs`; `FT_BLESS=1 cargo test` writes it anew.\n\n\
-         A recipe is TOML. Every key can be given on the command line too, as `table.key=value`; an argument\n\
-         takes the place of the recipe's value and is checked like it. Unknown keys are refused. `ft train` writes\n\
+         Generated from the table in `src/recipe/table.rs`; `FT_BLESS=1 cargo test` regenerates it.\n\n\
+         A recipe is TOML. Every key can also be given on the command line, as `table.key=value`; an argument\n\
+         overrides the value in the recipe and is checked in the same way. An unknown key is an error. `ft train` writes\n\
          all values, with the reason for each default, to `resolved.toml` in the run directory.\n",
     );
     for (table, about) in TABLES {
         out.push_str(&format!("\n## [{table}]\n\n{about}\n\n"));
-        out.push_str("| key | accepts | default | why this default | what it does |\n|---|---|---|---|---|\n");
+        out.push_str("| key | accepted values | default | reason for the default | effect |\n|---|---|---|---|---|\n");
         for key in keys().filter(|k| k.table == *table) {
             let mut doc = key.doc.to_string();
             if let Some((other, values)) = key.when {
@@ -109,7 +109,7 @@ pub fn reference() -> String {
                 doc.push_str(&format!(" Used with `{other}` = {}.", values.join(" or ")));
             }
             let (default, reason) = match key.default {
-                "" => ("has to be written".to_string(), "-"),
+                "" => ("required".to_string(), "-"),
                 d => (format!("`{d}`"), key.reason),
             };
             let row = format!(

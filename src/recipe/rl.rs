@@ -15,15 +15,15 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
     if values.list("rlhf.rewards").is_empty() {
         out.push((
             &["rlhf.rewards"],
-            Error::usage("`rlhf.rewards` is missing: nothing would be learned")
-                .hint("write for example `[rlhf] rewards = [\"numeric\"]`"),
+            Error::usage("`rlhf.rewards` is missing: the stage needs at least one reward")
+                .hint("write, for example, `[rlhf] rewards = [\"numeric\"]`"),
         ));
     }
     let (rewards, weights) = (values.list("rlhf.rewards"), values.numbers("rlhf.reward_weights"));
     if !weights.is_empty() && weights.len() != rewards.len() {
         out.push((
             &["rlhf.reward_weights", "rlhf.rewards"],
-            Error::usage("`rlhf.reward_weights` does not fit `rlhf.rewards`")
+            Error::usage("`rlhf.reward_weights` and `rlhf.rewards` have different lengths")
                 .found(format!("{} weights", weights.len()))
                 .expected(format!("{}, one for each reward", rewards.len())),
         ));
@@ -40,7 +40,7 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
                 "train.gradient_accumulation_steps",
                 "rlhf.num_mini_batches",
             ],
-            Error::usage("a rollout does not hold whole groups of `rlhf.num_generations` answers")
+            Error::usage("the number of answers of a rollout is not a multiple of `rlhf.num_generations`")
                 .found(format!(
                     "{answers} answers (batch_size × gradient_accumulation_steps × num_mini_batches)"
                 ))
@@ -72,7 +72,7 @@ pub fn faults(values: &Values) -> Vec<(&'static [&'static str], Error)> {
             Error::usage(format!(
                 "`data.packing` has no meaning with `train.stage = \"{stage}\"`"
             ))
-            .hint("remove it: answers are laid end to end, `train.batch_size` of them at a time"),
+            .hint("remove it: `train.batch_size` answers are always concatenated in one sequence"),
         ));
     }
     out

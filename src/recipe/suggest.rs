@@ -29,7 +29,7 @@ pub fn nearest<'a>(typed: &str, names: impl IntoIterator<Item = &'a str>) -> Opt
 pub fn hint(path: &[String], is_table: bool) -> String {
     let (name, table) = match path.split_last() {
         Some((name, table)) => (name.as_str(), table.join(".")),
-        None => return "write a key of `docs/recipe.md`".into(),
+        None => return "docs/recipe.md lists all keys".into(),
     };
     if is_table {
         return table_hint(name, &path.join("."));
@@ -73,7 +73,7 @@ pub fn hint(path: &[String], is_table: bool) -> String {
 pub fn value(path: &str, typed: &str, names: &[&str]) -> Option<String> {
     let start = typed.to_lowercase();
     if path == "tune.lora.init_lora_weights" && start.starts_with("pissa_niter") {
-        return Some("write `pissa`, and the number in `tune.lora.pissa_niter`".into());
+        return Some("write `pissa`, and set the number in `tune.lora.pissa_niter`".into());
     }
     match peers::value(path, typed) {
         Some(name) if names.contains(&name) => Some(format!("did you mean `{name}`?")),

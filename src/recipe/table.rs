@@ -84,12 +84,12 @@ pub fn find(path: &str) -> Option<&'static Key> {
 
 /// Tables in the order in which they are printed, each with its subject.
 pub const TABLES: &[(&str, &str)] = &[
-    ("model", "Which model, and how it computes."),
+    ("model", "The model and its computation."),
     (
         "memory",
-        "Where weights and activations live. `auto` lets the planner choose.",
+        "Storage of weights and activations. With `auto` the planner chooses.",
     ),
-    ("data", "Rows, how they are read and which tokens are trained."),
+    ("data", "The rows, their format, and the trained tokens."),
     ("tune", "Which parameters are trained."),
     (
         "tune.block",
@@ -98,15 +98,15 @@ pub const TABLES: &[(&str, &str)] = &[
     ("tune.lora", "Adapters. Names and meaning as in PEFT."),
     (
         "tune.lora.corda",
-        "CorDA: adapters that start from the directions in which the inputs of each linear vary.",
+        "CorDA: adapters are initialized from the covariance of the inputs of each linear.",
     ),
     (
         "tune.lora.adalora",
-        "AdaLoRA: every pair starts with rank `r`, and while training goes on the singular values that matter least over the whole model are set to zero.",
+        "AdaLoRA: every adapter starts with rank `r`; during training the least important singular values of the whole model are set to zero.",
     ),
     (
         "tune.lora.eva",
-        "EVA: adapters that start from the main directions of the inputs.",
+        "EVA: adapters are initialized from the main directions of the inputs.",
     ),
     ("tune.freeze", "Only the last layers, or parameters given by name."),
     ("optimizer", "The update rule. Names and meaning as in PyTorch."),
@@ -118,12 +118,12 @@ pub const TABLES: &[(&str, &str)] = &[
     ),
     (
         "rlhf.grpo",
-        "The loss of GRPO and its kin. Names and meaning as in TRL.",
+        "The loss of GRPO and its variants. Names and meaning as in TRL.",
     ),
     ("rlhf.ppo", "The loss of PPO. Names and meaning as in TRL."),
     (
         "distill",
-        "Distillation (`train.stage = \"distill\"`): the model of the recipe learns from a teacher. docs/distillation.md explains it.",
+        "Distillation (`train.stage = \"distill\"`): a teacher trains the model of the recipe. See docs/distillation.md.",
     ),
     ("train", "The run: stage, length, batch, saving."),
 ];

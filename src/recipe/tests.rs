@@ -353,7 +353,7 @@ hint: this key belongs in [train]
 
 error: `data.packing` has the wrong type
   --> r.toml:6:11
-  found the text \"yes\", expected `true` or `false`
+  found the string \"yes\", expected `true` or `false`
 hint: write `true`
 
 error: unknown key `learnin_rate` in `[optimizer]`
@@ -466,7 +466,7 @@ fn arguments_replace_and_bare_words_are_text() {
 
 #[test]
 fn what_is_not_built_is_refused_by_name() {
-    assert!(bad(LEAST, &["memory.frozen_weights=f32"]).contains("not built yet"));
+    assert!(bad(LEAST, &["memory.frozen_weights=f32"]).contains("not supported yet"));
 }
 
 #[test]

@@ -80,7 +80,7 @@ impl Reporter {
             losses: Vec::new(),
         };
         if let Err(e) = truncated {
-            reporter.warn(&format!("metrics of an earlier run are kept: {e}"));
+            reporter.warn(&format!("cannot remove metrics of an earlier run: {e}"));
         }
         reporter.complain();
         reporter
@@ -182,7 +182,7 @@ impl Reporter {
     /// Removes the lines of an evaluation that is repeated.
     pub fn drop_evaluation(&mut self, step: u64) {
         if let Err(e) = log::drop_evaluation(&self.dir, step) {
-            self.warn(&format!("metrics of an earlier evaluation are kept: {e}"));
+            self.warn(&format!("cannot remove metrics of an earlier evaluation: {e}"));
         }
         // The rewrite creates a new inode.
         self.metrics = Log::open(&self.dir.join(log::METRICS));
@@ -228,7 +228,7 @@ impl Reporter {
         {
             if let Some(fault) = log.take_fault() {
                 self.terminal
-                    .warn(&format!("the run goes on without this file: {fault}"));
+                    .warn(&format!("the run continues without this file: {fault}"));
             }
         }
     }

@@ -103,7 +103,7 @@ impl ValueHead {
     pub fn of(params: &[Param]) -> Result<Self> {
         let find = |name: &str| {
             let found = params.iter().find(|p| &*p.name == name).cloned();
-            found.ok_or_else(|| Error::new("there is no value head").at(name))
+            found.ok_or_else(|| Error::new("the value head is missing").at(name))
         };
         Ok(Self {
             weight: find("objective.value.weight")?,

@@ -64,8 +64,8 @@ pub fn show(dir: &Path) -> Result<Shown> {
                 format!("{last}.{below}")
             }
             Some(Key::Rows(module)) => format!("rows of {module}"),
-            Some(Key::Whole(parameter)) => format!("{parameter} (whole)"),
-            None => format!("{name} (not known to ft)"),
+            Some(Key::Whole(parameter)) => format!("{parameter} (full)"),
+            None => format!("{name} (unknown to ft)"),
         };
         let entry = counted.entry(line).or_insert((0, format!("{:?}", info.shape)));
         entry.0 += 1;
@@ -135,7 +135,7 @@ impl Difference {
         out.extend(self.tensors.iter().map(|(n, what)| format!("{n}: {what}")));
         if !self.tensors.is_empty() {
             out.push(format!(
-                "all tensors together differ by {:.3e} of their size",
+                "relative difference of all tensors together: {:.3e}",
                 self.relative
             ));
         }
@@ -165,7 +165,7 @@ pub fn diff(a: &Path, b: &Path) -> Result<Difference> {
         .collect();
     let mut settings = Vec::new();
     for key in keys {
-        let text = |v: &Value| v.get(key).map_or("not there".to_string(), Value::to_string);
+        let text = |v: &Value| v.get(key).map_or("missing".to_string(), Value::to_string);
         let (x, y) = (text(&json_a), text(&json_b));
         if x != y && key != "peft_version" {
             settings.push((key.clone(), x, y));
@@ -194,7 +194,7 @@ pub fn diff(a: &Path, b: &Path) -> Result<Difference> {
             tensors.push((
                 name.to_string(),
                 format!(
-                    "differs by {:.3e} of its size, at most {most:.3e}",
+                    "relative difference {:.3e}, largest absolute difference {most:.3e}",
                     (d / s.max(f64::MIN_POSITIVE)).sqrt()
                 ),
             ));
@@ -243,7 +243,7 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
         if let Some(named) = hf::base_of(&weights) {
             match &base {
                 Some((own, other)) if !own.agrees(&named) => {
-                    return Err(Error::new("the adapters belong to two base models")
+                    return Err(Error::new("the adapters belong to different base models")
                         .at_path(dir)
                         .found(named.name())
                         .expected(format!("{}, as {}", own.name(), other.display())));
@@ -284,14 +284,14 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
     let (mut most, mut ranks) = (None, BTreeMap::new());
     for (module, (a, b)) in pairs {
         let fault = |e: candle_core::Error| {
-            Error::new("the factors of a linear do not fit together")
+            Error::new("the LoRA factors of a linear layer do not fit together")
                 .at(&module)
                 .cause(e)
         };
         let a = Tensor::cat(&a, 0).and_then(|t| t.contiguous()).map_err(fault)?;
         let b = Tensor::cat(&b, 1).and_then(|t| t.contiguous()).map_err(fault)?;
         if a.dim(0)? != b.dim(1)? {
-            return Err(Error::new("a linear has one factor only").at(&module));
+            return Err(Error::new("a linear layer has only one LoRA factor").at(&module));
         }
         let mut lora = Lora::new(&module, (a, b), 1.0, Mask::default());
         if let Some(r) = rank {

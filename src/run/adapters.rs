@@ -77,10 +77,10 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<AdapterSetup> {
         } = hf::load_adapter(&named::adapter_directory(dir)?, spec)?;
         if score.is_some() {
             return Err(
-                Error::new("the adapter is that of a reward model, and cannot be trained on")
+                Error::new("the adapter belongs to a reward model and cannot be trained further")
                     .at("tune.lora.adapter")
                     .found(dir)
-                    .hint("start from a fresh adapter, or from the adapter of a language model"),
+                    .hint("start from a new adapter, or from the adapter of a language model"),
             );
         }
         config.base_model_name_or_path = Some(recipe.model.path.clone());
@@ -151,7 +151,7 @@ fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
     if above.len() == chosen.len() {
         let most = above.iter().map(|(.., most)| *most).max().unwrap_or(*most);
         return Err(
-            Error::usage("the rank is above that of every matrix that gets an adapter")
+            Error::usage("the rank is larger than the rank of every matrix with an adapter")
                 .at("tune.lora.r")
                 .found(r)
                 .expected(format!("at most {most}"))
@@ -159,7 +159,8 @@ fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
         );
     }
     Ok(vec![format!(
-        "{} of {} adapters have a rank above that of their matrix and gain nothing from it: `{}` has rank {r}, the matrix at most {most}",
+        "{} of {} adapters have a larger rank than their matrix, which has no benefit: `{}` has rank {r}, its matrix \
+         at most {most}",
         above.len(),
         chosen.len(),
         site.module
@@ -188,7 +189,7 @@ fn named(list: &[String], key: &str) -> Result<Targets> {
             "`tune.lora.{key}` mixes a regular expression with other items"
         ))
         .found(format!("{names:?}"))
-        .expected("names, or one regular expression over whole module paths")),
+        .expected("names, or one regular expression for full module paths")),
         names => {
             let mut names = names.to_vec();
             names.sort();
@@ -280,7 +281,7 @@ fn rows(recipe: &Recipe, config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<
     let mut ids: Vec<u32> = Vec::new();
     for &id in &recipe.tune.lora.trainable_token_indices {
         if id >= spec.vocab || ids.contains(&(id as u32)) {
-            return Err(Error::usage("a token is not in the vocabulary, or named twice")
+            return Err(Error::usage("a token is not in the vocabulary, or is listed twice")
                 .at(key)
                 .found(id)
                 .expected(format!("different tokens below {}", spec.vocab)));
@@ -297,7 +298,7 @@ fn rows(recipe: &Recipe, config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<
     };
     if let Some(whole) = config.modules_to_save.iter().find(|m| modules.contains(&m.as_str())) {
         return Err(Error::usage(format!(
-            "`{whole}` in `modules_to_save` trains whole: rows of it cannot train beside that"
+            "`modules_to_save` trains the full matrix `{whole}`: single rows of it cannot be trained separately"
         ))
         .at(key));
     }
@@ -322,7 +323,7 @@ fn whole(config: &AdapterConfig, spec: &Spec) -> Result<Vec<String>> {
         let found = hf::saved_whole(std::slice::from_ref(module), spec);
         if spec.tied && (module == "lm_head" || found.iter().any(|n| n == spec.head_name())) {
             return Err(Error::new(format!(
-                "`{module}` cannot train beside adapters: its weights are the embedding and the head"
+                "`{module}` cannot be trained together with adapters: its weights are tied (embedding and output head)"
             ))
             .at(key)
             .hint("leave it out, or use `tune.method = \"full\"` or `\"freeze\"`"));
@@ -379,7 +380,7 @@ fn one(
         }
         Kind::Vera { d_initial } => {
             let Some(shared) = shared else {
-                return Err(Error::new("VeRA needs its shared pair").at(module));
+                return Err(Error::new("VeRA needs its shared pair of matrices").at(module));
             };
             let d = peft::full(&[r], *d_initial as f32)?;
             Adapter::Vera(Vera::new(module, shared.clone(), peft::full(&[o], 0.0)?, d, i, mask))
@@ -391,10 +392,10 @@ fn one(
         Kind::Oft { block, neumann } => {
             if i % block != 0 {
                 return Err(
-                    Error::new("`tune.lora.oft_block_size` does not divide the inputs of a target")
+                    Error::new("`tune.lora.oft_block_size` does not divide the input size of a target module")
                         .at(module)
                         .found(format!("blocks of {block}, {i} inputs"))
-                        .hint("take a common divisor of the inputs of all targets"),
+                        .hint("use a common divisor of the input sizes of all target modules"),
                 );
             }
             Adapter::Oft(Oft::fresh(

@@ -59,7 +59,7 @@ pub(super) fn refused(setting: &PlanContext, recipe: &Recipe, limits: Limits, ch
             };
             let error = Error::new(what)
                 .at("memory.host_budget")
-                .found(format!("a forecast peak of {} beside the GPU", bytes(on_host)))
+                .found(format!("a forecast host peak of {}", bytes(on_host)))
                 .expected(format!("at most {}", bytes(limits.host.unwrap_or(0))));
             (error, given)
         }
@@ -68,7 +68,7 @@ pub(super) fn refused(setting: &PlanContext, recipe: &Recipe, limits: Limits, ch
             let what = if given {
                 "the run does not fit the memory budget"
             } else {
-                "the run does not fit the memory that is free"
+                "the run does not fit the free memory"
             };
             let error = Error::new(what)
                 .at("memory.budget")
@@ -157,8 +157,8 @@ fn hint(setting: &PlanContext, recipe: &Recipe, limits: Limits, chosen: &Planned
         format!("{} on the host", bytes(chosen.plan.peak_host_bytes.unwrap_or(0)))
     };
     match (lines.is_empty(), none_fits) {
-        (true, _) => format!("nothing smaller is known; the budget would have to be {needed}"),
-        (false, true) => format!("no change fits; these help most, or a budget of {needed}{lines}"),
+        (true, _) => format!("no setting with less memory is available; the budget must be at least {needed}"),
+        (false, true) => format!("no single change fits; these save most memory, or set a budget of {needed}{lines}"),
         (false, false) => format!("the cheapest changes that fit:{lines}"),
     }
 }
@@ -237,7 +237,7 @@ fn changes(recipe: &Recipe) -> Vec<Change> {
         if pinned {
             arguments.push_str(&format!(" data.packing_length={}", recipe.data.packing_length));
         }
-        add(SAME, arguments, "the same rows a step", &|r| {
+        add(SAME, arguments, "the same rows per step", &|r| {
             r.train.batch_size = 1;
             r.train.gradient_accumulation_steps = accumulation;
             r.open.gradient_accumulation_steps = false;
@@ -248,7 +248,7 @@ fn changes(recipe: &Recipe) -> Vec<Change> {
         add(
             ROWS,
             "train.gradient_accumulation_steps=1".into(),
-            "fewer rows a step",
+            "fewer rows per step",
             &|r| {
                 r.train.gradient_accumulation_steps = 1;
                 r.open.gradient_accumulation_steps = false;
@@ -268,7 +268,7 @@ fn changes(recipe: &Recipe) -> Vec<Change> {
         add(
             ROUNDING,
             "optimizer.master=stochastic".into(),
-            "updates rounded at random",
+            "stochastic rounding of updates",
             &|r| {
                 r.optimizer.master = Master::Stochastic;
             },
@@ -286,17 +286,22 @@ fn changes(recipe: &Recipe) -> Vec<Change> {
     }
     let mut length = recipe.data.max_length / 2;
     while length >= SHORTEST {
-        add(ROWS, format!("data.max_length={length}"), "longer rows are cut", &|r| {
-            r.data.max_length = length;
-            r.data.packing_length = r.data.packing_length.min(length);
-        });
+        add(
+            ROWS,
+            format!("data.max_length={length}"),
+            "longer rows are truncated",
+            &|r| {
+                r.data.max_length = length;
+                r.data.packing_length = r.data.packing_length.min(length);
+            },
+        );
         length /= 2;
     }
     if tune.method == Method::Block && matches!(tune.block.partition, Partition::Layer) {
         add(
             METHOD,
             "tune.block.partition=module".into(),
-            "half a layer at a time",
+            "trains half a layer at a time",
             &|r| {
                 r.tune.block.partition = Partition::Module;
             },
@@ -307,19 +312,19 @@ fn changes(recipe: &Recipe) -> Vec<Change> {
         (tune.block.include_lm_head, "tune.block.include_lm_head"),
     ] {
         if tune.method == Method::Block && written {
-            add(METHOD, format!("{key}=false"), "it does not train", &|r| match key {
+            add(METHOD, format!("{key}=false"), "it is not trained", &|r| match key {
                 "tune.block.include_embedding" => r.tune.block.include_embedding = false,
                 _ => r.tune.block.include_lm_head = false,
             });
         }
     }
     if tune.method == Method::Full {
-        add(METHOD, "tune.method=block".into(), "one layer at a time", &|r| {
+        add(METHOD, "tune.method=block".into(), "trains one layer at a time", &|r| {
             r.tune.method = Method::Block;
         });
     }
     if tune.method != Method::Lora {
-        add(METHOD, "tune.method=lora".into(), "adapters train", &|r| {
+        add(METHOD, "tune.method=lora".into(), "trains adapters only", &|r| {
             r.tune.method = Method::Lora;
         });
     }

@@ -22,9 +22,9 @@ pub fn settle(recipe: &Recipe, prepared: &mut AdapterSetup, steps: u64) -> Resul
     let Kind::Adalora(own) = &mut config.kind else {
         return if given && ranks.target_r > 0 {
             Err(
-                Error::usage("the given adapter is no AdaLoRA: it has no ranks to allocate")
+                Error::usage("the given adapter is not an AdaLoRA adapter: it has no ranks to allocate")
                     .at("tune.lora.adalora.target_r")
-                    .hint("remove the key, or start fresh with `tune.lora.peft_type = \"adalora\"`"),
+                    .hint("remove the key, or start a new adapter with `tune.lora.peft_type = \"adalora\"`"),
             )
         } else {
             Ok(())
@@ -47,7 +47,7 @@ pub fn settle(recipe: &Recipe, prepared: &mut AdapterSetup, steps: u64) -> Resul
     };
     if target > r {
         return Err(
-            Error::usage("`tune.lora.adalora.target_r` is above the rank that adapters start with")
+            Error::usage("`tune.lora.adalora.target_r` is larger than the initial rank of the adapters")
                 .found(target)
                 .expected(format!("at most {r}"))
                 .hint("raise `tune.lora.r`"),
@@ -55,15 +55,15 @@ pub fn settle(recipe: &Recipe, prepared: &mut AdapterSetup, steps: u64) -> Resul
     }
     if !own.kept.is_empty() {
         return Err(
-            Error::usage("the given adapter has lost ranks already: they are not allocated again")
+            Error::usage("the ranks of the given adapter are already reduced: they are not allocated again")
                 .at("tune.lora.adalora.target_r")
-                .hint("remove the key: the adapter trains on with the ranks it has"),
+                .hint("remove the key: training continues with the current ranks of the adapter"),
         );
     }
     let (steps, tinit, tfinal) = (steps as usize, ranks.tinit, ranks.tfinal);
     if steps > 0 && tinit + tfinal >= steps {
         return Err(
-            Error::usage("`tinit` and `tfinal` of AdaLoRA leave no step to take ranks away")
+            Error::usage("`tinit` and `tfinal` of AdaLoRA leave no step for the reduction of ranks")
                 .at("tune.lora.adalora")
                 .found(format!("{tinit} + {tfinal} of {steps} steps"))
                 .expected("less than the steps of the run"),

@@ -108,7 +108,7 @@ impl PlanContext<'_> {
                 }
             }
         }
-        smallest.ok_or_else(|| Error::new("there is no place for the weights"))
+        smallest.ok_or_else(|| Error::new("no memory tier is possible for the weights"))
     }
 
     /// Returns the fastest strategy within `limits.goal`.
@@ -126,10 +126,10 @@ impl PlanContext<'_> {
             Activations::Auto => (0, layers),
         };
         if recipe.memory.activations == Activations::Host && !self.on_gpu {
-            return Err(Error::usage("`memory.activations = \"host\"` means nothing on a CPU")
+            return Err(Error::usage("`memory.activations = \"host\"` has no effect on a CPU")
                 .at("memory.activations")
-                .found("the host's memory is the device's")
-                .hint("use `recompute`: it needs the least"));
+                .found("a CPU run: host memory and device memory are the same")
+                .hint("use `recompute`: it needs the least memory"));
         }
         let seconds = |way: &StepStrategy, keep| plan::seconds_of(&base.model, recipe, &self.inputs(base, way, keep));
         let mut ways: Vec<(f64, StepStrategy)> = Vec::new();
@@ -161,7 +161,7 @@ impl PlanContext<'_> {
                 });
             }
         }
-        best.ok_or_else(|| Error::new("there is no place for the weights"))
+        best.ok_or_else(|| Error::new("no memory tier is possible for the weights"))
     }
 
     /// The largest number of layers with saved activations within `limits.goal`; the start of `range` if none fits.
@@ -215,9 +215,9 @@ impl PlanContext<'_> {
         let mut storage = StoragePolicy::new(&wanted.storage_rules(), recipe.model.dtype, &self.spec.params(), always)?;
         if corrects_all(recipe) && !storage.quantized().is_empty() {
             return Err(
-                Error::usage("weights stored as codes and `tune.block.correction` contradict each other")
+                Error::usage("quantized weights and `tune.block.correction` cannot be combined")
                     .found(format!(
-                        "a correction of all weights: {}",
+                        "a correction that changes all weights: {}",
                         recipe.tune.block.correction.name()
                     ))
                     .hint("leave `memory.frozen_weights` at `auto`, or use another correction"),
@@ -225,12 +225,12 @@ impl PlanContext<'_> {
         }
         for (name, format) in &self.stored.codes {
             if recipe.tune.method != Method::Lora {
-                return Err(Error::new(
-                    "the weights of this model are stored as codes: only adapters can be trained on them",
-                )
-                .at(&**name)
-                .found(format)
-                .hint("set `tune.method = \"lora\"`, or give the model's unquantized weights"));
+                return Err(
+                    Error::new("the weights of this model are quantized: only adapters can be trained")
+                        .at(&**name)
+                        .found(format)
+                        .hint("set `tune.method = \"lora\"`, or give the model's unquantized weights"),
+                );
             }
             storage.set(name.clone(), Some(*format));
         }
@@ -331,18 +331,18 @@ impl PlanContext<'_> {
             Tier::Host if !on_gpu => Ok(vec![Placement::Device]),
             Tier::Auto if codes_in_files => Ok(vec![Placement::Device]),
             Tier::Host | Tier::Disk if codes_in_files => Err(Error::new(
-                "weights that the model's own files store as codes are not read layer by layer yet",
+                "the model files are quantized: reading such weights layer by layer is not supported yet",
             )
             .at("memory.tier")
             .hint("use `memory.tier = \"device\"`, or give the unquantized model and `memory.frozen_weights`")),
             // These corrections change every weight, but only trained parameters are written back to the disk.
             Tier::Auto if corrects_all(recipe) => Ok(vec![Placement::Device]),
             Tier::Host | Tier::Disk if corrects_all(recipe) => Err(Error::usage(format!(
-                "`memory.tier = \"{}\"` and `tune.block.correction` contradict each other",
+                "`memory.tier = \"{}\"` and `tune.block.correction` cannot be combined",
                 recipe.memory.tier.name()
             ))
             .found(format!(
-                "a correction of all weights: {}",
+                "a correction that changes all weights: {}",
                 recipe.tune.block.correction.name()
             ))
             .hint("use `memory.tier = \"device\"`, or another correction")),

@@ -94,7 +94,7 @@ pub fn settle(recipe: &Recipe, spec: &Spec, lengths: Option<&[usize]>, before: &
     };
     if prompts::reinforces(recipe) {
         if open.gradient_accumulation_steps {
-            let why = "whole groups of answers".to_string();
+            let why = "complete groups of answers".to_string();
             let now = whole_groups(recipe);
             settled.train.gradient_accumulation_steps = choose(key, before.number(key), now as f64, why) as usize;
         }
@@ -162,7 +162,7 @@ pub fn record(loaded: &LoadedRecipe, choices: &[Choice]) -> LoadedRecipe {
     loaded
 }
 
-const AS_BEFORE: &str = "as the run began";
+const AS_BEFORE: &str = "as in the first plan of the run";
 
 /// Steps per block so that `turns` blocks fit into the run. More than 100 steps per block give no benefit.
 fn turns(steps: u64, turns: u64) -> u64 {
@@ -272,10 +272,10 @@ impl Step {
             Goal::Usual => "the usual number".to_string(),
             Goal::FewestSteps => format!("{FEWEST_STEPS} steps or more"),
             Goal::EnoughSteps => format!("about {ENOUGH_STEPS} steps, or rows of full length"),
-            Goal::OnePass => "no row twice in a step".to_string(),
-            Goal::AllRows => "`train.max_steps` steps see the rows once".to_string(),
+            Goal::OnePass => "no row is used twice in a step".to_string(),
+            Goal::AllRows => "each row once in `train.max_steps` steps".to_string(),
         };
-        format!("about {:.0} rows a step: {why}", self.rows)
+        format!("about {:.0} rows per step: {why}", self.rows)
     }
 }
 

@@ -54,7 +54,7 @@ pub fn check(run_dir: &Path, options: &Options) -> Result<()> {
                     .hint("set `train.output_dir` to a new or empty directory"),
             )
         }
-        (Kind::New, Some(None)) => Err(Error::new("there is no run to resume")
+        (Kind::New, Some(None)) => Err(Error::new("the directory has no run to resume")
             .at_path(run_dir)
             .hint("start it without `--resume`")),
         (Kind::Run(_), Some(None)) => resumable(run_dir).map(drop),
@@ -69,12 +69,15 @@ pub fn check(run_dir: &Path, options: &Options) -> Result<()> {
         (Kind::Run(_), None) if !options.overwrite => {
             let error = Error::usage("the output directory holds an earlier run").at_path(run_dir);
             Err(error.hint(match resumable(run_dir) {
-                Ok(true) => "go on with `--resume`, replace it with `--overwrite`, or set another `train.output_dir`",
+                Ok(true) => {
+                    "continue it with `--resume`, replace it with `--overwrite`, or set another \
+                             `train.output_dir`"
+                }
                 Ok(false) => {
                     "it has no checkpoint yet: start it again with `--resume` or `--overwrite`, or set another \
                      `train.output_dir`"
                 }
-                Err(_) => "it is finished: replace it with `--overwrite`, or set another `train.output_dir`",
+                Err(_) => "the run is finished: replace it with `--overwrite`, or set another `train.output_dir`",
             }))
         }
         (Kind::New | Kind::Run(_), None) => Ok(()),
@@ -91,9 +94,9 @@ fn is_checkpoint(from: &Path) -> bool {
 fn resumable(run_dir: &Path) -> Result<bool> {
     let any = !checkpoint::list(run_dir)?.is_empty();
     if !any && run_dir.join(owner::FINAL).exists() {
-        return Err(Error::new("the run is finished and has no checkpoint to go on from")
+        return Err(Error::new("the run is finished and has no checkpoint to resume from")
             .at_path(run_dir)
-            .hint("its result is in `final/`; `--overwrite` trains it again, or set another `train.output_dir`"));
+            .hint("its result is in `final/`; `--overwrite` starts it again, or set another `train.output_dir`"));
     }
     Ok(any)
 }
@@ -137,9 +140,12 @@ pub fn open(
     if let Kind::Run(manifest) = Kind::of(run_dir)? {
         out.manifest = manifest;
         let cleaned = out.manifest.clean(run_dir, last)?;
-        out.note("removed what a stopped run left unfinished", &cleaned.removed);
-        out.note("gave back its name to", &cleaned.restored);
-        out.note("left alone, as nothing proves that ft made it", &cleaned.left);
+        out.note("removed incomplete files of a stopped run", &cleaned.removed);
+        out.note("restored the name of", &cleaned.restored);
+        out.note(
+            "not changed, because ft cannot verify that it created this",
+            &cleaned.left,
+        );
     }
     let resumed = match &options.resume {
         None => None,
@@ -162,8 +168,11 @@ pub fn open(
     } else if options.overwrite {
         let (removed, left) = out.manifest.remove(run_dir)?;
         let paths = |names: Vec<String>| names.into_iter().map(PathBuf::from).collect::<Vec<_>>();
-        out.note("removed of the earlier run", &paths(removed));
-        out.note("left alone, as it is not all ft's", &paths(left));
+        out.note("removed from the earlier run", &paths(removed));
+        out.note(
+            "not removed, because it contains files that ft did not write",
+            &paths(left),
+        );
     }
     out.manifest.join(run_dir)?;
     out.written = true;
@@ -200,7 +209,7 @@ impl Directory {
         for path in kept {
             if self.kept.insert(path.clone()) {
                 reporter.warn(&format!(
-                    "{} stays beyond `train.save_total_limit`: not all in it is ft's",
+                    "{} is not removed by `train.save_total_limit`: it contains files that ft did not write",
                     path.display()
                 ));
             }
@@ -217,7 +226,7 @@ impl Directory {
         let stays = self.manifest.exported(&self.path, before)?;
         Ok(stays.then(|| {
             format!(
-                "the `final/` that was there was changed by someone else: it is now {}",
+                "the previous `final/` was changed by another program: it was moved to {}",
                 before.display()
             )
         }))

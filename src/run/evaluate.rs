@@ -160,14 +160,15 @@ fn texts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<
     questions.retain(|q| q.prompt.len() < most);
     if questions.len() < all {
         terminal::warn(&format!(
-            "{} of {all} prompts are longer than the model's positions ({most}): they are not answered, and do not count in the accuracy",
+            "{} of {all} prompts are longer than the model's positions ({most}): they are skipped and do not count in \
+             the accuracy",
             all - questions.len()
         ));
     }
     let mut report = Report::of_loss("rows", rows.examples.len(), totals);
     if !questions.is_empty() {
         let right = super::samples::exact_matches(described, network, &questions)?;
-        report.add("accuracy", right, Measure::Part, "exact answers of greedy decoding");
+        report.add("accuracy", right, Measure::Part, "exact matches with greedy decoding");
     }
     Ok(report)
 }
@@ -194,7 +195,12 @@ fn reward(opened: &EvaluatedModel, score: &Tensor, recipe: &Recipe, request: &Re
     let mut report = Report::of_scores(pairs.examples.len(), totals);
     let of_pairs = "pairs whose chosen answer scores higher";
     report.add("accuracy", mean("accuracy"), Measure::Part, of_pairs);
-    report.add("margin", mean("margin"), Measure::Number, "by how much, on average");
+    report.add(
+        "margin",
+        mean("margin"),
+        Measure::Number,
+        "mean score difference, chosen - rejected",
+    );
     report.add("mean_reward", mean("mean_reward"), Measure::Number, "mean score");
     Ok(report)
 }
@@ -231,7 +237,7 @@ fn totals(
     if totals.weight == 0 {
         return Err(Error::new("there is nothing to evaluate: no row has a trained token")
             .at(files.join(", "))
-            .hint("see with `ft data` which tokens are trained; a `max_length` that cuts every answer off does this"));
+            .hint("`ft data` shows which tokens are trained; a `max_length` that truncates every answer causes this"));
     }
     if totals.loss().is_finite() {
         Ok(totals)

@@ -55,7 +55,7 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<Report> {
     match (dtype, report.adapter) {
         (None, _) => return Ok(report),
         (Some(_), true) => {
-            let note = "an adapter has the type in which it was trained: `--dtype` has no effect";
+            let note = "an adapter keeps the dtype in which it was trained: `--dtype` has no effect";
             report.notes.push(note.into());
         }
         (Some(dtype), false) => {
@@ -130,10 +130,10 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
     if let Some(print) = &print
         && ![&print.exact, &print.sampled].contains(&&facts.base)
     {
-        return Err(Error::new("the base model is not the one that was trained")
+        return Err(Error::new("the base model differs from the model that was trained")
             .at_path(&model.dir)
             .hint(
-                "a checkpoint holds what was trained; all other weights come from the model that the run began with",
+                "a checkpoint contains only the trained weights; all other weights come from the base model of the run",
             ));
     }
     let base = print.as_ref().map(hf::Fingerprint::base).unwrap_or_default();

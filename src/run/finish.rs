@@ -144,9 +144,9 @@ fn adapter(
     // The base weights of this adapter exist nowhere else, so `base/` stores them.
     config.base_model_name_or_path = Some(format!("{}/base", out.display()));
     note(if quantized {
-        "base/ holds what the codes of the weights stand for, in f32: the adapter belongs to these weights"
+        "base/ contains the dequantized weights in f32: the adapter belongs to these weights"
     } else {
-        "base/ holds the weights that this adapter belongs to"
+        "base/ contains the base weights of this adapter"
     });
     let dtype = if quantized { Dtype::F32 } else { recipe.model.dtype };
     hf::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {
@@ -235,7 +235,7 @@ fn compressed(
     let mut most = (0.0, "");
     for (module, adapter) in adapters {
         let Some(lora) = adapter.lora() else {
-            return Err(Error::new("only a LoRA can be compressed").at(module));
+            return Err(Error::new("only a LoRA adapter can be compressed").at(module));
         };
         let (a, b, lost) = algebra::compressed(lora, rank, scale)?;
         if lost > most.0 {
@@ -251,7 +251,7 @@ fn compressed(
         );
     }
     note(&format!(
-        "the adapter is compressed to rank {rank}: at most {:.2e} of a linear's change is lost ({})",
+        "the adapter is compressed to rank {rank}: the relative error of one layer's update is at most {:.2e} ({})",
         most.0, most.1
     ));
     Ok((config, plain))

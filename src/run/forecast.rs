@@ -91,9 +91,9 @@ pub fn forecast(
     let gpu = ops::device::memory(device)?;
     let on_gpu = recipe.model.device.starts_with("cuda") || gpu.is_some();
     if recipe.memory.host_budget.is_some() && !on_gpu {
-        return Err(Error::usage("`memory.host_budget` means nothing on a CPU")
+        return Err(Error::usage("`memory.host_budget` has no effect on a CPU")
             .at("memory.host_budget")
-            .found("the host's memory is the device's")
+            .found("a CPU run: host memory and device memory are the same")
             .hint("set `memory.budget`"));
     }
     let teacher = teacher::cost(recipe, spec, on_gpu)?;
@@ -146,7 +146,7 @@ impl MemoryPlan {
         };
         let device = match limits.most {
             Some(most) => of(plan.peak_bytes, most, recipe.memory.budget.is_some()),
-            None => format!("{} of a GPU that is not here", bytes(plan.peak_bytes)),
+            None => format!("{} of GPU memory (no GPU on this machine)", bytes(plan.peak_bytes)),
         };
         let host = match (plan.peak_host_bytes, limits.host) {
             (Some(host), Some(most)) => {
@@ -178,17 +178,17 @@ impl PlanContext<'_> {
         let needs = |what: &str, least: Option<Plan>| match least {
             Some(plan) => match (plan.peak_host_bytes, limits.host) {
                 (Some(host), Some(most)) if host > most => {
-                    format!("{what} takes {} of the host at least", bytes(host))
+                    format!("{what}: at least {} of host memory", bytes(host))
                 }
-                _ => format!("{what} takes {} at least", bytes(plan.peak_bytes)),
+                _ => format!("{what}: at least {}", bytes(plan.peak_bytes)),
             },
-            None => format!("{what} does not fit"),
+            None => format!("{what}: does not fit"),
         };
         if let (None, Some(goal)) = (recipe.memory.budget, limits.goal) {
             say(
                 "memory.budget",
                 bytes(goal),
-                format!("{} % of what is free", 10 * OF_FREE),
+                format!("{} % of the free memory", 10 * OF_FREE),
             );
         }
         if recipe.memory.frozen_weights == FrozenWeights::Auto {
@@ -199,20 +199,24 @@ impl PlanContext<'_> {
                     say(
                         "memory.frozen_weights",
                         lossy.name().into(),
-                        needs("a storage without loss", least),
+                        needs("unquantized weights", least),
                     )
                 }
                 None => say(
                     "memory.frozen_weights",
                     recipe.model.dtype.name().into(),
-                    "nothing is lost".into(),
+                    "no quantization error".into(),
                 ),
             }
         }
         let on_device = |w: &StepStrategy| w.place == Placement::Device;
         if recipe.memory.tier == Tier::Auto {
             match way.place {
-                Placement::Device => say("memory.tier", "device".into(), "nothing has to be read again".into()),
+                Placement::Device => say(
+                    "memory.tier",
+                    "device".into(),
+                    "the weights are loaded only once".into(),
+                ),
                 Placement::Host => {
                     let least = least(&on_device)?;
                     say("memory.tier", "host".into(), needs("all weights on the GPU", least));
@@ -220,7 +224,7 @@ impl PlanContext<'_> {
                 Placement::Disk { .. } => {
                     let on_host = |w: &StepStrategy| w.place == Placement::Host;
                     let (what, least) = if self.on_gpu {
-                        ("all weights in the host's memory", least(&on_host)?)
+                        ("all weights in host memory", least(&on_host)?)
                     } else {
                         ("all weights in memory", least(&on_device)?)
                     };
@@ -231,11 +235,11 @@ impl PlanContext<'_> {
         if let (None, Placement::Disk { head_rows }) = (recipe.memory.head_chunk, way.place) {
             let whole = |w: &StepStrategy| w.place == Placement::Disk { head_rows: None };
             match head_rows {
-                None => say("memory.head_chunk", "0".into(), "the head fits whole".into()),
+                None => say("memory.head_chunk", "0".into(), "the full output head fits".into()),
                 Some(rows) => say(
                     "memory.head_chunk",
                     rows.to_string(),
-                    needs("a whole head", least(&whole)?),
+                    needs("the full output head", least(&whole)?),
                 ),
             }
         }
@@ -243,16 +247,20 @@ impl PlanContext<'_> {
             let layers = self.spec.layers.len();
             let value = format!("keep {} of {layers}", chosen.keep);
             if chosen.keep == layers {
-                say("memory.activations", value, "nothing is computed twice".into());
+                say("memory.activations", value, "no layer is recomputed".into());
             } else {
                 let more = self.plan(recipe, &base, &way, chosen.keep + 1);
-                say("memory.activations", value, needs("one layer more", Some(more)));
+                say(
+                    "memory.activations",
+                    value,
+                    needs("saved activations of one more layer", Some(more)),
+                );
             }
         }
         if recipe.memory.mlp_chunk.is_none() {
             let whole = |w: &StepStrategy| w.mlp.is_none() && w.place == way.place;
             match way.mlp {
-                None => say("memory.mlp_chunk", "0".into(), "all tokens at once fit".into()),
+                None => say("memory.mlp_chunk", "0".into(), "all tokens fit at once".into()),
                 Some(tokens) => say(
                     "memory.mlp_chunk",
                     tokens.to_string(),
@@ -270,15 +278,15 @@ impl PlanContext<'_> {
             PackedWeights::Auto if can_pack => {
                 let more = |w: &StepStrategy| w.copies > way.copies && w.place == way.place;
                 let why = match way.copies {
-                    Some(Orders::Both) => "no frozen weight is packed in a product".into(),
-                    _ => needs("more of them", least(&more)?),
+                    Some(Orders::Both) => "all frozen weights are packed before training".into(),
+                    _ => needs("more packed weights", least(&more)?),
                 };
                 say("memory.packed_weights", packed(way.copies).name().into(), why);
             }
             PackedWeights::Forward | PackedWeights::Both if !can_pack => say(
                 "memory.packed_weights",
                 PackedWeights::None.name().into(),
-                "needs a CPU with AMX or fast bf16 dot products, and frozen bf16 weights in its memory".into(),
+                "needs a CPU with AMX or fast bf16 dot products, and frozen bf16 weights in memory".into(),
             ),
             _ => {}
         }
@@ -287,7 +295,7 @@ impl PlanContext<'_> {
             say(
                 "gradients",
                 "two passes".into(),
-                needs("keeping them for clipping", least(&kept)?),
+                needs("gradients kept for clipping", least(&kept)?),
             );
         }
         Ok(all)
@@ -325,7 +333,7 @@ pub fn settled(open: &Recipe, recipe: &Recipe) -> Vec<Choice> {
     let kept = |key, value| Choice {
         key,
         value,
-        why: "as the run began".into(),
+        why: "as in the first plan of the run".into(),
     };
     let (was, memory) = (&open.memory, &recipe.memory);
     let mut all = Vec::new();

@@ -168,7 +168,7 @@ impl Writer {
             Err(Error::new("the conversation is longer than the model's positions")
                 .found(format!("{tokens} tokens"))
                 .expected(format!("at most {most}"))
-                .hint("begin a new one, or say this in fewer words"))
+                .hint("start a new conversation, or shorten the message"))
         }
     }
 

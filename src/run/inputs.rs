@@ -49,7 +49,7 @@ impl Covariances {
         let group = self.groups.iter().find(|g| g.modules.iter().any(|m| m == module));
         match group {
             Some(group) => Ok(&group.covariance),
-            None => Err(Error::new("no input of this linear was seen").at(module)),
+            None => Err(Error::new("this linear layer received no input").at(module)),
         }
     }
 }
@@ -78,7 +78,7 @@ impl Seen {
             }
         };
         if !factor.is_finite() || products.iter().any(|p| !p.is_finite()) {
-            return Err(Error::new("the inputs of a linear are not finite, or all zero"));
+            return Err(Error::new("the inputs of a linear layer are not finite, or all zero"));
         }
         covariance.add(&products, &sums, factor, count);
         Ok(())

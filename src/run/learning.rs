@@ -72,9 +72,9 @@ pub fn seen(recipe: &Recipe, stream: &BatchStream) -> Option<String> {
         }
     };
     Some(match times {
-        t if t < 0.995 => format!("{} % of the rows are seen", number((100.0 * t).max(0.1))),
-        t if t < 1.005 => "each row is seen once".to_string(),
-        t => format!("each row is seen {} times", number(t)),
+        t if t < 0.995 => format!("{} % of the rows are used", number((100.0 * t).max(0.1))),
+        t if t < 1.005 => "each row is used once".to_string(),
+        t => format!("each row is used {} times", number(t)),
     })
 }
 
@@ -94,10 +94,10 @@ pub fn warnings(recipe: &Recipe, tuning: &Tuning, stream: &BatchStream) -> Vec<S
     if steps < FEW_STEPS {
         let few = plural(steps);
         all.push(if train.max_steps > 0 {
-            format!("the run has only {few}: `train.max_steps` says so")
+            format!("the run has only {few}, because of `train.max_steps`")
         } else {
             format!(
-                "the run has only {few}, which seldom teach much; raise `train.num_epochs`, or lower \
+                "the run has only {few}, which is rarely enough; raise `train.num_epochs`, or lower \
              `train.batch_size` or `train.gradient_accumulation_steps`"
             )
         });
@@ -105,7 +105,7 @@ pub fn warnings(recipe: &Recipe, tuning: &Tuning, stream: &BatchStream) -> Vec<S
     let (step, epoch) = (stream.units_per_window(), stream.units_per_epoch());
     if !prompts::reinforces(recipe) && step > epoch {
         all.push(format!(
-            "one step takes rows more than once: it has {} × {} = {} rows, the data {}{}; lower `train.batch_size` or \
+            "one step uses rows more than once: it has {} × {} = {} rows, the data {}{}; lower `train.batch_size` or \
              `train.gradient_accumulation_steps`",
             train.batch_size,
             train.gradient_accumulation_steps,
@@ -118,7 +118,7 @@ pub fn warnings(recipe: &Recipe, tuning: &Tuning, stream: &BatchStream) -> Vec<S
         && turns < blocks
     {
         all.push(format!(
-            "only {turns} of {blocks} blocks will be trained: the run has {} and a block keeps {} \
+            "only {turns} of {blocks} blocks will be trained: the run has {} and each block is active for {} \
              (`tune.block.switch_every`); train longer, or switch more often",
             plural(steps),
             plural(recipe.tune.block.switch_every.unwrap_or(1) as u64),
@@ -195,8 +195,8 @@ impl Watch {
         let mut all: Vec<String> = self.diverged().into_iter().collect();
         if self.steps > 0 && !self.moved {
             all.push(
-                "nothing was learned: every step had a learning rate of 0 or a gradient of 0; the result is the model \
-                 that the run began with"
+                "no weight changed: every step had a learning rate of 0 or a gradient of 0; the result equals the \
+                 initial model"
                     .into(),
             );
         }
@@ -217,8 +217,8 @@ impl Watch {
         }
         self.warned = true;
         let what = match (worse || guesses, self.guessing) {
-            (false, Some(most)) => format!("worse than guessing ({:.1})", most / 1.5),
-            _ => format!("it began at {first:.4}"),
+            (false, Some(most)) => format!("worse than random guessing ({:.1})", most / 1.5),
+            _ => format!("the initial loss was {first:.4}"),
         };
         Some(format!(
             "the loss diverges: {last:.4} in the last {n} steps, {what}; lower `optimizer.learning_rate`"

@@ -53,14 +53,12 @@ pub(super) fn fill(s: &mut AdapterInitContext, network: &Network) -> Result<()> 
         progress.layer(layer + 1, s.note)?;
     }
     if n == 0 {
-        return Err(
-            Error::usage("LoftQ needs weights that are stored as codes, and there are none")
-                .at("tune.lora.init_lora_weights")
-                .hint("set `memory.frozen_weights` to `nf4`, `int4` or `int8`"),
-        );
+        return Err(Error::usage("LoftQ needs quantized weights, and this model has none")
+            .at("tune.lora.init_lora_weights")
+            .hint("set `memory.frozen_weights` to `nf4`, `int4` or `int8`"));
     }
     (s.note)(&format!(
-        "loftq: the codes are {:.3} % off the weights on average, with the adapters {:.3} %",
+        "loftq: mean relative quantization error {:.3} %, with the adapters {:.3} %",
         100.0 * before / n as f64,
         100.0 * after / n as f64
     ));
@@ -84,7 +82,7 @@ fn original(network: &Network, linear: &Linear) -> Result<Mat<f64>> {
 /// Q₁ = q(W); then (A, B) is the best rank-R approximation of W - Qₜ, and Qₜ₊₁ = q(W - s·B·A).
 fn one(task: &Task, w: MatRef<'_, f64>, iterations: usize, dtype: Dtype) -> Result<Found> {
     let Some(format) = task.linear.weight.format() else {
-        return Err(Error::new("this weight is not stored as codes"));
+        return Err(Error::new("this weight is not quantized"));
     };
     let (lora, (rows, columns)) = (task.lora()?, task.linear.dims());
     let size = w.norm_l2().max(f64::MIN_POSITIVE);

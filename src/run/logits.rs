@@ -57,7 +57,7 @@ impl LayerSource for Streamed {
     }
 
     fn restore(&self, name: &str, _saved: &Weights, _low: &mut dyn MasterLowBits) -> Result<()> {
-        Err(Error::new("weights that are only compared are not restored").at(name))
+        Err(Error::new("this source is for comparison only: its weights cannot be restored").at(name))
     }
 }
 

@@ -157,12 +157,12 @@ pub fn merge(
 fn refuse_mixed_ties(dirs: &[(PathBuf, f32)], adapters: &[Weighted], tied: &Spec) -> Result<()> {
     for ((dir, _), a) in dirs.iter().zip(adapters) {
         if !hf::unties(dir, tied)? && (a.changes(EMBEDDING) || a.changes(LM_HEAD) || a.adapter.score.is_some()) {
-            return Err(
-                Error::usage("the adapters treat the tied embedding and head of the model in different ways")
-                    .at_path(dir)
-                    .expected("adapters that all untie them, or leave both alone")
-                    .hint("merge each into a directory of its own"),
-            );
+            return Err(Error::usage(
+                "the adapters handle the tied embedding and output head of the model differently",
+            )
+            .at_path(dir)
+            .expected("adapters that all untie them, or that change neither of them")
+            .hint("merge each adapter into a separate directory"));
         }
     }
     Ok(())
@@ -172,8 +172,8 @@ fn refuse_mixed_ties(dirs: &[(PathBuf, f32)], adapters: &[Weighted], tied: &Spec
 fn score_of(adapters: &[Weighted]) -> Result<Option<&Tensor>> {
     let mut scores = adapters.iter().filter_map(|a| a.adapter.score.as_ref());
     match (scores.next(), scores.next()) {
-        (_, Some(_)) => Err(Error::usage("two of the adapters are those of reward models")
-            .hint("a model has one score head: merge each into a directory of its own")),
+        (_, Some(_)) => Err(Error::usage("two of the adapters belong to reward models")
+            .hint("a model has one score head: merge each adapter into a separate directory")),
         (score, None) => Ok(score),
     }
 }
@@ -246,11 +246,11 @@ pub(super) fn refuse_existing(out: &Path) -> Result<()> {
 pub(super) fn refuse_codes(spec: &Spec, weights: &Weights) -> Result<()> {
     for p in spec.params() {
         if let Some((_, format)) = stored::find(weights, &p.name)? {
-            return Err(Error::new("the weights of this model are stored as codes")
+            return Err(Error::new("the weights of this model are quantized")
                 .at(&*p.name)
                 .found(format)
                 .expected("the original weights in 16 or 32 bits")
-                .hint("give the model that was quantized: an adapter is merged into its exact weights"));
+                .hint("give the unquantized model: an adapter is merged into unquantized weights"));
         }
     }
     Ok(())
@@ -271,10 +271,12 @@ pub(super) fn refuse_strangers(spec: &Spec, weights: &Weights) -> Result<()> {
         .first()
         .map(|f| f.display().to_string())
         .unwrap_or_default();
-    Err(Error::new("the weights hold tensors that this model does not have")
-        .at(place)
-        .found(format!("{} such tensors: {}", strangers.len(), shown.join(", ")))
-        .hint("check that config.json belongs to these weights"))
+    Err(
+        Error::new("the weight files contain tensors that this model does not have")
+            .at(place)
+            .found(format!("{} such tensors: {}", strangers.len(), shown.join(", ")))
+            .hint("check that config.json belongs to these weights"),
+    )
 }
 
 #[cfg(test)]

@@ -27,7 +27,7 @@ pub fn locate(name: &str) -> Result<NamedKind> {
     if dir.is_file() {
         return Err(Error::new("the model is a file, not a directory")
             .at_path(&dir)
-            .hint("give the directory that holds it"));
+            .hint("give the directory that contains it"));
     }
     if dir.join("config.json").is_file() {
         return Ok(NamedKind::Model(dir));
@@ -44,7 +44,7 @@ pub fn locate(name: &str) -> Result<NamedKind> {
             None => Err(Error::new("this run has neither `final/` nor a checkpoint yet")
                 .at_path(&dir)
                 .hint(format!(
-                    "finish it: `ft train {}/recipe.toml --resume`, or start it again",
+                    "finish the run: `ft train {}/recipe.toml --resume`, or start it again",
                     dir.display()
                 ))),
         };
@@ -90,9 +90,9 @@ pub fn find(model: &str, adapter: Option<&Path>) -> Result<Named> {
     match out.written(locate(model)?, model)? {
         NamedKind::Adapter(dir) => {
             if let Some(other) = adapter {
-                return Err(Error::usage("the model is an adapter, and there is another one")
+                return Err(Error::usage("the model is an adapter, and a second adapter is given")
                     .found(format!("{} and {}", dir.display(), other.display()))
-                    .hint("give the base with `--model`; `ft merge` adds adapters up"));
+                    .hint("give the base model with `--model`; `ft merge` combines several adapters"));
             }
             out.model = base_of(&dir)?;
             out.note(
@@ -135,14 +135,12 @@ pub fn directories(model: Option<&Path>, adapters: &[PathBuf]) -> Result<(PathBu
     };
     match out.written(locate(&name)?, &name)? {
         NamedKind::Model(dir) | NamedKind::Checkpoint(dir) => Ok((dir, adapters, out)),
-        NamedKind::Adapter(dir) => {
-            Err(Error::new("this is an adapter, not a whole model")
-                .at_path(&dir)
-                .hint(format!(
-                    "make a whole model of it: `ft merge --adapter {} --out DIR`",
-                    dir.display()
-                )))
-        }
+        NamedKind::Adapter(dir) => Err(Error::new("this is an adapter, not a complete model")
+            .at_path(&dir)
+            .hint(format!(
+                "make a complete model of it: `ft merge --adapter {} --out DIR`",
+                dir.display()
+            ))),
     }
 }
 
@@ -152,12 +150,15 @@ pub fn directories(model: Option<&Path>, adapters: &[PathBuf]) -> Result<(PathBu
 pub fn adapter_directory(name: &str) -> Result<PathBuf> {
     match locate(name)? {
         NamedKind::Adapter(dir) => Ok(dir),
-        NamedKind::Model(dir) => Err(Error::new("this is a whole model, not an adapter")
+        NamedKind::Model(dir) => Err(Error::new("this is a complete model, not an adapter")
             .at_path(&dir)
             .hint("give it as `model.path`")),
         NamedKind::Checkpoint(dir) => Err(Error::new("this is a checkpoint, not an adapter directory")
             .at_path(&dir)
-            .hint(format!("make one of it: `ft export {} --out DIR`", dir.display()))),
+            .hint(format!(
+                "export it as an adapter: `ft export {} --out DIR`",
+                dir.display()
+            ))),
     }
 }
 
@@ -189,7 +190,7 @@ impl Named {
         match self.written(locate(&text)?, &text)? {
             NamedKind::Adapter(dir) => Ok(dir),
             NamedKind::Model(dir) | NamedKind::Checkpoint(dir) => {
-                Err(Error::new("this is a whole model, not an adapter")
+                Err(Error::new("this is a complete model, not an adapter")
                     .at_path(&dir)
                     .hint("give it as the model, without an adapter"))
             }
@@ -213,7 +214,7 @@ fn base_of(dir: &Path) -> Result<String> {
         return Ok(base);
     }
     Err(paths::missing("directory", Path::new(&base))
-        .after("the base of the adapter is needed")
+        .after("the base model of the adapter is needed")
         .hint(format!("give it: `--model BASE --adapter {}`", dir.display())))
 }
 

@@ -127,11 +127,11 @@ impl Manifest {
         match value["format"].as_str() {
             Some("ft run 1") => {}
             Some(other) if other.starts_with("ft run ") => {
-                return Err(Error::new("the run directory is of another version of ft")
+                return Err(Error::new("the run directory was written by another version of ft")
                     .at_path(&path)
                     .found(format!("`{other}`"))
                     .expected("`ft run 1`")
-                    .hint("use the version that wrote it, or set another `train.output_dir`"));
+                    .hint("use that version of ft, or set another `train.output_dir`"));
             }
             _ => return Ok(None),
         }

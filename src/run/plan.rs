@@ -53,7 +53,7 @@ impl Space {
     pub fn text(&self) -> String {
         let free = match self.free {
             Some(free) => format!("{} free", bytes(free)),
-            None => "unknown how much is free".into(),
+            None => "free space unknown".into(),
         };
         let verdict = if self.fits() { "" } else { "does not fit: " };
         format!(
@@ -119,7 +119,7 @@ pub fn plan(recipe: &Recipe) -> Result<RecipePlan> {
         }
         None => {
             notes.push(format!(
-                "the rows are not here: every row is taken as {} tokens long, a step as {} forward passes",
+                "the rows are not available: the plan assumes {} tokens in every row and {} forward passes per step",
                 recipe.data.max_length, settled.train.gradient_accumulation_steps
             ));
             None
@@ -132,7 +132,7 @@ pub fn plan(recipe: &Recipe) -> Result<RecipePlan> {
     if let Some(stream) = &stream {
         match learning::check(recipe, &tuning, stream.steps()) {
             Ok(()) => notes.extend(learning::warnings(recipe, &tuning, stream)),
-            Err(e) => notes.push(format!("`ft train` would refuse this: {e}")),
+            Err(e) => notes.push(format!("`ft train` would reject this recipe: {e}")),
         }
     }
     let eval = rows.as_ref().and_then(|rows| rows.eval.as_ref());
@@ -165,7 +165,10 @@ pub fn plan(recipe: &Recipe) -> Result<RecipePlan> {
     match forecast.refused {
         Some(refused) if refused.by_budget => return Err(refused.error),
         // The run may be planned for another machine.
-        Some(refused) => notes.push(format!("`ft train` would refuse this here: {}", refused.error)),
+        Some(refused) => notes.push(format!(
+            "`ft train` would reject this recipe on this machine: {}",
+            refused.error
+        )),
         None => {}
     }
     Ok(RecipePlan {
@@ -212,7 +215,7 @@ pub fn fit(recipe: &Recipe) -> Result<Fitted> {
             .find(|c| values.contains(&c.value.as_str()));
         choice.map(|c| c.value.clone())
     };
-    let disk = lost("memory.tier", &["disk"]).map(|_| "weights on the disk".to_string());
+    let disk = lost("memory.tier", &["disk"]).map(|_| "weights on disk".to_string());
     let fewer = lost("memory.frozen_weights", &["int8", "int4", "nf4"]).map(|bits| format!("frozen weights in {bits}"));
     let fit = match planned.refused {
         true => Fit::No,

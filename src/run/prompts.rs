@@ -67,7 +67,7 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
         )
     };
     if recipe.data.train.is_empty() {
-        return Err(Error::usage("training by reward needs prompts").hint("set `data.train`"));
+        return Err(Error::usage("training with rewards needs prompts").hint("set `data.train`"));
     }
     let train = load(&recipe.data.train)?;
     let (mut hash, mut eval_hash) = (train.fingerprint, None);

@@ -219,8 +219,8 @@ fn text(report: &Report, measured: Option<&(Sensitivity, Choice)>) -> String {
         out.push_str(&format!("| {format} | {n} |\n"));
     }
     out.push_str(&format!(
-        "\nAll weights: {} before, {} after. Norms, biases, embedding and head keep their bytes.\n\
-         The coded weights change by {:.2} % (root mean square of the change over that of the weights).\n",
+        "\nAll weights: {} before, {} after. Norms, biases, embedding and output head are not quantized.\n\
+         The relative quantization error is {:.2} % (RMS of the error divided by RMS of the weights).\n",
         bytes(report.before),
         bytes(report.after),
         100.0 * report.error

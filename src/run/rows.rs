@@ -103,8 +103,8 @@ fn rendered_later(train: &Dataset, eval: Option<&Dataset>, recipe: &Recipe, has_
         None
     } else {
         Some(format!(
-            "no row is rendered with the chat template, but {} take it: what they show is not what was trained \
-         (`data.render`; `ft generate --prompt` without `--chat` asks in plain text)",
+            "no row is rendered with the chat template, but {} use it: their prompts differ from the training rows \
+             (`data.render`; `ft generate --prompt` without `--chat` sends plain text)",
             later.join(", ")
         ))
     }
@@ -126,7 +126,7 @@ pub fn warnings(
     if train.preferences.is_empty()
         && let Some(line) = beyond(longest, positions)
     {
-        all.push(format!("{line}; lower `data.max_length` to cut rows"));
+        all.push(format!("{line}; lower `data.max_length` to truncate rows"));
     }
     all
 }
@@ -135,8 +135,8 @@ pub fn warnings(
 pub fn beyond(longest: usize, positions: usize) -> Option<String> {
     (longest > positions).then(|| {
         format!(
-            "the longest row has {longest} tokens, the model {positions} positions (`max_position_embeddings`): rows are taken \
-             whole, and what lies beyond is new to the model"
+            "the longest row has {longest} tokens, the model {positions} positions (`max_position_embeddings`): rows \
+             are not truncated, and the model was not trained on the positions beyond"
         )
     })
 }

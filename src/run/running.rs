@@ -68,7 +68,7 @@ impl Budget {
     pub fn warning(self) -> Option<String> {
         (self.before > self.most()).then(|| {
             format!(
-                "reading the model's files and the rows took {}, more than `memory.budget` ({})",
+                "reading the model files and the rows used {}, more than `memory.budget` ({})",
                 bytes(self.before),
                 bytes(self.bytes)
             )
@@ -104,7 +104,7 @@ impl Pace {
         let lost = self.lost(step);
         if gives_up {
             Stop {
-                what: format!("stopping: step {step} is given up"),
+                what: format!("stopping: step {step} is discarded"),
                 then: format!(
                     ", the state after step {} is saved{}; Ctrl-C again stops now and loses {lost}",
                     step - 1,
@@ -274,7 +274,7 @@ impl Run<'_> {
             format!("stopped by a signal; the state after step {step} is saved"),
         )
         .at_path(self.run_dir)
-        .hint("go on with `--resume`"))
+        .hint("continue with `--resume`"))
     }
 
     /// Errors: the process exceeded the memory budget of the recipe; the state after `step` is saved first.
@@ -290,7 +290,7 @@ impl Run<'_> {
             json!({"step": step, "reason": "memory budget", "peak_memory_bytes": peak}),
         );
         self.reporter.finish();
-        Err(Error::new("the run took more memory than its budget")
+        Err(Error::new("the run used more memory than its budget")
             .at("memory.budget")
             .found(format!(
                 "a measured peak of {} in step {step}, {} forecast",
@@ -298,7 +298,7 @@ impl Run<'_> {
                 bytes(self.plan.peak_bytes)
             ))
             .expected(format!(
-                "at most {}, a tenth more than the budget of {}",
+                "at most {}, the budget of {} plus 10 %",
                 bytes(budget.most()),
                 bytes(budget.bytes)
             ))
@@ -340,9 +340,9 @@ impl Run<'_> {
             .ok()
             .flatten()
             .unwrap_or_default();
-        Error::new("the GPU has no memory left")
+        Error::new("the GPU is out of memory")
             .found(format!(
-                "tensors of {} at most, {} taken from the GPU for them, {} of {} free; forecast {}",
+                "tensors of {} at most, {} allocated on the GPU for them, {} of {} free; forecast {}",
                 bytes(used.peak_used),
                 bytes(used.peak_reserved),
                 bytes(used.free),
@@ -351,7 +351,7 @@ impl Run<'_> {
             ))
             .hint(
                 "set `memory.activations = \"recompute\"`, lower `train.batch_size` or `data.max_length`, \
-                 or let other programs leave the GPU",
+                 or stop other programs on the GPU",
             )
             .cause(e)
     }

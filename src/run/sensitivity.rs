@@ -150,7 +150,7 @@ pub fn measure(model: &ModelDir, data: &Path, smallest: Format, decoded: Dtype, 
         decoded,
     };
     if out.tokens == 0 {
-        return Err(Error::new("there is nothing to measure on: no row has a trained token").at_path(data));
+        return Err(Error::new("nothing can be measured: no row has a trained token").at_path(data));
     }
     out.run()?;
     Ok(out)
@@ -328,8 +328,8 @@ impl Sensitivity {
         let mut out = format!(
             "\n## Bits per layer\n\nBudget {}, chosen {}. Measured on {} tokens.\n\n\
              | weights | bytes | loss |\n|---|---|---|\n\
-             | as they are | - | {:.4} |\n| this choice | {} | {:.4} |\n| {} everywhere | {} | {:.4} |\n\n\
-             Rise of the loss when this part alone is stored so:\n\n| layer | part |",
+             | unchanged | - | {:.4} |\n| this choice | {} | {:.4} |\n| {} everywhere | {} | {:.4} |\n\n\
+             Increase of the loss if only this part is stored in this format:\n\n| layer | part |",
             bytes(choice.budget),
             bytes(choice.bytes),
             self.tokens,

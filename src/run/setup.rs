@@ -60,7 +60,7 @@ impl ModelDir {
         let spec = families::read(&config)?;
         if config.get("auto_map").is_some() {
             report::warn(&format!(
-                "{} names code of its own (`auto_map`): ft never runs code of a model directory, and reads the model \
+                "{} refers to custom code (`auto_map`): ft never runs code of a model directory, and loads the model \
                  as `{}`",
                 config.path.display(),
                 spec.model_type
@@ -72,13 +72,11 @@ impl ModelDir {
         let warnings = spec.warnings.iter().map(String::as_str);
         warnings.chain(tokenizer.warning()).for_each(warn_once);
         if tokenizer.vocab_size() > spec.vocab {
-            return Err(
-                Error::new("the tokenizer knows more tokens than the embedding has rows")
-                    .at_path(&dir)
-                    .found(format!("{} tokens", tokenizer.vocab_size()))
-                    .expected(format!("at most {} (vocab_size of config.json)", spec.vocab))
-                    .hint("use the tokenizer that belongs to this model, or resize the model's embedding first"),
-            );
+            return Err(Error::new("the tokenizer has more tokens than the embedding has rows")
+                .at_path(&dir)
+                .found(format!("{} tokens", tokenizer.vocab_size()))
+                .expected(format!("at most {} (vocab_size of config.json)", spec.vocab))
+                .hint("use the tokenizer that belongs to this model, or resize the model's embedding first"));
         }
         let template = match template {
             Some(file) => Some(ChatTemplate::from_file(Path::new(file), &tokenizer)?.trusted(report::warn)),
@@ -125,9 +123,9 @@ impl ModelDir {
             ModelInit::Pretrained => {
                 let weights = self.weights()?;
                 if weights.info(hf::SCORE).is_some() {
-                    return Err(Error::new("a reward model gives scores, not text")
+                    return Err(Error::new("a reward model returns scores, not text")
                         .at_path(&self.dir)
-                        .hint("name it in `rlhf.rewards`, and here the model that it was trained from"));
+                        .hint("use it in `rlhf.rewards`; here, give the model from which it was trained"));
                 }
                 resident::check_names(&self.spec.params(), &weights)
             }
@@ -233,7 +231,7 @@ impl ModelDir {
         let width = self.spec.hidden;
         match weights.info(hf::SCORE) {
             Some(info) if info.shape == [1, width] => Ok(true),
-            Some(info) => Err(Error::new("the reward model has not one score")
+            Some(info) => Err(Error::new("the reward model must have exactly one score")
                 .at_path(&self.dir)
                 .found(format!("{} {:?}", hf::SCORE, info.shape))
                 .expected(format!("[1, {width}]"))),
@@ -246,9 +244,9 @@ impl ModelDir {
     pub fn infer(&self, adapter: Option<&Path>, dtype: Option<Dtype>, device: &Device) -> Result<Network> {
         match self.infer_scored(adapter, dtype, device)? {
             (network, None) => Ok(network),
-            (_, Some(_)) => Err(Error::new("a reward model gives scores, not text")
+            (_, Some(_)) => Err(Error::new("a reward model returns scores, not text")
                 .at_path(adapter.unwrap_or(&self.dir))
-                .hint("`ft eval` measures it on preference rows; `rlhf.rewards = [\"model:DIR\"]` trains with it")),
+                .hint("`ft eval` evaluates it on preference rows; `rlhf.rewards = [\"model:DIR\"]` trains with it")),
         }
     }
 

@@ -69,7 +69,7 @@ pub fn read(dir: &Path, key: &str, network: &Network, note: &mut dyn FnMut(&str)
     if !path.is_file() {
         return Ok(None);
     }
-    let mut unusable = |why: &str| note(&format!("{} {why}: it is computed again", path.display()));
+    let mut unusable = |why: &str| note(&format!("{} {why}: its content is computed again", path.display()));
     let weights = match Weights::open_file(&path) {
         Ok(weights) => weights,
         Err(e) => {
@@ -102,7 +102,7 @@ pub fn read(dir: &Path, key: &str, network: &Network, note: &mut dyn FnMut(&str)
             Ok(None)
         }
         None => {
-            unusable("has no hash of its numbers");
+            unusable("has no hash of its values");
             Ok(None)
         }
     }

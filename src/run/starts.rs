@@ -115,7 +115,7 @@ impl Task {
     pub fn lora(&self) -> Result<&Lora> {
         self.adapter
             .lora()
-            .ok_or_else(|| Error::new("adapter has no pair").at(&self.module))
+            .ok_or_else(|| Error::new("the initialization has no pair for an adapter").at(&self.module))
     }
 }
 
@@ -167,7 +167,7 @@ impl Progress {
             name,
             begun: Instant::now(),
             layers: network.layers(),
-            phase: progress::phase(format!("preparing adapters ({name})"), network.layers(), "layers"),
+            phase: progress::phase(format!("initializing adapters ({name})"), network.layers(), "layers"),
             last: Cell::new(None),
         }
     }
@@ -188,7 +188,7 @@ impl Progress {
         match signal::received() {
             Some(signal) => Err(Error::signal(
                 signal,
-                "stopped by a signal while adapters were prepared",
+                "stopped by a signal during the initialization of the adapters",
             )),
             None => Ok(()),
         }
@@ -298,7 +298,7 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut Adapt
     };
     let key = cache::key(s.recipe, s.base, rows, network)?;
     if let Some(pairs) = cache::read(s.cache, &key, network, s.note)? {
-        (s.note)("corda: the components of an earlier run with the same model, rows and settings are used");
+        (s.note)("corda: uses the components of an earlier run with the same model, rows and settings");
         return place(s.recipe, network, prepared, pairs);
     }
     let method = match settings.method {
@@ -319,7 +319,8 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut Adapt
     let widest = network.spec.hidden.max(network.spec.intermediate);
     if tokens < widest {
         (s.note)(&format!(
-            "corda: {tokens} tokens say little about {widest} directions; give more rows in `tune.lora.corda.data`"
+            "corda: {tokens} tokens are too few for an estimate of {widest} directions; give more rows in \
+             `tune.lora.corda.data`"
         ));
     }
     let mut found: BTreeMap<String, Component> = BTreeMap::new();
@@ -503,7 +504,7 @@ fn from_gradient(s: &mut AdapterInitContext, network: &Network) -> Result<()> {
         network,
     };
     let step_stats = StepStats::new(&network.device)?;
-    let _phase = progress::phase("preparing adapters (lora_ga)", 1, "gradient");
+    let _phase = progress::phase("initializing adapters (lora_ga)", 1, "gradient");
     engine::window(
         network,
         s.objective,

@@ -128,7 +128,7 @@ pub fn save(
         FEED => write(Values::Raw(feed.as_deref().unwrap_or_default())),
         _ => {
             let found = parts.get(&tensor.name);
-            let found = found.ok_or_else(|| Error::new("optimizer state is gone").at(&tensor.name))?;
+            let found = found.ok_or_else(|| Error::new("optimizer state is missing").at(&tensor.name))?;
             match found.dtype() {
                 DType::U8 => write(Values::Raw(&found.to_vec1::<u8>()?)),
                 _ => write(Values::F32(&update::to_f32_vec(found)?)),
@@ -241,7 +241,7 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
     for (name, step) in steps {
         let step = step
             .as_u64()
-            .ok_or_else(|| Error::new("optimizer step is no number").at_path(&loaded.path))?;
+            .ok_or_else(|| Error::new("optimizer step is not a number").at_path(&loaded.path))?;
         let parts = parts.remove(name).unwrap_or_default();
         engine
             .optimizer
@@ -249,7 +249,7 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
             .map_err(|e| e.within(loaded.path.display()))?;
     }
     if let Some(name) = parts.into_keys().next() {
-        return Err(Error::new("optimizer state without its step")
+        return Err(Error::new("optimizer state has no step number")
             .at(name)
             .within(loaded.path.display()));
     }
@@ -315,13 +315,13 @@ pub fn check_same(old: &RunFingerprint, new: &RunFingerprint) -> Result<()> {
     if differences.is_empty() {
         return Ok(());
     }
-    Err(Error::new("this is not the run that was saved")
+    Err(Error::new("the settings or inputs differ from the saved run")
         .found(format!(
             "{}:\n      {}",
             units::counted(differences.len(), "difference"),
             differences.join("\n      ")
         ))
-        .hint("take these changes back to resume, or start a new run in another `train.output_dir`"))
+        .hint("undo these changes to resume, or start a new run in another `train.output_dir`"))
 }
 
 fn short(hash: &str) -> &str {

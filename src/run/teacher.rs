@@ -54,10 +54,10 @@ const PROBES: [&str; 3] = [
 pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
     let d = &recipe.distill;
     let Some(path) = &d.teacher else {
-        return Err(Error::usage("there is no teacher").at("distill.teacher"));
+        return Err(Error::usage("no teacher is given").at("distill.teacher"));
     };
     if path.starts_with(shapes::PREFIX) {
-        return Err(Error::usage("a built-in shape has random weights: it teaches nothing").at("distill.teacher"));
+        return Err(Error::usage("a built-in shape has random weights: it cannot be a teacher").at("distill.teacher"));
     }
     let teacher = ModelDir::open(path, &d.teacher_revision, None).map_err(|e| e.or_at("distill.teacher"))?;
     check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at("distill.teacher"))?;
@@ -66,10 +66,13 @@ pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
     let stored = setup::Stored::find(&teacher.dir, &teacher.spec, ModelInit::Pretrained)?.codes;
     if d.teacher_tier == TeacherTier::Disk && !stored.is_empty() {
         return Err(Error::new(
-            "weights that the teacher's own files store as codes are not read layer by layer yet",
+            "the teacher's files are quantized: reading such weights layer by layer is not supported yet",
         )
         .at("distill.teacher_tier")
-        .hint("use `distill.teacher_tier = \"device\"`, or give the unquantized teacher and `distill.teacher_weights`"));
+        .hint(
+            "use `distill.teacher_tier = \"device\"`, or give the unquantized teacher and \
+               `distill.teacher_weights`",
+        ));
     }
     for (name, format) in stored {
         storage.set(name, Some(format));
@@ -105,15 +108,17 @@ impl TeacherModel {
     pub fn check_rows(&self, rows: &Dataset) -> Result<()> {
         let longest = rows.examples.iter().map(|e| e.ids.len()).max().unwrap_or(0);
         if longest > self.model.spec.max_positions {
-            return Err(Error::new("rows are longer than the teacher can read")
-                .at("data.max_length")
-                .found(format!("{longest} tokens"))
-                .expected(format!("at most {}", self.model.spec.max_positions)));
+            return Err(
+                Error::new("rows are longer than the teacher's maximum number of positions")
+                    .at("data.max_length")
+                    .found(format!("{longest} tokens"))
+                    .expected(format!("at most {}", self.model.spec.max_positions)),
+            );
         }
         let highest = rows.examples.iter().flat_map(|e| &e.ids).max().copied().unwrap_or(0);
         if highest as usize >= self.model.spec.vocab {
             return Err(
-                Error::new("the rows hold a token that the teacher has no embedding for")
+                Error::new("the rows contain a token for which the teacher has no embedding")
                     .at("distill.teacher")
                     .found(format!("id {highest}"))
                     .expected(format!("below {}", self.model.spec.vocab)),
@@ -212,7 +217,7 @@ fn place(recipe: &Recipe, on_gpu: bool) -> Placement {
 /// Checks that both tokenizers produce the same ids.
 fn check_tokenizers(student: &Tokenizer, teacher: &Tokenizer) -> Result<()> {
     let wrong = |found: String, expected: String| {
-        Err(Error::new("the teacher has another tokenizer than the student")
+        Err(Error::new("the tokenizers of teacher and student differ")
             .found(found)
             .expected(expected)
             .hint(
@@ -227,14 +232,14 @@ fn check_tokenizers(student: &Tokenizer, teacher: &Tokenizer) -> Result<()> {
         if a != b {
             return wrong(
                 format!("{} for id {id}", show(b)),
-                format!("{}, as the student has it", show(a)),
+                format!("{}, as in the student's tokenizer", show(a)),
             );
         }
     }
     for text in PROBES {
         if student.encode(text, false)? != teacher.encode(text, false)? {
             return wrong(
-                format!("other tokens for {text:?}"),
+                format!("different tokens for {text:?}"),
                 "the same tokens for every text".into(),
             );
         }

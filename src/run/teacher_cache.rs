@@ -161,11 +161,11 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
     };
     let scratch = out.join(setup::TEACHER);
     let all = shards.iter().map(Vec::len).sum();
-    let phase = progress::phase("asking the teacher", all, "rows");
+    let phase = progress::phase("computing the teacher's outputs", all, "rows");
     signal::conduct(Conduct::Stop(Stop {
         what: "stopping after this batch".into(),
-        then: "; the shards that are complete stay, the same command goes on from there".into(),
-        lost: "the shard that was being made".into(),
+        then: "; complete shards are kept, and the same command continues after them".into(),
+        lost: "the incomplete shard".into(),
         finishes: None,
     }));
     for (index, documents) in shards.iter().enumerate() {
@@ -177,7 +177,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
             None
         };
         if stored.as_ref().is_some_and(|s| s.is_whole() == Some(false)) {
-            note(&format!("{} is damaged: it is stored again", path.display()));
+            note(&format!("{} is damaged: its content is stored again", path.display()));
         } else if let Some(shard) = stored {
             report.found += 1;
             report.tokens += shard.tokens;
@@ -197,9 +197,11 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
         };
         for batch in inputs::batches(&owned) {
             if let Some(s) = signal::received() {
-                return Err(Error::signal(s, "stopped while the teacher's outputs were stored")
-                    .at_path(out)
-                    .hint("the same command goes on"));
+                return Err(
+                    Error::signal(s, "stopped before all of the teacher's outputs were stored")
+                        .at_path(out)
+                        .hint("the same command continues"),
+                );
             }
             let part = distill::likeliest(network, &batch, (common, facts.k), facts.temperature)?;
             phase.add(batch.documents.len().saturating_sub(1) as u64);
@@ -246,7 +248,7 @@ fn check_place(out: &Path, facts: &CacheKey) -> Result<()> {
         if name.starts_with("rows-") && name.ends_with(".safetensors") {
             Shard::open(&path, &facts.key, facts.k)?;
         } else if !(name == MANIFEST && is_manifest(&path) || name == setup::TEACHER && staging::is_marked(&path)) {
-            return Err(Error::usage("the directory holds something else")
+            return Err(Error::usage("the directory contains other files")
                 .at_path(&path)
                 .hint("give `--out` a new directory"));
         }
@@ -333,12 +335,12 @@ impl Shard {
         let weights = Weights::open_file(path)?;
         if weights.metadata().get("ft_key").map(String::as_str) != Some(key) {
             return Err(
-                Error::new("these are outputs of another teacher, of other rows, or with other settings")
+                Error::new("these outputs were stored with another teacher, other rows or other settings")
                     .at_path(path)
                     .hint("give `ft distill cache` a new `--out`"),
             );
         }
-        let broken = || Error::new("a file of the teacher's outputs is broken").at_path(path);
+        let broken = || Error::new("a file of the teacher's outputs is not valid").at_path(path);
         let shape = |name: &str| weights.info(name).cloned().ok_or_else(broken);
         let (ids, rest) = (shape("ids")?, shape("rest")?);
         let tokens = rest.count();
@@ -397,7 +399,7 @@ impl Shard {
         if first == self.tokens {
             Ok(out)
         } else {
-            Err(Error::new("a file of the teacher's outputs is broken")
+            Err(Error::new("a file of the teacher's outputs is not valid")
                 .found(format!("{first} tokens in its documents"))
                 .expected(self.tokens))
         }
@@ -462,9 +464,9 @@ pub fn open(dir: &Path, recipe: &Recipe, model: &ModelDir, rows: &Dataset) -> Re
         return Err(paths::missing("directory", dir).hint(hint));
     }
     if !path.is_file() {
-        return Err(Error::new("the teacher's outputs are not there, or not finished")
+        return Err(Error::new("the teacher's outputs are missing or incomplete")
             .at_path(dir)
-            .hint("`ft distill cache --recipe R --out DIR` writes them, and goes on where it was stopped"));
+            .hint("`ft distill cache --recipe R --out DIR` writes them, and continues where it was stopped"));
     }
     let text = files::read_text(&path)?;
     let manifest: Value =
@@ -481,7 +483,9 @@ pub fn open(dir: &Path, recipe: &Recipe, model: &ModelDir, rows: &Dataset) -> Re
     let (common, k) = (number("common"), number("k"));
     let temperature = manifest["temperature"].as_f64().unwrap_or(0.0) as f32;
     if word("format") != "ft teacher outputs 1" || common == 0 || k == 0 || k > common {
-        return Err(at(Error::new("these are no outputs of a teacher").at_path(&path)));
+        return Err(at(
+            Error::new("this directory does not contain outputs of a teacher").at_path(&path)
+        ));
     }
     if word("data") != rows.fingerprint {
         let short = |t: &str| t.get(..12).unwrap_or(t).to_string();
@@ -504,7 +508,11 @@ pub fn open(dir: &Path, recipe: &Recipe, model: &ModelDir, rows: &Dataset) -> Re
     if recipe.distill.teacher.is_some() {
         let named = teacher::open(recipe, model)?.fingerprint()?;
         if !named.is(&word("teacher")) {
-            return other("of another teacher than `distill.teacher`", word("teacher"), named.now);
+            return other(
+                "with another teacher than `distill.teacher`",
+                word("teacher"),
+                named.now,
+            );
         }
     }
     let key = word("key");
@@ -518,7 +526,7 @@ pub fn open(dir: &Path, recipe: &Recipe, model: &ModelDir, rows: &Dataset) -> Re
             Some(false) => {
                 return Err(Error::new("a file of the teacher's outputs is damaged")
                     .at_path(&path)
-                    .found("numbers that its own hash does not confirm")
+                    .found("values that do not match the stored hash")
                     .hint("`ft distill cache` with the same recipe and `--out` stores it again"));
             }
             None => unknown += 1,
@@ -530,7 +538,8 @@ pub fn open(dir: &Path, recipe: &Recipe, model: &ModelDir, rows: &Dataset) -> Re
     }
     if unknown > 0 {
         report::warn(&format!(
-            "{} was stored by an older ft without hashes: damage would not be noticed; store it again in a new directory",
+            "{} was stored by an older version of ft without hashes: damage cannot be detected; store it again in a \
+             new directory",
             dir.display()
         ));
     }
@@ -569,7 +578,7 @@ impl Stored for Cache {
             match self.places.get(&hash) {
                 Some((shard, first, n)) if *n == count => self.shards[*shard].read(*first, count, &mut top)?,
                 _ => {
-                    return Err(Error::new("a row is not among the teacher's stored outputs")
+                    return Err(Error::new("the teacher's stored outputs do not contain a row")
                         .at_path(&self.dir)
                         .hint("store them again with `ft distill cache`, in a new directory"));
                 }

@@ -68,7 +68,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     }
     let device = setup::device(&recipe.model.device)?;
     signal::install()?;
-    signal::quit("stopped: nothing was trained yet");
+    signal::quit("stopped before the first step");
 
     // ---- model directory and data: all input errors are found before anything is written
     let mut model = ModelDir::of_recipe(recipe)?;
@@ -148,7 +148,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let (mut directory, resumed) = directory::open(&run_dir, options, &same)?;
     let start_step = resumed.as_ref().map_or(0, |checkpoint| checkpoint.step);
     if resumed.is_some() {
-        signal::quit(format!("stopped: the run is as it was, after step {start_step}"));
+        signal::quit(format!("stopped: the run is unchanged, after step {start_step}"));
     }
     directory.begin();
     directory::describe(&run_dir, loaded, &plan)?;
@@ -394,7 +394,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     signal::conduct(Conduct::Stop(Stop {
         what: "the last step is done and `final/` is being written".into(),
         then: "; Ctrl-C again stops now, without `final/`".into(),
-        lost: "`final/` was not written; `--resume` goes on from the newest checkpoint".into(),
+        lost: "`final/` was not written; `--resume` continues from the newest checkpoint".into(),
         finishes: None,
     }));
     let mut said = Vec::new();

@@ -370,7 +370,7 @@ fn frozen(recipe: &Recipe, spec: &Spec, params: &[ParamInfo]) -> Result<Active> 
     let layers = spec.layers.len();
     if freeze.trainable_layers > layers {
         return Err(
-            Error::usage("`tune.freeze.trainable_layers` is more than the model has")
+            Error::usage("`tune.freeze.trainable_layers` is larger than the number of layers of the model")
                 .found(freeze.trainable_layers)
                 .expected(format!("at most {layers}")),
         );

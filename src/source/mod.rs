@@ -194,7 +194,7 @@ pub trait LayerSource: Send {
 
     /// Returns the piece of a streamed matrix that starts at row `first`, a multiple of `piece_rows`, under its name.
     fn piece(&self, name: &str, _first: usize) -> Result<Arc<GroupWeights>> {
-        Err(Error::new("this weight does not come in pieces").at(name))
+        Err(Error::new("this weight is not read in pieces").at(name))
     }
 
     /// Activates these parameters: they are held until `deactivate`. The low 16 bits of their masters are moved to `low`.
@@ -212,9 +212,11 @@ pub trait LayerSource: Send {
     ///
     /// Errors: the weight is not quantized; the weights of this source do not stay on the device.
     fn requantize(&self, name: &str, _values: &[f32]) -> Result<()> {
-        Err(Error::new("codes that do not stay on the device cannot be made anew")
-            .at(name)
-            .hint("set `memory.tier = \"device\"`, or `tune.lora.loftq_iter = 1`"))
+        Err(
+            Error::new("a quantized weight that does not stay on the device cannot be requantized")
+                .at(name)
+                .hint("set `memory.tier = \"device\"`, or `tune.lora.loftq_iter = 1`"),
+        )
     }
 
     /// Duration of the uploads to the device since the last call; `None` if there are no uploads.

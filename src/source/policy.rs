@@ -67,7 +67,7 @@ impl StoragePolicy {
         for (pattern, _) in &rules.overrides {
             if !params.iter().any(|p| is_projection(p) && fits(pattern, &p.name)) {
                 return Err(Error::usage(format!(
-                    "`{pattern}` in `memory.overrides` fits no projection of the model"
+                    "`{pattern}` in `memory.overrides` matches no projection of the model"
                 ))
                 .expected("the start of a name such as `layers.0.self_attn.q_proj.weight`, or a name with `*`")
                 .hint("only the projections of the layers can have a storage of their own"));
@@ -226,7 +226,7 @@ mod tests {
         ];
         let got = quantized(&rules(Some(WeightStorage::Nf4), &overrides), "nothing");
         let want = [
-            "model.layers.0.mlp.down_proj.weight int8 (one scale a row)",
+            "model.layers.0.mlp.down_proj.weight int8 (one scale per row)",
             "model.layers.0.self_attn.q_proj.weight int4 (groups of 64)",
             "model.layers.1.mlp.down_proj.weight nf4 (double quantization)",
             "model.layers.1.self_attn.q_proj.weight int4 (groups of 64)",

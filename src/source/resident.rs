@@ -152,7 +152,7 @@ impl Resident {
     fn original(&self, p: &ParamInfo) -> Result<Tensor> {
         match (&self.original, self.quantized.get(&p.name)) {
             (Some(read), Some((_, dtype))) => read(p, *dtype),
-            _ => Err(Error::new("this weight is here as codes only").at(&*p.name)),
+            _ => Err(Error::new("only the quantized form of this weight is available").at(&*p.name)),
         }
     }
 
@@ -278,7 +278,7 @@ fn not_finite(weights: &Weights, p: &ParamInfo) -> Error {
     let error = Error::new(format!("tensor `{}` has a number that is not finite", p.name));
     let file = weights.info(&p.name).map(|i| &weights.files()[i.file]);
     file.map_or(Error::new(error.what()), |file| Error::new(error.what()).at_path(file))
-        .hint("the file is damaged, or it was saved by a training that had diverged: get the model again")
+        .hint("the file is damaged, or it was saved by a diverged training run: download the model again")
 }
 
 fn code<V: quant::Value>(
@@ -336,7 +336,7 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
         .first()
         .map(|f| f.display().to_string())
         .unwrap_or_default();
-    Err(Error::new("config.json and the weights do not agree")
+    Err(Error::new("config.json and the weights are inconsistent")
         .at(place)
         .found(format!(
             "{}:\n      {shown}{more}",
@@ -409,7 +409,7 @@ impl LayerSource for Resident {
     fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
         let p = self.param(name)?;
         let Some(&(format, dtype)) = self.quantized.get(name) else {
-            return Err(Error::new("this weight is not stored as codes").at(name));
+            return Err(Error::new("this weight is not quantized").at(name));
         };
         self.replace(p, code(values, p, format, dtype, &self.device)?)
     }

@@ -44,7 +44,7 @@ pub fn find(weights: &Weights, name: &str) -> Result<Option<(Layout, Format)>> {
     let text = String::from_utf8_lossy(&bytes).trim_end().to_string();
     match Format::from_tag(&text) {
         Some(format) => Ok(Some((Layout::Ft, format))),
-        None => Err(Error::new("a weight is stored in a format that ft does not know")
+        None => Err(Error::new("a weight is stored in a format that ft does not support")
             .at(name)
             .found(text)
             .expected(Format::ALL.map(Format::tag).join(", "))),
@@ -118,7 +118,7 @@ pub fn bytes(layout: Layout, quantized: &QMatrix, name: &str, plan: &TensorPlan)
             let mut parts = quantized.parts().into_iter();
             let found = parts.find(|p| place(layout, name, p.name).as_deref() == Some(plan.name.as_str()));
             let found = found.map(|p| p.bytes.into_owned());
-            found.ok_or_else(|| Error::new("a coded weight has no such tensor").at(&plan.name))
+            found.ok_or_else(|| Error::new("a quantized weight does not have this tensor").at(&plan.name))
         }
     }
 }
@@ -145,7 +145,7 @@ fn state(quantized: &QMatrix) -> Value {
 /// Errors: a tensor whose size does not match the shape; a block size or a table that is not NF4's.
 pub fn read(weights: &Weights, p: &ParamInfo, (layout, format): (Layout, Format), decoded: Dtype) -> Result<QMatrix> {
     let &[rows, columns] = p.shape.as_slice() else {
-        return Err(Error::new("only a matrix can be stored as codes").at(&*p.name));
+        return Err(Error::new("only a matrix can be quantized").at(&*p.name));
     };
     let mut offset = None;
     if layout == Layout::Bitsandbytes {
@@ -164,7 +164,7 @@ fn check_state(weights: &Weights, p: &ParamInfo, (rows, columns): (usize, usize)
     let place = format!("{}.{STATE}", p.name);
     let bad = |what: &str, found: String| Error::new(what).at(&place).found(found);
     let state: Value = serde_json::from_slice(&weights.read_bytes(&place)?).map_err(|e| {
-        Error::new("the state of a coded weight is not JSON")
+        Error::new("the state of a quantized weight is not JSON")
             .at(&place)
             .cause(e)
     })?;
@@ -174,7 +174,7 @@ fn check_state(weights: &Weights, p: &ParamInfo, (rows, columns): (usize, usize)
             .expected("nf4 in blocks of 64, their absmax in blocks of 256"));
     }
     if !is("shape", json!([rows, columns])) {
-        return Err(bad("config.json and the weights do not agree", state.to_string())
+        return Err(bad("config.json and the weights are inconsistent", state.to_string())
             .expected(format!("shape [{rows}, {columns}]")));
     }
     let (table, nested) = quant::tables();
@@ -185,7 +185,7 @@ fn check_state(weights: &Weights, p: &ParamInfo, (rows, columns): (usize, usize)
         }
         let theirs = weights.read_f32(&name)?;
         if theirs.len() != own.len() || theirs.iter().zip(own).any(|(a, b)| (a - b).abs() > 1e-6) {
-            return Err(bad("a 4-bit weight has another table of values than NF4", name));
+            return Err(bad("the value table of a 4-bit weight differs from NF4", name));
         }
     }
     Ok(state.get("nested_offset").and_then(Value::as_f64))

@@ -99,7 +99,7 @@ pub(super) fn requantize(values: &[f32], p: &ParamInfo, format: Format, decoded:
 /// Errors: the parameter is not a matrix; the values cannot be quantized.
 pub(super) fn encode<V: quant::Value>(values: &[V], p: &ParamInfo, format: Format, decoded: Dtype) -> Result<QMatrix> {
     let &[rows, columns] = p.shape.as_slice() else {
-        return Err(Error::new("only a matrix can be stored as codes")
+        return Err(Error::new("only a matrix can be quantized")
             .at(&*p.name)
             .found(format!("shape {:?}, {format}", p.shape)));
     };

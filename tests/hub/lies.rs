@@ -199,7 +199,7 @@ fn a_redirect_to_another_host_gets_no_token() {
     settings.cache = cache.path().to_path_buf();
     other.state().damages = Some("config.json".into());
     let e = resolve_with(&settings, ID, "main").unwrap_err().to_string();
-    assert!(e.contains("damaged on the way"), "{e}");
+    assert!(e.contains("damaged during the download"), "{e}");
     // An address without encryption and a token: refused before any request.
     settings.endpoint = "http://hub.invalid".into();
     let e = resolve_with(&settings, ID, "main").unwrap_err();

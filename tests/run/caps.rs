@@ -88,7 +88,7 @@ fn the_same_run_from_memory_does_not_fit_under_the_cap() {
     let ran = run("train.output_dir=refused", &EXACT);
     let text = said(&ran);
     assert!(!ran.status.success());
-    for part in ["does not fit the memory that is free", "memory.tier=disk"] {
+    for part in ["does not fit the free memory", "memory.tier=disk"] {
         assert!(text.contains(part), "`{part}` is not in {text}");
     }
     // A budget says that there is more than that: the cap holds all the same.

@@ -36,7 +36,10 @@ fn every_column_is_named() {
     let train = shown(&bench, "train", &more);
     assert!(train.contains("plain text (data.render)"), "{train}");
     assert!(train.contains("no row is rendered with the chat template"), "{train}");
-    assert!(train.contains("without a space or a line break"), "{train}");
+    assert!(
+        train.contains("no space or line break between prompt and answer"),
+        "{train}"
+    );
     let data = shown(&bench, "data", &["data.render=plain"]);
     assert!(data.contains("What is 2 + 2?⟦4<|endoftext|>⟧"), "{data}");
 }
@@ -72,11 +75,11 @@ fn bad_rows_are_counted_and_rejected_answers_are_not_learned() {
         format!("{good}\n{}\n", good.replace("true", "false")),
     )
     .unwrap();
-    refused(&[], &["bad.jsonl:2", "marked as a bad one", "kto"]);
+    refused(&[], &["bad.jsonl:2", "marks this answer as bad", "kto"]);
     fs::write(
         bench.path("bad.jsonl"),
         "{\"question\": \"q\", \"chosen\": \"a\", \"rejected\": \"b\", \"system\": \"s\"}\n",
     )
     .unwrap();
-    refused(&["train.stage=dpo", "data.render=plain"], &["no place for `system`"]);
+    refused(&["train.stage=dpo", "data.render=plain"], &["cannot contain `system`"]);
 }

@@ -70,7 +70,7 @@ fn a_refused_run_leaves_nothing_behind() {
         }
         let out = train(&bench, &["train.seed=9", "--resume", resume]);
         assert_eq!(out.status.code(), Some(1), "{}", said(&out));
-        assert!(said(&out).contains("not the run that was saved"), "{}", said(&out));
+        assert!(said(&out).contains("differ from the saved run"), "{}", said(&out));
         assert_eq!(bench.path("run").exists(), made);
     }
     assert!(files(&bench.path("run")).is_empty());
@@ -99,10 +99,13 @@ fn overwriting_removes_the_run_says_so_and_keeps_the_rest() {
     assert!(bench.path("run/checkpoint-7").is_symlink() && !bench.path("run/checkpoint-4").exists());
     let said = said(&out);
     assert!(
-        said.contains("removed of the earlier run: checkpoint-4") && said.contains("final"),
+        said.contains("removed from the earlier run: checkpoint-4") && said.contains("final"),
         "{said}"
     );
-    assert!(said.contains("left alone") && said.contains("checkpoint-9"), "{said}");
+    assert!(
+        said.contains("not removed, because") && said.contains("checkpoint-9"),
+        "{said}"
+    );
 }
 
 #[test]
@@ -337,7 +340,7 @@ fn a_stored_start_that_was_damaged_is_computed_again() {
     let last = bytes.len() - 3;
     bytes[last] ^= 1;
     fs::write(&file, bytes).unwrap();
-    assert!(run("three").contains("is damaged: it is computed again"));
+    assert!(run("three").contains("is damaged: its content is computed again"));
     assert!(run("four").contains("of an earlier run"));
     let adapter = |run: &str| fs::read(bench.path(run).join("final/adapter_model.safetensors")).unwrap();
     for other in ["two", "three", "four"] {

@@ -105,7 +105,10 @@ fn a_stopped_cache_goes_on_and_another_one_is_not_touched() {
     fs::remove_file(bench.path("out/cache.json")).unwrap();
     let use_it = [&BASE[..], &["distill.teacher_cache=out"]].concat();
     let e = refused(&bench, &use_it);
-    assert!(e.contains("not finished") && e.contains("ft distill cache"), "{e}");
+    assert!(
+        e.contains("missing or incomplete") && e.contains("ft distill cache"),
+        "{e}"
+    );
     assert!(!bench.path("runs").exists(), "nothing is written before");
     let again = cache(&bench, "out", &[]);
     assert_eq!(again["found"], 1);
@@ -227,7 +230,7 @@ fn resumed_runs_are_bit_equal() {
         from,
     ]);
     let e = refused(&bench, &settings);
-    assert!(e.contains("not the one that the run started with"), "{e}");
+    assert!(e.contains("not the teacher with which the run started"), "{e}");
 }
 
 #[test]
@@ -271,12 +274,12 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
     fs::write(&file, tokenizer.to_string()).unwrap();
     let e = refused(&bench, &with(&[]));
     assert!(
-        e.contains("another tokenizer") && e.contains("\"b\"") && e.contains("stage = \"sft\""),
+        e.contains("tokenizers of teacher and student differ") && e.contains("\"b\"") && e.contains("stage = \"sft\""),
         "{e}"
     );
     copy_all(&goldens().join("tokenizers/small"), &bench.path("teacher"));
     let e = refused(&bench, &with(&[]));
-    assert!(e.contains("another tokenizer"), "{e}");
+    assert!(e.contains("tokenizers of teacher and student differ"), "{e}");
     assert!(!bench.path("runs").exists());
 }
 

@@ -196,7 +196,7 @@ fn evaluation_takes_the_rows_that_training_takes() {
     assert!(evaluated.status.success(), "{}", said(&evaluated));
     for out in [&trained, &evaluated] {
         assert!(
-            said(out).contains("the model 16 positions (`max_position_embeddings`): rows are taken whole"),
+            said(out).contains("the model 16 positions (`max_position_embeddings`): rows are not truncated"),
             "{}",
             said(out)
         );

@@ -157,7 +157,7 @@ fn runs_and_checkpoints_are_models() {
         (&["--model", "runs"], "no model in this directory"),
         (
             &["--model", "model", "--adapter", "model"],
-            "a whole model, not an adapter",
+            "a complete model, not an adapter",
         ),
     ] {
         let out = bench.ft(&[&["eval", "--data", "rows.jsonl"], args].concat());

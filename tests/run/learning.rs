@@ -152,9 +152,9 @@ fn a_run_that_learns_little_says_so() {
     let large = format!("train.gradient_accumulation_steps={}", 5 * rows);
     let said = warned(
         &["train.batch_size=8", &large, "train.max_steps=2"],
-        "one step takes rows more than once",
+        "one step uses rows more than once",
     );
-    assert!(said.contains("each row is seen 80 times"), "{said}");
+    assert!(said.contains("each row is used 80 times"), "{said}");
     // One step with 40 times the data is 40 epochs.
     assert_eq!(number(&bench.steps("run")[0], "epoch"), 40.0);
     let said = warned(
@@ -166,12 +166,16 @@ fn a_run_that_learns_little_says_so() {
     let lora = ["tune.method=lora", "train.max_steps=2"];
     let wide = warned(
         &[&lora[..], &["tune.lora.rank_pattern=q_proj=100"]].concat(),
-        "rank above",
+        "larger rank than their matrix",
     );
     assert!(wide.contains("rank 100,"), "{wide}");
     let out = ft(&bench, &[&lora[..], &["tune.lora.r=100000", "--overwrite"]].concat());
     assert_eq!(out.status.code(), Some(2), "{}", self::said(&out));
-    assert!(self::said(&out).contains("the rank is above"), "{}", self::said(&out));
+    assert!(
+        self::said(&out).contains("the rank is larger than"),
+        "{}",
+        self::said(&out)
+    );
     // A learning rate that is far too high.
     let high = [
         "tune.method=full",
@@ -256,7 +260,7 @@ fn a_run_that_goes_on_keeps_what_was_decided() {
     };
     let before = of("part/resolved.toml", "packing_length = ");
     let [_, after] = resumed("part");
-    assert_eq!(after, format!("{before}  # auto: as the run began"));
+    assert_eq!(after, format!("{before}  # auto: as in the first plan of the run"));
 
     // A run of an older version: a number for every key, and no length of packed rows.
     let explicit = [
@@ -277,9 +281,9 @@ fn a_run_that_goes_on_keeps_what_was_decided() {
     let [accumulation, length] = resumed("old");
     assert_eq!(
         accumulation,
-        "gradient_accumulation_steps = 8  # auto: as the run began"
+        "gradient_accumulation_steps = 8  # auto: as in the first plan of the run"
     );
-    assert_eq!(length, "packing_length = 512  # auto: as the run began");
+    assert_eq!(length, "packing_length = 512  # auto: as in the first plan of the run");
 }
 
 /// The printed loss is the mean since the last printed line; the file has the loss of each step.

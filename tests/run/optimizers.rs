@@ -225,11 +225,11 @@ fn what_does_not_go_together_is_refused() {
         ),
         (
             &["tune.block.order=importance", "tune.block.layers_per_block=9"][..],
-            "more than there are blocks",
+            "larger than the number of blocks",
         ),
         (
             &["tune.block.correction=sgd", "memory.frozen_weights=nf4"],
-            "contradict each other",
+            "cannot be combined",
         ),
     ] {
         let base = ["train", "--recipe", "r.toml", "tune.method=block", "train.max_steps=1"];

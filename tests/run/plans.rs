@@ -327,7 +327,7 @@ fn beside_a_gpu_the_host_has_to_have_room_too() {
     assert!(tier == "host" && host > 128 << 30, "{tier} {host}");
     let (tier, why, host, out) = plan("64GiB");
     assert!(tier == "disk" && host < 64 << 30, "{tier} {host}\n{}", said(&out));
-    assert!(why.contains("of the host"), "{why}");
+    assert!(why.contains("of host memory"), "{why}");
     // Too small for any strategy, and the error names the right budget.
     let (.., out) = plan("64MiB");
     assert_eq!(out.status.code(), Some(1));
@@ -454,7 +454,7 @@ fn a_run_larger_than_the_memory_is_refused_before_it_loads_anything() {
     let out = command.output().unwrap();
     assert_eq!(out.status.code(), Some(1), "{}", said(&out));
     let text = said(&out);
-    assert!(text.contains("does not fit the memory that is free"), "{text}");
+    assert!(text.contains("does not fit the free memory"), "{text}");
     assert!(text.contains("memory.tier=disk"), "{text}");
     assert!(!bench.path("runs").exists());
 }

@@ -30,7 +30,7 @@ fn broken_rows_are_refused_before_anything_is_written() {
         (
             "simpo",
             r#"{"prompt": "a long prompt that fills the window", "chosen": "b", "rejected": "c"}"#,
-            "no room",
+            "no tokens are left",
         ),
     ] {
         fs::write(bench.path("bad.jsonl"), format!("{good}\n{row}\n")).unwrap();
@@ -56,10 +56,10 @@ fn broken_rows_are_refused_before_anything_is_written() {
         (
             ["train.stage=sft", "data.train=pairs.jsonl"],
             1,
-            "cannot be learned from directly",
+            "this stage cannot train on rows",
         ),
         (["train.stage=dpo", "data.train=rows.jsonl"], 1, "not a preference row"),
-        (["train.stage=dpo", "data.format=text"], 2, "learns from preferences"),
+        (["train.stage=dpo", "data.format=text"], 2, "trains on preference rows"),
         (["train.stage=kto", "data.train=pairs.jsonl"], 2, "at least two rows"),
     ] {
         let out = bench.ft(&[&["train", "--recipe", "r.toml"], &arguments[..]].concat());

@@ -375,7 +375,7 @@ fn a_run_stopped_within_steps_resumes_to_the_same_bits() {
             let code = out.status.code();
             // At its start the program has no signal handler yet.
             assert!(matches!(code, Some(0 | 130) | None), "{code:?}\n{told}");
-            given_up += usize::from(told.contains("is given up") && told.contains("is saved"));
+            given_up += usize::from(told.contains("is discarded") && told.contains("is saved"));
             if code == Some(0) && bench.path("broken/final").exists() {
                 break;
             }

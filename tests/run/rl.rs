@@ -175,12 +175,12 @@ fn prompts_and_rewards_that_are_wrong_are_refused_before_anything_is_written() {
     refused(
         &["rlhf.rewards=nice", "rlhf.reward_weights=[]"],
         2,
-        &["there is no such reward", "`nice`", "numeric"],
+        &["this reward does not exist", "`nice`", "numeric"],
     );
     refused(
         &["rlhf.rewards=regex:(", "rlhf.reward_weights=[]"],
         2,
-        &["no regular expression", "hint"],
+        &["not a valid regular expression", "hint"],
     );
     refused(
         &["rlhf.rewards=json:gone.json", "rlhf.reward_weights=[]"],
@@ -195,7 +195,7 @@ fn prompts_and_rewards_that_are_wrong_are_refused_before_anything_is_written() {
     refused(
         &["rlhf.rewards=model:model", "rlhf.reward_weights=[]"],
         1,
-        &["no reward model", "score.weight"],
+        &["not contain a reward model", "score.weight"],
     );
     // A model of the stage `reward` can score answers, but a run cannot start from it.
     let judge = [
@@ -233,7 +233,7 @@ fn prompts_and_rewards_that_are_wrong_are_refused_before_anything_is_written() {
     refused(
         &["data.train=none.jsonl", "data.format=prompt"],
         1,
-        &["cannot tell which column is the prompt", "none.jsonl:1", "heading"],
+        &["cannot determine which column is the prompt", "none.jsonl:1", "heading"],
     );
     // Rows with a prompt and a separate answer column are valid.
     fs::write(
@@ -296,11 +296,11 @@ fn a_program_judges_and_what_it_does_wrong_loses_nothing() {
     );
     broken(
         "echo thinking >&2\nsleep 600\n",
-        &["no score in time", "thinking", "rlhf.reward_timeout"],
+        &["not write a score in time", "thinking", "rlhf.reward_timeout"],
     );
     broken(
         "while read -r line; do echo good; done\n",
-        &["no score", "good", "a number"],
+        &["not a score", "good", "a number"],
     );
     assert!(!bench.path("out/checkpoint-1").exists());
     // The program fails in the third rollout permanently: the two steps before are saved and can be resumed.

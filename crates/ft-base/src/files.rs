@@ -52,7 +52,7 @@ fn regular(kind: fs::FileType, path: &Path) -> Result<()> {
         k if k.is_fifo() => "a named pipe",
         k if k.is_socket() => "a socket",
         k if k.is_char_device() || k.is_block_device() => "a device",
-        _ => "something else",
+        _ => "another kind of file",
     };
     Err(Error::new("cannot open the file")
         .at_path(path)
@@ -93,7 +93,7 @@ fn text_of(path: &Path, bytes: Vec<u8>) -> Result<String> {
 }
 
 pub fn size(path: &Path) -> Result<u64> {
-    Ok(fs::metadata(path).map_err(|e| io("look at the file", path, e))?.len())
+    Ok(fs::metadata(path).map_err(|e| io("check the file", path, e))?.len())
 }
 
 pub fn create_dir_all(path: &Path) -> Result<()> {
@@ -330,7 +330,7 @@ fn cannot_create(path: &Path, e: std::io::Error) -> Error {
         (std::io::ErrorKind::NotFound, Some(parent)) if !parent.exists() => Error::new("cannot create the file")
             .at_path(path)
             .found(format!("no directory {}", parent.display()))
-            .hint(format!("make it first: `mkdir -p {}`", parent.display())),
+            .hint(format!("create it first: `mkdir -p {}`", parent.display())),
         _ => io("create the file", path, e),
     }
 }

@@ -24,7 +24,7 @@ impl RunLock {
         let path = directory.join(NAME);
         let made = path.symlink_metadata().is_err();
         if !made && !is_lock(&path) {
-            return Err(Error::new("the directory has a `run.lock` that is not ft's")
+            return Err(Error::new("the directory has a `run.lock` that ft did not write")
                 .at_path(&path)
                 .hint("set `train.output_dir` to another directory"));
         }
@@ -73,7 +73,7 @@ impl RunLock {
                         "move it back, or set `train.output_dir = \"{}\"`, and use `--resume`",
                         now.display()
                     )),
-                    None => error.hint("what was saved is where the directory is now; `--resume` goes on from there"),
+                    None => error.hint("the saved state is in the moved directory; `--resume` continues from it"),
                 })
             }
         }

@@ -43,7 +43,8 @@ impl PartialFile {
                 .at_path(&self.path)
                 .cause(e)
                 .hint(
-                    "free some disk space, or set HF_HUB_CACHE to another disk; the download goes on where it stopped",
+                    "free some disk space, or set HF_HUB_CACHE to another disk; the download continues where it \
+                     stopped",
                 )
         })?;
         self.length += bytes.len() as u64;

@@ -36,7 +36,7 @@ pub fn missing(kind: &str, path: &Path) -> Error {
 /// A suggestion for a path that does not exist.
 pub fn hint(path: &Path) -> Option<String> {
     if path.starts_with("~") {
-        return Some("`~` is not read here: write the whole path".into());
+        return Some("`~` is not expanded here: write the full path".into());
     }
     let text = path.to_string_lossy();
     let parts: Vec<&str> = text
@@ -58,7 +58,7 @@ pub fn hint(path: &Path) -> Option<String> {
         Some(SHIPPED) => Some(
             "`ft recipes copy NAME --with-data` writes the model and the rows of a shipped recipe into `assets`".into(),
         ),
-        Some(RUNS) => Some("a run writes it: run the recipe with this `train.output_dir` first".into()),
+        Some(RUNS) => Some("a training run creates it: run the recipe with this `train.output_dir` first".into()),
         _ => None,
     }
 }

@@ -59,7 +59,11 @@ pub fn disk(dir: &Path) -> Result<DiskSpeed> {
         match source.read(&mut piece) {
             Ok(0) => break,
             Ok(n) => read += n,
-            Err(e) => return Err(Error::new("cannot read what was just written").at_path(dir).cause(e)),
+            Err(e) => {
+                return Err(Error::new("cannot read the file that was just written")
+                    .at_path(dir)
+                    .cause(e));
+            }
         }
     }
     // Dropped before `commit`: leaves no file.

@@ -33,10 +33,10 @@ impl Staging {
     /// As `create`, but the parent must exist.
     pub fn beside(target: &Path) -> Result<Self> {
         if target.file_name().is_none() {
-            return Err(Error::new("output path has no name of its own").at_path(target));
+            return Err(Error::new("output path has no file name").at_path(target));
         }
         if target.exists() && !target.is_dir() {
-            return Err(Error::new("a file stands where a directory should be written").at_path(target));
+            return Err(Error::new("the output directory cannot be written: a file has its name").at_path(target));
         }
         Ok(Self {
             temporary: new_temporary(target)?,
@@ -106,7 +106,7 @@ fn new_temporary(target: &Path) -> Result<PathBuf> {
             return Ok(temporary);
         }
     }
-    Err(Error::new("all temporary names beside this directory are taken").at_path(target))
+    Err(Error::new("all temporary names next to this directory are in use").at_path(target))
 }
 
 fn mark(dir: &Path) -> Result<()> {
@@ -176,7 +176,7 @@ pub fn left_name(target: &Path) -> Result<PathBuf> {
             i => target.with_file_name(format!("{name}.left-{i}")),
         })
         .find(|p| p.symlink_metadata().is_err())
-        .ok_or_else(|| Error::new("too many directories of this name were set aside").at_path(target))
+        .ok_or_else(|| Error::new("too many earlier directories with this name were moved aside").at_path(target))
 }
 
 /// Renames `path` to the `left_name` of `target`.
@@ -286,7 +286,7 @@ fn with_suffix(path: &Path, mark: &str) -> Result<PathBuf> {
             n => path.with_file_name(format!("{name}{mark}{process}-{n}")),
         })
         .find(|p| p.symlink_metadata().is_err())
-        .ok_or_else(|| Error::new("all temporary names beside this directory are taken").at_path(path))
+        .ok_or_else(|| Error::new("all temporary names next to this directory are in use").at_path(path))
 }
 
 /// Splits `checkpoint-5.tmp-1234` or `checkpoint-5.tmp-1234-2` into `checkpoint-5` and 1234.

@@ -62,7 +62,7 @@ impl fmt::Display for End {
             Self::Memory => write!(f, "used more than {} MiB", MEMORY >> 20),
             Self::Stack => write!(f, "overflowed the stack"),
             Self::Time => write!(f, "used more than {SECONDS} s of processor time"),
-            Self::Silence => write!(f, "gave no answer for {} s", SILENCE.as_secs()),
+            Self::Silence => write!(f, "did not answer for {} s", SILENCE.as_secs()),
             Self::Signal(signal) => write!(f, "was ended by signal {signal}"),
             Self::Exit(code) => write!(f, "ended with code {code}"),
         }
@@ -81,7 +81,7 @@ impl Worker {
     pub fn start() -> Result<Self> {
         match PROGRAM.get() {
             Some(program) => Self::of(program),
-            None => Err(Error::new("there is no program to start a confined process of")),
+            None => Err(Error::new("the program for a sandboxed process does not exist")),
         }
     }
 

@@ -30,13 +30,13 @@ impl Columns {
     /// Errors: the batch does not have this column.
     pub fn token(&self, name: &str) -> Result<&[f32]> {
         let column = self.tokens.get(name).map(Vec::as_slice);
-        column.ok_or_else(|| Error::new("a batch lacks a column of numbers").at(name))
+        column.ok_or_else(|| Error::new("a batch has no such column of numbers").at(name))
     }
 
     /// Errors: the batch does not have this column.
     pub fn document(&self, name: &str) -> Result<&[f32]> {
         let column = self.documents.get(name).map(Vec::as_slice);
-        column.ok_or_else(|| Error::new("a batch lacks a column of numbers").at(name))
+        column.ok_or_else(|| Error::new("a batch has no such column of numbers").at(name))
     }
 }
 

@@ -99,7 +99,7 @@ fn one(i: usize, value: &Value) -> Result<Value> {
             };
             return Err(bad(i, what)
                 .found(format!("role `{role}` without tool calls"))
-                .expected("a string; only an assistant with `tool_calls` may do without"));
+                .expected("a string; only an assistant message with `tool_calls` may have none"));
         }
         Some(other) => {
             return Err(bad(i, "has `content` that is not text")
@@ -133,7 +133,7 @@ fn join_parts(i: usize, parts: &[Value]) -> Result<String> {
             None => {
                 return Err(bad(i, "has `content` with a part that is not text")
                     .found(clip(&part.to_string()))
-                    .expected("parts {\"type\": \"text\", \"text\": ...}; images and sound are not supported"));
+                    .expected("parts {\"type\": \"text\", \"text\": ...}; images and audio are not supported"));
             }
         }
     }
@@ -217,7 +217,7 @@ pub(super) fn check_order(messages: &[Value]) -> Result<()> {
         let before = i.checked_sub(1).map(|j| role(&messages[j]));
         match (role(m), before) {
             ("tool" | "function" | "ipython", None | Some("system" | "developer" | "user")) => {
-                return Err(bad(i, "is a tool's answer, and no assistant asked for it")
+                return Err(bad(i, "is a tool result without an earlier tool call of the assistant")
                     .found(format!(
                         "`{}` after {}",
                         role(m),

@@ -160,7 +160,7 @@ impl Stats {
         let mut out = Vec::new();
         if self.truncated_rows > 0 {
             out.push(format!(
-                "{} of {} rows are longer than max_length = {max_length} and lose {} tokens at their end \
+                "{} of {} rows are longer than max_length = {max_length} and are truncated by {} tokens in all \
                  (longest row: {} tokens)",
                 count(self.truncated_rows as u64),
                 count(self.rows as u64),
@@ -170,7 +170,7 @@ impl Stats {
         }
         if self.dropped_rows > 0 {
             out.push(format!(
-                "{} of {} rows have no token to train and are left out ({} because of max_length)",
+                "{} of {} rows have no token to train and are skipped ({} because of max_length)",
                 count(self.dropped_rows as u64),
                 count(self.rows as u64),
                 count(self.dropped_by_truncation as u64),
@@ -178,7 +178,8 @@ impl Stats {
         }
         if self.open_turns > 0 {
             out.push(format!(
-                "{} assistant turns do not end with a special token: the model will not learn from them when to stop",
+                "{} assistant turns do not end with a special token: the model cannot learn from them where an answer \
+                 ends",
                 count(self.open_turns as u64),
             ));
         }
@@ -472,7 +473,7 @@ pub fn held_out(n: usize, fraction: f64, seed: u64) -> Result<Vec<bool>> {
         return Err(Error::usage("`data.eval_fraction` must be between 0 and 1").found(fraction));
     }
     if n < 2 {
-        return Err(Error::new("too few rows to hold some out for evaluation")
+        return Err(Error::new("too few rows for held-out evaluation rows")
             .found(format!("{n} rows"))
             .expected("at least 2")
             .hint("name a file in `data.eval`, or set `data.eval_fraction = 0`"));
@@ -487,6 +488,6 @@ pub fn held_out(n: usize, fraction: f64, seed: u64) -> Result<Vec<bool>> {
 
 /// Errors: a signal asks to stop.
 pub(super) fn unless_stopped() -> Result<()> {
-    let stopped = |s| Error::signal(s, "stopped while the data was read; nothing was trained yet");
+    let stopped = |s| Error::signal(s, "stopped during the reading of the data; nothing was trained yet");
     signal::received().map_or(Ok(()), |s| Err(stopped(s)))
 }

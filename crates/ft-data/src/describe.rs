@@ -97,9 +97,9 @@ fn counts(stats: &Stats) -> String {
             "shortest, longest",
             format!("{}, {}", count(stats.shortest as u64), count(stats.longest as u64)),
         ),
-        ("rows cut", count(stats.truncated_rows as u64)),
-        ("tokens cut", count(stats.truncated_tokens)),
-        ("rows left out", count(stats.dropped_rows as u64)),
+        ("rows truncated", count(stats.truncated_rows as u64)),
+        ("tokens truncated", count(stats.truncated_tokens)),
+        ("rows skipped", count(stats.dropped_rows as u64)),
     ];
     lines
         .iter()
@@ -116,7 +116,7 @@ fn histogram(lengths: impl Iterator<Item = usize>) -> String {
         bins[bin] += 1;
     }
     let most = bins.iter().copied().max().unwrap_or(0).max(1);
-    let mut out = String::from("tokens a row\n");
+    let mut out = String::from("tokens per row\n");
     let first = bins.iter().position(|&n| n > 0).unwrap_or(0);
     for (bin, &n) in bins.iter().enumerate().skip(first) {
         let bar = "#".repeat((n * BAR).div_ceil(most));

@@ -167,12 +167,12 @@ impl Layout {
         }
         let texts: Vec<&str> = values.iter().filter_map(|v| v.as_str()).collect();
         Ok(match rules.template {
-            _ if implied => Rendering::Plain("the prompt is a part of the answers"),
+            _ if implied => Rendering::Plain("the answers contain the prompt"),
             // Alpaca rows are always conversations, never a text to continue.
             _ if self.format == RowFormat::Alpaca => Rendering::Template,
             None => Rendering::Plain("the model has no chat template"),
             Some(template) if is_rendered(&texts, template, rules.codec) => {
-                Rendering::Plain("the rows hold the marks of a chat template")
+                Rendering::Plain("the rows already contain the tokens of a chat template")
             }
             Some(_) => Rendering::Template,
         })
@@ -324,7 +324,7 @@ impl Fields<'_> {
             (_, _, [pair]) => Ok(Some(*pair)),
             ([prompt], [answer], _) => Ok(Some((prompt, answer))),
             _ => Err(
-                Error::new("cannot tell which column is the prompt and which the answer")
+                Error::new("cannot determine which column is the prompt and which is the answer")
                     .found(format!("{} and {}", prompts.join(", "), answers.join(", ")))
                     .expected("one of each")
                     .hint("name them `prompt` and `completion`, or remove the columns that are neither"),
@@ -392,10 +392,10 @@ impl Fields<'_> {
             .collect();
         match &texts[..] {
             [] => "rows need columns of text, or a list of messages".to_string(),
-            [only] => format!("rename `{only}` to `text` if it is to be learned whole"),
+            [only] => format!("rename `{only}` to `text` to train on all of it"),
             [first, second, ..] => format!(
-                "rename the column of the prompt to `prompt` and that of the answer to `completion`, for example `{first}` \
-                 and `{second}`; in csv the names are the first line"
+                "rename the column of the prompt to `prompt` and that of the answer to `completion`, for example \
+                 `{first}` and `{second}`; in csv the names are the first line"
             ),
         }
     }
@@ -427,7 +427,7 @@ impl Fields<'_> {
             Some((prompt, answer)) if !preference => Ok(self.pair_layout(RowFormat::PromptCompletion, prompt, answer)),
             _ if self.has("text") => Ok(Layout::of(RowFormat::Text)),
             _ if preference => Err(for_another_stage(RowFormat::Preference, self.0)),
-            _ => Err(Error::new("cannot tell the format of the rows")
+            _ => Err(Error::new("cannot determine the format of the rows")
                 .found(names(self.0))
                 .expected(
                     "messages | conversations | prompt, completion | instruction, output | question, answer | problem, \
@@ -447,7 +447,7 @@ impl Fields<'_> {
             }
             [] => {}
             _ => {
-                return Err(Error::new("cannot tell which column is the prompt")
+                return Err(Error::new("cannot determine which column is the prompt")
                     .found(prompts.join(", "))
                     .expected("one")
                     .hint("name it `prompt`, or remove the others"));
@@ -494,7 +494,7 @@ impl Fields<'_> {
         match &self.prompts()[..] {
             _ if self.has("prompt") => Ok(asked("prompt")),
             [prompt] => Ok(asked(prompt)),
-            _ => Err(Error::new("cannot tell which column is the prompt")
+            _ => Err(Error::new("cannot determine which column is the prompt")
                 .found(names(self.0))
                 .expected(format!("one of {}", PROMPTS.join(", ")))
                 .hint("rename the column of the prompt to `prompt`")),
@@ -514,17 +514,17 @@ pub(super) fn not_a_preference(fields: &Map<String, Value>) -> Error {
     Error::new("this is not a preference row")
         .found(names(fields))
         .expected("prompt, chosen, rejected (text or messages; optional margin), or prompt, completion, label")
-        .hint("rename the fields; stages `sft` and `pretrain` learn from rows with one answer")
+        .hint("rename the fields; stages `sft` and `pretrain` use rows with one answer")
 }
 
 fn for_another_stage(format: RowFormat, fields: &Map<String, Value>) -> Error {
-    Error::new(format!(
-        "rows of format `{}` cannot be learned from directly",
-        format.name()
-    ))
-    .found(names(fields))
-    .expected("rows with one answer, as messages, prompt and completion, or text")
-    .hint("stages `sft` and `pretrain` need one answer a row; pairs are for `dpo` and `reward`, prompts for `grpo` and `ppo`")
+    Error::new(format!("this stage cannot train on rows of format `{}`", format.name()))
+        .found(names(fields))
+        .expected("rows with one answer, as messages, prompt and completion, or text")
+        .hint(
+            "stages `sft` and `pretrain` need one answer per row; pairs are for `dpo` and \
+             `reward`, prompts for `grpo` and `ppo`",
+        )
 }
 
 /// True if a column of this name may contain a prompt.

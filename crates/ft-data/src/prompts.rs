@@ -130,10 +130,10 @@ impl Prompts {
 }
 
 fn too_long(prompt: &Prompt, window: usize, room: usize) -> Error {
-    Error::new("the prompt is too long: no room is left for the answer")
+    Error::new("the prompt is too long: no tokens are left for the answer")
         .at(&prompt.place)
         .found(format!(
-            "{} tokens and {room} of `rlhf.max_completion_length`",
+            "{} tokens, plus {room} of `rlhf.max_completion_length`",
             prompt.ids.len()
         ))
         .expected(format!(

@@ -99,7 +99,7 @@ impl Reading {
         }
         if self.touching {
             out.push(format!(
-                "{}: prompt and answer of the first row meet without a space or a line break",
+                "{}: there is no space or line break between prompt and answer of the first row",
                 self.file
             ));
         }

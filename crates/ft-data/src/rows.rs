@@ -80,11 +80,12 @@ fn refuse_rejected(fields: &Map<String, Value>) -> Result<()> {
     let rejected = |name: &&str| fields.get(*name).is_some_and(|v| label(v) == Some(false));
     match ["label", "kto_tag"].into_iter().find(rejected) {
         None => Ok(()),
-        Some(name) => Err(Error::new(format!("the answer is marked as a bad one by `{name}`"))
+        Some(name) => Err(Error::new(format!("the column `{name}` marks this answer as bad"))
             .found(format!("{name}: {}", fields[name]))
-            .expected("answers to learn")
+            .expected("good answers")
             .hint(format!(
-                "`train.stage = \"kto\"` learns from good and bad answers; if `{name}` means something else, rename or remove it"
+                "`train.stage = \"kto\"` trains on good and bad answers; if `{name}` means something else, rename or \
+                 remove it"
             ))),
     }
 }
@@ -135,11 +136,12 @@ pub(super) fn with_system(
 pub(super) fn without_system(fields: &Map<String, Value>, layout: &Layout) -> Result<()> {
     match optional(fields, &layout.system)? {
         None => Ok(()),
-        Some(system) => Err(Error::new(format!("plain text has no place for `{}`", layout.system))
+        Some(system) => Err(Error::new(format!("plain text cannot contain `{}`", layout.system))
             .found(clip(system))
             .expected("a chat template, which renders it as a system message")
             .hint(format!(
-                "set `data.chat_template`, or `data.render = \"chat\"`; or put the text into the prompt and remove `{}`",
+                "set `data.chat_template`, or `data.render = \"chat\"`; or put the text into the prompt and remove \
+                 `{}`",
                 layout.system
             ))),
     }
@@ -177,7 +179,7 @@ pub(super) fn missing(fields: &Map<String, Value>, name: &str, format: RowFormat
     Error::new(what)
         .found(names(fields))
         .expected(shape(format))
-        .hint("every row of a file has the columns that its first row has")
+        .hint("every row of a file must have the columns of its first row")
 }
 
 pub(super) fn text<'a>(fields: &'a Map<String, Value>, name: &str, format: RowFormat) -> Result<&'a str> {
@@ -304,13 +306,13 @@ fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Sample> {
         return conversation(messages, fields, first_trained);
     }
     if chats.1 {
-        return Err(Error::new(format!("`{prompt}` and `{answer}` are of different kinds"))
+        return Err(Error::new(format!("`{prompt}` and `{answer}` have different types"))
             .found(format!("{} and {}", kind(said), kind(answered)))
             .expected("two strings or two lists of messages"));
     }
     without_system(fields, layout)?;
     if format == RowFormat::Alpaca && !history(fields, format)?.is_empty() {
-        return Err(Error::new("plain text has no place for `history`")
+        return Err(Error::new("plain text cannot contain `history`")
             .expected("a chat template, which renders it as earlier turns")
             .hint("set `data.chat_template`, or `data.render = \"chat\"`"));
     }

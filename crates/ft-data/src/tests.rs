@@ -211,7 +211,7 @@ fn hostile_messages_are_refused_with_their_number() {
     );
     refused(
         with(json!({"role": "tool", "content": "x"})),
-        &["message 2", "tool's answer"],
+        &["message 2", "tool result without an earlier tool call"],
     );
     refused(
         with(json!({"role": "system", "content": "x"})),
@@ -309,7 +309,7 @@ fn truncation_and_dropped_rows_are_counted() {
     assert_eq!(data.origins.iter().map(|o| o.number).collect::<Vec<_>>(), [2, 3]);
     let warnings = s.warnings(4).join("\n");
     assert!(
-        warnings.contains("2 of 4 rows are longer than max_length = 4 and lose 7 tokens"),
+        warnings.contains("2 of 4 rows are longer than max_length = 4 and are truncated by 7 tokens"),
         "{warnings}"
     );
     assert!(warnings.contains("2 of 4 rows have no token to train"), "{warnings}");
@@ -485,7 +485,7 @@ fn the_description_marks_what_is_trained_and_shows_the_counts() {
         "rows               2\n",
         "tokens             13\n",
         "trained tokens     7 (53.8 %)\n",
-        "rows cut           1\n",
+        "rows truncated     1\n",
     ] {
         assert!(text.contains(line), "no {line:?} in {text}");
     }

@@ -215,15 +215,18 @@ fn own_keys(kind: &str) -> &'static [&'static str] {
 const REFUSED: [(&str, &str); 11] = [
     ("fan_in_fan_out", "weights stored transposed"),
     ("lora_bias", "a bias on B"),
-    ("target_parameters", "adapters on bare parameters"),
-    ("layer_replication", "layers used twice"),
-    ("alora_invocation_tokens", "an adapter that starts inside the sequence"),
+    ("target_parameters", "adapters on parameters outside of linear layers"),
+    ("layer_replication", "repeated layers"),
+    (
+        "alora_invocation_tokens",
+        "an adapter that is active only from a token of the sequence on",
+    ),
     ("use_qalora", "pooled inputs"),
     ("megatron_config", "parallel layers"),
-    ("coft", "rotations held near the start"),
+    ("coft", "rotations limited to a distance from their initial value"),
     ("block_share", "one rotation for all blocks"),
-    ("rank_dropout", "whole rows dropped"),
-    ("module_dropout", "whole adapters dropped"),
+    ("rank_dropout", "dropout of full rows"),
+    ("module_dropout", "dropout of full adapters"),
 ];
 
 impl AdapterConfig {
@@ -238,7 +241,7 @@ impl AdapterConfig {
         if !path.exists() {
             let error = Error::new(format!("adapter directory has no `{CONFIG}`")).at_path(dir);
             return Err(if dir.join("config.json").exists() {
-                error.hint("this is a model directory: give it as the model, not as the adapter")
+                error.hint("this is a model directory: use it as the model, not as the adapter")
             } else if dir.join("adapters.safetensors").exists() {
                 error.hint("this looks like an mlx-lm adapter: convert it to PEFT format first")
             } else {
@@ -273,11 +276,13 @@ impl AdapterConfig {
         };
         let own = own_keys(&peft_type);
         if own.is_empty() {
-            return Err(refuse("peft_type", "not a kind of adapter that ft knows")
+            return Err(refuse("peft_type", "an adapter type that ft does not support")
                 .expected("LORA, IA3, VERA, LOHA, LOKR, OFT or ADALORA"));
         }
         if let Some(bias) = c.text("bias")?.filter(|b| b != "none") {
-            return Err(refuse("bias", &format!("biases trained beside the adapter: {bias}")).expected("\"none\""));
+            return Err(
+                refuse("bias", &format!("biases trained together with the adapter: {bias}")).expected("\"none\""),
+            );
         }
         for (key, value) in map {
             if is_empty(value) || HARMLESS.contains(&key.as_str()) {
@@ -287,10 +292,7 @@ impl AdapterConfig {
                 return Err(refuse(key, why));
             }
             if !TYPED.contains(&key.as_str()) && !own.contains(&key.as_str()) {
-                return Err(refuse(
-                    key,
-                    "ft does not know this key, so it cannot know what the adapter computes",
-                ));
+                return Err(refuse(key, "unknown key: it may change the output of the adapter"));
             }
         }
         let init = c.get("init_lora_weights").cloned().unwrap_or(Value::Bool(true));
@@ -301,7 +303,7 @@ impl AdapterConfig {
         {
             return Err(refuse(
                 "init_lora_weights",
-                "it changes the base weights that the adapter belongs to",
+                "it changes the base weights of the adapter",
             )
             .hint(
                 "save it as plain LoRA with PEFT: `save_pretrained(DIR, path_initial_model_for_weight_conversion=...)`",
@@ -389,9 +391,10 @@ fn kind(c: &Reader, peft_type: &str) -> Result<Kind> {
         },
         "VERA" => {
             if !c.flag_or("save_projection", true)? {
-                return Err(c
-                    .wrong("save_projection", "true")
-                    .hint("save the adapter again with `save_projection=True`: without the projections in the file they are another tool's random numbers"));
+                return Err(c.wrong("save_projection", "true").hint(
+                    "save the adapter again with `save_projection=True`: without the projections in the file, \
+                     they depend on the random numbers of another tool",
+                ));
             }
             Kind::Vera {
                 d_initial: c.number("d_initial", 0.1)?,

@@ -38,7 +38,7 @@ impl Config {
                 error.hint(format!("this is a run: did you mean `{}`?", inner.display()))
             } else if inner.join("adapter_config.json").exists() {
                 error.hint(format!(
-                    "this is a run that left an adapter: `ft merge --adapter {} --out DIR` makes a model of it",
+                    "this is a run with an adapter as result: `ft merge --adapter {} --out DIR` makes a model of it",
                     dir.display()
                 ))
             } else if checkpoint {

@@ -25,7 +25,8 @@ fn compare(config: &Config, weights: &Weights) -> Result<()> {
             .found(found)
             .expected(expected)
             .hint(
-                "use the `config.json` that belongs to these weights, or draw new ones with `model.init = \"random\"`",
+                "use the `config.json` that belongs to these weights, or initialize new ones with `model.init = \
+                 \"random\"`",
             )
     };
     let layers = weights.names().filter_map(|name| {

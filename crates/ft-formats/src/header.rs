@@ -61,7 +61,7 @@ impl<'de> Deserialize<'de> for Metadata {
                 let mut out = HashMap::new();
                 while let Some((key, value)) = map.next_entry::<String, String>()? {
                     if out.insert(key.clone(), value).is_some() {
-                        return Err(A::Error::custom(format!("metadata key `{key}` comes twice")));
+                        return Err(A::Error::custom(format!("metadata key `{key}` occurs twice")));
                     }
                 }
                 Ok(Metadata(out))
@@ -87,7 +87,7 @@ impl<'de> Deserialize<'de> for RawHeader {
                 };
                 while let Some(key) = map.next_key::<String>()? {
                     if !seen.insert(key.clone()) {
-                        return Err(A::Error::custom(format!("the name `{key}` comes twice")));
+                        return Err(A::Error::custom(format!("the name `{key}` occurs twice")));
                     }
                     if key == "__metadata__" {
                         out.metadata = map.next_value::<Metadata>()?.0;
@@ -167,8 +167,8 @@ pub fn pickle(path: &Path) -> Error {
     .expected("safetensors")
     .hint(
         "convert it on a machine you trust: `python -c \"from transformers import AutoModelForCausalLM as M; \
-             M.from_pretrained('DIR').save_pretrained('OUT', safe_serialization=True)\"`, or look for a \
-             safetensors revision of the model on the hub",
+         M.from_pretrained('DIR').save_pretrained('OUT', safe_serialization=True)\"`, or look for a \
+         safetensors revision of the model on the hub",
     )
 }
 
@@ -187,7 +187,7 @@ fn parse(text: &[u8], data: u64, path: &Path) -> Result<Header> {
     let mut entries = Vec::with_capacity(raw.entries.len());
     for (name, e) in raw.entries {
         let dtype = StoredDtype::from_name(&e.dtype).ok_or_else(|| {
-            bad(format!("tensor `{name}` has a number format that ft does not know")).found(format!("`{}`", e.dtype))
+            bad(format!("tensor `{name}` has a dtype that ft does not support")).found(format!("`{}`", e.dtype))
         })?;
         let [begin, end] = e.data_offsets;
         let too_large = || bad(format!("tensor `{name}` has a shape that overflows")).found(format!("{:?}", e.shape));
@@ -202,7 +202,7 @@ fn parse(text: &[u8], data: u64, path: &Path) -> Result<Header> {
             .try_fold(dtype.size() as u64, |n, &d| n.checked_mul(d))
             .ok_or_else(too_large)?;
         if end < begin || end - begin != bytes {
-            return Err(bad(format!("tensor `{name}`: shape and stored bytes disagree"))
+            return Err(bad(format!("tensor `{name}`: shape and stored bytes are inconsistent"))
                 .found(format!("bytes {begin}..{end}"))
                 .expected(format!("{bytes} bytes for {dtype} {shape:?}")));
         }
@@ -219,7 +219,7 @@ fn parse(text: &[u8], data: u64, path: &Path) -> Result<Header> {
             return Err(bad(format!("hole in the file before tensor `{name}`")).found(format!("bytes {at}..{begin}")));
         }
         if *end > data {
-            return Err(bad(format!("file is truncated: tensor `{name}` lies beyond its end"))
+            return Err(bad(format!("file is truncated: tensor `{name}` is beyond its end"))
                 .found(units::bytes(start + data))
                 .expected(format!("at least {}", units::bytes(start.saturating_add(*end))))
                 .hint("the download was cut off: download the file again"));
@@ -360,8 +360,11 @@ mod tests {
     #[test]
     fn duplicate_keys() {
         let t = br#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"a":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}}"#;
-        refuses(&file(t, 4), &["`a` comes twice"]);
-        refuses(&file(br#"{"__metadata__":{"k":"1","k":"2"}}"#, 0), &["`k` comes twice"]);
+        refuses(&file(t, 4), &["`a` occurs twice"]);
+        refuses(
+            &file(br#"{"__metadata__":{"k":"1","k":"2"}}"#, 0),
+            &["`k` occurs twice"],
+        );
         refuses(
             &file(
                 br#"{"a":{"dtype":"U8","dtype":"I8","shape":[0],"data_offsets":[0,0]}}"#,
@@ -374,9 +377,9 @@ mod tests {
     #[test]
     fn shape_and_bytes_disagree() {
         let t = br#"{"w.x":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,24]}}"#;
-        refuses(&file(t, 24), &["`w.x`", "disagree", "12 bytes for BF16 [2, 3]"]);
+        refuses(&file(t, 24), &["`w.x`", "are inconsistent", "12 bytes for BF16 [2, 3]"]);
         let t = br#"{"w":{"dtype":"U8","shape":[2],"data_offsets":[2,0]}}"#;
-        refuses(&file(t, 2), &["`w`", "disagree"]);
+        refuses(&file(t, 2), &["`w`", "are inconsistent"]);
     }
 
     #[test]

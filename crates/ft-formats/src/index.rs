@@ -68,7 +68,7 @@ pub fn read_map(dir: &Path, index: &Path) -> Result<BTreeMap<String, String>> {
                 .at_path(index)
                 .found(format!("{file:?} for tensor `{tensor}`"))
                 .expected("a plain file name such as `model-00001-of-00002.safetensors`")
-                .hint("this index may be made to read files outside the model directory: do not trust this model")
+                .hint("this index may be an attempt to read files outside the model directory: do not trust this model")
         })?;
         let path = dir.join(file);
         if is_pickle(&path) {
@@ -159,10 +159,10 @@ pub fn stays_inside(file: &Path) -> Result<()> {
     if target.starts_with(&directory) || hub_blobs(&directory).is_some_and(|blobs| target.starts_with(blobs)) {
         return Ok(());
     }
-    Err(Error::new("file is a link that leaves its directory")
+    Err(Error::new("file is a link to a path outside its directory")
         .at_path(file)
         .found(format!("a link to {}", target.display()))
-        .hint("copy the file into the directory, or give the directory where it really is"))
+        .hint("copy the file into the directory, or give the directory that contains it"))
 }
 
 /// `<repo>/blobs` for a directory at or under `<repo>/snapshots/<revision>`.
@@ -196,7 +196,7 @@ fn no_weights(dir: &Path) -> Result<Error> {
     if let Some(pickle) = found.iter().find(|p| is_weight_pickle(p)) {
         return Ok(header::pickle(pickle));
     }
-    let error = Error::new("directory holds no weights")
+    let error = Error::new("directory contains no weights")
         .at_path(dir)
         .expected(format!("`{SINGLE}`, or `{INDEX}` and its shards"));
     let has = |name: &str| found.iter().any(|p| p.file_name().is_some_and(|n| n == name));

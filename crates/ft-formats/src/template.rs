@@ -133,8 +133,8 @@ impl ChatTemplate {
     fn without_process<T>(&self, why: Error) -> Option<Result<T>> {
         let Some(trusted) = &self.trusted else {
             return Some(Err(why.hint(
-                "chat templates of models run in a process of their own; set `data.chat_template` to a file that you \
-                 trust to do without",
+                "chat templates of models run in a separate process; to avoid it, set `data.chat_template` to a file \
+                 that you trust",
             )));
         };
         trusted.told.call_once(|| {
@@ -227,7 +227,7 @@ impl ChatTemplate {
         let mut answers = self.answers(&[job])?;
         match answers.pop().and_then(|mut of_job| of_job.pop()) {
             Some(answer) => answer.map_err(|fail| explain(&fail, &self.place)),
-            None => Err(Error::new("the process that renders chat templates gave no answer").at(&self.place)),
+            None => Err(Error::new("the process that renders chat templates did not answer").at(&self.place)),
         }
     }
 
@@ -370,10 +370,10 @@ fn explain(fail: &Fail, place: &str) -> Error {
     match fail.kind {
         Kind::Limit => Error::new(format!("chat template was stopped: {}", fail.text))
             .at(at)
-            .hint("the template loops or was made to: use another one with `data.chat_template`"),
+            .hint("the template has a very long or endless loop: use another one with `data.chat_template`"),
         Kind::Raised => Error::new(format!("chat template refuses this conversation: {}", fail.text))
             .at(at)
-            .hint("look at the roles and their order in this row, or use another template with `data.chat_template`"),
+            .hint("check the roles and their order in this row, or use another template with `data.chat_template`"),
         Kind::Unsupported => Error::new(format!("chat template needs {}, which ft does not support", fail.text))
             .at(at)
             .hint("docs/templates.md lists what is supported; use another template with `data.chat_template`"),

@@ -149,12 +149,12 @@ impl Tokenizer {
 
     /// A tokenizer with one token per byte and an end of text, for models without a tokenizer.
     pub fn bytes() -> Result<Self> {
-        let failed = |e: tokenizers::Error| Error::new("cannot make the tokenizer of bytes").cause(e);
+        let failed = |e: tokenizers::Error| Error::new("cannot create the byte-level tokenizer").cause(e);
         let mut alphabet: Vec<char> = ByteLevel::alphabet().into_iter().collect();
         alphabet.sort_unstable();
         let vocab: Vec<(String, u32)> = alphabet.iter().map(char::to_string).zip(0..).collect();
         let vocab = <[(String, u32); 256]>::try_from(vocab);
-        let vocab = vocab.map_err(|v| Error::new("a byte has no letter").found(v.len()))?;
+        let vocab = vocab.map_err(|v| Error::new("the byte-level alphabet lacks a byte").found(v.len()))?;
         let model = BPE::builder()
             .vocab_and_merges(vocab, Vec::new())
             .build()
@@ -272,10 +272,12 @@ fn read_tokenizer(dir: &Path, path: &Path) -> Result<tokenizers::Tokenizer> {
         ];
         return Err(match old.iter().find(|n| dir.join(n).exists()) {
             Some(name) => error.found(format!("only `{name}`")).hint(
-                "make one with transformers: `python -c \"from transformers import AutoTokenizer as T; \
+                "create one with transformers: `python -c \"from transformers import AutoTokenizer as T; \
                  T.from_pretrained('DIR').save_pretrained('DIR')\"`",
             ),
-            None => error.hint("the tokenizer files must lie beside the weights: download the whole model"),
+            None => {
+                error.hint("the tokenizer files must be in the directory of the weights: download the complete model")
+            }
         });
     }
     let bytes = files::size(path)?;
@@ -295,7 +297,7 @@ fn read_tokenizer(dir: &Path, path: &Path) -> Result<tokenizers::Tokenizer> {
             .hint("the file is damaged or written by a newer `tokenizers`: download it again")
     };
     let mut inner = catch_panic(|| tokenizers::Tokenizer::from_bytes(&text))
-        .ok_or_else(|| bad("its library met a value that it cannot read".into()))?
+        .ok_or_else(|| bad("the tokenizer library found a value that it does not support".into()))?
         .map_err(|e| bad(e.to_string()))?;
     inner.with_padding(None);
     inner.with_truncation(None).map_err(|e| bad(e.to_string()))?;
@@ -324,8 +326,8 @@ fn as_its_class(dir: &Path, inner: &mut tokenizers::Tokenizer, config: &Map<Stri
     let changed = rebuilt::rebuild(inner, class, config)?;
     let warning = || {
         format!(
-            "{}: the tokenizer class {} splits text in its own way, as in transformers 5, not as `tokenizer.json` says; a model that \
-             was trained on other tokens, by earlier versions of ft too, sees new ones",
+            "{}: the tokenizer class {} splits text as in transformers 5, which differs from `tokenizer.json`; a \
+             model that was trained with `tokenizer.json`, also by earlier versions of ft, gets other tokens",
             dir.display(),
             class.name()
         )
@@ -413,11 +415,11 @@ fn ends_disagree(said: &[(&str, &[u32])], token: &dyn Fn(u32) -> Option<String>)
     };
     let others: Vec<String> = others
         .iter()
-        .map(|(file, ids)| format!("{file} says {}", show(ids)))
+        .map(|(file, ids)| format!("{file} has {}", show(ids)))
         .collect();
     Some(format!(
-        "the files of the model name different end tokens: {first} says {}, {}; rows end with the first, answers with any \
-         of them: make the files agree if that is not meant",
+        "the files of the model have different end tokens: {first} has {}, {}; rows end with the first, answers with \
+         any of them: change the files if this is not intended",
         show(&taken[..1]),
         others.join(", ")
     ))

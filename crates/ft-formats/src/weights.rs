@@ -132,7 +132,7 @@ impl Weights {
                     return Err(Error::new(format!("tensor `{}` is in two shards", e.name))
                         .at_path(path)
                         .found(format!("also in {}", paths[first.file].display()))
-                        .hint("shards of two versions are mixed: download the weights again"));
+                        .hint("the shards belong to different versions: download the weights again"));
                 }
                 let info = TensorInfo {
                     name: e.name.clone(),
@@ -168,7 +168,7 @@ impl Weights {
             let real = self.paths[info.file].file_name().unwrap_or_default();
             if real != file.as_str() {
                 return Err(
-                    disagree(format!("tensor `{name}` is in another shard than the index says"))
+                    disagree(format!("tensor `{name}` is not in the shard that the index names"))
                         .found(format!("`{}`", real.to_string_lossy()))
                         .expected(format!("`{file}`")),
                 );

@@ -126,7 +126,7 @@ fn write_one(path: &Path, tensors: &[&TensorPlan], metadata: &[(String, String)]
         })?;
         let written = file.written() - before;
         if written != expected {
-            return Err(Error::new(format!("tensor `{}` was not written whole", plan.name))
+            return Err(Error::new(format!("tensor `{}` was not written completely", plan.name))
                 .at_path(path)
                 .found(format!("{written} bytes"))
                 .expected(format!("{expected} bytes for {} {:?}", plan.dtype, plan.shape)));
@@ -174,10 +174,11 @@ fn put(
     let mut at = done as usize;
     let mut flush = |buffer: &mut Vec<u8>| -> Result<()> {
         if file.written() - before + buffer.len() as u64 > expected {
-            return Err(
-                Error::new(format!("tensor `{}` got more numbers than its shape holds", plan.name))
-                    .expected(format!("{} {:?}", plan.dtype, plan.shape)),
-            );
+            return Err(Error::new(format!(
+                "tensor `{}` received more values than its shape has",
+                plan.name
+            ))
+            .expected(format!("{} {:?}", plan.dtype, plan.shape)));
         }
         file.write(buffer)?;
         buffer.clear();
@@ -234,7 +235,7 @@ fn encode(plan: &TensorPlan, values: impl Iterator<Item = f32>, out: &mut Vec<u8
         }),
         other => {
             return Err(
-                Error::new(format!("tensor `{}`: numbers cannot be written as {other}", plan.name))
+                Error::new(format!("tensor `{}`: values cannot be written as {other}", plan.name))
                     .expected("F32, F16, BF16 or F64, or bytes in that format"),
             );
         }
@@ -242,7 +243,7 @@ fn encode(plan: &TensorPlan, values: impl Iterator<Item = f32>, out: &mut Vec<u8
     match lost {
         None => Ok(()),
         Some((i, x)) => Err(Error::new(format!(
-            "tensor `{}` has a number that {} cannot hold",
+            "tensor `{}` has a value that {} cannot represent",
             plan.name, plan.dtype
         ))
         .found(format!("{x} at position {}", at + i))

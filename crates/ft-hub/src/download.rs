@@ -36,7 +36,7 @@ pub(super) fn ask(settings: &HubSettings) -> HubStatus {
         // A mirror may not have this model, or may not list files.
         (_, Some(404 | 405 | 501)) => HubStatus::Reached(begun.elapsed()),
         (_, Some(401 | 403)) if settings.token.is_some() => HubStatus::Refused,
-        (_, Some(status)) => HubStatus::Failed(format!("it answers with HTTP status {status}")),
+        (_, Some(status)) => HubStatus::Failed(format!("the server returned HTTP status {status}")),
         (Fault::Unreachable(text) | Fault::Untrusted(text), None) => HubStatus::Failed(settings.scrub(text)),
         (Fault::Status { text, .. }, None) => HubStatus::Failed(settings.scrub(text)),
     }
@@ -79,7 +79,7 @@ impl<'a> Repository<'a> {
             }
             return Ok(out);
         }
-        let _asking = progress::phase(format!("asking the hub for {}", wanted.id), 0, "");
+        let _asking = progress::phase(format!("requesting {} from the hub", wanted.id), 0, "");
         match out.retry(|| out.list()) {
             Ok((commit, listing)) => {
                 let _ = out.commit.set(commit);
@@ -116,7 +116,7 @@ impl<'a> Repository<'a> {
             .json(&format!("{api}/revision/{revision}?expand%5B%5D=sha"))?;
         let commit = info["sha"].as_str().unwrap_or_default().to_string();
         if !is_commit(&commit) {
-            return Err(Fault::Untrusted(format!("{commit:?} as the name of a commit")));
+            return Err(Fault::Untrusted(format!("{commit:?} is not a valid commit name")));
         }
         let mut files = BTreeMap::new();
         let mut next = Some(format!("{api}/tree/{commit}?recursive=true"));
@@ -125,11 +125,11 @@ impl<'a> Repository<'a> {
             let (entries, headers) = self.client.json(&page)?;
             let entries = entries
                 .as_array()
-                .ok_or_else(|| Fault::Untrusted("a list that is none".into()))?;
+                .ok_or_else(|| Fault::Untrusted("the file list is not a JSON array".into()))?;
             files.extend(entries.iter().filter_map(blob_of));
             next = next_page(&headers, &self.client)?;
         }
-        Err(Fault::Untrusted("a list without an end".into()))
+        Err(Fault::Untrusted("the file list has too many pages".into()))
     }
 
     /// The URL path of a file at the commit, or at the revision while the commit is unknown.
@@ -146,20 +146,20 @@ impl<'a> Repository<'a> {
         let text = |name: &str| found.hub.get(name).and_then(|v| v.to_str().ok());
         let commit = text("x-repo-commit").unwrap_or_default();
         if !is_commit(commit) {
-            return Err(Fault::Untrusted(format!("{commit:?} as the name of a commit")));
+            return Err(Fault::Untrusted(format!("{commit:?} is not a valid commit name")));
         }
         if self.commit.get_or_init(|| commit.to_string()) != commit {
-            return Err(Fault::Untrusted("another commit than before".into()));
+            return Err(Fault::Untrusted("the commit changed between two responses".into()));
         }
         let tag = text("x-linked-etag").or(text("etag")).unwrap_or_default();
         let tag = tag.strip_prefix("W/").unwrap_or(tag).trim_matches('"');
         let hash =
-            Hash::parse(tag).ok_or_else(|| Fault::Untrusted(format!("{:?} as the hash of a file", shorten(tag))))?;
+            Hash::parse(tag).ok_or_else(|| Fault::Untrusted(format!("{:?} is not a valid file hash", shorten(tag))))?;
         // The content length of a redirect is that of its own body.
         let size = text("x-linked-size").or(text("content-length").filter(|_| !found.redirected));
         let size = size
             .and_then(|s| s.parse().ok())
-            .ok_or_else(|| Fault::Untrusted("a file without a size".into()))?;
+            .ok_or_else(|| Fault::Untrusted("the file has no size".into()))?;
         Ok(Blob { size, hash })
     }
 
@@ -280,7 +280,7 @@ impl<'a> Repository<'a> {
         let get = |range: &Range<u64>| -> Answer<Vec<u8>> {
             let found = self.client.file(&path, Some(range.clone()), false)?;
             if found.response.status().as_u16() != 206 {
-                return Err(Fault::Untrusted("a whole file where a part was asked for".into()));
+                return Err(Fault::Untrusted("the full file instead of the requested range".into()));
             }
             let length = range.end - range.start;
             let mut bytes = Vec::new();
@@ -291,7 +291,10 @@ impl<'a> Repository<'a> {
             if bytes.len() as u64 == length {
                 Ok(bytes)
             } else {
-                Err(Fault::Unreachable(format!("{} of {length} bytes came", bytes.len())))
+                Err(Fault::Unreachable(format!(
+                    "{} of {length} bytes received",
+                    bytes.len()
+                )))
             }
         };
         let results: Vec<_> = std::thread::scope(|scope| {
@@ -302,7 +305,7 @@ impl<'a> Repository<'a> {
             match result {
                 Ok(Ok(bytes)) => partial.append(&bytes)?,
                 Ok(Err(e)) => return Ok(Some(e)),
-                Err(_) => return Err(Error::new("the download ended in a fault of its library").at(file)),
+                Err(_) => return Err(Error::new("the download failed with an error inside its library").at(file)),
             }
             show(phase, partial.length());
         }

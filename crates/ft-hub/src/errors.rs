@@ -38,32 +38,37 @@ pub(crate) fn explain(e: &Fault, wanted: Wanted, settings: &HubSettings) -> Erro
     };
     let gated = e.code() == Some("GatedRepo");
     match (e.status(), settings.token.is_some()) {
-        (Some(401 | 403), true) if !gated => say(format!("the hub does not let this token read the {kind} `{id}`")).hint(
-            "HF_TOKEN (or the stored token) may be wrong, expired or without read access: make a new one in the hub's \
-             settings; check the id too, as the hub answers the same when it does not exist",
-        ),
+        (Some(401 | 403), true) if !gated => {
+            say(format!("the hub does not allow this token to read the {kind} `{id}`")).hint(
+                "HF_TOKEN (or the stored token) may be wrong, expired or without read access: create a new one in the \
+                 hub's settings; check the id too, because the hub returns the same error if it does not exist",
+            )
+        }
         (Some(401 | 403), _) if gated => say(format!("the {kind} `{id}` is gated"))
             .hint("accept its terms on its page on the hub, then set HF_TOKEN to a token of that account"),
-        (Some(401 | 403), _) => say(format!("the {kind} `{id}` does not exist, or it is private or gated")).hint(
-            "check the id; for a private or gated one set HF_TOKEN to a token that may read it",
-        ),
-        (Some(404), _) if e.code() == Some("RevisionNotFound") => say(format!("the {kind} `{id}` has no revision `{revision}`"))
-            .hint("use a branch, a tag or a full commit hash of that repository; the default is `main`"),
+        (Some(401 | 403), _) => say(format!("the {kind} `{id}` does not exist, or it is private or gated"))
+            .hint("check the id; for a private or gated repository set HF_TOKEN to a token with read access"),
+        (Some(404), _) if e.code() == Some("RevisionNotFound") => {
+            say(format!("the {kind} `{id}` has no revision `{revision}`"))
+                .hint("use a branch, a tag or a full commit hash of that repository; the default is `main`")
+        }
         (Some(404), _) if e.code() == Some("EntryNotFound") && file.is_some() => {
             say(format!("the {kind} `{id}` has no file `{}`", file.unwrap_or_default()))
         }
-        (Some(404), _) => say(format!("there is no {kind} `{id}` with a revision `{revision}` on the hub")).hint(
-            "check the id and the revision; if a local directory was meant, its path does not exist",
-        ),
-        (Some(429), _) => say("the hub asks to slow down".into()).hint("wait some minutes, or set HF_TOKEN: accounts may ask more often"),
-        (Some(_), _) => say("the hub failed".into()).cause(cause()).hint("try again later; what is downloaded is kept"),
+        (Some(404), _) => say(format!("the hub has no {kind} `{id}` with revision `{revision}`"))
+            .hint("check the id and the revision; if this is a local directory, its path does not exist"),
+        (Some(429), _) => say("the hub limits the request rate".into())
+            .hint("wait some minutes, or set HF_TOKEN: the limit is higher for accounts"),
+        (Some(_), _) => say("the hub failed".into())
+            .cause(cause())
+            .hint("try again later; downloaded data is kept"),
         (None, _) => match e {
-            Fault::Untrusted(_) => say("the hub gave an answer that ft does not act on".into()).cause(cause()).hint(
-                "a mirror (HF_ENDPOINT) or a proxy on the way changes what the hub says: use another one",
-            ),
+            Fault::Untrusted(_) => say("the hub sent an invalid response".into())
+                .cause(cause())
+                .hint("a mirror (HF_ENDPOINT) or a proxy changes the responses of the hub: use another one"),
             _ => say("cannot reach the hub".into()).cause(cause()).hint(
                 "check the network and HF_ENDPOINT; if the files are in the cache already, set HF_HUB_OFFLINE=1; \
-                 what is downloaded is kept",
+                 downloaded data is kept",
             ),
         },
     }

@@ -96,8 +96,8 @@ impl Client {
                 .found("a hub address with `http://`, and a token (HF_TOKEN, or a stored one)")
                 .expected("`https://`")
                 .hint(
-                    "use an https address; without a token: unset HF_TOKEN and set HF_HUB_DISABLE_IMPLICIT_TOKEN=1; to \
-                     send it all the same, set FT_HUB_HTTP_TOKEN=1",
+                    "use an https address; without a token: unset HF_TOKEN and set HF_HUB_DISABLE_IMPLICIT_TOKEN=1; \
+                     to send it anyway, set FT_HUB_HTTP_TOKEN=1",
                 ));
         }
         let tls = TlsConfig::builder().root_certs(RootCerts::PlatformVerifier).build();
@@ -130,10 +130,10 @@ impl Client {
         body.read_to_end(&mut text)
             .map_err(|e| Fault::Unreachable(e.to_string()))?;
         if text.len() as u64 > ANSWER {
-            return Err(Fault::Untrusted("an answer without an end".into()));
+            return Err(Fault::Untrusted("the response is too long".into()));
         }
-        let value =
-            serde_json::from_slice(&text).map_err(|e| Fault::Untrusted(format!("an answer that is no JSON: {e}")))?;
+        let value = serde_json::from_slice(&text)
+            .map_err(|e| Fault::Untrusted(format!("the response is not valid JSON: {e}")))?;
         Ok((value, found.hub))
     }
 
@@ -160,7 +160,7 @@ impl Client {
             }
             let request = request.body(()).map_err(|e| Fault::Untrusted(e.to_string()))?;
             let response = self.agent.run(request).map_err(|e| match e {
-                ureq::Error::Protocol(e) => Fault::Unreachable(format!("not an HTTP answer: {e}")),
+                ureq::Error::Protocol(e) => Fault::Unreachable(format!("not an HTTP response: {e}")),
                 e => Fault::Unreachable(e.to_string()),
             })?;
             let status = response.status().as_u16();
@@ -170,7 +170,7 @@ impl Client {
                 let next = self.target(&at, to)?;
                 let leaves = !same_server(&next, &self.endpoint);
                 if leaves && own {
-                    return Err(Fault::Untrusted("its API answers with another address".into()));
+                    return Err(Fault::Untrusted("its API redirects to another address".into()));
                 }
                 // The hub's metadata of a file is in the response that redirects to another server.
                 if leaves && home {
@@ -220,7 +220,7 @@ impl Client {
         };
         let next: Uri = whole
             .parse()
-            .map_err(|_| Fault::Untrusted("a redirect to something that is no address".into()))?;
+            .map_err(|_| Fault::Untrusted("a redirect to an invalid address".into()))?;
         let secure = next.scheme_str() == Some("https");
         let plain = next.scheme_str() == Some("http") && self.endpoint.scheme_str() == Some("http");
         let named = next.authority().is_some_and(|a| !a.as_str().contains('@'));
@@ -228,7 +228,7 @@ impl Client {
             Ok(next)
         } else {
             Err(Fault::Untrusted(
-                "a redirect that leaves https, or to no web server".into(),
+                "a redirect that does not use https, or that has no host".into(),
             ))
         }
     }
@@ -283,7 +283,7 @@ pub(crate) fn next_page(headers: &HeaderMap, client: &Client) -> Answer<Option<S
     let below = client.endpoint.path().trim_end_matches('/');
     match path.strip_prefix(below).filter(|_| same_server(&uri, &client.endpoint)) {
         Some(path) => Ok(Some(path.to_string())),
-        None => Err(Fault::Untrusted("a list that goes on at another address".into())),
+        None => Err(Fault::Untrusted("the next page of a list is at another address".into())),
     }
 }
 

@@ -57,7 +57,7 @@ pub fn resolve_with(settings: &HubSettings, path: &str, revision: &str) -> Resul
     if Path::new(path).is_file() {
         return Err(Error::new("the model is a file, not a directory")
             .at(path)
-            .hint("give the directory that holds `config.json` and the weights"));
+            .hint("give the directory that contains `config.json` and the weights"));
     }
     if paths::is_meant(path) || !is_id(path) {
         return Err(paths::missing("directory", Path::new(path))
@@ -118,7 +118,7 @@ pub fn resolve_dataset_with(settings: &HubSettings, path: &str, revision: &str) 
 #[cfg(feature = "hub")]
 const NOT_FOUND: [&str; 4] = [
     "cannot reach",
-    "there is no",
+    "the hub has no",
     "does not exist",
     "not in the local cache",
 ];
@@ -137,7 +137,7 @@ fn not_here(kind: &str, id: &str, error: Error) -> Error {
 
 #[cfg(not(feature = "hub"))]
 fn no_feature(settings: &HubSettings, id: &str) -> Error {
-    Error::new("this build of ft has no downloads")
+    Error::new("this build of ft cannot download")
         .found(format!("the hub id `{id}`"))
         .expected("a local path")
         .hint(format!(

@@ -108,7 +108,7 @@ fn absent(repository: &Repository<'_>, file: &str, wanted: Wanted, settings: &Hu
     if let Some(gguf) = has(".gguf") {
         return error
             .found(format!("`{gguf}`"))
-            .hint("this repository holds GGUF files: give the id of the original model");
+            .hint("this repository contains GGUF files: give the id of the original model");
     }
     error.expected("a model in Hugging Face format with safetensors")
 }

@@ -130,16 +130,18 @@ impl Store {
             Hash::Sha256(_) => "SHA-256",
             Hash::Git(_) => "Git hash",
         };
-        Err(Error::new(format!("`{what}` was damaged on the way"))
+        Err(Error::new(format!("`{what}` was damaged during the download"))
             .found(format!("{kind} {found}"))
             .expected(blob.hash.name())
-            .hint("run the same command again: the damaged download was thrown away"))
+            .hint("run the same command again: the damaged download was removed"))
     }
 
     /// Links a content into the directory of a commit, and returns its path.
     pub fn place(&self, commit: &str, file: &str, blob: &Blob) -> Result<PathBuf> {
         if !is_commit(commit) || !is_inside(file) {
-            return Err(Error::new("the hub gave a name that cannot be a path").found(format!("{commit:?}, {file:?}")));
+            return Err(
+                Error::new("the hub sent a name that is not a valid path").found(format!("{commit:?}, {file:?}"))
+            );
         }
         let path = self.folder.join("snapshots").join(commit).join(file);
         let up = "../".repeat(file.split('/').count() + 1);
@@ -154,11 +156,11 @@ impl Store {
             return if metadata.is_file() && metadata.len() == blob.size {
                 Ok(path)
             } else {
-                Err(Error::new("the cache holds another file in this place")
+                Err(Error::new("the cache already contains a different file at this path")
                     .at_path(&path)
                     .found(format!("{} bytes", metadata.len()))
-                    .expected(format!("a link to a content of {} bytes", blob.size))
-                    .hint("remove it, and run the same command again"))
+                    .expected(format!("a link to a file of {} bytes", blob.size))
+                    .hint("remove the file, and run the same command again"))
             };
         }
         if let Some(parent) = path.parent() {

@@ -29,14 +29,16 @@ pub struct Spec {
 impl Spec {
     pub(super) fn check(&self) -> Result<()> {
         if self.kv_heads == 0 || self.heads == 0 || !self.heads.is_multiple_of(self.kv_heads) {
-            return Err(Error::new("query heads do not share the key heads evenly")
-                .found(format!("{} and {}", self.heads, self.kv_heads)));
+            return Err(
+                Error::new("the number of query heads is not a multiple of the number of key heads")
+                    .found(format!("{} and {}", self.heads, self.kv_heads)),
+            );
         }
         if self.head_dim == 0 {
             return Err(Error::new("an attention head has no elements"));
         }
         if self.window == Some(0) {
-            return Err(Error::new("an attention window of 0 sees nothing"));
+            return Err(Error::new("an attention window must be at least 1"));
         }
         if self.softcap.is_some_and(|cap| cap.is_nan() || cap <= 0.0) {
             return Err(Error::new("an attention soft cap must be positive"));
@@ -81,7 +83,7 @@ fn check_documents(documents: &[usize], tokens: usize) -> Result<()> {
     if whole && documents.is_sorted() {
         Ok(())
     } else {
-        Err(Error::new("document offsets do not cover the tokens")
+        Err(Error::new("the document offsets do not cover all tokens")
             .found(format!("{documents:?}"))
             .expected(format!("0 to {tokens}, rising")))
     }

@@ -63,9 +63,11 @@ impl Options<'_> {
 
     fn check(&self, tokens: usize) -> Result<()> {
         match self.weights {
-            Some(weights) if weights.len() != tokens => Err(Error::new("the weights of a loss do not fit its tokens")
-                .found(weights.len())
-                .expected(tokens)),
+            Some(weights) if weights.len() != tokens => Err(Error::new(
+                "the number of loss weights differs from the number of tokens",
+            )
+            .found(weights.len())
+            .expected(tokens)),
             _ => Ok(()),
         }
     }
@@ -206,7 +208,7 @@ fn check(h: &Tensor, (v, d): (usize, usize), targets: &[u32], softcap: Option<f3
         .enumerate()
         .find(|(_, t)| **t != IGNORE && **t as usize >= v)
     {
-        return Err(Error::new("a target lies outside the vocabulary")
+        return Err(Error::new("a target is outside the vocabulary")
             .at(format!("token {at}"))
             .found(id)
             .expected(format!("below {v}")));
@@ -266,7 +268,7 @@ mod gpu {
         options.check(targets.len())?;
         let totals = step_stats
             .losses()?
-            .ok_or_else(|| Error::new("the sums of a step do not lie on the GPU"))?;
+            .ok_or_else(|| Error::new("the statistics of a step are not on the GPU"))?;
         let job = Job {
             h,
             head,

@@ -47,7 +47,8 @@ impl Gpu {
         }
         if let Some(toolkit) = toolkit.filter(|t| t / 1000 > self.driver / 1000) {
             problems.push(format!(
-                "the driver knows CUDA up to {}, this build was made with {}: update the driver or build with an older toolkit",
+                "the driver supports CUDA up to {}, this build uses {}: update the driver, or build with an older \
+                 toolkit",
                 version(self.driver),
                 version(toolkit)
             ));
@@ -184,7 +185,7 @@ mod tests {
             cublas: 0,
         };
         assert!(gpu.problems(None).is_empty() && gpu.problems(Some(12080)).is_empty());
-        assert!(gpu.problems(Some(13000))[0].contains("up to 12.4, this build was made with 13.0"));
+        assert!(gpu.problems(Some(13000))[0].contains("up to 12.4, this build uses 13.0"));
         gpu.compute = (7, 5);
         assert!(gpu.problems(None)[0].contains("7.5 is too old"));
     }

@@ -47,7 +47,7 @@ pub fn gather(t: &Tensor, places: &IndexSubset) -> Result<Tensor> {
 pub fn scatter(t: &Tensor, part: &Tensor, places: &IndexSubset) -> Result<()> {
     check(t, places)?;
     if part.elem_count() != places.len || part.dtype() != t.dtype() {
-        return Err(Error::new("a part of a tensor does not fit it"));
+        return Err(Error::new("an index subset does not match the size of its tensor"));
     }
     check_type(t)?;
     on_gpu!(t, super::cuda::index_subset::put(part, t, places));
@@ -61,13 +61,13 @@ pub fn scatter(t: &Tensor, part: &Tensor, places: &IndexSubset) -> Result<()> {
 fn check_type(t: &Tensor) -> Result<()> {
     match t.dtype() {
         DType::F32 | DType::BF16 | DType::I16 => Ok(()),
-        other => Err(Error::new("a tensor of such a type has no parts").found(other.as_str())),
+        other => Err(Error::new("index subsets are not supported for this dtype").found(other.as_str())),
     }
 }
 
 fn check(t: &Tensor, places: &IndexSubset) -> Result<()> {
     if t.elem_count() != places.n || places.len > places.n || !t.is_contiguous() {
-        return Err(Error::new("places of another tensor")
+        return Err(Error::new("the indices belong to a tensor of another size")
             .found(format!("{:?}", t.dims()))
             .expected(format!("{} elements", places.n)));
     }
@@ -77,9 +77,7 @@ fn check(t: &Tensor, places: &IndexSubset) -> Result<()> {
 fn with<T: WeightElement, R>(t: &Tensor, f: impl FnOnce(&[T]) -> R) -> Result<R> {
     let (storage, layout) = t.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else {
-        return Err(Error::new(
-            "a part of a tensor is taken on a device for which this is not built",
-        ));
+        return Err(Error::new("index subsets are not supported on this device"));
     };
     match (T::read(storage), layout.contiguous_offsets()) {
         (Some(all), Some((start, end))) => Ok(f(&all[start..end])),

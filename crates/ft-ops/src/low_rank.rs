@@ -54,9 +54,9 @@ impl LowRank<'_> {
 
     /// Returns (R, I, O). Errors: shapes that do not fit.
     fn sizes(&self) -> Result<(usize, usize, usize)> {
-        let (rank, inputs) = dims2(self.a, "A of a delta")?;
-        let (outputs, _) = dims2(self.b, "B of a delta")?;
-        expect_dims(self.b, "B of a delta", &[outputs, rank])?;
+        let (rank, inputs) = dims2(self.a, "A of a LoRA pair")?;
+        let (outputs, _) = dims2(self.b, "B of a LoRA pair")?;
+        expect_dims(self.b, "B of a LoRA pair", &[outputs, rank])?;
         Ok((rank, inputs, outputs))
     }
 }
@@ -166,8 +166,8 @@ pub fn backward(dy: &Tensor, w: Base<'_>, sum: Option<&Tensor>, low: LowRank<'_>
 }
 
 fn with_pair<R>(low: LowRank<'_>, f: impl FnOnce(Values<'_>, Values<'_>) -> Result<R>) -> Result<R> {
-    floats(low.a, "A of a delta", |a| {
-        floats(low.b, "B of a delta", |b| f(Values::F32(a), Values::F32(b)))
+    floats(low.a, "A of a LoRA pair", |a| {
+        floats(low.b, "B of a LoRA pair", |b| f(Values::F32(a), Values::F32(b)))
     })
 }
 

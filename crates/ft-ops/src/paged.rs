@@ -181,9 +181,9 @@ pub fn attend(q: &Tensor, documents: &[Document], spec: &Spec) -> Result<(Tensor
     for d in documents {
         let fits = |p: &&Page| p.form.kv_heads == spec.kv_heads && p.form.head_dim == spec.head_dim;
         if d.queries.start != at || d.queries.end < at || d.queries.len() > d.tokens() || !d.pages.iter().all(fits) {
-            return Err(Error::new("queries do not fit the cached keys")
+            return Err(Error::new("queries do not match the cached keys")
                 .found(format!("queries {:?}, {} tokens", d.queries, d.tokens()))
-                .expected(format!("queries from {at} on, at most one a token")));
+                .expected(format!("queries from {at} on, at most one per token")));
         }
         at = d.queries.end;
     }

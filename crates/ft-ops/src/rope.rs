@@ -29,7 +29,7 @@ pub fn apply(x: &Tensor, cos: &Tensor, sin: &Tensor, head_dim: usize, direction:
         ));
     }
     if 2 * half > head_dim {
-        return Err(Error::new("the rotary part is larger than a head")
+        return Err(Error::new("the rotary dimension is larger than the head dimension")
             .found(2 * half)
             .expected(format!("at most {head_dim}")));
     }

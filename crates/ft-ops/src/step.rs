@@ -225,7 +225,7 @@ fn with_weight(item: &Item, f: impl FnOnce(cpu::Weight) -> Result<()>) -> Result
     match item.precision {
         Precision::Whole => with_mut(item.weight, |w: &mut [f32]| f(cpu::Weight::F32(w)))?,
         Precision::Halves(low) => {
-            expect_dims(low, "the lower halves of a weight", &[item.weight.elem_count()])?;
+            expect_dims(low, "the low 16 bits of a master weight", &[item.weight.elem_count()])?;
             with_mut(item.weight, |w: &mut [bf16]| {
                 with_mut(low, |low: &mut [i16]| f(cpu::Weight::Halves(w, low)))?
             })?

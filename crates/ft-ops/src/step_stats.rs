@@ -102,7 +102,7 @@ impl StepStats {
         };
         match device.to_vec1::<f64>()?[..] {
             [loss, correct, squares] => Ok(host.plus(StepSums { loss, correct, squares })),
-            _ => Err(Error::new("the sums of a step are not whole")),
+            _ => Err(Error::new("the statistics of a step are incomplete")),
         }
     }
 }

@@ -66,7 +66,7 @@ impl Copier {
     /// copier lives; then a GPU reads it directly.
     pub fn send(&self, host: &Tensor, stays: bool) -> Result<Arriving> {
         if !host.device().is_cpu() {
-            return Err(Error::new("only a tensor of the host can be sent to a device"));
+            return Err(Error::new("only a host tensor can be copied to a device"));
         }
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
@@ -136,7 +136,7 @@ impl Copier {
     fn gpu(&self) -> Result<&super::cuda::transfer::Copier> {
         self.gpu
             .as_ref()
-            .ok_or_else(|| Error::new("a tensor of a GPU came to a copier of the host"))
+            .ok_or_else(|| Error::new("internal: a host copy engine received a GPU tensor"))
     }
 }
 

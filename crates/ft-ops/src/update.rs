@@ -197,7 +197,7 @@ where
 
 fn check_place(t: &Tensor) -> Result<()> {
     if !t.device().is_cpu() {
-        return Err(Error::new("a tensor that is changed does not lie on the CPU"));
+        return Err(Error::new("a tensor that is changed is not on the CPU"));
     }
     if !t.is_contiguous() {
         return Err(Error::new("a tensor that is changed is not contiguous"));
@@ -214,7 +214,7 @@ struct InPlace<F> {
 impl<F> InPlace<F> {
     /// Runs `call` on the closure and records whether the element type fits.
     fn run(&self, call: impl FnOnce(F) -> bool) -> candle_core::Result<()> {
-        let poisoned = |_| candle_core::Error::msg("an in-place operation panicked before");
+        let poisoned = |_| candle_core::Error::msg("an earlier in-place operation panicked");
         let f = self.f.lock().map_err(|_| poisoned(()))?.take();
         if let Some(f) = f {
             let fits = call(f);

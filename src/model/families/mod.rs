@@ -71,12 +71,12 @@ fn unsupported(config: &Config, model_type: &str, place: &str) -> Error {
         .and_then(Value::as_str);
     match (inner, close) {
         (Some(inner), _) if NAMES.contains(&inner) => e.hint(format!(
-            "this model reads more than text; its language model is a `{inner}`: give a text-only checkpoint of that type"
+            "this is a multimodal model; its language model is a `{inner}`: give a text-only checkpoint of that type"
         )),
-        (Some(_), _) => e.hint("this model reads more than text: ft trains language models only"),
-        (None, Some(name)) if near(&name) > 0.75 => {
-            e.hint(format!("`{name}` is close, but its layers are not the same: ft does not guess"))
-        }
+        (Some(_), _) => e.hint("this is a multimodal model: ft trains language models only"),
+        (None, Some(name)) if near(&name) > 0.75 => e.hint(format!(
+            "`{name}` has a similar name, but other layers: ft does not substitute it"
+        )),
         _ => e,
     }
 }
@@ -159,7 +159,7 @@ fn rope_parameters(config: &Config, layer_type: Option<&str>, default_theta: f64
     let object = |key: &str| match config.get(key) {
         None | Some(Value::Null) => Ok(None),
         Some(Value::Object(map)) => Ok(Some(map)),
-        Some(other) => Err(Error::new(format!("`{key}` is not a table"))
+        Some(other) => Err(Error::new(format!("`{key}` is not a JSON object"))
             .at(config.path.display())
             .found(other)),
     };
@@ -209,7 +209,7 @@ fn windows(config: &Config, spec: &mut Spec, window: Option<usize>, default: imp
                 .found(
                     other
                         .as_array()
-                        .map_or("no list".to_string(), |l| format!("{} entries", l.len())),
+                        .map_or("not a list".to_string(), |l| format!("{} entries", l.len())),
                 )
                 .expected(format!("{} entries", spec.layers.len())));
         }
@@ -229,7 +229,8 @@ fn windows(config: &Config, spec: &mut Spec, window: Option<usize>, default: imp
         layer.window = if slides { window } else { None };
         if slides && window.is_none() {
             return Err(
-                Error::new("a layer slides but the config has no sliding_window").at(place(config, "sliding_window"))
+                Error::new("a layer has sliding attention, but the config has no sliding_window")
+                    .at(place(config, "sliding_window")),
             );
         }
     }

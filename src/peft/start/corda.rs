@@ -108,8 +108,8 @@ pub fn components(w: MatRef<'_, f64>, c: &Covariance, method: Method, candidates
     let n = plain.nrows();
     let diagonal = (0..n).map(|i| plain[(i, i)]).sum::<f64>() / n.max(1) as f64;
     if !diagonal.is_finite() || diagonal <= 0.0 {
-        return Err(Error::new("the inputs of a linear are all zero, or not finite")
-            .hint("give other rows in `tune.lora.corda.data`"));
+        return Err(Error::new("the inputs of a linear layer are all zero, or not finite")
+            .hint("use other rows in `tune.lora.corda.data`"));
     }
     let mut damping = DAMPING;
     loop {
@@ -135,7 +135,9 @@ pub fn components(w: MatRef<'_, f64>, c: &Covariance, method: Method, candidates
         }
         damping *= 2.0;
         if damping > 1e6 {
-            return Err(Error::new("the covariance of a linear's inputs cannot be inverted"));
+            return Err(Error::new(
+                "the covariance of the inputs of a linear layer cannot be inverted",
+            ));
         }
     }
 }

@@ -9,7 +9,7 @@ pub(super) static KEYS: &[Key] = &[
         Kind::Name(OptimizerName::NAMES),
         "\"adamw\"",
         "the usual choice for transformers",
-        "The update rule. Adafactor keeps row and column means of the squared gradient, no momentum, and takes `learning_rate` as it is.",
+        "The update rule. Adafactor stores row and column means of the squared gradient and no momentum; it uses `learning_rate` unchanged.",
     ),
     key(
         "optimizer",
@@ -19,7 +19,7 @@ pub(super) static KEYS: &[Key] = &[
         "by method, stage, optimizer and width: wide models need smaller steps",
         "Highest learning rate. `auto` with AdamW: 2e-5 × 2048 / hidden size; three times that for `block`, ten times for \
          adapters and for `model.init = \"random\"`, a hundred times for IA3 and VeRA; half of it for `reward`, a \
-         twentieth for preferences and reinforcement. Lion takes a fifth of it, SGD a thousand times as much.",
+         twentieth for preferences and reinforcement. Lion uses a fifth of it, SGD a thousand times as much.",
     ),
     when(
         key(
@@ -72,7 +72,7 @@ pub(super) static KEYS: &[Key] = &[
             Kind::Name(StateDtype::NAMES),
             "\"f32\"",
             "exact",
-            "Storage of moments; `int8`: the dynamic code in blocks of 256, a quarter of the memory; parameters with fewer than 4096 elements stay f32.",
+            "Storage of the moments; `int8`: dynamic 8-bit quantization in blocks of 256, a quarter of the memory; the moments of parameters with fewer than 4096 elements stay f32.",
         ),
         "optimizer.name",
         &["adamw", "sgd", "lion"],
@@ -84,7 +84,7 @@ pub(super) static KEYS: &[Key] = &[
             Kind::Name(Master::NAMES),
             "\"f32\"",
             "exact",
-            "What a bf16 weight knows beyond bf16: `f32` keeps it, in 2 more bytes an element; `stochastic` keeps nothing and rounds at random, right on average.",
+            "Master weights of bf16 weights: `f32` keeps fp32 master weights (2 more bytes per element); `stochastic` keeps none and uses stochastic rounding (unbiased).",
         ),
         "model.dtype",
         &["bf16"],
@@ -104,7 +104,7 @@ pub(super) static KEYS: &[Key] = &[
             Kind::Number(PART),
             "0.03",
             "the first steps of AdamW are large without it",
-            "Part of the steps over which the rate rises, rounded down. The first of these steps has rate 0, as in transformers.",
+            "Fraction of the steps for warmup, rounded down. The first of these steps has rate 0, as in transformers.",
         ),
         "schedule.warmup_steps",
         &["auto"],
@@ -114,8 +114,8 @@ pub(super) static KEYS: &[Key] = &[
         "warmup_steps",
         Kind::AutoInteger { min: 0, max: i64::MAX },
         "\"auto\"",
-        "told by `warmup_ratio`",
-        "Steps over which the rate rises, in place of `warmup_ratio`.",
+        "derived from `warmup_ratio`",
+        "Number of warmup steps, in place of `warmup_ratio`.",
     ),
     when(
         key(
@@ -124,7 +124,7 @@ pub(super) static KEYS: &[Key] = &[
             Kind::Number(PART),
             "0.1",
             "a common choice",
-            "Part of the steps that decays at the end of `wsd`.",
+            "Fraction of the steps for the decay at the end of `wsd`.",
         ),
         "schedule.name",
         &["wsd"],
@@ -147,7 +147,7 @@ pub(super) static KEYS: &[Key] = &[
         Kind::Name(Stage::NAMES),
         "\"sft\"",
         "supervised fine-tuning",
-        "The objective. `reward`, `dpo`, `orpo`, `simpo` and `kto` learn from preference rows.",
+        "The objective. `reward`, `dpo`, `orpo`, `simpo` and `kto` use preference rows.",
     ),
     key(
         "train",
@@ -162,8 +162,8 @@ pub(super) static KEYS: &[Key] = &[
         "max_steps",
         from(-1),
         "-1",
-        "`num_epochs` tells",
-        "Optimizer steps; 0 saves the first state in `final/`; -1 leaves it to `num_epochs`.",
+        "derived from `num_epochs`",
+        "Number of optimizer steps; 0 saves the initial state in `final/`; -1 derives it from `num_epochs`.",
     ),
     key(
         "train",
@@ -178,9 +178,9 @@ pub(super) static KEYS: &[Key] = &[
         "gradient_accumulation_steps",
         Kind::AutoInteger { min: 1, max: 1 << 20 },
         "\"auto\"",
-        "by the number of rows: 8 rows a step, fewer where the run would have less than 75 steps, more in a long run",
+        "by the number of rows: 8 rows per step, fewer if the run would have less than 75 steps, more in a long run",
         "Forward passes in one optimizer step; the loss is divided by the trained tokens of all of them. With `max_steps` a step may \
-         run over the end of an epoch: it takes the last rows of one epoch and the first of the next. `epoch` in the metrics counts \
+         cross the end of an epoch: it uses the last rows of one epoch and the first of the next. `epoch` in the metrics counts \
          all of them, so it grows by more than 1 in a step that is larger than the data.",
     ),
     key(
@@ -204,7 +204,7 @@ pub(super) static KEYS: &[Key] = &[
         "logging_steps",
         from(1),
         "1",
-        "every step is worth a line",
+        "every step is reported",
         "Steps between two report lines.",
     ),
     key(
@@ -213,15 +213,15 @@ pub(super) static KEYS: &[Key] = &[
         from(0),
         "0",
         "evaluate before and after only",
-        "Steps between two evaluations; 0 is never in between.",
+        "Steps between two evaluations; 0: only before and after.",
     ),
     key(
         "train",
         "save_steps",
         from(0),
         "100",
-        "little work is lost if the run is stopped hard",
-        "Steps between two checkpoints; 0 is never in between.",
+        "little work is lost if the run is killed",
+        "Steps between two checkpoints; 0: no periodic checkpoints.",
     ),
     key(
         "train",
@@ -229,7 +229,7 @@ pub(super) static KEYS: &[Key] = &[
         from(1),
         "2",
         "the newest and the one before it",
-        "Checkpoints to keep; an old one goes only after the new one verifies.",
+        "Number of checkpoints to keep; an old one is deleted only after the new one is verified.",
     ),
     key(
         "train",
@@ -244,8 +244,8 @@ pub(super) static KEYS: &[Key] = &[
         "sample_prompts",
         Kind::Texts,
         "[]",
-        "no samples unless asked for",
-        "Prompts that are answered before and after the run, to see the difference.",
+        "no samples by default",
+        "Prompts that the model answers before and after the run, to show the difference.",
     ),
     key(
         "train",
@@ -253,6 +253,6 @@ pub(super) static KEYS: &[Key] = &[
         Kind::Flag,
         "false",
         "decoding takes longer than the loss",
-        "Evaluations also answer the rows by greedy decoding and count exact matches.",
+        "Evaluations also generate an answer to each row by greedy decoding and count exact matches.",
     ),
 ];

@@ -49,7 +49,7 @@ impl Algorithm {
     fn answers(&self, batch: &Batch) -> Result<Vec<Answer>> {
         let prompts = batch.columns.document(PROMPT)?;
         if prompts.len() + 1 != batch.documents.len() {
-            return Err(Error::new("a column of a batch does not fit its documents").at(PROMPT));
+            return Err(Error::new("the length of a batch column differs from the number of documents").at(PROMPT));
         }
         let mut answers = Vec::with_capacity(prompts.len());
         for (document, &prompt) in batch.documents.windows(2).zip(prompts) {

@@ -76,7 +76,7 @@ pub fn pairs(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Res
         Measure::Number,
         "log p(chosen) - log p(rejected), on average",
     );
-    let by_token = "the same with log-probabilities per token: length does not count";
+    let by_token = "the same with log-probabilities per token, independent of length";
     report.add("accuracy_per_token", part(&tokenwise), Measure::Part, by_token);
     let Some(reference) = reference(opened, request)? else {
         return Ok(report);
@@ -90,7 +90,7 @@ pub fn pairs(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Res
         .collect();
     let implicit = "pairs whose chosen answer has the higher implicit reward, beta * log(p / p_reference)";
     report.add("reward_accuracy", part(&rewards), Measure::Part, implicit);
-    let by = "by how much the implicit reward is higher, on average";
+    let by = "mean difference of the implicit rewards, chosen - rejected";
     report.add("reward_margin", mean(&rewards), Measure::Number, by);
     report.add("beta", beta, Measure::Number, "`rlhf.beta`");
     Ok(report)
@@ -193,11 +193,11 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> R
             .collect()
     };
     let mut report = Report::of_answers(known.len());
-    let exact = "answers of greedy decoding that are exactly the known answer";
+    let exact = "answers (greedy decoding) that equal the known answer";
     report.add("accuracy", mean(&judge(checks::exact)), Measure::Part, exact);
     let numeric: Vec<f64> = judge(checks::numeric).into_iter().filter(|x| !x.is_nan()).collect();
     if !numeric.is_empty() {
-        let what = "answers whose last number is that of the known answer";
+        let what = "answers whose last number equals that of the known answer";
         report.add("numeric_accuracy", mean(&numeric), Measure::Part, what);
     }
     Ok(report)

@@ -74,14 +74,21 @@ impl Kind {
         match (name, argument) {
             ("exact", None) => Ok(Self::Exact),
             ("numeric", None) => Ok(Self::Numeric),
-            ("regex", Some(pattern)) => Regex::new(pattern)
-                .map(Self::Regex)
-                .map_err(|e| fault("the pattern of a `regex:` reward is no regular expression").hint(e.to_string())),
+            ("regex", Some(pattern)) => Regex::new(pattern).map(Self::Regex).map_err(|e| {
+                fault(
+                    "the pattern of a `regex:` reward is not a valid regular \
+                                    expression",
+                )
+                .hint(e.to_string())
+            }),
             ("json", None) => Ok(Self::Json(None)),
             ("json", Some(file)) => {
                 let text = files::read_text(Path::new(file))?;
-                let value: Value = serde_json::from_str(&text)
-                    .map_err(|e| Error::new("the file of a `json:` reward is no JSON").at(file).cause(e))?;
+                let value: Value = serde_json::from_str(&text).map_err(|e| {
+                    Error::new("the file of a `json:` reward is not valid JSON")
+                        .at(file)
+                        .cause(e)
+                })?;
                 let schema = Schema::new(value).map_err(|e| e.within(file))?;
                 Ok(Self::Json(Some(schema)))
             }
@@ -95,7 +102,7 @@ impl Kind {
             ("program", Some(command)) => Ok(Self::Program(command.to_string())),
             ("exact" | "numeric", Some(_)) => Err(fault("this reward takes no argument")),
             ("regex" | "length" | "model" | "program", None) => Err(fault("this reward needs an argument")),
-            _ => Err(fault("there is no such reward")),
+            _ => Err(fault("this reward does not exist")),
         }
     }
 
@@ -131,14 +138,18 @@ impl Kind {
 
 fn kinds(rlhf: &RlConfig) -> Result<Vec<Kind>> {
     if rlhf.rewards.is_empty() {
-        return Err(Error::usage("`rlhf.rewards` is missing: nothing would be learned")
-            .expected(KNOWN)
-            .hint("write for example `[rlhf] rewards = [\"numeric\"]`"));
+        return Err(
+            Error::usage("`rlhf.rewards` is missing: the run has no reward to maximize")
+                .expected(KNOWN)
+                .hint("write for example `[rlhf] rewards = [\"numeric\"]`"),
+        );
     }
     if !rlhf.reward_weights.is_empty() && rlhf.reward_weights.len() != rlhf.rewards.len() {
-        return Err(Error::usage("`rlhf.reward_weights` does not fit `rlhf.rewards`")
-            .found(format!("{} weights", rlhf.reward_weights.len()))
-            .expected(format!("{}, one for each reward", rlhf.rewards.len())));
+        return Err(
+            Error::usage("`rlhf.reward_weights` has another length than `rlhf.rewards`")
+                .found(format!("{} weights", rlhf.reward_weights.len()))
+                .expected(format!("{}, one for each reward", rlhf.rewards.len())),
+        );
     }
     let kind = |text: &String| Kind::parse(text, rlhf.max_completion_length);
     rlhf.rewards.iter().map(kind).collect()

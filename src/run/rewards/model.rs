@@ -29,10 +29,13 @@ pub struct RewardModel {
 }
 
 fn no_score(described: &ModelDir) -> Error {
-    Error::new("the directory holds no reward model")
+    Error::new("the directory does not contain a reward model")
         .at_path(&described.dir)
         .found(format!("no tensor `{}`", hf::SCORE))
-        .hint("train one with `train.stage = \"reward\"` and name its `final/`; of a LoRA what `ft merge` makes of it")
+        .hint(
+            "train one with `train.stage = \"reward\"` and give its `final/`; for a LoRA adapter, give the output \
+               of `ft merge`",
+        )
 }
 
 impl RewardModel {

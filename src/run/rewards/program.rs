@@ -67,7 +67,7 @@ impl Program {
 
     fn spawn(&self) -> Result<Running> {
         let Some((name, arguments)) = self.words.split_first() else {
-            return Err(Error::usage("a `program:` reward names no program").hint("`program:python3 score.py`"));
+            return Err(Error::usage("a `program:` reward has no program name").hint("`program:python3 score.py`"));
         };
         let mut command = Command::new(name);
         command.args(arguments);
@@ -82,9 +82,9 @@ impl Program {
             Error::new("the reward program cannot be started")
                 .at(name)
                 .found(e.to_string())
-                .hint("name a program on the path, or a file that can be executed")
+                .hint("give a program on the PATH, or an executable file")
         })?;
-        let no_pipe = || Error::new("the reward program has no pipe");
+        let no_pipe = || Error::new("the pipe to the reward program cannot be opened");
         let mut stdin = child.stdin.take().ok_or_else(no_pipe)?;
         let stdout = child.stdout.take().ok_or_else(no_pipe)?;
         let stderr = child.stderr.take().ok_or_else(no_pipe)?;
@@ -136,7 +136,7 @@ impl Program {
                 return Err(running.explain(
                     Error::new("the reward program writes more lines than it gets rows")
                         .found(shown(&line))
-                        .expected("one line for each row"),
+                        .expected("one line per row"),
                 ));
             }
             for row in &rows[scores.len()..] {
@@ -169,12 +169,12 @@ impl Program {
                     Ok(line) => break line,
                     Err(RecvTimeoutError::Disconnected) => {
                         return Ok(Some(
-                            Error::new("the reward program ended before it gave all scores").at(place()),
+                            Error::new("the reward program ended before it wrote all scores").at(place()),
                         ));
                     }
                     Err(RecvTimeoutError::Timeout) if asked.elapsed() >= self.timeout => {
                         return Ok(Some(
-                            Error::new("the reward program gave no score in time")
+                            Error::new("the reward program did not write a score in time")
                                 .at(place())
                                 .expected(format!("one within {:?}", self.timeout))
                                 .hint("raise `rlhf.reward_timeout`; the program must flush its output after each line"),
@@ -183,18 +183,18 @@ impl Program {
                     Err(RecvTimeoutError::Timeout) => {}
                 }
                 if let Some(s) = signal::received() {
-                    return Err(Error::signal(s, "stopped while a reward program was at work"));
+                    return Err(Error::signal(s, "stopped while a reward program was running"));
                 }
             };
             match score(&line) {
                 Some(score) => scores.push(score),
                 None => {
                     return Err(running.explain(
-                        Error::new("the reward program wrote something that is no score")
+                        Error::new("the reward program wrote a line that is not a score")
                             .at(place())
                             .found(shown(&line))
                             .expected("a number, `null`, or {\"score\": number} on each line")
-                            .hint("what is meant for people belongs on its standard error"),
+                            .hint("log messages of the program must go to its standard error"),
                     ));
                 }
             }
@@ -359,7 +359,7 @@ mod tests {
         let started = Instant::now();
         let e = fault("echo thinking >&2; sleep 600", 1);
         assert!(
-            e.contains("no score in time") && e.contains("row 1 of 3") && e.contains("thinking"),
+            e.contains("not write a score in time") && e.contains("row 1 of 3") && e.contains("thinking"),
             "{e}"
         );
         assert!(
@@ -375,12 +375,12 @@ mod tests {
             ("echo NaN; sleep 5", "NaN"),
             ("echo 1e999; sleep 5", "1e999"),
             ("echo \"[1]\"; sleep 5", "[1]"),
-            ("echo; sleep 5", "no score"),
+            ("echo; sleep 5", "not a score"),
             ("yes x | head -c 200000 | tr -d \"\\n\"; sleep 5", "xxx"),
         ] {
             let e = fault(script, 3);
             assert!(
-                e.contains("wrote something that is no score") && e.contains(says),
+                e.contains("wrote a line that is not a score") && e.contains(says),
                 "{e}"
             );
         }

@@ -59,11 +59,11 @@ impl Schema {
         let fields = match schema {
             Value::Bool(_) => return Ok(()),
             Value::Object(fields) => fields,
-            _ => return Err(fault("a schema is an object, `true` or `false`".into())),
+            _ => return Err(fault("a schema must be an object, `true` or `false`".into())),
         };
         for (key, value) in fields {
             let wrong = |expected: &str| {
-                Error::new(format!("`{key}` of the schema has the wrong kind"))
+                Error::new(format!("`{key}` of the schema has the wrong type"))
                     .at(at)
                     .found(value.to_string())
                     .expected(expected)
@@ -81,7 +81,7 @@ impl Schema {
                 }
                 "required" => {
                     let names = value.as_array().filter(|l| l.iter().all(Value::is_string));
-                    names.ok_or_else(|| wrong("a list of texts"))?;
+                    names.ok_or_else(|| wrong("a list of strings"))?;
                 }
                 "properties" => {
                     for (name, value) in value.as_object().ok_or_else(|| wrong("an object"))? {
@@ -113,13 +113,13 @@ impl Schema {
                     self.patterns.insert(text.to_string(), regex);
                 }
                 "$ref" => {
-                    let name = value.as_str().ok_or_else(|| wrong("a text"))?;
+                    let name = value.as_str().ok_or_else(|| wrong("a string"))?;
                     if self.target(name, 0).is_none() {
-                        return Err(wrong("`#/$defs/NAME` of this file, not in a circle"));
+                        return Err(wrong("`#/$defs/NAME` of this file, without a cycle"));
                     }
                 }
                 other => {
-                    return Err(fault(format!("the schema's keyword `{other}` is not known here"))
+                    return Err(fault(format!("the schema keyword `{other}` is not supported"))
                         .hint("docs/rlhf.md lists the keywords; check the rest with a `program:` reward"));
                 }
             }
@@ -327,9 +327,9 @@ mod tests {
             (json!({"type": "text"}), "`type`"),
             (json!({"pattern": "("}), "regular expression"),
             (json!({"$ref": "#/$defs/gone"}), "$ref"),
-            (json!({"$defs": {"a": {"$ref": "#/$defs/a"}}}), "circle"),
+            (json!({"$defs": {"a": {"$ref": "#/$defs/a"}}}), "cycle"),
             (json!({"minimum": "3"}), "`minimum`"),
-            (json!(3), "a schema is an object"),
+            (json!(3), "a schema must be an object"),
         ] {
             let e = Schema::new(bad).unwrap_err().to_string();
             assert!(e.contains(says), "{e}");

@@ -225,7 +225,7 @@ impl BatchSource for Rows<'_> {
         if std::str::from_utf8(state).is_ok_and(|name| self.fingerprint.is(name)) {
             Ok(())
         } else {
-            Err(Error::new("the teacher is not the one that the run started with")
+            Err(Error::new("the teacher is not the teacher with which the run started")
                 .hint("give the same `distill.teacher` or `distill.teacher_cache`, or start a new run"))
         }
     }

@@ -56,7 +56,9 @@ pub trait BatchSource {
 
     fn restore(&mut self, state: &[u8]) -> Result<()> {
         let _ = state;
-        Err(Error::new("the checkpoint keeps a state that this stage does not have"))
+        Err(Error::new(
+            "the checkpoint contains a state that this stage does not have",
+        ))
     }
 
     /// Means since the last call, with the names of `metrics.jsonl`.
@@ -106,6 +108,6 @@ pub fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
         stage if stage.is_preference() => preference::open(setting),
         recipe::Stage::Distill => distill::open(setting),
         // The recipe parser refuses it already.
-        other => Err(Error::usage("this stage is not built yet").found(other.name())),
+        other => Err(Error::usage("this stage is not implemented yet").found(other.name())),
     }
 }

@@ -126,7 +126,7 @@ pub fn batch(set: &Dataset, rows: &[usize], reference: Option<&[f32]>) -> Result
     let mut references = Vec::new();
     for &row in rows {
         let p = set.preferences.get(row);
-        let p = p.ok_or_else(|| Error::new("a row of preferences lacks its parts").found(row))?;
+        let p = p.ok_or_else(|| Error::new("a preference row is incomplete").found(row))?;
         // All rows of a set have the same number of documents.
         let documents = set.documents(row).len();
         for document in 0..documents {
@@ -138,7 +138,7 @@ pub fn batch(set: &Dataset, rows: &[usize], reference: Option<&[f32]>) -> Result
             });
             if let Some(reference) = reference {
                 let found = reference.get(row * documents + document);
-                references.push(*found.ok_or_else(|| Error::new("a row has no reference").found(row))?);
+                references.push(*found.ok_or_else(|| Error::new("a row has no reference log-probability").found(row))?);
             }
         }
     }
@@ -178,14 +178,14 @@ impl BatchSource for Rows<'_> {
         let network = &engine.network;
         let mut found: [Vec<f32>; 2] = Default::default();
         let rows = self.sets.iter().flatten().map(|set| set.examples.len()).sum();
-        let phase = progress::phase("asking the reference", rows, "rows");
+        let phase = progress::phase("computing the reference log-probabilities", rows, "rows");
         for (set, found) in self.sets.iter().zip(&mut found) {
             let Some(set) = set else { continue };
             for rows in self.groups(set) {
                 if let Some(s) = signal::received() {
                     return Err(Error::signal(
                         s,
-                        "stopped while the reference was asked; nothing was trained yet",
+                        "stopped during the forward passes of the reference; nothing was trained yet",
                     ));
                 }
                 let batch = batch(set, &rows, None)?;
@@ -241,7 +241,7 @@ impl BatchSource for Rows<'_> {
     /// Errors: the state belongs to other rows, or is truncated.
     fn restore(&mut self, state: &[u8]) -> Result<()> {
         let foreign = || {
-            Error::new("the reference's log-probabilities in the checkpoint do not belong to these rows")
+            Error::new("the reference's log-probabilities in the checkpoint belong to other rows")
                 .hint("start a new run in another `train.output_dir`")
         };
         let key = format!("{}\n", self.key());

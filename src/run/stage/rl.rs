@@ -367,7 +367,7 @@ impl BatchSource for Rollouts<'_> {
         self.metrics = pending.map(|(name, value)| (lasting(name), value)).collect();
         let samples = std::mem::take(&mut self.rollout_buffer.samples);
         let parsed = samples.iter().map(|line| serde_json::from_str(line));
-        let broken = |e| Error::new("the samples of a rollout in the checkpoint are broken").cause(e);
+        let broken = |e| Error::new("the samples of a rollout in the checkpoint are not valid").cause(e);
         self.samples = parsed.collect::<std::result::Result<_, _>>().map_err(broken)?;
         Ok(())
     }

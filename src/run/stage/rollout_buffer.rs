@@ -147,7 +147,7 @@ impl RolloutBuffer {
             .map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]]))
             .collect();
         let mut reader = Reader { words: &words };
-        let broken = || Error::new("the answers of a rollout in the checkpoint are broken");
+        let broken = || Error::new("the answers of a rollout in the checkpoint are not valid");
         reader
             .read()
             .filter(|_| reader.words.is_empty() && bytes.len().is_multiple_of(4))

@@ -110,7 +110,7 @@ impl Disk {
             .head_rows
             .is_some_and(|rows| rows == 0 || !rows.is_multiple_of(PIECE))
         {
-            return Err(Error::usage("the head comes in pieces of another size")
+            return Err(Error::usage("the piece size of the output head is not supported")
                 .at("memory.head_chunk")
                 .expected(format!("a multiple of {PIECE}")));
         }
@@ -257,7 +257,7 @@ impl Loader for Layers {
                     self.0.files.fill(&p.name, 0, buffer)?;
                     buffer.clone().into()
                 }
-                (None, None, None) => return Err(Error::new("a weight has no place to be loaded into").at(&*p.name)),
+                (None, None, None) => return Err(Error::new("no buffer is allocated for a weight").at(&*p.name)),
             };
             weights.insert(p.name.clone(), weight);
         }
@@ -358,7 +358,7 @@ impl LayerSource for Disk {
         let (all, width) = (param.shape[0], param.elements() / param.shape[0].max(1));
         let mut places: BTreeMap<u32, u32> = ids.iter().map(|id| (*id, 0)).collect();
         if let Some((&id, _)) = places.last_key_value().filter(|(id, _)| **id as usize >= all) {
-            return Err(Error::new("a token id lies outside the vocabulary")
+            return Err(Error::new("a token id is outside the vocabulary")
                 .found(id)
                 .expected(format!("below {all}")));
         }
@@ -377,7 +377,7 @@ impl LayerSource for Disk {
 
     fn piece(&self, name: &str, first: usize) -> Result<Arc<GroupWeights>> {
         let Some(rows) = self.piece_rows(name) else {
-            return Err(Error::new("this weight does not come in pieces").at(name));
+            return Err(Error::new("this weight is not read in pieces").at(name));
         };
         let piece = self.pieces.get(first)?;
         // After the last piece follows the first: the head is read twice per batch, and again in the next batch.

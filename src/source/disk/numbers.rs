@@ -38,7 +38,7 @@ impl Files {
         let mut plans = Vec::new();
         for (p, format) in params {
             let &[rows, columns] = p.shape.as_slice() else {
-                return Err(Error::new("only a matrix can be stored as codes").at(&*p.name));
+                return Err(Error::new("only a matrix can be quantized").at(&*p.name));
             };
             plans.extend(format.parts(rows, columns).into_iter().map(|(part, bytes)| TensorPlan {
                 name: part_name(&p.name, part),
@@ -86,10 +86,10 @@ impl Files {
         let (file, first) = match (&trained, &self.codes) {
             (Some(file), _) => (file, CODES),
             (None, Some(file)) => (file, &*p.name),
-            (None, None) => return Err(Error::new("there are no codes of this weight").at(&*p.name)),
+            (None, None) => return Err(Error::new("there is no quantized data for this weight").at(&*p.name)),
         };
         let &[rows, columns] = p.shape.as_slice() else {
-            return Err(Error::new("only a matrix can be stored as codes").at(&*p.name));
+            return Err(Error::new("only a matrix can be quantized").at(&*p.name));
         };
         QMatrix::from_parts(format, (rows, columns), self.dtype, |part| {
             let name = part_name(first, part);

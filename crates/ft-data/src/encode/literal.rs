@@ -72,7 +72,8 @@ impl Source<'_> {
                 Some(range) => ranges.push(range),
                 None => {
                     return Err(Error::new(format!(
-                        "message {} holds the text of a special token, and it cannot be found in the template's text",
+                        "message {} contains the text of a special token, which is not found in the output of the \
+                         template",
                         i + 1
                     ))
                     .found(clip(content))

@@ -220,8 +220,8 @@ impl Encoder<'_> {
             }
             if tokens.is_empty() {
                 return Err(
-                    Error::new("an assistant turn has no tokens in the chat template's text")
-                        .hint("check `data.chat_template`; `ft data` shows what it prints"),
+                    Error::new("an assistant turn has no tokens in the output of the chat template")
+                        .hint("check `data.chat_template`; `ft data` shows its output"),
                 );
             }
             trained[tokens].fill(true);
@@ -265,7 +265,7 @@ impl Encoder<'_> {
         if let Some(&id) = ids.iter().find(|&&id| id as usize >= self.embedding_rows) {
             let token = self.codec.decode(&[id]).unwrap_or_default();
             return Err(
-                Error::new("the tokenizer gives an id that the model has no embedding for")
+                Error::new("the tokenizer returns a token id for which the model has no embedding")
                     .found(format!("id {id} (`{}`)", super::read::clip(&token)))
                     .expected(format!("ids below {}", self.embedding_rows))
                     .hint("use the tokenizer that belongs to the model: both from the same directory"),
@@ -280,7 +280,8 @@ impl Encoder<'_> {
                 .found(format!("id {bos} twice"))
                 .expected("one")
                 .hint(
-                    "the text already holds the token that the tokenizer or the template adds: remove it from the row",
+                    "the text already contains the token that the tokenizer or the template adds: remove it from the \
+                     row",
                 ));
         }
         Ok(())

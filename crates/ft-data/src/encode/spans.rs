@@ -68,10 +68,13 @@ pub(crate) fn render(
 
 fn not_found(i: usize) -> Error {
     Error::new(format!(
-        "cannot tell which part of the chat template's text is assistant message {}",
+        "cannot determine which part of the chat template's output is assistant message {}",
         i + 1
     ))
-    .hint("set `data.train_on = \"all\"`, or `data.chat_template` to a template that prints each message in place or has `{% generation %}` blocks")
+    .hint(
+        "set `data.train_on = \"all\"`, or `data.chat_template` to a template that prints each message in place \
+           or has `{% generation %}` blocks",
+    )
 }
 
 /// The marked ranges of the wanted turns, without those of earlier messages.

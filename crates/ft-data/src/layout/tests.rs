@@ -101,7 +101,7 @@ fn rows_that_can_be_read_in_two_ways_are_refused() {
         ),
         (
             json!({"question": "q", "problem": "p", "answer": "a", "solution": "s"}),
-            &["cannot tell which column", "question, problem"],
+            &["cannot determine which column", "question, problem"],
         ),
         (
             json!({"instruction": "q", "answer": "a", "solution": "s"}),
@@ -109,7 +109,7 @@ fn rows_that_can_be_read_in_two_ways_are_refused() {
         ),
         (
             json!({"title": "t", "body": "b"}),
-            &["cannot tell the format", "`prompt`", "`title` and `body`"],
+            &["cannot determine the format", "`prompt`", "`title` and `body`"],
         ),
         (json!({"body": "b", "n": 1}), &["rename `body` to `text`"]),
         (
@@ -158,7 +158,7 @@ fn answers_that_are_marked_as_bad_are_not_learned() {
             json!({"messages": [message("user", "a"), message("assistant", "b")], "label": label}),
         ] {
             let e = learned(value, Render::Auto, true).unwrap_err().to_string();
-            assert!(e.contains("marked as a bad one") && e.contains("kto"), "{e}");
+            assert!(e.contains("marks this answer as bad") && e.contains("kto"), "{e}");
         }
     }
     assert!(
@@ -194,7 +194,10 @@ fn the_rendering_follows_the_template_the_key_and_the_rows() {
     ] {
         let value = json!({"prompt": prompt, "completion": completion});
         let got = rendering(value, Render::Auto, true).unwrap();
-        assert_eq!(got, Rendering::Plain("the rows hold the marks of a chat template"));
+        assert_eq!(
+            got,
+            Rendering::Plain("the rows already contain the tokens of a chat template")
+        );
     }
     assert_eq!(
         rendering(json!({"text": "t"}), Render::Chat, true).unwrap(),
@@ -209,7 +212,7 @@ fn the_rendering_follows_the_template_the_key_and_the_rows() {
     assert_eq!(chat.first_trained, 2);
     for (render, template) in [(Render::Auto, false), (Render::Plain, true)] {
         let e = learned(value.clone(), render, template).unwrap_err().to_string();
-        assert!(e.contains("no place for `system`") && e.contains("hint:"), "{e}");
+        assert!(e.contains("cannot contain `system`") && e.contains("hint:"), "{e}");
     }
 }
 
@@ -283,7 +286,7 @@ fn what_may_not_be_meant_is_warned_about() {
         data.readings[0].warnings().join("\n")
     };
     assert!(warnings(r#"{"prompt": "p ", "completion": "c", "context": "x"}"#).contains("context are not used"));
-    assert!(warnings(r#"{"prompt": "p", "completion": "c"}"#).contains("without a space"));
+    assert!(warnings(r#"{"prompt": "p", "completion": "c"}"#).contains("no space or line break"));
     assert_eq!(warnings(r#"{"prompt": "p", "completion": " c", "prompt_id": "7"}"#), "");
 }
 
@@ -340,5 +343,5 @@ fn prompts_to_answer_come_from_every_common_column() {
     let e = load(r#"{"system": "s", "prompt": "q"}"#, Render::Plain, true)
         .unwrap_err()
         .to_string();
-    assert!(e.contains("no place for `system`"), "{e}");
+    assert!(e.contains("cannot contain `system`"), "{e}");
 }

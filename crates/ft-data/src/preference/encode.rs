@@ -131,19 +131,21 @@ impl PairEncoder<'_> {
             Judgement::Pair { sides, margin } => {
                 let (whole, prompt) = self.tokens(sides, talks, prepared).map_err(|e| e.within(&row.place))?;
                 if whole[0] == whole[1] {
-                    return Err(Error::new("`chosen` and `rejected` become the same tokens")
-                        .at(&row.place)
-                        .expected("two different answers to one prompt")
-                        .hint("remove the row, or check `data.chat_template`; `ft data` shows what it prints"));
+                    return Err(
+                        Error::new("`chosen` and `rejected` have the same tokens after encoding")
+                            .at(&row.place)
+                            .expected("two different answers to one prompt")
+                            .hint("remove the row, or check `data.chat_template`; `ft data` shows its output"),
+                    );
                 }
                 (whole.to_vec(), prompt, *margin, true)
             }
             Judgement::Judged { .. } if self.want != Want::Judged => {
-                return Err(Error::new("this stage learns from pairs of answers")
+                return Err(Error::new("this stage trains on pairs of answers")
                     .at(&row.place)
                     .found("a row with `completion` and `label`")
                     .expected("prompt, chosen, rejected")
-                    .hint("rows with one judged answer are for `train.stage = \"kto\"`"));
+                    .hint("rows with one labeled answer are for `train.stage = \"kto\"`"));
             }
             Judgement::Judged { sides, label } => {
                 let (whole, prompt) = self.tokens(sides, talks, prepared).map_err(|e| e.within(&row.place))?;
@@ -153,11 +155,13 @@ impl PairEncoder<'_> {
         let most = self.encoder.max_length;
         // A row that must be complete is dropped with its prompt: it is longer than `max_length` in any case.
         if prompt >= most && self.want != Want::WholePairs {
-            return Err(Error::new("the prompt leaves no room for an answer")
-                .at(&row.place)
-                .found(format!("a prompt of {prompt} tokens, data.max_length = {most}"))
-                .expected(format!("at most {} tokens", most - 1))
-                .hint("raise `data.max_length`, or remove the row"));
+            return Err(
+                Error::new("the prompt is so long that no tokens are left for an answer")
+                    .at(&row.place)
+                    .found(format!("a prompt of {prompt} tokens, data.max_length = {most}"))
+                    .expected(format!("at most {} tokens", most - 1))
+                    .hint("raise `data.max_length`, or remove the row"),
+            );
         }
         let sides = whole.into_iter().enumerate().map(|(side, mut ids)| {
             let cut = ids.len().saturating_sub(most);

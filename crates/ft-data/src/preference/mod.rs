@@ -72,7 +72,7 @@ impl Preference {
 /// only, no rows, nothing to train, a signal that asks to stop.
 pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Dataset> {
     if !matches!(spec.format, RowFormat::Auto | RowFormat::Preference) {
-        return Err(Error::usage("this stage learns from preferences")
+        return Err(Error::usage("this stage trains on preference rows")
             .at("data.format")
             .found(format!("`{}`", spec.format.name()))
             .expected("`preference`, or `auto`"));
@@ -263,7 +263,7 @@ impl Dataset {
         if group < 2 || n < 2 {
             return Err(Error::usage("KTO needs at least two rows in a micro-batch")
                 .found(format!("train.batch_size = {group}, {n} rows"))
-                .expected("2 or more: the answer of another row tells how far the policy is from its reference")
+                .expected("2 or more: KTO estimates the KL divergence from the reference with answers of other rows")
                 .hint("raise `train.batch_size`, or set `rlhf.loss_type = \"apo_zero_unpaired\"`"));
         }
         let order: Vec<usize> = match seed {

@@ -69,7 +69,7 @@ fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Judgement> {
     const FORMAT: RowFormat = RowFormat::Preference;
     let (chosen, rejected) = (field(fields, "chosen")?, field(fields, "rejected")?);
     if is_turns(chosen) != is_turns(rejected) {
-        return Err(Error::new("`chosen` and `rejected` are of different kinds")
+        return Err(Error::new("`chosen` and `rejected` have different types")
             .found(format!("{} and {}", kind(chosen), kind(rejected)))
             .expected("both text, or both lists of messages"));
     }
@@ -77,7 +77,7 @@ fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Judgement> {
         return Err(Error::new("`chosen` and `rejected` are equal")
             .found(clip(&chosen.to_string()))
             .expected("two different answers to one prompt")
-            .hint("remove the row: nothing can be preferred in it"));
+            .hint("remove the row: it contains no preference"));
     }
     let before = before(fields, layout)?;
     let lists = is_turns(chosen);
@@ -159,7 +159,7 @@ fn judged(fields: &Map<String, Value>, layout: &Layout, answer: &str) -> Result<
         Before::Turns(prompt) => turns(prompt)?,
         Before::Text(prompt) if layout.renders() => turns(vec![chat::message("user", &prompt)])?,
         Before::Text(_) if is_turns(completion) => {
-            return Err(Error::new(format!("the prompt and `{answer}` are of different kinds"))
+            return Err(Error::new(format!("the prompt and `{answer}` have different types"))
                 .found(format!("a string and {}", kind(completion)))
                 .expected("two strings or two lists of messages"));
         }
@@ -234,10 +234,10 @@ fn around(prompt: &str, sides: [Vec<Value>; 2]) -> Result<(Vec<Value>, [Vec<Valu
 
 fn not_of_the_prompt(prompt: &str, sides: &[Vec<Value>; 2]) -> Error {
     let first = sides[0].first().map_or(String::new(), |m| clip(&m.to_string()));
-    Error::new("`chosen` and `rejected` are conversations, and the prompt is not in them")
+    Error::new("`chosen` and `rejected` are conversations that do not contain the prompt")
         .found(format!("the prompt {prompt}, and `chosen` begins with {first}"))
         .expected("answers to the prompt, or conversations that begin with it")
-        .hint("remove the column of the prompt if the conversations are whole")
+        .hint("remove the prompt column if the conversations are complete")
 }
 
 /// The common beginning of both sides, and the remainders.
@@ -265,17 +265,17 @@ fn refuse_leftover(fields: &Map<String, Value>, layout: &Layout) -> Result<()> {
     };
     match fields.iter().find(is_left) {
         None => Ok(()),
-        Some((name, value)) => Err(
-            Error::new("the row has no prompt that is known, and a column that may be one")
-                .found(format!(
-                    "`{name}`: {}",
-                    clip(value.as_str().unwrap_or(&value.to_string()))
-                ))
-                .expected(format!("the prompt in one of {}", PROMPTS.join(", ")))
-                .hint(format!(
-                    "rename `{name}` to `prompt` if it is the prompt; remove it if the answers begin with their prompt"
-                )),
-        ),
+        Some((name, value)) => Err(Error::new(
+            "the row has no recognized prompt column, but another column may be the prompt",
+        )
+        .found(format!(
+            "`{name}`: {}",
+            clip(value.as_str().unwrap_or(&value.to_string()))
+        ))
+        .expected(format!("the prompt in one of {}", PROMPTS.join(", ")))
+        .hint(format!(
+            "rename `{name}` to `prompt` if it is the prompt; remove it if the answers begin with their prompt"
+        ))),
     }
 }
 
@@ -498,7 +498,7 @@ mod tests {
             (json!({"prompt": "p", "chosen": 1, "rejected": "b"}), "wrong type"),
             (
                 json!({"prompt": "p", "chosen": user, "rejected": "b"}),
-                "different kinds",
+                "have different types",
             ),
             (
                 json!({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}),
@@ -508,28 +508,31 @@ mod tests {
             (json!({"prompt": "p", "completion": "a"}), "`label` is missing"),
             (
                 json!({"prompt": "p", "chosen": talk("q", "a"), "rejected": talk("q", "b")}),
-                "the prompt is not in them",
+                "do not contain the prompt",
             ),
             (
                 json!({"prompt": [turn("user", "p")], "chosen": talk("q", "a"), "rejected": talk("q", "b")}),
-                "the prompt is not in them",
+                "do not contain the prompt",
             ),
             (
                 json!({"question": "q", "problem": "p", "chosen": "a", "rejected": "b"}),
-                "cannot tell which column is the prompt",
+                "cannot determine which column is the prompt",
             ),
             (
                 json!({"post": "a post of four words", "chosen": "a", "rejected": "b"}),
-                "may be one",
+                "may be the prompt",
             ),
-            (json!({"user_text": "hi", "chosen": "a", "rejected": "b"}), "may be one"),
+            (
+                json!({"user_text": "hi", "chosen": "a", "rejected": "b"}),
+                "may be the prompt",
+            ),
             (
                 json!({"user_text": "hi", "chosen": [turn("assistant", "a")], "rejected": [turn("assistant", "b")]}),
-                "may be one",
+                "may be the prompt",
             ),
             (
                 json!({"system": "s", "prompt": "p", "chosen": "a", "rejected": "b"}),
-                "no place for `system`",
+                "cannot contain `system`",
             ),
             (json!({"prompt": "p", "text": "a"}), "not a preference row"),
             (

@@ -118,7 +118,7 @@ fn long_answers_are_cut_and_long_prompts_refused() {
         .unwrap_err()
         .to_string();
     assert!(
-        e.contains("leaves no room") && e.contains(".jsonl:1") && e.contains("2 tokens"),
+        e.contains("no tokens are left for an answer") && e.contains(".jsonl:1") && e.contains("2 tokens"),
         "{e}"
     );
 }

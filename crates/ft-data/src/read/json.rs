@@ -8,8 +8,9 @@ use std::fmt;
 use std::io::{BufRead, BufReader, Chain, Cursor, Read};
 use std::sync::Arc;
 
-const SURROGATE: &str = "escapes from \\ud800 to \\udfff are halves of a character, of an emoji mostly: write both \
-    halves (\\ud83d\\ude00), or remove the half; cutting a text in the middle of a character leaves one";
+const SURROGATE: &str = "escapes from \\ud800 to \\udfff are halves of a surrogate pair (often of an emoji): write \
+                         both halves (\\ud83d\\ude00), or remove the half; a text that is cut inside a character \
+                         contains such a half";
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
 pub(super) fn cannot_read(path: &str, e: std::io::Error) -> Error {
@@ -47,7 +48,7 @@ fn lines(path: &str, mut input: impl BufRead, each: &mut Each) -> Result<()> {
                     "over {MAX_ROW_BYTES} bytes in one line: {}",
                     clip(&head(&line))
                 ))
-                .expected("one object a line")
+                .expected("one object per line")
                 .hint("split the text over several rows"));
         }
         let start = if place.number == 1 && line.starts_with(BOM) {
@@ -79,7 +80,7 @@ fn bad_json(place: &Place, start: usize, text: &str, e: &serde_json::Error) -> E
     let column = e.column().max(1) + start;
     let hint = match text.trim() {
         _ if is_surrogate(e) => SURROGATE,
-        "{" | "[" => "a .jsonl file holds one whole object a line; an array of objects belongs in a .json file",
+        "{" | "[" => "a .jsonl file has one complete object per line; an array of objects must be in a .json file",
         _ => "check the quotes and commas of this line; text inside a string needs \\n for a line break",
     };
     Error::new("the row is not valid JSON")
@@ -154,13 +155,13 @@ fn array(path: &str, input: impl BufRead, each: &mut Each) -> Result<()> {
     result.map_err(|e| {
         Error::new("the file is not valid JSON")
             .at(format!("{path}:{}:{}", e.line(), e.column()))
-            .found(format!("a fault after row {}", place.number))
+            .found(format!("an error after row {}", place.number))
             .expected("one array of objects")
             .cause(message(&e))
             .hint(if is_surrogate(&e) {
                 SURROGATE
             } else {
-                "check the quotes and commas before this place"
+                "check the quotes and commas before this position"
             })
     })
 }

@@ -52,7 +52,7 @@ impl Row {
                 .at(&place)
                 .found(format!("{}: {}", kind(&other), clip(&other.to_string())))
                 .expected("an object such as {\"text\": \"...\"}")
-                .hint("write one JSON object a row; a .json file may hold one array of objects")),
+                .hint("write one JSON object per row; a .json file may contain one array of objects")),
         }
     }
 }

@@ -41,11 +41,11 @@ fn guarded<T>(place: &str, f: impl FnOnce() -> parquet::errors::Result<T>) -> Re
     let broken = || {
         Error::new("cannot read the parquet data")
             .at(place)
-            .hint("check that the file is whole, or convert it to .jsonl")
+            .hint("check that the file is complete, or convert it to .jsonl")
     };
     match catch_panic(f) {
         Some(result) => result.map_err(|e| broken().cause(e)),
-        None => Err(broken().cause("the decoder met a type or a value that it cannot read")),
+        None => Err(broken().cause("the decoder found a type or a value that it does not support")),
     }
 }
 

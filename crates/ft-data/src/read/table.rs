@@ -69,7 +69,7 @@ pub(super) fn read_table(path: &str, file: impl Read, delimiter: u8, each: &mut 
             Error::new("cannot read the table")
                 .at(&place)
                 .cause(e)
-                .hint("a text with line breaks or quotes stands in double quotes, quotes inside it are doubled")
+                .hint("put a text with line breaks or quotes in double quotes, and double the quotes inside it")
         })?;
         if !more {
             return Ok(());
@@ -122,7 +122,7 @@ fn fields(names: &[String], cells: Vec<String>, place: &Place) -> Result<Map<Str
             .at(place)
             .found(format!("{} columns: {}", cells.len(), clip(&cells.join(","))))
             .expected(format!("{} columns: {}", names.len(), clip(&names.join(","))))
-            .hint("a text with commas stands in double quotes"));
+            .hint("put a text with commas in double quotes"));
     }
     Ok(names
         .iter()

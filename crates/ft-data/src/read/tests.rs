@@ -56,7 +56,7 @@ fn a_broken_line_is_named_with_line_and_column() {
     refused(
         "t.jsonl",
         b"{\n  \"text\": \"a\"\n}\n",
-        &["t.jsonl:1:", "one whole object a line"],
+        &["t.jsonl:1:", "one complete object per line"],
     );
     refused("t.jsonl", b"{\"text\": NaN}", &["t.jsonl:1:"]);
     refused("t.jsonl", b"{\"text\": \"\\ud800\"}", &["t.jsonl:1:"]);

@@ -121,7 +121,7 @@ impl Renderer {
         };
         let mut text = vec![0u8; 8];
         serde_json::to_writer(&mut text, &request)
-            .map_err(|e| Error::new("a conversation cannot be handed to the process that renders it").cause(e))?;
+            .map_err(|e| Error::new("a conversation cannot be sent to the process that renders it").cause(e))?;
         let length = (text.len() - 8) as u64;
         text[..8].copy_from_slice(&length.to_le_bytes());
         self.worker.send(&text).map_err(stopped)?;
@@ -130,7 +130,7 @@ impl Renderer {
             self.worker.receive(&mut length).map_err(stopped)?;
             let most = job.asks.len().saturating_mul(LONGEST);
             let length = usize::try_from(u64::from_le_bytes(length)).ok().filter(|n| *n <= most);
-            let wrong = || Error::new("the process that renders chat templates gave an answer that cannot be read");
+            let wrong = || Error::new("the answer of the process that renders chat templates cannot be read");
             let mut answer = vec![0u8; length.ok_or_else(wrong)?];
             self.worker.receive(&mut answer).map_err(stopped)?;
             out.push(Reader(&answer).job(job.asks.len()).ok_or_else(wrong)?);
@@ -140,6 +140,6 @@ impl Renderer {
 }
 
 fn stopped(why: worker::End) -> Error {
-    let limit = "the template loops or was made to: use another one with `data.chat_template`";
+    let limit = "the template has a very long or endless loop: use another one with `data.chat_template`";
     Error::new(format!("chat template was stopped: it {why}")).hint(limit)
 }

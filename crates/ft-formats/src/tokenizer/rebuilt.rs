@@ -123,7 +123,7 @@ pub(super) fn rebuild(inner: &mut Tokenizer, class: Class, config: &Map<String, 
 
 fn part<T: DeserializeOwned>(value: &Value) -> Result<Option<T>> {
     serde_json::from_value(value.clone())
-        .map_err(|e| Error::new("a part of the tokenizer class is refused by its library").cause(e))
+        .map_err(|e| Error::new("the tokenizer library rejects a part of the tokenizer class").cause(e))
 }
 
 /// True if a part of the file behaves differently from the part of the class.

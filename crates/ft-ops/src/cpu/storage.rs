@@ -115,7 +115,7 @@ fn wrong_type(t: &Tensor, name: &str, expected: &str) -> Error {
 }
 
 fn not_on_cpu(t: &Tensor, name: &str) -> Error {
-    Error::new(format!("{name} lies on a device for which this operation is not built"))
+    Error::new(format!("{name} is on a device that this operation does not support"))
         .found(format!("{:?}", t.device().location()))
         .expected("the CPU")
 }

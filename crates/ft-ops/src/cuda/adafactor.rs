@@ -18,7 +18,10 @@ pub(crate) fn run(items: &[Item], coefficient: f32, gate: FoundInf) -> Result<()
     let scalar = |t: Option<&Tensor>, dtype| t.map_or(Ok(0), |t| address_of(t, "a number of an optimizer step", dtype));
     let finite = [
         Arg::Address(scalar(gate.finite, DType::F64)?),
-        Arg::small(gate.finite.map_or(0, Tensor::elem_count), "the numbers of a gate")?,
+        Arg::small(
+            gate.finite.map_or(0, Tensor::elem_count),
+            "the numbers of a found_inf guard",
+        )?,
     ];
     let factor = [
         Arg::F32(coefficient),
@@ -64,14 +67,16 @@ fn weight(item: &Item, gradient: u64) -> Result<[Arg; 4]> {
     let kind = Kind::of(item.weight, "a weight")?;
     let (low, key, random) = match item.precision {
         Precision::Whole => (0, 0, false),
-        Precision::Halves(low) if low.elem_count() == item.weight.elem_count() => {
-            (address_of(low, "the lower half of a weight", DType::I16)?, 0, false)
-        }
+        Precision::Halves(low) if low.elem_count() == item.weight.elem_count() => (
+            address_of(low, "the low 16 bits of a master weight", DType::I16)?,
+            0,
+            false,
+        ),
         Precision::Halves(_) => return Err(wrong("tensors of different sizes")),
         Precision::Stochastic(rng) => (0, rng.key(), true),
     };
     if (kind == Kind::F32) != matches!(item.precision, Precision::Whole) {
-        return Err(wrong("a weight of another type than its precision says"));
+        return Err(wrong("a weight whose dtype differs from its precision setting"));
     }
     let place = address(item.weight, "a weight")?;
     let form = (kind == Kind::Bf16) as i32 | (aligned(&[place, low, gradient]) as i32) << 2 | (random as i32) << 3;

@@ -76,7 +76,7 @@ pub(crate) fn run(job: &Job, head: &Pieces, scale: Option<f32>) -> Result<Option
         hidden: address(&gathered, "the hidden states")?,
         logits: address(&logits, "logits")?,
         targets: rows + 4 * count as u64,
-        seen: address(&seen, "what is known of rows")?,
+        seen: address(&seen, "the row statistics")?,
         softcap: job.softcap.unwrap_or(0.0),
     };
     places.each(head, |start, tokens, first, part| {
@@ -200,7 +200,7 @@ impl Places<'_> {
         let count = Arg::small(self.count, "a batch")?;
         let optional = |t: Option<&Tensor>, name| t.map_or(Ok(0), |t| address_of(t, name, DType::F32));
         if job.totals.elem_count() < 2 {
-            return Err(Error::new("the totals of a loss have no room"));
+            return Err(Error::new("the buffer for the loss totals is too small"));
         }
         let args = [
             Arg::Address(self.seen),

@@ -15,12 +15,12 @@ fn driver(what: &str) -> impl Fn(result::DriverError) -> Error + '_ {
 /// Opens GPU `ordinal` with its own stream; freed memory stays in the pool.
 pub fn open(ordinal: usize) -> Result<Device> {
     let found = CudaContext::device_count().map_err(|e| {
-        Error::new("the CUDA driver does not answer")
+        Error::new("the CUDA driver does not respond")
             .found(format!("{e:?}"))
-            .hint("`nvidia-smi` must work; `ft doctor` shows what ft sees")
+            .hint("`nvidia-smi` must work; `ft doctor` shows which devices ft detects")
     })?;
     if ordinal >= found.max(0) as usize {
-        return Err(Error::new(format!("there is no GPU `cuda:{ordinal}`")).found(format!("{found} GPUs")));
+        return Err(Error::new(format!("the GPU `cuda:{ordinal}` does not exist")).found(format!("{found} GPUs")));
     }
     let device = Device::new_cuda_with_stream(ordinal).map_err(|e| {
         Error::new(format!("GPU `cuda:{ordinal}` cannot be used"))
@@ -39,7 +39,7 @@ fn pool(device: &CudaDevice) -> Result<sys::CUmemoryPool> {
     let mut pool = std::ptr::null_mut();
     let cu_device = device.cuda_stream().context().cu_device();
     // SAFETY: `pool` is a valid output address, the device was opened.
-    unsafe { sys::cuDeviceGetMemPool(&mut pool, cu_device).result() }.map_err(driver("asking for the memory pool"))?;
+    unsafe { sys::cuDeviceGetMemPool(&mut pool, cu_device).result() }.map_err(driver("getting the memory pool"))?;
     Ok(pool)
 }
 
@@ -66,7 +66,7 @@ fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
 pub fn memory(device: &CudaDevice) -> Result<DeviceMemory> {
     let pool = pool(device)?;
     let context = device.cuda_stream().context().clone();
-    let (free, total) = context.mem_get_info().map_err(driver("asking for free memory"))?;
+    let (free, total) = context.mem_get_info().map_err(driver("querying free memory"))?;
     Ok(DeviceMemory {
         used: get(pool, Attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
         peak_used: get(pool, Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
@@ -112,15 +112,15 @@ fn describe(ordinal: usize) -> Result<Gpu> {
     unsafe {
         sys::cuDriverGetVersion(&mut driver_version)
             .result()
-            .map_err(driver("asking for the driver's version"))?;
+            .map_err(driver("querying the driver version"))?;
         let _ = cublasGetVersion_v2(std::ptr::null_mut(), &mut cublas);
     }
-    let (free, total) = context.mem_get_info().map_err(driver("asking for free memory"))?;
+    let (free, total) = context.mem_get_info().map_err(driver("querying free memory"))?;
     Ok(Gpu {
-        name: context.name().map_err(driver("asking for the GPU's name"))?,
+        name: context.name().map_err(driver("querying the GPU name"))?,
         compute: context
             .compute_capability()
-            .map_err(driver("asking what the GPU can do"))?,
+            .map_err(driver("querying the GPU's capabilities"))?,
         total: total as u64,
         free: free as u64,
         driver: driver_version,

@@ -64,7 +64,7 @@ pub(crate) unsafe fn gemm(
         return Ok(());
     }
     if a.kind != b.kind || c.transposed {
-        return Err(Error::new("a product of matrices of different types was asked for"));
+        return Err(Error::new("the matrices of a product have different dtypes"));
     }
     let size = |x| narrow(x, "a matrix");
     let (alpha, beta) = (1f32, if add { 1f32 } else { 0f32 });

@@ -158,9 +158,7 @@ impl Gpu {
     pub fn of(t: &Tensor, name: &str) -> Result<Self> {
         match t.device() {
             Device::Cuda(device) => Ok(Self { device: device.clone() }),
-            _ => {
-                Err(Error::new(format!("{name} does not lie on the GPU")).found(format!("{:?}", t.device().location())))
-            }
+            _ => Err(Error::new(format!("{name} is not on the GPU")).found(format!("{:?}", t.device().location()))),
         }
     }
 
@@ -168,7 +166,7 @@ impl Gpu {
     pub fn on(device: &Device) -> Result<Self> {
         match device {
             Device::Cuda(device) => Ok(Self { device: device.clone() }),
-            _ => Err(Error::new("this device is no GPU").found(format!("{:?}", device.location()))),
+            _ => Err(Error::new("this device is not a GPU").found(format!("{:?}", device.location()))),
         }
     }
 
@@ -342,7 +340,7 @@ fn failed(what: &str, e: impl std::fmt::Display) -> Error {
 pub(crate) fn address(t: &Tensor, name: &str) -> Result<u64> {
     let (storage, layout) = t.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else {
-        return Err(Error::new(format!("{name} does not lie on the GPU")).found(format!("{:?}", t.device().location())));
+        return Err(Error::new(format!("{name} is not on the GPU")).found(format!("{:?}", t.device().location())));
     };
     let (start, _) = layout
         .contiguous_offsets()

@@ -34,7 +34,7 @@ fn pair(low: u32, high: u32) -> u64 {
 
 /// Returns the name of the format in kernel names, and the structure. The addresses are valid as long as `w` lives.
 fn weight(gpu: &Gpu, w: &QTensors) -> Result<(&'static str, Weight)> {
-    const NAME: &str = "a coded weight";
+    const NAME: &str = "a quantized weight";
     let columns = narrow(w.columns, "a row of a weight")? as u32;
     let codes = address_of(&w.codes, NAME, DType::U8)?;
     Ok(match &w.scales {
@@ -74,11 +74,11 @@ fn weight(gpu: &Gpu, w: &QTensors) -> Result<(&'static str, Weight)> {
 /// Returns the address of the absmax table, uploaded once per device: there is only one table.
 fn table_on(gpu: &Gpu, table: &'static [f32; 256]) -> Result<u64> {
     static KEPT: OnceLock<Mutex<HashMap<DeviceId, Tensor>>> = OnceLock::new();
-    const NAME: &str = "a table of codes";
+    const NAME: &str = "a quantization table";
     let mut kept = KEPT
         .get_or_init(Mutex::default)
         .lock()
-        .map_err(|_| Error::new("the table of codes was left locked"))?;
+        .map_err(|_| Error::new("the quantization table was left locked"))?;
     match kept.entry(gpu.device().id()) {
         Entry::Occupied(known) => address(known.get(), NAME),
         Entry::Vacant(place) => {
@@ -116,14 +116,14 @@ fn decode(gpu: &Gpu, w: &QTensors, (first, count): Range, (from, width): Range, 
     let (format, weight) = weight(gpu, w)?;
     let kind = decoded(w);
     if count * width > to.elem_count() || first + count > w.rows || from + width > w.columns {
-        return Err(Error::new("a part of a coded weight does not fit its place"));
+        return Err(Error::new("a part of a quantized weight does not match its buffer"));
     }
     let args = [
         Arg::size(first),
         Arg::size(count),
         Arg::small(from, "a row of a weight")?,
         Arg::small(width, "a row of a weight")?,
-        Arg::Address(address_of(to, "a decoded weight", kind.dtype())?),
+        Arg::Address(address_of(to, "a dequantized weight", kind.dtype())?),
     ];
     let kernel = format!("decode_{format}_{}", kind.name());
     // SAFETY: the part lies inside W, whose tensors were checked on construction, and fits into `to`.
@@ -132,7 +132,7 @@ fn decode(gpu: &Gpu, w: &QTensors, (first, count): Range, (from, width): Range, 
 
 /// Returns dequantized rows in f32 on the host. Synchronizes with the GPU.
 pub(crate) fn rows(w: &QTensors, first: usize, n: usize) -> Result<Vec<f32>> {
-    let gpu = Gpu::of(&w.codes, "a coded weight")?;
+    let gpu = Gpu::of(&w.codes, "a quantized weight")?;
     let to = gpu.empty((n, w.columns), decoded(w).dtype())?;
     decode(&gpu, w, (first, n), (0, w.columns), &to)?;
     to_f32_vec(&to)
@@ -182,7 +182,7 @@ fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> R
         let count = step.min(outputs - first);
         decode(gpu, w, (first, count), (0, inputs), &tile)?;
         let part = cast(&tile.narrow(0, 0, count * inputs)?, kind)?;
-        let b = Matrix::new(address(&part, "a decoded weight")?, kind, inputs).t();
+        let b = Matrix::new(address(&part, "a dequantized weight")?, kind, inputs).t();
         let c = Matrix {
             address: to.address + (first * to.kind.bytes()) as u64,
             ..to
@@ -199,7 +199,7 @@ fn few(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> Result<()>
     let (format, weight) = weight(gpu, w)?;
     let kind = decoded(w);
     let from = address(x, "x of a linear")?;
-    let codes = address(&w.codes, "a coded weight")?;
+    let codes = address(&w.codes, "a quantized weight")?;
     // Columns in 16 bytes of quantized data.
     let wide = if format == "int8" { 16 } else { 32 };
     let form = match inputs.is_multiple_of(wide) && aligned(&[from, codes]) {
@@ -252,7 +252,7 @@ fn backward_into(gpu: &Gpu, dx: &Tensor, dy: &Tensor, w: &QTensors, add: bool) -
         let width = step.min(inputs - from);
         decode(gpu, w, (0, outputs), (from, width), &tile)?;
         let part = cast(&tile.narrow(0, 0, outputs * width)?, kind)?;
-        let b = Matrix::new(address(&part, "a decoded weight")?, kind, width);
+        let b = Matrix::new(address(&part, "a dequantized weight")?, kind, width);
         let c = Matrix {
             address: to.address + (from * to.kind.bytes()) as u64,
             ..to

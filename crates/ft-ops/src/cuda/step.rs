@@ -116,7 +116,10 @@ fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficien
             Arg::small(count, "a list of parameters")?,
             Arg::Address(scalar(gate.coefficient, DType::F32)?),
             Arg::Address(scalar(gate.finite, DType::F64)?),
-            Arg::small(gate.finite.map_or(0, Tensor::elem_count), "the numbers of a gate")?,
+            Arg::small(
+                gate.finite.map_or(0, Tensor::elem_count),
+                "the numbers of a found_inf guard",
+            )?,
             Arg::Address(tables),
             Arg::Four(common),
         ];
@@ -156,14 +159,14 @@ fn entry(item: &Item, moments: (bool, bool), group: usize, shares: &mut Shares, 
         Precision::Stochastic(rng) => (None, rng.key(), true),
     };
     if (kind == Kind::F32) != matches!(item.precision, Precision::Whole) {
-        return Err(wrong("a weight of another type than its precision says"));
+        return Err(wrong("a weight whose dtype differs from its precision setting"));
     }
     if (item.first.is_some(), item.second.is_some()) != moments {
         return Err(wrong("the wrong moments"));
     }
     let low = match low {
-        Some(low) => sized(low, "the lower half of a weight")
-            .and_then(|_| address_of(low, "the lower half of a weight", DType::I16))?,
+        Some(low) => sized(low, "the low 16 bits of a master weight")
+            .and_then(|_| address_of(low, "the low 16 bits of a master weight", DType::I16))?,
         None => 0,
     };
     let (first, first_scales) = state(item.first, "a first moment")?;
@@ -222,18 +225,18 @@ fn code_tables(gpu: &Gpu) -> Result<u64> {
     let mut kept = KEPT
         .get_or_init(Mutex::default)
         .lock()
-        .map_err(|_| Error::new("the table of codes was left locked"))?;
+        .map_err(|_| Error::new("the quantization table was left locked"))?;
     let id = gpu.device().id();
     match kept.entry(id) {
-        Entry::Occupied(known) => address(known.get(), "a table of codes"),
+        Entry::Occupied(known) => address(known.get(), "a quantization table"),
         Entry::Vacant(place) => {
             let numbers: Vec<f32> = [&*SIGNED, &*UNSIGNED]
                 .into_iter()
                 .flat_map(|code| code.values.into_iter().chain(code.middles))
                 .collect();
             let there = gpu.empty(numbers.len(), DType::F32)?;
-            write(&there, "a table of codes", DType::F32, &numbers)?;
-            address(place.insert(there), "a table of codes")
+            write(&there, "a quantization table", DType::F32, &numbers)?;
+            address(place.insert(there), "a quantization table")
         }
     }
 }
@@ -248,5 +251,5 @@ pub(crate) fn split(values: &[f32], weight: &Tensor, low: &Tensor) -> Result<()>
         })
         .unzip();
     write(weight, "a weight", DType::BF16, &high)?;
-    write(low, "the lower half of a weight", DType::I16, &lower)
+    write(low, "the low 16 bits of a master weight", DType::I16, &lower)
 }

@@ -181,7 +181,7 @@ impl Copier {
 
     /// Starts the offload of a tensor to the host.
     pub fn park(&self, tensor: Tensor) -> Result<Offloaded> {
-        let from = address(&tensor, "a tensor that is parked")?;
+        let from = address(&tensor, "a tensor that is offloaded")?;
         let len = tensor.elem_count() * tensor.dtype().size_in_bytes();
         let mut host = self.pinned(len)?;
         // The copy starts after the compute work that is queued now, which completes the tensor.
@@ -211,7 +211,7 @@ impl Copier {
     pub fn fetch(&self, mut parked: Offloaded) -> Result<Arriving> {
         self.release(&mut parked)?;
         let Some(host) = parked.host.take() else {
-            return Err(Error::new("a parked tensor was fetched twice"));
+            return Err(Error::new("an offloaded tensor was fetched twice"));
         };
         let tensor = self.gpu.empty(parked.shape.as_slice(), parked.dtype)?;
         let len = tensor.elem_count() * parked.dtype.size_in_bytes();
@@ -227,7 +227,7 @@ impl Copier {
         }
         // SAFETY: it is filled before it is read.
         unsafe { self.stream.context().alloc_pinned_with_flags::<u8>(len, 0) }.map_err(|e| {
-            Error::new("the host has no more memory that a GPU can read")
+            Error::new("the host has no more pinned memory")
                 .found(format!("{e:?}"))
                 .expected(format!("{len} bytes"))
                 .hint("set `memory.activations = \"recompute\"`")
@@ -254,7 +254,7 @@ fn host_bytes(t: &Tensor) -> Result<(*const u8, usize)> {
         return Err(Error::new("a tensor that is sent is not contiguous"));
     };
     let Storage::Cpu(storage) = &*storage else {
-        return Err(Error::new("a tensor that is sent does not lie on the host"));
+        return Err(Error::new("a tensor that is sent is not on the host"));
     };
     let first = match storage {
         CpuStorage::F32(v) => v[start..end].as_ptr().cast(),
@@ -262,7 +262,7 @@ fn host_bytes(t: &Tensor) -> Result<(*const u8, usize)> {
         CpuStorage::I16(v) => v[start..end].as_ptr().cast(),
         CpuStorage::U8(v) => v[start..end].as_ptr().cast(),
         CpuStorage::U32(v) => v[start..end].as_ptr().cast(),
-        _ => return Err(Error::new("a tensor of this type is not sent to a GPU").found(t.dtype().as_str())),
+        _ => return Err(Error::new("a tensor of this dtype cannot be sent to a GPU").found(t.dtype().as_str())),
     };
     Ok((first, (end - start) * t.dtype().size_in_bytes()))
 }

@@ -112,7 +112,7 @@ impl Side<'_> {
         if let Matrix::Parts(parts) = self.head
             && (parts.rows_of_part == 0 || !parts.rows_of_part.is_multiple_of(PIECE))
         {
-            return Err(Error::new("the head comes in parts of the wrong size")
+            return Err(Error::new("the parts of the output head have the wrong size")
                 .found(parts.rows_of_part)
                 .expected(format!("a multiple of {PIECE}")));
         }
@@ -140,7 +140,9 @@ impl Side<'_> {
                 held.replace(Some((start, part)));
             }
             let held = held.borrow();
-            let (_, part) = held.as_ref().ok_or_else(|| Error::new("a part of the head is gone"))?;
+            let (_, part) = held
+                .as_ref()
+                .ok_or_else(|| Error::new("a part of the output head is missing"))?;
             Ok(part.narrow(0, first - start, count)?)
         };
         floats(self.h, &name, |h| {
@@ -172,7 +174,7 @@ pub fn forward_backward(
     let trained = trained(targets, v)?;
     check_terms(options)?;
     if options.need_dw && student.in_parts() {
-        return Err(Error::new("a head that comes in parts cannot be trained"));
+        return Err(Error::new("an output head that is read in parts cannot be trained"));
     }
     let common = match teacher {
         Teacher::Live(side) => side.check(n, "teacher")?.0.min(v),
@@ -239,7 +241,7 @@ pub fn likeliest(
 ) -> Result<TopK> {
     let (v, _) = side.check(targets.len(), "teacher")?;
     if common == 0 || common > v || k == 0 {
-        return Err(Error::new("the ids to store are not in the vocabulary")
+        return Err(Error::new("the number of ids to store is out of range")
             .found(format!("{k} of {common}"))
             .expected(format!("at most {v}, at least 1")));
     }
@@ -279,7 +281,7 @@ impl Sum {
 fn trained(targets: &[u32], v: usize) -> Result<Vec<usize>> {
     let outside = |t: &u32| *t != IGNORE && *t as usize >= v;
     if let Some(at) = targets.iter().position(outside) {
-        return Err(Error::new("a target lies outside the vocabulary")
+        return Err(Error::new("a target is outside the vocabulary")
             .at(format!("token {at}"))
             .found(targets[at])
             .expected(format!("below {v}")));
@@ -310,19 +312,19 @@ fn check_terms(options: &Options) -> Result<()> {
 fn check_stored(top: &TopK, common: usize, trained: usize, v: usize) -> Result<()> {
     let lengths = [top.ids.len(), top.log_probs.len(), top.rest.len() * top.k];
     if top.k == 0 || common > v || lengths != [trained * top.k; 3] {
-        return Err(
-            Error::new("the stored rows of the teacher are not those of the trained tokens")
-                .found(format!("{} rows of {} ids below {common}", top.rest.len(), top.k))
-                .expected(format!("{trained} rows, ids below {v}")),
-        );
+        return Err(Error::new("the teacher's stored rows do not match the trained tokens")
+            .found(format!("{} rows of {} ids below {common}", top.rest.len(), top.k))
+            .expected(format!("{trained} rows, ids below {v}")));
     }
     for (i, row) in top.ids.chunks(top.k).enumerate() {
         let rising = row.windows(2).all(|w| w[0] < w[1]) && row.last().is_none_or(|id| (*id as usize) < common);
         let rest = top.k >= common || top.rest[i].is_finite();
         if !rising || !rest || top.log_probs[i * top.k..][..top.k].iter().any(|x| !x.is_finite()) {
-            return Err(Error::new("a stored row of the teacher is not a distribution")
-                .at(format!("trained token {i}"))
-                .expected("rising ids and finite log-probabilities"));
+            return Err(
+                Error::new("a stored row of the teacher is not a probability distribution")
+                    .at(format!("trained token {i}"))
+                    .expected("ascending ids and finite log-probabilities"),
+            );
         }
     }
     Ok(())

@@ -75,7 +75,7 @@ impl QTensors {
                 let regular = *group >= columns || group.is_power_of_two() && *group >= 32;
                 if *stride < width || *stride % 16 != 0 || !regular {
                     return Err(Error::new(
-                        "a coded weight has rows or groups that do not fit its shape",
+                        "the rows or groups of a quantized weight do not match its shape",
                     ));
                 }
                 let groups = rows * columns.div_ceil((*group).max(1));
@@ -90,7 +90,7 @@ impl QTensors {
         };
         for (tensor, dtype, least) in wanted.into_iter().chain([(&self.codes, DType::U8, codes)]) {
             if tensor.dtype() != dtype || tensor.elem_count() < least || !tensor.is_contiguous() {
-                return Err(Error::new("a part of a coded weight is not what its shape asks for")
+                return Err(Error::new("a part of a quantized weight does not match its shape")
                     .found(format!("{} {:?}", tensor.dtype().as_str(), tensor.dims()))
                     .expected(format!("{} {least}", dtype.as_str())));
             }
@@ -157,7 +157,7 @@ impl QTensors {
     /// Returns dequantized rows `first..first + n` in f32 on the host, `[n · I]`.
     pub fn rows(&self, first: usize, n: usize) -> Result<Vec<f32>> {
         if first + n > self.rows {
-            return Err(Error::new("rows outside of a weight were asked for").found(first + n));
+            return Err(Error::new("a row range is outside of its weight").found(first + n));
         }
         on_gpu!(self.codes, crate::cuda::quantized::rows(self, first, n));
         let mut values = vec![0f32; n * self.columns];
@@ -212,6 +212,6 @@ fn slice<T: WithDType, R>(t: &Tensor, f: impl FnOnce(&[T]) -> Result<R>) -> Resu
     let (storage, layout) = t.storage_and_layout();
     match (&*storage, layout.contiguous_offsets()) {
         (Storage::Cpu(storage), Some((start, end))) => f(&storage.as_slice::<T>()?[start..end]),
-        _ => Err(Error::new("codes lie on a device for which this is not built")),
+        _ => Err(Error::new("quantized weights are not supported on this device")),
     }
 }

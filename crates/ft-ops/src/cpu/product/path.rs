@@ -121,7 +121,7 @@ impl CpuBackend {
     pub fn force(name: &str) -> Result<()> {
         let lacks = || {
             Error::new(format!("this CPU cannot run the {name} operations"))
-                .hint("leave FT_CPU unset: the best that it can run is found at the start")
+                .hint("unset FT_CPU: the best supported operations are detected at the start")
         };
         if name == "amx-emulated" {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -132,7 +132,7 @@ impl CpuBackend {
             return Err(lacks());
         }
         let Some(path) = Self::ALL.into_iter().find(|p| p.name() == name) else {
-            return Err(Error::new("there is no such set of CPU operations")
+            return Err(Error::new("this set of CPU operations does not exist")
                 .found(name)
                 .expected("amx, amx-emulated, avx512-bf16, avx512, avx2 or portable"));
         };

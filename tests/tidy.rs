@@ -477,6 +477,44 @@ fn environment_variables_are_read_at_the_top() {
     assert_none(&faults, "the environment is read below cli");
 }
 
+/// Words that are not the field's: readers whose second language is English look them up in vain.
+#[test]
+fn the_language_is_plain() {
+    let refused = [
+        "told",
+        "tells",
+        "whoever",
+        "nobody",
+        "rides",
+        "riding",
+        "aboard",
+        "goes home",
+        "at hand",
+        "knows",
+        "plays",
+        "takes away",
+        "remembers",
+        "forgets",
+        "wishes",
+        "meets",
+        "rests",
+        "strangers",
+    ];
+    let mut faults = Vec::new();
+    for source in rust(&["src", "crates"]) {
+        // The list itself; the interpreter's texts are jinja2's; test data.
+        if source.path.contains("/jinja/") || source.path.contains("/testdata/") {
+            continue;
+        }
+        for (number, line) in source.text.lines().enumerate() {
+            for word in refused.iter().filter(|word| has_word(line, word)) {
+                faults.push(format!("{}:{}: `{word}`", source.path, number + 1));
+            }
+        }
+    }
+    assert_none(&faults, "a word that is not plain technical English");
+}
+
 #[test]
 fn nothing_is_left_for_later_and_no_machine_is_named() {
     let mut sources = rust(&["src", "tests", "benches", "examples", "crates"]);

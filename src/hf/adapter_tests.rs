@@ -265,7 +265,7 @@ fn all_differences_stand_in_one_error() {
         "model.layers.1.mlp.down_proj: a target of the config",
         "model.layers.7.mlp.up_proj: this model has no such linear",
         "lm_head: this model has no such linear",
-        "embed_tokens.weight: a whole tensor",
+        "embed_tokens.weight: a full tensor",
         "lora_magnitude_vector: not a tensor of a LoRA adapter",
         "the same tensor as",
         "9 differences",

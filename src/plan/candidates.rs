@@ -50,9 +50,9 @@ impl Turn {
     pub fn each(model: &Model, storage: &StoragePolicy, sets: Vec<Active>) -> Vec<Self> {
         let retired = |active: &Active| {
             let mut retired = Retired::default();
-            let rests = |name: &str| !active.wants(name) && sets.iter().any(|s| s.wants(name));
+            let is_inactive = |name: &str| !active.wants(name) && sets.iter().any(|s| s.wants(name));
             for layer in 0..model.layers() {
-                for p in model.layer(layer).filter(|p| rests(&p.name)) {
+                for p in model.layer(layer).filter(|p| is_inactive(&p.name)) {
                     if storage.of(&p).is_quantized() {
                         retired.quantized += p.elements() as u64
                     } else {
@@ -60,7 +60,7 @@ impl Turn {
                     }
                 }
             }
-            let outside = model.outside().iter().filter(|p| rests(&p.name));
+            let outside = model.outside().iter().filter(|p| is_inactive(&p.name));
             retired.dense += outside.map(|p| p.elements() as u64).sum::<u64>();
             retired
         };

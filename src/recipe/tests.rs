@@ -579,25 +579,3 @@ fn the_reference_is_up_to_date() {
     let kept = files::read_text(&path).unwrap();
     assert!(kept == now, "docs/recipe.md is stale: run `FT_BLESS=1 cargo test`");
 }
-
-/// A Rust user who writes `LoraConfig::default()` gets what a recipe without these keys gets.
-#[test]
-fn defaults_of_the_library_are_those_of_a_recipe() {
-    let recipe = parse("[model]\npath = \"m\"\n[data]\ntrain = \"t\"\n", "r.toml", &[])
-        .unwrap()
-        .recipe;
-    let same = |a: &dyn std::fmt::Debug, b: &dyn std::fmt::Debug| assert_eq!(format!("{a:?}"), format!("{b:?}"));
-    same(&recipe.tune.lora, &LoraConfig::default());
-    same(&recipe.tune.block, &BlockConfig::default());
-    same(&recipe.schedule, &ScheduleConfig::default());
-    same(
-        &recipe.memory.storage_rules(),
-        &crate::source::policy::StorageRules::default(),
-    );
-    // The recipe's rate is `auto`.
-    let optimizer = OptimizerConfig {
-        learning_rate: recipe.optimizer.learning_rate,
-        ..OptimizerConfig::default()
-    };
-    same(&recipe.optimizer, &optimizer);
-}

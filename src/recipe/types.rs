@@ -308,3 +308,30 @@ pub struct Ppo {
     pub whiten_rewards: bool,
     pub missing_eos_penalty: f64,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A Rust user who writes `LoraConfig::default()` gets what a recipe without these keys gets.
+    #[test]
+    fn defaults_of_the_library_are_those_of_a_recipe() {
+        let recipe = crate::recipe::parse("[model]\npath = \"m\"\n[data]\ntrain = \"t\"\n", "r.toml", &[])
+            .unwrap()
+            .recipe;
+        let same = |a: &dyn std::fmt::Debug, b: &dyn std::fmt::Debug| assert_eq!(format!("{a:?}"), format!("{b:?}"));
+        same(&recipe.tune.lora, &LoraConfig::default());
+        same(&recipe.tune.block, &BlockConfig::default());
+        same(&recipe.schedule, &ScheduleConfig::default());
+        same(
+            &recipe.memory.storage_rules(),
+            &crate::source::policy::StorageRules::default(),
+        );
+        // The recipe's rate is `auto`.
+        let optimizer = OptimizerConfig {
+            learning_rate: recipe.optimizer.learning_rate,
+            ..OptimizerConfig::default()
+        };
+        same(&recipe.optimizer, &optimizer);
+    }
+}

@@ -364,7 +364,7 @@ mod tests {
         let mut r = Reporter::new(&gone, 1, 0);
         r.step(&step(1, 1.0), true);
         r.event("save", Value::Null);
-        assert!(r.metrics.take_fault().is_none(), "the fault is told once only");
+        assert!(r.metrics.take_fault().is_none(), "the fault is reported once only");
         assert!(!gone.exists());
     }
 

@@ -261,11 +261,11 @@ pub(super) fn refuse_strangers(spec: &Spec, weights: &Weights) -> Result<()> {
     let params = spec.params();
     let known: HashSet<&str> = params.iter().map(|p| &*p.name).collect();
     let harmless = |name: &str| name.ends_with("rotary_emb.inv_freq") || (spec.tied && name == "lm_head.weight");
-    let strangers: Vec<&str> = weights.names().filter(|n| !known.contains(n) && !harmless(n)).collect();
-    if strangers.is_empty() {
+    let unknown: Vec<&str> = weights.names().filter(|n| !known.contains(n) && !harmless(n)).collect();
+    if unknown.is_empty() {
         return Ok(());
     }
-    let shown: Vec<&str> = strangers.iter().take(8).copied().collect();
+    let shown: Vec<&str> = unknown.iter().take(8).copied().collect();
     let place = weights
         .files()
         .first()
@@ -274,7 +274,7 @@ pub(super) fn refuse_strangers(spec: &Spec, weights: &Weights) -> Result<()> {
     Err(
         Error::new("the weight files contain tensors that this model does not have")
             .at(place)
-            .found(format!("{} such tensors: {}", strangers.len(), shown.join(", ")))
+            .found(format!("{} such tensors: {}", unknown.len(), shown.join(", ")))
             .hint("check that config.json belongs to these weights"),
     )
 }

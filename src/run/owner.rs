@@ -72,7 +72,10 @@ impl Kind {
         let mut names = Vec::new();
         for path in files::list(run_dir)? {
             let name = name_of(&path);
-            let free = name.starts_with('.') || name == "lost+found" || (name == lock::NAME && lock::is_lock(&path));
+            let free = name.starts_with('.')
+                || name == "lost+found"
+                || (name == lock::NAME && lock::is_lock(&path))
+                || is_torn_manifest(&name, &path);
             if !free {
                 names.push(name);
             }
@@ -89,6 +92,19 @@ impl Kind {
             Ok(Self::Other(names))
         }
     }
+}
+
+/// True for the temporary file of a manifest, by name and content: a process that is killed while it starts its first run
+/// leaves nothing else.
+fn is_torn_manifest(name: &str, path: &Path) -> bool {
+    const START: &[u8] = b"{\n  \"format\": \"ft run 1\"";
+    let process = name
+        .strip_prefix(MANIFEST)
+        .and_then(|n| n.strip_prefix(files::TEMPORARY));
+    let is_small_file = path.symlink_metadata().is_ok_and(|m| m.is_file() && m.len() < 1 << 20);
+    process.is_some_and(|id| id.chars().all(|c| c.is_ascii_digit() || c == '-'))
+        && is_small_file
+        && files::read(path).is_ok_and(|bytes| bytes.starts_with(START) || START.starts_with(&bytes))
 }
 
 /// True for a run without a valid manifest. Early versions wrote none, and a damaged one must not make a run unusable:
@@ -295,6 +311,18 @@ mod tests {
         put(d, &[".gitkeep"]);
         std::fs::write(d.join("run.lock"), "process 7 since 2026-01-01 00:00:00 UTC\n").unwrap();
         assert_eq!(Kind::of(d).unwrap(), Kind::New);
+        // Killed while the first manifest was written, at any byte; a file of another program with this name is not ours.
+        let torn = d.join(format!("{MANIFEST}{}77", files::TEMPORARY));
+        Manifest::default().write(d).unwrap();
+        let whole = std::fs::read(d.join(MANIFEST)).unwrap();
+        std::fs::remove_file(d.join(MANIFEST)).unwrap();
+        for cut in 0..whole.len() {
+            std::fs::write(&torn, &whole[..cut]).unwrap();
+            assert_eq!(Kind::of(d).unwrap(), Kind::New, "{cut}");
+        }
+        std::fs::write(&torn, "{\"mine\": 1}").unwrap();
+        assert!(matches!(Kind::of(d).unwrap(), Kind::Other(_)));
+        std::fs::remove_file(&torn).unwrap();
         // Names alone do not identify a run.
         put(
             d,

@@ -243,10 +243,10 @@ mod tests {
         let recipe = recipe::parse("[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n", "r.toml", &[]).unwrap();
         let rows = Dataset::random(2, 20, 50, 1);
         assert!(warnings(&rows, None, &recipe.recipe, true, 20).is_empty());
-        let told = warnings(&rows, None, &recipe.recipe, true, 19);
+        let warned = warnings(&rows, None, &recipe.recipe, true, 19);
         assert!(
-            told.len() == 1 && told[0].contains("20 tokens, the model 19"),
-            "{told:?}"
+            warned.len() == 1 && warned[0].contains("20 tokens, the model 19"),
+            "{warned:?}"
         );
     }
 }

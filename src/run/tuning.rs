@@ -242,7 +242,11 @@ impl Blocks {
         let count = steps.div_ceil(s.switch_every.max(1)).max(1);
         let long = count > ROUNDS * s.blocks.len() as u64;
         let sets = if long { s.possible() } else { s.turns(count) };
-        let retired: Vec<Retired> = self.sizes.iter().map(|block| rests(block, storage)).collect();
+        let retired: Vec<Retired> = self
+            .sizes
+            .iter()
+            .map(|block| inactive_storage(block, storage))
+            .collect();
         // Blocks trained so far. A long run assumes that every block was trained before each turn.
         let mut trained = vec![false; s.blocks.len()];
         if long {
@@ -290,7 +294,11 @@ impl Blocks {
         for turn in turns {
             let names = turn.0.iter().flat_map(|b| &self.schedule.blocks[*b].params);
             let shape = Active::new(names.cloned()).shape();
-            let storages = turn.0.iter().map(|b| rests(&self.sizes[*b], storage)).collect();
+            let storages = turn
+                .0
+                .iter()
+                .map(|b| inactive_storage(&self.sizes[*b], storage))
+                .collect();
             alike.entry((shape, storages)).or_default().push(turn);
         }
         let mut out = Vec::new();
@@ -350,7 +358,7 @@ impl Blocks {
 type Found = (Vec<usize>, Retired, bool);
 
 /// Elements of a block when it is inactive, by storage: dense or quantized.
-fn rests(block: &[(Arc<str>, u64)], storage: &StoragePolicy) -> Retired {
+fn inactive_storage(block: &[(Arc<str>, u64)], storage: &StoragePolicy) -> Retired {
     let quantized = |name: &Arc<str>| storage.quantized().contains_key(name);
     let sum = |wanted: bool| {
         block

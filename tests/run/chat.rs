@@ -72,16 +72,16 @@ fn every_line_is_a_turn_of_one_conversation() {
     assert!(out.status.success(), "{}", said(&out));
     assert_eq!(String::from_utf8_lossy(&out.stdout), want);
     // The speed of each answer; in the second turn prefill reads only the new tokens.
-    let told = said(&out);
-    let lines: Vec<&str> = told.lines().filter(|l| l.starts_with("prefill ")).collect();
-    assert_eq!(lines.len(), 2, "{told}");
+    let output = said(&out);
+    let lines: Vec<&str> = output.lines().filter(|l| l.starts_with("prefill ")).collect();
+    assert_eq!(lines.len(), 2, "{output}");
     assert!(
         lines.iter().all(|l| l.contains("tokens/s") && l.contains("decode ")),
-        "{told}"
+        "{output}"
     );
     assert!(
         !lines[0].contains("cached") && lines[1].contains("more were cached"),
-        "{told}"
+        "{output}"
     );
 }
 

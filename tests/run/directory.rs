@@ -312,7 +312,7 @@ fn end_tokens_that_disagree_are_told() {
     let text = said(&out);
     assert!(out.status.success() && text.contains("different end tokens"), "{text}");
     assert!(
-        text.contains("config.json says 5") && text.contains("generation_config.json says 6"),
+        text.contains(", config.json has 5") && text.contains("generation_config.json has 6"),
         "{text}"
     );
 }

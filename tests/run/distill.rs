@@ -117,7 +117,7 @@ fn a_stopped_cache_goes_on_and_another_one_is_not_touched() {
     let other = with(&["distill.top_k=9"]);
     let out = bench.ft(&[&["distill", "cache", "--recipe", "r.toml", "--out", "out"], &other[..]].concat());
     assert!(
-        !out.status.success() && said(&out).contains("with other settings"),
+        !out.status.success() && said(&out).contains("or other settings"),
         "{}",
         said(&out)
     );

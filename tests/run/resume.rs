@@ -371,11 +371,11 @@ fn a_run_stopped_within_steps_resumes_to_the_same_bits() {
                 signal(&child, "-INT");
             }
             let out = child.wait_with_output().unwrap();
-            let told = String::from_utf8_lossy(&out.stderr);
+            let stderr = String::from_utf8_lossy(&out.stderr);
             let code = out.status.code();
             // At its start the program has no signal handler yet.
-            assert!(matches!(code, Some(0 | 130) | None), "{code:?}\n{told}");
-            given_up += usize::from(told.contains("is discarded") && told.contains("is saved"));
+            assert!(matches!(code, Some(0 | 130) | None), "{code:?}\n{stderr}");
+            given_up += usize::from(stderr.contains("is discarded") && stderr.contains("is saved"));
             if code == Some(0) && bench.path("broken/final").exists() {
                 break;
             }

@@ -2,7 +2,7 @@
 
 /// An enum whose values have names.
 pub trait Named: Sized {
-    /// The value of this name; the first value for any other text. `parse` of the enum tells them apart.
+    /// The value of this name; the first value for any other text. `parse` of the enum returns `None` for it.
     fn of(name: &str) -> Self;
 }
 

@@ -1,8 +1,8 @@
-//! Chat templates: messages in, the text that the model was trained to see out.
+//! Chat templates: from messages to the text on which the model was trained.
 //!
-//! A template is a stranger's program. It runs in an interpreter (`jinja`) that knows no files, network or environment
-//! and limits work, nesting and output, and it runs in a process of its own (`pool`, `wire`) with limits on memory and
-//! time. What it sees and prints is what transformers 5 would show it.
+//! A template is an untrusted program. It runs in an interpreter (`jinja`) without files, network and environment that
+//! limits work, nesting and output, and in a process of its own (`pool`, `wire`) with limits on memory and time. Its
+//! input and output are those of transformers 5.
 
 mod pool;
 mod wire;
@@ -38,7 +38,7 @@ pub struct ChatTemplate {
 
 struct Trusted {
     warn: fn(&str),
-    told: Once,
+    warned: Once,
 }
 
 struct Program {
@@ -119,12 +119,12 @@ impl ChatTemplate {
         })
     }
 
-    /// The user chose this file: where no process can be started to render it, it is rendered in this one. `warn` is
-    /// told so once.
+    /// For a file that the user chose: if no process can be started, it is rendered in this one, with one call of
+    /// `warn`.
     pub fn trusted(mut self, warn: fn(&str)) -> Self {
         self.trusted = Some(Trusted {
             warn,
-            told: Once::new(),
+            warned: Once::new(),
         });
         self
     }
@@ -137,7 +137,7 @@ impl ChatTemplate {
                  that you trust",
             )));
         };
-        trusted.told.call_once(|| {
+        trusted.warned.call_once(|| {
             (trusted.warn)(&format!(
                 "{} is rendered in this process, without limits on memory and time: {}",
                 self.place,

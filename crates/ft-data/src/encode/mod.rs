@@ -3,8 +3,8 @@
 //! Letters: T tokens of a row.
 //!
 //! - Text: the tokenizer's own encoding, then EOS unless it is already last. All tokens are trained.
-//! - Prompt and completion: encoded as one text (so that a word across the boundary is tokenized as the model knows
-//!   it), then EOS. Trained from the first token that ends after the prompt's last byte: a token with the end of the
+//! - Prompt and completion: encoded as one text (so that a word across the boundary is tokenized as in
+//!   training), then EOS. Trained from the first token that ends after the prompt's last byte: a token with the end of the
 //!   prompt and the start of the completion belongs to the completion.
 //! - Conversations: rendered once, encoded without added special tokens. In each assistant turn the tokens after the
 //!   generation prompt, up to and including the end-of-turn token, are trained; if the template has `{% generation %}`

@@ -163,8 +163,8 @@ impl GradSink for Accumulate<'_> {
         }
     }
 
-    /// On a GPU the GEMM of the next micro-batch accumulates into the sum: no second gradient, no extra pass over both.
-    /// The CPU would round in another order, and gains nothing.
+    /// On a GPU the GEMM of the next micro-batch accumulates into the sum: no second gradient tensor, and no extra pass
+    /// that adds it to the sum. On the CPU this would be no faster, and would change the order of the sums.
     fn sum(&self, name: &str) -> Option<Tensor> {
         let (_, sum) = self.sums.get(name)?;
         (sum.device().is_cuda() && !self.active.is_masked()).then(|| sum.clone())

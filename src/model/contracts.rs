@@ -95,8 +95,8 @@ pub trait Layer {
     /// As `forward`, bit-exactly, and returns the saved activations.
     fn forward_saving(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Self::SavedActivations)>;
 
-    /// Backward pass from the layer's input `x` `[N, D]`; recomputes the activations if `kept` is `None`. Passes the
-    /// gradients of the parameters that `sink` wants to it one by one; returns `∂loss/∂x` if `need_dx`.
+    /// Backward pass from the layer's input `x` `[N, D]`; recomputes the activations if `kept` is `None`. Passes to
+    /// `sink`, one by one, the gradients of the parameters that it wants; returns `∂loss/∂x` if `need_dx`.
     fn vjp(
         &self,
         x: &Tensor,

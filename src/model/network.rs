@@ -253,7 +253,7 @@ impl Network {
         let phase = progress::part("layer", self.layers());
         for l in 0..self.layers() {
             phase.set(l as u64);
-            // After the last layer follows the first layer of the next batch.
+            // After the last layer, layer 0 is prefetched for the next batch.
             self.source.prefetch(Group::Layer((l + 1) % self.layers()));
             see(l, &x)?;
             x = self.block(l)?.forward(&x, ctx)?;

@@ -1,7 +1,7 @@
 //! AdaLoRA (Zhang et al. 2023, arXiv 2303.10512, section 3.1): y = x·Wᵀ + c · ((e ⊙ (x·Aᵀ))·Bᵀ): a LoRA pair with
 //! learned singular values; the least important ones are set to zero during training.
 //!
-//! Letters: N tokens, I input features, O output features, R rank.
+//! Letters: N tokens, I input features, O output features, R rank; c is `scale`.
 
 use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
 use super::frozen::Frozen;

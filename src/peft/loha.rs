@@ -1,7 +1,7 @@
 //! LoHa (Hyeon-Woo et al. 2021, FedPara, arXiv 2108.06098, section 2.2): W' = W + s · (P₁·Q₁) ⊙ (P₂·Q₂): the
 //! elementwise product of two low-rank matrices can have rank R².
 //!
-//! Letters: N tokens, I input features, O output features, R rank.
+//! Letters: N tokens, I input features, O output features, R rank; s is `scale`.
 
 use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
 use super::frozen::Frozen;

@@ -7,7 +7,7 @@ use crate::engine::Active;
 use crate::source::StoragePolicy;
 use std::collections::BTreeMap;
 
-/// Elements of parameters that were trained in earlier turns and are inactive now.
+/// Elements of parameters that were trained earlier in the run and are inactive now.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Retired {
     pub dense: u64,
@@ -104,7 +104,8 @@ pub(super) fn candidates<'a>(model: &Model, inputs: &'a Inputs, bytes: (u64, u64
             }
             more
         });
-        // Splits at the bend: a corner of one side need not be a corner of the whole.
+        // Each side of the bend has its own hull: memory is linear only within a side, so a corner of one side need
+        // not be a corner of the hull of all points.
         let split = points.partition_point(|(layer, ..)| *layer < bend);
         let (below, above) = points.split_at(split);
         out.extend(corners(below).into_iter().chain(corners(above)).map(|(.., turn)| turn));

@@ -76,7 +76,7 @@ pub struct Evaluation {
     pub answer: usize,
 }
 
-/// The inputs of a plan beside model and recipe.
+/// The inputs of a plan in addition to model and recipe.
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// N: tokens of the largest micro-batch.
@@ -202,8 +202,8 @@ impl Inputs {
         }
     }
 
-    /// Keys and values of one answer of so many tokens, prompt included, and logits of one token, twice. On a CPU they lie
-    /// in whole pages. On a GPU those of a layer are put together for its attention.
+    /// Keys and values of one answer of so many tokens, prompt included, and logits of one token, twice. On a CPU they
+    /// are stored in whole pages. On a GPU those of one layer are copied into one tensor for its attention.
     fn answer(&self, spec: &Spec, tokens: usize) -> u64 {
         let layers = spec.layers.len() as u64;
         let cache = if self.on_gpu {
@@ -219,8 +219,8 @@ impl Inputs {
         cache + 8 * spec.vocab as u64
     }
 
-    /// So many answers that are written together, of so many tokens each: what is cached of them, and the layers' work while
-    /// prompts are read.
+    /// `answers` answers that are decoded together, of `tokens` tokens each: their KV cache, and the work
+    /// memory of a layer during prefill.
     fn answers(&self, model: &Model, answers: usize, tokens: usize) -> u64 {
         if answers == 0 {
             return 0;

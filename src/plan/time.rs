@@ -25,7 +25,7 @@ const GPU_RATE: f64 = 200e12;
 const DISK_RATE: f64 = 1e9;
 /// Bytes per second from the host to a GPU.
 const LINK_RATE: f64 = 20e9;
-/// Fraction of the shorter one of computation and reading that does not overlap with the other.
+/// If computation and reading overlap, this fraction of the shorter one does not.
 const NOT_HIDDEN: f64 = 0.1;
 
 /// Seconds of one optimizer step of the slowest active set on a typical machine.

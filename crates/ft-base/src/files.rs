@@ -391,7 +391,7 @@ pub fn copy_atomic(from: &Path, to: &Path) -> Result<()> {
     }
 }
 
-/// Turns off the system's readahead: the file is read in a custom order.
+/// Turns off the system's readahead, for a file that is not read from beginning to end.
 pub fn no_readahead(file: &File) {
     #[cfg(target_os = "linux")]
     // SAFETY: a valid descriptor for the whole call; only advice.

@@ -24,7 +24,7 @@ pub fn nearest(x: f32) -> f32 {
     (x + SHIFT) - SHIFT
 }
 
-/// A borrowed quantized weight `[O, I]`. Element e of a row counts from its first column.
+/// A borrowed quantized weight `[O, I]`.
 #[derive(Debug, Clone, Copy)]
 pub struct QMatrixView<'a> {
     /// O

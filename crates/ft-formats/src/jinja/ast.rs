@@ -1,4 +1,4 @@
-//! The tree of a parsed template. Every node knows how deep it is, so that no walk over it can run out of stack.
+//! The tree of a parsed template. Every node knows how deep it is, so that no recursion over it overflows the stack.
 
 use super::fail::Fail;
 use std::sync::Arc;
@@ -94,7 +94,7 @@ impl CallArgs {
 }
 
 impl Expr {
-    /// Every name that is read, in the order of the text.
+    /// Calls `found` for every name that is read, in the order of the text.
     pub fn names(&self, found: &mut dyn FnMut(Name)) {
         match &self.kind {
             ExprKind::Const(_) => {}

@@ -143,7 +143,7 @@ impl Style {
                 '\u{8}' => out.push_str("\\b"),
                 '\u{c}' => out.push_str("\\f"),
                 c if (c as u32) < 0x20 || (self.ascii && c as u32 > 0x7e) => {
-                    // Longer than what it stands for, and slower to write.
+                    // The escape is longer than the character, and slower to write.
                     charge(64)?;
                     let mut units = [0u16; 2];
                     for unit in c.encode_utf16(&mut units) {

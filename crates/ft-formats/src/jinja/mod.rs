@@ -104,10 +104,11 @@ impl Template {
         asks.iter().map(&mut one).collect()
     }
 
-    /// A block that prints into a macro cannot see where its text comes to lie: it is rendered once more with marks
-    /// around the blocks, which have to leave the text as it is. Where they do not, there is a text and no range.
+    /// A `{% generation %}` block inside a macro does not know at which offset its text ends up. So the template is
+    /// rendered again with marker characters around the blocks. If the text without the markers differs from the first
+    /// text, the text is returned without ranges.
     fn marked(&self, variables: &[(&str, Value)], input: usize, plain: Output) -> Result<Text, Fail> {
-        // Characters that stand for nothing; the first pair that the text has not.
+        // Unicode noncharacters: the first two that the text does not contain.
         let free: Vec<char> = ('\u{fdd0}'..='\u{fdef}')
             .filter(|c| !plain.text.contains(*c))
             .take(2)

@@ -1,5 +1,6 @@
-//! Values of a running template, as Python has them. Lists and dicts never change once they are made: the sandbox of
-//! transformers forbids it too. Only namespaces do; they lie in the interpreter, so that no value holds itself.
+//! Values of a running template, as Python has them. Lists and dicts are immutable: the sandbox of transformers also
+//! forbids changes. Only namespaces can change; the interpreter stores them and a value has only their index, so values
+//! never form a reference cycle.
 
 use super::ast::{For, Macro};
 use super::fail::{Done, Fail, charge, charge_items};

@@ -10,7 +10,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Most processes at one time.
 const MOST: usize = 8;
-/// Bytes of an answer to one ask: the longest text, and what is around it.
+/// Largest response to one conversation, in bytes: the longest text, and 1 MiB for the rest of the response.
 const LONGEST: usize = jinja::LONGEST + (1 << 20);
 
 struct Renderer {

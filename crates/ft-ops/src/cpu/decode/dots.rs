@@ -9,7 +9,8 @@ use std::arch::x86_64::*;
 /// Largest number of vectors.
 pub(crate) const MOST: usize = 8;
 
-/// True if `dots` supports this weight: then every scale applies to whole steps of `BLOCK` columns.
+/// True if `dots` supports this weight: a row is a whole number of steps of `BLOCK` columns, and all columns of a
+/// step share one scale.
 pub(crate) fn fits(view: &QMatrixView<'_>) -> bool {
     let groups = match view.codes {
         QData::Int8 { group, .. } | QData::Int4 { group, .. } => group % BLOCK == 0,

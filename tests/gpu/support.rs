@@ -45,18 +45,7 @@ pub struct Pair {
 impl Gpu {
     /// Random values from a seed, roughly normal.
     pub fn random(&self, shape: impl Into<Shape>, dtype: DType, seed: u64) -> Pair {
-        let shape = shape.into();
-        let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-        let mut uniform = || {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
-        };
-        let data: Vec<f32> = (0..shape.elem_count())
-            .map(|_| (uniform() + uniform() + uniform() + uniform()) * 1.7)
-            .collect();
-        self.pair(&Tensor::from_vec(data, shape, &Device::Cpu).unwrap(), dtype)
+        self.pair(&ft::ops::oracle::random(shape, seed), dtype)
     }
 
     /// `t` (f32, on the CPU) rounded to `dtype` on both devices.

@@ -196,13 +196,8 @@ fn all_of(families: &str) {
     assert!(count > 600, "{count} cases");
 }
 
+/// Every family: a minute.
 #[test]
 fn numbers_of_a_config_take_no_memory_that_the_weights_do_not_have() {
-    all_of("qwen3,gemma3_text");
-}
-
-#[test]
-#[ignore = "a minute: every family"]
-fn nor_do_those_of_any_family() {
     all_of("llama,mistral,qwen2,qwen3,gemma2,gemma3_text,phi3");
 }

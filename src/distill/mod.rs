@@ -26,7 +26,9 @@ pub use teacher::{Stored, Teacher};
 /// Parameters of the divergence between the distributions; see `ops::distill`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Terms {
+    /// 0: KL(teacher, student); 1: KL(student, teacher); between: generalized Jensen-Shannon.
     pub beta: f32,
+    /// Divides the logits of both models.
     pub temperature: f32,
     /// Weight of the cross-entropy with the tokens of the data.
     pub alpha: f32,

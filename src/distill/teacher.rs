@@ -19,8 +19,11 @@ pub trait Stored {
     fn common(&self) -> usize;
 }
 
+/// The source of the teacher's distributions.
 pub enum Teacher {
+    /// A network beside the student.
     Live(Box<Live>),
+    /// Stored distributions.
     Stored(Box<dyn Stored>),
 }
 
@@ -40,6 +43,7 @@ pub struct States {
 }
 
 impl Teacher {
+    /// A teacher that computes its outputs in each step.
     pub fn live(network: Network) -> Self {
         Self::Live(Box::new(Live {
             network,
@@ -48,6 +52,7 @@ impl Teacher {
         }))
     }
 
+    /// The network of a live teacher.
     pub fn network(&self) -> Option<&Network> {
         match self {
             Self::Live(live) => Some(&live.network),

@@ -48,10 +48,12 @@ impl QuantizedCopy {
     pub fn new(of: &Network, formats: Formats) -> Result<Self> {
         let hint = "use unquantized weights for rollouts";
         if !of.device.is_cpu() {
-            return Err(Error::new("rollouts with quantized weights are not supported on a GPU yet").hint(hint));
+            return Err(
+                Error::unsupported("rollouts with quantized weights are not supported on a GPU yet").hint(hint),
+            );
         }
         if of.source.piece_rows(of.spec.head_name()).is_some() {
-            return Err(Error::new(
+            return Err(Error::unsupported(
                 "rollouts with quantized weights need the embedding in memory, but it is streamed from disk",
             )
             .hint(hint));
@@ -147,7 +149,7 @@ struct Copied {
 }
 
 fn no_numbers<T>(name: &str) -> Result<T> {
-    Err(Error::new("the quantized copy of a model has no full-precision values").at(name))
+    Err(Error::unsupported("the quantized copy of a model has no full-precision values").at(name))
 }
 
 impl LayerSource for Copied {

@@ -80,7 +80,7 @@ pub fn adapter_over(
     ];
     writer::write_file(&dir.join(WEIGHTS), &list, &metadata, |plan, sink| match next.next() {
         Some((_, tensor)) => sink(Values::F32(&update::to_f32_vec(tensor)?)),
-        None => Err(Error::new("no such adapter tensor").at(&plan.name)),
+        None => Err(Error::not_found("no such adapter tensor").at(&plan.name)),
     })?;
     config.save(dir)?;
     copy_beside(base_dir, dir, &TOKENIZER)?;

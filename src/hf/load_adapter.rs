@@ -22,7 +22,9 @@ const SHOWN: usize = 20;
 /// Contents of an adapter directory.
 #[derive(Debug, Clone)]
 pub struct LoadedAdapter {
+    /// The settings, from `adapter_config.json`.
     pub config: AdapterConfig,
+    /// The adapters by module name.
     pub adapters: Adapters,
     /// Full parameters in f32 that replace the model's, by name (`modules_to_save`).
     pub whole: BTreeMap<String, Tensor>,
@@ -179,7 +181,7 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
         .base_model_name_or_path
         .as_deref()
         .unwrap_or("not named in its config");
-    Err(Error::new("adapter does not fit this model")
+    Err(Error::shape("adapter does not fit this model")
         .at_path(&path)
         .found(format!(
             "{total} {}:\n      {}",

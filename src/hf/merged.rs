@@ -10,7 +10,9 @@ use candle_core::{Device, Tensor};
 /// An adapter and the factor of its update: 1 adds it, -1 subtracts it.
 #[derive(Debug, Clone)]
 pub struct Weighted {
+    /// The loaded adapter.
     pub adapter: LoadedAdapter,
+    /// The factor.
     pub weight: f32,
 }
 
@@ -65,7 +67,7 @@ pub fn merged(weights: &Weights, param: &ParamInfo, adapters: &[Weighted]) -> Re
             continue;
         };
         if after.dims() != param.shape {
-            return Err(Error::new("adapter has another shape than its weight")
+            return Err(Error::shape("adapter has another shape than its weight")
                 .at(&param.name)
                 .found(format!("{:?}", after.dims()))
                 .expected(format!("{:?}", param.shape)));

@@ -10,8 +10,11 @@ use std::path::Path;
 
 /// A model directory with loaded weights.
 pub struct OpenModel {
+    /// The contents of `config.json`.
     pub config: Config,
+    /// The model with all weights on its device.
     pub network: Network,
+    /// The tokenizer.
     pub tokenizer: Tokenizer,
     /// The model's own chat template, if it has one.
     pub template: Option<ChatTemplate>,

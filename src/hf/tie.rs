@@ -25,7 +25,7 @@ pub fn unties(dir: &Path, spec: &Spec) -> Result<bool> {
     let config = AdapterConfig::load(dir)?;
     let unties = config_unties(&config, spec);
     if unties && !config.token_rows.is_empty() {
-        return Err(Error::new(
+        return Err(Error::unsupported(
             "`trainable_token_indices` and `modules_to_save` of the adapter both change the embedding or head of a tied model",
         )
         .at_path(dir)
@@ -39,6 +39,6 @@ pub fn untied_weights(mut weights: Weights) -> Result<Weights> {
     if weights.alias(spec::LM_HEAD, spec::EMBEDDING) {
         Ok(weights)
     } else {
-        Err(Error::new("the model has no embedding").at(spec::EMBEDDING))
+        Err(Error::not_found("the model has no embedding").at(spec::EMBEDDING))
     }
 }

@@ -68,9 +68,10 @@ impl Head<'_> {
                 name: self.name.clone(),
                 tensor: w.dense()?.clone(),
             }),
-            HeadWeight::Parts(_) => {
-                Err(Error::new("the output head is read in parts: the full matrix is not in memory").at(&*self.name))
-            }
+            HeadWeight::Parts(_) => Err(Error::unsupported(
+                "the output head is read in parts: the full matrix is not in memory",
+            )
+            .at(&*self.name)),
         }
     }
 

@@ -132,7 +132,7 @@ impl Optimizer {
         for u in updates {
             let shape = u.places.map_or(u.weight.dims().to_vec(), |p| vec![p.len]);
             if shape != u.gradient.dims() {
-                return Err(Error::new("the shapes of gradient and weight differ")
+                return Err(Error::shape("the shapes of gradient and weight differ")
                     .at(u.name)
                     .found(format!("{:?}", u.gradient.dims()))
                     .expected(format!("{shape:?}")));
@@ -227,7 +227,7 @@ impl Optimizer {
                 (Some(part), Kind::Halves)
             }
             (other, _) => {
-                return Err(Error::new("weight type cannot be trained")
+                return Err(Error::unsupported("weight type cannot be trained")
                     .at(name)
                     .found(format!("{other:?}")));
             }
@@ -259,7 +259,7 @@ impl Optimizer {
     /// Sets a weight to exact f32 values from `exact`.
     pub fn restore_weight(&mut self, name: &str, weight: &Tensor, values: &[f32]) -> Result<()> {
         if values.len() != weight.elem_count() {
-            return Err(Error::new("the saved weight has a different size").at(name));
+            return Err(Error::shape("the saved weight has a different size").at(name));
         }
         match (weight.dtype(), self.settings.master) {
             (DType::BF16, Master::F32) => {

@@ -59,7 +59,7 @@ impl Adalora {
         let (r, inputs) = self.a.tensor.dims2()?;
         let outputs = self.b.tensor.dim(0)?;
         if kept.len() != r {
-            return Err(Error::new("the number of flags differs from the number of singular values").at(module));
+            return Err(Error::shape("the number of flags differs from the number of singular values").at(module));
         }
         let left: Vec<usize> = (0..r).filter(|&k| kept[k]).collect();
         let (a, b) = (update::to_f32_vec(&self.a.tensor)?, update::to_f32_vec(&self.b.tensor)?);

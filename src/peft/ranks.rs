@@ -243,7 +243,7 @@ impl Allocator {
     ///
     /// Errors: a name or a size that does not belong to these adapters.
     pub fn restore(&mut self, name: &str, values: Vec<f32>) -> Result<()> {
-        let wrong = || Error::new("the state does not belong to these AdaLoRA ranks").at(name);
+        let wrong = || Error::shape("the state does not belong to these AdaLoRA ranks").at(name);
         let (of, what) = name.rsplit_once('#').ok_or_else(wrong)?;
         if what == "kept" {
             let triplet = self.triplets.iter().find(|t| t.module == of).ok_or_else(wrong)?;

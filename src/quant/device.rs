@@ -69,7 +69,7 @@ impl DeviceQMatrix {
         let (stride, group) = (format.stride(columns), format.group(columns));
         let mut tensors = tensors.into_iter();
         let mut next = || {
-            let missing = || Error::new("a quantized weight has too few parts").found(format);
+            let missing = || Error::shape("a quantized weight has too few parts").found(format);
             tensors.next().ok_or_else(missing)
         };
         let codes = next()?;

@@ -41,14 +41,16 @@ pub fn encode<V: Value>(
 ) -> Result<QMatrix> {
     check_format(format)?;
     if values.len() != rows * columns {
-        return Err(Error::new("the number of values of a weight does not match its shape")
-            .found(format!("{} values", values.len()))
-            .expected(format!("[{rows}, {columns}]")));
+        return Err(
+            Error::shape("the number of values of a weight does not match its shape")
+                .found(format!("{} values", values.len()))
+                .expected(format!("[{rows}, {columns}]")),
+        );
     }
     // Dequantization to bf16 rounds up at most to the next power of two, which must be finite.
     if !values.par_iter().all(|x| x.f32().abs() < 1e38) {
         return Err(
-            Error::new("a weight cannot be quantized: a value is not finite or too large")
+            Error::non_finite("a weight cannot be quantized: a value is not finite or too large")
                 .hint("the model file is damaged: check its source"),
         );
     }

@@ -175,7 +175,7 @@ impl QMatrix {
         for (name, size) in format.parts(rows, columns) {
             let bytes = take(name)?;
             if bytes.len() != size {
-                return Err(Error::new("the size of a quantized weight does not match its shape")
+                return Err(Error::shape("the size of a quantized weight does not match its shape")
                     .at(format!("part `{name}`"))
                     .found(format!("{} bytes", bytes.len()))
                     .expected(format!("{size} bytes for {format} [{rows}, {columns}]")));
@@ -213,7 +213,7 @@ impl QMatrix {
         if quantized.view().fits() {
             Ok(quantized)
         } else {
-            Err(Error::new("a quantized weight is smaller than its shape").at(format.to_string()))
+            Err(Error::shape("a quantized weight is smaller than its shape").at(format.to_string()))
         }
     }
 }
@@ -235,7 +235,7 @@ pub(super) fn check_format(format: Format) -> Result<()> {
         Ok(())
     } else {
         Err(
-            Error::new(format!("{} does not support this group size", format.name()))
+            Error::unsupported(format!("{} does not support this group size", format.name()))
                 .found(group)
                 .expected(format!("{known:?}")),
         )
@@ -257,5 +257,5 @@ fn finite(bytes: &[u8], part: &str) -> Result<Vec<f32>> {
 }
 
 fn not_finite(part: &str) -> Error {
-    Error::new("a quantized weight has a scale that is not finite").at(format!("part `{part}`"))
+    Error::non_finite("a quantized weight has a scale that is not finite").at(format!("part `{part}`"))
 }

@@ -79,7 +79,7 @@ impl Weight {
         match (self, self.format()) {
             (Weight::Dense(tensor), _) => Ok(tensor),
             (Weight::Prepacked(weight), _) => Ok(weight.tensor()),
-            (_, format) => Err(Error::new("this weight is frozen and quantized")
+            (_, format) => Err(Error::unsupported("this weight is frozen and quantized")
                 .found(format.map(|f| f.to_string()).unwrap_or_default())
                 .expected("a dense weight: only dense weights can be trained")),
         }

@@ -13,21 +13,26 @@ use std::ops::Range;
 pub mod columns {
     /// Token columns: log-probabilities with the weights of the rollout and of the reference, importance ratios.
     pub const OLD: &str = "old_log_probs";
+    /// Token column: log-probabilities with the weights of the reference.
     pub const REFERENCE: &str = "reference_log_probs";
+    /// Token column: importance ratios.
     pub const RATIOS: &str = "ratios";
     /// A document column for GRPO, a token column for PPO.
     pub const ADVANTAGES: &str = "advantages";
     /// Token columns of PPO.
     pub const VALUES: &str = "old_values";
+    /// Token column of PPO: the targets of the values.
     pub const RETURNS: &str = "returns";
     /// Document columns: a factor of the answer's loss; 0 if the answer is excluded.
     pub const FACTOR: &str = "factor";
+    /// Document column: 0 if the answer does not count in the divisor of the loss; else 1.
     pub const COUNTS: &str = "counts";
 }
 
 /// The next-token distribution at a temperature: logits are divided by it after the soft cap.
 #[derive(Debug, Clone, Copy)]
 pub struct PolicyHead {
+    /// Divides the logits; positive.
     pub temperature: f64,
 }
 

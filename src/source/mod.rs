@@ -213,7 +213,7 @@ pub trait LayerSource: Send {
     /// Errors: the weight is not quantized; the weights of this source do not stay on the device.
     fn requantize(&self, name: &str, _values: &[f32]) -> Result<()> {
         Err(
-            Error::new("a quantized weight that does not stay on the device cannot be requantized")
+            Error::unsupported("a quantized weight that does not stay on the device cannot be requantized")
                 .at(name)
                 .hint("set `memory.tier = \"device\"`, or `tune.lora.loftq_iter = 1`"),
         )

@@ -211,7 +211,7 @@ pub fn draw_tensor(p: &ParamInfo, index: u64, dtype: Dtype, drawn: (u64, f32, f3
 }
 
 pub(super) fn no_such(name: &str) -> Error {
-    Error::new("the model has no such parameter").at(name)
+    Error::not_found("the model has no such parameter").at(name)
 }
 
 /// Passes all elements of a tensor to `sink`.
@@ -275,10 +275,12 @@ fn bf16s(weights: &Weights, p: &ParamInfo) -> Result<Vec<bf16>> {
 }
 
 fn not_finite(weights: &Weights, p: &ParamInfo) -> Error {
-    let error = Error::new(format!("tensor `{}` has a number that is not finite", p.name));
+    let error = Error::non_finite(format!("tensor `{}` has a number that is not finite", p.name));
     let file = weights.info(&p.name).map(|i| &weights.files()[i.file]);
-    file.map_or(Error::new(error.what()), |file| Error::new(error.what()).at_path(file))
-        .hint("the file is damaged, or it was saved by a diverged training run: download the model again")
+    file.map_or(Error::non_finite(error.what()), |file| {
+        Error::non_finite(error.what()).at_path(file)
+    })
+    .hint("the file is damaged, or it was saved by a diverged training run: download the model again")
 }
 
 fn code<V: quant::Value>(
@@ -336,7 +338,7 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
         .first()
         .map(|f| f.display().to_string())
         .unwrap_or_default();
-    Err(Error::new("config.json and the weights are inconsistent")
+    Err(Error::shape("config.json and the weights are inconsistent")
         .at(place)
         .found(format!(
             "{}:\n      {shown}{more}",

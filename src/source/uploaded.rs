@@ -296,7 +296,7 @@ impl LayerSource for Uploaded {
         let mut distinct: BTreeMap<u32, u32> = places.iter().map(|p| (*p, 0)).collect();
         let rows: Vec<u32> = distinct.keys().copied().collect();
         if let Some(row) = rows.last().filter(|row| **row as usize >= table.dims()[0]) {
-            return Err(Error::new("a token id is outside the vocabulary")
+            return Err(Error::argument("a token id is outside the vocabulary")
                 .found(row)
                 .expected(format!("below {}", table.dims()[0])));
         }

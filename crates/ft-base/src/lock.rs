@@ -24,11 +24,11 @@ impl RunLock {
         let path = directory.join(NAME);
         let made = path.symlink_metadata().is_err();
         if !made && !is_lock(&path) {
-            return Err(Error::new("the directory has a `run.lock` that ft did not write")
+            return Err(Error::format("the directory has a `run.lock` that ft did not write")
                 .at_path(&path)
                 .hint("set `train.output_dir` to another directory"));
         }
-        let cannot = |e: std::io::Error| Error::new("cannot lock the run directory").at_path(&path).cause(e);
+        let cannot = |e: std::io::Error| Error::io("cannot lock the run directory").at_path(&path).cause(e);
         let mut file = OpenOptions::new()
             .read(true)
             .write(true)

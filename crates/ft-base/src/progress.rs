@@ -16,6 +16,7 @@ use std::time::Instant;
 pub enum Unit {
     /// `batches`, `tensors`, `layers`
     Count(&'static str),
+    /// Bytes, shown as MB and GB.
     Bytes,
 }
 
@@ -38,13 +39,19 @@ pub struct Phase(Arc<Counter>);
 /// Snapshot of a phase.
 #[derive(Debug, Clone)]
 pub struct Seen {
+    /// The name of the phase: `evaluating`.
     pub label: String,
+    /// The unit of `done` and `total`.
     pub unit: Unit,
+    /// True if it counts a part of one unit of the enclosing phase.
     pub part: bool,
+    /// The time at which the phase was opened.
     pub started: Instant,
+    /// Units that are complete.
     pub done: u64,
     /// 0: unknown.
     pub total: u64,
+    /// A short text beside the numbers; empty if there is none.
     pub note: String,
 }
 
@@ -116,10 +123,12 @@ impl Phase {
         }
     }
 
+    /// Sets the number of complete units.
     pub fn set(&self, done: u64) {
         self.0.done.store(done, Relaxed);
     }
 
+    /// Sets the number of units in all.
     pub fn total(&self, total: u64) {
         self.0.total.store(total, Relaxed);
     }
@@ -147,6 +156,7 @@ impl Drop for Phase {
     }
 }
 
+/// A reader that counts its bytes in a phase.
 pub struct Counted<R> {
     inner: R,
     counter: Arc<Counter>,

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 /// Bytes per second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DiskSpeed {
+    /// Of writes, synced.
     pub write: f64,
+    /// Of reads, without the page cache.
     pub read: f64,
 }
 
@@ -60,7 +62,7 @@ pub fn disk(dir: &Path) -> Result<DiskSpeed> {
             Ok(0) => break,
             Ok(n) => read += n,
             Err(e) => {
-                return Err(Error::new("cannot read the file that was just written")
+                return Err(Error::io("cannot read the file that was just written")
                     .at_path(dir)
                     .cause(e));
             }

@@ -28,6 +28,7 @@ const SILENCE: Duration = Duration::from_secs(60);
 /// Command that starts a worker.
 #[derive(Debug)]
 pub struct Program {
+    /// The executable.
     pub path: PathBuf,
     /// The complete environment of a worker.
     pub variables: Vec<(OsString, OsString)>,
@@ -48,11 +49,17 @@ pub fn is_available() -> bool {
 /// Reason why a worker gave no answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
+    /// It exceeded its memory limit.
     Memory,
+    /// Its stack overflowed.
     Stack,
+    /// It exceeded its CPU time.
     Time,
+    /// It did not answer in time.
     Silence,
+    /// It was ended by this signal.
     Signal(i32),
+    /// It ended with this exit code.
     Exit(i32),
 }
 
@@ -81,7 +88,7 @@ impl Worker {
     pub fn start() -> Result<Self> {
         match PROGRAM.get() {
             Some(program) => Self::of(program),
-            None => Err(Error::new("the program for a sandboxed process does not exist")),
+            None => Err(Error::not_found("the program for a sandboxed process does not exist")),
         }
     }
 

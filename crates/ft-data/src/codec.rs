@@ -18,10 +18,13 @@ pub trait TextCodec: Send + Sync {
     /// Text of the tokens, including special tokens.
     fn decode(&self, ids: &[u32]) -> Result<String>;
 
+    /// The id of the beginning-of-sequence token, if there is one.
     fn bos_id(&self) -> Option<u32>;
 
+    /// The id of the end-of-sequence token, if there is one.
     fn eos_id(&self) -> Option<u32>;
 
+    /// True for the id of a special token.
     fn is_special(&self, id: u32) -> bool;
 
     /// Number of ids in the vocabulary.

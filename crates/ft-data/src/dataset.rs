@@ -28,17 +28,22 @@ const CHUNK_BYTES: usize = 32 << 20;
 /// Files to read, and the options.
 #[derive(Debug, Clone)]
 pub struct Spec<'a> {
+    /// Paths of the files, in order.
     pub files: &'a [String],
+    /// Format of the rows; `Auto`: decided per file from its columns.
     pub format: RowFormat,
+    /// How conversations become text.
     pub render: Render,
     /// Longest row in tokens.
     pub max_length: usize,
+    /// The parts of a conversation that are trained.
     pub train_on: TrainOn,
     /// Rows of the model's embedding.
     pub embedding_rows: usize,
 }
 
 impl<'a> Spec<'a> {
+    /// The encoder for these settings. `template`: the chat template of the model, if it has one.
     pub fn encoder<'b>(&self, codec: &'b dyn TextCodec, template: Option<&'b dyn ChatRender>) -> Encoder<'b> {
         Encoder {
             codec,
@@ -101,6 +106,7 @@ pub struct Origin {
     pub file: u32,
     /// Line or row, from 1.
     pub number: u64,
+    /// True if `number` counts lines, false if it counts rows.
     pub is_line: bool,
 }
 
@@ -127,6 +133,7 @@ pub struct Stats {
     pub longest_written: usize,
     /// Tokens of the longest and of the shortest example.
     pub longest: usize,
+    /// Tokens of the shortest example.
     pub shortest: usize,
 }
 
@@ -190,9 +197,11 @@ impl Stats {
 /// Tokenized rows in file order.
 #[derive(Debug, Clone, Default)]
 pub struct Dataset {
+    /// The tokenized rows.
     pub examples: Vec<Example>,
     /// Origin of each example.
     pub origins: Vec<Origin>,
+    /// Counts of rows and tokens.
     pub stats: Stats,
     /// Description of how each file was read.
     pub readings: Vec<Reading>,
@@ -359,7 +368,7 @@ impl Dataset {
 pub(super) fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
     let files = spec.files.join(", ");
     if stats.rows == 0 {
-        return Error::new("the data has no rows").at(files).found("0 rows");
+        return Error::format("the data has no rows").at(files).found("0 rows");
     }
     let hint = if stats.dropped_by_truncation > 0 {
         format!(
@@ -369,7 +378,7 @@ pub(super) fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
     } else {
         "`ft data` shows the rows; check `data.train_on` and the assistant messages or completions".to_string()
     };
-    Error::new("nothing in the data would be trained")
+    Error::format("nothing in the data would be trained")
         .at(files)
         .found(format!(
             "{} rows, {} without a token to train, {} of them because of max_length = {}",
@@ -473,7 +482,7 @@ pub fn held_out(n: usize, fraction: f64, seed: u64) -> Result<Vec<bool>> {
         return Err(Error::usage("`data.eval_fraction` must be between 0 and 1").found(fraction));
     }
     if n < 2 {
-        return Err(Error::new("too few rows for held-out evaluation rows")
+        return Err(Error::format("too few rows for held-out evaluation rows")
             .found(format!("{n} rows"))
             .expected("at least 2")
             .hint("name a file in `data.eval`, or set `data.eval_fraction = 0`"));

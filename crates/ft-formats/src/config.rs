@@ -11,7 +11,9 @@ const LARGEST: u64 = 1 << 32;
 /// A model's `config.json`: all keys are kept, so that export can copy them.
 #[derive(Debug, Clone)]
 pub struct Config {
+    /// All keys of the file.
     pub raw: Map<String, Value>,
+    /// The file, for error messages.
     pub path: PathBuf,
 }
 
@@ -31,7 +33,7 @@ impl Config {
         }
         if !path.exists() {
             let adapter = dir.join("adapter_config.json").exists();
-            let error = Error::new("model directory has no `config.json`").at_path(dir);
+            let error = Error::not_found("model directory has no `config.json`").at_path(dir);
             let inner = dir.join("final");
             let checkpoint = dir.join("manifest.json").exists();
             return Err(if inner.join("config.json").exists() {
@@ -66,6 +68,7 @@ impl Config {
         }
     }
 
+    /// `model_type`: the family of the model.
     pub fn model_type(&self) -> Result<&str> {
         self.str("model_type")
     }
@@ -76,7 +79,7 @@ impl Config {
     }
 
     fn missing(&self, key: &str) -> Error {
-        let error = Error::new(format!("`{key}` is missing")).at_path(&self.path);
+        let error = Error::format(format!("`{key}` is missing")).at_path(&self.path);
         match nearest(key, self.raw.keys().map(String::as_str)).first() {
             Some(near) => error.hint(format!("the nearest key there is `{near}`")),
             None => error,
@@ -85,7 +88,7 @@ impl Config {
 
     fn wrong(&self, key: &str, expected: &str) -> Error {
         let found = self.raw.get(key).map_or("nothing".into(), json_kind);
-        Error::new(format!("`{key}` has a wrong value"))
+        Error::format(format!("`{key}` has a wrong value"))
             .at_path(&self.path)
             .found(found)
             .expected(expected)
@@ -122,6 +125,7 @@ impl Config {
         }
     }
 
+    /// A required finite number.
     pub fn f64(&self, key: &str) -> Result<f64> {
         self.opt_f64(key)?.ok_or_else(|| self.missing(key))
     }
@@ -137,6 +141,7 @@ impl Config {
         }
     }
 
+    /// An optional flag.
     pub fn bool_or(&self, key: &str, default: bool) -> Result<bool> {
         match self.get(key) {
             None => Ok(default),
@@ -145,10 +150,12 @@ impl Config {
         }
     }
 
+    /// A required text.
     pub fn str(&self, key: &str) -> Result<&str> {
         self.opt_str(key)?.ok_or_else(|| self.missing(key))
     }
 
+    /// An optional text; `null` counts as absent.
     pub fn opt_str(&self, key: &str) -> Result<Option<&str>> {
         match self.get(key) {
             None => Ok(None),

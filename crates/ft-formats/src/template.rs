@@ -51,6 +51,7 @@ struct Program {
 /// A rendered conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rendered {
+    /// The text.
     pub text: String,
     /// Byte ranges of `text` that `{% generation %}` blocks printed, in the order of the text. Empty too where a
     /// block prints into a macro whose text is changed afterwards.
@@ -60,8 +61,11 @@ pub struct Rendered {
 /// A conversation and what is wanted of it: its first messages, and whether a generation prompt follows.
 #[derive(Debug, Clone)]
 pub struct Job<'a> {
+    /// The conversation: objects with `role` and `content`.
     pub messages: &'a [Value],
+    /// The tools that the template may list.
     pub tools: Option<&'a Value>,
+    /// What to render: the first n messages, and whether a generation prompt follows.
     pub asks: Vec<(usize, bool)>,
 }
 
@@ -169,7 +173,7 @@ impl ChatTemplate {
                 .filter_map(|v| Some((v.get("name")?.as_str()?.to_string(), v.get("template")?.as_str()?)))
                 .collect(),
             other => {
-                return Err(Error::new("`chat_template` has a wrong value")
+                return Err(Error::format("`chat_template` has a wrong value")
                     .at_path(path)
                     .found(json_kind(other))
                     .expected("a template, or a list of named templates"));
@@ -178,7 +182,7 @@ impl ChatTemplate {
         let find = |name: &str| named.iter().find(|(n, _)| n == name).map(|(_, t)| *t);
         let Some(default) = find("default").or(if named.len() == 1 { Some(named[0].1) } else { None }) else {
             let names: Vec<&str> = named.iter().map(|(n, _)| n.as_str()).collect();
-            return Err(Error::new("`chat_template` has no template named `default`")
+            return Err(Error::format("`chat_template` has no template named `default`")
                 .at_path(path)
                 .found(if names.is_empty() {
                     "none".into()
@@ -275,7 +279,7 @@ impl Program {
     fn new(source: &str, place: &str) -> Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         if source.len() > TEMPLATE_LIMIT {
-            return Err(Error::new("chat template is too large")
+            return Err(Error::format("chat template is too large")
                 .at(place)
                 .found(format!("{} bytes", source.len()))
                 .expected(format!("at most {TEMPLATE_LIMIT}")));
@@ -285,7 +289,7 @@ impl Program {
                 Kind::Unsupported => format!("chat template needs {}, which ft does not support", fail.text),
                 _ => "chat template is not valid".to_string(),
             };
-            let error = Error::new(what).at(format!("{place}{}", line_of(&fail)));
+            let error = Error::format(what).at(format!("{place}{}", line_of(&fail)));
             let error = match fail.kind {
                 Kind::Unsupported => error,
                 _ => error.cause(&fail),
@@ -368,15 +372,17 @@ fn line_of(fail: &Fail) -> String {
 fn explain(fail: &Fail, place: &str) -> Error {
     let at = format!("{place}{}", line_of(fail));
     match fail.kind {
-        Kind::Limit => Error::new(format!("chat template was stopped: {}", fail.text))
+        Kind::Limit => Error::format(format!("chat template was stopped: {}", fail.text))
             .at(at)
             .hint("the template has a very long or endless loop: use another one with `data.chat_template`"),
-        Kind::Raised => Error::new(format!("chat template refuses this conversation: {}", fail.text))
+        Kind::Raised => Error::format(format!("chat template refuses this conversation: {}", fail.text))
             .at(at)
             .hint("check the roles and their order in this row, or use another template with `data.chat_template`"),
-        Kind::Unsupported => Error::new(format!("chat template needs {}, which ft does not support", fail.text))
-            .at(at)
-            .hint("docs/templates.md lists what is supported; use another template with `data.chat_template`"),
-        Kind::Syntax | Kind::Failed => Error::new("chat template failed").at(at).cause(&fail.text),
+        Kind::Unsupported => {
+            Error::unsupported(format!("chat template needs {}, which ft does not support", fail.text))
+                .at(at)
+                .hint("docs/templates.md lists what is supported; use another template with `data.chat_template`")
+        }
+        Kind::Syntax | Kind::Failed => Error::format("chat template failed").at(at).cause(&fail.text),
     }
 }

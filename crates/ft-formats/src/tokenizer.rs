@@ -77,9 +77,11 @@ impl Tokenizer {
             .filter(|(_, t)| is_plain(&inner, t))
             .map(|(_, t)| AddedToken::from(t.clone(), true).normalized(false))
             .collect();
-        inner
-            .add_special_tokens(specials)
-            .map_err(|e| Error::new("cannot register the special tokens").at_path(&path).cause(e))?;
+        inner.add_special_tokens(specials).map_err(|e| {
+            Error::format("cannot register the special tokens")
+                .at_path(&path)
+                .cause(e)
+        })?;
         let mut special: HashSet<u32> = inner
             .get_added_tokens_decoder()
             .iter()
@@ -143,6 +145,7 @@ impl Tokenizer {
         self.warning.as_deref()
     }
 
+    /// A warning if the end-of-text token of the tokenizer is not the one of the model's config.
     pub fn end_conflict(&self) -> Option<&str> {
         self.conflict.as_deref()
     }
@@ -154,7 +157,7 @@ impl Tokenizer {
         alphabet.sort_unstable();
         let vocab: Vec<(String, u32)> = alphabet.iter().map(char::to_string).zip(0..).collect();
         let vocab = <[(String, u32); 256]>::try_from(vocab);
-        let vocab = vocab.map_err(|v| Error::new("the byte-level alphabet lacks a byte").found(v.len()))?;
+        let vocab = vocab.map_err(|v| Error::format("the byte-level alphabet lacks a byte").found(v.len()))?;
         let model = BPE::builder()
             .vocab_and_merges(vocab, Vec::new())
             .build()
@@ -213,6 +216,7 @@ impl Tokenizer {
         self.named.iter().find(|(r, _)| *r == role).map(|(_, n)| n)
     }
 
+    /// The id of the beginning-of-sequence token, if there is one.
     pub fn bos_id(&self) -> Option<u32> {
         self.named("bos_token")?.id
     }
@@ -222,6 +226,7 @@ impl Tokenizer {
         self.named("eos_token")?.id
     }
 
+    /// The id of the padding token, if there is one.
     pub fn pad_id(&self) -> Option<u32> {
         self.named("pad_token")?.id
     }
@@ -236,14 +241,17 @@ impl Tokenizer {
         &self.stop
     }
 
+    /// True for the id of a special token.
     pub fn is_special(&self, id: u32) -> bool {
         self.special.contains(&id)
     }
 
+    /// The id of this token, if the vocabulary has it.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
+    /// The token with this id, as stored in the vocabulary.
     pub fn id_to_token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
     }
@@ -262,7 +270,7 @@ impl std::fmt::Debug for Tokenizer {
 
 fn read_tokenizer(dir: &Path, path: &Path) -> Result<tokenizers::Tokenizer> {
     if !path.exists() {
-        let error = Error::new("model directory has no `tokenizer.json`").at_path(dir);
+        let error = Error::not_found("model directory has no `tokenizer.json`").at_path(dir);
         let old = [
             "tokenizer.model",
             "vocab.json",
@@ -282,7 +290,7 @@ fn read_tokenizer(dir: &Path, path: &Path) -> Result<tokenizers::Tokenizer> {
     }
     let bytes = files::size(path)?;
     if bytes > LIMIT {
-        return Err(Error::new("`tokenizer.json` is too large")
+        return Err(Error::format("`tokenizer.json` is too large")
             .at_path(path)
             .found(ft_base::units::bytes(bytes)));
     }
@@ -291,7 +299,7 @@ fn read_tokenizer(dir: &Path, path: &Path) -> Result<tokenizers::Tokenizer> {
         return Err(header::lfs_pointer(path, bytes));
     }
     let bad = |cause: String| {
-        Error::new("`tokenizer.json` cannot be read")
+        Error::format("`tokenizer.json` cannot be read")
             .at_path(path)
             .cause(cause)
             .hint("the file is damaged or written by a newer `tokenizers`: download it again")

@@ -5,6 +5,7 @@
 //! checked before they become paths (`store`), a file must have the announced hash, and the token is sent only to the
 //! hub's own address (`http`).
 
+#![warn(missing_docs, unreachable_pub)]
 // Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
 #![cfg_attr(
     not(test),
@@ -55,7 +56,7 @@ pub fn resolve_with(settings: &HubSettings, path: &str, revision: &str) -> Resul
         return Ok(PathBuf::from(path));
     }
     if Path::new(path).is_file() {
-        return Err(Error::new("the model is a file, not a directory")
+        return Err(Error::format("the model is a file, not a directory")
             .at(path)
             .hint("give the directory that contains `config.json` and the weights"));
     }
@@ -137,7 +138,7 @@ fn not_here(kind: &str, id: &str, error: Error) -> Error {
 
 #[cfg(not(feature = "hub"))]
 fn no_feature(settings: &HubSettings, id: &str) -> Error {
-    Error::new("this build of ft cannot download")
+    Error::unsupported("this build of ft cannot download")
         .found(format!("the hub id `{id}`"))
         .expected("a local path")
         .hint(format!(

@@ -9,7 +9,7 @@ use ft_base::{Error, Result};
 fn check(ids: &[u32], v: usize) -> Result<()> {
     match ids.iter().enumerate().find(|(_, id)| **id as usize >= v) {
         None => Ok(()),
-        Some((at, id)) => Err(Error::new("a token id is outside the vocabulary")
+        Some((at, id)) => Err(Error::argument("a token id is outside the vocabulary")
             .at(format!("token {at}"))
             .found(id)
             .expected(format!("below {v}"))),

@@ -6,6 +6,7 @@
 //! contiguous. Results do not depend on the number of threads. An operation runs on the device of its tensors;
 //! `cuda` has the GPU versions.
 
+#![warn(missing_docs, unreachable_pub)]
 // Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
 #![cfg_attr(
     not(test),

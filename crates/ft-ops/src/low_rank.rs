@@ -17,13 +17,16 @@ pub struct LowRank<'a> {
     pub a: &'a Tensor,
     /// `[O, R]`
     pub b: &'a Tensor,
+    /// s: the factor of the low-rank product.
     pub scale: f32,
 }
 
 /// The base weight `[O, I]`.
 #[derive(Clone, Copy)]
 pub enum Base<'a> {
+    /// An f32 or bf16 weight.
     Dense(Dense<'a>),
+    /// A quantized weight.
     Quantized(QMatrixView<'a>),
 }
 
@@ -70,7 +73,7 @@ impl Base<'_> {
                 w.with_rows("the weight of a linear", f)
             }
             Base::Quantized(view) if (view.rows, view.columns) != (outputs, inputs) => {
-                Err(ft_base::Error::new("the weight of a linear has the wrong shape")
+                Err(ft_base::Error::shape("the weight of a linear has the wrong shape")
                     .found(format!("[{}, {}]", view.rows, view.columns))
                     .expected(format!("[{outputs}, {inputs}]")))
             }

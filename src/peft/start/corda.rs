@@ -108,8 +108,10 @@ pub fn components(w: MatRef<'_, f64>, c: &Covariance, method: Method, candidates
     let n = plain.nrows();
     let diagonal = (0..n).map(|i| plain[(i, i)]).sum::<f64>() / n.max(1) as f64;
     if !diagonal.is_finite() || diagonal <= 0.0 {
-        return Err(Error::new("the inputs of a linear layer are all zero, or not finite")
-            .hint("use other rows in `tune.lora.corda.data`"));
+        return Err(
+            Error::non_finite("the inputs of a linear layer are all zero, or not finite")
+                .hint("use other rows in `tune.lora.corda.data`"),
+        );
     }
     let mut damping = DAMPING;
     loop {

@@ -143,7 +143,7 @@ impl Loader<'_> {
             let Some(unit) = kept(unit, bad)? else { continue };
             if *self.margins.get_or_insert(unit.margin.is_some()) != unit.margin.is_some() {
                 bad.add(
-                    Error::new("some rows have a `margin` and others have none")
+                    Error::format("some rows have a `margin` and others have none")
                         .at(&row.place)
                         .expected("a number in every row, or in none"),
                 )?;

@@ -52,7 +52,7 @@ impl Weights {
     pub fn read_i16_at(&self, name: &str, first: usize, out: &mut [i16]) -> Result<()> {
         let info = self.must(name)?;
         if info.dtype != StoredDtype::I16 {
-            return Err(Error::new(format!("tensor `{name}` has another dtype"))
+            return Err(Error::shape(format!("tensor `{name}` has another dtype"))
                 .at_path(&self.paths[info.file])
                 .found(info.dtype)
                 .expected("I16"));
@@ -121,7 +121,7 @@ impl Weights {
     }
 
     fn too_short(&self, info: &TensorInfo, count: usize, first: usize) -> Error {
-        Error::new(format!("tensor `{}` has fewer values than requested", info.name))
+        Error::argument(format!("tensor `{}` has fewer values than requested", info.name))
             .at_path(&self.paths[info.file])
             .found(info.count())
             .expected(format!("{count} from index {first} on"))

@@ -20,9 +20,13 @@
 #[cfg(feature = "cli")]
 pub mod cli; // one file per subcommand: text in, exit code out
 #[cfg(feature = "cli")]
-pub mod run; // the programs: train, evaluate, generate, merge
+pub mod commands; // evaluate, generate, merge, quantize, export, plan
 #[cfg(feature = "cli")]
-pub mod plan; // memory forecast from recipe and shapes
+pub mod train; // the training program, its stages, the run directory
+#[cfg(feature = "cli")]
+pub mod plan; // memory forecast from shapes, and the choice of a strategy that fits
+#[cfg(feature = "cli")]
+pub mod setup; // opens and checks what a recipe names
 #[cfg(feature = "cli")]
 pub mod checkpoint; // save, verify, rotate and load a training state
 #[cfg(feature = "cli")]

@@ -40,7 +40,7 @@ pub struct BlockSchedule {
 }
 
 impl BlockSchedule {
-    /// A run resolves `switch_every` to a number first (`run::defaults`); without known steps any number is valid.
+    /// A run resolves `switch_every` to a number first (`setup::defaults`); without known steps any number is valid.
     pub fn new(recipe: &BlockConfig, params: &[ParamInfo], tied: bool, seed: u64) -> Result<Self> {
         let blocks = partition(recipe, params, tied);
         if blocks.is_empty() {

@@ -7,10 +7,13 @@
 //! Summary: resident weights + optimizer(active) + layers above the lowest active · N · D · 4 + the larger of
 //! (work of one layer, chunk of logits) + gradients.
 
+mod advice;
 mod candidates;
 mod ledger;
+pub mod memory_plan;
 mod mlp;
 mod model;
+mod search;
 mod step;
 mod table;
 mod teacher;
@@ -19,10 +22,10 @@ mod turns;
 mod weights;
 mod work;
 
-pub use candidates::{Retired, Turn};
+pub use candidates::turns_of;
+pub use memory_plan::MemoryPlan;
 pub use model::{Costs, Model};
-pub use table::{Choice, Line, Plan};
-pub use teacher::{Judge, Teacher};
+pub use table::{Line, Plan};
 pub use time::{seconds, seconds_of};
 
 use crate::engine::{Active, Gradients};
@@ -31,50 +34,21 @@ use crate::ops::paged;
 use crate::optim::Optimizer;
 use crate::peft::start::cost;
 use crate::recipe::{LoraInit, Method, Recipe, RolloutWeights};
+use crate::setup::Turn;
+use crate::setup::rewards::RewardModelSpec;
+use crate::setup::row_sizes::Evaluation;
+use crate::setup::teacher::TeacherSpec;
+use crate::source::Placement;
 use crate::source::{Copies, StoragePolicy};
 use candidates::candidates;
 use ledger::{Kind, Ledger};
 use std::sync::Arc;
-
-/// Where the weights live that are not trained now.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Placement {
-    Device,
-    /// In host memory, with computation on a GPU; head and active parameters are on the device.
-    Host,
-    /// Layers are read from the disk; the output projection in chunks of rows, or held whole.
-    Disk {
-        head_rows: Option<usize>,
-    },
-}
-
-impl Placement {
-    /// For weights that are copied to the device layer by layer: rows per chunk of the head, or the whole head.
-    pub(crate) fn travels(self) -> Option<Option<usize>> {
-        match self {
-            Placement::Device => None,
-            Placement::Host => Some(None),
-            Placement::Disk { head_rows } => Some(head_rows),
-        }
-    }
-}
 
 /// Code pages loaded at first use (1.6 to 1.9 MiB in the steps of `tests/memory`), stacks, small heap blocks.
 pub const CODE: u64 = 3 << 20;
 
 /// Tokens of prompts that are read together (as in `generate`).
 const PROMPT_TOKENS: usize = 1024;
-
-/// An evaluation: forward passes over batches, or answers that are written.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Evaluation {
-    /// Tokens of the largest batch, and of its longest document; 0: no batch.
-    pub tokens: usize,
-    pub longest: usize,
-    /// Rows per batch of answers, and tokens of the longest prompt with its answer.
-    pub answers: usize,
-    pub answer: usize,
-}
 
 /// The inputs of a plan in addition to model and recipe.
 #[derive(Debug, Clone)]
@@ -111,9 +85,9 @@ pub struct Inputs {
     pub adapters: Costs,
     pub place: Placement,
     /// Loaded beside the model.
-    pub teacher: Option<Teacher>,
+    pub teacher: Option<TeacherSpec>,
     /// Reward models.
-    pub judges: Arc<[Judge]>,
+    pub judges: Arc<[RewardModelSpec]>,
     /// Layer inputs are offloaded to the host.
     pub parked: bool,
     /// A frozen reference copy of the weights is held beside the trained ones.
@@ -333,7 +307,7 @@ fn of_turn(
         let answers = inputs.answers(model, teacher.answers, inputs.longest);
         ledger.touch(Kind::Activations, answers);
     }
-    let judges = inputs.judges.iter().map(Judge::weights).sum();
+    let judges = inputs.judges.iter().map(RewardModelSpec::weights).sum();
     held.push(ledger.alloc(Kind::Judges, judges));
     if inputs.rollout > 0 {
         held.push(rollout(&mut ledger, model, recipe, inputs));

@@ -10,6 +10,7 @@ use crate::ops::cross_entropy::PIECE;
 use crate::ops::prepacked::Orders;
 use crate::recipe::{Method, Recipe};
 use crate::report;
+use crate::setup::defaults::Choice;
 use crate::sft::CausalLm;
 use serde_json::{Value, json};
 
@@ -22,15 +23,6 @@ pub struct Line {
     /// The total peak is the sum over the lines.
     pub at_peak: u64,
     pub note: String,
-}
-
-/// A setting that the recipe leaves open.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Choice {
-    /// `memory.tier`
-    pub key: &'static str,
-    pub value: String,
-    pub why: String,
 }
 
 #[derive(Debug, Clone, PartialEq)]

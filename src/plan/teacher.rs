@@ -3,29 +3,17 @@
 use super::ledger::{Kind, Ledger};
 use super::model::Model;
 use super::work::Block;
-use super::{Inputs, Placement, weights};
+use super::{Inputs, weights};
 use crate::engine::Active;
 use crate::model::Spec;
 use crate::ops::cross_entropy::PIECE;
-use crate::source::StoragePolicy;
+use crate::setup::rewards::RewardModelSpec;
+use crate::setup::teacher::TeacherSpec;
+use crate::source::Placement;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The teacher of a distillation.
-#[derive(Debug, Clone)]
-pub struct Teacher {
-    pub spec: Spec,
-    pub storage: StoragePolicy,
-    pub place: Placement,
-    /// Unquantized weights are bf16.
-    pub bf16: bool,
-    /// Hidden states of inner layers that are kept and compared.
-    pub states: usize,
-    /// Rows that the student answers together; 0: none.
-    pub answers: usize,
-}
-
-impl Teacher {
+impl TeacherSpec {
     fn stored(&self) -> u64 {
         if self.bf16 { 2 } else { 4 }
     }
@@ -90,16 +78,7 @@ impl Teacher {
     }
 }
 
-/// A reward model, unquantized and held whole.
-#[derive(Debug, Clone)]
-pub struct Judge {
-    pub spec: Spec,
-    pub storage: StoragePolicy,
-    /// Tokens of answers that it reads together, unless one answer is longer.
-    pub tokens: usize,
-}
-
-impl Judge {
+impl RewardModelSpec {
     fn model(&self) -> Model<'_> {
         Model::new(&self.spec, &self.storage, &BTreeMap::new())
     }

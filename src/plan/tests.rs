@@ -187,7 +187,7 @@ fn the_worst_block_counts_and_a_lower_one_keeps_more_inputs() {
     let mut both = inputs(layer(5), Gradients::Keep);
     let sets = vec![layer(5), layer(0)];
     let (model, storage) = (spec(), both.storage.clone());
-    both.turns = Turn::each(&Model::new(&model, &storage, &both.adapters), &storage, sets).into();
+    both.turns = turns_of(&Model::new(&model, &storage, &both.adapters), &storage, sets).into();
     let both = forecast(&spec(), &recipe, &both);
     // The inactive block keeps the low 16 bits of its masters.
     assert_eq!(line(&both, "retired_halves"), 2 * both.trained_parameters);

@@ -5,13 +5,14 @@
 
 use super::candidates::candidates;
 use super::model::Model;
-use super::{Inputs, Placement, weights};
+use super::{Inputs, weights};
 use crate::engine::Gradients;
 use crate::model::Spec;
 use crate::model::pieces::pieces;
 use crate::ops::prepacked::{self, Orders};
 use crate::recipe::{Dtype, Method, Recipe};
 use crate::sft::CausalLm;
+use crate::source::Placement;
 
 /// Measured: packing takes about 15 % of a product with 512 tokens, and a quarter to a third of one on a tile unit (a
 /// first kernel on Sapphire Rapids: 1.92 and 1.38 TFLOP/s instead of 2.56 and 2.05).

@@ -1,11 +1,12 @@
 //! Simulates the memory of loading weights one by one before the run, and of requantization between two blocks.
 
+use super::Inputs;
 use super::ledger::{Allocation, Kind, Ledger};
 use super::model::Model;
-use super::{Inputs, Placement};
 use crate::engine::Active;
 use crate::quant::Storage;
 use crate::source::ParamInfo;
+use crate::source::Placement;
 
 /// The kind of memory of the staging buffer: on the host.
 fn staging_kind(inputs: &Inputs) -> Kind {

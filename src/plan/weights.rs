@@ -1,9 +1,10 @@
 //! Memory of the weights that are held at one time.
 
+use super::Inputs;
 use super::model::Model;
-use super::{Inputs, Placement};
 use crate::engine::Active;
 use crate::model::Spec;
+use crate::source::Placement;
 use crate::source::{Group, ParamInfo, StoragePolicy};
 use std::collections::BTreeMap;
 

@@ -2,6 +2,7 @@
 //! Handles names, shapes and storage types; independent of the mathematics of layers.
 
 pub mod disk;
+mod placement;
 pub mod policy;
 pub mod prepacking;
 pub mod resident;
@@ -19,6 +20,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use disk::Disk;
+pub use placement::Placement;
 pub use policy::StoragePolicy;
 pub use prepacking::{Copies, Prepacking};
 pub use resident::Resident;

@@ -17,9 +17,11 @@ use ft::model::spec::Spec;
 use ft::model::{Network, families, shapes};
 use ft::ops::cross_entropy::PIECE;
 use ft::optim::Optimizer;
-use ft::plan::{self, Evaluation, Inputs, Model, Placement, Plan, Turn};
+use ft::plan::{self, Inputs, Model, Plan};
 use ft::recipe::{self, Dtype, Recipe};
+use ft::setup::row_sizes::Evaluation;
 use ft::sft::CausalLm;
+use ft::source::Placement;
 use ft::source::{Disk, LayerSource, ParamInfo, Resident, StoragePolicy, disk, resident};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -160,7 +162,7 @@ fn measure(case: &Case, file: &Path) -> Value {
         threads: rayon::current_num_threads(),
         element: 4,
         on_gpu: false,
-        turns: Turn::each(&Model::new(&spec, &storage, &costs), &storage, active.clone()).into(),
+        turns: plan::turns_of(&Model::new(&spec, &storage, &costs), &storage, active.clone()).into(),
         evaluation: Evaluation::default(),
         place: place(case),
         storage,

@@ -13,10 +13,10 @@ use ft::ops::transfer::Copier;
 use ft::ops::{CpuBackend, step};
 use ft::optim::{Optimizer, Schedule, Update};
 use ft::recipe::{self, Dtype, Recipe};
-use ft::run::rows::{Rows, stream};
-use ft::run::setup::ModelDir;
-use ft::run::stage;
+use ft::setup::ModelDir;
+use ft::setup::rows::{Rows, stream};
 use ft::sft::CausalLm;
+use ft::train::stage;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -236,7 +236,7 @@ pub fn rows(model: &Path, file: &Path, stage: &str) -> Vec<Document> {
         .unwrap_or_else(|e| panic!("{e}"))
         .recipe;
     let described = ModelDir::open(&recipe.model.path, "main", None).unwrap_or_else(|e| panic!("{e}"));
-    let rows = ft::run::rows::Rows::read(&recipe, &described).unwrap_or_else(|e| panic!("{e}"));
+    let rows = ft::setup::rows::Rows::read(&recipe, &described).unwrap_or_else(|e| panic!("{e}"));
     let examples = rows.train.examples.into_iter();
     examples
         .map(|e| Document {

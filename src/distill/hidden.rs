@@ -57,7 +57,10 @@ pub fn auto_map(student: usize, teacher: usize) -> Vec<(usize, usize)> {
     (1..student).map(|s| (s, at(s))).collect()
 }
 
-/// Checks the pairs of layers. Errors: no pairs, a duplicate, a layer that does not exist.
+/// Checks the pairs of layers.
+///
+/// # Errors
+/// No pairs, a duplicate, a layer that does not exist.
 pub fn check_map(pairs: &[(usize, usize)], student: usize, teacher: usize) -> Result<()> {
     let wrong = |what: String| {
         Err(Error::usage(what)

@@ -53,7 +53,10 @@ struct Means {
 }
 
 impl Distill {
-    /// `vocab`: V. Errors: hidden states are requested, but only outputs of the teacher are stored.
+    /// `vocab`: V.
+    ///
+    /// # Errors
+    /// Hidden states are requested, but only outputs of the teacher are stored.
     pub fn new(teacher: Teacher, terms: Terms, hidden: Option<Hidden>, vocab: usize) -> Result<Self> {
         if hidden.is_some() && teacher.network().is_none() {
             return Err(Error::usage("stored outputs of a teacher have no hidden states")

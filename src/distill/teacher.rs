@@ -12,7 +12,10 @@ use std::rc::Rc;
 
 /// Precomputed outputs of a teacher for the trained tokens of a batch.
 pub trait Stored {
-    /// One row per trained token, in order. Errors: a document that is not stored; a failed read.
+    /// One row per trained token, in order.
+    ///
+    /// # Errors
+    /// A document that is not stored; a failed read.
     fn of(&self, batch: &Batch) -> Result<TopK>;
 
     /// The distributions cover the first `common` ids of the vocabulary.

@@ -29,7 +29,8 @@ pub struct Layout {
 impl Layout {
     /// `stored` defaults to f32; on a GPU the storage type is `activations`, the output type of the layers.
     ///
-    /// Errors: a type that is not supported on this device.
+    /// # Errors
+    /// A type that is not supported on this device.
     pub fn new(spec: &Spec, stored: Option<KvDtype>, device: &Device, activations: DType) -> Result<Self> {
         let form = match (device.is_cpu(), stored) {
             (true, stored) => Some(Form {

@@ -140,12 +140,38 @@ impl<'a> From<&'a Network> for SampledModel<'a> {
     }
 }
 
-/// Decodes prompts of different lengths together. A row ends at a stop id, after `max_new_tokens`, or at the
-/// model's last position. `on_token(row, id)` is called for every token as it is sampled, except stop ids. Returns
-/// the new ids of each row, without the stop id.
+/// Decodes prompts of different lengths together. A row ends at a stop id, after `max_new_tokens`, or at the model's
+/// last position. `on_token(row, id)` is called for every token as it is sampled, except stop ids. Returns the new ids
+/// of each row, without the stop id.
 ///
-/// Errors: an empty prompt, one longer than the model's positions, an id beyond the embedding; logits that are not
-/// finite; any error of `on_token`; a signal that requests a stop; a KV cache too small for one request.
+/// # Errors
+/// An empty prompt, one longer than the model's positions, an id beyond the embedding; logits that are not finite; any
+/// error of `on_token`; a signal that requests a stop; a KV cache too small for one request.
+///
+/// ```no_run
+/// use ft::generate::{Settings, generate};
+/// # use ft::{hf, ops::Dtype};
+///
+/// # fn main() -> ft::base::Result<()> {
+/// # let device = candle_core::Device::Cpu;
+/// let model = hf::open("model".as_ref(), Dtype::Bf16, &device)?;
+/// let prompts = [model.tokenizer.encode("Once upon a time", true)?];
+/// let settings = Settings {
+///     max_new_tokens: 64,
+///     temperature: 0.7,
+///     top_p: Some(0.9),
+///     stop_ids: model.tokenizer.stop_ids().to_vec(),
+///     ..Settings::default()
+/// };
+/// // The callback gets each token as it is sampled.
+/// let answers = generate(&model.network, &prompts, &settings, &mut |_row, id| {
+///     print!("{}", model.tokenizer.decode(&[id], true)?);
+///     Ok(())
+/// })?;
+/// assert!(answers[0].len() <= 64);
+/// # Ok(())
+/// # }
+/// ```
 pub fn generate<'a>(
     policy: impl Into<SampledModel<'a>>,
     prompts: &[Vec<u32>],
@@ -172,7 +198,8 @@ pub fn generate<'a>(
 /// Generates answers for reinforcement learning: with the stop id, which is trained too, and the log-probability of
 /// each id.
 ///
-/// Errors: as `generate`.
+/// # Errors
+/// As `generate`.
 pub fn rollout<'a>(
     policy: impl Into<SampledModel<'a>>,
     requests: &[Request],
@@ -182,7 +209,9 @@ pub fn rollout<'a>(
 }
 
 /// As `rollout`; also calls `on_token` for every token as it is sampled (except stop ids), and returns statistics.
-/// Errors: as `generate`.
+///
+/// # Errors
+/// As `generate`.
 pub fn answer<'a>(
     policy: impl Into<SampledModel<'a>>,
     requests: &[Request],
@@ -209,6 +238,9 @@ pub struct Session {
 
 impl Session {
     /// As `answer`, for one request. After an error the next call starts with an empty cache.
+    ///
+    /// # Errors
+    /// As for `generate`.
     pub fn answer<'a>(
         &mut self,
         policy: impl Into<SampledModel<'a>>,

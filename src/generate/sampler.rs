@@ -27,10 +27,11 @@ pub struct SampledToken {
 }
 
 impl Sampler {
-    /// Samples the token after position `position` of request `number`. The result depends only on the logits `[V]`
-    /// and on (seed, number, position), so the other rows of the batch do not matter.
+    /// Samples the token after position `position` of request `number`. The result depends only on the logits `[V]` and
+    /// on (seed, number, position), so the other rows of the batch do not matter.
     ///
-    /// Errors: logits that are NaN or infinite.
+    /// # Errors
+    /// Logits that are NaN or infinite.
     pub fn next(&self, logits: &[f32], number: u64, position: usize) -> Result<SampledToken> {
         let highest = softmax::highest(logits);
         if !highest.is_finite() {

@@ -88,14 +88,18 @@ impl Base {
 /// Computes the fingerprint of the base model in `dir`: hashes of the computation that the config defines (not of its
 /// text), and of name, shape and values of every parameter.
 ///
-/// Errors: an unsupported model; a parameter is missing, has another shape, or contains a non-finite value; a file
-/// cannot be read.
+/// # Errors
+/// An unsupported model; a parameter is missing, has another shape, or contains a non-finite value; a file cannot be
+/// read.
 pub fn fingerprint(dir: &Path) -> Result<Fingerprint> {
     let spec = families::read(&Config::load(dir)?)?;
     of(&spec, &Weights::open(dir)?)
 }
 
 /// As `fingerprint`, for a model that is already open.
+///
+/// # Errors
+/// As for `fingerprint`.
 pub fn of(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
     let before = Files::look(weights);
     let kept = before.as_ref().filter(|_| weights.total_bytes() >= WORTH_KEEPING);
@@ -404,7 +408,8 @@ pub fn base_of(weights: &Weights) -> Option<Base> {
 
 /// Checks that the adapter in `dir` was trained on this base model. Adapters without a fingerprint pass.
 ///
-/// Errors: the adapter was trained on another base model.
+/// # Errors
+/// The adapter was trained on another base model.
 pub fn check_base(dir: &Path, base: &Base) -> Result<()> {
     let path = dir.join(adapter::WEIGHTS);
     let weights = Weights::open_file(&path)?;

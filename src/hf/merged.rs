@@ -53,7 +53,8 @@ impl Weighted {
 
 /// W + Σ weight · (W with the adapter - W), in f32 `[elements]`: each update is relative to the original W.
 ///
-/// Errors: the tensor is missing or has another shape than the parameter or an adapter.
+/// # Errors
+/// The tensor is missing or has another shape than the parameter or an adapter.
 pub fn merged(weights: &Weights, param: &ParamInfo, adapters: &[Weighted]) -> Result<Vec<f32>> {
     weights.require(&param.name, &param.shape)?;
     let before = weights.read_f32(&param.name)?;

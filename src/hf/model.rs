@@ -52,7 +52,8 @@ pub type ParamFill<'a> = dyn FnMut(&str, &mut dyn FnMut(Values) -> Result<()>) -
 /// Writes the directory and returns its path. `fill` passes the values of one parameter to the sink, at once or in
 /// pieces; for bf16 output they are rounded to nearest, so bf16 values are written unchanged.
 ///
-/// Errors: a value that is not finite, a parameter of another size, a full disk; then `out` is unchanged.
+/// # Errors
+/// A value that is not finite, a parameter of another size, a full disk; then `out` is unchanged.
 pub fn model(e: &ModelExport, fill: &mut ParamFill) -> Result<PathBuf> {
     let dtype = stored(e.dtype);
     let tensors: Vec<TensorPlan> = e
@@ -79,7 +80,10 @@ pub fn model(e: &ModelExport, fill: &mut ParamFill) -> Result<PathBuf> {
 }
 
 impl Directory<'_> {
-    /// Errors: as `model`.
+    /// Writes the directory and returns its path; `fill` delivers the values of each tensor.
+    ///
+    /// # Errors
+    /// As `model`.
     pub fn write(&self, fill: &mut TensorFill) -> Result<PathBuf> {
         let staging = Staging::create(self.out)?;
         let dir = staging.path();

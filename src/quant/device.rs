@@ -57,7 +57,8 @@ impl QMatrix {
 impl DeviceQMatrix {
     /// Takes `tensors` and `offset` from `QMatrix::tensors` and `QMatrix::nested_offset`, on one device.
     ///
-    /// Errors: tensors of another format or shape.
+    /// # Errors
+    /// Tensors of another format or shape.
     pub fn new(
         format: Format,
         (rows, columns): (usize, usize),

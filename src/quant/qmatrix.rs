@@ -163,7 +163,8 @@ impl QMatrix {
 
     /// Builds the weight from the named parts of `parts`; `take` returns a part by its name.
     ///
-    /// Errors: a part that is missing or has another size than the shape requires; a scale that is not finite.
+    /// # Errors
+    /// A part that is missing or has another size than the shape requires; a scale that is not finite.
     pub fn from_parts(
         format: Format,
         (rows, columns): (usize, usize),

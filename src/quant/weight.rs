@@ -74,7 +74,8 @@ impl Weight {
 
     /// Returns the tensor of a dense weight.
     ///
-    /// Errors: a quantized weight, which cannot be trained, changed or written in this form.
+    /// # Errors
+    /// A quantized weight, which cannot be trained, changed or written in this form.
     pub fn dense(&self) -> Result<&Tensor> {
         match (self, self.format()) {
             (Weight::Dense(tensor), _) => Ok(tensor),
@@ -85,7 +86,10 @@ impl Weight {
         }
     }
 
-    /// Returns a dense weight as operand of the operations. Errors: as `dense`.
+    /// Returns a dense weight as operand of the operations.
+    ///
+    /// # Errors
+    /// As `dense`.
     pub fn as_dense(&self) -> Result<Dense<'_>> {
         match self {
             Weight::Prepacked(weight) => Ok((&**weight).into()),
@@ -215,7 +219,10 @@ impl Weight {
         Ok((dx, du))
     }
 
-    /// Computes `dW = dyᵀ·x`, `[O, I]` f32, from `dy [N, O]` and `x [N, I]`. Errors: a quantized weight.
+    /// Computes `dW = dyᵀ·x`, `[O, I]` f32, from `dy [N, O]` and `x [N, I]`.
+    ///
+    /// # Errors
+    /// A quantized weight.
     pub fn grad(&self, dy: &Tensor, x: &Tensor) -> Result<Tensor> {
         let dtype: DType = self.dense()?.dtype();
         linear::grad_weight(dy, x, dtype)

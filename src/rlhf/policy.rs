@@ -54,6 +54,9 @@ impl PolicyHead {
     }
 
     /// Log-probability of each target, `[N]`; `h` `[N, D]`.
+    ///
+    /// # Errors
+    /// A target outside the vocabulary (`Argument`).
     pub fn log_probs(&self, h: &Tensor, head: &Head, targets: &[u32]) -> Result<Vec<f32>> {
         if self.temperature == 1.0 {
             return head.log_probs(h, targets);
@@ -63,6 +66,9 @@ impl PolicyHead {
     }
 
     /// Entropy in nats at each target, `[N]`.
+    ///
+    /// # Errors
+    /// A target outside the vocabulary (`Argument`).
     pub fn entropies(&self, h: &Tensor, head: &Head, targets: &[u32]) -> Result<Vec<f32>> {
         if self.temperature == 1.0 {
             return head.entropies(h, targets);
@@ -72,6 +78,9 @@ impl PolicyHead {
     }
 
     /// As `gradients`, for the log-probabilities at this temperature.
+    ///
+    /// # Errors
+    /// A target outside the vocabulary (`Argument`).
     pub fn gradients(
         &self,
         h: &Tensor,

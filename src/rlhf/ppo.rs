@@ -112,7 +112,10 @@ impl ValueHead {
         })
     }
 
-    /// The value head among an objective's parameters. Errors: they contain none.
+    /// The value head among an objective's parameters.
+    ///
+    /// # Errors
+    /// They contain none.
     pub fn of(params: &[Param]) -> Result<Self> {
         let find = |name: &str| {
             let found = params.iter().find(|p| &*p.name == name).cloned();

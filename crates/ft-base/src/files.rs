@@ -1,4 +1,9 @@
 //! File operations that put the path into every error, and atomic writes: a file appears complete or not at all.
+//!
+//! # Errors
+//!
+//! Unless a function says more, it fails with `ErrorKind::NotFound` if a path does not exist, and with `Io` if the
+//! system refuses the operation.
 
 use crate::{Error, ErrorKind, Result, paths};
 use std::collections::BTreeSet;
@@ -32,7 +37,8 @@ fn not_read(what: &str, path: &Path, e: std::io::Error) -> Error {
 
 /// Opens a regular file for reading; follows links.
 ///
-/// Errors: the path is a pipe, a device, a socket or a directory: a read could block or never end.
+/// # Errors
+/// The path is a pipe, a device, a socket or a directory: a read could block or never end.
 pub fn open(path: &Path) -> Result<File> {
     let kind = fs::metadata(path)
         .map_err(|e| not_read("open the file", path, e))?
@@ -266,7 +272,10 @@ pub struct AtomicFile {
 }
 
 impl AtomicFile {
-    /// Errors: the directory does not exist or is not writable. Never overwrites a file at the temporary name.
+    /// Opens a temporary file beside `path`, for writing.
+    ///
+    /// # Errors
+    /// The directory does not exist or is not writable. Never overwrites a file at the temporary name.
     pub fn create(path: &Path) -> Result<Self> {
         let mut tries = 0;
         let (file, temporary) = loop {
@@ -366,7 +375,10 @@ pub struct AppendFile {
 }
 
 impl AppendFile {
-    /// Errors: the path is not a regular file. Links are refused too: the target may belong to another program.
+    /// Opens the file for appending; creates it if it does not exist.
+    ///
+    /// # Errors
+    /// The path is not a regular file. Links are refused too: the target may belong to another program.
     pub fn open(path: &Path) -> Result<Self> {
         let file = OpenOptions::new()
             .create(true)

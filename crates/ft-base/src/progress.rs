@@ -109,13 +109,19 @@ impl Phase {
         self.0.done.fetch_add(n, Relaxed);
     }
 
-    /// As `add`, at a point where the work may stop. Errors: a signal asked to stop.
+    /// As `add`, at a point where the work may stop.
+    ///
+    /// # Errors
+    /// A signal asked to stop.
     pub fn advance(&self, n: u64) -> Result<()> {
         self.add(n);
         self.unless_stopped()
     }
 
-    /// Errors: a signal asked to stop.
+    /// Call this where the work may stop.
+    ///
+    /// # Errors
+    /// A signal asked to stop.
     pub fn unless_stopped(&self) -> Result<()> {
         match signal::received() {
             Some(s) => Err(Error::signal(s, format!("stopped while {}", self.0.label))),

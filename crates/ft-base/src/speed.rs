@@ -22,7 +22,8 @@ const PATIENCE: Duration = Duration::from_millis(250);
 
 /// Writes a file of at most 64 MiB into `dir`, syncs it, reads it and removes it.
 ///
-/// Errors: the directory cannot be written, or is full.
+/// # Errors
+/// The directory cannot be written, or is full.
 pub fn disk(dir: &Path) -> Result<DiskSpeed> {
     let path = dir.join("ft-speed");
     // All pieces differ: some disks compress or deduplicate.

@@ -22,7 +22,8 @@ pub struct Staging {
 impl Staging {
     /// Creates `<target>.tmp-<pid>`, and its parent if necessary.
     ///
-    /// Errors: `target` exists and is not a directory; a file operation fails.
+    /// # Errors
+    /// `target` exists and is not a directory; a file operation fails.
     pub fn create(target: &Path) -> Result<Self> {
         if let Some(parent) = target.parent().filter(|p| !p.as_os_str().is_empty()) {
             files::create_dir_all(parent)?;

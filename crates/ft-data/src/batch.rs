@@ -27,13 +27,19 @@ pub struct Columns {
 }
 
 impl Columns {
-    /// Errors: the batch does not have this column.
+    /// A token column: `[N]`.
+    ///
+    /// # Errors
+    /// The batch does not have this column.
     pub fn token(&self, name: &str) -> Result<&[f32]> {
         let column = self.tokens.get(name).map(Vec::as_slice);
         column.ok_or_else(|| Error::argument("a batch has no such column of numbers").at(name))
     }
 
-    /// Errors: the batch does not have this column.
+    /// A document column: one number per document.
+    ///
+    /// # Errors
+    /// The batch does not have this column.
     pub fn document(&self, name: &str) -> Result<&[f32]> {
         let column = self.documents.get(name).map(Vec::as_slice);
         column.ok_or_else(|| Error::argument("a batch has no such column of numbers").at(name))

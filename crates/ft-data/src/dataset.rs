@@ -195,6 +195,31 @@ impl Stats {
 }
 
 /// Tokenized rows in file order.
+///
+/// ```no_run
+/// use ft_data::{Batch, ChatRender, Dataset, Render, RowFormat, Spec, TrainOn};
+/// use ft_formats::{ChatTemplate, Tokenizer};
+/// use std::path::Path;
+///
+/// # fn main() -> ft_base::Result<()> {
+/// let dir = Path::new("model");
+/// let tokenizer = Tokenizer::load(dir)?;
+/// let template = ChatTemplate::from_dir(dir, &tokenizer)?;
+/// let spec = Spec {
+///     files: &["train.jsonl".to_string()],
+///     format: RowFormat::Auto,
+///     render: Render::Auto,
+///     max_length: 2048,
+///     train_on: TrainOn::Assistant,
+///     embedding_rows: tokenizer.vocab_size(),
+/// };
+/// let rows = Dataset::load(&spec, &tokenizer, template.as_ref().map(|t| t as &dyn ChatRender))?;
+/// let (train, eval) = rows.split(0.05, 0)?;
+/// println!("{} rows, {} of them for evaluation", train.stats.rows, eval.stats.rows);
+/// let batch = Batch::from_examples(&train.examples[..4]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Default)]
 pub struct Dataset {
     /// The tokenized rows.
@@ -227,7 +252,8 @@ impl Dataset {
 
     /// Reads and tokenizes all rows.
     ///
-    /// Errors: a broken row (with its place), no rows, nothing to train, a signal that asks to stop.
+    /// # Errors
+    /// A broken row (with its place), no rows, nothing to train, a signal that asks to stop.
     pub fn load(spec: &Spec, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Self> {
         if spec.max_length < 2 {
             return Err(Error::usage("rows of fewer than 2 tokens cannot be trained")
@@ -302,7 +328,8 @@ impl Dataset {
     /// Holds out `fraction` of the rows (at least one), chosen by the seed; both parts keep the file order. The
     /// examples of one row (two judged answers) stay together.
     ///
-    /// Errors: the fraction is not between 0 and 1, or there are fewer than two rows.
+    /// # Errors
+    /// The fraction is not between 0 and 1, or there are fewer than two rows.
     pub fn split(mut self, fraction: f64, seed: u64) -> Result<(Self, Self)> {
         let mut rows = self.origins.clone();
         rows.sort_unstable();
@@ -337,6 +364,9 @@ impl Dataset {
 
     /// The first `limit` questions of this data set's rows, in file order, read from the files again.
     /// Rows without a text answer have none.
+    ///
+    /// # Errors
+    /// A file cannot be read again, or a row cannot be encoded.
     pub fn questions(
         &self,
         spec: &Spec,
@@ -476,7 +506,8 @@ fn encode_group(
 
 /// Selects the held-out rows among `n`, by the seed: at least one, and not all.
 ///
-/// Errors: the fraction is not between 0 and 1, or there are fewer than two rows.
+/// # Errors
+/// The fraction is not between 0 and 1, or there are fewer than two rows.
 pub fn held_out(n: usize, fraction: f64, seed: u64) -> Result<Vec<bool>> {
     if !(fraction > 0.0 && fraction < 1.0) {
         return Err(Error::usage("`data.eval_fraction` must be between 0 and 1").found(fraction));

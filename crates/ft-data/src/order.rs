@@ -101,7 +101,10 @@ impl std::ops::Deref for BatchStream<'_> {
 }
 
 impl<'a> BatchStream<'a> {
-    /// Errors: as `Order::new`.
+    /// The stream of a data set.
+    ///
+    /// # Errors
+    /// As `Order::new`.
     pub fn new(dataset: &'a Dataset, spec: StreamSpec) -> Result<Self> {
         let spec = StreamSpec {
             shuffle: spec.shuffle && !dataset.grouped,
@@ -132,7 +135,8 @@ impl<'a> BatchStream<'a> {
 impl Order {
     /// The order of rows of these lengths.
     ///
-    /// Errors: no rows, a batch size or accumulation of zero, a number of epochs that is not positive.
+    /// # Errors
+    /// No rows, a batch size or accumulation of zero, a number of epochs that is not positive.
     pub fn new(lengths: Vec<usize>, spec: StreamSpec) -> Result<Self> {
         if lengths.is_empty() {
             return Err(Error::format("the data has no rows"));

@@ -82,8 +82,9 @@ pub struct Prompts {
 impl Prompts {
     /// Reads all rows of these files. `answer` names the column with the known answer.
     ///
-    /// Errors: a row without a prompt (with its place), no rows, a prompt that leaves fewer than `room` tokens of
-    /// `window` for the answer, a signal.
+    /// # Errors
+    /// A row without a prompt (with its place), no rows, a prompt that leaves fewer than `room` tokens of `window` for
+    /// the answer, a signal.
     pub fn load(
         files: &[String],
         (format, render): (RowFormat, Render),

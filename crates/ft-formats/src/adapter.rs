@@ -258,7 +258,8 @@ const REFUSED: [(&str, &str); 11] = [
 impl AdapterConfig {
     /// Reads `adapter_config.json` of an adapter directory and checks that its weights are safetensors.
     ///
-    /// Errors: missing files, a pickle, wrong values, and every feature that ft does not support, by name.
+    /// # Errors
+    /// Missing files, a pickle, wrong values, and every feature that ft does not support, by name.
     pub fn load(dir: &Path) -> Result<Self> {
         let path = dir.join(CONFIG);
         if !dir.exists() {
@@ -290,6 +291,9 @@ impl AdapterConfig {
     }
 
     /// Reads the object of an `adapter_config.json`; `path` appears in errors.
+    ///
+    /// # Errors
+    /// A value of a wrong type (`Format`); an adapter kind or option that ft does not compute, by name (`Unsupported`).
     pub fn from_map(map: &Map<String, Value>, path: &Path) -> Result<Self> {
         let c = Reader { map, path };
         let refuse = |key: &str, why: &str| {
@@ -401,6 +405,9 @@ impl AdapterConfig {
     }
 
     /// Writes `adapter_config.json` into a directory.
+    ///
+    /// # Errors
+    /// The file cannot be written.
     pub fn save(&self, dir: &Path) -> Result<PathBuf> {
         let path = dir.join(CONFIG);
         let text = serde_json::to_string_pretty(&self.to_json())

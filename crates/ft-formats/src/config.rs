@@ -9,6 +9,9 @@ use std::path::{Path, PathBuf};
 const LARGEST: u64 = 1 << 32;
 
 /// A model's `config.json`: all keys are kept, so that export can copy them.
+///
+/// The methods that read a key fail with `ErrorKind::Format` if the value has a wrong type or is out of its range, and,
+/// without `opt_` in their name, if the key is missing.
 #[derive(Debug, Clone)]
 pub struct Config {
     /// All keys of the file.
@@ -19,6 +22,9 @@ pub struct Config {
 
 impl Config {
     /// Reads `config.json` of a model directory, and compares its sizes with the weights there.
+    ///
+    /// # Errors
+    /// As for `read`; sizes that contradict the weights (`Format`).
     pub fn load(dir: &Path) -> Result<Self> {
         let config = Self::read(dir)?;
         super::fits::check(&config, dir)?;
@@ -26,6 +32,9 @@ impl Config {
     }
 
     /// Reads `config.json` alone: for a model that does not use the weights in `dir`.
+    ///
+    /// # Errors
+    /// No directory or no `config.json` (`NotFound`); text that is not a JSON object (`Format`).
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join("config.json");
         if !dir.exists() {
@@ -99,7 +108,10 @@ impl Config {
         self.opt_usize(key)?.ok_or_else(|| self.missing(key))
     }
 
-    /// A size of at least 1, if present. Errors: 0, negative, fractional and absurd values.
+    /// A size of at least 1, if present.
+    ///
+    /// # Errors
+    /// 0, negative, fractional and absurd values.
     pub fn opt_usize(&self, key: &str) -> Result<Option<usize>> {
         match self.opt_usize0(key)? {
             Some(0) => Err(self.wrong(key, "a whole number of at least 1")),

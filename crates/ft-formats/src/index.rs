@@ -47,6 +47,9 @@ pub(crate) fn find(dir: &Path) -> Result<Shards> {
 }
 
 /// Reads the tensor to file map of an index and checks every name.
+///
+/// # Errors
+/// The index is not valid, or names a file outside its directory.
 pub fn read_map(dir: &Path, index: &Path) -> Result<BTreeMap<String, String>> {
     let json = read_json_object(index)?;
     let map = match json.get("weight_map") {

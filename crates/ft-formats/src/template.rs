@@ -74,6 +74,9 @@ type Answer = std::result::Result<Rendered, Fail>;
 impl ChatTemplate {
     /// The template of a model directory: `chat_template.jinja`, else `chat_template.json`, else
     /// `chat_template` in `tokenizer_config.json`. `None` when there is none.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or a template with a syntax error or an unsupported feature.
     pub fn from_dir(dir: &Path, tokenizer: &Tokenizer) -> Result<Option<Self>> {
         let file = dir.join("chat_template.jinja");
         if file.exists() {
@@ -98,6 +101,9 @@ impl ChatTemplate {
     }
 
     /// A template file named by the user.
+    ///
+    /// # Errors
+    /// No such file; a syntax error; a feature that the interpreter does not support.
     pub fn from_file(path: &Path, tokenizer: &Tokenizer) -> Result<Self> {
         if !path.exists() {
             return Err(paths::missing("file", path));
@@ -113,6 +119,9 @@ impl ChatTemplate {
     }
 
     /// A template text; `place` is named in errors.
+    ///
+    /// # Errors
+    /// A syntax error; a feature that the interpreter does not support.
     pub fn from_text(text: &str, place: &str, tokenizer: &Tokenizer) -> Result<Self> {
         Ok(Self {
             default: Program::new(text, place)?,
@@ -152,6 +161,9 @@ impl ChatTemplate {
     }
 
     /// A template text with special tokens (`bos_token`, ...) by name, without a tokenizer.
+    ///
+    /// # Errors
+    /// As for `from_text`.
     pub fn with_tokens(text: &str, place: &str, tokens: Map<String, Value>) -> Result<Self> {
         Ok(Self {
             default: Program::new(text, place)?,
@@ -203,10 +215,11 @@ impl ChatTemplate {
         &self.default.source
     }
 
-    /// The text of a conversation. `messages` are objects with `role` and `content` (and what else the
-    /// template looks at); `tools` is a list of JSON schemas.
+    /// The text of a conversation. `messages` are objects with `role` and `content` (and what else the template looks
+    /// at); `tools` is a list of JSON schemas.
     ///
-    /// Errors: the template refuses the conversation, is wrong, or runs into a limit.
+    /// # Errors
+    /// The template refuses the conversation, is wrong, or runs into a limit.
     pub fn render(&self, messages: &[Value], tools: Option<&Value>, add_generation_prompt: bool) -> Result<String> {
         Ok(self.render_marked(messages, tools, add_generation_prompt)?.text)
     }
@@ -217,6 +230,9 @@ impl ChatTemplate {
     }
 
     /// As `render`, with the ranges of the `{% generation %}` blocks.
+    ///
+    /// # Errors
+    /// As for `render`.
     pub fn render_marked(
         &self,
         messages: &[Value],

@@ -55,6 +55,9 @@ const ROLES: [&str; 7] = [
 
 impl Tokenizer {
     /// Reads `tokenizer.json` of a model directory, and the special tokens from the configs beside it.
+    ///
+    /// # Errors
+    /// No `tokenizer.json` (`NotFound`); a damaged file, or one of a newer version of the tokenizer library (`Format`).
     pub fn load(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
         let mut inner = read_tokenizer(dir, &path)?;
@@ -183,12 +186,18 @@ impl Tokenizer {
     }
 
     /// The ids of a text, with or without the added special tokens.
+    ///
+    /// # Errors
+    /// The tokenizer cannot convert the text.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
         Ok(self.encoding(text, add_special_tokens)?.get_ids().to_vec())
     }
 
     /// The ids of a text and the byte range `start..end` of each token. An added token has `0..0`; a token inside a
     /// multi-byte character has the range of the whole character; some tokenizers exclude the space before a word.
+    ///
+    /// # Errors
+    /// As for `encode`.
     pub fn encode_with_offsets(&self, text: &str, add_special_tokens: bool) -> Result<IdsAndOffsets> {
         let e = self.encoding(text, add_special_tokens)?;
         Ok((e.get_ids().to_vec(), e.get_offsets().to_vec()))
@@ -201,6 +210,9 @@ impl Tokenizer {
     }
 
     /// Decodes ids to text.
+    ///
+    /// # Errors
+    /// An id that the vocabulary does not have.
     pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
         self.inner
             .decode(ids, skip_special_tokens)

@@ -99,7 +99,8 @@ pub struct Weights {
 impl Weights {
     /// Opens `model.safetensors` of a directory, or its index and all shards.
     ///
-    /// Errors: missing, damaged or ambiguous files, or links elsewhere; pickles and Git LFS pointers by name.
+    /// # Errors
+    /// Missing, damaged or ambiguous files, or links elsewhere; pickles and Git LFS pointers by name.
     pub fn open(dir: &Path) -> Result<Self> {
         let shards = index::find(dir)?;
         let out = Self::open_all(dir, shards.files)?;
@@ -110,6 +111,9 @@ impl Weights {
     }
 
     /// Opens one safetensors file (an adapter, a training state).
+    ///
+    /// # Errors
+    /// As for `open`.
     pub fn open_file(path: &Path) -> Result<Self> {
         let extension = path
             .extension()
@@ -213,6 +217,9 @@ impl Weights {
     }
 
     /// The tensor `name`, which must have this shape and be stored as f64, f32, f16 or bf16.
+    ///
+    /// # Errors
+    /// No such tensor (`Format`); another shape (`Shape`); a number format that is not a weight (`Format`).
     pub fn require(&self, name: &str, shape: &[usize]) -> Result<&TensorInfo> {
         let info = self.must(name)?;
         if info.shape != shape {
@@ -254,16 +261,25 @@ impl Weights {
     }
 
     /// All elements of a tensor as f32, in row-major order.
+    ///
+    /// # Errors
+    /// No such tensor, or a number format that is not a weight (`Format`); a failed read (`Io`).
     pub fn read_f32(&self, name: &str) -> Result<Vec<f32>> {
         self.read_whole(name)
     }
 
     /// All elements of a tensor as bf16 (rounded to nearest, ties to even), in row-major order.
+    ///
+    /// # Errors
+    /// As for `read_f32`.
     pub fn read_bf16(&self, name: &str) -> Result<Vec<bf16>> {
         self.read_whole(name)
     }
 
     /// The stored bytes of a tensor of any number format.
+    ///
+    /// # Errors
+    /// No such tensor (`Format`); a failed read (`Io`).
     pub fn read_bytes(&self, name: &str) -> Result<Vec<u8>> {
         let info = self.must(name)?;
         let mut out = Vec::with_capacity(info.bytes as usize);

@@ -51,6 +51,10 @@ pub enum Values<'a> {
 
 /// Writes one file: calls `fill` once per tensor, in order; it passes the elements to the sink in one or several
 /// pieces. Returns the size of the file. The file appears at `path` only if there was no error.
+///
+/// # Errors
+/// Any error of `fill`; a value that is not finite or not representable; more or fewer values than the shape has; a
+/// file that cannot be written.
 pub fn write_file(
     path: &Path,
     tensors: &[TensorPlan],
@@ -63,6 +67,9 @@ pub fn write_file(
 
 /// Writes `model.safetensors`, or shards of at most `shard_bytes` (a larger tensor gets its own) and
 /// `model.safetensors.index.json`. Returns the files, the index last.
+///
+/// # Errors
+/// As for `write_file`; two tensors of one name.
 pub fn write_model(
     dir: &Path,
     tensors: &[TensorPlan],

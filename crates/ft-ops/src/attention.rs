@@ -94,9 +94,12 @@ fn check_documents(documents: &[usize], tokens: usize) -> Result<()> {
     }
 }
 
-/// Document d has the queries `q_documents[d]..q_documents[d + 1]` and the keys `k_documents[d]..`. Causal, aligned
-/// at the end: its last query attends to its last key, so one query on a cache of T keys is a decoding step.
-/// Returns o and lse. Errors: shapes or offsets that do not fit, or a document with more queries than keys.
+/// Document d has the queries `q_documents[d]..q_documents[d + 1]` and the keys `k_documents[d]..`. Causal, aligned at
+/// the end: its last query attends to its last key, so one query on a cache of T keys is a decoding step. Returns o and
+/// lse.
+///
+/// # Errors
+/// Shapes or offsets that do not fit, or a document with more queries than keys.
 pub fn forward(
     q: &Tensor,
     k: &Tensor,

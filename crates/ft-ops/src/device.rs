@@ -86,7 +86,8 @@ pub fn toolkit() -> Option<i32> {
 
 /// Opens `cpu`, `cuda:N`, or `auto`: the first usable GPU, else the CPU with a note that says why.
 ///
-/// Errors: a GPU requested by name that cannot be used; an unknown name.
+/// # Errors
+/// A GPU requested by name that cannot be used; an unknown name.
 pub fn open(name: &str) -> Result<Opened> {
     let cpu = |note| Opened {
         device: Device::Cpu,
@@ -146,7 +147,10 @@ pub fn limit(device: &Device, bytes: u64) -> Result<()> {
     }
 }
 
-/// Returns every GPU of the machine; none in a build without CUDA. Errors: a driver that does not answer.
+/// Returns every GPU of the machine; none in a build without CUDA.
+///
+/// # Errors
+/// A driver that does not answer.
 pub fn gpus() -> Result<Vec<Gpu>> {
     #[cfg(feature = "cuda")]
     return super::cuda::device::all();

@@ -16,8 +16,11 @@ fn check(ids: &[u32], v: usize) -> Result<()> {
     }
 }
 
-/// Returns the rows `ids` of the table (f32 or bf16 `[V, D]`) times `scale`: `[N, D]` f32, on a GPU of the type of
-/// the table. Errors: an id that is not below V.
+/// Returns the rows `ids` of the table (f32 or bf16 `[V, D]`) times `scale`: `[N, D]` f32, on a GPU of the type of the
+/// table.
+///
+/// # Errors
+/// An id that is not below V.
 pub fn gather(table: &Tensor, ids: &[u32], scale: f32) -> Result<Tensor> {
     let (v, d) = dims2(table, "the embedding table")?;
     check(ids, v)?;

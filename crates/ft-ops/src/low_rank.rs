@@ -118,8 +118,10 @@ pub fn forward(x: &Tensor, w: Base<'_>, bias: Option<&Tensor>, low: LowRank<'_>)
     Ok((tensor(y, (rows, outputs))?, tensor(u, (rows, rank))?))
 }
 
-/// Computes ∂x = dy·W + ∂u·A `[N, I]`, added to `sum` if given, and ∂u = s · dy·B `[N, R]`, both f32, from
-/// `dy [N, O]`. Errors: as `forward`. `sum` must not share storage with `dy`.
+/// Computes ∂x = dy·W + ∂u·A `[N, I]`, added to `sum` if given, and ∂u = s · dy·B `[N, R]`, both f32, from `dy [N, O]`.
+///
+/// # Errors
+/// As `forward`. `sum` must not share storage with `dy`.
 pub fn backward(dy: &Tensor, w: Base<'_>, sum: Option<&Tensor>, low: LowRank<'_>) -> Result<(Tensor, Tensor)> {
     let (rank, inputs, outputs) = low.sizes()?;
     let rows = dims2(dy, "dy of a linear")?.0;

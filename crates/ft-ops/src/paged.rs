@@ -181,7 +181,8 @@ impl Document<'_> {
 
 /// Computes causal attention of the queries of each document on its pages: o and lse.
 ///
-/// Errors: shapes that do not fit, query ranges that are not consecutive, more queries than tokens.
+/// # Errors
+/// Shapes that do not fit, query ranges that are not consecutive, more queries than tokens.
 pub fn attend(q: &Tensor, documents: &[Document], spec: &Spec) -> Result<(Tensor, Tensor)> {
     spec.check()?;
     let n = documents.last().map_or(0, |d| d.queries.end);

@@ -231,8 +231,10 @@ impl QMatrixView<'_> {
     }
 }
 
-/// Computes `x·wᵀ + bias`, `[N, O]` f32, from `x [N, I]` f32, `w [O, I]`, `bias [O]` f32 or bf16. Errors: shapes
-/// that do not fit, tensors that are not contiguous or not on the CPU.
+/// Computes `x·wᵀ + bias`, `[N, O]` f32, from `x [N, I]` f32, `w [O, I]`, `bias [O]` f32 or bf16.
+///
+/// # Errors
+/// Shapes that do not fit, tensors that are not contiguous or not on the CPU.
 pub fn forward(x: &Tensor, w: QMatrixView<'_>, bias: Option<&Tensor>) -> Result<Tensor> {
     let (rows, inputs) = (dims2(x, "x of a linear")?.0, w.columns);
     expect_dims(x, "x of a linear", &[rows, inputs])?;

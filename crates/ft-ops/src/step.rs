@@ -120,7 +120,8 @@ pub struct FoundInf<'a> {
 
 /// Updates every parameter of the list. `coefficient` is the factor of all gradients (clipping).
 ///
-/// Errors: a tensor whose size, type or device does not match its weight.
+/// # Errors
+/// A tensor whose size, type or device does not match its weight.
 pub fn step(rule: Rule, items: &[Item], coefficient: f32) -> Result<()> {
     step_gated(rule, items, coefficient, FoundInf::default())
 }

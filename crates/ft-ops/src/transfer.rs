@@ -48,7 +48,10 @@ enum Waiting {
 }
 
 impl Copier {
-    /// Errors: the GPU cannot create a second stream.
+    /// A copy engine for this device; on a CPU it makes plain copies.
+    ///
+    /// # Errors
+    /// The GPU cannot create a second stream.
     pub fn new(device: &Device) -> Result<Self> {
         Ok(Self {
             #[cfg(feature = "cuda")]

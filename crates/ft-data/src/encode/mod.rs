@@ -78,7 +78,10 @@ struct Masked {
 }
 
 impl Encoder<'_> {
-    /// Errors: a conversation without a chat template, a template error, two BOS tokens, an id outside the embedding.
+    /// The tokens of a row, with the mask of trained tokens; a long row is truncated at its end.
+    ///
+    /// # Errors
+    /// A conversation without a chat template, a template error, two BOS tokens, an id outside the embedding.
     pub fn encode(&self, sample: &Sample) -> Result<Encoded> {
         let mut row = match sample {
             Sample::Text(text) => self.text(text)?,
@@ -293,7 +296,8 @@ impl Encoder<'_> {
 
     /// The prompt of the row's last answer; `None` if the row has no text answer.
     ///
-    /// Errors: as in `encode`.
+    /// # Errors
+    /// As in `encode`.
     pub fn question(&self, sample: &Sample) -> Result<Option<Question>> {
         match sample {
             Sample::Text(_) => Ok(None),

@@ -177,8 +177,9 @@ impl Side<'_> {
 /// Computes loss and gradients. Adds to `step_stats` the loss (not finite if a logit is not), and the number of tokens
 /// whose target has the student's largest logit. On a GPU heads must be in memory as a whole.
 ///
-/// Errors: shapes that do not fit, targets outside the vocabulary, settings out of range, stored rows that do not
-/// match the trained tokens.
+/// # Errors
+/// Shapes that do not fit, targets outside the vocabulary, settings out of range, stored rows that do not match the
+/// trained tokens.
 pub fn forward_backward(
     student: &Side,
     teacher: &Teacher,

@@ -73,7 +73,10 @@ pub enum ScaleTensors {
 }
 
 impl QTensors {
-    /// Errors: a tensor that is too small or of the wrong type; rows or groups that the kernels do not support.
+    /// Checks that the tensors fit the format and the shape.
+    ///
+    /// # Errors
+    /// A tensor that is too small or of the wrong type; rows or groups that the kernels do not support.
     pub fn check(&self) -> Result<()> {
         let (rows, columns) = (self.rows, self.columns);
         let blocks = (rows * columns).div_ceil(BLOCK);

@@ -121,8 +121,10 @@ impl CpuBackend {
         best
     }
 
-    /// Uses the path `name` from now on. `amx-emulated` tests the AMX code on machines without AMX. Errors: an
-    /// unknown name, or instructions that this machine lacks.
+    /// Uses the path `name` from now on. `amx-emulated` tests the AMX code on machines without AMX.
+    ///
+    /// # Errors
+    /// An unknown name, or instructions that this machine lacks.
     pub fn force(name: &str) -> Result<()> {
         let lacks = || {
             Error::unsupported(format!("this CPU cannot run the {name} operations"))

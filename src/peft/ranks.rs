@@ -18,13 +18,19 @@ use std::sync::Arc;
 pub struct Schedule {
     /// Final mean rank; if it equals the rank of the adapters, ranks never shrink.
     pub target_r: usize,
+    /// Steps before the first pruning.
     pub tinit: u64,
+    /// Steps after the last pruning.
     pub tfinal: u64,
+    /// Steps between two prunings.
     pub delta_t: u64,
+    /// Decay of the average of the sensitivity.
     pub beta1: f64,
+    /// Decay of the average of the uncertainty.
     pub beta2: f64,
     /// Weight of the orthogonality regularization.
     pub orth_reg_weight: f64,
+    /// Steps of the run.
     pub total_steps: u64,
 }
 
@@ -46,7 +52,9 @@ struct Triplet {
 /// Gradients of a step by part name.
 pub type Gradients<'a> = dyn Fn(&str) -> Option<Tensor> + 'a;
 
+/// Scores the singular values of all AdaLoRA adapters of a model, and prunes the lowest ones.
 pub struct Allocator {
+    /// When and how far ranks shrink.
     pub schedule: Schedule,
     triplets: Vec<Triplet>,
     moments: BTreeMap<Arc<str>, Moments>,
@@ -55,6 +63,7 @@ pub struct Allocator {
 }
 
 impl Allocator {
+    /// The allocator for these adapters, by module name.
     pub fn new<'a>(adapters: impl Iterator<Item = (&'a String, &'a Adalora)>, schedule: Schedule) -> Self {
         let triplet = |(module, k): (&String, &Adalora)| Triplet {
             module: module.clone(),

@@ -10,14 +10,18 @@ use fancy_regex::Regex;
 pub struct Site {
     /// `model.layers.0.self_attn.q_proj`
     pub module: String,
+    /// I: input features.
     pub input: usize,
+    /// O: output features.
     pub output: usize,
 }
 
 /// Selection of sites.
 #[derive(Debug, Clone, Copy)]
 pub struct Choice<'a> {
+    /// The linears with an adapter.
     pub targets: &'a Targets,
+    /// The linears without one.
     pub exclude: Option<&'a Targets>,
     /// Only these layers; applies to a list of names only, as in PEFT.
     pub layers: Option<&'a [usize]>,

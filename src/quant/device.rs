@@ -123,6 +123,7 @@ impl DeviceQMatrix {
         Self::new(self.format, self.dims(), self.decoded, tensors, offset)
     }
 
+    /// The quantized format.
     pub fn format(&self) -> Format {
         self.format
     }

@@ -12,6 +12,7 @@ use rayon::prelude::*;
 
 /// A number type that can be quantized.
 pub trait Value: Copy + Send + Sync {
+    /// The number as f32.
     fn f32(self) -> f32;
 }
 

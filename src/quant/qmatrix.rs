@@ -34,7 +34,9 @@ pub(super) enum BlockScales {
 
 /// A named part of a quantized weight, little-endian, as in a file.
 pub struct Part<'a> {
+    /// `codes`, `scales`, `absmax`, `nested_absmax` or `nested_offset`.
     pub name: &'static str,
+    /// The values.
     pub bytes: Cow<'a, [u8]>,
 }
 
@@ -56,6 +58,7 @@ impl QMatrix {
         }
     }
 
+    /// The quantized format.
     pub fn format(&self) -> Format {
         self.format
     }

@@ -14,6 +14,7 @@ use std::sync::Arc;
 /// The weight `[O, I]` of a linear layer, or another parameter (then always dense). Cloning shares the storage.
 #[derive(Debug, Clone)]
 pub enum Weight {
+    /// A plain tensor; may be trained.
     Dense(Tensor),
     /// Dense with prepacked copies; frozen.
     Prepacked(Arc<Prepacked>),
@@ -97,6 +98,7 @@ impl Weight {
         }
     }
 
+    /// The shape: `[O, I]` for a linear.
     pub fn dims(&self) -> Vec<usize> {
         match self {
             Weight::Dense(tensor) => tensor.dims().to_vec(),
@@ -132,6 +134,7 @@ impl Weight {
         }
     }
 
+    /// Bytes in memory, with prepacked copies.
     pub fn bytes(&self) -> u64 {
         match self {
             Weight::Dense(tensor) => (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64,

@@ -12,6 +12,7 @@ use super::pairs::{Pair, check_rank};
 use crate::base::{Error, Result};
 use faer::{Mat, MatRef};
 
+/// The components that are trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Method {
     /// The smallest components.
@@ -23,7 +24,9 @@ pub enum Method {
 /// Normalization: PEFT divides each row of data by |max(x)| and counts it as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arithmetic {
+    /// Each token counts as one.
     Ft,
+    /// As PEFT's implementation.
     Peft,
 }
 
@@ -40,6 +43,7 @@ pub struct Covariance {
 }
 
 impl Covariance {
+    /// Sums of zero for `size` input features.
     pub fn new(size: usize) -> Self {
         Self {
             size,
@@ -49,6 +53,7 @@ impl Covariance {
         }
     }
 
+    /// I: input features.
     pub fn size(&self) -> usize {
         self.size
     }

@@ -10,7 +10,9 @@ use faer::{Mat, MatRef};
 /// A `[R, I]` and B `[O, R]`, row-major.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Pair {
+    /// `[R, I]`
     pub a: Vec<f32>,
+    /// `[O, R]`
     pub b: Vec<f32>,
 }
 

@@ -9,7 +9,7 @@ use ft::base::rng::{Rng, Stream};
 use ft::base::{allocator, memory};
 use ft::data::{Batch, Example};
 use ft::engine::{Active, Engine, Gradients};
-use ft::model::{Adapters, Network, Spec, families, shapes};
+use ft::model::{Adapters, Spec, TrainableNetwork, families, shapes};
 use ft::ops::prepacked::Orders;
 use ft::ops::{self, CpuBackend};
 use ft::optim::Optimizer;
@@ -104,7 +104,8 @@ fn main() {
     let dtype = if o.dtype == "f32" { Dtype::F32 } else { Dtype::Bf16 };
     let device = ops::device::open(&o.device).expect("the device").device;
     let source = Resident::random(spec.params(), 3, 0.02, 1.0, dtype, &device).expect("weights");
-    let mut network = Network::new(spec.clone(), Box::new(source), device.clone());
+    let mut model = TrainableNetwork::new(spec.clone(), Arc::new(source), device.clone());
+    let TrainableNetwork { network, store } = &mut model;
     if o.method == "lora" {
         network.adapters = adapters(&spec, 16, &device);
     }
@@ -135,30 +136,28 @@ fn main() {
                 Orders::Forward
             },
             head: Some(spec.head_name().to_string()),
-            ranks: std::sync::Arc::new(
+            ranks: Arc::new(
                 spec.sites()
                     .into_iter()
                     .map(|s| (format!("{}.weight", s.module), 16))
                     .collect(),
             ),
         };
-        network.source = Box::new(Prepacking::new(network.source, copies, sets[0].names()));
+        *store = Arc::new(Prepacking::new(store.clone(), copies, sets[0].names()));
+        network.source = store.clone();
     }
     let text = "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n";
     let optimizer = recipe::parse(text, "bench", &o.set).expect("a recipe").recipe.optimizer;
     let mut engine = Engine {
-        objective: Box::new(CausalLm::new(spec.vocab)),
-        optimizer: Optimizer::new(optimizer),
         gradients: if o.method == "full" {
             Gradients::Fused
         } else {
             Gradients::Keep
         },
         keep_layers: o.keep.unwrap_or(layers),
-        parked: None,
         max_grad_norm: 0.0,
         seed: 1,
-        network,
+        ..Engine::new(model, Box::new(CausalLm::new(spec.vocab)), Optimizer::new(optimizer))
     };
     let rng = Rng::new(9, Stream::Init, &[]);
     let rows: Vec<Example> = (0..o.batch)

@@ -7,7 +7,7 @@ use crate::commands::merge;
 use crate::data::Dataset;
 use crate::engine::{Engine, Gradients};
 use crate::hf;
-use crate::model::Objective;
+use crate::model::{Objective, TrainableNetwork};
 use crate::plan::memory_plan::pin_resumed_choices;
 use crate::recipe::{self, Dtype, ModelInit, Recipe, Stage};
 use crate::rlhf::preference::Reward;
@@ -163,13 +163,13 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
     if place != Placement::Device {
         files::create_dir_all(&scratch.0)?;
     }
-    let mut network = model.load_to(place, &storage, recipe, &scratch.0, &device)?;
+    let TrainableNetwork { mut network, store } = model.load_to(place, &storage, recipe, &scratch.0, &device)?;
     for adapter in prepared.adapters.values_mut() {
         *adapter = Arc::new(adapter.on(&device)?);
     }
     network.adapters = prepared.adapters.clone();
     adapters::place_rows(&prepared, &mut network)?;
-    network.ranks = allocation::of(recipe, &prepared);
+    let step_hook = allocation::of(recipe, &prepared);
     let sizes = state::sizes(&loaded)?;
     let ranks = starts::ranks_of(&network, |name| sizes.get(name).copied());
     starts::resize(recipe, &mut network, &mut prepared, &ranks)?;
@@ -181,23 +181,26 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
             train: &Dataset::default(),
             base: &facts.base,
             cache: &scratch.0,
+            store: &*store,
             note: &mut |_| {},
         };
         starts::fill(&mut setting, &mut network, &mut prepared)?;
     }
     if recipe.train.stage == Stage::Reward {
         let pad = preference::pad_id(&model.tokenizer);
-        network.own = Reward::new(model.spec.hidden, 0.0, pad, 0.0, 0, &device)?.params();
+        network.objective_params = Reward::new(model.spec.hidden, 0.0, pad, 0.0, 0, &device)?.params();
     }
     let mut engine = Engine {
         objective: Box::new(CausalLm::new(model.spec.vocab)),
         optimizer: active_schedule::optimizer(recipe),
         gradients: Gradients::Keep,
         keep_layers: 0,
-        parked: None,
+        input_offload: None,
         max_grad_norm: 0.0,
         seed: recipe.train.seed,
+        step_hook,
         network,
+        store,
     };
     state::restore_weights(&loaded, &mut engine)?;
     let mut notes = Vec::new();

@@ -42,7 +42,7 @@ pub struct Compared {
     pub loss: f64,
     /// `[N, D]`
     pub dx: Option<Tensor>,
-    pub own: Vec<(Param, Tensor)>,
+    pub objective_params: Vec<(Param, Tensor)>,
 }
 
 /// Pairs for a student of `student` layers and a teacher of `teacher` layers: each inner state of the student with the
@@ -146,7 +146,7 @@ impl Hidden {
         let mut out = Compared {
             loss: 0.0,
             dx: None,
-            own: Vec::new(),
+            objective_params: Vec::new(),
         };
         let m = trained.len();
         if m == 0 {
@@ -177,7 +177,7 @@ impl Hidden {
                 None => back,
             });
             let dw = linear::grad_weight(&dy, &own, DType::F32)?;
-            out.own.push((pair.projection.clone(), dw));
+            out.objective_params.push((pair.projection.clone(), dw));
         }
         if let Some(dx) = dx.filter(|_| need.dh) {
             // Tokens that are not trained take the appended row of zeros.

@@ -1,16 +1,18 @@
 //! One optimizer step: gradients of a window, clipping by the global norm, update.
 
 use super::active::Active;
-use super::pass::{self, Keeping, Totals};
+use super::hook::StepHook;
+use super::pass::{self, Pass, Totals};
 use super::sinks::{Accumulate, Corrections, Norm, Step};
 use crate::base::{Error, Result};
 use crate::data::Batch;
-use crate::model::{GradSink, Network, Objective};
+use crate::model::{Network, Objective, TrainableNetwork};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::transfer::Copier;
 use crate::optim::Optimizer;
 use crate::peft::Dropout;
-use crate::peft::ranks::Allocator;
+use crate::source::TrainableStore;
+use std::sync::Arc;
 
 /// Lifetime of gradients between backward pass and update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,16 +38,20 @@ impl Gradients {
 
 pub struct Engine {
     pub network: Network,
+    /// The source of `network`.
+    pub store: Arc<dyn TrainableStore>,
     pub objective: Box<dyn Objective>,
     pub optimizer: Optimizer,
     pub gradients: Gradients,
     /// Number of uppermost layers that save their activations; the others recompute them.
     pub keep_layers: usize,
-    /// Offloads layer inputs to the host (`memory.activations = "host"`).
-    pub parked: Option<Copier>,
+    /// Offloads layer inputs to the host.
+    pub input_offload: Option<Copier>,
     /// 0: no clipping.
     pub max_grad_norm: f64,
     pub seed: u64,
+    /// Runs around each update.
+    pub step_hook: Option<Box<dyn StepHook>>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -58,16 +64,18 @@ pub struct StepReport {
 impl Engine {
     /// Gradients are stored until the window is complete and clipped to a global norm of 1; all layers recompute their
     /// activations. Change the fields for other strategies.
-    pub fn new(network: Network, objective: Box<dyn Objective>, optimizer: Optimizer) -> Self {
+    pub fn new(model: TrainableNetwork, objective: Box<dyn Objective>, optimizer: Optimizer) -> Self {
         Self {
-            network,
+            network: model.network,
+            store: model.store,
             objective,
             optimizer,
             gradients: Gradients::Keep,
             keep_layers: 0,
-            parked: None,
+            input_offload: None,
             max_grad_norm: 1.0,
             seed: 0,
+            step_hook: None,
         }
     }
 
@@ -78,10 +86,17 @@ impl Engine {
         self.step_or_stop(step, batches, active, lr, false)
     }
 
+    /// A hook needs all gradients at the update.
+    fn effective_gradients(&self) -> Gradients {
+        match self.step_hook {
+            Some(_) => Gradients::Keep,
+            None => self.gradients,
+        }
+    }
+
     /// True if no weight changes before the last gradient of a step is computed; then a step can be abandoned halfway.
     pub fn changes_last(&self, active: &Active) -> bool {
-        let keeps = self.gradients == Gradients::Keep || self.network.ranks.is_some();
-        keeps && active.corrected().next().is_none()
+        self.effective_gradients() == Gradients::Keep && active.corrected().next().is_none()
     }
 
     /// As `step`; if `may_stop` is set and `changes_last` holds, a signal ends it at the next layer.
@@ -95,49 +110,37 @@ impl Engine {
         lr: f64,
         may_stop: bool,
     ) -> Result<StepReport> {
-        let may_stop = may_stop && self.changes_last(active);
-        let mut ranks = self.network.ranks.take();
-        let report = self.step_with(step, batches, active, lr, may_stop, ranks.as_mut());
-        self.network.ranks = ranks;
+        let report = self.run_step(step, batches, active, lr, may_stop && self.changes_last(active));
         for rows in &self.network.tokens {
             rows.place(&self.network)?;
         }
         report
     }
 
-    fn step_with(
+    fn run_step(
         &mut self,
         step: u64,
         batches: &[Batch],
         active: &Active,
         lr: f64,
         may_stop: bool,
-        ranks: Option<&mut Allocator>,
     ) -> Result<StepReport> {
-        let (network, objective, seed) = (&self.network, self.objective.as_ref(), self.seed);
-        let key = |micro| Some(Dropout { seed, step, micro });
-        let keep = Keeping {
-            layers: self.keep_layers,
-            parked: self.parked.as_ref(),
-            may_stop,
-        };
+        let (network, seed, gradients) = (&self.network, self.seed, self.effective_gradients());
         let step_stats = StepStats::new(&network.device)?;
         self.optimizer.begin(step);
-        let pass = |sink: &mut dyn GradSink, step_stats: &StepStats| {
-            pass::window(network, objective, batches, active, keep, key, sink, step_stats)
-        };
-        // The choice of ranks needs gradients and new weights.
-        let gradients = if ranks.is_some() {
-            Gradients::Keep
-        } else {
-            self.gradients
+        let pass = Pass {
+            keep_layers: self.keep_layers,
+            input_offload: self.input_offload.as_ref(),
+            dropout: Some(Dropout { seed, step, micro: 0 }),
+            may_stop,
+            ..Pass::new(network, self.objective.as_ref(), active, &step_stats)
         };
         match gradients {
             Gradients::Keep => {
                 let mut sink = Accumulate::new(active, &mut self.optimizer, lr);
-                let totals = pass(&mut sink, &step_stats)?;
-                if let Some(ranks) = &ranks {
-                    ranks.regularize(&|name| sink.gradient(name))?;
+                let totals = pass.window(batches, &mut sink)?;
+                if let Some(hook) = &mut self.step_hook {
+                    hook.before_update(&|name| sink.gradient(name))?;
                 }
                 sink.add_squares(&step_stats)?;
                 let (sums, grad_norm) = read(&step_stats)?;
@@ -149,8 +152,8 @@ impl Engine {
                 }
                 let coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
                 sink.update(coefficient)?;
-                if let Some(ranks) = ranks {
-                    ranks.after(step, &|name| sink.gradient(name), coefficient)?;
+                if let Some(hook) = &mut self.step_hook {
+                    hook.after_update(step, &|name| sink.gradient(name), coefficient)?;
                 }
                 Ok(StepReport {
                     totals: totals.with(sums),
@@ -159,13 +162,17 @@ impl Engine {
             }
             Gradients::Fused | Gradients::NormFirst => {
                 let mut coefficient = 1.0;
-                if self.gradients == Gradients::NormFirst {
+                if gradients == Gradients::NormFirst {
                     let first = StepStats::new(&network.device)?;
                     let mut norm = Norm {
                         active,
                         step_stats: &first,
                     };
-                    pass(&mut norm, &first)?;
+                    let norm_pass = Pass {
+                        step_stats: &first,
+                        ..pass
+                    };
+                    norm_pass.window(batches, &mut norm)?;
                     let (_, grad_norm) = read(&first)?;
                     if !grad_norm.is_finite() {
                         return Err(non_finite(&[], step));
@@ -181,7 +188,7 @@ impl Engine {
                     step_stats: &step_stats,
                     corrections: Corrections::default(),
                 };
-                let totals = pass(&mut sink, &step_stats)?;
+                let totals = pass.window(batches, &mut sink)?;
                 let corrected = sink.corrections;
                 let (sums, grad_norm) = read(&step_stats)?;
                 // Updates that the GPU skipped. The CPU has already returned an error at that gradient.
@@ -258,15 +265,11 @@ mod tests {
         };
         let source = Resident::random(params.clone(), 1, 0.02, 1.0, Dtype::F32, &Device::Cpu).unwrap();
         let active = Active::new(params.iter().map(|p| p.name.to_string()));
+        let model = TrainableNetwork::new(spec, Arc::new(source), Device::Cpu);
         let mut engine = Engine {
-            network: Network::new(spec, Box::new(source), Device::Cpu),
-            objective: Box::new(CausalLm::new(vocab)),
-            optimizer: Optimizer::new(settings),
             gradients,
-            keep_layers: 0,
-            parked: None,
             max_grad_norm,
-            seed: 0,
+            ..Engine::new(model, Box::new(CausalLm::new(vocab)), Optimizer::new(settings))
         };
         let weights = |engine: &Engine| {
             let mut all = Vec::new();

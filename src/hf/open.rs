@@ -2,16 +2,18 @@
 
 use crate::base::Result;
 use crate::formats::{ChatTemplate, Config, Tokenizer, Weights};
-use crate::model::{Network, families};
+use crate::model::{TrainableNetwork, families};
 use crate::ops::Dtype;
 use crate::source::{Resident, StoragePolicy};
 use candle_core::Device;
 use std::path::Path;
+use std::sync::Arc;
 
 /// A model directory with loaded weights.
 pub struct OpenModel {
     pub config: Config,
-    pub network: Network,
+    /// The network, and the store of its weights for training.
+    pub model: TrainableNetwork,
     pub tokenizer: Tokenizer,
     /// The model's own chat template, if it has one.
     pub template: Option<ChatTemplate>,
@@ -30,7 +32,7 @@ pub fn open(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
     let source = Resident::load(spec.params(), &Weights::open(dir)?, |p| storage.of(p), device)?;
     Ok(OpenModel {
         config,
-        network: Network::new(spec, Box::new(source), device.clone()),
+        model: TrainableNetwork::new(spec, Arc::new(source), device.clone()),
         tokenizer,
         template,
     })

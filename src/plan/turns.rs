@@ -116,7 +116,7 @@ fn turn_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs, (stored, low): (u64,
 mod tests {
     use super::*;
     use crate::plan::tests::{inputs, recipe};
-    use crate::source::{Group, Part, StoragePolicy};
+    use crate::source::{Group, StoragePolicy, Sublayer};
     use std::sync::Arc;
 
     /// Two int8 matrices of a layer with an f32 scale per row, and a norm that stays bf16.
@@ -125,7 +125,11 @@ mod tests {
             let name: Arc<str> = format!("model.layers.0.{name}").into();
             ParamInfo {
                 group: Group::Layer(0),
-                part: if shape.len() == 2 { Part::Mlp } else { Part::Attention },
+                sublayer: if shape.len() == 2 {
+                    Sublayer::Mlp
+                } else {
+                    Sublayer::Attention
+                },
                 name,
                 shape: shape.to_vec(),
             }

@@ -135,7 +135,8 @@ impl TeacherModel {
         let mut own = recipe.clone();
         own.model.init = ModelInit::Pretrained;
         own.model.dtype = self.dtype;
-        self.model.load_to(place, &self.storage, &own, scratch, device)
+        let loaded = self.model.load_to(place, &self.storage, &own, scratch, device)?;
+        Ok(loaded.network)
     }
 
     /// Fingerprint of the teacher's weights and their storage types.

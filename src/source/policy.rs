@@ -172,14 +172,14 @@ fn glob(pattern: &str, text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source::Part;
+    use crate::source::Sublayer;
 
     fn param(name: &str, shape: &[usize], group: Group) -> ParamInfo {
         ParamInfo {
             name: name.into(),
             shape: shape.to_vec(),
             group,
-            part: Part::Other,
+            sublayer: Sublayer::Other,
         }
     }
 

@@ -7,6 +7,7 @@ use crate::data::Dataset;
 use crate::data::order::BatchStream;
 use crate::engine::Engine;
 use crate::hf::{self, Fingerprint};
+use crate::model::TrainableNetwork;
 use crate::ops::transfer::Copier;
 use crate::ops::{self, update};
 use crate::optim::Schedule;
@@ -198,14 +199,15 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     if let Some(warning) = budget.and_then(Budget::warning) {
         reporter.warn(&warning);
     }
-    let mut network = model.load_to(place, &storage, recipe, &run_dir, &device)?;
+    let loaded_model = model.load_to(place, &storage, recipe, &run_dir, &device)?;
+    let TrainableNetwork { mut network, mut store } = loaded_model;
     for adapter in prepared.adapters.values_mut() {
         *adapter = Arc::new(adapter.on(&device)?);
     }
     network.adapters = prepared.adapters.clone();
     network.mlp_tokens = mlp_tokens;
     adapters::place_rows(&prepared, &mut network)?;
-    network.ranks = allocation::of(recipe, &prepared);
+    let step_hook = allocation::of(recipe, &prepared);
     if let Some(checkpoint) = &resumed {
         let sizes = state::sizes(checkpoint)?;
         let ranks = starts::ranks_of(&network, |name| sizes.get(name).copied());
@@ -219,6 +221,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             train: &train.flat(),
             base: &facts.base,
             cache: &run_dir.parent().unwrap_or(Path::new("")).join(START_CACHE),
+            store: &*store,
             note: &mut |line| reporter.note(line),
         };
         starts::fill(&mut setting, &mut network, &mut prepared)?;
@@ -235,25 +238,28 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         questions: questions.as_ref(),
     };
     let Stage { mut feed, objective } = stage::open(setting)?;
-    network.own = objective.params();
-    let own = network.own.iter().map(|p| p.name.to_string());
+    network.objective_params = objective.params();
+    let own = network.objective_params.iter().map(|p| p.name.to_string());
     active_schedule = ActiveSchedule::new(recipe, &model.spec, &params, &prepared)?.with_own(own);
     if let Some(copies) = packed {
         let first = active_schedule.active(start_step + 1);
-        network.source = Box::new(Prepacking::new(network.source, copies, first.names()));
+        store = Arc::new(Prepacking::new(store, copies, first.names()));
+        network.source = store.clone();
     }
     let mut engine = Engine {
         objective,
         optimizer: active_schedule::optimizer(recipe),
         gradients,
         keep_layers,
-        parked: match recipe.memory.activations {
+        input_offload: match recipe.memory.activations {
             Activations::Host => Some(Copier::new(&device)?),
             _ => None,
         },
         max_grad_norm: recipe.train.max_grad_norm,
         seed: recipe.train.seed,
+        step_hook,
         network,
+        store,
     };
     let mut trained_tokens = 0;
     if let Some(checkpoint) = &resumed {
@@ -440,11 +446,11 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
 
 /// Milliseconds of the step's host-device copies, and the fraction that overlapped with computation.
 fn copies(engine: &Engine) -> Result<Vec<(&'static str, f64)>> {
-    let parked = engine.parked.as_ref().map(Copier::times).transpose()?.flatten();
-    let mut sum = engine.network.source.copies()?.unwrap_or_default();
-    if let Some(parked) = parked {
-        sum.copying += parked.copying;
-        sum.waiting += parked.waiting;
+    let inputs = engine.input_offload.as_ref().map(Copier::times).transpose()?.flatten();
+    let mut sum = engine.store.upload_times()?.unwrap_or_default();
+    if let Some(inputs) = inputs {
+        sum.copying += inputs.copying;
+        sum.waiting += inputs.waiting;
     }
     let hidden = sum
         .hidden()

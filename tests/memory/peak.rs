@@ -9,7 +9,7 @@ use ft::engine::{Active, Engine, Gradients};
 use ft::formats::weights::Weights;
 use ft::model::rope::Rope;
 use ft::model::spec::{LayerSpec, Spec};
-use ft::model::{Adapters, Network};
+use ft::model::{Adapters, TrainableNetwork};
 use ft::ops::CpuBackend;
 use ft::ops::cross_entropy::PIECE;
 use ft::ops::glu::Activation;
@@ -22,7 +22,7 @@ use ft::setup::Turn;
 use ft::setup::row_sizes::Evaluation;
 use ft::sft::CausalLm;
 use ft::source::Placement;
-use ft::source::{Copies, Disk, LayerSource, ParamInfo, Prepacking, Resident, StoragePolicy, disk};
+use ft::source::{Copies, Disk, ParamInfo, Prepacking, Resident, StoragePolicy, TrainableStore, disk};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -264,10 +264,10 @@ fn batches(s: &Shape) -> Vec<Batch> {
 }
 
 /// Where the weights come from, the program's directory for it.
-fn source(spec: &Spec, storage: &StoragePolicy, dtype: Dtype, place: Placement, dir: &Path) -> Box<dyn LayerSource> {
+fn store(spec: &Spec, storage: &StoragePolicy, dtype: Dtype, place: Placement, dir: &Path) -> Arc<dyn TrainableStore> {
     let Placement::Disk { head_rows } = place else {
         let stored = |p: &ParamInfo| storage.of(p);
-        return Box::new(Resident::random_stored(spec.params(), 3, 0.02, 1.0, stored, &Device::Cpu).unwrap());
+        return Arc::new(Resident::random_stored(spec.params(), 3, 0.02, 1.0, stored, &Device::Cpu).unwrap());
     };
     let file = dir.join("model.safetensors");
     disk::write_random(&file, &spec.params(), 3, 0.02, 1.0, dtype).unwrap();
@@ -280,7 +280,7 @@ fn source(spec: &Spec, storage: &StoragePolicy, dtype: Dtype, place: Placement, 
         head: spec.head_name().into(),
         head_rows,
     };
-    Box::new(Disk::open(spec.params(), Weights::open_file(&file).unwrap(), options).unwrap())
+    Arc::new(Disk::open(spec.params(), Weights::open_file(&file).unwrap(), options).unwrap())
 }
 
 /// Most bytes out during an optimizer step beyond the `before` of the program's start, and the forecast of it.
@@ -294,11 +294,13 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
         trained.contains(name)
     })
     .unwrap();
-    let mut network = Network::new(
-        spec.clone(),
-        source(&spec, &storage, dtype, place, dir.path()),
-        Device::Cpu,
-    );
+    let mut store = store(&spec, &storage, dtype, place, dir.path());
+    let copies = way.copies(&spec);
+    if let Some(copies) = copies.clone() {
+        store = Arc::new(Prepacking::new(store, copies, trained.names()));
+    }
+    let mut model = TrainableNetwork::new(spec.clone(), store, Device::Cpu);
+    let network = &mut model.network;
     if recipe.tune.method == Method::Lora {
         network.adapters = adapters(&spec, 8);
     }
@@ -311,21 +313,15 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
         Way::FullKeep | Way::LoraKeep | Way::LoraKeepPieces => s.layers - 1,
         _ => 0,
     };
-    let copies = way.copies(&spec);
-    if let Some(copies) = copies.clone() {
-        network.source = Box::new(Prepacking::new(network.source, copies, trained.names()));
-    }
     let pieces = way.pieces().then_some((s.rows * s.length).div_ceil(3));
     network.mlp_tokens = pieces;
+    let optimizer = Optimizer::new(recipe.optimizer.clone());
     let mut engine = Engine {
-        network,
-        objective: Box::new(CausalLm::new(spec.vocab)),
-        optimizer: Optimizer::new(recipe.optimizer.clone()),
         gradients,
         keep_layers: keep,
-        parked: None,
         max_grad_norm: 0.0,
         seed: 1,
+        ..Engine::new(model, Box::new(CausalLm::new(spec.vocab)), optimizer)
     };
     let (batches, active) = (batches(s), active(way, &spec));
     engine.switch(&active, |_| true).unwrap();

@@ -120,7 +120,7 @@ pub struct Pass<'a> {
     /// Receives loss and correct predictions.
     pub step_stats: &'a StepStats,
     /// Number of uppermost layers whose activations are saved; of the others only the inputs are saved.
-    pub keep_layers: usize,
+    pub saved_layers: usize,
     /// Offloads layer inputs to the host.
     pub input_offload: Option<&'a Copier>,
     /// Key of the dropout masks of the first micro-batch; `None`: no dropout.
@@ -142,7 +142,7 @@ impl<'a> Pass<'a> {
             objective,
             active,
             step_stats,
-            keep_layers: 0,
+            saved_layers: 0,
             input_offload: None,
             dropout: None,
             may_stop: false,
@@ -218,7 +218,7 @@ impl<'a> Pass<'a> {
                 pass_on(out.objective_params, sink)?;
             }
             let block = network.block(l)?;
-            let y = if l >= lowest && l + self.keep_layers >= layers {
+            let y = if l >= lowest && l + self.saved_layers >= layers {
                 let (y, kept) = block.forward_saving(&x, &ctx)?;
                 inputs.push((SavedInput::OnDevice(x), Some(kept)));
                 y

@@ -4,6 +4,7 @@ use super::active::Active;
 use super::hook::StepHook;
 use super::pass::{self, Pass, Totals};
 use super::sinks::{Accumulate, Corrections, Norm, Step};
+use super::strategy::StepStrategy;
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::{Network, Objective, TrainableNetwork};
@@ -11,7 +12,7 @@ use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::transfer::Copier;
 use crate::optim::Optimizer;
 use crate::peft::Dropout;
-use crate::source::TrainableStore;
+use crate::source::{Prepacking, TrainableStore};
 use std::sync::Arc;
 
 /// Lifetime of gradients between backward pass and update.
@@ -42,10 +43,8 @@ pub struct Engine {
     pub store: Arc<dyn TrainableStore>,
     pub objective: Box<dyn Objective>,
     pub optimizer: Optimizer,
-    pub gradients: Gradients,
-    /// Number of uppermost layers that save their activations; the others recompute them.
-    pub keep_layers: usize,
-    /// Offloads layer inputs to the host.
+    pub strategy: StepStrategy,
+    /// Copies layer inputs to the host and back, if the strategy offloads them.
     pub input_offload: Option<Copier>,
     /// 0: no clipping.
     pub max_grad_norm: f64,
@@ -62,21 +61,40 @@ pub struct StepReport {
 }
 
 impl Engine {
-    /// Gradients are stored until the window is complete and clipped to a global norm of 1; all layers recompute their
-    /// activations. Change the fields for other strategies.
-    pub fn new(model: TrainableNetwork, objective: Box<dyn Objective>, optimizer: Optimizer) -> Self {
-        Self {
-            network: model.network,
-            store: model.store,
+    /// Prepares `model` for training steps as `strategy` says. Gradients are clipped to a global norm of 1; change
+    /// `max_grad_norm` and `seed` before the first step. `first`: the active parameters of the first step.
+    ///
+    /// Errors: the copy streams of the device cannot be created.
+    pub fn new(
+        model: TrainableNetwork,
+        objective: Box<dyn Objective>,
+        optimizer: Optimizer,
+        strategy: StepStrategy,
+        first: &Active,
+    ) -> Result<Self> {
+        let TrainableNetwork { mut network, mut store } = model;
+        network.mlp_tokens = strategy.mlp_tokens;
+        network.objective_params = objective.params();
+        if let Some(copies) = &strategy.packed_copies {
+            store = Arc::new(Prepacking::new(store, copies.clone(), first.names()));
+            network.source = store.clone();
+        }
+        let input_offload = if strategy.offload_inputs {
+            Some(Copier::new(&network.device)?)
+        } else {
+            None
+        };
+        Ok(Self {
+            network,
+            store,
             objective,
             optimizer,
-            gradients: Gradients::Keep,
-            keep_layers: 0,
-            input_offload: None,
+            strategy,
+            input_offload,
             max_grad_norm: 1.0,
             seed: 0,
             step_hook: None,
-        }
+        })
     }
 
     /// Runs step number `step` (from 1) on one window of micro-batches at learning rate `lr`.
@@ -90,7 +108,7 @@ impl Engine {
     fn effective_gradients(&self) -> Gradients {
         match self.step_hook {
             Some(_) => Gradients::Keep,
-            None => self.gradients,
+            None => self.strategy.gradients,
         }
     }
 
@@ -129,7 +147,7 @@ impl Engine {
         let step_stats = StepStats::new(&network.device)?;
         self.optimizer.begin(step);
         let pass = Pass {
-            keep_layers: self.keep_layers,
+            saved_layers: self.strategy.saved_layers,
             input_offload: self.input_offload.as_ref(),
             dropout: Some(Dropout { seed, step, micro: 0 }),
             may_stop,
@@ -266,11 +284,13 @@ mod tests {
         let source = Resident::random(params.clone(), 1, 0.02, 1.0, Dtype::F32, &Device::Cpu).unwrap();
         let active = Active::new(params.iter().map(|p| p.name.to_string()));
         let model = TrainableNetwork::new(spec, Arc::new(source), Device::Cpu);
-        let mut engine = Engine {
+        let strategy = StepStrategy {
             gradients,
-            max_grad_norm,
-            ..Engine::new(model, Box::new(CausalLm::new(vocab)), Optimizer::new(settings))
+            ..StepStrategy::new(Dtype::F32)
         };
+        let (objective, optimizer) = (Box::new(CausalLm::new(vocab)), Optimizer::new(settings));
+        let mut engine = Engine::new(model, objective, optimizer, strategy, &active).unwrap();
+        engine.max_grad_norm = max_grad_norm;
         let weights = |engine: &Engine| {
             let mut all = Vec::new();
             for name in active.names() {

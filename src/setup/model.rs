@@ -2,6 +2,7 @@
 
 use crate::base::{Error, Result, progress, staging};
 use crate::data::codec::ChatRender;
+use crate::engine::StepStrategy;
 use crate::formats::StoredDtype;
 use crate::formats::config::Config;
 use crate::formats::template::ChatTemplate;
@@ -167,17 +168,29 @@ impl ModelDir {
         Ok(source)
     }
 
-    /// As `load`, with the placement that the recipe chooses. Files that the run needs meanwhile go to `run_dir`.
-    pub fn load_to(
+    /// Loads the weights as `strategy` says. Files that the run needs meanwhile go to `run_dir`.
+    pub fn load_for(
         &self,
-        place: Placement,
-        storage: &StoragePolicy,
+        strategy: &StepStrategy,
+        recipe: &Recipe,
+        run_dir: &Path,
+        device: &Device,
+    ) -> Result<TrainableNetwork> {
+        let mut loaded = self.place(strategy, recipe, run_dir, device)?;
+        loaded.network.mlp_tokens = strategy.mlp_tokens;
+        Ok(loaded)
+    }
+
+    fn place(
+        &self,
+        strategy: &StepStrategy,
         recipe: &Recipe,
         run_dir: &Path,
         device: &Device,
     ) -> Result<TrainableNetwork> {
         let (dtype, init, seed) = (recipe.model.dtype, recipe.model.init, recipe.train.seed);
-        let head_rows = match place {
+        let storage = &strategy.storage;
+        let head_rows = match strategy.placement {
             Placement::Device => return self.load(storage, init, seed, device),
             Placement::Host => {
                 let host = self.resident(storage, init, seed, &Device::Cpu)?.ready_to_travel()?;

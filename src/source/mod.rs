@@ -24,7 +24,7 @@ pub use disk::Disk;
 pub use in_memory::InMemory;
 pub use placement::Placement;
 pub use policy::StoragePolicy;
-pub use prepacking::{Copies, Prepacking};
+pub use prepacking::{PackedCopies, Prepacking};
 pub use resident::Resident;
 pub use turns::Recoded;
 pub use uploaded::Uploaded;

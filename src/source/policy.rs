@@ -39,7 +39,7 @@ impl Default for StorageRules {
 }
 
 /// The storage of each parameter of a model. Only projections of decoder layers are ever quantized.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct StoragePolicy {
     dtype: Dtype,
     /// Shared between clones: the planner makes many.
